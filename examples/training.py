@@ -1,0 +1,182 @@
+"""One training run of train_text.py, measured: every run starts in a fresh process, so none inherits memory."""
+
+import resource
+import statistics
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from language_model import Corpus, LanguageModel, continue_text, next_token_loss, random_windows
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import flash4_torch
+from flash4_torch.testing import backends_used
+
+WARM_UP_STEPS = 5
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all runs of one comparison share."""
+
+    width: int
+    heads: int
+    layers: int
+    context: int
+    batch: int
+    steps: int
+    learning_rate: float
+    device: str = "cpu"
+    seed: int = 0
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch * self.context
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run is: stock nn.MultiheadAttention or ours, eager or compiled, with which dropout."""
+
+    compiled: bool
+    dropout: float
+    swapped: bool
+
+    @property
+    def attention(self) -> str:
+        return "swapped" if self.swapped else "stock"
+
+    @property
+    def mode(self) -> str:
+        return "compiled" if self.compiled else "eager"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one run gave: losses in nats a token, the median step in ms, memory in MiB."""
+
+    losses: list[float]
+    validation_loss: float
+    step_ms: float
+    peak_mib: float
+    attention_calls: int
+    sample: str
+
+    @property
+    def final_loss(self) -> float:
+        """Mean training loss of the last fifth of the steps: single batches differ too much to compare."""
+        return statistics.fmean(self.losses[-max(1, len(self.losses) // 5) :])
+
+
+def train_in_fresh_process(setup: Setup, run: Run, title: str) -> Result:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(train, setup, run, title).result()
+
+
+def train(setup: Setup, run: Run, title: str) -> Result:
+    corpus = Corpus.load()
+    memory = PeakMemory(setup.device)
+    model = build_model(setup, run, len(corpus.tokenizer.tokens))
+    with backends_used() as used:
+        losses, step_seconds = optimize(model, corpus.train, setup, run, memory, title)
+        peak_mib = memory.peak_mib()
+        model.eval()
+        validation_loss = validate(model, corpus.validation, setup)
+        sample = continue_text(model, corpus.tokenizer, "The", 120)
+    return Result(
+        losses, validation_loss, 1e3 * statistics.median(step_seconds), peak_mib, calls(used), sample
+    )
+
+
+def build_model(setup: Setup, run: Run, vocabulary: int) -> LanguageModel:
+    torch.manual_seed(setup.seed)
+    model = LanguageModel(vocabulary, setup.width, setup.heads, setup.layers, setup.context, run.dropout).to(
+        setup.device
+    )
+    if run.swapped:
+        flash4_torch.replace_attention(model)
+    torch.manual_seed(setup.seed)
+    return model
+
+
+def optimize(
+    model: LanguageModel, stream: Tensor, setup: Setup, run: Run, memory: "PeakMemory", title: str
+) -> tuple[list[float], list[float]]:
+    """Train for setup.steps steps; the loss of each step, and the seconds of each after the warm-up."""
+    trained: nn.Module = torch.compile(model, fullgraph=True) if run.compiled else model
+    optimizer = torch.optim.AdamW(model.parameters(), setup.learning_rate, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, setup.learning_rate, setup.steps)
+    order = torch.Generator().manual_seed(setup.seed)
+    losses: list[float] = []
+    seconds: list[float] = []
+    progress = tqdm(range(setup.steps), desc=title, unit="step", mininterval=0.5)
+    for step in progress:
+        if step == WARM_UP_STEPS:
+            memory.reset()
+        windows = random_windows(stream, setup.batch, setup.context, order).to(setup.device)
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        with autocast(setup.device):
+            loss = next_token_loss(trained, windows)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        seconds.append(time.perf_counter() - start)
+        schedule.step()
+        progress.set_postfix_str(f"loss {losses[-1]:.3f}", refresh=False)
+    return losses, seconds[WARM_UP_STEPS:] or seconds
+
+
+@torch.no_grad()
+def validate(model: LanguageModel, stream: Tensor, setup: Setup) -> float:
+    """Mean loss over the whole validation stream, cut into windows of the context's length."""
+    length = setup.context + 1
+    windows = stream[: len(stream) // length * length].view(-1, length).to(setup.device)
+    with autocast(setup.device):
+        return statistics.fmean(next_token_loss(model, window[None]).item() for window in windows)
+
+
+def autocast(device: str) -> torch.autocast:
+    """bfloat16 on a GPU; on a CPU single precision throughout."""
+    return torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
+
+
+def calls(used: Counter[tuple[str, str]]) -> int:
+    """How often flash4_torch's operators ran, forward and backward, whichever backend served them."""
+    return sum(used.values())
+
+
+class PeakMemory:
+    """Highest memory since reset(), in MiB above what was in use when the object was made.
+
+    On a GPU the allocator's peak; on a CPU the process's resident memory, which in a compiled run includes
+    what the compiler left loaded.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self.reset()
+        self._baseline = self._peak()
+
+    def reset(self) -> None:
+        forget_peak = Path("/proc/self/clear_refs")
+        if self._device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        elif forget_peak.exists():
+            forget_peak.write_text("5")
+
+    def peak_mib(self) -> float:
+        return (self._peak() - self._baseline) / MIB
+
+    def _peak(self) -> int:
+        if self._device == "cuda":
+            return torch.cuda.max_memory_allocated()
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

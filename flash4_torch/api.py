@@ -1,0 +1,321 @@
+"""The public functions: check the arguments, fill in the defaults, one operator call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import backends, ops
+from .masks import Band
+from .ops import check
+from .ops.impl import dense_extent, describe
+
+Window = tuple[int | None, int | None]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: Window = (None, None),
+    scale: float | None = None,
+    softcap: float = 0.0,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attention, softmax(scale * q k^T) v, in O(S) memory.
+
+    Args:
+        q: (B, Sq, Hq, D), bfloat16, float16, float32 or float64, any strides.
+        k: (B, Sk, Hk, D); Hk divides Hq, and query head h reads key head h // (Hq // Hk) (GQA, MQA).
+        v: (B, Sk, Hk, Dv).
+        causal: row i sees keys up to i + Sk - Sq (aligned to the bottom right).
+        window: (left, right): row i sees keys from i + Sk - Sq - left to i + Sk - Sq + right; None is unbounded.
+        scale: what q k^T is multiplied by. Default: 1 / sqrt(D).
+        softcap: c > 0 replaces a score x by c * tanh(x / c), before the mask. Default: 0, off.
+        attn_mask: broadcastable to (B, Hq, Sq, Sk), never expanded in memory. Bool: True attends. Floating:
+            added to the scores; it gets a gradient if it requires one.
+        dropout_p: probability of dropping a weight, from 0 to 1; the kept ones grow by 1 / (1 - dropout_p).
+            Torch's generator seeds it.
+        deterministic: gradients are bitwise repeatable. Default: torch.are_deterministic_algorithms_enabled().
+        return_lse: also return the logarithm of each row's sum of exponentials.
+
+    Returns:
+        out (B, Sq, Hq, Dv), contiguous, in q's dtype; with `return_lse` (out, lse), where lse (B, Hq, Sq) is the
+        natural log, float32 (float64 for float64 inputs), before dropout, and differentiable. A row that may
+        attend to nothing gives out 0, lse -inf and zero gradients.
+
+    Raises:
+        ArgumentError: an argument is out of its limits; the message names it, its value and the limit.
+        BackendError: no backend serves the call; see `support`.
+        DoubleBackwardError: second derivatives were asked for.
+
+    Under autocast q, k and v are cast to the autocast dtype. The algorithm is FlashAttention-4's; see
+    `flash4_torch.reference.tiled` for a readable version.
+    """
+    q, k, v, attn_mask, band, rules = _dense_call(
+        q, k, v, causal, window, scale, softcap, attn_mask, dropout_p, deterministic
+    )
+    rng_state = ops.draw_rng_state(q.device) if rules["dropout_p"] > 0 else None
+    out, lse = ops.attention(
+        q, k, v, attn_mask, rng_state, window_left=band.left, window_right=band.right, **rules
+    )
+    return (out, lse) if return_lse else out
+
+
+def _dense_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    window: Window,
+    scale: float | None,
+    softcap: float,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    deterministic: bool | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Band, dict[str, Any]]:
+    """The checked and completed arguments of a dense call."""
+    check.qkv(q, k, v, 4, "(B, S, H, D)")
+    check.same_batch(q, k)
+    attn_mask = check.attn_mask(attn_mask, q, k)
+    band = check.band(causal, window)
+    rules = _rules(q, scale, softcap, dropout_p, deterministic)
+    q, k, v = ops.autocast_inputs(q, k, v)
+    return q, k, v, attn_mask, band, rules
+
+
+def _rules(
+    q: Tensor, scale: float | None, softcap: float, dropout_p: float, deterministic: bool | None
+) -> dict[str, Any]:
+    return {
+        "scale": check.scale(scale, q.shape[-1]),
+        "softcap": check.softcap(softcap),
+        "dropout_p": check.probability(dropout_p),
+        "deterministic": (
+            torch.are_deterministic_algorithms_enabled() if deterministic is None else bool(deterministic)
+        ),
+    }
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    causal: bool = False,
+    window: Window = (None, None),
+    scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attention over B sequences of different lengths, packed one after another without padding.
+
+    Args:
+        q: (Tq, Hq, D), all queries in sequence order.
+        k: (Tk, Hk, D).
+        v: (Tk, Hk, Dv).
+        cu_seqlens_q: (B + 1,), int32 or int64: sequence b's queries are q[cu_seqlens_q[b] : cu_seqlens_q[b + 1]].
+            It begins with 0, never decreases and ends with Tq; checked on the CPU only, as a GPU's values would
+            have to be waited for.
+        cu_seqlens_k: (B + 1,), the same for k and v.
+        max_seqlen_q: length of the longest sequence of queries, or more; an int, or a 0-dim tensor (which the
+            host then waits for).
+        max_seqlen_k: the same for keys.
+        causal, window, scale, softcap, dropout_p, deterministic: as in `attention`, within each sequence.
+        return_lse: also return lse (Hq, Tq).
+
+    Returns:
+        out (Tq, Hq, Dv), or (out, lse); equal to `attention` on each sequence by itself, dropout included, whose
+        mask counts sequences as batch entries.
+
+    Raises:
+        ArgumentError: as in `attention`.
+    """
+    check.qkv(q, k, v, 3, "(T, H, D)")
+    check.cu_seqlens("cu_seqlens_q", cu_seqlens_q, q)
+    check.cu_seqlens("cu_seqlens_k", cu_seqlens_k, q)
+    check.same_sequences(cu_seqlens_q, cu_seqlens_k)
+    band = check.band(causal, window)
+    rules = _rules(q, scale, softcap, dropout_p, deterministic)
+    q, k, v = ops.autocast_inputs(q, k, v)
+    out, lse = ops.attention_varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        ops.draw_rng_state(q.device) if rules["dropout_p"] > 0 else None,
+        max_seqlen_q=check.max_seqlen("max_seqlen_q", max_seqlen_q),
+        max_seqlen_k=check.max_seqlen("max_seqlen_k", max_seqlen_k),
+        window_left=band.left,
+        window_right=band.right,
+        **rules,
+    )
+    return (out, lse) if return_lse else out
+
+
+def support(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: Window = (None, None),
+    scale: float | None = None,
+    softcap: float = 0.0,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+) -> dict[str, list[str]]:
+    """Who can serve `attention` with the same arguments, and why the others cannot.
+
+    Returns:
+        For each backend, in order of priority, the sentences why it cannot serve the call; an empty list if it
+        can. The first backend with an empty list serves it. If an input requires a gradient, the backward's
+        reasons are listed too, behind "backward: "; forward and backward each choose their backend. Computes
+        nothing; meta tensors do, with the device "meta".
+
+    Raises:
+        ArgumentError: as in `attention`.
+    """
+    mask_grad = attn_mask is not None and attn_mask.requires_grad
+    wants_grad = mask_grad or any(x.requires_grad for x in (q, k, v))
+    q, k, v, attn_mask, band, rules = _dense_call(
+        q, k, v, causal, window, scale, softcap, attn_mask, dropout_p, deterministic
+    )
+    problem = describe(q, v, dense_extent(q, k), attn_mask, band=band, **rules)
+    reasons = backends.reasons(problem)
+    if wants_grad:
+        spec = problem.spec._replace(backward=True, dlse=return_lse, dmask=mask_grad)
+        for name, why in backends.reasons(problem._replace(spec=spec)).items():
+            reasons[name] += [f"backward: {sentence}" for sentence in why if sentence not in reasons[name]]
+    return reasons
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch.nn.functional.scaled_dot_product_attention with its exact contract, served by `attention`'s backends.
+
+    Args:
+        query: (..., Hq, L, E): heads before the sequence, unlike `attention`.
+        key: (..., H, S, E).
+        value: (..., H, S, Ev).
+        attn_mask: broadcastable to (..., Hq, L, S); bool (True attends) or floating (added).
+        dropout_p: as in `attention`.
+        is_causal: row i sees keys up to i (aligned to the top left, as torch does).
+        scale: default 1 / sqrt(E).
+        enable_gqa: lets Hq be a multiple of H.
+
+    Returns:
+        (..., Hq, L, Ev). A row that may attend to nothing gives 0, as torch's does.
+
+    Raises:
+        What torch's function raises for the same arguments.
+    """
+    if not _serves_sdpa(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa):
+        # Torch's own function raises its own errors, and serves what no (B, S, H, D) can express.
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    query, key, value = ops.autocast_inputs(query, key, value)
+    batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    Hk = max(key.shape[-3:-2], value.shape[-3:-2], default=1)
+    q, k, v = _heads_last(query, batch, None), _heads_last(key, batch, Hk), _heads_last(value, batch, Hk)
+    L, S = q.shape[1], k.shape[1]
+    out, _ = ops.attention(
+        q,
+        k,
+        v,
+        None if attn_mask is None else _mask_4d(attn_mask, batch, query.dim()),
+        ops.draw_rng_state(q.device) if dropout_p > 0 else None,
+        scale=check.scale(scale, q.shape[-1]),
+        window_left=None,
+        # Top-left causal in bottom-right terms.
+        window_right=L - S if is_causal else None,
+        softcap=0.0,
+        dropout_p=float(dropout_p),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    return out.transpose(1, 2).reshape(*query.shape[:-3] and batch, *query.shape[-3:-2], L, v.shape[-1])
+
+
+def _serves_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    enable_gqa: bool,
+) -> bool:
+    """Whether the call is valid in torch's eyes and expressible as `attention`."""
+    tensors = (query, key, value)
+    if not all(isinstance(x, Tensor) and not x.is_nested and x.dim() >= 2 for x in tensors):
+        return False
+    same = all(
+        (x.dtype, x.device, x.dim()) == (query.dtype, query.device, query.dim()) and x.shape[-1] > 0
+        for x in tensors
+    )
+    if not same or query.dtype not in check.DTYPES or not 0.0 <= dropout_p <= 1.0:
+        return False
+    if query.shape[-1] != key.shape[-1] or key.shape[-2] != value.shape[-2]:
+        return False
+    heads = [x.shape[-3] for x in tensors if x.dim() > 2]
+    if heads and (0 in heads or not _heads_agree(*heads, enable_gqa)):
+        return False
+    try:
+        batch = torch.broadcast_shapes(*(x.shape[:-3] for x in tensors))
+        scores = (*batch, *query.shape[-3:-2], query.shape[-2], key.shape[-2])
+        if attn_mask is not None and torch.broadcast_shapes(attn_mask.shape, scores) != scores:
+            return False
+    except RuntimeError:
+        return False
+    if attn_mask is None:
+        return True
+    mask_fits = attn_mask.dtype in (torch.bool, torch.float32, query.dtype) and attn_mask.device == query.device
+    return mask_fits and not is_causal
+
+
+def _heads_agree(Hq: int, Hk: int, Hv: int, enable_gqa: bool) -> bool:
+    if enable_gqa:
+        return Hk == Hv and Hq % Hk == 0
+    return {Hk, Hv} <= {1, Hq}
+
+
+def _heads_last(x: Tensor, batch: torch.Size, H: int | None) -> Tensor:
+    """(..., H, S, D), its batch and heads broadcast, as (B, S, H, D); a view for one batch dimension or none."""
+    x = x if x.dim() > 2 else x.unsqueeze(0)
+    x = x.expand(*batch, H or x.shape[-3], *x.shape[-2:])
+    x = x.unsqueeze(0) if x.dim() == 3 else x.flatten(0, -4)
+    return x.transpose(1, 2)
+
+
+def _mask_4d(mask: Tensor, batch: torch.Size, rank: int) -> Tensor:
+    """A mask that broadcasts to (..., H, L, S) of `rank` dimensions as a 4-D one."""
+    if rank <= 4:
+        return mask[(None,) * (4 - mask.dim())]
+    mask = mask[(None,) * (rank - mask.dim())]
+    return mask.expand(*batch, *mask.shape[-3:]).flatten(0, -4)

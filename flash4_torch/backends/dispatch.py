@@ -1,0 +1,74 @@
+"""Who serves a call: the first backend, by priority, that has no reason not to."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from .. import env
+from ..errors import BackendError, RangeError
+from ..problem import Problem
+from .base import Backend
+from .cpu import Cpu
+from .sdpa import Sdpa
+from .tiled import Tiled
+
+PRIORITY: tuple[Backend, ...] = (Cpu(), Sdpa(), Tiled())
+
+Observer = Callable[[Problem, str], None]
+observers: list[Observer] = []
+"""Called with (problem, backend name) on every dispatch, from whatever thread serves it."""
+
+_excluded = threading.local()
+_logged: set[tuple[object, ...]] = set()
+
+
+def reasons(problem: Problem) -> dict[str, list[str]]:
+    """For each backend, by priority, why it cannot serve the problem; empty if it can."""
+    return {backend.name: backend.why_not(problem) for backend in PRIORITY}
+
+
+def choose(problem: Problem) -> Backend:
+    """The backend that serves the problem.
+
+    Raises:
+        BackendError: none can, or the one that FLASH4_BACKEND forces cannot.
+        RangeError: FLASH4_BACKEND names no backend.
+    """
+    for backend in _candidates():
+        if not backend.why_not(problem):
+            _announce(problem, backend.name)
+            return backend
+    raise BackendError(str(problem), {b.name: b.why_not(problem) for b in _candidates()})
+
+
+def _candidates() -> tuple[Backend, ...]:
+    forced = env.BACKEND.get()
+    if not forced:
+        left_out = getattr(_excluded, "names", ())
+        return tuple(b for b in PRIORITY if b.name not in left_out) if left_out else PRIORITY
+    named = tuple(b for b in PRIORITY if b.name == forced)
+    if not named:
+        raise RangeError(env.BACKEND.name, repr(forced), f"it must be one of {[b.name for b in PRIORITY]}")
+    return named
+
+
+@contextmanager
+def excluding(*names: str) -> Iterator[None]:
+    """Takes backends out of this thread's dispatch, for code that a backend itself would call back into."""
+    before: tuple[str, ...] = getattr(_excluded, "names", ())
+    _excluded.names = (*before, *names)
+    try:
+        yield
+    finally:
+        _excluded.names = before
+
+
+def _announce(problem: Problem, name: str) -> None:
+    for observer in observers:
+        observer(problem, name)
+    if env.LOG.get() == "backend" and (key := (*problem, name)) not in _logged:
+        _logged.add(key)
+        print(f"flash4_torch: {name} serves {problem}", file=sys.stderr)

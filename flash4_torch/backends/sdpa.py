@@ -1,0 +1,68 @@
+"""PyTorch's fused CUDA flash attention: what serves plain problems on a GPU that no kernel of ours serves."""
+
+from __future__ import annotations
+
+import torch
+
+from ..problem import Inputs, Problem, Saved
+from .base import Grads, Results
+from .cpu import heads_first, is_causal, plain_problem
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention.default
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+
+_DTYPES = (torch.float16, torch.bfloat16)
+_MAX_D = 256
+
+
+class Sdpa:
+    name = "sdpa"
+
+    def why_not(self, problem: Problem) -> list[str]:
+        spec = problem.spec
+        if spec.device != "cuda":
+            return [f"the tensors are on {spec.device}, and it serves cuda"]
+        why = plain_problem(problem)
+        if spec.dtype not in _DTYPES:
+            why.append(f"the dtype is {spec.dtype}, and it serves float16 and bfloat16")
+        if spec.D != spec.Dv or spec.D % 8 or spec.D > _MAX_D:
+            why.append(f"D is {spec.D} and Dv is {spec.Dv}; it needs them equal, a multiple of 8, up to {_MAX_D}")
+        if spec.group != 1:
+            why.append(f"each key head serves {spec.group} query heads, and it needs one")
+        if spec.deterministic and spec.backward:
+            why.append("its backward is not deterministic")
+        if spec.capability < (8, 0):
+            why.append(f"the GPU's compute capability is {spec.capability}, and it needs (8, 0)")
+        if 0 in problem.extent:
+            why.append("the problem is empty")
+        return why
+
+    def forward(self, inputs: Inputs, problem: Problem) -> Results:
+        q, k, v = heads_first(inputs.q, inputs.k, inputs.v)
+        out, lse, *_ = _forward(q, k, v, 0.0, is_causal(problem), scale=problem.scale)
+        return out.transpose(1, 2).contiguous(), lse.contiguous()
+
+    def backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> Grads:
+        dout, q, k, v, out = heads_first(saved.dout, inputs.q, inputs.k, inputs.v, saved.out)
+        # Without dropout the kernel does not read its generator's state.
+        seed = offset = torch.empty((), dtype=torch.uint64, device=q.device)
+        no_cu_seqlens = torch.empty(0, dtype=torch.int32, device=q.device)
+        grads = _backward(
+            dout,
+            q,
+            k,
+            v,
+            out,
+            saved.lse,
+            no_cu_seqlens,
+            no_cu_seqlens,
+            problem.extent.Sq,
+            problem.extent.Sk,
+            0.0,
+            is_causal(problem),
+            seed,
+            offset,
+            scale=problem.scale,
+        )
+        dq, dk, dv = (g.transpose(1, 2).contiguous() for g in grads)
+        return dq, dk, dv, None

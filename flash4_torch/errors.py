@@ -1,0 +1,71 @@
+"""Every error flash4_torch raises, each naming the argument, the value it had and the limit it broke."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+
+class Flash4Error(Exception):
+    """Base class: `except Flash4Error` catches whatever this package raises on purpose."""
+
+
+class ArgumentError(Flash4Error, ValueError):
+    """An argument has a value that the call cannot take.
+
+    Attributes:
+        argument: name of the offending argument.
+        value: what was passed (a shape, a dtype, a number ...).
+        limit: the sentence that says what is allowed.
+    """
+
+    def __init__(self, argument: str, value: object, limit: str):
+        super().__init__(f"{argument} is {value}, but {limit}")
+        self.argument = argument
+        self.value = value
+        self.limit = limit
+
+    def __reduce__(self) -> tuple[type, tuple[str, object, str]]:
+        return type(self), (self.argument, self.value, self.limit)
+
+
+class ShapeError(ArgumentError):
+    """A tensor has the wrong rank or sizes."""
+
+
+class DtypeError(ArgumentError, TypeError):
+    """A tensor has a dtype that is not supported, or does not match its neighbours."""
+
+
+class DeviceError(ArgumentError):
+    """Tensors of one call live on different devices, or on one that cannot serve."""
+
+
+class RangeError(ArgumentError):
+    """A number is outside its range."""
+
+
+class BackendError(Flash4Error, RuntimeError):
+    """No backend (or not the forced one) can serve the call.
+
+    Attributes:
+        reasons: for each backend that was asked, the sentences why it cannot.
+    """
+
+    def __init__(self, asked: str, reasons: Mapping[str, Sequence[str]]):
+        lines = [f"  {name}: {sentence}" for name, why in reasons.items() for sentence in why]
+        super().__init__("\n".join([f"no backend can serve {asked}:", *lines]))
+        self.asked = asked
+        self.reasons = {name: list(why) for name, why in reasons.items()}
+
+    def __reduce__(self) -> tuple[type, tuple[str, dict[str, list[str]]]]:
+        return type(self), (self.asked, self.reasons)
+
+
+class DoubleBackwardError(Flash4Error, RuntimeError):
+    """A gradient of a gradient was asked for; attention is differentiable once."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "flash4_torch's attention is differentiable once: its gradients have no gradient. "
+            "For second derivatives use flash4_torch.reference.attention, which is plain torch."
+        )

@@ -1,0 +1,19 @@
+"""Doors into other libraries; each is opt-in, and importing this package imports none of them.
+
+- `torch_sdpa`: `F.scaled_dot_product_attention` and stock modules, by torch's flash attention registry.
+- `transformers`: Hugging Face models, by `AttentionInterface`.
+- `dtensor`: sharding rules, so that DTensors go through our operators without being gathered.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+__all__ = ["dtensor", "torch_sdpa", "transformers"]
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in __all__:
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

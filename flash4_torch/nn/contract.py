@@ -1,0 +1,129 @@
+"""What a call of nn.MultiheadAttention has to fulfil, and the stock module's own errors where it does not."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, NoReturn
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import ArgumentError, ShapeError
+from . import padding
+
+
+class Call(NamedTuple):
+    """The arguments of one forward that have to fit each other and the module."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    key_padding_mask: Tensor | None
+    need_weights: bool
+    attn_mask: Tensor | None
+    is_causal: bool
+
+
+def appended_keys(module: nn.MultiheadAttention) -> int:
+    """How many keys add_bias_kv and add_zero_attn put behind the S given ones."""
+    return int(module.bias_k is not None) + int(module.add_zero_attn)
+
+
+def is_causal_by_rule(module: nn.MultiheadAttention, call: Call) -> bool:
+    """Whether `is_causal` replaces `attn_mask`. Appended keys are seen by every row, so there it cannot."""
+    return call.is_causal and appended_keys(module) == 0
+
+
+def check(module: nn.MultiheadAttention, call: Call) -> None:
+    """Raises and warns as the stock module's forward, before anything is computed."""
+    padding.check_dtypes(call.key_padding_mask, call.attn_mask)
+    F._mha_shape_check(
+        call.query, call.key, call.value, call.key_padding_mask, call.attn_mask, module.num_heads
+    )
+    lacks_mask = call.is_causal and call.attn_mask is None
+    if lacks_mask or not _sizes_fit(module, call):
+        _raise_as_stock(module, call)
+
+
+def check_nested(module: nn.MultiheadAttention, call: Call) -> None:
+    """Raises ArgumentError for a call with nested tensors that has no packed equivalent."""
+    tensors = {"query": call.query, "key": call.key, "value": call.value}
+    for name, x in tensors.items():
+        if not x.is_nested or x.layout != call.query.layout or x.size(0) != call.query.size(0):
+            kind = f"nested ({x.layout})" if x.is_nested else "not nested"
+            raise ArgumentError(
+                name, f"{kind}, of batch size {x.size(0)}", "query, key and value must be alike"
+            )
+    for name, mask in (("key_padding_mask", call.key_padding_mask), ("attn_mask", call.attn_mask)):
+        if mask is not None:
+            raise ArgumentError(name, "a tensor", "with nested inputs it must be None")
+    if call.is_causal:
+        raise ArgumentError("is_causal", True, "with nested inputs it must be False")
+    if not module.batch_first:
+        raise ArgumentError("batch_first", False, "with nested inputs it must be True")
+    if appended_keys(module):
+        raise ArgumentError("add_bias_kv or add_zero_attn", True, "with nested inputs both must be False")
+
+
+def _sizes_fit(module: nn.MultiheadAttention, call: Call) -> bool:
+    N, L = _batch_and_length(module, call.query)
+    key_batch, S = _batch_and_length(module, call.key)
+    packed = module.in_proj_weight is not None
+    return (
+        call.query.shape[-1] == module.embed_dim
+        and call.key.shape[:-1] == call.value.shape[:-1]
+        and (not packed or call.key.shape[-1] == call.value.shape[-1])
+        and key_batch == N
+        and (call.key_padding_mask is None or call.key_padding_mask.shape in ((S,), (N, S)))
+        and (
+            call.attn_mask is None
+            or _ignores_attn_mask(module, call)
+            or call.attn_mask.shape in ((L, S), (N * module.num_heads, L, S))
+        )
+    )
+
+
+def _batch_and_length(module: nn.MultiheadAttention, x: Tensor) -> tuple[int, int]:
+    if x.dim() == 2:
+        return 1, x.shape[0]
+    return (x.shape[0], x.shape[1]) if module.batch_first else (x.shape[1], x.shape[0])
+
+
+def _ignores_attn_mask(module: nn.MultiheadAttention, call: Call) -> bool:
+    """Whether a mask of any size will do, because neither module reads it."""
+    stock_reads_it = call.need_weights or call.key_padding_mask is not None
+    return is_causal_by_rule(module, call) and not stock_reads_it
+
+
+def _raise_as_stock(module: nn.MultiheadAttention, call: Call) -> NoReturn:
+    """Lets torch's own function find the fault, so that type and text are those of the torch in use."""
+    query, key, value = (
+        x.transpose(0, 1) if module.batch_first and x.dim() == 3 else x
+        for x in (call.query, call.key, call.value)
+    )
+    F.multi_head_attention_forward(
+        query,
+        key,
+        value,
+        module.embed_dim,
+        module.num_heads,
+        module.in_proj_weight,
+        module.in_proj_bias,
+        module.bias_k,
+        module.bias_v,
+        module.add_zero_attn,
+        module.dropout,
+        module.out_proj.weight,
+        module.out_proj.bias,
+        key_padding_mask=call.key_padding_mask,
+        need_weights=call.need_weights,
+        attn_mask=call.attn_mask,
+        use_separate_proj_weight=module.in_proj_weight is None,
+        q_proj_weight=module.q_proj_weight,
+        k_proj_weight=module.k_proj_weight,
+        v_proj_weight=module.v_proj_weight,
+        is_causal=call.is_causal,
+    )
+    tensors = {name: tuple(x.shape) for name, x in call._asdict().items() if isinstance(x, Tensor)}
+    raise ShapeError(
+        " and ".join(tensors), " and ".join(map(str, tensors.values())), "they must fit together"
+    )

@@ -1,0 +1,268 @@
+"""`MultiheadAttention`: torch's module of that name, computed by this package's attention."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from .. import ops
+from ..errors import ShapeError
+from . import contract, padding
+from .contract import Call
+from .ragged import Ragged
+
+Self = TypeVar("Self", bound="MultiheadAttention")
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """`nn.MultiheadAttention` with FlashAttention inside: same constructor, parameters, forward and errors.
+
+    Memory is linear in the sequence lengths; `need_weights=True` adds the weights it returns and one tile.
+    Dropout, padding, masks, `add_bias_kv`, `add_zero_attn`, `kdim`, `vdim`, unbatched and nested inputs,
+    autocast and torch.compile work in training and in evaluation, by the same path.
+
+    Where the stock module has several answers, depending on the path it takes, this one has one:
+
+    - a query that may attend to nothing gets weights 0, and so the bias of `out_proj` (stock: that, or NaN);
+    - `is_causal=True` means that row i sees keys 0 to i, and `attn_mask` is not read (stock reads it when
+      there is a `key_padding_mask` or weights are needed). Only with `add_bias_kv` or `add_zero_attn` is it
+      read, because every row sees the keys they append (stock may hide them);
+    - outputs with `batch_first=True` are transposed views (stock: in evaluation they may be contiguous);
+    - nested inputs are served in training, too, and nested keys may have other lengths than the queries.
+    """
+
+    @classmethod
+    def from_torch(cls: type[Self], module: nn.MultiheadAttention) -> Self:
+        """A new module with the parameters, submodules, hooks, settings and training flag of `module`.
+
+        Parameters, submodules and hooks are shared, not copied: optimizers, tied weights and the handles of
+        hooks stay valid. Raises TypeError if `module` is no nn.MultiheadAttention, or one with a forward of
+        its own, which would be lost.
+        """
+        if not has_stock_forward(module):
+            raise TypeError(
+                f"module is {type(module).__name__}, but it must be an nn.MultiheadAttention "
+                "that does not override forward"
+            )
+        adopted = adopted_class(module, cls)
+        new = adopted.__new__(adopted)
+        new.__dict__.update(module.__dict__)
+        for own in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            new.__dict__[own] = copy.copy(module.__dict__[own])
+        return new
+
+    @property
+    def _qkv_same_embed_dim(self) -> bool:
+        # nn.TransformerEncoderLayer, in evaluation, calls a fused kernel instead of its self_attn if this is
+        # true, and looks at nothing else that we could decide. The constructor reads it to choose between
+        # packed and separate weights, before it makes out_proj: only then is the answer given. Whoever wants
+        # to know afterwards can see whether in_proj_weight is None.
+        return "out_proj" not in self._modules and self.__dict__["_qkv_same_embed_dim"]
+
+    @_qkv_same_embed_dim.setter
+    def _qkv_same_embed_dim(self, value: bool) -> None:
+        self.__dict__["_qkv_same_embed_dim"] = value
+
+    def _reset_parameters(self) -> None:
+        input_weights = (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        for weight in input_weights:
+            if weight is not None:
+                nn.init.xavier_uniform_(weight)
+        for bias in (self.in_proj_bias, self.out_proj.bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
+        for appended in (self.bias_k, self.bias_v):
+            if appended is not None:
+                nn.init.xavier_normal_(appended)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of L queries over S keys, for a batch of N; masks, flags and results as in the stock module.
+
+        Args:
+            query: (L, N, embed_dim), with `batch_first` (N, L, embed_dim), or unbatched (L, embed_dim).
+            key: (S, N, kdim), (N, S, kdim) or (S, kdim).
+            value: (S, N, vdim), (N, S, vdim) or (S, vdim).
+            key_padding_mask: (N, S), unbatched (S,). Bool: True keys are ignored; float: added to the scores.
+            need_weights: return the attention weights, after dropout, as well. Default: True.
+            attn_mask: (L, S) or (N * num_heads, L, S), bool or float like `key_padding_mask`.
+            average_attn_weights: average the returned weights over the heads. Default: True.
+            is_causal: promises that `attn_mask` is the causal mask, so that it need not be read. Default: False.
+
+        Returns:
+            The output, shaped like `query`, and the weights or None: (N, L, S), with
+            `average_attn_weights=False` (N, num_heads, L, S), both without N if unbatched.
+
+        query, key and value may also be nested tensors (N, *, E) of one layout if `batch_first`, without masks,
+        `add_bias_kv` and `add_zero_attn`. Then the output is nested and the weights are padded with zeros.
+
+        Raises:
+            AssertionError, RuntimeError: sizes or dtypes that do not fit; the stock module's own errors.
+            ArgumentError: a nested call outside these limits.
+        """
+        call = Call(query, key, value, key_padding_mask, need_weights, attn_mask, is_causal)
+        if query.is_nested or key.is_nested or value.is_nested:
+            return self._forward_nested(call, average_attn_weights)
+        contract.check(self, call)
+
+        q, k, v = (self._heads(x) for x in self._project(query, key, value))
+        by_rule = contract.is_causal_by_rule(self, call)
+        # Stock's causal is aligned to the top left, windows are to the bottom right.
+        window_right = q.shape[1] - k.shape[1] if by_rule else None
+        mask = padding.merge(
+            key_padding_mask,
+            None if by_rule else attn_mask,
+            self.num_heads,
+            contract.appended_keys(self),
+        )
+        k, v = self._append(k, self.bias_k), self._append(v, self.bias_v)
+        q, k, v = ops.autocast_inputs(q, k, v)
+
+        scores = self._score_options(window_right)
+        rng_state = self._draw_rng_state(q)
+        out, _ = ops.attention(q, k, v, mask, rng_state, **scores, deterministic=_deterministic())
+        weights = None
+        if need_weights:
+            weights = ops.attention_weights(
+                q, k, mask, rng_state, **scores, average_heads=average_attn_weights
+            )
+        return self._assemble(out, weights, is_batched=query.dim() == 3)
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
+        """The three input projections, (..., embed_dim) each; one product for what is the same tensor.
+
+        They are views of that product: torch's own helper copies them apart.
+        """
+        weight, bias = self.in_proj_weight, self.in_proj_bias
+        if weight is None:
+            biases = (None, None, None) if bias is None else bias.chunk(3)
+            return F._in_projection(
+                query, key, value, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight, *biases
+            )
+        if key is not value:
+            return F._in_projection_packed(query, key, value, weight, bias)
+        if query is key:
+            return F.linear(query, weight, bias).chunk(3, -1)
+        sizes = (self.embed_dim, 2 * self.embed_dim)
+        weight_q, weight_kv = weight.split(sizes)
+        bias_q, bias_kv = (None, None) if bias is None else bias.split(sizes)
+        return F.linear(query, weight_q, bias_q), *F.linear(key, weight_kv, bias_kv).chunk(2, -1)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """A projection in the layout of the inputs as a view (N, S, H, D)."""
+        heads = x.unflatten(-1, (self.num_heads, self.head_dim))
+        if heads.dim() == 3:
+            return heads[None]
+        return heads if self.batch_first else heads.transpose(0, 1)
+
+    def _append(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Keys or values (N, S, H, D) with the learned one and the zero one behind, if the module has them."""
+        N, _, H, D = x.shape
+        appended = []
+        if bias is not None:
+            appended.append(bias.view(1, 1, H, D).expand(N, 1, H, D))
+        if self.add_zero_attn:
+            appended.append(x.new_zeros(N, 1, H, D))
+        return torch.cat([x, *appended], dim=1) if appended else x
+
+    def _score_options(self, window_right: int | None) -> dict[str, Any]:
+        """What `ops.attention` and `ops.attention_weights` must be told alike."""
+        return {
+            "scale": self.head_dim**-0.5,
+            "window_left": None,
+            "window_right": window_right,
+            "softcap": 0.0,
+            "dropout_p": self.dropout if self.training else 0.0,
+        }
+
+    def _draw_rng_state(self, x: Tensor) -> Tensor | None:
+        return ops.draw_rng_state(x.device) if self.training and self.dropout else None
+
+    def _assemble(
+        self, out: Tensor, weights: Tensor | None, is_batched: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Output projection of (N, L, H, D), and the layout that the stock module returns."""
+        N, L = out.shape[:2]
+        rows = out.transpose(0, 1).reshape(L * N, self.embed_dim)
+        out = F.linear(rows, self.out_proj.weight, self.out_proj.bias).unflatten(0, (L, N))
+        if not is_batched:
+            return out.squeeze(1), None if weights is None else weights.squeeze(0)
+        return out.transpose(0, 1) if self.batch_first else out, weights
+
+    def _forward_nested(self, call: Call, average_attn_weights: bool) -> tuple[Tensor, Tensor | None]:
+        contract.check_nested(self, call)
+        query = Ragged("query", call.query)
+        key = query if call.key is call.query else Ragged("key", call.key)
+        value = key if call.value is call.key else Ragged("value", call.value)
+        if not key.same_lengths(value):
+            raise ShapeError("value", "a nested tensor of other lengths than key", "they must be the same")
+        q, k, v = (
+            x.unflatten(-1, (self.num_heads, self.head_dim))
+            for x in self._project(query.values, key.values, value.values)
+        )
+        q, k, v = ops.autocast_inputs(q, k, v)
+
+        scores = self._score_options(None)
+        rng_state = self._draw_rng_state(q)
+        out, _ = ops.attention_varlen(
+            q,
+            k,
+            v,
+            query.cu_seqlens,
+            key.cu_seqlens,
+            rng_state,
+            max_seqlen_q=query.max_seqlen,
+            max_seqlen_k=key.max_seqlen,
+            **scores,
+            deterministic=_deterministic(),
+        )
+        out = query.rewrap(F.linear(out.flatten(1), self.out_proj.weight, self.out_proj.bias))
+        if not call.need_weights:
+            return out, None
+        # The weights of all sequences have one shape only when padded, and so has stock's answer.
+        both_real = query.is_real()[:, None, :, None] & key.is_real()[:, None, None, :]
+        weights = ops.attention_weights(
+            query.padded(q),
+            key.padded(k),
+            both_real,
+            rng_state,
+            **scores,
+            average_heads=average_attn_weights,
+        )
+        return out, weights
+
+
+def _deterministic() -> bool:
+    return torch.are_deterministic_algorithms_enabled()
+
+
+def has_stock_forward(module: object) -> bool:
+    """Whether `module` is an nn.MultiheadAttention whose forward nobody has overridden, in class or instance."""
+    return (
+        isinstance(module, nn.MultiheadAttention)
+        and type(module).forward in (nn.MultiheadAttention.forward, MultiheadAttention.forward)
+        and "forward" not in vars(module)
+    )
+
+
+def adopted_class(module: nn.Module, new: type[Self]) -> type[Self]:
+    """`new`, or if `module` is parametrized its own class, which holds the parametrized tensors, on top of `new`."""
+    if not parametrize.is_parametrized(module):
+        return new
+    own = type(module)
+    return type(own.__name__, (new,), dict(vars(own)))

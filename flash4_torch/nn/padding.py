@@ -1,0 +1,74 @@
+"""The two masks of nn.MultiheadAttention as the one that attention takes, no larger than it has to be.
+
+`nn.MultiheadAttention` has a key_padding_mask, (S,) or (N, S), and an attn_mask, (L, S) or (N * H, L, S); True
+means ignore, floats are added. `ops.attention` has one mask that broadcasts to (N, H, L, S), where True means
+attend.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def check_dtypes(key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> None:
+    """Raises and warns about mask dtypes exactly as nn.MultiheadAttention does.
+
+    Torch's own check also turns a bool mask into a float one, 4 bytes for each one; it is given empty masks.
+    """
+    F._canonical_mask(
+        mask=_empty_like(key_padding_mask),
+        mask_name="key_padding_mask",
+        other_type=F._none_or_dtype(attn_mask),
+        other_name="attn_mask",
+        target_type=torch.float32,
+    )
+    F._canonical_mask(
+        mask=_empty_like(attn_mask),
+        mask_name="attn_mask",
+        other_type=None,
+        other_name="",
+        target_type=torch.float32,
+        check_other=False,
+    )
+
+
+def merge(
+    key_padding_mask: Tensor | None, attn_mask: Tensor | None, num_heads: int, extra_keys: int
+) -> Tensor | None:
+    """One 4-D mask for `ops.attention`, or None; the last `extra_keys` keys, not in the masks, stay visible.
+
+    Bool masks stay bool, and nothing is expanded before both masks are there: a key_padding_mask alone gives
+    (N, 1, 1, S), an attn_mask alone (1, 1, L, S) or (N, H, L, S).
+    """
+    padding = None
+    if key_padding_mask is not None:
+        padding = torch.atleast_2d(_widen(key_padding_mask, extra_keys))[:, None, None, :]
+    mask = None
+    if attn_mask is not None:
+        mask = _widen(attn_mask, extra_keys)
+        mask = mask[None, None] if mask.dim() == 2 else mask.unflatten(0, (mask.shape[0] // num_heads, num_heads))
+    ignored = _both(padding, mask)
+    if ignored is None or ignored.is_floating_point():
+        return ignored
+    return ignored.logical_not()
+
+
+def _empty_like(mask: Tensor | None) -> Tensor | None:
+    return mask.new_empty(0) if isinstance(mask, Tensor) else mask
+
+
+def _widen(mask: Tensor, extra_keys: int) -> Tensor:
+    return F.pad(mask, (0, extra_keys)) if extra_keys else mask
+
+
+def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    if a is None or b is None:
+        return a if b is None else b
+    if a.dtype == b.dtype == torch.bool:
+        return a | b
+    if a.is_floating_point() and b.is_floating_point():
+        return a + b
+    ignored, added = (a, b) if a.dtype == torch.bool else (b, a)
+    return torch.where(ignored, -torch.inf, added)

@@ -1,0 +1,38 @@
+"""Autocast: attention runs in the autocast dtype, as torch's own does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import schema
+
+_DEVICES = {"AutocastCPU": "cpu", "AutocastCUDA": "cuda"}
+_TENSORS = {"attention": 3, "attention_varlen": 3, "attention_weights": 2}
+"""How many leading arguments of each operator are cast."""
+
+
+def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in the autocast dtype of their device if autocast is on there; float64 stays."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
+
+
+def _casting(op: Callable[..., Any], n: int, device: str) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        cast = autocast_inputs(*args[:n])
+        with torch.autocast(device, enabled=False):
+            return op(*cast, *args[n:])
+
+    return call
+
+
+for _key, _device in _DEVICES.items():
+    for _name, _n in _TENSORS.items():
+        schema.LIBRARY.impl(_name, _casting(getattr(schema, _name), _n, _device), _key)

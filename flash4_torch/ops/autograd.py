@@ -1,0 +1,113 @@
+"""Gradients of the operators.
+
+One pair of save and backward functions per operator serves two paths. Compiled and exported graphs hold the
+operator itself, whose `register_autograd` the AOTAutograd cache knows. In eager an `autograd.Function` wraps
+the operator, because that costs half the host time and is what torch.func transforms. Gradients have no
+gradient: the backward operators' own backward raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import DoubleBackwardError
+from . import schema
+
+Grads = tuple[Tensor | None, ...]
+
+
+def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, attn_mask, rng_state, *rules = inputs
+    ctx.save_for_backward(q, k, v, *output, attn_mask, rng_state)
+    ctx.rules = rules
+    ctx.set_materialize_grads(False)
+
+
+def _attention_grads(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Grads:
+    q, k, v, out, lse, attn_mask, rng_state = ctx.saved_tensors
+    mask_grad = ctx.needs_input_grad[3]
+    dout = torch.zeros_like(out) if dout is None else dout
+    dq, dk, dv, dmask = attention_backward(
+        dout, dlse, q, k, v, out, lse, attn_mask, rng_state, *ctx.rules, mask_grad
+    )
+    return dq, dk, dv, dmask if mask_grad else None, *_none(7)
+
+
+def _save_varlen(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, cu_seqlens_q, cu_seqlens_k, rng_state, *rules = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k, rng_state)
+    ctx.rules = rules
+    ctx.set_materialize_grads(False)
+
+
+def _varlen_grads(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Grads:
+    q, k, v, out, lse, *others = ctx.saved_tensors
+    dout = torch.zeros_like(out) if dout is None else dout
+    grads = attention_varlen_backward(dout, dlse, q, k, v, out, lse, *others, *ctx.rules)
+    return *grads, *_none(11)
+
+
+def _save_weights(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    q, k, attn_mask, rng_state, *rules = inputs
+    ctx.save_for_backward(q, k, attn_mask, rng_state)
+    ctx.rules = rules
+
+
+def _weights_grads(ctx: Any, dweights: Tensor) -> Grads:
+    mask_grad = ctx.needs_input_grad[2]
+    dq, dk, dmask = attention_weights_backward(
+        dweights, *ctx.saved_tensors, *ctx.rules, mask_grad
+    )
+    return dq, dk, dmask if mask_grad else None, *_none(7)
+
+
+def _none(n: int) -> tuple[None, ...]:
+    return (None,) * n
+
+
+def _differentiable(
+    name: str, save: Callable[..., None], grads: Callable[..., Grads]
+) -> Callable[..., Any]:
+    """Registers the operator's autograd and returns the function that takes the right path to it."""
+    op = getattr(schema, name)
+    torch.library.register_autograd(f"flash4::{name}", grads, setup_context=save, lib=schema.LIBRARY)
+
+    class Eager(torch.autograd.Function):
+        generate_vmap_rule = True
+        forward = staticmethod(op)
+        setup_context = staticmethod(save)
+        backward = staticmethod(grads)
+
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling() or not _wants_grad(args):
+            return op(*args)
+        return Eager.apply(*args)
+
+    Eager.__name__ = Eager.__qualname__ = f"flash4_{name}"
+    call.__name__ = name
+    return call
+
+
+def _wants_grad(args: tuple[Any, ...]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
+
+
+def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    pass
+
+
+def _refuse(ctx: Any, *grads: Tensor) -> Grads:
+    raise DoubleBackwardError
+
+
+attention_backward, attention_varlen_backward, attention_weights_backward = (
+    _differentiable(f"{name}_backward", _save_nothing, _refuse)
+    for name in ("attention", "attention_varlen", "attention_weights")
+)
+attention = _differentiable("attention", _save_attention, _attention_grads)
+attention_varlen = _differentiable("attention_varlen", _save_varlen, _varlen_grads)
+attention_weights = _differentiable("attention_weights", _save_weights, _weights_grads)

@@ -1,0 +1,73 @@
+"""What the operators return without computing it: shapes, dtypes and strides, for tracing and FakeTensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..reference.scoring import working_dtype
+from .schema import LIBRARY
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    B, Sq, Hq, _ = q.shape
+    return q.new_empty(B, Sq, Hq, v.shape[3]), q.new_empty(B, Hq, Sq, dtype=working_dtype(q.dtype))
+
+
+def _attention_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    attn_mask: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _like(q), _like(k), _like(v), _mask_like(q, attn_mask, rest[-1])
+
+
+def _attention_varlen(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    Tq, Hq, _ = q.shape
+    return q.new_empty(Tq, Hq, v.shape[2]), q.new_empty(Hq, Tq, dtype=working_dtype(q.dtype))
+
+
+def _attention_varlen_backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _like(q), _like(k), _like(v)
+
+
+def _attention_weights(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
+    average_heads = rest[-1]
+    B, Sq, Hq, _ = q.shape
+    Sk = k.shape[1]
+    return q.new_empty((B, Sq, Sk) if average_heads else (B, Hq, Sq, Sk))
+
+
+def _attention_weights_backward(
+    dweights: Tensor, q: Tensor, k: Tensor, attn_mask: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _like(q), _like(k), _mask_like(q, attn_mask, rest[-1])
+
+
+def _like(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _mask_like(q: Tensor, attn_mask: Tensor | None, mask_grad: bool) -> Tensor:
+    return _like(attn_mask) if mask_grad and attn_mask is not None else q.new_empty(0)
+
+
+for _name, _fake in {
+    "attention": _attention,
+    "attention_backward": _attention_backward,
+    "attention_varlen": _attention_varlen,
+    "attention_varlen_backward": _attention_varlen_backward,
+    "attention_weights": _attention_weights,
+    "attention_weights_backward": _attention_weights_backward,
+}.items():
+    torch.library.register_fake(f"flash4::{_name}", _fake, lib=LIBRARY)

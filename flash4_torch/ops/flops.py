@@ -1,0 +1,99 @@
+"""FLOP counts for torch.utils.flop_counter: the two (forward) or five (backward) products of the visible pairs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from ..masks import Band
+
+Shape = tuple[int, ...]
+
+
+def _products(Hq: int, pairs: int, D: int, Dv: int) -> tuple[int, int]:
+    """FLOPs of one product over D (q k^T) and of one over Dv (weights v)."""
+    return 2 * Hq * pairs * D, 2 * Hq * pairs * Dv
+
+
+def _dense(q: Shape, k: Shape, v: Shape, left: int | None, right: int | None) -> tuple[int, int]:
+    pairs = q[0] * Band(left, right).pairs(q[1], k[1])
+    return _products(q[2], pairs, q[3], v[3])
+
+
+@register_flop_formula(torch.ops.flash4.attention)
+def attention(
+    q: Shape,
+    k: Shape,
+    v: Shape,
+    attn_mask: Any,
+    rng_state: Any,
+    scale: float,
+    window_left: int | None,
+    window_right: int | None,
+    *rest: Any,
+    **kwargs: Any,
+) -> int:
+    """Forward: q k^T and weights v over the pairs inside the band; an attn_mask hides none."""
+    over_D, over_Dv = _dense(q, k, v, window_left, window_right)
+    return over_D + over_Dv
+
+
+@register_flop_formula(torch.ops.flash4.attention_backward)
+def attention_backward(
+    dout: Any,
+    dlse: Any,
+    q: Shape,
+    k: Shape,
+    v: Shape,
+    out: Any,
+    lse: Any,
+    attn_mask: Any,
+    rng_state: Any,
+    scale: float,
+    window_left: int | None,
+    window_right: int | None,
+    *rest: Any,
+    **kwargs: Any,
+) -> int:
+    """Backward: q k^T again, dq and dk over D; dv and dout v^T over Dv."""
+    over_D, over_Dv = _dense(q, k, v, window_left, window_right)
+    return 3 * over_D + 2 * over_Dv
+
+
+@register_flop_formula(torch.ops.flash4.attention_weights)
+def attention_weights(
+    q: Shape,
+    k: Shape,
+    attn_mask: Any,
+    rng_state: Any,
+    scale: float,
+    window_left: int | None,
+    window_right: int | None,
+    *rest: Any,
+    **kwargs: Any,
+) -> int:
+    """q k^T over the pairs inside the band."""
+    return _dense(q, k, k, window_left, window_right)[0]
+
+
+@register_flop_formula(torch.ops.flash4.attention_varlen)
+def attention_varlen(q: Shape, k: Shape, v: Shape, *rest: Any, **kwargs: Any) -> int:
+    """Forward; lengths are data, so sequences count as equally long and the band as open."""
+    over_D, over_Dv = _packed(q, k, v, rest[0])
+    return over_D + over_Dv
+
+
+@register_flop_formula(torch.ops.flash4.attention_varlen_backward)
+def attention_varlen_backward(
+    dout: Any, dlse: Any, q: Shape, k: Shape, v: Shape, out: Any, lse: Any, *rest: Any, **kwargs: Any
+) -> int:
+    """Backward, under the same assumption as the forward."""
+    over_D, over_Dv = _packed(q, k, v, rest[0])
+    return 3 * over_D + 2 * over_Dv
+
+
+def _packed(q: Shape, k: Shape, v: Shape, cu_seqlens: Shape) -> tuple[int, int]:
+    sequences = max(1, cu_seqlens[0] - 1)
+    return _products(q[1], q[0] * k[0] // sequences, q[2], v[2])

@@ -1,0 +1,221 @@
+"""The operators' implementations: describe the problem, let a backend serve it. One kernel for every device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import backends
+from ..masks import Band
+from ..problem import Extent, Inputs, Problem, Saved, Spec, mask_key
+from ..reference import weights
+from ..reference.dropout import Dropout
+from ..reference.scoring import Scoring
+from .check import cu_seqlens_values
+from .schema import LIBRARY
+
+
+def describe(
+    q: Tensor,
+    v: Tensor,
+    extent: Extent,
+    attn_mask: Tensor | None,
+    scale: float,
+    band: Band,
+    softcap: float,
+    dropout_p: float,
+    deterministic: bool,
+    varlen: bool = False,
+) -> Problem:
+    """The forward problem of a call."""
+    device = q.device
+    spec = Spec(
+        device=device.type,
+        dtype=q.dtype,
+        D=q.shape[-1],
+        Dv=v.shape[-1],
+        group=extent.Hq // extent.Hk,
+        varlen=varlen,
+        left=band.left is not None,
+        right=band.right is not None,
+        softcap=softcap != 0.0,
+        mask=mask_key(attn_mask),
+        dropout=dropout_p > 0.0,
+        deterministic=deterministic,
+        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
+    )
+    return Problem(spec, extent, scale, band, softcap, dropout_p)
+
+
+def dense_extent(q: Tensor, k: Tensor) -> Extent:
+    return Extent(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+
+
+def _backward_of(problem: Problem, dlse: bool, dmask: bool = False) -> Problem:
+    return problem._replace(spec=problem.spec._replace(backward=True, dlse=dlse, dmask=dmask))
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None,
+    rng_state: Tensor | None,
+    scale: float,
+    window_left: int | None,
+    window_right: int | None,
+    softcap: float,
+    dropout_p: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    band = Band(window_left, window_right)
+    problem = describe(
+        q, v, dense_extent(q, k), attn_mask, scale, band, softcap, dropout_p, deterministic
+    )
+    return backends.choose(problem).forward(Inputs(q, k, v, attn_mask, rng_state), problem)
+
+
+def _attention_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    attn_mask: Tensor | None,
+    rng_state: Tensor | None,
+    scale: float,
+    window_left: int | None,
+    window_right: int | None,
+    softcap: float,
+    dropout_p: float,
+    deterministic: bool,
+    mask_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    band = Band(window_left, window_right)
+    forward = describe(
+        q, v, dense_extent(q, k), attn_mask, scale, band, softcap, dropout_p, deterministic
+    )
+    problem = _backward_of(forward, dlse is not None, mask_grad)
+    inputs = Inputs(q, k, v, attn_mask, rng_state)
+    grads = backends.choose(problem).backward(Saved(dout, dlse, out, lse, mask_grad), inputs, problem)
+    dq, dk, dv, dmask = grads
+    return dq, dk, dv, q.new_empty(0) if dmask is None else dmask
+
+
+def _attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    rng_state: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    window_left: int | None,
+    window_right: int | None,
+    softcap: float,
+    dropout_p: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    cu_seqlens_values("cu_seqlens_q", cu_seqlens_q, q.shape[0], max_seqlen_q)
+    cu_seqlens_values("cu_seqlens_k", cu_seqlens_k, k.shape[0], max_seqlen_k)
+    extent = Extent(cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k, q.shape[1], k.shape[1])
+    band = Band(window_left, window_right)
+    problem = describe(q, v, extent, None, scale, band, softcap, dropout_p, deterministic, varlen=True)
+    inputs = Inputs(q, k, v, None, rng_state, cu_seqlens_q, cu_seqlens_k)
+    return backends.choose(problem).forward(inputs, problem)
+
+
+def _attention_varlen_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    rng_state: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    window_left: int | None,
+    window_right: int | None,
+    softcap: float,
+    dropout_p: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    extent = Extent(cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k, q.shape[1], k.shape[1])
+    band = Band(window_left, window_right)
+    forward = describe(q, v, extent, None, scale, band, softcap, dropout_p, deterministic, varlen=True)
+    problem = _backward_of(forward, dlse is not None)
+    inputs = Inputs(q, k, v, None, rng_state, cu_seqlens_q, cu_seqlens_k)
+    dq, dk, dv, _ = backends.choose(problem).backward(Saved(dout, dlse, out, lse), inputs, problem)
+    return dq, dk, dv
+
+
+def _weights_scoring(
+    attn_mask: Tensor | None,
+    rng_state: Tensor | None,
+    scale: float,
+    window_left: int | None,
+    window_right: int | None,
+    softcap: float,
+    dropout_p: float,
+) -> Scoring:
+    dropout = None if rng_state is None else Dropout(rng_state, dropout_p)
+    return Scoring(scale, Band(window_left, window_right), softcap, attn_mask, dropout)
+
+
+def _attention_weights(
+    q: Tensor,
+    k: Tensor,
+    attn_mask: Tensor | None,
+    rng_state: Tensor | None,
+    scale: float,
+    window_left: int | None,
+    window_right: int | None,
+    softcap: float,
+    dropout_p: float,
+    average_heads: bool,
+) -> Tensor:
+    scoring = _weights_scoring(
+        attn_mask, rng_state, scale, window_left, window_right, softcap, dropout_p
+    )
+    return weights.forward(q, k, scoring, average_heads)
+
+
+def _attention_weights_backward(
+    dweights: Tensor,
+    q: Tensor,
+    k: Tensor,
+    attn_mask: Tensor | None,
+    rng_state: Tensor | None,
+    scale: float,
+    window_left: int | None,
+    window_right: int | None,
+    softcap: float,
+    dropout_p: float,
+    average_heads: bool,
+    mask_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    scoring = _weights_scoring(
+        attn_mask, rng_state, scale, window_left, window_right, softcap, dropout_p
+    )
+    grads = weights.backward(dweights, q, k, scoring, average_heads, mask_grad)
+    return grads.dq, grads.dk, q.new_empty(0) if grads.dmask is None else grads.dmask
+
+
+for _name, _kernel in {
+    "attention": _attention,
+    "attention_backward": _attention_backward,
+    "attention_varlen": _attention_varlen,
+    "attention_varlen_backward": _attention_varlen_backward,
+    "attention_weights": _attention_weights,
+    "attention_weights_backward": _attention_weights_backward,
+}.items():
+    LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")

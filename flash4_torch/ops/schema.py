@@ -1,0 +1,53 @@
+"""The operators of namespace `flash4`: their schemas, and nothing else. The strings are the single source of truth.
+
+Layouts: dense tensors are (B, S, H, D), lse is (B, Hq, Sq); packed ones are (T, H, D) and lse is (Hq, Tq).
+The band (window_left, window_right) is aligned to the bottom right and may be negative; causal is right = 0.
+`rng_state` is the int64 pair (seed, offset) on the tensors' device, present exactly when dropout_p > 0.
+Every result is freshly allocated and contiguous. `dmask` has no elements unless `mask_grad` asks for it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_RULES = (
+    "float scale, SymInt? window_left, SymInt? window_right, float softcap, float dropout_p, bool deterministic"
+)
+_DENSE = f"Tensor? attn_mask, Tensor? rng_state, {_RULES}"
+_VARLEN = (
+    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? rng_state, "
+    f"SymInt max_seqlen_q, SymInt max_seqlen_k, {_RULES}"
+)
+_WEIGHTS = (
+    "Tensor? attn_mask, Tensor? rng_state, float scale, SymInt? window_left, SymInt? window_right, "
+    "float softcap, float dropout_p, bool average_heads"
+)
+_SAVED = "Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
+
+SCHEMAS = {
+    "attention": f"(Tensor q, Tensor k, Tensor v, {_DENSE}) -> (Tensor out, Tensor lse)",
+    "attention_backward": (
+        f"({_SAVED}, {_DENSE}, bool mask_grad) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)"
+    ),
+    "attention_varlen": f"(Tensor q, Tensor k, Tensor v, {_VARLEN}) -> (Tensor out, Tensor lse)",
+    "attention_varlen_backward": f"({_SAVED}, {_VARLEN}) -> (Tensor dq, Tensor dk, Tensor dv)",
+    "attention_weights": f"(Tensor q, Tensor k, {_WEIGHTS}) -> Tensor weights",
+    "attention_weights_backward": (
+        f"(Tensor dweights, Tensor q, Tensor k, {_WEIGHTS}, bool mask_grad) "
+        "-> (Tensor dq, Tensor dk, Tensor dmask)"
+    ),
+}
+
+# The schemas' results depend on strides only through kernels that read any stride.
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+
+LIBRARY = torch.library.Library("flash4", "DEF")
+for _name, _signature in SCHEMAS.items():
+    LIBRARY.define(f"{_name}{_signature}", tags=_TAGS)
+
+attention = torch.ops.flash4.attention.default
+attention_backward = torch.ops.flash4.attention_backward.default
+attention_varlen = torch.ops.flash4.attention_varlen.default
+attention_varlen_backward = torch.ops.flash4.attention_varlen_backward.default
+attention_weights = torch.ops.flash4.attention_weights.default
+attention_weights_backward = torch.ops.flash4.attention_weights_backward.default

@@ -1,0 +1,69 @@
+"""torch.vmap over the operators: the mapped dimension joins the batch where that needs no copy, else a loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import schema
+
+InDims = Sequence[int | None]
+Mapped = tuple[Any, Any]
+
+
+def _loop(op: Callable[..., Any], size: int, in_dims: InDims, args: Sequence[Any]) -> Mapped:
+    """One call per mapped entry: right for every operator, mask and dropout."""
+    results = []
+    for n in range(size):
+        picked = (a if d is None else a.select(d, n) for a, d in zip(args, in_dims, strict=True))
+        results.append(op(*picked))
+    if isinstance(results[0], Tensor):
+        return torch.stack(results), 0
+    stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
+    return stacked, (0,) * len(stacked)
+
+
+def _fold(op: Callable[..., Any], size: int, in_dims: InDims, args: Sequence[Any], tensors: int) -> Mapped:
+    """One call on (mapped * B, ...): the first `tensors` arguments are mapped or None."""
+    moved = [
+        None if a is None else a.movedim(d, 0).flatten(0, 1)
+        for a, d in zip(args[:tensors], in_dims[:tensors], strict=True)
+    ]
+    results = op(*moved, *args[tensors:])
+    unfolded = tuple(r.unflatten(0, (size, -1)) if r.numel() else r for r in results)
+    return unfolded, tuple(0 if r.numel() else None for r in results)
+
+
+def _rule(name: str, tensors: int | None = None) -> Callable[..., Mapped]:
+    """The vmap rule of an operator; `tensors` counts leading batch-first arguments that a fold can take."""
+    op = getattr(schema, name)
+
+    def rule(info: Any, in_dims: InDims, *args: Any) -> Mapped:
+        size: int = info.batch_size
+        if tensors is not None and size > 0 and _can_fold(in_dims, args, tensors):
+            return _fold(op, size, in_dims, args, tensors)
+        return _loop(op, size, in_dims, args)
+
+    return rule
+
+
+def _can_fold(in_dims: InDims, args: Sequence[Any], tensors: int) -> bool:
+    leading = all(a is None or (d is not None and a.numel()) for a, d in zip(args[:tensors], in_dims, strict=False))
+    # Folding renumbers the batch, which masks with a batch dimension and dropout would notice.
+    attn_mask, rng_state = args[tensors], args[tensors + 1]
+    mask_stays = attn_mask is None or (in_dims[tensors] is None and attn_mask.shape[0] == 1)
+    return leading and mask_stays and rng_state is None and args[-1] is not True
+
+
+for _name, _tensors in {
+    "attention": 3,
+    "attention_backward": 7,
+    "attention_varlen": None,
+    "attention_varlen_backward": None,
+    "attention_weights": None,
+    "attention_weights_backward": None,
+}.items():
+    torch.library.register_vmap(f"flash4::{_name}", _rule(_name, _tensors), lib=schema.LIBRARY)

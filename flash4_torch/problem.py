@@ -1,0 +1,108 @@
+"""One attention call, described: `Spec` is static and hashable (a compile key), `Extent` holds the sizes of this call."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .masks import Band
+
+
+class Spec(NamedTuple):
+    """What a kernel is specialised on. No size of a batch or a sequence ever enters it."""
+
+    device: str
+    dtype: torch.dtype
+    D: int
+    Dv: int
+    group: int
+    """Query heads per key head, Hq // Hk."""
+    varlen: bool
+    left: bool
+    right: bool
+    """Whether the band is bounded on that side."""
+    softcap: bool
+    mask: str
+    """'' for none, else the mask's dtype and which of its four dimensions broadcast, as in 'bool:11..'."""
+    dropout: bool
+    deterministic: bool
+    capability: tuple[int, int] = (0, 0)
+    """Compute capability of a CUDA device."""
+    backward: bool = False
+    dlse: bool = False
+    """Backward: a gradient arrives at lse."""
+    dmask: bool = False
+    """Backward: attn_mask wants a gradient."""
+
+
+class Extent(NamedTuple):
+    """Sizes; for varlen B counts sequences and Sq, Sk are the longest ones."""
+
+    B: int
+    Sq: int
+    Sk: int
+    Hq: int
+    Hk: int
+
+
+class Problem(NamedTuple):
+    """Everything about a call but its tensors' data."""
+
+    spec: Spec
+    extent: Extent
+    scale: float
+    band: Band
+    softcap: float
+    dropout_p: float
+
+    def __str__(self) -> str:
+        s, e = self.spec, self.extent
+        what = "attention_varlen" if s.varlen else "attention"
+        features = [
+            name
+            for name, on in {
+                f"window=({self.band.left}, {self.band.right})": not self.band.is_full,
+                f"softcap={self.softcap}": s.softcap,
+                f"attn_mask {s.mask}": bool(s.mask),
+                f"dropout_p={self.dropout_p}": s.dropout,
+                "deterministic": s.deterministic,
+                "gradient of lse": s.dlse,
+                "gradient of attn_mask": s.dmask,
+            }.items()
+            if on
+        ]
+        direction = "backward" if s.backward else "forward"
+        sizes = f"B={e.B} Sq={e.Sq} Sk={e.Sk} Hq={e.Hq} Hk={e.Hk} D={s.D} Dv={s.Dv}"
+        return " ".join([f"{what} {direction} {sizes} {s.dtype} on {s.device}", *features])
+
+
+class Inputs(NamedTuple):
+    """The tensors of a call. Dense: (B, S, H, D); varlen: packed (T, H, D) with both cu_seqlens."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    attn_mask: Tensor | None = None
+    rng_state: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+
+
+class Saved(NamedTuple):
+    """What the backward gets on top of the inputs: the forward's results and their gradients."""
+
+    dout: Tensor
+    dlse: Tensor | None
+    out: Tensor
+    lse: Tensor
+    mask_grad: bool = False
+
+
+def mask_key(attn_mask: Tensor | None) -> str:
+    """A mask's identity in a compile key: its dtype, and '1' for each of (B, Hq, Sq, Sk) it broadcasts over."""
+    if attn_mask is None:
+        return ""
+    dtype = str(attn_mask.dtype).removeprefix("torch.")
+    return f"{dtype}:{''.join('1' if n == 1 else '.' for n in attn_mask.shape)}"

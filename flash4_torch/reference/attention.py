@@ -1,0 +1,52 @@
+"""The definition of attention, in plain differentiable torch: O(Sq * Sk) memory, any floating dtype."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .scoring import Scoring
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    """out = dropout(softmax(scores)) v and lse = logsumexp(scores), computed in the dtype of the inputs.
+
+    q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv) with Hk dividing Hq; returns out (B, Sq, Hq, Dv) and
+    lse (B, Hq, Sq), natural log. A row that attends to nothing gives 0, lse = -inf and no gradient.
+    Differentiable any number of times.
+    """
+    weights, lse = _softmax(_scores(q, k, scoring))
+    return _dropped(weights, scoring).matmul(_per_query_head(v, q)).transpose(1, 2), lse
+
+
+def attention_weights(q: Tensor, k: Tensor, scoring: Scoring) -> Tensor:
+    """The weights that `attention` applies to v, after dropout: (B, Hq, Sq, Sk)."""
+    return _dropped(_softmax(_scores(q, k, scoring))[0], scoring)
+
+
+def _per_query_head(x: Tensor, q: Tensor) -> Tensor:
+    """(B, S, Hk, D) as (B, Hq, S, D): query head h reads key head h // (Hq / Hk)."""
+    return x.repeat_interleave(q.shape[2] // x.shape[2], dim=2).transpose(1, 2)
+
+
+def _scores(q: Tensor, k: Tensor, scoring: Scoring) -> Tensor:
+    B, Sq, Sk = q.shape[0], q.shape[1], k.shape[1]
+    products = q.transpose(1, 2) @ _per_query_head(k, q).transpose(2, 3) * scoring.scale
+    return scoring.masked(scoring.cap(products), Sq, Sk, range(B), range(Sq), range(Sk))
+
+
+def _softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
+    # A row of only -inf would give NaN and poison gradients even where it is masked out afterwards.
+    nothing = (scores == -torch.inf).all(-1)
+    scores = scores.masked_fill(nothing[..., None], 0.0)
+    weights = torch.softmax(scores, -1).masked_fill(nothing[..., None], 0.0)
+    lse = torch.logsumexp(scores, -1).masked_fill(nothing, -torch.inf)
+    return weights, lse
+
+
+def _dropped(weights: Tensor, scoring: Scoring) -> Tensor:
+    if scoring.dropout is None:
+        return weights
+    B, Hq, Sq, Sk = weights.shape
+    keep = scoring.dropout.keep(range(B), Hq, range(Sq), range(Sk))
+    return weights * keep * scoring.dropout.scale

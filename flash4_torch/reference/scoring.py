@@ -1,0 +1,55 @@
+"""The scores of a call: scale, softcap, mask and band in their one order, for any rectangle of (rows, keys)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..masks import Band
+from .dropout import Dropout
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How a call turns q k^T into attention weights.
+
+        x = scale * q k^T;   x = softcap * tanh(x / softcap);   x = x + attn_mask;   x = -inf outside band
+
+    `attn_mask` is bool (True attends) or floating, 4-D and broadcastable to (B, Hq, Sq, Sk); softcap 0 is off.
+    """
+
+    scale: float
+    band: Band = field(default_factory=Band)
+    softcap: float = 0.0
+    attn_mask: Tensor | None = None
+    dropout: Dropout | None = None
+
+    def cap(self, x: Tensor) -> Tensor:
+        """Softcap scaled products; the derivative is 1 - (result / softcap)^2."""
+        return x if self.softcap == 0.0 else torch.tanh(x / self.softcap) * self.softcap
+
+    def masked(self, x: Tensor, Sq: int, Sk: int, batch: range, rows: range, keys: range) -> Tensor:
+        """Capped scores (b, Hq, rows, keys) of one rectangle with mask and band applied."""
+        if self.attn_mask is not None:
+            mask = mask_tile(self.attn_mask, batch, rows, keys)
+            x = x.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else x + mask.to(x.dtype)
+        if not self.band.covers(rows, keys, Sq, Sk):
+            i = torch.arange(rows.start, rows.stop, device=x.device)[:, None]
+            j = torch.arange(keys.start, keys.stop, device=x.device)
+            x = x.masked_fill(~self.band.visible(i, j, Sq, Sk), -torch.inf)
+        return x
+
+
+def mask_tile(mask: Tensor, batch: range, rows: range, keys: range) -> Tensor:
+    """The part of a broadcastable mask that a tile sees; dimensions of size 1 stay 1."""
+    for dim, span in ((0, batch), (2, rows), (3, keys)):
+        if mask.shape[dim] != 1:
+            mask = mask.narrow(dim, span.start, len(span))
+    return mask
+
+
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums are kept in: float64 for float64, else float32; the dtype of lse, too."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,312 @@
+"""FlashAttention-4's algorithm in plain torch, tile by tile: O(S) memory, every feature, any device and dtype.
+
+The forward walks the keys of one block of rows and keeps, per row, a reference score `ref`, the sum of
+exp2(score - ref) and the unnormalised output. The backward walks the rows of one block of keys and recomputes
+the weights from lse. Scores are in base 2 (times log2 e), as exp2 is the instruction that exists.
+
+Two ideas of FlashAttention-4 are switches of `Tiling`:
+
+- conditional rescaling: `ref` follows the running maximum only once that has grown by more than a threshold.
+  Until then a stale reference is exact, since output and sum share it; only the exponent range is used up.
+- polynomial exp2: 2^floor(x) times a degree-3 polynomial in x - floor(x), for the units that have more
+  multipliers than exponential functions. Its relative error, 8.8e-5, vanishes in a bfloat16 weight.
+
+The 'tiled' backend runs this file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .dropout import Dropout
+from .scoring import Scoring, mask_tile, working_dtype
+
+LOG2E = math.log2(math.e)
+
+# A minimax polynomial for 2^f on [0, 1) with its constant term fixed to 1 (FlashAttention-4).
+_EXP2_COEFFICIENTS = (0.077119089663, 0.227564394474, 0.695146143436, 1.0)
+
+
+def exp2_poly3(x: Tensor) -> Tensor:
+    """2^x for x <= 0 as 2^floor(x) * p(x - floor(x)); below 2^-127 it gives 2^-127's neighbour or 0 for -inf."""
+    whole = torch.floor(x.clamp(min=-127.0))
+    part = x.clamp(min=-127.0) - whole
+    p = torch.full_like(x, _EXP2_COEFFICIENTS[0])
+    for c in _EXP2_COEFFICIENTS[1:]:
+        p = p * part + c
+    return torch.where(x == -torch.inf, 0.0, torch.ldexp(p, whole))
+
+
+@dataclass
+class RescaleCount:
+    """What conditional rescaling saved, counted in (row, key tile) steps after the first tile of a row."""
+
+    steps: int = 0
+    grown: int = 0
+    """Steps where the running maximum grew: where the plain online softmax changes its reference."""
+    rescaled: int = 0
+    """Steps where it grew past the threshold, so that sum and output had to be multiplied."""
+
+    @property
+    def skipped(self) -> float:
+        """The share of steps that needed no multiplication of the output."""
+        return 1.0 - self.rescaled / self.steps if self.steps else 0.0
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Tile sizes and the algorithm's switches.
+
+    `rescale_threshold` is in base-2 units (8 allows weights up to 2^8); 0 rescales whenever the maximum grows.
+    `elements` bounds the scores held at once, over all heads of as many batch entries as fit.
+    """
+
+    rows: int = 128
+    keys: int = 256
+    elements: int = 1 << 20
+    rescale_threshold: float = 8.0
+    exp2: Callable[[Tensor], Tensor] = torch.exp2
+
+    def batches(self, B: int, Hq: int, Sq: int, Sk: int) -> Iterator[range]:
+        tile = Hq * min(self.rows, Sq) * min(self.keys, Sk)
+        return blocks(range(B), max(1, self.elements // max(1, tile)))
+
+
+def blocks(span: range, size: int) -> Iterator[range]:
+    """`span` cut into ranges of `size`, the last one shorter."""
+    for start in range(span.start, span.stop, size):
+        yield range(start, min(start + size, span.stop))
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """One call's geometry: how (B, S, H, D) tensors are cut, and the scores of one tile.
+
+    Query heads that share a key head are folded into the rows, (B, Hk, group * rows, D), so that GQA is a
+    larger matrix product and needs no repeated keys.
+    """
+
+    q: Tensor
+    k: Tensor
+    scoring: Scoring
+
+    @property
+    def group(self) -> int:
+        return self.q.shape[2] // self.k.shape[2]
+
+    def rows_of(self, x: Tensor, batch: range, rows: range) -> Tensor:
+        """(b, Hk, group * rows, D), in the working dtype, of a (B, Sq, Hq, D) tensor."""
+        part = x[batch.start : batch.stop, rows.start : rows.stop].to(working_dtype(x.dtype))
+        b, n, _, d = part.shape
+        Hk = self.k.shape[2]
+        return part.unflatten(2, (Hk, self.group)).permute(0, 2, 3, 1, 4).reshape(b, Hk, self.group * n, d)
+
+    def keys_of(self, x: Tensor, batch: range, keys: range) -> Tensor:
+        """(b, Hk, keys, D), in the working dtype, of a (B, Sk, Hk, D) tensor."""
+        part = x[batch.start : batch.stop, keys.start : keys.stop].to(working_dtype(x.dtype))
+        return part.transpose(1, 2)
+
+    def per_head(self, x: Tensor, n: int) -> Tensor:
+        """(b, Hk, group * rows, d) as (b, Hq, rows, d)."""
+        return x.view(x.shape[0], self.q.shape[2], n, x.shape[-1])
+
+    def folded(self, x: Tensor) -> Tensor:
+        """The inverse of `per_head`."""
+        return x.reshape(x.shape[0], self.k.shape[2], -1, x.shape[-1])
+
+    def scaled_rows(self, batch: range, rows: range) -> Tensor:
+        """`rows_of` q times scale."""
+        return self.rows_of(self.q, batch, rows) * self.scoring.scale
+
+    def scores(self, q_rows: Tensor, k_keys: Tensor, batch: range, rows: range, keys: range) -> Scores:
+        """The scores of a tile from `scaled_rows` and `keys_of` k."""
+        products = q_rows @ k_keys.transpose(2, 3)
+        capped = self.scoring.cap(self.per_head(products, len(rows)))
+        masked = self.scoring.masked(capped, self.q.shape[1], self.k.shape[1], batch, rows, keys)
+        return Scores(capped, masked * LOG2E)
+
+    def kept(self, batch: range, rows: range, keys: range) -> Tensor | None:
+        """The factor dropout puts on each weight of a tile, or None."""
+        dropout = self.scoring.dropout
+        if dropout is None:
+            return None
+        keep = dropout.keep(batch, self.q.shape[2], rows, keys)
+        return keep.to(working_dtype(self.q.dtype)).mul_(dropout.scale)
+
+
+@dataclass(frozen=True)
+class Scores:
+    capped: Tensor
+    base2: Tensor
+    """Masked, in base 2: (b, Hq, rows, keys)."""
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scoring: Scoring,
+    tiling: Tiling | None = None,
+    count: RescaleCount | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out (B, Sq, Hq, Dv) in q's dtype and lse (B, Hq, Sq), natural log, float32 (float64 for float64).
+
+    q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv). `count` collects what conditional rescaling skipped.
+    """
+    tiling = tiling or Tiling()
+    (B, Sq, Hq, _), Sk, Dv = q.shape, k.shape[1], v.shape[3]
+    out = q.new_empty(B, Sq, Hq, Dv)
+    lse = q.new_empty(B, Hq, Sq, dtype=working_dtype(q.dtype))
+    tiles = Tiles(q, k, scoring)
+    for batch in tiling.batches(B, Hq, Sq, Sk):
+        for rows in blocks(range(Sq), tiling.rows):
+            state = _OnlineSoftmax.empty((len(batch), Hq, len(rows), Dv), lse, tiling, count)
+            q_rows = tiles.scaled_rows(batch, rows)
+            for keys in blocks(scoring.band.keys(rows, Sq, Sk), tiling.keys):
+                scores = tiles.scores(q_rows, tiles.keys_of(k, batch, keys), batch, rows, keys)
+                weights = state.step(scores.base2)
+                if (kept := tiles.kept(batch, rows, keys)) is not None:
+                    weights = weights * kept
+                product = tiles.folded(weights) @ tiles.keys_of(v, batch, keys)
+                state.output += tiles.per_head(product, len(rows))
+            result, row_lse = state.finish()
+            out[batch.start : batch.stop, rows.start : rows.stop] = result.transpose(1, 2)
+            lse[batch.start : batch.stop, :, rows.start : rows.stop] = row_lse
+    return out, lse
+
+
+@dataclass
+class _OnlineSoftmax:
+    """The running state of a block of rows: reference score, sum of weights, unnormalised output."""
+
+    ref: Tensor
+    total: Tensor
+    output: Tensor
+    tiling: Tiling
+    count: RescaleCount | None
+    highest: Tensor | None = None
+
+    @classmethod
+    def empty(
+        cls, shape: tuple[int, ...], like: Tensor, tiling: Tiling, count: RescaleCount | None
+    ) -> _OnlineSoftmax:
+        rows = shape[:-1]
+        return cls(
+            like.new_full(rows, -torch.inf), like.new_zeros(rows), like.new_zeros(shape), tiling, count
+        )
+
+    def step(self, scores: Tensor) -> Tensor:
+        """Takes the next tile of base-2 scores in and returns its weights relative to `ref`."""
+        highest = torch.maximum(self.ref, scores.amax(-1))
+        # -inf - -inf is NaN: compares false, so a row that has seen nothing keeps its reference.
+        adopt = highest - self.ref > self.tiling.rescale_threshold
+        self._tally(scores, adopt)
+        ref = torch.where(adopt, highest, self.ref)
+        factor = torch.where(self.total == 0, 1.0, self.tiling.exp2(self.ref - ref))
+        self.ref = ref
+        # Subtracting a finite reference keeps exp2(-inf) = 0 for rows that have seen nothing yet.
+        weights = self.tiling.exp2(scores - torch.where(ref == -torch.inf, 0.0, ref)[..., None])
+        self.total = self.total * factor + weights.sum(-1)
+        self.output *= factor[..., None]
+        return weights
+
+    def _tally(self, scores: Tensor, adopt: Tensor) -> None:
+        if self.count is None:
+            return
+        seen = scores.amax(-1)
+        if self.highest is not None:
+            later = self.highest > -torch.inf
+            self.count.steps += int(later.sum())
+            self.count.grown += int((later & (seen > self.highest)).sum())
+            self.count.rescaled += int((later & adopt).sum())
+        self.highest = seen if self.highest is None else torch.maximum(self.highest, seen)
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """The normalised output (b, Hq, rows, Dv) and lse (b, Hq, rows)."""
+        nothing = self.ref == -torch.inf
+        total = torch.where(nothing, 1.0, self.total)
+        return self.output / total[..., None], (self.ref + torch.log2(total)) / LOG2E
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Gradients in the inputs' dtypes and shapes; `dmask` only if it was asked for."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dmask: Tensor | None
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scoring: Scoring,
+    mask_grad: bool = False,
+    tiling: Tiling | None = None,
+) -> Gradients:
+    """Gradients of q, k, v and, with `mask_grad`, of a floating attn_mask, from the forward's out and lse.
+
+    dout (B, Sq, Hq, Dv); dlse (B, Hq, Sq) or None; the rest as in `forward`. Weights come back as
+    exp2(scores - lse), so nothing of size Sq * Sk is ever stored:
+
+        dv = w^T dout;   ds = w * (dout v^T - rowsum(dout * out) + dlse);   dq = scale ds k;   dk = scale ds^T q
+    """
+    tiling = tiling or Tiling()
+    (B, Sq, Hq, _), Sk = q.shape, k.shape[1]
+    work = working_dtype(q.dtype)
+    dq = q.new_zeros(q.shape, dtype=work)
+    dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+    mask = scoring.attn_mask
+    dmask = mask.new_zeros(mask.shape, dtype=work) if mask_grad and mask is not None else None
+    delta = (dout.to(work) * out.to(work)).sum(-1).transpose(1, 2)
+    if dlse is not None:
+        delta = delta - dlse
+    # A row without keys has lse = -inf; +inf makes its weights exp2(-inf) = 0 instead of NaN.
+    lse_log2 = torch.where(lse == -torch.inf, torch.inf, lse * LOG2E)
+    tiles = Tiles(q, k, scoring)
+    for batch in tiling.batches(B, Hq, Sq, Sk):
+        at = slice(batch.start, batch.stop)
+        for keys in blocks(range(Sk), tiling.keys):
+            k_keys, v_keys = tiles.keys_of(k, batch, keys), tiles.keys_of(v, batch, keys)
+            dk_keys, dv_keys = torch.zeros_like(k_keys), torch.zeros_like(v_keys)
+            for rows in _rows_that_see(keys, scoring, Sq, Sk, tiling.rows):
+                span = slice(rows.start, rows.stop)
+                q_rows, dout_rows = tiles.scaled_rows(batch, rows), tiles.rows_of(dout, batch, rows)
+                scores = tiles.scores(q_rows, k_keys, batch, rows, keys)
+                weights = tiling.exp2(scores.base2 - lse_log2[at, :, span, None])
+                dweights = tiles.per_head(dout_rows @ v_keys.transpose(2, 3), len(rows))
+                applied = weights
+                if (kept := tiles.kept(batch, rows, keys)) is not None:
+                    applied, dweights = weights * kept, dweights * kept
+                ds = weights * (dweights - delta[at, :, span, None])
+                dv_keys += tiles.folded(applied).transpose(2, 3) @ dout_rows
+                if dmask is not None:
+                    tile = mask_tile(dmask, batch, rows, keys)
+                    tile += ds.sum_to_size(tile.shape)
+                if scoring.softcap:
+                    ds = ds * (1.0 - (scores.capped / scoring.softcap) ** 2)
+                ds = tiles.folded(ds)
+                dq[at, span] += tiles.per_head(ds @ k_keys, len(rows)).transpose(1, 2)
+                dk_keys += ds.transpose(2, 3) @ q_rows
+            dk[at, keys.start : keys.stop] = dk_keys.transpose(1, 2)
+            dv[at, keys.start : keys.stop] = dv_keys.transpose(1, 2)
+    return Gradients((dq * scoring.scale).to(q.dtype), dk, dv, None if dmask is None or mask is None else dmask.to(mask.dtype))
+
+
+def _rows_that_see(keys: range, scoring: Scoring, Sq: int, Sk: int, size: int) -> Iterator[range]:
+    """Blocks of rows of which at least one sees a key of `keys`."""
+    for rows in blocks(range(Sq), size):
+        seen = scoring.band.keys(rows, Sq, Sk)
+        if max(seen.start, keys.start) < min(seen.stop, keys.stop):
+            yield rows
