@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pydoc_data.topics import topics
 
@@ -24,7 +25,7 @@ def documentation_paragraphs() -> list[str]:
 class Tokenizer:
     """Frequent words are one token each; every other word is spelled in single characters."""
 
-    def __init__(self, text: str, frequent: int = 1000) -> None:
+    def __init__(self, text: str, frequent: int = 2000) -> None:
         words = Counter(word for word in self._split(text) if len(word) > 1)
         self.tokens = sorted(set(text)) + [word for word, _ in words.most_common(frequent)]
         self._index = {token: i for i, token in enumerate(self.tokens)}
@@ -89,7 +90,7 @@ class LanguageModel(nn.Module):
         return self.logits(x)
 
 
-def next_token_loss(model: nn.Module, windows: Tensor) -> Tensor:
+def next_token_loss(model: Callable[[Tensor], Tensor], windows: Tensor) -> Tensor:
     """Mean cross entropy, in nats a token, of windows (B, S + 1): each token predicted from those before."""
     logits = model(windows[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
@@ -103,6 +104,6 @@ def continue_text(model: LanguageModel, tokenizer: Tokenizer, prompt: str, count
     tokens = torch.tensor([tokenizer.encode(prompt)], device=device)
     for _ in range(count):
         scores = model(tokens[:, -context:])[0, -1]
-        drawn = torch.multinomial((scores.float() / 0.7).softmax(-1), 1)
+        drawn = torch.multinomial((scores.float() / 0.6).softmax(-1), 1)
         tokens = torch.cat([tokens, drawn[None]], dim=1)
     return tokenizer.decode(tokens[0].tolist())

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
 from training import Result, Run, Setup
 
 STOCK, SWAPPED = "#8fb3d9", "#b3401f"
@@ -60,7 +61,7 @@ def table(results: dict[Run, Result], setup: Setup) -> str:
             f"{run.mode:<10}{run.dropout:>7}  {run.attention:<9}"
             f"{result.losses[0]:>9.4f}{result.final_loss:>9.4f}{result.validation_loss:>9.4f}"
             f"{result.step_ms:>9.1f}{tokens_per_second:>10.0f}{result.peak_mib:>10.0f}"
-            f"{result.attention_calls:>14}"
+            f"{result.training_calls:>9}+{result.evaluation_calls:<4}"
         )
     return "\n".join(lines)
 

@@ -5,7 +5,7 @@ same seed and the same order of data; the second calls flash4_torch.replace_atte
 eager and under torch.compile(fullgraph=True), without and with dropout. Without dropout the two loss curves
 must agree step by step. With dropout they draw different masks by design, so only their ends are compared.
 
-    python examples/train_text.py            # under five minutes on two CPU cores; takes a GPU if there is one
+    python examples/train_text.py            # five minutes on two CPU cores; uses a GPU if there is one
     python examples/train_text.py --help
 """
 
@@ -17,10 +17,11 @@ from itertools import product
 from pathlib import Path
 
 import torch
+
 from report import Comparison, plot, table
 from training import Result, Run, Setup, train_in_fresh_process
 
-SMALL = Setup(width=128, heads=4, layers=2, context=128, batch=16, steps=150, learning_rate=3e-3)
+SMALL = Setup(width=128, heads=4, layers=2, context=128, batch=16, steps=150, learning_rate=5e-3)
 LARGE = Setup(width=768, heads=12, layers=6, context=1024, batch=16, steps=200, learning_rate=1e-3)
 
 
@@ -73,7 +74,14 @@ def compare(results: dict[Run, Result], setup: Setup) -> list[Comparison]:
 
 
 def tolerance(run: Run, setup: Setup) -> float:
-    return 0.1 if run.dropout else 1e-3
+    """How far apart two runs may be, in nats a token.
+
+    With dropout: five stock runs of the default size that differ only in their dropout masks ended within
+    0.006 of each other. Without: rounding alone, in single precision or, on a GPU, bfloat16.
+    """
+    if run.dropout:
+        return 0.02
+    return 0.05 if setup.device == "cuda" else 1e-4
 
 
 def sample(results: dict[Run, Result]) -> str:
@@ -81,12 +89,14 @@ def sample(results: dict[Run, Result]) -> str:
 
 
 def verdict(results: dict[Run, Result], comparisons: list[Comparison], setup: Setup) -> int:
-    """Zero if every pair agrees and every swapped module, and no stock one, called our operators."""
+    """Zero if every pair agrees, and swapped modules called our attention each time, and stock ones never."""
     failures = [str(comparison) for comparison in comparisons if not comparison.agrees]
     for run, result in results.items():
-        least = setup.layers * setup.steps if run.swapped else 0
-        if result.attention_calls < least or (result.attention_calls and not run.swapped):
-            failures.append(f"{run}: {result.attention_calls} calls of flash4_torch operators")
+        expected = setup.layers * setup.steps if run.swapped else 0
+        if result.training_calls != expected:
+            failures.append(f"{run}: {result.training_calls} calls in training, expected {expected}")
+        if bool(result.evaluation_calls) != run.swapped:
+            failures.append(f"{run}: {result.evaluation_calls} calls in evaluation")
     for failure in failures:
         print("FAILED:", failure, file=sys.stderr)
     return 1 if failures else 0

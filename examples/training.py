@@ -1,4 +1,4 @@
-"""One training run of train_text.py, measured: every run starts in a fresh process, so none inherits memory."""
+"""One training run of train_text.py, measured in a process of its own, so that none inherits memory."""
 
 import resource
 import statistics
@@ -11,12 +11,12 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from language_model import Corpus, LanguageModel, continue_text, next_token_loss, random_windows
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 import flash4_torch
 from flash4_torch.testing import backends_used
+from language_model import Corpus, LanguageModel, continue_text, next_token_loss, random_windows
 
 WARM_UP_STEPS = 5
 MIB = 2**20
@@ -66,7 +66,8 @@ class Result:
     validation_loss: float
     step_ms: float
     peak_mib: float
-    attention_calls: int
+    training_calls: int
+    evaluation_calls: int
     sample: str
 
     @property
@@ -84,14 +85,20 @@ def train(setup: Setup, run: Run, title: str) -> Result:
     corpus = Corpus.load()
     memory = PeakMemory(setup.device)
     model = build_model(setup, run, len(corpus.tokenizer.tokens))
-    with backends_used() as used:
+    with backends_used() as used_in_training:
         losses, step_seconds = optimize(model, corpus.train, setup, run, memory, title)
-        peak_mib = memory.peak_mib()
-        model.eval()
+    peak_mib = memory.peak_mib()
+    model.eval()
+    with backends_used() as used_in_evaluation:
         validation_loss = validate(model, corpus.validation, setup)
-        sample = continue_text(model, corpus.tokenizer, "The", 120)
     return Result(
-        losses, validation_loss, 1e3 * statistics.median(step_seconds), peak_mib, calls(used), sample
+        losses=losses,
+        validation_loss=validation_loss,
+        step_ms=1e3 * statistics.median(step_seconds),
+        peak_mib=peak_mib,
+        training_calls=forward_calls(used_in_training),
+        evaluation_calls=forward_calls(used_in_evaluation),
+        sample=continue_text(model, corpus.tokenizer, prompt="The", count=80),
     )
 
 
@@ -110,13 +117,14 @@ def optimize(
     model: LanguageModel, stream: Tensor, setup: Setup, run: Run, memory: "PeakMemory", title: str
 ) -> tuple[list[float], list[float]]:
     """Train for setup.steps steps; the loss of each step, and the seconds of each after the warm-up."""
-    trained: nn.Module = torch.compile(model, fullgraph=True) if run.compiled else model
+    trained = torch.compile(model, fullgraph=True) if run.compiled else model
     optimizer = torch.optim.AdamW(model.parameters(), setup.learning_rate, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, setup.learning_rate, setup.steps)
     order = torch.Generator().manual_seed(setup.seed)
     losses: list[float] = []
     seconds: list[float] = []
-    progress = tqdm(range(setup.steps), desc=title, unit="step", mininterval=0.5)
+    seconds_between_updates = 0.5 if sys.stderr.isatty() else 10
+    progress = tqdm(range(setup.steps), title, unit="step", mininterval=seconds_between_updates)
     for step in progress:
         if step == WARM_UP_STEPS:
             memory.reset()
@@ -148,9 +156,9 @@ def autocast(device: str) -> torch.autocast:
     return torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
 
 
-def calls(used: Counter[tuple[str, str]]) -> int:
-    """How often flash4_torch's operators ran, forward and backward, whichever backend served them."""
-    return sum(used.values())
+def forward_calls(used: Counter[tuple[str, str]]) -> int:
+    """How often flash4_torch's attention ran forward, whichever backend served it."""
+    return sum(count for (operator, _), count in used.items() if operator == "attention")
 
 
 class PeakMemory:

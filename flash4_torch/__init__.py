@@ -7,6 +7,7 @@
 Importing needs neither a GPU nor a kernel compiler.
 """
 
+from . import errors
 from .api import attention, attention_varlen, scaled_dot_product_attention, support
 from .nn import MultiheadAttention, replace_attention
 
@@ -16,6 +17,7 @@ __all__ = [
     "MultiheadAttention",
     "attention",
     "attention_varlen",
+    "errors",
     "replace_attention",
     "scaled_dot_product_attention",
     "support",

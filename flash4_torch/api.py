@@ -193,11 +193,11 @@ def support(
     Raises:
         ArgumentError: as in `attention`.
     """
-    mask_grad = attn_mask is not None and attn_mask.requires_grad
-    wants_grad = mask_grad or any(x.requires_grad for x in (q, k, v))
     q, k, v, attn_mask, band, rules = _dense_call(
         q, k, v, causal, window, scale, softcap, attn_mask, dropout_p, deterministic
     )
+    mask_grad = attn_mask is not None and attn_mask.requires_grad
+    wants_grad = mask_grad or any(x.requires_grad for x in (q, k, v))
     problem = describe(q, v, dense_extent(q, k), attn_mask, band=band, **rules)
     reasons = backends.reasons(problem)
     if wants_grad:
@@ -233,8 +233,10 @@ def scaled_dot_product_attention(
         (..., Hq, L, Ev). A row that may attend to nothing gives 0, as torch's does.
 
     Raises:
-        What torch's function raises for the same arguments.
+        ShapeError: key and value differ in length, where torch would read past the end.
+        What torch's function raises for the same arguments, otherwise.
     """
+    check.sdpa_lengths(key, value)
     if not _serves_sdpa(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa):
         # Torch's own function raises its own errors, and serves what no (B, S, H, D) can express.
         return F.scaled_dot_product_attention(
@@ -242,8 +244,8 @@ def scaled_dot_product_attention(
         )
     query, key, value = ops.autocast_inputs(query, key, value)
     batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
-    Hk = max(key.shape[-3:-2], value.shape[-3:-2], default=1)
-    q, k, v = _heads_last(query, batch, None), _heads_last(key, batch, Hk), _heads_last(value, batch, Hk)
+    Hk = max(key.shape[-3], value.shape[-3]) if query.dim() > 2 else 1
+    q, k, v = _heads_last(query, batch), _heads_last(key, batch, Hk), _heads_last(value, batch, Hk)
     L, S = q.shape[1], k.shape[1]
     out, _ = ops.attention(
         q,
@@ -281,7 +283,7 @@ def _serves_sdpa(
     )
     if not same or query.dtype not in check.DTYPES or not 0.0 <= dropout_p <= 1.0:
         return False
-    if query.shape[-1] != key.shape[-1] or key.shape[-2] != value.shape[-2]:
+    if query.shape[-1] != key.shape[-1]:
         return False
     heads = [x.shape[-3] for x in tensors if x.dim() > 2]
     if heads and (0 in heads or not _heads_agree(*heads, enable_gqa)):
@@ -305,7 +307,7 @@ def _heads_agree(Hq: int, Hk: int, Hv: int, enable_gqa: bool) -> bool:
     return {Hk, Hv} <= {1, Hq}
 
 
-def _heads_last(x: Tensor, batch: torch.Size, H: int | None) -> Tensor:
+def _heads_last(x: Tensor, batch: torch.Size, H: int | None = None) -> Tensor:
     """(..., H, S, D), its batch and heads broadcast, as (B, S, H, D); a view for one batch dimension or none."""
     x = x if x.dim() > 2 else x.unsqueeze(0)
     x = x.expand(*batch, H or x.shape[-3], *x.shape[-2:])

@@ -1,4 +1,4 @@
-"""torch's flash attention registry: opt-in, really ours while active, equal to torch's own, gone when restored."""
+"""torch's flash attention registry: opt-in, ours while active, equal to torch's own, gone when restored."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_compiled_sdpa_runs_ours() -> None:
 
 def test_dropout_on_cpu_is_refused_by_name() -> None:
     q = torch.ones(1, 1, 2, 4)
-    with active(), pytest.raises(ArgumentError, match="dropout_p is 0.5"):
+    with active(), pytest.raises(ArgumentError, match=r"^dropout_p is 0\.5"):
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q, 0.5)
 
 
@@ -255,7 +255,9 @@ def test_cuda_sdpa_is_the_same_with_heads_first(causal: bool, dropout_p: float) 
     rows = [x.transpose(1, 2) for x in (q, k, v)]
     with cuda_operators_on_cpu():
         torch.manual_seed(5)
-        flash, *_ = torch.ops.aten._flash_attention_forward(q, k, v, None, None, 7, 7, dropout_p, causal, False)
+        flash, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, None, None, 7, 7, dropout_p, causal, False
+        )
         theirs = with_grads(flash, q, k, v)
         torch.manual_seed(5)
         sdpa, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*rows, dropout_p, causal)

@@ -49,6 +49,8 @@ def plain_problem(problem: Problem) -> list[str]:
             "it takes no attn_mask in our sense (a row that attends to nothing gives 0)": bool(spec.mask),
             f"dropout_p is {problem.dropout_p}, and its masks are not ours": spec.dropout,
             "it has no gradient for lse": spec.dlse,
+            # It scales -inf too, which turns hidden keys into NaN or +inf.
+            f"scale is {problem.scale}, and its masks need a positive one": problem.scale <= 0.0,
         }.items()
         if asked
     ]

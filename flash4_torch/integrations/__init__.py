@@ -2,7 +2,6 @@
 
 - `torch_sdpa`: `F.scaled_dot_product_attention` and stock modules, by torch's flash attention registry.
 - `transformers`: Hugging Face models, by `AttentionInterface`.
-- `dtensor`: sharding rules, so that DTensors go through our operators without being gathered.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-__all__ = ["dtensor", "torch_sdpa", "transformers"]
+__all__ = ["torch_sdpa", "transformers"]
 
 
 def __getattr__(name: str) -> ModuleType:

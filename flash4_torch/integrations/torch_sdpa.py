@@ -40,7 +40,7 @@ Kernel = Callable[..., Any]
 
 
 def register(name: str = NAME) -> None:
-    """Lists `name` in `torch.nn.attention.list_flash_attention_impls()`; the user activates it by that name."""
+    """Lists `name` in `torch.nn.attention.list_flash_attention_impls()`, for the user to activate."""
     register_flash_attention_impl(name, register_fn=activate)
 
 
@@ -350,7 +350,8 @@ def _sdpa_cuda(
     _refuse(return_debug_mask=return_debug_mask or None)
     call = _dense_call(query, key, dropout_p, is_causal, scale)
     rng_state = _draw_rng_state(query, dropout_p)
-    out, lse = call.forward(*_swapped(query, key, value), rng_state)
+    q, k, v = _swapped(query, key, value)
+    out, lse = call.forward(q, k, v, rng_state)
     laid_out = _laid_out_like(query, out.transpose(1, 2))
     return laid_out, lse, None, None, call.max_q, call.max_k, *_auxiliary(query, rng_state)
 

@@ -1,4 +1,4 @@
-"""Attention as a module: `MultiheadAttention`, and `replace_attention`, which puts it into a finished model."""
+"""Attention as a module, `MultiheadAttention`, and `replace_attention`, which puts it into a whole model."""
 
 from .multihead import MultiheadAttention
 from .swap import replace_attention

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple, NoReturn
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import ArgumentError, ShapeError
+from ..errors import ArgumentError
 from . import padding
 
 
@@ -36,11 +37,11 @@ def is_causal_by_rule(module: nn.MultiheadAttention, call: Call) -> bool:
 def check(module: nn.MultiheadAttention, call: Call) -> None:
     """Raises and warns as the stock module's forward, before anything is computed."""
     padding.check_dtypes(call.key_padding_mask, call.attn_mask)
-    F._mha_shape_check(
+    F._mha_shape_check(  # type: ignore[attr-defined]
         call.query, call.key, call.value, call.key_padding_mask, call.attn_mask, module.num_heads
     )
-    lacks_mask = call.is_causal and call.attn_mask is None
-    if lacks_mask or not _sizes_fit(module, call):
+    _check_dropout(module)
+    if not (_inputs_fit(module, call) and _masks_fit(module, call)):
         _raise_as_stock(module, call)
 
 
@@ -62,24 +63,37 @@ def check_nested(module: nn.MultiheadAttention, call: Call) -> None:
         raise ArgumentError("batch_first", False, "with nested inputs it must be True")
     if appended_keys(module):
         raise ArgumentError("add_bias_kv or add_zero_attn", True, "with nested inputs both must be False")
+    _check_dropout(module)
 
 
-def _sizes_fit(module: nn.MultiheadAttention, call: Call) -> bool:
-    N, L = _batch_and_length(module, call.query)
-    key_batch, S = _batch_and_length(module, call.key)
-    packed = module.in_proj_weight is not None
+def _check_dropout(module: nn.MultiheadAttention) -> None:
+    if module.training and not 0.0 <= module.dropout <= 1.0:
+        F.dropout(torch.empty(0), module.dropout)  # raises torch's error
+
+
+def _inputs_fit(module: nn.MultiheadAttention, call: Call) -> bool:
+    query, key, value = call.query, call.key, call.value
     return (
-        call.query.shape[-1] == module.embed_dim
-        and call.key.shape[:-1] == call.value.shape[:-1]
-        and (not packed or call.key.shape[-1] == call.value.shape[-1])
-        and key_batch == N
-        and (call.key_padding_mask is None or call.key_padding_mask.shape in ((S,), (N, S)))
-        and (
-            call.attn_mask is None
-            or _ignores_attn_mask(module, call)
-            or call.attn_mask.shape in ((L, S), (N * module.num_heads, L, S))
-        )
+        query.shape[-1] == module.embed_dim
+        and key.shape[:-1] == value.shape[:-1]
+        and (key.shape[-1] == value.shape[-1] or module.in_proj_weight is None)
+        and _batch_and_length(module, key)[0] == _batch_and_length(module, query)[0]
     )
+
+
+def _masks_fit(module: nn.MultiheadAttention, call: Call) -> bool:
+    padding_mask, mask = call.key_padding_mask, call.attn_mask
+    N, L = _batch_and_length(module, call.query)
+    _, S = _batch_and_length(module, call.key)
+    if padding_mask is not None and not _is_mask(padding_mask, call, (S,), (N, S)):
+        return False
+    if mask is None:
+        return not call.is_causal
+    return _ignores_attn_mask(module, call) or _is_mask(mask, call, (L, S), (N * module.num_heads, L, S))
+
+
+def _is_mask(mask: Tensor, call: Call, *shapes: tuple[int, ...]) -> bool:
+    return mask.shape in shapes and mask.device == call.query.device
 
 
 def _batch_and_length(module: nn.MultiheadAttention, x: Tensor) -> tuple[int, int]:
@@ -123,7 +137,7 @@ def _raise_as_stock(module: nn.MultiheadAttention, call: Call) -> NoReturn:
         v_proj_weight=module.v_proj_weight,
         is_causal=call.is_causal,
     )
-    tensors = {name: tuple(x.shape) for name, x in call._asdict().items() if isinstance(x, Tensor)}
-    raise ShapeError(
-        " and ".join(tensors), " and ".join(map(str, tensors.values())), "they must fit together"
-    )
+    given = {
+        name: f"{tuple(x.shape)} on {x.device}" for name, x in call._asdict().items() if isinstance(x, Tensor)
+    }
+    raise ArgumentError(", ".join(given), ", ".join(given.values()), "their sizes and devices must fit")

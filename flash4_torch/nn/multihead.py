@@ -52,7 +52,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             )
         adopted = adopted_class(module, cls)
         new = adopted.__new__(adopted)
-        new.__dict__.update(module.__dict__)
+        # Not module.__dict__: this state is without a compiled call, which would go on calling `module`.
+        new.__dict__.update(nn.Module.__getstate__(module))
         for own in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             new.__dict__[own] = copy.copy(module.__dict__[own])
         return new
@@ -92,7 +93,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of L queries over S keys, for a batch of N; masks, flags and results as in the stock module.
+        """Attention of L queries over S keys in a batch of N; masks, flags and results as in stock.
 
         Args:
             query: (L, N, embed_dim), with `batch_first` (N, L, embed_dim), or unbatched (L, embed_dim).
@@ -102,13 +103,13 @@ class MultiheadAttention(nn.MultiheadAttention):
             need_weights: return the attention weights, after dropout, as well. Default: True.
             attn_mask: (L, S) or (N * num_heads, L, S), bool or float like `key_padding_mask`.
             average_attn_weights: average the returned weights over the heads. Default: True.
-            is_causal: promises that `attn_mask` is the causal mask, so that it need not be read. Default: False.
+            is_causal: a promise that `attn_mask` is the causal mask and need not be read. Default: False.
 
         Returns:
             The output, shaped like `query`, and the weights or None: (N, L, S), with
             `average_attn_weights=False` (N, num_heads, L, S), both without N if unbatched.
 
-        query, key and value may also be nested tensors (N, *, E) of one layout if `batch_first`, without masks,
+        If `batch_first`, query, key and value may be nested tensors (N, *, E) of one layout, without masks,
         `add_bias_kv` and `add_zero_attn`. Then the output is nested and the weights are padded with zeros.
 
         Raises:
@@ -122,7 +123,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         q, k, v = (self._heads(x) for x in self._project(query, key, value))
         by_rule = contract.is_causal_by_rule(self, call)
-        # Stock's causal is aligned to the top left, windows are to the bottom right.
+        # Stock aligns causal to the top left, windows are aligned to the bottom right.
         window_right = q.shape[1] - k.shape[1] if by_rule else None
         mask = padding.merge(
             key_padding_mask,
@@ -155,7 +156,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                 query, key, value, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight, *biases
             )
         if key is not value:
-            return F._in_projection_packed(query, key, value, weight, bias)
+            return F._in_projection_packed(query, key, value, weight, bias)  # type: ignore[attr-defined]
         if query is key:
             return F.linear(query, weight, bias).chunk(3, -1)
         sizes = (self.embed_dim, 2 * self.embed_dim)
@@ -171,7 +172,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return heads if self.batch_first else heads.transpose(0, 1)
 
     def _append(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Keys or values (N, S, H, D) with the learned one and the zero one behind, if the module has them."""
+        """Keys or values (N, S, H, D) with the learned and the zero one behind, if the module has them."""
         N, _, H, D = x.shape
         appended = []
         if bias is not None:
@@ -252,7 +253,7 @@ def _deterministic() -> bool:
 
 
 def has_stock_forward(module: object) -> bool:
-    """Whether `module` is an nn.MultiheadAttention whose forward nobody has overridden, in class or instance."""
+    """Whether `module` is an nn.MultiheadAttention whose class or instance does not override forward."""
     return (
         isinstance(module, nn.MultiheadAttention)
         and type(module).forward in (nn.MultiheadAttention.forward, MultiheadAttention.forward)
@@ -261,7 +262,7 @@ def has_stock_forward(module: object) -> bool:
 
 
 def adopted_class(module: nn.Module, new: type[Self]) -> type[Self]:
-    """`new`, or if `module` is parametrized its own class, which holds the parametrized tensors, on top of `new`."""
+    """`new`, or a subclass of it with the properties that a parametrized `module` has in its own class."""
     if not parametrize.is_parametrized(module):
         return new
     own = type(module)

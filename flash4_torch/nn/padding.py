@@ -1,8 +1,8 @@
 """The two masks of nn.MultiheadAttention as the one that attention takes, no larger than it has to be.
 
-`nn.MultiheadAttention` has a key_padding_mask, (S,) or (N, S), and an attn_mask, (L, S) or (N * H, L, S); True
-means ignore, floats are added. `ops.attention` has one mask that broadcasts to (N, H, L, S), where True means
-attend.
+`nn.MultiheadAttention` has a key_padding_mask, (S,) or (N, S), and an attn_mask, (L, S) or (N * H, L, S);
+True means ignore, floats are added. `ops.attention` has one mask that broadcasts to (N, H, L, S), where True
+means attend.
 """
 
 from __future__ import annotations
@@ -42,13 +42,11 @@ def merge(
     Bool masks stay bool, and nothing is expanded before both masks are there: a key_padding_mask alone gives
     (N, 1, 1, S), an attn_mask alone (1, 1, L, S) or (N, H, L, S).
     """
-    padding = None
-    if key_padding_mask is not None:
-        padding = torch.atleast_2d(_widen(key_padding_mask, extra_keys))[:, None, None, :]
-    mask = None
-    if attn_mask is not None:
-        mask = _widen(attn_mask, extra_keys)
-        mask = mask[None, None] if mask.dim() == 2 else mask.unflatten(0, (mask.shape[0] // num_heads, num_heads))
+    padding, mask = _widen(key_padding_mask, extra_keys), _widen(attn_mask, extra_keys)
+    if padding is not None:
+        padding = torch.atleast_2d(padding)[:, None, None]
+    if mask is not None:
+        mask = mask[None, None] if mask.dim() == 2 else _split_heads(mask, num_heads)
     ignored = _both(padding, mask)
     if ignored is None or ignored.is_floating_point():
         return ignored
@@ -56,11 +54,15 @@ def merge(
 
 
 def _empty_like(mask: Tensor | None) -> Tensor | None:
-    return mask.new_empty(0) if isinstance(mask, Tensor) else mask
+    return None if mask is None else mask.new_empty(0)
 
 
-def _widen(mask: Tensor, extra_keys: int) -> Tensor:
-    return F.pad(mask, (0, extra_keys)) if extra_keys else mask
+def _widen(mask: Tensor | None, extra_keys: int) -> Tensor | None:
+    return mask if mask is None or extra_keys == 0 else F.pad(mask, (0, extra_keys))
+
+
+def _split_heads(mask: Tensor, num_heads: int) -> Tensor:
+    return mask.unflatten(0, (mask.shape[0] // num_heads, num_heads))
 
 
 def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,13 +26,13 @@ class Ragged:
             raise ArgumentError(
                 name, f"a nested tensor of {nested.dim()} dimensions", "it must have 3: (N, *, E)"
             )
-        self._nested = nested
+        self._nested = cast(Any, nested)  # jagged tensors have methods that Tensor does not declare
         if self._is_jagged:
             if not nested.is_contiguous():
                 raise ArgumentError(name, "a jagged tensor with gaps or transposed", "it must be contiguous")
             self.values = nested.values()
-            self.cu_seqlens = nested.offsets().to(torch.int32)
-            self.max_seqlen = nested._get_max_seqlen()
+            self.cu_seqlens = self._nested.offsets().to(torch.int32)
+            self.max_seqlen = self._nested._get_max_seqlen()
         else:
             self.values = torch.cat(nested.unbind())
             ends = torch.tensor([0, *self.lengths]).cumsum(0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
+import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -18,12 +20,13 @@ def replace_attention(
     The modules stay the same objects and only change their class. So everything that refers to one still
     holds: other references to it, hooks and their handles, parameters in optimizers, tied weights,
     `state_dict` keys, device, dtype, training flag. It works for a `model` that is itself such a module, and
-    `vars(nn.MultiheadAttention)` being a subset of ours, `module.__class__ = nn.MultiheadAttention` undoes it.
+    `module.__class__ = nn.MultiheadAttention` undoes it.
 
     Swapped is what is exactly an nn.MultiheadAttention, parametrized (torch.nn.utils.parametrize) or not.
     Subclasses, and modules with a forward of their own put onto the instance, are left alone: their forward
-    would be lost. A compiled model may be swapped; it recompiles on its next call. Swap before wrappers that
-    change the class of modules themselves, such as FSDP's fully_shard.
+    would be lost. A compiled model may be swapped: all compiled code is dropped (torch.compiler.reset) and
+    compiled anew when it is next called. Swap before wrappers that change the class of modules themselves,
+    such as FSDP's fully_shard.
 
     Args:
         model: any module.
@@ -43,7 +46,15 @@ def replace_attention(
     swapped = {name: module for name, module in candidates.items() if id(module) in chosen}
     for module in {id(module): module for module in swapped.values()}.values():
         module.__class__ = adopted_class(module, MultiheadAttention)
+    if swapped:
+        _forget_compiled_code()
     return swapped
+
+
+def _forget_compiled_code() -> None:
+    """Compiled code may have stock's forward inlined, and not every torch guards it by the module's class."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 def _is_stock(module: nn.Module) -> bool:

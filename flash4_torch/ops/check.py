@@ -45,6 +45,13 @@ def same_batch(q: Tensor, k: Tensor) -> None:
         raise ShapeError("k", tuple(k.shape), f"its batch size must be q's, {q.shape[0]}")
 
 
+def sdpa_lengths(key: Tensor, value: Tensor) -> None:
+    """(..., S, E) and (..., S, Ev) have the same S."""
+    tensors = isinstance(key, Tensor) and isinstance(value, Tensor) and not (key.is_nested or value.is_nested)
+    if tensors and key.dim() > 1 and value.dim() > 1 and key.shape[-2] != value.shape[-2]:
+        raise ShapeError("value", tuple(value.shape), f"its length must be key's, {key.shape[-2]}")
+
+
 def band(causal: bool, window: tuple[int | None, int | None]) -> Band:
     """`causal` and `window` as one band."""
     if not isinstance(window, (tuple, list)) or len(window) != 2:

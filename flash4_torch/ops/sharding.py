@@ -1,2 +1,121 @@
-"""Placeholder until the DTensor rules land here."""
-def register() -> None: ...
+"""Sharding rules for DTensor: `torch.ops.flash4` attention over batch and heads without a collective.
+
+    q, k, v     Shard(0): batch        Shard(2): heads, where Hq and Hk are divisible by the shards
+    out         like q                 lse Shard(0) or Shard(1)
+    attn_mask   sharded along with q; along a dimension it broadcasts over it is replicated, and its gradient
+                is a Partial sum there
+
+Packed (varlen) tensors shard over heads, dimension 1, with replicated cu_seqlens. With dropout everything is
+replicated: dropout masks are keyed by batch and head index, and shards count theirs from zero.
+
+This is not context parallelism: a sharded sequence is gathered. torch's `context_parallel` runs ours on CUDA
+once `integrations.torch_sdpa` is activated, because its ring calls the aten operators.
+
+Importing this module imports torch.distributed.tensor, which takes most of a second; so only those pay who
+have it loaded already.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, RuntimeSchemaInfo
+from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
+
+from . import schema
+
+Dims = dict[str, int]
+"""Of the tensors that have it: at which dimension the axis lies, by the schema's names."""
+
+_DENSE_ROWS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+_BATCH: Dims = dict.fromkeys((*_DENSE_ROWS, "lse", "dlse", "attn_mask", "dmask"), 0)
+_HEADS: Dims = dict.fromkeys(_DENSE_ROWS, 2) | dict.fromkeys(("lse", "dlse", "attn_mask", "dmask"), 1)
+_PACKED_HEADS: Dims = dict.fromkeys(_DENSE_ROWS, 1) | dict.fromkeys(("lse", "dlse"), 0)
+
+_AXES: dict[str, tuple[Dims, ...]] = {
+    "attention": (_BATCH, _HEADS),
+    "attention_backward": (_BATCH, _HEADS),
+    "attention_varlen": (_PACKED_HEADS,),
+    "attention_varlen_backward": (_PACKED_HEADS,),
+}
+
+
+@cache
+def register() -> None:
+    """Teaches DTensor our operators; more than once does no harm."""
+    for name, axes in _AXES.items():
+        op = getattr(schema, name)
+        # `register_sharding` would do, but its cache of decisions does not look at dropout_p and mask_grad,
+        # and its rules cannot see how many shards the mesh makes of the heads.
+        DTensor._op_dispatcher.sharding_propagator.register_op_strategy(
+            op, _Strategy(op, axes), RuntimeSchemaInfo(_first_rule(op), ["dropout_p", "mask_grad"])
+        )
+
+
+def beside(q: Tensor, rng_state: Tensor) -> Tensor:
+    """`rng_state` as it may enter an operator with `q`: for a DTensor, the first rank's, replicated."""
+    if not isinstance(q, DTensor) or isinstance(rng_state, DTensor):
+        return rng_state
+    mesh = q.device_mesh
+    return distribute_tensor(rng_state, mesh, [Replicate()] * mesh.ndim)
+
+
+def _first_rule(op: Any) -> int:
+    """Index of the first argument that is not a tensor: from there on all are rules of the call."""
+    return [argument.name for argument in op._schema.arguments].index("scale")
+
+
+class _Strategy:
+    """Given the inputs' shapes, the acceptable placements of inputs and outputs."""
+
+    def __init__(self, op: Any, axes: tuple[Dims, ...]):
+        self._arguments = [argument.name for argument in op._schema.arguments]
+        self._results = [result.name for result in op._schema.returns]
+        self._axes = axes
+
+    def __call__(self, call: OpSchema) -> OpStrategy:
+        given = dict(zip(self._arguments, call.args_schema, strict=False)) | call.kwargs_schema
+        inputs = {name: tuple(x.shape) for name, x in given.items() if isinstance(x, OpStrategy)}
+        axes = () if given["dropout_p"] else self._axes
+        names = list(inputs)
+        return expand_to_full_mesh_op_strategy(
+            call.get_mesh_from_args(),
+            call,
+            [self._all_replicated(inputs), *(self._along(dims, inputs, given) for dims in axes)],
+            input_index=len(self._results),
+            is_valid_strategy_cb=lambda specs, _: _heads_divide(dict(zip(names, specs, strict=True))),
+        )
+
+    def _all_replicated(self, inputs: dict[str, tuple[int, ...]]) -> list[Placement | None]:
+        return [Replicate()] * (len(self._results) + len(inputs))
+
+    def _along(
+        self, dims: Dims, inputs: dict[str, tuple[int, ...]], given: dict[str, Any]
+    ) -> list[Placement | None]:
+        """Placements of results and inputs, sharded along one axis."""
+        mask = inputs.get("attn_mask")
+        mask_broadcasts = mask is not None and mask[dims["attn_mask"]] == 1
+
+        def place(name: str) -> Placement:
+            if name == "dmask" and not given["mask_grad"]:
+                return Replicate()
+            if name == "dmask" and mask_broadcasts:
+                return Partial()
+            if name not in dims or (name == "attn_mask" and mask_broadcasts):
+                return Replicate()
+            return Shard(dims[name])
+
+        return [place(name) for name in (*self._results, *inputs)]
+
+
+def _heads_divide(specs: dict[str, Any]) -> bool:
+    """Whether every shard of q's heads finds all of its key heads in k's shard."""
+    heads_dim = len(specs["q"].shape) - 2
+    shards = 1
+    for i, placement in enumerate(specs["q"].placements):
+        if placement.is_shard(heads_dim):
+            shards *= specs["q"].mesh.size(i)
+    return all(specs[name].shape[heads_dim] % shards == 0 for name in ("q", "k"))

@@ -1,0 +1,118 @@
+"""`python -m flash4_torch bench`: runs the chosen sections, prints tables, writes JSON and plots."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from .. import info
+from . import attention, feature_times, host, memory, module
+from .report import Row
+from .settings import Settings
+
+SECTIONS: dict[str, ModuleType] = {
+    "attention": attention,
+    "features": feature_times,
+    "memory": memory,
+    "host": host,
+    "module": module,
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "sections",
+        nargs="*",
+        metavar="section",
+        help=f"what to measure: {', '.join(SECTIONS)}; default: all",
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer and smaller cases, shorter timings")
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cpu or cuda; default: cuda where there is a GPU",
+    )
+    parser.add_argument(
+        "--threads", type=int, default=torch.get_num_threads(), help="CPU threads; default: torch's"
+    )
+    parser.add_argument(
+        "--clock",
+        choices=("wall", "cpu"),
+        default="wall",
+        help="cpu counts the process's time on CPUs, for one thread on a machine that others use; default: wall",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
+    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="write one PNG per section")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the command and returns the exit status."""
+    unknown = [name for name in options.sections if name not in SECTIONS]
+    if unknown:
+        return _refuse(f"unknown section {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        return _refuse(f"--device is {options.device}, but torch sees no GPU")
+    if options.threads < 1:
+        return _refuse(f"--threads is {options.threads}, but it must be at least 1")
+    if options.plot and not _has_matplotlib():
+        return _refuse("--plot needs matplotlib: pip install 'flash4_torch[demo]'")
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    settings = Settings(options.device, options.threads, options.quick, options.clock)
+    results = {
+        name: _run_section(SECTIONS[name], settings) for name in options.sections or SECTIONS
+    }
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(_document(settings, results), indent=1) + "\n")
+    if options.plot:
+        from . import plots
+
+        plots.draw(results, options.plot)
+    return 0
+
+
+def _refuse(sentence: str) -> int:
+    print(f"flash4_torch bench: {sentence}", file=sys.stderr)
+    return 2
+
+
+def _has_matplotlib() -> bool:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def _run_section(section: ModuleType, settings: Settings) -> list[Row]:
+    print(section.TITLE, flush=True)
+    rows: list[Row] = []
+    for row in section.measure(settings):
+        rows.append(row)
+        if sys.stderr.isatty():
+            print(f"\r  {len(rows)} measured", end="", file=sys.stderr, flush=True)
+    if sys.stderr.isatty():
+        print("\r", end="", file=sys.stderr)
+    print(section.text(rows), end="\n\n", flush=True)
+    return rows
+
+
+def _document(settings: Settings, results: dict[str, list[Row]]) -> dict[str, object]:
+    return {
+        "versions": info.versions(),
+        "machine": [info.cpu(), *info.gpus()],
+        "parameters": {
+            "device": settings.device,
+            "threads": settings.threads,
+            "quick": settings.quick,
+            "clock": settings.clock,
+        },
+        "sections": results,
+    }

@@ -1,0 +1,56 @@
+"""Peak memory of one call, in a process of its own.
+
+On a CPU it is the growth of the process's peak resident memory. That sees everything, a library's buffers and
+the allocator's waste included, but a peak never falls and freed memory is reused; so each measurement gets a
+fresh process, forked from a server that has only imported torch, runs the same call at a small size first (for
+the code and the buffers that any size needs), and makes its inputs before it starts to count. On a GPU it is the
+growth of the allocator's peak.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+
+from .settings import Settings
+
+Prepare = Callable[..., Callable[[], Any]]
+"""prepare(size, device, ...) makes the inputs and returns the call to measure; a module's function, to be sent."""
+
+
+def peak_mib(settings: Settings, prepare: Prepare, size: int, small: int, *arguments: Any) -> float:
+    """MiB that the call of `prepare(size, device, *arguments)` needs on top of its inputs, results included."""
+    if settings.on_gpu:
+        return _peak_mib(settings, prepare, size, small, *arguments)
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__, prepare.__module__])
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(_peak_mib, settings, prepare, size, small, *arguments).result()
+
+
+def _peak_mib(settings: Settings, prepare: Prepare, size: int, small: int, *arguments: Any) -> float:
+    torch.set_num_threads(settings.threads)
+    prepare(small, settings.device, *arguments)()
+    call = prepare(size, settings.device, *arguments)
+    if settings.on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    before = _peak(settings)
+    # Held, as a caller would hold them, until the peak is read.
+    results = call()
+    after = _peak(settings)
+    del results
+    return (after - before) / 2**20
+
+
+def _peak(settings: Settings) -> int:
+    if settings.on_gpu:
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

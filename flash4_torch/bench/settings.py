@@ -1,0 +1,24 @@
+"""What all sections of a benchmark run share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`quick` means fewer and smaller cases; `clock` is 'wall', or 'cpu' for the process's own time on CPUs."""
+
+    device: str = "cpu"
+    threads: int = 1
+    quick: bool = False
+    clock: str = "wall"
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.startswith("cuda")
+
+    @property
+    def budget(self) -> float:
+        """Seconds for each comparison."""
+        return 0.3 if self.quick else 1.5

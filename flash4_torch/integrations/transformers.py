@@ -1,0 +1,347 @@
+"""Ours in Hugging Face models, by the `AttentionInterface` of transformers 5.
+
+    flash4_torch.integrations.transformers.register()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="fa4")
+    model.set_attn_implementation("fa4")
+
+Nothing is registered on import, and only importing this module imports transformers. The name is not "flash4"
+because transformers takes every name with "flash" in it for a kernel of its own to download.
+
+Two functions are registered: the attention, and the mask that goes with it. Where transformers would spell a
+causal or sliding pattern out as a (B, 1, Sq, Sk) mask, our mask function returns a `BandMask`, which holds
+the window and one row of padding per batch entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    sdpa_mask,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+)
+from transformers.utils.import_utils import is_tracing
+
+from .. import ops
+from ..api import attention_varlen
+from ..errors import ArgumentError, ShapeError
+from ..masks import Band
+from ..ops import check
+
+NAME = "fa4"
+
+MaskFunction = Callable[[Any, Any, Any, Any], Any]
+Window = tuple[int | None, int | None]
+
+_TAKEN = ("flash", "sdpa", "flex_attention", "eager", "paged|", "/")
+"""What a name may not contain, because transformers gives it a meaning of its own."""
+
+_UNSUPPORTED = {
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "cache": "a paged cache",
+    "block_table": "a paged cache",
+    "indices": "sparse attention",
+    "block_indices": "sparse attention",
+    "head_mask": "masked heads",
+}
+
+
+def register(name: str = NAME) -> str:
+    """Makes `name` an `attn_implementation`, and returns it.
+
+    Raises:
+        ArgumentError: transformers would take `name` for something else.
+    """
+    for part in _TAKEN:
+        if part in name:
+            raise ArgumentError("name", repr(name), f"transformers gives names with {part!r} another meaning")
+    AttentionInterface.register(name, attention_forward)
+    AttentionMaskInterface.register(name, make_mask)
+    return name
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    position_bias: Tensor | None = None,
+    output_attentions: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """What a model's attention layer calls: (B, Sq, Hq, Dv) and, with `output_attentions`, the weights.
+
+    query (B, Hq, Sq, D), key (B, Hk, Sk, D), value (B, Hk, Sk, Dv), Hq a multiple of Hk; read in place.
+    attention_mask: 4-D, broadcastable to (B, Hq, Sq, Sk), bool (True attends) or floating (added). It says
+        all about who sees whom. Without one, `is_causal` (default: the module's) hides later positions, and
+        `sliding_window` n those n or more away; one query stands at the last key, several begin at the first.
+    position_bias: broadcastable to (B, Hq, Sq, Sk), floating, added to the scores; differentiable.
+    output_attentions: also return the weights after dropout, (B, Hq, Sq, Sk).
+    cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: without a mask, B = 1 holds packed sequences.
+
+    Raises:
+        ArgumentError: an argument that we do not serve (sinks, paged caches, sparse indices), by name.
+    """
+    _refuse_unsupported(kwargs)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    q, k, v = ops.autocast_inputs(*(x.transpose(1, 2) for x in (query, key, value)))
+    if attention_mask is None and kwargs.get("cu_seq_lens_q") is not None:
+        return _packed(q, k, v, causal, sliding_window, scaling, softcap, dropout, kwargs), None
+    check.qkv(q, k, v, 4, "(B, S, H, D)")
+    if q.shape[0] == 1:
+        # Models with learned queries have one batch entry of them for all.
+        q = q.expand(k.shape[0], -1, -1, -1)
+    check.same_batch(q, k)
+    mask, band = _mask_and_band(attention_mask, q.shape[1], k.shape[1], causal, sliding_window)
+    if position_bias is not None:
+        mask = _biased(position_bias, mask)
+    mask = check.attn_mask(mask, q, k)
+    rules: dict[str, Any] = {
+        "scale": check.scale(scaling, q.shape[3]),
+        "window_left": band.left,
+        "window_right": band.right,
+        "softcap": check.softcap(softcap or 0.0),
+        "dropout_p": check.probability(dropout),
+    }
+    rng_state = ops.draw_rng_state(q.device) if dropout > 0.0 else None
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    out, _ = ops.attention(q, k, v, mask, rng_state, deterministic=deterministic, **rules)
+    if not output_attentions:
+        return out, None
+    return out, ops.attention_weights(q, k, mask, rng_state, average_heads=False, **rules)
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: MaskFunction = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> Tensor | None:
+    """The mask of a forward pass, the smallest one that is right: None, `BandMask`, or (B, 1, Sq, Sk) bool.
+
+    Query i stands at position q_offset + i (q_offset: an int, or a 0-dim tensor), key j at kv_offset + j, and
+    `mask_function(b, h, i, j)` tells whether position i sees position j. attention_mask is the padding,
+    (B, positions) bool, True for tokens; positions beyond it are padding. None is returned only where the
+    caller allows it and `attention_forward` takes it for the same.
+    """
+    window = None if is_tracing(attention_mask) else _window_of(mask_function, local_size)
+    # A static cache keeps q_offset on the device: a mask of one row is not worth waiting for it.
+    decoding = q_length == 1 and isinstance(q_offset, Tensor)
+    if window is None or decoding:
+        return sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            local_size=local_size,
+            allow_is_causal_skip=allow_is_causal_skip and not decoding,
+            allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+            device=device,
+            **kwargs,
+        )
+    band = _band(window, int(q_offset) - kv_offset, q_length, kv_length)
+    tokens = _tokens(attention_mask, kv_offset, kv_length)
+    if tokens is not None and bool(tokens[:, : kv_length + min(band.right or 0, 0)].all()):
+        # Only keys that no query sees are padding, such as the unused end of a static cache.
+        tokens = None
+    causal_is_enough = allow_is_causal_skip and band == _unmasked_band(q_length, kv_length, True, None)
+    nothing_to_hide = allow_is_bidirectional_skip and band.is_full
+    if tokens is None and (causal_is_enough or nothing_to_hide):
+        return None
+    if tokens is None:
+        everything = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+        return BandMask(everything.expand(batch_size, 1, 1, kv_length), False, band, q_length)
+    return BandMask(tokens[:, None, None], True, band, q_length)
+
+
+class BandMask(Tensor):
+    """A (B, 1, Sq, Sk) bool mask kept as a band and one row of padding.
+
+    `attention_forward` reads the two; to everybody else it is the whole mask, made by any operation on it.
+    """
+
+    keys: Tensor
+    padded: bool
+    band: Band
+
+    @staticmethod
+    def __new__(cls, keys: Tensor, padded: bool, band: Band, q_length: int) -> BandMask:
+        """`keys` (B, 1, 1, Sk), True for tokens, all True unless `padded`."""
+        B, _, _, Sk = keys.shape
+        self = Tensor._make_wrapper_subclass(cls, (B, 1, q_length, Sk), dtype=torch.bool, device=keys.device)
+        self.keys, self.padded, self.band = keys, padded, band
+        return self
+
+    def whole(self) -> Tensor:
+        """(B, 1, Sq, Sk), contiguous."""
+        B, _, Sq, Sk = self.shape
+        # Counted on `keys`, so that tracing, which has fake keys, gets fake positions.
+        rows, columns = (self.keys.new_ones(S, dtype=torch.int64).cumsum(0) - 1 for S in (Sq, Sk))
+        return (
+            (self.keys & self.band.visible(rows[:, None], columns, Sq, Sk)).expand(B, 1, Sq, Sk).contiguous()
+        )
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map_only(BandMask, BandMask.whole, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[bool, Band]]:
+        return ["keys"], (self.padded, self.band)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: tuple[bool, Band], outer_size: Any, outer_stride: Any
+    ) -> BandMask:
+        return BandMask(inner["keys"], *context, outer_size[2])
+
+    def _stable_hash_for_caching(self) -> str:
+        """What torch.compile's cache knows the mask by; its own default fails for dynamic shapes."""
+        keys = self.keys
+        sizes = f"{tuple(self.shape)} {tuple(keys.shape)} {keys.stride()}"
+        return f"BandMask {sizes} {keys.device} {self.padded} {tuple(self.band)}"
+
+
+def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
+    for name, what in _UNSUPPORTED.items():
+        if kwargs.get(name) is not None:
+            kind = type(kwargs[name]).__name__
+            raise ArgumentError(
+                name, f"a {kind}", f"{NAME} does not serve {what}: use another attn_implementation"
+            )
+
+
+def _mask_and_band(
+    attention_mask: Tensor | None, Sq: int, Sk: int, causal: bool, sliding_window: int | None
+) -> tuple[Tensor | None, Band]:
+    """attention_mask taken apart: what remains a mask, and what the band says."""
+    if attention_mask is None:
+        return None, _unmasked_band(Sq, Sk, causal, sliding_window)
+    if isinstance(attention_mask, BandMask) and not torch.compiler.is_compiling():
+        return attention_mask.keys if attention_mask.padded else None, attention_mask.band
+    if attention_mask.dim() != 4:
+        raise ShapeError("attention_mask", tuple(attention_mask.shape), "it must have 4 dimensions")
+    return attention_mask, Band()
+
+
+def _unmasked_band(Sq: int, Sk: int, causal: bool, sliding_window: int | None) -> Band:
+    """What a layer means that passes no mask: see `attention_forward`."""
+    first_row_at = Sk - 1 if Sq == 1 else 0
+    reach = None if sliding_window is None else sliding_window - 1
+    return _band((reach, 0 if causal else reach), first_row_at, Sq, Sk)
+
+
+def _band(window: Window, first_row_at: int, Sq: int, Sk: int) -> Band:
+    """The band of a window around each query's own position, where query 0 stands at key `first_row_at`.
+
+    Bounds that hide nothing are dropped: backends serve an open side faster.
+    """
+    shift = first_row_at - (Sk - Sq)
+    left, right = window
+    left = None if left is None or left - shift >= Sk - 1 else left - shift
+    right = None if right is None or right + shift >= Sq - 1 else right + shift
+    return Band(left, right)
+
+
+def _biased(position_bias: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None:
+        return position_bias
+    if mask.dtype == torch.bool:
+        return position_bias.masked_fill(~mask, -torch.inf)
+    return position_bias + mask
+
+
+def _packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    sliding_window: int | None,
+    scaling: float | None,
+    softcap: float | None,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """Sequences one after another in the only batch entry, (1, T, H, D)."""
+    if q.shape[0] != 1:
+        raise ShapeError(
+            "query", tuple(q.shape), "with cu_seq_lens_q all sequences are packed in one batch entry"
+        )
+    reach = None if sliding_window is None else sliding_window - 1
+    out = attention_varlen(
+        q[0],
+        k[0],
+        v[0],
+        cu_seqlens_q=kwargs["cu_seq_lens_q"],
+        cu_seqlens_k=kwargs["cu_seq_lens_k"],
+        max_seqlen_q=kwargs["max_length_q"],
+        max_seqlen_k=kwargs["max_length_k"],
+        causal=causal,
+        window=(reach, 0 if causal else reach),
+        scale=scaling,
+        softcap=softcap or 0.0,
+        dropout_p=dropout,
+    )
+    return out[None]
+
+
+def _tokens(attention_mask: Tensor | None, kv_offset: int, kv_length: int) -> Tensor | None:
+    """The padding of the keys at hand, (B, Sk)."""
+    if attention_mask is None:
+        return None
+    missing = max(0, kv_offset + kv_length - attention_mask.shape[1])
+    return torch.nn.functional.pad(attention_mask, (0, missing))[:, kv_offset : kv_offset + kv_length]
+
+
+def _window_of(mask_function: MaskFunction, local_size: int | None) -> Window | None:
+    """The window that `mask_function` draws around a position, if it is one of transformers' plain ones."""
+    known: list[tuple[MaskFunction, Window]] = [
+        (causal_mask_function, (None, 0)),
+        (bidirectional_mask_function, (None, None)),
+    ]
+    if local_size is not None:
+        known += [
+            (sliding_window_causal_mask_function(local_size), (local_size - 1, 0)),
+            (sliding_window_bidirectional_mask_function(local_size), (local_size, local_size)),
+        ]
+    return next((window for f, window in known if _same(f, mask_function)), None)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two functions are certainly equal: the same code over the same captured values."""
+    if isinstance(a, FunctionType) and isinstance(b, FunctionType):
+        return a.__code__ is b.__code__ and _same(_captured(a), _captured(b))
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return isinstance(a, int) and isinstance(b, int) and a == b
+
+
+def _captured(f: FunctionType) -> tuple[Any, ...]:
+    return tuple(cell.cell_contents for cell in f.__closure__ or ())

@@ -1,0 +1,50 @@
+"""Looking at calls from outside: which backend served them, and whether they wrote all they allocated."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from .. import backends
+from ..problem import Problem
+
+
+@contextmanager
+def backends_used() -> Iterator[Counter[tuple[str, str]]]:
+    """Counts, while open, every served call as (operator, backend name); threads of autograd included.
+
+    Operators are 'attention', 'attention_varlen' and these with '_backward'.
+    """
+    used: Counter[tuple[str, str]] = Counter()
+
+    def observe(problem: Problem, name: str) -> None:
+        operator = "attention_varlen" if problem.spec.varlen else "attention"
+        used[operator + ("_backward" if problem.spec.backward else ""), name] += 1
+
+    backends.observers.append(observe)
+    try:
+        yield used
+    finally:
+        backends.observers.remove(observe)
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """While open, fresh uninitialised tensors hold NaN (integers: their maximum), so unwritten results show.
+
+    Torch does this as part of deterministic algorithms, which are therefore on inside (as warnings only); pass
+    `deterministic=False` to test the default gradients.
+    """
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = filled

@@ -1,0 +1,123 @@
+"""Who serves a call, and that the answer is true."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+
+import flash4_torch
+from cases import Case, cases
+from flash4_torch import backends, testing
+from flash4_torch.errors import BackendError, RangeError
+
+
+def first_able(reasons: dict[str, list[str]], backward: bool) -> str:
+    """The backend `support` promises for one direction."""
+    for name, why in reasons.items():
+        blocking = why if backward else [sentence for sentence in why if not sentence.startswith("backward: ")]
+        if not blocking:
+            return name
+    raise AssertionError(reasons)
+
+
+@given(cases())
+def test_support_tells_who_serves(case: Case) -> None:
+    reasons = flash4_torch.support(case.q, case.k, case.v, **case.kwargs)
+    with testing.backends_used() as used:
+        flash4_torch.attention(case.q, case.k, case.v, **case.kwargs).sum().backward()
+    assert used == {
+        ("attention", first_able(reasons, backward=False)): 1,
+        ("attention_backward", first_able(reasons, backward=True)): 1,
+    }
+
+
+X = torch.randn(1, 4, 2, 8)
+
+
+def test_plain_calls_run_torchs_cpu_kernel() -> None:
+    for kwargs in ({}, {"causal": True}, {"window": (3, 3)}):
+        assert flash4_torch.support(X, X, X, **kwargs)["cpu"] == []
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "sentence"),
+    [
+        ({"softcap": 2.0}, "softcap is 2.0"),
+        ({"window": (1, 1)}, "the window is (1, 1)"),
+        ({"attn_mask": torch.ones(4, 4)}, "attn_mask"),
+        ({"dropout_p": 0.5}, "dropout_p is 0.5"),
+        ({"scale": -1.0}, "scale is -1.0"),
+    ],
+)
+def test_reasons_name_the_feature(kwargs: dict[str, object], sentence: str) -> None:
+    reasons = flash4_torch.support(X, X, X, **kwargs)
+    assert any(sentence in why for why in reasons["cpu"])
+    assert reasons["tiled"] == []
+
+
+def test_gradient_of_lse_goes_to_tiled() -> None:
+    x = X.clone().requires_grad_()
+    assert flash4_torch.support(x, x, x, return_lse=True)["cpu"] == ["backward: it has no gradient for lse"]
+    with testing.backends_used() as used:
+        _, lse = flash4_torch.attention(x, x, x, return_lse=True)
+        lse.sum().backward()
+    assert used == {("attention", "cpu"): 1, ("attention_backward", "tiled"): 1}
+
+
+def test_a_forced_backend_serves_or_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH4_BACKEND", "tiled")
+    with testing.backends_used() as used:
+        flash4_torch.attention(X, X, X)
+    assert used == {("attention", "tiled"): 1}
+    monkeypatch.setenv("FLASH4_BACKEND", "cpu")
+    with pytest.raises(BackendError, match="cpu: softcap is 2.0") as caught:
+        flash4_torch.attention(X, X, X, softcap=2.0)
+    assert list(caught.value.reasons) == ["cpu"]
+    monkeypatch.setenv("FLASH4_BACKEND", "gpu")
+    with pytest.raises(RangeError, match=r"FLASH4_BACKEND is 'gpu', but it must be one of \['cpu'"):
+        flash4_torch.attention(X, X, X)
+
+
+def test_excluded_backends_are_passed_over() -> None:
+    with testing.backends_used() as used, backends.excluding("cpu"):
+        flash4_torch.attention(X, X, X)
+    assert used == {("attention", "tiled"): 1}
+    with pytest.raises(BackendError), backends.excluding(*(b.name for b in backends.PRIORITY)):
+        flash4_torch.attention(X, X, X)
+
+
+def test_the_log_names_the_backend_once(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FLASH4_LOG", "backend")
+    x = torch.randn(1, 13, 2, 8)
+    for _ in range(3):
+        flash4_torch.attention(x, x, x, window=(5, 5))
+    printed = capfd.readouterr().err.splitlines()
+    assert len(printed) == 1 and "tiled serves attention forward" in printed[0] and "Sq=13" in printed[0]
+
+
+def test_memory_does_not_grow_with_the_product_of_lengths() -> None:
+    """No tensor the tiled backend makes is larger than a bounded tile or the inputs."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            for x in result if isinstance(result, tuple) else [result]:
+                if isinstance(x, torch.Tensor):
+                    largest = max(largest, x.numel())
+            return result
+
+    from flash4_torch.reference import tiled
+    from flash4_torch.reference.dropout import Dropout
+    from flash4_torch.reference.scoring import Scoring
+
+    q = k = v = torch.randn(1, 1500, 2, 8)
+    scoring = Scoring(0.25, softcap=3.0, dropout=Dropout(torch.tensor([1, 2]), 0.1))
+    with Watch():
+        out, lse = tiled.forward(q, k, v, scoring)
+        tiled.backward(out, lse, q, k, v, out, lse, scoring)
+    assert largest <= max(q.numel(), tiled.Tiling().elements)

@@ -1,0 +1,249 @@
+"""torch.compile(fullgraph=True): what eager computes, without recompiling, and dropout that its backward knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
+
+import flash4_torch
+from compiling import assert_same, compiled, results_and_gradients
+from flash4_torch import ops, testing
+from flash4_torch.errors import ShapeError
+
+# torch 2.11's inductor imports a module that uses TorchScript.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+
+B, SQ, SK, HQ, HK, D = 2, 5, 7, 4, 2, 8
+
+
+def dense(Sq: int = SQ, Sk: int = SK, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (torch.randn(B, S, H, D, **options) for S, H in ((Sq, HQ), (Sk, HK), (Sk, HK)))
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+
+
+def heads_first(Sq: int = SQ, Sk: int = SK) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (x.detach().transpose(1, 2).requires_grad_() for x in dense(Sq, Sk))
+    return q, k, v
+
+
+def float_mask(Sq: int = SQ, Sk: int = SK) -> Tensor:
+    return torch.randn(HQ, Sq, Sk, requires_grad=True)
+
+
+def packed(longest: int = 5) -> tuple[Tensor, ...]:
+    """Three sequences, one of them empty, and their cumulative lengths."""
+    lengths = torch.tensor([0, 4, 4, 4 + longest], dtype=torch.int32)
+    q, k, v = (torch.randn(4 + longest, H, D, requires_grad=True) for H in (HQ, HK, HK))
+    return q, k, v, lengths
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return flash4_torch.attention(q, k, v, causal=True)
+
+
+def every_rule(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return flash4_torch.attention(q, k, v, window=(3, 1), softcap=2.0, scale=0.3, return_lse=True)
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    return flash4_torch.attention(q, k, v, attn_mask=mask, return_lse=True)
+
+
+def varlen(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, longest: int = 5) -> tuple[Tensor, Tensor]:
+    return flash4_torch.attention_varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q=lengths,
+        cu_seqlens_k=lengths,
+        max_seqlen_q=longest,
+        max_seqlen_k=longest,
+        causal=True,
+        return_lse=True,
+    )
+
+
+def varlen_measured(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """The longest length is read from a tensor that only the graph knows."""
+    return varlen(q, k, v, lengths, lengths.diff().max())
+
+
+def sdpa_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return flash4_torch.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def sdpa_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return flash4_torch.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+
+
+def weights(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+    return ops.attention_weights(
+        q,
+        k,
+        mask[None],
+        None,
+        scale=0.3,
+        window_left=None,
+        window_right=0,
+        softcap=0.0,
+        dropout_p=0.0,
+        average_heads=True,
+    )
+
+
+Call = tuple[Callable[..., Any], Callable[..., tuple[Any, ...]]]
+
+CALLS: dict[str, Call] = {
+    "causal": (causal, dense),
+    "every rule, lse": (every_rule, dense),
+    "float mask": (masked, lambda: (*dense(), float_mask())),
+    "bool mask": (masked, lambda: (*dense(), torch.rand(B, 1, SQ, SK) > 0.3)),
+    "varlen": (varlen, packed),
+    "varlen, longest measured": (varlen_measured, packed),
+    "sdpa, causal": (sdpa_causal, heads_first),
+    "sdpa, mask": (sdpa_masked, lambda: (*heads_first(), float_mask())),
+    "weights": (weights, lambda: (*dense()[:2], float_mask())),
+}
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("call", CALLS)
+def test_equals_eager(call: str, backend: str) -> None:
+    function, draw = CALLS[call]
+    arguments = draw()
+    actual = results_and_gradients(compiled(function, backend=backend), arguments)
+    assert_same(actual, results_and_gradients(function, arguments))
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_equals_eager_with_dynamic_shapes_from_the_start(call: str) -> None:
+    function, draw = CALLS[call]
+    arguments = draw()
+    actual = results_and_gradients(compiled(function, backend="aot_eager", dynamic=True), arguments)
+    assert_same(actual, results_and_gradients(function, arguments))
+
+
+GROWING: dict[str, Call] = {
+    "causal": (causal, lambda n: dense(n, n + 1)),
+    "float mask": (masked, lambda n: (*dense(n, n + 1), float_mask(n, n + 1))),
+    "varlen": (varlen, lambda n: (*packed(n), n)),
+    "sdpa, causal": (sdpa_causal, lambda n: heads_first(n, n + 1)),
+    "window": (
+        lambda q, k, v, n: flash4_torch.attention(q, k, v, window=(n, 2 * n)),
+        lambda n: (*dense(), n),
+    ),
+}
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("call", GROWING)
+def test_twenty_lengths_after_the_dynamic_one_recompile_nothing(call: str, backend: str) -> None:
+    function, draw = GROWING[call]
+    graph = compiled(function, backend=backend)
+    for n in (8, 9):
+        results_and_gradients(graph, draw(n))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for n in range(10, 30):
+            arguments = draw(n)
+            assert_same(results_and_gradients(graph, arguments), results_and_gradients(function, arguments))
+
+
+def test_a_scale_that_changes() -> None:
+    """After its second value dynamo hands the function a symbol for it."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float) -> Tensor:
+        return flash4_torch.attention(q, k, v, scale=scale, softcap=softcap)
+
+    graph = compiled(function, backend="aot_eager")
+    for n in range(3):
+        arguments = (*dense(), 0.2 + n, 1.0 + n)
+        assert_same(results_and_gradients(graph, arguments), results_and_gradients(function, arguments))
+
+
+def test_named_errors_come_through() -> None:
+    q, k, v = dense()
+    with pytest.raises(ShapeError, match="v is"):
+        compiled(causal, backend="aot_eager")(q, k[:, :3], v)
+
+
+def test_second_derivatives_are_refused() -> None:
+    q, k, v = dense()
+    out = compiled(causal, backend="aot_eager")(q, k, v)
+    (dq,) = torch.autograd.grad(out.sin().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        dq.sum().backward()
+
+
+def test_autograd_cache_serves_the_second_process() -> None:
+    """Seen from its counters: a miss that is saved, then, with dynamo's memory wiped, a hit."""
+    seen = []
+    with fresh_cache(), torch._functorch.config.patch(enable_autograd_cache=True):
+        for _ in range(2):
+            counters.clear()
+            results_and_gradients(compiled(every_rule), dense())
+            seen.append({name: n for name, n in counters["aot_autograd"].items() if "cache" in name})
+    assert seen == [{"autograd_cache_miss": 1, "autograd_cache_saved": 1}, {"autograd_cache_hit": 1}]
+
+
+P = 0.4
+
+
+def dropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return flash4_torch.attention(q, k, v, dropout_p=P)
+
+
+def seeded(function: Callable[..., Any], seed: int, arguments: tuple[Any, ...]) -> list[Tensor]:
+    torch.manual_seed(seed)
+    return results_and_gradients(function, arguments)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_dropout(backend: str) -> None:
+    """With v the identity the result is the weights, so it shows which ones were dropped."""
+    S = 48
+    q, k = (torch.randn(B, S, HQ, D, dtype=torch.float64, requires_grad=True) for _ in "qk")
+    v = torch.eye(S, dtype=torch.float64)[None, :, None].repeat(B, 1, HQ, 1).requires_grad_()
+    graph = compiled(dropped, backend=backend)
+
+    first, again, other = (seeded(graph, seed, (q, k, v)) for seed in (1, 1, 2))
+    assert_same(again, first)
+    assert not torch.equal(graph(q, k, v), graph(q, k, v)), "each call draws anew"
+
+    kept = first[0] != 0
+    assert not torch.equal(kept, other[0] != 0)
+    deviation = (P * (1 - P) / kept.numel()) ** 0.5
+    assert abs(kept.double().mean() - (1 - P)) < 4 * deviation
+    # Forward and backward agree with plain torch under the mask that the forward showed.
+    assert_close_to_replay(first, q, k, v, kept)
+
+
+def assert_close_to_replay(actual: list[Tensor], q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> None:
+    def replay(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = torch.softmax(torch.einsum("bihd,bjhd->bihj", q, k) / D**0.5, -1)
+        return torch.einsum("bihj,bjhd->bihd", weights * kept / (1 - P), v)
+
+    for a, e in zip(actual, results_and_gradients(replay, (q, k, v)), strict=True):
+        torch.testing.assert_close(a, e)
+
+
+def test_dropout_draws_what_eager_draws() -> None:
+    """aot_eager runs torch's own generator, so even the masks are eager's."""
+    arguments = dense()
+    assert_same(
+        seeded(compiled(dropped, backend="aot_eager"), 3, arguments), seeded(dropped, 3, arguments)
+    )
+
+
+def test_dropout_is_the_one_that_testing_replays() -> None:
+    q, k, v = (x.detach() for x in dense())
+    torch.manual_seed(5)
+    rng_state = testing.peek_rng_state()
+    actual = compiled(dropped, backend="aot_eager")(q, k, v)
+    expected, _ = testing.reference(q, k, v, dropout_p=P, rng_state=rng_state)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)

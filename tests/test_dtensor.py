@@ -1,0 +1,215 @@
+"""DTensors go through our operators shard by shard: no collective for batch and heads, the same numbers.
+
+The checks run once, on two gloo processes started from this very file; each test asserts one check's outcome.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash4_torch import ops
+
+RULES = {"scale": 0.3, "window_left": None, "softcap": 0.0, "deterministic": False}
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def qkv(B: int = 4, Sq: int = 5, Sk: int = 7, Hq: int = 4, Hk: int = 2) -> list[Tensor]:
+    shapes = ((B, Sq, Hq, 8), (B, Sk, Hk, 8), (B, Sk, Hk, 8))
+    return [normal(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, right: int | None = 0) -> Any:
+    return ops.attention(q, k, v, mask, None, window_right=right, dropout_p=0.0, **RULES)
+
+
+def grads(out: Tensor, lse: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    """Gradients of a scalar of both results that weights every element differently."""
+    total = (out * out.detach().cos()).sum() + (lse * lse.detach().sin()).sum()
+    return list(torch.autograd.grad(total, inputs))
+
+
+def compare(
+    tensors: list[Tensor], placements: list[Any], call: Callable[..., Any], collectives: bool
+) -> None:
+    """`call` on sharded tensors gives what it gives on whole ones, with or without collectives."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    mesh = init_device_mesh("cpu", (2,))
+    whole = call(*tensors)
+    sharded = [distribute_tensor(t, mesh, [p]) for t, p in zip(tensors, placements, strict=True)]
+    with CommDebugMode() as forward:
+        results = call(*sharded)
+    learn = [i for i, t in enumerate(tensors) if t.requires_grad]
+    with CommDebugMode() as backward:
+        ours = grads(*results, [sharded[i] for i in learn])
+    theirs = grads(*whole, [tensors[i] for i in learn])
+    for a, b in zip([*results, *ours], [*whole, *theirs], strict=True):
+        torch.testing.assert_close(a.full_tensor(), b)
+    assert (forward.get_total_counts() > 0) == collectives, forward.get_comm_counts()
+    if not collectives:
+        assert backward.get_total_counts() == 0, backward.get_comm_counts()
+
+
+def check_batch() -> None:
+    from torch.distributed.tensor import Shard
+
+    compare(qkv(), [Shard(0)] * 3, attend, collectives=False)
+
+
+def check_uneven_batch() -> None:
+    from torch.distributed.tensor import Shard
+
+    compare(qkv(B=3), [Shard(0)] * 3, attend, collectives=False)
+
+
+def check_heads() -> None:
+    from torch.distributed.tensor import Shard
+
+    compare(qkv(), [Shard(2)] * 3, attend, collectives=False)
+
+
+def check_heads_that_do_not_divide_are_gathered() -> None:
+    from torch.distributed.tensor import Replicate, Shard
+
+    compare(qkv(Hk=1), [Shard(2), Replicate(), Replicate()], attend, collectives=True)
+
+
+def check_masks() -> None:
+    """Sharded along where the mask has the axis, replicated where it broadcasts; its gradient is complete."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    for axis, full in ((0, (4, 4, 5, 7)), (1, (4, 4, 5, 7))):
+        for sizes in ((1, 1, 1, 1), (1, 1, 0, 0), (1, 0, 1, 1), (0, 1, 0, 1)):
+            shape = [n if keep else 1 for n, keep in zip(full, sizes, strict=True)]
+            placed = [Shard(0 if axis == 0 else 2)] * 3
+            placed.append(Shard(axis) if shape[axis] > 1 else Replicate())
+            for learn in (False, True):
+                mask = normal(*shape, seed=3).requires_grad_(learn)
+                compare([*qkv(), mask], placed, attend, collectives=False)
+
+
+def check_bool_mask() -> None:
+    from torch.distributed.tensor import Shard
+
+    mask = normal(4, 1, 5, 7, seed=3) > -0.5
+    compare([*qkv(), mask], [Shard(0)] * 4, attend, collectives=False)
+
+
+def check_dropout_is_that_of_the_whole() -> None:
+    """After the same call without dropout, whose decision to shard must not be remembered."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from flash4_torch.ops.sharding import beside
+
+    tensors = qkv(Sq=16, Sk=16)
+    rng_state = torch.tensor([1234, 5])
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = [distribute_tensor(t, mesh, [Shard(0)]) for t in tensors]
+    attend(*sharded)
+
+    def drop(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> Any:
+        return ops.attention(q, k, v, None, state, window_right=None, dropout_p=0.5, **RULES)
+
+    whole = drop(*tensors, rng_state)
+    results = drop(*sharded, beside(sharded[0], rng_state))
+    assert results[0].placements == (Replicate(),)
+    ours, theirs = grads(*results, sharded), grads(*whole, tensors)
+    for a, b in zip([*results, *ours], [*whole, *theirs], strict=True):
+        torch.testing.assert_close(a.full_tensor(), b)
+
+
+def check_varlen_heads() -> None:
+    from torch.distributed.tensor import Replicate, Shard
+
+    shapes = ((9, 4, 8), (11, 2, 8), (11, 2, 8))
+    tensors = [normal(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
+    lengths = [torch.tensor([0, 2, 9], dtype=torch.int32), torch.tensor([0, 3, 11], dtype=torch.int32)]
+
+    def packed(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> Any:
+        sizes = {"max_seqlen_q": 7, "max_seqlen_k": 8}
+        return ops.attention_varlen(
+            q, k, v, cu_q, cu_k, None, window_right=0, dropout_p=0.0, **sizes, **RULES
+        )
+
+    compare([*tensors, *lengths], [Shard(1)] * 3 + [Replicate()] * 2, packed, collectives=False)
+
+
+def check_no_shard_lacks_its_key_heads() -> None:
+    """On a (3, 2) mesh Hk = 4 divides over 2 ranks but not over 3; a fake process group needs no others."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=6)
+    mesh = init_device_mesh("cpu", (3, 2))
+
+    def result_of(*placed: Any) -> tuple[Any, ...]:
+        q, k, v = (distribute_tensor(t, mesh, placed) for t in qkv(B=3, Hq=8, Hk=4))
+        return attend(q, k, v)[0].placements
+
+    assert result_of(Replicate(), Shard(2)) == (Replicate(), Shard(2))
+    assert result_of(Shard(0), Shard(2)) == (Shard(0), Shard(2))
+    assert not result_of(Shard(2), Replicate())[0].is_shard(2)
+    assert not result_of(Shard(2), Shard(2))[0].is_shard(2)
+
+
+# The last check takes the process group away.
+CHECKS = {name.removeprefix("check_"): f for name, f in list(globals().items()) if name.startswith("check_")}
+
+
+def run_checks(rank: int, rendezvous: str, report: str) -> None:
+    """One process: every check, with its traceback or None."""
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    outcome: dict[str, str | None] = {}
+    for name, check in CHECKS.items():
+        try:
+            check()
+            outcome[name] = None
+        except Exception:
+            outcome[name] = traceback.format_exc()
+    dist.destroy_process_group()
+    Path(report).write_text(json.dumps(outcome))
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | None]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    reports = [folder / f"{rank}.json" for rank in range(2)]
+    processes = [
+        subprocess.Popen([sys.executable, __file__, str(rank), str(folder / "rendezvous"), str(report)])
+        for rank, report in enumerate(reports)
+    ]
+    for process in processes:
+        assert process.wait(timeout=120) == 0
+    return [json.loads(report.read_text()) for report in reports]
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_two_processes(name: str, outcomes: list[dict[str, str | None]]) -> None:
+    for rank, outcome in enumerate(outcomes):
+        assert outcome[name] is None, f"rank {rank}: {outcome[name]}"
+
+
+if __name__ == "__main__":
+    run_checks(int(sys.argv[1]), *sys.argv[2:])

@@ -1,0 +1,64 @@
+"""What `import flash4_torch` costs and gives: our own modules, the public names, and nothing switched on."""
+
+import json
+import subprocess
+import sys
+from importlib import resources
+from typing import Any
+
+import flash4_torch
+
+PUBLIC = [
+    "MultiheadAttention",
+    "attention",
+    "attention_varlen",
+    "errors",
+    "replace_attention",
+    "scaled_dot_product_attention",
+    "support",
+]
+
+PROBE = """
+import json, sys
+import torch
+import torch.nn.attention
+before = set(sys.modules)
+import flash4_torch
+new = sorted(set(sys.modules) - before)
+current = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)
+print(json.dumps({"new": new, "flash_attention_impl": current()}))
+"""
+
+
+def probe() -> dict[str, Any]:
+    """What a fresh interpreter that has torch loaded reports after importing us."""
+    done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "", "importing is silent"
+    return json.loads(done.stdout)
+
+
+def test_import_loads_only_our_own_modules_and_leaves_torch_as_it_was() -> None:
+    """No kernel compiler, Triton or transformers, nor any corner of torch that torch itself leaves out."""
+    seen = probe()
+    foreign = [
+        name
+        for name in seen["new"]
+        if name.partition(".")[0] not in {"flash4_torch", *sys.stdlib_module_names}
+    ]
+    assert foreign == []
+    assert seen["flash_attention_impl"] is None
+
+
+def test_integrations_are_loaded_on_demand() -> None:
+    heavy = ("flash4_torch.integrations.", "flash4_torch.bench", "flash4_torch.testing")
+    assert [name for name in probe()["new"] if name.startswith(heavy)] == []
+
+
+def test_public_names_are_fixed() -> None:
+    assert flash4_torch.__all__ == PUBLIC
+    assert [name for name in PUBLIC if not hasattr(flash4_torch, name)] == []
+
+
+def test_type_information_ships() -> None:
+    assert resources.files("flash4_torch").joinpath("py.typed").is_file()

@@ -1,0 +1,192 @@
+"""The operators as torch.library sees them: its own checks pass, and fakes return what the real operators return."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.library import opcheck
+from torch.utils._pytree import tree_map_only
+
+from cases import Case, cases, laid_out
+from flash4_torch import ops
+from flash4_torch.errors import DoubleBackwardError
+
+FORWARD = ("attention", "attention_varlen", "attention_weights")
+LAYOUTS = ("contiguous", "heads_first", "sliced")
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a call asks for beyond its q, k and v."""
+
+    mask: str = ""
+    left: int | None = None
+    right: int | None = None
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    flag: bool = False
+    """`deterministic`, or `average_heads` of the weights."""
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return 0.3, self.left, self.right, self.softcap, self.dropout_p, self.flag
+
+    @property
+    def rng_state(self) -> Tensor | None:
+        return torch.tensor([5, 7]) if self.dropout_p else None
+
+
+VARIANTS = {
+    "plain": Rules(),
+    "window, softcap": Rules(left=2, right=-1, softcap=2.0, flag=True),
+    "bool mask": Rules(mask="bool", right=0),
+    "float mask, dropout": Rules(mask="float", dropout_p=0.3, flag=True),
+}
+
+
+def attn_mask(kind: str, shape: tuple[int, ...]) -> Tensor | None:
+    bias = torch.randn(shape)
+    return {"": None, "bool": bias > 0, "float": bias.requires_grad_()}[kind]
+
+
+def forward_arguments(name: str, rules: Rules, layout: str) -> tuple[Any, ...]:
+    """A small call of a forward operator: grouped heads, Sq != Sk, D != Dv."""
+    if name == "attention_varlen":
+        q, k, v = (
+            laid_out((1, T, H, D), torch.float32, layout, seed)[0].detach().requires_grad_()
+            for seed, (T, H, D) in enumerate([(5, 4, 8), (7, 2, 8), (7, 2, 6)])
+        )
+        lengths = torch.tensor([0, 3, 3, 5]), torch.tensor([0, 4, 6, 7])
+        return q, k, v, *lengths, rules.rng_state, 3, 4, *rules.arguments
+    q, k, v = (
+        laid_out((2, S, H, D), torch.float32, layout, seed)
+        for seed, (S, H, D) in enumerate([(5, 4, 8), (7, 2, 8), (7, 2, 6)])
+    )
+    mask = attn_mask(rules.mask, (1, 4, 5, 7))
+    if name == "attention_weights":
+        return q, k, mask, rules.rng_state, *rules.arguments
+    return q, k, v, mask, rules.rng_state, *rules.arguments
+
+
+def backward_arguments(name: str, forward: tuple[Any, ...], layout: str) -> tuple[Any, ...]:
+    """The backward operator's call that follows a forward one: all gradients asked for, nothing requires one."""
+    forward = without_grad(forward)
+    results = operator(name)(*forward)
+    if name == "attention_weights":
+        return torch.randn_like(results), *forward, forward[2] is not None and forward[2].dtype != torch.bool
+    out, lse = results
+    if out.dim() == 4:
+        dout = laid_out(tuple(out.shape), out.dtype, layout, 9).detach()
+    else:
+        dout = laid_out((1, *out.shape), out.dtype, layout, 9)[0].detach()
+    saved = dout, torch.randn_like(lse), *forward[:3], out, lse, *forward[3:]
+    if name == "attention_varlen":
+        return saved
+    return *saved, forward[3] is not None and forward[3].dtype != torch.bool
+
+
+def operator(name: str) -> Any:
+    return getattr(torch.ops.flash4, name).default
+
+
+def without_grad(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tree_map_only(Tensor, Tensor.detach, arguments)
+
+
+def with_grad(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tree_map_only(Tensor, lambda x: x.requires_grad_() if x.is_floating_point() else x, arguments)
+
+
+variants = pytest.mark.parametrize("variant", VARIANTS)
+layouts = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def served(name: str, variant: str) -> Rules:
+    """The variant's rules as far as the operator knows them."""
+    rules = VARIANTS[variant]
+    return Rules(**{**vars(rules), "mask": ""}) if name == "attention_varlen" else rules
+
+
+@pytest.mark.parametrize("name", FORWARD)
+@layouts
+@variants
+def test_forward_operators_with_grad(name: str, layout: str, variant: str) -> None:
+    arguments = forward_arguments(name, served(name, variant), layout)
+    assert arguments[0].requires_grad
+    opcheck(operator(name), arguments)
+
+
+@pytest.mark.parametrize("name", FORWARD)
+@layouts
+@variants
+def test_forward_operators_without_grad(name: str, layout: str, variant: str) -> None:
+    opcheck(operator(name), without_grad(forward_arguments(name, served(name, variant), layout)))
+
+
+@pytest.mark.parametrize("name", FORWARD)
+@layouts
+@variants
+def test_backward_operators(name: str, layout: str, variant: str) -> None:
+    forward = forward_arguments(name, served(name, variant), layout)
+    opcheck(operator(f"{name}_backward"), backward_arguments(name, forward, layout))
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_backward_operators_with_grad_refuse_a_second_derivative(name: str) -> None:
+    forward = forward_arguments(name, served(name, "float mask, dropout"), "contiguous")
+    arguments = with_grad(backward_arguments(name, forward, "contiguous"))
+    backward = operator(f"{name}_backward")
+    opcheck(backward, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+    with pytest.raises(DoubleBackwardError):
+        backward(*arguments)[0].sum().backward()
+
+
+def assert_fake_is_like_real(name: str, arguments: tuple[Any, ...]) -> None:
+    """Runs an operator for real and on fakes of its arguments; compares shapes, dtypes and strides."""
+    real = operator(name)(*arguments)
+    mode = FakeTensorMode()
+    with mode:
+        fake = operator(name)(*tree_map_only(Tensor, mode.from_tensor, arguments))
+    real, fake = ((x,) if isinstance(x, Tensor) else x for x in (real, fake))
+    for r, f in zip(real, fake, strict=True):
+        assert (f.shape, f.dtype) == (r.shape, r.dtype)
+        # An empty tensor's strides mean nothing, and inductor does not look at them either.
+        assert r.numel() == 0 or f.stride() == r.stride()
+        assert r.is_contiguous()
+
+
+def band_of(case: Case) -> tuple[int | None, int | None]:
+    left, right = case.kwargs["window"]
+    return left, 0 if case.kwargs["causal"] else right
+
+
+@given(cases(), st.sampled_from([0.0, 0.5]), st.booleans())
+def test_fakes_of_dense_operators(case: Case, dropout_p: float, flag: bool) -> None:
+    mask = case.kwargs["attn_mask"]
+    mask = None if mask is None else mask[(None,) * (4 - mask.dim())]
+    rng_state = ops.draw_rng_state(case.q.device) if dropout_p else None
+    rules = (mask, rng_state, 0.3, *band_of(case), case.kwargs["softcap"], dropout_p, flag)
+    for name, inputs in {"attention": (case.q, case.k, case.v), "attention_weights": (case.q, case.k)}.items():
+        arguments = without_grad((*inputs, *rules))
+        assert_fake_is_like_real(name, arguments)
+        assert_fake_is_like_real(f"{name}_backward", backward_arguments(name, arguments, "contiguous"))
+
+
+@given(cases(attn_mask=None), st.lists(st.integers(0, 40), max_size=3), st.sampled_from([0.0, 0.5]))
+def test_fakes_of_varlen_operators(case: Case, cuts: list[int], dropout_p: float) -> None:
+    q, k, v = (x.detach().flatten(0, 1) for x in (case.q, case.k, case.v))
+    Tq, Tk = q.shape[0], k.shape[0]
+    lengths = (torch.tensor([0, *sorted(min(cut, T) for cut in cuts), T]) for T in (Tq, Tk))
+    rng_state = ops.draw_rng_state(q.device) if dropout_p else None
+    rules = (0.3, *band_of(case), case.kwargs["softcap"], dropout_p, False)
+    arguments = (q, k, v, *lengths, rng_state, Tq, Tk, *rules)
+    assert_fake_is_like_real("attention_varlen", arguments)
+    backward = backward_arguments("attention_varlen", arguments, "contiguous")
+    assert_fake_is_like_real("attention_varlen_backward", backward)
