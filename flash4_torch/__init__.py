@@ -7,6 +7,9 @@
 Importing needs neither a GPU nor a kernel compiler.
 """
 
+import importlib
+from types import ModuleType
+
 from . import errors
 from .api import attention, attention_varlen, scaled_dot_product_attention, support
 from .nn import MultiheadAttention, replace_attention
@@ -22,3 +25,10 @@ __all__ = [
     "scaled_dot_product_attention",
     "support",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Subpackages that are loaded when first looked at."""
+    if name in ("integrations", "reference", "testing"):
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

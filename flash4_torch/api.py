@@ -37,18 +37,21 @@ def attention(
         k: (B, Sk, Hk, D); Hk divides Hq, and query head h reads key head h // (Hq // Hk) (GQA, MQA).
         v: (B, Sk, Hk, Dv).
         causal: row i sees keys up to i + Sk - Sq (aligned to the bottom right).
-        window: (left, right): row i sees keys from i + Sk - Sq - left to i + Sk - Sq + right; None is unbounded.
+        window: (left, right): row i sees keys from i + Sk - Sq - left to i + Sk - Sq + right; None is
+            unbounded.
         scale: what q k^T is multiplied by. Default: 1 / sqrt(D).
         softcap: c > 0 replaces a score x by c * tanh(x / c), before the mask. Default: 0, off.
         attn_mask: broadcastable to (B, Hq, Sq, Sk), never expanded in memory. Bool: True attends. Floating:
             added to the scores; it gets a gradient if it requires one.
         dropout_p: probability of dropping a weight, from 0 to 1; the kept ones grow by 1 / (1 - dropout_p).
             Torch's generator seeds it.
-        deterministic: gradients are bitwise repeatable. Default: torch.are_deterministic_algorithms_enabled().
+        deterministic: gradients are bitwise repeatable. Default:
+            torch.are_deterministic_algorithms_enabled().
         return_lse: also return the logarithm of each row's sum of exponentials.
 
     Returns:
-        out (B, Sq, Hq, Dv), contiguous, in q's dtype; with `return_lse` (out, lse), where lse (B, Hq, Sq) is the
+        out (B, Sq, Hq, Dv), contiguous, in q's dtype; with `return_lse` (out, lse), where lse (B, Hq, Sq)
+        is the
         natural log, float32 (float64 for float64 inputs), before dropout, and differentiable. A row that may
         attend to nothing gives out 0, lse -inf and zero gradients.
 
@@ -83,12 +86,13 @@ def _dense_call(
     deterministic: bool | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Band, dict[str, Any]]:
     """The checked and completed arguments of a dense call."""
+    check.tensors(q, k, v)
+    q, k, v = ops.autocast_inputs(q, k, v)
     check.qkv(q, k, v, 4, "(B, S, H, D)")
     check.same_batch(q, k)
     attn_mask = check.attn_mask(attn_mask, q, k)
     band = check.band(causal, window)
     rules = _rules(q, scale, softcap, dropout_p, deterministic)
-    q, k, v = ops.autocast_inputs(q, k, v)
     return q, k, v, attn_mask, band, rules
 
 
@@ -128,8 +132,10 @@ def attention_varlen(
         q: (Tq, Hq, D), all queries in sequence order.
         k: (Tk, Hk, D).
         v: (Tk, Hk, Dv).
-        cu_seqlens_q: (B + 1,), int32 or int64: sequence b's queries are q[cu_seqlens_q[b] : cu_seqlens_q[b + 1]].
-            It begins with 0, never decreases and ends with Tq; checked on the CPU only, as a GPU's values would
+        cu_seqlens_q: (B + 1,), int32 or int64: sequence b's queries are q[cu_seqlens_q[b] : cu_seqlens_q[b
+            + 1]].
+            It begins with 0, never decreases and ends with Tq; checked on the CPU only, as a GPU's values
+            would
             have to be waited for.
         cu_seqlens_k: (B + 1,), the same for k and v.
         max_seqlen_q: length of the longest sequence of queries, or more; an int, or a 0-dim tensor (which the
@@ -139,19 +145,21 @@ def attention_varlen(
         return_lse: also return lse (Hq, Tq).
 
     Returns:
-        out (Tq, Hq, Dv), or (out, lse); equal to `attention` on each sequence by itself, dropout included, whose
+        out (Tq, Hq, Dv), or (out, lse); equal to `attention` on each sequence by itself, dropout included,
+        whose
         mask counts sequences as batch entries.
 
     Raises:
         ArgumentError: as in `attention`.
     """
+    check.tensors(q, k, v)
+    q, k, v = ops.autocast_inputs(q, k, v)
     check.qkv(q, k, v, 3, "(T, H, D)")
     check.cu_seqlens("cu_seqlens_q", cu_seqlens_q, q)
     check.cu_seqlens("cu_seqlens_k", cu_seqlens_k, q)
     check.same_sequences(cu_seqlens_q, cu_seqlens_k)
     band = check.band(causal, window)
     rules = _rules(q, scale, softcap, dropout_p, deterministic)
-    q, k, v = ops.autocast_inputs(q, k, v)
     out, lse = ops.attention_varlen(
         q,
         k,
@@ -185,7 +193,8 @@ def support(
     """Who can serve `attention` with the same arguments, and why the others cannot.
 
     Returns:
-        For each backend, in order of priority, the sentences why it cannot serve the call; an empty list if it
+        For each backend, in order of priority, the sentences why it cannot serve the call; an empty list
+        if it
         can. The first backend with an empty list serves it. If an input requires a gradient, the backward's
         reasons are listed too, behind "backward: "; forward and backward each choose their backend. Computes
         nothing; meta tensors do, with the device "meta".
@@ -217,7 +226,8 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """torch.nn.functional.scaled_dot_product_attention with its exact contract, served by `attention`'s backends.
+    """torch.nn.functional.scaled_dot_product_attention with its exact contract, served by `attention`'s
+    backends.
 
     Args:
         query: (..., Hq, L, E): heads before the sequence, unlike `attention`.
@@ -237,12 +247,13 @@ def scaled_dot_product_attention(
         What torch's function raises for the same arguments, otherwise.
     """
     check.sdpa_lengths(key, value)
+    if all(isinstance(x, Tensor) for x in (query, key, value)):
+        query, key, value = ops.autocast_inputs(query, key, value)
     if not _serves_sdpa(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa):
         # Torch's own function raises its own errors, and serves what no (B, S, H, D) can express.
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    query, key, value = ops.autocast_inputs(query, key, value)
     batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     Hk = max(key.shape[-3], value.shape[-3]) if query.dim() > 2 else 1
     q, k, v = _heads_last(query, batch), _heads_last(key, batch, Hk), _heads_last(value, batch, Hk)
@@ -286,7 +297,7 @@ def _serves_sdpa(
     if query.shape[-1] != key.shape[-1]:
         return False
     heads = [x.shape[-3] for x in tensors if x.dim() > 2]
-    if heads and (0 in heads or not _heads_agree(*heads, enable_gqa)):
+    if heads and (0 in heads or not _heads_agree(heads, enable_gqa)):
         return False
     try:
         batch = torch.broadcast_shapes(*(x.shape[:-3] for x in tensors))
@@ -297,18 +308,22 @@ def _serves_sdpa(
         return False
     if attn_mask is None:
         return True
-    mask_fits = attn_mask.dtype in (torch.bool, torch.float32, query.dtype) and attn_mask.device == query.device
+    mask_fits = (
+        attn_mask.dtype in (torch.bool, torch.float32, query.dtype) and attn_mask.device == query.device
+    )
     return mask_fits and not is_causal
 
 
-def _heads_agree(Hq: int, Hk: int, Hv: int, enable_gqa: bool) -> bool:
+def _heads_agree(heads: list[int], enable_gqa: bool) -> bool:
+    Hq, Hk, Hv = heads
     if enable_gqa:
         return Hk == Hv and Hq % Hk == 0
     return {Hk, Hv} <= {1, Hq}
 
 
 def _heads_last(x: Tensor, batch: torch.Size, H: int | None = None) -> Tensor:
-    """(..., H, S, D), its batch and heads broadcast, as (B, S, H, D); a view for one batch dimension or none."""
+    """(..., H, S, D), its batch and heads broadcast, as (B, S, H, D); a view for one batch dimension or
+    none."""
     x = x if x.dim() > 2 else x.unsqueeze(0)
     x = x.expand(*batch, H or x.shape[-3], *x.shape[-2:])
     x = x.unsqueeze(0) if x.dim() == 3 else x.flatten(0, -4)

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch import config
 
 # The cache's key holds the traced graph but not the Python of our gradients, and a stale entry would test it.
-torch._functorch.config.enable_autograd_cache = False
+config.enable_autograd_cache = False
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -19,7 +20,8 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
 
 
 def results_and_gradients(function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Tensor]:
-    """What the function returns, then a gradient for each argument that requires one, from fixed cotangents."""
+    """What the function returns, then a gradient for each argument that requires one, from fixed
+    cotangents."""
     results = function(*arguments)
     results = results if isinstance(results, tuple) else (results,)
     generator = torch.Generator().manual_seed(1)

@@ -109,7 +109,15 @@ def test_support(name: str) -> None:
 
 @pytest.mark.parametrize("name", VARLEN)
 def test_attention_varlen(name: str) -> None:
-    call = {"q": P, "k": P, "v": P, "cu_seqlens_q": CU, "cu_seqlens_k": CU, "max_seqlen_q": 5, "max_seqlen_k": 5}
+    call = {
+        "q": P,
+        "k": P,
+        "v": P,
+        "cu_seqlens_q": CU,
+        "cu_seqlens_k": CU,
+        "max_seqlen_q": 5,
+        "max_seqlen_k": 5,
+    }
     check(flash4_torch.attention_varlen, call, VARLEN[name])
 
 

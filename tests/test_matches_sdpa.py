@@ -41,7 +41,9 @@ def sdpa_calls(draw: st.DrawFn) -> tuple[list[Tensor], dict[str, Any]]:
     elif style != "none":
         shape = (*(draw(st.sampled_from([1, n])) for n in q_lead), L, S)
         mask = torch.rand(shape, generator=generator) < 0.7
-        kwargs["attn_mask"] = mask if style == "bool" else torch.zeros(shape, dtype=dtype).masked_fill(~mask, -2.0)
+        kwargs["attn_mask"] = (
+            mask if style == "bool" else torch.zeros(shape, dtype=dtype).masked_fill(~mask, -2.0)
+        )
     return tensors, kwargs
 
 
@@ -96,7 +98,10 @@ BAD = {
     "heads not a multiple with enable_gqa": ((X, X[:, :2], X[:, :2]), {"enable_gqa": True}),
     "one-dimensional": ((X[0, 0, 0], X[0, 0, 0], X[0, 0, 0]), {}),
     "ranks differ": ((X, X[0, 0, 0], X), {}),
-    "mask, causal and dropout": ((X, X, X), {"attn_mask": X[0, 0, :, :4], "is_causal": True, "dropout_p": 0.1}),
+    "mask, causal and dropout": (
+        (X, X, X),
+        {"attn_mask": X[0, 0, :, :4], "is_causal": True, "dropout_p": 0.1},
+    ),
     "mask of another shape": ((X, X, X), {"attn_mask": torch.ones(5, 4, dtype=torch.bool)}),
     "integer mask": ((X, X, X), {"attn_mask": torch.ones(4, 4, dtype=torch.long)}),
     "dropout over 1": ((X, X, X), {"dropout_p": 1.5}),
@@ -123,7 +128,7 @@ def test_mask_and_causal_together_are_what_torch_makes_of_them() -> None:
 
 def test_values_shorter_than_keys_are_refused() -> None:
     """Torch's CPU kernel reads past the end of value here."""
-    with pytest.raises(flash4_torch.errors.ShapeError, match="value is .* key"):
+    with pytest.raises(flash4_torch.errors.ShapeError, match=r"value is .* key"):
         flash4_torch.scaled_dot_product_attention(X, X, X[:, :, :2])
 
 

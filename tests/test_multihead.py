@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 import warnings
 from collections.abc import Callable
@@ -701,6 +702,7 @@ def test_nested_dropout_returns_the_applied_weights(layout: torch.layout) -> Non
         ("key", {}, {"key": "larger batch"}),
         ("value", {}, {"value": "other lengths"}),
         ("query", {}, {"query": "four dimensions"}),
+        ("query", {}, dict.fromkeys(("query", "key", "value"), "gaps")),
     ],
 )
 def test_nested_outside_its_limits(argument: str, options: dict[str, Any], changes: dict[str, Any]) -> None:
@@ -708,6 +710,9 @@ def test_nested_outside_its_limits(argument: str, options: dict[str, Any], chang
         "jagged": nested([3, 5], torch.jagged),
         "larger batch": nested([3, 5, 2], torch.strided),
         "other lengths": nested([5, 3], torch.strided),
+        "gaps": torch.nested.narrow(
+            torch.zeros(2, 6, 8), 1, torch.tensor([0, 1]), torch.tensor([3, 5]), layout=torch.jagged
+        ),
         "four dimensions": torch.nested.nested_tensor([torch.zeros(3, 8, 1), torch.zeros(5, 8, 1)]),
     }
     call = dict.fromkeys(("query", "key", "value"), nested([3, 5], torch.strided))
@@ -823,6 +828,37 @@ def test_swapped_transformer_compiles_as_one_graph(recorder: Recorder, training:
         torch.testing.assert_close(actual, model(x, mask=mask, is_causal=True))
 
 
+def test_exports_with_dynamic_lengths() -> None:
+    module = MultiheadAttention(8, 2, batch_first=True)
+
+    def arguments(length: int) -> dict[str, Any]:
+        x = torch.randn(2, length, 8)
+        mask = torch.ones(length, length, dtype=torch.bool).triu(1)
+        return {"query": x, "key": x, "value": x, "attn_mask": mask, "is_causal": True}
+
+    length = torch.export.Dim("length", min=2, max=100)
+    tokens = {1: length}
+    shapes = {"query": tokens, "key": tokens, "value": tokens, "attn_mask": {0: length, 1: length}}
+    shapes["is_causal"] = None
+    program = torch.export.export(module, (), arguments(5), dynamic_shapes=shapes)
+    for call in (arguments(5), arguments(33)):
+        torch.testing.assert_close(program.module()(**call), module(**call))
+
+
+def test_gradients_of_each_sample() -> None:
+    module = MultiheadAttention(8, 2, batch_first=True)
+    parameters = {name: x.detach() for name, x in module.named_parameters()}
+    x = torch.randn(3, 5, 8)
+
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        out, weights = torch.func.functional_call(module, parameters, (x, x, x))
+        return out.square().sum() + weights.square().sum()
+
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
+    for name, together in torch.func.grad(loss)(parameters, x).items():
+        torch.testing.assert_close(each[name].sum(0), together)
+
+
 MODULES = {
     "packed": Case(),
     "separate": Case(kdim=4, vdim=7, batch_first=True),
@@ -855,26 +891,34 @@ def test_copies_compute_the_same(name: str, duplicate: Callable[[nn.Module], nn.
 
 @pytest.mark.parametrize("name", MODULES)
 def test_parameters_are_those_of_stock(name: str) -> None:
-    """Same names, order, shapes, and from the same seed the same values; state_dicts go both ways."""
+    """Same names, order and shapes, and from the same seed the same values."""
     case = MODULES[name]
-    options = {
-        "bias": case.bias,
-        "add_bias_kv": case.bias_kv,
-        "add_zero_attn": case.zero_attn,
-        "kdim": case.kdim,
-        "vdim": case.vdim,
-    }
-    modules = []
+    states = []
     for cls in (nn.MultiheadAttention, MultiheadAttention):
         torch.manual_seed(3)
-        modules.append(cls(case.E, case.H, **options))
-    stock, ours = (module.state_dict() for module in modules)
+        module = cls(
+            case.E,
+            case.H,
+            bias=case.bias,
+            add_bias_kv=case.bias_kv,
+            add_zero_attn=case.zero_attn,
+            kdim=case.kdim,
+            vdim=case.vdim,
+        )
+        states.append(module.state_dict())
+    stock, ours = states
     assert list(stock) == list(ours)
     assert all(torch.equal(stock[key], ours[key]) for key in stock)
-    for module, other in (modules, reversed(modules)):
-        module.load_state_dict(case.module(type(other), device="cpu").to(torch.float32).state_dict())
-        other.load_state_dict(module.state_dict())
-        assert all(torch.equal(x, other.state_dict()[key]) for key, x in module.state_dict().items())
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_state_dict_goes_both_ways(name: str) -> None:
+    case = MODULES[name]
+    for classes in itertools.permutations([nn.MultiheadAttention, MultiheadAttention]):
+        given, other = case.module(classes[0]), replace(case, seed=7).module(classes[1])
+        assert not torch.equal(given(**case.call())[0], other(**case.call())[0])
+        other.load_state_dict(given.state_dict())
+        torch.testing.assert_close(other(**case.call()), given(**case.call()))
 
 
 def test_pickle_without_the_flag_of_newer_torch() -> None:

@@ -1,4 +1,5 @@
-"""The operators as torch.library sees them: its own checks pass, and fakes return what the real operators return."""
+"""The operators as torch.library sees them: its own checks pass, and fakes return what the real operators
+return."""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ def forward_arguments(name: str, rules: Rules, layout: str) -> tuple[Any, ...]:
 
 
 def backward_arguments(name: str, forward: tuple[Any, ...], layout: str) -> tuple[Any, ...]:
-    """The backward operator's call that follows a forward one: all gradients asked for, nothing requires one."""
+    """The backward operator's call that follows a forward one: all gradients asked for, nothing requires
+    one."""
     forward = without_grad(forward)
     results = operator(name)(*forward)
     if name == "attention_weights":
@@ -173,7 +175,10 @@ def test_fakes_of_dense_operators(case: Case, dropout_p: float, flag: bool) -> N
     mask = None if mask is None else mask[(None,) * (4 - mask.dim())]
     rng_state = ops.draw_rng_state(case.q.device) if dropout_p else None
     rules = (mask, rng_state, 0.3, *band_of(case), case.kwargs["softcap"], dropout_p, flag)
-    for name, inputs in {"attention": (case.q, case.k, case.v), "attention_weights": (case.q, case.k)}.items():
+    for name, inputs in {
+        "attention": (case.q, case.k, case.v),
+        "attention_weights": (case.q, case.k),
+    }.items():
         arguments = without_grad((*inputs, *rules))
         assert_fake_is_like_real(name, arguments)
         assert_fake_is_like_real(f"{name}_backward", backward_arguments(name, arguments, "contiguous"))

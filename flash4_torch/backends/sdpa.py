@@ -26,7 +26,9 @@ class Sdpa:
         if spec.dtype not in _DTYPES:
             why.append(f"the dtype is {spec.dtype}, and it serves float16 and bfloat16")
         if spec.D != spec.Dv or spec.D % 8 or spec.D > _MAX_D:
-            why.append(f"D is {spec.D} and Dv is {spec.Dv}; it needs them equal, a multiple of 8, up to {_MAX_D}")
+            why.append(
+                f"D is {spec.D} and Dv is {spec.Dv}; it needs them equal, a multiple of 8, up to {_MAX_D}"
+            )
         if spec.group != 1:
             why.append(f"each key head serves {spec.group} query heads, and it needs one")
         if spec.deterministic and spec.backward:
@@ -46,7 +48,6 @@ class Sdpa:
         dout, q, k, v, out = heads_first(saved.dout, inputs.q, inputs.k, inputs.v, saved.out)
         # Without dropout the kernel does not read its generator's state.
         seed = offset = torch.empty((), dtype=torch.uint64, device=q.device)
-        no_cu_seqlens = torch.empty(0, dtype=torch.int32, device=q.device)
         grads = _backward(
             dout,
             q,
@@ -54,8 +55,8 @@ class Sdpa:
             v,
             out,
             saved.lse,
-            no_cu_seqlens,
-            no_cu_seqlens,
+            None,
+            None,
             problem.extent.Sq,
             problem.extent.Sk,
             0.0,

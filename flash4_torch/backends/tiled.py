@@ -1,4 +1,5 @@
-"""The last resort: `reference.tiled` in plain torch. Any device, dtype and feature, O(S) memory, no speed record."""
+"""The last resort: `reference.tiled` in plain torch. Any device, dtype and feature, O(S) memory, no speed
+record."""
 
 from __future__ import annotations
 

@@ -41,9 +41,7 @@ def _cases(settings: Settings) -> Iterator[dict[str, Any]]:
 
 def _measure_case(case: dict[str, Any], roof: float, settings: Settings) -> Iterator[Row]:
     B, S, H, D, causal = (case[name] for name in ("B", "S", "H", "D", "causal"))
-    q, k, v, dout = (
-        torch.randn(B, S, H, D, dtype=case["dtype"], device=settings.device) for _ in range(4)
-    )
+    q, k, v, dout = (torch.randn(B, S, H, D, dtype=case["dtype"], device=settings.device) for _ in range(4))
     providers = serving(q, k, v, causal)
     forward_flops = flops.forward(B, S, H, D, causal)
     forwards = {name: _forward(attend, q, k, v, causal) for name, attend in providers.items()}
@@ -81,7 +79,18 @@ def _backward(attend: Attend, q: Tensor, k: Tensor, v: Tensor, causal: bool, dou
 
 
 def text(rows: list[Row]) -> str:
-    head = ["dtype", "D", "causal", "S", "direction", "provider", "ms", "TFLOP/s", "of matmul", "flash4 / this"]
+    head = [
+        "dtype",
+        "D",
+        "causal",
+        "S",
+        "direction",
+        "provider",
+        "ms",
+        "TFLOP/s",
+        "of matmul",
+        "flash4 / this",
+    ]
     return table(
         head,
         [

@@ -65,9 +65,7 @@ def run(options: argparse.Namespace) -> int:
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     settings = Settings(options.device, options.threads, options.quick, options.clock)
-    results = {
-        name: _run_section(SECTIONS[name], settings) for name in options.sections or SECTIONS
-    }
+    results = {name: _run_section(SECTIONS[name], settings) for name in options.sections or SECTIONS}
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(_document(settings, results), indent=1) + "\n")

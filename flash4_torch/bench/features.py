@@ -60,9 +60,7 @@ def step(attend: Callable[[], Tensor], inputs: tuple[Tensor, ...], dout: Tensor)
 
 def _dense(shape: Shape, flash4: dict[str, Any], torch_: dict[str, Any]) -> Pair:
     q = shape.randn(shape.B, shape.S, shape.H, shape.D).requires_grad_()
-    k, v = (
-        shape.randn(shape.B, shape.S, shape.Hk or shape.H, shape.D).requires_grad_() for _ in range(2)
-    )
+    k, v = (shape.randn(shape.B, shape.S, shape.Hk or shape.H, shape.D).requires_grad_() for _ in range(2))
     return Pair(
         (q, k, v),
         lambda: api.attention(q, k, v, **flash4),
@@ -135,10 +133,7 @@ def _varlen(shape: Shape) -> Pair:
             max_seqlen_k=T // 2,
         ),
         lambda: torch.cat(
-            [
-                _sdpa(q[None, a:b], k[None, a:b], v[None, a:b])[0]
-                for a, b in zip(ends, ends[1:], strict=False)
-            ]
+            [_sdpa(q[None, a:b], k[None, a:b], v[None, a:b])[0] for a, b in zip(ends, ends[1:], strict=False)]
         ),
     )
 

@@ -22,7 +22,9 @@ def draw(results: dict[str, list[Row]], folder: Path) -> None:
 
 
 def _attention(rows: list[Row]) -> Figure:
-    groups = _grouped(rows, lambda r: (r["dtype"], r["D"], "causal" if r["causal"] else "full", r["direction"]))
+    groups = _grouped(
+        rows, lambda r: (r["dtype"], r["D"], "causal" if r["causal"] else "full", r["direction"])
+    )
     columns = 4
     height = -(-len(groups) // columns)
     figure = Figure(figsize=(3.6 * columns, 2.7 * height), layout="constrained")
@@ -79,9 +81,13 @@ def _features(rows: list[Row]) -> Figure:
 def _host(rows: list[Row]) -> Figure:
     groups = _grouped(rows, lambda r: r["mode"])
     figure = Figure(figsize=(3.6 * len(groups), 4), layout="constrained")
-    for axes, (mode, group) in zip(figure.subplots(1, len(groups), squeeze=False).flat, groups.items(), strict=True):
+    for axes, (mode, group) in zip(
+        figure.subplots(1, len(groups), squeeze=False).flat, groups.items(), strict=True
+    ):
         names = [r["call"] for r in group]
-        bars = axes.bar(range(len(names)), [1e6 * r["seconds"]["median"] for r in group], color=_COLORS["flash4"])
+        bars = axes.bar(
+            range(len(names)), [1e6 * r["seconds"]["median"] for r in group], color=_COLORS["flash4"]
+        )
         bars[names.index("F.scaled_dot_product_attention")].set_color(_COLORS["torch"])
         axes.bar_label(bars, fmt="%.0f")
         axes.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=7)

@@ -25,7 +25,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     Memory is linear in the sequence lengths; `need_weights=True` adds the weights it returns and one tile.
     Dropout, padding, masks, `add_bias_kv`, `add_zero_attn`, `kdim`, `vdim`, unbatched and nested inputs,
-    autocast and torch.compile work in training and in evaluation, by the same path.
+    autocast, torch.compile and torch.export work in training and in evaluation, by the same path.
 
     Where the stock module has several answers, depending on the path it takes, this one has one:
 
@@ -35,6 +35,8 @@ class MultiheadAttention(nn.MultiheadAttention):
       read, because every row sees the keys they append (stock may hide them);
     - outputs with `batch_first=True` are transposed views (stock: in evaluation they may be contiguous);
     - nested inputs are served in training, too, and nested keys may have other lengths than the queries.
+
+    It is not for torch.jit, which is deprecated.
     """
 
     @classmethod
@@ -63,7 +65,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         # nn.TransformerEncoderLayer, in evaluation, calls a fused kernel instead of its self_attn if this is
         # true, and looks at nothing else that we could decide. The constructor reads it to choose between
         # packed and separate weights, before it makes out_proj: only then is the answer given. Whoever wants
-        # to know afterwards can see whether in_proj_weight is None.
+        # to know afterwards can see whether in_proj_weight is None. nn.TransformerEncoder reads it, too, and
+        # warns, when constructed with a layer that is already swapped, that it will not use nested tensors.
         return "out_proj" not in self._modules and self.__dict__["_qkv_same_embed_dim"]
 
     @_qkv_same_embed_dim.setter

@@ -44,7 +44,7 @@ def replace_attention(
         id(module) for name, module in candidates.items() if predicate is None or predicate(name, module)
     }
     swapped = {name: module for name, module in candidates.items() if id(module) in chosen}
-    for module in {id(module): module for module in swapped.values()}.values():
+    for module in swapped.values():
         module.__class__ = adopted_class(module, MultiheadAttention)
     if swapped:
         _forget_compiled_code()
@@ -58,6 +58,5 @@ def _forget_compiled_code() -> None:
 
 
 def _is_stock(module: nn.Module) -> bool:
-    return parametrize.type_before_parametrizations(module) is nn.MultiheadAttention and has_stock_forward(
-        module
-    )
+    kind = parametrize.type_before_parametrizations(module)
+    return kind is nn.MultiheadAttention and has_stock_forward(module)

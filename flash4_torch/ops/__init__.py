@@ -35,7 +35,7 @@ def attention(
     The band is aligned to the bottom right and may be negative; `attn_mask` is 4-D or None; `rng_state` comes
     from `draw_rng_state` exactly when dropout_p > 0.
     """
-    _know_dtensor()
+    rng_state = _beside(q, rng_state)
     return autograd.attention(
         q, k, v, attn_mask, rng_state, scale, window_left, window_right, softcap, dropout_p, deterministic
     )
@@ -59,7 +59,7 @@ def attention_varlen(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     """(out (Tq, Hq, Dv), lse (Hq, Tq)) of packed sequences; the band is aligned in each of them."""
-    _know_dtensor()
+    rng_state = _beside(q, rng_state)
     return autograd.attention_varlen(
         q,
         k,
@@ -101,7 +101,8 @@ _dtensor_known = False
 
 
 def _know_dtensor() -> None:
-    """Registers the sharding rules once DTensor is loaded; loading it ourselves would cost every user 0.8 s."""
+    """Registers the sharding rules once DTensor is loaded; loading it ourselves would cost every user 0.8
+    s."""
     global _dtensor_known
     if _dtensor_known or torch.compiler.is_compiling() or "torch.distributed.tensor" not in sys.modules:
         return
@@ -109,6 +110,16 @@ def _know_dtensor() -> None:
 
     _dtensor_known = True
     sharding.register()
+
+
+def _beside(q: Tensor, rng_state: Tensor | None) -> Tensor | None:
+    """`rng_state` as it may meet `q`: replicated if that is a DTensor."""
+    _know_dtensor()
+    if rng_state is None or not _dtensor_known:
+        return rng_state
+    from . import sharding
+
+    return sharding.beside(q, rng_state)
 
 
 # A compiled graph may be the first to meet a DTensor, and tracing cannot register rules.

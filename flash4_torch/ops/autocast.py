@@ -18,7 +18,7 @@ _TENSORS = {"attention": 3, "attention_varlen": 3, "attention_weights": 2}
 def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in the autocast dtype of their device if autocast is on there; float64 stays."""
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)

@@ -59,9 +59,7 @@ def _save_weights(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _weights_grads(ctx: Any, dweights: Tensor) -> Grads:
     mask_grad = ctx.needs_input_grad[2]
-    dq, dk, dmask = attention_weights_backward(
-        dweights, *ctx.saved_tensors, *ctx.rules, mask_grad
-    )
+    dq, dk, dmask = attention_weights_backward(dweights, *ctx.saved_tensors, *ctx.rules, mask_grad)
     return dq, dk, dmask if mask_grad else None, *_none(7)
 
 
@@ -69,9 +67,7 @@ def _none(n: int) -> tuple[None, ...]:
     return (None,) * n
 
 
-def _differentiable(
-    name: str, save: Callable[..., None], grads: Callable[..., Grads]
-) -> Callable[..., Any]:
+def _differentiable(name: str, save: Callable[..., None], grads: Callable[..., Grads]) -> Callable[..., Any]:
     """Registers the operator's autograd and returns the function that takes the right path to it."""
     op = getattr(schema, name)
     torch.library.register_autograd(f"flash4::{name}", grads, setup_context=save, lib=schema.LIBRARY)

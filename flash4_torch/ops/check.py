@@ -1,8 +1,10 @@
-"""Checks of the public functions' arguments: each failure is a named error with the argument, its value, the limit."""
+"""Checks of the public functions' arguments: each failure is a named error with the argument, its value,
+the limit."""
 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,11 +18,15 @@ _INDEX_DTYPES = (torch.int32, torch.int64)
 _DTYPES_SENTENCE = "it must be bfloat16, float16, float32 or float64"
 
 
-def qkv(q: Tensor, k: Tensor, v: Tensor, rank: int, layout: str) -> None:
-    """q, k and v are tensors of one dtype on one device, laid out as `layout` = '(B, S, H, D)' or '(T, H, D)'."""
+def tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise ArgumentError(name, type(x).__name__, "it must be a tensor")
+
+
+def qkv(q: Tensor, k: Tensor, v: Tensor, rank: int, layout: str) -> None:
+    """q, k and v have one dtype, one device and the layout '(B, S, H, D)' or '(T, H, D)'."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != rank:
             raise ShapeError(name, tuple(x.shape), f"it must be {layout}, {rank} dimensions")
         if x.dtype not in DTYPES:
@@ -30,7 +36,9 @@ def qkv(q: Tensor, k: Tensor, v: Tensor, rank: int, layout: str) -> None:
         if x.device != q.device:
             raise DeviceError(name, x.device, f"it must be on q's device, {q.device}")
     if k.shape[:-1] != v.shape[:-1]:
-        raise ShapeError("v", tuple(v.shape), f"all but its last dimension must be k's, {tuple(k.shape[:-1])}")
+        raise ShapeError(
+            "v", tuple(v.shape), f"all but its last dimension must be k's, {tuple(k.shape[:-1])}"
+        )
     if q.shape[-1] != k.shape[-1]:
         raise ShapeError("k", tuple(k.shape), f"its last dimension must be q's, {q.shape[-1]}")
     if q.shape[-1] < 1 or v.shape[-1] < 1:
@@ -87,7 +95,9 @@ def _number(name: str, value: Any, low: float, high: float) -> float:
         raise ArgumentError(name, repr(value), "it must be a number")
     if not math.isfinite(value) or value < low or value > high:
         span = f"from {low} to {high}" if math.isfinite(high) else f"at least {low}"
-        raise RangeError(name, value, "it must be finite" if low == -math.inf else f"it must be finite, {span}")
+        raise RangeError(
+            name, value, "it must be finite" if low == -math.inf else f"it must be finite, {span}"
+        )
     return float(value)
 
 
@@ -147,7 +157,7 @@ def cu_seqlens_values(name: str, lengths: Tensor, total: int, longest: int) -> N
     values = lengths.tolist()
     if values[0] != 0 or values[-1] != total:
         raise RangeError(name, values, f"it must begin with 0 and end with the packed length, {total}")
-    steps = [b - a for a, b in zip(values, values[1:], strict=False)]
+    steps = [b - a for a, b in pairwise(values)]
     if any(step < 0 for step in steps):
         raise RangeError(name, values, "it must not decrease: a sequence cannot have a negative length")
     if max(steps, default=0) > longest:

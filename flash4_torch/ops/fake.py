@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,12 +63,13 @@ def _mask_like(q: Tensor, attn_mask: Tensor | None, mask_grad: bool) -> Tensor:
     return _like(attn_mask) if mask_grad and attn_mask is not None else q.new_empty(0)
 
 
-for _name, _fake in {
+_FAKES: dict[str, Callable[..., Any]] = {
     "attention": _attention,
     "attention_backward": _attention_backward,
     "attention_varlen": _attention_varlen,
     "attention_varlen_backward": _attention_varlen_backward,
     "attention_weights": _attention_weights,
     "attention_weights_backward": _attention_weights_backward,
-}.items():
+}
+for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"flash4::{_name}", _fake, lib=LIBRARY)

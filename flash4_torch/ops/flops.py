@@ -1,4 +1,5 @@
-"""FLOP counts for torch.utils.flop_counter: the two (forward) or five (backward) products of the visible pairs."""
+"""FLOP counts for torch.utils.flop_counter: the two (forward) or five (backward) products of the visible
+pairs."""
 
 from __future__ import annotations
 

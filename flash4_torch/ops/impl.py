@@ -1,4 +1,5 @@
-"""The operators' implementations: describe the problem, let a backend serve it. One kernel for every device."""
+"""The operators' implementations: describe the problem, let a backend serve it. One kernel for every
+device."""
 
 from __future__ import annotations
 
@@ -69,9 +70,7 @@ def _attention(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     band = Band(window_left, window_right)
-    problem = describe(
-        q, v, dense_extent(q, k), attn_mask, scale, band, softcap, dropout_p, deterministic
-    )
+    problem = describe(q, v, dense_extent(q, k), attn_mask, scale, band, softcap, dropout_p, deterministic)
     return backends.choose(problem).forward(Inputs(q, k, v, attn_mask, rng_state), problem)
 
 
@@ -94,9 +93,7 @@ def _attention_backward(
     mask_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     band = Band(window_left, window_right)
-    forward = describe(
-        q, v, dense_extent(q, k), attn_mask, scale, band, softcap, dropout_p, deterministic
-    )
+    forward = describe(q, v, dense_extent(q, k), attn_mask, scale, band, softcap, dropout_p, deterministic)
     problem = _backward_of(forward, dlse is not None, mask_grad)
     inputs = Inputs(q, k, v, attn_mask, rng_state)
     grads = backends.choose(problem).backward(Saved(dout, dlse, out, lse, mask_grad), inputs, problem)
@@ -183,9 +180,7 @@ def _attention_weights(
     dropout_p: float,
     average_heads: bool,
 ) -> Tensor:
-    scoring = _weights_scoring(
-        attn_mask, rng_state, scale, window_left, window_right, softcap, dropout_p
-    )
+    scoring = _weights_scoring(attn_mask, rng_state, scale, window_left, window_right, softcap, dropout_p)
     return weights.forward(q, k, scoring, average_heads)
 
 
@@ -203,9 +198,7 @@ def _attention_weights_backward(
     average_heads: bool,
     mask_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    scoring = _weights_scoring(
-        attn_mask, rng_state, scale, window_left, window_right, softcap, dropout_p
-    )
+    scoring = _weights_scoring(attn_mask, rng_state, scale, window_left, window_right, softcap, dropout_p)
     grads = weights.backward(dweights, q, k, scoring, average_heads, mask_grad)
     return grads.dq, grads.dk, q.new_empty(0) if grads.dmask is None else grads.dmask
 

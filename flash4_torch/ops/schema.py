@@ -1,4 +1,5 @@
-"""The operators of namespace `flash4`: their schemas, and nothing else. The strings are the single source of truth.
+"""The operators of namespace `flash4`: their schemas, and nothing else. The strings are the single source
+of truth.
 
 Layouts: dense tensors are (B, S, H, D), lse is (B, Hq, Sq); packed ones are (T, H, D) and lse is (Hq, Tq).
 The band (window_left, window_right) is aligned to the bottom right and may be negative; causal is right = 0.
@@ -10,18 +11,14 @@ from __future__ import annotations
 
 import torch
 
-_RULES = (
-    "float scale, SymInt? window_left, SymInt? window_right, float softcap, float dropout_p, bool deterministic"
-)
+_SCORES = "float scale, SymInt? window_left, SymInt? window_right, float softcap, float dropout_p"
+_RULES = f"{_SCORES}, bool deterministic"
 _DENSE = f"Tensor? attn_mask, Tensor? rng_state, {_RULES}"
 _VARLEN = (
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? rng_state, "
     f"SymInt max_seqlen_q, SymInt max_seqlen_k, {_RULES}"
 )
-_WEIGHTS = (
-    "Tensor? attn_mask, Tensor? rng_state, float scale, SymInt? window_left, SymInt? window_right, "
-    "float softcap, float dropout_p, bool average_heads"
-)
+_WEIGHTS = f"Tensor? attn_mask, Tensor? rng_state, {_SCORES}, bool average_heads"
 _SAVED = "Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 
 SCHEMAS = {

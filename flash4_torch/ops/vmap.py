@@ -1,4 +1,5 @@
-"""torch.vmap over the operators: the mapped dimension joins the batch where that needs no copy, else a loop."""
+"""torch.vmap over the operators: the mapped dimension joins the batch where that needs no copy, else a
+loop."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def _rule(name: str, tensors: int | None = None) -> Callable[..., Mapped]:
 
 
 def _can_fold(in_dims: InDims, args: Sequence[Any], tensors: int) -> bool:
-    leading = all(a is None or (d is not None and a.numel()) for a, d in zip(args[:tensors], in_dims, strict=False))
+    leading = all(
+        a is None or (d is not None and a.numel()) for a, d in zip(args[:tensors], in_dims, strict=False)
+    )
     # Folding renumbers the batch, which masks with a batch dimension and dropout would notice.
     attn_mask, rng_state = args[tensors], args[tensors + 1]
     mask_stays = attn_mask is None or (in_dims[tensors] is None and attn_mask.shape[0] == 1)

@@ -1,4 +1,5 @@
-"""The scores of a call: scale, softcap, mask and band in their one order, for any rectangle of (rows, keys)."""
+"""The scores of a call: scale, softcap, mask and band in their one order, for any rectangle of (rows,
+keys)."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ class Scoring:
 
         x = scale * q k^T;   x = softcap * tanh(x / softcap);   x = x + attn_mask;   x = -inf outside band
 
-    `attn_mask` is bool (True attends) or floating, 4-D and broadcastable to (B, Hq, Sq, Sk); softcap 0 is off.
+    `attn_mask` is bool (True attends) or floating, 4-D and broadcastable to (B, Hq, Sq, Sk); softcap 0 is
+    off.
     """
 
     scale: float
@@ -38,7 +40,7 @@ class Scoring:
         if not self.band.covers(rows, keys, Sq, Sk):
             i = torch.arange(rows.start, rows.stop, device=x.device)[:, None]
             j = torch.arange(keys.start, keys.stop, device=x.device)
-            x = x.masked_fill(~self.band.visible(i, j, Sq, Sk), -torch.inf)
+            x = x.masked_fill(~torch.as_tensor(self.band.visible(i, j, Sq, Sk)), -torch.inf)
         return x
 
 

@@ -1,4 +1,5 @@
-"""FlashAttention-4's algorithm in plain torch, tile by tile: O(S) memory, every feature, any device and dtype.
+"""FlashAttention-4's algorithm in plain torch, tile by tile: O(S) memory, every feature, any device and
+dtype.
 
 The forward walks the keys of one block of rows and keeps, per row, a reference score `ref`, the sum of
 exp2(score - ref) and the unnormalised output. The backward walks the rows of one block of keys and recomputes
@@ -23,7 +24,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .dropout import Dropout
 from .scoring import Scoring, mask_tile, working_dtype
 
 LOG2E = math.log2(math.e)
@@ -33,7 +33,8 @@ _EXP2_COEFFICIENTS = (0.077119089663, 0.227564394474, 0.695146143436, 1.0)
 
 
 def exp2_poly3(x: Tensor) -> Tensor:
-    """2^x for x <= 0 as 2^floor(x) * p(x - floor(x)); below 2^-127 it gives 2^-127's neighbour or 0 for -inf."""
+    """2^x for x <= 0 as 2^floor(x) * p(x - floor(x)); below 2^-127 it gives 2^-127's neighbour or 0 for
+    -inf."""
     whole = torch.floor(x.clamp(min=-127.0))
     part = x.clamp(min=-127.0) - whole
     p = torch.full_like(x, _EXP2_COEFFICIENTS[0])
@@ -62,7 +63,8 @@ class RescaleCount:
 class Tiling:
     """Tile sizes and the algorithm's switches.
 
-    `rescale_threshold` is in base-2 units (8 allows weights up to 2^8); 0 rescales whenever the maximum grows.
+    `rescale_threshold` is in base-2 units (8 allows weights up to 2^8); 0 rescales whenever the maximum
+    grows.
     `elements` bounds the scores held at once, over all heads of as many batch entries as fit.
     """
 
@@ -156,7 +158,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """out (B, Sq, Hq, Dv) in q's dtype and lse (B, Hq, Sq), natural log, float32 (float64 for float64).
 
-    q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv). `count` collects what conditional rescaling skipped.
+    q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv). `count` collects what conditional rescaling
+    skipped.
     """
     tiling = tiling or Tiling()
     (B, Sq, Hq, _), Sk, Dv = q.shape, k.shape[1], v.shape[3]
@@ -260,7 +263,8 @@ def backward(
     dout (B, Sq, Hq, Dv); dlse (B, Hq, Sq) or None; the rest as in `forward`. Weights come back as
     exp2(scores - lse), so nothing of size Sq * Sk is ever stored:
 
-        dv = w^T dout;   ds = w * (dout v^T - rowsum(dout * out) + dlse);   dq = scale ds k;   dk = scale ds^T q
+        dv = w^T dout;   ds = w * (dout v^T - rowsum(dout * out) + dlse);   dq = scale ds k;   dk = scale
+        ds^T q
     """
     tiling = tiling or Tiling()
     (B, Sq, Hq, _), Sk = q.shape, k.shape[1]
@@ -301,7 +305,12 @@ def backward(
                 dk_keys += ds.transpose(2, 3) @ q_rows
             dk[at, keys.start : keys.stop] = dk_keys.transpose(1, 2)
             dv[at, keys.start : keys.stop] = dv_keys.transpose(1, 2)
-    return Gradients((dq * scoring.scale).to(q.dtype), dk, dv, None if dmask is None or mask is None else dmask.to(mask.dtype))
+    return Gradients(
+        (dq * scoring.scale).to(q.dtype),
+        dk,
+        dv,
+        None if dmask is None or mask is None else dmask.to(mask.dtype),
+    )
 
 
 def _rows_that_see(keys: range, scoring: Scoring, Sq: int, Sk: int, size: int) -> Iterator[range]:

@@ -18,7 +18,8 @@ _ELEMENTS = 1 << 20
 
 
 def forward(q: Tensor, k: Tensor, scoring: Scoring, average_heads: bool) -> Tensor:
-    """softmax(scores) after dropout, in q's dtype: (B, Sq, Sk), or (B, Hq, Sq, Sk) without `average_heads`."""
+    """softmax(scores) after dropout, in q's dtype: (B, Sq, Sk), or (B, Hq, Sq, Sk) without
+    `average_heads`."""
     (B, Sq, Hq, _), Sk = q.shape, k.shape[1]
     weights = q.new_empty((B, Sq, Sk) if average_heads else (B, Hq, Sq, Sk))
     for block in _Block.of(q, k, scoring):
@@ -33,7 +34,7 @@ def backward(
     dweights: Tensor, q: Tensor, k: Tensor, scoring: Scoring, average_heads: bool, mask_grad: bool
 ) -> Gradients:
     """Gradients of q, k and, with `mask_grad`, of a floating attn_mask; `dv` is empty."""
-    (B, Sq, Hq, _), Sk = q.shape, k.shape[1]
+    Hq, Sk = q.shape[2], k.shape[1]
     work = working_dtype(q.dtype)
     dq = q.new_zeros(q.shape)
     dk = k.new_zeros(k.shape, dtype=work)
@@ -93,4 +94,3 @@ def _softmax_base2(scores: Tensor) -> Tensor:
     weights = torch.exp2(scores - torch.where(highest == -torch.inf, 0.0, highest))
     total = weights.sum(-1, keepdim=True)
     return weights / torch.where(total == 0, 1.0, total)
-

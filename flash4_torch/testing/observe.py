@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+import torch.utils.deterministic
 
 from .. import backends
 from ..problem import Problem
+
+# A module whose attributes are properties, which a type checker cannot see.
+_deterministic: Any = torch.utils.deterministic
 
 
 @contextmanager
@@ -35,16 +40,17 @@ def backends_used() -> Iterator[Counter[tuple[str, str]]]:
 def poisoned_memory() -> Iterator[None]:
     """While open, fresh uninitialised tensors hold NaN (integers: their maximum), so unwritten results show.
 
-    Torch does this as part of deterministic algorithms, which are therefore on inside (as warnings only); pass
+    Torch does this as part of deterministic algorithms, which are therefore on inside (as warnings only);
+    pass
     `deterministic=False` to test the default gradients.
     """
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    filled = torch.utils.deterministic.fill_uninitialized_memory
+    filled = _deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    _deterministic.fill_uninitialized_memory = True
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+        _deterministic.fill_uninitialized_memory = filled
