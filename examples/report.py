@@ -51,19 +51,30 @@ class Comparison:
 
 
 def table(results: dict[Run, Result], setup: Setup) -> str:
-    head = f"{'mode':<10}{'dropout':>7}  {'attention':<9}"
-    columns = ("first", "final", "valid.", "ms/step", "tokens/s", "peak MiB", "flash4 calls")
-    lines = [head + "".join(f"{name:>{max(9, len(name) + 2)}}" for name in columns)]
-    lines.append("-" * len(lines[0]))
-    for run, result in results.items():
-        tokens_per_second = 1e3 * setup.tokens_per_step / result.step_ms
-        lines.append(
-            f"{run.mode:<10}{run.dropout:>7}  {run.attention:<9}"
-            f"{result.losses[0]:>9.4f}{result.final_loss:>9.4f}{result.validation_loss:>9.4f}"
-            f"{result.step_ms:>9.1f}{tokens_per_second:>10.0f}{result.peak_mib:>10.0f}"
-            f"{result.training_calls:>9}+{result.evaluation_calls:<4}"
-        )
-    return "\n".join(lines)
+    head = ("mode", "dropout", "attention", "first", "final", "valid.", "ms/step", "tokens/s", "MiB", "calls")
+    rows = [head, *(_cells(run, result, setup) for run, result in results.items())]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
+    legend = (
+        "\nfirst, final, valid.: loss in nats a token, final over the last fifth of the steps"
+        "\nMiB: peak memory above the idle process"
+        "\ncalls: of flash4_torch's attention, forward, in training + validation"
+    )
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]]) + legend
+
+
+def _cells(run: Run, result: Result, setup: Setup) -> tuple[str, ...]:
+    losses = (result.losses[0], result.final_loss, result.validation_loss)
+    return (
+        run.mode,
+        str(run.dropout),
+        run.attention,
+        *(f"{loss:.4f}" for loss in losses),
+        f"{result.step_ms:.1f}",
+        f"{1e3 * setup.tokens_per_step / result.step_ms:.0f}",
+        f"{result.peak_mib:.0f}",
+        f"{result.training_calls} + {result.evaluation_calls}",
+    )
 
 
 def plot(path: Path, comparisons: list[Comparison]) -> None:

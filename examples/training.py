@@ -1,5 +1,6 @@
 """One training run of train_text.py, measured in a process of its own, so that none inherits memory."""
 
+import os
 import resource
 import statistics
 import sys
@@ -77,6 +78,8 @@ class Result:
 
 
 def train_in_fresh_process(setup: Setup, run: Run, title: str) -> Result:
+    # Threads that spin while they wait make a step several times slower when something else wants the cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(train, setup, run, title).result()
 

@@ -10,7 +10,7 @@ class Flash4Error(Exception):
 
 
 class ArgumentError(Flash4Error, ValueError):
-    """An argument has a value that the call cannot take.
+    """An argument has a value that the call cannot take: `ArgumentError(argument, value, limit)`.
 
     Attributes:
         argument: name of the offending argument.
@@ -18,14 +18,21 @@ class ArgumentError(Flash4Error, ValueError):
         limit: the sentence that says what is allowed.
     """
 
-    def __init__(self, argument: str, value: object, limit: str):
-        super().__init__(f"{argument} is {value}, but {limit}")
-        self.argument = argument
-        self.value = value
-        self.limit = limit
+    # No __init__: torch.compile traces the raising of an exception only if it has none.
+    def __str__(self) -> str:
+        return f"{self.argument} is {self.value}, but {self.limit}"
 
-    def __reduce__(self) -> tuple[type, tuple[str, object, str]]:
-        return type(self), (self.argument, self.value, self.limit)
+    @property
+    def argument(self) -> str:
+        return str(self.args[0])
+
+    @property
+    def value(self) -> object:
+        return self.args[1]
+
+    @property
+    def limit(self) -> str:
+        return str(self.args[2])
 
 
 class ShapeError(ArgumentError):
@@ -64,8 +71,8 @@ class BackendError(Flash4Error, RuntimeError):
 class DoubleBackwardError(Flash4Error, RuntimeError):
     """A gradient of a gradient was asked for; attention is differentiable once."""
 
-    def __init__(self) -> None:
-        super().__init__(
+    def __str__(self) -> str:
+        return (
             "flash4_torch's attention is differentiable once: its gradients have no gradient. "
             "For second derivatives use flash4_torch.reference.attention, which is plain torch."
         )

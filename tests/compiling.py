@@ -20,8 +20,7 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
 
 
 def results_and_gradients(function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Tensor]:
-    """What the function returns, then a gradient for each argument that requires one, from fixed
-    cotangents."""
+    """What the function returns, then a gradient of each argument that wants one, from fixed cotangents."""
     results = function(*arguments)
     results = results if isinstance(results, tuple) else (results,)
     generator = torch.Generator().manual_seed(1)

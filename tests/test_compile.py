@@ -1,5 +1,4 @@
-"""torch.compile(fullgraph=True): what eager computes, without recompiling, and dropout that its backward
-knows."""
+"""torch.compile(fullgraph=True): what eager computes, no recompiling, and one dropout for both directions."""
 
 from __future__ import annotations
 
@@ -174,10 +173,15 @@ def test_a_scale_that_changes() -> None:
         assert_same(results_and_gradients(graph, arguments), results_and_gradients(function, arguments))
 
 
-def test_named_errors_come_through() -> None:
+def test_bad_arguments_are_named() -> None:
+    """Dynamo leaves a call that raises to eager; told not to (fullgraph), it names the error."""
     q, k, _ = dense()
+    v = dense(Sk=3)[2]
+    torch._dynamo.reset()
     with pytest.raises(ShapeError, match="v is"):
-        compiled(causal, backend="aot_eager")(q, k, dense(Sk=3)[2])
+        torch.compile(causal, backend="aot_eager")(q, k, v)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="raised exception ShapeError"):
+        compiled(causal, backend="aot_eager")(q, k, v)
 
 
 def test_second_derivatives_are_refused() -> None:

@@ -1,5 +1,4 @@
-"""torch.func over the public functions: grad, vmap and their compositions equal loops; what is refused is
-refused."""
+"""torch.func: grad, vmap and their compositions equal loops; second and forward derivatives are refused."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "testing": {"api", "ops", "backends", "reference"},
 }
 # The package's front and its tools, which nothing below imports: "" is flash4_torch/__init__.py.
-TOP = frozenset({"", "__main__", "info", "bench"})
+TOP = frozenset({"", "__main__", "info", "support_table", "bench"})
 
 TORCH_FREE = ("kernels", "configs", "masks", "errors", "env")
 # Names outside the package, and the only layers that may use them.

@@ -35,6 +35,7 @@ def attention(
     The band is aligned to the bottom right and may be negative; `attn_mask` is 4-D or None; `rng_state` comes
     from `draw_rng_state` exactly when dropout_p > 0.
     """
+    q, k, v = autocast_inputs(q, k, v)
     rng_state = _beside(q, rng_state)
     return autograd.attention(
         q, k, v, attn_mask, rng_state, scale, window_left, window_right, softcap, dropout_p, deterministic
@@ -59,6 +60,7 @@ def attention_varlen(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     """(out (Tq, Hq, Dv), lse (Hq, Tq)) of packed sequences; the band is aligned in each of them."""
+    q, k, v = autocast_inputs(q, k, v)
     rng_state = _beside(q, rng_state)
     return autograd.attention_varlen(
         q,
@@ -92,6 +94,7 @@ def attention_weights(
     average_heads: bool,
 ) -> Tensor:
     """The weights `attention` applies, after dropout: (B, Sq, Sk) averaged over heads, or (B, Hq, Sq, Sk)."""
+    q, k = autocast_inputs(q, k)
     return autograd.attention_weights(
         q, k, attn_mask, rng_state, scale, window_left, window_right, softcap, dropout_p, average_heads
     )

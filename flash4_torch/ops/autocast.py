@@ -11,12 +11,22 @@ from torch import Tensor
 from . import schema
 
 _DEVICES = {"AutocastCPU": "cpu", "AutocastCUDA": "cuda"}
-_TENSORS = {"attention": 3, "attention_varlen": 3, "attention_weights": 2}
-"""How many leading arguments of each operator are cast."""
+_TENSORS = {
+    "attention": 3,
+    "attention_varlen": 3,
+    "attention_weights": 2,
+    "attention_backward": 0,
+    "attention_varlen_backward": 0,
+    "attention_weights_backward": 0,
+}
+"""How many leading arguments of each operator are cast. A backward computes in its inputs' dtypes, whatever
+autocast it is called under; without a rule its own products would be cast."""
 
 
 def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in the autocast dtype of their device if autocast is on there; float64 stays."""
+    if not tensors:
+        return tensors
     device = tensors[0].device.type
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return tensors

@@ -2,8 +2,10 @@
 
 One pair of save and backward functions per operator serves two paths. Compiled and exported graphs hold the
 operator itself, whose `register_autograd` the AOTAutograd cache knows. In eager an `autograd.Function` wraps
-the operator, because that costs half the host time and is what torch.func transforms. Gradients have no
-gradient: the backward operators' own backward raises.
+the operator, because that costs half the host time: one in the classic form, and one with `setup_context`,
+which
+torch.func needs and which binds its signature anew on every call (50 µs). Gradients have no gradient: the
+backward operators' own backward raises.
 """
 
 from __future__ import annotations
@@ -73,22 +75,44 @@ def _differentiable(name: str, save: Callable[..., None], grads: Callable[..., G
     torch.library.register_autograd(f"flash4::{name}", grads, setup_context=save, lib=schema.LIBRARY)
 
     class Eager(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            result = _below_autograd(op, args)
+            save(ctx, args, result)
+            return result
+
+        backward = staticmethod(grads)
+
+    class Transformed(torch.autograd.Function):
         generate_vmap_rule = True
         forward = staticmethod(op)
         setup_context = staticmethod(save)
         backward = staticmethod(grads)
 
     def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling() or not _wants_grad(args):
+        if torch.compiler.is_compiling():
             return op(*args)
-        return Eager.apply(*args)
+        # What autograd.Function itself asks; there is no public way to.
+        if torch._C._are_functorch_transforms_active():
+            return Transformed.apply(*args)
+        return Eager.apply(*args) if _wants_grad(args) else _below_autograd(op, args)
 
-    Eager.__name__ = Eager.__qualname__ = f"flash4_{name}"
+    for function in (Eager, Transformed):
+        function.__name__ = function.__qualname__ = f"flash4_{name}"
     call.__name__ = name
     return call
 
 
+def _below_autograd(op: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """The operator without a look at its autograd, which is written in Python and costs 12 µs to say no."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args)
+
+
 def _wants_grad(args: tuple[Any, ...]) -> bool:
+    """Whether a derivative is asked for: in reverse, or in forward mode, which autograd.Function refuses."""
+    if torch.autograd.forward_ad._current_level >= 0:
+        return True
     return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
 
 

@@ -93,7 +93,8 @@ def probability(value: float) -> float:
 def _number(name: str, value: Any, low: float, high: float) -> float:
     if isinstance(value, (bool, Tensor)) or not isinstance(value, (int, float)):
         raise ArgumentError(name, repr(value), "it must be a number")
-    if not math.isfinite(value) or value < low or value > high:
+    # Comparisons only: under torch.compile a number may be symbolic. NaN fails all of them.
+    if not (-math.inf < value < math.inf and low <= value <= high):
         span = f"from {low} to {high}" if math.isfinite(high) else f"at least {low}"
         raise RangeError(
             name, value, "it must be finite" if low == -math.inf else f"it must be finite, {span}"
@@ -138,8 +139,12 @@ def same_sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
 
 def max_seqlen(name: str, value: int | Tensor) -> int:
     """An int, from an int or a 0-dim tensor."""
-    if isinstance(value, Tensor) and value.dim() == 0:
-        value = int(value.item())
+    if isinstance(value, Tensor) and value.dim() == 0 and not value.is_floating_point():
+        value = value.item()
+        if torch.compiler.is_compiling():
+            # A value that only the graph knows is checked when it runs.
+            torch._check(value >= 0)
+            return value
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise ArgumentError(name, repr(value), "it must be an int or a 0-dim tensor")
     if value < 0:

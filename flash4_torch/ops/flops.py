@@ -79,6 +79,13 @@ def attention_weights(
     return _dense(q, k, k, window_left, window_right)[0]
 
 
+@register_flop_formula(torch.ops.flash4.attention_weights_backward)
+def attention_weights_backward(dweights: Any, *args: Any, **kwargs: Any) -> int:
+    """q k^T again, dq and dk."""
+    q, k, _, _, _, window_left, window_right, *_ = args
+    return 3 * _dense(q, k, k, window_left, window_right)[0]
+
+
 @register_flop_formula(torch.ops.flash4.attention_varlen)
 def attention_varlen(q: Shape, k: Shape, v: Shape, *rest: Any, **kwargs: Any) -> int:
     """Forward; lengths are data, so sequences count as equally long and the band as open."""

@@ -17,6 +17,8 @@ Mapped = tuple[Any, Any]
 
 def _loop(op: Callable[..., Any], size: int, in_dims: InDims, args: Sequence[Any]) -> Mapped:
     """One call per mapped entry: right for every operator, mask and dropout."""
+    if size == 0:
+        return _of_nothing(op, in_dims, args)
     results = []
     for n in range(size):
         picked = (a if d is None else a.select(d, n) for a, d in zip(args, in_dims, strict=True))
@@ -25,6 +27,23 @@ def _loop(op: Callable[..., Any], size: int, in_dims: InDims, args: Sequence[Any
         return torch.stack(results), 0
     stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
     return stacked, (0,) * len(stacked)
+
+
+def _of_nothing(op: Callable[..., Any], in_dims: InDims, args: Sequence[Any]) -> Mapped:
+    """Empty results of the shapes that one call without data would have."""
+
+    def one(a: Any, d: int | None) -> Any:
+        if not isinstance(a, Tensor):
+            return a
+        return (
+            a.to("meta") if d is None else a.movedim(d, 0).new_empty(a.movedim(d, 0).shape[1:], device="meta")
+        )
+
+    device = next(a.device for a in args if isinstance(a, Tensor))
+    results = op(*(one(a, d) for a, d in zip(args, in_dims, strict=True)))
+    if isinstance(results, Tensor):
+        return results.new_empty(0, *results.shape, device=device), 0
+    return tuple(r.new_empty(0, *r.shape, device=device) for r in results), (0,) * len(results)
 
 
 def _fold(op: Callable[..., Any], size: int, in_dims: InDims, args: Sequence[Any], tensors: int) -> Mapped:
