@@ -108,6 +108,7 @@ def _plot_step_times(axes: Axes, comparisons: list[Comparison]) -> None:
         bars = axes.bar([place + shift for place in places], times, 0.38, color=color, label=label)
         axes.bar_label(bars, fmt="%.0f" if max(stock) >= 20 else "%.1f", padding=2)
     axes.set_xticks(places, labels)
+    axes.margins(y=0.15)
     axes.set_title("training step")
     axes.set_ylabel("median time, ms")
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="upper center", ncols=2)

@@ -1,4 +1,4 @@
-"""What `python -m flash4_torch info` prints: versions, devices, who serves them, environment variables, cache."""
+"""What `python -m flash4_torch info` prints: versions, devices, backends, environment variables, cache."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def gpus() -> list[Info]:
 
 
 def backends(device: str) -> dict[str, list[str]]:
-    """For a plain training call on `device`: each backend by priority, and why it cannot serve (empty: it can)."""
+    """For a plain training call on `device`: each backend by priority, and why it cannot serve it, if so."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     q, k, v = (torch.empty(1, 128, 1, 64, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
     return api.support(q, k, v)

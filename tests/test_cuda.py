@@ -80,17 +80,17 @@ def test_cuda_graphs_replay_with_new_data(kwargs: dict[str, object]) -> None:
     q = torch.randn(1, 128, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     dout = torch.randn_like(q)
 
-    def step() -> tuple[torch.Tensor, torch.Tensor]:
-        out = flash4_torch.attention(q, q, q, **kwargs)
-        return out, torch.autograd.grad(out, q, dout)[0]
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out = flash4_torch.attention(x, x, x, **kwargs)
+        return out, torch.autograd.grad(out, x, dout)[0]
 
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        step()
+        step(q.detach().requires_grad_())
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, gradient = step()
+        out, gradient = step(q)
     replays = []
     for _ in range(2):
         with torch.no_grad():
@@ -98,7 +98,7 @@ def test_cuda_graphs_replay_with_new_data(kwargs: dict[str, object]) -> None:
         graph.replay()
         replays.append((out.clone(), gradient.clone()))
         if "dropout_p" not in kwargs:
-            expected = step()
+            expected = step(q.detach().clone().requires_grad_())
             torch.testing.assert_close(out, expected[0])
             torch.testing.assert_close(gradient, expected[1])
     assert not torch.equal(replays[0][0], replays[1][0])

@@ -303,6 +303,18 @@ def test_forward_mode_is_refused(call: str) -> None:
 
 
 @loads_torchscript
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_forward_mode_is_refused_in_a_compiled_graph(fullgraph: bool) -> None:
+    torch._dynamo.reset()
+    q, k, v = dense()
+    graph = torch.compile(
+        lambda q: jvp(lambda q: attention(q, k, v)[0], (q,), (q,)), backend="aot_eager", fullgraph=fullgraph
+    )
+    with pytest.raises((NotImplementedError, torch._dynamo.exc.Unsupported)):
+        graph(q)
+
+
+@loads_torchscript
 def test_forward_mode_past_attention() -> None:
     """A tangent that does not go through attention is nobody's business there."""
     q, k, v = dense()

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import sysconfig
 from importlib import resources
 from typing import Any
 
@@ -17,6 +18,9 @@ PUBLIC = [
     "scaled_dot_product_attention",
     "support",
 ]
+
+# What `import sysconfig`, a part of the standard library, loads under a name of its own.
+SYSCONFIG = sysconfig._get_sysconfigdata_name()
 
 PROBE = """
 import json, sys
@@ -45,9 +49,7 @@ def test_import_loads_only_our_own_modules_and_leaves_torch_as_it_was() -> None:
     foreign = [
         name
         for name in seen["new"]
-        if name.partition(".")[0] not in {"flash4_torch", *sys.stdlib_module_names}
-        # Two small files, where FLOP formulas are registered.
-        and name not in {"torch.utils.flop_counter", "torch.utils.module_tracker"}
+        if name.partition(".")[0] not in {"flash4_torch", *sys.stdlib_module_names, SYSCONFIG}
     ]
     assert foreign == []
     assert seen["flash_attention_impl"] is None
@@ -65,3 +67,22 @@ def test_public_names_are_fixed() -> None:
 
 def test_type_information_ships() -> None:
     assert resources.files("flash4_torch").joinpath("py.typed").is_file()
+
+
+LATE = """
+import sys, torch, flash4_torch
+assert "torch.distributed.tensor" not in sys.modules and "torch.utils.flop_counter" not in sys.modules
+from torch.utils.flop_counter import FlopCounterMode
+from torch.distributed.tensor import DTensor
+x = torch.randn(1, 8, 2, 4)
+with FlopCounterMode(display=False) as counter:
+    flash4_torch.attention(x, x, x)
+assert counter.get_total_flops() == 2 * 2 * 2 * 8 * 8 * 4
+op = torch.ops.flash4.attention.default
+assert op in DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
+"""
+
+
+def test_what_is_imported_later_still_learns_of_our_operators() -> None:
+    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

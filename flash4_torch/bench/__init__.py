@@ -1,1 +1,1 @@
-"""The benchmark, `python -m flash4_torch bench`: speed and memory against PyTorch's own attention (see README.md)."""
+"""`python -m flash4_torch bench`: speed and memory against PyTorch's own attention; see README.md."""

@@ -1,4 +1,4 @@
-"""Section `attention`: dense and causal attention, forward and backward, against F.scaled_dot_product_attention."""
+"""Section `attention`: full and causal attention, forward and backward, against torch's SDPA."""
 
 from __future__ import annotations
 
@@ -29,12 +29,10 @@ def measure(settings: Settings) -> Iterator[Row]:
 
 
 def _cases(settings: Settings) -> Iterator[dict[str, Any]]:
-    if settings.on_gpu:
-        B, H, sizes = 4, 16, (4096,) if settings.quick else (1024, 4096, 16384)
-        dtypes = (torch.bfloat16,)
-    else:
-        B, H, sizes = 2, 4, (512,) if settings.quick else (256, 1024, 2048)
-        dtypes = (torch.float32, torch.bfloat16)
+    B, H, sizes = (4, 16, [1024, 4096, 16384]) if settings.on_gpu else (2, 4, [256, 1024, 2048])
+    if settings.quick:
+        sizes = sizes[1:2]
+    dtypes = [torch.bfloat16] if settings.on_gpu else [torch.float32, torch.bfloat16]
     for dtype, D, causal, S in itertools.product(dtypes, (64, 128), (False, True), sizes):
         yield {"dtype": dtype, "B": B, "H": H, "D": D, "causal": causal, "S": S}
 
@@ -73,34 +71,18 @@ def _forward(attend: Attend, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> A
 
 
 def _backward(attend: Attend, q: Tensor, k: Tensor, v: Tensor, causal: bool, dout: Tensor) -> Any:
-    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = attend(*inputs, causal)
-    return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    out = attend(q, k, v, causal)
+    return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
 
 
 def text(rows: list[Row]) -> str:
-    head = [
-        "dtype",
-        "D",
-        "causal",
-        "S",
-        "direction",
-        "provider",
-        "ms",
-        "TFLOP/s",
-        "of matmul",
-        "flash4 / this",
-    ]
+    cases = ["dtype", "D", "causal", "S", "direction", "provider"]
     return table(
-        head,
+        [*cases, "ms", "TFLOP/s", "of matmul", "flash4 / this"],
         [
             [
-                row["dtype"],
-                row["D"],
-                "yes" if row["causal"] else "no",
-                row["S"],
-                row["direction"],
-                row["provider"],
+                *(row[name] for name in cases),
                 f"{1e3 * row['seconds']['median']:.2f}",
                 f"{row['tflops']:.3f}",
                 f"{row['tflops'] / row['roof_tflops']:.0%}",

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--clock",
         choices=("wall", "cpu"),
         default="wall",
-        help="cpu counts the process's time on CPUs, for one thread on a machine that others use; default: wall",
+        help="cpu: the process's time on CPUs, for one thread on a machine with other work; default: wall",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="write one PNG per section")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +41,7 @@ class Shape:
 
 
 class Pair(NamedTuple):
-    """Two calls that give (B, S, H, D), or packed (T, H, D), and the tensors both can be differentiated by."""
+    """Two calls that give (B, S, H, D), or packed (T, H, D), and the tensors both are differentiable in."""
 
     inputs: tuple[Tensor, ...]
     flash4: Callable[[], Tensor]
@@ -69,8 +70,8 @@ def _dense(shape: Shape, flash4: dict[str, Any], torch_: dict[str, Any]) -> Pair
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    heads_first = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(*heads_first, **options).transpose(1, 2)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
 
 
 def _window(shape: Shape) -> Pair:
@@ -132,9 +133,7 @@ def _varlen(shape: Shape) -> Pair:
             max_seqlen_q=T // 2,
             max_seqlen_k=T // 2,
         ),
-        lambda: torch.cat(
-            [_sdpa(q[None, a:b], k[None, a:b], v[None, a:b])[0] for a, b in zip(ends, ends[1:], strict=False)]
-        ),
+        lambda: torch.cat([_sdpa(q[None, a:b], k[None, a:b], v[None, a:b])[0] for a, b in pairwise(ends)]),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -13,13 +14,14 @@ from torch import Tensor
 
 from .. import api, ops
 from . import features
-from .report import Row, ratio, table
+from .report import Row, table
 from .settings import Settings
 from .timing import compare
 
 TITLE = "host microseconds a call, at B=1 S=16 H=1 D=16"
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+_SDPA = "F.scaled_dot_product_attention"
 _RULES = (0.25, None, None, 0.0, 0.0, False)
 
 
@@ -58,25 +60,27 @@ CONTENDERS: dict[str, Attend] = {
     "flash4.scaled_dot_product_attention": _heads_first(api.scaled_dot_product_attention),
     "flash4.ops.attention": _function,
     "torch.ops.flash4.attention": _operator,
-    "F.scaled_dot_product_attention": _heads_first(F.scaled_dot_product_attention),
+    _SDPA: _heads_first(F.scaled_dot_product_attention),
 }
 
 
 def measure(settings: Settings) -> Iterator[Row]:
-    """One row for each way to call and contender; threads do not help at this size, so there is one."""
+    """One row for each way to call and contender. Threads do not help at this size, so there is one.
+
+    torch.compile needs a C++ compiler, without one its rows are left out.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield from _rows("no grad", _calls(settings, CONTENDERS, _no_grad), settings)
         yield from _rows("forward, recorded for autograd", _calls(settings, CONTENDERS, _recorded), settings)
         yield from _rows("forward + backward", _calls(settings, CONTENDERS, _step), settings)
-        compiled = {
-            name: torch.compile(attend, fullgraph=True)
-            for name, attend in CONTENDERS.items()
-            if name in ("flash4.attention", "F.scaled_dot_product_attention")
-        }
-        yield from _rows("compiled, no grad", _calls(settings, compiled, _no_grad), settings)
-        yield from _rows("compiled, forward + backward", _calls(settings, compiled, _step), settings)
+        if any(map(shutil.which, ("c++", "g++", "clang++"))):
+            compiled = {
+                name: torch.compile(CONTENDERS[name], fullgraph=True) for name in ("flash4.attention", _SDPA)
+            }
+            yield from _rows("compiled, no grad", _calls(settings, compiled, _no_grad), settings)
+            yield from _rows("compiled, forward + backward", _calls(settings, compiled, _step), settings)
     finally:
         torch.set_num_threads(threads)
 
@@ -87,7 +91,8 @@ Prepare = Callable[[Attend, tuple[Tensor, ...], Tensor], Callable[[], Any]]
 def _calls(
     settings: Settings, contenders: Mapping[str, Attend], prepare: Prepare
 ) -> dict[str, Callable[[], Any]]:
-    q, k, v, dout = (torch.randn(1, 16, 1, 16, device=settings.device) for _ in range(4))
+    dtype = torch.bfloat16 if settings.on_gpu else torch.float32
+    q, k, v, dout = (torch.randn(1, 16, 1, 16, dtype=dtype, device=settings.device) for _ in range(4))
     inputs = tuple(x.requires_grad_() for x in (q, k, v))
     return {name: prepare(attend, inputs, dout) for name, attend in contenders.items()}
 
@@ -107,7 +112,7 @@ def _step(attend: Attend, inputs: tuple[Tensor, ...], dout: Tensor) -> Callable[
 def _rows(mode: str, calls: Mapping[str, Callable[[], Any]], settings: Settings) -> Iterator[Row]:
     # The host is what is timed, on machines with a GPU too.
     result = compare(calls, replace(settings, device="cpu"))
-    sdpa = result.seconds["F.scaled_dot_product_attention"].median
+    sdpa = result.seconds[_SDPA].median
     for name, seconds in result.seconds.items():
         yield {
             "mode": mode,

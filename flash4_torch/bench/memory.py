@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -18,6 +19,8 @@ from .settings import Settings
 TITLE = "peak memory on top of the inputs, MiB, and the exponent of its growth with S"
 
 _SMALL = 128
+_PAGE_MIB = 4096 / 2**20
+_H, _D = 2, 32
 
 
 def measure(settings: Settings) -> Iterator[Row]:
@@ -26,29 +29,30 @@ def measure(settings: Settings) -> Iterator[Row]:
         for direction in ("forward", "forward + backward"):
             for who in ("flash4", "torch"):
                 sizes = _sizes(settings, who)
-                peaks = {S: peak_mib(settings, prepare, S, _SMALL, name, direction, who) for S in sizes}
+                peaks = [peak_mib(settings, prepare, S, _SMALL, name, direction, who) for S in sizes]
                 yield {
                     "feature": name,
                     "direction": direction,
                     "provider": who,
                     "B": 1,
-                    "H": 2,
-                    "D": 64,
+                    "H": _H,
+                    "D": _D,
                     "dtype": "float32",
+                    "S": sizes,
                     "peak_mib": peaks,
-                    "exponent": exponent(peaks),
+                    "exponent": exponent(sizes, peaks),
                 }
 
 
-def _sizes(settings: Settings, who: str) -> tuple[int, ...]:
-    """Torch's features that are quadratic stop where they still fit a small machine."""
+def _sizes(settings: Settings, who: str) -> list[int]:
+    """Torch stops where what is quadratic there still fits a small machine."""
     if settings.quick:
-        return (2048, 4096)
-    return (2048, 4096, 8192, 16384) if who == "flash4" else (1024, 2048, 4096)
+        return [1024, 2048, 4096]
+    return [2048, 4096, 8192, 16384] if who == "flash4" else [1024, 2048, 4096]
 
 
 def prepare(S: int, device: str, feature: str, direction: str, who: str) -> Callable[[], Any]:
-    pair = FEATURES[feature](Shape(B=1, S=S, H=2, D=64, device=device))
+    pair = FEATURES[feature](Shape(B=1, S=S, H=_H, D=_D, device=device))
     attend = pair.flash4 if who == "flash4" else pair.torch
     if direction == "forward":
         return partial(features.forward, attend)
@@ -56,27 +60,18 @@ def prepare(S: int, device: str, feature: str, direction: str, who: str) -> Call
     return partial(features.step, attend, pair.inputs, dout)
 
 
-def exponent(peaks: dict[int, float]) -> float:
-    """The slope of log(peak) over log(S), fitted by least squares."""
-    x = [math.log(S) for S in peaks]
-    y = [math.log(max(peak, 1e-3)) for peak in peaks.values()]
-    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-    covariance = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
-    return covariance / sum((a - mean_x) ** 2 for a in x)
+def exponent(sizes: list[int], peaks: list[float]) -> float:
+    """The slope of log(peak) over log(size), fitted by least squares; a peak is a page at least."""
+    return statistics.linear_regression(
+        [math.log(size) for size in sizes], [math.log(max(peak, _PAGE_MIB)) for peak in peaks]
+    ).slope
 
 
 def text(rows: list[Row]) -> str:
-    sizes = sorted({S for row in rows for S in row["peak_mib"]})
-    return table(
-        ["feature", "direction", "provider", *(f"S={S}" for S in sizes), "exponent"],
-        [
-            [
-                row["feature"],
-                row["direction"],
-                row["provider"],
-                *(f"{row['peak_mib'][S]:.1f}" if S in row["peak_mib"] else "" for S in sizes),
-                f"{row['exponent']:.2f}",
-            ]
-            for row in rows
-        ],
-    )
+    sizes = sorted({S for row in rows for S in row["S"]})
+    lines = []
+    for row in rows:
+        peaks = dict(zip(row["S"], row["peak_mib"], strict=True))
+        cells = [f"{peaks[S]:.1f}" if S in peaks else "" for S in sizes]
+        lines.append([row["feature"], row["direction"], row["provider"], *cells, f"{row['exponent']:.2f}"])
+    return table(["feature", "direction", "provider", *(f"S={S}" for S in sizes), "exponent"], lines)

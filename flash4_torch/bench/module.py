@@ -1,4 +1,4 @@
-"""Section `module`: a training step of our MultiheadAttention against nn.MultiheadAttention, time and peak memory."""
+"""Section `module`: a training step of our MultiheadAttention against torch's, time and peak memory."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def prepare(
     dout = torch.randn(BATCH, S, EMBED, device=device)
     options: dict[str, Any] = {"need_weights": need_weights}
     if causal:
-        mask = nn.Transformer.generate_square_subsequent_mask(S, device=device)
+        mask = nn.Transformer.generate_square_subsequent_mask(S, device=torch.device(device))
         options |= {"attn_mask": mask, "is_causal": True}
     if padding:
         # The last eighth of every sequence.

@@ -52,8 +52,8 @@ def _memory(rows: list[Row]) -> Figure:
     ):
         for row in group:
             axes.plot(
-                list(row["peak_mib"]),
-                list(row["peak_mib"].values()),
+                row["S"],
+                row["peak_mib"],
                 "o-",
                 label=f"{row['feature']}: S^{row['exponent']:.2f}",
             )

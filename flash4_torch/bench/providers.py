@@ -31,8 +31,8 @@ def _flash4(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    heads_first = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(*heads_first, is_causal=causal).transpose(1, 2)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
 
 
 def _sdpa_by(backend: SDPBackend) -> Attend:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Settings:
-    """`quick` means fewer and smaller cases; `clock` is 'wall', or 'cpu' for the process's own time on CPUs."""
+    """`quick`: fewer and smaller cases. `clock`: 'wall', or 'cpu' for the time the process has on CPUs."""
 
     device: str = "cpu"
     threads: int = 1
@@ -21,4 +21,4 @@ class Settings:
     @property
     def budget(self) -> float:
         """Seconds for each comparison."""
-        return 0.3 if self.quick else 1.5
+        return 0.2 if self.quick else 1.0

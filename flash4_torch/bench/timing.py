@@ -46,7 +46,7 @@ def compare(contenders: Mapping[str, Call], settings: Settings) -> Comparison:
     A sample is one call, or as many as make it a millisecond. On a GPU it is timed by events, one call a
     sample, after evicting the inputs from the GPU's cache.
     """
-    timer = _GpuTimer() if settings.on_gpu else _CpuTimer(contenders, settings.clock)
+    timer = _GpuTimer(settings.device) if settings.on_gpu else _CpuTimer(contenders, settings.clock)
     for call in contenders.values():
         call()
     samples: dict[str, list[float]] = {name: [] for name in contenders}
@@ -86,8 +86,8 @@ class _CpuTimer:
 
 
 class _GpuTimer:
-    def __init__(self) -> None:
-        self._evicting = torch.empty(_EVICTING_BYTES, dtype=torch.int8, device="cuda")
+    def __init__(self, device: str):
+        self._evicting = torch.empty(_EVICTING_BYTES, dtype=torch.int8, device=device)
 
     def seconds(self, call: Call) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -6,12 +6,10 @@ checks; tensors are (B, S, H, D), or packed (T, H, D).
 
 from __future__ import annotations
 
-import sys
-
-import torch
 from torch import Tensor
 
-from . import autograd, fake, flops, impl, schema, vmap
+from . import autograd, fake, impl, schema, vmap
+from .after_import import after_import
 from .autocast import autocast_inputs
 from .random import draw_rng_state
 
@@ -100,33 +98,35 @@ def attention_weights(
     )
 
 
-_dtensor_known = False
+_dtensor_loaded = False
 
 
-def _know_dtensor() -> None:
-    """Registers the sharding rules once DTensor is loaded; loading it ourselves would cost every user 0.8
-    s."""
-    global _dtensor_known
-    if _dtensor_known or torch.compiler.is_compiling() or "torch.distributed.tensor" not in sys.modules:
-        return
+def _use_dtensor_rules() -> None:
+    global _dtensor_loaded
     from . import sharding
 
-    _dtensor_known = True
     sharding.register()
+    _dtensor_loaded = True
+
+
+def _use_flop_formulas() -> None:
+    from . import flops
+
+    flops.register()
+
+
+after_import("torch.distributed.tensor", _use_dtensor_rules)
+after_import("torch.utils.flop_counter", _use_flop_formulas)
 
 
 def _beside(q: Tensor, rng_state: Tensor | None) -> Tensor | None:
     """`rng_state` as it may meet `q`: replicated if that is a DTensor."""
-    _know_dtensor()
-    if rng_state is None or not _dtensor_known:
+    if rng_state is None or not _dtensor_loaded:
         return rng_state
     from . import sharding
 
     return sharding.beside(q, rng_state)
 
-
-# A compiled graph may be the first to meet a DTensor, and tracing cannot register rules.
-_know_dtensor()
 
 __all__ = [
     "attention",
@@ -136,7 +136,6 @@ __all__ = [
     "autograd",
     "draw_rng_state",
     "fake",
-    "flops",
     "impl",
     "schema",
     "vmap",

@@ -11,6 +11,12 @@ from torch import Tensor
 from . import schema
 
 _DEVICES = {"AutocastCPU": "cpu", "AutocastCUDA": "cuda"}
+# Asked once: torch.compile cannot trace the question.
+_WITH_AUTOCAST = frozenset(
+    device
+    for device in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
+    if torch.amp.is_autocast_available(device)
+)
 _TENSORS = {
     "attention": 3,
     "attention_varlen": 3,
@@ -28,7 +34,7 @@ def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
     if not tensors:
         return tensors
     device = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if device not in _WITH_AUTOCAST or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)

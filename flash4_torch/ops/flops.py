@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
 from ..masks import Band
 
@@ -23,7 +22,6 @@ def _dense(q: Shape, k: Shape, v: Shape, left: int | None, right: int | None) ->
     return _products(q[2], pairs, q[3], v[3])
 
 
-@register_flop_formula(torch.ops.flash4.attention)
 def attention(
     q: Shape,
     k: Shape,
@@ -41,7 +39,6 @@ def attention(
     return over_D + over_Dv
 
 
-@register_flop_formula(torch.ops.flash4.attention_backward)
 def attention_backward(
     dout: Any,
     dlse: Any,
@@ -63,7 +60,6 @@ def attention_backward(
     return 3 * over_D + 2 * over_Dv
 
 
-@register_flop_formula(torch.ops.flash4.attention_weights)
 def attention_weights(
     q: Shape,
     k: Shape,
@@ -79,21 +75,18 @@ def attention_weights(
     return _dense(q, k, k, window_left, window_right)[0]
 
 
-@register_flop_formula(torch.ops.flash4.attention_weights_backward)
 def attention_weights_backward(dweights: Any, *args: Any, **kwargs: Any) -> int:
     """q k^T again, dq and dk."""
     q, k, _, _, _, window_left, window_right, *_ = args
     return 3 * _dense(q, k, k, window_left, window_right)[0]
 
 
-@register_flop_formula(torch.ops.flash4.attention_varlen)
 def attention_varlen(q: Shape, k: Shape, v: Shape, *rest: Any, **kwargs: Any) -> int:
     """Forward; lengths are data, so sequences count as equally long and the band as open."""
     over_D, over_Dv = _packed(q, k, v, rest[0])
     return over_D + over_Dv
 
 
-@register_flop_formula(torch.ops.flash4.attention_varlen_backward)
 def attention_varlen_backward(
     dout: Any, dlse: Any, q: Shape, k: Shape, v: Shape, out: Any, lse: Any, *rest: Any, **kwargs: Any
 ) -> int:
@@ -105,3 +98,18 @@ def attention_varlen_backward(
 def _packed(q: Shape, k: Shape, v: Shape, cu_seqlens: Shape) -> tuple[int, int]:
     sequences = max(1, cu_seqlens[0] - 1)
     return _products(q[1], q[0] * k[0] // sequences, q[2], v[2])
+
+
+def register() -> None:
+    """Makes torch.utils.flop_counter, which this imports, count our operators."""
+    from torch.utils.flop_counter import register_flop_formula
+
+    for formula in (
+        attention,
+        attention_backward,
+        attention_varlen,
+        attention_varlen_backward,
+        attention_weights,
+        attention_weights_backward,
+    ):
+        register_flop_formula(getattr(torch.ops.flash4, formula.__name__))(formula)
