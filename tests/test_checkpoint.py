@@ -33,8 +33,6 @@ def seeded_gradients(function: Callable[..., Tensor], tensors: tuple[Tensor, ...
     torch.manual_seed(3)
     out = function(*tensors)
     torch.rand(7)
-    leaves = [x.grad for x in tensors]
-    assert leaves == [None] * len(tensors)
     out.sin().sum().backward()
     gradients = tuple(x.grad for x in tensors)
     for x in tensors:

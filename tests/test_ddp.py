@@ -42,6 +42,7 @@ def gradients(model: nn.Module, forward: Callable[[Tensor], Tensor], batch: Tens
 
 
 def train_one_rank(rank: int, folder: Path) -> None:
+    # Otherwise gloo looks the host's name up, which not every machine can.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = f"file://{folder / 'store'}"
     distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)

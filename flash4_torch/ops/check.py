@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -140,9 +140,9 @@ def same_sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
 def max_seqlen(name: str, value: int | Tensor) -> int:
     """An int, from an int or a 0-dim tensor."""
     if isinstance(value, Tensor) and value.dim() == 0 and not value.is_floating_point():
-        value = value.item()
-        if torch.compiler.is_compiling():
-            # A value that only the graph knows is checked when it runs.
+        known_later = torch.compiler.is_compiling()
+        value = cast(int, value.item())
+        if known_later:
             torch._check(value >= 0)
             return value
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
