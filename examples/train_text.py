@@ -81,7 +81,7 @@ def tolerance(run: Run, setup: Setup) -> float:
     """
     if run.dropout:
         return 0.02
-    return 0.05 if setup.device == "cuda" else 1e-4
+    return 0.01 if setup.device == "cuda" else 1e-4
 
 
 def sample(results: dict[Run, Result]) -> str:

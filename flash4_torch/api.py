@@ -37,21 +37,18 @@ def attention(
         k: (B, Sk, Hk, D); Hk divides Hq, and query head h reads key head h // (Hq // Hk) (GQA, MQA).
         v: (B, Sk, Hk, Dv).
         causal: row i sees keys up to i + Sk - Sq (aligned to the bottom right).
-        window: (left, right): row i sees keys from i + Sk - Sq - left to i + Sk - Sq + right; None is
-            unbounded.
+        window: (left, right), row i sees keys from i + Sk - Sq - left to i + Sk - Sq + right; None: no bound.
         scale: what q k^T is multiplied by. Default: 1 / sqrt(D).
         softcap: c > 0 replaces a score x by c * tanh(x / c), before the mask. Default: 0, off.
         attn_mask: broadcastable to (B, Hq, Sq, Sk), never expanded in memory. Bool: True attends. Floating:
             added to the scores; it gets a gradient if it requires one.
         dropout_p: probability of dropping a weight, from 0 to 1; the kept ones grow by 1 / (1 - dropout_p).
             Torch's generator seeds it.
-        deterministic: gradients are bitwise repeatable. Default:
-            torch.are_deterministic_algorithms_enabled().
+        deterministic: bitwise repeatable gradients. Default: torch.are_deterministic_algorithms_enabled().
         return_lse: also return the logarithm of each row's sum of exponentials.
 
     Returns:
-        out (B, Sq, Hq, Dv), contiguous, in q's dtype; with `return_lse` (out, lse), where lse (B, Hq, Sq)
-        is the
+        out (B, Sq, Hq, Dv), contiguous, in q's dtype; with `return_lse` (out, lse). lse (B, Hq, Sq) is the
         natural log, float32 (float64 for float64 inputs), before dropout, and differentiable. A row that may
         attend to nothing gives out 0, lse -inf and zero gradients.
 
@@ -132,11 +129,9 @@ def attention_varlen(
         q: (Tq, Hq, D), all queries in sequence order.
         k: (Tk, Hk, D).
         v: (Tk, Hk, Dv).
-        cu_seqlens_q: (B + 1,), int32 or int64: sequence b's queries are q[cu_seqlens_q[b] : cu_seqlens_q[b
-            + 1]].
-            It begins with 0, never decreases and ends with Tq; checked on the CPU only, as a GPU's values
-            would
-            have to be waited for.
+        cu_seqlens_q: (B + 1,), int32 or int64; sequence b's queries begin at cu_seqlens_q[b] and end before
+            cu_seqlens_q[b + 1]. It begins with 0, never decreases and ends with Tq; that is checked on the
+            CPU only, as a GPU's values would have to be waited for.
         cu_seqlens_k: (B + 1,), the same for k and v.
         max_seqlen_q: length of the longest sequence of queries, or more; an int, or a 0-dim tensor (which the
             host then waits for).
@@ -145,9 +140,8 @@ def attention_varlen(
         return_lse: also return lse (Hq, Tq).
 
     Returns:
-        out (Tq, Hq, Dv), or (out, lse); equal to `attention` on each sequence by itself, dropout included,
-        whose
-        mask counts sequences as batch entries.
+        out (Tq, Hq, Dv), or (out, lse); equal to `attention` on each sequence by itself, and to its dropout
+        with sequences counted as batch entries.
 
     Raises:
         ArgumentError: as in `attention`.
@@ -193,11 +187,9 @@ def support(
     """Who can serve `attention` with the same arguments, and why the others cannot.
 
     Returns:
-        For each backend, in order of priority, the sentences why it cannot serve the call; an empty list
-        if it
-        can. The first backend with an empty list serves it. If an input requires a gradient, the backward's
-        reasons are listed too, behind "backward: "; forward and backward each choose their backend. Computes
-        nothing; meta tensors do, with the device "meta".
+        For each backend, in order of priority, the sentences why it cannot serve the call; none if it can.
+        The first backend without a reason serves it. If an input requires a gradient, the backward's reasons
+        are listed too, behind "backward: "; forward and backward each choose their backend. Computes nothing.
 
     Raises:
         ArgumentError: as in `attention`.
@@ -226,8 +218,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """torch.nn.functional.scaled_dot_product_attention with its exact contract, served by `attention`'s
-    backends.
+    """torch.nn.functional.scaled_dot_product_attention, its exact contract, served by our backends.
 
     Args:
         query: (..., Hq, L, E): heads before the sequence, unlike `attention`.
@@ -322,8 +313,7 @@ def _heads_agree(heads: list[int], enable_gqa: bool) -> bool:
 
 
 def _heads_last(x: Tensor, batch: torch.Size, H: int | None = None) -> Tensor:
-    """(..., H, S, D), its batch and heads broadcast, as (B, S, H, D); a view for one batch dimension or
-    none."""
+    """(..., H, S, D), its batch and heads broadcast, as (B, S, H, D); a view up to four dimensions."""
     x = x if x.dim() > 2 else x.unsqueeze(0)
     x = x.expand(*batch, H or x.shape[-3], *x.shape[-2:])
     x = x.unsqueeze(0) if x.dim() == 3 else x.flatten(0, -4)

@@ -1,5 +1,4 @@
-"""Every environment variable flash4_torch reads, with its default and meaning; nothing else looks at the
-environment."""
+"""Every environment variable flash4_torch reads; nothing else looks at the environment."""
 
 from __future__ import annotations
 

@@ -74,5 +74,5 @@ class DoubleBackwardError(Flash4Error, RuntimeError):
     def __str__(self) -> str:
         return (
             "flash4_torch's attention is differentiable once: its gradients have no gradient. "
-            "For second derivatives use flash4_torch.reference.attention, which is plain torch."
+            "For second derivatives use flash4_torch.testing.reference, which is plain torch."
         )

@@ -1,5 +1,4 @@
-"""One attention call, described: `Spec` is static and hashable (a compile key), `Extent` holds the sizes
-of this call."""
+"""One attention call, described: `Spec` is static (a compile key), `Extent` holds the sizes of this call."""
 
 from __future__ import annotations
 
@@ -102,8 +101,7 @@ class Saved(NamedTuple):
 
 
 def mask_key(attn_mask: Tensor | None) -> str:
-    """A mask's identity in a compile key: its dtype, and '1' for each of (B, Hq, Sq, Sk) it broadcasts
-    over."""
+    """A mask's identity in a compile key: its dtype, and '1' for each dimension it broadcasts over."""
     if attn_mask is None:
         return ""
     dtype = str(attn_mask.dtype).removeprefix("torch.")

@@ -1,5 +1,7 @@
-"""The README's table of features by backend, made from what the backends say: `python -m
-flash4_torch.support_table`."""
+"""The README's table of features by backend, from what the backends say.
+
+python -m flash4_torch.support_table
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""DistributedDataParallel on two gloo processes: the gradients are those of one process on the joined
-batch."""
+"""DistributedDataParallel on two gloo processes: the gradients of one process on the joined batch."""
 
 from __future__ import annotations
 

@@ -94,8 +94,7 @@ def test_share_dropped(p: float) -> None:
     """Over 2^22 weights, within five standard deviations; also for p that no byte can express."""
     kept = Dropout(torch.tensor([11, 3]), p).keep(range(4), 4, range(512), range(512))
     n = kept.numel()
-    # Weights of one call share their threshold's last bit, which adds at most 16 * (1/256)^2 / 4 to the
-    # variance.
+    # Weights of one call share their threshold's last bit: at most 16 * (1/256)^2 / 4 more variance.
     deviation = math.sqrt(n * (p * (1 - p) + 1 / 16384))
     assert abs(n - int(kept.sum()) - n * p) < 5 * deviation
 

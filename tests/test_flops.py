@@ -1,5 +1,4 @@
-"""FLOP counts of torch.utils.flop_counter: torch's own for full attention, the visible pairs' for
-everything else."""
+"""FLOP counts for torch.utils.flop_counter: torch's own for full attention, else of the visible pairs."""
 
 from __future__ import annotations
 

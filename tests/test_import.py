@@ -43,8 +43,7 @@ def probe() -> dict[str, Any]:
 
 
 def test_import_loads_only_our_own_modules_and_leaves_torch_as_it_was() -> None:
-    """No kernel compiler, Triton or transformers, nor any heavy corner of torch that torch itself leaves
-    out."""
+    """No kernel compiler, Triton or transformers, nor any corner of torch that torch itself leaves out."""
     seen = probe()
     foreign = [
         name

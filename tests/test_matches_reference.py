@@ -1,5 +1,4 @@
-"""`attention` against its definition in float64: values and every gradient, within twice plain torch's
-error."""
+"""`attention` against its float64 definition: values and all gradients, within twice plain torch's error."""
 
 from __future__ import annotations
 

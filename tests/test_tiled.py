@@ -1,5 +1,4 @@
-"""FlashAttention-4's algorithm as `reference.tiled` spells it: exact for any tiling, and as lazy as
-claimed."""
+"""FlashAttention-4's algorithm as `reference.tiled` spells it: exact for any tiling, as lazy as claimed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The last resort: `reference.tiled` in plain torch. Any device, dtype and feature, O(S) memory, no speed
-record."""
+"""The last resort: `reference.tiled` in plain torch. Any device, dtype and feature, O(S) memory."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def _attention(rows: list[Row]) -> Figure:
         axes.set_xlabel("S")
         axes.set_ylabel("TFLOP/s")
         axes.grid(alpha=0.3)
-    next(iter(figure.axes)).legend(frameon=False, fontsize=8)
+    figure.axes[0].legend(frameon=False, fontsize=8)
     return figure
 
 
@@ -51,12 +51,8 @@ def _memory(rows: list[Row]) -> Figure:
         figure.subplots(2, 2, sharex=True, sharey=True).flat, groups.items(), strict=False
     ):
         for row in group:
-            axes.plot(
-                row["S"],
-                row["peak_mib"],
-                "o-",
-                label=f"{row['feature']}: S^{row['exponent']:.2f}",
-            )
+            label = f"{row['feature']}: S^{row['exponent']:.2f}"
+            axes.plot(row["S"], row["peak_mib"], "o-", label=label)
         axes.set_title(f"{provider}, {direction}")
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
@@ -90,6 +86,7 @@ def _host(rows: list[Row]) -> Figure:
         )
         bars[names.index("F.scaled_dot_product_attention")].set_color(_COLORS["torch"])
         axes.bar_label(bars, fmt="%.0f")
+        axes.margins(y=0.1)
         axes.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=7)
         axes.set_title(mode, fontsize=9)
         axes.set_ylabel("µs a call")

@@ -2,10 +2,9 @@
 
 One pair of save and backward functions per operator serves two paths. Compiled and exported graphs hold the
 operator itself, whose `register_autograd` the AOTAutograd cache knows. In eager an `autograd.Function` wraps
-the operator, because that costs half the host time: one in the classic form, and one with `setup_context`,
-which
-torch.func needs and which binds its signature anew on every call (50 µs). Gradients have no gradient: the
-backward operators' own backward raises.
+the operator, because that costs half the host time. It has two forms: the classic one, and one with
+`setup_context`, which torch.func needs and which binds its signature anew on every call (50 µs). Gradients
+have no gradient: the backward operators' own backward raises.
 """
 
 from __future__ import annotations
@@ -91,6 +90,9 @@ def _differentiable(name: str, save: Callable[..., None], grads: Callable[..., G
 
     def call(*args: Any) -> Any:
         if torch.compiler.is_compiling():
+            if torch.autograd.forward_ad._current_level >= 0:
+                # In a graph the operator would answer with a tangent of zeros.
+                raise NotImplementedError("attention has no forward-mode derivative")
             return op(*args)
         # What autograd.Function itself asks; there is no public way to.
         if torch._C._are_functorch_transforms_active():

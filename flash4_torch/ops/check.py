@@ -1,5 +1,4 @@
-"""Checks of the public functions' arguments: each failure is a named error with the argument, its value,
-the limit."""
+"""Checks of the public functions' arguments; each failure names the argument, its value and the limit."""
 
 from __future__ import annotations
 

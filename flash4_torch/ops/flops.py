@@ -1,5 +1,4 @@
-"""FLOP counts for torch.utils.flop_counter: the two (forward) or five (backward) products of the visible
-pairs."""
+"""FLOP counts: the two (forward) or five (backward) products, over the visible pairs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The operators' implementations: describe the problem, let a backend serve it. One kernel for every
-device."""
+"""The operators' implementations, one for every device: describe the problem, let a backend serve it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The operators of namespace `flash4`: their schemas, and nothing else. The strings are the single source
-of truth.
+"""The operators of namespace `flash4`: their schemas, the single source of truth.
 
 Layouts: dense tensors are (B, S, H, D), lse is (B, Hq, Sq); packed ones are (T, H, D) and lse is (Hq, Tq).
 The band (window_left, window_right) is aligned to the bottom right and may be negative; causal is right = 0.

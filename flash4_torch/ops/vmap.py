@@ -1,5 +1,4 @@
-"""torch.vmap over the operators: the mapped dimension joins the batch where that needs no copy, else a
-loop."""
+"""torch.vmap over the operators: the mapped dimension joins the batch where it can, else there is a loop."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The scores of a call: scale, softcap, mask and band in their one order, for any rectangle of (rows,
-keys)."""
+"""The scores of a call: scale, softcap, mask and band in their one order, for any tile."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ class Scoring:
 
         x = scale * q k^T;   x = softcap * tanh(x / softcap);   x = x + attn_mask;   x = -inf outside band
 
-    `attn_mask` is bool (True attends) or floating, 4-D and broadcastable to (B, Hq, Sq, Sk); softcap 0 is
-    off.
+    `attn_mask`, bool (True attends) or floating, is 4-D and broadcastable to (B, Hq, Sq, Sk); softcap 0 is off.
     """
 
     scale: float

@@ -1,5 +1,4 @@
-"""FlashAttention-4's algorithm in plain torch, tile by tile: O(S) memory, every feature, any device and
-dtype.
+"""FlashAttention-4's algorithm in plain torch, tile by tile: O(S) memory, every feature, any device.
 
 The forward walks the keys of one block of rows and keeps, per row, a reference score `ref`, the sum of
 exp2(score - ref) and the unnormalised output. The backward walks the rows of one block of keys and recomputes
@@ -33,8 +32,7 @@ _EXP2_COEFFICIENTS = (0.077119089663, 0.227564394474, 0.695146143436, 1.0)
 
 
 def exp2_poly3(x: Tensor) -> Tensor:
-    """2^x for x <= 0 as 2^floor(x) * p(x - floor(x)); below 2^-127 it gives 2^-127's neighbour or 0 for
-    -inf."""
+    """2^x as 2^floor(x) * p(x - floor(x)), for x <= 127; x below -127 counts as -127, but -inf gives 0."""
     whole = torch.floor(x.clamp(min=-127.0))
     part = x.clamp(min=-127.0) - whole
     p = torch.full_like(x, _EXP2_COEFFICIENTS[0])
@@ -63,8 +61,7 @@ class RescaleCount:
 class Tiling:
     """Tile sizes and the algorithm's switches.
 
-    `rescale_threshold` is in base-2 units (8 allows weights up to 2^8); 0 rescales whenever the maximum
-    grows.
+    `rescale_threshold` is in base-2 units: 8 allows weights up to 2^8, 0 rescales at every new maximum.
     `elements` bounds the scores held at once, over all heads of as many batch entries as fit.
     """
 
@@ -158,8 +155,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """out (B, Sq, Hq, Dv) in q's dtype and lse (B, Hq, Sq), natural log, float32 (float64 for float64).
 
-    q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv). `count` collects what conditional rescaling
-    skipped.
+    q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv). `count` collects which rescales were skipped.
     """
     tiling = tiling or Tiling()
     (B, Sq, Hq, _), Sk, Dv = q.shape, k.shape[1], v.shape[3]
@@ -263,8 +259,8 @@ def backward(
     dout (B, Sq, Hq, Dv); dlse (B, Hq, Sq) or None; the rest as in `forward`. Weights come back as
     exp2(scores - lse), so nothing of size Sq * Sk is ever stored:
 
-        dv = w^T dout;   ds = w * (dout v^T - rowsum(dout * out) + dlse);   dq = scale ds k;   dk = scale
-        ds^T q
+        ds = w * (dout v^T - rowsum(dout * out) + dlse)
+        dv = w^T dout;   dq = scale * ds k;   dk = scale * ds^T q
     """
     tiling = tiling or Tiling()
     (B, Sq, Hq, _), Sk = q.shape, k.shape[1]

@@ -18,8 +18,7 @@ _ELEMENTS = 1 << 20
 
 
 def forward(q: Tensor, k: Tensor, scoring: Scoring, average_heads: bool) -> Tensor:
-    """softmax(scores) after dropout, in q's dtype: (B, Sq, Sk), or (B, Hq, Sq, Sk) without
-    `average_heads`."""
+    """softmax(scores) after dropout, in q's dtype: averaged (B, Sq, Sk), else (B, Hq, Sq, Sk)."""
     (B, Sq, Hq, _), Sk = q.shape, k.shape[1]
     weights = q.new_empty((B, Sq, Sk) if average_heads else (B, Hq, Sq, Sk))
     for block in _Block.of(q, k, scoring):

@@ -40,8 +40,7 @@ def backends_used() -> Iterator[Counter[tuple[str, str]]]:
 def poisoned_memory() -> Iterator[None]:
     """While open, fresh uninitialised tensors hold NaN (integers: their maximum), so unwritten results show.
 
-    Torch does this as part of deterministic algorithms, which are therefore on inside (as warnings only);
-    pass
+    Torch does this as part of deterministic algorithms, which are therefore on inside, as warnings only; pass
     `deterministic=False` to test the default gradients.
     """
     enabled = torch.are_deterministic_algorithms_enabled()

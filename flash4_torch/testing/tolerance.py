@@ -29,8 +29,7 @@ def reference(
     """(out, lse) of `flash4_torch.attention` by definition, computed and returned in `dtype`.
 
     The arguments are `attention`'s. With dropout_p > 0 `rng_state` says which mask; see `peek_rng_state`.
-    Differentiable; needs O(Sq * Sk) memory. With `dtype` the inputs' own it is the error to be measured
-    against.
+    Differentiable; needs O(Sq * Sk) memory. In the inputs' own `dtype` it is the peer to compare errors with.
     """
     dropout = None
     if dropout_p > 0:
@@ -53,9 +52,8 @@ def assert_close_as_peer(
 ) -> None:
     """max |actual - exact| <= factor * max |peer - exact| + rounding + noise.
 
-    `exact` is float64, `peer` plain torch's result in actual's dtype. Rounding is two units in the last
-    place of
-    the largest exact value (a peer may be exact by luck on a few elements), plus 16 of 1 in float32: a result
+    `exact` is float64, `peer` plain torch's result in actual's dtype. Rounding is two units in the last place
+    of the largest exact value (a peer may be exact by luck), plus 16 of 1 in float32: a result
     that cancels to zero still has the noise of its terms. (Of float64 results there is no exacter reference;
     they get 1e-12.) `noise` is what else the caller can account for. Infinities must stand where exact's do;
     NaN never passes.
