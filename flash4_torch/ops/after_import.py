@@ -1,8 +1,8 @@
 """Doing something once another module is loaded, without loading it.
 
 Sharding rules need torch.distributed.tensor and FLOP formulas need torch.utils.flop_counter, which loads
-Triton: together a second of everybody's import time for what few use. Whoever uses them imports them, and that
-is when ours join.
+Triton: together a second of everybody's import time for what few use. Whoever uses them imports them, and
+that is when ours join.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ in the bits i3, i0, j3, j0:
 - a call never reaches outside an aligned 16 x 16 tile, the smallest one either MMA has.
 
 A byte alone would quantise p to 1/256. So let p * 256 = t + f with a whole t, and x be the xor of the call's
-four words: dropped is `byte < t + (x < f * 2**32)`. x is independent of any one byte (of any three words), hence
-each weight is dropped with probability exactly p, to 40 bits, for three instructions per 16 weights.
+four words: dropped is `byte < t + (x < f * 2**32)`. x is independent of any one byte (of any three words),
+hence each weight is dropped with probability exactly p, to 40 bits, for three instructions per 16 weights.
 """
 
 from __future__ import annotations

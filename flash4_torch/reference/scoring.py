@@ -17,7 +17,7 @@ class Scoring:
 
         x = scale * q k^T;   x = softcap * tanh(x / softcap);   x = x + attn_mask;   x = -inf outside band
 
-    `attn_mask`, bool (True attends) or floating, is 4-D and broadcastable to (B, Hq, Sq, Sk); softcap 0 is off.
+    `attn_mask`, bool (True attends) or floating, is 4-D and broadcasts to (B, Hq, Sq, Sk); softcap 0 is off.
     """
 
     scale: float
