@@ -88,6 +88,8 @@ class Inputs(NamedTuple):
     rng_state: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
+    first_batch: int = 0
+    """What dropout adds to batch indices: a sequence of a varlen call counts as its own batch entry."""
 
 
 class Saved(NamedTuple):

@@ -47,7 +47,6 @@ def test_plain_calls_run_torchs_cpu_kernel() -> None:
     [
         ({"softcap": 2.0}, "softcap is 2.0"),
         ({"window": (1, 1)}, "the window is (1, 1)"),
-        ({"attn_mask": torch.ones(4, 4)}, "attn_mask"),
         ({"dropout_p": 0.5}, "dropout_p is 0.5"),
         ({"scale": -1.0}, "scale is -1.0"),
     ],

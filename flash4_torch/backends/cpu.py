@@ -1,4 +1,4 @@
-"""PyTorch's own CPU flash kernel, for the dense and causal problems it was made for."""
+"""PyTorch's own CPU flash kernel: full and causal attention, with masks; varlen a sequence at a time."""
 
 from __future__ import annotations
 
@@ -6,60 +6,103 @@ import torch
 from torch import Tensor
 
 from ..problem import Inputs, Problem, Saved
+from ..reference.scoring import working_dtype
+from . import sequences
 from .base import Grads, Results
+from .tiled import Tiled
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 class Cpu:
+    """Varlen runs a sequence at a time; sequences that the kernel cannot serve (empty ones, causal ones with
+    more or fewer keys than queries) run tiled."""
+
     name = "cpu"
 
     def why_not(self, problem: Problem) -> list[str]:
-        spec = problem.spec
+        spec, band, extent = problem.spec, problem.band, problem.extent
         if spec.device != "cpu":
             return [f"the tensors are on {spec.device}, and it serves cpu"]
-        why = plain_problem(problem)
+        why = beyond_plain(problem)
         if spec.D != spec.Dv:
             why.append(f"D is {spec.D} and Dv is {spec.Dv}, and it needs them equal")
-        if 0 in problem.extent:
+        if spec.dmask:
+            why.append("it has no gradient for attn_mask")
+        if spec.varlen:
+            if not band.is_full and not band.is_causal:
+                why.append(f"the window is {tuple(band)}, and it serves full and causal sequences")
+            return why
+        is_top_left_causal = band.left is None and band.right == extent.Sq - extent.Sk
+        if not is_top_left_causal and not band.hides_nothing(extent.Sq, extent.Sk):
+            why.append(
+                f"the window is {tuple(band)} for Sq={extent.Sq}, Sk={extent.Sk}, "
+                "and it serves full attention, and causal aligned to the top left"
+            )
+        if 0 in extent:
             why.append("the problem is empty, and PyTorch's kernel divides by its sizes")
         return why
 
     def forward(self, inputs: Inputs, problem: Problem) -> Results:
+        if problem.spec.varlen:
+            return sequences.forward(inputs, problem, self._or_tiled)
         q, k, v = heads_first(inputs.q, inputs.k, inputs.v)
-        out, lse = _forward(q, k, v, 0.0, is_causal(problem), scale=problem.scale)
-        return out.transpose(1, 2).contiguous(), lse.contiguous()
+        mask, causal = _added(inputs.attn_mask, q.dtype), is_causal(problem)
+        out, lse = _forward(q, k, v, 0.0, causal, attn_mask=mask, scale=problem.scale)
+        lse = lse.contiguous()
+        if mask is not None:
+            lse.masked_fill_(_sees_nothing(mask, causal, problem.extent.Sq), -torch.inf)
+        return out.transpose(1, 2).contiguous(), lse
 
     def backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> Grads:
+        if problem.spec.varlen:
+            return sequences.backward(saved, inputs, problem, self._or_tiled)
         dout, q, k, v, out = heads_first(saved.dout, inputs.q, inputs.k, inputs.v, saved.out)
-        grads = _backward(dout, q, k, v, out, saved.lse, 0.0, is_causal(problem), scale=problem.scale)
+        mask, lse = _added(inputs.attn_mask, q.dtype), saved.lse
+        if mask is not None:
+            # exp(-inf - -inf) would be NaN; the kernel itself gives a row that sees nothing 0.
+            lse = lse.masked_fill(lse == -torch.inf, 0.0)
+        grads = _backward(
+            dout, q, k, v, out, lse, 0.0, is_causal(problem), attn_mask=mask, scale=problem.scale
+        )
         dq, dk, dv = (g.transpose(1, 2).contiguous() for g in grads)
         return dq, dk, dv, None
 
+    def _or_tiled(self, problem: Problem) -> Cpu | Tiled:
+        return Tiled() if self.why_not(problem) else self
 
-def plain_problem(problem: Problem) -> list[str]:
-    """Why PyTorch's fused kernels cannot serve what `problem` asks beyond dense and causal attention."""
-    spec, band, extent = problem.spec, problem.band, problem.extent
-    why = [
-        sentence
-        for sentence, asked in {
-            "it has no varlen": spec.varlen,
-            f"softcap is {problem.softcap}, and it has none": spec.softcap,
-            "it takes no attn_mask in our sense (a row that attends to nothing gives 0)": bool(spec.mask),
-            f"dropout_p is {problem.dropout_p}, and its masks are not ours": spec.dropout,
-            "it has no gradient for lse": spec.dlse,
-            # It scales -inf too, which turns hidden keys into NaN or +inf.
-            f"scale is {problem.scale}, and its masks need a positive one": problem.scale <= 0.0,
-        }.items()
-        if asked
-    ]
-    square_causal = band.is_causal and extent.Sq == extent.Sk
-    if not spec.varlen and not square_causal and not band.hides_nothing(extent.Sq, extent.Sk):
-        why.append(
-            f"the window is {tuple(band)} for Sq={extent.Sq}, Sk={extent.Sk}, "
-            "and it serves full attention, and causal where Sq equals Sk"
-        )
+
+def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """An attn_mask as the kernel takes it: floating, in the dtype of q or what that is summed in."""
+    if mask is None or mask.dtype == dtype:
+        return mask
+    if mask.dtype == torch.bool:
+        return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -torch.inf)
+    return mask.to(working_dtype(dtype))
+
+
+def _sees_nothing(mask: Tensor, causal: bool, Sq: int) -> Tensor:
+    """Bool, broadcastable to (B, Hq, Sq): the rows for which mask, and causal if set, leave no key."""
+    visible = mask != -torch.inf
+    nothing = ~visible.any(-1)
+    if causal:
+        nothing = nothing | (visible.byte().argmax(-1) > torch.arange(Sq))
+    return nothing
+
+
+def beyond_plain(problem: Problem) -> list[str]:
+    """What `problem` asks that none of PyTorch's fused kernels has."""
+    spec, why = problem.spec, []
+    if spec.softcap:
+        why.append(f"softcap is {problem.softcap}, and it has none")
+    if spec.dropout:
+        why.append(f"dropout_p is {problem.dropout_p}, and its masks are not ours")
+    if spec.dlse:
+        why.append("it has no gradient for lse")
+    if problem.scale <= 0.0:
+        # It scales -inf too, which turns hidden keys into NaN or +inf.
+        why.append(f"scale is {problem.scale}, and its masks need a positive one")
     return why
 
 

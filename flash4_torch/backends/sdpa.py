@@ -6,7 +6,7 @@ import torch
 
 from ..problem import Inputs, Problem, Saved
 from .base import Grads, Results
-from .cpu import heads_first, is_causal, plain_problem
+from .cpu import beyond_plain, heads_first, is_causal
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
@@ -22,7 +22,18 @@ class Sdpa:
         spec = problem.spec
         if spec.device != "cuda":
             return [f"the tensors are on {spec.device}, and it serves cuda"]
-        why = plain_problem(problem)
+        why = beyond_plain(problem)
+        band, extent = problem.band, problem.extent
+        if spec.varlen:
+            why.append("it has no varlen")
+        if spec.mask:
+            why.append("it takes no attn_mask in our sense (a row that attends to nothing gives 0)")
+        square_causal = band.is_causal and extent.Sq == extent.Sk
+        if not spec.varlen and not square_causal and not band.hides_nothing(extent.Sq, extent.Sk):
+            why.append(
+                f"the window is {tuple(band)} for Sq={extent.Sq}, Sk={extent.Sk}, "
+                "and it serves full attention, and causal where Sq equals Sk"
+            )
         if spec.dtype not in _DTYPES:
             why.append(f"the dtype is {spec.dtype}, and it serves float16 and bfloat16")
         if spec.D != spec.Dv or spec.D % 8 or spec.D > _MAX_D:

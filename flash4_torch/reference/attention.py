@@ -32,7 +32,10 @@ def _per_query_head(x: Tensor, q: Tensor) -> Tensor:
 def _scores(q: Tensor, k: Tensor, scoring: Scoring) -> Tensor:
     B, Sq, Sk = q.shape[0], q.shape[1], k.shape[1]
     products = q.transpose(1, 2) @ _per_query_head(k, q).transpose(2, 3) * scoring.scale
-    return scoring.masked(scoring.cap(products), Sq, Sk, range(B), range(Sq), range(Sk))
+    scores = scoring.cap(products)
+    for bias in scoring.biases(scores, Sq, Sk, range(B), range(Sq), range(Sk)):
+        scores = scores + bias
+    return scores
 
 
 def _softmax(scores: Tensor) -> tuple[Tensor, Tensor]:

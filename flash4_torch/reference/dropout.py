@@ -59,12 +59,13 @@ def philox(
     x0, x1, x2, x3 = counter
     k0, k1 = key
     for _ in range(rounds):
-        # The product of two 32-bit words wraps in int64, but its 64 bits are right.
+        # The product of two 32-bit words wraps in int64, but its 64 bits are right. What x1 and x3 have above
+        # 32 bits is masked off where they are used.
         p0, p1 = x0 * _MULTIPLIERS[0], x2 * _MULTIPLIERS[1]
-        x0, x1 = ((p1 >> 32) & _LOW32) ^ x1 ^ k0, p1 & _LOW32
-        x2, x3 = ((p0 >> 32) & _LOW32) ^ x3 ^ k1, p0 & _LOW32
+        x0, x1 = ((p1 >> 32) ^ x1 ^ k0) & _LOW32, p1
+        x2, x3 = ((p0 >> 32) ^ x3 ^ k1) & _LOW32, p0
         k0, k1 = (k0 + _WEYL[0]) & _LOW32, (k1 + _WEYL[1]) & _LOW32
-    return x0, x1, x2, x3
+    return x0, x1 & _LOW32, x2, x3 & _LOW32
 
 
 def thresholds(p: float) -> tuple[int, int]:
@@ -101,13 +102,17 @@ class Dropout:
         )
         t, f = thresholds(self.p)
         mixed = words[0] ^ words[1] ^ words[2] ^ words[3]
-        limit = t + (mixed < f).to(torch.int16)
-        # (heads, i >> 4, i2 i1, j >> 4, j2 j1, word: i3, j3, byte: j0, i0), little-endian bytes.
-        as_bytes = torch.stack(words, -1).to(torch.int32).view(torch.uint8)
-        kept = (as_bytes >= limit[..., None]).unflatten(-1, (2, 2, 2, 2))
-        kept = kept.unflatten(2, (-1, 4)).unflatten(1, (-1, 4))
-        kept = kept.permute(0, 1, 5, 2, 8, 3, 6, 4, 7)
-        kept = kept.reshape(len(batch), Hq, BLOCK * kept.shape[1], BLOCK * kept.shape[5])
+        limit = (t + (mixed < f)).to(torch.int16)
+        # Bytes in 16-bit lanes: (i0, word: i3 j3, heads, i >> 4 i2 i1, j >> 4 j2 j1 j0), little-endian.
+        as_int32 = torch.stack(words).to(torch.int32)
+        lanes = torch.stack((as_int32 & 0x00FF00FF, (as_int32 >> 8) & 0x00FF00FF)).view(torch.int16)
+        kept = lanes >= limit.repeat_interleave(2, -1)
+        # Eight keys that differ only in j2, j1, j0 lie side by side, and move as one.
+        i_tiles, j_tiles = i_blocks.shape[0] // 4, j_blocks.shape[0] // 4
+        eights = kept.flatten().view(torch.int64).view(2, 2, 2, heads.shape[0], i_tiles, 4, j_tiles)
+        # (heads, i >> 4, i3, i2 i1, i0, j >> 4, j3)
+        eights = eights.permute(3, 4, 1, 5, 0, 6, 2).flatten()
+        kept = eights.view(torch.bool).view(len(batch), Hq, BLOCK * i_tiles, BLOCK * j_tiles)
         i0, j0 = rows.start % BLOCK, keys.start % BLOCK
         return kept[:, :, i0 : i0 + len(rows), j0 : j0 + len(keys)]
 

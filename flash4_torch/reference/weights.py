@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .scoring import Scoring, mask_tile, working_dtype
-from .tiled import Gradients, Scores, Tiles, blocks
+from .tiled import LOG2E, Gradients, Scores, Tiles, blocks
 
 _ELEMENTS = 1 << 20
 """Scores held at once."""
@@ -45,17 +45,18 @@ def backward(
         dw = dw.unsqueeze(1) / Hq if average_heads else dw
         if block.kept is not None:
             dw = dw * block.kept
-        weighted = block.weights * dw
-        ds = weighted - block.weights * weighted.sum(-1, keepdim=True)
+        ds = block.weights * dw
+        ds -= block.weights * ds.sum(-1, keepdim=True)
         if dmask is not None:
             tile = mask_tile(dmask, block.batch, block.rows, range(Sk))
             tile += ds.sum_to_size(tile.shape)
-        if scoring.softcap:
-            ds = ds * (1.0 - (block.scores.capped / scoring.softcap) ** 2)
         ds = block.tiles.folded(ds)
+        if block.scores.tanh is not None:
+            ds -= block.scores.tanh.square_().mul_(ds)
         dq_rows = block.tiles.per_head(ds @ block.k_keys, len(block.rows)) * scoring.scale
         dq[at, span] = dq_rows.transpose(1, 2).to(q.dtype)
-        dk[at] += (ds.transpose(2, 3) @ block.q_rows).transpose(1, 2)
+        dk_block = ds.transpose(1, 2) @ block.q_rows
+        dk[at] += dk_block.unflatten(0, (len(block.batch), -1)).transpose(1, 2)
     return Gradients(
         dq, dk.to(k.dtype), q.new_empty(0), None if dmask is None or mask is None else dmask.to(mask.dtype)
     )
@@ -70,8 +71,9 @@ class _Block:
         self.q_rows = tiles.scaled_rows(batch, rows)
         self.k_keys = tiles.keys_of(tiles.k, batch, keys)
         self.scores: Scores = tiles.scores(self.q_rows, self.k_keys, batch, rows, keys)
-        self.weights = _softmax_base2(self.scores.base2)
-        self.kept = tiles.kept(batch, rows, keys)
+        self.weights = tiles.per_head(_softmax_(self.scores.masked), len(rows))
+        kept = tiles.kept(batch, rows, keys)
+        self.kept = None if kept is None else tiles.per_head(kept, len(rows))
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, scoring: Scoring) -> Iterator[_Block]:
@@ -87,9 +89,9 @@ class _Block:
                 yield cls(tiles, batch, span)
 
 
-def _softmax_base2(scores: Tensor) -> Tensor:
-    """Softmax of base-2 scores; rows of only -inf give 0."""
+def _softmax_(scores: Tensor) -> Tensor:
+    """Softmax in the place of the scores; rows of only -inf give 0."""
     highest = scores.amax(-1, keepdim=True)
-    weights = torch.exp2(scores - torch.where(highest == -torch.inf, 0.0, highest))
+    weights = scores.sub_(highest.masked_fill_(highest == -torch.inf, 0.0)).mul_(LOG2E).exp2_()
     total = weights.sum(-1, keepdim=True)
-    return weights / torch.where(total == 0, 1.0, total)
+    return weights.div_(total.masked_fill_(total == 0, 1.0))
