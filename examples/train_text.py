@@ -21,8 +21,8 @@ import torch
 from report import Comparison, plot, table
 from training import Result, Run, Setup, train_in_fresh_process
 
-SMALL = Setup(width=128, heads=4, layers=2, context=128, batch=16, steps=150, learning_rate=5e-3)
-LARGE = Setup(width=512, heads=8, layers=4, context=1024, batch=4, steps=150, learning_rate=1e-3)
+SMALL = Setup(width=128, heads=4, layers=2, context=128, batch=16, steps=120, learning_rate=5e-3)
+LARGE = Setup(width=512, heads=8, layers=4, context=1024, batch=4, steps=120, learning_rate=1e-3)
 
 
 def main() -> int:

@@ -46,7 +46,7 @@ def _dtypes(settings: Settings) -> tuple[torch.dtype, ...]:
 
 def _sizes(settings: Settings) -> tuple[int, ...]:
     if settings.on_gpu:
-        return (2048,) if settings.quick else (2048, 8192)
+        return (2048,) if settings.quick else (2048, 4096)
     return (512,) if settings.quick else (1024,)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import api, ops
 from . import features
 from .report import Row, table
-from .settings import Settings
+from .settings import Settings, usual_dtype
 from .timing import compare
 
 TITLE = "host microseconds a call, at B=1 S=16 H=1 D=16"
@@ -91,7 +91,7 @@ Prepare = Callable[[Attend, tuple[Tensor, ...], Tensor], Callable[[], Any]]
 def _calls(
     settings: Settings, contenders: Mapping[str, Attend], prepare: Prepare
 ) -> dict[str, Callable[[], Any]]:
-    dtype = torch.bfloat16 if settings.on_gpu else torch.float32
+    dtype = usual_dtype(settings.device)
     q, k, v, dout = (torch.randn(1, 16, 1, 16, dtype=dtype, device=settings.device) for _ in range(4))
     inputs = tuple(x.requires_grad_() for x in (q, k, v))
     return {name: prepare(attend, inputs, dout) for name, attend in contenders.items()}

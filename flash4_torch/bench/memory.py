@@ -13,8 +13,8 @@ import torch
 from . import features
 from .features import FEATURES, Shape
 from .peak import peak_mib
-from .report import Row, table
-from .settings import Settings
+from .report import Row, dtype_name, table
+from .settings import Settings, usual_dtype
 
 TITLE = "peak memory on top of the inputs, MiB, and the exponent of its growth with S"
 
@@ -37,7 +37,7 @@ def measure(settings: Settings) -> Iterator[Row]:
                     "B": 1,
                     "H": _H,
                     "D": _D,
-                    "dtype": "float32",
+                    "dtype": dtype_name(usual_dtype(settings.device)),
                     "S": sizes,
                     "peak_mib": peaks,
                     "exponent": exponent(sizes, peaks),
@@ -52,11 +52,11 @@ def _sizes(settings: Settings, who: str) -> list[int]:
 
 
 def prepare(S: int, device: str, feature: str, direction: str, who: str) -> Callable[[], Any]:
-    pair = FEATURES[feature](Shape(B=1, S=S, H=_H, D=_D, device=device))
+    pair = FEATURES[feature](Shape(B=1, S=S, H=_H, D=_D, dtype=usual_dtype(device), device=device))
     attend = pair.flash4 if who == "flash4" else pair.torch
     if direction == "forward":
         return partial(features.forward, attend)
-    dout = torch.randn(pair.inputs[0].shape, device=device)
+    dout = torch.randn_like(pair.inputs[0])
     return partial(features.step, attend, pair.inputs, dout)
 
 

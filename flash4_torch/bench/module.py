@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from .. import MultiheadAttention
 from .peak import peak_mib
-from .report import Row, ratio, table
-from .settings import Settings
+from .report import Row, dtype_name, ratio, table
+from .settings import Settings, usual_dtype
 from .timing import compare
 
 TITLE = "training step of MultiheadAttention, time and peak memory on top of the inputs, against torch's"
@@ -43,7 +43,7 @@ def measure(settings: Settings) -> Iterator[Row]:
             "num_heads": HEADS,
             "B": BATCH,
             "S": S,
-            "dtype": "float32",
+            "dtype": dtype_name(usual_dtype(settings.device)),
             "seconds": {who: seconds._asdict() for who, seconds in result.seconds.items()},
             "flash4_over_torch": result.ratios["torch"]._asdict(),
             "peak_mib": peaks,
@@ -67,12 +67,13 @@ def prepare(
     padding: bool = False,
 ) -> Callable[[], Any]:
     """The step of a self-attention module in training, on random inputs that want gradients, too."""
-    module = CLASSES[who](EMBED, HEADS, dropout=dropout, batch_first=True, device=device)
-    x = torch.randn(BATCH, S, EMBED, device=device, requires_grad=True)
-    dout = torch.randn(BATCH, S, EMBED, device=device)
+    dtype = usual_dtype(device)
+    module = CLASSES[who](EMBED, HEADS, dropout=dropout, batch_first=True, device=device, dtype=dtype)
+    x = torch.randn(BATCH, S, EMBED, device=device, dtype=dtype, requires_grad=True)
+    dout = torch.randn_like(x)
     options: dict[str, Any] = {"need_weights": need_weights}
     if causal:
-        mask = nn.Transformer.generate_square_subsequent_mask(S, device=torch.device(device))
+        mask = nn.Transformer.generate_square_subsequent_mask(S, torch.device(device), dtype)
         options |= {"attn_mask": mask, "is_causal": True}
     if padding:
         # The last eighth of every sequence.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -22,3 +24,8 @@ class Settings:
     def budget(self) -> float:
         """Seconds for each comparison."""
         return 0.2 if self.quick else 1.0
+
+
+def usual_dtype(device: str) -> torch.dtype:
+    """What models run in on a device: bfloat16 on a GPU, float32 on a CPU."""
+    return torch.bfloat16 if device.startswith("cuda") else torch.float32

@@ -65,6 +65,10 @@ class RescaleCount:
         return 1.0 - self.rescaled / self.steps if self.steps else 0.0
 
 
+_GPU_ELEMENTS = 1 << 25
+"""Scores held at once on a GPU: 128 MiB in float32, and a few times that for what is made of them."""
+
+
 @dataclass(frozen=True)
 class Tiling:
     """Tile sizes and the algorithm's switches.
@@ -85,16 +89,18 @@ class Tiling:
         return self.exp2(x.mul_(LOG2E))
 
     @classmethod
-    def of(cls, Hq: int, band: Band) -> Tiling:
+    def of(cls, q: Tensor, band: Band) -> Tiling:
         """For few heads larger tiles, so that a step is worth its calls, but not where a window skips tiles.
 
-        The batch has no say, so that results do not depend on it.
+        A GPU's launches want much larger ones than a CPU's cache. The batch has no say, so that results do
+        not depend on it.
         """
-        rows, keys = cls.rows, cls.keys
+        Hq, rows, keys = q.shape[2], cls.rows, cls.keys
+        elements = cls.elements if q.device.type == "cpu" else _GPU_ELEMENTS
         is_window = band.left is not None and band.right is not None
-        while not is_window and 2 * Hq * rows * keys <= cls.elements:
+        while not is_window and 2 * Hq * rows * keys <= elements:
             rows, keys = (2 * rows, keys) if rows < keys else (rows, 2 * keys)
-        return cls(rows, keys)
+        return cls(rows, keys, elements)
 
     def batches(self, B: int, Hq: int, Sq: int, Sk: int) -> Iterator[range]:
         tile = Hq * min(self.rows, Sq) * min(self.keys, Sk)
@@ -187,7 +193,7 @@ def forward(
 
     q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv). `count` collects which rescales were skipped.
     """
-    tiling = tiling or Tiling.of(q.shape[2], scoring.band)
+    tiling = tiling or Tiling.of(q, scoring.band)
     (B, Sq, Hq, _), Sk, Dv = q.shape, k.shape[1], v.shape[3]
     out = q.new_empty(B, Sq, Hq, Dv)
     lse = q.new_empty(B, Hq, Sq, dtype=working_dtype(q.dtype))
@@ -289,7 +295,7 @@ def backward(
         ds = w * (dout v^T - rowsum(dout * out) + dlse)
         dv = w^T dout;   dq = scale * ds k;   dk = scale * ds^T q
     """
-    tiling = tiling or Tiling.of(q.shape[2], scoring.band)
+    tiling = tiling or Tiling.of(q, scoring.band)
     (B, Sq, Hq, _), Sk = q.shape, k.shape[1]
     work = working_dtype(q.dtype)
     dq = q.new_zeros(q.shape, dtype=work)
