@@ -1,4 +1,4 @@
-"""The demo's comparison, small and eager: swapped training is stock training, and really calls our attention."""
+"""The demo's comparison, small and eager: swapped training equals stock, and really calls our attention."""
 
 from __future__ import annotations
 

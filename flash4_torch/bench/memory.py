@@ -16,7 +16,7 @@ from .peak import peak_mib
 from .report import Row, dtype_name, table
 from .settings import Settings, usual_dtype
 
-TITLE = "peak memory on top of the inputs, MiB, and the exponent of its growth with S"
+TITLE = "peak memory on top of the inputs, MiB; its growth in KiB a token and as an exponent of S"
 
 _SMALL = 128
 _PAGE_MIB = 4096 / 2**20
@@ -73,5 +73,8 @@ def text(rows: list[Row]) -> str:
     for row in rows:
         peaks = dict(zip(row["S"], row["peak_mib"], strict=True))
         cells = [f"{peaks[S]:.1f}" if S in peaks else "" for S in sizes]
-        lines.append([row["feature"], row["direction"], row["provider"], *cells, f"{row['exponent']:.2f}"])
-    return table(["feature", "direction", "provider", *(f"S={S}" for S in sizes), "exponent"], lines)
+        per_token = 1024 * statistics.linear_regression(row["S"], row["peak_mib"]).slope
+        case = row["feature"], row["direction"], row["provider"]
+        lines.append([*case, *cells, f"{per_token:.2f}", f"{row['exponent']:.2f}"])
+    head = ["feature", "direction", "provider", *(f"S={S}" for S in sizes), "KiB/token", "exponent"]
+    return table(head, lines)
