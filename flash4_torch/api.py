@@ -11,7 +11,7 @@ from torch import Tensor
 from . import backends, ops
 from .masks import Band
 from .ops import check
-from .ops.impl import dense_extent, describe
+from .ops.impl import Rules, dense_extent, describe
 
 Window = tuple[int | None, int | None]
 
@@ -199,7 +199,8 @@ def support(
     )
     mask_grad = attn_mask is not None and attn_mask.requires_grad
     wants_grad = mask_grad or any(x.requires_grad for x in (q, k, v))
-    problem = describe(q, v, dense_extent(q, k), attn_mask, band=band, **rules)
+    described = Rules(window_left=band.left, window_right=band.right, **rules)
+    problem = describe(q, v, dense_extent(q, k), attn_mask, described)
     reasons = backends.reasons(problem)
     if wants_grad:
         spec = problem.spec._replace(backward=True, dlse=return_lse, dmask=mask_grad)

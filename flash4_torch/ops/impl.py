@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -15,20 +17,23 @@ from .check import cu_seqlens_values
 from .schema import LIBRARY
 
 
+class Rules(NamedTuple):
+    """The arguments that close every attention operator's schema, in its order."""
+
+    scale: float
+    window_left: int | None
+    window_right: int | None
+    softcap: float
+    dropout_p: float
+    deterministic: bool
+
+
 def describe(
-    q: Tensor,
-    v: Tensor,
-    extent: Extent,
-    attn_mask: Tensor | None,
-    scale: float,
-    band: Band,
-    softcap: float,
-    dropout_p: float,
-    deterministic: bool,
-    varlen: bool = False,
+    q: Tensor, v: Tensor, extent: Extent, attn_mask: Tensor | None, rules: Rules, varlen: bool = False
 ) -> Problem:
     """The forward problem of a call."""
     device = q.device
+    band = Band(rules.window_left, rules.window_right)
     spec = Spec(
         device=device.type,
         dtype=q.dtype,
@@ -38,38 +43,31 @@ def describe(
         varlen=varlen,
         left=band.left is not None,
         right=band.right is not None,
-        softcap=softcap != 0.0,
+        softcap=rules.softcap != 0.0,
         mask=mask_key(attn_mask),
-        dropout=dropout_p > 0.0,
-        deterministic=deterministic,
+        dropout=rules.dropout_p > 0.0,
+        deterministic=rules.deterministic,
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
     )
-    return Problem(spec, extent, scale, band, softcap, dropout_p)
+    return Problem(spec, extent, rules.scale, band, rules.softcap, rules.dropout_p)
 
 
 def dense_extent(q: Tensor, k: Tensor) -> Extent:
     return Extent(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
 
 
-def _backward_of(problem: Problem, dlse: bool, dmask: bool = False) -> Problem:
-    return problem._replace(spec=problem.spec._replace(backward=True, dlse=dlse, dmask=dmask))
+def _varlen_extent(q: Tensor, k: Tensor, cu_seqlens: Tensor, longest_q: int, longest_k: int) -> Extent:
+    return Extent(cu_seqlens.shape[0] - 1, longest_q, longest_k, q.shape[1], k.shape[1])
+
+
+def _backward_of(problem: Problem, dlse: Tensor | None, mask_grad: bool = False) -> Problem:
+    return problem._replace(spec=problem.spec._replace(backward=True, dlse=dlse is not None, dmask=mask_grad))
 
 
 def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None,
-    rng_state: Tensor | None,
-    scale: float,
-    window_left: int | None,
-    window_right: int | None,
-    softcap: float,
-    dropout_p: float,
-    deterministic: bool,
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, rng_state: Tensor | None, *rules: Any
 ) -> tuple[Tensor, Tensor]:
-    band = Band(window_left, window_right)
-    problem = describe(q, v, dense_extent(q, k), attn_mask, scale, band, softcap, dropout_p, deterministic)
+    problem = describe(q, v, dense_extent(q, k), attn_mask, Rules(*rules))
     return backends.choose(problem).forward(Inputs(q, k, v, attn_mask, rng_state), problem)
 
 
@@ -83,20 +81,13 @@ def _attention_backward(
     lse: Tensor,
     attn_mask: Tensor | None,
     rng_state: Tensor | None,
-    scale: float,
-    window_left: int | None,
-    window_right: int | None,
-    softcap: float,
-    dropout_p: float,
-    deterministic: bool,
-    mask_grad: bool,
+    *rules_and_mask_grad: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    band = Band(window_left, window_right)
-    forward = describe(q, v, dense_extent(q, k), attn_mask, scale, band, softcap, dropout_p, deterministic)
-    problem = _backward_of(forward, dlse is not None, mask_grad)
-    inputs = Inputs(q, k, v, attn_mask, rng_state)
-    grads = backends.choose(problem).backward(Saved(dout, dlse, out, lse, mask_grad), inputs, problem)
-    dq, dk, dv, dmask = grads
+    *rules, mask_grad = rules_and_mask_grad
+    forward = describe(q, v, dense_extent(q, k), attn_mask, Rules(*rules))
+    problem = _backward_of(forward, dlse, mask_grad)
+    saved, inputs = Saved(dout, dlse, out, lse, mask_grad), Inputs(q, k, v, attn_mask, rng_state)
+    dq, dk, dv, dmask = backends.choose(problem).backward(saved, inputs, problem)
     return dq, dk, dv, q.new_empty(0) if dmask is None else dmask
 
 
@@ -109,18 +100,12 @@ def _attention_varlen(
     rng_state: Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    scale: float,
-    window_left: int | None,
-    window_right: int | None,
-    softcap: float,
-    dropout_p: float,
-    deterministic: bool,
+    *rules: Any,
 ) -> tuple[Tensor, Tensor]:
     cu_seqlens_values("cu_seqlens_q", cu_seqlens_q, q.shape[0], max_seqlen_q)
     cu_seqlens_values("cu_seqlens_k", cu_seqlens_k, k.shape[0], max_seqlen_k)
-    extent = Extent(cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k, q.shape[1], k.shape[1])
-    band = Band(window_left, window_right)
-    problem = describe(q, v, extent, None, scale, band, softcap, dropout_p, deterministic, varlen=True)
+    extent = _varlen_extent(q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
+    problem = describe(q, v, extent, None, Rules(*rules), varlen=True)
     inputs = Inputs(q, k, v, None, rng_state, cu_seqlens_q, cu_seqlens_k)
     return backends.choose(problem).forward(inputs, problem)
 
@@ -138,17 +123,10 @@ def _attention_varlen_backward(
     rng_state: Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    scale: float,
-    window_left: int | None,
-    window_right: int | None,
-    softcap: float,
-    dropout_p: float,
-    deterministic: bool,
+    *rules: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    extent = Extent(cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k, q.shape[1], k.shape[1])
-    band = Band(window_left, window_right)
-    forward = describe(q, v, extent, None, scale, band, softcap, dropout_p, deterministic, varlen=True)
-    problem = _backward_of(forward, dlse is not None)
+    extent = _varlen_extent(q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
+    problem = _backward_of(describe(q, v, extent, None, Rules(*rules), varlen=True), dlse)
     inputs = Inputs(q, k, v, None, rng_state, cu_seqlens_q, cu_seqlens_k)
     dq, dk, dv, _ = backends.choose(problem).backward(Saved(dout, dlse, out, lse), inputs, problem)
     return dq, dk, dv
@@ -167,38 +145,16 @@ def _weights_scoring(
     return Scoring(scale, Band(window_left, window_right), softcap, attn_mask, dropout)
 
 
-def _attention_weights(
-    q: Tensor,
-    k: Tensor,
-    attn_mask: Tensor | None,
-    rng_state: Tensor | None,
-    scale: float,
-    window_left: int | None,
-    window_right: int | None,
-    softcap: float,
-    dropout_p: float,
-    average_heads: bool,
-) -> Tensor:
-    scoring = _weights_scoring(attn_mask, rng_state, scale, window_left, window_right, softcap, dropout_p)
-    return weights.forward(q, k, scoring, average_heads)
+def _attention_weights(q: Tensor, k: Tensor, *scores_and_average: Any) -> Tensor:
+    *scores, average_heads = scores_and_average
+    return weights.forward(q, k, _weights_scoring(*scores), average_heads)
 
 
 def _attention_weights_backward(
-    dweights: Tensor,
-    q: Tensor,
-    k: Tensor,
-    attn_mask: Tensor | None,
-    rng_state: Tensor | None,
-    scale: float,
-    window_left: int | None,
-    window_right: int | None,
-    softcap: float,
-    dropout_p: float,
-    average_heads: bool,
-    mask_grad: bool,
+    dweights: Tensor, q: Tensor, k: Tensor, *scores_and_flags: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    scoring = _weights_scoring(attn_mask, rng_state, scale, window_left, window_right, softcap, dropout_p)
-    grads = weights.backward(dweights, q, k, scoring, average_heads, mask_grad)
+    *scores, average_heads, mask_grad = scores_and_flags
+    grads = weights.backward(dweights, q, k, _weights_scoring(*scores), average_heads, mask_grad)
     return grads.dq, grads.dk, q.new_empty(0) if grads.dmask is None else grads.dmask
 
 
