@@ -1,4 +1,7 @@
-"""Every error flash4_torch raises, each naming the argument, the value it had and the limit it broke."""
+"""The errors flash4_torch has of its own.
+
+What drops in for a function or module of torch's also raises torch's errors, where that is the contract.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 
 class Flash4Error(Exception):
-    """Base class: `except Flash4Error` catches whatever this package raises on purpose."""
+    """Base class of the errors below."""
 
 
 class ArgumentError(Flash4Error, ValueError):
@@ -76,3 +79,10 @@ class DoubleBackwardError(Flash4Error, RuntimeError):
             "flash4_torch's attention is differentiable once: its gradients have no gradient. "
             "For second derivatives use flash4_torch.testing.reference, which is plain torch."
         )
+
+
+class ForwardModeError(Flash4Error, NotImplementedError):
+    """A forward-mode derivative was asked for in a compiled graph; in eager torch says so itself."""
+
+    def __str__(self) -> str:
+        return "flash4_torch's attention has no forward-mode derivative, only gradients."

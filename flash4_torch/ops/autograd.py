@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import DoubleBackwardError
+from ..errors import DoubleBackwardError, ForwardModeError
 from . import schema
 
 Grads = tuple[Tensor | None, ...]
@@ -92,7 +92,7 @@ def _differentiable(name: str, save: Callable[..., None], grads: Callable[..., G
         if torch.compiler.is_compiling():
             if torch.autograd.forward_ad._current_level >= 0:
                 # In a graph the operator would answer with a tangent of zeros.
-                raise NotImplementedError("attention has no forward-mode derivative")
+                raise ForwardModeError
             return op(*args)
         # What autograd.Function itself asks; there is no public way to.
         if torch._C._are_functorch_transforms_active():
