@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -29,5 +30,26 @@ LOG = Variable(
     "",
     "'backend' prints to stderr, once per distinct problem, which backend serves it. Empty: silent.",
 )
+ARCH = Variable(
+    "FLASH4_ARCH",
+    "sm_100a",
+    "The architecture that the emulator plays: sm_90a (Hopper) or sm_100a (Blackwell).",
+)
+CACHE_DIR = Variable(
+    "FLASH4_CACHE_DIR",
+    "~/.cache/flash4_torch",
+    "Folder that keeps what was built on first use.",
+)
 
-ALL = (BACKEND, LOG)
+ALL = (BACKEND, LOG, ARCH, CACHE_DIR)
+
+
+def change(values: Mapping[str, str | None]) -> dict[str, str | None]:
+    """Sets variables, or removes them where the value is None; returns what they were, to change back."""
+    before = {name: os.environ.get(name) for name in values}
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    return before

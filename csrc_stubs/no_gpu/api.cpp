@@ -1,0 +1,72 @@
+// The engine's C interface; flash4_torch/emulator/engine.py is its only user and mirrors these structures.
+#include <cstring>
+
+#include "program.h"
+#include "schedule.h"
+
+using namespace flash4;
+
+struct LaunchText {
+    const Program* program;
+    uint32_t grid[3], block[3], cluster[3];
+    uint32_t dynamic_shared;
+    const uint8_t* params;
+    uint64_t param_bytes;
+    const uint64_t* regions;  // begin, end, begin, end, ...; sorted
+    uint64_t region_count;
+    uint32_t schedule, arch, max_resident;
+    uint64_t seed, max_instructions;
+    uint8_t check_races, strict_uninitialised, strict_wait_ld;
+};
+
+struct FindingText {
+    const char *kind, *message;
+    uint32_t cta[3], cta_rank, warp, op;
+    uint32_t has_other, other_cta, other_warp, other_op;
+    uint64_t times;
+};
+
+extern "C" {
+
+uint64_t flash4_operation_count() { return operation_count(); }
+const char* flash4_operation_name(uint64_t index) { return operation_name(index); }
+uint32_t flash4_operation_pipe(uint64_t index) { return static_cast<uint32_t>(operation_pipe(index)); }
+
+Program* flash4_program_new(const ProgramText* text) { return make_program(*text).release(); }
+void flash4_program_free(Program* program) { delete program; }
+
+Launch* flash4_launch(const LaunchText* text) {
+    auto launch = std::make_unique<Launch>();
+    launch->program = text->program;
+    launch->grid = {text->grid[0], text->grid[1], text->grid[2]};
+    launch->block = {text->block[0], text->block[1], text->block[2]};
+    launch->cluster = {text->cluster[0], text->cluster[1], text->cluster[2]};
+    launch->dynamic_shared = text->dynamic_shared;
+    launch->params.assign(text->params, text->param_bytes);
+    for (uint64_t i = 0; i < text->region_count; ++i) launch->regions.push_back({text->regions[2 * i], text->regions[2 * i + 1]});
+    Options& options = launch->options;
+    options.schedule = static_cast<Schedule>(text->schedule);
+    options.seed = text->seed;
+    options.arch = static_cast<int>(text->arch);
+    options.max_resident = text->max_resident;
+    options.max_instructions = text->max_instructions;
+    options.check_races = text->check_races;
+    options.strict_uninitialised = text->strict_uninitialised;
+    options.strict_wait_ld = text->strict_wait_ld;
+    execute(*launch);
+    return launch.release();
+}
+void flash4_launch_free(Launch* launch) { delete launch; }
+
+uint64_t flash4_finding_count(const Launch* launch) { return launch->findings.size(); }
+void flash4_finding(const Launch* launch, uint64_t index, FindingText* out) {
+    const Finding& f = launch->findings[index];
+    *out = {f.kind.c_str(), f.message.c_str(), {f.cta.x, f.cta.y, f.cta.z}, f.at.cta, f.at.warp, f.at.op,
+            f.has_other, f.other.cta, f.other.warp, f.other.op, f.times};
+}
+const Counters* flash4_counters(const Launch* launch) { return &launch->counters; }
+const uint64_t* flash4_counts(const Launch* launch, uint64_t* length) {
+    *length = launch->counts.size();
+    return launch->counts.data();
+}
+}

@@ -1,0 +1,86 @@
+// Atomic operations that a warp waits for (PTX ISA, Parallel Synchronization: atom, red).
+#include <cstring>
+
+#include "memory.h"
+#include "reduce.h"
+
+namespace flash4 {
+namespace {
+
+// Integers serve as flags between warps; floating-point numbers are only summed up.
+bool is_flag(ElementType type) { return type <= ElementType::S64; }
+
+void check_races(Warp& warp, const Op& op, const Place& place, uint32_t bytes, ElementType type) {
+    race::Checker* races = warp.cta->cluster->races.get();
+    if (races && place.cta) races->atomic(warp, op, *place.cta, place.offset, bytes);
+    if (!is_flag(type)) return;
+    acquire_flag(warp, place.data);
+    release_flag(warp, place.data);
+}
+
+void count(Warp& warp, const Place& place, uint32_t bytes) {
+    Counters& counters = warp.cta->launch->counters;
+    (place.cta ? counters.shared_read : counters.global_read) += bytes;
+    (place.cta ? counters.shared_written : counters.global_written) += bytes;
+    warp.cta->launch->polls = 0;
+}
+
+// The bytes of one lane of a register.
+uint8_t* lane_bytes(Warp& warp, uint32_t reg, uint32_t bytes, int lane) {
+    return warp.registers + reg + static_cast<uint32_t>(lane) * (bytes == 8 ? 8 : 4);
+}
+
+// Puts a value that was in memory into a lane; 16 bits leave the upper half of theirs zero.
+void set_lane(Warp& warp, uint32_t reg, uint32_t bytes, int lane, const uint8_t* value) {
+    if (reg == kNoRegister) return;
+    uint8_t* to = lane_bytes(warp, reg, bytes, lane);
+    std::memset(to, 0, bytes == 8 ? 8 : 4);
+    std::memcpy(to, value, bytes);
+}
+
+// reg: address, then old values (or kNoRegister), then as many new ones.
+// attr: constant of the address, Space, Reduction, ElementType, bytes of memory that one register holds.
+Step atomic(Warp& warp, const Op& op, Mask mask) {
+    const Space space = static_cast<Space>(op.attr[1]);
+    const ElementType type = static_cast<ElementType>(op.attr[3]);
+    const Reducer combine = reducer(static_cast<Reduction>(op.attr[2]), type);
+    const uint32_t each = static_cast<uint32_t>(op.attr[4]), registers = (op.regs - 1u) / 2, bytes = each * registers;
+    for (Mask rest = mask; rest; rest &= rest - 1) {
+        const int lane = first_lane(rest);
+        const Place place = place_at(warp, space, lane_address(warp, space, op.reg[0], lane, op.attr[0]), bytes, bytes);
+        check_races(warp, op, place, bytes, type);
+        count(warp, place, bytes);
+        for (uint32_t i = 0; i < registers; ++i) {
+            uint8_t value[8], *memory = place.data + i * each;
+            std::memcpy(value, lane_bytes(warp, op.reg[1 + registers + i], each, lane), each);
+            set_lane(warp, op.reg[1 + i], each, lane, memory);
+            reduce(combine, element_bytes(type), memory, value, each);
+        }
+    }
+    return Step::Next;
+}
+
+// reg: address, old value, compared, new value; attr: constant of the address, Space, bytes.
+Step compare_and_swap(Warp& warp, const Op& op, Mask mask) {
+    const Space space = static_cast<Space>(op.attr[1]);
+    const uint32_t bytes = static_cast<uint32_t>(op.attr[2]);
+    for (Mask rest = mask; rest; rest &= rest - 1) {
+        const int lane = first_lane(rest);
+        const Place place = place_at(warp, space, lane_address(warp, space, op.reg[0], lane, op.attr[0]), bytes, bytes);
+        check_races(warp, op, place, bytes, ElementType::U32);
+        count(warp, place, bytes);
+        uint8_t compared[8], value[8];
+        std::memcpy(compared, lane_bytes(warp, op.reg[2], bytes, lane), bytes);
+        std::memcpy(value, lane_bytes(warp, op.reg[3], bytes, lane), bytes);
+        const bool equal = !std::memcmp(place.data, compared, bytes);
+        set_lane(warp, op.reg[1], bytes, lane, place.data);
+        if (equal) std::memcpy(place.data, value, bytes);
+    }
+    return Step::Yield;  // it may be a lock that another warp holds
+}
+
+FLASH4_OP("atom", Memory, atomic);
+FLASH4_OP("atom.cas", Memory, compare_and_swap);
+
+}  // namespace
+}  // namespace flash4

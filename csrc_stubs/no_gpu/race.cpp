@@ -1,0 +1,513 @@
+// The happens-before checker (race.h).
+//
+// Every granule refers to a history (history.h). An access looks at each history in its range once: memory that was used as
+// one piece is judged as one piece.
+#include "race.h"
+
+#include <algorithm>
+#include <array>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "history.h"
+
+namespace flash4::race {
+namespace {
+
+constexpr uint32_t kQuarters = 4;  // of tensor memory's lanes
+constexpr size_t kUnits = static_cast<size_t>(Unit::kCount);
+
+uint32_t epoch_in(const std::vector<uint32_t>& clock, Agent agent) { return agent < clock.size() ? clock[agent] : 0; }
+
+void raise(std::vector<uint32_t>& clock, Agent agent, uint32_t epoch) {
+    if (clock.size() <= agent) clock.resize(agent + 1);
+    clock[agent] = std::max(clock[agent], epoch);
+}
+
+void raise_all(std::vector<uint32_t>& clock, const std::vector<uint32_t>& other) {
+    if (clock.size() < other.size()) clock.resize(other.size());
+    for (size_t i = 0; i < other.size(); ++i) clock[i] = std::max(clock[i], other[i]);
+}
+
+// A warp. Its accesses belong to the epoch after `clock.seen` of itself, until the warp publishes its clock.
+struct WarpAgent {
+    Clock clock;
+    bool accessed = false;                  // in the current epoch
+    std::shared_ptr<const Clock> snapshot;  // of the clock, for tickets; null when it has changed since
+    struct {
+        Agent agent = 0;  // 0: has not worked yet; agent 0 is a warp
+        uint32_t epoch = 0;
+    } units[kUnits];
+};
+
+// The tensor core of a CTA.
+struct TensorCore {
+    uint32_t epoch = 0;
+    std::shared_ptr<const Clock> issuer;   // the clock last merged into `running`
+    std::shared_ptr<const Clock> running;  // of all issued so far
+};
+
+// How reports call an agent.
+struct Name {
+    enum Kind : uint8_t { WarpItself, UnitOfWarp, Tensor, Copies } kind;
+    Unit unit;
+    uint32_t cta;
+    uint32_t offset;  // of the copies' mbarrier
+};
+
+const char* name_of(Unit unit) {
+    switch (unit) {
+        case Unit::Bulk: return "a bulk store";
+        case Unit::CpAsync: return "a cp.async";
+        case Unit::Wgmma: return "a wgmma";
+        case Unit::TmemLoad: return "a tcgen05.ld";
+        case Unit::TmemStore: return "a tcgen05.st";
+        default: return "work";
+    }
+}
+
+const char* name_of(Kind kind) {
+    switch (kind) {
+        case Kind::Read:
+        case Kind::StrongRead: return "read";
+        case Kind::Write: return "write";
+        case Kind::Atomic: return "atomic update";
+        case Kind::Free: return "deallocation";
+    }
+    return "";
+}
+
+std::string hex(uint32_t value) {
+    char text[16];
+    std::snprintf(text, sizeof text, "0x%x", value);
+    return text;
+}
+
+// A part of memory whose granules are checked together.
+struct Range {
+    uint32_t shadow;       // which, see State::shadows
+    uint32_t first, last;  // granules, the last excluded
+    uint32_t begin, end;   // bytes of shared memory
+};
+
+enum class Rule : uint8_t { Order, ProxyFence, Initialised };
+
+// What is wrong with a range's access. `past` is the access it conflicts with; unused for Initialised.
+struct Conflict {
+    Rule rule;
+    Access past;
+    uint32_t first, last;  // granules
+};
+
+uint64_t pair_of(uint32_t op, uint32_t other) { return static_cast<uint64_t>(op) << 32 | other; }
+
+}  // namespace
+
+void Clock::merge(const Clock& other) {
+    raise_all(seen, other.seen);
+    raise_all(fenced, other.fenced);
+}
+
+void Clock::clear() {
+    seen.clear();
+    fenced.clear();
+}
+
+struct Checker::State {
+    Cluster& cluster;
+    const bool strict;
+    const uint32_t warps_per_cta;
+    std::vector<WarpAgent> warps;
+    std::vector<TensorCore> tensor_cores;
+    std::unordered_map<uint64_t, Agent> copies;  // by CTA << 32 | offset of the mbarrier
+    std::vector<Name> names;  // by agent
+    uint32_t serials = 0;
+
+    // Of CTA i: 2i shared memory, 2i + 1 tensor memory ([quarter][column]).
+    std::vector<std::vector<uint32_t>> shadows;
+    Histories histories;
+    std::unordered_set<uint64_t> reported;
+
+    // The access at hand, and what its agent is ordered after.
+    Access now{};
+    const Clock* clock = nullptr;
+    uint32_t after = 0;
+    uint64_t key = 0;  // tells whether the next call goes on with the same access; 0: it does not
+
+    // What `now` makes of a history, for those that were met most recently.
+    struct Memo {
+        uint64_t stamp = 0;
+        uint32_t from, to;
+    };
+    std::array<Memo, 64> memo;
+    uint64_t stamp = 1;
+    std::vector<Access> scratch;
+    std::vector<Conflict> found;      // by the history at hand
+    std::vector<Conflict> conflicts;  // of the range at hand
+
+    explicit State(Cluster& c)
+        : cluster(c), strict(c.launch->options.strict_uninitialised),
+          warps_per_cta(static_cast<uint32_t>(c.ctas.front()->warps.size())), tensor_cores(c.ctas.size()) {
+        for (auto& cta : cluster.ctas) {
+            shadows.emplace_back(cta->shared.size() / kGranule + 1);
+            shadows.emplace_back(kQuarters * kTmemColumns);
+            for (uint32_t i = 0; i < warps_per_cta; ++i) new_agent({Name::WarpItself, Unit::Warp, cta->rank, 0});
+        }
+        warps.resize(names.size());
+        for (auto& cta : cluster.ctas) new_agent({Name::Tensor, Unit::Warp, cta->rank, 0});
+    }
+
+    // --- agents
+
+    Agent new_agent(Name name) {
+        names.push_back(name);
+        return static_cast<Agent>(names.size() - 1);
+    }
+    Agent agent_of(const Warp& warp) const { return warp.cta->rank * warps_per_cta + warp.index; }
+    Agent tensor_agent(uint32_t cta) const { return static_cast<Agent>(warps.size()) + cta; }
+    Agent copies_agent(uint32_t cta, uint32_t offset) {
+        Agent& agent = copies[static_cast<uint64_t>(cta) << 32 | offset];
+        if (!agent) agent = new_agent({Name::Copies, Unit::Warp, cta, offset});
+        return agent;
+    }
+
+    // The warp's clock is about to change: what was derived from it is void.
+    void change(WarpAgent& warp) {
+        warp.snapshot.reset();
+        key = 0;
+    }
+
+    // Ends the warp's epoch, so that its later accesses are not taken for published.
+    void close(WarpAgent& warp, Agent agent) {
+        if (!warp.accessed) return;
+        warp.accessed = false;
+        raise(warp.clock.seen, agent, epoch_in(warp.clock.seen, agent) + 1);
+        change(warp);
+    }
+
+    void release(Agent agent, Clock& into) {
+        close(warps[agent], agent);
+        into.merge(warps[agent].clock);
+    }
+
+    void acquire(Agent agent, const Clock& from) {
+        if (from.seen.empty()) return;
+        warps[agent].clock.merge(from);
+        change(warps[agent]);
+    }
+
+    Ticket ticket(Warp& warp, const Op& op, Agent agent, uint32_t epoch) {
+        const Agent self = agent_of(warp);
+        WarpAgent& issuer = warps[self];
+        close(issuer, self);
+        if (!issuer.snapshot) issuer.snapshot = std::make_shared<const Clock>(issuer.clock);
+        const Origin origin = warp.origin(op);
+        return {.agent = agent,
+                .epoch = epoch,
+                .clock = issuer.snapshot,
+                .cta = origin.cta,
+                .warp = origin.warp,
+                .op = origin.op,
+                .after = epoch_in(issuer.snapshot->seen, agent),
+                .serial = ++serials};
+    }
+
+    // --- the access at hand
+
+    void begin(const Access& access, const Clock& its_clock, uint32_t its_after, uint64_t its_key) {
+        if (histories.crowded()) histories.collect(shadows);
+        now = access;
+        clock = &its_clock;
+        after = its_after;
+        key = its_key;
+        ++stamp;
+    }
+
+    void act(Warp& warp, const Op& op, Kind kind) {
+        const Agent agent = agent_of(warp);
+        const uint64_t its_key = 1ull << 63 | static_cast<uint64_t>(agent) << 40 | static_cast<uint64_t>(op.index) << 4 |
+                                 static_cast<uint64_t>(kind);
+        if (key == its_key) return;
+        WarpAgent& state = warps[agent];
+        state.accessed = true;
+        const uint32_t epoch = epoch_in(state.clock.seen, agent) + 1;
+        begin({agent, epoch, 0, warp.origin(op), kind, true, kAllBytes}, state.clock, epoch, its_key);
+    }
+
+    void act(const Ticket& by, Kind kind, bool generic) {
+        const uint64_t its_key = static_cast<uint64_t>(by.serial) << 4 | static_cast<uint64_t>(kind) << 1 | generic;
+        if (key == its_key) return;
+        begin({by.agent, by.epoch, by.serial, {by.cta, by.warp, by.op}, kind, generic, kAllBytes}, *by.clock, by.after, its_key);
+    }
+
+    bool ordered_after(const Access& past) const {
+        if (past.agent == now.agent) return past.epoch <= after || past.serial == now.serial;
+        return past.epoch <= epoch_in(clock->seen, past.agent);
+    }
+
+    // Generic writes reach the asynchronous proxy through a proxy fence only (PTX ISA, fence.proxy.async).
+    bool fenced_after(const Access& past) const {
+        if (now.generic || !past.generic || only_reads(past.kind)) return true;
+        return past.epoch <= epoch_in(clock->fenced, past.agent);
+    }
+
+    // Whether nothing can conflict with `past` any more without conflicting with `now`.
+    bool supersedes(const Access& past) const {
+        if (past.bytes & ~now.bytes) return false;
+        if (overwrites(now.kind)) return true;
+        if (past.kind != now.kind) return false;
+        return past.agent == now.agent ? past.epoch <= now.epoch : ordered_after(past);
+    }
+
+    // Whether `now` adds nothing to `past`.
+    bool repeats(const Access& past) const {
+        return past.agent == now.agent && past.epoch == now.epoch && past.serial == now.serial && past.kind == now.kind &&
+               !(now.bytes & ~past.bytes);
+    }
+
+    // The history of a granule after `now`; `found` gets what is wrong.
+    uint32_t extend(uint32_t from) {
+        scratch.clear();
+        bool repeated = false;
+        uint8_t initialised = 0;
+        for (const Access& past : histories[from]) {
+            if (!only_reads(past.kind)) initialised |= past.bytes;
+            if (may_conflict(past, now)) {
+                if (!ordered_after(past)) found.push_back({Rule::Order, past, 0, 0});
+                else if (!fenced_after(past)) found.push_back({Rule::ProxyFence, past, 0, 0});
+            }
+            if (repeats(past)) repeated = true;
+            else if (supersedes(past)) continue;
+            scratch.push_back(past);
+        }
+        if (strict && !overwrites(now.kind) && (now.bytes & ~initialised))
+            found.push_back({Rule::Initialised, now, 0, 0});
+        if (repeated && scratch.size() == histories[from].size()) return from;
+        if (!repeated) scratch.push_back(now);
+        return histories.add(scratch);
+    }
+
+    uint32_t next(uint32_t from) {
+        Memo& known = memo[from % memo.size()];
+        if (known.stamp == stamp && known.from == from) return known.to;
+        const uint32_t to = extend(from);
+        if (found.empty()) known = {stamp, from, to};
+        return to;
+    }
+
+    void note(uint32_t first, uint32_t last) {
+        for (Conflict& conflict : found) {
+            const auto is_same = [&](const Conflict& c) {
+                return c.rule == conflict.rule && c.past.origin.op == conflict.past.origin.op;
+            };
+            auto same = std::find_if(conflicts.begin(), conflicts.end(), is_same);
+            if (same == conflicts.end()) conflicts.push_back({conflict.rule, conflict.past, first, last});
+            else same->last = last;
+        }
+        found.clear();
+    }
+
+    void touch(const Range& range) {
+        uint32_t* shadow = shadows[range.shadow].data();
+        for (uint32_t granule = range.first; granule < range.last;) {
+            const uint32_t first = granule, from = shadow[granule], to = next(from);
+            do shadow[granule++] = to;
+            while (granule < range.last && shadow[granule] == from);
+            if (!found.empty()) note(first, granule);
+        }
+        for (const Conflict& conflict : conflicts) report(range, conflict);
+        conflicts.clear();
+    }
+
+    void set_bytes(uint8_t bytes) {
+        if (now.bytes == bytes) return;
+        now.bytes = bytes;
+        ++stamp;
+    }
+
+    void touch_shared(const Cta& cta, uint32_t offset, uint32_t bytes) {
+        const uint32_t end = offset + bytes;
+        while (offset < end) {
+            const uint32_t granule = offset / kGranule, head = offset % kGranule;
+            const bool whole = head == 0 && end - offset >= kGranule;
+            const uint32_t stop = whole ? end / kGranule * kGranule : std::min(end, (granule + 1) * kGranule);
+            set_bytes(whole ? kAllBytes : static_cast<uint8_t>(((1u << (stop - offset)) - 1) << head));
+            touch({2 * cta.rank, granule, (stop + kGranule - 1) / kGranule, offset, stop});
+            offset = stop;
+        }
+    }
+
+    void touch_tensor(const Cta& cta, uint32_t quarters, uint32_t column, uint32_t columns) {
+        for (uint32_t quarter = 0; quarter < kQuarters; ++quarter) {
+            const uint32_t first = quarter * kTmemColumns + column;
+            if (quarters >> quarter & 1) touch({2 * cta.rank + 1, first, first + columns, 0, 0});
+        }
+    }
+
+    // --- reports
+
+    static std::string place(const Range& range, const Conflict& conflict) {
+        const std::string cta = " of CTA " + std::to_string(range.shadow / 2);
+        if (range.shadow % 2 == 0) {
+            const uint32_t begin = std::max(range.begin, conflict.first * kGranule);
+            const uint32_t end = std::min(range.end, conflict.last * kGranule);
+            return "shared memory [" + hex(begin) + ", " + hex(end) + ")" + cta;
+        }
+        const uint32_t lane = conflict.first / kTmemColumns * kLanes;
+        const uint32_t first = conflict.first % kTmemColumns, last = first + (conflict.last - conflict.first) - 1;
+        return "tensor memory columns " + std::to_string(first) + " to " + std::to_string(last) + ", lanes " +
+               std::to_string(lane) + " to " + std::to_string(lane + kLanes - 1) + cta;
+    }
+
+    std::string doer(const Access& access) const {
+        const Origin& origin = access.origin;
+        const std::string warp = "warp " + std::to_string(origin.warp) + " of CTA " + std::to_string(origin.cta);
+        const Name& name = names[access.agent];
+        switch (name.kind) {
+            case Name::WarpItself: return warp;
+            case Name::UnitOfWarp: return std::string(name_of(name.unit)) + " of " + warp;
+            case Name::Tensor: return "the tensor core of CTA " + std::to_string(name.cta) + " for " + warp;
+            case Name::Copies: break;
+        }
+        return "a copy that completes on the mbarrier at " + hex(name.offset) + " of CTA " + std::to_string(name.cta) +
+               " for " + warp;
+    }
+
+    std::string describe(const Range& range, const Conflict& conflict) const {
+        const std::string access = std::string(name_of(now.kind)) + " of " + place(range, conflict) + " by " + doer(now);
+        if (conflict.rule == Rule::Initialised) return access + ": nobody has written it before";
+        const std::string past = std::string(name_of(conflict.past.kind)) + " by " + doer(conflict.past);
+        if (conflict.rule == Rule::Order) return access + " is not ordered with the " + past;
+        return access + ": no fence.proxy.async lies between it and the " + past;
+    }
+
+    void report(const Range& range, const Conflict& conflict) {
+        const bool race = conflict.rule != Rule::Initialised;
+        Finding finding{.kind = race ? "race" : "uninitialised",
+                        .message = {},
+                        .at = now.origin,
+                        .cta = cluster.ctas[now.origin.cta]->id,
+                        .has_other = race};
+        if (race) finding.other = conflict.past.origin;
+        // The launch keeps the first message of a pair.
+        const uint32_t other = race ? conflict.past.origin.op : ~0u;
+        if (reported.insert(pair_of(now.origin.op, other)).second) finding.message = describe(range, conflict);
+        cluster.launch->report(std::move(finding));
+    }
+};
+
+Checker::Checker(Cluster& cluster) : state_(std::make_unique<State>(cluster)) {}
+Checker::~Checker() = default;
+
+void Checker::release(Warp& warp, Clock& into) { state_->release(state_->agent_of(warp), into); }
+void Checker::acquire(Warp& warp, const Clock& from) { state_->acquire(state_->agent_of(warp), from); }
+
+void Checker::proxy_fence(Warp& warp) {
+    const Agent agent = state_->agent_of(warp);
+    WarpAgent& self = state_->warps[agent];
+    state_->close(self, agent);
+    raise_all(self.clock.fenced, self.clock.seen);
+    state_->change(self);
+}
+
+void Checker::complete(const Ticket& ticket, Clock& into) {
+    if (!ticket.clock) return;
+    into.merge(*ticket.clock);
+    raise(into.seen, ticket.agent, ticket.epoch);
+}
+
+Ticket Checker::issue(Warp& warp, const Op& op, Unit unit) {
+    auto& worker = state_->warps[state_->agent_of(warp)].units[static_cast<size_t>(unit)];
+    if (!worker.agent) worker.agent = state_->new_agent({Name::UnitOfWarp, unit, warp.cta->rank, 0});
+    return state_->ticket(warp, op, worker.agent, ++worker.epoch);
+}
+
+void Checker::join(Warp& warp, Unit unit, uint32_t epoch) {
+    WarpAgent& self = state_->warps[state_->agent_of(warp)];
+    const Agent agent = self.units[static_cast<size_t>(unit)].agent;
+    if (!agent || epoch <= epoch_in(self.clock.seen, agent)) return;
+    raise(self.clock.seen, agent, epoch);
+    state_->change(self);
+}
+
+Ticket Checker::issue_mma(Warp& warp, const Op& op, uint32_t cta) {
+    TensorCore& core = state_->tensor_cores[cta];
+    Ticket ticket = state_->ticket(warp, op, state_->tensor_agent(cta), ++core.epoch);
+    if (core.issuer != ticket.clock) {
+        auto running = std::make_shared<Clock>(*ticket.clock);
+        if (core.running) running->merge(*core.running);
+        core.issuer = ticket.clock;
+        core.running = std::move(running);
+    }
+    ticket.clock = core.running;
+    ticket.after = ticket.epoch - 1;
+    return ticket;
+}
+
+Ticket Checker::issue_copy(Warp& warp, const Op& op, uint32_t cta, uint32_t offset, uint64_t phase) {
+    return state_->ticket(warp, op, state_->copies_agent(cta, offset), static_cast<uint32_t>(phase + 1));
+}
+
+void Checker::read(Warp& warp, const Op& op, Cta& cta, uint32_t offset, uint32_t bytes) {
+    state_->act(warp, op, Kind::Read);
+    state_->touch_shared(cta, offset, bytes);
+}
+
+void Checker::read_strong(Warp& warp, const Op& op, Cta& cta, uint32_t offset, uint32_t bytes) {
+    state_->act(warp, op, Kind::StrongRead);
+    state_->touch_shared(cta, offset, bytes);
+}
+
+void Checker::write(Warp& warp, const Op& op, Cta& cta, uint32_t offset, uint32_t bytes) {
+    state_->act(warp, op, Kind::Write);
+    state_->touch_shared(cta, offset, bytes);
+}
+
+void Checker::atomic(Warp& warp, const Op& op, Cta& cta, uint32_t offset, uint32_t bytes) {
+    state_->act(warp, op, Kind::Atomic);
+    state_->touch_shared(cta, offset, bytes);
+}
+
+void Checker::read(const Ticket& by, Cta& cta, uint32_t offset, uint32_t bytes) {
+    state_->act(by, Kind::Read, false);
+    state_->touch_shared(cta, offset, bytes);
+}
+
+void Checker::write(const Ticket& by, Cta& cta, uint32_t offset, uint32_t bytes) {
+    state_->act(by, Kind::Write, false);
+    state_->touch_shared(cta, offset, bytes);
+}
+
+void Checker::reduce(const Ticket& by, Cta& cta, uint32_t offset, uint32_t bytes) {
+    state_->act(by, Kind::Atomic, false);
+    state_->touch_shared(cta, offset, bytes);
+}
+
+void Checker::write_generic(const Ticket& by, Cta& cta, uint32_t offset, uint32_t bytes) {
+    state_->act(by, Kind::Write, true);
+    state_->touch_shared(cta, offset, bytes);
+}
+
+void Checker::read_tmem(const Ticket& by, Cta& cta, uint32_t quarters, uint32_t column, uint32_t columns) {
+    state_->act(by, Kind::Read, false);
+    state_->set_bytes(kAllBytes);
+    state_->touch_tensor(cta, quarters, column, columns);
+}
+
+void Checker::write_tmem(const Ticket& by, Cta& cta, uint32_t quarters, uint32_t column, uint32_t columns) {
+    state_->act(by, Kind::Write, false);
+    state_->set_bytes(kAllBytes);
+    state_->touch_tensor(cta, quarters, column, columns);
+}
+
+void Checker::free_tmem(Warp& warp, const Op& op, Cta& cta, uint32_t column, uint32_t columns) {
+    state_->act(warp, op, Kind::Free);
+    state_->set_bytes(kAllBytes);
+    state_->touch_tensor(cta, (1u << kQuarters) - 1, column, columns);
+    auto& shadow = state_->shadows[2 * cta.rank + 1];
+    for (uint32_t quarter = 0; quarter < kQuarters; ++quarter)
+        std::fill_n(shadow.begin() + quarter * kTmemColumns + column, columns, Histories::kEmpty);
+}
+
+}  // namespace flash4::race

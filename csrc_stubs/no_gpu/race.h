@@ -1,0 +1,87 @@
+// Happens-before over shared and tensor memory.
+//
+// Every warp is an agent with an epoch, and so is every unit that works for it asynchronously. A clock says up to which epoch of
+// every agent its holder has been ordered after ("seen"), and up to which epoch the agent's generic-proxy writes have also
+// passed a proxy fence on the way ("fenced"), which the asynchronous proxy needs (PTX ISA, Memory Consistency Model, proxies).
+// Clocks and agents are a cluster's own: memory that only one cluster can reach needs no ordering with other clusters.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace flash4 {
+struct Warp;
+struct Cta;
+struct Cluster;
+struct Op;
+struct Origin;
+
+namespace race {
+
+using Agent = uint32_t;
+
+struct Clock {
+    std::vector<uint32_t> seen, fenced;  // by agent; shorter means zeros
+    void merge(const Clock& other);
+    void clear();
+};
+
+// The units that work for one warp, each an agent of its own. Bulk: reads of its bulk stores; BulkWrite is not tracked
+// (it touches global memory only).
+enum class Unit : uint8_t { Warp, Bulk, CpAsync, Wgmma, TmemLoad, TmemStore, kCount };
+
+// A piece of asynchronous work as an agent: what it is ordered after, and its own epoch. Copy it into the work's closure.
+struct Ticket {
+    Agent agent = 0;
+    uint32_t epoch = 0;
+    std::shared_ptr<const Clock> clock;  // null when races are not checked
+    uint16_t cta = 0, warp = 0;          // origin
+    uint32_t op = 0;
+    uint32_t after = 0;   // works of the same agent up to this epoch come before it
+    uint32_t serial = 0;  // tells works of one epoch apart; never 0 once issued
+};
+
+class Checker {
+public:
+    explicit Checker(Cluster& cluster);
+    ~Checker();
+
+    // --- synchronisation. Each advances the warp's epoch where it must.
+    void release(Warp& warp, Clock& into);         // into += what the warp is ordered after, and its own accesses so far
+    void acquire(Warp& warp, const Clock& from);
+    void proxy_fence(Warp& warp);                  // fence.proxy.async: all it has seen becomes fenced
+    static void complete(const Ticket& ticket, Clock& into);  // the work is done, as are those of its agent before it
+
+    // --- asynchronous work. `issue` for a unit of the warp; all its epochs are joined in order by `join`.
+    Ticket issue(Warp& warp, const Op& op, Unit unit);
+    void join(Warp& warp, Unit unit, uint32_t epoch);  // the warp has waited for the unit's work up to epoch
+    // The tensor core of a CTA (tcgen05.mma, cp): works in order, so each is ordered after the one before it.
+    Ticket issue_mma(Warp& warp, const Op& op, uint32_t cta);
+    // A copy that completes on the mbarrier at `offset` of `cta`, in that barrier's phase number `phase`.
+    Ticket issue_copy(Warp& warp, const Op& op, uint32_t cta, uint32_t offset, uint64_t phase);
+
+    // --- accesses. Granules are 4 bytes of shared memory, and one column of 32 lanes of tensor memory.
+    void read(Warp& warp, const Op& op, Cta& cta, uint32_t offset, uint32_t bytes);
+    void write(Warp& warp, const Op& op, Cta& cta, uint32_t offset, uint32_t bytes);
+    void atomic(Warp& warp, const Op& op, Cta& cta, uint32_t offset, uint32_t bytes);  // never races with other atomics
+    // Volatile, relaxed and acquire loads: nor do they.
+    void read_strong(Warp& warp, const Op& op, Cta& cta, uint32_t offset, uint32_t bytes);
+    void read(const Ticket& by, Cta& cta, uint32_t offset, uint32_t bytes);   // asynchronous proxy
+    void write(const Ticket& by, Cta& cta, uint32_t offset, uint32_t bytes);
+    void reduce(const Ticket& by, Cta& cta, uint32_t offset, uint32_t bytes);  // never races with atomics
+    // cp.async (not bulk) is asynchronous but accesses through the generic proxy.
+    void write_generic(const Ticket& by, Cta& cta, uint32_t offset, uint32_t bytes);
+    // `quarters`: bit i for lanes 32i to 32i+31.
+    void read_tmem(const Ticket& by, Cta& cta, uint32_t quarters, uint32_t column, uint32_t columns);
+    void write_tmem(const Ticket& by, Cta& cta, uint32_t quarters, uint32_t column, uint32_t columns);
+    // tcgen05.dealloc: by the warp itself, and conflicts with every access before. The columns' next owner starts afresh.
+    void free_tmem(Warp& warp, const Op& op, Cta& cta, uint32_t column, uint32_t columns);
+
+private:
+    struct State;
+    std::unique_ptr<State> state_;
+};
+
+}  // namespace race
+}  // namespace flash4

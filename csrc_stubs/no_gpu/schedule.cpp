@@ -1,0 +1,301 @@
+// Who runs next. Eager: asynchronous work is done as soon as it is issued. Late: only when no warp can go on without it, the
+// newest first. Fuzz: warps, the lengths of their turns and the moments of asynchronous work are drawn from a seed.
+#include "schedule.h"
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+
+#include "async.h"
+#include "tcgen05.h"
+#include "warp.h"
+
+namespace flash4 {
+namespace {
+
+constexpr uint64_t kTurn = 4096;             // instructions of a warp before others may run
+constexpr uint64_t kFuzzTurn = 96;           // at most, in the fuzz schedule
+constexpr uint32_t kFuzzResident = 4;        // clusters that the fuzz schedule interleaves
+constexpr uint64_t kMaxPolls = 4'000'000;    // vain polls in a row that count as a deadlock
+constexpr uint32_t kMaxStalledRounds = 3;    // rounds of timed-out waits that changed nothing
+
+enum class Outcome : uint8_t { Progress, Polling, Finished };
+
+// Storage for the register files of the CTAs that are resident.
+class RegisterFiles {
+public:
+    explicit RegisterFiles(size_t bytes) : bytes_((bytes + 63) & ~size_t{63}) {}
+    uint8_t* take() {
+        if (free_.empty()) {
+            all_.emplace_back(static_cast<uint8_t*>(std::aligned_alloc(64, std::max<size_t>(bytes_, 64))), &std::free);
+            return all_.back().get();
+        }
+        uint8_t* file = free_.back();
+        free_.pop_back();
+        return file;
+    }
+    void give_back(uint8_t* file) { free_.push_back(file); }
+
+private:
+    size_t bytes_;
+    std::vector<std::unique_ptr<uint8_t, void (*)(void*)>> all_;
+    std::vector<uint8_t*> free_;
+};
+
+struct Machine {
+    Launch& launch;
+    RegisterFiles files;
+    std::vector<std::unique_ptr<Cluster>> resident;
+    uint32_t clusters, next = 0, resident_limit;
+
+    explicit Machine(Launch& l) : launch(l), files(l.program->register_bytes) {
+        const uint32_t size = launch.cluster.count();
+        clusters = launch.grid.count() / size;
+        resident_limit = std::max(1u, launch.options.max_resident / size);
+    }
+};
+
+// The clusters of a grid are numbered along x, then y, then z.
+Dim3 cluster_id(const Launch& launch, uint32_t number) {
+    const uint32_t nx = launch.grid.x / launch.cluster.x, ny = launch.grid.y / launch.cluster.y;
+    return {number % nx, number / nx % ny, number / (nx * ny)};
+}
+
+// Registers a thread gets at launch: what the file divides to, as kernels that use setmaxnreg are compiled for.
+uint32_t registers_per_thread(const Launch& launch, uint32_t warps) {
+    if (launch.program->register_cap) return launch.program->register_cap;
+    return std::min(255u, 65536u / (warps * kLanes)) & ~7u;
+}
+
+void admit(Machine& machine) {
+    Launch& launch = machine.launch;
+    const Dim3 shape = launch.cluster;
+    auto cluster = std::make_unique<Cluster>();
+    cluster->launch = &launch;
+    cluster->number = machine.next++;
+    cluster->id = cluster_id(launch, cluster->number);
+    const uint32_t threads = launch.block.count(), warps = (threads + kLanes - 1) / kLanes;
+    for (uint32_t rank = 0; rank < shape.count(); ++rank) {
+        auto cta = std::make_unique<Cta>();
+        cta->cluster = cluster.get();
+        cta->launch = &launch;
+        cta->rank = rank;
+        cta->id = {cluster->id.x * shape.x + rank % shape.x, cluster->id.y * shape.y + rank / shape.x % shape.y,
+                   cluster->id.z * shape.z + rank / (shape.x * shape.y)};
+        cta->shared.resize(launch.program->static_shared_bytes + launch.dynamic_shared);
+        uint32_t* words = reinterpret_cast<uint32_t*>(cta->shared.data());
+        std::fill_n(words, cta->shared.size() / 4, kPoison);
+        cta->warps.resize(warps);
+        for (uint32_t w = 0; w < warps; ++w) {
+            Warp& warp = cta->warps[w];
+            warp.cta = cta.get();
+            warp.program = launch.program;
+            warp.index = w;
+            warp.registers = machine.files.take();
+            warp.counts = launch.counts.data() + static_cast<size_t>(w) * launch.program->ops.size();
+            warp.register_count = registers_per_thread(launch, warps);
+            start(warp, threads - w * kLanes);
+        }
+        cluster->ctas.push_back(std::move(cta));
+    }
+    if (launch.options.check_races) cluster->races = std::make_unique<race::Checker>(*cluster);
+    machine.resident.push_back(std::move(cluster));
+}
+
+// --- asynchronous work
+
+// The works that may be done now: the first of each queue. An index into `pending`.
+std::optional<size_t> choose_work(Cluster& cluster) {
+    if (cluster.pending.empty()) return std::nullopt;
+    std::vector<uint64_t> queues;
+    std::vector<size_t> eligible;
+    for (size_t i = 0; i < cluster.pending.size(); ++i) {
+        const uint64_t queue = cluster.pending[i].queue;
+        if (queue && std::find(queues.begin(), queues.end(), queue) != queues.end()) continue;
+        if (queue) queues.push_back(queue);
+        eligible.push_back(i);
+    }
+    if (cluster.launch->options.schedule == Schedule::Late) return eligible.back();
+    return eligible[cluster.launch->random() % eligible.size()];
+}
+
+void perform(Cluster& cluster, size_t index) {
+    Work work = std::move(cluster.pending[index]);
+    cluster.pending.erase(cluster.pending.begin() + static_cast<ptrdiff_t>(index));
+    try {
+        work.perform();
+    } catch (const Fault& fault) {
+        cluster.launch->report({.kind = fault.kind, .message = std::string(work.what) + ": " + fault.what(), .at = work.origin,
+                                .cta = cluster.ctas[work.origin.cta]->id});
+        throw;
+    }
+    cluster.event();
+}
+
+// --- ends
+
+void finish(Cta& cta) {
+    Cluster& cluster = *cta.cluster;
+    cta.finished = true;
+    for (const Work& work : cluster.pending)
+        if (!work.may_outlive && work.origin.cta == cta.rank)
+            cluster.launch->report({.kind = "exit-pending", .message = std::string("the CTA has exited before its ") + work.what + " was done",
+                                    .at = work.origin, .cta = cta.id});
+    check_tmem_freed(cta);
+}
+
+void retire(Machine& machine, Cluster& cluster) {
+    while (auto index = choose_work(cluster)) perform(cluster, *index);
+    for (auto& cta : cluster.ctas)
+        for (Warp& warp : cta->warps) {
+            machine.launch.counters.instructions += warp.executed;
+            machine.files.give_back(warp.registers);
+        }
+    cluster.finished = true;
+}
+
+[[noreturn]] void deadlock(Cluster& cluster, const char* why) {
+    std::string text = why;
+    Origin at{};
+    for (auto& cta : cluster.ctas)
+        for (Warp& warp : cta->warps) {
+            if (warp.done()) continue;
+            text += describe(warp);
+            if (!warp.groups.empty()) at = {static_cast<uint16_t>(cta->rank), static_cast<uint16_t>(warp.index), warp.groups.front().pc};
+        }
+    for (const Work& work : cluster.pending) text += std::string("\n  pending: ") + work.what;
+    cluster.launch->report({.kind = "deadlock", .message = text, .at = at, .cta = cluster.ctas[at.cta]->id});
+    throw Fault("deadlock", "reported");
+}
+
+// --- one turn of a cluster
+
+Slice turn(Cluster& cluster, Warp& warp, uint64_t budget) {
+    const bool was_done = warp.done();
+    Slice slice;
+    try {
+        slice = run(warp, budget);
+    } catch (const Fault& fault) {
+        cluster.launch->report({.kind = fault.kind, .message = fault.what(),
+                                .at = {static_cast<uint16_t>(warp.cta->rank), static_cast<uint16_t>(warp.index), warp.group->pc},
+                                .cta = warp.cta->id});
+        throw;
+    }
+    Cta& cta = *warp.cta;
+    if (slice == Slice::Done && !was_done && std::all_of(cta.warps.begin(), cta.warps.end(), [](const Warp& w) { return w.done(); }))
+        finish(cta);
+    return slice;
+}
+
+bool all_done(const Cluster& cluster) {
+    return std::all_of(cluster.ctas.begin(), cluster.ctas.end(), [](const auto& cta) { return cta->finished; });
+}
+
+// Nobody in the cluster can run: do asynchronous work, or let bounded waits run out, or give up.
+void unblock(Cluster& cluster) {
+    if (auto index = choose_work(cluster)) return perform(cluster, *index);
+    int released = 0;
+    if (++cluster.stalled_rounds <= kMaxStalledRounds)
+        for (auto& cta : cluster.ctas)
+            for (Warp& warp : cta->warps) released += time_out(warp);
+    if (!released) deadlock(cluster, "no warp can go on and no asynchronous work is pending:");
+}
+
+// Every warp once, in order.
+Outcome round_robin(Cluster& cluster) {
+    bool ran = false, polled = false;
+    const uint64_t events = cluster.events;
+    for (auto& cta : cluster.ctas)
+        for (Warp& warp : cta->warps) {
+            if (warp.done()) continue;
+            const Slice slice = turn(cluster, warp, kTurn);
+            ran |= slice == Slice::Ran || slice == Slice::Done;
+            polled |= slice == Slice::Polled;
+        }
+    if (all_done(cluster)) return Outcome::Finished;
+    if (ran || cluster.events != events) return Outcome::Progress;
+    if (!polled || !cluster.pending.empty()) {
+        unblock(cluster);
+        return Outcome::Progress;
+    }
+    return Outcome::Polling;
+}
+
+// A few turns of warps drawn at random, asynchronous work between them.
+Outcome random_turns(Cluster& cluster) {
+    std::mt19937_64& random = cluster.launch->random;
+    std::vector<Warp*> live;
+    for (auto& cta : cluster.ctas)
+        for (Warp& warp : cta->warps)
+            if (!warp.done() && runnable(warp)) live.push_back(&warp);
+    if (live.empty()) {
+        if (all_done(cluster)) return Outcome::Finished;
+        unblock(cluster);
+        return Outcome::Progress;
+    }
+    if (random() % 4 == 0)
+        if (auto index = choose_work(cluster)) perform(cluster, *index);
+    Warp& warp = *live[random() % live.size()];
+    const Slice slice = turn(cluster, warp, 1 + random() % kFuzzTurn);
+    if (slice == Slice::Polled && live.size() == 1 && !cluster.pending.empty()) unblock(cluster);
+    if (all_done(cluster)) return Outcome::Finished;
+    return slice == Slice::Polled ? Outcome::Polling : Outcome::Progress;
+}
+
+void run_grid(Machine& machine) {
+    Launch& launch = machine.launch;
+    const bool fuzz = launch.options.schedule == Schedule::Fuzz;
+    size_t current = 0;
+    while (machine.next < machine.clusters || !machine.resident.empty()) {
+        const uint32_t limit = fuzz ? std::min(machine.resident_limit, kFuzzResident) : 1;
+        while (machine.resident.size() < limit && machine.next < machine.clusters) admit(machine);
+        if (fuzz) current = launch.random() % machine.resident.size();
+        current %= machine.resident.size();
+        Cluster& cluster = *machine.resident[current];
+        const Outcome outcome = fuzz ? random_turns(cluster) : round_robin(cluster);
+        if (outcome == Outcome::Finished) {
+            retire(machine, cluster);
+            launch.polls = 0;
+            machine.resident.erase(machine.resident.begin() + static_cast<ptrdiff_t>(current));
+        } else if (outcome == Outcome::Polling) {
+            // It may wait for a CTA that has not started: start the next one beside it while the device has room.
+            ++current;
+            if (machine.resident.size() < machine.resident_limit && machine.next < machine.clusters) {
+                admit(machine);
+                current = machine.resident.size() - 1;
+            }
+            if (++launch.polls > kMaxPolls) deadlock(cluster, "warps poll memory that nobody changes any more:");
+        }
+        if (launch.counters.instructions > launch.options.max_instructions) deadlock(cluster, "the launch has run away:");
+    }
+}
+
+}  // namespace
+
+void Cluster::submit(Work work) {
+    work.number = ++works;
+    pending.push_back(std::move(work));
+    if (launch->options.schedule == Schedule::Eager) perform(*this, pending.size() - 1);
+}
+
+void Launch::report(Finding finding) {
+    for (Finding& known : findings)
+        if (known.kind == finding.kind && known.at.op == finding.at.op && known.other.op == finding.other.op && known.has_other == finding.has_other) {
+            ++known.times;
+            return;
+        }
+    findings.push_back(std::move(finding));
+}
+
+void execute(Launch& launch) {
+    launch.random.seed(launch.options.seed);
+    launch.counts.assign(static_cast<size_t>((launch.block.count() + kLanes - 1) / kLanes) * launch.program->ops.size(), 0);
+    Machine machine(launch);
+    try {
+        run_grid(machine);
+    } catch (const Fault&) {
+        // Reported where it was caught first.
+    }
+}
+
+}  // namespace flash4

@@ -1,0 +1,201 @@
+// Tensor copies between global and shared memory, tile mode (PTX ISA, cp.async.bulk.tensor, cp.reduce.async.bulk.tensor).
+#include <algorithm>
+#include <cstring>
+
+#include "copy.h"
+#include "tensor_map.h"
+
+namespace flash4 {
+namespace {
+
+using tma::kMaxRank;
+using tma::Swizzle;
+using tma::TensorMap;
+
+constexpr uint32_t kTileAlignment = 128;
+
+// One box of a tensor: where it begins, in elements; may reach outside on all sides.
+struct Box {
+    TensorMap map;
+    int64_t start[kMaxRank];
+};
+
+// The part of a box's row that lies inside the tensor.
+struct Row {
+    uint32_t number;        // in the box
+    uint64_t address;       // of the first byte that is inside
+    uint32_t begin, bytes;  // of the inside part, relative to the row; 0 bytes: all outside
+};
+
+template <class Body>
+void for_rows(const Box& box, Body&& body) {
+    const TensorMap& map = box.map;
+    const int64_t size0 = static_cast<int64_t>(map.size[0]), width = map.box[0];
+    const int64_t low = std::clamp<int64_t>(-box.start[0], 0, width), high = std::clamp<int64_t>(size0 - box.start[0], low, width);
+    const uint32_t element = map.element();
+    for (uint32_t number = 0; number < map.rows(); ++number) {
+        uint64_t address = map.address + static_cast<uint64_t>(box.start[0] + low) * element;
+        bool inside = high > low;
+        uint32_t rest = number;
+        for (uint32_t d = 1; d < map.rank; ++d) {
+            const int64_t at = box.start[d] + rest % map.box[d];
+            rest /= map.box[d];
+            inside &= at >= 0 && at < static_cast<int64_t>(map.size[d]);
+            address += static_cast<uint64_t>(at) * map.stride[d];
+        }
+        body(Row{number, address, static_cast<uint32_t>(low) * element, inside ? static_cast<uint32_t>(high - low) * element : 0});
+    }
+}
+
+// All global memory that a box touches must be the kernel's.
+void check_global(Launch& launch, const Box& box) {
+    uint64_t low = ~0ull, high = 0;
+    for_rows(box, [&](const Row& row) {
+        if (!row.bytes) return;
+        low = std::min(low, row.address);
+        high = std::max(high, row.address + row.bytes);
+    });
+    if (high) global_at(launch, low, high - low, 1);
+}
+
+// Calls body(byte in the tile, byte in the row, bytes) for the pieces of a row that lie together in a tile. The permutation
+// depends on the tile's offset in shared memory.
+template <class Body>
+void for_chunks(const TensorMap& map, uint32_t tile_offset, uint32_t row, Body&& body) {
+    const uint32_t bytes = map.row_bytes(), begin = tile_offset + row * bytes;
+    const uint32_t step = map.swizzle == Swizzle::None ? bytes : 16;
+    for (uint32_t at = 0; at < bytes; at += step) body(tma::swizzled(map.swizzle, begin + at) - tile_offset, at, step);
+}
+
+void load_box(const Box& box, SharedRef tile) {
+    std::vector<uint8_t> row(box.map.row_bytes());
+    uint8_t* to = tile.data();
+    for_rows(box, [&](const Row& part) {
+        if (part.bytes < row.size()) std::fill(row.begin(), row.end(), uint8_t{0});
+        if (part.bytes) std::memcpy(row.data() + part.begin, reinterpret_cast<const uint8_t*>(part.address), part.bytes);
+        for_chunks(box.map, tile.offset, part.number,
+                   [&](uint32_t in_tile, uint32_t in_row, uint32_t bytes) { std::memcpy(to + in_tile, row.data() + in_row, bytes); });
+    });
+}
+
+// `combine` null: copies, else reduces into what is there.
+void store_box(const Box& box, uint32_t tile_offset, const uint8_t* tile, Reducer combine) {
+    std::vector<uint8_t> row(box.map.row_bytes());
+    for_rows(box, [&](const Row& part) {
+        if (!part.bytes) return;
+        for_chunks(box.map, tile_offset, part.number,
+                   [&](uint32_t in_tile, uint32_t in_row, uint32_t bytes) { std::memcpy(row.data() + in_row, tile + in_tile, bytes); });
+        uint8_t* to = reinterpret_cast<uint8_t*>(part.address);
+        if (combine) reduce(combine, box.map.element(), to, row.data() + part.begin, part.bytes);
+        else std::memcpy(to, row.data() + part.begin, part.bytes);
+    });
+}
+
+TensorMap map_at(Warp& warp, uint32_t reg, int lane, int64_t offset) {
+    const uint64_t address = warp.u64(reg)[lane] + static_cast<uint64_t>(offset);
+    return tma::decode(place_at(warp, Space::Generic, address, tma::kMapBytes, tma::kMapAlignment).data);
+}
+
+Box box_at(Warp& warp, TensorMap map, const uint32_t* coordinates, uint32_t count, int lane) {
+    if (map.rank != count) throw Fault("tensor-map", std::to_string(count) + " coordinates for a tensor map of rank " + std::to_string(map.rank));
+    Box box{map, {}};
+    for (uint32_t i = 0; i < count; ++i) box.start[i] = warp.s32(coordinates[i])[lane];
+    return box;
+}
+
+SharedRef in_cta(Cluster& cluster, uint32_t rank, SharedRef like) {
+    if (rank >= cluster.ctas.size()) throw Fault("out-of-bounds", "CTA " + std::to_string(rank) + " of a cluster of " + std::to_string(cluster.ctas.size()));
+    return {cluster.ctas[rank].get(), like.offset};
+}
+
+// Where a copy to one CTA signals: to the barrier that was named, or, of a copy to several CTAs, to the one at the same
+// place in each, or in each one's even or odd neighbour when the CTAs work in pairs.
+SharedRef barrier_of(Cluster& cluster, SharedRef named, uint32_t rank, bool multicast, bool pairs) {
+    if (!multicast) return named;
+    return in_cta(cluster, pairs ? (rank & ~1u) | (named.cta->rank & 1) : rank, named);
+}
+
+void check_barrier(SharedRef tile, SharedRef barrier, bool pairs) {
+    const uint32_t apart = tile.cta->rank ^ barrier.cta->rank;
+    if (apart > (pairs ? 1u : 0u))
+        throw Fault("mbarrier", "a copy to CTA " + std::to_string(tile.cta->rank) + " cannot signal CTA " + std::to_string(barrier.cta->rank));
+}
+
+void submit_load(Warp& warp, const Op& op, const Box& box, SharedRef tile, SharedRef barrier) {
+    Cluster& cluster = *warp.cta->cluster;
+    const Arrival arrival = announce(warp, op, barrier);
+    const uint32_t bytes = box.map.bytes();
+    auto perform = [=, &cluster] {
+        check_write(arrival.ticket, tile, bytes);
+        load_box(box, tile);
+        cluster.launch->counters.async_bytes += bytes;
+        land(arrival, bytes);
+    };
+    cluster.submit({.queue = 0, .origin = warp.origin(op), .what = "TMA load", .perform = std::move(perform), .reads_cta = tile.cta->rank});
+}
+
+// reg: tile, tensor map, barrier, CTA mask or kNoRegister, coordinates; attr: constants of the first three, CTAs in pairs.
+Step tensor_load(Warp& warp, const Op& op, Mask mask) {
+    Cluster& cluster = *warp.cta->cluster;
+    const bool pairs = op.attr[3], multicast = op.reg[3] != kNoRegister;
+    for (Mask rest = mask; rest; rest &= rest - 1) {
+        const int lane = first_lane(rest);
+        const Box box = box_at(warp, map_at(warp, op.reg[1], lane, op.attr[1]), op.reg + 4, op.regs - 4u, lane);
+        check_global(*cluster.launch, box);
+        const SharedRef tile = shared_at(warp, warp.u32(op.reg[0])[lane] + static_cast<uint32_t>(op.attr[0]), box.map.bytes(), kTileAlignment);
+        const SharedRef barrier = shared_at(warp, warp.u32(op.reg[2])[lane] + static_cast<uint32_t>(op.attr[2]), 8, 8);
+        if (!multicast) check_barrier(tile, barrier, pairs);
+        const uint32_t ctas = multicast ? warp.u32(op.reg[3])[lane] & 0xFFFF : 1u << tile.cta->rank;
+        for (uint32_t left = ctas; left; left &= left - 1) {
+            const uint32_t rank = static_cast<uint32_t>(__builtin_ctz(left));
+            submit_load(warp, op, box, in_cta(cluster, rank, tile), barrier_of(cluster, barrier, rank, multicast, pairs));
+        }
+    }
+    return Step::Next;
+}
+
+// reg: tensor map, tile, coordinates; attr: constants of the first two, Reduction or -1.
+Step tensor_store(Warp& warp, const Op& op, Mask mask) {
+    for (Mask rest = mask; rest; rest &= rest - 1) {
+        const int lane = first_lane(rest);
+        const Box box = box_at(warp, map_at(warp, op.reg[0], lane, op.attr[0]), op.reg + 2, op.regs - 2u, lane);
+        check_global(*warp.cta->launch, box);
+        const SharedRef tile = shared_at(warp, warp.u32(op.reg[1])[lane] + static_cast<uint32_t>(op.attr[1]), box.map.bytes(), kTileAlignment);
+        const Reducer combine = op.attr[2] < 0 ? nullptr : global_reducer(static_cast<Reduction>(op.attr[2]), box.map.type);
+        submit_bulk_store(warp, op, lane, combine ? "TMA reduction" : "TMA store", tile, box.map.bytes(),
+                          [=](const uint8_t* data) { store_box(box, tile.offset, data, combine); });
+    }
+    return Step::Next;
+}
+
+// reg: address of the tensor map, new value; attr: constant of the address, Space, Field, dimension, bytes of the value.
+Step replace_field(Warp& warp, const Op& op, Mask mask) {
+    for (Mask rest = mask; rest; rest &= rest - 1) {
+        const int lane = first_lane(rest);
+        const Space space = static_cast<Space>(op.attr[1]);
+        const Place place = place_at(warp, space, lane_address(warp, space, op.reg[0], lane, op.attr[0]), tma::kMapBytes, tma::kMapAlignment);
+        race::Checker* races = warp.cta->cluster->races.get();
+        if (races && place.cta) races->write(warp, op, *place.cta, place.offset, tma::kMapBytes);
+        const uint64_t value = op.attr[4] == 8 ? warp.u64(op.reg[1])[lane] : warp.u32(op.reg[1])[lane];
+        tma::replace(place.data, static_cast<tma::Field>(op.attr[2]), static_cast<uint32_t>(op.attr[3]), value);
+    }
+    return Step::Next;
+}
+
+// reg: global destination, shared source (32 bits); attr: constants of both. All lanes name the same.
+Step publish_map(Warp& warp, const Op& op, Mask mask) {
+    const int lane = first_lane(mask);
+    const Place to = place_at(warp, Space::Generic, warp.u64(op.reg[0])[lane] + static_cast<uint64_t>(op.attr[0]), tma::kMapBytes, tma::kMapBytes);
+    const SharedRef from = shared_at(warp, warp.u32(op.reg[1])[lane] + static_cast<uint32_t>(op.attr[1]), tma::kMapBytes, tma::kMapBytes);
+    if (race::Checker* races = warp.cta->cluster->races.get()) races->read(warp, op, *from.cta, from.offset, tma::kMapBytes);
+    std::memcpy(to.data, from.data(), tma::kMapBytes);
+    return Step::Next;
+}
+
+FLASH4_OP("tma.load", Async, tensor_load);
+FLASH4_OP("tma.store", Async, tensor_store);
+FLASH4_OP("tensormap.replace", Memory, replace_field);
+FLASH4_OP("tensormap.publish", Memory, publish_map);
+
+}  // namespace
+}  // namespace flash4

@@ -1,0 +1,255 @@
+// Warpgroup matrix products (PTX ISA, Asynchronous Warpgroup Level Matrix Multiply-Accumulate). Each warp of the group
+// computes its 16 rows by itself, when the work is performed: until then its registers are busy.
+#include <cstring>
+
+#include "async.h"
+#include "matrix.h"
+#include "number.h"
+
+namespace flash4 {
+namespace {
+
+enum class Accumulator : uint8_t { F32, F16, S32 };
+
+constexpr uint32_t kRows = 16;  // of a warp
+
+// reg: accumulators, A (four registers or a descriptor), descriptor of B, scale-d.
+// attr: N, element of A, of B, accumulator, A in registers, negate A, negate B, A MN-major, B MN-major, saturate.
+struct Shape {
+    uint32_t n;
+    Element a, b;
+    Accumulator accumulator;
+    bool a_in_registers, negate_a, negate_b, a_mn, b_mn, saturate;
+
+    explicit Shape(const Op& op)
+        : n(static_cast<uint32_t>(op.attr[0])),
+          a(static_cast<Element>(op.attr[1])),
+          b(static_cast<Element>(op.attr[2])),
+          accumulator(static_cast<Accumulator>(op.attr[3])),
+          a_in_registers(op.attr[4]),
+          negate_a(op.attr[5]),
+          negate_b(op.attr[6]),
+          a_mn(op.attr[7]),
+          b_mn(op.attr[8]),
+          saturate(op.attr[9]) {}
+
+    uint32_t accumulators() const { return n / (accumulator == Accumulator::F16 ? 4 : 2); }
+    uint32_t a_registers() const { return a_in_registers ? 4 : 1; }
+};
+
+// What an instruction takes along when it is issued.
+struct Job {
+    Warp* warp;
+    const Op* op;
+    race::Ticket ticket;
+    uint64_t a, b;  // descriptors
+    bool accumulate;
+};
+
+// Calls body(register, half, lane, row, column) for all that a warp's fragment of D holds, where a register of 32 bits holds
+// one element (half 0) or two of 16 bits. PTX ISA, Register Fragments for wgmma: matrix fragment for D.
+template <class Body>
+inline void for_fragment(uint32_t n, Body&& body) {
+    for (uint32_t i = 0; i < n / 2; ++i)
+        for (uint32_t lane = 0; lane < kLanes; ++lane) body(i, lane, lane / 4 + i / 2 % 2 * 8, i / 4 * 8 + lane % 4 * 2 + i % 2);
+}
+
+using Sums = float[kRows][kTileRows];
+
+void load_sums(Warp& warp, const Op& op, const Shape& shape, Sums& sums) {
+    for_fragment(shape.n, [&](uint32_t i, uint32_t lane, uint32_t row, uint32_t column) {
+        if (shape.accumulator == Accumulator::F32) sums[row][column] = warp.f32(op.reg[i])[lane];
+        else sums[row][column] = number::from_f16(static_cast<uint16_t>(warp.u32(op.reg[i / 2])[lane] >> i % 2 * 16));
+    });
+}
+
+void store_sums(Warp& warp, const Op& op, const Shape& shape, const Sums& sums) {
+    for_fragment(shape.n, [&](uint32_t i, uint32_t lane, uint32_t row, uint32_t column) {
+        const float sum = sums[row][column];
+        if (shape.accumulator == Accumulator::F32) {
+            warp.f32(op.reg[i])[lane] = sum;
+        } else {
+            uint32_t& pair = warp.u32(op.reg[i / 2])[lane];
+            const uint32_t bits = number::to_f16(sum);
+            pair = i % 2 ? (pair & 0xFFFFu) | bits << 16 : (pair & 0xFFFF0000u) | bits;
+        }
+    });
+}
+
+void add_integers(Warp& warp, const Op& op, const Shape& shape, const Sums& sums, bool accumulate) {
+    for_fragment(shape.n, [&](uint32_t i, uint32_t lane, uint32_t row, uint32_t column) {
+        int32_t& d = warp.s32(op.reg[i])[lane];
+        d = add_integer(accumulate ? d : 0, sums[row][column], shape.saturate);
+    });
+}
+
+// Fragment of A: register j holds 4 bytes of row lane / 4 (+ 8 for odd j), at byte 4 * (lane % 4) (+ 16 for j of 2 and 3).
+void read_fragment(Warp& warp, const uint32_t* registers, Element element, Tile& tile) {
+    uint32_t words[kRows * kTileWords];
+    for (uint32_t j = 0; j < 4; ++j)
+        for (uint32_t lane = 0; lane < kLanes; ++lane)
+            words[(lane / 4 + j % 2 * 8) * kTileWords + lane % 4 + j / 2 * 4] = warp.u32(registers[j])[lane];
+    spread(element, words, 1, kTileWords, kRows, tile.value);
+}
+
+void perform(const Job& job) {
+    static thread_local Tile a, b;
+    alignas(64) static thread_local Sums sums;
+    Warp& warp = *job.warp;
+    Cta& cta = *warp.cta;
+    const Op& op = *job.op;
+    const Shape shape(op);
+    const uint32_t first = warp.index % 4 * kRows;
+    if (shape.a_in_registers) read_fragment(warp, op.reg + shape.accumulators(), shape.a, a);
+    else gather(job.ticket, cta, wgmma_matrix(job.a), shape.a, shape.a_mn, {.first = first, .count = kRows}, a);
+    gather(job.ticket, cta, wgmma_matrix(job.b), shape.b, shape.b_mn, {.first = 0, .count = shape.n}, b);
+    if (shape.negate_a != shape.negate_b) negate(a, shape.a);
+    const bool integers = shape.accumulator == Accumulator::S32;
+    if (job.accumulate && !integers) load_sums(warp, op, shape, sums);
+    else std::memset(sums, 0, sizeof sums);
+    for (uint32_t row = 0; row < kRows; row += 4)
+        multiply_add(a.value + row, b.value, tile_k(shape.a), shape.n, sums[row]);
+    if (integers) add_integers(warp, op, shape, sums, job.accumulate);
+    else store_sums(warp, op, shape, sums);
+}
+
+void require_whole_warp(const Warp& warp, Mask mask) {
+    if (mask != kAllLanes) throw Fault("wgmma", "executed by part of the warp " + std::to_string(warp.index));
+    if (warp.cta->launch->options.arch != 90) throw Fault("unsupported", "wgmma exists on sm_90a only");
+}
+
+// --- registers in use
+
+// Busy entries of an instruction's accumulators, then of its fragment of A.
+template <class Body>
+void for_registers(Warp::Units& units, const Op& op, Body&& body) {
+    const Shape shape(op);
+    for (uint32_t i = 0; i < shape.accumulators(); ++i) body(units.wgmma_registers[register_unit(op.reg[i])], true);
+    if (!shape.a_in_registers) return;
+    for (uint32_t i = 0; i < 4; ++i) body(units.wgmma_registers[register_unit(op.reg[shape.accumulators() + i])], false);
+}
+
+void occupy(Warp& warp, const Op& op) {
+    Warp::Units& units = *warp.units;
+    if (units.wgmma_registers.empty()) units.wgmma_registers.resize(register_unit(warp.program->register_bytes) + 1);
+    for_registers(units, op, [&](Warp::Units::Busy& busy, bool accumulates) {
+        ++(accumulates ? busy.writes : busy.reads);
+        if (accumulates) busy.writer = &op;
+    });
+    units.wgmma_uses.back().push_back(&op);
+    ++warp.busy_registers;
+}
+
+void release_oldest_group(Warp& warp) {
+    Warp::Units& units = *warp.units;
+    for (const Op* op : units.wgmma_uses.front()) {
+        for_registers(units, *op, [](Warp::Units::Busy& busy, bool accumulates) { --(accumulates ? busy.writes : busy.reads); });
+        --warp.busy_registers;
+    }
+    units.wgmma_uses.pop_front();
+}
+
+void report_register(Warp& warp, const Op& op, const std::string& what, const Op* other) {
+    Finding finding{.kind = "wgmma-register", .message = what + ", before a wgmma.wait_group", .at = warp.origin(op), .cta = warp.cta->id};
+    if (other) {
+        finding.other = warp.origin(*other);
+        finding.has_other = true;
+    }
+    warp.cta->launch->report(std::move(finding));
+}
+
+// --- instructions
+
+Step fence(Warp& warp, const Op&, Mask mask) {
+    require_whole_warp(warp, mask);
+    warp.units->wgmma_fenced = true;
+    return Step::Next;
+}
+
+Step mma(Warp& warp, const Op& op, Mask mask) {
+    require_whole_warp(warp, mask);
+    const Shape shape(op);
+    const uint32_t* operands = op.reg + shape.accumulators();
+    Cta& cta = *warp.cta;
+    Warp::Units& units = *warp.units;
+    if (!units.wgmma_fenced)
+        cta.launch->report({.kind = "wgmma-fence", .message = "no wgmma.fence before the warp's first wgmma.mma_async", .at = warp.origin(op),
+                            .cta = cta.id});
+    Job job{.warp = &warp,
+            .op = &op,
+            .ticket = {},
+            .a = shape.a_in_registers ? 0 : warp.u64(operands[0])[0],
+            .b = warp.u64(operands[shape.a_registers()])[0],
+            .accumulate = (warp.predicate(operands[shape.a_registers() + 1]) & 1) != 0};
+    if (cta.cluster->races) job.ticket = cta.cluster->races->issue(warp, op, race::Unit::Wgmma);
+    occupy(warp, op);
+    std::shared_ptr<CommitGroup> group = units.wgmma.open;
+    ++group->pending;
+    group->epoch = job.ticket.epoch;
+    cta.launch->counters.mma += warp.index % 4 == 0;
+    cta.launch->counters.mma_flops += 2ull * kRows * shape.n * tile_k(shape.a);
+    cta.cluster->submit({.queue = queue_of(QueueKind::Wgmma, cta, warp.index), .origin = warp.origin(op), .what = "wgmma.mma_async",
+                         .perform = [job, group] {
+                             perform(job);
+                             --group->pending;
+                         },
+                         .reads_cta = cta.rank});
+    return Step::Next;
+}
+
+Step commit(Warp& warp, const Op&, Mask mask) {
+    require_whole_warp(warp, mask);
+    GroupQueue& groups = warp.units->wgmma;
+    groups.committed.push_back(std::move(groups.open));
+    groups.open = std::make_shared<CommitGroup>();
+    warp.units->wgmma_uses.emplace_back();
+    return Step::Next;
+}
+
+// attr: how many of the newest groups may still be pending.
+Step wait(Warp& warp, const Op& op, Mask mask) {
+    require_whole_warp(warp, mask);
+    auto& committed = warp.units->wgmma.committed;
+    while (committed.size() > static_cast<size_t>(op.attr[0])) {
+        const CommitGroup& oldest = *committed.front();
+        if (oldest.pending) return Step::Blocked;
+        if (warp.cta->cluster->races && oldest.epoch) warp.cta->cluster->races->join(warp, race::Unit::Wgmma, oldest.epoch);
+        committed.pop_front();
+        release_oldest_group(warp);
+    }
+    return Step::Next;
+}
+
+FLASH4_OP("wgmma.fence", Sync, fence);
+FLASH4_OP("wgmma.mma_async", Mma, mma);
+FLASH4_OP("wgmma.commit_group", Sync, commit);
+FLASH4_OP("wgmma.wait_group", Sync, wait);
+
+// Accumulators in flight may be named only by a product of the same shape that goes on accumulating in them.
+void check_product(Warp& warp, const Op& op) {
+    const Shape shape(op);
+    for_registers(*warp.units, op, [&](const Warp::Units::Busy& busy, bool accumulates) {
+        if (accumulates && busy.reads) report_register(warp, op, "accumulates in a register that another wgmma reads as A", nullptr);
+        if (!busy.writes) return;
+        const Shape other(*busy.writer);
+        if (!accumulates) report_register(warp, op, "reads A from an accumulator in flight", busy.writer);
+        else if (other.n != shape.n || other.accumulator != shape.accumulator)
+            report_register(warp, op, "accumulates where a wgmma of another shape is in flight", busy.writer);
+    });
+}
+
+}  // namespace
+
+void check_wgmma_registers(Warp& warp, const Op& op) {
+    const auto& registers = warp.units->wgmma_registers;
+    if (registers.empty()) return;
+    if (op.run == &mma) return check_product(warp, op);
+    for (uint32_t i = 0; i < op.regs; ++i) {
+        if (op.reg[i] == kNoRegister) continue;
+        const Warp::Units::Busy& busy = registers[register_unit(op.reg[i])];
+        if (busy.writes) report_register(warp, op, "uses an accumulator in flight", busy.writer);
+        else if (busy.reads && i < 32 && op.writes >> i & 1) report_register(warp, op, "overwrites a register that a wgmma in flight reads as A", nullptr);
+    }
+}
+
+}  // namespace flash4

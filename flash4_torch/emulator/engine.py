@@ -1,0 +1,321 @@
+"""The C++ engine, seen from Python: programs, launches and their reports."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flash4_torch.emulator import build, ptx
+from flash4_torch.emulator.lower import lower
+from flash4_torch.emulator.report import PIPES, Counters, Finding, Line, Place, Report
+
+Dim3 = tuple[int, int, int]
+
+SCHEDULES = ("eager", "late", "fuzz")
+DEVICE_SMS = {90: 132, 100: 148}
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to run a launch.
+
+    schedule: "eager" does asynchronous work when it is issued, "late" as late as the program allows, "fuzz" at moments that
+    `seed` draws, as it draws whose turn it is.
+    races: check the order of accesses to shared and tensor memory.
+    strict: names of checks that correct programs may fail: "uninitialised" (reading shared or tensor memory that nobody
+    wrote), "wait_ld" (using what tcgen05.ld loads before tcgen05.wait::ld).
+    compact: let PTX registers share space in the engine.
+    """
+
+    schedule: str = "eager"
+    seed: int = 0
+    races: bool = True
+    strict: frozenset[str] = frozenset()
+    compact: bool = True
+    max_instructions: int = 20_000_000_000
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule is {self.schedule!r}; it must be one of {', '.join(SCHEDULES)}")
+        unknown = self.strict - {"uninitialised", "wait_ld"}
+        if unknown:
+            raise ValueError(f"strict names {sorted(unknown)}; known are 'uninitialised' and 'wait_ld'")
+
+
+class _ProgramText(ctypes.Structure):
+    """`ProgramText` in csrc_stubs/no_gpu/program.h."""
+
+    _fields_ = (
+        ("ops", ctypes.c_uint32),
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "operation guard guard_negated reg_begin regs writes attr_begin attrs reconverge".split()
+            )
+        ),
+        ("inits", ctypes.c_uint32),
+        *((f"init_{name}", ctypes.c_void_p) for name in ("kind", "bytes", "offset", "value")),
+        *((name, ctypes.c_uint32) for name in ("register_bytes", "static_shared_bytes", "register_cap")),
+    )
+
+
+class _LaunchText(ctypes.Structure):
+    """`LaunchText` in csrc_stubs/no_gpu/api.cpp."""
+
+    _fields_ = (
+        ("program", ctypes.c_void_p),
+        *((name, ctypes.c_uint32 * 3) for name in ("grid", "block", "cluster")),
+        ("dynamic_shared", ctypes.c_uint32),
+        ("params", ctypes.c_void_p),
+        ("param_bytes", ctypes.c_uint64),
+        ("regions", ctypes.c_void_p),
+        ("region_count", ctypes.c_uint64),
+        *((name, ctypes.c_uint32) for name in ("schedule", "arch", "max_resident")),
+        *((name, ctypes.c_uint64) for name in ("seed", "max_instructions")),
+        *((name, ctypes.c_uint8) for name in ("check_races", "strict_uninitialised", "strict_wait_ld")),
+    )
+
+
+class _FindingText(ctypes.Structure):
+    """`FindingText` in csrc_stubs/no_gpu/api.cpp."""
+
+    _fields_ = (
+        ("kind", ctypes.c_char_p),
+        ("message", ctypes.c_char_p),
+        ("cta", ctypes.c_uint32 * 3),
+        *((n, ctypes.c_uint32) for n in "rank warp op has_other other_rank other_warp other_op".split()),
+        ("times", ctypes.c_uint64),
+    )
+
+
+class _Counters(ctypes.Structure):
+    """`Counters` in csrc_stubs/no_gpu/machine.h."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_uint64)
+        for name in (
+            "shared_read shared_written global_read global_written mma mma_flops barrier_waits instructions async_bytes"
+        ).split()
+    )
+
+
+class _Engine:
+    """The shared object with its functions' types, and the table of operations."""
+
+    def __init__(self) -> None:
+        lib = ctypes.CDLL(str(build.engine()))
+        pointer, u64 = ctypes.c_void_p, ctypes.c_uint64
+        for name, result, arguments in (
+            ("operation_count", u64, []),
+            ("operation_name", ctypes.c_char_p, [u64]),
+            ("operation_pipe", ctypes.c_uint32, [u64]),
+            ("program_new", pointer, [ctypes.POINTER(_ProgramText)]),
+            ("program_free", None, [pointer]),
+            ("launch", pointer, [ctypes.POINTER(_LaunchText)]),
+            ("launch_free", None, [pointer]),
+            ("finding_count", u64, [pointer]),
+            ("finding", None, [pointer, u64, ctypes.POINTER(_FindingText)]),
+            ("counters", ctypes.POINTER(_Counters), [pointer]),
+            ("counts", ctypes.POINTER(u64), [pointer, ctypes.POINTER(u64)]),
+        ):
+            function = getattr(lib, f"flash4_{name}")
+            function.restype, function.argtypes = result, arguments
+            setattr(self, name, function)
+        count = self.operation_count()
+        self.operations = {self.operation_name(i).decode(): i for i in range(count)}
+        self.pipes = [PIPES[self.operation_pipe(i)] for i in range(count)]
+
+    def __getattr__(self, name: str) -> Any:  # the functions set above
+        raise AttributeError(name)
+
+
+@functools.cache
+def engine() -> _Engine:
+    """Builds and loads the engine on first use; raises BuildError where there is no compiler."""
+    return _Engine()
+
+
+class Program:
+    """One PTX kernel, ready to launch. Programs are immutable and may be launched any number of times."""
+
+    def __init__(self, kernel: ptx.Kernel, *, arch: int, compact: bool = True):
+        self.kernel = kernel
+        self.arch = arch
+        lowered = lower(kernel, engine().operations, compact=compact)
+        self.pipes = [engine().pipes[op] for op in lowered.operation]
+        inits = list(lowered.start.inits())
+        columns = [
+            np.array([init[i] for init in inits], dtype)
+            for i, dtype in enumerate((np.uint8, np.uint8, np.uint32, np.int64))
+        ]
+        arrays = [
+            getattr(lowered, name)
+            for name in "operation guard guard_negated reg_begin regs writes attr_begin attrs reconverge".split()
+        ]
+        text = _ProgramText(
+            len(kernel.instructions),
+            *(a.ctypes.data for a in arrays),
+            len(inits),
+            *(c.ctypes.data for c in columns),
+            lowered.start.bytes,
+            lowered.static_shared_bytes,
+            kernel.max_registers or 0,
+        )
+        self._handle = engine().program_new(ctypes.byref(text))
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None):
+            engine().program_free(self._handle)
+
+    def launch(
+        self,
+        params: bytes,
+        *,
+        grid: Dim3,
+        block: Dim3,
+        cluster: Dim3 = (1, 1, 1),
+        dynamic_shared: int = 0,
+        regions: Iterable[tuple[int, int]] = (),
+        options: Options | None = None,
+    ) -> Report:
+        """Runs all CTAs and returns what was found and counted; raises for nothing that the kernel does.
+
+        params: the kernel's parameters as the driver would pack them.
+        regions: (address, bytes) of the global memory that the kernel may touch; none: anything.
+        """
+        options = options or Options()
+        spans = np.array(sorted((a, a + n) for a, n in regions), np.uint64).ravel()
+        buffer = ctypes.create_string_buffer(params, max(len(params), 1))
+        text = _LaunchText(
+            self._handle,
+            grid,
+            block,
+            cluster,
+            dynamic_shared,
+            ctypes.addressof(buffer),
+            len(params),
+            spans.ctypes.data,
+            len(spans) // 2,
+            SCHEDULES.index(options.schedule),
+            self.arch,
+            DEVICE_SMS.get(self.arch, 132),
+            options.seed,
+            options.max_instructions,
+            options.races,
+            "uninitialised" in options.strict,
+            "wait_ld" in options.strict,
+        )
+        handle = engine().launch(ctypes.byref(text))
+        try:
+            return self._report(handle)
+        finally:
+            engine().launch_free(handle)
+
+    def _report(self, handle: int) -> Report:
+        lib = engine()
+        length = ctypes.c_uint64()
+        counts = lib.counts(handle, ctypes.byref(length))
+        table = np.ctypeslib.as_array(counts, (length.value,)).reshape(-1, len(self.pipes)).copy()
+        raw = lib.counters(handle).contents
+        totals = table.sum(axis=0)
+        by_pipe: dict[str, int] = dict.fromkeys(PIPES, 0)
+        for pipe, total in zip(self.pipes, totals, strict=True):
+            by_pipe[pipe] += int(total)
+        fields = {name: getattr(raw, name) for name, _ in _Counters._fields_}
+        fields["instructions"] = int(totals.sum())
+        return Report(
+            kernel=self.kernel.name,
+            findings=[self._finding(handle, i) for i in range(lib.finding_count(handle))],
+            counters=Counters(by_pipe=by_pipe, **fields),
+            lines=[
+                Line(ins.line, ins.text, ins.source, pipe, tuple(map(int, table[:, i])))
+                for i, (ins, pipe) in enumerate(zip(self.kernel.instructions, self.pipes, strict=True))
+            ],
+        )
+
+    def _finding(self, handle: int, index: int) -> Finding:
+        raw = _FindingText()
+        engine().finding(handle, index, ctypes.byref(raw))
+        cta = tuple(raw.cta)
+        at = self._place(cta, raw.rank, raw.warp, raw.op)
+        other = self._place(None, raw.other_rank, raw.other_warp, raw.other_op) if raw.has_other else None
+        return Finding(raw.kind.decode(), self._with_lines(raw.message.decode()), at, other, raw.times)
+
+    def _place(self, cta: Any, rank: int, warp: int, op: int) -> Place:
+        ins = self.kernel.instructions[min(op, len(self.kernel.instructions) - 1)]
+        return Place(cta, rank, warp, ins.line, ins.text, ins.source)
+
+    def _with_lines(self, message: str) -> str:
+        """The engine writes @op:N for the instruction with that index."""
+        head, *rest = message.split("@op:")
+        for part in rest:
+            digits = len(part) - len(part.lstrip("0123456789"))
+            ins = self.kernel.instructions[int(part[:digits])]
+            head += f"PTX line {ins.line} ({ins.text.strip()}){part[digits:]}"
+        return head
+
+
+def pack_parameters(kernel: ptx.Kernel, values: Sequence[bytes]) -> bytes:
+    """The parameters' bytes at the offsets that the kernel declares."""
+    if len(values) != len(kernel.params):
+        raise ValueError(f"{kernel.name} takes {len(kernel.params)} parameters, got {len(values)}")
+    size = max((p.offset + p.size for p in kernel.params), default=0)
+    packed = bytearray(size)
+    for parameter, value in zip(kernel.params, values, strict=True):
+        packed[parameter.offset : parameter.offset + len(value)] = value
+    return bytes(packed)
+
+
+def run_ptx(
+    text: str,
+    args: Sequence[Any] = (),
+    *,
+    grid: Dim3 = (1, 1, 1),
+    block: Dim3 = (32, 1, 1),
+    cluster: Dim3 = (1, 1, 1),
+    dynamic_shared: int = 0,
+    options: Options | None = None,
+    check: bool = True,
+) -> Report:
+    """Runs the only kernel of a PTX text.
+
+    args: for each parameter a contiguous CPU tensor or NumPy array (its address is passed and it is the only memory that the
+    kernel may touch), or the parameter's bytes (`numpy.int32(3)` or `b"..."`).
+    check: raise EmulationError for findings.
+    """
+    module = ptx.parse(text)
+    (kernel,) = module.kernels
+    program = Program(kernel, arch=module.arch, compact=(options or Options()).compact)
+    regions, values = [], []
+    for arg in args:
+        address = _address(arg)
+        if address is None:
+            values.append(arg if isinstance(arg, bytes) else arg.tobytes())
+        else:
+            regions.append((address, arg.nbytes))
+            values.append(address.to_bytes(8, "little"))
+    report = program.launch(
+        pack_parameters(kernel, values),
+        grid=grid,
+        block=block,
+        cluster=cluster,
+        dynamic_shared=dynamic_shared,
+        regions=regions,
+        options=options,
+    )
+    if check:
+        report.raise_findings()
+    return report
+
+
+def _address(arg: Any) -> int | None:
+    if hasattr(arg, "data_ptr"):
+        return int(arg.data_ptr())
+    if isinstance(arg, np.ndarray):
+        return int(arg.ctypes.data)
+    return None

@@ -1,0 +1,1 @@
+"""Kernels of one file each, the same source for every architecture."""

@@ -1,0 +1,102 @@
+"""Kernels that others wrote, under the emulator: for opt-in tests, as none of them is a dependency of ours."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from flash4_torch import env
+from flash4_torch.emulator import host
+
+Run = Callable[[host.Launch], None]
+
+
+@contextmanager
+def flash_attn_4(run: Run, arch: str, multiprocessors: int | None = None) -> Iterator[ModuleType]:
+    """flash-attn-4's `interface` module, whose `_flash_attn_fwd` and `_flash_attn_bwd` then take CPU tensors."""
+    multiprocessors = multiprocessors or host.ARCHITECTURES[arch].multiprocessors
+    before = env.change({"FLASH_ATTENTION_ARCH": arch, "FLASH_ATTENTION_NUM_SMS": str(multiprocessors)})
+    try:
+        with pretended_gpu(run, arch, multiprocessors), warnings.catch_warnings():
+            # The DSL warns of an argument that the kernels leave out where it is empty.
+            warnings.filterwarnings("ignore", message="Argument aux_data")
+            interface = importlib.import_module("flash_attn.cute.interface")
+            _forget_device(interface)
+            yield interface
+    finally:
+        env.change(before)
+
+
+def _forget_device(interface: ModuleType) -> None:
+    """What it asked about the device is remembered for good, but the next test may play another."""
+    interface._get_device_arch.cache_clear()
+    importlib.import_module("flash_attn.cute.cute_dsl_utils").get_max_active_clusters.cache_clear()
+
+
+@contextmanager
+def cutlass_example(
+    path: Path, run: Run, arch: str, multiprocessors: int | None = None
+) -> Iterator[ModuleType]:
+    """The module of a CUTLASS example, whose functions then work on CPU tensors where they ask for CUDA's."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec and spec.loader, path
+    module = importlib.util.module_from_spec(spec)
+    with pretended_gpu(run, arch, multiprocessors), mock.patch.object(sys, "path", [str(path.parent), *sys.path]):
+        spec.loader.exec_module(module)
+        yield module
+
+
+@contextmanager
+def pretended_gpu(run: Run, arch: str, multiprocessors: int | None = None) -> Iterator[None]:
+    """Installs the emulator, and lets torch code that wants a GPU have one: memory of "cuda" is the CPU's."""
+    device = host.ARCHITECTURES[arch]
+    stream = SimpleNamespace(cuda_stream=0)
+    properties = SimpleNamespace(
+        major=device.major,
+        minor=device.minor,
+        multi_processor_count=multiprocessors or device.multiprocessors,
+    )
+    answers = {
+        "is_available": True,
+        "device_count": 1,
+        "current_device": 0,
+        "current_stream": stream,
+        "Stream": stream,
+        "get_device_capability": (device.major, device.minor),
+        "get_device_properties": properties,
+        "synchronize": None,
+    }
+    host.install(run, arch, multiprocessors)
+    with ExitStack() as stack:
+        stack.callback(host.uninstall)
+        for name, answer in answers.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, mock.Mock(return_value=answer)))
+        stack.enter_context(mock.patch.object(torch.Tensor, "is_cuda", property(lambda tensor: True)))
+        stack.enter_context(_CudaOnCpu())
+        yield
+
+
+class _CudaOnCpu(TorchFunctionMode):
+    """Calls of torch's functions with "cuda" replaced by "cpu"."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.cuda:
+            return args[0]
+        named = {name: _on_cpu(value) for name, value in (kwargs or {}).items()}
+        return function(*map(_on_cpu, args), **named)
+
+
+def _on_cpu(value: Any) -> Any:
+    names_cuda = isinstance(value, (str, torch.device)) and str(value).startswith("cuda")
+    return "cpu" if names_cuda else value

@@ -1,0 +1,104 @@
+"""Tensor maps for hand-written PTX: the 128 bytes that CuTe-DSL's host code would write for a tensor, and what a copy means.
+
+Dimensions are listed contiguous first, as PTX lists coordinates.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+# By NumPy type, as tensormap.replace numbers its .elemtype; bfloat16 has no NumPy type and is given by name.
+ELEMENT_TYPES = {
+    "uint8": 0,
+    "uint16": 1,
+    "uint32": 2,
+    "int32": 3,
+    "uint64": 4,
+    "int64": 5,
+    "float16": 6,
+    "float32": 7,
+    "float64": 9,
+    "bfloat16": 10,
+}
+SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # by bytes of a row
+MAX_RANK = 5
+MAP_BYTES = 128
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A tensor and the box that one copy moves.
+
+    address: of the first element. element: name of the type. sizes, box: elements by dimension. strides: bytes, for the
+    dimensions from 1 on. swizzle: bytes of a row, 0 for none.
+    """
+
+    address: int
+    element: str
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int = 0
+
+    @property
+    def element_bytes(self) -> int:
+        return 2 if self.element == "bfloat16" else np.dtype(self.element).itemsize
+
+    @property
+    def box_bytes(self) -> int:
+        return int(np.prod(self.box)) * self.element_bytes
+
+    def encode(self) -> np.ndarray:
+        """The 128 bytes, aligned to 128."""
+        words = aligned_bytes(MAP_BYTES).view(np.uint32)
+        words[:] = 0
+        rank = len(self.sizes)
+        words[:2] = np.array([self.address], np.uint64).view(np.uint32)
+        words[2] = 0x40002 | (rank - 1) << 4 | ELEMENT_TYPES[self.element] << 7 | SWIZZLES[self.swizzle] << 13
+        for d, stride in enumerate(self.strides):
+            assert stride % 16 == 0
+            words[3 + d] = stride // 16 & 0xFFFFFFFF
+            words[7] |= (stride // 16 >> 32) << 4 * d
+        for d, (size, box) in enumerate(zip(self.sizes, self.box, strict=True)):
+            words[8 + d] = size - 1
+            words[13 if d == 0 else 14] |= (box - 1) << (24 if d == 0 else 8 * (d - 1))
+        return words.view(np.uint8)
+
+    def places(self, start: Sequence[int]) -> Iterator[tuple[int, int | None]]:
+        """For each element of the box at `start`: its byte in the tile, and in the tensor (None: outside).
+
+        The tile lies at a multiple of 1024 bytes. PTX ISA, "Swizzling modes".
+        """
+        for number, index in enumerate(itertools.product(*(range(n) for n in reversed(self.box)))):
+            at = [s + i for s, i in zip(start, reversed(index), strict=True)]
+            inside = all(0 <= a < n for a, n in zip(at, self.sizes, strict=True))
+            strides = (self.element_bytes, *self.strides)
+            byte = sum(a * s for a, s in zip(at, strides, strict=True)) if inside else None
+            yield swizzle(number * self.element_bytes, self.swizzle), byte
+
+
+def swizzle(byte: int, row: int) -> int:
+    """Where a byte of a tile lies when rows of `row` bytes are swizzled: 16-byte chunks are exchanged within the row.
+
+    The number of a 128-byte line, as far as it fits, says with which.
+    """
+    chunks = max(row // 16, 1)
+    return byte ^ (byte // 128 % chunks) * 16
+
+
+def aligned_bytes(count: int, alignment: int = 128) -> np.ndarray:
+    """Zeroed bytes at a multiple of `alignment`."""
+    space = np.zeros(count + alignment, np.uint8)
+    begin = -space.ctypes.data % alignment
+    return space[begin : begin + count]
+
+
+def random_bytes(count: int, seed: int) -> np.ndarray:
+    """At a multiple of 128 bytes."""
+    array = aligned_bytes(count)
+    array[:] = np.random.default_rng(seed).integers(0, 256, count, np.uint8)
+    return array
