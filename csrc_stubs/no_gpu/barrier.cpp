@@ -49,6 +49,13 @@ void use(Warp& warp, const Op& op, SharedRef place) {
     if (races(warp)) races(warp)->atomic(warp, op, *place.cta, place.offset, 8);
 }
 
+// What an arrival makes visible to those that wait: all before it, or if it is relaxed all before the last releasing fence.
+void publish(Warp& warp, bool relaxed, race::Clock& into) {
+    if (!races(warp)) return;
+    if (relaxed) into.merge(warp.fenced);
+    else races(warp)->release(warp, into);
+}
+
 // reg: address, count.
 Step init(Warp& warp, const Op& op, Mask mask) {
     for (Mask rest = mask; rest; rest &= rest - 1) {
@@ -93,7 +100,7 @@ Step arrive_op(Warp& warp, const Op& op, Mask mask) {
         if (op.reg[2] != kNoRegister) warp.u64(op.reg[2])[lane] = barrier.phase;
         const uint32_t value = op.reg[1] == kNoRegister ? 1 : warp.u32(op.reg[1])[lane];
         const uint32_t count = announces ? 1 : value;
-        if (races(warp) && !relaxed) races(warp)->release(warp, barrier.clock);
+        publish(warp, relaxed, barrier.clock);
         if (drops) {
             if (barrier.expected < count) throw Fault("mbarrier", at(place) + ": arrive_drop below zero");
             barrier.expected -= count;
@@ -233,7 +240,7 @@ Step cluster_arrive(Warp& warp, const Op& op, Mask mask) {
     if (mask != ~warp.exited) throw Fault("divergence", "barrier.cluster.arrive is executed by some lanes of the warp only");
     warp.cluster_arrived = cluster.cluster_generation;
     cluster.cluster_arrived += static_cast<uint32_t>(__builtin_popcount(mask));
-    if (cluster.races && !op.attr[0]) cluster.races->release(warp, cluster.cluster_clock);
+    publish(warp, op.attr[0], cluster.cluster_clock);
     complete_cluster_if_due(cluster);
     cluster.event();
     return Step::Next;
@@ -260,9 +267,16 @@ void fence_barriers_of(Warp& warp) {
         if (entry.second->initialised_by == &warp) entry.second->fenced = true;
 }
 
-Step fence_mbarrier_init(Warp& warp, const Op&, Mask) {
-    fence_barriers_of(warp);
+// What is before a releasing fence is published by the relaxed arrivals after it.
+Step fence_release(Warp& warp, const Op&, Mask) {
+    warp.fenced.clear();
+    if (races(warp)) races(warp)->release(warp, warp.fenced);
     return Step::Next;
+}
+
+Step fence_mbarrier_init(Warp& warp, const Op& op, Mask mask) {
+    fence_barriers_of(warp);
+    return fence_release(warp, op, mask);
 }
 
 Step fence_proxy_async(Warp& warp, const Op&, Mask) {
@@ -270,6 +284,7 @@ Step fence_proxy_async(Warp& warp, const Op&, Mask) {
     if (races(warp)) races(warp)->proxy_fence(warp);
     return Step::Next;
 }
+FLASH4_OP("fence.release", Sync, fence_release);
 FLASH4_OP("fence.mbarrier_init", Sync, fence_mbarrier_init);
 FLASH4_OP("fence.proxy.async", Sync, fence_proxy_async);
 

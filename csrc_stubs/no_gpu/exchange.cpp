@@ -8,20 +8,23 @@
 namespace flash4::alu {
 namespace {
 
-// The lanes of a .sync instruction's member mask that take part. All of those that have not exited must execute it
-// together, and only they may: on the hardware the others would wait for ever, or get anything.
-Mask members(Warp& w, uint32_t reg, Mask mask) {
-    const Mask named = w.u32(reg)[first_lane(mask)];
+// Whether the lanes that the instruction's member mask names are there: all that have not exited must execute it together,
+// and only they may. Lanes that run elsewhere may still exit, so the instruction waits for them (false); others do not come.
+bool gathered(Warp& w, uint32_t reg, Mask mask) {
+    const Mask named = w.u32(reg)[first_lane(mask)], missing = named & ~w.exited & ~mask;
     char text[160];
-    if (const Mask missing = named & ~w.exited & ~mask) {
-        std::snprintf(text, sizeof text, "the member mask %08x names lanes %08x, which do not execute the instruction with lanes %08x", named, missing, mask);
-        throw Fault("divergence", text);
-    }
     if (const Mask strangers = mask & ~named) {
         std::snprintf(text, sizeof text, "lanes %08x execute the instruction and are not in the member mask %08x", strangers, named);
         throw Fault("divergence", text);
     }
-    return mask;
+    Mask elsewhere = 0;
+    for (const Group& group : w.groups)
+        if (&group != w.group) elsewhere |= group.mask;
+    if (const Mask absent = missing & ~elsewhere) {
+        std::snprintf(text, sizeof text, "the member mask %08x names lanes %08x, which do not execute the instruction with lanes %08x", named, absent, mask);
+        throw Fault("divergence", text);
+    }
+    return !missing;
 }
 
 void assign(Mask& to, Mask value, Mask lanes) { to = (to & ~lanes) | (value & lanes); }
@@ -57,14 +60,14 @@ Source shuffle_source(Shuffle how, int lane, uint32_t b, uint32_t c) {
 // reg: d, p (may be absent), a, b, c, member mask.
 template <Shuffle How>
 Step shuffle(Warp& w, const Op& op, Mask mask) {
-    const Mask taking_part = members(w, op.reg[5], mask);
+    if (!gathered(w, op.reg[5], mask)) return Step::Blocked;
     const auto a = copy(w.u32(op.reg[2])), b = copy(w.u32(op.reg[3])), c = copy(w.u32(op.reg[4]));
     Mask inside = 0;
     uint32_t* d = op.reg[0] == kNoRegister ? nullptr : w.u32(op.reg[0]);
     for_lanes(mask, [&](int lane) {
         const Source source = shuffle_source(How, lane, b[lane], c[lane]);
         // What a lane reads from one that does not take part is undefined; kernels may ignore it, and not use it.
-        if (d) d[lane] = taking_part >> source.lane & 1 ? a[source.lane] : kPoison;
+        if (d) d[lane] = mask >> source.lane & 1 ? a[source.lane] : kPoison;
         inside |= static_cast<Mask>(source.inside) << lane;
     });
     if (op.reg[1] != kNoRegister) assign(w.predicate(op.reg[1]), inside, mask);
@@ -76,10 +79,9 @@ FLASH4_OP("shfl.bfly", Alu, shuffle<Shuffle::Butterfly>);
 FLASH4_OP("shfl.idx", Alu, shuffle<Shuffle::Index>);
 
 // reg: d (a predicate, or 32 bits for the ballot), a, member mask. attr: whether to negate a.
-Mask votes(Warp& w, const Op& op, Mask mask) {
-    return (w.predicate(op.reg[1]) ^ (op.attr[0] ? kAllLanes : 0)) & members(w, op.reg[2], mask);
-}
+Mask votes(Warp& w, const Op& op, Mask mask) { return (w.predicate(op.reg[1]) ^ (op.attr[0] ? kAllLanes : 0)) & mask; }
 Step ballot(Warp& w, const Op& op, Mask mask) {
+    if (!gathered(w, op.reg[2], mask)) return Step::Blocked;
     const Mask result = votes(w, op, mask);
     uint32_t* d = w.u32(op.reg[0]);
     for_lanes(mask, [&](int lane) { d[lane] = result; });
@@ -87,6 +89,7 @@ Step ballot(Warp& w, const Op& op, Mask mask) {
 }
 template <auto F>
 Step vote(Warp& w, const Op& op, Mask mask) {
+    if (!gathered(w, op.reg[2], mask)) return Step::Blocked;
     assign(w.predicate(op.reg[0]), F(votes(w, op, mask), mask) ? kAllLanes : 0, mask);
     return Step::Next;
 }
@@ -98,25 +101,25 @@ FLASH4_OP("vote.uni", Alu, vote<[](Mask yes, Mask all) { return yes == all || ye
 // reg: d, a, member mask: the lanes whose a is equal.
 template <class T>
 Step match_any(Warp& w, const Op& op, Mask mask) {
+    if (!gathered(w, op.reg[2], mask)) return Step::Blocked;
     const auto a = copy(cells<T>(w, op.reg[1]));
-    const Mask all = members(w, op.reg[2], mask);
     uint32_t* d = w.u32(op.reg[0]);
     for_lanes(mask, [&](int lane) {
         Mask equal = 0;
         for (int other = 0; other < kLanes; ++other) equal |= static_cast<Mask>(a[other] == a[lane]) << other;
-        d[lane] = equal & all;
+        d[lane] = equal & mask;
     });
     return Step::Next;
 }
 // reg: d, p (may be absent), a, member mask: all lanes and true if they all agree, else 0 and false.
 template <class T>
 Step match_all(Warp& w, const Op& op, Mask mask) {
+    if (!gathered(w, op.reg[3], mask)) return Step::Blocked;
     const auto a = copy(cells<T>(w, op.reg[2]));
-    const Mask all = members(w, op.reg[3], mask);
     bool agree = true;
     for (Mask rest = mask; rest; rest &= rest - 1) agree &= a[first_lane(rest)] == a[first_lane(mask)];
     uint32_t* d = w.u32(op.reg[0]);
-    for_lanes(mask, [&](int lane) { d[lane] = agree ? all : 0; });
+    for_lanes(mask, [&](int lane) { d[lane] = agree ? mask : 0; });
     if (op.reg[1] != kNoRegister) assign(w.predicate(op.reg[1]), agree ? kAllLanes : 0, mask);
     return Step::Next;
 }
@@ -128,7 +131,7 @@ FLASH4_OP("match.all.b64", Alu, match_all<U64>);
 // reg: d, a, member mask.
 template <class T, auto F>
 Step reduce(Warp& w, const Op& op, Mask mask) {
-    members(w, op.reg[2], mask);
+    if (!gathered(w, op.reg[2], mask)) return Step::Blocked;
     const auto* a = cells<T>(w, op.reg[1]);
     auto result = T::load(a[first_lane(mask)]);
     for (Mask rest = mask & (mask - 1); rest; rest &= rest - 1) result = F(result, T::load(a[first_lane(rest)]));
@@ -149,7 +152,7 @@ FLASH4_OP("redux.max.s32", Alu, reduce<S32, most>);
 
 // reg: d, a, member mask. attr: 1 for the maximum, .abs, .NaN. Without .NaN a NaN counts only where all are NaN.
 Step reduce_f32(Warp& w, const Op& op, Mask mask) {
-    members(w, op.reg[2], mask);
+    if (!gathered(w, op.reg[2], mask)) return Step::Blocked;
     const bool maximum = op.attr[0], absolute = op.attr[1], nan_wins = op.attr[2];
     const uint32_t* a = w.u32(op.reg[1]);
     float result = number::real(number::kNan32);
@@ -180,7 +183,8 @@ FLASH4_OP("activemask", Alu, active_mask);
 
 // reg: d (may be absent), p, member mask. The hardware's choice is unspecified; this is the lowest lane.
 Step elect(Warp& w, const Op& op, Mask mask) {
-    const int leader = first_lane(members(w, op.reg[2], mask));
+    if (!gathered(w, op.reg[2], mask)) return Step::Blocked;
+    const int leader = first_lane(mask);
     if (op.reg[0] != kNoRegister) {
         uint32_t* d = w.u32(op.reg[0]);
         for_lanes(mask, [&](int lane) { d[lane] = static_cast<uint32_t>(leader); });

@@ -33,8 +33,8 @@ inline bool may_conflict(const Access& a, const Access& b) {
     return (a.kind == Kind::Atomic && b.kind == Kind::Read) || (a.kind == Kind::Read && b.kind == Kind::Atomic);
 }
 
-// A history is the accesses of a granule that a later one may still conflict with. Histories never change and have numbers;
-// granules share them, so that a granule costs four bytes.
+// A history is the accesses of a granule that a later one may still conflict with. Histories never change and have
+// numbers; granules share them, so that a granule costs four bytes.
 class Histories {
 public:
     static constexpr uint32_t kEmpty = 0;

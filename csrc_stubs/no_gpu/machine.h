@@ -110,6 +110,7 @@ struct Warp {
     uint32_t register_count = 0;   // of each thread, as setmaxnreg last set it
     uint64_t cluster_arrived = ~0ull;  // the cluster barrier's generation at which it arrived last; ~0: never
     uint64_t executed = 0;
+    race::Clock fenced;                // what it was ordered after at its last releasing fence
     uint64_t* counts = nullptr;    // executed instructions by program counter
 
     // --- owned by the asynchronous units, see async.h, wgmma.cpp, tcgen05.cpp, tma.cpp

@@ -160,19 +160,23 @@ SharedMatrix addresses(uint64_t descriptor, Swizzle swizzle) {
 // --- the product
 
 using Vec = float __attribute__((vector_size(64)));
+using VecAt = float __attribute__((vector_size(64), aligned(4), may_alias));  // in memory
+inline VecAt& vector_at(float* row, int j) { return reinterpret_cast<VecAt*>(row)[j]; }
+inline const VecAt& vector_at(const float* row, int j) { return reinterpret_cast<const VecAt*>(row)[j]; }
 
 // Four rows of d by `Vs` vectors, held in registers over k.
 template <int Vs>
 __attribute__((optimize("fp-contract=fast"))) void block(const float* scalars, const float* vectors, uint32_t k, float* d) {
     Vec sum[4][Vs];
-    for (int i = 0; i < 4; ++i) std::memcpy(sum[i], d + i * kTileRows, sizeof sum[i]);
-    for (; k; --k, scalars += kTileRows, vectors += kTileRows) {
-        Vec v[Vs];
-        std::memcpy(v, vectors, sizeof v);
-        for (int i = 0; i < 4; ++i)
-            for (int j = 0; j < Vs; ++j) sum[i][j] += scalars[i] * v[j];
-    }
-    for (int i = 0; i < 4; ++i) std::memcpy(d + i * kTileRows, sum[i], sizeof sum[i]);
+    for (int i = 0; i < 4; ++i)
+        for (int j = 0; j < Vs; ++j) sum[i][j] = vector_at(d + i * kTileRows, j);
+    for (; k; --k, scalars += kTileRows, vectors += kTileRows)
+        for (int j = 0; j < Vs; ++j) {
+            const Vec v = vector_at(vectors, j);
+            for (int i = 0; i < 4; ++i) sum[i][j] += scalars[i] * v;
+        }
+    for (int i = 0; i < 4; ++i)
+        for (int j = 0; j < Vs; ++j) vector_at(d + i * kTileRows, j) = sum[i][j];
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // The happens-before checker (race.h).
 //
-// Every granule refers to a history (history.h). An access looks at each history in its range once: memory that was used as
-// one piece is judged as one piece.
+// Every granule refers to a history (history.h). An access looks at each history in its range once: memory that was
+// used as one piece is judged as one piece.
 #include "race.h"
 
 #include <algorithm>
@@ -39,13 +39,6 @@ struct WarpAgent {
         Agent agent = 0;  // 0: has not worked yet; agent 0 is a warp
         uint32_t epoch = 0;
     } units[kUnits];
-};
-
-// The tensor core of a CTA.
-struct TensorCore {
-    uint32_t epoch = 0;
-    std::shared_ptr<const Clock> issuer;   // the clock last merged into `running`
-    std::shared_ptr<const Clock> running;  // of all issued so far
 };
 
 // How reports call an agent.
@@ -119,7 +112,7 @@ struct Checker::State {
     const bool strict;
     const uint32_t warps_per_cta;
     std::vector<WarpAgent> warps;
-    std::vector<TensorCore> tensor_cores;
+    std::vector<uint32_t> products;  // epoch of the tensor core of each CTA
     std::unordered_map<uint64_t, Agent> copies;  // by CTA << 32 | offset of the mbarrier
     std::vector<Name> names;  // by agent
     uint32_t serials = 0;
@@ -148,7 +141,7 @@ struct Checker::State {
 
     explicit State(Cluster& c)
         : cluster(c), strict(c.launch->options.strict_uninitialised),
-          warps_per_cta(static_cast<uint32_t>(c.ctas.front()->warps.size())), tensor_cores(c.ctas.size()) {
+          warps_per_cta(static_cast<uint32_t>(c.ctas.front()->warps.size())), products(c.ctas.size()) {
         for (auto& cta : cluster.ctas) {
             shadows.emplace_back(cta->shared.size() / kGranule + 1);
             shadows.emplace_back(kQuarters * kTmemColumns);
@@ -226,8 +219,8 @@ struct Checker::State {
 
     void act(Warp& warp, const Op& op, Kind kind) {
         const Agent agent = agent_of(warp);
-        const uint64_t its_key = 1ull << 63 | static_cast<uint64_t>(agent) << 40 | static_cast<uint64_t>(op.index) << 4 |
-                                 static_cast<uint64_t>(kind);
+        const uint64_t its_key = 1ull << 63 | static_cast<uint64_t>(agent) << 40 |
+                                 static_cast<uint64_t>(op.index) << 4 | static_cast<uint64_t>(kind);
         if (key == its_key) return;
         WarpAgent& state = warps[agent];
         state.accessed = true;
@@ -238,7 +231,8 @@ struct Checker::State {
     void act(const Ticket& by, Kind kind, bool generic) {
         const uint64_t its_key = static_cast<uint64_t>(by.serial) << 4 | static_cast<uint64_t>(kind) << 1 | generic;
         if (key == its_key) return;
-        begin({by.agent, by.epoch, by.serial, {by.cta, by.warp, by.op}, kind, generic, kAllBytes}, *by.clock, by.after, its_key);
+        const Origin origin{by.cta, by.warp, by.op};
+        begin({by.agent, by.epoch, by.serial, origin, kind, generic, kAllBytes}, *by.clock, by.after, its_key);
     }
 
     bool ordered_after(const Access& past) const {
@@ -262,8 +256,8 @@ struct Checker::State {
 
     // Whether `now` adds nothing to `past`.
     bool repeats(const Access& past) const {
-        return past.agent == now.agent && past.epoch == now.epoch && past.serial == now.serial && past.kind == now.kind &&
-               !(now.bytes & ~past.bytes);
+        return past.agent == now.agent && past.epoch == now.epoch && past.serial == now.serial &&
+               past.kind == now.kind && !(now.bytes & ~past.bytes);
     }
 
     // The history of a granule after `now`; `found` gets what is wrong.
@@ -375,7 +369,8 @@ struct Checker::State {
     }
 
     std::string describe(const Range& range, const Conflict& conflict) const {
-        const std::string access = std::string(name_of(now.kind)) + " of " + place(range, conflict) + " by " + doer(now);
+        const std::string where = place(range, conflict);
+        const std::string access = std::string(name_of(now.kind)) + " of " + where + " by " + doer(now);
         if (conflict.rule == Rule::Initialised) return access + ": nobody has written it before";
         const std::string past = std::string(name_of(conflict.past.kind)) + " by " + doer(conflict.past);
         if (conflict.rule == Rule::Order) return access + " is not ordered with the " + past;
@@ -432,15 +427,7 @@ void Checker::join(Warp& warp, Unit unit, uint32_t epoch) {
 }
 
 Ticket Checker::issue_mma(Warp& warp, const Op& op, uint32_t cta) {
-    TensorCore& core = state_->tensor_cores[cta];
-    Ticket ticket = state_->ticket(warp, op, state_->tensor_agent(cta), ++core.epoch);
-    if (core.issuer != ticket.clock) {
-        auto running = std::make_shared<Clock>(*ticket.clock);
-        if (core.running) running->merge(*core.running);
-        core.issuer = ticket.clock;
-        core.running = std::move(running);
-    }
-    ticket.clock = core.running;
+    Ticket ticket = state_->ticket(warp, op, state_->tensor_agent(cta), ++state_->products[cta]);
     ticket.after = ticket.epoch - 1;
     return ticket;
 }
@@ -479,8 +466,8 @@ void Checker::write(const Ticket& by, Cta& cta, uint32_t offset, uint32_t bytes)
     state_->touch_shared(cta, offset, bytes);
 }
 
-void Checker::reduce(const Ticket& by, Cta& cta, uint32_t offset, uint32_t bytes) {
-    state_->act(by, Kind::Atomic, false);
+void Checker::reduce(const Ticket& by, Cta& cta, uint32_t offset, uint32_t bytes, bool generic) {
+    state_->act(by, Kind::Atomic, generic);
     state_->touch_shared(cta, offset, bytes);
 }
 

@@ -69,7 +69,8 @@ public:
     void read_strong(Warp& warp, const Op& op, Cta& cta, uint32_t offset, uint32_t bytes);
     void read(const Ticket& by, Cta& cta, uint32_t offset, uint32_t bytes);   // asynchronous proxy
     void write(const Ticket& by, Cta& cta, uint32_t offset, uint32_t bytes);
-    void reduce(const Ticket& by, Cta& cta, uint32_t offset, uint32_t bytes);  // never races with atomics
+    // cp.reduce.async.bulk and, through the generic proxy, red.async: never race with atomics.
+    void reduce(const Ticket& by, Cta& cta, uint32_t offset, uint32_t bytes, bool generic);
     // cp.async (not bulk) is asynchronous but accesses through the generic proxy.
     void write_generic(const Ticket& by, Cta& cta, uint32_t offset, uint32_t bytes);
     // `quarters`: bit i for lanes 32i to 32i+31.

@@ -6,11 +6,18 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <map>
 #include <mutex>
 #include <string>
 #include <string_view>
+
+#include "tensor_map.h"
+
+namespace tma = flash4::tma;
 
 namespace {
 
@@ -155,6 +162,9 @@ Error apply(const Attribute& attribute, Launch& launch) {
     return fail(kNotSupported, "the emulator does not know launch attribute " + std::to_string(attribute.id));
 }
 
+// Tensor maps number element types otherwise than the driver's call; by the call's number.
+constexpr uint8_t element_types[] = {0, 1, 2, 3, 4, 5, 6, 7, 9, 10, 8, 11, 12, 13, 14, 15};
+
 Error launch(const Launch& launch) {
     if (!launch_callback) return fail(kLaunchFailure, "no emulator is installed");
     return static_cast<Error>(launch_callback(&launch));
@@ -220,6 +230,34 @@ int32_t _cudaLaunchKernelEx(const LaunchConfig* config, const Kernel* kernel, vo
     for (uint32_t i = 0; i < config->attribute_count; ++i)
         if (const Error error = apply(config->attributes[i], request)) return error;
     return launch(request);
+}
+
+// Tensor maps that host code does not write by itself. Sizes in elements, strides in bytes for the dimensions from 1 on.
+int32_t _cuTensorMapEncodeTiled(uint8_t* map, uint32_t type, uint32_t rank, void* address, const uint64_t* sizes,
+                                const uint64_t* strides, const uint32_t* box, const uint32_t* steps, int32_t interleave,
+                                uint32_t swizzle, int32_t, int32_t fill) {
+    if (type >= std::size(element_types) || rank < 1 || rank > tma::kMaxRank) return fail(kInvalidValue, "a malformed tensor map");
+    const bool dense = std::all_of(steps, steps + rank, [](uint32_t step) { return step == 1; });
+    if (!dense || interleave || fill)
+        return fail(kNotSupported, "the emulator has no tensor maps with interleave, NaN fill or element strides");
+    std::memset(map, 0, tma::kMapBytes);
+    tma::replace(map, tma::Field::Address, 0, reinterpret_cast<uint64_t>(address));
+    tma::replace(map, tma::Field::Rank, 0, rank - 1);
+    tma::replace(map, tma::Field::ElementType, 0, element_types[type]);
+    tma::replace(map, tma::Field::Swizzle, 0, swizzle);
+    for (uint32_t d = 0; d < rank; ++d) {
+        tma::replace(map, tma::Field::GlobalDim, d, sizes[d]);
+        tma::replace(map, tma::Field::BoxDim, d, box[d]);
+        if (d) tma::replace(map, tma::Field::GlobalStride, d - 1, strides[d - 1]);
+    }
+    return kSuccess;
+}
+
+// After calls whose failure host code does not pass on to its caller.
+void cuda_dialect_assert_success(int32_t error) {
+    if (!error) return;
+    std::fprintf(stderr, "%s\n", last_error.c_str());
+    std::abort();
 }
 
 // For host code that is called through TVM-FFI: `state` is the function's own word, zero until its library is loaded.

@@ -138,7 +138,7 @@ void finish(Cta& cta) {
     Cluster& cluster = *cta.cluster;
     cta.finished = true;
     for (const Work& work : cluster.pending)
-        if (!work.may_outlive && work.origin.cta == cta.rank)
+        if (!work.may_outlive && (work.reads_cta == ~0u ? work.origin.cta : work.reads_cta) == cta.rank)
             cluster.launch->report({.kind = "exit-pending", .message = std::string("the CTA has exited before its ") + work.what + " was done",
                                     .at = work.origin, .cta = cta.id});
     check_tmem_freed(cta);

@@ -39,13 +39,14 @@ class BuildError(EmulatorError):
 
 def engine() -> Path:
     """The shared object that executes PTX."""
-    sources = [path for path in source_folder().glob("*.cpp") if path.name != "runtime.cpp"]
-    return shared_object("libflash4_engine", sorted(sources))
+    sources = [path for path in sorted(source_folder().glob("*.cpp")) if path.name != "runtime.cpp"]
+    return shared_object("libflash4_engine", sources)
 
 
 def runtime() -> Path:
     """The shared object that takes the place of CuTe-DSL's runtime library."""
-    return shared_object("libflash4_no_gpu_runtime", [source_folder() / "runtime.cpp"])
+    names = ("runtime", "tensor_map", "reduce")
+    return shared_object("libflash4_no_gpu_runtime", [source_folder() / f"{name}.cpp" for name in names])
 
 
 def source_folder() -> Path:

@@ -276,7 +276,7 @@ _ADDRESS = re.compile(
     (?:,\s*(?P<coordinates>\{{[^}}]*\}})\s*)?\]""",
     re.VERBOSE,
 )
-_INTEGER = re.compile(r"-?(?:0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)U?")
+_INTEGER = re.compile(r"-?(?:0[xX][0-9a-fA-F]+|0[bB][01]+|0[0-7]*|[1-9]\d*)U?")
 _FLOAT_BITS = re.compile(r"(?P<minus>-?)0(?P<kind>[fFdD])(?P<digits>[0-9a-fA-F]+)")
 _DECIMAL = re.compile(r"-?(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][+-]?\d+)?")
 

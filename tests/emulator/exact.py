@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -12,7 +12,11 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Format:
-    """A binary format: bits in all, stored bits of the significand, exponent of the smallest and largest normal number."""
+    """A binary format.
+
+    bits: in all; mantissa: stored bits of the significand.
+    least, most: exponents of the smallest and the largest normal number.
+    """
 
     bits: int
     mantissa: int
@@ -40,7 +44,7 @@ class Format:
         sign = -1.0 if code >> (self.bits - 1) else 1.0
         magnitude = code & self.nan
         if magnitude >= self.infinity:
-            return sign * math.inf if magnitude == self.infinity else math.nan
+            return math.copysign(math.inf if magnitude == self.infinity else math.nan, sign)
         field, fraction = divmod(magnitude, 1 << self.mantissa)
         significand = fraction + (1 << self.mantissa if field else 0)
         return math.copysign(math.ldexp(significand, self.least - self.mantissa + max(field, 1) - 1), sign)
@@ -67,8 +71,10 @@ class Format:
         spacing = Fraction(2) ** (max(exponent, self.least) - self.mantissa)
         count, rest = divmod(magnitude, spacing)
         outwards = {"rz": False, "rm": negative, "rp": not negative}
-        up = outwards[mode] if mode in outwards else (
-            rest * 2 > spacing or (rest * 2 == spacing and (mode == "rna" or count % 2 == 1))
+        up = (
+            outwards[mode]
+            if mode in outwards
+            else (rest * 2 > spacing or (rest * 2 == spacing and (mode == "rna" or count % 2 == 1)))
         )
         rounded = (count + (up and rest > 0)) * spacing
         if rounded > self.largest:
@@ -84,9 +90,12 @@ F16 = Format(16, 10, -14, 15)
 BF16 = Format(16, 7, -126, 127)
 F32 = Format(32, 23, -126, 127)
 F64 = Format(64, 52, -1022, 1023)
+FORMATS = {"f16": F16, "bf16": BF16, "f32": F32, "f64": F64}
 
 
-def arithmetic(operation: str, sources: Sequence[float], to: Format, mode: str = "rn", ftz: bool = False) -> float:
+def arithmetic(
+    operation: str, sources: Sequence[float], to: Format, mode: str = "rn", ftz: bool = False
+) -> float:
     """add, sub, mul, fma or div of numbers, rounded once to a format."""
     if ftz:
         sources = [to.flush(x) for x in sources]
@@ -125,7 +134,9 @@ def _special(operation: str, sources: Sequence[float], mode: str) -> float | Non
             product = float(np.float64(a) * np.float64(b))
             return math.copysign(0.0, math.copysign(1, a) * math.copysign(1, b)) if product == 0 else product
         if not (math.isfinite(a) and math.isfinite(b)):
-            return float(np.float64(a) * np.float64(b) if operation == "mul" else np.float64(a) + np.float64(b))
+            return float(
+                np.float64(a) * np.float64(b) if operation == "mul" else np.float64(a) + np.float64(b)
+            )
     if operation == "add" and Fraction(a) + Fraction(b) == 0:
         return _zero(a, b, mode)
     return None
@@ -145,12 +156,43 @@ def codes(to: Format, rng: np.random.Generator, count: int) -> np.ndarray:
     fields = rng.integers(bias - 6, bias + 6, count).astype(np.uint64)
     low = anything & np.uint64((1 << to.mantissa) - 1)
     # Half of these have few bits, so that results are exact or lie half-way.
-    low = np.where(rng.random(count) < 0.5, low & np.uint64(((1 << to.mantissa) - 1) ^ ((1 << (to.mantissa - 3)) - 1)), low)
+    low = np.where(
+        rng.random(count) < 0.5,
+        low & np.uint64(((1 << to.mantissa) - 1) ^ ((1 << (to.mantissa - 3)) - 1)),
+        low,
+    )
     sign = anything >> np.uint64(to.bits - 1) << np.uint64(to.bits - 1)
     similar = sign | fields << np.uint64(to.mantissa) | low
     one = to.encode(1.0)
-    special = [0, 1, (1 << to.mantissa) - 1, 1 << to.mantissa, one - 1, one, one + 1, to.infinity - 1, to.infinity, to.nan]
+    special = [
+        0,
+        1,
+        (1 << to.mantissa) - 1,
+        1 << to.mantissa,
+        one - 1,
+        one,
+        one + 1,
+        to.infinity - 1,
+        to.infinity,
+        to.nan,
+    ]
     remarkable = rng.choice(np.array(special, np.uint64), count) | sign
     which = rng.integers(0, 4, count)
     chosen = np.where(which == 0, anything, np.where(which == 1, remarkable, similar))
     return chosen.astype(to.dtype)
+
+
+def expected(to: Format, function: Callable[..., float], *sources: np.ndarray) -> np.ndarray:
+    """Codes of the results of a function of numbers, by element."""
+    rows = zip(*(map(int, s) for s in sources), strict=True)
+    return np.array([to.encode(function(*map(to.decode, row))) for row in rows], to.dtype)
+
+
+def saturated(x: float) -> float:
+    return min(x, 1.0) if x > 0 else 0.0
+
+
+def assert_same(got: np.ndarray, want: np.ndarray, *sources: np.ndarray) -> None:
+    for row in np.flatnonzero(got != want)[:1]:
+        shown = [f"{int(s[row]):#x}" for s in sources]
+        raise AssertionError(f"of {', '.join(shown)}: got {int(got[row]):#x}, want {int(want[row]):#x}")

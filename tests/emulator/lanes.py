@@ -1,12 +1,19 @@
-"""Runs a few PTX instructions once for every element of some arrays."""
+"""Runs a few PTX instructions once for every element of some arrays, and draws such arrays."""
 
 from __future__ import annotations
 
 import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
 
 from flash4_torch.emulator.engine import run_ptx
 
 LANES = 32
+
+drawn = st.integers(0, 2**32 - 1).map(np.random.default_rng)
+# Both a warp of which only some lanes run, and whole ones.
+counts = st.sampled_from([7, 32, 77])
+few = settings(max_examples=4, derandomize=True, deadline=None)
 
 
 def evaluate(body: str, sources: list[np.ndarray], *results: type) -> list[np.ndarray]:
@@ -64,7 +71,7 @@ def _declare(name: str, dtype: type | np.dtype) -> str:
 
 def _load(name: str, pointer: str, dtype: np.dtype) -> str:
     declaration = _declare(name, dtype)
-    if dtype == bool:
+    if dtype.kind == "b":
         word = f".reg .b32 {name}_word; ld.global.b32 {name}_word, [{pointer}];"
         return f"{declaration} {word} setp.ne.s32 {name}, {name}_word, 0;"
     return f"{declaration} ld.global.b{8 * dtype.itemsize} {name}, [{pointer}];"
@@ -75,3 +82,27 @@ def _store(name: str, pointer: str, dtype: type) -> str:
         word = f".reg .b32 {name}_word; selp.b32 {name}_word, 1, 0, {name};"
         return f"{word} st.global.b32 [{pointer}], {name}_word;"
     return f"st.global.b{8 * np.dtype(dtype).itemsize} [{pointer}], {name};"
+
+
+def bits_of(kind: str) -> int:
+    return int(kind[1:])
+
+
+def unsigned(bits: int) -> type:
+    return {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}[bits]
+
+
+def integers(rng: np.random.Generator, n: int, bits: int) -> np.ndarray:
+    """Any bits at all, small numbers of either sign, and single bits."""
+    top = (1 << bits) - 1
+    anything = rng.integers(0, top, n, np.uint64, endpoint=True)
+    small = rng.integers(-3, 4, n).astype(np.uint64) & np.uint64(top)
+    single = np.uint64(1) << rng.integers(0, bits, n, np.uint64)
+    which = rng.integers(0, 4, n)
+    return np.where(which == 0, small, np.where(which == 1, single, anything)).astype(unsigned(bits))
+
+
+def number(code: int, kind: str) -> int:
+    bits = bits_of(kind)
+    code &= (1 << bits) - 1
+    return code - (1 << bits) if kind[0] == "s" and code >> (bits - 1) else code

@@ -1,4 +1,4 @@
-"""Kernels that others wrote, under the emulator: for opt-in tests, as none of them is a dependency of ours."""
+"""Kernels that others wrote, under the emulator: for opt-in tests, as we depend on none of them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from flash4_torch import env
 from flash4_torch.emulator import host
 
 Run = Callable[[host.Launch], None]
+ALIGNMENT = 256  # bytes, of memory that cudaMalloc gives
 
 
 @contextmanager
 def flash_attn_4(run: Run, arch: str, multiprocessors: int | None = None) -> Iterator[ModuleType]:
-    """flash-attn-4's `interface` module, whose `_flash_attn_fwd` and `_flash_attn_bwd` then take CPU tensors."""
+    """flash-attn-4's `interface` module, where `_flash_attn_fwd` and `_bwd` then take CPU tensors."""
     multiprocessors = multiprocessors or host.ARCHITECTURES[arch].multiprocessors
     before = env.change({"FLASH_ATTENTION_ARCH": arch, "FLASH_ATTENTION_NUM_SMS": str(multiprocessors)})
     try:
@@ -52,7 +53,10 @@ def cutlass_example(
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec and spec.loader, path
     module = importlib.util.module_from_spec(spec)
-    with pretended_gpu(run, arch, multiprocessors), mock.patch.object(sys, "path", [str(path.parent), *sys.path]):
+    with (
+        pretended_gpu(run, arch, multiprocessors),
+        mock.patch.object(sys, "path", [str(path.parent), *sys.path]),
+    ):
         spec.loader.exec_module(module)
         yield module
 
@@ -88,15 +92,32 @@ def pretended_gpu(run: Run, arch: str, multiprocessors: int | None = None) -> It
 
 
 class _CudaOnCpu(TorchFunctionMode):
-    """Calls of torch's functions with "cuda" replaced by "cpu"."""
+    """Torch's functions with "cuda" replaced by "cpu"; what they make is aligned as CUDA's memory is."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.Tensor.cuda:
-            return args[0]
-        named = {name: _on_cpu(value) for name, value in (kwargs or {}).items()}
-        return function(*map(_on_cpu, args), **named)
+            return _aligned(args[0])
+        kwargs = kwargs or {}
+        named = {name: _on_cpu(value) for name, value in kwargs.items()}
+        result = function(*map(_on_cpu, args), **named)
+        made = any(map(_names_cuda, [*args, *kwargs.values()]))
+        return _aligned(result) if made and isinstance(result, torch.Tensor) else result
+
+
+def _names_cuda(value: Any) -> bool:
+    return isinstance(value, (str, torch.device)) and str(value).startswith("cuda")
 
 
 def _on_cpu(value: Any) -> Any:
-    names_cuda = isinstance(value, (str, torch.device)) and str(value).startswith("cuda")
-    return "cpu" if names_cuda else value
+    return "cpu" if _names_cuda(value) else value
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy of the same strides, at a multiple of ALIGNMENT."""
+    if tensor.data_ptr() % ALIGNMENT == 0:
+        return tensor
+    extent = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    memory = torch.empty(extent * tensor.element_size() + ALIGNMENT, dtype=torch.uint8)
+    start = -memory.data_ptr() % ALIGNMENT
+    copy = memory[start : start + extent * tensor.element_size()].view(tensor.dtype)
+    return copy.as_strided(tensor.shape, tensor.stride()).copy_(tensor)

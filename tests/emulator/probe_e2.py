@@ -38,7 +38,7 @@ def narrow():
             out = aligned_bytes(4096)
             def go():
                 t.run(f"""
-                setp.eq.u32 %one, %tid, 0;
+                setp.eq.u32 %one, %thread, 0;
                 {t.expect(m.box_bytes)}
                 @%one cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%tile], [%map, {{0, 0}}], [%bar];
                 {t.wait()}

@@ -111,7 +111,7 @@ class Layout:
         return linear ^ ((linear >> 7 & mask) << bit)
 
     def place(self, memory: np.ndarray, at: int, bits: np.ndarray) -> int:
-        """Writes an operand's bits [rows, K] into bytes; returns the offset that follows, a multiple of 1024."""
+        """Writes an operand's bits [rows, K] into bytes; returns the next multiple of 1024 that is free."""
         size = bits.dtype.itemsize
         offsets = at + self.offsets(bits.shape[0], size)
         raw = np.ascontiguousarray(bits).view(np.uint8).reshape(*bits.shape, size)
@@ -119,7 +119,7 @@ class Layout:
         return (int(offsets.max()) // 1024 + 1) * 1024
 
     def wgmma_descriptor(self, at: int, rows: int, size: int) -> int:
-        """For an operand at a byte offset of the kernel's dynamic shared memory, whose address the kernel adds."""
+        """For an operand at a byte offset of dynamic shared memory, whose address the kernel adds."""
         code = {"none": 0, "128B": 1, "64B": 2, "32B": 3}[self.swizzle]
         return self._fields(at, rows, size) | code << 62
 
@@ -137,7 +137,9 @@ def steps(swizzle: str) -> int:
     return max(SWIZZLES[swizzle][0] // K_BYTES, 1)
 
 
-# Copies the image of shared memory that parameter `image` points to, 16 bytes a thread and round; `%base` is its address.
+SWIZZLED_K = Layout("128B", False)  # as most kernels have it
+
+# Copies the image of shared memory that %source points to; %base is where it goes.
 COPY_IMAGE = (
     """
     .reg .b32 %base, %tid, %at, %x<5>;

@@ -19,6 +19,7 @@ from cutlass import cute
 from cutlass.cute.runtime import from_dlpack
 from hypothesis import given
 from hypothesis import strategies as st
+from tensor_map import SWIZZLES, TensorMap
 
 from flash4_torch import env
 from flash4_torch.emulator import build, host
@@ -303,6 +304,47 @@ def test_tensors_elsewhere_are_refused() -> None:
 
     with pytest.raises(ValueError, match=r"CPU tensors.*2, 1"):
         host.as_device(OnGpu())
+
+
+DRIVER_TYPES = {"uint8": 0, "int32": 3, "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9}
+
+
+@given(
+    st.sampled_from(sorted(DRIVER_TYPES)),
+    st.lists(
+        st.tuples(st.integers(1, 2**32), st.integers(0, 2**36 - 1), st.integers(1, 256)),
+        min_size=1,
+        max_size=5,
+    ),
+    st.sampled_from(sorted(SWIZZLES)),
+    st.integers(0, 2**44).map(lambda n: 16 * n),
+)
+def test_tensor_maps_can_be_made_by_the_driver_call(
+    element: str, dimensions: list[tuple[int, int, int]], swizzle: int, address: int
+) -> None:
+    sizes, strides, box = zip(*dimensions, strict=True)
+    strides = tuple(16 * stride for stride in strides[1:])
+    expected = TensorMap(address, element, sizes, strides, box, swizzle).encode().view(np.uint32)
+    expected[2] &= ~np.uint32(0x40002)  # set in every map that host code writes; nothing depends on them
+
+    made = np.zeros(32, np.uint32)
+    rank = len(sizes)
+    error = ctypes.CDLL(str(build.runtime()))._cuTensorMapEncodeTiled(
+        made.ctypes.data_as(ctypes.c_void_p),
+        DRIVER_TYPES[element],
+        rank,
+        ctypes.c_void_p(address),
+        (ctypes.c_uint64 * rank)(*sizes),
+        (ctypes.c_uint64 * max(rank - 1, 1))(*strides),
+        (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
+        0,
+        SWIZZLES[swizzle],
+        0,
+        0,
+    )
+    assert error == 0
+    np.testing.assert_array_equal(made, expected)
 
 
 @pytest.fixture

@@ -30,12 +30,12 @@ def kernel(body: str, params: str = "in, out", declarations: str = "", arch: str
 .visible .entry k({declared})
 {{
     .shared .align 1024 .b8 buffer[8192];
-    .reg .b32 %lane, %tid, %buffer, %x, %y;
+    .reg .b32 %lane, %thread, %buffer, %x, %y;
     .reg .b64 %wide, %generic, %p, %q;
     {declarations}
     {loads}
     mov.u32 %lane, %laneid;
-    mov.u32 %tid, %tid.x;
+    mov.u32 %thread, %tid.x;
     mov.u32 %buffer, buffer;
     {body}
     ret;
@@ -620,7 +620,7 @@ def test_a_flag_in_global_memory_orders_two_clusters(options: Options) -> None:
 
 
 FLAG_BETWEEN_WARPS = """
-    setp.lt.u32 %first, %tid, 32;
+    setp.lt.u32 %first, %thread, 32;
     @!%first bra consumer;
     st.shared.u32 [%buffer], 5;
     {publish}

@@ -339,6 +339,7 @@ def _double(value: float) -> tuple[int, str]:
         ("mov.b32 %r1, %r99; ret;", "%r99 is not a declared name"),
         ("mov.b32 %r1, %tidy.x; ret;", "%tidy.x is not a declared name"),
         ("mov.b32 %r1, 12abc; ret;", "12abc is not a declared name"),
+        ("mov.b32 %r1, 089; ret;", "089 is not a declared name"),
         ("mov.b32 %r1, 0f3F80; ret;", "0f3F80 is not a declared name"),
         ("mov.b32 %r1, , 2; ret;", "an empty operand"),
         ("bra nowhere; ret;", "nowhere is not a declared name"),

@@ -182,6 +182,26 @@ THREADS = [
         """,
     ),
     Law(
+        "what follows an arrival waits for the next one",
+        ("ld.shared", "st.shared"),
+        """
+        mov.u32 %i, 1;
+        @%w1 bra READ;
+    NEXT:
+        st.shared.u32 [%mine], %i;
+        bar.arrive %i, 64;
+        add.u32 %i, %i, 1;
+        setp.lt.u32 %done, %i, 3;
+        @%done bra NEXT;
+        bra END;
+    READ:
+        bar.sync 1, 64;
+        ~bar.sync 2, 64;
+        ld.shared.u32 %a, [%mine];
+    END:
+        """,
+    ),
+    Law(
         "order is transitive",
         ("ld.shared", "st.shared"),
         """
@@ -528,6 +548,26 @@ TCGEN05 = [
         """,
     ),
     Law(
+        "products follow each other, and a commit is for all of them",
+        ("tcgen05.mma", "tcgen05.ld"),
+        f"""
+        {INIT_BARRIERS}
+        {ALLOCATE}
+        {FILL_TCGEN05}
+        fence.proxy.async.shared::cta;
+        bar.sync 0;
+        {MMA_TCGEN05}
+        {MMA_TCGEN05.replace("%bar", "%bar2")}
+        {wait("%bar2", 0, "DONE", "~")}
+        {LOAD_TENSOR}
+        tcgen05.wait::ld.sync.aligned;
+        {wait("%bar", 0, "DRAINED")}
+        {wait("%bar2", 0, "DRAINED2")}
+        {FREE}
+        """,
+        warps=4,
+    ),
+    Law(
         "a product is there when its commit has arrived",
         ("tcgen05.mma", "tcgen05.ld"),
         f"""
@@ -690,13 +730,45 @@ def test_copies_of_one_phase_must_not_overlap(options: Options) -> None:
 def test_parts_of_a_word_are_apart(options: Options) -> None:
     """Bytes, not words, are what accesses share."""
     body = """
-        @%w0 st.shared.u16 [%buffer], 1;
-        @%w1 st.shared.u16 [%buffer+2], 2;
-        @%w1 ld.shared.u8 %a, [%buffer+<byte>];
+        mad.lo.u32 %c, %lane, 6, %buffer;
+        @%w0 st.shared.u16 [%c], 1;
+        @%w1 st.shared.u16 [%c+4], 2;
+        @%w1 ld.shared.u8 %a, [%c+<byte>];
     """
-    assert not run(body.replace("<byte>", "3"), options).findings
-    (race,) = run(body.replace("<byte>", "1"), options).findings
+    assert not run(body.replace("<byte>", "5"), options).findings
+    (race,) = run(body.replace("<byte>", "0"), options).findings
     assert names(race, "st.shared.u16", "ld.shared.u8")
+
+
+@each_schedule
+def test_lanes_of_a_warp_do_not_race(options: Options) -> None:
+    """Order within a warp is not checked, nor is that within one piece of asynchronous work."""
+    body = """
+        @%w0 st.shared.u32 [%buffer], %lane;
+        @%w0 cp.async.ca.shared.global [%buffer+4], [%data], 4;
+        cp.async.wait_all;
+    """
+    assert not run(body, options).findings
+
+
+@each_schedule
+def test_freed_tensor_memory_starts_afresh(options: Options) -> None:
+    """All 512 columns, twice: tcgen05.alloc itself waits for the one who had them before."""
+    allocate = "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%c], 512;"
+    body = f"""
+        .reg .pred %idle;
+        and.b32 %a, %warp, 3;
+        setp.ne.u32 %idle, %a, 0;
+        @%idle bra END;
+        mad.lo.u32 %c, %warp, 4, %buffer;
+        {allocate}
+        ld.shared.u32 %tmem, [%c];
+        {STORE_TENSOR}
+        tcgen05.wait::st.sync.aligned;
+        tcgen05.dealloc.cta_group::1.sync.aligned.b32 %tmem, 512;
+    END:
+    """
+    assert not run(body, options, warps=5).findings
 
 
 def test_a_range_is_one_finding() -> None:

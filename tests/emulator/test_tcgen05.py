@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensor_cores import COPY_IMAGE, FORMATS, SHARED_BYTES, SWIZZLES, Layout, random_operand, steps
+from tensor_cores import (
+    COPY_IMAGE,
+    FORMATS,
+    SHARED_BYTES,
+    SWIZZLED_K,
+    SWIZZLES,
+    Layout,
+    random_operand,
+    steps,
+)
 
 from flash4_torch.emulator.engine import Options, run_ptx
 from flash4_torch.emulator.report import Report
@@ -25,8 +34,9 @@ WAIT_STORE = "tcgen05.wait::st.sync.aligned;"
 def kernel(body: str, *, ctas: int = 1, columns: int = 512, free: bool = True) -> str:
     """Fills shared and tensor memory from parameters, runs `body`, and writes tensor memory back.
 
-    In the body %t is the tensor memory address, %lane that of the warp's first lane, %elected holds in one thread of the
-    cluster, %a and %b are the descriptors, %e the number `enable`, %mask0... the masks, `done` an mbarrier for one arrival.
+    In the body %t is the tensor memory address, %lane that of the warp's first lane, %elected holds in one
+    thread of the cluster, %a and %b are the descriptors, %e the number `enable`, %mask0... the masks, `done`
+    an mbarrier for one arrival.
     """
     group = f"cta_group::{ctas}"
     sync = (
@@ -58,8 +68,8 @@ def kernel(body: str, *, ctas: int = 1, columns: int = 512, free: bool = True) -
 .target sm_100a
 .address_size 64
 .extern .shared .align 1024 .b8 memory[];
-.visible .entry product(.param .u64 image, .param .u64 tensor, .param .u64 a_descriptor, .param .u64 b_descriptor,
-    .param .u32 instruction, .param .u32 enable, .param .align 4 .b8 masks[32])
+.visible .entry product(.param .u64 image, .param .u64 tensor, .param .u64 a_descriptor,
+    .param .u64 b_descriptor, .param .u32 instruction, .param .u32 enable, .param .align 4 .b8 masks[32])
 {{
     .shared .align 8 .b64 done;
     .shared .align 4 .b32 slot;
@@ -116,11 +126,9 @@ def kernel(body: str, *, ctas: int = 1, columns: int = 512, free: bool = True) -
 
 def committed(instruction: str, ctas: int) -> str:
     """One thread issues; all of the cluster wait."""
-    commit = (
-        "tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [done], %both;"
-        if ctas == 2
-        else "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [done];"
-    )
+    multicast, mask = (".multicast::cluster", ", %both") if ctas == 2 else ("", "")
+    kind = f"cta_group::{ctas}.mbarrier::arrive::one.shared::cluster{multicast}.b64"
+    commit = f"tcgen05.commit.{kind} [done]{mask};"
     return f"""
     @%elected {instruction}
     @%elected {commit}
@@ -193,8 +201,8 @@ class Case:
     a: str = "bf16"
     b: str = "bf16"
     d: str = "f32"
-    a_layout: Layout | None = Layout("128B", False)
-    b_layout: Layout = Layout("128B", False)
+    a_layout: Layout | None = SWIZZLED_K
+    b_layout: Layout = SWIZZLED_K
     negate: tuple[bool, bool] = (False, False)
     enable: bool = True
     scale: int = 0
@@ -386,7 +394,7 @@ def test_unused_bits_of_the_descriptor_are_checked() -> None:
 
 # --- tcgen05.ld and st
 
-# How a thread's number and a register's number move through (lanes, columns), bit by bit: Data Movement Shape.
+# How the bits of a thread's and a register's number move through (lanes, columns): Data Movement Shape.
 PATTERNS = {
     "32x32b": ([(1, 0), (2, 0), (4, 0), (8, 0), (16, 0)], []),
     "16x64b": ([(8, 0), (0, 1), (1, 0), (2, 0), (4, 0)], [(0, 2)]),
@@ -398,7 +406,7 @@ REGISTERS = {"32x32b": 1, "16x64b": 1, "16x128b": 2, "16x256b": 4, "16x32bx2": 1
 
 
 def pattern(shape: str, repeat: int, halves: bool, split: int) -> tuple[np.ndarray, np.ndarray]:
-    """(lane in the warp, column) of register i of each of 128 threads, [128, registers]; columns of the low halves."""
+    """(lane in the warp, column) of each thread's registers, [128, registers]; of 16-bit halves the lower."""
     thread_bits, register_bits = PATTERNS[shape]
     registers = REGISTERS[shape] * repeat
     register_bits = list(register_bits) or [(0, 1)]

@@ -37,18 +37,18 @@ def kernel(body: str, params: str, arch: str = "sm_100a", declarations: str = ""
     .shared .align 1024 .b8 tile2[{TILE}];
     .shared .align 8 .b64 barriers[2];
     .reg .pred %one, %done;
-    .reg .b32 %tid, %lane, %tile, %tile2, %bar, %bar2, %x, %y, %rank, %c<5>;
+    .reg .b32 %thread, %lane, %tile, %tile2, %bar, %bar2, %x, %y, %rank, %c<5>;
     .reg .b64 %wide, %p, %q;
     {declarations}
     {loads}
-    mov.u32 %tid, %tid.x;
+    mov.u32 %thread, %tid.x;
     mov.u32 %lane, %laneid;
     mov.u32 %tile, tile;
     mov.u32 %tile2, tile2;
     mov.u32 %bar, barriers;
     add.u32 %bar2, %bar, 8;
     mov.u32 %rank, %cluster_ctarank;
-    setp.eq.u32 %one, %tid, 0;
+    setp.eq.u32 %one, %thread, 0;
     @%one mbarrier.init.shared::cta.b64 [%bar], 1;
     @%one mbarrier.init.shared::cta.b64 [%bar2], 1;
     @%one fence.mbarrier_init.release.cluster;

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensor_cores import COPY_IMAGE, FORMATS, SHARED_BYTES, Layout, random_operand, steps
+from tensor_cores import COPY_IMAGE, FORMATS, SHARED_BYTES, SWIZZLED_K, Layout, random_operand, steps
 
 from flash4_torch.emulator.engine import Options, run_ptx
 from flash4_torch.emulator.report import Report
@@ -30,8 +30,8 @@ class Case:
     accumulator: str = "f32"
     a: str = "bf16"
     b: str = "bf16"
-    a_layout: Layout | None = Layout("128B", False)
-    b_layout: Layout = Layout("128B", False)
+    a_layout: Layout | None = SWIZZLED_K
+    b_layout: Layout = SWIZZLED_K
     scale_d: bool = True
     signs: tuple[int, int] = (1, 1)
     seed: int = 0
@@ -107,7 +107,7 @@ def fragment_places(n: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def a_fragments(bits: np.ndarray) -> np.ndarray:
-    """A's bits [64, K] as each thread's four registers, [128, 4]: a thread's register is 4 bytes of one row."""
+    """A's bits [64, K] as each thread's four registers, [128, 4]; a register is 4 bytes of one row."""
     words = np.ascontiguousarray(bits).view(np.uint32)
     thread, j = np.meshgrid(np.arange(THREADS), np.arange(4), indexing="ij")
     return words[thread // 32 * 16 + thread % 32 // 4 + j % 2 * 8, thread % 4 + j // 2 * 4]

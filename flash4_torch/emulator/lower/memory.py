@@ -99,6 +99,18 @@ def address_of(operand: Operand, space: Space, ctx: Context) -> tuple[int, int]:
     return ctx.address(operand, space.address_bytes)
 
 
+SHARED_WINDOW = 0x5A << 56  # kSharedWindow in csrc_stubs/no_gpu/memory.h
+
+
+def place_of(operand: Operand, space: Space, ctx: Context) -> tuple[Space, int, int]:
+    """State space, register and constant of an address; a shared address in 64 bits becomes a generic one."""
+    assert isinstance(operand, Address)
+    if space is Space.SHARED and isinstance(operand.base, Register) and operand.base.type.endswith("64"):
+        base, offset = ctx.address(operand, 8)
+        return Space.GENERIC, base, SHARED_WINDOW + offset
+    return space, *address_of(operand, space, ctx)
+
+
 def elements(operand: Operand) -> Sequence[Operand]:
     return operand.elements if isinstance(operand, Vector) else (operand,)
 
@@ -145,7 +157,7 @@ def load(ins: Instruction, ctx: Context) -> EngineOp:
         if not isinstance(place.base, Register):
             return EngineOp(f"ld.param.{name}", regs, [ctx.parameter(place)])
         space = Space.GLOBAL
-    base, offset = address_of(place, space, ctx)
+    space, base, offset = place_of(place, space, ctx)
     return EngineOp(f"ld.{space.name.lower()}.{name}", [base, *regs], [offset, int(strong)])
 
 
@@ -157,7 +169,7 @@ def store(ins: Instruction, ctx: Context) -> EngineOp:
     sources = elements(ins.operands[1])
     width = _register_bits(sources, ctx) or bits
     name = f"u{bits}.64" if width == 64 and bits < 64 else f"u{bits}"
-    base, offset = address_of(ins.operands[0], space, ctx)
+    space, base, offset = place_of(ins.operands[0], space, ctx)
     regs = [ctx.reg(s, 8 if width == 64 else 4) for s in sources]
     return EngineOp(f"st.{space.name.lower()}.{name}", [base, *regs], [offset, int(strong)])
 

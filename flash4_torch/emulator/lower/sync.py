@@ -37,13 +37,18 @@ def trap(ins: Instruction, ctx: Context) -> EngineOp:
 
 @family("griddepcontrol", "fence", "membar")
 def fence(ins: Instruction, ctx: Context) -> EngineOp:
-    """A launch has no predecessor and no successor here, and the engine's memory is sequentially consistent."""
+    """A launch has no predecessor and no successor here, and the engine's memory is sequentially consistent.
+
+    So fences matter to the race checker only.
+    """
     if ins.opcode.startswith("fence.mbarrier_init"):
         return EngineOp("fence.mbarrier_init")
     if ins.opcode.startswith("fence.proxy.async"):
         # Only shared memory is followed by proxy; a fence for global memory alone orders nothing there.
         return EngineOp("nop" if ins.opcode.endswith(".global") else "fence.proxy.async")
-    return EngineOp("nop")
+    if ins.opcode.startswith(("fence.proxy", "griddepcontrol")):
+        return EngineOp("nop")
+    return EngineOp("fence.release")
 
 
 @family("setmaxnreg")

@@ -154,8 +154,18 @@ def hand_over_kernel(x: cute.Tensor, y: cute.Tensor) -> None:
     cute.arch.cluster_wait()
 
     if thread == 0:
-        send = cute.make_copy_atom(cpasync.CopyBulkS2SOp(), Float32)
-        cute.copy(send, as_one_copy(outbox), as_one_copy(inbox), mbar_ptr=arrived, cta_rank=(rank + 1) % ctas)
+        # Not CopyBulkS2SOp, which signals the sender's mbarrier: the copy must signal where it arrives.
+        peer = (rank + 1) % ctas
+        cute.arch.inline_ptx(
+            "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
+            "[{$r0}], [{$r1}], {$r2}, [{$r3}];",
+            read_only_args=[
+                cute.arch.map_dsmem_ptr(inbox.iterator, peer).toint(),
+                outbox.iterator.toint(),
+                Int32(n * 4),
+                cute.arch.map_dsmem_ptr(arrived, peer).toint(),
+            ],
+        )
     cute.arch.mbarrier_wait(arrived, 0)
     for i in cutlass.range(thread, n, THREADS):
         y[rank, i] = inbox[i]
