@@ -304,23 +304,9 @@ constexpr auto funnel_right = [](int64_t wrap, uint32_t low, uint32_t high, uint
 FLASH4_OP("shf.l.b32", Alu, map_with<funnel_left, U32, U32, U32, U32>);
 FLASH4_OP("shf.r.b32", Alu, map_with<funnel_right, U32, U32, U32, U32>);
 
-// attr: the mode, in the order of PTX's table (0 is the default mode). The selector of every mode as that of the default
-// mode, by the low bits of c: four nibbles, each a byte of {b, a} with its top bit asking for the byte's sign instead.
-enum class Permute { Default, F4e, B4e, Rc8, Ecl, Ecr, Rc16 };
-uint32_t selector(Permute mode, uint32_t c) {
-    static constexpr uint16_t tables[][4] = {
-        {0x3210, 0x4321, 0x5432, 0x6543},  // f4e
-        {0x5670, 0x6701, 0x7012, 0x0123},  // b4e
-        {0x0000, 0x1111, 0x2222, 0x3333},  // rc8
-        {0x3210, 0x3211, 0x3222, 0x3333},  // ecl
-        {0x0000, 0x1110, 0x2210, 0x3210},  // ecr
-        {0x1010, 0x3232, 0x1010, 0x3232},  // rc16
-    };
-    return mode == Permute::Default ? c : tables[static_cast<int>(mode) - 1][c & 3];
-}
-constexpr auto permute = [](int64_t mode, uint32_t a, uint32_t b, uint32_t c) {
+// Four nibbles of the selector, each the number of a byte of {b, a}; its top bit asks for the byte's sign instead.
+constexpr auto permute = [](uint32_t a, uint32_t b, uint32_t select) {
     const uint64_t bytes = uint64_t{b} << 32 | a;
-    const uint32_t select = selector(static_cast<Permute>(mode), c);
     uint32_t result = 0;
     for (int i = 0; i < 4; ++i) {
         const uint32_t nibble = select >> (4 * i) & 0xF;
@@ -329,7 +315,13 @@ constexpr auto permute = [](int64_t mode, uint32_t a, uint32_t b, uint32_t c) {
     }
     return result;
 };
-FLASH4_OP("prmt.b32", Alu, map_with<permute, U32, U32, U32, U32>);
+FLASH4_OP("prmt.b32", Alu, map<permute, U32, U32, U32, U32>);
+
+// The other modes name a selector by the low bits of c. attr: the four selectors, 16 bits each.
+constexpr auto permute_by_mode = [](int64_t selectors, uint32_t a, uint32_t b, uint32_t c) {
+    return permute(a, b, static_cast<uint32_t>(selectors >> (16 * (c & 3))) & 0xFFFF);
+};
+FLASH4_OP("prmt.mode.b32", Alu, map_with<permute_by_mode, U32, U32, U32, U32>);
 
 // --- Extended precision: the carry is one bit a lane, and after a subtraction it is the borrow.
 

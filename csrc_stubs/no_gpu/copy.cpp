@@ -76,7 +76,7 @@ void submit_bulk_store(Warp& warp, const Op& op, int lane, const char* what, Sha
                             --group->pending;
                         }, .may_outlive = true});
     };
-    cluster.submit({.queue = 0, .origin = origin, .what = what, .perform = std::move(read), .reads_cta = source.cta->rank});
+    cluster.submit({.queue = 0, .origin = origin, .what = what, .perform = std::move(read), .reads_cta = source.cta->rank, .only_reads = true});
 }
 
 }  // namespace flash4

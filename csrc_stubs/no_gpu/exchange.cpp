@@ -38,38 +38,39 @@ std::array<T, kLanes> copy(const T* values) {
 
 enum class Shuffle { Up, Down, Butterfly, Index };
 
-// The lane that `lane` reads and whether it is within its segment; else a lane reads itself. c = segment mask << 8 | clamp.
+// The lane that `lane` would read, and whether it is within the segment. c = segment mask << 8 | clamp.
 struct Source {
     int lane;
     bool inside;
 };
-Source shuffle_source(Shuffle how, int lane, uint32_t b, uint32_t c) {
+template <Shuffle How>
+Source shuffle_source(int lane, uint32_t b, uint32_t c) {
     const int clamp = c & 31, segment = c >> 8 & 31, by = b & 31;
-    const int most = (lane & segment) | (clamp & ~segment), least = lane & segment;
-    int from = lane;
-    bool inside = false;
-    switch (how) {
-        case Shuffle::Up: from = lane - by; inside = from >= most; break;
-        case Shuffle::Down: from = lane + by; inside = from <= most; break;
-        case Shuffle::Butterfly: from = lane ^ by; inside = from <= most; break;
-        case Shuffle::Index: from = least | (by & ~segment); inside = from <= most; break;
-    }
-    return {inside ? from : lane, inside};
+    const int first = lane & segment, last = first | (clamp & ~segment);
+    if constexpr (How == Shuffle::Up) return {lane - by, lane - by >= last};
+    const int from = How == Shuffle::Down ? lane + by : How == Shuffle::Butterfly ? lane ^ by : first | (by & ~segment);
+    return {from, from <= last};
 }
 
 // reg: d, p (may be absent), a, b, c, member mask.
 template <Shuffle How>
 Step shuffle(Warp& w, const Op& op, Mask mask) {
     if (!gathered(w, op.reg[5], mask)) return Step::Blocked;
-    const auto a = copy(w.u32(op.reg[2])), b = copy(w.u32(op.reg[3])), c = copy(w.u32(op.reg[4]));
+    const auto a = copy(w.u32(op.reg[2]));
+    const uint32_t *b = w.u32(op.reg[3]), *c = w.u32(op.reg[4]);
+    std::array<uint32_t, kLanes> result;
     Mask inside = 0;
-    uint32_t* d = op.reg[0] == kNoRegister ? nullptr : w.u32(op.reg[0]);
-    for_lanes(mask, [&](int lane) {
-        const Source source = shuffle_source(How, lane, b[lane], c[lane]);
+    for (int lane = 0; lane < kLanes; ++lane) {
+        const Source source = shuffle_source<How>(lane, b[lane], c[lane]);
+        const int from = source.inside ? source.lane : lane;
         // What a lane reads from one that does not take part is undefined; kernels may ignore it, and not use it.
-        if (d) d[lane] = mask >> source.lane & 1 ? a[source.lane] : kPoison;
+        result[lane] = mask >> from & 1 ? a[from] : kPoison;
         inside |= static_cast<Mask>(source.inside) << lane;
-    });
+    }
+    if (op.reg[0] != kNoRegister) {
+        uint32_t* d = w.u32(op.reg[0]);
+        for_lanes(mask, [&](int lane) { d[lane] = result[lane]; });
+    }
     if (op.reg[1] != kNoRegister) assign(w.predicate(op.reg[1]), inside, mask);
     return Step::Next;
 }

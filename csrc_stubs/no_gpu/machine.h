@@ -33,6 +33,7 @@ struct Options {
     uint64_t seed = 0;
     bool check_races = true;
     bool strict_uninitialised = false;  // reading shared or tensor memory that nobody wrote is a finding
+    bool strict_exit = false;           // so is exiting before a bulk store has read its shared memory
     bool strict_wait_ld = false;        // so is consuming a tcgen05.ld's register before tcgen05.wait::ld
     uint32_t max_resident = 132;        // CTAs that the device holds at a time
     uint64_t max_instructions = 20'000'000'000;  // of a launch, before it counts as run away
@@ -66,7 +67,7 @@ struct Program {
     std::vector<uint32_t> reconverge;  // for each op that may branch: where its lanes meet again
     uint32_t register_bytes = 0;
     uint32_t static_shared_bytes = 0;  // offset at which dynamic shared memory begins
-    uint32_t register_cap = 0;         // .maxnreg, or 0
+    uint32_t register_cap = 0;         // .maxnreg or what the first setmaxnreg.inc implies, or 0
 };
 
 // Where an access or a piece of asynchronous work came from.
@@ -184,6 +185,8 @@ struct Cta {
     uint32_t tmem_pair_taken = 0;          // how many of them this CTA has taken
     bool tmem_relinquished = false;
     Origin tmem_allocated_at{};            // by the last tcgen05.alloc
+    // What follows the tensor core's last work at once; gone when that is done.
+    std::weak_ptr<std::vector<std::function<void()>>> tensor_core_followers;
     std::vector<Warp> warps;
     uint32_t free_registers = 0;           // per-warp units given back by setmaxnreg.dec
     bool finished = false;
@@ -200,6 +203,7 @@ struct Work {
     std::function<void()> perform;
     uint32_t reads_cta = ~0u;      // rank whose shared or tensor memory it uses, for exit checks
     uint64_t number = 0;
+    bool only_reads = false;       // a store's first half: it reads shared memory and changes none
     bool may_outlive = false;      // its remaining effect touches global memory only, so CTAs may exit before it
 };
 

@@ -33,8 +33,8 @@ inline uint16_t to_bf16(float x) {
     return static_cast<uint16_t>(x == x ? rounded : 0x7FFFu);
 }
 
-inline float from_f16(uint16_t h) {
-    const uint32_t magnitude = h & 0x7FFFu, sign = uint32_t{h & 0x8000u} << 16;
+inline float from_f16(uint32_t h) {
+    const uint32_t magnitude = h & 0x7FFFu, sign = (h & 0x8000u) << 16;
     // Both kinds of number are right after one exact operation: subnormals as multiples of 2^-24.
     const uint32_t normal = (magnitude << 13) + (magnitude >= 0x7C00u ? 0x70000000u : 0x38000000u);
     const uint32_t subnormal = bits(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f);
@@ -59,18 +59,17 @@ inline double add_to_odd(double a, double b) {
     // Knuth's two-sum: the exact error of the addition, NaN or 0 where the sum is not finite.
     const double b_part = sum - a;
     const double error = (a - (sum - b_part)) + (b - b_part);
-    uint64_t word = std::bit_cast<uint64_t>(sum);
-    const bool away = (error > 0) == (sum > 0);  // the exact sum is farther from zero than `sum`
-    word = away ? word | 1 : (word - 1) | 1;
-    const bool even = !(std::bit_cast<uint64_t>(sum) & 1);
-    return even && (error < 0 || error > 0) && std::isfinite(sum) ? std::bit_cast<double>(word) : sum;
+    const uint64_t even = std::bit_cast<uint64_t>(sum);
+    // The exact sum lies between `sum` and the number next to it, away from zero or towards it; that number is odd.
+    const uint64_t odd = (error > 0) == (sum > 0) ? even | 1 : even - 1;
+    return !(even & 1) && (error < 0 || error > 0) ? std::bit_cast<double>(odd) : sum;
 }
 inline float narrow_to_odd(double x) {
     const float near = static_cast<float>(x);
-    if (!std::isfinite(x)) return near;
-    if (std::isinf(near)) return std::copysign(real(0x7F7FFFFFu), near);
-    if (static_cast<double>(near) == x || bits(near) & 1) return near;
-    return real(std::fabs(static_cast<double>(near)) < std::fabs(x) ? bits(near) | 1 : bits(near) - 1);
+    const uint32_t even = bits(near);
+    // One below an infinity is the largest finite number, which is odd.
+    const uint32_t odd = std::fabs(static_cast<double>(near)) < std::fabs(x) ? even | 1 : even - 1;
+    return !(even & 1) && static_cast<double>(near) != x ? real(odd) : near;
 }
 
 enum class Rounding : uint8_t { Nearest, Zero, Down, Up, NearestAway };

@@ -1,7 +1,9 @@
 // A stand-in for the library through which CuTe-DSL's compiled host code reaches CUDA. It knows one device and executes nothing: cubins
-// that are loaded and kernels that are launched go to the callbacks of flash4_torch/emulator/runtime.py, which mirrors `Launch`.
+// that are loaded and kernels that are launched go to the callbacks of flash4_torch/emulator/host.py, which mirrors `Launch`.
 //
-// The functions that host code calls return CUDA's error codes; the reason, in words, waits in `last_error`.
+// Compiled host code finds these functions instead of the library's because it is renamed to call them, see _bind in
+// flash4_torch/emulator/dsl.py: `_cudaGetDevice` becomes `flash4_cudaGetDevice`. They return CUDA's error codes; the reason, in words,
+// waits in `last_error`.
 #include <elf.h>
 
 #include <algorithm>
@@ -184,7 +186,7 @@ void flash4_set_device(int32_t major, int32_t minor, int32_t multiprocessors) { 
 
 // For compiled host code: libraries and kernels.
 
-int32_t _cudaLibraryLoadData(Library** library, const char* image, void*, void*, uint32_t, void*, void*, uint32_t) {
+int32_t flash4_cudaLibraryLoadData(Library** library, const char* image, void*, void*, uint32_t, void*, void*, uint32_t) {
     if (!load_callback) return fail(kInvalidValue, "no emulator is installed");
     const std::string_view cubin = cubin_in(image);
     if (cubin.empty()) return fail(kInvalidValue, "a kernel image that holds no plain cubin");
@@ -194,38 +196,38 @@ int32_t _cudaLibraryLoadData(Library** library, const char* image, void*, void*,
     return kSuccess;
 }
 
-int32_t _cudaLibraryGetKernel(const Kernel** kernel, Library* library, const char* name) {
+int32_t flash4_cudaLibraryGetKernel(const Kernel** kernel, Library* library, const char* name) {
     *kernel = &library->kernels.try_emplace(name, Kernel{name, library->id}).first->second;
     return kSuccess;
 }
 
 // Asked only for the static shared memory (1), to find how much is left. The launch checks the sum of both.
-int32_t _cuKernelGetAttribute(int32_t* value, int32_t attribute, const Kernel*, int32_t) {
+int32_t flash4_cuKernelGetAttribute(int32_t* value, int32_t attribute, const Kernel*, int32_t) {
     if (attribute != 1) return fail(kNotSupported, "the emulator does not know kernel attribute " + std::to_string(attribute));
     *value = 0;
     return kSuccess;
 }
 
-int32_t _cudaFuncSetAttribute(const Kernel*, int32_t, int32_t) { return kSuccess; }
-int32_t _cudaKernelSetAttributeForDevice(const Kernel*, int32_t, int32_t, int32_t) { return kSuccess; }
+int32_t flash4_cudaFuncSetAttribute(const Kernel*, int32_t, int32_t) { return kSuccess; }
+int32_t flash4_cudaKernelSetAttributeForDevice(const Kernel*, int32_t, int32_t, int32_t) { return kSuccess; }
 
 // The device.
 
-int32_t _cudaGetDevice(int32_t* ordinal) {
+int32_t flash4_cudaGetDevice(int32_t* ordinal) {
     *ordinal = 0;
     return kSuccess;
 }
 
-int32_t _cudaSetDevice(int32_t ordinal) {
+int32_t flash4_cudaSetDevice(int32_t ordinal) {
     return ordinal == 0 ? kSuccess : fail(kInvalidValue, "the emulator has one device, not number " + std::to_string(ordinal));
 }
 
-int32_t _cudaDeviceGetAttribute(int32_t* value, int32_t attribute, int32_t) {
+int32_t flash4_cudaDeviceGetAttribute(int32_t* value, int32_t attribute, int32_t) {
     if (device_attribute(attribute, *value)) return kSuccess;
     return fail(kNotSupported, "the emulator does not know device attribute " + std::to_string(attribute));
 }
 
-int32_t _cudaLaunchKernelEx(const LaunchConfig* config, const Kernel* kernel, void** args) {
+int32_t flash4_cudaLaunchKernelEx(const LaunchConfig* config, const Kernel* kernel, void** args) {
     Launch request{kernel->name.c_str(), kernel->library, config->grid, config->block, {}, config->dynamic_shared, 0, 0, args};
     for (uint32_t i = 0; i < config->attribute_count; ++i)
         if (const Error error = apply(config->attributes[i], request)) return error;
@@ -233,7 +235,7 @@ int32_t _cudaLaunchKernelEx(const LaunchConfig* config, const Kernel* kernel, vo
 }
 
 // Tensor maps that host code does not write by itself. Sizes in elements, strides in bytes for the dimensions from 1 on.
-int32_t _cuTensorMapEncodeTiled(uint8_t* map, uint32_t type, uint32_t rank, void* address, const uint64_t* sizes,
+int32_t flash4_cuTensorMapEncodeTiled(uint8_t* map, uint32_t type, uint32_t rank, void* address, const uint64_t* sizes,
                                 const uint64_t* strides, const uint32_t* box, const uint32_t* steps, int32_t interleave,
                                 uint32_t swizzle, int32_t, int32_t fill) {
     if (type >= std::size(element_types) || rank < 1 || rank > tma::kMaxRank) return fail(kInvalidValue, "a malformed tensor map");
@@ -254,7 +256,7 @@ int32_t _cuTensorMapEncodeTiled(uint8_t* map, uint32_t type, uint32_t rank, void
 }
 
 // After calls whose failure host code does not pass on to its caller.
-void cuda_dialect_assert_success(int32_t error) {
+void flash4_cuda_dialect_assert_success(int32_t error) {
     if (!error) return;
     std::fprintf(stderr, "%s\n", last_error.c_str());
     std::abort();
@@ -265,7 +267,7 @@ void cuda_dialect_assert_success(int32_t error) {
 using SetError = void (*)(const char* kind, const char* message);
 using SetErrorParts = void (*)(const char* kind, const char** parts, int32_t count);
 
-int32_t cuda_dialect_init_library_once(Library** state, int32_t (*load)(Library**), int32_t (*load_to_device)(Library**, int32_t),
+int32_t flash4_cuda_dialect_init_library_once(Library** state, int32_t (*load)(Library**), int32_t (*load_to_device)(Library**, int32_t),
                                        SetError set_error) {
     static std::mutex one_at_a_time;
     const std::lock_guard lock(one_at_a_time);
@@ -278,12 +280,12 @@ int32_t cuda_dialect_init_library_once(Library** state, int32_t (*load)(Library*
     return error;
 }
 
-void cuda_dialect_unload_library_once(Library** state) {
+void flash4_cuda_dialect_unload_library_once(Library** state) {
     delete *state;
     *state = nullptr;
 }
 
-void CuteDSLRT_TVMFFISetRaisedCudaError(SetErrorParts set_error, int32_t) {
+void flash4_CuteDSLRT_TVMFFISetRaisedCudaError(SetErrorParts set_error, int32_t) {
     const char* parts[] = {last_error.c_str()};
     set_error("RuntimeError", parts, 1);
 }

@@ -61,10 +61,11 @@ Dim3 cluster_id(const Launch& launch, uint32_t number) {
     return {number % nx, number / nx % ny, number / (nx * ny)};
 }
 
-// Registers a thread gets at launch: what the file divides to, as kernels that use setmaxnreg are compiled for.
+// Registers a thread gets at launch, which PTX leaves to the assembler: what the file divides to, but never more than a
+// setmaxnreg.inc asks for.
 uint32_t registers_per_thread(const Launch& launch, uint32_t warps) {
-    if (launch.program->register_cap) return launch.program->register_cap;
-    return std::min(255u, 65536u / (warps * kLanes)) & ~7u;
+    const uint32_t share = std::min(255u, 65536u / (warps * kLanes)) & ~7u;
+    return launch.program->register_cap ? std::min(share, launch.program->register_cap) : share;
 }
 
 void admit(Machine& machine) {
@@ -137,8 +138,9 @@ void perform(Cluster& cluster, size_t index) {
 void finish(Cta& cta) {
     Cluster& cluster = *cta.cluster;
     cta.finished = true;
+    const bool strict = cluster.launch->options.strict_exit;
     for (const Work& work : cluster.pending)
-        if (!work.may_outlive && (work.reads_cta == ~0u ? work.origin.cta : work.reads_cta) == cta.rank)
+        if (!work.may_outlive && (strict || !work.only_reads) && (work.reads_cta == ~0u ? work.origin.cta : work.reads_cta) == cta.rank)
             cluster.launch->report({.kind = "exit-pending", .message = std::string("the CTA has exited before its ") + work.what + " was done",
                                     .at = work.origin, .cta = cta.id});
     check_tmem_freed(cta);

@@ -215,11 +215,23 @@ Product product_of(Warp& warp, const Op& op, int lane) {
     return p;
 }
 
-// Hands work to the tensor core of the CTA, with what it is ordered after.
+// Hands work to the tensor core of the CTA.
 void submit(Warp& warp, const Op& op, const char* what, std::function<void()> perform) {
     Cta& cta = *warp.cta;
-    cta.cluster->submit({.queue = queue_of(QueueKind::Mma, cta), .origin = warp.origin(op), .what = what, .perform = std::move(perform),
+    auto followers = std::make_shared<std::vector<std::function<void()>>>();
+    cta.tensor_core_followers = followers;
+    cta.cluster->submit({.queue = queue_of(QueueKind::Mma, cta), .origin = warp.origin(op), .what = what,
+                         .perform = [perform = std::move(perform), followers = std::move(followers)] {
+                             perform();
+                             for (const auto& follower : *followers) follower();
+                         },
                          .reads_cta = cta.rank});
+}
+
+// Runs when all that the CTA has handed to its tensor core is done: a commit is no work of its own.
+void when_done(Cta& cta, std::function<void()> follower) {
+    if (auto followers = cta.tensor_core_followers.lock()) followers->push_back(std::move(follower));
+    else follower();
 }
 
 race::Ticket issue(Warp& warp, const Op& op) {
@@ -313,7 +325,7 @@ Step commit(Warp& warp, const Op& op, Mask mask) {
         const SharedRef barrier = shared_at(warp, address + static_cast<uint32_t>(op.attr[0]), 8, 8);
         Cluster& cluster = *warp.cta->cluster;
         const auto places = op.regs == 1 ? std::vector{barrier} : targets(cluster, barrier, warp.u32(op.reg[1])[lane] & 0xFFFFu);
-        submit(warp, op, "tcgen05.commit", [ticket = issue(warp, op), places] {
+        when_done(*warp.cta, [ticket = issue(warp, op), places] {
             for (SharedRef place : places) signal(ticket, place);
         });
     });

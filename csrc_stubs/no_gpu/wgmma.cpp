@@ -46,41 +46,67 @@ struct Job {
     bool accumulate;
 };
 
-// Calls body(register, half, lane, row, column) for all that a warp's fragment of D holds, where a register of 32 bits holds
-// one element (half 0) or two of 16 bits. PTX ISA, Register Fragments for wgmma: matrix fragment for D.
-template <class Body>
-inline void for_fragment(uint32_t n, Body&& body) {
-    for (uint32_t i = 0; i < n / 2; ++i)
-        for (uint32_t lane = 0; lane < kLanes; ++lane) body(i, lane, lane / 4 + i / 2 % 2 * 8, i / 4 * 8 + lane % 4 * 2 + i % 2);
-}
-
 using Sums = float[kRows][kTileRows];
 
-void load_sums(Warp& warp, const Op& op, const Shape& shape, Sums& sums) {
-    for_fragment(shape.n, [&](uint32_t i, uint32_t lane, uint32_t row, uint32_t column) {
-        if (shape.accumulator == Accumulator::F32) sums[row][column] = warp.f32(op.reg[i])[lane];
-        else sums[row][column] = number::from_f16(static_cast<uint16_t>(warp.u32(op.reg[i / 2])[lane] >> i % 2 * 16));
-    });
-}
+// A lane's part of D comes in pairs of neighbouring columns (PTX ISA, wgmma: matrix fragment for D). The pairs number p of all
+// lanes, lane after lane, are a block of 8 rows by 8 columns.
+using Pairs = float[2 * kLanes];
 
-void store_sums(Warp& warp, const Op& op, const Shape& shape, const Sums& sums) {
-    for_fragment(shape.n, [&](uint32_t i, uint32_t lane, uint32_t row, uint32_t column) {
-        const float sum = sums[row][column];
-        if (shape.accumulator == Accumulator::F32) {
-            warp.f32(op.reg[i])[lane] = sum;
-        } else {
-            uint32_t& pair = warp.u32(op.reg[i / 2])[lane];
-            const uint32_t bits = number::to_f16(sum);
-            pair = i % 2 ? (pair & 0xFFFFu) | bits << 16 : (pair & 0xFFFF0000u) | bits;
+float* block_row(Sums& sums, uint32_t p, uint32_t row) { return &sums[p % 2 * 8 + row][p / 2 * 8]; }
+
+void load_pairs(Warp& warp, const Op& op, Accumulator type, uint32_t p, Pairs& pairs) {
+    if (type == Accumulator::F16) {
+        const uint32_t* both = warp.u32(op.reg[p]);
+        for (int lane = 0; lane < kLanes; ++lane) {
+            pairs[2 * lane] = number::from_f16(static_cast<uint16_t>(both[lane]));
+            pairs[2 * lane + 1] = number::from_f16(static_cast<uint16_t>(both[lane] >> 16));
         }
-    });
+    } else {
+        const float *first = warp.f32(op.reg[2 * p]), *second = warp.f32(op.reg[2 * p + 1]);
+        for (int lane = 0; lane < kLanes; ++lane) {
+            pairs[2 * lane] = first[lane];
+            pairs[2 * lane + 1] = second[lane];
+        }
+    }
 }
 
-void add_integers(Warp& warp, const Op& op, const Shape& shape, const Sums& sums, bool accumulate) {
-    for_fragment(shape.n, [&](uint32_t i, uint32_t lane, uint32_t row, uint32_t column) {
-        int32_t& d = warp.s32(op.reg[i])[lane];
-        d = add_integer(accumulate ? d : 0, sums[row][column], shape.saturate);
-    });
+void store_pairs(Warp& warp, const Op& op, Accumulator type, uint32_t p, const Pairs& pairs) {
+    if (type == Accumulator::F16) {
+        uint32_t* both = warp.u32(op.reg[p]);
+        for (int lane = 0; lane < kLanes; ++lane)
+            both[lane] = uint32_t{number::to_f16(pairs[2 * lane])} | uint32_t{number::to_f16(pairs[2 * lane + 1])} << 16;
+    } else {
+        float *first = warp.f32(op.reg[2 * p]), *second = warp.f32(op.reg[2 * p + 1]);
+        for (int lane = 0; lane < kLanes; ++lane) {
+            first[lane] = pairs[2 * lane];
+            second[lane] = pairs[2 * lane + 1];
+        }
+    }
+}
+
+void add_pairs(Warp& warp, const Op& op, const Shape& shape, bool accumulate, uint32_t p, const Pairs& pairs) {
+    for (int half = 0; half < 2; ++half) {
+        int32_t* d = warp.s32(op.reg[2 * p + static_cast<uint32_t>(half)]);
+        for (int lane = 0; lane < kLanes; ++lane)
+            d[lane] = add_integer(accumulate ? d[lane] : 0, pairs[2 * lane + half], shape.saturate);
+    }
+}
+
+void load_sums(Warp& warp, const Op& op, const Shape& shape, Sums& sums) {
+    alignas(64) Pairs pairs;
+    for (uint32_t p = 0; p < shape.n / 4; ++p) {
+        load_pairs(warp, op, shape.accumulator, p, pairs);
+        for (uint32_t row = 0; row < 8; ++row) std::memcpy(block_row(sums, p, row), pairs + 8 * row, 8 * sizeof(float));
+    }
+}
+
+void store_sums(Warp& warp, const Op& op, const Shape& shape, bool accumulate, Sums& sums) {
+    alignas(64) Pairs pairs;
+    for (uint32_t p = 0; p < shape.n / 4; ++p) {
+        for (uint32_t row = 0; row < 8; ++row) std::memcpy(pairs + 8 * row, block_row(sums, p, row), 8 * sizeof(float));
+        if (shape.accumulator == Accumulator::S32) add_pairs(warp, op, shape, accumulate, p, pairs);
+        else store_pairs(warp, op, shape.accumulator, p, pairs);
+    }
 }
 
 // Fragment of A: register j holds 4 bytes of row lane / 4 (+ 8 for odd j), at byte 4 * (lane % 4) (+ 16 for j of 2 and 3).
@@ -104,13 +130,11 @@ void perform(const Job& job) {
     else gather(job.ticket, cta, wgmma_matrix(job.a), shape.a, shape.a_mn, {.first = first, .count = kRows}, a);
     gather(job.ticket, cta, wgmma_matrix(job.b), shape.b, shape.b_mn, {.first = 0, .count = shape.n}, b);
     if (shape.negate_a != shape.negate_b) negate(a, shape.a);
-    const bool integers = shape.accumulator == Accumulator::S32;
-    if (job.accumulate && !integers) load_sums(warp, op, shape, sums);
+    if (job.accumulate && shape.accumulator != Accumulator::S32) load_sums(warp, op, shape, sums);
     else std::memset(sums, 0, sizeof sums);
     for (uint32_t row = 0; row < kRows; row += 4)
         multiply_add(a.value + row, b.value, tile_k(shape.a), shape.n, sums[row]);
-    if (integers) add_integers(warp, op, shape, sums, job.accumulate);
-    else store_sums(warp, op, shape, sums);
+    store_sums(warp, op, shape, job.accumulate, sums);
 }
 
 void require_whole_warp(const Warp& warp, Mask mask) {

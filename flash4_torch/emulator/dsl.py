@@ -20,6 +20,7 @@ from flash4_torch import env
 from flash4_torch.emulator.device import as_device_arguments
 
 L2_BYTES = 50 << 20
+_RUNTIME_PREFIXES = ("_cu", "cuda_dialect_", "CuteDSLRT_")  # of what host code calls in the runtime library
 
 Calling = Callable[[], AbstractContextManager[None]]
 
@@ -60,8 +61,11 @@ def _change_settings(changes: ExitStack, library: str, arch: str) -> None:
     for dsl in (cutlass_dsl.CuTeDSL, cutlass_dsl.CuteExperimentalDSL):
         settings = dsl._get_dsl().envar
         _replace(changes, settings, shared_libs=library, _arch=arch, lineinfo=True, disable_file_caching=True)
-    # Read again at every compilation, and by other libraries.
+    # The variables are for what reads them later, as other libraries do; the DSL remembers what it has read.
+    forget = import_module("cutlass.base_dsl.env_manager").get_str_env_var.cache_clear
+    changes.callback(forget)
     changes.callback(env.change, env.change({"CUTE_DSL_LIBS": library, "CUTE_DSL_ARCH": arch}))
+    forget()
 
 
 def _change_compiling(changes: ExitStack, learn: Callable[[bytes, str], None]) -> None:
@@ -75,9 +79,24 @@ def _change_compiling(changes: ExitStack, learn: Callable[[bytes, str], None]) -
             compiled = original(self, module, pipeline, *args, **kwargs)
             if cubin.exists():  # else it is host code alone
                 learn(cubin.read_bytes(), ptx.read_text())
+        _bind(compiled)
         return compiled
 
     _replace(changes, compiler, compile=compile_and_learn)
+
+
+def _bind(module: Any) -> None:
+    """Lets host code call the stand-in by names of its own.
+
+    By the usual names it would find any runtime library that the process has loaded before.
+    """
+    table = import_module("cutlass._mlir.ir").SymbolTable
+    for function in module.body.operations:
+        name = function.attributes["sym_name"].value if "sym_name" in function.attributes else ""
+        if name.startswith(_RUNTIME_PREFIXES) and not function.regions[0].blocks:
+            own = "flash4_" + name.lstrip("_")
+            table.replace_all_symbol_uses(name, own, module.operation)
+            table.set_symbol_name(function, own)
 
 
 def _with_dumps(pipeline: str, folder: Path) -> tuple[str, Path, Path]:

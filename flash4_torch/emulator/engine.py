@@ -17,6 +17,7 @@ from flash4_torch.emulator.report import PIPES, Counters, Finding, Line, Place, 
 Dim3 = tuple[int, int, int]
 
 SCHEDULES = ("eager", "late", "fuzz")
+STRICT = frozenset({"uninitialised", "wait_ld", "exit"})
 DEVICE_SMS = {90: 132, 100: 148}
 
 
@@ -28,7 +29,8 @@ class Options:
     `seed` draws, as it draws whose turn it is.
     races: check the order of accesses to shared and tensor memory.
     strict: names of checks that correct programs may fail: "uninitialised" (reading shared or tensor memory that nobody
-    wrote), "wait_ld" (using what tcgen05.ld loads before tcgen05.wait::ld).
+    wrote), "wait_ld" (using what tcgen05.ld loads before tcgen05.wait::ld), "exit" (leaving before a bulk store has read its
+    shared memory).
     compact: let PTX registers share space in the engine.
     """
 
@@ -42,9 +44,9 @@ class Options:
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule is {self.schedule!r}; it must be one of {', '.join(SCHEDULES)}")
-        unknown = self.strict - {"uninitialised", "wait_ld"}
+        unknown = self.strict - STRICT
         if unknown:
-            raise ValueError(f"strict names {sorted(unknown)}; known are 'uninitialised' and 'wait_ld'")
+            raise ValueError(f"strict names {sorted(unknown)}; known are {sorted(STRICT)}")
 
 
 class _ProgramText(ctypes.Structure):
@@ -64,6 +66,9 @@ class _ProgramText(ctypes.Structure):
     )
 
 
+_CHECKS = ("check_races", "strict_uninitialised", "strict_wait_ld", "strict_exit")
+
+
 class _LaunchText(ctypes.Structure):
     """`LaunchText` in csrc_stubs/no_gpu/api.cpp."""
 
@@ -77,7 +82,7 @@ class _LaunchText(ctypes.Structure):
         ("region_count", ctypes.c_uint64),
         *((name, ctypes.c_uint32) for name in ("schedule", "arch", "max_resident")),
         *((name, ctypes.c_uint64) for name in ("seed", "max_instructions")),
-        *((name, ctypes.c_uint8) for name in ("check_races", "strict_uninitialised", "strict_wait_ld")),
+        *((name, ctypes.c_uint8) for name in _CHECKS),
     )
 
 
@@ -164,7 +169,7 @@ class Program:
             *(c.ctypes.data for c in columns),
             lowered.start.bytes,
             lowered.static_shared_bytes,
-            kernel.max_registers or 0,
+            _register_cap(kernel),
         )
         self._handle = engine().program_new(ctypes.byref(text))
 
@@ -209,6 +214,7 @@ class Program:
             options.races,
             "uninitialised" in options.strict,
             "wait_ld" in options.strict,
+            "exit" in options.strict,
         )
         handle = engine().launch(ctypes.byref(text))
         try:
@@ -258,6 +264,16 @@ class Program:
             ins = self.kernel.instructions[int(part[:digits])]
             head += f"PTX line {ins.line} ({ins.text.strip()}){part[digits:]}"
         return head
+
+
+def _register_cap(kernel: ptx.Kernel) -> int:
+    """The most registers a thread can have at launch, as far as the kernel tells; 0: it does not."""
+    raised = [
+        ins.operands[0].value
+        for ins in kernel.instructions
+        if ins.opcode.startswith("setmaxnreg.inc") and isinstance(ins.operands[0], ptx.Immediate)
+    ]
+    return min([n for n in (kernel.max_registers, *raised) if n], default=0)
 
 
 def pack_parameters(kernel: ptx.Kernel, values: Sequence[bytes]) -> bytes:

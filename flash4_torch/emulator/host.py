@@ -5,7 +5,9 @@
     compiled(from_dlpack(cpu_tensor))
     host.uninstall()
 
-Functions must be compiled while the seam is installed: the PTX of a kernel is taken when it is compiled.
+Functions must be compiled while the seam is installed: their host code is then bound to the stand-in, and the
+PTX of their kernels is known. Functions compiled at other times go where they always did, once the seam is
+uninstalled.
 """
 
 from __future__ import annotations
@@ -177,7 +179,7 @@ class _Seam:
 
     def device_attribute(self, attribute: int) -> int:
         value = ctypes.c_int32()
-        if self._library._cudaDeviceGetAttribute(ctypes.byref(value), attribute, 0):
+        if self._library.flash4_cudaDeviceGetAttribute(ctypes.byref(value), attribute, 0):
             raise EmulatorError(self._library.flash4_last_error().decode())
         return value.value
 

@@ -25,7 +25,7 @@ def evaluate(body: str, sources: list[np.ndarray], *results: type) -> list[np.nd
     """
     n = len(sources[0])
     inputs = [a.astype(np.uint32) if a.dtype == bool else np.ascontiguousarray(a) for a in sources]
-    outputs = [np.zeros(n, np.uint32 if r is bool else r) for r in results]
+    outputs: list[np.ndarray] = [np.zeros(n, np.uint32 if r is bool else r) for r in results]
     arrays = [*inputs, *outputs]
     lines = [f".reg .b64 %p{i}; ld.param.u64 %p{i}, [p{i}];" for i in range(len(arrays))]
     for i, array in enumerate(arrays):
@@ -56,10 +56,11 @@ def _kernel(n: int, arrays: int, body: str) -> str:
     mov.u32 %cta, %ctaid.x;
     mad.lo.s32 %i, %cta, {LANES}, %i;
     setp.ge.u32 %beyond, %i, {n};
-    @%beyond bra done;
+    @%beyond bra beyond;
     {body}
-done:
     ret;
+beyond:
+    exit;
 }}
 """
 

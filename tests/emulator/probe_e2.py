@@ -47,4 +47,21 @@ def narrow():
                 v = out.view(np.uint16).reshape(-1, 8)[:, 0]
                 print("narrow", row, inner, [ (int(x)//128, int(x)%128) for x in v[:48]], flush=True)
             attempt("narrow", go)
-fields(); narrow()
+
+def fill():
+    for el in ("float16", "float32", "bfloat16", "uint16"):
+        src = random_bytes(4096, seed=1)
+        m = TensorMap(src.ctypes.data, el, (8, 4), (64,), (16, 8)).encode()
+        out = aligned_bytes(1024)
+        def go():
+            t.run("@%one tensormap.replace.tile.fill_mode.global.b1024.b32 [%map], 1;", "map, tensor", m, src)
+            w = m.view(np.uint64); w[0] = src.ctypes.data
+            size = 128 * (4 if el == "float32" else 2)
+            t.run(f"""{t.expect(size)}
+                @%one cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%tile], [%map, {{0, 0}}], [%bar];
+                {t.wait()}
+                @%one cp.async.bulk.global.shared::cta.bulk_group [%out], [%tile], {size};
+                {t.COMMIT_AND_WAIT}""", "map, tensor, out", m, src, out)
+            print("fill", el, hexw(out)[4:12], hexw(m)[:16], flush=True)
+        attempt("fill "+el, go)
+fields(); narrow(); fill()

@@ -86,6 +86,8 @@ def test_real_numbers_to_integers_saturate(source, mode, rng, n):
     of = FORMATS[source]
     a = codes(of, rng, n)
     a[::3] = [of.encode(of.round(Fraction(float(x)))) for x in rng.normal(0, 100, len(a[::3]))]
+    limit_like = rng.choice([2.0**15, 2.0**16, 2.0**31, 2.0**32, 2.0**63, 2.0**64], len(a[1::3]))
+    a[1::3] = [of.encode(of.round(Fraction(x) * rng.choice([-1, 1]))) for x in limit_like.tolist()]
     for to in INTEGERS:
         low, high = limits(to)
 

@@ -140,7 +140,7 @@ def test_redux_f32(name, absolute, nan_wins, rng):
 
 @pytest.mark.parametrize("first", [0, 3])
 def test_elect_chooses_one_lane(first):
-    """The lowest that takes part, as observed on hardware."""
+    """PTX leaves open which; the engine takes the lowest that takes part."""
     body = f"""
     .reg .pred %in; .reg .b32 %lane;
     mov.u32 %lane, %laneid;
@@ -183,7 +183,7 @@ def test_members_execute_together(instruction):
         evaluate(body + instruction.format(0xFF), [a], np.uint32)
 
 
-def test_lanes_that_have_exited_are_no_members():
-    """`evaluate` runs 8 lanes here, and the others have left."""
+def test_an_instruction_waits_for_lanes_to_exit():
+    """`evaluate` runs 8 lanes here, and the others leave at the end of the program."""
     (got,) = evaluate("redux.sync.add.u32 %d0, %s0, -1;", [np.ones(8, np.uint32)], np.uint32)
     assert got.tolist() == [8] * 8

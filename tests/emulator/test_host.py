@@ -242,6 +242,25 @@ assert "flash4" not in CuTeDSL._get_dsl().envar.shared_libs
     assert (result.returncode, result.stdout.split()) == (0, ["sm_90a"]), result.stderr
 
 
+def test_the_runtime_library_may_be_there_already() -> None:
+    """Compiled functions look for symbols in the whole process first, and then in the library they are given."""
+    script = """
+import ctypes
+from cutlass import cute
+(runtime,) = cute.runtime.find_runtime_libraries(enable_tvm_ffi=False)
+ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
+import test_host, torch
+from cutlass.cute.runtime import from_dlpack
+from flash4_torch.emulator import host
+host.install(lambda launch: print("launched"), "sm_90a")
+test_host.shift_cooperatively(from_dlpack(torch.zeros(9)), from_dlpack(torch.zeros(9)), 1.0)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=Path(__file__).parent, capture_output=True, text=True
+    )
+    assert result.stdout == "launched\n", result.stderr
+
+
 def test_the_number_of_multiprocessors_is_told(launches: list[host.Launch]) -> None:
     host.install(launches.append, "sm_100a", multiprocessors=6)
     hardware = cutlass.utils.HardwareInfo()
@@ -329,7 +348,7 @@ def test_tensor_maps_can_be_made_by_the_driver_call(
 
     made = np.zeros(32, np.uint32)
     rank = len(sizes)
-    error = ctypes.CDLL(str(build.runtime()))._cuTensorMapEncodeTiled(
+    error = ctypes.CDLL(str(build.runtime())).flash4_cuTensorMapEncodeTiled(
         made.ctypes.data_as(ctypes.c_void_p),
         DRIVER_TYPES[element],
         rank,

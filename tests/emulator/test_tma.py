@@ -506,14 +506,14 @@ def aligned_copy(array: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(
     "body, kind",
     [
-        ("cp.async.bulk.global.shared::cta.bulk_group [%out], [%tile], 24;", "misaligned"),
+        ("cp.async.bulk.global.shared::cta.bulk_group [%out], [%tile], %x;", "misaligned"),
         ("cp.async.bulk.global.shared::cta.bulk_group [%out], [%tile+8], 16;", "misaligned"),
         ("cp.async.bulk.global.shared::cta.bulk_group [%out+8], [%tile], 16;", "misaligned"),
         ("cp.async.bulk.global.shared::cta.bulk_group [%out], [%tile], 272;", "out-of-bounds"),
     ],
 )
 def test_wrong_bulk_copies_are_refused(body: str, kind: str) -> None:
-    (found,) = findings(f"@%one {body}", "out", aligned_bytes(256))
+    (found,) = findings(f"mov.u32 %x, 24; @%one {body}", "out", aligned_bytes(256))
     assert found.startswith(kind), found
 
 

@@ -263,14 +263,24 @@ def lookup(ins: Instruction, ctx: Context) -> EngineOp:
     return EngineOp("lop3.b32", [ctx.reg(o, 4) for o in ins.operands[:4]], [ctx.integer(ins.operands[4])])
 
 
-_PERMUTE_MODES = ("f4e", "b4e", "rc8", "ecl", "ecr", "rc16")
+# The selectors that the low two bits of c name.
+_PERMUTE_MODES = {
+    "f4e": (0x3210, 0x4321, 0x5432, 0x6543),
+    "b4e": (0x5670, 0x6701, 0x7012, 0x0123),
+    "rc8": (0x0000, 0x1111, 0x2222, 0x3333),
+    "ecl": (0x3210, 0x3211, 0x3222, 0x3333),
+    "ecr": (0x0000, 0x1110, 0x2210, 0x3210),
+    "rc16": (0x1010, 0x3232, 0x1010, 0x3232),
+}
 
 
 @family("prmt")
 def permute_bytes(ins: Instruction, ctx: Context) -> EngineOp:
     modifiers = check_modifiers(ins, {"b32", *_PERMUTE_MODES}, ctx) - {"b32"}
-    mode = 1 + _PERMUTE_MODES.index(modifiers.pop()) if modifiers else 0
-    return EngineOp("prmt.b32", _regs(ins, ctx, 4), [mode])
+    if not modifiers:
+        return EngineOp("prmt.b32", _regs(ins, ctx, 4))
+    selectors = _PERMUTE_MODES[modifiers.pop()]
+    return EngineOp("prmt.mode.b32", _regs(ins, ctx, 4), [sum(s << 16 * i for i, s in enumerate(selectors))])
 
 
 # --- Comparison and selection
