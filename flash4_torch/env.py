@@ -22,8 +22,8 @@ class Variable:
 BACKEND = Variable(
     "FLASH4_BACKEND",
     "",
-    "Force one backend (cpu, sdpa, tiled); a call it cannot serve raises instead of going elsewhere. "
-    "Empty: the first in order of priority that can serve.",
+    "Force one backend (cpu, sdpa, tiled, emulator); a call it cannot serve raises instead of going "
+    "elsewhere. Empty: the first in order of priority that can serve.",
 )
 LOG = Variable(
     "FLASH4_LOG",

@@ -13,7 +13,8 @@ from . import backends
 from .masks import Band
 from .problem import Extent, Problem, Spec
 
-# Where each backend is at home; a GPU is described, not needed.
+# Where each backend is at home; a GPU is described, not needed. The emulator serves only who asks and is
+# left out.
 _DEVICES: dict[str, dict[str, Any]] = {
     "cpu": {"device": "cpu"},
     "sdpa": {"device": "cuda", "capability": (9, 0)},
@@ -89,7 +90,7 @@ def _problem(changes: dict[str, Any]) -> Problem:
 
 def markdown() -> str:
     """The table: a row a feature, a column a backend in order of priority."""
-    names = [backend.name for backend in backends.PRIORITY]
+    names = [backend.name for backend in backends.PRIORITY if backend.name in _DEVICES]
     rows = [["feature", *names], ["---"] * (len(names) + 1)]
     rows += [[feature, *(served(feature, name) for name in names)] for feature in FEATURES]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -17,25 +17,34 @@ MAY_IMPORT: dict[str, set[str]] = {
     "configs": set(),
     "reference": set(),
     "compile": set(),
+    "emulator": set(),
     "kernels": set(),
     "kernels.common": set(),
     "kernels.shared": {"kernels.common"},
     "kernels.sm90": {"kernels.common"},
     "kernels.sm100": {"kernels.common"},
-    "backends": {"kernels.sm90", "kernels.sm100", "kernels.shared", "compile", "configs", "reference"},
+    "backends": {
+        "kernels.sm90",
+        "kernels.sm100",
+        "kernels.shared",
+        "compile",
+        "emulator",
+        "configs",
+        "reference",
+    },
     "ops": {"backends", "reference"},
     "api": {"ops", "backends"},
     "nn": {"api", "ops"},
     "integrations": {"api", "ops"},
-    "testing": {"api", "ops", "backends", "reference"},
+    "testing": {"api", "ops", "backends", "emulator", "reference"},
 }
 # The package's front and its tools, which nothing below imports: "" is flash4_torch/__init__.py.
 TOP = frozenset({"", "__main__", "info", "support_table", "bench"})
 
-TORCH_FREE = ("kernels", "configs", "masks", "errors", "env")
+TORCH_FREE = ("kernels", "emulator", "configs", "masks", "errors", "env")
 # Names outside the package, and the only layers that may use them.
 ONLY_IN = {
-    "cutlass": ("kernels", "compile"),
+    "cutlass": ("kernels", "compile", "emulator"),
     "torch.library": ("ops", "integrations"),
     "os.environ": ("env",),
     "os.environb": ("env",),

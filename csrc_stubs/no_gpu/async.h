@@ -24,16 +24,17 @@ struct Warp::Units {
     std::array<GroupQueue, kLanes> bulk, cp_async;
     GroupQueue wgmma;
     CommitGroup tmem_load, tmem_store;
-    // Registers in use by wgmma, by register_unit; empty before the first.
+    // Registers as wgmma sees them, by register_unit; empty before the first wgmma.fence.
     struct Busy {
         uint16_t reads = 0;          // as a fragment of A
         uint16_t writes = 0;         // as an accumulator
         const Op* writer = nullptr;  // the last that accumulates
+        bool unfenced = false;       // written by the warp since its last wgmma.fence
     };
     std::vector<Busy> wgmma_registers;
     // The wgmmas of each group in `wgmma.committed`, then those of the open one.
     std::deque<std::vector<const Op*>> wgmma_uses{1};
-    bool wgmma_fenced = false;  // has executed a wgmma.fence
+    std::vector<uint32_t> wgmma_unfenced;  // units that are `unfenced`
     // Registers that hold what a tcgen05.ld not waited for has loaded, by register_unit: the load's epoch + 1, or 0.
     std::vector<uint32_t> tmem_loaded;
     std::vector<uint32_t> tmem_loaded_units;  // where it is not 0

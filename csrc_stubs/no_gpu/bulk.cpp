@@ -16,16 +16,19 @@ SharedRef shared_operand(Warp& warp, const Op& op, int reg, int attr, int lane, 
 }
 
 uint8_t* global_operand(Warp& warp, const Op& op, int reg, int attr, int lane, uint32_t bytes, uint32_t alignment) {
-    return global_at(*warp.cta->launch, warp.u64(op.reg[reg])[lane] + static_cast<uint64_t>(op.attr[attr]), bytes, alignment);
+    return global_at(*warp.cta->launch, warp.u64(op.reg[reg])[lane] + static_cast<uint64_t>(op.attr[attr]), bytes,
+                     alignment);
 }
 
 uint32_t bulk_size(Warp& warp, uint32_t reg, int lane) {
     const uint32_t bytes = warp.u32(reg)[lane];
-    if (bytes % kBulkAlignment) throw Fault("misaligned", "a bulk copy of " + std::to_string(bytes) + " bytes, not a multiple of 16");
+    if (bytes % kBulkAlignment)
+        throw Fault("misaligned", "a bulk copy of " + std::to_string(bytes) + " bytes, not a multiple of 16");
     return bytes;
 }
 
-void submit_bulk_load(Warp& warp, const Op& op, const uint8_t* source, SharedRef to, SharedRef barrier, uint32_t bytes) {
+void submit_bulk_load(Warp& warp, const Op& op, const uint8_t* source, SharedRef to, SharedRef barrier,
+                      uint32_t bytes) {
     Cluster& cluster = *warp.cta->cluster;
     const Arrival arrival = announce(warp, op, barrier);
     auto perform = [=, &cluster] {
@@ -34,7 +37,11 @@ void submit_bulk_load(Warp& warp, const Op& op, const uint8_t* source, SharedRef
         cluster.launch->counters.async_bytes += bytes;
         land(arrival, bytes);
     };
-    cluster.submit({.queue = 0, .origin = warp.origin(op), .what = "bulk load", .perform = std::move(perform), .reads_cta = to.cta->rank});
+    cluster.submit({.queue = 0,
+                    .origin = warp.origin(op),
+                    .what = "bulk load",
+                    .perform = std::move(perform),
+                    .reads_cta = to.cta->rank});
 }
 
 // reg: destination, source, bytes, barrier, CTA mask or kNoRegister; attr: constants of destination, source and barrier.
@@ -52,7 +59,8 @@ Step bulk_load(Warp& warp, const Op& op, Mask mask) {
         }
         for (uint32_t left = warp.u32(op.reg[4])[lane] & 0xFFFF; left; left &= left - 1) {
             const uint32_t rank = static_cast<uint32_t>(__builtin_ctz(left)) << kRankShift;
-            submit_bulk_load(warp, op, source, shared_at(cluster, rank | to.offset, bytes, kBulkAlignment), shared_at(cluster, rank | barrier.offset, 8, 8), bytes);
+            submit_bulk_load(warp, op, source, shared_at(cluster, rank | to.offset, bytes, kBulkAlignment),
+                             shared_at(cluster, rank | barrier.offset, 8, 8), bytes);
         }
     }
     return Step::Next;
@@ -67,10 +75,11 @@ Step bulk_store(Warp& warp, const Op& op, Mask mask) {
         const uint32_t bytes = bulk_size(warp, op.reg[2], lane);
         uint8_t* to = global_operand(warp, op, 0, 0, lane, bytes, kBulkAlignment);
         const SharedRef source = shared_operand(warp, op, 1, 1, lane, bytes, kBulkAlignment);
-        submit_bulk_store(warp, op, lane, combine ? "bulk reduction" : "bulk store", source, bytes, [=](const uint8_t* data) {
-            if (combine) reduce(combine, element_bytes(type), to, data, bytes);
-            else std::memcpy(to, data, bytes);
-        });
+        submit_bulk_store(warp, op, lane, combine ? "bulk reduction" : "bulk store", source, bytes,
+                          [=](const uint8_t* data) {
+                              if (combine) reduce(combine, element_bytes(type), to, data, bytes);
+                              else std::memcpy(to, data, bytes);
+                          });
     }
     return Step::Next;
 }
@@ -95,7 +104,11 @@ Step bulk_copy(Warp& warp, const Op& op, Mask mask) {
             cluster.launch->counters.async_bytes += bytes;
             land(arrival, bytes);
         };
-        cluster.submit({.queue = 0, .origin = warp.origin(op), .what = "bulk copy in the cluster", .perform = std::move(perform), .reads_cta = source.cta->rank});
+        cluster.submit({.queue = 0,
+                        .origin = warp.origin(op),
+                        .what = "bulk copy in the cluster",
+                        .perform = std::move(perform),
+                        .reads_cta = source.cta->rank});
     }
     return Step::Next;
 }
@@ -165,7 +178,11 @@ Step async_copy(Warp& warp, const Op& op, Mask mask) {
         cluster.launch->counters.async_bytes += copies.size() * bytes;
         for (const auto& group : groups) --group->pending;
     };
-    cluster.submit({.queue = queue_of(QueueKind::CpAsync, *warp.cta, warp.index), .origin = warp.origin(op), .what = "cp.async", .perform = std::move(perform), .reads_cta = warp.cta->rank});
+    cluster.submit({.queue = queue_of(QueueKind::CpAsync, *warp.cta, warp.index),
+                    .origin = warp.origin(op),
+                    .what = "cp.async",
+                    .perform = std::move(perform),
+                    .reads_cta = warp.cta->rank});
     return Step::Next;
 }
 
@@ -208,7 +225,11 @@ Step async_arrive(Warp& warp, const Op& op, Mask mask) {
             arrive(place, 1);
         }
     };
-    cluster.submit({.queue = queue_of(QueueKind::CpAsync, *warp.cta, warp.index), .origin = warp.origin(op), .what = "arrival of cp.async", .perform = std::move(perform), .reads_cta = warp.cta->rank});
+    cluster.submit({.queue = queue_of(QueueKind::CpAsync, *warp.cta, warp.index),
+                    .origin = warp.origin(op),
+                    .what = "arrival of cp.async",
+                    .perform = std::move(perform),
+                    .reads_cta = warp.cta->rank});
     return Step::Next;
 }
 
@@ -232,14 +253,20 @@ Step async_store(Warp& warp, const Op& op, Mask mask) {
         const SharedRef to = shared_operand(warp, op, 0, 0, lane, bytes, bytes);
         const Arrival arrival = announce(warp, op, shared_operand(warp, op, 1, 1, lane, 8, 8));
         std::array<uint8_t, 32> data;
-        for (uint32_t i = 0; i < values; ++i) std::memcpy(data.data() + i * each, warp.registers + op.reg[2 + i] + static_cast<uint32_t>(lane) * each, each);
+        for (uint32_t i = 0; i < values; ++i)
+            std::memcpy(data.data() + i * each, warp.registers + op.reg[2 + i] + static_cast<uint32_t>(lane) * each,
+                        each);
         auto perform = [=] {
             check_write_generic(arrival.ticket, to, bytes);
             if (combine) reduce(combine, element_bytes(type), to.data(), data.data(), bytes);
             else std::memcpy(to.data(), data.data(), bytes);
             land(arrival, bytes);
         };
-        cluster.submit({.queue = 0, .origin = warp.origin(op), .what = combine ? "red.async" : "st.async", .perform = std::move(perform), .reads_cta = to.cta->rank});
+        cluster.submit({.queue = 0,
+                        .origin = warp.origin(op),
+                        .what = combine ? "red.async" : "st.async",
+                        .perform = std::move(perform),
+                        .reads_cta = to.cta->rank});
     }
     return Step::Next;
 }

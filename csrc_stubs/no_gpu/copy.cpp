@@ -71,12 +71,22 @@ void submit_bulk_store(Warp& warp, const Op& op, int lane, const char* what, Sha
         auto data = std::make_shared<std::vector<uint8_t>>(source.data(), source.data() + bytes);
         --group->reading;
         cluster.launch->counters.async_bytes += bytes;
-        cluster.submit({.queue = 0, .origin = origin, .what = what, .perform = [=] {
-                            write(data->data());
-                            --group->pending;
-                        }, .may_outlive = true});
+        cluster.submit({.queue = 0,
+                        .origin = origin,
+                        .what = what,
+                        .perform =
+                            [=] {
+                                write(data->data());
+                                --group->pending;
+                            },
+                        .may_outlive = true});
     };
-    cluster.submit({.queue = 0, .origin = origin, .what = what, .perform = std::move(read), .reads_cta = source.cta->rank, .only_reads = true});
+    cluster.submit({.queue = 0,
+                    .origin = origin,
+                    .what = what,
+                    .perform = std::move(read),
+                    .reads_cta = source.cta->rank,
+                    .only_reads = true});
 }
 
 }  // namespace flash4

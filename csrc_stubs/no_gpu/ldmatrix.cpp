@@ -18,7 +18,8 @@ void need_whole_warp(Mask mask, const char* what) {
 void to_fragment(const Matrix& matrix, bool transposed, uint32_t* lanes) {
     for (int lane = 0; lane < kLanes; ++lane) {
         const int r = lane / 4, c = lane % 4 * 2;
-        const uint32_t low = transposed ? matrix[c][r] : matrix[r][c], high = transposed ? matrix[c + 1][r] : matrix[r][c + 1];
+        const uint32_t low = transposed ? matrix[c][r] : matrix[r][c],
+                       high = transposed ? matrix[c + 1][r] : matrix[r][c + 1];
         lanes[lane] = low | high << 16;
     }
 }

@@ -12,8 +12,8 @@ namespace {
 
 // --- elements
 
-// Moves exponent and mantissa into an fp32 and scales by the difference of the biases, which is right for subnormals too.
-// e4m3 has no infinity; its NaN is all ones (PTX ISA, Alternate Floating-Point Data Formats).
+// Moves exponent and mantissa into an fp32 and scales by the difference of the biases, which is right for subnormals
+// too. e4m3 has no infinity; its NaN is all ones (PTX ISA, Alternate Floating-Point Data Formats).
 inline float widen_e4m3(uint32_t bits) {
     const uint32_t magnitude = bits & 0x7Fu, sign = (bits & 0x80u) << 24;
     const uint32_t special = magnitude == 0x7Fu ? 0x7FC00000u : 0u;
@@ -32,11 +32,13 @@ inline float value_of(uint32_t bits) {
     if constexpr (E == Element::U8) return static_cast<float>(bits);
 }
 
-template <Element E>
-constexpr uint32_t width = E == Element::TF32 ? 4 : E == Element::F16 || E == Element::BF16 ? 2 : 1;
+constexpr uint32_t size_of(Element element) {
+    if (element == Element::TF32) return 4;
+    return element == Element::F16 || element == Element::BF16 ? 2 : 1;
+}
 
 template <Element E>
-constexpr uint32_t kBits = 8 * width<E>;
+constexpr uint32_t kBits = 8 * size_of(E);
 
 template <Element E>
 constexpr uint32_t kOnes = E == Element::TF32 ? ~0u : (1u << (kBits<E> % 32)) - 1;
@@ -59,7 +61,7 @@ inline void with_element(Element element, Body&& body) {
 template <Element E>
 void spread_along_k(const uint32_t* words, size_t word_step, size_t row_step, uint32_t rows, float* to) {
     for (uint32_t w = 0; w < kTileWords; ++w)
-        for (uint32_t part = 0; part < 4 / width<E>; ++part, to += kTileRows)
+        for (uint32_t part = 0; part < 4 / size_of(E); ++part, to += kTileRows)
             for (uint32_t r = 0; r < rows; ++r)
                 to[r] = value_of<E>(words[w * word_step + r * row_step] >> (kBits<E> * part % 32) & kOnes<E>);
 }
@@ -67,9 +69,9 @@ void spread_along_k(const uint32_t* words, size_t word_step, size_t row_step, ui
 // The rows run along the words: `rows` elements for each k.
 template <Element E>
 void spread_along_rows(const uint8_t* bytes, uint32_t rows, float* to) {
-    using Bits = std::conditional_t<width<E> == 4, uint32_t, std::conditional_t<width<E> == 2, uint16_t, uint8_t>>;
+    using Bits = std::conditional_t<size_of(E) == 4, uint32_t, std::conditional_t<size_of(E) == 2, uint16_t, uint8_t>>;
     const Bits* from = reinterpret_cast<const Bits*>(bytes);
-    for (uint32_t k = 0; k < kTileBytes / width<E>; ++k, from += rows, to += kTileRows)
+    for (uint32_t k = 0; k < kTileBytes / size_of(E); ++k, from += rows, to += kTileRows)
         for (uint32_t r = 0; r < rows; ++r) to[r] = value_of<E>(from[r]);
 }
 
@@ -87,8 +89,8 @@ uint32_t row_bytes(Swizzle swizzle) {
     }
 }
 
-// Exclusive-ors address bits from 7 up into those from 4 (or 5) up. A pattern that does not begin at a multiple of its size
-// says with its base offset at which row it begins.
+// Exclusive-ors address bits from 7 up into those from 4 (or 5) up. A pattern that does not begin at a multiple of its
+// size says with its base offset at which row it begins.
 uint32_t swizzled(uint32_t offset, const SharedMatrix& matrix) {
     const uint32_t row = (offset >> 7) - matrix.base_offset;
     switch (matrix.swizzle) {
@@ -101,18 +103,21 @@ uint32_t swizzled(uint32_t offset, const SharedMatrix& matrix) {
     return offset;
 }
 
-// K-major: 8 rows make a group, `stride` apart; a row's two chunks are neighbours, or `leading` apart without a swizzle.
+// K-major: 8 rows make a group, `stride` apart; a row's two chunks are neighbours, or `leading` apart without a
+// swizzle.
 uint32_t along_k(const SharedMatrix& m, uint32_t row, uint32_t chunk) {
     const uint32_t step = m.swizzle == Swizzle::None ? m.leading : kChunk;
     return swizzled(m.start + row / 8 * m.stride + row % 8 * row_bytes(m.swizzle) + chunk * step, m);
 }
 
-// MN-major: a chunk holds neighbouring rows of one k. Swizzled: as many chunks as a swizzled row holds, then `leading` apart;
-// groups of k are `stride` apart. Without a swizzle the two offsets change places.
+// MN-major: a chunk holds neighbouring rows of one k. Swizzled: as many chunks as a swizzled row holds, then `leading`
+// apart; groups of k are `stride` apart. Without a swizzle the two offsets change places.
 uint32_t along_rows(const SharedMatrix& m, uint32_t k, uint32_t chunk) {
     if (m.swizzle == Swizzle::None) return m.start + chunk * m.stride + k % 8 * kChunk + k / 8 * m.leading;
-    const uint32_t bytes = row_bytes(m.swizzle), chunks = bytes / kChunk, group = m.swizzle == Swizzle::B128Atom32 ? 4 : 8;
-    return swizzled(m.start + chunk / chunks * m.leading + chunk % chunks * kChunk + k % group * bytes + k / group * m.stride, m);
+    const uint32_t bytes = row_bytes(m.swizzle), chunks = bytes / kChunk,
+                   group = m.swizzle == Swizzle::B128Atom32 ? 4 : 8;
+    return swizzled(
+        m.start + chunk / chunks * m.leading + chunk % chunks * kChunk + k % group * bytes + k / group * m.stride, m);
 }
 
 // Copies chunks out of shared memory and tells the race checker, neighbouring chunks together.
@@ -122,8 +127,8 @@ public:
 
     void copy(uint32_t offset, uint8_t* to) {
         if (offset < kSharedBase || offset + kChunk > cta_.shared.size())
-            throw Fault("out-of-bounds", "a matrix descriptor reaches shared offset " + std::to_string(offset) + " of " +
-                                             std::to_string(cta_.shared.size()));
+            throw Fault("out-of-bounds", "a matrix descriptor reaches shared offset " + std::to_string(offset) +
+                                             " of " + std::to_string(cta_.shared.size()));
         std::memcpy(to, cta_.shared.data() + offset, kChunk);
         if (offset == end_) end_ += kChunk;
         else if (offset + kChunk == begin_) begin_ = offset;
@@ -136,6 +141,7 @@ public:
 
     // Reports what has not been reported yet.
     void finish() {
+        cta_.launch->counters.shared_read += end_ - begin_;
         if (begin_ != end_ && cta_.cluster->races) cta_.cluster->races->read(by_, cta_, begin_, end_ - begin_);
         begin_ = end_ = 0;
     }
@@ -146,14 +152,36 @@ private:
     uint32_t begin_ = 0, end_ = 0;
 };
 
-Swizzle swizzle_of(const Swizzle (&modes)[8], const bool (&known)[8], uint32_t code) {
-    if (!known[code]) throw Fault("descriptor", "matrix descriptor with swizzle mode " + std::to_string(code));
-    return modes[code];
+// The elements of all rows for one k after those of another.
+void fetch_mn_major(const race::Ticket& by, Cta& cta, const SharedMatrix& matrix, Element element, Rows rows,
+                    uint8_t* to) {
+    const uint32_t per_chunk = kChunk / size_of(element), first = rows.first / per_chunk;
+    if (rows.count % per_chunk)
+        throw Fault("unsupported", std::to_string(rows.count) + " MN-major rows of 8-bit elements; 16 share a chunk");
+    Reader reader(by, cta);
+    for (uint32_t k = 0; k < tile_k(element); ++k)
+        for (uint32_t c = 0; c < rows.count / per_chunk; ++c, to += kChunk)
+            reader.copy(along_rows(matrix, k, first + c), to);
+    reader.finish();
+}
+
+Swizzle tcgen05_swizzle(uint64_t code) {
+    switch (code) {
+        case 0: return Swizzle::None;
+        case 1: return Swizzle::B128Atom32;
+        case 2: return Swizzle::B128;
+        case 4: return Swizzle::B64;
+        case 6: return Swizzle::B32;
+    }
+    throw Fault("descriptor", "matrix descriptor with swizzle mode " + std::to_string(code));
 }
 
 SharedMatrix addresses(uint64_t descriptor, Swizzle swizzle) {
     const auto field = [&](int bit) { return static_cast<uint32_t>(descriptor >> bit & 0x3FFF) << 4; };
-    return {.start = field(0), .leading = field(16), .stride = field(32), .base_offset = static_cast<uint32_t>(descriptor >> 49 & 7),
+    return {.start = field(0),
+            .leading = field(16),
+            .stride = field(32),
+            .base_offset = static_cast<uint32_t>(descriptor >> 49 & 7),
             .swizzle = swizzle};
 }
 
@@ -166,7 +194,8 @@ inline const VecAt& vector_at(const float* row, int j) { return reinterpret_cast
 
 // Four rows of d by `Vs` vectors, held in registers over k.
 template <int Vs>
-__attribute__((optimize("fp-contract=fast"))) void block(const float* scalars, const float* vectors, uint32_t k, float* d) {
+__attribute__((optimize("fp-contract=fast"))) void block(const float* scalars, const float* vectors, uint32_t k,
+                                                         float* d) {
     Vec sum[4][Vs];
     for (int i = 0; i < 4; ++i)
         for (int j = 0; j < Vs; ++j) sum[i][j] = vector_at(d + i * kTileRows, j);
@@ -181,11 +210,7 @@ __attribute__((optimize("fp-contract=fast"))) void block(const float* scalars, c
 
 }  // namespace
 
-uint32_t bytes_of(Element element) {
-    uint32_t bytes = 0;
-    with_element(element, [&](auto e) { bytes = width<e()>; });
-    return bytes;
-}
+uint32_t bytes_of(Element element) { return size_of(element); }
 
 SharedMatrix wgmma_matrix(uint64_t descriptor) {
     static constexpr Swizzle modes[] = {Swizzle::None, Swizzle::B128, Swizzle::B64, Swizzle::B32};
@@ -193,29 +218,31 @@ SharedMatrix wgmma_matrix(uint64_t descriptor) {
 }
 
 SharedMatrix tcgen05_matrix(uint64_t descriptor) {
-    static constexpr Swizzle modes[8] = {Swizzle::None, Swizzle::B128Atom32, Swizzle::B128, {}, Swizzle::B64, {}, Swizzle::B32, {}};
-    static constexpr bool known[8] = {true, true, true, false, true, false, true, false};
-    if ((descriptor >> 46 & 7) != 1) throw Fault("descriptor", "bits 46 to 48 of a tcgen05 matrix descriptor must be 1");
-    if (descriptor >> 52 & 1) throw Fault("unsupported", "matrix descriptor with an absolute leading-dimension address");
-    return addresses(descriptor, swizzle_of(modes, known, static_cast<uint32_t>(descriptor >> 61)));
+    if ((descriptor >> 46 & 7) != 1)
+        throw Fault("descriptor", "bits 46 to 48 of a tcgen05 matrix descriptor must be 1");
+    if (descriptor >> 52 & 1)
+        throw Fault("unsupported", "matrix descriptor with an absolute leading-dimension address");
+    return addresses(descriptor, tcgen05_swizzle(descriptor >> 61));
 }
 
-void gather(const race::Ticket& by, Cta& cta, const SharedMatrix& matrix, Element element, bool mn_major, Rows rows, Tile& tile) {
+void gather(const race::Ticket& by, Cta& cta, const SharedMatrix& matrix, Element element, bool mn_major, Rows rows,
+            Tile& tile) {
     alignas(64) uint8_t raw[kTileRows * kTileBytes];
-    Reader reader(by, cta);
-    if (mn_major) {
-        const uint32_t per_chunk = kChunk / bytes_of(element), chunks = rows.count / per_chunk, first = rows.first / per_chunk;
-        for (uint32_t k = 0; k < tile_k(element); ++k)
-            for (uint32_t c = 0; c < chunks; ++c) reader.copy(along_rows(matrix, k, first + c), raw + (k * chunks + c) * kChunk);
-    } else {
-        for (uint32_t r = 0; r < rows.count; ++r)
-            for (uint32_t c = 0; c < 2; ++c) reader.copy(along_k(matrix, rows.first + r, c), raw + r * kTileBytes + c * kChunk);
-    }
-    reader.finish();
-    cta.launch->counters.shared_read += rows.count * kTileBytes;
     float* to = tile.value + rows.to;
-    if (mn_major) with_element(element, [&](auto e) { spread_along_rows<e()>(raw, rows.count, to); });
-    else spread(element, reinterpret_cast<const uint32_t*>(raw), 1, kTileWords, rows.count, to);
+    if (mn_major) {
+        fetch_mn_major(by, cta, matrix, element, rows, raw);
+        with_element(element, [&](auto e) { spread_along_rows<e()>(raw, rows.count, to); });
+    } else {
+        fetch(by, cta, matrix, rows, 2, raw);
+        spread(element, reinterpret_cast<const uint32_t*>(raw), 1, kTileWords, rows.count, to);
+    }
+}
+
+void fetch(const race::Ticket& by, Cta& cta, const SharedMatrix& matrix, Rows rows, uint32_t chunks, uint8_t* to) {
+    Reader reader(by, cta);
+    for (uint32_t r = 0; r < rows.count; ++r)
+        for (uint32_t c = 0; c < chunks; ++c, to += kChunk) reader.copy(along_k(matrix, rows.first + r, c), to);
+    reader.finish();
 }
 
 void spread(Element element, const uint32_t* words, size_t word_step, size_t row_step, uint32_t rows, float* to) {
@@ -224,14 +251,6 @@ void spread(Element element, const uint32_t* words, size_t word_step, size_t row
         if (row_step == 1) spread_along_k<e()>(words, word_step, 1, rows, to);
         else spread_along_k<e()>(words, 1, kTileWords, rows, to);
     });
-}
-
-void fetch(const race::Ticket& by, Cta& cta, const SharedMatrix& matrix, uint32_t rows, uint32_t chunks, uint8_t* to) {
-    Reader reader(by, cta);
-    for (uint32_t r = 0; r < rows; ++r)
-        for (uint32_t c = 0; c < chunks; ++c, to += kChunk) reader.copy(along_k(matrix, r, c), to);
-    reader.finish();
-    cta.launch->counters.shared_read += rows * chunks * kChunk;
 }
 
 void negate(Tile& tile, Element element) {
@@ -247,7 +266,8 @@ void multiply_add(const float* scalars, const float* vectors, uint32_t k, uint32
 int32_t add_integer(int32_t accumulator, float product, bool saturate) {
     const int64_t sum = static_cast<int64_t>(accumulator) + static_cast<int64_t>(product);
     if (!saturate) return static_cast<int32_t>(static_cast<uint32_t>(sum));
-    return static_cast<int32_t>(std::clamp<int64_t>(sum, std::numeric_limits<int32_t>::min(), std::numeric_limits<int32_t>::max()));
+    return static_cast<int32_t>(
+        std::clamp<int64_t>(sum, std::numeric_limits<int32_t>::min(), std::numeric_limits<int32_t>::max()));
 }
 
 }  // namespace flash4

@@ -1,4 +1,4 @@
-// Address spaces, and the loads and stores that a warp waits for (PTX ISA, Data Movement: ld, st, cvta, mapa, isspacep).
+// Address spaces, and the loads and stores that a warp waits for (PTX ISA: ld, st, cvta, mapa, isspacep).
 #include "memory.h"
 
 #include <algorithm>
@@ -31,8 +31,10 @@ std::string hex(uint64_t value) {
     const Region* nearest = nullptr;
     uint64_t distance = ~0ull;
     for (const Region& region : launch.regions) {
-        const uint64_t away = address < region.begin ? region.begin - address : address >= region.end ? address - region.end : 0;
-        if (away < distance) distance = away, nearest = &region;
+        const uint64_t away = address < region.begin ? region.begin - address : address - region.begin;
+        if (away >= distance) continue;
+        distance = away;
+        nearest = &region;
     }
     if (nearest) what += "; the nearest is [" + hex(nearest->begin) + ", " + hex(nearest->end) + ")";
     throw Fault("out-of-bounds", what);
@@ -55,20 +57,20 @@ bool shared_allowed(const Cta& cta, uint32_t offset, uint32_t bytes) {
     return inside(kSharedBase, cta.shared.size(), offset, bytes);
 }
 
-uint64_t clock_key(const void* flag) { return reinterpret_cast<uint64_t>(flag); }
-
 }  // namespace
 
 SharedRef shared_at(Cluster& cluster, uint32_t address, uint32_t bytes, uint32_t alignment) {
     const uint32_t rank = address >> kRankShift, offset = address & ((1u << kRankShift) - 1);
-    if (rank >= cluster.ctas.size() || !shared_allowed(*cluster.ctas[rank], offset, bytes)) outside_shared(cluster, address, bytes);
+    if (rank >= cluster.ctas.size() || !shared_allowed(*cluster.ctas[rank], offset, bytes))
+        outside_shared(cluster, address, bytes);
     if (offset & (alignment - 1)) misaligned("shared", offset, bytes, alignment);
     return {cluster.ctas[rank].get(), offset};
 }
 
 SharedRef shared_at(Warp& warp, uint32_t address, uint32_t bytes, uint32_t alignment) {
     const SharedRef place = shared_at(*warp.cta->cluster, address, bytes, alignment);
-    if (place.cta->finished) throw Fault("exited", "shared memory of CTA " + std::to_string(place.cta->rank) + ", which has exited");
+    if (place.cta->finished)
+        throw Fault("exited", "shared memory of CTA " + std::to_string(place.cta->rank) + ", which has exited");
     return place;
 }
 
@@ -89,13 +91,13 @@ Place place_at(Warp& warp, Space space, uint64_t address, uint32_t bytes, uint32
 void acquire_flag(Warp& warp, const void* flag) {
     Cluster& cluster = *warp.cta->cluster;
     if (!cluster.races) return;
-    auto found = cluster.flag_clocks.find(clock_key(flag));
+    auto found = cluster.flag_clocks.find(reinterpret_cast<uint64_t>(flag));
     if (found != cluster.flag_clocks.end()) cluster.races->acquire(warp, found->second);
 }
 
 void release_flag(Warp& warp, const void* flag) {
     Cluster& cluster = *warp.cta->cluster;
-    if (cluster.races) cluster.races->release(warp, cluster.flag_clocks[clock_key(flag)]);
+    if (cluster.races) cluster.races->release(warp, cluster.flag_clocks[reinterpret_cast<uint64_t>(flag)]);
 }
 
 namespace {
@@ -103,11 +105,11 @@ namespace {
 // --- where the lanes of one load or store go
 
 struct Lanes {
-    uint8_t* data[kLanes];      // lanes that do not execute point where the first one does
-    Cta* cta[kLanes];           // only where `scattered`
-    uint32_t offset[kLanes];    // in shared memory
-    Cta* common = nullptr;      // all lanes are in the shared memory of this CTA
-    bool scattered = false;     // several CTAs, or shared and global memory
+    uint8_t* data[kLanes];    // lanes that do not execute point where the first one does
+    Cta* cta[kLanes];         // only where `scattered`
+    uint32_t offset[kLanes];  // in shared memory
+    Cta* common = nullptr;    // all lanes are in the shared memory of this CTA
+    bool scattered = false;   // several CTAs, or shared and global memory
 };
 
 // One lane at a time: finds the lane that is wrong, and serves accesses that go to several places.
@@ -117,7 +119,8 @@ void resolve_each(Lanes& lanes, Warp& warp, const Op& op, Mask mask, uint32_t by
     const int first = first_lane(mask);
     for (int lane = 0; lane < kLanes; ++lane) {
         const int source = mask >> lane & 1 ? lane : first;
-        const Place place = place_at(warp, space, lane_address(warp, space, op.reg[0], source, op.attr[0]), bytes, bytes);
+        const Place place =
+            place_at(warp, space, lane_address(warp, space, op.reg[0], source, op.attr[0]), bytes, bytes);
         lanes.data[lane] = place.data;
         lanes.cta[lane] = place.cta;
         lanes.offset[lane] = place.offset;
@@ -138,10 +141,12 @@ void resolve_shared(Lanes& lanes, Warp& warp, const Op& op, Mask mask, uint32_t 
     }
     Cluster& cluster = *warp.cta->cluster;
     const uint32_t rank = low >> kRankShift;
-    if (high >> kRankShift != rank || rank >= cluster.ctas.size() || bits & (bytes - 1)) return resolve_each<Space::Shared>(lanes, warp, op, mask, bytes);
+    if (high >> kRankShift != rank || rank >= cluster.ctas.size() || bits & (bytes - 1))
+        return resolve_each<Space::Shared>(lanes, warp, op, mask, bytes);
     Cta& cta = *cluster.ctas[rank];
     const uint32_t span = high - low + bytes;
-    if (cta.finished || !shared_allowed(cta, low & ((1u << kRankShift) - 1), span)) return resolve_each<Space::Shared>(lanes, warp, op, mask, bytes);
+    if (cta.finished || !shared_allowed(cta, low & ((1u << kRankShift) - 1), span))
+        return resolve_each<Space::Shared>(lanes, warp, op, mask, bytes);
     lanes.common = &cta;
     uint8_t* base = cta.shared.data();
     for (int lane = 0; lane < kLanes; ++lane) lanes.data[lane] = base + lanes.offset[lane];
@@ -160,7 +165,8 @@ void resolve_global(Lanes& lanes, Warp& warp, const Op& op, Mask mask, uint32_t 
         lanes.data[lane] = reinterpret_cast<uint8_t*>(address);
     }
     const bool in_one_region = !(bits & (bytes - 1)) && global_allowed(*warp.cta->launch, low, high - low + bytes);
-    if (!in_one_region || (space == Space::Generic && (is_shared(low) || is_shared(high)))) resolve_each<space>(lanes, warp, op, mask, bytes);
+    if (!in_one_region || (space == Space::Generic && (is_shared(low) || is_shared(high))))
+        resolve_each<space>(lanes, warp, op, mask, bytes);
 }
 
 template <Space space>
@@ -203,22 +209,20 @@ void for_runs(const uint32_t* offset, Mask mask, uint32_t bytes, Body&& body) {
 }
 
 using Check = void (race::Checker::*)(Warp&, const Op&, Cta&, uint32_t, uint32_t);
-constexpr Check kRead = &race::Checker::read, kWrite = &race::Checker::write;
+constexpr Check kRead = &race::Checker::read, kWrite = &race::Checker::write, kAtomic = &race::Checker::atomic;
 
 // Tells the race checker about the accesses of a load or store to shared memory.
 void check_races(Warp& warp, const Op& op, Mask mask, const Lanes& lanes, uint32_t bytes, Check check) {
     race::Checker* races = warp.cta->cluster->races.get();
     if (!races) return;
     if (lanes.common) {
-        for_runs(lanes.offset, mask, bytes, [&](uint32_t offset, uint32_t run) { (races->*check)(warp, op, *lanes.common, offset, run); });
+        for_runs(lanes.offset, mask, bytes,
+                 [&](uint32_t offset, uint32_t run) { (races->*check)(warp, op, *lanes.common, offset, run); });
     } else if (lanes.scattered) {
         for (Mask rest = mask; rest; rest &= rest - 1)
-            if (const int lane = first_lane(rest); lanes.cta[lane]) (races->*check)(warp, op, *lanes.cta[lane], lanes.offset[lane], bytes);
+            if (const int lane = first_lane(rest); lanes.cta[lane])
+                (races->*check)(warp, op, *lanes.cta[lane], lanes.offset[lane], bytes);
     }
-}
-
-void check_races(Warp& warp, const Op& op, Mask mask, const Lanes& lanes, uint32_t bytes, bool strong, bool writes) {
-    check_races(warp, op, mask, lanes, bytes, strong ? &race::Checker::atomic : writes ? kWrite : kRead);
 }
 
 // --- loads and stores
@@ -230,7 +234,7 @@ Step load(Warp& warp, const Op& op, Mask mask) {
     const bool strong = op.attr[1];
     Lanes lanes;
     resolve<space>(lanes, warp, op, mask, bytes);
-    check_races(warp, op, mask, lanes, bytes, strong, false);
+    check_races(warp, op, mask, lanes, bytes, strong ? kAtomic : kRead);
     for (uint32_t i = 0; i < elements; ++i) {
         if (op.reg[1 + i] == kNoRegister) continue;
         Lane* to = reinterpret_cast<Lane*>(warp.registers + op.reg[1 + i]);
@@ -242,7 +246,8 @@ Step load(Warp& warp, const Op& op, Mask mask) {
         });
     }
     Counters& counters = warp.cta->launch->counters;
-    (lanes.common ? counters.shared_read : counters.global_read) += static_cast<uint64_t>(__builtin_popcount(mask)) * bytes;
+    (lanes.common ? counters.shared_read : counters.global_read) +=
+        static_cast<uint64_t>(__builtin_popcount(mask)) * bytes;
     if (!strong) return Step::Next;
     for (Mask rest = mask; rest; rest &= rest - 1) acquire_flag(warp, lanes.data[first_lane(rest)]);
     return Step::Yield;  // it may be a poll: others must run for it to succeed
@@ -254,7 +259,7 @@ Step store(Warp& warp, const Op& op, Mask mask) {
     const bool strong = op.attr[1];
     Lanes lanes;
     resolve<space>(lanes, warp, op, mask, bytes);
-    check_races(warp, op, mask, lanes, bytes, strong, true);
+    check_races(warp, op, mask, lanes, bytes, strong ? kAtomic : kWrite);
     const Lane* from[8];
     for (uint32_t i = 0; i < elements; ++i) from[i] = reinterpret_cast<const Lane*>(warp.registers + op.reg[1 + i]);
     for (Mask rest = mask; rest; rest &= rest - 1) {
@@ -265,7 +270,8 @@ Step store(Warp& warp, const Op& op, Mask mask) {
         }
     }
     Counters& counters = warp.cta->launch->counters;
-    (lanes.common ? counters.shared_written : counters.global_written) += static_cast<uint64_t>(__builtin_popcount(mask)) * bytes;
+    (lanes.common ? counters.shared_written : counters.global_written) +=
+        static_cast<uint64_t>(__builtin_popcount(mask)) * bytes;
     if (space != Space::Shared) warp.cta->launch->polls = 0;
     if (strong)
         for (Mask rest = mask; rest; rest &= rest - 1) release_flag(warp, lanes.data[first_lane(rest)]);
@@ -274,26 +280,26 @@ Step store(Warp& warp, const Op& op, Mask mask) {
 
 // The last word of a load's name is the register's width, where it is not that of the element (8 and 16 bits live in 32).
 // A signed element in a 16-bit register is extended to 16 bits only.
-#define FLASH4_LOADS(name, space)                                                         \
-    FLASH4_OP("ld." name ".u8", Memory, load<space, uint8_t, uint32_t, uint32_t>);        \
-    FLASH4_OP("ld." name ".u16", Memory, load<space, uint16_t, uint32_t, uint32_t>);      \
-    FLASH4_OP("ld." name ".u32", Memory, load<space, uint32_t, uint32_t, uint32_t>);      \
-    FLASH4_OP("ld." name ".u64", Memory, load<space, uint64_t, uint64_t, uint64_t>);      \
-    FLASH4_OP("ld." name ".u8.64", Memory, load<space, uint8_t, uint64_t, uint64_t>);     \
-    FLASH4_OP("ld." name ".u16.64", Memory, load<space, uint16_t, uint64_t, uint64_t>);   \
-    FLASH4_OP("ld." name ".u32.64", Memory, load<space, uint32_t, uint64_t, uint64_t>);   \
-    FLASH4_OP("ld." name ".s8.16", Memory, load<space, int8_t, uint32_t, uint16_t>);      \
-    FLASH4_OP("ld." name ".s8.32", Memory, load<space, int8_t, uint32_t, int32_t>);       \
-    FLASH4_OP("ld." name ".s8.64", Memory, load<space, int8_t, uint64_t, int64_t>);       \
-    FLASH4_OP("ld." name ".s16.32", Memory, load<space, int16_t, uint32_t, int32_t>);     \
-    FLASH4_OP("ld." name ".s16.64", Memory, load<space, int16_t, uint64_t, int64_t>);     \
+#define FLASH4_LOADS(name, space)                                                       \
+    FLASH4_OP("ld." name ".u8", Memory, load<space, uint8_t, uint32_t, uint32_t>);      \
+    FLASH4_OP("ld." name ".u16", Memory, load<space, uint16_t, uint32_t, uint32_t>);    \
+    FLASH4_OP("ld." name ".u32", Memory, load<space, uint32_t, uint32_t, uint32_t>);    \
+    FLASH4_OP("ld." name ".u64", Memory, load<space, uint64_t, uint64_t, uint64_t>);    \
+    FLASH4_OP("ld." name ".u8.64", Memory, load<space, uint8_t, uint64_t, uint64_t>);   \
+    FLASH4_OP("ld." name ".u16.64", Memory, load<space, uint16_t, uint64_t, uint64_t>); \
+    FLASH4_OP("ld." name ".u32.64", Memory, load<space, uint32_t, uint64_t, uint64_t>); \
+    FLASH4_OP("ld." name ".s8.16", Memory, load<space, int8_t, uint32_t, uint16_t>);    \
+    FLASH4_OP("ld." name ".s8.32", Memory, load<space, int8_t, uint32_t, int32_t>);     \
+    FLASH4_OP("ld." name ".s8.64", Memory, load<space, int8_t, uint64_t, int64_t>);     \
+    FLASH4_OP("ld." name ".s16.32", Memory, load<space, int16_t, uint32_t, int32_t>);   \
+    FLASH4_OP("ld." name ".s16.64", Memory, load<space, int16_t, uint64_t, int64_t>);   \
     FLASH4_OP("ld." name ".s32.64", Memory, load<space, int32_t, uint64_t, int64_t>)
 
-#define FLASH4_STORES(name, space)                                        \
-    FLASH4_OP("st." name ".u8", Memory, store<space, uint8_t, uint32_t>);   \
-    FLASH4_OP("st." name ".u16", Memory, store<space, uint16_t, uint32_t>); \
-    FLASH4_OP("st." name ".u32", Memory, store<space, uint32_t, uint32_t>); \
-    FLASH4_OP("st." name ".u64", Memory, store<space, uint64_t, uint64_t>); \
+#define FLASH4_STORES(name, space)                                             \
+    FLASH4_OP("st." name ".u8", Memory, store<space, uint8_t, uint32_t>);      \
+    FLASH4_OP("st." name ".u16", Memory, store<space, uint16_t, uint32_t>);    \
+    FLASH4_OP("st." name ".u32", Memory, store<space, uint32_t, uint32_t>);    \
+    FLASH4_OP("st." name ".u64", Memory, store<space, uint64_t, uint64_t>);    \
     FLASH4_OP("st." name ".u8.64", Memory, store<space, uint8_t, uint64_t>);   \
     FLASH4_OP("st." name ".u16.64", Memory, store<space, uint16_t, uint64_t>); \
     FLASH4_OP("st." name ".u32.64", Memory, store<space, uint32_t, uint64_t>)
@@ -311,7 +317,8 @@ Step load_parameter(Warp& warp, const Op& op, Mask mask) {
     const Parameters& params = warp.cta->launch->params;
     const uint64_t at = static_cast<uint64_t>(op.attr[0]);
     if (!inside(0, params.size(), at, op.regs * sizeof(Element)))
-        throw Fault("out-of-bounds", "byte " + std::to_string(at) + " of " + std::to_string(params.size()) + " bytes of parameters");
+        throw Fault("out-of-bounds",
+                    "byte " + std::to_string(at) + " of " + std::to_string(params.size()) + " bytes of parameters");
     for (uint32_t i = 0; i < op.regs; ++i) {
         if (op.reg[i] == kNoRegister) continue;
         Element value;
@@ -344,9 +351,11 @@ Step store_zeros(Warp& warp, const Op& op, Mask mask) {
         const uint64_t bytes = warp.u64(op.reg[1])[lane];
         const uint64_t address = lane_address(warp, space, op.reg[0], lane, op.attr[0]);
         if (bytes % 8) throw Fault("misaligned", "st.bulk of " + std::to_string(bytes) + " bytes, not a multiple of 8");
-        if (space == Space::Generic && !is_shared(address)) throw Fault("out-of-bounds", "st.bulk to memory that is not shared");
+        if (space == Space::Generic && !is_shared(address))
+            throw Fault("out-of-bounds", "st.bulk to memory that is not shared");
         const SharedRef place = shared_at(warp, static_cast<uint32_t>(address), static_cast<uint32_t>(bytes), 8);
-        if (race::Checker* races = warp.cta->cluster->races.get()) races->write(warp, op, *place.cta, place.offset, static_cast<uint32_t>(bytes));
+        if (race::Checker* races = warp.cta->cluster->races.get())
+            races->write(warp, op, *place.cta, place.offset, static_cast<uint32_t>(bytes));
         std::memset(place.data(), 0, bytes);
         warp.cta->launch->counters.shared_written += bytes;
     }

@@ -42,8 +42,8 @@ inline uint64_t lane_address(Warp& warp, Space space, uint32_t reg, int lane, in
     return warp.u64(reg)[lane] + static_cast<uint64_t>(offset);
 }
 
-// Happens-before through strong accesses (volatile, relaxed, acquire, release, atomic) of flags in memory. All of them are
-// taken to acquire and release: with a fence beside it a relaxed one does, and a finding must never be false.
+// Happens-before through strong accesses (volatile, relaxed, acquire, release, atomic) of flags in memory. All of them
+// are taken to acquire and release: with a fence beside it a relaxed one does, and a finding must never be false.
 void acquire_flag(Warp& warp, const void* flag);
 void release_flag(Warp& warp, const void* flag);
 

@@ -60,12 +60,42 @@ struct Max {
         else return a < b ? b : a;
     }
 };
-struct And { template <class T> static T apply(T a, T b) { return a & b; } };
-struct Or { template <class T> static T apply(T a, T b) { return a | b; } };
-struct Xor { template <class T> static T apply(T a, T b) { return a ^ b; } };
-struct Inc { template <class T> static T apply(T a, T b) { return a >= b ? 0 : a + 1; } };
-struct Dec { template <class T> static T apply(T a, T b) { return a == 0 || a > b ? b : a - 1; } };
-struct Exchange { template <class T> static T apply(T, T b) { return b; } };
+struct And {
+    template <class T>
+    static T apply(T a, T b) {
+        return a & b;
+    }
+};
+struct Or {
+    template <class T>
+    static T apply(T a, T b) {
+        return a | b;
+    }
+};
+struct Xor {
+    template <class T>
+    static T apply(T a, T b) {
+        return a ^ b;
+    }
+};
+struct Inc {
+    template <class T>
+    static T apply(T a, T b) {
+        return a >= b ? 0 : a + 1;
+    }
+};
+struct Dec {
+    template <class T>
+    static T apply(T a, T b) {
+        return a == 0 || a > b ? b : a - 1;
+    }
+};
+struct Exchange {
+    template <class T>
+    static T apply(T, T b) {
+        return b;
+    }
+};
 
 template <class Combine, class T>
 void combine(uint8_t* memory, const uint8_t* value) {
@@ -134,13 +164,15 @@ Reducer find(Reduction reduction, ElementType type) {
 
 uint32_t element_bytes(ElementType type) {
     constexpr uint8_t bytes[] = {1, 2, 4, 4, 8, 8, 2, 4, 4, 8, 2, 4, 4};
-    if (type >= ElementType::kCount) throw Fault("unsupported", "element type " + std::to_string(static_cast<int>(type)) + " in memory");
+    if (type >= ElementType::kCount)
+        throw Fault("unsupported", "element type " + std::to_string(static_cast<int>(type)) + " in memory");
     return bytes[static_cast<int>(type)];
 }
 
 Reducer reducer(Reduction reduction, ElementType type) {
     if (Reducer found = find(reduction, type)) return found;
-    throw Fault("unsupported", "reduction " + std::to_string(static_cast<int>(reduction)) + " of element type " + std::to_string(static_cast<int>(type)));
+    throw Fault("unsupported", "reduction " + std::to_string(static_cast<int>(reduction)) + " of element type " +
+                                   std::to_string(static_cast<int>(type)));
 }
 
 Reducer global_reducer(Reduction reduction, ElementType type) {

@@ -6,7 +6,22 @@
 namespace flash4 {
 
 // Numbered as tensormap.replace numbers its .elemtype (PTX ISA, tensormap.replace).
-enum class ElementType : uint8_t { U8, U16, U32, S32, U64, S64, F16, F32, F32Flushed, F64, Bf16, Tf32, Tf32Flushed, kCount };
+enum class ElementType : uint8_t {
+    U8,
+    U16,
+    U32,
+    S32,
+    U64,
+    S64,
+    F16,
+    F32,
+    F32Flushed,
+    F64,
+    Bf16,
+    Tf32,
+    Tf32Flushed,
+    kCount
+};
 uint32_t element_bytes(ElementType type);  // throws Fault for a type that is packed below a byte
 
 enum class Reduction : uint8_t { Add, Min, Max, And, Or, Xor, Inc, Dec, Exchange, kCount };

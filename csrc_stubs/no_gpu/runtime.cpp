@@ -1,19 +1,20 @@
-// A stand-in for the library through which CuTe-DSL's compiled host code reaches CUDA. It knows one device and executes nothing: cubins
-// that are loaded and kernels that are launched go to the callbacks of flash4_torch/emulator/host.py, which mirrors `Launch`.
+// A stand-in for the library through which CuTe-DSL's compiled host code reaches CUDA. It knows one device and executes
+// nothing: cubins that are loaded and kernels that are launched go to the callbacks of flash4_torch/emulator/host.py,
+// which mirrors `Launch`.
 //
-// Compiled host code finds these functions instead of the library's because it is renamed to call them, see _bind in
-// flash4_torch/emulator/dsl.py: `_cudaGetDevice` becomes `flash4_cudaGetDevice`. They return CUDA's error codes; the reason, in words,
-// waits in `last_error`.
+// Host code finds these functions instead of that library's because flash4_torch/emulator/dsl.py renames what it calls:
+// `_cudaGetDevice` becomes `flash4_cudaGetDevice`. They return CUDA's error codes; the reason, in words, waits in
+// `last_error`.
 #include <elf.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <iterator>
 #include <map>
-#include <mutex>
 #include <string>
 #include <string_view>
 
@@ -76,12 +77,13 @@ uint64_t elf_bytes(const char* elf) {
     uint64_t end = std::max<uint64_t>(header->e_shoff + uint64_t{header->e_shnum} * header->e_shentsize,
                                       header->e_phoff + uint64_t{header->e_phnum} * header->e_phentsize);
     for (unsigned i = 0; i < header->e_shnum; ++i)
-        if (sections[i].sh_type != SHT_NOBITS) end = std::max<uint64_t>(end, sections[i].sh_offset + sections[i].sh_size);
+        if (sections[i].sh_type != SHT_NOBITS)
+            end = std::max<uint64_t>(end, sections[i].sh_offset + sections[i].sh_size);
     return end;
 }
 
-// An image is a cubin or wraps one: then it starts with 8 bytes of magic, version and header size, and 8 of the size of the rest.
-// Empty if there is none, as in a compressed image.
+// An image is a cubin or wraps one: then it starts with 8 bytes of magic, version and header size, and 8 of the size of
+// the rest. Empty if there is none, as in a compressed image.
 std::string_view cubin_in(const char* image) {
     static constexpr std::string_view elf_magic{ELFMAG, SELFMAG};
     if (std::string_view(image, SELFMAG) == elf_magic) return {image, elf_bytes(image)};
@@ -98,7 +100,8 @@ std::string_view cubin_in(const char* image) {
     return {image + start, elf_bytes(image + start)};
 }
 
-// The CUDA runtime's numbers of the attributes that host code and schedulers ask for; the values are those of an H100 and a B200.
+// The attributes that host code and schedulers ask for, by the CUDA runtime's numbers; the values are those of an H100
+// and a B200.
 bool device_attribute(int32_t attribute, int32_t& value) {
     static const std::map<int32_t, int32_t> common = {
         {1, 1024},         // threads per block
@@ -182,11 +185,14 @@ void flash4_set_load_callback(LoadCallback callback) { load_callback = callback;
 void flash4_set_launch_callback(LaunchCallback callback) { launch_callback = callback; }
 void flash4_set_error(const char* reason) { last_error = reason; }
 const char* flash4_last_error() { return last_error.c_str(); }
-void flash4_set_device(int32_t major, int32_t minor, int32_t multiprocessors) { device = {major, minor, multiprocessors}; }
+void flash4_set_device(int32_t major, int32_t minor, int32_t multiprocessors) {
+    device = {major, minor, multiprocessors};
+}
 
 // For compiled host code: libraries and kernels.
 
-int32_t flash4_cudaLibraryLoadData(Library** library, const char* image, void*, void*, uint32_t, void*, void*, uint32_t) {
+int32_t flash4_cudaLibraryLoadData(Library** library, const char* image, void*, void*, uint32_t, void*, void*,
+                                   uint32_t) {
     if (!load_callback) return fail(kInvalidValue, "no emulator is installed");
     const std::string_view cubin = cubin_in(image);
     if (cubin.empty()) return fail(kInvalidValue, "a kernel image that holds no plain cubin");
@@ -201,9 +207,10 @@ int32_t flash4_cudaLibraryGetKernel(const Kernel** kernel, Library* library, con
     return kSuccess;
 }
 
-// Asked only for the static shared memory (1), to find how much is left. The launch checks the sum of both.
+// Asked only for the static shared memory (1), to set a limit for the rest, which nothing here enforces.
 int32_t flash4_cuKernelGetAttribute(int32_t* value, int32_t attribute, const Kernel*, int32_t) {
-    if (attribute != 1) return fail(kNotSupported, "the emulator does not know kernel attribute " + std::to_string(attribute));
+    if (attribute != 1)
+        return fail(kNotSupported, "the emulator does not know kernel attribute " + std::to_string(attribute));
     *value = 0;
     return kSuccess;
 }
@@ -219,7 +226,8 @@ int32_t flash4_cudaGetDevice(int32_t* ordinal) {
 }
 
 int32_t flash4_cudaSetDevice(int32_t ordinal) {
-    return ordinal == 0 ? kSuccess : fail(kInvalidValue, "the emulator has one device, not number " + std::to_string(ordinal));
+    if (ordinal == 0) return kSuccess;
+    return fail(kInvalidValue, "the emulator has one device, not number " + std::to_string(ordinal));
 }
 
 int32_t flash4_cudaDeviceGetAttribute(int32_t* value, int32_t attribute, int32_t) {
@@ -228,17 +236,19 @@ int32_t flash4_cudaDeviceGetAttribute(int32_t* value, int32_t attribute, int32_t
 }
 
 int32_t flash4_cudaLaunchKernelEx(const LaunchConfig* config, const Kernel* kernel, void** args) {
-    Launch request{kernel->name.c_str(), kernel->library, config->grid, config->block, {}, config->dynamic_shared, 0, 0, args};
+    Launch request{kernel->name.c_str(), kernel->library, config->grid, config->block, {},
+                   config->dynamic_shared, 0, 0, args};
     for (uint32_t i = 0; i < config->attribute_count; ++i)
         if (const Error error = apply(config->attributes[i], request)) return error;
     return launch(request);
 }
 
-// Tensor maps that host code does not write by itself. Sizes in elements, strides in bytes for the dimensions from 1 on.
+// Tensor maps that host code does not write by itself. Sizes in elements, strides in bytes of dimension 1 and on.
 int32_t flash4_cuTensorMapEncodeTiled(uint8_t* map, uint32_t type, uint32_t rank, void* address, const uint64_t* sizes,
-                                const uint64_t* strides, const uint32_t* box, const uint32_t* steps, int32_t interleave,
-                                uint32_t swizzle, int32_t, int32_t fill) {
-    if (type >= std::size(element_types) || rank < 1 || rank > tma::kMaxRank) return fail(kInvalidValue, "a malformed tensor map");
+                                       const uint64_t* strides, const uint32_t* box, const uint32_t* steps,
+                                       int32_t interleave, uint32_t swizzle, int32_t, int32_t fill) {
+    if (type >= std::size(element_types) || rank < 1 || rank > tma::kMaxRank)
+        return fail(kInvalidValue, "a malformed tensor map");
     const bool dense = std::all_of(steps, steps + rank, [](uint32_t step) { return step == 1; });
     if (!dense || interleave || fill)
         return fail(kNotSupported, "the emulator has no tensor maps with interleave, NaN fill or element strides");
@@ -263,20 +273,21 @@ void flash4_cuda_dialect_assert_success(int32_t error) {
 }
 
 // For host code that is called through TVM-FFI: `state` is the function's own word, zero until its library is loaded.
+// Loading calls Python, so a lock around it could meet Python's own the other way round; two threads that come first
+// load a library each, which does no harm.
 
 using SetError = void (*)(const char* kind, const char* message);
 using SetErrorParts = void (*)(const char* kind, const char** parts, int32_t count);
 
-int32_t flash4_cuda_dialect_init_library_once(Library** state, int32_t (*load)(Library**), int32_t (*load_to_device)(Library**, int32_t),
-                                       SetError set_error) {
-    static std::mutex one_at_a_time;
-    const std::lock_guard lock(one_at_a_time);
-    if (*state) return kSuccess;
-    int32_t error = load(state);
-    if (!error) error = load_to_device(state, 0);
-    if (!error) return kSuccess;
-    *state = nullptr;
-    set_error("RuntimeError", last_error.c_str());
+int32_t flash4_cuda_dialect_init_library_once(Library** state, int32_t (*load)(Library**),
+                                              int32_t (*load_to_device)(Library**, int32_t), SetError set_error) {
+    const std::atomic_ref loaded(*state);
+    if (loaded) return kSuccess;
+    Library* library = nullptr;
+    int32_t error = load(&library);
+    if (!error) error = load_to_device(&library, 0);
+    if (error) set_error("RuntimeError", last_error.c_str());
+    else loaded = library;
     return error;
 }
 

@@ -1,5 +1,5 @@
-// The fifth-generation tensor core: products, copies into tensor memory, and commits (PTX ISA, TensorCore 5th Generation).
-// All that a CTA issues is done in order, later.
+// The fifth-generation tensor core: products, copies into tensor memory, and commits (PTX ISA, TensorCore 5th
+// Generation). All that a CTA issues is done in order, later.
 #include "tcgen05.h"
 
 #include <cmath>
@@ -25,7 +25,9 @@ struct Shape {
     uint32_t m, n, ctas;
 };
 
-[[noreturn]] void bad_descriptor(const std::string& why) { throw Fault("descriptor", "tcgen05 instruction descriptor: " + why); }
+[[noreturn]] void bad_descriptor(const std::string& why) {
+    throw Fault("descriptor", "tcgen05 instruction descriptor: " + why);
+}
 
 Element element_of(Kind kind, uint32_t code) {
     if (kind == Kind::F16 && code == 0) return Element::F16;
@@ -35,7 +37,8 @@ Element element_of(Kind kind, uint32_t code) {
     if (kind == Kind::F8F6F4 && code == 1) return Element::E5M2;
     if (kind == Kind::I8 && code == 0) return Element::U8;
     if (kind == Kind::I8 && code == 1) return Element::S8;
-    if (kind == Kind::F8F6F4 && code >= 3 && code <= 5) throw Fault("unsupported", "tcgen05.mma of elements of 4 or 6 bits");
+    if (kind == Kind::F8F6F4 && code >= 3 && code <= 5)
+        throw Fault("unsupported", "tcgen05.mma of elements of 4 or 6 bits");
     bad_descriptor("element type " + std::to_string(code) + " does not belong to the kind of the instruction");
 }
 
@@ -50,7 +53,8 @@ void check_size(const Shape& s) {
     const bool rows = s.ctas == 1 ? s.m == 64 || s.m == 128 : s.m == 128 || s.m == 256;
     const uint32_t step = s.m == 64 ? 8 : 16;
     if (!rows || s.n == 0 || s.n > kTileRows || s.n % step)
-        bad_descriptor("M=" + std::to_string(s.m) + ", N=" + std::to_string(s.n) + " with " + std::to_string(s.ctas) + " CTAs");
+        bad_descriptor("M=" + std::to_string(s.m) + ", N=" + std::to_string(s.n) + " with " + std::to_string(s.ctas) +
+                       " CTAs");
 }
 
 Shape shape_of(Kind kind, uint32_t bits, uint32_t ctas) {
@@ -75,8 +79,8 @@ struct Part {
     uint32_t lane, lanes, row, column;
 };
 
-// PTX ISA, tcgen05: Data Path Layout Organization. With 64 rows a CTA, one CTA uses half of each warp's lanes; two CTAs let
-// the upper 64 lanes hold the right half of the columns.
+// PTX ISA, tcgen05: Data Path Layout Organization. With 64 rows a CTA, one CTA uses half of each warp's lanes; two CTAs
+// let the upper 64 lanes hold the right half of the columns.
 std::vector<Part> parts_of(const Shape& s) {
     if (s.ctas == 2 && s.m == 128) return {{0, 64, 0, 0}, {64, 64, 0, s.n / 2}};
     if (s.m == 64) return {{0, 16, 0, 0}, {32, 16, 16, 0}, {64, 16, 32, 0}, {96, 16, 48, 0}};
@@ -94,13 +98,14 @@ struct Product {
     TmemAddress d, tmem_a{0};
     uint64_t a, b;  // descriptors
     bool a_in_tmem, accumulate;
-    float scale;                      // of what D held
+    float scale;                        // of what D held
     uint32_t disabled[kMaxMasks] = {};  // lanes that stay as they are, CTA by CTA
 };
 
 void check_lanes(const Product& p) {
     const bool half = p.shape.m == 64 && p.shape.ctas == 1;
-    if (p.d.lane != 0 && !(half && p.d.lane == 16)) throw Fault("tmem", "tcgen05.mma into lane " + std::to_string(p.d.lane));
+    if (p.d.lane != 0 && !(half && p.d.lane == 16))
+        throw Fault("tmem", "tcgen05.mma into lane " + std::to_string(p.d.lane));
     if (!p.a_in_tmem) return;
     if (p.tmem_a.lane != p.d.lane) throw Fault("tmem", "tcgen05.mma with A and D in different lanes of tensor memory");
     if (p.shape.a_mn) bad_descriptor("A in tensor memory cannot be MN-major");
@@ -110,7 +115,9 @@ void check_lanes(const Product& p) {
 uint32_t first_row(const Product& p, const Part& part) { return p.a_in_tmem ? part.lane + p.d.lane : part.row; }
 
 void fetch_a(const Product& p, Cta& cta, Tile& tile) {
-    if (!p.a_in_tmem) return gather(p.ticket, cta, tcgen05_matrix(p.a), p.shape.a, p.shape.a_mn, {.first = 0, .count = p.shape.m / p.shape.ctas}, tile);
+    if (!p.a_in_tmem)
+        return gather(p.ticket, cta, tcgen05_matrix(p.a), p.shape.a, p.shape.a_mn,
+                      {.first = 0, .count = p.shape.m / p.shape.ctas}, tile);
     require_allocated(cta, p.tmem_a.column, kTileWords);
     if (cta.cluster->races) cta.cluster->races->read_tmem(p.ticket, cta, 0xF, p.tmem_a.column, kTileWords);
     spread(p.shape.a, tmem_column(cta, p.tmem_a.column), kTmemLanes, 1, kTmemLanes, tile.value);
@@ -121,7 +128,8 @@ void fetch_b(const Product& p, Tile& tile) {
     const uint32_t rows = p.shape.n / p.shape.ctas;
     for (uint32_t i = 0; i < p.shape.ctas; ++i) {
         Cta& cta = *p.cta->cluster->ctas[p.shape.ctas == 2 ? (p.cta->rank & ~1u) + i : p.cta->rank];
-        gather(p.ticket, cta, tcgen05_matrix(p.b), p.shape.b, p.shape.b_mn, {.first = 0, .count = rows, .to = i * rows}, tile);
+        gather(p.ticket, cta, tcgen05_matrix(p.b), p.shape.b, p.shape.b_mn, {.first = 0, .count = rows, .to = i * rows},
+               tile);
     }
 }
 
@@ -140,13 +148,16 @@ uint32_t stored(const Product& p, float sum, uint32_t old) {
     switch (p.shape.output) {
         case Output::F16: return number::to_f16(sum);  // a 16-bit element takes a column of its own
         case Output::F32: return __builtin_bit_cast(uint32_t, sum);
-        case Output::S32: return static_cast<uint32_t>(add_integer(p.accumulate ? static_cast<int32_t>(old) : 0, sum, p.shape.saturate));
+        case Output::S32:
+            return static_cast<uint32_t>(
+                add_integer(p.accumulate ? static_cast<int32_t>(old) : 0, sum, p.shape.saturate));
     }
     return 0;
 }
 
 // `disabled`: the masks of the lanes' CTA.
-void store_column(const Product& p, const uint32_t* disabled, uint32_t lane, const float* from, uint32_t lanes, uint32_t* to) {
+void store_column(const Product& p, const uint32_t* disabled, uint32_t lane, const float* from, uint32_t lanes,
+                  uint32_t* to) {
     const bool all = !(disabled[0] | disabled[1] | disabled[2] | disabled[3]);
     if (all && p.shape.output == Output::F32) {
         std::memcpy(to, from, lanes * 4);
@@ -190,7 +201,8 @@ void perform(const Product& p) {
         if (p.shape.negate_a != p.shape.negate_b) negate(a, p.shape.a);
         require_allocated(cta, p.d.column, columns_of(p.shape));
         const uint32_t* disabled = p.disabled + 4 * i;
-        if (cta.cluster->races) cta.cluster->races->write_tmem(p.ticket, cta, quarters(disabled), p.d.column, columns_of(p.shape));
+        if (cta.cluster->races)
+            cta.cluster->races->write_tmem(p.ticket, cta, quarters(disabled), p.d.column, columns_of(p.shape));
         multiply(p, cta, a, b, disabled);
     }
 }
@@ -199,15 +211,16 @@ void perform(const Product& p) {
 // attr: offset of D, offset of A, kind, cta_group, A in tensor memory, exponent of scale-input-d.
 Product product_of(Warp& warp, const Op& op, int lane) {
     const bool a_in_tmem = op.attr[4];
-    Product p{.cta = warp.cta,
-              .ticket = {},
-              .shape = shape_of(static_cast<Kind>(op.attr[2]), warp.u32(op.reg[3])[lane], static_cast<uint32_t>(op.attr[3])),
-              .d = TmemAddress(warp.u32(op.reg[0])[lane] + static_cast<uint32_t>(op.attr[0])),
-              .a = a_in_tmem ? 0 : warp.u64(op.reg[1])[lane],
-              .b = warp.u64(op.reg[2])[lane],
-              .a_in_tmem = a_in_tmem,
-              .accumulate = (warp.predicate(op.reg[4]) >> lane & 1) != 0,
-              .scale = std::ldexp(1.0f, -static_cast<int>(op.attr[5]))};
+    Product p{
+        .cta = warp.cta,
+        .ticket = {},
+        .shape = shape_of(static_cast<Kind>(op.attr[2]), warp.u32(op.reg[3])[lane], static_cast<uint32_t>(op.attr[3])),
+        .d = TmemAddress(warp.u32(op.reg[0])[lane] + static_cast<uint32_t>(op.attr[0])),
+        .a = a_in_tmem ? 0 : warp.u64(op.reg[1])[lane],
+        .b = warp.u64(op.reg[2])[lane],
+        .a_in_tmem = a_in_tmem,
+        .accumulate = (warp.predicate(op.reg[4]) >> lane & 1) != 0,
+        .scale = std::ldexp(1.0f, -static_cast<int>(op.attr[5]))};
     if (a_in_tmem) p.tmem_a = TmemAddress(warp.u32(op.reg[1])[lane] + static_cast<uint32_t>(op.attr[1]));
     for (uint32_t i = 5; i < op.regs; ++i) p.disabled[i - 5] = warp.u32(op.reg[i])[lane];
     check_lanes(p);
@@ -220,11 +233,14 @@ void submit(Warp& warp, const Op& op, const char* what, std::function<void()> pe
     Cta& cta = *warp.cta;
     auto followers = std::make_shared<std::vector<std::function<void()>>>();
     cta.tensor_core_followers = followers;
-    cta.cluster->submit({.queue = queue_of(QueueKind::Mma, cta), .origin = warp.origin(op), .what = what,
-                         .perform = [perform = std::move(perform), followers = std::move(followers)] {
-                             perform();
-                             for (const auto& follower : *followers) follower();
-                         },
+    cta.cluster->submit({.queue = queue_of(QueueKind::Mma, cta),
+                         .origin = warp.origin(op),
+                         .what = what,
+                         .perform =
+                             [perform = std::move(perform), followers = std::move(followers)] {
+                                 perform();
+                                 for (const auto& follower : *followers) follower();
+                             },
                          .reads_cta = cta.rank});
 }
 
@@ -277,11 +293,13 @@ void copy_into(const race::Ticket& ticket, Cta& cta, Spread spread, uint64_t des
     const uint32_t chunks = spread == Spread::Rows128x256 ? 2 : 1, words = chunks * 4;
     const uint32_t rows = spread <= Spread::Rows128x128 ? 128 : spread == Spread::Rows32 ? 32 : 64;
     uint32_t raw[kTmemLanes * kTileWords];
-    fetch(ticket, cta, tcgen05_matrix(descriptor), rows, chunks, reinterpret_cast<uint8_t*>(raw));
+    fetch(ticket, cta, tcgen05_matrix(descriptor), {.first = 0, .count = rows}, chunks,
+          reinterpret_cast<uint8_t*>(raw));
     require_allocated(cta, column, words);
     if (cta.cluster->races) cta.cluster->races->write_tmem(ticket, cta, 0xF, column, words);
     for (uint32_t w = 0; w < words; ++w)
-        for (uint32_t lane = 0; lane < kTmemLanes; ++lane) tmem_column(cta, column + w)[lane] = raw[source_row(spread, lane) * words + w];
+        for (uint32_t lane = 0; lane < kTmemLanes; ++lane)
+            tmem_column(cta, column + w)[lane] = raw[source_row(spread, lane) * words + w];
 }
 
 // reg: tensor memory address, descriptor; attr: offset, shape, cta_group.
@@ -321,10 +339,12 @@ std::vector<SharedRef> targets(Cluster& cluster, SharedRef barrier, uint32_t cta
 // reg: mbarrier, and the mask of CTAs for multicast; attr: offset, the address is generic.
 Step commit(Warp& warp, const Op& op, Mask mask) {
     return by_lane(warp, mask, [&](int lane) {
-        const uint32_t address = op.attr[1] ? static_cast<uint32_t>(warp.u64(op.reg[0])[lane]) : warp.u32(op.reg[0])[lane];
+        const uint32_t address =
+            op.attr[1] ? static_cast<uint32_t>(warp.u64(op.reg[0])[lane]) : warp.u32(op.reg[0])[lane];
         const SharedRef barrier = shared_at(warp, address + static_cast<uint32_t>(op.attr[0]), 8, 8);
         Cluster& cluster = *warp.cta->cluster;
-        const auto places = op.regs == 1 ? std::vector{barrier} : targets(cluster, barrier, warp.u32(op.reg[1])[lane] & 0xFFFFu);
+        const auto places =
+            op.regs == 1 ? std::vector{barrier} : targets(cluster, barrier, warp.u32(op.reg[1])[lane] & 0xFFFFu);
         when_done(*warp.cta, [ticket = issue(warp, op), places] {
             for (SharedRef place : places) signal(ticket, place);
         });

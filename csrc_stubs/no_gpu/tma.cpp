@@ -12,7 +12,7 @@ using tma::kMaxRank;
 using tma::Swizzle;
 using tma::TensorMap;
 
-constexpr uint32_t kTileAlignment = 128;
+constexpr uint32_t kTileAlignment = 128, kInnerAlignment = 16;
 
 // One box of a tensor: where it begins, in elements; may reach outside on all sides.
 struct Box {
@@ -31,7 +31,8 @@ template <class Body>
 void for_rows(const Box& box, Body&& body) {
     const TensorMap& map = box.map;
     const int64_t size0 = static_cast<int64_t>(map.size[0]), width = map.box[0];
-    const int64_t low = std::clamp<int64_t>(-box.start[0], 0, width), high = std::clamp<int64_t>(size0 - box.start[0], low, width);
+    const int64_t low = std::clamp<int64_t>(-box.start[0], 0, width),
+                  high = std::clamp<int64_t>(size0 - box.start[0], low, width);
     const uint32_t element = map.element();
     for (uint32_t number = 0; number < map.rows(); ++number) {
         uint64_t address = map.address + static_cast<uint64_t>(box.start[0] + low) * element;
@@ -43,7 +44,8 @@ void for_rows(const Box& box, Body&& body) {
             inside &= at >= 0 && at < static_cast<int64_t>(map.size[d]);
             address += static_cast<uint64_t>(at) * map.stride[d];
         }
-        body(Row{number, address, static_cast<uint32_t>(low) * element, inside ? static_cast<uint32_t>(high - low) * element : 0});
+        body(Row{number, address, static_cast<uint32_t>(low) * element,
+                 inside ? static_cast<uint32_t>(high - low) * element : 0});
     }
 }
 
@@ -62,19 +64,47 @@ void check_global(Launch& launch, const Box& box) {
 // depends on the tile's offset in shared memory.
 template <class Body>
 void for_chunks(const TensorMap& map, uint32_t tile_offset, uint32_t row, Body&& body) {
-    const uint32_t bytes = map.row_bytes(), begin = tile_offset + row * bytes;
+    const uint32_t bytes = map.row_bytes(), begin = tile_offset + row * map.pitch();
     const uint32_t step = map.swizzle == Swizzle::None ? bytes : 16;
     for (uint32_t at = 0; at < bytes; at += step) body(tma::swizzled(map.swizzle, begin + at) - tile_offset, at, step);
+}
+
+// Calls body(byte in the tile, bytes) for the parts of a tile that its rows take: all of it, unless they are narrow.
+template <class Body>
+void for_parts(const TensorMap& map, uint32_t tile_offset, Body&& body) {
+    if (map.pitch() == map.row_bytes()) return body(0u, map.tile_bytes());
+    for (uint32_t row = 0; row < map.rows(); ++row)
+        for_chunks(map, tile_offset, row, [&](uint32_t in_tile, uint32_t, uint32_t bytes) { body(in_tile, bytes); });
+}
+
+// What elements outside the tensor read as.
+void fill_row(const TensorMap& map, std::vector<uint8_t>& row) {
+    constexpr uint8_t nan[] = {0xF7, 0x7F};
+    for (size_t i = 0; i < row.size(); ++i) row[i] = map.fill_nan ? nan[i % 2] : 0;
+}
+
+// To the nearest number with 10 bits of fraction, ties away from zero.
+void round_to_tf32(uint8_t* elements, uint32_t bytes) {
+    for (uint32_t at = 0; at < bytes; at += 4) {
+        uint32_t bits;
+        std::memcpy(&bits, elements + at, sizeof bits);
+        const bool finite = (~bits & 0x7F800000u) != 0;
+        if (finite) bits = (bits + 0x1000u) & ~0x1FFFu;
+        std::memcpy(elements + at, &bits, sizeof bits);
+    }
 }
 
 void load_box(const Box& box, SharedRef tile) {
     std::vector<uint8_t> row(box.map.row_bytes());
     uint8_t* to = tile.data();
     for_rows(box, [&](const Row& part) {
-        if (part.bytes < row.size()) std::fill(row.begin(), row.end(), uint8_t{0});
-        if (part.bytes) std::memcpy(row.data() + part.begin, reinterpret_cast<const uint8_t*>(part.address), part.bytes);
-        for_chunks(box.map, tile.offset, part.number,
-                   [&](uint32_t in_tile, uint32_t in_row, uint32_t bytes) { std::memcpy(to + in_tile, row.data() + in_row, bytes); });
+        if (part.bytes < row.size()) fill_row(box.map, row);
+        if (part.bytes)
+            std::memcpy(row.data() + part.begin, reinterpret_cast<const uint8_t*>(part.address), part.bytes);
+        if (box.map.tf32) round_to_tf32(row.data() + part.begin, part.bytes);
+        for_chunks(box.map, tile.offset, part.number, [&](uint32_t in_tile, uint32_t in_row, uint32_t bytes) {
+            std::memcpy(to + in_tile, row.data() + in_row, bytes);
+        });
     });
 }
 
@@ -83,8 +113,9 @@ void store_box(const Box& box, uint32_t tile_offset, const uint8_t* tile, Reduce
     std::vector<uint8_t> row(box.map.row_bytes());
     for_rows(box, [&](const Row& part) {
         if (!part.bytes) return;
-        for_chunks(box.map, tile_offset, part.number,
-                   [&](uint32_t in_tile, uint32_t in_row, uint32_t bytes) { std::memcpy(row.data() + in_row, tile + in_tile, bytes); });
+        for_chunks(box.map, tile_offset, part.number, [&](uint32_t in_tile, uint32_t in_row, uint32_t bytes) {
+            std::memcpy(row.data() + in_row, tile + in_tile, bytes);
+        });
         uint8_t* to = reinterpret_cast<uint8_t*>(part.address);
         if (combine) reduce(combine, box.map.element(), to, row.data() + part.begin, part.bytes);
         else std::memcpy(to, row.data() + part.begin, part.bytes);
@@ -97,14 +128,25 @@ TensorMap map_at(Warp& warp, uint32_t reg, int lane, int64_t offset) {
 }
 
 Box box_at(Warp& warp, TensorMap map, const uint32_t* coordinates, uint32_t count, int lane) {
-    if (map.rank != count) throw Fault("tensor-map", std::to_string(count) + " coordinates for a tensor map of rank " + std::to_string(map.rank));
+    if (map.rank != count)
+        throw Fault("tensor-map",
+                    std::to_string(count) + " coordinates for a tensor map of rank " + std::to_string(map.rank));
     Box box{map, {}};
     for (uint32_t i = 0; i < count; ++i) box.start[i] = warp.s32(coordinates[i])[lane];
+    // An H200 stops with an illegal instruction.
+    if (box.start[0] * static_cast<int64_t>(map.element()) % kInnerAlignment)
+        throw Fault("misaligned",
+                    "the innermost coordinate, " + std::to_string(box.start[0]) + ", is not at a multiple of 16 bytes");
+    // An H200 leaves chunks of 16 bytes together nevertheless.
+    if (map.swizzle == Swizzle::B128Atom32 && warp.cta->launch->options.arch < 100)
+        throw Fault("tensor-map", "a swizzle of 32-byte chunks before sm_100");
     return box;
 }
 
 SharedRef in_cta(Cluster& cluster, uint32_t rank, SharedRef like) {
-    if (rank >= cluster.ctas.size()) throw Fault("out-of-bounds", "CTA " + std::to_string(rank) + " of a cluster of " + std::to_string(cluster.ctas.size()));
+    if (rank >= cluster.ctas.size())
+        throw Fault("out-of-bounds",
+                    "CTA " + std::to_string(rank) + " of a cluster of " + std::to_string(cluster.ctas.size()));
     return {cluster.ctas[rank].get(), like.offset};
 }
 
@@ -118,7 +160,8 @@ SharedRef barrier_of(Cluster& cluster, SharedRef named, uint32_t rank, bool mult
 void check_barrier(SharedRef tile, SharedRef barrier, bool pairs) {
     const uint32_t apart = tile.cta->rank ^ barrier.cta->rank;
     if (apart > (pairs ? 1u : 0u))
-        throw Fault("mbarrier", "a copy to CTA " + std::to_string(tile.cta->rank) + " cannot signal CTA " + std::to_string(barrier.cta->rank));
+        throw Fault("mbarrier", "a copy to CTA " + std::to_string(tile.cta->rank) + " cannot signal CTA " +
+                                    std::to_string(barrier.cta->rank));
 }
 
 void submit_load(Warp& warp, const Op& op, const Box& box, SharedRef tile, SharedRef barrier) {
@@ -126,12 +169,17 @@ void submit_load(Warp& warp, const Op& op, const Box& box, SharedRef tile, Share
     const Arrival arrival = announce(warp, op, barrier);
     const uint32_t bytes = box.map.bytes();
     auto perform = [=, &cluster] {
-        check_write(arrival.ticket, tile, bytes);
+        for_parts(box.map, tile.offset,
+                  [&](uint32_t at, uint32_t part) { check_write(arrival.ticket, {tile.cta, tile.offset + at}, part); });
         load_box(box, tile);
         cluster.launch->counters.async_bytes += bytes;
         land(arrival, bytes);
     };
-    cluster.submit({.queue = 0, .origin = warp.origin(op), .what = "TMA load", .perform = std::move(perform), .reads_cta = tile.cta->rank});
+    cluster.submit({.queue = 0,
+                    .origin = warp.origin(op),
+                    .what = "TMA load",
+                    .perform = std::move(perform),
+                    .reads_cta = tile.cta->rank});
 }
 
 // reg: tile, tensor map, barrier, CTA mask or kNoRegister, coordinates; attr: constants of the first three, CTAs in pairs.
@@ -142,13 +190,15 @@ Step tensor_load(Warp& warp, const Op& op, Mask mask) {
         const int lane = first_lane(rest);
         const Box box = box_at(warp, map_at(warp, op.reg[1], lane, op.attr[1]), op.reg + 4, op.regs - 4u, lane);
         check_global(*cluster.launch, box);
-        const SharedRef tile = shared_at(warp, warp.u32(op.reg[0])[lane] + static_cast<uint32_t>(op.attr[0]), box.map.bytes(), kTileAlignment);
+        const SharedRef tile = shared_at(warp, warp.u32(op.reg[0])[lane] + static_cast<uint32_t>(op.attr[0]),
+                                         box.map.tile_bytes(), kTileAlignment);
         const SharedRef barrier = shared_at(warp, warp.u32(op.reg[2])[lane] + static_cast<uint32_t>(op.attr[2]), 8, 8);
         if (!multicast) check_barrier(tile, barrier, pairs);
         const uint32_t ctas = multicast ? warp.u32(op.reg[3])[lane] & 0xFFFF : 1u << tile.cta->rank;
         for (uint32_t left = ctas; left; left &= left - 1) {
             const uint32_t rank = static_cast<uint32_t>(__builtin_ctz(left));
-            submit_load(warp, op, box, in_cta(cluster, rank, tile), barrier_of(cluster, barrier, rank, multicast, pairs));
+            submit_load(warp, op, box, in_cta(cluster, rank, tile),
+                        barrier_of(cluster, barrier, rank, multicast, pairs));
         }
     }
     return Step::Next;
@@ -160,9 +210,11 @@ Step tensor_store(Warp& warp, const Op& op, Mask mask) {
         const int lane = first_lane(rest);
         const Box box = box_at(warp, map_at(warp, op.reg[0], lane, op.attr[0]), op.reg + 2, op.regs - 2u, lane);
         check_global(*warp.cta->launch, box);
-        const SharedRef tile = shared_at(warp, warp.u32(op.reg[1])[lane] + static_cast<uint32_t>(op.attr[1]), box.map.bytes(), kTileAlignment);
-        const Reducer combine = op.attr[2] < 0 ? nullptr : global_reducer(static_cast<Reduction>(op.attr[2]), box.map.type);
-        submit_bulk_store(warp, op, lane, combine ? "TMA reduction" : "TMA store", tile, box.map.bytes(),
+        const SharedRef tile = shared_at(warp, warp.u32(op.reg[1])[lane] + static_cast<uint32_t>(op.attr[1]),
+                                         box.map.tile_bytes(), kTileAlignment);
+        const Reducer combine =
+            op.attr[2] < 0 ? nullptr : global_reducer(static_cast<Reduction>(op.attr[2]), box.map.type);
+        submit_bulk_store(warp, op, lane, combine ? "TMA reduction" : "TMA store", tile, box.map.tile_bytes(),
                           [=](const uint8_t* data) { store_box(box, tile.offset, data, combine); });
     }
     return Step::Next;
@@ -173,7 +225,8 @@ Step replace_field(Warp& warp, const Op& op, Mask mask) {
     for (Mask rest = mask; rest; rest &= rest - 1) {
         const int lane = first_lane(rest);
         const Space space = static_cast<Space>(op.attr[1]);
-        const Place place = place_at(warp, space, lane_address(warp, space, op.reg[0], lane, op.attr[0]), tma::kMapBytes, tma::kMapAlignment);
+        const Place place = place_at(warp, space, lane_address(warp, space, op.reg[0], lane, op.attr[0]),
+                                     tma::kMapBytes, tma::kMapAlignment);
         race::Checker* races = warp.cta->cluster->races.get();
         if (races && place.cta) races->write(warp, op, *place.cta, place.offset, tma::kMapBytes);
         const uint64_t value = op.attr[4] == 8 ? warp.u64(op.reg[1])[lane] : warp.u32(op.reg[1])[lane];
@@ -185,9 +238,12 @@ Step replace_field(Warp& warp, const Op& op, Mask mask) {
 // reg: global destination, shared source (32 bits); attr: constants of both. All lanes name the same.
 Step publish_map(Warp& warp, const Op& op, Mask mask) {
     const int lane = first_lane(mask);
-    const Place to = place_at(warp, Space::Generic, warp.u64(op.reg[0])[lane] + static_cast<uint64_t>(op.attr[0]), tma::kMapBytes, tma::kMapBytes);
-    const SharedRef from = shared_at(warp, warp.u32(op.reg[1])[lane] + static_cast<uint32_t>(op.attr[1]), tma::kMapBytes, tma::kMapBytes);
-    if (race::Checker* races = warp.cta->cluster->races.get()) races->read(warp, op, *from.cta, from.offset, tma::kMapBytes);
+    const Place to = place_at(warp, Space::Generic, warp.u64(op.reg[0])[lane] + static_cast<uint64_t>(op.attr[0]),
+                              tma::kMapBytes, tma::kMapBytes);
+    const SharedRef from =
+        shared_at(warp, warp.u32(op.reg[1])[lane] + static_cast<uint32_t>(op.attr[1]), tma::kMapBytes, tma::kMapBytes);
+    if (race::Checker* races = warp.cta->cluster->races.get())
+        races->read(warp, op, *from.cta, from.offset, tma::kMapBytes);
     std::memcpy(to.data, from.data(), tma::kMapBytes);
     return Step::Next;
 }

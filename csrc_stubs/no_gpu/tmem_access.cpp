@@ -1,6 +1,6 @@
-// Moves between registers and tensor memory (PTX ISA, tcgen05.ld, tcgen05.st and tcgen05.wait). Both are asynchronous: a load
-// takes its values when it is issued but is ordered before the warp only by wait::ld or when a loaded register is consumed; a
-// store is done later, and waited for by wait::st.
+// Moves between registers and tensor memory (PTX ISA, tcgen05.ld, tcgen05.st and tcgen05.wait). Both are asynchronous:
+// a load takes its values when it is issued but is ordered before the warp only by wait::ld or when a loaded register
+// is consumed; a store is done later, and waited for by wait::st.
 #include <algorithm>
 #include <cstring>
 
@@ -13,7 +13,8 @@ namespace {
 // In the order of `SHAPES` in flash4_torch/emulator/lower/tensor.py.
 enum class Pattern : uint8_t { Lanes32x32, Lanes16x64, Lanes16x128, Lanes16x256, Lanes16x32x2 };
 
-// reg: address, then the data; attr: offset, pattern, two 16-bit halves in two columns, distance of the second half of 16x32bx2.
+// reg: address, then the data; attr: offset, pattern, two 16-bit halves in two columns, distance of the second half of
+// 16x32bx2.
 struct Access {
     Pattern pattern;
     bool halves;
@@ -28,20 +29,23 @@ struct Access {
           column(0) {
         const uint32_t* addresses = warp.u32(op.reg[0]);
         for (int i = 1; i < kLanes; ++i)
-            if (addresses[i] != addresses[0]) throw Fault("tcgen05", "the lanes of a warp give different tensor memory addresses");
+            if (addresses[i] != addresses[0])
+                throw Fault("tcgen05", "the lanes of a warp give different tensor memory addresses");
         const TmemAddress address(addresses[0] + static_cast<uint32_t>(op.attr[0]));
         lane = address.lane;
         column = address.column;
         const uint32_t quarter = warp.index % 4 * kLanes, half = lane - quarter;
         if (half != 0 && !(half == 16 && pattern != Pattern::Lanes32x32))
-            throw Fault("tmem", "warp " + std::to_string(warp.index) + " accesses lane " + std::to_string(lane) + " of tensor memory; its lanes are " +
-                                    std::to_string(quarter) + " to " + std::to_string(quarter + kLanes - 1));
+            throw Fault("tmem", "warp " + std::to_string(warp.index) + " accesses lane " + std::to_string(lane) +
+                                    " of tensor memory; its lanes are " + std::to_string(quarter) + " to " +
+                                    std::to_string(quarter + kLanes - 1));
     }
 
     // Columns next to each other that are touched; 16x32bx2 touches as many again `split` columns on.
     uint32_t columns() const {
         uint32_t words = registers;
-        if (pattern == Pattern::Lanes16x64 || pattern == Pattern::Lanes16x128 || pattern == Pattern::Lanes16x256) words *= 2;
+        if (pattern == Pattern::Lanes16x64 || pattern == Pattern::Lanes16x128 || pattern == Pattern::Lanes16x256)
+            words *= 2;
         return halves ? 2 * words : words;
     }
     uint32_t quarter() const { return 1u << lane / kLanes; }
@@ -168,9 +172,11 @@ void perform(const Store& store) {
     Cta& cta = *store.warp->cta;
     for_ranges(store.access, [&](uint32_t column, uint32_t columns) {
         require_allocated(cta, column, columns);
-        if (cta.cluster->races) cta.cluster->races->write_tmem(store.ticket, cta, store.access.quarter(), column, columns);
+        if (cta.cluster->races)
+            cta.cluster->races->write_tmem(store.ticket, cta, store.access.quarter(), column, columns);
     });
-    for (uint32_t i = 0; i < store.access.registers; ++i) store_register(cta, store.access, i, store.words.data() + i * kLanes);
+    for (uint32_t i = 0; i < store.access.registers; ++i)
+        store_register(cta, store.access, i, store.words.data() + i * kLanes);
     --store.warp->units->tmem_store.pending;
 }
 
@@ -178,14 +184,22 @@ Step store(Warp& warp, const Op& op, Mask mask) {
     require_tensor_memory(warp);
     require_whole_warp(warp, mask);
     Cta& cta = *warp.cta;
-    Store job{.warp = &warp, .op = &op, .access = Access(warp, op), .ticket = {}, .words = std::vector<uint32_t>((op.regs - 1u) * kLanes)};
-    for (uint32_t i = 0; i < job.access.registers; ++i) std::memcpy(job.words.data() + i * kLanes, warp.u32(op.reg[i + 1]), kLanes * 4);
+    Store job{.warp = &warp,
+              .op = &op,
+              .access = Access(warp, op),
+              .ticket = {},
+              .words = std::vector<uint32_t>((op.regs - 1u) * kLanes)};
+    for (uint32_t i = 0; i < job.access.registers; ++i)
+        std::memcpy(job.words.data() + i * kLanes, warp.u32(op.reg[i + 1]), kLanes * 4);
     CommitGroup& pending = warp.units->tmem_store;
     if (cta.cluster->races) job.ticket = cta.cluster->races->issue(warp, op, race::Unit::TmemStore);
     pending.epoch = job.ticket.epoch;
     ++pending.pending;
-    cta.cluster->submit({.queue = queue_of(QueueKind::TmemStore, cta, warp.index), .origin = warp.origin(op), .what = "tcgen05.st",
-                         .perform = [job = std::move(job)] { perform(job); }, .reads_cta = cta.rank});
+    cta.cluster->submit({.queue = queue_of(QueueKind::TmemStore, cta, warp.index),
+                         .origin = warp.origin(op),
+                         .what = "tcgen05.st",
+                         .perform = [job = std::move(job)] { perform(job); },
+                         .reads_cta = cta.rank});
     return Step::Next;
 }
 
@@ -199,7 +213,8 @@ Step wait_store(Warp& warp, const Op&, Mask mask) {
     require_whole_warp(warp, mask);
     const CommitGroup& stores = warp.units->tmem_store;
     if (stores.pending) return Step::Blocked;
-    if (warp.cta->cluster->races && stores.epoch) warp.cta->cluster->races->join(warp, race::Unit::TmemStore, stores.epoch);
+    if (warp.cta->cluster->races && stores.epoch)
+        warp.cta->cluster->races->join(warp, race::Unit::TmemStore, stores.epoch);
     return Step::Next;
 }
 
@@ -214,21 +229,24 @@ bool written(const Op& op, uint32_t i) { return i < 32 && op.writes >> i & 1; }
 uint32_t newest_read(const Warp::Units& units, const Op& op) {
     uint32_t newest = 0;
     for (uint32_t i = 0; i < op.regs; ++i)
-        if (op.reg[i] != kNoRegister && !written(op, i)) newest = std::max(newest, units.tmem_loaded[register_unit(op.reg[i])]);
+        if (op.reg[i] != kNoRegister && !written(op, i))
+            newest = std::max(newest, units.tmem_loaded[register_unit(op.reg[i])]);
     return newest;
 }
 
 }  // namespace
 
-// Hardware orders an instruction after the load of a register that it consumes. A move only passes the register on: compilers
-// place moves and packs before the wait.
+// Hardware orders an instruction after the load of a register that it consumes. A move only passes the register on:
+// compilers place moves and packs before the wait.
 void check_tmem_registers(Warp& warp, const Op& op) {
     Warp::Units& units = *warp.units;
     if (units.tmem_loaded_units.empty() || op.run == &load) return;
     uint32_t loaded = newest_read(units, op);
     if (loaded && op.pipe != Pipe::Move) {
         if (warp.cta->launch->options.strict_wait_ld)
-            warp.cta->launch->report({.kind = "wait-ld", .message = "uses what a tcgen05.ld loads, before tcgen05.wait::ld", .at = warp.origin(op),
+            warp.cta->launch->report({.kind = "wait-ld",
+                                      .message = "uses what a tcgen05.ld loads, before tcgen05.wait::ld",
+                                      .at = warp.origin(op),
                                       .cta = warp.cta->id});
         order_loads(warp, loaded - 1);
         loaded = 0;

@@ -68,7 +68,8 @@ Step allocate(Warp& warp, const Op& op, Mask mask) {
     const int lane = first_lane(mask);
     const uint32_t columns = warp.u32(op.reg[1])[lane];
     if (columns < kLeastColumns || columns > kTmemColumns || (columns & (columns - 1)))
-        throw Fault("tmem", "tcgen05.alloc of " + std::to_string(columns) + " columns; it must be a power of two from 32 to 512");
+        throw Fault("tmem", "tcgen05.alloc of " + std::to_string(columns) +
+                                " columns; it must be a power of two from 32 to 512");
     if (cta.tmem_relinquished) throw Fault("tmem", "tcgen05.alloc after tcgen05.relinquish_alloc_permit");
     const auto grant = op.attr[1] == 2 ? place_pair(cta, columns) : place(cta, nullptr, columns);
     if (!grant) return Step::Blocked;
@@ -114,11 +115,12 @@ FLASH4_OP("tcgen05.relinquish_alloc_permit", Sync, relinquish);
 
 void require_allocated(const Cta& cta, uint32_t column, uint32_t columns) {
     if (columns == 0 || column + columns > kTmemColumns)
-        throw Fault("tmem", "columns " + std::to_string(column) + " to " + std::to_string(column + columns) + " of tensor memory, which has 512");
+        throw Fault("tmem", "columns " + std::to_string(column) + " to " + std::to_string(column + columns) +
+                                " of tensor memory, which has 512");
     const auto begin = cta.tmem_owner.begin() + column;
     if (cta.tmem_owner.empty() || std::find(begin, begin + columns, 0) != begin + columns)
-        throw Fault("tmem", "columns " + std::to_string(column) + " to " + std::to_string(column + columns) + " of CTA " +
-                                std::to_string(cta.rank) + " are not allocated");
+        throw Fault("tmem", "columns " + std::to_string(column) + " to " + std::to_string(column + columns) +
+                                " of CTA " + std::to_string(cta.rank) + " are not allocated");
 }
 
 void require_tensor_memory(const Warp& warp) {
@@ -126,7 +128,8 @@ void require_tensor_memory(const Warp& warp) {
 }
 
 void require_whole_warp(const Warp& warp, Mask mask) {
-    if (mask != kAllLanes) throw Fault("tcgen05", ".sync.aligned instruction executed by part of warp " + std::to_string(warp.index));
+    if (mask != kAllLanes)
+        throw Fault("tcgen05", ".sync.aligned instruction executed by part of warp " + std::to_string(warp.index));
 }
 
 Cta& peer_of(Cta& cta) {
@@ -136,10 +139,14 @@ Cta& peer_of(Cta& cta) {
 }
 
 void check_tmem_freed(Cta& cta) {
-    const auto kept = std::count_if(cta.tmem_owner.begin(), cta.tmem_owner.end(), [](uint8_t owner) { return owner != 0; });
+    const auto kept =
+        std::count_if(cta.tmem_owner.begin(), cta.tmem_owner.end(), [](uint8_t owner) { return owner != 0; });
     if (!kept) return;
-    cta.launch->report({.kind = "tmem-leak", .message = "the CTA has exited with " + std::to_string(kept) + " columns of tensor memory allocated",
-                        .at = cta.tmem_allocated_at, .cta = cta.id});
+    cta.launch->report(
+        {.kind = "tmem-leak",
+         .message = "the CTA has exited with " + std::to_string(kept) + " columns of tensor memory allocated",
+         .at = cta.tmem_allocated_at,
+         .cta = cta.id});
 }
 
 }  // namespace flash4

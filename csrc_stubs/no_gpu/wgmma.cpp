@@ -48,8 +48,8 @@ struct Job {
 
 using Sums = float[kRows][kTileRows];
 
-// A lane's part of D comes in pairs of neighbouring columns (PTX ISA, wgmma: matrix fragment for D). The pairs number p of all
-// lanes, lane after lane, are a block of 8 rows by 8 columns.
+// A lane's part of D comes in pairs of neighbouring columns (PTX ISA, wgmma: matrix fragment for D). The pairs number p
+// of all lanes, lane after lane, are a block of 8 rows by 8 columns.
 using Pairs = float[2 * kLanes];
 
 float* block_row(Sums& sums, uint32_t p, uint32_t row) { return &sums[p % 2 * 8 + row][p / 2 * 8]; }
@@ -74,7 +74,7 @@ void store_pairs(Warp& warp, const Op& op, Accumulator type, uint32_t p, const P
     if (type == Accumulator::F16) {
         uint32_t* both = warp.u32(op.reg[p]);
         for (int lane = 0; lane < kLanes; ++lane)
-            both[lane] = uint32_t{number::to_f16(pairs[2 * lane])} | uint32_t{number::to_f16(pairs[2 * lane + 1])} << 16;
+            both[lane] = number::to_f16(pairs[2 * lane]) | uint32_t{number::to_f16(pairs[2 * lane + 1])} << 16;
     } else {
         float *first = warp.f32(op.reg[2 * p]), *second = warp.f32(op.reg[2 * p + 1]);
         for (int lane = 0; lane < kLanes; ++lane) {
@@ -109,7 +109,8 @@ void store_sums(Warp& warp, const Op& op, const Shape& shape, bool accumulate, S
     }
 }
 
-// Fragment of A: register j holds 4 bytes of row lane / 4 (+ 8 for odd j), at byte 4 * (lane % 4) (+ 16 for j of 2 and 3).
+// Fragment of A: register j holds 4 bytes of row lane / 4 (+ 8 for odd j), at byte 4 * (lane % 4) (+ 16 for j of 2 and
+// 3).
 void read_fragment(Warp& warp, const uint32_t* registers, Element element, Tile& tile) {
     uint32_t words[kRows * kTileWords];
     for (uint32_t j = 0; j < 4; ++j)
@@ -150,12 +151,12 @@ void for_registers(Warp::Units& units, const Op& op, Body&& body) {
     const Shape shape(op);
     for (uint32_t i = 0; i < shape.accumulators(); ++i) body(units.wgmma_registers[register_unit(op.reg[i])], true);
     if (!shape.a_in_registers) return;
-    for (uint32_t i = 0; i < 4; ++i) body(units.wgmma_registers[register_unit(op.reg[shape.accumulators() + i])], false);
+    for (uint32_t i = 0; i < 4; ++i)
+        body(units.wgmma_registers[register_unit(op.reg[shape.accumulators() + i])], false);
 }
 
 void occupy(Warp& warp, const Op& op) {
     Warp::Units& units = *warp.units;
-    if (units.wgmma_registers.empty()) units.wgmma_registers.resize(register_unit(warp.program->register_bytes) + 1);
     for_registers(units, op, [&](Warp::Units::Busy& busy, bool accumulates) {
         ++(accumulates ? busy.writes : busy.reads);
         if (accumulates) busy.writer = &op;
@@ -167,14 +168,18 @@ void occupy(Warp& warp, const Op& op) {
 void release_oldest_group(Warp& warp) {
     Warp::Units& units = *warp.units;
     for (const Op* op : units.wgmma_uses.front()) {
-        for_registers(units, *op, [](Warp::Units::Busy& busy, bool accumulates) { --(accumulates ? busy.writes : busy.reads); });
+        for_registers(units, *op,
+                      [](Warp::Units::Busy& busy, bool accumulates) { --(accumulates ? busy.writes : busy.reads); });
         --warp.busy_registers;
     }
     units.wgmma_uses.pop_front();
 }
 
 void report_register(Warp& warp, const Op& op, const std::string& what, const Op* other) {
-    Finding finding{.kind = "wgmma-register", .message = what + ", before a wgmma.wait_group", .at = warp.origin(op), .cta = warp.cta->id};
+    Finding finding{.kind = "wgmma-register",
+                    .message = what + ", before a wgmma.wait_group",
+                    .at = warp.origin(op),
+                    .cta = warp.cta->id};
     if (other) {
         finding.other = warp.origin(*other);
         finding.has_other = true;
@@ -182,11 +187,26 @@ void report_register(Warp& warp, const Op& op, const std::string& what, const Op
     warp.cta->launch->report(std::move(finding));
 }
 
+void report_fence(Warp& warp, const Op& op, const char* what) {
+    warp.cta->launch->report({.kind = "wgmma-fence", .message = what, .at = warp.origin(op), .cta = warp.cta->id});
+}
+
 // --- instructions
+
+// From the first one on all that the warp writes is watched.
+void watch_registers(Warp& warp) {
+    auto& registers = warp.units->wgmma_registers;
+    if (!registers.empty()) return;
+    registers.resize(register_unit(warp.program->register_bytes) + 1);
+    ++warp.busy_registers;
+}
 
 Step fence(Warp& warp, const Op&, Mask mask) {
     require_whole_warp(warp, mask);
-    warp.units->wgmma_fenced = true;
+    watch_registers(warp);
+    Warp::Units& units = *warp.units;
+    for (uint32_t unit : units.wgmma_unfenced) units.wgmma_registers[unit].unfenced = false;
+    units.wgmma_unfenced.clear();
     return Step::Next;
 }
 
@@ -196,9 +216,10 @@ Step mma(Warp& warp, const Op& op, Mask mask) {
     const uint32_t* operands = op.reg + shape.accumulators();
     Cta& cta = *warp.cta;
     Warp::Units& units = *warp.units;
-    if (!units.wgmma_fenced)
-        cta.launch->report({.kind = "wgmma-fence", .message = "no wgmma.fence before the warp's first wgmma.mma_async", .at = warp.origin(op),
-                            .cta = cta.id});
+    if (units.wgmma_registers.empty()) {
+        report_fence(warp, op, "no wgmma.fence before the warp's first wgmma.mma_async");
+        watch_registers(warp);
+    }
     Job job{.warp = &warp,
             .op = &op,
             .ticket = {},
@@ -212,11 +233,14 @@ Step mma(Warp& warp, const Op& op, Mask mask) {
     group->epoch = job.ticket.epoch;
     cta.launch->counters.mma += warp.index % 4 == 0;
     cta.launch->counters.mma_flops += 2ull * kRows * shape.n * tile_k(shape.a);
-    cta.cluster->submit({.queue = queue_of(QueueKind::Wgmma, cta, warp.index), .origin = warp.origin(op), .what = "wgmma.mma_async",
-                         .perform = [job, group] {
-                             perform(job);
-                             --group->pending;
-                         },
+    cta.cluster->submit({.queue = queue_of(QueueKind::Wgmma, cta, warp.index),
+                         .origin = warp.origin(op),
+                         .what = "wgmma.mma_async",
+                         .perform =
+                             [job, group] {
+                                 perform(job);
+                                 --group->pending;
+                             },
                          .reads_cta = cta.rank});
     return Step::Next;
 }
@@ -237,7 +261,8 @@ Step wait(Warp& warp, const Op& op, Mask mask) {
     while (committed.size() > static_cast<size_t>(op.attr[0])) {
         const CommitGroup& oldest = *committed.front();
         if (oldest.pending) return Step::Blocked;
-        if (warp.cta->cluster->races && oldest.epoch) warp.cta->cluster->races->join(warp, race::Unit::Wgmma, oldest.epoch);
+        if (warp.cta->cluster->races && oldest.epoch)
+            warp.cta->cluster->races->join(warp, race::Unit::Wgmma, oldest.epoch);
         committed.pop_front();
         release_oldest_group(warp);
     }
@@ -252,27 +277,53 @@ FLASH4_OP("wgmma.wait_group", Sync, wait);
 // Accumulators in flight may be named only by a product of the same shape that goes on accumulating in them.
 void check_product(Warp& warp, const Op& op) {
     const Shape shape(op);
+    bool unfenced = false;
     for_registers(*warp.units, op, [&](const Warp::Units::Busy& busy, bool accumulates) {
-        if (accumulates && busy.reads) report_register(warp, op, "accumulates in a register that another wgmma reads as A", nullptr);
+        unfenced |= busy.unfenced;
+        if (accumulates && busy.reads)
+            report_register(warp, op, "accumulates in a register that another wgmma reads as A", nullptr);
         if (!busy.writes) return;
         const Shape other(*busy.writer);
         if (!accumulates) report_register(warp, op, "reads A from an accumulator in flight", busy.writer);
         else if (other.n != shape.n || other.accumulator != shape.accumulator)
             report_register(warp, op, "accumulates where a wgmma of another shape is in flight", busy.writer);
     });
+    if (unfenced) report_fence(warp, op, "no wgmma.fence since one of its registers was written");
+}
+
+bool written(const Op& op, uint32_t i) { return i < 32 && op.writes >> i & 1; }
+
+// A move keeps what its source was: compilers move registers about after the fence, which costs no instruction in the
+// end.
+bool moves_fenced(const Warp::Units& units, const Op& op) {
+    if (op.pipe != Pipe::Move) return false;
+    for (uint32_t i = 0; i < op.regs; ++i)
+        if (op.reg[i] != kNoRegister && !written(op, i) && units.wgmma_registers[register_unit(op.reg[i])].unfenced)
+            return false;
+    return true;
+}
+
+void check_use(Warp& warp, const Op& op, const Warp::Units::Busy& busy, bool writes) {
+    if (busy.writes) report_register(warp, op, "uses an accumulator in flight", busy.writer);
+    else if (busy.reads && writes)
+        report_register(warp, op, "overwrites a register that a wgmma in flight reads as A", nullptr);
 }
 
 }  // namespace
 
 void check_wgmma_registers(Warp& warp, const Op& op) {
-    const auto& registers = warp.units->wgmma_registers;
-    if (registers.empty()) return;
+    Warp::Units& units = *warp.units;
+    if (units.wgmma_registers.empty()) return;
     if (op.run == &mma) return check_product(warp, op);
+    const bool fenced = moves_fenced(units, op);
     for (uint32_t i = 0; i < op.regs; ++i) {
         if (op.reg[i] == kNoRegister) continue;
-        const Warp::Units::Busy& busy = registers[register_unit(op.reg[i])];
-        if (busy.writes) report_register(warp, op, "uses an accumulator in flight", busy.writer);
-        else if (busy.reads && i < 32 && op.writes >> i & 1) report_register(warp, op, "overwrites a register that a wgmma in flight reads as A", nullptr);
+        const uint32_t unit = register_unit(op.reg[i]);
+        Warp::Units::Busy& busy = units.wgmma_registers[unit];
+        check_use(warp, op, busy, written(op, i));
+        if (!written(op, i) || fenced || busy.unfenced) continue;
+        busy.unfenced = true;
+        units.wgmma_unfenced.push_back(unit);
     }
 }
 

@@ -12,10 +12,11 @@ from ..errors import BackendError, RangeError
 from ..problem import Problem
 from .base import Backend
 from .cpu import Cpu
+from .emulator import Emulator
 from .sdpa import Sdpa
 from .tiled import Tiled
 
-PRIORITY: tuple[Backend, ...] = (Cpu(), Sdpa(), Tiled())
+PRIORITY: tuple[Backend, ...] = (Cpu(), Sdpa(), Tiled(), Emulator())
 
 Observer = Callable[[Problem, str], None]
 observers: list[Observer] = []

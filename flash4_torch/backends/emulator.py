@@ -1,11 +1,13 @@
-"""Our compiled kernels, run on CPU tensors by the emulator: slow, for tests and for looking at kernels without a GPU.
+"""Our compiled kernels, run on CPU tensors by the emulator: slow, for tests and for work without a GPU.
 
 It serves only where FLASH4_BACKEND=emulator asks for it. FLASH4_ARCH says which GPU's kernels run.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import threading
 from typing import Any
 
 import torch
@@ -18,8 +20,12 @@ from .base import Grads, Results
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MAX_D = 128
-_UNBOUNDED = 1 << 30
-"""A bound that no key lies beyond, where the plan does not look at it."""
+_NEEDED = {"cutlass": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi"}
+_FARTHEST = 1 << 30
+"""The kernels' largest bound; a wider one bounds nothing."""
+
+_one_at_a_time = threading.Lock()
+"""The DSL has one target and one runtime library per process."""
 
 
 class Emulator:
@@ -30,14 +36,15 @@ class Emulator:
         why = []
         if env.BACKEND.get() != self.name:
             why.append(f"it serves only where {env.BACKEND.name}={self.name} asks for it")
-        if not importlib.util.find_spec("cutlass"):
-            why.append("nvidia-cutlass-dsl is not installed (pip install flash4_torch[kernels])")
+        missing = [package for module, package in _NEEDED.items() if not importlib.util.find_spec(module)]
+        if missing:
+            why.append(f"{' and '.join(missing)} must be installed (pip install 'flash4_torch[kernels]')")
         if spec.device != "cpu":
             why.append(f"the tensors are on {spec.device}, and it serves cpu")
         if spec.dtype not in _DTYPES:
             why.append(f"the dtype is {spec.dtype}, and it serves bfloat16, float16 and float32")
         if max(spec.D, spec.Dv) > _MAX_D:
-            why.append(f"D is {spec.D} and Dv is {spec.Dv}; it serves up to {_MAX_D}")
+            why.append(f"D is {spec.D} and Dv is {spec.Dv}, and it serves up to {_MAX_D}")
         if spec.mask:
             why.append("it takes no attn_mask")
         if spec.dropout:
@@ -47,20 +54,54 @@ class Emulator:
     def forward(self, inputs: Inputs, problem: Problem) -> Results:
         if problem.spec.varlen:
             return sequences.forward(inputs, problem, lambda dense: self)
-        q, k, v = map(unit_stride, inputs[:3])
-        e, s = problem.extent, problem.spec
-        out = q.new_empty(e.B, e.Sq, e.Hq, s.Dv)
-        lse = q.new_empty(e.B, e.Hq, e.Sq, dtype=torch.float32)
-        if lse.numel():
-            _rowwise().forward(q, k, v, out, lse, problem)
+        q, k, v = (_unit_stride(t) for t in inputs[:3])
+        out = q.new_zeros(*q.shape[:3], v.shape[3])
+        lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32)
+        if out.numel() and k.numel():
+            _run("forward", problem, q, k, v, out, lse)
         return out, lse
 
     def backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> Grads:
         if problem.spec.varlen:
             return sequences.backward(saved, inputs, problem, lambda dense: self)
-        q, k, v = map(unit_stride, inputs[:3])
-        dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
-        if 0 in problem.extent:
-            return dq.zero_(), dk.zero_(), dv.zero_(), None
-        ...
+        q, k, v, out, dout = (_unit_stride(t) for t in (*inputs[:3], saved.out, saved.dout))
+        dq, dk, dv = (t.new_zeros(t.shape) for t in (q, k, v))
+        if out.numel() and k.numel():
+            lse = saved.lse.contiguous().detach()
+            dlse = None if saved.dlse is None else saved.dlse.contiguous().detach()
+            delta = torch.empty_like(lse)
+            _run("backward", problem, q, k, v, out, lse, dout, dlse, delta, dq, dk, dv)
         return dq, dk, dv, None
+
+
+def _unit_stride(tensor: Tensor) -> Tensor:
+    """As the kernels take it; DLPack refuses tensors that require a gradient."""
+    return (tensor if tensor.stride(-1) == 1 else tensor.contiguous()).detach()
+
+
+def _run(direction: str, problem: Problem, *tensors: Tensor | None) -> None:
+    """Compiles if need be and launches; raises EmulationError where the kernel does something wrong."""
+    from ..emulator import emulate
+
+    s = problem.spec
+    dtype = str(s.dtype).removeprefix("torch.")
+    with _one_at_a_time, emulate.active_or_new() as device:
+        compiled = _compile(device.arch, direction, dtype, s.D, s.Dv, s.left, s.right, s.softcap, s.dlse)
+        with device.touching(*(t for t in tensors if t is not None)):
+            compiled(*tensors, _rule(problem), 0)
+
+
+@functools.cache
+def _compile(arch: str, direction: str, dtype: str, *static: Any) -> Any:
+    """The compiled kernels; the device of that architecture must be active."""
+    from ..kernels.shared import rowwise
+
+    *plan, dlse = static
+    if direction == "forward":
+        return rowwise.compile_forward(dtype, rowwise.Plan(*plan))
+    return rowwise.compile_backward(dtype, rowwise.Plan(*plan), dlse=dlse)
+
+
+def _rule(problem: Problem) -> tuple[float, float, int, int]:
+    left, right = (0 if b is None else max(-_FARTHEST, min(b, _FARTHEST)) for b in problem.band)
+    return problem.scale, problem.softcap, left, right

@@ -25,12 +25,12 @@ DEVICE_SMS = {90: 132, 100: 148}
 class Options:
     """How to run a launch.
 
-    schedule: "eager" does asynchronous work when it is issued, "late" as late as the program allows, "fuzz" at moments that
-    `seed` draws, as it draws whose turn it is.
+    schedule: "eager" does asynchronous work when it is issued, "late" as late as the program allows, "fuzz"
+    at moments that `seed` draws, as it draws whose turn it is.
     races: check the order of accesses to shared and tensor memory.
-    strict: names of checks that correct programs may fail: "uninitialised" (reading shared or tensor memory that nobody
-    wrote), "wait_ld" (using what tcgen05.ld loads before tcgen05.wait::ld), "exit" (leaving before a bulk store has read its
-    shared memory).
+    strict: names of checks that correct programs may fail: "uninitialised" (reading shared or tensor memory
+    that nobody wrote), "wait_ld" (using what tcgen05.ld loads before tcgen05.wait::ld), "exit" (leaving
+    before a bulk store has read its shared memory).
     compact: let PTX registers share space in the engine.
     """
 
@@ -49,17 +49,18 @@ class Options:
             raise ValueError(f"strict names {sorted(unknown)}; known are {sorted(STRICT)}")
 
 
+_ARRAYS = (
+    *("operation", "guard", "guard_negated", "reg_begin", "regs", "writes", "attr_begin", "attrs"),
+    "reconverge",
+)
+
+
 class _ProgramText(ctypes.Structure):
     """`ProgramText` in csrc_stubs/no_gpu/program.h."""
 
     _fields_ = (
         ("ops", ctypes.c_uint32),
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                "operation guard guard_negated reg_begin regs writes attr_begin attrs reconverge".split()
-            )
-        ),
+        *((name, ctypes.c_void_p) for name in _ARRAYS),
         ("inits", ctypes.c_uint32),
         *((f"init_{name}", ctypes.c_void_p) for name in ("kind", "bytes", "offset", "value")),
         *((name, ctypes.c_uint32) for name in ("register_bytes", "static_shared_bytes", "register_cap")),
@@ -93,20 +94,24 @@ class _FindingText(ctypes.Structure):
         ("kind", ctypes.c_char_p),
         ("message", ctypes.c_char_p),
         ("cta", ctypes.c_uint32 * 3),
-        *((n, ctypes.c_uint32) for n in "rank warp op has_other other_rank other_warp other_op".split()),
+        *(
+            (n, ctypes.c_uint32)
+            for n in ["rank", "warp", "op", "has_other", "other_rank", "other_warp", "other_op"]
+        ),
         ("times", ctypes.c_uint64),
     )
+
+
+_COUNTERS = (
+    *("shared_read", "shared_written", "global_read", "global_written", "mma", "mma_flops"),
+    *("barrier_waits", "instructions", "async_bytes"),
+)
 
 
 class _Counters(ctypes.Structure):
     """`Counters` in csrc_stubs/no_gpu/machine.h."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_uint64)
-        for name in (
-            "shared_read shared_written global_read global_written mma mma_flops barrier_waits instructions async_bytes"
-        ).split()
-    )
+    _fields_ = tuple((name, ctypes.c_uint64) for name in _COUNTERS)
 
 
 class _Engine:
@@ -158,10 +163,7 @@ class Program:
             np.array([init[i] for init in inits], dtype)
             for i, dtype in enumerate((np.uint8, np.uint8, np.uint32, np.int64))
         ]
-        arrays = [
-            getattr(lowered, name)
-            for name in "operation guard guard_negated reg_begin regs writes attr_begin attrs reconverge".split()
-        ]
+        arrays = [getattr(lowered, name) for name in _ARRAYS]
         text = _ProgramText(
             len(kernel.instructions),
             *(a.ctypes.data for a in arrays),
@@ -232,7 +234,7 @@ class Program:
         by_pipe: dict[str, int] = dict.fromkeys(PIPES, 0)
         for pipe, total in zip(self.pipes, totals, strict=True):
             by_pipe[pipe] += int(total)
-        fields = {name: getattr(raw, name) for name, _ in _Counters._fields_}
+        fields = {name: getattr(raw, name) for name in _COUNTERS}
         fields["instructions"] = int(totals.sum())
         return Report(
             kernel=self.kernel.name,
@@ -247,12 +249,12 @@ class Program:
     def _finding(self, handle: int, index: int) -> Finding:
         raw = _FindingText()
         engine().finding(handle, index, ctypes.byref(raw))
-        cta = tuple(raw.cta)
-        at = self._place(cta, raw.rank, raw.warp, raw.op)
+        x, y, z = raw.cta
+        at = self._place((x, y, z), raw.rank, raw.warp, raw.op)
         other = self._place(None, raw.other_rank, raw.other_warp, raw.other_op) if raw.has_other else None
         return Finding(raw.kind.decode(), self._with_lines(raw.message.decode()), at, other, raw.times)
 
-    def _place(self, cta: Any, rank: int, warp: int, op: int) -> Place:
+    def _place(self, cta: Dim3 | None, rank: int, warp: int, op: int) -> Place:
         ins = self.kernel.instructions[min(op, len(self.kernel.instructions) - 1)]
         return Place(cta, rank, warp, ins.line, ins.text, ins.source)
 
@@ -300,8 +302,8 @@ def run_ptx(
 ) -> Report:
     """Runs the only kernel of a PTX text.
 
-    args: for each parameter a contiguous CPU tensor or NumPy array (its address is passed and it is the only memory that the
-    kernel may touch), or the parameter's bytes (`numpy.int32(3)` or `b"..."`).
+    args: for each parameter a contiguous CPU tensor or NumPy array (its address is passed and it is the only
+    memory that the kernel may touch), or the parameter's bytes (`numpy.int32(3)` or `b"..."`).
     check: raise EmulationError for findings.
     """
     module = ptx.parse(text)

@@ -48,7 +48,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Counters:
-    """Dynamic counts of one launch. Instructions are warp-instructions; bytes are those that lanes asked for."""
+    """Dynamic counts of one launch.
+
+    Instructions are warp-instructions; bytes are those that lanes asked for.
+    """
 
     instructions: int
     by_pipe: dict[str, int]

@@ -1,109 +1,80 @@
 """Run CuTe-DSL kernels without a GPU: their compiled PTX is executed on the CPU and checked while it runs.
 
-    with emulate.device("sm_100a") as device:
+    with emulate.device("sm_100a", schedule="late") as device:
         compiled = cute.compile(host_function, from_dlpack(a), from_dlpack(b))
         compiled(from_dlpack(a), from_dlpack(b))
     print(device.reports[-1].counters)
 
-Every launch inside the block runs in the emulator, on CPU tensors; the first thing that a kernel does wrong raises
-`EmulationError`, which names the warp, the PTX line and the source line.
+Inside the block every launch runs in the emulator, on CPU tensors; the first one that does something wrong
+raises `EmulationError`, which names the warp, the PTX line and the source line. `run_ptx` runs PTX of any
+origin. The same for a whole script, which may believe that it works on a GPU's tensors if it makes none
+itself:
+
+    python -m flash4_torch.testing.emulate --arch sm_90a script.py
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import functools
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
 
 from flash4_torch import env
-from flash4_torch.emulator import host, ptx
-from flash4_torch.emulator.engine import SCHEDULES, Options, Program, pack_parameters, run_ptx
+from flash4_torch.emulator.emulate import Device, device
+from flash4_torch.emulator.engine import SCHEDULES, STRICT, Options, run_ptx
+from flash4_torch.emulator.host import ARCHITECTURES
 from flash4_torch.emulator.report import EmulationError, Finding, Report
 
 __all__ = ["Device", "EmulationError", "Finding", "Options", "Report", "device", "run_ptx"]
 
 
-@dataclass
-class Device:
-    """An emulated device: what its launches do, and the report of each.
-
-    options: how launches run from now on; may be replaced between launches.
-    check: raise EmulationError after a launch with findings; else look at the reports.
-    memory: (address, bytes) of the global memory that kernels may touch; empty: anything.
-    transform: applied to every kernel before it runs, as mutation studies do.
-    """
-
-    arch: str
-    options: Options = field(default_factory=Options)
-    check: bool = True
-    memory: Sequence[tuple[int, int]] = ()
-    transform: Callable[[ptx.Kernel], ptx.Kernel] | None = None
-    reports: list[Report] = field(default_factory=list)
-
-    def launch(self, launch: host.Launch) -> None:
-        """Runs one launch to its end."""
-        kernel = _kernel(launch.kernel.ptx, launch.kernel.name)
-        if self.transform:
-            kernel = self.transform(kernel)
-            program = Program(kernel, arch=_number(self.arch), compact=self.options.compact)
-        else:
-            program = _program(launch.kernel.ptx, launch.kernel.name, _number(self.arch), self.options.compact)
-        values = [ctypes.string_at(a, p.size) for a, p in zip(launch.args, kernel.params, strict=True)]
-        report = program.launch(
-            pack_parameters(kernel, values),
-            grid=launch.grid,
-            block=launch.block,
-            cluster=launch.cluster,
-            dynamic_shared=launch.smem_bytes,
-            regions=self.memory,
-            options=self.options,
-        )
-        self.reports.append(report)
-        if self.check:
-            report.raise_findings()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status: 1 if any launch had findings."""
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    options = {
+        "schedule": given.schedule,
+        "seed": given.seed,
+        "races": not given.no_races,
+        "strict": frozenset(given.strict),
+    }
+    with device(given.arch, multiprocessors=given.multiprocessors, check=False, **options) as emulated:
+        sys.argv = [given.script, *given.arguments]
+        runpy.run_path(given.script, run_name="__main__")
+    for number, report in enumerate(emulated.reports):
+        print(table(report, number, given.lines))
+    return int(any(report.findings for report in emulated.reports))
 
 
-@contextmanager
-def device(
-    arch: str | None = None,
-    *,
-    multiprocessors: int | None = None,
-    check: bool = True,
-    **options: object,
-) -> Iterator[Device]:
-    """Inside the block CuTe-DSL compiles for an emulated device, and launches run on it.
-
-    arch: "sm_90a" or "sm_100a"; default: FLASH4_ARCH.
-    multiprocessors: how many it seems to have; persistent kernels launch as many CTAs. Default: 132 and 148.
-    check: raise EmulationError for the first launch with findings.
-    options: the fields of `Options`.
-
-    Functions must be compiled and called inside the block. Raises BuildError where the engine cannot be built (it needs
-    g++), ImportError without nvidia-cutlass-dsl.
-    """
-    arch = arch or env.ARCH.get()
-    emulated = Device(arch, Options(**options), check)  # type: ignore[arg-type]
-    host.install(emulated.launch, arch, multiprocessors)
-    try:
-        yield emulated
-    finally:
-        host.uninstall()
+def table(report: Report, number: int = 0, lines: int = 0) -> str:
+    """A launch's findings and counters for reading, and its `lines` most executed instructions."""
+    parts = [f"launch {number}: {report.kernel}", str(report.counters)]
+    hottest = sorted(report.lines, key=lambda line: -sum(line.counts))[:lines]
+    parts += [f"{sum(line.counts):>16,}  {line.ptx_line:>6}  {line.ptx}" for line in hottest]
+    parts += [str(finding) for finding in report.findings] or ["no findings"]
+    return "\n".join(parts) + "\n"
 
 
-def _number(arch: str) -> int:
-    return int("".join(filter(str.isdigit, arch)))
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m flash4_torch.testing.emulate",
+        description="Runs a script whose CuTe-DSL kernels are compiled and launched for an emulated GPU, "
+        "and prints for each launch what it executed and what was wrong with it.",
+    )
+    parser.add_argument("--arch", choices=ARCHITECTURES, default=env.ARCH.get(), help="default: %(default)s")
+    parser.add_argument("--multiprocessors", type=int, help="how many the GPU has; default: 132 or 148")
+    parser.add_argument("--schedule", choices=SCHEDULES, default="eager", help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="of the fuzz schedule; default: %(default)s")
+    parser.add_argument("--no-races", action="store_true", help="do not check the order of memory accesses")
+    parser.add_argument("--strict", choices=sorted(STRICT), action="append", default=[], help="a check more")
+    parser.add_argument(
+        "--lines", type=int, default=0, help="show the N most executed instructions", metavar="N"
+    )
+    parser.add_argument("script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    return parser
 
 
-@functools.lru_cache(maxsize=64)
-def _kernel(text: str, name: str) -> ptx.Kernel:
-    return next(kernel for kernel in ptx.parse(text).kernels if kernel.name == name)
-
-
-@functools.lru_cache(maxsize=64)
-def _program(text: str, name: str, arch: int, compact: bool) -> Program:
-    return Program(_kernel(text, name), arch=arch, compact=compact)
+if __name__ == "__main__":
+    sys.exit(main())

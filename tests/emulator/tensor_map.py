@@ -1,4 +1,4 @@
-"""Tensor maps for hand-written PTX: the 128 bytes that CuTe-DSL's host code would write for a tensor, and what a copy means.
+"""Tensor maps for hand-written PTX: their 128 bytes as host code writes them, and what a copy means.
 
 Dimensions are listed contiguous first, as PTX lists coordinates.
 """
@@ -33,8 +33,13 @@ MAP_BYTES = 128
 class TensorMap:
     """A tensor and the box that one copy moves.
 
-    address: of the first element. element: name of the type. sizes, box: elements by dimension. strides: bytes, for the
-    dimensions from 1 on. swizzle: bytes of a row, 0 for none.
+    address: of the first element.
+    element: name of the type.
+    sizes, box: elements by dimension.
+    strides: bytes, for the dimensions from 1 on.
+    swizzle: bytes within which chunks are exchanged, 0 for none.
+    atom: bytes of a chunk, 16 or 32.
+    fill_nan: elements outside read as NaN, not as 0.
     """
 
     address: int
@@ -43,6 +48,8 @@ class TensorMap:
     strides: tuple[int, ...]
     box: tuple[int, ...]
     swizzle: int = 0
+    atom: int = 16
+    fill_nan: bool = False
 
     @property
     def element_bytes(self) -> int:
@@ -52,6 +59,15 @@ class TensorMap:
     def box_bytes(self) -> int:
         return int(np.prod(self.box)) * self.element_bytes
 
+    @property
+    def pitch(self) -> int:
+        """Bytes from one row of the tile to the next."""
+        return max(self.box[0] * self.element_bytes, self.swizzle)
+
+    @property
+    def tile_bytes(self) -> int:
+        return int(np.prod(self.box[1:])) * self.pitch
+
     def encode(self) -> np.ndarray:
         """The 128 bytes, aligned to 128."""
         words = aligned_bytes(MAP_BYTES).view(np.uint32)
@@ -59,6 +75,7 @@ class TensorMap:
         rank = len(self.sizes)
         words[:2] = np.array([self.address], np.uint64).view(np.uint32)
         words[2] = 0x40002 | (rank - 1) << 4 | ELEMENT_TYPES[self.element] << 7 | SWIZZLES[self.swizzle] << 13
+        words[2] |= int(self.fill_nan) << 15 | (self.atom // 32) << 19
         for d, stride in enumerate(self.strides):
             assert stride % 16 == 0
             words[3 + d] = stride // 16 & 0xFFFFFFFF
@@ -78,16 +95,17 @@ class TensorMap:
             inside = all(0 <= a < n for a, n in zip(at, self.sizes, strict=True))
             strides = (self.element_bytes, *self.strides)
             byte = sum(a * s for a, s in zip(at, strides, strict=True)) if inside else None
-            yield swizzle(number * self.element_bytes, self.swizzle), byte
+            row, column = divmod(number, self.box[0])
+            yield swizzle(row * self.pitch + column * self.element_bytes, self.swizzle, self.atom), byte
 
 
-def swizzle(byte: int, row: int) -> int:
-    """Where a byte of a tile lies when rows of `row` bytes are swizzled: 16-byte chunks are exchanged within the row.
+def swizzle(byte: int, span: int, atom: int = 16) -> int:
+    """Where a byte of a tile lies: chunks of `atom` bytes are exchanged within `span` bytes.
 
-    The number of a 128-byte line, as far as it fits, says with which.
+    The number of its 128-byte line, as far as it fits, says with which.
     """
-    chunks = max(row // 16, 1)
-    return byte ^ (byte // 128 % chunks) * 16
+    chunks = max(span // atom, 1)
+    return byte ^ (byte // 128 % chunks) * atom
 
 
 def aligned_bytes(count: int, alignment: int = 128) -> np.ndarray:

@@ -96,7 +96,7 @@ def test_half_precision_rounds_the_exact_result_once(operation, kind, clamp, rng
 @pytest.mark.parametrize("kind", ["f16", "bf16"])
 @pytest.mark.parametrize("tiny", [2.0**-24, 2.0**-20, 2.0**-60, 2.0**-110])
 def test_half_precision_sees_what_lies_far_below_a_tie(kind, tiny):
-    """The product lies half-way between two numbers, and the third source decides, beyond the precision of f32 and f64."""
+    """The product lies half-way between two numbers, and the third source decides, beyond f32 and f64."""
     half = FORMATS[kind]
     if tiny < 2.0 ** (half.least - half.mantissa):
         tiny = 2.0 ** (half.least - half.mantissa)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,27 @@ def test_an_error_reaches_the_caller(flavour: str, launches: list[host.Launch]) 
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
+def test_threads_get_their_own_errors(flavour: str, launches: list[host.Launch]) -> None:
+    """As torch's backward runs in threads of its own."""
+
+    def run(launch: host.Launch) -> None:
+        raise ValueError(str(ctypes.c_float.from_address(launch.args[2]).value))
+
+    host.install(run, "sm_100a")
+    tensor = torch.zeros(100)
+    function = compiled(shift, flavour, tensor, tensor, cutlass.Float32(1), 0)
+
+    def error_of(number: float) -> str:
+        with pytest.raises(ValueError) as caught:
+            function(as_argument(tensor, flavour), as_argument(tensor, flavour), number)
+        return str(caught.value)
+
+    numbers = [float(n) for n in range(32)]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(error_of, numbers)) == list(map(str, numbers))
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
 def test_functions_outlive_the_emulator_only_to_refuse(flavour: str, launches: list[host.Launch]) -> None:
     host.install(launches.append, "sm_100a")
     tensor = torch.zeros(100)
@@ -243,7 +265,7 @@ assert "flash4" not in CuTeDSL._get_dsl().envar.shared_libs
 
 
 def test_the_runtime_library_may_be_there_already() -> None:
-    """Compiled functions look for symbols in the whole process first, and then in the library they are given."""
+    """Compiled functions look for symbols in the whole process first, then in the library they are given."""
     script = """
 import ctypes
 from cutlass import cute

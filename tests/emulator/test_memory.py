@@ -1,4 +1,7 @@
-"""Loads, stores, atomics, matrix moves and addresses, against NumPy (PTX ISA: Data Movement and Conversion; atom, red)."""
+"""Loads, stores, atomics, matrix moves and addresses, against NumPy.
+
+PTX ISA: Data Movement and Conversion Instructions; atom, red.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensor_map import aligned_bytes, random_bytes
 
 from flash4_torch.emulator.engine import Options, run_ptx
 from flash4_torch.emulator.errors import UnsupportedInstruction
 from flash4_torch.emulator.report import Report
-from tensor_map import aligned_bytes, random_bytes
 
 LANES = 32
 SCHEDULES = (Options(schedule="eager"), Options(schedule="late"), Options(schedule="fuzz", seed=3))
@@ -64,7 +67,7 @@ ACCESSES = [
 
 @functools.cache
 def copying_kernel(bits: int, count: int, space: str) -> str:
-    """Each lane moves a vector: from global memory, through shared memory, where `write` and `read` say, and out."""
+    """Each lane moves a vector from `in` through shared memory, at places from `write` and `read`, to `out`."""
     vector, size = VECTORS[count], bits * count // 8
     names = [f"%v{i}" for i in range(count)]
     registers = names[0] if count == 1 else "{" + ", ".join(names) + "}"
@@ -153,6 +156,22 @@ def test_narrow_elements_are_extended(element: str, register: int, space: str) -
     run_ptx(text, [source, out, source.tobytes().ljust(8, b"\0")])
     extended = source.astype(f"int{register}" if element[0] == "s" else f"uint{register}")
     assert out[0] == extended.view(f"uint{register}")[0]
+
+
+def test_shared_addresses_may_have_64_bits() -> None:
+    source, out = np.array([11], np.uint32), np.zeros(1, np.uint32)
+    run(
+        """
+        cvt.u64.u32 %wide, %buffer;
+        ld.global.u32 %x, [%in];
+        st.shared.u32 [%wide+8], %x;
+        ld.shared.u32 %y, [%buffer+8];
+        st.global.u32 [%out], %y;
+        """,
+        source,
+        out,
+    )
+    assert out[0] == 11
 
 
 def test_a_guard_keeps_the_other_lanes_out() -> None:
@@ -251,7 +270,6 @@ def test_a_wrong_address_is_described() -> None:
     [
         "ld.global.frobnicated.u32 %x, [%in];",
         "ld.global.b128 %x, [%in];",
-        "ld.shared.u32 %x, [%in];",
         "ld.global.u32 %x, [%buffer];",
         "atom.global.add.f8 %x, [%in], 1;",
         "ldmatrix.sync.aligned.m16n16.x1.trans.shared.b8 {%x, %y}, [%buffer];",
@@ -285,7 +303,7 @@ INTEGER_ATOMICS = [
 @settings(max_examples=4)
 @given(data=st.data())
 def test_integer_atomics(operation: str, element: str, space: str, data: st.DataObject) -> None:
-    """All lanes act on one place: it ends at the fold of their values, and the old values lie on the way."""
+    """All lanes act on one place, in the engine one after the other: the old values are the steps of a fold."""
     kind = numpy_type(element)
     info = np.iinfo(kind)
     values = data.draw(st.lists(st.integers(int(info.min), int(info.max)), min_size=LANES, max_size=LANES))
@@ -388,7 +406,8 @@ def test_bfloat16_sums_round_to_nearest_even() -> None:
     run(
         """
         setp.eq.u32 %first, %lane, 0;
-        @%first red.global.add.noftz.bf16x2 [%out], 0x3B803B80;
+        mov.b32 %x, 0x3B803B80;
+        @%first red.global.add.noftz.bf16x2 [%out], %x;
         """,
         out,
         params="out",
@@ -591,7 +610,7 @@ def test_memory_of_a_cta_that_has_exited_is_refused() -> None:
 
 @pytest.mark.parametrize("options", SCHEDULES, ids=lambda o: o.schedule)
 def test_a_flag_in_global_memory_orders_two_clusters(options: Options) -> None:
-    """A later CTA publishes what an earlier one polls for: both must be resident, and the poll must let others run."""
+    """A later CTA publishes what an earlier one polls for: both must be resident, and polls must let others run."""
     out = np.zeros(3, np.uint32)
     run(
         """

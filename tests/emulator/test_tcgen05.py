@@ -20,6 +20,7 @@ from tensor_cores import (
 )
 
 from flash4_torch.emulator.engine import Options, run_ptx
+from flash4_torch.emulator.errors import UnsupportedInstruction
 from flash4_torch.emulator.report import Report
 
 THREADS = LANES = 128
@@ -390,6 +391,22 @@ def test_unused_bits_of_the_descriptor_are_checked() -> None:
         kernel(committed(Case().text, 1)), tensor, NO_IMAGE, instruction=Case().instruction, check=False
     )
     assert kinds(report) == {"descriptor"}
+
+
+@pytest.mark.parametrize(
+    "instruction",
+    [
+        "tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale [%t], %a, %b, %i, [%t], [%t], %enable;",
+        "tcgen05.mma.ws.cta_group::1.kind::f16 [%t], %a, %b, %i, %enable;",
+        "tcgen05.mma.sp.cta_group::1.kind::f16 [%t], %a, %b, [%t], %i, %enable;",
+        "tcgen05.shift.cta_group::1.down [%t];",
+        "tcgen05.cp.cta_group::1.4x256b [%t], %a;",
+        "tcgen05.cp.cta_group::1.128x256b.b8x16.b4x16_p64 [%t], %a;",
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(instruction: str) -> None:
+    with pytest.raises(UnsupportedInstruction, match=instruction.split()[0]):
+        found(instruction)
 
 
 # --- tcgen05.ld and st

@@ -1,4 +1,7 @@
-"""Asynchronous copies against NumPy, under all schedules, with the race checker on (PTX ISA: cp.async.bulk.tensor and kin)."""
+"""Asynchronous copies against NumPy, under all schedules and with the race checker on.
+
+PTX ISA: Data Movement and Conversion Instructions, asynchronous copy; tensors.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensor_map import ELEMENT_TYPES, TensorMap, aligned_bytes, random_bytes, swizzle
 
 from flash4_torch.emulator.engine import Options, run_ptx
 from flash4_torch.emulator.errors import UnsupportedInstruction
 from flash4_torch.emulator.report import Report
-from tensor_map import ELEMENT_TYPES, TensorMap, aligned_bytes, random_bytes, swizzle
 
 LANES = 32
 TILE = 16384  # bytes of shared memory for one tile
@@ -23,7 +26,7 @@ all_schedules = pytest.mark.parametrize("options", SCHEDULES, ids=lambda o: o.sc
 
 
 def kernel(body: str, params: str, arch: str = "sm_100a", declarations: str = "") -> str:
-    """A kernel with 64-bit parameters (a tensor map is passed by its address) whose thread 0 has set up two mbarriers."""
+    """A kernel whose thread 0 has set up two mbarriers; its parameters are addresses, of tensor maps too."""
     names = params.split(", ")
     declared = ", ".join(f".param .u64 {name}" for name in names)
     loads = "\n".join(f".reg .b64 %{name};\n ld.param.u64 %{name}, [{name}];" for name in names)
@@ -96,12 +99,10 @@ def boxes(draw: st.DrawFn) -> tuple[TensorMap, np.ndarray, list[int]]:
     """A map, its tensor's bytes and where a copy begins; boxes reach outside on all sides."""
     element = draw(st.sampled_from(sorted(ELEMENT_TYPES)))
     width = 2 if element == "bfloat16" else np.dtype(element).itemsize
-    row = draw(st.sampled_from([0, 32, 64, 128]))
-    row_bytes = row or 16 * draw(st.integers(1, 8))
+    swizzle = draw(st.sampled_from([0, 32, 64, 128]))
+    row_bytes = 16 * draw(st.integers(1, (swizzle or 128) // 16))
     rank = draw(st.integers(1, 5))
     box = [row_bytes // width, *(draw(st.integers(1, limit)) for limit in (9, 4, 3, 2)[: rank - 1])]
-    if box[0] > 256:
-        box[0] = 256
     sizes = [draw(st.integers(1, 2 * b + 3)) for b in box]
     strides, extent = [], sizes[0] * width
     for size in sizes[1:]:
@@ -109,7 +110,8 @@ def boxes(draw: st.DrawFn) -> tuple[TensorMap, np.ndarray, list[int]]:
         extent = strides[-1] * size
     tensor = random_bytes(extent, seed=rank)
     start = [draw(st.integers(-b, s + 1)) for b, s in zip(box, sizes, strict=True)]
-    map_ = TensorMap(tensor.ctypes.data, element, tuple(sizes), tuple(strides), tuple(box), row)
+    start[0] = start[0] * width // 16 * 16 // width
+    map_ = TensorMap(tensor.ctypes.data, element, tuple(sizes), tuple(strides), tuple(box), swizzle)
     return map_, tensor, start
 
 
@@ -119,10 +121,6 @@ def coordinates(start: list[int]) -> tuple[str, str]:
     return "".join(f"mov.b32 {n}, {s};\n" for n, s in zip(names, start, strict=True)), ", ".join(names)
 
 
-def element_bytes(tensor: np.ndarray, at: int, width: int) -> np.ndarray:
-    return tensor[at : at + width]
-
-
 @all_schedules
 @settings(max_examples=25)
 @given(case=boxes())
@@ -130,7 +128,7 @@ def test_a_box_is_loaded(options: Options, case: tuple[TensorMap, np.ndarray, li
     """Elements outside the tensor are zeros, and count among the bytes that the barrier expects."""
     map_, tensor, start = case
     moves, names = coordinates(start)
-    out = aligned_bytes(map_.box_bytes)
+    out = aligned_bytes(map_.tile_bytes)
     rank = len(start)
     run(
         f"""
@@ -139,7 +137,7 @@ def test_a_box_is_loaded(options: Options, case: tuple[TensorMap, np.ndarray, li
         @%one cp.async.bulk.tensor.{rank}d.shared::cta.global.tile.mbarrier::complete_tx::bytes
             [%tile], [%map, {{{names}}}], [%bar];
         {wait()}
-        @%one cp.async.bulk.global.shared::cta.bulk_group [%out], [%tile], {map_.box_bytes};
+        @%one cp.async.bulk.global.shared::cta.bulk_group [%out], [%tile], {map_.tile_bytes};
         {COMMIT_AND_WAIT}
         """,
         "map, tensor, out",
@@ -148,11 +146,11 @@ def test_a_box_is_loaded(options: Options, case: tuple[TensorMap, np.ndarray, li
         out,
         options=options,
     )
-    expected = np.zeros_like(out)
+    expected = out.copy()  # narrow rows leave gaps
     for in_tile, in_tensor in map_.places(start):
-        if in_tensor is not None:
-            width = map_.element_bytes
-            expected[in_tile : in_tile + width] = tensor[in_tensor : in_tensor + width]
+        width = map_.element_bytes
+        inside = in_tensor is not None
+        expected[in_tile : in_tile + width] = tensor[in_tensor : in_tensor + width] if inside else 0
     np.testing.assert_array_equal(out, expected)
 
 
@@ -163,7 +161,7 @@ def test_a_box_is_stored(options: Options, case: tuple[TensorMap, np.ndarray, li
     """Elements outside the tensor are not written."""
     map_, tensor, start = case
     moves, names = coordinates(start)
-    source = random_bytes(map_.box_bytes, seed=9)
+    source = random_bytes(map_.tile_bytes, seed=9)
     expected = tensor.copy()
     for in_tile, in_tensor in map_.places(start):
         if in_tensor is not None:
@@ -172,11 +170,12 @@ def test_a_box_is_stored(options: Options, case: tuple[TensorMap, np.ndarray, li
     run(
         f"""
         {moves}
-        {expect(map_.box_bytes)}
+        {expect(map_.tile_bytes)}
         @%one cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes
-            [%tile], [%source], {map_.box_bytes}, [%bar];
+            [%tile], [%source], {map_.tile_bytes}, [%bar];
         {wait()}
-        @%one cp.async.bulk.tensor.{len(start)}d.global.shared::cta.tile.bulk_group [%map, {{{names}}}], [%tile];
+        @%one cp.async.bulk.tensor.{len(start)}d.global.shared::cta.tile.bulk_group
+            [%map, {{{names}}}], [%tile];
         {COMMIT_AND_WAIT}
         """,
         "map, tensor, source",
@@ -328,8 +327,11 @@ def test_only_a_pair_may_signal_another_cta() -> None:
         ({"address": 8}, load(), "tensor-map"),
         ({"box": (8, 8)}, load(), "tensor-map"),
         ({"swizzle": 64}, load(), "tensor-map"),
+        ({"fill_nan": True}, load(), "tensor-map"),
+        ({"swizzle": 64, "atom": 32}, load(), "unsupported"),
         ({"sizes": (128, 9)}, load().replace("0, 0", "0, 1"), "out-of-bounds"),
         ({}, load(tile="%tile+16"), "misaligned"),
+        ({}, load().replace("0, 0", "8, 0"), "misaligned"),
         ({}, load(tile=f"%bar+{-8 % 128}"), "out-of-bounds"),
         ({}, load().replace("0, 0", "0").replace("2d", "1d"), "tensor-map"),
         ({}, load(bar="%bar2+8"), "out-of-bounds"),
@@ -358,6 +360,45 @@ def test_wrong_tensor_copies_are_refused(change: dict, body: str, kind: str) -> 
 def test_what_the_engine_lacks_is_refused(instruction: str) -> None:
     with pytest.raises(UnsupportedInstruction):
         run(instruction, "map", aligned_bytes(128))
+
+
+@pytest.mark.parametrize("element, nan", [("float16", 0x7FF7), ("bfloat16", 0x7FF7), ("float32", 0x7FF77FF7)])
+def test_elements_outside_may_read_as_nan(element: str, nan: int) -> None:
+    """The pattern is what an H200 gives."""
+    tensor, kind = random_bytes(1024, seed=5), np.uint32 if nan > 0xFFFF else np.uint16
+    map_ = TensorMap(tensor.ctypes.data, element, (8, 4), (64,), (16, 8), fill_nan=True)
+    out = aligned_bytes(map_.box_bytes)
+    run(
+        f"{expect(out.nbytes)} {load()} {wait()} {dump(out.nbytes)}",
+        "map, tensor, out",
+        map_.encode(),
+        tensor,
+        out,
+    )
+    loaded = out.view(kind).reshape(8, 16)
+    np.testing.assert_array_equal(
+        loaded[:4, :8], tensor.view(kind).reshape(-1, 64 // kind().itemsize)[:4, :8]
+    )
+    assert (loaded[4:] == nan).all() and (loaded[:, 8:] == nan).all()
+
+
+def test_a_map_of_tf32_rounds() -> None:
+    """To nearest, as an H200 does; ties are not tried."""
+    tensor, out = random_bytes(1024, seed=7), aligned_bytes(1024)
+    map_ = TensorMap(tensor.ctypes.data, "float32", (32, 8), (128,), (32, 8)).encode()
+    map_.view(np.uint32)[2] |= 1 << 16
+    run(f"{expect(1024)} {load()} {wait()} {dump(1024)}", "map, tensor, out", map_, tensor, out)
+    bits = tensor.view(np.uint32)
+    finite = bits >> 23 & 0xFF != 0xFF
+    np.testing.assert_array_equal(out.view(np.uint32)[finite], (bits + 0x1000 & ~np.uint32(0x1FFF))[finite])
+
+
+def test_swizzle_of_32_byte_chunks() -> None:
+    """As CuTe writes it: Swizzle<2, 5, 2> of bytes."""
+    tensor, out = random_bytes(1024, seed=5), aligned_bytes(1024)
+    map_ = TensorMap(tensor.ctypes.data, "uint8", (128, 8), (128,), (128, 8), 128, atom=32)
+    run(f"{expect(1024)} {load()} {wait()} {dump(1024)}", "map, tensor, out", map_.encode(), tensor, out)
+    np.testing.assert_array_equal(out, tensor[[i ^ (i >> 7 & 3) << 5 for i in range(1024)]])
 
 
 def test_fields_of_a_map_are_replaced_in_shared_memory() -> None:
@@ -397,7 +438,7 @@ def test_fields_of_a_map_are_replaced_in_shared_memory() -> None:
         tensor,
         out,
     )
-    np.testing.assert_array_equal(made, target.encode())
+    np.testing.assert_array_equal(made[8:], target.encode()[8:])  # on a GPU the tensor is elsewhere
     rows = tensor.reshape(32, 128)[:8, :64].ravel()
     np.testing.assert_array_equal(out, [rows[swizzle(i, 64)] for i in range(512)])
 
@@ -481,8 +522,10 @@ def test_bulk_reductions_in_the_cluster() -> None:
     run(
         f"""
         {expect(512)}
-        @%one cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%tile], [%source], 256, [%bar];
-        @%one cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%tile2], [%source], 256, [%bar];
+        @%one cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes
+            [%tile], [%source], 256, [%bar];
+        @%one cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes
+            [%tile2], [%source], 256, [%bar];
         {wait()}
         {expect(256, "%bar2")}
         @%one cp.reduce.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes.add.u32
@@ -573,23 +616,21 @@ def test_a_late_store_reads_what_is_there_then() -> None:
 @pytest.mark.parametrize("size, cache", [(4, "ca"), (8, "ca"), (16, "ca"), (16, "cg")])
 @pytest.mark.parametrize("end", ["wait_group 0", "wait_all", "arrive.noinc", "arrive"])
 def test_lanes_copy_asynchronously(size: int, cache: str, end: str, options: Options) -> None:
-    """The first bytes of each piece come from the source, the rest are zeros; some lanes ignore their source."""
+    """The first bytes of each piece come from the source, the rest are zeros; one lane ignores its source."""
     source, out = random_bytes(LANES * size, seed=size), aligned_bytes(LANES * size)
     arrives = end.startswith("arrive")
-    finish = (
-        f"cp.async.mbarrier.{end}.shared.b64 [%bar];"
-        if arrives
-        else f"cp.async.commit_group; cp.async.{end};"
-    )
-    if end == "arrive":  # neutral: each lane's arrival is also expected
+    finish = f"cp.async.commit_group; cp.async.{end};"
+    if arrives:
+        finish = f"cp.async.mbarrier.{end}.shared.b64 [%bar];"
+    start = ""
+    if end == "arrive":  # raises the count that is expected by what it adds
         finish += "@%one mbarrier.arrive.shared.b64 _, [%bar];"
+    elif end == "arrive.noinc":
+        start = "@%one mbarrier.inval.shared.b64 [%bar]; @%one mbarrier.init.shared.b64 [%bar], 32;"
     run(
         f"""
-        {
-            "@%one mbarrier.inval.shared.b64 [%bar]; @%one mbarrier.init.shared.b64 [%bar], 32; bar.warp.sync -1;"
-            if end == "arrive.noinc"
-            else ""
-        }
+        {start}
+        bar.warp.sync -1;
         mad.wide.u32 %p, %lane, {size}, %source;
         mad.lo.u32 %x, %lane, {size}, %tile;
         sub.u32 %y, 32, %lane;
@@ -663,7 +704,8 @@ def test_newer_groups_of_cp_async_are_not(options: Options) -> None:
             lambda i: [i, 1, 2, i],
         ),
         (
-            "red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.add.u32 [%x], %lane, [%y];",
+            "red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.add.u32 "
+            "[%x], %lane, [%y];",
             4,
             lambda i: [i + 5],
         ),

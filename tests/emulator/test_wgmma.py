@@ -236,6 +236,22 @@ def test_missing_first_fence_is_found() -> None:
     assert kinds(run(Case(n=64), check=False, fence="")[2]) == {"wgmma-fence"}
 
 
+@pytest.mark.parametrize(
+    ("instruction", "found"),
+    [
+        ("add.f32 %d5, %d5, %d5;", True),
+        ("add.u32 %x1, %d5, %d5;", False),  # of no wgmma
+        ("mov.b32 %d5, %d6;", False),  # a copy of what was fenced
+        ("add.u32 %x1, %x0, %x0; mov.b32 %d5, %x1;", True),
+    ],
+)
+def test_writing_an_accumulator_after_the_fence_is_found(instruction: str, found: bool) -> None:
+    fence = "wgmma.fence.sync.aligned;"
+    report = run(Case(n=64), check=False, fence=f"{fence}\n{instruction}")[2]
+    assert kinds(report) == ({"wgmma-fence"} if found else set())
+    assert kinds(run(Case(n=64), check=False, fence=f"{fence}\n{instruction}\n{fence}")[2]) == set()
+
+
 def test_late_products_land_at_the_wait() -> None:
     """What the program writes to an accumulator in between is lost."""
     case = Case(n=8, scale_d=False)

@@ -1,4 +1,7 @@
-"""From a parsed kernel to the engine's flat program: operations, register offsets and what registers hold at the start."""
+"""From a parsed kernel to the engine's flat program.
+
+Operations, register offsets and what registers hold at the start.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,13 @@ import numpy as np
 
 from flash4_torch.emulator import control
 from flash4_torch.emulator.errors import UnsupportedInstruction
-from flash4_torch.emulator.lower import alu, copies, memory, sync, tensor  # noqa: F401  (they register their families)
+from flash4_torch.emulator.lower import (  # noqa: F401  (they register their families)
+    alu,
+    copies,
+    memory,
+    sync,
+    tensor,
+)
 from flash4_torch.emulator.lower.base import NO_REGISTER, EngineOp, find
 from flash4_torch.emulator.lower.start import InitKind, RegisterStart
 from flash4_torch.emulator.ptx import Address, Immediate, Instruction, Kernel, Operand, Register, Symbol
@@ -35,7 +44,10 @@ class Lowered:
 
 
 def lower(kernel: Kernel, operations: Mapping[str, int], *, compact: bool = True) -> Lowered:
-    """`operations`: the engine's names and numbers. Raises UnsupportedInstruction for what it does not have."""
+    """`operations` are the engine's names and numbers.
+
+    Raises UnsupportedInstruction for what the engine does not have.
+    """
     context = _Context(kernel, compact)
     numbers, regs, attrs, writes = [], [], [], []
     guard = np.full(len(kernel.instructions), NO_REGISTER, np.uint32)
@@ -72,7 +84,10 @@ def _begins(rows: list[list[int]]) -> np.ndarray:
 
 
 def _written(instruction: Instruction, regs: list[int], context: _Context) -> int:
-    """Bit i: the instruction writes regs[i], of the first 32; a register that it names twice counts where it comes first."""
+    """Bit i: the instruction writes regs[i], of the first 32.
+
+    A register that is named twice counts where it comes first.
+    """
     offsets = {context.slots.offset[name] for name in control.access(instruction).writes}
     return sum(1 << i for i, reg in enumerate(regs[:32]) if reg in offsets and regs.index(reg) == i)
 

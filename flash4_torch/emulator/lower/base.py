@@ -1,4 +1,7 @@
-"""What lowering an instruction means: PTX names and operands become an engine operation, registers and numbers."""
+"""What lowering an instruction means.
+
+PTX names and operands become an engine operation, registers and numbers.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ NO_REGISTER = 0xFFFFFFFF
 
 @dataclass
 class EngineOp:
-    """One operation of the engine: a registered name, register offsets and static numbers, in the handler's order."""
+    """One operation of the engine.
+
+    A registered name, register offsets and static numbers, in the handler's order.
+    """
 
     name: str
     regs: list[int] = field(default_factory=list)
@@ -51,7 +57,10 @@ FAMILIES: dict[str, Lowering] = {}
 
 
 def family(*prefixes: str) -> Callable[[Lowering], Lowering]:
-    """Registers a lowering function for all opcodes that equal a prefix or continue it with a dot; longest wins."""
+    """Registers a lowering function for all opcodes that equal a prefix or continue it with a dot.
+
+    Longest wins.
+    """
 
     def register(function: Lowering) -> Lowering:
         for prefix in prefixes:

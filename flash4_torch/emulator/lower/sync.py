@@ -1,11 +1,15 @@
-"""Control flow, barriers and fences. PTX ISA: Control Flow Instructions; Parallel Synchronization and Communication."""
+"""Control flow, barriers and fences.
+
+PTX ISA: Control Flow Instructions; Parallel Synchronization and Communication.
+"""
 
 from __future__ import annotations
 
 from flash4_torch.emulator.lower.base import NO_REGISTER, Context, EngineOp, check_modifiers, family
 from flash4_torch.emulator.ptx import Address, Instruction, Operand, Vector
 
-# The engine keeps one order of memory operations per warp and publishes at every release, which covers all scopes.
+# The engine keeps one order of memory operations per warp and publishes at every release, which covers all
+# scopes.
 _SCOPES = {"cta", "cluster", "gpu", "sys"}
 _SHARED = {"shared", "shared::cta", "shared::cluster"}
 
@@ -33,6 +37,12 @@ def leave(ins: Instruction, ctx: Context) -> EngineOp:
 @family("trap", "brkpt")
 def trap(ins: Instruction, ctx: Context) -> EngineOp:
     return EngineOp("trap")
+
+
+@family("nop")
+def nothing(ins: Instruction, ctx: Context) -> EngineOp:
+    """No instruction of PTX: where `mutate.without` has removed one."""
+    return EngineOp("nop")
 
 
 @family("griddepcontrol", "fence", "membar")
@@ -68,9 +78,7 @@ def named_barrier(ins: Instruction, ctx: Context) -> EngineOp:
     modifiers = check_modifiers(ins, {"cta", "sync", "arrive", "aligned"}, ctx)
     count = ctx.reg(ins.operands[1], 4) if len(ins.operands) > 1 else NO_REGISTER
     aligned = ins.opcode.startswith("bar.") or "aligned" in modifiers
-    return EngineOp(
-        "barrier", [ctx.reg(ins.operands[0], 4), count], [int("sync" in modifiers), int(aligned)]
-    )
+    return EngineOp("barrier", [ctx.reg(ins.operands[0], 4), count], [int("sync" in modifiers), int(aligned)])
 
 
 @family("barrier.cluster")
@@ -129,9 +137,7 @@ def arrive(ins: Instruction, ctx: Context) -> EngineOp:
 
 @family("mbarrier.expect_tx", "mbarrier.complete_tx")
 def transaction(ins: Instruction, ctx: Context) -> EngineOp:
-    modifiers = check_modifiers(
-        ins, {"expect_tx", "complete_tx", "relaxed", "b64"} | _SCOPES | _SHARED, ctx
-    )
+    modifiers = check_modifiers(ins, {"expect_tx", "complete_tx", "relaxed", "b64"} | _SCOPES | _SHARED, ctx)
     register, offset, generic = _place(ins, ins.operands[0], ctx)
     sign = 1 if "expect_tx" in modifiers else -1
     return EngineOp("mbarrier.tx", [register, ctx.reg(ins.operands[1], 4)], [offset, generic, sign])

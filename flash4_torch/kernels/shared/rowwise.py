@@ -120,29 +120,36 @@ def backward(
     )
 
 
-def compile_forward(dtype: type[cutlass.Numeric], plan: Plan, options: str = "") -> Any:
-    """`forward` compiled for any sizes and strides; call it as (q, k, v, out, lse, rule, stream)."""
+def compile_forward(dtype: str, plan: Plan) -> Any:
+    """`forward` compiled for any sizes and strides; call it as (q, k, v, out, lse, rule, stream).
+
+    dtype: as torch and the DSL name it: "bfloat16", "float16", "float32". Tensors are passed by DLPack, the
+    rule as a tuple of numbers, the stream as its handle.
+    """
     q, k, v, out = (_rows(dtype, D) for D in (plan.D, plan.D, plan.Dv, plan.Dv))
-    return cute.compile(forward, q, k, v, out, _per_row(), _rule(), plan, _stream(), options=options)
+    return cute.compile(forward, q, k, v, out, _per_row(), _rule(), plan, _stream(), options=_OPTIONS)
 
 
-def compile_backward(
-    dtype: type[cutlass.Numeric], plan: Plan, *, dlse: bool = False, options: str = ""
-) -> Any:
-    """`backward` compiled for any sizes and strides; call it with all of its arguments but `plan`."""
+def compile_backward(dtype: str, plan: Plan, *, dlse: bool = False) -> Any:
+    """`backward` compiled like the forward; call it with all of its arguments but `plan`."""
     q, k, v, out, dout, dq, dk, dv = (
         _rows(dtype, D) for D in (plan.D, plan.D, plan.Dv, plan.Dv, plan.Dv, plan.D, plan.D, plan.Dv)
     )
     lse, delta, gradient = _per_row(), _per_row(), _per_row() if dlse else None
     tensors = (q, k, v, out, lse, dout, gradient, delta, dq, dk, dv)
-    return cute.compile(backward, *tensors, _rule(), plan, _stream(), options=options)
+    return cute.compile(backward, *tensors, _rule(), plan, _stream(), options=_OPTIONS)
 
 
-def _rows(dtype: type[cutlass.Numeric], D: int) -> cute.Tensor:
+_OPTIONS = "--enable-tvm-ffi"
+_NUMERIC = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": Float32}
+
+
+def _rows(dtype: str, D: int) -> cute.Tensor:
     """Stands for any (B, S, H, D) tensor with unit last stride."""
+    numeric = _NUMERIC[dtype]
     shape = (cute.sym_int(), cute.sym_int(), cute.sym_int(), D)
     stride = (cute.sym_int64(), cute.sym_int64(), cute.sym_int64(), 1)
-    return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=dtype.width // 8)
+    return cute.runtime.make_fake_tensor(numeric, shape, stride, assumed_align=numeric.width // 8)
 
 
 def _per_row() -> cute.Tensor:

@@ -1,0 +1,134 @@
+"""An emulated device.
+
+CuTe-DSL compiles for it, and what it launches runs here. `flash4_torch.testing.emulate` shows it to users.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from flash4_torch import env
+from flash4_torch.emulator import host, ptx
+from flash4_torch.emulator.engine import Options, Program, pack_parameters
+from flash4_torch.emulator.errors import EmulatorError
+from flash4_torch.emulator.report import Report
+
+
+@dataclass
+class Device:
+    """An emulated device: what its launches do, and the report of each.
+
+    options: how launches run from now on; may be replaced between launches.
+    check: raise EmulationError after a launch with findings; else look at the reports.
+    memory: (address, bytes) of the global memory that kernels may touch; empty: anything.
+    transform: applied to every kernel before it runs, as mutation studies do.
+    """
+
+    arch: str
+    options: Options = field(default_factory=Options)
+    check: bool = True
+    memory: Sequence[tuple[int, int]] = ()
+    transform: Callable[[ptx.Kernel], ptx.Kernel] | None = None
+    reports: list[Report] = field(default_factory=list)
+
+    @contextmanager
+    def touching(self, *tensors: Any) -> Iterator[None]:
+        """Inside the block kernels may touch these tensors' memory only (torch tensors of any strides)."""
+        before, self.memory = self.memory, [_span(tensor) for tensor in tensors]
+        try:
+            yield
+        finally:
+            self.memory = before
+
+    def launch(self, launch: host.Launch) -> None:
+        """Runs one launch to its end."""
+        kernel = _kernel(launch.kernel.ptx, launch.kernel.name)
+        if self.transform:
+            kernel = self.transform(kernel)
+            program = Program(kernel, arch=_number(self.arch), compact=self.options.compact)
+        else:
+            program = _program(
+                launch.kernel.ptx, launch.kernel.name, _number(self.arch), self.options.compact
+            )
+        values = [ctypes.string_at(a, p.size) for a, p in zip(launch.args, kernel.params, strict=True)]
+        report = program.launch(
+            pack_parameters(kernel, values),
+            grid=launch.grid,
+            block=launch.block,
+            cluster=launch.cluster,
+            dynamic_shared=launch.smem_bytes,
+            regions=self.memory,
+            options=self.options,
+        )
+        self.reports.append(report)
+        if self.check:
+            report.raise_findings()
+
+
+@contextmanager
+def device(
+    arch: str | None = None,
+    *,
+    multiprocessors: int | None = None,
+    check: bool = True,
+    **options: Any,
+) -> Iterator[Device]:
+    """Inside the block CuTe-DSL compiles for an emulated device, and launches run on it.
+
+    arch: "sm_90a" or "sm_100a"; default: FLASH4_ARCH.
+    multiprocessors: how many it seems to have; persistent kernels launch as many CTAs. Default: 132 and 148.
+    check: raise EmulationError for the first launch with findings.
+    options: the fields of `Options`.
+
+    Functions must be compiled and called inside the block. Raises BuildError where the engine cannot be built
+    (it needs g++), ImportError without nvidia-cutlass-dsl.
+    """
+    arch = arch or env.ARCH.get()
+    if _active:
+        raise EmulatorError(f"an emulated {_active[-1].arch} device is active; there can be one at a time")
+    emulated = Device(arch, Options(**options), check)
+    host.install(emulated.launch, arch, multiprocessors)
+    _active.append(emulated)
+    try:
+        yield emulated
+    finally:
+        _active.pop()
+        host.uninstall()
+
+
+_active: list[Device] = []
+
+
+@contextmanager
+def active_or_new() -> Iterator[Device]:
+    """The device of the `device` block that this is called in, or one for the time of this block."""
+    if _active:
+        yield _active[-1]
+    else:
+        with device() as emulated:
+            yield emulated
+
+
+def _span(tensor: Any) -> tuple[int, int]:
+    """The memory from a tensor's first to its last element: address and bytes."""
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), (last + 1) * tensor.element_size()
+
+
+def _number(arch: str) -> int:
+    return int("".join(filter(str.isdigit, arch)))
+
+
+@functools.lru_cache(maxsize=64)
+def _kernel(text: str, name: str) -> ptx.Kernel:
+    return next(kernel for kernel in ptx.parse(text).kernels if kernel.name == name)
+
+
+@functools.lru_cache(maxsize=64)
+def _program(text: str, name: str, arch: int, compact: bool) -> Program:
+    return Program(_kernel(text, name), arch=arch, compact=compact)

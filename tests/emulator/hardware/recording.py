@@ -1,0 +1,105 @@
+"""What is known of launches that ran in the emulator: enough to run them elsewhere and compare."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+Dim3 = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """How far a result on the GPU may be from the emulator's.
+
+    largest: an absolute difference, for all elements or for each; 0: the same values.
+    reason: where a difference comes from.
+    """
+
+    largest: float | Tensor = 0.0
+    reason: str = "every operation is exact or rounded as IEEE 754 says"
+
+
+@dataclass
+class Region:
+    """A tensor's memory; `before` and `after` the launches are keys of `Recording.contents`.
+
+    address: where it was, as pointers' alignment may matter.
+    error: the root mean square of what the emulator's result is from the exact one's, if that is known.
+    """
+
+    name: str
+    dtype: torch.dtype
+    address: int
+    before: str
+    after: str
+    bound: Bound = field(default_factory=Bound)
+    error: float | None = None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch.
+
+    cubin: a key of `Recording.contents`. shared: bytes of dynamic shared memory.
+    pointers: (offset, region, distance) for each address among the parameters' bytes.
+    """
+
+    kernel: str
+    cubin: str
+    ptx_sha256: str
+    grid: Dim3
+    block: Dim3
+    cluster: Dim3
+    shared: int
+    cooperative: bool
+    programmatic: bool
+    params: bytes
+    pointers: tuple[tuple[int, int, int], ...]
+
+
+@dataclass
+class Step:
+    """Launches, one after the other, and the memory that they share."""
+
+    name: str
+    launches: list[Launch]
+    regions: list[Region]
+
+
+@dataclass
+class Recording:
+    """contents: cubins and memory by their hash, each kept once and compressed."""
+
+    versions: dict[str, str]
+    steps: list[Step] = field(default_factory=list)
+    contents: dict[str, bytes] = field(default_factory=dict)
+
+    def keep(self, data: bytes) -> str:
+        key = hashlib.sha256(data).hexdigest()
+        if key not in self.contents:
+            self.contents[key] = zlib.compress(data, 1)
+        return key
+
+    def bytes(self, key: str) -> bytes:
+        return zlib.decompress(self.contents[key])
+
+    def tensor(self, key: str, dtype: torch.dtype) -> Tensor:
+        """Flat."""
+        data = bytearray(self.bytes(key))
+        return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+
+    def save(self, path: Path) -> None:
+        path.write_bytes(pickle.dumps(self))
+
+    @staticmethod
+    def load(path: Path) -> Recording:
+        loaded = pickle.loads(path.read_bytes())
+        assert isinstance(loaded, Recording)
+        return loaded

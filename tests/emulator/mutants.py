@@ -1,0 +1,152 @@
+"""What notices that a kernel lacks a synchronisation instruction: the subjects of such studies, and how one is judged."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from kernels import Case
+from torch import Tensor
+
+from flash4_torch.emulator import host, ptx
+from flash4_torch.emulator.engine import Options, Program, pack_parameters
+from flash4_torch.emulator.mutate import without
+from flash4_torch.emulator.report import EmulationError, Report
+
+Run = Callable[[], list[Tensor]]
+LATE, EAGER = Options(schedule="late"), Options(schedule="eager")
+FUZZ = [Options(schedule="fuzz", seed=seed) for seed in range(48)]
+
+
+@dataclass
+class Bench:
+    """Runs launches like a device, with some kernels replaced by mutants.
+
+    memory: (address, bytes) that the kernels may touch; empty: anything.
+    executed: of each kernel launched, the indices of the instructions that any warp executed.
+    """
+
+    arch: str
+    options: Options = EAGER
+    memory: list[tuple[int, int]] = field(default_factory=list)
+    programs: dict[host.Kernel, Program] = field(default_factory=dict)
+    mutants: dict[host.Kernel, Program] = field(default_factory=dict)
+    executed: dict[host.Kernel, set[int]] = field(default_factory=dict)
+
+    def launch(self, launch: host.Launch) -> None:
+        """Runs one launch; raises EmulationError for findings."""
+        program = self.mutants.get(launch.kernel) or self._original(launch.kernel)
+        params = program.kernel.params
+        values = [ctypes.string_at(a, p.size) for a, p in zip(launch.args, params, strict=True)]
+        report = program.launch(
+            pack_parameters(program.kernel, values),
+            grid=launch.grid,
+            block=launch.block,
+            cluster=launch.cluster,
+            dynamic_shared=launch.smem_bytes,
+            regions=self.memory,
+            options=self.options,
+        )
+        self._note(launch.kernel, report)
+        report.raise_findings()
+
+    def mutate(self, kernel: host.Kernel, index: int) -> None:
+        """From now on `kernel` lacks the instruction with that index, and no other kernel lacks any."""
+        mutant = without(self.programs[kernel].kernel, index)
+        self.mutants = {kernel: Program(mutant, arch=self.number)}
+
+    @property
+    def number(self) -> int:
+        return host.ARCHITECTURES[self.arch].major * 10
+
+    def _original(self, kernel: host.Kernel) -> Program:
+        if kernel not in self.programs:
+            parsed = next(k for k in ptx.parse(kernel.ptx).kernels if k.name == kernel.name)
+            self.programs[kernel] = Program(parsed, arch=self.number)
+        return self.programs[kernel]
+
+    def _note(self, kernel: host.Kernel, report: Report) -> None:
+        executed = {i for i, line in enumerate(report.lines) if any(line.counts)}
+        self.executed[kernel] = self.executed.get(kernel, set()) | executed
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Kernels that are launched together, on one set of inputs.
+
+    prepare: from a bench, a context that gives a function, which runs them on fresh inputs and returns what they made.
+    strict: see Options.
+    """
+
+    name: str
+    arch: str
+    shape: str
+    prepare: Callable[[Bench], AbstractContextManager[Run]]
+    strict: frozenset[str] = frozenset()
+
+
+def subject_of(case: Case, arch: str) -> Subject:
+    """One of our own kernels."""
+
+    @contextmanager
+    def prepare(bench: Bench) -> Iterator[Run]:
+        host.install(bench.launch, arch)
+        try:
+            compiled = case.compile(arch)
+
+            def run() -> list[Tensor]:
+                arguments = case.arguments()
+                tensors = [a for a in arguments if isinstance(a, Tensor)]
+                bench.memory = [(t.data_ptr(), t.untyped_storage().nbytes()) for t in tensors]
+                compiled(*case.converted(arguments))
+                return tensors
+
+            yield run
+        finally:
+            host.uninstall()
+
+    shapes = ", ".join(str(tuple(a.shape)) for a in case.arguments() if isinstance(a, Tensor))
+    return Subject(case.name, arch, shapes, prepare, frozenset({"exit"}))
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Tells a mutant from the original by findings, by outputs or by an exception."""
+
+    subject: Subject
+    bench: Bench
+    run: Run
+    expected: list[Tensor]
+    tolerance: float = 0.0
+
+    def differs(self, options: Options) -> str | None:
+        """How a run differs from the original: kinds of findings, "output", or None."""
+        self.bench.options = replace(options, strict=self.subject.strict)
+        try:
+            outputs = self.run()
+        except EmulationError as error:
+            return error.findings[0].kind
+        same = all(
+            torch.allclose(a.double(), b.double(), rtol=0, atol=self.tolerance, equal_nan=True)
+            for a, b in zip(outputs, self.expected, strict=True)
+        )
+        return None if same else "output"
+
+    def detects(self, kernel: host.Kernel, index: int, schedules: list[Options]) -> str | None:
+        """What tells the mutant without that instruction from the original first, or None."""
+        self.bench.mutate(kernel, index)
+        try:
+            return next(filter(None, map(self.differs, schedules)), None)
+        finally:
+            self.bench.mutants = {}
+
+
+@contextmanager
+def judge_of(subject: Subject, tolerance: float = 0.0) -> Iterator[Judge]:
+    """A judge for the time of the block; the original has run once, eagerly."""
+    bench = Bench(subject.arch, options=replace(EAGER, strict=subject.strict))
+    with subject.prepare(bench) as run:
+        yield Judge(subject, bench, run, run(), tolerance)

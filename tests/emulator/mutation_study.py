@@ -1,0 +1,182 @@
+"""Which synchronisation instructions of which kernels can be deleted without anything noticing?
+
+    PYTHONPATH=.:tests/emulator python tests/emulator/mutation_study.py result.json [part of a subject's name ...]
+
+First the originals must run without findings, and with the same outputs, in 50 schedules. Then every instruction that the
+original executes and that `mutate.candidates` names is deleted, one at a time. flash-attn-4's kernels take part where it is
+installed. Survivors keep the reason that an earlier result.json gives for them: those are written by hand.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from kernels import Case, all_cases
+from mutants import EAGER, FUZZ, LATE, Bench, Judge, Run, Subject, judge_of, subject_of
+from peers import flash_attn_4
+from torch import Tensor
+
+from flash4_torch import info
+from flash4_torch.emulator import host
+from flash4_torch.emulator.mutate import candidates
+from flash4_torch.emulator.ptx import Instruction
+
+# The model does without these: what tcgen05.ld loads is there at once, and the order of the tensor core's work is not in
+# doubt. So they are counted apart.
+APART = ("tcgen05.wait::ld", "tcgen05.fence")
+ORIGINALS = [EAGER, LATE, *FUZZ]
+MUTANTS = [LATE, *FUZZ[:6], EAGER]
+OURS = {
+    "sm_90a": [
+        "ring_sw128",
+        "ring_odd_clipped",
+        "bulk",
+        "grouped_copies",
+        "signalled_copies",
+        "hopper_gemm_a_in_registers",
+        "hopper_gemm_stored_by_tma",
+        "multicast_2",
+        "hand_over",
+        "exchange",
+        "cluster_sum",
+        "take_turns",
+    ],
+    "sm_100a": [
+        "blackwell_gemm_persistent",
+        "blackwell_gemm_two_ctas",
+        "blackwell_gemm_a_in_tmem",
+        "blackwell_gemm_two_ctas_a_in_tmem",
+        "blackwell_gemm_stored_by_tma",
+    ],
+}
+
+Rows = list[dict[str, Any]]
+
+
+def main(arguments: Sequence[str]) -> None:
+    path, *parts = arguments
+    file = Path(path)
+    known: Rows = json.loads(file.read_text())["kernels"] if file.exists() else []
+    chosen = [s for s in subjects() if not parts or any(part in f"{s.name} {s.arch}" for part in parts)]
+    names = {(s.name, s.arch) for s in chosen}
+    rows = [row for row in known if (row["subject"], row["arch"]) not in names]
+    for subject in chosen:
+        rows += study(subject, known)
+        file.write_text(json.dumps({"versions": versions(), "kernels": rows}, indent=1) + "\n")
+
+
+def versions() -> dict[str, str]:
+    peer = {"flash-attn-4": metadata.version("flash-attn-4")} if importlib.util.find_spec("flash_attn") else {}
+    return {**info.versions(), **peer}
+
+
+def subjects() -> Iterator[Subject]:
+    for arch, names in OURS.items():
+        cases: dict[str, Case] = {case.name: case for case in all_cases(arch)}
+        for name in names:
+            yield subject_of(cases[name], arch)
+    if importlib.util.find_spec("flash_attn"):
+        for arch in OURS:
+            yield attention(arch, "forward", forward)
+            yield attention(arch, "backward", backward)
+
+
+def attention(arch: str, name: str, act: Callable[..., list[Tensor]]) -> Subject:
+    """flash-attn-4 at a size at which every CTA works on several tiles."""
+    B, Sq, Sk, Hq, Hk, D = 1, 640, 1024, 4, 2, 128
+
+    @contextmanager
+    def prepare(bench: Bench) -> Iterator[Run]:
+        torch.manual_seed(0)
+        q, k, v, dout = (torch.randn(B, s, h, D).bfloat16() for s, h in ((Sq, Hq), (Sk, Hk), (Sk, Hk), (Sq, Hq)))
+        with flash_attn_4(bench.launch, arch, multiprocessors=2) as interface:
+            out, lse, *_ = interface._flash_attn_fwd(q, k, v, causal=True, return_lse=True)
+            bench.executed.clear()
+            yield lambda: act(interface, q, k, v, out, dout, lse)
+
+    return Subject(f"flash-attn-4 {name}", arch, f"{B=} {Sq=} {Sk=} {Hq=} {Hk=} {D=} causal", prepare)
+
+
+def forward(interface: Any, q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> list[Tensor]:
+    return list(interface._flash_attn_fwd(q, k, v, causal=True, return_lse=True)[:2])
+
+
+def backward(interface: Any, *saved: Tensor) -> list[Tensor]:
+    return list(interface._flash_attn_bwd(*saved, causal=True)[:3])
+
+
+def study(subject: Subject, known: Rows) -> Rows:
+    """A row for each of the subject's kernels."""
+    with judge_of(subject) as judge:
+        for options in ORIGINALS:
+            wrong = judge.differs(options)
+            assert wrong is None, f"{subject.name} on {subject.arch} itself, {options}: {wrong}"
+        executed = dict(judge.bench.executed)
+        return [study_kernel(judge, kernel, executed[kernel], known) for kernel in executed]
+
+
+def study_kernel(judge: Judge, kernel: host.Kernel, executed: set[int], known: Rows) -> dict[str, Any]:
+    program = judge.bench.programs[kernel].kernel
+    every = candidates(program)
+    row: dict[str, Any] = {
+        "subject": judge.subject.name,
+        "arch": judge.subject.arch,
+        "kernel": short_name(kernel.name),
+        "shape": judge.subject.shape,
+        "candidates": len(every),
+        "executed": 0,
+        "detected": 0,
+        "detected_by": Counter(),
+        "apart": {name: {"executed": 0, "detected": 0} for name in APART},
+        "survivors": [],
+    }
+    for index in sorted(executed.intersection(every)):
+        instruction = program.instructions[index]
+        by = judge.detects(kernel, index, MUTANTS)
+        apart = next((name for name in APART if instruction.opcode.startswith(name)), None)
+        counts = row["apart"][apart] if apart else row
+        counts["executed"] += 1
+        counts["detected"] += by is not None
+        if by and not apart:
+            row["detected_by"][by] += 1
+        elif not by and not apart:
+            row["survivors"].append(survivor(instruction, reasons(row, known)))
+    print(*(row[k] for k in ("subject", "arch", "kernel", "executed", "detected", "detected_by")), flush=True)
+    for one in row["survivors"]:
+        print("   ", *one.values())
+    return row
+
+
+def survivor(instruction: Instruction, reasons: dict[str, str]) -> dict[str, Any]:
+    file, line = instruction.source or ("", 0)
+    source = f"{Path(file).name}:{line}"
+    return {
+        "line": instruction.line,
+        "ptx": instruction.text.strip(),
+        "source": source,
+        "reason": reasons.get(f"{instruction.line} {source}", ""),
+    }
+
+
+def reasons(row: dict[str, Any], known: Rows) -> dict[str, str]:
+    """What an earlier study of this kernel says of its survivors, by PTX line and source."""
+    same = (r for r in known if all(r[k] == row[k] for k in ("subject", "arch", "kernel")))
+    return {f"{s['line']} {s['source']}": s["reason"] for r in same for s in r["survivors"]}
+
+
+def short_name(kernel: str) -> str:
+    """The name without what the DSL mangles into it of the arguments."""
+    return kernel.removeprefix("kernel_").removeprefix("cutlass_").split("_object_at_")[0].split("_tensor")[0]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
