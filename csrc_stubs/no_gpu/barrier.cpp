@@ -188,6 +188,7 @@ Step named(Warp& warp, const Op& op, Mask mask) {
     if (waits && (barrier.released[w] & mask) == mask) {
         barrier.released[w] &= ~mask;
         if (races(warp)) races(warp)->acquire(warp, barrier.completed);
+        ++warp.cta->launch->counters.barrier_waits;
         return Step::Next;
     }
     if (waits && (barrier.waiting[w] & mask)) return Step::Blocked;

@@ -44,7 +44,8 @@ void submit_bulk_load(Warp& warp, const Op& op, const uint8_t* source, SharedRef
                     .reads_cta = to.cta->rank});
 }
 
-// reg: destination, source, bytes, barrier, CTA mask or kNoRegister; attr: constants of destination, source and barrier.
+// reg: destination, source, bytes, barrier, CTA mask or kNoRegister.
+// attr: constants of destination, source and barrier.
 Step bulk_load(Warp& warp, const Op& op, Mask mask) {
     Cluster& cluster = *warp.cta->cluster;
     for (Mask rest = mask; rest; rest &= rest - 1) {
@@ -84,8 +85,8 @@ Step bulk_store(Warp& warp, const Op& op, Mask mask) {
     return Step::Next;
 }
 
-// Within the cluster. reg: destination, source, bytes, barrier; attr: constants of destination, source and barrier, Reduction or -1,
-// ElementType.
+// Within the cluster. reg: destination, source, bytes, barrier.
+// attr: constants of destination, source and barrier, Reduction or -1, ElementType.
 Step bulk_copy(Warp& warp, const Op& op, Mask mask) {
     Cluster& cluster = *warp.cta->cluster;
     const ElementType type = static_cast<ElementType>(op.attr[4]);
@@ -150,8 +151,8 @@ uint32_t source_bytes(Warp& warp, const Op& op, int lane, uint32_t bytes) {
     return op.reg[2] == kNoRegister ? bytes : std::min(bytes, warp.u32(op.reg[2])[lane]);
 }
 
-// reg: destination, source, bytes to read or kNoRegister, predicate that ignores the source or kNoRegister; attr: constants of
-// destination and source, bytes to write.
+// reg: destination, source, bytes to read or kNoRegister, predicate that ignores the source or kNoRegister.
+// attr: constants of destination and source, bytes to write.
 Step async_copy(Warp& warp, const Op& op, Mask mask) {
     Cluster& cluster = *warp.cta->cluster;
     const uint32_t bytes = static_cast<uint32_t>(op.attr[2]);
@@ -241,8 +242,8 @@ FLASH4_OP("cp.async.arrive", Sync, async_arrive);
 
 // --- st.async and red.async: every lane writes a few registers to another CTA's shared memory
 
-// reg: address, barrier, values; attr: constants of both addresses, bytes of memory that one register holds, Reduction or -1,
-// ElementType.
+// reg: address, barrier, values.
+// attr: constants of both addresses, bytes of memory that one register holds, Reduction or -1, ElementType.
 Step async_store(Warp& warp, const Op& op, Mask mask) {
     Cluster& cluster = *warp.cta->cluster;
     const uint32_t each = static_cast<uint32_t>(op.attr[2]), values = op.regs - 2u, bytes = each * values;

@@ -278,7 +278,7 @@ Step store(Warp& warp, const Op& op, Mask mask) {
     return Step::Next;
 }
 
-// The last word of a load's name is the register's width, where it is not that of the element (8 and 16 bits live in 32).
+// The last word of a name is the register's width, where it is not that of the element (8 and 16 bits live in 32).
 // A signed element in a 16-bit register is extended to 16 bits only.
 #define FLASH4_LOADS(name, space)                                                       \
     FLASH4_OP("ld." name ".u8", Memory, load<space, uint8_t, uint32_t, uint32_t>);      \
@@ -388,7 +388,7 @@ Step same_address(Warp& warp, const Op& op, Mask mask) {
     return Step::Next;
 }
 
-// reg: destination, address, rank. The same offset in another CTA's shared memory; a rank beyond the cluster faults when used.
+// reg: destination, address, rank. The same offset in another CTA; a rank beyond the cluster faults when used.
 template <class Lane>
 Step map_to_cta(Warp& warp, const Op& op, Mask mask) {
     Lane* to = reinterpret_cast<Lane*>(warp.registers + op.reg[0]);

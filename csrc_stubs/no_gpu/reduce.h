@@ -29,7 +29,7 @@ enum class Reduction : uint8_t { Add, Min, Max, And, Or, Xor, Inc, Dec, Exchange
 // *memory = reduction(*memory, *value), unaligned pointers allowed.
 using Reducer = void (*)(uint8_t* memory, const uint8_t* value);
 Reducer reducer(Reduction reduction, ElementType type);  // throws Fault where PTX has no such reduction
-// As memory reductions by units outside the SM do it: f32 addition flushes subnormal numbers (PTX ISA, red, cp.reduce.async.bulk).
+// As it is done in global memory: f32 addition flushes subnormal numbers (PTX ISA, red, cp.reduce.async.bulk).
 Reducer global_reducer(Reduction reduction, ElementType type);
 
 // Reduces `bytes` bytes of elements, one after the other.

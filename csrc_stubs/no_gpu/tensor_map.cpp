@@ -5,8 +5,8 @@
 namespace flash4::tma {
 namespace {
 
-// Where the fields are. Found by comparing the maps that host code writes for copies of varied types, swizzles, boxes and
-// strides, and what tensormap.replace changes on an H200.
+// Where the fields are. Found by comparing the maps that host code writes for varied types, swizzles, boxes and strides,
+// and what tensormap.replace changes on an H200.
 struct Bits {
     uint32_t word, shift, width;
 };
@@ -30,7 +30,7 @@ void set(uint8_t* descriptor, Bits at, uint64_t value) {
     std::memcpy(descriptor + 4 * at.word, &changed, sizeof changed);
 }
 
-// Strides are kept in units of 16 bytes, for dimensions from 1 on: 32 bits in a word each, and 4 more bits in a common word.
+// Strides of dimensions from 1 on, in units of 16 bytes: 32 bits in a word each, and 4 more bits in a common word.
 Bits stride_low(uint32_t dimension) { return {3 + dimension - 1, 0, 32}; }
 Bits stride_high(uint32_t dimension) { return {7, 4 * (dimension - 1), 4}; }
 Bits size_at(uint32_t dimension) { return {8 + dimension, 0, 32}; }

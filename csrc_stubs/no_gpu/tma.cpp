@@ -1,4 +1,4 @@
-// Tensor copies between global and shared memory, tile mode (PTX ISA, cp.async.bulk.tensor, cp.reduce.async.bulk.tensor).
+// Tensor copies between global and shared memory, tile mode (PTX ISA: cp.async.bulk.tensor and its .reduce form).
 #include <algorithm>
 #include <cstring>
 
@@ -60,8 +60,8 @@ void check_global(Launch& launch, const Box& box) {
     if (high) global_at(launch, low, high - low, 1);
 }
 
-// Calls body(byte in the tile, byte in the row, bytes) for the pieces of a row that lie together in a tile. The permutation
-// depends on the tile's offset in shared memory.
+// Calls body(byte in the tile, byte in the row, bytes) for the pieces of a row that lie together in a tile.
+// The permutation depends on the tile's offset in shared memory.
 template <class Body>
 void for_chunks(const TensorMap& map, uint32_t tile_offset, uint32_t row, Body&& body) {
     const uint32_t bytes = map.row_bytes(), begin = tile_offset + row * map.pitch();
@@ -182,7 +182,8 @@ void submit_load(Warp& warp, const Op& op, const Box& box, SharedRef tile, Share
                     .reads_cta = tile.cta->rank});
 }
 
-// reg: tile, tensor map, barrier, CTA mask or kNoRegister, coordinates; attr: constants of the first three, CTAs in pairs.
+// reg: tile, tensor map, barrier, CTA mask or kNoRegister, coordinates.
+// attr: constants of the first three, CTAs in pairs.
 Step tensor_load(Warp& warp, const Op& op, Mask mask) {
     Cluster& cluster = *warp.cta->cluster;
     const bool pairs = op.attr[3], multicast = op.reg[3] != kNoRegister;
@@ -220,7 +221,8 @@ Step tensor_store(Warp& warp, const Op& op, Mask mask) {
     return Step::Next;
 }
 
-// reg: address of the tensor map, new value; attr: constant of the address, Space, Field, dimension, bytes of the value.
+// reg: address of the tensor map, new value.
+// attr: constant of the address, Space, Field, dimension, bytes of the value.
 Step replace_field(Warp& warp, const Op& op, Mask mask) {
     for (Mask rest = mask; rest; rest &= rest - 1) {
         const int lane = first_lane(rest);

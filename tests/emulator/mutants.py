@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from kernels import Case
@@ -17,8 +18,9 @@ from flash4_torch.emulator.mutate import without
 from flash4_torch.emulator.report import EmulationError, Report
 
 Run = Callable[[], list[Tensor]]
-LATE, EAGER = Options(schedule="late"), Options(schedule="eager")
-FUZZ = [Options(schedule="fuzz", seed=seed) for seed in range(48)]
+_STRICT = frozenset({"exit"})
+LATE, EAGER = (Options(schedule=name, strict=_STRICT) for name in ("late", "eager"))
+FUZZ = [Options(schedule="fuzz", seed=seed, strict=_STRICT) for seed in range(48)]
 
 
 @dataclass
@@ -26,7 +28,7 @@ class Bench:
     """Runs launches like a device, with some kernels replaced by mutants.
 
     memory: (address, bytes) that the kernels may touch; empty: anything.
-    executed: of each kernel launched, the indices of the instructions that any warp executed.
+    executed: of each kernel launched, how often warps have executed each instruction, in all launches together.
     """
 
     arch: str
@@ -34,7 +36,7 @@ class Bench:
     memory: list[tuple[int, int]] = field(default_factory=list)
     programs: dict[host.Kernel, Program] = field(default_factory=dict)
     mutants: dict[host.Kernel, Program] = field(default_factory=dict)
-    executed: dict[host.Kernel, set[int]] = field(default_factory=dict)
+    executed: dict[host.Kernel, Counter[int]] = field(default_factory=dict)
 
     def launch(self, launch: host.Launch) -> None:
         """Runs one launch; raises EmulationError for findings."""
@@ -69,8 +71,8 @@ class Bench:
         return self.programs[kernel]
 
     def _note(self, kernel: host.Kernel, report: Report) -> None:
-        executed = {i for i, line in enumerate(report.lines) if any(line.counts)}
-        self.executed[kernel] = self.executed.get(kernel, set()) | executed
+        executed = self.executed.setdefault(kernel, Counter())
+        executed.update({i: sum(line.counts) for i, line in enumerate(report.lines) if any(line.counts)})
 
 
 @dataclass(frozen=True)
@@ -78,14 +80,14 @@ class Subject:
     """Kernels that are launched together, on one set of inputs.
 
     prepare: from a bench, a context that gives a function, which runs them on fresh inputs and returns what they made.
-    strict: see Options.
+    tolerance: how far outputs may be from the original's; more than 0 where floats are summed in the order of arrival.
     """
 
     name: str
     arch: str
     shape: str
     prepare: Callable[[Bench], AbstractContextManager[Run]]
-    strict: frozenset[str] = frozenset()
+    tolerance: float = 0.0
 
 
 def subject_of(case: Case, arch: str) -> Subject:
@@ -109,7 +111,7 @@ def subject_of(case: Case, arch: str) -> Subject:
             host.uninstall()
 
     shapes = ", ".join(str(tuple(a.shape)) for a in case.arguments() if isinstance(a, Tensor))
-    return Subject(case.name, arch, shapes, prepare, frozenset({"exit"}))
+    return Subject(case.name, arch, shapes, prepare)
 
 
 @dataclass(frozen=True)
@@ -120,17 +122,16 @@ class Judge:
     bench: Bench
     run: Run
     expected: list[Tensor]
-    tolerance: float = 0.0
 
     def differs(self, options: Options) -> str | None:
         """How a run differs from the original: kinds of findings, "output", or None."""
-        self.bench.options = replace(options, strict=self.subject.strict)
+        self.bench.options = options
         try:
             outputs = self.run()
         except EmulationError as error:
             return error.findings[0].kind
         same = all(
-            torch.allclose(a.double(), b.double(), rtol=0, atol=self.tolerance, equal_nan=True)
+            torch.allclose(a.double(), b.double(), rtol=0, atol=self.subject.tolerance, equal_nan=True)
             for a, b in zip(outputs, self.expected, strict=True)
         )
         return None if same else "output"
@@ -145,8 +146,8 @@ class Judge:
 
 
 @contextmanager
-def judge_of(subject: Subject, tolerance: float = 0.0) -> Iterator[Judge]:
+def judge_of(subject: Subject) -> Iterator[Judge]:
     """A judge for the time of the block; the original has run once, eagerly."""
-    bench = Bench(subject.arch, options=replace(EAGER, strict=subject.strict))
+    bench = Bench(subject.arch)
     with subject.prepare(bench) as run:
-        yield Judge(subject, bench, run, run(), tolerance)
+        yield Judge(subject, bench, run, run())

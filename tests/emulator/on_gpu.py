@@ -1,10 +1,10 @@
-"""Runs the hand-written PTX of the emulator's tests on a real GPU, to see whether the tests expect the right thing:
+"""Runs the hand-written PTX of the emulator's tests on a real GPU, to see whether they expect what it does:
 
     PYTHONPATH=.:tests/emulator python -m pytest -p on_gpu tests/emulator/test_memory.py
 
-Needs an NVIDIA GPU of sm_90a or later and cuda-python. Tests of what the emulator reports are skipped, and those of
-instructions that the GPU does not have fail. A test that breaks the GPU's context ends the process: with pytest-xdist
-(`-n 4`) the others go on.
+Needs an NVIDIA GPU of sm_90a and cuda-python. Tests of what the emulator reports are skipped, and those of
+instructions that the GPU does not have fail. A test that breaks the GPU's context ends the process: with
+pytest-xdist (`-n 4`) the others go on.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ ACCESSES = [
 
 @functools.cache
 def copying_kernel(bits: int, count: int, space: str) -> str:
-    """Each lane moves a vector from `in` through shared memory, at places from `write` and `read`, to `out`."""
+    """Each lane moves a vector to `out` through shared memory, at places from `write` and `read`."""
     vector, size = VECTORS[count], bits * count // 8
     names = [f"%v{i}" for i in range(count)]
     registers = names[0] if count == 1 else "{" + ", ".join(names) + "}"
@@ -303,7 +303,7 @@ INTEGER_ATOMICS = [
 @settings(max_examples=4)
 @given(data=st.data())
 def test_integer_atomics(operation: str, element: str, space: str, data: st.DataObject) -> None:
-    """All lanes act on one place, in the engine one after the other: the old values are the steps of a fold."""
+    """All lanes act on one place, one after the other: the old values are the steps of a fold."""
     kind = numpy_type(element)
     info = np.iinfo(kind)
     values = data.draw(st.lists(st.integers(int(info.min), int(info.max)), min_size=LANES, max_size=LANES))
@@ -610,7 +610,7 @@ def test_memory_of_a_cta_that_has_exited_is_refused() -> None:
 
 @pytest.mark.parametrize("options", SCHEDULES, ids=lambda o: o.schedule)
 def test_a_flag_in_global_memory_orders_two_clusters(options: Options) -> None:
-    """A later CTA publishes what an earlier one polls for: both must be resident, and polls must let others run."""
+    """A later CTA publishes what an earlier one polls for: both are resident, and polls let others run."""
     out = np.zeros(3, np.uint32)
     run(
         """

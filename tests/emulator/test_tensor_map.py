@@ -53,7 +53,7 @@ def maps() -> Iterator[list[np.ndarray]]:
 
 
 PLAIN = (0, 4, 3)
-# Element as PyTorch and as we name it; sizes; elements between rows; box; CuTe's swizzle; the map's span and atom.
+# Element as PyTorch and we name it; sizes; elements between rows; box; CuTe's swizzle; our span and atom.
 CASES = [
     ("uint8", "uint8", (64, 32), 64, (16, 8), PLAIN, 0, 16),
     ("int16", "uint16", (64, 32), 72, (16, 8), PLAIN, 0, 16),

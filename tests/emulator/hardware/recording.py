@@ -81,8 +81,12 @@ class Recording:
     steps: list[Step] = field(default_factory=list)
     contents: dict[str, bytes] = field(default_factory=dict)
 
+    @staticmethod
+    def hash(data: bytes) -> str:
+        return hashlib.sha256(data).hexdigest()
+
     def keep(self, data: bytes) -> str:
-        key = hashlib.sha256(data).hexdigest()
+        key = self.hash(data)
         if key not in self.contents:
             self.contents[key] = zlib.compress(data, 1)
         return key

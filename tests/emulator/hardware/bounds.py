@@ -1,0 +1,103 @@
+"""How far roundings that PTX leaves open can take the GPU's results from the emulator's.
+
+Open are the approximations (ex2, lg2, rcp, tanh, ...), where PTX states an error and the emulator rounds correctly, and the
+order and width of the sums inside a matrix product. Where such a value is rounded to 16 bits next, a tiny difference may
+carry it to the neighbouring number: one unit in the last place, and that is what the bounds of attention consist of.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .recording import Bound
+
+# The largest unit in the last place of numbers about 1 and above: what a changed rounding moves.
+STEP = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-23}
+# Relative error of fp32 scores and of what follows from them: a few approximations and a sum of up to 256 products.
+FP32 = 2.0**-19
+
+
+def approximations(x: Tensor) -> Bound:
+    """For the rows of the kernel of that name: PTX's stated errors, and half a unit for the emulator's own rounding."""
+    z = x.double()
+    rows = [
+        2**-22 * z.exp2(),
+        torch.where((z > 0.5) & (z < 2), 1.0, z.log2().abs()) * 2**-22,
+        2**-23 / z,
+        2**-23 * z.sqrt(),
+        2**-22.9 * z.rsqrt(),
+        2**-11 * z.tanh(),
+        torch.full_like(z, 2**-20.5),
+        torch.full_like(z, 2**-20.5),
+        2**-22 * (-z).exp(),
+    ]
+    exact = [z.exp2(), z.log2(), 1 / z, z.sqrt(), z.rsqrt(), z.tanh(), z.sin(), z.cos(), (-z).exp()]
+    largest = torch.stack(rows) + 2**-24 * torch.stack(exact).abs()
+    return Bound(largest.flatten(), "errors that PTX states for approximations")
+
+
+def product(a: Tensor, b: Tensor) -> Bound:
+    """For A B^T in fp32 by wgmma: each k-block of 16 is summed with a few bits more than fp32, and truncated."""
+    return Bound(
+        2**-23 * (a.double().abs() @ b.double().abs().T).max().item(), "order and width of wgmma's sums"
+    )
+
+
+@dataclass(frozen=True)
+class Attention:
+    """An attention call and its exact results; q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), dout as q with Dv.
+
+    inner: the type that probabilities and their gradients are rounded to before the second product.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    causal: bool
+    inner: torch.dtype
+
+    def exact(self) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Results in fp64 by name, and how far each may be off anywhere."""
+        q, dout = self.q.double(), self.dout.double()
+        group = q.shape[2] // self.k.shape[2]
+        k, v = (x.double().repeat_interleave(group, 2) for x in (self.k, self.v))
+        scale = q.shape[3] ** -0.5
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
+        if self.causal:
+            hidden = ~torch.ones(scores.shape[2:], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+            scores = scores.masked_fill(hidden, -torch.inf)
+        lse = scores.logsumexp(-1)
+        p = (scores - lse[..., None]).exp().nan_to_num()
+        out = torch.einsum("bhqk,bkhd->bqhd", p, v)
+        dp = torch.einsum("bqhd,bkhd->bhqk", dout, v)
+        delta = torch.einsum("bqhd,bqhd->bhq", dout, out)[..., None]
+        ds = p * (dp - delta)
+
+        def over_group(x: Tensor) -> Tensor:
+            return x.unflatten(2, (self.k.shape[2], group)).sum(3)
+
+        results = {
+            "out": out,
+            "lse": lse,
+            "dq": torch.einsum("bhqk,bkhd->bqhd", ds, k) * scale,
+            "dk": over_group(torch.einsum("bhqk,bqhd->bkhd", ds, q)) * scale,
+            "dv": over_group(torch.einsum("bhqk,bqhd->bkhd", p, dout)),
+        }
+
+        size = torch.einsum("bqhd,bkhd->bhqk", q.abs(), k.abs()) * scale
+        step = STEP[self.inner]
+        p_off = p * (step + FP32 * size)
+        dp_size = torch.einsum("bqhd,bkhd->bhqk", dout.abs(), v.abs()) + delta.abs()
+        ds_off = ds.abs() * (step + FP32 * size) + FP32 * p * dp_size
+        off = {
+            "out": torch.einsum("bhqk,bkhd->bqhd", p_off, v.abs()),
+            "lse": FP32 * (size.amax(-1) + lse.nan_to_num(neginf=0).abs()),
+            "dq": torch.einsum("bhqk,bkhd->bqhd", ds_off, k.abs()) * scale,
+            "dk": over_group(torch.einsum("bhqk,bqhd->bkhd", ds_off, q.abs())) * scale,
+            "dv": over_group(torch.einsum("bhqk,bqhd->bkhd", p_off, dout.abs())),
+        }
+        return results, {name: x.max().item() for name, x in off.items()}

@@ -1,0 +1,136 @@
+"""flash4_torch.testing.emulate, the face for kernel authors: devices, reports, the command line, the example."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.runtime import from_dlpack
+
+from flash4_torch.emulator.errors import EmulatorError
+from flash4_torch.testing import emulate
+
+ROOT = Path(__file__).parents[2]
+
+
+@cute.kernel
+def double_kernel(x: cute.Tensor, y: cute.Tensor, beyond: cutlass.Constexpr) -> None:
+    thread, _, _ = cute.arch.thread_idx()
+    y[thread] = x[thread + beyond] * 2.0
+
+
+@cute.jit
+def double(x: cute.Tensor, y: cute.Tensor, beyond: cutlass.Constexpr) -> None:
+    double_kernel(x, y, beyond).launch(grid=(1, 1, 1), block=(64, 1, 1))
+
+
+def doubled(device: emulate.Device, beyond: int = 0) -> bool:
+    x, y = torch.randn(64), torch.full((64,), torch.nan)
+    compiled = cute.compile(double, from_dlpack(x), from_dlpack(y), beyond)
+    with device.touching(x, y):
+        compiled(from_dlpack(x), from_dlpack(y))
+    return torch.equal(y, x * 2)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_a_kernel_runs_and_is_counted(arch):
+    with emulate.device(arch) as device:
+        assert doubled(device)
+    (report,) = device.reports
+    assert report.findings == [] and "double_kernel" in report.kernel
+    assert report.counters.global_read == report.counters.global_written == 64 * 4
+    assert report.counters.instructions == sum(sum(line.counts) for line in report.lines)
+    assert sum(report.counters.by_pipe.values()) == report.counters.instructions
+    assert all(line.counts[0] == line.counts[1] for line in report.lines)  # both warps do the same
+
+
+def test_a_wrong_kernel_raises_and_names_the_line():
+    with (
+        emulate.device("sm_90a") as device,
+        pytest.raises(emulate.EmulationError, match="out-of-bounds") as raised,
+    ):
+        doubled(device, beyond=1 << 20)
+    (finding,) = raised.value.findings
+    assert finding.at.source is not None
+    file, line = finding.at.source
+    assert Path(file).name == Path(__file__).name
+    assert "x[thread + beyond]" in Path(__file__).read_text().splitlines()[line - 1]
+
+
+def test_unchecked_devices_only_report():
+    with emulate.device("sm_90a", check=False) as device:
+        doubled(device, beyond=1 << 20)
+    assert [finding.kind for finding in device.reports[0].findings] == ["out-of-bounds"]
+
+
+def test_one_device_at_a_time():
+    with emulate.device("sm_90a"), pytest.raises(EmulatorError, match="sm_90a"), emulate.device("sm_100a"):
+        pass
+    with emulate.device("sm_100a") as device:
+        assert doubled(device)
+
+
+@pytest.mark.parametrize(
+    ("arch", "options", "word"),
+    [
+        ("sm_80", {}, "sm_80"),
+        ("sm_90a", {"schedule": "lazy"}, "lazy"),
+        ("sm_90a", {"strict": frozenset({"x"})}, "x"),
+    ],
+)
+def test_bad_options_are_named(arch, options, word):
+    with pytest.raises(ValueError, match=word), emulate.device(arch, **options):
+        pass
+
+
+def test_the_kernel_may_be_transformed():
+    """Without its store the kernel leaves the output as it was."""
+    from flash4_torch.emulator import mutate
+
+    with emulate.device("sm_90a") as device:
+        device.transform = lambda kernel: mutate.without(
+            kernel, next(i for i, ins in enumerate(kernel.instructions) if ins.opcode.startswith("st.global"))
+        )
+        assert not doubled(device)
+
+
+def command_line(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "flash4_torch.testing.emulate", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+
+def test_command_line_prints_a_table(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "import test_emulate as t, torch, cutlass.cute as cute\n"
+        "x, y = torch.randn(64 + int(sys.argv[1])), torch.zeros(64)\n"
+        "f = cute.compile(t.double, *map(t.from_dlpack, (x, y)), 0)\n"
+        "f(*map(t.from_dlpack, (x, y)))\n"
+        "print('right' if torch.equal(y, x[:64] * 2) else 'wrong')\n"
+    )
+    done = command_line("--arch", "sm_90a", "--schedule", "late", "--lines", "2", str(script), "0")
+    assert done.returncode == 0, done.stderr
+    assert "right" in done.stdout and "no findings" in done.stdout and "warp-instructions" in done.stdout
+
+
+def test_command_line_helps():
+    done = command_line("--help")
+    assert done.returncode == 0 and "--schedule" in done.stdout
+
+
+def test_the_example_finds_its_race():
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "find_a_race.py")], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    before, after = done.stdout.split("with the barrier")
+    assert "race" in before and "find_a_race.py" in before
+    assert "no findings, the result is right" in after
