@@ -83,11 +83,14 @@ def subjects() -> Iterator[Subject]:
             yield subject_of(case, arch)
     if importlib.util.find_spec("flash_attn"):
         for arch in OURS:
-            yield attention(arch, "forward", forward)
-            yield attention(arch, "backward", backward, tolerance=0.02)
+            # The forward for sm_100a is persistent only where all tiles cost the same.
+            yield attention(arch, "forward", forward, causal=arch == "sm_90a")
+            yield attention(arch, "backward", backward, causal=True, tolerance=0.02)
 
 
-def attention(arch: str, name: str, act: Callable[..., list[Tensor]], tolerance: float = 0.0) -> Subject:
+def attention(
+    arch: str, name: str, act: Callable[..., list[Tensor]], causal: bool, tolerance: float = 0.0
+) -> Subject:
     """flash-attn-4 at a size at which every CTA works on several tiles; outputs are NaN before."""
     B, Sq, Sk, Hq, Hk, D = 1, 640, 1024, 4, 2, 128
 
@@ -96,11 +99,12 @@ def attention(arch: str, name: str, act: Callable[..., list[Tensor]], tolerance:
         torch.manual_seed(0)
         q, k, v, dout = (torch.randn(B, s, h, D).bfloat16() for s, h in ((Sq, Hq), (Sk, Hk), (Sk, Hk), (Sq, Hq)))
         with flash_attn_4(bench.launch, arch, multiprocessors=2) as interface, poisoned_memory():
-            out, lse, *_ = interface._flash_attn_fwd(q, k, v, causal=True, return_lse=True)
+            out, lse, *_ = interface._flash_attn_fwd(q, k, v, causal=causal, return_lse=True)
             bench.executed.clear()
-            yield lambda: act(interface, q, k, v, out, dout, lse)
+            yield lambda: act(interface, q, k, v, out, dout, lse, causal=causal)
 
-    return Subject(f"flash-attn-4 {name}", arch, f"{B=} {Sq=} {Sk=} {Hq=} {Hk=} {D=} causal", prepare, tolerance)
+    shape = f"{B=} {Sq=} {Sk=} {Hq=} {Hk=} {D=} {causal=}"
+    return Subject(f"flash-attn-4 {name}", arch, shape, prepare, tolerance)
 
 
 @contextmanager
@@ -113,12 +117,12 @@ def poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def forward(interface: Any, q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> list[Tensor]:
-    return list(interface._flash_attn_fwd(q, k, v, causal=True, return_lse=True)[:2])
+def forward(interface: Any, q: Tensor, k: Tensor, v: Tensor, *_: Tensor, causal: bool) -> list[Tensor]:
+    return list(interface._flash_attn_fwd(q, k, v, causal=causal, return_lse=True)[:2])
 
 
-def backward(interface: Any, *saved: Tensor) -> list[Tensor]:
-    return list(interface._flash_attn_bwd(*saved, causal=True)[:3])
+def backward(interface: Any, *saved: Tensor, causal: bool) -> list[Tensor]:
+    return list(interface._flash_attn_bwd(*saved, causal=causal)[:3])
 
 
 def study(subject: Subject, known: Rows) -> Rows:
