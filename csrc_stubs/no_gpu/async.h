@@ -23,6 +23,7 @@ struct Warp::Units {
     // By lane: an elected lane's groups are its own.
     std::array<GroupQueue, kLanes> bulk, cp_async;
     GroupQueue wgmma;
+    std::vector<uint32_t> wgmma_epochs;  // of all groups that were committed
     CommitGroup tmem_load, tmem_store;
     // Registers as wgmma sees them, by register_unit; empty before the first wgmma.fence.
     struct Busy {

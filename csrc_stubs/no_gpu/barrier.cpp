@@ -175,15 +175,43 @@ FLASH4_OP("mbarrier.wait", Sync, wait_op);
 
 constexpr uint32_t kThreadsOfWarp = kLanes;
 
+NamedBarrier& named_barrier(Warp& warp, const Op& op, Mask mask) {
+    const uint32_t number = warp.u32(op.reg[0])[first_lane(mask)];
+    if (number >= warp.cta->named.size()) throw Fault("barrier", "named barrier " + std::to_string(number) + " of 16");
+    return warp.cta->named[number];
+}
+
+// Lets the warps that wait go on, each with the votes of its generation.
+void release_all(NamedBarrier& barrier, size_t warps) {
+    for (size_t i = 0; i < warps; ++i) {
+        if (!barrier.waiting[i]) continue;
+        barrier.released[i] |= barrier.waiting[i];
+        barrier.waiting[i] = 0;
+        barrier.voters_of[i] = barrier.voters;
+        barrier.votes_of[i] = barrier.votes;
+    }
+    barrier.expected = barrier.arrived = barrier.voters = barrier.votes = 0;
+    std::swap(barrier.completed, barrier.clock);
+    barrier.clock.clear();
+}
+
+// Counts are of whole warps: lane 0 arrives for the lanes that the block does not fill, and an aligned barrier also for
+// those that have exited.
+uint32_t arrivals(const Warp& warp, Mask mask, bool aligned) {
+    if (aligned) return kThreadsOfWarp;
+    const uint32_t threads = warp.cta->launch->block.count() - warp.index * kThreadsOfWarp;
+    const uint32_t absent = kThreadsOfWarp - std::min(threads, kThreadsOfWarp);
+    return static_cast<uint32_t>(__builtin_popcount(mask)) + (mask & 1 ? absent : 0);
+}
+
 // reg: barrier, thread count (or kNoRegister: all threads of the CTA); attr: waits, aligned.
 Step named(Warp& warp, const Op& op, Mask mask) {
     const bool waits = op.attr[0], aligned = op.attr[1];
     Cta& cta = *warp.cta;
     const int lane = first_lane(mask);
     const uint32_t number = warp.u32(op.reg[0])[lane];
-    if (number >= cta.named.size()) throw Fault("barrier", "named barrier " + std::to_string(number) + " of 16");
     if (aligned && mask != ~warp.exited) throw Fault("divergence", "an aligned barrier is executed by some lanes of the warp only");
-    NamedBarrier& barrier = cta.named[number];
+    NamedBarrier& barrier = named_barrier(warp, op, mask);
     const uint32_t w = warp.index;
     if (waits && (barrier.released[w] & mask) == mask) {
         barrier.released[w] &= ~mask;
@@ -198,20 +226,13 @@ Step named(Warp& warp, const Op& op, Mask mask) {
     if (barrier.expected && barrier.expected != expected)
         throw Fault("barrier", "named barrier " + std::to_string(number) + " is used with " + std::to_string(expected) + " threads while others wait for " + std::to_string(barrier.expected));
     barrier.expected = expected;
-    // A warp arrives with all its threads, also those that the block does not fill.
-    barrier.arrived += aligned ? kThreadsOfWarp : static_cast<uint32_t>(__builtin_popcount(mask));
+    barrier.arrived += arrivals(warp, mask, aligned);
     if (barrier.arrived > expected) throw Fault("barrier", "more arrivals at named barrier " + std::to_string(number) + " than the " + std::to_string(expected) + " it waits for");
     if (races(warp)) races(warp)->release(warp, barrier.clock);
     if (waits) barrier.waiting[w] |= mask;
     cta.cluster->event();
     if (barrier.arrived < expected) return waits ? Step::Blocked : Step::Next;
-    for (uint32_t i = 0; i < cta.warps.size(); ++i) {
-        barrier.released[i] |= barrier.waiting[i];
-        barrier.waiting[i] = 0;
-    }
-    barrier.expected = barrier.arrived = 0;
-    std::swap(barrier.completed, barrier.clock);
-    barrier.clock.clear();
+    release_all(barrier, cta.warps.size());
     if (!waits) return Step::Next;
     barrier.released[w] &= ~mask;
     if (races(warp)) races(warp)->acquire(warp, barrier.completed);
@@ -219,6 +240,34 @@ Step named(Warp& warp, const Op& op, Mask mask) {
     return Step::Next;
 }
 FLASH4_OP("barrier", Sync, named);
+
+enum class Vote : uint8_t { Popc, And, Or };
+
+// A barrier that also counts the threads whose predicate holds (PTX ISA: barrier.red).
+// reg: as above, source predicate, result; attr: as above, the source is negated, Vote.
+Step reduce(Warp& warp, const Op& op, Mask mask) {
+    NamedBarrier& barrier = named_barrier(warp, op, mask);
+    const uint32_t w = warp.index;
+    if (!((barrier.waiting[w] | barrier.released[w]) & mask)) {
+        const Mask holds = op.attr[2] ? ~warp.predicate(op.reg[2]) : warp.predicate(op.reg[2]);
+        barrier.voters += static_cast<uint32_t>(__builtin_popcount(mask));
+        barrier.votes += static_cast<uint32_t>(__builtin_popcount(holds & mask));
+    }
+    const Step step = named(warp, op, mask);
+    if (step != Step::Next) return step;
+    const uint32_t votes = barrier.votes_of[w];
+    const Vote vote = static_cast<Vote>(op.attr[3]);
+    if (vote == Vote::Popc) {
+        uint32_t* to = warp.u32(op.reg[3]);
+        for_lanes(mask, [&](int lane) { to[lane] = votes; });
+        return Step::Next;
+    }
+    const bool holds = vote == Vote::And ? votes == barrier.voters_of[w] : votes != 0;
+    Mask& to = warp.predicate(op.reg[3]);
+    to = holds ? to | mask : to & ~mask;
+    return Step::Next;
+}
+FLASH4_OP("barrier.red", Sync, reduce);
 
 // --- the cluster's barrier (PTX ISA: barrier.cluster). Threads that have exited count as arrived.
 
@@ -355,7 +404,7 @@ std::string describe_wait(const Warp& warp, const Group& group, const Op& op) {
         const MBarrier& barrier = mbarrier_at(place);
         std::snprintf(text, sizeof text, "waits for parity %u of %s: %llu phases complete, %u of %u arrivals and %lld bytes missing", w.u32(op.reg[2])[lane] & 1, at(place).c_str(),
                       static_cast<unsigned long long>(barrier.phase), barrier.pending, barrier.expected, static_cast<long long>(barrier.tx));
-    } else if (op.run == named) {
+    } else if (op.run == named || op.run == reduce) {
         const NamedBarrier& barrier = warp.cta->named[w.u32(op.reg[0])[lane]];
         std::snprintf(text, sizeof text, "waits at named barrier %u: %u of %u threads have arrived", w.u32(op.reg[0])[lane], barrier.arrived, barrier.expected);
     } else if (op.run == cluster_wait) {

@@ -76,7 +76,7 @@ Step bulk_store(Warp& warp, const Op& op, Mask mask) {
         const uint32_t bytes = bulk_size(warp, op.reg[2], lane);
         uint8_t* to = global_operand(warp, op, 0, 0, lane, bytes, kBulkAlignment);
         const SharedRef source = shared_operand(warp, op, 1, 1, lane, bytes, kBulkAlignment);
-        submit_bulk_store(warp, op, lane, combine ? "bulk reduction" : "bulk store", source, bytes,
+        submit_bulk_store(warp, op, 1u << lane, combine ? "bulk reduction" : "bulk store", source, bytes,
                           [=](const uint8_t* data) {
                               if (combine) reduce(combine, element_bytes(type), to, data, bytes);
                               else std::memcpy(to, data, bytes);
@@ -99,9 +99,13 @@ Step bulk_copy(Warp& warp, const Op& op, Mask mask) {
         const Arrival arrival = announce(warp, op, shared_operand(warp, op, 3, 2, lane, 8, 8));
         auto perform = [=, &cluster] {
             check_read(arrival.ticket, source, bytes);
-            check_write(arrival.ticket, to, bytes);
-            if (combine) reduce(combine, element_bytes(type), to.data(), source.data(), bytes);
-            else std::memmove(to.data(), source.data(), bytes);
+            if (combine) {
+                check_reduce(arrival.ticket, to, bytes, false);
+                reduce(combine, element_bytes(type), to.data(), source.data(), bytes);
+            } else {
+                check_write(arrival.ticket, to, bytes);
+                std::memmove(to.data(), source.data(), bytes);
+            }
             cluster.launch->counters.async_bytes += bytes;
             land(arrival, bytes);
         };
@@ -258,9 +262,13 @@ Step async_store(Warp& warp, const Op& op, Mask mask) {
             std::memcpy(data.data() + i * each, warp.registers + op.reg[2 + i] + static_cast<uint32_t>(lane) * each,
                         each);
         auto perform = [=] {
-            check_write_generic(arrival.ticket, to, bytes);
-            if (combine) reduce(combine, element_bytes(type), to.data(), data.data(), bytes);
-            else std::memcpy(to.data(), data.data(), bytes);
+            if (combine) {
+                check_reduce(arrival.ticket, to, bytes, true);
+                reduce(combine, element_bytes(type), to.data(), data.data(), bytes);
+            } else {
+                check_write_generic(arrival.ticket, to, bytes);
+                std::memcpy(to.data(), data.data(), bytes);
+            }
             land(arrival, bytes);
         };
         cluster.submit({.queue = 0,

@@ -56,20 +56,22 @@ bool groups_done(GroupQueues& queues, Mask mask, uint64_t newest, bool read_only
     return true;
 }
 
-void submit_bulk_store(Warp& warp, const Op& op, int lane, const char* what, SharedRef source, uint32_t bytes,
+void submit_bulk_store(Warp& warp, const Op& op, Mask lanes, const char* what, SharedRef source, uint32_t bytes,
                        std::function<void(const uint8_t*)> write) {
     Cluster& cluster = *warp.cta->cluster;
-    const std::shared_ptr<CommitGroup> group = warp.units->bulk[lane].open;
+    const auto groups = open_groups(warp.units->bulk, lanes);
     const Origin origin = warp.origin(op);
     race::Ticket ticket;
     if (cluster.races) ticket = cluster.races->issue(warp, op, race::Unit::Bulk);
-    group->epoch = std::max(group->epoch, ticket.epoch);
-    ++group->reading;
-    ++group->pending;
+    for (const auto& group : groups) {
+        group->epoch = std::max(group->epoch, ticket.epoch);
+        ++group->reading;
+        ++group->pending;
+    }
     auto read = [=, &cluster, write = std::move(write)] {
         check_read(ticket, source, bytes);
         auto data = std::make_shared<std::vector<uint8_t>>(source.data(), source.data() + bytes);
-        --group->reading;
+        for (const auto& group : groups) --group->reading;
         cluster.launch->counters.async_bytes += bytes;
         cluster.submit({.queue = 0,
                         .origin = origin,
@@ -77,7 +79,7 @@ void submit_bulk_store(Warp& warp, const Op& op, int lane, const char* what, Sha
                         .perform =
                             [=] {
                                 write(data->data());
-                                --group->pending;
+                                for (const auto& group : groups) --group->pending;
                             },
                         .may_outlive = true});
     };

@@ -31,8 +31,8 @@ void commit_groups(GroupQueues& queues, Mask mask);
 bool groups_done(GroupQueues& queues, Mask mask, uint64_t newest, bool read_only, uint32_t& epoch);
 
 // Bulk stores: reads shared memory some time later, then, later still, gives the bytes to `write`, which touches global
-// memory only.
-void submit_bulk_store(Warp& warp, const Op& op, int lane, const char* what, SharedRef source, uint32_t bytes,
+// memory only. `lanes` are those that issue it.
+void submit_bulk_store(Warp& warp, const Op& op, Mask lanes, const char* what, SharedRef source, uint32_t bytes,
                        std::function<void(const uint8_t*)> write);
 
 // --- accesses of shared memory by asynchronous work, for the race checker
@@ -42,6 +42,9 @@ inline void check_read(const race::Ticket& by, SharedRef place, uint32_t bytes) 
 }
 inline void check_write(const race::Ticket& by, SharedRef place, uint32_t bytes) {
     if (by.clock) place.cta->cluster->races->write(by, *place.cta, place.offset, bytes);
+}
+inline void check_reduce(const race::Ticket& by, SharedRef place, uint32_t bytes, bool generic) {
+    if (by.clock) place.cta->cluster->races->reduce(by, *place.cta, place.offset, bytes, generic);
 }
 // By a unit that accesses through the generic proxy.
 inline void check_write_generic(const race::Ticket& by, SharedRef place, uint32_t bytes) {

@@ -149,6 +149,9 @@ struct NamedBarrier {
     uint32_t arrived = 0;
     Mask waiting[32] = {};   // lanes of each warp that wait in this generation
     Mask released[32] = {};  // lanes that waited in a completed generation and have not gone on yet
+    uint32_t voters = 0, votes = 0;   // of barrier.red: threads that gave a predicate, and whose holds
+    uint32_t voters_of[32] = {};      // what a released warp has yet to read of them
+    uint32_t votes_of[32] = {};
     race::Clock clock, completed;
 };
 

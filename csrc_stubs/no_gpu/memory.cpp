@@ -2,7 +2,9 @@
 #include "memory.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
+#include <span>
 
 namespace flash4 {
 namespace {
@@ -175,53 +177,42 @@ void resolve(Lanes& lanes, Warp& warp, const Op& op, Mask mask, uint32_t bytes) 
     else resolve_global<space>(lanes, warp, op, mask, bytes);
 }
 
-// Calls body(offset, bytes) for the runs of adjacent pieces that the lanes touch. Pieces are aligned to their size.
-template <class Body>
-void for_runs(const uint32_t* offset, Mask mask, uint32_t bytes, Body&& body) {
-    constexpr uint32_t kWindow = 1024;  // pieces that a bitmap covers
-    uint32_t low = ~0u, high = 0;
-    for (Mask rest = mask; rest; rest &= rest - 1) {
-        low = std::min(low, offset[first_lane(rest)]);
-        high = std::max(high, offset[first_lane(rest)]);
-    }
-    const uint32_t pieces = (high - low) / bytes + 1;
-    if (pieces > kWindow) {
-        for (Mask rest = mask; rest; rest &= rest - 1) body(offset[first_lane(rest)], bytes);
-        return;
-    }
-    uint64_t touched[kWindow / 64 + 1] = {};
-    for (Mask rest = mask; rest; rest &= rest - 1) {
-        const uint32_t piece = (offset[first_lane(rest)] - low) / bytes;
-        touched[piece / 64] |= 1ull << piece % 64;
-    }
-    for (uint32_t piece = 0; piece < pieces;) {
-        const uint64_t ahead = touched[piece / 64] >> piece % 64;
-        if (!ahead) {
-            piece = (piece / 64 + 1) * 64;
-            continue;
+// The pieces that lanes touch, joined where a lane goes on where the one before it ends. Lane i touches `bytes` from
+// offset[i] on.
+class Pieces {
+public:
+    Pieces(const uint32_t* offset, Mask mask, uint32_t bytes) {
+        uint32_t last = ~0u;
+        for (Mask rest = mask; rest; rest &= rest - 1) {
+            const uint32_t at = offset[first_lane(rest)];
+            if (at == last + bytes && count_) pieces_[count_ - 1].bytes += bytes;
+            else if (at != last) pieces_[count_++] = {at, bytes};
+            last = at;
         }
-        piece += static_cast<uint32_t>(__builtin_ctzll(ahead));
-        uint32_t end = piece;
-        while (touched[end / 64] >> end % 64 & 1) ++end;
-        body(low + piece * bytes, (end - piece) * bytes);
-        piece = end;
     }
-}
+    operator std::span<const race::Piece>() const { return {pieces_.data(), count_}; }
 
-using Check = void (race::Checker::*)(Warp&, const Op&, Cta&, uint32_t, uint32_t);
-constexpr Check kRead = &race::Checker::read, kWrite = &race::Checker::write, kAtomic = &race::Checker::atomic;
+private:
+    std::array<race::Piece, kLanes> pieces_;
+    uint32_t count_ = 0;
+};
+
+using Check = void (race::Checker::*)(Warp&, const Op&, Cta&, std::span<const race::Piece>);
+constexpr Check kRead = &race::Checker::read, kStrongRead = &race::Checker::read_strong,
+                kWrite = &race::Checker::write, kAtomic = &race::Checker::atomic;
 
 // Tells the race checker about the accesses of a load or store to shared memory.
 void check_races(Warp& warp, const Op& op, Mask mask, const Lanes& lanes, uint32_t bytes, Check check) {
     race::Checker* races = warp.cta->cluster->races.get();
     if (!races) return;
     if (lanes.common) {
-        for_runs(lanes.offset, mask, bytes,
-                 [&](uint32_t offset, uint32_t run) { (races->*check)(warp, op, *lanes.common, offset, run); });
+        (races->*check)(warp, op, *lanes.common, Pieces(lanes.offset, mask, bytes));
     } else if (lanes.scattered) {
         for (Mask rest = mask; rest; rest &= rest - 1)
-            if (const int lane = first_lane(rest); lanes.cta[lane])
-                (races->*check)(warp, op, *lanes.cta[lane], lanes.offset[lane], bytes);
+            if (const int lane = first_lane(rest); lanes.cta[lane]) {
+                const race::Piece piece{lanes.offset[lane], bytes};
+                (races->*check)(warp, op, *lanes.cta[lane], {&piece, 1});
+            }
     }
 }
 
@@ -234,7 +225,7 @@ Step load(Warp& warp, const Op& op, Mask mask) {
     const bool strong = op.attr[1];
     Lanes lanes;
     resolve<space>(lanes, warp, op, mask, bytes);
-    check_races(warp, op, mask, lanes, bytes, strong ? kAtomic : kRead);
+    check_races(warp, op, mask, lanes, bytes, strong ? kStrongRead : kRead);
     for (uint32_t i = 0; i < elements; ++i) {
         if (op.reg[1 + i] == kNoRegister) continue;
         Lane* to = reinterpret_cast<Lane*>(warp.registers + op.reg[1 + i]);

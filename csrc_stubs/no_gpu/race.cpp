@@ -93,6 +93,22 @@ struct Conflict {
     uint32_t first, last;  // granules
 };
 
+// Where granules cease to have the history that `first` has.
+uint32_t end_of_run(const uint32_t* shadow, uint32_t first, uint32_t last) {
+    constexpr uint32_t kStep = 16;  // granules that are compared at once
+    const uint32_t history = shadow[first];
+    const auto differ = [&](const uint32_t* granules) {
+        uint32_t difference = 0;
+        for (uint32_t i = 0; i < kStep; ++i) difference |= granules[i] ^ history;
+        return difference != 0;
+    };
+    uint32_t end = first + 1;
+    if (end < last && shadow[end] == history)
+        while (end + kStep <= last && !differ(shadow + end)) end += kStep;
+    while (end < last && shadow[end] == history) ++end;
+    return end;
+}
+
 uint64_t pair_of(uint32_t op, uint32_t other) { return static_cast<uint64_t>(op) << 32 | other; }
 
 }  // namespace
@@ -306,8 +322,8 @@ struct Checker::State {
         uint32_t* shadow = shadows[range.shadow].data();
         for (uint32_t granule = range.first; granule < range.last;) {
             const uint32_t first = granule, from = shadow[granule], to = next(from);
-            do shadow[granule++] = to;
-            while (granule < range.last && shadow[granule] == from);
+            granule = end_of_run(shadow, first, range.last);
+            if (to != from) std::fill(shadow + first, shadow + granule, to);
             if (!found.empty()) note(first, granule);
         }
         for (const Conflict& conflict : conflicts) report(range, conflict);
@@ -330,6 +346,22 @@ struct Checker::State {
             touch({2 * cta.rank, granule, (stop + kGranule - 1) / kGranule, offset, stop});
             offset = stop;
         }
+    }
+
+    // Whether a piece is of whole granules with one history, which the memo knows: then that is all there is to do.
+    bool touch_known(uint32_t* shadow, const Piece& piece) const {
+        if ((piece.offset | piece.bytes) % kGranule || now.bytes != kAllBytes) return false;
+        const uint32_t first = piece.offset / kGranule, last = first + piece.bytes / kGranule, from = shadow[first];
+        const Memo& known = memo[from % memo.size()];
+        if (known.stamp != stamp || known.from != from || end_of_run(shadow, first, last) != last) return false;
+        if (known.to != from) std::fill(shadow + first, shadow + last, known.to);
+        return true;
+    }
+
+    void touch_shared(const Cta& cta, std::span<const Piece> pieces) {
+        uint32_t* shadow = shadows[2 * cta.rank].data();
+        for (const Piece& piece : pieces)
+            if (!touch_known(shadow, piece)) touch_shared(cta, piece.offset, piece.bytes);
     }
 
     void touch_tensor(const Cta& cta, uint32_t quarters, uint32_t column, uint32_t columns) {
@@ -418,9 +450,11 @@ Ticket Checker::issue(Warp& warp, const Op& op, Unit unit) {
     return state_->ticket(warp, op, worker.agent, ++worker.epoch);
 }
 
-void Checker::join(Warp& warp, Unit unit, uint32_t epoch) {
+void Checker::join(Warp& warp, Unit unit, uint32_t epoch) { join(warp, warp, unit, epoch); }
+
+void Checker::join(Warp& warp, const Warp& worker, Unit unit, uint32_t epoch) {
     WarpAgent& self = state_->warps[state_->agent_of(warp)];
-    const Agent agent = self.units[static_cast<size_t>(unit)].agent;
+    const Agent agent = state_->warps[state_->agent_of(worker)].units[static_cast<size_t>(unit)].agent;
     if (!agent || epoch <= epoch_in(self.clock.seen, agent)) return;
     raise(self.clock.seen, agent, epoch);
     state_->change(self);
@@ -441,11 +475,6 @@ void Checker::read(Warp& warp, const Op& op, Cta& cta, uint32_t offset, uint32_t
     state_->touch_shared(cta, offset, bytes);
 }
 
-void Checker::read_strong(Warp& warp, const Op& op, Cta& cta, uint32_t offset, uint32_t bytes) {
-    state_->act(warp, op, Kind::StrongRead);
-    state_->touch_shared(cta, offset, bytes);
-}
-
 void Checker::write(Warp& warp, const Op& op, Cta& cta, uint32_t offset, uint32_t bytes) {
     state_->act(warp, op, Kind::Write);
     state_->touch_shared(cta, offset, bytes);
@@ -454,6 +483,26 @@ void Checker::write(Warp& warp, const Op& op, Cta& cta, uint32_t offset, uint32_
 void Checker::atomic(Warp& warp, const Op& op, Cta& cta, uint32_t offset, uint32_t bytes) {
     state_->act(warp, op, Kind::Atomic);
     state_->touch_shared(cta, offset, bytes);
+}
+
+void Checker::read(Warp& warp, const Op& op, Cta& cta, std::span<const Piece> pieces) {
+    state_->act(warp, op, Kind::Read);
+    state_->touch_shared(cta, pieces);
+}
+
+void Checker::write(Warp& warp, const Op& op, Cta& cta, std::span<const Piece> pieces) {
+    state_->act(warp, op, Kind::Write);
+    state_->touch_shared(cta, pieces);
+}
+
+void Checker::atomic(Warp& warp, const Op& op, Cta& cta, std::span<const Piece> pieces) {
+    state_->act(warp, op, Kind::Atomic);
+    state_->touch_shared(cta, pieces);
+}
+
+void Checker::read_strong(Warp& warp, const Op& op, Cta& cta, std::span<const Piece> pieces) {
+    state_->act(warp, op, Kind::StrongRead);
+    state_->touch_shared(cta, pieces);
 }
 
 void Checker::read(const Ticket& by, Cta& cta, uint32_t offset, uint32_t bytes) {

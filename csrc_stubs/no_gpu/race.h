@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 namespace flash4 {
@@ -42,6 +43,11 @@ struct Ticket {
     uint32_t serial = 0;  // tells works of one epoch apart; never 0 once issued
 };
 
+// A part of a CTA's shared memory.
+struct Piece {
+    uint32_t offset, bytes;
+};
+
 class Checker {
 public:
     explicit Checker(Cluster& cluster);
@@ -56,6 +62,7 @@ public:
     // --- asynchronous work. `issue` for a unit of the warp; all its epochs are joined in order by `join`.
     Ticket issue(Warp& warp, const Op& op, Unit unit);
     void join(Warp& warp, Unit unit, uint32_t epoch);  // the warp has waited for the unit's work up to epoch
+    void join(Warp& warp, const Warp& worker, Unit unit, uint32_t epoch);  // for another warp's unit
     // The tensor core of a CTA (tcgen05.mma, cp): works in order, so each is ordered after the one before it.
     Ticket issue_mma(Warp& warp, const Op& op, uint32_t cta);
     // A copy that completes on the mbarrier at `offset` of `cta`, in that barrier's phase number `phase`.
@@ -65,8 +72,12 @@ public:
     void read(Warp& warp, const Op& op, Cta& cta, uint32_t offset, uint32_t bytes);
     void write(Warp& warp, const Op& op, Cta& cta, uint32_t offset, uint32_t bytes);
     void atomic(Warp& warp, const Op& op, Cta& cta, uint32_t offset, uint32_t bytes);  // never races with other atomics
+    // The same for all pieces that one instruction touches.
+    void read(Warp& warp, const Op& op, Cta& cta, std::span<const Piece> pieces);
+    void write(Warp& warp, const Op& op, Cta& cta, std::span<const Piece> pieces);
+    void atomic(Warp& warp, const Op& op, Cta& cta, std::span<const Piece> pieces);
     // Volatile, relaxed and acquire loads: nor do they.
-    void read_strong(Warp& warp, const Op& op, Cta& cta, uint32_t offset, uint32_t bytes);
+    void read_strong(Warp& warp, const Op& op, Cta& cta, std::span<const Piece> pieces);
     void read(const Ticket& by, Cta& cta, uint32_t offset, uint32_t bytes);   // asynchronous proxy
     void write(const Ticket& by, Cta& cta, uint32_t offset, uint32_t bytes);
     // cp.reduce.async.bulk and, through the generic proxy, red.async: never race with atomics.

@@ -272,6 +272,13 @@ void run_grid(Machine& machine) {
     }
 }
 
+// Of the same instructions; which of two comes first differs from run to run.
+bool same(const Finding& a, const Finding& b) {
+    if (a.kind != b.kind || a.has_other != b.has_other) return false;
+    if (!a.has_other) return a.at.op == b.at.op;
+    return std::minmax(a.at.op, a.other.op) == std::minmax(b.at.op, b.other.op);
+}
+
 }  // namespace
 
 void Cluster::submit(Work work) {
@@ -282,7 +289,7 @@ void Cluster::submit(Work work) {
 
 void Launch::report(Finding finding) {
     for (Finding& known : findings)
-        if (known.kind == finding.kind && known.at.op == finding.at.op && known.other.op == finding.other.op && known.has_other == finding.has_other) {
+        if (same(known, finding)) {
             ++known.times;
             return;
         }

@@ -12,7 +12,8 @@ using tma::kMaxRank;
 using tma::Swizzle;
 using tma::TensorMap;
 
-constexpr uint32_t kTileAlignment = 128, kInnerAlignment = 16;
+constexpr uint32_t kTileAlignment = 128;
+constexpr uint32_t kChunk = 16;  // bytes that are moved together
 
 // One box of a tensor: where it begins, in elements; may reach outside on all sides.
 struct Box {
@@ -49,13 +50,17 @@ void for_rows(const Box& box, Body&& body) {
     }
 }
 
+// Whole chunks of a row's part that lies inside: an H200 stores these, into what follows the tensor's row.
+uint32_t stored_bytes(const Row& row) { return (row.bytes + kChunk - 1) / kChunk * kChunk; }
+uint32_t exact_bytes(const Row& row) { return row.bytes; }
+
 // All global memory that a box touches must be the kernel's.
-void check_global(Launch& launch, const Box& box) {
+void check_global(Launch& launch, const Box& box, uint32_t (*touched)(const Row&)) {
     uint64_t low = ~0ull, high = 0;
     for_rows(box, [&](const Row& row) {
         if (!row.bytes) return;
         low = std::min(low, row.address);
-        high = std::max(high, row.address + row.bytes);
+        high = std::max(high, row.address + touched(row));
     });
     if (high) global_at(launch, low, high - low, 1);
 }
@@ -118,7 +123,7 @@ void store_box(const Box& box, uint32_t tile_offset, const uint8_t* tile, Reduce
         });
         uint8_t* to = reinterpret_cast<uint8_t*>(part.address);
         if (combine) reduce(combine, box.map.element(), to, row.data() + part.begin, part.bytes);
-        else std::memcpy(to, row.data() + part.begin, part.bytes);
+        else std::memcpy(to, row.data() + part.begin, stored_bytes(part));
     });
 }
 
@@ -134,7 +139,7 @@ Box box_at(Warp& warp, TensorMap map, const uint32_t* coordinates, uint32_t coun
     Box box{map, {}};
     for (uint32_t i = 0; i < count; ++i) box.start[i] = warp.s32(coordinates[i])[lane];
     // An H200 stops with an illegal instruction.
-    if (box.start[0] * static_cast<int64_t>(map.element()) % kInnerAlignment)
+    if (box.start[0] * static_cast<int64_t>(map.element()) % kChunk)
         throw Fault("misaligned",
                     "the innermost coordinate, " + std::to_string(box.start[0]) + ", is not at a multiple of 16 bytes");
     // An H200 leaves chunks of 16 bytes together nevertheless.
@@ -190,7 +195,7 @@ Step tensor_load(Warp& warp, const Op& op, Mask mask) {
     for (Mask rest = mask; rest; rest &= rest - 1) {
         const int lane = first_lane(rest);
         const Box box = box_at(warp, map_at(warp, op.reg[1], lane, op.attr[1]), op.reg + 4, op.regs - 4u, lane);
-        check_global(*cluster.launch, box);
+        check_global(*cluster.launch, box, exact_bytes);
         const SharedRef tile = shared_at(warp, warp.u32(op.reg[0])[lane] + static_cast<uint32_t>(op.attr[0]),
                                          box.map.tile_bytes(), kTileAlignment);
         const SharedRef barrier = shared_at(warp, warp.u32(op.reg[2])[lane] + static_cast<uint32_t>(op.attr[2]), 8, 8);
@@ -205,17 +210,41 @@ Step tensor_load(Warp& warp, const Op& op, Mask mask) {
     return Step::Next;
 }
 
-// reg: tensor map, tile, coordinates; attr: constants of the first two, Reduction or -1.
-Step tensor_store(Warp& warp, const Op& op, Mask mask) {
+// An H200 stops with an illegal instruction.
+void check_not_negative(const Box& box) {
+    for (uint32_t d = 0; d < box.map.rank; ++d)
+        if (box.start[d] < 0)
+            throw Fault("out-of-bounds", "a store at the negative coordinate " + std::to_string(box.start[d]));
+}
+
+// The lanes of `mask` whose tensor map, tile and coordinates are those of its first one.
+Mask lanes_alike(Warp& warp, const Op& op, Mask mask) {
+    const int first = first_lane(mask);
+    Mask alike = 0;
     for (Mask rest = mask; rest; rest &= rest - 1) {
         const int lane = first_lane(rest);
+        bool same = warp.u64(op.reg[0])[lane] == warp.u64(op.reg[0])[first];
+        for (uint32_t i = 1; i < op.regs; ++i) same &= warp.u32(op.reg[i])[lane] == warp.u32(op.reg[i])[first];
+        alike |= static_cast<Mask>(same) << lane;
+    }
+    return alike;
+}
+
+// reg: tensor map, tile, coordinates; attr: constants of the first two, Reduction or -1. A store that all lanes of a warp
+// issue, as CuTe-DSL lets them, is done once; a reduction cannot be.
+Step tensor_store(Warp& warp, const Op& op, Mask mask) {
+    const bool reduces = op.attr[2] >= 0;
+    for (Mask rest = mask, lanes; rest; rest &= ~lanes) {
+        const int lane = first_lane(rest);
+        lanes = reduces ? 1u << lane : lanes_alike(warp, op, rest);
         const Box box = box_at(warp, map_at(warp, op.reg[0], lane, op.attr[0]), op.reg + 2, op.regs - 2u, lane);
-        check_global(*warp.cta->launch, box);
+        check_not_negative(box);
+        check_global(*warp.cta->launch, box, op.attr[2] < 0 ? stored_bytes : exact_bytes);
         const SharedRef tile = shared_at(warp, warp.u32(op.reg[1])[lane] + static_cast<uint32_t>(op.attr[1]),
                                          box.map.tile_bytes(), kTileAlignment);
         const Reducer combine =
-            op.attr[2] < 0 ? nullptr : global_reducer(static_cast<Reduction>(op.attr[2]), box.map.type);
-        submit_bulk_store(warp, op, lane, combine ? "TMA reduction" : "TMA store", tile, box.map.tile_bytes(),
+            reduces ? global_reducer(static_cast<Reduction>(op.attr[2]), box.map.type) : nullptr;
+        submit_bulk_store(warp, op, lanes, combine ? "TMA reduction" : "TMA store", tile, box.map.tile_bytes(),
                           [=](const uint8_t* data) { store_box(box, tile.offset, data, combine); });
     }
     return Step::Next;

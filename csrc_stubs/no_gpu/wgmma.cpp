@@ -1,6 +1,8 @@
 // Warpgroup matrix products (PTX ISA, Asynchronous Warpgroup Level Matrix Multiply-Accumulate). Each warp of the group
 // computes its 16 rows by itself, when the work is performed: until then its registers are busy.
+#include <algorithm>
 #include <cstring>
+#include <span>
 
 #include "async.h"
 #include "matrix.h"
@@ -248,21 +250,40 @@ Step mma(Warp& warp, const Op& op, Mask mask) {
 Step commit(Warp& warp, const Op&, Mask mask) {
     require_whole_warp(warp, mask);
     GroupQueue& groups = warp.units->wgmma;
+    warp.units->wgmma_epochs.push_back(groups.open->epoch);
     groups.committed.push_back(std::move(groups.open));
     groups.open = std::make_shared<CommitGroup>();
     warp.units->wgmma_uses.emplace_back();
+    warp.cta->cluster->event();
     return Step::Next;
 }
 
+std::span<Warp> warpgroup_of(Warp& warp) {
+    std::vector<Warp>& warps = warp.cta->warps;
+    const size_t first = warp.index / 4 * 4;
+    return std::span(warps).subspan(first, std::min<size_t>(4, warps.size() - first));
+}
+
+// Whether a warp's part of group number `group` is done.
+bool part_is_done(const Warp& warp, size_t group) {
+    const auto& committed = warp.units->wgmma.committed;
+    const size_t total = warp.units->wgmma_epochs.size(), first = total - committed.size();
+    return group < first || (group < total && !committed[group - first]->pending);
+}
+
+// A group is the warpgroup's (PTX ISA: wgmma.commit_group): it is complete when the parts of all four warps are, and who
+// waits for it is ordered after them all.
 // attr: how many of the newest groups may still be pending.
 Step wait(Warp& warp, const Op& op, Mask mask) {
     require_whole_warp(warp, mask);
     auto& committed = warp.units->wgmma.committed;
     while (committed.size() > static_cast<size_t>(op.attr[0])) {
-        const CommitGroup& oldest = *committed.front();
-        if (oldest.pending) return Step::Blocked;
-        if (warp.cta->cluster->races && oldest.epoch)
-            warp.cta->cluster->races->join(warp, race::Unit::Wgmma, oldest.epoch);
+        const size_t group = warp.units->wgmma_epochs.size() - committed.size();
+        const auto parts = warpgroup_of(warp);
+        if (!std::all_of(parts.begin(), parts.end(), [&](const Warp& part) { return part_is_done(part, group); }))
+            return Step::Blocked;
+        if (race::Checker* races = warp.cta->cluster->races.get())
+            for (const Warp& part : parts) races->join(warp, part, race::Unit::Wgmma, part.units->wgmma_epochs[group]);
         committed.pop_front();
         release_oldest_group(warp);
     }

@@ -11,7 +11,7 @@ from types import ModuleType
 import torch
 
 from .. import info
-from . import attention, feature_times, host, memory, module
+from . import attention, emulator, feature_times, host, memory, module
 from .report import Row
 from .settings import Settings
 
@@ -21,6 +21,7 @@ SECTIONS: dict[str, ModuleType] = {
     "memory": memory,
     "host": host,
     "module": module,
+    "emulator": emulator,
 }
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from typing import Protocol
 
-import numpy as np
 import torch
 
-from ..emulator import emulate
-from ..emulator.engine import Options, run_ptx
+from ..emulator import emulate, ptx
+from ..emulator.engine import Options, Program
 from ..emulator.report import Report
 from .report import Row, table
 from .settings import Settings
@@ -24,7 +24,11 @@ TITLE = "the emulator on one thread: million warp instructions a second, and GFL
 WARPS = 4
 CHECKERS = {"races off": Options(races=False), "races on": Options(races=True)}
 
-Launch = Callable[[Options], Report]
+
+class Launch(Protocol):
+    """Runs a kernel once."""
+
+    def __call__(self, *, options: Options) -> Report: ...
 
 
 @dataclass(frozen=True)
@@ -70,10 +74,15 @@ AGAIN:
 }}
 """
 
-    def launch(self, options: Options) -> Report:
-        turns, block = np.uint32(self.turns), (32 * WARPS, 1, 1)
-        return run_ptx(
-            self.text(), [turns], block=block, dynamic_shared=self.shared_bytes, options=options
+    def launcher(self) -> Launch:
+        module = ptx.parse(self.text())
+        program = Program(module.kernels[0], arch=module.arch)
+        return partial(
+            program.launch,
+            self.turns.to_bytes(4, "little"),
+            grid=(1, 1, 1),
+            block=(32 * WARPS, 1, 1),
+            dynamic_shared=self.shared_bytes,
         )
 
 
@@ -135,8 +144,8 @@ SCATTERED = Loop(
     shared_bytes=32 * WARPS * 132,
 )
 
-# Both operands are 128-byte rows of 64 bf16 numbers, swizzled, K-major: A at %base, B behind it. A step of 16 in K is 32
-# bytes. They hold what unwritten memory holds.
+# Both operands are 128-byte rows of 64 bf16 numbers, swizzled, K-major: A at %base, B behind it. A step of 16 in
+# K is 32 bytes. They hold what unwritten memory holds.
 _ROWS = 1 << 16 | 64 << 32
 _DESCRIPTORS = """
     shr.u32 %t, %base, 4;
@@ -164,7 +173,7 @@ def _wgmma(m: int = 64) -> Loop:
         body="wgmma.fence.sync.aligned;"
         + "".join(steps)
         + "\nwgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;",
-        turns=50,
+        turns=200,
         shared_bytes=(m + _N) * 128,
     )
 
@@ -200,7 +209,7 @@ WAIT:
     @!%ok bra WAIT;
     xor.b32 %phase, %phase, 1;
     bar.sync 0;""",
-        turns=50,
+        turns=200,
         end=f"@%first tcgen05.dealloc.cta_group::1.sync.aligned.b32 %sums, {_N};",
         arch="sm_100a",
         shared_bytes=(m + _N) * 128,
@@ -221,7 +230,7 @@ def measure(settings: Settings) -> Iterator[Row]:
     if not any(map(shutil.which, ("g++", "c++"))):
         return
     for name, loop in LOOPS.items():
-        yield _row(name, loop.launch, settings)
+        yield _row(name, loop.launcher(), settings)
     if find_spec("cutlass"):
         S = 128 if settings.quick else 512
         with ExitStack() as stack:
@@ -238,7 +247,7 @@ def _attention(S: int, stack: ExitStack) -> Launch:
     q, k, v, out = (torch.randn(1, S, 1, D) for _ in range(4))
     lse = torch.empty(1, 1, S)
 
-    def launch(options: Options) -> Report:
+    def launch(*, options: Options) -> Report:
         device.options = options
         compiled(q, k, v, out, lse, (D**-0.5, 0.0, 0, 0), 0)
         return device.reports.pop()
@@ -247,8 +256,10 @@ def _attention(S: int, stack: ExitStack) -> Launch:
 
 
 def _row(name: str, launch: Launch, settings: Settings) -> Row:
-    counters = launch(CHECKERS["races on"]).counters
-    result = compare({who: partial(launch, options) for who, options in CHECKERS.items()}, settings)
+    report = launch(options=CHECKERS["races on"])
+    report.raise_findings()
+    counters = report.counters
+    result = compare({who: partial(launch, options=options) for who, options in CHECKERS.items()}, settings)
     return {
         "kernel": name,
         "instructions": counters.instructions,
@@ -259,7 +270,12 @@ def _row(name: str, launch: Launch, settings: Settings) -> Row:
 
 def text(rows: list[Row]) -> str:
     return table(
-        ["kernel", "instructions", *(f"M/s, {who}" for who in CHECKERS), *(f"GFLOP/s, {who}" for who in CHECKERS)],
+        [
+            "kernel",
+            "instructions",
+            *(f"M/s, {who}" for who in CHECKERS),
+            *(f"GFLOP/s, {who}" for who in CHECKERS),
+        ],
         [
             [
                 row["kernel"],

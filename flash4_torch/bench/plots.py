@@ -105,6 +105,24 @@ def _module(rows: list[Row]) -> Figure:
     return figure
 
 
+def _emulator(rows: list[Row]) -> Figure:
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    panels = {
+        "instructions": "million warp instructions a second",
+        "mma_flops": "MFLOP/s of the tensor cores",
+    }
+    for axes, (count, label) in zip(figure.subplots(1, 2), panels.items(), strict=True):
+        shown = [row for row in rows if bool(row["mma_flops"]) == (count == "mma_flops")]
+        for shift, who in ((-0.2, "races off"), (0.2, "races on")):
+            places = [place + shift for place in range(len(shown))]
+            speeds = [1e-6 * row[count] / row["seconds"][who]["median"] for row in shown]
+            axes.bar(places, speeds, 0.38, label=who)
+        axes.set_xticks(range(len(shown)), [row["kernel"] for row in shown], rotation=30, ha="right")
+        axes.set_ylabel(label)
+        axes.legend(frameon=False)
+    return figure
+
+
 def _pairs(axes: Axes, labels: list[str], rows: list[Row]) -> None:
     """Times of torch and ours side by side."""
     for shift, who in ((-0.2, "torch"), (0.2, "flash4")):
@@ -133,4 +151,5 @@ _FIGURES: dict[str, Callable[[list[Row]], Figure]] = {
     "memory": _memory,
     "host": _host,
     "module": _module,
+    "emulator": _emulator,
 }

@@ -3,8 +3,9 @@
     for index in candidates(kernel):
         program = Program(without(kernel, index), arch=100)
 
-A mutant that runs like the original under every schedule has lost an instruction that the kernel does not need, or one
-whose absence the emulator cannot see. `Device.transform` (flash4_torch.testing.emulate) applies mutants to launches.
+A mutant that runs like the original under every schedule has lost an instruction that the kernel does not
+need, or one whose absence the emulator cannot see. `Device.transform` (flash4_torch.testing.emulate) applies
+mutants to launches.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def candidates(kernel: Kernel) -> list[int]:
 
 
 def without(kernel: Kernel, index: int) -> Kernel:
-    """The kernel with one instruction replaced by `nop`; a wait by what sets its predicate, as if it had succeeded."""
+    """The kernel with one instruction replaced by `nop`, or a wait by what sets its predicate to true."""
     instructions = list(kernel.instructions)
     removed = instructions[index]
     if _is_one_of(removed, _WAITS):

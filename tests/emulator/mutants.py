@@ -1,4 +1,4 @@
-"""What notices that a kernel lacks a synchronisation instruction: the subjects of such studies, and how one is judged."""
+"""What notices that a kernel lacks a synchronisation instruction: subjects of such studies, and a judge."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from flash4_torch.emulator.mutate import without
 from flash4_torch.emulator.report import EmulationError, Report
 
 Run = Callable[[], list[Tensor]]
-_STRICT = frozenset({"exit"})
-LATE, EAGER = (Options(schedule=name, strict=_STRICT) for name in ("late", "eager"))
-FUZZ = [Options(schedule="fuzz", seed=seed, strict=_STRICT) for seed in range(48)]
+# Ten times what the largest original executes, as some mutants run for ever.
+_ALWAYS = {"strict": frozenset({"exit"}), "max_instructions": 50_000_000}
+LATE, EAGER = (Options(schedule=name, **_ALWAYS) for name in ("late", "eager"))
+FUZZ = [Options(schedule="fuzz", seed=seed, **_ALWAYS) for seed in range(48)]
 
 
 @dataclass
@@ -28,7 +29,7 @@ class Bench:
     """Runs launches like a device, with some kernels replaced by mutants.
 
     memory: (address, bytes) that the kernels may touch; empty: anything.
-    executed: of each kernel launched, how often warps have executed each instruction, in all launches together.
+    executed: of each kernel launched, how often warps have executed each instruction, in all launches.
     """
 
     arch: str
@@ -79,8 +80,10 @@ class Bench:
 class Subject:
     """Kernels that are launched together, on one set of inputs.
 
-    prepare: from a bench, a context that gives a function, which runs them on fresh inputs and returns what they made.
-    tolerance: how far outputs may be from the original's; more than 0 where floats are summed in the order of arrival.
+    prepare: from a bench, a context that gives a function, which runs them on fresh inputs and returns what
+        they made.
+    tolerance: how far outputs may be from the original's; more than 0 where floats are summed in the order of
+        arrival.
     """
 
     name: str

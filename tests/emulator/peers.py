@@ -77,9 +77,13 @@ def pretended_gpu(run: Run, arch: str, multiprocessors: int | None = None) -> It
         "torch.cuda.current_device": 0,
         "torch.cuda.current_stream": stream,
         "torch.cuda.Stream": stream,
+        "torch.cuda.default_stream": stream,
+        "torch.cuda.Event": mock.MagicMock(**{"elapsed_time.return_value": 1.0}),
         "torch.cuda.get_device_capability": (device.major, device.minor),
         "torch.cuda.get_device_properties": properties,
         "torch.cuda.synchronize": None,
+        "cuda.bindings.driver.cuInit": None,
+        "cuda.bindings.driver.cuDeviceGetCount": (0, 1),  # success, one device
         "cutlass.base_dsl.runtime.cuda.initialize_cuda_context": None,
         "cutlass.testing.benchmark": 1.0,  # examples time themselves after they check their results
         "cutlass.cute.testing.benchmark": 1.0,

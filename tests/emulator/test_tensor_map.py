@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import from_dlpack

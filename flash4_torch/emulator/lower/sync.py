@@ -6,7 +6,7 @@ PTX ISA: Control Flow Instructions; Parallel Synchronization and Communication.
 from __future__ import annotations
 
 from flash4_torch.emulator.lower.base import NO_REGISTER, Context, EngineOp, check_modifiers, family
-from flash4_torch.emulator.ptx import Address, Instruction, Operand, Vector
+from flash4_torch.emulator.ptx import Address, Instruction, Negated, Operand, Vector
 
 # The engine keeps one order of memory operations per warp and publishes at every release, which covers all
 # scopes.
@@ -79,6 +79,30 @@ def named_barrier(ins: Instruction, ctx: Context) -> EngineOp:
     count = ctx.reg(ins.operands[1], 4) if len(ins.operands) > 1 else NO_REGISTER
     aligned = ins.opcode.startswith("bar.") or "aligned" in modifiers
     return EngineOp("barrier", [ctx.reg(ins.operands[0], 4), count], [int("sync" in modifiers), int(aligned)])
+
+
+_VOTES = {"popc": 0, "and": 1, "or": 2}  # as `Vote` in barrier.cpp
+
+
+@family("bar.red", "bar.cta.red", "barrier.red", "barrier.cta.red")
+def reducing_barrier(ins: Instruction, ctx: Context) -> EngineOp:
+    parts = ins.opcode.split(".")
+    vote = next((v for v in _VOTES if v in parts), "")
+    kind = "u32" if vote == "popc" else "pred"
+    if not vote or set(parts) - {"aligned", "cta"} != {parts[0], "red", vote, kind}:
+        raise ctx.unsupported("modifiers")
+    result, barrier, *count, source = ins.operands
+    negated = isinstance(source, Negated)
+    return EngineOp(
+        "barrier.red",
+        [
+            ctx.reg(barrier, 4),
+            ctx.reg(count[0], 4) if count else NO_REGISTER,
+            ctx.reg(source.register if isinstance(source, Negated) else source, 0),
+            ctx.reg(result, 4 if vote == "popc" else 0),
+        ],
+        [1, int(parts[0] == "bar" or "aligned" in parts), int(negated), _VOTES[vote]],
+    )
 
 
 @family("barrier.cluster")

@@ -1,8 +1,9 @@
 """How far roundings that PTX leaves open can take the GPU's results from the emulator's.
 
-Open are the approximations (ex2, lg2, rcp, tanh, ...), where PTX states an error and the emulator rounds correctly, and the
-order and width of the sums inside a matrix product. Where such a value is rounded to 16 bits next, a tiny difference may
-carry it to the neighbouring number: one unit in the last place, and that is what the bounds of attention consist of.
+Open are the approximations (ex2, lg2, rcp, tanh, ...), where PTX states an error and the emulator rounds
+correctly, and order and width of the sums inside a matrix product. Where such a value is then rounded to 16
+bits, a tiny difference may carry it to the neighbouring number: one unit in the last place, and that is what
+the bounds of attention mostly consist of.
 """
 
 from __future__ import annotations
@@ -16,12 +17,21 @@ from .recording import Bound
 
 # The largest unit in the last place of numbers about 1 and above: what a changed rounding moves.
 STEP = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-23}
-# Relative error of fp32 scores and of what follows from them: a few approximations and a sum of up to 256 products.
-FP32 = 2.0**-19
+# Relative error of what a few approximations make, each of which is off by up to 2^-22.
+APPROXIMATE = 2.0**-19
+
+
+def sums(terms: int) -> float:
+    """How far two sums of that many fp32 terms can differ, relative to the sum of their sizes.
+
+    The emulator rounds after each term. Hopper (hopper.py) cuts 17 terms at 2^-25 of the largest, and their
+    sum at 2^-23.
+    """
+    return terms * 2.0**-23
 
 
 def approximations(x: Tensor) -> Bound:
-    """For the rows of the kernel of that name: PTX's stated errors, and half a unit for the emulator's own rounding."""
+    """For the rows of the kernel of that name: errors that PTX states, and the emulator's own rounding."""
     z = x.double()
     rows = [
         2**-22 * z.exp2(),
@@ -40,16 +50,16 @@ def approximations(x: Tensor) -> Bound:
 
 
 def product(a: Tensor, b: Tensor) -> Bound:
-    """For A B^T in fp32 by wgmma: each k-block of 16 is summed with a few bits more than fp32, and truncated."""
-    return Bound(
-        2**-23 * (a.double().abs() @ b.double().abs().T).max().item(), "order and width of wgmma's sums"
-    )
+    """For A B^T in fp32 by wgmma; a (M, K), b (N, K)."""
+    sizes = a.double().abs() @ b.double().abs().T
+    return Bound(sums(a.shape[1]) * sizes.max().item(), "order and width of wgmma's sums")
 
 
 @dataclass(frozen=True)
 class Attention:
-    """An attention call and its exact results; q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), dout as q with Dv.
+    """An attention call and its exact results.
 
+    q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), dout (B, Sq, Hq, Dv).
     inner: the type that probabilities and their gradients are rounded to before the second product.
     """
 
@@ -89,13 +99,13 @@ class Attention:
         }
 
         size = torch.einsum("bqhd,bkhd->bhqk", q.abs(), k.abs()) * scale
-        step = STEP[self.inner]
-        p_off = p * (step + FP32 * size)
+        step, fp32 = STEP[self.inner], sums(max(q.shape[1], k.shape[1], q.shape[3])) + APPROXIMATE
+        p_off = p * (step + fp32 * (1 + size))
         dp_size = torch.einsum("bqhd,bkhd->bhqk", dout.abs(), v.abs()) + delta.abs()
-        ds_off = ds.abs() * (step + FP32 * size) + FP32 * p * dp_size
+        ds_off = ds.abs() * (step + fp32 * (1 + size)) + fp32 * p * dp_size
         off = {
             "out": torch.einsum("bhqk,bkhd->bqhd", p_off, v.abs()),
-            "lse": FP32 * (size.amax(-1) + lse.nan_to_num(neginf=0).abs()),
+            "lse": fp32 * (size.amax(-1) + lse.nan_to_num(neginf=0).abs()),
             "dq": torch.einsum("bhqk,bkhd->bqhd", ds_off, k.abs()) * scale,
             "dk": over_group(torch.einsum("bhqk,bqhd->bkhd", ds_off, q.abs())) * scale,
             "dv": over_group(torch.einsum("bhqk,bqhd->bkhd", p_off, dout.abs())),

@@ -12,33 +12,35 @@ from .recording import Bound
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def compared(theirs: Tensor, ours: Tensor, bound: Bound, error: float | None = None) -> dict[str, Any]:
-    """Of the GPU's result and the emulator's, element by element; NaN is equal to NaN.
-
-    error: the root mean square of the emulator's own rounding errors, for comparison.
-    """
-    differs = ~((theirs == ours) | (theirs.isnan() & ours.isnan()))
-    answer: dict[str, Any] = {
-        "dtype": str(ours.dtype).removeprefix("torch."),
-        "elements": ours.numel(),
-        "differing": int(differs.sum()),
-    }
-    if not differs.any():
+def compared(theirs: Tensor, ours: Tensor, bound: Bound) -> dict[str, Any]:
+    """Of the GPU's result and the emulator's, flat, element by element; NaN is equal to NaN."""
+    figures = differences(theirs, ours)
+    answer = {"dtype": str(ours.dtype).removeprefix("torch."), "elements": ours.numel(), **figures}
+    if not figures["differing"]:
         return {**answer, "explained": True}
-    x, y = theirs.double(), ours.double()
-    difference = torch.where(differs, (x - y).abs(), 0.0)
-    sizes = torch.maximum(x.abs(), y.abs())
-    share = difference / torch.as_tensor(bound.largest, dtype=torch.float64)
-    answer |= {
-        "explained": bool((share[differs] <= 1).all()),
-        "max_abs": difference.max().item(),
-        "max_rel": (difference / sizes)[differs].max().item(),
-        "max_ulp": int(ulps_apart(theirs, ours)[differs].max()),
-        "rms": difference.square().mean().sqrt().item(),
-        "largest_share_of_bound": share[differs].max().item(),
-        "reason": bound.reason,
+    apart = (theirs.double() - ours.double()).abs()
+    share = torch.where(equal(theirs, ours), 0.0, apart / bound.largest).max().item()
+    return {**answer, "explained": share <= 1, "share_of_bound": share, "reason": bound.reason}
+
+
+def differences(x: Tensor, y: Tensor) -> dict[str, Any]:
+    """How many elements differ, and how much: absolutely, relatively, in units in the last place."""
+    differs = ~equal(x, y)
+    if not differs.any():
+        return {"differing": 0}
+    p, q = x[differs].double(), y[differs].double()
+    apart = (p - q).abs()
+    return {
+        "differing": int(differs.sum()),
+        "max_abs": apart.max().item(),
+        "max_rel": (apart / torch.maximum(p.abs(), q.abs())).max().item(),
+        "max_ulp": int(ulps_apart(x, y)[differs].max()),
+        "rms": (apart.square().sum() / x.numel()).sqrt().item(),
     }
-    return answer if error is None else {**answer, "rms_of_emulator_from_exact": error}
+
+
+def equal(x: Tensor, y: Tensor) -> Tensor:
+    return (x == y) | (x.isnan() & y.isnan())
 
 
 def ulps_apart(x: Tensor, y: Tensor) -> Tensor:

@@ -1,200 +1,212 @@
-"""Runs kernels in the emulator, and records all it takes to run them on a GPU."""
+"""Records the small kernels of tests/emulator/kernels, and flash-attn-4's."""
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from importlib.metadata import version
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
-from unittest import mock
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flash4_torch.emulator import dsl, host, ptx
-from flash4_torch.emulator.emulate import Device
-from flash4_torch.emulator.engine import Options, pack_parameters
+from flash4_torch.emulator import host
 
-from .recording import Bound, Launch, Recording, Region, Step
+from ..kernels import Case, all_cases, poison
+from ..peers import flash_attn_4
+from . import bounds, hopper
+from .recorder import ARCH, PACKAGES, Recorder
+from .recording import Bound
 
-ARCH = "sm_90a"
-PACKAGES = ("torch", "nvidia-cutlass-dsl")
+ROUNDING = "_rounding"
+APPROXIMATIONS = "errors of ex2, lg2 and rcp, and one rounding of the result"
+REASON = "wgmma's sums and errors of ex2, lg2 and rcp, each of which can change a rounding to 16 bits"
+PRODUCTS = ("forward", "backward")  # the parts of flash-attn-4 that multiply matrices; the others are exact
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
-    from . import subjects
-
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("recording", type=Path)
     parser.add_argument("--peers", action="store_true", help="also flash-attn-4's kernels")
     given = parser.parse_args(arguments)
     recorder = Recorder([*PACKAGES, "flash-attn-4"] if given.peers else PACKAGES)
     with recorder.listening():
-        subjects.small_kernels(recorder)
+        small_kernels(recorder)
         if given.peers:
-            subjects.flash_attn_4_kernels(recorder)
+            flash_attn_4_kernels(recorder)
     recorder.recording.save(given.recording)
     print(f"{len(recorder.recording.steps)} steps, {given.recording.stat().st_size >> 10} KiB")
     return 0
 
 
-@dataclass(frozen=True)
-class Ran:
-    """A launch that has run, and the storages that its parameters point to, by address."""
-
-    launch: host.Launch
-    params: bytes
-    before: dict[int, bytes]
-    after: dict[int, bytes]
-
-    def pointers(self) -> Iterator[tuple[int, int, int]]:
-        """(offset, storage, distance) for each address of a storage's memory among the parameters."""
-        for offset in range(0, len(self.params) - 7, 4):
-            address = int.from_bytes(self.params[offset : offset + 8], "little")
-            storage = _storage_of(address, self.before)
-            if storage is not None:
-                yield offset, storage, address - storage
+def small_kernels(recorder: Recorder) -> None:
+    host.install(recorder.run, ARCH)
+    try:
+        for case in [*all_cases(ARCH), *rounding_products()]:
+            small_kernel(recorder, case)
+    finally:
+        host.uninstall()
 
 
-@dataclass
-class Known:
-    """A tensor, what it is called, and what exact arithmetic makes of it, if that is known."""
+def small_kernel(recorder: Recorder, case: Case) -> None:
+    """Runs and records one case, while the recorder is the seam's `run`."""
+    arguments = case.arguments()
+    expected = case.reference(*arguments)
+    for i, argument in enumerate(arguments):
+        if isinstance(argument, Tensor):
+            recorder.remember(f"argument {i}", argument, model=model_of(case, arguments) if i == 2 else None)
+    case.compile(ARCH)(*case.converted(arguments))
+    case.check(arguments, expected)
+    recorder.record(case.name, recorder.ran, bound_of(case, arguments))
+    recorder.forget()
 
-    name: str
-    tensor: Tensor
-    exact: Tensor | None = None
+
+def rounding_products() -> Iterator[Case]:
+    """GEMMs of the package of kernels, whose own numbers are exact, on numbers that are not."""
+    for case in all_cases(ARCH):
+        if case.name in ("hopper_gemm_k_major", "hopper_gemm_both_turned", "hopper_gemm_a_in_registers"):
+            yield replace(case, name=case.name + ROUNDING, make=_with_noise(case.make), rtol=1e-4, atol=1e-3)
 
 
-@dataclass
-class Recorder:
-    """An emulated device that remembers what ran since it was last told to `forget`."""
+def _with_noise(make: Callable[[], tuple[Any, ...]]) -> Callable[[], tuple[Any, ...]]:
+    def noisy() -> tuple[Any, ...]:
+        a, b, *rest = make()
+        return a.copy_(torch.randn(a.shape)), b.copy_(torch.randn(b.shape)), *rest
 
-    packages: Sequence[str] = PACKAGES
-    ran: list[Ran] = field(default_factory=list)
-    known: dict[int, Known] = field(default_factory=dict)  # by the storage's address, which it keeps from reuse
+    return noisy
 
-    def __post_init__(self) -> None:
-        self.recording = Recording({name: version(name) for name in self.packages})
-        self._device = Device(ARCH, Options(schedule="late"))
-        self._cubins: dict[str, bytes] = {}
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Inside, the seam tells of the cubins that the DSL makes, and of all tensors that are passed."""
-        connect, convert = dsl.connect, dsl.as_device_arguments
+def bound_of(case: Case, arguments: tuple[Any, ...]) -> Callable[[str], Bound]:
+    """By the argument's name; case.rtol says whether the kernel's results are exact."""
+    if case.rtol == 0:
+        return lambda name: Bound()
+    if case.name == "approximations":
+        return lambda name: bounds.approximations(arguments[0])
+    if case.name.endswith(ROUNDING):
+        return lambda name: bounds.product(*_factors(case, arguments))
+    largest = {f"argument {i}": _largest(a) for i, a in enumerate(arguments) if isinstance(a, Tensor)}
+    return lambda name: Bound(largest[name], APPROXIMATIONS)
 
-        def connect_and_learn(*, learn: Callable[[bytes, str], None], **rest: Any) -> ExitStack:
-            def learn_also(cubin: bytes, text: str) -> None:
-                self._cubins[text] = cubin
-                learn(cubin, text)
 
-            return connect(learn=learn_also, **rest)
+def model_of(case: Case, arguments: tuple[Any, ...]) -> Tensor | None:
+    """Of the third argument, a GEMM's result that is not exact."""
+    return hopper.product(*_factors(case, arguments)) if case.name.endswith(ROUNDING) else None
 
-        def convert_and_remember(value: Any) -> Any:
-            self._remember_all(value)
-            return convert(value)
 
-        with (
-            mock.patch.object(dsl, "connect", connect_and_learn),
-            mock.patch.object(dsl, "as_device_arguments", convert_and_remember),
-        ):
-            yield
+def _factors(case: Case, arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    a, b, *_ = arguments
+    return (2 * a if "a_in_registers" in case.name else a), b
 
-    def remember(self, name: str, tensor: Tensor, exact: Tensor | None = None) -> None:
-        """The first name that memory gets is the one in the recording."""
-        self.known.setdefault(tensor.untyped_storage().data_ptr(), Known(name, tensor, exact))
 
-    def _remember_all(self, value: Any) -> None:
-        if isinstance(value, (tuple, list)):
-            for item in value:
-                self._remember_all(item)
-        elif isinstance(tensor := getattr(value, "tensor", value), Tensor):
-            shape = "x".join(map(str, tensor.shape))
-            self.remember(f"unnamed {str(tensor.dtype).removeprefix('torch.')} {shape}", tensor)
+def _largest(result: Tensor) -> float:
+    size = result.double().nan_to_num(neginf=0).abs().max().item()
+    return (bounds.APPROXIMATE + bounds.STEP[result.dtype]) * size
 
-    def run(self, launch: host.Launch) -> None:
-        """The seam's `run`."""
-        params = _parameters(launch)
-        ran = Ran(launch, params, self._contents(), {})
-        storages = {storage for _, storage, _ in ran.pointers()}
-        before = {a: ran.before[a] for a in storages}
-        self._device.memory = [(a, len(data)) for a, data in before.items() if data]
-        self._device.launch(launch)
-        after = self._contents()
-        self.ran.append(Ran(launch, params, before, {a: after[a] for a in storages}))
 
-    def _contents(self) -> dict[int, bytes]:
-        return {
-            address: ctypes.string_at(address, known.tensor.untyped_storage().nbytes())
-            for address, known in self.known.items()
-        }
+class Call(NamedTuple):
+    """One call of flash-attn-4: B sequences of Sq queries and Sk keys, Hq and Hk heads of D."""
 
-    def record(self, name: str, ran: Sequence[Ran], bound: Callable[[str], Bound]) -> None:
-        """Makes one step of launches that follow each other; bound: by a tensor's name."""
-        before, after = {}, {}
-        for one in ran:
-            before = {**one.before, **before}
-            after.update(one.after)
-        storages = list(before)
-        launches = [self._launch(one, storages) for one in ran]
-        regions = [self._region(a, before[a], after[a], bound) for a in storages]
-        self.recording.steps.append(Step(name, launches, regions))
+    D: int
+    causal: bool
+    Sq: int
+    Sk: int
+    Hq: int = 2
+    Hk: int = 2
+    dtype: torch.dtype = torch.bfloat16
+    B: int = 1
+    deterministic: bool = True
 
-    def _launch(self, ran: Ran, storages: Sequence[int]) -> Launch:
-        launch = ran.launch
-        text = launch.kernel.ptx
-        return Launch(
-            kernel=launch.kernel.name,
-            cubin=self.recording.keep(self._cubins[text]),
-            ptx_sha256=self.recording.hash(text.encode()),
-            grid=launch.grid,
-            block=launch.block,
-            cluster=launch.cluster,
-            shared=launch.smem_bytes,
-            cooperative=launch.cooperative,
-            programmatic=launch.programmatic,
-            params=ran.params,
-            pointers=tuple((o, storages.index(s), distance) for o, s, distance in ran.pointers()),
+    def __str__(self) -> str:
+        mask = "causal" if self.causal else "full"
+        order = "" if self.deterministic else " in any order"
+        dtype = str(self.dtype).removeprefix("torch.")
+        sizes = f"B{self.B} Sq{self.Sq} Sk{self.Sk} Hq{self.Hq} Hk{self.Hk}"
+        return f"flash-attn-4 {dtype} D{self.D} {mask} {sizes}{order}"
+
+    def tensor(self, S: int, H: int) -> Tensor:
+        return torch.randn(self.B, S, H, self.D).to(self.dtype)
+
+
+CALLS = (
+    Call(64, False, 256, 256),
+    Call(64, True, 301, 301, B=2),
+    Call(64, True, 113, 203, 4, 2),
+    Call(64, False, 256, 384, deterministic=False),
+    Call(128, False, 256, 384),
+    Call(128, True, 259, 259, dtype=torch.float16),
+    Call(128, True, 131, 301, 4, 1),
+    Call(256, False, 130, 260),
+    Call(256, True, 203, 203),
+    Call(256, True, 100, 150, 4, 2),
+)
+
+
+def flash_attn_4_kernels(recorder: Recorder) -> None:
+    with flash_attn_4(recorder.run, ARCH) as interface:
+        for number, call in enumerate(CALLS):
+            torch.manual_seed(number)
+            _flash_attn_4_call(recorder, interface, call)
+
+
+def _flash_attn_4_call(recorder: Recorder, interface: Any, call: Call) -> None:
+    q, dout = call.tensor(call.Sq, call.Hq), call.tensor(call.Sq, call.Hq)
+    k, v = call.tensor(call.Sk, call.Hk), call.tensor(call.Sk, call.Hk)
+    exact, off = bounds.Attention(q, k, v, dout, call.causal, inner=call.dtype).exact()
+    outputs = {name: poison(*x.shape, dtype=call.dtype) for name, x in exact.items() if name != "lse"}
+    outputs["lse"] = poison(*exact["lse"].shape)
+    for name, tensor in {"q": q, "k": k, "v": v, "dout": dout, **outputs}.items():
+        recorder.remember(name, tensor, exact.get(name))
+
+    forward, gradients = (
+        {name: outputs[name] for name in names} for names in (("out", "lse"), ("dq", "dk", "dv"))
+    )
+    interface._flash_attn_fwd(q, k, v, causal=call.causal, return_lse=True, **forward)
+    interface._flash_attn_bwd(
+        q,
+        k,
+        v,
+        outputs["out"],
+        dout,
+        outputs["lse"],
+        causal=call.causal,
+        deterministic=call.deterministic,
+        **gradients,
+    )
+    bound = _attention_bounds(outputs, off, scale=call.D**-0.5)
+    for ran in recorder.ran:
+        part = _part(ran.launch.kernel.name)
+        recorder.record(f"{call}: {part}", [ran], bound if part in PRODUCTS else lambda name: Bound())
+    recorder.forget()
+
+
+def _part(kernel: str) -> str:
+    """What a kernel of flash-attn-4 does, by its name."""
+    parts = {
+        "Preprocess": "before backward",
+        "Postprocess": "after backward",
+        "Forward": "forward",
+        "Backward": "backward",
+    }
+    return next(part for word, part in parts.items() if word in kernel)
+
+
+def _attention_bounds(
+    outputs: dict[str, Tensor], off: dict[str, float], scale: float
+) -> Callable[[str], Bound]:
+    """Of results, and of the fp32 sums that become gradients later, which have other names and shapes."""
+    sums = max(off["dq"] / scale, off["dk"] / scale, off["dv"])
+
+    def bound(name: str) -> Bound:
+        if name not in off:
+            return Bound(sums, REASON) if "float32" in name else Bound()
+        step = bounds.STEP[outputs[name].dtype]
+        return Bound(
+            off[name] + step * outputs[name].double().nan_to_num(neginf=0).abs().max().item(), REASON
         )
 
-    def _region(self, address: int, before: bytes, after: bytes, bound: Callable[[str], Bound]) -> Region:
-        known, written, error = self.known[address], before != after, None
-        if known.exact is not None and written:
-            error = (known.tensor.double() - known.exact).square().mean().sqrt().item()
-        return Region(
-            name=known.name,
-            dtype=known.tensor.dtype,
-            address=address,
-            before=self.recording.keep(before),
-            after=self.recording.keep(after),
-            bound=bound(known.name) if written else Bound(),
-            error=error,
-        )
-
-    def forget(self) -> None:
-        self.ran, self.known = [], {}
-
-
-def _storage_of(address: int, storages: dict[int, bytes]) -> int | None:
-    """The storage that the address is in, whose end counts as well."""
-    return next((start for start, data in storages.items() if start <= address <= start + len(data)), None)
-
-
-def _parameters(launch: host.Launch) -> bytes:
-    kernel = _kernel(launch.kernel.ptx, launch.kernel.name)
-    values = [ctypes.string_at(a, p.size) for a, p in zip(launch.args, kernel.params, strict=True)]
-    return pack_parameters(kernel, values)
-
-
-@functools.lru_cache
-def _kernel(text: str, name: str) -> ptx.Kernel:
-    return next(kernel for kernel in ptx.parse(text).kernels if kernel.name == name)
+    return bound
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ class Region:
     """A tensor's memory; `before` and `after` the launches are keys of `Recording.contents`.
 
     address: where it was, as pointers' alignment may matter.
+    model: a key of `Recording.contents`: the result that a model of the GPU's sums gives, if there is one.
     error: the root mean square of what the emulator's result is from the exact one's, if that is known.
     """
 
@@ -40,6 +41,7 @@ class Region:
     before: str
     after: str
     bound: Bound = field(default_factory=Bound)
+    model: str | None = None
     error: float | None = None
 
 
@@ -48,7 +50,8 @@ class Launch:
     """One launch.
 
     cubin: a key of `Recording.contents`. shared: bytes of dynamic shared memory.
-    pointers: (offset, region, distance) for each address among the parameters' bytes.
+    params: the bytes of each parameter.
+    pointers: (parameter, offset, region, distance) for each address among those.
     """
 
     kernel: str
@@ -60,8 +63,8 @@ class Launch:
     shared: int
     cooperative: bool
     programmatic: bool
-    params: bytes
-    pointers: tuple[tuple[int, int, int], ...]
+    params: tuple[bytes, ...]
+    pointers: tuple[tuple[int, int, int, int], ...]
 
 
 @dataclass

@@ -16,8 +16,8 @@ import torch
 from cuda.bindings import driver
 from torch import Tensor
 
-from .comparison import compared
-from .recording import Launch, Recording, Step
+from .comparison import compared, differences
+from .recording import Launch, Recording, Region, Step
 
 SECONDS_A_STEP = 60  # the first one also starts CUDA
 ALIGNMENT = 512  # bytes: of what torch allocates on a GPU
@@ -32,7 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     steps = [replayed_elsewhere(given.recording, i) for i in _numbers(given.recording)]
     _stop_worker()
     good = sum(step["explained"] for step in steps)
-    summary = {"steps": len(steps), "explained": good, "identical": sum(s.get("identical", False) for s in steps)}
+    summary = {
+        "steps": len(steps),
+        "explained": good,
+        "identical": sum(s.get("identical", False) for s in steps),
+    }
     result = {"versions": versions(given.recording), "summary": summary, "steps": steps}
     given.result.write_text(json.dumps(result, indent=1) + "\n")
     print(summary)
@@ -97,18 +101,31 @@ def replayed(path: Path, number: int) -> dict[str, Any]:
     step = recording.steps[number]
     buffers = [Buffer.holding(recording.bytes(r.before), r.address) for r in step.regions]
     run(recording, step, buffers)
-    outputs = []
-    for region, buffer in zip(step.regions, buffers, strict=True):
-        theirs = buffer.bytes.cpu().view(region.dtype)
-        ours = recording.tensor(region.after, region.dtype)
-        untouched = region.before == region.after and torch.equal(buffer.bytes.cpu(), ours.view(torch.uint8))
-        if not untouched:
-            outputs.append({"name": region.name, **compared(theirs, ours, region.bound, region.error)})
+    pairs = zip(step.regions, buffers, strict=True)
+    outputs = [compare(recording, r, b.bytes.cpu()) for r, b in pairs if touched(recording, r, b.bytes.cpu())]
     return {
         "explained": all(output["explained"] for output in outputs),
         "identical": all(output["differing"] == 0 for output in outputs),
         "outputs": outputs,
     }
+
+
+def touched(recording: Recording, region: Region, result: Tensor) -> bool:
+    """By the emulator or by the GPU."""
+    return region.before != region.after or not torch.equal(
+        result, recording.tensor(region.before, torch.uint8)
+    )
+
+
+def compare(recording: Recording, region: Region, result: Tensor) -> dict[str, Any]:
+    """The GPU's result, in bytes, with the emulator's, and the emulator's with other expectations."""
+    ours = recording.tensor(region.after, region.dtype)
+    answer = {"name": region.name, **compared(result.view(region.dtype), ours, region.bound)}
+    if region.model is not None:
+        answer["of_model"] = differences(recording.tensor(region.model, region.dtype), ours)
+    if region.error is not None:
+        answer["rms_of_emulator_from_exact"] = region.error
+    return answer
 
 
 @dataclass(frozen=True)
@@ -139,11 +156,12 @@ def run(recording: Recording, step: Step, buffers: Sequence[Buffer]) -> None:
     torch.cuda.synchronize()
 
 
-def parameters(launch: Launch, buffers: Sequence[Buffer]) -> bytes:
-    params = bytearray(launch.params)
-    for offset, region, distance in launch.pointers:
-        params[offset : offset + 8] = (buffers[region].address + distance).to_bytes(8, "little")
-    return bytes(params)
+def parameters(launch: Launch, buffers: Sequence[Buffer]) -> list[Tensor]:
+    params = [bytearray(data) for data in launch.params]
+    for number, offset, region, distance in launch.pointers:
+        address = buffers[region].address + distance
+        params[number][offset : offset + 8] = address.to_bytes(8, "little")
+    return [torch.frombuffer(data, dtype=torch.uint8) for data in params]
 
 
 _functions: dict[tuple[str, str], Any] = {}
@@ -164,18 +182,15 @@ def _function(recording: Recording, launch: Launch) -> Any:
     return _functions[key]
 
 
-def start(function: Any, launch: Launch, params: bytes, stream: int) -> None:
+def start(function: Any, launch: Launch, params: Sequence[Tensor], stream: int) -> None:
     attributes = _attributes(launch)
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
     config.blockDimX, config.blockDimY, config.blockDimZ = launch.block
     config.sharedMemBytes, config.hStream = launch.shared, stream
     config.attrs, config.numAttrs = attributes, len(attributes)
-    # CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE, CU_LAUNCH_PARAM_END
-    buffer = torch.frombuffer(bytearray(params or b"\0"), dtype=torch.uint8)
-    size = torch.tensor([len(params)])
-    extra = torch.tensor([1, buffer.data_ptr(), 2, size.data_ptr(), 0])
-    call(driver.cuLaunchKernelEx, config, function, 0, extra.data_ptr())
+    addresses = torch.tensor([data.data_ptr() for data in params])
+    call(driver.cuLaunchKernelEx, config, function, addresses.data_ptr(), 0)
 
 
 def _attributes(launch: Launch) -> list[Any]:

@@ -1,0 +1,123 @@
+"""Kernels that lack a synchronisation instruction: how they are made, and that the checks notice."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from kernels import Case, blackwell_gemm, pipeline
+from mutants import EAGER, FUZZ, LATE, judge_of, subject_of
+
+from flash4_torch.emulator import ptx
+from flash4_torch.emulator.engine import Options, Program, run_ptx
+from flash4_torch.emulator.mutate import candidates, without
+
+SCHEDULES = [LATE, *FUZZ[:4], EAGER]
+
+HEAD = ".version 8.8\n.target sm_90a\n.address_size 64\n"
+# Warp 0 arrives after a while; warp 1 tries once and stores whether that succeeded.
+TRY_ONCE = (
+    HEAD
+    + """
+.visible .entry k(.param .u64 out) {
+    .reg .pred %p, %done;
+    .reg .b32 %r<4>;
+    .reg .b64 %rd<2>;
+    .shared .align 8 .b64 barrier;
+    mov.u32 %r0, %tid.x;
+    setp.eq.s32 %p, %r0, 0;
+    @%p mbarrier.init.shared.b64 [barrier], 1;
+    bar.sync 0;
+    setp.ge.s32 %p, %r0, 32;
+    @%p bra waits;
+    setp.eq.s32 %p, %r0, 0;
+    @%p mbarrier.arrive.shared.b64 _, [barrier];
+    bra end;
+waits:
+    mbarrier.try_wait.parity.shared.b64 %done, [barrier], 0;
+    ld.param.u64 %rd0, [out];
+    selp.b32 %r1, 1, 0, %done;
+    st.global.b32 [%rd0], %r1;
+end:
+    ret;
+}
+"""
+)
+
+
+def kernel(text: str) -> ptx.Kernel:
+    return ptx.parse(text).kernels[0]
+
+
+def test_candidates_synchronise_and_do_nothing_else() -> None:
+    found = [kernel(TRY_ONCE).instructions[i].opcode for i in candidates(kernel(TRY_ONCE))]
+    assert found == ["bar.sync", "mbarrier.arrive.shared.b64", "mbarrier.try_wait.parity.shared.b64"]
+
+
+def test_a_mutant_differs_in_one_instruction_which_keeps_its_guard() -> None:
+    original = kernel(TRY_ONCE)
+    for index in candidates(original):
+        mutant = without(original, index)
+        changed = [
+            i
+            for i, pair in enumerate(zip(original.instructions, mutant.instructions, strict=True))
+            if pair[0] != pair[1]
+        ]
+        assert changed == [index]
+        assert mutant.instructions[index].guard == original.instructions[index].guard
+        assert mutant.instructions[index].line == original.instructions[index].line
+
+
+def test_a_wait_that_is_gone_has_succeeded() -> None:
+    """And all else that is gone does nothing: without the arrival the wait could not end."""
+    original = kernel(TRY_ONCE)
+    _, arrive, wait = candidates(original)
+    mutant = without(without(original, arrive), wait)
+    assert mutant.instructions[arrive].opcode == "nop"
+    out = np.full(1, -1, np.int32)
+    program = Program(mutant, arch=90)
+    program.launch(out.ctypes.data.to_bytes(8, "little"), grid=(1, 1, 1), block=(64, 1, 1)).raise_findings()
+    assert out[0] == 1
+
+
+def test_a_try_wait_may_run_out_of_time() -> None:
+    """PTX ISA, mbarrier.test_wait, mbarrier.try_wait: it returns false when its time limit is over."""
+    succeeded = Counter()
+    for seed in range(20):
+        out = np.full(1, -1, np.int32)
+        run_ptx(TRY_ONCE, [out], block=(64, 1, 1), options=Options(schedule="fuzz", seed=seed))
+        succeeded[int(out[0])] += 1
+    assert set(succeeded) == {0, 1}
+
+
+# What the study (mutation_study.py) found that nothing notices: lanes of a warp count as ordered with each
+# other, and the loader's last waits are implied by what the storing warps wait for.
+@pytest.mark.parametrize(
+    ("case", "arch", "unnoticed"),
+    [
+        pytest.param(
+            pipeline.ring_case(
+                "sw128", (640, 128), pipeline.Ring(pipeline.Float16, (64, 64), pipeline.KIND.K_SW128)
+            ),
+            "sm_90a",
+            ["bar.warp.sync"],
+            id="ring",
+        ),
+        pytest.param(
+            blackwell_gemm.case("two_ctas", m=512, rows=256, ctas=2),
+            "sm_100a",
+            ["mbarrier.try_wait.parity.shared.b64"],
+            id="blackwell_gemm_two_ctas",
+        ),
+    ],
+)
+def test_a_missing_instruction_is_noticed(case: Case, arch: str, unnoticed: list[str]) -> None:
+    with judge_of(subject_of(case, arch)) as judge:
+        assert [judge.differs(options) for options in SCHEDULES] == [None] * len(SCHEDULES)
+        ((kernel, executed),) = ((k, set(counts)) for k, counts in judge.bench.executed.items())
+        program = judge.bench.programs[kernel].kernel
+        mutants = sorted(executed.intersection(candidates(program)))
+        missed = [program.instructions[i].opcode for i in mutants if not judge.detects(kernel, i, SCHEDULES)]
+    assert len(mutants) > 10
+    assert not Counter(o for o in missed if not o.startswith("tcgen05.wait::ld")) - Counter(unnoticed)

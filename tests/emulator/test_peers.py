@@ -1,0 +1,220 @@
+"""Kernels that others wrote run right in the emulator, and without a finding: opt-in, for we depend on none.
+
+flash-attn-4 is tested where it can be imported (the optional dependencies `peers`), NVIDIA's CuTe-DSL examples
+where FLASH4_CUTLASS_EXAMPLES names the folder examples/python/CuTeDSL of a CUTLASS checkout.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from peers import flash_attn_4, pretended_gpu
+from torch import Tensor
+
+from flash4_torch.emulator import host
+from flash4_torch.emulator.report import EmulationError
+from flash4_torch.testing import assert_close_as_peer, reference
+from flash4_torch.testing.emulate import Device, Options
+
+# Of what they import and of what they pass: their matter.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+ARCHS = sorted(host.ARCHITECTURES)
+
+
+def fuzz(*seeds: int) -> list[Options]:
+    return [Options(schedule="fuzz", seed=seed) for seed in seeds]
+
+
+LATE = Options(schedule="late")
+FEW = [LATE, *fuzz(1, 2)]
+MANY = [Options(schedule="eager"), LATE, *fuzz(*range(48))]
+
+
+# --- flash-attn-4
+
+
+def installed() -> bool:
+    try:
+        return importlib.util.find_spec("flash_attn.cute") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+needs_flash_attn_4 = pytest.mark.skipif(not installed(), reason="flash-attn-4 is not installed")
+
+
+@dataclass(frozen=True)
+class Shape:
+    D: int
+    Sq: int
+    Sk: int
+    Hq: int = 2
+    Hk: int = 2
+    B: int = 1
+    causal: bool = False
+    dtype: torch.dtype = torch.bfloat16
+
+    def __str__(self) -> str:
+        name = f"D{self.D}-Sq{self.Sq}-Sk{self.Sk}-H{self.Hq}:{self.Hk}-B{self.B}"
+        return f"{name}{'-causal' * self.causal}-{str(self.dtype).removeprefix('torch.')}"
+
+    def draw(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q (B, Sq, Hq, D), k and v (B, Sk, Hk, D), dout like q."""
+        D, Sq, Sk, Hq, Hk, B = self.D, self.Sq, self.Sk, self.Hq, self.Hk, self.B
+        shapes = [(B, Sq, Hq, D), (B, Sk, Hk, D), (B, Sk, Hk, D), (B, Sq, Hq, D)]
+        q, k, v, dout = (torch.randn(shape).to(self.dtype) for shape in shapes)
+        return q, k, v, dout
+
+
+SHAPES = [
+    Shape(64, 256, 256, causal=True, B=2),
+    Shape(64, 129, 257, Hq=4, Hk=2, dtype=torch.float16),
+    Shape(64, 257, 130, Hq=4, Hk=1, causal=True),
+    Shape(128, 128, 384, causal=True, dtype=torch.float16),
+    Shape(128, 200, 100, Hq=4, Hk=1, B=2),
+    Shape(128, 1, 300, Hq=2, Hk=1, causal=True),
+    Shape(256, 256, 256, Hq=2, Hk=1),
+    Shape(256, 130, 190, causal=True, dtype=torch.float16),
+]
+# Their backward sums dQ up in an order that only the deterministic mode fixes.
+SMALL = [Shape(64, 130, 130, Hq=2, Hk=1, causal=True), Shape(128, 128, 256, Hq=1, Hk=1)]
+
+
+def attend(interface: ModuleType, shape: Shape, inputs: tuple[Tensor, ...], deterministic: bool) -> list[Tensor]:
+    """out, lse and the gradients of q, k and v."""
+    q, k, v, dout = inputs
+    out, lse, *_ = interface._flash_attn_fwd(q, k, v, causal=shape.causal, return_lse=True)
+    gradients = interface._flash_attn_bwd(
+        q, k, v, out, dout, lse, causal=shape.causal, deterministic=deterministic
+    )
+    return [out, lse, *gradients[:3]]
+
+
+def plain(shape: Shape, inputs: tuple[Tensor, ...], dtype: torch.dtype) -> list[Tensor]:
+    """The same by plain torch in `dtype`."""
+    q, k, v = (x.to(dtype).requires_grad_() for x in inputs[:3])
+    out, lse = reference(q, k, v, causal=shape.causal, dtype=dtype)
+    gradients = torch.autograd.grad(out, (q, k, v), inputs[3].to(dtype))
+    return [out.detach(), lse.detach(), *gradients]
+
+
+def check(shape: Shape, results: list[Tensor], inputs: tuple[Tensor, ...]) -> None:
+    exact, peer = plain(shape, inputs, torch.float64), plain(shape, inputs, shape.dtype)
+    for name, *tensors in zip(("out", "lse", "dq", "dk", "dv"), results, exact, peer, strict=True):
+        assert_close_as_peer(*tensors, what=name)
+
+
+@needs_flash_attn_4
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_flash_attn_4(arch: str, shape: Shape) -> None:
+    device = Device(arch)
+    inputs = shape.draw()
+    forward = []
+    with flash_attn_4(device.launch, arch) as interface:
+        for device.options in FEW:
+            results = attend(interface, shape, inputs, deterministic=False)
+            check(shape, results, inputs)
+            forward.append(results[:2])
+    for out, lse in forward[1:]:
+        assert torch.equal(out, forward[0][0]) and torch.equal(lse, forward[0][1])
+
+
+@needs_flash_attn_4
+@pytest.mark.parametrize("shape", SMALL, ids=str)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_flash_attn_4_gives_the_same_bits_in_fifty_schedules(arch: str, shape: Shape) -> None:
+    device = Device(arch)
+    inputs = shape.draw()
+    with flash_attn_4(device.launch, arch) as interface:
+        first = attend(interface, shape, inputs, deterministic=True)
+        check(shape, first, inputs)
+        for device.options in MANY:
+            results = attend(interface, shape, inputs, deterministic=True)
+            assert all(map(torch.equal, results, first)), device.options
+
+
+@needs_flash_attn_4
+def test_flash_attn_4_copies_queries_without_a_proxy_fence() -> None:
+    """Where the query heads of a key head do not divide a tile, cp.async brings q, which tcgen05.mma reads.
+
+    PTX ISA, "Async proxy": what one proxy writes and the other reads needs a fence.proxy.async between.
+    """
+    shape = Shape(64, 129, 130, Hq=3, Hk=1, causal=True)
+    device = Device("sm_100a", LATE, check=False)
+    inputs = shape.draw()
+    with flash_attn_4(device.launch, "sm_100a") as interface:
+        results = attend(interface, shape, inputs, deterministic=False)
+    check(shape, results, inputs)
+    findings = [finding for report in device.reports for finding in report.findings]
+    assert findings
+    for finding in findings:
+        assert finding.other
+        assert "no fence.proxy.async" in finding.message
+        assert "tcgen05.mma" in finding.at.ptx and finding.other.ptx.startswith("cp.async")
+
+
+# --- NVIDIA's examples
+
+EXAMPLES = os.environ.get("FLASH4_CUTLASS_EXAMPLES")
+needs_examples = pytest.mark.skipif(not EXAMPLES, reason="FLASH4_CUTLASS_EXAMPLES is not set")
+
+
+def run_example(path: str, arguments: str, arch: str, options: Options, run_checked: bool = True) -> Device:
+    """Runs an example as a script: it draws inputs, launches and compares by itself."""
+    assert EXAMPLES
+    script = Path(EXAMPLES) / path
+    device = Device(arch, options, check=run_checked)
+    places = [str(script.parent), EXAMPLES, str(Path(EXAMPLES) / "cute")]
+    with (
+        pretended_gpu(device.launch, arch),
+        mock.patch.object(sys, "path", [*places, *sys.path]),
+        mock.patch.object(sys, "argv", [str(script), *arguments.split()]),
+        mock.patch.dict(sys.modules),
+    ):
+        runpy.run_path(str(script), run_name="__main__")
+    assert device.reports, "nothing was launched"
+    return device
+
+
+GEMM = "--mnkl 256,256,128,1"
+ATTENTION = "--q_shape 1,256,2,64 --k_shape 1,256,2,64"
+TUTORIAL = "cute/blackwell/tutorial"
+KERNELS = [
+    ("sm_90a", "cute/hopper/kernel/dense_gemm/dense_gemm.py", GEMM),
+    ("sm_90a", "cute/hopper/kernel/dense_gemm/dense_gemm_persistent.py", GEMM),
+    ("sm_90a", "cute/hopper/kernel/attention/fmha.py", ATTENTION),
+    ("sm_90a", "cute/hopper/kernel/attention/fmha.py", f"{ATTENTION} --is_causal"),
+    ("sm_100a", "cute/blackwell/kernel/dense_gemm/dense_gemm.py", GEMM),
+    ("sm_100a", "cute/blackwell/kernel/dense_gemm/dense_gemm_persistent.py", GEMM),
+    ("sm_100a", "cute/blackwell/kernel/attention/fmha/fmha.py", ATTENTION),
+    *(("sm_100a", f"{TUTORIAL}/tutorial_gemm/fp16_gemm_{i}.py", "--mnk 512,256,128") for i in "0123"),
+    ("sm_100a", f"{TUTORIAL}/tutorial_gemm/fp16_gemm_3_1.py", "--mnk 512,256,128"),
+    *(
+        ("sm_100a", f"{TUTORIAL}/tutorial_tma/tma_v{i}.py", "--M 256 --N 256 --num_warmup 0 --num_iters 1")
+        for i in range(3)
+    ),
+]
+
+
+@needs_examples
+@pytest.mark.parametrize("options", [LATE, *fuzz(1)], ids=lambda options: options.schedule)
+@pytest.mark.parametrize(("arch", "path", "arguments"), KERNELS)
+def test_examples(arch: str, path: str, arguments: str, options: Options) -> None:
+    run_example(path, arguments, arch, options)
+
+
+PRIMITIVES = "experimental/primitives"
