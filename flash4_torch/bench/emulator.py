@@ -144,8 +144,8 @@ SCATTERED = Loop(
     shared_bytes=32 * WARPS * 132,
 )
 
-# Both operands are 128-byte rows of 64 bf16 numbers, swizzled, K-major: A at %base, B behind it. A step of 16 in
-# K is 32 bytes. They hold what unwritten memory holds.
+# Both operands are 128-byte rows of 64 bf16 numbers, swizzled, K-major: A at %base, B behind it. A step of
+# 16 in K is 32 bytes. They hold what unwritten memory holds.
 _ROWS = 1 << 16 | 64 << 32
 _DESCRIPTORS = """
     shr.u32 %t, %base, 4;

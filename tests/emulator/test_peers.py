@@ -1,21 +1,20 @@
 """Kernels that others wrote run right in the emulator, and without a finding: opt-in, for we depend on none.
 
-flash-attn-4 is tested where it can be imported (the optional dependencies `peers`), NVIDIA's CuTe-DSL examples
-where FLASH4_CUTLASS_EXAMPLES names the folder examples/python/CuTeDSL of a CUTLASS checkout.
+flash-attn-4 is tested where it can be imported (the optional dependencies `peers`), NVIDIA's CuTe-DSL
+examples where FLASH4_CUTLASS_EXAMPLES names the folder examples/python/CuTeDSL of a CUTLASS checkout.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import runpy
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import ModuleType
 from unittest import mock
 
 import pytest
@@ -24,7 +23,6 @@ from peers import flash_attn_4, pretended_gpu
 from torch import Tensor
 
 from flash4_torch.emulator import host
-from flash4_torch.emulator.report import EmulationError
 from flash4_torch.testing import assert_close_as_peer, reference
 from flash4_torch.testing.emulate import Device, Options
 
@@ -93,7 +91,9 @@ SHAPES = [
 SMALL = [Shape(64, 130, 130, Hq=2, Hk=1, causal=True), Shape(128, 128, 256, Hq=1, Hk=1)]
 
 
-def attend(interface: ModuleType, shape: Shape, inputs: tuple[Tensor, ...], deterministic: bool) -> list[Tensor]:
+def attend(
+    interface: ModuleType, shape: Shape, inputs: tuple[Tensor, ...], deterministic: bool
+) -> list[Tensor]:
     """out, lse and the gradients of q, k and v."""
     q, k, v, dout = inputs
     out, lse, *_ = interface._flash_attn_fwd(q, k, v, causal=shape.causal, return_lse=True)
@@ -173,21 +173,18 @@ EXAMPLES = os.environ.get("FLASH4_CUTLASS_EXAMPLES")
 needs_examples = pytest.mark.skipif(not EXAMPLES, reason="FLASH4_CUTLASS_EXAMPLES is not set")
 
 
-def run_example(path: str, arguments: str, arch: str, options: Options, run_checked: bool = True) -> Device:
+def run_example(path: str, arguments: str, device: Device) -> None:
     """Runs an example as a script: it draws inputs, launches and compares by itself."""
     assert EXAMPLES
     script = Path(EXAMPLES) / path
-    device = Device(arch, options, check=run_checked)
     places = [str(script.parent), EXAMPLES, str(Path(EXAMPLES) / "cute")]
     with (
-        pretended_gpu(device.launch, arch),
+        pretended_gpu(device.launch, device.arch),
         mock.patch.object(sys, "path", [*places, *sys.path]),
         mock.patch.object(sys, "argv", [str(script), *arguments.split()]),
-        mock.patch.dict(sys.modules),
     ):
         runpy.run_path(str(script), run_name="__main__")
     assert device.reports, "nothing was launched"
-    return device
 
 
 GEMM = "--mnkl 256,256,128,1"
@@ -201,8 +198,7 @@ KERNELS = [
     ("sm_100a", "cute/blackwell/kernel/dense_gemm/dense_gemm.py", GEMM),
     ("sm_100a", "cute/blackwell/kernel/dense_gemm/dense_gemm_persistent.py", GEMM),
     ("sm_100a", "cute/blackwell/kernel/attention/fmha/fmha.py", ATTENTION),
-    *(("sm_100a", f"{TUTORIAL}/tutorial_gemm/fp16_gemm_{i}.py", "--mnk 512,256,128") for i in "0123"),
-    ("sm_100a", f"{TUTORIAL}/tutorial_gemm/fp16_gemm_3_1.py", "--mnk 512,256,128"),
+    *(("sm_100a", f"{TUTORIAL}/tutorial_gemm/fp16_gemm_{i}.py", "--mnk 512,256,128") for i in range(4)),
     *(
         ("sm_100a", f"{TUTORIAL}/tutorial_tma/tma_v{i}.py", "--M 256 --N 256 --num_warmup 0 --num_iters 1")
         for i in range(3)
@@ -214,7 +210,72 @@ KERNELS = [
 @pytest.mark.parametrize("options", [LATE, *fuzz(1)], ids=lambda options: options.schedule)
 @pytest.mark.parametrize(("arch", "path", "arguments"), KERNELS)
 def test_examples(arch: str, path: str, arguments: str, options: Options) -> None:
-    run_example(path, arguments, arch, options)
+    run_example(path, arguments, Device(arch, options))
 
 
-PRIMITIVES = "experimental/primitives"
+PRIMITIVES = """
+    async_pipeline bar_warp_sync barrier_cta_red barrier_cta_sync cp_async_bulk cp_async_bulk_prefetch
+    cp_async_mbarrier_arrive_cluster cp_async_mbarrier_arrive_cta cp_async_shared_global
+    cp_async_shared_global_swizzled elect_sync ldmatrix_stmatrix mbarrier mbarrier_lifecycle
+    pipeline_software_fill red reduction/block_smem_reduce reduction/cluster_smem_reduce
+    reduction/thread_vector_reduce reduction/warp_vector_reduce redux_sync shfl_sync
+    tcgen05/1cta_mma_basic tcgen05/1cta_mma_mn_major tcgen05/1cta_mma_pipeline tcgen05/2cta_mma_basic
+    tcgen05/2cta_mma_tma_store tcgen05/clusterMxN_2cta_mma tcgen05/mcast_clusterMxN_1cta_mma
+    tcgen05/mcast_clusterMxN_2cta_mma tma/tma_1cta_mbarrier tma/tma_load_store tma/tma_load_to_ldmatrix
+    tma/tma_pipeline_count2 tma/tma_pipeline_pingpong tma/tma_pipeline_warpspec tma/tma_store
+    tma/tma_swizzle_modes tma/tma_tensormap_replace tutorial/07_vectorized_array vote_sync
+    warp_named_barrier
+"""
+
+
+@needs_examples
+@pytest.mark.parametrize("name", PRIMITIVES.split())
+def test_primitives(name: str) -> None:
+    run_example(f"experimental/primitives/{name}.py", "", Device("sm_100a", LATE))
+
+
+BACKWARD = "--s_q 256 --s_k 256 --h_q 1 --h_k 1 --d 64"
+# Examples that do what the PTX ISA does not allow, with the findings' kind and the instruction that is wrong.
+WRONG = [
+    # Tensor memory is given back when the epilogue is done, but the last product into it may not be.
+    ("cute/blackwell/kernel/attention/fmha/fmha_bwd", BACKWARD, "tmem", "tcgen05.mma"),
+    # The CTA whose shared memory is read may have exited: no cluster barrier comes before its end.
+    ("experimental/primitives/mapa", "", "exited", "ld"),
+    # Relaxed arrivals at the cluster's barrier do not publish what the TMA has written.
+    ("experimental/primitives/tma/tma_multicast", "", "race", "ld"),
+    # A stage is filled again without a barrier after the threads' reads of it.
+    ("experimental/primitives/tma/tma_pipeline_single_warp", "", "race", "cp.async.bulk.tensor"),
+    # Every warp stores to lane 0, which belongs to the first.
+    ("experimental/primitives/tcgen05/1cta_mma_a_from_tmem", "", "tmem", "tcgen05.st"),
+    # All warps write the same seed; and tcgen05.wait::st does not wait for tcgen05.cp.
+    ("experimental/primitives/reduction/cluster_tmem_reduce", "", "race", ""),
+    # Every warp initialises the same mbarriers.
+    ("experimental/primitives/tutorial/05_minimal_tensor_mma", "", "race", "mbarrier.init"),
+    ("experimental/primitives/tutorial/10_minimal_tensor_mma_fp8", "", "race", "mbarrier.init"),
+    (
+        "experimental/primitives/tutorial/gemm_M128_N128_Kany_TN_warpspec_multistage",
+        "",
+        "race",
+        "mbarrier.init",
+    ),
+    # The sums overwrite the maximum before all warps have read it.
+    ("experimental/primitives/tutorial/06_softmax", "", "race", "st"),
+]
+
+
+@needs_examples
+@pytest.mark.parametrize(("path", "arguments", "kind", "instruction"), WRONG)
+def test_what_examples_do_wrong_is_found(path: str, arguments: str, kind: str, instruction: str) -> None:
+    device = Device("sm_100a", LATE, check=False)
+    with suppress(AssertionError):  # its own comparison may fail, too
+        run_example(f"{path}.py", arguments, device)
+    findings = [finding for report in device.reports for finding in report.findings]
+    assert findings
+    for finding in findings:
+        places = [finding.at, *([finding.other] if finding.other else [])]
+        assert finding.kind == kind
+        assert any(without_guard(place.ptx).startswith(instruction) for place in places), finding
+
+
+def without_guard(ptx: str) -> str:
+    return re.sub(r"^@\S+\s+", "", ptx)

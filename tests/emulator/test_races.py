@@ -471,6 +471,22 @@ WGMMA = [
         arch="sm_90a",
         warps=4,
     ),
+    Law(
+        # PTX ISA, wgmma.commit_group: a group is the warpgroup's, not the warp's.
+        "one warp may wait for the products of all four",
+        ("wgmma.mma_async", "st.shared.u32"),
+        f"""
+        {FILL_WGMMA}
+        fence.proxy.async.shared::cta;
+        bar.sync 0;
+        {MMA_WGMMA}
+        ~wgmma.wait_group.sync.aligned 0;
+        @%w0 st.shared.u32 [%mine], %lane;
+        wgmma.wait_group.sync.aligned 0;
+        """,
+        arch="sm_90a",
+        warps=4,
+    ),
 ]
 
 # %tmem: 32 columns of tensor memory, from the first lane that the warp may use.

@@ -614,6 +614,57 @@ def test_a_late_store_reads_what_is_there_then() -> None:
     np.testing.assert_array_equal(out, np.full((2, 32), 7))
 
 
+@all_schedules
+def test_a_store_that_all_lanes_issue_is_done_once_for_all(options: Options) -> None:
+    """Every lane may wait for it, here the last one, which then overwrites the tile."""
+    source, tensor = random_bytes(1024, seed=11), aligned_bytes(1024)
+    report = run(
+        f"""
+        {expect(1024)}
+        @%one cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes
+            [%tile], [%source], 1024, [%bar];
+        {wait()}
+        cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%map, {{0, 0}}], [%tile];
+        cp.async.bulk.commit_group;
+        setp.eq.u32 %last, %lane, 31;
+        @%last cp.async.bulk.wait_group.read 0;
+        @%last st.shared.u32 [%tile], 7;
+        cp.async.bulk.wait_group 0;
+        """,
+        "map, tensor, source",
+        small_map(tensor).encode(),
+        tensor,
+        source,
+        options=options,
+        declarations=".reg .pred %last;",
+    )
+    np.testing.assert_array_equal(tensor, source)
+    assert report.counters.async_bytes == 2 * 1024
+
+
+@all_schedules
+def test_lanes_that_store_to_different_boxes_all_do(options: Options) -> None:
+    source, tensor = random_bytes(128, seed=12), aligned_bytes(128 * LANES)
+    map_ = TensorMap(tensor.ctypes.data, "uint8", (128, LANES), (128,), (128, 1), 0)
+    run(
+        f"""
+        {expect(128)}
+        @%one cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes
+            [%tile], [%source], 128, [%bar];
+        {wait()}
+        cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%map, {{0, %lane}}], [%tile];
+        cp.async.bulk.commit_group;
+        cp.async.bulk.wait_group 0;
+        """,
+        "map, tensor, source",
+        map_.encode(),
+        tensor,
+        source,
+        options=options,
+    )
+    np.testing.assert_array_equal(tensor.reshape(LANES, 128), np.tile(source, (LANES, 1)))
+
+
 # --- cp.async
 
 

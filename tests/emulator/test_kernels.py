@@ -1,0 +1,47 @@
+"""Every kernel in `kernels`: the right result, the same bits in whatever order things happen, and no finding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+from kernels import ARCHS, Case, all_cases
+
+from flash4_torch.testing.emulate import Options, device
+
+CASES = [(arch, case) for arch in ARCHS for case in all_cases(arch)]
+OPTIONS = (
+    Options(),
+    Options(compact=False),
+    Options(schedule="late"),
+    *(Options(schedule="fuzz", seed=seed) for seed in range(3)),
+)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """NaN is equal to itself as bits."""
+    return tensor.contiguous().view(torch.uint8).clone()
+
+
+@pytest.mark.parametrize(("arch", "case"), CASES, ids=[f"{arch}-{case}" for arch, case in CASES])
+def test_results_do_not_depend_on_the_schedule(arch: str, case: Case) -> None:
+    expected = case.reference(*case.arguments())
+    first: list[torch.Tensor] = []
+    with device(arch) as emulated:  # it raises for findings
+        compiled = case.compile(arch)
+        for options in OPTIONS:
+            emulated.options = options
+            arguments = case.arguments()
+            compiled(*case.converted(arguments))
+            case.check(arguments, expected)
+            outputs = [bits(output) for output in arguments[len(arguments) - len(expected) :]]
+            first = first or outputs
+            assert all(map(torch.equal, outputs, first)), options
+        assert len(emulated.reports) % len(OPTIONS) == 0 and emulated.reports
+
+
+def test_there_are_kernels_for_both_architectures() -> None:
+    names = {arch: {case.name for other, case in CASES if other == arch} for arch in ARCHS}
+    assert names["sm_90a"] - names["sm_100a"] and names["sm_100a"] - names["sm_90a"]
+    assert names["sm_90a"] & names["sm_100a"]
