@@ -132,14 +132,10 @@ def reconvergence(kernel: Kernel) -> list[int]:
 
 def ways_to_the_end(kernel: Kernel, graph: Sequence[Block]) -> list[tuple[int, ...]]:
     """The successors of blocks, without those exits from which lanes can stay away and yet come to the end."""
-    bare = {
-        i
-        for i, block in enumerate(graph)
-        if block.successors == (EXIT,) and block.end - block.begin == 1
-    }
-    ways = [tuple(dict.fromkeys(EXIT if s in bare else s for s in block.successors)) for block in graph]
+    leaves = {i for i, block in enumerate(graph) if block.successors == (EXIT,) and block.end - block.begin == 1}
+    ways = [block.successors for block in graph]
     for i, successors in enumerate(ways):
-        onwards = tuple(s for s in successors if s != EXIT)
+        onwards = tuple(s for s in successors if s != EXIT and s not in leaves)
         if len(onwards) < len(successors) and _reaches_exit(onwards, ways, without=i):
             ways[i] = onwards
     return ways

@@ -23,7 +23,7 @@ from typing import Any
 import cutlass
 import torch
 from kernels import blackwell_gemm, cluster, hopper_gemm, pipeline, semaphore
-from mutants import EAGER, FUZZ, LATE, Bench, Judge, Run, Subject, judge_of, subject_of
+from mutants import APART, EAGER, FUZZ, LATE, Bench, Judge, Run, Subject, judge_of, subject_of
 from peers import flash_attn_4
 from torch import Tensor
 
@@ -32,9 +32,6 @@ from flash4_torch.emulator import host
 from flash4_torch.emulator.mutate import candidates
 from flash4_torch.emulator.ptx import Instruction
 
-# The model does without these: what tcgen05.ld loads is there at once, and the order of the tensor core's
-# work is not in doubt. So they are counted apart.
-APART = ("tcgen05.wait::ld", "tcgen05.fence")
 ORIGINALS = [EAGER, LATE, *FUZZ]
 MUTANTS = [LATE, *FUZZ[:10], EAGER]
 # Sizes at which rings wrap and CTAs work on several tiles.

@@ -1,4 +1,4 @@
-"""flash4_torch.testing.emulate, the face for kernel authors: devices, reports, the command line, the example."""
+"""flash4_torch.testing.emulate, the face for kernel authors: devices, reports, command line, example."""
 
 from __future__ import annotations
 
