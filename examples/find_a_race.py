@@ -1,4 +1,4 @@
-"""A kernel with a synchronisation bug that rarely shows on a GPU, and how the emulator finds it on any machine.
+"""A synchronisation bug that rarely shows on a GPU, and how the emulator finds it on any machine.
 
 python examples/find_a_race.py
 

@@ -116,8 +116,8 @@ def reconvergence(kernel: Kernel) -> list[int]:
 
     That is the first instruction of its block's immediate post-dominator, the first block that all ways from
     here to the kernel's end have in common. NOWHERE if there is none, and for all other instructions.
-    Lanes that leave early are not waited for: ways to the end on which some lanes leave the kernel do not count
-    where the others can go on and leave later.
+    Lanes that leave early are not waited for: ways to the end on which some lanes leave the kernel do not
+    count where the others can go on and leave later.
     """
     graph = blocks(kernel)
     meeting = post_dominators(ways_to_the_end(kernel, graph))
@@ -131,8 +131,10 @@ def reconvergence(kernel: Kernel) -> list[int]:
 
 
 def ways_to_the_end(kernel: Kernel, graph: Sequence[Block]) -> list[tuple[int, ...]]:
-    """The successors of blocks, without those exits from which lanes can stay away and yet come to the end."""
-    leaves = {i for i, block in enumerate(graph) if block.successors == (EXIT,) and block.end - block.begin == 1}
+    """The successors of blocks, without exits from which lanes can stay away and yet come to the end."""
+    leaves = {
+        i for i, block in enumerate(graph) if block.successors == (EXIT,) and block.end - block.begin == 1
+    }
     ways = [block.successors for block in graph]
     for i, successors in enumerate(ways):
         onwards = tuple(s for s in successors if s != EXIT and s not in leaves)

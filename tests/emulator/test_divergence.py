@@ -5,6 +5,7 @@ PTX ISA: Control Flow Instructions; bar.warp.sync; Special Registers.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -118,9 +119,7 @@ Statement = Assign | If | Loop | Break | Exit
 
 variables = st.integers(0, VARIABLES - 1)
 conditions = st.builds(Condition, variables, st.integers(0, 31))
-assignments = st.builds(
-    Assign, variables, variables, st.integers(3, 9), variables, st.none() | conditions
-)
+assignments = st.builds(Assign, variables, variables, st.integers(3, 9), variables, st.none() | conditions)
 leaves = assignments | st.builds(Break, conditions) | st.builds(Exit, conditions)
 
 
@@ -227,10 +226,8 @@ def walk(block: tuple[Statement, ...], values: list[int], in_loop: bool = False)
 def interpret(program: tuple[Statement, ...], words: np.ndarray) -> np.ndarray:
     rows = words.tolist()
     for row in rows:
-        try:
+        with contextlib.suppress(Left):
             walk(program, row)
-        except Left:
-            pass
     return np.array(rows, np.uint32)
 
 
@@ -250,7 +247,7 @@ def test_structured_programs_run_as_lane_by_lane(program: tuple[Statement, ...],
 
 @pytest.mark.parametrize("options", SCHEDULES, ids=str)
 def test_lanes_of_both_sides_wait_for_each_other(options: Options) -> None:
-    """PTX ISA, bar.warp.sync: memory accesses of the participating threads are ordered. They meet behind it."""
+    """PTX ISA, bar.warp.sync: orders the accesses of the participating threads. They meet behind it."""
     out = run(
         """
         @%odd bra ODD;
@@ -276,7 +273,7 @@ def test_lanes_of_both_sides_wait_for_each_other(options: Options) -> None:
 
 @pytest.mark.parametrize("options", SCHEDULES, ids=str)
 def test_lanes_meet_where_the_warp_barrier_is_the_last_of_a_branch(options: Options) -> None:
-    """The released lanes are at the meeting point at once; were they not held there, the barrier would see it."""
+    """The released lanes are at the meeting point at once; if not held there, the barrier would see it."""
     run(
         """
         @%odd bra ODD;
@@ -488,7 +485,9 @@ def special_registers(grid: tuple, cluster: tuple, block: tuple) -> Iterator[lis
 
 def run_specials(grid: tuple, cluster: tuple, block: tuple) -> tuple[np.ndarray, Report]:
     count = len(SPECIALS)
-    stores = "\n".join(f"mov.u32 %x, {name}; st.global.u32 [%mine+{4 * i}], %x;" for i, name in enumerate(SPECIALS))
+    stores = "\n".join(
+        f"mov.u32 %x, {name}; st.global.u32 [%mine+{4 * i}], %x;" for i, name in enumerate(SPECIALS)
+    )
     text = f"""
 .version 8.8
 .target sm_100a

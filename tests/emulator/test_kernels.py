@@ -1,4 +1,4 @@
-"""Every kernel in `kernels`: the right result, the same bits in whatever order things happen, and no finding."""
+"""Every kernel in `kernels`: right, the same bits in whatever order things happen, and without a finding."""
 
 from __future__ import annotations
 

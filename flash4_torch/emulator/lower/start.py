@@ -50,7 +50,7 @@ class RegisterStart:
         return -(-self._end // 64) * 64
 
     def register(self, kind: int, value: int, width: int) -> int:
-        """The offset of the register that holds `value` of `kind`: `width` bytes a lane, 0 for a predicate."""
+        """The offset of the register that holds `value` of `kind`: `width` bytes a lane (0: predicate)."""
         key = (kind, value, width)
         if key not in self._registers:
             self._end = -(-self._end // 64) * 64

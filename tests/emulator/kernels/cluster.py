@@ -13,7 +13,7 @@ from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
 from cutlass.memory import SmemAllocator
 
 from . import Case, poison
-from .pipeline import STAGES, WARP, allocate, as_one_copy, smem_layout
+from .pipeline import STAGES, WARP, allocate, smem_layout
 
 ROWS, COLUMNS = 64, 32
 THREADS = 128
