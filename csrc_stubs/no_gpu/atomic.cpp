@@ -22,7 +22,13 @@ void count(Warp& warp, const Place& place, uint32_t bytes) {
     Counters& counters = warp.cta->launch->counters;
     (place.cta ? counters.shared_read : counters.global_read) += bytes;
     (place.cta ? counters.shared_written : counters.global_written) += bytes;
+}
+
+// An operation that changes nothing may be a poll, or try a lock that another warp holds.
+Step done(Warp& warp, bool changed) {
+    if (!changed) return Step::Yield;
     warp.cta->launch->polls = 0;
+    return Step::Next;
 }
 
 // The bytes of one lane of a register.
@@ -45,25 +51,29 @@ Step atomic(Warp& warp, const Op& op, Mask mask) {
     const ElementType type = static_cast<ElementType>(op.attr[3]);
     const Reducer combine = reducer(static_cast<Reduction>(op.attr[2]), type);
     const uint32_t each = static_cast<uint32_t>(op.attr[4]), registers = (op.regs - 1u) / 2, bytes = each * registers;
+    bool changed = false;
     for (Mask rest = mask; rest; rest &= rest - 1) {
         const int lane = first_lane(rest);
         const Place place = place_at(warp, space, lane_address(warp, space, op.reg[0], lane, op.attr[0]), bytes, bytes);
         check_races(warp, op, place, bytes, type);
         count(warp, place, bytes);
         for (uint32_t i = 0; i < registers; ++i) {
-            uint8_t value[8], *memory = place.data + i * each;
+            uint8_t value[8], before[8], *memory = place.data + i * each;
             std::memcpy(value, lane_bytes(warp, op.reg[1 + registers + i], each, lane), each);
-            set_lane(warp, op.reg[1 + i], each, lane, memory);
+            std::memcpy(before, memory, each);
+            set_lane(warp, op.reg[1 + i], each, lane, before);
             reduce(combine, element_bytes(type), memory, value, each);
+            changed |= std::memcmp(before, memory, each) != 0;
         }
     }
-    return Step::Next;
+    return done(warp, changed);
 }
 
 // reg: address, old value, compared, new value; attr: constant of the address, Space, bytes.
 Step compare_and_swap(Warp& warp, const Op& op, Mask mask) {
     const Space space = static_cast<Space>(op.attr[1]);
     const uint32_t bytes = static_cast<uint32_t>(op.attr[2]);
+    bool changed = false;
     for (Mask rest = mask; rest; rest &= rest - 1) {
         const int lane = first_lane(rest);
         const Place place = place_at(warp, space, lane_address(warp, space, op.reg[0], lane, op.attr[0]), bytes, bytes);
@@ -75,8 +85,9 @@ Step compare_and_swap(Warp& warp, const Op& op, Mask mask) {
         const bool equal = !std::memcmp(place.data, compared, bytes);
         set_lane(warp, op.reg[1], bytes, lane, place.data);
         if (equal) std::memcpy(place.data, value, bytes);
+        changed |= equal;
     }
-    return Step::Yield;  // it may be a lock that another warp holds
+    return done(warp, changed);
 }
 
 FLASH4_OP("atom", Memory, atomic);

@@ -31,6 +31,12 @@ void complete_phase_if_due(SharedRef place, MBarrier& barrier) {
     place.cta->cluster->event();
 }
 
+// PTX ISA, mbarrier: "Contents of the mbarrier object".
+void add_bytes(SharedRef place, MBarrier& barrier, int64_t bytes) {
+    barrier.tx += bytes;
+    if (barrier.tx > kMaxCount || barrier.tx < -static_cast<int64_t>(kMaxCount)) throw Fault("mbarrier", at(place) + ": transaction count " + std::to_string(barrier.tx) + " is out of range");
+}
+
 // Every mbarrier instruction has reg[0]: address; attr[0]: offset, attr[1]: the address is generic.
 uint32_t address_of(Warp& warp, const Op& op, int lane) {
     const uint32_t offset = static_cast<uint32_t>(op.attr[0]);
@@ -105,7 +111,7 @@ Step arrive_op(Warp& warp, const Op& op, Mask mask) {
             if (barrier.expected < count) throw Fault("mbarrier", at(place) + ": arrive_drop below zero");
             barrier.expected -= count;
         }
-        if (announces) barrier.tx += value;
+        if (announces) add_bytes(place, barrier, value);
         arrive(place, count);
     }
     return Step::Next;
@@ -284,10 +290,9 @@ FLASH4_OP("barrier.red", Sync, reduce);
 // --- the cluster's barrier (PTX ISA: barrier.cluster). Threads that have exited count as arrived.
 
 void complete_cluster_if_due(Cluster& cluster) {
-    uint32_t live = 0;
     for (auto& cta : cluster.ctas)
-        for (Warp& warp : cta->warps) live += static_cast<uint32_t>(__builtin_popcount(~warp.exited));
-    if (cluster.cluster_arrived < live || !cluster.cluster_arrived) return;
+        for (Warp& warp : cta->warps)
+            if (!warp.done() && warp.cluster_arrived != cluster.cluster_generation) return;
     cluster.cluster_arrived = 0;
     ++cluster.cluster_generation;
     std::swap(cluster.cluster_completed, cluster.cluster_clock);
@@ -399,8 +404,7 @@ void arrive(SharedRef place, uint32_t count) {
 
 void expect_tx(SharedRef place, int64_t bytes) {
     MBarrier& barrier = mbarrier_at(place);
-    barrier.tx += bytes;
-    if (barrier.tx > kMaxCount || barrier.tx < -static_cast<int64_t>(kMaxCount)) throw Fault("mbarrier", at(place) + ": transaction count " + std::to_string(barrier.tx) + " is out of range");
+    add_bytes(place, barrier, bytes);
     complete_phase_if_due(place, barrier);
 }
 

@@ -17,7 +17,7 @@ constexpr uint64_t kTurn = 4096;             // instructions of a warp before ot
 constexpr uint64_t kFuzzTurn = 96;           // at most, in the fuzz schedule
 constexpr uint32_t kFuzzResident = 4;        // clusters that the fuzz schedule interleaves
 constexpr uint64_t kMaxPolls = 4'000'000;    // vain polls in a row that count as a deadlock
-constexpr uint32_t kMaxStalledRounds = 3;    // rounds of timed-out waits that changed nothing
+constexpr uint32_t kMaxStalledRounds = 256;  // rounds of timed-out waits that changed nothing
 
 enum class Outcome : uint8_t { Progress, Polling, Finished };
 
@@ -149,10 +149,7 @@ void finish(Cta& cta) {
 void retire(Machine& machine, Cluster& cluster) {
     while (auto index = choose_work(cluster)) perform(cluster, *index);
     for (auto& cta : cluster.ctas)
-        for (Warp& warp : cta->warps) {
-            machine.launch.counters.instructions += warp.executed;
-            machine.files.give_back(warp.registers);
-        }
+        for (Warp& warp : cta->warps) machine.files.give_back(warp.registers);
     cluster.finished = true;
 }
 
@@ -174,6 +171,7 @@ void retire(Machine& machine, Cluster& cluster) {
 
 Slice turn(Cluster& cluster, Warp& warp, uint64_t budget) {
     const bool was_done = warp.done();
+    const uint64_t executed = warp.executed;
     Slice slice;
     try {
         slice = run(warp, budget);
@@ -183,6 +181,7 @@ Slice turn(Cluster& cluster, Warp& warp, uint64_t budget) {
                                 .cta = warp.cta->id});
         throw;
     }
+    cluster.launch->counters.instructions += warp.executed - executed;
     Cta& cta = *warp.cta;
     if (slice == Slice::Done && !was_done && std::all_of(cta.warps.begin(), cta.warps.end(), [](const Warp& w) { return w.done(); }))
         finish(cta);

@@ -99,20 +99,23 @@ Step trap(Warp&, const Op&, Mask) { throw Fault("trap", "the kernel executed tra
 Step warp_sync(Warp& warp, const Op& op, Mask mask) {
     Group& group = *warp.group;
     const Mask members = warp.u32(op.reg[0])[first_lane(mask)] & ~warp.exited;
+    const auto waits_too = [&](const Group& other) { return other.at_warp_sync && &other != &group && other.mask & members; };
     Mask here = mask;
     for (Group& other : warp.groups)
-        if (other.at_warp_sync) here |= other.mask;
+        if (waits_too(other)) here |= other.mask;
     if ((here & members) != members) {
         group.at_warp_sync = true;
         return Step::Blocked;
     }
-    for (Group& other : warp.groups)
-        if (other.at_warp_sync && &other != &group) {
-            other.at_warp_sync = false;
-            other.blocked_at = ~0ull;
-            ++other.pc;
-        }
     group.at_warp_sync = false;
+    for (auto next = warp.groups.begin(); next != warp.groups.end();) {
+        Group& other = *next++;  // it may be gone once it has met others
+        if (!waits_too(other)) continue;
+        other.at_warp_sync = false;
+        other.blocked_at = ~0ull;
+        ++other.pc;
+        meet(warp, other);
+    }
     return Step::Next;
 }
 
@@ -261,6 +264,7 @@ Slice run(Warp& warp, uint64_t budget) {
             return Slice::Polled;
         }
     }
+    switch_group(warp);  // no lanes starve the others
     return Slice::Ran;
 }
 

@@ -9,6 +9,7 @@ import contextlib
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,12 @@ from flash4_torch.emulator.engine import Options, run_ptx
 from flash4_torch.emulator.report import Report
 
 OPTIONS = (Options(), Options(compact=False), *(Options(schedule="fuzz", seed=seed) for seed in range(2)))
-SCHEDULES = (Options(), Options(schedule="late"), *(Options(schedule="fuzz", seed=seed) for seed in range(4)))
+# A lane that spins for ever fails the test instead of hanging it.
+SCHEDULES = tuple(
+    Options(schedule, seed, max_instructions=2_000_000)
+    for schedule, seed in (("eager", 0), ("late", 0), ("fuzz", 0), ("fuzz", 1), ("fuzz", 2))
+)
+schedules = pytest.mark.parametrize("options", SCHEDULES, ids=lambda o: f"{o.schedule}{o.seed}")
 VARIABLES = 4
 WORD = (1 << 32) - 1
 
@@ -50,7 +56,7 @@ def kernel(body: str, shared_bytes: int = 512) -> str:
 """
 
 
-def run(body: str, threads: int = 32, options: Options | None = None, **launch: object) -> np.ndarray:
+def run(body: str, threads: int = 32, options: Options | None = None, **launch: Any) -> np.ndarray:
     """The array (threads, 2) uint32 after the launch; it was filled with ones."""
     out = np.ones((threads, 2), np.uint32)
     run_ptx(kernel(body), [out], block=(threads, 1, 1), options=options, **launch)
@@ -242,10 +248,35 @@ def test_structured_programs_run_as_lane_by_lane(program: tuple[Statement, ...],
         np.testing.assert_array_equal(out, expected)
 
 
+@schedules
+@pytest.mark.parametrize("leave", ["@%odd exit;", "@%odd bra END;"])
+def test_barriers_do_not_wait_for_lanes_that_left_in_a_loop(leave: str, options: Options) -> None:
+    """The other lanes meet behind the branch and behind the loop."""
+    out = run(
+        f"""
+        mov.u32 %y, 0;
+        shr.u32 %z, %lane, 3;
+    LOOP:
+        setp.ne.u32 %p, %y, 2;
+        @%p bra NEXT;
+        {leave}
+    NEXT:
+        add.u32 %y, %y, 1;
+        setp.le.u32 %p, %y, %z;
+        @%p bra LOOP;
+        bar.sync 0;
+        st.global.u32 [%out], %y;
+    END:
+        """,
+        options=options,
+    )
+    assert out[:, 0].tolist() == [1 if i % 2 and i // 8 >= 2 else i // 8 + 1 for i in range(32)]
+
+
 # --- bar.warp.sync
 
 
-@pytest.mark.parametrize("options", SCHEDULES, ids=str)
+@schedules
 def test_lanes_of_both_sides_wait_for_each_other(options: Options) -> None:
     """PTX ISA, bar.warp.sync: orders the accesses of the participating threads. They meet behind it."""
     out = run(
@@ -271,24 +302,30 @@ def test_lanes_of_both_sides_wait_for_each_other(options: Options) -> None:
     assert (out[:, 1] == WORD).all()
 
 
-@pytest.mark.parametrize("options", SCHEDULES, ids=str)
-def test_lanes_meet_where_the_warp_barrier_is_the_last_of_a_branch(options: Options) -> None:
-    """The released lanes are at the meeting point at once; if not held there, the barrier would see it."""
-    run(
-        """
+@schedules
+@pytest.mark.parametrize("skip", ["", "bra SECOND;"])
+def test_lanes_meet_where_the_warp_barrier_is_the_last_of_a_branch(skip: str, options: Options) -> None:
+    """Released lanes may be at the meeting point at once, where the aligned barrier needs them all."""
+    out = run(
+        f"""
         @%odd bra ODD;
+        {skip}
         bar.warp.sync 0xFFFFFFFF;
         bra END;
     ODD:
+        {"bar.warp.sync 0xFFFFFFFF; bra END;" if skip else ""}
+    SECOND:
         bar.warp.sync 0xFFFFFFFF;
     END:
         bar.sync 0;
+        st.global.u32 [%out], 5;
         """,
         options=options,
     )
+    assert (out[:, 0] == 5).all()
 
 
-@pytest.mark.parametrize("options", SCHEDULES, ids=str)
+@schedules
 def test_warp_barriers_of_other_lanes_release_nobody(options: Options) -> None:
     """Lanes 0 to 7 wait for lanes 8 to 15, which come after the upper half has used a barrier of its own."""
     out = run(
@@ -365,7 +402,9 @@ def test_every_warp_branches_by_its_own_index() -> None:
     assert out[:, 0].tolist() == [10] * 32 + [11] * 32 + [12] * 32
 
 
-@pytest.mark.parametrize(("index", "kind"), [("mov.u32 %x, 3;", "out-of-bounds")])
+@pytest.mark.parametrize(
+    ("index", "kind"), [("mov.u32 %x, 3;", "out-of-bounds"), ("and.b32 %x, %i, 1;", "unsupported")]
+)
 def test_wrong_table_branches_are_named(index: str, kind: str) -> None:
     assert kinds(TABLE.format(index=index)) == [kind]
 
@@ -385,6 +424,10 @@ WAITS_IN_WARP = {
         "atom.shared.exch.b32 %x, [%buffer], 5;",
         "atom.shared.or.b32 %x, [%buffer], 0; setp.ne.u32 %p, %x, 5;",
     ),
+    "atomic that counts polls": (
+        "atom.shared.or.b32 %x, [%buffer], 0x80000000;",
+        "atom.shared.add.u32 %x, [%buffer], 1; setp.lt.u32 %p, %x, 0x80000000;",
+    ),
     "test_wait": (
         "mbarrier.arrive.shared.b64 _, [%buffer+8];",
         "mbarrier.test_wait.parity.shared.b64 %q, [%buffer+8], 0; not.pred %p, %q;",
@@ -396,7 +439,7 @@ WAITS_IN_WARP = {
 }
 
 
-@pytest.mark.parametrize("options", SCHEDULES, ids=str)
+@schedules
 @pytest.mark.parametrize("waiter_falls_through", [False, True])
 @pytest.mark.parametrize(("publish", "poll"), WAITS_IN_WARP.values(), ids=WAITS_IN_WARP)
 def test_a_lane_may_wait_for_another_of_its_warp(
@@ -426,7 +469,7 @@ def test_a_lane_may_wait_for_another_of_its_warp(
     assert (out[:, 0] == 3).all()
 
 
-@pytest.mark.parametrize("options", SCHEDULES, ids=str)
+@schedules
 def test_lanes_take_a_lock_in_turns(options: Options) -> None:
     """Every lane of both warps adds 1 under the lock, without an atomic addition."""
     out = run(
@@ -434,14 +477,16 @@ def test_lanes_take_a_lock_in_turns(options: Options) -> None:
         setp.eq.u32 %p, %i, 0;
         @%p st.global.v2.u32 [%all], {0, 0};
         bar.sync 0;
-    LOCK:
+    TRY:
         atom.acquire.gpu.global.cas.b32 %x, [%all], 0, 1;
-        setp.ne.u32 %p, %x, 0;
-        @%p bra LOCK;
+        setp.ne.u32 %q, %x, 0;
+        @%q bra AGAIN;
         ld.relaxed.gpu.global.u32 %y, [%all+4];
         add.u32 %y, %y, 1;
         st.relaxed.gpu.global.u32 [%all+4], %y;
         atom.release.gpu.global.exch.b32 %x, [%all], 0;
+    AGAIN:
+        @%q bra TRY;
         """,
         threads=64,
         options=options,
