@@ -91,9 +91,8 @@ template <auto F, class D, class... S>
     return [&]<size_t... I>(std::index_sequence<I...>) {
         auto* d = cells<D>(w, op.reg[0]);
         const auto s = std::tuple{static_cast<const typename S::Cell*>(cells<S>(w, op.reg[1 + I]))...};
-        for_elements<D::kPerLane>(mask, [&](int i) {
-            d[i] = D::store(static_cast<typename D::Value>(F(S::load(std::get<I>(s)[i])...)));
-        });
+        for_elements<D::kPerLane>(
+            mask, [&](int i) { d[i] = D::store(static_cast<typename D::Value>(F(S::load(std::get<I>(s)[i])...))); });
         return Step::Next;
     }(std::index_sequence_for<S...>{});
 }

@@ -2,7 +2,8 @@
 //
 // Registers are always the destination and then the sources in PTX's order. NaN results are the hardware's one NaN.
 // The .approx functions give the correctly rounded result, or one within 0.51 units in the last place where C's library
-// or a polynomial in f64 is rounded to f32: always within PTX's bounds, and not the bits that the hardware approximates.
+// or a polynomial in f64 is rounded to f32: always within PTX's bounds, and not the bits that the hardware
+// approximates.
 #include <cfenv>
 
 #include "alu.h"
@@ -22,28 +23,52 @@ using number::canonical;
 using number::real;
 
 struct Add {
-    template <class T> static T apply(T a, T b) { return a + b; }
+    template <class T>
+    static T apply(T a, T b) {
+        return a + b;
+    }
 };
 struct Sub {
-    template <class T> static T apply(T a, T b) { return a - b; }
+    template <class T>
+    static T apply(T a, T b) {
+        return a - b;
+    }
 };
 struct Mul {
-    template <class T> static T apply(T a, T b) { return a * b; }
+    template <class T>
+    static T apply(T a, T b) {
+        return a * b;
+    }
 };
 struct Fma {
-    template <class T> static T apply(T a, T b, T c) { return std::fma(a, b, c); }
+    template <class T>
+    static T apply(T a, T b, T c) {
+        return std::fma(a, b, c);
+    }
 };
 struct Div {
-    template <class T> static T apply(T a, T b) { return a / b; }
+    template <class T>
+    static T apply(T a, T b) {
+        return a / b;
+    }
 };
 struct Reciprocal {
-    template <class T> static T apply(T a) { return T{1} / a; }
+    template <class T>
+    static T apply(T a) {
+        return T{1} / a;
+    }
 };
 struct Sqrt {
-    template <class T> static T apply(T a) { return std::sqrt(a); }
+    template <class T>
+    static T apply(T a) {
+        return std::sqrt(a);
+    }
 };
 struct ReciprocalSqrt {
-    template <class T> static T apply(T a) { return static_cast<T>(1 / std::sqrt(static_cast<double>(a))); }
+    template <class T>
+    static T apply(T a) {
+        return static_cast<T>(1 / std::sqrt(static_cast<double>(a)));
+    }
 };
 struct Log2 {
     static float apply(float a) { return static_cast<float>(std::log2(static_cast<double>(a))); }
@@ -92,13 +117,15 @@ struct Exp2 {
 
 // NaN loses against a number, and -0 is less than +0.
 struct Max {
-    template <class T> static T apply(T a, T b) {
+    template <class T>
+    static T apply(T a, T b) {
         const T larger = a == b ? (std::signbit(a) ? b : a) : (a > b ? a : b);
         return a != a ? b : b != b ? a : larger;
     }
 };
 struct Min {
-    template <class T> static T apply(T a, T b) {
+    template <class T>
+    static T apply(T a, T b) {
         const T smaller = a == b ? (std::signbit(a) ? a : b) : (a < b ? a : b);
         return a != a ? b : b != b ? a : smaller;
     }
@@ -106,7 +133,10 @@ struct Min {
 // NaN wins (.NaN).
 template <class F>
 struct OrNan {
-    template <class T> static T apply(T a, T b) { return a != a || b != b ? a + b : F::apply(a, b); }
+    template <class T>
+    static T apply(T a, T b) {
+        return a != a || b != b ? a + b : F::apply(a, b);
+    }
 };
 // The magnitude from the magnitudes, the sign from both signs (.xorsign.abs).
 template <class F>
@@ -118,7 +148,9 @@ struct XorSign {
 };
 template <class F>
 struct OfMagnitudes {
-    static float apply(float a, float b, float c) { return F::apply(F::apply(Abs::apply(a), Abs::apply(b)), Abs::apply(c)); }
+    static float apply(float a, float b, float c) {
+        return F::apply(F::apply(Abs::apply(a), Abs::apply(b)), Abs::apply(c));
+    }
 };
 template <class F>
 struct OfThree {

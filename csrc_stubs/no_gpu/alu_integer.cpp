@@ -1,4 +1,5 @@
-// Integer arithmetic, logic and bit fields (PTX ISA: Integer Arithmetic, Extended-Precision, Logic and Shift Instructions).
+// Integer arithmetic, logic and bit fields (PTX ISA: Integer Arithmetic, Extended-Precision, Logic and Shift
+// Instructions).
 //
 // Registers are always the destination and then the sources in PTX's order.
 #include <algorithm>
@@ -12,13 +13,32 @@ template <class T>
 using Unsigned = std::make_unsigned_t<T>;
 
 // Twice as wide, for high halves and wide products.
-template <class T> struct WiderOf;
-template <> struct WiderOf<int16_t> { using Type = int32_t; };
-template <> struct WiderOf<uint16_t> { using Type = uint32_t; };
-template <> struct WiderOf<int32_t> { using Type = int64_t; };
-template <> struct WiderOf<uint32_t> { using Type = uint64_t; };
-template <> struct WiderOf<int64_t> { using Type = __int128; };
-template <> struct WiderOf<uint64_t> { using Type = unsigned __int128; };
+template <class T>
+struct WiderOf;
+template <>
+struct WiderOf<int16_t> {
+    using Type = int32_t;
+};
+template <>
+struct WiderOf<uint16_t> {
+    using Type = uint32_t;
+};
+template <>
+struct WiderOf<int32_t> {
+    using Type = int64_t;
+};
+template <>
+struct WiderOf<uint32_t> {
+    using Type = uint64_t;
+};
+template <>
+struct WiderOf<int64_t> {
+    using Type = __int128;
+};
+template <>
+struct WiderOf<uint64_t> {
+    using Type = unsigned __int128;
+};
 template <class T>
 using Wider = typename WiderOf<T>::Type;
 
@@ -30,83 +50,139 @@ template <class T>
 using Wrapping = std::conditional_t<(sizeof(T) < 4), uint32_t, Unsigned<T>>;
 
 struct Add {
-    template <class T> static T apply(T a, T b) { return static_cast<T>(Wrapping<T>(a) + Wrapping<T>(b)); }
+    template <class T>
+    static T apply(T a, T b) {
+        return static_cast<T>(Wrapping<T>(a) + Wrapping<T>(b));
+    }
 };
 struct Sub {
-    template <class T> static T apply(T a, T b) { return static_cast<T>(Wrapping<T>(a) - Wrapping<T>(b)); }
+    template <class T>
+    static T apply(T a, T b) {
+        return static_cast<T>(Wrapping<T>(a) - Wrapping<T>(b));
+    }
 };
 struct MulLo {
-    template <class T> static T apply(T a, T b) { return static_cast<T>(Wrapping<T>(a) * Wrapping<T>(b)); }
+    template <class T>
+    static T apply(T a, T b) {
+        return static_cast<T>(Wrapping<T>(a) * Wrapping<T>(b));
+    }
 };
 struct MulHi {
-    template <class T> static T apply(T a, T b) { return static_cast<T>((Wider<T>(a) * Wider<T>(b)) >> kBits<T>); }
+    template <class T>
+    static T apply(T a, T b) {
+        return static_cast<T>((Wider<T>(a) * Wider<T>(b)) >> kBits<T>);
+    }
 };
 struct MadLo {
-    template <class T> static T apply(T a, T b, T c) { return Add::apply(MulLo::apply(a, b), c); }
+    template <class T>
+    static T apply(T a, T b, T c) {
+        return Add::apply(MulLo::apply(a, b), c);
+    }
 };
 struct MadHi {
-    template <class T> static T apply(T a, T b, T c) { return Add::apply(MulHi::apply(a, b), c); }
+    template <class T>
+    static T apply(T a, T b, T c) {
+        return Add::apply(MulHi::apply(a, b), c);
+    }
 };
 // The result of a division by zero is unspecified (all ones here), and the most negative number over -1 wraps around.
 struct Div {
-    template <class T> static T apply(T a, T b) {
+    template <class T>
+    static T apply(T a, T b) {
         if (b == 0) return static_cast<T>(~T{0});
         if (std::is_signed_v<T> && b == static_cast<T>(-1)) return Sub::apply(T{0}, a);
         return static_cast<T>(a / b);
     }
 };
 struct Rem {
-    template <class T> static T apply(T a, T b) {
+    template <class T>
+    static T apply(T a, T b) {
         if (b == 0) return static_cast<T>(~T{0});
         if (std::is_signed_v<T> && b == static_cast<T>(-1)) return 0;
         return static_cast<T>(a % b);
     }
 };
 struct Min {
-    template <class T> static T apply(T a, T b) { return b < a ? b : a; }
+    template <class T>
+    static T apply(T a, T b) {
+        return b < a ? b : a;
+    }
 };
 struct Max {
-    template <class T> static T apply(T a, T b) { return a < b ? b : a; }
+    template <class T>
+    static T apply(T a, T b) {
+        return a < b ? b : a;
+    }
 };
 struct MinRelu {
-    template <class T> static T apply(T a, T b) { return std::max(Min::apply(a, b), T{0}); }
+    template <class T>
+    static T apply(T a, T b) {
+        return std::max(Min::apply(a, b), T{0});
+    }
 };
 struct MaxRelu {
-    template <class T> static T apply(T a, T b) { return std::max(Max::apply(a, b), T{0}); }
+    template <class T>
+    static T apply(T a, T b) {
+        return std::max(Max::apply(a, b), T{0});
+    }
 };
 struct Neg {
-    template <class T> static T apply(T a) { return Sub::apply(T{0}, a); }
+    template <class T>
+    static T apply(T a) {
+        return Sub::apply(T{0}, a);
+    }
 };
 struct Abs {
-    template <class T> static T apply(T a) { return a < 0 ? Neg::apply(a) : a; }
+    template <class T>
+    static T apply(T a) {
+        return a < 0 ? Neg::apply(a) : a;
+    }
 };
 struct Sad {
-    template <class T> static T apply(T a, T b, T c) {
+    template <class T>
+    static T apply(T a, T b, T c) {
         return Add::apply(c, a < b ? Sub::apply(b, a) : Sub::apply(a, b));
     }
 };
 struct Shr {
-    template <class T> static T apply(T a, uint32_t by) {
+    template <class T>
+    static T apply(T a, uint32_t by) {
         return static_cast<T>(by < kBits<T> ? a >> by : a < 0 ? ~T{0} : 0);
     }
 };
 struct And {
-    template <class T> static T apply(T a, T b) { return a & b; }
+    template <class T>
+    static T apply(T a, T b) {
+        return a & b;
+    }
 };
 struct Or {
-    template <class T> static T apply(T a, T b) { return a | b; }
+    template <class T>
+    static T apply(T a, T b) {
+        return a | b;
+    }
 };
 struct Xor {
-    template <class T> static T apply(T a, T b) { return a ^ b; }
+    template <class T>
+    static T apply(T a, T b) {
+        return a ^ b;
+    }
 };
 struct Not {
-    template <class T> static T apply(T a) { return static_cast<T>(~a); }
+    template <class T>
+    static T apply(T a) {
+        return static_cast<T>(~a);
+    }
 };
 struct CNot {
-    template <class T> static T apply(T a) { return a == 0; }
+    template <class T>
+    static T apply(T a) {
+        return a == 0;
+    }
 };
 struct Shl {
-    template <class T> static T apply(T a, uint32_t by) {
+    template <class T>
+    static T apply(T a, uint32_t by) {
         return static_cast<T>(by < kBits<T> ? Wrapping<T>(a) << (by % kBits<T>) : 0);
     }
 };
@@ -118,10 +194,14 @@ constexpr auto kBinary = [](auto a, auto b) { return F::apply(a, b); };
 template <class F>
 constexpr auto kTernary = [](auto a, auto b, auto c) { return F::apply(a, b, c); };
 
-template <class F, class T> constexpr Handler unary = map<kUnary<F>, T, T>;
-template <class F, class T> constexpr Handler binary = map<kBinary<F>, T, T, T>;
-template <class F, class T> constexpr Handler ternary = map<kTernary<F>, T, T, T, T>;
-template <class F, class T> constexpr Handler shift = map<kBinary<F>, T, T, U32>;
+template <class F, class T>
+constexpr Handler unary = map<kUnary<F>, T, T>;
+template <class F, class T>
+constexpr Handler binary = map<kBinary<F>, T, T, T>;
+template <class F, class T>
+constexpr Handler ternary = map<kTernary<F>, T, T, T, T>;
+template <class F, class T>
+constexpr Handler shift = map<kBinary<F>, T, T, U32>;
 
 // Operations whose bits do not depend on the sign are registered for .b types only.
 FLASH4_OP("add.b16", Alu, binary<Add, U16>);
@@ -166,7 +246,9 @@ FLASH4_OP("shl.b64", Alu, shift<Shl, U64>);
 // The operations that a signed and an unsigned type do differently.
 template <class T>
 void register_signed(const std::string& type) {
-    const auto add = [&](const char* name, Handler run) { Registration((name + ("." + type)).c_str(), run, Pipe::Alu); };
+    const auto add = [&](const char* name, Handler run) {
+        Registration((name + ("." + type)).c_str(), run, Pipe::Alu);
+    };
     add("mul.hi", binary<MulHi, T>);
     add("mad.hi", ternary<MadHi, T>);
     add("div", binary<Div, T>);
@@ -179,7 +261,9 @@ void register_signed(const std::string& type) {
 
 template <class T, class Wide>
 void register_wide(const std::string& type) {
-    constexpr auto product = [](auto a, auto b) { return static_cast<typename Wide::Value>(a) * static_cast<typename Wide::Value>(b); };
+    constexpr auto product = [](auto a, auto b) {
+        return static_cast<typename Wide::Value>(a) * static_cast<typename Wide::Value>(b);
+    };
     constexpr auto product_sum = [](auto a, auto b, auto c) {
         using V = typename Wide::Value;
         return Add::apply(static_cast<V>(static_cast<V>(a) * static_cast<V>(b)), c);
@@ -220,7 +304,8 @@ FLASH4_OP("mad.hi.sat.s32", Alu,
 // c and the products of four bytes each.
 template <class A, class B>
 constexpr auto kDot = [](uint32_t a, uint32_t b, uint32_t c) {
-    for (int shift = 0; shift < 32; shift += 8) c += static_cast<uint32_t>(static_cast<A>(a >> shift) * static_cast<B>(b >> shift));
+    for (int shift = 0; shift < 32; shift += 8)
+        c += static_cast<uint32_t>(static_cast<A>(a >> shift) * static_cast<B>(b >> shift));
     return c;
 };
 template <class A, class B>
@@ -347,7 +432,8 @@ Step extended(Warp& w, const Op& op, Mask mask) {
 
 template <class Product, bool In, bool Out, class T>
 Step extended_mad(Warp& w, const Op& op, Mask mask) {
-    auto *d = cells<T>(w, op.reg[0]), *a = cells<T>(w, op.reg[1]), *b = cells<T>(w, op.reg[2]), *c = cells<T>(w, op.reg[3]);
+    auto *d = cells<T>(w, op.reg[0]), *a = cells<T>(w, op.reg[1]), *b = cells<T>(w, op.reg[2]),
+         *c = cells<T>(w, op.reg[3]);
     for (Mask rest = mask; rest; rest &= rest - 1) {
         const int lane = first_lane(rest);
         const auto product = T::store(Product::apply(T::load(a[lane]), T::load(b[lane])));

@@ -43,7 +43,8 @@ Launch* flash4_launch(const LaunchText* text) {
     launch->cluster = {text->cluster[0], text->cluster[1], text->cluster[2]};
     launch->dynamic_shared = text->dynamic_shared;
     launch->params.assign(text->params, text->param_bytes);
-    for (uint64_t i = 0; i < text->region_count; ++i) launch->regions.push_back({text->regions[2 * i], text->regions[2 * i + 1]});
+    for (uint64_t i = 0; i < text->region_count; ++i)
+        launch->regions.push_back({text->regions[2 * i], text->regions[2 * i + 1]});
     Options& options = launch->options;
     options.schedule = static_cast<Schedule>(text->schedule);
     options.seed = text->seed;
@@ -62,8 +63,17 @@ void flash4_launch_free(Launch* launch) { delete launch; }
 uint64_t flash4_finding_count(const Launch* launch) { return launch->findings.size(); }
 void flash4_finding(const Launch* launch, uint64_t index, FindingText* out) {
     const Finding& f = launch->findings[index];
-    *out = {f.kind.c_str(), f.message.c_str(), {f.cta.x, f.cta.y, f.cta.z}, f.at.cta, f.at.warp, f.at.op,
-            f.has_other, f.other.cta, f.other.warp, f.other.op, f.times};
+    *out = {f.kind.c_str(),
+            f.message.c_str(),
+            {f.cta.x, f.cta.y, f.cta.z},
+            f.at.cta,
+            f.at.warp,
+            f.at.op,
+            f.has_other,
+            f.other.cta,
+            f.other.warp,
+            f.other.op,
+            f.times};
 }
 const Counters* flash4_counters(const Launch* launch) { return &launch->counters; }
 const uint64_t* flash4_counts(const Launch* launch, uint64_t* length) {

@@ -1,4 +1,5 @@
-// Asynchronous work: how the units (TMA, bulk copies, tensor cores) hand work to the scheduler, and how warps wait for it.
+// Asynchronous work: how the units (TMA, bulk copies, tensor cores) hand work to the scheduler, and how warps wait for
+// it.
 #pragma once
 
 #include "machine.h"
@@ -12,8 +13,8 @@ struct CommitGroup {
     uint32_t pending = 0;  // works that are not finished
 };
 
-// What the units keep for one warp. Groups are per warp; `lanes` of the instruction that commits and waits must be the same
-// as those that issued, which all kernels obey (an elected lane, or all lanes).
+// What the units keep for one warp. Groups are per warp; `lanes` of the instruction that commits and waits must be the
+// same as those that issued, which all kernels obey (an elected lane, or all lanes).
 struct GroupQueue {
     std::shared_ptr<CommitGroup> open = std::make_shared<CommitGroup>();  // not committed yet
     std::deque<std::shared_ptr<CommitGroup>> committed;                   // oldest first; finished ones are dropped

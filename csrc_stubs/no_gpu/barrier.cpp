@@ -34,7 +34,8 @@ void complete_phase_if_due(SharedRef place, MBarrier& barrier) {
 // PTX ISA, mbarrier: "Contents of the mbarrier object".
 void add_bytes(SharedRef place, MBarrier& barrier, int64_t bytes) {
     barrier.tx += bytes;
-    if (barrier.tx > kMaxCount || barrier.tx < -static_cast<int64_t>(kMaxCount)) throw Fault("mbarrier", at(place) + ": transaction count " + std::to_string(barrier.tx) + " is out of range");
+    if (barrier.tx > kMaxCount || barrier.tx < -static_cast<int64_t>(kMaxCount))
+        throw Fault("mbarrier", at(place) + ": transaction count " + std::to_string(barrier.tx) + " is out of range");
 }
 
 // Every mbarrier instruction has reg[0]: address; attr[0]: offset, attr[1]: the address is generic.
@@ -55,7 +56,8 @@ void use(Warp& warp, const Op& op, SharedRef place) {
     if (races(warp)) races(warp)->atomic(warp, op, *place.cta, place.offset, 8);
 }
 
-// What an arrival makes visible to those that wait: all before it, or if it is relaxed all before the last releasing fence.
+// What an arrival makes visible to those that wait: all before it, or if it is relaxed all before the last releasing
+// fence.
 void publish(Warp& warp, bool relaxed, race::Clock& into) {
     if (!races(warp)) return;
     if (relaxed) into.merge(warp.fenced);
@@ -68,7 +70,8 @@ Step init(Warp& warp, const Op& op, Mask mask) {
         const int lane = first_lane(rest);
         const SharedRef place = place_of(warp, op, lane);
         const uint32_t count = warp.u32(op.reg[1])[lane];
-        if (count == 0 || count > kMaxCount) throw Fault("mbarrier", at(place) + " initialised with count " + std::to_string(count));
+        if (count == 0 || count > kMaxCount)
+            throw Fault("mbarrier", at(place) + " initialised with count " + std::to_string(count));
         if (MBarrier* old = find(place); old && (old->pending != old->expected || old->tx))
             throw Fault("mbarrier", at(place) + " initialised again in the middle of a phase");
         if (races(warp)) races(warp)->write(warp, op, *place.cta, place.offset, 8);
@@ -86,7 +89,8 @@ Step invalidate(Warp& warp, const Op& op, Mask mask) {
     for (Mask rest = mask; rest; rest &= rest - 1) {
         const SharedRef place = place_of(warp, op, first_lane(rest));
         const MBarrier& barrier = mbarrier_at(place);
-        if (barrier.pending != barrier.expected || barrier.tx) throw Fault("mbarrier", at(place) + " invalidated in the middle of a phase");
+        if (barrier.pending != barrier.expected || barrier.tx)
+            throw Fault("mbarrier", at(place) + " invalidated in the middle of a phase");
         if (races(warp)) races(warp)->write(warp, op, *place.cta, place.offset, 8);
         place.cta->mbarriers.erase(place.offset);
     }
@@ -134,8 +138,8 @@ struct Question {
     bool operator==(const Question&) const = default;
 };
 
-// In the fuzz schedule a try_wait sometimes runs into its time limit (PTX ISA: "the time limit is system-dependent"); with
-// odd seeds often, so that what a kernel does then is tried as well.
+// In the fuzz schedule a try_wait sometimes runs into its time limit (PTX ISA: "the time limit is system-dependent");
+// with odd seeds often, so that what a kernel does then is tried as well.
 bool runs_out_of_time(Warp& warp) {
     Launch& launch = *warp.cta->launch;
     return launch.options.schedule == Schedule::Fuzz && launch.random() % (launch.options.seed % 2 ? 2 : 64) == 0;
@@ -148,7 +152,8 @@ Step wait_op(Warp& warp, const Op& op, Mask mask) {
     Question last{};
     for (Mask rest = mask; rest; rest &= rest - 1) {
         const int lane = first_lane(rest);
-        const Question question{address_of(warp, op, lane), by_parity ? warp.u32(op.reg[2])[lane] & 1 : warp.u64(op.reg[2])[lane]};
+        const Question question{address_of(warp, op, lane),
+                                by_parity ? warp.u32(op.reg[2])[lane] & 1 : warp.u64(op.reg[2])[lane]};
         if (rest != mask && question == last) {  // nearly always all lanes ask the same
             complete |= (complete >> first_lane(mask) & 1u) << lane;
             continue;
@@ -224,12 +229,16 @@ void arrive_at(NamedBarrier& barrier, Warp& warp, const Op& op, Mask mask) {
     const std::string number = std::to_string(warp.u32(op.reg[0])[first_lane(mask)]);
     const uint32_t all = static_cast<uint32_t>(warp.cta->warps.size()) * kThreadsOfWarp;
     const uint32_t expected = op.reg[1] == kNoRegister ? all : warp.u32(op.reg[1])[first_lane(mask)];
-    if (expected == 0 || expected % kThreadsOfWarp) throw Fault("barrier", "thread count " + std::to_string(expected) + " is no multiple of 32");
+    if (expected == 0 || expected % kThreadsOfWarp)
+        throw Fault("barrier", "thread count " + std::to_string(expected) + " is no multiple of 32");
     if (barrier.expected && barrier.expected != expected)
-        throw Fault("barrier", "named barrier " + number + " is used with " + std::to_string(expected) + " threads while others wait for " + std::to_string(barrier.expected));
+        throw Fault("barrier", "named barrier " + number + " is used with " + std::to_string(expected) +
+                                   " threads while others wait for " + std::to_string(barrier.expected));
     barrier.expected = expected;
     barrier.arrived += arrivals(warp, mask, aligned);
-    if (barrier.arrived > expected) throw Fault("barrier", "more arrivals at named barrier " + number + " than the " + std::to_string(expected) + " it waits for");
+    if (barrier.arrived > expected)
+        throw Fault("barrier", "more arrivals at named barrier " + number + " than the " + std::to_string(expected) +
+                                   " it waits for");
     if (races(warp)) races(warp)->release(warp, barrier.clock);
     if (waits) barrier.waiting[warp.index] |= mask;
     warp.cta->cluster->event();
@@ -238,7 +247,8 @@ void arrive_at(NamedBarrier& barrier, Warp& warp, const Op& op, Mask mask) {
 // reg: barrier, thread count (or kNoRegister: all threads of the CTA); attr: waits, aligned.
 Step named(Warp& warp, const Op& op, Mask mask) {
     const bool waits = op.attr[0], aligned = op.attr[1];
-    if (aligned && mask != ~warp.exited) throw Fault("divergence", "an aligned barrier is executed by some lanes of the warp only");
+    if (aligned && mask != ~warp.exited)
+        throw Fault("divergence", "an aligned barrier is executed by some lanes of the warp only");
     NamedBarrier& barrier = named_barrier(warp, op, mask);
     const uint32_t w = warp.index;
     if (waits && (barrier.released[w] & mask) == mask) {
@@ -303,8 +313,10 @@ void complete_cluster_if_due(Cluster& cluster) {
 // attr: relaxed.
 Step cluster_arrive(Warp& warp, const Op& op, Mask mask) {
     Cluster& cluster = *warp.cta->cluster;
-    if (warp.cluster_arrived == cluster.cluster_generation) throw Fault("barrier", "barrier.cluster.arrive twice without a wait between");
-    if (mask != ~warp.exited) throw Fault("divergence", "barrier.cluster.arrive is executed by some lanes of the warp only");
+    if (warp.cluster_arrived == cluster.cluster_generation)
+        throw Fault("barrier", "barrier.cluster.arrive twice without a wait between");
+    if (mask != ~warp.exited)
+        throw Fault("divergence", "barrier.cluster.arrive is executed by some lanes of the warp only");
     warp.cluster_arrived = cluster.cluster_generation;
     cluster.cluster_arrived += static_cast<uint32_t>(__builtin_popcount(mask));
     publish(warp, op.attr[0], cluster.cluster_clock);
@@ -362,14 +374,19 @@ FLASH4_OP("fence.proxy.async", Sync, fence_proxy_async);
 Step set_max_registers(Warp& warp, const Op& op, Mask) {
     const uint32_t wanted = static_cast<uint32_t>(op.attr[0]);
     const bool increases = op.attr[1];
-    if (wanted % 8 || wanted < 24 || wanted > 256) throw Fault("setmaxnreg", std::to_string(wanted) + " is not a multiple of 8 in 24 to 256");
+    if (wanted % 8 || wanted < 24 || wanted > 256)
+        throw Fault("setmaxnreg", std::to_string(wanted) + " is not a multiple of 8 in 24 to 256");
     Cta& cta = *warp.cta;
     if (!increases) {
-        if (wanted > warp.register_count) throw Fault("setmaxnreg", ".dec to " + std::to_string(wanted) + " from " + std::to_string(warp.register_count));
+        if (wanted > warp.register_count)
+            throw Fault("setmaxnreg",
+                        ".dec to " + std::to_string(wanted) + " from " + std::to_string(warp.register_count));
         cta.free_registers += warp.register_count - wanted;
         cta.cluster->event();
     } else {
-        if (wanted < warp.register_count) throw Fault("setmaxnreg", ".inc to " + std::to_string(wanted) + " from " + std::to_string(warp.register_count));
+        if (wanted < warp.register_count)
+            throw Fault("setmaxnreg",
+                        ".inc to " + std::to_string(wanted) + " from " + std::to_string(warp.register_count));
         if (wanted - warp.register_count > cta.free_registers) return Step::Blocked;
         cta.free_registers -= wanted - warp.register_count;
     }
@@ -390,13 +407,19 @@ void require_fenced(SharedRef place, Origin by) {
     MBarrier& barrier = mbarrier_at(place);
     if (barrier.fenced || !place.cta->launch->options.check_races) return;
     barrier.fenced = true;  // once is enough
-    place.cta->launch->report({.kind = "mbarrier-init", .message = at(place) + " is used by another CTA or the asynchronous proxy, but no fence.mbarrier_init or fence.proxy.async followed its initialisation",
-                               .at = by, .cta = place.cta->cluster->ctas[by.cta]->id});
+    place.cta->launch->report(
+        {.kind = "mbarrier-init",
+         .message = at(place) + " is used by another CTA or the asynchronous proxy, but no fence.mbarrier_init or "
+                                "fence.proxy.async followed its initialisation",
+         .at = by,
+         .cta = place.cta->cluster->ctas[by.cta]->id});
 }
 
 void arrive(SharedRef place, uint32_t count) {
     MBarrier& barrier = mbarrier_at(place);
-    if (count > barrier.pending) throw Fault("mbarrier", at(place) + ": " + std::to_string(count) + " arrivals where " + std::to_string(barrier.pending) + " are pending");
+    if (count > barrier.pending)
+        throw Fault("mbarrier", at(place) + ": " + std::to_string(count) + " arrivals where " +
+                                    std::to_string(barrier.pending) + " are pending");
     barrier.pending -= count;
     complete_phase_if_due(place, barrier);
     place.cta->cluster->event();
@@ -419,15 +442,20 @@ std::string describe_wait(const Warp& warp, const Group& group, const Op& op) {
     if (op.run == wait_op) {
         const SharedRef place = place_of(w, op, lane);
         const MBarrier& barrier = mbarrier_at(place);
-        std::snprintf(text, sizeof text, "waits for parity %u of %s: %llu phases complete, %u of %u arrivals and %lld bytes missing", w.u32(op.reg[2])[lane] & 1, at(place).c_str(),
-                      static_cast<unsigned long long>(barrier.phase), barrier.pending, barrier.expected, static_cast<long long>(barrier.tx));
+        std::snprintf(text, sizeof text,
+                      "waits for parity %u of %s: %llu phases complete, %u of %u arrivals and %lld bytes missing",
+                      w.u32(op.reg[2])[lane] & 1, at(place).c_str(), static_cast<unsigned long long>(barrier.phase),
+                      barrier.pending, barrier.expected, static_cast<long long>(barrier.tx));
     } else if (op.run == named || op.run == reduce) {
         const NamedBarrier& barrier = warp.cta->named[w.u32(op.reg[0])[lane]];
-        std::snprintf(text, sizeof text, "waits at named barrier %u: %u of %u threads have arrived", w.u32(op.reg[0])[lane], barrier.arrived, barrier.expected);
+        std::snprintf(text, sizeof text, "waits at named barrier %u: %u of %u threads have arrived",
+                      w.u32(op.reg[0])[lane], barrier.arrived, barrier.expected);
     } else if (op.run == cluster_wait) {
-        std::snprintf(text, sizeof text, "waits for barrier.cluster: %u threads have arrived", warp.cta->cluster->cluster_arrived);
+        std::snprintf(text, sizeof text, "waits for barrier.cluster: %u threads have arrived",
+                      warp.cta->cluster->cluster_arrived);
     } else if (op.run == set_max_registers) {
-        std::snprintf(text, sizeof text, "waits for registers: setmaxnreg.inc from %u to %lld, %u are free", warp.register_count, static_cast<long long>(op.attr[0]), warp.cta->free_registers);
+        std::snprintf(text, sizeof text, "waits for registers: setmaxnreg.inc from %u to %lld, %u are free",
+                      warp.register_count, static_cast<long long>(op.attr[0]), warp.cta->free_registers);
     } else if (group.at_warp_sync) {
         std::snprintf(text, sizeof text, "waits for the other lanes in bar.warp.sync");
     } else {

@@ -23,7 +23,8 @@ template <auto F, class T>
 Mask compare(Warp& w, uint32_t a_offset, uint32_t b_offset) {
     const auto *a = cells<T>(w, a_offset), *b = cells<T>(w, b_offset);
     Mask result = 0;
-    for (int lane = 0; lane < kLanes; ++lane) result |= static_cast<Mask>(F(T::load(a[lane]), T::load(b[lane]))) << lane;
+    for (int lane = 0; lane < kLanes; ++lane)
+        result |= static_cast<Mask>(F(T::load(a[lane]), T::load(b[lane]))) << lane;
     return result;
 }
 

@@ -1,7 +1,7 @@
 // cvt (PTX ISA: Data Movement and Conversion Instructions, cvt).
 //
-// The conversions that kernels use often have handlers of their own; the others share a slow one that takes the formats,
-// the rounding and the limits from its attributes.
+// The conversions that kernels use often have handlers of their own; the others share a slow one that takes the
+// formats, the rounding and the limits from its attributes.
 #include <algorithm>
 
 #include "alu.h"
@@ -191,7 +191,8 @@ double source_value(Warp& w, uint32_t reg, int lane, SourceKind kind, FormatName
 }
 
 // reg: d, then the sources; with two of them the first is the upper element.
-// attr: destination format, elements, rounding, .satfinite, .relu, flush the source, clamp to [0, 1], source kind, source format.
+// attr: destination format, elements, rounding, .satfinite, .relu, flush the source, clamp to [0, 1], source kind,
+// source format.
 Step to_narrow(Warp& w, const Op& op, Mask mask) {
     const auto to = static_cast<FormatName>(op.attr[0]), from = static_cast<FormatName>(op.attr[8]);
     const int elements = static_cast<int>(op.attr[1]);

@@ -1,5 +1,6 @@
 // What the lanes of a warp do together: shuffles, votes, matches, reductions and elections; and clocks.
-// PTX ISA: Data Movement (shfl.sync), Parallel Synchronization and Communication (vote, match, redux, activemask, elect).
+// PTX ISA: Data Movement (shfl.sync), Parallel Synchronization and Communication (vote, match, redux, activemask,
+// elect).
 #include <algorithm>
 #include <array>
 
@@ -8,20 +9,24 @@
 namespace flash4::alu {
 namespace {
 
-// Whether the lanes that the instruction's member mask names are there: all that have not exited must execute it together,
-// and only they may. Lanes that run elsewhere may still exit, so the instruction waits for them (false); others do not come.
+// Whether the lanes that the instruction's member mask names are there: all that have not exited must execute it
+// together, and only they may. Lanes that run elsewhere may still exit, so the instruction waits for them (false);
+// others do not come.
 bool gathered(Warp& w, uint32_t reg, Mask mask) {
     const Mask named = w.u32(reg)[first_lane(mask)], missing = named & ~w.exited & ~mask;
     char text[160];
     if (const Mask strangers = mask & ~named) {
-        std::snprintf(text, sizeof text, "lanes %08x execute the instruction and are not in the member mask %08x", strangers, named);
+        std::snprintf(text, sizeof text, "lanes %08x execute the instruction and are not in the member mask %08x",
+                      strangers, named);
         throw Fault("divergence", text);
     }
     Mask elsewhere = 0;
     for (const Group& group : w.groups)
         if (&group != w.group) elsewhere |= group.mask;
     if (const Mask absent = missing & ~elsewhere) {
-        std::snprintf(text, sizeof text, "the member mask %08x names lanes %08x, which do not execute the instruction with lanes %08x", named, absent, mask);
+        std::snprintf(text, sizeof text,
+                      "the member mask %08x names lanes %08x, which do not execute the instruction with lanes %08x",
+                      named, absent, mask);
         throw Fault("divergence", text);
     }
     return !missing;

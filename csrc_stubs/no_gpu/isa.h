@@ -1,7 +1,7 @@
 // What an instruction is to the engine: a handler, the registers it names, and its static attributes.
 //
-// The Python front end (flash4_torch/emulator/lower.py) resolves every PTX instruction to one registered operation by name.
-// A handler documents the order of `reg` and `attr` beside its definition.
+// The Python front end (flash4_torch/emulator/lower.py) resolves every PTX instruction to one registered operation by
+// name. A handler documents the order of `reg` and `attr` beside its definition.
 #pragma once
 
 #include <cstdint>
@@ -50,8 +50,9 @@ struct Registration {
 };
 #define FLASH4_CONCAT_(a, b) a##b
 #define FLASH4_CONCAT(a, b) FLASH4_CONCAT_(a, b)
-#define FLASH4_OP(name, pipe, ...) \
-    static const ::flash4::Registration FLASH4_CONCAT(registration_, __COUNTER__)(name, __VA_ARGS__, ::flash4::Pipe::pipe)
+#define FLASH4_OP(name, pipe, ...)                                                                   \
+    static const ::flash4::Registration FLASH4_CONCAT(registration_, __COUNTER__)(name, __VA_ARGS__, \
+                                                                                  ::flash4::Pipe::pipe)
 
 // A wrong program: thrown by handlers, reported with warp, PTX line and source line, and ends the launch.
 struct Fault : std::runtime_error {

@@ -32,25 +32,59 @@ struct Options {
     Schedule schedule = Schedule::Eager;
     uint64_t seed = 0;
     bool check_races = true;
-    bool strict_uninitialised = false;  // reading shared or tensor memory that nobody wrote is a finding
-    bool strict_exit = false;           // so is exiting before a bulk store has read its shared memory
-    bool strict_wait_ld = false;        // so is consuming a tcgen05.ld's register before tcgen05.wait::ld
-    uint32_t max_resident = 132;        // CTAs that the device holds at a time
+    bool strict_uninitialised = false;           // reading shared or tensor memory that nobody wrote is a finding
+    bool strict_exit = false;                    // so is exiting before a bulk store has read its shared memory
+    bool strict_wait_ld = false;                 // so is consuming a tcgen05.ld's register before tcgen05.wait::ld
+    uint32_t max_resident = 132;                 // CTAs that the device holds at a time
     uint64_t max_instructions = 20'000'000'000;  // of a launch, before it counts as run away
-    int arch = 100;                     // 90 or 100
+    int arch = 100;                              // 90 or 100
 };
 
 // A per-lane constant or special register, set when a warp starts.
 enum class InitKind : uint8_t {
-    Value,         // `value` in all lanes
-    SharedAddress, // address of shared offset `value` of this CTA
-    ParamAddress,  // address of byte `value` of the parameters
-    TidX, TidY, TidZ, NtidX, NtidY, NtidZ, CtaidX, CtaidY, CtaidZ, NctaidX, NctaidY, NctaidZ,
-    LaneId, WarpId, NwarpId, SmId, NsmId, GridId,
-    ClusterCtaidX, ClusterCtaidY, ClusterCtaidZ, ClusterNctaidX, ClusterNctaidY, ClusterNctaidZ,
-    ClusterCtaRank, ClusterNctaRank, ClusteridX, ClusteridY, ClusteridZ, NclusteridX, NclusteridY, NclusteridZ,
-    IsExplicitCluster, DynamicSmemSize, TotalSmemSize,
-    LanemaskEq, LanemaskLt, LanemaskLe, LanemaskGt, LanemaskGe,
+    Value,          // `value` in all lanes
+    SharedAddress,  // address of shared offset `value` of this CTA
+    ParamAddress,   // address of byte `value` of the parameters
+    TidX,
+    TidY,
+    TidZ,
+    NtidX,
+    NtidY,
+    NtidZ,
+    CtaidX,
+    CtaidY,
+    CtaidZ,
+    NctaidX,
+    NctaidY,
+    NctaidZ,
+    LaneId,
+    WarpId,
+    NwarpId,
+    SmId,
+    NsmId,
+    GridId,
+    ClusterCtaidX,
+    ClusterCtaidY,
+    ClusterCtaidZ,
+    ClusterNctaidX,
+    ClusterNctaidY,
+    ClusterNctaidZ,
+    ClusterCtaRank,
+    ClusterNctaRank,
+    ClusteridX,
+    ClusteridY,
+    ClusteridZ,
+    NclusteridX,
+    NclusteridY,
+    NclusteridZ,
+    IsExplicitCluster,
+    DynamicSmemSize,
+    TotalSmemSize,
+    LanemaskEq,
+    LanemaskLt,
+    LanemaskLe,
+    LanemaskGt,
+    LanemaskGe,
 };
 struct Init {
     InitKind kind;
@@ -93,26 +127,26 @@ struct Join {
 struct Group {
     uint32_t pc = 0;
     Mask mask = 0;
-    std::shared_ptr<Join> join;     // innermost
-    uint64_t blocked_at = ~0ull;    // the cluster's event count when it blocked; ~0: not blocked
-    bool timed_out = false;         // the try_wait it is blocked in is to return false
-    bool at_warp_sync = false;      // blocked in bar.warp.sync
+    std::shared_ptr<Join> join;   // innermost
+    uint64_t blocked_at = ~0ull;  // the cluster's event count when it blocked; ~0: not blocked
+    bool timed_out = false;       // the try_wait it is blocked in is to return false
+    bool at_warp_sync = false;    // blocked in bar.warp.sync
 };
 
 struct Warp {
     Cta* cta = nullptr;
     const Program* program = nullptr;
-    uint32_t index = 0;            // within the CTA
-    uint8_t* registers = nullptr;  // 64-byte aligned
-    Group* group = nullptr;        // the lanes that run now
-    std::list<Group> groups;       // all that run or are blocked; lanes that wait at a join are in none
-    Mask exited = 0;               // lanes that are gone, and those that the block never had
-    Mask carry = 0;                // the condition-code register of add.cc and its like
-    uint32_t register_count = 0;   // of each thread, as setmaxnreg last set it
+    uint32_t index = 0;                // within the CTA
+    uint8_t* registers = nullptr;      // 64-byte aligned
+    Group* group = nullptr;            // the lanes that run now
+    std::list<Group> groups;           // all that run or are blocked; lanes that wait at a join are in none
+    Mask exited = 0;                   // lanes that are gone, and those that the block never had
+    Mask carry = 0;                    // the condition-code register of add.cc and its like
+    uint32_t register_count = 0;       // of each thread, as setmaxnreg last set it
     uint64_t cluster_arrived = ~0ull;  // the cluster barrier's generation at which it arrived last; ~0: never
     uint64_t executed = 0;
-    race::Clock fenced;                // what it was ordered after at its last releasing fence
-    uint64_t* counts = nullptr;    // executed instructions by program counter
+    race::Clock fenced;          // what it was ordered after at its last releasing fence
+    uint64_t* counts = nullptr;  // executed instructions by program counter
 
     // --- owned by the asynchronous units, see async.h, wgmma.cpp, tcgen05.cpp, tma.cpp
     struct Units;
@@ -147,10 +181,10 @@ inline int first_lane(Mask mask) { return __builtin_ctz(mask); }
 struct NamedBarrier {
     uint32_t expected = 0;  // threads; 0 while nobody is at it
     uint32_t arrived = 0;
-    Mask waiting[32] = {};   // lanes of each warp that wait in this generation
-    Mask released[32] = {};  // lanes that waited in a completed generation and have not gone on yet
-    uint32_t voters = 0, votes = 0;   // of barrier.red: threads that gave a predicate, and whose holds
-    uint32_t voters_of[32] = {};      // what a released warp has yet to read of them
+    Mask waiting[32] = {};           // lanes of each warp that wait in this generation
+    Mask released[32] = {};          // lanes that waited in a completed generation and have not gone on yet
+    uint32_t voters = 0, votes = 0;  // of barrier.red: threads that gave a predicate, and whose holds
+    uint32_t voters_of[32] = {};     // what a released warp has yet to read of them
     uint32_t votes_of[32] = {};
     race::Clock clock, completed;
 };
@@ -179,19 +213,19 @@ struct Cta {
     Launch* launch = nullptr;
     uint32_t rank = 0;  // in the cluster
     Dim3 id;
-    std::vector<uint8_t> shared;                          // by offset; [0, kSharedBase) belongs to the system
+    std::vector<uint8_t> shared;  // by offset; [0, kSharedBase) belongs to the system
     std::unordered_map<uint32_t, std::unique_ptr<MBarrier>> mbarriers;  // by offset
     std::array<NamedBarrier, 16> named;
-    std::vector<uint32_t> tmem;            // [column][lane]; empty before the first tcgen05.alloc
-    std::vector<uint8_t> tmem_owner;       // by column: 0 free, else allocation number
+    std::vector<uint32_t> tmem;               // [column][lane]; empty before the first tcgen05.alloc
+    std::vector<uint8_t> tmem_owner;          // by column: 0 free, else allocation number
     std::vector<TmemGrant> tmem_pair_grants;  // of cta_group::2, kept in the even CTA of the pair
-    uint32_t tmem_pair_taken = 0;          // how many of them this CTA has taken
+    uint32_t tmem_pair_taken = 0;             // how many of them this CTA has taken
     bool tmem_relinquished = false;
-    Origin tmem_allocated_at{};            // by the last tcgen05.alloc
+    Origin tmem_allocated_at{};  // by the last tcgen05.alloc
     // What follows the tensor core's last work at once; gone when that is done.
     std::weak_ptr<std::vector<std::function<void()>>> tensor_core_followers;
     std::vector<Warp> warps;
-    uint32_t free_registers = 0;           // per-warp units given back by setmaxnreg.dec
+    uint32_t free_registers = 0;  // per-warp units given back by setmaxnreg.dec
     bool finished = false;
 };
 
@@ -200,14 +234,14 @@ inline constexpr int kRankShift = 24;  // a shared::cluster address is rank << 2
 
 // A piece of asynchronous work that some unit will do later. See async.h.
 struct Work {
-    uint64_t queue;                // works of one queue run in order; 0: not ordered with anything
+    uint64_t queue;  // works of one queue run in order; 0: not ordered with anything
     Origin origin;
-    const char* what;              // "TMA load", for reports
+    const char* what;  // "TMA load", for reports
     std::function<void()> perform;
-    uint32_t reads_cta = ~0u;      // rank whose shared or tensor memory it uses, for exit checks
+    uint32_t reads_cta = ~0u;  // rank whose shared or tensor memory it uses, for exit checks
     uint64_t number = 0;
-    bool only_reads = false;       // a store's first half: it reads shared memory and changes none
-    bool may_outlive = false;      // its remaining effect touches global memory only, so CTAs may exit before it
+    bool only_reads = false;   // a store's first half: it reads shared memory and changes none
+    bool may_outlive = false;  // its remaining effect touches global memory only, so CTAs may exit before it
 };
 
 struct Cluster {
@@ -216,7 +250,7 @@ struct Cluster {
     Dim3 id;
     std::vector<std::unique_ptr<Cta>> ctas;
     std::deque<Work> pending;
-    uint64_t events = 1;           // counts everything that may let a blocked warp go on
+    uint64_t events = 1;  // counts everything that may let a blocked warp go on
     uint64_t works = 0;
     uint32_t stalled_rounds = 0;
     std::unique_ptr<race::Checker> races;  // null: not checked
@@ -224,7 +258,8 @@ struct Cluster {
     uint32_t cluster_arrived = 0;
     uint64_t cluster_generation = 0;
     race::Clock cluster_clock, cluster_completed;
-    std::unordered_map<uint64_t, race::Clock> flag_clocks;  // released by strong accesses, by host address; see memory.h
+    std::unordered_map<uint64_t, race::Clock>
+        flag_clocks;  // released by strong accesses, by host address; see memory.h
     bool finished = false;
 
     void event();
@@ -239,7 +274,7 @@ struct Region {
 struct Finding {
     std::string kind, message;
     Origin at{}, other{};
-    Dim3 cta;          // of `at`
+    Dim3 cta;  // of `at`
     bool has_other = false;
     uint64_t times = 1;
 };

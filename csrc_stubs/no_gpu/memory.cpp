@@ -198,8 +198,8 @@ private:
 };
 
 using Check = void (race::Checker::*)(Warp&, const Op&, Cta&, std::span<const race::Piece>);
-constexpr Check kRead = &race::Checker::read, kStrongRead = &race::Checker::read_strong,
-                kWrite = &race::Checker::write, kAtomic = &race::Checker::atomic;
+constexpr Check kRead = &race::Checker::read, kStrongRead = &race::Checker::read_strong, kWrite = &race::Checker::write,
+                kAtomic = &race::Checker::atomic;
 
 // Tells the race checker about the accesses of a load or store to shared memory.
 void check_races(Warp& warp, const Op& op, Mask mask, const Lanes& lanes, uint32_t bytes, Check check) {

@@ -31,7 +31,8 @@ FLASH4_OP("pack.b16.b8", Move, pack<U16, U8, 2>);
 FLASH4_OP("pack.b64.b32", Move, pack<U64, U32, 2>);
 FLASH4_OP("pack.b64.b16", Move, pack<U64, U16, 4>);
 
-// reg: elements from the lowest up, any of which may be absent, then the source. An element may take the source's place.
+// reg: elements from the lowest up, any of which may be absent, then the source. An element may take the source's
+// place.
 template <class Whole, class Part, size_t N>
 Step unpack(Warp& w, const Op& op, Mask mask) {
     using Word = typename Whole::Value;
@@ -42,7 +43,9 @@ Step unpack(Warp& w, const Op& op, Mask mask) {
     for (size_t i = 0; i < N; ++i) {
         if (op.reg[i] == kNoRegister) continue;
         auto* d = cells<Part>(w, op.reg[i]);
-        for_lanes(mask, [&](int lane) { d[lane] = Part::store(static_cast<typename Part::Value>(whole[lane] >> (bits * i))); });
+        for_lanes(mask, [&](int lane) {
+            d[lane] = Part::store(static_cast<typename Part::Value>(whole[lane] >> (bits * i)));
+        });
     }
     return Step::Next;
 }

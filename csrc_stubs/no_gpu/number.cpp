@@ -24,12 +24,14 @@ bool rounds_to_infinity(Rounding rounding, bool negative) {
     return rounding != Rounding::Up || !negative;
 }
 
-// The code of a finite magnitude: its multiple of the spacing around it counts up from the code of the spacing's first number.
+// The code of a finite magnitude: its multiple of the spacing around it counts up from the code of the spacing's first
+// number.
 uint32_t magnitude_code(double magnitude, const Format& f, Rounding rounding, bool negative) {
     const int exponent = magnitude == 0 ? f.exponent_min : std::max(std::ilogb(magnitude), f.exponent_min);
     const int spacing = exponent - static_cast<int>(f.mantissa);
     const double multiple = rounded(std::ldexp(magnitude, -spacing), rounding, negative);
-    const int64_t code = (static_cast<int64_t>(exponent - f.exponent_min) << f.mantissa) + static_cast<int64_t>(multiple);
+    const int64_t code =
+        (static_cast<int64_t>(exponent - f.exponent_min) << f.mantissa) + static_cast<int64_t>(multiple);
     return static_cast<uint32_t>(std::min<int64_t>(code, f.largest + int64_t{1}));
 }
 
@@ -37,14 +39,14 @@ uint32_t magnitude_code(double magnitude, const Format& f, Rounding rounding, bo
 
 const Format& format(FormatName name) {
     static constexpr Format formats[] = {
-        {16, 10, -14, 0x7BFF, 0x7C00, 0x7FFF},        // f16
-        {16, 7, -126, 0x7F7F, 0x7F80, 0x7FFF},        // bf16
-        {19, 10, -126, 0x3FBFF, 0x3FC00, 0x3FFFF},    // tf32
-        {8, 3, -6, 0x7E, 0x7F, 0x7F},                 // e4m3
-        {8, 2, -14, 0x7B, 0x7C, 0x7F},                // e5m2
-        {4, 1, 0, 0x7, 0x7, 0x7},                     // e2m1
-        {6, 3, 0, 0x1F, 0x1F, 0x1F},                  // e2m3
-        {6, 2, -2, 0x1F, 0x1F, 0x1F},                 // e3m2
+        {16, 10, -14, 0x7BFF, 0x7C00, 0x7FFF},      // f16
+        {16, 7, -126, 0x7F7F, 0x7F80, 0x7FFF},      // bf16
+        {19, 10, -126, 0x3FBFF, 0x3FC00, 0x3FFFF},  // tf32
+        {8, 3, -6, 0x7E, 0x7F, 0x7F},               // e4m3
+        {8, 2, -14, 0x7B, 0x7C, 0x7F},              // e5m2
+        {4, 1, 0, 0x7, 0x7, 0x7},                   // e2m1
+        {6, 3, 0, 0x1F, 0x1F, 0x1F},                // e2m3
+        {6, 2, -2, 0x1F, 0x1F, 0x1F},               // e3m2
     };
     return formats[static_cast<int>(name)];
 }

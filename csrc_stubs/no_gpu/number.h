@@ -76,11 +76,11 @@ enum class Rounding : uint8_t { Nearest, Zero, Down, Up, NearestAway };
 
 // A narrow format by its parameters; codes are magnitudes without the sign bit.
 struct Format {
-    uint32_t width;         // bits, sign included where there is one
-    uint32_t mantissa;      // stored bits
-    int32_t exponent_min;   // of the smallest normal number
-    uint32_t largest;       // code of the largest finite number
-    uint32_t infinity;      // code of what overflows: an infinity, or NaN where the format has none
+    uint32_t width;        // bits, sign included where there is one
+    uint32_t mantissa;     // stored bits
+    int32_t exponent_min;  // of the smallest normal number
+    uint32_t largest;      // code of the largest finite number
+    uint32_t infinity;     // code of what overflows: an infinity, or NaN where the format has none
     uint32_t nan;
 };
 enum class FormatName : uint8_t { F16, Bf16, Tf32, E4m3, E5m2, E2m1, E2m3, E3m2, kCount };

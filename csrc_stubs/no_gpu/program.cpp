@@ -49,7 +49,8 @@ std::unique_ptr<Program> make_program(const ProgramText& text) {
     }
     program->inits.reserve(text.inits);
     for (uint32_t i = 0; i < text.inits; ++i)
-        program->inits.push_back({static_cast<InitKind>(text.init_kind[i]), text.init_bytes[i], text.init_offset[i], text.init_value[i]});
+        program->inits.push_back(
+            {static_cast<InitKind>(text.init_kind[i]), text.init_bytes[i], text.init_offset[i], text.init_value[i]});
     program->register_bytes = text.register_bytes;
     program->static_shared_bytes = text.static_shared_bytes;
     program->register_cap = text.register_cap;

@@ -128,9 +128,9 @@ struct Checker::State {
     const bool strict;
     const uint32_t warps_per_cta;
     std::vector<WarpAgent> warps;
-    std::vector<uint32_t> products;  // epoch of the tensor core of each CTA
+    std::vector<uint32_t> products;              // epoch of the tensor core of each CTA
     std::unordered_map<uint64_t, Agent> copies;  // by CTA << 32 | offset of the mbarrier
-    std::vector<Name> names;  // by agent
+    std::vector<Name> names;                     // by agent
     uint32_t serials = 0;
 
     // Of CTA i: 2i shared memory, 2i + 1 tensor memory ([quarter][column]).
@@ -156,8 +156,10 @@ struct Checker::State {
     std::vector<Conflict> conflicts;  // of the range at hand
 
     explicit State(Cluster& c)
-        : cluster(c), strict(c.launch->options.strict_uninitialised),
-          warps_per_cta(static_cast<uint32_t>(c.ctas.front()->warps.size())), products(c.ctas.size()) {
+        : cluster(c),
+          strict(c.launch->options.strict_uninitialised),
+          warps_per_cta(static_cast<uint32_t>(c.ctas.front()->warps.size())),
+          products(c.ctas.size()) {
         for (auto& cta : cluster.ctas) {
             shadows.emplace_back(cta->shared.size() / kGranule + 1);
             shadows.emplace_back(kQuarters * kTmemColumns);

@@ -1,9 +1,10 @@
 // Happens-before over shared and tensor memory.
 //
-// Every warp is an agent with an epoch, and so is every unit that works for it asynchronously. A clock says up to which epoch of
-// every agent its holder has been ordered after ("seen"), and up to which epoch the agent's generic-proxy writes have also
-// passed a proxy fence on the way ("fenced"), which the asynchronous proxy needs (PTX ISA, Memory Consistency Model, proxies).
-// Clocks and agents are a cluster's own: memory that only one cluster can reach needs no ordering with other clusters.
+// Every warp is an agent with an epoch, and so is every unit that works for it asynchronously. A clock says up to which
+// epoch of every agent its holder has been ordered after ("seen"), and up to which epoch the agent's generic-proxy
+// writes have also passed a proxy fence on the way ("fenced"), which the asynchronous proxy needs (PTX ISA, Memory
+// Consistency Model, proxies). Clocks and agents are a cluster's own: memory that only one cluster can reach needs no
+// ordering with other clusters.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +33,8 @@ struct Clock {
 // (it touches global memory only).
 enum class Unit : uint8_t { Warp, Bulk, CpAsync, Wgmma, TmemLoad, TmemStore, kCount };
 
-// A piece of asynchronous work as an agent: what it is ordered after, and its own epoch. Copy it into the work's closure.
+// A piece of asynchronous work as an agent: what it is ordered after, and its own epoch. Copy it into the work's
+// closure.
 struct Ticket {
     Agent agent = 0;
     uint32_t epoch = 0;
@@ -54,9 +56,9 @@ public:
     ~Checker();
 
     // --- synchronisation. Each advances the warp's epoch where it must.
-    void release(Warp& warp, Clock& into);         // into += what the warp is ordered after, and its own accesses so far
+    void release(Warp& warp, Clock& into);  // into += what the warp is ordered after, and its own accesses so far
     void acquire(Warp& warp, const Clock& from);
-    void proxy_fence(Warp& warp);                  // fence.proxy.async: all it has seen becomes fenced
+    void proxy_fence(Warp& warp);                             // fence.proxy.async: all it has seen becomes fenced
     static void complete(const Ticket& ticket, Clock& into);  // the work is done, as are those of its agent before it
 
     // --- asynchronous work. `issue` for a unit of the warp; all its epochs are joined in order by `join`.
@@ -78,7 +80,7 @@ public:
     void atomic(Warp& warp, const Op& op, Cta& cta, std::span<const Piece> pieces);
     // Volatile, relaxed and acquire loads: nor do they.
     void read_strong(Warp& warp, const Op& op, Cta& cta, std::span<const Piece> pieces);
-    void read(const Ticket& by, Cta& cta, uint32_t offset, uint32_t bytes);   // asynchronous proxy
+    void read(const Ticket& by, Cta& cta, uint32_t offset, uint32_t bytes);  // asynchronous proxy
     void write(const Ticket& by, Cta& cta, uint32_t offset, uint32_t bytes);
     // cp.reduce.async.bulk and, through the generic proxy, red.async: never race with atomics.
     void reduce(const Ticket& by, Cta& cta, uint32_t offset, uint32_t bytes, bool generic);
@@ -87,7 +89,8 @@ public:
     // `quarters`: bit i for lanes 32i to 32i+31.
     void read_tmem(const Ticket& by, Cta& cta, uint32_t quarters, uint32_t column, uint32_t columns);
     void write_tmem(const Ticket& by, Cta& cta, uint32_t quarters, uint32_t column, uint32_t columns);
-    // tcgen05.dealloc: by the warp itself, and conflicts with every access before. The columns' next owner starts afresh.
+    // tcgen05.dealloc: by the warp itself, and conflicts with every access before. The columns' next owner starts
+    // afresh.
     void free_tmem(Warp& warp, const Op& op, Cta& cta, uint32_t column, uint32_t columns);
 
 private:

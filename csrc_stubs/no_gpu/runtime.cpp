@@ -104,24 +104,20 @@ std::string_view cubin_in(const char* image) {
 // and a B200.
 bool device_attribute(int32_t attribute, int32_t& value) {
     static const std::map<int32_t, int32_t> common = {
-        {1, 1024},         // threads per block
-        {2, 1024},         // block dimensions
-        {3, 1024},
-        {4, 64},
-        {5, 0x7fffffff},   // grid dimensions
-        {6, 65535},
-        {7, 65535},
-        {8, 48 << 10},     // shared memory per block without opting in
-        {10, 32},          // warp size
-        {12, 65536},       // registers per block
-        {39, 2048},        // threads per multiprocessor
-        {81, 228 << 10},   // shared memory per multiprocessor
-        {82, 65536},       // registers per multiprocessor
-        {95, 1},           // cooperative launch
-        {97, 227 << 10},   // shared memory per block, opting in
-        {106, 32},         // blocks per multiprocessor
-        {111, 1 << 10},    // shared memory reserved per block
-        {120, 1},          // cluster launch
+        {1, 1024},                                     // threads per block
+        {2, 1024},                                     // block dimensions
+        {3, 1024},       {4, 64},    {5, 0x7fffffff},  // grid dimensions
+        {6, 65535},      {7, 65535}, {8, 48 << 10},    // shared memory per block without opting in
+        {10, 32},                                      // warp size
+        {12, 65536},                                   // registers per block
+        {39, 2048},                                    // threads per multiprocessor
+        {81, 228 << 10},                               // shared memory per multiprocessor
+        {82, 65536},                                   // registers per multiprocessor
+        {95, 1},                                       // cooperative launch
+        {97, 227 << 10},                               // shared memory per block, opting in
+        {106, 32},                                     // blocks per multiprocessor
+        {111, 1 << 10},                                // shared memory reserved per block
+        {120, 1},                                      // cluster launch
     };
     switch (attribute) {
         case 16: value = device.multiprocessors; return true;
@@ -236,8 +232,8 @@ int32_t flash4_cudaDeviceGetAttribute(int32_t* value, int32_t attribute, int32_t
 }
 
 int32_t flash4_cudaLaunchKernelEx(const LaunchConfig* config, const Kernel* kernel, void** args) {
-    Launch request{kernel->name.c_str(), kernel->library, config->grid, config->block, {},
-                   config->dynamic_shared, 0, 0, args};
+    Launch request{
+        kernel->name.c_str(), kernel->library, config->grid, config->block, {}, config->dynamic_shared, 0, 0, args};
     for (uint32_t i = 0; i < config->attribute_count; ++i)
         if (const Error error = apply(config->attributes[i], request)) return error;
     return launch(request);
@@ -245,8 +241,8 @@ int32_t flash4_cudaLaunchKernelEx(const LaunchConfig* config, const Kernel* kern
 
 // Tensor maps that host code does not write by itself. Sizes in elements, strides in bytes of dimension 1 and on.
 int32_t flash4_cuTensorMapEncodeTiled(uint8_t* map, uint32_t type, uint32_t rank, void* address, const uint64_t* sizes,
-                                       const uint64_t* strides, const uint32_t* box, const uint32_t* steps,
-                                       int32_t interleave, uint32_t swizzle, int32_t, int32_t fill) {
+                                      const uint64_t* strides, const uint32_t* box, const uint32_t* steps,
+                                      int32_t interleave, uint32_t swizzle, int32_t, int32_t fill) {
     if (type >= std::size(element_types) || rank < 1 || rank > tma::kMaxRank)
         return fail(kInvalidValue, "a malformed tensor map");
     const bool dense = std::all_of(steps, steps + rank, [](uint32_t step) { return step == 1; });

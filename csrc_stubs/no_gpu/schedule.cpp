@@ -1,5 +1,6 @@
-// Who runs next. Eager: asynchronous work is done as soon as it is issued. Late: only when no warp can go on without it, the
-// newest first. Fuzz: warps, the lengths of their turns and the moments of asynchronous work are drawn from a seed.
+// Who runs next. Eager: asynchronous work is done as soon as it is issued. Late: only when no warp can go on without
+// it, the newest first. Fuzz: warps, the lengths of their turns and the moments of asynchronous work are drawn from a
+// seed.
 #include "schedule.h"
 
 #include <algorithm>
@@ -126,7 +127,9 @@ void perform(Cluster& cluster, size_t index) {
     try {
         work.perform();
     } catch (const Fault& fault) {
-        cluster.launch->report({.kind = fault.kind, .message = std::string(work.what) + ": " + fault.what(), .at = work.origin,
+        cluster.launch->report({.kind = fault.kind,
+                                .message = std::string(work.what) + ": " + fault.what(),
+                                .at = work.origin,
                                 .cta = cluster.ctas[work.origin.cta]->id});
         throw;
     }
@@ -140,9 +143,12 @@ void finish(Cta& cta) {
     cta.finished = true;
     const bool strict = cluster.launch->options.strict_exit;
     for (const Work& work : cluster.pending)
-        if (!work.may_outlive && (strict || !work.only_reads) && (work.reads_cta == ~0u ? work.origin.cta : work.reads_cta) == cta.rank)
-            cluster.launch->report({.kind = "exit-pending", .message = std::string("the CTA has exited before its ") + work.what + " was done",
-                                    .at = work.origin, .cta = cta.id});
+        if (!work.may_outlive && (strict || !work.only_reads) &&
+            (work.reads_cta == ~0u ? work.origin.cta : work.reads_cta) == cta.rank)
+            cluster.launch->report({.kind = "exit-pending",
+                                    .message = std::string("the CTA has exited before its ") + work.what + " was done",
+                                    .at = work.origin,
+                                    .cta = cta.id});
     check_tmem_freed(cta);
 }
 
@@ -160,7 +166,8 @@ void retire(Machine& machine, Cluster& cluster) {
         for (Warp& warp : cta->warps) {
             if (warp.done()) continue;
             text += describe(warp);
-            if (!warp.groups.empty()) at = {static_cast<uint16_t>(cta->rank), static_cast<uint16_t>(warp.index), warp.groups.front().pc};
+            if (!warp.groups.empty())
+                at = {static_cast<uint16_t>(cta->rank), static_cast<uint16_t>(warp.index), warp.groups.front().pc};
         }
     for (const Work& work : cluster.pending) text += std::string("\n  pending: ") + work.what;
     cluster.launch->report({.kind = "deadlock", .message = text, .at = at, .cta = cluster.ctas[at.cta]->id});
@@ -176,14 +183,17 @@ Slice turn(Cluster& cluster, Warp& warp, uint64_t budget) {
     try {
         slice = run(warp, budget);
     } catch (const Fault& fault) {
-        cluster.launch->report({.kind = fault.kind, .message = fault.what(),
-                                .at = {static_cast<uint16_t>(warp.cta->rank), static_cast<uint16_t>(warp.index), warp.group->pc},
-                                .cta = warp.cta->id});
+        cluster.launch->report(
+            {.kind = fault.kind,
+             .message = fault.what(),
+             .at = {static_cast<uint16_t>(warp.cta->rank), static_cast<uint16_t>(warp.index), warp.group->pc},
+             .cta = warp.cta->id});
         throw;
     }
     cluster.launch->counters.instructions += warp.executed - executed;
     Cta& cta = *warp.cta;
-    if (slice == Slice::Done && !was_done && std::all_of(cta.warps.begin(), cta.warps.end(), [](const Warp& w) { return w.done(); }))
+    if (slice == Slice::Done && !was_done &&
+        std::all_of(cta.warps.begin(), cta.warps.end(), [](const Warp& w) { return w.done(); }))
         finish(cta);
     return slice;
 }
@@ -267,7 +277,8 @@ void run_grid(Machine& machine) {
             }
             if (++launch.polls > kMaxPolls) deadlock(cluster, "warps poll memory that nobody changes any more:");
         }
-        if (launch.counters.instructions > launch.options.max_instructions) deadlock(cluster, "the launch has run away:");
+        if (launch.counters.instructions > launch.options.max_instructions)
+            deadlock(cluster, "the launch has run away:");
     }
 }
 
@@ -297,7 +308,8 @@ void Launch::report(Finding finding) {
 
 void execute(Launch& launch) {
     launch.random.seed(launch.options.seed);
-    launch.counts.assign(static_cast<size_t>((launch.block.count() + kLanes - 1) / kLanes) * launch.program->ops.size(), 0);
+    launch.counts.assign(static_cast<size_t>((launch.block.count() + kLanes - 1) / kLanes) * launch.program->ops.size(),
+                         0);
     Machine machine(launch);
     try {
         run_grid(machine);

@@ -5,8 +5,8 @@
 namespace flash4::tma {
 namespace {
 
-// Where the fields are. Found by comparing the maps that host code writes for varied types, swizzles, boxes and strides,
-// and what tensormap.replace changes on an H200.
+// Where the fields are. Found by comparing the maps that host code writes for varied types, swizzles, boxes and
+// strides, and what tensormap.replace changes on an H200.
 struct Bits {
     uint32_t word, shift, width;
 };

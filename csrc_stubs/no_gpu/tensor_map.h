@@ -10,8 +10,8 @@ namespace flash4::tma {
 
 inline constexpr uint32_t kMaxRank = 5, kMapBytes = 128, kMapAlignment = 64;
 
-// How the chunks of a tile in shared memory are permuted, by their address: chunks of 16 bytes within spans of 32, 64 or
-// 128 bytes, or of 32 bytes within 128.
+// How the chunks of a tile in shared memory are permuted, by their address: chunks of 16 bytes within spans of 32, 64
+// or 128 bytes, or of 32 bytes within 128.
 enum class Swizzle : uint8_t { None, B32, B64, B128, B128Atom32 };
 
 inline uint32_t swizzled(Swizzle mode, uint32_t address) {

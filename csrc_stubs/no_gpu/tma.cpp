@@ -230,8 +230,8 @@ Mask lanes_alike(Warp& warp, const Op& op, Mask mask) {
     return alike;
 }
 
-// reg: tensor map, tile, coordinates; attr: constants of the first two, Reduction or -1. A store that all lanes of a warp
-// issue, as CuTe-DSL lets them, is done once; a reduction cannot be.
+// reg: tensor map, tile, coordinates; attr: constants of the first two, Reduction or -1. A store that all lanes of a
+// warp issue, as CuTe-DSL lets them, is done once; a reduction cannot be.
 Step tensor_store(Warp& warp, const Op& op, Mask mask) {
     const bool reduces = op.attr[2] >= 0;
     for (Mask rest = mask, lanes; rest; rest &= ~lanes) {
@@ -242,8 +242,7 @@ Step tensor_store(Warp& warp, const Op& op, Mask mask) {
         check_global(*warp.cta->launch, box, op.attr[2] < 0 ? stored_bytes : exact_bytes);
         const SharedRef tile = shared_at(warp, warp.u32(op.reg[1])[lane] + static_cast<uint32_t>(op.attr[1]),
                                          box.map.tile_bytes(), kTileAlignment);
-        const Reducer combine =
-            reduces ? global_reducer(static_cast<Reduction>(op.attr[2]), box.map.type) : nullptr;
+        const Reducer combine = reduces ? global_reducer(static_cast<Reduction>(op.attr[2]), box.map.type) : nullptr;
         submit_bulk_store(warp, op, lanes, combine ? "TMA reduction" : "TMA store", tile, box.map.tile_bytes(),
                           [=](const uint8_t* data) { store_box(box, tile.offset, data, combine); });
     }

@@ -99,7 +99,9 @@ Step trap(Warp&, const Op&, Mask) { throw Fault("trap", "the kernel executed tra
 Step warp_sync(Warp& warp, const Op& op, Mask mask) {
     Group& group = *warp.group;
     const Mask members = warp.u32(op.reg[0])[first_lane(mask)] & ~warp.exited;
-    const auto waits_too = [&](const Group& other) { return other.at_warp_sync && &other != &group && other.mask & members; };
+    const auto waits_too = [&](const Group& other) {
+        return other.at_warp_sync && &other != &group && other.mask & members;
+    };
     Mask here = mask;
     for (Group& other : warp.groups)
         if (waits_too(other)) here |= other.mask;
@@ -136,7 +138,9 @@ bool switch_group(Warp& warp) {
     for (Group& group : warp.groups)
         if (ready(group, events)) {
             // To the back, so that groups which poll take turns.
-            warp.groups.splice(warp.groups.end(), warp.groups, std::find_if(warp.groups.begin(), warp.groups.end(), [&](const Group& g) { return &g == &group; }));
+            warp.groups.splice(
+                warp.groups.end(), warp.groups,
+                std::find_if(warp.groups.begin(), warp.groups.end(), [&](const Group& g) { return &g == &group; }));
             warp.group = &group;
             return true;
         }
@@ -153,7 +157,8 @@ uint64_t init_value(const Warp& warp, const Init& init, uint32_t lane) {
     switch (init.kind) {
         case InitKind::Value: return static_cast<uint64_t>(init.value);
         case InitKind::SharedAddress: return (cta.rank << kRankShift) + static_cast<uint32_t>(init.value);
-        case InitKind::ParamAddress: return reinterpret_cast<uint64_t>(launch.params.data()) + static_cast<uint64_t>(init.value);
+        case InitKind::ParamAddress:
+            return reinterpret_cast<uint64_t>(launch.params.data()) + static_cast<uint64_t>(init.value);
         case InitKind::TidX: return thread % block.x;
         case InitKind::TidY: return thread / block.x % block.y;
         case InitKind::TidZ: return thread / (block.x * block.y);
@@ -258,7 +263,8 @@ Slice run(Warp& warp, uint64_t budget) {
             continue;
         }
         ++group.pc;
-        if (group.join && group.pc == group.join->at && !meet(warp, group) && !switch_group(warp)) return Slice::Blocked;
+        if (group.join && group.pc == group.join->at && !meet(warp, group) && !switch_group(warp))
+            return Slice::Blocked;
         if (step == Step::Yield) {
             switch_group(warp);
             return Slice::Polled;
@@ -289,7 +295,8 @@ std::string describe(const Warp& warp) {
     for (const Group& group : warp.groups) {
         const Op& op = warp.program->ops[group.pc];
         char head[96];
-        std::snprintf(head, sizeof head, "\n  CTA %u warp %u lanes %08x at @op:%u ", warp.cta->rank, warp.index, group.mask, op.index);
+        std::snprintf(head, sizeof head, "\n  CTA %u warp %u lanes %08x at @op:%u ", warp.cta->rank, warp.index,
+                      group.mask, op.index);
         text += head + describe_wait(warp, group, op);
     }
     return text;

@@ -271,9 +271,8 @@ bool part_is_done(const Warp& warp, size_t group) {
     return group < first || (group < total && !committed[group - first]->pending);
 }
 
-// A group is the warpgroup's (PTX ISA: wgmma.commit_group): it is complete when the parts of all four warps are, and who
-// waits for it is ordered after them all.
-// attr: how many of the newest groups may still be pending.
+// A group is the warpgroup's (PTX ISA: wgmma.commit_group): it is complete when the parts of all four warps are, and
+// who waits for it is ordered after them all. attr: how many of the newest groups may still be pending.
 Step wait(Warp& warp, const Op& op, Mask mask) {
     require_whole_warp(warp, mask);
     auto& committed = warp.units->wgmma.committed;
