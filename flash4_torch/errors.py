@@ -82,7 +82,10 @@ class DoubleBackwardError(Flash4Error, RuntimeError):
 
 
 class ForwardModeError(Flash4Error, NotImplementedError):
-    """A forward-mode derivative was asked for in a compiled graph; in eager torch says so itself."""
+    """A forward-mode derivative was asked for in a compiled graph; in eager torch says so itself.
+
+    A NotImplementedError because that is what torch raises in eager: one except clause serves both.
+    """
 
     def __str__(self) -> str:
         return "flash4_torch's attention has no forward-mode derivative, only gradients."

@@ -239,7 +239,6 @@ struct Work {
     const char* what;  // "TMA load", for reports
     std::function<void()> perform;
     uint32_t reads_cta = ~0u;  // rank whose shared or tensor memory it uses, for exit checks
-    uint64_t number = 0;
     bool only_reads = false;   // a store's first half: it reads shared memory and changes none
     bool may_outlive = false;  // its remaining effect touches global memory only, so CTAs may exit before it
 };
@@ -251,7 +250,6 @@ struct Cluster {
     std::vector<std::unique_ptr<Cta>> ctas;
     std::deque<Work> pending;
     uint64_t events = 1;  // counts everything that may let a blocked warp go on
-    uint64_t works = 0;
     uint32_t stalled_rounds = 0;
     std::unique_ptr<race::Checker> races;  // null: not checked
     // barrier.cluster: arrived threads, generation, ...

@@ -292,7 +292,6 @@ bool same(const Finding& a, const Finding& b) {
 }  // namespace
 
 void Cluster::submit(Work work) {
-    work.number = ++works;
     pending.push_back(std::move(work));
     if (launch->options.schedule == Schedule::Eager) perform(*this, pending.size() - 1);
 }

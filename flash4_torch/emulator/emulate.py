@@ -81,9 +81,9 @@ def device(
     """Inside the block CuTe-DSL compiles for an emulated device, and launches run on it.
 
     arch: "sm_90a" or "sm_100a"; default: FLASH4_ARCH.
-    multiprocessors: how many it seems to have; persistent kernels launch as many CTAs. Default: 132 and 148.
+    multiprocessors: how many it has; persistent kernels launch as many CTAs. Default: 132 and 148.
     check: raise EmulationError for the first launch with findings.
-    options: the fields of `Options`.
+    options: the other fields of `Options`.
 
     Functions must be compiled and called inside the block. Raises BuildError where the engine cannot be built
     (it needs g++), ImportError without nvidia-cutlass-dsl.
@@ -91,7 +91,7 @@ def device(
     arch = arch or env.ARCH.get()
     if _active:
         raise EmulatorError(f"an emulated {_active[-1].arch} device is active; there can be one at a time")
-    emulated = Device(arch, Options(**options), check)
+    emulated = Device(arch, Options(multiprocessors=multiprocessors, **options), check)
     host.install(emulated.launch, arch, multiprocessors)
     _active.append(emulated)
     try:

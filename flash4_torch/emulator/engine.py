@@ -32,6 +32,9 @@ class Options:
     that nobody wrote), "wait_ld" (using what tcgen05.ld loads before tcgen05.wait::ld), "exit" (leaving
     before a bulk store has read its shared memory).
     compact: let PTX registers share space in the engine.
+    max_instructions: warp-instructions after which a launch counts as run away.
+    multiprocessors: how many the device has, and so how many CTAs it holds at a time; None: as many as the
+    architecture's largest GPU, DEVICE_SMS.
     """
 
     schedule: str = "eager"
@@ -40,6 +43,7 @@ class Options:
     strict: frozenset[str] = frozenset()
     compact: bool = True
     max_instructions: int = 20_000_000_000
+    multiprocessors: int | None = None
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -193,9 +197,13 @@ class Program:
         """Runs all CTAs and returns what was found and counted; raises for nothing that the kernel does.
 
         params: the kernel's parameters as the driver would pack them.
-        regions: (address, bytes) of the global memory that the kernel may touch; none: anything.
+        regions: (address, bytes) of the global memory that the kernel may touch besides its module's
+        variables; none: anything.
         """
         options = options or Options()
+        regions = list(regions)
+        if regions:
+            regions += [(v.address, v.data.nbytes) for v in self.kernel.variables]
         spans = np.array(sorted((a, a + n) for a, n in regions), np.uint64).ravel()
         buffer = ctypes.create_string_buffer(params, max(len(params), 1))
         text = _LaunchText(
@@ -210,7 +218,7 @@ class Program:
             len(spans) // 2,
             SCHEDULES.index(options.schedule),
             self.arch,
-            DEVICE_SMS.get(self.arch, 132),
+            options.multiprocessors or DEVICE_SMS.get(self.arch, DEVICE_SMS[90]),
             options.seed,
             options.max_instructions,
             options.races,

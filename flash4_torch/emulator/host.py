@@ -25,6 +25,7 @@ from typing import Any
 from flash4_torch import env
 from flash4_torch.emulator import build, dsl
 from flash4_torch.emulator.device import as_device
+from flash4_torch.emulator.engine import DEVICE_SMS
 from flash4_torch.emulator.errors import EmulatorError
 
 __all__ = ["ARCHITECTURES", "Kernel", "Launch", "LaunchError", "as_device", "install", "uninstall"]
@@ -47,7 +48,7 @@ class Device:
     multiprocessors: int
 
 
-ARCHITECTURES = {"sm_90a": Device(9, 0, 132), "sm_100a": Device(10, 0, 148)}
+ARCHITECTURES = {"sm_90a": Device(9, 0, DEVICE_SMS[90]), "sm_100a": Device(10, 0, DEVICE_SMS[100])}
 
 
 @dataclass(frozen=True)

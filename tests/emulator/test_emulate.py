@@ -70,6 +70,36 @@ def test_unchecked_devices_only_report():
     assert [finding.kind for finding in device.reports[0].findings] == ["out-of-bounds"]
 
 
+def test_the_device_is_as_large_as_it_is_said_to_be():
+    with emulate.device("sm_90a", multiprocessors=3) as device:
+        assert device.options.multiprocessors == 3
+
+
+def test_a_kernel_may_read_its_modules_variables():
+    """PTX ISA, .global: they belong to the module, so no argument of the launch points to them."""
+    text = """
+        .version 8.8
+        .target sm_90a
+        .address_size 64
+        .global .align 4 .b32 table[2] = {7, 9};
+        .visible .entry kernel(.param .u64 out)
+        {
+            .reg .b32 %value;
+            .reg .b64 %out, %table;
+            ld.param.u64 %out, [out];
+            mov.u64 %table, table;
+            ld.global.u32 %value, [%table+OFFSET];
+            st.global.u32 [%out], %value;
+            ret;
+        }
+    """
+    out = torch.zeros(1, dtype=torch.int32)
+    emulate.run_ptx(text.replace("OFFSET", "4"), [out])
+    assert out.item() == 9
+    with pytest.raises(emulate.EmulationError, match="out-of-bounds"):
+        emulate.run_ptx(text.replace("OFFSET", "8"), [out])
+
+
 def test_one_device_at_a_time():
     with emulate.device("sm_90a"), pytest.raises(EmulatorError, match="sm_90a"), emulate.device("sm_100a"):
         pass

@@ -23,7 +23,8 @@ from flash4_torch.emulator.lower.base import NO_REGISTER, EngineOp, find
 from flash4_torch.emulator.lower.start import InitKind, RegisterStart
 from flash4_torch.emulator.ptx import Address, Immediate, Instruction, Kernel, Operand, Register, Symbol
 
-SHARED_BASE = 1024  # what the system keeps at the start of a CTA's shared memory (sm_90 and later)
+# What the system keeps at the start of a CTA's shared memory, from sm_90 on; kSharedBase in machine.h.
+SHARED_BASE = 1024
 
 
 @dataclass(frozen=True)
