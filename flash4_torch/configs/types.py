@@ -1,0 +1,54 @@
+"""What a kernel is compiled for: `Features` says what it computes, a config how. No size of a call enters."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Features(NamedTuple):
+    """What a forward kernel computes; everything that a call does not use is compiled out."""
+
+    dtype: str
+    """"bfloat16" or "float16"."""
+    D: int
+    Dv: int
+    varlen: bool = False
+    left: bool = False
+    right: bool = False
+    """Whether the band is bounded on that side."""
+    softcap: bool = False
+    scaled: bool = False
+    """Scores are scaled before they are masked: for softcap, floating masks, and scales of 0 or below."""
+    mask: str = ""
+    """'' for none, else the dtype of attn_mask: "bool", "bfloat16", "float16", "float32"."""
+    dropout: bool = False
+
+
+class Sm90Forward(NamedTuple):
+    """Tiles and switches of the Hopper forward kernel; `configs.sm90` says which to take and why."""
+
+    warpgroups: int
+    """Consumer warpgroups; each takes 64 query rows."""
+    keys: int
+    """Keys in a tile of K and V, a multiple of 16."""
+    kv_stages: int
+    q_stages: int
+    pingpong: bool = False
+    """Warpgroups take turns at issuing their products."""
+    next_tile: bool = False
+    """The first scores of the next tile are computed under this tile's epilogue."""
+    k_ahead: bool = False
+    """K is loaded one tile ahead of V, over the border of tiles too."""
+    half: bool = False
+    """The block on the diagonal may be half as wide."""
+    conditional: bool = False
+    """The accumulator is rescaled only when a row's maximum grew by more than a factor of 2^8."""
+    tail: bool = True
+    """Sk may end inside a tile of keys."""
+    pack: int = 1
+    """Query heads of one key head that share a tile's rows: 1, 2, 4, ... 64."""
+
+    @property
+    def rows(self) -> int:
+        """Query rows in a tile; with `pack`, each row is one head of one query."""
+        return 64 * self.warpgroups

@@ -1,0 +1,44 @@
+"""What a launch is told besides its tensors."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from cutlass import Float32, Int32, Uint32
+
+
+class Rule(NamedTuple):
+    """Numbers of one launch; those that the features leave out are not read.
+
+    Row i sees key j if `-left <= j - i - (Sk - Sq) <= right`; bounds of either sign, at most 2**30.
+    """
+
+    scale: Float32
+    softcap: Float32
+    left: Int32
+    right: Int32
+    longest_q: Int32
+    """Sq, or the longest sequence's."""
+    section: Int32
+    """Heads whose tiles are drawn together, so that their K and V stay in the L2 cache."""
+    multiprocessors: Int32
+    drop_byte: Uint32
+    drop_fraction: Uint32
+    """The probability of dropping is (drop_byte + drop_fraction / 2**32) / 256."""
+    keep_scale: Float32
+
+
+def example_rule() -> Rule:
+    """Stands for any rule when a kernel is compiled."""
+    return Rule(
+        Float32(1.0),
+        Float32(0.0),
+        Int32(0),
+        Int32(0),
+        Int32(1),
+        Int32(1),
+        Int32(1),
+        Uint32(0),
+        Uint32(0),
+        Float32(1.0),
+    )

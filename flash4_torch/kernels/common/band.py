@@ -1,0 +1,101 @@
+"""Which keys the rows of a tile may see, and hiding the others: the device's side of `masks.Band`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+
+from .fragment import Fragment
+
+
+class Span(NamedTuple):
+    """Blocks of keys, `first <= n < last`."""
+
+    first: Int32
+    last: Int32
+
+
+class Band(NamedTuple):
+    """The band of one sequence in rows and keys, with what is static about it."""
+
+    Sk: Int32
+    lowest: Int32
+    """Row i sees keys from `i + lowest` on."""
+    highest: Int32
+    """Row i sees keys up to `i + highest`."""
+
+
+def make_band(Sq: Int32, Sk: Int32, left: Int32, right: Int32) -> Band:
+    return Band(Sk, Sk - Sq - left, Sk - Sq + right)
+
+
+class BandShape(NamedTuple):
+    """What is static: which sides are bounded, whether Sk may end inside a block, and a block's keys."""
+
+    left: bool
+    right: bool
+    tail: bool
+    keys: int
+
+    @property
+    def hides(self) -> bool:
+        """Whether a row may find all of a block hidden."""
+        return self.left or self.right
+
+    @property
+    def masks(self) -> bool:
+        return self.left or self.right or self.tail
+
+
+@cute.jit
+def visible_span(band: Band, shape: cutlass.Constexpr, first_row: Int32, last_row: Int32) -> Span:
+    """The blocks that hold every key some row of `first_row <= i <= last_row` sees; may be empty."""
+    first, last = Int32(0), band.Sk
+    if cutlass.const_expr(shape.left):
+        first = cutlass.max(first, first_row + band.lowest)
+    if cutlass.const_expr(shape.right):
+        last = cutlass.min(last, last_row + band.highest + 1)
+    begin = first // shape.keys
+    end = (cutlass.max(last, 0) + shape.keys - 1) // shape.keys
+    return Span(begin, cutlass.max(begin, end))
+
+
+@cute.jit
+def cuts(
+    band: Band, shape: cutlass.Constexpr, n: Int32, first_row: Int32, last_row: Int32
+) -> Boolean:
+    """Whether block n holds a key that some of the rows do not see."""
+    cut = Boolean(False)
+    if cutlass.const_expr(shape.tail):
+        cut = cut | ((n + 1) * shape.keys > band.Sk)
+    if cutlass.const_expr(shape.right):
+        cut = cut | ((n + 1) * shape.keys - 1 > first_row + band.highest)
+    if cutlass.const_expr(shape.left):
+        cut = cut | (n * shape.keys < last_row + band.lowest)
+    return cut
+
+
+@cute.jit
+def hide(band: Band, shape: cutlass.Constexpr, fragment: Fragment) -> None:
+    """Scores outside of the band become -inf."""
+    for r in cutlass.range_constexpr(len(fragment.rows)):
+        # Bounds relative to the thread's first key leave one comparison with a constant for each score.
+        above = Int32(1 << 30)
+        if cutlass.const_expr(shape.tail or shape.right):
+            above = band.Sk - 1 - fragment.key
+            if cutlass.const_expr(shape.right):
+                above = cutlass.min(above, fragment.rows[r] + band.highest - fragment.key)
+        below = Int32(-(1 << 30))
+        if cutlass.const_expr(shape.left):
+            below = fragment.rows[r] + band.lowest - fragment.key
+        for c in cutlass.range_constexpr(len(fragment.offsets)):
+            offset = fragment.offsets[c]
+            hidden = Boolean(False)
+            if cutlass.const_expr(shape.tail or shape.right):
+                hidden = above < offset
+            if cutlass.const_expr(shape.left):
+                hidden = hidden | (below > offset)
+            fragment.values[r, c] = -cutlass.Float32.inf if hidden else fragment.values[r, c]

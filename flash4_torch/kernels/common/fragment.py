@@ -1,0 +1,33 @@
+"""What one thread holds of a tile of scores, whatever instruction made them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+
+class Fragment(NamedTuple):
+    """Some rows and columns of a score tile in a thread's registers.
+
+    On Hopper a thread has 2 rows, eight apart, and every fourth pair of columns; on Blackwell one whole row.
+    """
+
+    values: cute.Tensor
+    """(R, C) float32 view of the registers; both modes are static."""
+    rows: tuple[Int32, ...]
+    """R query positions i; the same position may stand for several heads when heads are packed."""
+    key: Int32
+    """Key position of column 0."""
+    offsets: tuple[int, ...]
+    """C static numbers: column c is key `key + offsets[c]`."""
+
+
+def wgmma_fragment(accumulator: cute.Tensor, rows: tuple[Int32, ...], first_key: Int32, lane: Int32) -> Fragment:
+    """The scores of one 64 x N wgmma accumulator: lane `l` holds columns 2 (l % 4) + 8 j + (0, 1)."""
+    N = cute.size(accumulator) // 2
+    pairs = cute.make_layout((2, N // 2), stride=(1, 4))
+    values = cute.make_tensor(accumulator.iterator, cute.make_layout((2, pairs.shape), stride=(2, pairs.stride)))
+    offsets = tuple(8 * (c // 2) + c % 2 for c in range(N))
+    return Fragment(values, rows, first_key + 2 * (lane % 4), offsets)

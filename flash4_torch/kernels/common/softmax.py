@@ -1,0 +1,137 @@
+"""Online softmax over a thread's fragments of scores, in base 2.
+
+With `scale` = softmax scale * log2(e), a row's weights are 2^(scale * (score - max)); the maximum is one of
+scores seen so far, so that sums and the accumulated output only have to be multiplied when it moves. Any
+reference in the maximum's place gives the same quotient, hence `conditional`: the maximum stays as it is until
+it would grow by more than 2^8, which costs nothing in accuracy and leaves out nearly all multiplications.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+CHAINS = 4
+"""Independent chains of a row's maximum and sum: a single one would wait for itself."""
+GROWTH = 8.0
+"""log2 of how far a row may outgrow its reference before it is rescaled."""
+
+
+class Rows(NamedTuple):
+    """The running state of a thread's rows, each (R,) float32 registers; sums are this thread's part only."""
+
+    top: cute.Tensor
+    total: cute.Tensor
+
+
+def make_rows(count: int) -> Rows:
+    return Rows(cute.make_rmem_tensor(count, Float32), cute.make_rmem_tensor(count, Float32))
+
+
+@cute.jit
+def begin(scores: cute.Tensor, rows: Rows, scale: Float32, lanes: cutlass.Constexpr, hidden: cutlass.Constexpr):
+    """The first block: `scores` (R, C) become weights in place. `hidden`: a whole row may be -inf."""
+    for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+        top = _across(_maximum(scores, r), lanes)
+        rows.top[r] = top
+        rows.total[r] = _weigh(scores, r, _reference(top, hidden), scale)
+
+
+@cute.jit
+def advance(
+    scores: cute.Tensor,
+    rows: Rows,
+    scale: Float32,
+    lanes: cutlass.Constexpr,
+    hidden: cutlass.Constexpr,
+    conditional: cutlass.Constexpr,
+) -> cute.Tensor:
+    """A further block; returns (R,) factors for what has been accumulated before it."""
+    R = cute.size(scores, mode=[0])
+    factors = cute.make_rmem_tensor(R, Float32)
+    for r in cutlass.range_constexpr(R):
+        before = rows.top[r]
+        top = cute.arch.fmax(before, _across(_maximum(scores, r), lanes))
+        if cutlass.const_expr(conditional):
+            # A first maximum of -inf is always replaced: inf and NaN do not compare.
+            top = before if (top - before) * scale <= GROWTH else top
+        reference = _reference(top, hidden)
+        factors[r] = cute.math.exp2((before - reference) * scale, fastmath=True)
+        rows.top[r] = top
+        rows.total[r] = rows.total[r] * factors[r] + _weigh(scores, r, reference, scale)
+    return factors
+
+
+@cute.jit
+def rescale(accumulator: cute.Tensor, factors: cute.Tensor, conditional: cutlass.Constexpr) -> None:
+    """Multiply the rows of `accumulator` (R, C); with `conditional`, only if some row of the warp needs it."""
+    needed = True
+    if cutlass.const_expr(conditional):
+        lowest = factors[0]
+        for r in cutlass.range_constexpr(1, cute.size(factors)):
+            lowest = cute.arch.fmin(lowest, factors[r])
+        needed = cute.arch.vote_any_sync(lowest < 1.0)
+    if needed:
+        for r in cutlass.range_constexpr(cute.size(factors)):
+            for c in cutlass.range_constexpr(cute.size(accumulator, mode=[1])):
+                accumulator[r, c] = accumulator[r, c] * factors[r]
+
+
+@cute.jit
+def finish(rows: Rows, scale: Float32, keep_scale: Float32, lanes: cutlass.Constexpr) -> tuple:
+    """(R,) factors that normalise the output, and (R,) natural logarithms of the sums of exponentials."""
+    R = cute.size(rows.top)
+    inverse, lse = cute.make_rmem_tensor(R, Float32), cute.make_rmem_tensor(R, Float32)
+    for r in cutlass.range_constexpr(R):
+        total = rows.total[r]
+        for step in cutlass.range_constexpr(_steps(lanes)):
+            total = total + cute.arch.shuffle_sync_bfly(total, 1 << step)
+        inverse[r], lse[r] = Float32(0.0), -Float32.inf
+        if total != 0.0:
+            inverse[r] = keep_scale * cute.arch.rcp_approx(total)
+            lse[r] = (rows.top[r] * scale + cute.math.log2(total, fastmath=True)) * 0.6931471805599453
+    return inverse, lse
+
+
+def _steps(lanes: int) -> int:
+    return lanes.bit_length() - 1
+
+
+@cute.jit
+def _maximum(scores: cute.Tensor, r: cutlass.Constexpr) -> Float32:
+    C = cute.size(scores, mode=[1])
+    chains = [scores[r, c] for c in range(CHAINS)]
+    for c in cutlass.range_constexpr(CHAINS, C):
+        chains[c % CHAINS] = cute.arch.fmax(chains[c % CHAINS], scores[r, c])
+    return cute.arch.fmax(cute.arch.fmax(chains[0], chains[1]), cute.arch.fmax(chains[2], chains[3]))
+
+
+@cute.jit
+def _across(top: Float32, lanes: cutlass.Constexpr) -> Float32:
+    """The maximum of the neighbouring lanes that share a row."""
+    for step in cutlass.range_constexpr(_steps(lanes)):
+        top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, 1 << step))
+    return top
+
+
+@cute.jit
+def _reference(top: Float32, hidden: cutlass.Constexpr) -> Float32:
+    """The maximum, or 0 for a row of -inf only, whose weights then are 0 instead of NaN."""
+    if cutlass.const_expr(hidden):
+        return Float32(0.0) if top == -Float32.inf else top
+    return top
+
+
+@cute.jit
+def _weigh(scores: cute.Tensor, r: cutlass.Constexpr, reference: Float32, scale: Float32) -> Float32:
+    """Row r becomes weights; returns their sum."""
+    offset = reference * scale
+    chains = [Float32(0.0)] * CHAINS
+    for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+        weight = cute.math.exp2(scores[r, c] * scale - offset, fastmath=True)
+        scores[r, c] = weight
+        chains[c % CHAINS] = weight if c < CHAINS else chains[c % CHAINS] + weight
+    return (chains[0] + chains[1]) + (chains[2] + chains[3])

@@ -1,0 +1,266 @@
+"""Reads an attn_mask once and writes the tables by which the attention kernels walk and apply it.
+
+A CTA has the rows of one block of queries and goes through all keys, `THREADS` blocks of keys at a time. A warp
+takes some of these blocks and `DEPTH` rows: every lane loads 16 bytes of each row, so that a warp's loads lie
+side by side; ballots say what its blocks hold, shared memory gathers it over the rows, and a running count over
+the threads, one block each, lists the visible ones. Rows that do not start at a multiple of 16 bytes, and any
+whose keys do not lie side by side, are loaded one key at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
+from cutlass.memory import SmemAllocator
+
+from ..common.attn_mask import Mask, MaskArgs, example_args, make_mask
+from ..common.mask_tables import PANEL, MaskPlan
+
+WARP = 32
+THREADS = 512
+WARPS = THREADS // WARP
+DEPTH = 8
+"""Loads of a lane in flight."""
+_VECTOR = 16
+"""Bytes of a load."""
+_VISIBLE, _MIXED = 1, 2
+
+
+class Shape(NamedTuple):
+    """How a warp is laid over the keys of blocks."""
+
+    step: int
+    """Keys of a lane's load."""
+    lanes: int
+    """Lanes side by side on a block."""
+    turns: int
+    """Loads of each lane to cover a block."""
+    rows: int
+    """Rows that a warp loads together."""
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of keys of a warp."""
+        return WARP // self.lanes
+
+
+def shape_of(plan: MaskPlan) -> Shape:
+    if plan.dtype == "bool":
+        # Lanes on a panel of 128 keys, whatever of it belongs to the block: they put its words together.
+        return Shape(16, plan.panels * PANEL // 16, 1, min(DEPTH, plan.rows))
+    step = 4 if plan.dtype == "float32" else 8
+    vectors = plan.keys // step
+    lanes = math.gcd(vectors, WARP)
+    turns = vectors // lanes
+    return Shape(step, lanes, turns, max(1, min(DEPTH // turns, plan.rows)))
+
+
+def compile_mask_blocks(plan: MaskPlan) -> Any:
+    """The kernel for any sizes and strides; call it as (mask, tables).
+
+    mask (Bm, Hm, Sqm, Sk): of the plan's dtype, each of the first three dimensions full or 1, Sk in full (as a
+    view of stride 0 where it broadcasts). tables: int32, as many as `mask_tables.place` says, 16-byte aligned.
+    No size may be 0. Runs on the current stream.
+    """
+    assert plan.keys % 16 == 0 and 16 <= plan.keys <= 256
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    return cute.compile(mask_blocks, *example_args(plan), plan, stream, options="--enable-tvm-ffi")
+
+
+@cute.jit
+def mask_blocks(
+    values: cute.Tensor, tables: cute.Tensor, plan: cutlass.Constexpr, stream: cuda.CUstream
+) -> None:
+    mask = make_mask(MaskArgs(values, tables), plan)
+    B, HB, MB, _ = mask.blocks.shape
+    mask_blocks_kernel(values, tables, plan).launch(
+        grid=(B * HB * MB, 1, 1), block=(THREADS, 1, 1), stream=stream
+    )
+
+
+@cute.kernel
+def mask_blocks_kernel(values: cute.Tensor, tables: cute.Tensor, plan: cutlass.Constexpr) -> None:
+    mask = make_mask(MaskArgs(values, tables), plan)
+    thread, _, _ = cute.arch.thread_idx()
+    group, _, _ = cute.arch.block_idx()
+    _, HB, MB, NB = mask.blocks.shape
+    rest = group // MB
+    batch, head_block, m = rest // HB, rest % HB, group % MB
+
+    memory = SmemAllocator()
+    state = memory.allocate_tensor(Int32, cute.make_layout(THREADS), byte_alignment=16)
+    counts = memory.allocate_tensor(Int32, cute.make_layout(WARPS), byte_alignment=16)
+
+    aligned = _vectors(mask)
+    blocks, rank = mask.blocks[batch, head_block, m, None], mask.rank[batch, head_block, m, None]
+    total = Int32(0)
+    for first in cutlass.range(0, NB, THREADS, unroll=1):
+        state[thread] = 0
+        cute.arch.sync_threads()
+        _examine(mask, batch, head_block, m, first, aligned, state)
+        cute.arch.sync_threads()
+        total = _list(blocks, rank, first, NB, state[thread], counts, total)
+    if thread == 0:
+        rank[NB] = total
+
+
+@cute.jit
+def _vectors(mask: Mask) -> Boolean:
+    """Whether every row consists of whole vectors."""
+    values = mask.values
+    step = shape_of(mask.plan).step
+    b, h, i, j = values.stride
+    # A dimension of 1 has any stride, and no one uses it.
+    b, h, i = (s if n > 1 else Int64(0) for s, n in zip((b, h, i), values.shape[:3], strict=True))
+    odd = (values.iterator.toint() & (_VECTOR - 1)) | ((b | h | i | values.shape[3]) & (step - 1))
+    return (j == 1) & (odd == 0)
+
+
+@cute.jit
+def _examine(
+    mask: Mask,
+    batch: Int32,
+    head_block: Int32,
+    m: Int32,
+    first: Int32,
+    aligned: Boolean,
+    state: cute.Tensor,
+) -> None:
+    """What the blocks from `first` on hold, in `state`, and their bits."""
+    plan = mask.plan
+    shape = shape_of(plan)
+    _, Hm, Sqm, _ = mask.values.shape
+    NB = mask.blocks.shape[3]
+    warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+
+    end = cutlass.min((m + 1) * plan.rows, Sqm)
+    columns = cute.ceil_div(cutlass.min(NB - first, THREADS), shape.blocks)
+    parts = cute.ceil_div(end - m * plan.rows, shape.rows)
+    heads = cutlass.min(plan.heads, Hm)
+    for item in cutlass.range(warp, columns * parts * heads, WARPS, unroll=1):
+        column, rest = item % columns, item // columns
+        head = head_block * plan.heads + rest // parts
+        row = m * plan.rows + rest % parts * shape.rows
+        slot = column * shape.blocks + lane // shape.lanes
+        seen, changed = _look(mask, batch, head, row, end, first + slot, lane % shape.lanes, aligned)
+        own = ((1 << shape.lanes) - 1) << (lane - lane % shape.lanes)
+        seen = cute.arch.vote_ballot_sync(seen) & own
+        changed = cute.arch.vote_ballot_sync(changed) & own
+        if lane % shape.lanes == 0 and seen | changed:
+            found = (_VISIBLE if seen != 0 else 0) | (_MIXED if changed != 0 else 0)
+            cute.arch.atomic_or(state.iterator + slot, Int32(found), sem="relaxed", scope="cta")
+
+
+@cute.jit
+def _look(
+    mask: Mask, batch: Int32, head: Int32, row: Int32, end: Int32, n: Int32, lane: Int32, aligned: Boolean
+) -> tuple[Boolean, Boolean]:
+    """A lane's keys of block n in a few rows from `row` on: whether any is visible, whether any is changed.
+
+    lane: among those on the block. end: of the rows. Keys and rows beyond the end are loaded as the last ones.
+    """
+    plan = mask.plan
+    shape = shape_of(plan)
+    Sk = mask.values.shape[3]
+    block_end = cutlass.min((n + 1) * plan.keys, Sk)
+    key = n * plan.keys + lane * shape.step
+
+    loaded = cute.make_rmem_tensor((shape.step, shape.turns, shape.rows), mask.values.element_type)
+    for r in cutlass.range_constexpr(shape.rows):
+        source = mask.values[batch, head, cutlass.min(row + r, end - 1), None]
+        for t in cutlass.range_constexpr(shape.turns):
+            first = key + t * shape.lanes * shape.step
+            if aligned:
+                start = source.iterator + cutlass.min(first, block_end - shape.step)
+                cute.autovec_copy(_vector_at(start, shape.step), loaded[None, t, r])
+            else:
+                for i in cutlass.range_constexpr(shape.step):
+                    loaded[i, t, r] = source[cutlass.min(first + i, Sk - 1)]
+
+    seen, changed = Boolean(False), Boolean(False)
+    if cutlass.const_expr(plan.dtype == "bool"):
+        keep = _spread(cutlass.max(cutlass.min(block_end - key, shape.step), 0))
+        some, hidden = Uint32(0), Uint32(0)
+        bits, NB = mask.bits, mask.blocks.shape[3]
+        for r in cutlass.range_constexpr(shape.rows):
+            shown = _gather(cute.recast_tensor(loaded[None, 0, r], Uint32))
+            some, hidden = some | shown & keep, hidden | ~shown & keep
+            word = _transpose(shown & keep, lane)
+            if row + r < end and n < NB and lane % 2 == 0:
+                bits[batch, head, row + r, n, lane // 8 * 4 + lane % 8 // 2] = Int32(word)
+        seen, changed = some != 0, hidden != 0
+    else:
+        for r in cutlass.range_constexpr(shape.rows):
+            for t in cutlass.range_constexpr(shape.turns):
+                for i in cutlass.range_constexpr(shape.step):
+                    x = loaded[i, t, r].to(Float32)
+                    seen, changed = seen | (x != -Float32.inf), changed | (x != 0.0)
+        seen, changed = seen & (key < block_end), changed & (key < block_end)
+    return seen, changed
+
+
+def _vector_at(start: cute.Pointer, step: int) -> cute.Tensor:
+    pointer = cute.make_ptr(start.dtype, start.toint(), cute.AddressSpace.gmem, assumed_align=_VECTOR)
+    return cute.make_tensor(pointer, cute.make_layout(step))
+
+
+def _spread(count: Int32) -> Uint32:
+    """The lowest `count` of 16 keys: key k is bit 8 (k % 8 // 2) + 2 (k // 8) + k % 2."""
+    keys = (Uint32(1) << Uint32(count)) - 1
+    result = Uint32(0)
+    for p in range(4):
+        pairs = (keys >> (2 * p) & 3) | (keys >> (8 + 2 * p) & 3) << 2
+        result = result | pairs << (8 * p)
+    return result
+
+
+def _gather(words: cute.Tensor) -> Uint32:
+    """Which of 16 bytes are not 0, in the order of `_spread`."""
+    marks = [((w & 0x7F7F7F7F) + 0x7F7F7F7F | w) & 0x80808080 for w in (words[i] for i in range(4))]
+    # Bits 0 and 2 of each byte: a key of the first eight, and the one eight further.
+    low, high = (marks[i] >> 7 | marks[i + 2] >> 5 for i in range(2))
+    low, high = low | low >> 7, high | high >> 7
+    return Uint32(cute.arch.prmt(low, high, 0x6420)) & 0x0F0F0F0F
+
+
+def _transpose(own: Uint32, lane: Int32) -> Uint32:
+    """From lanes' 16 keys to panels' words: of 8 lanes, lanes 2 p and 2 p + 1 get word p.
+
+    own: byte p has the lane's four bits of word p.
+    """
+    own = own << Uint32(4 * (lane & 1))
+    own = own | cute.arch.shuffle_sync_bfly(own, 1)
+    # What is left are four bytes of four pairs of lanes, a square, which two exchanges turn over.
+    other = cute.arch.shuffle_sync_bfly(own, 2)
+    own = Uint32(cute.arch.prmt(own, other, cutlass.select_((lane & 2) == 0, Int32(0x6240), Int32(0x3715))))
+    other = cute.arch.shuffle_sync_bfly(own, 4)
+    return Uint32(cute.arch.prmt(own, other, cutlass.select_((lane & 4) == 0, Int32(0x5410), Int32(0x3276))))
+
+
+@cute.jit
+def _list(
+    blocks: cute.Tensor, rank: cute.Tensor, first: Int32, NB: Int32, found: Int32, counts: cute.Tensor, total: Int32
+) -> Int32:
+    """Put the visible ones of `THREADS` blocks from `first` on behind `total` others; returns how many now."""
+    thread, _, _ = cute.arch.thread_idx()
+    warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+    visible = (found & _VISIBLE) != 0
+    ballot = cute.arch.vote_ballot_sync(visible)
+    if lane == 0:
+        counts[warp] = cute.arch.popc(ballot)
+    cute.arch.sync_threads()
+    place = total + cute.arch.popc(ballot & Int32(cute.arch.lanemask_lt()))
+    for w in cutlass.range_constexpr(WARPS):
+        total = total + counts[w]
+        place = place + (counts[w] if w < warp else 0)
+    n = first + thread
+    if n < NB:
+        rank[n] = place
+        if visible:
+            blocks[place] = 2 * n + (found & _MIXED) // _MIXED
+    return total

@@ -1,0 +1,120 @@
+"""A tile's end: normalise O, store it and lse."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+from cutlass.cute.nvgpu import cpasync, warp
+
+from ...common import scores, softmax
+from .. import wgmma
+from .plan import ROWS, WARP, WARP_ROWS, WARPS
+from .tile import Tile
+
+if TYPE_CHECKING:
+    from .kernel import Kernel
+
+LANES = 4
+
+
+@cute.jit
+def epilogue(k: Kernel, O: cute.Tensor, rows: softmax.Rows, tile: Tile, any_block: Boolean, place) -> None:
+    """Every warp stores its 16 rows by itself, through its own piece of shared memory."""
+    plan = k.plan
+    scale = scores.softmax_scale(k.rule, plan.features.scaled)
+    keep_scale = k.rule.keep_scale if plan.features.dropout else Float32(1.0)
+    inverse, lse = softmax.finish(rows, scale, keep_scale, LANES)
+    if not any_block:
+        for r in cutlass.range_constexpr(2):
+            inverse[r], lse[r] = Float32(0.0), -Float32.inf
+        O.fill(0.0)
+    _store_lse(k, lse, tile, place)
+
+    values = wgmma.rows_of(O)
+    for r in cutlass.range_constexpr(2):
+        for c in cutlass.range_constexpr(cute.size(values, mode=[1])):
+            values[r, c] = values[r, c] * inverse[r]
+    rounded = cute.make_rmem_tensor(O.layout, plan.dtype)
+    wgmma.round_to(O, rounded)
+
+    own_warp = cute.arch.make_warp_uniform(place.thread // WARP)
+    cute.arch.cp_async_bulk_wait_group(0, read=True)
+    cute.arch.sync_warp()
+    pieces = cute.local_tile(k.sO, (WARP_ROWS, plan.Dv, WARPS), (0, 0, place.warpgroup))
+    staged = cute.make_tensor(pieces.iterator, cute.group_modes(cute.select(pieces.layout, [0, 2, 1]), 0, 2))
+    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), plan.dtype)
+    copy = cute.make_tiled_copy_C(atom, wgmma.output_mma(plan.dtype, plan.Dv)).get_slice(place.thread)
+    cute.copy(atom, copy.retile(rounded), copy.partition_D(staged))
+    if cutlass.const_expr(plan.stores_by_copy_engine):
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        _store_box(k, tile, place, own_warp)
+    else:
+        cute.arch.sync_warp()
+        _store_rows(k, tile, place, own_warp)
+        cute.arch.sync_warp()
+
+
+@cute.jit
+def _store_lse(k: Kernel, lse: cute.Tensor, tile: Tile, place) -> None:
+    plan, target = k.plan, k.lse
+    group = k.maps.mQ.shape[0][0]
+    for r in cutlass.range_constexpr(2):
+        row = place.row + 8 * r
+        i = _first_position(k, tile, place) + row // plan.pack
+        h = tile.heads * plan.pack + row % plan.pack
+        if (place.lane % LANES == 0) & (i < tile.Sq) & (h < group):
+            head = tile.key_head * group + h
+            if cutlass.const_expr(plan.features.varlen):
+                target[head, tile.first_q + i] = lse[r]
+            else:
+                target[tile.batch, head, i] = lse[r]
+
+
+@cute.jit
+def _store_box(k: Kernel, tile: Tile, place, own_warp: Int32) -> None:
+    """The copy engine leaves out rows beyond the end."""
+    plan = k.plan
+    box_heads, box_positions = plan.store_box
+    row = own_warp * WARP_ROWS
+    heads = tile.heads * (plan.pack // box_heads) + row % plan.pack // box_heads
+    position = (_first_position(k, tile, place) + row // plan.pack) // box_positions
+    mO = k.maps.mO[None, None, tile.key_head, tile.batch]
+    gO = cute.local_tile(mO, (plan.store_box, plan.Dv), ((heads, position), 0))
+    piece = k.sO[None, None, place.warpgroup * WARPS + own_warp]
+    s, g = cpasync.tma_partition(
+        k.maps.store_o, 0, cute.make_layout(1), cute.group_modes(piece, 0, 2), cute.group_modes(gO, 0, 2)
+    )
+    with cute.arch.elect_one():  # which the DSL does for loads, not for stores
+        cute.copy(k.maps.store_o, s, g)
+        cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def _store_rows(k: Kernel, tile: Tile, place, own_warp: Int32) -> None:
+    """16 bytes a lane, rows of the sequence only; packed rows follow those of the sequence before."""
+    plan = k.plan
+    chunks = plan.features.Dv // 8
+    group = k.maps.mQ.shape[0][0]
+    piece = k.sO[None, None, place.warpgroup * WARPS + own_warp]
+    atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), plan.dtype, num_bits_per_copy=128)
+    for e in cutlass.range(place.lane, WARP_ROWS * chunks, WARP, unroll=1):
+        own_row, chunk = e // chunks, e % chunks
+        row = own_warp * WARP_ROWS + own_row
+        i = _first_position(k, tile, place) + row // plan.pack
+        h = tile.heads * plan.pack + row % plan.pack
+        if (i < tile.Sq) & (h < group):
+            source = cute.local_tile(piece, (1, 8), (own_row, chunk))
+            target = cute.local_tile(
+                k.out[tile.first_q + i, tile.key_head * group + h, None], (8,), (chunk,)
+            )
+            registers = cute.make_rmem_tensor(8, plan.dtype)
+            cute.copy(atom, cute.group_modes(source, 0, 2), registers)
+            cute.copy(atom, registers, target)
+
+
+def _first_position(k: Kernel, tile: Tile, place) -> Int32:
+    return (tile.block * k.plan.warpgroups + place.warpgroup) * k.plan.tokens

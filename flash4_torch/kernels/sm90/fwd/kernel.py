@@ -1,0 +1,145 @@
+"""The forward kernel: shared memory, barriers, and who takes which role.
+
+             tickets (global)
+                |
+    Q, K, V -> load ==load_q==> mainloop (warpgroup 1, 2, ..) -> epilogue -> O, lse
+                    ==load_k==>
+                    ==load_v==>
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from ...common import ring
+from ...common.args import Rule
+from ...common.ring import Ring
+from .load import load
+from .mainloop import consume
+from .plan import GROUP, MESSAGE, Plan
+
+
+class Maps(NamedTuple):
+    """Copy atoms of the copy engine, and the tensors that they copy from or to.
+
+    mQ and mO ((group, S), D, Hk, B), mK (S, D, Hk, B), mV (Dv, S, Hk, B).
+    """
+
+    load_q: Any
+    mQ: Any
+    load_k: Any
+    mK: Any
+    load_v: Any
+    mV: Any
+    store_o: Any
+    mO: Any
+
+
+class Layouts(NamedTuple):
+    """Of shared memory."""
+
+    q: Any
+    k: Any
+    v: Any
+    o: Any
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What every role may use."""
+
+    plan: Plan
+    rule: Rule
+    maps: Maps
+    sQ: cute.Tensor
+    """(64, D, q_stages * warpgroups)"""
+    sK: cute.Tensor
+    """(keys, D, kv_stages)"""
+    sV: cute.Tensor
+    """(Dv, keys, kv_stages)"""
+    sO: cute.Tensor
+    """(16, Dv, consumer warps)"""
+    load_q: Ring
+    load_k: Ring
+    load_v: Ring
+    message: cute.Pointer
+    """`MESSAGE` words for each stage of Q."""
+    out: cute.Tensor
+    lse: cute.Tensor
+    tickets: cute.Tensor
+    cu_seqlens_q: cute.Tensor | None
+    cu_seqlens_k: cute.Tensor | None
+    mask: Any
+    rng_state: cute.Tensor | None
+
+
+@cute.kernel
+def forward_kernel(
+    maps: Maps,
+    layouts: Layouts,
+    out: cute.Tensor,
+    lse: cute.Tensor,
+    tickets: cute.Tensor,
+    cu_seqlens_q: cute.Tensor | None,
+    cu_seqlens_k: cute.Tensor | None,
+    mask,
+    rng_state: cute.Tensor | None,
+    rule: Rule,
+    plan: cutlass.Constexpr,
+) -> None:
+    thread, _, _ = cute.arch.thread_idx()
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    group = cute.arch.make_warp_uniform(thread // GROUP)
+
+    memory = SmemAllocator()
+    k = Kernel(
+        plan=plan,
+        rule=rule,
+        maps=maps,
+        sQ=_allocate(memory, plan, layouts.q),
+        sK=_allocate(memory, plan, layouts.k),
+        sV=_allocate(memory, plan, layouts.v),
+        sO=_allocate(memory, plan, layouts.o),
+        load_q=_ring(memory, plan.config.q_stages),
+        load_k=_ring(memory, plan.config.kv_stages),
+        load_v=_ring(memory, plan.config.kv_stages),
+        message=memory.allocate_array(Int32, MESSAGE * plan.config.q_stages),
+        out=out,
+        lse=lse,
+        tickets=tickets,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        mask=mask,
+        rng_state=rng_state,
+    )
+    if warp == 0:
+        for edge in (k.load_q, k.load_k, k.load_v):
+            ring.initialise(edge, plan.consumer_warps)
+        cute.arch.mbarrier_init_fence()
+        for atom in (maps.load_q, maps.load_k, maps.load_v, maps.store_o):
+            cpasync.prefetch_descriptor(atom)
+    cute.arch.sync_threads()
+
+    consumer_registers, producer_registers = plan.registers
+    if group == 0:
+        cute.arch.setmaxregister_decrease(producer_registers)
+        if warp == 0:
+            load(k)
+    else:
+        cute.arch.setmaxregister_increase(consumer_registers)
+        consume(k, group - 1)
+
+
+def _allocate(memory: SmemAllocator, plan: Plan, layout: cute.ComposedLayout) -> cute.Tensor:
+    return memory.allocate_tensor(plan.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
+
+
+def _ring(memory: SmemAllocator, stages: int) -> Ring:
+    return Ring(memory.allocate_array(Int64, stages), memory.allocate_array(Int64, stages), stages)

@@ -1,0 +1,125 @@
+"""The host's side of the forward: tensor maps, grid, and compiling for any sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+
+import cuda.bindings.driver as cuda
+
+from ....configs.types import Features, Sm90Forward
+from ...common.args import Rule, example_rule
+from ..wgmma import column_major_layout, row_major_layout
+from .kernel import Maps, Layouts, forward_kernel
+from .plan import ROWS, WARP_ROWS, Plan
+
+
+@cute.jit
+def forward(
+    q: cute.Tensor,
+    k: cute.Tensor,
+    v: cute.Tensor,
+    out: cute.Tensor,
+    lse: cute.Tensor,
+    tickets: cute.Tensor,
+    cu_seqlens_q: cute.Tensor | None,
+    cu_seqlens_k: cute.Tensor | None,
+    mask,
+    rng_state: cute.Tensor | None,
+    rule: Rule,
+    plan: cutlass.Constexpr,
+    stream: cuda.CUstream,
+) -> None:
+    """Launch out = dropout(softmax(scores)) v and lse = logsumexp(scores).
+
+    q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), out (B, Sq, Hq, Dv), or packed (T, H, D) for varlen; last
+    stride 1, the others multiples of 8 elements, bases on 16 bytes. lse (B, Hq, Sq) or (Hq, T) float32,
+    contiguous. tickets int32 (1,), zero before and after. No size is 0.
+    """
+    plan.check()
+    heads, keys = _by_key_head(q, k), _positions_first(k)
+    group = heads.shape[0][0]
+    values = cute.make_tensor(v.iterator, cute.select(_positions_first(v).layout, [1, 0, 2, 3]))
+    outputs = _by_key_head(out, k)
+
+    layouts = Layouts(
+        q=row_major_layout(plan.dtype, ROWS, plan.D, plan.warpgroups * plan.config.q_stages),
+        k=row_major_layout(plan.dtype, plan.keys, plan.D, plan.config.kv_stages),
+        v=column_major_layout(plan.dtype, plan.Dv, plan.keys, plan.config.kv_stages),
+        o=row_major_layout(plan.dtype, WARP_ROWS, plan.Dv, plan.consumer_warps),
+    )
+    load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+    maps = Maps(
+        *_map(load, heads, layouts.q, (plan.box, plan.D)),
+        *_map(load, keys, layouts.k, (plan.keys, plan.D)),
+        *_map(load, values, layouts.v, (plan.Dv, plan.keys)),
+        *_map(store, outputs, layouts.o, (plan.store_box, plan.Dv)),
+    )
+    sequences = q.shape[0]
+    if cutlass.const_expr(plan.features.varlen):
+        sequences = cu_seqlens_q.shape[0] - 1
+    m_blocks = cute.ceil_div(rule.longest_q, plan.tokens * plan.warpgroups)
+    head_blocks = cute.ceil_div(group, plan.pack)
+    tiles = m_blocks * head_blocks * keys.shape[2] * sequences
+    grid = (cutlass.min(tiles, rule.multiprocessors), 1, 1)
+    forward_kernel(
+        maps, layouts, out, lse, tickets, cu_seqlens_q, cu_seqlens_k, mask, rng_state, rule, plan
+    ).launch(grid=grid, block=(plan.threads, 1, 1), min_blocks_per_mp=1, stream=stream)
+
+
+def _positions_first(x: cute.Tensor) -> cute.Tensor:
+    """(S, D, H, B) of a (B, S, H, D) or packed (S, H, D) tensor, which is a batch of one."""
+    if cute.rank(x) == 3:
+        S, H, D = x.shape
+        s, h, d = x.stride
+        return cute.make_tensor(x.iterator, cute.make_layout((S, D, H, 1), stride=(s, d, h, 0)))
+    return cute.make_tensor(x.iterator, cute.select(x.layout, [1, 3, 2, 0]))
+
+
+def _by_key_head(x: cute.Tensor, k: cute.Tensor) -> cute.Tensor:
+    """((group, S), D, Hk, B): the query heads of a key head and the positions, as rows of a tile."""
+    x, Hk = _positions_first(x), k.shape[cute.rank(k) - 2]
+    S, D, Hq, B = x.shape
+    s, d, h, b = x.stride
+    group = Hq // Hk
+    return cute.make_tensor(
+        x.iterator, cute.make_layout(((group, S), D, Hk, B), stride=((h, s), d, h * group, b))
+    )
+
+
+def _map(op, tensor: cute.Tensor, layout: cute.ComposedLayout, tiler) -> tuple:
+    return tuple(cpasync.make_tiled_tma_atom(op, tensor, cute.select(layout, mode=[0, 1]), tiler))[:2]
+
+
+def compile_forward(features: Features, config: Sm90Forward) -> Any:
+    """`forward` compiled for any sizes and strides, its arguments but `plan` and `stream` passed as they are."""
+    plan = Plan(features, config)
+    q, k, v, out = (_rows(plan, D) for D in (features.D, features.D, features.Dv, features.Dv))
+    lse_modes = 2 if features.varlen else 3
+    lse = _compact(Float32, lse_modes, 4)
+    tickets = cute.runtime.make_fake_compact_tensor(Int32, (1,), assumed_align=4)
+    cu_seqlens = _compact(Int32, 1, 4) if features.varlen else None
+    rng_state = cute.runtime.make_fake_compact_tensor(Int64, (2,), assumed_align=8) if features.dropout else None
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    return cute.compile(
+        forward, q, k, v, out, lse, tickets, cu_seqlens, cu_seqlens, None, rng_state, example_rule(), plan, stream,
+        options="--enable-tvm-ffi",
+    )
+
+
+def _rows(plan: Plan, D: int) -> cute.Tensor:
+    """Stands for any (B, S, H, D) or (T, H, D) tensor that the copy engine takes."""
+    modes = 2 if plan.features.varlen else 3
+    shape = (*(cute.sym_int() for _ in range(modes)), D)
+    stride = (*(cute.sym_int64(divisibility=8) for _ in range(modes)), 1)
+    return cute.runtime.make_fake_tensor(plan.dtype, shape, stride, assumed_align=16)
+
+
+def _compact(dtype: type, modes: int, align: int) -> cute.Tensor:
+    shape = tuple(cute.sym_int() for _ in range(modes))
+    order = tuple(range(modes - 1, -1, -1))
+    return cute.runtime.make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)

@@ -1,0 +1,130 @@
+"""The loading warp: draws tiles and keeps Q, K and V coming."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Uint32
+from cutlass.cute.nvgpu import cpasync
+
+from ...common import ring
+from ...common.ring import Cursor
+from . import tile as tiles
+from .tile import Tile
+
+if TYPE_CHECKING:
+    from .kernel import Kernel
+
+
+class Block(NamedTuple):
+    """A block of keys still to be loaded."""
+
+    n: Int32
+    key_head: Int32
+    batch: Int32
+    first_k: Int32
+
+
+class Cursors(NamedTuple):
+    q: Cursor
+    k: Cursor
+    v: Cursor
+
+
+@cute.jit
+def load(k: Kernel) -> None:
+    """Every tile's Q and number, then its blocks from the last to the first."""
+    shape = tiles.shape(k)
+    at = Cursors(ring.start(), ring.start(), ring.start())
+    owed, owes = Block(Int32(0), Int32(0), Int32(0), Int32(0)), Boolean(False)
+    ticket, _, _ = cute.arch.block_idx()
+    ticket = Uint32(ticket)
+    while ticket < shape.tiles:
+        tile = tiles.decode(k, shape, ticket)
+        ticket = tiles.draw(k, shape)
+        if tile.block * (k.plan.tokens * k.plan.warpgroups) < tile.Sq:
+            _load_q(k, at.q, tile)
+            span = tiles.span_of(k, tile)
+            k_at, v_at = at.k, at.v
+            for i in cutlass.range(span.last - span.first, unroll=1):
+                block = Block(span.last - 1 - i, tile.key_head, tile.batch, tile.first_k)
+                _load_k(k, k_at, block)
+                k_at = ring.after(k_at, k.plan.config.kv_stages)
+                if cutlass.const_expr(k.plan.config.k_ahead):
+                    if owes:
+                        _load_v(k, v_at, owed)
+                        v_at = ring.after(v_at, k.plan.config.kv_stages)
+                    owed, owes = block, Boolean(True)
+                else:
+                    _load_v(k, v_at, block)
+                    v_at = ring.after(v_at, k.plan.config.kv_stages)
+            at = Cursors(ring.after(at.q, k.plan.config.q_stages), k_at, v_at)
+    if owes:
+        _load_v(k, at.v, owed)
+    _say_that_all_is_done(k, at.q)
+
+
+@cute.jit
+def _load_q(k: Kernel, at: Cursor, tile: Tile) -> None:
+    """One box for each warpgroup; rows beyond the end are zeros, or another sequence's."""
+    ring.wait_empty(k.load_q, at)
+    full = k.load_q.full + at.stage
+    warpgroups = k.plan.warpgroups
+    with cute.arch.elect_one():
+        tiles.write(k, at, tile)
+        cute.arch.mbarrier_arrive_and_expect_tx(full, warpgroups * _bytes(k.sQ))
+    mQ = cute.domain_offset(((0, tile.first_q), 0), k.maps.mQ[None, None, tile.key_head, _batch(k, tile.batch)])
+    for w in cutlass.range_constexpr(warpgroups):
+        position = tile.heads, tile.block * warpgroups + w
+        gQ = cute.local_tile(mQ, (k.plan.box, k.plan.D), (position, 0))
+        stage = k.sQ[None, None, at.stage * warpgroups + w]
+        _copy(k.maps.load_q, gQ, stage, full)
+
+
+@cute.jit
+def _load_k(k: Kernel, at: Cursor, block: Block) -> None:
+    ring.wait_empty(k.load_k, at)
+    full = k.load_k.full + at.stage
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full, _bytes(k.sK))
+    mK = cute.domain_offset((block.first_k, 0), k.maps.mK[None, None, block.key_head, _batch(k, block.batch)])
+    gK = cute.local_tile(mK, (k.plan.keys, k.plan.D), (block.n, 0))
+    _copy(k.maps.load_k, gK, k.sK[None, None, at.stage], full)
+
+
+@cute.jit
+def _load_v(k: Kernel, at: Cursor, block: Block) -> None:
+    ring.wait_empty(k.load_v, at)
+    full = k.load_v.full + at.stage
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full, _bytes(k.sV))
+    mV = cute.domain_offset((0, block.first_k), k.maps.mV[None, None, block.key_head, _batch(k, block.batch)])
+    gV = cute.local_tile(mV, (k.plan.Dv, k.plan.keys), (0, block.n))
+    _copy(k.maps.load_v, gV, k.sV[None, None, at.stage], full)
+
+
+@cute.jit
+def _say_that_all_is_done(k: Kernel, at: Cursor) -> None:
+    ring.wait_empty(k.load_q, at)
+    with cute.arch.elect_one():
+        cute.arch.store(k.message + at.stage * tiles.MESSAGE, Int32(-1))
+        cute.arch.mbarrier_arrive(k.load_q.full + at.stage)
+
+
+@cute.jit
+def _copy(atom, source: cute.Tensor, target: cute.Tensor, full: cute.Pointer) -> None:
+    s, g = cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(source, 0, 2)
+    )
+    cute.copy(atom, g, s, tma_bar_ptr=full)
+
+
+def _batch(k: Kernel, batch: Int32) -> Int32:
+    """Packed sequences are a batch of one."""
+    return Int32(0) if k.plan.features.varlen else batch
+
+
+def _bytes(staged: cute.Tensor) -> int:
+    return cute.size_in_bytes(staged.element_type, cute.select(staged.layout, mode=[0, 1]))

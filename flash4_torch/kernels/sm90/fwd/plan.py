@@ -1,0 +1,134 @@
+"""Who does what, with how many registers, in how much shared memory.
+
+A CTA stays for the whole launch and draws tiles of query rows from a counter:
+
+    warp 0 of warpgroup 0    draws tiles, loads Q, K and V by TMA
+    warpgroups 1, 2, ...     64 rows each: S = Q K^T, softmax, O += P V; each warp stores its 16 rows of O
+
+    load_q   Q of a tile, and which tile it is; `q_stages`, so that the next tile's Q arrives under this one
+    load_k, load_v   blocks of keys, from the last to the first; `kv_stages` each
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+
+from ....configs.types import Features, Sm90Forward
+from ...common.band import BandShape
+
+WARP = 32
+GROUP = 128
+"""Threads of a warpgroup."""
+WARPS = GROUP // WARP
+ROWS = 64
+"""Query rows of a consumer warpgroup, a quarter of them a warp's."""
+WARP_ROWS = ROWS // WARPS
+MESSAGE = 8
+"""Words that describe a tile to the consumers."""
+TURN = 1
+"""The first of the named barriers by which warpgroups take turns."""
+
+# By consumer warpgroups: registers of a consumer's and a producer's thread. More than the launch gave out in
+# all would hang: 65536 registers over the warps of each quarter, floored to 8 a thread.
+_REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32), 4: (112, 32)}
+_SHARED_MEMORY = 227 * 1024
+_DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
+
+
+class Plan(NamedTuple):
+    features: Features
+    config: Sm90Forward
+
+    @property
+    def dtype(self) -> type:
+        return _DTYPES[self.features.dtype]
+
+    @property
+    def D(self) -> int:
+        """Head size of Q and K in shared memory: what wgmma takes, filled up with zeros."""
+        return -(-self.features.D // 16) * 16
+
+    @property
+    def Dv(self) -> int:
+        return -(-self.features.Dv // 16) * 16
+
+    @property
+    def keys(self) -> int:
+        return self.config.keys
+
+    @property
+    def warpgroups(self) -> int:
+        return self.config.warpgroups
+
+    @property
+    def threads(self) -> int:
+        return (self.warpgroups + 1) * GROUP
+
+    @property
+    def consumer_warps(self) -> int:
+        return self.warpgroups * WARPS
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a consumer's thread and of a producer's."""
+        return _REGISTERS[self.warpgroups]
+
+    @property
+    def pack(self) -> int:
+        return self.config.pack
+
+    @property
+    def tokens(self) -> int:
+        """Query positions of a warpgroup: each stands for `pack` rows."""
+        return ROWS // self.pack
+
+    @property
+    def box(self) -> tuple[int, int]:
+        """Heads and positions of a warpgroup's rows."""
+        return self.pack, self.tokens
+
+    @property
+    def store_box(self) -> tuple[int, int]:
+        """Heads and positions of a warp's rows."""
+        heads = min(self.pack, WARP_ROWS)
+        return heads, WARP_ROWS // heads
+
+    @property
+    def band(self) -> BandShape:
+        return BandShape(self.features.left, self.features.right, self.config.tail, self.keys)
+
+    @property
+    def hides_rows(self) -> bool:
+        """Whether a block that is not skipped may be hidden from a whole row."""
+        return self.band.hides or bool(self.features.mask)
+
+    @property
+    def stores_by_copy_engine(self) -> bool:
+        """A tile of a varlen call may end inside the box; then rows are stored one by one."""
+        return not self.features.varlen
+
+    def check(self) -> None:
+        """Raises AssertionError for what would not run; `configs` never asks for it."""
+        f, c = self.features, self.config
+        assert f.D % 8 == 0 and f.Dv % 8 == 0 and 8 <= min(f.D, f.Dv) and max(f.D, f.Dv) <= 256
+        assert c.keys % 16 == 0 and 16 <= c.keys <= 256
+        assert c.pack in (1, 2, 4, 8, 16, 32, 64)
+        assert not (f.dropout and c.pack > 1), "dropout's random numbers follow unpacked rows"
+        if c.next_tile:
+            # A warpgroup passes over blocks while the tile before still holds a stage of V.
+            assert not f.left and not f.mask
+            assert not f.right or -(-ROWS * (c.warpgroups - 1) // c.keys) < c.kv_stages
+        consumer, producer = self.registers
+        at_launch = min(65536 // self.threads // 8 * 8, 255)
+        assert consumer * c.warpgroups + producer <= at_launch * (c.warpgroups + 1) + c.warpgroups + 1
+        assert self.shared_bytes <= _SHARED_MEMORY, self.shared_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        c = self.config
+        q = c.q_stages * c.rows * self.D
+        kv = c.kv_stages * c.keys * (self.D + self.Dv)
+        barriers = 16 * (c.q_stages + 2 * c.kv_stages) + 4 * MESSAGE * c.q_stages
+        return 2 * (q + kv + c.rows * self.Dv) + barriers + 1024

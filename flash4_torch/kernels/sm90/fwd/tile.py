@@ -1,0 +1,135 @@
+"""A tile of query rows: in which order tiles are drawn, and how the loading warp tells the others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32
+
+from ...common import ring
+from ...common.band import Band, Span, make_band, visible_span
+from ...common.ring import Cursor
+from .plan import MESSAGE
+
+if TYPE_CHECKING:
+    from .kernel import Kernel
+
+
+class Tile(NamedTuple):
+    """Which rows, of whom. `block` is -1 where there is no further tile."""
+
+    block: Int32
+    """Position of the rows, in tiles."""
+    heads: Int32
+    """Which `pack` of the query heads of key head `key_head`."""
+    key_head: Int32
+    batch: Int32
+    first_q: Int32
+    """Where the sequence begins in packed rows; 0 if not varlen."""
+    Sq: Int32
+    first_k: Int32
+    Sk: Int32
+
+
+class Shape(NamedTuple):
+    """How many tiles of each kind there are."""
+
+    blocks: Uint32
+    head_blocks: Uint32
+    key_heads: Uint32
+    tiles: Uint32
+
+
+@cute.jit
+def shape(k: Kernel) -> Shape:
+    (group, _), _, Hk, B = k.maps.mQ.shape
+    if cutlass.const_expr(k.plan.features.varlen):
+        B = k.cu_seqlens_q.shape[0] - 1
+    blocks = Uint32(cute.ceil_div(k.rule.longest_q, k.plan.tokens * k.plan.warpgroups))
+    head_blocks = Uint32(cute.ceil_div(group, k.plan.pack))
+    return Shape(blocks, head_blocks, Uint32(Hk), blocks * head_blocks * Uint32(Hk) * Uint32(B))
+
+
+@cute.jit
+def decode(k: Kernel, shape: Shape, ticket: Uint32) -> Tile:
+    """Sections of heads one after another; within one, the last block of rows of every head comes first.
+
+    With a causal mask the last block takes longest, so that what is left at the end is short.
+    """
+    section = Uint32(k.rule.section)
+    size = section * shape.blocks
+    number = ticket // size
+    rest = ticket - number * size
+    in_section = cutlass.min(section, shape.tiles // shape.blocks - number * section)
+    step = rest // in_section
+    head = number * section + rest - step * in_section
+    owner = head // shape.head_blocks
+    batch = owner // shape.key_heads
+    block = Int32(shape.blocks - 1 - step)
+    b = Int32(batch)
+    first_q, first_k = Int32(0), Int32(0)
+    Sq, Sk = k.maps.mQ.shape[0][1], k.maps.mK.shape[0]
+    if cutlass.const_expr(k.plan.features.varlen):
+        first_q, first_k = k.cu_seqlens_q[b], k.cu_seqlens_k[b]
+        Sq, Sk = k.cu_seqlens_q[b + 1] - first_q, k.cu_seqlens_k[b + 1] - first_k
+    return Tile(
+        block,
+        Int32(head - owner * shape.head_blocks),
+        Int32(owner - batch * shape.key_heads),
+        b,
+        first_q,
+        Sq,
+        first_k,
+        Sk,
+    )
+
+
+@cute.jit
+def draw(k: Kernel, shape: Shape) -> Uint32:
+    """The next ticket, the same in all lanes. The counter is back at 0 once every CTA has drawn too high a one:
+    it counts from 0 to tiles - 1, and as many are drawn in all.
+    """
+    ticket = Uint32(0)
+    if cute.arch.lane_idx() == 0:
+        ticket = cute.arch.inline_ptx(
+            "atom.global.inc.u32 {$w0}, [{$r0}], {$r1};",
+            write_only_types=[Uint32],
+            read_only_args=[k.tickets.iterator.toint(), shape.tiles - 1],
+        )
+    grid, _, _ = cute.arch.grid_dim()
+    return cute.arch.shuffle_sync(ticket, 0) + Uint32(grid)
+
+
+@cute.jit
+def write(k: Kernel, cursor: Cursor, tile: Tile) -> None:
+    """By one lane; the arrival at the stage's barrier makes it visible."""
+    message = k.message + cursor.stage * MESSAGE
+    for i in cutlass.range_constexpr(MESSAGE):
+        cute.arch.store(message + i, tile[i])
+
+
+@cute.jit
+def read(k: Kernel, cursor: Cursor) -> Tile:
+    """Waits for the tile's Q, too."""
+    ring.wait_full(k.load_q, cursor)
+    message = k.message + cursor.stage * MESSAGE
+    words = [cute.arch.make_warp_uniform(cute.arch.load(message + i, Int32)) for i in range(MESSAGE)]
+    if cutlass.const_expr(not k.plan.features.varlen):
+        words[4:] = [Int32(0), k.maps.mQ.shape[0][1], Int32(0), k.maps.mK.shape[0]]
+    return Tile(*words)
+
+
+@cute.jit
+def band_of(k: Kernel, tile: Tile) -> Band:
+    return make_band(tile.Sq, tile.Sk, k.rule.left, k.rule.right)
+
+
+@cute.jit
+def span_of(k: Kernel, tile: Tile) -> Span:
+    """The blocks of keys that the tile's rows see; what the loading warp loads, and every consumer passes."""
+    tokens = k.plan.tokens * k.plan.warpgroups
+    first = tile.block * tokens
+    last = cutlass.min(first + tokens, tile.Sq) - 1
+    return visible_span(band_of(k, tile), k.plan.band, first, last)
