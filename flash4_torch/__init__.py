@@ -8,7 +8,7 @@ Importing needs neither a GPU nor a kernel compiler.
 """
 
 import importlib
-from types import ModuleType
+from typing import Any
 
 from . import errors
 from .api import attention, attention_varlen, scaled_dot_product_attention, support
@@ -24,11 +24,14 @@ __all__ = [
     "replace_attention",
     "scaled_dot_product_attention",
     "support",
+    "warmup",
 ]
 
 
-def __getattr__(name: str) -> ModuleType:
-    """Subpackages that are loaded when first looked at."""
+def __getattr__(name: str) -> Any:
+    """What is loaded when first looked at."""
+    if name == "warmup":
+        return importlib.import_module(".ahead", __name__).warmup
     if name in ("integrations", "reference", "testing"):
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import backends, ops
+from . import backends, fast, ops
 from .masks import Band
 from .ops import check
 from .ops.impl import Rules, dense_extent, describe
@@ -60,6 +60,10 @@ def attention(
     Under autocast q, k and v are cast to the autocast dtype. The algorithm is FlashAttention-4's; see
     `flash4_torch.reference.tiled` for a readable version.
     """
+    call, launch = fast.find(q, k, v, attn_mask, window, causal, scale, softcap, dropout_p, deterministic)
+    if launch is not None:
+        out, lse = launch(q, k, v)
+        return (out, lse) if return_lse else out
     q, k, v, attn_mask, band, rules = _dense_call(
         q, k, v, causal, window, scale, softcap, attn_mask, dropout_p, deterministic
     )
@@ -67,6 +71,8 @@ def attention(
     out, lse = ops.attention(
         q, k, v, attn_mask, rng_state, window_left=band.left, window_right=band.right, **rules
     )
+    if call is not None:
+        fast.remember(call, q, k, v, Rules(window_left=band.left, window_right=band.right, **rules))
     return (out, lse) if return_lse else out
 
 

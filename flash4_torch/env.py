@@ -18,11 +18,15 @@ class Variable:
     def get(self) -> str:
         return os.environ.get(self.name, self.default)
 
+    def is_set(self) -> bool:
+        """Whether it is in the environment at all; a tenth of `get`'s time, for every call's sake."""
+        return os.environ.encodekey(self.name) in os.environ._data  # type: ignore[attr-defined]
+
 
 BACKEND = Variable(
     "FLASH4_BACKEND",
     "",
-    "Force one backend (cpu, sdpa, tiled, emulator); a call it cannot serve raises instead of going "
+    "Force one backend (cpu, sm90, sdpa, tiled, emulator); a call it cannot serve raises instead of going "
     "elsewhere. Empty: the first in order of priority that can serve.",
 )
 LOG = Variable(
@@ -40,8 +44,19 @@ CACHE_DIR = Variable(
     "~/.cache/flash4_torch",
     "Folder that keeps what was built on first use.",
 )
+AOT_DIR = Variable(
+    "FLASH4_AOT_DIR",
+    "",
+    "Folder that `python -m flash4_torch export` filled: its kernels come before the cache's. Empty: none.",
+)
+BENCH_FA3 = Variable(
+    "FLASH4_BENCH_FA3",
+    "",
+    "The library with FlashAttention-3's operators, for the benchmark: flash_attn_3/_C.so of xformers, "
+    "say. Empty: the package flash_attn_interface, if there is one.",
+)
 
-ALL = (BACKEND, LOG, ARCH, CACHE_DIR)
+ALL = (BACKEND, LOG, ARCH, CACHE_DIR, AOT_DIR, BENCH_FA3)
 
 
 def change(values: Mapping[str, str | None]) -> dict[str, str | None]:

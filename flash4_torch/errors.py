@@ -71,6 +71,22 @@ class BackendError(Flash4Error, RuntimeError):
         return type(self), (self.asked, self.reasons)
 
 
+class CompileError(Flash4Error, RuntimeError):
+    """A kernel cannot be compiled or loaded: `CompileError(kernel, reason)`."""
+
+    def __str__(self) -> str:
+        kernel, reason = self.args
+        return f"cannot compile {kernel}: {reason}"
+
+
+class ExportError(Flash4Error, RuntimeError):
+    """A folder of exported kernels cannot be written or used: `ExportError(folder, reason)`."""
+
+    def __str__(self) -> str:
+        folder, reason = self.args
+        return f"exported kernels in {folder}: {reason}"
+
+
 class DoubleBackwardError(Flash4Error, RuntimeError):
     """A gradient of a gradient was asked for; attention is differentiable once."""
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from . import __version__, api, env
+from .compile import cache
 
 Info = dict[str, Any]
 
@@ -24,7 +25,7 @@ def collect() -> Info:
         "environment": [
             {"name": v.name, "value": v.get(), "default": v.default, "meaning": v.meaning} for v in env.ALL
         ],
-        "kernel cache": "none (no compiled kernels in this version)",
+        "kernel cache": kernel_cache(),
     }
 
 
@@ -35,15 +36,23 @@ def versions() -> dict[str, str]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "CUDA (of torch)": torch.version.cuda or "none",
-        "nvidia-cutlass-dsl": _installed("nvidia-cutlass-dsl"),
+        "nvidia-cutlass-dsl": installed("nvidia-cutlass-dsl"),
+        "apache-tvm-ffi": installed("apache-tvm-ffi"),
     }
 
 
-def _installed(distribution: str) -> str:
+def installed(distribution: str) -> str:
+    """The version of a distribution, or that there is none."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return "not installed"
+
+
+def kernel_cache() -> str:
+    files = cache.contents()
+    mib = sum(file.stat().st_size for file in files) / 2**20
+    return f"{len(files)} kernels, {mib:.1f} MiB in {cache.folder()}"
 
 
 def cpu() -> Info:

@@ -17,6 +17,7 @@ from .problem import Extent, Problem, Spec
 # left out.
 _DEVICES: dict[str, dict[str, Any]] = {
     "cpu": {"device": "cpu"},
+    "sm90": {"device": "cuda", "capability": (9, 0)},
     "sdpa": {"device": "cuda", "capability": (9, 0)},
     "tiled": {"device": "cpu"},
 }

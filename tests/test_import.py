@@ -17,6 +17,7 @@ PUBLIC = [
     "replace_attention",
     "scaled_dot_product_attention",
     "support",
+    "warmup",
 ]
 
 # What `import sysconfig`, a part of the standard library, loads under a name of its own.

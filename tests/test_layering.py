@@ -27,19 +27,21 @@ MAY_IMPORT: dict[str, set[str]] = {
         "kernels.sm90",
         "kernels.sm100",
         "kernels.shared",
+        "kernels.common",
         "compile",
         "emulator",
         "configs",
         "reference",
     },
     "ops": {"backends", "reference"},
-    "api": {"ops", "backends"},
+    "fast": {"ops", "backends"},
+    "api": {"fast", "ops", "backends"},
     "nn": {"api", "ops"},
     "integrations": {"api", "ops"},
     "testing": {"api", "ops", "backends", "emulator", "reference"},
 }
 # The package's front and its tools, which nothing below imports: "" is flash4_torch/__init__.py.
-TOP = frozenset({"", "__main__", "info", "support_table", "bench"})
+TOP = frozenset({"", "__main__", "info", "ahead", "support_table", "bench"})
 
 TORCH_FREE = ("kernels", "emulator", "configs", "masks", "errors", "env")
 # Names outside the package, and the only layers that may use them.

@@ -1,6 +1,16 @@
 """Backends serve attention calls; `choose` picks one, `reasons` says why the others do not."""
 
-from .base import Backend
-from .dispatch import PRIORITY, choose, excluding, observers, reasons
+from .base import Backend, Launch, Prepares
+from .dispatch import PRIORITY, choose, excluding, is_plain, observers, reasons
 
-__all__ = ["PRIORITY", "Backend", "choose", "excluding", "observers", "reasons"]
+__all__ = [
+    "PRIORITY",
+    "Backend",
+    "Launch",
+    "Prepares",
+    "choose",
+    "excluding",
+    "is_plain",
+    "observers",
+    "reasons",
+]

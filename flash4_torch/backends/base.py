@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -13,6 +14,10 @@ Results = tuple[Tensor, Tensor]
 
 Grads = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """(dq, dk, dv, dmask); dmask only when `Saved.mask_grad` asks for it."""
+
+
+Launch = Callable[[Tensor, Tensor, Tensor], Results]
+"""A forward with everything decided but the tensors q, k and v."""
 
 
 class Backend(Protocol):
@@ -27,3 +32,13 @@ class Backend(Protocol):
     def forward(self, inputs: Inputs, problem: Problem) -> Results: ...
 
     def backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> Grads: ...
+
+
+@runtime_checkable
+class Prepares(Backend, Protocol):
+    """A backend that can decide everything about a forward once, for `flash4_torch.fast`."""
+
+    def prepare(self, inputs: Inputs, problem: Problem) -> Launch | None:
+        """What `forward` does for these inputs and all others of their sizes, strides, dtype and device that
+        lie at multiples of 16 bytes; None where it depends on more than that."""
+        ...

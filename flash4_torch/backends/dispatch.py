@@ -14,9 +14,10 @@ from .base import Backend
 from .cpu import Cpu
 from .emulator import Emulator
 from .sdpa import Sdpa
+from .sm90 import Sm90
 from .tiled import Tiled
 
-PRIORITY: tuple[Backend, ...] = (Cpu(), Sdpa(), Tiled(), Emulator())
+PRIORITY: tuple[Backend, ...] = (Cpu(), Sm90(), Sdpa(), Tiled(), Emulator())
 
 Observer = Callable[[Problem, str], None]
 observers: list[Observer] = []
@@ -54,6 +55,11 @@ def _candidates() -> tuple[Backend, ...]:
     if not named:
         raise RangeError(env.BACKEND.name, repr(forced), f"it must be one of {[b.name for b in PRIORITY]}")
     return named
+
+
+def is_plain() -> bool:
+    """Whether the choice depends on the problem alone, and nobody wants to hear of it."""
+    return not (env.BACKEND.is_set() or env.LOG.is_set() or observers or getattr(_excluded, "names", None))
 
 
 @contextmanager

@@ -5,18 +5,33 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
+from typing import Protocol
 
 import torch
 
 from .. import info
-from . import attention, emulator, feature_times, host, memory, module
+from . import emulator, feature_times, gpu, host, memory, module, providers
+from .peers import Peers
 from .report import Row
-from .settings import Settings
+from .settings import Selection, Settings
 
-SECTIONS: dict[str, ModuleType] = {
-    "attention": attention,
+
+class Section(Protocol):
+    """A module, or an object like one."""
+
+    @property
+    def TITLE(self) -> str: ...
+
+    def measure(self, settings: Settings) -> Iterator[Row]: ...
+
+    def text(self, rows: list[Row]) -> str: ...
+
+
+SECTIONS: Mapping[str, Section] = {
+    "forward": Peers("forward"),
+    "backward": Peers("backward"),
     "features": feature_times,
     "memory": memory,
     "host": host,
@@ -47,6 +62,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="wall",
         help="cpu: the process's time on CPUs, for one thread on a machine with other work; default: wall",
     )
+    parser.add_argument(
+        "--cells",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUES",
+        help=f"measure only these, as D=64,128 causal=yes S=4096; names: {', '.join(Selection.FIELDS)}",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        help="how often each contender is timed in a comparison, at least 2; default: by a time budget, and "
+        "6 (3 where S is 16384 or more) for forward and backward on a GPU",
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="write one PNG per section")
     parser.set_defaults(run=run)
@@ -61,15 +89,27 @@ def run(options: argparse.Namespace) -> int:
         return _refuse(f"--device is {options.device}, but torch sees no GPU")
     if options.threads < 1:
         return _refuse(f"--threads is {options.threads}, but it must be at least 1")
+    if options.rounds is not None and options.rounds < 2:
+        return _refuse(f"--rounds is {options.rounds}, but it must be at least 2")
+    try:
+        selection = Selection.parse(options.cells)
+    except ValueError as error:
+        return _refuse(f"--cells is {error}")
     if options.plot and not _has_matplotlib():
         return _refuse("--plot needs matplotlib: pip install 'flash4_torch[demo]'")
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    settings = Settings(options.device, options.threads, options.quick, options.clock)
-    results = {name: _run_section(SECTIONS[name], settings) for name in options.sections or SECTIONS}
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(_document(settings, results), indent=1) + "\n")
+    settings = Settings(
+        options.device, options.threads, options.quick, options.clock, options.rounds, selection
+    )
+    started = gpu.state()
+    results: dict[str, list[Row]] = {}
+    for name in options.sections or SECTIONS:
+        results[name] = _run_section(SECTIONS[name], settings)
+        # After each section: a later one may fail.
+        if options.out:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps(_document(settings, results, started), indent=1) + "\n")
     if options.plot:
         from . import plots
 
@@ -90,7 +130,7 @@ def _has_matplotlib() -> bool:
     return True
 
 
-def _run_section(section: ModuleType, settings: Settings) -> list[Row]:
+def _run_section(section: Section, settings: Settings) -> list[Row]:
     print(section.TITLE, flush=True)
     rows: list[Row] = []
     for row in section.measure(settings):
@@ -103,15 +143,20 @@ def _run_section(section: ModuleType, settings: Settings) -> list[Row]:
     return rows
 
 
-def _document(settings: Settings, results: dict[str, list[Row]]) -> dict[str, object]:
+def _document(
+    settings: Settings, results: dict[str, list[Row]], started: dict[str, str]
+) -> dict[str, object]:
     return {
-        "versions": info.versions(),
+        "versions": info.versions() | providers.versions(),
         "machine": [info.cpu(), *info.gpus()],
         "parameters": {
             "device": settings.device,
             "threads": settings.threads,
             "quick": settings.quick,
             "clock": settings.clock,
+            "rounds": settings.rounds,
+            "cells": settings.selection.wanted,
         },
+        "gpu": {"before": started, "after": gpu.state()},
         "sections": results,
     }

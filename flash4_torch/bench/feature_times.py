@@ -1,4 +1,4 @@
-"""Section `features`: what every feature costs, against what torch offers for it."""
+"""Section `features`: what every feature costs, against torch's offer for it and against ours without it."""
 
 from __future__ import annotations
 
@@ -8,60 +8,93 @@ from functools import partial
 
 import torch
 
+from ..testing import backends_used
 from . import features
-from .features import FEATURES, Shape
+from .cells import HIDDEN, TOKENS
+from .features import FEATURES, Pair, Shape
 from .report import Row, dtype_name, ratio, table
 from .settings import Settings
-from .timing import compare
+from .timing import Call, compare
 
-TITLE = "every feature, against torch with an equivalent mask"
+TITLE = "every feature, against torch with an equivalent mask, and our speed with it over ours without"
+
+DIRECTIONS = ("forward", "forward + backward")
 
 
 def measure(settings: Settings) -> Iterator[Row]:
-    for dtype, name, S in itertools.product(_dtypes(settings), FEATURES, _sizes(settings)):
-        shape = Shape(B=1, S=S, H=8, D=64, dtype=dtype, device=settings.device)
-        pair = FEATURES[name](shape)
-        dout = torch.randn_like(pair.flash4())
-        both = {"flash4": pair.flash4, "torch": pair.torch}
-        forwards = {who: partial(features.forward, attend) for who, attend in both.items()}
-        steps = {who: partial(features.step, attend, pair.inputs, dout) for who, attend in both.items()}
-        for direction, calls in (("forward", forwards), ("forward + backward", steps)):
-            result = compare(calls, settings)
-            yield {
-                "feature": name,
-                "dtype": dtype_name(dtype),
-                "B": shape.B,
-                "S": S,
-                "H": shape.H,
-                "D": shape.D,
-                "direction": direction,
-                "seconds": {who: seconds._asdict() for who, seconds in result.seconds.items()},
-                "flash4_over_torch": result.ratios["torch"]._asdict(),
-            }
+    for shape, name, direction in itertools.product(_shapes(settings), FEATURES, DIRECTIONS):
+        case = {
+            "feature": name,
+            "dtype": dtype_name(shape.dtype),
+            "B": shape.B,
+            "S": shape.S,
+            "H": shape.H,
+            "D": shape.D,
+            "direction": direction,
+        }
+        if settings.selection.takes(case):
+            yield case | _measure(shape, name, direction, settings)
 
 
-def _dtypes(settings: Settings) -> tuple[torch.dtype, ...]:
-    return (torch.bfloat16,) if settings.on_gpu else (torch.float32, torch.bfloat16)
+def _measure(shape: Shape, name: str, direction: str, settings: Settings) -> Row:
+    pair, plain = FEATURES[name](shape), FEATURES["plain"](shape)
+    calls = {
+        "flash4": _call(pair, "flash4", direction),
+        "torch": _call(pair, "torch", direction),
+        "plain": _call(plain, "flash4", direction),
+    }
+    with backends_used() as used:
+        calls["flash4"]()
+    result = compare(calls, settings)
+    return {
+        "served_by": dict(used.keys()),
+        "seconds": {who: seconds._asdict() for who, seconds in result.seconds.items()},
+        "flash4_over_torch": result.ratio("flash4", "torch")._asdict(),
+        "speed_of_plain": result.ratio("plain", "flash4")._asdict(),
+    }
 
 
-def _sizes(settings: Settings) -> tuple[int, ...]:
+def _call(pair: Pair, who: str, direction: str) -> Call:
+    attend = pair.flash4 if who == "flash4" else pair.torch
+    if direction == "forward":
+        return partial(features.forward, attend)
+    return partial(features.step, attend, pair.inputs, torch.randn_like(features.forward(attend)))
+
+
+def _shapes(settings: Settings) -> Iterator[Shape]:
     if settings.on_gpu:
-        return (2048,) if settings.quick else (2048, 4096)
-    return (512,) if settings.quick else (1024,)
+        S = 4096
+        for D in (128,) if settings.quick else (64, 128):
+            yield Shape(TOKENS // S, S, HIDDEN // D, D, dtype=torch.bfloat16, device=settings.device)
+    else:
+        for dtype in (torch.float32, torch.bfloat16):
+            yield Shape(1, 512 if settings.quick else 1024, 8, 64, dtype=dtype, device=settings.device)
 
 
 def text(rows: list[Row]) -> str:
     return table(
-        ["feature", "dtype", "S", "direction", "flash4 ms", "torch ms", "flash4 / torch"],
+        [
+            "feature",
+            "dtype",
+            "S",
+            "D",
+            "direction",
+            "flash4 ms",
+            "torch ms",
+            "flash4 / torch",
+            "speed of plain",
+        ],
         [
             [
                 row["feature"],
                 row["dtype"],
                 row["S"],
+                row["D"],
                 row["direction"],
                 f"{1e3 * row['seconds']['flash4']['median']:.2f}",
                 f"{1e3 * row['seconds']['torch']['median']:.2f}",
                 ratio(row["flash4_over_torch"]),
+                ratio(row["speed_of_plain"]) if "speed_of_plain" in row else "",
             ]
             for row in rows
         ],

@@ -119,9 +119,20 @@ def _gqa(shape: Shape) -> Pair:
 def _varlen(shape: Shape) -> Pair:
     """Four sequences of different lengths, B * S tokens together; torch gets them one by one."""
     T = shape.B * shape.S
-    ends = [0, T // 2, T // 2 + T // 4, T // 2 + T // 4 + T // 8, T]
+    return _packed(shape, [0, T // 2, T // 2 + T // 4, T // 2 + T // 4 + T // 8, T])
+
+
+def _varlen_of_equals(shape: Shape) -> Pair:
+    """The sequences of a dense call, packed; torch gets them as that dense call."""
+    pair = _packed(shape, [b * shape.S for b in range(shape.B + 1)])
+    dense = (shape.B, shape.S, shape.H, shape.D)
+    return pair._replace(torch=lambda: _sdpa(*(x.view(dense) for x in pair.inputs)).flatten(0, 1))
+
+
+def _packed(shape: Shape, ends: list[int]) -> Pair:
+    longest = max(b - a for a, b in pairwise(ends))
     cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=shape.device)
-    q, k, v = (shape.randn(T, shape.H, shape.D).requires_grad_() for _ in range(3))
+    q, k, v = (shape.randn(ends[-1], shape.H, shape.D).requires_grad_() for _ in range(3))
     return Pair(
         (q, k, v),
         lambda: api.attention_varlen(
@@ -130,8 +141,8 @@ def _varlen(shape: Shape) -> Pair:
             v,
             cu_seqlens_q=cu_seqlens,
             cu_seqlens_k=cu_seqlens,
-            max_seqlen_q=T // 2,
-            max_seqlen_k=T // 2,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
         ),
         lambda: torch.cat([_sdpa(q[None, a:b], k[None, a:b], v[None, a:b])[0] for a, b in pairwise(ends)]),
     )
@@ -147,4 +158,5 @@ FEATURES: dict[str, Callable[[Shape], Pair]] = {
     "dropout": _dropout,
     "gqa": _gqa,
     "varlen": _varlen,
+    "varlen of equals": _varlen_of_equals,
 }

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,20 +13,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import api, ops
-from . import features
+from ..testing import backends_used
+from . import features, providers
+from .cells import Cell
+from .peers import prepare
+from .providers import Provider
 from .report import Row, table
-from .settings import Settings, usual_dtype
-from .timing import compare
+from .settings import Settings
+from .timing import CpuTimer, compare
 
-TITLE = "host microseconds a call, at B=1 S=16 H=1 D=16"
+TITLE = "host microseconds of a small call: B1 S16 H1 D16 on a CPU, B1 S128 H2 D64 on a GPU"
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 _SDPA = "F.scaled_dot_product_attention"
-_RULES = (0.25, None, None, 0.0, 0.0, False)
+_CPU_CELL = Cell(D=16, causal=False, S=16, B=1, Hq=1, Hk=1, dtype="float32")
+_GPU_CELL = Cell(D=64, causal=False, S=128, B=1, Hq=2, Hk=2)
 
 
 def _operator(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    out: Tensor = torch.ops.flash4.attention.default(q, k, v, None, None, *_RULES)[0]
+    out: Tensor = torch.ops.flash4.attention.default(
+        q, k, v, None, None, q.shape[-1] ** -0.5, None, None, 0.0, 0.0, False
+    )[0]
     return out
 
 
@@ -37,7 +44,7 @@ def _function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         v,
         None,
         None,
-        scale=0.25,
+        scale=q.shape[-1] ** -0.5,
         window_left=None,
         window_right=None,
         softcap=0.0,
@@ -72,33 +79,53 @@ def measure(settings: Settings) -> Iterator[Row]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield from _rows("no grad", _calls(settings, CONTENDERS, _no_grad), settings)
+        everyone = CONTENDERS | _peers(settings)
+        yield from _rows("nothing recorded", _calls(settings, everyone, _unrecorded), settings)
         yield from _rows("forward, recorded for autograd", _calls(settings, CONTENDERS, _recorded), settings)
         yield from _rows("forward + backward", _calls(settings, CONTENDERS, _step), settings)
         if any(map(shutil.which, ("c++", "g++", "clang++"))):
             compiled = {
                 name: torch.compile(CONTENDERS[name], fullgraph=True) for name in ("flash4.attention", _SDPA)
             }
-            yield from _rows("compiled, no grad", _calls(settings, compiled, _no_grad), settings)
+            yield from _rows("compiled", _calls(settings, compiled, _unrecorded), settings)
             yield from _rows("compiled, forward + backward", _calls(settings, compiled, _step), settings)
     finally:
         torch.set_num_threads(threads)
 
 
-Prepare = Callable[[Attend, tuple[Tensor, ...], Tensor], Callable[[], Any]]
+def _cell(settings: Settings) -> Cell:
+    """A kernel takes less time than its call on either device."""
+    return _GPU_CELL if settings.on_gpu else _CPU_CELL
+
+
+def _peers(settings: Settings) -> dict[str, Attend]:
+    """The FlashAttentions of others, below their autograd functions; their forwards only."""
+    found, missing = providers.available(settings.device)
+    cell = _cell(settings)
+    others = {name: provider for name, provider in found.items() if name in ("fa3", "fa4")}
+    entry = prepare(others, cell, "forward", settings.device)
+    for name, why in (missing | entry.left_out).items():
+        print(f"  left out {name}: {why}", file=sys.stderr)
+    return {name: partial(_forward_of, others[name], cell) for name in entry.calls}
+
+
+def _forward_of(provider: Provider, cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return provider.forward(q, k, v, cell)[0]
+
+
+Making = Callable[[Attend, tuple[Tensor, ...], Tensor], Callable[[], Any]]
 
 
 def _calls(
-    settings: Settings, contenders: Mapping[str, Attend], prepare: Prepare
+    settings: Settings, contenders: Mapping[str, Attend], make: Making
 ) -> dict[str, Callable[[], Any]]:
-    dtype = usual_dtype(settings.device)
-    q, k, v, dout = (torch.randn(1, 16, 1, 16, dtype=dtype, device=settings.device) for _ in range(4))
-    inputs = tuple(x.requires_grad_() for x in (q, k, v))
-    return {name: prepare(attend, inputs, dout) for name, attend in contenders.items()}
+    *inputs, dout = _cell(settings).inputs(settings.device)
+    leaves = tuple(x.requires_grad_() for x in inputs)
+    return {name: make(attend, leaves, dout) for name, attend in contenders.items()}
 
 
-def _no_grad(attend: Attend, inputs: tuple[Tensor, ...], dout: Tensor) -> Callable[[], Any]:
-    return partial(features.forward, partial(attend, *inputs))
+def _unrecorded(attend: Attend, inputs: tuple[Tensor, ...], dout: Tensor) -> Callable[[], Any]:
+    return partial(attend, *(x.detach() for x in inputs))
 
 
 def _recorded(attend: Attend, inputs: tuple[Tensor, ...], dout: Tensor) -> Callable[[], Any]:
@@ -110,13 +137,21 @@ def _step(attend: Attend, inputs: tuple[Tensor, ...], dout: Tensor) -> Callable[
 
 
 def _rows(mode: str, calls: Mapping[str, Callable[[], Any]], settings: Settings) -> Iterator[Row]:
+    served_by = {}
+    for name, call in calls.items():
+        with backends_used() as used:
+            call()
+        served_by[name] = dict(used.keys())
     # The host is what is timed, on machines with a GPU too.
-    result = compare(calls, replace(settings, device="cpu"))
+    timer = CpuTimer(calls, settings.clock, torch.cuda.synchronize if settings.on_gpu else None)
+    result = compare(calls, settings, timer)
     sdpa = result.seconds[_SDPA].median
     for name, seconds in result.seconds.items():
         yield {
+            **_cell(settings).case(),
             "mode": mode,
             "call": name,
+            "served_by": served_by[name],
             "seconds": seconds._asdict(),
             "over_sdpa": seconds.median / sdpa,
         }
@@ -124,11 +159,12 @@ def _rows(mode: str, calls: Mapping[str, Callable[[], Any]], settings: Settings)
 
 def text(rows: list[Row]) -> str:
     return table(
-        ["mode", "call", "µs", "quartiles", "of SDPA's"],
+        ["mode", "call", "served by", "µs", "quartiles", "of SDPA's"],
         [
             [
                 row["mode"],
                 row["call"],
+                ", ".join(sorted(set(row.get("served_by", {}).values()))),
                 f"{1e6 * row['seconds']['median']:.1f}",
                 f"{1e6 * row['seconds']['low']:.1f} to {1e6 * row['seconds']['high']:.1f}",
                 f"{row['over_sdpa']:.2f}",

@@ -45,7 +45,7 @@ def measure(settings: Settings) -> Iterator[Row]:
             "S": S,
             "dtype": dtype_name(usual_dtype(settings.device)),
             "seconds": {who: seconds._asdict() for who, seconds in result.seconds.items()},
-            "flash4_over_torch": result.ratios["torch"]._asdict(),
+            "flash4_over_torch": result.ratio("flash4", "torch")._asdict(),
             "peak_mib": peaks,
         }
 

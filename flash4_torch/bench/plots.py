@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from .report import Row
 
 _COLORS = {"flash4": "#b3401f", "torch": "#8fb3d9", "sdpa": "#8fb3d9"}
-_OTHERS = ("#6b8e6b", "#c9a45c", "#8c7aa9")
+_OTHERS = ("#6b8e6b", "#c9a45c", "#8c7aa9", "#4f7f94", "#a3a3a3")
 
 
 def draw(results: dict[str, list[Row]], folder: Path) -> None:
@@ -21,26 +21,27 @@ def draw(results: dict[str, list[Row]], folder: Path) -> None:
         _FIGURES[name](rows).savefig(folder / f"{name}.png", dpi=120)
 
 
-def _attention(rows: list[Row]) -> Figure:
-    groups = _grouped(
-        rows, lambda r: (r["dtype"], r["D"], "causal" if r["causal"] else "full", r["direction"])
-    )
+def _speeds(rows: list[Row]) -> Figure:
+    groups = _grouped(rows, lambda r: (r["dtype"], r["D"], r["Hq"] // r["Hk"], r["causal"]))
+    names = list(dict.fromkeys(name for r in rows for name in r["tflops"]))
     columns = 4
     height = -(-len(groups) // columns)
     figure = Figure(figsize=(3.6 * columns, 2.7 * height), layout="constrained")
     panels = figure.subplots(height, columns, squeeze=False).flat
-    for axes, ((dtype, D, causal, direction), group) in zip(panels, groups.items(), strict=False):
-        for i, (provider, points) in enumerate(_grouped(group, lambda r: r["provider"]).items()):
-            sizes, speeds = [r["S"] for r in points], [r["tflops"] for r in points]
-            axes.plot(sizes, speeds, "o-", color=_color(provider, i), label=provider)
-        axes.axhline(group[0]["roof_tflops"], color="black", linestyle=":", label="matrix product")
-        axes.set_title(f"{dtype}, D={D}, {causal}, {direction}", fontsize=9)
+    for axes, ((dtype, D, gqa, causal), group) in zip(panels, groups.items(), strict=False):
+        for i, name in enumerate(names):
+            points = [(r["S"], r["tflops"][name]) for r in group if name in r["tflops"]]
+            axes.plot([S for S, _ in points], [y for _, y in points], "o-", color=_color(name, i), label=name)
+        axes.plot([r["S"] for r in group], [r["roof_tflops"] for r in group], "k:", label="roof")
+        heads = f", GQA {gqa}" if gqa > 1 else ""
+        axes.set_title(f"{dtype}, D={D}{heads}, {'causal' if causal else 'full'}", fontsize=9)
         axes.set_xscale("log", base=2)
         axes.set_ylim(bottom=0)
         axes.set_xlabel("S")
         axes.set_ylabel("TFLOP/s")
         axes.grid(alpha=0.3)
-    figure.axes[0].legend(frameon=False, fontsize=8)
+    labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(*labels, loc="outside lower center", ncols=len(names) + 1, frameon=False)
     return figure
 
 
@@ -64,13 +65,13 @@ def _memory(rows: list[Row]) -> Figure:
 
 
 def _features(rows: list[Row]) -> Figure:
-    groups = _grouped(rows, lambda r: (r["dtype"], r["S"], r["direction"]))
+    groups = _grouped(rows, lambda r: (r["dtype"], r["D"], r["S"], r["direction"]))
     figure = Figure(figsize=(5.5 * len(groups), 4), layout="constrained")
-    for axes, ((dtype, S, direction), group) in zip(
+    for axes, ((dtype, D, S, direction), group) in zip(
         figure.subplots(1, len(groups), squeeze=False).flat, groups.items(), strict=True
     ):
         _pairs(axes, [r["feature"] for r in group], group)
-        axes.set_title(f"{dtype}, S={S}, {direction}")
+        axes.set_title(f"{dtype}, D={D}, S={S}, {direction}")
     return figure
 
 
@@ -146,7 +147,8 @@ def _color(provider: str, index: int) -> str:
 
 
 _FIGURES: dict[str, Callable[[list[Row]], Figure]] = {
-    "attention": _attention,
+    "forward": _speeds,
+    "backward": _speeds,
     "features": _features,
     "memory": _memory,
     "host": _host,

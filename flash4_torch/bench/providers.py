@@ -1,73 +1,159 @@
-"""Who is timed: a table of attention functions on (B, S, H, D). To add one, add a row."""
+"""Who is timed: ours, FlashAttention-3 and -4 where installed, torch's SDPA. To add one, add a row."""
 
 from __future__ import annotations
 
-import warnings
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .. import api
+from .. import api, env, info
+from ..errors import BackendError
+from .cells import Cell
+from .timing import Call
 
-Attend = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
-"""(q, k, v, causal) -> out"""
+Forward = Callable[[Tensor, Tensor, Tensor, Cell], tuple[Tensor, Tensor | None]]
+"""(q, k, v, cell) -> (out, lse); lse None where only autograd knows it"""
+
+Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Cell], tuple[Tensor, ...]]
+"""(dout, q, k, v, out, lse, cell) -> (dq, dk, dv)"""
 
 
 @dataclass(frozen=True)
 class Provider:
-    name: str
-    attend: Attend
-    gpu_only: bool = False
-    optional: bool = False
-    """Left out, instead of failing, where it does not serve a case."""
+    """Attention on (B, S, H, D); without a `backward` of its own it goes through autograd."""
+
+    forward: Forward
+    backward: Backward | None = None
+
+    def prepare(self, cell: Cell, direction: str, inputs: tuple[Tensor, Tensor, Tensor, Tensor]) -> Call:
+        """The call to time on (q, k, v, dout); it returns out or the gradients, as a tuple."""
+        q, k, v, dout = inputs
+        if direction == "forward":
+            return lambda: self.forward(q, k, v, cell)[:1]
+        if self.backward is None:
+            q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+            recorded = self.forward(q, k, v, cell)[0]
+            return lambda: torch.autograd.grad(recorded, (q, k, v), dout, retain_graph=True)
+        out, lse = self.forward(q, k, v, cell)
+        return partial(self.backward, dout, q, k, v, out, lse, cell)
 
 
-def _flash4(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    out: Tensor = api.attention(q, k, v, causal=causal)
-    return out
+def flash4() -> Provider:
+    def forward(q: Tensor, k: Tensor, v: Tensor, cell: Cell) -> tuple[Tensor, None]:
+        return api.attention(q, k, v, causal=cell.causal, window=(cell.window, None)), None
+
+    return Provider(forward)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+def sdpa() -> Provider:
+    """Torch's own choice among its backends."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, cell: Cell) -> tuple[Tensor, None]:
+        if cell.window is not None:
+            raise NotImplementedError("SDPA has no window")
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=cell.causal, enable_gqa=cell.Hq != cell.Hk)
+        return out.transpose(1, 2), None
+
+    return Provider(forward)
 
 
-def _sdpa_by(backend: SDPBackend) -> Attend:
-    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+def sdpa_by(backend: SDPBackend) -> Provider:
+    chosen = sdpa()
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, cell: Cell) -> tuple[Tensor, Tensor | None]:
         with sdpa_kernel(backend):
-            return _sdpa(q, k, v, causal)
+            return chosen.forward(q, k, v, cell)
 
-    return attend
-
-
-# The first two are what every ratio is of: ours, and what torch does unless told otherwise.
-PROVIDERS = (
-    Provider("flash4", _flash4),
-    Provider("sdpa", _sdpa),
-    Provider("sdpa flash", _sdpa_by(SDPBackend.FLASH_ATTENTION), gpu_only=True, optional=True),
-    Provider("sdpa cudnn", _sdpa_by(SDPBackend.CUDNN_ATTENTION), gpu_only=True, optional=True),
-    Provider("sdpa efficient", _sdpa_by(SDPBackend.EFFICIENT_ATTENTION), gpu_only=True, optional=True),
-)
+    return Provider(forward)
 
 
-def serving(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> dict[str, Attend]:
-    """The providers that take these inputs, by name; optional ones are asked by calling them."""
-    return {
-        provider.name: provider.attend
-        for provider in PROVIDERS
-        if (q.is_cuda or not provider.gpu_only)
-        and (not provider.optional or _takes(provider.attend, q, k, v, causal))
-    }
+def fa3() -> Provider:
+    """FlashAttention-3: the library that FLASH4_BENCH_FA3 names, else the package flash_attn_interface."""
+    library = env.BENCH_FA3.get()
+    if library:
+        torch.ops.load_library(library)
+    else:
+        importlib.import_module("flash_attn_interface")
+    fa3 = torch.ops.flash_attn_3
+
+    def rules(cell: Cell) -> dict[str, object]:
+        left = -1 if cell.window is None else cell.window
+        return {"softmax_scale": cell.D**-0.5, "is_causal": cell.causal, "window_size_left": left}
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, cell: Cell) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = fa3.fwd(q, k, v, num_splits=1, **rules(cell))
+        return out, lse
+
+    def backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, cell: Cell
+    ) -> tuple[Tensor, ...]:
+        grads = tuple(torch.empty_like(x) for x in (q, k, v))
+        fa3.bwd(dout, q, k, v, out, lse, **dict(zip(("dq", "dk", "dv"), grads, strict=True)), **rules(cell))
+        return grads
+
+    return Provider(forward, backward)
 
 
-def _takes(attend: Attend, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+def fa4() -> Provider:
+    """FlashAttention-4's own kernels, below its autograd function."""
+    interface = importlib.import_module("flash_attn.cute.interface")
+
+    def rules(cell: Cell) -> dict[str, object]:
+        return {"causal": cell.causal, "window_size_left": cell.window}
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, cell: Cell) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = interface._flash_attn_fwd(q, k, v, return_lse=True, **rules(cell))
+        return out, lse
+
+    def backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, cell: Cell
+    ) -> tuple[Tensor, ...]:
+        return tuple(interface._flash_attn_bwd(q, k, v, out, dout, lse, **rules(cell))[:3])
+
+    return Provider(forward, backward)
+
+
+OURS = "flash4"
+ON_CPU: dict[str, Callable[[], Provider]] = {OURS: flash4, "sdpa": sdpa}
+ON_GPU: dict[str, Callable[[], Provider]] = {
+    OURS: flash4,
+    "fa3": fa3,
+    "fa4": fa4,
+    "cudnn": lambda: sdpa_by(SDPBackend.CUDNN_ATTENTION),
+    "sdpa flash": lambda: sdpa_by(SDPBackend.FLASH_ATTENTION),
+    "sdpa efficient": lambda: sdpa_by(SDPBackend.EFFICIENT_ATTENTION),
+}
+
+
+def available(device: str) -> tuple[dict[str, Provider], dict[str, str]]:
+    """The providers of a device by name, and of those that could not be loaded the reason."""
+    providers, missing = {}, {}
+    for name, load in (ON_GPU if device.startswith("cuda") else ON_CPU).items():
         try:
-            attend(q, k, v, causal)
-        except RuntimeError:
-            return False
-    return True
+            providers[name] = load()
+        except (ImportError, OSError, AttributeError) as error:
+            missing[name] = sentence(error)
+    return providers, missing
+
+
+def sentence(error: Exception) -> str:
+    """An error in one line, not too long."""
+    if isinstance(error, BackendError):
+        return "; ".join(f"{name}: {why}" for name, reasons in error.reasons.items() for why in reasons)
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:240]}"
+
+
+def versions() -> dict[str, str]:
+    """What the peers are, by name."""
+    return {
+        "cuDNN": str(torch.backends.cudnn.version() if torch.cuda.is_available() else "none"),
+        "flash-attn-4": info.installed("flash-attn-4"),
+        "FlashAttention-3": env.BENCH_FA3.get() or info.installed("flash_attn_3"),
+    }

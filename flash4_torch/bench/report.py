@@ -13,7 +13,7 @@ Row = dict[str, Any]
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Columns as wide as their widest entry; numbers to the right, words to the left."""
-    cells = [list(head), *([_text(cell) for cell in row] for row in rows)]
+    cells = [list(head), *([plain(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     right = [all(_is_number(cell) for cell in column[1:]) for column in zip(*cells, strict=True)]
     lines = [
@@ -26,7 +26,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
 
-def _text(cell: object) -> str:
+def plain(cell: object) -> str:
+    """As a table says it."""
     if isinstance(cell, bool):
         return "yes" if cell else "no"
     return str(cell)

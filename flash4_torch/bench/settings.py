@@ -2,9 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
+
+from .report import plain
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which cases to measure: for a case's field, the values wanted, as text; of a bool 'yes' or 'no'."""
+
+    wanted: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    FIELDS = ("D", "causal", "S", "Hk", "dtype", "feature", "direction")
+
+    @classmethod
+    def parse(cls, words: Sequence[str]) -> Selection:
+        """From words as 'S=1024,4096'.
+
+        Raises:
+            ValueError: a word is not of that form, or names no field.
+        """
+        wanted = {}
+        for word in words:
+            name, equals, values = word.partition("=")
+            if not equals or name not in cls.FIELDS:
+                raise ValueError(
+                    f"{word!r}, but it must be NAME=VALUE,... with one of {', '.join(cls.FIELDS)}"
+                )
+            wanted[name] = values.split(",")
+        return cls(wanted)
+
+    def takes(self, case: Mapping[str, object]) -> bool:
+        """Whether every field that is both selected by and in the case has a wanted value."""
+        return all(plain(case[name]) in values for name, values in self.wanted.items() if name in case)
 
 
 @dataclass(frozen=True)
@@ -15,6 +48,9 @@ class Settings:
     threads: int = 1
     quick: bool = False
     clock: str = "wall"
+    rounds: int | None = None
+    """How often each contender is timed in a comparison; None: as often as `budget` allows."""
+    selection: Selection = Selection()
 
     @property
     def on_gpu(self) -> bool:

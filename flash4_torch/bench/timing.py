@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -15,7 +17,11 @@ Call = Callable[[], Any]
 
 _MAX_ROUNDS = 200
 _SHORTEST_SAMPLE = 1e-3
-_EVICTING_BYTES = 1 << 30
+
+_BATCH = 5
+_REST = 0.02
+_QUEUEING_CYCLES = 2_000_000
+"""Something over a millisecond, in which the host queues a batch."""
 
 
 class Spread(NamedTuple):
@@ -33,71 +39,85 @@ class Spread(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Seconds a call of each contender, and how many times the first one's each takes."""
+    """What `compare` measured, in seconds a call."""
 
-    seconds: dict[str, Spread]
-    ratios: dict[str, Spread]
-    """first / other, of each round by itself, so that what slows down a whole round cancels out."""
+    batches: dict[str, list[list[float]]]
+    """For each contender and round, its samples."""
+
+    @property
+    def seconds(self) -> dict[str, Spread]:
+        return {name: Spread.of(list(chain(*batches))) for name, batches in self.batches.items()}
+
+    def ratio(self, this: str, other: str) -> Spread:
+        """Time of this / time of other, round by round: what slows down a whole round cancels out."""
+        pairs = zip(self.batches[this], self.batches[other], strict=True)
+        return Spread.of([statistics.median(a) / statistics.median(b) for a, b in pairs])
 
 
-def compare(contenders: Mapping[str, Call], settings: Settings) -> Comparison:
-    """Times the contenders in turn, within `settings.budget`: each round calls every one, in changing order.
+class Timer(Protocol):
+    def samples(self, call: Call) -> list[float]:
+        """Seconds that calls took, of one or a few in a row."""
+        ...
 
-    A sample is one call, or as many as make it a millisecond. On a GPU it is timed by events, one call a
-    sample, after evicting the inputs from the GPU's cache.
+
+def compare(contenders: Mapping[str, Call], settings: Settings, timer: Timer | None = None) -> Comparison:
+    """Times the contenders in turn, `settings.rounds` times or within `settings.budget`, in shuffled order.
+
+    On a CPU a sample is one call, or as many as make a millisecond. On a GPU the device rests before each
+    batch of calls, so that the one before leaves it no heat; the first of a batch is dropped, events time
+    the others.
     """
-    timer = _GpuTimer(settings.device) if settings.on_gpu else _CpuTimer(contenders, settings.clock)
     for call in contenders.values():
         call()
-    samples: dict[str, list[float]] = {name: [] for name in contenders}
-    names = list(contenders)
+    timer = timer or (GpuTimer() if settings.on_gpu else CpuTimer(contenders, settings.clock))
+    batches: dict[str, list[list[float]]] = {name: [] for name in contenders}
+    order = list(contenders)
+    shuffled = random.Random(0)
     start = time.perf_counter()
-    for done in range(_MAX_ROUNDS):
-        elapsed = time.perf_counter() - start
-        # Quartiles want seven rounds; what is very slow has to do with three.
-        enough = 7 if elapsed < 5 * settings.budget else 3
-        if done >= enough and elapsed > settings.budget:
+    for done in range(settings.rounds or _MAX_ROUNDS):
+        if not settings.rounds and _is_enough(done, time.perf_counter() - start, settings.budget):
             break
-        for name in names:
-            samples[name].append(timer.seconds(contenders[name]))
-        names.reverse()
-    first = samples[next(iter(contenders))]
-    return Comparison(
-        {name: Spread.of(values) for name, values in samples.items()},
-        {
-            name: Spread.of([a / b for a, b in zip(first, values, strict=True)])
-            for name, values in samples.items()
-        },
-    )
+        shuffled.shuffle(order)
+        for name in order:
+            batches[name].append(timer.samples(contenders[name]))
+    return Comparison(batches)
 
 
-class _CpuTimer:
-    def __init__(self, contenders: Mapping[str, Call], clock: str):
-        """Chooses how many calls make a sample: the same number for all contenders."""
+def _is_enough(rounds: int, elapsed: float, budget: float) -> bool:
+    """Quartiles want seven rounds; what is very slow has to do with three."""
+    return rounds >= (7 if elapsed < 5 * budget else 3) and elapsed > budget
+
+
+class CpuTimer:
+    def __init__(self, contenders: Mapping[str, Call], clock: str, settle: Call | None = None):
+        """Chooses how many calls make a sample: the same number for all contenders.
+
+        `settle`, if any, is waited for before every sample: calls may leave work to a device.
+        """
         self._clock = time.process_time if clock == "cpu" else time.perf_counter
+        self._settle = settle or (lambda: None)
         self._calls = 1
-        for call in contenders.values():
-            call()
-        once = min(self.seconds(call) for call in contenders.values() for _ in range(3))
+        once = min(self.samples(call)[0] for call in contenders.values() for _ in range(3))
         self._calls = max(1, int(_SHORTEST_SAMPLE / once))
 
-    def seconds(self, call: Call) -> float:
+    def samples(self, call: Call) -> list[float]:
+        self._settle()
         start = self._clock()
         for _ in range(self._calls):
             call()
-        return (self._clock() - start) / self._calls
+        return [(self._clock() - start) / self._calls]
 
 
-class _GpuTimer:
-    def __init__(self, device: str):
-        self._evicting = torch.empty(_EVICTING_BYTES, dtype=torch.int8, device=device)
-
-    def seconds(self, call: Call) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        # Keeps the GPU busy, too, while the host queues the call: what a launch costs is section host's.
-        self._evicting.fill_(1)
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3
+class GpuTimer:
+    def samples(self, call: Call) -> list[float]:
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(_BATCH)]
+        torch.cuda.synchronize()
+        time.sleep(_REST)
+        # The device is kept busy meanwhile: what a launch costs the host is section host's to say.
+        torch.cuda._sleep(_QUEUEING_CYCLES)
+        for begin, end in events:
+            begin.record()
+            call()
+            end.record()
+        torch.cuda.synchronize()
+        return [begin.elapsed_time(end) / 1e3 for begin, end in events[1:]]

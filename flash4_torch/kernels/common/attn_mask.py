@@ -9,8 +9,8 @@
 
 and one that holds scores
 
-    own = rows_of(mask, batch, heads, rows)  # once a tile
-    words = words_of(mask, own, n)  # early: bits of a bool mask come from memory
+    own = rows_of(mask, batch, heads, rows, lane % 4)  # once a tile
+    words = words_of(own, n)  # early: the bits of a bool mask come from memory
     if mixed:
         change(mask, own, words, n, fragment)
 """
@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from .fragment import Fragment
 from .mask_tables import PANEL, MaskPlan, place
 
 LOG2E = math.log2(math.e)
-_VECTOR = 16
+VECTOR = 16
 """Bytes of the widest load."""
 NUMERIC = {
     "bool": cutlass.Boolean,
@@ -79,10 +79,14 @@ class Block(NamedTuple):
 class Rows(NamedTuple):
     """Where a thread's rows lie in the mask."""
 
-    values: tuple[Any, ...]
+    values: tuple[cute.Tensor, ...]
     """(Sk,) for each row."""
-    bits: tuple[Any, ...]
-    """(NB, 4 * panels) for each row; none if the mask is floating."""
+    bits: tuple[cute.Tensor, ...]
+    """(NB, words) for each row: the words that the thread needs of a block; none if the mask is floating."""
+    aligned: Boolean
+    """Floating masks: whether `run` keys of a row can be loaded at once."""
+    run: int
+    """How many neighbouring keys a thread has, at most 16 bytes of them."""
 
 
 def example_args(plan: MaskPlan) -> MaskArgs:
@@ -91,7 +95,7 @@ def example_args(plan: MaskPlan) -> MaskArgs:
     shape = tuple(cute.sym_int() for _ in range(4))
     stride = tuple(cute.sym_int64() for _ in range(4))
     mask = cute.runtime.make_fake_tensor(numeric, shape, stride, assumed_align=max(numeric.width // 8, 1))
-    tables = cute.runtime.make_fake_compact_tensor(Int32, (cute.sym_int64(),), assumed_align=_VECTOR)
+    tables = cute.runtime.make_fake_compact_tensor(Int32, (cute.sym_int64(),), assumed_align=VECTOR)
     return MaskArgs(mask, tables)
 
 
@@ -135,22 +139,120 @@ def visible_blocks(
 
 @cute.jit
 def block_at(blocks: BlockList, i: Int32) -> Block:
-    """The i-th visible block from the last one down; beyond the list no error, and some block or other."""
+    """The i-th visible block from the last one down. Beyond the list no error, and any number for n."""
     entry = blocks.entries[cutlass.max(blocks.last - i, 0)]
     return Block(entry >> 1, (entry & 1) != 0)
 
 
 @cute.jit
-def rows_of(mask: Mask, batch: Int32, heads: tuple[Int32, ...], rows: tuple[Int32, ...]) -> Rows:
-    """heads, rows: head and query of each of a thread's rows; those beyond the end are read as the last."""
+def rows_of(
+    mask: Mask,
+    batch: Int32,
+    heads: tuple[Int32, ...],
+    rows: tuple[Int32, ...],
+    pair: Int32 | None = None,
+) -> Rows:
+    """Where the mask of a thread's rows lies; those beyond the end are read as the last one.
+
+    heads, rows: query head and query of each row. pair: which two of every eight keys are the thread's,
+    lane % 4 for a wgmma accumulator; None: all are.
+    """
     Bm, Hm, Sqm, _ = mask.values.shape
     values, bits = [], []
     for r in cutlass.range_constexpr(len(rows)):
         place = within(batch, Bm), within(heads[r], Hm), within(rows[r], Sqm)
         values.append(mask.values[(*place, None)])
         if cutlass.const_expr(mask.bits is not None):
-            bits.append(mask.bits[(*place, None, None)])
-    return Rows(tuple(values), tuple(bits))
+            row = mask.bits[(*place, None, None)]
+            if cutlass.const_expr(pair is not None):
+                words = cute.make_layout((row.shape[0], mask.plan.panels), stride=(row.stride[0], 4))
+                row = cute.make_tensor(row.iterator + pair, words)
+            bits.append(row)
+    run = 2 if pair is not None else VECTOR * 8 // mask.values.element_type.width
+    return Rows(tuple(values), tuple(bits), is_aligned(mask.values, run), run)
+
+
+@cute.jit
+def words_of(own: Rows, n: Int32) -> tuple[cute.Tensor, ...]:
+    """The bits of block n for each row, to be loaded early; nothing if the mask is floating."""
+    words = []
+    for r in cutlass.range_constexpr(len(own.bits)):
+        row = own.bits[r][n, None]
+        loaded = cute.make_rmem_tensor(cute.size(row), Uint32)
+        width = 1 if row.stride[0] == 4 else 4
+        for w in cutlass.range_constexpr(0, cute.size(row), width):
+            start = row.iterator + w * row.stride[0]
+            into = cute.make_tensor(loaded.iterator + w, cute.make_layout(width))
+            cute.autovec_copy(vector_at(start, width, Uint32), into)
+        words.append(loaded)
+    return tuple(words)
+
+
+@cute.jit
+def change(mask: Mask, own: Rows, words: tuple[cute.Tensor, ...], n: Int32, fragment: Fragment) -> None:
+    """Hide scores of block n, or add to them; for a floating mask they are scaled, in base-2 units.
+
+    The fragment's column 0 is the first of the thread's keys in the block. Keys beyond Sk get something or
+    other; a block in which no mask changes anything (`mixed` is false) needs no call.
+    """
+    if cutlass.const_expr(mask.plan.dtype == "bool"):
+        _hide(words, fragment)
+    else:
+        _add(mask, own, n, fragment)
+
+
+def _hide(words: tuple[cute.Tensor, ...], fragment: Fragment) -> None:
+    scores = fragment.values
+    one_pair = all(offset % 8 < 2 for offset in fragment.offsets)
+    for r in range(len(fragment.rows)):
+        for c, offset in enumerate(fragment.offsets):
+            panel, key = divmod(offset, PANEL)
+            word = words[r][panel if one_pair else 4 * panel + key % 8 // 2]
+            visible = (word & (1 << (key // 8 * 2 + key % 2))) != 0
+            scores[r, c] = cutlass.select_(visible, scores[r, c], -Float32.inf)
+
+
+@cute.jit
+def _add(mask: Mask, own: Rows, n: Int32, fragment: Fragment) -> None:
+    if own.aligned and (n + 1) * mask.plan.keys <= mask.values.shape[3]:
+        _add_runs(own, fragment)
+    else:
+        _add_keys(own, fragment, mask.values.shape[3])
+
+
+def _add_runs(own: Rows, fragment: Fragment) -> None:
+    scores, run = fragment.values, own.run
+    for r, row in enumerate(own.values):
+        for c in range(0, len(fragment.offsets), run):
+            start = row.iterator + (fragment.key + fragment.offsets[c])
+            loaded = cute.make_rmem_tensor(run, row.element_type)
+            cute.autovec_copy(vector_at(start, run), loaded)
+            for i in range(run):
+                scores[r, c + i] = scores[r, c + i] + loaded[i].to(Float32) * LOG2E
+
+
+def _add_keys(own: Rows, fragment: Fragment, Sk: Int32) -> None:
+    for r, row in enumerate(own.values):
+        for c, offset in enumerate(fragment.offsets):
+            x = row[within(fragment.key + offset, Sk)].to(Float32)
+            fragment.values[r, c] = fragment.values[r, c] + x * LOG2E
+
+
+def vector_at(start: cute.Pointer, size: int, numeric: Any = None) -> cute.Tensor:
+    """`size` neighbours as one load; `start` is a multiple of their bytes."""
+    numeric = numeric or start.dtype
+    align = size * numeric.width // 8
+    pointer = cute.make_ptr(numeric, start.toint(), cute.AddressSpace.gmem, assumed_align=align)
+    return cute.make_tensor(pointer, cute.make_layout(size))
+
+
+def is_aligned(values: cute.Tensor, size: int) -> Boolean:
+    """Whether the keys of a row are neighbours, and each row begins at a multiple of `size` of them."""
+    # A dimension of 1 has any stride, and no one uses it.
+    pairs = zip(values.shape[:3], values.stride[:3], strict=True)
+    b, h, i = (cutlass.select_(n > 1, stride, Int64(0)) for n, stride in pairs)
+    odd = values.iterator.toint() & (size * values.element_type.width // 8 - 1) | (b | h | i) & (size - 1)
+    return (values.stride[3] == 1) & (odd == 0)
 
 
 def within(index: Int32, size: Int32) -> Int32:

@@ -52,15 +52,19 @@ class BandShape(NamedTuple):
 
 @cute.jit
 def visible_span(band: Band, shape: cutlass.Constexpr, first_row: Int32, last_row: Int32) -> Span:
-    """The blocks that hold every key some row of `first_row <= i <= last_row` sees; may be empty."""
+    """The blocks that hold every key some row of `first_row <= i <= last_row` sees, and at least one.
+
+    Where no row sees a key, all of that block is hidden: kernels need no path of its own for such rows.
+    """
     first, last = Int32(0), band.Sk
     if cutlass.const_expr(shape.left):
         first = cutlass.max(first, first_row + band.lowest)
     if cutlass.const_expr(shape.right):
         last = cutlass.min(last, last_row + band.highest + 1)
-    begin = first // shape.keys
+    final = cutlass.max(band.Sk - 1, 0) // shape.keys
+    begin = cutlass.min(first // shape.keys, final)
     end = (cutlass.max(last, 0) + shape.keys - 1) // shape.keys
-    return Span(begin, cutlass.max(begin, end))
+    return Span(begin, cutlass.max(begin + 1, end))
 
 
 @cute.jit

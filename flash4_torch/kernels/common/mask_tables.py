@@ -7,7 +7,7 @@ For a mask (Bm, Hm, Sqm, Sk), whose first three dimensions may be 1, there are t
     rank    (Bm, HB, MB, NB + 1)          rank[n] = how many visible blocks come before block n
 
 A block is a tile of the kernel: `rows` queries of `heads` heads by `keys` keys. It is visible if any of its
-pairs is, and mixed if the mask changes any visible pair's score or hides one. Keys beyond Sk count for neither,
+pairs is, and mixed if the mask hides a pair or adds something other than 0. Keys beyond Sk count for neither,
 and their bits are 0.
 
 Word p of a panel holds the keys k of the panel with k % 8 // 2 == p, in bit 2 (k // 8) + k % 2: what a thread

@@ -1,10 +1,10 @@
 """Reads an attn_mask once and writes the tables by which the attention kernels walk and apply it.
 
-A CTA has the rows of one block of queries and goes through all keys, `THREADS` blocks of keys at a time. A warp
-takes some of these blocks and `DEPTH` rows: every lane loads 16 bytes of each row, so that a warp's loads lie
-side by side; ballots say what its blocks hold, shared memory gathers it over the rows, and a running count over
-the threads, one block each, lists the visible ones. Rows that do not start at a multiple of 16 bytes, and any
-whose keys do not lie side by side, are loaded one key at a time.
+A CTA has the rows of one block of queries and goes through all keys, `THREADS` blocks of keys at a time. A
+warp takes some of these blocks and a few rows: every lane loads 16 bytes of each row, so that a warp's loads
+lie side by side. Ballots say what its blocks hold, shared memory gathers it over the rows, and a running
+count over the threads, one block each, lists the visible ones. Rows that do not start at a multiple of 16
+bytes, and any whose keys do not lie side by side, are loaded one key at a time.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint32
+from cutlass import Boolean, Float32, Int32, Uint32
 from cutlass.memory import SmemAllocator
 
-from ..common.attn_mask import Mask, MaskArgs, example_args, make_mask
+from ..common.attn_mask import Mask, MaskArgs, example_args, is_aligned, make_mask, vector_at, within
 from ..common.mask_tables import PANEL, MaskPlan
 
 WARP = 32
@@ -26,8 +26,6 @@ THREADS = 512
 WARPS = THREADS // WARP
 DEPTH = 8
 """Loads of a lane in flight."""
-_VECTOR = 16
-"""Bytes of a load."""
 _VISIBLE, _MIXED = 1, 2
 
 
@@ -63,9 +61,9 @@ def shape_of(plan: MaskPlan) -> Shape:
 def compile_mask_blocks(plan: MaskPlan) -> Any:
     """The kernel for any sizes and strides; call it as (mask, tables).
 
-    mask (Bm, Hm, Sqm, Sk): of the plan's dtype, each of the first three dimensions full or 1, Sk in full (as a
-    view of stride 0 where it broadcasts). tables: int32, as many as `mask_tables.place` says, 16-byte aligned.
-    No size may be 0. Runs on the current stream.
+    mask (Bm, Hm, Sqm, Sk): of the plan's dtype, each of the first three dimensions full or 1, Sk in full (as
+    a view of stride 0 where it broadcasts). tables: int32, as many as `mask_tables.place` says, 16-byte
+    aligned. No size may be 0. Runs on the current stream.
     """
     assert plan.keys % 16 == 0 and 16 <= plan.keys <= 256
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
@@ -96,7 +94,8 @@ def mask_blocks_kernel(values: cute.Tensor, tables: cute.Tensor, plan: cutlass.C
     state = memory.allocate_tensor(Int32, cute.make_layout(THREADS), byte_alignment=16)
     counts = memory.allocate_tensor(Int32, cute.make_layout(WARPS), byte_alignment=16)
 
-    aligned = _vectors(mask)
+    step = shape_of(plan).step
+    aligned = is_aligned(mask.values, step) & (mask.values.shape[3] % step == 0)
     blocks, rank = mask.blocks[batch, head_block, m, None], mask.rank[batch, head_block, m, None]
     total = Int32(0)
     for first in cutlass.range(0, NB, THREADS, unroll=1):
@@ -107,18 +106,6 @@ def mask_blocks_kernel(values: cute.Tensor, tables: cute.Tensor, plan: cutlass.C
         total = _list(blocks, rank, first, NB, state[thread], counts, total)
     if thread == 0:
         rank[NB] = total
-
-
-@cute.jit
-def _vectors(mask: Mask) -> Boolean:
-    """Whether every row consists of whole vectors."""
-    values = mask.values
-    step = shape_of(mask.plan).step
-    b, h, i, j = values.stride
-    # A dimension of 1 has any stride, and no one uses it.
-    b, h, i = (s if n > 1 else Int64(0) for s, n in zip((b, h, i), values.shape[:3], strict=True))
-    odd = (values.iterator.toint() & (_VECTOR - 1)) | ((b | h | i | values.shape[3]) & (step - 1))
-    return (j == 1) & (odd == 0)
 
 
 @cute.jit
@@ -162,32 +149,80 @@ def _look(
 ) -> tuple[Boolean, Boolean]:
     """A lane's keys of block n in a few rows from `row` on: whether any is visible, whether any is changed.
 
-    lane: among those on the block. end: of the rows. Keys and rows beyond the end are loaded as the last ones.
+    lane: among those on the block. end: of the rows. Keys and rows beyond the end are loaded as the last one.
     """
-    plan = mask.plan
-    shape = shape_of(plan)
-    Sk = mask.values.shape[3]
-    block_end = cutlass.min((n + 1) * plan.keys, Sk)
-    key = n * plan.keys + lane * shape.step
-
-    loaded = cute.make_rmem_tensor((shape.step, shape.turns, shape.rows), mask.values.element_type)
-    for r in cutlass.range_constexpr(shape.rows):
-        source = mask.values[batch, head, cutlass.min(row + r, end - 1), None]
-        for t in cutlass.range_constexpr(shape.turns):
-            first = key + t * shape.lanes * shape.step
-            if aligned:
-                start = source.iterator + cutlass.min(first, block_end - shape.step)
-                cute.autovec_copy(_vector_at(start, shape.step), loaded[None, t, r])
-            else:
-                for i in cutlass.range_constexpr(shape.step):
-                    loaded[i, t, r] = source[cutlass.min(first + i, Sk - 1)]
-
+    rows = shape_of(mask.plan).rows
     seen, changed = Boolean(False), Boolean(False)
-    if cutlass.const_expr(plan.dtype == "bool"):
-        keep = _spread(cutlass.max(cutlass.min(block_end - key, shape.step), 0))
+    if aligned:
+        loaded = _load_vectors(mask, batch, head, row, end, n, lane, rows)
+        seen, changed = _judge(mask, batch, head, row, end, n, lane, loaded)
+    else:
+        # In a loop: the unrolled loads of all rows would take more registers than there are.
+        for r in cutlass.range(row, cutlass.min(row + rows, end), unroll=1):
+            loaded = _load_keys(mask, batch, head, r, n, lane)
+            one_seen, one_changed = _judge(mask, batch, head, r, end, n, lane, loaded)
+            seen, changed = seen | one_seen, changed | one_changed
+    return seen, changed
+
+
+def _load_vectors(
+    mask: Mask, batch: Int32, head: Int32, row: Int32, end: Int32, n: Int32, lane: Int32, rows: int
+) -> cute.Tensor:
+    """(step, turns, rows)"""
+    shape = shape_of(mask.plan)
+    last = _end(mask, n) - shape.step
+    loaded = cute.make_rmem_tensor((shape.step, shape.turns, rows), mask.values.element_type)
+    for r in range(rows):
+        source = mask.values[batch, head, cutlass.min(row + r, end - 1), None]
+        for t in range(shape.turns):
+            start = source.iterator + cutlass.min(_key(mask.plan, n, lane, t), last)
+            cute.autovec_copy(vector_at(start, shape.step), loaded[None, t, r])
+    return loaded
+
+
+def _load_keys(mask: Mask, batch: Int32, head: Int32, row: Int32, n: Int32, lane: Int32) -> cute.Tensor:
+    """(step, turns, 1)"""
+    shape = shape_of(mask.plan)
+    source = mask.values[batch, head, row, None]
+    loaded = cute.make_rmem_tensor((shape.step, shape.turns, 1), mask.values.element_type)
+    for t in range(shape.turns):
+        for i in range(shape.step):
+            loaded[i, t, 0] = source[within(_key(mask.plan, n, lane, t) + i, mask.values.shape[3])]
+    return loaded
+
+
+def _key(plan: MaskPlan, n: Int32, lane: Int32, turn: int) -> Int32:
+    """The first key of a lane's load."""
+    shape = shape_of(plan)
+    return n * plan.keys + (turn * shape.lanes + lane) * shape.step
+
+
+def _end(mask: Mask, n: Int32) -> Int32:
+    """Of the keys of block n."""
+    return cutlass.min((n + 1) * mask.plan.keys, mask.values.shape[3])
+
+
+@cute.jit
+def _judge(
+    mask: Mask,
+    batch: Int32,
+    head: Int32,
+    row: Int32,
+    end: Int32,
+    n: Int32,
+    lane: Int32,
+    loaded: cute.Tensor,
+) -> tuple[Boolean, Boolean]:
+    """What `_look` gives, of loaded rows; stores their bits."""
+    shape = shape_of(mask.plan)
+    rows = loaded.shape[2]
+    inside = _end(mask, n) - _key(mask.plan, n, lane, 0)
+    seen, changed = Boolean(False), Boolean(False)
+    if cutlass.const_expr(mask.plan.dtype == "bool"):
+        keep = _spread(cutlass.max(cutlass.min(inside, shape.step), 0))
         some, hidden = Uint32(0), Uint32(0)
         bits, NB = mask.bits, mask.blocks.shape[3]
-        for r in cutlass.range_constexpr(shape.rows):
+        for r in cutlass.range_constexpr(rows):
             shown = _gather(cute.recast_tensor(loaded[None, 0, r], Uint32))
             some, hidden = some | shown & keep, hidden | ~shown & keep
             word = _transpose(shown & keep, lane)
@@ -195,18 +230,11 @@ def _look(
                 bits[batch, head, row + r, n, lane // 8 * 4 + lane % 8 // 2] = Int32(word)
         seen, changed = some != 0, hidden != 0
     else:
-        for r in cutlass.range_constexpr(shape.rows):
-            for t in cutlass.range_constexpr(shape.turns):
-                for i in cutlass.range_constexpr(shape.step):
-                    x = loaded[i, t, r].to(Float32)
-                    seen, changed = seen | (x != -Float32.inf), changed | (x != 0.0)
-        seen, changed = seen & (key < block_end), changed & (key < block_end)
+        for i in cutlass.range(cute.size(loaded), unroll_full=True):
+            x = loaded[i].to(Float32)
+            seen, changed = seen | (x != -Float32.inf), changed | (x != 0.0)
+        seen, changed = seen & (inside > 0), changed & (inside > 0)
     return seen, changed
-
-
-def _vector_at(start: cute.Pointer, step: int) -> cute.Tensor:
-    pointer = cute.make_ptr(start.dtype, start.toint(), cute.AddressSpace.gmem, assumed_align=_VECTOR)
-    return cute.make_tensor(pointer, cute.make_layout(step))
 
 
 def _spread(count: Int32) -> Uint32:
@@ -244,9 +272,15 @@ def _transpose(own: Uint32, lane: Int32) -> Uint32:
 
 @cute.jit
 def _list(
-    blocks: cute.Tensor, rank: cute.Tensor, first: Int32, NB: Int32, found: Int32, counts: cute.Tensor, total: Int32
+    blocks: cute.Tensor,
+    rank: cute.Tensor,
+    first: Int32,
+    NB: Int32,
+    found: Int32,
+    counts: cute.Tensor,
+    total: Int32,
 ) -> Int32:
-    """Put the visible ones of `THREADS` blocks from `first` on behind `total` others; returns how many now."""
+    """Put the visible ones of the blocks from `first` on behind `total` others; returns how many now."""
     thread, _, _ = cute.arch.thread_idx()
     warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
     visible = (found & _VISIBLE) != 0

@@ -44,7 +44,8 @@ def column_major_layout(dtype: type, columns: int, rows: int, stages: int) -> cu
     kinds = warpgroup.SmemLayoutAtomKind
     kind = {64: kinds.MN_SW128, 32: kinds.MN_SW64, 16: kinds.MN_SW32}[_chunk(columns)]
     atom = warpgroup.make_smem_layout_atom(kind, dtype)
-    return cute.tile_to_shape(atom, (columns, rows, stages), order=(0, 1, 2))
+    # All rows of one chunk of columns lie together: one box of the copy engine.
+    return cute.tile_to_shape(atom, (columns, rows, stages), order=(1, 0, 2))
 
 
 def _chunk(columns: int) -> int:

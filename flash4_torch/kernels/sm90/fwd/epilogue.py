@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync, warp
 
-from ...common import scores, softmax
+from ...common import ring, scores, softmax
+from ...common.ring import Cursor
 from .. import wgmma
-from .plan import ROWS, WARP, WARP_ROWS, WARPS
+from .plan import DONE, GROUP, WARP, WARP_ROWS
 from .tile import Tile
 
 if TYPE_CHECKING:
@@ -21,29 +22,31 @@ LANES = 4
 
 
 @cute.jit
-def epilogue(k: Kernel, O: cute.Tensor, rows: softmax.Rows, tile: Tile, any_block: Boolean, place) -> None:
+def epilogue(k: Kernel, O: cute.Tensor, rows: softmax.Rows, tile: Tile, q_at: Cursor, place) -> None:
     """Every warp stores its 16 rows by itself, through its own piece of shared memory."""
     plan = k.plan
     scale = scores.softmax_scale(k.rule, plan.features.scaled)
     keep_scale = k.rule.keep_scale if plan.features.dropout else Float32(1.0)
     inverse, lse = softmax.finish(rows, scale, keep_scale, LANES)
-    if not any_block:
-        for r in cutlass.range_constexpr(2):
-            inverse[r], lse[r] = Float32(0.0), -Float32.inf
-        O.fill(0.0)
     _store_lse(k, lse, tile, place)
 
     values = wgmma.rows_of(O)
     for r in cutlass.range_constexpr(2):
         for c in cutlass.range_constexpr(cute.size(values, mode=[1])):
             values[r, c] = values[r, c] * inverse[r]
+            if cutlass.const_expr(plan.hides_rows):
+                # Hidden values may be anything, NaN too.
+                values[r, c] = values[r, c] if inverse[r] != 0.0 else Float32(0.0)
     rounded = cute.make_rmem_tensor(O.layout, plan.dtype)
     wgmma.round_to(O, rounded)
 
     own_warp = cute.arch.make_warp_uniform(place.thread // WARP)
-    cute.arch.cp_async_bulk_wait_group(0, read=True)
-    cute.arch.sync_warp()
-    pieces = cute.local_tile(k.sO, (WARP_ROWS, plan.Dv, WARPS), (0, 0, place.warpgroup))
+    if cutlass.const_expr(plan.config.o_over_q):
+        cute.arch.barrier(barrier_id=DONE + place.warpgroup, number_of_threads=GROUP)
+    else:
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
+    pieces = _pieces(k, place, q_at)
     staged = cute.make_tensor(pieces.iterator, cute.group_modes(cute.select(pieces.layout, [0, 2, 1]), 0, 2))
     atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), plan.dtype)
     copy = cute.make_tiled_copy_C(atom, wgmma.output_mma(plan.dtype, plan.Dv)).get_slice(place.thread)
@@ -51,11 +54,24 @@ def epilogue(k: Kernel, O: cute.Tensor, rows: softmax.Rows, tile: Tile, any_bloc
     if cutlass.const_expr(plan.stores_by_copy_engine):
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
-        _store_box(k, tile, place, own_warp)
+        _store_box(k, pieces[None, None, own_warp], tile, place, own_warp)
     else:
         cute.arch.sync_warp()
-        _store_rows(k, tile, place, own_warp)
+        _store_rows(k, pieces[None, None, own_warp], tile, place, own_warp)
         cute.arch.sync_warp()
+    if cutlass.const_expr(plan.config.o_over_q):
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        ring.release(k.load_q, q_at)
+
+
+def _pieces(k: Kernel, place, q_at: Cursor) -> cute.Tensor:
+    """(16, Dv, 4) in shared memory: a piece for each warp of the warpgroup."""
+    layout = k.output_layout
+    if k.plan.config.o_over_q:
+        start = k.sQ[None, None, q_at.stage * k.plan.warpgroups + place.warpgroup].iterator
+    else:
+        start = k.sO[None, place.warpgroup].iterator
+    return cute.make_tensor(cute.recast_ptr(start, layout.inner), layout.outer)
 
 
 @cute.jit
@@ -75,7 +91,7 @@ def _store_lse(k: Kernel, lse: cute.Tensor, tile: Tile, place) -> None:
 
 
 @cute.jit
-def _store_box(k: Kernel, tile: Tile, place, own_warp: Int32) -> None:
+def _store_box(k: Kernel, piece: cute.Tensor, tile: Tile, place, own_warp: Int32) -> None:
     """The copy engine leaves out rows beyond the end."""
     plan = k.plan
     box_heads, box_positions = plan.store_box
@@ -84,7 +100,6 @@ def _store_box(k: Kernel, tile: Tile, place, own_warp: Int32) -> None:
     position = (_first_position(k, tile, place) + row // plan.pack) // box_positions
     mO = k.maps.mO[None, None, tile.key_head, tile.batch]
     gO = cute.local_tile(mO, (plan.store_box, plan.Dv), ((heads, position), 0))
-    piece = k.sO[None, None, place.warpgroup * WARPS + own_warp]
     s, g = cpasync.tma_partition(
         k.maps.store_o, 0, cute.make_layout(1), cute.group_modes(piece, 0, 2), cute.group_modes(gO, 0, 2)
     )
@@ -94,12 +109,11 @@ def _store_box(k: Kernel, tile: Tile, place, own_warp: Int32) -> None:
 
 
 @cute.jit
-def _store_rows(k: Kernel, tile: Tile, place, own_warp: Int32) -> None:
+def _store_rows(k: Kernel, piece: cute.Tensor, tile: Tile, place, own_warp: Int32) -> None:
     """16 bytes a lane, rows of the sequence only; packed rows follow those of the sequence before."""
     plan = k.plan
     chunks = plan.features.Dv // 8
     group = k.maps.mQ.shape[0][0]
-    piece = k.sO[None, None, place.warpgroup * WARPS + own_warp]
     atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), plan.dtype, num_bits_per_copy=128)
     for e in cutlass.range(place.lane, WARP_ROWS * chunks, WARP, unroll=1):
         own_row, chunk = e // chunks, e % chunks

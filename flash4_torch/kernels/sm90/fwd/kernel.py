@@ -23,7 +23,7 @@ from ...common.args import Rule
 from ...common.ring import Ring
 from .load import load
 from .mainloop import consume
-from .plan import GROUP, MESSAGE, Plan
+from .plan import GROUP, MESSAGE, ROWS, Plan
 
 
 class Maps(NamedTuple):
@@ -64,8 +64,10 @@ class Kernel:
     """(keys, D, kv_stages)"""
     sV: cute.Tensor
     """(Dv, keys, kv_stages)"""
-    sO: cute.Tensor
-    """(16, Dv, consumer warps)"""
+    sO: cute.Tensor | None
+    """(64 * Dv, warpgroups): where they leave their rows of O, as `output_layout` says, if not over Q."""
+    output_layout: cute.ComposedLayout
+    """(16, Dv, warps of a warpgroup)"""
     load_q: Ring
     load_k: Ring
     load_v: Ring
@@ -99,6 +101,10 @@ def forward_kernel(
     group = cute.arch.make_warp_uniform(thread // GROUP)
 
     memory = SmemAllocator()
+    sO = None
+    if cutlass.const_expr(not plan.config.o_over_q):
+        rows = cute.make_layout((ROWS * plan.Dv, plan.warpgroups))
+        sO = memory.allocate_tensor(plan.dtype, rows, byte_alignment=1024)
     k = Kernel(
         plan=plan,
         rule=rule,
@@ -106,7 +112,8 @@ def forward_kernel(
         sQ=_allocate(memory, plan, layouts.q),
         sK=_allocate(memory, plan, layouts.k),
         sV=_allocate(memory, plan, layouts.v),
-        sO=_allocate(memory, plan, layouts.o),
+        sO=sO,
+        output_layout=layouts.o,
         load_q=_ring(memory, plan.config.q_stages),
         load_k=_ring(memory, plan.config.kv_stages),
         load_v=_ring(memory, plan.config.kv_stages),

@@ -15,7 +15,7 @@ from ....configs.types import Features, Sm90Forward
 from ...common.args import Rule, example_rule
 from ..wgmma import column_major_layout, row_major_layout
 from .kernel import Maps, Layouts, forward_kernel
-from .plan import ROWS, WARP_ROWS, Plan
+from .plan import ROWS, WARP_ROWS, WARPS, Plan
 
 
 @cute.jit
@@ -50,7 +50,7 @@ def forward(
         q=row_major_layout(plan.dtype, ROWS, plan.D, plan.warpgroups * plan.config.q_stages),
         k=row_major_layout(plan.dtype, plan.keys, plan.D, plan.config.kv_stages),
         v=column_major_layout(plan.dtype, plan.Dv, plan.keys, plan.config.kv_stages),
-        o=row_major_layout(plan.dtype, WARP_ROWS, plan.Dv, plan.consumer_warps),
+        o=row_major_layout(plan.dtype, WARP_ROWS, plan.Dv, WARPS),
     )
     load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
     maps = Maps(

@@ -42,12 +42,18 @@ def load(k: Kernel) -> None:
     ticket, _, _ = cute.arch.block_idx()
     ticket = Uint32(ticket)
     while ticket < shape.tiles:
+        number = tiles.request_ticket(k, shape)
         tile = tiles.decode(k, shape, ticket)
-        ticket = tiles.draw(k, shape)
         if tile.block * (k.plan.tokens * k.plan.warpgroups) < tile.Sq:
+            k_at, v_at = at.k, at.v
+            if cutlass.const_expr(k.plan.config.o_over_q and k.plan.config.q_stages == 1):
+                # Q's place is free only after this V was used.
+                if owes:
+                    _load_v(k, v_at, owed)
+                    v_at = ring.after(v_at, k.plan.config.kv_stages)
+                    owes = Boolean(False)
             _load_q(k, at.q, tile)
             span = tiles.span_of(k, tile)
-            k_at, v_at = at.k, at.v
             for i in cutlass.range(span.last - span.first, unroll=1):
                 block = Block(span.last - 1 - i, tile.key_head, tile.batch, tile.first_k)
                 _load_k(k, k_at, block)
@@ -61,6 +67,7 @@ def load(k: Kernel) -> None:
                     _load_v(k, v_at, block)
                     v_at = ring.after(v_at, k.plan.config.kv_stages)
             at = Cursors(ring.after(at.q, k.plan.config.q_stages), k_at, v_at)
+        ticket = tiles.receive_ticket(number)
     if owes:
         _load_v(k, at.v, owed)
     _say_that_all_is_done(k, at.q)

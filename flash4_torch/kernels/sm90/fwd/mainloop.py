@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Float32, Int32
 
 from ...common import band as bands
 from ...common import ring, scores, softmax
@@ -52,6 +52,8 @@ class Share(NamedTuple):
     before: Int32
     count: Int32
     after: Int32
+    narrow: Boolean
+    """The first block's upper half is hidden."""
 
 
 class Place(NamedTuple):
@@ -85,37 +87,65 @@ def consume(k: Kernel, warpgroup: Int32) -> None:
         if warpgroup == plan.warpgroups - 1:
             _pass_turn(k, place)
 
+    if cutlass.const_expr(plan.config.next_tile):
+        _tiles_overlapped(k, r, place)
+    else:
+        _tiles(k, r, place)
+    cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+@cute.jit
+def _tiles(k: Kernel, r: Registers, place: Place) -> None:
+    """One tile after the other."""
+    plan = k.plan
+    q_at, k_at, v_at = ring.start(), ring.start(), ring.start()
+    tile = tiles.read(k, q_at)
+    while tile.block >= 0:
+        share = _share(k, tile, place)
+        k_at = _pass(k, place, share.before, k_at)
+        ring.wait_full(k.load_k, k_at)
+        _first_scores(k, r, place, share, q_at, k_at)
+        k_at, v_at = _blocks(k, r, place, tile, share, q_at, k_at, v_at)
+        wgmma.wait(0)
+        ring.release(k.load_v, v_at)
+        v_at = ring.after(v_at, plan.config.kv_stages)
+        if cutlass.const_expr(plan.band.left):
+            k_at, v_at = _pass_both(k, place, share.after, k_at, v_at)
+        epilogue(k, r.O, r.rows, tile, q_at, place)
+        q_at = ring.after(q_at, plan.config.q_stages)
+        tile = tiles.read(k, q_at)
+
+
+@cute.jit
+def _tiles_overlapped(k: Kernel, r: Registers, place: Place) -> None:
+    """The next tile's first scores are under way while this tile is normalised and stored.
+
+    Products that a branch skips could not stay under way: after the last tile scores are made of what is left
+    in shared memory, and not used.
+    """
+    plan = k.plan
     q_at, k_at, v_at = ring.start(), ring.start(), ring.start()
     tile = tiles.read(k, q_at)
     share = _share(k, tile, place)
-    k_at = _begin(k, r, place, share, q_at, k_at)
+    k_at = _pass(k, place, share.before, k_at)
+    ring.wait_full(k.load_k, k_at)
+    _issue_scores(k, r, place, q_at, k_at)
     while tile.block >= 0:
+        wgmma.wait(0)
         k_at, v_at = _blocks(k, r, place, tile, share, q_at, k_at, v_at)
-        ring_q = q_at
-        q_at = ring.after(q_at, plan.config.q_stages)
-        next_tile, next_share = tile, share
-        if cutlass.const_expr(plan.config.next_tile):
-            next_tile = tiles.read(k, q_at)
-            next_share = _share(k, next_tile, place)
-            k_at = _begin(k, r, place, next_share, q_at, k_at)
-            if next_share.count > 0:
-                wgmma.wait(1)
-            else:
-                wgmma.wait(0)
-        else:
-            wgmma.wait(0)
-        if share.count > 0:
-            ring.release(k.load_v, v_at)
-            v_at = ring.after(v_at, plan.config.kv_stages)
-        if cutlass.const_expr(plan.band.left):
-            k_at, v_at = _pass_both(k, place, share.after, k_at, v_at)
-        epilogue(k, r.O, r.rows, tile, share.count > 0, place)
-        if cutlass.const_expr(not plan.config.next_tile):
-            next_tile = tiles.read(k, q_at)
-            next_share = _share(k, next_tile, place)
-            k_at = _begin(k, r, place, next_share, q_at, k_at)
+        own_q, q_at = q_at, ring.after(q_at, plan.config.q_stages)
+        next_tile = tiles.read(k, q_at)
+        next_share = _share(k, next_tile, place)
+        if next_tile.block >= 0:
+            k_at = _pass(k, place, next_share.before, k_at)
+            ring.wait_full(k.load_k, k_at)
+        _issue_scores(k, r, place, q_at, k_at)
+        wgmma.wait(1)
+        ring.release(k.load_v, v_at)
+        v_at = ring.after(v_at, plan.config.kv_stages)
+        epilogue(k, r.O, r.rows, tile, own_q, place)
         tile, share = next_tile, next_share
-    cute.arch.cp_async_bulk_wait_group(0, read=True)
+    wgmma.wait(0)
 
 
 @cute.jit
@@ -125,51 +155,66 @@ def _share(k: Kernel, tile: Tile, place: Place) -> Share:
     last = cutlass.min(first + plan.tokens, tile.Sq) - 1
     whole = tiles.span_of(k, tile)
     own = bands.visible_span(tiles.band_of(k, tile), plan.band, first, last)
-    # Rows beyond the end see nothing, but they cannot leave the turn to others.
-    top = cutlass.max(cutlass.min(own.last, whole.last), whole.first)
-    bottom = cutlass.min(cutlass.max(own.first, whole.first), top)
-    count = top - bottom
-    if tile.block < 0:
-        count = Int32(0)
-    return Share(first, last, top - 1, whole.last - top, count, bottom - whole.first)
+    top = cutlass.max(cutlass.min(own.last, whole.last), whole.first + 1)
+    bottom = cutlass.min(cutlass.max(own.first, whole.first), top - 1)
+    narrow = Boolean(False)
+    if cutlass.const_expr(plan.config.half):
+        seen = cutlass.min(tile.Sk, last + tiles.band_of(k, tile).highest + 1)
+        narrow = seen - (top - 1) * plan.keys <= plan.keys // 2
+    return Share(first, last, top - 1, whole.last - top, top - bottom, bottom - whole.first, narrow)
 
 
 @cute.jit
-def _begin(k: Kernel, r: Registers, place: Place, share: Share, q_at: Cursor, k_at: Cursor) -> Cursor:
-    """Issue the first block's scores, past the blocks that the warpgroup does not see."""
-    if share.count > 0:
-        k_at = _pass(k, k.load_k, place, share.before, k_at)
-        ring.wait_full(k.load_k, k_at)
-        _wait_turn(k, place)
-        wgmma.scores(r.S, _own_q(k, place, q_at), k.sK[None, None, k_at.stage])
-        _pass_turn(k, place)
-    return k_at
+def _issue_scores(k: Kernel, r: Registers, place: Place, q_at: Cursor, k_at: Cursor) -> None:
+    _wait_turn(k, place)
+    wgmma.scores(r.S, _own_q(k, place, q_at), k.sK[None, None, k_at.stage])
+    _pass_turn(k, place)
+
+
+@cute.jit
+def _first_scores(k: Kernel, r: Registers, place: Place, share: Share, q_at: Cursor, k_at: Cursor) -> None:
+    """The first block's scores, or their lower half."""
+    plan = k.plan
+    if cutlass.const_expr(plan.config.half):
+        if share.narrow:
+            _wait_turn(k, place)
+            half = cute.local_tile(k.sK[None, None, k_at.stage], (plan.keys // 2, plan.D), (0, 0))
+            wgmma.scores(_lower_half(r.S), _own_q(k, place, q_at), half)
+            _pass_turn(k, place)
+            wgmma.wait(0)
+        else:
+            _issue_scores(k, r, place, q_at, k_at)
+            wgmma.wait(0)
+    else:
+        _issue_scores(k, r, place, q_at, k_at)
+        wgmma.wait(0)
 
 
 @cute.jit
 def _blocks(
     k: Kernel, r: Registers, place: Place, tile: Tile, share: Share, q_at: Cursor, k_at: Cursor, v_at: Cursor
 ):
-    """All blocks; leaves the last PV under way, and its stage of V held."""
+    """All blocks, of which the first one's scores are there; leaves the last PV under way, its V held."""
     plan = k.plan
-    if share.count > 0:
-        wgmma.wait(0)
-        ring.release(k.load_k, k_at)
-        k_at = ring.after(k_at, plan.config.kv_stages)
-        _finish_scores(k, r, place, tile, share, share.top)
-        values, scale = wgmma.rows_of(r.S), scores.softmax_scale(k.rule, plan.features.scaled)
-        softmax.begin(values, r.rows, scale, LANES, plan.hides_rows)
-        wgmma.round_to(r.S, r.P)
-        if cutlass.const_expr(plan.band.hides):
-            v_at = _pass_quietly(k, k.load_v, share.before, v_at)
-        for i in cutlass.range(1, share.count, unroll=1):
-            k_at, v_at = _block(k, r, place, tile, share, i, q_at, k_at, v_at)
-        ring.release(k.load_q, q_at)
-        ring.wait_full(k.load_v, v_at)
-        wgmma.accumulate(r.O, r.P, k.sV[None, None, v_at.stage], share.count > 1)
+    ring.release(k.load_k, k_at)
+    k_at = ring.after(k_at, plan.config.kv_stages)
+    if cutlass.const_expr(plan.config.half):
+        if share.narrow:
+            _first_weights(k, r, _lower_half(r.S), place, tile, share)
+            for i in cutlass.range_constexpr(cute.size(r.S) // 2, cute.size(r.S)):
+                r.S[i] = Float32(0.0)
+        else:
+            _first_weights(k, r, r.S, place, tile, share)
     else:
-        ring.release(k.load_q, q_at)
-        k_at, v_at = _pass_both(k, place, share.before, k_at, v_at)
+        _first_weights(k, r, r.S, place, tile, share)
+    wgmma.round_to(r.S, r.P)
+    if cutlass.const_expr(plan.band.hides):
+        v_at = _pass_quietly(k, k.load_v, share.before, v_at)
+    for i in cutlass.range(1, share.count, unroll=1):
+        k_at, v_at = _block(k, r, place, tile, share, i, q_at, k_at, v_at)
+    _release_q(k, q_at)
+    ring.wait_full(k.load_v, v_at)
+    wgmma.accumulate(r.O, r.P, k.sV[None, None, v_at.stage], share.count > 1)
     return k_at, v_at
 
 
@@ -195,7 +240,7 @@ def _block(
     _pass_turn(k, place)
     wgmma.wait(1)
     ring.release(k.load_k, k_at)
-    _finish_scores(k, r, place, tile, share, share.top - i)
+    _finish_scores(k, r.S, place, tile, share, share.top - i)
     values, scale = wgmma.rows_of(r.S), scores.softmax_scale(k.rule, plan.features.scaled)
     factors = softmax.advance(values, r.rows, scale, LANES, plan.hides_rows, plan.config.conditional)
     wgmma.wait(0)
@@ -206,16 +251,35 @@ def _block(
 
 
 @cute.jit
-def _finish_scores(k: Kernel, r: Registers, place: Place, tile: Tile, share: Share, n: Int32) -> None:
+def _first_weights(k: Kernel, r: Registers, S: cute.Tensor, place: Place, tile: Tile, share: Share) -> None:
+    _finish_scores(k, S, place, tile, share, share.top)
+    scale = scores.softmax_scale(k.rule, k.plan.features.scaled)
+    softmax.begin(wgmma.rows_of(S), r.rows, scale, LANES, k.plan.hides_rows)
+
+
+def _lower_half(S: cute.Tensor) -> cute.Tensor:
+    """The accumulator of the first half of the columns."""
+    (c, r, columns), m, n = S.shape
+    return cute.make_tensor(S.iterator, cute.make_layout(((c, r, columns // 2), m, n)))
+
+
+@cute.jit
+def _finish_scores(k: Kernel, S: cute.Tensor, place: Place, tile: Tile, share: Share, n: Int32) -> None:
     """Scale and mask the scores of block n where need be."""
     plan = k.plan
-    scores.change(r.S, k.rule, plan.features.softcap, plan.features.scaled)
+    scores.change(S, k.rule, plan.features.softcap, plan.features.scaled)
     if cutlass.const_expr(plan.band.masks):
         band = tiles.band_of(k, tile)
         if bands.cuts(band, plan.band, n, share.first, share.last):
             rows = tuple(share.first + (place.row + 8 * e) // plan.pack for e in range(2))
-            fragment = wgmma_fragment(r.S, rows, n * plan.keys, place.lane)
+            fragment = wgmma_fragment(S, rows, n * plan.keys, place.lane)
             bands.hide(band, plan.band, fragment)
+
+
+@cute.jit
+def _release_q(k: Kernel, at: Cursor) -> None:
+    if cutlass.const_expr(not k.plan.config.o_over_q):
+        ring.release(k.load_q, at)
 
 
 def _own_q(k: Kernel, place: Place, at: Cursor) -> cute.Tensor:
@@ -223,15 +287,15 @@ def _own_q(k: Kernel, place: Place, at: Cursor) -> cute.Tensor:
 
 
 @cute.jit
-def _pass(k: Kernel, edge: ring.Ring, place: Place, count: Int32, at: Cursor) -> Cursor:
+def _pass(k: Kernel, place: Place, count: Int32, at: Cursor) -> Cursor:
     """Let `count` blocks of K go by: a stage is released only after it was seen full, or phases would mix."""
     if cutlass.const_expr(k.plan.band.hides):
         for _ in cutlass.range(count, unroll=1):
-            ring.wait_full(edge, at)
+            ring.wait_full(k.load_k, at)
             _wait_turn(k, place)
             _pass_turn(k, place)
-            ring.release(edge, at)
-            at = ring.after(at, edge.stages)
+            ring.release(k.load_k, at)
+            at = ring.after(at, k.load_k.stages)
     return at
 
 
@@ -247,8 +311,9 @@ def _pass_quietly(k: Kernel, edge: ring.Ring, count: Int32, at: Cursor) -> Curso
 
 @cute.jit
 def _pass_both(k: Kernel, place: Place, count: Int32, k_at: Cursor, v_at: Cursor):
+    """Let `count` blocks of K and V go by."""
     for _ in cutlass.range(count, unroll=1):
-        k_at = _pass(k, k.load_k, place, Int32(1), k_at)
+        k_at = _pass(k, place, Int32(1), k_at)
         v_at = _pass_quietly(k, k.load_v, Int32(1), v_at)
     return k_at, v_at
 

@@ -29,10 +29,12 @@ MESSAGE = 8
 """Words that describe a tile to the consumers."""
 TURN = 1
 """The first of the named barriers by which warpgroups take turns."""
+DONE = 8
+"""The first of the named barriers at which a warpgroup's warps have all read Q."""
 
 # By consumer warpgroups: registers of a consumer's and a producer's thread. More than the launch gave out in
 # all would hang: 65536 registers over the warps of each quarter, floored to 8 a thread.
-_REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32), 4: (112, 32)}
+_REGISTERS = {1: (232, 40), 2: (232, 40), 3: (160, 32), 4: (112, 32)}
 _SHARED_MEMORY = 227 * 1024
 _DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 
@@ -102,7 +104,7 @@ class Plan(NamedTuple):
     @property
     def hides_rows(self) -> bool:
         """Whether a block that is not skipped may be hidden from a whole row."""
-        return self.band.hides or bool(self.features.mask)
+        return self.band.hides or self.features.varlen or bool(self.features.mask)
 
     @property
     def stores_by_copy_engine(self) -> bool:
@@ -115,10 +117,11 @@ class Plan(NamedTuple):
         assert f.D % 8 == 0 and f.Dv % 8 == 0 and 8 <= min(f.D, f.Dv) and max(f.D, f.Dv) <= 256
         assert c.keys % 16 == 0 and 16 <= c.keys <= 256
         assert c.pack in (1, 2, 4, 8, 16, 32, 64)
+        assert not c.o_over_q or self.Dv <= self.D
         assert not (f.dropout and c.pack > 1), "dropout's random numbers follow unpacked rows"
         if c.next_tile:
             # A warpgroup passes over blocks while the tile before still holds a stage of V.
-            assert not f.left and not f.mask
+            assert not f.left and not f.mask and not c.half
             assert not f.right or -(-ROWS * (c.warpgroups - 1) // c.keys) < c.kv_stages
         consumer, producer = self.registers
         at_launch = min(65536 // self.threads // 8 * 8, 255)
@@ -131,4 +134,5 @@ class Plan(NamedTuple):
         q = c.q_stages * c.rows * self.D
         kv = c.kv_stages * c.keys * (self.D + self.Dv)
         barriers = 16 * (c.q_stages + 2 * c.kv_stages) + 4 * MESSAGE * c.q_stages
-        return 2 * (q + kv + c.rows * self.Dv) + barriers + 1024
+        o = 0 if c.o_over_q else c.rows * self.Dv
+        return 2 * (q + kv + o) + barriers + 1024

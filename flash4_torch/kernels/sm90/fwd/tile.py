@@ -87,19 +87,27 @@ def decode(k: Kernel, shape: Shape, ticket: Uint32) -> Tile:
 
 
 @cute.jit
-def draw(k: Kernel, shape: Shape) -> Uint32:
-    """The next ticket, the same in all lanes. The counter is back at 0 once every CTA has drawn too high a one:
-    it counts from 0 to tiles - 1, and as many are drawn in all.
+def request_ticket(k: Kernel, shape: Shape) -> Uint32:
+    """Ask for the next ticket: a number in lane 0 that takes a microsecond to arrive, so use it late.
+
+    The counter is back at 0 after the launch: it runs from 0 to tiles - 1, and as many tickets are drawn, of
+    which the last one of every CTA is too high.
     """
-    ticket = Uint32(0)
+    number = Uint32(0)
     if cute.arch.lane_idx() == 0:
-        ticket = cute.arch.inline_ptx(
+        number = cute.arch.inline_ptx(
             "atom.global.inc.u32 {$w0}, [{$r0}], {$r1};",
             write_only_types=[Uint32],
             read_only_args=[k.tickets.iterator.toint(), shape.tiles - 1],
         )
+    return number
+
+
+@cute.jit
+def receive_ticket(number: Uint32) -> Uint32:
+    """The ticket in all lanes; the first ones, one for each CTA, are not drawn."""
     grid, _, _ = cute.arch.grid_dim()
-    return cute.arch.shuffle_sync(ticket, 0) + Uint32(grid)
+    return cute.arch.shuffle_sync(number, 0) + Uint32(grid)
 
 
 @cute.jit

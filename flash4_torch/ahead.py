@@ -1,0 +1,156 @@
+"""Compiling before the first call: into the cache (`warmup`), or into a folder to ship (`export`)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
+from os import PathLike
+from pathlib import Path
+
+from .backends import sm90
+from .compile import Key, aot, pool
+from .compile.arch import checked
+from .compile.pool import Prepared
+from .configs.sm90 import reachable
+from .configs.types import Features
+from .errors import RangeError
+from .kernels.common.mask_tables import MaskPlan
+
+DTYPES = ("bfloat16", "float16")
+HEAD_DIMS = (64, 128)
+FEATURES = ("plain", "causal")
+MAX_D = 256
+
+WORDS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "causal": {"right": True},
+    "window": {"left": True, "right": True},
+    "softcap": {"softcap": True, "scaled": True},
+    "varlen": {"varlen": True},
+    "dropout": {"dropout": True},
+    "mask": {"mask": "bool"},
+    "float-mask": {"mask": "", "scaled": True},
+}
+"""What each adds to `Features`; a float mask has the dtype of the call."""
+
+
+def warmup(
+    arch: str | None = None,
+    *,
+    head_dims: Sequence[int | tuple[int, int]] = HEAD_DIMS,
+    dtypes: Sequence[str] = DTYPES,
+    features: Sequence[str] = FEATURES,
+    groups: Sequence[int] = (1,),
+    jobs: int | None = None,
+) -> list[Prepared]:
+    """Compiles the kernels that calls will ask for, so that none of them waits; needs no GPU.
+
+    Every combination of the arguments is prepared, for all sizes. Kernels go to FLASH4_CACHE_DIR. A progress
+    bar is drawn where stderr is a terminal.
+
+    Args:
+        arch: "sm_90a" for Hopper. Default: the current GPU's.
+        head_dims: D, or (D, Dv) where they differ; multiples of 8 up to 256, as other head sizes are padded.
+        dtypes: "bfloat16" and "float16".
+        features: words joined by "+", such as "causal+dropout", of plain, causal, window, softcap, varlen,
+            dropout, mask (boolean) and float-mask (in the call's dtype).
+        groups: query heads to a key head.
+        jobs: processes that compile at the same time. Default: one for each processor.
+
+    Returns:
+        The kernels, and the seconds that each took, 0.0 for those that were there before.
+
+    Raises:
+        RangeError: an argument is none of the above, or the cache cannot be written to.
+        CompileError: some kernels failed; the others are prepared all the same.
+    """
+    keys = kernels(arch, head_dims, dtypes, features, groups)
+    return pool.prepare(keys, jobs, _draw if sys.stderr.isatty() else _draw_nothing)
+
+
+def export(
+    folder: str | PathLike[str],
+    arch: str | None = None,
+    *,
+    head_dims: Sequence[int | tuple[int, int]] = HEAD_DIMS,
+    dtypes: Sequence[str] = DTYPES,
+    features: Sequence[str] = FEATURES,
+    groups: Sequence[int] = (1,),
+    jobs: int | None = None,
+    runtime: bool = False,
+) -> Path:
+    """Writes the kernels that `warmup` would prepare to `folder`, for FLASH4_AOT_DIR to name.
+
+    runtime: also copy the compiler's runtime library (43 MB), for machines that lack nvidia-cutlass-dsl.
+    Returns the path of the manifest. Raises what `warmup` raises, and ExportError without a linker.
+    """
+    prepared = warmup(arch, head_dims=head_dims, dtypes=dtypes, features=features, groups=groups, jobs=jobs)
+    return aot.export(Path(folder), [kernel for kernel, _ in prepared], runtime=runtime)
+
+
+def kernels(
+    arch: str | None,
+    head_dims: Sequence[int | tuple[int, int]],
+    dtypes: Sequence[str],
+    features: Sequence[str],
+    groups: Sequence[int],
+) -> list[Key]:
+    """Every kernel that a call with these properties can ask for, each once. Raises RangeError."""
+    target = checked(arch)
+    wanted = product(head_dims, dtypes, features, groups)
+    found = {
+        Key(entry, static, target): None
+        for D, dtype, words, group in wanted
+        for entry, static in _of(target, features_of(D, dtype, words), group)
+    }
+    return list(found)
+
+
+def features_of(head_dim: int | tuple[int, int], dtype: str, words: str) -> Features:
+    """`Features` from their names in `warmup`."""
+    D, Dv = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
+    for size in (D, Dv):
+        if not (0 < size <= MAX_D and size % 8 == 0):
+            raise RangeError("head_dims", size, f"each must be a multiple of 8 up to {MAX_D}")
+    if dtype not in DTYPES:
+        raise RangeError("dtypes", repr(dtype), f"each must be one of {', '.join(DTYPES)}")
+    chosen: dict[str, object] = {}
+    for word in words.split("+"):
+        if word not in WORDS:
+            raise RangeError("features", repr(word), f"each must be one of {', '.join(WORDS)}")
+        chosen |= WORDS[word]
+        if word == "float-mask":
+            chosen["mask"] = dtype
+    return Features(dtype, D, Dv)._replace(**chosen)  # type: ignore[arg-type]
+
+
+def _of(arch: str, features: Features, group: int) -> Iterator[tuple[str, tuple[object, ...]]]:
+    """The entries and what they are compiled for."""
+    if arch != sm90.ARCH:
+        raise RangeError("arch", repr(arch), f"this version has kernels for {sm90.ARCH}")
+    for config in reachable(features, group):
+        yield sm90.FORWARD, (features, config)
+        if features.mask:
+            plan = MaskPlan(features.mask, config.rows // config.pack, config.keys, config.pack)
+            yield sm90.MASK_BLOCKS, (plan,)
+
+
+_WIDTH = 40
+
+
+def _draw(done: int, total: int) -> None:
+    filled = _WIDTH * done // max(total, 1)
+    bar = "#" * filled + "." * (_WIDTH - filled)
+    end = "\n" if done == total else ""
+    print(f"\rflash4_torch: [{bar}] {done} of {total} kernels{end}", end="", file=sys.stderr, flush=True)
+
+
+def _draw_nothing(done: int, total: int) -> None:
+    pass
+
+
+def as_text(prepared: Iterable[Prepared]) -> str:
+    """A line for each kernel, and a last one with their number."""
+    lines = [f"{seconds:6.2f} s  {kernel}" for kernel, seconds in prepared]
+    return "\n".join([*lines, f"{len(lines)} kernels"])

@@ -1,0 +1,71 @@
+"""Counters from which the CTAs of a launch draw their tiles.
+
+A kernel finds its counter at 0 and leaves it so; launches that may overlap need different ones. Launches on
+one stream do not overlap, so they share a counter. A captured launch is replayed beside others on any stream,
+so it has one of its own, which belongs to the graph's memory and which the graph sets to 0 before the launch.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+_STREAMS = 256
+"""Counters allocated together; torch itself has 65 streams a device."""
+_APART = 32
+"""Words from one counter to the next: no two in a sector of the cache."""
+
+_of_stream: dict[tuple[int, int], Tensor] = {}
+_unused: dict[int, list[Tensor]] = {}
+_giving_out = threading.Lock()
+
+
+def counter(index: int) -> Tensor:
+    """int32 (1,) on CUDA device `index`, for a launch on its current stream."""
+    if _is_capturing(index):
+        return _zeros(index, 1)
+    key = index, _current_stream(index)
+    found = _of_stream.get(key)
+    return _give_out(key) if found is None else found
+
+
+def _give_out(key: tuple[int, int]) -> Tensor:
+    with _giving_out:
+        if key not in _of_stream:
+            if not _unused.get(key[0]):
+                _unused[key[0]] = _block(key[0])
+            _of_stream[key] = _unused[key[0]].pop()
+        return _of_stream[key]
+
+
+def _block(index: int) -> list[Tensor]:
+    """Fresh counters, 0 for every stream.
+
+    While torch.compile prepares a CUDA graph, what this thread allocates comes from the graph's memory, where
+    nothing may stay. What another thread allocates does not.
+    """
+    with ThreadPoolExecutor(max_workers=1) as other_thread:
+        words = other_thread.submit(_zeros, index, _STREAMS * _APART, wait=True).result()
+    return [words[i : i + 1] for i in range(0, len(words), _APART)]
+
+
+def _zeros(index: int, n: int, wait: bool = False) -> Tensor:
+    words = torch.zeros(n, dtype=torch.int32, device=torch.device("cuda", index))
+    if wait:
+        torch.cuda.current_stream(index).synchronize()
+    return words
+
+
+def _current_stream(index: int) -> int:
+    return torch._C._cuda_getCurrentRawStream(index)
+
+
+def _is_capturing(index: int) -> bool:
+    """Whether the current stream of that device, current itself or not, is being captured."""
+    if index == torch._C._cuda_getDevice():
+        return torch._C._cuda_isCurrentStreamCapturing()
+    with torch.cuda.device(index):
+        return torch._C._cuda_isCurrentStreamCapturing()

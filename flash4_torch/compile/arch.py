@@ -1,0 +1,31 @@
+"""The GPU architectures that kernels are compiled for, by the names the compiler takes."""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import RangeError
+
+BY_CAPABILITY = {(9, 0): "sm_90a", (10, 0): "sm_100a"}
+"""Code for an 'a' architecture runs on that compute capability only."""
+
+NAMES = tuple(BY_CAPABILITY.values())
+
+
+def of_capability(capability: tuple[int, int]) -> str:
+    """The architecture of a compute capability: "sm_90a" for (9, 0). Raises RangeError for others."""
+    if capability not in BY_CAPABILITY:
+        major, minor = capability
+        raise RangeError(
+            "the compute capability", f"{major}.{minor}", f"kernels exist for {', '.join(NAMES)}"
+        )
+    return BY_CAPABILITY[capability]
+
+
+def checked(arch: str | None) -> str:
+    """`arch` itself, or that of the current GPU for None. Raises RangeError where there is no such thing."""
+    if arch is None and torch.cuda.is_available():
+        return of_capability(torch.cuda.get_device_capability())
+    if arch not in NAMES:
+        raise RangeError("arch", repr(arch), f"without a GPU to ask it must be one of {', '.join(NAMES)}")
+    return arch

@@ -1,0 +1,87 @@
+"""Compiling: a kernel's entry is called with what it is specialised on. No tensor is seen, nothing launched.
+
+The compiler is imported here and nowhere else in this layer, and only when something has to be compiled.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ..errors import CompileError
+from . import library
+from .key import Key
+
+_PACKAGES = "pip install 'flash4_torch[kernels]'"
+_OF_THE_COMPILER = r"(.*[./])?(cutlass|nvidia_cutlass_dsl|flash4_torch[./]kernels)\b"
+_COLORS = re.compile("\x1b\\[[0-9;]*m")
+_STAND_IN = "libflash4_no_gpu"
+"""Begins the name of the library that the emulator puts in the place of CUDA's."""
+
+_one_at_a_time = threading.Lock()
+"""The compiler has one target per process, and its tracing is not made for threads."""
+
+
+def build(key: Key, folder: Path) -> Path:
+    """Compiles the kernel of `key` into a file in `folder`, which exports it by the key's digest.
+
+    Takes one to three seconds. Neither the environment nor the compiler's settings are different afterwards.
+    Raises CompileError, with the key in words.
+    """
+    object_file = folder / f"{key.digest}.o"
+    try:
+        with _one_at_a_time, _quiet():
+            with _targeting(key.arch):
+                resolve(key.entry)(*key.static).export_to_c(str(object_file), function_name=key.digest)
+            return library.link(object_file)
+    except ModuleNotFoundError as error:
+        raise CompileError(str(key), f"{error.name} must be installed ({_PACKAGES})") from error
+    except Exception as error:
+        reason = _COLORS.sub("", str(error)).strip()
+        raise CompileError(str(key), f"{type(error).__name__}: {reason}") from error
+
+
+def resolve(entry: str) -> Any:
+    """The function that "package.module:function" names."""
+    module, _, function = entry.partition(":")
+    return getattr(import_module(module), function)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps warnings of the compiler, and those it raises at lines of kernels, from the user; no others."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=_OF_THE_COMPILER)
+        yield
+
+
+@contextmanager
+def _targeting(arch: str) -> Iterator[None]:
+    """Sets what CUTE_DSL_ARCH sets, which the compiler has read when it was imported."""
+    from cutlass.cutlass_dsl import CuTeDSL
+
+    settings = CuTeDSL._get_dsl().envar
+    if _STAND_IN in (settings.shared_libs or ""):
+        raise RuntimeError("the emulator holds this process's compiler; leave it, or compile with warmup()")
+    before = settings._arch
+    settings.arch = arch
+    try:
+        yield
+    finally:
+        settings._arch = before
+
+
+def _after_fork() -> None:
+    """A lock held by a thread of the parent would never be released in the child."""
+    global _one_at_a_time
+    _one_at_a_time = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)

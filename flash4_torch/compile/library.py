@@ -1,0 +1,86 @@
+"""Kernels as files: linking what the compiler exports, and loading it without the compiler.
+
+A kernel is a shared library that exports one function of tvm-ffi's. Where no linker is installed it stays an
+object file, which only the compiler's own loader reads: the first call then takes half a second longer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Function = Callable[..., Any]
+
+SUFFIXES = (".so", ".o")
+
+_LINKERS = ("ld", "ld.lld", "cc", "gcc", "clang")
+_RUNTIME = "libcute_dsl_runtime.so"
+
+
+def link(object_file: Path) -> Path:
+    """The shared library made of `object_file`, beside it; the object file where nothing can link it."""
+    target = object_file.with_suffix(".so")
+    for name in _LINKERS:
+        linker = shutil.which(name)
+        command = [linker, "-shared", "-o", str(target), str(object_file)] if linker else ["false"]
+        if linker and subprocess.run(command, capture_output=True).returncode == 0:
+            return target
+    return object_file
+
+
+def load(file: Path, name: str, runtime: Path | None = None) -> Function:
+    """The function `name` of a kernel's file, which may be deleted afterwards.
+
+    It is called with torch tensors and launches on the current stream of their device. Loading needs no GPU.
+    runtime: the folder to take the compiler's runtime library from; default: where it is installed.
+    """
+    import tvm_ffi
+
+    if file.suffix == ".o":
+        import cutlass.cute as cute
+
+        return getattr(cute.runtime.load_module(str(file), enable_tvm_ffi=True), name)
+    _provide_runtime(runtime)
+    return tvm_ffi.load_module(str(file))[name]
+
+
+@functools.cache
+def _provide_runtime(folder: Path | None) -> ctypes.CDLL:
+    """Makes the functions that kernels call visible to them; tvm-ffi, imported, does so for its own."""
+    own = folder / _RUNTIME if folder else None
+    return ctypes.CDLL(str(own if own and own.exists() else installed_runtime()), ctypes.RTLD_GLOBAL)
+
+
+@functools.cache
+def installed_runtime() -> Path:
+    """.../cu12/lib/libcute_dsl_runtime.so, or that of the newest other flavor of CUDA that the driver serves.
+
+    So chooses the compiler, which is not imported for it. Raises ImportError.
+    """
+    spec = importlib.util.find_spec("nvidia_cutlass_dsl")
+    found: dict[int, Path] = {}
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for file in Path(folder).glob(f"cu*/lib/{_RUNTIME}"):
+            if flavor := re.fullmatch(r"cu(\d+)", file.parents[1].name):
+                found[int(flavor[1])] = file
+    served = [version for version in found if version <= _driver_version()]
+    if not served:
+        raise ImportError(f"{_RUNTIME} of nvidia-cutlass-dsl is not installed for this CUDA driver")
+    return found[max(served)]
+
+
+def _driver_version() -> float:
+    """The driver's major version of CUDA; without a driver all are equally good."""
+    version = ctypes.c_int()
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return float("inf")
+    return float("inf") if failed else version.value // 1000

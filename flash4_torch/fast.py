@@ -1,0 +1,104 @@
+"""The short way from `attention` to a kernel, for calls that have been made before.
+
+Arguments' checks, the dispatcher and the choice of a backend take several times as long as a launch. They
+look at no tensor's numbers, so for the same sizes, strides, dtypes and flags they end the same. The law here:
+the short way may only ever do what the long way would do. So it is taken
+
+- if the long way has served a call of the same signature, and its backend could `prepare` a launch for it;
+- where nobody listens whom it would pass by: no gradient or tangent is asked for, no mode, subclass,
+  transform, autocast, tracer or profiler is at work, no environment variable or context chooses or observes
+  a backend.
+
+What is left are two allocations and the launch. A kernel that somebody registers anew for
+`torch.ops.flash4.attention` is not seen from here.
+"""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from . import backends
+from .backends import Launch, Prepares
+from .ops.impl import Rules, dense_extent, describe
+from .problem import Inputs
+
+Signature = tuple[Any, ...]
+"""What the long way's decisions depend on, types last: True == 1 == 1.0, and they are not served alike."""
+
+_MOST = 1024
+"""Signatures that are remembered; after so many it starts anew."""
+_ALIGNMENT = 16
+"""Bytes; a launch is prepared for bases at multiples of them."""
+_PLAIN = frozenset({bool, int, float, type(None), tuple, list})
+"""Types whose equal values stay equal. A tensor among the flags would also be kept alive."""
+
+_launches: dict[Signature, Launch | None] = {}
+_on_gpu = attrgetter("is_cuda")
+
+
+def find(
+    q: Any, k: Any, v: Any, attn_mask: Any, window: Any, *numbers: Any
+) -> tuple[Signature | None, Launch | None]:
+    """The call's signature, None if it must go the long way, and the launch that serves it, if there is one.
+
+    numbers: the other flags of the call, in one order.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or not type(q) is type(k) is type(v) is Tensor
+        or attn_mask is not None
+        or not _on_gpu(q)
+        or _somebody_listens()
+        or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+    ):
+        return None, None
+    try:
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % _ALIGNMENT:
+            return None, None
+        flags = (*window, *numbers)
+        call = (
+            (q.shape, q.stride(), q.dtype, q.get_device()),
+            (k.shape, k.stride(), k.dtype, k.get_device()),
+            (v.shape, v.stride(), v.dtype, v.get_device()),
+            flags,
+            (type(window), *map(type, flags)),
+        )
+        return call, _launches.get(call)
+    except (TypeError, RuntimeError):
+        # A flag that is no number, a tensor without strides: the long way has the words for it.
+        return None, None
+
+
+def _somebody_listens() -> bool:
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._is_torch_function_mode_enabled()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._is_any_autocast_enabled()
+        or torch._C._is_tracing()
+        or torch.autograd._profiler_enabled()
+        or forward_ad._current_level >= 0
+        or not backends.is_plain()
+    )
+
+
+def remember(call: Signature, q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> None:
+    """After the long way has served a call: prepares those of the same signature."""
+    if not _PLAIN.issuperset(call[-1]) or call in _launches:
+        return
+    problem = describe(q, v, dense_extent(q, k), None, rules)
+    backend = backends.choose(problem)
+    launch = backend.prepare(Inputs(q, k, v), problem) if isinstance(backend, Prepares) else None
+    if len(_launches) >= _MOST:
+        _launches.clear()
+    _launches[call] = launch
+
+
+def forget() -> None:
+    """Empties the memory; the next call of every signature goes the long way."""
+    _launches.clear()

@@ -1,0 +1,164 @@
+"""The Hopper backend's host side without a GPU: a stand-in takes the place of the compiled kernel.
+
+It holds the host to what the kernel is promised, and computes from its arguments what the kernel would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise, starmap
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from flash4_torch import compile, fast
+from flash4_torch.backends import dispatch, sm90, tickets
+from flash4_torch.backends.sm90 import Sm90
+from flash4_torch.backends.tiled import Tiled
+from flash4_torch.configs.types import Features, Sm90Forward
+from flash4_torch.kernels.common.mask_tables import MaskPlan, place
+from flash4_torch.masks import Band
+from flash4_torch.problem import Problem
+from flash4_torch.reference import tiled
+from flash4_torch.reference.dropout import Dropout
+from flash4_torch.reference.scoring import Scoring
+
+MULTIPROCESSORS = 132
+
+
+class Hopper(Sm90):
+    """Takes the CPU for a Hopper GPU."""
+
+    def why_not(self, problem: Problem) -> list[str]:
+        spec = problem.spec._replace(device="cuda", capability=(9, 0))
+        return super().why_not(problem._replace(spec=spec))
+
+
+class Launch(NamedTuple):
+    features: Features
+    config: Sm90Forward
+    args: tuple[Any, ...]
+
+
+class Machine(NamedTuple):
+    """What ran while the stand-ins were in place."""
+
+    launches: list[Launch]
+    masks: list[MaskPlan]
+    """Of the kernel that reads masks beforehand."""
+    built: list[tuple[str, tuple[object, ...], str]]
+    """What the compile layer was asked for."""
+
+
+@contextmanager
+def hopper() -> Iterator[Machine]:
+    """Within it, attention on CPU tensors goes through the Hopper backend, else through tiled."""
+    machine = Machine([], [], [])
+
+    def function(entry: str, static: tuple[Any, ...], arch: str) -> compile.Function:
+        machine.built.append((entry, static, arch))
+        if entry == sm90.MASK_BLOCKS:
+            return lambda mask, tables: _mask_blocks(machine, *static, mask, tables)
+        assert (entry, arch) == (sm90.FORWARD, "sm_90a")
+        return lambda *args: _forward(machine, *static, *args)
+
+    def counter(index: int) -> Tensor:
+        return torch.zeros(1, dtype=torch.int32)
+
+    _forget()
+    try:
+        with (
+            mock.patch.object(dispatch, "PRIORITY", (Hopper(), Tiled())),
+            mock.patch.object(compile, "function", function),
+            mock.patch.object(tickets, "counter", counter),
+            mock.patch.object(sm90, "_multiprocessors", lambda index: MULTIPROCESSORS),
+            mock.patch.object(fast, "_on_gpu", lambda x: True),
+        ):
+            yield machine
+    finally:
+        _forget()
+
+
+def _forget() -> None:
+    fast.forget()
+    sm90._kernel.cache_clear()
+
+
+def _forward(machine: Machine, features: Features, config: Sm90Forward, *args: Any) -> None:
+    machine.launches.append(Launch(features, config, args))
+    q, k, v, out, lse, _, ends_q, ends_k, mask_args, rng_state, rule = args
+    _check(features, config, *args)
+    scale, softcap, left, right, longest, *_, drop_byte, drop_fraction, keep_scale = rule
+    p = (drop_byte + drop_fraction / 2**32) / 256
+    assert keep_scale == (0.0 if p == 1.0 else 1.0 / (1.0 - p)) or abs(keep_scale * (1.0 - p) - 1.0) < 1e-9
+    band = Band(left if features.left else None, right if features.right else None)
+    mask = mask_args[0] if mask_args else None
+    sequences = [(0, slice(None), slice(None))]
+    if features.varlen:
+        spans = (starmap(slice, pairwise(ends.tolist())) for ends in (ends_q, ends_k))
+        sequences = [(b, rows, keys) for b, (rows, keys) in enumerate(zip(*spans, strict=True))]
+        assert all(rows.stop - rows.start <= longest for _, rows, _ in sequences)
+    for b, rows, keys in sequences:
+        dropout = Dropout(rng_state, p, b) if features.dropout else None
+        scoring = Scoring(scale, band, softcap if features.softcap else 0.0, mask, dropout)
+        if features.varlen:
+            results = tiled.forward(q[None, rows], k[None, keys], v[None, keys], scoring)
+            out[rows], lse[:, rows] = results[0][0], results[1][0]
+        else:
+            for result, exact in zip((out, lse), tiled.forward(q, k, v, scoring), strict=True):
+                result.copy_(exact)
+
+
+def _check(
+    features: Features,
+    config: Sm90Forward,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    counter: Tensor,
+    ends_q: Tensor | None,
+    ends_k: Tensor | None,
+    mask_args: tuple[Tensor, Tensor] | None,
+    rng_state: Tensor | None,
+    rule: tuple[Any, ...],
+) -> None:
+    """What the kernel is promised."""
+    for x in (q, k, v):
+        assert x.dim() == 4 - features.varlen and x.numel() > 0
+        assert str(x.dtype) == f"torch.{features.dtype}" == str(out.dtype)
+        assert x.stride(-1) == 1 and all(s > 0 and s % 8 == 0 for s in x.stride()[:-1])
+        assert x.data_ptr() % 16 == 0
+    D, Dv = features.D, features.Dv
+    assert (q.shape[-1], k.shape[-1], v.shape[-1]) == (D, D, Dv) and D % 8 == Dv % 8 == 0
+    *batch, Sq, Hq, _ = q.shape
+    assert out.shape == (*batch, Sq, Hq, Dv) and out.is_contiguous() and out.data_ptr() % 16 == 0
+    assert lse.shape == (*batch, Hq, Sq) and lse.is_contiguous() and lse.dtype == torch.float32
+    assert counter.shape == (1,) and counter.dtype == torch.int32 and counter.item() == 0
+    assert (ends_q is not None) == (ends_k is not None) == features.varlen
+    for ends in (ends_q, ends_k):
+        assert ends is None or (ends.dtype == torch.int32 and ends.is_contiguous())
+    assert (rng_state is not None) == features.dropout
+    assert (mask_args is not None) == bool(features.mask)
+    if mask_args:
+        mask, tables = mask_args
+        assert str(mask.dtype) == f"torch.{features.mask}" and mask.shape[3] == k.shape[1]
+        plan = MaskPlan(features.mask, config.rows, config.keys)
+        assert tables.numel() == place(plan, *mask.shape).words and tables.dtype == torch.int32
+    if not features.varlen:
+        assert config.tail or k.shape[1] % config.keys == 0
+        assert rule[4] == Sq
+        # The first row sees a key, or the next tile may have none to begin with.
+        assert not (config.next_tile and features.right) or k.shape[1] - Sq + rule[3] >= 0
+    assert rule[6] == MULTIPROCESSORS
+    assert rule[5] >= 1
+    assert rule[0] > 0.0 or features.scaled
+
+
+def _mask_blocks(machine: Machine, plan: MaskPlan, mask: Tensor, tables: Tensor) -> None:
+    machine.masks.append(plan)
+    tables.zero_()

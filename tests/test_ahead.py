@@ -1,0 +1,360 @@
+"""Kernels before the first call: `warmup` fills the cache, `export` a folder that needs no compiler."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import pty
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+import flash4_torch
+from compile_cases import Scale
+from flash4_torch import ahead, env, errors
+from flash4_torch import compile as layer
+from flash4_torch.__main__ import main
+from flash4_torch.backends import sm90
+from flash4_torch.compile import Key, aot, cache, key, library, pool
+from flash4_torch.configs import sm90 as configs
+from flash4_torch.configs.types import Features
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
+
+SCALE = "compile_cases:compile_scale"
+IN_VAIN = "compile_cases:compile_in_vain"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The disk cache, empty; the memory cache is empty as well."""
+    monkeypatch.setenv(env.CACHE_DIR.name, str(tmp_path / "cache"))
+    monkeypatch.setattr(layer, "_functions", {})
+    return tmp_path / "cache" / "kernels"
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """Has a line for each compilation, with the process it was in."""
+    return tmp_path / "log"
+
+
+def scales(log: Path, count: int) -> list[Key]:
+    return [Key(SCALE, (Scale(float(n), str(log)),), "sm_90a") for n in range(count)]
+
+
+def processes(log: Path) -> list[str]:
+    return log.read_text().split() if log.exists() else []
+
+
+def silent(done: int, total: int) -> None:
+    pass
+
+
+# Which kernels
+
+
+@given(
+    D=st.sampled_from([64, 128, (192, 128)]),
+    dtype=st.sampled_from(ahead.DTYPES),
+    words=st.sampled_from(["plain", "causal", "window+dropout", "varlen+causal", "softcap", "mask"]),
+    group=st.sampled_from([1, 4]),
+    Sq=st.integers(1, 20000),
+    Sk=st.integers(1, 20000),
+)
+def test_every_size_of_a_call_finds_its_kernel(
+    D: Any, dtype: str, words: str, group: int, Sq: int, Sk: int
+) -> None:
+    prepared = ahead.kernels("sm_90a", [D], [dtype], [words], [group])
+    features = ahead.features_of(D, dtype, words)
+    config = configs.forward(features, Sq, Sk, group)
+    assert Key(sm90.FORWARD, (features, config), "sm_90a") in prepared
+
+
+def test_kernels_are_listed_once() -> None:
+    keys = ahead.kernels("sm_90a", [64, 64], ["float16"], ["mask", "float-mask", "mask"], [1, 1])
+    assert len(keys) == len(set(keys))
+    assert {k.entry for k in keys} == {sm90.FORWARD, sm90.MASK_BLOCKS}
+
+
+@pytest.mark.parametrize(
+    ("words", "chosen"),
+    [
+        ("plain", {}),
+        ("causal", {"right": True}),
+        ("causal+dropout", {"right": True, "dropout": True}),
+        ("window+softcap", {"left": True, "right": True, "softcap": True, "scaled": True}),
+        ("varlen+mask", {"varlen": True, "mask": "bool"}),
+        ("float-mask", {"mask": "float16", "scaled": True}),
+    ],
+)
+def test_features_by_words(words: str, chosen: dict[str, Any]) -> None:
+    assert ahead.features_of((192, 128), "float16", words) == Features("float16", 192, 128, **chosen)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"arch": "sm_80"}, "arch is 'sm_80', but without a GPU to ask it must be one of sm_90a, sm_100a"),
+        ({"arch": "sm_100a"}, "arch is 'sm_100a', but this version has kernels for sm_90a"),
+        ({"head_dims": [60]}, "head_dims is 60, but each must be a multiple of 8 up to 256"),
+        ({"head_dims": [(64, 264)]}, "head_dims is 264, but each must be a multiple of 8 up to 256"),
+        ({"dtypes": ["float32"]}, "dtypes is 'float32', but each must be one of bfloat16, float16"),
+        ({"features": ["causal+windows"]}, "features is 'windows', but each must be one of plain, causal"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(errors.RangeError) as failure:
+        flash4_torch.warmup(**{"arch": "sm_90a", **arguments})
+    assert str(failure.value).startswith(sentence)
+
+
+# warmup
+
+
+def test_missing_kernels_are_compiled_in_other_processes(folder: Path, log: Path) -> None:
+    keys = scales(log, 3)
+    layer.function(*keys[0])
+    seen: list[tuple[int, int]] = []
+    prepared = pool.prepare(keys, 2, lambda done, total: seen.append((done, total)))
+    assert [kernel for kernel, _ in prepared] == keys
+    assert [seconds > 0.0 for _, seconds in prepared] == [False, True, True]
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+    here, *workers = processes(log)
+    assert here == str(os.getpid()) and len(workers) == 2 and here not in workers
+
+    assert [seconds for _, seconds in pool.prepare(keys, 2, silent)] == [0.0] * 3
+    for key_ in keys:
+        layer.function(*key_)
+    assert len(processes(log)) == 3
+
+
+def test_a_failure_stops_no_other_kernel(log: Path) -> None:
+    die = Key("compile_cases:die_at_first", (str(log),), "sm_90a")
+    good, bad = scales(log, 1), Key(IN_VAIN, (str(log),), "sm_90a")
+    with pytest.raises(errors.CompileError) as failure:
+        pool.prepare([die, bad, *good], 1, silent)
+    sentences = str(failure.value).splitlines()
+    assert sentences[0] == f"cannot compile 2 of 3 kernels: {die}: the compiling process ended with status -9"
+    assert sentences[1] == f"cannot compile {bad}: ValueError: tiles of 3 rows"
+    assert cache.find(good[0].digest)
+
+
+def test_a_cache_that_cannot_be_written_to_is_an_error(
+    tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(env.CACHE_DIR.name, str(tmp_path / "file"))
+    with pytest.raises(errors.RangeError, match=env.CACHE_DIR.name):
+        pool.prepare(scales(log, 1), 1, silent)
+
+
+SCRIPT = """
+import sys
+import flash4_torch
+from flash4_torch import ahead
+from flash4_torch.compile import Key
+
+print("once")
+ahead.kernels = lambda *chosen: [Key("compile_cases:compile_with_warnings", (sys.argv[1],), "sm_90a")]
+print(len(flash4_torch.warmup("sm_90a")))
+"""
+
+
+def test_a_script_runs_once_and_sees_a_bar_on_a_terminal_only(tmp_path: Path, log: Path) -> None:
+    """Its main module has no `if __name__ == "__main__"`, and the kernels warn."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-W", "ignore::DeprecationWarning:train", str(tmp_path / "script.py")]
+    command.append(str(log))
+    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])
+    environment = {**os.environ, "PYTHONPATH": path}
+    ours, theirs = pty.openpty()
+    on_terminal = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=theirs, text=True)
+    os.close(theirs)
+    shown = os.read(ours, 4096).decode()
+    os.close(ours)
+    assert on_terminal.stdout == "once\n1\n"
+    assert "0 of 1 kernels" in shown and shown.endswith("] 1 of 1 kernels\r\n")
+
+    elsewhere = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (elsewhere.stdout, elsewhere.stderr) == ("once\n1\n", "")
+
+
+# The command line
+
+
+def test_commands_pass_on_what_they_are_given(
+    tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def kernels(*chosen: Any) -> list[Key]:
+        asked.append(chosen)
+        return scales(log, 1)
+
+    monkeypatch.setattr(ahead, "kernels", kernels)
+    options = ["--arch", "sm_90a", "--head-dim", "64", "192x128", "--dtype", "float16"]
+    options += ["--features", "causal+varlen", "--groups", "1", "8", "--jobs", "1"]
+    assert main(["warmup", *options]) == 0
+    assert capsys.readouterr().out.endswith(f"{scales(log, 1)[0]}\n1 kernels\n")
+    assert main(["export", str(tmp_path / "out"), *options]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'out' / 'manifest.json'}\n"
+    assert asked == [("sm_90a", [64, (192, 128)], ["float16"], ["causal+varlen"], [1, 8])] * 2
+    assert main(["warmup"]) == 0
+    assert asked[2] == (None, ahead.HEAD_DIMS, ahead.DTYPES, ahead.FEATURES, (1,))
+
+
+def test_a_command_says_what_is_wrong_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["warmup", "--arch", "sm_90a", "--head-dim", "63"]) == 2
+    assert capsys.readouterr() == (
+        "",
+        "flash4_torch: head_dims is 63, but each must be a multiple of 8 up to 256\n",
+    )
+
+
+# export
+
+
+@pytest.fixture
+def exported(tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with two kernels, in use, and nothing in the caches."""
+    out = tmp_path / "exported"
+    aot.export(out, scales(log, 2))
+    monkeypatch.setenv(env.CACHE_DIR.name, str(tmp_path / "another cache"))
+    monkeypatch.setenv(env.AOT_DIR.name, str(out))
+    aot._kernels.cache_clear()
+    yield out
+    aot._kernels.cache_clear()
+
+
+def test_an_exported_kernel_needs_no_compiler(exported: Path, log: Path) -> None:
+    """The package is hidden, and with it the one place that could compile or hold the runtime library."""
+    code = f"""
+import sys
+for name in [m for m in sys.modules if m.startswith("nvidia_cutlass_dsl")]:
+    del sys.modules[name]
+sys.path[:] = [p for p in sys.path if "dsl_packages" not in p]
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}
+import importlib.util
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *a: None if "cutlass" in name else find_spec(name, *a)
+import torch
+from compile_cases import Scale
+from flash4_torch import compile
+f = compile.function({SCALE!r}, (Scale(1.0, {str(log)!r}),), "sm_90a")
+try:
+    f(torch.zeros(3))
+except ValueError as error:
+    print(error)
+print("cutlass" in sys.modules)
+"""
+    (exported / library.installed_runtime().name).symlink_to(library.installed_runtime())
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "expected device_type=cuda" in done.stdout and done.stdout.endswith("False\n")
+
+
+def test_what_the_folder_lacks_comes_from_the_cache(exported: Path, log: Path) -> None:
+    before = len(processes(log))
+    for kernel in scales(log, 3):
+        layer.function(*kernel)
+    assert len(processes(log)) == before + 1
+    assert len(cache.contents()) == 1
+
+
+def test_the_manifest_says_what_is_there(exported: Path, log: Path) -> None:
+    document = json.loads((exported / aot.MANIFEST).read_text())
+    assert document["versions"] == key.versions()
+    described = [(k["entry"], k["static"], k["arch"], k["function"]) for k in document["kernels"]]
+    assert described == [(k.entry, repr(k.static), k.arch, k.digest) for k in scales(log, 2)]
+    files = sorted(file.name for file in exported.iterdir())
+    assert files == sorted([aot.MANIFEST, *(k["file"] for k in document["kernels"])])
+
+
+def test_the_runtime_can_be_exported_too(tmp_path: Path) -> None:
+    aot.export(tmp_path / "out", [], runtime=True)
+    assert (tmp_path / "out" / library.installed_runtime().name).stat().st_size > 1 << 20
+
+
+def _another_source(exported: Path, manifest: dict[str, Any]) -> None:
+    manifest["kernels"][0]["sources"] = "0"
+
+
+def _another_machine(exported: Path, manifest: dict[str, Any]) -> None:
+    manifest["versions"]["machine"] = "vax"
+
+
+def _another_compiler(exported: Path, manifest: dict[str, Any]) -> None:
+    manifest["versions"]["nvidia-cutlass-dsl"] = "1.0"
+
+
+def _another_format(exported: Path, manifest: dict[str, Any]) -> None:
+    manifest["format"] = 99
+
+
+def _damage(exported: Path, manifest: dict[str, Any]) -> None:
+    file = exported / manifest["kernels"][0]["file"]
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def _a_missing_file(exported: Path, manifest: dict[str, Any]) -> None:
+    (exported / manifest["kernels"][0]["file"]).unlink()
+
+
+def _a_missing_field(exported: Path, manifest: dict[str, Any]) -> None:
+    del manifest["kernels"][0]["static"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_another_source, "compile_cases:compile_scale has changed since; export again"),
+        (_another_machine, "it is for vax, and this is "),
+        (_another_compiler, "it was made by nvidia-cutlass-dsl 1.0, and "),
+        (_another_format, "its format is 99, and this version reads 1"),
+        (_damage, "is missing or damaged"),
+        (_a_missing_file, "is missing or damaged"),
+        (_a_missing_field, "manifest.json cannot be read"),
+    ],
+)
+def test_a_folder_that_does_not_fit_is_refused(
+    exported: Path, log: Path, change: Callable[[Path, dict[str, Any]], None], reason: str
+) -> None:
+    """Compiling instead would be what its user wanted to rule out."""
+    file = exported / aot.MANIFEST
+    manifest = json.loads(file.read_text())
+    change(exported, manifest)
+    file.write_text(json.dumps(manifest))
+    before = len(processes(log))
+    with pytest.raises(errors.ExportError) as failure:
+        layer.function(*scales(log, 1)[0])
+    assert str(failure.value).startswith(f"exported kernels in {exported}: ") and reason in str(failure.value)
+    assert len(processes(log)) == before
+
+
+def test_a_folder_without_a_manifest_is_refused(
+    tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(env.AOT_DIR.name, str(tmp_path / "nowhere"))
+    with pytest.raises(errors.ExportError, match="cannot be read"):
+        layer.function(*scales(log, 1)[0])
+
+
+def test_exporting_takes_a_linker(tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_LINKERS", ())
+    with pytest.raises(errors.ExportError, match="exporting takes a linker"):
+        aot.export(tmp_path / "out", scales(log, 1))
+
+
+def test_errors_survive_pickling() -> None:
+    for error in (errors.CompileError("a kernel", "no reason"), errors.ExportError("a folder", "no reason")):
+        again = pickle.loads(pickle.dumps(error))
+        assert (type(again), str(again)) == (type(error), str(error))

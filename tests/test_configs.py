@@ -1,0 +1,142 @@
+"""The tables of tiles: what they return is what they promise to, and it fits the machine."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flash4_torch.configs import sm90
+from flash4_torch.configs.types import Features, Sm90Forward
+
+HEAD_DIMS = range(8, 257, 8)
+BARE = Features("bfloat16", 64, 64)
+
+
+@st.composite
+def features(draw: st.DrawFn) -> Features:
+    flag = st.booleans()
+    dim = st.sampled_from(HEAD_DIMS)
+    D = draw(dim)
+    return Features(
+        dtype=draw(st.sampled_from(["bfloat16", "float16"])),
+        D=D,
+        Dv=draw(st.one_of(st.just(D), dim)),
+        varlen=draw(flag),
+        left=draw(flag),
+        right=draw(flag),
+        softcap=draw(flag),
+        scaled=draw(flag),
+        mask=draw(st.sampled_from(["", "bool", "bfloat16", "float16", "float32"])),
+        dropout=draw(flag),
+    )
+
+
+SIZES = st.one_of(
+    st.integers(1, 300), st.sampled_from([512, 1024, 2048, 4096, 16384]), st.integers(1, 1 << 30)
+)
+GROUPS = st.one_of(st.integers(1, 8), st.integers(1, 200))
+
+
+@given(features(), SIZES, SIZES, GROUPS, st.one_of(st.none(), SIZES), st.booleans())
+@settings(max_examples=500)
+def test_what_is_chosen_is_reachable(
+    features: Features, Sq: int, Sk: int, group: int, seen: int | None, none_sees_nothing: bool
+) -> None:
+    config = sm90.forward(features, Sq, Sk, group, seen, none_sees_nothing)
+    assert config in sm90.reachable(features)
+    assert config in sm90.reachable(features, group)
+    assert config.tail == (features.varlen or Sk % config.keys != 0)
+    if features.left or features.mask or features.varlen or (features.right and not none_sees_nothing):
+        assert not config.next_tile
+    assert not (config.next_tile and config.half)
+
+
+@given(features())
+@settings(max_examples=200)
+def test_reachable_names_nothing_twice(features: Features) -> None:
+    configs = sm90.reachable(features)
+    assert len(set(configs)) == len(configs)
+    assert set(sm90.reachable(features, 1)) <= set(configs)
+
+
+@pytest.mark.parametrize(
+    "extras", [{}, {"mask": "float32", "softcap": True, "scaled": True, "dropout": True}]
+)
+def test_every_config_fits_the_machine(extras: dict[str, object]) -> None:
+    for D, Dv, right in itertools.product(HEAD_DIMS, HEAD_DIMS, (False, True)):
+        features = BARE._replace(D=D, Dv=Dv, right=right, **extras)
+        for config in sm90.reachable(features):
+            assert sm90.shared_memory(config, D, Dv) <= sm90.SHARED_MEMORY, (D, Dv, config)
+            assert sm90.registers(features, config) <= sm90.REGISTERS[config.warpgroups], (D, Dv, config)
+            assert config.keys % 16 == 0 and config.keys <= 256
+            assert not config.o_over_q or sm90.tile_dim(Dv) <= sm90.tile_dim(D)
+
+
+def test_every_row_serves_somebody() -> None:
+    """A row that others shadow would be a lie about what runs."""
+    served: set[Sm90Forward] = set()
+    every: dict[str, object] = {"mask": "float32", "softcap": True, "dropout": True}
+    extras = ({}, {"mask": "bool"}, {"mask": "float32"}, {"dropout": True}, every, {"D": 64})
+    for row, right, extra, Sq, Sk in itertools.product(
+        sm90.TABLE, (False, True), extras, (1, 100, 4096), (256, 1024, 4096, 16384)
+    ):
+        features = BARE._replace(**{"D": row.D, "Dv": row.Dv, "right": right, **extra})
+        served.update(r for r in sm90.TABLE if r.admits(features, Sq, Sk) and r is first(features, Sq, Sk))
+    assert served == set(sm90.TABLE)
+
+
+def first(features: Features, rows: int, keys: int) -> sm90.Row:
+    return next(row for row in sm90.TABLE if row.admits(features, rows, keys))
+
+
+@given(st.integers(1, 300), GROUPS, st.booleans())
+def test_packing_never_costs_tiles(Sq: int, group: int, right: bool) -> None:
+    config = sm90.forward(BARE._replace(right=right), Sq, 1024, group)
+    tiles = -(-group // config.pack) * -(-Sq * config.pack // config.rows)
+    assert tiles <= group * -(-Sq // config.rows)
+    assert config.pack in (1, 2, 4, 8, 16, 32, 64) and config.pack < 2 * group
+    if Sq >= config.rows:
+        assert config.pack == 1
+
+
+@pytest.mark.parametrize("extra", [{"dropout": True}, {"mask": "bool"}])
+def test_rows_that_differ_by_head_are_not_packed(extra: dict[str, object]) -> None:
+    assert sm90.forward(BARE, 1, 1024, 8).pack == 8
+    assert sm90.forward(BARE._replace(**extra), 1, 1024, 8).pack == 1
+
+
+def test_a_window_counts_as_few_keys() -> None:
+    features = BARE._replace(left=True, right=True)
+    assert sm90.forward(features, 1 << 14, 1 << 14, seen=256) == sm90.forward(features, 1 << 14, 256)
+
+
+@pytest.mark.parametrize(
+    ("D", "right", "S", "rows", "keys"),
+    [
+        (64, False, 256, 256, 64),
+        (64, True, 1024, 256, 64),
+        (64, True, 4096, 192, 128),
+        (64, False, 16384, 192, 128),
+        (128, False, 2048, 128, 128),
+        (128, True, 1024, 128, 128),
+        (128, True, 2048, 192, 80),
+        (128, False, 4096, 192, 80),
+    ],
+)
+def test_measured_cells_take_the_tiles_that_won_there(
+    D: int, right: bool, S: int, rows: int, keys: int
+) -> None:
+    config = sm90.forward(BARE._replace(D=D, Dv=D, right=right), S, S)
+    assert (config.rows, config.keys) == (rows, keys)
+
+
+def test_the_kernel_agrees_that_it_can_run_every_config() -> None:
+    plan = pytest.importorskip("flash4_torch.kernels.sm90.fwd.plan", reason="needs nvidia-cutlass-dsl")
+    extras = ({}, {"right": True}, {"left": True, "right": True}, {"mask": "bool"}, {"varlen": True})
+    for D, Dv, extra in itertools.product(HEAD_DIMS[::3], HEAD_DIMS[1::3], extras):
+        features = BARE._replace(D=D, Dv=Dv, **extra)
+        for config in sm90.reachable(features, 1):
+            plan.Plan(features, config).check()

@@ -1,0 +1,123 @@
+"""Dropout in the kernels: the reference's mask, bit for bit, in every layout."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from flash4_torch.reference.dropout import Dropout, thresholds
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32
+from cutlass.cute.runtime import from_dlpack
+
+from flash4_torch.emulator.device import as_device
+from flash4_torch.kernels.common import dropout
+from flash4_torch.testing import emulate
+
+ARCHS = ("sm_90a", "sm_100a")
+WARPS = 4
+ROWS = 16 * WARPS
+PROBABILITIES = (0.0, 0.001, 0.1, 0.25, 127.5 / 256, 0.5, 0.9, 255.5 / 256, 1.0)
+
+
+@cute.jit
+def keep_of_tile(
+    rng_state: cute.Tensor,
+    out: cute.Tensor,
+    head: Int32,
+    row: Int32,
+    column: Int32,
+    byte: Uint32,
+    fraction: Uint32,
+    transposed: cutlass.Constexpr,
+    dtype: cutlass.Constexpr,
+    tiles: cutlass.Constexpr,
+) -> None:
+    """out (ROWS, tiles * N) float32 = dropped ones, from `row` and `column` on."""
+    keep_kernel(rng_state, out, head, row, column, byte, fraction, transposed, dtype, tiles).launch(
+        grid=(1, 1, 1), block=(32 * WARPS, 1, 1)
+    )
+
+
+@cute.kernel
+def keep_kernel(
+    rng_state: cute.Tensor,
+    out: cute.Tensor,
+    head: Int32,
+    row: Int32,
+    column: Int32,
+    byte: Uint32,
+    fraction: Uint32,
+    transposed: cutlass.Constexpr,
+    dtype: cutlass.Constexpr,
+    tiles: cutlass.Constexpr,
+) -> None:
+    warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
+    N = cutlass.const_expr(out.shape[1] // tiles)
+    drop = dropout.load(rng_state, byte, fraction)
+    side = dropout.KeyRows if cutlass.const_expr(transposed) else dropout.QueryRows
+    rows = side.at(drop, row + 16 * warp, head, lane)
+    for tile in cutlass.range(tiles, unroll=1):
+        weights = cute.make_rmem_tensor(N // 2, dtype)
+        weights.fill(1.0)
+        rows.drop(weights, rows.draw(column + tile * N, N))
+        store(weights, out, 16 * warp + lane // 4, tile * N + 2 * (lane % 4))
+
+
+def store(weights: cute.Tensor, out: cute.Tensor, row: Int32, column: Int32) -> None:
+    """As the lanes of a warp hold an accumulator."""
+    for i in range(cute.size(weights)):
+        out[row + 8 * (i // 2 % 2), column + 8 * (i // 4) + i % 2] = weights[i].to(Float32)
+
+
+@functools.cache
+def compiled(arch: str, N: int, transposed: bool, dtype: Any, tiles: int) -> Any:
+    """For an active device of that architecture."""
+    state = cute.runtime.make_fake_compact_tensor(Int64, (2,), assumed_align=8)
+    out = cute.runtime.make_fake_compact_tensor(
+        Float32, (ROWS, tiles * N), stride_order=(1, 0), assumed_align=16
+    )
+    numbers = (Int32(0), Int32(0), Int32(0), Uint32(0), Uint32(0))
+    return cute.compile(
+        keep_of_tile, state, out, *numbers, transposed, dtype, tiles, options=f"--gpu-arch {arch}"
+    )
+
+
+def as_cute(tensor: Tensor) -> Any:
+    return from_dlpack(as_device(tensor), assumed_align=8)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "keys"])
+@pytest.mark.parametrize("N", [16, 64, 80, 128])
+@pytest.mark.parametrize("dtype", [BFloat16, Float32], ids=["packed", "float32"])
+@settings(max_examples=12)
+@given(
+    seed=st.integers(-(2**63), 2**63 - 1),
+    offset=st.integers(-(2**63), 2**63 - 1),
+    batch=st.integers(0, 40),
+    head=st.integers(0, 2),
+    row=st.integers(0, 2**20).map(lambda i: 16 * i),
+    column=st.integers(0, 2**20).map(lambda i: 16 * i),
+    p=st.sampled_from(PROBABILITIES) | st.floats(0, 1),
+)
+def test_the_mask_is_the_reference(arch, transposed, N, dtype, seed, offset, batch, head, row, column, p):
+    Hq, tiles = 3, 2
+    state = torch.tensor([seed, offset])
+    kept = torch.full((ROWS, tiles * N), torch.nan)
+    with emulate.device(arch):
+        run = compiled(arch, N, transposed, dtype, tiles)
+        run(as_cute(state), as_cute(kept), batch * Hq + head, row, column, *thresholds(p))
+    rows, columns = range(row, row + ROWS), range(column, column + tiles * N)
+    queries, keys = (columns, rows) if transposed else (rows, columns)
+    expected = Dropout(state, p).keep(range(batch, batch + 1), Hq, queries, keys)[0, head]
+    assert torch.equal(kept, (expected.T if transposed else expected).float())

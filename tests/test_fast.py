@@ -1,0 +1,253 @@
+"""The short way to a kernel: it does what the long way does, and only where nobody would notice it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flash4_torch
+from cases import Case, cases
+from flash4_torch import backends, errors, fast, testing
+from flash4_torch.ops import impl
+from on_cpu import Machine, hopper
+
+# What torch says of its own tracer, when it is asked for and when forward mode loads it.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    with hopper() as machine:
+        yield machine
+
+
+def half(*shape: int) -> Tensor:
+    return torch.randn(*shape).bfloat16()
+
+
+class LongWay:
+    """Counts the calls that reach the operator's implementation."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.calls = 0
+        choose = backends.choose
+
+        def counting(problem: Any) -> Any:
+            self.calls += 1
+            return choose(problem)
+
+        # What `remember` asks for is not a call.
+        monkeypatch.setattr(impl, "backends", type("Backends", (), {"choose": staticmethod(counting)}))
+
+    def taken(self, call: Callable[[], Any]) -> bool:
+        before = self.calls
+        call()
+        return self.calls > before
+
+
+@pytest.fixture
+def long_way(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> LongWay:
+    return LongWay(monkeypatch)
+
+
+def test_the_second_call_takes_it(long_way: LongWay) -> None:
+    x = half(1, 128, 2, 64)
+    assert [long_way.taken(lambda: flash4_torch.attention(x, x, x)) for _ in range(3)] == [True, False, False]
+    other = half(1, 128, 2, 64)
+    assert not long_way.taken(lambda: flash4_torch.attention(other, other, other))
+
+
+@given(cases((torch.bfloat16, torch.float16), attn_mask=None), st.booleans())
+@settings(max_examples=150)
+def test_it_launches_what_the_long_way_does(case: Case, return_lse: bool) -> None:
+    tensors = [x.detach() for x in (case.q, case.k, case.v)]
+    with hopper() as machine:
+        first, second = (
+            flash4_torch.attention(*tensors, **case.kwargs, return_lse=return_lse) for _ in range(2)
+        )
+    if not return_lse:
+        first, second = (first,), (second,)
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b) and a.stride() == b.stride() and a.dtype == b.dtype
+        assert not a.numel() or a.data_ptr() != b.data_ptr()
+    if machine.launches:
+        long, short = machine.launches
+        assert long[:2] == short[:2] and long.args[6:] == short.args[6:]
+        for a, b in zip(long.args[:5], short.args[:5], strict=True):
+            assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+
+
+X = half(1, 128, 2, 64)
+ANOTHER_CALL: dict[str, Callable[[], Any]] = {
+    "longer": lambda: flash4_torch.attention(*[half(1, 129, 2, 64)] * 3),
+    "more keys": lambda: flash4_torch.attention(X, half(1, 130, 2, 64), half(1, 130, 2, 64)),
+    "more queries": lambda: flash4_torch.attention(half(1, 130, 2, 64), X, X),
+    "other strides": lambda: flash4_torch.attention(*[half(1, 2, 128, 64).transpose(1, 2)] * 3),
+    "v alone strided": lambda: flash4_torch.attention(X, X, half(1, 2, 128, 64).transpose(1, 2)),
+    "other dtype": lambda: flash4_torch.attention(*[X.half()] * 3),
+    "causal": lambda: flash4_torch.attention(X, X, X, causal=True),
+    "window": lambda: flash4_torch.attention(X, X, X, window=(1, None)),
+    "scale": lambda: flash4_torch.attention(X, X, X, scale=1.0),
+    "softcap": lambda: flash4_torch.attention(X, X, X, softcap=1.0),
+    "dropout": lambda: flash4_torch.attention(X, X, X, dropout_p=0.5),
+    "mask": lambda: flash4_torch.attention(X, X, X, attn_mask=torch.ones(128, dtype=torch.bool)),
+    "odd base": lambda: flash4_torch.attention(half(1 + 128 * 128)[1:].view(1, 128, 2, 64), X, X),
+    "deterministic": lambda: flash4_torch.attention(X, X, X, deterministic=True),
+}
+
+
+@pytest.mark.parametrize("call", ANOTHER_CALL.values(), ids=ANOTHER_CALL)
+def test_another_call_goes_the_long_way(long_way: LongWay, call: Callable[[], Any]) -> None:
+    flash4_torch.attention(X, X, X)
+    assert long_way.taken(call)
+
+
+@pytest.mark.parametrize("call", [ANOTHER_CALL[n] for n in ("dropout", "mask", "odd base")])
+def test_some_calls_always_do(long_way: LongWay, call: Callable[[], Any]) -> None:
+    assert all(long_way.taken(call) for _ in range(3))
+
+
+class FunctionMode(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class DispatchMode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Subclass(Tensor):
+    pass
+
+
+def compiled(x: Tensor) -> Tensor:
+    return torch.compile(flash4_torch.attention, backend="aot_eager", fullgraph=True)(x, x, x)
+
+
+def attend(x: Tensor, **kwargs: Any) -> Any:
+    return flash4_torch.attention(x, x, x, **kwargs)
+
+
+LISTENERS: dict[str, tuple[Callable[[], Any], Callable[[Tensor], Any]]] = {
+    "gradient": (nullcontext, lambda x: attend(x.clone().requires_grad_())),
+    "function mode": (FunctionMode, attend),
+    "dispatch mode": (DispatchMode, attend),
+    "default device": (lambda: torch.device("cpu"), attend),
+    "subclass": (nullcontext, lambda x: attend(x.as_subclass(Subclass))),
+    "parameter": (nullcontext, lambda x: attend(torch.nn.Parameter(x))),
+    "autocast": (lambda: torch.autocast("cpu", dtype=torch.bfloat16), attend),
+    "profiler": (lambda: torch.profiler.profile(acc_events=True), attend),
+    "vmap": (nullcontext, lambda x: torch.func.vmap(attend)(x[None])),
+    "grad transform": (nullcontext, lambda x: torch.func.grad(lambda y: attend(y).sum())(x)),
+    "compile": (nullcontext, compiled),
+    "excluded backend": (lambda: backends.excluding("sdpa"), attend),
+    "observer": (testing.backends_used, attend),
+}
+
+
+@pytest.mark.parametrize(("context", "call"), LISTENERS.values(), ids=LISTENERS)
+def test_whoever_listens_is_not_passed_by(
+    long_way: LongWay, context: Callable[[], Any], call: Callable[[Tensor], Any]
+) -> None:
+    attend(X)
+    with context():
+        assert long_way.taken(lambda: call(X))
+    assert not long_way.taken(lambda: attend(X))
+
+
+@pytest.mark.parametrize("variable", ["FLASH4_BACKEND", "FLASH4_LOG"])
+def test_the_environment_is_heard(long_way: LongWay, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    attend(X)
+    monkeypatch.setenv(variable, {"FLASH4_BACKEND": "tiled", "FLASH4_LOG": "backend"}[variable])
+    assert long_way.taken(lambda: attend(X))
+    monkeypatch.delenv(variable)
+    assert not long_way.taken(lambda: attend(X))
+
+
+def test_without_grad_mode_parameters_data_may_take_it(long_way: LongWay) -> None:
+    x = X.clone().requires_grad_()
+    with torch.no_grad():
+        attend(x)
+        assert not long_way.taken(lambda: attend(x))
+    assert attend(x).requires_grad
+
+
+def test_a_tangent_is_not_lost(machine: Machine) -> None:
+    attend(X)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError):
+        attend(torch.autograd.forward_ad.make_dual(X, X))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_traced_graphs_hold_the_operator(machine: Machine) -> None:
+    attend(X)
+    with torch.no_grad():
+        traced = torch.jit.trace(attend, (X,), check_trace=False)
+    assert "flash4::attention" in str(traced.inlined_graph)
+
+
+WRONG: dict[str, Callable[[], Any]] = {
+    "scale": lambda: attend(X, scale=True),
+    "scale text": lambda: attend(X, scale="1"),
+    "scale tensor": lambda: attend(X, scale=torch.tensor(1.0)),
+    "softcap": lambda: attend(X, softcap=False),
+    "dropout_p": lambda: attend(X, dropout_p=False),
+    "window": lambda: attend(X, window=(True, None)),
+    "window of one": lambda: attend(X, window=(1,)),
+    "window dict": lambda: attend(X, window={1: 2, None: 3}),
+    "window number": lambda: attend(X, window=1),
+    "window list of lists": lambda: attend(X, window=([], [])),
+    "rank": lambda: attend(X[0]),
+    "no tensor": lambda: flash4_torch.attention(X, X, None),
+    "mixed dtypes": lambda: flash4_torch.attention(X, X.half(), X),
+    "sparse": lambda: attend(X.to_sparse()),
+}
+
+
+@pytest.mark.parametrize("call", WRONG.values(), ids=WRONG)
+def test_errors_are_the_same(call: Callable[[], Any]) -> None:
+    """Also after calls whose flags are equal as numbers."""
+    messages = []
+    for warm in (False, True):
+        with hopper():
+            if warm:
+                for scale, softcap, dropout_p, window in itertools.product(
+                    (1, 1.0, None), (0, 0.0), (0, 0.0), ((1, None), (None, None))
+                ):
+                    for _ in range(2):
+                        attend(X, scale=scale, softcap=softcap, dropout_p=dropout_p, window=window)
+            with pytest.raises((errors.ArgumentError, RuntimeError, TypeError)) as caught:
+                call()
+        messages.append((caught.type, str(caught.value)))
+    assert messages[0] == messages[1]
+
+
+def test_its_memory_is_bounded_and_holds_no_tensors(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fast, "_MOST", 4)
+    for S in range(1, 12):
+        attend(half(1, S, 1, 8))
+        assert len(fast._launches) <= 4
+    attend(X, causal=torch.tensor(True))
+    assert not any(isinstance(x, Tensor) for call in fast._launches for x in call[3])
+
+
+def test_another_backend_is_left_alone() -> None:
+    """Without one that prepares launches, nothing changes."""
+    fast.forget()
+    with testing.backends_used() as used:
+        for _ in range(3):
+            attend(X.float())
+    assert used == {("attention", "cpu"): 3} and not fast._launches

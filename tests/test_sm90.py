@@ -1,0 +1,291 @@
+"""The Hopper backend up to the launch: what reaches the kernel, and what it makes of the results."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import flash4_torch
+from cases import Case, cases
+from flash4_torch import testing
+from flash4_torch.backends import sm90, tickets
+from flash4_torch.ops.impl import Rules, dense_extent, describe
+from flash4_torch.problem import Extent, Problem
+from on_cpu import Hopper, hopper
+from test_laws import packed
+from test_matches_reference import NAMES, results_and_gradients
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@given(cases(HALVES), st.sampled_from([0.0, 0.0, 0.3, 1.0]))
+@settings(max_examples=200)
+def test_values_and_gradients(case: Case, dropout_p: float) -> None:
+    """The kernel is told enough, and truly, whatever the call; the backward takes over from its results."""
+    dropout = {"dropout_p": dropout_p, "rng_state": testing.peek_rng_state()} if dropout_p else {}
+    with hopper(), testing.backends_used() as used, testing.poisoned_memory():
+        out, lse = flash4_torch.attention(
+            case.q, case.k, case.v, **case.kwargs, dropout_p=dropout_p, deterministic=False, return_lse=True
+        )
+        cotangents = torch.randn_like(out, dtype=torch.float64), torch.randn_like(lse, dtype=torch.float64)
+        actual = results_and_gradients(case, out, lse, *cotangents)
+    assert used == {("attention", "sm90"): 1, ("attention_backward", "tiled"): 1}
+    assert out.is_contiguous() and lse.is_contiguous()
+    exact = results_and_gradients(case, *case.exact(**dropout), *cotangents)
+    peer = results_and_gradients(case, *case.exact(case.q.dtype, **dropout), *cotangents)
+    stored = torch.finfo(case.q.dtype).eps * (cotangents[0] * out).norm().item()
+    for name, a, e, p in zip(NAMES, actual, exact, peer, strict=False):
+        testing.assert_close_as_peer(a, e.double(), p, what=name, noise=stored if name == "dmask" else 0.0)
+
+
+@given(packed(), st.sampled_from([torch.int32, torch.int64]))
+def test_varlen(problem: tuple[list[int], list[int], dict[str, Any]], dtype: torch.dtype) -> None:
+    q_lengths, k_lengths, kwargs = problem
+    q, k, v = (
+        torch.randn(sum(lengths), H, d).bfloat16()
+        for lengths, H, d in ((q_lengths, 4, 8), (k_lengths, 2, 8), (k_lengths, 2, 5))
+    )
+    ends = [torch.tensor([0, *torch.tensor(n).cumsum(0)], dtype=dtype) for n in (q_lengths, k_lengths)]
+
+    def run() -> Any:
+        torch.manual_seed(3)
+        return flash4_torch.attention_varlen(
+            q,
+            k,
+            v,
+            cu_seqlens_q=ends[0],
+            cu_seqlens_k=ends[1],
+            max_seqlen_q=max(q_lengths, default=0),
+            max_seqlen_k=max(k_lengths, default=0),
+            return_lse=True,
+            **kwargs,
+        )
+
+    with hopper(), testing.backends_used() as used, testing.poisoned_memory():
+        ours = run()
+    assert set(used) == {("attention_varlen", "sm90")}
+    for a, b in zip(ours, run(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def half(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape).bfloat16()
+
+
+def launched(*tensors: torch.Tensor, **kwargs: Any) -> Any:
+    """The launch of one call."""
+    with hopper() as machine:
+        flash4_torch.attention(*tensors, **kwargs)
+    (launch,) = machine.launches
+    return launch
+
+
+@pytest.mark.parametrize(
+    "layout",
+    {
+        "contiguous": lambda: half(2, 5, 3, 16),
+        "heads first": lambda: half(2, 3, 5, 16).transpose(1, 2),
+        "of a joint projection": lambda: half(2, 5, 3, 3, 16)[:, :, 1],
+        "sliced": lambda: half(2, 9, 4, 32)[:, 2:7, 1:, 8:24],
+        "one row, one head": lambda: half(1, 1, 1, 16),
+    }.values(),
+)
+def test_what_the_copy_engine_reads_is_not_copied(layout: Any) -> None:
+    x = layout()
+    q, k, v, *_ = launched(x, x, x).args
+    assert all(y.data_ptr() == x.data_ptr() and y.stride() == x.stride() for y in (q, k, v))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    {
+        "no unit stride": lambda: half(2, 5, 3, 32)[..., ::2],
+        "odd strides": lambda: half(2, 5, 3, 18)[..., :16],
+        "odd base": lambda: half(2 * 5 * 3 * 16 + 1)[1:].view(2, 5, 3, 16),
+        "expanded": lambda: half(1, 5, 3, 16).expand(2, 5, 3, 16),
+        "expanded heads": lambda: half(2, 5, 1, 16).expand(2, 5, 3, 16),
+        "odd stride of a single entry": lambda: half(900).as_strided((1, 5, 3, 16), (241, 48, 16, 1)),
+        "odd head size": lambda: half(2, 5, 3, 13),
+    }.values(),
+)
+def test_what_it_does_not_is(layout: Any) -> None:
+    x = layout()
+    q, k, v, *_ = launched(x, x, x).args
+    D = x.shape[-1]
+    for y in (q, k, v):
+        assert y.data_ptr() != x.data_ptr() and torch.equal(y[..., :D], x) and not y[..., D:].any()
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "expected"),
+    [
+        ({}, {}),
+        ({"causal": True}, {"right": True}),
+        ({"window": (3, 2)}, {"left": True, "right": True}),
+        ({"window": (63, 63)}, {}),
+        ({"window": (62, None)}, {"left": True}),
+        ({"softcap": 2.0}, {"softcap": True, "scaled": True}),
+        ({"scale": 0.0}, {"scaled": True}),
+        ({"scale": -1.0}, {"scaled": True}),
+        ({"dropout_p": 0.1}, {"dropout": True}),
+        ({"attn_mask": torch.ones(64, dtype=torch.bool)}, {"mask": "bool"}),
+        ({"attn_mask": torch.ones(64)}, {"mask": "float32", "scaled": True}),
+    ],
+    ids=str,
+)
+def test_only_what_a_call_uses_is_compiled_in(kwargs: dict[str, Any], expected: dict[str, Any]) -> None:
+    x = half(1, 64, 2, 32)
+    features = launched(x, x, x, **kwargs).features
+    bare = {"left": False, "right": False, "softcap": False, "scaled": False, "mask": "", "dropout": False}
+    assert features._asdict() == {
+        "dtype": "bfloat16",
+        "D": 32,
+        "Dv": 32,
+        "varlen": False,
+        **bare,
+        **expected,
+    }
+
+
+def test_the_last_query_alone_needs_no_causal_mask() -> None:
+    assert not launched(half(1, 1, 2, 32), half(1, 99, 2, 32), half(1, 99, 2, 32), causal=True).features.right
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 40), (2, 1, 1, 40), (1, 3, 20, 40), (2, 3, 20, 1), (20, 40)])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_masks_are_read_beforehand(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    mask = torch.rand(shape).gt(0.5).to(dtype)
+    with hopper() as machine:
+        flash4_torch.attention(half(2, 20, 3, 16), half(2, 40, 3, 16), half(2, 40, 3, 16), attn_mask=mask)
+    (launch,), (plan,) = machine.launches, machine.masks
+    values, _ = launch.args[8]
+    assert values.untyped_storage().data_ptr() == mask.untyped_storage().data_ptr()
+    assert (plan.rows, plan.keys) == (launch.config.rows, launch.config.keys)
+
+
+def problem(**changes: Any) -> Problem:
+    """A plain call on a Hopper GPU but for some fields of its problem."""
+    x = torch.empty(2, 512, 8, 64, dtype=torch.bfloat16)
+    plain = describe(x, x, dense_extent(x, x), None, Rules(0.125, None, None, 0.0, 0.0, False))
+    of_spec = {name: changes.pop(name) for name in tuple(changes) if name in plain.spec._fields}
+    spec = plain.spec._replace(**{"device": "cuda", "capability": (9, 0), **of_spec})
+    return plain._replace(spec=spec, **changes)
+
+
+def test_a_plain_call_on_a_hopper_gpu_is_served() -> None:
+    assert sm90.Sm90().why_not(problem()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"device": "cpu"}, "the tensors are on cpu"),
+        ({"capability": (8, 0)}, r"compute capability is \(8, 0\)"),
+        ({"capability": (10, 0)}, r"compute capability is \(10, 0\)"),
+        ({"dtype": torch.float32}, "the dtype is torch.float32"),
+        ({"dtype": torch.float64}, "the dtype is torch.float64"),
+        ({"D": 257}, "D is 257"),
+        ({"Dv": 264}, "Dv is 264"),
+        ({"mask": "float64:1111"}, "attn_mask is float64"),
+        ({"backward": True}, "it has no backward"),
+        ({"extent": Extent(1, 1, (1 << 30) + 1, 1, 1)}, "32 bits"),
+        ({"extent": Extent(1 << 20, 1 << 10, 1, 1 << 8, 1)}, "32 bits"),
+    ],
+)
+def test_reasons(changes: dict[str, Any], words: str) -> None:
+    (reason,) = sm90.Sm90().why_not(problem(**changes))
+    with pytest.raises(AssertionError, match=words):
+        raise AssertionError(reason)
+
+
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sm90, "_missing", lambda: ["apache-tvm-ffi"])
+    assert "apache-tvm-ffi must be installed" in sm90.Sm90().why_not(problem())[0]
+
+
+@given(st.integers(1, 4), st.integers(1, 4000), st.integers(1, 40), st.integers(1, 9), st.booleans())
+def test_sections_hold_whole_groups_that_fit_the_cache(
+    B: int, S: int, Hk: int, group: int, causal: bool
+) -> None:
+    band = problem().band._replace(right=0 if causal else None)
+    call = problem(group=group, extent=Extent(B, S, S, Hk * group, Hk), band=band)
+    config = sm90.config_of(call)
+    section = sm90.rule_of(call, config, 132)[5]
+    packs = -(-group // config.pack)
+    if not causal or S == 1:
+        assert section == 1
+        return
+    key_heads, rest = divmod(section, packs)
+    assert rest == 0 and 1 <= key_heads <= B * Hk
+    if key_heads > 1:
+        assert key_heads * S * (64 + 64) * 2 <= 32 << 20
+
+
+def test_bounds_beyond_32_bits_are_cut() -> None:
+    call = problem(band=problem().band._replace(left=1 << 40, right=-(1 << 40)))
+    assert sm90.rule_of(call, sm90.config_of(call), 132)[2:4] == (1 << 30, -(1 << 30))
+
+
+@pytest.mark.parametrize(("B", "Sq", "Sk"), [(0, 4, 4), (1, 0, 4), (1, 4, 0)])
+def test_nothing_is_launched_for_nothing(B: int, Sq: int, Sk: int) -> None:
+    q, k = half(B, Sq, 2, 13), half(B, Sk, 2, 13)
+    with hopper() as machine, testing.poisoned_memory():
+        out, lse = flash4_torch.attention(q, k, k, return_lse=True)
+    assert not machine.launches
+    assert out.shape == (B, Sq, 2, 13) and not out.any() and (lse == -math.inf).all()
+
+
+class Streams:
+    """A driver with current streams, and allocations to look at."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.current = {0: 11, 1: 11}
+        self.capturing = False
+        self.allocations: list[int] = []
+        monkeypatch.setattr(tickets, "_of_stream", {})
+        monkeypatch.setattr(tickets, "_unused", {})
+        monkeypatch.setattr(tickets, "_current_stream", self.current.__getitem__)
+        monkeypatch.setattr(tickets, "_is_capturing", lambda index: self.capturing)
+        monkeypatch.setattr(tickets, "_zeros", self.zeros)
+
+    def zeros(self, index: int, n: int, wait: bool = False) -> torch.Tensor:
+        import threading
+
+        # What stays must not come from a graph's memory, so another thread allocates it, and waits for it.
+        assert wait == (n > 1) == (threading.current_thread() is not threading.main_thread())
+        self.allocations.append(n)
+        return torch.zeros(n, dtype=torch.int32)
+
+
+def test_streams_have_counters_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = Streams(monkeypatch)
+    found = {}
+    for _ in range(2):
+        for index in (0, 1):
+            for stream in range(300):
+                streams.current[index] = stream
+                counter = tickets.counter(index)
+                assert counter.shape == (1,) and counter.dtype == torch.int32
+                assert found.setdefault((index, stream), counter.data_ptr()) == counter.data_ptr()
+    assert len(set(found.values())) == len(found)
+    assert len(streams.allocations) == 4
+
+
+def test_a_captured_launch_owns_its_counter(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = Streams(monkeypatch)
+    eager = tickets.counter(0)
+    streams.capturing = True
+    captured = [tickets.counter(0) for _ in range(2)]
+    assert len({x.data_ptr() for x in (eager, *captured)}) == 3
+    assert streams.allocations[1:] == [1, 1]
+    kept = [x.data_ptr() for x in tickets._of_stream.values()]
+    assert kept == [eager.data_ptr()]
+
+
+def test_the_stand_in_is_the_backend() -> None:
+    assert Hopper.forward is sm90.Sm90.forward and Hopper.prepare is sm90.Sm90.prepare
