@@ -406,6 +406,26 @@ def test_reasons(entry: str, static: tuple[object, ...], reason: str) -> None:
         layer.function(entry, static, "sm_90a")
 
 
+def test_a_kernel_whose_source_changes_meanwhile_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else another process would take the new code for what the old source makes."""
+    source = """
+        from pathlib import Path
+        import compile_kernel
+
+        def compile_scale():
+            with Path(__file__).open("a") as file:
+                file.write("# edited")
+            return compile_kernel.compile_scale(2.0)
+    """
+    (tmp_path / "changing.py").write_text(textwrap.dedent(source))
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(errors.CompileError, match="its sources have changed since this process began"):
+        layer.function("changing:compile_scale", (), "sm_90a")
+    assert cache.contents() == []
+
+
 def test_the_compilers_warnings_stay_inside(log: Path) -> None:
     code = f"""
         from flash4_torch import compile

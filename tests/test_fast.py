@@ -149,6 +149,10 @@ LISTENERS: dict[str, tuple[Callable[[], Any], Callable[[Tensor], Any]]] = {
     "autocast": (lambda: torch.autocast("cpu", dtype=torch.bfloat16), attend),
     "profiler": (lambda: torch.profiler.profile(acc_events=True), attend),
     "vmap": (nullcontext, lambda x: torch.func.vmap(attend)(x[None])),
+    "vmap of something else": (
+        nullcontext,
+        lambda x: torch.func.vmap(lambda y: attend(x).sum() + y)(x[0, 0, 0]),
+    ),
     "grad transform": (nullcontext, lambda x: torch.func.grad(lambda y: attend(y).sum())(x)),
     "compile": (nullcontext, compiled),
     "excluded backend": (lambda: backends.excluding("sdpa"), attend),

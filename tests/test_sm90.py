@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from typing import Any
 
@@ -204,11 +205,24 @@ def test_reasons(changes: dict[str, Any], words: str) -> None:
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sm90, "_missing", lambda: ["apache-tvm-ffi"])
-    assert "apache-tvm-ffi must be installed" in sm90.Sm90().why_not(problem())[0]
+    """The compiler is only needed where kernels have not been exported."""
+    sm90._missing.cache_clear()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if "cutlass" in name else name)
+    (reason,) = sm90.Sm90().why_not(problem())
+    assert reason.startswith("nvidia-cutlass-dsl must be installed")
+    monkeypatch.setenv("FLASH4_AOT_DIR", "kernels")
+    assert sm90.Sm90().why_not(problem()) == []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    sm90._missing.cache_clear()
+    (reason,) = sm90.Sm90().why_not(problem())
+    assert reason.startswith("apache-tvm-ffi must be installed")
+    sm90._missing.cache_clear()
 
 
-@given(st.integers(1, 4), st.integers(1, 4000), st.integers(1, 40), st.integers(1, 9), st.booleans())
+LENGTHS = st.one_of(st.integers(1, 4000), st.sampled_from([1 << 17, 1 << 20]))
+
+
+@given(st.integers(1, 4), LENGTHS, st.integers(1, 40), st.integers(1, 9), st.booleans())
 def test_sections_hold_whole_groups_that_fit_the_cache(
     B: int, S: int, Hk: int, group: int, causal: bool
 ) -> None:
@@ -224,6 +238,14 @@ def test_sections_hold_whole_groups_that_fit_the_cache(
     assert rest == 0 and 1 <= key_heads <= B * Hk
     if key_heads > 1:
         assert key_heads * S * (64 + 64) * 2 <= 32 << 20
+
+
+@pytest.mark.parametrize(("Sq", "right", "expected"), [(200, 0, True), (201, 0, False), (201, 1, True)])
+def test_tiles_may_be_drawn_early_where_each_has_keys(Sq: int, right: int, expected: bool) -> None:
+    """The first row sees keys up to Sk - Sq + right, of 200."""
+    band = problem().band._replace(right=right)
+    call = problem(D=128, Dv=128, extent=Extent(1, Sq, 200, 4, 4), band=band)
+    assert sm90.config_of(call).next_tile == expected
 
 
 def test_bounds_beyond_32_bits_are_cut() -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import compile
+from .. import compile, env
 from ..configs import sm90 as configs
 from ..configs.types import Features, Sm90Forward
 from ..kernels.common import mask_tables
@@ -35,7 +35,8 @@ _MAX_D = 256
 _FARTHEST = 1 << 30
 """The kernels' largest position and bound: sums of two stay within 32 bits."""
 _MOST_TILES = (1 << 31) - 1
-_NEEDED = {"tvm_ffi": "apache-tvm-ffi", "nvidia_cutlass_dsl": "nvidia-cutlass-dsl"}
+_TO_RUN = {"tvm_ffi": "apache-tvm-ffi"}
+_TO_COMPILE = {**_TO_RUN, "nvidia_cutlass_dsl": "nvidia-cutlass-dsl"}
 _ALIGNMENT = 16
 """Bytes; what the copy engine wants of addresses and strides, and eight of our elements."""
 _STEP = _ALIGNMENT // 2
@@ -65,7 +66,7 @@ class Sm90:
         why = []
         if spec.capability != _CAPABILITY:
             why.append(f"the GPU's compute capability is {spec.capability}, and it serves {_CAPABILITY}")
-        if missing := _missing():
+        if missing := _missing(exported=bool(env.AOT_DIR.get())):
             why.append(f"{' and '.join(missing)} must be installed (pip install 'flash4_torch[kernels]')")
         if spec.backward:
             why.append("it has no backward")
@@ -125,8 +126,10 @@ class Sm90:
 
 
 @cache
-def _missing() -> list[str]:
-    return [package for module, package in _NEEDED.items() if not importlib.util.find_spec(module)]
+def _missing(exported: bool) -> list[str]:
+    """Packages that are needed and not installed; kernels that were exported need no compiler."""
+    needed = _TO_RUN if exported else _TO_COMPILE
+    return [package for module, package in needed.items() if not importlib.util.find_spec(module)]
 
 
 def is_readable(x: Tensor) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..errors import CompileError
 from . import library
-from .key import Key
+from .key import Key, is_edited
 
 _PACKAGES = "pip install 'flash4_torch[kernels]'"
 _OF_THE_COMPILER = r"(.*[./])?(cutlass|nvidia_cutlass_dsl|flash4_torch[./]kernels)\b"
@@ -40,6 +40,8 @@ def build(key: Key, folder: Path) -> Path:
         with _one_at_a_time, _quiet():
             with _targeting(key.arch):
                 resolve(key.entry)(*key.static).export_to_c(str(object_file), function_name=key.digest)
+            if is_edited(key.entry):
+                raise RuntimeError("its sources have changed since this process began; start it again")
             return library.link(object_file)
     except ModuleNotFoundError as error:
         raise CompileError(str(key), f"{error.name} must be installed ({_PACKAGES})") from error

@@ -61,6 +61,15 @@ def versions() -> dict[str, str]:
 @functools.cache
 def fingerprint(entry: str) -> str:
     """A hash of the sources of a kernel: all of kernels/, and the entry's module where that is elsewhere."""
+    return _hash_of_sources(entry)
+
+
+def is_edited(entry: str) -> bool:
+    """Whether the sources are others than `fingerprint` saw; what is loaded of them may be either."""
+    return _hash_of_sources(entry) != fingerprint(entry)
+
+
+def _hash_of_sources(entry: str) -> str:
     files = [*sorted((_PACKAGE / "kernels").rglob("*.py")), _PACKAGE / "configs" / "types.py"]
     module = entry.partition(":")[0]
     if not module.startswith("flash4_torch.kernels."):

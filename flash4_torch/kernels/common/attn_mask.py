@@ -24,6 +24,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
+from .band import Span
 from .fragment import Fragment
 from .mask_tables import PANEL, MaskPlan, place
 
@@ -135,6 +136,14 @@ def visible_blocks(
     rank = mask.rank[b, h, m, None]
     end = rank[last]
     return BlockList(end - rank[first], mask.blocks[b, h, m, None], end - 1)
+
+
+@cute.jit
+def positions(mask: Mask, batch: Int32, head: Int32, block: Int32, span: Span) -> Span:
+    """Where the visible blocks of a narrower span stand among the entries of the tile's list."""
+    b, h = within(batch, mask.blocks.shape[0]), within(head // mask.plan.heads, mask.blocks.shape[1])
+    rank = mask.rank[b, h, within(block, mask.blocks.shape[2]), None]
+    return Span(rank[span.first], rank[span.last])
 
 
 @cute.jit

@@ -17,72 +17,73 @@ from .tile import Tile
 
 if TYPE_CHECKING:
     from .kernel import Kernel
+    from .mainloop import Thread
 
 LANES = 4
 
 
 @cute.jit
-def epilogue(k: Kernel, O: cute.Tensor, rows: softmax.Rows, tile: Tile, q_at: Cursor, place) -> None:
+def epilogue(k: Kernel, t: Thread, tile: Tile, q_at: Cursor) -> None:
     """Every warp stores its 16 rows by itself, through its own piece of shared memory."""
     plan = k.plan
     scale = scores.softmax_scale(k.rule, plan.features.scaled)
     keep_scale = k.rule.keep_scale if plan.features.dropout else Float32(1.0)
-    inverse, lse = softmax.finish(rows, scale, keep_scale, LANES)
-    _store_lse(k, lse, tile, place)
+    inverse, lse = softmax.finish(t.rows, scale, keep_scale, LANES)
+    _store_lse(k, lse, tile, t)
 
-    values = wgmma.rows_of(O)
+    values = wgmma.rows_of(t.O)
     for r in cutlass.range_constexpr(2):
         for c in cutlass.range_constexpr(cute.size(values, mode=[1])):
             values[r, c] = values[r, c] * inverse[r]
             if cutlass.const_expr(plan.hides_rows):
                 # Hidden values may be anything, NaN too.
                 values[r, c] = values[r, c] if inverse[r] != 0.0 else Float32(0.0)
-    rounded = cute.make_rmem_tensor(O.layout, plan.dtype)
-    wgmma.round_to(O, rounded)
+    rounded = cute.make_rmem_tensor(t.O.layout, plan.dtype)
+    wgmma.round_to(t.O, rounded)
 
-    own_warp = cute.arch.make_warp_uniform(place.thread // WARP)
+    own_warp = cute.arch.make_warp_uniform(t.index // WARP)
     if cutlass.const_expr(plan.config.o_over_q):
-        cute.arch.barrier(barrier_id=DONE + place.warpgroup, number_of_threads=GROUP)
+        cute.arch.barrier(barrier_id=DONE + t.warpgroup, number_of_threads=GROUP)
     else:
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
-    pieces = _pieces(k, place, q_at)
+    pieces = _pieces(k, t, q_at)
     staged = cute.make_tensor(pieces.iterator, cute.group_modes(cute.select(pieces.layout, [0, 2, 1]), 0, 2))
     atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), plan.dtype)
-    copy = cute.make_tiled_copy_C(atom, wgmma.output_mma(plan.dtype, plan.Dv)).get_slice(place.thread)
+    copy = cute.make_tiled_copy_C(atom, wgmma.output_mma(plan.dtype, plan.Dv)).get_slice(t.index)
     cute.copy(atom, copy.retile(rounded), copy.partition_D(staged))
     if cutlass.const_expr(plan.stores_by_copy_engine):
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
-        _store_box(k, pieces[None, None, own_warp], tile, place, own_warp)
+        _store_box(k, pieces[None, None, own_warp], tile, t, own_warp)
     else:
         cute.arch.sync_warp()
-        _store_rows(k, pieces[None, None, own_warp], tile, place, own_warp)
+        _store_rows(k, pieces[None, None, own_warp], tile, t, own_warp)
         cute.arch.sync_warp()
     if cutlass.const_expr(plan.config.o_over_q):
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         ring.release(k.load_q, q_at)
 
 
-def _pieces(k: Kernel, place, q_at: Cursor) -> cute.Tensor:
+def _pieces(k: Kernel, t: Thread, q_at: Cursor) -> cute.Tensor:
     """(16, Dv, 4) in shared memory: a piece for each warp of the warpgroup."""
     layout = k.output_layout
     if k.plan.config.o_over_q:
-        start = k.sQ[None, None, q_at.stage * k.plan.warpgroups + place.warpgroup].iterator
+        start = k.sQ[None, None, q_at.stage * k.plan.warpgroups + t.warpgroup].iterator
     else:
-        start = k.sO[None, place.warpgroup].iterator
+        start = k.sO[None, t.warpgroup].iterator
     return cute.make_tensor(cute.recast_ptr(start, layout.inner), layout.outer)
 
 
 @cute.jit
-def _store_lse(k: Kernel, lse: cute.Tensor, tile: Tile, place) -> None:
+def _store_lse(k: Kernel, lse: cute.Tensor, tile: Tile, t) -> None:
     plan, target = k.plan, k.lse
     group = k.maps.mQ.shape[0][0]
     for r in cutlass.range_constexpr(2):
-        row = place.row + 8 * r
-        i = _first_position(k, tile, place) + row // plan.pack
+        row = t.row + 8 * r
+        i = _first_position(k, tile, t) + row // plan.pack
         h = tile.heads * plan.pack + row % plan.pack
-        if (place.lane % LANES == 0) & (i < tile.Sq) & (h < group):
+        if (t.lane % LANES == 0) & (i < tile.Sq) & (h < group):
             head = tile.key_head * group + h
             if cutlass.const_expr(plan.features.varlen):
                 target[head, tile.first_q + i] = lse[r]
@@ -91,13 +92,13 @@ def _store_lse(k: Kernel, lse: cute.Tensor, tile: Tile, place) -> None:
 
 
 @cute.jit
-def _store_box(k: Kernel, piece: cute.Tensor, tile: Tile, place, own_warp: Int32) -> None:
+def _store_box(k: Kernel, piece: cute.Tensor, tile: Tile, t: Thread, own_warp: Int32) -> None:
     """The copy engine leaves out rows beyond the end."""
     plan = k.plan
     box_heads, box_positions = plan.store_box
     row = own_warp * WARP_ROWS
     heads = tile.heads * (plan.pack // box_heads) + row % plan.pack // box_heads
-    position = (_first_position(k, tile, place) + row // plan.pack) // box_positions
+    position = (_first_position(k, tile, t) + row // plan.pack) // box_positions
     mO = k.maps.mO[None, None, tile.key_head, tile.batch]
     gO = cute.local_tile(mO, (plan.store_box, plan.Dv), ((heads, position), 0))
     s, g = cpasync.tma_partition(
@@ -109,16 +110,16 @@ def _store_box(k: Kernel, piece: cute.Tensor, tile: Tile, place, own_warp: Int32
 
 
 @cute.jit
-def _store_rows(k: Kernel, piece: cute.Tensor, tile: Tile, place, own_warp: Int32) -> None:
+def _store_rows(k: Kernel, piece: cute.Tensor, tile: Tile, t: Thread, own_warp: Int32) -> None:
     """16 bytes a lane, rows of the sequence only; packed rows follow those of the sequence before."""
     plan = k.plan
     chunks = plan.features.Dv // 8
     group = k.maps.mQ.shape[0][0]
     atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), plan.dtype, num_bits_per_copy=128)
-    for e in cutlass.range(place.lane, WARP_ROWS * chunks, WARP, unroll=1):
+    for e in cutlass.range(t.lane, WARP_ROWS * chunks, WARP, unroll=1):
         own_row, chunk = e // chunks, e % chunks
         row = own_warp * WARP_ROWS + own_row
-        i = _first_position(k, tile, place) + row // plan.pack
+        i = _first_position(k, tile, t) + row // plan.pack
         h = tile.heads * plan.pack + row % plan.pack
         if (i < tile.Sq) & (h < group):
             source = cute.local_tile(piece, (1, 8), (own_row, chunk))
@@ -130,5 +131,5 @@ def _store_rows(k: Kernel, piece: cute.Tensor, tile: Tile, place, own_warp: Int3
             cute.copy(atom, registers, target)
 
 
-def _first_position(k: Kernel, tile: Tile, place) -> Int32:
-    return (tile.block * k.plan.warpgroups + place.warpgroup) * k.plan.tokens
+def _first_position(k: Kernel, tile: Tile, t) -> Int32:
+    return (tile.block * k.plan.warpgroups + t.warpgroup) * k.plan.tokens

@@ -18,7 +18,7 @@ from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from ...common import ring
+from ...common import attn_mask, ring
 from ...common.args import Rule
 from ...common.ring import Ring
 from .load import load
@@ -78,7 +78,7 @@ class Kernel:
     tickets: cute.Tensor
     cu_seqlens_q: cute.Tensor | None
     cu_seqlens_k: cute.Tensor | None
-    mask: Any
+    mask: attn_mask.Mask | None
     rng_state: cute.Tensor | None
 
 
@@ -91,7 +91,7 @@ def forward_kernel(
     tickets: cute.Tensor,
     cu_seqlens_q: cute.Tensor | None,
     cu_seqlens_k: cute.Tensor | None,
-    mask,
+    mask_args: attn_mask.MaskArgs | None,
     rng_state: cute.Tensor | None,
     rule: Rule,
     plan: cutlass.Constexpr,
@@ -100,6 +100,9 @@ def forward_kernel(
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     group = cute.arch.make_warp_uniform(thread // GROUP)
 
+    mask = None
+    if cutlass.const_expr(mask_args is not None):
+        mask = attn_mask.make_mask(mask_args, plan.mask)
     memory = SmemAllocator()
     sO = None
     if cutlass.const_expr(not plan.config.o_over_q):

@@ -13,6 +13,7 @@ import cuda.bindings.driver as cuda
 
 from ....configs.types import Features, Sm90Forward
 from ...common.args import Rule, example_rule
+from ...common.attn_mask import MaskArgs, example_args
 from ..wgmma import column_major_layout, row_major_layout
 from .kernel import Maps, Layouts, forward_kernel
 from .plan import ROWS, WARP_ROWS, WARPS, Plan
@@ -28,7 +29,7 @@ def forward(
     tickets: cute.Tensor,
     cu_seqlens_q: cute.Tensor | None,
     cu_seqlens_k: cute.Tensor | None,
-    mask,
+    mask: MaskArgs | None,
     rng_state: cute.Tensor | None,
     rule: Rule,
     plan: cutlass.Constexpr,
@@ -104,11 +105,10 @@ def compile_forward(features: Features, config: Sm90Forward) -> Any:
     tickets = cute.runtime.make_fake_compact_tensor(Int32, (1,), assumed_align=4)
     cu_seqlens = _compact(Int32, 1, 4) if features.varlen else None
     rng_state = cute.runtime.make_fake_compact_tensor(Int64, (2,), assumed_align=8) if features.dropout else None
+    mask = example_args(plan.mask) if features.mask else None
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(
-        forward, q, k, v, out, lse, tickets, cu_seqlens, cu_seqlens, None, rng_state, example_rule(), plan, stream,
-        options="--enable-tvm-ffi",
-    )
+    tensors = (q, k, v, out, lse, tickets, cu_seqlens, cu_seqlens, mask, rng_state)
+    return cute.compile(forward, *tensors, example_rule(), plan, stream, options="--enable-tvm-ffi")
 
 
 def _rows(plan: Plan, D: int) -> cute.Tensor:

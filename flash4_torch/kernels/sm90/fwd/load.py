@@ -53,9 +53,11 @@ def load(k: Kernel) -> None:
                     v_at = ring.after(v_at, k.plan.config.kv_stages)
                     owes = Boolean(False)
             _load_q(k, at.q, tile)
-            span = tiles.span_of(k, tile)
+            blocks = tiles.blocks_of(k, tile)
+            span = blocks.span
             for i in cutlass.range(span.last - span.first, unroll=1):
-                block = Block(span.last - 1 - i, tile.key_head, tile.batch, tile.first_k)
+                n, _ = tiles.block_at(k, blocks, span.last - 1 - i)
+                block = Block(n, tile.key_head, tile.batch, tile.first_k)
                 _load_k(k, k_at, block)
                 k_at = ring.after(k_at, k.plan.config.kv_stages)
                 if cutlass.const_expr(k.plan.config.k_ahead):

@@ -12,16 +12,16 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
+from ...common import attn_mask, dropout, ring, scores, softmax
 from ...common import band as bands
-from ...common import ring, scores, softmax
-from ...common.band import Span
+from ...common.band import Band
 from ...common.fragment import wgmma_fragment
 from ...common.ring import Cursor
 from .. import wgmma
 from . import tile as tiles
 from .epilogue import epilogue
-from .plan import GROUP, ROWS, TURN, WARP
-from .tile import Tile
+from .plan import GROUP, TURN, WARP, WARP_ROWS
+from .tile import Blocks, Tile
 
 if TYPE_CHECKING:
     from .kernel import Kernel
@@ -30,17 +30,29 @@ LANES = 4
 """Neighbouring lanes that share a row of an accumulator."""
 
 
-class Registers(NamedTuple):
-    """A warpgroup's accumulators and the state of its rows."""
+class Thread(NamedTuple):
+    """A thread of a warpgroup, and what it keeps in registers."""
 
+    warpgroup: Int32
+    index: Int32
     S: cute.Tensor
     O: cute.Tensor
     P: cute.Tensor
     rows: softmax.Rows
+    dropout: dropout.Dropout | None
+
+    @property
+    def lane(self) -> Int32:
+        return self.index % WARP
+
+    @property
+    def row(self) -> Int32:
+        """The first of its two rows among the warpgroup's 64; the other one is eight further on."""
+        return self.index // WARP * WARP_ROWS + self.lane // LANES
 
 
 class Share(NamedTuple):
-    """What of a tile is this warpgroup's: query positions `first` to `last`, and blocks of keys.
+    """What of a tile is this warpgroup's: query positions `first` to `last`, and some of its blocks.
 
     Of the tile's blocks, counted down, `before` and `after` are hidden from all its rows; it passes them.
     """
@@ -48,76 +60,78 @@ class Share(NamedTuple):
     first: Int32
     last: Int32
     top: Int32
-    """The block it begins with, counting down."""
+    """Position of the block it begins with, counting down."""
     before: Int32
     count: Int32
     after: Int32
+
+
+class Work(NamedTuple):
+    """A tile, as a thread sees it."""
+
+    tile: Tile
+    share: Share
+    band: Band
+    blocks: Blocks
+    positions: tuple[Int32, Int32]
+    """Query positions of the thread's rows."""
     narrow: Boolean
-    """The first block's upper half is hidden."""
-
-
-class Place(NamedTuple):
-    """A warpgroup and a thread of it."""
-
-    warpgroup: Int32
-    thread: Int32
-
-    @property
-    def lane(self) -> Int32:
-        return self.thread % WARP
-
-    @property
-    def row(self) -> Int32:
-        """The thread's first row of the warpgroup's 64; the other one is eight further on."""
-        return self.thread // WARP * 16 + self.lane // LANES
+    """Whether the first block's upper half is hidden."""
+    mask: attn_mask.Rows | None
+    dropout: dropout.QueryRows | None
 
 
 @cute.jit
 def consume(k: Kernel, warpgroup: Int32) -> None:
     plan = k.plan
     thread, _, _ = cute.arch.thread_idx()
-    place = Place(warpgroup, thread % GROUP)
-    r = Registers(
+    chance = None
+    if cutlass.const_expr(plan.features.dropout):
+        chance = dropout.load(k.rng_state, k.rule.drop_byte, k.rule.drop_fraction)
+    t = Thread(
+        warpgroup,
+        thread % GROUP,
         wgmma.scores_accumulator(plan.dtype, plan.keys),
         wgmma.output_accumulator(plan.dtype, plan.Dv),
         wgmma.weights_fragment(plan.dtype, plan.keys),
         softmax.make_rows(2),
+        chance,
     )
     if cutlass.const_expr(plan.config.pingpong):
         if warpgroup == plan.warpgroups - 1:
-            _pass_turn(k, place)
-
+            _pass_turn(k, t)
     if cutlass.const_expr(plan.config.next_tile):
-        _tiles_overlapped(k, r, place)
+        _tiles_overlapped(k, t)
     else:
-        _tiles(k, r, place)
+        _tiles(k, t)
     cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
 @cute.jit
-def _tiles(k: Kernel, r: Registers, place: Place) -> None:
+def _tiles(k: Kernel, t: Thread) -> None:
     """One tile after the other."""
     plan = k.plan
     q_at, k_at, v_at = ring.start(), ring.start(), ring.start()
     tile = tiles.read(k, q_at)
     while tile.block >= 0:
-        share = _share(k, tile, place)
-        k_at = _pass(k, place, share.before, k_at)
+        blocks = tiles.blocks_of(k, tile)
+        work = _work(k, t, tile, blocks, _share(k, t, tile, blocks))
+        k_at = _pass_k(k, t, work.share.before, k_at)
         ring.wait_full(k.load_k, k_at)
-        _first_scores(k, r, place, share, q_at, k_at)
-        k_at, v_at = _blocks(k, r, place, tile, share, q_at, k_at, v_at)
+        _first_scores(k, t, work, q_at, k_at)
+        k_at, v_at = _blocks(k, t, work, q_at, k_at, v_at)
         wgmma.wait(0)
         ring.release(k.load_v, v_at)
         v_at = ring.after(v_at, plan.config.kv_stages)
         if cutlass.const_expr(plan.band.left):
-            k_at, v_at = _pass_both(k, place, share.after, k_at, v_at)
-        epilogue(k, r.O, r.rows, tile, q_at, place)
+            k_at, v_at = _pass_both(k, t, work.share.after, k_at, v_at)
+        epilogue(k, t, tile, q_at)
         q_at = ring.after(q_at, plan.config.q_stages)
         tile = tiles.read(k, q_at)
 
 
 @cute.jit
-def _tiles_overlapped(k: Kernel, r: Registers, place: Place) -> None:
+def _tiles_overlapped(k: Kernel, t: Thread) -> None:
     """The next tile's first scores are under way while this tile is normalised and stored.
 
     Products that a branch skips could not stay under way: after the last tile scores are made of what is left
@@ -126,135 +140,185 @@ def _tiles_overlapped(k: Kernel, r: Registers, place: Place) -> None:
     plan = k.plan
     q_at, k_at, v_at = ring.start(), ring.start(), ring.start()
     tile = tiles.read(k, q_at)
-    share = _share(k, tile, place)
-    k_at = _pass(k, place, share.before, k_at)
+    share = _share(k, t, tile, tiles.blocks_of(k, tile))
+    k_at = _pass_k(k, t, share.before, k_at)
     ring.wait_full(k.load_k, k_at)
-    _issue_scores(k, r, place, q_at, k_at)
+    _issue_scores(k, t, q_at, k_at)
     while tile.block >= 0:
+        work = _work(k, t, tile, tiles.blocks_of(k, tile), share)
         wgmma.wait(0)
-        k_at, v_at = _blocks(k, r, place, tile, share, q_at, k_at, v_at)
+        k_at, v_at = _blocks(k, t, work, q_at, k_at, v_at)
         own_q, q_at = q_at, ring.after(q_at, plan.config.q_stages)
         next_tile = tiles.read(k, q_at)
-        next_share = _share(k, next_tile, place)
+        next_share = _share(k, t, next_tile, tiles.blocks_of(k, next_tile))
         if next_tile.block >= 0:
-            k_at = _pass(k, place, next_share.before, k_at)
+            k_at = _pass_k(k, t, next_share.before, k_at)
             ring.wait_full(k.load_k, k_at)
-        _issue_scores(k, r, place, q_at, k_at)
+        _issue_scores(k, t, q_at, k_at)
         wgmma.wait(1)
         ring.release(k.load_v, v_at)
         v_at = ring.after(v_at, plan.config.kv_stages)
-        epilogue(k, r.O, r.rows, tile, own_q, place)
+        epilogue(k, t, tile, own_q)
         tile, share = next_tile, next_share
     wgmma.wait(0)
 
 
 @cute.jit
-def _share(k: Kernel, tile: Tile, place: Place) -> Share:
+def _share(k: Kernel, t: Thread, tile: Tile, blocks: Blocks) -> Share:
     plan = k.plan
-    first = (tile.block * plan.warpgroups + place.warpgroup) * plan.tokens
+    first = (tile.block * plan.warpgroups + t.warpgroup) * plan.tokens
     last = cutlass.min(first + plan.tokens, tile.Sq) - 1
-    whole = tiles.span_of(k, tile)
-    own = bands.visible_span(tiles.band_of(k, tile), plan.band, first, last)
-    top = cutlass.max(cutlass.min(own.last, whole.last), whole.first + 1)
-    bottom = cutlass.min(cutlass.max(own.first, whole.first), top - 1)
-    narrow = Boolean(False)
-    if cutlass.const_expr(plan.config.half):
-        seen = cutlass.min(tile.Sk, last + tiles.band_of(k, tile).highest + 1)
-        narrow = seen - (top - 1) * plan.keys <= plan.keys // 2
-    return Share(first, last, top - 1, whole.last - top, top - bottom, bottom - whole.first, narrow)
+    whole, own = blocks.span, tiles.own_span(k, tile, blocks, first, last)
+    before, count, after = whole.last - own.last, own.last - own.first, own.first - whole.first
+    return Share(first, last, own.last - 1, before, count, after)
 
 
 @cute.jit
-def _issue_scores(k: Kernel, r: Registers, place: Place, q_at: Cursor, k_at: Cursor) -> None:
-    _wait_turn(k, place)
-    wgmma.scores(r.S, _own_q(k, place, q_at), k.sK[None, None, k_at.stage])
-    _pass_turn(k, place)
-
-
-@cute.jit
-def _first_scores(k: Kernel, r: Registers, place: Place, share: Share, q_at: Cursor, k_at: Cursor) -> None:
-    """The first block's scores, or their lower half."""
+def _work(k: Kernel, t: Thread, tile: Tile, blocks: Blocks, share: Share) -> Work:
     plan = k.plan
+    band = tiles.band_of(k, tile)
+    rows = (t.row, t.row + 8)
+    positions = tuple(share.first + row // plan.pack for row in rows)
+    narrow, mask, drop = Boolean(False), None, None
     if cutlass.const_expr(plan.config.half):
-        if share.narrow:
-            _wait_turn(k, place)
-            half = cute.local_tile(k.sK[None, None, k_at.stage], (plan.keys // 2, plan.D), (0, 0))
-            wgmma.scores(_lower_half(r.S), _own_q(k, place, q_at), half)
-            _pass_turn(k, place)
-            wgmma.wait(0)
-        else:
-            _issue_scores(k, r, place, q_at, k_at)
-            wgmma.wait(0)
-    else:
-        _issue_scores(k, r, place, q_at, k_at)
-        wgmma.wait(0)
+        seen = cutlass.min(band.Sk, share.last + band.highest + 1)
+        narrow = seen - share.top * plan.keys <= plan.keys // 2
+    if cutlass.const_expr(plan.features.mask):
+        head = tiles.query_head(k, tile)
+        heads = tuple(head + row % plan.pack for row in rows)
+        mask = attn_mask.rows_of(k.mask, tile.batch, heads, positions, t.lane % LANES)
+    if cutlass.const_expr(plan.features.dropout):
+        query_heads = k.maps.mQ.shape[0][0] * k.maps.mQ.shape[2]
+        head = tile.batch * query_heads + tiles.query_head(k, tile)
+        first = share.first + t.index // WARP * WARP_ROWS
+        drop = dropout.QueryRows.at(t.dropout, first, head, t.lane)
+    return Work(tile, share, band, blocks, positions, narrow, mask, drop)
 
 
 @cute.jit
-def _blocks(
-    k: Kernel, r: Registers, place: Place, tile: Tile, share: Share, q_at: Cursor, k_at: Cursor, v_at: Cursor
-):
+def _blocks(k: Kernel, t: Thread, work: Work, q_at: Cursor, k_at: Cursor, v_at: Cursor):
     """All blocks, of which the first one's scores are there; leaves the last PV under way, its V held."""
     plan = k.plan
     ring.release(k.load_k, k_at)
     k_at = ring.after(k_at, plan.config.kv_stages)
+    n, mixed = tiles.block_at(k, work.blocks, work.share.top)
     if cutlass.const_expr(plan.config.half):
-        if share.narrow:
-            _first_weights(k, r, _lower_half(r.S), place, tile, share)
-            for i in cutlass.range_constexpr(cute.size(r.S) // 2, cute.size(r.S)):
-                r.S[i] = Float32(0.0)
+        if work.narrow:
+            _first_weights(k, t, work, _lower_half(t.S), n, mixed)
+            for i in cutlass.range_constexpr(cute.size(t.S) // 2, cute.size(t.S)):
+                t.S[i] = Float32(0.0)
         else:
-            _first_weights(k, r, r.S, place, tile, share)
+            _first_weights(k, t, work, t.S, n, mixed)
     else:
-        _first_weights(k, r, r.S, place, tile, share)
-    wgmma.round_to(r.S, r.P)
+        _first_weights(k, t, work, t.S, n, mixed)
+    _round_weights(k, t, work, _draw(k, work, n))
     if cutlass.const_expr(plan.band.hides):
-        v_at = _pass_quietly(k, k.load_v, share.before, v_at)
-    for i in cutlass.range(1, share.count, unroll=1):
-        k_at, v_at = _block(k, r, place, tile, share, i, q_at, k_at, v_at)
-    _release_q(k, q_at)
+        v_at = _pass_v(k, work.share.before, v_at)
+    for i in cutlass.range(1, work.share.count, unroll=1):
+        k_at, v_at = _block(k, t, work, i, q_at, k_at, v_at)
+    if cutlass.const_expr(not plan.config.o_over_q):
+        ring.release(k.load_q, q_at)
     ring.wait_full(k.load_v, v_at)
-    wgmma.accumulate(r.O, r.P, k.sV[None, None, v_at.stage], share.count > 1)
+    wgmma.accumulate(t.O, t.P, k.sV[None, None, v_at.stage], work.share.count > 1)
     return k_at, v_at
 
 
 @cute.jit
-def _block(
-    k: Kernel,
-    r: Registers,
-    place: Place,
-    tile: Tile,
-    share: Share,
-    i: Int32,
-    q_at: Cursor,
-    k_at: Cursor,
-    v_at: Cursor,
-):
+def _block(k: Kernel, t: Thread, work: Work, i: Int32, q_at: Cursor, k_at: Cursor, v_at: Cursor):
     """QK of block i under PV of block i - 1."""
     plan = k.plan
+    n, mixed = tiles.block_at(k, work.blocks, work.share.top - i)
     ring.wait_full(k.load_k, k_at)
-    _wait_turn(k, place)
-    wgmma.scores(r.S, _own_q(k, place, q_at), k.sK[None, None, k_at.stage])
+    _wait_turn(k, t)
+    wgmma.scores(t.S, _own_q(k, t, q_at), k.sK[None, None, k_at.stage])
     ring.wait_full(k.load_v, v_at)
-    wgmma.accumulate(r.O, r.P, k.sV[None, None, v_at.stage], i > 1)
-    _pass_turn(k, place)
+    wgmma.accumulate(t.O, t.P, k.sV[None, None, v_at.stage], i > 1)
+    _pass_turn(k, t)
+    kept = _draw(k, work, n)
+    words = _mask_words(k, work, n)
     wgmma.wait(1)
     ring.release(k.load_k, k_at)
-    _finish_scores(k, r.S, place, tile, share, share.top - i)
-    values, scale = wgmma.rows_of(r.S), scores.softmax_scale(k.rule, plan.features.scaled)
-    factors = softmax.advance(values, r.rows, scale, LANES, plan.hides_rows, plan.config.conditional)
+    _finish_scores(k, t, work, t.S, n, mixed, words)
+    values, scale = wgmma.rows_of(t.S), scores.softmax_scale(k.rule, plan.features.scaled)
+    factors = softmax.advance(values, t.rows, scale, LANES, plan.hides_rows, plan.config.conditional)
     wgmma.wait(0)
     ring.release(k.load_v, v_at)
-    softmax.rescale(wgmma.rows_of(r.O), factors, plan.config.conditional)
-    wgmma.round_to(r.S, r.P)
+    softmax.rescale(wgmma.rows_of(t.O), factors, plan.config.conditional)
+    _round_weights(k, t, work, kept)
     return ring.after(k_at, plan.config.kv_stages), ring.after(v_at, plan.config.kv_stages)
 
 
 @cute.jit
-def _first_weights(k: Kernel, r: Registers, S: cute.Tensor, place: Place, tile: Tile, share: Share) -> None:
-    _finish_scores(k, S, place, tile, share, share.top)
+def _issue_scores(k: Kernel, t: Thread, q_at: Cursor, k_at: Cursor) -> None:
+    _wait_turn(k, t)
+    wgmma.scores(t.S, _own_q(k, t, q_at), k.sK[None, None, k_at.stage])
+    _pass_turn(k, t)
+
+
+@cute.jit
+def _first_scores(k: Kernel, t: Thread, work: Work, q_at: Cursor, k_at: Cursor) -> None:
+    """The first block's scores, or their lower half."""
+    plan = k.plan
+    if cutlass.const_expr(plan.config.half):
+        if work.narrow:
+            _wait_turn(k, t)
+            half = cute.local_tile(k.sK[None, None, k_at.stage], (plan.keys // 2, plan.D), (0, 0))
+            wgmma.scores(_lower_half(t.S), _own_q(k, t, q_at), half)
+            _pass_turn(k, t)
+            wgmma.wait(0)
+        else:
+            _issue_scores(k, t, q_at, k_at)
+            wgmma.wait(0)
+    else:
+        _issue_scores(k, t, q_at, k_at)
+        wgmma.wait(0)
+
+
+@cute.jit
+def _first_weights(k: Kernel, t: Thread, work: Work, S: cute.Tensor, n: Int32, mixed: Boolean) -> None:
+    _finish_scores(k, t, work, S, n, mixed, _mask_words(k, work, n))
     scale = scores.softmax_scale(k.rule, k.plan.features.scaled)
-    softmax.begin(wgmma.rows_of(S), r.rows, scale, LANES, k.plan.hides_rows)
+    softmax.begin(wgmma.rows_of(S), t.rows, scale, LANES, k.plan.hides_rows)
+
+
+@cute.jit
+def _finish_scores(
+    k: Kernel, t: Thread, work: Work, S: cute.Tensor, n: Int32, mixed: Boolean, words
+) -> None:
+    """Scale and mask the scores of block n where need be."""
+    plan = k.plan
+    scores.change(S, k.rule, plan.features.softcap, plan.features.scaled)
+    fragment = wgmma_fragment(S, work.positions, n * plan.keys, t.lane)
+    if cutlass.const_expr(plan.features.mask):
+        if mixed:
+            attn_mask.change(k.mask, work.mask, words, n, fragment)
+    if cutlass.const_expr(plan.band.masks):
+        if bands.cuts(work.band, plan.band, n, work.share.first, work.share.last):
+            bands.hide(work.band, plan.band, fragment)
+
+
+@cute.jit
+def _mask_words(k: Kernel, work: Work, n: Int32):
+    """What is loaded of the mask before the scores are there."""
+    if cutlass.const_expr(k.plan.features.mask):
+        return attn_mask.words_of(work.mask, n)
+    return ()
+
+
+@cute.jit
+def _draw(k: Kernel, work: Work, n: Int32):
+    """Which weights of block n dropout keeps."""
+    if cutlass.const_expr(k.plan.features.dropout):
+        return work.dropout.draw(n * k.plan.keys, k.plan.keys)
+    return ()
+
+
+@cute.jit
+def _round_weights(k: Kernel, t: Thread, work: Work, kept) -> None:
+    """S becomes P, the next product's operand."""
+    wgmma.round_to(t.S, t.P)
+    if cutlass.const_expr(k.plan.features.dropout):
+        work.dropout.drop(t.P, kept)
 
 
 def _lower_half(S: cute.Tensor) -> cute.Tensor:
@@ -263,70 +327,50 @@ def _lower_half(S: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(S.iterator, cute.make_layout(((c, r, columns // 2), m, n)))
 
 
-@cute.jit
-def _finish_scores(k: Kernel, S: cute.Tensor, place: Place, tile: Tile, share: Share, n: Int32) -> None:
-    """Scale and mask the scores of block n where need be."""
-    plan = k.plan
-    scores.change(S, k.rule, plan.features.softcap, plan.features.scaled)
-    if cutlass.const_expr(plan.band.masks):
-        band = tiles.band_of(k, tile)
-        if bands.cuts(band, plan.band, n, share.first, share.last):
-            rows = tuple(share.first + (place.row + 8 * e) // plan.pack for e in range(2))
-            fragment = wgmma_fragment(S, rows, n * plan.keys, place.lane)
-            bands.hide(band, plan.band, fragment)
+def _own_q(k: Kernel, t: Thread, at: Cursor) -> cute.Tensor:
+    return k.sQ[None, None, at.stage * k.plan.warpgroups + t.warpgroup]
 
 
 @cute.jit
-def _release_q(k: Kernel, at: Cursor) -> None:
-    if cutlass.const_expr(not k.plan.config.o_over_q):
-        ring.release(k.load_q, at)
-
-
-def _own_q(k: Kernel, place: Place, at: Cursor) -> cute.Tensor:
-    return k.sQ[None, None, at.stage * k.plan.warpgroups + place.warpgroup]
-
-
-@cute.jit
-def _pass(k: Kernel, place: Place, count: Int32, at: Cursor) -> Cursor:
+def _pass_k(k: Kernel, t: Thread, count: Int32, at: Cursor) -> Cursor:
     """Let `count` blocks of K go by: a stage is released only after it was seen full, or phases would mix."""
     if cutlass.const_expr(k.plan.band.hides):
         for _ in cutlass.range(count, unroll=1):
             ring.wait_full(k.load_k, at)
-            _wait_turn(k, place)
-            _pass_turn(k, place)
+            _wait_turn(k, t)
+            _pass_turn(k, t)
             ring.release(k.load_k, at)
             at = ring.after(at, k.load_k.stages)
     return at
 
 
 @cute.jit
-def _pass_quietly(k: Kernel, edge: ring.Ring, count: Int32, at: Cursor) -> Cursor:
+def _pass_v(k: Kernel, count: Int32, at: Cursor) -> Cursor:
     """Let `count` blocks of V go by."""
     for _ in cutlass.range(count, unroll=1):
-        ring.wait_full(edge, at)
-        ring.release(edge, at)
-        at = ring.after(at, edge.stages)
+        ring.wait_full(k.load_v, at)
+        ring.release(k.load_v, at)
+        at = ring.after(at, k.load_v.stages)
     return at
 
 
 @cute.jit
-def _pass_both(k: Kernel, place: Place, count: Int32, k_at: Cursor, v_at: Cursor):
-    """Let `count` blocks of K and V go by."""
+def _pass_both(k: Kernel, t: Thread, count: Int32, k_at: Cursor, v_at: Cursor):
+    """Let `count` blocks of K and V go by, in the order in which they are loaded."""
     for _ in cutlass.range(count, unroll=1):
-        k_at = _pass(k, place, Int32(1), k_at)
-        v_at = _pass_quietly(k, k.load_v, Int32(1), v_at)
+        k_at, v_at = _pass_k(k, t, Int32(1), k_at), _pass_v(k, Int32(1), v_at)
     return k_at, v_at
 
 
 @cute.jit
-def _wait_turn(k: Kernel, place: Place) -> None:
+def _wait_turn(k: Kernel, t: Thread) -> None:
     if cutlass.const_expr(k.plan.config.pingpong):
-        cute.arch.barrier(barrier_id=TURN + place.warpgroup, number_of_threads=2 * GROUP)
+        cute.arch.barrier(barrier_id=TURN + t.warpgroup, number_of_threads=2 * GROUP)
 
 
 @cute.jit
-def _pass_turn(k: Kernel, place: Place) -> None:
+def _pass_turn(k: Kernel, t: Thread) -> None:
     if cutlass.const_expr(k.plan.config.pingpong):
-        after = place.warpgroup + 1
+        after = t.warpgroup + 1
         after = Int32(0) if after == k.plan.warpgroups else after
         cute.arch.barrier_arrive(barrier_id=TURN + after, number_of_threads=2 * GROUP)

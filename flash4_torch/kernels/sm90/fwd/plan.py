@@ -17,6 +17,7 @@ import cutlass
 
 from ....configs.types import Features, Sm90Forward
 from ...common.band import BandShape
+from ...common.mask_tables import MaskPlan
 
 WARP = 32
 GROUP = 128
@@ -102,6 +103,11 @@ class Plan(NamedTuple):
         return BandShape(self.features.left, self.features.right, self.config.tail, self.keys)
 
     @property
+    def mask(self) -> MaskPlan:
+        """How attn_mask's tables cut it into blocks."""
+        return MaskPlan(self.features.mask, self.tokens * self.warpgroups, self.keys, self.pack)
+
+    @property
     def hides_rows(self) -> bool:
         """Whether a block that is not skipped may be hidden from a whole row."""
         return self.band.hides or self.features.varlen or bool(self.features.mask)
@@ -119,10 +125,12 @@ class Plan(NamedTuple):
         assert c.pack in (1, 2, 4, 8, 16, 32, 64)
         assert not c.o_over_q or self.Dv <= self.D
         assert not (f.dropout and c.pack > 1), "dropout's random numbers follow unpacked rows"
+        assert not (f.mask and c.half)
+        # A warpgroup passes over K before it passes over V, with `next_tile` even while it holds another V.
+        passed = -(-self.tokens * (c.warpgroups - 1) // c.keys) if f.right else 0
+        assert passed <= c.kv_stages - c.next_tile
         if c.next_tile:
-            # A warpgroup passes over blocks while the tile before still holds a stage of V.
             assert not f.left and not f.mask and not c.half
-            assert not f.right or -(-ROWS * (c.warpgroups - 1) // c.keys) < c.kv_stages
         consumer, producer = self.registers
         at_launch = min(65536 // self.threads // 8 * 8, 255)
         assert consumer * c.warpgroups + producer <= at_launch * (c.warpgroups + 1) + c.warpgroups + 1

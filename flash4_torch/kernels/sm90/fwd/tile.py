@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Boolean, Int32, Uint32
 
-from ...common import ring
+from ...common import attn_mask, ring
 from ...common.band import Band, Span, make_band, visible_span
 from ...common.ring import Cursor
 from .plan import MESSAGE
@@ -134,10 +134,54 @@ def band_of(k: Kernel, tile: Tile) -> Band:
     return make_band(tile.Sq, tile.Sk, k.rule.left, k.rule.right)
 
 
+class Blocks(NamedTuple):
+    """The blocks of keys that a tile visits, by position: `span.first <= position < span.last`, at least one.
+
+    Without a mask a block's position is its number; a mask has a list of the blocks that it leaves visible.
+    """
+
+    span: Span
+    first_key_block: Int32
+    visible: Any = None
+
+
 @cute.jit
-def span_of(k: Kernel, tile: Tile) -> Span:
-    """The blocks of keys that the tile's rows see; what the loading warp loads, and every consumer passes."""
+def blocks_of(k: Kernel, tile: Tile) -> Blocks:
+    """What the loading warp loads, and every consumer takes or passes."""
     tokens = k.plan.tokens * k.plan.warpgroups
     first = tile.block * tokens
-    last = cutlass.min(first + tokens, tile.Sq) - 1
-    return visible_span(band_of(k, tile), k.plan.band, first, last)
+    span = visible_span(band_of(k, tile), k.plan.band, first, cutlass.min(first + tokens, tile.Sq) - 1)
+    if cutlass.const_expr(k.mask is None):
+        return Blocks(span, span.first)
+    visible = attn_mask.visible_blocks(
+        k.mask, tile.batch, query_head(k, tile), tile.block, span.first, span.last
+    )
+    bottom = visible.last + 1 - visible.count
+    # If none is visible, one is visited all the same; its scores will be hidden.
+    return Blocks(Span(bottom, bottom + cutlass.max(visible.count, 1)), span.first, visible)
+
+
+@cute.jit
+def own_span(k: Kernel, tile: Tile, blocks: Blocks, first: Int32, last: Int32) -> Span:
+    """Of the tile's positions, those that some row of `first <= i <= last` sees; at least one."""
+    span, whole = visible_span(band_of(k, tile), k.plan.band, first, last), blocks.span
+    if cutlass.const_expr(k.mask is not None):
+        span = attn_mask.positions(k.mask, tile.batch, query_head(k, tile), tile.block, span)
+    top = cutlass.max(cutlass.min(span.last, whole.last), whole.first + 1)
+    return Span(cutlass.min(cutlass.max(span.first, whole.first), top - 1), top)
+
+
+@cute.jit
+def block_at(k: Kernel, blocks: Blocks, position: Int32) -> tuple:
+    """The number of the block at a position, and whether the mask changes it."""
+    if cutlass.const_expr(k.mask is None):
+        return position, Boolean(False)
+    n, mixed = attn_mask.block_at(blocks.visible, blocks.visible.last - position)
+    nothing = blocks.visible.count <= 0
+    return blocks.first_key_block if nothing else n, mixed | nothing
+
+
+@cute.jit
+def query_head(k: Kernel, tile: Tile) -> Int32:
+    """The tile's first."""
+    return tile.key_head * k.maps.mQ.shape[0][0] + tile.heads * k.plan.pack
