@@ -43,6 +43,8 @@ class Sm90Forward(NamedTuple):
     """The block on the diagonal may be half as wide."""
     conditional: bool = False
     """The accumulator is rescaled only when a row's maximum grew by more than a factor of 2^8."""
+    polynomial: int = 0
+    """Of every 16 weights of a row, how many are computed by a polynomial instead of the exponential unit."""
     o_over_q: bool = False
     """O leaves through the shared memory of its own Q, where there is no room for a place of its own."""
     tail: bool = True

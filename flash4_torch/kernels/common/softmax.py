@@ -12,12 +12,25 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32
+
+from .exponent import Exponent
 
 CHAINS = 4
 """Independent chains of a row's maximum and sum: a single one would wait for itself."""
 GROWTH = 8.0
 """log2 of how far a row may outgrow its reference before it is rescaled."""
+
+
+class Method(NamedTuple):
+    """What is static about a softmax."""
+
+    lanes: int
+    """Neighbouring lanes that share a row, a power of two."""
+    hidden: bool = False
+    """Whether all of a row's scores may be -inf."""
+    conditional: bool = False
+    exponent: Exponent = Exponent()
 
 
 class Rows(NamedTuple):
@@ -32,44 +45,37 @@ def make_rows(count: int) -> Rows:
 
 
 @cute.jit
-def begin(scores: cute.Tensor, rows: Rows, scale: Float32, lanes: cutlass.Constexpr, hidden: cutlass.Constexpr):
-    """The first block: `scores` (R, C) become weights in place. `hidden`: a whole row may be -inf."""
+def begin(scores: cute.Tensor, rows: Rows, scale: Float32, method: cutlass.Constexpr) -> None:
+    """The first block: `scores` (R, C) become weights in place."""
     for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
-        top = _across(_maximum(scores, r), lanes)
+        top = _across(_maximum(scores, r), method.lanes)
         rows.top[r] = top
-        rows.total[r] = _weigh(scores, r, _reference(top, hidden), scale)
+        rows.total[r] = _weigh(scores, r, _reference(top, method), scale, method)
 
 
 @cute.jit
-def advance(
-    scores: cute.Tensor,
-    rows: Rows,
-    scale: Float32,
-    lanes: cutlass.Constexpr,
-    hidden: cutlass.Constexpr,
-    conditional: cutlass.Constexpr,
-) -> cute.Tensor:
+def advance(scores: cute.Tensor, rows: Rows, scale: Float32, method: cutlass.Constexpr) -> cute.Tensor:
     """A further block; returns (R,) factors for what has been accumulated before it."""
     R = cute.size(scores, mode=[0])
     factors = cute.make_rmem_tensor(R, Float32)
     for r in cutlass.range_constexpr(R):
         before = rows.top[r]
-        top = cute.arch.fmax(before, _across(_maximum(scores, r), lanes))
-        if cutlass.const_expr(conditional):
+        top = cute.arch.fmax(before, _across(_maximum(scores, r), method.lanes))
+        if cutlass.const_expr(method.conditional):
             # A first maximum of -inf is always replaced: inf and NaN do not compare.
             top = before if (top - before) * scale <= GROWTH else top
-        reference = _reference(top, hidden)
+        reference = _reference(top, method)
         factors[r] = cute.math.exp2((before - reference) * scale, fastmath=True)
         rows.top[r] = top
-        rows.total[r] = rows.total[r] * factors[r] + _weigh(scores, r, reference, scale)
+        rows.total[r] = rows.total[r] * factors[r] + _weigh(scores, r, reference, scale, method)
     return factors
 
 
 @cute.jit
-def rescale(accumulator: cute.Tensor, factors: cute.Tensor, conditional: cutlass.Constexpr) -> None:
+def rescale(accumulator: cute.Tensor, factors: cute.Tensor, method: cutlass.Constexpr) -> None:
     """Multiply the rows of `accumulator` (R, C); with `conditional`, only if some row of the warp needs it."""
-    needed = True
-    if cutlass.const_expr(conditional):
+    needed = Boolean(True)
+    if cutlass.const_expr(method.conditional):
         lowest = factors[0]
         for r in cutlass.range_constexpr(1, cute.size(factors)):
             lowest = cute.arch.fmin(lowest, factors[r])
@@ -81,13 +87,13 @@ def rescale(accumulator: cute.Tensor, factors: cute.Tensor, conditional: cutlass
 
 
 @cute.jit
-def finish(rows: Rows, scale: Float32, keep_scale: Float32, lanes: cutlass.Constexpr) -> tuple:
+def finish(rows: Rows, scale: Float32, keep_scale: Float32, method: cutlass.Constexpr) -> tuple:
     """(R,) factors that normalise the output, and (R,) natural logarithms of the sums of exponentials."""
     R = cute.size(rows.top)
     inverse, lse = cute.make_rmem_tensor(R, Float32), cute.make_rmem_tensor(R, Float32)
     for r in cutlass.range_constexpr(R):
         total = rows.total[r]
-        for step in cutlass.range_constexpr(_steps(lanes)):
+        for step in cutlass.range_constexpr(_steps(method.lanes)):
             total = total + cute.arch.shuffle_sync_bfly(total, 1 << step)
         inverse[r], lse[r] = Float32(0.0), -Float32.inf
         if total != 0.0:
@@ -118,20 +124,22 @@ def _across(top: Float32, lanes: cutlass.Constexpr) -> Float32:
 
 
 @cute.jit
-def _reference(top: Float32, hidden: cutlass.Constexpr) -> Float32:
+def _reference(top: Float32, method: cutlass.Constexpr) -> Float32:
     """The maximum, or 0 for a row of -inf only, whose weights then are 0 instead of NaN."""
-    if cutlass.const_expr(hidden):
+    if cutlass.const_expr(method.hidden):
         return Float32(0.0) if top == -Float32.inf else top
     return top
 
 
 @cute.jit
-def _weigh(scores: cute.Tensor, r: cutlass.Constexpr, reference: Float32, scale: Float32) -> Float32:
+def _weigh(
+    scores: cute.Tensor, r: cutlass.Constexpr, reference: Float32, scale: Float32, method: cutlass.Constexpr
+) -> Float32:
     """Row r becomes weights; returns their sum."""
     offset = reference * scale
     chains = [Float32(0.0)] * CHAINS
     for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-        weight = cute.math.exp2(scores[r, c] * scale - offset, fastmath=True)
+        weight = method.exponent.of(scores[r, c] * scale - offset, c)
         scores[r, c] = weight
         chains[c % CHAINS] = weight if c < CHAINS else chains[c % CHAINS] + weight
     return (chains[0] + chains[1]) + (chains[2] + chains[3])

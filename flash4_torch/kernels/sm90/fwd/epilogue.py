@@ -12,15 +12,12 @@ from cutlass.cute.nvgpu import cpasync, warp
 from ...common import ring, scores, softmax
 from ...common.ring import Cursor
 from .. import wgmma
-from .plan import DONE, GROUP, WARP, WARP_ROWS
+from .plan import DONE, GROUP, LANES, WARP, WARP_ROWS
 from .tile import Tile
 
 if TYPE_CHECKING:
     from .kernel import Kernel
     from .mainloop import Thread
-
-LANES = 4
-
 
 @cute.jit
 def epilogue(k: Kernel, t: Thread, tile: Tile, q_at: Cursor) -> None:
@@ -28,7 +25,7 @@ def epilogue(k: Kernel, t: Thread, tile: Tile, q_at: Cursor) -> None:
     plan = k.plan
     scale = scores.softmax_scale(k.rule, plan.features.scaled)
     keep_scale = k.rule.keep_scale if plan.features.dropout else Float32(1.0)
-    inverse, lse = softmax.finish(t.rows, scale, keep_scale, LANES)
+    inverse, lse = softmax.finish(t.rows, scale, keep_scale, plan.softmax)
     _store_lse(k, lse, tile, t)
 
     values = wgmma.rows_of(t.O)

@@ -20,15 +20,11 @@ from ...common.ring import Cursor
 from .. import wgmma
 from . import tile as tiles
 from .epilogue import epilogue
-from .plan import GROUP, TURN, WARP, WARP_ROWS
+from .plan import GROUP, LANES, TURN, WARP, WARP_ROWS
 from .tile import Blocks, Tile
 
 if TYPE_CHECKING:
     from .kernel import Kernel
-
-LANES = 4
-"""Neighbouring lanes that share a row of an accumulator."""
-
 
 class Thread(NamedTuple):
     """A thread of a warpgroup, and what it keeps in registers."""
@@ -240,10 +236,10 @@ def _block(k: Kernel, t: Thread, work: Work, i: Int32, q_at: Cursor, k_at: Curso
     ring.release(k.load_k, k_at)
     _finish_scores(k, t, work, t.S, n, mixed, words)
     values, scale = wgmma.rows_of(t.S), scores.softmax_scale(k.rule, plan.features.scaled)
-    factors = softmax.advance(values, t.rows, scale, LANES, plan.hides_rows, plan.config.conditional)
+    factors = softmax.advance(values, t.rows, scale, plan.softmax)
     wgmma.wait(0)
     ring.release(k.load_v, v_at)
-    softmax.rescale(wgmma.rows_of(t.O), factors, plan.config.conditional)
+    softmax.rescale(wgmma.rows_of(t.O), factors, plan.softmax)
     _round_weights(k, t, work, kept)
     return ring.after(k_at, plan.config.kv_stages), ring.after(v_at, plan.config.kv_stages)
 
@@ -278,7 +274,7 @@ def _first_scores(k: Kernel, t: Thread, work: Work, q_at: Cursor, k_at: Cursor) 
 def _first_weights(k: Kernel, t: Thread, work: Work, S: cute.Tensor, n: Int32, mixed: Boolean) -> None:
     _finish_scores(k, t, work, S, n, mixed, _mask_words(k, work, n))
     scale = scores.softmax_scale(k.rule, k.plan.features.scaled)
-    softmax.begin(wgmma.rows_of(S), t.rows, scale, LANES, k.plan.hides_rows)
+    softmax.begin(wgmma.rows_of(S), t.rows, scale, k.plan.softmax)
 
 
 @cute.jit

@@ -17,7 +17,9 @@ import cutlass
 
 from ....configs.types import Features, Sm90Forward
 from ...common.band import BandShape
+from ...common.exponent import Exponent
 from ...common.mask_tables import MaskPlan
+from ...common.softmax import Method
 
 WARP = 32
 GROUP = 128
@@ -26,6 +28,8 @@ WARPS = GROUP // WARP
 ROWS = 64
 """Query rows of a consumer warpgroup, a quarter of them a warp's."""
 WARP_ROWS = ROWS // WARPS
+LANES = 4
+"""Neighbouring lanes that share a row of an accumulator."""
 MESSAGE = 8
 """Words that describe a tile to the consumers."""
 TURN = 1
@@ -106,6 +110,10 @@ class Plan(NamedTuple):
     def mask(self) -> MaskPlan:
         """How attn_mask's tables cut it into blocks."""
         return MaskPlan(self.features.mask, self.tokens * self.warpgroups, self.keys, self.pack)
+
+    @property
+    def softmax(self) -> Method:
+        return Method(LANES, self.hides_rows, self.config.conditional, Exponent(self.config.polynomial, 16))
 
     @property
     def hides_rows(self) -> bool:
