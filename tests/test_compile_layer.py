@@ -118,7 +118,7 @@ def test_code_is_for_the_architecture_that_was_asked_for(
 def test_a_warm_first_call_takes_under_50_ms_and_imports_no_compiler(log: Path) -> None:
     """Of the processor's time, as other tests may run beside this one.
 
-    Not counted are CUDA's own bindings, which torch 2.13 imports and tvm-ffi does for older ones (50 ms), and a
+    Not counted are CUDA's bindings, which torch 2.13 imports and tvm-ffi does for older ones (50 ms), and a
     garbage collection that happens to fall into the call (80 ms with all of torch's objects).
     """
     code = f"""

@@ -1,6 +1,8 @@
 """Our compiled kernels, run on CPU tensors by the emulator: slow, for tests and for work without a GPU.
 
-It serves only where FLASH4_BACKEND=emulator asks for it. FLASH4_ARCH says which GPU's kernels run.
+It serves only where FLASH4_BACKEND=emulator asks for it. FLASH4_ARCH says which GPU's kernels run. For sm_90a
+these are the `sm90` backend's, launched as it launches them, wherever they can serve; what is left, gradients
+for one, a small kernel serves that is the same for every GPU.
 """
 
 from __future__ import annotations
@@ -8,15 +10,18 @@ from __future__ import annotations
 import functools
 import importlib.util
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import env
+from ..compile import Function, jit
 from ..problem import Inputs, Problem, Saved
-from . import sequences
+from . import sequences, sm90
 from .base import Grads, Results
+from .sm90 import Sm90
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MAX_D = 128
@@ -41,17 +46,11 @@ class Emulator:
             why.append(f"{' and '.join(missing)} must be installed (pip install 'flash4_torch[kernels]')")
         if spec.device != "cpu":
             why.append(f"the tensors are on {spec.device}, and it serves cpu")
-        if spec.dtype not in _DTYPES:
-            why.append(f"the dtype is {spec.dtype}, and it serves bfloat16, float16 and float32")
-        if max(spec.D, spec.Dv) > _MAX_D:
-            why.append(f"D is {spec.D} and Dv is {spec.Dv}, and it serves up to {_MAX_D}")
-        if spec.mask:
-            why.append("it takes no attn_mask")
-        if spec.dropout:
-            why.append("it has no dropout")
-        return why
+        return why + ([] if _is_for_hopper(problem) else _limits(problem))
 
     def forward(self, inputs: Inputs, problem: Problem) -> Results:
+        if _is_for_hopper(problem):
+            return _hopper.forward(inputs, problem)
         if problem.spec.varlen:
             return sequences.forward(inputs, problem, lambda dense: self)
         q, k, v = (_unit_stride(t) for t in inputs[:3])
@@ -72,6 +71,95 @@ class Emulator:
             delta = torch.empty_like(lse)
             _run("backward", problem, q, k, v, out, lse, dout, dlse, delta, dq, dk, dv)
         return dq, dk, dv, None
+
+
+class _Hopper(Sm90):
+    """The backend for Hopper GPUs, with the emulator in the GPU's place."""
+
+    def __init__(self) -> None:
+        self._counter = torch.zeros(1, dtype=torch.int32)
+
+    def function(self, entry: str, static: tuple[object, ...]) -> Function:
+        return functools.partial(_launch, entry, static)
+
+    def kernel(self, problem: Problem, index: int) -> sm90.Kernel:
+        features, config = sm90.features_of(problem), sm90.config_of(problem)
+        function = self.function(sm90.FORWARD, (features, config))
+        return sm90.Kernel(function, config, sm90.rule_of(problem, config, _multiprocessors()))
+
+    def counter(self, index: int) -> Tensor:
+        """The same for all launches: one that did not leave it at 0 would spoil the next."""
+        return self._counter
+
+
+_hopper = _Hopper()
+
+
+def _is_for_hopper(problem: Problem) -> bool:
+    return _arch() == sm90.ARCH and not sm90.limits(problem)
+
+
+def _limits(problem: Problem) -> list[str]:
+    """Why the kernel for every GPU cannot serve the problem."""
+    spec = problem.spec
+    why = []
+    if spec.dtype not in _DTYPES:
+        why.append(f"the dtype is {spec.dtype}, and it serves bfloat16, float16 and float32")
+    if max(spec.D, spec.Dv) > _MAX_D:
+        why.append(f"D is {spec.D} and Dv is {spec.Dv}, and it serves up to {_MAX_D}")
+    if spec.mask:
+        why.append("it takes no attn_mask")
+    if spec.dropout:
+        why.append("it has no dropout")
+    return why
+
+
+def _arch() -> str:
+    """Of the active device, or of the one that a call would make."""
+    from ..emulator import emulate
+
+    device = emulate.active()
+    return device.arch if device else env.ARCH.get()
+
+
+def _multiprocessors() -> int:
+    from ..emulator import emulate, host
+
+    device = emulate.active()
+    return (device and device.options.multiprocessors) or host.ARCHITECTURES[sm90.ARCH].multiprocessors
+
+
+def _launch(entry: str, static: tuple[object, ...], *args: Any) -> None:
+    """Compiles if need be and launches; raises EmulationError where the kernel does something wrong."""
+    from ..emulator import emulate
+
+    args = _detached(args)
+    with _one_at_a_time, emulate.active_or_new() as device:
+        compiled = _compiled(device.arch, entry, static)
+        with device.touching(*_tensors(args)):
+            compiled(*args)
+
+
+@functools.cache
+def _compiled(arch: str, entry: str, static: tuple[object, ...]) -> Function:
+    """The device of that architecture must be active."""
+    return jit.resolve(entry)(*static)
+
+
+def _detached(args: Any) -> Any:
+    """DLPack refuses tensors that require a gradient."""
+    if isinstance(args, tuple):
+        return tuple(map(_detached, args))
+    return args.detach() if isinstance(args, Tensor) else args
+
+
+def _tensors(args: Any) -> Iterator[Tensor]:
+    """All of them, in tuples too."""
+    if isinstance(args, Tensor):
+        yield args
+    elif isinstance(args, tuple):
+        for arg in args:
+            yield from _tensors(arg)
 
 
 def _unit_stride(tensor: Tensor) -> Tensor:

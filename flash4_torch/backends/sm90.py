@@ -60,7 +60,7 @@ class Sm90:
     name = "sm90"
 
     def why_not(self, problem: Problem) -> list[str]:
-        spec, extent = problem.spec, problem.extent
+        spec = problem.spec
         if spec.device != "cuda":
             return [f"the tensors are on {spec.device}, and it serves cuda"]
         why = []
@@ -68,17 +68,7 @@ class Sm90:
             why.append(f"the GPU's compute capability is {spec.capability}, and it serves {_CAPABILITY}")
         if missing := _missing(exported=bool(env.AOT_DIR.get())):
             why.append(f"{' and '.join(missing)} must be installed (pip install 'flash4_torch[kernels]')")
-        if spec.backward:
-            why.append("it has no backward")
-        if spec.dtype not in _DTYPES:
-            why.append(f"the dtype is {spec.dtype}, and it serves bfloat16 and float16")
-        if max(spec.D, spec.Dv) > _MAX_D:
-            why.append(f"D is {spec.D} and Dv is {spec.Dv}, and it serves up to {_MAX_D}")
-        if _mask_dtype(problem) not in _MASK_DTYPES:
-            why.append(f"attn_mask is {_mask_dtype(problem)}, and it takes bool and up to float32")
-        if max(extent) > _FARTHEST or extent.B * extent.Hq * -(-extent.Sq // 64) > _MOST_TILES:
-            why.append(f"the sizes are {tuple(extent)}, and it counts positions and tiles in 32 bits")
-        return why
+        return why + limits(problem)
 
     def forward(self, inputs: Inputs, problem: Problem) -> Results:
         q, k, v = (readable(x) for x in inputs[:3])
@@ -86,21 +76,47 @@ class Sm90:
         if _is_empty(inputs, problem):
             return _cut(out.zero_(), problem.spec.Dv), lse.fill_(-math.inf)
         index = q.get_device()
-        kernel = _kernel(problem, index)
+        kernel = self.kernel(problem, index)
         kernel.function(
             q,
             k,
             v,
             out,
             lse,
-            tickets.counter(index),
+            self.counter(index),
             _lengths(inputs.cu_seqlens_q),
             _lengths(inputs.cu_seqlens_k),
-            _mask_args(inputs.attn_mask, problem, kernel.config),
+            self._mask_args(inputs.attn_mask, problem, kernel.config),
             inputs.rng_state,
             kernel.rule,
         )
         return _cut(out, problem.spec.Dv), lse
+
+    def _mask_args(
+        self, mask: Tensor | None, problem: Problem, config: Sm90Forward
+    ) -> tuple[Tensor, Tensor] | None:
+        """The mask with all of its keys, and the tables that a kernel before ours makes of it."""
+        if mask is None:
+            return None
+        mask = mask.expand(*mask.shape[:3], problem.extent.Sk)
+        plan = MaskPlan(_mask_dtype(problem), config.rows // config.pack, config.keys, config.pack)
+        tables = mask.new_empty(mask_tables.place(plan, *mask.shape).words, dtype=torch.int32)
+        self.function(MASK_BLOCKS, (plan,))(mask, tables)
+        return mask, tables
+
+    # What the emulator has another of.
+
+    def function(self, entry: str, static: tuple[object, ...]) -> compile.Function:
+        """A compiled kernel."""
+        return compile.function(entry, static, ARCH)
+
+    def kernel(self, problem: Problem, index: int) -> Kernel:
+        """The kernel that serves the problem on device `index`."""
+        return _kernel(problem, index)
+
+    def counter(self, index: int) -> Tensor:
+        """A launch's counter of tiles, int32 (1,) and 0."""
+        return tickets.counter(index)
 
     def prepare(self, inputs: Inputs, problem: Problem) -> Launch | None:
         """`forward` for dense tensors alone, of these sizes and strides, that need no copy."""
@@ -123,6 +139,23 @@ class Sm90:
 
     def backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> Grads:
         raise NotImplementedError("why_not refuses every backward")
+
+
+def limits(problem: Problem) -> list[str]:
+    """Why the kernels cannot serve the problem, wherever it is."""
+    spec, extent = problem.spec, problem.extent
+    why = []
+    if spec.backward:
+        why.append("it has no backward")
+    if spec.dtype not in _DTYPES:
+        why.append(f"the dtype is {spec.dtype}, and it serves bfloat16 and float16")
+    if max(spec.D, spec.Dv) > _MAX_D:
+        why.append(f"D is {spec.D} and Dv is {spec.Dv}, and it serves up to {_MAX_D}")
+    if _mask_dtype(problem) not in _MASK_DTYPES:
+        why.append(f"attn_mask is {_mask_dtype(problem)}, and it takes bool and up to float32")
+    if max(extent) > _FARTHEST or extent.B * extent.Hq * -(-extent.Sq // 64) > _MOST_TILES:
+        why.append(f"the sizes are {tuple(extent)}, and it counts positions and tiles in 32 bits")
+    return why
 
 
 @cache
@@ -181,8 +214,7 @@ def _lengths(cu_seqlens: Tensor | None) -> Tensor | None:
 @lru_cache(maxsize=1024)
 def _kernel(problem: Problem, index: int) -> Kernel:
     """The kernel that serves the problem on CUDA device `index`."""
-    features = features_of(problem)
-    config = config_of(problem)
+    features, config = features_of(problem), config_of(problem)
     function = compile.function(FORWARD, (features, config), ARCH)
     return Kernel(function, config, rule_of(problem, config, _multiprocessors(index)))
 
@@ -254,14 +286,3 @@ def _section(problem: Problem, config: Sm90Forward) -> int:
     packs = -(-spec.group // config.pack)
     key_heads = _L2_BYTES // (extent.Sk * (spec.D + spec.Dv) * spec.dtype.itemsize)
     return min(max(key_heads, 1), extent.B * extent.Hk) * packs
-
-
-def _mask_args(mask: Tensor | None, problem: Problem, config: Sm90Forward) -> tuple[Tensor, Tensor] | None:
-    """The mask with all of its keys, and the tables that a kernel before ours makes of it."""
-    if mask is None:
-        return None
-    mask = mask.expand(*mask.shape[:3], problem.extent.Sk)
-    plan = MaskPlan(_mask_dtype(problem), config.rows // config.pack, config.keys, config.pack)
-    tables = mask.new_empty(mask_tables.place(plan, *mask.shape).words, dtype=torch.int32)
-    compile.function(MASK_BLOCKS, (plan,), ARCH)(mask, tables)
-    return mask, tables

@@ -1,6 +1,6 @@
 """Compiling: a kernel's entry is called with what it is specialised on. No tensor is seen, nothing launched.
 
-The compiler is imported here and nowhere else in this layer, and only when something has to be compiled.
+The compiler is imported only when something has to be compiled.
 """
 
 from __future__ import annotations

@@ -70,7 +70,16 @@ def _tiles(
     o_over_q: bool = False,
 ) -> Sm90Forward:
     return Sm90Forward(
-        warpgroups, keys, kv_stages, q_stages, pingpong, next_tile, k_ahead, half, conditional, o_over_q
+        warpgroups,
+        keys,
+        kv_stages,
+        q_stages,
+        pingpong=pingpong,
+        next_tile=next_tile,
+        k_ahead=k_ahead,
+        half=half,
+        conditional=conditional,
+        o_over_q=o_over_q,
     )
 
 
@@ -167,7 +176,7 @@ def forward(
     row = next(row for row in TABLE if row.admits(features, rows, seen))
     tail = features.varlen or Sk % row.config.keys != 0
     next_tile = _may_draw_next(features) and (none_sees_nothing or not features.right)
-    return _completed(row.config, next_tile, tail, _pack(features, row.config, Sq, group))
+    return _completed(features, row.config, next_tile, tail, _pack(features, row.config, Sq, group))
 
 
 def reachable(features: Features, group: int | None = None) -> tuple[Sm90Forward, ...]:
@@ -177,7 +186,7 @@ def reachable(features: Features, group: int | None = None) -> tuple[Sm90Forward
         most = MAX_PACK if group is None else _cover(group)
         packs = [p for p in _powers_of_two() if p <= most]
     found = {
-        _completed(row.config, next_tile, tail, pack): None
+        _completed(features, row.config, next_tile, tail, pack): None
         for row in TABLE
         if row.admits_features(features)
         for next_tile in {_may_draw_next(features), _may_draw_next(features) and not features.right}
@@ -187,10 +196,16 @@ def reachable(features: Features, group: int | None = None) -> tuple[Sm90Forward
     return tuple(found)
 
 
-def _completed(config: Sm90Forward, next_tile: bool, tail: bool, pack: int) -> Sm90Forward:
-    """A row's config for one call; `half` is what a row has instead of a `next_tile` that cannot be."""
+def _completed(
+    features: Features, config: Sm90Forward, next_tile: bool, tail: bool, pack: int
+) -> Sm90Forward:
+    """A row's config for one call; `half` is what a row has instead of a `next_tile` that cannot be.
+
+    A mask's bits are read for whole blocks.
+    """
     next_tile = config.next_tile and next_tile
-    return config._replace(next_tile=next_tile, half=config.half and not next_tile, tail=tail, pack=pack)
+    half = config.half and not next_tile and not features.mask
+    return config._replace(next_tile=next_tile, half=half, tail=tail, pack=pack)
 
 
 def _may_draw_next(features: Features) -> bool:

@@ -114,6 +114,11 @@ def active_or_new() -> Iterator[Device]:
             yield emulated
 
 
+def active() -> Device | None:
+    """The device of the `device` block that this is called in."""
+    return _active[-1] if _active else None
+
+
 def _span(tensor: Any) -> tuple[int, int]:
     """The memory from a tensor's first to its last element: address and bytes."""
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))

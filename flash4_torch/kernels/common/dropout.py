@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, Uint64
 from cutlass._mlir.dialects import nvvm
@@ -173,7 +174,7 @@ class KeyRows(QueryRows):
 @cute.jit
 def _by_turn(lane: Int32, first: int, second: int) -> Uint32:
     """A number that depends on bit 2 of the lane."""
-    return Uint32(first) if lane & 4 == 0 else Uint32(second)
+    return cutlass.select_(lane & 4 == 0, Uint32(first), Uint32(second))
 
 
 def _selector(bytes_) -> int:

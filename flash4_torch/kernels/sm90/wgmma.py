@@ -83,6 +83,24 @@ def wait(pending: int) -> None:
     warpgroup.wait_group(pending)
 
 
+@cute.jit
+def wait_after(sums: cute.Tensor) -> None:
+    """Until no product is under way, but not before `sums`, none of which is negative, have been computed.
+
+    Left alone, ptxas moves the wait up, before the exponentials that are to hide the product. It does not move
+    it over another synchronisation, and that of the warp takes its mask, all lanes, from the sums.
+    """
+    lowest = sums[0]
+    for i in cutlass.range_constexpr(1, cute.size(sums)):
+        lowest = cute.arch.fmin(lowest, sums[i])
+    cute.arch.inline_ptx(
+        "{ .reg .pred p; .reg .b32 lanes; setp.lt.f32 p, {$r0}, 0f00000000;"
+        " selp.b32 lanes, 1, 0xffffffff, p; bar.warp.sync lanes; }",
+        read_only_args=[lowest],
+    )
+    warpgroup.wait_group(0)
+
+
 def scores_accumulator(dtype: type, columns: int) -> cute.Tensor:
     mma = scores_mma(dtype, columns)
     return cute.make_rmem_tensor(mma.partition_shape_C((ROWS, columns)), Float32)

@@ -71,6 +71,8 @@ class Kernel:
     load_q: Ring
     load_k: Ring
     load_v: Ring
+    sequence_end: Ring
+    """One stage: values that the loading warp waits for itself, as other sequences' follow them."""
     message: cute.Pointer
     """`MESSAGE` words for each stage of Q."""
     out: cute.Tensor
@@ -120,6 +122,7 @@ def forward_kernel(
         load_q=_ring(memory, plan.config.q_stages),
         load_k=_ring(memory, plan.config.kv_stages),
         load_v=_ring(memory, plan.config.kv_stages),
+        sequence_end=_ring(memory, 1),
         message=memory.allocate_array(Int32, MESSAGE * plan.config.q_stages),
         out=out,
         lse=lse,
@@ -130,7 +133,7 @@ def forward_kernel(
         rng_state=rng_state,
     )
     if warp == 0:
-        for edge in (k.load_q, k.load_k, k.load_v):
+        for edge in (k.load_q, k.load_k, k.load_v, k.sequence_end):
             ring.initialise(edge, plan.consumer_warps)
         cute.arch.mbarrier_init_fence()
         for atom in (maps.load_q, maps.load_k, maps.load_v, maps.store_o):

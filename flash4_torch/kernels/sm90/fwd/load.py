@@ -12,6 +12,7 @@ from cutlass.cute.nvgpu import cpasync
 from ...common import ring
 from ...common.ring import Cursor
 from . import tile as tiles
+from .plan import WARP
 from .tile import Tile
 
 if TYPE_CHECKING:
@@ -25,53 +26,52 @@ class Block(NamedTuple):
     key_head: Int32
     batch: Int32
     first_k: Int32
+    Sk: Int32
 
 
 class Cursors(NamedTuple):
     q: Cursor
     k: Cursor
     v: Cursor
+    end: Cursor
 
 
 @cute.jit
 def load(k: Kernel) -> None:
     """Every tile's Q and number, then its blocks from the last to the first."""
     shape = tiles.shape(k)
-    at = Cursors(ring.start(), ring.start(), ring.start())
-    owed, owes = Block(Int32(0), Int32(0), Int32(0), Int32(0)), Boolean(False)
+    at = Cursors(ring.start(), ring.start(), ring.start(), ring.start())
+    owed, owes = Block(Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)), Boolean(False)
     ticket, _, _ = cute.arch.block_idx()
     ticket = Uint32(ticket)
     while ticket < shape.tiles:
         number = tiles.request_ticket(k, shape)
         tile = tiles.decode(k, shape, ticket)
         if tile.block * (k.plan.tokens * k.plan.warpgroups) < tile.Sq:
-            k_at, v_at = at.k, at.v
+            k_at, v_at, end_at = at.k, at.v, at.end
             if cutlass.const_expr(k.plan.config.o_over_q and k.plan.config.q_stages == 1):
                 # Q's place is free only after this V was used.
                 if owes:
-                    _load_v(k, v_at, owed)
-                    v_at = ring.after(v_at, k.plan.config.kv_stages)
+                    v_at, end_at = _load_v(k, v_at, end_at, owed)
                     owes = Boolean(False)
             _load_q(k, at.q, tile)
             blocks = tiles.blocks_of(k, tile)
             span = blocks.span
             for i in cutlass.range(span.last - span.first, unroll=1):
                 n, _ = tiles.block_at(k, blocks, span.last - 1 - i)
-                block = Block(n, tile.key_head, tile.batch, tile.first_k)
+                block = Block(n, tile.key_head, tile.batch, tile.first_k, tile.Sk)
                 _load_k(k, k_at, block)
                 k_at = ring.after(k_at, k.plan.config.kv_stages)
                 if cutlass.const_expr(k.plan.config.k_ahead):
                     if owes:
-                        _load_v(k, v_at, owed)
-                        v_at = ring.after(v_at, k.plan.config.kv_stages)
+                        v_at, end_at = _load_v(k, v_at, end_at, owed)
                     owed, owes = block, Boolean(True)
                 else:
-                    _load_v(k, v_at, block)
-                    v_at = ring.after(v_at, k.plan.config.kv_stages)
-            at = Cursors(ring.after(at.q, k.plan.config.q_stages), k_at, v_at)
+                    v_at, end_at = _load_v(k, v_at, end_at, block)
+            at = Cursors(ring.after(at.q, k.plan.config.q_stages), k_at, v_at, end_at)
         ticket = tiles.receive_ticket(number)
     if owes:
-        _load_v(k, at.v, owed)
+        _load_v(k, at.v, at.end, owed)
     _say_that_all_is_done(k, at.q)
 
 
@@ -104,14 +104,42 @@ def _load_k(k: Kernel, at: Cursor, block: Block) -> None:
 
 
 @cute.jit
-def _load_v(k: Kernel, at: Cursor, block: Block) -> None:
+def _load_v(k: Kernel, at: Cursor, end_at: Cursor, block: Block):
     ring.wait_empty(k.load_v, at)
-    full = k.load_v.full + at.stage
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(full, _bytes(k.sV))
+    full, left = k.load_v.full + at.stage, block.Sk - block.n * k.plan.keys
+    stage = k.sV[None, None, at.stage]
     mV = cute.domain_offset((0, block.first_k), k.maps.mV[None, None, block.key_head, _batch(k, block.batch)])
     gV = cute.local_tile(mV, (k.plan.Dv, k.plan.keys), (0, block.n))
-    _copy(k.maps.load_v, gV, k.sV[None, None, at.stage], full)
+    if k.plan.features.varlen and left < k.plan.keys:
+        # The next sequence's values follow. Their weights are 0, but 0 times infinity or NaN is not.
+        arrived = k.sequence_end.full
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(arrived, _bytes(k.sV))
+        _copy(k.maps.load_v, gV, stage, arrived)
+        ring.wait_full(k.sequence_end, end_at)
+        _zero_keys(stage, left)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(full)
+        end_at = ring.after(end_at, 1)
+    else:
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, _bytes(k.sV))
+        _copy(k.maps.load_v, gV, stage, full)
+    return ring.after(at, k.plan.config.kv_stages), end_at
+
+
+@cute.jit
+def _zero_keys(values: cute.Tensor, first: Int32) -> None:
+    """Zero the keys from `first` on of a stage (Dv, keys), 16 bytes a lane."""
+    Dv, keys = values.shape
+    chunks = cute.size(Dv) // 8
+    zeros = cute.make_rmem_tensor((8, 1), values.element_type)
+    zeros.fill(0.0)
+    first = cutlass.max(first, 0)
+    for e in cutlass.range(cute.arch.lane_idx(), (cute.size(keys) - first) * chunks, WARP, unroll=1):
+        cute.autovec_copy(zeros, cute.local_tile(values, (8, 1), (e % chunks, first + e // chunks)))
 
 
 @cute.jit

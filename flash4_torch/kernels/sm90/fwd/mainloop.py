@@ -197,21 +197,31 @@ def _blocks(k: Kernel, t: Thread, work: Work, q_at: Cursor, k_at: Cursor, v_at: 
     plan = k.plan
     ring.release(k.load_k, k_at)
     k_at = ring.after(k_at, plan.config.kv_stages)
-    n, mixed = tiles.block_at(k, work.blocks, work.share.top)
+    n, _ = tiles.block_at(k, work.blocks, work.share.top)
     if cutlass.const_expr(plan.config.half):
         if work.narrow:
-            _first_weights(k, t, work, _lower_half(t.S), n, mixed)
+            _first_weights(k, t, work, _lower_half(t.S), n)
             for i in cutlass.range_constexpr(cute.size(t.S) // 2, cute.size(t.S)):
                 t.S[i] = Float32(0.0)
         else:
-            _first_weights(k, t, work, t.S, n, mixed)
+            _first_weights(k, t, work, t.S, n)
     else:
-        _first_weights(k, t, work, t.S, n, mixed)
+        _first_weights(k, t, work, t.S, n)
     _round_weights(k, t, work, _draw(k, work, n))
     if cutlass.const_expr(plan.band.hides):
         v_at = _pass_v(k, work.share.before, v_at)
     for i in cutlass.range(1, work.share.count, unroll=1):
-        k_at, v_at = _block(k, t, work, i, q_at, k_at, v_at)
+        n, mixed = tiles.block_at(k, work.blocks, work.share.top - i)
+        if cutlass.const_expr(plan.masks_inside):
+            # The branch is round all of a block: one between its products would have to wait for both of them.
+            # A vote's result is known to be the same in all lanes, which keeps the products' addresses uniform.
+            cut = mixed | bands.cuts(work.band, plan.inner_band, n, work.share.first, work.share.last)
+            if cute.arch.vote_any_sync(cut):
+                k_at, v_at = _block(k, t, work, i, n, True, q_at, k_at, v_at)
+            else:
+                k_at, v_at = _block(k, t, work, i, n, False, q_at, k_at, v_at)
+        else:
+            k_at, v_at = _block(k, t, work, i, n, False, q_at, k_at, v_at)
     if cutlass.const_expr(not plan.config.o_over_q):
         ring.release(k.load_q, q_at)
     ring.wait_full(k.load_v, v_at)
@@ -220,10 +230,19 @@ def _blocks(k: Kernel, t: Thread, work: Work, q_at: Cursor, k_at: Cursor, v_at: 
 
 
 @cute.jit
-def _block(k: Kernel, t: Thread, work: Work, i: Int32, q_at: Cursor, k_at: Cursor, v_at: Cursor):
-    """QK of block i under PV of block i - 1."""
+def _block(
+    k: Kernel,
+    t: Thread,
+    work: Work,
+    i: Int32,
+    n: Int32,
+    masked: cutlass.Constexpr,
+    q_at: Cursor,
+    k_at: Cursor,
+    v_at: Cursor,
+):
+    """QK of the i-th block, number n, under PV of the one before."""
     plan = k.plan
-    n, mixed = tiles.block_at(k, work.blocks, work.share.top - i)
     ring.wait_full(k.load_k, k_at)
     _wait_turn(k, t)
     wgmma.scores(t.S, _own_q(k, t, q_at), k.sK[None, None, k_at.stage])
@@ -231,13 +250,13 @@ def _block(k: Kernel, t: Thread, work: Work, i: Int32, q_at: Cursor, k_at: Curso
     wgmma.accumulate(t.O, t.P, k.sV[None, None, v_at.stage], i > 1)
     _pass_turn(k, t)
     kept = _draw(k, work, n)
-    words = _mask_words(k, work, n)
+    words = _mask_words(k, work, n) if masked else ()
     wgmma.wait(1)
     ring.release(k.load_k, k_at)
-    _finish_scores(k, t, work, t.S, n, mixed, words)
+    _finish_scores(k, t, work, t.S, n, plan.inner_band if masked else None, words)
     values, scale = wgmma.rows_of(t.S), scores.softmax_scale(k.rule, plan.features.scaled)
     factors = softmax.advance(values, t.rows, scale, plan.softmax)
-    wgmma.wait(0)
+    wgmma.wait_after(t.rows.total)
     ring.release(k.load_v, v_at)
     softmax.rescale(wgmma.rows_of(t.O), factors, plan.softmax)
     _round_weights(k, t, work, kept)
@@ -271,26 +290,23 @@ def _first_scores(k: Kernel, t: Thread, work: Work, q_at: Cursor, k_at: Cursor) 
 
 
 @cute.jit
-def _first_weights(k: Kernel, t: Thread, work: Work, S: cute.Tensor, n: Int32, mixed: Boolean) -> None:
-    _finish_scores(k, t, work, S, n, mixed, _mask_words(k, work, n))
+def _first_weights(k: Kernel, t: Thread, work: Work, S: cute.Tensor, n: Int32) -> None:
+    _finish_scores(k, t, work, S, n, k.plan.band, _mask_words(k, work, n))
     scale = scores.softmax_scale(k.rule, k.plan.features.scaled)
     softmax.begin(wgmma.rows_of(S), t.rows, scale, k.plan.softmax)
 
 
 @cute.jit
-def _finish_scores(
-    k: Kernel, t: Thread, work: Work, S: cute.Tensor, n: Int32, mixed: Boolean, words
-) -> None:
-    """Scale and mask the scores of block n where need be."""
+def _finish_scores(k: Kernel, t: Thread, work: Work, S: cute.Tensor, n: Int32, band, words) -> None:
+    """Scale the scores of block n, and mask them unless `band` is None."""
     plan = k.plan
     scores.change(S, k.rule, plan.features.softcap, plan.features.scaled)
-    fragment = wgmma_fragment(S, work.positions, n * plan.keys, t.lane)
-    if cutlass.const_expr(plan.features.mask):
-        if mixed:
+    if cutlass.const_expr(band is not None):
+        fragment = wgmma_fragment(S, work.positions, n * plan.keys, t.lane)
+        if cutlass.const_expr(plan.features.mask):
             attn_mask.change(k.mask, work.mask, words, n, fragment)
-    if cutlass.const_expr(plan.band.masks):
-        if bands.cuts(work.band, plan.band, n, work.share.first, work.share.last):
-            bands.hide(work.band, plan.band, fragment)
+        if cutlass.const_expr(band.masks):
+            bands.hide(work.band, band, fragment)
 
 
 @cute.jit

@@ -107,6 +107,16 @@ class Plan(NamedTuple):
         return BandShape(self.features.left, self.features.right, self.config.tail, self.keys)
 
     @property
+    def inner_band(self) -> BandShape:
+        """Of all blocks but the first one: only that one may hold the end of Sk."""
+        return self.band._replace(tail=False)
+
+    @property
+    def masks_inside(self) -> bool:
+        """Whether blocks after the first one may have to be masked."""
+        return self.inner_band.masks or bool(self.features.mask)
+
+    @property
     def mask(self) -> MaskPlan:
         """How attn_mask's tables cut it into blocks."""
         return MaskPlan(self.features.mask, self.tokens * self.warpgroups, self.keys, self.pack)

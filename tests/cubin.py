@@ -1,0 +1,83 @@
+"""What ptxas made of a kernel, read from the machine code in a compiled file; needs no disassembler."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+_CUDA = 190
+"""ELF's number of the machine."""
+_FRAME_SIZE = 0x11
+"""Of the entries of `.nv.info`: a kernel's symbol and the bytes of its stack."""
+_SIZED = 4
+"""Format of an entry that says how long it is."""
+_INSTRUCTION = struct.Struct("<QQ")
+# The lowest 12 bits of an instruction; bits 9 to 11 of them say where its operands are.
+_STORE_LOCAL, _LOAD_LOCAL = 0x387, 0x983
+_WGMMA = 0x1F0
+_UNSIGNALLED = 7
+"""In the place of a scoreboard's number."""
+
+
+class Code(NamedTuple):
+    """What one kernel's code tells of how good it is."""
+
+    stack: int
+    """Bytes of a thread's stack."""
+    spills: int
+    """Instructions that store to or load from it."""
+    wgmmas: int
+    signalled: int
+    """wgmmas whose end is waited for on its own; all of them where ptxas ran them one after another."""
+
+
+def read(file: Path) -> list[Code]:
+    """One for each kernel in a compiled file."""
+    return [_code(cubin) for cubin in _cubins(file.read_bytes())]
+
+
+def _cubins(data: bytes) -> Iterator[bytes]:
+    """The ELF files for GPUs inside of `data`, each up to the end of its section headers."""
+    at = data.find(b"\x7fELF\x02")
+    while at >= 0:
+        (machine,) = struct.unpack_from("<H", data, at + 18)
+        if machine == _CUDA:
+            yield data[at:]
+        at = data.find(b"\x7fELF\x02", at + 1)
+
+
+def _sections(cubin: bytes) -> Iterator[tuple[str, bytes]]:
+    (headers,) = struct.unpack_from("<Q", cubin, 40)
+    count, of_names = struct.unpack_from("<HH", cubin, 60)
+    found = [struct.unpack_from("<IIQQQQ", cubin, headers + 64 * i) for i in range(count)]
+    names = found[of_names][4]
+    for name, _, _, _, start, size in found:
+        first = names + name
+        yield cubin[first : cubin.index(b"\0", first)].decode(), cubin[start : start + size]
+
+
+def _code(cubin: bytes) -> Code:
+    sections = dict(_sections(cubin))
+    (text,) = (content for name, content in sections.items() if name.startswith(".text."))
+    instructions = list(_INSTRUCTION.iter_unpack(text))
+    wgmmas = [high for low, high in instructions if low & 0x1FF == _WGMMA]
+    return Code(
+        stack=_stack(sections[".nv.info"]),
+        spills=sum(low & 0xFFF in (_STORE_LOCAL, _LOAD_LOCAL) for low, _ in instructions),
+        wgmmas=len(wgmmas),
+        signalled=sum(high >> 20 & 7 != _UNSIGNALLED for high in wgmmas),
+    )
+
+
+def _stack(info: bytes) -> int:
+    at, stack = 0, 0
+    while at < len(info):
+        form, kind, value = struct.unpack_from("<BBH", info, at)
+        at += 4
+        if form == _SIZED:
+            if kind == _FRAME_SIZE:
+                stack += struct.unpack_from("<II", info, at)[1]
+            at += value
+    return stack
