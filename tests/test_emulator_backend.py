@@ -1,7 +1,10 @@
 """FLASH4_BACKEND=emulator.
 
-Attention on CPU tensors by our compiled kernels, with gradients, for either architecture.
+Attention on CPU tensors by our compiled kernels, with gradients, for either architecture. For sm_90a that is
+the whole way of a call on a Hopper GPU, but for the GPU.
 """
+
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -85,15 +88,18 @@ def test_the_architecture_comes_from_the_environment(monkeypatch):
         assert device.arch == arch
 
 
-def test_varlen_is_a_loop():
+@pytest.mark.parametrize(("arch", "launches"), [("sm_90a", 1), ("sm_100a", 2)])
+def test_varlen_is_a_loop(arch, launches):
     q, k, v = (t[0].detach() for t in tensors(torch.bfloat16, 1, 60, 60, 2, 2, 32, 32))
     ends = torch.tensor([0, 17, 17, 60], dtype=torch.int32)
-    out = flash4_torch.attention_varlen(
-        q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=43, max_seqlen_k=43
-    )
-    for start, stop in ((0, 17), (17, 60)):
-        alone = flash4_torch.attention(*(t[None, start:stop] for t in (q, k, v)))
-        assert torch.equal(out[start:stop], alone[0])
+    with emulate.device(arch) as device:
+        out = flash4_torch.attention_varlen(
+            q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=43, max_seqlen_k=43, causal=True
+        )
+        assert len(device.reports) == launches
+        for start, stop in ((0, 17), (17, 60)):
+            alone = flash4_torch.attention(*(t[None, start:stop] for t in (q, k, v)), causal=True)
+            assert torch.equal(out[start:stop], alone[0])
 
 
 @pytest.mark.parametrize(("B", "Sq", "Sk"), [(0, 4, 4), (1, 0, 4), (1, 4, 0)])
@@ -112,19 +118,157 @@ def test_under_compile():
 
 
 @pytest.mark.parametrize(
-    ("call", "word"),
+    ("arch", "call", "word"),
     [
-        ({"dtype": torch.float64}, "float64"),
-        ({"D": 136, "Dv": 136}, "136"),
-        ({"attn_mask": torch.ones(5, 5, dtype=torch.bool)}, "attn_mask"),
-        ({"dropout_p": 0.5}, "dropout"),
+        ("sm_100a", {"dtype": torch.float64}, "float64"),
+        ("sm_100a", {"D": 136, "Dv": 136}, "136"),
+        ("sm_100a", {"attn_mask": torch.ones(5, 5, dtype=torch.bool)}, "attn_mask"),
+        ("sm_100a", {"dropout_p": 0.5}, "dropout"),
+        ("sm_90a", {"dtype": torch.float64}, "float64"),
+        ("sm_90a", {"D": 264}, "264"),
+        ("sm_90a", {"dtype": torch.float32, "dropout_p": 0.5}, "dropout"),
+        ("sm_90a", {"attn_mask": torch.ones(5, 5, dtype=torch.float64)}, "attn_mask"),
     ],
 )
-def test_what_it_does_not_serve_is_named(call, word):
+def test_what_it_does_not_serve_is_named(monkeypatch, arch, call, word):
+    monkeypatch.setenv(env.ARCH.name, arch)
     sizes = {"B": 1, "Sq": 5, "Sk": 5, "Hq": 1, "Hk": 1, "D": 32, "Dv": 32, "dtype": torch.bfloat16}
     inputs = tensors(**{name: call.pop(name, value) for name, value in sizes.items()})
     with pytest.raises(BackendError, match=word):
         flash4_torch.attention(*inputs, **call)
+
+
+# What a call on a Hopper GPU can use, and how many kernels it launches.
+CALLS: dict[str, tuple[dict[str, Any], int]] = {
+    "causal": ({"causal": True}, 1),
+    "window, softcap": ({"window": (40, 3), "softcap": 3.0}, 1),
+    "negative scale": ({"scale": -0.2}, 1),
+    "bool mask": ({"attn_mask": torch.arange(150) % 7 > 1}, 2),
+    "float mask": ({"attn_mask": torch.linspace(-2, 2, 90 * 150).view(90, 150).sin().bfloat16()}, 2),
+    "dropout": ({"causal": True, "dropout_p": 0.3}, 1),
+}
+SIZES = {"B": 2, "Sq": 90, "Sk": 150, "Hq": 4, "Hk": 2, "D": 64, "Dv": 64}
+
+
+def hopper_attention(q, k, v, seed=0, **kwargs):
+    """(out, lse) of the Hopper kernel; the state of the generator that dropout uses follows from `seed`."""
+    torch.manual_seed(seed)
+    with emulate.device("sm_90a", multiprocessors=3, schedule="late"), torch.no_grad():
+        return flash4_torch.attention(q, k, v, return_lse=True, **kwargs)
+
+
+@pytest.mark.parametrize("kwargs, launches", CALLS.values(), ids=CALLS)
+def test_the_hopper_kernel_runs(kwargs, launches):
+    inputs = [x.detach() for x in tensors(torch.bfloat16, **SIZES)]
+    with (
+        emulate.device("sm_90a") as device,
+        testing.backends_used() as used,
+        testing.poisoned_memory(),
+    ):
+        assert flash4_torch.support(*inputs, **kwargs)["emulator"] == []
+        rng_state = testing.peek_rng_state()
+        out, lse = flash4_torch.attention(*inputs, return_lse=True, **kwargs)
+    assert used == {("attention", "emulator"): 1}
+    names = [report.kernel for report in device.reports]
+    assert len(names) == launches and "forward_kernel_Maps" in names[-1]
+    assert device.reports[-1].counters.mma > 0
+    more = {"rng_state": rng_state} if "dropout_p" in kwargs else {}
+    results = [testing.reference(*inputs, **kwargs, **more, dtype=t) for t in (torch.float64, torch.bfloat16)]
+    for actual, exact, peer in zip((out, lse), *results, strict=True):
+        testing.assert_close_as_peer(actual, exact, peer)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_support_knows_the_architecture(monkeypatch, arch):
+    monkeypatch.setenv(env.ARCH.name, arch)
+    inputs = [x.detach() for x in tensors(torch.bfloat16, **{**SIZES, "D": 256})]
+    reasons = flash4_torch.support(*inputs, dropout_p=0.1)["emulator"]
+    assert bool(reasons) == (arch == "sm_100a")
+
+
+def test_a_backward_that_it_has_not_is_named():
+    inputs = tensors(torch.bfloat16, **SIZES)
+    with emulate.device("sm_90a"):
+        (reason,) = flash4_torch.support(*inputs, dropout_p=0.1)["emulator"]
+    assert reason.startswith("backward: ") and "dropout" in reason
+
+
+@pytest.mark.parametrize("kwargs", [kwargs for kwargs, _ in CALLS.values()], ids=CALLS)
+@settings(max_examples=3)
+@given(seed=st.integers(0, 99))
+def test_linear_in_v(kwargs, seed):
+    q, k, v = (x.detach() for x in tensors(torch.bfloat16, **SIZES))
+    other = torch.randn(v.shape).bfloat16()
+    out, lse = hopper_attention(q, k, v, seed, **kwargs)
+    # Twice and half are exact.
+    for factor in (2.0, -0.5):
+        scaled, same_lse = hopper_attention(q, k, factor * v, seed, **kwargs)
+        assert torch.equal(scaled, factor * out) and torch.equal(lse, same_lse)
+    added, _ = hopper_attention(q, k, v + other, seed, **kwargs)
+    parts = out.float() + hopper_attention(q, k, other, seed, **kwargs)[0].float()
+    torch.testing.assert_close(added.float(), parts, rtol=0.03, atol=0.03)
+
+
+@pytest.mark.parametrize("kwargs", [kwargs for kwargs, _ in CALLS.values()], ids=CALLS)
+def test_gqa_is_repeated_keys(kwargs):
+    q, k, v = (x.detach() for x in tensors(torch.bfloat16, **SIZES))
+    repeated = (x.repeat_interleave(2, dim=2) for x in (k, v))
+    ours, theirs = hopper_attention(q, k, v, **kwargs), hopper_attention(q, *repeated, **kwargs)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.01, atol=0.01)
+
+
+@settings(max_examples=5)
+@given(shift=st.sampled_from([-3.0, 0.5, 7.0]), causal=st.booleans())
+def test_a_shift_of_all_scores_moves_only_lse(shift, causal):
+    q, k, v = (x.detach() for x in tensors(torch.bfloat16, **SIZES))
+    mask = CALLS["bool mask"][0]["attn_mask"]
+    bias = torch.where(mask, shift, -torch.inf)
+    out, lse = hopper_attention(q, k, v, causal=causal, attn_mask=mask)
+    shifted, shifted_lse = hopper_attention(q, k, v, causal=causal, attn_mask=bias)
+    torch.testing.assert_close(out, shifted, rtol=0.01, atol=0.01)
+    torch.testing.assert_close(lse + shift, shifted_lse, rtol=1e-4, atol=1e-4)
+
+
+@settings(max_examples=4)
+@given(
+    q_lengths=st.lists(st.integers(0, 140), min_size=1, max_size=4),
+    k_lengths=st.lists(st.integers(0, 140), min_size=4, max_size=4),
+    p=st.sampled_from([0.0, 0.4]),
+)
+def test_one_launch_serves_all_sequences(q_lengths, k_lengths, p):
+    k_lengths = k_lengths[: len(q_lengths)]
+    q, k, v = (
+        torch.randn(sum(lengths), heads, 64).bfloat16()
+        for lengths, heads in ((q_lengths, 4), (k_lengths, 2), (k_lengths, 2))
+    )
+    ends = [torch.tensor([0, *torch.tensor(n).cumsum(0)]) for n in (q_lengths, k_lengths)]
+    rng_state = testing.peek_rng_state()
+    with emulate.device("sm_90a", multiprocessors=2) as device, testing.poisoned_memory():
+        out, lse = flash4_torch.attention_varlen(
+            q,
+            k,
+            v,
+            cu_seqlens_q=ends[0],
+            cu_seqlens_k=ends[1],
+            max_seqlen_q=max(q_lengths),
+            max_seqlen_k=max(k_lengths),
+            causal=True,
+            dropout_p=p,
+            return_lse=True,
+        )
+    assert len(device.reports) == (len(q) > 0 and len(k) > 0)
+    parts = zip(q.split(q_lengths), k.split(k_lengths), v.split(k_lengths), strict=True)
+    first = 0
+    for b, sequence in enumerate(parts):
+        # Sequence b replays dropout as batch entry b.
+        batch = [x[None].expand(b + 1, *x.shape) for x in sequence]
+        more = {"causal": True, "dropout_p": p, "rng_state": rng_state}
+        exact, peer = (testing.reference(*batch, **more, dtype=t) for t in (torch.float64, q.dtype))
+        rows = slice(first, first := first + len(sequence[0]))
+        if len(sequence[0]):
+            testing.assert_close_as_peer(out[rows], exact[0][b], peer[0][b])
+            testing.assert_close_as_peer(lse[:, rows], exact[1][b], peer[1][b])
 
 
 def test_serves_nobody_who_has_not_asked(monkeypatch):

@@ -143,7 +143,8 @@ def _launch(entry: str, static: tuple[object, ...], *args: Any) -> None:
 @functools.cache
 def _compiled(arch: str, entry: str, static: tuple[object, ...]) -> Function:
     """The device of that architecture must be active."""
-    return jit.resolve(entry)(*static)
+    with jit.quiet():
+        return jit.resolve(entry)(*static)
 
 
 def _detached(args: Any) -> Any:

@@ -42,6 +42,9 @@ _ALIGNMENT = 16
 _STEP = _ALIGNMENT // 2
 _L2_BYTES = 32 << 20
 """K and V that stay in the L2 cache while the queries of their heads pass by."""
+_TILES_IN_SECTION = 4
+"""For each multiprocessor; with fewer, some would idle where one section of heads ends."""
+_MOST_IN_SECTION = 32
 
 Rule = tuple[float, float, int, int, int, int, int, int, int, float]
 """The fields of `kernels.common.args.Rule`: scale, softcap, left, right, longest Sq, heads in a section,
@@ -251,10 +254,8 @@ def config_of(problem: Problem) -> Sm90Forward:
     seen = None
     if band.left is not None and band.right is not None:
         seen = max(band.left + band.right + 1, 1)
-    none_sees_nothing = band.right is None or extent.Sk - extent.Sq + band.right >= 0
-    return configs.forward(
-        features_of(problem), extent.Sq, extent.Sk, problem.spec.group, seen, none_sees_nothing
-    )
+    end_hidden = band.right is not None and band.right <= 0
+    return configs.forward(features_of(problem), extent.Sq, extent.Sk, problem.spec.group, seen, end_hidden)
 
 
 def rule_of(problem: Problem, config: Sm90Forward, multiprocessors: int) -> Rule:
@@ -267,7 +268,7 @@ def rule_of(problem: Problem, config: Sm90Forward, multiprocessors: int) -> Rule
         left,
         right,
         problem.extent.Sq,
-        _section(problem, config),
+        _section(problem, config, multiprocessors),
         multiprocessors,
         drop_byte,
         drop_fraction,
@@ -275,7 +276,7 @@ def rule_of(problem: Problem, config: Sm90Forward, multiprocessors: int) -> Rule
     )
 
 
-def _section(problem: Problem, config: Sm90Forward) -> int:
+def _section(problem: Problem, config: Sm90Forward, multiprocessors: int) -> int:
     """How many packs of heads take turns: long tiles come first while their K and V stay in the cache.
 
     Without a bound to the right all tiles are equally long, and heads follow one another.
@@ -284,5 +285,8 @@ def _section(problem: Problem, config: Sm90Forward) -> int:
     if not features_of(problem).right:
         return 1
     packs = -(-spec.group // config.pack)
-    key_heads = _L2_BYTES // (extent.Sk * (spec.D + spec.Dv) * spec.dtype.itemsize)
-    return min(max(key_heads, 1), extent.B * extent.Hk) * packs
+    cached = _L2_BYTES // (extent.Sk * (spec.D + spec.Dv) * spec.dtype.itemsize)
+    tiles = packs * -(-extent.Sq // (config.rows // config.pack))
+    enough = -(-_TILES_IN_SECTION * multiprocessors // tiles)
+    most = min(max(_MOST_IN_SECTION // packs, 1), extent.B * extent.Hk)
+    return min(max(cached, enough), most) * packs

@@ -37,7 +37,7 @@ def build(key: Key, folder: Path) -> Path:
     """
     object_file = folder / f"{key.digest}.o"
     try:
-        with _one_at_a_time, _quiet():
+        with _one_at_a_time, quiet():
             with _targeting(key.arch):
                 resolve(key.entry)(*key.static).export_to_c(str(object_file), function_name=key.digest)
             if is_edited(key.entry):
@@ -57,7 +57,7 @@ def resolve(entry: str) -> Any:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keeps warnings of the compiler, and those it raises at lines of kernels, from the user; no others."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=_OF_THE_COMPILER)

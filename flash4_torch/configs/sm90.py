@@ -15,11 +15,11 @@ SHARED_MEMORY = 227 * 1024
 """Bytes that a CTA may have."""
 _BARRIERS_AND_ALIGNMENT = 2048
 
-REGISTERS = {1: 240, 2: 240, 3: 160, 4: 112}
+REGISTERS = {1: 216, 2: 240, 3: 160, 4: 112}
 """Of a consumer's thread, by consumer warpgroups."""
-_TEMPORARIES = 32
+_TEMPORARIES = 28
 """Registers next to O, S and P: the tightest plans that do not spill leave as many."""
-_MASK_TEMPORARIES = {"": 0, "bool": 4, "bfloat16": 12, "float16": 12, "float32": 12}
+_BOOL_MASK_TEMPORARIES = 4
 _SOFTCAP_TEMPORARIES = 4
 _DROPOUT_TEMPORARIES = 16
 
@@ -56,98 +56,86 @@ class Row(NamedTuple):
         )
 
 
-def _tiles(
-    warpgroups: int,
-    keys: int,
-    kv_stages: int,
-    q_stages: int,
-    *,
-    pingpong: bool = False,
-    next_tile: bool = False,
-    k_ahead: bool = False,
-    half: bool = False,
-    conditional: bool = False,
-    o_over_q: bool = False,
-) -> Sm90Forward:
-    return Sm90Forward(
-        warpgroups,
-        keys,
-        kv_stages,
-        q_stages,
-        pingpong=pingpong,
-        next_tile=next_tile,
-        k_ahead=k_ahead,
-        half=half,
-        conditional=conditional,
-        o_over_q=o_over_q,
-    )
-
-
-_W4 = _tiles(4, 64, 4, 2)
-_W4_NEXT = _tiles(4, 64, 4, 2, next_tile=True, conditional=True)
-
 # fmt: off
+_Tiles = Sm90Forward
 TABLE = (
     # D   Dv   rows  right  keys
-    Row(64, 64, 64, None, None, _tiles(1, 128, 4, 2),
+    Row(64, 64, 64, None, None, _Tiles(1, 128, 4, 2),
         "unmeasured: rows of a second warpgroup would be empty"),
-    Row(64, 64, 128, None, None, _tiles(2, 128, 4, 2),
+    Row(64, 64, 128, None, None, _Tiles(2, 128, 4, 2),
         "unmeasured: rows of a third warpgroup would be empty"),
-    Row(64, 64, None, False, 1536, _W4_NEXT,
-        "S 256 to 1k: 1.15 to 1.21 of the best peer; next_tile 1.02, conditional 1.03 to 1.05"),
-    Row(64, 64, None, True, 768, _W4,
-        "S 256 and 512: 1.21 to 1.29; tiles of 64 keys fit the diagonal of each warpgroup"),
-    Row(64, 64, None, True, 1536, _W4_NEXT,
-        "S 1k: 1.17"),
-    Row(64, 64, None, True, 8192, _tiles(3, 128, 3, 2, pingpong=True, half=True),
-        "S 2k and 4k: 1.10 to 1.13; half 1.05; a fifth fewer instructions than 256 x 64"),
-    Row(64, 64, None, None, None, _tiles(3, 128, 3, 2, pingpong=True),
-        "S 2k to 16k: 1.00 to 1.10; pingpong 1.02 to 1.09"),
-    Row(64, 64, None, None, None, _tiles(3, 112, 3, 2, pingpong=True),
+    Row(64, 64, None, True, 384, _Tiles(4, 64, 4, 2, k_ahead=True),
+        "S 256: 1.25 of the best peer, with next_tile and conditional 1.22; tiles fit the diagonal"),
+    Row(64, 64, None, None, 1536, _Tiles(4, 64, 4, 2, next_tile=True, conditional=True),
+        "full S 256 to 1k: 1.16 to 1.23; causal S 512 and 1k: 1.13 to 1.19"),
+    Row(64, 64, None, True, None, _Tiles(3, 128, 3, 2, pingpong=True, k_ahead=True, half=True),
+        "S 2k to 16k: 1.01 to 1.08; without half 0.98 at 16k, with conditional 0.01 to 0.03 less"),
+    Row(64, 64, None, False, 8192, _Tiles(3, 128, 3, 2, pingpong=True, k_ahead=True),
+        "S 2k and 4k: 1.03 to 1.08; four warpgroups 0.03 less"),
+    Row(64, 64, None, None, None, _Tiles(3, 128, 3, 2, pingpong=True),
+        "S 16k: 0.98, with k_ahead 0.96"),
+    Row(64, 64, None, None, None, _Tiles(3, 112, 3, 2, pingpong=True),
         "features that need registers: below 128 keys, above two warpgroups"),
-    Row(64, 64, None, None, None, _tiles(2, 128, 4, 2),
+    Row(64, 64, None, None, None, _Tiles(2, 128, 4, 2),
         "features that need many registers"),
 
-    Row(96, 96, 64, None, None, _tiles(1, 128, 3, 2), "unmeasured, as for 64"),
-    Row(96, 96, None, False, 3072, _tiles(2, 128, 3, 2, pingpong=True, next_tile=True, k_ahead=True),
-        "unmeasured, as for 128"),
-    Row(96, 96, None, True, 1536, _tiles(2, 128, 3, 2, next_tile=True, k_ahead=True, half=True),
-        "unmeasured, as for 128"),
-    Row(96, 96, 128, None, None, _tiles(2, 128, 3, 2, k_ahead=True), "unmeasured, as for 64"),
-    Row(96, 96, None, None, None, _tiles(3, 96, 3, 2, k_ahead=True, conditional=True),
-        "unmeasured: the most keys whose S and P fit three warpgroups' registers"),
-    Row(96, 96, None, None, None, _tiles(2, 128, 3, 2, k_ahead=True),
+    Row(96, 96, 64, None, None, _Tiles(1, 128, 3, 2), "unmeasured, as for 64"),
+    Row(96, 96, None, False, 3072, _Tiles(2, 128, 3, 2, pingpong=True, next_tile=True, k_ahead=True),
+        "S 1k: 1.20; three warpgroups of 96 keys 1.15"),
+    Row(96, 96, None, True, 3072, _Tiles(2, 128, 3, 2, next_tile=True, k_ahead=True),
+        "S 1k: 1.28"),
+    Row(96, 96, 128, None, None, _Tiles(2, 128, 3, 2, k_ahead=True), "unmeasured, as for 64"),
+    Row(96, 96, None, False, None,
+        _Tiles(3, 96, 3, 2, next_tile=True, k_ahead=True, conditional=True, wait=2),
+        "S 8k: 1.01; left to the assembler 1.00, 3 quarters 0.99, two warpgroups 0.95"),
+    Row(96, 96, None, True, None, _Tiles(3, 112, 2, 2, k_ahead=True, pingpong=True, conditional=True),
+        "S 8k: 1.01, unconditional 0.98"),
+    Row(96, 96, None, None, None, _Tiles(2, 128, 3, 2, k_ahead=True),
         "features that need registers"),
 
-    Row(128, 128, 64, None, None, _tiles(1, 128, 3, 1), "unmeasured, as for 64"),
-    Row(128, 128, None, False, 3072, _tiles(2, 128, 2, 2, pingpong=True, next_tile=True, k_ahead=True),
-        "S 256 to 2k: 1.04 to 1.09"),
-    Row(128, 128, None, True, 1536, _tiles(2, 128, 2, 2, next_tile=True, k_ahead=True, half=True),
-        "S 256 to 1k: 0.99 to 1.15; pingpong 0.92 to 1.00 here; half 1.01, next_tile 1.02 to 1.06"),
-    Row(128, 128, 128, None, None, _tiles(2, 128, 2, 2, k_ahead=True), "unmeasured, as for 64"),
-    Row(128, 128, None, None, None, _tiles(3, 80, 2, 2, k_ahead=True, conditional=True),
-        "full S 4k and 16k: 1.04; causal S 2k to 16k: 0.98 to 1.02; conditional 1.04; less L2 traffic"),
-    Row(128, 128, None, None, None, _tiles(2, 128, 2, 2, k_ahead=True),
+    Row(128, 128, 64, None, None, _Tiles(1, 128, 3, 1), "unmeasured, as for 64"),
+    Row(128, 128, None, False, 768, _Tiles(2, 128, 2, 2, pingpong=True, next_tile=True, k_ahead=True),
+        "S 256 and 512: 1.05 and 1.12"),
+    Row(128, 128, None, False, 3072, _Tiles(2, 128, 2, 2, next_tile=True, k_ahead=True, wait=1),
+        "S 1k and 2k: 1.08 and 1.05; left to the assembler 0.002 less, 2 quarters 0.04"),
+    Row(128, 128, None, True, 6144, _Tiles(2, 128, 2, 2, pingpong=True, next_tile=True, k_ahead=True),
+        "S 256 to 4k: 0.99, 1.13, 1.04, 1.00, 0.98; at 256 memory is the limit; 2 quarters 0.02 less"),
+    Row(128, 128, 128, None, None, _Tiles(2, 128, 2, 2, k_ahead=True), "unmeasured, as for 64"),
+    Row(128, 128, None, False, None, _Tiles(3, 80, 2, 2, pingpong=True, k_ahead=True, conditional=True),
+        "S 4k to 16k: 1.03 to 1.06"),
+    Row(128, 128, None, None, None, _Tiles(3, 80, 2, 2, k_ahead=True, conditional=True),
+        "causal S 16k: 1.00; with pingpong 0.99, 128 keys 0.96"),
+    Row(128, 128, None, None, None, _Tiles(2, 128, 2, 2, k_ahead=True),
         "features that need registers"),
 
-    Row(192, 128, 64, None, None, _tiles(1, 112, 2, 2), "unmeasured, as for 64"),
-    Row(192, 128, None, None, None, _tiles(2, 112, 2, 1, k_ahead=True),
+    Row(192, 128, 64, None, None, _Tiles(1, 112, 2, 2), "unmeasured, as for 64"),
+    Row(192, 128, None, None, None, _Tiles(2, 112, 2, 1, k_ahead=True),
         "unmeasured: the most keys in two stages beside Q and O"),
 
-    Row(192, 192, 64, None, None, _tiles(1, 112, 2, 1), "unmeasured, as for 64"),
-    Row(192, 192, None, None, 1536, _tiles(2, 80, 2, 1, k_ahead=True, conditional=True),
-        "unmeasured: the most keys in two stages beside Q and O"),
-    Row(192, 192, None, None, None, _tiles(2, 112, 2, 1, k_ahead=True, o_over_q=True),
-        "unmeasured: a third more keys, once a tile's rows see many"),
-    Row(192, 192, None, None, None, _tiles(2, 80, 2, 1, k_ahead=True, conditional=True),
+    Row(192, 192, 64, None, None, _Tiles(1, 112, 2, 1), "unmeasured, as for 64"),
+    Row(192, 192, None, False, None,
+        _Tiles(2, 80, 2, 2, next_tile=True, k_ahead=True, conditional=True, o_over_q=True, wait=2),
+        "S 1k and 8k: 1.10 and 1.04; left to the assembler 1.09 and 1.02; 96 keys, one stage of Q 1.02"),
+    Row(192, 192, None, True, 3072,
+        _Tiles(2, 80, 2, 2, next_tile=True, k_ahead=True, conditional=True, o_over_q=True),
+        "S 1k: 1.08"),
+    Row(192, 192, None, None, None,
+        _Tiles(2, 112, 2, 1, pingpong=True, k_ahead=True, conditional=True, o_over_q=True),
+        "causal S 8k: 1.00; 96 keys 0.98 to 1.00, 80 keys 0.98"),
+    Row(192, 192, None, None, None, _Tiles(2, 80, 2, 1, k_ahead=True, conditional=True),
         "features that need registers, or Dv > D"),
 
-    Row(256, 256, 64, None, None, _tiles(1, 80, 2, 1), "unmeasured, as for 64"),
-    Row(256, 256, None, None, None, _tiles(2, 80, 2, 1, k_ahead=True, conditional=True),
+    Row(256, 256, 64, None, None, _Tiles(1, 80, 2, 1), "unmeasured, as for 64"),
+    Row(256, 256, None, None, None, _Tiles(2, 80, 2, 1, k_ahead=True, conditional=True),
         "unmeasured: small D or Dv"),
-    Row(256, 256, None, None, None, _tiles(2, 80, 2, 1, k_ahead=True, conditional=True, o_over_q=True),
-        "unmeasured: O beside Q would leave room for 48 keys"),
-    Row(256, 256, None, None, None, _tiles(2, 48, 2, 1, k_ahead=True, conditional=True),
+    Row(256, 256, None, True, 3072, _Tiles(2, 64, 2, 1, k_ahead=True, conditional=True, o_over_q=True),
+        "S 1k: 1.02; 80 keys 0.99"),
+    Row(256, 256, None, True, None,
+        _Tiles(2, 64, 2, 1, pingpong=True, k_ahead=True, conditional=True, o_over_q=True),
+        "S 4k and 16k: 1.00; without pingpong 0.005 less"),
+    Row(256, 256, None, None, None, _Tiles(2, 64, 2, 1, k_ahead=True, conditional=True, o_over_q=True),
+        "full S 1k to 16k: 1.02 to 1.03; 80 keys 1.00 to 1.03"),
+    Row(256, 256, None, None, None, _Tiles(2, 48, 2, 1, k_ahead=True, conditional=True),
         "features that need registers, or Dv > D"),
 )
 # fmt: on
@@ -159,7 +147,7 @@ def forward(
     Sk: int,
     group: int = 1,
     seen: int | None = None,
-    none_sees_nothing: bool = True,
+    end_hidden: bool = False,
 ) -> Sm90Forward:
     """The config of a call.
 
@@ -169,14 +157,13 @@ def forward(
         Sk: key positions.
         group: query heads of each key head.
         seen: how many keys a row sees at most, by its window. Default: Sk.
-        none_sees_nothing: whether every row sees a key.
+        end_hidden: whether the band hides everything beyond the last key, as for causal calls.
     """
     seen = Sk if seen is None else min(seen, Sk)
     rows = Sq * _cover(group) if _may_pack(features) else Sq
     row = next(row for row in TABLE if row.admits(features, rows, seen))
-    tail = features.varlen or Sk % row.config.keys != 0
-    next_tile = _may_draw_next(features) and (none_sees_nothing or not features.right)
-    return _completed(features, row.config, next_tile, tail, _pack(features, row.config, Sq, group))
+    tail = not (end_hidden and features.right) and (features.varlen or Sk % row.config.keys != 0)
+    return _completed(features, row.config, tail, _pack(features, row.config, Sq, group))
 
 
 def reachable(features: Features, group: int | None = None) -> tuple[Sm90Forward, ...]:
@@ -185,35 +172,33 @@ def reachable(features: Features, group: int | None = None) -> tuple[Sm90Forward
     if _may_pack(features):
         most = MAX_PACK if group is None else _cover(group)
         packs = [p for p in _powers_of_two() if p <= most]
+    tails = [False, True] if features.right or not features.varlen else [True]
     found = {
-        _completed(features, row.config, next_tile, tail, pack): None
-        for row in TABLE
-        if row.admits_features(features)
-        for next_tile in {_may_draw_next(features), _may_draw_next(features) and not features.right}
-        for tail in {True, features.varlen}
+        _completed(features, row.config, tail, pack): None
+        for row in _rows_until_one_admits_all(features)
+        for tail in tails
         for pack in packs
     }
     return tuple(found)
 
 
-def _completed(
-    features: Features, config: Sm90Forward, next_tile: bool, tail: bool, pack: int
-) -> Sm90Forward:
-    """A row's config for one call; `half` is what a row has instead of a `next_tile` that cannot be.
+def _rows_until_one_admits_all(features: Features) -> Iterator[Row]:
+    for row in TABLE:
+        if row.admits_features(features):
+            yield row
+            if row.rows is None and row.keys is None:
+                return
 
-    A mask's bits are read for whole blocks.
+
+def _completed(features: Features, config: Sm90Forward, tail: bool, pack: int) -> Sm90Forward:
+    """A row's config for one call.
+
+    Beside a left bound or a mask a warpgroup may pass over so many blocks that they would hold up the next
+    tile, and a mask's bits are read for whole blocks.
     """
-    next_tile = config.next_tile and next_tile
-    half = config.half and not next_tile and not features.mask
+    next_tile = config.next_tile and not (features.left or features.mask)
+    half = config.half and not features.mask
     return config._replace(next_tile=next_tile, half=half, tail=tail, pack=pack)
-
-
-def _may_draw_next(features: Features) -> bool:
-    """Whether a tile's first scores can be computed under another tile.
-
-    It must have some, and no warpgroup may pass over so many blocks that they hold up the other tile's.
-    """
-    return not (features.left or features.mask or features.varlen)
 
 
 def _may_pack(features: Features) -> bool:
@@ -271,8 +256,16 @@ def registers(features: Features, config: Sm90Forward) -> int:
     """
     columns = tile_dim(features.Dv) // 2 + config.keys // 2 + config.keys // 4
     extras = (
-        _MASK_TEMPORARIES[features.mask]
+        _BOOL_MASK_TEMPORARIES * (features.mask == "bool")
         + _SOFTCAP_TEMPORARIES * features.softcap
         + _DROPOUT_TEMPORARIES * features.dropout
     )
-    return columns + _TEMPORARIES + extras
+    return columns + _TEMPORARIES + extras + _ahead(features, config.keys)
+
+
+def _ahead(features: Features, keys: int) -> int:
+    """Registers of what is there before the scores that it changes: fits to what spilled and what did not."""
+    if features.mask not in ("", "bool"):
+        return (keys - 16) * 3 // 4
+    crowded = features.dropout and (features.mask or features.softcap)
+    return keys // 2 if crowded else 0

@@ -43,6 +43,8 @@ class Sm90Forward(NamedTuple):
     """The block on the diagonal may be half as wide."""
     conditional: bool = False
     """The accumulator is rescaled only when a row's maximum grew by more than a factor of 2^8."""
+    wait: int = 0
+    """Quarters of a block's exponentials that come before the wait for PV; 0 leaves it to the assembler."""
     polynomial: int = 0
     """Of every 16 weights of a row, how many are computed by a polynomial instead of the exponential unit."""
     o_over_q: bool = False

@@ -68,9 +68,7 @@ def visible_span(band: Band, shape: cutlass.Constexpr, first_row: Int32, last_ro
 
 
 @cute.jit
-def cuts(
-    band: Band, shape: cutlass.Constexpr, n: Int32, first_row: Int32, last_row: Int32
-) -> Boolean:
+def cuts(band: Band, shape: cutlass.Constexpr, n: Int32, first_row: Int32, last_row: Int32) -> Boolean:
     """Whether block n holds a key that some of the rows do not see."""
     cut = Boolean(False)
     if cutlass.const_expr(shape.tail):

@@ -24,10 +24,14 @@ class Fragment(NamedTuple):
     """C static numbers: column c is key `key + offsets[c]`."""
 
 
-def wgmma_fragment(accumulator: cute.Tensor, rows: tuple[Int32, ...], first_key: Int32, lane: Int32) -> Fragment:
+def wgmma_fragment(
+    accumulator: cute.Tensor, rows: tuple[Int32, ...], first_key: Int32, lane: Int32
+) -> Fragment:
     """The scores of one 64 x N wgmma accumulator: lane `l` holds columns 2 (l % 4) + 8 j + (0, 1)."""
     N = cute.size(accumulator) // 2
     pairs = cute.make_layout((2, N // 2), stride=(1, 4))
-    values = cute.make_tensor(accumulator.iterator, cute.make_layout((2, pairs.shape), stride=(2, pairs.stride)))
+    values = cute.make_tensor(
+        accumulator.iterator, cute.make_layout((2, pairs.shape), stride=(2, pairs.stride))
+    )
     offsets = tuple(8 * (c // 2) + c % 2 for c in range(N))
     return Fragment(values, rows, first_key + 2 * (lane % 4), offsets)

@@ -1,9 +1,9 @@
 """Online softmax over a thread's fragments of scores, in base 2.
 
-With `scale` = softmax scale * log2(e), a row's weights are 2^(scale * (score - max)); the maximum is one of
-scores seen so far, so that sums and the accumulated output only have to be multiplied when it moves. Any
-reference in the maximum's place gives the same quotient, hence `conditional`: the maximum stays as it is until
-it would grow by more than 2^8, which costs nothing in accuracy and leaves out nearly all multiplications.
+With `scale` = softmax scale * log2(e), a row's weights are 2^(scale * (score - max)); the maximum is that of
+the scores seen so far, so that sums and the accumulated output only have to be multiplied when it moves. Any
+reference in the maximum's place gives the same quotient, hence `conditional`: the maximum stays as it is
+until it would grow by more than 2^8, which costs no accuracy and leaves out nearly all multiplications.
 """
 
 from __future__ import annotations
@@ -44,20 +44,30 @@ def make_rows(count: int) -> Rows:
     return Rows(cute.make_rmem_tensor(count, Float32), cute.make_rmem_tensor(count, Float32))
 
 
+class Step(NamedTuple):
+    """How a further block enters a softmax, each (R,)."""
+
+    factors: cute.Tensor
+    """For what has been accumulated before it."""
+    offsets: cute.Tensor
+    """What is subtracted from its scores, in base-2 units."""
+
+
 @cute.jit
 def begin(scores: cute.Tensor, rows: Rows, scale: Float32, method: cutlass.Constexpr) -> None:
     """The first block: `scores` (R, C) become weights in place."""
     for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
         top = _across(_maximum(scores, r), method.lanes)
         rows.top[r] = top
-        rows.total[r] = _weigh(scores, r, _reference(top, method), scale, method)
+        offset = _reference(top, method) * scale
+        rows.total[r] = _weigh_row(scores, r, offset, scale, method, 0, cute.size(scores, mode=[1]))
 
 
 @cute.jit
-def advance(scores: cute.Tensor, rows: Rows, scale: Float32, method: cutlass.Constexpr) -> cute.Tensor:
-    """A further block; returns (R,) factors for what has been accumulated before it."""
+def step(scores: cute.Tensor, rows: Rows, scale: Float32, method: cutlass.Constexpr) -> Step:
+    """A further block's maxima; its weights follow by `weigh`."""
     R = cute.size(scores, mode=[0])
-    factors = cute.make_rmem_tensor(R, Float32)
+    factors, offsets = cute.make_rmem_tensor(R, Float32), cute.make_rmem_tensor(R, Float32)
     for r in cutlass.range_constexpr(R):
         before = rows.top[r]
         top = cute.arch.fmax(before, _across(_maximum(scores, r), method.lanes))
@@ -66,14 +76,30 @@ def advance(scores: cute.Tensor, rows: Rows, scale: Float32, method: cutlass.Con
             top = before if (top - before) * scale <= GROWTH else top
         reference = _reference(top, method)
         factors[r] = cute.math.exp2((before - reference) * scale, fastmath=True)
+        offsets[r] = reference * scale
         rows.top[r] = top
-        rows.total[r] = rows.total[r] * factors[r] + _weigh(scores, r, reference, scale, method)
-    return factors
+        rows.total[r] = rows.total[r] * factors[r]
+    return Step(factors, offsets)
+
+
+@cute.jit
+def weigh(
+    scores: cute.Tensor,
+    rows: Rows,
+    step: Step,
+    scale: Float32,
+    method: cutlass.Constexpr,
+    first: cutlass.Constexpr,
+    last: cutlass.Constexpr,
+) -> None:
+    """Columns `first <= c < last` of a further block become weights."""
+    for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+        rows.total[r] += _weigh_row(scores, r, step.offsets[r], scale, method, first, last)
 
 
 @cute.jit
 def rescale(accumulator: cute.Tensor, factors: cute.Tensor, method: cutlass.Constexpr) -> None:
-    """Multiply the rows of `accumulator` (R, C); with `conditional`, only if some row of the warp needs it."""
+    """Multiply the rows of `accumulator` (R, C); if conditional, only where a row of the warp needs it."""
     needed = Boolean(True)
     if cutlass.const_expr(method.conditional):
         lowest = factors[0]
@@ -132,14 +158,19 @@ def _reference(top: Float32, method: cutlass.Constexpr) -> Float32:
 
 
 @cute.jit
-def _weigh(
-    scores: cute.Tensor, r: cutlass.Constexpr, reference: Float32, scale: Float32, method: cutlass.Constexpr
+def _weigh_row(
+    scores: cute.Tensor,
+    r: cutlass.Constexpr,
+    offset: Float32,
+    scale: Float32,
+    method: cutlass.Constexpr,
+    first: cutlass.Constexpr,
+    last: cutlass.Constexpr,
 ) -> Float32:
-    """Row r becomes weights; returns their sum."""
-    offset = reference * scale
+    """Some columns of row r become weights; returns their sum."""
     chains = [Float32(0.0)] * CHAINS
-    for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+    for c in cutlass.range_constexpr(first, last):
         weight = method.exponent.of(scores[r, c] * scale - offset, c)
         scores[r, c] = weight
-        chains[c % CHAINS] = weight if c < CHAINS else chains[c % CHAINS] + weight
+        chains[c % CHAINS] = weight if c < first + CHAINS else chains[c % CHAINS] + weight
     return (chains[0] + chains[1]) + (chains[2] + chains[3])

@@ -17,9 +17,7 @@ def scores_mma(dtype: type, columns: int) -> cute.TiledMma:
     """64 x columns of A B^T, both in shared memory, both contiguous along the sum."""
     k = OperandMajorMode.K
     source = warpgroup.OperandSource.SMEM
-    return cute.make_tiled_mma(
-        warpgroup.MmaF16BF16Op(dtype, Float32, (ROWS, columns, DEPTH), source, k, k)
-    )
+    return cute.make_tiled_mma(warpgroup.MmaF16BF16Op(dtype, Float32, (ROWS, columns, DEPTH), source, k, k))
 
 
 def output_mma(dtype: type, columns: int) -> cute.TiledMma:
@@ -68,7 +66,7 @@ def scores(S: cute.Tensor, sQ: cute.Tensor, sK: cute.Tensor) -> None:
 
 @cute.jit
 def accumulate(O: cute.Tensor, P: cute.Tensor, sV: cute.Tensor, add) -> None:
-    """Issue O = P V, or O += P V where `add`; P is a fragment in registers, sV (Dv, keys) in shared memory."""
+    """Issue O = P V, or O += P V where `add`; P is in registers, sV (Dv, keys) in shared memory."""
     mma = output_mma(sV.element_type, cute.size(sV, mode=[0]))
     B = mma.make_fragment_B(mma.get_slice(0).partition_B(sV))
     warpgroup.fence()
@@ -87,8 +85,8 @@ def wait(pending: int) -> None:
 def wait_after(sums: cute.Tensor) -> None:
     """Until no product is under way, but not before `sums`, none of which is negative, have been computed.
 
-    Left alone, ptxas moves the wait up, before the exponentials that are to hide the product. It does not move
-    it over another synchronisation, and that of the warp takes its mask, all lanes, from the sums.
+    Left alone, ptxas moves the wait up, before the exponentials that are to hide the product. It does not
+    move it over another synchronisation, and that of the warp takes its mask, all lanes, from the sums.
     """
     lowest = sums[0]
     for i in cutlass.range_constexpr(1, cute.size(sums)):

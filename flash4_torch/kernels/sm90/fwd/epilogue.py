@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .kernel import Kernel
     from .mainloop import Thread
 
+
 @cute.jit
 def epilogue(k: Kernel, t: Thread, tile: Tile, q_at: Cursor) -> None:
     """Every warp stores its 16 rows by itself, through its own piece of shared memory."""
@@ -56,6 +57,8 @@ def epilogue(k: Kernel, t: Thread, tile: Tile, q_at: Cursor) -> None:
     else:
         cute.arch.sync_warp()
         _store_rows(k, pieces[None, None, own_warp], tile, t, own_warp)
+        if cutlass.const_expr(plan.config.o_over_q):
+            cute.arch.fence_view_async_shared()  # the next Q comes by the copy engine
         cute.arch.sync_warp()
     if cutlass.const_expr(plan.config.o_over_q):
         cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -120,9 +123,7 @@ def _store_rows(k: Kernel, piece: cute.Tensor, tile: Tile, t: Thread, own_warp: 
         h = tile.heads * plan.pack + row % plan.pack
         if (i < tile.Sq) & (h < group):
             source = cute.local_tile(piece, (1, 8), (own_row, chunk))
-            target = cute.local_tile(
-                k.out[tile.first_q + i, tile.key_head * group + h, None], (8,), (chunk,)
-            )
+            target = cute.local_tile(k.out[tile.first_q + i, tile.key_head * group + h, None], (8,), (chunk,))
             registers = cute.make_rmem_tensor(8, plan.dtype)
             cute.copy(atom, cute.group_modes(source, 0, 2), registers)
             cute.copy(atom, registers, target)

@@ -1,10 +1,10 @@
 """The forward kernel: shared memory, barriers, and who takes which role.
 
-             tickets (global)
-                |
-    Q, K, V -> load ==load_q==> mainloop (warpgroup 1, 2, ..) -> epilogue -> O, lse
-                    ==load_k==>
-                    ==load_v==>
+         tickets (global)
+            |
+Q, K, V -> load ==load_q==> mainloop (warpgroup 1, 2, ..) -> epilogue -> O, lse
+                ==load_k==>
+                ==load_v==>
 """
 
 from __future__ import annotations

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-import cuda.bindings.driver as cuda
-
 from ....configs.types import Features, Sm90Forward
 from ...common.args import Rule, example_rule
 from ...common.attn_mask import MaskArgs, example_args
 from ..wgmma import column_major_layout, row_major_layout
-from .kernel import Maps, Layouts, forward_kernel
+from .kernel import Layouts, Maps, forward_kernel
 from .plan import ROWS, WARP_ROWS, WARPS, Plan
 
 
@@ -37,8 +36,8 @@ def forward(
 ) -> None:
     """Launch out = dropout(softmax(scores)) v and lse = logsumexp(scores).
 
-    q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), out (B, Sq, Hq, Dv), or packed (T, H, D) for varlen; last
-    stride 1, the others multiples of 8 elements, bases on 16 bytes. lse (B, Hq, Sq) or (Hq, T) float32,
+    q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), out (B, Sq, Hq, Dv), or packed (T, H, D) for varlen;
+    last stride 1, the others multiples of 8 elements, bases on 16 bytes. lse (B, Hq, Sq) or (Hq, T) float32,
     contiguous. tickets int32 (1,), zero before and after. No size is 0.
     """
     plan.check()
@@ -97,14 +96,16 @@ def _map(op, tensor: cute.Tensor, layout: cute.ComposedLayout, tiler) -> tuple:
 
 
 def compile_forward(features: Features, config: Sm90Forward) -> Any:
-    """`forward` compiled for any sizes and strides, its arguments but `plan` and `stream` passed as they are."""
+    """`forward` compiled for any sizes and strides; call it with its arguments but `plan` and `stream`."""
     plan = Plan(features, config)
     q, k, v, out = (_rows(plan, D) for D in (features.D, features.D, features.Dv, features.Dv))
     lse_modes = 2 if features.varlen else 3
     lse = _compact(Float32, lse_modes, 4)
     tickets = cute.runtime.make_fake_compact_tensor(Int32, (1,), assumed_align=4)
     cu_seqlens = _compact(Int32, 1, 4) if features.varlen else None
-    rng_state = cute.runtime.make_fake_compact_tensor(Int64, (2,), assumed_align=8) if features.dropout else None
+    rng_state = (
+        cute.runtime.make_fake_compact_tensor(Int64, (2,), assumed_align=8) if features.dropout else None
+    )
     mask = example_args(plan.mask) if features.mask else None
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     tensors = (q, k, v, out, lse, tickets, cu_seqlens, cu_seqlens, mask, rng_state)

@@ -84,7 +84,9 @@ def _load_q(k: Kernel, at: Cursor, tile: Tile) -> None:
     with cute.arch.elect_one():
         tiles.write(k, at, tile)
         cute.arch.mbarrier_arrive_and_expect_tx(full, warpgroups * _bytes(k.sQ))
-    mQ = cute.domain_offset(((0, tile.first_q), 0), k.maps.mQ[None, None, tile.key_head, _batch(k, tile.batch)])
+    mQ = cute.domain_offset(
+        ((0, tile.first_q), 0), k.maps.mQ[None, None, tile.key_head, _batch(k, tile.batch)]
+    )
     for w in cutlass.range_constexpr(warpgroups):
         position = tile.heads, tile.block * warpgroups + w
         gQ = cute.local_tile(mQ, (k.plan.box, k.plan.D), (position, 0))

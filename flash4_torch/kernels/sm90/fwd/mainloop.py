@@ -26,6 +26,7 @@ from .tile import Blocks, Tile
 if TYPE_CHECKING:
     from .kernel import Kernel
 
+
 class Thread(NamedTuple):
     """A thread of a warpgroup, and what it keeps in registers."""
 
@@ -213,8 +214,8 @@ def _blocks(k: Kernel, t: Thread, work: Work, q_at: Cursor, k_at: Cursor, v_at: 
     for i in cutlass.range(1, work.share.count, unroll=1):
         n, mixed = tiles.block_at(k, work.blocks, work.share.top - i)
         if cutlass.const_expr(plan.masks_inside):
-            # The branch is round all of a block: one between its products would have to wait for both of them.
-            # A vote's result is known to be the same in all lanes, which keeps the products' addresses uniform.
+            # The branch is round all of a block: one between its products would have to wait for both.
+            # A vote is known to be the same in all lanes, which keeps the products' addresses uniform.
             cut = mixed | bands.cuts(work.band, plan.inner_band, n, work.share.first, work.share.last)
             if cute.arch.vote_any_sync(cut):
                 k_at, v_at = _block(k, t, work, i, n, True, q_at, k_at, v_at)
@@ -255,10 +256,17 @@ def _block(
     ring.release(k.load_k, k_at)
     _finish_scores(k, t, work, t.S, n, plan.inner_band if masked else None, words)
     values, scale = wgmma.rows_of(t.S), scores.softmax_scale(k.rule, plan.features.scaled)
-    factors = softmax.advance(values, t.rows, scale, plan.softmax)
-    wgmma.wait_after(t.rows.total)
+    step = softmax.step(values, t.rows, scale, plan.softmax)
+    cut, columns = plan.columns_before_wait, cute.size(values, mode=[1])
+    softmax.weigh(values, t.rows, step, scale, plan.softmax, 0, cut)
+    if cutlass.const_expr(plan.config.wait):
+        wgmma.wait_after(t.rows.total)
+    else:
+        wgmma.wait(0)
     ring.release(k.load_v, v_at)
-    softmax.rescale(wgmma.rows_of(t.O), factors, plan.softmax)
+    softmax.rescale(wgmma.rows_of(t.O), step.factors, plan.softmax)
+    if cutlass.const_expr(cut < columns):
+        softmax.weigh(values, t.rows, step, scale, plan.softmax, cut, columns)
     _round_weights(k, t, work, kept)
     return ring.after(k_at, plan.config.kv_stages), ring.after(v_at, plan.config.kv_stages)
 

@@ -112,6 +112,12 @@ class Plan(NamedTuple):
         return self.band._replace(tail=False)
 
     @property
+    def columns_before_wait(self) -> int:
+        """How many of a thread's columns of a block become weights before the wait for PV."""
+        columns = self.keys // 4
+        return columns * self.config.wait // 16 * 4 if self.config.wait else columns
+
+    @property
     def masks_inside(self) -> bool:
         """Whether blocks after the first one may have to be masked."""
         return self.inner_band.masks or bool(self.features.mask)
@@ -148,7 +154,7 @@ class Plan(NamedTuple):
         passed = -(-self.tokens * (c.warpgroups - 1) // c.keys) if f.right else 0
         assert passed <= c.kv_stages - c.next_tile
         if c.next_tile:
-            assert not f.left and not f.mask and not c.half
+            assert c.q_stages > 1 and not f.left and not f.mask and not c.half
         consumer, producer = self.registers
         at_launch = min(65536 // self.threads // 8 * 8, 255)
         assert consumer * c.warpgroups + producer <= at_launch * (c.warpgroups + 1) + c.warpgroups + 1

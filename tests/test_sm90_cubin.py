@@ -1,0 +1,121 @@
+"""What ptxas makes of the Hopper forward: nothing spills, and wgmmas overlap, whatever is asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import cubin
+from flash4_torch import env
+from flash4_torch.compile import Key, cache, pool
+from flash4_torch.configs import sm90
+from flash4_torch.configs.types import Features, Sm90Forward
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+
+ENTRY = "flash4_torch.kernels.sm90.fwd.launch:compile_forward"
+HEADS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (64, 128), (40, 24))
+CAUSAL = {"right": True}
+WINDOW = {"left": True, "right": True}
+SOFTCAP = {"softcap": True, "scaled": True}
+USES: tuple[dict[str, object], ...] = (
+    {},
+    CAUSAL,
+    WINDOW,
+    SOFTCAP,
+    {"mask": "bool"},
+    {"mask": "bfloat16", "scaled": True},
+    {"mask": "float32", "scaled": True},
+    {"dropout": True},
+    {"varlen": True},
+    {"varlen": True, **CAUSAL},
+    {"dropout": True, **CAUSAL},
+    {"mask": "bool", **CAUSAL},
+    {**SOFTCAP, **CAUSAL},
+    {"mask": "bool", "dropout": True},
+    {"mask": "float16", "scaled": True, **WINDOW},
+    {"varlen": True, "dropout": True, **SOFTCAP, **WINDOW},
+    {"mask": "float32", "dropout": True, **SOFTCAP, **WINDOW},
+)
+Kernel = tuple[Features, Sm90Forward]
+
+
+def reachable() -> Iterator[Kernel]:
+    """Kernels that calls with these head sizes and features can ask for, dtypes in turn."""
+    for i, (D, Dv) in enumerate(HEADS):
+        for j, uses in enumerate(USES):
+            features = Features(("bfloat16", "float16")[(i + j) % 2], D, Dv)._replace(**uses)
+            for config in sm90.reachable(features, 1):
+                yield features, config
+
+
+def room(kernel: Kernel) -> int:
+    """Registers that the table believes to be left."""
+    features, config = kernel
+    return sm90.REGISTERS[config.warpgroups] - sm90.registers(features, config)
+
+
+def covering() -> list[Kernel]:
+    """Of all reachable ones: for each config the tightest, for each use of each head size one by turns."""
+    kernels = list(reachable())
+    by_config: dict[Sm90Forward, list[Kernel]] = {}
+    by_features: dict[Features, list[Kernel]] = {}
+    for kernel in kernels:
+        by_config.setdefault(kernel[1], []).append(kernel)
+        by_features.setdefault(kernel[0], []).append(kernel)
+    tightest = [min(group, key=room) for config, group in by_config.items() if config.tail]
+    in_turn = [group[i % len(group)] for i, group in enumerate(by_features.values()) if i % 3 == 0]
+    packed = (Features("bfloat16", 64, 64, right=True), Features("float16", 128, 128, varlen=True))
+    most = [(features, sm90.reachable(features)[-1]) for features in packed]
+    return list(dict.fromkeys([*tightest, *in_turn, *most]))
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Kernel, cubin.Code]]:
+    """Of every kernel in the covering set, and of one that is known to spill."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(env.CACHE_DIR.name, str(tmp_path_factory.mktemp("kernels")))
+        keys = {kernel: Key(ENTRY, kernel, "sm_90a") for kernel in [*covering(), SPILLS]}
+        pool.prepare(list(keys.values()), len(os.sched_getaffinity(0)), lambda done, total: None)
+        yield {kernel: code_of(key) for kernel, key in keys.items()}
+
+
+def code_of(key: Key) -> cubin.Code:
+    file = cache.find(key.digest)
+    assert isinstance(file, Path)
+    (code,) = cubin.read(file)
+    return code
+
+
+SPILLS = Features("bfloat16", 64, 64, dropout=True), Sm90Forward(3, 160, 2, 1)
+"""O and S take 112 registers of 160, P another 40; products wait for one another while registers move."""
+
+
+def test_a_spill_is_seen(compiled: dict[Kernel, cubin.Code]) -> None:
+    assert not sm90.fits(*SPILLS)
+    code = compiled[SPILLS]
+    assert code.stack > 0 and code.spills > 0
+
+
+def test_nothing_that_can_be_asked_for_spills(compiled: dict[Kernel, cubin.Code]) -> None:
+    spilling = {kernel: code for kernel, code in compiled.items() if code.stack or code.spills}
+    assert set(spilling) == {SPILLS}, "\n".join(map(str, spilling.items()))
+
+
+def test_wgmmas_overlap(compiled: dict[Kernel, cubin.Code]) -> None:
+    """ptxas waits for each of them where it cannot tell that registers are left alone meanwhile."""
+    serial = {kernel for kernel, code in compiled.items() if code.signalled == code.wgmmas}
+    assert serial == {SPILLS}, "\n".join(map(str, serial))
+
+
+def test_the_table_is_covered() -> None:
+    kernels = covering()
+    assert {config for _, config in reachable() if config.tail} <= {config for _, config in kernels}
+    assert {f.mask for f, _ in kernels} == {"", "bool", "bfloat16", "float16", "float32"}
+    for name in ("varlen", "left", "right", "softcap", "dropout"):
+        assert {getattr(features, name) for features, _ in kernels} == {False, True}
+    for name in ("pingpong", "next_tile", "k_ahead", "half", "conditional", "o_over_q"):
+        assert {getattr(config, name) for _, config in kernels} == {False, True}
