@@ -238,9 +238,17 @@ def test_sections_hold_whole_groups_that_fit_the_cache(
     key_heads, rest = divmod(section, packs)
     assert rest == 0 and 1 <= key_heads <= B * Hk
     if key_heads > 1:
-        assert section <= 32
-        tiles = (section - packs) * -(-S // (config.rows // config.pack))
-        assert key_heads * S * (64 + 64) * 2 <= 32 << 20 or tiles < 4 * 132
+        assert section <= 48
+        wanted = key_heads * 2 // 3
+        tiles = (wanted - 1) * packs * -(-S // (config.rows // config.pack))
+        assert wanted * S * (64 + 64) * 2 <= 32 << 20 or tiles < 4 * 132
+
+
+@pytest.mark.parametrize(
+    ("heads", "wanted", "taken"), [(16, 5, 4), (32, 7, 8), (40, 9, 8), (128, 17, 16), (31, 7, 8)]
+)
+def test_sections_are_of_a_size(heads: int, wanted: int, taken: int) -> None:
+    assert sm90._evenly(heads, wanted) == taken
 
 
 @pytest.mark.parametrize(

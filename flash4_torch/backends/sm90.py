@@ -288,5 +288,11 @@ def _section(problem: Problem, config: Sm90Forward, multiprocessors: int) -> int
     cached = _L2_BYTES // (extent.Sk * (spec.D + spec.Dv) * spec.dtype.itemsize)
     tiles = packs * -(-extent.Sq // (config.rows // config.pack))
     enough = -(-_TILES_IN_SECTION * multiprocessors // tiles)
-    most = min(max(_MOST_IN_SECTION // packs, 1), extent.B * extent.Hk)
-    return min(max(cached, enough), most) * packs
+    wanted = min(max(cached, enough), max(_MOST_IN_SECTION // packs, 1), extent.B * extent.Hk)
+    return _evenly(extent.B * extent.Hk, wanted) * packs
+
+
+def _evenly(heads: int, wanted: int) -> int:
+    """A section's heads near those wanted, such that the last section is not much smaller than the others."""
+    near = range(-(-wanted * 3 // 4), min(wanted * 3 // 2, heads) + 1)
+    return min(near, key=lambda n: (-heads % n / n, abs(n - wanted)))
