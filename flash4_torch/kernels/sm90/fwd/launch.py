@@ -36,8 +36,8 @@ def forward(
 ) -> None:
     """Launch out = dropout(softmax(scores)) v and lse = logsumexp(scores).
 
-    q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), out (B, Sq, Hq, Dv), or packed (T, H, D) for varlen;
-    last stride 1, the others multiples of 8 elements, bases on 16 bytes. lse (B, Hq, Sq) or (Hq, T) float32,
+    q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), out (B, Sq, Hq, Dv), or packed (T, H, D); last
+    stride 1, the others multiples of 8 elements, bases on 16 bytes. lse (B, Hq, Sq) or (Hq, T) float32,
     contiguous. tickets int32 (1,), zero before and after. No size is 0.
     """
     plan.check()
