@@ -15,7 +15,6 @@ from .compile.pool import Prepared
 from .configs.sm90 import reachable
 from .configs.types import Features
 from .errors import RangeError
-from .kernels.common.mask_tables import MaskPlan
 
 DTYPES = ("bfloat16", "float16")
 HEAD_DIMS = (64, 128)
@@ -33,6 +32,9 @@ WORDS: dict[str, dict[str, object]] = {
     "float-mask": {"mask": "", "scaled": True},
 }
 """What each adds to `Features`; a float mask has the dtype of the call."""
+
+_WIDTH = 40
+"""Of the progress bar, in characters."""
 
 
 def warmup(
@@ -132,11 +134,7 @@ def _of(arch: str, features: Features, group: int) -> Iterator[tuple[str, tuple[
     for config in reachable(features, group):
         yield sm90.FORWARD, (features, config)
         if features.mask:
-            plan = MaskPlan(features.mask, config.rows // config.pack, config.keys, config.pack)
-            yield sm90.MASK_BLOCKS, (plan,)
-
-
-_WIDTH = 40
+            yield sm90.MASK_BLOCKS, (sm90.mask_plan(features.mask, config),)
 
 
 def _draw(done: int, total: int) -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flash4_torch.backends.sm90 import mask_plan
 from flash4_torch.configs import sm90
 from flash4_torch.configs.types import Features, Sm90Forward
 
@@ -65,21 +66,21 @@ def test_reachable_names_nothing_twice(features: Features) -> None:
 @pytest.mark.parametrize(
     "extras", [{}, {"mask": "float32", "softcap": True, "scaled": True, "dropout": True}]
 )
-def test_every_config_fits_the_machine(extras: dict[str, object]) -> None:
+def test_there_are_tiles_that_fit_for_every_call(extras: dict[str, object]) -> None:
     for D, Dv, right in itertools.product(HEAD_DIMS, HEAD_DIMS, (False, True)):
         features = BARE._replace(D=D, Dv=Dv, right=right, **extras)
-        for config in sm90.reachable(features):
-            assert sm90.shared_memory(config, D, Dv) <= sm90.SHARED_MEMORY, (D, Dv, config)
-            assert sm90.registers(features, config) <= sm90.REGISTERS[config.warpgroups], (D, Dv, config)
+        for Sq, Sk in ((1, 1), (1, 1 << 30), (1 << 30, 1), (1 << 30, 1 << 30)):
+            config = sm90.forward(features, Sq, Sk)
+            assert sm90.fits(features, config), (features, config)
             assert config.keys % 16 == 0 and config.keys <= 256
-            assert not config.o_over_q or sm90.tile_dim(Dv) <= sm90.tile_dim(D)
 
 
 def test_every_row_serves_somebody() -> None:
     """A row that others shadow would be a lie about what runs."""
     served: set[Sm90Forward] = set()
     every: dict[str, object] = {"mask": "float32", "softcap": True, "dropout": True}
-    extras = ({}, {"mask": "bool"}, {"mask": "float32"}, {"dropout": True}, every, {"D": 64})
+    capped: dict[str, object] = {"mask": "bool", "softcap": True}
+    extras = ({}, {"mask": "bool"}, capped, {"mask": "float32"}, {"dropout": True}, every, {"D": 64})
     for row, right, extra, Sq, Sk in itertools.product(
         sm90.TABLE, (False, True), extras, (1, 100, 4096), (256, 1024, 4096, 16384)
     ):
@@ -134,9 +135,18 @@ def test_measured_cells_take_the_tiles_that_won_there(
 
 
 def test_the_kernel_agrees_that_it_can_run_every_config() -> None:
-    plan = pytest.importorskip("flash4_torch.kernels.sm90.fwd.plan", reason="needs nvidia-cutlass-dsl")
-    extras = ({}, {"right": True}, {"left": True, "right": True}, {"mask": "bool"}, {"varlen": True})
-    for D, Dv, extra in itertools.product(HEAD_DIMS[::3], HEAD_DIMS[1::3], extras):
-        features = BARE._replace(D=D, Dv=Dv, **extra)
-        for config in sm90.reachable(features, 1):
-            plan.Plan(features, config).check()
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    from flash4_torch.kernels.sm90.fwd.plan import Plan
+
+    masks = ("", "bool", "float32")
+    for D, Dv, *flags, mask in itertools.product(
+        HEAD_DIMS[::3], HEAD_DIMS[1::3], *[(False, True)] * 5, masks
+    ):
+        uses = dict(zip(("varlen", "left", "right", "softcap", "dropout"), flags, strict=True))
+        features = BARE._replace(D=D, Dv=Dv, mask=mask, scaled=uses["softcap"], **uses)
+        for config in sm90.reachable(features):
+            plan = Plan(features, config)
+            plan.check()
+            assert plan.shared_bytes <= sm90.shared_memory(config, D, Dv)
+            # The kernel reads the tables that the host has sized and filled by this.
+            assert plan.mask == mask_plan(mask, config)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
+import threading
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from flash4_torch import testing
 from flash4_torch.backends import sm90, tickets
 from flash4_torch.ops.impl import Rules, dense_extent, describe
 from flash4_torch.problem import Extent, Problem
-from on_cpu import Hopper, hopper
+from on_cpu import hopper
 from test_laws import packed
 from test_matches_reference import NAMES, results_and_gradients
 
@@ -200,8 +202,7 @@ def test_a_plain_call_on_a_hopper_gpu_is_served() -> None:
 )
 def test_reasons(changes: dict[str, Any], words: str) -> None:
     (reason,) = sm90.Sm90().why_not(problem(**changes))
-    with pytest.raises(AssertionError, match=words):
-        raise AssertionError(reason)
+    assert re.search(words, reason)
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +227,7 @@ LENGTHS = st.one_of(st.integers(1, 4000), st.sampled_from([1 << 17, 1 << 20]))
 def test_sections_hold_whole_groups_that_fit_the_cache(
     B: int, S: int, Hk: int, group: int, causal: bool
 ) -> None:
-    """Or as many as keep all multiprocessors busy; never more than there are, or 32 heads."""
+    """Or as many as keep all multiprocessors busy; never more than there are, or 48 heads."""
     band = problem().band._replace(right=0 if causal else None)
     call = problem(group=group, extent=Extent(B, S, S, Hk * group, Hk), band=band)
     config = sm90.config_of(call)
@@ -288,8 +289,6 @@ class Streams:
         monkeypatch.setattr(tickets, "_zeros", self.zeros)
 
     def zeros(self, index: int, n: int, wait: bool = False) -> torch.Tensor:
-        import threading
-
         # What stays must not come from a graph's memory, so another thread allocates it, and waits for it.
         assert wait == (n > 1) == (threading.current_thread() is not threading.main_thread())
         self.allocations.append(n)
@@ -319,7 +318,3 @@ def test_a_captured_launch_owns_its_counter(monkeypatch: pytest.MonkeyPatch) -> 
     assert streams.allocations[1:] == [1, 1]
     kept = [x.data_ptr() for x in tickets._of_stream.values()]
     assert kept == [eager.data_ptr()]
-
-
-def test_the_stand_in_is_the_backend() -> None:
-    assert Hopper.forward is sm90.Sm90.forward and Hopper.prepare is sm90.Sm90.prepare

@@ -45,9 +45,10 @@ _L2_BYTES = 32 << 20
 _TILES_IN_SECTION = 4
 """For each multiprocessor; with fewer, some would idle where one section of heads ends."""
 _MOST_IN_SECTION = 32
+"""Packs of heads, before sections are made even."""
 
 Rule = tuple[float, float, int, int, int, int, int, int, int, float]
-"""The fields of `kernels.common.args.Rule`: scale, softcap, left, right, longest Sq, heads in a section,
+"""The fields of `kernels.common.args.Rule`: scale, softcap, left, right, longest Sq, packs in a section,
 multiprocessors, drop byte, drop fraction, keep scale."""
 
 
@@ -75,7 +76,7 @@ class Sm90:
 
     def forward(self, inputs: Inputs, problem: Problem) -> Results:
         q, k, v = (readable(x) for x in inputs[:3])
-        out, lse = _results(q, v, problem.spec.varlen)
+        out, lse = _results(q, v)
         if _is_empty(inputs, problem):
             return _cut(out.zero_(), problem.spec.Dv), lse.fill_(-math.inf)
         index = q.get_device()
@@ -95,6 +96,33 @@ class Sm90:
         )
         return _cut(out, problem.spec.Dv), lse
 
+    def prepare(self, inputs: Inputs, problem: Problem) -> Launch | None:
+        """`forward` for dense tensors alone, of these sizes and strides, that need no copy."""
+        spec = problem.spec
+        alone = not (spec.varlen or spec.mask or spec.dropout)
+        if not alone or _is_empty(inputs, problem) or not all(map(is_readable, inputs[:3])):
+            return None
+        import tvm_ffi
+
+        B, Sq, _, Hq, _ = problem.extent
+        shape, strides = (B, Sq, Hq, spec.Dv), (Sq * Hq * spec.Dv, Hq * spec.Dv, spec.Dv, 1)
+        index, device = inputs.q.get_device(), inputs.q.device
+        function, _, numbers = _kernel(problem, index)
+        # A tuple would be converted anew at every launch.
+        rule = tvm_ffi.convert(numbers)
+        counter, empty, float32 = tickets.counter, torch.empty, torch.float32
+
+        def launch(q: Tensor, k: Tensor, v: Tensor) -> Results:
+            # Of all ways to allocate, those that have the least to parse.
+            out, lse = q.new_empty_strided(shape, strides), empty(B, Hq, Sq, dtype=float32, device=device)
+            function(q, k, v, out, lse, counter(index), None, None, None, None, rule)
+            return out, lse
+
+        return launch
+
+    def backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> Grads:
+        raise NotImplementedError("why_not refuses every backward")
+
     def _mask_args(
         self, mask: Tensor | None, problem: Problem, config: Sm90Forward
     ) -> tuple[Tensor, Tensor] | None:
@@ -102,7 +130,7 @@ class Sm90:
         if mask is None:
             return None
         mask = mask.expand(*mask.shape[:3], problem.extent.Sk)
-        plan = MaskPlan(_mask_dtype(problem), config.rows // config.pack, config.keys, config.pack)
+        plan = mask_plan(_mask_dtype(problem), config)
         tables = mask.new_empty(mask_tables.place(plan, *mask.shape).words, dtype=torch.int32)
         self.function(MASK_BLOCKS, (plan,))(mask, tables)
         return mask, tables
@@ -120,31 +148,6 @@ class Sm90:
     def counter(self, index: int) -> Tensor:
         """A launch's counter of tiles, int32 (1,) and 0."""
         return tickets.counter(index)
-
-    def prepare(self, inputs: Inputs, problem: Problem) -> Launch | None:
-        """`forward` for dense tensors alone, of these sizes and strides, that need no copy."""
-        spec = problem.spec
-        alone = not (spec.varlen or spec.mask or spec.dropout)
-        if not alone or _is_empty(inputs, problem) or not all(map(is_readable, inputs[:3])):
-            return None
-        import tvm_ffi
-
-        B, Sq, _, Hq, _ = problem.extent
-        shape, strides = (B, Sq, Hq, spec.Dv), (Sq * Hq * spec.Dv, Hq * spec.Dv, spec.Dv, 1)
-        index, device = inputs.q.get_device(), inputs.q.device
-        function, _, numbers = _kernel(problem, index)
-        counter, empty, float32, rule = tickets.counter, torch.empty, torch.float32, tvm_ffi.convert(numbers)
-
-        def launch(q: Tensor, k: Tensor, v: Tensor) -> Results:
-            # Of all ways to allocate, those that have the least to parse.
-            out, lse = q.new_empty_strided(shape, strides), empty(B, Hq, Sq, dtype=float32, device=device)
-            function(q, k, v, out, lse, counter(index), None, None, None, None, rule)
-            return out, lse
-
-        return launch
-
-    def backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> Grads:
-        raise NotImplementedError("why_not refuses every backward")
 
 
 def limits(problem: Problem) -> list[str]:
@@ -197,7 +200,7 @@ def _filled_up(D: int) -> int:
     return -(-D // _STEP) * _STEP
 
 
-def _results(q: Tensor, v: Tensor, varlen: bool) -> Results:
+def _results(q: Tensor, v: Tensor) -> Results:
     """Room for out and lse."""
     *batch, Sq, Hq, _ = q.shape
     out = q.new_empty(*batch, Sq, Hq, v.shape[-1])
@@ -246,6 +249,11 @@ def features_of(problem: Problem) -> Features:
         mask=mask,
         dropout=spec.dropout,
     )
+
+
+def mask_plan(dtype: str, config: Sm90Forward) -> MaskPlan:
+    """How a mask of that dtype is cut into blocks: as the config's tiles are."""
+    return MaskPlan(dtype, config.rows // config.pack, config.keys, config.pack)
 
 
 def _mask_dtype(problem: Problem) -> str:

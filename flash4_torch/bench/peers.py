@@ -2,9 +2,9 @@
 
 `compare_cell` also times variants of one kernel against each other, in a script:
 
-q, k, v, _ = cell.inputs("cuda")
-row = compare_cell(cell, {"one": lambda: one(q, k, v), "other": lambda: other(q, k, v)}, Settings("cuda"))
-print(speeds.table_of([row]))
+    q, k, v, _ = cell.inputs("cuda")
+    row = compare_cell(cell, {"one": lambda: one(q, k, v), "other": lambda: other(q, k, v)}, Settings("cuda"))
+    print(speeds.table_of([row]))
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -152,8 +153,10 @@ def sentence(error: Exception) -> str:
 
 def versions() -> dict[str, str]:
     """What the peers are, by name."""
+    library = Path(env.BENCH_FA3.get())
     return {
         "cuDNN": str(torch.backends.cudnn.version() if torch.cuda.is_available() else "none"),
         "flash-attn-4": info.installed("flash-attn-4"),
-        "FlashAttention-3": env.BENCH_FA3.get() or info.installed("flash_attn_3"),
+        # Where it lies is this machine's own affair.
+        "FlashAttention-3": "/".join(library.parts[-2:]) or info.installed("flash_attn_3"),
     }

@@ -89,6 +89,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def is_writable() -> bool:
+    """Whether kernels can be kept; makes the folder if there is none."""
     try:
         folder().mkdir(parents=True, exist_ok=True)
         return os.access(folder(), os.W_OK)

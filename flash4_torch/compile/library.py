@@ -27,10 +27,9 @@ _RUNTIME = "libcute_dsl_runtime.so"
 def link(object_file: Path) -> Path:
     """The shared library made of `object_file`, beside it; the object file where nothing can link it."""
     target = object_file.with_suffix(".so")
-    for name in _LINKERS:
-        linker = shutil.which(name)
-        command = [linker, "-shared", "-o", str(target), str(object_file)] if linker else ["false"]
-        if linker and subprocess.run(command, capture_output=True).returncode == 0:
+    for linker in filter(None, map(shutil.which, _LINKERS)):
+        command = [linker, "-shared", "-o", str(target), str(object_file)]
+        if subprocess.run(command, capture_output=True).returncode == 0:
             return target
     return object_file
 

@@ -37,6 +37,8 @@ class Thread(NamedTuple):
     P: cute.Tensor
     rows: softmax.Rows
     dropout: dropout.Dropout | None
+    everyone: Int32 | None
+    """All lanes of a warp, a mask whose value is not known to the compiler."""
 
     @property
     def lane(self) -> Int32:
@@ -82,8 +84,9 @@ class Work(NamedTuple):
 def consume(k: Kernel, warpgroup: Int32) -> None:
     plan = k.plan
     thread, _, _ = cute.arch.thread_idx()
-    chance = None
+    chance, everyone = None, None
     if cutlass.const_expr(plan.features.dropout):
+        everyone = cute.arch.vote_ballot_sync(thread >= 0)
         chance = dropout.load(k.rng_state, k.rule.drop_byte, k.rule.drop_fraction)
     t = Thread(
         warpgroup,
@@ -93,6 +96,7 @@ def consume(k: Kernel, warpgroup: Int32) -> None:
         wgmma.weights_fragment(plan.dtype, plan.keys),
         softmax.make_rows(2),
         chance,
+        everyone,
     )
     if cutlass.const_expr(plan.config.pingpong):
         if warpgroup == plan.warpgroups - 1:
@@ -251,6 +255,9 @@ def _block(
     wgmma.accumulate(t.O, t.P, k.sV[None, None, v_at.stage], i > 1)
     _pass_turn(k, t)
     kept = _draw(k, work, n)
+    if cutlass.const_expr(plan.features.dropout):
+        # Under the products, where ptxas would not leave it.
+        wgmma.compute_first(tuple(word for pair in kept for words in pair for word in words), t.everyone)
     words = _mask_words(k, work, n) if masked else ()
     wgmma.wait(1)
     ring.release(k.load_k, k_at)
