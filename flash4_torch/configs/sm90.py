@@ -262,6 +262,6 @@ def _ahead(features: Features, config: Sm90Forward) -> int:
     """Registers of what is there before the scores that it changes: fits to what spilled and what did not."""
     keys = config.keys
     if features.mask not in ("", "bool"):
-        return (keys - 16) * 3 // 4 + 48 * config.o_over_q
+        return (keys - 16) * 3 // 4 + 48 * config.o_over_q + 16 * features.dropout
     crowded = features.dropout and (features.mask or features.softcap)
-    return keys // 2 if crowded else 0
+    return keys // 2 + 16 if crowded else 0
