@@ -241,7 +241,7 @@ def test_sections_hold_whole_groups_that_fit_the_cache(
     if key_heads > 1:
         assert section <= 48
         wanted = key_heads * 2 // 3
-        tiles = (wanted - 1) * packs * -(-S // (config.rows // config.pack))
+        tiles = (wanted - 1) * packs * -(-S // config.queries)
         assert wanted * S * (64 + 64) * 2 <= 32 << 20 or tiles < 4 * 132
 
 

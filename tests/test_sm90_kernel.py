@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from torch import Tensor
 from flash4_torch import testing
 from flash4_torch.compile import jit
 from flash4_torch.configs.types import Features, Sm90Forward
+from flash4_torch.emulator.host import Launch
 from flash4_torch.kernels.common.mask_tables import MaskPlan, place
 from flash4_torch.masks import Band
 from flash4_torch.reference.attention import attention
@@ -204,7 +208,10 @@ def run(features: Features, config: Sm90Forward, call: Call, **schedule: Any) ->
         fraction,
         1.0 / (1.0 - call.p),
     )
-    with emulate.device("sm_90a", multiprocessors=call.multiprocessors, **schedule) as device:
+    with (
+        _shared_memory_of_launches() as asked,
+        emulate.device("sm_90a", multiprocessors=call.multiprocessors, **schedule) as device,
+    ):
         mask = _mask_args(features, config, call, device)
         tensors = (call.q, call.k, call.v, out, lse, tickets, *ends, *(mask or ()), rng_state)
         with device.touching(*(x for x in tensors if x is not None)):
@@ -212,7 +219,22 @@ def run(features: Features, config: Sm90Forward, call: Call, **schedule: Any) ->
                 call.q, call.k, call.v, out, lse, tickets, *ends, mask, rng_state, rule
             )
     assert tickets.item() == 0
+    assert asked[-1] <= config.shared_memory(features.D, features.Dv), "the tables allow for less"
     return out, lse
+
+
+@contextmanager
+def _shared_memory_of_launches() -> Iterator[list[int]]:
+    """Bytes that each launch asks for."""
+    launch = emulate.Device.launch
+    asked: list[int] = []
+
+    def noted(device: emulate.Device, what: Launch) -> None:
+        asked.append(what.smem_bytes)
+        launch(device, what)
+
+    with mock.patch.object(emulate.Device, "launch", noted):
+        yield asked
 
 
 def _mask_args(
@@ -220,7 +242,7 @@ def _mask_args(
 ) -> tuple[Tensor, Tensor] | None:
     if call.mask is None:
         return None
-    plan = MaskPlan(features.mask, config.rows // config.pack, config.keys, config.pack)
+    plan = MaskPlan(features.mask, config.queries, config.keys, config.pack)
     tables = torch.full((place(plan, *call.mask.shape).words,), -7, dtype=torch.int32)
     with device.touching(call.mask, tables):
         compiled_tables(plan)(call.mask, tables)

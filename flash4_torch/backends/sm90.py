@@ -121,7 +121,7 @@ class Sm90:
         return launch
 
     def backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> Grads:
-        raise NotImplementedError("why_not refuses every backward")
+        raise AssertionError("why_not refuses every backward")
 
     def _mask_args(
         self, mask: Tensor | None, problem: Problem, config: Sm90Forward
@@ -253,7 +253,7 @@ def features_of(problem: Problem) -> Features:
 
 def mask_plan(dtype: str, config: Sm90Forward) -> MaskPlan:
     """How a mask of that dtype is cut into blocks: as the config's tiles are."""
-    return MaskPlan(dtype, config.rows // config.pack, config.keys, config.pack)
+    return MaskPlan(dtype, config.queries, config.keys, config.pack)
 
 
 def _mask_dtype(problem: Problem) -> str:
@@ -297,7 +297,7 @@ def _section(problem: Problem, config: Sm90Forward, multiprocessors: int) -> int
         return 1
     packs = -(-spec.group // config.pack)
     cached = _L2_BYTES // (extent.Sk * (spec.D + spec.Dv) * spec.dtype.itemsize)
-    tiles = packs * -(-extent.Sq // (config.rows // config.pack))
+    tiles = packs * -(-extent.Sq // config.queries)
     enough = -(-_TILES_IN_SECTION * multiprocessors // tiles)
     wanted = min(max(cached, enough), max(_MOST_IN_SECTION // packs, 1), extent.B * extent.Hk)
     return _evenly(extent.B * extent.Hk, wanted) * packs

@@ -9,11 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .types import Features, Sm90Forward
-
-SHARED_MEMORY = 227 * 1024
-"""Bytes that a CTA may have."""
-_BARRIERS_AND_ALIGNMENT = 2048
+from .types import SHARED_MEMORY, Features, Sm90Forward, tile_dim
 
 REGISTERS = {1: 216, 2: 240, 3: 160, 4: 112}
 """What `registers` may come to, by consumer warpgroups: about what a consumer's thread has."""
@@ -221,27 +217,13 @@ def _cover(group: int) -> int:
     return min(1 << max(group - 1, 0).bit_length(), MAX_PACK)
 
 
-def tile_dim(D: int) -> int:
-    """Head size in shared memory."""
-    return -(-D // 16) * 16
-
-
 def fits(features: Features, config: Sm90Forward) -> bool:
     """Whether the machine has room for it: in shared memory, in registers, and in Q's place for O."""
     return (
-        shared_memory(config, features.D, features.Dv) <= SHARED_MEMORY
+        config.shared_memory(features.D, features.Dv) <= SHARED_MEMORY
         and registers(features, config) <= REGISTERS[config.warpgroups]
         and (not config.o_over_q or tile_dim(features.Dv) <= tile_dim(features.D))
     )
-
-
-def shared_memory(config: Sm90Forward, D: int, Dv: int) -> int:
-    """Bytes of shared memory: Q, K and V in their stages, O, barriers."""
-    D, Dv = tile_dim(D), tile_dim(Dv)
-    q = config.q_stages * config.rows * D
-    kv = config.kv_stages * config.keys * (D + Dv)
-    o = 0 if config.o_over_q else config.rows * Dv
-    return 2 * (q + kv + o) + _BARRIERS_AND_ALIGNMENT
 
 
 def registers(features: Features, config: Sm90Forward) -> int:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+SHARED_MEMORY = 227 * 1024
+"""Bytes that a CTA on Hopper may have."""
+_BARRIERS_AND_ALIGNMENT = 2048
+
 
 class Features(NamedTuple):
     """What a forward kernel computes; everything that a call does not use is compiled out."""
@@ -46,11 +50,12 @@ class Sm90Forward(NamedTuple):
     wait: int = 0
     """Quarters of a block's exponentials that come before the wait for PV; 0 leaves it to the assembler."""
     polynomial: int = 0
-    """Of every 16 weights of a row, how many are computed by a polynomial instead of the exponential unit."""
+    """Of every 16 weights of a row, how many are computed by a polynomial instead of the exponential unit:
+    none on Hopper, where every share of it was slower."""
     o_over_q: bool = False
     """O leaves through the shared memory of its own Q, where there is no room for a place of its own."""
     tail: bool = True
-    """Sk may end inside a tile of keys."""
+    """Sk may end inside a tile of keys, where the band does not hide what follows."""
     pack: int = 1
     """Query heads of one key head that share a tile's rows: 1, 2, 4, ... 64."""
 
@@ -58,3 +63,21 @@ class Sm90Forward(NamedTuple):
     def rows(self) -> int:
         """Query rows in a tile; with `pack`, each row is one head of one query."""
         return 64 * self.warpgroups
+
+    @property
+    def queries(self) -> int:
+        """Query positions in a tile."""
+        return self.rows // self.pack
+
+    def shared_memory(self, D: int, Dv: int) -> int:
+        """Bytes of shared memory: Q, K and V in their stages, O, barriers and what alignment may cost."""
+        D, Dv = tile_dim(D), tile_dim(Dv)
+        q = self.q_stages * self.rows * D
+        kv = self.kv_stages * self.keys * (D + Dv)
+        o = 0 if self.o_over_q else self.rows * Dv
+        return 2 * (q + kv + o) + _BARRIERS_AND_ALIGNMENT
+
+
+def tile_dim(D: int) -> int:
+    """Head size in shared memory: what the tensor cores take, filled up with zeros."""
+    return -(-D // 16) * 16

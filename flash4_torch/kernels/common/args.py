@@ -20,7 +20,7 @@ class Rule(NamedTuple):
     longest_q: Int32
     """Sq, or the longest sequence's."""
     section: Int32
-    """Heads whose tiles are drawn together, so that their K and V stay in the L2 cache."""
+    """Packs of heads whose tiles are drawn together, so that their K and V stay in the L2 cache."""
     multiprocessors: Int32
     drop_byte: Uint32
     drop_fraction: Uint32

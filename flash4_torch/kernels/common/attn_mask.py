@@ -3,9 +3,9 @@
 `kernels.shared.mask_blocks` has written the tables of `mask_tables` before. A role then does
 
     mask = make_mask(args, plan)
-    list = visible_blocks(mask, batch, head, block, span.first, span.last)  # once a tile
-    for i in range(list.count):
-        n, mixed = block_at(list, i)  # from the last to the first; load block n of K and V
+    blocks = visible_blocks(mask, batch, head, block, span.first, span.last)  # once a tile
+    for i in range(blocks.count):
+        n, mixed = block_at(blocks, i)  # from the last to the first; load block n of K and V
 
 and one that holds scores
 
@@ -17,7 +17,6 @@ and one that holds scores
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import cutlass
@@ -27,8 +26,8 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32
 from .band import Span
 from .fragment import Fragment
 from .mask_tables import PANEL, MaskPlan, place
+from .scores import LOG2E
 
-LOG2E = math.log2(math.e)
 VECTOR = 16
 """Bytes of the widest load."""
 NUMERIC = {

@@ -33,11 +33,12 @@ def make_band(Sq: Int32, Sk: Int32, left: Int32, right: Int32) -> Band:
 
 
 class BandShape(NamedTuple):
-    """What is static: which sides are bounded, whether Sk may end inside a block, and a block's keys."""
+    """What is static: which sides are bounded, whether to hide what follows Sk, and a block's keys."""
 
     left: bool
     right: bool
     tail: bool
+    """Whether Sk may end inside a block and nothing else hides what follows."""
     keys: int
 
     @property

@@ -30,7 +30,7 @@ def start() -> Cursor:
 
 @cute.jit
 def after(cursor: Cursor, stages: cutlass.Constexpr) -> Cursor:
-    # Compare and select: ptxas keeps it uniform in the warp, unlike an exclusive or (hopper: 1.2 x the time).
+    # Compare and select: ptxas keeps that uniform in the warp, unlike an exclusive or.
     stage = cursor.stage + 1
     wrapped = stage == stages
     return Cursor(Int32(0) if wrapped else stage, cursor.phase ^ 1 if wrapped else cursor.phase)

@@ -8,6 +8,7 @@ until it would grow by more than 2^8, which costs no accuracy and leaves out nea
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import cutlass
@@ -16,6 +17,7 @@ from cutlass import Boolean, Float32
 
 from .exponent import Exponent
 
+LN2 = math.log(2.0)
 CHAINS = 4
 """Independent chains of a row's maximum and sum: a single one would wait for itself."""
 GROWTH = 8.0
@@ -124,7 +126,7 @@ def finish(rows: Rows, scale: Float32, keep_scale: Float32, method: cutlass.Cons
         inverse[r], lse[r] = Float32(0.0), -Float32.inf
         if total != 0.0:
             inverse[r] = keep_scale * cute.arch.rcp_approx(total)
-            lse[r] = (rows.top[r] * scale + cute.math.log2(total, fastmath=True)) * 0.6931471805599453
+            lse[r] = (rows.top[r] * scale + cute.math.log2(total, fastmath=True)) * LN2
     return inverse, lse
 
 

@@ -76,7 +76,7 @@ def _pieces(k: Kernel, t: Thread, q_at: Cursor) -> cute.Tensor:
 
 
 @cute.jit
-def _store_lse(k: Kernel, lse: cute.Tensor, tile: Tile, t) -> None:
+def _store_lse(k: Kernel, lse: cute.Tensor, tile: Tile, t: Thread) -> None:
     plan, target = k.plan, k.lse
     group = k.maps.mQ.shape[0][0]
     for r in cutlass.range_constexpr(2):
@@ -129,5 +129,5 @@ def _store_rows(k: Kernel, piece: cute.Tensor, tile: Tile, t: Thread, own_warp: 
             cute.copy(atom, registers, target)
 
 
-def _first_position(k: Kernel, tile: Tile, t) -> Int32:
+def _first_position(k: Kernel, tile: Tile, t: Thread) -> Int32:
     return (tile.block * k.plan.warpgroups + t.warpgroup) * k.plan.tokens

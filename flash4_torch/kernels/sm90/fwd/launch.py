@@ -62,7 +62,7 @@ def forward(
     sequences = q.shape[0]
     if cutlass.const_expr(plan.features.varlen):
         sequences = cu_seqlens_q.shape[0] - 1
-    m_blocks = cute.ceil_div(rule.longest_q, plan.tokens * plan.warpgroups)
+    m_blocks = cute.ceil_div(rule.longest_q, plan.config.queries)
     head_blocks = cute.ceil_div(group, plan.pack)
     tiles = m_blocks * head_blocks * keys.shape[2] * sequences
     grid = (cutlass.min(tiles, rule.multiprocessors), 1, 1)

@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import cpasync
 from ...common import ring
 from ...common.ring import Cursor
 from . import tile as tiles
-from .plan import WARP
+from .plan import MESSAGE, WARP
 from .tile import Tile
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def load(k: Kernel) -> None:
     while ticket < shape.tiles:
         number = tiles.request_ticket(k, shape)
         tile = tiles.decode(k, shape, ticket)
-        if tile.block * (k.plan.tokens * k.plan.warpgroups) < tile.Sq:
+        if tile.block * k.plan.config.queries < tile.Sq:
             k_at, v_at, end_at = at.k, at.v, at.end
             if cutlass.const_expr(k.plan.config.o_over_q and k.plan.config.q_stages == 1):
                 # Q's place is free only after this V was used.
@@ -148,7 +148,7 @@ def _zero_keys(values: cute.Tensor, first: Int32) -> None:
 def _say_that_all_is_done(k: Kernel, at: Cursor) -> None:
     ring.wait_empty(k.load_q, at)
     with cute.arch.elect_one():
-        cute.arch.store(k.message + at.stage * tiles.MESSAGE, Int32(-1))
+        cute.arch.store(k.message + at.stage * MESSAGE, Int32(-1))
         cute.arch.mbarrier_arrive(k.load_q.full + at.stage)
 
 

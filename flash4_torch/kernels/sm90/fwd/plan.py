@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import cutlass
 
-from ....configs.types import Features, Sm90Forward
+from ....configs.types import SHARED_MEMORY, Features, Sm90Forward, tile_dim
 from ...common.band import BandShape
 from ...common.exponent import Exponent
 from ...common.mask_tables import MaskPlan
@@ -40,7 +40,6 @@ DONE = 8
 # By consumer warpgroups: registers of a consumer's and a producer's thread. More than the launch gave out in
 # all would hang: 65536 registers over the warps of each quarter, floored to 8 a thread.
 _REGISTERS = {1: (232, 40), 2: (232, 40), 3: (160, 32), 4: (112, 32)}
-_SHARED_MEMORY = 227 * 1024
 _DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 
 
@@ -54,12 +53,12 @@ class Plan(NamedTuple):
 
     @property
     def D(self) -> int:
-        """Head size of Q and K in shared memory: what wgmma takes, filled up with zeros."""
-        return -(-self.features.D // 16) * 16
+        """Head size of Q and K in shared memory."""
+        return tile_dim(self.features.D)
 
     @property
     def Dv(self) -> int:
-        return -(-self.features.Dv // 16) * 16
+        return tile_dim(self.features.Dv)
 
     @property
     def keys(self) -> int:
@@ -125,7 +124,7 @@ class Plan(NamedTuple):
     @property
     def mask(self) -> MaskPlan:
         """How attn_mask's tables cut it into blocks."""
-        return MaskPlan(self.features.mask, self.tokens * self.warpgroups, self.keys, self.pack)
+        return MaskPlan(self.features.mask, self.config.queries, self.keys, self.pack)
 
     @property
     def softmax(self) -> Method:
@@ -149,7 +148,7 @@ class Plan(NamedTuple):
         assert c.pack in (1, 2, 4, 8, 16, 32, 64)
         assert not c.o_over_q or self.Dv <= self.D
         assert not (f.dropout and c.pack > 1), "dropout's random numbers follow unpacked rows"
-        assert not (f.mask and c.half)
+        assert not c.half or (f.right and not f.mask)
         # A warpgroup passes over K before it passes over V, with `next_tile` even while it holds another V.
         passed = -(-self.tokens * (c.warpgroups - 1) // c.keys) if f.right else 0
         assert passed <= c.kv_stages - c.next_tile
@@ -158,13 +157,4 @@ class Plan(NamedTuple):
         consumer, producer = self.registers
         at_launch = min(65536 // self.threads // 8 * 8, 255)
         assert consumer * c.warpgroups + producer <= at_launch * (c.warpgroups + 1) + c.warpgroups + 1
-        assert self.shared_bytes <= _SHARED_MEMORY, self.shared_bytes
-
-    @property
-    def shared_bytes(self) -> int:
-        c = self.config
-        q = c.q_stages * c.rows * self.D
-        kv = c.kv_stages * c.keys * (self.D + self.Dv)
-        barriers = 16 * (c.q_stages + 2 * c.kv_stages) + 4 * MESSAGE * c.q_stages
-        o = 0 if c.o_over_q else c.rows * self.Dv
-        return 2 * (q + kv + o) + barriers + 1024
+        assert c.shared_memory(f.D, f.Dv) <= SHARED_MEMORY

@@ -47,7 +47,7 @@ def shape(k: Kernel) -> Shape:
     (group, _), _, Hk, B = k.maps.mQ.shape
     if cutlass.const_expr(k.plan.features.varlen):
         B = k.cu_seqlens_q.shape[0] - 1
-    blocks = Uint32(cute.ceil_div(k.rule.longest_q, k.plan.tokens * k.plan.warpgroups))
+    blocks = Uint32(cute.ceil_div(k.rule.longest_q, k.plan.config.queries))
     head_blocks = Uint32(cute.ceil_div(group, k.plan.pack))
     return Shape(blocks, head_blocks, Uint32(Hk), blocks * head_blocks * Uint32(Hk) * Uint32(B))
 
@@ -148,9 +148,9 @@ class Blocks(NamedTuple):
 @cute.jit
 def blocks_of(k: Kernel, tile: Tile) -> Blocks:
     """What the loading warp loads, and every consumer takes or passes."""
-    tokens = k.plan.tokens * k.plan.warpgroups
-    first = tile.block * tokens
-    span = visible_span(band_of(k, tile), k.plan.band, first, cutlass.min(first + tokens, tile.Sq) - 1)
+    first = tile.block * k.plan.config.queries
+    last = cutlass.min(first + k.plan.config.queries, tile.Sq) - 1
+    span = visible_span(band_of(k, tile), k.plan.band, first, last)
     if cutlass.const_expr(k.mask is None):
         return Blocks(span, span.first)
     visible = attn_mask.visible_blocks(
