@@ -18,9 +18,17 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.autograd import forward_ad
+from torch import Tensor, is_grad_enabled
+from torch._C import (
+    _are_functorch_transforms_active,
+    _get_deterministic_algorithms,
+    _is_any_autocast_enabled,
+    _is_torch_function_mode_enabled,
+    _is_tracing,
+    _len_torch_dispatch_stack,
+)
+from torch.autograd import _profiler_enabled, forward_ad
+from torch.compiler import is_dynamo_compiling
 
 from . import backends
 from .backends import Launch, Prepares
@@ -34,6 +42,8 @@ _MOST = 1024
 """Signatures that are remembered; after so many it starts anew."""
 _ALIGNMENT = 16
 """Bytes; a launch is prepared for bases at multiples of them."""
+_FLAG_TYPES = slice(-8, None)
+"""Where they are in a signature."""
 _PLAIN = frozenset({bool, int, float, type(None), tuple, list})
 """Types whose equal values stay equal. A tensor among the flags would also be kept alive."""
 
@@ -42,54 +52,64 @@ _on_gpu = attrgetter("is_cuda")
 
 
 def find(
-    q: Any, k: Any, v: Any, attn_mask: Any, window: Any, *numbers: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    attn_mask: Any,
+    window: Any,
+    causal: Any,
+    scale: Any,
+    softcap: Any,
+    dropout_p: Any,
+    deterministic: Any,
 ) -> tuple[Signature | None, Launch | None]:
-    """The call's signature, None if it must go the long way, and the launch that serves it, if there is one.
-
-    numbers: the other flags of the call, in one order.
-    """
+    """The call's signature, None if it must go the long way, and the launch that serves it, if any."""
     if (
-        torch.compiler.is_compiling()
+        # Others that compile are seen by their subclasses and modes.
+        is_dynamo_compiling()
         or not type(q) is type(k) is type(v) is Tensor
         or attn_mask is not None
         or not _on_gpu(q)
         or _somebody_listens()
-        or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+        or (is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
     ):
         return None, None
     try:
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % _ALIGNMENT:
             return None, None
-        flags = (*window, *numbers)
+        left, right = window
+        # Flat, and each flag by its name: tuples in tuples and a loop take a third longer.
         call = (
-            (q.shape, q.stride(), q.dtype, q.get_device()),
-            (k.shape, k.stride(), k.dtype, k.get_device()),
-            (v.shape, v.stride(), v.dtype, v.get_device()),
-            flags,
-            (type(window), *map(type, flags)),
-        )
+            q.shape, q.stride(), q.dtype, q.get_device(),
+            k.shape, k.stride(), k.dtype, k.get_device(),
+            v.shape, v.stride(), v.dtype, v.get_device(),
+            left, right, causal, scale, softcap, dropout_p, deterministic,
+            type(window), type(left), type(right),
+            type(causal), type(scale), type(softcap), type(dropout_p), type(deterministic),
+        )  # fmt: skip
         return call, _launches.get(call)
-    except (TypeError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError):
         # A flag that is no number, a tensor without strides: the long way has the words for it.
         return None, None
 
 
 def _somebody_listens() -> bool:
     return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._is_torch_function_mode_enabled()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._is_any_autocast_enabled()
-        or torch._C._is_tracing()
-        or torch.autograd._profiler_enabled()
+        _len_torch_dispatch_stack() > 0
+        or _is_torch_function_mode_enabled()
+        or _are_functorch_transforms_active()
+        or _is_any_autocast_enabled()
+        or _is_tracing()
+        or _profiler_enabled()
         or forward_ad._current_level >= 0
+        or _get_deterministic_algorithms()  # which fill fresh memory
         or not backends.is_plain()
     )
 
 
 def remember(call: Signature, q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> None:
     """After the long way has served a call: prepares those of the same signature."""
-    if not _PLAIN.issuperset(call[-1]) or call in _launches:
+    if not _PLAIN.issuperset(call[_FLAG_TYPES]) or call in _launches:
         return
     problem = describe(q, v, dense_extent(q, k), None, rules)
     backend = backends.choose(problem)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -93,10 +98,14 @@ ANOTHER_CALL: dict[str, Callable[[], Any]] = {
     "more keys": lambda: flash4_torch.attention(X, half(1, 130, 2, 64), half(1, 130, 2, 64)),
     "more queries": lambda: flash4_torch.attention(half(1, 130, 2, 64), X, X),
     "other strides": lambda: flash4_torch.attention(*[half(1, 2, 128, 64).transpose(1, 2)] * 3),
+    "q alone strided": lambda: flash4_torch.attention(half(1, 2, 128, 64).transpose(1, 2), X, X),
+    "k alone strided": lambda: flash4_torch.attention(X, half(1, 2, 128, 64).transpose(1, 2), X),
     "v alone strided": lambda: flash4_torch.attention(X, X, half(1, 2, 128, 64).transpose(1, 2)),
     "other dtype": lambda: flash4_torch.attention(*[X.half()] * 3),
     "causal": lambda: flash4_torch.attention(X, X, X, causal=True),
     "window": lambda: flash4_torch.attention(X, X, X, window=(1, None)),
+    "window's left": lambda: flash4_torch.attention(X, X, X, window=(1, 2)),
+    "window's right": lambda: flash4_torch.attention(X, X, X, window=(2, 1)),
     "scale": lambda: flash4_torch.attention(X, X, X, scale=1.0),
     "softcap": lambda: flash4_torch.attention(X, X, X, softcap=1.0),
     "dropout": lambda: flash4_torch.attention(X, X, X, dropout_p=0.5),
@@ -109,6 +118,8 @@ ANOTHER_CALL: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("call", ANOTHER_CALL.values(), ids=ANOTHER_CALL)
 def test_another_call_goes_the_long_way(long_way: LongWay, call: Callable[[], Any]) -> None:
     flash4_torch.attention(X, X, X)
+    for flags in ({"window": (2, 2)}, {"scale": 2.0}, {"deterministic": False}):
+        flash4_torch.attention(X, X, X, **flags)
     assert long_way.taken(call)
 
 
@@ -155,6 +166,7 @@ LISTENERS: dict[str, tuple[Callable[[], Any], Callable[[Tensor], Any]]] = {
     ),
     "grad transform": (nullcontext, lambda x: torch.func.grad(lambda y: attend(y).sum())(x)),
     "compile": (nullcontext, compiled),
+    "memory is filled": (testing.poisoned_memory, attend),
     "excluded backend": (lambda: backends.excluding("sdpa"), attend),
     "observer": (testing.backends_used, attend),
 }
@@ -187,18 +199,69 @@ def test_without_grad_mode_parameters_data_may_take_it(long_way: LongWay) -> Non
     assert attend(x).requires_grad
 
 
+def test_in_inference_mode_its_results_are_of_it(long_way: LongWay) -> None:
+    attend(X)
+    with torch.inference_mode():
+        results: list[Tensor] = []
+        assert not long_way.taken(lambda: results.extend(attend(X, return_lse=True)))
+    assert all(x.is_inference() for x in results)
+    assert not any(x.is_inference() for x in attend(X, return_lse=True))
+
+
+def test_its_results_lie_where_the_inputs_do(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It allocates on the current device, which may be another."""
+    guards, current = torch._C._dynamo.guards, [0]
+    allocate = guards._empty_strided_cpu
+
+    def on_current(*size_and_dtype: Any) -> Any:
+        return SimpleNamespace(get_device=lambda: 0) if current[-1] == 0 else allocate(*size_and_dtype)
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        current.append(index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(guards, "_empty_strided_cpu", on_current)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    assert torch.equal(attend(X), attend(X))
+    assert len(machine.launches) == 2 and current == [0]
+
+
 def test_a_tangent_is_not_lost(machine: Machine) -> None:
     attend(X)
     with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError):
         attend(torch.autograd.forward_ad.make_dual(X, X))
 
 
+class Constant(torch.nn.Module):
+    """Its inputs stay plain tensors while others are traced."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return attend(X) + x
+
+
+TRACERS: dict[str, Callable[[], object]] = {
+    "jit.trace": lambda: torch.jit.trace(attend, (X,), check_trace=False).inlined_graph,
+    "make_fx": lambda: make_fx(attend)(X).graph,
+    "export": lambda: torch.export.export(Constant(), (X,), strict=False).graph,
+}
+
+
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-def test_traced_graphs_hold_the_operator(machine: Machine) -> None:
+@pytest.mark.parametrize("trace", TRACERS.values(), ids=TRACERS)
+def test_traced_graphs_hold_the_operator(machine: Machine, trace: Callable[[], object]) -> None:
     attend(X)
     with torch.no_grad():
-        traced = torch.jit.trace(attend, (X,), check_trace=False)
-    assert "flash4::attention" in str(traced.inlined_graph)
+        assert re.search("flash4(::|\\.)attention", str(trace()))
+
+
+def test_fake_tensors_stay_fake(machine: Machine) -> None:
+    attend(X)
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(X)
+        assert isinstance(attend(fake), FakeTensor)
+    assert isinstance(attend(fake), FakeTensor)
 
 
 WRONG: dict[str, Callable[[], Any]] = {
@@ -208,33 +271,44 @@ WRONG: dict[str, Callable[[], Any]] = {
     "softcap": lambda: attend(X, softcap=False),
     "dropout_p": lambda: attend(X, dropout_p=False),
     "window": lambda: attend(X, window=(True, None)),
+    "window's right": lambda: attend(X, window=(None, True)),
+    "window float": lambda: attend(X, window=(1.0, None)),
     "window of one": lambda: attend(X, window=(1,)),
     "window dict": lambda: attend(X, window={1: 2, None: 3}),
     "window number": lambda: attend(X, window=1),
     "window list of lists": lambda: attend(X, window=([], [])),
     "rank": lambda: attend(X[0]),
     "no tensor": lambda: flash4_torch.attention(X, X, None),
-    "mixed dtypes": lambda: flash4_torch.attention(X, X.half(), X),
+    "q's dtype": lambda: flash4_torch.attention(X.half(), X, X),
+    "k's dtype": lambda: flash4_torch.attention(X, X.half(), X),
+    "v's dtype": lambda: flash4_torch.attention(X, X, X.half()),
+    # The strides are the same.
+    "q's batch": lambda: flash4_torch.attention(half(2, 128, 2, 64), X, X),
+    "k's batch": lambda: flash4_torch.attention(X, half(2, 128, 2, 64), X),
+    "v's batch": lambda: flash4_torch.attention(X, X, half(2, 128, 2, 64)),
     "sparse": lambda: attend(X.to_sparse()),
 }
 
 
 @pytest.mark.parametrize("call", WRONG.values(), ids=WRONG)
 def test_errors_are_the_same(call: Callable[[], Any]) -> None:
-    """Also after calls whose flags are equal as numbers."""
-    messages = []
-    for warm in (False, True):
-        with hopper():
-            if warm:
-                for scale, softcap, dropout_p, window in itertools.product(
-                    (1, 1.0, None), (0, 0.0), (0, 0.0), ((1, None), (None, None))
-                ):
-                    for _ in range(2):
-                        attend(X, scale=scale, softcap=softcap, dropout_p=dropout_p, window=window)
-            with pytest.raises((errors.ArgumentError, RuntimeError, TypeError)) as caught:
-                call()
-        messages.append((caught.type, str(caught.value)))
-    assert messages[0] == messages[1]
+    """As the long way's, also after calls whose flags are equal as numbers."""
+    with hopper(), mock.patch.object(fast, "find", lambda *call: (None, None)):
+        expected = error_of(call)
+    with hopper():
+        assert error_of(call) == expected
+        for scale, softcap, dropout_p, window in itertools.product(
+            (1, 1.0, None), (0, 0.0), (0, 0.0), ((1, None), (None, 1), (None, None))
+        ):
+            for _ in range(2):
+                attend(X, scale=scale, softcap=softcap, dropout_p=dropout_p, window=window)
+        assert error_of(call) == expected
+
+
+def error_of(call: Callable[[], Any]) -> tuple[type, str]:
+    with pytest.raises((errors.ArgumentError, RuntimeError, TypeError)) as caught:
+        call()
+    return caught.type, str(caught.value)
 
 
 def test_its_memory_is_bounded_and_holds_no_tensors(
@@ -245,7 +319,8 @@ def test_its_memory_is_bounded_and_holds_no_tensors(
         attend(half(1, S, 1, 8))
         assert len(fast._launches) <= 4
     attend(X, causal=torch.tensor(True))
-    assert not any(isinstance(x, Tensor) for call in fast._launches for x in call[3])
+    attend(X, deterministic=torch.tensor(True))
+    assert not any(isinstance(x, Tensor) for call in fast._launches for x in call)
 
 
 def test_another_backend_is_left_alone() -> None:

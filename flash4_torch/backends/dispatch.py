@@ -23,7 +23,12 @@ Observer = Callable[[Problem, str], None]
 observers: list[Observer] = []
 """Called with (problem, backend name) on every dispatch, from whatever thread serves it."""
 
-_excluded = threading.local()
+
+class _Excluded(threading.local):
+    names: tuple[str, ...] = ()
+
+
+_excluded = _Excluded()
 _logged: set[tuple[object, ...]] = set()
 
 
@@ -49,7 +54,7 @@ def choose(problem: Problem) -> Backend:
 def _candidates() -> tuple[Backend, ...]:
     forced = env.BACKEND.get()
     if not forced:
-        left_out = getattr(_excluded, "names", ())
+        left_out = _excluded.names
         return tuple(b for b in PRIORITY if b.name not in left_out) if left_out else PRIORITY
     named = tuple(b for b in PRIORITY if b.name == forced)
     if not named:
@@ -59,13 +64,13 @@ def _candidates() -> tuple[Backend, ...]:
 
 def is_plain() -> bool:
     """Whether the choice depends on the problem alone, and nobody wants to hear of it."""
-    return not (env.BACKEND.is_set() or env.LOG.is_set() or observers or getattr(_excluded, "names", None))
+    return not (observers or _excluded.names or env.BACKEND.is_set() or env.LOG.is_set())
 
 
 @contextmanager
 def excluding(*names: str) -> Iterator[None]:
     """Takes backends out of this thread's dispatch, for code that a backend itself would call back into."""
-    before: tuple[str, ...] = getattr(_excluded, "names", ())
+    before = _excluded.names
     _excluded.names = (*before, *names)
     try:
         yield

@@ -44,6 +44,8 @@ _L2_BYTES = 32 << 20
 """K and V that stay in the L2 cache while the queries of their heads pass by."""
 _TILES_IN_SECTION = 4
 """For each multiprocessor; with fewer, some would idle where one section of heads ends."""
+_LONG = 8192
+"""Keys."""
 _MOST_IN_SECTION = 32
 """Packs of heads, before sections are made even."""
 
@@ -106,15 +108,20 @@ class Sm90:
 
         B, Sq, _, Hq, _ = problem.extent
         shape, strides = (B, Sq, Hq, spec.Dv), (Sq * Hq * spec.Dv, Hq * spec.Dv, spec.Dv, 1)
-        index, device = inputs.q.get_device(), inputs.q.device
+        lse_shape, lse_strides = (B, Hq, Sq), (Hq * Sq, Sq, 1)
+        index, dtype, float32 = inputs.q.get_device(), spec.dtype, torch.float32
         function, _, numbers = _kernel(problem, index)
         # A tuple would be converted anew at every launch.
         rule = tvm_ffi.convert(numbers)
-        counter, empty, float32 = tickets.counter, torch.empty, torch.float32
+        counter = tickets.counter
+        # Torch's compiled graphs allocate so: past the dispatcher, on the current device.
+        empty = getattr(torch._C._dynamo.guards, f"_empty_strided_{spec.device}")
 
         def launch(q: Tensor, k: Tensor, v: Tensor) -> Results:
-            # Of all ways to allocate, those that have the least to parse.
-            out, lse = q.new_empty_strided(shape, strides), empty(B, Hq, Sq, dtype=float32, device=device)
+            out, lse = empty(shape, strides, dtype), empty(lse_shape, lse_strides, float32)
+            if out.get_device() != index:
+                with torch.cuda.device(index):
+                    return launch(q, k, v)
             function(q, k, v, out, lse, counter(index), None, None, None, None, rule)
             return out, lse
 
@@ -290,11 +297,12 @@ def rule_of(problem: Problem, config: Sm90Forward, multiprocessors: int) -> Rule
 def _section(problem: Problem, config: Sm90Forward, multiprocessors: int) -> int:
     """How many packs of heads take turns: long tiles come first while their K and V stay in the cache.
 
-    Without a bound to the right all tiles are equally long, and heads follow one another.
+    Without a bound to the right all tiles are equally long, and heads follow one another. Long ones do so by
+    twos: where all multiprocessors read the same K and V, D 64 is slower by up to a tenth, now and then.
     """
     spec, extent = problem.spec, problem.extent
     if not features_of(problem).right:
-        return 1
+        return 1 if extent.Sk <= _LONG else 2
     packs = -(-spec.group // config.pack)
     cached = _L2_BYTES // (extent.Sk * (spec.D + spec.Dv) * spec.dtype.itemsize)
     tiles = packs * -(-extent.Sq // config.queries)

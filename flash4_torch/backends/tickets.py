@@ -18,6 +18,9 @@ _STREAMS = 256
 _APART = 32
 """Words from one counter to the next: no two in a sector of the cache."""
 
+_DEFAULT_STREAM = 0
+"""CUDA captures any stream but this one."""
+
 _of_stream: dict[tuple[int, int], Tensor] = {}
 _unused: dict[int, list[Tensor]] = {}
 _giving_out = threading.Lock()
@@ -25,9 +28,10 @@ _giving_out = threading.Lock()
 
 def counter(index: int) -> Tensor:
     """int32 (1,) on CUDA device `index`, for a launch on its current stream."""
-    if _is_capturing(index):
+    stream = _current_stream(index)
+    if stream != _DEFAULT_STREAM and _is_capturing(index):
         return _zeros(index, 1)
-    key = index, _current_stream(index)
+    key = index, stream
     found = _of_stream.get(key)
     return _give_out(key) if found is None else found
 
