@@ -67,7 +67,7 @@ def test_our_kernel_runs(kwargs: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("D", [32, 64, 72, 96, 128, 160, 192, 256])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("Sq", "Sk"), [(1, 300), (333, 333), (700, 256), (1030, 2050)])
+@pytest.mark.parametrize(("Sq", "Sk"), [(1, 300), (333, 333), (700, 256), (1100, 3300)])
 def test_values_of_every_head_size(D: int, causal: bool, Sq: int, Sk: int) -> None:
     q, _, _ = qkv(2, Sq, 4, D)
     _, k, v = qkv(2, Sk, 2, D)

@@ -56,13 +56,19 @@ def test_tensor_arithmetic_is_exact(words: tuple[int, ...]) -> None:
 
 def kept_by_definition(seed: int, offset: int, head: int, i: int, j: int, p: float) -> bool:
     """One weight of the mapping that the module's docstring fixes for every kernel."""
-    blocks = [(x >> 4) * 4 + ((x >> 1) & 3) for x in (j, i)]
-    words = philox_in_python((*blocks, head, offset & WORD), (seed & WORD, (seed >> 32) & WORD), 7)
-    i3, i0, j3, j0 = (i >> 3) & 1, i & 1, (j >> 3) & 1, j & 1
-    byte = (words[2 * i3 + j3] >> (8 * (2 * j0 + i0))) & 0xFF
+    key = (seed & WORD, (seed >> 32) & WORD)
+    columns, rows = (j >> 4) * 4 + ((j >> 1) & 3), (i >> 4) * 4 + (i >> 2 & 1) * 2
+    words = [
+        word
+        for call in range(2)
+        for word in philox_in_python((columns, rows + call, head, offset & WORD), key, 7)
+    ]
+    i3, i1, i0, j3, j0 = (i >> 3) & 1, (i >> 1) & 1, i & 1, (j >> 3) & 1, j & 1
+    e = 16 * i1 + 8 * i0 + 4 * j0 + 2 * j3 + i3
+    number = sum((word >> e & 1) << k for k, word in enumerate(words))
+    mixed = words[0] ^ (words[1] >> 16) ^ (words[1] << 16 & WORD)
     t, f = thresholds(p)
-    mixed = words[0] ^ words[1] ^ words[2] ^ words[3]
-    return byte >= t + (mixed < f)
+    return number >= t + (mixed < f)
 
 
 @given(
@@ -89,14 +95,28 @@ def test_mask_does_not_depend_on_the_tile(seed: int, start: tuple[int, int], siz
     assert torch.equal(tile, whole[1:, :, rows.start : rows.stop, keys.start : keys.stop])
 
 
+@pytest.mark.parametrize("sizes", list(itertools.product((0, 1), (0, 2), (0, 3), (0, 17))))
+def test_nothing_is_kept_of_nothing(sizes: tuple[int, int, int, int]) -> None:
+    B, Hq, Sq, Sk = sizes
+    assert testing.dropout_mask(torch.tensor([1, 2]), B, Hq, Sq, Sk, 0.3).shape == sizes
+
+
 @pytest.mark.parametrize("p", [0.0005, 0.003, 0.1, 0.25, 0.5, 0.9, 0.9995])
 def test_share_dropped(p: float) -> None:
     """Over 2^22 weights, within five standard deviations; also for p that no byte can express."""
     kept = Dropout(torch.tensor([11, 3]), p).keep(range(4), 4, range(512), range(512))
     n = kept.numel()
-    # Weights of one call share their threshold's last bit: at most 16 * (1/256)^2 / 4 more variance.
-    deviation = math.sqrt(n * (p * (1 - p) + 1 / 16384))
+    # 32 weights share whether their threshold is one more: at most 32 * (1/256)^2 / 4 more variance.
+    deviation = math.sqrt(n * (p * (1 - p) + 1 / 8192))
     assert abs(n - int(kept.sum()) - n * p) < 5 * deviation
+
+
+@pytest.mark.parametrize("p", [0.5 / 256, 1.5 / 256, 0.3])
+def test_every_place_of_a_tile_is_dropped_as_often(p: float) -> None:
+    """Also where it takes the 33rd bit to decide: that has to be independent of each weight's own eight."""
+    dropped = ~Dropout(torch.tensor([2, 9]), p).keep(range(4), 4, range(1024), range(1024))
+    shares = dropped.view(16, 64, 16, 64, 16).double().mean((0, 1, 3))
+    assert (shares - p).abs().max() < 5 * math.sqrt(p * (1 - p) / 2**16)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 from cutlass.cute.runtime import from_dlpack
+from cutlass.memory import SmemAllocator
 
 from flash4_torch.emulator.device import as_device
 from flash4_torch.kernels.common import dropout
@@ -66,10 +67,18 @@ def keep_kernel(
     drop = dropout.load(rng_state, byte, fraction)
     side = dropout.KeyRows if cutlass.const_expr(transposed) else dropout.QueryRows
     rows = side.at(drop, row + 16 * warp, head, lane)
+    places = cute.make_layout((32, dropout.words(N), WARPS))
+    kept = SmemAllocator().allocate_tensor(Uint32, places, 16)[None, None, warp]
     for tile in cutlass.range(tiles, unroll=1):
+        strip = Uint32(lane // dropout.STRIP_LANES)
+        while strip < dropout.strips(N):
+            rows.draw(column + tile * N, strip, kept)
+            strip += 32 // dropout.STRIP_LANES
+        cute.arch.sync_warp()
         weights = cute.make_rmem_tensor(N // 2, dtype)
         weights.fill(1.0)
-        rows.drop(weights, rows.draw(column + tile * N, N))
+        rows.drop(weights, dropout.take(kept, lane))
+        cute.arch.sync_warp()
         store(weights, out, 16 * warp + lane // 4, tile * N + 2 * (lane % 4))
 
 
@@ -98,7 +107,7 @@ def as_cute(tensor: Tensor) -> Any:
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows", "keys"])
-@pytest.mark.parametrize("N", [16, 64, 80, 128])
+@pytest.mark.parametrize("N", [16, 48, 80, 128, 160])
 @pytest.mark.parametrize("dtype", [BFloat16, Float32], ids=["packed", "float32"])
 @settings(max_examples=12)
 @given(

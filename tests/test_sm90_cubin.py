@@ -55,7 +55,7 @@ def reachable() -> Iterator[Kernel]:
 def room(kernel: Kernel) -> int:
     """Registers that the table believes to be left."""
     features, config = kernel
-    return sm90.REGISTERS[config.warpgroups] - sm90.registers(features, config)
+    return sm90.available_registers(features, config) - sm90.registers(features, config)
 
 
 def covering() -> list[Kernel]:
@@ -90,7 +90,7 @@ def code_of(key: Key) -> cubin.Code:
     return code
 
 
-SPILLS = Features("bfloat16", 64, 64, dropout=True), Sm90Forward(3, 160, 2, 1)
+SPILLS = Features("bfloat16", 64, 64), Sm90Forward(3, 160, 2, 1)
 """O and S take 112 registers of 160, P another 40; products wait for one another while registers move."""
 
 

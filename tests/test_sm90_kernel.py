@@ -26,16 +26,15 @@ from flash4_torch.masks import Band
 from flash4_torch.reference.attention import attention
 from flash4_torch.reference.dropout import Dropout, thresholds
 from flash4_torch.reference.scoring import Scoring
+from sm90_kernels import Kernel, covering
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 from flash4_torch.kernels.shared.mask_blocks import compile_mask_blocks
 from flash4_torch.kernels.sm90.fwd.launch import compile_forward
 from flash4_torch.testing import emulate
 
-Static = tuple[Features, Sm90Forward]
 
-
-def static(D: int, Dv: int, tiles: tuple[int, int, int, int], dtype: str = "bfloat16", **more: Any) -> Static:
+def static(D: int, Dv: int, tiles: tuple[int, int, int, int], dtype: str = "bfloat16", **more: Any) -> Kernel:
     of_config = {name: more.pop(name) for name in tuple(more) if name in Sm90Forward._fields}
     return Features(dtype, D, Dv, **more), Sm90Forward(*tiles, **of_config)
 
@@ -64,23 +63,42 @@ STATICS = {
     "left only": static(40, 136, (2, 80, 2, 2), left=True),
     "packed": static(64, 64, (2, 128, 2, 2), pack=4, **CAUSAL),
     "packed, one row": static(64, 64, (1, 128, 4, 2), "float16", pack=64, **CAUSAL),
+    "pair": static(64, 64, (3, 128, 3, 2), pingpong=True, k_ahead=True, half=True, cluster=2, **CAUSAL),
+    "pair, full": static(128, 128, (3, 80, 2, 2), "float16", k_ahead=True, conditional=True, cluster=2),
+    "pair, many passed": static(128, 128, (3, 80, 2, 2), k_ahead=True, conditional=True, cluster=2, **CAUSAL),
+    "pair, window": static(96, 80, (2, 48, 2, 2), "float16", pingpong=True, cluster=2, **WINDOW),
+    "pair, next tile": static(
+        128, 128, (2, 128, 2, 2), pingpong=True, next_tile=True, k_ahead=True, cluster=2, **CAUSAL
+    ),
+    "pair, O over Q": static(
+        256, 256, (2, 64, 2, 1), pingpong=True, k_ahead=True, o_over_q=True, cluster=2, **CAUSAL
+    ),
+    "pair, packed": static(64, 64, (1, 64, 2, 2), k_ahead=True, pack=4, cluster=2, **CAUSAL),
     "softcap": static(64, 64, (2, 128, 2, 2), softcap=True, scaled=True, **WINDOW),
     "scaled": static(96, 40, (2, 80, 2, 2), "float16", scaled=True, next_tile=True, k_ahead=True),
     "bool mask": static(64, 64, (2, 128, 2, 2), mask="bool"),
-    "bool mask, dropout": static(64, 64, (3, 96, 2, 2), mask="bool", dropout=True, pingpong=True, **CAUSAL),
+    "bool mask, dropout": static(64, 64, (2, 96, 2, 2), mask="bool", dropout=True, pingpong=True, **CAUSAL),
     "bfloat16 mask": static(128, 128, (2, 80, 2, 2), mask="bfloat16", scaled=True, k_ahead=True, **WINDOW),
     "float16 mask": static(64, 64, (1, 64, 2, 2), "float16", mask="float16", scaled=True),
     "float32 mask": static(
         64, 64, (2, 64, 2, 2), mask="float32", softcap=True, scaled=True, dropout=True, **CAUSAL
     ),
     "dropout": static(64, 64, (2, 128, 2, 2), "float16", dropout=True, next_tile=True, k_ahead=True),
+    "dropout, wide": static(
+        256, 256, (2, 64, 2, 1), dropout=True, k_ahead=True, conditional=True, o_over_q=True, **CAUSAL
+    ),
     "varlen": static(64, 64, (2, 128, 2, 2), varlen=True, k_ahead=True, **CAUSAL),
     "varlen, packed": static(64, 64, (1, 128, 2, 2), "float16", varlen=True, pack=2),
+    "varlen, next tile": static(64, 64, (4, 64, 4, 2), varlen=True, next_tile=True, conditional=True),
+    "varlen, next tile, causal": static(
+        128, 128, (2, 128, 2, 2), varlen=True, pingpong=True, next_tile=True, k_ahead=True, **CAUSAL
+    ),
     "varlen, everything": static(
         128, 64, (2, 80, 2, 2), varlen=True, softcap=True, scaled=True, dropout=True, **WINDOW
     ),
     "varlen, O over Q": static(192, 192, (2, 80, 2, 1), varlen=True, o_over_q=True, k_ahead=True, **CAUSAL),
 }
+STATICS |= covering(STATICS.values())
 
 
 @dataclass(repr=False)
@@ -132,8 +150,8 @@ def calls(draw: st.DrawFn, features: Features, config: Sm90Forward) -> Call:
         Sk = Sk if config.tail else -(-Sk // config.keys) * config.keys
         lengths = ((Sq,) * B, (Sk,) * B)
     right = draw(st.sampled_from([0, 0, draw(st.integers(-200, 200))]))
-    if config.next_tile and features.right:
-        right = max(right, Sq - Sk)
+    if features.varlen and not config.tail:
+        right = min(right, 0)  # which hides all that follows the last key
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
     dtype = getattr(torch, features.dtype)
     heads_first = draw(st.booleans())
@@ -219,7 +237,7 @@ def run(features: Features, config: Sm90Forward, call: Call, **schedule: Any) ->
                 call.q, call.k, call.v, out, lse, tickets, *ends, mask, rng_state, rule
             )
     assert tickets.item() == 0
-    assert asked[-1] <= config.shared_memory(features.D, features.Dv), "the tables allow for less"
+    assert asked[-1] <= config.shared_memory(features), "the tables allow for less"
     return out, lse
 
 
@@ -311,7 +329,24 @@ def test_dropout_keeps_the_weights_that_the_reference_keeps(p: float) -> None:
     assert torch.equal(out.transpose(1, 2) != 0, kept)
 
 
-@pytest.mark.parametrize("name", ["narrow", "turns, half", "turns", "left only", "bool mask", "varlen"])
+@pytest.mark.parametrize("tiles", [1, 2, 3, 5])
+@pytest.mark.parametrize("name", [name for name in STATICS if "pair" in name])
+def test_pairs_draw_every_tile_once(name: str, tiles: int) -> None:
+    """Odd numbers of tiles leave a CTA without rows; fewer than two multiprocessors still are a cluster."""
+    features, config = STATICS[name]
+    lengths = ((config.queries * tiles - 7,) * 2, (150,) * 2)
+    for multiprocessors, schedule in ((1, "late"), (5, "fuzz")):
+        _, _, call = drawn(name, tiles, lengths=lengths, multiprocessors=multiprocessors, right=9)
+        out, lse = run(features, config, call, schedule=schedule)
+        exact, exact_lse = reference(features, call, torch.float64)
+        peer, peer_lse = reference(features, call, call.q.dtype)
+        testing.assert_close_as_peer(out, exact, peer, what="out")
+        testing.assert_close_as_peer(lse, exact_lse, peer_lse, what="lse")
+
+
+@pytest.mark.parametrize(
+    "name", ["narrow", "turns, half", "turns", "left only", "pair", "bool mask", "varlen"]
+)
 def test_rows_that_see_nothing_are_zero_whatever_the_values(name: str) -> None:
     features, config, call = drawn(name, right=-400, left=-400)
     if features.mask:

@@ -11,14 +11,18 @@ from typing import NamedTuple
 
 from .types import SHARED_MEMORY, Features, Sm90Forward, tile_dim
 
-REGISTERS = {1: 216, 2: 240, 3: 160, 4: 112}
-"""What `registers` may come to, by consumer warpgroups: about what a consumer's thread has."""
+_REGISTERS = {1: 216, 2: 240, 3: 160, 4: 112}
+_REGISTERS_WITH_DROPOUT = {1: 208, 2: 208}
+_REGISTERS_WITH_DROPOUT_AND_WIDE_O = {1: 216, 2: 224}
 _TEMPORARIES = 28
 """Registers next to O, S and P: the tightest plans that do not spill leave as many."""
 _BOOL_MASK_TEMPORARIES = 4
 _SOFTCAP_TEMPORARIES = 4
+_DROPOUT_TEMPORARIES = 4
 
 MAX_PACK = 64
+_QUERIES_OF_CLUSTERS = 1024
+"""So many at least: a tile without a partner leaves half a cluster idle."""
 
 
 class Row(NamedTuple):
@@ -60,29 +64,29 @@ TABLE = (
     Row(64, 64, 128, None, None, _Tiles(2, 128, 4, 2),
         "unmeasured: rows of a third warpgroup would be empty"),
     Row(64, 64, None, True, 384, _Tiles(4, 64, 4, 2, k_ahead=True),
-        "S 256: 1.25 of the best peer, with next_tile and conditional 1.22; tiles fit the diagonal"),
+        "S 256: 1.27 of the best peer, with next_tile and conditional 1.22; tiles fit the diagonal"),
     Row(64, 64, None, None, 1536, _Tiles(4, 64, 4, 2, next_tile=True, conditional=True),
-        "full S 256 to 1k: 1.16 to 1.23; causal S 512 and 1k: 1.13 to 1.19"),
+        "full S 256 to 1k: 1.16 to 1.23; causal S 512 and 1k: 1.22 and 1.18"),
     Row(64, 64, None, True, None, _Tiles(3, 128, 3, 2, pingpong=True, k_ahead=True, half=True),
         "S 2k to 16k: 1.01 to 1.08; without half 0.98 at 16k, with conditional 0.01 to 0.03 less"),
     Row(64, 64, None, None, None, _Tiles(3, 128, 3, 2, pingpong=True, k_ahead=True),
         "S 2k and 4k: 1.05 to 1.07, 1.01 to 1.03; 16k: 0.90 to 1.04; four warpgroups 0.03 less"),
     Row(64, 64, None, None, None, _Tiles(3, 112, 3, 2, pingpong=True),
         "features that need registers: below 128 keys, above two warpgroups"),
-    Row(64, 64, None, None, None, _Tiles(2, 128, 4, 2, pingpong=True, k_ahead=True),
-        "features that need many registers"),
+    Row(64, 64, None, None, None, _Tiles(2, 128, 4, 2, next_tile=True, k_ahead=True, conditional=True),
+        "dropout: 1.03 to 1.1 of unconditional; and features that need many registers"),
 
     Row(96, 96, 64, None, None, _Tiles(1, 128, 3, 2), "unmeasured, as for 64"),
     Row(96, 96, None, False, 3072, _Tiles(2, 128, 3, 2, pingpong=True, next_tile=True, k_ahead=True),
         "S 1k: 1.20; three warpgroups of 96 keys 1.15"),
     Row(96, 96, None, True, 3072, _Tiles(2, 128, 3, 2, next_tile=True, k_ahead=True),
-        "S 1k: 1.28"),
+        "S 1k: 1.30"),
     Row(96, 96, 128, None, None, _Tiles(2, 128, 3, 2, k_ahead=True), "unmeasured, as for 64"),
     Row(96, 96, None, False, None,
         _Tiles(3, 96, 3, 2, next_tile=True, k_ahead=True, conditional=True, wait=2),
         "S 8k: 1.01; left to the assembler 1.00, 3 quarters 0.99, two warpgroups 0.95"),
     Row(96, 96, None, True, None, _Tiles(3, 112, 2, 2, k_ahead=True, pingpong=True, conditional=True),
-        "S 8k: 1.01, unconditional 0.98"),
+        "S 8k: 1.02, unconditional 1.016"),
     Row(96, 96, None, None, None, _Tiles(2, 128, 3, 2, k_ahead=True),
         "features that need registers"),
 
@@ -91,43 +95,42 @@ TABLE = (
         "S 256 and 512: 1.05 and 1.12"),
     Row(128, 128, None, False, 3072, _Tiles(2, 128, 2, 2, next_tile=True, k_ahead=True, wait=1),
         "S 1k and 2k: 1.08 and 1.05; left to the assembler 0.002 less, 2 quarters 0.04"),
-    Row(128, 128, None, True, 6144, _Tiles(2, 128, 2, 2, pingpong=True, next_tile=True, k_ahead=True),
-        "S 256 to 4k: 0.99, 1.13, 1.04, 1.00, 0.98; at 256 memory is the limit; 2 quarters 0.02 less"),
+    Row(128, 128, None, True, 3072, _Tiles(2, 128, 2, 2, pingpong=True, next_tile=True, k_ahead=True),
+        "S 256 to 2k: 1.00, 1.14, 1.07, 1.01; at 256 memory is the limit; 192 x 80 0.03 less"),
+    Row(128, 128, None, True, 6144,
+        _Tiles(2, 128, 2, 2, pingpong=True, next_tile=True, k_ahead=True, cluster=2),
+        "S 4k: 1.005; without clusters 0.999, but 16k 0.99"),
     Row(128, 128, 128, None, None, _Tiles(2, 128, 2, 2, k_ahead=True), "unmeasured, as for 64"),
-    Row(128, 128, None, False, None, _Tiles(3, 80, 2, 2, pingpong=True, k_ahead=True, conditional=True),
-        "S 4k to 16k: 1.03 to 1.06"),
-    Row(128, 128, None, None, None, _Tiles(3, 80, 2, 2, k_ahead=True, conditional=True),
-        "causal S 16k: 1.00; with pingpong 0.99, 128 keys 0.96"),
+    Row(128, 128, None, None, None, _Tiles(3, 80, 2, 2, pingpong=True, k_ahead=True, conditional=True),
+        "full S 4k to 16k: 1.03 to 1.06; causal S 16k: 1.01, 128 keys 0.99"),
+    Row(128, 128, None, None, None,
+        _Tiles(2, 128, 2, 2, next_tile=True, k_ahead=True, conditional=True, o_over_q=True),
+        "dropout, whose bits take the room that O would have; with pingpong 0.99"),
 
     Row(192, 128, 64, None, None, _Tiles(1, 112, 2, 2), "unmeasured, as for 64"),
     Row(192, 128, None, None, None, _Tiles(2, 112, 2, 1, k_ahead=True),
         "unmeasured: the most keys in two stages beside Q and O"),
 
     Row(192, 192, 64, None, None, _Tiles(1, 112, 2, 1), "unmeasured, as for 64"),
-    Row(192, 192, None, False, None,
-        _Tiles(2, 80, 2, 2, next_tile=True, k_ahead=True, conditional=True, o_over_q=True, wait=2),
-        "S 1k and 8k: 1.10 and 1.04; left to the assembler 1.09 and 1.02; 96 keys, one stage of Q 1.02"),
-    Row(192, 192, None, True, 3072,
-        _Tiles(2, 80, 2, 2, next_tile=True, k_ahead=True, conditional=True, o_over_q=True),
-        "S 1k: 1.08"),
     Row(192, 192, None, None, None,
-        _Tiles(2, 112, 2, 1, pingpong=True, k_ahead=True, conditional=True, o_over_q=True),
-        "causal S 8k: 1.00; 96 keys 0.98 to 1.00, 80 keys 0.98"),
+        _Tiles(2, 80, 2, 2, next_tile=True, k_ahead=True, conditional=True, o_over_q=True, wait=2),
+        "full S 1k and 8k: 1.10 and 1.04; causal: 1.09 and 1.02; 112 keys, one stage of Q 0.01 to 0.08 less"),
     Row(192, 192, None, None, None, _Tiles(2, 80, 2, 1, k_ahead=True, conditional=True),
         "features that need registers, or Dv > D"),
 
     Row(256, 256, 64, None, None, _Tiles(1, 80, 2, 1), "unmeasured, as for 64"),
     Row(256, 256, None, None, None, _Tiles(2, 80, 2, 1, k_ahead=True, conditional=True),
         "unmeasured: small D or Dv"),
-    Row(256, 256, None, True, 3072, _Tiles(2, 64, 2, 1, k_ahead=True, conditional=True, o_over_q=True),
-        "S 1k: 1.02; 80 keys 0.99"),
-    Row(256, 256, None, True, None,
+    Row(256, 256, None, None, 3072,
         _Tiles(2, 64, 2, 1, pingpong=True, k_ahead=True, conditional=True, o_over_q=True),
-        "S 4k and 16k: 1.00 and 0.98 to 1.00; without pingpong 0.005 less"),
-    Row(256, 256, None, None, None, _Tiles(2, 64, 2, 1, k_ahead=True, conditional=True, o_over_q=True),
-        "full S 1k to 16k: 1.02 to 1.03; 80 keys 1.00 to 1.03"),
+        "S 1k: full 1.02, causal 1.05; without pingpong or with 80 keys 0.01 less, with clusters 0.03"),
+    Row(256, 256, None, None, None,
+        _Tiles(2, 64, 2, 1, pingpong=True, k_ahead=True, conditional=True, o_over_q=True, cluster=2),
+        "S 4k and 16k: full 1.04 and 1.02, causal 1.02; without clusters 1.03 and 1.02, 1.005"),
     Row(256, 256, None, None, None, _Tiles(2, 48, 2, 1, k_ahead=True, conditional=True),
         "features that need registers, or Dv > D"),
+    Row(256, 256, None, None, None, _Tiles(2, 32, 2, 1, k_ahead=True, conditional=True),
+        "dropout beside a floating mask"),
 )
 # fmt: on
 
@@ -154,7 +157,8 @@ def forward(
     rows = Sq * _cover(group) if _may_pack(features) else Sq
     row = next(row for row in TABLE if row.admits(features, rows, seen))
     tail = not (end_hidden and features.right) and (features.varlen or Sk % row.config.keys != 0)
-    return _completed(features, row.config, tail, _pack(features, row.config, Sq, group))
+    config = row.config if Sq >= _QUERIES_OF_CLUSTERS else row.config._replace(cluster=1)
+    return _completed(features, config, tail, _pack(features, row.config, Sq, group))
 
 
 def reachable(features: Features, group: int | None = None) -> tuple[Sm90Forward, ...]:
@@ -165,8 +169,9 @@ def reachable(features: Features, group: int | None = None) -> tuple[Sm90Forward
         packs = [p for p in _powers_of_two() if p <= most]
     tails = [False, True] if features.right or not features.varlen else [True]
     found = {
-        _completed(features, row.config, tail, pack): None
+        _completed(features, row.config._replace(cluster=cluster), tail, pack): None
         for row in _rows_until_one_admits_all(features)
+        for cluster in sorted({1, row.config.cluster})
         for tail in tails
         for pack in packs
     }
@@ -185,11 +190,17 @@ def _completed(features: Features, config: Sm90Forward, tail: bool, pack: int) -
     """A row's config for one call.
 
     Beside a left bound or a mask a warpgroup may pass over so many blocks that they would hold up the next
-    tile, and a mask's bits are read for whole blocks.
+    tile, and a mask's bits are read for whole blocks. A cluster's two tiles have one sequence and no mask.
+    With dropout a wait left to the assembler is faster (D 192: by 7 %).
     """
-    next_tile = config.next_tile and not (features.left or features.mask)
-    half = config.half and not features.mask
-    return config._replace(next_tile=next_tile, half=half, tail=tail, pack=pack)
+    return config._replace(
+        cluster=1 if features.varlen or features.mask or features.dropout else config.cluster,
+        next_tile=config.next_tile and not (features.left or features.mask),
+        half=config.half and not features.mask,
+        wait=0 if features.dropout else config.wait,
+        tail=tail,
+        pack=pack,
+    )
 
 
 def _may_pack(features: Features) -> bool:
@@ -220,10 +231,18 @@ def _cover(group: int) -> int:
 def fits(features: Features, config: Sm90Forward) -> bool:
     """Whether the machine has room for it: in shared memory, in registers, and in Q's place for O."""
     return (
-        config.shared_memory(features.D, features.Dv) <= SHARED_MEMORY
-        and registers(features, config) <= REGISTERS[config.warpgroups]
+        config.shared_memory(features) <= SHARED_MEMORY
+        and registers(features, config) <= available_registers(features, config)
         and (not config.o_over_q or tile_dim(features.Dv) <= tile_dim(features.D))
     )
+
+
+def available_registers(features: Features, config: Sm90Forward) -> int:
+    """What `registers` may come to: about what a consumer's thread has, by warpgroups; 0 for too many."""
+    of = _REGISTERS
+    if features.dropout:
+        of = _REGISTERS_WITH_DROPOUT if features.drawing_warpgroup else _REGISTERS_WITH_DROPOUT_AND_WIDE_O
+    return of.get(config.warpgroups, 0)
 
 
 def registers(features: Features, config: Sm90Forward) -> int:
@@ -235,15 +254,13 @@ def registers(features: Features, config: Sm90Forward) -> int:
     extras = (
         _BOOL_MASK_TEMPORARIES * (features.mask == "bool")
         + _SOFTCAP_TEMPORARIES * features.softcap
-        + max(config.keys - 78, 0) * features.dropout
+        + _DROPOUT_TEMPORARIES * features.dropout
     )
-    return columns + _TEMPORARIES + extras + _ahead(features, config)
+    return columns + _TEMPORARIES + extras + _bias(features, config)
 
 
-def _ahead(features: Features, config: Sm90Forward) -> int:
-    """Registers of what is there before the scores that it changes: fits to what spilled and what did not."""
-    keys = config.keys
-    if features.mask not in ("", "bool"):
-        return (keys - 16) * 3 // 4 + 48 * config.o_over_q + 16 * features.dropout
-    crowded = features.dropout and (features.mask or features.softcap)
-    return keys // 2 + 16 if crowded else 0
+def _bias(features: Features, config: Sm90Forward) -> int:
+    """Registers of a floating mask, loaded before the scores that it changes: fitted to what spilled."""
+    if features.mask in ("", "bool"):
+        return 0
+    return (config.keys - 16) * 3 // 4 + 48 * config.o_over_q

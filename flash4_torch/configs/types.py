@@ -27,6 +27,14 @@ class Features(NamedTuple):
     """'' for none, else the dtype of attn_mask: "bool", "bfloat16", "float16", "float32"."""
     dropout: bool = False
 
+    @property
+    def drawing_warpgroup(self) -> bool:
+        """Whether a warpgroup of its own draws dropout's numbers.
+
+        A thread is launched with 128 registers then, and the product for a wider O needs more to compile.
+        """
+        return self.dropout and tile_dim(self.Dv) <= 192
+
 
 class Sm90Forward(NamedTuple):
     """Tiles and switches of the Hopper forward kernel; `configs.sm90` says which to take and why."""
@@ -58,6 +66,8 @@ class Sm90Forward(NamedTuple):
     """Sk may end inside a tile of keys, where the band does not hide what follows."""
     pack: int = 1
     """Query heads of one key head that share a tile's rows: 1, 2, 4, ... 64."""
+    cluster: int = 1
+    """CTAs that take neighbouring tiles, 1 or 2; of two each loads half of every K and V for both."""
 
     @property
     def rows(self) -> int:
@@ -69,13 +79,22 @@ class Sm90Forward(NamedTuple):
         """Query positions in a tile."""
         return self.rows // self.pack
 
-    def shared_memory(self, D: int, Dv: int) -> int:
-        """Bytes of shared memory: Q, K and V in their stages, O, barriers and what alignment may cost."""
-        D, Dv = tile_dim(D), tile_dim(Dv)
+    def shared_memory(self, features: Features) -> int:
+        """Bytes of shared memory: Q, K and V in their stages, O, barriers and what alignment may cost.
+
+        And with dropout, a bit for each weight, of as many blocks as there are stages of V.
+        """
+        D, Dv = tile_dim(features.D), tile_dim(features.Dv)
         q = self.q_stages * self.rows * D
         kv = self.kv_stages * self.keys * (D + Dv)
         o = 0 if self.o_over_q else self.rows * Dv
-        return 2 * (q + kv + o) + _BARRIERS_AND_ALIGNMENT
+        bits = self.kv_stages * self.rows * tile_bits(self.keys) if features.dropout else 0
+        return 2 * (q + kv + o) + bits // 8 + _BARRIERS_AND_ALIGNMENT
+
+
+def tile_bits(keys: int) -> int:
+    """Bits that a row takes for what dropout keeps of its weights: of every 64 keys, two words of 32."""
+    return -(-keys // 64) * 64
 
 
 def tile_dim(D: int) -> int:

@@ -82,6 +82,15 @@ def cuts(band: Band, shape: cutlass.Constexpr, n: Int32, first_row: Int32, last_
 
 
 @cute.jit
+def whole_blocks(band: Band, shape: cutlass.Constexpr, first_row: Int32) -> Int32:
+    """How many blocks, from the first one, `cuts` leaves alone, where the band has no left bound."""
+    end = band.Sk if cutlass.const_expr(shape.tail) else Int32(1 << 30)
+    if cutlass.const_expr(shape.right):
+        end = cutlass.min(end, first_row + band.highest + 1)
+    return cutlass.max(end, 0) // shape.keys
+
+
+@cute.jit
 def hide(band: Band, shape: cutlass.Constexpr, fragment: Fragment) -> None:
     """Scores outside of the band become -inf."""
     for r in cutlass.range_constexpr(len(fragment.rows)):

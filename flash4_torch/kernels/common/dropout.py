@@ -1,38 +1,50 @@
 """Dropout in the kernels: the mask of `reference.dropout`, whose docstring fixes the mapping, bit for bit.
 
 A tile of weights lies in a wgmma accumulator: lane l of a warp holds rows l // 4 and l // 4 + 8 of the warp's
-16, and columns 2 (l % 4) + 8 j + (0, 1). Lanes l and l ^ 4 share all their calls of the generator, and make
-them by turns: of every two blocks of 16 columns, the lane whose bit 2 is clear makes the call of the first,
-the other lane that of the second.
+16, and columns 2 (l % 4) + 8 j + (0, 1). Warps that have nothing else to do draw for those that weigh: eight
+lanes for a strip of 16 rows and 32 columns. Each makes two words, whose bits belong to four other lanes, and
+leaves them in shared memory such that a matrix load brings every lane its own.
 
-    dropout = load(rng_state, rule.drop_byte, rule.drop_fraction)   once per thread
-    rows = QueryRows.at(dropout, row, head, lane)                   once per tile of queries
-    kept = rows.draw(key, N)                                        needs no scores: while they are made
-    rows.drop(weights, kept)
+    dropout = load(rng_state, rule.drop_byte, rule.drop_fraction)   once per drawing thread
+    rows = QueryRows.at(dropout, row, head, lane)                   for 16 rows of queries
+    rows.draw(key, strip, kept)                                     kept (32, words(N)) in shared memory
+    QueryRows.drop(weights, take(kept, lane))                       by the lane that holds the weights
 
 Weights are only zeroed; 1 / (1 - p) belongs into a factor that something is multiplied by anyway.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32, Uint64
+from cutlass import Int32, Uint32, Uint64
 from cutlass._mlir.dialects import nvvm
 
 ROUNDS = 7
 BLOCK = 16
 """Calls of the generator stay inside aligned BLOCK x BLOCK tiles."""
+PLANES = 8
+"""Bits of the number that decides on a weight."""
+STRIP = 2 * BLOCK
+"""Columns of a strip."""
+STRIP_LANES = 8
+"""Neighbouring lanes that draw a strip."""
 
 Words = tuple[Uint32, Uint32, Uint32, Uint32]
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
-_EVERY_BYTE = 0x01010101
-_TOP_BITS = 0x80808080
 _MAJORITY = 0xE8  # of three bits, as lop3's table
+_CHOICE = 0xCA  # of the second or the third bit, by the first
+_LOW_HALVES = 0x0F0F0F0F
+"""Of bytes."""
+_SIGN = 8
+"""Added to a byte's index in a selector: its top bit, eight times."""
+_MATRIX = 2 * STRIP
+"""Columns whose bits are a matrix, 8 rows of 16 bytes, of which a load brings every lane a word."""
 
 
 class Dropout(NamedTuple):
@@ -42,10 +54,19 @@ class Dropout(NamedTuple):
     """Of each round."""
     offset: Uint32
     fraction: Uint32
-    limit: Uint32
-    """In every byte t, or t - 128 from t = 128 on: what a byte's low seven bits are compared with."""
-    either: Uint32
-    """All ones for t < 128, where a byte's top bit is enough to keep its weight; else 0: it is needed."""
+    limit: tuple[Uint32, ...]
+    """The bits of t inverted, from the lowest on, each of them 32 times; all 0 for t = 256."""
+    some: Uint32
+    """All ones, but 0 for t = 256, where nothing is kept."""
+
+    def kept(self, keys: Uint32, queries: Uint32, head: Uint32) -> Uint32:
+        """Which of 32 weights are kept. The counter is of the first of their two calls."""
+        words = *self.words(keys, queries, head), *self.words(keys, queries + 1, head)
+        mixed = words[0] ^ _permute(words[1], words[1], Uint32(_selector((2, 3, 0, 1))))
+        kept = Uint32(cutlass.select_(mixed < self.fraction, Uint32(0), self.some))
+        for word, limit in zip(words, self.limit, strict=True):
+            kept = cute.arch.lop3(word, limit, kept, _MAJORITY)
+        return kept
 
     def words(self, keys: Uint32, queries: Uint32, head: Uint32) -> Words:
         """One call of the generator, 16 bytes; its counter is made of j, of i, and b * Hq + h."""
@@ -57,132 +78,130 @@ class Dropout(NamedTuple):
             x0, x1, x2, x3 = high1 ^ (x1 ^ k0), low1, high0 ^ (x3 ^ k1), low0
         return x0, x1, x2, x3
 
-    def compare(self, words: Words) -> Words:
-        """The top bit of each byte: whether its weight is kept. The other bits mean nothing."""
-        x0, x1, x2, x3 = words
-        limit = self.limit + Uint32((x0 ^ x1 ^ x2 ^ x3) < self.fraction) * Uint32(_EVERY_BYTE)
-        # A byte with its top bit set is at least 128 and a limit at most that, so no byte borrows.
-        low = ((x | Uint32(_TOP_BITS)) - limit for x in words)
-        return tuple(cute.arch.lop3(x, y, self.either, _MAJORITY) for x, y in zip(words, low, strict=True))
-
 
 @cute.jit
 def load(rng_state: cute.Tensor, byte: Uint32, fraction: Uint32) -> Dropout:
     """rng_state: int64 (2,), seed and offset. byte, fraction: `thresholds(p)` of the reference."""
-    k0, k1, offset = _uniform(rng_state[0]), _uniform(rng_state[0] >> 32), _uniform(rng_state[1])
+    k0, k1, offset = (_uniform(Uint32(word)) for word in (rng_state[0], rng_state[0] >> 32, rng_state[1]))
     keys = tuple(
         (k0 + Uint32(r * _WEYL[0] % 2**32), k1 + Uint32(r * _WEYL[1] % 2**32)) for r in range(ROUNDS)
     )
-    limit, either = byte, Uint32(0xFFFFFFFF)
-    if byte >= 128:
-        limit, either = byte - 128, Uint32(0)
-    return Dropout(keys, offset, fraction, limit * Uint32(_EVERY_BYTE), either)
+    some = (_uniform(byte) >> PLANES) - 1
+    limit = tuple((byte >> k & 1) - 1 & some for k in range(PLANES))
+    return Dropout(keys, offset, fraction, limit, some)
 
 
-class Kept(NamedTuple):
-    """Which weights of two blocks of 16 columns are kept, as top bits of bytes."""
-
-    own: Words
-    """Of the call that this lane made."""
-    received: tuple[Uint32, ...]
-    """Of the other lane's call, two bytes of each word; empty for a last block alone, which both call for."""
+def words(N: int) -> int:
+    """How many words of 32 bits say which of a lane's weights are kept, for N columns."""
+    return -(-N // _MATRIX)
 
 
-class _Rows(NamedTuple):
-    """The 16 rows that a warp holds of an accumulator."""
+def strips(N: int) -> int:
+    """How many strips N columns are; the last one may be half used."""
+    return -(-N // STRIP)
+
+
+def take(kept: cute.Tensor, lane: Int32) -> cute.Tensor:
+    """Registers with a lane's words of `kept`, (32, words(N)) in shared memory."""
+    count = cute.size(kept, mode=[1])
+    taken = cute.make_rmem_tensor(count, Uint32)
+    for n in range(count):
+        row = kept[None, n].iterator + lane % 8 * 4
+        word = nvvm.ldmatrix(row.llvm_ptr, 1, nvvm.MMALayout.col, results=[Uint32.mlir_type])
+        taken[n] = Uint32(word)
+    return taken
+
+
+class QueryRows(NamedTuple):
+    """16 rows of queries that a lane draws for, or its share of them; columns are keys.
+
+    Of every block of 16 columns its share are the weights with its own i2, j2 and j1.
+    """
 
     dropout: Dropout
     block: Uint32
-    """The rows' part of the counter."""
+    """The rows' part of the counter, for the first of two calls."""
     head: Uint32
-    lane: Int32
-
-
-class QueryRows(_Rows):
-    """Rows are queries, columns are keys."""
-
-    _BYTES = ((0, 2), (1, 3))
-    """Of a word, those of a pair of columns, in lanes whose bit 2 is clear and set."""
+    half: Uint32
+    """i2"""
+    quarter: Uint32
+    """2 * j2 + j1"""
 
     @classmethod
     def at(cls, dropout: Dropout, row: Int32, head: Int32, lane: Int32) -> QueryRows:
-        """row: the warp's first, a multiple of 16. head: b * Hq + h; for varlen b counts sequences."""
-        return cls(dropout, (Uint32(row) >> 2) + (Uint32(lane) >> 3), Uint32(head), lane)
+        """row: the first, a multiple of 16. head: b * Hq + h; for varlen b counts sequences."""
+        quarter, half = Uint32(lane) % 4, Uint32(lane) // 4 % 2
+        return cls(dropout, (Uint32(row) >> 2) + 2 * half, Uint32(head), half, quarter)
 
-    def draw(self, column: Int32, N: int) -> tuple[Kept, ...]:
-        """For N columns from `column` on, both multiples of 16; N is static."""
-        first = (Uint32(column) >> 2) + Uint32(self.lane) % 4
-        blocks = [self._two_blocks(first + Uint32(4 * m)) for m in range(0, N // BLOCK - 1, 2)]
-        if N % (2 * BLOCK):
-            blocks.append(Kept(self._call(first + Uint32(N // 4 - 4)), ()))
-        return tuple(blocks)
+    def draw(self, column: Int32, strip: Uint32, kept: cute.Tensor) -> None:
+        """A strip, the `strip`-th of the tile whose first column is `column`, a multiple of 16."""
+        first = (Uint32(column) >> 2) + 8 * strip + self.quarter
+        even, odd = (self.dropout.kept(first + 4 * n, self.block, self.head) for n in range(2))
+        # Numbers of 16 bits, a byte of each block, for the lanes with i1 i0 = 0, 1 and 2, 3.
+        low, high = (_permute(even, odd, Uint32(_selector(s))) for s in ((0, 4, 1, 5), (2, 6, 3, 7)))
+        pairs = cute.make_tensor(cute.recast_ptr(kept.iterator, dtype=Uint64), cute.make_layout((2, 2, 4, 4)))
+        pairs[self.half, strip % 2, self.quarter, strip // 2] = Uint64(high) << 32 | Uint64(low)
 
-    def drop(self, weights: cute.Tensor, kept: tuple[Kept, ...]) -> None:
-        """Zero the others of `weights`, the thread's N / 2 numbers of 16 or 32 bits, a flat register tensor.
+    @staticmethod
+    def place(pair: int, column: int) -> tuple[int, int, int]:
+        """Word, byte and bit of a weight: 0 or 1, a `column` of the lane's `pair` of neighbouring ones."""
+        block, inside = divmod(pair, 4)
+        word, byte = divmod(block, 4)
+        return word, byte, 4 * column + inside
 
-        In the accumulator's order: two columns of two rows of each 8 columns. 16 bits take half the time.
+    @classmethod
+    def drop(cls, weights: cute.Tensor, kept: cute.Tensor) -> None:
+        """Zero what is not kept of a lane's N / 2 numbers of 16 or 32 bits, a flat register tensor.
+
+        In the accumulator's order: two columns of two rows of each 8 columns. kept: what `take` gave.
         """
         together = 32 // weights.element_type.width
         count = cute.size(weights) // together
-        words = cute.make_tensor(cute.recast_ptr(weights.iterator, dtype=Uint32), cute.make_layout(count))
+        targets = cute.make_tensor(cute.recast_ptr(weights.iterator, dtype=Uint32), cute.make_layout(count))
         for i in range(count):
-            pair, columns = (i, (0, 0, 1, 1)) if together == 2 else (i // 2, (i % 2,) * 4)
-            words[i] = words[i] & self._mask(kept, pair, columns)
-
-    def _two_blocks(self, first: Uint32) -> Kept:
-        own = self._call(first + _by_turn(self.lane, 0, 4))
-        theirs = (_selector((*pair, *(4 + byte for byte in pair))) for pair in reversed(self._BYTES))
-        sent = _by_turn(self.lane, *theirs)
-        received = (_permute(*own[:2], sent), _permute(*own[2:], sent))
-        return Kept(own, tuple(cute.arch.shuffle_sync_bfly(word, 4) for word in received))
-
-    def _call(self, column_block: Uint32) -> Words:
-        return self.dropout.compare(self.dropout.words(column_block, self.block, self.head))
-
-    def _mask(self, kept: tuple[Kept, ...], pair: int, columns: tuple[int, ...]) -> Uint32:
-        """Four bytes of ones or zeros, each for column 0 or 1 of a pair of columns."""
-        block, group, half = pair // 4, pair // 2 % 2, pair % 2
-        own, received = kept[block // 2]
-        word = self._word(group, half)
-        if not received:
-            mine = (_selector(bytes_[c] | 8 for c in columns) for bytes_ in self._BYTES)
-            return _permute(own[word], own[word], _by_turn(self.lane, *mine))
-        theirs = (4, 5) if word % 2 == 0 else (6, 7)
-        sources = (self._BYTES[0], theirs) if block % 2 == 0 else (theirs, self._BYTES[1])
-        selectors = (_selector(bytes_[c] | 8 for c in columns) for bytes_ in sources)
-        return _permute(own[word], received[word // 2], _by_turn(self.lane, *selectors))
-
-    @staticmethod
-    def _word(group: int, half: int) -> int:
-        """Of a call, the one for that group of 8 columns and of 8 rows."""
-        return 2 * half + group
+            pair, columns = (i, (0, 1)) if together == 2 else (i // 2, (i % 2,) * 2)
+            places = [cls.place(pair, column) for column in columns]
+            # Each bit becomes the top one of its byte, and that is then repeated over half of the target.
+            flags = (kept[word] << (7 - bit) for word, _, bit in places)
+            first, second = (byte | _SIGN for _, byte, _ in places)
+            selector = _selector((first, first, 4 + second, 4 + second))
+            targets[i] = targets[i] & _permute(*flags, Uint32(selector))
 
 
 class KeyRows(QueryRows):
     """The transposed product: rows are keys, columns are queries."""
 
-    _BYTES = ((0, 1), (2, 3))
+    @classmethod
+    def at(cls, dropout: Dropout, row: Int32, head: Int32, lane: Int32) -> KeyRows:
+        quarter, half = Uint32(lane) % 4, Uint32(lane) // 4 % 2
+        return cls(dropout, (Uint32(row) >> 2) + quarter, Uint32(head), half, quarter)
 
-    def _call(self, column_block: Uint32) -> Words:
-        return self.dropout.compare(self.dropout.words(self.block, column_block, self.head))
+    def draw(self, column: Int32, strip: Uint32, kept: cute.Tensor) -> None:
+        first = (Uint32(column) >> 2) + 8 * strip + 2 * self.half
+        even, odd = (self.dropout.kept(self.block, first + 4 * n, self.head) for n in range(2))
+        # Numbers of 16 bits, i0 and then the block, for i1 = 0, 1 and the lanes with j0 = 0 and with j0 = 1.
+        low = cute.arch.lop3(Uint32(_LOW_HALVES), even, odd << 4, _CHOICE)
+        high = cute.arch.lop3(Uint32(_LOW_HALVES), even >> 4, odd, _CHOICE)
+        words = cute.make_tensor(kept.iterator, cute.make_layout((4, 2, 2, 2, 4)))
+        for i1, selector in enumerate(((0, 1, 4, 5), (2, 3, 6, 7))):
+            both = _permute(low, high, Uint32(_selector(selector)))
+            words[self.quarter, strip % 2, i1, self.half, strip // 2] = both
 
     @staticmethod
-    def _word(group: int, half: int) -> int:
-        return 2 * group + half
+    def place(pair: int, column: int) -> tuple[int, int, int]:
+        block, inside = divmod(pair, 4)
+        word, block = divmod(block, 4)
+        strip, turn = divmod(block, 2)
+        i3, j3 = divmod(inside, 2)
+        return word, 2 * strip + column, 4 * turn + 2 * j3 + i3
 
 
-@cute.jit
-def _by_turn(lane: Int32, first: int, second: int) -> Uint32:
-    """A number that depends on bit 2 of the lane."""
-    return cutlass.select_(lane & 4 == 0, Uint32(first), Uint32(second))
-
-
-def _selector(bytes_) -> int:
+def _selector(bytes_: Iterable[int]) -> int:
     return sum(byte << 4 * n for n, byte in enumerate(bytes_))
 
 
 def _permute(low: Uint32, high: Uint32, selector: Uint32) -> Uint32:
-    """Bytes chosen of eight; with 8 added to an index, that byte's top bit eight times."""
+    """Bytes chosen of eight."""
     return Uint32(
         nvvm.prmt(low.ir_value(), selector.ir_value(), nvvm.PermuteMode.DEFAULT, hi=high.ir_value())
     )
@@ -194,6 +213,6 @@ def _product(x: Uint32, factor: int) -> tuple[Uint32, Uint32]:
     return Uint32(product >> 32), Uint32(product)
 
 
-def _uniform(word: Int64) -> Uint32:
-    """Its low 32 bits, known to be the same in all lanes."""
-    return Uint32(cute.arch.make_warp_uniform(Int32(word)))
+def _uniform(word: Uint32) -> Uint32:
+    """The same word in all lanes, in a register that they share: the lanes' own ones are few."""
+    return Uint32(cute.arch.warp_redux_sync(word, "or"))

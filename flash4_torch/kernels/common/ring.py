@@ -10,11 +10,21 @@ from cutlass import Int32
 
 
 class Ring(NamedTuple):
-    """`stages` barriers that say full, and as many that say empty."""
+    """`stages` barriers that say full, and as many that say empty.
+
+    Where two CTAs of a cluster fill their stages together, each has such a ring, and a stage of it is empty
+    once the readers in both have released it.
+    """
 
     full: cute.Pointer
     empty: cute.Pointer
     stages: int
+    peer: Int32 | None = None
+    """Rank of the other CTA."""
+
+    @property
+    def ctas(self) -> int:
+        return 1 if self.peer is None else 2
 
 
 class Cursor(NamedTuple):
@@ -49,16 +59,29 @@ def wait_empty(ring: Ring, cursor: Cursor) -> None:
 
 @cute.jit
 def release(ring: Ring, cursor: Cursor) -> None:
-    """One arrival of this warp, after all of its lanes."""
+    """One arrival of this warp, after all of its lanes, in each CTA that fills the stage."""
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(ring.empty + cursor.stage)
+        if cutlass.const_expr(ring.peer is not None):
+            cute.arch.mbarrier_arrive(ring.empty + cursor.stage, ring.peer)
 
 
 @cute.jit
-def initialise(ring: Ring, readers: cutlass.Constexpr) -> None:
-    """One arrival and the bytes of a copy fill a stage; `readers` warps empty it. A fence has to follow."""
+def fill(ring: Ring, cursor: Cursor) -> None:
+    """One arrival of this warp, after what all of its lanes wrote."""
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(ring.full + cursor.stage)
+
+
+@cute.jit
+def initialise(ring: Ring, readers: cutlass.Constexpr, writers: cutlass.Constexpr = 1) -> None:
+    """`writers` arrivals and the bytes of copies fill a stage; `readers` warps of each CTA empty it.
+
+    A fence has to follow.
+    """
     with cute.arch.elect_one():
         for stage in cutlass.range_constexpr(ring.stages):
-            cute.arch.mbarrier_init(ring.full + stage, 1)
-            cute.arch.mbarrier_init(ring.empty + stage, readers)
+            cute.arch.mbarrier_init(ring.full + stage, writers)
+            cute.arch.mbarrier_init(ring.empty + stage, readers * ring.ctas)

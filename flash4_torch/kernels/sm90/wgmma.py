@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 ROWS = 64
@@ -97,23 +97,6 @@ def wait_after(sums: cute.Tensor) -> None:
         read_only_args=[lowest],
     )
     warpgroup.wait_group(0)
-
-
-@cute.jit
-def compute_first(words: tuple[Uint32, ...], everyone: Int32) -> None:
-    """Have `words` computed before any synchronisation that follows, a wait for products among them.
-
-    As in `wait_after` the warp's mask is made to depend on them. `everyone` is all lanes, too, so that it
-    does not in truth, which the assembler cannot know.
-    """
-    mixed = words[0]
-    for i in cutlass.range_constexpr(1, len(words)):
-        mixed = mixed ^ words[i]
-    cute.arch.inline_ptx(
-        "{ .reg .pred p; .reg .b32 lanes; setp.eq.b32 p, {$r0}, 0;"
-        " selp.b32 lanes, 0xffffffff, {$r1}, p; bar.warp.sync lanes; }",
-        read_only_args=[mixed, everyone],
-    )
 
 
 def scores_accumulator(dtype: type, columns: int) -> cute.Tensor:

@@ -5,6 +5,8 @@
 Q, K, V -> load ==load_q==> mainloop (warpgroup 1, 2, ..) -> epilogue -> O, lse
                 ==load_k==>
                 ==load_v==>
+                ==kept====>
+                draw
 """
 
 from __future__ import annotations
@@ -14,16 +16,18 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from ...common import attn_mask, ring
+from ...common import attn_mask, dropout, ring
 from ...common.args import Rule
 from ...common.ring import Ring
+from .draw import draw
 from .load import load
 from .mainloop import consume
-from .plan import GROUP, MESSAGE, ROWS, Plan
+from .pair import Pair, finish_together, make_pair, peer_of, start_together
+from .plan import GROUP, MESSAGE, ROWS, WARP, WARPS, Plan
 
 
 class Maps(NamedTuple):
@@ -75,6 +79,11 @@ class Kernel:
     """One stage: values that the loading warp waits for itself, as other sequences' follow them."""
     message: cute.Pointer
     """`MESSAGE` words for each stage of Q."""
+    kept: Ring | None
+    sKept: cute.Tensor | None
+    """(32, words, consumer warps, kv_stages): see `dropout.take`."""
+    pair: Pair | None
+    """What the CTAs of a cluster share besides K and V."""
     out: cute.Tensor
     lse: cute.Tensor
     tickets: cute.Tensor
@@ -106,10 +115,16 @@ def forward_kernel(
     if cutlass.const_expr(mask_args is not None):
         mask = attn_mask.make_mask(mask_args, plan.mask)
     memory = SmemAllocator()
+    peer = peer_of(plan)
     sO = None
     if cutlass.const_expr(not plan.config.o_over_q):
         rows = cute.make_layout((ROWS * plan.Dv, plan.warpgroups))
         sO = memory.allocate_tensor(plan.dtype, rows, byte_alignment=1024)
+    kept, sKept = None, None
+    if cutlass.const_expr(plan.features.dropout):
+        kept = _ring(memory, plan.config.kv_stages)
+        lanes = (WARP, dropout.words(plan.keys), plan.consumer_warps, plan.config.kv_stages)
+        sKept = memory.allocate_tensor(Uint32, cute.make_layout(lanes), 16)
     k = Kernel(
         plan=plan,
         rule=rule,
@@ -120,10 +135,13 @@ def forward_kernel(
         sO=sO,
         output_layout=layouts.o,
         load_q=_ring(memory, plan.config.q_stages),
-        load_k=_ring(memory, plan.config.kv_stages),
-        load_v=_ring(memory, plan.config.kv_stages),
+        load_k=_ring(memory, plan.config.kv_stages, peer),
+        load_v=_ring(memory, plan.config.kv_stages, peer),
         sequence_end=_ring(memory, 1),
         message=memory.allocate_array(Int32, MESSAGE * plan.config.q_stages),
+        kept=kept,
+        sKept=sKept,
+        pair=make_pair(memory, peer),
         out=out,
         lse=lse,
         tickets=tickets,
@@ -133,26 +151,44 @@ def forward_kernel(
         rng_state=rng_state,
     )
     if warp == 0:
-        for edge in (k.load_q, k.load_k, k.load_v, k.sequence_end):
+        ring.initialise(k.load_q, plan.q_readers)
+        for edge in (k.load_k, k.load_v, k.sequence_end):
             ring.initialise(edge, plan.consumer_warps)
+        if cutlass.const_expr(plan.features.dropout):
+            ring.initialise(k.kept, plan.consumer_warps, writers=plan.drawers)
+        if cutlass.const_expr(plan.ctas > 1):
+            ring.initialise(k.pair.draw, 1)
         cute.arch.mbarrier_init_fence()
         for atom in (maps.load_q, maps.load_k, maps.load_v, maps.store_o):
             cpasync.prefetch_descriptor(atom)
-    cute.arch.sync_threads()
+    start_together(plan)
 
-    consumer_registers, producer_registers = plan.registers
     if group == 0:
-        cute.arch.setmaxregister_decrease(producer_registers)
+        cute.arch.setmaxregister_decrease(plan.registers.producer)
         if warp == 0:
             load(k)
+        elif cutlass.const_expr(plan.features.dropout and not plan.features.drawing_warpgroup):
+            draw(k, warp - 1)
+    elif cutlass.const_expr(plan.features.drawing_warpgroup):
+        if group > plan.warpgroups:
+            cute.arch.setmaxregister_decrease(plan.registers.drawer)
+            draw(k, warp % WARPS)
+        else:
+            _consume(k, group - 1)
     else:
-        cute.arch.setmaxregister_increase(consumer_registers)
-        consume(k, group - 1)
+        _consume(k, group - 1)
+    finish_together(plan)
+
+
+@cute.jit
+def _consume(k: Kernel, warpgroup: Int32) -> None:
+    cute.arch.setmaxregister_increase(k.plan.registers.consumer)
+    consume(k, warpgroup)
 
 
 def _allocate(memory: SmemAllocator, plan: Plan, layout: cute.ComposedLayout) -> cute.Tensor:
     return memory.allocate_tensor(plan.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
 
 
-def _ring(memory: SmemAllocator, stages: int) -> Ring:
-    return Ring(memory.allocate_array(Int64, stages), memory.allocate_array(Int64, stages), stages)
+def _ring(memory: SmemAllocator, stages: int, peer: Int32 | None = None) -> Ring:
+    return Ring(memory.allocate_array(Int64, stages), memory.allocate_array(Int64, stages), stages, peer)

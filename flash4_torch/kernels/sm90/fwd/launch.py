@@ -53,22 +53,31 @@ def forward(
         o=row_major_layout(plan.dtype, WARP_ROWS, plan.Dv, WARPS),
     )
     load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+    shared = load if plan.ctas == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
     maps = Maps(
         *_map(load, heads, layouts.q, (plan.box, plan.D)),
-        *_map(load, keys, layouts.k, (plan.keys, plan.D)),
-        *_map(load, values, layouts.v, (plan.Dv, plan.keys)),
+        *_map(shared, keys, layouts.k, plan.k_share, plan.ctas),
+        *_map(shared, values, layouts.v, plan.v_share, plan.ctas),
         *_map(store, outputs, layouts.o, (plan.store_box, plan.Dv)),
     )
     sequences = q.shape[0]
     if cutlass.const_expr(plan.features.varlen):
         sequences = cu_seqlens_q.shape[0] - 1
-    m_blocks = cute.ceil_div(rule.longest_q, plan.config.queries)
+    m_blocks = cute.ceil_div(rule.longest_q, plan.queries)
     head_blocks = cute.ceil_div(group, plan.pack)
     tiles = m_blocks * head_blocks * keys.shape[2] * sequences
-    grid = (cutlass.min(tiles, rule.multiprocessors), 1, 1)
-    forward_kernel(
+    kernel = forward_kernel(
         maps, layouts, out, lse, tickets, cu_seqlens_q, cu_seqlens_k, mask, rng_state, rule, plan
-    ).launch(grid=grid, block=(plan.threads, 1, 1), min_blocks_per_mp=1, stream=stream)
+    )
+    block = (plan.threads, 1, 1)
+    if cutlass.const_expr(plan.ctas == 1):
+        grid = (cutlass.min(tiles, rule.multiprocessors), 1, 1)
+        kernel.launch(grid=grid, block=block, min_blocks_per_mp=1, stream=stream)
+    else:
+        clusters = cutlass.max(cutlass.min(tiles, rule.multiprocessors // plan.ctas), 1)
+        cluster = (plan.ctas, 1, 1)
+        grid = (clusters * plan.ctas, 1, 1)
+        kernel.launch(grid=grid, block=block, cluster=cluster, min_blocks_per_mp=1, stream=stream)
 
 
 def _positions_first(x: cute.Tensor) -> cute.Tensor:
@@ -91,8 +100,12 @@ def _by_key_head(x: cute.Tensor, k: cute.Tensor) -> cute.Tensor:
     )
 
 
-def _map(op, tensor: cute.Tensor, layout: cute.ComposedLayout, tiler) -> tuple:
-    return tuple(cpasync.make_tiled_tma_atom(op, tensor, cute.select(layout, mode=[0, 1]), tiler))[:2]
+def _map(op, tensor: cute.Tensor, layout: cute.ComposedLayout, tiler, parts: int = 1) -> tuple:
+    """For a stage, or one of its parts: `tiler` is what one copy brings."""
+    stage = cute.select(layout, mode=[0, 1])
+    if parts > 1:
+        stage = cute.get(cute.zipped_divide(stage, tiler), mode=[0])
+    return tuple(cpasync.make_tiled_tma_atom(op, tensor, stage, tiler))[:2]
 
 
 def compile_forward(features: Features, config: Sm90Forward) -> Any:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Uint32
+from cutlass import Boolean, Int16, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from ...common import ring
@@ -30,6 +30,7 @@ class Block(NamedTuple):
 
 
 class Cursors(NamedTuple):
+    ticket: Cursor
     q: Cursor
     k: Cursor
     v: Cursor
@@ -40,14 +41,13 @@ class Cursors(NamedTuple):
 def load(k: Kernel) -> None:
     """Every tile's Q and number, then its blocks from the last to the first."""
     shape = tiles.shape(k)
-    at = Cursors(ring.start(), ring.start(), ring.start(), ring.start())
+    at = Cursors(ring.start(), ring.start(), ring.start(), ring.start(), ring.start())
     owed, owes = Block(Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)), Boolean(False)
-    ticket, _, _ = cute.arch.block_idx()
-    ticket = Uint32(ticket)
+    ticket = tiles.first_ticket(k)
     while ticket < shape.tiles:
         number = tiles.request_ticket(k, shape)
-        tile = tiles.decode(k, shape, ticket)
-        if tile.block * k.plan.config.queries < tile.Sq:
+        tile = tiles.decode(k, shape, ticket, at.ticket)
+        if tiles.first_query(k, tile) < tile.Sq:
             k_at, v_at, end_at = at.k, at.v, at.end
             if cutlass.const_expr(k.plan.config.o_over_q and k.plan.config.q_stages == 1):
                 # Q's place is free only after this V was used.
@@ -68,8 +68,9 @@ def load(k: Kernel) -> None:
                     owed, owes = block, Boolean(True)
                 else:
                     v_at, end_at = _load_v(k, v_at, end_at, block)
-            at = Cursors(ring.after(at.q, k.plan.config.q_stages), k_at, v_at, end_at)
-        ticket = tiles.receive_ticket(number)
+            at = Cursors(at.ticket, ring.after(at.q, k.plan.config.q_stages), k_at, v_at, end_at)
+        ticket, ticket_at = tiles.receive_ticket(k, number, at.ticket)
+        at = at._replace(ticket=ticket_at)
     if owes:
         _load_v(k, at.v, at.end, owed)
     _say_that_all_is_done(k, at.q)
@@ -102,7 +103,7 @@ def _load_k(k: Kernel, at: Cursor, block: Block) -> None:
         cute.arch.mbarrier_arrive_and_expect_tx(full, _bytes(k.sK))
     mK = cute.domain_offset((block.first_k, 0), k.maps.mK[None, None, block.key_head, _batch(k, block.batch)])
     gK = cute.local_tile(mK, (k.plan.keys, k.plan.D), (block.n, 0))
-    _copy(k.maps.load_k, gK, k.sK[None, None, at.stage], full)
+    _copy_share(k, k.maps.load_k, gK, k.sK[None, None, at.stage], full, k.plan.k_share)
 
 
 @cute.jit
@@ -117,7 +118,7 @@ def _load_v(k: Kernel, at: Cursor, end_at: Cursor, block: Block):
         arrived = k.sequence_end.full
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(arrived, _bytes(k.sV))
-        _copy(k.maps.load_v, gV, stage, arrived)
+        _copy_share(k, k.maps.load_v, gV, stage, arrived, k.plan.v_share)
         ring.wait_full(k.sequence_end, end_at)
         _zero_keys(stage, left)
         cute.arch.fence_view_async_shared()
@@ -128,7 +129,7 @@ def _load_v(k: Kernel, at: Cursor, end_at: Cursor, block: Block):
     else:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, _bytes(k.sV))
-        _copy(k.maps.load_v, gV, stage, full)
+        _copy_share(k, k.maps.load_v, gV, stage, full, k.plan.v_share)
     return ring.after(at, k.plan.config.kv_stages), end_at
 
 
@@ -153,11 +154,30 @@ def _say_that_all_is_done(k: Kernel, at: Cursor) -> None:
 
 
 @cute.jit
-def _copy(atom, source: cute.Tensor, target: cute.Tensor, full: cute.Pointer) -> None:
+def _copy_share(
+    k: Kernel,
+    atom,
+    source: cute.Tensor,
+    target: cute.Tensor,
+    full: cute.Pointer,
+    share: cutlass.Constexpr,
+) -> None:
+    """Each CTA of a cluster copies its share for all of them; it arrives at the barriers `full` of all."""
+    if cutlass.const_expr(k.plan.ctas == 1):
+        _copy(atom, source, target, full)
+    else:
+        rank, everyone = k.pair.rank, Int16((1 << k.plan.ctas) - 1)
+        at = (0, rank) if share[0] == cute.size(target, mode=[0]) else (rank, 0)
+        part, place = (cute.local_tile(x, share, at) for x in (source, target))
+        _copy(atom, part, place, full, mcast_mask=everyone)
+
+
+@cute.jit
+def _copy(atom, source: cute.Tensor, target: cute.Tensor, full: cute.Pointer, **more) -> None:
     s, g = cpasync.tma_partition(
         atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(source, 0, 2)
     )
-    cute.copy(atom, g, s, tma_bar_ptr=full)
+    cute.copy(atom, g, s, tma_bar_ptr=full, **more)
 
 
 def _batch(k: Kernel, batch: Int32) -> Int32:

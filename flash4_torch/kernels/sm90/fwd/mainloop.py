@@ -16,11 +16,11 @@ from ...common import attn_mask, dropout, ring, scores, softmax
 from ...common import band as bands
 from ...common.band import Band
 from ...common.fragment import wgmma_fragment
-from ...common.ring import Cursor
+from ...common.ring import Cursor, Ring
 from .. import wgmma
 from . import tile as tiles
 from .epilogue import epilogue
-from .plan import GROUP, LANES, TURN, WARP, WARP_ROWS
+from .plan import GROUP, LANES, TURN, WARP, WARP_ROWS, WARPS
 from .tile import Blocks, Tile
 
 if TYPE_CHECKING:
@@ -36,9 +36,6 @@ class Thread(NamedTuple):
     O: cute.Tensor
     P: cute.Tensor
     rows: softmax.Rows
-    dropout: dropout.Dropout | None
-    everyone: Int32 | None
-    """All lanes of a warp, a mask whose value is not known to the compiler."""
 
     @property
     def lane(self) -> Int32:
@@ -77,17 +74,12 @@ class Work(NamedTuple):
     narrow: Boolean
     """Whether the first block's upper half is hidden."""
     mask: attn_mask.Rows | None
-    dropout: dropout.QueryRows | None
 
 
 @cute.jit
 def consume(k: Kernel, warpgroup: Int32) -> None:
     plan = k.plan
     thread, _, _ = cute.arch.thread_idx()
-    chance, everyone = None, None
-    if cutlass.const_expr(plan.features.dropout):
-        everyone = cute.arch.vote_ballot_sync(thread >= 0)
-        chance = dropout.load(k.rng_state, k.rule.drop_byte, k.rule.drop_fraction)
     t = Thread(
         warpgroup,
         thread % GROUP,
@@ -95,8 +87,6 @@ def consume(k: Kernel, warpgroup: Int32) -> None:
         wgmma.output_accumulator(plan.dtype, plan.Dv),
         wgmma.weights_fragment(plan.dtype, plan.keys),
         softmax.make_rows(2),
-        chance,
-        everyone,
     )
     if cutlass.const_expr(plan.config.pingpong):
         if warpgroup == plan.warpgroups - 1:
@@ -117,7 +107,10 @@ def _tiles(k: Kernel, t: Thread) -> None:
     while tile.block >= 0:
         blocks = tiles.blocks_of(k, tile)
         work = _work(k, t, tile, blocks, _share(k, t, tile, blocks))
-        k_at = _pass_k(k, t, work.share.before, k_at)
+        if cutlass.const_expr(plan.passes_both):
+            k_at, v_at = _pass_both(k, t, work.share.before, k_at, v_at)
+        else:
+            k_at = _pass_k(k, t, work.share.before, k_at)
         ring.wait_full(k.load_k, k_at)
         _first_scores(k, t, work, q_at, k_at)
         k_at, v_at = _blocks(k, t, work, q_at, k_at, v_at)
@@ -142,8 +135,12 @@ def _tiles_overlapped(k: Kernel, t: Thread) -> None:
     q_at, k_at, v_at = ring.start(), ring.start(), ring.start()
     tile = tiles.read(k, q_at)
     share = _share(k, t, tile, tiles.blocks_of(k, tile))
-    k_at = _pass_k(k, t, share.before, k_at)
-    ring.wait_full(k.load_k, k_at)
+    if cutlass.const_expr(plan.features.varlen):
+        # A CTA may draw no tile that has rows.
+        if tile.block >= 0:
+            k_at = _await_first_k(k, t, share, k_at)
+    else:
+        k_at = _await_first_k(k, t, share, k_at)
     _issue_scores(k, t, q_at, k_at)
     while tile.block >= 0:
         work = _work(k, t, tile, tiles.blocks_of(k, tile), share)
@@ -153,8 +150,7 @@ def _tiles_overlapped(k: Kernel, t: Thread) -> None:
         next_tile = tiles.read(k, q_at)
         next_share = _share(k, t, next_tile, tiles.blocks_of(k, next_tile))
         if next_tile.block >= 0:
-            k_at = _pass_k(k, t, next_share.before, k_at)
-            ring.wait_full(k.load_k, k_at)
+            k_at = _await_first_k(k, t, next_share, k_at)
         _issue_scores(k, t, q_at, k_at)
         wgmma.wait(1)
         ring.release(k.load_v, v_at)
@@ -162,6 +158,14 @@ def _tiles_overlapped(k: Kernel, t: Thread) -> None:
         epilogue(k, t, tile, own_q)
         tile, share = next_tile, next_share
     wgmma.wait(0)
+
+
+@cute.jit
+def _await_first_k(k: Kernel, t: Thread, share: Share, k_at: Cursor) -> Cursor:
+    """Where K of the warpgroup's first block is, once it is there."""
+    k_at = _pass_k(k, t, share.before, k_at)
+    ring.wait_full(k.load_k, k_at)
+    return k_at
 
 
 @cute.jit
@@ -180,7 +184,7 @@ def _work(k: Kernel, t: Thread, tile: Tile, blocks: Blocks, share: Share) -> Wor
     band = tiles.band_of(k, tile)
     rows = (t.row, t.row + 8)
     positions = tuple(share.first + row // plan.pack for row in rows)
-    narrow, mask, drop = Boolean(False), None, None
+    narrow, mask = Boolean(False), None
     if cutlass.const_expr(plan.config.half):
         seen = cutlass.min(band.Sk, share.last + band.highest + 1)
         narrow = seen - share.top * plan.keys <= plan.keys // 2
@@ -188,12 +192,7 @@ def _work(k: Kernel, t: Thread, tile: Tile, blocks: Blocks, share: Share) -> Wor
         head = tiles.query_head(k, tile)
         heads = tuple(head + row % plan.pack for row in rows)
         mask = attn_mask.rows_of(k.mask, tile.batch, heads, positions, t.lane % LANES)
-    if cutlass.const_expr(plan.features.dropout):
-        query_heads = k.maps.mQ.shape[0][0] * k.maps.mQ.shape[2]
-        head = tile.batch * query_heads + tiles.query_head(k, tile)
-        first = share.first + t.index // WARP * WARP_ROWS
-        drop = dropout.QueryRows.at(t.dropout, first, head, t.lane)
-    return Work(tile, share, band, blocks, positions, narrow, mask, drop)
+    return Work(tile, share, band, blocks, positions, narrow, mask)
 
 
 @cute.jit
@@ -212,25 +211,47 @@ def _blocks(k: Kernel, t: Thread, work: Work, q_at: Cursor, k_at: Cursor, v_at: 
             _first_weights(k, t, work, t.S, n)
     else:
         _first_weights(k, t, work, t.S, n)
-    _round_weights(k, t, work, _draw(k, work, n))
-    if cutlass.const_expr(plan.band.hides):
-        v_at = _pass_v(k, work.share.before, v_at)
-    for i in cutlass.range(1, work.share.count, unroll=1):
-        n, mixed = tiles.block_at(k, work.blocks, work.share.top - i)
-        if cutlass.const_expr(plan.masks_inside):
-            # The branch is round all of a block: one between its products would have to wait for both.
-            # A vote is known to be the same in all lanes, which keeps the products' addresses uniform.
-            cut = mixed | bands.cuts(work.band, plan.inner_band, n, work.share.first, work.share.last)
-            if cute.arch.vote_any_sync(cut):
-                k_at, v_at = _block(k, t, work, i, n, True, q_at, k_at, v_at)
-            else:
-                k_at, v_at = _block(k, t, work, i, n, False, q_at, k_at, v_at)
-        else:
-            k_at, v_at = _block(k, t, work, i, n, False, q_at, k_at, v_at)
+    _round_weights(k, t, _pass_kept(k, work.share.before, v_at))
+    if cutlass.const_expr(plan.band.hides and not plan.passes_both):
+        v_at = _pass(k.load_v, work.share.before, v_at)
+    if cutlass.const_expr(plan.cuts_at_the_end):
+        k_at, v_at = _blocks_cut_at_the_end(k, t, work, q_at, k_at, v_at)
+    else:
+        k_at, v_at = _blocks_cut_anywhere(k, t, work, q_at, k_at, v_at)
     if cutlass.const_expr(not plan.config.o_over_q):
         ring.release(k.load_q, q_at)
     ring.wait_full(k.load_v, v_at)
     wgmma.accumulate(t.O, t.P, k.sV[None, None, v_at.stage], work.share.count > 1)
+    return k_at, v_at
+
+
+@cute.jit
+def _blocks_cut_at_the_end(k: Kernel, t: Thread, work: Work, q_at: Cursor, k_at: Cursor, v_at: Cursor):
+    """The blocks after the first one, where those that have to be masked come first."""
+    plan, count, cut = k.plan, work.share.count, Int32(1)
+    if cutlass.const_expr(plan.band.right):
+        whole = bands.whole_blocks(work.band, plan.inner_band, work.share.first)
+        cut = cutlass.min(cutlass.max(work.share.top + 1 - whole, 1), count)
+        for i in cutlass.range(1, cut, unroll=1):
+            k_at, v_at = _block(k, t, work, i, work.share.top - i, True, q_at, k_at, v_at)
+    for i in cutlass.range(cut, count, unroll=1):
+        k_at, v_at = _block(k, t, work, i, work.share.top - i, False, q_at, k_at, v_at)
+    return k_at, v_at
+
+
+@cute.jit
+def _blocks_cut_anywhere(k: Kernel, t: Thread, work: Work, q_at: Cursor, k_at: Cursor, v_at: Cursor):
+    """The blocks after the first one, where any of them may have to be masked."""
+    plan = k.plan
+    for i in cutlass.range(1, work.share.count, unroll=1):
+        n, mixed = tiles.block_at(k, work.blocks, work.share.top - i)
+        cut = mixed | bands.cuts(work.band, plan.inner_band, n, work.share.first, work.share.last)
+        # The branch is round all of a block: one between its products would have to wait for both.
+        # A vote is known to be the same in all lanes, which keeps the products' addresses uniform.
+        if cute.arch.vote_any_sync(cut):
+            k_at, v_at = _block(k, t, work, i, n, True, q_at, k_at, v_at)
+        else:
+            k_at, v_at = _block(k, t, work, i, n, False, q_at, k_at, v_at)
     return k_at, v_at
 
 
@@ -254,10 +275,6 @@ def _block(
     ring.wait_full(k.load_v, v_at)
     wgmma.accumulate(t.O, t.P, k.sV[None, None, v_at.stage], i > 1)
     _pass_turn(k, t)
-    kept = _draw(k, work, n)
-    if cutlass.const_expr(plan.features.dropout):
-        # Under the products, where ptxas would not leave it.
-        wgmma.compute_first(tuple(word for pair in kept for words in pair for word in words), t.everyone)
     words = _mask_words(k, work, n) if masked else ()
     wgmma.wait(1)
     ring.release(k.load_k, k_at)
@@ -274,8 +291,9 @@ def _block(
     softmax.rescale(wgmma.rows_of(t.O), step.factors, plan.softmax)
     if cutlass.const_expr(cut < columns):
         softmax.weigh(values, t.rows, step, scale, plan.softmax, cut, columns)
-    _round_weights(k, t, work, kept)
-    return ring.after(k_at, plan.config.kv_stages), ring.after(v_at, plan.config.kv_stages)
+    k_at, v_at = ring.after(k_at, plan.config.kv_stages), ring.after(v_at, plan.config.kv_stages)
+    _round_weights(k, t, v_at)
+    return k_at, v_at
 
 
 @cute.jit
@@ -333,19 +351,15 @@ def _mask_words(k: Kernel, work: Work, n: Int32):
 
 
 @cute.jit
-def _draw(k: Kernel, work: Work, n: Int32):
-    """Which weights of block n dropout keeps."""
-    if cutlass.const_expr(k.plan.features.dropout):
-        return work.dropout.draw(n * k.plan.keys, k.plan.keys)
-    return ()
-
-
-@cute.jit
-def _round_weights(k: Kernel, t: Thread, work: Work, kept) -> None:
-    """S becomes P, the next product's operand."""
+def _round_weights(k: Kernel, t: Thread, at: Cursor) -> None:
+    """S becomes P, the next product's operand; `at` is where its V will be, and what dropout keeps of it."""
     wgmma.round_to(t.S, t.P)
     if cutlass.const_expr(k.plan.features.dropout):
-        work.dropout.drop(t.P, kept)
+        ring.wait_full(k.kept, at)
+        own_warp = t.warpgroup * WARPS + t.index // WARP
+        kept = dropout.take(k.sKept[None, None, own_warp, at.stage], t.lane)
+        ring.release(k.kept, at)
+        dropout.QueryRows.drop(t.P, kept)
 
 
 def _lower_half(S: cute.Tensor) -> cute.Tensor:
@@ -372,12 +386,20 @@ def _pass_k(k: Kernel, t: Thread, count: Int32, at: Cursor) -> Cursor:
 
 
 @cute.jit
-def _pass_v(k: Kernel, count: Int32, at: Cursor) -> Cursor:
-    """Let `count` blocks of V go by."""
+def _pass_kept(k: Kernel, count: Int32, at: Cursor) -> Cursor:
+    """Let go by what dropout keeps of `count` blocks."""
+    if cutlass.const_expr(k.plan.features.dropout and k.plan.band.hides):
+        at = _pass(k.kept, count, at)
+    return at
+
+
+@cute.jit
+def _pass(edge: Ring, count: Int32, at: Cursor) -> Cursor:
+    """Let `count` stages go by."""
     for _ in cutlass.range(count, unroll=1):
-        ring.wait_full(k.load_v, at)
-        ring.release(k.load_v, at)
-        at = ring.after(at, k.load_v.stages)
+        ring.wait_full(edge, at)
+        ring.release(edge, at)
+        at = ring.after(at, edge.stages)
     return at
 
 
@@ -385,7 +407,9 @@ def _pass_v(k: Kernel, count: Int32, at: Cursor) -> Cursor:
 def _pass_both(k: Kernel, t: Thread, count: Int32, k_at: Cursor, v_at: Cursor):
     """Let `count` blocks of K and V go by, in the order in which they are loaded."""
     for _ in cutlass.range(count, unroll=1):
-        k_at, v_at = _pass_k(k, t, Int32(1), k_at), _pass_v(k, Int32(1), v_at)
+        k_at = _pass_k(k, t, Int32(1), k_at)
+        _pass_kept(k, Int32(1), v_at)
+        v_at = _pass(k.load_v, Int32(1), v_at)
     return k_at, v_at
 
 

@@ -4,9 +4,15 @@ A CTA stays for the whole launch and draws tiles of query rows from a counter:
 
     warp 0 of warpgroup 0    draws tiles, loads Q, K and V by TMA
     warpgroups 1, 2, ...     64 rows each: S = Q K^T, softmax, O += P V; each warp stores its 16 rows of O
+    one more, with dropout   draws the numbers that say which weights are kept; where a wide O leaves no
+                             registers for it, warps 1, 2 and 3 of warpgroup 0 do
 
     load_q   Q of a tile, and which tile it is; `q_stages`, so that the next tile's Q arrives under this one
     load_k, load_v   blocks of keys, from the last to the first; `kv_stages` each
+    kept     which weights of a block dropout keeps, a bit each; a stage for each one of V
+
+In a cluster two CTAs draw neighbouring tiles, a pair, and both visit every block that either tile sees: each
+of them loads one half of the block into both.
 """
 
 from __future__ import annotations
@@ -37,9 +43,20 @@ TURN = 1
 DONE = 8
 """The first of the named barriers at which a warpgroup's warps have all read Q."""
 
-# By consumer warpgroups: registers of a consumer's and a producer's thread. More than the launch gave out in
-# all would hang: 65536 registers over the warps of each quarter, floored to 8 a thread.
-_REGISTERS = {1: (232, 40), 2: (232, 40), 3: (160, 32), 4: (112, 32)}
+
+class Registers(NamedTuple):
+    """Of a thread, by role."""
+
+    consumer: int
+    producer: int
+    drawer: int = 0
+
+
+# By consumer warpgroups. More than were given out in all would hang: 65536 registers over the warps of each
+# quarter, floored to 8 a thread.
+_REGISTERS = {1: Registers(232, 40), 2: Registers(232, 40), 3: Registers(160, 32), 4: Registers(112, 32)}
+_REGISTERS_BESIDE_DRAWERS = {1: Registers(208, 40, 96), 2: Registers(208, 40, 56)}
+_REGISTERS_OF_DRAWING_PRODUCERS = {1: Registers(216, 56), 2: Registers(224, 56)}
 _DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 
 
@@ -70,16 +87,31 @@ class Plan(NamedTuple):
 
     @property
     def threads(self) -> int:
-        return (self.warpgroups + 1) * GROUP
+        return (self.warpgroups + 1 + self.features.drawing_warpgroup) * GROUP
 
     @property
     def consumer_warps(self) -> int:
         return self.warpgroups * WARPS
 
     @property
-    def registers(self) -> tuple[int, int]:
-        """Of a consumer's thread and of a producer's."""
-        return _REGISTERS[self.warpgroups]
+    def registers(self) -> Registers:
+        of = _REGISTERS
+        if self.features.dropout:
+            beside = self.features.drawing_warpgroup
+            of = _REGISTERS_BESIDE_DRAWERS if beside else _REGISTERS_OF_DRAWING_PRODUCERS
+        return of[self.warpgroups]
+
+    @property
+    def drawers(self) -> int:
+        """Warps that draw for dropout."""
+        if self.features.drawing_warpgroup:
+            return WARPS
+        return WARPS - 1 if self.features.dropout else 0
+
+    @property
+    def q_readers(self) -> int:
+        """Warps that read which tile it is."""
+        return self.consumer_warps + self.drawers
 
     @property
     def pack(self) -> int:
@@ -102,6 +134,44 @@ class Plan(NamedTuple):
         return heads, WARP_ROWS // heads
 
     @property
+    def ctas(self) -> int:
+        """Of a cluster."""
+        return self.config.cluster
+
+    @property
+    def queries(self) -> int:
+        """Query positions of a ticket: a tile, or a cluster's tiles."""
+        return self.config.queries * self.ctas
+
+    @property
+    def k_share(self) -> tuple[int, int]:
+        """Keys and columns of a block of K that a CTA loads."""
+        return self._share(self.keys, self.D)
+
+    @property
+    def v_share(self) -> tuple[int, int]:
+        """Columns and keys of a block of V that a CTA loads."""
+        keys, columns = self._share(self.keys, self.Dv)
+        return columns, keys
+
+    def _share(self, keys: int, columns: int) -> tuple[int, int]:
+        """Columns are shared out where they fill whole copies, of 64 each: fewer copies than by keys."""
+        if columns % (64 * self.ctas) == 0:
+            return keys, columns // self.ctas
+        return keys // self.ctas, columns
+
+    @property
+    def passed(self) -> int:
+        """Blocks that a warpgroup may have to pass over before its first one."""
+        others = self.tokens * (self.warpgroups * self.ctas - 1)
+        return -(-others // self.keys) if self.features.right else 0
+
+    @property
+    def passes_both(self) -> bool:
+        """Whether V is passed over together with K, which takes any number of blocks."""
+        return self.ctas > 1 and self.features.right and not self.config.next_tile
+
+    @property
     def band(self) -> BandShape:
         return BandShape(self.features.left, self.features.right, self.config.tail, self.keys)
 
@@ -117,9 +187,12 @@ class Plan(NamedTuple):
         return columns * self.config.wait // 16 * 4 if self.config.wait else columns
 
     @property
-    def masks_inside(self) -> bool:
-        """Whether blocks after the first one may have to be masked."""
-        return self.inner_band.masks or bool(self.features.mask)
+    def cuts_at_the_end(self) -> bool:
+        """Whether only blocks at the right end may have to be masked: these then have a loop of their own.
+
+        Not with `half`: ptxas would serialise the products.
+        """
+        return not (self.features.left or self.features.mask or self.config.half)
 
     @property
     def mask(self) -> MaskPlan:
@@ -149,12 +222,15 @@ class Plan(NamedTuple):
         assert not c.o_over_q or self.Dv <= self.D
         assert not (f.dropout and c.pack > 1), "dropout's random numbers follow unpacked rows"
         assert not c.half or (f.right and not f.mask)
-        # A warpgroup passes over K before it passes over V, with `next_tile` even while it holds another V.
-        passed = -(-self.tokens * (c.warpgroups - 1) // c.keys) if f.right else 0
-        assert passed <= c.kv_stages - c.next_tile
+        # A warpgroup passes over K before it passes over V, with `next_tile` even while it holds another V;
+        # with `k_ahead` the last V before a K is not needed for that K to come.
+        assert self.passes_both or self.passed <= c.kv_stages - c.next_tile + c.k_ahead
+        assert c.cluster in (1, 2)
+        if c.cluster > 1:
+            assert not (f.varlen or f.mask or f.dropout)
         if c.next_tile:
             assert c.q_stages > 1 and not f.left and not f.mask and not c.half
-        consumer, producer = self.registers
-        at_launch = min(65536 // self.threads // 8 * 8, 255)
-        assert consumer * c.warpgroups + producer <= at_launch * (c.warpgroups + 1) + c.warpgroups + 1
-        assert c.shared_memory(f.D, f.Dv) <= SHARED_MEMORY
+        consumer, producer, drawer = self.registers
+        at_launch, groups = min(65536 // self.threads // 8 * 8, 255), self.threads // GROUP
+        assert consumer * c.warpgroups + producer + drawer <= at_launch * groups + groups
+        assert c.shared_memory(f) <= SHARED_MEMORY

@@ -11,6 +11,7 @@ from cutlass import Boolean, Int32, Uint32
 from ...common import attn_mask, ring
 from ...common.band import Band, Span, make_band, visible_span
 from ...common.ring import Cursor
+from .pair import hand_over
 from .plan import MESSAGE
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Tile(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """How many tiles of each kind there are."""
+    """How many tiles of each kind there are; in clusters pairs of tiles."""
 
     blocks: Uint32
     head_blocks: Uint32
@@ -47,16 +48,17 @@ def shape(k: Kernel) -> Shape:
     (group, _), _, Hk, B = k.maps.mQ.shape
     if cutlass.const_expr(k.plan.features.varlen):
         B = k.cu_seqlens_q.shape[0] - 1
-    blocks = Uint32(cute.ceil_div(k.rule.longest_q, k.plan.config.queries))
+    blocks = Uint32(cute.ceil_div(k.rule.longest_q, k.plan.queries))
     head_blocks = Uint32(cute.ceil_div(group, k.plan.pack))
     return Shape(blocks, head_blocks, Uint32(Hk), blocks * head_blocks * Uint32(Hk) * Uint32(B))
 
 
 @cute.jit
-def decode(k: Kernel, shape: Shape, ticket: Uint32) -> Tile:
+def decode(k: Kernel, shape: Shape, ticket: Uint32, at: Cursor) -> Tile:
     """Sections of heads one after another; within one, the last block of rows of every head comes first.
 
-    With a causal mask the last block takes longest, so that what is left at the end is short.
+    With a causal mask the last block takes longest, so that what is left at the end is short. Of a pair the
+    second tile takes longer, so the CTAs of a cluster take it in turns.
     """
     section = Uint32(k.rule.section)
     size = section * shape.blocks
@@ -68,6 +70,8 @@ def decode(k: Kernel, shape: Shape, ticket: Uint32) -> Tile:
     owner = head // shape.head_blocks
     batch = owner // shape.key_heads
     block = Int32(shape.blocks - 1 - step)
+    if cutlass.const_expr(k.plan.ctas > 1):
+        block = block * k.plan.ctas + (k.pair.rank ^ at.phase)
     b = Int32(batch)
     first_q, first_k = Int32(0), Int32(0)
     Sq, Sk = k.maps.mQ.shape[0][1], k.maps.mK.shape[0]
@@ -87,14 +91,24 @@ def decode(k: Kernel, shape: Shape, ticket: Uint32) -> Tile:
 
 
 @cute.jit
+def first_ticket(k: Kernel) -> Uint32:
+    """The first tickets, one for each CTA or cluster, are not drawn."""
+    own, _, _ = cute.arch.block_idx()
+    return Uint32(own // k.plan.ctas)
+
+
+@cute.jit
 def request_ticket(k: Kernel, shape: Shape) -> Uint32:
     """Ask for the next ticket: a number in lane 0 that takes a microsecond to arrive, so use it late.
 
     The counter is back at 0 after the launch: it runs from 0 to tiles - 1, and as many tickets are drawn, of
-    which the last one of every CTA is too high.
+    which the last one of every CTA, or cluster, is too high.
     """
     number = Uint32(0)
-    if cute.arch.lane_idx() == 0:
+    draws = cute.arch.lane_idx() == 0
+    if cutlass.const_expr(k.plan.ctas > 1):
+        draws = draws & (k.pair.rank == 0)
+    if draws:
         number = cute.arch.inline_ptx(
             "atom.global.inc.u32 {$w0}, [{$r0}], {$r1};",
             write_only_types=[Uint32],
@@ -104,10 +118,12 @@ def request_ticket(k: Kernel, shape: Shape) -> Uint32:
 
 
 @cute.jit
-def receive_ticket(number: Uint32) -> Uint32:
-    """The ticket in all lanes; the first ones, one for each CTA, are not drawn."""
+def receive_ticket(k: Kernel, number: Uint32, at: Cursor):
+    """The ticket in all lanes, of both CTAs of a cluster, and the place of the next one's hand-over."""
     grid, _, _ = cute.arch.grid_dim()
-    return cute.arch.shuffle_sync(number, 0) + Uint32(grid)
+    if cutlass.const_expr(k.plan.ctas == 1):
+        return cute.arch.shuffle_sync(number, 0) + Uint32(grid), at
+    return hand_over(k.pair, number, at) + Uint32(grid // k.plan.ctas), ring.after(at, 1)
 
 
 @cute.jit
@@ -134,6 +150,12 @@ def band_of(k: Kernel, tile: Tile) -> Band:
     return make_band(tile.Sq, tile.Sk, k.rule.left, k.rule.right)
 
 
+@cute.jit
+def first_query(k: Kernel, tile: Tile) -> Int32:
+    """Of the tile, or of its pair, which may have a second tile without rows."""
+    return tile.block // k.plan.ctas * k.plan.queries
+
+
 class Blocks(NamedTuple):
     """The blocks of keys that a tile visits, by position: `span.first <= position < span.last`, at least one.
 
@@ -148,8 +170,8 @@ class Blocks(NamedTuple):
 @cute.jit
 def blocks_of(k: Kernel, tile: Tile) -> Blocks:
     """What the loading warp loads, and every consumer takes or passes."""
-    first = tile.block * k.plan.config.queries
-    last = cutlass.min(first + k.plan.config.queries, tile.Sq) - 1
+    first = first_query(k, tile)
+    last = cutlass.min(first + k.plan.queries, tile.Sq) - 1
     span = visible_span(band_of(k, tile), k.plan.band, first, last)
     if cutlass.const_expr(k.mask is None):
         return Blocks(span, span.first)

@@ -1,0 +1,61 @@
+"""The drawing warps: which weights dropout keeps, for the warps that make them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Uint32
+
+from ...common import dropout, ring
+from . import tile as tiles
+from .plan import WARP, WARP_ROWS
+
+if TYPE_CHECKING:
+    from .kernel import Kernel
+    from .tile import Tile
+
+_STRIPS = WARP // dropout.STRIP_LANES
+"""That a warp draws in its turn."""
+
+
+@cute.jit
+def draw(k: Kernel, drawer: Int32) -> None:
+    """Every block that is loaded, strips of 16 rows of it: for each of the consumers' warps.
+
+    Drawing warps take turns at four strips, from block to block.
+    """
+    plan = k.plan
+    chance = dropout.load(k.rng_state, k.rule.drop_byte, k.rule.drop_fraction)
+    lane = cute.arch.lane_idx()
+    strips = dropout.strips(plan.keys)
+    turns, turn = plan.consumer_warps * strips // _STRIPS, drawer
+    q_at, at = ring.start(), ring.start()
+    tile = tiles.read(k, q_at)
+    while tile.block >= 0:
+        ring.release(k.load_q, q_at)
+        first, head = tile.block * plan.config.queries, _head(k, tile)
+        blocks = tiles.blocks_of(k, tile)
+        span = blocks.span
+        for i in cutlass.range(span.last - span.first, unroll=1):
+            n, _ = tiles.block_at(k, blocks, span.last - 1 - i)
+            ring.wait_empty(k.kept, at)
+            while turn < turns:
+                place = Uint32(turn * _STRIPS + lane // dropout.STRIP_LANES)
+                warp, strip = Int32(place // strips), place % strips
+                rows = dropout.QueryRows.at(chance, first + warp * WARP_ROWS, head, lane)
+                rows.draw(n * plan.keys, strip, k.sKept[None, None, warp, at.stage])
+                turn += plan.drawers
+            turn -= turns
+            ring.fill(k.kept, at)
+            at = ring.after(at, plan.config.kv_stages)
+        q_at = ring.after(q_at, plan.config.q_stages)
+        tile = tiles.read(k, q_at)
+
+
+@cute.jit
+def _head(k: Kernel, tile: Tile) -> Int32:
+    """Counted through the batch; for varlen, through the sequences."""
+    query_heads = k.maps.mQ.shape[0][0] * k.maps.mQ.shape[2]
+    return tile.batch * query_heads + tiles.query_head(k, tile)
