@@ -109,6 +109,17 @@ def test_rows_that_differ_by_head_are_not_packed(extra: dict[str, object]) -> No
     assert sm90.forward(BARE._replace(**extra), 1, 1024, 8).pack == 1
 
 
+@pytest.mark.parametrize(
+    "extra", [{"varlen": True}, {"mask": "bool"}, {"dropout": True}], ids=["varlen", "mask", "dropout"]
+)
+def test_clusters_are_for_many_plain_tiles(extra: dict[str, object]) -> None:
+    """Tiles of one sequence that have the same blocks, and so many that an odd one does not count."""
+    wide = BARE._replace(D=256, Dv=256)
+    assert sm90.forward(wide, 8192, 8192).cluster == 2
+    assert sm90.forward(wide, 1, 8192).cluster == sm90.forward(wide, 1000, 8192).cluster == 1
+    assert sm90.forward(wide._replace(**extra), 8192, 8192).cluster == 1
+
+
 def test_a_window_counts_as_few_keys() -> None:
     features = BARE._replace(left=True, right=True)
     assert sm90.forward(features, 1 << 14, 1 << 14, seen=256) == sm90.forward(features, 1 << 14, 256)

@@ -136,8 +136,9 @@ def test_a_launch_waits_for_its_stream() -> None:
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_a_graph_replays_with_new_data_beside_eager_calls(grad: bool) -> None:
-    q, k, v = qkv(1, 2048, 8)
+@pytest.mark.parametrize("size", [(1, 2048, 8, 64), (1, 3200, 4, 128)], ids=["", "clusters"])
+def test_a_graph_replays_with_new_data_beside_eager_calls(size: tuple[int, ...], grad: bool) -> None:
+    q, k, v = qkv(*size)
     q.requires_grad_(grad)
     flash4_torch.attention(q, k, v, causal=True)
     graph = torch.cuda.CUDAGraph()
@@ -145,7 +146,7 @@ def test_a_graph_replays_with_new_data_beside_eager_calls(grad: bool) -> None:
         first = flash4_torch.attention(q, k, v, causal=True)
         second = flash4_torch.attention(first, k, v)
     side = torch.cuda.Stream()
-    eager_inputs = qkv(1, 2048, 8)
+    eager_inputs = qkv(*size)
     eager = flash4_torch.attention(*eager_inputs, causal=True)
     for _ in range(3):
         with torch.no_grad():
