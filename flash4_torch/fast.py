@@ -6,8 +6,8 @@ the short way may only ever do what the long way would do. So it is taken
 
 - if the long way has served a call of the same signature, and its backend could `prepare` a launch for it;
 - where nobody listens whom it would pass by: no gradient or tangent is asked for, no mode, subclass,
-  transform, autocast, tracer or profiler is at work, no environment variable or context chooses or observes
-  a backend.
+  transform, autocast, tracer or profiler is at work, fresh memory is not filled (deterministic algorithms),
+  no environment variable or context chooses or observes a backend.
 
 What is left are two allocations and the launch. A kernel that somebody registers anew for
 `torch.ops.flash4.attention` is not seen from here.
@@ -65,7 +65,7 @@ def find(
 ) -> tuple[Signature | None, Launch | None]:
     """The call's signature, None if it must go the long way, and the launch that serves it, if any."""
     if (
-        # Others that compile are seen by their subclasses and modes.
+        # Other tracers show themselves by their subclasses and modes.
         is_dynamo_compiling()
         or not type(q) is type(k) is type(v) is Tensor
         or attn_mask is not None

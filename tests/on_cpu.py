@@ -74,6 +74,7 @@ def hopper() -> Iterator[Machine]:
             mock.patch.object(dispatch, "PRIORITY", (Hopper(), Tiled())),
             mock.patch.object(compile, "function", function),
             mock.patch.object(tickets, "counter", counter),
+            mock.patch.object(tickets, "current_device", lambda: -1),
             mock.patch.object(sm90, "_multiprocessors", lambda index: MULTIPROCESSORS),
             mock.patch.object(fast, "_on_gpu", lambda x: True),
         ):

@@ -6,7 +6,6 @@ import itertools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flash4_torch
 from cases import Case, cases
 from flash4_torch import backends, errors, fast, testing
+from flash4_torch.backends import tickets
 from flash4_torch.ops import impl
 from on_cpu import Machine, hopper
 
@@ -209,12 +209,13 @@ def test_in_inference_mode_its_results_are_of_it(long_way: LongWay) -> None:
 
 
 def test_its_results_lie_where_the_inputs_do(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It allocates on the current device, which may be another."""
+    """It allocates on the current device, which may be another: there it takes nothing."""
     guards, current = torch._C._dynamo.guards, [0]
     allocate = guards._empty_strided_cpu
 
     def on_current(*size_and_dtype: Any) -> Any:
-        return SimpleNamespace(get_device=lambda: 0) if current[-1] == 0 else allocate(*size_and_dtype)
+        assert current[-1] == -1
+        return allocate(*size_and_dtype)
 
     @contextmanager
     def device(index: int) -> Iterator[None]:
@@ -223,6 +224,7 @@ def test_its_results_lie_where_the_inputs_do(machine: Machine, monkeypatch: pyte
         current.pop()
 
     monkeypatch.setattr(guards, "_empty_strided_cpu", on_current)
+    monkeypatch.setattr(tickets, "current_device", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "device", device)
     assert torch.equal(attend(X), attend(X))
     assert len(machine.launches) == 2 and current == [0]

@@ -113,15 +113,15 @@ class Sm90:
         function, _, numbers = _kernel(problem, index)
         # A tuple would be converted anew at every launch.
         rule = tvm_ffi.convert(numbers)
-        counter = tickets.counter
+        counter, current_device = tickets.counter, tickets.current_device
         # Torch's compiled graphs allocate so: past the dispatcher, on the current device.
         empty = getattr(torch._C._dynamo.guards, f"_empty_strided_{spec.device}")
 
         def launch(q: Tensor, k: Tensor, v: Tensor) -> Results:
-            out, lse = empty(shape, strides, dtype), empty(lse_shape, lse_strides, float32)
-            if out.get_device() != index:
+            if current_device() != index:
                 with torch.cuda.device(index):
                     return launch(q, k, v)
+            out, lse = empty(shape, strides, dtype), empty(lse_shape, lse_strides, float32)
             function(q, k, v, out, lse, counter(index), None, None, None, None, rule)
             return out, lse
 
@@ -297,13 +297,13 @@ def rule_of(problem: Problem, config: Sm90Forward, multiprocessors: int) -> Rule
 def _section(problem: Problem, config: Sm90Forward, multiprocessors: int) -> int:
     """How many packs of heads take turns: long tiles come first while their K and V stay in the cache.
 
-    Without a bound to the right all tiles are equally long, and heads follow one another. Long ones do so by
-    twos: where all multiprocessors read the same K and V, D 64 is slower by up to a tenth, now and then.
+    Without a bound to the right all tiles are equally long, and heads follow one another. Long key heads do
+    so by twos: where all multiprocessors read the same K and V, D 64 is now and then slower by a tenth.
     """
     spec, extent = problem.spec, problem.extent
-    if not features_of(problem).right:
-        return 1 if extent.Sk <= _LONG else 2
     packs = -(-spec.group // config.pack)
+    if not features_of(problem).right:
+        return 1 if extent.Sk <= _LONG else 2 * packs
     cached = _L2_BYTES // (extent.Sk * (spec.D + spec.Dv) * spec.dtype.itemsize)
     tiles = packs * -(-extent.Sq // config.queries)
     enough = -(-_TILES_IN_SECTION * multiprocessors // tiles)

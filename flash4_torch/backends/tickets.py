@@ -63,13 +63,18 @@ def _zeros(index: int, n: int, wait: bool = False) -> Tensor:
     return words
 
 
+def current_device() -> int:
+    """The index of this thread's CUDA device."""
+    return torch._C._cuda_getDevice()
+
+
 def _current_stream(index: int) -> int:
     return torch._C._cuda_getCurrentRawStream(index)
 
 
 def _is_capturing(index: int) -> bool:
     """Whether the current stream of that device, current itself or not, is being captured."""
-    if index == torch._C._cuda_getDevice():
+    if index == current_device():
         return torch._C._cuda_isCurrentStreamCapturing()
     with torch.cuda.device(index):
         return torch._C._cuda_isCurrentStreamCapturing()

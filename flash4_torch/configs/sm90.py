@@ -66,11 +66,11 @@ TABLE = (
     Row(64, 64, None, True, 384, _Tiles(4, 64, 4, 2, k_ahead=True),
         "S 256: 1.27 of the best peer, with next_tile and conditional 1.22; tiles fit the diagonal"),
     Row(64, 64, None, None, 1536, _Tiles(4, 64, 4, 2, next_tile=True, conditional=True),
-        "full S 256 to 1k: 1.16 to 1.23; causal S 512 and 1k: 1.22 and 1.18"),
+        "full S 256 to 1k: 1.14 to 1.23; causal S 512 and 1k: 1.20 and 1.13"),
     Row(64, 64, None, True, None, _Tiles(3, 128, 3, 2, pingpong=True, k_ahead=True, half=True),
-        "S 2k to 16k: 1.01 to 1.08; without half 0.98 at 16k, with conditional 0.01 to 0.03 less"),
+        "S 2k and 4k: 1.08 and 1.04, 16k: 0.97 to 1.01; with conditional 0.01 to 0.03 less"),
     Row(64, 64, None, None, None, _Tiles(3, 128, 3, 2, pingpong=True, k_ahead=True),
-        "S 2k and 4k: 1.05 to 1.07, 1.01 to 1.03; 16k: 0.90 to 1.04; four warpgroups 0.03 less"),
+        "S 2k and 4k: 1.05 to 1.07, 1.01 to 1.03; 16k: 0.90 to 1.005; four warpgroups 0.03 less"),
     Row(64, 64, None, None, None, _Tiles(3, 112, 3, 2, pingpong=True),
         "features that need registers: below 128 keys, above two warpgroups"),
     Row(64, 64, None, None, None, _Tiles(2, 128, 4, 2, next_tile=True, k_ahead=True, conditional=True),
@@ -114,7 +114,7 @@ TABLE = (
     Row(192, 192, 64, None, None, _Tiles(1, 112, 2, 1), "unmeasured, as for 64"),
     Row(192, 192, None, None, None,
         _Tiles(2, 80, 2, 2, next_tile=True, k_ahead=True, conditional=True, o_over_q=True, wait=2),
-        "full S 1k and 8k: 1.10 and 1.04; causal: 1.09 and 1.02; 112 keys, one stage of Q 0.01 to 0.08 less"),
+        "full S 1k and 8k: 1.10 and 1.03; causal: 1.09 and 1.00; 112 keys, one stage of Q 0.01 to 0.08 less"),
     Row(192, 192, None, None, None, _Tiles(2, 80, 2, 1, k_ahead=True, conditional=True),
         "features that need registers, or Dv > D"),
 
@@ -238,7 +238,7 @@ def fits(features: Features, config: Sm90Forward) -> bool:
 
 
 def available_registers(features: Features, config: Sm90Forward) -> int:
-    """What `registers` may come to: about what a consumer's thread has, by warpgroups; 0 for too many."""
+    """What `registers` may come to: about what a consumer's thread has; 0 for too many warpgroups."""
     of = _REGISTERS
     if features.dropout:
         of = _REGISTERS_WITH_DROPOUT if features.drawing_warpgroup else _REGISTERS_WITH_DROPOUT_AND_WIDE_O

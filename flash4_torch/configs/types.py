@@ -31,7 +31,7 @@ class Features(NamedTuple):
     def drawing_warpgroup(self) -> bool:
         """Whether a warpgroup of its own draws dropout's numbers.
 
-        A thread is launched with 128 registers then, and the product for a wider O needs more to compile.
+        Beside two others a thread is launched with 128 registers then; the product for a wider O needs more.
         """
         return self.dropout and tile_dim(self.Dv) <= 192
 

@@ -83,11 +83,8 @@ def cuts(band: Band, shape: cutlass.Constexpr, n: Int32, first_row: Int32, last_
 
 @cute.jit
 def whole_blocks(band: Band, shape: cutlass.Constexpr, first_row: Int32) -> Int32:
-    """How many blocks, from the first one, `cuts` leaves alone, where the band has no left bound."""
-    end = band.Sk if cutlass.const_expr(shape.tail) else Int32(1 << 30)
-    if cutlass.const_expr(shape.right):
-        end = cutlass.min(end, first_row + band.highest + 1)
-    return cutlass.max(end, 0) // shape.keys
+    """How many blocks, from the first one, `cuts` leaves alone, where only the right side cuts."""
+    return cutlass.max(first_row + band.highest + 1, 0) // shape.keys
 
 
 @cute.jit

@@ -1,4 +1,4 @@
-"""Rings of shared-memory stages between a loading warp and the warps that read them."""
+"""Rings of shared-memory stages between the warps that fill them and those that read them."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@
 Q, K, V -> load ==load_q==> mainloop (warpgroup 1, 2, ..) -> epilogue -> O, lse
                 ==load_k==>
                 ==load_v==>
-                ==kept====>
-                draw
+           draw ==kept====>         and draw reads from load_q which tile it is
 """
 
 from __future__ import annotations

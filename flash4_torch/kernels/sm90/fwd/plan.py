@@ -168,7 +168,7 @@ class Plan(NamedTuple):
 
     @property
     def passes_both(self) -> bool:
-        """Whether V is passed over together with K, which takes any number of blocks."""
+        """Whether V is passed over together with K; then any number of blocks may be."""
         return self.ctas > 1 and self.features.right and not self.config.next_tile
 
     @property
