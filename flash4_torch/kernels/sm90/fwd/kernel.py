@@ -156,7 +156,7 @@ def forward_kernel(
         if cutlass.const_expr(plan.features.dropout):
             ring.initialise(k.kept, plan.consumer_warps, writers=plan.drawers)
         if cutlass.const_expr(plan.ctas > 1):
-            ring.initialise(k.pair.draw, 1)
+            ring.initialise(k.pair.handed, 1)
         cute.arch.mbarrier_init_fence()
         for atom in (maps.load_q, maps.load_k, maps.load_v, maps.store_o):
             cpasync.prefetch_descriptor(atom)

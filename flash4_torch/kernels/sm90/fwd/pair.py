@@ -19,7 +19,7 @@ _TICKET_BYTES = 4
 class Pair(NamedTuple):
     rank: Int32
     """0 for the CTA that draws for both."""
-    draw: Ring
+    handed: Ring
     """One stage: the ticket that CTA 0 hands to both loading warps. Its `empty` counts in CTA 0 only."""
     ticket: cute.Pointer
 
@@ -59,14 +59,14 @@ def hand_over(pair: Pair, number: Uint32, at: Cursor) -> Uint32:
     """The number in lane 0 of CTA 0's loading warp, in all lanes of both."""
     number, lane = Int32(cute.arch.shuffle_sync(number, 0)), cute.arch.lane_idx()
     if pair.rank == 0:
-        ring.wait_empty(pair.draw, at)
-        if lane < pair.draw.ctas:
-            cute.arch.store_async_dsmem(pair.ticket, number, pair.draw.full, lane)
+        ring.wait_empty(pair.handed, at)
+        if lane < pair.handed.ctas:
+            cute.arch.store_async_dsmem(pair.ticket, number, pair.handed.full, lane)
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(pair.draw.full, _TICKET_BYTES)
-    ring.wait_full(pair.draw, at)
+        cute.arch.mbarrier_arrive_and_expect_tx(pair.handed.full, _TICKET_BYTES)
+    ring.wait_full(pair.handed, at)
     ticket = cute.arch.make_warp_uniform(cute.arch.load(pair.ticket, Int32))
     cute.arch.sync_warp()
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(pair.draw.empty, 0)
+        cute.arch.mbarrier_arrive(pair.handed.empty, 0)
     return Uint32(ticket)
