@@ -28,6 +28,10 @@ BLOCK = 16
 """Calls of the generator stay inside aligned BLOCK x BLOCK tiles."""
 PLANES = 8
 """Bits of the number that decides on a weight."""
+ROTATIONS = (12, 3, 19, 24, 8)
+"""Of the words that the lower half of a number is mixed of."""
+TURN = 16
+"""How far the weight that they decide on is from where they are mixed."""
 STRIP = 2 * BLOCK
 """Columns of a strip."""
 STRIP_LANES = 8
@@ -38,6 +42,7 @@ Words = tuple[Uint32, Uint32, Uint32, Uint32]
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _MAJORITY = 0xE8  # of three bits, as lop3's table
+_SUM = 0x96  # of three bits, modulo 2
 _CHOICE = 0xCA  # of the second or the third bit, by the first
 _LOW_HALVES = 0x0F0F0F0F
 """Of bytes."""
@@ -60,11 +65,16 @@ class Dropout(NamedTuple):
     """All ones, but 0 for t = 256, where nothing is kept."""
 
     def kept(self, keys: Uint32, queries: Uint32, head: Uint32) -> Uint32:
-        """Which of 32 weights are kept. The counter is of the first of their two calls."""
-        words = *self.words(keys, queries, head), *self.words(keys, queries + 1, head)
-        mixed = words[0] ^ _permute(words[1], words[1], Uint32(_selector((2, 3, 0, 1))))
-        kept = Uint32(cutlass.select_(mixed < self.fraction, Uint32(0), self.some))
-        for word, limit in zip(words, self.limit, strict=True):
+        """Which of 32 weights are kept."""
+        words = self.words(keys, queries, head)
+        turned = [_rotate(words[(k + 1) % 4], by) for k, by in enumerate(ROTATIONS)]
+        carry = cute.arch.lop3(turned[0], turned[1], turned[2], _SUM)
+        kept = Uint32(cutlass.select_(carry < self.fraction, Uint32(0), self.some))
+        for k, limit in enumerate(self.limit[:4]):
+            low = cute.arch.lop3(words[k], turned[k], turned[k + 1], _SUM)
+            kept = cute.arch.lop3(low, limit, kept, _MAJORITY)
+        kept = _rotate(kept, TURN)
+        for word, limit in zip(words, self.limit[4:], strict=True):
             kept = cute.arch.lop3(word, limit, kept, _MAJORITY)
         return kept
 
@@ -120,7 +130,7 @@ class QueryRows(NamedTuple):
 
     dropout: Dropout
     block: Uint32
-    """The rows' part of the counter, for the first of two calls."""
+    """The rows' part of the counter."""
     head: Uint32
     half: Uint32
     """i2"""
@@ -131,7 +141,7 @@ class QueryRows(NamedTuple):
     def at(cls, dropout: Dropout, row: Int32, head: Int32, lane: Int32) -> QueryRows:
         """row: the first, a multiple of 16. head: b * Hq + h; for varlen b counts sequences."""
         quarter, half = Uint32(lane) % 4, Uint32(lane) // 4 % 2
-        return cls(dropout, (Uint32(row) >> 2) + 2 * half, Uint32(head), half, quarter)
+        return cls(dropout, (Uint32(row) >> 3) + half, Uint32(head), half, quarter)
 
     def draw(self, column: Int32, strip: Uint32, kept: cute.Tensor) -> None:
         """A strip, the `strip`-th of the tile whose first column is `column`, a multiple of 16."""
@@ -177,8 +187,8 @@ class KeyRows(QueryRows):
         return cls(dropout, (Uint32(row) >> 2) + quarter, Uint32(head), half, quarter)
 
     def draw(self, column: Int32, strip: Uint32, kept: cute.Tensor) -> None:
-        first = (Uint32(column) >> 2) + 8 * strip + 2 * self.half
-        even, odd = (self.dropout.kept(self.block, first + 4 * n, self.head) for n in range(2))
+        first = (Uint32(column) >> 3) + 4 * strip + self.half
+        even, odd = (self.dropout.kept(self.block, first + 2 * n, self.head) for n in range(2))
         # Numbers of 16 bits, i0 and then the block, for i1 = 0, 1 and the lanes with j0 = 0 and with j0 = 1.
         low = cute.arch.lop3(Uint32(_LOW_HALVES), even, odd << 4, _CHOICE)
         high = cute.arch.lop3(Uint32(_LOW_HALVES), even >> 4, odd, _CHOICE)
@@ -205,6 +215,11 @@ def _permute(low: Uint32, high: Uint32, selector: Uint32) -> Uint32:
     return Uint32(
         nvvm.prmt(low.ir_value(), selector.ir_value(), nvvm.PermuteMode.DEFAULT, hi=high.ir_value())
     )
+
+
+def _rotate(word: Uint32, by: int) -> Uint32:
+    """To the left."""
+    return word << by | word >> (32 - by)
 
 
 def _product(x: Uint32, factor: int) -> tuple[Uint32, Uint32]:

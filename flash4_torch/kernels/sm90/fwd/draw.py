@@ -17,20 +17,23 @@ if TYPE_CHECKING:
     from .tile import Tile
 
 _STRIPS = WARP // dropout.STRIP_LANES
-"""That a warp draws in its turn."""
+"""That a warp draws at a time."""
 
 
 @cute.jit
 def draw(k: Kernel, drawer: Int32) -> None:
     """Every block that is loaded, strips of 16 rows of it: for each of the consumers' warps.
 
-    Drawing warps take turns at four strips, from block to block.
+    Drawing warps take turns, from block to block. A turn is four strips, and where they come out even the four
+    of half of the warps further: a call of the generator is one long chain, which others are to fill.
     """
     plan = k.plan
     chance = dropout.load(k.rng_state, k.rule.drop_byte, k.rule.drop_fraction)
     lane = cute.arch.lane_idx()
     strips = dropout.strips(plan.keys)
-    turns, turn = plan.consumer_warps * strips // _STRIPS, drawer
+    halves = 2 if plan.consumer_warps * strips % (2 * _STRIPS) == 0 else 1
+    warps = plan.consumer_warps // halves
+    turns, turn = warps * strips // _STRIPS, drawer
     q_at, at = ring.start(), ring.start()
     tile = tiles.read(k, q_at)
     while tile.block >= 0:
@@ -44,8 +47,10 @@ def draw(k: Kernel, drawer: Int32) -> None:
             while turn < turns:
                 place = Uint32(turn * _STRIPS + lane // dropout.STRIP_LANES)
                 warp, strip = Int32(place // strips), place % strips
-                rows = dropout.QueryRows.at(chance, first + warp * WARP_ROWS, head, lane)
-                rows.draw(n * plan.keys, strip, k.sKept[None, None, warp, at.stage])
+                for half in cutlass.range_constexpr(halves):
+                    of = warp + half * warps
+                    rows = dropout.QueryRows.at(chance, first + of * WARP_ROWS, head, lane)
+                    rows.draw(n * plan.keys, strip, k.sKept[None, None, of, at.stage])
                 turn += plan.drawers
             turn -= turns
             ring.fill(k.kept, at)

@@ -55,7 +55,7 @@ class Registers(NamedTuple):
 # By consumer warpgroups. More than were given out in all would hang: 65536 registers over the warps of each
 # quarter, floored to 8 a thread.
 _REGISTERS = {1: Registers(232, 40), 2: Registers(232, 40), 3: Registers(160, 32), 4: Registers(112, 32)}
-_REGISTERS_BESIDE_DRAWERS = {1: Registers(208, 40, 96), 2: Registers(208, 40, 56)}
+_REGISTERS_BESIDE_DRAWERS = {1: Registers(208, 40, 96), 2: Registers(208, 40, 56), 3: Registers(112, 40, 96)}
 _REGISTERS_OF_DRAWING_PRODUCERS = {1: Registers(216, 56), 2: Registers(224, 56)}
 _DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 
