@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 import flash4_torch
 from flash4_torch import testing
@@ -54,21 +56,74 @@ def test_tensor_arithmetic_is_exact(words: tuple[int, ...]) -> None:
     assert tuple(int(x) for x in result) == philox_in_python(words[:4], words[4:], 7)
 
 
+def rotated(word: int, by: int) -> int:
+    return (word << by | word >> (32 - by)) & WORD
+
+
+def numbers_by_definition(w0: int, w1: int, w2: int, w3: int) -> tuple[tuple[int, ...], int]:
+    """Of a call's four words: the eight planes of the 32 numbers, from the lowest bit on, and x."""
+    y0, y1, y2 = rotated(w1, 12), rotated(w2, 3), rotated(w3, 19)
+    y3, y4 = rotated(w0, 24), rotated(w1, 8)
+    low = (w0 ^ y0 ^ y1, w1 ^ y1 ^ y2, w2 ^ y2 ^ y3, w3 ^ y3 ^ y4)
+    return (*(rotated(word, 16) for word in low), w0, w1, w2, w3), y0 ^ y1 ^ y2
+
+
 def kept_by_definition(seed: int, offset: int, head: int, i: int, j: int, p: float) -> bool:
     """One weight of the mapping that the module's docstring fixes for every kernel."""
     key = (seed & WORD, (seed >> 32) & WORD)
-    columns, rows = (j >> 4) * 4 + ((j >> 1) & 3), (i >> 4) * 4 + (i >> 2 & 1) * 2
-    words = [
-        word
-        for call in range(2)
-        for word in philox_in_python((columns, rows + call, head, offset & WORD), key, 7)
-    ]
+    columns, rows = (j >> 4) * 4 + ((j >> 1) & 3), (i >> 4) * 2 + (i >> 2 & 1)
+    planes, x = numbers_by_definition(*philox_in_python((columns, rows, head, offset & WORD), key, 7))
     i3, i1, i0, j3, j0 = (i >> 3) & 1, (i >> 1) & 1, i & 1, (j >> 3) & 1, j & 1
     e = 16 * i1 + 8 * i0 + 4 * j0 + 2 * j3 + i3
-    number = sum((word >> e & 1) << k for k, word in enumerate(words))
-    mixed = words[0] ^ (words[1] >> 16) ^ (words[1] << 16 & WORD)
+    number = sum((plane >> e & 1) << k for k, plane in enumerate(planes))
     t, f = thresholds(p)
-    return number >= t + (mixed < f)
+    return number >= t + (x < f)
+
+
+def forms() -> tuple[list[list[int]], list[int]]:
+    """Which of a call's 128 bits are summed in each bit of each number, and in each bit of x: as masks."""
+    numbers, xs = [[0] * 8 for _ in range(32)], [0] * 32
+    for bit in range(128):
+        planes, x = numbers_by_definition(*((1 << bit) >> 32 * n & WORD for n in range(4)))
+        for e in range(32):
+            xs[e] |= (x >> e & 1) << bit
+            for k, plane in enumerate(planes):
+                numbers[e][k] |= (plane >> e & 1) << bit
+    return numbers, xs
+
+
+def rank(vectors: Iterable[int]) -> int:
+    """Over the integers modulo 2."""
+    basis: list[int] = []
+    for vector in vectors:
+        for other in basis:
+            vector = min(vector, vector ^ other)
+        if vector:
+            basis.append(vector)
+    return len(basis)
+
+
+def test_numbers_of_a_call_are_independent() -> None:
+    """Any two and three, most sets of four; x beside any two. They are sums of random bits: ranks decide."""
+    numbers, x = forms()
+    assert rank(itertools.chain.from_iterable(plane[4:] for plane in numbers)) == 128
+    assert rank(x) == 32
+    dependent = {size: 0 for size in (2, 3, 4)}
+    for size in dependent:
+        for chosen in itertools.combinations(range(32), size):
+            # What the upper halves are is known: their bits drop out of the lower ones' sums.
+            seen = sum(sum(numbers[e][4:]) for e in chosen)
+            lower = (form & ~seen for e in chosen for form in numbers[e][:4])
+            dependent[size] += rank(lower) < 4 * size
+    assert dependent == {2: 0, 3: 0, 4: 216}
+    beside_x = [
+        sum(
+            rank([*x, *itertools.chain(*chosen)]) < 32 + 8 * size
+            for chosen in itertools.combinations(numbers, size)
+        )
+        for size in (2, 3)
+    ]
+    assert beside_x == [0, 128]
 
 
 @given(
@@ -128,6 +183,51 @@ def test_neighbours_are_independent(shift: tuple[int, int]) -> None:
     a, b = kept[:, :, di:, dj:], kept[:, :, : 1024 - di, : 1024 - dj]
     correlation = (a * b).mean() / 0.21
     assert abs(correlation) < 5 / math.sqrt(a.numel())
+
+
+def calls(p: float) -> Tensor:
+    """Float64 (32, 2^17), 1 where the weight is kept: each row has one weight of every call."""
+    kept = Dropout(torch.tensor([8, 4]), p).keep(range(4), 4, range(512), range(512))
+    bits = kept.view(16, *(32, 2, 2, 2, 2) * 2).permute(2, 4, 5, 7, 10, 0, 1, 3, 6, 8, 9)
+    return bits.reshape(32, -1).double()
+
+
+SHARES = [1 / 256, 8.5 / 256, 0.1, 0.9]
+"""The first two are of weights that tie in the upper half of their number: there the lower one decides."""
+
+
+@pytest.mark.parametrize("p", SHARES)
+def test_pairs_and_triples_of_a_call_are_independent(p: float) -> None:
+    """All of them: products of two and of three have the mean 0 that independence gives them."""
+    kept = (calls(p) - (1 - p)) / math.sqrt(p * (1 - p))
+    n, odds = kept.shape[1], max(p / (1 - p), (1 - p) / p)
+    # Bernstein's bound, for a chance of e^-16: of products of variance 1 that do not exceed odds^(factors / 2).
+    bound = {factors: math.sqrt(32 / n) + 16 * odds ** (factors / 2) / (3 * n) for factors in (2, 3)}
+    # Sharing x correlates two by at most this.
+    shared = 1 / (4 * 256**2 * p * (1 - p))
+    for e in range(1, 32):
+        before = kept[:e]
+        assert (before @ kept[e] / n).abs().max() < bound[2] + shared
+        triples = (kept[e] * before) @ before.T / n
+        assert triples.fill_diagonal_(0).abs().max() < bound[3] + shared
+
+
+@pytest.mark.parametrize("p", SHARES)
+@pytest.mark.parametrize("size", [2, 4, 8, 32])
+def test_how_many_of_neighbouring_weights_are_kept(p: float, size: int) -> None:
+    """Binomially many, of sets of weights of a call: chi-square, within five standard deviations.
+
+    x raises t for all 32 at once, so where f > 0 their number varies more than binomially: for p = 0.1 by 0.13 %,
+    for p = 8.5 / 256 by 0.4 %, about what 2^17 calls let a variance vary by chance.
+    """
+    counts = calls(p).view(-1, size, 2**17).sum(1).flatten().long().bincount(minlength=size + 1)
+    chances = [math.comb(size, k) * (1 - p) ** k * p ** (size - k) for k in range(size + 1)]
+    expected = torch.tensor(chances).double() * counts.sum()
+    common = expected >= 10
+    seen, meant = (torch.cat([x[common], x[~common].sum()[None]]) for x in (counts, expected))
+    chi_square = ((seen - meant) ** 2 / meant.clamp_min(1)).sum()
+    freedom = int(common.sum())
+    assert chi_square < freedom + 5 * math.sqrt(2 * freedom)
 
 
 def test_heads_batches_seeds_and_offsets_differ() -> None:

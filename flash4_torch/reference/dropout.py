@@ -3,27 +3,43 @@
 So the mask depends on no tiling, device or direction, and the backward recomputes it instead of storing it.
 
 The generator is Philox 4x32 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011) with
-7 rounds, the fewest that pass BigCrush. One call turns a 128-bit counter into four words of 32 bits. The
-eight words of two calls are the bits of 32 numbers from 0 to 255, one for each of 32 weights.
+7 rounds, the fewest that pass BigCrush. One call turns a 128-bit counter into four words of 32 bits: the
+upper halves of 32 numbers from 0 to 255, one for each of 32 weights. The lower halves are mixed of the same
+words. They decide on a weight only where the upper half of its number ties with p's, one in 16.
 
 The mapping, fixed for every kernel
 -----------------------------------
-Write i = ... i4 i3 i2 i1 i0 in bits, and j likewise. The 32 weights of two calls are the ones that differ
-only in the bits i3, i1, i0, j3, j0:
+Write i = ... i4 i3 i2 i1 i0 in bits, and j likewise. The 32 weights of a call are the ones that differ only
+in the bits i3, i1, i0, j3, j0:
 
-    counter = (j >> 4 : j2 j1,  i >> 4 : i2 call,  b * Hq + h,  offset)     key = (seed low, seed high)
-    words   = w0, w1, w2, w3 of call 0 and w4, w5, w6, w7 of call 1
-    number  = bit e of each word, w0's counting 1 and w7's 128;   e = i1 i0 j0 j3 i3 in binary
+    counter = (j >> 4 : j2 j1,  i >> 4 : i2,  b * Hq + h,  offset)     key = (seed low, seed high)
+    y0 .. y4 = w1 <<< 12,  w2 <<< 3,  w3 <<< 19,  w0 <<< 24,  w1 <<< 8
+    m0 .. m3 = (w0 ^ y0 ^ y1,  w1 ^ y1 ^ y2,  w2 ^ y2 ^ y3,  w3 ^ y3 ^ y4) <<< 16
+    number   = bit e of each of m0 .. m3, w0 .. w3, m0's counting 1, w3's 128;   e = i1 i0 j0 j3 i3 in binary
 
-(`x >> 4 : x2 x1` is `(x >> 4) * 4 + 2 * x2 + x1`.) A number alone would quantise p to 1/256. So let
-p * 256 = t + f with a whole t, and x = w0 ^ rotate(w1, 16): dropped is `number < t + (x < f * 2**32)`. Every
-bit of x takes its two from different numbers, and no two bits of x share one: whatever a number is, each bit
-of x has one left that is random. So x is independent of any one number, and each weight is dropped with
-probability exactly p, to 40 bits, for four instructions per 32 weights, which share x.
+(`x >> 4 : x2 x1` is `(x >> 4) * 4 + 2 * x2 + x1`, and `<<<` rotates a word to the left.) A number alone would
+quantise p to 1/256. So let p * 256 = t + f with a whole t, and x = y0 ^ y1 ^ y2: dropped is
+`number < t + (x < f * 2**32)`. Each weight is dropped with probability exactly p, to 40 bits, for three
+instructions per 32 weights, which share x.
 
+What is guaranteed
+------------------
+Take a call's words for 128 independent random bits. All that is made of them are sums modulo 2, so ranks
+say what is independent, and a test counts them all:
+
+- any two and any three of the 32 numbers, and all sets of four but 216 of 35960,
+- the upper halves of all 32 numbers,
+- x beside any two numbers, and beside any three but 128 of 4960.
+
+So beyond that, dependencies reach only weights that tie in the upper half, by the lower one; or, by x, those
+whose whole number is t.
+
+How to compare
+--------------
 The words need not be taken apart. Go up through the bits: what has been compared of a number is less than
 what has been of t (plus 1, where x says so) if two of three are true: the number's bit is 0, t's is 1, it was
-so without these bits. That is one instruction of a GPU for a bit of 32 numbers.
+so without these bits. That is one instruction of a GPU for a bit of 32 numbers. And what comes of the lower
+halves can be rotated at once, instead of each of them.
 
 The 32 weights are chosen by what one GPU thread holds:
 
@@ -46,8 +62,13 @@ BLOCK = 16
 """Calls of the generator stay inside aligned BLOCK x BLOCK tiles of (i, j)."""
 PLANES = 8
 """Bits of the number that decides on a weight."""
+ROTATIONS = (12, 3, 19, 24, 8)
+"""What turns w(k+1) into yk."""
+TURN = 16
+"""What turns the mixed words into the lower halves."""
 
 _LOW32 = 0xFFFFFFFF
+_SIGN = -(2**31)
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 
@@ -97,30 +118,42 @@ class Dropout:
         """Bool (len(batch), Hq, len(rows), len(keys)), True where the weight is kept."""
         device = self.rng_state.device
         seed, offset = self.rng_state[0], self.rng_state[1]
-        i_words = _counter_words(rows, device)[:, None]
-        j_words = _counter_words(keys, device)
+        i_words = _counter_words(rows, 2, device)[:, None]
+        j_words = _counter_words(keys, 4, device)
         first, last = ((b + self.first_batch) * Hq for b in (batch.start, batch.stop))
         heads = torch.arange(first, last, device=device)[:, None, None]
         words = philox(
             (j_words, i_words, heads & _LOW32, offset & _LOW32), (seed & _LOW32, (seed >> 32) & _LOW32)
         )
         tiles = _in_place(self._compare(words))
-        kept = tiles.view(len(batch), Hq, BLOCK * (len(i_words) // 4), BLOCK * (len(j_words) // 4))
+        kept = tiles.view(len(batch), Hq, BLOCK * (len(i_words) // 2), BLOCK * (len(j_words) // 4))
         i0, j0 = rows.start % BLOCK, keys.start % BLOCK
         return kept[:, :, i0 : i0 + len(rows), j0 : j0 + len(keys)]
 
     def _compare(self, words: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
         """Int32 (heads, i >> 4 : i2, j >> 4 : j2 j1): the bit e says whether weight e is kept."""
-        heads, rows, columns = words[0].shape
-        first, second = zip(*(w.view(heads, rows // 2, 2, columns).unbind(2) for w in words), strict=True)
-        mixed = first[0] ^ (first[1] >> 16) ^ (first[1] << 16 & _LOW32)
         t, f = thresholds(self.p)
-        kept = (mixed >= f).to(torch.int32).neg_()
-        for k, plane in enumerate((*first, *second)):
-            # The majority of the plane, of t's bit inverted, and of what the lower bits say.
-            merge = torch.bitwise_and if t >> k & 1 else torch.bitwise_or
-            kept = merge(kept, plane.to(torch.int32), out=kept)
+        high = [word.to(torch.int32) for word in words]
+        turned = [_rotate(high[(k + 1) % 4], by) for k, by in enumerate(ROTATIONS)]
+        # Words are unsigned, torch's integers are not: both sides have their top bit inverted.
+        x = turned[0] ^ turned[1] ^ turned[2] ^ _SIGN
+        kept = (x >= f + _SIGN).to(torch.int32).neg_()
+        for k in range(4):
+            kept = _compare_bit(kept, high[k] ^ turned[k] ^ turned[k + 1], t >> k & 1)
+        kept = _rotate(kept, TURN)
+        for k in range(4):
+            kept = _compare_bit(kept, high[k], t >> 4 + k & 1)
         return kept if t < 2**PLANES else kept.zero_()
+
+
+def _compare_bit(kept: Tensor, plane: Tensor, bit: int) -> Tensor:
+    """In place. The majority of the plane, of t's bit inverted, and of what the lower bits say."""
+    return kept.bitwise_and_(plane) if bit else kept.bitwise_or_(plane)
+
+
+def _rotate(word: Tensor, by: int) -> Tensor:
+    """Int32, to the left."""
+    return (word << by).bitwise_or_((word >> 32 - by).bitwise_and_((1 << by) - 1))
 
 
 def _in_place(kept: Tensor) -> Tensor:
@@ -141,6 +174,6 @@ def _in_place(kept: Tensor) -> Tensor:
     return eights.view(torch.bool)
 
 
-def _counter_words(span: range, device: torch.device) -> Tensor:
-    """Of the aligned tiles that hold `span`: four per 16 positions."""
-    return torch.arange(span.start // BLOCK * 4, (span.stop + BLOCK - 1) // BLOCK * 4, device=device)
+def _counter_words(span: range, each: int, device: torch.device) -> Tensor:
+    """Of the aligned tiles that hold `span`: so many `each`."""
+    return torch.arange(span.start // BLOCK * each, (span.stop + BLOCK - 1) // BLOCK * each, device=device)

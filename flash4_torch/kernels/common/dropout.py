@@ -29,9 +29,9 @@ BLOCK = 16
 PLANES = 8
 """Bits of the number that decides on a weight."""
 ROTATIONS = (12, 3, 19, 24, 8)
-"""Of the words that the lower half of a number is mixed of."""
+"""Of the words that the lower halves of numbers are mixed of."""
 TURN = 16
-"""How far the weight that they decide on is from where they are mixed."""
+"""From where they are mixed to the weights that they decide on."""
 STRIP = 2 * BLOCK
 """Columns of a strip."""
 STRIP_LANES = 8
