@@ -201,7 +201,7 @@ def test_pairs_and_triples_of_a_call_are_independent(p: float) -> None:
     """All of them: products of two and of three have the mean 0 that independence gives them."""
     kept = (calls(p) - (1 - p)) / math.sqrt(p * (1 - p))
     n, odds = kept.shape[1], max(p / (1 - p), (1 - p) / p)
-    # Bernstein's bound, for a chance of e^-16: of products of variance 1 that do not exceed odds^(factors / 2).
+    # Bernstein's bound, for a chance of e^-16; the products' variance is 1, their greatest odds^(factors / 2).
     bound = {factors: math.sqrt(32 / n) + 16 * odds ** (factors / 2) / (3 * n) for factors in (2, 3)}
     # Sharing x correlates two by at most this.
     shared = 1 / (4 * 256**2 * p * (1 - p))
@@ -217,8 +217,8 @@ def test_pairs_and_triples_of_a_call_are_independent(p: float) -> None:
 def test_how_many_of_neighbouring_weights_are_kept(p: float, size: int) -> None:
     """Binomially many, of sets of weights of a call: chi-square, within five standard deviations.
 
-    x raises t for all 32 at once, so where f > 0 their number varies more than binomially: for p = 0.1 by 0.13 %,
-    for p = 8.5 / 256 by 0.4 %, about what 2^17 calls let a variance vary by chance.
+    x raises t for all 32 at once, so where f > 0 their number varies more than binomially: for p = 0.1 by
+    0.13 %, for p = 8.5 / 256 by 0.4 %, about what 2^17 calls let a variance vary by chance.
     """
     counts = calls(p).view(-1, size, 2**17).sum(1).flatten().long().bincount(minlength=size + 1)
     chances = [math.comb(size, k) * (1 - p) ** k * p ** (size - k) for k in range(size + 1)]
