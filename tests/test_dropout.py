@@ -201,7 +201,7 @@ def test_pairs_and_triples_of_a_call_are_independent(p: float) -> None:
     """All of them: products of two and of three have the mean 0 that independence gives them."""
     kept = (calls(p) - (1 - p)) / math.sqrt(p * (1 - p))
     n, odds = kept.shape[1], max(p / (1 - p), (1 - p) / p)
-    # Bernstein's bound, for a chance of e^-16; the products' variance is 1, their greatest odds^(factors / 2).
+    # Bernstein's bound, for a chance of e^-16; the products vary by 1, and odds^(factors / 2) at most.
     bound = {factors: math.sqrt(32 / n) + 16 * odds ** (factors / 2) / (3 * n) for factors in (2, 3)}
     # Sharing x correlates two by at most this.
     shared = 1 / (4 * 256**2 * p * (1 - p))

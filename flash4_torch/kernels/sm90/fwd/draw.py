@@ -24,8 +24,8 @@ _STRIPS = WARP // dropout.STRIP_LANES
 def draw(k: Kernel, drawer: Int32) -> None:
     """Every block that is loaded, strips of 16 rows of it: for each of the consumers' warps.
 
-    Drawing warps take turns, from block to block. A turn is four strips, and where that comes out even the same
-    four of the second half of the warps: calls of the generator are long chains, several fill the gaps.
+    Drawing warps take turns, from block to block. A turn is four strips, and where that comes out even the
+    same four of the second half of the warps: calls of the generator are long chains, several fill the gaps.
     """
     plan = k.plan
     chance = dropout.load(k.rng_state, k.rule.drop_byte, k.rule.drop_fraction)
