@@ -240,6 +240,9 @@ def test_bulk_zeros() -> None:
         ("red.global.add.u32 [%in+128], 1;", "out-of-bounds"),
         ("ld.global.u32 %x, [%in+2];", "misaligned"),
         ("ld.global.v2.u32 {%x, %y}, [%in+4];", "misaligned"),
+        ("red.global.add.v2.f32 [%in+4], {%x, %y};", "misaligned"),
+        ("red.global.add.v4.f32 [%in+8], {%x, %y, %x, %y};", "misaligned"),
+        ("red.global.add.v4.f32 [%in+120], {%x, %y, %x, %y};", "out-of-bounds"),
         ("mad.wide.u32 %p, %lane, 8, %in; ld.global.u32 %x, [%p];", "out-of-bounds"),
         ("ld.shared.u32 %x, [%buffer+8192];", "out-of-bounds"),
         ("ld.shared.u32 %x, [4];", "out-of-bounds"),
@@ -416,22 +419,36 @@ def test_bfloat16_sums_round_to_nearest_even() -> None:
     np.testing.assert_array_equal(out, [0x3F80, 0x3F82])
 
 
-def test_vector_sums() -> None:
-    source = np.random.default_rng(2).standard_normal((LANES, 4)).astype(np.float32)
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize(
+    "opcode",
+    [
+        "red.global.add.v{}.f32",
+        "red.relaxed.gpu.global.add.v{}.f32",
+        "red.relaxed.gpu.global.add.L2::cache_hint.v{}.f32",
+        "red.global.v{}.f32.add",
+    ],
+)
+def test_vector_sums(opcode: str, count: int) -> None:
+    """Each element is an atomic of its own; the last spelling is the one of the ISA's examples."""
+    source = np.random.default_rng(2).standard_normal((LANES, count)).astype(np.float32)
     out = aligned_bytes(16).view(np.float32)
+    names = ", ".join(["%a", "%b", "%c", "%d"][:count])
+    policy = ", %policy" if "cache_hint" in opcode else ""
     run(
-        """
-        mad.wide.u32 %p, %lane, 16, %in;
-        ld.global.v4.f32 {%a, %b, %c, %d}, [%p];
-        red.global.v4.f32.add [%out], {%a, %b, %c, %d};
+        f"""
+        createpolicy.fractional.L2::evict_last.b64 %policy, 1.0;
+        mad.wide.u32 %p, %lane, {4 * count}, %in;
+        ld.global.v{count}.f32 {{{names}}}, [%p];
+        {opcode.format(count)} [%out], {{{names}}}{policy};
         """,
         source,
         out,
-        declarations=".reg .f32 %a, %b, %c, %d;",
+        declarations=".reg .f32 %a, %b, %c, %d; .reg .b64 %policy;",
     )
     expected = np.zeros(4, np.float32)
     for row in source:
-        expected = expected + row
+        expected[:count] = expected[:count] + row
     np.testing.assert_array_equal(out, expected)
 
 
