@@ -1,0 +1,68 @@
+"""How dQ is summed up in global memory: blocks of query rows in float32, in the order of accumulators.
+
+A block is `queries` rows of one head. It is cut into `pieces` that are added one by one: bands of
+64 rows with all columns, or, where there is one band, ranges of columns. A piece is what one warpgroup holds
+as the accumulator of a 64 x `piece_columns` product, and its floats lie as the threads hold them:
+
+    float ((piece * registers / 4 + j) * 128 + thread) * 4 + c    is register 4 j + c of that thread,
+
+row `thread // 32 * 16 + thread % 32 // 4 + 8 * (c // 2)` and column `8 * j + thread % 4 * 2 + c % 2` of the
+piece: it is one copy of neighbouring bytes, and a warp leaves 512 of them at once. Nothing here needs a
+compiler.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+ROWS = 64
+"""Of a piece."""
+THREADS = 128
+"""That hold a piece."""
+
+
+class DqBlocks(NamedTuple):
+    D: int
+    """Head size of q."""
+    queries: int
+    """Rows of a block, a multiple of 64."""
+    pieces: int
+
+    @property
+    def bands(self) -> int:
+        return self.queries // ROWS
+
+    @property
+    def parts(self) -> int:
+        """Ranges of columns."""
+        return max(self.pieces // self.bands, 1)
+
+    @property
+    def columns(self) -> int:
+        """D, filled up so that every part is a multiple of 16 columns."""
+        return -(-self.D // (16 * self.parts)) * 16 * self.parts
+
+    @property
+    def piece_columns(self) -> int:
+        return self.columns // self.parts
+
+    @property
+    def registers(self) -> int:
+        """Of a piece, in each thread."""
+        return ROWS * self.piece_columns // THREADS
+
+    @property
+    def floats(self) -> int:
+        """Of a block."""
+        return self.queries * self.columns
+
+    def place(self, row: int, column: int) -> int:
+        """Where a number of the block lies."""
+        band, row = divmod(row, ROWS)
+        part, column = divmod(column, self.piece_columns)
+        warp, row = divmod(row, 16)
+        lower, group = divmod(row, 8)
+        j, column = divmod(column, 8)
+        thread = warp * 32 + group * 4 + column // 2
+        piece = band * self.parts + part
+        return ((piece * (self.registers // 4) + j) * THREADS + thread) * 4 + 2 * lower + column % 2

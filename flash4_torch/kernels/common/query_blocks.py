@@ -1,0 +1,72 @@
+"""Which rows a CTA of the backward's small kernels has: a block of queries of one head."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64
+
+from .row_blocks import RowBlocks
+
+
+class QueryBlock(NamedTuple):
+    batch: Int32
+    """0 for packed sequences."""
+    head: Int32
+    first: Int32
+    """The tensors' row that is the block's first one."""
+    count: Int32
+    """Rows of the sequence from there on; more than the block has, or none, or less than that."""
+    number: Int64
+    """Of the block, among those of all heads and batch entries."""
+
+    def row(self, r: Int32) -> Int32:
+        """The tensors' row that is the block's r-th, some existing one where that does not exist."""
+        return cutlass.max(self.first + cutlass.min(r, self.count - 1), 0)
+
+    def has(self, r: Int32) -> Boolean:
+        return r < self.count
+
+
+def heads_and_blocks(x: cute.Tensor, cu_seqlens: cute.Tensor | None, blocks: RowBlocks) -> tuple:
+    """(B, Hq, blocks of a head) for rows x, (B, Sq, Hq, D) or packed (T, Hq, D), which is one batch entry."""
+    if cu_seqlens is None:
+        return x.shape[0], x.shape[2], blocks.count(x.shape[1])
+    return 1, x.shape[1], blocks.packed_count(x.shape[0], cu_seqlens.shape[0] - 1)
+
+
+@cute.jit
+def own_block(x: cute.Tensor, cu_seqlens: cute.Tensor | None, blocks: cutlass.Constexpr) -> QueryBlock:
+    """That of this CTA, of a grid of as many as `heads_and_blocks` multiply to.
+
+    Neighbours have the same rows of neighbouring heads, which lie side by side.
+    """
+    group, _, _ = cute.arch.block_idx()
+    _, Hq, count = heads_and_blocks(x, cu_seqlens, blocks)
+    rest = group // Hq
+    batch, head, block = rest // count, group % Hq, rest % count
+    number = (Int64(batch) * Hq + head) * count + block
+    if cutlass.const_expr(cu_seqlens is None):
+        first = block * blocks.queries
+        return QueryBlock(batch, head, first, x.shape[1] - first, number)
+    b = _sequence_of(block, cu_seqlens, blocks)
+    start, end = cu_seqlens[b], cu_seqlens[b + 1]
+    first = start + (block - blocks.first(start, b)) * blocks.queries
+    return QueryBlock(batch, head, first, end - first, number)
+
+
+@cute.jit
+def _sequence_of(block: Int32, cu_seqlens: cute.Tensor, blocks: cutlass.Constexpr) -> Int32:
+    """The last sequence that begins at that block or before: of each 32 candidates a lane asks one."""
+    lane = cute.arch.lane_idx()
+    low, high = Int32(0), cu_seqlens.shape[0] - 1
+    while high - low > 1:
+        step = (high - low + 31) // 32
+        b = low + lane * step
+        begun = (b < high) & (blocks.first(cu_seqlens[cutlass.min(b, high - 1)], b) <= block)
+        passed = cute.arch.popc(cute.arch.vote_ballot_sync(begun)) * step
+        high = cutlass.min(high, low + passed)
+        low = low + passed - step
+    return low

@@ -1,0 +1,149 @@
+"""The backward's sums of dQ, scaled, rounded and in their places.
+
+A CTA has a block of rows of one head, a thread what a thread of the main kernel added up: of every 8 columns
+two of each of two rows. Four neighbouring lanes have all columns of these rows; they exchange words until
+each has 8 neighbouring columns, 16 bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+from ..common.attn_mask import vector_at
+from ..common.dq_blocks import THREADS
+from ..common.query_blocks import QueryBlock, heads_and_blocks, own_block
+from ..common.row_blocks import CHUNK, VECTOR, PostprocessPlan
+
+LANES = 4
+"""Neighbouring lanes that have whole rows between them."""
+DEPTH = 8
+"""Loads of a lane in flight."""
+_ROUND = {"bfloat16": "cvt.rn.bf16x2.f32", "float16": "cvt.rn.f16x2.f32"}
+_NUMERIC = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
+
+
+@cute.jit
+def postprocess(
+    dq_acc: cute.Tensor,
+    dq: cute.Tensor,
+    cu_seqlens_q: cute.Tensor | None,
+    scale: Float32,
+    plan: cutlass.Constexpr,
+    stream: cuda.CUstream,
+) -> None:
+    """Launch dq = dq_acc * scale.
+
+    dq_acc float32 (B, Hq, n, m * columns), packed (Hq, n, m * columns): n blocks of m rows a head, as
+    `row_blocks` lays them out. dq (B, Sq, Hq, D) or (T, Hq, D), last stride 1, the others multiples of 8
+    elements, base on 16 bytes. No size is 0.
+    """
+    B, Hq, count = heads_and_blocks(dq, cu_seqlens_q, plan.blocks)
+    postprocess_kernel(dq_acc, dq, cu_seqlens_q, scale, plan).launch(
+        grid=(B * Hq * count, 1, 1), block=(THREADS * plan.blocks.bands, 1, 1), stream=stream
+    )
+
+
+@cute.kernel
+def postprocess_kernel(
+    dq_acc: cute.Tensor,
+    dq: cute.Tensor,
+    cu_seqlens_q: cute.Tensor | None,
+    scale: Float32,
+    plan: cutlass.Constexpr,
+) -> None:
+    blocks = plan.blocks
+    own = own_block(dq, cu_seqlens_q, blocks)
+    thread, _, _ = cute.arch.thread_idx()
+    source = dq_acc.iterator + own.number * blocks.floats
+    # Two rows of 4 chunks each, or one of 2 chunks: four words to exchange.
+    together = LANES if blocks.chunks % LANES == 0 else LANES // 2
+    step = max(DEPTH // together, 1) * together
+    for first in cutlass.range_constexpr(0, blocks.chunks, step):
+        chunks = range(first, min(first + step, blocks.chunks))
+        words = {c: _load(source, c, thread, scale, plan) for c in chunks}
+        for c in cutlass.range_constexpr(first, chunks.stop, together):
+            upper, lower = ([words[c + i][half] for i in range(together)] for half in range(2))
+            if cutlass.const_expr(together == LANES):
+                _store(dq, own, _row(thread), c + thread % LANES, _exchange(upper, thread), plan)
+                _store(dq, own, _row(thread) + 8, c + thread % LANES, _exchange(lower, thread), plan)
+            else:
+                row = _row(thread) + 8 * (thread % LANES // 2)
+                _store(dq, own, row, c + thread % 2, _exchange(upper + lower, thread), plan)
+
+
+def _row(thread: Int32) -> Int32:
+    """In the block."""
+    return thread // 32 * 16 + thread % 32 // LANES
+
+
+def _load(source: cute.Pointer, chunk: int, thread: Int32, scale: Float32, plan: PostprocessPlan) -> tuple:
+    """Two columns of the upper row and of the lower one, scaled and rounded, a word each."""
+    sums = cute.make_rmem_tensor(VECTOR, Float32)
+    at = plan.blocks.vector(thread // THREADS, chunk, thread % THREADS)
+    cute.autovec_copy(vector_at(source + at, VECTOR), sums)
+    return tuple(
+        cute.arch.inline_ptx(
+            f"{_ROUND[plan.dtype]} {{$w0}}, {{$r0}}, {{$r1}};",
+            write_only_types=[Uint32],
+            read_only_args=[sums[2 * half + 1] * scale, sums[2 * half] * scale],
+        )
+        for half in range(2)
+    )
+
+
+def _exchange(words: list, thread: Int32) -> cute.Tensor:
+    """Of four lanes with four words each, lane l gets the l-th word of each."""
+    for distance in (1, 2):
+        odd = (thread & distance) != 0
+        for i in range(LANES):
+            if not i & distance:
+                mine, other = words[i], words[i + distance]
+                sent = cute.arch.shuffle_sync_bfly(cutlass.select_(odd, mine, other), distance)
+                words[i] = cutlass.select_(odd, sent, mine)
+                words[i + distance] = cutlass.select_(odd, other, sent)
+    gathered = cute.make_rmem_tensor(LANES, Uint32)
+    for i in range(LANES):
+        gathered[i] = words[i]
+    return gathered
+
+
+@cute.jit
+def _store(
+    dq: cute.Tensor,
+    own: QueryBlock,
+    row: Int32,
+    chunk: Int32,
+    words: cute.Tensor,
+    plan: cutlass.Constexpr,
+) -> None:
+    column = chunk * CHUNK
+    if own.has(row) & (column < plan.D):
+        at = (own.first + row, own.head) if plan.varlen else (own.batch, own.first + row, own.head)
+        start = dq[(*at, None)].iterator + column
+        cute.autovec_copy(words, vector_at(start, LANES, Uint32))
+
+
+def compile_postprocess(plan: PostprocessPlan) -> Any:
+    """`postprocess` compiled for any sizes; call it with its arguments but `plan` and `stream`."""
+    modes = 3 if plan.varlen else 4
+    dq_acc = _rows(Float32, modes, cute.sym_int())
+    dq = _rows(_NUMERIC[plan.dtype], modes, plan.D)
+    cu_seqlens = None
+    if plan.varlen:
+        cu_seqlens = cute.runtime.make_fake_compact_tensor(Int32, (cute.sym_int(),), assumed_align=4)
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    return cute.compile(
+        postprocess, dq_acc, dq, cu_seqlens, Float32(1.0), plan, stream, options="--enable-tvm-ffi"
+    )
+
+
+def _rows(dtype: type, modes: int, D: Any) -> cute.Tensor:
+    """More elements than 32 bits count are no problem here."""
+    shape = (*(cute.sym_int() for _ in range(modes - 1)), D)
+    stride = (*(cute.sym_int64(divisibility=8) for _ in range(modes - 1)), 1)
+    return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=16)

@@ -1,0 +1,199 @@
+"""What the backward needs of each query row before it starts, and empty places for its sums.
+
+A CTA has a block of rows of one head. A few lanes share a row of O and dO, 16 bytes each at a time, and add
+up what they have of its product; meanwhile the CTA clears the block's sums of dQ. The kernel is as fast as
+memory if enough loads are under way: rows are taken together as long as that is `DEPTH` loads a lane.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from ..common.attn_mask import vector_at
+from ..common.query_blocks import QueryBlock, heads_and_blocks, own_block
+from ..common.row_blocks import VECTOR, PreprocessPlan
+from ..common.scores import LOG2E
+
+WARP = 32
+THREADS = 256
+WARPS = THREADS // WARP
+STEP = 8
+"""Elements of a load."""
+DEPTH = 8
+"""Loads of a lane in flight."""
+_NUMERIC = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
+
+
+class Shape(NamedTuple):
+    """How warps are laid over rows."""
+
+    lanes: int
+    """Lanes side by side on a row."""
+    turns: int
+    """Loads of each lane to cover a row."""
+    rows: int
+    """Rows of a lane in a part."""
+    parts: int
+    """Of a block."""
+
+    def row(self, part: int, r: int, warp: Int32, lane: Int32) -> Int32:
+        return ((part * self.rows + r) * WARPS + warp) * (WARP // self.lanes) + lane // self.lanes
+
+
+def shape_of(plan: PreprocessPlan) -> Shape:
+    vectors = plan.Dv // STEP
+    lanes = 4 if vectors <= 4 or vectors % 8 == 4 else 8
+    turns = -(-vectors // lanes)
+    at_once = WARPS * WARP // lanes
+    rows = max(1, min(DEPTH // (2 * turns), plan.blocks.queries // at_once))
+    return Shape(lanes, turns, rows, plan.blocks.queries // (at_once * rows))
+
+
+@cute.jit
+def preprocess(
+    out: cute.Tensor,
+    dout: cute.Tensor,
+    lse: cute.Tensor,
+    dlse: cute.Tensor | None,
+    stats: cute.Tensor,
+    dq_acc: cute.Tensor,
+    turns: cute.Tensor | None,
+    cu_seqlens_q: cute.Tensor | None,
+    plan: cutlass.Constexpr,
+    stream: cuda.CUstream,
+) -> None:
+    """Launch stats[0] = lse in base 2, stats[1] = rowsum(out * dout) - dlse, dq_acc = 0, turns = 0.
+
+    out, dout (B, Sq, Hq, Dv) or packed (T, Hq, Dv); last stride 1, the others multiples of 8 elements, bases
+    on 16 bytes. lse, dlse (B, Hq, Sq) or (Hq, T) float32, contiguous. With n blocks of m rows a head, as
+    `row_blocks` lays them out: stats float32 (2, B, Hq, n * m), dq_acc float32 (B, Hq, n, m * columns), turns
+    int32 (B, Hq, n); packed: without B. stats is (inf, 0) where no row is, and for rows that see nothing. No
+    size is 0.
+    """
+    B, Hq, count = heads_and_blocks(out, cu_seqlens_q, plan.blocks)
+    preprocess_kernel(out, dout, lse, dlse, stats, dq_acc, turns, cu_seqlens_q, plan).launch(
+        grid=(B * Hq * count, 1, 1), block=(THREADS, 1, 1), stream=stream
+    )
+
+
+@cute.kernel
+def preprocess_kernel(
+    out: cute.Tensor,
+    dout: cute.Tensor,
+    lse: cute.Tensor,
+    dlse: cute.Tensor | None,
+    stats: cute.Tensor,
+    dq_acc: cute.Tensor,
+    turns: cute.Tensor | None,
+    cu_seqlens_q: cute.Tensor | None,
+    plan: cutlass.Constexpr,
+) -> None:
+    own = own_block(out, cu_seqlens_q, plan.blocks)
+    thread, _, _ = cute.arch.thread_idx()
+    warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+    shape = shape_of(plan)
+    base2, delta = _own_stats(stats, own, plan)
+
+    for part in cutlass.range_constexpr(shape.parts):
+        rows = [shape.row(part, r, warp, lane) for r in range(shape.rows)]
+        loaded = [_load(x, own, rows, lane % shape.lanes, plan) for x in (out, dout)]
+        lses = [lse[_per_row(own, r, plan)] for r in rows]
+        dlses = [dlse[_per_row(own, r, plan)] if plan.dlse else Float32(0.0) for r in rows]
+        if cutlass.const_expr(part == 0):
+            _clear(dq_acc, own, thread, plan)
+        for r in cutlass.range_constexpr(shape.rows):
+            total = _product(loaded[0][None, None, r], loaded[1][None, None, r], lane, plan)
+            sees = own.has(rows[r]) & (lses[r] != -Float32.inf)
+            if lane % shape.lanes == 0:
+                base2[rows[r]] = cutlass.select_(sees, lses[r] * LOG2E, Float32.inf)
+                delta[rows[r]] = cutlass.select_(sees, total - dlses[r], Float32(0.0))
+    if cutlass.const_expr(plan.turns):
+        flags = turns.iterator
+        if thread == 0:
+            vector_at(flags + own.number, 1)[0] = Int32(0)
+
+
+def _own_stats(stats: cute.Tensor, own: QueryBlock, plan: PreprocessPlan) -> tuple[cute.Tensor, cute.Tensor]:
+    """(m,) each of lse and delta."""
+    both = Int64(1)
+    for n in stats.shape[1:]:
+        both = both * n
+    layout = cute.make_layout(plan.blocks.queries)
+    start = own.number * plan.blocks.queries
+    return tuple(cute.make_tensor(stats.iterator + at, layout) for at in (start, both + start))
+
+
+def _per_row(own: QueryBlock, r: Int32, plan: PreprocessPlan) -> tuple:
+    row = own.row(r)
+    return (own.head, row) if plan.varlen else (own.batch, own.head, row)
+
+
+def _load(x: cute.Tensor, own: QueryBlock, rows: list, lane: Int32, plan: PreprocessPlan) -> cute.Tensor:
+    """(8, turns, rows); a lane that has nothing of a row in the last turn loads the row's end."""
+    shape = shape_of(plan)
+    loaded = cute.make_rmem_tensor((STEP, shape.turns, shape.rows), x.element_type)
+    for r, row in enumerate(rows):
+        at = (own.row(row), own.head) if plan.varlen else (own.batch, own.row(row), own.head)
+        source = x[(*at, None)].iterator
+        for t in range(shape.turns):
+            column = cutlass.min((t * shape.lanes + lane) * STEP, plan.Dv - STEP)
+            cute.autovec_copy(vector_at(source + column, STEP), loaded[None, t, r])
+    return loaded
+
+
+def _product(o: cute.Tensor, do: cute.Tensor, lane: Int32, plan: PreprocessPlan) -> Float32:
+    """Of a row, known to all of its lanes."""
+    shape = shape_of(plan)
+    total = Float32(0.0)
+    for t in range(shape.turns):
+        products = Float32(0.0)
+        for i in range(STEP):
+            products = products + o[i, t].to(Float32) * do[i, t].to(Float32)
+        if (t + 1) * shape.lanes * STEP > plan.Dv:
+            inside = (t * shape.lanes + lane % shape.lanes) * STEP < plan.Dv
+            products = cutlass.select_(inside, products, Float32(0.0))
+        total = total + products
+    distance = shape.lanes // 2
+    while distance:
+        total = total + cute.arch.shuffle_sync_bfly(total, distance)
+        distance //= 2
+    return total
+
+
+def _clear(dq_acc: cute.Tensor, own: QueryBlock, thread: Int32, plan: PreprocessPlan) -> None:
+    zeros = cute.make_rmem_tensor(VECTOR, Float32)
+    zeros.fill(0.0)
+    start = dq_acc.iterator + own.number * plan.blocks.floats + thread * VECTOR
+    for i in range(plan.blocks.floats // (THREADS * VECTOR)):
+        cute.autovec_copy(zeros, vector_at(start + i * THREADS * VECTOR, VECTOR))
+
+
+def compile_preprocess(plan: PreprocessPlan) -> Any:
+    """`preprocess` compiled for any sizes and strides; call it with its arguments but `plan` and `stream`."""
+    modes = 3 if plan.varlen else 4
+    rows = [_rows(_NUMERIC[plan.dtype], modes, plan.Dv) for _ in range(2)]
+    lse, dlse = (_compact(Float32, modes - 1, 4) for _ in range(2))
+    stats, dq_acc = _rows(Float32, modes, cute.sym_int()), _rows(Float32, modes, cute.sym_int())
+    turns = _compact(Int32, modes - 1, 4) if plan.turns else None
+    cu_seqlens = _compact(Int32, 1, 4) if plan.varlen else None
+    tensors = (*rows, lse, dlse if plan.dlse else None, stats, dq_acc, turns, cu_seqlens)
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    return cute.compile(preprocess, *tensors, plan, stream, options="--enable-tvm-ffi")
+
+
+def _rows(dtype: type, modes: int, D: Any) -> cute.Tensor:
+    """More elements than 32 bits count are no problem here."""
+    shape = (*(cute.sym_int() for _ in range(modes - 1)), D)
+    stride = (*(cute.sym_int64(divisibility=8) for _ in range(modes - 1)), 1)
+    return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=16)
+
+
+def _compact(dtype: type, modes: int, align: int) -> cute.Tensor:
+    shape = tuple(cute.sym_int() for _ in range(modes))
+    order = tuple(range(modes - 1, -1, -1))
+    return cute.runtime.make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)

@@ -1,0 +1,45 @@
+"""The backward's workspaces, described once more: where each query row is, and in which order its sums."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash4_torch.kernels.common.dq_blocks import DqBlocks
+from flash4_torch.kernels.common.row_blocks import RowBlocks
+
+
+def blocks_of(D: int, queries: int) -> RowBlocks:
+    return RowBlocks(queries, DqBlocks(D, queries, 2).columns)
+
+
+def ends_of(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+
+
+def places(blocks: RowBlocks, lengths: list[int], varlen: bool) -> tuple[int, Tensor]:
+    """How many rows of blocks a head has, and at which of them each row is; dense: of one sequence."""
+    if not varlen:
+        return blocks.count(lengths[0]) * blocks.queries, torch.arange(lengths[0])
+    ends = ends_of(lengths).tolist()
+    count = blocks.packed_count(ends[-1], len(lengths)) * blocks.queries
+    starts = [blocks.first(start, b) * blocks.queries for b, start in enumerate(ends[:-1])]
+    rows = [start + torch.arange(n) for start, n in zip(starts, lengths, strict=True)]
+    return count, torch.cat(rows)
+
+
+def in_blocks(blocks: RowBlocks, x: Tensor) -> Tensor:
+    """(..., n * m, columns) in the order of the main kernel's sums, (..., n, m * columns)."""
+    split = x.unflatten(-2, (-1, blocks.bands, 4, 2, 8)).unflatten(-1, (blocks.chunks, 4, 2))
+    # block, band, warp, upper or lower, row, chunk, lane's pair, column
+    batch = range(split.dim() - 8)
+    order = (split.dim() + d for d in (-8, -7, -3, -6, -4, -2, -5, -1))
+    return split.permute(*batch, *order).flatten(-7).contiguous()
+
+
+def out_of_blocks(blocks: RowBlocks, sums: Tensor) -> Tensor:
+    """The inverse of `in_blocks`."""
+    (order,) = in_blocks(blocks, torch.arange(blocks.floats).view(blocks.queries, blocks.columns))
+    x = torch.empty_like(sums)
+    x[..., order] = sums
+    return x.unflatten(-1, (blocks.queries, blocks.columns)).flatten(-3, -2)

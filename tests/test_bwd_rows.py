@@ -1,0 +1,125 @@
+"""The kernels before and behind the backward's main one, in the emulator, against plain torch."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flash4_torch.kernels.common.dq_blocks import DqBlocks
+from flash4_torch.kernels.common.row_blocks import PostprocessPlan, PreprocessPlan, RowBlocks
+from row_order import blocks_of, ends_of, in_blocks, out_of_blocks, places
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+from flash4_torch.kernels.shared.bwd_postprocess import compile_postprocess
+from flash4_torch.kernels.shared.bwd_preprocess import compile_preprocess
+from flash4_torch.testing import emulate
+
+compiled_before = functools.cache(compile_preprocess)
+compiled_behind = functools.cache(compile_postprocess)
+
+HEADS = ((64, 64), (128, 128), (96, 96), (40, 24), (8, 200), (80, 72))
+LENGTHS = st.one_of(st.sampled_from([1, 63, 64, 65, 127, 128, 129, 256]), st.integers(1, 300))
+
+
+@st.composite
+def sequences(draw: st.DrawFn, varlen: bool) -> list[int]:
+    """Lengths; dense: the same for all of a batch."""
+    if not varlen:
+        return [draw(LENGTHS)] * draw(st.integers(1, 2))
+    few = st.lists(st.one_of(st.just(0), LENGTHS), min_size=1, max_size=4)
+    many = st.lists(st.sampled_from([0, 1, 3, 70]), min_size=33, max_size=70)
+    lengths = draw(st.one_of(few, many))
+    return lengths if any(lengths) else [*lengths, 5]
+
+
+def test_packed_sequences_have_room() -> None:
+    """Also where each of them has a token more than whole blocks."""
+    for m in (64, 128):
+        for lengths in ([1, 1, 1], [0, 0, m], [m + 1] * 5, [m - 1, 1, 2 * m, 0, 3]):
+            count, rows = places(RowBlocks(m, 64), lengths, varlen=True)
+            assert len(rows.unique()) == sum(lengths) and rows.max() < count
+
+
+@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("queries", [64, 128])
+@pytest.mark.parametrize(("D", "Dv"), HEADS, ids=str)
+@given(data=st.data())
+@settings(max_examples=4)
+def test_preprocess(D: int, Dv: int, queries: int, varlen: bool, data: st.DataObject) -> None:
+    dtype = "float16" if queries == 64 else "bfloat16"
+    with_dlse = turns_wanted = queries == 64
+    plan = PreprocessPlan(dtype, Dv, blocks_of(D, queries), varlen, with_dlse, turns_wanted)
+    lengths = data.draw(sequences(varlen))
+    Hq, generator = data.draw(st.integers(1, 3)), torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    shape = (sum(lengths), Hq) if varlen else (len(lengths), lengths[0], Hq)
+    room = torch.randn((2, *shape[:-1], Hq + 1, Dv + 8), generator=generator).to(getattr(torch, dtype))
+    out, dout = room[..., :Hq, :Dv]
+    lse = torch.randn(*shape[:-2], Hq, shape[-2], generator=generator)
+    lse[torch.rand(lse.shape, generator=generator) < 0.1] = -math.inf
+    dlse = torch.randn(lse.shape, generator=generator) if with_dlse else None
+
+    count, at = places(plan.blocks, lengths, varlen)
+    batch = lse.shape[:-1]
+    stats = torch.full((2, *batch, count), math.nan)
+    dq_acc = torch.full((*batch, count // queries, plan.blocks.floats), math.nan)
+    turns = torch.full((*batch, count // queries), -7, dtype=torch.int32) if turns_wanted else None
+    ends = ends_of(lengths) if varlen else None
+    launch(compiled_before, plan, out, dout, lse, dlse, stats, dq_acc, turns, ends)
+
+    delta = (out.double() * dout.double()).sum(-1).transpose(-1, -2)
+    if dlse is not None:
+        delta = delta - dlse
+    sees = lse != -math.inf
+    wanted = torch.stack([torch.full(stats.shape[1:], math.inf), torch.zeros(stats.shape[1:])])
+    wanted[0][..., at] = torch.where(sees, lse * math.log2(math.e), math.inf)
+    wanted[1][..., at] = torch.where(sees, delta, 0.0).float()
+    torch.testing.assert_close(stats, wanted, rtol=1e-5, atol=1e-4)
+    assert not dq_acc.any() and (turns is None or not turns.any())
+
+
+@pytest.mark.parametrize("warpgroups", [1, 2, 3])
+@pytest.mark.parametrize("queries", [64, 128])
+def test_both_descriptions_of_blocks_agree(queries: int, warpgroups: int) -> None:
+    of_sums = DqBlocks(80, queries, warpgroups)
+    blocks = RowBlocks(of_sums.queries, of_sums.columns)
+    numbers = torch.arange(blocks.floats).view(queries, blocks.columns)
+    (placed,) = in_blocks(blocks, numbers)
+    assert torch.equal(out_of_blocks(blocks, placed[None]), numbers)
+    for row in range(0, queries, 7):
+        for column in range(blocks.columns):
+            assert placed[of_sums.place(row, column)] == numbers[row, column]
+
+
+@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("queries", [64, 128])
+@pytest.mark.parametrize(("D", "Dv"), HEADS, ids=str)
+@given(data=st.data())
+@settings(max_examples=4)
+def test_postprocess(D: int, Dv: int, queries: int, varlen: bool, data: st.DataObject) -> None:
+    dtype = torch.bfloat16 if queries == 64 else torch.float16
+    plan = PostprocessPlan(str(dtype).removeprefix("torch."), D, blocks_of(D, queries), varlen)
+    lengths = data.draw(sequences(varlen))
+    Hq, generator = data.draw(st.integers(1, 3)), torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    count, at = places(plan.blocks, lengths, varlen)
+    batch = (Hq,) if varlen else (len(lengths), Hq)
+    sums = torch.randn(*batch, count, plan.blocks.chunks * 8, generator=generator)
+    dq = torch.full((sum(lengths), Hq, D) if varlen else (*batch[:1], lengths[0], Hq, D), math.nan).to(dtype)
+    ends = ends_of(lengths) if varlen else None
+    launch(compiled_behind, plan, in_blocks(plan.blocks, sums), dq, ends, 0.3)
+    assert torch.equal(dq, (sums[..., at, :D] * 0.3).to(dtype).transpose(-3, -2))
+
+
+def launch(compiled: Callable[[Any], Any], plan: Any, *args: Any) -> None:
+    """Raises for whatever the emulator finds wrong."""
+    with emulate.device("sm_90a") as device:
+        kernel = compiled(plan)
+        with device.touching(*(x for x in args if isinstance(x, Tensor))):
+            kernel(*args)
