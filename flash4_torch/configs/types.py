@@ -7,6 +7,8 @@ from typing import NamedTuple
 SHARED_MEMORY = 227 * 1024
 """Bytes that a CTA on Hopper may have."""
 _BARRIERS_AND_ALIGNMENT = 2048
+_BARRIERS = 1024
+"""Of a backward kernel, whose stages are multiples of 1024 bytes."""
 
 
 class Features(NamedTuple):
@@ -90,6 +92,92 @@ class Sm90Forward(NamedTuple):
         o = 0 if self.o_over_q else self.rows * Dv
         bits = self.kv_stages * self.rows * tile_bits(self.keys) if features.dropout else 0
         return 2 * (q + kv + o) + bits // 8 + _BARRIERS_AND_ALIGNMENT
+
+
+class BackwardFeatures(NamedTuple):
+    """What a backward kernel computes: the fields of `Features`, and what only gradients know."""
+
+    dtype: str
+    D: int
+    Dv: int
+    varlen: bool = False
+    left: bool = False
+    right: bool = False
+    softcap: bool = False
+    scaled: bool = False
+    mask: str = ""
+    dropout: bool = False
+    deterministic: bool = False
+    """dQ is summed up in one order, for the same bits every time."""
+    dmask: bool = False
+    """The gradient of a floating attn_mask is wanted."""
+
+
+class Sm90Backward(NamedTuple):
+    """Tiles and switches of the Hopper backward kernel."""
+
+    warpgroups: int
+    """Consumer warpgroups; each takes 64 keys, or, where `split`, both the same."""
+    queries: int
+    """Rows of queries in a block, 64 or 128."""
+    q_stages: int = 2
+    do_stages: int = 2
+    kv_stages: int = 1
+    """With two, K and V of the next tile arrive under this one."""
+    ds_stages: int = 1
+    """With two, no warpgroup waits for another one's dQ before it writes its dS; but where `split`."""
+    dq_stages: int = 1
+    """Of each warpgroup's dQ on its way to global memory, 1 or 2; only 1 where `split`."""
+    scores_first: bool = True
+    """The next block's scores are issued before the wait for dQ, not behind it."""
+    next_tile: bool = False
+    """The first scores of the next tile are computed under this tile's epilogue; with two `kv_stages`."""
+    round_weights: bool = False
+    """dS is made of the rounded weights, which frees the registers of the others."""
+    tail: bool = True
+    """Sk may end inside a tile."""
+    split: bool = False
+    """Two warpgroups share 64 keys, for wide heads: one makes weights and dV, the other one dS and dK."""
+    cluster: int = 1
+    """CTAs that take neighbouring tiles, 1 or, where `split`, 2: each loads half of every Q and dO for both,
+    and adds half of the columns of both tiles' dQ."""
+    holds: int = 0
+    """Where `split`: with 1 V is an operand from registers, with 2 K, too; shared memory is read less."""
+    dq_passes: int = 1
+    """Where `split`, how many parts of its dQ a warpgroup makes one after another, for want of registers."""
+
+    @property
+    def keys(self) -> int:
+        """Of a tile."""
+        return 64 if self.split else 64 * self.warpgroups
+
+    @property
+    def ticket_keys(self) -> int:
+        """Of a cluster's tiles, which visit the same blocks of rows: what attn_mask's tables go by."""
+        return self.keys * self.cluster
+
+    @property
+    def dq_pieces(self) -> int:
+        """In which a block of rows has its dQ added up."""
+        return self.warpgroups * self.cluster * self.dq_passes
+
+    def shared_memory(self, features: BackwardFeatures) -> int:
+        """Bytes: Q, dO, K, V and dS in their stages, dQ, two numbers of each row, and barriers.
+
+        In pairs the other CTA's half of K and its dS, too; softcap's slopes for dmask; and with dropout a bit
+        for each weight, of as many blocks as there are stages of Q.
+        """
+        parts = max(64 * self.dq_pieces // self.queries, 1)  # ranges of dQ's columns
+        D, Dv = -(-features.D // (16 * parts)) * 16 * parts, tile_dim(features.Dv)
+        dq = self.dq_stages * self.warpgroups * 64 * D // parts
+        rows = self.queries * (self.q_stages * D + self.do_stages * Dv)
+        others = (self.cluster - 1) * D // self.cluster
+        kv = self.kv_stages * self.keys * (D + Dv + others)
+        slopes = self.split and features.softcap and features.dmask
+        ds = self.ds_stages * self.keys * self.queries * (self.cluster + slopes)
+        statistics = 4 * self.queries * (self.q_stages + self.do_stages)
+        bits = self.q_stages * self.keys * tile_bits(self.queries) if features.dropout else 0
+        return 2 * (rows + kv + ds) + 4 * dq + statistics + bits // 8 + _BARRIERS
 
 
 def tile_bits(keys: int) -> int:

@@ -28,9 +28,34 @@ class Rule(NamedTuple):
     keep_scale: Float32
 
 
+class BackwardRule(NamedTuple):
+    """The same for a backward launch, whose tiles are blocks of keys."""
+
+    scale: Float32
+    softcap: Float32
+    left: Int32
+    right: Int32
+    longest_k: Int32
+    """Sk, or the longest sequence's."""
+    section: Int32
+    """Key heads whose tiles are drawn together."""
+    multiprocessors: Int32
+    drop_byte: Uint32
+    drop_fraction: Uint32
+    keep_scale: Float32
+
+
 def example_rule() -> Rule:
     """Stands for any rule when a kernel is compiled."""
-    return Rule(
+    return Rule(*_example())
+
+
+def example_backward_rule() -> BackwardRule:
+    return BackwardRule(*_example())
+
+
+def _example() -> tuple:
+    return (
         Float32(1.0),
         Float32(0.0),
         Int32(0),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass import Float32, Int32
+from cutlass._mlir.dialects import llvm
+from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
 ROWS = 64
 """Rows of one wgmma, and of a warpgroup."""
@@ -29,18 +30,39 @@ def output_mma(dtype: type, columns: int) -> cute.TiledMma:
     return cute.make_tiled_mma(op)
 
 
-def row_major_layout(dtype: type, rows: int, columns: int, stages: int) -> cute.ComposedLayout:
-    """(rows, columns, stages), swizzled as widely as the columns allow; columns are a multiple of 16."""
+def held_mma(dtype: type, columns: int) -> cute.TiledMma:
+    """64 x columns of A B^T, A in registers, B in shared memory and contiguous along the sum."""
+    k = OperandMajorMode.K
+    source = warpgroup.OperandSource.RMEM
+    return cute.make_tiled_mma(warpgroup.MmaF16BF16Op(dtype, Float32, (ROWS, columns, DEPTH), source, k, k))
+
+
+def transposed_mma(dtype: type, columns: int) -> cute.TiledMma:
+    """64 x columns of A B, both in shared memory, both contiguous along their 64 rows and the columns."""
+    mn = OperandMajorMode.MN
+    source = warpgroup.OperandSource.SMEM
+    return cute.make_tiled_mma(warpgroup.MmaF16BF16Op(dtype, Float32, (ROWS, columns, DEPTH), source, mn, mn))
+
+
+def row_major_layout(
+    dtype: type, rows: int, columns: int, stages: int, part: int | None = None
+) -> cute.ComposedLayout:
+    """(rows, columns, stages), swizzled as widely as the columns allow; columns are a multiple of 16.
+
+    `part`: columns that are to be an operand of their own.
+    """
     kinds = warpgroup.SmemLayoutAtomKind
-    kind = {64: kinds.K_SW128, 32: kinds.K_SW64, 16: kinds.K_SW32}[_chunk(columns)]
+    kind = {64: kinds.K_SW128, 32: kinds.K_SW64, 16: kinds.K_SW32}[_chunk(part or columns)]
     atom = warpgroup.make_smem_layout_atom(kind, dtype)
     return cute.tile_to_shape(atom, (rows, columns, stages), order=(0, 1, 2))
 
 
-def column_major_layout(dtype: type, columns: int, rows: int, stages: int) -> cute.ComposedLayout:
-    """(columns, rows, stages), contiguous along the columns."""
+def column_major_layout(
+    dtype: type, columns: int, rows: int, stages: int, part: int | None = None
+) -> cute.ComposedLayout:
+    """(columns, rows, stages), contiguous along the columns: the same memory as of `row_major_layout`."""
     kinds = warpgroup.SmemLayoutAtomKind
-    kind = {64: kinds.MN_SW128, 32: kinds.MN_SW64, 16: kinds.MN_SW32}[_chunk(columns)]
+    kind = {64: kinds.MN_SW128, 32: kinds.MN_SW64, 16: kinds.MN_SW32}[_chunk(part or columns)]
     atom = warpgroup.make_smem_layout_atom(kind, dtype)
     # All rows of one chunk of columns lie together: one box of the copy engine.
     return cute.tile_to_shape(atom, (columns, rows, stages), order=(1, 0, 2))
@@ -64,6 +86,31 @@ def scores(S: cute.Tensor, sQ: cute.Tensor, sK: cute.Tensor) -> None:
     warpgroup.commit_group()
 
 
+def held_fragment(dtype: type, depth: int) -> cute.Tensor:
+    """Registers for a (64, depth) operand of `scores_of_held`."""
+    return cute.make_rmem_tensor(held_mma(dtype, 8).partition_shape_A((ROWS, depth)), dtype)
+
+
+@cute.jit
+def hold(A: cute.Tensor, sA: cute.Tensor, thread: Int32) -> None:
+    """Load it from shared memory."""
+    atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), sA.element_type)
+    copy = cute.make_tiled_copy_A(atom, held_mma(sA.element_type, 8)).get_slice(thread)
+    cute.copy(atom, copy.partition_S(sA), copy.retile(A))
+
+
+@cute.jit
+def scores_of_held(S: cute.Tensor, A: cute.Tensor, sB: cute.Tensor) -> None:
+    """Issue S = A B^T; sB is (columns, depth) in shared memory."""
+    mma = held_mma(sB.element_type, cute.size(sB, mode=[0]))
+    B = mma.make_fragment_B(mma.get_slice(0).partition_B(sB))
+    warpgroup.fence()
+    for step in cutlass.range_constexpr(cute.size(A, mode=[2])):
+        mma.set(warpgroup.Field.ACCUMULATE, step > 0)
+        cute.gemm(mma, S, A[None, None, step], B[None, None, step], S)
+    warpgroup.commit_group()
+
+
 @cute.jit
 def accumulate(O: cute.Tensor, P: cute.Tensor, sV: cute.Tensor, add) -> None:
     """Issue O = P V, or O += P V where `add`; P is in registers, sV (Dv, keys) in shared memory."""
@@ -73,6 +120,23 @@ def accumulate(O: cute.Tensor, P: cute.Tensor, sV: cute.Tensor, add) -> None:
     for step in cutlass.range_constexpr(cute.size(P, mode=[2])):
         mma.set(warpgroup.Field.ACCUMULATE, add if step == 0 else True)
         cute.gemm(mma, O, P[None, None, step], B[None, None, step], O)
+    warpgroup.commit_group()
+
+
+@cute.jit
+def transposed(C: cute.Tensor, sA: cute.Tensor, sB: cute.Tensor, add: cutlass.Constexpr = False) -> None:
+    """Issue C = A^T B, or C += A^T B where `add`.
+
+    sA is (64, depth) and sB (columns, depth), contiguous along their first mode.
+    """
+    mma = transposed_mma(sA.element_type, cute.size(sB, mode=[0]))
+    part = mma.get_slice(0)
+    A = mma.make_fragment_A(part.partition_A(sA))
+    B = mma.make_fragment_B(part.partition_B(sB))
+    warpgroup.fence()
+    for step in cutlass.range_constexpr(cute.size(A, mode=[2])):
+        mma.set(warpgroup.Field.ACCUMULATE, add or step > 0)
+        cute.gemm(mma, C, A[None, None, step], B[None, None, step], C)
     warpgroup.commit_group()
 
 
@@ -133,3 +197,29 @@ def round_to(values: cute.Tensor, target: cute.Tensor) -> None:
             write_only_types=[cutlass.Uint32],
             read_only_args=[values[2 * i + 1], values[2 * i]],
         )
+
+
+@cute.jit
+def widened(numbers: cute.Tensor) -> cute.Tensor:
+    """16-bit registers as float32."""
+    count = cute.size(numbers)
+    wide = cute.make_rmem_tensor(count, Float32)
+    pairs = cute.recast_tensor(numbers, cutlass.Uint32)
+    for i in cutlass.range_constexpr(count // 2):
+        if cutlass.const_expr(numbers.element_type is cutlass.BFloat16):
+            wide[2 * i], wide[2 * i + 1] = (
+                _float(pairs[i] << 16),
+                _float(pairs[i] & cutlass.Uint32(0xFFFF0000)),
+            )
+        else:
+            wide[2 * i], wide[2 * i + 1] = cute.arch.inline_ptx(
+                "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0};"
+                " cvt.f32.f16 {$w0}, low; cvt.f32.f16 {$w1}, high; }",
+                write_only_types=[Float32, Float32],
+                read_only_args=[pairs[i]],
+            )
+    return wide
+
+
+def _float(bits: cutlass.Uint32) -> Float32:
+    return Float32(llvm.bitcast(Float32.mlir_type, bits.ir_value()))

@@ -22,10 +22,10 @@ from cutlass.memory import SmemAllocator
 from ...common import attn_mask, dropout, ring
 from ...common.args import Rule
 from ...common.ring import Ring
+from ..pair import Pair, finish_together, make_pair, peer_of, start_together
 from .draw import draw
 from .load import load
 from .mainloop import consume
-from .pair import Pair, finish_together, make_pair, peer_of, start_together
 from .plan import GROUP, MESSAGE, ROWS, WARP, WARPS, Plan
 
 
@@ -114,7 +114,7 @@ def forward_kernel(
     if cutlass.const_expr(mask_args is not None):
         mask = attn_mask.make_mask(mask_args, plan.mask)
     memory = SmemAllocator()
-    peer = peer_of(plan)
+    peer = peer_of(plan.ctas)
     sO = None
     if cutlass.const_expr(not plan.config.o_over_q):
         rows = cute.make_layout((ROWS * plan.Dv, plan.warpgroups))
@@ -160,7 +160,7 @@ def forward_kernel(
         cute.arch.mbarrier_init_fence()
         for atom in (maps.load_q, maps.load_k, maps.load_v, maps.store_o):
             cpasync.prefetch_descriptor(atom)
-    start_together(plan)
+    start_together(plan.ctas)
 
     if group == 0:
         cute.arch.setmaxregister_decrease(plan.registers.producer)
@@ -176,7 +176,7 @@ def forward_kernel(
             _consume(k, group - 1)
     else:
         _consume(k, group - 1)
-    finish_together(plan)
+    finish_together(plan.ctas)
 
 
 @cute.jit

@@ -11,7 +11,7 @@ from cutlass import Boolean, Int32, Uint32
 from ...common import attn_mask, ring
 from ...common.band import Band, Span, make_band, visible_span
 from ...common.ring import Cursor
-from .pair import hand_over
+from ..pair import hand_over
 from .plan import MESSAGE
 
 if TYPE_CHECKING:

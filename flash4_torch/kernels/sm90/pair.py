@@ -1,4 +1,4 @@
-"""Two CTAs of a cluster, which share K and V: how they start, draw tiles together, and end."""
+"""Two CTAs of a cluster, which load for each other: how they start, draw tiles together, and end."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 from cutlass.memory import SmemAllocator
 
-from ...common import ring
-from ...common.ring import Cursor, Ring
-from .plan import Plan
+from ..common import ring
+from ..common.ring import Cursor, Ring
 
 _TICKET_BYTES = 4
 
@@ -24,9 +23,9 @@ class Pair(NamedTuple):
     ticket: cute.Pointer
 
 
-def peer_of(plan: Plan) -> Int32 | None:
+def peer_of(ctas: int) -> Int32 | None:
     """Rank of the other CTA, if there is one."""
-    return None if plan.ctas == 1 else cute.arch.block_idx_in_cluster() ^ 1
+    return None if ctas == 1 else cute.arch.block_idx_in_cluster() ^ 1
 
 
 def make_pair(memory: SmemAllocator, peer: Int32 | None) -> Pair | None:
@@ -37,9 +36,9 @@ def make_pair(memory: SmemAllocator, peer: Int32 | None) -> Pair | None:
 
 
 @cute.jit
-def start_together(plan: cutlass.Constexpr) -> None:
+def start_together(ctas: cutlass.Constexpr) -> None:
     """Barriers are initialised and a fence has followed: nobody uses them before, in either CTA."""
-    if cutlass.const_expr(plan.ctas == 1):
+    if cutlass.const_expr(ctas == 1):
         cute.arch.sync_threads()
     else:
         cute.arch.cluster_arrive_relaxed()
@@ -47,9 +46,9 @@ def start_together(plan: cutlass.Constexpr) -> None:
 
 
 @cute.jit
-def finish_together(plan: cutlass.Constexpr) -> None:
+def finish_together(ctas: cutlass.Constexpr) -> None:
     """A CTA that has left has no barrier at which the other one could arrive."""
-    if cutlass.const_expr(plan.ctas > 1):
+    if cutlass.const_expr(ctas > 1):
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 

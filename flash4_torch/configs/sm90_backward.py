@@ -1,0 +1,96 @@
+"""The Hopper backward kernel's tiles: which to take for which call, and why.
+
+`TABLE` is read from the top: the first row that admits the call serves it. What a row was measured at stands
+in its last column, or that it was not: bfloat16, 32k tokens of hidden size 2048 on an H200, throughput of all
+three kernels over FlashAttention-3's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from .types import SHARED_MEMORY, BackwardFeatures, Sm90Backward
+
+
+class Row(NamedTuple):
+    """Head sizes up to (D, Dv)."""
+
+    D: int
+    Dv: int
+    never: tuple[str, ...]
+    """Features that it does not take: names of `_TAKES`."""
+    config: Sm90Backward
+    why: str
+
+    def admits(self, features: BackwardFeatures) -> bool:
+        return (
+            features.D <= self.D
+            and features.Dv <= self.Dv
+            and not any(_TAKES[name](features) for name in self.never)
+            and self.config.shared_memory(features) <= SHARED_MEMORY
+        )
+
+
+_TAKES: dict[str, Callable[[BackwardFeatures], bool]] = {
+    "bias": lambda f: f.mask not in ("", "bool"),
+    "mask": lambda f: f.mask != "",
+    "dmask": lambda f: f.dmask,
+    "dropout": lambda f: f.dropout,
+    "softcap": lambda f: f.softcap,
+    "varlen": lambda f: f.varlen,
+}
+_HEAVY = ("dropout", "bias", "softcap")
+_ALL = ("dropout", "mask", "softcap", "varlen")
+
+# fmt: off
+_Tiles = Sm90Backward
+TABLE = (
+    # D   Dv   never
+    Row(64, 64, _HEAVY,
+        _Tiles(2, 128, kv_stages=2, ds_stages=2, round_weights=True, next_tile=True),
+        "full S 512, 1k, 4k, 16k: 1.12, 1.05, 1.00, 1.01; causal S 512, 4k, 16k: 1.19, 0.99, 0.95; "
+        "one stage of dS 0 to 0.01 less, of K and V 0.02 to 0.1, blocks of 64 rows 0.15"),
+    Row(64, 64, (), _Tiles(2, 64, ds_stages=2, kv_stages=2, round_weights=True),
+        "unmeasured: features that need registers"),
+    Row(96, 96, ("dropout", "dmask"), _Tiles(2, 64, q_stages=3, do_stages=3, ds_stages=2, dq_stages=2),
+        "S 8k: full 1.04, causal 1.02; two stages of K and V, one of dQ 1.00 and 0.95"),
+    Row(128, 128, ("dropout", "dmask"), _Tiles(2, 64, dq_stages=2),
+        "full S 512, 4k, 16k: 1.07, 1.03, 1.01; causal 1.05, 0.99, 1.00; two stages of dS, one of dQ: "
+        "0.97 at 16k; next_tile with one stage of dO 0.04 to 0.1 less, rounded weights 0.01"),
+    Row(128, 128, ("bias",), _Tiles(2, 64, ds_stages=2, round_weights=True),
+        "unmeasured: products are serialised beside weights that are not rounded"),
+    Row(192, 192, _ALL, _Tiles(2, 64, ds_stages=2, split=True, cluster=2, holds=1),
+        "S 8k: full 1.10, causal 1.04; V in shared memory 1.04 and 0.98, K in registers, too, 1.06 and 0.98; "
+        "alone 0.77 and 0.72"),
+    Row(256, 256, _ALL, _Tiles(2, 64, do_stages=1, split=True, cluster=2),
+        "S 1k, 4k, 16k: full 1.11, 1.06, 1.07, causal 1.06, 1.10, 1.10; alone 0.90 and 0.84"),
+    Row(192, 192, (), _Tiles(2, 64, split=True),
+        "unmeasured: dK and dV each take the registers of a warpgroup; gradients of masks, too"),
+    Row(256, 256, (), _Tiles(2, 64, do_stages=1, split=True, dq_passes=2),
+        "unmeasured: of dQ only a quarter at a time fits beside them"),
+)
+# fmt: on
+
+
+def backward(features: BackwardFeatures, Sk: int, end_hidden: bool = False) -> Sm90Backward:
+    """The config of a call.
+
+    Args:
+        features: what the kernel computes.
+        Sk: key positions; of the longest sequence if varlen.
+        end_hidden: whether the band hides everything beyond the last key, as for causal calls.
+    """
+    config = _config(features)
+    tail = not (end_hidden and features.right) and (features.varlen or Sk % config.ticket_keys != 0)
+    return config._replace(tail=tail)
+
+
+def reachable(features: BackwardFeatures) -> tuple[Sm90Backward, ...]:
+    """Every config that `backward` returns for some sizes."""
+    tails = [False, True] if features.right or not features.varlen else [True]
+    return tuple(_config(features)._replace(tail=tail) for tail in tails)
+
+
+def _config(features: BackwardFeatures) -> Sm90Backward:
+    return next(row.config for row in TABLE if row.admits(features))

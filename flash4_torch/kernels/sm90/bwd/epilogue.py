@@ -1,0 +1,127 @@
+"""A tile's end: dK and dV in 16 bits leave through the shared memory of their own K and V."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import cpasync, warp
+
+from ...common import ring
+from ...common.ring import Cursor
+from .. import wgmma
+from .plan import DONE, ROWS, WARP, WARP_ROWS
+from .tile import Tile
+
+if TYPE_CHECKING:
+    from .kernel import Kernel
+    from .mainloop import Thread
+
+
+@cute.jit
+def epilogue(k: Kernel, t: Thread, tile: Tile, kv_at: Cursor) -> None:
+    """Every warp stores its 16 keys by itself."""
+    plan = k.plan
+    sK, sV = (x[None, None, kv_at.stage] for x in (k.sK, k.sV))
+    # Other warpgroups read this one's K for their dQ, but nobody else reads its V.
+    stage_gradient(k, t, t.dV, dv_scale(k), sV)
+    cute.arch.barrier(barrier_id=DONE, number_of_threads=plan.consumers)
+    stage_gradient(k, t, t.dK, k.rule.scale, sK)
+    store_gradients(k, t, (dv_target(k, sV), dk_target(k, sK)), tile)
+    ring.release(k.load_k, kv_at)
+    ring.release(k.load_v, kv_at)
+
+
+class Target(NamedTuple):
+    """Where a staged gradient goes."""
+
+    atom: Any
+    boxes: cute.Tensor
+    rows: cute.Tensor
+    D: int
+    stage: cute.Tensor
+
+
+def dk_target(k: Kernel, stage: cute.Tensor) -> Target:
+    return Target(k.maps.store_dk, k.maps.mdK, k.dk, k.plan.features.D, stage)
+
+
+def dv_target(k: Kernel, stage: cute.Tensor) -> Target:
+    return Target(k.maps.store_dv, k.maps.mdV, k.dv, k.plan.features.Dv, stage)
+
+
+def dv_scale(k: Kernel) -> Float32:
+    return k.rule.keep_scale if k.plan.features.dropout else Float32(1.0)
+
+
+@cute.jit
+def store_gradients(k: Kernel, t: Thread, targets: tuple, tile: Tile) -> None:
+    """What the warp has staged, until shared memory may be used again."""
+    if cutlass.const_expr(k.plan.stores_by_copy_engine):
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        for target in targets:
+            _store_box(k, t, target.atom, target.boxes, target.stage, tile)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+    else:
+        cute.arch.sync_warp()
+        for target in targets:
+            _store_rows(k, t, target.rows, target.D, target.stage, tile)
+        cute.arch.fence_view_async_shared()  # the next K and V come by the copy engine
+
+
+@cute.jit
+def stage_gradient(k: Kernel, t: Thread, gradient: cute.Tensor, scale: Float32, stage: cute.Tensor) -> None:
+    """Scale, round, and write the warpgroup's rows of a stage."""
+    plan = k.plan
+    for i in cutlass.range_constexpr(cute.size(gradient)):
+        gradient[i] = gradient[i] * scale
+    rounded = cute.make_rmem_tensor(gradient.layout, plan.dtype)
+    wgmma.round_to(gradient, rounded)
+    columns = cute.size(stage, mode=[1])
+    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), plan.dtype)
+    copy = cute.make_tiled_copy_C(atom, wgmma.output_mma(plan.dtype, columns)).get_slice(t.index)
+    rows = cute.local_tile(stage, (ROWS, columns), (t.warpgroup, 0))
+    cute.copy(atom, copy.retile(rounded), copy.partition_D(rows))
+
+
+@cute.jit
+def _store_box(k: Kernel, t: Thread, atom, target: cute.Tensor, stage: cute.Tensor, tile: Tile) -> None:
+    """The copy engine leaves out rows beyond the end."""
+    box = (WARP_ROWS, cute.size(stage, mode=[1]))
+    own = _own_warp(t)
+    place = tile.block * (k.plan.keys // WARP_ROWS) + own
+    rows = cute.local_tile(target[None, None, tile.key_head, tile.batch], box, (place, 0))
+    piece = cute.local_tile(stage, box, (own, 0))
+    s, g = cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(piece, 0, 2), cute.group_modes(rows, 0, 2)
+    )
+    with cute.arch.elect_one():
+        cute.copy(atom, s, g)
+        cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def _store_rows(
+    k: Kernel, t: Thread, target: cute.Tensor, D: cutlass.Constexpr, stage: cute.Tensor, tile: Tile
+) -> None:
+    """16 bytes a lane, rows of the sequence only; those of the next one follow."""
+    chunks = D // 8
+    first = _own_warp(t) * WARP_ROWS
+    atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), k.plan.dtype, num_bits_per_copy=128)
+    for e in cutlass.range(t.lane, WARP_ROWS * chunks, WARP, unroll=1):
+        row, chunk = first + e // chunks, e % chunks
+        j = tile.block * k.plan.keys + row
+        if j < tile.Sk:
+            source = cute.local_tile(stage, (1, 8), (row, chunk))
+            place = cute.local_tile(target[tile.first_k + j, tile.key_head, None], (8,), (chunk,))
+            registers = cute.make_rmem_tensor(8, k.plan.dtype)
+            cute.copy(atom, cute.group_modes(source, 0, 2), registers)
+            cute.copy(atom, registers, place)
+
+
+def _own_warp(t: Thread) -> Int32:
+    """Among the warps of all warpgroups."""
+    return t.warpgroup * (ROWS // WARP_ROWS) + cute.arch.make_warp_uniform(t.index // WARP)

@@ -1,0 +1,235 @@
+"""Who does what, with how many registers, in how much shared memory.
+
+A CTA stays for the whole launch and draws tiles from a counter: blocks of keys of one key head, each of which
+it holds against every row of queries, of all query heads of the group, that sees one of them.
+
+    warp 0 of warpgroup 0    draws tiles, loads K and V, then Q and dO block after block
+    warps 1, 2, 3 of it      add dQ to global memory, one for each consumer warpgroup; with dropout, one for
+                             all, and the others draw
+    warpgroups 1, 2, ...     64 keys each: S^T = K Q^T, dP^T = V dO^T, dV += P^T dO, dK += dS^T Q, together
+                             dQ = dS K; at the end each stores dK and dV. With `split`, see `wide`, two of
+                             them share 64 keys
+
+    load_k, load_v    K and V of a tile, and which tile it is; `kv_stages` each. dK and dV leave through them
+    load_q, load_do   blocks of rows, with what the preprocess made of them: lse with Q, delta with dO
+    kept              which weights of a block dropout keeps, a bit each
+    share_ds          dS of all keys, which is written and read by all warpgroups; `ds_stages`
+
+In a cluster two CTAs draw neighbouring tiles, a pair, and both visit every block that either tile sees: each
+of them loads one half of the block into both.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+
+from ....configs.types import SHARED_MEMORY, BackwardFeatures, Sm90Backward, tile_dim
+from ...common.band import BandShape
+from ...common.dq_blocks import DqBlocks
+from ...common.mask_tables import MaskPlan
+
+WARP = 32
+GROUP = 128
+"""Threads of a warpgroup."""
+WARPS = GROUP // WARP
+ROWS = 64
+"""Keys of a consumer warpgroup, a quarter of them a warp's."""
+WARP_ROWS = ROWS // WARPS
+LANES = 4
+"""Neighbouring lanes that share a row of an accumulator."""
+MESSAGE = 8
+"""Words that describe a tile to the consumers."""
+SHARED = 1
+"""The named barrier at which all warpgroups have written their dS."""
+DONE = 2
+"""The one at which all have read K for the last time."""
+FULL = 3
+"""The first of those at which a warpgroup's dQ waits for a storing warp."""
+EMPTY = 9
+"""The first of those at which a warpgroup waits for room for its dQ."""
+
+
+class Registers(NamedTuple):
+    """Of a thread, by role."""
+
+    consumer: int
+    producer: int
+
+
+# By consumer warpgroups. More than were given out in all would hang: 65536 registers over the warps of each
+# quarter, floored to 8 a thread.
+_REGISTERS = {1: Registers(240, 40), 2: Registers(240, 24), 3: Registers(160, 32)}
+_REGISTERS_OF_DRAWING_PRODUCERS = {1: Registers(216, 56), 2: Registers(232, 40)}
+_REGISTERS_WITH_DROPOUT_AND_MASK = {1: Registers(216, 56), 2: Registers(224, 56)}
+_DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
+
+
+class Plan(NamedTuple):
+    features: BackwardFeatures
+    config: Sm90Backward
+
+    @property
+    def dtype(self) -> type:
+        return _DTYPES[self.features.dtype]
+
+    @property
+    def blocks(self) -> DqBlocks:
+        return DqBlocks(self.features.D, self.queries, self.config.dq_pieces)
+
+    @property
+    def D(self) -> int:
+        """Head size of Q and K in shared memory."""
+        return self.blocks.columns
+
+    @property
+    def Dv(self) -> int:
+        return tile_dim(self.features.Dv)
+
+    @property
+    def queries(self) -> int:
+        return self.config.queries
+
+    @property
+    def keys(self) -> int:
+        return self.config.keys
+
+    @property
+    def ctas(self) -> int:
+        """Of a cluster."""
+        return self.config.cluster
+
+    @property
+    def ticket_keys(self) -> int:
+        """Of a ticket: a tile, or a cluster's tiles."""
+        return self.config.ticket_keys
+
+    @property
+    def q_share(self) -> tuple[int, int]:
+        """Rows and columns of a block of Q that a CTA loads."""
+        return self._share(self.D)
+
+    @property
+    def do_share(self) -> tuple[int, int]:
+        return self._share(self.Dv)
+
+    def _share(self, columns: int) -> tuple[int, int]:
+        """Columns are shared out where they fill whole copies, of 64 each: fewer copies than by rows."""
+        if columns % (64 * self.ctas) == 0:
+            return self.queries, columns // self.ctas
+        return self.queries // self.ctas, columns
+
+    @property
+    def warpgroups(self) -> int:
+        return self.config.warpgroups
+
+    @property
+    def threads(self) -> int:
+        return (self.warpgroups + 1) * GROUP
+
+    @property
+    def consumers(self) -> int:
+        """Threads."""
+        return self.warpgroups * GROUP
+
+    @property
+    def consumer_warps(self) -> int:
+        return self.warpgroups * WARPS
+
+    @property
+    def registers(self) -> Registers:
+        of = _REGISTERS
+        if self.features.dropout:
+            of = _REGISTERS_WITH_DROPOUT_AND_MASK if self.features.mask else _REGISTERS_OF_DRAWING_PRODUCERS
+        return of[self.warpgroups]
+
+    @property
+    def band(self) -> BandShape:
+        """Of the transposed problem: rows are keys, and a bound to the right is one of queries on the left.
+
+        Rows of queries beyond the end need no mask: their lse is infinite.
+        """
+        return BandShape(self.features.right, self.features.left, False, self.queries)
+
+    @property
+    def mask(self) -> MaskPlan:
+        """How the tables of attn_mask, transposed, cut it into blocks: its rows are keys."""
+        return MaskPlan(self.features.mask, self.ticket_keys, self.queries)
+
+    @property
+    def descends(self) -> bool:
+        """Whether a head's last tile is drawn first, and adds its dQ first.
+
+        Each tile of a band with a right side begins at another block: the last one to get there is the one
+        that has most blocks behind it. In any other order tiles would wait for it from their first block on.
+        """
+        return self.features.deterministic and self.features.right
+
+    @property
+    def lists_blocks(self) -> bool:
+        """Whether blocks that the mask hides are passed over. A fixed order of sums knows only the band."""
+        return bool(self.features.mask) and not self.features.deterministic
+
+    @property
+    def stores_by_copy_engine(self) -> bool:
+        """A tile of a varlen call may end inside the box; then rows are stored one by one."""
+        return not self.features.varlen
+
+    @property
+    def hands_slopes_over(self) -> bool:
+        """Whether a second warpgroup needs softcap's derivatives apart from the weights, for dmask."""
+        return self.config.split and self.features.softcap and self.features.dmask
+
+    @property
+    def strips(self) -> int:
+        """Of 16 keys: as many warps make a tile's weights."""
+        return self.keys // WARP_ROWS
+
+    @property
+    def dq_slots(self) -> int:
+        """Pieces of dQ on their way to global memory: slot w, and w + warpgroups, is of warpgroup w."""
+        return self.warpgroups * self.config.dq_stages
+
+    @property
+    def drawers(self) -> int:
+        """Warps that draw for dropout: those of the producer that have nothing else to do."""
+        return WARPS - 1 - self.storers if self.features.dropout else 0
+
+    @property
+    def storers(self) -> int:
+        """Warps that have dQ added to global memory, in the producer's warpgroup, too."""
+        return 1 if self.features.dropout else self.warpgroups
+
+    @property
+    def cuts_at_the_start(self) -> bool:
+        """Whether the first blocks of a head may have to be masked, or all of a tile's."""
+        return self.band.left or self.config.tail
+
+    @property
+    def cuts_at_the_end(self) -> bool:
+        return self.band.right
+
+    @property
+    def masks(self) -> bool:
+        return self.cuts_at_the_start or self.cuts_at_the_end or bool(self.features.mask)
+
+    def check(self) -> None:
+        """Raises AssertionError for what would not run; `configs` never asks for it."""
+        f, c = self.features, self.config
+        assert f.D % 8 == 0 and f.Dv % 8 == 0 and 8 <= min(f.D, f.Dv)
+        assert max(f.D, f.Dv) <= (256 if c.split else 128)
+        assert c.queries in (64, 128)
+        assert self.blocks.bands * self.blocks.parts == c.dq_pieces, "dQ is not shared out evenly"
+        assert c.cluster in ((1, 2) if c.split else (1,)) and (c.split or c.dq_passes == 1)
+        assert not c.split or (c.warpgroups == 2 and c.queries == ROWS)
+        # What the other CTA loads could come before this one has zeroed the end of another sequence.
+        assert c.cluster == 1 or not f.varlen
+        assert c.dq_stages in (1, 2) and not (c.split and c.dq_stages > 1)
+        assert not c.next_tile or (c.kv_stages == 2 and not c.split)
+        assert not f.dmask or f.mask not in ("", "bool")
+        assert c.kv_stages in (1, 2) and c.ds_stages in (1, 2) and min(c.q_stages, c.do_stages) >= 1
+        consumer, producer = self.registers
+        at_launch, groups = min(65536 // self.threads // 8 * 8, 255), self.threads // GROUP
+        assert consumer * c.warpgroups + producer <= at_launch * groups + groups
+        assert c.shared_memory(f) <= SHARED_MEMORY

@@ -1,0 +1,167 @@
+"""Adding up dQ in global memory: consumers leave pieces in shared memory, warps of the producer add them.
+
+A warpgroup that added its registers itself would wait for the L2 cache; the copy engine adds a whole piece at
+once, and the warp that told it to is the only one that waits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+
+from . import tile as tiles
+from .plan import EMPTY, FULL, GROUP, WARP
+
+if TYPE_CHECKING:
+    from .kernel import Kernel
+    from .mainloop import Thread, Work
+
+WORDS = 4
+"""Of 64 bits, that tell a storing warp what to do with a piece."""
+
+
+class Errand(NamedTuple):
+    """Such words. The last three are of sums in a fixed order."""
+
+    target: Int64
+    """Address of the piece's sums; 0: there are no more."""
+    turns: Int64
+    """Address of the count of what has been added to the block."""
+    awaited: Int64
+    """What has to have been, at least."""
+    counts: Int64
+    """What the count grows by."""
+
+
+@cute.jit
+def add_dq(k: Kernel, t: Thread, dQ: cute.Tensor, slot: Int32, piece: Int32, work: Work, n: Int32) -> None:
+    """Have a warpgroup's piece of block n of a query head added, in the order of `dq_blocks`."""
+    blocks, tile = k.plan.blocks, work.tile
+    _await_empty(slot)
+    for i in cutlass.range_constexpr(blocks.registers // 4):
+        place = k.sdQ[None, slot].iterator + (i * GROUP + t.index) * 4
+        four = cute.make_ptr(Float32, place.toint(), cute.AddressSpace.smem, assumed_align=16)
+        own = cute.make_tensor(dQ.iterator + 4 * i, cute.make_layout(4))
+        cute.autovec_copy(own, cute.make_tensor(four, cute.make_layout(4)))
+    if t.index == 0:
+        row, count = tiles.row_of_workspace(k, tile, work.head), k.dq_acc.shape[-2]
+        block = Int64(row) * count + (tiles.first_block(k, tile) + n)
+        start = block * blocks.floats + piece * (blocks.registers * GROUP)
+        errand = Errand((k.dq_acc.iterator + start).toint(), Int64(0), Int64(0), Int64(0))
+        if cutlass.const_expr(k.plan.features.deterministic):
+            errand = _in_turn(k, errand, piece, work, block, n)
+        _write(k, slot, errand)
+    cute.arch.barrier_arrive(barrier_id=FULL + slot, number_of_threads=GROUP + WARP)
+
+
+@cute.jit
+def end_adding(k: Kernel, t: Thread, slot: Int32) -> None:
+    """After a warpgroup's last piece."""
+    _await_empty(slot)
+    if t.index == 0:
+        _write(k, slot, Errand(Int64(0), Int64(0), Int64(0), Int64(0)))
+    cute.arch.barrier_arrive(barrier_id=FULL + slot, number_of_threads=GROUP + WARP)
+
+
+@cute.jit
+def store(k: Kernel, storer: Int32) -> None:
+    """A storing warp: all pieces of a warpgroup, or of several that take turns."""
+    plan = k.plan
+    each = plan.warpgroups // plan.storers
+    for i in cutlass.range_constexpr(each):
+        _say_empty(storer * each + i)
+    more, first = Boolean(True), Int32(0)
+    while more:
+        for i in cutlass.range_constexpr(each):
+            more = _store_piece(k, first + storer * each + i)
+        first = other_slot(k, first)
+    cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+
+@cute.jit
+def other_slot(k: Kernel, slot: Int32) -> Int32:
+    """Of the same warpgroup, if it has two."""
+    if cutlass.const_expr(k.plan.config.dq_stages == 1):
+        return slot
+    return slot + k.plan.warpgroups if slot < k.plan.warpgroups else slot - k.plan.warpgroups
+
+
+@cute.jit
+def _store_piece(k: Kernel, slot: Int32) -> Boolean:
+    """Returns whether there was one."""
+    cute.arch.barrier(barrier_id=FULL + slot, number_of_threads=GROUP + WARP)
+    errand = _read(k, slot)
+    if errand.target != 0:
+        cute.arch.fence_view_async_shared()
+        if cute.arch.lane_idx() == 0:
+            if cutlass.const_expr(k.plan.features.deterministic):
+                seen = _count(errand.turns)
+                while seen < Int32(errand.awaited):
+                    seen = _count(errand.turns)
+                cute.arch.inline_ptx("fence.proxy.async;")
+            cute.arch.inline_ptx(
+                "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32"
+                f" [{{$r0}}], [{{$r1}}], {k.plan.blocks.registers * GROUP * 4};",
+                read_only_args=[errand.target, k.sdQ[None, slot].iterator.toint()],
+            )
+            cute.arch.cp_async_bulk_commit_group()
+            # With two slots, until the one before is free.
+            cute.arch.cp_async_bulk_wait_group(k.plan.config.dq_stages - 1, read=True)
+        cute.arch.sync_warp()
+        _say_empty(other_slot(k, slot))
+        if cutlass.const_expr(k.plan.features.deterministic):
+            if cute.arch.lane_idx() == 0:
+                cute.arch.cp_async_bulk_wait_group(0, read=False)
+                cute.arch.inline_ptx(
+                    "fence.proxy.async; red.release.gpu.global.add.s32 [{$r0}], {$r1};",
+                    read_only_args=[errand.turns, Int32(errand.counts)],
+                )
+            cute.arch.sync_warp()
+    return errand.target != 0
+
+
+@cute.jit
+def _in_turn(k: Kernel, errand: Errand, piece: Int32, work: Work, block: Int64, n: Int32) -> Errand:
+    """After the tile, or pair, whose turn is before this one's, if that visits the block.
+
+    A block's number counts the pieces of all tiles up to the last one that has added to it; those that visit
+    a block are neighbours, and the first of them counts for those before.
+    """
+    before = work.turn.before
+    follows = (before.first <= n) & (n < before.last)
+    earlier = work.turn.number * k.plan.config.dq_pieces
+    counts = Int32(1) + (earlier if (piece == 0) & ~follows else Int32(0))
+    turns = (k.turns.iterator + block).toint()
+    return Errand(errand.target, turns, Int64(earlier if follows else Int32(0)), Int64(counts))
+
+
+@cute.jit
+def _write(k: Kernel, slot: Int32, errand: Errand) -> None:
+    """By one thread; the barrier makes it visible."""
+    for i in cutlass.range_constexpr(WORDS if k.plan.features.deterministic else 1):
+        cute.arch.store(k.errands + (slot * WORDS + i), errand[i])
+
+
+@cute.jit
+def _read(k: Kernel, slot: Int32) -> Errand:
+    words = [Int64(0)] * WORDS
+    for i in cutlass.range_constexpr(WORDS if k.plan.features.deterministic else 1):
+        words[i] = cute.arch.load(k.errands + (slot * WORDS + i), Int64)
+    return Errand(*words)
+
+
+def _await_empty(slot: Int32) -> None:
+    cute.arch.barrier(barrier_id=EMPTY + slot, number_of_threads=GROUP + WARP)
+
+
+def _say_empty(slot: Int32) -> None:
+    cute.arch.barrier_arrive(barrier_id=EMPTY + slot, number_of_threads=GROUP + WARP)
+
+
+def _count(place: Int64) -> Int32:
+    return cute.arch.inline_ptx(
+        "ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[place]
+    )

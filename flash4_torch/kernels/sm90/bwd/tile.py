@@ -1,0 +1,230 @@
+"""A tile of keys: in which order tiles are drawn, and how the loading warp tells the others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Uint32
+
+from ...common import attn_mask, ring
+from ...common.band import Band, Span, make_band, visible_span
+from ...common.ring import Cursor
+from ..pair import hand_over
+from .plan import MESSAGE
+
+if TYPE_CHECKING:
+    from .kernel import Kernel
+
+
+class Tile(NamedTuple):
+    """Which keys, of whom. `block` is -1 where there is no further tile."""
+
+    block: Int32
+    """Position of the keys, in tiles."""
+    key_head: Int32
+    batch: Int32
+    first_q: Int32
+    """Where the sequence begins in packed rows; 0 if not varlen."""
+    Sq: Int32
+    first_k: Int32
+    Sk: Int32
+
+
+class Shape(NamedTuple):
+    """How many tiles there are in all, and of a head; in clusters pairs of tiles."""
+
+    blocks: Uint32
+    key_heads: Uint32
+    tiles: Uint32
+
+
+@cute.jit
+def shape(k: Kernel) -> Shape:
+    _, _, Hk, B = k.maps.mK.shape
+    if cutlass.const_expr(k.plan.features.varlen):
+        B = k.cu_seqlens_k.shape[0] - 1
+    blocks = Uint32(cute.ceil_div(k.rule.longest_k, k.plan.ticket_keys))
+    return Shape(blocks, Uint32(Hk), blocks * Uint32(Hk) * Uint32(B))
+
+
+@cute.jit
+def decode(k: Kernel, shape: Shape, ticket: Uint32) -> Tile:
+    """Sections of heads one after another; within one, the first block of keys of every head comes first.
+
+    With a causal mask the first block takes longest, so that what is left at the end is short. Where dQ is
+    summed up in order, tiles wait only for such as were drawn before: see `Plan.descends`.
+    """
+    section = Uint32(k.rule.section)
+    size = section * shape.blocks
+    number = ticket // size
+    rest = ticket - number * size
+    in_section = cutlass.min(section, shape.tiles // shape.blocks - number * section)
+    step = rest // in_section
+    head = number * section + rest - step * in_section
+    batch = head // shape.key_heads
+    b = Int32(batch)
+    first_q, first_k = Int32(0), Int32(0)
+    Sq, Sk = k.maps.mQ.shape[0], k.maps.mK.shape[0]
+    if cutlass.const_expr(k.plan.features.varlen):
+        first_q, first_k = k.cu_seqlens_q[b], k.cu_seqlens_k[b]
+        Sq, Sk = k.cu_seqlens_q[b + 1] - first_q, k.cu_seqlens_k[b + 1] - first_k
+    block = Int32(step)
+    if cutlass.const_expr(k.plan.descends):
+        block = Int32(shape.blocks) - 1 - block
+    if cutlass.const_expr(k.plan.ctas > 1):
+        block = block * k.plan.ctas + k.pair.rank
+    return Tile(block, Int32(head - batch * shape.key_heads), b, first_q, Sq, first_k, Sk)
+
+
+@cute.jit
+def first_ticket(k: Kernel) -> Uint32:
+    """The first tickets, one for each CTA or cluster, are not drawn."""
+    own, _, _ = cute.arch.block_idx()
+    return Uint32(own // k.plan.ctas)
+
+
+@cute.jit
+def request_ticket(k: Kernel, shape: Shape) -> Uint32:
+    """Ask for the next ticket: a number in lane 0 that takes a microsecond to arrive, so use it late.
+
+    The counter is back at 0 after the launch: it runs from 0 to tiles - 1, and as many tickets are drawn, of
+    which the last one of every CTA, or cluster, is too high.
+    """
+    number = Uint32(0)
+    draws = cute.arch.lane_idx() == 0
+    if cutlass.const_expr(k.plan.ctas > 1):
+        draws = draws & (k.pair.rank == 0)
+    if draws:
+        number = cute.arch.inline_ptx(
+            "atom.global.inc.u32 {$w0}, [{$r0}], {$r1};",
+            write_only_types=[Uint32],
+            read_only_args=[k.tickets.iterator.toint(), shape.tiles - 1],
+        )
+    return number
+
+
+@cute.jit
+def receive_ticket(k: Kernel, number: Uint32, at: Cursor):
+    """The ticket in all lanes, of both CTAs of a cluster, and the place of the next one's hand-over."""
+    grid, _, _ = cute.arch.grid_dim()
+    if cutlass.const_expr(k.plan.ctas == 1):
+        return cute.arch.shuffle_sync(number, 0) + Uint32(grid), at
+    return hand_over(k.pair, number, at) + Uint32(grid // k.plan.ctas), ring.after(at, 1)
+
+
+@cute.jit
+def write(k: Kernel, at: Cursor, tile: Tile) -> None:
+    """By one lane; the arrival at the stage's barrier makes it visible."""
+    message = k.message + at.stage * MESSAGE
+    for i in cutlass.range_constexpr(len(tile)):
+        cute.arch.store(message + i, tile[i])
+
+
+@cute.jit
+def read(k: Kernel, at: Cursor) -> Tile:
+    """Waits for the tile's K, too."""
+    ring.wait_full(k.load_k, at)
+    message = k.message + at.stage * MESSAGE
+    count = len(Tile._fields)
+    words = [cute.arch.make_warp_uniform(cute.arch.load(message + i, Int32)) for i in range(count)]
+    if cutlass.const_expr(not k.plan.features.varlen):
+        words[3:] = [Int32(0), k.maps.mQ.shape[0], Int32(0), k.maps.mK.shape[0]]
+    return Tile(*words)
+
+
+@cute.jit
+def band_of(k: Kernel, tile: Tile) -> Band:
+    """Turned round: rows are keys, and what they see are queries."""
+    band = make_band(tile.Sq, tile.Sk, k.rule.left, k.rule.right)
+    return Band(tile.Sq, -band.highest, -band.lowest)
+
+
+@cute.jit
+def span_of(k: Kernel, tile: Tile) -> Span:
+    """The blocks of rows that the tile, or its pair, visits, of each query head: at least one."""
+    first = first_key(k, tile)
+    last = cutlass.min(first + k.plan.ticket_keys, tile.Sk) - 1
+    return visible_span(band_of(k, tile), k.plan.band, first, last)
+
+
+class Turn(NamedTuple):
+    """When a tile, or pair, adds to its head's dQ, where sums have an order."""
+
+    number: Int32
+    """How many of the sequence's tiles, or pairs, have their turn before."""
+    before: Span
+    """What the one just before visits; nothing if there is none."""
+
+
+@cute.jit
+def turn_of(k: Kernel, tile: Tile) -> Turn:
+    index, ctas = tile.block // k.plan.ctas, k.plan.ctas
+    number, step = index, -1
+    if cutlass.const_expr(k.plan.descends):
+        number, step = cute.ceil_div(tile.Sk, k.plan.ticket_keys) - 1 - index, 1
+    before = span_of(k, tile._replace(block=tile.block + step * ctas))
+    return Turn(number, Span(before.first, Int32(0) if number == 0 else before.last))
+
+
+class Blocks(NamedTuple):
+    """The blocks of one head's rows that a tile visits, by position: at least one.
+
+    Without a mask a block's position is its number; a mask has a list of the blocks that it leaves visible.
+    """
+
+    span: Span
+    first_block: Int32
+    visible: Any = None
+
+
+@cute.jit
+def blocks_of(k: Kernel, tile: Tile, span: Span, head: Int32) -> Blocks:
+    """What the loading warp loads, and every consumer takes."""
+    if cutlass.const_expr(not k.plan.lists_blocks):
+        return Blocks(span, span.first)
+    visible = attn_mask.visible_blocks(
+        k.mask, tile.batch, head, tile.block // k.plan.ctas, span.first, span.last
+    )
+    bottom = visible.last + 1 - visible.count
+    # If none is visible, one is visited all the same; its scores will be hidden.
+    return Blocks(Span(bottom, bottom + cutlass.max(visible.count, 1)), span.first, visible)
+
+
+@cute.jit
+def block_at(k: Kernel, blocks: Blocks, position: Int32) -> tuple:
+    """The number of the block at a position, and whether the mask changes it."""
+    if cutlass.const_expr(not k.plan.lists_blocks):
+        return position, Boolean(k.mask is not None)
+    n, mixed = attn_mask.block_at(blocks.visible, blocks.visible.last - position)
+    nothing = blocks.visible.count <= 0
+    return blocks.first_block if nothing else n, mixed | nothing
+
+
+@cute.jit
+def first_key(k: Kernel, tile: Tile) -> Int32:
+    """Of the tile, or of its pair, which may have a second tile without keys."""
+    return tile.block // k.plan.ctas * k.plan.ticket_keys
+
+
+@cute.jit
+def group(k: Kernel) -> Int32:
+    """Query heads of a key head."""
+    return k.maps.mQ.shape[2] // k.maps.mK.shape[2]
+
+
+@cute.jit
+def first_block(k: Kernel, tile: Tile) -> Int32:
+    """Where the sequence's rows begin in the workspaces, in blocks."""
+    if cutlass.const_expr(k.plan.features.varlen):
+        return tile.first_q // k.plan.queries + tile.batch
+    return Int32(0)
+
+
+@cute.jit
+def row_of_workspace(k: Kernel, tile: Tile, head: Int32) -> Int32:
+    """Of workspaces (B, Hq, ...), or (Hq, ...) where sequences are packed."""
+    if cutlass.const_expr(k.plan.features.varlen):
+        return head
+    return tile.batch * k.maps.mQ.shape[2] + head

@@ -1,0 +1,179 @@
+"""Stand-ins for the Hopper backward's three kernels, which compute the same from the same arguments."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash4_torch import compile
+from flash4_torch.backends import sm90
+from flash4_torch.configs.types import BackwardFeatures, Sm90Backward
+from flash4_torch.kernels.common.dq_blocks import DqBlocks
+from flash4_torch.kernels.common.mask_tables import MaskPlan, place
+from flash4_torch.kernels.common.row_blocks import PostprocessPlan, PreprocessPlan, RowBlocks
+from flash4_torch.masks import Band
+from flash4_torch.reference import tiled
+from flash4_torch.reference.dropout import Dropout
+from flash4_torch.reference.scoring import Scoring
+from row_order import in_blocks, out_of_blocks, places
+
+LOG2E = math.log2(math.e)
+KERNELS = (sm90.PREPROCESS, sm90.BACKWARD, sm90.POSTPROCESS)
+
+
+class Launch(NamedTuple):
+    """Of the main kernel."""
+
+    features: BackwardFeatures
+    config: Sm90Backward
+    args: tuple[Any, ...]
+
+
+def stand_in(launches: list[Launch], entry: str, static: tuple[Any, ...]) -> compile.Function:
+    if entry == sm90.PREPROCESS:
+        return lambda *args: _preprocess(*static, *args)
+    if entry == sm90.POSTPROCESS:
+        return lambda *args: _postprocess(*static, *args)
+    return lambda *args: _backward(launches, *static, *args)
+
+
+def _rows(blocks: RowBlocks, x: Tensor, ends: Tensor | None) -> tuple[int, Tensor]:
+    """`places` of rows x, (B, Sq, Hq, D) or (T, Hq, D)."""
+    if ends is None:
+        return places(blocks, [x.shape[1]], False)
+    return places(blocks, ends.diff().tolist(), True)
+
+
+def _preprocess(
+    plan: PreprocessPlan,
+    out: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    stats: Tensor,
+    dq_acc: Tensor,
+    turns: Tensor | None,
+    ends: Tensor | None,
+) -> None:
+    for x in (out, dout):
+        check_rows(x, plan.dtype, plan.varlen)
+        assert x.shape == out.shape and x.shape[-1] == plan.Dv
+    *batch, Sq, Hq, _ = out.shape
+    count, at = _rows(plan.blocks, out, ends)
+    assert (dlse is not None) == plan.dlse and (turns is not None) == plan.turns
+    assert (ends is not None) == plan.varlen
+    for x in (lse, dlse):
+        assert x is None or (x.shape == (*batch, Hq, Sq) and x.is_contiguous() and x.dtype == torch.float32)
+    assert stats.shape == (2, *batch, Hq, count)
+    assert dq_acc.shape == (*batch, Hq, count // plan.blocks.queries, plan.blocks.floats)
+    assert stats.is_contiguous() and dq_acc.is_contiguous()
+    assert stats.dtype == dq_acc.dtype == torch.float32
+    delta = (out.float() * dout.float()).sum(-1).transpose(-1, -2)
+    if dlse is not None:
+        delta = delta - dlse
+    sees = lse != -math.inf
+    stats[0], stats[1] = math.inf, 0.0
+    stats[0][..., at] = torch.where(sees, lse * LOG2E, math.inf)
+    stats[1][..., at] = torch.where(sees, delta, 0.0)
+    dq_acc.zero_()
+    if turns is not None:
+        assert turns.shape == dq_acc.shape[:-1] and turns.dtype == torch.int32 and turns.is_contiguous()
+        turns.zero_()
+
+
+def _postprocess(
+    plan: PostprocessPlan, dq_acc: Tensor, dq: Tensor, ends: Tensor | None, scale: float
+) -> None:
+    check_rows(dq, plan.dtype, plan.varlen)
+    assert dq.is_contiguous() and dq.shape[-1] == plan.D and (ends is not None) == plan.varlen
+    _, at = _rows(plan.blocks, dq, ends)
+    rows = out_of_blocks(plan.blocks, dq_acc)[..., at, : plan.D]
+    dq.copy_((rows * scale).transpose(-3, -2))
+
+
+def check_rows(x: Tensor, dtype: str, varlen: bool) -> None:
+    """What the kernels are promised of q, k, v, out and dout."""
+    assert x.dim() == 4 - varlen and x.numel() > 0
+    assert str(x.dtype) == f"torch.{dtype}"
+    assert x.stride(-1) == 1 and all(s > 0 and s % 8 == 0 for s in x.stride()[:-1])
+    assert x.data_ptr() % 16 == 0 and x.shape[-1] % 8 == 0
+
+
+def _backward(launches: list[Launch], features: BackwardFeatures, config: Sm90Backward, *args: Any) -> None:
+    launches.append(Launch(features, config, args))
+    q, k, v, dout, stats, dq_acc, dk, dv, counter, turns, ends_q, ends_k, mask_args, dmask, state, rule = args
+    assert counter.shape == (1,) and counter.dtype == torch.int32 and counter.item() == 0
+    for x in (q, k, v, dout):
+        check_rows(x, features.dtype, features.varlen)
+    for grad, x in ((dk, k), (dv, v)):
+        assert grad.shape == x.shape and grad.dtype == x.dtype and grad.is_contiguous()
+    assert (q.shape[-1], k.shape[-1], v.shape[-1]) == (features.D, features.D, features.Dv)
+    assert (turns is not None) == features.deterministic
+    assert (ends_q is not None) == (ends_k is not None) == features.varlen
+    assert (mask_args is not None) == bool(features.mask)
+    assert (dmask is not None) == features.dmask
+    assert (state is not None) == features.dropout
+    scale, softcap, left, right, longest, section, _, drop_byte, drop_fraction, _ = rule
+    assert section >= 1 and (scale > 0.0 or features.scaled)
+    p = (drop_byte + drop_fraction / 2**32) / 256
+    sums = DqBlocks(features.D, config.queries, config.dq_pieces)
+    blocks = RowBlocks(sums.queries, sums.columns)
+    count, at = _rows(blocks, q, ends_q)
+    base2, delta = stats[..., at]
+    band = Band(left if features.left else None, right if features.right else None)
+    mask = _mask(features, config, mask_args, q, k) if mask_args else None
+
+    def grads(b: int, rows: slice, keys: slice) -> tiled.Gradients:
+        dropout = Dropout(state, p, b) if features.dropout else None
+        scoring = Scoring(scale, band, softcap if features.softcap else 0.0, mask, dropout)
+        x = [y if ends_q is None else y[None] for y in (q[rows], k[keys], v[keys], dout[rows])]
+        q_, k_, v_, dout_ = (y.float() for y in x)
+        lse, negative = (y if ends_q is None else y[None, :, rows] for y in (base2 / LOG2E, -delta))
+        # Without an O, delta is what is subtracted as lse's gradient.
+        none = torch.zeros_like(dout_)
+        return tiled.backward(dout_, negative, q_, k_, v_, none, lse, scoring, features.dmask)
+
+    dq = torch.zeros(*dq_acc.shape[:-2], count, blocks.columns)
+    if ends_q is None or ends_k is None:
+        assert longest == k.shape[1]
+        end_hidden = features.right and right <= 0
+        assert config.tail or k.shape[1] % config.ticket_keys == 0 or end_hidden
+        found = grads(0, slice(None), slice(None))
+        dk.copy_(found.dk)
+        dv.copy_(found.dv)
+        dq[..., at, : features.D] = found.dq.transpose(1, 2)
+        if found.dmask is not None:
+            _add_dmask(dmask, found.dmask)
+    else:
+        spans = (pairwise(ends.tolist()) for ends in (ends_q, ends_k))
+        for b, ((i0, i1), (j0, j1)) in enumerate(zip(*spans, strict=True)):
+            assert j1 - j0 <= longest
+            found = grads(b, slice(i0, i1), slice(j0, j1))
+            dk[j0:j1], dv[j0:j1] = found.dk[0], found.dv[0]
+            dq[:, at[i0:i1], : features.D] = found.dq[0].transpose(0, 1)
+    assert not dq_acc.any()
+    dq_acc += in_blocks(blocks, dq / scale if scale else torch.zeros_like(dq))
+
+
+def _mask(
+    features: BackwardFeatures, config: Sm90Backward, args: tuple[Tensor, Tensor], q: Tensor, k: Tensor
+) -> Tensor:
+    """With queries as rows again."""
+    mask, tables = args
+    assert str(mask.dtype) == f"torch.{features.mask}" and mask.shape[3] == q.shape[1]
+    assert mask.shape[2] in (1, k.shape[1]) and (mask.shape[3] == 1 or mask.stride(3) in (0, 1))
+    plan = MaskPlan(features.mask, config.ticket_keys, config.queries)
+    assert tables.numel() == place(plan, *mask.shape).words and tables.dtype == torch.int32
+    return mask.transpose(2, 3)
+
+
+def _add_dmask(dmask: Tensor, found: Tensor) -> None:
+    """dmask: keys as rows, of the mask's own size, cleared."""
+    assert dmask.dtype == torch.float32 and not dmask.any()
+    target = dmask.transpose(2, 3)
+    assert target.is_contiguous()
+    target += found.sum_to_size(target.shape)
