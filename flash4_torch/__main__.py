@@ -62,6 +62,9 @@ def _add_kernels(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--groups", nargs="+", type=int, default=(1,), help="query heads to a key head, for GQA and MQA"
     )
+    parser.add_argument(
+        "--no-gradients", dest="gradients", action="store_false", help="leave out the backward's kernels"
+    )
     parser.add_argument("--jobs", type=int, help="compile so many at a time; default: one per processor")
 
 
@@ -71,9 +74,8 @@ def _head_dim(text: str) -> int | tuple[int, int]:
 
 
 def _chosen(options: argparse.Namespace) -> dict[str, Any]:
-    return {
-        name: getattr(options, name) for name in ("arch", "head_dims", "dtypes", "features", "groups", "jobs")
-    }
+    names = ("arch", "head_dims", "dtypes", "features", "groups", "gradients", "jobs")
+    return {name: getattr(options, name) for name in names}
 
 
 def _warmup(options: argparse.Namespace) -> int:

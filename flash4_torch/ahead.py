@@ -9,11 +9,13 @@ from os import PathLike
 from pathlib import Path
 
 from .backends import sm90
+from .backends.sm90 import backward, forward
 from .compile import Key, aot, pool
 from .compile.arch import checked
 from .compile.pool import Prepared
+from .configs import sm90_backward
 from .configs.sm90 import reachable
-from .configs.types import Features
+from .configs.types import BackwardFeatures, Features
 from .errors import RangeError
 
 DTYPES = ("bfloat16", "float16")
@@ -30,8 +32,9 @@ WORDS: dict[str, dict[str, object]] = {
     "dropout": {"dropout": True},
     "mask": {"mask": "bool"},
     "float-mask": {"mask": "", "scaled": True},
+    "deterministic": {},
 }
-"""What each adds to `Features`; a float mask has the dtype of the call."""
+"""What each adds to `Features`; a float mask has the dtype of the call, deterministic are gradients."""
 
 _WIDTH = 40
 """Of the progress bar, in characters."""
@@ -44,6 +47,7 @@ def warmup(
     dtypes: Sequence[str] = DTYPES,
     features: Sequence[str] = FEATURES,
     groups: Sequence[int] = (1,),
+    gradients: bool = True,
     jobs: int | None = None,
 ) -> list[Prepared]:
     """Compiles the kernels that calls will ask for, so that none of them waits; needs no GPU.
@@ -56,8 +60,9 @@ def warmup(
         head_dims: D, or (D, Dv) where they differ; multiples of 8 up to 256, as other head sizes are padded.
         dtypes: "bfloat16" and "float16".
         features: words joined by "+", such as "causal+dropout", of plain, causal, window, softcap, varlen,
-            dropout, mask (boolean) and float-mask (in the call's dtype).
+            dropout, mask (boolean), float-mask (in the call's dtype) and deterministic.
         groups: query heads to a key head.
+        gradients: also the kernels of the backward, where it has some.
         jobs: processes that compile at the same time. Default: one for each processor.
 
     Returns:
@@ -67,7 +72,7 @@ def warmup(
         RangeError: an argument is none of the above, or the cache cannot be written to.
         CompileError: some kernels failed; the others are prepared all the same.
     """
-    keys = kernels(arch, head_dims, dtypes, features, groups)
+    keys = kernels(arch, head_dims, dtypes, features, groups, gradients)
     return pool.prepare(keys, jobs, _draw if sys.stderr.isatty() else _draw_nothing)
 
 
@@ -79,6 +84,7 @@ def export(
     dtypes: Sequence[str] = DTYPES,
     features: Sequence[str] = FEATURES,
     groups: Sequence[int] = (1,),
+    gradients: bool = True,
     jobs: int | None = None,
     runtime: bool = False,
 ) -> Path:
@@ -87,7 +93,15 @@ def export(
     runtime: also copy the compiler's runtime library (43 MB), for machines that lack nvidia-cutlass-dsl.
     Returns the path of the manifest. Raises what `warmup` raises, and ExportError without a linker.
     """
-    prepared = warmup(arch, head_dims=head_dims, dtypes=dtypes, features=features, groups=groups, jobs=jobs)
+    prepared = warmup(
+        arch,
+        head_dims=head_dims,
+        dtypes=dtypes,
+        features=features,
+        groups=groups,
+        gradients=gradients,
+        jobs=jobs,
+    )
     return aot.export(Path(folder), [kernel for kernel, _ in prepared], runtime=runtime)
 
 
@@ -97,15 +111,17 @@ def kernels(
     dtypes: Sequence[str],
     features: Sequence[str],
     groups: Sequence[int],
+    gradients: bool = True,
 ) -> list[Key]:
     """Every kernel that a call with these properties can ask for, each once. Raises RangeError."""
     target = checked(arch)
-    wanted = product(head_dims, dtypes, features, groups)
-    found = {
-        Key(entry, static, target): None
-        for D, dtype, words, group in wanted
-        for entry, static in _of(target, features_of(D, dtype, words), group)
-    }
+    found: dict[Key, None] = {}
+    for D, dtype, words, group in product(head_dims, dtypes, features, groups):
+        chosen = features_of(D, dtype, words)
+        entries = list(_of(target, chosen, group))
+        if gradients:
+            entries += _of_gradients(BackwardFeatures(*chosen, "deterministic" in words.split("+")))
+        found |= {Key(entry, static, target): None for entry, static in entries}
     return list(found)
 
 
@@ -134,7 +150,24 @@ def _of(arch: str, features: Features, group: int) -> Iterator[tuple[str, tuple[
     for config in reachable(features, group):
         yield sm90.FORWARD, (features, config)
         if features.mask:
-            yield sm90.MASK_BLOCKS, (sm90.mask_plan(features.mask, config),)
+            yield sm90.MASK_BLOCKS, (forward.mask_plan(features.mask, config),)
+
+
+def _of_gradients(features: BackwardFeatures) -> Iterator[tuple[str, tuple[object, ...]]]:
+    """Of the inputs, and of a floating mask, too; with and without one that arrives at lse."""
+    for dmask in {False, features.mask not in ("", "bool")}:
+        yield from _of_gradients_of(features._replace(dmask=dmask))
+
+
+def _of_gradients_of(features: BackwardFeatures) -> Iterator[tuple[str, tuple[object, ...]]]:
+    for config in sm90_backward.reachable(features):
+        for dlse in (False, True):
+            before, behind = backward.row_plans(features, config, dlse=dlse)
+            yield sm90.PREPROCESS, (before,)
+        yield sm90.BACKWARD, (features, config)
+        yield sm90.POSTPROCESS, (behind,)
+        if features.mask:
+            yield sm90.MASK_BLOCKS, (backward.mask_plan(features.mask, config),)
 
 
 def _draw(done: int, total: int) -> None:

@@ -5,12 +5,12 @@ look at no tensor's numbers, so for the same sizes, strides, dtypes and flags th
 the short way may only ever do what the long way would do. So it is taken
 
 - if the long way has served a call of the same signature, and its backend could `prepare` a launch for it;
-- where nobody listens whom it would pass by: no gradient or tangent is asked for, no mode, subclass,
-  transform, autocast, tracer or profiler is at work, fresh memory is not filled (deterministic algorithms),
-  no environment variable or context chooses or observes a backend.
+- where nobody listens whom it would pass by: no tangent is asked for, no mode, subclass, transform, autocast,
+  tracer or profiler is at work, fresh memory is not filled (deterministic algorithms), no environment
+  variable or context chooses or observes a backend, no hook takes what autograd saves.
 
-What is left are two allocations and the launch. A kernel that somebody registers anew for
-`torch.ops.flash4.attention` is not seen from here.
+What is left are two allocations and the launch, and autograd where gradients are wanted: `fast_gradients`. A
+kernel that somebody registers anew for `torch.ops.flash4.attention` is not seen from here.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ from torch._C import (
     _is_tracing,
     _len_torch_dispatch_stack,
 )
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd import _profiler_enabled, forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from . import backends
 from .backends import Launch, Prepares
+from .fast_gradients import Training
 from .ops.impl import Rules, dense_extent, describe
 from .problem import Inputs
 
@@ -44,6 +46,8 @@ _ALIGNMENT = 16
 """Bytes; a launch is prepared for bases at multiples of them."""
 _FLAG_TYPES = slice(-8, None)
 """Where they are in a signature."""
+_WANTS_GRAD = 12
+"""Behind what tells of three tensors."""
 _PLAIN = frozenset({bool, int, float, type(None), tuple, list})
 """Types whose equal values stay equal. A tensor among the flags would also be kept alive."""
 
@@ -71,8 +75,10 @@ def find(
         or attn_mask is not None
         or not _on_gpu(q)
         or _somebody_listens()
-        or (is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
     ):
+        return None, None
+    wants_grad = is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if wants_grad and _top_saved_tensors_default_hooks(True) is not None:
         return None, None
     try:
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % _ALIGNMENT:
@@ -83,7 +89,7 @@ def find(
             q.shape, q.stride(), q.dtype, q.get_device(),
             k.shape, k.stride(), k.dtype, k.get_device(),
             v.shape, v.stride(), v.dtype, v.get_device(),
-            left, right, causal, scale, softcap, dropout_p, deterministic,
+            wants_grad, left, right, causal, scale, softcap, dropout_p, deterministic,
             type(window), type(left), type(right),
             type(causal), type(scale), type(softcap), type(dropout_p), type(deterministic),
         )  # fmt: skip
@@ -114,6 +120,8 @@ def remember(call: Signature, q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> 
     problem = describe(q, v, dense_extent(q, k), None, rules)
     backend = backends.choose(problem)
     launch = backend.prepare(Inputs(q, k, v), problem) if isinstance(backend, Prepares) else None
+    if launch is not None and call[_WANTS_GRAD]:
+        launch = Training(launch, rules, _somebody_listens)
     if len(_launches) >= _MOST:
         _launches.clear()
     _launches[call] = launch

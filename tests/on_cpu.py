@@ -14,9 +14,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+import on_cpu_backward
 from flash4_torch import compile, fast
 from flash4_torch.backends import dispatch, sm90, tickets
-from flash4_torch.backends.sm90 import Sm90
+from flash4_torch.backends.sm90 import Sm90, backend
 from flash4_torch.backends.tiled import Tiled
 from flash4_torch.configs.types import Features, Sm90Forward
 from flash4_torch.kernels.common.mask_tables import MaskPlan, place
@@ -47,6 +48,7 @@ class Machine(NamedTuple):
     """What ran while the stand-ins were in place."""
 
     launches: list[Launch]
+    backwards: list[on_cpu_backward.Launch]
     masks: list[MaskPlan]
     """Of the kernel that reads masks beforehand."""
     built: list[tuple[str, tuple[object, ...], str]]
@@ -56,13 +58,16 @@ class Machine(NamedTuple):
 @contextmanager
 def hopper() -> Iterator[Machine]:
     """Within it, attention on CPU tensors goes through the Hopper backend, else through tiled."""
-    machine = Machine([], [], [])
+    machine = Machine([], [], [], [])
 
     def function(entry: str, static: tuple[Any, ...], arch: str) -> compile.Function:
         machine.built.append((entry, static, arch))
         if entry == sm90.MASK_BLOCKS:
             return lambda mask, tables: _mask_blocks(machine, *static, mask, tables)
-        assert (entry, arch) == (sm90.FORWARD, "sm_90a")
+        assert arch == "sm_90a"
+        if entry in on_cpu_backward.KERNELS:
+            return on_cpu_backward.stand_in(machine.backwards, entry, static)
+        assert entry == sm90.FORWARD
         return lambda *args: _forward(machine, *static, *args)
 
     def counter(index: int) -> Tensor:
@@ -75,7 +80,7 @@ def hopper() -> Iterator[Machine]:
             mock.patch.object(compile, "function", function),
             mock.patch.object(tickets, "counter", counter),
             mock.patch.object(tickets, "current_device", lambda: -1),
-            mock.patch.object(sm90, "_multiprocessors", lambda index: MULTIPROCESSORS),
+            mock.patch.object(backend, "multiprocessors", lambda index: MULTIPROCESSORS),
             mock.patch.object(fast, "_on_gpu", lambda x: True),
         ):
             yield machine
@@ -85,7 +90,8 @@ def hopper() -> Iterator[Machine]:
 
 def _forget() -> None:
     fast.forget()
-    sm90._kernel.cache_clear()
+    backend._kernel.cache_clear()
+    backend._backward_kernels.cache_clear()
 
 
 def _forward(machine: Machine, features: Features, config: Sm90Forward, *args: Any) -> None:

@@ -22,9 +22,11 @@ from flash4_torch import ahead, env, errors
 from flash4_torch import compile as layer
 from flash4_torch.__main__ import main
 from flash4_torch.backends import sm90
+from flash4_torch.backends.sm90 import backward
 from flash4_torch.compile import Key, aot, cache, key, library, pool
 from flash4_torch.configs import sm90 as configs
-from flash4_torch.configs.types import Features
+from flash4_torch.configs import sm90_backward
+from flash4_torch.configs.types import BackwardFeatures, Features
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
@@ -79,8 +81,32 @@ def test_every_size_of_a_call_finds_its_kernel(
     assert Key(sm90.FORWARD, (features, config), "sm_90a") in prepared
 
 
+@given(
+    dtype=st.sampled_from(ahead.DTYPES),
+    words=st.sampled_from(["plain", "causal", "window", "varlen+causal", "mask", "causal+deterministic"]),
+    Sq=st.integers(1, 2000),
+    Sk=st.integers(1, 2000),
+)
+def test_so_does_its_backward(dtype: str, words: str, Sq: int, Sk: int) -> None:
+    features = BackwardFeatures(*ahead.features_of(64, dtype, words), "deterministic" in words)
+    prepared = ahead.kernels("sm_90a", [64], [dtype], [words], [1])
+    without = ahead.kernels("sm_90a", [64], [dtype], [words], [1], gradients=False)
+    wanted = set()
+    for dmask in {False, "float-mask" in words}:
+        asked = features._replace(dmask=dmask)
+        config = sm90_backward.backward(asked, Sk)
+        for dlse in (False, True):
+            before, behind = backward.row_plans(asked, config, dlse=dlse)
+            wanted |= {(sm90.PREPROCESS, (before,)), (sm90.POSTPROCESS, (behind,))}
+        wanted.add((sm90.BACKWARD, (asked, config)))
+        if features.mask:
+            wanted.add((sm90.MASK_BLOCKS, (backward.mask_plan(features.mask, config),)))
+    assert {Key(*kernel, "sm_90a") for kernel in wanted} <= set(prepared)
+    assert {key.entry for key in without} <= {sm90.FORWARD, sm90.MASK_BLOCKS}
+
+
 def test_kernels_are_listed_once() -> None:
-    keys = ahead.kernels("sm_90a", [64, 64], ["float16"], ["mask", "float-mask", "mask"], [1, 1])
+    keys = ahead.kernels("sm_90a", [64, 64], ["float16"], ["mask", "float-mask", "mask"], [1, 1], False)
     assert len(keys) == len(set(keys))
     assert {k.entry for k in keys} == {sm90.FORWARD, sm90.MASK_BLOCKS}
 
@@ -207,9 +233,11 @@ def test_commands_pass_on_what_they_are_given(
     assert capsys.readouterr().out.endswith(f"{scales(log, 1)[0]}\n1 kernels\n")
     assert main(["export", str(tmp_path / "out"), *options]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'out' / 'manifest.json'}\n"
-    assert asked == [("sm_90a", [64, (192, 128)], ["float16"], ["causal+varlen"], [1, 8])] * 2
+    assert asked == [("sm_90a", [64, (192, 128)], ["float16"], ["causal+varlen"], [1, 8], True)] * 2
     assert main(["warmup"]) == 0
-    assert asked[2] == (None, ahead.HEAD_DIMS, ahead.DTYPES, ahead.FEATURES, (1,))
+    assert asked[2] == (None, ahead.HEAD_DIMS, ahead.DTYPES, ahead.FEATURES, (1,), True)
+    assert main(["warmup", "--no-gradients"]) == 0
+    assert asked[3][-1] is False
 
 
 def test_a_command_says_what_is_wrong_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flash4_torch.backends.sm90 import mask_plan
+from flash4_torch.backends.sm90.forward import mask_plan
 from flash4_torch.configs import sm90
 from flash4_torch.configs.types import Features, Sm90Forward
 

@@ -57,7 +57,8 @@ def test_matches_the_exact_result(arch, dtype, D, Dv, flags, B, Sq, Sk, heads):
         out, lse = flash4_torch.attention(*inputs, return_lse=True, **flags)
         ours = gradients((out, torch.where(lse.isinf(), 0, lse)), inputs)
     assert {name for _, name in used} == {"emulator"}
-    assert len(device.reports) == 3  # the forward's kernel, and two of the backward
+    # The forward's kernel, and those of the backward.
+    assert len(device.reports) == (4 if arch == "sm_90a" and dtype != torch.float32 else 3)
 
     exact, exact_lse = testing.reference(*inputs, **flags)
     peer, peer_lse = testing.reference(*inputs, dtype=dtype, **flags)
@@ -184,13 +185,6 @@ def test_support_knows_the_architecture(monkeypatch, arch):
     inputs = [x.detach() for x in tensors(torch.bfloat16, **{**SIZES, "D": 256})]
     reasons = flash4_torch.support(*inputs, dropout_p=0.1)["emulator"]
     assert bool(reasons) == (arch == "sm_100a")
-
-
-def test_a_backward_that_it_has_not_is_named():
-    inputs = tensors(torch.bfloat16, **SIZES)
-    with emulate.device("sm_90a"):
-        (reason,) = flash4_torch.support(*inputs, dropout_p=0.1)["emulator"]
-    assert reason.startswith("backward: ") and "dropout" in reason
 
 
 @pytest.mark.parametrize("kwargs", [kwargs for kwargs, _ in CALLS.values()], ids=CALLS)

@@ -151,7 +151,10 @@ def attend(x: Tensor, **kwargs: Any) -> Any:
 
 
 LISTENERS: dict[str, tuple[Callable[[], Any], Callable[[Tensor], Any]]] = {
-    "gradient": (nullcontext, lambda x: attend(x.clone().requires_grad_())),
+    "saved tensors' hooks": (
+        lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
+        lambda x: attend(x.clone().requires_grad_()),
+    ),
     "function mode": (FunctionMode, attend),
     "dispatch mode": (DispatchMode, attend),
     "default device": (lambda: torch.device("cpu"), attend),
@@ -177,6 +180,7 @@ def test_whoever_listens_is_not_passed_by(
     long_way: LongWay, context: Callable[[], Any], call: Callable[[Tensor], Any]
 ) -> None:
     attend(X)
+    attend(X.clone().requires_grad_())
     with context():
         assert long_way.taken(lambda: call(X))
     assert not long_way.taken(lambda: attend(X))

@@ -1,11 +1,12 @@
 """Backends serve attention calls; `choose` picks one, `reasons` says why the others do not."""
 
-from .base import Backend, Launch, Prepares
+from .base import Backend, BackwardLaunch, Launch, Prepares
 from .dispatch import PRIORITY, choose, excluding, is_plain, observers, reasons
 
 __all__ = [
     "PRIORITY",
     "Backend",
+    "BackwardLaunch",
     "Launch",
     "Prepares",
     "choose",

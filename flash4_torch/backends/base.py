@@ -20,6 +20,10 @@ Launch = Callable[[Tensor, Tensor, Tensor], Results]
 """A forward with everything decided but the tensors q, k and v."""
 
 
+BackwardLaunch = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""A backward with everything decided but the tensors: (dout, q, k, v, out, lse) to (dq, dk, dv)."""
+
+
 class Backend(Protocol):
     """Serves attention calls. All results are freshly allocated and contiguous in (B, S, H, D)."""
 
@@ -36,9 +40,13 @@ class Backend(Protocol):
 
 @runtime_checkable
 class Prepares(Backend, Protocol):
-    """A backend that can decide everything about a forward once, for `flash4_torch.fast`."""
+    """A backend that can decide everything about a call once, for `flash4_torch.fast`."""
 
     def prepare(self, inputs: Inputs, problem: Problem) -> Launch | None:
         """What `forward` does for these inputs and all others of their sizes, strides, dtype and device that
         lie at multiples of 16 bytes; None where it depends on more than that."""
+        ...
+
+    def prepare_backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> BackwardLaunch | None:
+        """The same of `backward`, without a gradient of lse."""
         ...

@@ -1,8 +1,8 @@
 """Our compiled kernels, run on CPU tensors by the emulator: slow, for tests and for work without a GPU.
 
 It serves only where FLASH4_BACKEND=emulator asks for it. FLASH4_ARCH says which GPU's kernels run. For sm_90a
-these are the `sm90` backend's, launched as it launches them, wherever they can serve; what is left, gradients
-for one, a small kernel serves that is the same for every GPU.
+these are the `sm90` backend's, launched as it launches them, wherever they can serve; what is left
+is served by small kernels that are the same for every GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..compile import Function, jit
 from ..problem import Inputs, Problem, Saved
 from . import sequences, sm90
 from .base import Grads, Results
-from .sm90 import Sm90
+from .sm90 import Sm90, backward, forward
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MAX_D = 128
@@ -61,6 +61,8 @@ class Emulator:
         return out, lse
 
     def backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> Grads:
+        if _is_for_hopper(problem):
+            return _hopper.backward(saved, inputs, problem)
         if problem.spec.varlen:
             return sequences.backward(saved, inputs, problem, lambda dense: self)
         q, k, v, out, dout = (_unit_stride(t) for t in (*inputs[:3], saved.out, saved.dout))
@@ -82,10 +84,11 @@ class _Hopper(Sm90):
     def function(self, entry: str, static: tuple[object, ...]) -> Function:
         return functools.partial(_launch, entry, static)
 
-    def kernel(self, problem: Problem, index: int) -> sm90.Kernel:
-        features, config = sm90.features_of(problem), sm90.config_of(problem)
-        function = self.function(sm90.FORWARD, (features, config))
-        return sm90.Kernel(function, config, sm90.rule_of(problem, config, _multiprocessors()))
+    def kernel(self, problem: Problem, index: int) -> forward.Kernel:
+        return forward.decide(problem, _multiprocessors(), self.function)
+
+    def backward_kernels(self, problem: Problem, index: int) -> backward.Kernels:
+        return backward.decide(problem, _multiprocessors(), self.function)
 
     def counter(self, index: int) -> Tensor:
         """The same for all launches: one that did not leave it at 0 would spoil the next."""

@@ -21,14 +21,14 @@ from . import schema
 Grads = tuple[Tensor | None, ...]
 
 
-def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, attn_mask, rng_state, *rules = inputs
     ctx.save_for_backward(q, k, v, *output, attn_mask, rng_state)
     ctx.rules = rules
     ctx.set_materialize_grads(False)
 
 
-def _attention_grads(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Grads:
+def attention_grads(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Grads:
     q, k, v, out, lse, attn_mask, rng_state = ctx.saved_tensors
     mask_grad = ctx.needs_input_grad[3]
     dout = torch.zeros_like(out) if dout is None else dout
@@ -130,6 +130,6 @@ attention_backward, attention_varlen_backward, attention_weights_backward = (
     _differentiable(f"{name}_backward", _save_nothing, _refuse)
     for name in ("attention", "attention_varlen", "attention_weights")
 )
-attention = _differentiable("attention", _save_attention, _attention_grads)
+attention = _differentiable("attention", save_attention, attention_grads)
 attention_varlen = _differentiable("attention_varlen", _save_varlen, _varlen_grads)
 attention_weights = _differentiable("attention_weights", _save_weights, _weights_grads)

@@ -60,7 +60,7 @@ def _varlen_extent(q: Tensor, k: Tensor, cu_seqlens: Tensor, longest_q: int, lon
     return Extent(cu_seqlens.shape[0] - 1, longest_q, longest_k, q.shape[1], k.shape[1])
 
 
-def _backward_of(problem: Problem, dlse: Tensor | None, mask_grad: bool = False) -> Problem:
+def backward_of(problem: Problem, dlse: Tensor | None, mask_grad: bool = False) -> Problem:
     return problem._replace(spec=problem.spec._replace(backward=True, dlse=dlse is not None, dmask=mask_grad))
 
 
@@ -85,7 +85,7 @@ def _attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *rules, mask_grad = rules_and_mask_grad
     forward = describe(q, v, dense_extent(q, k), attn_mask, Rules(*rules))
-    problem = _backward_of(forward, dlse, mask_grad)
+    problem = backward_of(forward, dlse, mask_grad)
     saved, inputs = Saved(dout, dlse, out, lse, mask_grad), Inputs(q, k, v, attn_mask, rng_state)
     dq, dk, dv, dmask = backends.choose(problem).backward(saved, inputs, problem)
     return dq, dk, dv, q.new_empty(0) if dmask is None else dmask
@@ -126,7 +126,7 @@ def _attention_varlen_backward(
     *rules: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     extent = _varlen_extent(q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
-    problem = _backward_of(describe(q, v, extent, None, Rules(*rules), varlen=True), dlse)
+    problem = backward_of(describe(q, v, extent, None, Rules(*rules), varlen=True), dlse)
     inputs = Inputs(q, k, v, None, rng_state, cu_seqlens_q, cu_seqlens_k)
     dq, dk, dv, _ = backends.choose(problem).backward(Saved(dout, dlse, out, lse), inputs, problem)
     return dq, dk, dv

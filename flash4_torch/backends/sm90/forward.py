@@ -1,0 +1,84 @@
+"""The forward: which kernel serves a call, and what it is told besides tensors."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ... import compile
+from ...configs import sm90 as configs
+from ...configs.types import Features, Sm90Forward
+from ...kernels.common.mask_tables import MaskPlan
+from ...problem import Problem
+from .entries import FORWARD, Find, Rule, dtype_name, heads_in_section, mask_dtype, rule
+from .tensors import filled_up
+
+_LONG = 8192
+"""Keys."""
+_MOST_IN_SECTION = 32
+"""Packs of heads, before sections are made even."""
+
+
+class Kernel(NamedTuple):
+    """A compiled kernel, and what it is told besides tensors."""
+
+    function: compile.Function
+    config: Sm90Forward
+    rule: Rule
+
+
+def decide(problem: Problem, multiprocessors: int, find: Find) -> Kernel:
+    features, config = features_of(problem), config_of(problem)
+    function = find(FORWARD, (features, config))
+    return Kernel(function, config, rule_of(problem, config, multiprocessors))
+
+
+def features_of(problem: Problem) -> Features:
+    """What the kernel has to compute; a bound that hides nothing is none."""
+    spec, band, extent = problem.spec, problem.band, problem.extent
+    mask = mask_dtype(problem)
+    return Features(
+        dtype=dtype_name(spec.dtype),
+        D=filled_up(spec.D),
+        Dv=filled_up(spec.Dv),
+        varlen=spec.varlen,
+        left=band.left is not None and band.left < extent.Sk - 1,
+        right=band.right is not None and band.right < extent.Sq - 1,
+        softcap=spec.softcap,
+        scaled=spec.softcap or mask not in ("", "bool") or problem.scale <= 0.0,
+        mask=mask,
+        dropout=spec.dropout,
+    )
+
+
+def mask_plan(dtype: str, config: Sm90Forward) -> MaskPlan:
+    """How a mask of that dtype is cut into blocks: as the config's tiles are."""
+    return MaskPlan(dtype, config.queries, config.keys, config.pack)
+
+
+def config_of(problem: Problem) -> Sm90Forward:
+    band, extent = problem.band, problem.extent
+    seen = None
+    if band.left is not None and band.right is not None:
+        seen = max(band.left + band.right + 1, 1)
+    end_hidden = band.right is not None and band.right <= 0
+    return configs.forward(features_of(problem), extent.Sq, extent.Sk, problem.spec.group, seen, end_hidden)
+
+
+def rule_of(problem: Problem, config: Sm90Forward, multiprocessors: int) -> Rule:
+    return rule(problem, problem.extent.Sq, _section(problem, config, multiprocessors), multiprocessors)
+
+
+def _section(problem: Problem, config: Sm90Forward, multiprocessors: int) -> int:
+    """How many packs of heads take turns: long tiles come first while their K and V stay in the cache.
+
+    Without a bound to the right all tiles are equally long, and heads follow one another. Long key heads do
+    so by twos: where all multiprocessors read the same K and V, D 64 is now and then slower by a tenth.
+    """
+    spec, extent = problem.spec, problem.extent
+    packs = -(-spec.group // config.pack)
+    if not features_of(problem).right:
+        return 1 if extent.Sk <= _LONG else 2 * packs
+    each = extent.Sk * (spec.D + spec.Dv) * spec.dtype.itemsize
+    tiles = packs * -(-extent.Sq // config.queries)
+    most = max(_MOST_IN_SECTION // packs, 1)
+    return heads_in_section(extent.B * extent.Hk, each, tiles, most, multiprocessors) * packs

@@ -1,0 +1,101 @@
+"""The short way through autograd: `flash4_torch.fast`, for calls whose tensors require gradients.
+
+Its law is the same. The forward is prepared as one without gradients is, and saves what the long way saves.
+The backward is prepared where the long way has served one of the same strides, and launched where nobody
+listens; else it is the long way's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch.compiler import is_dynamo_compiling
+
+from . import backends
+from .backends import BackwardLaunch, Launch, Prepares
+from .ops import autograd
+from .ops.impl import Rules, backward_of, dense_extent, describe
+from .problem import Inputs, Saved
+
+_ALIGNMENT = 16
+_MOST = 64
+"""Combinations of strides that are remembered for a signature of the forward."""
+
+Strides = tuple[tuple[int, ...], ...]
+
+
+class Training:
+    """The calls of one signature, forward and backward."""
+
+    __slots__ = ("backwards", "forward", "rules", "somebody_listens")
+
+    def __init__(self, forward: Launch, rules: Rules, somebody_listens: Callable[[], bool]):
+        self.forward = forward
+        self.rules = rules
+        self.somebody_listens = somebody_listens
+        self.backwards: dict[Strides, BackwardLaunch | None] = {}
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        results: tuple[Tensor, Tensor] = _apply(q, k, v, self)
+        return results
+
+    def find(self, dout: Tensor | None, dlse: Tensor | None, saved: tuple[Tensor, ...]) -> Strides | None:
+        """What the launch of a backward is known by; None if that must go the long way."""
+        if (
+            is_dynamo_compiling()
+            or dlse is not None
+            or type(dout) is not Tensor
+            or is_grad_enabled()  # which asks for gradients of gradients
+            or self.somebody_listens()
+        ):
+            return None
+        q, k, v, out, lse = saved
+        try:
+            pointers = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | dout.data_ptr()
+        except RuntimeError:
+            return None  # of a batch of gradients
+        if pointers % _ALIGNMENT:
+            return None
+        return dout.stride(), q.stride(), k.stride(), v.stride(), out.stride(), lse.stride()
+
+    def remember(self, strides: Strides, dout: Tensor, saved: tuple[Tensor, ...]) -> None:
+        """After the long way has served a backward: prepares those of the same strides."""
+        if strides in self.backwards or len(self.backwards) >= _MOST:
+            return
+        q, k, v, out, lse = saved
+        problem = backward_of(describe(q, v, dense_extent(q, k), None, self.rules), None)
+        backend, launch = backends.choose(problem), None
+        if isinstance(backend, Prepares):
+            launch = backend.prepare_backward(Saved(dout, None, out, lse), Inputs(q, k, v), problem)
+        self.backwards[strides] = launch
+
+
+class Eager(torch.autograd.Function):
+    """As `ops.autograd` has it, by the same name, but for who launches."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, training: Training) -> tuple[Tensor, Tensor]:
+        out, lse = training.forward(q, k, v)
+        autograd.save_attention(ctx, (q, k, v, None, None, *training.rules), (out, lse))
+        ctx.training = training
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        training: Training = ctx.training
+        saved = ctx.saved_tensors[:5]
+        strides = training.find(dout, dlse, saved)
+        launch = None if strides is None else training.backwards.get(strides)
+        if launch is not None and dout is not None:
+            return *launch(dout, *saved), None
+        grads = autograd.attention_grads(ctx, dout, dlse)
+        if strides is not None and dout is not None:
+            training.remember(strides, dout, saved)
+        return grads[:4]
+
+
+# Past what `Function.apply` looks for: a signature to bind, and transforms, which `fast.find` has ruled out.
+_apply = super(torch.autograd.Function, Eager).apply

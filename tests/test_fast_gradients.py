@@ -1,0 +1,170 @@
+"""The short way through autograd: gradients as the long way gives them, and whoever listens is heard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import flash4_torch
+from cases import Case, cases
+from flash4_torch import errors, testing
+from on_cpu import Machine, hopper
+from test_fast import DispatchMode, LongWay, half
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    with hopper() as machine:
+        yield machine
+
+
+@pytest.fixture
+def long_way(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> LongWay:
+    return LongWay(monkeypatch)
+
+
+X = [half(1, 128, 2, 64).requires_grad_() for _ in "qkv"]
+
+
+def attend(**kwargs: Any) -> Any:
+    return flash4_torch.attention(*X, **kwargs)
+
+
+def grads(out: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(out, X, torch.ones_like(out), **kwargs)
+
+
+def step() -> tuple[Tensor, ...]:
+    return grads(attend())
+
+
+def test_the_third_step_takes_it(long_way: LongWay) -> None:
+    """The first one's forward and the second one's backward are what others are prepared by."""
+    assert [long_way.taken(step) for _ in range(4)] == [True, True, False, False]
+    assert not long_way.taken(lambda: [x.sum() for x in step()])
+
+
+@given(cases((torch.bfloat16, torch.float16), attn_mask=None), st.booleans(), st.booleans())
+@settings(max_examples=100)
+def test_its_gradients_are_the_long_ways(case: Case, expanded: bool, some: bool) -> None:
+    inputs = [x.detach().requires_grad_(i == 2 or not some) for i, x in enumerate((case.q, case.k, case.v))]
+    wanted = [x for x in inputs if x.requires_grad]
+
+    def step() -> list[Tensor]:
+        out = flash4_torch.attention(*inputs, **case.kwargs)
+        dout = torch.ones_like(out[:1, :1]).expand(out.shape) if expanded else torch.ones_like(out)
+        return [out, *torch.autograd.grad(out, wanted, dout)]
+
+    with hopper() as machine:
+        steps = [step() for _ in range(3)]
+    for a, b in zip(steps[0], steps[2], strict=True):
+        assert torch.equal(a, b) and a.stride() == b.stride() and a.dtype == b.dtype
+    assert type(steps[0][0].grad_fn).__name__ == type(steps[2][0].grad_fn).__name__
+    if machine.backwards:
+        long, _, short = machine.backwards
+        assert long[:2] == short[:2] and long.args[9:] == short.args[9:]
+        for a, b in zip(long.args[:8], short.args[:8], strict=True):
+            assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+
+
+def test_deterministic_steps_have_turns(machine: Machine) -> None:
+    for _ in range(3):
+        grads(attend(deterministic=True))
+    assert [launch.args[9] is not None for launch in machine.backwards] == [True] * 3
+
+
+def prepared(long_way: LongWay) -> None:
+    step()
+    step()
+    assert not long_way.taken(step)
+
+
+LISTENERS: dict[str, tuple[Callable[[], Any], Callable[[Tensor], Any]]] = {
+    "gradient of lse": (nullcontext, lambda out: torch.autograd.grad(attend(return_lse=True)[1].sum(), X)),
+    "dispatch mode": (DispatchMode, grads),
+    "profiler": (lambda: torch.profiler.profile(acc_events=True), grads),
+    "batched": (
+        nullcontext,
+        lambda out: torch.autograd.grad(out, X, torch.ones(3, *out.shape).bfloat16(), is_grads_batched=True),
+    ),
+    "memory is filled": (testing.poisoned_memory, grads),
+    "observer": (testing.backends_used, grads),
+    "other strides": (
+        nullcontext,
+        lambda out: torch.autograd.grad(out, X, half(1, 2, 128, 64).transpose(1, 2)),
+    ),
+    "odd base": (
+        nullcontext,
+        lambda out: torch.autograd.grad(out, X, half(1 + 128 * 128)[1:].view(1, 128, 2, 64)),
+    ),
+}
+
+
+@pytest.mark.parametrize(("context", "backward"), LISTENERS.values(), ids=LISTENERS)
+def test_whoever_listens_is_not_passed_by(
+    long_way: LongWay, context: Callable[[], Any], backward: Callable[[Tensor], Any]
+) -> None:
+    prepared(long_way)
+    out = attend()
+    with context():
+        assert long_way.taken(lambda: backward(out))
+    assert not long_way.taken(step)
+
+
+def test_gradients_have_no_gradient(long_way: LongWay) -> None:
+    prepared(long_way)
+    found = grads(attend(), create_graph=True)
+    with pytest.raises(errors.DoubleBackwardError):
+        torch.autograd.grad(found[0].sum(), X)
+
+
+def test_a_graph_may_be_kept(long_way: LongWay) -> None:
+    prepared(long_way)
+    out = attend()
+    once, again = grads(out, retain_graph=True), grads(out)
+    assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+    with pytest.raises(RuntimeError, match="second time"):
+        grads(out)
+
+
+def test_changes_of_what_was_saved_are_noticed(long_way: LongWay) -> None:
+    prepared(long_way)
+    out = attend()
+    with torch.no_grad():
+        X[0].add_(0.0)
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        grads(out)
+
+
+def test_checkpoints_recompute(long_way: LongWay) -> None:
+    prepared(long_way)
+    wanted = step()
+    for _ in range(2):
+        found = grads(checkpoint(flash4_torch.attention, *X, use_reentrant=False))
+        assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+
+
+def test_what_is_saved_may_lie_elsewhere(long_way: LongWay) -> None:
+    """Hooks take it away and bring back copies."""
+    prepared(long_way)
+    wanted = step()
+    with torch.autograd.graph.save_on_cpu():
+        out = attend()
+    assert all(torch.equal(a, b) for a, b in zip(wanted, grads(out), strict=True))
+
+
+def test_what_it_remembers_is_bounded(long_way: LongWay) -> None:
+    prepared(long_way)
+    for padding in range(70):
+        room = half(1, 128, 2 + padding, 64)
+        torch.autograd.grad(attend(), X, room[:, :, :2])
+    training = attend().grad_fn.training
+    assert len(training.backwards) <= 64
