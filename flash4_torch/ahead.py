@@ -15,7 +15,7 @@ from .compile.arch import checked
 from .compile.pool import Prepared
 from .configs import sm90_backward
 from .configs.sm90 import reachable
-from .configs.types import BackwardFeatures, Features
+from .configs.types import Features
 from .errors import RangeError
 
 DTYPES = ("bfloat16", "float16")
@@ -120,7 +120,7 @@ def kernels(
         chosen = features_of(D, dtype, words)
         entries = list(_of(target, chosen, group))
         if gradients:
-            entries += _of_gradients(BackwardFeatures(*chosen, "deterministic" in words.split("+")))
+            entries += _of_gradients(chosen._replace(deterministic="deterministic" in words.split("+")))
         found |= {Key(entry, static, target): None for entry, static in entries}
     return list(found)
 
@@ -153,13 +153,13 @@ def _of(arch: str, features: Features, group: int) -> Iterator[tuple[str, tuple[
             yield sm90.MASK_BLOCKS, (forward.mask_plan(features.mask, config),)
 
 
-def _of_gradients(features: BackwardFeatures) -> Iterator[tuple[str, tuple[object, ...]]]:
+def _of_gradients(features: Features) -> Iterator[tuple[str, tuple[object, ...]]]:
     """Of the inputs, and of a floating mask, too; with and without one that arrives at lse."""
     for dmask in {False, features.mask not in ("", "bool")}:
         yield from _of_gradients_of(features._replace(dmask=dmask))
 
 
-def _of_gradients_of(features: BackwardFeatures) -> Iterator[tuple[str, tuple[object, ...]]]:
+def _of_gradients_of(features: Features) -> Iterator[tuple[str, tuple[object, ...]]]:
     for config in sm90_backward.reachable(features):
         for dlse in (False, True):
             before, behind = backward.row_plans(features, config, dlse=dlse)

@@ -32,7 +32,7 @@ from torch.autograd import _profiler_enabled, forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from . import backends
-from .backends import Launch, Prepares
+from .backends import ALIGNMENT, Launch, Prepares
 from .fast_gradients import Training
 from .ops.impl import Rules, dense_extent, describe
 from .problem import Inputs
@@ -42,8 +42,6 @@ Signature = tuple[Any, ...]
 
 _MOST = 1024
 """Signatures that are remembered; after so many it starts anew."""
-_ALIGNMENT = 16
-"""Bytes; a launch is prepared for bases at multiples of them."""
 _FLAG_TYPES = slice(-8, None)
 """Where they are in a signature."""
 _WANTS_GRAD = 12
@@ -81,7 +79,7 @@ def find(
     if wants_grad and _top_saved_tensors_default_hooks(True) is not None:
         return None, None
     try:
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % _ALIGNMENT:
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
             return None, None
         left, right = window
         # Flat, and each flag by its name: tuples in tuples and a loop take a third longer.

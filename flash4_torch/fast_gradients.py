@@ -15,12 +15,11 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from . import backends
-from .backends import BackwardLaunch, Launch, Prepares
+from .backends import ALIGNMENT, BackwardLaunch, Launch, Prepares
 from .ops import autograd
 from .ops.impl import Rules, backward_of, dense_extent, describe
 from .problem import Inputs, Saved
 
-_ALIGNMENT = 16
 _MOST = 64
 """Combinations of strides that are remembered for a signature of the forward."""
 
@@ -57,7 +56,7 @@ class Training:
             pointers = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | dout.data_ptr()
         except RuntimeError:
             return None  # of a batch of gradients
-        if pointers % _ALIGNMENT:
+        if pointers % ALIGNMENT:
             return None
         return dout.stride(), q.stride(), k.stride(), v.stride(), out.stride(), lse.stride()
 

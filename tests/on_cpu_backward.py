@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flash4_torch import compile
 from flash4_torch.backends import sm90
-from flash4_torch.configs.types import BackwardFeatures, Sm90Backward
+from flash4_torch.configs.types import Features, Sm90Backward
 from flash4_torch.kernels.common.dq_blocks import DqBlocks
 from flash4_torch.kernels.common.mask_tables import MaskPlan, place
 from flash4_torch.kernels.common.row_blocks import PostprocessPlan, PreprocessPlan, RowBlocks
@@ -28,7 +28,7 @@ KERNELS = (sm90.PREPROCESS, sm90.BACKWARD, sm90.POSTPROCESS)
 class Launch(NamedTuple):
     """Of the main kernel."""
 
-    features: BackwardFeatures
+    features: Features
     config: Sm90Backward
     args: tuple[Any, ...]
 
@@ -103,7 +103,7 @@ def check_rows(x: Tensor, dtype: str, varlen: bool) -> None:
     assert x.data_ptr() % 16 == 0 and x.shape[-1] % 8 == 0
 
 
-def _backward(launches: list[Launch], features: BackwardFeatures, config: Sm90Backward, *args: Any) -> None:
+def _backward(launches: list[Launch], features: Features, config: Sm90Backward, *args: Any) -> None:
     launches.append(Launch(features, config, args))
     q, k, v, dout, stats, dq_acc, dk, dv, counter, turns, ends_q, ends_k, mask_args, dmask, state, rule = args
     assert counter.shape == (1,) and counter.dtype == torch.int32 and counter.item() == 0
@@ -160,7 +160,7 @@ def _backward(launches: list[Launch], features: BackwardFeatures, config: Sm90Ba
 
 
 def _mask(
-    features: BackwardFeatures, config: Sm90Backward, args: tuple[Tensor, Tensor], q: Tensor, k: Tensor
+    features: Features, config: Sm90Backward, args: tuple[Tensor, Tensor], q: Tensor, k: Tensor
 ) -> Tensor:
     """With queries as rows again."""
     mask, tables = args

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flash4_torch import testing
 from flash4_torch.compile import jit
-from flash4_torch.configs.types import BackwardFeatures, Sm90Backward
+from flash4_torch.configs.types import Features, Sm90Backward
 from flash4_torch.emulator.host import Launch
 from flash4_torch.kernels.common.dq_blocks import DqBlocks
 from flash4_torch.kernels.common.mask_tables import MaskPlan, place
@@ -27,12 +27,12 @@ from flash4_torch.reference.dropout import Dropout, thresholds
 from flash4_torch.reference.scoring import Scoring
 from flash4_torch.testing import emulate
 
-Kernel = tuple[BackwardFeatures, Sm90Backward]
+Kernel = tuple[Features, Sm90Backward]
 
 
 def static(D: int, Dv: int, tiles: tuple[int, int], dtype: str = "bfloat16", **more: Any) -> Kernel:
     of_config = {name: more.pop(name) for name in tuple(more) if name in Sm90Backward._fields}
-    return BackwardFeatures(dtype, D, Dv, **more), Sm90Backward(*tiles, **of_config)
+    return Features(dtype, D, Dv, **more), Sm90Backward(*tiles, **of_config)
 
 
 class Gradients(NamedTuple):
@@ -72,7 +72,7 @@ LENGTHS = st.one_of(st.sampled_from([1, 2, 63, 64, 65, 127, 128, 129, 192, 257])
 
 
 @st.composite
-def calls(draw: st.DrawFn, features: BackwardFeatures, config: Sm90Backward) -> Call:
+def calls(draw: st.DrawFn, features: Features, config: Sm90Backward) -> Call:
     """What the host may ask of such a kernel."""
     Hk = draw(st.integers(1, 2))
     Hq = Hk * draw(st.integers(1, 3))
@@ -149,7 +149,7 @@ def drawn(kernel: Kernel, Hk: int = 1, **changes: Any) -> Call:
 
 
 @functools.cache
-def compiled(features: BackwardFeatures, config: Sm90Backward) -> Any:
+def compiled(features: Features, config: Sm90Backward) -> Any:
     from flash4_torch.kernels.sm90.bwd.launch import compile_backward
 
     with jit.quiet():
@@ -220,7 +220,7 @@ def shared_memory_of_launches() -> Iterator[list[int]]:
         yield asked
 
 
-def _stats(features: BackwardFeatures, call: Call, m: int) -> tuple[Tensor, list[int]]:
+def _stats(features: Features, call: Call, m: int) -> tuple[Tensor, list[int]]:
     """What the preprocess makes, and where each sequence begins in it."""
     out, lse = _forward(features, call)
     delta = (out * call.dout.double()).sum(-1).transpose(-1, -2)
@@ -242,7 +242,7 @@ def _stats(features: BackwardFeatures, call: Call, m: int) -> tuple[Tensor, list
 
 
 def _mask_args(
-    features: BackwardFeatures, config: Sm90Backward, call: Call, device: emulate.Device
+    features: Features, config: Sm90Backward, call: Call, device: emulate.Device
 ) -> tuple[Tensor, Tensor] | None:
     if call.mask is None:
         return None
@@ -254,9 +254,7 @@ def _mask_args(
     return turned, tables
 
 
-def _sequences(
-    features: BackwardFeatures, call: Call, tensors: tuple[Tensor, ...]
-) -> list[tuple[Tensor, ...]]:
+def _sequences(features: Features, call: Call, tensors: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
     """(q, k, v, ...) of each sequence, as batches of one; the fourth and further ones are like q."""
     if not features.varlen:
         return [tensors]
@@ -265,13 +263,13 @@ def _sequences(
     return [tuple(x[None] for x in found) for found in zip(*parts, strict=True)]
 
 
-def _scoring(features: BackwardFeatures, call: Call, b: int, mask: Tensor | None) -> Scoring:
+def _scoring(features: Features, call: Call, b: int, mask: Tensor | None) -> Scoring:
     band = Band(call.left if features.left else None, call.right if features.right else None)
     dropout = Dropout(call.rng_state, call.p, b) if features.dropout else None
     return Scoring(call.scale, band, call.softcap, mask, dropout)
 
 
-def _forward(features: BackwardFeatures, call: Call) -> tuple[Tensor, Tensor]:
+def _forward(features: Features, call: Call) -> tuple[Tensor, Tensor]:
     """Exact out and lse."""
     tensors = tuple(x.double() for x in (call.q, call.k, call.v))
     mask = None if call.mask is None or call.mask.dtype == torch.bool else call.mask.double()

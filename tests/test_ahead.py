@@ -26,7 +26,7 @@ from flash4_torch.backends.sm90 import backward
 from flash4_torch.compile import Key, aot, cache, key, library, pool
 from flash4_torch.configs import sm90 as configs
 from flash4_torch.configs import sm90_backward
-from flash4_torch.configs.types import BackwardFeatures, Features
+from flash4_torch.configs.types import Features
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
@@ -88,7 +88,7 @@ def test_every_size_of_a_call_finds_its_kernel(
     Sk=st.integers(1, 2000),
 )
 def test_so_does_its_backward(dtype: str, words: str, Sq: int, Sk: int) -> None:
-    features = BackwardFeatures(*ahead.features_of(64, dtype, words), "deterministic" in words)
+    features = Features(*ahead.features_of(64, dtype, words), "deterministic" in words)
     prepared = ahead.kernels("sm_90a", [64], [dtype], [words], [1])
     without = ahead.kernels("sm_90a", [64], [dtype], [words], [1], gradients=False)
     wanted = set()

@@ -156,6 +156,7 @@ def test_what_it_does_not_is(layout: Any) -> None:
         ({"scale": 0.0}, {"scaled": True}),
         ({"scale": -1.0}, {"scaled": True}),
         ({"dropout_p": 0.1}, {"dropout": True}),
+        ({"deterministic": True}, {}),
         ({"attn_mask": torch.ones(64, dtype=torch.bool)}, {"mask": "bool"}),
         ({"attn_mask": torch.ones(64)}, {"mask": "float32", "scaled": True}),
     ],
@@ -164,12 +165,13 @@ def test_what_it_does_not_is(layout: Any) -> None:
 def test_only_what_a_call_uses_is_compiled_in(kwargs: dict[str, Any], expected: dict[str, Any]) -> None:
     x = half(1, 64, 2, 32)
     features = launched(x, x, x, **kwargs).features
-    bare = {"left": False, "right": False, "softcap": False, "scaled": False, "mask": "", "dropout": False}
+    bare = dict.fromkeys(("left", "right", "softcap", "scaled", "dropout", "deterministic", "dmask"), False)
     assert features._asdict() == {
         "dtype": "bfloat16",
         "D": 32,
         "Dv": 32,
         "varlen": False,
+        "mask": "",
         **bare,
         **expected,
     }

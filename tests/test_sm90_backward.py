@@ -15,7 +15,7 @@ from flash4_torch import testing
 from flash4_torch.backends import sm90
 from flash4_torch.backends.sm90 import backward
 from flash4_torch.configs import sm90_backward as configs
-from flash4_torch.configs.types import SHARED_MEMORY, BackwardFeatures
+from flash4_torch.configs.types import SHARED_MEMORY, Features
 from flash4_torch.problem import Extent
 from on_cpu import hopper
 from test_laws import packed
@@ -134,7 +134,7 @@ def test_what_is_chosen_is_reachable_and_fits(
     D: int, Dv: int, flags: tuple[bool, ...], Sk: int, end_hidden: bool
 ) -> None:
     varlen, left, right = flags
-    features = BackwardFeatures("bfloat16", 8 * D, 8 * Dv, varlen, left, right)
+    features = Features("bfloat16", 8 * D, 8 * Dv, varlen, left, right)
     config = configs.backward(features, Sk, end_hidden)
     assert config in configs.reachable(features)
     assert config.shared_memory(features) <= SHARED_MEMORY

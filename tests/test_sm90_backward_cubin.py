@@ -13,7 +13,7 @@ from flash4_torch.backends import sm90
 from flash4_torch.backends.sm90.backward import row_plans
 from flash4_torch.compile import Key, pool
 from flash4_torch.configs import sm90_backward as configs
-from flash4_torch.configs.types import BackwardFeatures
+from flash4_torch.configs.types import Features
 from test_sm90_cubin import USES, code_of
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
@@ -26,11 +26,11 @@ MORE: tuple[dict[str, object], ...] = (
 )
 
 
-def reachable() -> Iterator[BackwardFeatures]:
+def reachable() -> Iterator[Features]:
     """What calls can ask for with these head sizes: by turns, as compiling takes seconds."""
     for i, (D, Dv) in enumerate(HEADS):
         for j, uses in enumerate((*USES, *MORE)):
-            features = BackwardFeatures(("bfloat16", "float16")[(i + j) % 2], D, Dv)._replace(**uses)
+            features = Features(("bfloat16", "float16")[(i + j) % 2], D, Dv)._replace(**uses)
             if (2 * i + j) % 3 == 0 or not uses:
                 yield features
 

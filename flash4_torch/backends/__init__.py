@@ -1,9 +1,10 @@
 """Backends serve attention calls; `choose` picks one, `reasons` says why the others do not."""
 
-from .base import Backend, BackwardLaunch, Launch, Prepares
+from .base import ALIGNMENT, Backend, BackwardLaunch, Launch, Prepares
 from .dispatch import PRIORITY, choose, excluding, is_plain, observers, reasons
 
 __all__ = [
+    "ALIGNMENT",
     "PRIORITY",
     "Backend",
     "BackwardLaunch",

@@ -24,6 +24,10 @@ BackwardLaunch = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tupl
 """A backward with everything decided but the tensors: (dout, q, k, v, out, lse) to (dq, dk, dv)."""
 
 
+ALIGNMENT = 16
+"""Bytes; what is prepared serves tensors that lie at multiples of them."""
+
+
 class Backend(Protocol):
     """Serves attention calls. All results are freshly allocated and contiguous in (B, S, H, D)."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from .types import SHARED_MEMORY, BackwardFeatures, Sm90Backward
+from .types import SHARED_MEMORY, Features, Sm90Backward
 
 
 class Row(NamedTuple):
@@ -23,7 +23,7 @@ class Row(NamedTuple):
     config: Sm90Backward
     why: str
 
-    def admits(self, features: BackwardFeatures) -> bool:
+    def admits(self, features: Features) -> bool:
         return (
             features.D <= self.D
             and features.Dv <= self.Dv
@@ -32,7 +32,7 @@ class Row(NamedTuple):
         )
 
 
-_TAKES: dict[str, Callable[[BackwardFeatures], bool]] = {
+_TAKES: dict[str, Callable[[Features], bool]] = {
     "bias": lambda f: f.mask not in ("", "bool"),
     "mask": lambda f: f.mask != "",
     "dmask": lambda f: f.dmask,
@@ -73,7 +73,7 @@ TABLE = (
 # fmt: on
 
 
-def backward(features: BackwardFeatures, Sk: int, end_hidden: bool = False) -> Sm90Backward:
+def backward(features: Features, Sk: int, end_hidden: bool = False) -> Sm90Backward:
     """The config of a call.
 
     Args:
@@ -86,11 +86,11 @@ def backward(features: BackwardFeatures, Sk: int, end_hidden: bool = False) -> S
     return config._replace(tail=tail)
 
 
-def reachable(features: BackwardFeatures) -> tuple[Sm90Backward, ...]:
+def reachable(features: Features) -> tuple[Sm90Backward, ...]:
     """Every config that `backward` returns for some sizes."""
     tails = [False, True] if features.right or not features.varlen else [True]
     return tuple(_config(features)._replace(tail=tail) for tail in tails)
 
 
-def _config(features: BackwardFeatures) -> Sm90Backward:
+def _config(features: Features) -> Sm90Backward:
     return next(row.config for row in TABLE if row.admits(features))

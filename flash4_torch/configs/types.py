@@ -12,7 +12,7 @@ _BARRIERS = 1024
 
 
 class Features(NamedTuple):
-    """What a forward kernel computes; everything that a call does not use is compiled out."""
+    """What a kernel computes; everything that a call does not use is compiled out."""
 
     dtype: str
     """"bfloat16" or "float16"."""
@@ -28,6 +28,10 @@ class Features(NamedTuple):
     mask: str = ""
     """'' for none, else the dtype of attn_mask: "bool", "bfloat16", "float16", "float32"."""
     dropout: bool = False
+    deterministic: bool = False
+    """Of gradients: dQ is summed up in one order, for the same bits every time."""
+    dmask: bool = False
+    """Of gradients: that of a floating attn_mask is wanted, too."""
 
     @property
     def drawing_warpgroup(self) -> bool:
@@ -94,25 +98,6 @@ class Sm90Forward(NamedTuple):
         return 2 * (q + kv + o) + bits // 8 + _BARRIERS_AND_ALIGNMENT
 
 
-class BackwardFeatures(NamedTuple):
-    """What a backward kernel computes: the fields of `Features`, and what only gradients know."""
-
-    dtype: str
-    D: int
-    Dv: int
-    varlen: bool = False
-    left: bool = False
-    right: bool = False
-    softcap: bool = False
-    scaled: bool = False
-    mask: str = ""
-    dropout: bool = False
-    deterministic: bool = False
-    """dQ is summed up in one order, for the same bits every time."""
-    dmask: bool = False
-    """The gradient of a floating attn_mask is wanted."""
-
-
 class Sm90Backward(NamedTuple):
     """Tiles and switches of the Hopper backward kernel."""
 
@@ -161,7 +146,7 @@ class Sm90Backward(NamedTuple):
         """In which a block of rows has its dQ added up."""
         return self.warpgroups * self.cluster * self.dq_passes
 
-    def shared_memory(self, features: BackwardFeatures) -> int:
+    def shared_memory(self, features: Features) -> int:
         """Bytes: Q, dO, K, V and dS in their stages, dQ, two numbers of each row, and barriers.
 
         In pairs the other CTA's half of K and its dS, too; softcap's slopes for dmask; and with dropout a bit

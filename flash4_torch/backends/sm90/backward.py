@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ... import compile
 from ...configs import sm90_backward as configs
-from ...configs.types import BackwardFeatures, Sm90Backward
+from ...configs.types import Features, Sm90Backward
 from ...kernels.common.dq_blocks import DqBlocks
 from ...kernels.common.mask_tables import MaskPlan
 from ...kernels.common.row_blocks import PostprocessPlan, PreprocessPlan, RowBlocks
@@ -86,7 +86,7 @@ def decide(problem: Problem, multiprocessors: int, find: Find) -> Kernels:
 
 
 def row_plans(
-    features: BackwardFeatures, config: Sm90Backward, *, dlse: bool
+    features: Features, config: Sm90Backward, *, dlse: bool
 ) -> tuple[PreprocessPlan, PostprocessPlan]:
     """Of the kernels before and behind the main one."""
     f = features
@@ -96,9 +96,9 @@ def row_plans(
     return before, PostprocessPlan(f.dtype, f.D, blocks, f.varlen)
 
 
-def features_of(problem: Problem) -> BackwardFeatures:
+def features_of(problem: Problem) -> Features:
     spec = problem.spec
-    return BackwardFeatures(*forward.features_of(problem), spec.deterministic, spec.dmask)
+    return forward.features_of(problem)._replace(deterministic=spec.deterministic, dmask=spec.dmask)
 
 
 def config_of(problem: Problem) -> Sm90Backward:

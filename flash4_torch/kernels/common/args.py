@@ -17,10 +17,10 @@ class Rule(NamedTuple):
     softcap: Float32
     left: Int32
     right: Int32
-    longest_q: Int32
-    """Sq, or the longest sequence's."""
+    longest: Int32
+    """Of what tiles are cut from, queries forward and keys backward: how many, or of the longest sequence."""
     section: Int32
-    """Packs of heads whose tiles are drawn together, so that their K and V stay in the L2 cache."""
+    """Heads, or packs of them, whose tiles are drawn together: what they read stays in the L2 cache."""
     multiprocessors: Int32
     drop_byte: Uint32
     drop_fraction: Uint32
@@ -28,34 +28,9 @@ class Rule(NamedTuple):
     keep_scale: Float32
 
 
-class BackwardRule(NamedTuple):
-    """The same for a backward launch, whose tiles are blocks of keys."""
-
-    scale: Float32
-    softcap: Float32
-    left: Int32
-    right: Int32
-    longest_k: Int32
-    """Sk, or the longest sequence's."""
-    section: Int32
-    """Key heads whose tiles are drawn together."""
-    multiprocessors: Int32
-    drop_byte: Uint32
-    drop_fraction: Uint32
-    keep_scale: Float32
-
-
 def example_rule() -> Rule:
     """Stands for any rule when a kernel is compiled."""
-    return Rule(*_example())
-
-
-def example_backward_rule() -> BackwardRule:
-    return BackwardRule(*_example())
-
-
-def _example() -> tuple:
-    return (
+    return Rule(
         Float32(1.0),
         Float32(0.0),
         Int32(0),

@@ -25,17 +25,12 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from .band import Span
 from .fragment import Fragment
+from .host import NUMERIC, strided
 from .mask_tables import PANEL, MaskPlan, place
 from .scores import LOG2E
 
 VECTOR = 16
 """Bytes of the widest load."""
-NUMERIC = {
-    "bool": cutlass.Boolean,
-    "bfloat16": cutlass.BFloat16,
-    "float16": cutlass.Float16,
-    "float32": Float32,
-}
 
 
 class MaskArgs(NamedTuple):
@@ -91,10 +86,7 @@ class Rows(NamedTuple):
 
 def example_args(plan: MaskPlan) -> MaskArgs:
     """Stands for any mask when a kernel is compiled."""
-    numeric = NUMERIC[plan.dtype]
-    shape = tuple(cute.sym_int() for _ in range(4))
-    stride = tuple(cute.sym_int64() for _ in range(4))
-    mask = cute.runtime.make_fake_tensor(numeric, shape, stride, assumed_align=max(numeric.width // 8, 1))
+    mask = strided(NUMERIC[plan.dtype], 4)
     tables = cute.runtime.make_fake_compact_tensor(Int32, (cute.sym_int64(),), assumed_align=VECTOR)
     return MaskArgs(mask, tables)
 

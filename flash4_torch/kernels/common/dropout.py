@@ -36,6 +36,8 @@ STRIP = 2 * BLOCK
 """Columns of a strip."""
 STRIP_LANES = 8
 """Neighbouring lanes that draw a strip."""
+WARP_STRIPS = 32 // STRIP_LANES
+"""That a warp draws at a time."""
 
 Words = tuple[Uint32, Uint32, Uint32, Uint32]
 

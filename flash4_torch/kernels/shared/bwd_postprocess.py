@@ -14,6 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
+from ..common import host
 from ..common.attn_mask import vector_at
 from ..common.dq_blocks import THREADS
 from ..common.query_blocks import QueryBlock, heads_and_blocks, own_block
@@ -24,7 +25,6 @@ LANES = 4
 DEPTH = 8
 """Loads of a lane in flight."""
 _ROUND = {"bfloat16": "cvt.rn.bf16x2.f32", "float16": "cvt.rn.f16x2.f32"}
-_NUMERIC = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 
 
 @cute.jit
@@ -131,19 +131,10 @@ def _store(
 def compile_postprocess(plan: PostprocessPlan) -> Any:
     """`postprocess` compiled for any sizes; call it with its arguments but `plan` and `stream`."""
     modes = 3 if plan.varlen else 4
-    dq_acc = _rows(Float32, modes, cute.sym_int())
-    dq = _rows(_NUMERIC[plan.dtype], modes, plan.D)
-    cu_seqlens = None
-    if plan.varlen:
-        cu_seqlens = cute.runtime.make_fake_compact_tensor(Int32, (cute.sym_int(),), assumed_align=4)
+    dq_acc = host.rows(Float32, host.any_sizes(modes))
+    dq = host.rows(host.NUMERIC[plan.dtype], (*host.any_sizes(modes - 1), plan.D))
+    cu_seqlens = host.compact(Int32, host.any_sizes(1)) if plan.varlen else None
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     return cute.compile(
         postprocess, dq_acc, dq, cu_seqlens, Float32(1.0), plan, stream, options="--enable-tvm-ffi"
     )
-
-
-def _rows(dtype: type, modes: int, D: Any) -> cute.Tensor:
-    """More elements than 32 bits count are no problem here."""
-    shape = (*(cute.sym_int() for _ in range(modes - 1)), D)
-    stride = (*(cute.sym_int64(divisibility=8) for _ in range(modes - 1)), 1)
-    return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=16)

@@ -14,6 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from ..common import host
 from ..common.attn_mask import vector_at
 from ..common.query_blocks import QueryBlock, heads_and_blocks, own_block
 from ..common.row_blocks import VECTOR, PreprocessPlan
@@ -26,7 +27,6 @@ STEP = 8
 """Elements of a load."""
 DEPTH = 8
 """Loads of a lane in flight."""
-_NUMERIC = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 
 
 class Shape(NamedTuple):
@@ -176,24 +176,12 @@ def _clear(dq_acc: cute.Tensor, own: QueryBlock, thread: Int32, plan: Preprocess
 def compile_preprocess(plan: PreprocessPlan) -> Any:
     """`preprocess` compiled for any sizes and strides; call it with its arguments but `plan` and `stream`."""
     modes = 3 if plan.varlen else 4
-    rows = [_rows(_NUMERIC[plan.dtype], modes, plan.Dv) for _ in range(2)]
-    lse, dlse = (_compact(Float32, modes - 1, 4) for _ in range(2))
-    stats, dq_acc = _rows(Float32, modes, cute.sym_int()), _rows(Float32, modes, cute.sym_int())
-    turns = _compact(Int32, modes - 1, 4) if plan.turns else None
-    cu_seqlens = _compact(Int32, 1, 4) if plan.varlen else None
+    dtype = host.NUMERIC[plan.dtype]
+    rows = [host.rows(dtype, (*host.any_sizes(modes - 1), plan.Dv)) for _ in range(2)]
+    lse, dlse = (host.compact(Float32, host.any_sizes(modes - 1)) for _ in range(2))
+    stats, dq_acc = (host.rows(Float32, host.any_sizes(modes)) for _ in range(2))
+    turns = host.compact(Int32, host.any_sizes(modes - 1)) if plan.turns else None
+    cu_seqlens = host.compact(Int32, host.any_sizes(1)) if plan.varlen else None
     tensors = (*rows, lse, dlse if plan.dlse else None, stats, dq_acc, turns, cu_seqlens)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     return cute.compile(preprocess, *tensors, plan, stream, options="--enable-tvm-ffi")
-
-
-def _rows(dtype: type, modes: int, D: Any) -> cute.Tensor:
-    """More elements than 32 bits count are no problem here."""
-    shape = (*(cute.sym_int() for _ in range(modes - 1)), D)
-    stride = (*(cute.sym_int64(divisibility=8) for _ in range(modes - 1)), 1)
-    return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=16)
-
-
-def _compact(dtype: type, modes: int, align: int) -> cute.Tensor:
-    shape = tuple(cute.sym_int() for _ in range(modes))
-    order = tuple(range(modes - 1, -1, -1))
-    return cute.runtime.make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)

@@ -22,6 +22,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 from cutlass.memory import SmemAllocator
 
+from ..common.host import NUMERIC
+
 LOG2E = math.log2(math.e)
 THREADS = 64
 TILE = 32
@@ -141,12 +143,11 @@ def compile_backward(dtype: str, plan: Plan, *, dlse: bool = False) -> Any:
 
 
 _OPTIONS = "--enable-tvm-ffi"
-_NUMERIC = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": Float32}
 
 
 def _rows(dtype: str, D: int) -> cute.Tensor:
     """Stands for any (B, S, H, D) tensor with unit last stride."""
-    numeric = _NUMERIC[dtype]
+    numeric = NUMERIC[dtype]
     shape = (cute.sym_int(), cute.sym_int(), cute.sym_int(), D)
     stride = (cute.sym_int64(), cute.sym_int64(), cute.sym_int64(), 1)
     return cute.runtime.make_fake_tensor(numeric, shape, stride, assumed_align=numeric.width // 8)

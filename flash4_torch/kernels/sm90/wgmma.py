@@ -8,8 +8,8 @@ from cutlass import Float32, Int32
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
-ROWS = 64
-"""Rows of one wgmma, and of a warpgroup."""
+from .warps import ROWS
+
 DEPTH = 16
 """What one wgmma sums over, in 16-bit numbers."""
 

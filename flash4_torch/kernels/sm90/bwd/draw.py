@@ -9,14 +9,11 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
 from ...common import dropout, ring
+from ..warps import WARP_ROWS
 from . import tile as tiles
-from .plan import WARP, WARP_ROWS
 
 if TYPE_CHECKING:
     from .kernel import Kernel
-
-_STRIPS = WARP // dropout.STRIP_LANES
-"""That a warp draws in its turn."""
 
 
 @cute.jit
@@ -29,7 +26,7 @@ def draw(k: Kernel, drawer: Int32) -> None:
     chance = dropout.load(k.rng_state, k.rule.drop_byte, k.rule.drop_fraction)
     lane = cute.arch.lane_idx()
     strips, heads = dropout.strips(plan.queries), tiles.group(k)
-    turns, turn = plan.strips * strips // _STRIPS, drawer
+    turns, turn = plan.strips * strips // dropout.WARP_STRIPS, drawer
     kv_at, at = ring.start(), ring.start()
     tile = tiles.read(k, kv_at)
     while tile.block >= 0:
@@ -43,7 +40,7 @@ def draw(k: Kernel, drawer: Int32) -> None:
                 n, _ = tiles.block_at(k, blocks, position)
                 ring.wait_empty(k.kept, at)
                 while turn < turns:
-                    place = Uint32(turn * _STRIPS + lane // dropout.STRIP_LANES)
+                    place = Uint32(turn * dropout.WARP_STRIPS + lane // dropout.STRIP_LANES)
                     warp, strip = Int32(place // strips), place % strips
                     rows = dropout.KeyRows.at(chance, first + warp * WARP_ROWS, drawn, lane)
                     rows.draw(n * plan.queries, strip, k.sKept[None, None, warp, at.stage])

@@ -12,7 +12,8 @@ from cutlass.cute.nvgpu import cpasync, warp
 from ...common import ring
 from ...common.ring import Cursor
 from .. import wgmma
-from .plan import DONE, ROWS, WARP, WARP_ROWS
+from ..warps import ROWS, WARP, WARP_ROWS
+from .plan import DONE
 from .tile import Tile
 
 if TYPE_CHECKING:

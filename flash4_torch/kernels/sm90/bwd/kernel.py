@@ -21,13 +21,14 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from ...common import attn_mask, dropout, ring
-from ...common.args import BackwardRule
+from ...common.args import Rule
 from ...common.ring import Ring
 from ..pair import Pair, finish_together, make_pair, peer_of, start_together
+from ..warps import GROUP, WARP, WARPS
 from .draw import draw
 from .load import load
 from .mainloop import consume
-from .plan import GROUP, MESSAGE, WARP, WARPS, Plan
+from .plan import MESSAGE, Plan
 from .store_dq import WORDS, store
 from .wide import make_ds, make_weights
 
@@ -76,7 +77,7 @@ class Kernel:
     """What every role may use."""
 
     plan: Plan
-    rule: BackwardRule
+    rule: Rule
     maps: Maps
     sQ: cute.Tensor
     """(queries, D, q_stages)"""
@@ -156,7 +157,7 @@ def backward_kernel(
     mask_args: attn_mask.MaskArgs | None,
     dmask: cute.Tensor | None,
     rng_state: cute.Tensor | None,
-    rule: BackwardRule,
+    rule: Rule,
     plan: cutlass.Constexpr,
 ) -> None:
     thread, _, _ = cute.arch.thread_idx()

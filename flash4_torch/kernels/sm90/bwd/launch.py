@@ -10,12 +10,15 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from ....configs.types import BackwardFeatures, Sm90Backward
-from ...common.args import BackwardRule, example_backward_rule
+from ....configs.types import Features, Sm90Backward
+from ...common import host
+from ...common.args import Rule, example_rule
 from ...common.attn_mask import MaskArgs, example_args
+from .. import persistent
+from ..warps import WARP_ROWS
 from ..wgmma import column_major_layout, row_major_layout
 from .kernel import Layouts, Maps, Turned, backward_kernel
-from .plan import WARP_ROWS, Plan
+from .plan import Plan
 
 
 @cute.jit
@@ -35,7 +38,7 @@ def backward(
     mask: MaskArgs | None,
     dmask: cute.Tensor | None,
     rng_state: cute.Tensor | None,
-    rule: BackwardRule,
+    rule: Rule,
     plan: cutlass.Constexpr,
     stream: cuda.CUstream,
 ) -> None:
@@ -51,7 +54,7 @@ def backward(
     is 0.
     """
     plan.check()
-    rows, grads, keys, values, dkeys, dvalues = map(_positions_first, (q, dout, k, v, dk, dv))
+    rows, grads, keys, values, dkeys, dvalues = map(host.positions_first, (q, dout, k, v, dk, dv))
     config = plan.config
     part = plan.blocks.piece_columns
     paired, half = plan.ctas > 1, plan.D // 2
@@ -86,7 +89,7 @@ def backward(
     sequences = k.shape[0]
     if cutlass.const_expr(plan.features.varlen):
         sequences = cu_seqlens_k.shape[0] - 1
-    tiles = cute.ceil_div(rule.longest_k, plan.ticket_keys) * keys.shape[2] * sequences
+    tiles = cute.ceil_div(rule.longest, plan.ticket_keys) * keys.shape[2] * sequences
     kernel = backward_kernel(
         maps,
         layouts,
@@ -105,24 +108,7 @@ def backward(
         rule,
         plan,
     )
-    block = (plan.threads, 1, 1)
-    if cutlass.const_expr(plan.ctas == 1):
-        grid = (cutlass.min(tiles, rule.multiprocessors), 1, 1)
-        kernel.launch(grid=grid, block=block, min_blocks_per_mp=1, stream=stream)
-    else:
-        clusters = cutlass.max(cutlass.min(tiles, rule.multiprocessors // plan.ctas), 1)
-        cluster = (plan.ctas, 1, 1)
-        grid = (clusters * plan.ctas, 1, 1)
-        kernel.launch(grid=grid, block=block, cluster=cluster, min_blocks_per_mp=1, stream=stream)
-
-
-def _positions_first(x: cute.Tensor) -> cute.Tensor:
-    """(S, D, H, B) of a (B, S, H, D) or packed (S, H, D) tensor, which is a batch of one."""
-    if cute.rank(x) == 3:
-        S, H, D = x.shape
-        s, h, d = x.stride
-        return cute.make_tensor(x.iterator, cute.make_layout((S, D, H, 1), stride=(s, d, h, 0)))
-    return cute.make_tensor(x.iterator, cute.select(x.layout, [1, 3, 2, 0]))
+    persistent.launch(kernel, plan, tiles, rule.multiprocessors, stream)
 
 
 def _map(op, tensor: cute.Tensor, layout: cute.ComposedLayout, rows: int, columns: int) -> tuple:
@@ -133,46 +119,23 @@ def _map(op, tensor: cute.Tensor, layout: cute.ComposedLayout, rows: int, column
     return tuple(cpasync.make_tiled_tma_atom(op, tensor, stage, tiler))[:2]
 
 
-def compile_backward(features: BackwardFeatures, config: Sm90Backward) -> Any:
+def compile_backward(features: Features, config: Sm90Backward) -> Any:
     """`backward` compiled for any sizes and strides; call it with its arguments but `plan` and `stream`."""
     plan = Plan(features, config)
-    q, k, v, dout = (_rows(plan, D) for D in (features.D, features.D, features.Dv, features.Dv))
     packed = 1 if features.varlen else 2
-    # Workspaces may have more numbers than 32 bits count.
-    stats = _rows_of(Float32, (2, *_any(packed), cute.sym_int(divisibility=plan.queries)))
-    dq_acc = _rows_of(Float32, (*_any(packed + 1), plan.blocks.floats))
-    dk, dv = (_rows(plan, D) for D in (features.D, features.Dv))
-    tickets = _compact(Int32, (1,), 4)
-    cu_seqlens = _compact(Int32, _any(1), 4) if features.varlen else None
-    turns = _compact(Int32, _any(packed + 1), 4) if features.deterministic else None
+    q, k, v, dout, dk, dv = (
+        host.rows(plan.dtype, (*host.any_sizes(packed + 1), D))
+        for D in (features.D, features.D, features.Dv, features.Dv, features.D, features.Dv)
+    )
+    stats = host.rows(Float32, (2, *host.any_sizes(packed), cute.sym_int(divisibility=plan.queries)))
+    dq_acc = host.rows(Float32, (*host.any_sizes(packed + 1), plan.blocks.floats))
+    tickets = host.compact(Int32, (1,))
+    cu_seqlens = host.compact(Int32, host.any_sizes(1)) if features.varlen else None
+    turns = host.compact(Int32, host.any_sizes(packed + 1)) if features.deterministic else None
     mask = example_args(plan.mask) if features.mask else None
-    dmask = _strided(Float32, 4) if features.dmask else None
-    rng_state = _compact(Int64, (2,), 8) if features.dropout else None
+    dmask = host.strided(Float32, 4) if features.dmask else None
+    rng_state = host.compact(Int64, (2,)) if features.dropout else None
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     workspaces = (stats, dq_acc, dk, dv, tickets, turns)
     tensors = (q, k, v, dout, *workspaces, cu_seqlens, cu_seqlens, mask, dmask, rng_state)
-    return cute.compile(backward, *tensors, example_backward_rule(), plan, stream, options="--enable-tvm-ffi")
-
-
-def _any(count: int) -> tuple:
-    return tuple(cute.sym_int() for _ in range(count))
-
-
-def _rows(plan: Plan, D: int) -> cute.Tensor:
-    """Stands for any (B, S, H, D) or (T, H, D) tensor that the copy engine takes."""
-    return _rows_of(plan.dtype, (*_any(2 if plan.features.varlen else 3), D))
-
-
-def _rows_of(dtype: type, shape: tuple) -> cute.Tensor:
-    stride = (*(cute.sym_int64(divisibility=8) for _ in shape[1:]), 1)
-    return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=16)
-
-
-def _strided(dtype: type, modes: int) -> cute.Tensor:
-    stride = tuple(cute.sym_int64() for _ in range(modes))
-    return cute.runtime.make_fake_tensor(dtype, _any(modes), stride, assumed_align=dtype.width // 8)
-
-
-def _compact(dtype: type, shape: tuple, align: int) -> cute.Tensor:
-    order = tuple(range(len(shape) - 1, -1, -1))
-    return cute.runtime.make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
+    return cute.compile(backward, *tensors, example_rule(), plan, stream, options="--enable-tvm-ffi")

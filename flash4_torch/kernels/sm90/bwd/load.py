@@ -11,8 +11,10 @@ from cutlass.cute.nvgpu import cpasync
 
 from ...common import ring
 from ...common.ring import Cursor, Ring
+from .. import persistent
+from ..warps import WARP
 from . import tile as tiles
-from .plan import MESSAGE, WARP
+from .plan import MESSAGE
 from .tile import Tile
 
 if TYPE_CHECKING:
@@ -32,13 +34,13 @@ def load(k: Kernel) -> None:
     """Every tile's K, V and number, then its blocks of rows from the first to the last, head after head."""
     shape = tiles.shape(k)
     at = Cursors(ring.start(), ring.start(), ring.start(), ring.start(), ring.start())
-    ticket = tiles.first_ticket(k)
+    ticket = persistent.first_ticket(k)
     while ticket < shape.tiles:
-        number = tiles.request_ticket(k, shape)
+        number = persistent.request_ticket(k, shape.tiles)
         tile = tiles.decode(k, shape, ticket)
         if tiles.first_key(k, tile) < tile.Sk:
             at = _load_tile(k, at, tile)
-        ticket, ticket_at = tiles.receive_ticket(k, number, at.ticket)
+        ticket, ticket_at = persistent.receive_ticket(k, number, at.ticket)
         at = at._replace(ticket=ticket_at)
     _say_that_all_is_done(k, at.kv)
 

@@ -20,10 +20,11 @@ from ...common.band import Band, Span
 from ...common.fragment import Fragment, wgmma_fragment
 from ...common.ring import Cursor
 from .. import wgmma
+from ..warps import GROUP, LANES, ROWS, WARP, WARP_ROWS, WARPS
 from . import tile as tiles
 from .add_dmask import add_dmask
 from .epilogue import epilogue
-from .plan import GROUP, LANES, ROWS, SHARED, WARP, WARP_ROWS, WARPS
+from .plan import SHARED
 from .store_dq import add_dq, end_adding, other_slot
 from .tile import Blocks, Tile
 

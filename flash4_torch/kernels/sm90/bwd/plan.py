@@ -23,22 +23,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import cutlass
-
-from ....configs.types import SHARED_MEMORY, BackwardFeatures, Sm90Backward, tile_dim
+from ....configs.types import SHARED_MEMORY, Features, Sm90Backward, tile_dim
 from ...common.band import BandShape
 from ...common.dq_blocks import DqBlocks
+from ...common.host import NUMERIC
 from ...common.mask_tables import MaskPlan
+from ..warps import GROUP, ROWS, WARP_ROWS, WARPS, registers_suffice
 
-WARP = 32
-GROUP = 128
-"""Threads of a warpgroup."""
-WARPS = GROUP // WARP
-ROWS = 64
-"""Keys of a consumer warpgroup, a quarter of them a warp's."""
-WARP_ROWS = ROWS // WARPS
-LANES = 4
-"""Neighbouring lanes that share a row of an accumulator."""
 MESSAGE = 8
 """Words that describe a tile to the consumers."""
 SHARED = 1
@@ -58,21 +49,19 @@ class Registers(NamedTuple):
     producer: int
 
 
-# By consumer warpgroups. More than were given out in all would hang: 65536 registers over the warps of each
-# quarter, floored to 8 a thread.
+# By consumer warpgroups.
 _REGISTERS = {1: Registers(240, 40), 2: Registers(240, 24), 3: Registers(160, 32)}
 _REGISTERS_OF_DRAWING_PRODUCERS = {1: Registers(216, 56), 2: Registers(232, 40)}
 _REGISTERS_WITH_DROPOUT_AND_MASK = {1: Registers(216, 56), 2: Registers(224, 56)}
-_DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 
 
 class Plan(NamedTuple):
-    features: BackwardFeatures
+    features: Features
     config: Sm90Backward
 
     @property
     def dtype(self) -> type:
-        return _DTYPES[self.features.dtype]
+        return NUMERIC[self.features.dtype]
 
     @property
     def blocks(self) -> DqBlocks:
@@ -230,6 +219,5 @@ class Plan(NamedTuple):
         assert not f.dmask or f.mask not in ("", "bool")
         assert c.kv_stages in (1, 2) and c.ds_stages in (1, 2) and min(c.q_stages, c.do_stages) >= 1
         consumer, producer = self.registers
-        at_launch, groups = min(65536 // self.threads // 8 * 8, 255), self.threads // GROUP
-        assert consumer * c.warpgroups + producer <= at_launch * groups + groups
+        assert registers_suffice(self.threads, consumer * c.warpgroups + producer)
         assert c.shared_memory(f) <= SHARED_MEMORY

@@ -12,8 +12,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
+from ..warps import GROUP, WARP
 from . import tile as tiles
-from .plan import EMPTY, FULL, GROUP, WARP
+from .plan import EMPTY, FULL
 
 if TYPE_CHECKING:
     from .kernel import Kernel

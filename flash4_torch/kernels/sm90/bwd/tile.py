@@ -11,7 +11,7 @@ from cutlass import Boolean, Int32, Uint32
 from ...common import attn_mask, ring
 from ...common.band import Band, Span, make_band, visible_span
 from ...common.ring import Cursor
-from ..pair import hand_over
+from .. import persistent
 from .plan import MESSAGE
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def shape(k: Kernel) -> Shape:
     _, _, Hk, B = k.maps.mK.shape
     if cutlass.const_expr(k.plan.features.varlen):
         B = k.cu_seqlens_k.shape[0] - 1
-    blocks = Uint32(cute.ceil_div(k.rule.longest_k, k.plan.ticket_keys))
+    blocks = Uint32(cute.ceil_div(k.rule.longest, k.plan.ticket_keys))
     return Shape(blocks, Uint32(Hk), blocks * Uint32(Hk) * Uint32(B))
 
 
@@ -56,13 +56,7 @@ def decode(k: Kernel, shape: Shape, ticket: Uint32) -> Tile:
     With a causal mask the first block takes longest, so that what is left at the end is short. Where dQ is
     summed up in order, tiles wait only for such as were drawn before: see `Plan.descends`.
     """
-    section = Uint32(k.rule.section)
-    size = section * shape.blocks
-    number = ticket // size
-    rest = ticket - number * size
-    in_section = cutlass.min(section, shape.tiles // shape.blocks - number * section)
-    step = rest // in_section
-    head = number * section + rest - step * in_section
+    step, head = persistent.step_and_head(k, shape.blocks, shape.tiles, ticket)
     batch = head // shape.key_heads
     b = Int32(batch)
     first_q, first_k = Int32(0), Int32(0)
@@ -76,42 +70,6 @@ def decode(k: Kernel, shape: Shape, ticket: Uint32) -> Tile:
     if cutlass.const_expr(k.plan.ctas > 1):
         block = block * k.plan.ctas + k.pair.rank
     return Tile(block, Int32(head - batch * shape.key_heads), b, first_q, Sq, first_k, Sk)
-
-
-@cute.jit
-def first_ticket(k: Kernel) -> Uint32:
-    """The first tickets, one for each CTA or cluster, are not drawn."""
-    own, _, _ = cute.arch.block_idx()
-    return Uint32(own // k.plan.ctas)
-
-
-@cute.jit
-def request_ticket(k: Kernel, shape: Shape) -> Uint32:
-    """Ask for the next ticket: a number in lane 0 that takes a microsecond to arrive, so use it late.
-
-    The counter is back at 0 after the launch: it runs from 0 to tiles - 1, and as many tickets are drawn, of
-    which the last one of every CTA, or cluster, is too high.
-    """
-    number = Uint32(0)
-    draws = cute.arch.lane_idx() == 0
-    if cutlass.const_expr(k.plan.ctas > 1):
-        draws = draws & (k.pair.rank == 0)
-    if draws:
-        number = cute.arch.inline_ptx(
-            "atom.global.inc.u32 {$w0}, [{$r0}], {$r1};",
-            write_only_types=[Uint32],
-            read_only_args=[k.tickets.iterator.toint(), shape.tiles - 1],
-        )
-    return number
-
-
-@cute.jit
-def receive_ticket(k: Kernel, number: Uint32, at: Cursor):
-    """The ticket in all lanes, of both CTAs of a cluster, and the place of the next one's hand-over."""
-    grid, _, _ = cute.arch.grid_dim()
-    if cutlass.const_expr(k.plan.ctas == 1):
-        return cute.arch.shuffle_sync(number, 0) + Uint32(grid), at
-    return hand_over(k.pair, number, at) + Uint32(grid // k.plan.ctas), ring.after(at, 1)
 
 
 @cute.jit

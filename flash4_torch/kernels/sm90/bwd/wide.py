@@ -25,6 +25,7 @@ from cutlass.cute.nvgpu import warp
 from ...common import ring
 from ...common.ring import Cursor
 from .. import wgmma
+from ..warps import GROUP, WARP, WARP_ROWS
 from . import tile as tiles
 from .epilogue import dk_target, dv_scale, dv_target, stage_gradient, store_gradients
 from .mainloop import (
@@ -41,7 +42,7 @@ from .mainloop import (
     take_kept,
     weigh,
 )
-from .plan import DONE, GROUP, WARP, WARP_ROWS
+from .plan import DONE
 from .store_dq import add_dq, end_adding
 
 if TYPE_CHECKING:

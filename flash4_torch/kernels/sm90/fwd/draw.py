@@ -9,15 +9,12 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
 from ...common import dropout, ring
+from ..warps import WARP_ROWS
 from . import tile as tiles
-from .plan import WARP, WARP_ROWS
 
 if TYPE_CHECKING:
     from .kernel import Kernel
     from .tile import Tile
-
-_STRIPS = WARP // dropout.STRIP_LANES
-"""That a warp draws at a time."""
 
 
 @cute.jit
@@ -31,9 +28,9 @@ def draw(k: Kernel, drawer: Int32) -> None:
     chance = dropout.load(k.rng_state, k.rule.drop_byte, k.rule.drop_fraction)
     lane = cute.arch.lane_idx()
     strips = dropout.strips(plan.keys)
-    halves = 2 if plan.consumer_warps * strips % (2 * _STRIPS) == 0 else 1
+    halves = 2 if plan.consumer_warps * strips % (2 * dropout.WARP_STRIPS) == 0 else 1
     warps = plan.consumer_warps // halves
-    turns, turn = warps * strips // _STRIPS, drawer
+    turns, turn = warps * strips // dropout.WARP_STRIPS, drawer
     q_at, at = ring.start(), ring.start()
     tile = tiles.read(k, q_at)
     while tile.block >= 0:
@@ -45,7 +42,7 @@ def draw(k: Kernel, drawer: Int32) -> None:
             n, _ = tiles.block_at(k, blocks, span.last - 1 - i)
             ring.wait_empty(k.kept, at)
             while turn < turns:
-                place = Uint32(turn * _STRIPS + lane // dropout.STRIP_LANES)
+                place = Uint32(turn * dropout.WARP_STRIPS + lane // dropout.STRIP_LANES)
                 warp, strip = Int32(place // strips), place % strips
                 for half in cutlass.range_constexpr(halves):
                     of = warp + half * warps

@@ -12,7 +12,8 @@ from cutlass.cute.nvgpu import cpasync, warp
 from ...common import ring, scores, softmax
 from ...common.ring import Cursor
 from .. import wgmma
-from .plan import DONE, GROUP, LANES, WARP, WARP_ROWS
+from ..warps import GROUP, LANES, WARP, WARP_ROWS
+from .plan import DONE
 from .tile import Tile
 
 if TYPE_CHECKING:

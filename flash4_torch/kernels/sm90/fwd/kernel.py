@@ -23,10 +23,11 @@ from ...common import attn_mask, dropout, ring
 from ...common.args import Rule
 from ...common.ring import Ring
 from ..pair import Pair, finish_together, make_pair, peer_of, start_together
+from ..warps import GROUP, ROWS, WARP, WARPS
 from .draw import draw
 from .load import load
 from .mainloop import consume
-from .plan import GROUP, MESSAGE, ROWS, WARP, WARPS, Plan
+from .plan import MESSAGE, Plan
 
 
 class Maps(NamedTuple):

@@ -11,11 +11,14 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from ....configs.types import Features, Sm90Forward
+from ...common import host
 from ...common.args import Rule, example_rule
 from ...common.attn_mask import MaskArgs, example_args
+from .. import persistent
+from ..warps import ROWS, WARP_ROWS, WARPS
 from ..wgmma import column_major_layout, row_major_layout
 from .kernel import Layouts, Maps, forward_kernel
-from .plan import ROWS, WARP_ROWS, WARPS, Plan
+from .plan import Plan
 
 
 @cute.jit
@@ -41,9 +44,9 @@ def forward(
     contiguous. tickets int32 (1,), zero before and after. No size is 0.
     """
     plan.check()
-    heads, keys = _by_key_head(q, k), _positions_first(k)
+    heads, keys = _by_key_head(q, k), host.positions_first(k)
     group = heads.shape[0][0]
-    values = cute.make_tensor(v.iterator, cute.select(_positions_first(v).layout, [1, 0, 2, 3]))
+    values = cute.make_tensor(v.iterator, cute.select(host.positions_first(v).layout, [1, 0, 2, 3]))
     outputs = _by_key_head(out, k)
 
     layouts = Layouts(
@@ -63,35 +66,18 @@ def forward(
     sequences = q.shape[0]
     if cutlass.const_expr(plan.features.varlen):
         sequences = cu_seqlens_q.shape[0] - 1
-    m_blocks = cute.ceil_div(rule.longest_q, plan.queries)
+    m_blocks = cute.ceil_div(rule.longest, plan.queries)
     head_blocks = cute.ceil_div(group, plan.pack)
     tiles = m_blocks * head_blocks * keys.shape[2] * sequences
     kernel = forward_kernel(
         maps, layouts, out, lse, tickets, cu_seqlens_q, cu_seqlens_k, mask, rng_state, rule, plan
     )
-    block = (plan.threads, 1, 1)
-    if cutlass.const_expr(plan.ctas == 1):
-        grid = (cutlass.min(tiles, rule.multiprocessors), 1, 1)
-        kernel.launch(grid=grid, block=block, min_blocks_per_mp=1, stream=stream)
-    else:
-        clusters = cutlass.max(cutlass.min(tiles, rule.multiprocessors // plan.ctas), 1)
-        cluster = (plan.ctas, 1, 1)
-        grid = (clusters * plan.ctas, 1, 1)
-        kernel.launch(grid=grid, block=block, cluster=cluster, min_blocks_per_mp=1, stream=stream)
-
-
-def _positions_first(x: cute.Tensor) -> cute.Tensor:
-    """(S, D, H, B) of a (B, S, H, D) or packed (S, H, D) tensor, which is a batch of one."""
-    if cute.rank(x) == 3:
-        S, H, D = x.shape
-        s, h, d = x.stride
-        return cute.make_tensor(x.iterator, cute.make_layout((S, D, H, 1), stride=(s, d, h, 0)))
-    return cute.make_tensor(x.iterator, cute.select(x.layout, [1, 3, 2, 0]))
+    persistent.launch(kernel, plan, tiles, rule.multiprocessors, stream)
 
 
 def _by_key_head(x: cute.Tensor, k: cute.Tensor) -> cute.Tensor:
     """((group, S), D, Hk, B): the query heads of a key head and the positions, as rows of a tile."""
-    x, Hk = _positions_first(x), k.shape[cute.rank(k) - 2]
+    x, Hk = host.positions_first(x), k.shape[cute.rank(k) - 2]
     S, D, Hq, B = x.shape
     s, d, h, b = x.stride
     group = Hq // Hk
@@ -111,29 +97,16 @@ def _map(op, tensor: cute.Tensor, layout: cute.ComposedLayout, tiler, parts: int
 def compile_forward(features: Features, config: Sm90Forward) -> Any:
     """`forward` compiled for any sizes and strides; call it with its arguments but `plan` and `stream`."""
     plan = Plan(features, config)
-    q, k, v, out = (_rows(plan, D) for D in (features.D, features.D, features.Dv, features.Dv))
-    lse_modes = 2 if features.varlen else 3
-    lse = _compact(Float32, lse_modes, 4)
-    tickets = cute.runtime.make_fake_compact_tensor(Int32, (1,), assumed_align=4)
-    cu_seqlens = _compact(Int32, 1, 4) if features.varlen else None
-    rng_state = (
-        cute.runtime.make_fake_compact_tensor(Int64, (2,), assumed_align=8) if features.dropout else None
+    modes = 2 if features.varlen else 3
+    q, k, v, out = (
+        host.rows(plan.dtype, (*host.any_sizes(modes), D))
+        for D in (features.D, features.D, features.Dv, features.Dv)
     )
+    lse = host.compact(Float32, host.any_sizes(modes))
+    tickets = host.compact(Int32, (1,))
+    cu_seqlens = host.compact(Int32, host.any_sizes(1)) if features.varlen else None
+    rng_state = host.compact(Int64, (2,)) if features.dropout else None
     mask = example_args(plan.mask) if features.mask else None
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     tensors = (q, k, v, out, lse, tickets, cu_seqlens, cu_seqlens, mask, rng_state)
     return cute.compile(forward, *tensors, example_rule(), plan, stream, options="--enable-tvm-ffi")
-
-
-def _rows(plan: Plan, D: int) -> cute.Tensor:
-    """Stands for any (B, S, H, D) or (T, H, D) tensor that the copy engine takes."""
-    modes = 2 if plan.features.varlen else 3
-    shape = (*(cute.sym_int() for _ in range(modes)), D)
-    stride = (*(cute.sym_int64(divisibility=8) for _ in range(modes)), 1)
-    return cute.runtime.make_fake_tensor(plan.dtype, shape, stride, assumed_align=16)
-
-
-def _compact(dtype: type, modes: int, align: int) -> cute.Tensor:
-    shape = tuple(cute.sym_int() for _ in range(modes))
-    order = tuple(range(modes - 1, -1, -1))
-    return cute.runtime.make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)

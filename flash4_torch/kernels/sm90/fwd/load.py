@@ -11,8 +11,10 @@ from cutlass.cute.nvgpu import cpasync
 
 from ...common import ring
 from ...common.ring import Cursor
+from .. import persistent
+from ..warps import WARP
 from . import tile as tiles
-from .plan import MESSAGE, WARP
+from .plan import MESSAGE
 from .tile import Tile
 
 if TYPE_CHECKING:
@@ -43,9 +45,9 @@ def load(k: Kernel) -> None:
     shape = tiles.shape(k)
     at = Cursors(ring.start(), ring.start(), ring.start(), ring.start(), ring.start())
     owed, owes = Block(Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)), Boolean(False)
-    ticket = tiles.first_ticket(k)
+    ticket = persistent.first_ticket(k)
     while ticket < shape.tiles:
-        number = tiles.request_ticket(k, shape)
+        number = persistent.request_ticket(k, shape.tiles)
         tile = tiles.decode(k, shape, ticket, at.ticket)
         if tiles.first_query(k, tile) < tile.Sq:
             k_at, v_at, end_at = at.k, at.v, at.end
@@ -69,7 +71,7 @@ def load(k: Kernel) -> None:
                 else:
                     v_at, end_at = _load_v(k, v_at, end_at, block)
             at = Cursors(at.ticket, ring.after(at.q, k.plan.config.q_stages), k_at, v_at, end_at)
-        ticket, ticket_at = tiles.receive_ticket(k, number, at.ticket)
+        ticket, ticket_at = persistent.receive_ticket(k, number, at.ticket)
         at = at._replace(ticket=ticket_at)
     if owes:
         _load_v(k, at.v, at.end, owed)

@@ -18,9 +18,10 @@ from ...common.band import Band
 from ...common.fragment import wgmma_fragment
 from ...common.ring import Cursor, Ring
 from .. import wgmma
+from ..warps import GROUP, LANES, WARP, WARP_ROWS, WARPS
 from . import tile as tiles
 from .epilogue import epilogue
-from .plan import GROUP, LANES, TURN, WARP, WARP_ROWS, WARPS
+from .plan import TURN
 from .tile import Blocks, Tile
 
 if TYPE_CHECKING:

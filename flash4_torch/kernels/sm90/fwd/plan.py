@@ -19,23 +19,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import cutlass
-
 from ....configs.types import SHARED_MEMORY, Features, Sm90Forward, tile_dim
 from ...common.band import BandShape
 from ...common.exponent import Exponent
+from ...common.host import NUMERIC
 from ...common.mask_tables import MaskPlan
 from ...common.softmax import Method
+from ..warps import GROUP, LANES, ROWS, WARP_ROWS, WARPS, registers_suffice
 
-WARP = 32
-GROUP = 128
-"""Threads of a warpgroup."""
-WARPS = GROUP // WARP
-ROWS = 64
-"""Query rows of a consumer warpgroup, a quarter of them a warp's."""
-WARP_ROWS = ROWS // WARPS
-LANES = 4
-"""Neighbouring lanes that share a row of an accumulator."""
 MESSAGE = 8
 """Words that describe a tile to the consumers."""
 TURN = 1
@@ -52,12 +43,10 @@ class Registers(NamedTuple):
     drawer: int = 0
 
 
-# By consumer warpgroups. More than were given out in all would hang: 65536 registers over the warps of each
-# quarter, floored to 8 a thread.
+# By consumer warpgroups.
 _REGISTERS = {1: Registers(232, 40), 2: Registers(232, 40), 3: Registers(160, 32), 4: Registers(112, 32)}
 _REGISTERS_BESIDE_DRAWERS = {1: Registers(208, 40, 96), 2: Registers(208, 40, 56), 3: Registers(112, 40, 96)}
 _REGISTERS_OF_DRAWING_PRODUCERS = {1: Registers(216, 56), 2: Registers(224, 56)}
-_DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 
 
 class Plan(NamedTuple):
@@ -66,7 +55,7 @@ class Plan(NamedTuple):
 
     @property
     def dtype(self) -> type:
-        return _DTYPES[self.features.dtype]
+        return NUMERIC[self.features.dtype]
 
     @property
     def D(self) -> int:
@@ -231,6 +220,5 @@ class Plan(NamedTuple):
         if c.next_tile:
             assert c.q_stages > 1 and not f.left and not f.mask and not c.half
         consumer, producer, drawer = self.registers
-        at_launch, groups = min(65536 // self.threads // 8 * 8, 255), self.threads // GROUP
-        assert consumer * c.warpgroups + producer + drawer <= at_launch * groups + groups
+        assert registers_suffice(self.threads, consumer * c.warpgroups + producer + drawer)
         assert c.shared_memory(f) <= SHARED_MEMORY

@@ -11,7 +11,7 @@ from cutlass import Boolean, Int32, Uint32
 from ...common import attn_mask, ring
 from ...common.band import Band, Span, make_band, visible_span
 from ...common.ring import Cursor
-from ..pair import hand_over
+from .. import persistent
 from .plan import MESSAGE
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def shape(k: Kernel) -> Shape:
     (group, _), _, Hk, B = k.maps.mQ.shape
     if cutlass.const_expr(k.plan.features.varlen):
         B = k.cu_seqlens_q.shape[0] - 1
-    blocks = Uint32(cute.ceil_div(k.rule.longest_q, k.plan.queries))
+    blocks = Uint32(cute.ceil_div(k.rule.longest, k.plan.queries))
     head_blocks = Uint32(cute.ceil_div(group, k.plan.pack))
     return Shape(blocks, head_blocks, Uint32(Hk), blocks * head_blocks * Uint32(Hk) * Uint32(B))
 
@@ -60,13 +60,7 @@ def decode(k: Kernel, shape: Shape, ticket: Uint32, at: Cursor) -> Tile:
     With a causal mask the last block takes longest, so that what is left at the end is short. Of a pair the
     second tile takes longer, so the CTAs of a cluster take it in turns.
     """
-    section = Uint32(k.rule.section)
-    size = section * shape.blocks
-    number = ticket // size
-    rest = ticket - number * size
-    in_section = cutlass.min(section, shape.tiles // shape.blocks - number * section)
-    step = rest // in_section
-    head = number * section + rest - step * in_section
+    step, head = persistent.step_and_head(k, shape.blocks, shape.tiles, ticket)
     owner = head // shape.head_blocks
     batch = owner // shape.key_heads
     block = Int32(shape.blocks - 1 - step)
@@ -88,42 +82,6 @@ def decode(k: Kernel, shape: Shape, ticket: Uint32, at: Cursor) -> Tile:
         first_k,
         Sk,
     )
-
-
-@cute.jit
-def first_ticket(k: Kernel) -> Uint32:
-    """The first tickets, one for each CTA or cluster, are not drawn."""
-    own, _, _ = cute.arch.block_idx()
-    return Uint32(own // k.plan.ctas)
-
-
-@cute.jit
-def request_ticket(k: Kernel, shape: Shape) -> Uint32:
-    """Ask for the next ticket: a number in lane 0 that takes a microsecond to arrive, so use it late.
-
-    The counter is back at 0 after the launch: it runs from 0 to tiles - 1, and as many tickets are drawn, of
-    which the last one of every CTA, or cluster, is too high.
-    """
-    number = Uint32(0)
-    draws = cute.arch.lane_idx() == 0
-    if cutlass.const_expr(k.plan.ctas > 1):
-        draws = draws & (k.pair.rank == 0)
-    if draws:
-        number = cute.arch.inline_ptx(
-            "atom.global.inc.u32 {$w0}, [{$r0}], {$r1};",
-            write_only_types=[Uint32],
-            read_only_args=[k.tickets.iterator.toint(), shape.tiles - 1],
-        )
-    return number
-
-
-@cute.jit
-def receive_ticket(k: Kernel, number: Uint32, at: Cursor):
-    """The ticket in all lanes, of both CTAs of a cluster, and the place of the next one's hand-over."""
-    grid, _, _ = cute.arch.grid_dim()
-    if cutlass.const_expr(k.plan.ctas == 1):
-        return cute.arch.shuffle_sync(number, 0) + Uint32(grid), at
-    return hand_over(k.pair, number, at) + Uint32(grid // k.plan.ctas), ring.after(at, 1)
 
 
 @cute.jit
