@@ -88,7 +88,7 @@ def test_every_size_of_a_call_finds_its_kernel(
     Sk=st.integers(1, 2000),
 )
 def test_so_does_its_backward(dtype: str, words: str, Sq: int, Sk: int) -> None:
-    features = Features(*ahead.features_of(64, dtype, words), "deterministic" in words)
+    features = ahead.features_of(64, dtype, words)._replace(deterministic="deterministic" in words)
     prepared = ahead.kernels("sm_90a", [64], [dtype], [words], [1])
     without = ahead.kernels("sm_90a", [64], [dtype], [words], [1], gradients=False)
     wanted = set()
