@@ -1,10 +1,17 @@
-"""The text and the model of train_text.py: Python's documentation, and a causal nn.TransformerEncoder."""
+"""The text and the models of train_text.py: Python's documentation, and an nn.TransformerEncoder.
 
+A decoder is causal and predicts each next token. An encoder sees whole texts of different lengths, filled
+up with padding, and predicts the tokens that were replaced by a gap.
+"""
+
+import os
 import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from pydoc_data.topics import topics
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +29,13 @@ def documentation_paragraphs() -> list[str]:
     return list(dict.fromkeys(prose))
 
 
+def library_paragraphs() -> list[str]:
+    """The modules of Python's standard library, without their tests and packages: a hundred times as much."""
+    files = sorted(Path(os.__file__).parent.glob("*.py"))
+    text = "\n\n".join(file.read_text(encoding="utf-8") for file in files)
+    return [block for block in text.split("\n\n") if block.isascii() and block.strip()]
+
+
 class Tokenizer:
     """Frequent words are one token each; every other word is spelled in single characters."""
 
@@ -35,7 +49,10 @@ class Tokenizer:
         return [self._index[token] for tokens in spelled for token in tokens]
 
     def decode(self, indices: list[int]) -> str:
-        return "".join(self.tokens[i] for i in indices)
+        return "".join(self.decode_each(indices))
+
+    def decode_each(self, indices: list[int]) -> list[str]:
+        return [self.tokens[i] for i in indices]
 
     @staticmethod
     def _split(text: str) -> list[str]:
@@ -51,8 +68,8 @@ class Corpus:
     validation: Tensor
 
     @classmethod
-    def load(cls) -> "Corpus":
-        paragraphs = documentation_paragraphs()
+    def load(cls, library: bool = False) -> "Corpus":
+        paragraphs = library_paragraphs() if library else documentation_paragraphs()
         tokenizer = Tokenizer("\n".join(paragraphs))
         held_out = paragraphs[::10]
         learned = [paragraph for i, paragraph in enumerate(paragraphs) if i % 10]
@@ -60,18 +77,61 @@ class Corpus:
         return cls(tokenizer, *streams)
 
 
+class Batch(NamedTuple):
+    """What a model sees, and what it should say."""
+
+    tokens: Tensor
+    """(B, S)"""
+    targets: Tensor
+    """(B, S), `IGNORED` where nothing is asked."""
+    padding: Tensor | None
+    """(B, S), True where there is no text."""
+
+    def to(self, device: str) -> "Batch":
+        padding = None if self.padding is None else self.padding.to(device)
+        return Batch(self.tokens.to(device), self.targets.to(device), padding)
+
+
+IGNORED = -100
+GAPS = 0.15
+"""The share of tokens that an encoder has to find."""
+
+
 def random_windows(stream: Tensor, batch: int, length: int, generator: torch.Generator) -> Tensor:
-    """Cut `batch` windows of length + 1 tokens, (B, length + 1), at random places of a (T,) stream."""
+    """Cut `batch` windows of `length` tokens, (B, length), at random places of a (T,) stream."""
     starts = torch.randint(len(stream) - length, (batch, 1), generator=generator)
-    return stream[starts + torch.arange(length + 1)]
+    return stream[starts + torch.arange(length)]
+
+
+def next_token_batch(windows: Tensor) -> Batch:
+    """Of windows (B, S + 1): each token is predicted from those before it."""
+    return Batch(windows[:, :-1], windows[:, 1:], None)
+
+
+def gaps_batch(windows: Tensor, gap: int, generator: torch.Generator) -> Batch:
+    """Of windows (B, S): texts of half a window to a whole one, with tokens replaced by `gap`."""
+    B, S = windows.shape
+    lengths = torch.randint(S // 2, S + 1, (B, 1), generator=generator)
+    padding = torch.arange(S) >= lengths
+    asked = (torch.rand(B, S, generator=generator) < GAPS) & ~padding
+    return Batch(windows.masked_fill(asked, gap), windows.masked_fill(~asked, IGNORED), padding)
 
 
 class LanguageModel(nn.Module):
-    """Predicts each next token from those before it: tokens (B, S) -> logits (B, S, vocabulary)."""
+    """Tokens (B, S) -> logits (B, S, vocabulary). The last token of the vocabulary is an encoder's gap."""
 
-    causal_mask: Tensor
+    causal_mask: Tensor | None
 
-    def __init__(self, vocabulary: int, width: int, heads: int, layers: int, context: int, dropout: float):
+    def __init__(
+        self,
+        vocabulary: int,
+        width: int,
+        heads: int,
+        layers: int,
+        context: int,
+        dropout: float,
+        causal: bool = True,
+    ):
         super().__init__()
         self.token = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(context, width)
@@ -80,20 +140,23 @@ class LanguageModel(nn.Module):
         )
         self.encoder = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
         self.logits = nn.Linear(width, vocabulary)
-        mask = nn.Transformer.generate_square_subsequent_mask(context)
+        mask = nn.Transformer.generate_square_subsequent_mask(context) if causal else None
         self.register_buffer("causal_mask", mask, persistent=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, padding: Tensor | None = None) -> Tensor:
         length = tokens.shape[1]
         x = self.token(tokens) + self.position.weight[:length]
-        x = self.encoder(x, mask=self.causal_mask[:length, :length], is_causal=True)
+        if self.causal_mask is None:
+            x = self.encoder(x, src_key_padding_mask=padding)
+        else:
+            x = self.encoder(x, mask=self.causal_mask[:length, :length], is_causal=True)
         return self.logits(x)
 
 
-def next_token_loss(model: Callable[[Tensor], Tensor], windows: Tensor) -> Tensor:
-    """Mean cross entropy, in nats a token, of windows (B, S + 1): each token predicted from those before."""
-    logits = model(windows[:, :-1])
-    return F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
+def loss_of(model: Callable[..., Tensor], batch: Batch) -> Tensor:
+    """Mean cross entropy, in nats a token."""
+    logits = model(batch.tokens, batch.padding)
+    return F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), ignore_index=IGNORED)
 
 
 @torch.no_grad()
@@ -107,3 +170,14 @@ def continue_text(model: LanguageModel, tokenizer: Tokenizer, prompt: str, count
         drawn = torch.multinomial((scores.float() / 0.6).softmax(-1), 1)
         tokens = torch.cat([tokens, drawn[None]], dim=1)
     return tokenizer.decode(tokens[0].tolist())
+
+
+@torch.no_grad()
+def fill_gaps(model: LanguageModel, tokenizer: Tokenizer, tokens: Tensor, every: int = 7) -> str:
+    """Tokens (S,) as text, each `every`-th one as the model guesses it from all others, in brackets."""
+    gap = len(tokenizer.tokens)
+    asked = torch.arange(len(tokens)) % every == every - 1
+    seen = tokens.masked_fill(asked, gap)[None].to(model.logits.weight.device)
+    guesses = model(seen)[0, :, :gap].argmax(-1).cpu()
+    words = tokenizer.decode_each(torch.where(asked, guesses, tokens).tolist())
+    return "".join(f"[{word}]" if gone else word for word, gone in zip(words, asked.tolist(), strict=True))

@@ -77,14 +77,18 @@ def _cells(run: Run, result: Result, setup: Setup) -> tuple[str, ...]:
     )
 
 
-def plot(path: Path, comparisons: list[Comparison]) -> None:
+def plot(path: Path, comparisons: list[Comparison], setup: Setup) -> None:
     """Loss curves of each pair, stock under swapped, beside bars of their step times."""
     figure = Figure(figsize=(13, 6.5), layout="constrained")
     panels = figure.subplot_mosaic([["0", "1", "bars"], ["2", "3", "bars"]], width_ratios=[1, 1, 1.1])
     for i, comparison in enumerate(comparisons):
         _plot_losses(panels[str(i)], comparison)
     _plot_step_times(panels["bars"], comparisons)
-    figure.suptitle("nn.TransformerEncoder with stock and with swapped attention")
+    millions = comparisons[0].stock.parameters / 1e6
+    figure.suptitle(
+        f"{setup.model}, {millions:.1f} M parameters, batches of {setup.batch} x {setup.context} tokens,"
+        " with stock and with swapped attention"
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 

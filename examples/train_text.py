@@ -1,6 +1,7 @@
 """Train a language model with stock and with flash4_torch attention, and show that nothing else changed.
 
-A small causal nn.TransformerEncoder learns the English of Python's documentation. Each pair of runs has the
+A small causal nn.TransformerEncoder learns the English of Python's documentation. On a GPU a decoder and an
+encoder of 100 million parameters learn the modules of Python's standard library. Each pair of runs has the
 same seed and the same order of data; the second calls flash4_torch.replace_attention(model) first. Pairs run
 eager and under torch.compile(fullgraph=True), without and with dropout. Without dropout the two loss curves
 must agree step by step. With dropout they draw different masks by design, so only their ends are compared.
@@ -21,21 +22,30 @@ import torch
 from report import Comparison, plot, table
 from training import Result, Run, Setup, train_in_fresh_process
 
-SMALL = Setup(width=128, heads=4, layers=2, context=128, batch=16, steps=120, learning_rate=5e-3)
-LARGE = Setup(width=512, heads=8, layers=4, context=1024, batch=4, steps=120, learning_rate=1e-3)
+_DECODER = Setup(width=128, heads=4, layers=2, context=128, batch=16, steps=120, learning_rate=5e-3)
+SMALL = (_DECODER, replace(_DECODER, causal=False))
+_LARGE = replace(_DECODER, learning_rate=3e-4, library=True)
+LARGE = (
+    replace(_LARGE, width=1024, heads=8, layers=8, context=2048, batch=8),
+    replace(_LARGE, width=768, heads=12, layers=14, context=1024, batch=16, causal=False),
+)
 
 
 def main() -> int:
     args = parse_arguments()
-    setup = chosen_setup(args)
+    return max(compare_attention(setup, args.out) for setup in chosen_setups(args))
+
+
+def compare_attention(setup: Setup, folder: Path) -> int:
     start = time.perf_counter()
     results = train_all(setup)
     comparisons = compare(results, setup)
-    plot(args.out, comparisons)
+    picture = folder / f"{setup.model}.png"
+    plot(picture, comparisons, setup)
     print(f"\n{table(results, setup)}\n")
     print("\n".join(map(str, comparisons)))
     print(f"\nA swapped model, compiled and without dropout, writes:\n{sample(results)}\n")
-    print(f"{time.perf_counter() - start:.0f} s in all; plot in {args.out}")
+    print(f"{time.perf_counter() - start:.0f} s in all; plot in {picture}")
     return verdict(results, comparisons, setup)
 
 
@@ -44,16 +54,21 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if gpu else "cpu")
     parser.add_argument("--size", choices=("small", "large"), help="default: small on a CPU, large on a GPU")
-    parser.add_argument("--steps", type=int, help="training steps of each of the eight runs")
+    parser.add_argument(
+        "--model", choices=("decoder", "encoder"), help="default: the decoder on a CPU, both on a GPU"
+    )
+    parser.add_argument("--steps", type=int, help="training steps of each of a model's eight runs")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "train_text.png")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out", help="folder for plots")
     return parser.parse_args()
 
 
-def chosen_setup(args: argparse.Namespace) -> Setup:
+def chosen_setups(args: argparse.Namespace) -> list[Setup]:
     size = args.size or ("large" if args.device == "cuda" else "small")
-    setup = replace({"small": SMALL, "large": LARGE}[size], device=args.device, seed=args.seed)
-    return replace(setup, steps=args.steps) if args.steps else setup
+    chosen = {"device": args.device, "seed": args.seed} | ({"steps": args.steps} if args.steps else {})
+    setups = [replace(setup, **chosen) for setup in {"small": SMALL, "large": LARGE}[size]]
+    models = [args.model] if args.model else ["decoder", "encoder"][: 2 if args.device == "cuda" else 1]
+    return [setup for setup in setups if setup.model in models]
 
 
 def train_all(setup: Setup) -> dict[Run, Result]:

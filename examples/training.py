@@ -17,9 +17,21 @@ from tqdm import tqdm
 
 import flash4_torch
 from flash4_torch.testing import backends_used
-from language_model import Corpus, LanguageModel, continue_text, next_token_loss, random_windows
+from language_model import (
+    Batch,
+    Corpus,
+    LanguageModel,
+    Tokenizer,
+    continue_text,
+    fill_gaps,
+    gaps_batch,
+    loss_of,
+    next_token_batch,
+    random_windows,
+)
 
 WARM_UP_STEPS = 5
+VALIDATION_WINDOWS = 64
 MIB = 2**20
 
 
@@ -34,12 +46,26 @@ class Setup:
     batch: int
     steps: int
     learning_rate: float
+    causal: bool = True
+    """A decoder, else an encoder."""
+    library: bool = False
+    """Learns from the modules of Python's library instead of its documentation."""
     device: str = "cpu"
     seed: int = 0
 
     @property
     def tokens_per_step(self) -> int:
         return self.batch * self.context
+
+    @property
+    def model(self) -> str:
+        return "decoder" if self.causal else "encoder"
+
+    def batch_of(self, windows: Tensor, tokenizer: Tokenizer, generator: torch.Generator) -> Batch:
+        """Of windows (B, S + 1)."""
+        if self.causal:
+            return next_token_batch(windows)
+        return gaps_batch(windows[:, :-1], len(tokenizer.tokens), generator)
 
 
 @dataclass(frozen=True)
@@ -70,6 +96,7 @@ class Result:
     training_calls: int
     evaluation_calls: int
     sample: str
+    parameters: int
 
     @property
     def final_loss(self) -> float:
@@ -85,15 +112,15 @@ def train_in_fresh_process(setup: Setup, run: Run, title: str) -> Result:
 
 
 def train(setup: Setup, run: Run, title: str) -> Result:
-    corpus = Corpus.load()
+    corpus = Corpus.load(setup.library)
     memory = PeakMemory(setup.device)
     model = build_model(setup, run, len(corpus.tokenizer.tokens))
     with backends_used() as used_in_training:
-        losses, step_seconds = optimize(model, corpus.train, setup, run, memory, title)
+        losses, step_seconds = optimize(model, corpus, setup, run, memory, title)
     peak_mib = memory.peak_mib()
     model.eval()
     with backends_used() as used_in_evaluation:
-        validation_loss = validate(model, corpus.validation, setup)
+        validation_loss = validate(model, corpus, setup)
     return Result(
         losses=losses,
         validation_loss=validation_loss,
@@ -101,15 +128,16 @@ def train(setup: Setup, run: Run, title: str) -> Result:
         peak_mib=peak_mib,
         training_calls=forward_calls(used_in_training),
         evaluation_calls=forward_calls(used_in_evaluation),
-        sample=continue_text(model, corpus.tokenizer, prompt="The", count=80),
+        sample=sample(model, corpus, setup),
+        parameters=sum(x.numel() for x in model.parameters()),
     )
 
 
-def build_model(setup: Setup, run: Run, vocabulary: int) -> LanguageModel:
+def build_model(setup: Setup, run: Run, tokens: int) -> LanguageModel:
     torch.manual_seed(setup.seed)
-    model = LanguageModel(vocabulary, setup.width, setup.heads, setup.layers, setup.context, run.dropout).to(
-        setup.device
-    )
+    vocabulary = tokens if setup.causal else tokens + 1
+    size = (setup.width, setup.heads, setup.layers, setup.context)
+    model = LanguageModel(vocabulary, *size, run.dropout, setup.causal).to(setup.device)
     if run.swapped:
         flash4_torch.replace_attention(model)
     torch.manual_seed(setup.seed)
@@ -117,7 +145,7 @@ def build_model(setup: Setup, run: Run, vocabulary: int) -> LanguageModel:
 
 
 def optimize(
-    model: LanguageModel, stream: Tensor, setup: Setup, run: Run, memory: "PeakMemory", title: str
+    model: LanguageModel, corpus: Corpus, setup: Setup, run: Run, memory: "PeakMemory", title: str
 ) -> tuple[list[float], list[float]]:
     """Train for setup.steps steps; the loss of each step, and the seconds of each after the warm-up."""
     trained = torch.compile(model, fullgraph=True) if run.compiled else model
@@ -131,11 +159,12 @@ def optimize(
     for step in progress:
         if step == WARM_UP_STEPS:
             memory.reset()
-        windows = random_windows(stream, setup.batch, setup.context, order).to(setup.device)
+        windows = random_windows(corpus.train, setup.batch, setup.context + 1, order)
+        batch = setup.batch_of(windows, corpus.tokenizer, order).to(setup.device)
         start = time.perf_counter()
         optimizer.zero_grad()
         with autocast(setup.device):
-            loss = next_token_loss(trained, windows)
+            loss = loss_of(trained, batch)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -146,12 +175,22 @@ def optimize(
 
 
 @torch.no_grad()
-def validate(model: LanguageModel, stream: Tensor, setup: Setup) -> float:
-    """Mean loss over the whole validation stream, cut into windows of the context's length."""
-    length = setup.context + 1
-    windows = stream[: len(stream) // length * length].view(-1, length).to(setup.device)
+def validate(model: LanguageModel, corpus: Corpus, setup: Setup) -> float:
+    """Mean loss over the validation stream, or its first windows, cut to the context's length."""
+    length, order = setup.context + 1, torch.Generator().manual_seed(setup.seed)
+    stream = corpus.validation[: len(corpus.validation) // length * length]
+    losses = []
     with autocast(setup.device):
-        return statistics.fmean(next_token_loss(model, window[None]).item() for window in windows)
+        for window in stream.view(-1, 1, length)[:VALIDATION_WINDOWS]:
+            batch = setup.batch_of(window, corpus.tokenizer, order).to(setup.device)
+            losses.append(loss_of(model, batch).item())
+    return statistics.fmean(losses)
+
+
+def sample(model: LanguageModel, corpus: Corpus, setup: Setup) -> str:
+    if setup.causal:
+        return continue_text(model, corpus.tokenizer, prompt="The", count=80)
+    return fill_gaps(model, corpus.tokenizer, corpus.validation[: min(setup.context, 80)])
 
 
 def autocast(device: str) -> torch.autocast:

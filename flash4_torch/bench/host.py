@@ -62,6 +62,20 @@ def _heads_first(attend: Callable[..., Tensor]) -> Attend:
     return call
 
 
+class _Nothing(torch.autograd.Function):
+    """What a function written in Python costs that allocates results and gradients, and launches nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        return torch.empty_like(q)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:
+        return tuple(map(torch.empty_like, ctx.saved_tensors))
+
+
+NOTHING = "an autograd.Function that launches nothing"
 CONTENDERS: dict[str, Attend] = {
     "flash4.attention": api.attention,
     "flash4.scaled_dot_product_attention": _heads_first(api.scaled_dot_product_attention),
@@ -81,8 +95,9 @@ def measure(settings: Settings) -> Iterator[Row]:
     try:
         everyone = CONTENDERS | _peers(settings)
         yield from _rows("nothing recorded", _calls(settings, everyone, _unrecorded), settings)
-        yield from _rows("forward, recorded for autograd", _calls(settings, CONTENDERS, _recorded), settings)
-        yield from _rows("forward + backward", _calls(settings, CONTENDERS, _step), settings)
+        everyone = CONTENDERS | {NOTHING: _Nothing.apply}
+        yield from _rows("forward, recorded for autograd", _calls(settings, everyone, _recorded), settings)
+        yield from _rows("forward + backward", _calls(settings, everyone, _step), settings)
         if any(map(shutil.which, ("c++", "g++", "clang++"))):
             compiled = {
                 name: torch.compile(CONTENDERS[name], fullgraph=True) for name in ("flash4.attention", _SDPA)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,32 +17,50 @@ from .timing import compare
 
 TITLE = "training step of MultiheadAttention, time and peak memory on top of the inputs, against torch's"
 
-EMBED, HEADS, BATCH = 512, 8, 4
+
+class Size(NamedTuple):
+    """embed_dim, heads, batch and sequence length."""
+
+    E: int
+    H: int
+    B: int
+    S: int
+
+
+CPU_SIZE = Size(512, 8, 4, 512)
+GPU_SIZES = (
+    Size(2048, 16, 4, 4096),
+    Size(1024, 16, 8, 2048),
+    Size(768, 12, 32, 512),
+    Size(2048, 16, 1, 16384),
+)
 _SMALL = 32
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "dropout 0.1": {"dropout": 0.1},
     "causal": {"causal": True},
+    "dropout 0.1": {"dropout": 0.1},
+    "causal, dropout 0.1": {"causal": True, "dropout": 0.1},
     "key_padding_mask": {"padding": True},
     "need_weights": {"need_weights": True},
     "need_weights, dropout 0.1": {"need_weights": True, "dropout": 0.1},
 }
+_AT_EVERY_SIZE = ("plain", "causal", "dropout 0.1", "causal, dropout 0.1")
+"""The others at the first one only; torch's weights of 16384 keys would not fit."""
 CLASSES = {"flash4": MultiheadAttention, "torch": nn.MultiheadAttention}
 
 
 def measure(settings: Settings) -> Iterator[Row]:
-    S = _length(settings)
-    for case, options in CASES.items():
-        steps = {who: prepare(S, settings.device, who, **options) for who in CLASSES}
+    for size, case in _cases(settings):
+        steps = {who: prepare(size.S, settings.device, who, size, **CASES[case]) for who in CLASSES}
         result = compare(steps, settings)
-        peaks = {who: peak_mib(settings, _prepare_case, S, _SMALL, who, case) for who in CLASSES}
+        peaks = {who: peak_mib(settings, _prepare_case, size.S, _SMALL, who, size, case) for who in CLASSES}
         yield {
             "case": case,
-            "embed_dim": EMBED,
-            "num_heads": HEADS,
-            "B": BATCH,
-            "S": S,
+            "embed_dim": size.E,
+            "num_heads": size.H,
+            "B": size.B,
+            "S": size.S,
             "dtype": dtype_name(usual_dtype(settings.device)),
             "seconds": {who: seconds._asdict() for who, seconds in result.seconds.items()},
             "flash4_over_torch": result.ratio("flash4", "torch")._asdict(),
@@ -50,26 +68,29 @@ def measure(settings: Settings) -> Iterator[Row]:
         }
 
 
-def _length(settings: Settings) -> int:
-    if settings.on_gpu:
-        return 4096
-    return 256 if settings.quick else 512
+def _cases(settings: Settings) -> Iterator[tuple[Size, str]]:
+    sizes = GPU_SIZES if settings.on_gpu else (CPU_SIZE._replace(S=256) if settings.quick else CPU_SIZE,)
+    for size in sizes:
+        for case in CASES if size is sizes[0] else _AT_EVERY_SIZE:
+            if settings.selection.takes({"S": size.S, "feature": case}):
+                yield size, case
 
 
 def prepare(
     S: int,
     device: str,
     who: str,
+    size: Size = CPU_SIZE,
     *,
     need_weights: bool = False,
     dropout: float = 0.0,
     causal: bool = False,
     padding: bool = False,
 ) -> Callable[[], Any]:
-    """The step of a self-attention module in training, on random inputs that want gradients, too."""
+    """The step of a self-attention module in training, on S random tokens that want gradients, too."""
     dtype = usual_dtype(device)
-    module = CLASSES[who](EMBED, HEADS, dropout=dropout, batch_first=True, device=device, dtype=dtype)
-    x = torch.randn(BATCH, S, EMBED, device=device, dtype=dtype, requires_grad=True)
+    module = CLASSES[who](size.E, size.H, dropout=dropout, batch_first=True, device=device, dtype=dtype)
+    x = torch.randn(size.B, S, size.E, device=device, dtype=dtype, requires_grad=True)
     dout = torch.randn_like(x)
     options: dict[str, Any] = {"need_weights": need_weights}
     if causal:
@@ -77,12 +98,12 @@ def prepare(
         options |= {"attn_mask": mask, "is_causal": True}
     if padding:
         # The last eighth of every sequence.
-        options["key_padding_mask"] = (torch.arange(S, device=device) >= S - S // 8).expand(BATCH, S)
+        options["key_padding_mask"] = (torch.arange(S, device=device) >= S - S // 8).expand(size.B, S)
     return partial(_step, module, x, dout, options)
 
 
-def _prepare_case(S: int, device: str, who: str, case: str) -> Callable[[], Any]:
-    return prepare(S, device, who, **CASES[case])
+def _prepare_case(S: int, device: str, who: str, size: Size, case: str) -> Callable[[], Any]:
+    return prepare(S, device, who, size, **CASES[case])
 
 
 def _step(module: nn.MultiheadAttention, x: Tensor, dout: Tensor, options: dict[str, Any]) -> Any:
@@ -92,11 +113,11 @@ def _step(module: nn.MultiheadAttention, x: Tensor, dout: Tensor, options: dict[
 
 def text(rows: list[Row]) -> str:
     return table(
-        ["case", "S", "flash4 ms", "torch ms", "flash4 / torch", "flash4 MiB", "torch MiB"],
+        ["case", "E", "H", "B", "S", "flash4 ms", "torch ms", "flash4 / torch", "flash4 MiB", "torch MiB"],
         [
             [
                 row["case"],
-                row["S"],
+                *(row[name] for name in ("embed_dim", "num_heads", "B", "S")),
                 f"{1e3 * row['seconds']['flash4']['median']:.1f}",
                 f"{1e3 * row['seconds']['torch']['median']:.1f}",
                 ratio(row["flash4_over_torch"]),
