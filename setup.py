@@ -8,5 +8,9 @@ EMULATOR_SOURCES = "flash4_torch.emulator.csrc"
 setup(
     packages=[*find_packages(include=["flash4_torch", "flash4_torch.*"]), EMULATOR_SOURCES],
     package_dir={EMULATOR_SOURCES: "csrc_stubs/no_gpu"},
-    package_data={"flash4_torch": ["py.typed"], EMULATOR_SOURCES: ["*.cpp", "*.h"]},
+    package_data={
+        "flash4_torch": ["py.typed"],
+        "flash4_torch.bench": ["results/blackwell-weights.json"],
+        EMULATOR_SOURCES: ["*.cpp", "*.h"],
+    },
 )

@@ -41,7 +41,7 @@ def _add_kernels(parser: argparse.ArgumentParser) -> None:
     """What `ahead.warmup` takes."""
     from . import ahead
 
-    parser.add_argument("--arch", help="sm_90a, say; default: that of the GPU here")
+    parser.add_argument("--arch", help="sm_90a, sm_100a or sm_103a; default: that of the GPU here")
     parser.add_argument(
         "--head-dim",
         dest="head_dims",

@@ -8,13 +8,10 @@ from itertools import product
 from os import PathLike
 from pathlib import Path
 
-from .backends import sm90
-from .backends.sm90 import backward, forward
+from .backends.compiled import MASK_BLOCKS, POSTPROCESS, PREPROCESS, TARGETS, Target, backward, forward
 from .compile import Key, aot, pool
 from .compile.arch import checked
 from .compile.pool import Prepared
-from .configs import sm90_backward
-from .configs.sm90 import reachable
 from .configs.types import Features
 from .errors import RangeError
 
@@ -56,7 +53,8 @@ def warmup(
     bar is drawn where stderr is a terminal.
 
     Args:
-        arch: "sm_90a" for Hopper. Default: the current GPU's.
+        arch: "sm_90a" for Hopper, "sm_100a" for Blackwell (B200), "sm_103a" for its Ultra (B300). Default:
+            the current GPU's.
         head_dims: D, or (D, Dv) where they differ; multiples of 8 up to 256, as other head sizes are padded.
         dtypes: "bfloat16" and "float16".
         features: words joined by "+", such as "causal+dropout", of plain, causal, window, softcap, varlen,
@@ -114,14 +112,15 @@ def kernels(
     gradients: bool = True,
 ) -> list[Key]:
     """Every kernel that a call with these properties can ask for, each once. Raises RangeError."""
-    target = checked(arch)
+    target = TARGETS[checked(arch)]
     found: dict[Key, None] = {}
     for D, dtype, words, group in product(head_dims, dtypes, features, groups):
         chosen = features_of(D, dtype, words)
         entries = list(_of(target, chosen, group))
         if gradients:
-            entries += _of_gradients(chosen._replace(deterministic="deterministic" in words.split("+")))
-        found |= {Key(entry, static, target): None for entry, static in entries}
+            ordered = "deterministic" in words.split("+")
+            entries += _of_gradients(target, chosen._replace(deterministic=ordered))
+        found |= {Key(entry, static, target.arch): None for entry, static in entries}
     return list(found)
 
 
@@ -143,31 +142,33 @@ def features_of(head_dim: int | tuple[int, int], dtype: str, words: str) -> Feat
     return Features(dtype, D, Dv)._replace(**chosen)  # type: ignore[arg-type]
 
 
-def _of(arch: str, features: Features, group: int) -> Iterator[tuple[str, tuple[object, ...]]]:
+def _of(target: Target, features: Features, group: int) -> Iterator[tuple[str, tuple[object, ...]]]:
     """The entries and what they are compiled for."""
-    if arch != sm90.ARCH:
-        raise RangeError("arch", repr(arch), f"this version has kernels for {sm90.ARCH}")
-    for config in reachable(features, group):
-        yield sm90.FORWARD, (features, config)
+    for reason in target.forward_configs.limits(features):
+        raise RangeError("features", features, f"there is no kernel for {target.arch}: {reason}")
+    for config in target.forward_configs.reachable(features, group):
+        yield target.forward, (features, config)
         if features.mask:
-            yield sm90.MASK_BLOCKS, (forward.mask_plan(features.mask, config),)
+            yield MASK_BLOCKS, (forward.mask_plan(features.mask, config),)
 
 
-def _of_gradients(features: Features) -> Iterator[tuple[str, tuple[object, ...]]]:
+def _of_gradients(target: Target, features: Features) -> Iterator[tuple[str, tuple[object, ...]]]:
     """Of the inputs, and of a floating mask, too; with and without one that arrives at lse."""
     for dmask in {False, features.mask not in ("", "bool")}:
-        yield from _of_gradients_of(features._replace(dmask=dmask))
+        asked = features._replace(dmask=dmask)
+        if not target.backward_configs.limits(asked):
+            yield from _of_gradients_of(target, asked)
 
 
-def _of_gradients_of(features: Features) -> Iterator[tuple[str, tuple[object, ...]]]:
-    for config in sm90_backward.reachable(features):
+def _of_gradients_of(target: Target, features: Features) -> Iterator[tuple[str, tuple[object, ...]]]:
+    for config in target.backward_configs.reachable(features):
         for dlse in (False, True):
             before, behind = backward.row_plans(features, config, dlse=dlse)
-            yield sm90.PREPROCESS, (before,)
-        yield sm90.BACKWARD, (features, config)
-        yield sm90.POSTPROCESS, (behind,)
+            yield PREPROCESS, (before,)
+        yield target.backward, (features, config)
+        yield POSTPROCESS, (behind,)
         if features.mask:
-            yield sm90.MASK_BLOCKS, (backward.mask_plan(features.mask, config),)
+            yield MASK_BLOCKS, (backward.mask_plan(features.mask, config),)
 
 
 def _draw(done: int, total: int) -> None:

@@ -32,8 +32,8 @@ class Variable:
 BACKEND = Variable(
     "FLASH4_BACKEND",
     "",
-    "Force one backend (cpu, sm90, sdpa, tiled, emulator); a call it cannot serve raises instead of going "
-    "elsewhere. Empty: the first in order of priority that can serve.",
+    "Force one backend (cpu, sm90, sm100, sdpa, tiled, emulator); a call it cannot serve raises instead of "
+    "going elsewhere. Empty: the first in order of priority that can serve.",
 )
 LOG = Variable(
     "FLASH4_LOG",
@@ -43,7 +43,7 @@ LOG = Variable(
 ARCH = Variable(
     "FLASH4_ARCH",
     "sm_100a",
-    "The architecture that the emulator plays: sm_90a (Hopper) or sm_100a (Blackwell).",
+    "The architecture that the emulator plays: sm_90a (Hopper), sm_100a (Blackwell) or sm_103a (its Ultra).",
 )
 CACHE_DIR = Variable(
     "FLASH4_CACHE_DIR",

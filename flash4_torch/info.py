@@ -1,4 +1,4 @@
-"""What `python -m flash4_torch info` prints: versions, devices, backends, environment variables, cache."""
+"""What `python -m flash4_torch info` prints: versions, devices, backends, kernels, environment, cache."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from . import __version__, api, env
+from .backends.compiled import TARGETS
 from .compile import cache
 
 Info = dict[str, Any]
@@ -22,6 +23,7 @@ def collect() -> Info:
         "versions": versions(),
         "devices": [cpu(), *gpus()],
         "backends": {device: backends(device) for device in ["cpu", *(gpu["device"] for gpu in gpus())]},
+        "kernels": kernels(),
         "environment": [
             {"name": v.name, "value": v.get(), "default": v.default, "meaning": v.meaning} for v in env.ALL
         ],
@@ -94,6 +96,11 @@ def backends(device: str) -> dict[str, list[str]]:
     return api.support(q, k, v)
 
 
+def kernels() -> dict[str, str]:
+    """For each architecture that we have kernels for, how they were proven."""
+    return {arch: target.proven for arch, target in TARGETS.items()}
+
+
 def text(info: Info) -> str:
     """`collect`'s result for reading."""
     lines = ["versions"]
@@ -103,6 +110,8 @@ def text(info: Info) -> str:
     for device, reasons in info["backends"].items():
         lines += ["", f"backends for plain attention on {device}, forward and backward, in order of priority"]
         lines += _aligned([(name, "; ".join(why) or "serves it") for name, why in reasons.items()])
+    lines += ["", "our kernels by architecture, and how they were proven"]
+    lines += _aligned(list(info["kernels"].items()))
     lines += ["", "environment variables"]
     for variable in info["environment"]:
         lines += _aligned([(variable["name"], variable["value"] or "(empty)")])

@@ -18,6 +18,7 @@ from .problem import Extent, Problem, Spec
 _DEVICES: dict[str, dict[str, Any]] = {
     "cpu": {"device": "cpu"},
     "sm90": {"device": "cuda", "capability": (9, 0)},
+    "sm100": {"device": "cuda", "capability": (10, 0)},
     "sdpa": {"device": "cuda", "capability": (9, 0)},
     "tiled": {"device": "cpu"},
 }

@@ -1,6 +1,6 @@
-"""The Hopper backend's host side without a GPU: a stand-in takes the place of the compiled kernel.
+"""The host side of our kernels without a GPU: stand-ins take the place of the compiled ones.
 
-It holds the host to what the kernel is promised, and computes from its arguments what the kernel would.
+They hold the host to what kernels are promised, and compute from their arguments what kernels would.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from torch import Tensor
 
 import on_cpu_backward
 from flash4_torch import compile, fast
-from flash4_torch.backends import dispatch, sm90, tickets
-from flash4_torch.backends.sm90 import Sm90, backend
+from flash4_torch.backends import dispatch, tickets
+from flash4_torch.backends.compiled import MASK_BLOCKS, SM90A, Compiled, Target, backend, forward
+from flash4_torch.backends.compiled.targets import ForwardConfig
 from flash4_torch.backends.tiled import Tiled
-from flash4_torch.configs.types import Features, Sm90Forward
+from flash4_torch.configs.types import Features
 from flash4_torch.kernels.common.mask_tables import MaskPlan, place
 from flash4_torch.masks import Band
 from flash4_torch.problem import Problem
@@ -30,17 +31,32 @@ from flash4_torch.reference.scoring import Scoring
 MULTIPROCESSORS = 132
 
 
-class Hopper(Sm90):
-    """Takes the CPU for a Hopper GPU."""
+class OnCpu(Compiled):
+    """Takes the CPU for a GPU."""
+
+    def __init__(self, target: Target):
+        super().__init__(name_of(target), target)
+        self._target = target
 
     def why_not(self, problem: Problem) -> list[str]:
-        spec = problem.spec._replace(device="cuda", capability=(9, 0))
-        return super().why_not(problem._replace(spec=spec))
+        return super().why_not(self._on_gpu(problem))
+
+    def target(self, problem: Problem) -> Target:
+        return super().target(self._on_gpu(problem))
+
+    def _on_gpu(self, problem: Problem) -> Problem:
+        spec = problem.spec._replace(device="cuda", capability=self._target.capability)
+        return problem._replace(spec=spec)
+
+
+def name_of(target: Target) -> str:
+    """Of the backend."""
+    return f"sm{target.capability[0]}0"
 
 
 class Launch(NamedTuple):
     features: Features
-    config: Sm90Forward
+    config: ForwardConfig
     args: tuple[Any, ...]
 
 
@@ -56,18 +72,17 @@ class Machine(NamedTuple):
 
 
 @contextmanager
-def hopper() -> Iterator[Machine]:
-    """Within it, attention on CPU tensors goes through the Hopper backend, else through tiled."""
+def gpu(target: Target = SM90A) -> Iterator[Machine]:
+    """Within it, attention on CPU tensors goes to the kernels of that GPU, else through tiled."""
     machine = Machine([], [], [], [])
 
     def function(entry: str, static: tuple[Any, ...], arch: str) -> compile.Function:
         machine.built.append((entry, static, arch))
-        if entry == sm90.MASK_BLOCKS:
+        if entry == MASK_BLOCKS:
             return lambda mask, tables: _mask_blocks(machine, *static, mask, tables)
-        assert arch == "sm_90a"
-        if entry in on_cpu_backward.KERNELS:
-            return on_cpu_backward.stand_in(machine.backwards, entry, static)
-        assert entry == sm90.FORWARD
+        assert arch == target.arch
+        if entry != target.forward:
+            return on_cpu_backward.stand_in(target, machine.backwards, entry, static)
         return lambda *args: _forward(machine, *static, *args)
 
     def counter(index: int) -> Tensor:
@@ -76,7 +91,7 @@ def hopper() -> Iterator[Machine]:
     _forget()
     try:
         with (
-            mock.patch.object(dispatch, "PRIORITY", (Hopper(), Tiled())),
+            mock.patch.object(dispatch, "PRIORITY", (OnCpu(target), Tiled())),
             mock.patch.object(compile, "function", function),
             mock.patch.object(tickets, "counter", counter),
             mock.patch.object(tickets, "current_device", lambda: -1),
@@ -94,7 +109,7 @@ def _forget() -> None:
     backend._backward_kernels.cache_clear()
 
 
-def _forward(machine: Machine, features: Features, config: Sm90Forward, *args: Any) -> None:
+def _forward(machine: Machine, features: Features, config: ForwardConfig, *args: Any) -> None:
     machine.launches.append(Launch(features, config, args))
     q, k, v, out, lse, _, ends_q, ends_k, mask_args, rng_state, rule = args
     _check(features, config, *args)
@@ -121,7 +136,7 @@ def _forward(machine: Machine, features: Features, config: Sm90Forward, *args: A
 
 def _check(
     features: Features,
-    config: Sm90Forward,
+    config: ForwardConfig,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -154,11 +169,12 @@ def _check(
     if mask_args:
         mask, tables = mask_args
         assert str(mask.dtype) == f"torch.{features.mask}" and mask.shape[3] == k.shape[1]
-        plan = MaskPlan(features.mask, config.rows, config.keys)
+        plan = forward.mask_plan(features.mask, config)
         assert tables.numel() == place(plan, *mask.shape).words and tables.dtype == torch.int32
     if not features.varlen:
         hidden = features.right and rule[3] <= 0
-        assert config.tail or k.shape[1] % config.keys == 0 or hidden
+        tail = getattr(config, "tail", True)
+        assert tail or k.shape[1] % config.keys == 0 or hidden
         assert rule[4] == Sq
     assert rule[6] == MULTIPROCESSORS
     assert rule[5] >= 1

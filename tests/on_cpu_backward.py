@@ -1,4 +1,4 @@
-"""Stand-ins for the Hopper backward's three kernels, which compute the same from the same arguments."""
+"""Stand-ins for the backward's three kernels, which compute the same from the same arguments."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from flash4_torch import compile
-from flash4_torch.backends import sm90
-from flash4_torch.configs.types import Features, Sm90Backward
-from flash4_torch.kernels.common.dq_blocks import DqBlocks
-from flash4_torch.kernels.common.mask_tables import MaskPlan, place
+from flash4_torch.backends.compiled import POSTPROCESS, PREPROCESS, Target, backward
+from flash4_torch.backends.compiled.targets import BackwardConfig
+from flash4_torch.configs.types import Features
+from flash4_torch.kernels.common.dq_blocks import sums_of
+from flash4_torch.kernels.common.mask_tables import place
 from flash4_torch.kernels.common.row_blocks import PostprocessPlan, PreprocessPlan, RowBlocks
 from flash4_torch.masks import Band
 from flash4_torch.reference import tiled
@@ -22,22 +23,22 @@ from flash4_torch.reference.scoring import Scoring
 from row_order import in_blocks, out_of_blocks, places
 
 LOG2E = math.log2(math.e)
-KERNELS = (sm90.PREPROCESS, sm90.BACKWARD, sm90.POSTPROCESS)
 
 
 class Launch(NamedTuple):
     """Of the main kernel."""
 
     features: Features
-    config: Sm90Backward
+    config: BackwardConfig
     args: tuple[Any, ...]
 
 
-def stand_in(launches: list[Launch], entry: str, static: tuple[Any, ...]) -> compile.Function:
-    if entry == sm90.PREPROCESS:
+def stand_in(target: Target, launches: list[Launch], entry: str, static: tuple[Any, ...]) -> compile.Function:
+    if entry == PREPROCESS:
         return lambda *args: _preprocess(*static, *args)
-    if entry == sm90.POSTPROCESS:
+    if entry == POSTPROCESS:
         return lambda *args: _postprocess(*static, *args)
+    assert entry == target.backward
     return lambda *args: _backward(launches, *static, *args)
 
 
@@ -76,9 +77,10 @@ def _preprocess(
     if dlse is not None:
         delta = delta - dlse
     sees = lse != -math.inf
-    stats[0], stats[1] = math.inf, 0.0
-    stats[0][..., at] = torch.where(sees, lse * LOG2E, math.inf)
-    stats[1][..., at] = torch.where(sees, delta, 0.0)
+    sign = -1.0 if plan.negated else 1.0
+    stats[0], stats[1] = sign * math.inf, 0.0
+    stats[0][..., at] = sign * torch.where(sees, lse * LOG2E, math.inf)
+    stats[1][..., at] = sign * torch.where(sees, delta, 0.0)
     dq_acc.zero_()
     if turns is not None:
         assert turns.shape == dq_acc.shape[:-1] and turns.dtype == torch.int32 and turns.is_contiguous()
@@ -103,7 +105,7 @@ def check_rows(x: Tensor, dtype: str, varlen: bool) -> None:
     assert x.data_ptr() % 16 == 0 and x.shape[-1] % 8 == 0
 
 
-def _backward(launches: list[Launch], features: Features, config: Sm90Backward, *args: Any) -> None:
+def _backward(launches: list[Launch], features: Features, config: BackwardConfig, *args: Any) -> None:
     launches.append(Launch(features, config, args))
     q, k, v, dout, stats, dq_acc, dk, dv, counter, turns, ends_q, ends_k, mask_args, dmask, state, rule = args
     assert counter.shape == (1,) and counter.dtype == torch.int32 and counter.item() == 0
@@ -120,10 +122,10 @@ def _backward(launches: list[Launch], features: Features, config: Sm90Backward, 
     scale, softcap, left, right, longest, section, _, drop_byte, drop_fraction, _ = rule
     assert section >= 1 and (scale > 0.0 or features.scaled)
     p = (drop_byte + drop_fraction / 2**32) / 256
-    sums = DqBlocks(features.D, config.queries, config.dq_pieces)
-    blocks = RowBlocks(sums.queries, sums.columns)
+    sums = sums_of(features.D, config)
+    blocks = RowBlocks.of(sums)
     count, at = _rows(blocks, q, ends_q)
-    base2, delta = stats[..., at]
+    base2, delta = -stats[..., at] if config.by_lanes else stats[..., at]
     band = Band(left if features.left else None, right if features.right else None)
     mask = _mask(features, config, mask_args, q, k) if mask_args else None
 
@@ -141,7 +143,8 @@ def _backward(launches: list[Launch], features: Features, config: Sm90Backward, 
     if ends_q is None or ends_k is None:
         assert longest == k.shape[1]
         end_hidden = features.right and right <= 0
-        assert config.tail or k.shape[1] % config.ticket_keys == 0 or end_hidden
+        tail = getattr(config, "tail", True)
+        assert tail or k.shape[1] % config.ticket_keys == 0 or end_hidden
         found = grads(0, slice(None), slice(None))
         dk.copy_(found.dk)
         dv.copy_(found.dv)
@@ -160,13 +163,13 @@ def _backward(launches: list[Launch], features: Features, config: Sm90Backward, 
 
 
 def _mask(
-    features: Features, config: Sm90Backward, args: tuple[Tensor, Tensor], q: Tensor, k: Tensor
+    features: Features, config: BackwardConfig, args: tuple[Tensor, Tensor], q: Tensor, k: Tensor
 ) -> Tensor:
     """With queries as rows again."""
     mask, tables = args
     assert str(mask.dtype) == f"torch.{features.mask}" and mask.shape[3] == q.shape[1]
     assert mask.shape[2] in (1, k.shape[1]) and (mask.shape[3] == 1 or mask.stride(3) in (0, 1))
-    plan = MaskPlan(features.mask, config.ticket_keys, config.queries)
+    plan = backward.mask_plan(features.mask, config)
     assert tables.numel() == place(plan, *mask.shape).words and tables.dtype == torch.int32
     return mask.transpose(2, 3)
 

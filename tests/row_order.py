@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash4_torch.kernels.common.dq_blocks import DqBlocks
+from flash4_torch.kernels.common.dq_blocks import DqBlocks, DqLanes
 from flash4_torch.kernels.common.row_blocks import RowBlocks
 
 
-def blocks_of(D: int, queries: int) -> RowBlocks:
-    return RowBlocks(queries, DqBlocks(D, queries, 2).columns)
+def blocks_of(D: int, queries: int, by_lanes: bool = False) -> RowBlocks:
+    return RowBlocks.of(DqLanes(D, queries) if by_lanes else DqBlocks(D, queries, 2))
 
 
 def ends_of(lengths: list[int]) -> Tensor:
@@ -30,6 +30,10 @@ def places(blocks: RowBlocks, lengths: list[int], varlen: bool) -> tuple[int, Te
 
 def in_blocks(blocks: RowBlocks, x: Tensor) -> Tensor:
     """(..., n * m, columns) in the order of the main kernel's sums, (..., n, m * columns)."""
+    if blocks.by_lanes:
+        # block, band, row, vector, column
+        lanes = x.unflatten(-2, (-1, blocks.queries // 32, 32)).unflatten(-1, (-1, 4))
+        return lanes.transpose(-3, -2).flatten(-4).contiguous()
     split = x.unflatten(-2, (-1, blocks.bands, 4, 2, 8)).unflatten(-1, (blocks.chunks, 4, 2))
     # block, band, warp, upper or lower, row, chunk, lane's pair, column
     batch = range(split.dim() - 8)

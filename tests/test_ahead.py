@@ -21,11 +21,18 @@ from compile_cases import Scale
 from flash4_torch import ahead, env, errors
 from flash4_torch import compile as layer
 from flash4_torch.__main__ import main
-from flash4_torch.backends import sm90
-from flash4_torch.backends.sm90 import backward
-from flash4_torch.compile import Key, aot, cache, key, library, pool
-from flash4_torch.configs import sm90 as configs
-from flash4_torch.configs import sm90_backward
+from flash4_torch.backends.compiled import (
+    MASK_BLOCKS,
+    POSTPROCESS,
+    PREPROCESS,
+    SM90A,
+    SM100A,
+    SM103A,
+    TARGETS,
+    Target,
+    backward,
+)
+from flash4_torch.compile import Key, aot, arch, cache, key, library, pool
 from flash4_torch.configs.types import Features
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
@@ -65,6 +72,7 @@ def silent(done: int, total: int) -> None:
 
 
 @given(
+    target=st.sampled_from(list(TARGETS.values())),
     D=st.sampled_from([64, 128, (192, 128)]),
     dtype=st.sampled_from(ahead.DTYPES),
     words=st.sampled_from(["plain", "causal", "window+dropout", "varlen+causal", "softcap", "mask"]),
@@ -73,42 +81,43 @@ def silent(done: int, total: int) -> None:
     Sk=st.integers(1, 20000),
 )
 def test_every_size_of_a_call_finds_its_kernel(
-    D: Any, dtype: str, words: str, group: int, Sq: int, Sk: int
+    target: Target, D: Any, dtype: str, words: str, group: int, Sq: int, Sk: int
 ) -> None:
-    prepared = ahead.kernels("sm_90a", [D], [dtype], [words], [group])
+    prepared = ahead.kernels(target.arch, [D], [dtype], [words], [group])
     features = ahead.features_of(D, dtype, words)
-    config = configs.forward(features, Sq, Sk, group)
-    assert Key(sm90.FORWARD, (features, config), "sm_90a") in prepared
+    config = target.forward_configs.forward(features, Sq, Sk, group)
+    assert Key(target.forward, (features, config), target.arch) in prepared
 
 
 @given(
+    target=st.sampled_from(list(TARGETS.values())),
     dtype=st.sampled_from(ahead.DTYPES),
     words=st.sampled_from(["plain", "causal", "window", "varlen+causal", "mask", "causal+deterministic"]),
     Sq=st.integers(1, 2000),
     Sk=st.integers(1, 2000),
 )
-def test_so_does_its_backward(dtype: str, words: str, Sq: int, Sk: int) -> None:
+def test_so_does_its_backward(target: Target, dtype: str, words: str, Sq: int, Sk: int) -> None:
     features = ahead.features_of(64, dtype, words)._replace(deterministic="deterministic" in words)
-    prepared = ahead.kernels("sm_90a", [64], [dtype], [words], [1])
-    without = ahead.kernels("sm_90a", [64], [dtype], [words], [1], gradients=False)
+    prepared = ahead.kernels(target.arch, [64], [dtype], [words], [1])
+    without = ahead.kernels(target.arch, [64], [dtype], [words], [1], gradients=False)
     wanted = set()
     for dmask in {False, "float-mask" in words}:
         asked = features._replace(dmask=dmask)
-        config = sm90_backward.backward(asked, Sk)
+        config = target.backward_configs.backward(asked, Sk)
         for dlse in (False, True):
             before, behind = backward.row_plans(asked, config, dlse=dlse)
-            wanted |= {(sm90.PREPROCESS, (before,)), (sm90.POSTPROCESS, (behind,))}
-        wanted.add((sm90.BACKWARD, (asked, config)))
+            wanted |= {(PREPROCESS, (before,)), (POSTPROCESS, (behind,))}
+        wanted.add((target.backward, (asked, config)))
         if features.mask:
-            wanted.add((sm90.MASK_BLOCKS, (backward.mask_plan(features.mask, config),)))
-    assert {Key(*kernel, "sm_90a") for kernel in wanted} <= set(prepared)
-    assert {key.entry for key in without} <= {sm90.FORWARD, sm90.MASK_BLOCKS}
+            wanted.add((MASK_BLOCKS, (backward.mask_plan(features.mask, config),)))
+    assert {Key(*kernel, target.arch) for kernel in wanted} <= set(prepared)
+    assert {key.entry for key in without} <= {target.forward, MASK_BLOCKS}
 
 
 def test_kernels_are_listed_once() -> None:
     keys = ahead.kernels("sm_90a", [64, 64], ["float16"], ["mask", "float-mask", "mask"], [1, 1], False)
     assert len(keys) == len(set(keys))
-    assert {k.entry for k in keys} == {sm90.FORWARD, sm90.MASK_BLOCKS}
+    assert {k.entry for k in keys} == {SM90A.forward, MASK_BLOCKS}
 
 
 @pytest.mark.parametrize(
@@ -130,7 +139,6 @@ def test_features_by_words(words: str, chosen: dict[str, Any]) -> None:
     ("arguments", "sentence"),
     [
         ({"arch": "sm_80"}, "arch is 'sm_80', but without a GPU to ask it must be one of sm_90a, sm_100a"),
-        ({"arch": "sm_100a"}, "arch is 'sm_100a', but this version has kernels for sm_90a"),
         ({"head_dims": [60]}, "head_dims is 60, but each must be a multiple of 8 up to 256"),
         ({"head_dims": [(64, 264)]}, "head_dims is 264, but each must be a multiple of 8 up to 256"),
         ({"dtypes": ["float32"]}, "dtypes is 'float32', but each must be one of bfloat16, float16"),
@@ -212,6 +220,18 @@ def test_a_script_runs_once_and_sees_a_bar_on_a_terminal_only(tmp_path: Path, lo
 
     elsewhere = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (elsewhere.stdout, elsewhere.stderr) == ("once\n1\n", "")
+
+
+@pytest.mark.parametrize("target", [SM100A, SM103A], ids=["sm_100a", "sm_103a"])
+def test_a_kernel_is_compiled_for_its_architecture(target: Target) -> None:
+    """Machine code for Blackwell names the one that it is for."""
+    features = Features("bfloat16", 64, 64)
+    entry, config = target.forward, target.forward_configs.forward(features, 4096, 4096)
+    ((kernel, _),) = pool.prepare([Key(entry, (features, config), target.arch)], 1, silent)
+    file = cache.find(kernel.digest)
+    assert file is not None
+    found = {name for name in arch.NAMES if name.encode() in file.read_bytes()}
+    assert found == {target.arch}
 
 
 # The command line

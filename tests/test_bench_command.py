@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import flash4_torch
 from flash4_torch import backends, env, info
 from flash4_torch.__main__ import main
+from flash4_torch.backends.compiled import TARGETS, Target
 from flash4_torch.bench import (
     cells,
     command,
@@ -336,6 +337,16 @@ def test_fa3_is_found_by_name_or_as_a_library(monkeypatch: pytest.MonkeyPatch) -
     assert fake.rules == {"softmax_scale": 0.25, "is_causal": True, "window_size_left": -1}
 
 
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+def test_every_gpu_of_ours_is_measured_with_our_kernels(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: target.capability)
+    name = peers.own_backend(Settings("cuda"))
+    assert name == {9: "sm90", 10: "sm100"}[target.capability[0]]
+    assert name in {backend.name for backend in backends.PRIORITY}
+
+
 def test_ours_is_forced_to_the_gpus_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     on_gpu = Settings("cuda")
@@ -639,7 +650,10 @@ def test_host_times_peers_where_there_are_any(
     rows = list(host.measure(TWICE))
     plain = [row["call"] for row in rows if row["mode"] == "nothing recorded"]
     assert plain == [*host.CONTENDERS, "fa3"]
-    assert {row["call"] for row in rows if row["mode"] == "forward + backward"} == set(host.CONTENDERS)
+    assert {row["call"] for row in rows if row["mode"] == "forward + backward"} == {
+        *host.CONTENDERS,
+        host.NOTHING,
+    }
     served = {row["call"]: set(row["served_by"].values()) for row in rows}
     assert capsys.readouterr().err == "  left out fa4: RuntimeError: no such kernel\n"
     assert served["flash4.attention"] == {"cpu"} and served["fa3"] == set()

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flash4_torch.kernels.common.dq_blocks import DqBlocks
+from flash4_torch.kernels.common.dq_blocks import DqBlocks, DqLanes
 from flash4_torch.kernels.common.row_blocks import PostprocessPlan, PreprocessPlan, RowBlocks
 from row_order import blocks_of, ends_of, in_blocks, out_of_blocks, places
 
@@ -56,7 +56,8 @@ def test_packed_sequences_have_room() -> None:
 def test_preprocess(D: int, Dv: int, queries: int, varlen: bool, data: st.DataObject) -> None:
     dtype = "float16" if queries == 64 else "bfloat16"
     with_dlse = turns_wanted = queries == 64
-    plan = PreprocessPlan(dtype, Dv, blocks_of(D, queries), varlen, with_dlse, turns_wanted)
+    negated = queries == 128
+    plan = PreprocessPlan(dtype, Dv, blocks_of(D, queries, negated), varlen, with_dlse, turns_wanted, negated)
     lengths = data.draw(sequences(varlen))
     Hq, generator = data.draw(st.integers(1, 3)), torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     shape = (sum(lengths), Hq) if varlen else (len(lengths), lengths[0], Hq)
@@ -81,15 +82,17 @@ def test_preprocess(D: int, Dv: int, queries: int, varlen: bool, data: st.DataOb
     wanted = torch.stack([torch.full(stats.shape[1:], math.inf), torch.zeros(stats.shape[1:])])
     wanted[0][..., at] = torch.where(sees, lse * math.log2(math.e), math.inf)
     wanted[1][..., at] = torch.where(sees, delta, 0.0).float()
-    torch.testing.assert_close(stats, wanted, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(-stats if negated else stats, wanted, rtol=1e-5, atol=1e-4)
     assert not dq_acc.any() and (turns is None or not turns.any())
 
 
-@pytest.mark.parametrize("warpgroups", [1, 2, 3])
-@pytest.mark.parametrize("queries", [64, 128])
-def test_both_descriptions_of_blocks_agree(queries: int, warpgroups: int) -> None:
-    of_sums = DqBlocks(80, queries, warpgroups)
-    blocks = RowBlocks(of_sums.queries, of_sums.columns)
+@pytest.mark.parametrize(
+    "of_sums",
+    [DqLanes(80, 128), *(DqBlocks(80, m, groups) for m in (64, 128) for groups in (1, 2, 3))],
+    ids=str,
+)
+def test_both_descriptions_of_blocks_agree(of_sums: DqBlocks | DqLanes) -> None:
+    queries, blocks = of_sums.queries, RowBlocks.of(of_sums)
     numbers = torch.arange(blocks.floats).view(queries, blocks.columns)
     (placed,) = in_blocks(blocks, numbers)
     assert torch.equal(out_of_blocks(blocks, placed[None]), numbers)
@@ -99,13 +102,16 @@ def test_both_descriptions_of_blocks_agree(queries: int, warpgroups: int) -> Non
 
 
 @pytest.mark.parametrize("varlen", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("by_lanes", [False, True], ids=["fragments", "lanes"])
 @pytest.mark.parametrize("queries", [64, 128])
 @pytest.mark.parametrize(("D", "Dv"), HEADS, ids=str)
 @given(data=st.data())
 @settings(max_examples=4)
-def test_postprocess(D: int, Dv: int, queries: int, varlen: bool, data: st.DataObject) -> None:
+def test_postprocess(
+    D: int, Dv: int, queries: int, by_lanes: bool, varlen: bool, data: st.DataObject
+) -> None:
     dtype = torch.bfloat16 if queries == 64 else torch.float16
-    plan = PostprocessPlan(str(dtype).removeprefix("torch."), D, blocks_of(D, queries), varlen)
+    plan = PostprocessPlan(str(dtype).removeprefix("torch."), D, blocks_of(D, queries, by_lanes), varlen)
     lengths = data.draw(sequences(varlen))
     Hq, generator = data.draw(st.integers(1, 3)), torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     count, at = places(plan.blocks, lengths, varlen)

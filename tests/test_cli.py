@@ -12,6 +12,7 @@ import torch
 import flash4_torch
 from flash4_torch import backends, env, info
 from flash4_torch.__main__ import main
+from flash4_torch.backends.compiled import TARGETS
 
 
 def test_info_prints_everything_it_collects(
@@ -26,6 +27,8 @@ def test_info_prints_everything_it_collects(
         assert f"\n  {backend.name} " in text
     for variable in env.ALL:
         assert variable.name in text
+    for arch, target in TARGETS.items():
+        assert f"\n  {arch} " in text and target.proven in text
     assert "FLASH4_BACKEND  tiled" in text
     assert f"kernel cache: {info.kernel_cache()}" in text
 
@@ -39,6 +42,14 @@ def test_info_says_who_serves_and_why_the_others_do_not() -> None:
     reasons = info.backends("cpu")
     assert reasons["cpu"] == [] and reasons["tiled"] == []
     assert "it serves cuda" in reasons["sdpa"][0]
+
+
+def test_info_says_how_kernels_were_proven() -> None:
+    """What no GPU has run must say so."""
+    proven = info.kernels()
+    assert "timed on an H200" in proven["sm_90a"]
+    for arch in proven.keys() - {"sm_90a"}:
+        assert "never run on a GPU, never timed" in proven[arch] and "emulator" in proven[arch]
 
 
 def test_info_imports_nothing_heavy() -> None:

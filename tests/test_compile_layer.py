@@ -254,9 +254,10 @@ def test_a_change_of_any_source_changes_the_fingerprint(
 
 
 def test_architectures_by_capability() -> None:
-    assert [arch.of_capability(capability) for capability in ((9, 0), (10, 0))] == ["sm_90a", "sm_100a"]
-    for refused in ((8, 0), (10, 3), (12, 0)):
-        with pytest.raises(errors.RangeError, match=r"kernels exist for sm_90a, sm_100a"):
+    found = [arch.of_capability(capability) for capability in ((9, 0), (10, 0), (10, 3))]
+    assert found == ["sm_90a", "sm_100a", "sm_103a"]
+    for refused in ((8, 0), (10, 1), (12, 0)):
+        with pytest.raises(errors.RangeError, match=r"kernels exist for sm_90a, sm_100a, sm_103a"):
             arch.of_capability(refused)
     with pytest.raises(errors.RangeError, match="'sm_80', but"):
         arch.checked("sm_80")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from importlib import import_module
+from types import ModuleType
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flash4_torch.backends.sm90.forward import mask_plan
-from flash4_torch.configs import sm90
+from flash4_torch.backends.compiled.forward import mask_plan
+from flash4_torch.configs import sm90, sm100, sm103
 from flash4_torch.configs.types import Features, Sm90Forward
 
 HEAD_DIMS = range(8, 257, 8)
@@ -38,40 +40,63 @@ def features(draw: st.DrawFn) -> Features:
 SIZES = st.one_of(
     st.integers(1, 300), st.sampled_from([512, 1024, 2048, 4096, 16384]), st.integers(1, 1 << 30)
 )
+EACH_TABLE = pytest.mark.parametrize("table", [sm90, sm100, sm103], ids=["sm90", "sm100", "sm103"])
 GROUPS = st.one_of(st.integers(1, 8), st.integers(1, 200))
 
 
+@EACH_TABLE
 @given(features(), SIZES, SIZES, GROUPS, st.one_of(st.none(), SIZES), st.booleans())
-@settings(max_examples=500)
+@settings(max_examples=300)
 def test_what_is_chosen_is_reachable(
-    features: Features, Sq: int, Sk: int, group: int, seen: int | None, end_hidden: bool
+    table: ModuleType,
+    features: Features,
+    Sq: int,
+    Sk: int,
+    group: int,
+    seen: int | None,
+    end_hidden: bool,
 ) -> None:
-    config = sm90.forward(features, Sq, Sk, group, seen, end_hidden)
-    assert config in sm90.reachable(features)
-    assert config in sm90.reachable(features, group)
+    if table.limits(features):
+        return
+    config = table.forward(features, Sq, Sk, group, seen, end_hidden)
+    assert config in table.reachable(features)
+    assert config in table.reachable(features, group)
     assert config.tail == (not (end_hidden and features.right) and (features.varlen or Sk % config.keys != 0))
-    if features.left or features.mask:
-        assert not config.next_tile
-    assert not (config.next_tile and config.half)
+    if table is sm90:
+        assert not (config.next_tile and (config.half or features.left or features.mask))
+    if table is sm103:
+        assert config.polynomial == 0
 
 
+@EACH_TABLE
 @given(features())
-@settings(max_examples=200)
-def test_reachable_names_nothing_twice(features: Features) -> None:
-    configs = sm90.reachable(features)
+@settings(max_examples=100)
+def test_reachable_names_nothing_twice(table: ModuleType, features: Features) -> None:
+    if table.limits(features):
+        return
+    configs = table.reachable(features)
     assert len(set(configs)) == len(configs)
-    assert set(sm90.reachable(features, 1)) <= set(configs)
+    assert set(table.reachable(features, 1)) <= set(configs)
 
 
+@EACH_TABLE
+def test_head_sizes_have_a_limit(table: ModuleType) -> None:
+    assert not any(table.limits(BARE._replace(D=D, Dv=Dv)) for D in HEAD_DIMS for Dv in HEAD_DIMS)
+    for D, Dv in ((257, 64), (64, 264)):
+        (reason,) = table.limits(BARE._replace(D=D, Dv=Dv))
+        assert reason == f"D is {D} and Dv is {Dv}, and it serves up to 256"
+
+
+@pytest.mark.parametrize("table", [sm90, sm100], ids=["sm90", "sm100"])
 @pytest.mark.parametrize(
     "extras", [{}, {"mask": "float32", "softcap": True, "scaled": True, "dropout": True}]
 )
-def test_there_are_tiles_that_fit_for_every_call(extras: dict[str, object]) -> None:
+def test_there_are_tiles_that_fit_for_every_call(extras: dict[str, object], table: ModuleType) -> None:
     for D, Dv, right in itertools.product(HEAD_DIMS, HEAD_DIMS, (False, True)):
         features = BARE._replace(D=D, Dv=Dv, right=right, **extras)
         for Sq, Sk in ((1, 1), (1, 1 << 30), (1 << 30, 1), (1 << 30, 1 << 30)):
-            config = sm90.forward(features, Sq, Sk)
-            assert sm90.fits(features, config), (features, config)
+            config = table.forward(features, Sq, Sk)
+            assert table.fits(features, config), (features, config)
             assert config.keys % 16 == 0 and config.keys <= 256
 
 
@@ -89,13 +114,25 @@ def test_every_row_serves_somebody() -> None:
     assert served == set(sm90.TABLE)
 
 
+def test_every_row_for_blackwell_serves_somebody() -> None:
+    heads = [(row.D, row.Dv) for row in sm100.TABLE]
+    served = {
+        next(row for row in sm100.TABLE if row.admits(BARE._replace(D=D, Dv=Dv, right=right), rows))
+        for D, Dv in [*heads, *((Dv, D) for D, Dv in heads), (64, 256)]
+        for right in (False, True)
+        for rows in (1, 128, 4096)
+    }
+    assert served == set(sm100.TABLE)
+
+
 def first(features: Features, rows: int, keys: int) -> sm90.Row:
     return next(row for row in sm90.TABLE if row.admits(features, rows, keys))
 
 
+@EACH_TABLE
 @given(st.integers(1, 300), GROUPS, st.booleans())
-def test_packing_never_costs_tiles(Sq: int, group: int, right: bool) -> None:
-    config = sm90.forward(BARE._replace(right=right), Sq, 1024, group)
+def test_packing_never_costs_tiles(table: ModuleType, Sq: int, group: int, right: bool) -> None:
+    config = table.forward(BARE._replace(right=right), Sq, 1024, group)
     tiles = -(-group // config.pack) * -(-Sq * config.pack // config.rows)
     assert tiles <= group * -(-Sq // config.rows)
     assert config.pack in (1, 2, 4, 8, 16, 32, 64) and config.pack < 2 * group
@@ -103,10 +140,11 @@ def test_packing_never_costs_tiles(Sq: int, group: int, right: bool) -> None:
         assert config.pack == 1
 
 
+@EACH_TABLE
 @pytest.mark.parametrize("extra", [{"dropout": True}, {"mask": "bool"}])
-def test_rows_that_differ_by_head_are_not_packed(extra: dict[str, object]) -> None:
-    assert sm90.forward(BARE, 1, 1024, 8).pack == 8
-    assert sm90.forward(BARE._replace(**extra), 1, 1024, 8).pack == 1
+def test_rows_that_differ_by_head_are_not_packed(extra: dict[str, object], table: ModuleType) -> None:
+    assert table.forward(BARE, 1, 1024, 8).pack == 8
+    assert table.forward(BARE._replace(**extra), 1, 1024, 8).pack == 1
 
 
 @pytest.mark.parametrize(
@@ -145,9 +183,10 @@ def test_measured_cells_take_the_tiles_that_won_there(
     assert (config.rows, config.keys) == (rows, keys)
 
 
-def test_the_kernel_agrees_that_it_can_run_every_config() -> None:
+@pytest.mark.parametrize("table", [sm90, sm100], ids=["sm90", "sm100"])
+def test_the_kernel_agrees_that_it_can_run_every_config(table: ModuleType) -> None:
     pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
-    from flash4_torch.kernels.sm90.fwd.plan import Plan
+    Plan = import_module(f"flash4_torch.kernels.{table.__name__.rpartition('.')[2]}.fwd.plan").Plan
 
     masks = ("", "bool", "float32")
     for D, Dv, *flags, mask in itertools.product(
@@ -155,7 +194,7 @@ def test_the_kernel_agrees_that_it_can_run_every_config() -> None:
     ):
         uses = dict(zip(("varlen", "left", "right", "softcap", "dropout"), flags, strict=True))
         features = BARE._replace(D=D, Dv=Dv, mask=mask, scaled=uses["softcap"], **uses)
-        for config in sm90.reachable(features):
+        for config in [] if table.limits(features) else table.reachable(features):
             plan = Plan(features, config)
             plan.check()
             # The kernel reads the tables that the host has sized and filled by this.

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import flash4_torch
 from cases import Case, cases
 from flash4_torch import testing
+from own_gpu import OURS
 from test_matches_reference import NAMES, results_and_gradients
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -58,8 +59,7 @@ def test_plain_calls_run_a_fused_kernel(dtype: torch.dtype, causal: bool) -> Non
         out = flash4_torch.attention(q, k, v, causal=causal)
         dout = torch.randn_like(out)
         gradients = torch.autograd.grad(out, (q, k, v), dout)
-    ours = torch.cuda.get_device_capability() == (9, 0)
-    serving = "sm90" if ours else "sdpa"
+    serving = OURS or "sdpa"
     assert used == {("attention", serving): 1, ("attention_backward", serving): 1}
     results = []
     for dtype_ in (torch.float64, dtype):

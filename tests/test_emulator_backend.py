@@ -1,7 +1,7 @@
 """FLASH4_BACKEND=emulator.
 
-Attention on CPU tensors by our compiled kernels, with gradients, for either architecture. For sm_90a that is
-the whole way of a call on a Hopper GPU, but for the GPU.
+Attention on CPU tensors by our compiled kernels, with gradients, for every architecture: the whole way of a
+call on such a GPU, but for the GPU. What kernels for one GPU do not serve, small ones for any GPU do.
 """
 
 from typing import Any
@@ -12,13 +12,17 @@ import torch
 from hypothesis import given, settings
 
 import flash4_torch
+from everything import one_of
 from flash4_torch import env, testing
+from flash4_torch.backends.compiled import TARGETS
 from flash4_torch.errors import BackendError
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 from flash4_torch.testing import emulate
 
-ARCHS = ("sm_90a", "sm_100a")
+ARCHS = tuple(TARGETS)
+EACH = ("sm_90a", "sm_100a")
+"""Whose kernels differ; on sm_103a those of sm_100a run, with other tiles."""
 HEADS = ((1, 1), (4, 2), (3, 1))
 
 
@@ -39,7 +43,7 @@ def gradients(results, inputs):
 
 
 # Head sizes and flags are compiled in: few of them, so that few kernels are compiled.
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", EACH)
 @pytest.mark.parametrize(
     ("dtype", "D", "Dv", "flags"),
     [
@@ -57,8 +61,8 @@ def test_matches_the_exact_result(arch, dtype, D, Dv, flags, B, Sq, Sk, heads):
         out, lse = flash4_torch.attention(*inputs, return_lse=True, **flags)
         ours = gradients((out, torch.where(lse.isinf(), 0, lse)), inputs)
     assert {name for _, name in used} == {"emulator"}
-    # The forward's kernel, and those of the backward.
-    assert len(device.reports) == (4 if arch == "sm_90a" and dtype != torch.float32 else 3)
+    # The forward's kernel, and those of the backward: three, or two small ones.
+    assert len(device.reports) == (3 if dtype == torch.float32 else 4)
 
     exact, exact_lse = testing.reference(*inputs, **flags)
     peer, peer_lse = testing.reference(*inputs, dtype=dtype, **flags)
@@ -72,7 +76,8 @@ def test_matches_the_exact_result(arch, dtype, D, Dv, flags, B, Sq, Sk, heads):
 
 @pytest.mark.parametrize("schedule", ["late", "fuzz"])
 def test_schedules_give_the_same_bits(schedule):
-    inputs = tensors(torch.bfloat16, 2, 70, 90, 2, 1, 32, 32)
+    """Of the small kernels."""
+    inputs = tensors(torch.float32, 2, 70, 90, 2, 1, 32, 32)
     results = []
     for options in ({}, {"schedule": schedule, "seed": 5}):
         with emulate.device("sm_100a", **options):
@@ -89,9 +94,11 @@ def test_the_architecture_comes_from_the_environment(monkeypatch):
         assert device.arch == arch
 
 
-@pytest.mark.parametrize(("arch", "launches"), [("sm_90a", 1), ("sm_100a", 2)])
-def test_varlen_is_a_loop(arch, launches):
-    q, k, v = (t[0].detach() for t in tensors(torch.bfloat16, 1, 60, 60, 2, 2, 32, 32))
+@pytest.mark.parametrize(("dtype", "launches"), [(torch.bfloat16, 1), (torch.float32, 2)])
+@pytest.mark.parametrize("arch", EACH)
+def test_varlen_is_a_loop(arch, dtype, launches):
+    """Of small kernels; one of ours serves all sequences."""
+    q, k, v = (t[0].detach() for t in tensors(dtype, 1, 60, 60, 2, 2, 32, 32))
     ends = torch.tensor([0, 17, 17, 60], dtype=torch.int32)
     with emulate.device(arch) as device:
         out = flash4_torch.attention_varlen(
@@ -122,9 +129,8 @@ def test_under_compile():
     ("arch", "call", "word"),
     [
         ("sm_100a", {"dtype": torch.float64}, "float64"),
-        ("sm_100a", {"D": 136, "Dv": 136}, "136"),
-        ("sm_100a", {"attn_mask": torch.ones(5, 5, dtype=torch.bool)}, "attn_mask"),
-        ("sm_100a", {"dropout_p": 0.5}, "dropout"),
+        ("sm_100a", {"D": 264, "Dv": 264}, "264"),
+        ("sm_100a", {"dtype": torch.float32, "D": 136}, "136"),
         ("sm_90a", {"dtype": torch.float64}, "float64"),
         ("sm_90a", {"D": 264}, "264"),
         ("sm_90a", {"dtype": torch.float32, "dropout_p": 0.5}, "dropout"),
@@ -139,7 +145,7 @@ def test_what_it_does_not_serve_is_named(monkeypatch, arch, call, word):
         flash4_torch.attention(*inputs, **call)
 
 
-# What a call on a Hopper GPU can use, and how many kernels it launches.
+# What a call can use, and how many kernels it launches.
 CALLS: dict[str, tuple[dict[str, Any], int]] = {
     "causal": ({"causal": True}, 1),
     "window, softcap": ({"window": (40, 3), "softcap": 3.0}, 1),
@@ -148,21 +154,26 @@ CALLS: dict[str, tuple[dict[str, Any], int]] = {
     "float mask": ({"attn_mask": torch.linspace(-2, 2, 90 * 150).view(90, 150).sin().bfloat16()}, 2),
     "dropout": ({"causal": True, "dropout_p": 0.3}, 1),
 }
+EACH_CALL = pytest.mark.parametrize(
+    ("arch", "call"),
+    [("sm_90a", call) for call in CALLS] + [("sm_100a", call) for call in one_of(3, list(CALLS))],
+)
 SIZES = {"B": 2, "Sq": 90, "Sk": 150, "Hq": 4, "Hk": 2, "D": 64, "Dv": 64}
 
 
-def hopper_attention(q, k, v, seed=0, **kwargs):
-    """(out, lse) of the Hopper kernel; the state of the generator that dropout uses follows from `seed`."""
+def attention_of(arch, q, k, v, seed=0, **kwargs):
+    """(out, lse) of that GPU's kernel; the state of the generator that dropout uses follows from `seed`."""
     torch.manual_seed(seed)
-    with emulate.device("sm_90a", multiprocessors=3, schedule="late"), torch.no_grad():
+    with emulate.device(arch, multiprocessors=3, schedule="late"), torch.no_grad():
         return flash4_torch.attention(q, k, v, return_lse=True, **kwargs)
 
 
-@pytest.mark.parametrize("kwargs, launches", CALLS.values(), ids=CALLS)
-def test_the_hopper_kernel_runs(kwargs, launches):
+@EACH_CALL
+def test_the_gpus_own_kernel_runs(arch, call):
+    kwargs, launches = CALLS[call]
     inputs = [x.detach() for x in tensors(torch.bfloat16, **SIZES)]
     with (
-        emulate.device("sm_90a") as device,
+        emulate.device(arch) as device,
         testing.backends_used() as used,
         testing.poisoned_memory(),
     ):
@@ -183,54 +194,61 @@ def test_the_hopper_kernel_runs(kwargs, launches):
 def test_support_knows_the_architecture(monkeypatch, arch):
     monkeypatch.setenv(env.ARCH.name, arch)
     inputs = [x.detach() for x in tensors(torch.bfloat16, **{**SIZES, "D": 256})]
-    reasons = flash4_torch.support(*inputs, dropout_p=0.1)["emulator"]
-    assert bool(reasons) == (arch == "sm_100a")
+    assert flash4_torch.support(*inputs, dropout_p=0.1)["emulator"] == []
+    reasons = flash4_torch.support(*(x.double() for x in inputs), dropout_p=0.1)["emulator"]
+    assert len(reasons) == 4
+    assert reasons[0].endswith(f"(the kernels for {arch})") and "float64" in reasons[0]
+    assert reasons[1].endswith("(the small kernel for any GPU)") and "float64" in reasons[1]
 
 
-@pytest.mark.parametrize("kwargs", [kwargs for kwargs, _ in CALLS.values()], ids=CALLS)
-@settings(max_examples=3)
+@EACH_CALL
+@settings(max_examples=2)
 @given(seed=st.integers(0, 99))
-def test_linear_in_v(kwargs, seed):
+def test_linear_in_v(arch, call, seed):
+    kwargs, _ = CALLS[call]
     q, k, v = (x.detach() for x in tensors(torch.bfloat16, **SIZES))
     other = torch.randn(v.shape).bfloat16()
-    out, lse = hopper_attention(q, k, v, seed, **kwargs)
+    out, lse = attention_of(arch, q, k, v, seed, **kwargs)
     # Twice and half are exact.
     for factor in (2.0, -0.5):
-        scaled, same_lse = hopper_attention(q, k, factor * v, seed, **kwargs)
+        scaled, same_lse = attention_of(arch, q, k, factor * v, seed, **kwargs)
         assert torch.equal(scaled, factor * out) and torch.equal(lse, same_lse)
-    added, _ = hopper_attention(q, k, v + other, seed, **kwargs)
-    parts = out.float() + hopper_attention(q, k, other, seed, **kwargs)[0].float()
+    added, _ = attention_of(arch, q, k, v + other, seed, **kwargs)
+    parts = out.float() + attention_of(arch, q, k, other, seed, **kwargs)[0].float()
     torch.testing.assert_close(added.float(), parts, rtol=0.03, atol=0.03)
 
 
-@pytest.mark.parametrize("kwargs", [kwargs for kwargs, _ in CALLS.values()], ids=CALLS)
-def test_gqa_is_repeated_keys(kwargs):
+@EACH_CALL
+def test_gqa_is_repeated_keys(arch, call):
+    kwargs, _ = CALLS[call]
     q, k, v = (x.detach() for x in tensors(torch.bfloat16, **SIZES))
     repeated = (x.repeat_interleave(2, dim=2) for x in (k, v))
-    ours, theirs = hopper_attention(q, k, v, **kwargs), hopper_attention(q, *repeated, **kwargs)
+    ours, theirs = attention_of(arch, q, k, v, **kwargs), attention_of(arch, q, *repeated, **kwargs)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=0.01, atol=0.01)
 
 
-@settings(max_examples=5)
+@pytest.mark.parametrize("arch", EACH)
+@settings(max_examples=3)
 @given(shift=st.sampled_from([-3.0, 0.5, 7.0]), causal=st.booleans())
-def test_a_shift_of_all_scores_moves_only_lse(shift, causal):
+def test_a_shift_of_all_scores_moves_only_lse(arch, shift, causal):
     q, k, v = (x.detach() for x in tensors(torch.bfloat16, **SIZES))
     mask = CALLS["bool mask"][0]["attn_mask"]
     bias = torch.where(mask, shift, -torch.inf)
-    out, lse = hopper_attention(q, k, v, causal=causal, attn_mask=mask)
-    shifted, shifted_lse = hopper_attention(q, k, v, causal=causal, attn_mask=bias)
+    out, lse = attention_of(arch, q, k, v, causal=causal, attn_mask=mask)
+    shifted, shifted_lse = attention_of(arch, q, k, v, causal=causal, attn_mask=bias)
     torch.testing.assert_close(out, shifted, rtol=0.01, atol=0.01)
     torch.testing.assert_close(lse + shift, shifted_lse, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("arch", EACH)
 @settings(max_examples=4)
 @given(
     q_lengths=st.lists(st.integers(0, 140), min_size=1, max_size=4),
     k_lengths=st.lists(st.integers(0, 140), min_size=4, max_size=4),
     p=st.sampled_from([0.0, 0.4]),
 )
-def test_one_launch_serves_all_sequences(q_lengths, k_lengths, p):
+def test_one_launch_serves_all_sequences(arch, q_lengths, k_lengths, p):
     k_lengths = k_lengths[: len(q_lengths)]
     q, k, v = (
         torch.randn(sum(lengths), heads, 64).bfloat16()
@@ -238,7 +256,7 @@ def test_one_launch_serves_all_sequences(q_lengths, k_lengths, p):
     )
     ends = [torch.tensor([0, *torch.tensor(n).cumsum(0)]) for n in (q_lengths, k_lengths)]
     rng_state = testing.peek_rng_state()
-    with emulate.device("sm_90a", multiprocessors=2) as device, testing.poisoned_memory():
+    with emulate.device(arch, multiprocessors=2) as device, testing.poisoned_memory():
         out, lse = flash4_torch.attention_varlen(
             q,
             k,
@@ -263,6 +281,20 @@ def test_one_launch_serves_all_sequences(q_lengths, k_lengths, p):
         if len(sequence[0]):
             testing.assert_close_as_peer(out[rows], exact[0][b], peer[0][b])
             testing.assert_close_as_peer(lse[:, rows], exact[1][b], peer[1][b])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kernels"),
+    [(torch.bfloat16, "the kernels for sm_100a"), (torch.float32, "the small kernel for any GPU")],
+)
+def test_the_log_says_whose_kernels_serve(monkeypatch, capsys, dtype, kernels):
+    monkeypatch.setenv(env.LOG.name, "backend")
+    monkeypatch.setenv(env.ARCH.name, "sm_100a")
+    # Sizes that no other test has: a problem is logged once.
+    flash4_torch.attention(*(x.detach() for x in tensors(dtype, 1, 3, 19, 1, 1, 32, 32)))
+    assert capsys.readouterr().err.endswith(
+        f" serves attention forward B=1 Sq=3 Sk=19 Hq=1 Hk=1 D=32 Dv=32 {dtype} on cpu by {kernels}\n"
+    )
 
 
 def test_serves_nobody_who_has_not_asked(monkeypatch):

@@ -1,4 +1,4 @@
-"""Gradients by the Hopper kernels in the emulator, the whole way of a call on a GPU."""
+"""Gradients by the kernels of every GPU in the emulator, the whole way of a call on it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import flash4_torch
+from everything import one_of
 from flash4_torch import env, testing
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
@@ -24,7 +25,8 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SIZES = {"B": 2, "Sq": 90, "Sk": 150, "Hq": 4, "Hk": 2, "D": 64, "Dv": 64}
 BIAS = torch.linspace(-2, 2, 90 * 150).view(90, 150).sin()
-# What a call on a Hopper GPU can use, and how many kernels its backward launches.
+EACH_ARCH = pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+# What a call can use, and how many kernels its backward launches.
 CALLS: dict[str, tuple[dict[str, Any], int]] = {
     "full": ({}, 3),
     "causal": ({"causal": True}, 3),
@@ -62,13 +64,17 @@ def gradients(results: tuple[Tensor, ...], inputs: list[Tensor]) -> tuple[Tensor
     return torch.autograd.grad(total, inputs)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("call", "launches"), CALLS.values(), ids=CALLS)
-def test_gradients(call: dict[str, Any], launches: int) -> None:
+@pytest.mark.parametrize(
+    ("arch", "name"),
+    [("sm_90a", name) for name in CALLS] + [("sm_100a", name) for name in one_of(8, list(CALLS))],
+)
+def test_gradients(arch: str, name: str) -> None:
+    call, launches = CALLS[name]
     torch.manual_seed(0)
     inputs, kwargs = drawn(**call)
     mask = kwargs.get("attn_mask")
     wanted = [*inputs, mask] if mask is not None and mask.requires_grad else inputs
-    with emulate.device("sm_90a", multiprocessors=3) as device, testing.poisoned_memory():
+    with emulate.device(arch, multiprocessors=3) as device, testing.poisoned_memory():
         state = testing.peek_rng_state()
         results = flash4_torch.attention(*inputs, return_lse=True, **kwargs)
         before = len(device.reports)
@@ -89,15 +95,16 @@ def test_gradients(call: dict[str, Any], launches: int) -> None:
         testing.assert_close_as_peer(a, e.double(), p, what=name, noise=stored if name == "dmask" else 0.0)
 
 
+@EACH_ARCH
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("schedule", ["late", "fuzz"])
-def test_schedules(schedule: str, deterministic: bool) -> None:
+def test_schedules(arch: str, schedule: str, deterministic: bool) -> None:
     """Sums are the same up to their order, and deterministic ones altogether."""
     torch.manual_seed(0)
     inputs, kwargs = drawn(B=1, Hq=2, Hk=1, causal=True, deterministic=deterministic)
     found = []
     for options in ({"multiprocessors": 1}, {"multiprocessors": 4, "schedule": schedule, "seed": 5}):
-        with emulate.device("sm_90a", **options):
+        with emulate.device(arch, **options):
             found.append(gradients((flash4_torch.attention(*inputs, **kwargs),), inputs))
     for name, a, b in zip("qkv", *found, strict=True):
         if deterministic or name != "q":
@@ -106,11 +113,12 @@ def test_schedules(schedule: str, deterministic: bool) -> None:
             torch.testing.assert_close(a, b, rtol=0.01, atol=1e-3)
 
 
-def test_linear_in_the_gradient_of_out() -> None:
+@EACH_ARCH
+def test_linear_in_the_gradient_of_out(arch: str) -> None:
     """Twice and half are exact; the sums' order is that of one multiprocessor."""
     torch.manual_seed(0)
     inputs, kwargs = drawn(B=1, Hq=2, Hk=1, window=(60, 20))
-    with emulate.device("sm_90a", multiprocessors=1):
+    with emulate.device(arch, multiprocessors=1):
         out = flash4_torch.attention(*inputs, **kwargs)
         dout = torch.randn(out.shape).bfloat16()
         once = torch.autograd.grad(out, inputs, dout, retain_graph=True)
@@ -119,11 +127,12 @@ def test_linear_in_the_gradient_of_out() -> None:
             assert all(torch.equal(a, factor * b) for a, b in zip(scaled, once, strict=True))
 
 
-def test_gqa_is_repeated_keys() -> None:
+@EACH_ARCH
+def test_gqa_is_repeated_keys(arch: str) -> None:
     torch.manual_seed(0)
     (q, k, v), kwargs = drawn(B=1, causal=True)
     repeated = [x.detach().repeat_interleave(2, 2).requires_grad_() for x in (k, v)]
-    with emulate.device("sm_90a"):
+    with emulate.device(arch):
         ours = gradients((flash4_torch.attention(q, k, v, **kwargs),), [q, k, v])
         theirs = gradients((flash4_torch.attention(q, *repeated, **kwargs),), [q, *repeated])
     summed = [theirs[0], *(x.float().unflatten(2, (2, 2)).sum(3) for x in theirs[1:])]
@@ -131,20 +140,21 @@ def test_gqa_is_repeated_keys() -> None:
         torch.testing.assert_close(a.float(), b.float(), rtol=0.02, atol=0.02)
 
 
+@EACH_ARCH
 @settings(max_examples=3)
 @given(
     q_lengths=st.lists(st.integers(0, 140), min_size=1, max_size=4),
     k_lengths=st.lists(st.integers(0, 140), min_size=4, max_size=4),
     p=st.sampled_from([0.0, 0.4]),
 )
-def test_packed_sequences_are_alone(q_lengths: list[int], k_lengths: list[int], p: float) -> None:
+def test_packed_sequences_are_alone(arch: str, q_lengths: list[int], k_lengths: list[int], p: float) -> None:
     k_lengths = k_lengths[: len(q_lengths)]
     lengths = (q_lengths, 4), (k_lengths, 2), (k_lengths, 2)
     inputs = [torch.randn(sum(n), H, 64).bfloat16().requires_grad_() for n, H in lengths]
     ends = [torch.tensor([0, *torch.tensor(n).cumsum(0)]) for n in (q_lengths, k_lengths)]
     more: dict[str, Any] = {"causal": True, "dropout_p": p, "deterministic": False}
     state = testing.peek_rng_state()
-    with emulate.device("sm_90a", multiprocessors=2), testing.poisoned_memory():
+    with emulate.device(arch, multiprocessors=2), testing.poisoned_memory():
         results = flash4_torch.attention_varlen(
             *inputs,
             cu_seqlens_q=ends[0],

@@ -24,7 +24,7 @@ from cases import Case, cases
 from flash4_torch import backends, errors, fast, testing
 from flash4_torch.backends import tickets
 from flash4_torch.ops import impl
-from on_cpu import Machine, hopper
+from on_cpu import Machine, gpu
 
 # What torch says of its own tracer, when it is asked for and when forward mode loads it.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
 @pytest.fixture
 def machine() -> Iterator[Machine]:
-    with hopper() as machine:
+    with gpu() as machine:
         yield machine
 
 
@@ -76,7 +76,7 @@ def test_the_second_call_takes_it(long_way: LongWay) -> None:
 @settings(max_examples=150)
 def test_it_launches_what_the_long_way_does(case: Case, return_lse: bool) -> None:
     tensors = [x.detach() for x in (case.q, case.k, case.v)]
-    with hopper() as machine:
+    with gpu() as machine:
         first, second = (
             flash4_torch.attention(*tensors, **case.kwargs, return_lse=return_lse) for _ in range(2)
         )
@@ -301,9 +301,9 @@ WRONG: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("call", WRONG.values(), ids=WRONG)
 def test_errors_are_the_same(call: Callable[[], Any]) -> None:
     """As the long way's, also after calls whose flags are equal as numbers."""
-    with hopper(), mock.patch.object(fast, "find", lambda *call: (None, None)):
+    with gpu(), mock.patch.object(fast, "find", lambda *call: (None, None)):
         expected = error_of(call)
-    with hopper():
+    with gpu():
         assert error_of(call) == expected
         for scale, softcap, dropout_p, window in itertools.product(
             (1, 1.0, None), (0, 0.0), (0, 0.0), ((1, None), (None, 1), (None, None))

@@ -16,13 +16,13 @@ from torch.utils.checkpoint import checkpoint
 import flash4_torch
 from cases import Case, cases
 from flash4_torch import errors, testing
-from on_cpu import Machine, hopper
+from on_cpu import Machine, gpu
 from test_fast import DispatchMode, LongWay, half
 
 
 @pytest.fixture
 def machine() -> Iterator[Machine]:
-    with hopper() as machine:
+    with gpu() as machine:
         yield machine
 
 
@@ -63,7 +63,7 @@ def test_its_gradients_are_the_long_ways(case: Case, expanded: bool, some: bool)
         dout = torch.ones_like(out[:1, :1]).expand(out.shape) if expanded else torch.ones_like(out)
         return [out, *torch.autograd.grad(out, wanted, dout)]
 
-    with hopper() as machine:
+    with gpu() as machine:
         steps = [step() for _ in range(3)]
     for a, b in zip(steps[0], steps[2], strict=True):
         assert torch.equal(a, b) and a.stride() == b.stride() and a.dtype == b.dtype

@@ -9,8 +9,8 @@ import pytest
 
 import cubin
 from flash4_torch import env
-from flash4_torch.backends import sm90
-from flash4_torch.backends.sm90.backward import row_plans
+from flash4_torch.backends.compiled import POSTPROCESS, PREPROCESS, SM90A
+from flash4_torch.backends.compiled.backward import row_plans
 from flash4_torch.compile import Key, pool
 from flash4_torch.configs import sm90_backward as configs
 from flash4_torch.configs.types import Features
@@ -38,7 +38,7 @@ def reachable() -> Iterator[Features]:
 def main_kernels() -> list[Key]:
     """Where Sk may end inside a tile: it takes more registers."""
     return [
-        Key(sm90.BACKWARD, (f, config), sm90.ARCH)
+        Key(SM90A.backward, (f, config), SM90A.arch)
         for f in reachable()
         for config in configs.reachable(f)
         if config.tail
@@ -49,8 +49,8 @@ def kernels_of_rows() -> list[Key]:
     found: dict[Key, None] = {}
     for features in reachable():
         before, behind = row_plans(features, configs.reachable(features)[-1], dlse=features.right)
-        for entry, plan in ((sm90.PREPROCESS, before), (sm90.POSTPROCESS, behind)):
-            found[Key(entry, (plan,), sm90.ARCH)] = None
+        for entry, plan in ((PREPROCESS, before), (POSTPROCESS, behind)):
+            found[Key(entry, (plan,), SM90A.arch)] = None
     return list(found)
 
 

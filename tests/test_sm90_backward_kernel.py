@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from itertools import pairwise
+from functools import partial
 
 import pytest
-import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from flash4_torch import testing
-from sm90_backward_kernels import calls, check, drawn, run, static
+from flash4_torch.configs.types import Sm90Backward
+from kernel_calls import static as static_of
+from kernel_runs import gradients_are_alone, gradients_are_right, unseen_keys_have_no_gradient
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
-
+static = partial(static_of, Sm90Backward)
 CAUSAL = {"right": True}
 WINDOW = {"left": True, "right": True}
 NEXT_TILE = {"kv_stages": 2, "next_tile": True}
@@ -47,7 +46,7 @@ STATICS = {
     "varlen, causal": static(64, 64, (2, 128), varlen=True, **ROUNDED, **CAUSAL),
     "in order": static(128, 128, (2, 64), deterministic=True, dq_stages=2, **CAUSAL),
     "in order, window": static(64, 64, (2, 128), deterministic=True, **ROUNDED, **WINDOW),
-    "in order, packed": static(64, 40, (2, 64), varlen=True, deterministic=True, **WINDOW),
+    "in order, packed": static(64, 40, (2, 64), varlen=True, deterministic=True, dq_stages=2, **WINDOW),
     "softcap": static(128, 128, (2, 64), **SOFTCAP, **CAUSAL),
     "scaled": static(64, 64, (2, 64), "float16", scaled=True),
     "bool mask": static(128, 128, (2, 64), mask="bool"),
@@ -69,48 +68,15 @@ STATICS = {
 @settings(max_examples=5, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(data=st.data())
 def test_values(name: str, data: st.DataObject) -> None:
-    kernel = STATICS[name]
-    call = data.draw(calls(*kernel))
-    found = run(kernel, call, schedule="late")
-    check(kernel, call, found)
-    schedule, seed = data.draw(st.sampled_from(["eager", "fuzz"])), data.draw(st.integers(0, 9))
-    again = run(kernel, call, schedule=schedule, seed=seed)
-    assert torch.equal(found.dk, again.dk) and torch.equal(found.dv, again.dv)
-    if kernel[0].deterministic:
-        assert torch.equal(found.dq, again.dq)
-    else:
-        check(kernel, call, again)
+    gradients_are_right(STATICS[name], data)
 
 
 @pytest.mark.parametrize("name", ["window", "window, wide", "left only", "bool mask", "varlen"])
 def test_keys_that_nobody_sees_have_no_gradient(name: str) -> None:
-    kernel = STATICS[name]
-    call = drawn(
-        kernel, right=-400, left=-400, lengths=((150, 0), (300, 70)) if name == "varlen" else ((150,), (300,))
-    )
-    if kernel[0].mask:
-        call = replace(call, mask=torch.zeros(1, 1, 150, 300, dtype=torch.bool))
-    dq, dk, dv, _ = run(kernel, call)
-    last = slice(300, None) if name == "varlen" else slice(None)
-    assert (dk[last] == 0).all() and (dv[last] == 0).all()
-    assert name == "varlen" or (dq == 0).all()
+    unseen_keys_have_no_gradient(STATICS[name])
 
 
 @pytest.mark.parametrize("name", [name for name in STATICS if STATICS[name][0].varlen])
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_sequences_do_not_see_their_neighbours(name: str, poison: float) -> None:
-    kernel, lengths = STATICS[name], ((40, 70, 9), (50, 101, 133))
-    more = {"left": 60, "right": 20, "p": 0.2 if kernel[0].dropout else 0.0}
-    call = drawn(kernel, lengths=lengths, **more)
-    clean = run(kernel, call)
-    ends = [list(pairwise([0, *torch.tensor(n).cumsum(0).tolist()])) for n in lengths]
-    for b in range(3):
-        spoiled = {}
-        for which, names in ((0, ("q", "dout")), (1, ("k", "v"))):
-            others = torch.ones(ends[which][-1][1], dtype=torch.bool)
-            others[slice(*ends[which][b])] = False
-            spoiled |= {n: getattr(call, n).masked_fill(others[:, None, None], poison) for n in names}
-        found = run(kernel, replace(call, **spoiled), stats_of=call)
-        rows, keys = slice(*ends[0][b]), slice(*ends[1][b])
-        assert torch.equal(found.dk[keys], clean.dk[keys]) and torch.equal(found.dv[keys], clean.dv[keys])
-        testing.assert_close_as_peer(found.dq[rows], clean.dq[rows].double(), clean.dq[rows], what="dq")
+    gradients_are_alone(STATICS[name], poison)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from itertools import pairwise
+from functools import partial
 
 import pytest
-import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from flash4_torch import testing
-from sm90_backward_kernels import calls, check, drawn, run, static
+from flash4_torch.configs.types import Sm90Backward
+from kernel_calls import static as static_of
+from kernel_runs import (
+    every_tile_is_drawn_once,
+    gradients_are_alone,
+    gradients_are_right,
+    unseen_keys_have_no_gradient,
+)
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
+static = partial(static_of, Sm90Backward)
 ALONE = {"split": True, "dq_passes": 2, "do_stages": 1}
 PAIR = {"split": True, "cluster": 2, "do_stages": 1}
 CAUSAL = {"right": True}
@@ -56,52 +61,23 @@ STATICS = {
 
 @pytest.mark.parametrize("name", STATICS)
 # No shrinking: a launch is slow, and says itself what is wrong.
-@settings(max_examples=3, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(max_examples=2, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(data=st.data())
 def test_values(name: str, data: st.DataObject) -> None:
-    kernel = STATICS[name]
-    call = data.draw(calls(*kernel))
-    schedule, seed = data.draw(st.sampled_from(["late", "fuzz", "eager"])), data.draw(st.integers(0, 9))
-    found = run(kernel, call, schedule=schedule, seed=seed)
-    check(kernel, call, found)
-    if kernel[0].deterministic:
-        again = run(kernel, call, schedule="late")
-        assert all(torch.equal(*both) for both in zip(found[:3], again[:3], strict=True))
+    gradients_are_right(STATICS[name], data)
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 3])
 @pytest.mark.parametrize("name", ["pair, full", "pair, causal"])
 def test_pairs_draw_every_tile_once(name: str, tiles: int) -> None:
-    """Odd numbers of tiles leave a CTA without keys; fewer than two multiprocessors still are a cluster."""
-    kernel, lengths = STATICS[name], ((150,) * 2, (64 * tiles - 7,) * 2)
-    for multiprocessors, schedule in ((1, "late"), (5, "fuzz")):
-        call = drawn(kernel, lengths=lengths, multiprocessors=multiprocessors, right=9)
-        check(kernel, call, run(kernel, call, schedule=schedule))
+    every_tile_is_drawn_once(STATICS[name], tiles)
 
 
 @pytest.mark.parametrize("name", ["narrow keys", "pair, window", "pair, bool mask"])
 def test_keys_that_nobody_sees_have_no_gradient(name: str) -> None:
-    kernel = STATICS[name]
-    call = drawn(kernel, right=-400, left=-400)
-    if kernel[0].mask:
-        call = replace(call, mask=torch.zeros(1, 1, 150, 300, dtype=torch.bool))
-    assert all((x == 0).all() for x in run(kernel, call)[:3])
+    unseen_keys_have_no_gradient(STATICS[name])
 
 
 @pytest.mark.parametrize("name", [name for name in STATICS if STATICS[name][0].varlen])
 def test_sequences_do_not_see_their_neighbours(name: str) -> None:
-    kernel, lengths = STATICS[name], ((40, 70, 9), (50, 101, 133))
-    more = {"left": 60, "right": 20, "p": 0.2 if kernel[0].dropout else 0.0}
-    call = drawn(kernel, lengths=lengths, **more)
-    clean = run(kernel, call)
-    ends = [list(pairwise([0, *torch.tensor(n).cumsum(0).tolist()])) for n in lengths]
-    for b in range(3):
-        spoiled = {}
-        for which, names in ((0, ("q", "dout")), (1, ("k", "v"))):
-            others = torch.ones(ends[which][-1][1], dtype=torch.bool)
-            others[slice(*ends[which][b])] = False
-            spoiled |= {n: getattr(call, n).masked_fill(others[:, None, None], math.nan) for n in names}
-        found = run(kernel, replace(call, **spoiled), stats_of=call)
-        rows, keys = slice(*ends[0][b]), slice(*ends[1][b])
-        assert torch.equal(found.dk[keys], clean.dk[keys]) and torch.equal(found.dv[keys], clean.dv[keys])
-        testing.assert_close_as_peer(found.dq[rows], clean.dq[rows].double(), clean.dq[rows], what="dq")
+    gradients_are_alone(STATICS[name], math.nan)

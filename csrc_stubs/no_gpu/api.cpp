@@ -80,4 +80,6 @@ const uint64_t* flash4_counts(const Launch* launch, uint64_t* length) {
     *length = launch->counts.size();
     return launch->counts.data();
 }
+const uint64_t* flash4_shared_bytes(const Launch* launch) { return launch->shared_bytes.data(); }
+const uint64_t* flash4_shared_passes(const Launch* launch) { return launch->shared_passes.data(); }
 }

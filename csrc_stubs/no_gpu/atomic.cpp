@@ -1,6 +1,7 @@
 // Atomic operations that a warp waits for (PTX ISA, Parallel Synchronization: atom, red).
 #include <cstring>
 
+#include "banks.h"
 #include "memory.h"
 #include "reduce.h"
 
@@ -18,10 +19,11 @@ void check_races(Warp& warp, const Op& op, const Place& place, uint32_t bytes, E
     release_flag(warp, place.data);
 }
 
-void count(Warp& warp, const Place& place, uint32_t bytes) {
+void count(Warp& warp, const Op& op, const Place& place, uint32_t bytes) {
     Counters& counters = warp.cta->launch->counters;
     (place.cta ? counters.shared_read : counters.global_read) += bytes;
     (place.cta ? counters.shared_written : counters.global_written) += bytes;
+    if (place.cta) count_shared(warp, op, {2ull * bytes, 2});
 }
 
 // An operation that changes nothing may be a poll, or try a lock that another warp holds.
@@ -56,7 +58,7 @@ Step atomic(Warp& warp, const Op& op, Mask mask) {
         const int lane = first_lane(rest);
         const Place place = place_at(warp, space, lane_address(warp, space, op.reg[0], lane, op.attr[0]), bytes, bytes);
         check_races(warp, op, place, bytes, type);
-        count(warp, place, bytes);
+        count(warp, op, place, bytes);
         for (uint32_t i = 0; i < registers; ++i) {
             uint8_t value[8], before[8], *memory = place.data + i * each;
             std::memcpy(value, lane_bytes(warp, op.reg[1 + registers + i], each, lane), each);
@@ -78,7 +80,7 @@ Step compare_and_swap(Warp& warp, const Op& op, Mask mask) {
         const int lane = first_lane(rest);
         const Place place = place_at(warp, space, lane_address(warp, space, op.reg[0], lane, op.attr[0]), bytes, bytes);
         check_races(warp, op, place, bytes, ElementType::U32);
-        count(warp, place, bytes);
+        count(warp, op, place, bytes);
         uint8_t compared[8], value[8];
         std::memcpy(compared, lane_bytes(warp, op.reg[2], bytes, lane), bytes);
         std::memcpy(value, lane_bytes(warp, op.reg[3], bytes, lane), bytes);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "banks.h"
 #include "copy.h"
 #include "reduce.h"
 
@@ -31,6 +32,7 @@ void submit_bulk_load(Warp& warp, const Op& op, const uint8_t* source, SharedRef
                       uint32_t bytes) {
     Cluster& cluster = *warp.cta->cluster;
     const Arrival arrival = announce(warp, op, barrier);
+    count_shared(warp, op, in_rows(bytes));
     auto perform = [=, &cluster] {
         check_write(arrival.ticket, to, bytes);
         std::memcpy(to.data(), source, bytes);
@@ -97,6 +99,7 @@ Step bulk_copy(Warp& warp, const Op& op, Mask mask) {
         const SharedRef to = shared_operand(warp, op, 0, 0, lane, bytes, kBulkAlignment);
         const SharedRef source = shared_operand(warp, op, 1, 1, lane, bytes, kBulkAlignment);
         const Arrival arrival = announce(warp, op, shared_operand(warp, op, 3, 2, lane, 8, 8));
+        count_shared(warp, op, in_rows(2ull * bytes));
         auto perform = [=, &cluster] {
             check_read(arrival.ticket, source, bytes);
             if (combine) {
@@ -167,6 +170,7 @@ Step async_copy(Warp& warp, const Op& op, Mask mask) {
         const uint8_t* source = reads ? global_operand(warp, op, 1, 1, lane, reads, bytes) : nullptr;
         copies.push_back({shared_operand(warp, op, 0, 0, lane, bytes, bytes), source, reads});
     }
+    count_shared(warp, op, in_rows(copies.size() * bytes));
     race::Ticket ticket;
     if (cluster.races) ticket = cluster.races->issue(warp, op, race::Unit::CpAsync);
     const auto groups = open_groups(warp.units->cp_async, mask);
@@ -257,6 +261,7 @@ Step async_store(Warp& warp, const Op& op, Mask mask) {
         const int lane = first_lane(rest);
         const SharedRef to = shared_operand(warp, op, 0, 0, lane, bytes, bytes);
         const Arrival arrival = announce(warp, op, shared_operand(warp, op, 1, 1, lane, 8, 8));
+        count_shared(warp, op, in_rows(bytes));
         std::array<uint8_t, 32> data;
         for (uint32_t i = 0; i < values; ++i)
             std::memcpy(data.data() + i * each, warp.registers + op.reg[2 + i] + static_cast<uint32_t>(lane) * each,

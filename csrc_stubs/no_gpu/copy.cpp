@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "banks.h"
+
 namespace flash4 {
 
 Arrival announce(Warp& warp, const Op& op, SharedRef barrier) {
@@ -61,6 +63,7 @@ void submit_bulk_store(Warp& warp, const Op& op, Mask lanes, const char* what, S
     Cluster& cluster = *warp.cta->cluster;
     const auto groups = open_groups(warp.units->bulk, lanes);
     const Origin origin = warp.origin(op);
+    count_shared(warp, op, in_rows(bytes));
     race::Ticket ticket;
     if (cluster.races) ticket = cluster.races->issue(warp, op, race::Unit::Bulk);
     for (const auto& group : groups) {

@@ -2,6 +2,7 @@
 // (PTX ISA, Warp-level matrix instructions). Lane 4r+c of a matrix fragment holds elements (r, 2c) and (r, 2c+1).
 #include <cstring>
 
+#include "banks.h"
 #include "memory.h"
 
 namespace flash4 {
@@ -43,13 +44,16 @@ Step load_matrices(Warp& warp, const Op& op, Mask mask) {
     race::Checker* races = warp.cta->cluster->races.get();
     const int count = op.regs - 1;
     Matrix matrices[4];
+    uint32_t rows[kLanes] = {};
     for (int lane = 0; lane < count * kRows; ++lane) {
         const SharedRef row = row_at(warp, op, lane);
+        rows[lane] = row.offset;
         if (races) races->read(warp, op, *row.cta, row.offset, kRowBytes);
         std::memcpy(matrices[lane / kRows][lane % kRows], row.data(), kRowBytes);
     }
     for (int i = 0; i < count; ++i) to_fragment(matrices[i], op.attr[1], warp.u32(op.reg[1 + i]));
     warp.cta->launch->counters.shared_read += static_cast<uint64_t>(count) * sizeof(Matrix);
+    count_shared(warp, op, traffic_of(rows, kAllLanes >> (kLanes - count * kRows), kRowBytes));
     return Step::Next;
 }
 
@@ -58,13 +62,16 @@ Step store_matrices(Warp& warp, const Op& op, Mask mask) {
     race::Checker* races = warp.cta->cluster->races.get();
     const int count = op.regs - 1;
     Matrix matrices[4];
+    uint32_t rows[kLanes] = {};
     for (int i = 0; i < count; ++i) from_fragment(warp.u32(op.reg[1 + i]), op.attr[1], matrices[i]);
     for (int lane = 0; lane < count * kRows; ++lane) {
         const SharedRef row = row_at(warp, op, lane);
+        rows[lane] = row.offset;
         if (races) races->write(warp, op, *row.cta, row.offset, kRowBytes);
         std::memcpy(row.data(), matrices[lane / kRows][lane % kRows], kRowBytes);
     }
     warp.cta->launch->counters.shared_written += static_cast<uint64_t>(count) * sizeof(Matrix);
+    count_shared(warp, op, traffic_of(rows, kAllLanes >> (kLanes - count * kRows), kRowBytes));
     return Step::Next;
 }
 

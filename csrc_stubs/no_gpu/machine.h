@@ -37,7 +37,7 @@ struct Options {
     bool strict_wait_ld = false;                 // so is consuming a tcgen05.ld's register before tcgen05.wait::ld
     uint32_t max_resident = 132;                 // CTAs that the device holds at a time
     uint64_t max_instructions = 20'000'000'000;  // of a launch, before it counts as run away
-    int arch = 100;                              // 90 or 100
+    int arch = 100;                              // 90, 100 or 103
 };
 
 // A per-lane constant or special register, set when a warp starts.
@@ -147,6 +147,7 @@ struct Warp {
     uint64_t executed = 0;
     race::Clock fenced;          // what it was ordered after at its last releasing fence
     uint64_t* counts = nullptr;  // executed instructions by program counter
+    uint64_t *shared_bytes = nullptr, *shared_passes = nullptr;  // and what these have moved, see Launch
 
     // --- owned by the asynchronous units, see async.h, wgmma.cpp, tcgen05.cpp, tma.cpp
     struct Units;
@@ -313,6 +314,10 @@ struct Launch {
     std::mt19937_64 random;
     Counters counters;
     std::vector<uint64_t> counts;  // [warp in CTA][op]
+    // [warp in CTA][op]: bytes of shared memory that the instruction read or wrote, itself or through the unit that it
+    // gave work to, and the accesses to its 32 banks at once that this takes; see banks.h. What a matrix descriptor
+    // names counts once an instruction.
+    std::vector<uint64_t> shared_bytes, shared_passes;
     std::vector<Finding> findings;
     uint64_t polls = 0;  // vain polls since anything happened anywhere
 

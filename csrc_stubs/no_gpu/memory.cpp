@@ -6,6 +6,8 @@
 #include <cstring>
 #include <span>
 
+#include "banks.h"
+
 namespace flash4 {
 namespace {
 
@@ -237,8 +239,9 @@ Step load(Warp& warp, const Op& op, Mask mask) {
         });
     }
     Counters& counters = warp.cta->launch->counters;
-    (lanes.common ? counters.shared_read : counters.global_read) +=
-        static_cast<uint64_t>(__builtin_popcount(mask)) * bytes;
+    const uint64_t moved = static_cast<uint64_t>(__builtin_popcount(mask)) * bytes;
+    (lanes.common ? counters.shared_read : counters.global_read) += moved;
+    if (lanes.common) count_shared(warp, op, traffic_of(lanes.offset, mask, bytes));
     if (!strong) return Step::Next;
     for (Mask rest = mask; rest; rest &= rest - 1) acquire_flag(warp, lanes.data[first_lane(rest)]);
     return Step::Yield;  // it may be a poll: others must run for it to succeed
@@ -261,8 +264,9 @@ Step store(Warp& warp, const Op& op, Mask mask) {
         }
     }
     Counters& counters = warp.cta->launch->counters;
-    (lanes.common ? counters.shared_written : counters.global_written) +=
-        static_cast<uint64_t>(__builtin_popcount(mask)) * bytes;
+    const uint64_t moved = static_cast<uint64_t>(__builtin_popcount(mask)) * bytes;
+    (lanes.common ? counters.shared_written : counters.global_written) += moved;
+    if (lanes.common) count_shared(warp, op, traffic_of(lanes.offset, mask, bytes));
     if (space != Space::Shared) warp.cta->launch->polls = 0;
     if (strong)
         for (Mask rest = mask; rest; rest &= rest - 1) release_flag(warp, lanes.data[first_lane(rest)]);
@@ -349,6 +353,7 @@ Step store_zeros(Warp& warp, const Op& op, Mask mask) {
             races->write(warp, op, *place.cta, place.offset, static_cast<uint32_t>(bytes));
         std::memset(place.data(), 0, bytes);
         warp.cta->launch->counters.shared_written += bytes;
+        count_shared(warp, op, in_rows(bytes));
     }
     return Step::Next;
 }

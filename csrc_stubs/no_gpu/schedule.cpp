@@ -94,7 +94,10 @@ void admit(Machine& machine) {
             warp.program = launch.program;
             warp.index = w;
             warp.registers = machine.files.take();
-            warp.counts = launch.counts.data() + static_cast<size_t>(w) * launch.program->ops.size();
+            const size_t table = w * launch.program->ops.size();
+            warp.counts = launch.counts.data() + table;
+            warp.shared_bytes = launch.shared_bytes.data() + table;
+            warp.shared_passes = launch.shared_passes.data() + table;
             warp.register_count = registers_per_thread(launch, warps);
             start(warp, threads - w * kLanes);
         }
@@ -307,8 +310,9 @@ void Launch::report(Finding finding) {
 
 void execute(Launch& launch) {
     launch.random.seed(launch.options.seed);
-    launch.counts.assign(static_cast<size_t>((launch.block.count() + kLanes - 1) / kLanes) * launch.program->ops.size(),
-                         0);
+    const size_t warps = (launch.block.count() + kLanes - 1) / kLanes;
+    for (auto* table : {&launch.counts, &launch.shared_bytes, &launch.shared_passes})
+        table->assign(warps * launch.program->ops.size(), 0);
     Machine machine(launch);
     try {
         run_grid(machine);

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "async.h"
+#include "banks.h"
 #include "barrier.h"
 #include "matrix.h"
 #include "number.h"
@@ -122,6 +123,9 @@ void fetch_a(const Product& p, Cta& cta, Tile& tile) {
     if (cta.cluster->races) cta.cluster->races->read_tmem(p.ticket, cta, 0xF, p.tmem_a.column, kTileWords);
     spread(p.shape.a, tmem_column(cta, p.tmem_a.column), kTmemLanes, 1, kTmemLanes, tile.value);
 }
+
+// What a product reads of shared memory, in both CTAs of a pair together.
+uint64_t operand_bytes(const Product& p) { return uint64_t{kTileBytes} * (p.shape.n + (p.a_in_tmem ? 0 : p.shape.m)); }
 
 // Each CTA of a pair holds half of B's rows.
 void fetch_b(const Product& p, Tile& tile) {
@@ -270,6 +274,7 @@ Step mma(Warp& warp, const Op& op, Mask mask) {
         Counters& counters = warp.cta->launch->counters;
         ++counters.mma;
         counters.mma_flops += 2ull * p.shape.m * p.shape.n * tile_k(p.shape.a);
+        count_shared(warp, op, in_rows(operand_bytes(p)));
         submit(warp, op, "tcgen05.mma", [p] { perform(p); });
     });
 }
@@ -278,6 +283,10 @@ Step mma(Warp& warp, const Op& op, Mask mask) {
 
 // In the order of `COPIES` in flash4_torch/emulator/lower/tensor.py.
 enum class Spread : uint8_t { Rows128x256, Rows128x128, Rows64Warps02, Rows64Warps01, Rows32 };
+
+// Of the source, in rows and in chunks of 16 bytes.
+uint32_t rows_of(Spread spread) { return spread <= Spread::Rows128x128 ? 128 : spread == Spread::Rows32 ? 32 : 64; }
+uint32_t chunks_of(Spread spread) { return spread == Spread::Rows128x256 ? 2 : 1; }
 
 // Which row of the source a lane receives.
 uint32_t source_row(Spread spread, uint32_t lane) {
@@ -290,8 +299,7 @@ uint32_t source_row(Spread spread, uint32_t lane) {
 }
 
 void copy_into(const race::Ticket& ticket, Cta& cta, Spread spread, uint64_t descriptor, uint32_t column) {
-    const uint32_t chunks = spread == Spread::Rows128x256 ? 2 : 1, words = chunks * 4;
-    const uint32_t rows = spread <= Spread::Rows128x128 ? 128 : spread == Spread::Rows32 ? 32 : 64;
+    const uint32_t chunks = chunks_of(spread), words = chunks * 4, rows = rows_of(spread);
     uint32_t raw[kTmemLanes * kTileWords];
     fetch(ticket, cta, tcgen05_matrix(descriptor), {.first = 0, .count = rows}, chunks,
           reinterpret_cast<uint8_t*>(raw));
@@ -312,6 +320,7 @@ Step copy(Warp& warp, const Op& op, Mask mask) {
         const Spread spread = static_cast<Spread>(op.attr[1]);
         const uint64_t descriptor = warp.u64(op.reg[1])[lane];
         const race::Ticket ticket = issue(warp, op);
+        count_shared(warp, op, in_rows(uint64_t{rows_of(spread)} * chunks_of(spread) * 16 * (peer ? 2 : 1)));
         submit(warp, op, "tcgen05.cp", [=] {
             copy_into(ticket, *cta, spread, descriptor, to.column);
             if (peer) copy_into(ticket, *peer, spread, descriptor, to.column);

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "banks.h"
 #include "copy.h"
 #include "tensor_map.h"
 
@@ -173,6 +174,7 @@ void submit_load(Warp& warp, const Op& op, const Box& box, SharedRef tile, Share
     Cluster& cluster = *warp.cta->cluster;
     const Arrival arrival = announce(warp, op, barrier);
     const uint32_t bytes = box.map.bytes();
+    count_shared(warp, op, in_rows(bytes));
     auto perform = [=, &cluster] {
         for_parts(box.map, tile.offset,
                   [&](uint32_t at, uint32_t part) { check_write(arrival.ticket, {tile.cta, tile.offset + at}, part); });

@@ -2,9 +2,11 @@
 // a load takes its values when it is issued but is ordered before the warp only by wait::ld or when a loaded register
 // is consumed; a store is done later, and waited for by wait::st.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "async.h"
+#include "number.h"
 #include "tcgen05.h"
 
 namespace flash4 {
@@ -20,10 +22,11 @@ struct Access {
     bool halves;
     uint32_t registers, split, lane, column;
 
-    Access(Warp& warp, const Op& op)
+    // `others`: registers besides the data.
+    Access(Warp& warp, const Op& op, uint32_t others = 1)
         : pattern(static_cast<Pattern>(op.attr[1])),
           halves(op.attr[2]),
-          registers(op.regs - 1u),
+          registers(op.regs - others),
           split(static_cast<uint32_t>(op.attr[3])),
           lane(0),
           column(0) {
@@ -136,10 +139,8 @@ void order_loads(Warp& warp, uint32_t epoch) {
 
 // --- instructions
 
-Step load(Warp& warp, const Op& op, Mask mask) {
-    require_tensor_memory(warp);
-    require_whole_warp(warp, mask);
-    const Access access(warp, op);
+// Takes what `access` names; returns the load's epoch + 1, or 0 where nobody watches registers.
+uint32_t take(Warp& warp, const Op& op, const Access& access) {
     Cta& cta = *warp.cta;
     race::Checker* races = cta.cluster->races.get();
     race::Ticket ticket;
@@ -156,6 +157,39 @@ Step load(Warp& warp, const Op& op, Mask mask) {
         load_register(cta, access, i, warp.u32(reg));
         if (watched) mark(warp, reg, ticket.epoch + 1);
     }
+    return watched ? ticket.epoch + 1 : 0;
+}
+
+Step load(Warp& warp, const Op& op, Mask mask) {
+    require_tensor_memory(warp);
+    require_whole_warp(warp, mask);
+    take(warp, op, Access(warp, op));
+    return Step::Next;
+}
+
+// Loads, and gives each thread the least or greatest of its own; NaN wins where asked for, else it loses. +0 is more
+// than -0. reg: as for a load, then the result; attr: as for a load, then 1 for the maximum, .abs, .NaN.
+Step load_reduced(Warp& warp, const Op& op, Mask mask) {
+    require_tensor_memory(warp);
+    require_whole_warp(warp, mask);
+    if (warp.cta->launch->options.arch != 103) throw Fault("unsupported", "tcgen05.ld.red exists on sm_103a only");
+    const Access access(warp, op, 2);
+    const uint32_t epoch = take(warp, op, access), result = op.reg[op.regs - 1];
+    const bool maximum = op.attr[4], absolute = op.attr[5], nan_wins = op.attr[6];
+    uint32_t words[kLanes];
+    for (uint32_t i = 0; i < access.registers; ++i) {
+        load_register(*warp.cta, access, i, words);
+        for (int lane = 0; lane < kLanes; ++lane) {
+            uint32_t& best = warp.u32(result)[lane];
+            const uint32_t word = words[lane] & (absolute ? 0x7FFFFFFFu : ~0u);
+            const float x = number::real(word), y = number::real(i ? best : word);
+            const bool less = x < y || (x == y && std::signbit(x) > std::signbit(y));
+            const bool more = x > y || (x == y && std::signbit(x) < std::signbit(y));
+            const bool wins = std::isnan(x) ? nan_wins : std::isnan(y) ? !nan_wins : maximum ? more : less;
+            if (i == 0 || wins) best = std::isnan(x) ? number::kNan32 : word;
+        }
+    }
+    if (epoch) mark(warp, result, epoch);
     return Step::Next;
 }
 
@@ -219,6 +253,7 @@ Step wait_store(Warp& warp, const Op&, Mask mask) {
 }
 
 FLASH4_OP("tcgen05.ld", Memory, load);
+FLASH4_OP("tcgen05.ld.red", Memory, load_reduced);
 FLASH4_OP("tcgen05.st", Memory, store);
 FLASH4_OP("tcgen05.wait::ld", Sync, wait_load);
 FLASH4_OP("tcgen05.wait::st", Sync, wait_store);
@@ -240,7 +275,7 @@ uint32_t newest_read(const Warp::Units& units, const Op& op) {
 // compilers place moves and packs before the wait.
 void check_tmem_registers(Warp& warp, const Op& op) {
     Warp::Units& units = *warp.units;
-    if (units.tmem_loaded_units.empty() || op.run == &load) return;
+    if (units.tmem_loaded_units.empty() || op.run == &load || op.run == &load_reduced) return;
     uint32_t loaded = newest_read(units, op);
     if (loaded && op.pipe != Pipe::Move) {
         if (warp.cta->launch->options.strict_wait_ld)

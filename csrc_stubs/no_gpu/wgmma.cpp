@@ -5,6 +5,7 @@
 #include <span>
 
 #include "async.h"
+#include "banks.h"
 #include "matrix.h"
 #include "number.h"
 
@@ -235,6 +236,8 @@ Step mma(Warp& warp, const Op& op, Mask mask) {
     group->epoch = job.ticket.epoch;
     cta.launch->counters.mma += warp.index % 4 == 0;
     cta.launch->counters.mma_flops += 2ull * kRows * shape.n * tile_k(shape.a);
+    // The four warps of a group read B together.
+    count_shared(warp, op, in_rows(kTileBytes * ((shape.a_in_registers ? 0 : kRows) + (warp.index % 4 ? 0 : shape.n))));
     cta.cluster->submit({.queue = queue_of(QueueKind::Wgmma, cta, warp.index),
                          .origin = warp.origin(op),
                          .what = "wgmma.mma_async",

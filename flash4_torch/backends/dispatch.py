@@ -11,13 +11,20 @@ from .. import env
 from ..errors import BackendError, RangeError
 from ..problem import Problem
 from .base import Backend
+from .compiled import SM90A, SM100A, SM103A, Compiled
 from .cpu import Cpu
 from .emulator import Emulator
 from .sdpa import Sdpa
-from .sm90 import Sm90
 from .tiled import Tiled
 
-PRIORITY: tuple[Backend, ...] = (Cpu(), Sm90(), Sdpa(), Tiled(), Emulator())
+PRIORITY: tuple[Backend, ...] = (
+    Cpu(),
+    Compiled("sm90", SM90A),
+    Compiled("sm100", SM100A, SM103A),
+    Sdpa(),
+    Tiled(),
+    Emulator(),
+)
 
 Observer = Callable[[Problem, str], None]
 observers: list[Observer] = []
@@ -46,7 +53,7 @@ def choose(problem: Problem) -> Backend:
     """
     for backend in _candidates():
         if not backend.why_not(problem):
-            _announce(problem, backend.name)
+            _announce(problem, backend)
             return backend
     raise BackendError(str(problem), {b.name: b.why_not(problem) for b in _candidates()})
 
@@ -78,9 +85,10 @@ def excluding(*names: str) -> Iterator[None]:
         _excluded.names = before
 
 
-def _announce(problem: Problem, name: str) -> None:
+def _announce(problem: Problem, backend: Backend) -> None:
     for observer in observers:
-        observer(problem, name)
-    if env.LOG.get() == "backend" and (key := (*problem, name)) not in _logged:
+        observer(problem, backend.name)
+    if env.LOG.get() == "backend" and (key := (*problem, backend.name)) not in _logged:
         _logged.add(key)
-        print(f"flash4_torch: {name} serves {problem}", file=sys.stderr)
+        how = f" by {backend.kernels(problem)}" if isinstance(backend, Emulator) else ""
+        print(f"flash4_torch: {backend.name} serves {problem}{how}", file=sys.stderr)

@@ -1,8 +1,8 @@
 """Our compiled kernels, run on CPU tensors by the emulator: slow, for tests and for work without a GPU.
 
-It serves only where FLASH4_BACKEND=emulator asks for it. FLASH4_ARCH says which GPU's kernels run. For sm_90a
-these are the `sm90` backend's, launched as it launches them, wherever they can serve; what is left
-is served by small kernels that are the same for every GPU.
+It serves only where FLASH4_BACKEND=emulator asks for it. FLASH4_ARCH says which GPU's kernels run, launched
+as that GPU's backend launches them, wherever they can serve; what is left is served by small kernels that are
+the same for every GPU.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from torch import Tensor
 from .. import env
 from ..compile import Function, jit
 from ..problem import Inputs, Problem, Saved
-from . import sequences, sm90
+from . import sequences
 from .base import Grads, Results
-from .sm90 import Sm90, backward, forward
+from .compiled import TARGETS, Compiled, Target, backward, forward, limits
+from .compiled.targets import Find
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MAX_D = 128
@@ -46,11 +47,23 @@ class Emulator:
             why.append(f"{' and '.join(missing)} must be installed (pip install 'flash4_torch[kernels]')")
         if spec.device != "cpu":
             why.append(f"the tensors are on {spec.device}, and it serves cpu")
-        return why + ([] if _is_for_hopper(problem) else _limits(problem))
+        target = _target()
+        beyond = limits(target, problem) if target else ()
+        if target is None or beyond:
+            ours = [f"{sentence} (the kernels for {_arch()})" for sentence in beyond]
+            small = [f"{sentence} (the small kernel for any GPU)" for sentence in _limits(problem)]
+            why += ours + small if small else []
+        return why
+
+    def kernels(self, problem: Problem) -> str:
+        """Which kernels serve a problem, in words."""
+        if _serves(problem):
+            return f"the kernels for {_arch()}"
+        return "the small kernel for any GPU"
 
     def forward(self, inputs: Inputs, problem: Problem) -> Results:
-        if _is_for_hopper(problem):
-            return _hopper.forward(inputs, problem)
+        if _serves(problem):
+            return _emulated.forward(inputs, problem)
         if problem.spec.varlen:
             return sequences.forward(inputs, problem, lambda dense: self)
         q, k, v = (_unit_stride(t) for t in inputs[:3])
@@ -61,8 +74,8 @@ class Emulator:
         return out, lse
 
     def backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> Grads:
-        if _is_for_hopper(problem):
-            return _hopper.backward(saved, inputs, problem)
+        if _serves(problem):
+            return _emulated.backward(saved, inputs, problem)
         if problem.spec.varlen:
             return sequences.backward(saved, inputs, problem, lambda dense: self)
         q, k, v, out, dout = (_unit_stride(t) for t in (*inputs[:3], saved.out, saved.dout))
@@ -75,31 +88,42 @@ class Emulator:
         return dq, dk, dv, None
 
 
-class _Hopper(Sm90):
-    """The backend for Hopper GPUs, with the emulator in the GPU's place."""
+class _Emulated(Compiled):
+    """The backend for the GPU that FLASH4_ARCH names, with the emulator in the GPU's place."""
 
     def __init__(self) -> None:
+        super().__init__("emulated", *TARGETS.values())
         self._counter = torch.zeros(1, dtype=torch.int32)
 
-    def function(self, entry: str, static: tuple[object, ...]) -> Function:
-        return functools.partial(_launch, entry, static)
+    def target(self, problem: Problem) -> Target:
+        return TARGETS[_arch()]
+
+    def find(self, problem: Problem) -> Find:
+        return _launching
 
     def kernel(self, problem: Problem, index: int) -> forward.Kernel:
-        return forward.decide(problem, _multiprocessors(), self.function)
+        return forward.decide(self.target(problem), problem, _multiprocessors(), _launching)
 
     def backward_kernels(self, problem: Problem, index: int) -> backward.Kernels:
-        return backward.decide(problem, _multiprocessors(), self.function)
+        return backward.decide(self.target(problem), problem, _multiprocessors(), _launching)
 
     def counter(self, index: int) -> Tensor:
         """The same for all launches: one that did not leave it at 0 would spoil the next."""
         return self._counter
 
 
-_hopper = _Hopper()
+_emulated = _Emulated()
 
 
-def _is_for_hopper(problem: Problem) -> bool:
-    return _arch() == sm90.ARCH and not sm90.limits(problem)
+def _target() -> Target | None:
+    """Of the architecture, if there are kernels of our own for it."""
+    return TARGETS.get(_arch())
+
+
+def _serves(problem: Problem) -> bool:
+    """Whether the architecture's own kernels do."""
+    target = _target()
+    return target is not None and not limits(target, problem)
 
 
 def _limits(problem: Problem) -> list[str]:
@@ -129,7 +153,11 @@ def _multiprocessors() -> int:
     from ..emulator import emulate, host
 
     device = emulate.active()
-    return (device and device.options.multiprocessors) or host.ARCHITECTURES[sm90.ARCH].multiprocessors
+    return (device and device.options.multiprocessors) or host.ARCHITECTURES[_arch()].multiprocessors
+
+
+def _launching(entry: str, static: tuple[object, ...]) -> Function:
+    return functools.partial(_launch, entry, static)
 
 
 def _launch(entry: str, static: tuple[object, ...], *args: Any) -> None:

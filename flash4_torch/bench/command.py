@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
@@ -13,7 +14,9 @@ import torch
 
 from .. import info
 from . import emulator, feature_times, gpu, host, memory, module, providers
+from .cycles import MACHINES
 from .peers import Peers
+from .prediction import Prediction
 from .report import Row
 from .settings import Selection, Settings
 
@@ -75,6 +78,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how often each contender is timed in a comparison, at least 2; default: by a time budget, and "
         "6 (3 where S is 16384 or more) for forward and backward on a GPU",
     )
+    parser.add_argument(
+        "--model",
+        choices=MACHINES,
+        help="instead: what a GPU that is not here would be busy with, predicted from runs in the emulator",
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="write one PNG per section")
     parser.set_defaults(run=run)
@@ -97,11 +105,15 @@ def run(options: argparse.Namespace) -> int:
         return _refuse(f"--cells is {error}")
     if options.plot and not _has_matplotlib():
         return _refuse("--plot needs matplotlib: pip install 'flash4_torch[demo]'")
+    if options.model and not find_spec("cutlass"):
+        return _refuse("--model compiles kernels: pip install 'flash4_torch[kernels]'")
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     settings = Settings(
         options.device, options.threads, options.quick, options.clock, options.rounds, selection
     )
+    if options.model:
+        return _predict(options.model, settings, options.out)
     started = gpu.state()
     results: dict[str, list[Row]] = {}
     for name in options.sections or SECTIONS:
@@ -114,6 +126,15 @@ def run(options: argparse.Namespace) -> int:
         from . import plots
 
         plots.draw(results, options.plot)
+    return 0
+
+
+def _predict(machine: str, settings: Settings, out: Path | None) -> int:
+    prediction = Prediction(machine)
+    rows = _run_section(prediction, settings)
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(prediction.document(rows))
     return 0
 
 

@@ -28,7 +28,7 @@ def function(entry: str, static: tuple[object, ...], arch: str) -> Function:
     """The compiled kernel that `entry`, "package.module:function", makes as function(*static).
 
     static: hashable and plain: strings, numbers, None, and (named) tuples of these.
-    arch: "sm_90a" or "sm_100a".
+    arch: "sm_90a", "sm_100a" or "sm_103a".
 
     It is called with torch tensors, launches on the current stream of their device, and keeps none of them.
     Raises CompileError.

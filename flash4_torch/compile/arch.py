@@ -6,7 +6,7 @@ import torch
 
 from ..errors import RangeError
 
-BY_CAPABILITY = {(9, 0): "sm_90a", (10, 0): "sm_100a"}
+BY_CAPABILITY = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
 """Code for an 'a' architecture runs on that compute capability only."""
 
 NAMES = tuple(BY_CAPABILITY.values())

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from .packing import best_pack, cover, may_pack, possible_packs
 from .types import SHARED_MEMORY, Features, Sm90Forward, tile_dim
 
 _REGISTERS = {1: 216, 2: 240, 3: 160, 4: 112}
@@ -20,7 +21,7 @@ _BOOL_MASK_TEMPORARIES = 4
 _SOFTCAP_TEMPORARIES = 4
 _DROPOUT_TEMPORARIES = 4
 
-MAX_PACK = 64
+MAX_D = 256
 _QUERIES_OF_CLUSTERS = 1024
 """So many at least: a tile without a partner leaves half a cluster idle."""
 
@@ -154,19 +155,23 @@ def forward(
         end_hidden: whether the band hides everything beyond the last key, as for causal calls.
     """
     seen = Sk if seen is None else min(seen, Sk)
-    rows = Sq * _cover(group) if _may_pack(features) else Sq
+    rows = Sq * cover(group) if may_pack(features) else Sq
     row = next(row for row in TABLE if row.admits(features, rows, seen))
     tail = not (end_hidden and features.right) and (features.varlen or Sk % row.config.keys != 0)
     config = row.config if Sq >= _QUERIES_OF_CLUSTERS else row.config._replace(cluster=1)
-    return _completed(features, config, tail, _pack(features, row.config, Sq, group))
+    return _completed(features, config, tail, best_pack(features, row.config.rows, Sq, group))
+
+
+def limits(features: Features) -> list[str]:
+    """Why no row serves the features, whose head sizes may be any."""
+    if max(features.D, features.Dv) <= MAX_D:
+        return []
+    return [f"D is {features.D} and Dv is {features.Dv}, and it serves up to {MAX_D}"]
 
 
 def reachable(features: Features, group: int | None = None) -> tuple[Sm90Forward, ...]:
     """Every config that `forward` returns for some sizes; with `group`, for that many heads a key head."""
-    packs = [1]
-    if _may_pack(features):
-        most = MAX_PACK if group is None else _cover(group)
-        packs = [p for p in _powers_of_two() if p <= most]
+    packs = possible_packs(features, group)
     tails = [False, True] if features.right or not features.varlen else [True]
     found = {
         _completed(features, row.config._replace(cluster=cluster), tail, pack): None
@@ -201,31 +206,6 @@ def _completed(features: Features, config: Sm90Forward, tail: bool, pack: int) -
         tail=tail,
         pack=pack,
     )
-
-
-def _may_pack(features: Features) -> bool:
-    """Dropout's numbers and a mask's rows follow single heads."""
-    return not features.dropout and not features.mask
-
-
-def _pack(features: Features, config: Sm90Forward, Sq: int, group: int) -> int:
-    """How many heads to a tile give the fewest tiles; of equals the fewest heads."""
-    if not _may_pack(features) or Sq >= config.rows:
-        return 1
-
-    def tiles(pack: int) -> int:
-        return -(-group // pack) * -(-Sq * pack // config.rows)
-
-    return min((p for p in _powers_of_two() if p <= _cover(group)), key=tiles)
-
-
-def _powers_of_two() -> Iterator[int]:
-    return (1 << n for n in range(MAX_PACK.bit_length()))
-
-
-def _cover(group: int) -> int:
-    """The smallest power of two that holds all heads of the group, at most `MAX_PACK`."""
-    return min(1 << max(group - 1, 0).bit_length(), MAX_PACK)
 
 
 def fits(features: Features, config: Sm90Forward) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from . import sm90
 from .types import SHARED_MEMORY, Features, Sm90Backward
 
 
@@ -84,6 +85,11 @@ def backward(features: Features, Sk: int, end_hidden: bool = False) -> Sm90Backw
     config = _config(features)
     tail = not (end_hidden and features.right) and (features.varlen or Sk % config.ticket_keys != 0)
     return config._replace(tail=tail)
+
+
+def limits(features: Features) -> list[str]:
+    """Why no row serves the features, whose head sizes may be any: those of the forward."""
+    return sm90.limits(features)
 
 
 def reachable(features: Features) -> tuple[Sm90Backward, ...]:

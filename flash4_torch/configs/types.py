@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 SHARED_MEMORY = 227 * 1024
-"""Bytes that a CTA on Hopper may have."""
+"""Bytes that a CTA on Hopper and on Blackwell may have."""
 _BARRIERS_AND_ALIGNMENT = 2048
 _BARRIERS = 1024
 """Of a backward kernel, whose stages are multiples of 1024 bytes."""
@@ -98,6 +98,51 @@ class Sm90Forward(NamedTuple):
         return 2 * (q + kv + o) + bits // 8 + _BARRIERS_AND_ALIGNMENT
 
 
+class Sm100Forward(NamedTuple):
+    """Tiles and switches of the Blackwell forward kernel; `configs.sm100` says which to take and why."""
+
+    q_tiles: int
+    """Tiles of 128 query rows that a CTA has under way, 1 or 2: one's softmax under the other's products."""
+    kv_stages: int
+    """Of K and V together, which arrive in turns."""
+    keys: int = 128
+    """Keys in a tile of K and V, 128."""
+    early: int = 96
+    """Columns of the weights that are handed to the product before the others; a multiple of 32."""
+    polynomial: int = 4
+    """Of every 32 weights of a row, how many are computed by a polynomial instead of the exponential unit."""
+    o_over_q: bool = False
+    """O leaves through the shared memory of its own Q, where there is no room for a place of its own."""
+    tail: bool = True
+    """Sk may end inside a tile of keys, where the band does not hide what follows."""
+    pack: int = 1
+    """Query heads of one key head that share a tile's rows: 1, 2, 4, ... 64."""
+    cluster: int = 1
+    """CTAs that multiply together, 1 or 2."""
+
+    @property
+    def rows(self) -> int:
+        """Query rows that a CTA takes at a time; with `pack`, each row is one head of one query."""
+        return 128 * self.q_tiles
+
+    @property
+    def queries(self) -> int:
+        """Query positions of those."""
+        return self.rows // self.pack
+
+    def shared_memory(self, features: Features) -> int:
+        """Bytes of shared memory: Q, K and V in their stages, O, two numbers of each row, and barriers."""
+        D, Dv = tile_dim(features.D), tile_dim(features.Dv)
+        q = self.rows * D
+        kv = self.kv_stages * self.keys * max(D, Dv)
+        o = 0 if self.o_over_q else self.rows * Dv
+        return 2 * (q + kv + o) + 8 * self.rows + _BARRIERS
+
+    def tensor_memory(self, features: Features) -> int:
+        """Columns up to the last one of O; S of two tiles comes first."""
+        return 2 * self.keys + self.q_tiles * tile_dim(features.Dv)
+
+
 class Sm90Backward(NamedTuple):
     """Tiles and switches of the Hopper backward kernel."""
 
@@ -132,6 +177,11 @@ class Sm90Backward(NamedTuple):
     """Where `split`, how many parts of its dQ a warpgroup makes one after another, for want of registers."""
 
     @property
+    def by_lanes(self) -> bool:
+        """Whether dQ is summed up in the order of tensor memory."""
+        return False
+
+    @property
     def keys(self) -> int:
         """Of a tile."""
         return 64 if self.split else 64 * self.warpgroups
@@ -163,6 +213,68 @@ class Sm90Backward(NamedTuple):
         statistics = 4 * self.queries * (self.q_stages + self.do_stages)
         bits = self.q_stages * self.keys * tile_bits(self.queries) if features.dropout else 0
         return 2 * (rows + kv + ds) + 4 * dq + statistics + bits // 8 + _BARRIERS
+
+
+class Sm100Backward(NamedTuple):
+    """Tiles and switches of the Blackwell backward kernel: 128 keys a CTA, blocks of 128 rows of queries."""
+
+    q_stages: int = 2
+    do_stages: int = 1
+    kv_stages: int = 1
+    """With two, K and V of the next tile arrive under this one."""
+    dq_slots: int = 2
+    """Pieces of 32 columns of dQ on their way to global memory, of each of the four warps that add it."""
+    tail: bool = True
+    """Sk may end inside a tile."""
+    cluster: int = 1
+    """CTAs that take neighbouring tiles, 1 or 2; each of two adds half of every block's rows to dQ."""
+    keys: int = 128
+    """Of a tile, 128, or 64 of a pair for wide heads: then each CTA has half of the lanes' rows, twice."""
+    shares: int = 0
+    """Of a pair: stages of half blocks of Q and dO, each for one product, in the order of products."""
+
+    @property
+    def queries(self) -> int:
+        """Rows in a block."""
+        return 128
+
+    @property
+    def column_step(self) -> int:
+        """Of which head sizes are filled up to multiples in shared memory: of what a CTA of a pair halves."""
+        return {(1, 128): 16, (2, 128): 128, (2, 64): 64}[self.cluster, self.keys]
+
+    @property
+    def ticket_keys(self) -> int:
+        """Of a cluster's tiles, which visit the same blocks of rows: what attn_mask's tables go by."""
+        return self.keys * self.cluster
+
+    @property
+    def dq_pieces(self) -> int:
+        """In which a block of rows has its dQ added up: bands of 32 rows, of a pair halves of them."""
+        return self.queries // 32 * self.cluster
+
+    @property
+    def by_lanes(self) -> bool:
+        """Whether dQ is summed up in the order of tensor memory."""
+        return True
+
+    def shared_memory(self, features: Features) -> int:
+        """Bytes: Q, dO, K and V in their stages, dS, dQ, two numbers of each row, and barriers.
+
+        Of a pair: half blocks of Q and dO in one ring of stages, and half of the columns of both tiles' K;
+        for wide heads P and dS of the own keys, too.
+        """
+        D, Dv = (-(-n // self.column_step) * self.column_step for n in (features.D, features.Dv))
+        rows = self.queries * (self.q_stages * D + self.do_stages * Dv)
+        kv = self.kv_stages * self.keys * (D + Dv)
+        ds = self.keys * self.queries
+        if self.cluster > 1:
+            rows = self.shares * self.queries // 2 * max(D, Dv)
+            kv += self.keys * D
+            ds *= 3 if self.keys == 64 else 1
+        dq = self.dq_slots * self.queries * min(D, 32)
+        statistics = 2 * self.queries * self.q_stages
+        return 2 * (rows + kv + ds) + 4 * (dq + statistics) + _BARRIERS
 
 
 def tile_bits(keys: int) -> int:

@@ -80,7 +80,7 @@ def device(
 ) -> Iterator[Device]:
     """Inside the block CuTe-DSL compiles for an emulated device, and launches run on it.
 
-    arch: "sm_90a" or "sm_100a"; default: FLASH4_ARCH.
+    arch: "sm_90a", "sm_100a" or "sm_103a"; default: FLASH4_ARCH.
     multiprocessors: how many it has; persistent kernels launch as many CTAs. Default: 132 and 148.
     check: raise EmulationError for the first launch with findings.
     options: the other fields of `Options`.

@@ -18,7 +18,7 @@ Dim3 = tuple[int, int, int]
 
 SCHEDULES = ("eager", "late", "fuzz")
 STRICT = frozenset({"uninitialised", "wait_ld", "exit"})
-DEVICE_SMS = {90: 132, 100: 148}
+DEVICE_SMS = {90: 132, 100: 148, 103: 148}
 
 
 @dataclass(frozen=True)
@@ -136,6 +136,8 @@ class _Engine:
             ("finding", None, [pointer, u64, ctypes.POINTER(_FindingText)]),
             ("counters", ctypes.POINTER(_Counters), [pointer]),
             ("counts", ctypes.POINTER(u64), [pointer, ctypes.POINTER(u64)]),
+            ("shared_bytes", ctypes.POINTER(u64), [pointer]),
+            ("shared_passes", ctypes.POINTER(u64), [pointer]),
         ):
             function = getattr(lib, f"flash4_{name}")
             function.restype, function.argtypes = result, arguments
@@ -236,21 +238,23 @@ class Program:
         lib = engine()
         length = ctypes.c_uint64()
         counts = lib.counts(handle, ctypes.byref(length))
-        table = np.ctypeslib.as_array(counts, (length.value,)).reshape(-1, len(self.pipes)).copy()
+        tables = [
+            np.ctypeslib.as_array(numbers, (length.value,)).reshape(-1, len(self.pipes)).T.tolist()
+            for numbers in (counts, lib.shared_bytes(handle), lib.shared_passes(handle))
+        ]
         raw = lib.counters(handle).contents
-        totals = table.sum(axis=0)
         by_pipe: dict[str, int] = dict.fromkeys(PIPES, 0)
-        for pipe, total in zip(self.pipes, totals, strict=True):
-            by_pipe[pipe] += int(total)
+        for pipe, row in zip(self.pipes, tables[0], strict=True):
+            by_pipe[pipe] += sum(row)
         fields = {name: getattr(raw, name) for name in _COUNTERS}
-        fields["instructions"] = int(totals.sum())
+        fields["instructions"] = sum(by_pipe.values())
         return Report(
             kernel=self.kernel.name,
             findings=[self._finding(handle, i) for i in range(lib.finding_count(handle))],
             counters=Counters(by_pipe=by_pipe, **fields),
             lines=[
-                Line(ins.line, ins.text, ins.source, pipe, tuple(map(int, table[:, i])))
-                for i, (ins, pipe) in enumerate(zip(self.kernel.instructions, self.pipes, strict=True))
+                Line(ins.line, ins.text, ins.source, pipe, *map(tuple, rows))
+                for ins, pipe, *rows in zip(self.kernel.instructions, self.pipes, *tables, strict=True)
             ],
         )
 

@@ -48,7 +48,11 @@ class Device:
     multiprocessors: int
 
 
-ARCHITECTURES = {"sm_90a": Device(9, 0, DEVICE_SMS[90]), "sm_100a": Device(10, 0, DEVICE_SMS[100])}
+ARCHITECTURES = {
+    "sm_90a": Device(9, 0, DEVICE_SMS[90]),
+    "sm_100a": Device(10, 0, DEVICE_SMS[100]),
+    "sm_103a": Device(10, 3, DEVICE_SMS[103]),
+}
 
 
 @dataclass(frozen=True)
@@ -90,8 +94,8 @@ def install(
 ) -> None:
     """Sends launches to `run`, lets CuTe-DSL compile for `arch`, and lets CPU tensors pass for the device's.
 
-    arch: "sm_90a" or "sm_100a"; default: FLASH4_ARCH.
-    multiprocessors: how many the device seems to have; default: 132 for sm_90a, 148 for sm_100a. Persistent
+    arch: "sm_90a", "sm_100a" or "sm_103a"; default: FLASH4_ARCH.
+    multiprocessors: how many the device seems to have; default: 132 for sm_90a, else 148. Persistent
     kernels launch that many CTAs, so a small number makes them quick to run.
 
     What `run` raises reaches whoever called the compiled function. A second call replaces what the first one

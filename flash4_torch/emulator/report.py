@@ -84,13 +84,21 @@ class Counters:
 
 @dataclass(frozen=True)
 class Line:
-    """How often one PTX instruction was executed, by warp of the CTA, all CTAs together."""
+    """How often one PTX instruction was executed, by warp of the CTA, all CTAs together.
+
+    shared_bytes: what it read and wrote of shared memory, itself or through the unit that it gave work to.
+    What several lanes ask for counts once. A tensor core reads an operand once an instruction, in both CTAs
+    of a pair.
+    shared_passes: how often the 32 banks had to be asked for that, conflicts included.
+    """
 
     ptx_line: int
     ptx: str
     source: tuple[str, int] | None
     pipe: str
     counts: tuple[int, ...]
+    shared_bytes: tuple[int, ...]
+    shared_passes: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
 """Which synchronisation instructions of which kernels can be deleted without anything noticing?
 
-    PYTHONPATH=.:tests/emulator python tests/emulator/mutation_study.py result.json [part of a name ...]
+    PYTHONPATH=.:tests:tests/emulator python tests/emulator/mutation_study.py result.json [part of a name ...]
 
 First the originals must run without findings, and with the same outputs, in 50 schedules. Then every
 instruction that the original executes and that `mutate.candidates` names is deleted, one at a time.
-flash-attn-4's kernels take part where it is installed. Survivors keep the reason that an earlier result.json
+Our attention kernels for sm_100a are among them, and
+flash-attn-4's where it is installed. Survivors keep the reason that an earlier result.json
 gives for them: those are written by hand.
 """
 
@@ -15,22 +16,26 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import torch
 from kernels import blackwell_gemm, cluster, hopper_gemm, pipeline, semaphore
 from mutants import APART, EAGER, FUZZ, LATE, Bench, Judge, Run, Subject, judge_of, subject_of
-from peers import flash_attn_4
 from torch import Tensor
 
 from flash4_torch import info
+from flash4_torch.bench.pretend import flash_attn_4
+from flash4_torch.configs import sm100, sm100_backward
+from flash4_torch.configs.types import Features
 from flash4_torch.emulator import host
 from flash4_torch.emulator.mutate import candidates
 from flash4_torch.emulator.ptx import Instruction
+from kernel_calls import Call, Kernel, drawn
+from kernel_runs import run, run_backward
 
 ORIGINALS = [EAGER, LATE, *FUZZ]
 MUTANTS = [LATE, *FUZZ[:10], EAGER]
@@ -83,11 +88,50 @@ def subjects() -> Iterator[Subject]:
     for arch, cases in OURS.items():
         for case in cases:
             yield subject_of(case, arch)
+    for D, uses in ((64, {}), (128, {"right": True}), (256, {"right": True})):
+        yield own("forward", D, uses)
+        yield own("backward", D, uses)
+    yield own("backward", 128, {"right": True, "deterministic": True})
     if importlib.util.find_spec("flash_attn"):
         for arch in OURS:
             # The forward for sm_100a is persistent only where all tiles cost the same.
             yield attention(arch, "forward", forward, causal=arch == "sm_90a")
             yield attention(arch, "backward", backward, causal=True, tolerance=0.02)
+
+
+class Place(NamedTuple):
+    """Where our launches take place."""
+
+    bench: Bench
+
+    @contextmanager
+    def touching(self, *tensors: Tensor) -> Iterator[None]:
+        self.bench.memory = [(x.data_ptr(), x.untyped_storage().nbytes()) for x in tensors]
+        yield
+
+
+def own(name: str, D: int, uses: dict[str, bool]) -> Subject:
+    """Ours for sm_100a, at a size at which every CTA, or pair, works on several tiles."""
+    Sq, Sk, features = 512, 768, Features("bfloat16", D, D, **uses)
+    forward = name == "forward"
+    config = sm100.forward(features, Sq, Sk) if forward else sm100_backward.backward(features, Sk)
+    kernel: Kernel = (features, config)
+    call: Call = drawn(kernel, lengths=((Sq,), (Sk,)))
+
+    @contextmanager
+    def prepare(bench: Bench) -> Iterator[Run]:
+        host.install(bench.launch, bench.arch, call.multiprocessors)
+        where = nullcontext(Place(bench))
+        try:
+            act = run if forward else run_backward
+            yield lambda: [x for x in act(kernel, call, where) if x is not None]
+        finally:
+            host.uninstall()
+
+    # Sums of dQ come in any order.
+    tolerance = 0.0 if forward or features.deterministic else 0.02
+    words = [f"D={D}", *uses]
+    return Subject(f"{name}, {', '.join(words)}", "sm_100a", f"B=1 {Sq=} {Sk=} Hq=2 Hk=1", prepare, tolerance)
 
 
 def attention(

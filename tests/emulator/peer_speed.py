@@ -13,8 +13,8 @@ import sys
 import time
 
 import torch
-from peers import flash_attn_4
 
+from flash4_torch.bench.pretend import flash_attn_4
 from flash4_torch.emulator import host
 from flash4_torch.testing.emulate import Device, Options
 

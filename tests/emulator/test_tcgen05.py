@@ -508,6 +508,58 @@ def test_stores(move: tuple[str, int, bool, int, int, int], schedule: str) -> No
     np.testing.assert_array_equal(tensor[0], expected)
 
 
+SPECIAL = np.array([0.0, -0.0, np.inf, -np.inf, np.nan], np.float32).view(np.uint32)
+
+
+@settings(max_examples=20)
+@given(
+    st.sampled_from(["32x32b", "16x32bx2"]),
+    st.sampled_from([2, 8, 64]),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    SCHEDULES,
+)
+def test_loads_that_reduce(
+    shape: str, repeat: int, maximum: bool, absolute: bool, nan: bool, schedule: str
+) -> None:
+    """Tensor memory of sm_103a: what is loaded, and in the column behind it its least or greatest."""
+    split = repeat + 3 if shape == "16x32bx2" else 0
+    tensor = random_tensor(1, 0)
+    tensor[0, ::3, ::5] = np.random.default_rng(1).choice(SPECIAL, tensor[0, ::3, ::5].shape)
+    expected = tensor[0].copy()
+    values = expected[where((shape, repeat, False, split, 0, 7))]
+    floats = values.view(np.float32)
+    floats = np.abs(floats) if absolute else floats
+    # +0 is more than -0; a NaN is what all of them must be, or one, where asked for.
+    order = np.where(floats == 0, np.where(np.signbit(floats), -1e-45, 1e-45).astype(np.float32), floats)
+    lost = np.nan if nan else (-np.inf if maximum else np.inf)
+    order = np.where(np.isnan(order), lost, order)
+    best = order.max(1) if maximum else order.min(1)
+    best = np.where(np.isnan(floats).all(1), np.nan, best).astype(np.float32)
+    best = np.where(np.abs(best) < 1e-44, np.copysign(0, best), best).astype(np.float32)
+    expected[:, :repeat] = values
+    expected[:, repeat] = np.where(np.isnan(best), 0x7FFFFFFF, best.view(np.uint32))
+    operation = ("max" if maximum else "min") + ".abs" * absolute + ".NaN" * nan
+    registers = ", ".join(f"%w{i}" for i in range(repeat))
+    stores = [
+        f"tcgen05.st.sync.aligned.32x32b.x1.b32 [%lane+{i}], {{%w{i if i < repeat else 100}}};"
+        for i in range(repeat + 1)
+    ]
+    load = (
+        f"tcgen05.ld.red.sync.aligned.{shape}.x{repeat}.{operation}.f32 {{{registers}}}, %w100, "
+        f"[%lane+7]{f', {split}' if split else ''};"
+    )
+    text = kernel("\n".join([load, WAIT_LOAD, *stores, WAIT_STORE])).replace("sm_100a", "sm_103a")
+    launch(text, tensor, NO_IMAGE, options=Options(schedule=schedule))
+    np.testing.assert_array_equal(tensor[0], expected)
+
+
+def test_loads_that_reduce_are_no_part_of_sm_100a() -> None:
+    load = "tcgen05.ld.red.sync.aligned.32x32b.x2.max.f32 {%w0, %w1}, %w2, [%lane];"
+    assert kinds(found(load)) == {"unsupported"}
+
+
 # --- tcgen05.cp
 
 COPIES = {

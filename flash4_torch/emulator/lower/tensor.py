@@ -177,6 +177,29 @@ def move(ins: Instruction, ctx: Context) -> EngineOp:
     )
 
 
+@family("tcgen05.ld.red")
+def load_reduced(ins: Instruction, ctx: Context) -> EngineOp:
+    """`ld.red d, least_or_greatest, [address]`, of each thread's own; 16x32bx2 as above. Of f32 only."""
+    shapes = {"32x32b", "16x32bx2"}
+    repeats = {f"x{1 << i}" for i in range(1, 8)}
+    known = {"ld", "red", "sync", "aligned", "f32", "min", "max", "abs", "NaN", *shapes, *repeats}
+    modifiers = check_modifiers(ins, known, ctx)
+    (shape,) = modifiers & shapes
+    (repeat,) = modifiers & repeats
+    data, result, place, *split = ins.operands
+    registers = _elements(data, ctx)
+    if "f32" not in modifiers or len(registers) != int(repeat[1:]) or len(split) != (shape == "16x32bx2"):
+        raise ctx.unsupported("this type or number of operands")
+    register, offset = _place(place, 4, ctx)
+    distance = ctx.integer(split[0]) if split else 0
+    flags = [int(name in modifiers) for name in ("max", "abs", "NaN")]
+    return EngineOp(
+        "tcgen05.ld.red",
+        [register, *(ctx.reg(r, 4) for r in registers), ctx.reg(result, 4)],
+        [offset, SHAPES.index(shape), 0, distance, *flags],
+    )
+
+
 @family("tcgen05.mma")
 def mma(ins: Instruction, ctx: Context) -> EngineOp:
     """`mma [d], a, b, idesc, {masks}, enable-input-d, scale-input-d`, A being a descriptor or an address.

@@ -1,19 +1,24 @@
 """How dQ is summed up in global memory: blocks of query rows in float32, in the order of accumulators.
 
-A block is `queries` rows of one head. It is cut into `pieces` that are added one by one: bands of
-64 rows with all columns, or, where there is one band, ranges of columns. A piece is what one warpgroup holds
-as the accumulator of a 64 x `piece_columns` product, and its floats lie as the threads hold them:
+A block is `queries` rows of one head. With Hopper's accumulators it is cut into `pieces` that are added one
+by one: bands of 64 rows with all columns, or, where there is one band, ranges of columns. A piece is what one
+warpgroup holds as the accumulator of a 64 x `piece_columns` product; its floats lie as the threads hold them:
 
     float ((piece * registers / 4 + j) * 128 + thread) * 4 + c    is register 4 j + c of that thread,
 
 row `thread // 32 * 16 + thread % 32 // 4 + 8 * (c // 2)` and column `8 * j + thread % 4 * 2 + c % 2` of the
-piece: it is one copy of neighbouring bytes, and a warp leaves 512 of them at once. Nothing here needs a
-compiler.
+piece: it is one copy of neighbouring bytes, and a warp leaves 512 of them at once.
+
+In tensor memory a thread has neighbouring columns of one row, and a warp 32 rows, a band. There
+
+    float ((band * columns / 4 + j) * 32 + row % 32) * 4 + c      is column 4 j + c of the row,
+
+and any range of columns of a band is one copy. Nothing here needs a compiler.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROWS = 64
 """Of a piece."""
@@ -21,7 +26,15 @@ THREADS = 128
 """That hold a piece."""
 
 
+LANE_ROWS = 32
+"""Of a band in tensor memory's order."""
+VECTOR = 4
+"""Neighbouring floats of a row in that order."""
+
+
 class DqBlocks(NamedTuple):
+    """In the order of Hopper's accumulators."""
+
     D: int
     """Head size of q."""
     queries: int
@@ -66,3 +79,37 @@ class DqBlocks(NamedTuple):
         thread = warp * 32 + group * 4 + column // 2
         piece = band * self.parts + part
         return ((piece * (self.registers // 4) + j) * THREADS + thread) * 4 + 2 * lower + column % 2
+
+
+class DqLanes(NamedTuple):
+    """In the order of tensor memory."""
+
+    D: int
+    """Head size of q."""
+    queries: int
+    """Rows of a block, a multiple of 32."""
+    step: int = 16
+    """Of which columns are a multiple."""
+
+    @property
+    def columns(self) -> int:
+        """D, filled up."""
+        return -(-self.D // self.step) * self.step
+
+    @property
+    def floats(self) -> int:
+        """Of a block."""
+        return self.queries * self.columns
+
+    def place(self, row: int, column: int) -> int:
+        """Where a number of the block lies."""
+        band, row = divmod(row, LANE_ROWS)
+        j, c = divmod(column, VECTOR)
+        return ((band * (self.columns // VECTOR) + j) * LANE_ROWS + row) * VECTOR + c
+
+
+def sums_of(D: int, config: Any) -> DqBlocks | DqLanes:
+    """How a backward kernel of that config adds up dQ, head size D."""
+    if config.by_lanes:
+        return DqLanes(D, config.queries, config.column_step)
+    return DqBlocks(D, config.queries, config.dq_pieces)

@@ -10,6 +10,14 @@ leaves them in shared memory such that a matrix load brings every lane its own.
     rows.draw(key, strip, kept)                                     kept (32, words(N)) in shared memory
     QueryRows.drop(weights, take(kept, lane))                       by the lane that holds the weights
 
+In tensor memory a lane is a row. A lane that holds 64 queries of one key makes two words and exchanges them
+with three others, which takes less than leaving the numbers to warps with nothing else to do:
+
+    row = KeyLane.at(dropout, key, head, lane)                      for a key
+    KeyLane.drop(weights, row.kept(query))                          of 32 or 64 queries
+    row = QueryLane.at(dropout, query, head, lane)                  for a query
+    QueryLane.drop(weights, row.kept(key))                          of 32 keys
+
 Weights are only zeroed; 1 / (1 - p) belongs into a factor that something is multiplied by anyway.
 """
 
@@ -48,6 +56,9 @@ _SUM = 0x96  # of three bits, modulo 2
 _CHOICE = 0xCA  # of the second or the third bit, by the first
 _LOW_HALVES = 0x0F0F0F0F
 """Of bytes."""
+_EVEN_BITS = 0x55555555
+_LOW_PAIRS = 0x03030303
+"""Of bits, in bytes."""
 _SIGN = 8
 """Added to a byte's index in a selector: its top bit, eight times."""
 _MATRIX = 2 * STRIP
@@ -206,6 +217,115 @@ class KeyRows(QueryRows):
         strip, turn = divmod(block, 2)
         i3, j3 = divmod(inside, 2)
         return word, 2 * strip + column, 4 * turn + 2 * j3 + i3
+
+
+class KeyLane(NamedTuple):
+    """The key that a lane has; the warp has 32 neighbouring ones, the first of them a multiple of 32.
+
+    What a call decides on belongs to the four lanes with the same j2 and j1. Each of them makes the calls of
+    one block of 16 queries out of four.
+    """
+
+    dropout: Dropout
+    keys: Uint32
+    """The key's part of the counter."""
+    head: Uint32
+    lane: Int32
+
+    @classmethod
+    def at(cls, dropout: Dropout, key: Int32, head: Int32, lane: Int32) -> KeyLane:
+        """head: b * Hq + h; for varlen b counts sequences."""
+        return cls(dropout, Uint32(key >> 4 << 2 | key >> 1 & 3), Uint32(head), lane)
+
+    def kept(self, query: Int32) -> tuple[Uint32, Uint32]:
+        """Which of the 64 weights from a query on, a multiple of 64, are kept."""
+        j3, j0 = self.lane >> 3 & 1, self.lane & 1
+        first = Uint32((query >> 4) + 2 * j3 + j0) * 2
+        own = [self.dropout.kept(self.keys, first + i2, self.head) for i2 in range(2)]
+        # Four bits of a byte, which stands for i1 and i0, for the four pairs of j0 and j3.
+        shift = Uint32(4 * j0 + 2 * j3)
+        found = [Uint32(0), Uint32(0)]
+        for block in range(4):
+            source = self.lane & ~9 | block >> 1 << 3 | block & 1
+            for i2 in range(2):
+                word = cute.arch.shuffle_sync(own[i2], source)
+                place = 4 * (block % 2) + 2 * i2
+                found[block // 2] |= (word >> shift & _LOW_PAIRS) << place
+        return found[0], found[1]
+
+    @staticmethod
+    def place(query: int) -> tuple[int, int, int]:
+        """Word, byte and bit of the weight of one of the 64 queries."""
+        i0, i1, i2, i3, block = (query >> n & 1 for n in range(5))
+        return query >> 5, 2 * i1 + i0, 4 * block + 2 * i2 + i3
+
+    @classmethod
+    def drop(cls, weights: cute.Tensor, kept: tuple[Uint32, Uint32], first: int = 0) -> None:
+        """Zero what is not kept of numbers of 16 or 32 bits, those of queries from the `first` on."""
+        each = 32 // weights.element_type.width
+        count = cute.size(weights) // each
+        targets = cute.make_tensor(cute.recast_ptr(weights.iterator, dtype=Uint32), cute.make_layout(count))
+        for i in range(count):
+            word, byte, bit = cls.place(first + each * i)
+            last = byte + each - 1
+            selector = Uint32(_selector((byte | _SIGN, byte | _SIGN, last | _SIGN, last | _SIGN)))
+            # The bit becomes the top one of its byte, and that is then repeated.
+            flags = kept[word] << (7 - bit)
+            targets[i] = targets[i] & _permute(flags, flags, selector)
+
+
+class QueryLane(NamedTuple):
+    """The query that a lane has; the warp has 32 neighbouring ones, the first of them a multiple of 32.
+
+    What a call decides on belongs to the eight lanes with the same i2. Of 32 keys each of them makes one
+    call, and keeps four bits of its own and of the seven others' words.
+    """
+
+    dropout: Dropout
+    queries: Uint32
+    """The query's part of the counter."""
+    head: Uint32
+    lane: Int32
+
+    @classmethod
+    def at(cls, dropout: Dropout, query: Int32, head: Int32, lane: Int32) -> QueryLane:
+        """head: b * Hq + h; for varlen b counts sequences."""
+        return cls(dropout, Uint32(query >> 4 << 1 | query >> 2 & 1), Uint32(head), lane)
+
+    def kept(self, key: Int32) -> Uint32:
+        """Which of the 32 weights from a key on, a multiple of 32, are kept."""
+        i0, i1, i3 = (self.lane >> n & 1 for n in (0, 1, 3))
+        keys = Uint32(((key >> 4) + i3) * 4 + 2 * i1 + i0)
+        word = self.dropout.kept(keys, self.queries, self.head)
+        # Bits of a word stand for i1, i0, j0, j3 and i3, from the highest one; those that are not the lane's
+        # own are given for those of another lane's word that are, and then tell of whose word they are.
+        other = cute.arch.shuffle_sync_bfly(word, 2)
+        word = _permute(word, other, Uint32(cutlass.select_(i1 == 0, Int32(0x5410), Int32(0x3276))))
+        other = cute.arch.shuffle_sync_bfly(word, 1)
+        word = _permute(word, other, Uint32(cutlass.select_(i0 == 0, Int32(0x6240), Int32(0x3715))))
+        other = cute.arch.shuffle_sync_bfly(word, 8)
+        turned = Uint32(cutlass.select_(i3 == 0, other << 1, other >> 1))
+        own = Uint32(_EVEN_BITS) << Uint32(i3)
+        return cute.arch.lop3(own, word, turned, _CHOICE)
+
+    @staticmethod
+    def place(key: int) -> tuple[int, int]:
+        """Byte and bit of the weight of one of the 32 keys."""
+        j0, j1, j2, j3, block = (key >> n & 1 for n in range(5))
+        return 2 * j2 + j1, 4 * j0 + 2 * j3 + block
+
+    @classmethod
+    def drop(cls, weights: cute.Tensor, kept: Uint32) -> None:
+        """Zero what is not kept of the 16-bit numbers of 32 keys, a flat register tensor."""
+        pairs = cute.make_tensor(
+            cute.recast_ptr(weights.iterator, dtype=Uint32), cute.make_layout(STRIP // 2)
+        )
+        for i in range(STRIP // 2):
+            (byte, bit), (_, next_bit) = cls.place(2 * i), cls.place(2 * i + 1)
+            # Each bit becomes the top one of its byte, and that is then repeated over half of the pair.
+            first, second = byte | _SIGN, 4 + byte | _SIGN
+            selector = Uint32(_selector((first, first, second, second)))
+            pairs[i] = pairs[i] & _permute(kept << (7 - bit), kept << (7 - next_bit), selector)
 
 
 def _selector(bytes_: Iterable[int]) -> int:

@@ -63,7 +63,7 @@ def polynomial_pair(x: tuple[Float32, Float32]) -> tuple[Float32, Float32]:
     x = tuple(cute.arch.fmax(number, LOWEST) for number in x)
     shifted = cute.arch.add_packed_f32x2(x, _twice(_MAGIC), rnd="rm", ftz=True)
     whole = cute.arch.add_packed_f32x2(shifted, _twice(-_MAGIC))
-    f = cute.arch.add_packed_f32x2(x, tuple(-number for number in whole))
+    f = cute.arch.fma_packed_f32x2(whole, _twice(-1.0), x)
     result = _twice(COEFFICIENTS[-1])
     for coefficient in reversed(COEFFICIENTS[:-1]):
         result = cute.arch.fma_packed_f32x2(result, f, _twice(coefficient))

@@ -35,3 +35,8 @@ def wgmma_fragment(
     )
     offsets = tuple(8 * (c // 2) + c % 2 for c in range(N))
     return Fragment(values, rows, first_key + 2 * (lane % 4), offsets)
+
+
+def row_fragment(values: cute.Tensor, row: Int32, first_key: Int32) -> Fragment:
+    """A thread's whole row of scores, (1, C)."""
+    return Fragment(values, (row,), first_key, tuple(range(cute.size(values))))

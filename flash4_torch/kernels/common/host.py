@@ -6,6 +6,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync
 
 NUMERIC = {
     "bool": cutlass.Boolean,
@@ -50,3 +51,22 @@ def compact(dtype: type, shape: tuple[Any, ...]) -> cute.Tensor:
     return cute.runtime.make_fake_compact_tensor(
         dtype, shape, stride_order=order, assumed_align=dtype.width // 8
     )
+
+
+def by_key_head(x: cute.Tensor, k: cute.Tensor) -> cute.Tensor:
+    """((group, S), D, Hk, B): the query heads of a key head and the positions, as rows of a tile."""
+    x, Hk = positions_first(x), k.shape[cute.rank(k) - 2]
+    S, D, Hq, B = x.shape
+    s, d, h, b = x.stride
+    group = Hq // Hk
+    return cute.make_tensor(
+        x.iterator, cute.make_layout(((group, S), D, Hk, B), stride=((h, s), d, h * group, b))
+    )
+
+
+def tensor_map(op, tensor: cute.Tensor, layout: cute.ComposedLayout, tiler, parts: int = 1) -> tuple:
+    """For a stage, or one of its parts: `tiler` is what one copy brings."""
+    stage = cute.select(layout, mode=[0, 1])
+    if parts > 1:
+        stage = cute.get(cute.zipped_divide(stage, tiler), mode=[0])
+    return tuple(cpasync.make_tiled_tma_atom(op, tensor, stage, tiler))[:2]

@@ -85,3 +85,10 @@ def initialise(ring: Ring, readers: cutlass.Constexpr, writers: cutlass.Constexp
         for stage in cutlass.range_constexpr(ring.stages):
             cute.arch.mbarrier_init(ring.full + stage, writers)
             cute.arch.mbarrier_init(ring.empty + stage, readers * ring.ctas)
+
+
+@cute.jit
+def place(count: Int32, stages: cutlass.Constexpr) -> Cursor:
+    """Where one is after `count` steps from the start."""
+    rounds = count // stages
+    return Cursor(count - rounds * stages, rounds & 1)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .dq_blocks import ROWS, THREADS
+from .dq_blocks import LANE_ROWS, ROWS, THREADS, DqBlocks, DqLanes
 
 CHUNK = 8
 """Columns of which a thread has two, of two rows."""
@@ -26,6 +26,12 @@ class RowBlocks(NamedTuple):
     """Rows of a block, a multiple of 64."""
     columns: int
     """Of the sums of a row: D, filled up to at least a multiple of 16."""
+    by_lanes: bool = False
+    """Whether dQ is summed up in the order of tensor memory."""
+
+    @classmethod
+    def of(cls, sums: DqBlocks | DqLanes) -> RowBlocks:
+        return cls(sums.queries, sums.columns, isinstance(sums, DqLanes))
 
     @property
     def bands(self) -> int:
@@ -54,11 +60,16 @@ class RowBlocks(NamedTuple):
         return start // self.queries + b
 
     def vector(self, band: Any, chunk: Any, thread: Any) -> Any:
-        """Where in its block the four floats start that a thread of 128 has of a chunk.
+        """Where in its block the four floats start that a thread of 128 has of a chunk, in Hopper's order.
 
         Pieces of columns follow one another, so it makes no difference here in how many of them a band is.
         """
         return ((band * self.chunks + chunk) * THREADS + thread) * VECTOR
+
+    def lane_vector(self, row: Any, j: Any) -> Any:
+        """Where in its block the j-th four columns of a row start, in the order of tensor memory."""
+        band = row // LANE_ROWS
+        return ((band * (self.columns // VECTOR) + j) * LANE_ROWS + row % LANE_ROWS) * VECTOR
 
 
 class PreprocessPlan(NamedTuple):
@@ -72,6 +83,8 @@ class PreprocessPlan(NamedTuple):
     """A gradient arrives at lse."""
     turns: bool = False
     """Sums are added in turns: deterministic."""
+    negated: bool = False
+    """Both numbers of a row change sign: what is then added, packed instructions do not subtract."""
 
 
 class PostprocessPlan(NamedTuple):

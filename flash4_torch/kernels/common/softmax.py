@@ -14,6 +14,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32
+from cutlass._mlir.dialects import nvvm
 
 from .exponent import Exponent
 
@@ -33,6 +34,8 @@ class Method(NamedTuple):
     """Whether all of a row's scores may be -inf."""
     conditional: bool = False
     exponent: Exponent = Exponent()
+    packed: bool = False
+    """Maxima of three numbers, and weights by `weigh_pairs`, two to an instruction: from sm_100a on."""
 
 
 class Rows(NamedTuple):
@@ -44,6 +47,12 @@ class Rows(NamedTuple):
 
 def make_rows(count: int) -> Rows:
     return Rows(cute.make_rmem_tensor(count, Float32), cute.make_rmem_tensor(count, Float32))
+
+
+def clear(rows: Rows) -> None:
+    """Nothing seen yet: the first block may then be a further one like any other."""
+    rows.top.fill(-Float32.inf)
+    rows.total.fill(0.0)
 
 
 class Step(NamedTuple):
@@ -59,7 +68,7 @@ class Step(NamedTuple):
 def begin(scores: cute.Tensor, rows: Rows, scale: Float32, method: cutlass.Constexpr) -> None:
     """The first block: `scores` (R, C) become weights in place."""
     for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
-        top = _across(_maximum(scores, r), method.lanes)
+        top = _across(_maximum(scores, r, method), method.lanes)
         rows.top[r] = top
         offset = _reference(top, method) * scale
         rows.total[r] = _weigh_row(scores, r, offset, scale, method, 0, cute.size(scores, mode=[1]))
@@ -72,7 +81,7 @@ def step(scores: cute.Tensor, rows: Rows, scale: Float32, method: cutlass.Conste
     factors, offsets = cute.make_rmem_tensor(R, Float32), cute.make_rmem_tensor(R, Float32)
     for r in cutlass.range_constexpr(R):
         before = rows.top[r]
-        top = cute.arch.fmax(before, _across(_maximum(scores, r), method.lanes))
+        top = cute.arch.fmax(before, _across(_maximum(scores, r, method), method.lanes))
         if cutlass.const_expr(method.conditional):
             # A first maximum of -inf is always replaced: inf and NaN do not compare.
             top = before if (top - before) * scale <= GROWTH else top
@@ -135,11 +144,16 @@ def _steps(lanes: int) -> int:
 
 
 @cute.jit
-def _maximum(scores: cute.Tensor, r: cutlass.Constexpr) -> Float32:
+def _maximum(scores: cute.Tensor, r: cutlass.Constexpr, method: cutlass.Constexpr) -> Float32:
     C = cute.size(scores, mode=[1])
     chains = [scores[r, c] for c in range(CHAINS)]
-    for c in cutlass.range_constexpr(CHAINS, C):
-        chains[c % CHAINS] = cute.arch.fmax(chains[c % CHAINS], scores[r, c])
+    if cutlass.const_expr(method.packed):
+        for c in cutlass.range_constexpr(CHAINS, C, 2):
+            i = c // 2 % CHAINS
+            chains[i] = _maximum_of_three(chains[i], scores[r, c], scores[r, c + 1])
+    else:
+        for c in cutlass.range_constexpr(CHAINS, C):
+            chains[c % CHAINS] = cute.arch.fmax(chains[c % CHAINS], scores[r, c])
     return cute.arch.fmax(cute.arch.fmax(chains[0], chains[1]), cute.arch.fmax(chains[2], chains[3]))
 
 
@@ -159,6 +173,10 @@ def _reference(top: Float32, method: cutlass.Constexpr) -> Float32:
     return top
 
 
+def _maximum_of_three(x: Float32, y: Float32, z: Float32) -> Float32:
+    return Float32(nvvm.fmax(x.ir_value(), y.ir_value(), c=z.ir_value()))
+
+
 @cute.jit
 def _weigh_row(
     scores: cute.Tensor,
@@ -176,3 +194,39 @@ def _weigh_row(
         scores[r, c] = weight
         chains[c % CHAINS] = weight if c < first + CHAINS else chains[c % CHAINS] + weight
     return (chains[0] + chains[1]) + (chains[2] + chains[3])
+
+
+Pair = tuple[Float32, Float32]
+
+
+def begin_sums(rows: Rows) -> tuple[Pair, ...]:
+    """Packed rows: chains of the sum of one row, to go through `weigh_pairs`, which `end_sums` adds up."""
+    zero = Float32(0.0)
+    return (rows.total[0], zero), *((zero, zero),) * (CHAINS // 2 - 1)
+
+
+@cute.jit
+def weigh_pairs(
+    scores: cute.Tensor,
+    sums: tuple[Pair, ...],
+    step: Step,
+    scale: Float32,
+    method: cutlass.Constexpr,
+    first: cutlass.Constexpr,
+    last: cutlass.Constexpr,
+) -> tuple[Pair, ...]:
+    """Packed rows: columns `first <= c < last` of one row (1, C) become weights, added to its sums."""
+    chains, offset = list(sums), -step.offsets[0]
+    for c in cutlass.range_constexpr(first, last, 2):
+        x = scores[0, c], scores[0, c + 1]
+        x = cute.arch.fma_packed_f32x2(x, (scale, scale), (offset, offset))
+        weights = method.exponent.of_pair(x, c)
+        scores[0, c], scores[0, c + 1] = weights
+        i = c // 2 % len(chains)
+        chains[i] = cute.arch.add_packed_f32x2(chains[i], weights)
+    return tuple(chains)
+
+
+def end_sums(rows: Rows, sums: tuple[Pair, ...]) -> None:
+    total = cute.arch.add_packed_f32x2(*sums)
+    rows.total[0] = total[0] + total[1]

@@ -1,8 +1,9 @@
 """The backward's sums of dQ, scaled, rounded and in their places.
 
-A CTA has a block of rows of one head, a thread what a thread of the main kernel added up: of every 8 columns
-two of each of two rows. Four neighbouring lanes have all columns of these rows; they exchange words until
-each has 8 neighbouring columns, 16 bytes.
+A CTA has a block of rows of one head. In Hopper's order a thread has what a thread of the main kernel added
+up: of every 8 columns two of each of two rows. Four neighbouring lanes have all columns of these rows; they
+exchange words until each has 8 neighbouring columns, 16 bytes. In the order of tensor memory those are two
+loads; eight lanes have neighbouring rows, and four such groups neighbouring columns.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from ..common.row_blocks import CHUNK, VECTOR, PostprocessPlan
 
 LANES = 4
 """Neighbouring lanes that have whole rows between them."""
+GROUP = 8
+"""Neighbouring rows whose vectors of four floats a load takes together, 128 bytes."""
 DEPTH = 8
 """Loads of a lane in flight."""
 _ROUND = {"bfloat16": "cvt.rn.bf16x2.f32", "float16": "cvt.rn.f16x2.f32"}
@@ -60,6 +63,47 @@ def postprocess_kernel(
     own = own_block(dq, cu_seqlens_q, blocks)
     thread, _, _ = cute.arch.thread_idx()
     source = dq_acc.iterator + own.number * blocks.floats
+    if cutlass.const_expr(blocks.by_lanes):
+        _rows_of_lanes(source, dq, own, thread, scale, plan)
+    else:
+        _rows_of_fragments(source, dq, own, thread, scale, plan)
+
+
+@cute.jit
+def _rows_of_lanes(
+    source: cute.Pointer,
+    dq: cute.Tensor,
+    own: QueryBlock,
+    thread: Int32,
+    scale: Float32,
+    plan: cutlass.Constexpr,
+) -> None:
+    """A warp has 16 rows, by eights, of four chunks at a time."""
+    blocks = plan.blocks
+    row, chunk = thread // 32 * (2 * GROUP) + thread % GROUP, thread % 32 // GROUP
+    for first in cutlass.range_constexpr(0, blocks.chunks, LANES):
+        for half in cutlass.range_constexpr(2):
+            words = cute.make_rmem_tensor(LANES, Uint32)
+            c = cutlass.min(first + chunk, blocks.chunks - 1)
+            for i in cutlass.range_constexpr(2):
+                sums = cute.make_rmem_tensor(VECTOR, Float32)
+                at = blocks.lane_vector(row + half * GROUP, 2 * c + i)
+                cute.autovec_copy(vector_at(source + at, VECTOR), sums)
+                for j in cutlass.range_constexpr(2):
+                    words[2 * i + j] = _rounded(sums[2 * j], sums[2 * j + 1], scale, plan)
+            _store(dq, own, row + half * GROUP, first + chunk, words, plan)
+
+
+@cute.jit
+def _rows_of_fragments(
+    source: cute.Pointer,
+    dq: cute.Tensor,
+    own: QueryBlock,
+    thread: Int32,
+    scale: Float32,
+    plan: cutlass.Constexpr,
+) -> None:
+    blocks = plan.blocks
     # Two rows of 4 chunks each, or one of 2 chunks: four words to exchange.
     together = LANES if blocks.chunks % LANES == 0 else LANES // 2
     step = max(DEPTH // together, 1) * together
@@ -86,13 +130,15 @@ def _load(source: cute.Pointer, chunk: int, thread: Int32, scale: Float32, plan:
     sums = cute.make_rmem_tensor(VECTOR, Float32)
     at = plan.blocks.vector(thread // THREADS, chunk, thread % THREADS)
     cute.autovec_copy(vector_at(source + at, VECTOR), sums)
-    return tuple(
-        cute.arch.inline_ptx(
-            f"{_ROUND[plan.dtype]} {{$w0}}, {{$r0}}, {{$r1}};",
-            write_only_types=[Uint32],
-            read_only_args=[sums[2 * half + 1] * scale, sums[2 * half] * scale],
-        )
-        for half in range(2)
+    return tuple(_rounded(sums[2 * half], sums[2 * half + 1], scale, plan) for half in range(2))
+
+
+def _rounded(first: Float32, second: Float32, scale: Float32, plan: PostprocessPlan) -> Uint32:
+    """Scaled, in a word."""
+    return cute.arch.inline_ptx(
+        f"{_ROUND[plan.dtype]} {{$w0}}, {{$r0}}, {{$r1}};",
+        write_only_types=[Uint32],
+        read_only_args=[second * scale, first * scale],
     )
 
 

@@ -7,6 +7,7 @@ memory if enough loads are under way: rows are taken together as long as that is
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -72,8 +73,8 @@ def preprocess(
     out, dout (B, Sq, Hq, Dv) or packed (T, Hq, Dv); last stride 1, the others multiples of 8 elements, bases
     on 16 bytes. lse, dlse (B, Hq, Sq) or (Hq, T) float32, contiguous. With n blocks of m rows a head, as
     `row_blocks` lays them out: stats float32 (2, B, Hq, n * m), dq_acc float32 (B, Hq, n, m * columns), turns
-    int32 (B, Hq, n); packed: without B. stats is (inf, 0) where no row is, and for rows that see nothing. No
-    size is 0.
+    int32 (B, Hq, n); packed: without B. stats is (inf, 0) where no row is, and for rows that see nothing;
+    both of it are `negated` where the plan says so. No size is 0.
     """
     B, Hq, count = heads_and_blocks(out, cu_seqlens_q, plan.blocks)
     preprocess_kernel(out, dout, lse, dlse, stats, dq_acc, turns, cu_seqlens_q, plan).launch(
@@ -110,12 +111,17 @@ def preprocess_kernel(
             total = _product(loaded[0][None, None, r], loaded[1][None, None, r], lane, plan)
             sees = own.has(rows[r]) & (lses[r] != -Float32.inf)
             if lane % shape.lanes == 0:
-                base2[rows[r]] = cutlass.select_(sees, lses[r] * LOG2E, Float32.inf)
-                delta[rows[r]] = cutlass.select_(sees, total - dlses[r], Float32(0.0))
+                sign = -1.0 if plan.negated else 1.0
+                base2[rows[r]] = cutlass.select_(sees, lses[r] * (sign * LOG2E), Float32(sign * math.inf))
+                delta[rows[r]] = cutlass.select_(sees, _signed(total, dlses[r], plan), Float32(0.0))
     if cutlass.const_expr(plan.turns):
         flags = turns.iterator
         if thread == 0:
             vector_at(flags + own.number, 1)[0] = Int32(0)
+
+
+def _signed(total: Float32, dlse: Float32, plan: PreprocessPlan) -> Float32:
+    return dlse - total if plan.negated else total - dlse
 
 
 def _own_stats(stats: cute.Tensor, own: QueryBlock, plan: PreprocessPlan) -> tuple[cute.Tensor, cute.Tensor]:

@@ -1,11 +1,10 @@
-"""Warpgroup products and the shared-memory layouts that they read."""
+"""Warpgroup products."""
 
 from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
 from .warps import ROWS
@@ -42,34 +41,6 @@ def transposed_mma(dtype: type, columns: int) -> cute.TiledMma:
     mn = OperandMajorMode.MN
     source = warpgroup.OperandSource.SMEM
     return cute.make_tiled_mma(warpgroup.MmaF16BF16Op(dtype, Float32, (ROWS, columns, DEPTH), source, mn, mn))
-
-
-def row_major_layout(
-    dtype: type, rows: int, columns: int, stages: int, part: int | None = None
-) -> cute.ComposedLayout:
-    """(rows, columns, stages), swizzled as widely as the columns allow; columns are a multiple of 16.
-
-    `part`: columns that are to be an operand of their own.
-    """
-    kinds = warpgroup.SmemLayoutAtomKind
-    kind = {64: kinds.K_SW128, 32: kinds.K_SW64, 16: kinds.K_SW32}[_chunk(part or columns)]
-    atom = warpgroup.make_smem_layout_atom(kind, dtype)
-    return cute.tile_to_shape(atom, (rows, columns, stages), order=(0, 1, 2))
-
-
-def column_major_layout(
-    dtype: type, columns: int, rows: int, stages: int, part: int | None = None
-) -> cute.ComposedLayout:
-    """(columns, rows, stages), contiguous along the columns: the same memory as of `row_major_layout`."""
-    kinds = warpgroup.SmemLayoutAtomKind
-    kind = {64: kinds.MN_SW128, 32: kinds.MN_SW64, 16: kinds.MN_SW32}[_chunk(part or columns)]
-    atom = warpgroup.make_smem_layout_atom(kind, dtype)
-    # All rows of one chunk of columns lie together: one box of the copy engine.
-    return cute.tile_to_shape(atom, (columns, rows, stages), order=(1, 0, 2))
-
-
-def _chunk(columns: int) -> int:
-    return next(chunk for chunk in (64, 32, 16) if columns % chunk == 0)
 
 
 @cute.jit
@@ -184,42 +155,3 @@ def rows_of(accumulator: cute.Tensor) -> cute.Tensor:
     columns = cute.size(accumulator) // 2
     layout = cute.make_layout((2, (2, columns // 2)), stride=(2, (1, 4)))
     return cute.make_tensor(accumulator.iterator, layout)
-
-
-@cute.jit
-def round_to(values: cute.Tensor, target: cute.Tensor) -> None:
-    """Round float32 registers to the 16-bit registers of `target`, pair by pair."""
-    kind = "bf16x2" if target.element_type is cutlass.BFloat16 else "f16x2"
-    pairs = cute.recast_tensor(target, cutlass.Uint32)
-    for i in cutlass.range_constexpr(cute.size(pairs)):
-        pairs[i] = cute.arch.inline_ptx(
-            f"cvt.rn.{kind}.f32 {{$w0}}, {{$r0}}, {{$r1}};",
-            write_only_types=[cutlass.Uint32],
-            read_only_args=[values[2 * i + 1], values[2 * i]],
-        )
-
-
-@cute.jit
-def widened(numbers: cute.Tensor) -> cute.Tensor:
-    """16-bit registers as float32."""
-    count = cute.size(numbers)
-    wide = cute.make_rmem_tensor(count, Float32)
-    pairs = cute.recast_tensor(numbers, cutlass.Uint32)
-    for i in cutlass.range_constexpr(count // 2):
-        if cutlass.const_expr(numbers.element_type is cutlass.BFloat16):
-            wide[2 * i], wide[2 * i + 1] = (
-                _float(pairs[i] << 16),
-                _float(pairs[i] & cutlass.Uint32(0xFFFF0000)),
-            )
-        else:
-            wide[2 * i], wide[2 * i + 1] = cute.arch.inline_ptx(
-                "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0};"
-                " cvt.f32.f16 {$w0}, low; cvt.f32.f16 {$w1}, high; }",
-                write_only_types=[Float32, Float32],
-                read_only_args=[pairs[i]],
-            )
-    return wide
-
-
-def _float(bits: cutlass.Uint32) -> Float32:
-    return Float32(llvm.bitcast(Float32.mlir_type, bits.ir_value()))

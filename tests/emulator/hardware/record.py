@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flash4_torch.bench.pretend import flash_attn_4
 from flash4_torch.emulator import host
 
 from ..kernels import Case, all_cases, poison
-from ..peers import flash_attn_4
 from . import bounds, hopper
 from .recorder import ARCH, PACKAGES, Recorder
 from .recording import Bound

@@ -9,8 +9,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
 from ...common import dropout, ring
+from ...common import key_tiles as tiles
 from ..warps import WARP_ROWS
-from . import tile as tiles
 
 if TYPE_CHECKING:
     from .kernel import Kernel

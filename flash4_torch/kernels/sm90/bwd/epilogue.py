@@ -10,11 +10,13 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync, warp
 
 from ...common import ring
+from ...common.key_tiles import Tile
 from ...common.ring import Cursor
+from ...common.rounding import round_to
+from ...common.warps import WARP
 from .. import wgmma
-from ..warps import ROWS, WARP, WARP_ROWS
+from ..warps import ROWS, WARP_ROWS
 from .plan import DONE
-from .tile import Tile
 
 if TYPE_CHECKING:
     from .kernel import Kernel
@@ -80,7 +82,7 @@ def stage_gradient(k: Kernel, t: Thread, gradient: cute.Tensor, scale: Float32, 
     for i in cutlass.range_constexpr(cute.size(gradient)):
         gradient[i] = gradient[i] * scale
     rounded = cute.make_rmem_tensor(gradient.layout, plan.dtype)
-    wgmma.round_to(gradient, rounded)
+    round_to(gradient, rounded)
     columns = cute.size(stage, mode=[1])
     atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), plan.dtype)
     copy = cute.make_tiled_copy_C(atom, wgmma.output_mma(plan.dtype, columns)).get_slice(t.index)

@@ -22,13 +22,14 @@ from cutlass.memory import SmemAllocator
 
 from ...common import attn_mask, dropout, ring
 from ...common.args import Rule
+from ...common.key_tiles import MESSAGE
+from ...common.pair import Pair, finish_together, make_pair, peer_of, start_together
 from ...common.ring import Ring
-from ..pair import Pair, finish_together, make_pair, peer_of, start_together
-from ..warps import GROUP, WARP, WARPS
+from ...common.warps import GROUP, WARP, WARPS
 from .draw import draw
 from .load import load
 from .mainloop import consume
-from .plan import MESSAGE, Plan
+from .plan import Plan
 from .store_dq import WORDS, store
 from .wide import make_ds, make_weights
 

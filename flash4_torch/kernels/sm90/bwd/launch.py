@@ -7,16 +7,15 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from ....configs.types import Features, Sm90Backward
-from ...common import host
-from ...common.args import Rule, example_rule
-from ...common.attn_mask import MaskArgs, example_args
-from .. import persistent
+from ...common import host, persistent
+from ...common.args import Rule
+from ...common.attn_mask import MaskArgs
+from ...common.key_launch import compile_for_any, map_of
+from ...common.smem_layouts import column_major_layout, row_major_layout
 from ..warps import WARP_ROWS
-from ..wgmma import column_major_layout, row_major_layout
 from .kernel import Layouts, Maps, Turned, backward_kernel
 from .plan import Plan
 
@@ -76,14 +75,14 @@ def backward(
     shared = load if not paired else cpasync.CopyBulkTensorTileG2SMulticastOp()
     other_k = None
     if cutlass.const_expr(paired):
-        other_k = _map(load, keys, layouts.other_k, plan.keys, half)[0]
+        other_k = map_of(load, keys, layouts.other_k, plan.keys, half)[0]
     maps = Maps(
-        *_map(shared, rows, layouts.q, *plan.q_share),
-        *_map(shared, grads, layouts.do, *plan.do_share),
-        *_map(load, keys, layouts.k, plan.keys, plan.D),
-        *_map(load, values, layouts.v, plan.keys, plan.Dv),
-        *_map(store, dkeys, layouts.k, WARP_ROWS, plan.D),
-        *_map(store, dvalues, layouts.v, WARP_ROWS, plan.Dv),
+        *map_of(shared, rows, layouts.q, *plan.q_share),
+        *map_of(shared, grads, layouts.do, *plan.do_share),
+        *map_of(load, keys, layouts.k, plan.keys, plan.D),
+        *map_of(load, values, layouts.v, plan.keys, plan.Dv),
+        *map_of(store, dkeys, layouts.k, WARP_ROWS, plan.D),
+        *map_of(store, dvalues, layouts.v, WARP_ROWS, plan.Dv),
         other_k,
     )
     sequences = k.shape[0]
@@ -111,31 +110,7 @@ def backward(
     persistent.launch(kernel, plan, tiles, rule.multiprocessors, stream)
 
 
-def _map(op, tensor: cute.Tensor, layout: cute.ComposedLayout, rows: int, columns: int) -> tuple:
-    """For rows of a stage, `columns` of each."""
-    stage, tiler = cute.select(layout, mode=[0, 1]), (rows, columns)
-    if tiler != tuple(cute.size(stage, mode=[i]) for i in range(2)):
-        stage = cute.get(cute.zipped_divide(stage, tiler), mode=[0])
-    return tuple(cpasync.make_tiled_tma_atom(op, tensor, stage, tiler))[:2]
-
-
 def compile_backward(features: Features, config: Sm90Backward) -> Any:
     """`backward` compiled for any sizes and strides; call it with its arguments but `plan` and `stream`."""
     plan = Plan(features, config)
-    packed = 1 if features.varlen else 2
-    q, k, v, dout, dk, dv = (
-        host.rows(plan.dtype, (*host.any_sizes(packed + 1), D))
-        for D in (features.D, features.D, features.Dv, features.Dv, features.D, features.Dv)
-    )
-    stats = host.rows(Float32, (2, *host.any_sizes(packed), cute.sym_int(divisibility=plan.queries)))
-    dq_acc = host.rows(Float32, (*host.any_sizes(packed + 1), plan.blocks.floats))
-    tickets = host.compact(Int32, (1,))
-    cu_seqlens = host.compact(Int32, host.any_sizes(1)) if features.varlen else None
-    turns = host.compact(Int32, host.any_sizes(packed + 1)) if features.deterministic else None
-    mask = example_args(plan.mask) if features.mask else None
-    dmask = host.strided(Float32, 4) if features.dmask else None
-    rng_state = host.compact(Int64, (2,)) if features.dropout else None
-    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    workspaces = (stats, dq_acc, dk, dv, tickets, turns)
-    tensors = (q, k, v, dout, *workspaces, cu_seqlens, cu_seqlens, mask, dmask, rng_state)
-    return cute.compile(backward, *tensors, example_rule(), plan, stream, options="--enable-tvm-ffi")
+    return compile_for_any(backward, plan, plan.blocks.floats)

@@ -16,17 +16,19 @@ from cutlass.cute.nvgpu import warp
 
 from ...common import attn_mask, dropout, ring, scores
 from ...common import band as bands
+from ...common import key_tiles as tiles
+from ...common.add_dmask import add_dmask
 from ...common.band import Band, Span
 from ...common.fragment import Fragment, wgmma_fragment
+from ...common.key_tiles import Blocks, Tile
 from ...common.ring import Cursor
+from ...common.rounding import round_to, widened
+from ...common.warps import GROUP, WARP, WARPS
 from .. import wgmma
-from ..warps import GROUP, LANES, ROWS, WARP, WARP_ROWS, WARPS
-from . import tile as tiles
-from .add_dmask import add_dmask
+from ..warps import LANES, ROWS, WARP_ROWS
 from .epilogue import epilogue
 from .plan import SHARED
 from .store_dq import add_dq, end_adding, other_slot
-from .tile import Blocks, Tile
 
 if TYPE_CHECKING:
     from .kernel import Kernel
@@ -398,7 +400,7 @@ def weigh(
         for i in cutlass.range_constexpr(4):
             x = t.S[4 * j + i] * scale - of_column[i % 2]
             t.S[4 * j + i] = cute.math.exp2(x, fastmath=True)
-        wgmma.round_to(four_of(t.S, j), four_of(P, j))
+        round_to(four_of(t.S, j), four_of(P, j))
     if cutlass.const_expr(features.dropout):
         kept = take_kept(k, t, q_at)
     return Made(P, slopes, kept)
@@ -423,7 +425,7 @@ def _slopes(k: Kernel, t: Thread, slopes: cute.Tensor) -> None:
         for i in cutlass.range_constexpr(4):
             tanh = t.S[4 * j + i] * inverse
             values[i] = 1.0 - tanh * tanh
-        wgmma.round_to(values, four_of(slopes, j))
+        round_to(values, four_of(slopes, j))
 
 
 @cute.jit
@@ -451,7 +453,7 @@ def differentiate(
     for j in cutlass.range_constexpr(cute.size(dP) // 4):
         of_column, weights = _pair(delta, j), four_of(t.S, j)
         if cutlass.const_expr(k.plan.config.round_weights or k.plan.config.split):
-            weights = wgmma.widened(four_of(made.P, j))
+            weights = widened(four_of(made.P, j))
         for i in cutlass.range_constexpr(4):
             gradient = dP[4 * j + i]
             if cutlass.const_expr(features.dropout):
@@ -461,10 +463,10 @@ def differentiate(
         add_dmask(k, work, n, wgmma_fragment(dP, work.positions, n * k.plan.queries, t.lane))
     for j in cutlass.range_constexpr(cute.size(dP) // 4):
         if cutlass.const_expr(made.slopes is not None):
-            slopes = wgmma.widened(four_of(made.slopes, j))
+            slopes = widened(four_of(made.slopes, j))
             for i in cutlass.range_constexpr(4):
                 dP[4 * j + i] = dP[4 * j + i] * slopes[i]
-        wgmma.round_to(four_of(dP, j), four_of(dS, j))
+        round_to(four_of(dP, j), four_of(dS, j))
     return dS
 
 

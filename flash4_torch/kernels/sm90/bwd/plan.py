@@ -28,10 +28,9 @@ from ...common.band import BandShape
 from ...common.dq_blocks import DqBlocks
 from ...common.host import NUMERIC
 from ...common.mask_tables import MaskPlan
-from ..warps import GROUP, ROWS, WARP_ROWS, WARPS, registers_suffice
+from ...common.warps import GROUP, WARPS, registers_suffice
+from ..warps import ROWS, WARP_ROWS
 
-MESSAGE = 8
-"""Words that describe a tile to the consumers."""
 SHARED = 1
 """The named barrier at which all warpgroups have written their dS."""
 DONE = 2
@@ -189,6 +188,14 @@ class Plan(NamedTuple):
     def storers(self) -> int:
         """Warps that have dQ added to global memory, in the producer's warpgroup, too."""
         return 1 if self.features.dropout else self.warpgroups
+
+    @property
+    def stores_by_blocks(self) -> bool:
+        """Whether a storing warp takes the pieces of all warpgroups of every second block.
+
+        In order it waits until sums are there. That takes about as long as a block.
+        """
+        return self.features.deterministic and self.storers == self.config.dq_stages == 2
 
     @property
     def cuts_at_the_start(self) -> bool:

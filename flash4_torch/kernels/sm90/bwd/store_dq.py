@@ -12,8 +12,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from ..warps import GROUP, WARP
-from . import tile as tiles
+from ...common import key_tiles as tiles
+from ...common.warps import GROUP, WARP
 from .plan import EMPTY, FULL
 
 if TYPE_CHECKING:
@@ -60,7 +60,14 @@ def add_dq(k: Kernel, t: Thread, dQ: cute.Tensor, slot: Int32, piece: Int32, wor
 
 @cute.jit
 def end_adding(k: Kernel, t: Thread, slot: Int32) -> None:
-    """After a warpgroup's last piece."""
+    """After a warpgroup's last piece; `slot` is the next one's."""
+    _end(k, t, slot)
+    if cutlass.const_expr(k.plan.stores_by_blocks):
+        _end(k, t, other_slot(k, slot))
+
+
+@cute.jit
+def _end(k: Kernel, t: Thread, slot: Int32) -> None:
     _await_empty(slot)
     if t.index == 0:
         _write(k, slot, Errand(Int64(0), Int64(0), Int64(0), Int64(0)))
@@ -69,16 +76,21 @@ def end_adding(k: Kernel, t: Thread, slot: Int32) -> None:
 
 @cute.jit
 def store(k: Kernel, storer: Int32) -> None:
-    """A storing warp: all pieces of a warpgroup, or of several that take turns."""
-    plan = k.plan
-    each = plan.warpgroups // plan.storers
-    for i in cutlass.range_constexpr(each):
-        _say_empty(storer * each + i)
-    more, first = Boolean(True), Int32(0)
-    while more:
+    """A storing warp: all pieces of a warpgroup, or of several that take turns, or of every second block."""
+    plan, more = k.plan, Boolean(True)
+    if cutlass.const_expr(plan.stores_by_blocks):
+        for w in cutlass.range_constexpr(plan.warpgroups):
+            _say_empty(storer * plan.warpgroups + w)
+        while more:
+            more = _store_block(k, storer * plan.warpgroups)
+    else:
+        each, first = plan.warpgroups // plan.storers, Int32(0)
         for i in cutlass.range_constexpr(each):
-            more = _store_piece(k, first + storer * each + i)
-        first = other_slot(k, first)
+            _say_empty(storer * each + i)
+        while more:
+            for i in cutlass.range_constexpr(each):
+                more = _store_piece(k, first + storer * each + i)
+            first = other_slot(k, first)
     cute.arch.cp_async_bulk_wait_group(0, read=False)
 
 
@@ -99,15 +111,8 @@ def _store_piece(k: Kernel, slot: Int32) -> Boolean:
         cute.arch.fence_view_async_shared()
         if cute.arch.lane_idx() == 0:
             if cutlass.const_expr(k.plan.features.deterministic):
-                seen = _count(errand.turns)
-                while seen < Int32(errand.awaited):
-                    seen = _count(errand.turns)
-                cute.arch.inline_ptx("fence.proxy.async;")
-            cute.arch.inline_ptx(
-                "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32"
-                f" [{{$r0}}], [{{$r1}}], {k.plan.blocks.registers * GROUP * 4};",
-                read_only_args=[errand.target, k.sdQ[None, slot].iterator.toint()],
-            )
+                _await_turn(errand)
+            _add(k, slot, errand)
             cute.arch.cp_async_bulk_commit_group()
             # With two slots, until the one before is free.
             cute.arch.cp_async_bulk_wait_group(k.plan.config.dq_stages - 1, read=True)
@@ -115,13 +120,65 @@ def _store_piece(k: Kernel, slot: Int32) -> Boolean:
         _say_empty(other_slot(k, slot))
         if cutlass.const_expr(k.plan.features.deterministic):
             if cute.arch.lane_idx() == 0:
-                cute.arch.cp_async_bulk_wait_group(0, read=False)
-                cute.arch.inline_ptx(
-                    "fence.proxy.async; red.release.gpu.global.add.s32 [{$r0}], {$r1};",
-                    read_only_args=[errand.turns, Int32(errand.counts)],
-                )
+                _end_turn(errand, Int32(errand.counts))
             cute.arch.sync_warp()
     return errand.target != 0
+
+
+@cute.jit
+def _store_block(k: Kernel, first: Int32) -> Boolean:
+    """The pieces of all warpgroups, in slots from `first` on; returns whether there were some.
+
+    It takes as long until sums are there, and the next tile may add its own, as a block takes. Meanwhile the
+    other storing warp has the next block.
+    """
+    slots = [first + w for w in range(k.plan.warpgroups)]
+    for slot in slots:
+        cute.arch.barrier(barrier_id=FULL + slot, number_of_threads=GROUP + WARP)
+    errands = [_read(k, slot) for slot in slots]
+    if errands[0].target != 0:
+        cute.arch.fence_view_async_shared()
+        if cute.arch.lane_idx() == 0:
+            _await_turn(errands[0])
+            for slot, errand in zip(slots, errands, strict=True):
+                _add(k, slot, errand)
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
+        for slot in slots:
+            _say_empty(slot)
+        if cute.arch.lane_idx() == 0:
+            _end_turn(errands[0], sum((Int32(errand.counts) for errand in errands), Int32(0)))
+        cute.arch.sync_warp()
+    return errands[0].target != 0
+
+
+@cute.jit
+def _add(k: Kernel, slot: Int32, errand: Errand) -> None:
+    """By one thread."""
+    cute.arch.inline_ptx(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32"
+        f" [{{$r0}}], [{{$r1}}], {k.plan.blocks.registers * GROUP * 4};",
+        read_only_args=[errand.target, k.sdQ[None, slot].iterator.toint()],
+    )
+
+
+@cute.jit
+def _await_turn(errand: Errand) -> None:
+    seen = _count(errand.turns)
+    while seen < Int32(errand.awaited):
+        seen = _count(errand.turns)
+    cute.arch.inline_ptx("fence.proxy.async;")
+
+
+@cute.jit
+def _end_turn(errand: Errand, counts: Int32) -> None:
+    """Once all that this thread has added is there."""
+    cute.arch.cp_async_bulk_wait_group(0, read=False)
+    cute.arch.inline_ptx(
+        "fence.proxy.async; red.release.gpu.global.add.s32 [{$r0}], {$r1};",
+        read_only_args=[errand.turns, counts],
+    )
 
 
 @cute.jit

@@ -22,11 +22,13 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import warp
 
+from ...common import key_tiles as tiles
 from ...common import ring
 from ...common.ring import Cursor
+from ...common.rounding import round_to, widened
+from ...common.warps import GROUP, WARP
 from .. import wgmma
-from ..warps import GROUP, WARP, WARP_ROWS
-from . import tile as tiles
+from ..warps import WARP_ROWS
 from .epilogue import dk_target, dv_scale, dv_target, stage_gradient, store_gradients
 from .mainloop import (
     Cursors,
@@ -254,10 +256,10 @@ def _hand_over(k: Kernel, t: Thread, made: Made, at: Cursors) -> None:
     elif cutlass.const_expr(features.softcap):
         P = wgmma.weights_fragment(k.plan.dtype, k.plan.queries)
         for j in cutlass.range_constexpr(cute.size(P) // 4):
-            slopes, weights = wgmma.widened(four_of(made.slopes, j)), four_of(t.S, j)
+            slopes, weights = widened(four_of(made.slopes, j)), four_of(t.S, j)
             for i in cutlass.range_constexpr(4):
                 slopes[i] = slopes[i] * weights[i]
-            wgmma.round_to(slopes, four_of(P, j))
+            round_to(slopes, four_of(P, j))
     share(k, t, P, k.sdS[None, None, at.ds.stage])
     ring.fill(k.weights, at.ds)
 

@@ -9,12 +9,12 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
 from ...common import dropout, ring
+from ...common import forward_tile as tiles
 from ..warps import WARP_ROWS
-from . import tile as tiles
 
 if TYPE_CHECKING:
+    from ...common.forward_tile import Tile
     from .kernel import Kernel
-    from .tile import Tile
 
 
 @cute.jit
@@ -32,7 +32,7 @@ def draw(k: Kernel, drawer: Int32) -> None:
     warps = plan.consumer_warps // halves
     turns, turn = warps * strips // dropout.WARP_STRIPS, drawer
     q_at, at = ring.start(), ring.start()
-    tile = tiles.read(k, q_at)
+    tile = tiles.read(k, k.load_q, q_at)
     while tile.block >= 0:
         ring.release(k.load_q, q_at)
         first, head = tile.block * plan.config.queries, _head(k, tile)
@@ -53,7 +53,7 @@ def draw(k: Kernel, drawer: Int32) -> None:
             ring.fill(k.kept, at)
             at = ring.after(at, plan.config.kv_stages)
         q_at = ring.after(q_at, plan.config.q_stages)
-        tile = tiles.read(k, q_at)
+        tile = tiles.read(k, k.load_q, q_at)
 
 
 @cute.jit

@@ -10,11 +10,13 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync, warp
 
 from ...common import ring, scores, softmax
+from ...common.forward_tile import Tile
 from ...common.ring import Cursor
+from ...common.rounding import round_to
+from ...common.warps import GROUP, WARP
 from .. import wgmma
-from ..warps import GROUP, LANES, WARP, WARP_ROWS
+from ..warps import LANES, WARP_ROWS
 from .plan import DONE
-from .tile import Tile
 
 if TYPE_CHECKING:
     from .kernel import Kernel
@@ -38,7 +40,7 @@ def epilogue(k: Kernel, t: Thread, tile: Tile, q_at: Cursor) -> None:
                 # Hidden values may be anything, NaN too.
                 values[r, c] = values[r, c] if inverse[r] != 0.0 else Float32(0.0)
     rounded = cute.make_rmem_tensor(t.O.layout, plan.dtype)
-    wgmma.round_to(t.O, rounded)
+    round_to(t.O, rounded)
 
     own_warp = cute.arch.make_warp_uniform(t.index // WARP)
     if cutlass.const_expr(plan.config.o_over_q):

@@ -21,29 +21,16 @@ from cutlass.memory import SmemAllocator
 
 from ...common import attn_mask, dropout, ring
 from ...common.args import Rule
+from ...common.forward_tile import MESSAGE
+from ...common.pair import Pair, finish_together, make_pair, peer_of, start_together
+from ...common.query_launch import Maps
 from ...common.ring import Ring
-from ..pair import Pair, finish_together, make_pair, peer_of, start_together
-from ..warps import GROUP, ROWS, WARP, WARPS
+from ...common.warps import GROUP, WARP, WARPS
+from ..warps import ROWS
 from .draw import draw
 from .load import load
 from .mainloop import consume
-from .plan import MESSAGE, Plan
-
-
-class Maps(NamedTuple):
-    """Copy atoms of the copy engine, and the tensors that they copy from or to.
-
-    mQ and mO ((group, S), D, Hk, B), mK (S, D, Hk, B), mV (Dv, S, Hk, B).
-    """
-
-    load_q: Any
-    mQ: Any
-    load_k: Any
-    mK: Any
-    load_v: Any
-    mV: Any
-    store_o: Any
-    mO: Any
+from .plan import Plan
 
 
 class Layouts(NamedTuple):

@@ -7,15 +7,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int16, Int32
-from cutlass.cute.nvgpu import cpasync
 
-from ...common import ring
+from ...common import copies, persistent, ring
+from ...common import forward_tile as tiles
+from ...common.forward_tile import Tile
 from ...common.ring import Cursor
-from .. import persistent
-from ..warps import WARP
-from . import tile as tiles
-from .plan import MESSAGE
-from .tile import Tile
 
 if TYPE_CHECKING:
     from .kernel import Kernel
@@ -86,7 +82,7 @@ def _load_q(k: Kernel, at: Cursor, tile: Tile) -> None:
     warpgroups = k.plan.warpgroups
     with cute.arch.elect_one():
         tiles.write(k, at, tile)
-        cute.arch.mbarrier_arrive_and_expect_tx(full, warpgroups * _bytes(k.sQ))
+        cute.arch.mbarrier_arrive_and_expect_tx(full, warpgroups * copies.stage_bytes(k.sQ))
     mQ = cute.domain_offset(
         ((0, tile.first_q), 0), k.maps.mQ[None, None, tile.key_head, _batch(k, tile.batch)]
     )
@@ -94,7 +90,7 @@ def _load_q(k: Kernel, at: Cursor, tile: Tile) -> None:
         position = tile.heads, tile.block * warpgroups + w
         gQ = cute.local_tile(mQ, (k.plan.box, k.plan.D), (position, 0))
         stage = k.sQ[None, None, at.stage * warpgroups + w]
-        _copy(k.maps.load_q, gQ, stage, full)
+        copies.copy(k.maps.load_q, gQ, stage, full)
 
 
 @cute.jit
@@ -102,7 +98,7 @@ def _load_k(k: Kernel, at: Cursor, block: Block) -> None:
     ring.wait_empty(k.load_k, at)
     full = k.load_k.full + at.stage
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(full, _bytes(k.sK))
+        cute.arch.mbarrier_arrive_and_expect_tx(full, copies.stage_bytes(k.sK))
     mK = cute.domain_offset((block.first_k, 0), k.maps.mK[None, None, block.key_head, _batch(k, block.batch)])
     gK = cute.local_tile(mK, (k.plan.keys, k.plan.D), (block.n, 0))
     _copy_share(k, k.maps.load_k, gK, k.sK[None, None, at.stage], full, k.plan.k_share)
@@ -119,10 +115,10 @@ def _load_v(k: Kernel, at: Cursor, end_at: Cursor, block: Block):
         # The next sequence's values follow. Their weights are 0, but 0 times infinity or NaN is not.
         arrived = k.sequence_end.full
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(arrived, _bytes(k.sV))
+            cute.arch.mbarrier_arrive_and_expect_tx(arrived, copies.stage_bytes(k.sV))
         _copy_share(k, k.maps.load_v, gV, stage, arrived, k.plan.v_share)
         ring.wait_full(k.sequence_end, end_at)
-        _zero_keys(stage, left)
+        copies.zero_keys(stage, left)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         with cute.arch.elect_one():
@@ -130,28 +126,16 @@ def _load_v(k: Kernel, at: Cursor, end_at: Cursor, block: Block):
         end_at = ring.after(end_at, 1)
     else:
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, _bytes(k.sV))
+            cute.arch.mbarrier_arrive_and_expect_tx(full, copies.stage_bytes(k.sV))
         _copy_share(k, k.maps.load_v, gV, stage, full, k.plan.v_share)
     return ring.after(at, k.plan.config.kv_stages), end_at
-
-
-@cute.jit
-def _zero_keys(values: cute.Tensor, first: Int32) -> None:
-    """Zero the keys from `first` on of a stage (Dv, keys), 16 bytes a lane."""
-    Dv, keys = values.shape
-    chunks = cute.size(Dv) // 8
-    zeros = cute.make_rmem_tensor((8, 1), values.element_type)
-    zeros.fill(0.0)
-    first = cutlass.max(first, 0)
-    for e in cutlass.range(cute.arch.lane_idx(), (cute.size(keys) - first) * chunks, WARP, unroll=1):
-        cute.autovec_copy(zeros, cute.local_tile(values, (8, 1), (e % chunks, first + e // chunks)))
 
 
 @cute.jit
 def _say_that_all_is_done(k: Kernel, at: Cursor) -> None:
     ring.wait_empty(k.load_q, at)
     with cute.arch.elect_one():
-        cute.arch.store(k.message + at.stage * MESSAGE, Int32(-1))
+        tiles.write_end(k, at)
         cute.arch.mbarrier_arrive(k.load_q.full + at.stage)
 
 
@@ -166,26 +150,14 @@ def _copy_share(
 ) -> None:
     """Each CTA of a cluster copies its share for all of them; it arrives at the barriers `full` of all."""
     if cutlass.const_expr(k.plan.ctas == 1):
-        _copy(atom, source, target, full)
+        copies.copy(atom, source, target, full)
     else:
         rank, everyone = k.pair.rank, Int16((1 << k.plan.ctas) - 1)
         at = (0, rank) if share[0] == cute.size(target, mode=[0]) else (rank, 0)
         part, place = (cute.local_tile(x, share, at) for x in (source, target))
-        _copy(atom, part, place, full, mcast_mask=everyone)
-
-
-@cute.jit
-def _copy(atom, source: cute.Tensor, target: cute.Tensor, full: cute.Pointer, **more) -> None:
-    s, g = cpasync.tma_partition(
-        atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(source, 0, 2)
-    )
-    cute.copy(atom, g, s, tma_bar_ptr=full, **more)
+        copies.copy(atom, part, place, full, mcast_mask=everyone)
 
 
 def _batch(k: Kernel, batch: Int32) -> Int32:
     """Packed sequences are a batch of one."""
     return Int32(0) if k.plan.features.varlen else batch
-
-
-def _bytes(staged: cute.Tensor) -> int:
-    return cute.size_in_bytes(staged.element_type, cute.select(staged.layout, mode=[0, 1]))

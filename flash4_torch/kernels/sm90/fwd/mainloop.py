@@ -14,15 +14,17 @@ from cutlass import Boolean, Float32, Int32
 
 from ...common import attn_mask, dropout, ring, scores, softmax
 from ...common import band as bands
+from ...common import forward_tile as tiles
 from ...common.band import Band
+from ...common.forward_tile import Blocks, Tile
 from ...common.fragment import wgmma_fragment
 from ...common.ring import Cursor, Ring
+from ...common.rounding import round_to
+from ...common.warps import GROUP, WARP, WARPS
 from .. import wgmma
-from ..warps import GROUP, LANES, WARP, WARP_ROWS, WARPS
-from . import tile as tiles
+from ..warps import LANES, WARP_ROWS
 from .epilogue import epilogue
 from .plan import TURN
-from .tile import Blocks, Tile
 
 if TYPE_CHECKING:
     from .kernel import Kernel
@@ -104,7 +106,7 @@ def _tiles(k: Kernel, t: Thread) -> None:
     """One tile after the other."""
     plan = k.plan
     q_at, k_at, v_at = ring.start(), ring.start(), ring.start()
-    tile = tiles.read(k, q_at)
+    tile = tiles.read(k, k.load_q, q_at)
     while tile.block >= 0:
         blocks = tiles.blocks_of(k, tile)
         work = _work(k, t, tile, blocks, _share(k, t, tile, blocks))
@@ -122,7 +124,7 @@ def _tiles(k: Kernel, t: Thread) -> None:
             k_at, v_at = _pass_both(k, t, work.share.after, k_at, v_at)
         epilogue(k, t, tile, q_at)
         q_at = ring.after(q_at, plan.config.q_stages)
-        tile = tiles.read(k, q_at)
+        tile = tiles.read(k, k.load_q, q_at)
 
 
 @cute.jit
@@ -134,7 +136,7 @@ def _tiles_overlapped(k: Kernel, t: Thread) -> None:
     """
     plan = k.plan
     q_at, k_at, v_at = ring.start(), ring.start(), ring.start()
-    tile = tiles.read(k, q_at)
+    tile = tiles.read(k, k.load_q, q_at)
     share = _share(k, t, tile, tiles.blocks_of(k, tile))
     if cutlass.const_expr(plan.features.varlen):
         # A CTA may draw no tile that has rows.
@@ -148,7 +150,7 @@ def _tiles_overlapped(k: Kernel, t: Thread) -> None:
         wgmma.wait(0)
         k_at, v_at = _blocks(k, t, work, q_at, k_at, v_at)
         own_q, q_at = q_at, ring.after(q_at, plan.config.q_stages)
-        next_tile = tiles.read(k, q_at)
+        next_tile = tiles.read(k, k.load_q, q_at)
         next_share = _share(k, t, next_tile, tiles.blocks_of(k, next_tile))
         if next_tile.block >= 0:
             k_at = _await_first_k(k, t, next_share, k_at)
@@ -354,7 +356,7 @@ def _mask_words(k: Kernel, work: Work, n: Int32):
 @cute.jit
 def _round_weights(k: Kernel, t: Thread, at: Cursor) -> None:
     """S becomes P, the next product's operand; `at` is where its V will be, and what dropout keeps of it."""
-    wgmma.round_to(t.S, t.P)
+    round_to(t.S, t.P)
     if cutlass.const_expr(k.plan.features.dropout):
         ring.wait_full(k.kept, at)
         own_warp = t.warpgroup * WARPS + t.index // WARP

@@ -25,10 +25,9 @@ from ...common.exponent import Exponent
 from ...common.host import NUMERIC
 from ...common.mask_tables import MaskPlan
 from ...common.softmax import Method
-from ..warps import GROUP, LANES, ROWS, WARP_ROWS, WARPS, registers_suffice
+from ...common.warps import GROUP, WARPS, registers_suffice
+from ..warps import LANES, ROWS, WARP_ROWS
 
-MESSAGE = 8
-"""Words that describe a tile to the consumers."""
 TURN = 1
 """The first of the named barriers by which warpgroups take turns."""
 DONE = 8

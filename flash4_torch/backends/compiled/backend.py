@@ -1,0 +1,281 @@
+"""The backend: which calls it serves, and how it launches kernels for them."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from functools import cache, lru_cache
+
+import torch
+from torch import Tensor
+
+from ... import env
+from ...kernels.common import mask_tables
+from ...kernels.common.mask_tables import MaskPlan
+from ...problem import Inputs, Problem, Saved
+from .. import tickets
+from ..base import BackwardLaunch, Grads, Launch, Results
+from . import backward, forward
+from .backward import Kernels
+from .forward import Kernel
+from .rule import FARTHEST, mask_dtype
+from .targets import MASK_BLOCKS, Find, Target
+from .tensors import cut, is_empty, is_readable, lengths, readable
+
+_DTYPES = (torch.bfloat16, torch.float16)
+_MASK_DTYPES = ("", "bool", "bfloat16", "float16", "float32")
+_MOST_TILES = (1 << 31) - 1
+_TO_RUN = {"tvm_ffi": "apache-tvm-ffi"}
+_TO_COMPILE = {**_TO_RUN, "nvidia_cutlass_dsl": "nvidia-cutlass-dsl"}
+
+
+class Compiled:
+    """Serves the GPUs of its targets."""
+
+    def __init__(self, name: str, *targets: Target):
+        self.name = name
+        self._targets = {target.capability: target for target in targets}
+
+    def why_not(self, problem: Problem) -> list[str]:
+        spec = problem.spec
+        if spec.device != "cuda":
+            return [f"the tensors are on {spec.device}, and it serves cuda"]
+        why = []
+        target = self._targets.get(spec.capability)
+        if target is None:
+            served = " and ".join(map(str, self._targets))
+            why.append(f"the GPU's compute capability is {spec.capability}, and it serves {served}")
+        if missing := _missing(exported=bool(env.AOT_DIR.get())):
+            why.append(f"{' and '.join(missing)} must be installed (pip install 'flash4_torch[kernels]')")
+        return [*why, *limits(target or next(iter(self._targets.values())), problem)]
+
+    def forward(self, inputs: Inputs, problem: Problem) -> Results:
+        q, k, v = (readable(x) for x in inputs[:3])
+        out, lse = _results(q, v)
+        if is_empty(inputs, problem):
+            return cut(out.zero_(), problem.spec.Dv), lse.fill_(-math.inf)
+        index = q.get_device()
+        kernel = self.kernel(problem, index)
+        mask = inputs.attn_mask
+        if mask is not None:
+            mask = mask.expand(*mask.shape[:3], problem.extent.Sk)
+        kernel.function(
+            q,
+            k,
+            v,
+            out,
+            lse,
+            self.counter(index),
+            lengths(inputs.cu_seqlens_q),
+            lengths(inputs.cu_seqlens_k),
+            self._mask_args(problem, mask, forward.mask_plan(mask_dtype(problem), kernel.config)),
+            inputs.rng_state,
+            kernel.rule,
+        )
+        return cut(out, problem.spec.Dv), lse
+
+    def backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> Grads:
+        q, k, v, out, dout = (readable(x) for x in (*inputs[:3], saved.out, saved.dout))
+        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+        mask = inputs.attn_mask
+        dmask = None
+        if mask is not None and saved.mask_grad:
+            dmask = mask.new_zeros(mask.shape, dtype=torch.float32)
+        if is_empty(inputs, problem):
+            for grad in (dq, dk, dv):
+                grad.zero_()
+        else:
+            index = q.get_device()
+            kernels = self.backward_kernels(problem, index)
+            ends_q, ends_k = lengths(inputs.cu_seqlens_q), lengths(inputs.cu_seqlens_k)
+            if mask is not None:
+                mask = backward.turned(mask, problem.extent.Sq)
+            sizes = backward.sizes_of(q, ends_q, kernels.blocks)
+            stats, dq_acc, turns = backward.workspaces(q, sizes, problem.spec.deterministic)
+            dlse = None if saved.dlse is None else saved.dlse.contiguous()
+            kernels.before(out, dout, saved.lse.contiguous(), dlse, stats, dq_acc, turns, ends_q)
+            kernels.main(
+                q,
+                k,
+                v,
+                dout,
+                stats,
+                dq_acc,
+                dk,
+                dv,
+                self.counter(index),
+                turns,
+                ends_q,
+                ends_k,
+                self._mask_args(problem, mask, backward.mask_plan(mask_dtype(problem), kernels.config)),
+                None if dmask is None else dmask.transpose(2, 3),
+                inputs.rng_state,
+                kernels.rule,
+            )
+            kernels.behind(dq_acc, dq, ends_q, problem.scale)
+        D, Dv = problem.spec.D, problem.spec.Dv
+        if dmask is not None and mask is not None:
+            dmask = dmask.to(mask.dtype)
+        return cut(dq, D), cut(dk, D), cut(dv, Dv), dmask
+
+    def prepare(self, inputs: Inputs, problem: Problem) -> Launch | None:
+        """`forward` for dense tensors alone, of these sizes and strides, that need no copy."""
+        if not _is_alone(problem) or is_empty(inputs, problem) or not all(map(is_readable, inputs[:3])):
+            return None
+        import tvm_ffi
+
+        spec = problem.spec
+        B, Sq, _, Hq, _ = problem.extent
+        shape, lse_shape = (B, Sq, Hq, spec.Dv), (B, Hq, Sq)
+        strides, lse_strides = _strides(shape), _strides(lse_shape)
+        index, dtype, float32 = inputs.q.get_device(), spec.dtype, torch.float32
+        function, _, numbers = self.kernel(problem, index)
+        # A tuple would be converted anew at every launch.
+        rule = tvm_ffi.convert(numbers)
+        counter, current_device = tickets.counter, tickets.current_device
+        # Torch's compiled graphs allocate so: past the dispatcher, on the current device.
+        empty = getattr(torch._C._dynamo.guards, f"_empty_strided_{spec.device}")
+
+        def launch(q: Tensor, k: Tensor, v: Tensor) -> Results:
+            if current_device() != index:
+                with torch.cuda.device(index):
+                    return launch(q, k, v)
+            out, lse = empty(shape, strides, dtype), empty(lse_shape, lse_strides, float32)
+            function(q, k, v, out, lse, counter(index), None, None, None, None, rule)
+            return out, lse
+
+        return launch
+
+    def prepare_backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> BackwardLaunch | None:
+        """`backward` for what `prepare` prepares the forward for, without a gradient of lse.
+
+        Only dout may need a copy: sums have expanded gradients.
+        """
+        read = (*inputs[:3], saved.out)
+        if not _is_alone(problem) or problem.spec.dlse or is_empty(inputs, problem):
+            return None
+        if not all(map(is_readable, read)) or not saved.lse.is_contiguous():
+            return None
+        import tvm_ffi
+
+        spec, scale = problem.spec, problem.scale
+        index, dtype, float32, int32 = inputs.q.get_device(), spec.dtype, torch.float32, torch.int32
+        before, main, behind, _, numbers, blocks = self.backward_kernels(problem, index)
+        rule = tvm_ffi.convert(numbers)
+        q_shape, k_shape, v_shape = (tuple(x.shape) for x in inputs[:3])
+        q_strides, k_strides, v_strides = (_strides(shape) for shape in (q_shape, k_shape, v_shape))
+        stats_shape, sums_shape, turns_shape = backward.sizes_of(inputs.q, None, blocks)
+        stats_strides, sums_strides = _strides(stats_shape), _strides(sums_shape)
+        turns_strides, in_turns = _strides(turns_shape), spec.deterministic
+        copied = not is_readable(saved.dout)
+        counter, current_device = tickets.counter, tickets.current_device
+        empty = getattr(torch._C._dynamo.guards, f"_empty_strided_{spec.device}")
+
+        def launch(
+            dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            if current_device() != index:
+                with torch.cuda.device(index):
+                    return launch(dout, q, k, v, out, lse)
+            if copied:
+                dout = readable(dout)
+            stats = empty(stats_shape, stats_strides, float32)
+            sums = empty(sums_shape, sums_strides, float32)
+            turns = empty(turns_shape, turns_strides, int32) if in_turns else None
+            before(out, dout, lse, None, stats, sums, turns, None)
+            dk, dv = empty(k_shape, k_strides, dtype), empty(v_shape, v_strides, dtype)
+            ticket = counter(index)
+            main(q, k, v, dout, stats, sums, dk, dv, ticket, turns, None, None, None, None, None, rule)
+            dq = empty(q_shape, q_strides, dtype)
+            behind(sums, dq, None, scale)
+            return dq, dk, dv
+
+        return launch
+
+    def _mask_args(
+        self, problem: Problem, mask: Tensor | None, plan: MaskPlan
+    ) -> tuple[Tensor, Tensor] | None:
+        """The mask, and the tables that a kernel before ours makes of it."""
+        if mask is None:
+            return None
+        tables = mask.new_empty(mask_tables.place(plan, *mask.shape).words, dtype=torch.int32)
+        self.find(problem)(MASK_BLOCKS, (plan,))(mask, tables)
+        return mask, tables
+
+    # What the emulator has another of.
+
+    def target(self, problem: Problem) -> Target:
+        """What the problem's GPU is."""
+        return self._targets[problem.spec.capability]
+
+    def find(self, problem: Problem) -> Find:
+        """Where compiled kernels are had."""
+        return self.target(problem).find
+
+    def kernel(self, problem: Problem, index: int) -> Kernel:
+        """The kernel that serves the problem on device `index`."""
+        return _kernel(self.target(problem), problem, index)
+
+    def backward_kernels(self, problem: Problem, index: int) -> Kernels:
+        return _backward_kernels(self.target(problem), problem, index)
+
+    def counter(self, index: int) -> Tensor:
+        """A launch's counter of tiles, int32 (1,) and 0."""
+        return tickets.counter(index)
+
+
+@lru_cache(maxsize=1024)
+def limits(target: Target, problem: Problem) -> tuple[str, ...]:
+    """Why the target's kernels cannot serve the problem, wherever it is."""
+    spec, extent = problem.spec, problem.extent
+    why = []
+    if spec.dtype not in _DTYPES:
+        why.append(f"the dtype is {spec.dtype}, and it serves bfloat16 and float16")
+    why += (backward if spec.backward else forward).limits(target, problem)
+    if mask_dtype(problem) not in _MASK_DTYPES:
+        why.append(f"attn_mask is {mask_dtype(problem)}, and it takes bool and up to float32")
+    blocks = max(extent.Sq, extent.Sk if spec.backward else 0) // 64 + 1
+    if max(extent) > FARTHEST or extent.B * extent.Hq * blocks > _MOST_TILES:
+        why.append(f"the sizes are {tuple(extent)}, and it counts positions and tiles in 32 bits")
+    return tuple(why)
+
+
+@cache
+def _missing(exported: bool) -> list[str]:
+    """Packages that are needed and not installed; kernels that were exported need no compiler."""
+    needed = _TO_RUN if exported else _TO_COMPILE
+    return [package for module, package in needed.items() if not importlib.util.find_spec(module)]
+
+
+def _is_alone(problem: Problem) -> bool:
+    """Whether q, k and v are all the tensors of the call."""
+    spec = problem.spec
+    return not (spec.varlen or spec.mask or spec.dropout)
+
+
+def _results(q: Tensor, v: Tensor) -> Results:
+    """Room for out and lse."""
+    *batch, Sq, Hq, _ = q.shape
+    out = q.new_empty(*batch, Sq, Hq, v.shape[-1])
+    return out, q.new_empty(*batch, Hq, Sq, dtype=torch.float32)
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+@lru_cache(maxsize=1024)
+def _kernel(target: Target, problem: Problem, index: int) -> Kernel:
+    return forward.decide(target, problem, multiprocessors(index), target.find)
+
+
+@lru_cache(maxsize=1024)
+def _backward_kernels(target: Target, problem: Problem, index: int) -> Kernels:
+    return backward.decide(target, problem, multiprocessors(index), target.find)
+
+
+@cache
+def multiprocessors(index: int) -> int:
+    """Of CUDA device `index`."""
+    return torch.cuda.get_device_properties(index).multi_processor_count

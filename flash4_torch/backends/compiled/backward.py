@@ -1,0 +1,165 @@
+"""The backward: which three kernels serve a call, what they are told, and where they put their sums.
+
+The first makes two numbers of each query row and clears the sums of dQ, the second adds to these and writes
+dK and dV, the third rounds dQ.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import compile
+from ...configs.types import Features
+from ...kernels.common.dq_blocks import sums_of
+from ...kernels.common.mask_tables import MaskPlan
+from ...kernels.common.row_blocks import PostprocessPlan, PreprocessPlan, RowBlocks
+from ...problem import Problem
+from . import forward
+from .rule import Rule, heads_in_section, rule
+from .targets import POSTPROCESS, PREPROCESS, BackwardConfig, Find, Target
+
+_MOST_IN_SECTION = 32
+"""Key heads, before sections are made even."""
+
+
+_IN_ORDER, _IN_ORDER_IF_BOUNDED = 16, 32
+"""Key heads in a section of the deterministic backward: at S 4k, of 16, 32 and 64 the fastest."""
+
+
+class Kernels(NamedTuple):
+    """The compiled kernels, and what they are told besides tensors."""
+
+    before: compile.Function
+    main: compile.Function
+    behind: compile.Function
+    config: BackwardConfig
+    rule: Rule
+    blocks: RowBlocks
+
+
+class Sizes(NamedTuple):
+    """Of the workspaces."""
+
+    stats: tuple[int, ...]
+    """float32"""
+    dq_acc: tuple[int, ...]
+    """float32"""
+    turns: tuple[int, ...]
+    """int32"""
+
+
+class Workspaces(NamedTuple):
+    stats: Tensor
+    dq_acc: Tensor
+    turns: Tensor | None
+
+
+def limits(target: Target, problem: Problem) -> list[str]:
+    """Why the target's table, or any kernel, has none for the problem."""
+    spec = problem.spec
+    why = target.backward_configs.limits(features_of(problem)._replace(D=spec.D, Dv=spec.Dv))
+    if spec.deterministic and spec.dmask and _mask_broadcasts(problem):
+        why.append("it sums up the gradient of a broadcast attn_mask in any order")
+    return why
+
+
+def _mask_broadcasts(problem: Problem) -> bool:
+    B, Sq, Sk, Hq, _ = problem.extent
+    flags = problem.spec.mask.partition(":")[2]
+    return any(flag == "1" and n > 1 for flag, n in zip(flags, (B, Hq, Sq, Sk), strict=True))
+
+
+def decide(target: Target, problem: Problem, multiprocessors: int, find: Find) -> Kernels:
+    features, config = features_of(problem), config_of(target, problem)
+    before, behind = row_plans(features, config, dlse=problem.spec.dlse)
+    return Kernels(
+        find(PREPROCESS, (before,)),
+        find(target.backward, (features, config)),
+        find(POSTPROCESS, (behind,)),
+        config,
+        rule_of(target, problem, config, multiprocessors),
+        before.blocks,
+    )
+
+
+def row_plans(
+    features: Features, config: BackwardConfig, *, dlse: bool
+) -> tuple[PreprocessPlan, PostprocessPlan]:
+    """Of the kernels before and behind the main one."""
+    f = features
+    blocks = RowBlocks.of(sums_of(f.D, config))
+    before = PreprocessPlan(f.dtype, f.Dv, blocks, f.varlen, dlse, f.deterministic, config.by_lanes)
+    return before, PostprocessPlan(f.dtype, f.D, blocks, f.varlen)
+
+
+def features_of(problem: Problem) -> Features:
+    spec = problem.spec
+    return forward.features_of(problem)._replace(deterministic=spec.deterministic, dmask=spec.dmask)
+
+
+def config_of(target: Target, problem: Problem) -> BackwardConfig:
+    end_hidden = problem.band.right is not None and problem.band.right <= 0
+    return target.backward_configs.backward(features_of(problem), problem.extent.Sk, end_hidden)
+
+
+def rule_of(target: Target, problem: Problem, config: BackwardConfig, multiprocessors: int) -> Rule:
+    section = _section(target, problem, config, multiprocessors)
+    return rule(problem, problem.extent.Sk, section, multiprocessors)
+
+
+def _section(target: Target, problem: Problem, config: BackwardConfig, multiprocessors: int) -> int:
+    """How many key heads take turns: long tiles come first while their rows and sums stay in the cache."""
+    spec, extent = problem.spec, problem.extent
+    features = features_of(problem)
+    bounded = features.left or features.right
+    if spec.deterministic:
+        # Tiles of one head wait for each other: the more heads, the fewer of them run at a time.
+        return min(_IN_ORDER_IF_BOUNDED if bounded else _IN_ORDER, extent.B * extent.Hk)
+    if not bounded:
+        return 1
+    row = (spec.D + spec.Dv) * spec.dtype.itemsize + spec.D * torch.float32.itemsize
+    tiles = -(-extent.Sk // config.ticket_keys)
+    heads = extent.B * extent.Hk
+    each = spec.group * extent.Sq * row
+    return heads_in_section(heads, each, target.l2_bytes, tiles, _MOST_IN_SECTION, multiprocessors)
+
+
+def mask_plan(dtype: str, config: BackwardConfig) -> MaskPlan:
+    """How a transposed mask, whose rows are keys, is cut into blocks."""
+    return MaskPlan(dtype, config.ticket_keys, config.queries)
+
+
+def turned(mask: Tensor, Sq: int) -> Tensor:
+    """The mask with keys as rows, and with all queries.
+
+    Copied where that makes queries neighbours, which are loaded together.
+    """
+    x = mask.transpose(2, 3)
+    if x.shape[3] > 1 and x.stride(3) != 1:
+        return x.contiguous()
+    return x.expand(*x.shape[:3], Sq)
+
+
+def sizes_of(q: Tensor, cu_seqlens_q: Tensor | None, blocks: RowBlocks) -> Sizes:
+    """For q (B, Sq, Hq, D), or (T, Hq, D) and its lengths."""
+    if cu_seqlens_q is None:
+        B, Sq, Hq, _ = q.shape
+        heads: tuple[int, ...] = (B, Hq)
+        count = blocks.count(Sq)
+    else:
+        T, Hq, _ = q.shape
+        heads = (Hq,)
+        count = blocks.packed_count(T, len(cu_seqlens_q) - 1)
+    return Sizes((2, *heads, count * blocks.queries), (*heads, count, blocks.floats), (*heads, count))
+
+
+def workspaces(q: Tensor, sizes: Sizes, deterministic: bool) -> Workspaces:
+    """Allocated, not filled."""
+    return Workspaces(
+        q.new_empty(sizes.stats, dtype=torch.float32),
+        q.new_empty(sizes.dq_acc, dtype=torch.float32),
+        q.new_empty(sizes.turns, dtype=torch.int32) if deterministic else None,
+    )

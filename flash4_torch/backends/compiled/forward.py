@@ -1,0 +1,93 @@
+"""The forward: which kernel serves a call, and what it is told besides tensors."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ... import compile
+from ...configs.types import Features
+from ...kernels.common.mask_tables import MaskPlan
+from ...problem import Problem
+from .rule import Rule, dtype_name, heads_in_section, mask_dtype, rule
+from .targets import Find, ForwardConfig, Target
+from .tensors import filled_up
+
+_LONG = 8192
+"""Keys."""
+_MOST_IN_SECTION = 32
+"""Packs of heads, before sections are made even."""
+
+
+class Kernel(NamedTuple):
+    """A compiled kernel, and what it is told besides tensors."""
+
+    function: compile.Function
+    config: ForwardConfig
+    rule: Rule
+
+
+def decide(target: Target, problem: Problem, multiprocessors: int, find: Find) -> Kernel:
+    features, config = features_of(problem), config_of(target, problem)
+    function = find(target.forward, (features, config))
+    return Kernel(function, config, rule_of(target, problem, config, multiprocessors))
+
+
+def limits(target: Target, problem: Problem) -> list[str]:
+    """Why the target's table has no kernel for the problem."""
+    spec = problem.spec
+    return target.forward_configs.limits(features_of(problem)._replace(D=spec.D, Dv=spec.Dv))
+
+
+def features_of(problem: Problem) -> Features:
+    """What the kernel has to compute; a bound that hides nothing is none."""
+    spec, band, extent = problem.spec, problem.band, problem.extent
+    mask = mask_dtype(problem)
+    return Features(
+        dtype=dtype_name(spec.dtype),
+        D=filled_up(spec.D),
+        Dv=filled_up(spec.Dv),
+        varlen=spec.varlen,
+        left=band.left is not None and band.left < extent.Sk - 1,
+        right=band.right is not None and band.right < extent.Sq - 1,
+        softcap=spec.softcap,
+        scaled=spec.softcap or mask not in ("", "bool") or problem.scale <= 0.0,
+        mask=mask,
+        dropout=spec.dropout,
+    )
+
+
+def mask_plan(dtype: str, config: ForwardConfig) -> MaskPlan:
+    """How a mask of that dtype is cut into blocks: as the config's tiles are."""
+    return MaskPlan(dtype, config.queries, config.keys, config.pack)
+
+
+def config_of(target: Target, problem: Problem) -> ForwardConfig:
+    band, extent = problem.band, problem.extent
+    seen = None
+    if band.left is not None and band.right is not None:
+        seen = max(band.left + band.right + 1, 1)
+    end_hidden = band.right is not None and band.right <= 0
+    return target.forward_configs.forward(
+        features_of(problem), extent.Sq, extent.Sk, problem.spec.group, seen, end_hidden
+    )
+
+
+def rule_of(target: Target, problem: Problem, config: ForwardConfig, multiprocessors: int) -> Rule:
+    section = _section(target, problem, config, multiprocessors)
+    return rule(problem, problem.extent.Sq, section, multiprocessors)
+
+
+def _section(target: Target, problem: Problem, config: ForwardConfig, multiprocessors: int) -> int:
+    """How many packs of heads take turns: long tiles come first while their K and V stay in the cache.
+
+    Without a bound to the right all tiles are equally long, and heads follow one another. Long key heads do
+    so by twos: where all multiprocessors read the same K and V, D 64 is now and then slower by a tenth.
+    """
+    spec, extent = problem.spec, problem.extent
+    packs = -(-spec.group // config.pack)
+    if not features_of(problem).right:
+        return 1 if extent.Sk <= _LONG else 2 * packs
+    each = extent.Sk * (spec.D + spec.Dv) * spec.dtype.itemsize
+    tiles = packs * -(-extent.Sq // config.queries)
+    most, heads = max(_MOST_IN_SECTION // packs, 1), extent.B * extent.Hk
+    return heads_in_section(heads, each, target.l2_bytes, tiles, most, multiprocessors) * packs

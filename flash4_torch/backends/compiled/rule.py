@@ -1,0 +1,64 @@
+"""What all kernels are told alike."""
+
+from __future__ import annotations
+
+import torch
+
+from ...problem import Problem
+from ...reference.dropout import thresholds
+
+FARTHEST = 1 << 30
+"""The kernels' largest position and bound: sums of two stay within 32 bits."""
+_TILES_IN_SECTION = 4
+"""For each multiprocessor; with fewer, some would idle where one section of heads ends."""
+
+Rule = tuple[float, float, int, int, int, int, int, int, int, float]
+"""The fields of `kernels.common.args.Rule` and of `BackwardRule`: scale, softcap, left, right, longest Sq (or
+Sk), heads in a section, multiprocessors, drop byte, drop fraction, keep scale."""
+
+
+def rule(problem: Problem, longest: int, section: int, multiprocessors: int) -> Rule:
+    left, right = (0 if b is None else max(-FARTHEST, min(b, FARTHEST)) for b in problem.band)
+    drop_byte, drop_fraction = thresholds(problem.dropout_p)
+    keep_scale = 0.0 if problem.dropout_p >= 1.0 else 1.0 / (1.0 - problem.dropout_p)
+    return (
+        problem.scale,
+        problem.softcap,
+        left,
+        right,
+        longest,
+        section,
+        multiprocessors,
+        drop_byte,
+        drop_fraction,
+        keep_scale,
+    )
+
+
+def heads_in_section(heads: int, each: int, cached: int, tiles: int, most: int, multiprocessors: int) -> int:
+    """How many of the heads take turns, so that long tiles come first while what they share stays cached.
+
+    Args:
+        heads: key heads of all batch entries.
+        each: bytes that the tiles of one share.
+        cached: bytes that stay in the L2 cache.
+        tiles: of one.
+        most: before sections are made even.
+        multiprocessors: of the GPU.
+    """
+    enough = -(-_TILES_IN_SECTION * multiprocessors // tiles)
+    return evenly(heads, min(max(cached // each, enough), most, heads))
+
+
+def evenly(heads: int, wanted: int) -> int:
+    """A section's heads near those wanted, such that the last section is not much smaller than the others."""
+    near = range(-(-wanted * 3 // 4), min(wanted * 3 // 2, heads) + 1)
+    return min(near, key=lambda n: (-heads % n / n, abs(n - wanted)))
+
+
+def mask_dtype(problem: Problem) -> str:
+    return problem.spec.mask.partition(":")[0]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,87 @@
+"""Who is weighed: attention by our kernels and by flash-attn-4's, run in the emulator, launch by launch."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+
+from .. import api, env
+from ..testing.emulate import Device, Options, device
+from .cells import Cell
+from .pretend import flash_attn_4
+from .weights import Weight, weigh
+
+Attend = Callable[[Cell, str], list[Weight]]
+"""What the launches of a cell weigh, in one direction. Raises LookupError, or BackendError, where there is no
+kernel for it that uses the tensor cores."""
+
+OURS, UPSTREAM = "flash4", "fa4"
+
+
+@contextmanager
+def ours(arch: str) -> Iterator[Attend]:
+    """The kernels that dispatch chooses on a GPU of that architecture."""
+    before = env.change({env.BACKEND.name: "emulator", env.ARCH.name: arch})
+    try:
+        with device(arch, races=False) as emulated:
+
+            def attend(cell: Cell, direction: str) -> list[Weight]:
+                emulated.reports.clear()  # of a call that failed
+                q, k, v, dout = (x.requires_grad_() for x in cell.inputs("cpu"))
+                out = api.attention(q, k, v, causal=cell.causal, deterministic=False)
+                weights = _taken(emulated)
+                if direction == "forward":
+                    return weights
+                out.backward(dout.detach())
+                return _taken(emulated)
+
+            yield attend
+    finally:
+        env.change(before)
+
+
+@contextmanager
+def upstream(arch: str) -> Iterator[Attend]:
+    """flash-attn-4's kernels, as it chooses them."""
+    emulated = Device(arch, Options(races=False))
+    with flash_attn_4(emulated.launch, arch) as interface:
+
+        def attend(cell: Cell, direction: str) -> list[Weight]:
+            emulated.reports.clear()
+            q, k, v, dout = cell.inputs("cpu")
+            out, lse, *_ = interface._flash_attn_fwd(q, k, v, causal=cell.causal, return_lse=True)
+            weights = _taken(emulated)
+            if direction == "forward":
+                return weights
+            interface._flash_attn_bwd(q, k, v, out, dout, lse, causal=cell.causal)
+            return _taken(emulated)
+
+        yield attend
+
+
+CONTENDERS: Mapping[str, Callable[[str], AbstractContextManager[Attend]]] = {
+    OURS: ours,
+    UPSTREAM: upstream,
+}
+
+
+def installed() -> set[str]:
+    """The contenders that this machine has."""
+    return {OURS} | ({UPSTREAM} if _has_flash_attn_4() else set())
+
+
+def _has_flash_attn_4() -> bool:
+    try:
+        return importlib.util.find_spec("flash_attn.cute") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _taken(emulated: Device) -> list[Weight]:
+    """The launches since the last time. Raises where none of them used the tensor cores."""
+    weights = [weigh(report) for report in emulated.reports]
+    emulated.reports.clear()
+    if not any(weight.mma_flops for weight in weights):
+        raise LookupError(f"no kernel for the tensor cores of {emulated.arch} serves this")
+    return weights

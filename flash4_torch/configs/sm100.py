@@ -1,0 +1,129 @@
+"""The Blackwell forward kernel's tiles: which to take for which call, and why.
+
+`TABLE` is read from the top: the first row that admits the call serves it. Nothing here was ever timed: there
+was no Blackwell to time it on. Rows are chosen by what shared and tensor memory hold, by what a tile costs in
+the units of a multiprocessor, and by the constants with which FlashAttention-4 was tuned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from .packing import best_pack, cover, may_pack, possible_packs
+from .types import SHARED_MEMORY, Features, Sm100Forward, tile_dim
+
+MAX_D = 256
+
+
+class Row(NamedTuple):
+    """Head sizes up to (D, Dv); None: whatever the call has."""
+
+    D: int
+    Dv: int
+    rows: int | None
+    """Up to so many query rows that share keys: Sq, times the heads of a group where these are packed."""
+    right: bool | None
+    """Whether the band is bounded to the right, as it is for causal calls."""
+    config: Sm100Forward
+    why: str
+
+    def admits(self, features: Features, rows: int) -> bool:
+        return self.admits_features(features) and (self.rows is None or rows <= self.rows)
+
+    def admits_features(self, features: Features) -> bool:
+        return (
+            features.D <= self.D
+            and features.Dv <= self.Dv
+            and self.right in (None, features.right)
+            and fits(features, self.config)
+        )
+
+
+# fmt: off
+_Tiles = Sm100Forward
+TABLE = (
+    # D   Dv   rows  right
+    Row(64, 64, 128, None, _Tiles(1, 8), "never timed: rows of a second tile would be empty"),
+    Row(64, 64, None, None, _Tiles(2, 8),
+        "never timed: four blocks ahead; of 32 exponentials 4 by the polynomial, as FlashAttention-4"),
+
+    Row(96, 96, 128, None, _Tiles(1, 6), "never timed, as for 64"),
+    Row(96, 96, None, None, _Tiles(2, 5), "never timed: the most stages"),
+
+    Row(128, 128, 128, None, _Tiles(1, 4), "never timed, as for 64"),
+    Row(128, 128, None, False, _Tiles(2, 3, polynomial=6),
+        "never timed: the most stages beside two tiles of Q and O; exponentials as FlashAttention-4"),
+    Row(128, 128, None, True, _Tiles(2, 3), "never timed, as full ones"),
+
+    Row(192, 128, 128, None, _Tiles(1, 3), "never timed, as for 64"),
+    Row(192, 128, None, False, _Tiles(2, 2, polynomial=6, o_over_q=True),
+        "never timed: the most stages beside two tiles of Q"),
+    Row(192, 128, None, True, _Tiles(2, 2, polynomial=2, o_over_q=True), "never timed, as full ones"),
+
+    Row(256, 256, None, None, _Tiles(1, 2, polynomial=6, o_over_q=True),
+        "never timed: a second tile has no room for its O in tensor memory"),
+    Row(256, 256, None, None, _Tiles(1, 1), "never timed: Dv > D, so that O has to have a place of its own"),
+)
+# fmt: on
+
+
+def forward(
+    features: Features,
+    Sq: int,
+    Sk: int,
+    group: int = 1,
+    seen: int | None = None,
+    end_hidden: bool = False,
+) -> Sm100Forward:
+    """The config of a call.
+
+    Args:
+        features: what the kernel computes.
+        Sq: query positions; of the longest sequence if varlen, like Sk.
+        Sk: key positions.
+        group: query heads of each key head.
+        seen: how many keys a row sees at most, by its window. Default: Sk.
+        end_hidden: whether the band hides everything beyond the last key, as for causal calls.
+    """
+    rows = Sq * cover(group) if may_pack(features) else Sq
+    config = next(row for row in TABLE if row.admits(features, rows)).config
+    tail = not (end_hidden and features.right) and (features.varlen or Sk % config.keys != 0)
+    return config._replace(tail=tail, pack=best_pack(features, config.rows, Sq, group))
+
+
+def limits(features: Features) -> list[str]:
+    """Why no row serves the features, whose head sizes may be any."""
+    why = []
+    if not any(row.admits_features(features) for row in TABLE):
+        why.append(f"D is {features.D} and Dv is {features.Dv}, and it serves up to {MAX_D}")
+    return why
+
+
+def reachable(features: Features, group: int | None = None) -> tuple[Sm100Forward, ...]:
+    """Every config that `forward` returns for some sizes; with `group`, for that many heads a key head."""
+    tails = [False, True] if features.right or not features.varlen else [True]
+    found = {
+        row.config._replace(tail=tail, pack=pack): None
+        for row in _rows_until_one_admits_all(features)
+        for tail in tails
+        for pack in possible_packs(features, group)
+    }
+    return tuple(found)
+
+
+def _rows_until_one_admits_all(features: Features) -> Iterator[Row]:
+    for row in TABLE:
+        if row.admits_features(features):
+            yield row
+            if row.rows is None:
+                return
+
+
+def fits(features: Features, config: Sm100Forward) -> bool:
+    """Whether shared memory has room for it, tensor memory for O, and Q's place for O."""
+    return (
+        config.shared_memory(features) <= SHARED_MEMORY
+        and config.tensor_memory(features) <= 512
+        and (not config.o_over_q or tile_dim(features.Dv) <= tile_dim(features.D))
+    )

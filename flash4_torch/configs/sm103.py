@@ -1,0 +1,33 @@
+"""The forward's tiles on Blackwell Ultra: those of `configs.sm100`, without the polynomial.
+
+Its exponential unit is twice as fast, and no longer what a tile waits for. Never timed either.
+"""
+
+from __future__ import annotations
+
+from . import sm100
+from .sm100 import limits
+from .types import Features, Sm100Forward
+
+__all__ = ["forward", "limits", "reachable"]
+
+
+def forward(
+    features: Features,
+    Sq: int,
+    Sk: int,
+    group: int = 1,
+    seen: int | None = None,
+    end_hidden: bool = False,
+) -> Sm100Forward:
+    """The config of a call: see `configs.sm100.forward`."""
+    return _exact(sm100.forward(features, Sq, Sk, group, seen, end_hidden))
+
+
+def reachable(features: Features, group: int | None = None) -> tuple[Sm100Forward, ...]:
+    """Every config that `forward` returns for some sizes; with `group`, for that many heads a key head."""
+    return tuple(dict.fromkeys(map(_exact, sm100.reachable(features, group))))
+
+
+def _exact(config: Sm100Forward) -> Sm100Forward:
+    return config._replace(polynomial=0)

@@ -1,0 +1,46 @@
+"""What the hosts of backward kernels do alike: maps of the copy engine, and compiling for any sizes.
+
+`plan` is what a kernel is compiled for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+
+from . import host
+from .args import example_rule
+from .attn_mask import example_args
+
+
+def map_of(op: Any, tensor: cute.Tensor, layout: cute.ComposedLayout, rows: int, columns: int) -> tuple:
+    """A copy atom, and the tensor as it takes it, for rows of a stage, `columns` of each."""
+    stage, tiler = cute.select(layout, mode=[0, 1]), (rows, columns)
+    if tiler != tuple(cute.size(stage, mode=[i]) for i in range(2)):
+        stage = cute.get(cute.zipped_divide(stage, tiler), mode=[0])
+    return tuple(cpasync.make_tiled_tma_atom(op, tensor, stage, tiler))[:2]
+
+
+def compile_for_any(backward: Any, plan: Any, floats: int) -> Any:
+    """`backward` compiled for any sizes and strides; `floats`: of a block's sums of dQ."""
+    features = plan.features
+    packed = 1 if features.varlen else 2
+    q, k, v, dout, dk, dv = (
+        host.rows(plan.dtype, (*host.any_sizes(packed + 1), D))
+        for D in (features.D, features.D, features.Dv, features.Dv, features.D, features.Dv)
+    )
+    stats = host.rows(Float32, (2, *host.any_sizes(packed), cute.sym_int(divisibility=plan.queries)))
+    dq_acc = host.rows(Float32, (*host.any_sizes(packed + 1), floats))
+    tickets = host.compact(Int32, (1,))
+    cu_seqlens = host.compact(Int32, host.any_sizes(1)) if features.varlen else None
+    turns = host.compact(Int32, host.any_sizes(packed + 1)) if features.deterministic else None
+    mask = example_args(plan.mask) if features.mask else None
+    dmask = host.strided(Float32, 4) if features.dmask else None
+    rng_state = host.compact(Int64, (2,)) if features.dropout else None
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    workspaces = (stats, dq_acc, dk, dv, tickets, turns)
+    tensors = (q, k, v, dout, *workspaces, cu_seqlens, cu_seqlens, mask, dmask, rng_state)
+    return cute.compile(backward, *tensors, example_rule(), plan, stream, options="--enable-tvm-ffi")

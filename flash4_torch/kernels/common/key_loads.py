@@ -1,0 +1,107 @@
+"""What loading warps of the backward do alike: a packed sequence's end, lse and delta, and the last message.
+
+`k` is what every role of a kernel may use.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+
+from . import key_tiles as tiles
+from . import ring
+from .key_tiles import MESSAGE, Tile
+from .ring import Cursor, Ring
+from .warps import WARP
+
+
+@cute.jit
+def barrier_of(k: Any, edge: Ring, at: Cursor, left: Int32, rows: cutlass.Constexpr) -> cute.Pointer:
+    """Where the stage's copies arrive: of a packed sequence's end, at a barrier that this warp waits for."""
+    if cutlass.const_expr(not k.plan.features.varlen):
+        return edge.full + at.stage
+    to_end = (k.sequence_end.full.toint() - edge.full.toint()) // 8
+    return edge.full + (to_end if left < rows else at.stage)
+
+
+@cute.jit
+def finish_end(
+    k: Any,
+    edge: Ring,
+    at: Cursor,
+    end_at: Cursor,
+    stage: cute.Tensor,
+    left: Int32,
+    rows: cutlass.Constexpr,
+) -> Cursor:
+    """Zero what follows a packed sequence's end: weights there are 0, but 0 times infinity or NaN is not."""
+    if cutlass.const_expr(k.plan.features.varlen):
+        if left < rows:
+            ring.wait_full(k.sequence_end, end_at)
+            _zero_rows(stage, left)
+            cute.arch.fence_view_async_shared()
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(edge.full + at.stage)
+            end_at = ring.after(end_at, 1)
+    return end_at
+
+
+@cute.jit
+def _zero_rows(stage: cute.Tensor, first: Int32) -> None:
+    """Zero the rows from `first` on, 16 bytes a lane."""
+    rows, columns = (cute.size(stage, mode=[i]) for i in range(2))
+    chunks = columns // 8
+    zeros = cute.make_rmem_tensor((1, 8), stage.element_type)
+    zeros.fill(0.0)
+    first = cutlass.max(first, 0)
+    for e in cutlass.range(cute.arch.lane_idx(), (rows - first) * chunks, WARP, unroll=1):
+        cute.autovec_copy(zeros, cute.local_tile(stage, (1, 8), (first + e // chunks, e % chunks)))
+
+
+@cute.jit
+def copy_statistics(
+    k: Any,
+    target: cute.Tensor,
+    which: cutlass.Constexpr,
+    tile: Tile,
+    head: Int32,
+    n: Int32,
+    full: cute.Pointer,
+) -> None:
+    """By one lane."""
+    shape = k.stats.shape
+    row = Int64(tiles.row_of_workspace(k, tile, head))
+    if cutlass.const_expr(which):
+        for size in shape[1:-1]:
+            which = which * Int64(size)
+        row = row + which
+    start = row * shape[-1] + (tiles.first_block(k, tile) + n) * k.plan.queries
+    pointer = cute.make_ptr(
+        Float32, (k.stats.iterator + start).toint(), cute.AddressSpace.gmem, assumed_align=16
+    )
+    source = cute.make_tensor(pointer, cute.make_layout(k.plan.queries))
+    atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+    cute.copy(atom, cute.group_modes(source, 0, 1), cute.group_modes(target, 0, 1), mbar_ptr=full)
+
+
+@cute.jit
+def say_that_all_is_done(k: Any, at: Cursor) -> None:
+    ring.wait_empty(k.load_k, at)
+    with cute.arch.elect_one():
+        cute.arch.store(k.message + at.stage * MESSAGE, Int32(-1))
+        cute.arch.mbarrier_arrive(k.load_k.full + at.stage)
+
+
+def box(rows: cute.Tensor, stage: cute.Tensor, n: Int32) -> cute.Tensor:
+    """As many rows as fill a stage."""
+    return cute.local_tile(rows, tuple(cute.size(stage, mode=[i]) for i in range(2)), (n, 0))
+
+
+def batch_of(k: Any, batch: Int32) -> Int32:
+    """Packed sequences are a batch of one."""
+    return Int32(0) if k.plan.features.varlen else batch

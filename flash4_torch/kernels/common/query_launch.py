@@ -1,0 +1,57 @@
+"""What the hosts of forward kernels do alike: maps, counting tiles, and compiling for any sizes.
+
+`plan` is what a kernel is compiled for.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from . import host
+from .args import Rule, example_rule
+from .attn_mask import example_args
+
+
+class Maps(NamedTuple):
+    """Copy atoms of the copy engine, and the tensors that they copy from or to.
+
+    mQ and mO ((group, S), D, Hk, B), mK (S, D, Hk, B), mV (Dv, S, Hk, B).
+    """
+
+    load_q: Any
+    mQ: Any
+    load_k: Any
+    mK: Any
+    load_v: Any
+    mV: Any
+    store_o: Any
+    mO: Any
+
+
+def count_tiles(q: cute.Tensor, maps: Maps, cu_seqlens_q: cute.Tensor | None, rule: Rule, plan: Any) -> Int32:
+    """Tickets of a launch."""
+    (group, _), _, Hk, _ = maps.mQ.shape
+    sequences = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    blocks, head_blocks = cute.ceil_div(rule.longest, plan.queries), cute.ceil_div(group, plan.pack)
+    return blocks * head_blocks * Hk * sequences
+
+
+def compile_for_any(forward: Any, plan: Any) -> Any:
+    """`forward` compiled for any sizes and strides; call it with its arguments but `plan` and `stream`."""
+    features = plan.features
+    modes = 2 if features.varlen else 3
+    q, k, v, out = (
+        host.rows(plan.dtype, (*host.any_sizes(modes), D))
+        for D in (features.D, features.D, features.Dv, features.Dv)
+    )
+    lse = host.compact(Float32, host.any_sizes(modes))
+    tickets = host.compact(Int32, (1,))
+    cu_seqlens = host.compact(Int32, host.any_sizes(1)) if features.varlen else None
+    rng_state = host.compact(Int64, (2,)) if features.dropout else None
+    mask = example_args(plan.mask) if features.mask else None
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    tensors = (q, k, v, out, lse, tickets, cu_seqlens, cu_seqlens, mask, rng_state)
+    return cute.compile(forward, *tensors, example_rule(), plan, stream, options="--enable-tvm-ffi")

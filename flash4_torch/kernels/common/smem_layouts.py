@@ -1,0 +1,35 @@
+"""Layouts of 16-bit matrices in shared memory, as the copy engine fills them and tensor cores read them."""
+
+from __future__ import annotations
+
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import warpgroup
+
+
+def row_major_layout(
+    dtype: type, rows: int, columns: int, stages: int, part: int | None = None
+) -> cute.ComposedLayout:
+    """(rows, columns, stages), swizzled as widely as the columns allow; columns are a multiple of 16.
+
+    `part`: columns that are to be an operand of their own.
+    """
+    kinds = warpgroup.SmemLayoutAtomKind
+    kind = {64: kinds.K_SW128, 32: kinds.K_SW64, 16: kinds.K_SW32}[chunk_of(part or columns)]
+    atom = warpgroup.make_smem_layout_atom(kind, dtype)
+    return cute.tile_to_shape(atom, (rows, columns, stages), order=(0, 1, 2))
+
+
+def column_major_layout(
+    dtype: type, columns: int, rows: int, stages: int, part: int | None = None
+) -> cute.ComposedLayout:
+    """(columns, rows, stages), contiguous along the columns: the same memory as of `row_major_layout`."""
+    kinds = warpgroup.SmemLayoutAtomKind
+    kind = {64: kinds.MN_SW128, 32: kinds.MN_SW64, 16: kinds.MN_SW32}[chunk_of(part or columns)]
+    atom = warpgroup.make_smem_layout_atom(kind, dtype)
+    # All rows of one chunk of columns lie together: one box of the copy engine.
+    return cute.tile_to_shape(atom, (columns, rows, stages), order=(1, 0, 2))
+
+
+def chunk_of(columns: int) -> int:
+    """Columns that lie together, as many as a swizzle spans."""
+    return next(chunk for chunk in (64, 32, 16) if columns % chunk == 0)

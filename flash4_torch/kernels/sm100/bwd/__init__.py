@@ -1,0 +1,1 @@
+"""The gradients: one kernel whose five products of a block all live in tensor memory."""

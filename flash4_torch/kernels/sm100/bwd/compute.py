@@ -1,0 +1,372 @@
+"""The compute warps: scores to weights, and these with dP to dS; a thread has a key and half the queries."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Uint32
+
+from ...common import attn_mask, dropout, ring, scores
+from ...common import band as bands
+from ...common import key_tiles as tiles
+from ...common.add_dmask import add_dmask
+from ...common.band import Band, Span
+from ...common.fragment import Fragment
+from ...common.key_tiles import Blocks, Tile
+from ...common.ring import Cursor
+from ...common.rounding import round_to, widened
+from ...common.warps import WARP, WARPS
+from .. import tmem
+from .epilogue import dk_of, dv_of, store_gradient
+from .signal import arrive
+from .stage import from_column, in_cta, row_of, write
+
+if TYPE_CHECKING:
+    from .kernel import Kernel
+
+PART = 32
+"""Queries whose dP a thread holds at a time."""
+FOUR = 4
+DRAWN = 64
+"""Queries for which dropout draws together."""
+
+
+class Thread(NamedTuple):
+    """Where a thread is."""
+
+    warp: Int32
+    """Of the compute warps."""
+    key: Int32
+    """In the tile."""
+    first: Int32
+    """Of its queries in a block."""
+    column: Int32
+    """Of S, from which on it has those."""
+    chance: dropout.Dropout | None
+    """What dropout keeps."""
+
+
+class Cursors(NamedTuple):
+    kv: Cursor
+    q: Cursor
+    turn: Int32
+    """Phase of the block's signals."""
+    tile_turn: Int32
+
+
+class Work(NamedTuple):
+    """A tile and one of its query heads, as a thread sees it."""
+
+    tile: Tile
+    band: Band
+    span: Span
+    whole: Span
+    """Blocks that neither the band nor the end of Sk cuts."""
+    position: Int32
+    """Of the thread's key."""
+    head: Int32
+    blocks: Blocks
+
+
+class Made(NamedTuple):
+    """Of the scores of a thread's queries: what dS needs."""
+
+    P: cute.Tensor
+    """float32, and times softcap's derivatives; with `slopes` 16 bits, and without them."""
+    slopes: cute.Tensor | None
+    """Softcap's derivatives, 16 bits, where dmask needs P without them."""
+    kept: tuple | None
+    """Two words of which weights dropout keeps."""
+
+
+@cute.jit
+def compute(k: Kernel, warp: Int32) -> None:
+    plan, half = k.plan, warp // WARPS
+    chance = None
+    if cutlass.const_expr(k.plan.features.dropout):
+        chance = dropout.load(k.rng_state, k.rule.drop_byte, k.rule.drop_fraction)
+    lane, column = warp % WARPS * WARP + cute.arch.lane_idx(), half * plan.own_queries
+    t = Thread(warp, lane, column, column, chance)
+    if cutlass.const_expr(plan.wide):
+        # The upper half of the lanes has the upper half of the queries.
+        t = Thread(warp, lane % plan.keys, lane // plan.keys * (plan.queries // 2) + column, column, chance)
+    at = Cursors(ring.start(), ring.start(), Int32(0), Int32(0))
+    tile = tiles.read(k, at.kv)
+    while tile.block >= 0:
+        at = _tile(k, t, tile, at)
+        tile = tiles.read(k, at.kv)
+
+
+@cute.jit
+def _tile(k: Kernel, t: Thread, tile: Tile, at: Cursors) -> Cursors:
+    heads = tiles.group(k)
+    for h in cutlass.range(heads, unroll=1):
+        work = _work(k, t, tile, tile.key_head * heads + h)
+        for position in cutlass.range(work.blocks.span.first, work.blocks.span.last, unroll=1):
+            n, mixed = tiles.block_at(k, work.blocks, position)
+            at = _block(k, t, work, n, mixed, at)
+    # Half of the warps store dV, which is there first; the others store dK.
+    if t.warp < WARPS:
+        store_gradient(k, t.warp, dv_of(k, at.kv), tile, at.kv, at.tile_turn)
+        ring.release(k.load_k, at.kv)
+    else:
+        store_gradient(k, t.warp, dk_of(k, at.kv), tile, at.kv, at.tile_turn)
+    return at._replace(kv=ring.after(at.kv, k.plan.config.kv_stages), tile_turn=at.tile_turn ^ 1)
+
+
+@cute.jit
+def _work(k: Kernel, t: Thread, tile: Tile, head: Int32) -> Work:
+    span, band = tiles.span_of(k, tile), tiles.band_of(k, tile)
+    position = tile.block * k.plan.keys + t.key
+    blocks = tiles.blocks_of(k, tile, span, head)
+    return Work(tile, band, span, _whole(k, tile, band, span), position, head, blocks)
+
+
+@cute.jit
+def _whole(k: Kernel, tile: Tile, band: Band, span: Span) -> Span:
+    plan, first = k.plan, tile.block * k.plan.keys
+    start, end = span.first, span.last
+    if cutlass.const_expr(plan.band.left):
+        lowest = cutlass.max(first + plan.keys - 1 + band.lowest, 0)
+        start = cutlass.max(start, cute.ceil_div(lowest, plan.queries))
+    if cutlass.const_expr(plan.band.right):
+        end = cutlass.min(end, bands.whole_blocks(band, plan.band, first))
+    if cutlass.const_expr(plan.config.tail):
+        # All blocks have to hide keys beyond the end.
+        start = span.last if first + plan.keys > tile.Sk else start
+    return Span(start, end)
+
+
+@cute.jit
+def _block(k: Kernel, t: Thread, work: Work, n: Int32, mixed: Boolean, at: Cursors) -> Cursors:
+    plan, signals = k.plan, k.signals
+    own = tmem.own_lanes(t.column, t.warp)
+    mask = None
+    if cutlass.const_expr(plan.features.mask != ""):
+        mask = _mask_rows(k, t, work, n)
+    kept = None
+    if cutlass.const_expr(plan.features.dropout):
+        kept = _draw(k, t, work, n)
+    ring.wait_full(k.load_q, at.q)
+    cute.arch.mbarrier_wait(signals.mma_s, at.turn)
+    tmem.fence_after()
+    made = _weigh(k, t, work, n, mixed, mask, kept, own + plan.s_at, at.q)
+    if cutlass.const_expr(plan.wide):
+        cute.arch.fence_view_async_shared()
+    _arrive(k, signals.compute_p)
+
+    cute.arch.mbarrier_wait(signals.mma_dp, at.turn)
+    if cutlass.const_expr(plan.dq_apart):
+        # The products of the block before have read its dS.
+        cute.arch.mbarrier_wait(signals.mma_dq, at.turn ^ 1)
+    tmem.fence_after()
+    _differentiate(k, t, work, n, made, own + plan.dp_at, at.q)
+    cute.arch.fence_view_async_shared()
+    _arrive(k, signals.compute_ds)
+    return at._replace(q=ring.after(at.q, plan.config.q_stages), turn=at.turn ^ 1)
+
+
+@cute.jit
+def _arrive(k: Kernel, signal: cute.Pointer) -> None:
+    """One arrival of this warp, when its stores to tensor memory are done."""
+    tmem.wait_stores()
+    arrive(k, signal)
+
+
+@cute.jit
+def _weigh(
+    k: Kernel,
+    t: Thread,
+    work: Work,
+    n: Int32,
+    mixed: Boolean,
+    mask: tuple | None,
+    kept: tuple | None,
+    place: Int32,
+    q_at: Cursor,
+) -> Made:
+    """Scores become weights, which take their place in tensor memory in 16 bits."""
+    plan, features = k.plan, k.plan.features
+    own = plan.own_queries
+    S = cute.make_rmem_tensor(own, Float32)
+    for first in cutlass.range_constexpr(0, own, PART):
+        tmem.load(place + first, _part(S, first))
+    tmem.wait_loads()
+    scores.change(S, k.rule, features.softcap, features.scaled)
+    slopes = None
+    if cutlass.const_expr(features.softcap):
+        slopes = _slopes(k, S)
+    if cutlass.const_expr(plan.masks):
+        if mixed | (n < work.whole.first) | (n >= work.whole.last):
+            _hide(k, t, work, n, mask, S)
+    scale = scores.softmax_scale(k.rule, features.scaled)
+    lse = _numbers(k.sLse, t, q_at)
+    for i in cutlass.range_constexpr(0, own, FOUR):
+        offsets = _load_four(lse, i)
+        for j in cutlass.range_constexpr(0, FOUR, 2):
+            x = (S[i + j], S[i + j + 1]), (scale, scale), (offsets[j], offsets[j + 1])
+            for e, number in enumerate(cute.arch.fma_packed_f32x2(*x)):
+                S[i + j + e] = cute.math.exp2(number, fastmath=True)
+    P = cute.make_rmem_tensor(own, plan.dtype)
+    round_to(S, P)
+    dropped, rounds = P, features.softcap and features.dmask
+    if cutlass.const_expr(features.dropout):
+        if cutlass.const_expr(rounds):
+            dropped = cute.make_rmem_tensor(own, plan.dtype)
+            cute.recast_tensor(dropped, Uint32).store(cute.recast_tensor(P, Uint32).load())
+        dropout.KeyLane.drop(dropped, kept)
+    if cutlass.const_expr(plan.wide):
+        write(from_column(row_of(k.sP, t.key), t.first), 0, dropped)
+    else:
+        tmem.store(place, cute.recast_tensor(dropped, Uint32))
+    if cutlass.const_expr(rounds):
+        return Made(P, slopes, kept)
+    if cutlass.const_expr(features.softcap):
+        for first in cutlass.range_constexpr(0, own, PART):
+            _multiply(_part(S, first), _part(slopes, first))
+    return Made(S, None, kept)
+
+
+@cute.jit
+def _differentiate(
+    k: Kernel, t: Thread, work: Work, n: Int32, made: Made, place: Int32, q_at: Cursor
+) -> None:
+    """dS = P (dP - delta), with respect to scaled scores: over dP in tensor memory, and in shared memory."""
+    plan, features = k.plan, k.plan.features
+    delta = _numbers(k.sDelta, t, q_at)
+    # The addresses of dmask take registers, too.
+    together = PART // 2 if features.dmask else PART
+    for first in cutlass.range_constexpr(0, plan.own_queries, together):
+        dS = cute.make_rmem_tensor(together, Float32)
+        tmem.load(place + first, dS)
+        tmem.wait_loads()
+        if cutlass.const_expr(features.dropout):
+            dropout.KeyLane.drop(dS, made.kept, first)
+        for i in cutlass.range_constexpr(0, together, FOUR):
+            offsets, weights = _load_four(delta, first + i), _part(made.P, first + i, FOUR)
+            if cutlass.const_expr(made.slopes is not None):
+                weights = widened(weights)
+            for j in cutlass.range_constexpr(0, FOUR, 2):
+                at = i + j
+                less = _less((dS[at], dS[at + 1]), (offsets[j], offsets[j + 1]), k)
+                dS[at], dS[at + 1] = cute.arch.mul_packed_f32x2(less, (weights[j], weights[j + 1]))
+        if cutlass.const_expr(features.dmask):
+            add_dmask(k, work, n, _fragment(k, t, work, n, dS, first))
+            if cutlass.const_expr(made.slopes is not None):
+                _multiply(dS, _part(made.slopes, first, together))
+        rounded = cute.make_rmem_tensor(together, plan.dtype)
+        round_to(dS, rounded)
+        if cutlass.const_expr(plan.wide):
+            write(from_column(row_of(k.sOwndS, t.key), t.first), first, rounded)
+        else:
+            tmem.store(place + first // 2, cute.recast_tensor(rounded, Uint32))
+        _share(k, t, first, rounded)
+
+
+@cute.jit
+def _share(k: Kernel, t: Thread, column: cutlass.Constexpr, dS: cute.Tensor) -> None:
+    """Write dS where dQ of its queries is made, of a pair maybe in the other CTA."""
+    plan = k.plan
+    if cutlass.const_expr(plan.ctas == 1):
+        write(from_column(row_of(k.sdS, t.key), t.first), column, dS)
+    else:
+        own = plan.queries // plan.ctas
+        row = row_of(k.sdS, k.pair.rank * plan.keys + t.key)
+        row, rank = from_column(row, t.first % own), t.first // own
+        if rank == k.pair.rank:
+            write(row, column, dS)
+        else:
+            write(in_cta(row, rank), column, dS)
+
+
+def _less(gradients: tuple, offsets: tuple, k: Kernel) -> tuple:
+    """dP, as dropout scales it, less delta."""
+    if k.plan.features.dropout:
+        return cute.arch.fma_packed_f32x2(gradients, (k.rule.keep_scale, k.rule.keep_scale), offsets)
+    return cute.arch.add_packed_f32x2(gradients, offsets)
+
+
+@cute.jit
+def _draw(k: Kernel, t: Thread, work: Work, n: Int32) -> tuple:
+    drawn = work.tile.batch * k.maps.mQ.shape[2] + work.head
+    row = dropout.KeyLane.at(t.chance, work.position, drawn, cute.arch.lane_idx())
+    first = t.first // DRAWN * DRAWN
+    kept = row.kept(n * k.plan.queries + first)
+    # Of 64 that are drawn together a thread may have 32.
+    return kept if k.plan.own_queries == DRAWN else (kept[1] if t.first > first else kept[0], Uint32(0))
+
+
+@cute.jit
+def _slopes(k: Kernel, S: cute.Tensor) -> cute.Tensor:
+    """Derivatives of the capped scores."""
+    inverse = 1.0 / (k.rule.softcap * scores.LOG2E)
+    own = k.plan.own_queries
+    slopes = cute.make_rmem_tensor(own, k.plan.dtype)
+    for i in cutlass.range_constexpr(0, own, FOUR):
+        values = cute.make_rmem_tensor(FOUR, Float32)
+        for j in cutlass.range_constexpr(FOUR):
+            tanh = S[i + j] * inverse
+            values[j] = 1.0 - tanh * tanh
+        round_to(values, _part(slopes, i, FOUR))
+    return slopes
+
+
+@cute.jit
+def _multiply(values: cute.Tensor, slopes: cute.Tensor) -> None:
+    wide = widened(slopes)
+    for i in cutlass.range_constexpr(cute.size(values)):
+        values[i] = values[i] * wide[i]
+
+
+@cute.jit
+def _mask_rows(k: Kernel, t: Thread, work: Work, n: Int32) -> tuple:
+    """What attn_mask says of the thread's key: where, and what has been loaded of it for the block."""
+    rows = attn_mask.rows_of(k.mask, work.tile.batch, (work.head,), (work.position,))
+    words = attn_mask.words_of(rows, n)
+    for row in words:
+        for i in cutlass.range_constexpr(cute.size(row)):
+            # A word has two bits for every eight queries.
+            row[i] = row[i] >> Uint32(t.first // FOUR)
+    return rows, words
+
+
+@cute.jit
+def _hide(k: Kernel, t: Thread, work: Work, n: Int32, mask: tuple | None, S: cute.Tensor) -> None:
+    plan = k.plan
+    if cutlass.const_expr(plan.features.mask):
+        for first in cutlass.range_constexpr(0, plan.own_queries, PART):
+            part = _fragment(k, t, work, n, _part(S, first), first)
+            attn_mask.change(k.mask, *mask, n, part)
+    if cutlass.const_expr(plan.band.masks):
+        bands.hide(work.band, plan.band, _fragment(k, t, work, n, S, 0))
+    if cutlass.const_expr(plan.config.tail):
+        hidden = work.position >= work.tile.Sk
+        for i in cutlass.range_constexpr(plan.own_queries):
+            S[i] = -Float32.inf if hidden else S[i]
+
+
+def _part(values: cute.Tensor, first: int, count: int = PART) -> cute.Tensor:
+    return cute.make_tensor(values.iterator + first, cute.make_layout(count))
+
+
+def _fragment(k: Kernel, t: Thread, work: Work, n: Int32, values: cute.Tensor, first: int) -> Fragment:
+    """The thread's queries from the `first` on."""
+    count = cute.size(values)
+    row = cute.make_tensor(values.iterator, cute.make_layout((1, count), stride=(0, 1)))
+    return Fragment(row, (work.position,), n * k.plan.queries + t.first, tuple(range(first, first + count)))
+
+
+def _numbers(staged: cute.Tensor, t: Thread, at: Cursor) -> cute.Tensor:
+    """lse or delta of the thread's queries, by fours."""
+    start = (staged[None, at.stage].iterator + t.first).toint()
+    fours = cute.make_ptr(Float32, start, cute.AddressSpace.smem, assumed_align=4 * FOUR)
+    return cute.make_tensor(fours, cute.make_layout((FOUR, PART * 2 // FOUR)))
+
+
+@cute.jit
+def _load_four(numbers: cute.Tensor, first: cutlass.Constexpr) -> cute.Tensor:
+    loaded = cute.make_rmem_tensor(FOUR, Float32)
+    cute.autovec_copy(numbers[None, first // FOUR], loaded)
+    return loaded

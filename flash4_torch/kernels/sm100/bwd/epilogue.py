@@ -1,0 +1,143 @@
+"""A tile's end: dK and dV in 16 bits leave through the shared memory of their own K and V."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import cpasync
+
+from ...common import ring
+from ...common.key_tiles import Tile
+from ...common.ring import Cursor, Ring
+from ...common.rounding import round_to
+from ...common.warps import WARP, WARPS
+from .. import tmem
+from .signal import arrive
+from .stage import from_column, row_of, write
+
+if TYPE_CHECKING:
+    from .kernel import Kernel
+
+STAGED = 1
+"""The first of two named barriers at which four warps have staged dV or dK."""
+AT_ONCE = 32
+"""Columns that a thread holds."""
+
+
+class Gradient(NamedTuple):
+    """dK or dV: where it is, and where it goes."""
+
+    at: int
+    """First column of tensor memory."""
+    scale: Float32
+    made: cute.Pointer
+    """Signals."""
+    taken: cute.Pointer
+    edge: Ring
+    stage: cute.Tensor
+    """Of K or V."""
+    D: int
+    atom: Any
+    boxes: cute.Tensor
+    rows: cute.Tensor
+
+
+def dk_of(k: Kernel, at: Cursor) -> Gradient:
+    signals, maps, stage = k.signals, k.maps, k.sK[None, None, at.stage]
+    made, taken = signals.mma_dk, signals.epilogue_dk
+    D, scale = k.plan.features.D, k.rule.scale
+    return Gradient(k.plan.dk_at, scale, made, taken, k.load_k, stage, D, maps.store_dk, maps.mdK, k.dk)
+
+
+def dv_of(k: Kernel, at: Cursor) -> Gradient:
+    signals, maps, stage = k.signals, k.maps, k.sV[None, None, at.stage]
+    made, taken = signals.mma_dv, signals.epilogue_dv
+    D, scale = k.plan.features.Dv, k.rule.keep_scale if k.plan.features.dropout else Float32(1.0)
+    return Gradient(k.plan.dv_at, scale, made, taken, k.load_v, stage, D, maps.store_dv, maps.mdV, k.dv)
+
+
+@cute.jit
+def store_gradient(k: Kernel, warp: Int32, gradient: Gradient, tile: Tile, at: Cursor, turn: Int32) -> None:
+    """By four warps; each stores its 32 keys by itself. For wide heads two have them, and one stores."""
+    half, warp = warp // WARPS, warp % WARPS
+    cute.arch.mbarrier_wait(gradient.made, turn)
+    tmem.fence_after()
+    _stage(k, warp, gradient)
+    if cutlass.const_expr(k.plan.stores_by_copy_engine):
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        if cutlass.const_expr(k.plan.wide):
+            cute.arch.barrier(barrier_id=STAGED + half, number_of_threads=WARPS * WARP)
+            if warp < k.plan.keys // WARP:
+                _store_box(warp, gradient, tile)
+            cute.arch.barrier(barrier_id=STAGED + half, number_of_threads=WARPS * WARP)
+        else:
+            _store_box(warp, gradient, tile)
+    else:
+        cute.arch.sync_warp()
+        _store_rows(k, warp, gradient, tile)
+        cute.arch.fence_view_async_shared()  # the next K and V come by the copy engine
+    ring.release(gradient.edge, at)
+
+
+@cute.jit
+def _stage(k: Kernel, warp: Int32, gradient: Gradient) -> None:
+    """Scale, round, and write the warp's rows."""
+    columns, lane = cute.size(gradient.stage, mode=[1]), warp * WARP + cute.arch.lane_idx()
+    source = tmem.own_lanes(Int32(gradient.at), warp)
+    row, wide, begin = row_of(gradient.stage, lane % k.plan.keys), k.plan.wide, Int32(0)
+    if cutlass.const_expr(wide):
+        columns = columns // 2
+        begin = lane // k.plan.keys * columns
+    for first in cutlass.range_constexpr(0, columns, AT_ONCE):
+        width = min(AT_ONCE, columns - first)
+        values = cute.make_rmem_tensor(width, Float32)
+        tmem.load(source + first, values)
+        tmem.wait_loads()
+        if cutlass.const_expr(first + AT_ONCE >= columns):
+            arrive(k, gradient.taken)
+        for i in cutlass.range_constexpr(width):
+            values[i] = values[i] * gradient.scale
+        rounded = cute.make_rmem_tensor(width, k.plan.dtype)
+        round_to(values, rounded)
+        if cutlass.const_expr(wide):
+            write(from_column(row, begin + first), 0, rounded)
+        else:
+            write(row, first, rounded)
+
+
+@cute.jit
+def _store_box(warp: Int32, gradient: Gradient, tile: Tile) -> None:
+    """The copy engine leaves out rows beyond the end."""
+    stage = gradient.stage
+    keys, columns = (cute.size(stage, mode=[i]) for i in range(2))
+    box = (WARP, columns)
+    place = tile.block * (keys // WARP) + warp
+    rows = cute.local_tile(gradient.boxes[None, None, tile.key_head, tile.batch], box, (place, 0))
+    piece = cute.local_tile(stage, box, (warp, 0))
+    s, g = cpasync.tma_partition(
+        gradient.atom, 0, cute.make_layout(1), cute.group_modes(piece, 0, 2), cute.group_modes(rows, 0, 2)
+    )
+    with cute.arch.elect_one():
+        cute.copy(gradient.atom, s, g)
+        cute.arch.cp_async_bulk_commit_group()
+    cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+@cute.jit
+def _store_rows(k: Kernel, warp: Int32, gradient: Gradient, tile: Tile) -> None:
+    """16 bytes a lane, rows of the sequence only; those of the next one follow."""
+    chunks = gradient.D // 8
+    atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), k.plan.dtype, num_bits_per_copy=128)
+    for e in cutlass.range(cute.arch.lane_idx(), WARP * chunks, WARP, unroll=1):
+        row, chunk = warp * WARP + e // chunks, e % chunks
+        j = tile.block * k.plan.keys + row
+        if j < tile.Sk:
+            source = cute.local_tile(gradient.stage, (1, 8), (row, chunk))
+            place = cute.local_tile(gradient.rows[tile.first_k + j, tile.key_head, None], (8,), (chunk,))
+            registers = cute.make_rmem_tensor(8, k.plan.dtype)
+            cute.copy(atom, cute.group_modes(source, 0, 2), registers)
+            cute.copy(atom, registers, place)

@@ -1,0 +1,341 @@
+"""The backward kernel: shared memory, barriers, and who takes which role.
+
+                tickets (global)
+                   |
+K, V            -> load ==load_k====> mma --mma_s, mma_dp--------> compute --> epilogue -> dK, dV
+                        ==load_v====>     <-compute_p, compute_ds-         <--mma_dv, mma_dk
+Q, lse, delta,          ==load_q====>     --mma_dq-----> reduce -> dQ, summed up in global memory
+dO                      ==load_do===>     <-reduce_dq---
+
+Double lines are rings of stages. The others are single barriers that turn once a block, or once a tile, so
+that everybody knows their phase from counting blocks; where nothing says that a place is free again, an edge
+further on implies it:
+
+    load_k, load_v   by the compute warps that have stored dK, dV through them; K's message by all readers
+    load_q           by the products of dK, which wait for dS and thereby for who reads lse and delta
+    load_do          by the products of dV and dP
+    S                by P, which its readers write: S of the next block is issued behind dV of this one
+    P                by S of the next block
+    dP, dS, dQ       dS by the products of dK and dQ; dQ by `reduce_dq`, before what lies there next is issued
+    dS in shared     by `mma_dq`; where dQ lies over dP by the next `mma_dp`, which is issued behind it
+    dV, dK           by `epilogue_dv`, `epilogue_dk`, before the first block of the next tile
+
+Of a pair, K, V, Q and dO arrive, and compute, reduce and epilogue do, at the barriers of CTA 0; products
+arrive in both CTAs. The message, lse and delta are each CTA's own, and so are the edges that say empty: a
+stage that the other CTA fills anew has been read by a product of both. What is written into the other CTA as
+its dS is free when dS here is: products of dQ read both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from ...common import attn_mask, ring
+from ...common.args import Rule
+from ...common.key_tiles import MESSAGE
+from ...common.pair import Pair, finish_together, make_pair, peer_of, start_together
+from ...common.ring import Ring
+from ...common.warps import WARP, WARPS
+from .. import tmem
+from .compute import compute
+from .load import load
+from .load_pair import load_pair
+from .mma import multiply
+from .mma_pair import multiply_pair
+from .plan import COMPUTE_WARPS, LOAD_WARP, MMA_WARP, PIECE, REDUCE_WARPS, Plan
+from .reduce import reduce
+
+
+class Maps(NamedTuple):
+    """Copy atoms of the copy engine, and the tensors that they copy from or to, all (S, D, H, B)."""
+
+    load_q: Any
+    """Of a pair: half of a block's rows."""
+    mQ: Any
+    load_do: Any
+    mdO: Any
+    load_k: Any
+    mK: Any
+    load_v: Any
+    mV: Any
+    store_dk: Any
+    mdK: Any
+    store_dv: Any
+    mdV: Any
+    load_q_columns: Any
+    """Of a pair: half of a block's columns, and the like."""
+    load_do_columns: Any
+    load_k_columns: Any
+    """Of both tiles' keys."""
+
+
+class Layouts(NamedTuple):
+    """Of shared memory."""
+
+    q: Any
+    do: Any
+    k: Any
+    v: Any
+    ds: Any
+    q_columns: Any
+    do_columns: Any
+    k_columns: Any
+    weights: Any
+
+
+class Signals(NamedTuple):
+    """Barriers that turn once a block, or, the last five, once a tile; with who arrives."""
+
+    mma_s: cute.Pointer
+    """The products."""
+    compute_p: cute.Pointer
+    """Every compute warp: it has read S and written P."""
+    mma_dp: cute.Pointer
+    compute_ds: cute.Pointer
+    """Every compute warp: it has read dP, lse and delta, and written dS twice."""
+    mma_dq: cute.Pointer
+    reduce_dq: cute.Pointer
+    """Every reduce warp: it has read dQ."""
+    mma_dv: cute.Pointer
+    """The products of dV, and all others that read V."""
+    mma_dk: cute.Pointer
+    """All products of the tile."""
+    epilogue_dv: cute.Pointer
+    """The four warps that have read dV."""
+    epilogue_dk: cute.Pointer
+    load_pair: cute.Pointer
+    """Of a pair, in CTA 0: both K, and half of the columns of both."""
+
+
+class Shares(NamedTuple):
+    """Of a pair, half blocks of Q and dO, each for one product, in one ring, in the order of products."""
+
+    ring: Ring
+    """Full in CTA 0 only, for the shares of both."""
+    stages: cute.Tensor
+    """(elements, stages)"""
+    q: Any
+    """Layouts of a stage."""
+    do: Any
+    q_columns: Any
+    do_columns: Any
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What every role may use."""
+
+    plan: Plan
+    rule: Rule
+    maps: Maps
+    sQ: cute.Tensor | None
+    """(queries, D, q_stages)"""
+    sdO: cute.Tensor | None
+    """(queries, Dv, do_stages)"""
+    shares: Shares | None
+    """In their place, of a pair."""
+    sK: cute.Tensor
+    """(keys, D, kv_stages)"""
+    sV: cute.Tensor
+    """(keys, Dv, kv_stages)"""
+    sdS: cute.Tensor
+    """(keys, queries), of a pair (both tiles' keys, own queries): what dQ is made of."""
+    sP: cute.Tensor | None
+    """(keys, queries) for wide heads, and so `sOwndS`: what dV and dK are made of."""
+    sOwndS: cute.Tensor | None
+    sKt: cute.Tensor | None
+    """Of a pair: (both tiles' keys, D / 2)"""
+    sLse: cute.Tensor
+    """(queries, q_stages), negated, in base 2; -infinite where a row attends to nothing."""
+    sDelta: cute.Tensor
+    """(queries, q_stages), negated."""
+    load_q: Ring
+    load_do: Ring
+    load_k: Ring
+    load_v: Ring
+    sequence_end: Ring
+    """One stage: rows that the loading warp waits for itself, as other sequences' follow them."""
+    signals: Signals
+    pair: Pair | None
+    message: cute.Pointer
+    """`MESSAGE` words for each stage of K."""
+    sdQ: cute.Tensor
+    """(floats of a piece, dq_slots, reduce warps), in the order of `dq_blocks`."""
+    stats: cute.Tensor
+    dq_acc: cute.Tensor
+    dk: cute.Tensor
+    dv: cute.Tensor
+    tickets: cute.Tensor
+    turns: cute.Tensor | None
+    cu_seqlens_q: cute.Tensor | None
+    cu_seqlens_k: cute.Tensor | None
+    mask: attn_mask.Mask | None
+    """Transposed: its rows are keys."""
+    dmask: cute.Tensor | None
+    rng_state: cute.Tensor | None
+
+
+@cute.kernel
+def backward_kernel(
+    maps: Maps,
+    layouts: Layouts,
+    stats: cute.Tensor,
+    dq_acc: cute.Tensor,
+    dk: cute.Tensor,
+    dv: cute.Tensor,
+    tickets: cute.Tensor,
+    turns: cute.Tensor | None,
+    cu_seqlens_q: cute.Tensor | None,
+    cu_seqlens_k: cute.Tensor | None,
+    mask_args: attn_mask.MaskArgs | None,
+    dmask: cute.Tensor | None,
+    rng_state: cute.Tensor | None,
+    rule: Rule,
+    plan: cutlass.Constexpr,
+) -> None:
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    config = plan.config
+    memory = SmemAllocator()
+    peer = peer_of(plan.ctas)
+    sK, sV, sdS = (_allocate(memory, plan, layout) for layout in (layouts.k, layouts.v, layouts.ds))
+    sQ, sdO, sKt, sP, sOwndS, shares = None, None, None, None, None, None
+    if cutlass.const_expr(plan.ctas == 1):
+        sQ, sdO = (_allocate(memory, plan, layout) for layout in (layouts.q, layouts.do))
+    else:
+        sKt = _allocate(memory, plan, layouts.k_columns)
+        stages = cute.make_layout((plan.queries // plan.ctas * max(plan.D, plan.Dv), config.shares))
+        shares = memory.allocate_tensor(plan.dtype, stages, byte_alignment=1024)
+    if cutlass.const_expr(plan.wide):
+        sP, sOwndS = (_allocate(memory, plan, layouts.weights) for _ in range(2))
+    piece = cute.make_layout((WARP * min(plan.D, PIECE), config.dq_slots, REDUCE_WARPS))
+    sdQ = memory.allocate_tensor(Float32, piece, byte_alignment=1024)
+    rows = cute.make_layout((plan.queries, config.q_stages))
+    sLse, sDelta = (memory.allocate_tensor(Float32, rows, 16) for _ in range(2))
+    load_q, load_do = _ring(memory, config.q_stages), _ring(memory, config.do_stages)
+    load_k, load_v = _ring(memory, config.kv_stages), _ring(memory, config.kv_stages)
+    sequence_end = _ring(memory, 1)
+    if cutlass.const_expr(plan.ctas > 1):
+        shares = Shares(
+            _ring(memory, config.shares),
+            shares,
+            *(layouts.q, layouts.do, layouts.q_columns, layouts.do_columns),
+        )
+    pair = make_pair(memory, peer)
+    signals = Signals(*(memory.allocate_array(Int64) for _ in Signals._fields))
+    message = memory.allocate_array(Int32, MESSAGE * config.kv_stages)
+    holder = memory.allocate_array(Int32, 1)
+
+    if warp == 0:
+        ring.initialise(load_q, 1)
+        ring.initialise(load_do, 1)
+        ring.initialise(load_k, COMPUTE_WARPS + REDUCE_WARPS + _mma_reads(plan, pair))
+        ring.initialise(load_v, WARPS)
+        ring.initialise(sequence_end, 1)
+        _initialise(signals, plan.ctas)
+        if cutlass.const_expr(plan.ctas > 1):
+            ring.initialise(shares.ring, 1)
+            ring.initialise(pair.handed, 1)
+        cute.arch.mbarrier_init_fence()
+        for atom in (*maps[:12:2], *(atom for atom in maps[12:] if atom is not None)):
+            cpasync.prefetch_descriptor(atom)
+    if warp == MMA_WARP:
+        tmem.allocate(holder, plan.ctas)
+    cute.arch.sync_threads()
+    start_together(plan.ctas)
+    tmem.fence_after()
+
+    k = Kernel(
+        plan=plan,
+        rule=rule,
+        maps=maps,
+        sQ=sQ,
+        sdO=sdO,
+        sK=sK,
+        sV=sV,
+        sdS=sdS[None, None, 0],
+        sP=None if sP is None else sP[None, None, 0],
+        sOwndS=None if sOwndS is None else sOwndS[None, None, 0],
+        sKt=None if sKt is None else sKt[None, None, 0],
+        shares=shares,
+        sLse=sLse,
+        sDelta=sDelta,
+        load_q=load_q,
+        load_do=load_do,
+        load_k=load_k,
+        load_v=load_v,
+        sequence_end=sequence_end,
+        signals=signals,
+        pair=pair,
+        message=message,
+        sdQ=sdQ,
+        stats=stats,
+        dq_acc=dq_acc,
+        dk=dk,
+        dv=dv,
+        tickets=tickets,
+        turns=turns,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        mask=None,
+        dmask=dmask,
+        rng_state=rng_state,
+    )
+    if warp < REDUCE_WARPS:
+        cute.arch.setmaxregister_decrease(plan.registers.reduce)
+        reduce(_masked(k, mask_args), warp)
+    elif warp < REDUCE_WARPS + COMPUTE_WARPS:
+        cute.arch.setmaxregister_increase(plan.registers.compute)
+        compute(_masked(k, mask_args), warp - REDUCE_WARPS)
+    else:
+        cute.arch.setmaxregister_decrease(plan.registers.other)
+        if warp == MMA_WARP:
+            if cutlass.const_expr(plan.ctas == 1):
+                multiply(_masked(k, mask_args))
+            else:
+                multiply_pair(_masked(k, mask_args))
+        elif warp == LOAD_WARP:
+            if cutlass.const_expr(plan.ctas == 1):
+                load(_masked(k, mask_args))
+            else:
+                load_pair(_masked(k, mask_args))
+
+    tmem.fence_before()
+    cute.arch.sync_threads()
+    finish_together(plan.ctas)
+    tmem.fence_after()
+    if warp == MMA_WARP:
+        tmem.free(plan.ctas)
+
+
+def _mma_reads(plan: Plan, pair: Pair | None) -> Int32 | int:
+    """One warp issues the products of a pair, that of CTA 0."""
+    return 1 if plan.ctas == 1 else Int32(1) - pair.rank
+
+
+def _initialise(signals: Signals, ctas: int) -> None:
+    """Those that the products wait for count the warps of both CTAs, in CTA 0."""
+    compute, reduce, storing = (ctas * n for n in (COMPUTE_WARPS, REDUCE_WARPS, WARPS))
+    arrivals = Signals(1, compute, 1, compute, 1, reduce, 1, 1, storing, storing, 1)
+    with cute.arch.elect_one():
+        for signal, count in zip(signals, arrivals, strict=True):
+            cute.arch.mbarrier_init(signal, count)
+
+
+def _masked(k: Kernel, args: attn_mask.MaskArgs | None) -> Kernel:
+    """For one role: what all would share, they would keep in registers from the beginning on, or spill."""
+    return k if args is None else replace(k, mask=attn_mask.make_mask(args, k.plan.mask))
+
+
+def _allocate(memory: SmemAllocator, plan: Plan, layout: cute.ComposedLayout) -> cute.Tensor:
+    return memory.allocate_tensor(plan.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
+
+
+def _ring(memory: SmemAllocator, stages: int) -> Ring:
+    return Ring(memory.allocate_array(Int64, stages), memory.allocate_array(Int64, stages), stages)

@@ -1,0 +1,119 @@
+"""The host's side of the backward: tensor maps, grid, and compiling for any sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.nvgpu.tcgen05 import CtaGroup
+
+from ....configs.types import Features, Sm100Backward
+from ...common import host, persistent
+from ...common.args import Rule
+from ...common.attn_mask import MaskArgs
+from ...common.key_launch import compile_for_any, map_of
+from ...common.smem_layouts import row_major_layout
+from ...common.warps import WARP
+from ..umma import Matrix
+from .kernel import Layouts, Maps, backward_kernel
+from .plan import Plan
+
+
+@cute.jit
+def backward(
+    q: cute.Tensor,
+    k: cute.Tensor,
+    v: cute.Tensor,
+    dout: cute.Tensor,
+    stats: cute.Tensor,
+    dq_acc: cute.Tensor,
+    dk: cute.Tensor,
+    dv: cute.Tensor,
+    tickets: cute.Tensor,
+    turns: cute.Tensor | None,
+    cu_seqlens_q: cute.Tensor | None,
+    cu_seqlens_k: cute.Tensor | None,
+    mask: MaskArgs | None,
+    dmask: cute.Tensor | None,
+    rng_state: cute.Tensor | None,
+    rule: Rule,
+    plan: cutlass.Constexpr,
+    stream: cuda.CUstream,
+) -> None:
+    """Launch dk, dv, and dq_acc += dq / scale.
+
+    q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), dout (B, Sq, Hq, Dv), or packed (T, H, D); last
+    stride 1, the others multiples of 8 elements, bases on 16 bytes. dk and dv like k and v, contiguous.
+    stats (2, B, Hq, Sp) or (2, Hq, Tp) float32, negated: -lse in base 2, -infinite where there is no row or
+    where one attends to nothing, and dlse - rowsum(out * dout). dq_acc (B, Hq, blocks, floats) or (Hq,
+    blocks, floats) float32, in the order of `dq_blocks.DqLanes`. tickets int32 (1,), zero before and after.
+    turns int32 (B, Hq, blocks) or (Hq, blocks), zero before. mask: attn_mask.transpose(2, 3), its last
+    dimension full, and the tables of that. dmask float32, the mask's gradient as it broadcasts, transposed,
+    is added to. No size is 0.
+    """
+    plan.check()
+    rows, grads, keys, values, dkeys, dvalues = map(host.positions_first, (q, dout, k, v, dk, dv))
+    config = plan.config
+    paired = plan.ctas > 1
+    own = plan.queries // plan.ctas
+    layouts = Layouts(
+        q=row_major_layout(plan.dtype, own, plan.D, config.q_stages),
+        do=row_major_layout(plan.dtype, own, plan.Dv, config.do_stages),
+        k=row_major_layout(plan.dtype, plan.keys, plan.D, config.kv_stages),
+        v=row_major_layout(plan.dtype, plan.keys, plan.Dv, config.kv_stages),
+        ds=row_major_layout(plan.dtype, plan.ticket_keys, own, 1),
+        q_columns=_layout(plan, plan.columns_of_q) if paired else None,
+        do_columns=_layout(plan, plan.columns_of_do) if paired else None,
+        k_columns=_layout(plan, plan.columns_of_k) if paired else None,
+        weights=row_major_layout(plan.dtype, plan.keys, plan.queries, 1) if plan.wide else None,
+    )
+    load = cpasync.CopyBulkTensorTileG2SOp(CtaGroup.TWO if paired else CtaGroup.ONE)
+    store = cpasync.CopyBulkTensorTileS2GOp()
+    columns = [None] * 3
+    if cutlass.const_expr(paired):
+        turned = (rows, plan.columns_of_q), (grads, plan.columns_of_do), (keys, plan.columns_of_k)
+        columns = [map_of(load, x, _layout(plan, part), part.rows, part.columns)[0] for x, part in turned]
+    maps = Maps(
+        *map_of(load, rows, layouts.q, own, plan.D),
+        *map_of(load, grads, layouts.do, own, plan.Dv),
+        *map_of(load, keys, layouts.k, plan.keys, plan.D),
+        *map_of(load, values, layouts.v, plan.keys, plan.Dv),
+        *map_of(store, dkeys, layouts.k, WARP, plan.D),
+        *map_of(store, dvalues, layouts.v, WARP, plan.Dv),
+        *columns,
+    )
+    sequences = k.shape[0]
+    if cutlass.const_expr(plan.features.varlen):
+        sequences = cu_seqlens_k.shape[0] - 1
+    tiles = cute.ceil_div(rule.longest, plan.ticket_keys) * keys.shape[2] * sequences
+    kernel = backward_kernel(
+        maps,
+        layouts,
+        stats,
+        dq_acc,
+        dk,
+        dv,
+        tickets,
+        turns,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        mask,
+        dmask,
+        rng_state,
+        rule,
+        plan,
+    )
+    persistent.launch(kernel, plan, tiles, rule.multiprocessors, stream)
+
+
+def _layout(plan: Plan, matrix: Matrix) -> cute.ComposedLayout:
+    return row_major_layout(plan.dtype, matrix.rows, matrix.columns, 1)
+
+
+def compile_backward(features: Features, config: Sm100Backward) -> Any:
+    """`backward` compiled for any sizes and strides; call it with its arguments but `plan` and `stream`."""
+    plan = Plan(features, config)
+    return compile_for_any(backward, plan, plan.sums.floats)

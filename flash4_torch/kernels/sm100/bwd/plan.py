@@ -1,0 +1,284 @@
+"""Who does what, with how many registers, in how much shared and tensor memory.
+
+A CTA stays for the whole launch and draws tiles from a counter: blocks of 128 keys of one key head, each of
+which it holds against every row of queries, of all query heads of the group, that sees one of them.
+
+    warps 0 to 3     reduce: take dQ out of tensor memory and have it added to global memory, 32 rows each
+    warps 4 to 11    compute: scores to weights, then to dS, a thread a key and half of a block's queries;
+                     at a tile's end the first four store dV, the others dK
+    warp 12          mma: issues S^T = K Q^T, dP^T = V dO^T, dV += P^T dO, dK += dS^T Q and dQ = dS K
+    warp 13          load: draws tiles, loads K and V, then Q and dO block after block
+
+    load_k, load_v    K and V of a tile, and which tile it is; `kv_stages` each. dK and dV leave through them
+    load_q, load_do   blocks of rows; lse and delta come with Q
+
+Two CTAs of a cluster draw neighbouring tiles, a pair, and both visit every block that either tile sees.
+Products take 256 rows then, or for wide heads 128, half from each CTA, and are issued in CTA 0. Each CTA has
+dQ of half of the rows, made of both tiles' dS: its compute warps write the other half of their dS into the
+other CTA. Where heads are wide, a CTA has 64 keys; both halves of its lanes have all of them, with half of
+the columns each, so that P^T and dS^T go through shared memory.
+
+Tensor memory, 512 columns: S^T, dP^T, dV and dK, a lane a key. P^T in 16 bits lies over S^T, dS^T over dP^T:
+each half of the compute warps overwrites its own 64 columns, and only when it has read them. dQ, a lane a
+query, has columns of its own where D leaves them, else it lies over dP^T.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ....configs.types import SHARED_MEMORY, Features, Sm100Backward
+from ...common.band import BandShape
+from ...common.dq_blocks import DqLanes
+from ...common.host import NUMERIC
+from ...common.mask_tables import MaskPlan
+from ...common.warps import GROUP, WARP, WARPS, registers_suffice
+from ..umma import DEPTH, Matrix, Product
+
+LANES = 128
+"""Of tensor memory: the keys of a tile, and the queries of a block."""
+COLUMNS = 512
+HALF = 64
+"""Queries of a block that a compute thread has."""
+MMA_WARP = 12
+LOAD_WARP = 13
+THREADS = 16 * WARP
+COMPUTE_WARPS = 2 * WARPS
+REDUCE_WARPS = WARPS
+PIECE = 32
+"""Columns of dQ, at most, of a load of tensor memory and of a copy to global memory."""
+
+
+class Registers(NamedTuple):
+    """Of a thread, by role."""
+
+    compute: int
+    reduce: int
+    other: int
+
+
+_REGISTERS = Registers(144, 128, 96)
+_REGISTERS_OF_FEATURES = Registers(176, 64, 96)
+"""Where softcap, dropout or a floating mask takes them."""
+_REGISTERS_OF_WIDE = Registers(144, 112, 112)
+"""For wide heads without a mask: a compute thread has half as many queries."""
+_REGISTERS_OF_WIDE_DROPOUT = Registers(152, 96, 112)
+"""With one."""
+
+
+class Plan(NamedTuple):
+    features: Features
+    config: Sm100Backward
+
+    @property
+    def dtype(self) -> type:
+        return NUMERIC[self.features.dtype]
+
+    @property
+    def D(self) -> int:
+        """Head size of Q and K in shared memory."""
+        return self.sums.columns
+
+    @property
+    def Dv(self) -> int:
+        step = self.config.column_step
+        return -(-self.features.Dv // step) * step
+
+    @property
+    def queries(self) -> int:
+        return self.config.queries
+
+    @property
+    def keys(self) -> int:
+        return self.config.keys
+
+    @property
+    def ctas(self) -> int:
+        """Of a cluster."""
+        return self.config.cluster
+
+    @property
+    def ticket_keys(self) -> int:
+        """Of a ticket: a tile, or a cluster's tiles."""
+        return self.config.ticket_keys
+
+    @property
+    def threads(self) -> int:
+        return THREADS
+
+    @property
+    def registers(self) -> Registers:
+        f = self.features
+        if self.wide:
+            masked = _REGISTERS_OF_WIDE_DROPOUT if f.dropout else _REGISTERS
+            return masked if f.mask else _REGISTERS_OF_WIDE
+        heavy = f.softcap or f.dropout or f.mask not in ("", "bool")
+        return _REGISTERS_OF_FEATURES if heavy else _REGISTERS
+
+    @property
+    def dq_together(self) -> int:
+        """Columns of dQ that a thread holds: the sooner all are taken out, the sooner dP may follow."""
+        return PIECE if self.registers == _REGISTERS_OF_FEATURES else 2 * PIECE
+
+    @property
+    def sums(self) -> DqLanes:
+        return DqLanes(self.features.D, self.queries, self.config.column_step)
+
+    @property
+    def wide(self) -> bool:
+        """Whether a CTA has 64 keys: each half of the lanes has all of them, and half of the columns."""
+        return self.keys == LANES // 2
+
+    @property
+    def own_queries(self) -> int:
+        """Of a block, those of a compute thread."""
+        return self.queries // 4 if self.wide else self.queries // 2
+
+    # Columns of tensor memory.
+
+    @property
+    def s_at(self) -> int:
+        return 0
+
+    @property
+    def dp_at(self) -> int:
+        return self._columns(self.queries)
+
+    @property
+    def dv_at(self) -> int:
+        return 2 * self.dp_at
+
+    @property
+    def dk_at(self) -> int:
+        return self.dv_at + self._columns(self.Dv)
+
+    @property
+    def dq_columns(self) -> int:
+        """Of tensor memory; of a pair each CTA has half of the rows, and each half of its lanes half of D."""
+        return self.D // self.ctas
+
+    @property
+    def dq_apart(self) -> bool:
+        """Whether dQ has columns of its own: then the next dP^T need not wait until it is taken out."""
+        return self._after_dk + self.dq_columns <= COLUMNS
+
+    @property
+    def dq_at(self) -> int:
+        return self._after_dk if self.dq_apart else self.dp_at
+
+    @property
+    def _after_dk(self) -> int:
+        return self.dk_at + self._columns(self.D)
+
+    def _columns(self, N: int) -> int:
+        """Of sums of N columns whose rows are keys."""
+        return N // 2 if self.wide else N
+
+    @staticmethod
+    def weights_at(step: int) -> int:
+        """Where the part of P^T, or dS^T, that the `step`-th instruction takes starts in its columns."""
+        half, step = divmod(step, HALF // DEPTH)
+        return half * HALF + step * DEPTH // 2
+
+    # Products. Of a pair each CTA has half of the rows of both factors.
+
+    @property
+    def product_s(self) -> Product:
+        return self._product(self.keys, self.queries, Matrix(self.keys, self.D), self.rows_of_q)
+
+    @property
+    def product_dp(self) -> Product:
+        return self._product(self.keys, self.queries, Matrix(self.keys, self.Dv), self.rows_of_do)
+
+    @property
+    def product_dv(self) -> Product:
+        return self._product(self.keys, self.Dv, self._weights, self.columns_of_do)
+
+    @property
+    def product_dk(self) -> Product:
+        return self._product(self.keys, self.D, self._weights, self.columns_of_q)
+
+    @property
+    def product_dq(self) -> Product:
+        own = self.queries // self.ctas
+        return self._product(own, self.D, Matrix(self.ticket_keys, own, True), self.columns_of_k)
+
+    @property
+    def rows_of_q(self) -> Matrix:
+        return Matrix(self.queries // self.ctas, self.D)
+
+    @property
+    def rows_of_do(self) -> Matrix:
+        return Matrix(self.queries // self.ctas, self.Dv)
+
+    @property
+    def columns_of_q(self) -> Matrix:
+        return Matrix(self.queries, self.D // self.ctas, True)
+
+    @property
+    def columns_of_do(self) -> Matrix:
+        return Matrix(self.queries, self.Dv // self.ctas, True)
+
+    @property
+    def columns_of_k(self) -> Matrix:
+        return Matrix(self.ticket_keys, self.D // self.ctas, True)
+
+    @property
+    def _weights(self) -> Matrix | None:
+        """P^T and dS^T of the own keys: in tensor memory, unless both halves of its lanes need them."""
+        return Matrix(self.keys, self.queries) if self.wide else None
+
+    def _product(self, own_rows: int, N: int, a: Matrix | None, b: Matrix) -> Product:
+        return Product(self.features.dtype, own_rows * self.ctas, N, a, b, self.ctas)
+
+    # Which blocks a tile visits, and what is hidden in them.
+
+    @property
+    def band(self) -> BandShape:
+        """Of the transposed problem: rows are keys, and a bound to the right is one of queries on the left.
+
+        Rows of queries beyond the end need no mask: their lse is infinite.
+        """
+        return BandShape(self.features.right, self.features.left, False, self.queries)
+
+    @property
+    def mask(self) -> MaskPlan:
+        """How the tables of attn_mask, transposed, cut it into blocks: its rows are keys."""
+        return MaskPlan(self.features.mask, self.ticket_keys, self.queries)
+
+    @property
+    def descends(self) -> bool:
+        """Whether a head's last tile is drawn first, and adds its dQ first.
+
+        Each tile of a band with a right side begins at another block: the last one to get there is the one
+        that has most blocks behind it. In any other order tiles would wait for it from their first block on.
+        """
+        return self.features.deterministic and self.features.right
+
+    @property
+    def lists_blocks(self) -> bool:
+        """Whether blocks that the mask hides are passed over. A fixed order of sums knows only the band."""
+        return bool(self.features.mask) and not self.features.deterministic
+
+    @property
+    def masks(self) -> bool:
+        return self.band.left or self.band.right or self.config.tail or bool(self.features.mask)
+
+    @property
+    def stores_by_copy_engine(self) -> bool:
+        """A tile of a varlen call may end inside the box; then rows are stored one by one."""
+        return not self.features.varlen
+
+    def check(self) -> None:
+        """Raises AssertionError for what would not run; `configs` never asks for it."""
+        f, c = self.features, self.config
+        assert f.D % 8 == 0 and f.Dv % 8 == 0 and 8 <= min(f.D, f.Dv) and max(f.D, f.Dv) <= 256
+        assert self.queries == LANES and self._after_dk <= COLUMNS
+        assert (c.cluster, c.keys) in ((1, 128), (2, 128), (2, 64)) and (self.dq_apart or not self.wide)
+        assert c.kv_stages in (1, 2) and min(c.q_stages - 1, c.do_stages, c.dq_slots) >= 1
+        # What the other CTA loads could come before this one has zeroed the end of another sequence.
+        assert c.cluster == 1 or (not f.varlen and c.kv_stages == 1 and c.shares >= 2)
+        assert not f.dmask or f.mask not in ("", "bool")
+        compute, reduce, other = self.registers
+        assert registers_suffice(THREADS, 2 * compute + reduce + other) and GROUP == LANES
+        assert c.shared_memory(f) <= SHARED_MEMORY

@@ -1,0 +1,189 @@
+"""The reduce warps: dQ out of tensor memory, through shared memory, added up in global memory.
+
+Each warp has 32 rows, of a pair half of their columns, and nothing to do with the others: its copies are its
+own, 32 columns each.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from ...common import key_tiles as tiles
+from ...common import ring
+from ...common.dq_blocks import VECTOR
+from ...common.key_tiles import Tile
+from ...common.ring import Cursor
+from ...common.warps import WARP
+from .. import tmem
+from .plan import PIECE, REDUCE_WARPS
+from .signal import arrive
+
+if TYPE_CHECKING:
+    from .kernel import Kernel
+
+
+class Cursors(NamedTuple):
+    kv: Cursor
+    turn: Int32
+    """Phase of the block's signals."""
+
+
+class Turn(NamedTuple):
+    """Of a block in sums of a fixed order."""
+
+    place: Int64
+    """Address of the count of what has been added to the block."""
+    awaited: Int32
+    """What it has to be, at least."""
+    counts: Int32
+    """What it grows by."""
+
+
+@cute.jit
+def reduce(k: Kernel, warp: Int32) -> None:
+    at = Cursors(ring.start(), Int32(0))
+    tile = tiles.read(k, at.kv)
+    while tile.block >= 0:
+        ring.release(k.load_k, at.kv)
+        at = _tile(k, warp, tile, at)
+        tile = tiles.read(k, at.kv)
+    cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+
+@cute.jit
+def _tile(k: Kernel, warp: Int32, tile: Tile, at: Cursors) -> Cursors:
+    span, heads = tiles.span_of(k, tile), tiles.group(k)
+    for h in cutlass.range(heads, unroll=1):
+        head = tile.key_head * heads + h
+        blocks = tiles.blocks_of(k, tile, span, head)
+        for position in cutlass.range(blocks.span.first, blocks.span.last, unroll=1):
+            n, _ = tiles.block_at(k, blocks, position)
+            _add(k, warp, tile, head, n, at)
+            at = at._replace(turn=at.turn ^ 1)
+    return at._replace(kv=ring.after(at.kv, k.plan.config.kv_stages))
+
+
+@cute.jit
+def _add(k: Kernel, warp: Int32, tile: Tile, head: Int32, n: Int32, at: Cursors) -> None:
+    """The warp's rows of block n."""
+    plan, columns = k.plan, k.plan.dq_columns
+    row, count = tiles.row_of_workspace(k, tile, head), k.dq_acc.shape[-2]
+    block = Int64(row) * count + (tiles.first_block(k, tile) + n)
+    # Of a pair: the CTA's half of the rows, in each half of the lanes half of the columns.
+    bands, part = REDUCE_WARPS // plan.ctas, Int32(0)
+    band = warp
+    if cutlass.const_expr(plan.ctas > 1):
+        band, part = k.pair.rank * bands + warp % bands, warp // bands
+    start = block * plan.sums.floats + Int64((band * plan.sums.columns + part * columns) * WARP)
+    target = (k.dq_acc.iterator + start).toint()
+    turn = None
+    if cutlass.const_expr(plan.features.deterministic):
+        turn = _turn_of(k, warp, tile, n, block)
+
+    cute.arch.mbarrier_wait(k.signals.mma_dq, at.turn)
+    tmem.fence_after()
+    source, together = tmem.own_lanes(Int32(plan.dq_at), warp), plan.dq_together
+    for first in cutlass.range_constexpr(0, columns, together):
+        widths = _widths(min(together, columns - first))
+        pieces = [cute.make_rmem_tensor(width, Float32) for width in widths]
+        for i, piece in enumerate(pieces):
+            tmem.load(source + first + sum(widths[:i]), piece)
+        tmem.wait_loads()
+        if cutlass.const_expr(first + together >= columns):
+            arrive(k, k.signals.reduce_dq)
+        if cutlass.const_expr(first == 0 and turn is not None):
+            _await_turn(turn)
+        for i, piece in enumerate(pieces):
+            column = first + sum(widths[:i])
+            _copy_piece(k, warp, piece, target + column * (WARP * 4), column // PIECE)
+    if cutlass.const_expr(turn is not None):
+        _end_turn(turn)
+
+
+def _widths(columns: int) -> list[int]:
+    """Powers of two up to a piece, which make up the columns, a multiple of 16."""
+    whole, rest = divmod(columns, PIECE)
+    return [PIECE] * whole + [rest] * (rest > 0)
+
+
+@cute.jit
+def _copy_piece(k: Kernel, warp: Int32, piece: cute.Tensor, target: Int64, number: cutlass.Constexpr) -> None:
+    """Have it added to global memory. Slots are taken in turn, from the first one in every block."""
+    slots, columns = k.plan.config.dq_slots, cute.size(piece)
+    stage, lane = k.sdQ[None, number % slots, warp].iterator, cute.arch.lane_idx()
+    if lane == 0:
+        cute.arch.cp_async_bulk_wait_group(_copied_since(number, _pieces(k), slots), read=True)
+    cute.arch.sync_warp()
+    for j in cutlass.range_constexpr(columns // VECTOR):
+        place = (stage + (j * WARP + lane) * VECTOR).toint()
+        four = cute.make_ptr(Float32, place, cute.AddressSpace.smem, assumed_align=16)
+        own = cute.make_tensor(piece.iterator + VECTOR * j, cute.make_layout(VECTOR))
+        cute.autovec_copy(own, cute.make_tensor(four, cute.make_layout(VECTOR)))
+    cute.arch.fence_view_async_shared()
+    cute.arch.sync_warp()
+    if lane == 0:
+        cute.arch.inline_ptx(
+            "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32"
+            f" [{{$r0}}], [{{$r1}}], {columns * WARP * 4};",
+            read_only_args=[target, stage.toint()],
+        )
+        cute.arch.cp_async_bulk_commit_group()
+
+
+def _pieces(k: Kernel) -> int:
+    """Of a block."""
+    return -(-k.plan.dq_columns // PIECE)
+
+
+def _copied_since(number: int, pieces: int, slots: int) -> int:
+    """How many pieces have followed the last one in the slot of the `number`-th of a block."""
+    if number >= slots:
+        return slots - 1
+    last = max(range(number, pieces, slots))
+    return pieces - last + number - 1
+
+
+@cute.jit
+def _turn_of(k: Kernel, warp: Int32, tile: Tile, n: Int32, block: Int64) -> Turn:
+    """After the tile whose turn is before this one's, if that visits the block.
+
+    A block's number counts the pieces of all tiles up to the last one that has added to it; those that visit
+    a block are neighbours, and the first of them counts for those before.
+    """
+    turn = tiles.turn_of(k, tile)
+    follows = (turn.before.first <= n) & (n < turn.before.last)
+    earlier = turn.number * k.plan.config.dq_pieces
+    first = warp == 0
+    if cutlass.const_expr(k.plan.ctas > 1):
+        first = first & (k.pair.rank == 0)
+    counts = Int32(1) + (earlier if first & ~follows else Int32(0))
+    return Turn((k.turns.iterator + block).toint(), earlier if follows else Int32(0), counts)
+
+
+@cute.jit
+def _await_turn(turn: Turn) -> None:
+    if cute.arch.lane_idx() == 0:
+        seen = _count(turn.place)
+        while seen < turn.awaited:
+            seen = _count(turn.place)
+        cute.arch.inline_ptx("fence.proxy.async;")
+
+
+@cute.jit
+def _end_turn(turn: Turn) -> None:
+    if cute.arch.lane_idx() == 0:
+        cute.arch.cp_async_bulk_wait_group(0, read=False)
+        cute.arch.inline_ptx(
+            "fence.proxy.async; red.release.gpu.global.add.s32 [{$r0}], {$r1};",
+            read_only_args=[turn.place, turn.counts],
+        )
+
+
+def _count(place: Int64) -> Int32:
+    return cute.arch.inline_ptx(
+        "ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[place]
+    )

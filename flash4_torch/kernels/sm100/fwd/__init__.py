@@ -1,0 +1,1 @@
+"""The forward kernel. Read plan, launch, kernel, load, mma, softmax, correction, epilogue."""

@@ -1,0 +1,183 @@
+"""The forward kernel: shared memory, barriers, and who takes which role; `plan` says what each edge means.
+
+         tickets (global)
+            |
+           load ==tile=====> everybody
+Q, K, V -> load ==load_q===> mma ==s_p==> softmax ==scale==> correction ==s_p==> mma
+                ==load_kv=>      <==s_p==         ==inverse=>
+                                 <=late==         -> lse     -> epilogue -> O
+                             mma ==o===========================> correction
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from ...common import attn_mask, ring
+from ...common.args import Rule
+from ...common.forward_tile import MESSAGE
+from ...common.query_launch import Maps
+from ...common.ring import Ring
+from ...common.warps import WARPS
+from .. import tmem
+from .correction import correct
+from .load import load
+from .mma import multiply
+from .plan import CORRECTION, LOADER, MULTIPLIER, ROWS, TILE_STAGES, Plan
+from .softmax import weigh
+
+
+class Layouts(NamedTuple):
+    """Of shared memory; K and V of one stage."""
+
+    q: Any
+    k: Any
+    v: Any
+    o: Any
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What every role may use."""
+
+    plan: Plan
+    rule: Rule
+    maps: Maps
+    layouts: Layouts
+    sQ: cute.Tensor
+    """(128, D, q_tiles)"""
+    sKV: cute.Pointer
+    """`kv_stages` times K or V, as `layouts` say."""
+    sO: cute.Tensor
+    """(128 * Dv, q_tiles), elements: the correction warps' rows of O, 32 after 32, as `layouts.o` says."""
+    sScale: cute.Tensor
+    """(128, q_tiles) float32: what O is multiplied by."""
+    sInverse: cute.Tensor
+    """(128, q_tiles) float32: what it is normalised by."""
+    message: cute.Pointer
+    """`MESSAGE` words for each stage of `tile`."""
+    tmem_holder: cute.Pointer
+    tile: Ring
+    load_q: Ring
+    load_kv: Ring
+    sequence_end: Ring
+    """One stage: values that the loading warp waits for itself, as other sequences' follow them."""
+    s_p: Ring
+    late: Ring
+    o: Ring
+    inverse: Ring
+    out: cute.Tensor
+    lse: cute.Tensor
+    tickets: cute.Tensor
+    cu_seqlens_q: cute.Tensor | None
+    cu_seqlens_k: cute.Tensor | None
+    mask: attn_mask.Mask | None
+    rng_state: cute.Tensor | None
+
+
+@cute.kernel
+def forward_kernel(
+    maps: Maps,
+    layouts: Layouts,
+    out: cute.Tensor,
+    lse: cute.Tensor,
+    tickets: cute.Tensor,
+    cu_seqlens_q: cute.Tensor | None,
+    cu_seqlens_k: cute.Tensor | None,
+    mask_args: attn_mask.MaskArgs | None,
+    rng_state: cute.Tensor | None,
+    rule: Rule,
+    plan: cutlass.Constexpr,
+) -> None:
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    mask = None
+    if cutlass.const_expr(mask_args is not None):
+        mask = attn_mask.make_mask(mask_args, plan.mask)
+    memory = SmemAllocator()
+    sQ = memory.allocate_tensor(plan.dtype, layouts.q.outer, byte_alignment=1024, swizzle=layouts.q.inner)
+    kv = cute.make_layout(plan.kv_elements * plan.config.kv_stages)
+    sKV = memory.allocate_tensor(plan.dtype, kv, byte_alignment=1024)
+    rows = cute.make_layout((ROWS * plan.Dv, plan.q_tiles))
+    if cutlass.const_expr(plan.config.o_over_q):
+        over = cute.make_layout((ROWS * plan.Dv, plan.q_tiles), stride=(1, ROWS * plan.D))
+        sO = cute.make_tensor(cute.recast_ptr(sQ.iterator, cute.make_swizzle(0, 4, 3)), over)
+    else:
+        sO = memory.allocate_tensor(plan.dtype, rows, byte_alignment=1024)
+    numbers = cute.make_layout((ROWS, plan.q_tiles))
+    k = Kernel(
+        plan=plan,
+        rule=rule,
+        maps=maps,
+        layouts=layouts,
+        sQ=sQ,
+        sKV=sKV.iterator,
+        sO=sO,
+        sScale=memory.allocate_tensor(Float32, numbers, byte_alignment=16),
+        sInverse=memory.allocate_tensor(Float32, numbers, byte_alignment=16),
+        message=memory.allocate_array(Int32, MESSAGE * TILE_STAGES),
+        tmem_holder=memory.allocate_array(Int32),
+        tile=_ring(memory, TILE_STAGES),
+        load_q=_ring(memory, plan.q_tiles),
+        load_kv=_ring(memory, plan.config.kv_stages),
+        sequence_end=_ring(memory, 1),
+        s_p=_ring(memory, plan.q_tiles),
+        late=_ring(memory, plan.q_tiles),
+        o=_ring(memory, plan.q_tiles),
+        inverse=_ring(memory, plan.q_tiles),
+        out=out,
+        lse=lse,
+        tickets=tickets,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        mask=mask,
+        rng_state=rng_state,
+    )
+    if warp == LOADER:
+        ring.initialise(k.tile, plan.tile_readers)
+        ring.initialise(k.load_q, WARPS if plan.config.o_over_q else 1)
+        for edge in (k.load_kv, k.sequence_end, k.o):
+            ring.initialise(edge, 1)
+        ring.initialise(k.s_p, 2 * WARPS)
+        ring.initialise(k.late, 1, writers=WARPS)
+        ring.initialise(k.inverse, WARPS, writers=WARPS)
+        cute.arch.mbarrier_init_fence()
+        for atom in (maps.load_q, maps.load_k, maps.load_v, maps.store_o):
+            cpasync.prefetch_descriptor(atom)
+    if warp == MULTIPLIER:
+        tmem.allocate(k.tmem_holder)
+    tmem.fence_before()
+    cute.arch.sync_threads()
+    tmem.fence_after()
+
+    if warp >= MULTIPLIER:
+        cute.arch.setmaxregister_decrease(plan.registers.other)
+        if warp == MULTIPLIER:
+            multiply(k)
+        elif warp == LOADER:
+            load(k)
+    elif warp >= CORRECTION:
+        cute.arch.setmaxregister_decrease(plan.registers.correction)
+        correct(k)
+    else:
+        cute.arch.setmaxregister_increase(plan.registers.softmax)
+        if cutlass.const_expr(plan.q_tiles == 2):
+            weigh(k, warp // WARPS)
+        elif warp < WARPS:
+            weigh(k, Int32(0))
+
+    tmem.fence_before()
+    cute.arch.sync_threads()
+    tmem.fence_after()
+    if warp == MULTIPLIER:
+        tmem.free()
+
+
+def _ring(memory: SmemAllocator, stages: int) -> Ring:
+    return Ring(memory.allocate_array(Int64, stages), memory.allocate_array(Int64, stages), stages)

@@ -1,0 +1,72 @@
+"""The host's side of the forward: tensor maps, grid, and compiling for any sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync
+
+from ....configs.types import Features, Sm100Forward
+from ...common import host, persistent
+from ...common.args import Rule
+from ...common.attn_mask import MaskArgs
+from ...common.query_launch import Maps, compile_for_any, count_tiles
+from ...common.smem_layouts import column_major_layout, row_major_layout
+from ...common.warps import WARP, WARPS
+from .kernel import Layouts, forward_kernel
+from .plan import ROWS, Plan
+
+
+@cute.jit
+def forward(
+    q: cute.Tensor,
+    k: cute.Tensor,
+    v: cute.Tensor,
+    out: cute.Tensor,
+    lse: cute.Tensor,
+    tickets: cute.Tensor,
+    cu_seqlens_q: cute.Tensor | None,
+    cu_seqlens_k: cute.Tensor | None,
+    mask: MaskArgs | None,
+    rng_state: cute.Tensor | None,
+    rule: Rule,
+    plan: cutlass.Constexpr,
+    stream: cuda.CUstream,
+) -> None:
+    """Launch out = dropout(softmax(scores)) v and lse = logsumexp(scores).
+
+    q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), out (B, Sq, Hq, Dv), or packed (T, H, D); last
+    stride 1, the others multiples of 8 elements, bases on 16 bytes. lse (B, Hq, Sq) or (Hq, T) float32,
+    contiguous. tickets int32 (1,), zero before and after. No size is 0.
+    """
+    plan.check()
+    heads, keys = host.by_key_head(q, k), host.positions_first(k)
+    values = cute.make_tensor(v.iterator, cute.select(host.positions_first(v).layout, [1, 0, 2, 3]))
+    outputs = host.by_key_head(out, k)
+
+    layouts = Layouts(
+        q=row_major_layout(plan.dtype, ROWS, plan.D, plan.q_tiles),
+        k=row_major_layout(plan.dtype, plan.keys, plan.D, 1),
+        v=column_major_layout(plan.dtype, plan.Dv, plan.keys, 1),
+        o=row_major_layout(plan.dtype, WARP, plan.Dv, WARPS),
+    )
+    load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+    maps = Maps(
+        *host.tensor_map(load, heads, layouts.q, (plan.box, plan.D)),
+        *host.tensor_map(load, keys, layouts.k, (plan.keys, plan.D)),
+        *host.tensor_map(load, values, layouts.v, (plan.Dv, plan.keys)),
+        *host.tensor_map(store, outputs, layouts.o, (plan.store_box, plan.Dv)),
+    )
+    tiles = count_tiles(q, maps, cu_seqlens_q, rule, plan)
+    kernel = forward_kernel(
+        maps, layouts, out, lse, tickets, cu_seqlens_q, cu_seqlens_k, mask, rng_state, rule, plan
+    )
+    persistent.launch(kernel, plan, tiles, rule.multiprocessors, stream)
+
+
+def compile_forward(features: Features, config: Sm100Forward) -> Any:
+    """`forward` compiled for any sizes and strides; call it with its arguments but `plan` and `stream`."""
+    return compile_for_any(forward, Plan(features, config))

@@ -1,0 +1,216 @@
+"""Who does what, with how many registers, in how much shared and tensor memory.
+
+A CTA stays for the whole launch and draws pairs of tiles of 128 query rows from a counter:
+
+    warps 0 to 3, 4 to 7    softmax of the first and of the second tile, a row to a thread; lse
+    warps 8 to 11           correction: rescale O where a maximum has grown, at the end normalise and store it
+    warp 12                 issues S = Q K^T and O += P V of both tiles
+    warp 13                 draws tiles, loads Q, K and V by TMA
+    warps 14, 15            idle
+
+Tensor memory, in columns of 32 bits: S of each tile, over whose first half P is written once S was read, then
+O of each tile.
+
+Edges, each with who arrives; `t` counts tiles:
+
+    tile        which tile it is; the loading warp, and every warp that has read it
+    load_q[t]   Q; TMA, and the products that read it (with `o_over_q` the correction warps, after O has left)
+    load_kv     K and V by turns; TMA, and the products that read it
+    s_p[t]      full: the product S; empty: 4 softmax warps, which have read S and written the early part of
+                P, and 4 correction warps, which have rescaled O, or read it out for good before the first
+                block. PV and the next QK follow: the tensor core works in order, so S and P share columns
+    late[t]     the rest of P; 4 softmax warps. Empty when S is full again, as that comes after PV
+    o[t]        O is complete: the last PV. Free when the correction warps arrive at the next tile's `s_p`
+    scale[t]    a factor for each row of O, by named barriers of one softmax and one correction warp. The slot
+                is free when the next S is full: the correction warp arrived at `s_p` before it
+    inverse[t]  one over each row's sum; 4 softmax warps, and 4 correction warps that have read it
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ....configs.types import SHARED_MEMORY, Features, Sm100Forward, tile_dim
+from ...common.band import BandShape
+from ...common.exponent import Exponent
+from ...common.host import NUMERIC
+from ...common.mask_tables import MaskPlan
+from ...common.softmax import Method
+from ...common.warps import WARP, WARPS, registers_suffice
+from ..tmem import COLUMNS
+from ..umma import Matrix, Product
+
+ROWS = 128
+"""Of a tile: a lane of tensor memory and a thread of softmax each."""
+CORRECTION = 8
+"""The first of its warps."""
+MULTIPLIER = 12
+LOADER = 13
+LAST = 16
+SCALE = 1
+"""The first of the named barriers by which factors are handed over, one for each warp of softmax."""
+TILE_STAGES = 2
+LOADED = 32
+"""Columns of S that a thread loads at a time."""
+RESCALED = 16
+"""Columns of O: with 32 the correction warps' registers do not suffice."""
+
+
+class Registers(NamedTuple):
+    """Of a thread, by role."""
+
+    softmax: int
+    correction: int
+    other: int
+
+
+class Plan(NamedTuple):
+    features: Features
+    config: Sm100Forward
+
+    @property
+    def dtype(self) -> type:
+        return NUMERIC[self.features.dtype]
+
+    @property
+    def D(self) -> int:
+        """Head size of Q and K in shared memory."""
+        return tile_dim(self.features.D)
+
+    @property
+    def Dv(self) -> int:
+        return tile_dim(self.features.Dv)
+
+    @property
+    def keys(self) -> int:
+        return self.config.keys
+
+    @property
+    def q_tiles(self) -> int:
+        return self.config.q_tiles
+
+    @property
+    def threads(self) -> int:
+        return LAST * WARP
+
+    @property
+    def registers(self) -> Registers:
+        """What spills least, found by compiling: neither more nor fewer for softmax is better throughout."""
+        f = self.features
+        if (f.dropout and self.D <= 64) or (f.right and self.D > 128):
+            return Registers(176, 80, 80)
+        return Registers(184, 72, 72)
+
+    @property
+    def tile_readers(self) -> int:
+        """Warps that read which tile it is."""
+        return (self.q_tiles + 1) * WARPS + 1
+
+    @property
+    def pack(self) -> int:
+        return self.config.pack
+
+    @property
+    def tokens(self) -> int:
+        """Query positions of a tile of 128 rows: each stands for `pack` of them."""
+        return ROWS // self.pack
+
+    @property
+    def box(self) -> tuple[int, int]:
+        """Heads and positions of a tile's rows."""
+        return self.pack, self.tokens
+
+    @property
+    def store_box(self) -> tuple[int, int]:
+        """Heads and positions of a warp's rows."""
+        heads = min(self.pack, WARP)
+        return heads, WARP // heads
+
+    @property
+    def ctas(self) -> int:
+        """Of a cluster."""
+        return self.config.cluster
+
+    @property
+    def queries(self) -> int:
+        """Query positions of a ticket."""
+        return self.config.queries * self.ctas
+
+    @property
+    def scores(self) -> Product:
+        """S = Q K^T."""
+        return Product(self.features.dtype, ROWS, self.keys, Matrix(ROWS, self.D), Matrix(self.keys, self.D))
+
+    @property
+    def output(self) -> Product:
+        """O += P V."""
+        return Product(self.features.dtype, ROWS, self.Dv, None, Matrix(self.keys, self.Dv, along_rows=True))
+
+    @property
+    def early_steps(self) -> int:
+        """Instructions of that product that do with the early part of P."""
+        return self.config.early // 16
+
+    @property
+    def s_columns(self) -> tuple[int, ...]:
+        """Where each tile's S, and then its P, is in tensor memory."""
+        return tuple(t * self.keys for t in range(self.q_tiles))
+
+    @property
+    def o_columns(self) -> tuple[int, ...]:
+        return tuple(2 * self.keys + t * self.Dv for t in range(self.q_tiles))
+
+    @property
+    def kv_elements(self) -> int:
+        """Of a stage."""
+        return self.keys * max(self.D, self.Dv)
+
+    @property
+    def band(self) -> BandShape:
+        return BandShape(self.features.left, self.features.right, self.config.tail, self.keys)
+
+    @property
+    def spans_differ(self) -> bool:
+        """Whether tiles may visit different blocks."""
+        return self.q_tiles > 1 and self.band.hides
+
+    @property
+    def cuts_at_the_end(self) -> bool:
+        """Whether only blocks at the right end may have to be masked: these then have a loop of their own."""
+        return not (self.features.left or self.features.mask)
+
+    @property
+    def mask(self) -> MaskPlan:
+        """How attn_mask's tables cut it into blocks."""
+        return MaskPlan(self.features.mask, self.config.queries, self.keys, self.pack)
+
+    @property
+    def softmax(self) -> Method:
+        exponent = Exponent(self.config.polynomial, 32)
+        return Method(1, self.hides_rows, conditional=True, exponent=exponent, packed=True)
+
+    @property
+    def hides_rows(self) -> bool:
+        """Whether a block that is not skipped may be hidden from a whole row."""
+        return self.band.hides or self.features.varlen or bool(self.features.mask)
+
+    @property
+    def stores_by_copy_engine(self) -> bool:
+        """A tile of a varlen call may end inside the box; then rows are stored one by one."""
+        return not self.features.varlen
+
+    def check(self) -> None:
+        """Raises AssertionError for what would not run; `configs` never asks for it."""
+        f, c = self.features, self.config
+        assert f.D % 8 == 0 and f.Dv % 8 == 0 and 8 <= min(f.D, f.Dv) and max(f.D, f.Dv) <= 256
+        assert c.q_tiles in (1, 2) and c.keys == 128
+        assert c.early % 32 == 0 and 32 <= c.early <= c.keys - 32
+        assert c.polynomial in range(0, 33, 2)
+        assert c.pack in (1, 2, 4, 8, 16, 32, 64)
+        assert c.cluster == 1, "pairs of CTAs are still to come"
+        assert not (f.dropout and c.pack > 1), "dropout's random numbers follow unpacked rows"
+        assert not c.o_over_q or self.Dv <= self.D
+        assert c.tensor_memory(f) <= COLUMNS
+        softmax, correction, other = self.registers
+        assert registers_suffice(self.threads, 2 * softmax + correction + other)
+        assert c.shared_memory(f) <= SHARED_MEMORY

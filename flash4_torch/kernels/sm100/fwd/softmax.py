@@ -1,0 +1,272 @@
+"""A softmax warpgroup: scores to weights, a row to a thread, block after block, tile after tile; and lse."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from ...common import attn_mask, dropout, ring, rounding, scores, softmax
+from ...common import band as bands
+from ...common import forward_tile as tiles
+from ...common.band import Band, Span
+from ...common.forward_tile import Blocks, Tile
+from ...common.fragment import row_fragment
+from ...common.ring import Cursor
+from ...common.warps import GROUP, WARP, WARPS
+from .. import tmem
+from . import spans
+from .plan import LOADED, SCALE, TILE_STAGES
+
+if TYPE_CHECKING:
+    from .kernel import Kernel
+
+PIECE = 32
+"""Weights that are rounded and stored together."""
+
+
+class Thread(NamedTuple):
+    """A thread of a softmax warpgroup, and what it keeps in registers."""
+
+    t: Int32
+    """Which of the tiles."""
+    row: Int32
+    """Of its 128."""
+    lanes: Int32
+    """Tensor-memory address of its warp's lanes of S."""
+    rows: softmax.Rows
+    chance: dropout.Dropout | None
+
+
+class Work(NamedTuple):
+    """A tile, as a thread sees it."""
+
+    band: Band
+    blocks: Blocks
+    own: Span
+    first: Int32
+    last: Int32
+    """Query positions of its 128 rows."""
+    position: Int32
+    """Of the thread's row."""
+    mask: attn_mask.Rows | None
+    drawn: dropout.QueryLane | None
+    """What dropout keeps of the row."""
+
+
+@cute.jit
+def weigh(k: Kernel, t: Int32) -> None:
+    thread, _, _ = cute.arch.thread_idx()
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    chance = None
+    if cutlass.const_expr(k.plan.features.dropout):
+        chance = dropout.load(k.rng_state, k.rule.drop_byte, k.rule.drop_fraction)
+    own = Thread(
+        t,
+        thread % GROUP,
+        tmem.own_lanes(t * k.plan.keys, warp),
+        softmax.make_rows(1),
+        chance,
+    )
+    at, s_at, end_at = ring.start(), Cursor(t, Int32(0)), Cursor(t, Int32(0))
+    tile = tiles.read(k, k.tile, at)
+    while tile.block >= 0:
+        s_at = _blocks(k, own, _work(k, own, tile), s_at)
+        _finish(k, own, at, end_at)
+        ring.release(k.tile, at)
+        end_at = Cursor(t, end_at.phase ^ 1)
+        at = ring.after(at, TILE_STAGES)
+        tile = tiles.read(k, k.tile, at)
+
+
+@cute.jit
+def _work(k: Kernel, t: Thread, tile: Tile) -> Work:
+    plan = k.plan
+    blocks = tiles.blocks_of(k, tile)
+    first = spans.first_query(k, tile, t.t)
+    position, mask, drawn = first + t.row // plan.pack, None, None
+    if cutlass.const_expr(plan.features.mask):
+        head = tiles.query_head(k, tile) + t.row % plan.pack
+        mask = attn_mask.rows_of(k.mask, tile.batch, (head,), (position,))
+    if cutlass.const_expr(plan.features.dropout):
+        heads = k.maps.mQ.shape[0][0] * k.maps.mQ.shape[2]
+        head = tile.batch * heads + tiles.query_head(k, tile)
+        drawn = dropout.QueryLane.at(t.chance, position, head, cute.arch.lane_idx())
+    return Work(
+        tiles.band_of(k, tile),
+        blocks,
+        spans.own_span(k, tile, blocks, t.t),
+        first,
+        spans.last_query(k, tile, first),
+        position,
+        mask,
+        drawn,
+    )
+
+
+@cute.jit
+def _blocks(k: Kernel, t: Thread, work: Work, s_at: Cursor) -> Cursor:
+    softmax.clear(t.rows)
+    if cutlass.const_expr(k.plan.cuts_at_the_end):
+        return _blocks_cut_at_the_end(k, t, work, s_at)
+    return _blocks_cut_anywhere(k, t, work, s_at)
+
+
+@cute.jit
+def _blocks_cut_at_the_end(k: Kernel, t: Thread, work: Work, s_at: Cursor) -> Cursor:
+    """Blocks from the last one down, where those that have to be masked come first."""
+    plan, top, count, cut = k.plan, work.own.last - 1, work.own.last - work.own.first, Int32(0)
+    if cutlass.const_expr(plan.band.masks):
+        cut = Int32(1)
+        if cutlass.const_expr(plan.band.right):
+            whole = bands.whole_blocks(work.band, plan.band, work.first)
+            cut = cutlass.min(cutlass.max(top + 1 - whole, 1), count)
+        for i in cutlass.range(cut, unroll=1):
+            s_at = _block(k, t, work, i, top - i, True, s_at)
+    for i in cutlass.range(cut, count, unroll=1):
+        s_at = _block(k, t, work, i, top - i, False, s_at)
+    return s_at
+
+
+@cute.jit
+def _blocks_cut_anywhere(k: Kernel, t: Thread, work: Work, s_at: Cursor) -> Cursor:
+    """Blocks from the last one down, where any of them may have to be masked."""
+    plan, top = k.plan, work.own.last - 1
+    for i in cutlass.range(work.own.last - work.own.first, unroll=1):
+        n, mixed = tiles.block_at(k, work.blocks, top - i)
+        cut = mixed | bands.cuts(work.band, plan.band, n, work.first, work.last)
+        if cute.arch.vote_any_sync(cut):
+            s_at = _block(k, t, work, i, n, True, s_at)
+        else:
+            s_at = _block(k, t, work, i, n, False, s_at)
+    return s_at
+
+
+@cute.jit
+def _block(
+    k: Kernel, t: Thread, work: Work, i: Int32, n: Int32, masked: cutlass.Constexpr, s_at: Cursor
+) -> Cursor:
+    """The i-th block, number n: S to P, and how to rescale O if it is not the first."""
+    plan = k.plan
+    words = _mask_words(k, work, n) if masked else ()
+    kept = _drawn(k, work, n)
+    ring.wait_full(k.s_p, s_at)
+    tmem.fence_after()
+    biased = masked and plan.features.mask not in ("", "bool")
+    if cutlass.const_expr(biased):
+        _add_mask(k, t, work, n)
+    S = _load_scores(k, t)
+    if cutlass.const_expr(not biased):
+        scores.change(S, k.rule, plan.features.softcap, plan.features.scaled)
+    if cutlass.const_expr(masked):
+        _hide(k, work, S, n, words)
+    scale = scores.softmax_scale(k.rule, plan.features.scaled)
+    values = cute.make_tensor(S.iterator, cute.make_layout((1, plan.keys)))
+    step = softmax.step(values, t.rows, scale, plan.softmax)
+    place, barrier = k.sScale, _scale_barrier(t)
+    if i > 0:
+        place[t.row, t.t] = step.factors[0]
+        cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=2 * WARP)
+    sums = softmax.begin_sums(t.rows)
+    for piece in cutlass.range_constexpr(plan.keys // PIECE):
+        begin = piece * PIECE
+        sums = softmax.weigh_pairs(values, sums, step, scale, plan.softmax, begin, begin + PIECE)
+        _store_weights(k, t, S, begin, kept)
+        if cutlass.const_expr(begin + PIECE == plan.config.early):
+            tmem.wait_stores()
+            tmem.fence_before()
+            ring.release(k.s_p, s_at)
+    tmem.wait_stores()
+    tmem.fence_before()
+    ring.fill(k.late, s_at)
+    softmax.end_sums(t.rows, sums)
+    return Cursor(s_at.stage, s_at.phase ^ 1)
+
+
+def _load_scores(k: Kernel, t: Thread) -> cute.Tensor:
+    S = cute.make_rmem_tensor(k.plan.keys, Float32)
+    for column in range(0, k.plan.keys, LOADED):
+        tmem.load(t.lanes + column, cute.make_tensor(S.iterator + column, cute.make_layout(LOADED)))
+    tmem.wait_loads()
+    return S
+
+
+@cute.jit
+def _add_mask(k: Kernel, t: Thread, work: Work, n: Int32) -> None:
+    """Scale the scores, and add a floating mask to them, where they are: registers hold no row of both."""
+    plan = k.plan
+    for piece in cutlass.range(plan.keys // PIECE, unroll=1):
+        begin, S = piece * PIECE, cute.make_rmem_tensor(PIECE, Float32)
+        tmem.load(t.lanes + begin, S)
+        tmem.wait_loads()
+        scores.change(S, k.rule, plan.features.softcap, plan.features.scaled)
+        values = cute.make_tensor(S.iterator, cute.make_layout((1, PIECE)))
+        fragment = row_fragment(values, work.position, n * plan.keys + begin)
+        attn_mask.change(k.mask, work.mask, (), n, fragment)
+        tmem.store(t.lanes + begin, S)
+    tmem.wait_stores()
+
+
+@cute.jit
+def _hide(k: Kernel, work: Work, S: cute.Tensor, n: Int32, words) -> None:
+    """What a bool mask and the band hide."""
+    plan = k.plan
+    values = cute.make_tensor(S.iterator, cute.make_layout((1, plan.keys)))
+    fragment = row_fragment(values, work.position, n * plan.keys)
+    if cutlass.const_expr(plan.features.mask == "bool"):
+        attn_mask.change(k.mask, work.mask, words, n, fragment)
+    if cutlass.const_expr(plan.band.masks):
+        bands.hide(work.band, plan.band, fragment)
+
+
+@cute.jit
+def _mask_words(k: Kernel, work: Work, n: Int32):
+    """What is loaded of the mask before the scores are there."""
+    if cutlass.const_expr(k.plan.features.mask):
+        return attn_mask.words_of(work.mask, n)
+    return ()
+
+
+def _drawn(k: Kernel, work: Work, n: Int32) -> tuple:
+    """Which weights of a block dropout keeps, a word for each piece: drawn before the scores are there."""
+    if not k.plan.features.dropout:
+        return ()
+    first = n * k.plan.keys
+    return tuple(work.drawn.kept(first + begin) for begin in range(0, k.plan.keys, PIECE))
+
+
+def _store_weights(k: Kernel, t: Thread, S: cute.Tensor, begin: int, kept: tuple) -> None:
+    """Round a piece of the weights, two to a column, over the scores that all have been read."""
+    values = cute.make_tensor(S.iterator + begin, cute.make_layout(PIECE))
+    rounded = cute.make_rmem_tensor(PIECE, k.plan.dtype)
+    rounding.round_to(values, rounded)
+    if k.plan.features.dropout:
+        dropout.QueryLane.drop(rounded, kept[begin // PIECE])
+    tmem.store(t.lanes + begin // 2, cute.recast_tensor(rounded, cutlass.Int32))
+
+
+def _scale_barrier(t: Thread) -> Int32:
+    return SCALE + t.t * WARPS + cute.arch.make_warp_uniform(t.row // WARP)
+
+
+@cute.jit
+def _finish(k: Kernel, t: Thread, at: Cursor, end_at: Cursor) -> None:
+    """What normalises O, for the correction warps, and lse."""
+    plan, tile = k.plan, tiles.read(k, k.tile, at)  # again: registers are scarce in between
+    scale = scores.softmax_scale(k.rule, plan.features.scaled)
+    keep_scale = k.rule.keep_scale if plan.features.dropout else Float32(1.0)
+    inverse, lse = softmax.finish(t.rows, scale, keep_scale, plan.softmax)
+    ring.wait_empty(k.inverse, end_at)
+    k.sInverse[t.row, t.t] = inverse[0]
+    ring.fill(k.inverse, end_at)
+    group, target = k.maps.mQ.shape[0][0], k.lse
+    position = spans.first_query(k, tile, t.t) + t.row // plan.pack
+    h = tile.heads * plan.pack + t.row % plan.pack
+    if (position < tile.Sq) & (h < group):
+        head = tile.key_head * group + h
+        if cutlass.const_expr(plan.features.varlen):
+            target[head, tile.first_q + position] = lse[0]
+        else:
+            target[tile.batch, head, position] = lse[0]

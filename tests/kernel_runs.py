@@ -1,0 +1,287 @@
+"""Launches of one attention kernel in the emulator, and the laws that every such kernel keeps."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flash4_torch import testing
+from flash4_torch.compile import jit
+from flash4_torch.configs.types import Features, Sm90Backward, Sm90Forward, Sm100Backward, Sm100Forward
+from flash4_torch.emulator.host import Launch
+from flash4_torch.kernels.common.dq_blocks import sums_of
+from flash4_torch.kernels.common.mask_tables import MaskPlan, place
+from flash4_torch.reference.dropout import thresholds
+from flash4_torch.testing import emulate
+from kernel_calls import (
+    Call,
+    Gradients,
+    Kernel,
+    Results,
+    blind,
+    calls,
+    check_gradients,
+    check_results,
+    drawn,
+    each_alone,
+    results,
+)
+
+_LAUNCHES = {
+    Sm90Forward: ("sm_90a", "sm90.fwd.launch", "compile_forward"),
+    Sm90Backward: ("sm_90a", "sm90.bwd.launch", "compile_backward"),
+    Sm100Forward: ("sm_100a", "sm100.fwd.launch", "compile_forward"),
+    Sm100Backward: ("sm_100a", "sm100.bwd.launch", "compile_backward"),
+}
+"""By the type of a config: the architecture, and what compiles the kernel."""
+
+
+@functools.cache
+def compiled(features: Features, config: Any) -> Any:
+    _, module, function = _LAUNCHES[type(config)]
+    with jit.quiet():
+        return getattr(importlib.import_module(f"flash4_torch.kernels.{module}"), function)(features, config)
+
+
+@functools.cache
+def compiled_tables(plan: MaskPlan) -> Any:
+    from flash4_torch.kernels.shared.mask_blocks import compile_mask_blocks
+
+    return compile_mask_blocks(plan)
+
+
+@contextmanager
+def emulated(kernel: Kernel, call: Call, **schedule: Any) -> Iterator[emulate.Device]:
+    """A device for one launch, which may ask for as much shared memory as the tables count."""
+    features, config = kernel
+    arch, _, _ = _LAUNCHES[type(config)]
+    with (
+        shared_memory_of_launches() as asked,
+        emulate.device(arch, multiprocessors=call.multiprocessors, **schedule) as device,
+    ):
+        yield device
+    assert asked[-1] <= config.shared_memory(features), "the tables allow for less"
+
+
+Where = AbstractContextManager[Any]
+"""What a launch takes place in; gives what is told by `touching` which tensors it may touch."""
+
+
+def run(kernel: Kernel, call: Call, where: Where | None = None, **schedule: Any) -> Results:
+    """A launch of the forward into memory full of NaN; raises for whatever the emulator finds wrong.
+
+    where: instead of a device with that schedule.
+    """
+    features, config = kernel
+    q = call.q
+    out = torch.full((*q.shape[:-1], features.Dv), math.nan, dtype=q.dtype)
+    lse = torch.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), math.nan)
+    mask, plan = call.mask, None
+    if mask is not None:
+        mask = mask.expand(*mask.shape[:3], call.k.shape[1])
+        plan = MaskPlan(features.mask, config.queries, config.keys, config.pack)
+    tensors = (q, call.k, call.v, out, lse)
+    where = where or emulated(kernel, call, **schedule)
+    _launch(kernel, call, tensors, (), mask, plan, (), max(call.lengths[0]), where)
+    return Results(out, lse)
+
+
+def run_backward(
+    kernel: Kernel,
+    call: Call,
+    where: Where | None = None,
+    stats_of: Call | None = None,
+    **schedule: Any,
+) -> Gradients:
+    """A launch of the backward, as `run`.
+
+    stats_of: the call whose rows the preprocess has seen, if another one.
+    """
+    features, config = kernel
+    blocks = sums_of(features.D, config)
+    stats, first = _stats(features, stats_of or call, config.queries)
+    count = stats.shape[-1] // config.queries
+    dq_acc = torch.zeros(*stats.shape[1:-1], count, blocks.floats)
+    turns = torch.zeros(*stats.shape[1:-1], count, dtype=torch.int32) if features.deterministic else None
+    dk, dv = (torch.full(x.shape, math.nan, dtype=x.dtype) for x in (call.k, call.v))
+    dmask = torch.zeros(call.mask.shape) if features.dmask else None
+    mask, plan = call.mask, None
+    if mask is not None:
+        mask = mask.transpose(2, 3).expand(-1, -1, -1, call.q.shape[1])
+        plan = MaskPlan(features.mask, config.ticket_keys, config.queries)
+    tensors = (call.q, call.k, call.v, call.dout, -stats if config.by_lanes else stats, dq_acc, dk, dv)
+    behind = (None if dmask is None else dmask.transpose(2, 3),)
+    where = where or emulated(kernel, call, **schedule)
+    _launch(kernel, call, tensors, (turns,), mask, plan, behind, max(call.lengths[1]), where)
+    order = torch.tensor([[blocks.place(i, j) for j in range(features.D)] for i in range(config.queries)])
+    rows = dq_acc[..., order].flatten(-3, -2) * call.scale
+    if features.varlen:
+        parts = [rows[:, start : start + n] for start, n in zip(first, call.lengths[0], strict=True)]
+        rows = torch.cat(parts, 1).transpose(0, 1)
+    else:
+        rows = rows[:, :, : call.q.shape[1]].transpose(1, 2)
+    return Gradients(rows.to(call.q.dtype), dk, dv, dmask)
+
+
+def _launch(
+    kernel: Kernel,
+    call: Call,
+    tensors: tuple[Tensor, ...],
+    behind_tickets: tuple[Tensor | None, ...],
+    mask: Tensor | None,
+    plan: MaskPlan | None,
+    behind_mask: tuple[Tensor | None, ...],
+    longest: int,
+    where: Where,
+) -> None:
+    features, config = kernel
+    tickets = torch.zeros(1, dtype=torch.int32)
+    ends = [None, None]
+    if features.varlen:
+        ends = [torch.tensor([0, *torch.tensor(n).cumsum(0)], dtype=torch.int32) for n in call.lengths]
+    byte, fraction = thresholds(call.p)
+    numbers = (call.scale, call.softcap, call.left, call.right, longest)
+    rule = (*numbers, call.section, call.multiprocessors, byte, fraction, 1.0 / (1.0 - call.p))
+    rng_state = call.rng_state if features.dropout else None
+    with where as device:
+        tables = None
+        if plan is not None:
+            tables = torch.full((place(plan, *mask.shape).words,), -7, dtype=torch.int32)
+            with device.touching(mask, tables):
+                compiled_tables(plan)(mask, tables)
+        before = (*tensors, tickets, *behind_tickets, *ends)
+        touched = (*before, mask, tables, *behind_mask, rng_state)
+        with device.touching(*(x for x in touched if x is not None)):
+            mask_args = None if plan is None else (mask, tables)
+            compiled(features, config)(*before, mask_args, *behind_mask, rng_state, rule)
+    assert tickets.item() == 0
+
+
+@contextmanager
+def shared_memory_of_launches() -> Iterator[list[int]]:
+    """Bytes that each launch asks for."""
+    launch = emulate.Device.launch
+    asked: list[int] = []
+
+    def noted(device: emulate.Device, what: Launch) -> None:
+        asked.append(what.smem_bytes)
+        launch(device, what)
+
+    with mock.patch.object(emulate.Device, "launch", noted):
+        yield asked
+
+
+def _stats(features: Features, call: Call, m: int) -> tuple[Tensor, list[int]]:
+    """What the preprocess makes, and where each sequence begins in it."""
+    out, lse = results(features, call, torch.float64)
+    delta = (out * call.dout.double()).sum(-1).transpose(-1, -2)
+    rows = torch.stack([(lse * math.log2(math.e)).masked_fill(lse == -math.inf, math.inf), delta])
+    if not features.varlen:
+        Sq = call.q.shape[1]
+        stats = rows.new_zeros(*rows.shape[:-1], -(-Sq // m) * m)
+        stats[0] = math.inf
+        stats[..., :Sq] = rows
+        return stats.float(), []
+    lengths = call.lengths[0]
+    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    first = [(start // m + b) * m for b, start in enumerate(starts)][:-1]
+    stats = rows.new_zeros(2, rows.shape[1], (starts[-1] // m + len(lengths)) * m)
+    stats[0] = math.inf
+    for b, (start, end) in enumerate(pairwise(starts)):
+        stats[..., first[b] : first[b] + end - start] = rows[..., start:end]
+    return stats.float(), first
+
+
+# Laws.
+
+
+def is_right(kernel: Kernel, data: st.DataObject) -> None:
+    """The forward of a drawn call, whatever the schedule, and the same bits."""
+    features, config = kernel
+    call = data.draw(calls(features, whole=1 if config.tail else config.keys, packed=config.pack > 1))
+    found = run(kernel, call, schedule="late")
+    check_results(kernel, call, found)
+    schedule, seed = data.draw(st.sampled_from(["eager", "fuzz"])), data.draw(st.integers(0, 9))
+    again = run(kernel, call, schedule=schedule, seed=seed)
+    assert torch.equal(found.out, again.out) and torch.equal(found.lse, again.lse)
+
+
+def gradients_are_right(kernel: Kernel, data: st.DataObject) -> None:
+    """The backward of a drawn call, whatever the schedule: dK and dV, and in order dQ, with the same bits."""
+    features, config = kernel
+    call = data.draw(calls(features, whole=1 if config.tail else config.ticket_keys))
+    found = run_backward(kernel, call, schedule="late")
+    check_gradients(kernel, call, found)
+    schedule, seed = data.draw(st.sampled_from(["eager", "fuzz"])), data.draw(st.integers(0, 9))
+    again = run_backward(kernel, call, schedule=schedule, seed=seed)
+    assert torch.equal(found.dk, again.dk) and torch.equal(found.dv, again.dv)
+    if features.deterministic:
+        assert torch.equal(found.dq, again.dq)
+    else:
+        check_gradients(kernel, call, again)
+
+
+def blind_rows_are_zero(kernel: Kernel) -> None:
+    """Whatever the values."""
+    call = blind(kernel)
+    call.v.fill_(math.nan)
+    out, lse = run(kernel, call)
+    assert (out == 0).all() and (lse == -math.inf).all()
+
+
+def unseen_keys_have_no_gradient(kernel: Kernel) -> None:
+    assert all((x == 0).all() for x in run_backward(kernel, blind(kernel))[:3])
+
+
+def sequences_are_alone(kernel: Kernel, poison: float) -> None:
+    """The forward of each is the same, whatever the others hold."""
+    call = _three_sequences(kernel, last=33)
+    clean = run(kernel, call)
+    for alone in each_alone(call, poison):
+        found, rows = run(kernel, alone.call), alone.rows
+        assert torch.equal(found.out[rows], clean.out[rows])
+        assert torch.equal(found.lse[:, rows], clean.lse[:, rows])
+
+
+def gradients_are_alone(kernel: Kernel, poison: float) -> None:
+    call = _three_sequences(kernel, last=133)
+    clean = run_backward(kernel, call)
+    for alone in each_alone(call, poison):
+        found, rows, keys = run_backward(kernel, alone.call, stats_of=call), alone.rows, alone.keys
+        assert torch.equal(found.dk[keys], clean.dk[keys]) and torch.equal(found.dv[keys], clean.dv[keys])
+        testing.assert_close_as_peer(found.dq[rows], clean.dq[rows].double(), clean.dq[rows], what="dq")
+
+
+def _three_sequences(kernel: Kernel, last: int) -> Call:
+    more = {"left": 60, "right": 20, "p": 0.2 if kernel[0].dropout else 0.0}
+    return drawn(kernel, lengths=((40, 70, 9), (50, 101, last)), **more)
+
+
+def every_tile_is_drawn_once(kernel: Kernel, tiles: int) -> None:
+    """Odd numbers of tiles leave a CTA of a pair without rows; on one multiprocessor it still is a pair."""
+    _, config = kernel
+    backward = isinstance(config, Sm90Backward | Sm100Backward)
+    rows = config.keys if backward else config.queries
+    lengths = ((150,) * 2, (rows * tiles - 7,) * 2)
+    for multiprocessors, schedule in ((1, "late"), (5, "fuzz")):
+        call = drawn(
+            kernel,
+            seed=tiles,
+            lengths=lengths if backward else lengths[::-1],
+            multiprocessors=multiprocessors,
+            right=9,
+        )
+        if backward:
+            check_gradients(kernel, call, run_backward(kernel, call, schedule=schedule))
+        else:
+            check_results(kernel, call, run(kernel, call, schedule=schedule))

@@ -1,0 +1,377 @@
+"""The backends of our kernels up to the launch: what reaches a kernel, and what becomes of its results."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+import threading
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import flash4_torch
+from cases import Case, cases
+from flash4_torch import testing
+from flash4_torch.backends import dispatch, tickets
+from flash4_torch.backends.compiled import SM90A, SM100A, TARGETS, Target, backend, forward
+from flash4_torch.backends.compiled.rule import evenly
+from flash4_torch.compile import arch
+from flash4_torch.ops.impl import Rules, dense_extent, describe
+from flash4_torch.problem import Extent, Problem
+from on_cpu import gpu, name_of
+from test_laws import packed
+from test_matches_reference import NAMES, results_and_gradients
+
+HALVES = (torch.bfloat16, torch.float16)
+EACH_TARGET = pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+EACH_KERNEL = pytest.mark.parametrize("target", [SM90A, SM100A], ids=["sm_90a", "sm_100a"])
+"""Other targets share theirs."""
+
+
+@EACH_KERNEL
+@given(cases(HALVES), st.sampled_from([0.0, 0.0, 0.3, 1.0]), st.booleans())
+@settings(max_examples=150)
+def test_values_and_gradients(target: Target, case: Case, dropout_p: float, deterministic: bool) -> None:
+    """The kernels are told enough, and truly, whatever the call."""
+    dropout = {"dropout_p": dropout_p, "rng_state": testing.peek_rng_state()} if dropout_p else {}
+    name = name_of(target)
+    with gpu(target), testing.backends_used() as used, testing.poisoned_memory():
+        out, lse = flash4_torch.attention(
+            case.q,
+            case.k,
+            case.v,
+            **case.kwargs,
+            dropout_p=dropout_p,
+            deterministic=deterministic,
+            return_lse=True,
+        )
+        cotangents = torch.randn_like(out, dtype=torch.float64), torch.randn_like(lse, dtype=torch.float64)
+        actual = results_and_gradients(case, out, lse, *cotangents)
+    mask = case.kwargs["attn_mask"]
+    ours = True
+    if deterministic and mask is not None and mask.requires_grad:
+        full = (*lse.shape, case.k.shape[1])
+        ours = not any(
+            n > 1 and stride == 0 for n, stride in zip(full, mask.expand(full).stride(), strict=True)
+        )
+    assert used == {("attention", name): 1, ("attention_backward", name if ours else "tiled"): 1}
+    assert out.is_contiguous() and lse.is_contiguous()
+    exact = results_and_gradients(case, *case.exact(**dropout), *cotangents)
+    peer = results_and_gradients(case, *case.exact(case.q.dtype, **dropout), *cotangents)
+    # What out loses as it is stored enters the gradient of every score of its row.
+    products, eps = (cotangents[0] * out).detach(), torch.finfo(case.q.dtype).eps
+    noise = {"dmask": eps * products.norm().item()}
+    if case.q.numel() and case.k.numel():
+        scale = case.kwargs["scale"] or case.q.shape[-1] ** -0.5
+        of_row = eps / 2 * products.abs().sum(-1).max().item()
+        noise["dq"] = of_row * abs(scale) * case.k.detach().abs().max().item()
+    for name, a, e, p in zip(NAMES, actual, exact, peer, strict=False):
+        testing.assert_close_as_peer(a, e.double(), p, what=name, noise=noise.get(name, 0.0))
+
+
+@EACH_KERNEL
+@given(packed(), st.sampled_from([torch.int32, torch.int64]))
+def test_varlen(
+    target: Target, problem: tuple[list[int], list[int], dict[str, Any]], dtype: torch.dtype
+) -> None:
+    q_lengths, k_lengths, kwargs = problem
+    q, k, v = (
+        torch.randn(sum(lengths), H, d).bfloat16()
+        for lengths, H, d in ((q_lengths, 4, 8), (k_lengths, 2, 8), (k_lengths, 2, 5))
+    )
+    ends = [torch.tensor([0, *torch.tensor(n).cumsum(0)], dtype=dtype) for n in (q_lengths, k_lengths)]
+
+    def run() -> Any:
+        torch.manual_seed(3)
+        return flash4_torch.attention_varlen(
+            q,
+            k,
+            v,
+            cu_seqlens_q=ends[0],
+            cu_seqlens_k=ends[1],
+            max_seqlen_q=max(q_lengths, default=0),
+            max_seqlen_k=max(k_lengths, default=0),
+            return_lse=True,
+            **kwargs,
+        )
+
+    with gpu(target), testing.backends_used() as used, testing.poisoned_memory():
+        ours = run()
+    assert set(used) == {("attention_varlen", name_of(target))}
+    for a, b in zip(ours, run(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def half(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape).bfloat16()
+
+
+def launched(*tensors: torch.Tensor, **kwargs: Any) -> Any:
+    """The launch of one call."""
+    with gpu() as machine:
+        flash4_torch.attention(*tensors, **kwargs)
+    (launch,) = machine.launches
+    return launch
+
+
+@pytest.mark.parametrize(
+    "layout",
+    {
+        "contiguous": lambda: half(2, 5, 3, 16),
+        "heads first": lambda: half(2, 3, 5, 16).transpose(1, 2),
+        "of a joint projection": lambda: half(2, 5, 3, 3, 16)[:, :, 1],
+        "sliced": lambda: half(2, 9, 4, 32)[:, 2:7, 1:, 8:24],
+        "one row, one head": lambda: half(1, 1, 1, 16),
+    }.values(),
+)
+def test_what_the_copy_engine_reads_is_not_copied(layout: Any) -> None:
+    x = layout()
+    q, k, v, *_ = launched(x, x, x).args
+    assert all(y.data_ptr() == x.data_ptr() and y.stride() == x.stride() for y in (q, k, v))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    {
+        "no unit stride": lambda: half(2, 5, 3, 32)[..., ::2],
+        "odd strides": lambda: half(2, 5, 3, 18)[..., :16],
+        "odd base": lambda: half(2 * 5 * 3 * 16 + 1)[1:].view(2, 5, 3, 16),
+        "expanded": lambda: half(1, 5, 3, 16).expand(2, 5, 3, 16),
+        "expanded heads": lambda: half(2, 5, 1, 16).expand(2, 5, 3, 16),
+        "odd stride of a single entry": lambda: half(900).as_strided((1, 5, 3, 16), (241, 48, 16, 1)),
+        "odd head size": lambda: half(2, 5, 3, 13),
+    }.values(),
+)
+def test_what_it_does_not_is(layout: Any) -> None:
+    x = layout()
+    q, k, v, *_ = launched(x, x, x).args
+    D = x.shape[-1]
+    for y in (q, k, v):
+        assert y.data_ptr() != x.data_ptr() and torch.equal(y[..., :D], x) and not y[..., D:].any()
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "expected"),
+    [
+        ({}, {}),
+        ({"causal": True}, {"right": True}),
+        ({"window": (3, 2)}, {"left": True, "right": True}),
+        ({"window": (63, 63)}, {}),
+        ({"window": (62, None)}, {"left": True}),
+        ({"softcap": 2.0}, {"softcap": True, "scaled": True}),
+        ({"scale": 0.0}, {"scaled": True}),
+        ({"scale": -1.0}, {"scaled": True}),
+        ({"dropout_p": 0.1}, {"dropout": True}),
+        ({"deterministic": True}, {}),
+        ({"attn_mask": torch.ones(64, dtype=torch.bool)}, {"mask": "bool"}),
+        ({"attn_mask": torch.ones(64)}, {"mask": "float32", "scaled": True}),
+    ],
+    ids=str,
+)
+def test_only_what_a_call_uses_is_compiled_in(kwargs: dict[str, Any], expected: dict[str, Any]) -> None:
+    x = half(1, 64, 2, 32)
+    features = launched(x, x, x, **kwargs).features
+    bare = dict.fromkeys(("left", "right", "softcap", "scaled", "dropout", "deterministic", "dmask"), False)
+    assert features._asdict() == {
+        "dtype": "bfloat16",
+        "D": 32,
+        "Dv": 32,
+        "varlen": False,
+        "mask": "",
+        **bare,
+        **expected,
+    }
+
+
+def test_the_last_query_alone_needs_no_causal_mask() -> None:
+    assert not launched(half(1, 1, 2, 32), half(1, 99, 2, 32), half(1, 99, 2, 32), causal=True).features.right
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 40), (2, 1, 1, 40), (1, 3, 20, 40), (2, 3, 20, 1), (20, 40)])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_masks_are_read_beforehand(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    mask = torch.rand(shape).gt(0.5).to(dtype)
+    with gpu() as machine:
+        flash4_torch.attention(half(2, 20, 3, 16), half(2, 40, 3, 16), half(2, 40, 3, 16), attn_mask=mask)
+    (launch,), (plan,) = machine.launches, machine.masks
+    values, _ = launch.args[8]
+    assert values.untyped_storage().data_ptr() == mask.untyped_storage().data_ptr()
+    assert (plan.rows, plan.keys) == (launch.config.queries, launch.config.keys)
+
+
+def problem(target: Target = SM90A, **changes: Any) -> Problem:
+    """A plain call on the target's GPU but for some fields of its problem."""
+    x = torch.empty(2, 512, 8, 64, dtype=torch.bfloat16)
+    plain = describe(x, x, dense_extent(x, x), None, Rules(0.125, None, None, 0.0, 0.0, False))
+    of_spec = {name: changes.pop(name) for name in tuple(changes) if name in plain.spec._fields}
+    spec = plain.spec._replace(**{"device": "cuda", "capability": target.capability, **of_spec})
+    return plain._replace(spec=spec, **changes)
+
+
+def why_not(call: Problem, name: str = "sm90") -> list[str]:
+    """Of that backend."""
+    return dispatch.reasons(call)[name]
+
+
+@EACH_TARGET
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_plain_call_on_its_gpu_is_served(target: Target, backward: bool) -> None:
+    assert why_not(problem(target, backward=backward), name_of(target)) == []
+
+
+def test_every_architecture_is_a_target_of_one_backend() -> None:
+    assert tuple(TARGETS) == arch.NAMES
+    for target in TARGETS.values():
+        serving = [name for name, why in dispatch.reasons(problem(target)).items() if not why]
+        assert serving[0] == name_of(target) and arch.of_capability(target.capability) == target.arch
+
+
+@EACH_TARGET
+@pytest.mark.parametrize("other", TARGETS.values(), ids=TARGETS)
+def test_no_backend_serves_anothers_gpu(target: Target, other: Target) -> None:
+    if name_of(target) != name_of(other):
+        (reason,) = why_not(problem(other), name_of(target))
+        assert f"compute capability is {other.capability}, and it serves" in reason
+        assert str(target.capability) in reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"device": "cpu"}, "the tensors are on cpu"),
+        ({"capability": (8, 0)}, r"compute capability is \(8, 0\)"),
+        ({"dtype": torch.float32}, "the dtype is torch.float32"),
+        ({"dtype": torch.float64}, "the dtype is torch.float64"),
+        ({"D": 257}, "D is 257"),
+        ({"Dv": 264}, "Dv is 264"),
+        ({"mask": "float64:1111"}, "attn_mask is float64"),
+        ({"backward": True, "D": 264}, "it serves up to 256"),
+        ({"extent": Extent(1, 1, (1 << 30) + 1, 1, 1)}, "32 bits"),
+        ({"extent": Extent(1 << 20, 1 << 10, 1, 1 << 8, 1)}, "32 bits"),
+    ],
+)
+def test_reasons(changes: dict[str, Any], words: str) -> None:
+    (reason,) = why_not(problem(**changes))
+    assert re.search(words, reason)
+
+
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler is only needed where kernels have not been exported."""
+    backend._missing.cache_clear()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if "cutlass" in name else name)
+    (reason,) = why_not(problem())
+    assert reason.startswith("nvidia-cutlass-dsl must be installed")
+    monkeypatch.setenv("FLASH4_AOT_DIR", "kernels")
+    assert why_not(problem()) == []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    backend._missing.cache_clear()
+    (reason,) = why_not(problem())
+    assert reason.startswith("apache-tvm-ffi must be installed")
+    backend._missing.cache_clear()
+
+
+LENGTHS = st.one_of(st.integers(1, 4000), st.sampled_from([1 << 17, 1 << 20]))
+
+
+@given(st.integers(1, 4), LENGTHS, st.integers(1, 40), st.integers(1, 9), st.booleans())
+def test_sections_hold_whole_groups_that_fit_the_cache(
+    B: int, S: int, Hk: int, group: int, causal: bool
+) -> None:
+    """Or as many as keep all multiprocessors busy; never more than there are, or 48 heads.
+
+    Without a bound to the right one after another, long ones two by two.
+    """
+    band = problem().band._replace(right=0 if causal else None)
+    call = problem(group=group, extent=Extent(B, S, S, Hk * group, Hk), band=band)
+    config = forward.config_of(SM90A, call)
+    section = forward.rule_of(SM90A, call, config, 132)[5]
+    packs = -(-group // config.pack)
+    if not causal or S == 1:
+        assert section == (1 if S <= 8192 else 2 * packs)
+        return
+    key_heads, rest = divmod(section, packs)
+    assert rest == 0 and 1 <= key_heads <= B * Hk
+    if key_heads > 1:
+        assert section <= 48
+        wanted = key_heads * 2 // 3
+        tiles = (wanted - 1) * packs * -(-S // config.queries)
+        assert wanted * S * (64 + 64) * 2 <= 32 << 20 or tiles < 4 * 132
+
+
+@pytest.mark.parametrize(
+    ("heads", "wanted", "taken"), [(16, 5, 4), (32, 7, 8), (40, 9, 8), (128, 17, 16), (31, 7, 8)]
+)
+def test_sections_are_of_a_size(heads: int, wanted: int, taken: int) -> None:
+    assert evenly(heads, wanted) == taken
+
+
+@pytest.mark.parametrize(
+    ("S", "right", "tail"), [(384, 0, False), (300, 0, False), (300, 1, True), (1, 0, True)]
+)
+def test_the_end_is_masked_where_the_band_does_not_hide_it(S: int, right: int, tail: bool) -> None:
+    band = problem().band._replace(right=right)
+    call = problem(D=128, Dv=128, extent=Extent(1, S, S, 4, 4), band=band)
+    assert forward.config_of(SM90A, call).tail == tail
+
+
+def test_bounds_beyond_32_bits_are_cut() -> None:
+    call = problem(band=problem().band._replace(left=1 << 40, right=-(1 << 40)))
+    assert forward.rule_of(SM90A, call, forward.config_of(SM90A, call), 132)[2:4] == (1 << 30, -(1 << 30))
+
+
+@pytest.mark.parametrize(("B", "Sq", "Sk"), [(0, 4, 4), (1, 0, 4), (1, 4, 0)])
+def test_nothing_is_launched_for_nothing(B: int, Sq: int, Sk: int) -> None:
+    q, k = half(B, Sq, 2, 13), half(B, Sk, 2, 13)
+    with gpu() as machine, testing.poisoned_memory():
+        out, lse = flash4_torch.attention(q, k, k, return_lse=True)
+    assert not machine.launches
+    assert out.shape == (B, Sq, 2, 13) and not out.any() and (lse == -math.inf).all()
+
+
+class Streams:
+    """A driver with current streams, and allocations to look at."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.current = {0: 11, 1: 11}
+        self.capturing = False
+        self.allocations: list[int] = []
+        monkeypatch.setattr(tickets, "_of_stream", {})
+        monkeypatch.setattr(tickets, "_unused", {})
+        monkeypatch.setattr(tickets, "_current_stream", self.current.__getitem__)
+        monkeypatch.setattr(tickets, "_is_capturing", lambda index: self.capturing)
+        monkeypatch.setattr(tickets, "_zeros", self.zeros)
+
+    def zeros(self, index: int, n: int, wait: bool = False) -> torch.Tensor:
+        # What stays must not come from a graph's memory, so another thread allocates it, and waits for it.
+        assert wait == (n > 1) == (threading.current_thread() is not threading.main_thread())
+        self.allocations.append(n)
+        return torch.zeros(n, dtype=torch.int32)
+
+
+def test_streams_have_counters_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = Streams(monkeypatch)
+    found = {}
+    for _ in range(2):
+        for index in (0, 1):
+            for stream in range(300):
+                streams.current[index] = stream
+                counter = tickets.counter(index)
+                assert counter.shape == (1,) and counter.dtype == torch.int32
+                assert found.setdefault((index, stream), counter.data_ptr()) == counter.data_ptr()
+    assert len(set(found.values())) == len(found)
+    assert len(streams.allocations) == 4
+
+
+def test_a_captured_launch_owns_its_counter(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = Streams(monkeypatch)
+    eager = tickets.counter(0)
+    streams.capturing = True
+    captured = [tickets.counter(0) for _ in range(2)]
+    assert len({x.data_ptr() for x in (eager, *captured)}) == 3
+    assert streams.allocations[1:] == [1, 1]
+    kept = [x.data_ptr() for x in tickets._of_stream.values()]
+    assert kept == [eager.data_ptr()]

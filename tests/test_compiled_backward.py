@@ -1,0 +1,180 @@
+"""The backward up to its launches: what reaches the kernels, and what it makes of their results."""
+
+from __future__ import annotations
+
+import itertools
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import flash4_torch
+from flash4_torch import testing
+from flash4_torch.backends.compiled import SM90A, Target, backward, limits
+from flash4_torch.configs import sm90_backward, sm100_backward
+from flash4_torch.configs.types import SHARED_MEMORY, Features
+from flash4_torch.problem import Extent
+from on_cpu import gpu, name_of
+from test_compiled import EACH_KERNEL, half, problem
+from test_laws import packed
+
+
+@EACH_KERNEL
+@given(packed(), st.sampled_from([torch.int32, torch.int64]), st.booleans())
+def test_varlen(
+    target: Target,
+    drawn: tuple[list[int], list[int], dict[str, Any]],
+    dtype: torch.dtype,
+    deterministic: bool,
+) -> None:
+    q_lengths, k_lengths, kwargs = drawn
+    inputs = [
+        torch.randn(sum(lengths), H, d).bfloat16().requires_grad_()
+        for lengths, H, d in ((q_lengths, 4, 8), (k_lengths, 2, 8), (k_lengths, 2, 5))
+    ]
+    ends = [torch.tensor([0, *torch.tensor(n).cumsum(0)], dtype=dtype) for n in (q_lengths, k_lengths)]
+    dout, dlse = torch.randn(sum(q_lengths), 4, 5).bfloat16(), torch.randn(4, sum(q_lengths))
+
+    def gradients() -> Any:
+        torch.manual_seed(3)
+        out, lse = flash4_torch.attention_varlen(
+            *inputs,
+            cu_seqlens_q=ends[0],
+            cu_seqlens_k=ends[1],
+            max_seqlen_q=max(q_lengths, default=0),
+            max_seqlen_k=max(k_lengths, default=0),
+            return_lse=True,
+            **{**kwargs, "deterministic": deterministic},
+        )
+        return torch.autograd.grad((out, lse), inputs, (dout, dlse))
+
+    with gpu(target), testing.backends_used() as used, testing.poisoned_memory():
+        ours = gradients()
+    assert used[("attention_varlen_backward", name_of(target))] == 1
+    for a, b in zip(ours, gradients(), strict=True):
+        assert a.is_contiguous()
+        torch.testing.assert_close(a, b, rtol=0.03, atol=0.03)
+
+
+def launched(dout: Tensor | None = None, **kwargs: Any) -> Any:
+    """The main kernel's launch for q, k and v of which all are plain."""
+    q, k, v = (half(2, 24, 4, 16).requires_grad_() for _ in range(3))
+    with gpu() as machine:
+        out = flash4_torch.attention(q, k, v, **kwargs)
+        out.backward(torch.ones_like(out) if dout is None else dout)
+    (launch,) = machine.backwards
+    return launch
+
+
+@pytest.mark.parametrize(
+    "dout", [half(2, 24, 4, 16), half(2, 4, 24, 16).transpose(1, 2), half(2, 24, 8, 32)[:, :, 2:6, 8:24]]
+)
+def test_a_readable_gradient_is_not_copied(dout: Tensor) -> None:
+    assert launched(dout).args[3].data_ptr() == dout.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "dout",
+    [half(1, 1, 1, 1).expand(2, 24, 4, 16), half(2, 24, 4, 32)[..., ::2], half(2, 24, 4, 19)[..., 1:17]],
+)
+def test_others_are(dout: Tensor) -> None:
+    assert torch.equal(launched(dout).args[3], dout)
+
+
+@pytest.mark.parametrize(
+    ("shape", "copied"),
+    [((24, 24), True), ((2, 4, 24, 24), True), ((2, 1, 1, 24), False), ((24, 1), False), ((1, 1), False)],
+)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_masks_are_turned(shape: tuple[int, ...], copied: bool, dtype: torch.dtype) -> None:
+    """Queries become neighbours, if need be in a copy."""
+    mask = torch.rand(shape).gt(0.3).to(dtype)
+    turned, _ = launched(attn_mask=mask).args[12]
+    assert torch.equal(turned, mask.expand(*turned.shape[:2], 24, turned.shape[2]).transpose(2, 3))
+    assert (turned.untyped_storage().data_ptr() != mask.untyped_storage().data_ptr()) == copied
+
+
+def test_a_mask_that_is_turned_already_is_read_in_place() -> None:
+    mask = torch.rand(24, 24).T
+    turned, _ = launched(attn_mask=mask).args[12]
+    assert turned.data_ptr() == mask.data_ptr() and turned.stride(3) == 1
+
+
+@pytest.mark.parametrize(("B", "Sq", "Sk"), [(0, 4, 4), (1, 0, 4), (1, 4, 0)])
+def test_nothing_is_launched_for_nothing(B: int, Sq: int, Sk: int) -> None:
+    q, k = half(B, Sq, 2, 13).requires_grad_(), half(B, Sk, 2, 13).requires_grad_()
+    mask = torch.randn(1, 1, Sq, Sk).requires_grad_()
+    with gpu() as machine, testing.poisoned_memory():
+        out = flash4_torch.attention(q, k, k, attn_mask=mask)
+        grads = torch.autograd.grad(out.sum(), (q, k, mask))
+    assert not machine.backwards
+    for grad, x in zip(grads, (q, k, mask), strict=True):
+        assert grad.shape == x.shape and not grad.any()
+
+
+@pytest.mark.parametrize(
+    ("mask", "served"), [("float32:....", True), ("float32:1...", False), ("float32:...1", False)]
+)
+def test_sums_in_any_order_are_not_deterministic(mask: str, served: bool) -> None:
+    call = problem(backward=True, mask=mask, dmask=True, deterministic=True)
+    assert limits(SM90A, call._replace(spec=call.spec._replace(deterministic=False))) == ()
+    assert (not limits(SM90A, call)) == served
+
+
+SIZES = st.one_of(st.integers(1, 300), st.sampled_from([1024, 16384]), st.integers(1, 1 << 30))
+
+
+@pytest.mark.parametrize("configs", [sm90_backward, sm100_backward], ids=["sm90", "sm100"])
+@given(
+    D=st.integers(1, 32),
+    Dv=st.integers(1, 32),
+    flags=st.tuples(*[st.booleans()] * 3),
+    Sk=SIZES,
+    end_hidden=st.booleans(),
+)
+def test_what_is_chosen_is_reachable_and_fits(
+    configs: ModuleType, D: int, Dv: int, flags: tuple[bool, ...], Sk: int, end_hidden: bool
+) -> None:
+    varlen, left, right = flags
+    features = Features("bfloat16", 8 * D, 8 * Dv, varlen, left, right)
+    if configs.limits(features):
+        return
+    config = configs.backward(features, Sk, end_hidden)
+    assert config in configs.reachable(features)
+    assert config.shared_memory(features) <= SHARED_MEMORY
+    assert config.tail == (not (end_hidden and right) and (varlen or Sk % config.ticket_keys != 0))
+
+
+@EACH_KERNEL
+def test_the_kernel_agrees_that_it_can_run_every_config(target: Target) -> None:
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    Plan = import_module(target.backward.partition(":")[0].replace(".launch", ".plan")).Plan
+    table = target.backward_configs
+    sizes, flag = (8, 40, 64, 72, 96, 128, 136, 192, 200, 256), (False, True)
+    for D, Dv, mask, *flags in itertools.product(sizes, sizes, ("", "bool", "float32"), *[flag] * 6):
+        names = ("varlen", "left", "right", "softcap", "dropout", "deterministic")
+        uses = dict(zip(names, flags, strict=True))
+        features = Features("bfloat16", D, Dv, mask=mask, scaled=uses["softcap"] or mask == "float32", **uses)
+        if uses["varlen"] and mask:
+            continue
+        for config in [] if table.limits(features) else table.reachable(features):
+            plan = Plan(features, config)
+            plan.check()
+            # The kernels read what the host has sized and filled by these.
+            assert plan.mask == backward.mask_plan(mask, config)
+            before, behind = backward.row_plans(features, config, dlse=False)
+            assert before.blocks == behind.blocks and before.blocks.queries == plan.queries
+
+
+@given(st.integers(1, 4), st.integers(1, 1 << 17), st.integers(1, 20), st.integers(1, 9), st.booleans())
+def test_sections_hold_heads_that_there_are(B: int, S: int, Hk: int, group: int, causal: bool) -> None:
+    band = problem().band._replace(right=0 if causal else None)
+    call = problem(backward=True, group=group, extent=Extent(B, S, S, Hk * group, Hk), band=band)
+    section = backward.rule_of(SM90A, call, backward.config_of(SM90A, call), 132)[5]
+    assert 1 <= section <= B * Hk
+    assert causal or section == 1

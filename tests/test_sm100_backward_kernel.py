@@ -1,0 +1,112 @@
+"""The Blackwell backward kernel in the emulator, with its race checks: every switch, and exact results."""
+
+from __future__ import annotations
+
+import math
+import os
+from functools import partial
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from flash4_torch.configs.types import Sm100Backward
+from kernel_calls import static as static_of
+from kernel_runs import (
+    every_tile_is_drawn_once,
+    gradients_are_alone,
+    gradients_are_right,
+    unseen_keys_have_no_gradient,
+)
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+
+static = partial(static_of, Sm100Backward)
+CAUSAL = {"right": True}
+WINDOW = {"left": True, "right": True}
+TWOS = (2, 2, 2)
+SOFTCAP = {"softcap": True, "scaled": True}
+PAIR = {"cluster": 2, "shares": 5, "dq_slots": 1}
+EVERYTHING = {"mask": "float32", "dmask": True, "dropout": True, **SOFTCAP, **WINDOW}
+WIDE = {**PAIR, "keys": 64}
+# (q_stages, do_stages, kv_stages)
+STATICS = {
+    "full": static(128, 128, ()),
+    "causal": static(128, 128, (), "float16", **CAUSAL),
+    "no tail": static(128, 128, (), tail=False, **CAUSAL),
+    "full, apart": static(64, 64, ()),
+    "all in twos": static(64, 64, TWOS, **CAUSAL),
+    "all in threes": static(32, 32, (3, 3, 2), "float16", dq_slots=3, **CAUSAL),
+    "odd heads": static(72, 104, (), "float16", **CAUSAL),
+    "few columns": static(8, 24, (), **WINDOW),
+    "three pieces": static(96, 96, (2, 2), **CAUSAL),
+    "wide values": static(64, 128, (), left=True),
+    "window": static(64, 64, TWOS, **WINDOW),
+    "window, wide": static(128, 64, (), "float16", **WINDOW),
+    "varlen": static(128, 128, (), varlen=True),
+    "varlen, causal": static(64, 64, TWOS, varlen=True, **CAUSAL),
+    "in order": static(128, 128, (), deterministic=True, **CAUSAL),
+    "in order, window": static(64, 64, TWOS, deterministic=True, **WINDOW),
+    "in order, packed": static(64, 40, (), varlen=True, deterministic=True, **WINDOW),
+    "softcap": static(128, 128, (), **SOFTCAP, **CAUSAL),
+    "scaled": static(64, 64, (), "float16", scaled=True),
+    "bool mask": static(128, 128, (), mask="bool"),
+    "bool mask, causal": static(64, 64, TWOS, mask="bool", **CAUSAL),
+    "bfloat16 mask": static(128, 128, (), mask="bfloat16", scaled=True, **WINDOW),
+    "float16 mask": static(64, 64, (), "float16", mask="float16", scaled=True, dmask=True),
+    "float32 mask": static(64, 64, (), mask="float32", dmask=True, deterministic=True, **SOFTCAP),
+    "dropout": static(128, 128, (), dropout=True),
+    "dropout, causal": static(64, 64, TWOS, "float16", dropout=True, **CAUSAL),
+    "dropout, bool mask": static(64, 64, (), dropout=True, mask="bool"),
+    "varlen, everything": static(
+        128, 64, (), varlen=True, dropout=True, deterministic=True, **SOFTCAP, **WINDOW
+    ),
+    "pair": static(128, 128, (), **PAIR),
+    "pair, causal": static(104, 128, (), "float16", **PAIR, **CAUSAL),
+    "pair, no tail": static(128, 128, (), tail=False, **PAIR, **WINDOW),
+    "pair, in order": static(128, 128, (), deterministic=True, **{**PAIR, "shares": 4}, **CAUSAL),
+    "pair, bool mask": static(128, 128, (), mask="bool", dropout=True, **PAIR),
+    "pair, everything": static(128, 128, (), **EVERYTHING, deterministic=True, **PAIR),
+    "wide": static(192, 128, (), **{**WIDE, "shares": 4}),
+    "wide, causal": static(192, 192, (), "float16", **{**WIDE, "shares": 3}, **CAUSAL),
+    "widest": static(256, 256, (), **{**WIDE, "shares": 2}, **CAUSAL),
+    "odd wide heads": static(200, 8, (), "float16", **{**WIDE, "shares": 2}, **WINDOW),
+    "wide, in order": static(256, 200, (), deterministic=True, **{**WIDE, "shares": 2}, **CAUSAL),
+    "wide, dropout": static(192, 128, (), dropout=True, mask="bool", **{**WIDE, "shares": 4}),
+    "wide, everything": static(256, 256, (), **EVERYTHING, **{**WIDE, "shares": 2}),
+}
+FEW = (
+    *("full", "causal", "no tail", "all in twos", "odd heads", "window", "bool mask", "in order, packed"),
+    *("float32 mask", "dropout, causal", "varlen, everything", "pair", "pair, no tail", "pair, in order"),
+    *("pair, everything", "wide, causal", "widest", "wide, everything"),
+)
+"""What CI has time for."""
+if os.environ.get("FLASH4_TEST_ALL"):
+    FEW = tuple(STATICS)
+
+
+@pytest.mark.parametrize("name", FEW)
+# No shrinking: a launch is slow, and says itself what is wrong.
+@settings(max_examples=3, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@given(data=st.data())
+def test_values(name: str, data: st.DataObject) -> None:
+    gradients_are_right(STATICS[name], data)
+
+
+HIDING = ("window", "window, wide", "wide values", "bool mask", "varlen", "pair, no tail")
+
+
+@pytest.mark.parametrize("name", [name for name in HIDING if name in FEW])
+def test_keys_that_nobody_sees_have_no_gradient(name: str) -> None:
+    unseen_keys_have_no_gradient(STATICS[name])
+
+
+@pytest.mark.parametrize("name", [name for name in FEW if STATICS[name][0].varlen])
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_sequences_do_not_see_their_neighbours(name: str, poison: float) -> None:
+    gradients_are_alone(STATICS[name], poison)
+
+
+@pytest.mark.parametrize("name", ["causal", "all in twos", "pair, causal", "widest"])
+def test_every_tile_is_drawn_once(name: str) -> None:
+    every_tile_is_drawn_once(STATICS[name], 3)

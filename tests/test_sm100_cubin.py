@@ -1,0 +1,90 @@
+"""What ptxas makes of the Blackwell forward: nothing spills, memory suffices, the instructions are there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import cubin
+from flash4_torch import env
+from flash4_torch.compile import Key, cache, pool
+from flash4_torch.configs import sm100
+from flash4_torch.configs.types import SHARED_MEMORY, Features, Sm100Forward
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+from flash4_torch.kernels.sm100.fwd.plan import Plan
+
+ENTRY = "flash4_torch.kernels.sm100.fwd.launch:compile_forward"
+CAUSAL = {"right": True}
+WINDOW = {"left": True, "right": True}
+SOFTCAP = {"softcap": True, "scaled": True}
+USES: tuple[dict[str, object], ...] = (
+    {},
+    CAUSAL,
+    WINDOW,
+    {**SOFTCAP, **CAUSAL},
+    {"mask": "bool"},
+    {"mask": "float32", "scaled": True},
+    {"dropout": True},
+    {"dropout": True, **CAUSAL},
+    {"varlen": True},
+    {"varlen": True, **CAUSAL},
+)
+HEADS = ((64, 64), (128, 128), (192, 128), (256, 256))
+FEW = (
+    Features("bfloat16", 128, 128),
+    Features("bfloat16", 128, 128, right=True),
+    Features("float16", 64, 64, right=True),
+    Features("bfloat16", 192, 128, right=True),
+    Features("bfloat16", 64, 64, dropout=True),
+)
+"""What CI has time for."""
+Kernel = tuple[Features, Sm100Forward]
+
+
+def features() -> list[Features]:
+    if not os.environ.get("FLASH4_TEST_ALL"):
+        return list(FEW)
+    return [Features("bfloat16", D, Dv)._replace(**uses) for D, Dv in HEADS for uses in USES]
+
+
+def kernels() -> list[Kernel]:
+    """For long sequences, whose end is inside a tile."""
+    return [(f, sm100.forward(f, 4095, 4095)) for f in features()]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Kernel, Path]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(env.CACHE_DIR.name, str(tmp_path_factory.mktemp("kernels")))
+        keys = {kernel: Key(ENTRY, kernel, "sm_100a") for kernel in kernels()}
+        pool.prepare(list(keys.values()), len(os.sched_getaffinity(0)), lambda done, total: None)
+        yield {kernel: file_of(key) for kernel, key in keys.items()}
+
+
+def file_of(key: Key) -> Path:
+    file = cache.find(key.digest)
+    assert isinstance(file, Path)
+    return file
+
+
+def test_nothing_spills(compiled: dict[Kernel, Path]) -> None:
+    codes = {kernel: cubin.read(file)[0] for kernel, file in compiled.items()}
+    spilling = {kernel: code for kernel, code in codes.items() if code.stack or code.spills}
+    assert not spilling, "\n".join(map(str, spilling.items()))
+
+
+@pytest.mark.parametrize("D", range(8, 257, 24))
+@pytest.mark.parametrize("Dv", range(8, 257, 31 * 8))
+def test_every_row_fits_the_machine(D: int, Dv: int) -> None:
+    for uses in USES:
+        f = Features("bfloat16", D, Dv)._replace(**uses)
+        for config in sm100.reachable(f):
+            plan = Plan(f, config)
+            plan.check()
+            softmax, correction, other = plan.registers
+            assert 2 * softmax + correction + other <= 512
+            assert config.shared_memory(f) <= SHARED_MEMORY and config.tensor_memory(f) <= 512

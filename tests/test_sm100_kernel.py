@@ -1,0 +1,98 @@
+"""The Blackwell forward kernel in the emulator, with its race checks: every switch, against exact results."""
+
+from __future__ import annotations
+
+import math
+import os
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from flash4_torch import testing
+from flash4_torch.configs.types import Sm100Forward
+from kernel_calls import drawn
+from kernel_calls import static as static_of
+from kernel_runs import blind_rows_are_zero, every_tile_is_drawn_once, is_right, run, sequences_are_alone
+from sm100_kernels import covering
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+
+static = partial(static_of, Sm100Forward)
+CAUSAL = {"right": True}
+WINDOW = {"left": True, "right": True}
+# (Q tiles, K and V stages)
+STATICS = {
+    "plain": static(128, 128, (2, 3)),
+    "causal": static(64, 64, (2, 8), **CAUSAL),
+    "odd sizes": static(72, 40, (2, 4), **WINDOW),
+    "dropout": static(64, 64, (2, 6), "float16", dropout=True, **CAUSAL),
+    "bool mask": static(64, 64, (2, 6), mask="bool", **CAUSAL),
+    "varlen": static(96, 96, (2, 5), "float16", varlen=True, **CAUSAL),
+    "few columns": static(8, 24, (2, 4), "float16", **CAUSAL),
+    "no tail": static(64, 64, (2, 4), "float16", tail=False, **CAUSAL),
+    "no polynomial": static(96, 96, (2, 4), "float16", early=64, polynomial=0),
+    "window": static(128, 128, (2, 3), "float16", **WINDOW),
+    "left only": static(40, 120, (2, 4), left=True),
+    "packed": static(64, 64, (2, 6), pack=4, **CAUSAL),
+    "packed, two rows": static(64, 64, (2, 6), "float16", pack=64, **CAUSAL),
+    "one tile": static(64, 64, (1, 6), **CAUSAL),
+    "one tile, packed": static(128, 128, (1, 3), "float16", pack=2),
+    "softcap": static(64, 64, (2, 6), softcap=True, scaled=True, **WINDOW),
+    "scaled": static(96, 40, (2, 4), "float16", scaled=True),
+    "bfloat16 mask": static(128, 128, (2, 3), mask="bfloat16", scaled=True, **WINDOW),
+    "float16 mask": static(64, 64, (1, 4), "float16", mask="float16", scaled=True),
+    "float32 mask": static(64, 64, (2, 4), mask="float32", softcap=True, scaled=True, dropout=True, **CAUSAL),
+    "varlen, packed": static(64, 64, (2, 6), "float16", varlen=True, pack=2),
+    "varlen, everything": static(
+        128, 64, (2, 3), varlen=True, softcap=True, scaled=True, dropout=True, **WINDOW
+    ),
+    "O over Q": static(128, 128, (2, 4), o_over_q=True, **CAUSAL),
+    "O over Q, varlen": static(128, 64, (2, 4), o_over_q=True, varlen=True, **CAUSAL),
+    "192": static(192, 128, (2, 2), o_over_q=True),
+    "192, causal": static(192, 128, (2, 2), "float16", o_over_q=True, **CAUSAL),
+    "256": static(256, 256, (1, 2), o_over_q=True, **CAUSAL),
+    "256, wide O": static(200, 256, (1, 1), "float16"),
+}
+FEW = ("plain", "causal", "odd sizes", "dropout", "bool mask", "varlen")
+"""What CI has time for."""
+if os.environ.get("FLASH4_TEST_ALL"):
+    STATICS |= covering(STATICS.values())
+    FEW = tuple(STATICS)
+
+
+@pytest.mark.parametrize("name", FEW)
+# No shrinking: a launch is slow, and says itself what is wrong.
+@settings(max_examples=4, phases=(Phase.explicit, Phase.reuse, Phase.generate), deadline=None)
+@given(data=st.data())
+def test_values(name: str, data: st.DataObject) -> None:
+    is_right(STATICS[name], data)
+
+
+@pytest.mark.parametrize("tiles", [1, 3])
+@pytest.mark.parametrize("name", ["plain", "causal"])
+def test_every_tile_is_drawn_once(name: str, tiles: int) -> None:
+    every_tile_is_drawn_once(STATICS[name], tiles)
+
+
+@pytest.mark.parametrize("name", ["odd sizes", "bool mask", "varlen"])
+def test_rows_that_see_nothing_are_zero_whatever_the_values(name: str) -> None:
+    blind_rows_are_zero(STATICS[name])
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_sequences_do_not_see_their_neighbours(poison: float) -> None:
+    sequences_are_alone(STATICS["varlen"], poison)
+
+
+@pytest.mark.parametrize("p", [0.25, 0.7])
+def test_dropout_keeps_the_weights_that_the_reference_keeps(p: float) -> None:
+    """With one-hot values the weights themselves come out."""
+    kernel = STATICS["dropout"]
+    call = drawn(kernel, lengths=((130,) * 2, (64,) * 2), p=p, right=1000)
+    call.v[:] = torch.eye(64)[:, None].to(call.v.dtype)
+    out, _ = run(kernel, call)
+    kept = testing.dropout_mask(call.rng_state, 2, call.q.shape[2], 130, 64, p)
+    assert torch.equal(out.transpose(1, 2) != 0, kept)
