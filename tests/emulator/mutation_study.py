@@ -116,7 +116,7 @@ def own(name: str, D: int, uses: dict[str, bool]) -> Subject:
     forward = name == "forward"
     config = sm100.forward(features, Sq, Sk) if forward else sm100_backward.backward(features, Sk)
     kernel: Kernel = (features, config)
-    call: Call = drawn(kernel, lengths=((Sq,), (Sk,)))
+    call: Call = drawn(kernel, Hk=2, lengths=((Sq,), (Sk,)))
 
     @contextmanager
     def prepare(bench: Bench) -> Iterator[Run]:
@@ -131,7 +131,7 @@ def own(name: str, D: int, uses: dict[str, bool]) -> Subject:
     # Sums of dQ come in any order.
     tolerance = 0.0 if forward or features.deterministic else 0.02
     words = [f"D={D}", *uses]
-    return Subject(f"{name}, {', '.join(words)}", "sm_100a", f"B=1 {Sq=} {Sk=} Hq=2 Hk=1", prepare, tolerance)
+    return Subject(f"{name}, {', '.join(words)}", "sm_100a", f"B=1 {Sq=} {Sk=} Hq=4 Hk=2", prepare, tolerance)
 
 
 def attention(
