@@ -231,6 +231,17 @@ def gradients_are_right(kernel: Kernel, data: st.DataObject) -> None:
         check_gradients(kernel, call, again)
 
 
+def sums_have_an_order(kernel: Kernel) -> None:
+    """The same bits of dQ where all tiles of a head run at once, a multiprocessor each."""
+    lengths = ((300,), (900,))
+    call = drawn(kernel, lengths=lengths, multiprocessors=16, section=1, left=700, right=700)
+    late, *others = (
+        run_backward(kernel, call, schedule=schedule, seed=seed).dq
+        for schedule, seed in (("late", 0), ("fuzz", 0), ("fuzz", 1))
+    )
+    assert all(torch.equal(late, other) for other in others)
+
+
 def blind_rows_are_zero(kernel: Kernel) -> None:
     """Whatever the values."""
     call = blind(kernel)

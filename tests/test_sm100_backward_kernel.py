@@ -16,6 +16,7 @@ from kernel_runs import (
     every_tile_is_drawn_once,
     gradients_are_alone,
     gradients_are_right,
+    sums_have_an_order,
     unseen_keys_have_no_gradient,
 )
 
@@ -94,6 +95,11 @@ def test_values(name: str, data: st.DataObject) -> None:
 
 
 HIDING = ("window", "window, wide", "wide values", "bool mask", "varlen", "pair, no tail")
+
+
+@pytest.mark.parametrize("name", ["in order, packed", "pair, in order"])
+def test_sums_have_an_order(name: str) -> None:
+    sums_have_an_order(STATICS[name])
 
 
 @pytest.mark.parametrize("name", [name for name in HIDING if name in FEW])

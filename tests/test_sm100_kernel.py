@@ -16,7 +16,7 @@ from flash4_torch.configs.types import Sm100Forward
 from kernel_calls import drawn
 from kernel_calls import static as static_of
 from kernel_runs import blind_rows_are_zero, every_tile_is_drawn_once, is_right, run, sequences_are_alone
-from sm100_kernels import covering
+from sm100_kernels import SM100
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
@@ -59,7 +59,7 @@ STATICS = {
 FEW = ("plain", "causal", "odd sizes", "dropout", "bool mask", "varlen")
 """What CI has time for."""
 if os.environ.get("FLASH4_TEST_ALL"):
-    STATICS |= covering(STATICS.values())
+    STATICS |= SM100.covering(STATICS.values())
     FEW = tuple(STATICS)
 
 

@@ -1,4 +1,4 @@
-"""Hand-issued tcgen05 products in the emulator, and their descriptors beside those that the DSL makes."""
+"""Hand-issued tcgen05 products in the emulator."""
 
 from __future__ import annotations
 
@@ -122,7 +122,3 @@ def run(plan: Product, *tensors: Tensor) -> None:
     with emulate.device("sm_100a", schedule="late"):
         arguments = [from_dlpack(as_device(x), assumed_align=16) for x in tensors]
         cute.compile(multiply, *arguments, plan)(*arguments)
-
-
-def descriptors(matrix: Matrix) -> tuple[int, int]:
-    raise NotImplementedError

@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 
 from flash4_torch.configs.types import Sm90Backward
 from kernel_calls import static as static_of
-from kernel_runs import gradients_are_alone, gradients_are_right, unseen_keys_have_no_gradient
+from kernel_runs import (
+    gradients_are_alone,
+    gradients_are_right,
+    sums_have_an_order,
+    unseen_keys_have_no_gradient,
+)
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
@@ -69,6 +74,11 @@ STATICS = {
 @given(data=st.data())
 def test_values(name: str, data: st.DataObject) -> None:
     gradients_are_right(STATICS[name], data)
+
+
+@pytest.mark.parametrize("name", ["in order", "next tile, in order", "in order, packed"])
+def test_sums_have_an_order(name: str) -> None:
+    sums_have_an_order(STATICS[name])
 
 
 @pytest.mark.parametrize("name", ["window", "window, wide", "left only", "bool mask", "varlen"])

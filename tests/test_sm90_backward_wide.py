@@ -15,6 +15,7 @@ from kernel_runs import (
     every_tile_is_drawn_once,
     gradients_are_alone,
     gradients_are_right,
+    sums_have_an_order,
     unseen_keys_have_no_gradient,
 )
 
@@ -71,6 +72,11 @@ def test_values(name: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("name", ["pair, full", "pair, causal"])
 def test_pairs_draw_every_tile_once(name: str, tiles: int) -> None:
     every_tile_is_drawn_once(STATICS[name], tiles)
+
+
+@pytest.mark.parametrize("name", ["pair, in order"])
+def test_sums_have_an_order(name: str) -> None:
+    sums_have_an_order(STATICS[name])
 
 
 @pytest.mark.parametrize("name", ["narrow keys", "pair, window", "pair, bool mask"])

@@ -23,7 +23,7 @@ from kernel_runs import (
     run,
     sequences_are_alone,
 )
-from sm90_kernels import covering
+from sm90_kernels import SM90
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
@@ -87,7 +87,7 @@ STATICS = {
     ),
     "varlen, O over Q": static(192, 192, (2, 80, 2, 1), varlen=True, o_over_q=True, k_ahead=True, **CAUSAL),
 }
-STATICS |= covering(STATICS.values())
+STATICS |= SM90.covering(STATICS.values())
 
 
 @pytest.mark.parametrize("name", STATICS)

@@ -1,1 +1,1 @@
-"""The gradients: one kernel whose five products of a block all live in tensor memory."""
+"""The backward kernel. Read plan, launch, kernel, load, mma, compute, reduce, epilogue; then pairs."""
