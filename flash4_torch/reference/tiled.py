@@ -65,7 +65,7 @@ class RescaleCount:
         return 1.0 - self.rescaled / self.steps if self.steps else 0.0
 
 
-_GPU_ELEMENTS = 1 << 25
+GPU_ELEMENTS = 1 << 25
 """Scores held at once on a GPU: 128 MiB in float32, and a few times that for what is made of them."""
 
 
@@ -96,7 +96,7 @@ class Tiling:
         not depend on it.
         """
         Hq, rows, keys = q.shape[2], cls.rows, cls.keys
-        elements = cls.elements if q.device.type == "cpu" else _GPU_ELEMENTS
+        elements = cls.elements if q.device.type == "cpu" else GPU_ELEMENTS
         is_window = band.left is not None and band.right is not None
         while not is_window and 2 * Hq * rows * keys <= elements:
             rows, keys = (2 * rows, keys) if rows < keys else (rows, 2 * keys)

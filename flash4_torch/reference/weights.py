@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from .scoring import Scoring, mask_tile, working_dtype
-from .tiled import LOG2E, Gradients, Scores, Tiles, blocks
+from .tiled import GPU_ELEMENTS, LOG2E, Gradients, Scores, Tiles, blocks
 
-_ELEMENTS = 1 << 20
+_CPU_ELEMENTS = 1 << 20
 """Scores held at once."""
 
 
@@ -80,9 +80,10 @@ class _Block:
         (B, Sq, Hq, _), Sk = q.shape, k.shape[1]
         if Sk == 0:
             return
+        elements = _CPU_ELEMENTS if q.device.type == "cpu" else GPU_ELEMENTS
         row_elements = Hq * Sk
-        rows = min(Sq, max(1, _ELEMENTS // row_elements))
-        batches = max(1, _ELEMENTS // max(1, rows * row_elements))
+        rows = min(Sq, max(1, elements // row_elements))
+        batches = max(1, elements // max(1, rows * row_elements))
         tiles = Tiles(q, k, scoring)
         for batch in blocks(range(B), batches):
             for span in blocks(range(Sq), max(1, rows)):
