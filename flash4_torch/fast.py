@@ -5,16 +5,18 @@ look at no tensor's numbers, so for the same sizes, strides, dtypes and flags th
 the short way may only ever do what the long way would do. So it is taken
 
 - if the long way has served a call of the same signature, and its backend could `prepare` a launch for it;
-- where nobody listens whom it would pass by: no tangent is asked for, no mode, subclass, transform, autocast,
-  tracer or profiler is at work, fresh memory is not filled (deterministic algorithms), no environment
-  variable or context chooses or observes a backend, no hook takes what autograd saves.
+- where nobody listens whom it would pass by: no tangent is asked for, no mode, subclass, transform, tracer or
+  profiler is at work, autocast would change no tensor, fresh memory is not filled (deterministic algorithms),
+  no environment variable or context chooses or observes a backend, no hook takes what autograd saves.
 
-What is left are two allocations and the launch, and autograd where gradients are wanted: `fast_gradients`. A
+What is left are two allocations and the launch, with dropout its numbers' state, and autograd where gradients
+are wanted: `fast_gradients`. A
 kernel that somebody registers anew for `torch.ops.flash4.attention` is not seen from here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
@@ -32,8 +34,9 @@ from torch.autograd import _profiler_enabled, forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from . import backends
-from .backends import ALIGNMENT, Launch, Prepares
+from .backends import ALIGNMENT, Launch, Prepares, Results
 from .fast_gradients import Training
+from .ops import autocast_inputs, draw_rng_state
 from .ops.impl import Rules, dense_extent, describe
 from .problem import Inputs
 
@@ -49,7 +52,10 @@ _WANTS_GRAD = 12
 _PLAIN = frozenset({bool, int, float, type(None), tuple, list})
 """Types whose equal values stay equal. A tensor among the flags would also be kept alive."""
 
-_launches: dict[Signature, Launch | None] = {}
+Short = Callable[[Tensor, Tensor, Tensor], Results]
+"""What serves q, k and v."""
+
+_launches: dict[Signature, Short | None] = {}
 _on_gpu = attrgetter("is_cuda")
 
 
@@ -64,8 +70,8 @@ def find(
     softcap: Any,
     dropout_p: Any,
     deterministic: Any,
-) -> tuple[Signature | None, Launch | None]:
-    """The call's signature, None if it must go the long way, and the launch that serves it, if any."""
+) -> tuple[Signature | None, Short | None]:
+    """The call's signature, None if it must go the long way, and what serves it, if anything."""
     if (
         # Other tracers show themselves by their subclasses and modes.
         is_dynamo_compiling()
@@ -73,6 +79,7 @@ def find(
         or attn_mask is not None
         or not _on_gpu(q)
         or _somebody_listens()
+        or (_is_any_autocast_enabled() and _casts(q, k, v))
     ):
         return None, None
     wants_grad = is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
@@ -102,13 +109,17 @@ def _somebody_listens() -> bool:
         _len_torch_dispatch_stack() > 0
         or _is_torch_function_mode_enabled()
         or _are_functorch_transforms_active()
-        or _is_any_autocast_enabled()
         or _is_tracing()
         or _profiler_enabled()
         or forward_ad._current_level >= 0
         or _get_deterministic_algorithms()  # which fill fresh memory
         or not backends.is_plain()
     )
+
+
+def _casts(*tensors: Tensor) -> bool:
+    """Whether autocast would make copies in another dtype."""
+    return any(new is not old for new, old in zip(autocast_inputs(*tensors), tensors, strict=True))
 
 
 def remember(call: Signature, q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> None:
@@ -118,11 +129,21 @@ def remember(call: Signature, q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> 
     problem = describe(q, v, dense_extent(q, k), None, rules)
     backend = backends.choose(problem)
     launch = backend.prepare(Inputs(q, k, v), problem) if isinstance(backend, Prepares) else None
+    short: Short | None = launch
     if launch is not None and call[_WANTS_GRAD]:
-        launch = Training(launch, rules, _somebody_listens)
+        short = Training(launch, rules, _somebody_listens)
+    elif launch is not None and problem.spec.dropout:
+        short = _drawing(launch)
     if len(_launches) >= _MOST:
         _launches.clear()
-    _launches[call] = launch
+    _launches[call] = short
+
+
+def _drawing(launch: Launch) -> Short:
+    def drawn(q: Tensor, k: Tensor, v: Tensor) -> Results:
+        return launch(q, k, v, draw_rng_state(q.device))
+
+    return drawn
 
 
 def forget() -> None:

@@ -16,7 +16,7 @@ from torch.compiler import is_dynamo_compiling
 
 from . import backends
 from .backends import ALIGNMENT, BackwardLaunch, Launch, Prepares
-from .ops import autograd
+from .ops import autograd, draw_rng_state
 from .ops.impl import Rules, backward_of, dense_extent, describe
 from .problem import Inputs, Saved
 
@@ -38,7 +38,8 @@ class Training:
         self.backwards: dict[Strides, BackwardLaunch | None] = {}
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        results: tuple[Tensor, Tensor] = _apply(q, k, v, self)
+        rng_state = draw_rng_state(q.device) if self.rules.dropout_p > 0.0 else None
+        results: tuple[Tensor, Tensor] = _apply(q, k, v, rng_state, self)
         return results
 
     def find(self, dout: Tensor | None, dlse: Tensor | None, saved: tuple[Tensor, ...]) -> Strides | None:
@@ -51,7 +52,7 @@ class Training:
             or self.somebody_listens()
         ):
             return None
-        q, k, v, out, lse = saved
+        q, k, v, out, lse, *_ = saved
         try:
             pointers = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | dout.data_ptr()
         except RuntimeError:
@@ -64,11 +65,12 @@ class Training:
         """After the long way has served a backward: prepares those of the same strides."""
         if strides in self.backwards or len(self.backwards) >= _MOST:
             return
-        q, k, v, out, lse = saved
+        q, k, v, out, lse, _, rng_state = saved
         problem = backward_of(describe(q, v, dense_extent(q, k), None, self.rules), None)
         backend, launch = backends.choose(problem), None
         if isinstance(backend, Prepares):
-            launch = backend.prepare_backward(Saved(dout, None, out, lse), Inputs(q, k, v), problem)
+            inputs = Inputs(q, k, v, rng_state=rng_state)
+            launch = backend.prepare_backward(Saved(dout, None, out, lse), inputs, problem)
         self.backwards[strides] = launch
 
 
@@ -76,24 +78,27 @@ class Eager(torch.autograd.Function):
     """As `ops.autograd` has it, by the same name, but for who launches."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, training: Training) -> tuple[Tensor, Tensor]:
-        out, lse = training.forward(q, k, v)
-        autograd.save_attention(ctx, (q, k, v, None, None, *training.rules), (out, lse))
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, rng_state: Tensor | None, training: Training
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = training.forward(q, k, v, rng_state)
+        autograd.save_attention(ctx, (q, k, v, None, rng_state, *training.rules), (out, lse))
         ctx.training = training
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         training: Training = ctx.training
-        saved = ctx.saved_tensors[:5]
+        saved = ctx.saved_tensors
         strides = training.find(dout, dlse, saved)
         launch = None if strides is None else training.backwards.get(strides)
         if launch is not None and dout is not None:
-            return *launch(dout, *saved), None
+            q, k, v, out, lse, _, rng_state = saved
+            return *launch(dout, q, k, v, out, lse, rng_state), None, None
         grads = autograd.attention_grads(ctx, dout, dlse)
         if strides is not None and dout is not None:
             training.remember(strides, dout, saved)
-        return grads[:4]
+        return grads[:5]
 
 
 # Past what `Function.apply` looks for: a signature to bind, and transforms, which `fast.find` has ruled out.

@@ -72,14 +72,19 @@ def test_the_second_call_takes_it(long_way: LongWay) -> None:
     assert not long_way.taken(lambda: flash4_torch.attention(other, other, other))
 
 
-@given(cases((torch.bfloat16, torch.float16), attn_mask=None), st.booleans())
+@given(
+    cases((torch.bfloat16, torch.float16), attn_mask=None), st.booleans(), st.sampled_from((0.0, 0.3, 1.0))
+)
 @settings(max_examples=150)
-def test_it_launches_what_the_long_way_does(case: Case, return_lse: bool) -> None:
+def test_it_launches_what_the_long_way_does(case: Case, return_lse: bool, dropout_p: float) -> None:
     tensors = [x.detach() for x in (case.q, case.k, case.v)]
+
+    def call() -> Any:
+        torch.manual_seed(1)
+        return flash4_torch.attention(*tensors, **case.kwargs, return_lse=return_lse, dropout_p=dropout_p)
+
     with gpu() as machine:
-        first, second = (
-            flash4_torch.attention(*tensors, **case.kwargs, return_lse=return_lse) for _ in range(2)
-        )
+        first, second = call(), call()
     if not return_lse:
         first, second = (first,), (second,)
     for a, b in zip(first, second, strict=True):
@@ -87,7 +92,10 @@ def test_it_launches_what_the_long_way_does(case: Case, return_lse: bool) -> Non
         assert not a.numel() or a.data_ptr() != b.data_ptr()
     if machine.launches:
         long, short = machine.launches
-        assert long[:2] == short[:2] and long.args[6:] == short.args[6:]
+        assert long[:2] == short[:2] and long.args[10:] == short.args[10:]
+        assert long.args[6:9] == short.args[6:9] == (None,) * 3
+        states = [launch.args[9] for launch in (long, short)]
+        assert torch.equal(*states) if dropout_p else states == [None, None]
         for a, b in zip(long.args[:5], short.args[:5], strict=True):
             assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
 
@@ -123,7 +131,7 @@ def test_another_call_goes_the_long_way(long_way: LongWay, call: Callable[[], An
     assert long_way.taken(call)
 
 
-@pytest.mark.parametrize("call", [ANOTHER_CALL[n] for n in ("dropout", "mask", "odd base")])
+@pytest.mark.parametrize("call", [ANOTHER_CALL[n] for n in ("mask", "odd base")])
 def test_some_calls_always_do(long_way: LongWay, call: Callable[[], Any]) -> None:
     assert all(long_way.taken(call) for _ in range(3))
 
@@ -160,7 +168,7 @@ LISTENERS: dict[str, tuple[Callable[[], Any], Callable[[Tensor], Any]]] = {
     "default device": (lambda: torch.device("cpu"), attend),
     "subclass": (nullcontext, lambda x: attend(x.as_subclass(Subclass))),
     "parameter": (nullcontext, lambda x: attend(torch.nn.Parameter(x))),
-    "autocast": (lambda: torch.autocast("cpu", dtype=torch.bfloat16), attend),
+    "autocast": (lambda: torch.autocast("cpu", dtype=torch.float16), attend),
     "profiler": (lambda: torch.profiler.profile(acc_events=True), attend),
     "vmap": (nullcontext, lambda x: torch.func.vmap(attend)(x[None])),
     "vmap of something else": (
@@ -193,6 +201,15 @@ def test_the_environment_is_heard(long_way: LongWay, monkeypatch: pytest.MonkeyP
     assert long_way.taken(lambda: attend(X))
     monkeypatch.delenv(variable)
     assert not long_way.taken(lambda: attend(X))
+
+
+def test_autocast_to_the_dtype_that_tensors_have_changes_nothing(long_way: LongWay) -> None:
+    x = X.clone().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for _ in range(2):
+            attend(x).sum().backward()
+        assert not long_way.taken(lambda: attend(x).sum().backward())
+        assert long_way.taken(lambda: attend(X.half()))
 
 
 def test_without_grad_mode_parameters_data_may_take_it(long_way: LongWay) -> None:

@@ -52,14 +52,20 @@ def test_the_third_step_takes_it(long_way: LongWay) -> None:
     assert not long_way.taken(lambda: [x.sum() for x in step()])
 
 
-@given(cases((torch.bfloat16, torch.float16), attn_mask=None), st.booleans(), st.booleans())
+@given(
+    cases((torch.bfloat16, torch.float16), attn_mask=None),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from((0.0, 0.3)),
+)
 @settings(max_examples=100)
-def test_its_gradients_are_the_long_ways(case: Case, expanded: bool, some: bool) -> None:
+def test_its_gradients_are_the_long_ways(case: Case, expanded: bool, some: bool, dropout_p: float) -> None:
     inputs = [x.detach().requires_grad_(i == 2 or not some) for i, x in enumerate((case.q, case.k, case.v))]
     wanted = [x for x in inputs if x.requires_grad]
 
     def step() -> list[Tensor]:
-        out = flash4_torch.attention(*inputs, **case.kwargs)
+        torch.manual_seed(1)
+        out = flash4_torch.attention(*inputs, **case.kwargs, dropout_p=dropout_p)
         dout = torch.ones_like(out[:1, :1]).expand(out.shape) if expanded else torch.ones_like(out)
         return [out, *torch.autograd.grad(out, wanted, dout)]
 
@@ -70,7 +76,10 @@ def test_its_gradients_are_the_long_ways(case: Case, expanded: bool, some: bool)
     assert type(steps[0][0].grad_fn).__name__ == type(steps[2][0].grad_fn).__name__
     if machine.backwards:
         long, _, short = machine.backwards
-        assert long[:2] == short[:2] and long.args[9:] == short.args[9:]
+        assert long[:2] == short[:2] and long.args[15:] == short.args[15:]
+        assert long.args[9:14] == short.args[9:14]
+        states = [launch.args[14] for launch in (long, short)]
+        assert torch.equal(*states) if dropout_p else states == [None, None]
         for a, b in zip(long.args[:8], short.args[:8], strict=True):
             assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
 

@@ -218,7 +218,7 @@ def test_matches_stock(case: Case) -> None:
         for results in (actual, expected, exact):
             results.pop("d attn_mask", None)
     assert_as_exact(actual, expected, exact)
-    assert actual["out"].stride() == expected["out"].stride()
+    assert actual["out"].is_contiguous()
     if case.need_weights:
         assert actual["weights"].stride() == expected["weights"].stride()
 

@@ -1,6 +1,6 @@
 """Backends serve attention calls; `choose` picks one, `reasons` says why the others do not."""
 
-from .base import ALIGNMENT, Backend, BackwardLaunch, Launch, Prepares
+from .base import ALIGNMENT, Backend, BackwardLaunch, Launch, Prepares, Results
 from .dispatch import PRIORITY, choose, excluding, is_plain, observers, reasons
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "BackwardLaunch",
     "Launch",
     "Prepares",
+    "Results",
     "choose",
     "excluding",
     "is_plain",

@@ -16,12 +16,16 @@ Grads = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """(dq, dk, dv, dmask); dmask only when `Saved.mask_grad` asks for it."""
 
 
-Launch = Callable[[Tensor, Tensor, Tensor], Results]
-"""A forward with everything decided but the tensors q, k and v."""
+class Launch(Protocol):
+    """A forward with everything decided but the tensors."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, rng_state: Tensor | None = None, /) -> Results: ...
 
 
-BackwardLaunch = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-"""A backward with everything decided but the tensors: (dout, q, k, v, out, lse) to (dq, dk, dv)."""
+BackwardLaunch = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]
+]
+"""A backward with everything decided but the tensors: (dout, q, k, v, out, lse, rng_state) to dq, dk, dv."""
 
 
 ALIGNMENT = 16

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from .. import ops
+from ..api import attention
 from ..errors import ShapeError
 from . import contract, padding
 from .contract import Call
@@ -33,7 +34,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     - `is_causal=True` means that row i sees keys 0 to i, and `attn_mask` is not read (stock reads it when
       there is a `key_padding_mask` or weights are needed). Only with `add_bias_kv` or `add_zero_attn` is it
       read, because every row sees the keys they append (stock may hide them);
-    - outputs with `batch_first=True` are transposed views (stock: in evaluation they may be contiguous);
+    - outputs are contiguous (stock: in training, with `batch_first=True`, transposed views);
     - nested inputs are served in training, too, and nested keys may have other lengths than the queries.
 
     It is not for torch.jit, which is deprecated.
@@ -135,15 +136,26 @@ class MultiheadAttention(nn.MultiheadAttention):
             contract.appended_keys(self),
         )
         k, v = self._append(k, self.bias_k), self._append(v, self.bias_v)
-        q, k, v = ops.autocast_inputs(q, k, v)
-
         scores = self._score_options(window_right)
-        rng_state = self._draw_rng_state(q)
-        out, _ = ops.attention(q, k, v, mask, rng_state, **scores, deterministic=_deterministic())
         weights = None
-        if need_weights:
-            weights = ops.attention_weights(
-                q, k, mask, rng_state, **scores, average_heads=average_attn_weights
+        if need_weights or window_right:
+            q, k, v = ops.autocast_inputs(q, k, v)
+            rng_state = self._draw_rng_state(q)
+            out, _ = ops.attention(q, k, v, mask, rng_state, **scores, deterministic=_deterministic())
+            if need_weights:
+                weights = ops.attention_weights(
+                    q, k, mask, rng_state, **scores, average_heads=average_attn_weights
+                )
+        else:
+            # The public function knows a short way.
+            out = attention(
+                q,
+                k,
+                v,
+                causal=by_rule,
+                scale=scores["scale"],
+                attn_mask=mask,
+                dropout_p=scores["dropout_p"],
             )
         return self._assemble(out, weights, is_batched=query.dim() == 3)
 
@@ -200,13 +212,14 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _assemble(
         self, out: Tensor, weights: Tensor | None, is_batched: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Output projection of (N, L, H, D), and the layout that the stock module returns."""
-        N, L = out.shape[:2]
-        rows = out.transpose(0, 1).reshape(L * N, self.embed_dim)
-        out = F.linear(rows, self.out_proj.weight, self.out_proj.bias).unflatten(0, (L, N))
+        """Output projection of (N, L, H, D), and the layout of the inputs."""
+        rows = out.flatten(2)
+        if is_batched and not self.batch_first:
+            rows = rows.transpose(0, 1).contiguous()
+        out = F.linear(rows, self.out_proj.weight, self.out_proj.bias)
         if not is_batched:
-            return out.squeeze(1), None if weights is None else weights.squeeze(0)
-        return out.transpose(0, 1) if self.batch_first else out, weights
+            return out.squeeze(0), None if weights is None else weights.squeeze(0)
+        return out, weights
 
     def _forward_nested(self, call: Call, average_attn_weights: bool) -> tuple[Tensor, Tensor | None]:
         contract.check_nested(self, call)

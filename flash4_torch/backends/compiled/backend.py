@@ -119,8 +119,8 @@ class Compiled:
         return cut(dq, D), cut(dk, D), cut(dv, Dv), dmask
 
     def prepare(self, inputs: Inputs, problem: Problem) -> Launch | None:
-        """`forward` for dense tensors alone, of these sizes and strides, that need no copy."""
-        if not _is_alone(problem) or is_empty(inputs, problem) or not all(map(is_readable, inputs[:3])):
+        """`forward` for dense tensors without a mask, of these sizes and strides, that need no copy."""
+        if not _is_plain(problem) or is_empty(inputs, problem) or not all(map(is_readable, inputs[:3])):
             return None
         import tvm_ffi
 
@@ -136,12 +136,12 @@ class Compiled:
         # Torch's compiled graphs allocate so: past the dispatcher, on the current device.
         empty = getattr(torch._C._dynamo.guards, f"_empty_strided_{spec.device}")
 
-        def launch(q: Tensor, k: Tensor, v: Tensor) -> Results:
+        def launch(q: Tensor, k: Tensor, v: Tensor, rng_state: Tensor | None = None) -> Results:
             if current_device() != index:
                 with torch.cuda.device(index):
-                    return launch(q, k, v)
+                    return launch(q, k, v, rng_state)
             out, lse = empty(shape, strides, dtype), empty(lse_shape, lse_strides, float32)
-            function(q, k, v, out, lse, counter(index), None, None, None, None, rule)
+            function(q, k, v, out, lse, counter(index), None, None, None, rng_state, rule)
             return out, lse
 
         return launch
@@ -152,7 +152,7 @@ class Compiled:
         Only dout may need a copy: sums have expanded gradients.
         """
         read = (*inputs[:3], saved.out)
-        if not _is_alone(problem) or problem.spec.dlse or is_empty(inputs, problem):
+        if not _is_plain(problem) or problem.spec.dlse or is_empty(inputs, problem):
             return None
         if not all(map(is_readable, read)) or not saved.lse.is_contiguous():
             return None
@@ -172,11 +172,17 @@ class Compiled:
         empty = getattr(torch._C._dynamo.guards, f"_empty_strided_{spec.device}")
 
         def launch(
-            dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+            dout: Tensor,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            out: Tensor,
+            lse: Tensor,
+            rng_state: Tensor | None,
         ) -> tuple[Tensor, Tensor, Tensor]:
             if current_device() != index:
                 with torch.cuda.device(index):
-                    return launch(dout, q, k, v, out, lse)
+                    return launch(dout, q, k, v, out, lse, rng_state)
             if copied:
                 dout = readable(dout)
             stats = empty(stats_shape, stats_strides, float32)
@@ -185,7 +191,7 @@ class Compiled:
             before(out, dout, lse, None, stats, sums, turns, None)
             dk, dv = empty(k_shape, k_strides, dtype), empty(v_shape, v_strides, dtype)
             ticket = counter(index)
-            main(q, k, v, dout, stats, sums, dk, dv, ticket, turns, None, None, None, None, None, rule)
+            main(q, k, v, dout, stats, sums, dk, dv, ticket, turns, None, None, None, None, rng_state, rule)
             dq = empty(q_shape, q_strides, dtype)
             behind(sums, dq, None, scale)
             return dq, dk, dv
@@ -247,10 +253,9 @@ def _missing(exported: bool) -> list[str]:
     return [package for module, package in needed.items() if not importlib.util.find_spec(module)]
 
 
-def _is_alone(problem: Problem) -> bool:
-    """Whether q, k and v are all the tensors of the call."""
-    spec = problem.spec
-    return not (spec.varlen or spec.mask or spec.dropout)
+def _is_plain(problem: Problem) -> bool:
+    """Whether q, k, v and the state of dropout are all the tensors of the call."""
+    return not (problem.spec.varlen or problem.spec.mask)
 
 
 def _results(q: Tensor, v: Tensor) -> Results:
