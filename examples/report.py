@@ -1,11 +1,14 @@
-"""What train_text.py shows: the table, the comparison of the loss curves, and the plot."""
+"""What train_text.py shows: the table, the comparison of the loss curves, the plot, and the raw numbers."""
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+import flash4_torch
 from training import Result, Run, Setup
 
 STOCK, SWAPPED = "#8fb3d9", "#b3401f"
@@ -75,6 +78,18 @@ def _cells(run: Run, result: Result, setup: Setup) -> tuple[str, ...]:
         f"{result.peak_mib:.0f}",
         f"{result.training_calls} + {result.evaluation_calls}",
     )
+
+
+def save(path: Path, results: dict[Run, Result], setup: Setup) -> None:
+    """Everything as JSON: versions, the GPU if there is one, the setup, and each run with its losses."""
+    report = {
+        "versions": {"torch": torch.__version__, "flash4_torch": flash4_torch.__version__},
+        "gpu": torch.cuda.get_device_name() if setup.device == "cuda" else None,
+        "setup": asdict(setup),
+        "runs": [asdict(run) | asdict(result) for run, result in results.items()],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def plot(path: Path, comparisons: list[Comparison], setup: Setup) -> None:

@@ -19,12 +19,12 @@ from pathlib import Path
 
 import torch
 
-from report import Comparison, plot, table
+from report import Comparison, plot, save, table
 from training import Result, Run, Setup, train_in_fresh_process
 
 _DECODER = Setup(width=128, heads=4, layers=2, context=128, batch=16, steps=120, learning_rate=5e-3)
 SMALL = (_DECODER, replace(_DECODER, causal=False))
-_LARGE = replace(_DECODER, learning_rate=3e-4, library=True)
+_LARGE = replace(_DECODER, learning_rate=3e-4, steps=300, library=True)
 LARGE = (
     replace(_LARGE, width=1024, heads=8, layers=8, context=2048, batch=8),
     replace(_LARGE, width=768, heads=12, layers=14, context=1024, batch=16, causal=False),
@@ -42,10 +42,11 @@ def compare_attention(setup: Setup, folder: Path) -> int:
     comparisons = compare(results, setup)
     picture = folder / f"{setup.model}.png"
     plot(picture, comparisons, setup)
+    save(picture.with_suffix(".json"), results, setup)
     print(f"\n{table(results, setup)}\n")
     print("\n".join(map(str, comparisons)))
     print(f"\nA swapped model, compiled and without dropout, writes:\n{sample(results)}\n")
-    print(f"{time.perf_counter() - start:.0f} s in all; plot in {picture}")
+    print(f"{time.perf_counter() - start:.0f} s in all; plot in {picture}, numbers beside it")
     return verdict(results, comparisons, setup)
 
 
@@ -59,7 +60,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, help="training steps of each of a model's eight runs")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out", help="folder for plots")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "out", help="folder for plots and numbers"
+    )
     return parser.parse_args()
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("tqdm")
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_swapped_training_is_stock_training(monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
+def test_swapped_training_is_stock_training(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, causal: bool
+) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples"))
+    import report
     import train_text
     from training import Run, Setup, train
 
@@ -25,6 +30,10 @@ def test_swapped_training_is_stock_training(monkeypatch: pytest.MonkeyPatch, cau
     comparisons = train_text.compare(results, setup)
     assert len(comparisons) == 2
     assert train_text.verdict(results, comparisons, setup) == 0
+    report.save(tmp_path / "numbers.json", results, setup)
+    saved = json.loads((tmp_path / "numbers.json").read_text())
+    assert [run["losses"] for run in saved["runs"]] == [result.losses for result in results.values()]
+    assert saved["setup"]["steps"] == 3 and saved["versions"]["torch"] == torch.__version__
     broken = {run: result for run, result in results.items() if run.swapped}
     mistaken = {Run(run.compiled, run.dropout, swapped=False): result for run, result in broken.items()}
     assert train_text.verdict(mistaken, [], setup) == 1
