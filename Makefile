@@ -18,9 +18,10 @@ INSTALLED := $(VENV)/installed-by-$(subst /,-,$(PYTHON))
 demo: $(INSTALLED)
 	$(BIN)/python examples/train_text.py
 
-# One thread a worker: two workers on two cores would otherwise fight over four threads.
+# One thread a worker: two workers on two cores would otherwise fight over four threads. Neighbouring tests
+# share compiled kernels: each worker takes its part of them in order, then what the other has left.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

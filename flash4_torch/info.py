@@ -12,7 +12,7 @@ import torch
 
 from . import __version__, api, env
 from .backends.compiled import TARGETS
-from .compile import cache
+from .compile import cache, key
 
 Info = dict[str, Any]
 
@@ -39,6 +39,7 @@ def versions() -> dict[str, str]:
         "torch": torch.__version__,
         "CUDA (of torch)": torch.version.cuda or "none",
         "nvidia-cutlass-dsl": installed("nvidia-cutlass-dsl"),
+        "CUDA (of nvidia-cutlass-dsl)": key.versions()["CUDA"],
         "apache-tvm-ffi": installed("apache-tvm-ffi"),
     }
 

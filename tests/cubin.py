@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 _CUDA = 190
 """ELF's number of the machine."""
-_FRAME_SIZE = 0x11
-"""Of the entries of `.nv.info`: a kernel's symbol and the bytes of its stack."""
+_FRAME_SIZE, _REGISTER_COUNT = 0x11, 0x2F
+"""Of the entries of `.nv.info`: a kernel's symbol and the bytes of its stack, or its registers."""
 _SIZED = 4
 """Format of an entry that says how long it is."""
 _INSTRUCTION = struct.Struct("<QQ")
 # The lowest 12 bits of an instruction; bits 9 to 11 of them say where its operands are.
 _STORE_LOCAL, _LOAD_LOCAL = 0x387, 0x983
 _WGMMA = 0x1F0
+_KINDS = {
+    **{"UTCHMMA": 0x1EA, "UTCBAR": 0x1E9, "UTCATOMSWS": 0x1E3, "LDTM": 0x1EE, "STTM": 0x1ED},
+    **{"UTMALDG": 0x1B4, "UTMASTG": 0x1B5, "UBLKRED": 0x1BB},
+    **{"FFMA2": 0x049, "FADD2": 0x04B, "FMUL2": 0x04A},
+}
+"""The lowest 9 bits of Blackwell's products, signals and claims of tensor memory, and ways to and from it;
+of copies by tensor maps and of sums in bulk; of arithmetic on pairs. As nvdisasm names them."""
+_SET_REGISTERS = 0x1C8
 _UNSIGNALLED = 7
 """In the place of a scoreboard's number."""
 
@@ -31,6 +40,12 @@ class Code(NamedTuple):
     wgmmas: int
     signalled: int
     """wgmmas whose end is waited for on its own; all of them where ptxas ran them one after another."""
+    kinds: dict[str, int]
+    """Instructions of Blackwell's, by nvdisasm's names."""
+    budgets: set[int]
+    """Registers of a thread that roles give back to or ask for."""
+    registers: int
+    """Of a thread as it is launched."""
 
 
 def read(file: Path) -> list[Code]:
@@ -63,21 +78,26 @@ def _code(cubin: bytes) -> Code:
     (text,) = (content for name, content in sections.items() if name.startswith(".text."))
     instructions = list(_INSTRUCTION.iter_unpack(text))
     wgmmas = [high for low, high in instructions if low & 0x1FF == _WGMMA]
+    found = Counter(low & 0x1FF for low, _ in instructions)
     return Code(
-        stack=_stack(sections[".nv.info"]),
+        stack=_sum_of(_FRAME_SIZE, sections[".nv.info"]),
         spills=sum(low & 0xFFF in (_STORE_LOCAL, _LOAD_LOCAL) for low, _ in instructions),
         wgmmas=len(wgmmas),
         signalled=sum(high >> 20 & 7 != _UNSIGNALLED for high in wgmmas),
+        kinds={name: found[low] for name, low in _KINDS.items()},
+        budgets={low >> 32 & 0xFF for low, _ in instructions if low & 0x1FF == _SET_REGISTERS},
+        registers=_sum_of(_REGISTER_COUNT, sections[".nv.info"]),
     )
 
 
-def _stack(info: bytes) -> int:
-    at, stack = 0, 0
+def _sum_of(wanted: int, info: bytes) -> int:
+    """Of the numbers of such entries."""
+    at, total = 0, 0
     while at < len(info):
         form, kind, value = struct.unpack_from("<BBH", info, at)
         at += 4
         if form == _SIZED:
-            if kind == _FRAME_SIZE:
-                stack += struct.unpack_from("<II", info, at)[1]
+            if kind == wanted:
+                total += struct.unpack_from("<II", info, at)[1]
             at += value
-    return stack
+    return total

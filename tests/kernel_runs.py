@@ -66,11 +66,11 @@ def emulated(kernel: Kernel, call: Call, **schedule: Any) -> Iterator[emulate.De
     features, config = kernel
     arch, _, _ = _LAUNCHES[type(config)]
     with (
-        shared_memory_of_launches() as asked,
+        launches() as asked,
         emulate.device(arch, multiprocessors=call.multiprocessors, **schedule) as device,
     ):
         yield device
-    assert asked[-1] <= config.shared_memory(features), "the tables allow for less"
+    assert asked[-1].smem_bytes <= config.shared_memory(features), "the tables allow for less"
 
 
 Where = AbstractContextManager[Any]
@@ -168,13 +168,13 @@ def _launch(
 
 
 @contextmanager
-def shared_memory_of_launches() -> Iterator[list[int]]:
-    """Bytes that each launch asks for."""
+def launches() -> Iterator[list[Launch]]:
+    """What is asked for."""
     launch = emulate.Device.launch
-    asked: list[int] = []
+    asked: list[Launch] = []
 
     def noted(device: emulate.Device, what: Launch) -> None:
-        asked.append(what.smem_bytes)
+        asked.append(what)
         launch(device, what)
 
     with mock.patch.object(emulate.Device, "launch", noted):
@@ -220,6 +220,8 @@ def gradients_are_right(kernel: Kernel, data: st.DataObject) -> None:
     """The backward of a drawn call, whatever the schedule: dK and dV, and in order dQ, with the same bits."""
     features, config = kernel
     call = data.draw(calls(features, whole=1 if config.tail else config.ticket_keys))
+    if config.heads_inside and not features.mask:
+        call.section = data.draw(st.sampled_from([-3, -2, -1, 1, 2, 3]))
     found = run_backward(kernel, call, schedule="late")
     check_gradients(kernel, call, found)
     schedule, seed = data.draw(st.sampled_from(["eager", "fuzz"])), data.draw(st.integers(0, 9))

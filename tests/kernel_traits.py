@@ -1,4 +1,4 @@
-"""Few of the forward kernels that calls can ask for, in which every two traits meet."""
+"""Few of many kernels, in which every two traits meet that meet in any of them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import combinations, product
 from typing import Any, NamedTuple
 
+from everything import EVERYTHING
 from flash4_torch.configs.types import Features
 from kernel_calls import Kernel
 
 Pair = tuple[str, str]
 
+_SIZES = ("dtype", "D", "Dv")
 _FLAGS = ("varlen", "left", "right", "softcap", "dropout")
 
 
@@ -39,14 +41,9 @@ class Family(NamedTuple):
     def covering(self, known: Iterable[Kernel]) -> dict[str, Kernel]:
         """Kernels, by their traits, that bring together every two that can meet, unless a known one does."""
         met = {pair for kernel in known for pair in self._pairs(kernel)}
-        left = {name: (kernel, set(self._pairs(kernel)) - met) for name, kernel in self._by_traits().items()}
-        chosen = {}
-        while True:
-            name, (kernel, new) = max(left.items(), key=lambda item: len(item[1][1]))
-            if not new:
-                return chosen
-            chosen[name] = kernel
-            left = {other: (k, pairs - new) for other, (k, pairs) in left.items()}
+        kernels = self._by_traits()
+        chosen = _covering({name: set(self._pairs(kernel)) - met for name, kernel in kernels.items()})
+        return {name: kernels[name] for name in chosen}
 
     def _pairs(self, kernel: Kernel) -> Iterator[Pair]:
         return combinations(sorted(self.traits(kernel)), 2)
@@ -65,3 +62,34 @@ class Family(NamedTuple):
                 kernel = features, config
                 found.setdefault(", ".join(sorted(self.traits(kernel))), kernel)
         return found
+
+
+def few(kernels: Mapping[str, Kernel], *always: str) -> dict[str, Kernel]:
+    """What CI has time for: `always`, and others in which every two settings meet that meet in any."""
+    pairs = {name: set(combinations(sorted(_settings(kernel)), 2)) for name, kernel in kernels.items()}
+    met = {pair for name in always for pair in pairs[name]}
+    chosen = kernels if EVERYTHING else [*always, *_covering({n: p - met for n, p in pairs.items()})]
+    return {name: kernel for name, kernel in kernels.items() if name in chosen}
+
+
+def _settings(kernel: Kernel) -> Iterator[str]:
+    """Of features and config, those that are not as they are by default."""
+    features, _ = kernel
+    for part in kernel:
+        for name, value in zip(part._fields, part, strict=True):
+            if name not in _SIZES and value != part._field_defaults.get(name):
+                yield f"{name}={value}"
+    yield "wide" if max(features.D, features.Dv) > 128 else "narrow"
+    if features.D != features.Dv:
+        yield "unequal heads"
+
+
+def _covering(left: Mapping[str, set[Pair]]) -> list[str]:
+    """Names, those with most that is new first, whose pairs are the pairs of all."""
+    chosen: list[str] = []
+    while True:
+        name = max(left, key=lambda name: len(left[name]))
+        if not (new := left[name]):
+            return chosen
+        chosen.append(name)
+        left = {other: pairs - new for other, pairs in left.items()}

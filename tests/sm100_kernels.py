@@ -11,7 +11,7 @@ _HEADS = ((64, 64), (72, 40), (128, 128), (192, 128), (256, 256))
 
 def _special(kernel: Kernel) -> dict[str, bool]:
     _, config = kernel
-    return {"one tile": config.q_tiles == 1, "O over Q": config.o_over_q}
+    return {"one tile": config.q_tiles == 1, "O over Q": config.o_over_q, "pair": config.cluster == 2}
 
 
 SM100 = Family(_HEADS, sm100.reachable, _special)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import flash4_torch
 from flash4_torch import backends, env, info
 from flash4_torch.__main__ import main
 from flash4_torch.backends.compiled import TARGETS
+from flash4_torch.compile import key, library
 
 
 def test_info_prints_everything_it_collects(
@@ -42,6 +44,14 @@ def test_info_says_who_serves_and_why_the_others_do_not() -> None:
     reasons = info.backends("cpu")
     assert reasons["cpu"] == [] and reasons["tiled"] == []
     assert "it serves cuda" in reasons["sdpa"][0]
+
+
+def test_info_says_whose_cuda_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several that may be installed: ptxas of one may spill where that of another does not."""
+    monkeypatch.setattr(library, "installed_runtime", lambda: Path("/x/cu99/lib/libcute_dsl_runtime.so"))
+    monkeypatch.setattr(key, "versions", key.versions.__wrapped__)
+    assert info.versions()["CUDA (of nvidia-cutlass-dsl)"] == "cu99"
+    assert "CUDA (of nvidia-cutlass-dsl)  cu99" in info.text(info.collect())
 
 
 def test_info_says_how_kernels_were_proven() -> None:

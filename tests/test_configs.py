@@ -117,12 +117,18 @@ def test_every_row_serves_somebody() -> None:
 def test_every_row_for_blackwell_serves_somebody() -> None:
     heads = [(row.D, row.Dv) for row in sm100.TABLE]
     served = {
-        next(row for row in sm100.TABLE if row.admits(BARE._replace(D=D, Dv=Dv, right=right), rows))
+        next(row for row in sm100.TABLE if row.admits(BARE._replace(D=D, Dv=Dv, **uses), rows, rows))
         for D, Dv in [*heads, *((Dv, D) for D, Dv in heads), (64, 256)]
-        for right in (False, True)
+        for uses in ({}, {"right": True}, {"mask": "bool"})
         for rows in (1, 128, 4096)
     }
     assert served == set(sm100.TABLE)
+
+
+def test_dropout_takes_no_polynomial_beside_one_tile() -> None:
+    features = BARE._replace(D=256, Dv=256, dropout=True)
+    assert sm100.forward(features, 4096, 4096).polynomial == 0 < sm100.forward(BARE, 4096, 4096).polynomial
+    assert {c.polynomial > 0 for c in sm100.reachable(features)} == {False}
 
 
 def first(features: Features, rows: int, keys: int) -> sm90.Row:

@@ -1,28 +1,29 @@
-"""What ptxas makes of the Blackwell backward: what spills."""
+"""What ptxas makes of the Blackwell backward: nothing spills, and the instructions are there."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 
+import compiled_files
 import cubin
-from flash4_torch import env
-from flash4_torch.compile import Key, pool
+from blackwell_code import assert_code_is_as_planned
+from everything import EVERYTHING
+from flash4_torch.compile import Key
 from flash4_torch.configs import sm100_backward as configs
 from flash4_torch.configs.types import Features
 from test_sm90_backward_cubin import HEADS, MORE
-from test_sm90_cubin import USES, code_of
+from test_sm90_cubin import USES
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+from flash4_torch.kernels.sm100.bwd.plan import Plan
 
 ENTRY = "flash4_torch.kernels.sm100.bwd.launch:compile_backward"
 ARCH = "sm_100a"
 
-
-EVERY = 5 if os.environ.get("FLASH4_TEST_ALL") else 10
-"""Of so many kernels one is compiled, besides the plain ones: it takes seconds."""
+EVERY = 5 if EVERYTHING else 9
+"""Of so many uses of heads one is compiled, besides the plain ones: it takes seconds."""
 
 
 def reachable() -> Iterator[Features]:
@@ -42,22 +43,21 @@ def main_kernels() -> list[Key]:
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Key, cubin.Code]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(env.CACHE_DIR.name, str(tmp_path_factory.mktemp("kernels")))
-        keys = main_kernels()
-        pool.prepare(keys, len(os.sched_getaffinity(0)), lambda done, total: None)
-        yield {key: code_of(key) for key in keys}
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, cubin.Code]:
+    return compiled_files.codes(main_kernels(), tmp_path_factory)
 
 
 def test_nothing_spills(compiled: dict[Key, cubin.Code]) -> None:
-    """But some of those with softcap: see the kernels' notes."""
-    spilling = {
-        str(key): code
-        for key, code in compiled.items()
-        if (code.stack or code.spills) and not key.static[0].softcap
-    }
+    spilling = {str(key): code for key, code in compiled.items() if code.stack or code.spills}
     assert not spilling, "\n".join(map(str, spilling.items()))
+
+
+def test_instructions_are_as_planned(compiled: dict[Key, cubin.Code]) -> None:
+    for key, code in compiled.items():
+        plan = Plan(*key.static)
+        products = (plan.product_s, plan.product_dp, plan.product_dv, plan.product_dk, plan.product_dq)
+        assert_code_is_as_planned(code, plan, sum(product.steps for product in products), not plan.wide)
+        assert code.kinds["UBLKRED"]
 
 
 def test_the_table_is_covered() -> None:

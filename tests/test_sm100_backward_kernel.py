@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import math
-import os
 from functools import partial
 
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from blackwell_code import assert_ptx_is_as_planned
 from flash4_torch.configs.types import Sm100Backward
+from kernel_calls import drawn
 from kernel_calls import static as static_of
 from kernel_runs import (
     every_tile_is_drawn_once,
     gradients_are_alone,
     gradients_are_right,
+    launches,
+    run_backward,
     sums_have_an_order,
     unseen_keys_have_no_gradient,
 )
+from kernel_traits import few
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+from flash4_torch.kernels.sm100.bwd.plan import Plan
 
 static = partial(static_of, Sm100Backward)
 CAUSAL = {"right": True}
@@ -68,22 +73,28 @@ STATICS = {
     "pair, in order": static(128, 128, (), deterministic=True, **{**PAIR, "shares": 4}, **CAUSAL),
     "pair, bool mask": static(128, 128, (), mask="bool", dropout=True, **PAIR),
     "pair, everything": static(128, 128, (), **EVERYTHING, deterministic=True, **PAIR),
+    "pair, varlen": static(128, 104, (), "float16", varlen=True, **PAIR, **WINDOW),
     "wide": static(192, 128, (), **{**WIDE, "shares": 4}),
     "wide, causal": static(192, 192, (), "float16", **{**WIDE, "shares": 3}, **CAUSAL),
     "widest": static(256, 256, (), **{**WIDE, "shares": 2}, **CAUSAL),
     "odd wide heads": static(200, 8, (), "float16", **{**WIDE, "shares": 2}, **WINDOW),
     "wide, in order": static(256, 200, (), deterministic=True, **{**WIDE, "shares": 2}, **CAUSAL),
     "wide, dropout": static(192, 128, (), dropout=True, mask="bool", **{**WIDE, "shares": 4}),
+    "wide, varlen": static(256, 256, (), varlen=True, **{**WIDE, "shares": 2}, **CAUSAL),
+    "wide, varlen, everything": static(
+        192,
+        128,
+        (),
+        varlen=True,
+        deterministic=True,
+        dropout=True,
+        **SOFTCAP,
+        **WINDOW,
+        **{**WIDE, "shares": 4},
+    ),
     "wide, everything": static(256, 256, (), **EVERYTHING, **{**WIDE, "shares": 2}),
 }
-FEW = (
-    *("full", "causal", "no tail", "all in twos", "odd heads", "window", "bool mask", "in order, packed"),
-    *("float32 mask", "dropout, causal", "varlen, everything", "pair", "pair, no tail", "pair, in order"),
-    *("pair, everything", "wide, causal", "widest", "wide, everything"),
-)
-"""What CI has time for."""
-if os.environ.get("FLASH4_TEST_ALL"):
-    FEW = tuple(STATICS)
+FEW = few(STATICS, "full", "causal", "widest")
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -94,7 +105,13 @@ def test_values(name: str, data: st.DataObject) -> None:
     gradients_are_right(STATICS[name], data)
 
 
-HIDING = ("window", "window, wide", "wide values", "bool mask", "varlen", "pair, no tail")
+@pytest.mark.parametrize("name", ["full", "causal", "pair, no tail", "wide, varlen", "widest"])
+def test_ptx_is_as_planned(name: str) -> None:
+    kernel = STATICS[name]
+    with launches() as asked:
+        run_backward(kernel, drawn(kernel, lengths=((5,), (128,))))
+    plan = Plan(*kernel)
+    assert_ptx_is_as_planned(asked[-1], plan, plan.ctas, stores=not plan.wide)
 
 
 @pytest.mark.parametrize("name", ["in order, packed", "pair, in order"])
@@ -102,7 +119,7 @@ def test_sums_have_an_order(name: str) -> None:
     sums_have_an_order(STATICS[name])
 
 
-@pytest.mark.parametrize("name", [name for name in HIDING if name in FEW])
+@pytest.mark.parametrize("name", ["few columns", "bool mask, causal", "varlen, causal", "pair, no tail"])
 def test_keys_that_nobody_sees_have_no_gradient(name: str) -> None:
     unseen_keys_have_no_gradient(STATICS[name])
 

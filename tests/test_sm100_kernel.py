@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from functools import partial
 
 import pytest
@@ -11,14 +10,25 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from blackwell_code import assert_ptx_is_as_planned
+from everything import EVERYTHING
 from flash4_torch import testing
 from flash4_torch.configs.types import Sm100Forward
-from kernel_calls import drawn
+from kernel_calls import check_results, drawn
 from kernel_calls import static as static_of
-from kernel_runs import blind_rows_are_zero, every_tile_is_drawn_once, is_right, run, sequences_are_alone
+from kernel_runs import (
+    blind_rows_are_zero,
+    every_tile_is_drawn_once,
+    is_right,
+    launches,
+    run,
+    sequences_are_alone,
+)
+from kernel_traits import few
 from sm100_kernels import SM100
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+from flash4_torch.kernels.sm100.fwd.plan import Plan
 
 static = partial(static_of, Sm100Forward)
 CAUSAL = {"right": True}
@@ -55,12 +65,15 @@ STATICS = {
     "192, causal": static(192, 128, (2, 2), "float16", o_over_q=True, **CAUSAL),
     "256": static(256, 256, (1, 2), o_over_q=True, **CAUSAL),
     "256, wide O": static(200, 256, (1, 1), "float16"),
+    "pair": static(128, 128, (2, 6), cluster=2),
+    "pair, one tile": static(256, 256, (1, 5), "float16", o_over_q=True, tail=False, cluster=2),
+    "pair, odd sizes": static(136, 96, (2, 5), o_over_q=True, softcap=True, scaled=True, cluster=2),
+    "pair, dropout": static(64, 128, (2, 3), "float16", dropout=True, cluster=2),
+    "pair, one tile, dropout": static(256, 256, (1, 5), dropout=True, polynomial=0, o_over_q=True, cluster=2),
 }
-FEW = ("plain", "causal", "odd sizes", "dropout", "bool mask", "varlen")
-"""What CI has time for."""
-if os.environ.get("FLASH4_TEST_ALL"):
+if EVERYTHING:
     STATICS |= SM100.covering(STATICS.values())
-    FEW = tuple(STATICS)
+FEW = few(STATICS, "plain", "causal", "pair")
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -71,8 +84,25 @@ def test_values(name: str, data: st.DataObject) -> None:
     is_right(STATICS[name], data)
 
 
+@pytest.mark.parametrize("name", ["plain", "causal", "192, causal", "256", "pair"])
+def test_ptx_is_as_planned(name: str) -> None:
+    kernel = STATICS[name]
+    with launches() as asked:
+        run(kernel, drawn(kernel, lengths=((5,), (9,))))
+    assert_ptx_is_as_planned(asked[-1], Plan(*kernel), kernel[1].cluster)
+
+
+@pytest.mark.parametrize("shift", [0, 1, 31])
+@pytest.mark.parametrize("name", ["causal", "odd sizes"])
+def test_bands_begin_anywhere_in_a_piece_of_columns(name: str, shift: int) -> None:
+    """Each piece is hidden from a warp, or visible to it, or looked at."""
+    kernel = STATICS[name]
+    call = drawn(kernel, lengths=((140,), (300,)), right=shift - 191, left=193)  # few keys: each weighs
+    check_results(kernel, call, run(kernel, call, schedule="late"))
+
+
 @pytest.mark.parametrize("tiles", [1, 3])
-@pytest.mark.parametrize("name", ["plain", "causal"])
+@pytest.mark.parametrize("name", ["plain", "causal", "pair"])
 def test_every_tile_is_drawn_once(name: str, tiles: int) -> None:
     every_tile_is_drawn_once(STATICS[name], tiles)
 

@@ -10,13 +10,16 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from flash4_torch.configs.types import Sm90Backward
+from kernel_calls import check_gradients, drawn
 from kernel_calls import static as static_of
 from kernel_runs import (
     gradients_are_alone,
     gradients_are_right,
+    run_backward,
     sums_have_an_order,
     unseen_keys_have_no_gradient,
 )
+from kernel_traits import few
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
@@ -24,6 +27,8 @@ static = partial(static_of, Sm90Backward)
 CAUSAL = {"right": True}
 WINDOW = {"left": True, "right": True}
 NEXT_TILE = {"kv_stages": 2, "next_tile": True}
+INSIDE = {"heads_inside": True, "rows_first": True}
+ASIDE = {"gradients_aside": True, "dq_stages": 2}
 ROUNDED = {"round_weights": True}
 SOFTCAP = {"softcap": True, "scaled": True, **ROUNDED}
 # (warpgroups, queries)
@@ -52,6 +57,17 @@ STATICS = {
     "in order": static(128, 128, (2, 64), deterministic=True, dq_stages=2, **CAUSAL),
     "in order, window": static(64, 64, (2, 128), deterministic=True, **ROUNDED, **WINDOW),
     "in order, packed": static(64, 40, (2, 64), varlen=True, deterministic=True, dq_stages=2, **WINDOW),
+    "inside": static(128, 128, (2, 64), **INSIDE, **CAUSAL),
+    "inside, no tail": static(64, 64, (2, 64), tail=False, **INSIDE, **CAUSAL),
+    "inside, next tile": static(64, 64, (2, 128), **INSIDE, **ROUNDED, **NEXT_TILE, **CAUSAL),
+    "inside, window": static(64, 64, (2, 64), "float16", heads_inside=True, **WINDOW),
+    "inside, packed": static(128, 128, (2, 64), varlen=True, **INSIDE, **ASIDE, **CAUSAL),
+    "inside, in order": static(64, 64, (2, 64), deterministic=True, **INSIDE, **ASIDE, **CAUSAL),
+    "inside, dropout": static(64, 64, (2, 128), dropout=True, **INSIDE, **CAUSAL),
+    "inside, mask": static(128, 128, (2, 64), "float16", mask="bool", **INSIDE, **ASIDE),
+    "aside": static(128, 128, (2, 64), "float16", **ASIDE, **CAUSAL),
+    "aside, narrow": static(96, 80, (2, 64), ds_stages=2, **INSIDE, **ASIDE),
+    "aside, dropout": static(64, 64, (2, 64), dropout=True, **ASIDE, **INSIDE, **WINDOW),
     "softcap": static(128, 128, (2, 64), **SOFTCAP, **CAUSAL),
     "scaled": static(64, 64, (2, 64), "float16", scaled=True),
     "bool mask": static(128, 128, (2, 64), mask="bool"),
@@ -66,9 +82,10 @@ STATICS = {
         128, 64, (2, 64), varlen=True, dropout=True, deterministic=True, **SOFTCAP, **WINDOW
     ),
 }
+FEW = few(STATICS, "full", "causal")
 
 
-@pytest.mark.parametrize("name", STATICS)
+@pytest.mark.parametrize("name", FEW)
 # No shrinking: a launch is slow, and says itself what is wrong.
 @settings(max_examples=5, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(data=st.data())
@@ -76,17 +93,25 @@ def test_values(name: str, data: st.DataObject) -> None:
     gradients_are_right(STATICS[name], data)
 
 
-@pytest.mark.parametrize("name", ["in order", "next tile, in order", "in order, packed"])
+@pytest.mark.parametrize("name", ["next tile, in order", "in order, packed", "inside, in order"])
 def test_sums_have_an_order(name: str) -> None:
     sums_have_an_order(STATICS[name])
 
 
-@pytest.mark.parametrize("name", ["window", "window, wide", "left only", "bool mask", "varlen"])
+@pytest.mark.parametrize("name", ["inside, no tail"])
+@pytest.mark.parametrize("lengths", [(300, 300), (200, 450), (450, 130)])
+def test_the_diagonal_hides_what_follows_the_last_key(name: str, lengths: tuple[int, int]) -> None:
+    Sq, Sk = lengths
+    call = drawn(STATICS[name], Hk=2, lengths=((Sq,), (Sk,)), section=-1)
+    check_gradients(STATICS[name], call, run_backward(STATICS[name], call, schedule="late"))
+
+
+@pytest.mark.parametrize("name", ["window", "next tile, mask", "varlen", "inside, window"])
 def test_keys_that_nobody_sees_have_no_gradient(name: str) -> None:
     unseen_keys_have_no_gradient(STATICS[name])
 
 
-@pytest.mark.parametrize("name", [name for name in STATICS if STATICS[name][0].varlen])
+@pytest.mark.parametrize("name", [name for name in FEW if STATICS[name][0].varlen])
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_sequences_do_not_see_their_neighbours(name: str, poison: float) -> None:
     gradients_are_alone(STATICS[name], poison)

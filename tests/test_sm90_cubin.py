@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
+import compiled_files
 import cubin
-from flash4_torch import env
-from flash4_torch.compile import Key, cache, pool
+from everything import EVERYTHING
+from flash4_torch.compile import Key
 from flash4_torch.configs import sm90
 from flash4_torch.configs.types import Features, Sm90Forward
 
@@ -67,27 +66,18 @@ def covering() -> list[Kernel]:
         by_config.setdefault(kernel[1], []).append(kernel)
         by_features.setdefault(kernel[0], []).append(kernel)
     tightest = [min(group, key=room) for config, group in by_config.items() if config.tail]
-    in_turn = [group[i % len(group)] for i, group in enumerate(by_features.values()) if i % 3 == 0]
+    step = 3 if EVERYTHING else 12
+    in_turn = [group[i % len(group)] for i, group in enumerate(by_features.values()) if i % step == 0]
     packed = (Features("bfloat16", 64, 64, right=True), Features("float16", 128, 128, varlen=True))
     most = [(features, sm90.reachable(features)[-1]) for features in packed]
     return list(dict.fromkeys([*tightest, *in_turn, *most]))
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Kernel, cubin.Code]]:
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[Kernel, cubin.Code]:
     """Of every kernel in the covering set, and of one that is known to spill."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(env.CACHE_DIR.name, str(tmp_path_factory.mktemp("kernels")))
-        keys = {kernel: Key(ENTRY, kernel, "sm_90a") for kernel in [*covering(), SPILLS]}
-        pool.prepare(list(keys.values()), len(os.sched_getaffinity(0)), lambda done, total: None)
-        yield {kernel: code_of(key) for kernel, key in keys.items()}
-
-
-def code_of(key: Key) -> cubin.Code:
-    file = cache.find(key.digest)
-    assert isinstance(file, Path)
-    (code,) = cubin.read(file)
-    return code
+    keys = {Key(ENTRY, kernel, "sm_90a"): kernel for kernel in [*covering(), SPILLS]}
+    return {keys[key]: code for key, code in compiled_files.codes(list(keys), tmp_path_factory).items()}
 
 
 SPILLS = Features("bfloat16", 64, 64), Sm90Forward(3, 160, 2, 1)

@@ -23,6 +23,7 @@ from kernel_runs import (
     run,
     sequences_are_alone,
 )
+from kernel_traits import few
 from sm90_kernels import SM90
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
@@ -88,9 +89,10 @@ STATICS = {
     "varlen, O over Q": static(192, 192, (2, 80, 2, 1), varlen=True, o_over_q=True, k_ahead=True, **CAUSAL),
 }
 STATICS |= SM90.covering(STATICS.values())
+FEW = few(STATICS, "half", "turns, half")
 
 
-@pytest.mark.parametrize("name", STATICS)
+@pytest.mark.parametrize("name", FEW)
 # No shrinking: a launch is slow, and says itself what is wrong.
 @settings(max_examples=6, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(data=st.data())
@@ -109,19 +111,17 @@ def test_dropout_keeps_the_weights_that_the_reference_keeps(p: float) -> None:
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 3, 5])
-@pytest.mark.parametrize("name", [name for name in STATICS if "pair" in name])
+@pytest.mark.parametrize("name", [name for name in FEW if "pair" in name])
 def test_pairs_draw_every_tile_once(name: str, tiles: int) -> None:
     every_tile_is_drawn_once(STATICS[name], tiles)
 
 
-@pytest.mark.parametrize(
-    "name", ["narrow", "turns, half", "turns", "left only", "pair", "bool mask", "varlen"]
-)
+@pytest.mark.parametrize("name", ["turns, half", "turns", "pair", "pair, window", "bool mask, dropout"])
 def test_rows_that_see_nothing_are_zero_whatever_the_values(name: str) -> None:
     blind_rows_are_zero(STATICS[name])
 
 
-@pytest.mark.parametrize("name", [name for name in STATICS if "varlen" in name])
+@pytest.mark.parametrize("name", [name for name in FEW if "varlen" in name])
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_sequences_do_not_see_their_neighbours(name: str, poison: float) -> None:
     sequences_are_alone(STATICS[name], poison)

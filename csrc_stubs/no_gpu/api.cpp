@@ -16,7 +16,7 @@ struct LaunchText {
     uint64_t region_count;
     uint32_t schedule, arch, max_resident;
     uint64_t seed, max_instructions;
-    uint8_t check_races, strict_uninitialised, strict_wait_ld, strict_exit;
+    uint8_t check_races, strict_uninitialised, strict_wait_ld, strict_exit, strict_lanes;
 };
 
 struct FindingText {
@@ -55,6 +55,7 @@ Launch* flash4_launch(const LaunchText* text) {
     options.strict_uninitialised = text->strict_uninitialised;
     options.strict_wait_ld = text->strict_wait_ld;
     options.strict_exit = text->strict_exit;
+    options.strict_lanes = text->strict_lanes;
     execute(*launch);
     return launch.release();
 }

@@ -11,12 +11,12 @@ namespace {
 // Integers serve as flags between warps; floating-point numbers are only summed up.
 bool is_flag(ElementType type) { return type <= ElementType::S64; }
 
-void check_races(Warp& warp, const Op& op, const Place& place, uint32_t bytes, ElementType type) {
+void check_races(Warp& warp, const Op& op, Mask lane, const Place& place, uint32_t bytes, ElementType type) {
     race::Checker* races = warp.cta->cluster->races.get();
-    if (races && place.cta) races->atomic(warp, op, *place.cta, place.offset, bytes);
+    if (races && place.cta) races->atomic(warp, op, lane, *place.cta, place.offset, bytes);
     if (!is_flag(type)) return;
-    acquire_flag(warp, place.data);
-    release_flag(warp, place.data);
+    acquire_flag(warp, lane, place.data);
+    release_flag(warp, lane, place.data);
 }
 
 void count(Warp& warp, const Op& op, const Place& place, uint32_t bytes) {
@@ -57,7 +57,7 @@ Step atomic(Warp& warp, const Op& op, Mask mask) {
     for (Mask rest = mask; rest; rest &= rest - 1) {
         const int lane = first_lane(rest);
         const Place place = place_at(warp, space, lane_address(warp, space, op.reg[0], lane, op.attr[0]), bytes, bytes);
-        check_races(warp, op, place, bytes, type);
+        check_races(warp, op, 1u << lane, place, bytes, type);
         count(warp, op, place, bytes);
         for (uint32_t i = 0; i < registers; ++i) {
             uint8_t value[8], before[8], *memory = place.data + i * each;
@@ -79,7 +79,7 @@ Step compare_and_swap(Warp& warp, const Op& op, Mask mask) {
     for (Mask rest = mask; rest; rest &= rest - 1) {
         const int lane = first_lane(rest);
         const Place place = place_at(warp, space, lane_address(warp, space, op.reg[0], lane, op.attr[0]), bytes, bytes);
-        check_races(warp, op, place, bytes, ElementType::U32);
+        check_races(warp, op, 1u << lane, place, bytes, ElementType::U32);
         count(warp, op, place, bytes);
         uint8_t compared[8], value[8];
         std::memcpy(compared, lane_bytes(warp, op.reg[2], bytes, lane), bytes);

@@ -52,16 +52,17 @@ SharedRef place_of(Warp& warp, const Op& op, int lane) { return shared_at(warp, 
 race::Checker* races(Warp& warp) { return warp.cta->cluster->races.get(); }
 
 // Every use of a barrier must be ordered after its initialisation.
-void use(Warp& warp, const Op& op, SharedRef place) {
-    if (races(warp)) races(warp)->atomic(warp, op, *place.cta, place.offset, 8);
+void use(Warp& warp, const Op& op, Mask lanes, SharedRef place) {
+    if (races(warp)) races(warp)->atomic(warp, op, lanes, *place.cta, place.offset, 8);
 }
 
 // What an arrival makes visible to those that wait: all before it, or if it is relaxed all before the last releasing
 // fence.
-void publish(Warp& warp, bool relaxed, race::Clock& into) {
+void publish(Warp& warp, Mask lanes, bool relaxed, race::Clock& into) {
     if (!races(warp)) return;
-    if (relaxed) into.merge(warp.fenced);
-    else races(warp)->release(warp, into);
+    if (!relaxed) return races(warp)->release(warp, lanes, into);
+    if (lanes & 1) into.merge(warp.fenced_first);
+    if (lanes & ~1u) into.merge(warp.fenced_others);
 }
 
 // reg: address, count.
@@ -74,7 +75,7 @@ Step init(Warp& warp, const Op& op, Mask mask) {
             throw Fault("mbarrier", at(place) + " initialised with count " + std::to_string(count));
         if (MBarrier* old = find(place); old && (old->pending != old->expected || old->tx))
             throw Fault("mbarrier", at(place) + " initialised again in the middle of a phase");
-        if (races(warp)) races(warp)->write(warp, op, *place.cta, place.offset, 8);
+        if (races(warp)) races(warp)->write(warp, op, 1u << lane, *place.cta, place.offset, 8);
         auto barrier = std::make_unique<MBarrier>();
         barrier->expected = barrier->pending = count;
         barrier->initialised_by = &warp;
@@ -87,11 +88,12 @@ Step init(Warp& warp, const Op& op, Mask mask) {
 // reg: address.
 Step invalidate(Warp& warp, const Op& op, Mask mask) {
     for (Mask rest = mask; rest; rest &= rest - 1) {
-        const SharedRef place = place_of(warp, op, first_lane(rest));
+        const int lane = first_lane(rest);
+        const SharedRef place = place_of(warp, op, lane);
         const MBarrier& barrier = mbarrier_at(place);
         if (barrier.pending != barrier.expected || barrier.tx)
             throw Fault("mbarrier", at(place) + " invalidated in the middle of a phase");
-        if (races(warp)) races(warp)->write(warp, op, *place.cta, place.offset, 8);
+        if (races(warp)) races(warp)->write(warp, op, 1u << lane, *place.cta, place.offset, 8);
         place.cta->mbarriers.erase(place.offset);
     }
     return Step::Next;
@@ -106,11 +108,11 @@ Step arrive_op(Warp& warp, const Op& op, Mask mask) {
         const SharedRef place = place_of(warp, op, lane);
         MBarrier& barrier = mbarrier_at(place);
         if (place.cta != warp.cta) require_fenced(place, warp.origin(op));
-        use(warp, op, place);
+        use(warp, op, 1u << lane, place);
         if (op.reg[2] != kNoRegister) warp.u64(op.reg[2])[lane] = barrier.phase;
         const uint32_t value = op.reg[1] == kNoRegister ? 1 : warp.u32(op.reg[1])[lane];
         const uint32_t count = announces ? 1 : value;
-        publish(warp, relaxed, barrier.clock);
+        publish(warp, 1u << lane, relaxed, barrier.clock);
         if (drops) {
             if (barrier.expected < count) throw Fault("mbarrier", at(place) + ": arrive_drop below zero");
             barrier.expected -= count;
@@ -126,7 +128,7 @@ Step transaction(Warp& warp, const Op& op, Mask mask) {
     for (Mask rest = mask; rest; rest &= rest - 1) {
         const int lane = first_lane(rest);
         const SharedRef place = place_of(warp, op, lane);
-        use(warp, op, place);
+        use(warp, op, 1u << lane, place);
         expect_tx(place, op.attr[2] * static_cast<int64_t>(warp.u32(op.reg[1])[lane]));
     }
     return Step::Next;
@@ -148,25 +150,24 @@ bool runs_out_of_time(Warp& warp) {
 // reg: address, predicate, phase parity or state; attr[2..]: by parity, may block, relaxed.
 Step wait_op(Warp& warp, const Op& op, Mask mask) {
     const bool by_parity = op.attr[2], may_block = op.attr[3], relaxed = op.attr[4];
+    const auto question_of = [&](int lane) -> Question {
+        return {address_of(warp, op, lane),
+                by_parity ? warp.u32(op.reg[2])[lane] & 1 : warp.u64(op.reg[2])[lane]};
+    };
     Mask complete = 0;
-    Question last{};
-    for (Mask rest = mask; rest; rest &= rest - 1) {
+    for (Mask rest = mask, alike; rest; rest &= ~alike) {  // nearly always all lanes ask the same
         const int lane = first_lane(rest);
-        const Question question{address_of(warp, op, lane),
-                                by_parity ? warp.u32(op.reg[2])[lane] & 1 : warp.u64(op.reg[2])[lane]};
-        if (rest != mask && question == last) {  // nearly always all lanes ask the same
-            complete |= (complete >> first_lane(mask) & 1u) << lane;
-            continue;
-        }
+        const Question question = question_of(lane);
+        alike = 0;
+        for (Mask others = rest; others; others &= others - 1)
+            if (question_of(first_lane(others)) == question) alike |= others & -others;
         const SharedRef place = place_of(warp, op, lane);
         const MBarrier& barrier = mbarrier_at(place);
         const bool done = by_parity ? (barrier.phase & 1) != question.phase : barrier.phase != question.phase;
-        if (done) {
-            complete |= 1u << lane;
-            use(warp, op, place);
-            if (races(warp) && !relaxed) races(warp)->acquire(warp, barrier.completed);
-        }
-        if (rest == mask) last = question;
+        if (!done) continue;
+        complete |= alike;
+        use(warp, op, alike, place);
+        if (races(warp) && !relaxed) races(warp)->acquire(warp, alike, barrier.completed);
     }
     Group& group = *warp.group;
     if (complete != mask && may_block && !group.timed_out && !runs_out_of_time(warp)) return Step::Blocked;
@@ -239,7 +240,7 @@ void arrive_at(NamedBarrier& barrier, Warp& warp, const Op& op, Mask mask) {
     if (barrier.arrived > expected)
         throw Fault("barrier", "more arrivals at named barrier " + number + " than the " + std::to_string(expected) +
                                    " it waits for");
-    if (races(warp)) races(warp)->release(warp, barrier.clock);
+    if (races(warp)) races(warp)->release(warp, mask, barrier.clock);
     if (waits) barrier.waiting[warp.index] |= mask;
     warp.cta->cluster->event();
 }
@@ -253,7 +254,7 @@ Step named(Warp& warp, const Op& op, Mask mask) {
     const uint32_t w = warp.index;
     if (waits && (barrier.released[w] & mask) == mask) {
         barrier.released[w] &= ~mask;
-        if (races(warp)) races(warp)->acquire(warp, barrier.completed);
+        if (races(warp)) races(warp)->acquire(warp, mask, barrier.completed);
         ++warp.cta->launch->counters.barrier_waits;
         return Step::Next;
     }
@@ -263,7 +264,7 @@ Step named(Warp& warp, const Op& op, Mask mask) {
     release_all(barrier, warp.cta->warps.size());
     if (!waits) return Step::Next;
     barrier.released[w] &= ~mask;
-    if (races(warp)) races(warp)->acquire(warp, barrier.completed);
+    if (races(warp)) races(warp)->acquire(warp, mask, barrier.completed);
     ++warp.cta->launch->counters.barrier_waits;
     return Step::Next;
 }
@@ -319,7 +320,7 @@ Step cluster_arrive(Warp& warp, const Op& op, Mask mask) {
         throw Fault("divergence", "barrier.cluster.arrive is executed by some lanes of the warp only");
     warp.cluster_arrived = cluster.cluster_generation;
     cluster.cluster_arrived += static_cast<uint32_t>(__builtin_popcount(mask));
-    publish(warp, op.attr[0], cluster.cluster_clock);
+    publish(warp, mask, op.attr[0], cluster.cluster_clock);
     complete_cluster_if_due(cluster);
     cluster.event();
     return Step::Next;
@@ -332,7 +333,7 @@ Step cluster_wait(Warp& warp, const Op&, Mask mask) {
         complete_cluster_if_due(cluster);  // the last missing threads may have exited
         if (warp.cluster_arrived == cluster.cluster_generation) return Step::Blocked;
     }
-    if (cluster.races) cluster.races->acquire(warp, cluster.cluster_completed);
+    if (cluster.races) cluster.races->acquire(warp, mask, cluster.cluster_completed);
     if (mask == ~warp.exited) warp.cluster_arrived = ~0ull;  // each wait needs an arrive of its own
     ++cluster.launch->counters.barrier_waits;
     return Step::Next;
@@ -348,9 +349,15 @@ void fence_barriers_of(Warp& warp) {
 }
 
 // What is before a releasing fence is published by the relaxed arrivals after it.
-Step fence_release(Warp& warp, const Op&, Mask) {
-    warp.fenced.clear();
-    if (races(warp)) races(warp)->release(warp, warp.fenced);
+Step fence_release(Warp& warp, const Op&, Mask mask) {
+    if (!races(warp)) return Step::Next;
+    const auto fence = [&](Mask lanes, race::Clock& fenced) {
+        if (!lanes) return;
+        fenced.clear();
+        races(warp)->release(warp, lanes, fenced);
+    };
+    fence(mask & 1, warp.fenced_first);
+    fence(mask & ~1u, warp.fenced_others);
     return Step::Next;
 }
 
@@ -359,9 +366,9 @@ Step fence_mbarrier_init(Warp& warp, const Op& op, Mask mask) {
     return fence_release(warp, op, mask);
 }
 
-Step fence_proxy_async(Warp& warp, const Op&, Mask) {
+Step fence_proxy_async(Warp& warp, const Op&, Mask mask) {
     fence_barriers_of(warp);
-    if (races(warp)) races(warp)->proxy_fence(warp);
+    if (races(warp)) races(warp)->proxy_fence(warp, mask);
     return Step::Next;
 }
 FLASH4_OP("fence.release", Sync, fence_release);

@@ -28,10 +28,10 @@ uint32_t bulk_size(Warp& warp, uint32_t reg, int lane) {
     return bytes;
 }
 
-void submit_bulk_load(Warp& warp, const Op& op, const uint8_t* source, SharedRef to, SharedRef barrier,
+void submit_bulk_load(Warp& warp, const Op& op, Mask lane, const uint8_t* source, SharedRef to, SharedRef barrier,
                       uint32_t bytes) {
     Cluster& cluster = *warp.cta->cluster;
-    const Arrival arrival = announce(warp, op, barrier);
+    const Arrival arrival = announce(warp, op, lane, barrier);
     count_shared(warp, op, in_rows(bytes));
     auto perform = [=, &cluster] {
         check_write(arrival.ticket, to, bytes);
@@ -57,12 +57,12 @@ Step bulk_load(Warp& warp, const Op& op, Mask mask) {
         const SharedRef to = shared_operand(warp, op, 0, 0, lane, bytes, kBulkAlignment);
         const SharedRef barrier = shared_operand(warp, op, 3, 2, lane, 8, 8);
         if (op.reg[4] == kNoRegister) {
-            submit_bulk_load(warp, op, source, to, barrier, bytes);
+            submit_bulk_load(warp, op, 1u << lane, source, to, barrier, bytes);
             continue;
         }
         for (uint32_t left = warp.u32(op.reg[4])[lane] & 0xFFFF; left; left &= left - 1) {
             const uint32_t rank = static_cast<uint32_t>(__builtin_ctz(left)) << kRankShift;
-            submit_bulk_load(warp, op, source, shared_at(cluster, rank | to.offset, bytes, kBulkAlignment),
+            submit_bulk_load(warp, op, 1u << lane, source, shared_at(cluster, rank | to.offset, bytes, kBulkAlignment),
                              shared_at(cluster, rank | barrier.offset, 8, 8), bytes);
         }
     }
@@ -98,7 +98,7 @@ Step bulk_copy(Warp& warp, const Op& op, Mask mask) {
         const uint32_t bytes = bulk_size(warp, op.reg[2], lane);
         const SharedRef to = shared_operand(warp, op, 0, 0, lane, bytes, kBulkAlignment);
         const SharedRef source = shared_operand(warp, op, 1, 1, lane, bytes, kBulkAlignment);
-        const Arrival arrival = announce(warp, op, shared_operand(warp, op, 3, 2, lane, 8, 8));
+        const Arrival arrival = announce(warp, op, 1u << lane, shared_operand(warp, op, 3, 2, lane, 8, 8));
         count_shared(warp, op, in_rows(2ull * bytes));
         auto perform = [=, &cluster] {
             check_read(arrival.ticket, source, bytes);
@@ -128,8 +128,9 @@ Step bulk_commit(Warp& warp, const Op&, Mask mask) {
 
 Step wait_for(Warp& warp, GroupQueues& queues, Mask mask, uint64_t newest, bool read_only, race::Unit unit) {
     uint32_t epoch;
-    if (!groups_done(queues, mask, newest, read_only, epoch)) return Step::Blocked;
-    if (race::Checker* races = warp.cta->cluster->races.get(); races && epoch) races->join(warp, unit, epoch);
+    Mask waited;
+    if (!groups_done(queues, mask, newest, read_only, epoch, waited)) return Step::Blocked;
+    if (race::Checker* races = warp.cta->cluster->races.get(); races && epoch) races->join(warp, waited, unit, epoch);
     return Step::Next;
 }
 
@@ -172,7 +173,7 @@ Step async_copy(Warp& warp, const Op& op, Mask mask) {
     }
     count_shared(warp, op, in_rows(copies.size() * bytes));
     race::Ticket ticket;
-    if (cluster.races) ticket = cluster.races->issue(warp, op, race::Unit::CpAsync);
+    if (cluster.races) ticket = cluster.races->issue(warp, op, mask, race::Unit::CpAsync);
     const auto groups = open_groups(warp.units->cp_async, mask);
     for (const auto& group : groups) {
         group->epoch = std::max(group->epoch, ticket.epoch);
@@ -220,14 +221,15 @@ Step async_arrive(Warp& warp, const Op& op, Mask mask) {
     const bool counted = op.attr[1];
     std::vector<SharedRef> barriers;
     for (Mask rest = mask; rest; rest &= rest - 1) {
-        const SharedRef place = shared_operand(warp, op, 0, 0, first_lane(rest), 8, 8);
+        const int lane = first_lane(rest);
+        const SharedRef place = shared_operand(warp, op, 0, 0, lane, 8, 8);
         MBarrier& barrier = mbarrier_at(place);
         if (!counted) ++barrier.pending;
-        if (cluster.races) cluster.races->atomic(warp, op, *place.cta, place.offset, 8);
+        if (cluster.races) cluster.races->atomic(warp, op, 1u << lane, *place.cta, place.offset, 8);
         barriers.push_back(place);
     }
     race::Ticket ticket;
-    if (cluster.races) ticket = cluster.races->issue(warp, op, race::Unit::CpAsync);
+    if (cluster.races) ticket = cluster.races->issue(warp, op, mask, race::Unit::CpAsync);
     auto perform = [=, barriers = std::move(barriers)] {
         for (SharedRef place : barriers) {
             race::Checker::complete(ticket, mbarrier_at(place).clock);
@@ -260,7 +262,7 @@ Step async_store(Warp& warp, const Op& op, Mask mask) {
     for (Mask rest = mask; rest; rest &= rest - 1) {
         const int lane = first_lane(rest);
         const SharedRef to = shared_operand(warp, op, 0, 0, lane, bytes, bytes);
-        const Arrival arrival = announce(warp, op, shared_operand(warp, op, 1, 1, lane, 8, 8));
+        const Arrival arrival = announce(warp, op, 1u << lane, shared_operand(warp, op, 1, 1, lane, 8, 8));
         count_shared(warp, op, in_rows(bytes));
         std::array<uint8_t, 32> data;
         for (uint32_t i = 0; i < values; ++i)

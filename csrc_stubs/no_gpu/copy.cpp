@@ -7,13 +7,13 @@
 
 namespace flash4 {
 
-Arrival announce(Warp& warp, const Op& op, SharedRef barrier) {
+Arrival announce(Warp& warp, const Op& op, Mask lanes, SharedRef barrier) {
     const uint64_t phase = mbarrier_at(barrier).phase;
     require_fenced(barrier, warp.origin(op));
     race::Checker* races = warp.cta->cluster->races.get();
     if (!races) return {barrier, {}};
-    races->atomic(warp, op, *barrier.cta, barrier.offset, 8);
-    return {barrier, races->issue_copy(warp, op, barrier.cta->rank, barrier.offset, phase)};
+    races->atomic(warp, op, lanes, *barrier.cta, barrier.offset, 8);
+    return {barrier, races->issue_copy(warp, op, lanes, barrier.cta->rank, barrier.offset, phase)};
 }
 
 void land(const Arrival& arrival, uint32_t bytes) {
@@ -40,14 +40,16 @@ void commit_groups(GroupQueues& queues, Mask mask) {
     }
 }
 
-bool groups_done(GroupQueues& queues, Mask mask, uint64_t newest, bool read_only, uint32_t& epoch) {
+bool groups_done(GroupQueues& queues, Mask mask, uint64_t newest, bool read_only, uint32_t& epoch, Mask& waited) {
     epoch = 0;
+    waited = 0;
     for (Mask rest = mask; rest; rest &= rest - 1) {
         auto& committed = queues[first_lane(rest)].committed;
-        const uint64_t waited = committed.size() - std::min<uint64_t>(committed.size(), newest);
-        for (uint64_t i = 0; i < waited; ++i) {
+        const uint64_t groups = committed.size() - std::min<uint64_t>(committed.size(), newest);
+        for (uint64_t i = 0; i < groups; ++i) {
             const CommitGroup& group = *committed[i];
             if (read_only ? group.reading : group.pending) return false;
+            if (group.epoch) waited |= rest & -rest;
             epoch = std::max(epoch, group.epoch);
         }
     }
@@ -65,7 +67,7 @@ void submit_bulk_store(Warp& warp, const Op& op, Mask lanes, const char* what, S
     const Origin origin = warp.origin(op);
     count_shared(warp, op, in_rows(bytes));
     race::Ticket ticket;
-    if (cluster.races) ticket = cluster.races->issue(warp, op, race::Unit::Bulk);
+    if (cluster.races) ticket = cluster.races->issue(warp, op, lanes, race::Unit::Bulk);
     for (const auto& group : groups) {
         group->epoch = std::max(group->epoch, ticket.epoch);
         ++group->reading;

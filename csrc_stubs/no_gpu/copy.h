@@ -13,8 +13,8 @@ struct Arrival {
     SharedRef barrier;
     race::Ticket ticket;
 };
-// At issue; the copy belongs to the barrier's current phase.
-Arrival announce(Warp& warp, const Op& op, SharedRef barrier);
+// At issue, by these lanes; the copy belongs to the barrier's current phase.
+Arrival announce(Warp& warp, const Op& op, Mask lanes, SharedRef barrier);
 // When the bytes have landed.
 void land(const Arrival& arrival, uint32_t bytes);
 
@@ -27,8 +27,8 @@ std::vector<std::shared_ptr<CommitGroup>> open_groups(GroupQueues& queues, Mask 
 void commit_groups(GroupQueues& queues, Mask mask);
 
 // Whether all but the newest `newest` groups of the lanes are done, or, with `read_only`, have read their sources.
-// `epoch` is then the highest one that the lanes have waited for.
-bool groups_done(GroupQueues& queues, Mask mask, uint64_t newest, bool read_only, uint32_t& epoch);
+// `epoch` is then the highest one that has been waited for, `waited` the lanes that had anything to wait for.
+bool groups_done(GroupQueues& queues, Mask mask, uint64_t newest, bool read_only, uint32_t& epoch, Mask& waited);
 
 // Bulk stores: reads shared memory some time later, then, later still, gives the bytes to `write`, which touches global
 // memory only. `lanes` are those that issue it.

@@ -17,14 +17,20 @@ enum class Kind : uint8_t { Read, StrongRead, Write, Atomic, Free };
 inline bool overwrites(Kind kind) { return kind == Kind::Write || kind == Kind::Free; }
 inline bool only_reads(Kind kind) { return kind == Kind::Read || kind == Kind::StrongRead; }
 
+// Which lanes of a warp: the first, others, each of both in its own place, or all together (race.h).
+enum class Part : uint8_t { First, Others, Each, Together };
+
 struct Access {
-    Agent agent;
+    Agent agent;  // of a warp: that of its other lanes
     uint32_t epoch;
     uint32_t serial;  // of the asynchronous work; 0 for what a warp does itself
     Origin origin;
     Kind kind;
     bool generic;   // through the generic proxy
     uint8_t bytes;  // of the granule, a bit each
+    Part part = Part::Together;
+    bool first_shared = false;  // with Part::Each: others touch the first lane's piece, too
+    Piece first{};              // with Part::Each: the first lane's
 };
 
 inline bool may_conflict(const Access& a, const Access& b) {

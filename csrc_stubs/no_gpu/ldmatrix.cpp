@@ -48,7 +48,7 @@ Step load_matrices(Warp& warp, const Op& op, Mask mask) {
     for (int lane = 0; lane < count * kRows; ++lane) {
         const SharedRef row = row_at(warp, op, lane);
         rows[lane] = row.offset;
-        if (races) races->read(warp, op, *row.cta, row.offset, kRowBytes);
+        if (races) races->read(warp, op, race::kTogether, *row.cta, row.offset, kRowBytes);
         std::memcpy(matrices[lane / kRows][lane % kRows], row.data(), kRowBytes);
     }
     for (int i = 0; i < count; ++i) to_fragment(matrices[i], op.attr[1], warp.u32(op.reg[1 + i]));
@@ -67,7 +67,7 @@ Step store_matrices(Warp& warp, const Op& op, Mask mask) {
     for (int lane = 0; lane < count * kRows; ++lane) {
         const SharedRef row = row_at(warp, op, lane);
         rows[lane] = row.offset;
-        if (races) races->write(warp, op, *row.cta, row.offset, kRowBytes);
+        if (races) races->write(warp, op, race::kTogether, *row.cta, row.offset, kRowBytes);
         std::memcpy(row.data(), matrices[lane / kRows][lane % kRows], kRowBytes);
     }
     warp.cta->launch->counters.shared_written += static_cast<uint64_t>(count) * sizeof(Matrix);

@@ -35,6 +35,7 @@ struct Options {
     bool strict_uninitialised = false;           // reading shared or tensor memory that nobody wrote is a finding
     bool strict_exit = false;                    // so is exiting before a bulk store has read its shared memory
     bool strict_wait_ld = false;                 // so is consuming a tcgen05.ld's register before tcgen05.wait::ld
+    bool strict_lanes = false;  // tcgen05.wait orders a lane after its own loads and stores only, not the warp's
     uint32_t max_resident = 132;                 // CTAs that the device holds at a time
     uint64_t max_instructions = 20'000'000'000;  // of a launch, before it counts as run away
     int arch = 100;                              // 90, 100 or 103
@@ -145,7 +146,8 @@ struct Warp {
     uint32_t register_count = 0;       // of each thread, as setmaxnreg last set it
     uint64_t cluster_arrived = ~0ull;  // the cluster barrier's generation at which it arrived last; ~0: never
     uint64_t executed = 0;
-    race::Clock fenced;          // what it was ordered after at its last releasing fence
+    // What its first lane and the others were ordered after at their last releasing fence.
+    race::Clock fenced_first, fenced_others;
     uint64_t* counts = nullptr;  // executed instructions by program counter
     uint64_t *shared_bytes = nullptr, *shared_passes = nullptr;  // and what these have moved, see Launch
 

@@ -92,16 +92,16 @@ Place place_at(Warp& warp, Space space, uint64_t address, uint32_t bytes, uint32
     return {global_at(*warp.cta->launch, address, bytes, alignment)};
 }
 
-void acquire_flag(Warp& warp, const void* flag) {
+void acquire_flag(Warp& warp, Mask lanes, const void* flag) {
     Cluster& cluster = *warp.cta->cluster;
     if (!cluster.races) return;
     auto found = cluster.flag_clocks.find(reinterpret_cast<uint64_t>(flag));
-    if (found != cluster.flag_clocks.end()) cluster.races->acquire(warp, found->second);
+    if (found != cluster.flag_clocks.end()) cluster.races->acquire(warp, lanes, found->second);
 }
 
-void release_flag(Warp& warp, const void* flag) {
+void release_flag(Warp& warp, Mask lanes, const void* flag) {
     Cluster& cluster = *warp.cta->cluster;
-    if (cluster.races) cluster.races->release(warp, cluster.flag_clocks[reinterpret_cast<uint64_t>(flag)]);
+    if (cluster.races) cluster.races->release(warp, lanes, cluster.flag_clocks[reinterpret_cast<uint64_t>(flag)]);
 }
 
 namespace {
@@ -187,19 +187,24 @@ public:
         uint32_t last = ~0u;
         for (Mask rest = mask; rest; rest &= rest - 1) {
             const uint32_t at = offset[first_lane(rest)];
+            if (rest == (mask & ~1u) && mask & 1) first_shared_ = at == last;
             if (at == last + bytes && count_) pieces_[count_ - 1].bytes += bytes;
             else if (at != last) pieces_[count_++] = {at, bytes};
             last = at;
         }
     }
-    operator std::span<const race::Piece>() const { return {pieces_.data(), count_}; }
+    // `offset` and `bytes` as above.
+    race::Pieces of(const uint32_t* offset, Mask mask, uint32_t bytes) const {
+        return {{pieces_.data(), count_}, {offset[0], mask & 1 ? bytes : 0}, first_shared_};
+    }
 
 private:
     std::array<race::Piece, kLanes> pieces_;
     uint32_t count_ = 0;
+    bool first_shared_ = false;
 };
 
-using Check = void (race::Checker::*)(Warp&, const Op&, Cta&, std::span<const race::Piece>);
+using Check = void (race::Checker::*)(Warp&, const Op&, Mask, Cta&, const race::Pieces&);
 constexpr Check kRead = &race::Checker::read, kStrongRead = &race::Checker::read_strong, kWrite = &race::Checker::write,
                 kAtomic = &race::Checker::atomic;
 
@@ -208,13 +213,19 @@ void check_races(Warp& warp, const Op& op, Mask mask, const Lanes& lanes, uint32
     race::Checker* races = warp.cta->cluster->races.get();
     if (!races) return;
     if (lanes.common) {
-        (races->*check)(warp, op, *lanes.common, Pieces(lanes.offset, mask, bytes));
+        (races->*check)(warp, op, mask, *lanes.common,
+                        Pieces(lanes.offset, mask, bytes).of(lanes.offset, mask, bytes));
     } else if (lanes.scattered) {
-        for (Mask rest = mask; rest; rest &= rest - 1)
-            if (const int lane = first_lane(rest); lanes.cta[lane]) {
-                const race::Piece piece{lanes.offset[lane], bytes};
-                (races->*check)(warp, op, *lanes.cta[lane], {&piece, 1});
-            }
+        for (Mask rest = mask, alike; rest; rest &= ~alike) {
+            const int lane = first_lane(rest);
+            alike = 0;
+            for (Mask others = rest; others; others &= others - 1)
+                if (const int other = first_lane(others);
+                    lanes.cta[other] == lanes.cta[lane] && lanes.offset[other] == lanes.offset[lane])
+                    alike |= 1u << other;
+            const race::Piece piece{lanes.offset[lane], bytes};
+            if (lanes.cta[lane]) (races->*check)(warp, op, alike, *lanes.cta[lane], {{&piece, 1}, piece, true});
+        }
     }
 }
 
@@ -243,7 +254,8 @@ Step load(Warp& warp, const Op& op, Mask mask) {
     (lanes.common ? counters.shared_read : counters.global_read) += moved;
     if (lanes.common) count_shared(warp, op, traffic_of(lanes.offset, mask, bytes));
     if (!strong) return Step::Next;
-    for (Mask rest = mask; rest; rest &= rest - 1) acquire_flag(warp, lanes.data[first_lane(rest)]);
+    for (Mask rest = mask; rest; rest &= rest - 1)
+        acquire_flag(warp, rest & -rest, lanes.data[first_lane(rest)]);
     return Step::Yield;  // it may be a poll: others must run for it to succeed
 }
 
@@ -269,7 +281,8 @@ Step store(Warp& warp, const Op& op, Mask mask) {
     if (lanes.common) count_shared(warp, op, traffic_of(lanes.offset, mask, bytes));
     if (space != Space::Shared) warp.cta->launch->polls = 0;
     if (strong)
-        for (Mask rest = mask; rest; rest &= rest - 1) release_flag(warp, lanes.data[first_lane(rest)]);
+        for (Mask rest = mask; rest; rest &= rest - 1)
+            release_flag(warp, rest & -rest, lanes.data[first_lane(rest)]);
     return Step::Next;
 }
 
@@ -350,7 +363,7 @@ Step store_zeros(Warp& warp, const Op& op, Mask mask) {
             throw Fault("out-of-bounds", "st.bulk to memory that is not shared");
         const SharedRef place = shared_at(warp, static_cast<uint32_t>(address), static_cast<uint32_t>(bytes), 8);
         if (race::Checker* races = warp.cta->cluster->races.get())
-            races->write(warp, op, *place.cta, place.offset, static_cast<uint32_t>(bytes));
+            races->write(warp, op, 1u << lane, *place.cta, place.offset, static_cast<uint32_t>(bytes));
         std::memset(place.data(), 0, bytes);
         warp.cta->launch->counters.shared_written += bytes;
         count_shared(warp, op, in_rows(bytes));

@@ -44,7 +44,7 @@ inline uint64_t lane_address(Warp& warp, Space space, uint32_t reg, int lane, in
 
 // Happens-before through strong accesses (volatile, relaxed, acquire, release, atomic) of flags in memory. All of them
 // are taken to acquire and release: with a fence beside it a relaxed one does, and a finding must never be false.
-void acquire_flag(Warp& warp, const void* flag);
-void release_flag(Warp& warp, const void* flag);
+void acquire_flag(Warp& warp, Mask lanes, const void* flag);
+void release_flag(Warp& warp, Mask lanes, const void* flag);
 
 }  // namespace flash4

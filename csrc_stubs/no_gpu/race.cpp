@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
@@ -30,11 +31,24 @@ void raise_all(std::vector<uint32_t>& clock, const std::vector<uint32_t>& other)
     for (size_t i = 0; i < other.size(); ++i) clock[i] = std::max(clock[i], other[i]);
 }
 
-// A warp. Its accesses belong to the epoch after `clock.seen` of itself, until the warp publishes its clock.
+// The two agents of a warp, in the order of bits: those of its other lanes and of its first one.
+constexpr size_t kSides = 2;
+enum Side : size_t { kOthers, kFirst };
+using Sides = uint8_t;
+constexpr Sides kBoth = 1 << kOthers | 1 << kFirst;
+
+bool has(Sides sides, size_t side) { return sides >> side & 1; }
+
+Sides sides_of(Mask lanes) {
+    return static_cast<Sides>((lanes & 1) << kFirst | static_cast<uint32_t>((lanes & ~1u) != 0) << kOthers);
+}
+
+// A warp. Its accesses belong to the epoch after the last closed one, until some of its lanes publish their clock.
 struct WarpAgent {
-    Clock clock;
-    bool accessed = false;                  // in the current epoch
-    std::shared_ptr<const Clock> snapshot;  // of the clock, for tickets; null when it has changed since
+    Clock clocks[kSides];
+    uint32_t closed = 0;                                // the last epoch that is
+    bool accessed = false;                              // in the current epoch
+    std::shared_ptr<const Clock> snapshots[kBoth + 1];  // of both sides' clocks, for tickets; null when one has changed
     struct {
         Agent agent = 0;  // 0: has not worked yet; agent 0 is a warp
         uint32_t epoch = 0;
@@ -138,9 +152,10 @@ struct Checker::State {
     Histories histories;
     std::unordered_set<uint64_t> reported;
 
-    // The access at hand, and what its agent is ordered after.
+    // The access at hand, and what its agent is ordered after, on either side of a warp.
     Access now{};
-    const Clock* clock = nullptr;
+    const Clock* clocks[kSides] = {};
+    std::shared_ptr<const Clock> together;  // keeps them, if the whole warp acts as one
     uint32_t after = 0;
     uint64_t key = 0;  // tells whether the next call goes on with the same access; 0: it does not
 
@@ -153,6 +168,7 @@ struct Checker::State {
     uint64_t stamp = 1;
     std::vector<Access> scratch;
     std::vector<Conflict> found;      // by the history at hand
+    bool looked_closer = false;       // what was found, or not, is true of some granules only
     std::vector<Conflict> conflicts;  // of the range at hand
 
     explicit State(Cluster& c)
@@ -166,6 +182,7 @@ struct Checker::State {
             for (uint32_t i = 0; i < warps_per_cta; ++i) new_agent({Name::WarpItself, Unit::Warp, cta->rank, 0});
         }
         warps.resize(names.size());
+        for (size_t i = 0; i < warps.size(); ++i) new_agent(names[i]);
         for (auto& cta : cluster.ctas) new_agent({Name::Tensor, Unit::Warp, cta->rank, 0});
     }
 
@@ -175,93 +192,195 @@ struct Checker::State {
         names.push_back(name);
         return static_cast<Agent>(names.size() - 1);
     }
+    // Agents of warps come first, those of their first lanes next.
     Agent agent_of(const Warp& warp) const { return warp.cta->rank * warps_per_cta + warp.index; }
-    Agent tensor_agent(uint32_t cta) const { return static_cast<Agent>(warps.size()) + cta; }
+    bool is_warp(Agent agent) const { return agent < warps.size(); }
+    Agent on_side(Agent warp, size_t side) const {
+        return side == kFirst ? warp + static_cast<Agent>(warps.size()) : warp;
+    }
+    Agent tensor_agent(uint32_t cta) const { return static_cast<Agent>(kSides * warps.size()) + cta; }
     Agent copies_agent(uint32_t cta, uint32_t offset) {
         Agent& agent = copies[static_cast<uint64_t>(cta) << 32 | offset];
         if (!agent) agent = new_agent({Name::Copies, Unit::Warp, cta, offset});
         return agent;
     }
 
-    // The warp's clock is about to change: what was derived from it is void.
+    // A clock of the warp is about to change: what was derived from it is void.
     void change(WarpAgent& warp) {
-        warp.snapshot.reset();
+        for (auto& snapshot : warp.snapshots) snapshot.reset();
         key = 0;
     }
 
-    // Ends the warp's epoch, so that its later accesses are not taken for published.
-    void close(WarpAgent& warp, Agent agent) {
-        if (!warp.accessed) return;
-        warp.accessed = false;
-        raise(warp.clock.seen, agent, epoch_in(warp.clock.seen, agent) + 1);
-        change(warp);
+    // Ends the warp's epoch, so that its later accesses are not taken for published; what the sides have accessed so
+    // far is in their clocks then.
+    void close(WarpAgent& warp, Agent agent, Sides sides) {
+        if (warp.accessed) {
+            warp.accessed = false;
+            ++warp.closed;
+            change(warp);
+        }
+        for (size_t side = 0; side < kSides; ++side) {
+            const Agent self = on_side(agent, side);
+            if (!has(sides, side) || epoch_in(warp.clocks[side].seen, self) == warp.closed) continue;
+            raise(warp.clocks[side].seen, self, warp.closed);
+            change(warp);
+        }
     }
 
-    void release(Agent agent, Clock& into) {
-        close(warps[agent], agent);
-        into.merge(warps[agent].clock);
+    void release(Agent agent, Sides sides, Clock& into) {
+        WarpAgent& warp = warps[agent];
+        close(warp, agent, sides);
+        for (size_t side = 0; side < kSides; ++side)
+            if (has(sides, side)) into.merge(warp.clocks[side]);
     }
 
-    void acquire(Agent agent, const Clock& from) {
+    void acquire(Agent agent, Sides sides, const Clock& from) {
         if (from.seen.empty()) return;
-        warps[agent].clock.merge(from);
+        for (size_t side = 0; side < kSides; ++side)
+            if (has(sides, side)) warps[agent].clocks[side].merge(from);
         change(warps[agent]);
     }
 
-    Ticket ticket(Warp& warp, const Op& op, Agent agent, uint32_t epoch) {
-        const Agent self = agent_of(warp);
-        WarpAgent& issuer = warps[self];
-        close(issuer, self);
-        if (!issuer.snapshot) issuer.snapshot = std::make_shared<const Clock>(issuer.clock);
+    void sync(Agent agent) {
+        WarpAgent& warp = warps[agent];
+        close(warp, agent, kBoth);
+        warp.clocks[kOthers].merge(warp.clocks[kFirst]);
+        warp.clocks[kFirst] = warp.clocks[kOthers];
+        change(warp);
+    }
+
+    // What the sides together are ordered after.
+    std::shared_ptr<const Clock> snapshot(Agent agent, Sides sides) {
+        WarpAgent& warp = warps[agent];
+        close(warp, agent, sides);
+        auto& kept = warp.snapshots[sides];
+        if (!kept) {
+            auto clock = std::make_shared<Clock>();
+            release(agent, sides, *clock);
+            kept = std::move(clock);
+        }
+        return kept;
+    }
+
+    Ticket ticket(Warp& warp, const Op& op, Mask lanes, Agent agent, uint32_t epoch) {
+        const auto clock = snapshot(agent_of(warp), lanes == kTogether ? kBoth : sides_of(lanes));
         const Origin origin = warp.origin(op);
         return {.agent = agent,
                 .epoch = epoch,
-                .clock = issuer.snapshot,
+                .clock = clock,
                 .cta = origin.cta,
                 .warp = origin.warp,
                 .op = origin.op,
-                .after = epoch_in(issuer.snapshot->seen, agent),
+                .after = epoch_in(clock->seen, agent),
                 .serial = ++serials};
     }
 
     // --- the access at hand
 
-    void begin(const Access& access, const Clock& its_clock, uint32_t its_after, uint64_t its_key) {
+    void begin(const Access& access, const Clock& others, const Clock& first, uint32_t its_after, uint64_t its_key) {
         if (histories.crowded()) histories.collect(shadows);
         now = access;
-        clock = &its_clock;
+        clocks[kOthers] = &others;
+        clocks[kFirst] = &first;
         after = its_after;
         key = its_key;
         ++stamp;
     }
 
-    void act(Warp& warp, const Op& op, Kind kind) {
+    static Part part_of(Mask lanes) {
+        if (lanes == kTogether) return Part::Together;
+        if (!(lanes & 1)) return Part::Others;
+        return lanes == 1 ? Part::First : Part::Each;
+    }
+
+    void act(Warp& warp, const Op& op, Mask lanes, Kind kind, Piece first, bool first_shared) {
         const Agent agent = agent_of(warp);
+        const Part part = part_of(lanes);
         const uint64_t its_key = 1ull << 63 | static_cast<uint64_t>(agent) << 40 |
-                                 static_cast<uint64_t>(op.index) << 4 | static_cast<uint64_t>(kind);
-        if (key == its_key) return;
+                                 static_cast<uint64_t>(op.index) << 8 | static_cast<uint64_t>(part) << 4 |
+                                 static_cast<uint64_t>(kind);
+        if (part != Part::Each) first = {};
+        if (key == its_key && now.first == first && now.first_shared == first_shared) return;
         WarpAgent& state = warps[agent];
+        const bool whole = part == Part::Together;
+        if (whole) together = snapshot(agent, kBoth);
         state.accessed = true;
-        const uint32_t epoch = epoch_in(state.clock.seen, agent) + 1;
-        begin({agent, epoch, 0, warp.origin(op), kind, true, kAllBytes}, state.clock, epoch, its_key);
+        const Access access{.agent = agent,
+                            .epoch = state.closed + 1,
+                            .serial = 0,
+                            .origin = warp.origin(op),
+                            .kind = kind,
+                            .generic = true,
+                            .bytes = kAllBytes,
+                            .part = part,
+                            .first_shared = first_shared,
+                            .first = first};
+        begin(access, whole ? *together : state.clocks[kOthers], whole ? *together : state.clocks[kFirst], 0, its_key);
     }
 
     void act(const Ticket& by, Kind kind, bool generic) {
         const uint64_t its_key = static_cast<uint64_t>(by.serial) << 4 | static_cast<uint64_t>(kind) << 1 | generic;
         if (key == its_key) return;
         const Origin origin{by.cta, by.warp, by.op};
-        begin({by.agent, by.epoch, by.serial, origin, kind, generic, kAllBytes}, *by.clock, by.after, its_key);
+        begin({by.agent, by.epoch, by.serial, origin, kind, generic, kAllBytes}, *by.clock, *by.clock, by.after,
+              its_key);
     }
 
-    bool ordered_after(const Access& past) const {
-        if (past.agent == now.agent) return past.epoch <= after || past.serial == now.serial;
-        return past.epoch <= epoch_in(clock->seen, past.agent);
+    static constexpr uint32_t kAnyGranule = ~0u;
+
+    // Whose access of that granule it was, or may have been.
+    static Sides sides_at(const Access& access, uint32_t granule) {
+        switch (access.part) {
+            case Part::First: return 1 << kFirst;
+            case Part::Others:
+            case Part::Together: return 1 << kOthers;
+            case Part::Each: break;
+        }
+        if (granule == kAnyGranule) return kBoth;
+        const uint32_t offset = granule * kGranule, end = access.first.offset + access.first.bytes;
+        if (offset + kGranule <= access.first.offset || end <= offset) return 1 << kOthers;
+        return access.first_shared ? kBoth : 1 << kFirst;
+    }
+
+    // Whether the access at hand is after a past one at a granule, by what its clocks have `seen` or `fenced`.
+    bool after_at(const Access& past, uint32_t granule, std::vector<uint32_t> Clock::* part) const {
+        const Sides mine = sides_at(now, granule), theirs = sides_at(past, granule);
+        const bool own = past.agent == now.agent;
+        if (own && past.origin.op == now.origin.op && past.epoch == now.epoch) return true;  // one instruction
+        for (size_t i = 0; i < kSides; ++i)
+            for (size_t j = 0; j < kSides; ++j) {
+                if (!has(mine, i) || !has(theirs, j)) continue;
+                // Program order. Where all lanes have done the same, a lane's own access stands for the others'.
+                if (own && (now.part == Part::Together || (granule == kAnyGranule ? i == j : has(theirs, i)))) continue;
+                if (past.epoch > epoch_in(clocks[i]->*part, on_side(past.agent, j))) return false;
+            }
+        return true;
+    }
+
+    bool ordered_after(const Access& past, uint32_t granule) const {
+        if (past.agent == now.agent && !is_warp(now.agent)) return past.epoch <= after || past.serial == now.serial;
+        return after_at(past, granule, &Clock::seen);
     }
 
     // Generic writes reach the asynchronous proxy through a proxy fence only (PTX ISA, fence.proxy.async).
-    bool fenced_after(const Access& past) const {
+    bool fenced_after(const Access& past, uint32_t granule) const {
         if (now.generic || !past.generic || only_reads(past.kind)) return true;
-        return past.epoch <= epoch_in(clock->fenced, past.agent);
+        return after_at(past, granule, &Clock::fenced);
+    }
+
+    // Notes what is wrong between a past access and the one at hand at the granules from `first` on.
+    void compare(const Access& past, uint32_t first, uint32_t last) {
+        const auto broken = [&](uint32_t granule) -> std::optional<Rule> {
+            if (!ordered_after(past, granule)) return Rule::Order;
+            if (!fenced_after(past, granule)) return Rule::ProxyFence;
+            return std::nullopt;
+        };
+        auto rule = broken(kAnyGranule);
+        if (rule && (now.part == Part::Each || past.part == Part::Each)) {
+            looked_closer = true;
+            for (rule.reset(); first < last && !rule; ++first) rule = broken(first);
+        }
+        if (rule) found.push_back({*rule, past, 0, 0});
     }
 
     // Whether nothing can conflict with `past` any more without conflicting with `now`.
@@ -269,26 +388,26 @@ struct Checker::State {
         if (past.bytes & ~now.bytes) return false;
         if (overwrites(now.kind)) return true;
         if (past.kind != now.kind) return false;
-        return past.agent == now.agent ? past.epoch <= now.epoch : ordered_after(past);
+        if (past.agent == now.agent && past.part == now.part) return past.epoch <= now.epoch;
+        return ordered_after(past, kAnyGranule);
     }
 
     // Whether `now` adds nothing to `past`.
     bool repeats(const Access& past) const {
         return past.agent == now.agent && past.epoch == now.epoch && past.serial == now.serial &&
-               past.kind == now.kind && !(now.bytes & ~past.bytes);
+               past.kind == now.kind && !(now.bytes & ~past.bytes) && past.part == now.part &&
+               past.first == now.first && past.first_shared == now.first_shared;
     }
 
-    // The history of a granule after `now`; `found` gets what is wrong.
-    uint32_t extend(uint32_t from) {
+    // The history of the granules from `first` on, which share one, after `now`; `found` gets what is wrong.
+    uint32_t extend(uint32_t from, uint32_t first, uint32_t last) {
         scratch.clear();
+        looked_closer = false;
         bool repeated = false;
         uint8_t initialised = 0;
         for (const Access& past : histories[from]) {
             if (!only_reads(past.kind)) initialised |= past.bytes;
-            if (may_conflict(past, now)) {
-                if (!ordered_after(past)) found.push_back({Rule::Order, past, 0, 0});
-                else if (!fenced_after(past)) found.push_back({Rule::ProxyFence, past, 0, 0});
-            }
+            if (may_conflict(past, now)) compare(past, first, last);
             if (repeats(past)) repeated = true;
             else if (supersedes(past)) continue;
             scratch.push_back(past);
@@ -300,11 +419,11 @@ struct Checker::State {
         return histories.add(scratch);
     }
 
-    uint32_t next(uint32_t from) {
+    uint32_t next(uint32_t from, uint32_t first, uint32_t last) {
         Memo& known = memo[from % memo.size()];
         if (known.stamp == stamp && known.from == from) return known.to;
-        const uint32_t to = extend(from);
-        if (found.empty()) known = {stamp, from, to};
+        const uint32_t to = extend(from, first, last);
+        if (found.empty() && !looked_closer) known = {stamp, from, to};
         return to;
     }
 
@@ -323,8 +442,9 @@ struct Checker::State {
     void touch(const Range& range) {
         uint32_t* shadow = shadows[range.shadow].data();
         for (uint32_t granule = range.first; granule < range.last;) {
-            const uint32_t first = granule, from = shadow[granule], to = next(from);
+            const uint32_t first = granule, from = shadow[granule];
             granule = end_of_run(shadow, first, range.last);
+            const uint32_t to = next(from, first, granule);
             if (to != from) std::fill(shadow + first, shadow + granule, to);
             if (!found.empty()) note(first, granule);
         }
@@ -390,7 +510,8 @@ struct Checker::State {
 
     std::string doer(const Access& access) const {
         const Origin& origin = access.origin;
-        const std::string warp = "warp " + std::to_string(origin.warp) + " of CTA " + std::to_string(origin.cta);
+        const char* lane = access.part == Part::First ? "lane 0 of warp " : "warp ";
+        const std::string warp = lane + std::to_string(origin.warp) + " of CTA " + std::to_string(origin.cta);
         const Name& name = names[access.agent];
         switch (name.kind) {
             case Name::WarpItself: return warp;
@@ -429,14 +550,25 @@ struct Checker::State {
 Checker::Checker(Cluster& cluster) : state_(std::make_unique<State>(cluster)) {}
 Checker::~Checker() = default;
 
-void Checker::release(Warp& warp, Clock& into) { state_->release(state_->agent_of(warp), into); }
-void Checker::acquire(Warp& warp, const Clock& from) { state_->acquire(state_->agent_of(warp), from); }
+void Checker::release(Warp& warp, Mask lanes, Clock& into) {
+    state_->release(state_->agent_of(warp), sides_of(lanes), into);
+}
 
-void Checker::proxy_fence(Warp& warp) {
+void Checker::acquire(Warp& warp, Mask lanes, const Clock& from) {
+    state_->acquire(state_->agent_of(warp), sides_of(lanes), from);
+}
+
+void Checker::sync(Warp& warp, Mask lanes) {
+    if (sides_of(lanes) == kBoth) state_->sync(state_->agent_of(warp));
+}
+
+void Checker::proxy_fence(Warp& warp, Mask lanes) {
     const Agent agent = state_->agent_of(warp);
+    const Sides sides = sides_of(lanes);
     WarpAgent& self = state_->warps[agent];
-    state_->close(self, agent);
-    raise_all(self.clock.fenced, self.clock.seen);
+    state_->close(self, agent, sides);
+    for (size_t side = 0; side < kSides; ++side)
+        if (has(sides, side)) raise_all(self.clocks[side].fenced, self.clocks[side].seen);
     state_->change(self);
 }
 
@@ -446,65 +578,68 @@ void Checker::complete(const Ticket& ticket, Clock& into) {
     raise(into.seen, ticket.agent, ticket.epoch);
 }
 
-Ticket Checker::issue(Warp& warp, const Op& op, Unit unit) {
+Ticket Checker::issue(Warp& warp, const Op& op, Mask lanes, Unit unit) {
     auto& worker = state_->warps[state_->agent_of(warp)].units[static_cast<size_t>(unit)];
     if (!worker.agent) worker.agent = state_->new_agent({Name::UnitOfWarp, unit, warp.cta->rank, 0});
-    return state_->ticket(warp, op, worker.agent, ++worker.epoch);
+    return state_->ticket(warp, op, lanes, worker.agent, ++worker.epoch);
 }
 
-void Checker::join(Warp& warp, Unit unit, uint32_t epoch) { join(warp, warp, unit, epoch); }
+void Checker::join(Warp& warp, Mask lanes, Unit unit, uint32_t epoch) { join(warp, lanes, warp, unit, epoch); }
 
-void Checker::join(Warp& warp, const Warp& worker, Unit unit, uint32_t epoch) {
+void Checker::join(Warp& warp, Mask lanes, const Warp& worker, Unit unit, uint32_t epoch) {
     WarpAgent& self = state_->warps[state_->agent_of(warp)];
     const Agent agent = state_->warps[state_->agent_of(worker)].units[static_cast<size_t>(unit)].agent;
-    if (!agent || epoch <= epoch_in(self.clock.seen, agent)) return;
-    raise(self.clock.seen, agent, epoch);
-    state_->change(self);
+    if (!agent) return;
+    for (size_t side = 0; side < kSides; ++side) {
+        if (!has(sides_of(lanes), side) || epoch <= epoch_in(self.clocks[side].seen, agent)) continue;
+        raise(self.clocks[side].seen, agent, epoch);
+        state_->change(self);
+    }
 }
 
-Ticket Checker::issue_mma(Warp& warp, const Op& op, uint32_t cta) {
-    Ticket ticket = state_->ticket(warp, op, state_->tensor_agent(cta), ++state_->products[cta]);
+Ticket Checker::issue_mma(Warp& warp, const Op& op, Mask lanes, uint32_t cta) {
+    Ticket ticket = state_->ticket(warp, op, lanes, state_->tensor_agent(cta), ++state_->products[cta]);
     ticket.after = ticket.epoch - 1;
     return ticket;
 }
 
-Ticket Checker::issue_copy(Warp& warp, const Op& op, uint32_t cta, uint32_t offset, uint64_t phase) {
-    return state_->ticket(warp, op, state_->copies_agent(cta, offset), static_cast<uint32_t>(phase + 1));
+Ticket Checker::issue_copy(Warp& warp, const Op& op, Mask lanes, uint32_t cta, uint32_t offset, uint64_t phase) {
+    return state_->ticket(warp, op, lanes, state_->copies_agent(cta, offset), static_cast<uint32_t>(phase + 1));
 }
 
-void Checker::read(Warp& warp, const Op& op, Cta& cta, uint32_t offset, uint32_t bytes) {
-    state_->act(warp, op, Kind::Read);
+void Checker::read(Warp& warp, const Op& op, Mask lanes, Cta& cta, uint32_t offset, uint32_t bytes) {
+    state_->act(warp, op, lanes, Kind::Read, {offset, bytes}, true);
     state_->touch_shared(cta, offset, bytes);
 }
 
-void Checker::write(Warp& warp, const Op& op, Cta& cta, uint32_t offset, uint32_t bytes) {
-    state_->act(warp, op, Kind::Write);
+void Checker::write(Warp& warp, const Op& op, Mask lanes, Cta& cta, uint32_t offset, uint32_t bytes) {
+    state_->act(warp, op, lanes, Kind::Write, {offset, bytes}, true);
     state_->touch_shared(cta, offset, bytes);
 }
 
-void Checker::atomic(Warp& warp, const Op& op, Cta& cta, uint32_t offset, uint32_t bytes) {
-    state_->act(warp, op, Kind::Atomic);
+void Checker::atomic(Warp& warp, const Op& op, Mask lanes, Cta& cta, uint32_t offset, uint32_t bytes) {
+    state_->act(warp, op, lanes, Kind::Atomic, {offset, bytes}, true);
     state_->touch_shared(cta, offset, bytes);
 }
 
-void Checker::read(Warp& warp, const Op& op, Cta& cta, std::span<const Piece> pieces) {
-    state_->act(warp, op, Kind::Read);
-    state_->touch_shared(cta, pieces);
+void Checker::read(Warp& warp, const Op& op, Mask lanes, Cta& cta, const Pieces& pieces) {
+    state_->act(warp, op, lanes, Kind::Read, pieces.first, pieces.first_shared);
+    state_->touch_shared(cta, pieces.all);
 }
 
-void Checker::write(Warp& warp, const Op& op, Cta& cta, std::span<const Piece> pieces) {
-    state_->act(warp, op, Kind::Write);
-    state_->touch_shared(cta, pieces);
+void Checker::write(Warp& warp, const Op& op, Mask lanes, Cta& cta, const Pieces& pieces) {
+    state_->act(warp, op, lanes, Kind::Write, pieces.first, pieces.first_shared);
+    state_->touch_shared(cta, pieces.all);
 }
 
-void Checker::atomic(Warp& warp, const Op& op, Cta& cta, std::span<const Piece> pieces) {
-    state_->act(warp, op, Kind::Atomic);
-    state_->touch_shared(cta, pieces);
+void Checker::atomic(Warp& warp, const Op& op, Mask lanes, Cta& cta, const Pieces& pieces) {
+    state_->act(warp, op, lanes, Kind::Atomic, pieces.first, pieces.first_shared);
+    state_->touch_shared(cta, pieces.all);
 }
 
-void Checker::read_strong(Warp& warp, const Op& op, Cta& cta, std::span<const Piece> pieces) {
-    state_->act(warp, op, Kind::StrongRead);
-    state_->touch_shared(cta, pieces);
+void Checker::read_strong(Warp& warp, const Op& op, Mask lanes, Cta& cta, const Pieces& pieces) {
+    state_->act(warp, op, lanes, Kind::StrongRead, pieces.first, pieces.first_shared);
+    state_->touch_shared(cta, pieces.all);
 }
 
 void Checker::read(const Ticket& by, Cta& cta, uint32_t offset, uint32_t bytes) {
@@ -540,7 +675,7 @@ void Checker::write_tmem(const Ticket& by, Cta& cta, uint32_t quarters, uint32_t
 }
 
 void Checker::free_tmem(Warp& warp, const Op& op, Cta& cta, uint32_t column, uint32_t columns) {
-    state_->act(warp, op, Kind::Free);
+    state_->act(warp, op, kTogether, Kind::Free, {}, false);
     state_->set_bytes(kAllBytes);
     state_->touch_tensor(cta, (1u << kQuarters) - 1, column, columns);
     auto& shadow = state_->shadows[2 * cta.rank + 1];

@@ -1,10 +1,12 @@
 // Happens-before over shared and tensor memory.
 //
-// Every warp is an agent with an epoch, and so is every unit that works for it asynchronously. A clock says up to which
-// epoch of every agent its holder has been ordered after ("seen"), and up to which epoch the agent's generic-proxy
-// writes have also passed a proxy fence on the way ("fenced"), which the asynchronous proxy needs (PTX ISA, Memory
-// Consistency Model, proxies). Clocks and agents are a cluster's own: memory that only one cluster can reach needs no
-// ordering with other clusters.
+// Every warp is two agents: its first lane, which elections name and which speaks for the warp, and its other lanes.
+// Nothing orders the two but bar.warp.sync and barriers that both wait for: neither that they run together nor a
+// shuffle, vote or election (PTX ISA, Memory Consistency Model: program order is a thread's). The two count epochs
+// together. Every unit that works for a warp asynchronously is an agent, too. A clock says up to which epoch of every
+// agent its holder has been ordered after ("seen"), and up to which epoch the agent's generic-proxy writes have also
+// passed a proxy fence on the way ("fenced"), which the asynchronous proxy needs (ibid., proxies). Clocks and agents
+// are a cluster's own: memory that only one cluster can reach needs no ordering with other clusters.
 #pragma once
 
 #include <cstdint>
@@ -12,11 +14,11 @@
 #include <span>
 #include <vector>
 
+#include "isa.h"
+
 namespace flash4 {
-struct Warp;
 struct Cta;
 struct Cluster;
-struct Op;
 struct Origin;
 
 namespace race {
@@ -48,38 +50,54 @@ struct Ticket {
 // A part of a CTA's shared memory.
 struct Piece {
     uint32_t offset, bytes;
+    bool operator==(const Piece&) const = default;
 };
+
+// What an instruction touches: all pieces, and which of them is the first lane's (no bytes: it touches none).
+struct Pieces {
+    std::span<const Piece> all;
+    Piece first;
+    bool first_shared;  // other lanes touch that piece, too
+};
+
+// In place of lanes: what the whole warp does as one, whichever lane names the address. It is ordered after what is
+// before it in any lane, and before what all lanes have published or waited for.
+inline constexpr Mask kTogether = 0;
 
 class Checker {
 public:
     explicit Checker(Cluster& cluster);
     ~Checker();
 
-    // --- synchronisation. Each advances the warp's epoch where it must.
-    void release(Warp& warp, Clock& into);  // into += what the warp is ordered after, and its own accesses so far
-    void acquire(Warp& warp, const Clock& from);
-    void proxy_fence(Warp& warp);                             // fence.proxy.async: all it has seen becomes fenced
+    // --- synchronisation by some lanes of a warp. Each advances the warp's epoch where it must.
+    void release(Warp& warp, Mask lanes, Clock& into);  // into += what the lanes are ordered after, and their accesses
+    void acquire(Warp& warp, Mask lanes, const Clock& from);
+    void sync(Warp& warp, Mask lanes);                        // bar.warp.sync
+    void proxy_fence(Warp& warp, Mask lanes);                 // fence.proxy.async: all they have seen becomes fenced
     static void complete(const Ticket& ticket, Clock& into);  // the work is done, as are those of its agent before it
 
     // --- asynchronous work. `issue` for a unit of the warp; all its epochs are joined in order by `join`.
-    Ticket issue(Warp& warp, const Op& op, Unit unit);
-    void join(Warp& warp, Unit unit, uint32_t epoch);  // the warp has waited for the unit's work up to epoch
-    void join(Warp& warp, const Warp& worker, Unit unit, uint32_t epoch);  // for another warp's unit
+    Ticket issue(Warp& warp, const Op& op, Mask lanes, Unit unit);
+    // The lanes have waited for the unit's work up to epoch; the second form: for another warp's unit.
+    void join(Warp& warp, Mask lanes, Unit unit, uint32_t epoch);
+    void join(Warp& warp, Mask lanes, const Warp& worker, Unit unit, uint32_t epoch);
     // The tensor core of a CTA (tcgen05.mma, cp): works in order, so each is ordered after the one before it.
-    Ticket issue_mma(Warp& warp, const Op& op, uint32_t cta);
+    Ticket issue_mma(Warp& warp, const Op& op, Mask lanes, uint32_t cta);
     // A copy that completes on the mbarrier at `offset` of `cta`, in that barrier's phase number `phase`.
-    Ticket issue_copy(Warp& warp, const Op& op, uint32_t cta, uint32_t offset, uint64_t phase);
+    Ticket issue_copy(Warp& warp, const Op& op, Mask lanes, uint32_t cta, uint32_t offset, uint64_t phase);
 
     // --- accesses. Granules are 4 bytes of shared memory, and one column of 32 lanes of tensor memory.
-    void read(Warp& warp, const Op& op, Cta& cta, uint32_t offset, uint32_t bytes);
-    void write(Warp& warp, const Op& op, Cta& cta, uint32_t offset, uint32_t bytes);
-    void atomic(Warp& warp, const Op& op, Cta& cta, uint32_t offset, uint32_t bytes);  // never races with other atomics
-    // The same for all pieces that one instruction touches.
-    void read(Warp& warp, const Op& op, Cta& cta, std::span<const Piece> pieces);
-    void write(Warp& warp, const Op& op, Cta& cta, std::span<const Piece> pieces);
-    void atomic(Warp& warp, const Op& op, Cta& cta, std::span<const Piece> pieces);
+    // Each of the lanes touches all the bytes.
+    void read(Warp& warp, const Op& op, Mask lanes, Cta& cta, uint32_t offset, uint32_t bytes);
+    void write(Warp& warp, const Op& op, Mask lanes, Cta& cta, uint32_t offset, uint32_t bytes);
+    // Never races with other atomics.
+    void atomic(Warp& warp, const Op& op, Mask lanes, Cta& cta, uint32_t offset, uint32_t bytes);
+    // Each of the lanes touches a piece.
+    void read(Warp& warp, const Op& op, Mask lanes, Cta& cta, const Pieces& pieces);
+    void write(Warp& warp, const Op& op, Mask lanes, Cta& cta, const Pieces& pieces);
+    void atomic(Warp& warp, const Op& op, Mask lanes, Cta& cta, const Pieces& pieces);
     // Volatile, relaxed and acquire loads: nor do they.
-    void read_strong(Warp& warp, const Op& op, Cta& cta, std::span<const Piece> pieces);
+    void read_strong(Warp& warp, const Op& op, Mask lanes, Cta& cta, const Pieces& pieces);
     void read(const Ticket& by, Cta& cta, uint32_t offset, uint32_t bytes);  // asynchronous proxy
     void write(const Ticket& by, Cta& cta, uint32_t offset, uint32_t bytes);
     // cp.reduce.async.bulk and, through the generic proxy, red.async: never race with atomics.

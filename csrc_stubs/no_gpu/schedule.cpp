@@ -1,6 +1,7 @@
 // Who runs next. Eager: asynchronous work is done as soon as it is issued. Late: only when no warp can go on without
-// it, the newest first. Fuzz: warps, the lengths of their turns and the moments of asynchronous work are drawn from a
-// seed.
+// it, the newest first; what has read its source and is on its way to global memory waits for all else, and if nobody
+// waits for it, for the end of the launch. Fuzz: warps, the lengths of their turns and the moments of asynchronous work
+// are drawn from a seed.
 #include "schedule.h"
 
 #include <algorithm>
@@ -18,6 +19,7 @@ constexpr uint64_t kTurn = 4096;             // instructions of a warp before ot
 constexpr uint64_t kFuzzTurn = 96;           // at most, in the fuzz schedule
 constexpr uint32_t kFuzzResident = 4;        // clusters that the fuzz schedule interleaves
 constexpr uint64_t kMaxPolls = 4'000'000;    // vain polls in a row that count as a deadlock
+constexpr uint64_t kPatience = 64;           // vain polls until work is done that the late schedule holds back
 constexpr uint32_t kMaxStalledRounds = 256;  // rounds of timed-out waits that changed nothing
 
 enum class Outcome : uint8_t { Progress, Polling, Finished };
@@ -47,6 +49,7 @@ struct Machine {
     Launch& launch;
     RegisterFiles files;
     std::vector<std::unique_ptr<Cluster>> resident;
+    std::vector<Work> outliving;  // of clusters that are gone
     uint32_t clusters, next = 0, resident_limit;
 
     explicit Machine(Launch& l) : launch(l), files(l.program->register_bytes) {
@@ -120,7 +123,11 @@ std::optional<size_t> choose_work(Cluster& cluster) {
         if (queue) queues.push_back(queue);
         eligible.push_back(i);
     }
-    if (cluster.launch->options.schedule == Schedule::Late) return eligible.back();
+    if (cluster.launch->options.schedule == Schedule::Late) {
+        const auto newest = std::find_if(eligible.rbegin(), eligible.rend(),
+                                         [&](size_t i) { return !cluster.pending[i].may_outlive; });
+        return newest == eligible.rend() ? eligible.back() : *newest;
+    }
     return eligible[cluster.launch->random() % eligible.size()];
 }
 
@@ -156,6 +163,11 @@ void finish(Cta& cta) {
 }
 
 void retire(Machine& machine, Cluster& cluster) {
+    if (machine.launch.options.schedule == Schedule::Late) {
+        const auto outlives = [](const Work& work) { return work.may_outlive; };
+        std::copy_if(cluster.pending.begin(), cluster.pending.end(), std::back_inserter(machine.outliving), outlives);
+        std::erase_if(cluster.pending, outlives);
+    }
     while (auto index = choose_work(cluster)) perform(cluster, *index);
     for (auto& cta : cluster.ctas)
         for (Warp& warp : cta->warps) machine.files.give_back(warp.registers);
@@ -228,7 +240,11 @@ Outcome round_robin(Cluster& cluster) {
         }
     if (all_done(cluster)) return Outcome::Finished;
     if (ran || cluster.events != events) return Outcome::Progress;
-    if (!polled || !cluster.pending.empty()) {
+    const bool held_back = std::all_of(cluster.pending.begin(), cluster.pending.end(),
+                                       [](const Work& work) { return work.may_outlive; });
+    const bool patient = held_back && cluster.launch->options.schedule == Schedule::Late &&
+                         cluster.launch->polls < kPatience;
+    if (!polled || (!cluster.pending.empty() && !patient)) {
         unblock(cluster);
         return Outcome::Progress;
     }
@@ -283,6 +299,7 @@ void run_grid(Machine& machine) {
         if (launch.counters.instructions > launch.options.max_instructions)
             deadlock(cluster, "the launch has run away:");
     }
+    for (; !machine.outliving.empty(); machine.outliving.pop_back()) machine.outliving.back().perform();
 }
 
 // Of the same instructions; which of two comes first differs from run to run.

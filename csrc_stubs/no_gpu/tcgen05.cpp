@@ -254,9 +254,9 @@ void when_done(Cta& cta, std::function<void()> follower) {
     else follower();
 }
 
-race::Ticket issue(Warp& warp, const Op& op) {
+race::Ticket issue(Warp& warp, const Op& op, int lane) {
     race::Checker* races = warp.cta->cluster->races.get();
-    return races ? races->issue_mma(warp, op, warp.cta->rank) : race::Ticket{};
+    return races ? races->issue_mma(warp, op, 1u << lane, warp.cta->rank) : race::Ticket{};
 }
 
 // Instructions that one thread issues: once for each lane that executes them.
@@ -270,7 +270,7 @@ Step by_lane(Warp& warp, Mask mask, Body&& body) {
 Step mma(Warp& warp, const Op& op, Mask mask) {
     return by_lane(warp, mask, [&](int lane) {
         Product p = product_of(warp, op, lane);
-        p.ticket = issue(warp, op);
+        p.ticket = issue(warp, op, lane);
         Counters& counters = warp.cta->launch->counters;
         ++counters.mma;
         counters.mma_flops += 2ull * p.shape.m * p.shape.n * tile_k(p.shape.a);
@@ -319,7 +319,7 @@ Step copy(Warp& warp, const Op& op, Mask mask) {
         if (to.lane) throw Fault("tmem", "tcgen05.cp to lane " + std::to_string(to.lane));
         const Spread spread = static_cast<Spread>(op.attr[1]);
         const uint64_t descriptor = warp.u64(op.reg[1])[lane];
-        const race::Ticket ticket = issue(warp, op);
+        const race::Ticket ticket = issue(warp, op, lane);
         count_shared(warp, op, in_rows(uint64_t{rows_of(spread)} * chunks_of(spread) * 16 * (peer ? 2 : 1)));
         submit(warp, op, "tcgen05.cp", [=] {
             copy_into(ticket, *cta, spread, descriptor, to.column);
@@ -354,7 +354,7 @@ Step commit(Warp& warp, const Op& op, Mask mask) {
         Cluster& cluster = *warp.cta->cluster;
         const auto places =
             op.regs == 1 ? std::vector{barrier} : targets(cluster, barrier, warp.u32(op.reg[1])[lane] & 0xFFFFu);
-        when_done(*warp.cta, [ticket = issue(warp, op), places] {
+        when_done(*warp.cta, [ticket = issue(warp, op, lane), places] {
             for (SharedRef place : places) signal(ticket, place);
         });
     });

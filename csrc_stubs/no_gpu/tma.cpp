@@ -170,9 +170,9 @@ void check_barrier(SharedRef tile, SharedRef barrier, bool pairs) {
                                     std::to_string(barrier.cta->rank));
 }
 
-void submit_load(Warp& warp, const Op& op, const Box& box, SharedRef tile, SharedRef barrier) {
+void submit_load(Warp& warp, const Op& op, Mask lane, const Box& box, SharedRef tile, SharedRef barrier) {
     Cluster& cluster = *warp.cta->cluster;
-    const Arrival arrival = announce(warp, op, barrier);
+    const Arrival arrival = announce(warp, op, lane, barrier);
     const uint32_t bytes = box.map.bytes();
     count_shared(warp, op, in_rows(bytes));
     auto perform = [=, &cluster] {
@@ -205,7 +205,7 @@ Step tensor_load(Warp& warp, const Op& op, Mask mask) {
         const uint32_t ctas = multicast ? warp.u32(op.reg[3])[lane] & 0xFFFF : 1u << tile.cta->rank;
         for (uint32_t left = ctas; left; left &= left - 1) {
             const uint32_t rank = static_cast<uint32_t>(__builtin_ctz(left));
-            submit_load(warp, op, box, in_cta(cluster, rank, tile),
+            submit_load(warp, op, 1u << lane, box, in_cta(cluster, rank, tile),
                         barrier_of(cluster, barrier, rank, multicast, pairs));
         }
     }
@@ -260,7 +260,7 @@ Step replace_field(Warp& warp, const Op& op, Mask mask) {
         const Place place = place_at(warp, space, lane_address(warp, space, op.reg[0], lane, op.attr[0]),
                                      tma::kMapBytes, tma::kMapAlignment);
         race::Checker* races = warp.cta->cluster->races.get();
-        if (races && place.cta) races->write(warp, op, *place.cta, place.offset, tma::kMapBytes);
+        if (races && place.cta) races->write(warp, op, 1u << lane, *place.cta, place.offset, tma::kMapBytes);
         const uint64_t value = op.attr[4] == 8 ? warp.u64(op.reg[1])[lane] : warp.u32(op.reg[1])[lane];
         tma::replace(place.data, static_cast<tma::Field>(op.attr[2]), static_cast<uint32_t>(op.attr[3]), value);
     }
@@ -275,7 +275,7 @@ Step publish_map(Warp& warp, const Op& op, Mask mask) {
     const SharedRef from =
         shared_at(warp, warp.u32(op.reg[1])[lane] + static_cast<uint32_t>(op.attr[1]), tma::kMapBytes, tma::kMapBytes);
     if (race::Checker* races = warp.cta->cluster->races.get())
-        races->read(warp, op, *from.cta, from.offset, tma::kMapBytes);
+        races->read(warp, op, mask, *from.cta, from.offset, tma::kMapBytes);
     std::memcpy(to.data, from.data(), tma::kMapBytes);
     return Step::Next;
 }

@@ -132,8 +132,13 @@ void unmark(Warp& warp, uint32_t epoch_plus_1) {
     }));
 }
 
+// PTX leaves open whether an aligned wait, which all lanes reach together, orders each after the others' loads and
+// stores. If not, that is for bar.warp.sync; what the first lane does itself shares a granule with the others.
+Mask who_waits(const Warp& warp) { return warp.cta->launch->options.strict_lanes ? ~1u : kAllLanes; }
+
 void order_loads(Warp& warp, uint32_t epoch) {
-    if (warp.cta->cluster->races && epoch) warp.cta->cluster->races->join(warp, race::Unit::TmemLoad, epoch);
+    if (race::Checker* races = warp.cta->cluster->races.get(); races && epoch)
+        races->join(warp, who_waits(warp), race::Unit::TmemLoad, epoch);
     unmark(warp, epoch + 1);
 }
 
@@ -144,7 +149,7 @@ uint32_t take(Warp& warp, const Op& op, const Access& access) {
     Cta& cta = *warp.cta;
     race::Checker* races = cta.cluster->races.get();
     race::Ticket ticket;
-    if (races) ticket = races->issue(warp, op, race::Unit::TmemLoad);
+    if (races) ticket = races->issue(warp, op, kAllLanes, race::Unit::TmemLoad);
     for_ranges(access, [&](uint32_t column, uint32_t columns) {
         require_allocated(cta, column, columns);
         if (races) races->read_tmem(ticket, cta, access.quarter(), column, columns);
@@ -226,7 +231,7 @@ Step store(Warp& warp, const Op& op, Mask mask) {
     for (uint32_t i = 0; i < job.access.registers; ++i)
         std::memcpy(job.words.data() + i * kLanes, warp.u32(op.reg[i + 1]), kLanes * 4);
     CommitGroup& pending = warp.units->tmem_store;
-    if (cta.cluster->races) job.ticket = cta.cluster->races->issue(warp, op, race::Unit::TmemStore);
+    if (cta.cluster->races) job.ticket = cta.cluster->races->issue(warp, op, kAllLanes, race::Unit::TmemStore);
     pending.epoch = job.ticket.epoch;
     ++pending.pending;
     cta.cluster->submit({.queue = queue_of(QueueKind::TmemStore, cta, warp.index),
@@ -248,7 +253,7 @@ Step wait_store(Warp& warp, const Op&, Mask mask) {
     const CommitGroup& stores = warp.units->tmem_store;
     if (stores.pending) return Step::Blocked;
     if (warp.cta->cluster->races && stores.epoch)
-        warp.cta->cluster->races->join(warp, race::Unit::TmemStore, stores.epoch);
+        warp.cta->cluster->races->join(warp, who_waits(warp), race::Unit::TmemStore, stores.epoch);
     return Step::Next;
 }
 

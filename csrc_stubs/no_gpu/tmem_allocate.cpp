@@ -77,7 +77,7 @@ Step allocate(Warp& warp, const Op& op, Mask mask) {
     const uint32_t address = op.attr[2] ? static_cast<uint32_t>(warp.u64(op.reg[0])[lane]) : warp.u32(op.reg[0])[lane];
     const SharedRef result = shared_at(warp, address + static_cast<uint32_t>(op.attr[0]), 4, 4);
     *reinterpret_cast<uint32_t*>(result.data()) = grant->column;
-    if (cta.cluster->races) cta.cluster->races->write(warp, op, *result.cta, result.offset, 4);
+    if (cta.cluster->races) cta.cluster->races->write(warp, op, mask, *result.cta, result.offset, 4);
     cta.tmem_allocated_at = warp.origin(op);
     return Step::Next;
 }

@@ -110,6 +110,7 @@ Step warp_sync(Warp& warp, const Op& op, Mask mask) {
         return Step::Blocked;
     }
     group.at_warp_sync = false;
+    if (race::Checker* races = warp.cta->cluster->races.get()) races->sync(warp, members);
     for (auto next = warp.groups.begin(); next != warp.groups.end();) {
         Group& other = *next++;  // it may be gone once it has met others
         if (!waits_too(other)) continue;

@@ -229,7 +229,7 @@ Step mma(Warp& warp, const Op& op, Mask mask) {
             .a = shape.a_in_registers ? 0 : warp.u64(operands[0])[0],
             .b = warp.u64(operands[shape.a_registers()])[0],
             .accumulate = (warp.predicate(operands[shape.a_registers() + 1]) & 1) != 0};
-    if (cta.cluster->races) job.ticket = cta.cluster->races->issue(warp, op, race::Unit::Wgmma);
+    if (cta.cluster->races) job.ticket = cta.cluster->races->issue(warp, op, kAllLanes, race::Unit::Wgmma);
     occupy(warp, op);
     std::shared_ptr<CommitGroup> group = units.wgmma.open;
     ++group->pending;
@@ -285,7 +285,8 @@ Step wait(Warp& warp, const Op& op, Mask mask) {
         if (!std::all_of(parts.begin(), parts.end(), [&](const Warp& part) { return part_is_done(part, group); }))
             return Step::Blocked;
         if (race::Checker* races = warp.cta->cluster->races.get())
-            for (const Warp& part : parts) races->join(warp, part, race::Unit::Wgmma, part.units->wgmma_epochs[group]);
+            for (const Warp& part : parts)
+                races->join(warp, kAllLanes, part, race::Unit::Wgmma, part.units->wgmma_epochs[group]);
         committed.pop_front();
         release_oldest_group(warp);
     }

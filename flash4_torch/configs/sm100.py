@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from .packing import best_pack, cover, may_pack, possible_packs
-from .types import SHARED_MEMORY, Features, Sm100Forward, tile_dim
+from .types import SHARED_MEMORY, Features, Sm100Forward, may_pair, tile_dim
 
 MAX_D = 256
 
@@ -28,8 +28,10 @@ class Row(NamedTuple):
     config: Sm100Forward
     why: str
 
-    def admits(self, features: Features, rows: int) -> bool:
-        return self.admits_features(features) and (self.rows is None or rows <= self.rows)
+    def admits(self, features: Features, Sq: int, rows: int) -> bool:
+        """Whether for so many query positions. One CTA of a pair alone would have none."""
+        alone = self.config.cluster > 1 and Sq <= self.config.queries
+        return self.admits_features(features) and not alone and (self.rows is None or rows <= self.rows)
 
     def admits_features(self, features: Features) -> bool:
         return (
@@ -52,15 +54,21 @@ TABLE = (
     Row(96, 96, None, None, _Tiles(2, 5), "never timed: the most stages"),
 
     Row(128, 128, 128, None, _Tiles(1, 4), "never timed, as for 64"),
+    Row(128, 128, None, False, _Tiles(2, 6, polynomial=6, cluster=2),
+        "never timed: shared memory is read a third less"),
     Row(128, 128, None, False, _Tiles(2, 3, polynomial=6),
         "never timed: the most stages beside two tiles of Q and O; exponentials as FlashAttention-4"),
     Row(128, 128, None, True, _Tiles(2, 3), "never timed, as full ones"),
 
     Row(192, 128, 128, None, _Tiles(1, 3), "never timed, as for 64"),
+    Row(192, 128, None, False, _Tiles(2, 5, polynomial=6, o_over_q=True, cluster=2),
+        "never timed, as for 128; and the stages of half a block fit in more often"),
     Row(192, 128, None, False, _Tiles(2, 2, polynomial=6, o_over_q=True),
         "never timed: the most stages beside two tiles of Q"),
     Row(192, 128, None, True, _Tiles(2, 2, polynomial=2, o_over_q=True), "never timed, as full ones"),
 
+    Row(256, 256, None, False, _Tiles(1, 5, polynomial=6, o_over_q=True, cluster=2),
+        "never timed, as for 128"),
     Row(256, 256, None, None, _Tiles(1, 2, polynomial=6, o_over_q=True),
         "never timed: a second tile has no room for its O in tensor memory"),
     Row(256, 256, None, None, _Tiles(1, 1), "never timed: Dv > D, so that O has to have a place of its own"),
@@ -87,7 +95,7 @@ def forward(
         end_hidden: whether the band hides everything beyond the last key, as for causal calls.
     """
     rows = Sq * cover(group) if may_pack(features) else Sq
-    config = next(row for row in TABLE if row.admits(features, rows)).config
+    config = _beside(features, next(row for row in TABLE if row.admits(features, Sq, rows)).config)
     tail = not (end_hidden and features.right) and (features.varlen or Sk % config.keys != 0)
     return config._replace(tail=tail, pack=best_pack(features, config.rows, Sq, group))
 
@@ -104,26 +112,32 @@ def reachable(features: Features, group: int | None = None) -> tuple[Sm100Forwar
     """Every config that `forward` returns for some sizes; with `group`, for that many heads a key head."""
     tails = [False, True] if features.right or not features.varlen else [True]
     found = {
-        row.config._replace(tail=tail, pack=pack): None
+        _beside(features, row.config)._replace(tail=tail, pack=pack): None
         for row in _rows_until_one_admits_all(features)
         for tail in tails
-        for pack in possible_packs(features, group)
+        for pack in (possible_packs(features, group) if row.config.cluster == 1 else [1])
     }
     return tuple(found)
+
+
+def _beside(features: Features, config: Sm100Forward) -> Sm100Forward:
+    """With one tile the exponential unit is not what limits, and the polynomial's registers are dropout's."""
+    return config._replace(polynomial=0) if features.dropout and config.q_tiles == 1 else config
 
 
 def _rows_until_one_admits_all(features: Features) -> Iterator[Row]:
     for row in TABLE:
         if row.admits_features(features):
             yield row
-            if row.rows is None:
+            if row.rows is None and row.config.cluster == 1:
                 return
 
 
 def fits(features: Features, config: Sm100Forward) -> bool:
-    """Whether shared memory has room for it, tensor memory for O, and Q's place for O."""
+    """Whether it may be a pair, shared memory has room for it, tensor memory for O, and Q's place for O."""
     return (
-        config.shared_memory(features) <= SHARED_MEMORY
+        (config.cluster == 1 or may_pair(features))
+        and config.shared_memory(features) <= SHARED_MEMORY
         and config.tensor_memory(features) <= 512
         and (not config.o_over_q or tile_dim(features.Dv) <= tile_dim(features.D))
     )

@@ -18,8 +18,6 @@ class Row(NamedTuple):
     above: int
     D: int
     Dv: int
-    packed: bool
-    """Whether it takes packed sequences."""
     config: Sm100Backward
     why: str
     plain: bool = False
@@ -30,7 +28,6 @@ class Row(NamedTuple):
             self.above < min(features.D, features.Dv)
             and features.D <= self.D
             and features.Dv <= self.Dv
-            and (self.packed or not features.varlen)
             and not (self.plain and _takes_registers(features))
             and self.config.shared_memory(features) <= SHARED_MEMORY
         )
@@ -43,22 +40,22 @@ def _takes_registers(features: Features) -> bool:
 # fmt: off
 _Tiles = Sm100Backward
 TABLE = (
-    # above D   Dv   packed
-    Row(0, 64, 64, True, _Tiles(do_stages=2, kv_stages=2),
+    # above D   Dv
+    Row(0, 64, 64, _Tiles(do_stages=2, kv_stages=2),
         "never timed: all in twos fits, so that the next tile's K and V arrive under this one"),
-    Row(0, 96, 96, True, _Tiles(do_stages=2),
+    Row(0, 96, 96, _Tiles(do_stages=2),
         "never timed: two blocks of dO fit, but not two tiles of K and V"),
-    Row(96, 128, 128, False, _Tiles(cluster=2, shares=5, dq_slots=1),
+    Row(96, 128, 128, _Tiles(cluster=2, shares=5, dq_slots=1),
         "never timed: shared memory is what limits one CTA; of two each reads half of Q and dO, and adds "
         "half of dQ. They exchange 16 KB of dS a block", plain=True),
-    Row(0, 128, 128, True, _Tiles(),
+    Row(0, 128, 128, _Tiles(),
         "never timed: S of the next block is made before dK of this one, which takes two blocks of Q; for a "
         "second one of dO there is no room"),
-    Row(0, 192, 128, False, _Tiles(cluster=2, keys=64, shares=4, dq_slots=1),
+    Row(0, 192, 128, _Tiles(cluster=2, keys=64, shares=4, dq_slots=1),
         "never timed: dK and dV of 128 keys leave no columns for S, dP and dQ beside each other; of 64 in "
         "each CTA of a pair, with products of 128 rows, they do, at the tensor cores' full rate"),
-    Row(0, 192, 192, False, _Tiles(cluster=2, keys=64, shares=3, dq_slots=1), "never timed: as above"),
-    Row(0, 256, 256, False, _Tiles(cluster=2, keys=64, shares=2, dq_slots=1),
+    Row(0, 192, 192, _Tiles(cluster=2, keys=64, shares=3, dq_slots=1), "never timed: as above"),
+    Row(0, 256, 256, _Tiles(cluster=2, keys=64, shares=2, dq_slots=1),
         "never timed: as above; all 512 columns, and of half blocks of Q and dO only two fit. Two kernels, "
         "one for dQ, would take seven products for these five"),
 )
@@ -88,11 +85,8 @@ def limits(features: Features) -> list[str]:
     """Sentences that say why no config serves the features; none where one does."""
     if any(row.admits(features) for row in TABLE):
         return []
-    sizes = f"D is {features.D} and Dv is {features.Dv}"
-    rows = [row for row in TABLE if row.packed or not features.varlen]
-    D, Dv = max(row.D for row in rows), max(row.Dv for row in rows)
-    packed = "gradients of packed sequences" if features.varlen else "gradients"
-    return [f"{sizes}, and it serves {packed} up to {D} and {Dv}"]
+    D, Dv = max(row.D for row in TABLE), max(row.Dv for row in TABLE)
+    return [f"D is {features.D} and Dv is {features.Dv}, and it serves gradients up to {D} and {Dv}"]
 
 
 def _config(features: Features) -> Sm100Backward:

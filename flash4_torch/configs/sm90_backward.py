@@ -21,6 +21,8 @@ class Row(NamedTuple):
     Dv: int
     never: tuple[str, ...]
     """Features that it does not take: names of `_TAKES`."""
+    only: tuple[str, ...]
+    """Features without which it is not taken."""
     config: Sm90Backward
     why: str
 
@@ -29,6 +31,7 @@ class Row(NamedTuple):
             features.D <= self.D
             and features.Dv <= self.Dv
             and not any(_TAKES[name](features) for name in self.never)
+            and all(_TAKES[name](features) for name in self.only)
             and self.config.shared_memory(features) <= SHARED_MEMORY
         )
 
@@ -40,35 +43,60 @@ _TAKES: dict[str, Callable[[Features], bool]] = {
     "dropout": lambda f: f.dropout,
     "softcap": lambda f: f.softcap,
     "varlen": lambda f: f.varlen,
+    "right": lambda f: f.right,
+    "deterministic": lambda f: f.deterministic,
 }
 _HEAVY = ("dropout", "bias", "softcap")
 _ALL = ("dropout", "mask", "softcap", "varlen")
+_IN_ORDER = ("right", "deterministic")
+_ASIDE = {"gradients_aside": True, "heads_inside": True, "rows_first": True}
 
 # fmt: off
 _Tiles = Sm90Backward
 TABLE = (
-    # D   Dv   never
-    Row(64, 64, _HEAVY,
+    # D   Dv   never, only
+    Row(64, 64, _HEAVY, _IN_ORDER,
+        _Tiles(2, 128, kv_stages=2, ds_stages=2, round_weights=True, next_tile=True, heads_inside=True),
+        "causal S 4k: 0.78 of the speed in any order"),
+    Row(64, 64, _HEAVY, (),
         _Tiles(2, 128, kv_stages=2, ds_stages=2, round_weights=True, next_tile=True),
-        "full S 512, 1k, 4k, 16k: 1.12, 1.05, 1.00, 1.01; causal S 512, 4k, 16k: 1.19, 0.99, 0.95; "
+        "full S 512, 1k, 4k, 16k: 1.12, 1.05, 1.00, 1.01; causal S 512, 4k, 16k: 1.19, 0.99, 0.98; "
         "one stage of dS 0 to 0.01 less, of K and V 0.02 to 0.1, blocks of 64 rows 0.15"),
-    Row(64, 64, (), _Tiles(2, 64, ds_stages=2, kv_stages=2, round_weights=True),
+    Row(64, 64, (), (), _Tiles(2, 64, ds_stages=2, kv_stages=2, round_weights=True),
         "unmeasured: features that need registers"),
-    Row(96, 96, ("dropout", "dmask"), _Tiles(2, 64, q_stages=3, do_stages=3, ds_stages=2, dq_stages=2),
+    Row(96, 96, ("dropout", "mask"), _IN_ORDER,
+        _Tiles(2, 64, q_stages=3, do_stages=3, ds_stages=2, dq_stages=2, heads_inside=True),
+        "causal S 1k, 8k: 0.87, 0.88 of the speed in any order"),
+    Row(96, 96, ("dropout", "mask", "right"), (),
+        _Tiles(2, 64, q_stages=3, do_stages=3, ds_stages=2, dq_stages=2, **_ASIDE),
+        "full S 1k: 1.04, 1.03 without the last three; causal less than without"),
+    Row(96, 96, ("dropout", "dmask"), (), _Tiles(2, 64, q_stages=3, do_stages=3, ds_stages=2, dq_stages=2),
         "S 8k: full 1.04, causal 1.02; two stages of K and V, one of dQ 1.00 and 0.95"),
-    Row(128, 128, ("dropout", "dmask"), _Tiles(2, 64, dq_stages=2),
+    Row(128, 128, ("dropout", "mask"), ("right",), _Tiles(2, 64, dq_stages=2, heads_inside=True),
+        "causal S 512, 2k, 4k, 16k: 1.05, 0.99, 0.99, 1.05, head after head the same; groups of 4 S 2k, 8k: "
+        "0.98, 1.00, head after head 0.93, 0.98; in order S 1k, 4k, 16k 0.87, 0.87, 0.94 of the speed in any "
+        "order, head after head S 4k 0.70; gradients aside -0.03 to 0.01"),
+    Row(128, 128, ("dropout", "mask"), (), _Tiles(2, 64, dq_stages=2, **_ASIDE),
+        "full S 256, 512, 1k, 2k, 4k, 16k: 1.16, 1.10, 1.03, 1.02, 1.00, 1.05, without the last three 1.15, "
+        "1.07, 1.01, 1.01, 0.97, 1.00"),
+    Row(128, 128, ("dropout", "dmask"), (), _Tiles(2, 64, dq_stages=2),
         "full S 512, 4k, 16k: 1.07, 1.03, 1.01; causal 1.05, 0.99, 1.00; two stages of dS, one of dQ: "
         "0.97 at 16k; next_tile with one stage of dO 0.04 to 0.1 less, rounded weights 0.01"),
-    Row(128, 128, ("bias",), _Tiles(2, 64, ds_stages=2, round_weights=True),
+    Row(128, 128, ("bias",), (), _Tiles(2, 64, ds_stages=2, round_weights=True),
         "unmeasured: products are serialised beside weights that are not rounded"),
-    Row(192, 192, _ALL, _Tiles(2, 64, ds_stages=2, split=True, cluster=2, holds=1),
+    Row(192, 192, _ALL, _IN_ORDER,
+        _Tiles(2, 64, ds_stages=2, split=True, cluster=2, holds=1, heads_inside=True),
+        "causal: 0.76 and 0.73 of the speed in any order"),
+    Row(192, 192, _ALL, (), _Tiles(2, 64, ds_stages=2, split=True, cluster=2, holds=1),
         "S 8k: full 1.10, causal 1.04; V in shared memory 1.04 and 0.98, K in registers, too, 1.06 and 0.98; "
         "alone 0.77 and 0.72"),
-    Row(256, 256, _ALL, _Tiles(2, 64, do_stages=1, split=True, cluster=2),
+    Row(256, 256, _ALL, _IN_ORDER, _Tiles(2, 64, do_stages=1, split=True, cluster=2, heads_inside=True),
+        "causal S 1k, 4k, 16k: 0.86, 0.81, 0.88 of the speed in any order, head after head S 4k 0.66"),
+    Row(256, 256, _ALL, (), _Tiles(2, 64, do_stages=1, split=True, cluster=2),
         "S 1k, 4k, 16k: full 1.11, 1.06, 1.07, causal 1.06, 1.10, 1.10; alone 0.90 and 0.84"),
-    Row(192, 192, (), _Tiles(2, 64, split=True),
+    Row(192, 192, (), (), _Tiles(2, 64, split=True),
         "unmeasured: dK and dV each take the registers of a warpgroup; gradients of masks, too"),
-    Row(256, 256, (), _Tiles(2, 64, do_stages=1, split=True, dq_passes=2),
+    Row(256, 256, (), (), _Tiles(2, 64, do_stages=1, split=True, dq_passes=2),
         "unmeasured: of dQ only a quarter at a time fits beside them"),
 )
 # fmt: on

@@ -104,7 +104,7 @@ class Sm100Forward(NamedTuple):
     q_tiles: int
     """Tiles of 128 query rows that a CTA has under way, 1 or 2: one's softmax under the other's products."""
     kv_stages: int
-    """Of K and V together, which arrive in turns."""
+    """Of K and V together, which arrive in turns; of a pair each holds half of one."""
     keys: int = 128
     """Keys in a tile of K and V, 128."""
     early: int = 96
@@ -118,7 +118,7 @@ class Sm100Forward(NamedTuple):
     pack: int = 1
     """Query heads of one key head that share a tile's rows: 1, 2, 4, ... 64."""
     cluster: int = 1
-    """CTAs that multiply together, 1 or 2."""
+    """CTAs that multiply together, 1 or 2: of two each loads half of every K and V."""
 
     @property
     def rows(self) -> int:
@@ -134,7 +134,7 @@ class Sm100Forward(NamedTuple):
         """Bytes of shared memory: Q, K and V in their stages, O, two numbers of each row, and barriers."""
         D, Dv = tile_dim(features.D), tile_dim(features.Dv)
         q = self.rows * D
-        kv = self.kv_stages * self.keys * max(D, Dv)
+        kv = self.kv_stages * self.keys * max(D, Dv) // self.cluster
         o = 0 if self.o_over_q else self.rows * Dv
         return 2 * (q + kv + o) + 8 * self.rows + _BARRIERS
 
@@ -162,6 +162,14 @@ class Sm90Backward(NamedTuple):
     """The next block's scores are issued before the wait for dQ, not behind it."""
     next_tile: bool = False
     """The first scores of the next tile are computed under this tile's epilogue; with two `kv_stages`."""
+    heads_inside: bool = False
+    """From the last block of rows to the first one, each of all heads of the group, so that tiles of a key
+    head read the same rows at a time; else head after head, each from its first block on, as with masks."""
+    gradients_aside: bool = False
+    """dK and dV leave through the two places of a warpgroup's dQ, so that the next K and V arrive under a
+    tile's end; else through K and V, as with packed sequences, sums in order, and dV wider than dK."""
+    rows_first: bool = False
+    """With heads inside: a tile's first Q and dO are loaded before its K and V, which have no room yet."""
     round_weights: bool = False
     """dS is made of the rounded weights, which frees the registers of the others."""
     tail: bool = True
@@ -234,6 +242,11 @@ class Sm100Backward(NamedTuple):
     """Of a pair: stages of half blocks of Q and dO, each for one product, in the order of products."""
 
     @property
+    def heads_inside(self) -> bool:
+        """Whether a tile visits a block of rows of all heads of a group before the next, without a mask."""
+        return False
+
+    @property
     def queries(self) -> int:
         """Rows in a block."""
         return 128
@@ -275,6 +288,15 @@ class Sm100Backward(NamedTuple):
         dq = self.dq_slots * self.queries * min(D, 32)
         statistics = 2 * self.queries * self.q_stages
         return 2 * (rows + kv + ds) + 4 * (dq + statistics) + _BARRIERS
+
+
+def may_pair(features: Features) -> bool:
+    """Whether two CTAs of the Blackwell forward may multiply together: all tiles visit the same blocks then.
+
+    Each holds half of O's columns of V, and products take columns by 32s.
+    """
+    f = features
+    return not (f.left or f.right or f.varlen or f.mask) and tile_dim(f.Dv) % 32 == 0
 
 
 def tile_bits(keys: int) -> int:

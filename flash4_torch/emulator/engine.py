@@ -17,7 +17,7 @@ from flash4_torch.emulator.report import PIPES, Counters, Finding, Line, Place, 
 Dim3 = tuple[int, int, int]
 
 SCHEDULES = ("eager", "late", "fuzz")
-STRICT = frozenset({"uninitialised", "wait_ld", "exit"})
+STRICT = frozenset({"uninitialised", "wait_ld", "exit", "lanes"})
 DEVICE_SMS = {90: 132, 100: 148, 103: 148}
 
 
@@ -30,7 +30,8 @@ class Options:
     races: check the order of accesses to shared and tensor memory.
     strict: names of checks that correct programs may fail: "uninitialised" (reading shared or tensor memory
     that nobody wrote), "wait_ld" (using what tcgen05.ld loads before tcgen05.wait::ld), "exit" (leaving
-    before a bulk store has read its shared memory).
+    before a bulk store has read its shared memory), "lanes" (a lane that speaks for its warp after
+    tcgen05.wait without bar.warp.sync).
     compact: let PTX registers share space in the engine.
     max_instructions: warp-instructions after which a launch counts as run away.
     multiprocessors: how many the device has, and so how many CTAs it holds at a time; None: as many as the
@@ -71,7 +72,7 @@ class _ProgramText(ctypes.Structure):
     )
 
 
-_CHECKS = ("check_races", "strict_uninitialised", "strict_wait_ld", "strict_exit")
+_CHECKS = ("check_races", "strict_uninitialised", "strict_wait_ld", "strict_exit", "strict_lanes")
 
 
 class _LaunchText(ctypes.Structure):
@@ -227,6 +228,7 @@ class Program:
             "uninitialised" in options.strict,
             "wait_ld" in options.strict,
             "exit" in options.strict,
+            "lanes" in options.strict,
         )
         handle = engine().launch(ctypes.byref(text))
         try:

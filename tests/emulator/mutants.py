@@ -22,7 +22,7 @@ Run = Callable[[], list[Tensor]]
 # work is not in doubt. So they are counted apart.
 APART = ("tcgen05.wait::ld", "tcgen05.fence")
 # Ten times what the largest original executes, as some mutants run for ever.
-_ALWAYS = {"strict": frozenset({"exit"}), "max_instructions": 50_000_000}
+_ALWAYS = {"strict": frozenset({"exit", "lanes"}), "max_instructions": 50_000_000}
 LATE, EAGER = (Options(schedule=name, **_ALWAYS) for name in ("late", "eager"))
 FUZZ = [Options(schedule="fuzz", seed=seed, **_ALWAYS) for seed in range(48)]
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from kernels import Case, blackwell_gemm, pipeline
 from mutants import APART, EAGER, FUZZ, LATE, judge_of, subject_of
+from mutation_study import subjects
 
 from flash4_torch.emulator import ptx
 from flash4_torch.emulator.engine import Options, Program, run_ptx
@@ -121,8 +122,8 @@ def test_every_wait_at_the_cluster_barrier_needs_an_arrive() -> None:
         run_ptx(text.replace(both, both + "barrier.cluster.wait;\n"), cluster=(2, 1, 1), grid=(2, 1, 1))
 
 
-# What the study (mutation_study.py) found that nothing notices: lanes of a warp count as ordered with each
-# other, and the loader's last waits are implied by what the storing warps wait for.
+# What the study (mutation_study.py) found that nothing notices: a bar.warp.sync that another one follows, and
+# the loader's last waits, which are implied by what the storing warps wait for.
 @pytest.mark.parametrize(
     ("case", "arch", "unnoticed"),
     [
@@ -151,3 +152,15 @@ def test_a_missing_instruction_is_noticed(case: Case, arch: str, unnoticed: list
         missed = [program.instructions[i].opcode for i in mutants if not judge.detects(kernel, i, SCHEDULES)]
     assert len(mutants) > 10
     assert not Counter(o for o in missed if not o.startswith(APART)) - Counter(unnoticed)
+
+
+def test_a_lane_that_speaks_too_early_is_noticed() -> None:
+    """Our forward for sm_100a without one of its bar.warp.syncs, of which eight are needed."""
+    (subject,) = (s for s in subjects() if s.name == "forward, D=64")
+    with judge_of(subject) as judge:
+        assert judge.differs(LATE) is None
+        ((kernel, executed),) = ((k, set(counts)) for k, counts in judge.bench.executed.items())
+        program = judge.bench.programs[kernel].kernel
+        syncs = [i for i in sorted(executed) if program.instructions[i].opcode == "bar.warp.sync"]
+        noticed = [judge.detects(kernel, i, [LATE]) for i in syncs]
+    assert Counter(noticed)["race"] >= 8

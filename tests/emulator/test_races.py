@@ -288,6 +288,105 @@ THREADS = [
     ),
 ]
 
+# The first lane of a warp speaks for the others once bar.warp.sync has ordered them.
+LANES = [
+    Law(
+        "a lane that arrives for its warp",
+        ("ld.shared", "st.shared"),
+        f"""
+        {INIT_BARRIERS}
+        @%w0 st.shared.u32 [%mine], %lane;
+        ~bar.warp.sync -1;
+        @%lead0 mbarrier.arrive.shared::cta.b64 _, [%bar];
+        {wait("%bar", 0, "FULL")}
+        @%w1 ld.shared.u32 %a, [%mine];
+        """,
+    ),
+    Law(
+        "a lane that arrives for the reads of its warp",
+        ("st.shared", "ld.shared"),
+        f"""
+        {INIT_BARRIERS}
+        @%w0 ld.shared.v2.u32 {{%a, %b}}, [%buffer];
+        ~bar.warp.sync -1;
+        @%lead0 mbarrier.arrive.shared::cta.b64 _, [%bar];
+        {wait("%bar", 0, "FULL")}
+        @%w1 st.shared.u32 [%mine], %lane;
+        """,
+    ),
+    Law(
+        "a lane that waits for its warp",
+        ("ld.shared", "st.shared"),
+        f"""
+        {INIT_BARRIERS}
+        @%lead0 st.shared.u32 [%buffer+4], 1;
+        @%lead0 mbarrier.arrive.shared::cta.b64 _, [%bar];
+        {wait("%bar", 0, "FULL", guard="%lead1")}
+        ~bar.warp.sync -1;
+        @%w1 ld.shared.u32 %a, [%mine];
+        """,
+    ),
+    Law(
+        "lanes that wait for another lane's bulk store",
+        ("cp.async.bulk", "st.shared"),
+        f"""
+        {STORE_BULK}
+        cp.async.bulk.wait_group.read 0;
+        ~bar.warp.sync -1;
+        @%w1 st.shared.u32 [%mine], %lane;
+        {STORE_BULK_DONE}
+        """,
+    ),
+    Law(
+        "a lane that has copied what its warp wrote",
+        ("cp.async.bulk", "st.shared"),
+        f"""
+        @%w1 st.shared.u32 [%mine], %lane;
+        @%w1 fence.proxy.async.shared::cta;
+        ~bar.warp.sync -1;
+        {STORE_BULK}
+        {STORE_BULK_DONE}
+        """,
+    ),
+    Law(
+        "a matrix that a warp stores together",
+        ("cp.async.bulk", "stmatrix"),
+        f"""
+        mad.lo.u32 %c, %lane, 16, %buffer;
+        @%w1 stmatrix.sync.aligned.m8n8.x4.shared.b16 [%c], {{%a, %b, %c, %d}};
+        @%w1 fence.proxy.async.shared::cta;
+        ~bar.warp.sync -1;
+        {STORE_BULK}
+        {STORE_BULK_DONE}
+        """,
+    ),
+    Law(
+        "shuffles, votes and elections order nothing",
+        ("ld.shared", "st.shared"),
+        """
+        @%lead0 st.shared.u32 [%buffer+4], 1;
+        shfl.sync.idx.b32 %a, %lane, 0, 31, -1;
+        vote.sync.any.pred %done, %first, -1;
+        elect.sync %a|%off, -1;
+        ~bar.warp.sync -1;
+        @%w0 ld.shared.u32 %a, [%mine];
+        """,
+    ),
+]
+
+
+def test_a_lane_publishes_what_it_did_itself() -> None:
+    body = f"""
+        {INIT_BARRIERS}
+        @%w0 st.shared.u32 [%mine], %lane;
+        @%lead0 mbarrier.arrive.shared::cta.b64 _, [%bar];
+        {wait("%bar", 0, "FULL")}
+        @%w1 ld.shared.u32 %a, [%buffer+<byte>];
+    """
+    assert not run(body.replace("<byte>", "0"), SCHEDULES[0]).findings
+    assert run(body.replace("<byte>", "4"), SCHEDULES[0]).findings
+
+
 COPIES = [
     Law(
         "a bulk store reads what went through a proxy fence, at the writer",
@@ -319,8 +418,10 @@ COPIES = [
         f"""
         @%w1 st.shared.u32 [%mine], %lane;
         @%w1 fence.proxy.async.shared::cta;
+        bar.warp.sync -1;
         @%w1 st.shared.v2.u32 [%buffer], {{%lane, %lane}};
         ~@%w1 fence.proxy.async.shared::cta;
+        bar.warp.sync -1;
         {STORE_BULK}
         {STORE_BULK_DONE}
         """,
@@ -343,6 +444,7 @@ COPIES = [
         f"""
         @%w1 st.shared.u32 [%mine], %lane;
         @%w1 fence.proxy.async.shared::cta;
+        bar.warp.sync -1;
         {STORE_BULK}
         ~@%lead1 cp.async.bulk.wait_group.read 0;
         bar.warp.sync -1;
@@ -636,7 +738,7 @@ TCGEN05 = [
     ),
 ]
 
-LAWS = [*THREADS, *COPIES, *WGMMA, *TCGEN05]
+LAWS = [*THREADS, *LANES, *COPIES, *WGMMA, *TCGEN05]
 each_law = pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
 each_schedule = pytest.mark.parametrize("options", SCHEDULES, ids=lambda o: f"{o.schedule}{o.seed}")
 
@@ -758,13 +860,36 @@ def test_parts_of_a_word_are_apart(options: Options) -> None:
 
 @each_schedule
 def test_lanes_of_a_warp_do_not_race(options: Options) -> None:
-    """Order within a warp is not checked, nor is that within one piece of asynchronous work."""
+    """Order within an instruction is not checked, nor is that within one piece of asynchronous work."""
     body = """
         @%w0 st.shared.u32 [%buffer], %lane;
         @%w0 cp.async.ca.shared.global [%buffer+4], [%data], 4;
         cp.async.wait_all;
     """
     assert not run(body, options).findings
+
+
+def test_a_lane_that_speaks_for_loads_of_its_warp() -> None:
+    """Whether an aligned wait orders the lanes is left open: not so with strict "lanes"."""
+    body = f"""
+        {INIT_BARRIERS}
+        {ALLOCATE}
+        setp.eq.u32 %w3, %warp, 4;
+        @%w0 {LOAD_TENSOR}
+        @%w0 tcgen05.wait::ld.sync.aligned;
+        <sync>
+        @%lead0 mbarrier.arrive.shared::cta.b64 _, [%bar];
+        {wait("%bar", 0, "FULL")}
+        @%w3 mov.u32 %tmem, %b;
+        @%w3 {STORE_TENSOR}
+        @%w3 tcgen05.wait::st.sync.aligned;
+        {FREE}
+    """
+    strict = Options(strict=frozenset({"lanes"}))
+    assert not run(body.replace("<sync>", ""), Options(), warps=5).findings
+    assert not run(body.replace("<sync>", "bar.warp.sync -1;"), strict, warps=5).findings
+    (race,) = run(body.replace("<sync>", ""), strict, warps=5).findings
+    assert names(race, "tcgen05.ld", "tcgen05.st")
 
 
 @each_schedule
@@ -844,18 +969,32 @@ WARPS = 3
 
 @dataclass(frozen=True)
 class Access:
+    """By one lane, or each by its own when `lane` is None: lane i then touches the i-th word."""
+
     warp: int
+    lane: int | None
     kind: str  # "ld", "st" or "atom"
     begin: int
     size: int
 
     def ptx(self) -> str:
         place, width = f"[%buffer+{self.begin}]", 8 * self.size
+        guard = f"@%w{self.warp}"
+        if self.lane is None:
+            place = "[%mine]"
+        else:
+            guard = f"setp.eq.u32 %off, %tid, {32 * self.warp + self.lane}; @%off"
         if self.kind == "atom":
-            return f"@%w{self.warp} atom.shared.add.f32 %f0, {place}, 0f3F800000;"
+            return f"{guard} atom.shared.add.f32 %f0, {place}, 0f3F800000;"
         if self.kind == "st":
-            return f"@%w{self.warp} st.shared.u{width} {place}, %lane;"
-        return f"@%w{self.warp} ld.shared.u{width} %a, {place};"
+            return f"{guard} st.shared.u{width} {place}, %lane;"
+        return f"{guard} ld.shared.u{width} %a, {place};"
+
+    def by_lane(self) -> list[Access]:
+        """Those of the two lanes that the checker must tell apart, here the first and the second."""
+        if self.lane is not None:
+            return [self]
+        return [Access(self.warp, lane, self.kind, 4 * lane, 4) for lane in range(2)]
 
     def conflicts(self, other: Access) -> bool:
         apart = self.begin + self.size <= other.begin or other.begin + other.size <= self.begin
@@ -865,11 +1004,18 @@ class Access:
 
 @dataclass(frozen=True)
 class Barrier:
+    """Of one warp bar.warp.sync."""
+
     warps: tuple[int, ...]
 
     def ptx(self) -> str:
+        if len(self.warps) == 1:
+            return f"@%w{self.warps[0]} bar.warp.sync -1;"
         number = 1 + sum(1 << warp for warp in self.warps)
         return " ".join(f"@%w{warp} bar.sync {number}, {32 * len(self.warps)};" for warp in self.warps)
+
+    def by_lane(self) -> list[Barrier]:
+        return [self]
 
 
 Event = Access | Barrier
@@ -878,30 +1024,37 @@ Event = Access | Barrier
 @st.composite
 def access(draw: st.DrawFn) -> Access:
     kind = draw(st.sampled_from(["ld", "st", "atom"]))
-    size = 4 if kind == "atom" else draw(st.sampled_from([1, 2, 4]))
-    return Access(draw(st.integers(0, WARPS - 1)), kind, size * draw(st.integers(0, 8 // size - 1)), size)
+    warp, lane = draw(st.integers(0, WARPS - 1)), draw(st.sampled_from([0, 1, None]))
+    size = 4 if kind == "atom" or lane is None else draw(st.sampled_from([1, 2, 4]))
+    return Access(warp, lane, kind, size * draw(st.integers(0, 8 // size - 1)), size)
 
 
-GROUPS = [group for n in (2, 3) for group in itertools.combinations(range(WARPS), n)]
+GROUPS = [group for n in (1, 2, 3) for group in itertools.combinations(range(WARPS), n)]
 EVENTS = st.lists(access() | st.sampled_from(GROUPS).map(Barrier), min_size=2, max_size=14)
 
 
-def warps_of(event: Event) -> set[int]:
-    return set(event.warps) if isinstance(event, Barrier) else {event.warp}
+def threads_of(event: Event) -> set[tuple[int, int | None]]:
+    if isinstance(event, Access):
+        return {(event.warp, event.lane)}
+    return {(warp, lane) for warp in event.warps for lane in range(2)}
 
 
 def racing(events: list[Event]) -> set[frozenset[int]]:
     """All pairs of conflicting accesses that no path of program order and barriers connects."""
-    count = len(events)
+    parts = [(i, part) for i, event in enumerate(events) for part in event.by_lane()]
+    count = len(parts)
     reaches = np.zeros((count, count), bool)
     for i, j in itertools.combinations(range(count), 2):
-        reaches[i, j] = bool(warps_of(events[i]) & warps_of(events[j]))
+        reaches[i, j] = bool(threads_of(parts[i][1]) & threads_of(parts[j][1]))
     for k in range(count):
         reaches |= np.outer(reaches[:, k], reaches[k])
     return {
-        frozenset((i, j))
-        for (i, a), (j, b) in itertools.combinations(enumerate(events), 2)
-        if isinstance(a, Access) and isinstance(b, Access) and a.conflicts(b) and not reaches[i, j]
+        frozenset((parts[i][0], parts[j][0]))
+        for i, j in itertools.combinations(range(count), 2)
+        if isinstance(a := parts[i][1], Access)
+        and isinstance(b := parts[j][1], Access)
+        and a.conflicts(b)
+        and not reaches[i, j]
     }
 
 

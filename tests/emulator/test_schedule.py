@@ -388,6 +388,40 @@ def test_a_fault_in_asynchronous_work_names_what_issued_it(options: Options) -> 
     assert found.kind == "out-of-bounds" and re.match("cp.async.bulk", found.at.ptx)
 
 
+HAND_ON = """
+    st.shared.u32 [%mine], 5;
+    fence.proxy.async.shared::cta;
+    bar.warp.sync -1;
+    @!%first bra END;
+    setp.eq.u32 %p, %cta, 1;
+    @%p bra POLL;
+    cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%all], [%buffer], 128;
+    cp.async.bulk.commit_group;
+    cp.async.bulk.wait_group<read> 0;
+    red.release.gpu.global.add.s32 [%all+1024], 1;
+    bra END;
+POLL:
+    ld.acquire.gpu.global.u32 %x, [%all+1024];
+    setp.eq.u32 %q, %x, 0;
+    @%q bra POLL;
+    ld.global.u32 %y, [%all];
+    st.global.u32 [%all+2048], %y;
+END:
+"""
+
+
+@schedules
+def test_a_sum_that_has_been_waited_for_is_there(options: Options) -> None:
+    out = run(HAND_ON.replace("<read>", ""), ctas=2, options=options)
+    assert (out[0], out[512]) == (5, 5)
+
+
+def test_a_sum_that_nobody_waits_for_is_late() -> None:
+    """PTX ISA, cp.async.bulk.wait_group: with .read only the source has been read."""
+    out = run(HAND_ON.replace("<read>", ".read"), ctas=2, options=Options("late"))
+    assert (out[0], out[512]) == (5, 0)
+
+
 # --- options
 
 

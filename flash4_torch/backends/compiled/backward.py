@@ -18,15 +18,26 @@ from ...kernels.common.mask_tables import MaskPlan
 from ...kernels.common.row_blocks import PostprocessPlan, PreprocessPlan, RowBlocks
 from ...problem import Problem
 from . import forward
-from .rule import Rule, heads_in_section, rule
+from .rule import Rule, evenly, heads_in_section, rule
 from .targets import POSTPROCESS, PREPROCESS, BackwardConfig, Find, Target
 
 _MOST_IN_SECTION = 32
 """Key heads, before sections are made even."""
+_TILES_IN_SECTION, _FEWEST_IN_SECTION = 256, 16
+"""Where heads of 128 columns or fewer have a bound to the right: measured at S 256 to 16k, far more than the
+cache holds, and seldom 1 % faster than half or twice as many."""
 
 
-_IN_ORDER, _IN_ORDER_IF_BOUNDED = 16, 32
-"""Key heads in a section of the deterministic backward: at S 4k, of 16, 32 and 64 the fastest."""
+_RUN, _TILES_IN_RUNS, _GROUPS_IN_SECTION = 8, 32, 8
+"""Tiles of a key head that come together where a group's heads are inside and a key head has up to so many
+tiles; if it has more, key heads in a section. Of runs of 4 to 16 and 4 to 32 heads the best, S 2k and 8k."""
+
+
+_IN_ORDER, _IN_ORDER_IF_BOUNDED = 12, 32
+"""Key heads in a section of the deterministic backward, the fastest at S 4k: of 8 to 32, and of 16 to 64."""
+_IN_ORDER_FROM_LAST = {64: 64, 128: 48, 192: 24, 256: 32}
+"""By head sizes, where tiles with a bound to the right begin at the last block, each a block behind another:
+two to three tiles of a head, or pairs of them, at a time."""
 
 
 class Kernels(NamedTuple):
@@ -111,20 +122,33 @@ def rule_of(target: Target, problem: Problem, config: BackwardConfig, multiproce
 
 
 def _section(target: Target, problem: Problem, config: BackwardConfig, multiprocessors: int) -> int:
-    """How many key heads take turns: long tiles come first while their rows and sums stay in the cache."""
+    """How many key heads take turns: long tiles come first while their rows and sums stay in the cache.
+
+    Those of a group's heads do not. Then n tiles of one key head come together, -n, which pass the same rows
+    at the same time.
+    """
     spec, extent = problem.spec, problem.extent
-    features = features_of(problem)
-    bounded = features.left or features.right
+    features, heads = features_of(problem), extent.B * extent.Hk
     if spec.deterministic:
-        # Tiles of one head wait for each other: the more heads, the fewer of them run at a time.
-        return min(_IN_ORDER_IF_BOUNDED if bounded else _IN_ORDER, extent.B * extent.Hk)
-    if not bounded:
+        return min(_in_order(features, config), heads)
+    if not (features.left or features.right):
         return 1
-    row = (spec.D + spec.Dv) * spec.dtype.itemsize + spec.D * torch.float32.itemsize
     tiles = -(-extent.Sk // config.ticket_keys)
-    heads = extent.B * extent.Hk
+    if config.heads_inside and not features.mask and spec.group > 1:
+        return -_RUN if tiles <= _TILES_IN_RUNS else evenly(heads, min(_GROUPS_IN_SECTION, heads))
+    if not features.left and max(spec.D, spec.Dv) <= 128:
+        wanted = min(max(_TILES_IN_SECTION // tiles, _FEWEST_IN_SECTION), _MOST_IN_SECTION)
+        return evenly(heads, min(wanted, heads))
+    row = (spec.D + spec.Dv) * spec.dtype.itemsize + spec.D * torch.float32.itemsize
     each = spec.group * extent.Sq * row
     return heads_in_section(heads, each, target.l2_bytes, tiles, _MOST_IN_SECTION, multiprocessors)
+
+
+def _in_order(features: Features, config: BackwardConfig) -> int:
+    """Key heads in a section: tiles of one wait for each other, and the more heads, the fewer of them run."""
+    if features.right and config.heads_inside and not features.mask:
+        return next(heads for D, heads in _IN_ORDER_FROM_LAST.items() if max(features.D, features.Dv) <= D)
+    return _IN_ORDER_IF_BOUNDED if features.left or features.right else _IN_ORDER
 
 
 def mask_plan(dtype: str, config: BackwardConfig) -> MaskPlan:

@@ -56,6 +56,11 @@ class BackwardConfig(Protocol):
         """Whether dQ is summed up in the order of tensor memory."""
         ...
 
+    @property
+    def heads_inside(self) -> bool:
+        """Whether a tile visits a block of rows of all heads of a group before the next, without a mask."""
+        ...
+
 
 class ForwardTable(Protocol):
     """A module of `configs`."""

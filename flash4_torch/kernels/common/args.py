@@ -20,7 +20,10 @@ class Rule(NamedTuple):
     longest: Int32
     """Of what tiles are cut from, queries forward and keys backward: how many, or of the longest sequence."""
     section: Int32
-    """Heads, or packs of them, whose tiles are drawn together: what they read stays in the L2 cache."""
+    """Heads, or packs of them, whose tiles are drawn together: what they read stays in the L2 cache.
+
+    -n: n tiles of one head are drawn together, where a backward's config has `heads_inside`.
+    """
     multiprocessors: Int32
     drop_byte: Uint32
     drop_fraction: Uint32

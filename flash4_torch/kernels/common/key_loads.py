@@ -42,7 +42,7 @@ def finish_end(
     if cutlass.const_expr(k.plan.features.varlen):
         if left < rows:
             ring.wait_full(k.sequence_end, end_at)
-            _zero_rows(stage, left)
+            zero_rows(stage, left)
             cute.arch.fence_view_async_shared()
             cute.arch.sync_warp()
             with cute.arch.elect_one():
@@ -52,7 +52,7 @@ def finish_end(
 
 
 @cute.jit
-def _zero_rows(stage: cute.Tensor, first: Int32) -> None:
+def zero_rows(stage: cute.Tensor, first: Int32) -> None:
     """Zero the rows from `first` on, 16 bytes a lane."""
     rows, columns = (cute.size(stage, mode=[i]) for i in range(2))
     chunks = columns // 8

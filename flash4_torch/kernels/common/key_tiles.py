@@ -60,6 +60,12 @@ def decode(k: Any, shape: Shape, ticket: Uint32) -> Tile:
     summed up in order, tiles wait only for such as were drawn before: see `Plan.descends`.
     """
     step, head = persistent.step_and_head(k, shape.blocks, shape.tiles, ticket)
+    return tile_of(k, shape, step, head)
+
+
+@cute.jit
+def tile_of(k: Any, shape: Shape, step: Uint32, head: Uint32) -> Tile:
+    """A key head's tile, of all batch entries' key heads, by when it is drawn among the head's."""
     batch = head // shape.key_heads
     b = Int32(batch)
     first_q, first_k = Int32(0), Int32(0)
@@ -134,6 +140,26 @@ def turn_of(k: Any, tile: Tile) -> Turn:
         number, step = cute.ceil_div(tile.Sk, k.plan.ticket_keys) - 1 - index, 1
     before = span_of(k, tile._replace(block=tile.block + step * ctas))
     return Turn(number, Span(before.first, Int32(0) if number == 0 else before.last))
+
+
+class Place(NamedTuple):
+    """Block n of one of the group's heads, where a tile visits the block of all heads before the next one."""
+
+    n: Int32
+    h: Int32
+
+
+@cute.jit
+def last_place(span: Span) -> Place:
+    """Where such a tile begins: rows that all tiles of a head see, if a mask bounds their first ones."""
+    return Place(span.last - 1, Int32(0))
+
+
+@cute.jit
+def next_place(k: Any, place: Place) -> Place:
+    h = place.h + 1
+    done = h == group(k)
+    return Place(place.n - 1 if done else place.n, Int32(0) if done else h)
 
 
 class Blocks(NamedTuple):

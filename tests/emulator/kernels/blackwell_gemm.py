@@ -395,6 +395,7 @@ def commit(barrier: cute.Pointer, plan: Plan) -> None:
 def arrive_at_first(barrier: cute.Pointer, plan: Plan) -> None:
     """One arrival a warp, in the first CTA of the cluster; what it did to tensor memory comes before."""
     fence_before()
+    cute.arch.sync_warp()
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(barrier, 0 if plan.ctas == 2 else None)
 

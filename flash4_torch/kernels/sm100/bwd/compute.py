@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 PART = 32
 """Queries whose dP a thread holds at a time."""
+MASKED = 8
+"""Queries whose mask is loaded together, where it is to be added."""
 FOUR = 4
 DRAWN = 64
 """Queries for which dropout draws together."""
@@ -76,7 +78,7 @@ class Made(NamedTuple):
     P: cute.Tensor
     """float32, and times softcap's derivatives; with `slopes` 16 bits, and without them."""
     slopes: cute.Tensor | None
-    """Softcap's derivatives, 16 bits, where dmask needs P without them."""
+    """Softcap's derivatives, 16 bits, where a mask is added."""
     kept: tuple | None
     """Two words of which weights dropout keeps."""
 
@@ -188,45 +190,71 @@ def _weigh(
     q_at: Cursor,
 ) -> Made:
     """Scores become weights, which take their place in tensor memory in 16 bits."""
-    plan, features = k.plan, k.plan.features
+    plan = k.plan
     own = plan.own_queries
-    S = cute.make_rmem_tensor(own, Float32)
-    for first in cutlass.range_constexpr(0, own, PART):
-        tmem.load(place + first, _part(S, first))
+    S, P = cute.make_rmem_tensor(own, Float32), cute.make_rmem_tensor(own, plan.dtype)
+    slopes = cute.make_rmem_tensor(own, plan.dtype) if plan.keeps_slopes else None
+    lse = _numbers(k.sLse, t, q_at)
+    for first in cutlass.range_constexpr(0, own, plan.weighed_together):
+        count = plan.weighed_together
+        part = Made(_part(S, first, count), None if slopes is None else _part(slopes, first, count), kept)
+        _weigh_part(k, t, work, n, mixed, mask, part, _part(P, first, count), place, lse, first)
+    return Made(P if plan.keeps_slopes else S, slopes, kept)
+
+
+@cute.jit
+def _weigh_part(
+    k: Kernel,
+    t: Thread,
+    work: Work,
+    n: Int32,
+    mixed: Boolean,
+    mask: tuple | None,
+    made: Made,
+    P: cute.Tensor,
+    place: Int32,
+    lse: cute.Tensor,
+    start: cutlass.Constexpr,
+) -> None:
+    """Those of some queries, from the thread's `start`-th on."""
+    plan, features = k.plan, k.plan.features
+    S, slopes, count = made.P, made.slopes, cute.size(P)
+    for first in cutlass.range_constexpr(0, count, PART):
+        tmem.load(place + start + first, _part(S, first))
     tmem.wait_loads()
     scores.change(S, k.rule, features.softcap, features.scaled)
-    slopes = None
-    if cutlass.const_expr(features.softcap):
-        slopes = _slopes(k, S)
+    if cutlass.const_expr(slopes is not None):
+        _keep_slopes(k, S, slopes)
     if cutlass.const_expr(plan.masks):
         if mixed | (n < work.whole.first) | (n >= work.whole.last):
-            _hide(k, t, work, n, mask, S)
+            _hide(k, t, work, n, mask, S, start)
     scale = scores.softmax_scale(k.rule, features.scaled)
-    lse = _numbers(k.sLse, t, q_at)
-    for i in cutlass.range_constexpr(0, own, FOUR):
-        offsets = _load_four(lse, i)
+    for i in cutlass.range_constexpr(0, count, FOUR):
+        offsets, four = _load_four(lse, start + i), _part(S, i, FOUR)
+        slope = None
+        if cutlass.const_expr(features.softcap and slopes is None):
+            slope = _slope(k, four)
         for j in cutlass.range_constexpr(0, FOUR, 2):
             x = (S[i + j], S[i + j + 1]), (scale, scale), (offsets[j], offsets[j + 1])
             for e, number in enumerate(cute.arch.fma_packed_f32x2(*x)):
                 S[i + j + e] = cute.math.exp2(number, fastmath=True)
-    P = cute.make_rmem_tensor(own, plan.dtype)
-    round_to(S, P)
-    dropped, rounds = P, features.softcap and features.dmask
+        if cutlass.const_expr(features.softcap):
+            # By fours: what would wait for all of them, spills.
+            round_to(four, _part(P, i, FOUR))
+            if cutlass.const_expr(slope is not None):
+                _multiply(four, slope)
+    if cutlass.const_expr(not features.softcap):
+        round_to(S, P)
+    dropped = P
     if cutlass.const_expr(features.dropout):
-        if cutlass.const_expr(rounds):
-            dropped = cute.make_rmem_tensor(own, plan.dtype)
+        if cutlass.const_expr(slopes is not None):
+            dropped = cute.make_rmem_tensor(count, plan.dtype)
             cute.recast_tensor(dropped, Uint32).store(cute.recast_tensor(P, Uint32).load())
-        dropout.KeyLane.drop(dropped, kept)
+        dropout.KeyLane.drop(dropped, made.kept, start)
     if cutlass.const_expr(plan.wide):
-        write(from_column(row_of(k.sP, t.key), t.first), 0, dropped)
+        write(from_column(row_of(k.sP, t.key), t.first), start, dropped)
     else:
-        tmem.store(place, cute.recast_tensor(dropped, Uint32))
-    if cutlass.const_expr(rounds):
-        return Made(P, slopes, kept)
-    if cutlass.const_expr(features.softcap):
-        for first in cutlass.range_constexpr(0, own, PART):
-            _multiply(_part(S, first), _part(slopes, first))
-    return Made(S, None, kept)
+        tmem.store(place + start // 2, cute.recast_tensor(dropped, Uint32))
 
 
 @cute.jit
@@ -236,8 +264,8 @@ def _differentiate(
     """dS = P (dP - delta), with respect to scaled scores: over dP in tensor memory, and in shared memory."""
     plan, features = k.plan, k.plan.features
     delta = _numbers(k.sDelta, t, q_at)
-    # The addresses of dmask take registers, too.
-    together = PART // 2 if features.dmask else PART
+    # The addresses of dmask take registers, and so do softcap's derivatives.
+    together = PART >> (features.dmask + plan.keeps_slopes)
     for first in cutlass.range_constexpr(0, plan.own_queries, together):
         dS = cute.make_rmem_tensor(together, Float32)
         tmem.load(place + first, dS)
@@ -254,8 +282,8 @@ def _differentiate(
                 dS[at], dS[at + 1] = cute.arch.mul_packed_f32x2(less, (weights[j], weights[j + 1]))
         if cutlass.const_expr(features.dmask):
             add_dmask(k, work, n, _fragment(k, t, work, n, dS, first))
-            if cutlass.const_expr(made.slopes is not None):
-                _multiply(dS, _part(made.slopes, first, together))
+        if cutlass.const_expr(made.slopes is not None):
+            _multiply(dS, widened(_part(made.slopes, first, together)))
         rounded = cute.make_rmem_tensor(together, plan.dtype)
         round_to(dS, rounded)
         if cutlass.const_expr(plan.wide):
@@ -299,25 +327,28 @@ def _draw(k: Kernel, t: Thread, work: Work, n: Int32) -> tuple:
 
 
 @cute.jit
-def _slopes(k: Kernel, S: cute.Tensor) -> cute.Tensor:
-    """Derivatives of the capped scores."""
-    inverse = 1.0 / (k.rule.softcap * scores.LOG2E)
-    own = k.plan.own_queries
-    slopes = cute.make_rmem_tensor(own, k.plan.dtype)
-    for i in cutlass.range_constexpr(0, own, FOUR):
-        values = cute.make_rmem_tensor(FOUR, Float32)
-        for j in cutlass.range_constexpr(FOUR):
-            tanh = S[i + j] * inverse
-            values[j] = 1.0 - tanh * tanh
-        round_to(values, _part(slopes, i, FOUR))
-    return slopes
+def _keep_slopes(k: Kernel, S: cute.Tensor, slopes: cute.Tensor) -> None:
+    for i in cutlass.range_constexpr(0, cute.size(S), FOUR):
+        round_to(_slope(k, _part(S, i, FOUR)), _part(slopes, i, FOUR))
 
 
 @cute.jit
-def _multiply(values: cute.Tensor, slopes: cute.Tensor) -> None:
-    wide = widened(slopes)
-    for i in cutlass.range_constexpr(cute.size(values)):
-        values[i] = values[i] * wide[i]
+def _slope(k: Kernel, S: cute.Tensor) -> cute.Tensor:
+    """Derivatives of capped scores; 0 where they are hidden."""
+    inverse = 1.0 / (k.rule.softcap * scores.LOG2E)
+    slope = cute.make_rmem_tensor(cute.size(S), Float32)
+    for i in cutlass.range_constexpr(cute.size(S)):
+        tanh = S[i] * inverse
+        slope[i] = cutlass.max(1.0 - tanh * tanh, Float32(0.0))
+    return slope
+
+
+@cute.jit
+def _multiply(values: cute.Tensor, others: cute.Tensor) -> None:
+    for i in cutlass.range_constexpr(0, cute.size(values), 2):
+        values[i], values[i + 1] = cute.arch.mul_packed_f32x2(
+            (values[i], values[i + 1]), (others[i], others[i + 1])
+        )
 
 
 @cute.jit
@@ -333,17 +364,26 @@ def _mask_rows(k: Kernel, t: Thread, work: Work, n: Int32) -> tuple:
 
 
 @cute.jit
-def _hide(k: Kernel, t: Thread, work: Work, n: Int32, mask: tuple | None, S: cute.Tensor) -> None:
-    plan = k.plan
+def _hide(
+    k: Kernel,
+    t: Thread,
+    work: Work,
+    n: Int32,
+    mask: tuple | None,
+    S: cute.Tensor,
+    start: cutlass.Constexpr,
+) -> None:
+    plan, count = k.plan, cute.size(S)
     if cutlass.const_expr(plan.features.mask):
-        for first in cutlass.range_constexpr(0, plan.own_queries, PART):
-            part = _fragment(k, t, work, n, _part(S, first), first)
+        together = PART if plan.features.mask == "bool" else MASKED
+        for first in cutlass.range_constexpr(0, count, together):
+            part = _fragment(k, t, work, n, _part(S, first, together), start + first)
             attn_mask.change(k.mask, *mask, n, part)
     if cutlass.const_expr(plan.band.masks):
-        bands.hide(work.band, plan.band, _fragment(k, t, work, n, S, 0))
+        bands.hide(work.band, plan.band, _fragment(k, t, work, n, S, start))
     if cutlass.const_expr(plan.config.tail):
         hidden = work.position >= work.tile.Sk
-        for i in cutlass.range_constexpr(plan.own_queries):
+        for i in cutlass.range_constexpr(count):
             S[i] = -Float32.inf if hidden else S[i]
 
 

@@ -68,17 +68,15 @@ def store_gradient(k: Kernel, warp: Int32, gradient: Gradient, tile: Tile, at: C
     _stage(k, warp, gradient)
     if cutlass.const_expr(k.plan.stores_by_copy_engine):
         cute.arch.fence_view_async_shared()
-        cute.arch.sync_warp()
-        if cutlass.const_expr(k.plan.wide):
-            cute.arch.barrier(barrier_id=STAGED + half, number_of_threads=WARPS * WARP)
-            if warp < k.plan.keys // WARP:
-                _store_box(warp, gradient, tile)
-            cute.arch.barrier(barrier_id=STAGED + half, number_of_threads=WARPS * WARP)
-        else:
-            _store_box(warp, gradient, tile)
+    cute.arch.sync_warp()
+    if cutlass.const_expr(k.plan.wide):
+        cute.arch.barrier(barrier_id=STAGED + half, number_of_threads=WARPS * WARP)
+        if warp < k.plan.keys // WARP:
+            _store(k, warp, gradient, tile)
+        cute.arch.barrier(barrier_id=STAGED + half, number_of_threads=WARPS * WARP)
     else:
-        cute.arch.sync_warp()
-        _store_rows(k, warp, gradient, tile)
+        _store(k, warp, gradient, tile)
+    if cutlass.const_expr(not k.plan.stores_by_copy_engine):
         cute.arch.fence_view_async_shared()  # the next K and V come by the copy engine
     ring.release(gradient.edge, at)
 
@@ -107,6 +105,14 @@ def _stage(k: Kernel, warp: Int32, gradient: Gradient) -> None:
             write(from_column(row, begin + first), 0, rounded)
         else:
             write(row, first, rounded)
+
+
+@cute.jit
+def _store(k: Kernel, warp: Int32, gradient: Gradient, tile: Tile) -> None:
+    if cutlass.const_expr(k.plan.stores_by_copy_engine):
+        _store_box(warp, gradient, tile)
+    else:
+        _store_rows(k, warp, gradient, tile)
 
 
 @cute.jit

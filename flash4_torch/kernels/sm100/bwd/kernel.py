@@ -74,6 +74,14 @@ class Maps(NamedTuple):
     load_do_columns: Any
     load_k_columns: Any
     """Of both tiles' keys."""
+    end_q: Any
+    """Of packed sequences in pairs: the same loads, which arrive in the CTA that asks."""
+    end_do: Any
+    end_k: Any
+    end_v: Any
+    end_q_columns: Any
+    end_do_columns: Any
+    end_k_columns: Any
 
 
 class Layouts(NamedTuple):
@@ -111,7 +119,7 @@ class Signals(NamedTuple):
     """The four warps that have read dV."""
     epilogue_dk: cute.Pointer
     load_pair: cute.Pointer
-    """Of a pair, in CTA 0: both K, and half of the columns of both."""
+    """Of a pair, in CTA 0: both K, and half of the columns of both, as so many arrivals as the plan says."""
 
 
 class Shares(NamedTuple):
@@ -236,11 +244,11 @@ def backward_kernel(
         ring.initialise(load_q, 1)
         ring.initialise(load_do, 1)
         ring.initialise(load_k, COMPUTE_WARPS + REDUCE_WARPS + _mma_reads(plan, pair))
-        ring.initialise(load_v, WARPS)
+        ring.initialise(load_v, WARPS, plan.loaders)
         ring.initialise(sequence_end, 1)
-        _initialise(signals, plan.ctas)
+        _initialise(signals, plan)
         if cutlass.const_expr(plan.ctas > 1):
-            ring.initialise(shares.ring, 1)
+            ring.initialise(shares.ring, 1, plan.loaders)
             ring.initialise(pair.handed, 1)
         cute.arch.mbarrier_init_fence()
         for atom in (*maps[:12:2], *(atom for atom in maps[12:] if atom is not None)):
@@ -319,10 +327,10 @@ def _mma_reads(plan: Plan, pair: Pair | None) -> Int32 | int:
     return 1 if plan.ctas == 1 else Int32(1) - pair.rank
 
 
-def _initialise(signals: Signals, ctas: int) -> None:
+def _initialise(signals: Signals, plan: Plan) -> None:
     """Those that the products wait for count the warps of both CTAs, in CTA 0."""
-    compute, reduce, storing = (ctas * n for n in (COMPUTE_WARPS, REDUCE_WARPS, WARPS))
-    arrivals = Signals(1, compute, 1, compute, 1, reduce, 1, 1, storing, storing, 1)
+    compute, reduce, storing = (plan.ctas * n for n in (COMPUTE_WARPS, REDUCE_WARPS, WARPS))
+    arrivals = Signals(1, compute, 1, compute, 1, reduce, 1, 1, storing, storing, plan.key_loads)
     with cute.arch.elect_one():
         for signal, count in zip(signals, arrivals, strict=True):
             cute.arch.mbarrier_init(signal, count)

@@ -70,12 +70,21 @@ def backward(
         k_columns=_layout(plan, plan.columns_of_k) if paired else None,
         weights=row_major_layout(plan.dtype, plan.keys, plan.queries, 1) if plan.wide else None,
     )
-    load = cpasync.CopyBulkTensorTileG2SOp(CtaGroup.TWO if paired else CtaGroup.ONE)
+    load, load_here = (
+        cpasync.CopyBulkTensorTileG2SOp(group)
+        for group in (CtaGroup.TWO if paired else CtaGroup.ONE, CtaGroup.ONE)
+    )
     store = cpasync.CopyBulkTensorTileS2GOp()
-    columns = [None] * 3
+    columns, ends = [None] * 3, [None] * 7
     if cutlass.const_expr(paired):
+        straight = (
+            *((rows, plan.rows_of_q), (grads, plan.rows_of_do)),
+            *((keys, Matrix(plan.keys, plan.D)), (values, Matrix(plan.keys, plan.Dv))),
+        )
         turned = (rows, plan.columns_of_q), (grads, plan.columns_of_do), (keys, plan.columns_of_k)
-        columns = [map_of(load, x, _layout(plan, part), part.rows, part.columns)[0] for x, part in turned]
+        columns = [_loads(load, plan, x, part) for x, part in turned]
+        if cutlass.const_expr(plan.features.varlen):
+            ends = [_loads(load_here, plan, x, part) for x, part in (*straight, *turned)]
     maps = Maps(
         *map_of(load, rows, layouts.q, own, plan.D),
         *map_of(load, grads, layouts.do, own, plan.Dv),
@@ -84,6 +93,7 @@ def backward(
         *map_of(store, dkeys, layouts.k, WARP, plan.D),
         *map_of(store, dvalues, layouts.v, WARP, plan.Dv),
         *columns,
+        *ends,
     )
     sequences = k.shape[0]
     if cutlass.const_expr(plan.features.varlen):
@@ -107,6 +117,10 @@ def backward(
         plan,
     )
     persistent.launch(kernel, plan, tiles, rule.multiprocessors, stream)
+
+
+def _loads(op: Any, plan: Plan, tensor: cute.Tensor, part: Matrix) -> Any:
+    return map_of(op, tensor, _layout(plan, part), part.rows, part.columns)[0]
 
 
 def _layout(plan: Plan, matrix: Matrix) -> cute.ComposedLayout:

@@ -4,20 +4,24 @@ Every product of a pair takes half of the rows of its second factor from each CT
 of a block's rows for S and half of its columns for dK, and dO likewise for dP and dV: shares of the same
 bytes, in one ring, in the order of the products. All but lse and delta arrive at the barriers of CTA 0, whose
 thread issues the products.
+
+CTA 0 expects the bytes of both. Of packed sequences each expects its own, as the end of a sequence is another
+matter: its copy arrives at a barrier here, what follows the end is zeroed, then this warp arrives in CTA 0.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
+from cutlass._mlir.dialects import nvvm
 
 from ...common import key_tiles as tiles
 from ...common import persistent, ring
 from ...common.copies import copy, stage_bytes
-from ...common.key_loads import copy_statistics, say_that_all_is_done
+from ...common.key_loads import batch_of, copy_statistics, say_that_all_is_done, zero_rows
 from ...common.key_tiles import Tile
 from ...common.ring import Cursor
 
@@ -30,6 +34,16 @@ class Cursors(NamedTuple):
     kv: Cursor
     numbers: Cursor
     share: Cursor
+    end: Cursor
+
+
+class Source(NamedTuple):
+    """What a copy takes, and how."""
+
+    atom: Any
+    to_here: Any
+    """The same for the end of a packed sequence, which arrives in this CTA."""
+    matrix: cute.Tensor
 
 
 class Block(NamedTuple):
@@ -42,7 +56,7 @@ class Block(NamedTuple):
 @cute.jit
 def load_pair(k: Kernel) -> None:
     shape = tiles.shape(k)
-    at = Cursors(ring.start(), ring.start(), ring.start(), ring.start())
+    at = Cursors(ring.start(), ring.start(), ring.start(), ring.start(), ring.start())
     ticket = persistent.first_ticket(k)
     while ticket < shape.tiles:
         number = persistent.request_ticket(k, shape.tiles)
@@ -57,7 +71,7 @@ def load_pair(k: Kernel) -> None:
 @cute.jit
 def _load_tile(k: Kernel, at: Cursors, tile: Tile) -> Cursors:
     """Q by columns comes one block later: dK follows S of the next block."""
-    _load_keys(k, at.kv, tile)
+    at = _load_keys(k, at, tile)
     span, heads = tiles.span_of(k, tile), tiles.group(k)
     before, started = Block(Int32(0), Int32(0)), Boolean(False)
     for h in cutlass.range(heads, unroll=1):
@@ -77,25 +91,26 @@ def _load_tile(k: Kernel, at: Cursors, tile: Tile) -> Cursors:
 
 
 @cute.jit
-def _load_keys(k: Kernel, at: Cursor, tile: Tile) -> None:
+def _load_keys(k: Kernel, at: Cursors, tile: Tile) -> Cursors:
     """K, half of the columns of both K, and which tile it is; then V."""
-    maps = k.maps
-    ring.wait_empty(k.load_k, at)
+    maps, kv, head, end = k.maps, at.kv, tile.key_head, at.end
+    ring.wait_empty(k.load_k, kv)
     with cute.arch.elect_one():
-        tiles.write(k, at, tile)
-        cute.arch.mbarrier_arrive(k.load_k.full + at.stage)
-    _expect(k, k.signals.load_pair, stage_bytes(k.sK) + stage_bytes(k.sKt))
-    stage = k.sK[None, None, at.stage]
-    own = _box(k, maps.mK, tile, tile.key_head, stage, (tile.block, 0))
-    copy(maps.load_k, own, stage, k.signals.load_pair)
+        tiles.write(k, kv, tile)
+        cute.arch.mbarrier_arrive(k.load_k.full + kv.stage)
+    full, own = k.signals.load_pair, (tile.block, 0)
+    _expect(k, full, stage_bytes(k.sK) + stage_bytes(k.sKt))
+    source = Source(maps.load_k, maps.end_k, maps.mK)
+    end = _copy(k, source, tile, head, k.sK[None, None, kv.stage], own, tile.first_k, tile.Sk, full, end)
+    source = Source(maps.load_k_columns, maps.end_k_columns, maps.mK)
     place = tile.block // k.plan.ctas, k.pair.rank
-    both = _box(k, maps.mK, tile, tile.key_head, k.sKt, place)
-    copy(maps.load_k_columns, both, k.sKt, k.signals.load_pair)
-    ring.wait_empty(k.load_v, at)
-    full = k.load_v.full + at.stage
+    end = _copy(k, source, tile, head, k.sKt, place, tile.first_k, tile.Sk, full, end)
+    ring.wait_empty(k.load_v, kv)
+    full = k.load_v.full + kv.stage
     _expect(k, full, stage_bytes(k.sV))
-    stage = k.sV[None, None, at.stage]
-    copy(maps.load_v, _box(k, maps.mV, tile, tile.key_head, stage, (tile.block, 0)), stage, full)
+    source = Source(maps.load_v, maps.end_v, maps.mV)
+    end = _copy(k, source, tile, head, k.sV[None, None, kv.stage], own, tile.first_k, tile.Sk, full, end)
+    return at._replace(end=end)
 
 
 @cute.jit
@@ -113,29 +128,33 @@ def _load_numbers(k: Kernel, at: Cursors, tile: Tile, block: Block) -> Cursors:
 
 @cute.jit
 def _load_q_rows(k: Kernel, at: Cursors, tile: Tile, block: Block) -> Cursors:
-    place = block.n * k.plan.ctas + k.pair.rank, 0
-    return _load_share(k, at, tile, block, k.maps.load_q, k.maps.mQ, k.shares.q, place)
+    source = Source(k.maps.load_q, k.maps.end_q, k.maps.mQ)
+    return _load_share(k, at, tile, block, source, k.shares.q, _half_of_rows(k, block))
 
 
 @cute.jit
 def _load_q_columns(k: Kernel, at: Cursors, tile: Tile, block: Block) -> Cursors:
-    place = block.n, k.pair.rank
-    return _load_share(k, at, tile, block, k.maps.load_q_columns, k.maps.mQ, k.shares.q_columns, place)
+    source = Source(k.maps.load_q_columns, k.maps.end_q_columns, k.maps.mQ)
+    return _load_share(k, at, tile, block, source, k.shares.q_columns, (block.n, k.pair.rank))
 
 
 @cute.jit
 def _load_do(k: Kernel, at: Cursors, tile: Tile, block: Block) -> Cursors:
     """For dV, then for dP."""
     maps, shares = k.maps, k.shares
-    place = block.n, k.pair.rank
-    at = _load_share(k, at, tile, block, maps.load_do_columns, maps.mdO, shares.do_columns, place)
-    place = block.n * k.plan.ctas + k.pair.rank, 0
-    return _load_share(k, at, tile, block, maps.load_do, maps.mdO, shares.do, place)
+    source = Source(maps.load_do_columns, maps.end_do_columns, maps.mdO)
+    at = _load_share(k, at, tile, block, source, shares.do_columns, (block.n, k.pair.rank))
+    source = Source(maps.load_do, maps.end_do, maps.mdO)
+    return _load_share(k, at, tile, block, source, shares.do, _half_of_rows(k, block))
+
+
+def _half_of_rows(k: Kernel, block: Block) -> tuple:
+    return block.n * k.plan.ctas + k.pair.rank, 0
 
 
 @cute.jit
 def _load_share(
-    k: Kernel, at: Cursors, tile: Tile, block: Block, atom, source: cute.Tensor, layout, place: tuple
+    k: Kernel, at: Cursors, tile: Tile, block: Block, source: Source, layout, place: tuple
 ) -> Cursors:
     edge, here = k.shares.ring, at.share
     ring.wait_empty(edge, here)
@@ -143,20 +162,61 @@ def _load_share(
     stage = cute.make_tensor(start, cute.select(layout.outer, mode=[0, 1]))
     full = edge.full + here.stage
     _expect(k, full, cute.size(stage) * 2)
-    copy(atom, _box(k, source, tile, block.head, stage, place), stage, full)
-    return at._replace(share=ring.after(here, edge.stages))
+    end = _copy(k, source, tile, block.head, stage, place, tile.first_q, tile.Sq, full, at.end)
+    return at._replace(share=ring.after(here, edge.stages), end=end)
 
 
 @cute.jit
 def _expect(k: Kernel, full: cute.Pointer, size: cutlass.Constexpr) -> None:
     """What both CTAs load arrives in the first one."""
-    if k.pair.rank == 0:
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, size * k.plan.ctas)
+    if cutlass.const_expr(not k.plan.features.varlen):
+        if k.pair.rank == 0:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full, size * k.plan.ctas)
 
 
-def _box(
-    k: Kernel, source: cute.Tensor, tile: Tile, head: Int32, stage: cute.Tensor, place: tuple
-) -> cute.Tensor:
-    size = tuple(cute.size(stage, mode=[i]) for i in range(2))
-    return cute.local_tile(source[None, None, head, tile.batch], size, place)
+@cute.jit
+def _copy(
+    k: Kernel,
+    source: Source,
+    tile: Tile,
+    head: Int32,
+    stage: cute.Tensor,
+    place: tuple,
+    first: Int32,
+    count: Int32,
+    full: cute.Pointer,
+    end_at: Cursor,
+) -> Cursor:
+    """The box at `place` of the sequence's rows, which are `count` from the `first` on."""
+    box = tuple(cute.size(stage, mode=[i]) for i in range(2))
+    rows = source.matrix[None, None, head, batch_of(k, tile.batch)]
+    if cutlass.const_expr(not k.plan.features.varlen):
+        copy(source.atom, cute.local_tile(rows, box, place), stage, full)
+    else:
+        rows, size = cute.domain_offset((first, 0), rows), cute.size(stage) * 2
+        left, wanted = count - place[0] * box[0], cute.local_tile(rows, box, place)
+        if left >= box[0]:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full, size, 0)
+            copy(source.atom, wanted, stage, full)
+        else:
+            end_at = _copy_end(k, source.to_here, wanted, stage, left, full, end_at)
+    return end_at
+
+
+@cute.jit
+def _copy_end(
+    k: Kernel, atom, box: cute.Tensor, stage: cute.Tensor, left: Int32, full: cute.Pointer, at: Cursor
+) -> Cursor:
+    """Zero what follows the end: weights there are 0, but 0 times infinity or NaN is not."""
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(k.sequence_end.full, cute.size(stage) * 2)
+    copy(atom, box, stage, k.sequence_end.full)
+    ring.wait_full(k.sequence_end, at)
+    zero_rows(stage, left)
+    cute.arch.fence_view_async_shared()
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(full, 0, scope=nvvm.MemScopeKind.CLUSTER)
+    return ring.after(at, 1)

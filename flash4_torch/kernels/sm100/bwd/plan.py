@@ -62,8 +62,10 @@ _REGISTERS_OF_FEATURES = Registers(176, 64, 96)
 """Where softcap, dropout or a floating mask takes them."""
 _REGISTERS_OF_WIDE = Registers(144, 112, 112)
 """For wide heads without a mask: a compute thread has half as many queries."""
-_REGISTERS_OF_WIDE_DROPOUT = Registers(152, 96, 112)
-"""With one."""
+_REGISTERS_OF_WIDE_SOFTCAP = Registers(160, 96, 96)
+"""With dropout and softcap."""
+_REGISTERS_OF_WIDE_DROPOUT = Registers(168, 96, 80)
+"""With dropout and a mask."""
 
 
 class Plan(NamedTuple):
@@ -110,8 +112,9 @@ class Plan(NamedTuple):
     def registers(self) -> Registers:
         f = self.features
         if self.wide:
-            masked = _REGISTERS_OF_WIDE_DROPOUT if f.dropout else _REGISTERS
-            return masked if f.mask else _REGISTERS_OF_WIDE
+            if f.mask:
+                return _REGISTERS_OF_WIDE_DROPOUT if f.dropout else _REGISTERS
+            return _REGISTERS_OF_WIDE_SOFTCAP if f.softcap and f.dropout else _REGISTERS_OF_WIDE
         heavy = f.softcap or f.dropout or f.mask not in ("", "bool")
         return _REGISTERS_OF_FEATURES if heavy else _REGISTERS
 
@@ -265,9 +268,32 @@ class Plan(NamedTuple):
         return self.band.left or self.band.right or self.config.tail or bool(self.features.mask)
 
     @property
+    def weighed_together(self) -> int:
+        """Queries whose scores a thread holds: with softcap and a mask half of its own."""
+        halves = self.features.softcap and self.features.mask and not self.wide
+        return self.own_queries // 2 if halves else self.own_queries
+
+    @property
+    def keeps_slopes(self) -> bool:
+        """Whether softcap's derivatives are made before a mask is added, which leaves no scores to tell."""
+        return self.features.softcap and self.features.mask not in ("", "bool")
+
+    @property
     def stores_by_copy_engine(self) -> bool:
         """A tile of a varlen call may end inside the box; then rows are stored one by one."""
         return not self.features.varlen
+
+    @property
+    def loaders(self) -> int:
+        """Warps that arrive at what they fill in CTA 0: that of CTA 0 for both, but of packed sequences each,
+        when what follows the end is zeroed.
+        """
+        return self.ctas if self.features.varlen else 1
+
+    @property
+    def key_loads(self) -> int:
+        """Arrivals with K of a pair: of packed sequences one for K, one for half of the columns of both."""
+        return 2 * self.loaders if self.features.varlen else 1
 
     def check(self) -> None:
         """Raises AssertionError for what would not run; `configs` never asks for it."""
@@ -276,8 +302,7 @@ class Plan(NamedTuple):
         assert self.queries == LANES and self._after_dk <= COLUMNS
         assert (c.cluster, c.keys) in ((1, 128), (2, 128), (2, 64)) and (self.dq_apart or not self.wide)
         assert c.kv_stages in (1, 2) and min(c.q_stages - 1, c.do_stages, c.dq_slots) >= 1
-        # What the other CTA loads could come before this one has zeroed the end of another sequence.
-        assert c.cluster == 1 or (not f.varlen and c.kv_stages == 1 and c.shares >= 2)
+        assert c.cluster == 1 or (c.kv_stages == 1 and c.shares >= 2)
         assert not f.dmask or f.mask not in ("", "bool")
         compute, reduce, other = self.registers
         assert registers_suffice(THREADS, 2 * compute + reduce + other) and GROUP == LANES

@@ -10,9 +10,9 @@ from cutlass import Float32, Int32
 
 from ...common import forward_tile as tiles
 from ...common import ring
-from ...common.ring import Cursor
 from ...common.warps import GROUP, WARP, WARPS
 from .. import tmem
+from ..signal import arrive
 from . import spans
 from .epilogue import epilogue
 from .plan import RESCALED, SCALE, TILE_STAGES
@@ -38,7 +38,7 @@ def correct(k: Kernel) -> None:
     own = Thread(thread % GROUP, warp, tmem.own_lanes(Int32(0), warp))
     at, end_at = ring.start(), ring.start()
     for t in cutlass.range_constexpr(k.plan.q_tiles):
-        ring.release(k.s_p, Cursor(Int32(t), Int32(0)))
+        arrive(k.s_p.empty + t, k.plan.ctas)
     tile = tiles.read(k, k.tile, at)
     while tile.block >= 0:
         _rescale_blocks(k, own, spans.spans_of(k, tile))
@@ -85,4 +85,4 @@ def _rescale(k: Kernel, own: Thread, t: cutlass.Constexpr) -> None:
             tmem.store(at, values)
         tmem.wait_stores()
         tmem.fence_before()
-    ring.release(k.s_p, Cursor(Int32(t), Int32(0)))
+    arrive(k.s_p.empty + t, k.plan.ctas)

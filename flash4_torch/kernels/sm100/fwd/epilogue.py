@@ -15,6 +15,7 @@ from ...common.ring import Cursor
 from ...common.smem_layouts import chunk_of
 from ...common.warps import WARP
 from .. import tmem, umma
+from ..signal import arrive
 from ..umma import UNIT
 from . import spans
 from .plan import RESCALED, ROWS
@@ -45,7 +46,7 @@ def epilogue(k: Kernel, own: Thread, tile: Tile, t: Int32, end_at: Cursor) -> No
         tmem.wait_loads()
         _stage(k, values, inverse, hidden, rows, column)
     tmem.fence_before()
-    ring.release(k.s_p, Cursor(t, Int32(0)))
+    arrive(k.s_p.empty + t, plan.ctas)
     if cutlass.const_expr(plan.stores_by_copy_engine):
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()

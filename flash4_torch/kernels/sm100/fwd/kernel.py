@@ -11,7 +11,7 @@ Q, K, V -> load ==load_q===> mma ==s_p==> softmax ==scale==> correction ==s_p==>
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import cutlass
@@ -23,6 +23,7 @@ from cutlass.memory import SmemAllocator
 from ...common import attn_mask, ring
 from ...common.args import Rule
 from ...common.forward_tile import MESSAGE
+from ...common.pair import Pair, make_pair, peer_of
 from ...common.query_launch import Maps
 from ...common.ring import Ring
 from ...common.warps import WARPS
@@ -73,6 +74,7 @@ class Kernel:
     late: Ring
     o: Ring
     inverse: Ring
+    pair: Pair | None
     out: cute.Tensor
     lse: cute.Tensor
     tickets: cute.Tensor
@@ -97,9 +99,6 @@ def forward_kernel(
     plan: cutlass.Constexpr,
 ) -> None:
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    mask = None
-    if cutlass.const_expr(mask_args is not None):
-        mask = attn_mask.make_mask(mask_args, plan.mask)
     memory = SmemAllocator()
     sQ = memory.allocate_tensor(plan.dtype, layouts.q.outer, byte_alignment=1024, swizzle=layouts.q.inner)
     kv = cute.make_layout(plan.kv_elements * plan.config.kv_stages)
@@ -131,52 +130,88 @@ def forward_kernel(
         late=_ring(memory, plan.q_tiles),
         o=_ring(memory, plan.q_tiles),
         inverse=_ring(memory, plan.q_tiles),
+        pair=make_pair(memory, peer_of(plan.ctas)),
         out=out,
         lse=lse,
         tickets=tickets,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
-        mask=mask,
+        mask=None,
         rng_state=rng_state,
     )
     if warp == LOADER:
-        ring.initialise(k.tile, plan.tile_readers)
-        ring.initialise(k.load_q, WARPS if plan.config.o_over_q else 1)
-        for edge in (k.load_kv, k.sequence_end, k.o):
-            ring.initialise(edge, 1)
-        ring.initialise(k.s_p, 2 * WARPS)
-        ring.initialise(k.late, 1, writers=WARPS)
-        ring.initialise(k.inverse, WARPS, writers=WARPS)
+        _initialise(k)
         cute.arch.mbarrier_init_fence()
         for atom in (maps.load_q, maps.load_k, maps.load_v, maps.store_o):
             cpasync.prefetch_descriptor(atom)
     if warp == MULTIPLIER:
-        tmem.allocate(k.tmem_holder)
+        tmem.allocate(k.tmem_holder, plan.ctas)
     tmem.fence_before()
-    cute.arch.sync_threads()
+    _meet(plan.ctas)
     tmem.fence_after()
 
     if warp >= MULTIPLIER:
         cute.arch.setmaxregister_decrease(plan.registers.other)
         if warp == MULTIPLIER:
-            multiply(k)
+            if _issues(k) == 1:
+                multiply(_masked(k, mask_args))
         elif warp == LOADER:
-            load(k)
+            load(_masked(k, mask_args))
     elif warp >= CORRECTION:
         cute.arch.setmaxregister_decrease(plan.registers.correction)
-        correct(k)
-    else:
+        correct(_masked(k, mask_args))
+    elif warp < plan.q_tiles * WARPS:
         cute.arch.setmaxregister_increase(plan.registers.softmax)
-        if cutlass.const_expr(plan.q_tiles == 2):
-            weigh(k, warp // WARPS)
-        elif warp < WARPS:
-            weigh(k, Int32(0))
+        weigh(_masked(k, mask_args), warp // WARPS if plan.q_tiles == 2 else Int32(0))
+    else:
+        cute.arch.setmaxregister_decrease(plan.registers.idle)
 
     tmem.fence_before()
-    cute.arch.sync_threads()
+    _meet(plan.ctas)
     tmem.fence_after()
     if warp == MULTIPLIER:
-        tmem.free()
+        tmem.free(plan.ctas)
+
+
+@cute.jit
+def _initialise(k: Kernel) -> None:
+    plan = k.plan
+    # The grid has one row, which the assembler does not know: else it would keep the addresses for all roles
+    # from here on, and spill them.
+    _, zero, _ = cute.arch.block_idx()
+
+    def initialise(edge: Ring, readers: Int32 | int, writers: int = 1) -> None:
+        ring.initialise(edge._replace(full=edge.full + zero, empty=edge.empty + zero), readers, writers)
+
+    initialise(k.tile, plan.tile_readers + _issues(k))
+    initialise(k.load_q, WARPS if plan.config.o_over_q else 1)
+    for edge in (k.load_kv, k.sequence_end, k.o):
+        initialise(edge, 1)
+    initialise(k.s_p, 2 * WARPS * plan.ctas)
+    initialise(k.late, 1, WARPS * plan.ctas)
+    initialise(k.inverse, WARPS, WARPS)
+    if cutlass.const_expr(plan.ctas > 1):
+        initialise(k.pair.handed, 1)
+
+
+@cute.jit
+def _meet(ctas: cutlass.Constexpr) -> None:
+    """All threads, of a pair those of both CTAs: neither may use what the other has not, or no longer."""
+    if cutlass.const_expr(ctas == 1):
+        cute.arch.sync_threads()
+    else:
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+
+
+def _masked(k: Kernel, args: attn_mask.MaskArgs | None) -> Kernel:
+    """For one role: what all would share, they would keep in registers from the beginning on, or spill."""
+    return k if args is None else replace(k, mask=attn_mask.make_mask(args, k.plan.mask))
+
+
+def _issues(k: Kernel) -> Int32 | int:
+    """One warp issues the products of a pair, that of CTA 0."""
+    return 1 if k.plan.ctas == 1 else Int32(1) - k.pair.rank
 
 
 def _ring(memory: SmemAllocator, stages: int) -> Ring:

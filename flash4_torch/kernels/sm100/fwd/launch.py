@@ -8,6 +8,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.nvgpu.tcgen05 import CtaGroup
 
 from ....configs.types import Features, Sm100Forward
 from ...common import host, persistent
@@ -49,15 +50,16 @@ def forward(
 
     layouts = Layouts(
         q=row_major_layout(plan.dtype, ROWS, plan.D, plan.q_tiles),
-        k=row_major_layout(plan.dtype, plan.keys, plan.D, 1),
-        v=column_major_layout(plan.dtype, plan.Dv, plan.keys, 1),
+        k=row_major_layout(plan.dtype, plan.scores.b.rows, plan.D, 1),
+        v=column_major_layout(plan.dtype, plan.output.b.columns, plan.keys, 1),
         o=row_major_layout(plan.dtype, WARP, plan.Dv, WARPS),
     )
-    load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+    load = cpasync.CopyBulkTensorTileG2SOp(CtaGroup.ONE if plan.ctas == 1 else CtaGroup.TWO)
+    store = cpasync.CopyBulkTensorTileS2GOp()
     maps = Maps(
         *host.tensor_map(load, heads, layouts.q, (plan.box, plan.D)),
-        *host.tensor_map(load, keys, layouts.k, (plan.keys, plan.D)),
-        *host.tensor_map(load, values, layouts.v, (plan.Dv, plan.keys)),
+        *host.tensor_map(load, keys, layouts.k, (plan.scores.b.rows, plan.D)),
+        *host.tensor_map(load, values, layouts.v, (plan.output.b.columns, plan.keys)),
         *host.tensor_map(store, outputs, layouts.o, (plan.store_box, plan.Dv)),
     )
     tiles = count_tiles(q, maps, cu_seqlens_q, rule, plan)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 class Cursors(NamedTuple):
+    ticket: Cursor
     tile: Cursor
     q: Cursor
     kv: Cursor
@@ -29,18 +30,29 @@ class Cursors(NamedTuple):
 def load(k: Kernel) -> None:
     """Every tile's number and Q, then its blocks from the last to the first."""
     shape = tiles.shape(k)
-    at = Cursors(ring.start(), ring.start(), ring.start(), ring.start())
+    at = Cursors(ring.start(), ring.start(), ring.start(), ring.start(), ring.start())
     ticket = persistent.first_ticket(k)
     while ticket < shape.tiles:
         number = persistent.request_ticket(k, shape.tiles)
-        tile = tiles.decode(k, shape, ticket, at.tile)
+        tile = tiles.decode(k, shape, ticket, at.ticket)
         if tiles.first_query(k, tile) < tile.Sq:
             at = _tile(k, tile, at)
-        ticket, _ = persistent.receive_ticket(k, number, at.tile)
+        ticket, ticket_at = persistent.receive_ticket(k, number, at.ticket)
+        at = at._replace(ticket=ticket_at)
     ring.wait_empty(k.tile, at.tile)
     with cute.arch.elect_one():
         tiles.write_end(k, at.tile)
         cute.arch.mbarrier_arrive(k.tile.full + at.tile.stage)
+    if cutlass.const_expr(k.plan.ctas > 1):
+        _wait_for_all(k, at.kv)
+
+
+@cute.jit
+def _wait_for_all(k: Kernel, at: Cursor) -> None:
+    """Until the last products have arrived here: those of the other CTA could find that this one has left."""
+    for _ in cutlass.range(k.load_kv.stages, unroll=1):
+        ring.wait_empty(k.load_kv, at)
+        at = ring.after(at, k.load_kv.stages)
 
 
 @cute.jit
@@ -63,7 +75,18 @@ def _tile(k: Kernel, tile: Tile, at: Cursors) -> Cursors:
         n, _ = tiles.block_at(k, blocks, span.last - 1 - i)
         kv_at = _load_k(k, kv_at, tile, n)
         kv_at, end_at = _load_v(k, kv_at, end_at, tile, n)
-    return Cursors(ring.after(at.tile, TILE_STAGES), ring.after(q_at, 1), kv_at, end_at)
+    return Cursors(at.ticket, ring.after(at.tile, TILE_STAGES), ring.after(q_at, 1), kv_at, end_at)
+
+
+@cute.jit
+def _expect(k: Kernel, full: cute.Pointer, size: cutlass.Constexpr) -> None:
+    """What both CTAs of a pair load arrives in the first one."""
+    if cutlass.const_expr(k.plan.ctas == 1):
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, size)
+    elif k.pair.rank == 0:
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, size * k.plan.ctas)
 
 
 @cute.jit
@@ -71,8 +94,7 @@ def _load_q(k: Kernel, at: Cursor, tile: Tile, t: cutlass.Constexpr) -> None:
     """One box; rows beyond the end are zeros, or another sequence's. `at` gives the phase of all tiles."""
     ring.wait_empty(k.load_q, Cursor(Int32(t), at.phase))
     full = k.load_q.full + t
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(full, copies.stage_bytes(k.sQ))
+    _expect(k, full, copies.stage_bytes(k.sQ))
     mQ = cute.domain_offset(
         ((0, tile.first_q), 0), k.maps.mQ[None, None, tile.key_head, _batch(k, tile.batch)]
     )
@@ -86,10 +108,9 @@ def _load_q(k: Kernel, at: Cursor, tile: Tile, t: cutlass.Constexpr) -> None:
 def _load_k(k: Kernel, at: Cursor, tile: Tile, n: Int32) -> Cursor:
     ring.wait_empty(k.load_kv, at)
     full, stage = k.load_kv.full + at.stage, _stage(k, k.layouts.k, at)
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(full, copies.stage_bytes(stage))
+    _expect(k, full, copies.stage_bytes(stage))
     mK = cute.domain_offset((tile.first_k, 0), k.maps.mK[None, None, tile.key_head, _batch(k, tile.batch)])
-    gK = cute.local_tile(mK, (k.plan.keys, k.plan.D), (n, 0))
+    gK = cute.local_tile(mK, (k.plan.scores.b.rows, k.plan.D), (n * k.plan.ctas + _rank(k), 0))
     copies.copy(k.maps.load_k, gK, stage[None, None, 0], full)
     return ring.after(at, k.load_kv.stages)
 
@@ -100,7 +121,7 @@ def _load_v(k: Kernel, at: Cursor, end_at: Cursor, tile: Tile, n: Int32):
     full, left = k.load_kv.full + at.stage, tile.Sk - n * k.plan.keys
     stage = _stage(k, k.layouts.v, at)
     mV = cute.domain_offset((0, tile.first_k), k.maps.mV[None, None, tile.key_head, _batch(k, tile.batch)])
-    gV = cute.local_tile(mV, (k.plan.Dv, k.plan.keys), (0, n))
+    gV = cute.local_tile(mV, (k.plan.output.b.columns, k.plan.keys), (_rank(k), n))
     if k.plan.features.varlen and left < k.plan.keys:
         # The next sequence's values follow. Their weights are 0, but 0 times infinity or NaN is not.
         arrived = k.sequence_end.full
@@ -115,16 +136,20 @@ def _load_v(k: Kernel, at: Cursor, end_at: Cursor, tile: Tile, n: Int32):
             cute.arch.mbarrier_arrive(full)
         end_at = ring.after(end_at, 1)
     else:
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, copies.stage_bytes(stage))
+        _expect(k, full, copies.stage_bytes(stage))
         copies.copy(k.maps.load_v, gV, stage[None, None, 0], full)
     return ring.after(at, k.load_kv.stages), end_at
 
 
 def _stage(k: Kernel, layout: cute.ComposedLayout, at: Cursor) -> cute.Tensor:
-    """(keys, D, 1) or (Dv, keys, 1)"""
+    """(keys, D, 1) or (Dv, keys, 1), of a pair half of the keys, or of Dv."""
     start = k.sKV + at.stage * k.plan.kv_elements
     return cute.make_tensor(cute.recast_ptr(start, layout.inner), layout.outer)
+
+
+def _rank(k: Kernel) -> Int32 | int:
+    """Which half of a block this CTA loads."""
+    return 0 if k.plan.ctas == 1 else k.pair.rank
 
 
 def _batch(k: Kernel, batch: Int32) -> Int32:

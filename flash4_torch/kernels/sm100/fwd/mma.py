@@ -47,7 +47,7 @@ class Progress(NamedTuple):
 @cute.jit
 def multiply(k: Kernel) -> None:
     plan = k.plan
-    operands = Operands(
+    words = Operands(
         umma.word(plan.scores.a, k.sQ.iterator),
         umma.word(plan.scores.b, k.sKV),
         umma.word(plan.output.b, k.sKV),
@@ -58,6 +58,9 @@ def multiply(k: Kernel) -> None:
     while tile.block >= 0:
         ring.release(k.tile, at)
         visited = spans.spans_of(k, tile)
+        # Tensor memory starts at 0, which the assembler does not know: else it would keep the descriptors of
+        # all instructions that read Q from tile to tile, and spill them.
+        operands = Operands(words.q + cute.arch.load(k.tmem_holder, Int32), words.k, words.v)
         with cute.arch.elect_one():
             _tile(k, operands, visited, done)
         phases = done.phases
@@ -78,7 +81,7 @@ def _tile(k: Kernel, operands: Operands, visited: Spans, done: Progress) -> None
     for t in cutlass.range_constexpr(plan.q_tiles):  # in a loop, ptxas 13 dies of it for D 192
         ring.wait_full(k.load_q, Cursor(Int32(t), done.tiles & 1))
         _scores(k, operands, visited.own[t], whole.last - 1, Int32(t), at)
-    umma.commit(k.load_kv.empty + at.stage)
+    umma.commit(k.load_kv.empty + at.stage, plan.ctas)
     at = ring.after(at, plan.config.kv_stages)
     for i in cutlass.range(whole.last - whole.first, unroll=1):
         at, phases = _block(k, operands, visited, whole.last - 1 - i, at, phases)
@@ -94,12 +97,12 @@ def _block(k: Kernel, operands: Operands, visited: Spans, position: Int32, at: C
         own = spans.of(k, visited, t)
         phases = _output(k, operands, own, position, t, at, phases)
         if t == plan.q_tiles - 1:
-            umma.commit(k.load_kv.empty + at.stage)
+            umma.commit(k.load_kv.empty + at.stage, plan.ctas)
         if position > visited.whole.first:
             ring.wait_full(k.load_kv, k_at)
             _scores(k, operands, own, position - 1, t, k_at)
     if position > visited.whole.first:
-        umma.commit(k.load_kv.empty + k_at.stage)
+        umma.commit(k.load_kv.empty + k_at.stage, plan.ctas)
     return ring.after(k_at, plan.config.kv_stages), phases
 
 
@@ -110,10 +113,10 @@ def _scores(k: Kernel, operands: Operands, own: Span, position: Int32, t: Int32,
     if spans.visits(k, own, position):
         q, word = operands.q + t * plan.scores.a.units, operands.k + at.stage * _stage_units(k)
         umma.issue(plan.scores, t * plan.keys, q, word, False)
-        umma.commit(k.s_p.full + t)
+        umma.commit(k.s_p.full + t, plan.ctas)
         if cutlass.const_expr(not plan.config.o_over_q):
             if position == own.first:
-                umma.commit(k.load_q.empty + t)
+                umma.commit(k.load_q.empty + t, plan.ctas)
 
 
 @cute.jit
@@ -132,7 +135,7 @@ def _output(
         tmem.fence_after()
         umma.issue(plan.output, o, p, word, True, first=early)
         if position == own.first:
-            umma.commit(k.o.full + t)
+            umma.commit(k.o.full + t, plan.ctas)
         phases = phases ^ (1 << t)
     return phases
 

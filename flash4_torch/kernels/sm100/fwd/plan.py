@@ -1,12 +1,16 @@
 """Who does what, with how many registers, in how much shared and tensor memory.
 
-A CTA stays for the whole launch and draws pairs of tiles of 128 query rows from a counter:
+A CTA stays for the whole launch and draws two tiles of 128 query rows, or one, at a time from a counter:
 
     warps 0 to 3, 4 to 7    softmax of the first and of the second tile, a row to a thread; lse
     warps 8 to 11           correction: rescale O where a maximum has grown, at the end normalise and store it
     warp 12                 issues S = Q K^T and O += P V of both tiles
     warp 13                 draws tiles, loads Q, K and V by TMA
     warps 14, 15            idle
+
+Two CTAs of a cluster draw together: products take 256 rows then, 128 from each CTA, and half of K's rows and
+of V's columns from each, and are issued in CTA 0. There Q, K and V of both arrive, and `s_p` and `late` count
+the warps of both; what products say, they say in both.
 
 Tensor memory, in columns of 32 bits: S of each tile, over whose first half P is written once S was read, then
 O of each tile.
@@ -30,7 +34,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ....configs.types import SHARED_MEMORY, Features, Sm100Forward, tile_dim
+from ....configs.types import SHARED_MEMORY, Features, Sm100Forward, may_pair, tile_dim
 from ...common.band import BandShape
 from ...common.exponent import Exponent
 from ...common.host import NUMERIC
@@ -62,6 +66,8 @@ class Registers(NamedTuple):
     softmax: int
     correction: int
     other: int
+    idle: int
+    """Of the second tile's softmax, where there is none; where there is one, what others have."""
 
 
 class Plan(NamedTuple):
@@ -97,14 +103,16 @@ class Plan(NamedTuple):
     def registers(self) -> Registers:
         """What spills least, found by compiling: neither more nor fewer for softmax is better throughout."""
         f = self.features
-        if (f.dropout and self.D <= 64) or (f.right and self.D > 128):
-            return Registers(176, 80, 80)
-        return Registers(184, 72, 72)
+        if self.q_tiles == 1:
+            return Registers(240, 120, 120, idle=24)
+        if (f.dropout and (self.D <= 64 or (f.softcap and self.ctas > 1))) or (f.right and self.D > 128):
+            return Registers(176, 80, 80, idle=80)
+        return Registers(184, 72, 72, idle=72)
 
     @property
     def tile_readers(self) -> int:
-        """Warps that read which tile it is."""
-        return (self.q_tiles + 1) * WARPS + 1
+        """Warps that read which tile it is, but for the one that issues products."""
+        return (self.q_tiles + 1) * WARPS
 
     @property
     def pack(self) -> int:
@@ -139,12 +147,15 @@ class Plan(NamedTuple):
     @property
     def scores(self) -> Product:
         """S = Q K^T."""
-        return Product(self.features.dtype, ROWS, self.keys, Matrix(ROWS, self.D), Matrix(self.keys, self.D))
+        return self._product(self.keys, Matrix(ROWS, self.D), Matrix(self.keys // self.ctas, self.D))
 
     @property
     def output(self) -> Product:
         """O += P V."""
-        return Product(self.features.dtype, ROWS, self.Dv, None, Matrix(self.keys, self.Dv, along_rows=True))
+        return self._product(self.Dv, None, Matrix(self.keys, self.Dv // self.ctas, along_rows=True))
+
+    def _product(self, N: int, a: Matrix | None, b: Matrix) -> Product:
+        return Product(self.features.dtype, ROWS * self.ctas, N, a, b, self.ctas)
 
     @property
     def early_steps(self) -> int:
@@ -163,7 +174,7 @@ class Plan(NamedTuple):
     @property
     def kv_elements(self) -> int:
         """Of a stage."""
-        return self.keys * max(self.D, self.Dv)
+        return self.keys * max(self.D, self.Dv) // self.ctas
 
     @property
     def band(self) -> BandShape:
@@ -178,6 +189,14 @@ class Plan(NamedTuple):
     def cuts_at_the_end(self) -> bool:
         """Whether only blocks at the right end may have to be masked: these then have a loop of their own."""
         return not (self.features.left or self.features.mask)
+
+    @property
+    def skips_pieces(self) -> bool:
+        """Whether a warp takes pieces of a block for hidden or visible at once, and makes no hidden weights.
+
+        Beside a mask's or dropout's bits registers do not suffice for the branches.
+        """
+        return self.band.masks and not (self.features.mask or self.features.dropout)
 
     @property
     def mask(self) -> MaskPlan:
@@ -207,10 +226,11 @@ class Plan(NamedTuple):
         assert c.early % 32 == 0 and 32 <= c.early <= c.keys - 32
         assert c.polynomial in range(0, 33, 2)
         assert c.pack in (1, 2, 4, 8, 16, 32, 64)
-        assert c.cluster == 1, "pairs of CTAs are still to come"
+        assert c.cluster == 1 or (c.cluster == 2 and may_pair(f) and c.pack == 1)
         assert not (f.dropout and c.pack > 1), "dropout's random numbers follow unpacked rows"
         assert not c.o_over_q or self.Dv <= self.D
         assert c.tensor_memory(f) <= COLUMNS
-        softmax, correction, other = self.registers
-        assert registers_suffice(self.threads, 2 * softmax + correction + other)
+        softmax, correction, other, idle = self.registers
+        second = softmax if self.q_tiles == 2 else idle
+        assert registers_suffice(self.threads, softmax + second + correction + other)
         assert c.shared_memory(f) <= SHARED_MEMORY

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 
 from ...common import attn_mask, dropout, ring, rounding, scores, softmax
 from ...common import band as bands
@@ -17,14 +17,14 @@ from ...common.fragment import row_fragment
 from ...common.ring import Cursor
 from ...common.warps import GROUP, WARP, WARPS
 from .. import tmem
+from ..signal import arrive
+from . import cut as cuts
 from . import spans
+from .cut import PIECE, Cut
 from .plan import LOADED, SCALE, TILE_STAGES
 
 if TYPE_CHECKING:
     from .kernel import Kernel
-
-PIECE = 32
-"""Weights that are rounded and stored together."""
 
 
 class Thread(NamedTuple):
@@ -160,8 +160,15 @@ def _block(
     S = _load_scores(k, t)
     if cutlass.const_expr(not biased):
         scores.change(S, k.rule, plan.features.softcap, plan.features.scaled)
+    seen = (None,) * (plan.keys // PIECE)
     if cutlass.const_expr(masked):
-        _hide(k, work, S, n, words)
+        if cutlass.const_expr(plan.skips_pieces):
+            cut = _cut(k, t, work, n)
+            for begin in cutlass.range_constexpr(0, plan.keys, PIECE):
+                cuts.hide(cut, work.band, plan.band, S, work.position, n * plan.keys, begin)
+            seen = tuple(cuts.sees(cut, begin) for begin in range(0, plan.keys, PIECE))
+        else:
+            _hide(k, work, S, n, words)
     scale = scores.softmax_scale(k.rule, plan.features.scaled)
     values = cute.make_tensor(S.iterator, cute.make_layout((1, plan.keys)))
     step = softmax.step(values, t.rows, scale, plan.softmax)
@@ -172,15 +179,14 @@ def _block(
     sums = softmax.begin_sums(t.rows)
     for piece in cutlass.range_constexpr(plan.keys // PIECE):
         begin = piece * PIECE
-        sums = softmax.weigh_pairs(values, sums, step, scale, plan.softmax, begin, begin + PIECE)
-        _store_weights(k, t, S, begin, kept)
+        sums = _weigh_piece(k, t, S, sums, step, begin, kept, seen[piece])
         if cutlass.const_expr(begin + PIECE == plan.config.early):
             tmem.wait_stores()
             tmem.fence_before()
-            ring.release(k.s_p, s_at)
+            arrive(k.s_p.empty + s_at.stage, plan.ctas)
     tmem.wait_stores()
     tmem.fence_before()
-    ring.fill(k.late, s_at)
+    arrive(k.late.full + s_at.stage, plan.ctas)
     softmax.end_sums(t.rows, sums)
     return Cursor(s_at.stage, s_at.phase ^ 1)
 
@@ -207,6 +213,15 @@ def _add_mask(k: Kernel, t: Thread, work: Work, n: Int32) -> None:
         attn_mask.change(k.mask, work.mask, (), n, fragment)
         tmem.store(t.lanes + begin, S)
     tmem.wait_stores()
+
+
+@cute.jit
+def _cut(k: Kernel, t: Thread, work: Work, n: Int32) -> Cut:
+    """What the band hides of block n from the rows of the thread's warp."""
+    plan = k.plan
+    row = cute.arch.make_warp_uniform(t.row // WARP) * WARP
+    first, last = work.first + row // plan.pack, work.first + (row + WARP - 1) // plan.pack
+    return cuts.cut_of(work.band, plan.band, first, last, n * plan.keys)
 
 
 @cute.jit
@@ -237,14 +252,47 @@ def _drawn(k: Kernel, work: Work, n: Int32) -> tuple:
     return tuple(work.drawn.kept(first + begin) for begin in range(0, k.plan.keys, PIECE))
 
 
-def _store_weights(k: Kernel, t: Thread, S: cute.Tensor, begin: int, kept: tuple) -> None:
-    """Round a piece of the weights, two to a column, over the scores that all have been read."""
-    values = cute.make_tensor(S.iterator + begin, cute.make_layout(PIECE))
+@cute.jit
+def _weigh_piece(
+    k: Kernel,
+    t: Thread,
+    S: cute.Tensor,
+    sums: tuple,
+    step: softmax.Step,
+    begin: cutlass.Constexpr,
+    kept: tuple,
+    seen: Boolean | None,
+) -> tuple:
+    """A piece of the weights, two to a column, over the scores that all have been read; and the sums.
+
+    seen: None where every warp sees something of it.
+    """
     rounded = cute.make_rmem_tensor(PIECE, k.plan.dtype)
-    rounding.round_to(values, rounded)
-    if k.plan.features.dropout:
-        dropout.QueryLane.drop(rounded, kept[begin // PIECE])
+    if cutlass.const_expr(seen is None) or seen:
+        sums = _weigh_and_round(k, S, sums, step, begin, kept, rounded)
+    else:
+        rounded.fill(0.0)
     tmem.store(t.lanes + begin // 2, cute.recast_tensor(rounded, cutlass.Int32))
+    return sums
+
+
+@cute.jit
+def _weigh_and_round(
+    k: Kernel,
+    S: cute.Tensor,
+    sums: tuple,
+    step: softmax.Step,
+    begin: cutlass.Constexpr,
+    kept: tuple,
+    rounded: cute.Tensor,
+) -> tuple:
+    plan, scale = k.plan, scores.softmax_scale(k.rule, k.plan.features.scaled)
+    values = cute.make_tensor(S.iterator, cute.make_layout((1, plan.keys)))
+    sums = softmax.weigh_pairs(values, sums, step, scale, plan.softmax, begin, begin + PIECE)
+    rounding.round_to(cute.make_tensor(S.iterator + begin, cute.make_layout(PIECE)), rounded)
+    if cutlass.const_expr(plan.features.dropout):
+        dropout.QueryLane.drop(rounded, kept[begin // PIECE])
+    return sums
 
 
 def _scale_barrier(t: Thread) -> Int32:

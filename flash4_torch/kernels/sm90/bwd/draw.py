@@ -10,6 +10,7 @@ from cutlass import Int32, Uint32
 
 from ...common import dropout, ring
 from ...common import key_tiles as tiles
+from ...common.ring import Cursor
 from ..warps import WARP_ROWS
 
 if TYPE_CHECKING:
@@ -24,29 +25,45 @@ def draw(k: Kernel, drawer: Int32) -> None:
     """
     plan = k.plan
     chance = dropout.load(k.rng_state, k.rule.drop_byte, k.rule.drop_fraction)
-    lane = cute.arch.lane_idx()
-    strips, heads = dropout.strips(plan.queries), tiles.group(k)
-    turns, turn = plan.strips * strips // dropout.WARP_STRIPS, drawer
+    heads, turn = tiles.group(k), drawer
     kv_at, at = ring.start(), ring.start()
     tile = tiles.read(k, kv_at)
     while tile.block >= 0:
         ring.release(k.load_k, kv_at)
         first, span = tile.block * plan.keys, tiles.span_of(k, tile)
-        for h in cutlass.range(heads, unroll=1):
-            head = tile.key_head * heads + h
-            blocks = tiles.blocks_of(k, tile, span, head)
-            drawn = tile.batch * k.maps.mQ.shape[2] + head
-            for position in cutlass.range(blocks.span.first, blocks.span.last, unroll=1):
-                n, _ = tiles.block_at(k, blocks, position)
-                ring.wait_empty(k.kept, at)
-                while turn < turns:
-                    place = Uint32(turn * dropout.WARP_STRIPS + lane // dropout.STRIP_LANES)
-                    warp, strip = Int32(place // strips), place % strips
-                    rows = dropout.KeyRows.at(chance, first + warp * WARP_ROWS, drawn, lane)
-                    rows.draw(n * plan.queries, strip, k.sKept[None, None, warp, at.stage])
-                    turn += plan.drawers
-                turn -= turns
-                ring.fill(k.kept, at)
-                at = ring.after(at, plan.config.q_stages)
+        if cutlass.const_expr(plan.heads_inside):
+            place = tiles.last_place(span)
+            for _ in cutlass.range((span.last - span.first) * heads, unroll=1):
+                drawn = tile.batch * k.maps.mQ.shape[2] + tile.key_head * heads + place.h
+                turn = _draw_block(k, chance, drawn, first, place.n, turn, at)
+                at, place = ring.after(at, plan.config.q_stages), tiles.next_place(k, place)
+        else:
+            for h in cutlass.range(heads, unroll=1):
+                head = tile.key_head * heads + h
+                blocks = tiles.blocks_of(k, tile, span, head)
+                drawn = tile.batch * k.maps.mQ.shape[2] + head
+                for position in cutlass.range(blocks.span.first, blocks.span.last, unroll=1):
+                    n, _ = tiles.block_at(k, blocks, position)
+                    turn = _draw_block(k, chance, drawn, first, n, turn, at)
+                    at = ring.after(at, plan.config.q_stages)
         kv_at = ring.after(kv_at, plan.config.kv_stages)
         tile = tiles.read(k, kv_at)
+
+
+@cute.jit
+def _draw_block(
+    k: Kernel, chance: dropout.Dropout, drawn: Int32, first: Int32, n: Int32, turn: Int32, at: Cursor
+) -> Int32:
+    """Block n of a head, number `drawn`, for keys from `first` on; returns the warp's turn in the next."""
+    plan, lane = k.plan, cute.arch.lane_idx()
+    strips = dropout.strips(plan.queries)
+    turns = plan.strips * strips // dropout.WARP_STRIPS
+    ring.wait_empty(k.kept, at)
+    while turn < turns:
+        place = Uint32(turn * dropout.WARP_STRIPS + lane // dropout.STRIP_LANES)
+        warp, strip = Int32(place // strips), place % strips
+        rows = dropout.KeyRows.at(chance, first + warp * WARP_ROWS, drawn, lane)
+        rows.draw(n * plan.queries, strip, k.sKept[None, None, warp, at.stage])
+        turn += plan.drawers
+    ring.fill(k.kept, at)
+    return turn - turns

@@ -1,4 +1,4 @@
-"""A tile's end: dK and dV in 16 bits leave through the shared memory of their own K and V."""
+"""A tile's end: dK and dV in 16 bits leave through the shared memory of their own K and V, or of dQ."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ...common.warps import WARP
 from .. import wgmma
 from ..warps import ROWS, WARP_ROWS
 from .plan import DONE
+from .store_dq import DK, DV, await_empty, hand_gradient, other_slot, place_of_gradient, slot_of
 
 if TYPE_CHECKING:
     from .kernel import Kernel
@@ -35,6 +36,22 @@ def epilogue(k: Kernel, t: Thread, tile: Tile, kv_at: Cursor) -> None:
     store_gradients(k, t, (dv_target(k, sV), dk_target(k, sK)), tile)
     ring.release(k.load_k, kv_at)
     ring.release(k.load_v, kv_at)
+
+
+@cute.jit
+def epilogue_aside(k: Kernel, t: Thread, kv_at: Cursor, slot: Int32) -> None:
+    """A warpgroup's dV and dK leave through its two slots of dQ; `slot` is and stays the next one."""
+    where = place_of_gradient(k, kv_at)
+    # All that reads K and V has ended. The loading warp may write its next message, too.
+    ring.release(k.load_k, kv_at)
+    ring.release(k.load_v, kv_at)
+    plan = k.plan
+    dv = DV, t.dV, dv_scale(k), plan.Dv, slot
+    dk = DK, t.dK, k.rule.scale, plan.D, other_slot(k, slot)
+    for what, gradient, scale, columns, place in (dv, dk):
+        await_empty(place)
+        _stage(k, t, gradient, scale, slot_of(k, place, columns), Int32(0))
+        hand_gradient(k, t, place, what, where)
 
 
 class Target(NamedTuple):
@@ -78,6 +95,14 @@ def store_gradients(k: Kernel, t: Thread, targets: tuple, tile: Tile) -> None:
 @cute.jit
 def stage_gradient(k: Kernel, t: Thread, gradient: cute.Tensor, scale: Float32, stage: cute.Tensor) -> None:
     """Scale, round, and write the warpgroup's rows of a stage."""
+    _stage(k, t, gradient, scale, stage, t.warpgroup)
+
+
+@cute.jit
+def _stage(
+    k: Kernel, t: Thread, gradient: cute.Tensor, scale: Float32, stage: cute.Tensor, place: Int32
+) -> None:
+    """Scale, round, and write as the place-th 64 rows of a stage."""
     plan = k.plan
     for i in cutlass.range_constexpr(cute.size(gradient)):
         gradient[i] = gradient[i] * scale
@@ -86,7 +111,7 @@ def stage_gradient(k: Kernel, t: Thread, gradient: cute.Tensor, scale: Float32, 
     columns = cute.size(stage, mode=[1])
     atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), plan.dtype)
     copy = cute.make_tiled_copy_C(atom, wgmma.output_mma(plan.dtype, columns)).get_slice(t.index)
-    rows = cute.local_tile(stage, (ROWS, columns), (t.warpgroup, 0))
+    rows = cute.local_tile(stage, (ROWS, columns), (place, 0))
     cute.copy(atom, copy.retile(rounded), copy.partition_D(rows))
 
 

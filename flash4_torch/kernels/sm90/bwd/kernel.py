@@ -6,7 +6,7 @@ K, V            -> load ==load_k===> mainloop (warpgroup 1, 2, ..) -> epilogue -
 Q, dO, lse, delta       ==load_v===>    |  ^
                         ==load_q===>    |  share_ds: dS of all warpgroups' keys
                         ==load_do==>    v
-                                     store_dq -> dQ, summed up in global memory
+                                     store_dq -> dQ, summed up in global memory; `gradients_aside`: dK, dV
 """
 
 from __future__ import annotations

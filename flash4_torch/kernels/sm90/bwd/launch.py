@@ -15,9 +15,10 @@ from ...common.args import Rule
 from ...common.attn_mask import MaskArgs
 from ...common.key_launch import compile_for_any, map_of
 from ...common.smem_layouts import column_major_layout, row_major_layout
-from ..warps import WARP_ROWS
+from ..warps import ROWS, WARP_ROWS
 from .kernel import Layouts, Maps, Turned, backward_kernel
 from .plan import Plan
+from .store_dq import aside_layout
 
 
 @cute.jit
@@ -73,6 +74,9 @@ def backward(
     )
     load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
     shared = load if not paired else cpasync.CopyBulkTensorTileG2SMulticastOp()
+    dk_rows, dk_layout, dv_layout = WARP_ROWS, layouts.k, layouts.v
+    if cutlass.const_expr(plan.gradients_aside):
+        dk_rows, dk_layout, dv_layout = ROWS, aside_layout(plan, plan.D), aside_layout(plan, plan.Dv)
     other_k = None
     if cutlass.const_expr(paired):
         other_k = map_of(load, keys, layouts.other_k, plan.keys, half)[0]
@@ -81,8 +85,8 @@ def backward(
         *map_of(shared, grads, layouts.do, *plan.do_share),
         *map_of(load, keys, layouts.k, plan.keys, plan.D),
         *map_of(load, values, layouts.v, plan.keys, plan.Dv),
-        *map_of(store, dkeys, layouts.k, WARP_ROWS, plan.D),
-        *map_of(store, dvalues, layouts.v, WARP_ROWS, plan.Dv),
+        *map_of(store, dkeys, dk_layout, dk_rows, plan.D),
+        *map_of(store, dvalues, dv_layout, dk_rows, plan.Dv),
         other_k,
     )
     sequences = k.shape[0]

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int16, Int32
+from cutlass import Int16, Int32, Uint32
 
 from ...common import key_tiles as tiles
 from ...common import persistent, ring
 from ...common.copies import copy, stage_bytes
 from ...common.key_loads import barrier_of, batch_of, box, copy_statistics, finish_end, say_that_all_is_done
-from ...common.key_tiles import Tile
+from ...common.key_tiles import Place, Shape, Tile
 from ...common.ring import Cursor, Ring
 
 if TYPE_CHECKING:
@@ -29,13 +29,13 @@ class Cursors(NamedTuple):
 
 @cute.jit
 def load(k: Kernel) -> None:
-    """Every tile's K, V and number, then its blocks of rows from the first to the last, head after head."""
+    """Every tile's K, V and number, and its blocks of rows in the order in which consumers take them."""
     shape = tiles.shape(k)
     at = Cursors(ring.start(), ring.start(), ring.start(), ring.start(), ring.start())
     ticket = persistent.first_ticket(k)
     while ticket < shape.tiles:
         number = persistent.request_ticket(k, shape.tiles)
-        tile = tiles.decode(k, shape, ticket)
+        tile = _tile(k, shape, ticket)
         if tiles.first_key(k, tile) < tile.Sk:
             at = _load_tile(k, at, tile)
         ticket, ticket_at = persistent.receive_ticket(k, number, at.ticket)
@@ -44,22 +44,81 @@ def load(k: Kernel) -> None:
 
 
 @cute.jit
+def _tile(k: Kernel, shape: Shape, ticket: Uint32) -> Tile:
+    """Where heads are inside, `section` may be negative: so many tiles of one key head come together.
+
+    They read the same rows at the same time. Long ones, of all heads, come before shorter ones.
+    """
+    if cutlass.const_expr(not k.plan.heads_inside):
+        return tiles.decode(k, shape, ticket)
+    step, head = Uint32(0), Uint32(0)
+    if k.rule.section > 0:
+        step, head = persistent.step_and_head(k, shape.blocks, shape.tiles, ticket)
+    else:
+        length, heads = Uint32(-k.rule.section), shape.tiles // shape.blocks
+        run = ticket // (length * heads)
+        rest = ticket - run * (length * heads)
+        in_run = cutlass.min(length, shape.blocks - run * length)
+        head = rest // in_run
+        step = run * length + rest - head * in_run
+    return tiles.tile_of(k, shape, step, head)
+
+
+@cute.jit
 def _load_tile(k: Kernel, at: Cursors, tile: Tile) -> Cursors:
-    end_at = _load_keys(k, k.load_k, at.kv, at.end, k.maps.load_k, k.maps.mK, k.sK, tile, True)
-    end_at = _load_keys(k, k.load_v, at.kv, end_at, k.maps.load_v, k.maps.mV, k.sV, tile, False)
+    end_at = at.end
+    if cutlass.const_expr(not k.plan.rows_first):
+        end_at = _load_keys_and_values(k, at.kv, end_at, tile)
     q_at, do_at = at.q, at.do
     span, heads = tiles.span_of(k, tile), tiles.group(k)
+    if cutlass.const_expr(k.plan.heads_inside):
+        place, count = tiles.last_place(span), (span.last - span.first) * heads
+        if cutlass.const_expr(k.plan.rows_first):
+            # Both in one loop: their code twice would take registers that this warp has not.
+            for e in cutlass.range(count + 1, unroll=1):
+                if e == 1:
+                    end_at = _load_keys_and_values(k, at.kv, end_at, tile)
+                else:
+                    q_at, do_at, end_at = _load_place(k, q_at, do_at, end_at, tile, place)
+                    place = tiles.next_place(k, place)
+        else:
+            for _ in cutlass.range(count, unroll=1):
+                q_at, do_at, end_at = _load_place(k, q_at, do_at, end_at, tile, place)
+                place = tiles.next_place(k, place)
+    else:
+        for h in cutlass.range(heads, unroll=1):
+            head = tile.key_head * heads + h
+            blocks = tiles.blocks_of(k, tile, span, head)
+            for position in cutlass.range(blocks.span.first, blocks.span.last, unroll=1):
+                n, _ = tiles.block_at(k, blocks, position)
+                q_at, do_at, end_at = _load_block(k, q_at, do_at, end_at, tile, head, n)
+    return Cursors(at.ticket, ring.after(at.kv, k.plan.config.kv_stages), q_at, do_at, end_at)
+
+
+@cute.jit
+def _load_place(
+    k: Kernel, q_at: Cursor, do_at: Cursor, end_at: Cursor, tile: Tile, place: Place
+) -> tuple[Cursor, Cursor, Cursor]:
+    head = tile.key_head * tiles.group(k) + place.h
+    return _load_block(k, q_at, do_at, end_at, tile, head, place.n)
+
+
+@cute.jit
+def _load_block(
+    k: Kernel, q_at: Cursor, do_at: Cursor, end_at: Cursor, tile: Tile, head: Int32, n: Int32
+) -> tuple[Cursor, Cursor, Cursor]:
+    """Q and dO."""
     q = k.maps.load_q, k.maps.mQ, k.sQ, k.plan.q_share, k.sLse, 0
     do = k.maps.load_do, k.maps.mdO, k.sdO, k.plan.do_share, k.sDelta, 1
-    for h in cutlass.range(heads, unroll=1):
-        head = tile.key_head * heads + h
-        blocks = tiles.blocks_of(k, tile, span, head)
-        for position in cutlass.range(blocks.span.first, blocks.span.last, unroll=1):
-            n, _ = tiles.block_at(k, blocks, position)
-            end_at = _load_rows(k, k.load_q, q_at, end_at, q, tile, head, n)
-            end_at = _load_rows(k, k.load_do, do_at, end_at, do, tile, head, n)
-            q_at, do_at = ring.after(q_at, k.load_q.stages), ring.after(do_at, k.load_do.stages)
-    return Cursors(at.ticket, ring.after(at.kv, k.plan.config.kv_stages), q_at, do_at, end_at)
+    end_at = _load_rows(k, k.load_q, q_at, end_at, q, tile, head, n)
+    end_at = _load_rows(k, k.load_do, do_at, end_at, do, tile, head, n)
+    return ring.after(q_at, k.load_q.stages), ring.after(do_at, k.load_do.stages), end_at
+
+
+@cute.jit
+def _load_keys_and_values(k: Kernel, at: Cursor, end_at: Cursor, tile: Tile) -> Cursor:
+    end_at = _load_keys(k, k.load_k, at, end_at, k.maps.load_k, k.maps.mK, k.sK, tile, True)
+    return _load_keys(k, k.load_v, at, end_at, k.maps.load_v, k.maps.mV, k.sV, tile, False)
 
 
 @cute.jit

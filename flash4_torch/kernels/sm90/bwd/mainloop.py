@@ -20,13 +20,13 @@ from ...common import key_tiles as tiles
 from ...common.add_dmask import add_dmask
 from ...common.band import Band, Span
 from ...common.fragment import Fragment, wgmma_fragment
-from ...common.key_tiles import Blocks, Tile
+from ...common.key_tiles import Blocks, Place, Tile
 from ...common.ring import Cursor
 from ...common.rounding import round_to, widened
 from ...common.warps import GROUP, WARP, WARPS
 from .. import wgmma
 from ..warps import LANES, ROWS, WARP_ROWS
-from .epilogue import epilogue
+from .epilogue import epilogue, epilogue_aside
 from .plan import SHARED
 from .store_dq import add_dq, end_adding, other_slot
 
@@ -121,7 +121,10 @@ def _tiles(k: Kernel, t: Thread) -> Cursors:
         _issue_scores(k, t, kv_at, at.q)
         ring.wait_full(k.load_v, kv_at)
         at = each_block(k, t, tile, kv_at, at, _block, plan.masks)
-        epilogue(k, t, tile, kv_at)
+        if cutlass.const_expr(plan.gradients_aside):
+            epilogue_aside(k, t, kv_at, at.dq)
+        else:
+            epilogue(k, t, tile, kv_at)
         kv_at = ring.after(kv_at, plan.config.kv_stages)
         tile = tiles.read(k, kv_at)
     return at
@@ -196,6 +199,8 @@ def _each_block_but_the_last(
 
     `masks`: whether `block` has to know which blocks are masked.
     """
+    if cutlass.const_expr(k.plan.heads_inside):
+        return _blocks_of_all_heads(k, t, tile, kv_at, at, block, masks)
     heads = tiles.group(k)
     started = Boolean(False)
     for h in cutlass.range(heads, unroll=1):
@@ -210,6 +215,61 @@ def _each_block_but_the_last(
     work = _work(k, t, tile, kv_at, heads - 1)
     n, _ = tiles.block_at(k, work.blocks, work.blocks.span.last - 1)
     return at, work, n, started
+
+
+@cute.jit
+def _blocks_of_all_heads(
+    k: Kernel,
+    t: Thread,
+    tile: Tile,
+    kv_at: Cursor,
+    at: Cursors,
+    block: cutlass.Constexpr,
+    masks: cutlass.Constexpr,
+) -> tuple:
+    """The same from the last block to the first one, each of all heads: one loop for all plain blocks."""
+    plan, heads = k.plan, tiles.group(k)
+    work = _work(k, t, tile, kv_at, Int32(0))
+    span, started = work.span, Boolean(False)
+    place, count = tiles.last_place(span), (span.last - span.first) * heads - 1
+    first_plain, first_cut = Int32(0), count
+    if cutlass.const_expr(masks):
+        # Both may lie behind the last block.
+        start, end = _whole(k, work)
+        first_plain = cutlass.min(cutlass.max(span.last - end, 0) * heads, count)
+        first_cut = cutlass.min(cutlass.max(span.last - start, 0) * heads, count)
+    if cutlass.const_expr(masks and plan.cuts_at_the_end):
+        at, place, started = _blocks_down(k, t, work, first_plain, place, started, at, block, True)
+    at, place, started = _blocks_down(k, t, work, first_cut - first_plain, place, started, at, block, False)
+    if cutlass.const_expr(masks and plan.cuts_at_the_start):
+        at, place, started = _blocks_down(k, t, work, count - first_cut, place, started, at, block, True)
+    return at, _of_head(k, work, heads - 1), span.first, started
+
+
+@cute.jit
+def _blocks_down(
+    k: Kernel,
+    t: Thread,
+    work: Work,
+    count: Int32,
+    place: Place,
+    started: Boolean,
+    at: Cursors,
+    block: cutlass.Constexpr,
+    masked: cutlass.Constexpr,
+) -> tuple:
+    """So many blocks, from a place on."""
+    for _ in cutlass.range(count, unroll=1):
+        at = block(k, t, _of_head(k, work, place.h), place.n, started, masked, False, at)
+        place, started = tiles.next_place(k, place), Boolean(True)
+    return at, place, started
+
+
+@cute.jit
+def _of_head(k: Kernel, work: Work, h: Int32) -> Work:
+    """The tile's work for another head of the group."""
+    head = work.tile.key_head * tiles.group(k) + h
+    return Work(work.tile, work.kv, work.band, work.span, work.turn, work.positions, head, work.blocks)
 
 
 @cute.jit

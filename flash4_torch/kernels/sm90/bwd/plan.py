@@ -5,12 +5,13 @@ it holds against every row of queries, of all query heads of the group, that see
 
     warp 0 of warpgroup 0    draws tiles, loads K and V, then Q and dO block after block
     warps 1, 2, 3 of it      add dQ to global memory, one for each consumer warpgroup; with dropout, one for
-                             all, and the others draw
+                             all, and the others draw. With `gradients_aside` they store dK and dV, too
     warpgroups 1, 2, ...     64 keys each: S^T = K Q^T, dP^T = V dO^T, dV += P^T dO, dK += dS^T Q, together
                              dQ = dS K; at the end each stores dK and dV. With `split`, see `wide`, two of
                              them share 64 keys
 
-    load_k, load_v    K and V of a tile, and which tile it is; `kv_stages` each. dK and dV leave through them
+    load_k, load_v    K and V of a tile, and which tile it is; `kv_stages` each. dK and dV leave through them,
+                      or with `gradients_aside` through the slots of dQ
     load_q, load_do   blocks of rows, with what the preprocess made of them: lse with Q, delta with dO
     kept              which weights of a block dropout keeps, a bit each
     share_ds          dS of all keys, which is written and read by all warpgroups; `ds_stages`
@@ -151,8 +152,19 @@ class Plan(NamedTuple):
 
         Each tile of a band with a right side begins at another block: the last one to get there is the one
         that has most blocks behind it. In any other order tiles would wait for it from their first block on.
+        With heads inside all begin at the last block, and the longest first.
         """
-        return self.features.deterministic and self.features.right
+        return self.features.deterministic and self.features.right and not self.heads_inside
+
+    @property
+    def heads_inside(self) -> bool:
+        """Whether a block is visited of all heads before the next; a mask's blocks differ among heads."""
+        return self.config.heads_inside and not self.features.mask
+
+    @property
+    def rows_first(self) -> bool:
+        """Whether a tile's first rows are loaded before its keys; where one loop loads all."""
+        return self.config.rows_first and self.heads_inside
 
     @property
     def lists_blocks(self) -> bool:
@@ -163,6 +175,16 @@ class Plan(NamedTuple):
     def stores_by_copy_engine(self) -> bool:
         """A tile of a varlen call may end inside the box; then rows are stored one by one."""
         return not self.features.varlen
+
+    @property
+    def gradients_aside(self) -> bool:
+        """Whether storing warps store dK and dV, too: a warpgroup leaves them where it leaves its dQ.
+
+        There is room for as many columns of 16 bits as dQ has of 32 bits, half of them a warpgroup's.
+        """
+        fits = 2 * ROWS * max(self.D, self.Dv) <= 4 * GROUP * self.blocks.registers
+        asked = self.config.gradients_aside and fits
+        return asked and self.stores_by_copy_engine and not self.features.deterministic
 
     @property
     def hands_slopes_over(self) -> bool:
@@ -222,6 +244,8 @@ class Plan(NamedTuple):
         # What the other CTA loads could come before this one has zeroed the end of another sequence.
         assert c.cluster == 1 or not f.varlen
         assert c.dq_stages in (1, 2) and not (c.split and c.dq_stages > 1)
+        assert not c.rows_first or (c.heads_inside and not c.split)
+        assert not c.gradients_aside or (c.dq_stages == 2 and not c.split and not c.next_tile)
         assert not c.next_tile or (c.kv_stages == 2 and not c.split)
         assert not f.dmask or f.mask not in ("", "bool")
         assert c.kv_stages in (1, 2) and c.ds_stages in (1, 2) and min(c.q_stages, c.do_stages) >= 1

@@ -1,5 +1,8 @@
 """Adding up dQ in global memory: consumers leave pieces in shared memory, warps of the producer add them.
 
+With `gradients_aside` consumers leave dK and dV there, too: a tile's end waits for nothing but room, and the
+next K and V are on their way.
+
 A warpgroup that added its registers itself would wait for the L2 cache; the copy engine adds a whole piece at
 once, and the warp that told it to is the only one that waits.
 """
@@ -11,15 +14,22 @@ from typing import TYPE_CHECKING, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
 
 from ...common import key_tiles as tiles
+from ...common.ring import Cursor
+from ...common.smem_layouts import row_major_layout
 from ...common.warps import GROUP, WARP
+from ..warps import ROWS
 from .plan import EMPTY, FULL
 
 if TYPE_CHECKING:
     from .kernel import Kernel
     from .mainloop import Thread, Work
+    from .plan import Plan
 
+DV, DK = 1, 2
+"""Targets that are no address: what lies there is a gradient of keys."""
 WORDS = 4
 """Of 64 bits, that tell a storing warp what to do with a piece."""
 
@@ -41,7 +51,7 @@ class Errand(NamedTuple):
 def add_dq(k: Kernel, t: Thread, dQ: cute.Tensor, slot: Int32, piece: Int32, work: Work, n: Int32) -> None:
     """Have a warpgroup's piece of block n of a query head added, in the order of `dq_blocks`."""
     blocks, tile = k.plan.blocks, work.tile
-    _await_empty(slot)
+    await_empty(slot)
     for i in cutlass.range_constexpr(blocks.registers // 4):
         place = k.sdQ[None, slot].iterator + (i * GROUP + t.index) * 4
         four = cute.make_ptr(Float32, place.toint(), cute.AddressSpace.smem, assumed_align=16)
@@ -59,6 +69,34 @@ def add_dq(k: Kernel, t: Thread, dQ: cute.Tensor, slot: Int32, piece: Int32, wor
 
 
 @cute.jit
+def hand_gradient(k: Kernel, t: Thread, slot: Int32, what: cutlass.Constexpr, where: tuple) -> None:
+    """Have a warpgroup's dK or dV stored, which lies in the slot as `slot_of` says."""
+    if t.index == 0:
+        for i, word in enumerate((what, *where)):
+            cute.arch.store(k.errands + (slot * WORDS + i), Int64(word))
+    cute.arch.barrier_arrive(barrier_id=FULL + slot, number_of_threads=GROUP + WARP)
+
+
+@cute.jit
+def place_of_gradient(k: Kernel, kv_at: Cursor) -> tuple:
+    """The tile's block, key head and batch, once more: `tile`'s own numbers stay in uniform registers."""
+    message = k.message + kv_at.stage * tiles.MESSAGE
+    return tuple(cute.arch.load(message + i, Int32) for i in range(3))
+
+
+@cute.jit
+def slot_of(k: Kernel, slot: Int32, columns: cutlass.Constexpr) -> cute.Tensor:
+    """A slot as 64 rows of a gradient in 16 bits."""
+    layout = aside_layout(k.plan, columns)
+    pointer = cute.recast_ptr(k.sdQ[None, slot].iterator, layout.inner, k.plan.dtype)
+    return cute.make_tensor(pointer, layout.outer)
+
+
+def aside_layout(plan: Plan, columns: int) -> cute.ComposedLayout:
+    return cute.select(row_major_layout(plan.dtype, ROWS, columns, 1), mode=[0, 1])
+
+
+@cute.jit
 def end_adding(k: Kernel, t: Thread, slot: Int32) -> None:
     """After a warpgroup's last piece; `slot` is the next one's."""
     _end(k, t, slot)
@@ -68,7 +106,7 @@ def end_adding(k: Kernel, t: Thread, slot: Int32) -> None:
 
 @cute.jit
 def _end(k: Kernel, t: Thread, slot: Int32) -> None:
-    _await_empty(slot)
+    await_empty(slot)
     if t.index == 0:
         _write(k, slot, Errand(Int64(0), Int64(0), Int64(0), Int64(0)))
     cute.arch.barrier_arrive(barrier_id=FULL + slot, number_of_threads=GROUP + WARP)
@@ -112,7 +150,10 @@ def _store_piece(k: Kernel, slot: Int32) -> Boolean:
         if cute.arch.lane_idx() == 0:
             if cutlass.const_expr(k.plan.features.deterministic):
                 _await_turn(errand)
-            _add(k, slot, errand)
+            if cutlass.const_expr(k.plan.gradients_aside):
+                _store(k, slot, errand)
+            else:
+                _add(k, slot, errand)
             cute.arch.cp_async_bulk_commit_group()
             # With two slots, until the one before is free.
             cute.arch.cp_async_bulk_wait_group(k.plan.config.dq_stages - 1, read=True)
@@ -164,6 +205,36 @@ def _add(k: Kernel, slot: Int32, errand: Errand) -> None:
 
 
 @cute.jit
+def _store(k: Kernel, slot: Int32, errand: Errand) -> None:
+    """By one thread, whatever it is."""
+    if errand.target > DK:
+        _add(k, slot, errand)
+    else:
+        _store_gradient(k, slot, errand)
+
+
+@cute.jit
+def _store_gradient(k: Kernel, slot: Int32, errand: Errand) -> None:
+    """By one thread. The copy engine leaves out rows beyond the end."""
+    block, head, batch = (Int32(cute.arch.load(k.errands + (slot * WORDS + i), Int64)) for i in (1, 2, 3))
+    warpgroups = k.plan.warpgroups
+    place = block * warpgroups + (slot if slot < warpgroups else slot - warpgroups)
+    if errand.target == DV:
+        _store_rows(k.maps.store_dv, slot_of(k, slot, k.plan.Dv), k.maps.mdV[None, None, head, batch], place)
+    else:
+        _store_rows(k.maps.store_dk, slot_of(k, slot, k.plan.D), k.maps.mdK[None, None, head, batch], place)
+
+
+@cute.jit
+def _store_rows(atom, stage: cute.Tensor, target: cute.Tensor, place: Int32) -> None:
+    rows = cute.local_tile(target, (ROWS, cute.size(stage, mode=[1])), (place, 0))
+    s, g = cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(stage, 0, 2), cute.group_modes(rows, 0, 2)
+    )
+    cute.copy(atom, s, g)
+
+
+@cute.jit
 def _await_turn(errand: Errand) -> None:
     seen = _count(errand.turns)
     while seen < Int32(errand.awaited):
@@ -173,10 +244,10 @@ def _await_turn(errand: Errand) -> None:
 
 @cute.jit
 def _end_turn(errand: Errand, counts: Int32) -> None:
-    """Once all that this thread has added is there."""
+    """Once all that this thread has added is there, which makes it seen as any store is: no fence between."""
     cute.arch.cp_async_bulk_wait_group(0, read=False)
     cute.arch.inline_ptx(
-        "fence.proxy.async; red.release.gpu.global.add.s32 [{$r0}], {$r1};",
+        "red.release.gpu.global.add.s32 [{$r0}], {$r1};",
         read_only_args=[errand.turns, counts],
     )
 
@@ -211,7 +282,8 @@ def _read(k: Kernel, slot: Int32) -> Errand:
     return Errand(*words)
 
 
-def _await_empty(slot: Int32) -> None:
+def await_empty(slot: Int32) -> None:
+    """By a warpgroup, for room for its next piece."""
     cute.arch.barrier(barrier_id=EMPTY + slot, number_of_threads=GROUP + WARP)
 
 

@@ -1,0 +1,34 @@
+"""Kernels compiled to files, once for all tests of a run and by all processors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import cubin
+from flash4_torch import env
+from flash4_torch.compile import Key, cache, pool
+
+
+def codes(keys: Sequence[Key], folders: pytest.TempPathFactory) -> dict[Key, cubin.Code]:
+    """What is in each kernel's file."""
+    return {key: cubin.read(file)[0] for key, file in files(keys, folders).items()}
+
+
+def files(keys: Sequence[Key], folders: pytest.TempPathFactory) -> dict[Key, Path]:
+    folder = folders.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # of all workers
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(env.CACHE_DIR.name, str(folder / "kernels"))
+        pool.prepare(keys, len(os.sched_getaffinity(0)), lambda done, total: None)
+        return {key: _found(key) for key in keys}
+
+
+def _found(key: Key) -> Path:
+    file = cache.find(key.digest)
+    assert isinstance(file, Path)
+    return file
