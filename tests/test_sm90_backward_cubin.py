@@ -63,16 +63,22 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, cubin.Code]:
 
 
 def test_nothing_spills(compiled: dict[Key, cubin.Code]) -> None:
-    kernels = {key: code for key, code in compiled.items() if not known_to_spill(key)}
-    spilling = {str(key): code for key, code in kernels.items() if code.stack or code.spills}
+    allowed = {key: allowed_spills(key) for key in compiled}
+    spilling = {
+        str(key): code
+        for key, code in compiled.items()
+        if code.spills > allowed[key] or (code.stack and not allowed[key])
+    }
     assert not spilling, "\n".join(map(str, spilling.items()))
 
 
-def known_to_spill(key: Key) -> bool:
-    """Floating masks without a bound at D 128: 4 to 19 instructions, and 2 to 29 in seven other configs."""
+def allowed_spills(key: Key) -> int:
+    """Instructions. Floating masks without a bound at D 128: twelve other configs spill 2 to 29."""
     features = key.static[0]
     floating = isinstance(features, Features) and features.mask not in ("", "bool")
-    return floating and not (features.left or features.right) and max(features.D, features.Dv) == 128
+    without_gradient = floating and not features.dmask and not features.dropout
+    unbounded = floating and not (features.left or features.right)
+    return 19 if without_gradient and unbounded and max(features.D, features.Dv) == 128 else 0
 
 
 def test_wgmmas_overlap(compiled: dict[Key, cubin.Code]) -> None:
