@@ -29,6 +29,7 @@ WINDOW = {"left": True, "right": True}
 NEXT_TILE = {"kv_stages": 2, "next_tile": True}
 INSIDE = {"heads_inside": True, "rows_first": True}
 ASIDE = {"gradients_aside": True, "dq_stages": 2}
+STAGES = {**INSIDE, "static_stages": True}
 ROUNDED = {"round_weights": True}
 SOFTCAP = {"softcap": True, "scaled": True, **ROUNDED}
 # (warpgroups, queries)
@@ -68,11 +69,17 @@ STATICS = {
     "aside": static(128, 128, (2, 64), "float16", **ASIDE, **CAUSAL),
     "aside, narrow": static(96, 80, (2, 64), ds_stages=2, **INSIDE, **ASIDE),
     "aside, dropout": static(64, 64, (2, 64), dropout=True, **ASIDE, **INSIDE, **WINDOW),
+    "static stages": static(128, 128, (2, 64), **STAGES, **ASIDE),
+    "static stages, causal": static(128, 128, (2, 64), "float16", tail=False, **STAGES, **ASIDE, **CAUSAL),
+    "static stages, window": static(96, 80, (2, 64), ds_stages=2, **STAGES, **SOFTCAP, **WINDOW),
+    "static stages, packed": static(64, 64, (2, 64), varlen=True, **STAGES, **ASIDE, **CAUSAL),
+    "static stages, in order": static(96, 96, (2, 64), deterministic=True, **STAGES, **ASIDE, **CAUSAL),
     "softcap": static(128, 128, (2, 64), **SOFTCAP, **CAUSAL),
     "scaled": static(64, 64, (2, 64), "float16", scaled=True),
     "bool mask": static(128, 128, (2, 64), mask="bool"),
     "bool mask, bands": static(64, 64, (2, 128), mask="bool", **ROUNDED, **CAUSAL),
     "bfloat16 mask": static(128, 128, (2, 64), mask="bfloat16", scaled=True, **WINDOW),
+    "bfloat16 mask, full": static(128, 128, (2, 64), mask="bfloat16", scaled=True, dq_stages=2),
     "float16 mask": static(64, 64, (2, 64), "float16", mask="float16", scaled=True, dmask=True),
     "float32 mask": static(64, 64, (2, 64), mask="float32", dmask=True, deterministic=True, **SOFTCAP),
     "dropout": static(128, 128, (2, 64), dropout=True, dq_stages=2),
@@ -93,13 +100,15 @@ def test_values(name: str, data: st.DataObject) -> None:
     gradients_are_right(STATICS[name], data)
 
 
-@pytest.mark.parametrize("name", ["next tile, in order", "in order, packed", "inside, in order"])
+@pytest.mark.parametrize(
+    "name", ["next tile, in order", "in order, packed", "inside, in order", "static stages, in order"]
+)
 def test_sums_have_an_order(name: str) -> None:
     sums_have_an_order(STATICS[name])
 
 
-@pytest.mark.parametrize("name", ["inside, no tail"])
-@pytest.mark.parametrize("lengths", [(300, 300), (200, 450), (450, 130)])
+@pytest.mark.parametrize("name", ["inside, no tail", "static stages, causal"])
+@pytest.mark.parametrize("lengths", [(300, 300), (200, 450), (450, 130), (128, 128), (200, 264)])
 def test_the_diagonal_hides_what_follows_the_last_key(name: str, lengths: tuple[int, int]) -> None:
     Sq, Sk = lengths
     call = drawn(STATICS[name], Hk=2, lengths=((Sq,), (Sk,)), section=-1)

@@ -49,6 +49,13 @@ STATICS = {
     "pair, one held": static(192, 192, (2, 64), "float16", holds=1, **PAIR),
     "pair, window": static(136, 200, (2, 64), q_stages=1, **PAIR, **WINDOW),
     "pair, in order": static(256, 256, (2, 64), "float16", deterministic=True, **PAIR, **CAUSAL),
+    "pair, in order, inside": static(
+        192, 192, (2, 64), deterministic=True, heads_inside=True, holds=1, **PAIR, **CAUSAL
+    ),
+    "pair, in order, two slots": static(
+        192, 128, (2, 64), deterministic=True, heads_inside=True, dq_stages=2, **PAIR, **CAUSAL
+    ),
+    "two slots": static(128, 64, (2, 64), "float16", split=True, dq_stages=2, **WINDOW),
     "pair, softcap": static(256, 256, (2, 64), **SOFTCAP, **PAIR),
     "pair, bool mask": static(192, 192, (2, 64), mask="bool", **PAIR, **CAUSAL),
     "pair, float16 mask": static(
@@ -76,7 +83,7 @@ def test_pairs_draw_every_tile_once(name: str, tiles: int) -> None:
     every_tile_is_drawn_once(STATICS[name], tiles)
 
 
-@pytest.mark.parametrize("name", ["pair, in order"])
+@pytest.mark.parametrize("name", ["pair, in order", "pair, in order, inside", "pair, in order, two slots"])
 def test_sums_have_an_order(name: str) -> None:
     sums_have_an_order(STATICS[name])
 

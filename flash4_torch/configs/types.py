@@ -157,7 +157,7 @@ class Sm90Backward(NamedTuple):
     ds_stages: int = 1
     """With two, no warpgroup waits for another one's dQ before it writes its dS; but where `split`."""
     dq_stages: int = 1
-    """Of each warpgroup's dQ on its way to global memory, 1 or 2; only 1 where `split`."""
+    """Of each warpgroup's dQ on its way to global memory, 1 or 2; 1 with more than one of `dq_passes`."""
     scores_first: bool = True
     """The next block's scores are issued before the wait for dQ, not behind it."""
     next_tile: bool = False
@@ -170,6 +170,9 @@ class Sm90Backward(NamedTuple):
     tile's end; else through K and V, as with packed sequences, sums in order, and dV wider than dK."""
     rows_first: bool = False
     """With heads inside: a tile's first Q and dO are loaded before its K and V, which have no room yet."""
+    static_stages: bool = False
+    """Of the code for blocks that nothing cuts there is a copy for each stage of Q, whose addresses are then
+    constants; with two stages of Q, and of dO. Not where `split`."""
     round_weights: bool = False
     """dS is made of the rounded weights, which frees the registers of the others."""
     tail: bool = True

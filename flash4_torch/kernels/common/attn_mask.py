@@ -17,6 +17,7 @@ and one that holds scores
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import cutlass
@@ -189,14 +190,25 @@ def words_of(own: Rows, n: Int32) -> tuple[cute.Tensor, ...]:
 
 
 @cute.jit
-def change(mask: Mask, own: Rows, words: tuple[cute.Tensor, ...], n: Int32, fragment: Fragment) -> None:
+def change(
+    mask: Mask,
+    own: Rows,
+    words: tuple[cute.Tensor, ...],
+    n: Int32,
+    fragment: Fragment,
+    one_by_one: cutlass.Constexpr = False,
+) -> None:
     """Hide scores of block n, or add to them; for a floating mask they are scaled, in base-2 units.
+
+    one_by_one: a floating mask's keys that are no neighbours are read row after row, for want of registers.
 
     The fragment's column 0 is the first of the thread's keys in the block. Keys beyond Sk get something or
     other; a block in which no mask changes anything (`mixed` is false) needs no call.
     """
     if cutlass.const_expr(mask.plan.dtype == "bool"):
         _hide(words, fragment)
+    elif cutlass.const_expr(one_by_one):
+        _add_one_by_one(mask, own, n, fragment)
     else:
         _add(mask, own, n, fragment)
 
@@ -214,15 +226,32 @@ def _hide(words: tuple[cute.Tensor, ...], fragment: Fragment) -> None:
 
 @cute.jit
 def _add(mask: Mask, own: Rows, n: Int32, fragment: Fragment) -> None:
+    rows = range(len(own.values))
     if own.aligned and (n + 1) * mask.plan.keys <= mask.values.shape[3]:
-        _add_runs(own, fragment)
+        _add_runs(own, fragment, rows)
     else:
-        _add_keys(own, fragment, mask.values.shape[3])
+        _add_keys(own, fragment, rows, mask.values.shape[3])
 
 
-def _add_runs(own: Rows, fragment: Fragment) -> None:
+@cute.jit
+def _add_one_by_one(mask: Mask, own: Rows, n: Int32, fragment: Fragment) -> None:
+    """Branches by votes: of those that ask for the same compilers would make one, with all sums behind it.
+
+    Then every number would have a register there, and where keys are read one by one, every key's offset.
+    """
+    rows = range(len(own.values))
+    aligned = own.aligned & ((n + 1) * mask.plan.keys <= mask.values.shape[3])
+    if cute.arch.vote_any_sync(aligned):
+        _add_runs(own, fragment, rows)
+    for r in cutlass.range_constexpr(len(own.values)):
+        if not cute.arch.vote_any_sync(aligned):
+            _add_keys(own, fragment, (r,), mask.values.shape[3])
+
+
+def _add_runs(own: Rows, fragment: Fragment, rows: Sequence[int]) -> None:
     scores, run = fragment.values, own.run
-    for r, row in enumerate(own.values):
+    for r in rows:
+        row = own.values[r]
         for c in range(0, len(fragment.offsets), run):
             start = row.iterator + (fragment.key + fragment.offsets[c])
             loaded = cute.make_rmem_tensor(run, row.element_type)
@@ -231,10 +260,10 @@ def _add_runs(own: Rows, fragment: Fragment) -> None:
                 scores[r, c + i] = scores[r, c + i] + loaded[i].to(Float32) * LOG2E
 
 
-def _add_keys(own: Rows, fragment: Fragment, Sk: Int32) -> None:
-    for r, row in enumerate(own.values):
+def _add_keys(own: Rows, fragment: Fragment, rows: Sequence[int], Sk: Int32) -> None:
+    for r in rows:
         for c, offset in enumerate(fragment.offsets):
-            x = row[within(fragment.key + offset, Sk)].to(Float32)
+            x = own.values[r][within(fragment.key + offset, Sk)].to(Float32)
             fragment.values[r, c] = fragment.values[r, c] + x * LOG2E
 
 

@@ -142,6 +142,22 @@ def turn_of(k: Any, tile: Tile) -> Turn:
     return Turn(number, Span(before.first, Int32(0) if number == 0 else before.last))
 
 
+@cute.jit
+def write_turn(k: Any, at: Cursor, tile: Tile) -> None:
+    """By the lane that has written the tile: over words of its message that nobody reads if not varlen."""
+    turn, message = turn_of(k, tile), k.message + (at.stage * MESSAGE + _TOLD)
+    for i, word in enumerate((turn.number, *turn.before)):
+        cute.arch.store(message + i, word)
+
+
+@cute.jit
+def read_turn(k: Any, at: Cursor) -> Turn:
+    """While the tile's K is held: `turn_of`, without its numbers in registers, nor the tile's."""
+    message = k.message + (at.stage * MESSAGE + _TOLD)
+    number, first, last = (cute.arch.load(message + i, Int32) for i in range(3))
+    return Turn(number, Span(first, last))
+
+
 class Place(NamedTuple):
     """Block n of one of the group's heads, where a tile visits the block of all heads before the next one."""
 

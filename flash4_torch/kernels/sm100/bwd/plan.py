@@ -62,7 +62,7 @@ _REGISTERS_OF_FEATURES = Registers(176, 64, 96)
 """Where softcap, dropout or a floating mask takes them."""
 _REGISTERS_OF_WIDE = Registers(144, 112, 112)
 """For wide heads without a mask: a compute thread has half as many queries."""
-_REGISTERS_OF_WIDE_SOFTCAP = Registers(160, 96, 96)
+_REGISTERS_OF_WIDE_SOFTCAP = Registers(152, 96, 112)
 """With dropout and softcap."""
 _REGISTERS_OF_WIDE_DROPOUT = Registers(168, 96, 80)
 """With dropout and a mask."""

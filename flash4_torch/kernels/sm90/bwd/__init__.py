@@ -1,1 +1,1 @@
-"""The backward kernel. Read plan, launch, kernel, load, mainloop, store_dq, epilogue."""
+"""The backward kernel. Read plan, launch, kernel, load, mainloop, walk, weights, store_dq, epilogue."""

@@ -21,7 +21,7 @@ from .store_dq import DK, DV, await_empty, hand_gradient, other_slot, place_of_g
 
 if TYPE_CHECKING:
     from .kernel import Kernel
-    from .mainloop import Thread
+    from .work import Thread
 
 
 @cute.jit

@@ -141,6 +141,8 @@ def _load_keys(
     with cute.arch.elect_one():
         if cutlass.const_expr(tells):
             tiles.write(k, at, tile)
+            if cutlass.const_expr(k.plan.tells_turns):
+                tiles.write_turn(k, at, tile)
         cute.arch.mbarrier_arrive_and_expect_tx(full, stage_bytes(target) + others)
     rows = cute.domain_offset((tile.first_k, 0), source[None, None, tile.key_head, batch_of(k, tile.batch)])
     stage = target[None, None, at.stage]

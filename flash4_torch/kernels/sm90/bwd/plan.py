@@ -157,6 +157,16 @@ class Plan(NamedTuple):
         return self.features.deterministic and self.features.right and not self.heads_inside
 
     @property
+    def tells_turns(self) -> bool:
+        """Whether the loading warp finds out when a tile may add its dQ, and tells it beside the tile.
+
+        Of who adds only thread 0 wants to know: where the tile's numbers are used by a thread alone, ptxas
+        takes them, and the pairs' loops, for different in each.
+        """
+        told = self.features.deterministic and self.config.split and self.heads_inside
+        return told and not self.features.varlen
+
+    @property
     def heads_inside(self) -> bool:
         """Whether a block is visited of all heads before the next; a mask's blocks differ among heads."""
         return self.config.heads_inside and not self.features.mask
@@ -167,9 +177,28 @@ class Plan(NamedTuple):
         return self.config.rows_first and self.heads_inside
 
     @property
+    def skips_hidden(self) -> bool:
+        """Whether a warpgroup asks, at a tile's last block, if it sees nothing of it.
+
+        Of a causal tile's first rows only the first warpgroup sees something. Not with dropout: who leaves a
+        block out would have to take its numbers all the same.
+        """
+        f, c = self.features, self.config
+        return self.heads_inside and f.right and self.queries < self.keys and not (f.dropout or c.split)
+
+    @property
     def lists_blocks(self) -> bool:
         """Whether blocks that the mask hides are passed over. A fixed order of sums knows only the band."""
         return bool(self.features.mask) and not self.features.deterministic
+
+    @property
+    def adds_rows_one_by_one(self) -> bool:
+        """Whether a floating mask may be added to one of a thread's two keys after the other.
+
+        At D 128 offsets of all keys do not fit beside what products hold. With a bound ptxas finds room.
+        """
+        wide = not self.config.split and max(self.D, self.Dv) == 128
+        return wide and not self.features.dmask and not (self.band.left or self.band.right)
 
     @property
     def stores_by_copy_engine(self) -> bool:
@@ -243,9 +272,10 @@ class Plan(NamedTuple):
         assert not c.split or (c.warpgroups == 2 and c.queries == ROWS)
         # What the other CTA loads could come before this one has zeroed the end of another sequence.
         assert c.cluster == 1 or not f.varlen
-        assert c.dq_stages in (1, 2) and not (c.split and c.dq_stages > 1)
+        assert c.dq_stages in (1, 2) and (c.dq_passes == 1 or c.dq_stages == 1)
         assert not c.rows_first or (c.heads_inside and not c.split)
         assert not c.gradients_aside or (c.dq_stages == 2 and not c.split and not c.next_tile)
+        assert not c.static_stages or (c.q_stages == c.do_stages == 2 and not c.split)
         assert not c.next_tile or (c.kv_stages == 2 and not c.split)
         assert not f.dmask or f.mask not in ("", "bool")
         assert c.kv_stages in (1, 2) and c.ds_stages in (1, 2) and min(c.q_stages, c.do_stages) >= 1

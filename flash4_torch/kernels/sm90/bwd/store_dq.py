@@ -25,8 +25,8 @@ from .plan import EMPTY, FULL
 
 if TYPE_CHECKING:
     from .kernel import Kernel
-    from .mainloop import Thread, Work
     from .plan import Plan
+    from .work import Thread, Work
 
 DV, DK = 1, 2
 """Targets that are no address: what lies there is a gradient of keys."""
@@ -259,9 +259,9 @@ def _in_turn(k: Kernel, errand: Errand, piece: Int32, work: Work, block: Int64, 
     A block's number counts the pieces of all tiles up to the last one that has added to it; those that visit
     a block are neighbours, and the first of them counts for those before.
     """
-    before = work.turn.before
-    follows = (before.first <= n) & (n < before.last)
-    earlier = work.turn.number * k.plan.config.dq_pieces
+    turn = tiles.read_turn(k, work.kv) if cutlass.const_expr(k.plan.tells_turns) else work.turn
+    follows = (turn.before.first <= n) & (n < turn.before.last)
+    earlier = turn.number * k.plan.config.dq_pieces
     counts = Int32(1) + (earlier if (piece == 0) & ~follows else Int32(0))
     turns = (k.turns.iterator + block).toint()
     return Errand(errand.target, turns, Int64(earlier if follows else Int32(0)), Int64(counts))

@@ -30,22 +30,12 @@ from ...common.warps import GROUP, WARP
 from .. import wgmma
 from ..warps import WARP_ROWS
 from .epilogue import dk_target, dv_scale, dv_target, stage_gradient, store_gradients
-from .mainloop import (
-    Cursors,
-    Made,
-    Thread,
-    Work,
-    differentiate,
-    dropped,
-    each_block,
-    four_of,
-    mask_rows,
-    share,
-    take_kept,
-    weigh,
-)
+from .mainloop import share
 from .plan import DONE
-from .store_dq import add_dq, end_adding
+from .store_dq import add_dq, end_adding, other_slot
+from .walk import each_block
+from .weights import Made, differentiate, dropped, four_of, mask_rows, take_kept, weigh
+from .work import Cursors, Thread, Work
 
 if TYPE_CHECKING:
     from .kernel import Kernel
@@ -58,7 +48,7 @@ def make_weights(k: Kernel) -> None:
     S = wgmma.scores_accumulator(plan.dtype, plan.queries)
     held = wgmma.held_fragment(plan.dtype, plan.D) if plan.config.holds > 1 else None
     t = _thread(S, None, wgmma.output_accumulator(plan.dtype, plan.Dv), held)
-    at, kv_at = Cursors(ring.start(), ring.start(), ring.start()), ring.start()
+    at, kv_at = _start(k, 0), ring.start()
     tile = tiles.read(k, kv_at)
     while tile.block >= 0:
         if cutlass.const_expr(held is not None):
@@ -75,7 +65,7 @@ def make_weights(k: Kernel) -> None:
         ring.release(k.load_v, kv_at)
         kv_at = ring.after(kv_at, plan.config.kv_stages)
         tile = tiles.read(k, kv_at)
-    end_adding(k, t, Int32(0))
+    end_adding(k, t, _slot(at, 0))
 
 
 @cute.jit
@@ -85,7 +75,7 @@ def make_ds(k: Kernel) -> None:
     dP = wgmma.scores_accumulator(plan.dtype, plan.queries)
     held = wgmma.held_fragment(plan.dtype, plan.Dv) if plan.config.holds else None
     t = _thread(dP, wgmma.output_accumulator(plan.dtype, plan.D), None, held)
-    at, kv_at = Cursors(ring.start(), ring.start(), ring.start()), ring.start()
+    at, kv_at = _start(k, 1), ring.start()
     tile = tiles.read(k, kv_at)
     while tile.block >= 0:
         ring.wait_full(k.load_v, kv_at)
@@ -101,7 +91,7 @@ def make_ds(k: Kernel) -> None:
         ring.release(k.load_k, kv_at)
         kv_at = ring.after(kv_at, plan.config.kv_stages)
         tile = tiles.read(k, kv_at)
-    end_adding(k, t, Int32(1))
+    end_adding(k, t, _slot(at, 1))
 
 
 def _thread(
@@ -198,15 +188,26 @@ def _finish(
         wgmma.wait(under_way)
         if cutlass.const_expr(i == passes - 1):
             ring.release(k.share_ds, at.ds)
-        add_dq(k, t, dQ, Int32(warpgroup), _first_piece(k) + warpgroup * passes + i, work, n)
+        add_dq(k, t, dQ, _slot(at, warpgroup), _first_piece(k) + warpgroup * passes + i, work, n)
     if cutlass.const_expr(not last and not ahead):
         _begin(k, t, work.kv, warpgroup, after)
+
+
+def _start(k: Kernel, warpgroup: int) -> Cursors:
+    slot = Int32(warpgroup) if k.plan.config.dq_stages > 1 else None
+    return Cursors(ring.start(), ring.start(), ring.start(), slot)
+
+
+def _slot(at: Cursors, warpgroup: int) -> Int32:
+    """In which the warpgroup leaves its dQ."""
+    return Int32(warpgroup) if at.dq is None else at.dq
 
 
 def _after(k: Kernel, at: Cursors) -> Cursors:
     config = k.plan.config
     stages = (config.q_stages, config.do_stages, config.ds_stages)
-    return Cursors(*(ring.after(cursor, count) for cursor, count in zip(at[:3], stages, strict=True)))
+    slot = None if at.dq is None else other_slot(k, at.dq)
+    return Cursors(*(ring.after(cursor, count) for cursor, count in zip(at[:3], stages, strict=True)), slot)
 
 
 @cute.jit

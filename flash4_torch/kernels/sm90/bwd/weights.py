@@ -1,0 +1,173 @@
+"""What a thread makes of scores and dP: weights and dS, with all that masks, softcap and dropout ask for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from ...common import attn_mask, dropout, ring, scores
+from ...common import band as bands
+from ...common.add_dmask import add_dmask
+from ...common.fragment import Fragment, wgmma_fragment
+from ...common.ring import Cursor
+from ...common.rounding import round_to, widened
+from ...common.warps import WARP, WARPS
+from .. import wgmma
+from ..warps import LANES
+from .work import Thread, Work
+
+if TYPE_CHECKING:
+    from .kernel import Kernel
+
+
+class MaskRows(NamedTuple):
+    """What attn_mask says of a thread's keys, and what has been loaded of it for a block."""
+
+    rows: attn_mask.Rows
+    words: tuple
+
+
+class Made(NamedTuple):
+    """Of a block's scores, in the order of their registers: what its dS needs, besides S itself."""
+
+    P: cute.Tensor
+    slopes: cute.Tensor | None
+    """Of softcap, 16 bits."""
+    kept: cute.Tensor | None
+
+
+@cute.jit
+def mask_rows(k: Kernel, t: Thread, work: Work, n: Int32) -> MaskRows:
+    """Found anew for every block: it would hold registers that products under way need."""
+    heads = (work.head, work.head)
+    rows = attn_mask.rows_of(k.mask, work.tile.batch, heads, work.positions, t.lane % LANES)
+    return MaskRows(rows, attn_mask.words_of(rows, n))
+
+
+@cute.jit
+def weigh(
+    k: Kernel, t: Thread, work: Work, n: Int32, q_at: Cursor, mask: MaskRows | None, masked: cutlass.Constexpr
+) -> Made:
+    """Scores become weights, in place too."""
+    plan, features = k.plan, k.plan.features
+    P, slopes, kept = wgmma.weights_fragment(plan.dtype, plan.queries), None, None
+    scores.change(t.S, k.rule, features.softcap, features.scaled)
+    if cutlass.const_expr(features.softcap):
+        slopes = wgmma.weights_fragment(plan.dtype, plan.queries)
+        _slopes(k, t, slopes)
+    if cutlass.const_expr(masked):
+        fragment = wgmma_fragment(t.S, work.positions, n * plan.queries, t.lane)
+        if cutlass.const_expr(features.mask):
+            one_by_one = plan.adds_rows_one_by_one
+            attn_mask.change(k.mask, mask.rows, mask.words, n, fragment, one_by_one)
+        if cutlass.const_expr(plan.band.masks):
+            bands.hide(work.band, plan.band, fragment)
+        if cutlass.const_expr(plan.config.tail):
+            _hide_rows(fragment, work.tile.Sk)
+    scale = scores.softmax_scale(k.rule, features.scaled)
+    lse = columns_of(k.sLse[None, q_at.stage], t)
+    for j in cutlass.range_constexpr(cute.size(t.S) // 4):
+        of_column = _pair(lse, j)
+        for i in cutlass.range_constexpr(4):
+            x = t.S[4 * j + i] * scale - of_column[i % 2]
+            t.S[4 * j + i] = cute.math.exp2(x, fastmath=True)
+        round_to(four_of(t.S, j), four_of(P, j))
+    if cutlass.const_expr(features.dropout):
+        kept = take_kept(k, t, q_at)
+    return Made(P, slopes, kept)
+
+
+@cute.jit
+def take_kept(k: Kernel, t: Thread, q_at: Cursor) -> cute.Tensor:
+    """Which of the thread's weights dropout keeps. Its ring turns with that of Q."""
+    ring.wait_full(k.kept, q_at)
+    own_warp = t.warpgroup * WARPS + t.index // WARP
+    kept = dropout.take(k.sKept[None, None, own_warp, q_at.stage], t.lane)
+    ring.release(k.kept, q_at)
+    return kept
+
+
+@cute.jit
+def _slopes(k: Kernel, t: Thread, slopes: cute.Tensor) -> None:
+    """Derivatives of the capped scores."""
+    inverse = 1.0 / (k.rule.softcap * scores.LOG2E)
+    for j in cutlass.range_constexpr(cute.size(t.S) // 4):
+        values = cute.make_rmem_tensor(4, Float32)
+        for i in cutlass.range_constexpr(4):
+            tanh = t.S[4 * j + i] * inverse
+            values[i] = 1.0 - tanh * tanh
+        round_to(values, four_of(slopes, j))
+
+
+@cute.jit
+def dropped(k: Kernel, made: Made) -> cute.Tensor:
+    """The weights that dropout leaves."""
+    if cutlass.const_expr(not k.plan.features.dropout):
+        return made.P
+    dropped = wgmma.weights_fragment(k.plan.dtype, k.plan.queries)
+    for i in cutlass.range_constexpr(cute.size(dropped)):
+        dropped[i] = made.P[i]
+    dropout.KeyRows.drop(dropped, made.kept)
+    return dropped
+
+
+@cute.jit
+def differentiate(
+    k: Kernel, t: Thread, work: Work, n: Int32, do_at: Cursor, made: Made, dP: cute.Tensor
+) -> cute.Tensor:
+    """dS = P (dP - delta), with respect to scaled scores."""
+    features = k.plan.features
+    dS = wgmma.weights_fragment(k.plan.dtype, k.plan.queries)
+    if cutlass.const_expr(features.dropout):
+        dropout.KeyRows.drop(dP, made.kept)
+    delta = columns_of(k.sDelta[None, do_at.stage], t)
+    for j in cutlass.range_constexpr(cute.size(dP) // 4):
+        of_column, weights = _pair(delta, j), four_of(t.S, j)
+        if cutlass.const_expr(k.plan.config.round_weights or k.plan.config.split):
+            weights = widened(four_of(made.P, j))
+        for i in cutlass.range_constexpr(4):
+            gradient = dP[4 * j + i]
+            if cutlass.const_expr(features.dropout):
+                gradient = gradient * k.rule.keep_scale
+            dP[4 * j + i] = weights[i] * (gradient - of_column[i % 2])
+    if cutlass.const_expr(features.dmask):
+        add_dmask(k, work, n, wgmma_fragment(dP, work.positions, n * k.plan.queries, t.lane))
+    for j in cutlass.range_constexpr(cute.size(dP) // 4):
+        if cutlass.const_expr(made.slopes is not None):
+            slopes = widened(four_of(made.slopes, j))
+            for i in cutlass.range_constexpr(4):
+                dP[4 * j + i] = dP[4 * j + i] * slopes[i]
+        round_to(four_of(dP, j), four_of(dS, j))
+    return dS
+
+
+def four_of(registers: cute.Tensor, j: int) -> cute.Tensor:
+    """A thread's two rows of the j-th two columns."""
+    return cute.make_tensor(registers.iterator + 4 * j, cute.make_layout(4))
+
+
+@cute.jit
+def _hide_rows(fragment: Fragment, Sk: Int32) -> None:
+    for r in cutlass.range_constexpr(len(fragment.rows)):
+        hidden = fragment.rows[r] >= Sk
+        for c in cutlass.range_constexpr(len(fragment.offsets)):
+            fragment.values[r, c] = -Float32.inf if hidden else fragment.values[r, c]
+
+
+@cute.jit
+def columns_of(numbers: cute.Tensor, t: Thread) -> cute.Tensor:
+    """Of one number for each of a block's columns the thread's own: (2, C / 2) in shared memory."""
+    start = (numbers.iterator + 2 * (t.lane % LANES)).toint()
+    pairs = cute.make_ptr(Float32, start, cute.AddressSpace.smem, assumed_align=8)
+    return cute.make_tensor(pairs, cute.make_layout((2, cute.size(numbers) // 8), stride=(1, 8)))
+
+
+@cute.jit
+def _pair(columns: cute.Tensor, j: cutlass.Constexpr) -> cute.Tensor:
+    """Loaded where it is needed: all at once would take registers that products under way hold."""
+    loaded = cute.make_rmem_tensor(2, Float32)
+    cute.autovec_copy(columns[None, j], loaded)
+    return loaded

@@ -1,0 +1,105 @@
+"""What a consumer warpgroup works on: registers, a tile and a head, and its places in the rings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from ...common import key_tiles as tiles
+from ...common import ring
+from ...common.band import Band, Span
+from ...common.key_tiles import Blocks, Tile
+from ...common.ring import Cursor
+from ...common.warps import WARP
+from ..warps import LANES, WARP_ROWS
+from .store_dq import other_slot
+
+if TYPE_CHECKING:
+    from .kernel import Kernel
+
+
+class Thread(NamedTuple):
+    """A thread of a warpgroup, and what it keeps in registers from block to block."""
+
+    warpgroup: Int32
+    index: Int32
+    S: cute.Tensor
+    dK: cute.Tensor
+    dV: cute.Tensor
+    held: cute.Tensor | None = None
+    """K or V, where they are operands from registers."""
+
+    @property
+    def lane(self) -> Int32:
+        return self.index % WARP
+
+    @property
+    def row(self) -> Int32:
+        """The first of its two keys among the warpgroup's 64; the other one is eight further on."""
+        return self.index // WARP * WARP_ROWS + self.lane // LANES
+
+
+class Work(NamedTuple):
+    """A tile and one of its query heads, as a thread sees it."""
+
+    tile: Tile
+    kv: Cursor
+    band: Band
+    span: Span
+    turn: tiles.Turn | None
+    """If sums have an order, and the tile's message does not tell it."""
+    positions: tuple[Int32, Int32]
+    """Of the thread's keys."""
+    head: Int32
+    blocks: Blocks
+
+
+class Cursors(NamedTuple):
+    q: Cursor
+    do: Cursor | None
+    """None if it is always where that of Q is."""
+    ds: Cursor
+    dq: Int32 | None = None
+    """The slot in which the warpgroup leaves its dQ; None where `split` and there is but one, or if it is the
+    one that belongs to the stage of Q."""
+
+
+def start(k: Kernel, t: Thread) -> Cursors:
+    """With stages known to the compiler as few cursors as will do."""
+    config, together = k.plan.config, k.plan.config.static_stages
+    do = None if together else ring.start()
+    slots_too = together and config.dq_stages == config.q_stages
+    return Cursors(ring.start(), do, ring.start(), None if slots_too else t.warpgroup)
+
+
+@cute.jit
+def after_block(k: Kernel, at: Cursors) -> Cursors:
+    """For the next block."""
+    config = k.plan.config
+    q, do, dq = ring.after(at.q, config.q_stages), None, None
+    if cutlass.const_expr(at.do is not None):
+        do = ring.after(at.do, config.do_stages)
+    if cutlass.const_expr(at.dq is not None):
+        dq = other_slot(k, at.dq)
+    return Cursors(q, do, ring.after(at.ds, config.ds_stages), dq)
+
+
+def at_stage(at: Cursors, stage: int) -> Cursors:
+    """Where the stage of Q is known to be that one."""
+    return at._replace(q=Cursor(stage, at.q.phase))
+
+
+def at_any_stage(at: Cursors) -> Cursors:
+    return at._replace(q=Cursor(Int32(at.q.stage), at.q.phase))
+
+
+def rows_at(at: Cursors) -> Cursor:
+    """Of dO."""
+    return at.q if at.do is None else at.do
+
+
+def slot_at(k: Kernel, t: Thread, at: Cursors) -> Int32:
+    return t.warpgroup + k.plan.warpgroups * at.q.stage if at.dq is None else at.dq
