@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -113,6 +114,16 @@ def test_the_diagonal_hides_what_follows_the_last_key(name: str, lengths: tuple[
     Sq, Sk = lengths
     call = drawn(STATICS[name], Hk=2, lengths=((Sq,), (Sk,)), section=-1)
     check_gradients(STATICS[name], call, run_backward(STATICS[name], call, schedule="late"))
+
+
+def test_a_warpgroup_that_sees_nothing_of_its_only_block_has_no_gradient() -> None:
+    """Its registers hold the tile's before."""
+    kernel = STATICS["static stages, causal"]
+    call = drawn(kernel, lengths=((192,), (256,)), right=-64, multiprocessors=1)
+    call = replace(call, q=call.q[:, :, :1].contiguous(), dout=call.dout[:, :, :1].contiguous())
+    found = run_backward(kernel, call, schedule="late")
+    check_gradients(kernel, call, found)
+    assert (found.dk[:, 192:] == 0).all() and (found.dv[:, 192:] == 0).all()
 
 
 @pytest.mark.parametrize("name", ["window", "next tile, mask", "varlen", "inside, window"])

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 ALONE = 2
-"""Of a tile's last block, what is true for others: the first warpgroup's keys take part, no others."""
+"""Instead of True for `_block`'s `last`: only the first warpgroup's keys take part in it."""
 
 
 @cute.jit
@@ -131,7 +131,7 @@ def _last_block(k: Kernel, t: Thread, work: Work, n: Int32, started: Boolean, at
 @cute.jit
 def _hidden_block(k: Kernel, t: Thread, work: Work, n: Int32, add: Boolean, at: Cursors) -> Cursors:
     """By a warpgroup that sees nothing of a tile's last block: it has its columns of dQ to make."""
-    # Scores are under way.
+    # Its scores were issued with the block before, and their registers are needed.
     wgmma.wait(0)
     if not add:
         t.dK.fill(0.0)
