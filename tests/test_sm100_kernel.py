@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -13,11 +14,13 @@ from hypothesis import strategies as st
 from blackwell_code import assert_ptx_is_as_planned
 from everything import EVERYTHING
 from flash4_torch import testing
+from flash4_torch.bench.weights import opcode
 from flash4_torch.configs.types import Sm100Forward
 from kernel_calls import check_results, drawn
 from kernel_calls import static as static_of
 from kernel_runs import (
     blind_rows_are_zero,
+    emulated,
     every_tile_is_drawn_once,
     is_right,
     launches,
@@ -28,6 +31,7 @@ from kernel_traits import few
 from sm100_kernels import SM100
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+from flash4_torch.kernels.common.warps import WARP
 from flash4_torch.kernels.sm100.fwd.plan import Plan
 
 static = partial(static_of, Sm100Forward)
@@ -99,6 +103,21 @@ def test_bands_begin_anywhere_in_a_piece_of_columns(name: str, shift: int) -> No
     kernel = STATICS[name]
     call = drawn(kernel, lengths=((140,), (300,)), right=shift - 191, left=193)  # few keys: each weighs
     check_results(kernel, call, run(kernel, call, schedule="late"))
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("name", ["plain", "pair"])
+def test_exponentials_are_those_of_weights_and_of_factors_between_blocks(name: str, blocks: int) -> None:
+    features, config = kernel = STATICS[name]
+    plan = Plan(features, config)
+    call = drawn(kernel, lengths=((plan.queries,), (blocks * plan.keys,)))
+    with emulated(kernel, call) as device:
+        run(kernel, call, nullcontext(device))
+    lines = device.reports[-1].lines
+    made = sum(sum(line.counts) for line in lines if opcode(line.ptx).startswith("ex2"))
+    warps = call.q.shape[0] * call.q.shape[2] * plan.queries // WARP
+    weights = plan.keys * (32 - config.polynomial) // 32
+    assert made == warps * (blocks * weights + blocks - 1)
 
 
 @pytest.mark.parametrize("tiles", [1, 3])

@@ -64,6 +64,15 @@ class Step(NamedTuple):
     """What is subtracted from its scores, in base-2 units."""
 
 
+class Growth(NamedTuple):
+    """How a block raises the references of rows, each (R,), in base-2 units."""
+
+    shifts: cute.Tensor
+    """The reference before it less the one from it on."""
+    offsets: cute.Tensor
+    """What is subtracted from its scores."""
+
+
 @cute.jit
 def begin(scores: cute.Tensor, rows: Rows, scale: Float32, method: cutlass.Constexpr) -> None:
     """The first block: `scores` (R, C) become weights in place."""
@@ -76,9 +85,16 @@ def begin(scores: cute.Tensor, rows: Rows, scale: Float32, method: cutlass.Const
 
 @cute.jit
 def step(scores: cute.Tensor, rows: Rows, scale: Float32, method: cutlass.Constexpr) -> Step:
-    """A further block's maxima; its weights follow by `weigh`."""
+    """A further block's maxima, and sums rescaled for them; its weights follow by `weigh`."""
+    growth = grow(scores, rows, scale, method)
+    return Step(rescale_sums(rows, growth), growth.offsets)
+
+
+@cute.jit
+def grow(scores: cute.Tensor, rows: Rows, scale: Float32, method: cutlass.Constexpr) -> Growth:
+    """A block's maxima. If it is a further one, `rescale_sums` has to follow."""
     R = cute.size(scores, mode=[0])
-    factors, offsets = cute.make_rmem_tensor(R, Float32), cute.make_rmem_tensor(R, Float32)
+    shifts, offsets = cute.make_rmem_tensor(R, Float32), cute.make_rmem_tensor(R, Float32)
     for r in cutlass.range_constexpr(R):
         before = rows.top[r]
         top = cute.arch.fmax(before, _across(_maximum(scores, r, method), method.lanes))
@@ -86,11 +102,20 @@ def step(scores: cute.Tensor, rows: Rows, scale: Float32, method: cutlass.Conste
             # A first maximum of -inf is always replaced: inf and NaN do not compare.
             top = before if (top - before) * scale <= GROWTH else top
         reference = _reference(top, method)
-        factors[r] = cute.math.exp2((before - reference) * scale, fastmath=True)
+        shifts[r] = (before - reference) * scale
         offsets[r] = reference * scale
         rows.top[r] = top
+    return Growth(shifts, offsets)
+
+
+@cute.jit
+def rescale_sums(rows: Rows, growth: Growth) -> cute.Tensor:
+    """Factors for what was accumulated before the block; the sums are multiplied by them."""
+    factors = cute.make_rmem_tensor(cute.size(growth.shifts), Float32)
+    for r in cutlass.range_constexpr(cute.size(factors)):
+        factors[r] = cute.math.exp2(growth.shifts[r], fastmath=True)
         rows.total[r] = rows.total[r] * factors[r]
-    return Step(factors, offsets)
+    return factors
 
 
 @cute.jit
@@ -209,14 +234,14 @@ def begin_sums(rows: Rows) -> tuple[Pair, ...]:
 def weigh_pairs(
     scores: cute.Tensor,
     sums: tuple[Pair, ...],
-    step: Step,
+    growth: Growth,
     scale: Float32,
     method: cutlass.Constexpr,
     first: cutlass.Constexpr,
     last: cutlass.Constexpr,
 ) -> tuple[Pair, ...]:
     """Packed rows: columns `first <= c < last` of one row (1, C) become weights, added to its sums."""
-    chains, offset = list(sums), -step.offsets[0]
+    chains, offset = list(sums), -growth.offsets[0]
     for c in cutlass.range_constexpr(first, last, 2):
         x = scores[0, c], scores[0, c + 1]
         x = cute.arch.fma_packed_f32x2(x, (scale, scale), (offset, offset))

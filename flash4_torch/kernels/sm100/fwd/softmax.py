@@ -171,15 +171,15 @@ def _block(
             _hide(k, work, S, n, words)
     scale = scores.softmax_scale(k.rule, plan.features.scaled)
     values = cute.make_tensor(S.iterator, cute.make_layout((1, plan.keys)))
-    step = softmax.step(values, t.rows, scale, plan.softmax)
+    growth = softmax.grow(values, t.rows, scale, plan.softmax)
     place, barrier = k.sScale, _scale_barrier(t)
     if i > 0:
-        place[t.row, t.t] = step.factors[0]
+        place[t.row, t.t] = softmax.rescale_sums(t.rows, growth)[0]
         cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=2 * WARP)
     sums = softmax.begin_sums(t.rows)
     for piece in cutlass.range_constexpr(plan.keys // PIECE):
         begin = piece * PIECE
-        sums = _weigh_piece(k, t, S, sums, step, begin, kept, seen[piece])
+        sums = _weigh_piece(k, t, S, sums, growth, begin, kept, seen[piece])
         if cutlass.const_expr(begin + PIECE == plan.config.early):
             tmem.wait_stores()
             tmem.fence_before()
@@ -258,7 +258,7 @@ def _weigh_piece(
     t: Thread,
     S: cute.Tensor,
     sums: tuple,
-    step: softmax.Step,
+    growth: softmax.Growth,
     begin: cutlass.Constexpr,
     kept: tuple,
     seen: Boolean | None,
@@ -269,7 +269,7 @@ def _weigh_piece(
     """
     rounded = cute.make_rmem_tensor(PIECE, k.plan.dtype)
     if cutlass.const_expr(seen is None) or seen:
-        sums = _weigh_and_round(k, S, sums, step, begin, kept, rounded)
+        sums = _weigh_and_round(k, S, sums, growth, begin, kept, rounded)
     else:
         rounded.fill(0.0)
     tmem.store(t.lanes + begin // 2, cute.recast_tensor(rounded, cutlass.Int32))
@@ -281,14 +281,14 @@ def _weigh_and_round(
     k: Kernel,
     S: cute.Tensor,
     sums: tuple,
-    step: softmax.Step,
+    growth: softmax.Growth,
     begin: cutlass.Constexpr,
     kept: tuple,
     rounded: cute.Tensor,
 ) -> tuple:
     plan, scale = k.plan, scores.softmax_scale(k.rule, k.plan.features.scaled)
     values = cute.make_tensor(S.iterator, cute.make_layout((1, plan.keys)))
-    sums = softmax.weigh_pairs(values, sums, step, scale, plan.softmax, begin, begin + PIECE)
+    sums = softmax.weigh_pairs(values, sums, growth, scale, plan.softmax, begin, begin + PIECE)
     rounding.round_to(cute.make_tensor(S.iterator + begin, cute.make_layout(PIECE)), rounded)
     if cutlass.const_expr(plan.features.dropout):
         dropout.QueryLane.drop(rounded, kept[begin // PIECE])
