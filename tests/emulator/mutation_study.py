@@ -92,6 +92,7 @@ def subjects() -> Iterator[Subject]:
     for D, uses in ((64, {}), (128, {"right": True}), (256, {"right": True})):
         yield own("forward", D, uses)
         yield own("backward", D, uses)
+    yield own("forward", 128, {})
     yield own("backward", 128, {"right": True, "deterministic": True})
     if importlib.util.find_spec("flash_attn"):
         for arch in OURS:
@@ -117,7 +118,12 @@ def own(name: str, D: int, uses: dict[str, bool]) -> Subject:
     """Ours for sm_100a; every CTA, or pair, works on several tiles, of many blocks and of one."""
     features, forward = Features("bfloat16", D, D, **uses), name == "forward"
     sizes = ((512, 768), (300, 100)) if forward else ((256, 768), (100, 600))
-    config = sm100.forward(features, *sizes[0]) if forward else sm100_backward.backward(features, 768)
+    # The forward's serves both sizes, and more than one tile of queries.
+    config = (
+        sm100.forward(features, sizes[0][0], sizes[1][1], end_hidden=True)
+        if forward
+        else sm100_backward.backward(features, 768)
+    )
     kernel: Kernel = (features, config)
     calls: list[Call] = [
         drawn(kernel, Hk=2, lengths=((Sq,), (Sk,)), multiprocessors=2 if forward else 2 * config.cluster)
