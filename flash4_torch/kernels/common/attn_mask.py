@@ -267,6 +267,23 @@ def _add_keys(own: Rows, fragment: Fragment, rows: Sequence[int], Sk: Int32) -> 
             fragment.values[r, c] = fragment.values[r, c] + x * LOG2E
 
 
+@cute.jit
+def add_by_steps(mask: Mask, own: Rows, fragment: Fragment) -> None:
+    """As `change`, a floating mask to one row of neighbouring keys, from one number's place to the next's.
+
+    For rows whose numbers seldom lie side by side: these have no loads of several, nor a branch for them.
+    """
+    row, scores, Sk = own.values[0], fragment.values, mask.values.shape[3]
+    each = row.element_type.width // 8
+    step = row.stride[0] * each
+    place = row.iterator.toint() + within(fragment.key, Sk) * step
+    for i in cutlass.range_constexpr(len(fragment.offsets)):
+        number = cute.make_ptr(row.element_type, place, cute.AddressSpace.gmem, assumed_align=each)
+        x = cute.make_tensor(number, cute.make_layout(1))[0].to(Float32)
+        scores[0, i] = scores[0, i] + x * LOG2E
+        place = place + cutlass.select_(fragment.key + i + 1 < Sk, step, Int64(0))
+
+
 def vector_at(start: cute.Pointer, size: int, numeric: Any = None) -> cute.Tensor:
     """`size` neighbours as one load; `start` is a multiple of their bytes."""
     numeric = numeric or start.dtype

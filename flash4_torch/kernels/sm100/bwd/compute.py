@@ -13,7 +13,7 @@ from ...common import band as bands
 from ...common import key_tiles as tiles
 from ...common.add_dmask import add_dmask
 from ...common.band import Band, Span
-from ...common.fragment import Fragment
+from ...common.fragment import Fragment, row_fragment
 from ...common.key_tiles import Blocks, Tile
 from ...common.ring import Cursor
 from ...common.rounding import round_to, widened
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PART = 32
 """Queries whose dP a thread holds at a time."""
-MASKED = 8
+MASKED = 16
 """Queries whose mask is loaded together, where it is to be added."""
 FOUR = 4
 DRAWN = 64
@@ -227,7 +227,7 @@ def _weigh_part(
         _keep_slopes(k, S, slopes)
     if cutlass.const_expr(plan.masks):
         if mixed | (n < work.whole.first) | (n >= work.whole.last):
-            _hide(k, t, work, n, mask, S, start)
+            _hide(k, t, work, n, mask, S, place + start, start)
     scale = scores.softmax_scale(k.rule, features.scaled)
     for i in cutlass.range_constexpr(0, count, FOUR):
         offsets, four = _load_four(lse, start + i), _part(S, i, FOUR)
@@ -290,20 +290,23 @@ def _differentiate(
             write(from_column(row_of(k.sOwndS, t.key), t.first), first, rounded)
         else:
             tmem.store(place + first // 2, cute.recast_tensor(rounded, Uint32))
-        _share(k, t, first, rounded)
+        _share(k, t, work.tile.block, first, rounded)
 
 
 @cute.jit
-def _share(k: Kernel, t: Thread, column: cutlass.Constexpr, dS: cute.Tensor) -> None:
+def _share(k: Kernel, t: Thread, block: Int32, column: cutlass.Constexpr, dS: cute.Tensor) -> None:
     """Write dS where dQ of its queries is made, of a pair maybe in the other CTA."""
     plan = k.plan
     if cutlass.const_expr(plan.ctas == 1):
         write(from_column(row_of(k.sdS, t.key), t.first), column, dS)
     else:
-        own = plan.queries // plan.ctas
-        row = row_of(k.sdS, k.pair.rank * plan.keys + t.key)
+        own, own_rank = plan.queries // plan.ctas, k.pair.rank
+        if cutlass.const_expr(plan.scarce):
+            # The same by the tile's number: what is asked of the CTA itself is kept in all roles, and spills.
+            own_rank = block % plan.ctas
+        row = row_of(k.sdS, own_rank * plan.keys + t.key)
         row, rank = from_column(row, t.first % own), t.first // own
-        if rank == k.pair.rank:
+        if rank == own_rank:
             write(row, column, dS)
         else:
             write(in_cta(row, rank), column, dS)
@@ -371,20 +374,52 @@ def _hide(
     n: Int32,
     mask: tuple | None,
     S: cute.Tensor,
+    place: Int32,
     start: cutlass.Constexpr,
 ) -> None:
     plan, count = k.plan, cute.size(S)
     if cutlass.const_expr(plan.features.mask):
-        together = PART if plan.features.mask == "bool" else MASKED
-        for first in cutlass.range_constexpr(0, count, together):
-            part = _fragment(k, t, work, n, _part(S, first, together), start + first)
-            attn_mask.change(k.mask, *mask, n, part)
+        own, words = mask
+        if cutlass.const_expr(plan.features.mask == "bool"):
+            attn_mask.change(k.mask, own, words, n, _fragment(k, t, work, n, S, start))
+        else:
+            _add_mask(k, t, work, n, own, S, place, start)
     if cutlass.const_expr(plan.band.masks):
         bands.hide(work.band, plan.band, _fragment(k, t, work, n, S, start))
     if cutlass.const_expr(plan.config.tail):
         hidden = work.position >= work.tile.Sk
         for i in cutlass.range_constexpr(count):
             S[i] = -Float32.inf if hidden else S[i]
+
+
+@cute.jit
+def _add_mask(
+    k: Kernel,
+    t: Thread,
+    work: Work,
+    n: Int32,
+    own: attn_mask.Rows,
+    S: cute.Tensor,
+    place: Int32,
+    start: cutlass.Constexpr,
+) -> None:
+    """Where the scores were, in a rolled loop: unrolled, all numbers' places live at once, and spill.
+
+    Not the branch alone keeps them apart: of a body without a loop the assembler makes predicates.
+    """
+    tmem.store(place, S)
+    tmem.wait_stores()
+    for i in cutlass.range(cute.size(S) // MASKED, unroll=1):
+        first, some = i * MASKED, cute.make_rmem_tensor(MASKED, Float32)
+        tmem.load(place + first, some)
+        tmem.wait_loads()
+        row = cute.make_tensor(some.iterator, cute.make_layout((1, MASKED)))
+        query = n * k.plan.queries + t.first + start + first
+        attn_mask.add_by_steps(k.mask, own, row_fragment(row, work.position, query))
+        tmem.store(place + first, some)
+    tmem.wait_stores()
+    tmem.load(place, S)
+    tmem.wait_loads()
 
 
 def _part(values: cute.Tensor, first: int, count: int = PART) -> cute.Tensor:

@@ -241,15 +241,20 @@ def backward_kernel(
     holder = memory.allocate_array(Int32, 1)
 
     if warp == 0:
-        ring.initialise(load_q, 1)
-        ring.initialise(load_do, 1)
-        ring.initialise(load_k, COMPUTE_WARPS + REDUCE_WARPS + _mma_reads(plan, pair))
-        ring.initialise(load_v, WARPS, plan.loaders)
-        ring.initialise(sequence_end, 1)
-        _initialise(signals, plan)
+        zero = Int32(0)
+        if cutlass.const_expr(plan.scarce):
+            # The grid has one row, which the assembler does not know: else it would keep the addresses for
+            # all roles from here on, and spill them.
+            _, zero, _ = cute.arch.block_idx()
+        _initialise_ring(load_q, zero, 1)
+        _initialise_ring(load_do, zero, 1)
+        _initialise_ring(load_k, zero, COMPUTE_WARPS + REDUCE_WARPS + _mma_reads(plan, pair))
+        _initialise_ring(load_v, zero, WARPS, plan.loaders)
+        _initialise_ring(sequence_end, zero, 1)
+        _initialise(signals, plan, zero)
         if cutlass.const_expr(plan.ctas > 1):
-            ring.initialise(shares.ring, 1, plan.loaders)
-            ring.initialise(pair.handed, 1)
+            _initialise_ring(shares.ring, zero, 1, plan.loaders)
+            _initialise_ring(pair.handed, zero, 1)
         cute.arch.mbarrier_init_fence()
         for atom in (*maps[:12:2], *(atom for atom in maps[12:] if atom is not None)):
             cpasync.prefetch_descriptor(atom)
@@ -327,13 +332,17 @@ def _mma_reads(plan: Plan, pair: Pair | None) -> Int32 | int:
     return 1 if plan.ctas == 1 else Int32(1) - pair.rank
 
 
-def _initialise(signals: Signals, plan: Plan) -> None:
+def _initialise_ring(edge: Ring, zero: Int32, readers: Int32 | int, writers: int = 1) -> None:
+    ring.initialise(edge._replace(full=edge.full + zero, empty=edge.empty + zero), readers, writers)
+
+
+def _initialise(signals: Signals, plan: Plan, zero: Int32) -> None:
     """Those that the products wait for count the warps of both CTAs, in CTA 0."""
     compute, reduce, storing = (plan.ctas * n for n in (COMPUTE_WARPS, REDUCE_WARPS, WARPS))
     arrivals = Signals(1, compute, 1, compute, 1, reduce, 1, 1, storing, storing, plan.key_loads)
     with cute.arch.elect_one():
         for signal, count in zip(signals, arrivals, strict=True):
-            cute.arch.mbarrier_init(signal, count)
+            cute.arch.mbarrier_init(signal + zero, count)
 
 
 def _masked(k: Kernel, args: attn_mask.MaskArgs | None) -> Kernel:

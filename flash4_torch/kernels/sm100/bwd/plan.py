@@ -62,10 +62,8 @@ _REGISTERS_OF_FEATURES = Registers(176, 64, 96)
 """Where softcap, dropout or a floating mask takes them."""
 _REGISTERS_OF_WIDE = Registers(144, 112, 112)
 """For wide heads without a mask: a compute thread has half as many queries."""
-_REGISTERS_OF_WIDE_SOFTCAP = Registers(152, 96, 112)
-"""With dropout and softcap."""
-_REGISTERS_OF_WIDE_DROPOUT = Registers(168, 96, 80)
-"""With dropout and a mask."""
+_REGISTERS_OF_WIDE_DROPOUT = Registers(152, 96, 112)
+"""With dropout and softcap, or a mask."""
 
 
 class Plan(NamedTuple):
@@ -112,11 +110,16 @@ class Plan(NamedTuple):
     def registers(self) -> Registers:
         f = self.features
         if self.wide:
-            if f.mask:
-                return _REGISTERS_OF_WIDE_DROPOUT if f.dropout else _REGISTERS
-            return _REGISTERS_OF_WIDE_SOFTCAP if f.softcap and f.dropout else _REGISTERS_OF_WIDE
+            if self.scarce or (f.dropout and f.softcap):
+                return _REGISTERS_OF_WIDE_DROPOUT
+            return _REGISTERS if f.mask else _REGISTERS_OF_WIDE
         heavy = f.softcap or f.dropout or f.mask not in ("", "bool")
         return _REGISTERS_OF_FEATURES if heavy else _REGISTERS
+
+    @property
+    def scarce(self) -> bool:
+        """Whether what all roles would keep is made anew: beside a mask it spills, elsewhere the new does."""
+        return self.wide and self.features.dropout and bool(self.features.mask)
 
     @property
     def dq_together(self) -> int:
