@@ -165,8 +165,9 @@ def _of_gradients_of(target: Target, features: Features) -> Iterator[tuple[str, 
         for dlse in (False, True):
             before, behind = backward.row_plans(features, config, dlse=dlse)
             yield PREPROCESS, (before,)
-        yield target.backward, (features, config)
-        yield POSTPROCESS, (behind,)
+        yield target.backward, (backward.main_features(features, config), config)
+        if behind is not None:
+            yield POSTPROCESS, (behind,)
         if features.mask:
             yield MASK_BLOCKS, (backward.mask_plan(features.mask, config),)
 

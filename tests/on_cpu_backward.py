@@ -56,7 +56,7 @@ def _preprocess(
     lse: Tensor,
     dlse: Tensor | None,
     stats: Tensor,
-    dq_acc: Tensor,
+    dq_acc: Tensor | None,
     turns: Tensor | None,
     ends: Tensor | None,
 ) -> None:
@@ -70,9 +70,13 @@ def _preprocess(
     for x in (lse, dlse):
         assert x is None or (x.shape == (*batch, Hq, Sq) and x.is_contiguous() and x.dtype == torch.float32)
     assert stats.shape == (2, *batch, Hq, count)
-    assert dq_acc.shape == (*batch, Hq, count // plan.blocks.queries, plan.blocks.floats)
-    assert stats.is_contiguous() and dq_acc.is_contiguous()
-    assert stats.dtype == dq_acc.dtype == torch.float32
+    assert stats.is_contiguous() and stats.dtype == torch.float32
+    blocks = (*batch, Hq, count // plan.blocks.queries)
+    assert (dq_acc is not None) == plan.clears
+    if dq_acc is not None:
+        assert dq_acc.shape == (*blocks, plan.blocks.floats)
+        assert dq_acc.is_contiguous() and dq_acc.dtype == torch.float32
+        dq_acc.zero_()
     delta = (out.float() * dout.float()).sum(-1).transpose(-1, -2)
     if dlse is not None:
         delta = delta - dlse
@@ -81,9 +85,8 @@ def _preprocess(
     stats[0], stats[1] = sign * math.inf, 0.0
     stats[0][..., at] = sign * torch.where(sees, lse * LOG2E, math.inf)
     stats[1][..., at] = sign * torch.where(sees, delta, 0.0)
-    dq_acc.zero_()
     if turns is not None:
-        assert turns.shape == dq_acc.shape[:-1] and turns.dtype == torch.int32 and turns.is_contiguous()
+        assert turns.shape == blocks and turns.dtype == torch.int32 and turns.is_contiguous()
         turns.zero_()
 
 
@@ -107,11 +110,13 @@ def check_rows(x: Tensor, dtype: str, varlen: bool) -> None:
 
 def _backward(launches: list[Launch], features: Features, config: BackwardConfig, *args: Any) -> None:
     launches.append(Launch(features, config, args))
-    q, k, v, dout, stats, dq_acc, dk, dv, counter, turns, ends_q, ends_k, mask_args, dmask, state, rule = args
+    q, k, v, dout, stats, dq_acc, dq_whole, dk, dv, counter, turns, ends_q, ends_k, mask_args, *others = args
+    dmask, state, rule = others
     assert counter.shape == (1,) and counter.dtype == torch.int32 and counter.item() == 0
     for x in (q, k, v, dout):
         check_rows(x, features.dtype, features.varlen)
-    for grad, x in ((dk, k), (dv, v)):
+    assert (dq_whole is not None) == config.whole_heads
+    for grad, x in ((dk, k), (dv, v), *(((dq_whole, q),) if config.whole_heads else ())):
         assert grad.shape == x.shape and grad.dtype == x.dtype and grad.is_contiguous()
     assert (q.shape[-1], k.shape[-1], v.shape[-1]) == (features.D, features.D, features.Dv)
     assert (turns is not None) == features.deterministic
@@ -139,7 +144,7 @@ def _backward(launches: list[Launch], features: Features, config: BackwardConfig
         none = torch.zeros_like(dout_)
         return tiled.backward(dout_, negative, q_, k_, v_, none, lse, scoring, features.dmask)
 
-    dq = torch.zeros(*dq_acc.shape[:-2], count, blocks.columns)
+    dq = torch.zeros(*stats.shape[1:-1], count, blocks.columns)
     if ends_q is None or ends_k is None:
         assert longest == k.shape[1]
         end_hidden = features.right and right <= 0
@@ -158,6 +163,12 @@ def _backward(launches: list[Launch], features: Features, config: BackwardConfig
             found = grads(b, slice(i0, i1), slice(j0, j1))
             dk[j0:j1], dv[j0:j1] = found.dk[0], found.dv[0]
             dq[:, at[i0:i1], : features.D] = found.dq[0].transpose(0, 1)
+    if dq_whole is not None:
+        # Sums lie in as many places as there are CTAs; what they hold before is of no matter.
+        heads, group = k.shape[0] * k.shape[2], q.shape[2] // k.shape[2]
+        assert dq_acc.shape == (min(rule[6], heads), group, count // config.queries, blocks.floats)
+        dq_whole.copy_(dq[..., at, : features.D].transpose(-3, -2))
+        return
     assert not dq_acc.any()
     dq_acc += in_blocks(blocks, dq / scale if scale else torch.zeros_like(dq))
 

@@ -94,14 +94,14 @@ def test_others_are(dout: Tensor) -> None:
 def test_masks_are_turned(shape: tuple[int, ...], copied: bool, dtype: torch.dtype) -> None:
     """Queries become neighbours, if need be in a copy."""
     mask = torch.rand(shape).gt(0.3).to(dtype)
-    turned, _ = launched(attn_mask=mask).args[12]
+    turned, _ = launched(attn_mask=mask).args[13]
     assert torch.equal(turned, mask.expand(*turned.shape[:2], 24, turned.shape[2]).transpose(2, 3))
     assert (turned.untyped_storage().data_ptr() != mask.untyped_storage().data_ptr()) == copied
 
 
 def test_a_mask_that_is_turned_already_is_read_in_place() -> None:
     mask = torch.rand(24, 24).T
-    turned, _ = launched(attn_mask=mask).args[12]
+    turned, _ = launched(attn_mask=mask).args[13]
     assert turned.data_ptr() == mask.data_ptr() and turned.stride(3) == 1
 
 
@@ -126,6 +126,26 @@ def test_sums_in_any_order_are_not_deterministic(mask: str, served: bool) -> Non
     assert (not limits(SM90A, call)) == served
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "S", "whole"),
+    [
+        *[(2048, 256, True), (1024, 512, True), (1024, 513, False), (132, 512, True), (133, 512, False)],
+        *[(119, 256, True), (118, 256, False), (1, 128, True), (1, 129, False)],
+    ],
+)
+def test_whole_heads_are_short_and_keep_all_multiprocessors_busy(
+    heads: int, S: int, whole: bool, deterministic: bool
+) -> None:
+    extent = Extent(heads, S, S, 1, 1)
+    call = problem(backward=True, D=128, Dv=128, deterministic=deterministic, extent=extent)
+    kernels = backward.decide(SM90A, call, 132, lambda entry, static: lambda *args: None)
+    assert kernels.config.whole_heads == (kernels.behind is None) == whole
+    assert kernels.in_turns == (deterministic and not whole)
+    sizes = backward.sizes_of(torch.empty(heads, S, 1, 128, device="meta"), None, kernels)
+    assert sizes.dq_acc[0] == (min(heads, 132) if whole else heads)
+
+
 SIZES = st.one_of(st.integers(1, 300), st.sampled_from([1024, 16384]), st.integers(1, 1 << 30))
 
 
@@ -136,15 +156,16 @@ SIZES = st.one_of(st.integers(1, 300), st.sampled_from([1024, 16384]), st.intege
     flags=st.tuples(*[st.booleans()] * 3),
     Sk=SIZES,
     end_hidden=st.booleans(),
+    alone=st.sampled_from([0, 1, 256, 1024, 5000]),
 )
 def test_what_is_chosen_is_reachable_and_fits(
-    configs: ModuleType, D: int, Dv: int, flags: tuple[bool, ...], Sk: int, end_hidden: bool
+    configs: ModuleType, D: int, Dv: int, flags: tuple[bool, ...], Sk: int, end_hidden: bool, alone: int
 ) -> None:
     varlen, left, right = flags
     features = Features("bfloat16", 8 * D, 8 * Dv, varlen, left, right)
     if configs.limits(features):
         return
-    config = configs.backward(features, Sk, end_hidden)
+    config = configs.backward(features, Sk, end_hidden, alone)
     assert config in configs.reachable(features)
     assert config.shared_memory(features) <= SHARED_MEMORY
     assert config.tail == (not (end_hidden and right) and (varlen or Sk % config.ticket_keys != 0))
@@ -163,18 +184,20 @@ def test_the_kernel_agrees_that_it_can_run_every_config(target: Target) -> None:
         if uses["varlen"] and mask:
             continue
         for config in [] if table.limits(features) else table.reachable(features):
-            plan = Plan(features, config)
+            plan = Plan(backward.main_features(features, config), config)
             plan.check()
             # The kernels read what the host has sized and filled by these.
             assert plan.mask == backward.mask_plan(mask, config)
             before, behind = backward.row_plans(features, config, dlse=False)
-            assert before.blocks == behind.blocks and before.blocks.queries == plan.queries
+            assert (behind is None) == config.whole_heads
+            assert behind is None or before.blocks == behind.blocks
+            assert before.blocks.queries == plan.queries
 
 
 @given(st.integers(1, 4), st.integers(1, 1 << 17), st.integers(1, 20), st.integers(1, 9), st.booleans())
 def test_sections_hold_heads_that_there_are(B: int, S: int, Hk: int, group: int, causal: bool) -> None:
     band = problem().band._replace(right=0 if causal else None)
     call = problem(backward=True, group=group, extent=Extent(B, S, S, Hk * group, Hk), band=band)
-    section = backward.rule_of(SM90A, call, backward.config_of(SM90A, call), 132)[5]
+    section = backward.rule_of(SM90A, call, backward.config_of(SM90A, call, 132), 132)[5]
     assert 1 <= section <= B * Hk or (causal and group > 1 and section < 0)
     assert causal or section == 1

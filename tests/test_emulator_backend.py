@@ -61,8 +61,8 @@ def test_matches_the_exact_result(arch, dtype, D, Dv, flags, B, Sq, Sk, heads):
         out, lse = flash4_torch.attention(*inputs, return_lse=True, **flags)
         ours = gradients((out, torch.where(lse.isinf(), 0, lse)), inputs)
     assert {name for _, name in used} == {"emulator"}
-    # The forward's kernel, and those of the backward: three, or two small ones.
-    assert len(device.reports) == (3 if dtype == torch.float32 else 4)
+    # The forward's kernel, and those of the backward: three; or two, of whole heads or small ones.
+    assert len(device.reports) == (3 if dtype == torch.float32 or arch == "sm_90a" else 4)
 
     exact, exact_lse = testing.reference(*inputs, **flags)
     peer, peer_lse = testing.reference(*inputs, dtype=dtype, **flags)

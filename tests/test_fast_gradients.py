@@ -76,18 +76,22 @@ def test_its_gradients_are_the_long_ways(case: Case, expanded: bool, some: bool,
     assert type(steps[0][0].grad_fn).__name__ == type(steps[2][0].grad_fn).__name__
     if machine.backwards:
         long, _, short = machine.backwards
-        assert long[:2] == short[:2] and long.args[15:] == short.args[15:]
-        assert long.args[9:14] == short.args[9:14]
-        states = [launch.args[14] for launch in (long, short)]
+        assert long[:2] == short[:2] and long.args[16:] == short.args[16:]
+        assert long.args[10:15] == short.args[10:15]
+        states = [launch.args[15] for launch in (long, short)]
         assert torch.equal(*states) if dropout_p else states == [None, None]
-        for a, b in zip(long.args[:8], short.args[:8], strict=True):
-            assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+        for a, b in zip(long.args[:9], short.args[:9], strict=True):
+            assert (a is None) == (b is None)
+            assert a is None or (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
 
 
-def test_deterministic_steps_have_turns(machine: Machine) -> None:
+@pytest.mark.parametrize(("S", "turns"), [(200, True), (100, False)])
+def test_deterministic_steps_have_turns(machine: Machine, S: int, turns: bool) -> None:
+    """Unless a CTA has a whole head."""
+    q, k, v = (half(1, S, 2, 64).requires_grad_() for _ in range(3))
     for _ in range(3):
-        grads(attend(deterministic=True))
-    assert [launch.args[9] is not None for launch in machine.backwards] == [True] * 3
+        flash4_torch.attention(q, k, v, deterministic=True).sum().backward()
+    assert [launch.args[10] is not None for launch in machine.backwards] == [turns] * 3
 
 
 def prepared(long_way: LongWay) -> None:

@@ -32,6 +32,7 @@ INSIDE = {"heads_inside": True, "rows_first": True}
 ASIDE = {"gradients_aside": True, "dq_stages": 2}
 STAGES = {**INSIDE, "static_stages": True}
 ROUNDED = {"round_weights": True}
+WHOLE = {"whole_heads": True, "heads_inside": True}
 SOFTCAP = {"softcap": True, "scaled": True, **ROUNDED}
 # (warpgroups, queries)
 STATICS = {
@@ -75,6 +76,14 @@ STATICS = {
     "static stages, window": static(96, 80, (2, 64), ds_stages=2, **STAGES, **SOFTCAP, **WINDOW),
     "static stages, packed": static(64, 64, (2, 64), varlen=True, **STAGES, **ASIDE, **CAUSAL),
     "static stages, in order": static(96, 96, (2, 64), deterministic=True, **STAGES, **ASIDE, **CAUSAL),
+    "whole": static(128, 128, (2, 64), "float16", **{**STAGES, **WHOLE}, **ASIDE),
+    "whole, causal": static(
+        96, 80, (2, 64), tail=False, ds_stages=2, **{**STAGES, **WHOLE}, **ASIDE, **CAUSAL
+    ),
+    "whole, next tile": static(64, 64, (2, 128), **WHOLE, **ROUNDED, **NEXT_TILE, **CAUSAL),
+    "whole, dropout": static(128, 128, (2, 64), ds_stages=2, dropout=True, **WHOLE, **ROUNDED, **CAUSAL),
+    "whole, softcap": static(32, 64, (2, 128), "float16", **WHOLE, **SOFTCAP, **NEXT_TILE),
+    "whole, one warpgroup": static(72, 40, (1, 64), **WHOLE, **CAUSAL),
     "softcap": static(128, 128, (2, 64), **SOFTCAP, **CAUSAL),
     "scaled": static(64, 64, (2, 64), "float16", scaled=True),
     "bool mask": static(128, 128, (2, 64), mask="bool"),
@@ -102,7 +111,14 @@ def test_values(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["next tile, in order", "in order, packed", "inside, in order", "static stages, in order"]
+    "name",
+    [
+        "next tile, in order",
+        "in order, packed",
+        "inside, in order",
+        "static stages, in order",
+        "whole, causal",
+    ],
 )
 def test_sums_have_an_order(name: str) -> None:
     sums_have_an_order(STATICS[name])

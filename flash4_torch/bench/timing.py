@@ -20,8 +20,8 @@ _SHORTEST_SAMPLE = 1e-3
 
 _BATCH = 5
 _REST = 0.02
-_QUEUEING_CYCLES = 2_000_000
-"""Something over a millisecond, in which the host queues a batch."""
+_QUEUEING_CYCLES = 10_000_000
+"""Some five milliseconds, in which the host queues a batch, of short backward calls on a slow host, too."""
 
 
 class Spread(NamedTuple):

@@ -62,13 +62,14 @@ TABLE = (
 # fmt: on
 
 
-def backward(features: Features, Sk: int, end_hidden: bool = False) -> Sm100Backward:
+def backward(features: Features, Sk: int, end_hidden: bool = False, alone: int = 0) -> Sm100Backward:
     """The config of a call that `limits` has nothing against.
 
     Args:
         features: what the kernel computes.
         Sk: key positions; of the longest sequence if varlen.
         end_hidden: whether the band hides everything beyond the last key, as for causal calls.
+        alone: not used: no CTA takes whole heads.
     """
     config = _config(features)
     tail = not (end_hidden and features.right) and (features.varlen or Sk % config.ticket_keys != 0)

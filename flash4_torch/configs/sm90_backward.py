@@ -25,6 +25,9 @@ class Row(NamedTuple):
     """Features without which it is not taken."""
     config: Sm90Backward
     why: str
+    alone: tuple[int, int] = (0, 0)
+    """Query rows of a key head up to which CTAs take whole heads, if there are heads enough: without a bound
+    to the right, and with one. 0: never."""
 
     def admits(self, features: Features) -> bool:
         return (
@@ -62,17 +65,21 @@ TABLE = (
     Row(64, 64, _HEAVY, (),
         _Tiles(2, 128, kv_stages=2, ds_stages=2, round_weights=True, next_tile=True),
         "full S 512, 1k, 4k, 16k: 1.12, 1.05, 1.00, 1.01; causal S 512, 4k, 16k: 1.19, 0.99, 0.98; "
-        "one stage of dS 0 to 0.01 less, of K and V 0.02 to 0.1, blocks of 64 rows 0.15"),
+        "one stage of dS 0 to 0.01 less, of K and V 0.02 to 0.1, blocks of 64 rows 0.15; whole heads full S "
+        "256, 512, 1k: 1.56, 1.27, 1.03, else 1.18, 1.12, 1.06, causal S 256 to 2k: 1.71, 1.47, 1.21, 0.85, "
+        "else 1.19, 1.20, 1.12, 1.03", alone=(512, 1024)),
     Row(64, 64, (), (), _Tiles(2, 64, ds_stages=2, kv_stages=2, round_weights=True),
-        "unmeasured: features that need registers"),
+        "unmeasured: features that need registers", alone=(512, 512)),
     Row(96, 96, ("dropout", "mask"), _IN_ORDER,
         _Tiles(2, 64, q_stages=3, do_stages=3, ds_stages=2, dq_stages=2, heads_inside=True),
         "causal S 1k, 8k: 0.87, 0.88 of the speed in any order"),
     Row(96, 96, ("dropout", "mask", "right"), (),
         _Tiles(2, 64, q_stages=3, do_stages=3, ds_stages=2, dq_stages=2, **_ASIDE),
-        "full S 1k: 1.04, 1.03 without the last three; causal less than without"),
+        "full S 1k: 1.04, 1.03 without the last three; causal less than without; whole heads S 256, 512: "
+        "1.36, 1.06, else 1.06, 1.08", alone=(256, 0)),
     Row(96, 96, ("dropout", "mask"), (), _Tiles(2, 64, ds_stages=2, dq_stages=2, **_STATIC),
-        "causal S 1k, 8k: 1.06, 1.03; three stages of Q and dO, head after head 1.03, 1.01"),
+        "causal S 1k, 8k: 1.06, 1.03; three stages of Q and dO, head after head 1.03, 1.01; whole heads S "
+        "256, 512: 1.52, 1.29, else 1.05, 1.09", alone=(0, 512)),
     Row(96, 96, ("dropout", "dmask"), (), _Tiles(2, 64, q_stages=3, do_stages=3, ds_stages=2, dq_stages=2),
         "S 8k: full 1.04, causal 1.02; two stages of K and V, one of dQ 1.00 and 0.95"),
     Row(128, 128, ("dropout", "mask"), ("softcap", "varlen", "right"),
@@ -81,7 +88,9 @@ TABLE = (
     Row(128, 128, ("dropout", "mask"), (), _Tiles(2, 64, dq_stages=2, **_STATIC),
         "full S 1k, 4k, 16k: 1.04, 1.04, 1.01, stages in registers 1.03, 1.00, 0.98; causal S 512, 1k, 2k, "
         "4k, 16k: 1.06, 1.04, 1.02, 1.01, 0.98 to 1.06, stages in registers and nothing skipped 1.05, 0.98, "
-        "0.97, 0.97, 0.93 to 1.00; gradients through K and V causal 1.07, 1.02, 1.00, 1.00, 1.03"),
+        "0.97, 0.97, 0.93 to 1.00; gradients through K and V causal 1.07, 1.02, 1.00, 1.00, 1.03; whole "
+        "heads full S 256, 512, 1k: 1.63, 1.13, 0.81, else 1.16, 1.12, 1.04, causal 1.65, 1.40, 0.92, else "
+        "1.02, 1.05, 1.03", alone=(512, 512)),
     Row(128, 128, ("dropout", "dmask"), (), _Tiles(2, 64, dq_stages=2),
         "full S 512, 4k, 16k: 1.07, 1.03, 1.01; causal 1.05, 0.99, 1.00; two stages of dS, one of dQ: "
         "0.97 at 16k; next_tile with one stage of dO 0.04 to 0.1 less, rounded weights 0.01"),
@@ -108,15 +117,19 @@ TABLE = (
 # fmt: on
 
 
-def backward(features: Features, Sk: int, end_hidden: bool = False) -> Sm90Backward:
+def backward(features: Features, Sk: int, end_hidden: bool = False, alone: int = 0) -> Sm90Backward:
     """The config of a call.
 
     Args:
         features: what the kernel computes.
         Sk: key positions; of the longest sequence if varlen.
         end_hidden: whether the band hides everything beyond the last key, as for causal calls.
+        alone: query rows of a key head, of all query heads that share it, if there are heads enough for each
+            CTA to take whole ones; else 0.
     """
-    config = _config(features)
+    config, whole = _config(features), _row_of_whole_heads(features)
+    if whole is not None and 0 < alone <= whole.alone[features.right]:
+        config = _whole(whole)
     tail = not (end_hidden and features.right) and (features.varlen or Sk % config.ticket_keys != 0)
     return config._replace(tail=tail)
 
@@ -129,8 +142,29 @@ def limits(features: Features) -> list[str]:
 def reachable(features: Features) -> tuple[Sm90Backward, ...]:
     """Every config that `backward` returns for some sizes."""
     tails = [False, True] if features.right or not features.varlen else [True]
-    return tuple(_config(features)._replace(tail=tail) for tail in tails)
+    configs, whole = [_config(features)], _row_of_whole_heads(features)
+    if whole is not None:
+        configs.append(_whole(whole))
+    return tuple(config._replace(tail=tail) for config in configs for tail in tails)
 
 
 def _config(features: Features) -> Sm90Backward:
-    return next(row.config for row in TABLE if row.admits(features))
+    return _row(features).config
+
+
+def _row_of_whole_heads(features: Features) -> Row | None:
+    """The row whose tiles CTAs take if they may: the first tile of a head has to see all that others see.
+
+    Sums have an order then, which no row need see to.
+    """
+    row = _row(features._replace(deterministic=False))
+    none = features.left or features.mask or features.varlen or not row.alone[features.right]
+    return None if none else row
+
+
+def _whole(row: Row) -> Sm90Backward:
+    return row.config._replace(whole_heads=True, heads_inside=True)
+
+
+def _row(features: Features) -> Row:
+    return next(row for row in TABLE if row.admits(features))

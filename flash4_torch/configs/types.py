@@ -173,6 +173,10 @@ class Sm90Backward(NamedTuple):
     static_stages: bool = False
     """Of the code for blocks that nothing cuts there is a copy for each stage of Q, whose addresses are then
     constants; with two stages of Q, and of dO. Not where `split`."""
+    whole_heads: bool = False
+    """A CTA takes all tiles of a key head, from the last one to the first, and rounds dQ at the first, to
+    which the others have left their sums: nothing is cleared before, nor rounded behind, and sums have an
+    order."""
     round_weights: bool = False
     """dS is made of the rounded weights, which frees the registers of the others."""
     tail: bool = True
@@ -243,6 +247,11 @@ class Sm100Backward(NamedTuple):
     """Of a tile, 128, or 64 of a pair for wide heads: then each CTA has half of the lanes' rows, twice."""
     shares: int = 0
     """Of a pair: stages of half blocks of Q and dO, each for one product, in the order of products."""
+
+    @property
+    def whole_heads(self) -> bool:
+        """No CTA takes all tiles of a head."""
+        return False
 
     @property
     def heads_inside(self) -> bool:

@@ -90,10 +90,11 @@ class Compiled:
             ends_q, ends_k = lengths(inputs.cu_seqlens_q), lengths(inputs.cu_seqlens_k)
             if mask is not None:
                 mask = backward.turned(mask, problem.extent.Sq)
-            sizes = backward.sizes_of(q, ends_q, kernels.blocks)
-            stats, dq_acc, turns = backward.workspaces(q, sizes, problem.spec.deterministic)
+            sizes, rounds = backward.sizes_of(q, ends_q, kernels), kernels.config.whole_heads
+            stats, dq_acc, turns = backward.workspaces(q, sizes, kernels.in_turns)
             dlse = None if saved.dlse is None else saved.dlse.contiguous()
-            kernels.before(out, dout, saved.lse.contiguous(), dlse, stats, dq_acc, turns, ends_q)
+            cleared = None if rounds else dq_acc
+            kernels.before(out, dout, saved.lse.contiguous(), dlse, stats, cleared, turns, ends_q)
             kernels.main(
                 q,
                 k,
@@ -101,6 +102,7 @@ class Compiled:
                 dout,
                 stats,
                 dq_acc,
+                dq if rounds else None,
                 dk,
                 dv,
                 self.counter(index),
@@ -112,7 +114,8 @@ class Compiled:
                 inputs.rng_state,
                 kernels.rule,
             )
-            kernels.behind(dq_acc, dq, ends_q, problem.scale)
+            if kernels.behind is not None:
+                kernels.behind(dq_acc, dq, ends_q, problem.scale)
         D, Dv = problem.spec.D, problem.spec.Dv
         if dmask is not None and mask is not None:
             dmask = dmask.to(mask.dtype)
@@ -160,13 +163,14 @@ class Compiled:
 
         spec, scale = problem.spec, problem.scale
         index, dtype, float32, int32 = inputs.q.get_device(), spec.dtype, torch.float32, torch.int32
-        before, main, behind, _, numbers, blocks = self.backward_kernels(problem, index)
-        rule = tvm_ffi.convert(numbers)
+        kernels = self.backward_kernels(problem, index)
+        before, main, behind = kernels[:3]
+        rule = tvm_ffi.convert(kernels.rule)
         q_shape, k_shape, v_shape = (tuple(x.shape) for x in inputs[:3])
         q_strides, k_strides, v_strides = (_strides(shape) for shape in (q_shape, k_shape, v_shape))
-        stats_shape, sums_shape, turns_shape = backward.sizes_of(inputs.q, None, blocks)
+        stats_shape, sums_shape, turns_shape = backward.sizes_of(inputs.q, None, kernels)
         stats_strides, sums_strides = _strides(stats_shape), _strides(sums_shape)
-        turns_strides, in_turns = _strides(turns_shape), spec.deterministic
+        turns_strides, in_turns = _strides(turns_shape), kernels.in_turns
         copied = not is_readable(saved.dout)
         counter, current_device = tickets.counter, tickets.current_device
         empty = getattr(torch._C._dynamo.guards, f"_empty_strided_{spec.device}")
@@ -188,12 +192,13 @@ class Compiled:
             stats = empty(stats_shape, stats_strides, float32)
             sums = empty(sums_shape, sums_strides, float32)
             turns = empty(turns_shape, turns_strides, int32) if in_turns else None
-            before(out, dout, lse, None, stats, sums, turns, None)
+            before(out, dout, lse, None, stats, None if behind is None else sums, turns, None)
             dk, dv = empty(k_shape, k_strides, dtype), empty(v_shape, v_strides, dtype)
-            ticket = counter(index)
-            main(q, k, v, dout, stats, sums, dk, dv, ticket, turns, None, None, None, None, rng_state, rule)
             dq = empty(q_shape, q_strides, dtype)
-            behind(sums, dq, None, scale)
+            rounded, more = dq if behind is None else None, (None, None, None, None, rng_state, rule)
+            main(q, k, v, dout, stats, sums, rounded, dk, dv, counter(index), turns, *more)
+            if behind is not None:
+                behind(sums, dq, None, scale)
             return dq, dk, dv
 
         return launch

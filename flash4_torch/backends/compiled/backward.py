@@ -1,7 +1,7 @@
 """The backward: which three kernels serve a call, what they are told, and where they put their sums.
 
 The first makes two numbers of each query row and clears the sums of dQ, the second adds to these and writes
-dK and dV, the third rounds dQ.
+dK and dV, the third rounds dQ. Or the second rounds it itself, when a head's last tile has added to it.
 """
 
 from __future__ import annotations
@@ -45,10 +45,15 @@ class Kernels(NamedTuple):
 
     before: compile.Function
     main: compile.Function
-    behind: compile.Function
+    behind: compile.Function | None
+    """None where the main one rounds dQ."""
     config: BackwardConfig
     rule: Rule
     blocks: RowBlocks
+    in_turns: bool
+    """Whether tiles wait for each other to add to dQ."""
+    alone: tuple[int, int] | None
+    """How many CTAs take whole key heads, and of how many query heads each is."""
 
 
 class Sizes(NamedTuple):
@@ -84,26 +89,35 @@ def _mask_broadcasts(problem: Problem) -> bool:
 
 
 def decide(target: Target, problem: Problem, multiprocessors: int, find: Find) -> Kernels:
-    features, config = features_of(problem), config_of(target, problem)
+    config = config_of(target, problem, multiprocessors)
+    features = main_features(features_of(problem), config)
     before, behind = row_plans(features, config, dlse=problem.spec.dlse)
+    ctas = min(multiprocessors, problem.extent.B * problem.extent.Hk)
     return Kernels(
         find(PREPROCESS, (before,)),
         find(target.backward, (features, config)),
-        find(POSTPROCESS, (behind,)),
+        None if behind is None else find(POSTPROCESS, (behind,)),
         config,
         rule_of(target, problem, config, multiprocessors),
         before.blocks,
+        before.turns,
+        (ctas, problem.spec.group) if config.whole_heads else None,
     )
+
+
+def main_features(features: Features, config: BackwardConfig) -> Features:
+    """What the main kernel is compiled for: with whole heads sums have an order without being told."""
+    return features._replace(deterministic=features.deterministic and not config.whole_heads)
 
 
 def row_plans(
     features: Features, config: BackwardConfig, *, dlse: bool
-) -> tuple[PreprocessPlan, PostprocessPlan]:
+) -> tuple[PreprocessPlan, PostprocessPlan | None]:
     """Of the kernels before and behind the main one."""
-    f = features
-    blocks = RowBlocks.of(sums_of(f.D, config))
-    before = PreprocessPlan(f.dtype, f.Dv, blocks, f.varlen, dlse, f.deterministic, config.by_lanes)
-    return before, PostprocessPlan(f.dtype, f.D, blocks, f.varlen)
+    f, blocks = main_features(features, config), RowBlocks.of(sums_of(features.D, config))
+    asked = f.varlen, dlse, f.deterministic, config.by_lanes, not config.whole_heads
+    before = PreprocessPlan(f.dtype, f.Dv, blocks, *asked)
+    return before, None if config.whole_heads else PostprocessPlan(f.dtype, f.D, blocks, f.varlen)
 
 
 def features_of(problem: Problem) -> Features:
@@ -111,9 +125,15 @@ def features_of(problem: Problem) -> Features:
     return forward.features_of(problem)._replace(deterministic=spec.deterministic, dmask=spec.dmask)
 
 
-def config_of(target: Target, problem: Problem) -> BackwardConfig:
+def config_of(target: Target, problem: Problem, multiprocessors: int) -> BackwardConfig:
+    extent, table = problem.extent, target.backward_configs
     end_hidden = problem.band.right is not None and problem.band.right <= 0
-    return target.backward_configs.backward(features_of(problem), problem.extent.Sk, end_hidden)
+    tile = table.backward(features_of(problem), extent.Sk, end_hidden).ticket_keys
+    heads, tiles = extent.B * extent.Hk, -(-extent.Sk // tile)
+    # Of nine tenths of the time all multiprocessors have one.
+    even = 10 * heads >= 9 * multiprocessors * -(-heads // multiprocessors)
+    alone = problem.spec.group * extent.Sq if even or tiles == 1 else 0
+    return table.backward(features_of(problem), extent.Sk, end_hidden, alone)
 
 
 def rule_of(target: Target, problem: Problem, config: BackwardConfig, multiprocessors: int) -> Rule:
@@ -129,6 +149,8 @@ def _section(target: Target, problem: Problem, config: BackwardConfig, multiproc
     """
     spec, extent = problem.spec, problem.extent
     features, heads = features_of(problem), extent.B * extent.Hk
+    if config.whole_heads:
+        return 1
     if spec.deterministic:
         return min(_in_order(features, config), heads)
     if not (features.left or features.right):
@@ -167,8 +189,9 @@ def turned(mask: Tensor, Sq: int) -> Tensor:
     return x.expand(*x.shape[:3], Sq)
 
 
-def sizes_of(q: Tensor, cu_seqlens_q: Tensor | None, blocks: RowBlocks) -> Sizes:
+def sizes_of(q: Tensor, cu_seqlens_q: Tensor | None, kernels: Kernels) -> Sizes:
     """For q (B, Sq, Hq, D), or (T, Hq, D) and its lengths."""
+    blocks = kernels.blocks
     if cu_seqlens_q is None:
         B, Sq, Hq, _ = q.shape
         heads: tuple[int, ...] = (B, Hq)
@@ -177,13 +200,14 @@ def sizes_of(q: Tensor, cu_seqlens_q: Tensor | None, blocks: RowBlocks) -> Sizes
         T, Hq, _ = q.shape
         heads = (Hq,)
         count = blocks.packed_count(T, len(cu_seqlens_q) - 1)
-    return Sizes((2, *heads, count * blocks.queries), (*heads, count, blocks.floats), (*heads, count))
+    sums = (*(kernels.alone or heads), count, blocks.floats)
+    return Sizes((2, *heads, count * blocks.queries), sums, (*heads, count))
 
 
-def workspaces(q: Tensor, sizes: Sizes, deterministic: bool) -> Workspaces:
+def workspaces(q: Tensor, sizes: Sizes, in_turns: bool) -> Workspaces:
     """Allocated, not filled."""
     return Workspaces(
         q.new_empty(sizes.stats, dtype=torch.float32),
         q.new_empty(sizes.dq_acc, dtype=torch.float32),
-        q.new_empty(sizes.turns, dtype=torch.int32) if deterministic else None,
+        q.new_empty(sizes.turns, dtype=torch.int32) if in_turns else None,
     )

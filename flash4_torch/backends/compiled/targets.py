@@ -61,6 +61,11 @@ class BackwardConfig(Protocol):
         """Whether a tile visits a block of rows of all heads of a group before the next, without a mask."""
         ...
 
+    @property
+    def whole_heads(self) -> bool:
+        """Whether a CTA takes all tiles of a key head, in an order, and rounds their dQ."""
+        ...
+
 
 class ForwardTable(Protocol):
     """A module of `configs`."""
@@ -83,7 +88,9 @@ class ForwardTable(Protocol):
 class BackwardTable(Protocol):
     """A module of `configs`."""
 
-    def backward(self, features: Features, Sk: int, end_hidden: bool = False) -> BackwardConfig: ...
+    def backward(
+        self, features: Features, Sk: int, end_hidden: bool = False, alone: int = 0
+    ) -> BackwardConfig: ...
 
     def reachable(self, features: Features) -> tuple[BackwardConfig, ...]: ...
 

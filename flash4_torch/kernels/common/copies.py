@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from .warps import WARP
+
+_EVICT_FIRST = 0x12F0000000000000
+"""The cache policy that CUTLASS calls so (`TMA::CacheHintSm90`)."""
+
+
+def passing_by() -> dict[str, Int64]:
+    """Of a copy whose bytes are not needed again soon: they are the first to leave the L2 cache."""
+    return {"cache_policy": Int64(_EVICT_FIRST)}
 
 
 @cute.jit

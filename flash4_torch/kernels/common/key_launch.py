@@ -41,6 +41,7 @@ def compile_for_any(backward: Any, plan: Any, floats: int) -> Any:
     dmask = host.strided(Float32, 4) if features.dmask else None
     rng_state = host.compact(Int64, (2,)) if features.dropout else None
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    workspaces = (stats, dq_acc, dk, dv, tickets, turns)
-    tensors = (q, k, v, dout, *workspaces, cu_seqlens, cu_seqlens, mask, dmask, rng_state)
+    dq = host.rows(plan.dtype, (*host.any_sizes(packed + 1), features.D)) if plan.whole_heads else None
+    results = (stats, dq_acc, dq, dk, dv, tickets, turns)
+    tensors = (q, k, v, dout, *results, cu_seqlens, cu_seqlens, mask, dmask, rng_state)
     return cute.compile(backward, *tensors, example_rule(), plan, stream, options="--enable-tvm-ffi")

@@ -36,11 +36,12 @@ class Tile(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """How many tiles there are in all, and of a head; in clusters pairs of tiles."""
+    """How many tiles there are of a head, and are drawn in all; in clusters pairs of tiles."""
 
     blocks: Uint32
     key_heads: Uint32
     tiles: Uint32
+    """With whole heads of each head one."""
 
 
 @cute.jit
@@ -48,8 +49,8 @@ def shape(k: Any) -> Shape:
     _, _, Hk, B = k.maps.mK.shape
     if cutlass.const_expr(k.plan.features.varlen):
         B = k.cu_seqlens_k.shape[0] - 1
-    blocks = Uint32(cute.ceil_div(k.rule.longest, k.plan.ticket_keys))
-    return Shape(blocks, Uint32(Hk), blocks * Uint32(Hk) * Uint32(B))
+    blocks, heads = Uint32(cute.ceil_div(k.rule.longest, k.plan.ticket_keys)), Uint32(Hk) * Uint32(B)
+    return Shape(blocks, Uint32(Hk), heads if k.plan.whole_heads else blocks * heads)
 
 
 @cute.jit
@@ -120,7 +121,11 @@ def span_of(k: Any, tile: Tile) -> Span:
     """The blocks of rows that the tile, or its pair, visits, of each query head: at least one."""
     first = first_key(k, tile)
     last = cutlass.min(first + k.plan.ticket_keys, tile.Sk) - 1
-    return visible_span(band_of(k, tile), k.plan.band, first, last)
+    span = visible_span(band_of(k, tile), k.plan.band, first, last)
+    if cutlass.const_expr(k.plan.whole_heads):
+        # Which stores dQ of rows that see nothing, too.
+        return Span(Int32(0) if tile.block == 0 else span.first, span.last)
+    return span
 
 
 class Turn(NamedTuple):
@@ -166,16 +171,32 @@ class Place(NamedTuple):
 
 
 @cute.jit
-def last_place(span: Span) -> Place:
+def first_place(k: Any, tile: Tile, span: Span) -> Place:
     """Where such a tile begins: rows that all tiles of a head see, if a mask bounds their first ones."""
-    return Place(span.last - 1, Int32(0))
+    return Place(span.last - 1 if _goes_down(k, tile) else span.first, Int32(0))
 
 
 @cute.jit
-def next_place(k: Any, place: Place) -> Place:
+def last_block(k: Any, tile: Tile, span: Span) -> Int32:
+    """Where it ends."""
+    return span.first if _goes_down(k, tile) else span.last - 1
+
+
+@cute.jit
+def next_place(k: Any, tile: Tile, place: Place) -> Place:
     h = place.h + 1
     done = h == group(k)
-    return Place(place.n - 1 if done else place.n, Int32(0) if done else h)
+    n = place.n - 1 if _goes_down(k, tile) else place.n + 1
+    return Place(n if done else place.n, Int32(0) if done else h)
+
+
+def _goes_down(k: Any, tile: Tile) -> Any:
+    """From the last block to the first one; or every second tile of whole heads the other way.
+
+    Then a tile begins with the rows and sums that the one before has used last, which are still in the cache
+    where there is no room for all of them.
+    """
+    return tile.block % 2 == 0 if k.plan.turns_back else True
 
 
 class Blocks(NamedTuple):

@@ -85,6 +85,8 @@ class PreprocessPlan(NamedTuple):
     """Sums are added in turns: deterministic."""
     negated: bool = False
     """Both numbers of a row change sign: what is then added, packed instructions do not subtract."""
+    clears: bool = True
+    """The sums of dQ."""
 
 
 class PostprocessPlan(NamedTuple):

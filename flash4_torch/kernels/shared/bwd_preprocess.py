@@ -62,7 +62,7 @@ def preprocess(
     lse: cute.Tensor,
     dlse: cute.Tensor | None,
     stats: cute.Tensor,
-    dq_acc: cute.Tensor,
+    dq_acc: cute.Tensor | None,
     turns: cute.Tensor | None,
     cu_seqlens_q: cute.Tensor | None,
     plan: cutlass.Constexpr,
@@ -74,7 +74,8 @@ def preprocess(
     on 16 bytes. lse, dlse (B, Hq, Sq) or (Hq, T) float32, contiguous. With n blocks of m rows a head, as
     `row_blocks` lays them out: stats float32 (2, B, Hq, n * m), dq_acc float32 (B, Hq, n, m * columns), turns
     int32 (B, Hq, n); packed: without B. stats is (inf, 0) where no row is, and for rows that see nothing;
-    both of it are `negated` where the plan says so. No size is 0.
+    both of it are `negated` where the plan says so. dq_acc and turns are None where it does not ask for them.
+    No size is 0.
     """
     B, Hq, count = heads_and_blocks(out, cu_seqlens_q, plan.blocks)
     preprocess_kernel(out, dout, lse, dlse, stats, dq_acc, turns, cu_seqlens_q, plan).launch(
@@ -89,7 +90,7 @@ def preprocess_kernel(
     lse: cute.Tensor,
     dlse: cute.Tensor | None,
     stats: cute.Tensor,
-    dq_acc: cute.Tensor,
+    dq_acc: cute.Tensor | None,
     turns: cute.Tensor | None,
     cu_seqlens_q: cute.Tensor | None,
     plan: cutlass.Constexpr,
@@ -105,7 +106,7 @@ def preprocess_kernel(
         loaded = [_load(x, own, rows, lane % shape.lanes, plan) for x in (out, dout)]
         lses = [lse[_per_row(own, r, plan)] for r in rows]
         dlses = [dlse[_per_row(own, r, plan)] if plan.dlse else Float32(0.0) for r in rows]
-        if cutlass.const_expr(part == 0):
+        if cutlass.const_expr(part == 0 and plan.clears):
             _clear(dq_acc, own, thread, plan)
         for r in cutlass.range_constexpr(shape.rows):
             total = _product(loaded[0][None, None, r], loaded[1][None, None, r], lane, plan)
@@ -186,6 +187,7 @@ def compile_preprocess(plan: PreprocessPlan) -> Any:
     rows = [host.rows(dtype, (*host.any_sizes(modes - 1), plan.Dv)) for _ in range(2)]
     lse, dlse = (host.compact(Float32, host.any_sizes(modes - 1)) for _ in range(2))
     stats, dq_acc = (host.rows(Float32, host.any_sizes(modes)) for _ in range(2))
+    dq_acc = dq_acc if plan.clears else None
     turns = host.compact(Int32, host.any_sizes(modes - 1)) if plan.turns else None
     cu_seqlens = host.compact(Int32, host.any_sizes(1)) if plan.varlen else None
     tensors = (*rows, lse, dlse if plan.dlse else None, stats, dq_acc, turns, cu_seqlens)

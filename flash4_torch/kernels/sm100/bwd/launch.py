@@ -30,6 +30,7 @@ def backward(
     dout: cute.Tensor,
     stats: cute.Tensor,
     dq_acc: cute.Tensor,
+    dq: None,
     dk: cute.Tensor,
     dv: cute.Tensor,
     tickets: cute.Tensor,

@@ -262,6 +262,11 @@ class Plan(NamedTuple):
         return self.features.deterministic and self.features.right
 
     @property
+    def whole_heads(self) -> bool:
+        """Whether a CTA takes all tiles of a key head."""
+        return False
+
+    @property
     def lists_blocks(self) -> bool:
         """Whether blocks that the mask hides are passed over. A fixed order of sums knows only the band."""
         return bool(self.features.mask) and not self.features.deterministic

@@ -1,1 +1,1 @@
-"""The backward kernel. Read plan, launch, kernel, load, mainloop, walk, weights, store_dq, epilogue."""
+"""Gradients. Read plan, launch, kernel, load, mainloop, walk, weights, store_dq, finish_dq and epilogue."""

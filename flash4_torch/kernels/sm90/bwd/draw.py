@@ -32,11 +32,11 @@ def draw(k: Kernel, drawer: Int32) -> None:
         ring.release(k.load_k, kv_at)
         first, span = tile.block * plan.keys, tiles.span_of(k, tile)
         if cutlass.const_expr(plan.heads_inside):
-            place = tiles.last_place(span)
+            place = tiles.first_place(k, tile, span)
             for _ in cutlass.range((span.last - span.first) * heads, unroll=1):
                 drawn = tile.batch * k.maps.mQ.shape[2] + tile.key_head * heads + place.h
                 turn = _draw_block(k, chance, drawn, first, place.n, turn, at)
-                at, place = ring.after(at, plan.config.q_stages), tiles.next_place(k, place)
+                at, place = ring.after(at, plan.config.q_stages), tiles.next_place(k, tile, place)
         else:
             for h in cutlass.range(heads, unroll=1):
                 head = tile.key_head * heads + h

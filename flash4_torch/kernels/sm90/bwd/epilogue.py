@@ -10,6 +10,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync, warp
 
 from ...common import ring
+from ...common.copies import passing_by
 from ...common.key_tiles import Tile
 from ...common.ring import Cursor
 from ...common.rounding import round_to
@@ -127,7 +128,7 @@ def _store_box(k: Kernel, t: Thread, atom, target: cute.Tensor, stage: cute.Tens
         atom, 0, cute.make_layout(1), cute.group_modes(piece, 0, 2), cute.group_modes(rows, 0, 2)
     )
     with cute.arch.elect_one():
-        cute.copy(atom, s, g)
+        cute.copy(atom, s, g, **passing_by())
         cute.arch.cp_async_bulk_commit_group()
 
 

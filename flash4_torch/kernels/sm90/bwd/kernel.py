@@ -49,6 +49,8 @@ class Maps(NamedTuple):
     mdK: Any
     store_dv: Any
     mdV: Any
+    store_dq: Any
+    mdQ: Any
     load_other_k: Any
     """Half of the columns of the other CTA's K."""
 
@@ -140,6 +142,8 @@ class Kernel:
     """Transposed: its rows are keys."""
     dmask: cute.Tensor | None
     rng_state: cute.Tensor | None
+    finishes: bool = False
+    """For a tile that rounds dQ, which has code of its own."""
 
 
 @cute.kernel
@@ -242,8 +246,9 @@ def backward_kernel(
         if cutlass.const_expr(plan.features.dropout):
             ring.initialise(k.kept, plan.consumer_warps, writers=plan.drawers)
         cute.arch.mbarrier_init_fence()
-        for atom in maps[:12:2]:
-            cpasync.prefetch_descriptor(atom)
+        for atom in maps[:14:2]:
+            if cutlass.const_expr(atom is not None):
+                cpasync.prefetch_descriptor(atom)
     start_together(plan.ctas)
 
     if group == 0:

@@ -18,7 +18,7 @@ from ...common.smem_layouts import column_major_layout, row_major_layout
 from ..warps import ROWS, WARP_ROWS
 from .kernel import Layouts, Maps, Turned, backward_kernel
 from .plan import Plan
-from .store_dq import aside_layout
+from .store_dq import aside_layout, finished_layout
 
 
 @cute.jit
@@ -29,6 +29,7 @@ def backward(
     dout: cute.Tensor,
     stats: cute.Tensor,
     dq_acc: cute.Tensor,
+    dq: cute.Tensor | None,
     dk: cute.Tensor,
     dv: cute.Tensor,
     tickets: cute.Tensor,
@@ -42,7 +43,7 @@ def backward(
     plan: cutlass.Constexpr,
     stream: cuda.CUstream,
 ) -> None:
-    """Launch dk, dv, and dq_acc += dq / scale.
+    """Launch dk, dv, and dq_acc += dq / scale; with `whole_heads` dk, dv and dq.
 
     q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), dout (B, Sq, Hq, Dv), or packed (T, H, D); last
     stride 1, the others multiples of 8 elements, bases on 16 bytes. dk and dv like k and v, contiguous.
@@ -52,6 +53,9 @@ def backward(
     blocks) or (Hq, blocks), zero before. mask: attn_mask.transpose(2, 3), its last dimension full, and the
     tables of that. dmask float32, the mask's gradient as it broadcasts, transposed, is added to. No size
     is 0.
+
+    With `whole_heads` dq_acc is (CTAs, Hq / Hk, blocks, floats), whatever it holds, of as many CTAs as the
+    rule says, or as there are key heads; and dq is like q, contiguous.
     """
     plan.check()
     rows, grads, keys, values, dkeys, dvalues = map(host.positions_first, (q, dout, k, v, dk, dv))
@@ -77,6 +81,10 @@ def backward(
     dk_rows, dk_layout, dv_layout = WARP_ROWS, layouts.k, layouts.v
     if cutlass.const_expr(plan.gradients_aside):
         dk_rows, dk_layout, dv_layout = ROWS, aside_layout(plan, plan.D), aside_layout(plan, plan.Dv)
+    finished = None, None
+    if cutlass.const_expr(plan.whole_heads):
+        queries = host.positions_first(dq)
+        finished = map_of(store, queries, finished_layout(plan), WARP_ROWS, plan.blocks.piece_columns)
     other_k = None
     if cutlass.const_expr(paired):
         other_k = map_of(load, keys, layouts.other_k, plan.keys, half)[0]
@@ -87,12 +95,15 @@ def backward(
         *map_of(load, values, layouts.v, plan.keys, plan.Dv),
         *map_of(store, dkeys, dk_layout, dk_rows, plan.D),
         *map_of(store, dvalues, dv_layout, dk_rows, plan.Dv),
+        *finished,
         other_k,
     )
     sequences = k.shape[0]
     if cutlass.const_expr(plan.features.varlen):
         sequences = cu_seqlens_k.shape[0] - 1
-    tiles = cute.ceil_div(rule.longest, plan.ticket_keys) * keys.shape[2] * sequences
+    tickets_of_all = keys.shape[2] * sequences
+    if cutlass.const_expr(not plan.whole_heads):
+        tickets_of_all = cute.ceil_div(rule.longest, plan.ticket_keys) * tickets_of_all
     kernel = backward_kernel(
         maps,
         layouts,
@@ -111,7 +122,7 @@ def backward(
         rule,
         plan,
     )
-    persistent.launch(kernel, plan, tiles, rule.multiprocessors, stream)
+    persistent.launch(kernel, plan, tickets_of_all, rule.multiprocessors, stream)
 
 
 def compile_backward(features: Features, config: Sm90Backward) -> Any:

@@ -10,7 +10,7 @@ from cutlass import Int16, Int32, Uint32
 
 from ...common import key_tiles as tiles
 from ...common import persistent, ring
-from ...common.copies import copy, stage_bytes
+from ...common.copies import copy, passing_by, stage_bytes
 from ...common.key_loads import barrier_of, batch_of, box, copy_statistics, finish_end, say_that_all_is_done
 from ...common.key_tiles import Place, Shape, Tile
 from ...common.ring import Cursor, Ring
@@ -36,7 +36,11 @@ def load(k: Kernel) -> None:
     while ticket < shape.tiles:
         number = persistent.request_ticket(k, shape.tiles)
         tile = _tile(k, shape, ticket)
-        if tiles.first_key(k, tile) < tile.Sk:
+        if cutlass.const_expr(k.plan.whole_heads):
+            for _ in cutlass.range(shape.blocks, unroll=1):
+                at = _load_tile(k, at, tile)
+                tile = tile._replace(block=tile.block - 1)
+        elif tiles.first_key(k, tile) < tile.Sk:
             at = _load_tile(k, at, tile)
         ticket, ticket_at = persistent.receive_ticket(k, number, at.ticket)
         at = at._replace(ticket=ticket_at)
@@ -49,6 +53,8 @@ def _tile(k: Kernel, shape: Shape, ticket: Uint32) -> Tile:
 
     They read the same rows at the same time. Long ones, of all heads, come before shorter ones.
     """
+    if cutlass.const_expr(k.plan.whole_heads):
+        return tiles.tile_of(k, shape, Uint32(0), ticket)
     if cutlass.const_expr(not k.plan.heads_inside):
         return tiles.decode(k, shape, ticket)
     step, head = Uint32(0), Uint32(0)
@@ -72,7 +78,7 @@ def _load_tile(k: Kernel, at: Cursors, tile: Tile) -> Cursors:
     q_at, do_at = at.q, at.do
     span, heads = tiles.span_of(k, tile), tiles.group(k)
     if cutlass.const_expr(k.plan.heads_inside):
-        place, count = tiles.last_place(span), (span.last - span.first) * heads
+        place, count = tiles.first_place(k, tile, span), (span.last - span.first) * heads
         if cutlass.const_expr(k.plan.rows_first):
             # Both in one loop: their code twice would take registers that this warp has not.
             for e in cutlass.range(count + 1, unroll=1):
@@ -80,11 +86,11 @@ def _load_tile(k: Kernel, at: Cursors, tile: Tile) -> Cursors:
                     end_at = _load_keys_and_values(k, at.kv, end_at, tile)
                 else:
                     q_at, do_at, end_at = _load_place(k, q_at, do_at, end_at, tile, place)
-                    place = tiles.next_place(k, place)
+                    place = tiles.next_place(k, tile, place)
         else:
             for _ in cutlass.range(count, unroll=1):
                 q_at, do_at, end_at = _load_place(k, q_at, do_at, end_at, tile, place)
-                place = tiles.next_place(k, place)
+                place = tiles.next_place(k, tile, place)
     else:
         for h in cutlass.range(heads, unroll=1):
             head = tile.key_head * heads + h
@@ -146,7 +152,7 @@ def _load_keys(
         cute.arch.mbarrier_arrive_and_expect_tx(full, stage_bytes(target) + others)
     rows = cute.domain_offset((tile.first_k, 0), source[None, None, tile.key_head, batch_of(k, tile.batch)])
     stage = target[None, None, at.stage]
-    copy(atom, box(rows, stage, tile.block), stage, full)
+    copy(atom, box(rows, stage, tile.block), stage, full, **passing_by())
     if cutlass.const_expr(others):
         columns, size = k.sOtherK[None, None, at.stage], (k.plan.keys, k.plan.D // k.plan.ctas)
         place = tile.block ^ 1, k.pair.rank

@@ -7,6 +7,7 @@ the next block's S^T while dQ is left for the warp that has it added.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import cutlass
@@ -16,12 +17,14 @@ from cutlass.cute.nvgpu import warp
 
 from ...common import key_tiles as tiles
 from ...common import ring
+from ...common.key_tiles import Tile
 from ...common.ring import Cursor
 from ...common.warps import GROUP
 from .. import wgmma
 from ..warps import ROWS
 from . import walk
 from .epilogue import epilogue, epilogue_aside
+from .finish_dq import fetch_sums, finish_dq, is_last
 from .plan import SHARED
 from .store_dq import add_dq, end_adding
 from .weights import differentiate, dropped, mask_rows, weigh
@@ -61,8 +64,12 @@ def _tiles(k: Kernel, t: Thread) -> Cursors:
         ring.wait_full(k.load_q, at.q)
         _issue_scores(k, t, kv_at, at.q)
         ring.wait_full(k.load_v, kv_at)
-        at, work, n, started = walk.all_but_the_last(k, t, tile, kv_at, at, _block, plan.masks)
-        at = _last_block(k, t, work, n, started, at)
+        if cutlass.const_expr(not plan.whole_heads):
+            at = _blocks(k, t, tile, kv_at, at)
+        elif is_last(tile):
+            at = _blocks(replace(k, finishes=True), t, tile, kv_at, at)
+        else:
+            at = _blocks(k, t, tile, kv_at, at)
         if cutlass.const_expr(plan.gradients_aside):
             epilogue_aside(k, t, kv_at, slot_at(k, t, at))
         else:
@@ -70,6 +77,13 @@ def _tiles(k: Kernel, t: Thread) -> Cursors:
         kv_at = ring.after(kv_at, plan.config.kv_stages)
         tile = tiles.read(k, kv_at)
     return at
+
+
+@cute.jit
+def _blocks(k: Kernel, t: Thread, tile: Tile, kv_at: Cursor, at: Cursors) -> Cursors:
+    """All that the tile visits; the scores of the first one are under way."""
+    at, work, n, started = walk.all_but_the_last(k, t, tile, kv_at, at, _block, k.plan.masks)
+    return _last_block(k, t, work, n, started, at)
 
 
 @cute.jit
@@ -92,19 +106,33 @@ def _tiles_overlapped(k: Kernel, t: Thread) -> Cursors:
     _issue_scores(k, t, kv_at, at.q)
     while tile.block >= 0:
         ring.wait_full(k.load_v, kv_at)
-        at, work, n, started = walk.all_but_the_last(k, t, tile, kv_at, at, _block, plan.masks)
-        dQ, after = _block_to_dq(k, t, work, n, started, plan.masks, at)
-        next_at = ring.after(kv_at, plan.config.kv_stages)
-        next_tile = tiles.read(k, next_at)
-        if next_tile.block >= 0:
-            ring.wait_full(k.load_q, after.q)
-        _issue_scores(k, t, next_at, after.q)
-        wgmma.wait(1)
-        _add_dq(k, t, work, n, dQ, at)
+        next_at, next_tile = ring.after(kv_at, plan.config.kv_stages), tile
+        if cutlass.const_expr(not plan.whole_heads):
+            next_tile, at = _blocks_overlapped(k, t, tile, kv_at, at)
+        elif is_last(tile):
+            next_tile, at = _blocks_overlapped(replace(k, finishes=True), t, tile, kv_at, at)
+        else:
+            next_tile, at = _blocks_overlapped(k, t, tile, kv_at, at)
         epilogue(k, t, tile, kv_at)
-        tile, kv_at, at = next_tile, next_at, after
+        tile, kv_at = next_tile, next_at
     wgmma.wait(0)
     return at
+
+
+@cute.jit
+def _blocks_overlapped(k: Kernel, t: Thread, tile: Tile, kv_at: Cursor, at: Cursors) -> tuple[Tile, Cursors]:
+    """`_blocks`; leaves the next tile's first scores under way, and returns which that is."""
+    plan = k.plan
+    at, work, n, started = walk.all_but_the_last(k, t, tile, kv_at, at, _block, plan.masks)
+    dQ, after = _block_to_dq(k, t, work, n, started, plan.masks, at)
+    next_at = ring.after(kv_at, plan.config.kv_stages)
+    next_tile = tiles.read(k, next_at)
+    if next_tile.block >= 0:
+        ring.wait_full(k.load_q, after.q)
+    _issue_scores(k, t, next_at, after.q)
+    wgmma.wait(1)
+    _add_dq(k, t, work, n, dQ, at, True)
+    return next_tile, after
 
 
 @cute.jit
@@ -139,10 +167,11 @@ def _hidden_block(k: Kernel, t: Thread, work: Work, n: Int32, add: Boolean, at: 
     cute.arch.barrier(barrier_id=SHARED, number_of_threads=k.plan.consumers)
     dQ = wgmma.output_accumulator(k.plan.dtype, k.plan.blocks.piece_columns)
     _issue_dq(k, t, work, dQ, at.ds, True)
+    _fetch_sums(k, t, work, n, at)
     ring.release(k.load_do, rows_at(at))
     ring.release(k.load_q, at.q)
     wgmma.wait(0)
-    _add_dq(k, t, work, n, dQ, at)
+    _add_dq(k, t, work, n, dQ, at, True)
     return after_block(k, at)
 
 
@@ -167,7 +196,7 @@ def _block(
         _issue_scores(k, t, work.kv, after.q)
         if cutlass.const_expr(config.scores_first):
             wgmma.wait(1)
-    _add_dq(k, t, work, n, dQ, at)
+    _add_dq(k, t, work, n, dQ, at, bool(last))
     return after
 
 
@@ -192,6 +221,7 @@ def _block_to_dq(
     wgmma.wait(0)
     dP = wgmma.scores_accumulator(plan.dtype, plan.queries)
     wgmma.scores(dP, _own(k.sV[None, None, work.kv.stage], t), k.sdO[None, None, rows_at(at).stage])
+    _fetch_sums(k, t, work, n, at)
     made = weigh(k, t, work, n, at.q, mask, masked)
     wgmma.accumulate(t.dV, dropped(k, made), k.sdOt[None, None, rows_at(at).stage], add)
     wgmma.wait(1)
@@ -213,10 +243,23 @@ def _block_to_dq(
 
 
 @cute.jit
-def _add_dq(k: Kernel, t: Thread, work: Work, n: Int32, dQ: cute.Tensor, at: Cursors) -> None:
+def _fetch_sums(k: Kernel, t: Thread, work: Work, n: Int32, at: Cursors) -> None:
+    """If the block's dQ will be complete."""
+    if cutlass.const_expr(k.finishes):
+        fetch_sums(k, t, slot_at(k, t, at), t.warpgroup, work, n)
+
+
+@cute.jit
+def _add_dq(
+    k: Kernel, t: Thread, work: Work, n: Int32, dQ: cute.Tensor, at: Cursors, last: cutlass.Constexpr
+) -> None:
     if cutlass.const_expr(k.plan.config.ds_stages == 1):
         ring.release(k.share_ds, at.ds)
-    add_dq(k, t, dQ, slot_at(k, t, at), t.warpgroup, work, n)
+    slot = slot_at(k, t, at)
+    if cutlass.const_expr(k.finishes):
+        finish_dq(k, t, dQ, slot, work, n)
+    else:
+        add_dq(k, t, dQ, slot, t.warpgroup, work, n, last)
 
 
 @cute.jit

@@ -16,6 +16,9 @@ it holds against every row of queries, of all query heads of the group, that see
     kept              which weights of a block dropout keeps, a bit each
     share_ds          dS of all keys, which is written and read by all warpgroups; `ds_stages`
 
+With `whole_heads` a CTA draws a key head, and takes its tiles one after another, the last one first. What
+they add to dQ it keeps in a place of its own, to which the first tile, see `finish_dq`, adds its share.
+
 In a cluster two CTAs draw neighbouring tiles, a pair, and both visit every block that either tile sees: each
 of them loads one half of the block into both.
 """
@@ -152,9 +155,11 @@ class Plan(NamedTuple):
 
         Each tile of a band with a right side begins at another block: the last one to get there is the one
         that has most blocks behind it. In any other order tiles would wait for it from their first block on.
-        With heads inside all begin at the last block, and the longest first.
+        With heads inside all begin at the last block, and the longest first. Of whole heads the first tile,
+        which visits all rows, comes last.
         """
-        return self.features.deterministic and self.features.right and not self.heads_inside
+        in_turns = self.features.deterministic and self.features.right and not self.heads_inside
+        return in_turns or self.whole_heads
 
     @property
     def tells_turns(self) -> bool:
@@ -164,12 +169,22 @@ class Plan(NamedTuple):
         takes them, and the pairs' loops, for different in each.
         """
         told = self.features.deterministic and self.config.split and self.heads_inside
-        return told and not self.features.varlen
+        return self.whole_heads or (told and not self.features.varlen)
+
+    @property
+    def whole_heads(self) -> bool:
+        """Whether a CTA takes all tiles of a key head, and rounds their dQ at the first, which comes last."""
+        return self.config.whole_heads
 
     @property
     def heads_inside(self) -> bool:
         """Whether a block is visited of all heads before the next; a mask's blocks differ among heads."""
         return self.config.heads_inside and not self.features.mask
+
+    @property
+    def turns_back(self) -> bool:
+        """Whether every second tile visits its blocks in the opposite order; where no bound cuts one."""
+        return self.whole_heads and self.heads_inside and not self.features.right
 
     @property
     def rows_first(self) -> bool:
@@ -277,6 +292,9 @@ class Plan(NamedTuple):
         assert not c.gradients_aside or (c.dq_stages == 2 and not c.split and not c.next_tile)
         assert not c.static_stages or (c.q_stages == c.do_stages == 2 and not c.split)
         assert not c.next_tile or (c.kv_stages == 2 and not c.split)
+        # The first tile has to visit all rows, and to be found where a head's tiles begin.
+        others = f.left or f.mask or f.varlen or f.deterministic or c.split
+        assert not c.whole_heads or not others
         assert not f.dmask or f.mask not in ("", "bool")
         assert c.kv_stages in (1, 2) and c.ds_stages in (1, 2) and min(c.q_stages, c.do_stages) >= 1
         consumer, producer = self.registers

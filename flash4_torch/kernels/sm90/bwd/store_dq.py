@@ -17,10 +17,11 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from ...common import key_tiles as tiles
+from ...common.copies import passing_by
 from ...common.ring import Cursor
 from ...common.smem_layouts import row_major_layout
-from ...common.warps import GROUP, WARP
-from ..warps import ROWS
+from ...common.warps import GROUP, WARP, WARPS
+from ..warps import ROWS, WARP_ROWS
 from .plan import EMPTY, FULL
 
 if TYPE_CHECKING:
@@ -28,14 +29,17 @@ if TYPE_CHECKING:
     from .plan import Plan
     from .work import Thread, Work
 
-DV, DK = 1, 2
-"""Targets that are no address: what lies there is a gradient of keys."""
+ENDS, FIRST = 1, 2
+"""With whole heads added to a target, an address that is a multiple of 16: a tile's last piece, before whose
+successor all sums have to be there; the first one of its place, which has nothing to be added to."""
+DV, DK, DQ = 4, 8, 12
+"""Targets that are no address: what lies there is a gradient of keys, or dQ, rounded, of each warp's rows."""
 WORDS = 4
 """Of 64 bits, that tell a storing warp what to do with a piece."""
 
 
 class Errand(NamedTuple):
-    """Such words. The last three are of sums in a fixed order."""
+    """Such words. The last three are of sums in a fixed order; or a gradient's place."""
 
     target: Int64
     """Address of the piece's sums; 0: there are no more."""
@@ -48,33 +52,90 @@ class Errand(NamedTuple):
 
 
 @cute.jit
-def add_dq(k: Kernel, t: Thread, dQ: cute.Tensor, slot: Int32, piece: Int32, work: Work, n: Int32) -> None:
+def add_dq(
+    k: Kernel,
+    t: Thread,
+    dQ: cute.Tensor,
+    slot: Int32,
+    piece: Int32,
+    work: Work,
+    n: Int32,
+    last: cutlass.Constexpr = False,
+) -> None:
     """Have a warpgroup's piece of block n of a query head added, in the order of `dq_blocks`."""
-    blocks, tile = k.plan.blocks, work.tile
     await_empty(slot)
-    for i in cutlass.range_constexpr(blocks.registers // 4):
-        place = k.sdQ[None, slot].iterator + (i * GROUP + t.index) * 4
-        four = cute.make_ptr(Float32, place.toint(), cute.AddressSpace.smem, assumed_align=16)
+    for i in cutlass.range_constexpr(k.plan.blocks.registers // 4):
         own = cute.make_tensor(dQ.iterator + 4 * i, cute.make_layout(4))
-        cute.autovec_copy(own, cute.make_tensor(four, cute.make_layout(4)))
+        cute.autovec_copy(own, own_four(k, t, slot, i))
     if t.index == 0:
-        row, count = tiles.row_of_workspace(k, tile, work.head), k.dq_acc.shape[-2]
-        block = Int64(row) * count + (tiles.first_block(k, tile) + n)
-        start = block * blocks.floats + piece * (blocks.registers * GROUP)
-        errand = Errand((k.dq_acc.iterator + start).toint(), Int64(0), Int64(0), Int64(0))
+        errand = Errand(place_of_sums(k, piece, work, n), Int64(0), Int64(0), Int64(0))
         if cutlass.const_expr(k.plan.features.deterministic):
-            errand = _in_turn(k, errand, piece, work, block, n)
+            errand = _in_turn(k, errand, piece, work, _block(k, work, n), n)
+        if cutlass.const_expr(k.plan.whole_heads):
+            first = Int64(0) if visited_before(k, work, n) else Int64(FIRST)
+            ends = ENDS if last and not k.plan.gradients_aside else 0
+            errand = errand._replace(target=errand.target + first + ends)
         _write(k, slot, errand)
-    cute.arch.barrier_arrive(barrier_id=FULL + slot, number_of_threads=GROUP + WARP)
+    say_full(slot)
+
+
+@cute.jit
+def own_four(k: Kernel, t: Thread, slot: Int32, i: cutlass.Constexpr) -> cute.Tensor:
+    """The i-th four of a thread's numbers in a slot: those of a warp lie together where it rounds them."""
+    vector = i * GROUP + t.index
+    if cutlass.const_expr(k.plan.whole_heads):
+        vector = (t.index // WARP * (k.plan.blocks.registers // 4) + i) * WARP + t.lane
+    place = k.sdQ[None, slot].iterator + vector * 4
+    return cute.make_tensor(
+        cute.make_ptr(Float32, place.toint(), cute.AddressSpace.smem, assumed_align=16), cute.make_layout(4)
+    )
+
+
+@cute.jit
+def place_of_sums(k: Kernel, piece: Int32, work: Work, n: Int32) -> Int64:
+    """The address of a piece of block n."""
+    blocks = k.plan.blocks
+    start = _block(k, work, n) * blocks.floats + piece * (blocks.registers * GROUP)
+    return (k.dq_acc.iterator + start).toint()
+
+
+@cute.jit
+def _block(k: Kernel, work: Work, n: Int32) -> Int64:
+    """Where it is in the workspaces, in blocks."""
+    tile, count = work.tile, k.dq_acc.shape[-2]
+    row = Int32(0)
+    if cutlass.const_expr(k.plan.whole_heads):
+        own, _, _ = cute.arch.block_idx()
+        row = (own - tile.key_head) * tiles.group(k) + work.head
+    else:
+        row = tiles.row_of_workspace(k, tile, work.head)
+    return Int64(row) * count + (tiles.first_block(k, tile) + n)
+
+
+@cute.jit
+def visited_before(k: Kernel, work: Work, n: Int32) -> Boolean:
+    """Whether the tile before, which was another one of the same head, has visited block n."""
+    before = tiles.read_turn(k, work.kv).before
+    return (before.first <= n) & (n < before.last)
 
 
 @cute.jit
 def hand_gradient(k: Kernel, t: Thread, slot: Int32, what: cutlass.Constexpr, where: tuple) -> None:
     """Have a warpgroup's dK or dV stored, which lies in the slot as `slot_of` says."""
+    ends = ENDS if k.plan.whole_heads and what == DK else 0
     if t.index == 0:
-        for i, word in enumerate((what, *where)):
+        for i, word in enumerate((what + ends, *where)):
             cute.arch.store(k.errands + (slot * WORDS + i), Int64(word))
-    cute.arch.barrier_arrive(barrier_id=FULL + slot, number_of_threads=GROUP + WARP)
+    say_full(slot)
+
+
+@cute.jit
+def hand_dq(k: Kernel, t: Thread, slot: Int32, work: Work, n: Int32) -> None:
+    """Have a warpgroup's piece of block n stored, which lies in the slot as `finished_layout` says."""
+    if t.index == 0:
+        for i, word in enumerate((DQ, n, work.head, work.tile.batch)):
+            cute.arch.store(k.errands + (slot * WORDS + i), Int64(word))
+    say_full(slot)
 
 
 @cute.jit
@@ -90,6 +151,11 @@ def slot_of(k: Kernel, slot: Int32, columns: cutlass.Constexpr) -> cute.Tensor:
     layout = aside_layout(k.plan, columns)
     pointer = cute.recast_ptr(k.sdQ[None, slot].iterator, layout.inner, k.plan.dtype)
     return cute.make_tensor(pointer, layout.outer)
+
+
+def finished_layout(plan: Plan) -> cute.ComposedLayout:
+    """Of a warp's rows of a piece, at the start of where the warp's sums were."""
+    return cute.select(row_major_layout(plan.dtype, WARP_ROWS, plan.blocks.piece_columns, 1), mode=[0, 1])
 
 
 def aside_layout(plan: Plan, columns: int) -> cute.ComposedLayout:
@@ -109,7 +175,7 @@ def _end(k: Kernel, t: Thread, slot: Int32) -> None:
     await_empty(slot)
     if t.index == 0:
         _write(k, slot, Errand(Int64(0), Int64(0), Int64(0), Int64(0)))
-    cute.arch.barrier_arrive(barrier_id=FULL + slot, number_of_threads=GROUP + WARP)
+    say_full(slot)
 
 
 @cute.jit
@@ -150,13 +216,12 @@ def _store_piece(k: Kernel, slot: Int32) -> Boolean:
         if cute.arch.lane_idx() == 0:
             if cutlass.const_expr(k.plan.features.deterministic):
                 _await_turn(errand)
-            if cutlass.const_expr(k.plan.gradients_aside):
+            if cutlass.const_expr(k.plan.gradients_aside or k.plan.whole_heads):
                 _store(k, slot, errand)
             else:
                 _add(k, slot, errand)
             cute.arch.cp_async_bulk_commit_group()
-            # With two slots, until the one before is free.
-            cute.arch.cp_async_bulk_wait_group(k.plan.config.dq_stages - 1, read=True)
+            _await_room(k, errand)
         cute.arch.sync_warp()
         _say_empty(other_slot(k, slot))
         if cutlass.const_expr(k.plan.features.deterministic):
@@ -164,6 +229,16 @@ def _store_piece(k: Kernel, slot: Int32) -> Boolean:
                 _end_turn(errand, Int32(errand.counts))
             cute.arch.sync_warp()
     return errand.target != 0
+
+
+@cute.jit
+def _await_room(k: Kernel, errand: Errand) -> None:
+    """With two slots, until the one before is free."""
+    if cutlass.const_expr(k.plan.whole_heads):
+        if (errand.target & ENDS) != 0:
+            # But for dV and dK, where those came last.
+            cute.arch.cp_async_bulk_wait_group(2 if k.plan.gradients_aside else 0, read=False)
+    cute.arch.cp_async_bulk_wait_group(k.plan.config.dq_stages - 1, read=True)
 
 
 @cute.jit
@@ -207,10 +282,45 @@ def _add(k: Kernel, slot: Int32, errand: Errand) -> None:
 @cute.jit
 def _store(k: Kernel, slot: Int32, errand: Errand) -> None:
     """By one thread, whatever it is."""
-    if errand.target > DK:
+    if cutlass.const_expr(k.plan.whole_heads):
+        errand = Errand(errand.target & ~ENDS, *errand[1:])
+    if errand.target > DQ:
+        if cutlass.const_expr(k.plan.whole_heads):
+            _add_or_write(k, slot, errand)
+        else:
+            _add(k, slot, errand)
+    elif errand.target == DQ:
+        if cutlass.const_expr(k.plan.whole_heads):
+            _store_finished(k, slot)
+    elif cutlass.const_expr(k.plan.gradients_aside):
+        _store_gradient(k, slot, errand)
+
+
+@cute.jit
+def _store_finished(k: Kernel, slot: Int32) -> None:
+    """By one thread, for each warp. The copy engine leaves out rows and columns beyond the end."""
+    plan, blocks, layout = k.plan, k.plan.blocks, finished_layout(k.plan)
+    n, head, batch = (Int32(cute.arch.load(k.errands + (slot * WORDS + i), Int64)) for i in (1, 2, 3))
+    piece = slot if slot < plan.warpgroups else slot - plan.warpgroups
+    band, part = piece // blocks.parts, piece % blocks.parts
+    for w in cutlass.range_constexpr(WARPS):
+        start = k.sdQ[None, slot].iterator + w * (blocks.registers * WARP)
+        stage = cute.make_tensor(cute.recast_ptr(start, layout.inner, plan.dtype), layout.outer)
+        place = (n * blocks.bands + band) * (ROWS // WARP_ROWS) + w, part
+        _store_rows(k.maps.store_dq, stage, k.maps.mdQ[None, None, head, batch], *place)
+
+
+@cute.jit
+def _add_or_write(k: Kernel, slot: Int32, errand: Errand) -> None:
+    """By one thread."""
+    if (errand.target & FIRST) == 0:
         _add(k, slot, errand)
     else:
-        _store_gradient(k, slot, errand)
+        cute.arch.inline_ptx(
+            "cp.async.bulk.global.shared::cta.bulk_group"
+            f" [{{$r0}}], [{{$r1}}], {k.plan.blocks.registers * GROUP * 4};",
+            read_only_args=[errand.target - FIRST, k.sdQ[None, slot].iterator.toint()],
+        )
 
 
 @cute.jit
@@ -220,18 +330,21 @@ def _store_gradient(k: Kernel, slot: Int32, errand: Errand) -> None:
     warpgroups = k.plan.warpgroups
     place = block * warpgroups + (slot if slot < warpgroups else slot - warpgroups)
     if errand.target == DV:
-        _store_rows(k.maps.store_dv, slot_of(k, slot, k.plan.Dv), k.maps.mdV[None, None, head, batch], place)
+        stage, target = slot_of(k, slot, k.plan.Dv), k.maps.mdV[None, None, head, batch]
+        _store_rows(k.maps.store_dv, stage, target, place, 0)
     else:
-        _store_rows(k.maps.store_dk, slot_of(k, slot, k.plan.D), k.maps.mdK[None, None, head, batch], place)
+        stage, target = slot_of(k, slot, k.plan.D), k.maps.mdK[None, None, head, batch]
+        _store_rows(k.maps.store_dk, stage, target, place, 0)
 
 
 @cute.jit
-def _store_rows(atom, stage: cute.Tensor, target: cute.Tensor, place: Int32) -> None:
-    rows = cute.local_tile(target, (ROWS, cute.size(stage, mode=[1])), (place, 0))
+def _store_rows(atom, stage: cute.Tensor, target: cute.Tensor, row: Int32, column: Int32) -> None:
+    """The box of the stage's size with these coordinates, in boxes."""
+    rows = cute.local_tile(target, tuple(cute.size(stage, mode=[i]) for i in range(2)), (row, column))
     s, g = cpasync.tma_partition(
         atom, 0, cute.make_layout(1), cute.group_modes(stage, 0, 2), cute.group_modes(rows, 0, 2)
     )
-    cute.copy(atom, s, g)
+    cute.copy(atom, s, g, **passing_by())
 
 
 @cute.jit
@@ -285,6 +398,11 @@ def _read(k: Kernel, slot: Int32) -> Errand:
 def await_empty(slot: Int32) -> None:
     """By a warpgroup, for room for its next piece."""
     cute.arch.barrier(barrier_id=EMPTY + slot, number_of_threads=GROUP + WARP)
+
+
+def say_full(slot: Int32) -> None:
+    """By a warpgroup, of what it leaves to a storing warp."""
+    cute.arch.barrier_arrive(barrier_id=FULL + slot, number_of_threads=GROUP + WARP)
 
 
 def _say_empty(slot: Int32) -> None:

@@ -80,7 +80,7 @@ def _blocks_of_all_heads(
     plan, heads = k.plan, tiles.group(k)
     work = _work(k, t, tile, kv_at, Int32(0))
     span, started = work.span, Boolean(False)
-    place, count = tiles.last_place(span), (span.last - span.first) * heads - 1
+    place, count = tiles.first_place(k, tile, span), (span.last - span.first) * heads - 1
     first_plain, first_cut = Int32(0), count
     if cutlass.const_expr(masks):
         # Both may lie behind the last block.
@@ -92,7 +92,7 @@ def _blocks_of_all_heads(
     at, place, started = _blocks_down(k, t, work, first_cut - first_plain, place, started, at, block, False)
     if cutlass.const_expr(masks and plan.cuts_at_the_start):
         at, place, started = _blocks_down(k, t, work, count - first_cut, place, started, at, block, True)
-    return at, _of_head(k, work, heads - 1), span.first, started
+    return at, _of_head(k, work, heads - 1), tiles.last_block(k, tile, span), started
 
 
 @cute.jit
@@ -114,7 +114,7 @@ def _blocks_down(
             at = block(k, t, own, place.n, started, True, False, at)
         else:
             at = _plain_block(k, t, own, place.n, started, at, block)
-        place, started = tiles.next_place(k, place), Boolean(True)
+        place, started = tiles.next_place(k, work.tile, place), Boolean(True)
     return at, place, started
 
 
@@ -143,7 +143,7 @@ def _plain_block(
     k: Kernel, t: Thread, work: Work, n: Int32, started: Boolean, at: Cursors, block: cutlass.Constexpr
 ) -> Cursors:
     """Of those that nothing cuts; with `static_stages` one of two copies of its code."""
-    if cutlass.const_expr(not k.plan.config.static_stages):
+    if cutlass.const_expr(not k.plan.config.static_stages or k.finishes):
         return block(k, t, work, n, started, False, False, at)
     after = at
     if at.q.stage == 0:

@@ -1,0 +1,83 @@
+"""dQ where a CTA takes whole heads: the first tile, which comes last, fetches what others have added up.
+
+A thread fetches what it has left itself at other tiles. What its warp has rounded takes the place of that,
+for a storing warp.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Uint32
+
+from ...common.key_tiles import Tile
+from ...common.rounding import round_to
+from ...common.smem_layouts import chunk_of
+from ...common.warps import WARP
+from ..warps import WARP_ROWS
+from .store_dq import await_empty, hand_dq, own_four, place_of_sums, visited_before
+
+if TYPE_CHECKING:
+    from .kernel import Kernel
+    from .work import Thread, Work
+
+VECTOR = 16
+"""Bytes that a lane copies at a time."""
+COLUMNS = 8
+"""That they are, rounded."""
+
+
+@cute.jit
+def is_last(tile: Tile) -> Boolean:
+    """Whether it is drawn as its head's last one: a vote, which is known to be the same in all lanes."""
+    return cute.arch.vote_any_sync(tile.block == 0)
+
+
+@cute.jit
+def fetch_sums(k: Kernel, t: Thread, slot: Int32, piece: Int32, work: Work, n: Int32) -> None:
+    """Begin to fetch what tiles before have added up of a piece of block n; zeros if none has."""
+    await_empty(slot)
+    size = Int32(VECTOR) if visited_before(k, work, n) else Int32(0)
+    target = own_four(k, t, slot, 0).iterator.toint()
+    source = place_of_sums(k, piece, work, n) + (target - k.sdQ[None, slot].iterator.toint())
+    for i in cutlass.range_constexpr(k.plan.blocks.registers // 4):
+        at = i * WARP * VECTOR
+        cute.arch.inline_ptx(
+            f"cp.async.cg.shared.global [{{$r0}} + {at}], [{{$r1}} + {at}], {VECTOR}, {{$r2}};",
+            read_only_args=[target, source, size],
+        )
+
+
+@cute.jit
+def finish_dq(k: Kernel, t: Thread, dQ: cute.Tensor, slot: Int32, work: Work, n: Int32) -> None:
+    """Add to a piece what was fetched, scale, round, and have it stored."""
+    cute.arch.inline_ptx("cp.async.wait_all;")
+    for i in cutlass.range_constexpr(k.plan.blocks.registers // 4):
+        fetched = cute.make_rmem_tensor(4, Float32)
+        cute.autovec_copy(own_four(k, t, slot, i), fetched)
+        for j in cutlass.range_constexpr(4):
+            dQ[4 * i + j] = (dQ[4 * i + j] + fetched[j]) * k.rule.scale
+    rounded = cute.make_rmem_tensor(dQ.layout, k.plan.dtype)
+    round_to(dQ, rounded)
+    cute.arch.sync_warp()
+    _stage(k, t, slot, rounded)
+    hand_dq(k, t, slot, work, n)
+
+
+@cute.jit
+def _stage(k: Kernel, t: Thread, slot: Int32, rounded: cute.Tensor) -> None:
+    """A warp's 16 rows, over what its lanes have fetched, as `finished_layout` has them."""
+    words, chunk = cute.recast_tensor(rounded, Uint32), chunk_of(k.plan.blocks.piece_columns)
+    vectors = chunk // COLUMNS  # of a row of a chunk
+    row, half = t.lane % WARP_ROWS, t.lane // WARP_ROWS
+    start = own_four(k, t, slot, 0).iterator.toint() - t.lane * VECTOR + row * (vectors * VECTOR)
+    swizzle = (half ^ row // (8 // vectors) % vectors) * VECTOR
+    for c in cutlass.range_constexpr(cute.size(words) // 4):
+        chunks, vector = divmod(2 * c, vectors)
+        place = start + chunks * (WARP_ROWS * vectors * VECTOR) + (swizzle ^ vector * VECTOR)
+        cute.arch.inline_ptx(
+            "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+            read_only_args=[place, *(words[4 * c + i] for i in range(4))],
+        )
