@@ -63,6 +63,7 @@ def test_matches_the_exact_result(arch, dtype, D, Dv, flags, B, Sq, Sk, heads):
     assert {name for _, name in used} == {"emulator"}
     # The forward's kernel, and those of the backward: three; or two, of whole heads or small ones.
     assert len(device.reports) == (3 if dtype == torch.float32 or arch == "sm_90a" else 4)
+    assert sum("preprocess_kernel" in report.kernel for report in device.reports) == (dtype != torch.float32)
 
     exact, exact_lse = testing.reference(*inputs, **flags)
     peer, peer_lse = testing.reference(*inputs, dtype=dtype, **flags)

@@ -132,7 +132,9 @@ def test_values_and_gradients(arch: str, case: Case, monkeypatch: pytest.MonkeyP
         dlse = torch.randn(results[1].shape) if case["dlse"] else None
         found = gradients(results, call, dout, dlse)
     masks = 2 * bool(case["mask"])
-    assert len(device.reports) == 4 + masks, "other kernels have served"
+    # Of a forward and three of a backward the last one is not needed by whole heads.
+    assert len(device.reports) - masks in (3, 4), "other kernels have served"
+    assert sum("preprocess_kernel" in report.kernel for report in device.reports) == 1
 
     exact, peer = (defined(call, state, dtype) for dtype in (torch.float64, results[0].dtype))
     for name, a, e, p in zip(("out", "lse"), results, exact, peer, strict=True):
