@@ -27,6 +27,8 @@ SCARCE = (
     Features("bfloat16", 256, 256, right=True, scaled=True, mask="float32", dropout=True, dmask=True),
 )
 """Dropout and a mask leave wide heads few registers: what spilled most, and what spilled longest."""
+ODD = Features("bfloat16", 80, 80, dropout=True), Features("float16", 112, 112, right=True, dropout=True)
+"""Copies of many boxes took the uniform registers, and an address that all roles share was spilled."""
 
 EVERY = 5 if EVERYTHING else 9
 """Of so many uses of heads one is compiled, besides the plain ones: it takes seconds."""
@@ -39,7 +41,7 @@ def reachable() -> Iterator[Features]:
             features = Features(("bfloat16", "float16")[(i + j) % 2], D, Dv)._replace(**uses)
             if ((2 * i + j) % EVERY == 0 or not uses) and not configs.limits(features):
                 yield features
-    yield from SCARCE
+    yield from (*SCARCE, *ODD)
 
 
 def main_kernels() -> list[Key]:

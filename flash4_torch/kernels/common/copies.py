@@ -12,6 +12,9 @@ from .warps import WARP
 _EVICT_FIRST = 0x12F0000000000000
 """The cache policy that CUTLASS calls so (`TMA::CacheHintSm90`)."""
 
+AT_ONCE = 4
+"""Boxes whose addresses and coordinates, in eight uniform registers each, leave room for what roles share."""
+
 
 def passing_by() -> dict[str, Int64]:
     """Of a copy whose bytes are not needed again soon: they are the first to leave the L2 cache."""
@@ -31,11 +34,26 @@ def zero_keys(values: cute.Tensor, first: Int32) -> None:
 
 
 @cute.jit
-def copy(atom, source: cute.Tensor, target: cute.Tensor, full: cute.Pointer, **more) -> None:
+def copy(
+    atom,
+    source: cute.Tensor,
+    target: cute.Tensor,
+    full: cute.Pointer,
+    at_once: cutlass.Constexpr = AT_ONCE,
+    **more,
+) -> None:
+    """More boxes than `at_once` come by a loop."""
     s, g = cpasync.tma_partition(
         atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(source, 0, 2)
     )
-    cute.copy(atom, g, s, tma_bar_ptr=full, **more)
+    numbers, boxes = (cute.size(s, mode=[0, i]) for i in range(2))
+    if cutlass.const_expr(boxes <= at_once):
+        cute.copy(atom, g, s, tma_bar_ptr=full, **more)
+    else:
+        g, s = (cute.make_tensor(x.iterator, cute.get(x.layout, mode=[0])) for x in (g, s))
+        for i in cutlass.range(boxes, unroll=1):
+            box = (cute.group_modes(cute.local_tile(x, (numbers, 1), (0, i)), 0, 2) for x in (g, s))
+            cute.copy(atom, *box, tma_bar_ptr=full, **more)
 
 
 def stage_bytes(staged: cute.Tensor) -> int:

@@ -99,9 +99,8 @@ def _load_q(k: Kernel, at: Cursor, tile: Tile, t: cutlass.Constexpr) -> None:
         ((0, tile.first_q), 0), k.maps.mQ[None, None, tile.key_head, _batch(k, tile.batch)]
     )
     position = tile.heads, tile.block * k.plan.q_tiles + t
-    copies.copy(
-        k.maps.load_q, cute.local_tile(mQ, (k.plan.box, k.plan.D), (position, 0)), k.sQ[None, None, t], full
-    )
+    gQ = cute.local_tile(mQ, (k.plan.box, k.plan.D), (position, 0))
+    copies.copy(k.maps.load_q, gQ, k.sQ[None, None, t], full)
 
 
 @cute.jit

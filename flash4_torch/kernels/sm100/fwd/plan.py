@@ -104,12 +104,16 @@ class Plan(NamedTuple):
         """What spills least, found by compiling: neither more nor fewer for softmax is better throughout."""
         f = self.features
         if self.q_tiles == 1:
-            pair = f.dropout and self.ctas > 1
-            return Registers(208, 128, 128, idle=24) if pair else Registers(240, 120, 120, idle=24)
+            if f.dropout and self.ctas > 1:
+                return Registers(208, 128, 128, idle=24)
+            if f.dropout and f.mask not in ("", "bool"):
+                return Registers(224, 96, 96, idle=24)
+            return Registers(240, 120, 120, idle=24)
         exact = f.dropout and self.D <= 64 and not self.config.polynomial
         if exact and not self.hides_rows:
             return Registers(200, 56, 56, idle=56) if self.config.tail else Registers(192, 64, 64, idle=64)
-        drops = f.dropout and (self.D <= 64 or (f.softcap and self.ctas > 1))
+        narrow = self.D <= 64 or (self.D <= 96 and f.mask != "bool")
+        drops = f.dropout and (narrow or (f.softcap and self.ctas > 1))
         if (drops and not exact) or (f.right and self.D > 128):
             return Registers(176, 80, 80, idle=80)
         return Registers(184, 72, 72, idle=72)
