@@ -8,7 +8,16 @@ from itertools import product
 from os import PathLike
 from pathlib import Path
 
-from .backends.compiled import MASK_BLOCKS, POSTPROCESS, PREPROCESS, TARGETS, Target, backward, forward
+from .backends.compiled import (
+    GROUP_SUMS,
+    MASK_BLOCKS,
+    POSTPROCESS,
+    PREPROCESS,
+    TARGETS,
+    Target,
+    backward,
+    forward,
+)
 from .compile import Key, aot, pool
 from .compile.arch import checked
 from .compile.pool import Prepared
@@ -119,7 +128,7 @@ def kernels(
         entries = list(_of(target, chosen, group))
         if gradients:
             ordered = "deterministic" in words.split("+")
-            entries += _of_gradients(target, chosen._replace(deterministic=ordered))
+            entries += _of_gradients(target, chosen._replace(deterministic=ordered), group)
         found |= {Key(entry, static, target.arch): None for entry, static in entries}
     return list(found)
 
@@ -152,22 +161,26 @@ def _of(target: Target, features: Features, group: int) -> Iterator[tuple[str, t
             yield MASK_BLOCKS, (forward.mask_plan(features.mask, config),)
 
 
-def _of_gradients(target: Target, features: Features) -> Iterator[tuple[str, tuple[object, ...]]]:
+def _of_gradients(target: Target, features: Features, group: int) -> Iterator[tuple[str, tuple[object, ...]]]:
     """Of the inputs, and of a floating mask, too; with and without one that arrives at lse."""
     for dmask in {False, features.mask not in ("", "bool")}:
         asked = features._replace(dmask=dmask)
         if not target.backward_configs.limits(asked):
-            yield from _of_gradients_of(target, asked)
+            yield from _of_gradients_of(target, asked, group)
 
 
-def _of_gradients_of(target: Target, features: Features) -> Iterator[tuple[str, tuple[object, ...]]]:
-    for config in target.backward_configs.reachable(features):
+def _of_gradients_of(
+    target: Target, features: Features, group: int
+) -> Iterator[tuple[str, tuple[object, ...]]]:
+    for config in target.backward_configs.reachable(features, group):
         for dlse in (False, True):
             before, behind = backward.row_plans(features, config, dlse=dlse)
             yield PREPROCESS, (before,)
         yield target.backward, (backward.main_features(features, config), config)
         if behind is not None:
             yield POSTPROCESS, (behind,)
+        if config.heads_apart:
+            yield GROUP_SUMS, (backward.group_sums_plan(features),)
         if features.mask:
             yield MASK_BLOCKS, (backward.mask_plan(features.mask, config),)
 

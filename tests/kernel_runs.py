@@ -118,7 +118,10 @@ def run_backward(
         dq_acc = torch.full((ctas, group, count, blocks.floats), math.nan)
         dq = torch.full(call.q.shape, math.nan, dtype=call.q.dtype)
     turns = torch.zeros(*stats.shape[1:-1], count, dtype=torch.int32) if features.deterministic else None
-    dk, dv = (torch.full(x.shape, math.nan, dtype=x.dtype) for x in (call.k, call.v))
+    heads = call.q.shape[-2] if config.heads_apart else call.k.shape[-2]
+    dk, dv = (
+        torch.full((*x.shape[:-2], heads, x.shape[-1]), math.nan, dtype=x.dtype) for x in (call.k, call.v)
+    )
     dmask = torch.zeros(call.mask.shape) if features.dmask else None
     mask, plan = call.mask, None
     if mask is not None:
@@ -129,6 +132,10 @@ def run_backward(
     behind = (None if dmask is None else dmask.transpose(2, 3),)
     where = where or emulated(kernel, call, **schedule)
     _launch(kernel, call, tensors, (turns,), mask, plan, behind, max(call.lengths[1]), where)
+    dk, dv = (
+        x.unflatten(-2, (call.k.shape[-2], -1)).float().sum(-2).to(x.dtype) if config.heads_apart else x
+        for x in (dk, dv)
+    )
     if dq is not None:
         return Gradients(dq, dk, dv, dmask)
     order = torch.tensor([[blocks.place(i, j) for j in range(features.D)] for i in range(config.queries)])

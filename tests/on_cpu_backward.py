@@ -1,4 +1,4 @@
-"""Stand-ins for the backward's three kernels, which compute the same from the same arguments."""
+"""Stand-ins for the backward's kernels, which compute the same from the same arguments."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from flash4_torch import compile
-from flash4_torch.backends.compiled import POSTPROCESS, PREPROCESS, Target, backward
+from flash4_torch.backends.compiled import GROUP_SUMS, POSTPROCESS, PREPROCESS, Target, backward
 from flash4_torch.backends.compiled.targets import BackwardConfig
 from flash4_torch.configs.types import Features
 from flash4_torch.kernels.common.dq_blocks import sums_of
 from flash4_torch.kernels.common.mask_tables import place
-from flash4_torch.kernels.common.row_blocks import PostprocessPlan, PreprocessPlan, RowBlocks
+from flash4_torch.kernels.common.row_blocks import GroupSumsPlan, PostprocessPlan, PreprocessPlan, RowBlocks
 from flash4_torch.masks import Band
 from flash4_torch.reference import tiled
 from flash4_torch.reference.dropout import Dropout
@@ -38,6 +38,8 @@ def stand_in(target: Target, launches: list[Launch], entry: str, static: tuple[A
         return lambda *args: _preprocess(*static, *args)
     if entry == POSTPROCESS:
         return lambda *args: _postprocess(*static, *args)
+    if entry == GROUP_SUMS:
+        return lambda *args: _group_sums(*static, *args)
     assert entry == target.backward
     return lambda *args: _backward(launches, *static, *args)
 
@@ -100,6 +102,14 @@ def _postprocess(
     dq.copy_((rows * scale).transpose(-3, -2))
 
 
+def _group_sums(plan: GroupSumsPlan, dk_parts: Tensor, dv_parts: Tensor, dk: Tensor, dv: Tensor) -> None:
+    for parts, grad, D in ((dk_parts, dk, plan.D), (dv_parts, dv, plan.Dv)):
+        check_rows(grad, plan.dtype, plan.varlen)
+        check_rows(parts, plan.dtype, plan.varlen)
+        assert grad.is_contiguous() and parts.is_contiguous() and grad.shape[-1] == D
+        grad.copy_(parts.unflatten(-2, (grad.shape[-2], -1)).float().sum(-2))
+
+
 def check_rows(x: Tensor, dtype: str, varlen: bool) -> None:
     """What the kernels are promised of q, k, v, out and dout."""
     assert x.dim() == 4 - varlen and x.numel() > 0
@@ -116,6 +126,9 @@ def _backward(launches: list[Launch], features: Features, config: BackwardConfig
     for x in (q, k, v, dout):
         check_rows(x, features.dtype, features.varlen)
     assert (dq_whole is not None) == config.whole_heads
+    if config.heads_apart:
+        # As many key heads as the gradients have.
+        k, v = (x.repeat_interleave(q.shape[-2] // x.shape[-2], -2) for x in (k, v))
     for grad, x in ((dk, k), (dv, v), *(((dq_whole, q),) if config.whole_heads else ())):
         assert grad.shape == x.shape and grad.dtype == x.dtype and grad.is_contiguous()
     assert (q.shape[-1], k.shape[-1], v.shape[-1]) == (features.D, features.D, features.Dv)

@@ -14,16 +14,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flash4_torch.kernels.common.dq_blocks import DqBlocks, DqLanes
-from flash4_torch.kernels.common.row_blocks import PostprocessPlan, PreprocessPlan, RowBlocks
+from flash4_torch.kernels.common.row_blocks import GroupSumsPlan, PostprocessPlan, PreprocessPlan, RowBlocks
 from row_order import blocks_of, ends_of, in_blocks, out_of_blocks, places
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+from flash4_torch.kernels.shared.bwd_group_sums import compile_group_sums
 from flash4_torch.kernels.shared.bwd_postprocess import compile_postprocess
 from flash4_torch.kernels.shared.bwd_preprocess import compile_preprocess
 from flash4_torch.testing import emulate
 
 compiled_before = functools.cache(compile_preprocess)
 compiled_behind = functools.cache(compile_postprocess)
+compiled_sums = functools.cache(compile_group_sums)
 
 HEADS = ((64, 64), (128, 128), (96, 96), (40, 24), (8, 200), (80, 72))
 LENGTHS = st.one_of(st.sampled_from([1, 63, 64, 65, 127, 128, 129, 256]), st.integers(1, 300))
@@ -121,6 +123,25 @@ def test_postprocess(
     ends = ends_of(lengths) if varlen else None
     launch(compiled_behind, plan, in_blocks(plan.blocks, sums), dq, ends, 0.3)
     assert torch.equal(dq, (sums[..., at, :D] * 0.3).to(dtype).transpose(-3, -2))
+
+
+@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize(("D", "Dv"), HEADS, ids=str)
+@given(data=st.data())
+@settings(max_examples=4)
+def test_group_sums(D: int, Dv: int, varlen: bool, data: st.DataObject) -> None:
+    """In order, in float32, rounded once."""
+    dtype = torch.bfloat16 if varlen else torch.float16
+    plan = GroupSumsPlan(str(dtype).removeprefix("torch."), D, Dv, varlen)
+    lengths, group = data.draw(sequences(varlen)), data.draw(st.integers(1, 9))
+    Hk, generator = data.draw(st.integers(1, 3)), torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    rows = (sum(lengths),) if varlen else (len(lengths), lengths[0])
+    parts = [torch.randn(*rows, Hk * group, d, generator=generator).to(dtype) for d in (D, Dv)]
+    found = [torch.full((*rows, Hk, d), math.nan, dtype=dtype) for d in (D, Dv)]
+    launch(compiled_sums, plan, *parts, *found)
+    for sums, terms in zip(found, parts, strict=True):
+        wanted = functools.reduce(torch.add, terms.unflatten(-2, (Hk, group)).float().unbind(-2))
+        assert torch.equal(sums, wanted.to(dtype))
 
 
 def launch(compiled: Callable[[Any], Any], plan: Any, *args: Any) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import flash4_torch
 from flash4_torch import testing
-from flash4_torch.backends.compiled import SM90A, Target, backward, limits
+from flash4_torch.backends.compiled import GROUP_SUMS, SM90A, Target, backward, limits
 from flash4_torch.configs import sm90_backward, sm100_backward
 from flash4_torch.configs.types import SHARED_MEMORY, Features
 from flash4_torch.problem import Extent
@@ -146,6 +146,56 @@ def test_whole_heads_are_short_and_keep_all_multiprocessors_busy(
     assert sizes.dq_acc[0] == (min(heads, 132) if whole else heads)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("Hk", "S", "right", "apart"),
+    [
+        *[(3, 1024, 0, True), (3, 1023, 0, False), (4, 1024, 0, False), (12, 1024, 0, False)],
+        *[(1, 4096, 0, True), (1, 4096, 9, True), (1, 16384, None, False)],
+    ],
+)
+def test_many_query_heads_of_long_calls_are_apart(
+    Hk: int, S: int, right: int | None, apart: bool, deterministic: bool
+) -> None:
+    """Then sections are of query heads, as if none shared its keys."""
+    flags: dict[str, Any] = {"backward": True, "D": 128, "Dv": 128, "deterministic": deterministic}
+    flags["band"] = problem().band._replace(right=right)
+    call = problem(**flags, group=12 // Hk, extent=Extent(2, S, S, 12, Hk))
+    asked: list[str] = []
+
+    def find(entry: str, static: Any) -> Any:
+        asked.append(entry)
+        return lambda *args: None
+
+    kernels = backward.decide(SM90A, call, 132, find)
+    assert kernels.config.heads_apart == (kernels.sums is not None) == (GROUP_SUMS in asked) == apart
+    alike = problem(**flags, group=1, extent=Extent(2, S, S, 12, 12))
+    config = kernels.config._replace(heads_apart=False)
+    section = backward.rule_of(SM90A, alike, config, 132)
+    assert (kernels.rule == section) or not apart
+
+
+@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "packed"])
+def test_gradients_of_heads_apart(varlen: bool) -> None:
+    shapes = ((1100, 4, 128), (1100, 1, 128), (1100, 1, 64))
+    q, k, v = (half(*shape).requires_grad_() for shape in shapes)
+    ends = torch.tensor([0, 60, 1100], dtype=torch.int32)
+
+    def run(*inputs: Tensor) -> Tensor:
+        if varlen:
+            lengths = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 1040, "max_seqlen_k": 1040}
+            return flash4_torch.attention_varlen(*inputs, causal=True, **lengths)
+        return flash4_torch.attention(*(x[None] for x in inputs), causal=True)
+
+    with gpu() as machine, testing.poisoned_memory():
+        ours = torch.autograd.grad(run(q, k, v).sum(), (q, k, v))
+    assert [launch.config.heads_apart for launch in machine.backwards] == [True]
+    peer = torch.autograd.grad(run(q, k, v).sum(), (q, k, v))
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    for a, b, c in zip(ours, torch.autograd.grad(run(*exact).sum(), exact), peer, strict=True):
+        testing.assert_close_as_peer(a, b, c)
+
+
 SIZES = st.one_of(st.integers(1, 300), st.sampled_from([1024, 16384]), st.integers(1, 1 << 30))
 
 
@@ -157,16 +207,24 @@ SIZES = st.one_of(st.integers(1, 300), st.sampled_from([1024, 16384]), st.intege
     Sk=SIZES,
     end_hidden=st.booleans(),
     alone=st.sampled_from([0, 1, 256, 1024, 5000]),
+    group=st.sampled_from([1, 1, 3, 4]),
 )
 def test_what_is_chosen_is_reachable_and_fits(
-    configs: ModuleType, D: int, Dv: int, flags: tuple[bool, ...], Sk: int, end_hidden: bool, alone: int
+    configs: ModuleType,
+    D: int,
+    Dv: int,
+    flags: tuple[bool, ...],
+    Sk: int,
+    end_hidden: bool,
+    alone: int,
+    group: int,
 ) -> None:
     varlen, left, right = flags
     features = Features("bfloat16", 8 * D, 8 * Dv, varlen, left, right)
     if configs.limits(features):
         return
-    config = configs.backward(features, Sk, end_hidden, alone)
-    assert config in configs.reachable(features)
+    config = configs.backward(features, Sk, end_hidden, alone, group)
+    assert config in configs.reachable(features, group) and config in configs.reachable(features)
     assert config.shared_memory(features) <= SHARED_MEMORY
     assert config.tail == (not (end_hidden and right) and (varlen or Sk % config.ticket_keys != 0))
 

@@ -297,3 +297,51 @@ def test_compiled_steps(form: Form) -> None:
         found = torch.autograd.grad(compiled(*inputs), inputs, dout)
     assert used[("attention_backward", OURS)] == 1
     assert_equal_up_to_order(found, expected)
+
+
+@pytest.mark.parametrize(("D", "Dv", "S"), [(128, 128, 1100), (192, 128, 4200), (256, 256, 8200)])
+def test_many_heads_of_a_long_call(D: int, Dv: int, S: int) -> None:
+    """Of which each makes its share of dK and dV."""
+    form = Form(D, Dv, FP16 if D == 192 else torch.bfloat16, causal=True)
+    inputs, dout = trained(form, B=1, S=S, Hq=8)
+
+    def gradients(**flags: object) -> tuple[Tensor, ...]:
+        with testing.poisoned_memory():
+            out = flash4_torch.attention(*inputs, **form.rules, **flags)
+            return torch.autograd.grad(out, inputs, dout)
+
+    exact, peer = (
+        torch.autograd.grad(loss(testing.reference(*inputs, **form.rules, dtype=t), dout, None), inputs)
+        for t in (torch.float64, form.dtype)
+    )
+    assert_as_good_as_torch(gradients(), exact, peer)
+    in_order = [gradients(deterministic=True) for _ in range(20)]
+    assert_as_good_as_torch(in_order[0], exact, peer)
+    for run in in_order[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(in_order[0], run, strict=True))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_many_heads_of_long_packed_sequences(deterministic: bool) -> None:
+    """Those of each sequence are as it has them alone."""
+    lengths, form = [1, 1500, 0, 700, 65], Form(128, 128, causal=True)
+    (q, k, v), dout = trained(form, B=1, S=sum(lengths), Hq=8)
+    rows = [x[0].detach().requires_grad_() for x in (q, k, v)]
+    ends, most = ends_of(lengths), {"max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
+    with testing.poisoned_memory():
+        out = flash4_torch.attention_varlen(
+            *rows, cu_seqlens_q=ends, cu_seqlens_k=ends, **most, causal=True, deterministic=deterministic
+        )
+        together = torch.autograd.grad(out, rows, dout[0])
+    for start, end in pairwise(ends.tolist()):
+        if start == end:
+            continue
+        alone = [x[None, start:end].detach().requires_grad_() for x in rows]
+        exact, peer = (
+            torch.autograd.grad(
+                loss(testing.reference(*alone, causal=True, dtype=t), dout[:, start:end], None), alone
+            )
+            for t in (torch.float64, form.dtype)
+        )
+        for a, e, p in zip(together, exact, peer, strict=True):
+            testing.assert_close_as_peer(a[None, start:end], e.double(), p)

@@ -85,6 +85,20 @@ def test_its_gradients_are_the_long_ways(case: Case, expanded: bool, some: bool,
             assert a is None or (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
 
 
+def test_gradients_of_heads_apart_are_the_long_ways(machine: Machine) -> None:
+    q, k, v = (half(1, 1024, *head).requires_grad_() for head in ((8, 128), (2, 128), (2, 64)))
+    steps = []
+    for _ in range(3):
+        out = flash4_torch.attention(q, k, v, causal=True)
+        steps.append(torch.autograd.grad(out, (q, k, v), torch.ones_like(out)))
+    for a, b in zip(steps[0], steps[2], strict=True):
+        assert torch.equal(a, b) and a.stride() == b.stride()
+    for launch in machine.backwards:
+        assert launch.config.heads_apart
+        assert [tuple(x.shape) for x in launch.args[7:9]] == [(1, 1024, 8, 128), (1, 1024, 8, 64)]
+        assert launch.args[1].shape == k.shape
+
+
 @pytest.mark.parametrize(("S", "turns"), [(200, True), (100, False)])
 def test_deterministic_steps_have_turns(machine: Machine, S: int, turns: bool) -> None:
     """Unless a CTA has a whole head."""

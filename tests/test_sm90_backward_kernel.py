@@ -33,6 +33,7 @@ ASIDE = {"gradients_aside": True, "dq_stages": 2}
 STAGES = {**INSIDE, "static_stages": True}
 ROUNDED = {"round_weights": True}
 WHOLE = {"whole_heads": True, "heads_inside": True}
+APART = {"heads_apart": True}
 SOFTCAP = {"softcap": True, "scaled": True, **ROUNDED}
 # (warpgroups, queries)
 STATICS = {
@@ -76,6 +77,10 @@ STATICS = {
     "static stages, window": static(96, 80, (2, 64), ds_stages=2, **STAGES, **SOFTCAP, **WINDOW),
     "static stages, packed": static(64, 64, (2, 64), varlen=True, **STAGES, **ASIDE, **CAUSAL),
     "static stages, in order": static(96, 96, (2, 64), deterministic=True, **STAGES, **ASIDE, **CAUSAL),
+    "apart": static(128, 128, (2, 64), tail=False, **STAGES, **ASIDE, **APART, **CAUSAL),
+    "apart, packed": static(64, 128, (2, 64), "float16", varlen=True, **APART, **CAUSAL),
+    "apart, in order": static(64, 64, (2, 128), deterministic=True, **NEXT_TILE, **ROUNDED, **APART),
+    "apart, dropout": static(128, 128, (2, 64), dropout=True, **APART, **SOFTCAP),
     "whole": static(128, 128, (2, 64), "float16", **{**STAGES, **WHOLE}, **ASIDE),
     "whole, causal": static(
         96, 80, (2, 64), tail=False, ds_stages=2, **{**STAGES, **WHOLE}, **ASIDE, **CAUSAL

@@ -45,6 +45,7 @@ STATICS = {
     "pair, full": static(256, 256, (2, 64), **PAIR),
     "pair, no tail": static(256, 256, (2, 64), tail=False, **PAIR, **CAUSAL),
     "pair, causal": static(192, 128, (2, 64), "float16", kv_stages=2, ds_stages=2, **PAIR, **CAUSAL),
+    "pair, apart": static(192, 128, (2, 64), heads_apart=True, **PAIR, **CAUSAL),
     "pair, held": static(192, 128, (2, 64), holds=2, **PAIR, **CAUSAL),
     "pair, one held": static(192, 192, (2, 64), "float16", holds=1, **PAIR),
     "pair, window": static(136, 200, (2, 64), q_stages=1, **PAIR, **WINDOW),

@@ -62,7 +62,9 @@ TABLE = (
 # fmt: on
 
 
-def backward(features: Features, Sk: int, end_hidden: bool = False, alone: int = 0) -> Sm100Backward:
+def backward(
+    features: Features, Sk: int, end_hidden: bool = False, alone: int = 0, group: int = 1
+) -> Sm100Backward:
     """The config of a call that `limits` has nothing against.
 
     Args:
@@ -70,14 +72,15 @@ def backward(features: Features, Sk: int, end_hidden: bool = False, alone: int =
         Sk: key positions; of the longest sequence if varlen.
         end_hidden: whether the band hides everything beyond the last key, as for causal calls.
         alone: not used: no CTA takes whole heads.
+        group: not used: a tile is of all query heads that share its keys.
     """
     config = _config(features)
     tail = not (end_hidden and features.right) and (features.varlen or Sk % config.ticket_keys != 0)
     return config._replace(tail=tail)
 
 
-def reachable(features: Features) -> tuple[Sm100Backward, ...]:
-    """Every config that `backward` returns for some sizes."""
+def reachable(features: Features, group: int | None = None) -> tuple[Sm100Backward, ...]:
+    """Every config that `backward` returns for some sizes; `group` is not used."""
     tails = [False, True] if features.right or not features.varlen else [True]
     return tuple(_config(features)._replace(tail=tail) for tail in tails)
 

@@ -28,6 +28,9 @@ class Row(NamedTuple):
     alone: tuple[int, int] = (0, 0)
     """Query rows of a key head up to which CTAs take whole heads, if there are heads enough: without a bound
     to the right, and with one. 0: never."""
+    apart: int = 0
+    """Key positions from which, with a bound to the right alone, `_MANY` query heads or more that share a key
+    head have tiles of their own. 0: never."""
 
     def admits(self, features: Features) -> bool:
         return (
@@ -54,6 +57,10 @@ _ALL = ("dropout", "mask", "softcap", "varlen")
 _IN_ORDER = ("right", "deterministic")
 _ASIDE = {"gradients_aside": True, "heads_inside": True, "rows_first": True}
 _STATIC = {**_ASIDE, "static_stages": True}
+
+_MANY = 4
+"""Rows and sums of two stay in the cache: at D 128, causal S 1k, 2k, 4k, inside 1.33, 1.17, 1.09, apart 1.24,
+1.13, 1.08."""
 
 # fmt: off
 _Tiles = Sm90Backward
@@ -84,13 +91,16 @@ TABLE = (
         "S 8k: full 1.04, causal 1.02; two stages of K and V, one of dQ 1.00 and 0.95"),
     Row(128, 128, ("dropout", "mask"), ("softcap", "varlen", "right"),
         _Tiles(2, 64, dq_stages=2, heads_inside=True),
-        "unmeasured: a copy for each stage spills"),
+        "unmeasured: a copy for each stage spills, and so do heads apart"),
     Row(128, 128, ("dropout", "mask"), (), _Tiles(2, 64, dq_stages=2, **_STATIC),
         "full S 1k, 4k, 16k: 1.04, 1.04, 1.01, stages in registers 1.03, 1.00, 0.98; causal S 512, 1k, 2k, "
         "4k, 16k: 1.06, 1.04, 1.02, 1.01, 0.98 to 1.06, stages in registers and nothing skipped 1.05, 0.98, "
         "0.97, 0.97, 0.93 to 1.00; gradients through K and V causal 1.07, 1.02, 1.00, 1.00, 1.03; whole "
         "heads full S 256, 512, 1k: 1.63, 1.13, 0.81, else 1.16, 1.12, 1.04, causal 1.65, 1.40, 0.92, else "
-        "1.02, 1.05, 1.03", alone=(512, 512)),
+        "1.02, 1.05, 1.03; four heads to a key head, apart, causal S 512 to 16k: 1.18, 1.13, 1.08, 1.04, "
+        "1.02, 1.04, inside 1.21, 1.01, 0.98, 0.93, 0.92, 0.95; eight and 16 S 4k 1.03, 1.02, inside 0.82, "
+        "0.78; full S 2k to 16k 1.06, 1.04, 1.03, 1.02, inside 1.11, 1.06, 1.03, 1.06",
+        alone=(512, 512), apart=1024),
     Row(128, 128, ("dropout", "dmask"), (), _Tiles(2, 64, dq_stages=2),
         "full S 512, 4k, 16k: 1.07, 1.03, 1.01; causal 1.05, 0.99, 1.00; two stages of dS, one of dQ: "
         "0.97 at 16k; next_tile with one stage of dO 0.04 to 0.1 less, rounded weights 0.01"),
@@ -104,11 +114,13 @@ TABLE = (
         "full S 4k: 0.86 of the speed in any order; one stage of dQ, or one of dO and two of dQ, 0.73"),
     Row(192, 192, _ALL, (), _Tiles(2, 64, ds_stages=2, split=True, cluster=2, holds=1),
         "S 8k: full 1.10, causal 1.04; V in shared memory 1.04 and 0.98, K in registers, too, 1.06 and 0.98; "
-        "alone 0.77 and 0.72"),
+        "alone 0.77 and 0.72; five heads to a key head, apart, causal S 2k, 4k, 8k: 0.99, 1.01, 1.03, "
+        "inside 1.00, 0.98, 1.00", apart=4096),
     Row(256, 256, _ALL, _IN_ORDER, _Tiles(2, 64, do_stages=1, split=True, cluster=2, heads_inside=True),
         "causal S 1k, 4k, 16k: 0.86, 0.81, 0.88 of the speed in any order, head after head S 4k 0.66"),
     Row(256, 256, _ALL, (), _Tiles(2, 64, do_stages=1, split=True, cluster=2),
-        "S 1k, 4k, 16k: full 1.11, 1.06, 1.07, causal 1.06, 1.10, 1.10; alone 0.90 and 0.84"),
+        "S 1k, 4k, 16k: full 1.11, 1.06, 1.07, causal 1.06, 1.10, 1.10; alone 0.90 and 0.84; four heads to a "
+        "key head, apart, causal S 2k, 4k, 8k: 1.04, 1.07, 1.11, inside 1.09, 1.10, 1.08", apart=8192),
     Row(192, 192, (), (), _Tiles(2, 64, split=True),
         "unmeasured: dK and dV each take the registers of a warpgroup; gradients of masks, too"),
     Row(256, 256, (), (), _Tiles(2, 64, do_stages=1, split=True, dq_passes=2),
@@ -117,7 +129,9 @@ TABLE = (
 # fmt: on
 
 
-def backward(features: Features, Sk: int, end_hidden: bool = False, alone: int = 0) -> Sm90Backward:
+def backward(
+    features: Features, Sk: int, end_hidden: bool = False, alone: int = 0, group: int = 1
+) -> Sm90Backward:
     """The config of a call.
 
     Args:
@@ -126,10 +140,14 @@ def backward(features: Features, Sk: int, end_hidden: bool = False, alone: int =
         end_hidden: whether the band hides everything beyond the last key, as for causal calls.
         alone: query rows of a key head, of all query heads that share it, if there are heads enough for each
             CTA to take whole ones; else 0.
+        group: query heads of a key head.
     """
-    config, whole = _config(features), _row_of_whole_heads(features)
+    row, whole = _row(features), _row_of_whole_heads(features)
+    config = row.config
     if whole is not None and 0 < alone <= whole.alone[features.right]:
         config = _whole(whole)
+    elif group >= _MANY and _may_be_apart(row, features) and Sk >= row.apart:
+        config = _apart(row)
     tail = not (end_hidden and features.right) and (features.varlen or Sk % config.ticket_keys != 0)
     return config._replace(tail=tail)
 
@@ -139,17 +157,16 @@ def limits(features: Features) -> list[str]:
     return sm90.limits(features)
 
 
-def reachable(features: Features) -> tuple[Sm90Backward, ...]:
-    """Every config that `backward` returns for some sizes."""
+def reachable(features: Features, group: int | None = None) -> tuple[Sm90Backward, ...]:
+    """Every config that `backward` returns for some sizes, and for that group or any."""
     tails = [False, True] if features.right or not features.varlen else [True]
-    configs, whole = [_config(features)], _row_of_whole_heads(features)
+    row, whole = _row(features), _row_of_whole_heads(features)
+    configs = [row.config]
     if whole is not None:
         configs.append(_whole(whole))
+    if (group or _MANY) >= _MANY and _may_be_apart(row, features):
+        configs.append(_apart(row))
     return tuple(config._replace(tail=tail) for config in configs for tail in tails)
-
-
-def _config(features: Features) -> Sm90Backward:
-    return _row(features).config
 
 
 def _row_of_whole_heads(features: Features) -> Row | None:
@@ -164,6 +181,14 @@ def _row_of_whole_heads(features: Features) -> Row | None:
 
 def _whole(row: Row) -> Sm90Backward:
     return row.config._replace(whole_heads=True, heads_inside=True)
+
+
+def _may_be_apart(row: Row, features: Features) -> bool:
+    return bool(row.apart) and features.right and not (features.left or features.mask)
+
+
+def _apart(row: Row) -> Sm90Backward:
+    return row.config._replace(heads_apart=True)
 
 
 def _row(features: Features) -> Row:

@@ -177,6 +177,9 @@ class Sm90Backward(NamedTuple):
     """A CTA takes all tiles of a key head, from the last one to the first, and rounds dQ at the first, to
     which the others have left their sums: nothing is cleared before, nor rounded behind, and sums have an
     order."""
+    heads_apart: bool = False
+    """A tile is of one query head: a group's dK and dV are summed up behind. Its rows and sums of dQ stay in
+    the L2 cache where those of all heads of a group would not."""
     round_weights: bool = False
     """dS is made of the rounded weights, which frees the registers of the others."""
     tail: bool = True
@@ -256,6 +259,11 @@ class Sm100Backward(NamedTuple):
     @property
     def heads_inside(self) -> bool:
         """Whether a tile visits a block of rows of all heads of a group before the next, without a mask."""
+        return False
+
+    @property
+    def heads_apart(self) -> bool:
+        """Whether a tile is of one query head."""
         return False
 
     @property

@@ -7,9 +7,10 @@ launches.
 """
 
 from .backend import Compiled, limits
-from .targets import MASK_BLOCKS, POSTPROCESS, PREPROCESS, SM90A, SM100A, SM103A, TARGETS, Target
+from .targets import GROUP_SUMS, MASK_BLOCKS, POSTPROCESS, PREPROCESS, SM90A, SM100A, SM103A, TARGETS, Target
 
 __all__ = [
+    "GROUP_SUMS",
     "MASK_BLOCKS",
     "POSTPROCESS",
     "PREPROCESS",

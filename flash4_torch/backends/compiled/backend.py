@@ -90,11 +90,14 @@ class Compiled:
             ends_q, ends_k = lengths(inputs.cu_seqlens_q), lengths(inputs.cu_seqlens_k)
             if mask is not None:
                 mask = backward.turned(mask, problem.extent.Sq)
-            sizes, rounds = backward.sizes_of(q, ends_q, kernels), kernels.config.whole_heads
+            sizes, behind, sums = backward.sizes_of(q, ends_q, kernels), kernels.behind, kernels.sums
             stats, dq_acc, turns = backward.workspaces(q, sizes, kernels.in_turns)
             dlse = None if saved.dlse is None else saved.dlse.contiguous()
-            cleared = None if rounds else dq_acc
+            cleared = None if behind is None else dq_acc
             kernels.before(out, dout, saved.lse.contiguous(), dlse, stats, cleared, turns, ends_q)
+            dk_made, dv_made = dk, dv
+            if sums is not None:
+                dk_made, dv_made = (x.new_empty(backward.parts_shape(x.shape, q.shape[-2])) for x in (dk, dv))
             kernels.main(
                 q,
                 k,
@@ -102,9 +105,9 @@ class Compiled:
                 dout,
                 stats,
                 dq_acc,
-                dq if rounds else None,
-                dk,
-                dv,
+                dq if behind is None else None,
+                dk_made,
+                dv_made,
                 self.counter(index),
                 turns,
                 ends_q,
@@ -114,8 +117,10 @@ class Compiled:
                 inputs.rng_state,
                 kernels.rule,
             )
-            if kernels.behind is not None:
-                kernels.behind(dq_acc, dq, ends_q, problem.scale)
+            if behind is not None:
+                behind(dq_acc, dq, ends_q, problem.scale)
+            if sums is not None:
+                sums(dk_made, dv_made, dk, dv)
         D, Dv = problem.spec.D, problem.spec.Dv
         if dmask is not None and mask is not None:
             dmask = dmask.to(mask.dtype)
@@ -164,10 +169,12 @@ class Compiled:
         spec, scale = problem.spec, problem.scale
         index, dtype, float32, int32 = inputs.q.get_device(), spec.dtype, torch.float32, torch.int32
         kernels = self.backward_kernels(problem, index)
-        before, main, behind = kernels[:3]
+        before, main, behind, group_sums = kernels[:4]
         rule = tvm_ffi.convert(kernels.rule)
         q_shape, k_shape, v_shape = (tuple(x.shape) for x in inputs[:3])
         q_strides, k_strides, v_strides = (_strides(shape) for shape in (q_shape, k_shape, v_shape))
+        k_parts, v_parts = (backward.parts_shape(shape, problem.extent.Hq) for shape in (k_shape, v_shape))
+        k_parts_strides, v_parts_strides = _strides(k_parts), _strides(v_parts)
         stats_shape, sums_shape, turns_shape = backward.sizes_of(inputs.q, None, kernels)
         stats_strides, sums_strides = _strides(stats_shape), _strides(sums_shape)
         turns_strides, in_turns = _strides(turns_shape), kernels.in_turns
@@ -195,10 +202,16 @@ class Compiled:
             before(out, dout, lse, None, stats, None if behind is None else sums, turns, None)
             dk, dv = empty(k_shape, k_strides, dtype), empty(v_shape, v_strides, dtype)
             dq = empty(q_shape, q_strides, dtype)
+            dk_made, dv_made = dk, dv
+            if group_sums is not None:
+                dk_made = empty(k_parts, k_parts_strides, dtype)
+                dv_made = empty(v_parts, v_parts_strides, dtype)
             rounded, more = dq if behind is None else None, (None, None, None, None, rng_state, rule)
-            main(q, k, v, dout, stats, sums, rounded, dk, dv, counter(index), turns, *more)
+            main(q, k, v, dout, stats, sums, rounded, dk_made, dv_made, counter(index), turns, *more)
             if behind is not None:
                 behind(sums, dq, None, scale)
+            if group_sums is not None:
+                group_sums(dk_made, dv_made, dk, dv)
             return dq, dk, dv
 
         return launch

@@ -1,7 +1,8 @@
-"""The backward: which three kernels serve a call, what they are told, and where they put their sums.
+"""The backward: which kernels serve a call, what they are told, and where they put their sums.
 
-The first makes two numbers of each query row and clears the sums of dQ, the second adds to these and writes
-dK and dV, the third rounds dQ. Or the second rounds it itself, when a head's last tile has added to it.
+The first makes two numbers of each query row and clears the sums of dQ, the main one adds to these and writes
+dK and dV, the third rounds dQ. Or the main one rounds it itself, when a head's last tile has added to it; or
+it writes dK and dV of each query head, of which a fourth makes those of key heads.
 """
 
 from __future__ import annotations
@@ -15,17 +16,20 @@ from ... import compile
 from ...configs.types import Features
 from ...kernels.common.dq_blocks import sums_of
 from ...kernels.common.mask_tables import MaskPlan
-from ...kernels.common.row_blocks import PostprocessPlan, PreprocessPlan, RowBlocks
+from ...kernels.common.row_blocks import GroupSumsPlan, PostprocessPlan, PreprocessPlan, RowBlocks
 from ...problem import Problem
 from . import forward
 from .rule import Rule, evenly, heads_in_section, rule
-from .targets import POSTPROCESS, PREPROCESS, BackwardConfig, Find, Target
+from .targets import GROUP_SUMS, POSTPROCESS, PREPROCESS, BackwardConfig, Find, Target
 
 _MOST_IN_SECTION = 32
 """Key heads, before sections are made even."""
 _TILES_IN_SECTION, _FEWEST_IN_SECTION = 256, 16
 """Where heads of 128 columns or fewer have a bound to the right: measured at S 256 to 16k, far more than the
 cache holds, and seldom 1 % faster than half or twice as many."""
+_TILES_EACH, _WIDE_TILES_EACH = 4, 1
+"""In a section, for each multiprocessor at least. Of wide heads, whose tiles come in pairs, the fastest or
+within 1 % of it at D 192 and 256, S 1k to 16k; four are 1 to 5 % slower."""
 
 
 _RUN, _TILES_IN_RUNS, _GROUPS_IN_SECTION = 8, 32, 8
@@ -47,6 +51,8 @@ class Kernels(NamedTuple):
     main: compile.Function
     behind: compile.Function | None
     """None where the main one rounds dQ."""
+    sums: compile.Function | None
+    """None where the main one makes dK and dV of whole groups."""
     config: BackwardConfig
     rule: Rule
     blocks: RowBlocks
@@ -97,6 +103,7 @@ def decide(target: Target, problem: Problem, multiprocessors: int, find: Find) -
         find(PREPROCESS, (before,)),
         find(target.backward, (features, config)),
         None if behind is None else find(POSTPROCESS, (behind,)),
+        find(GROUP_SUMS, (group_sums_plan(features),)) if config.heads_apart else None,
         config,
         rule_of(target, problem, config, multiprocessors),
         before.blocks,
@@ -120,6 +127,10 @@ def row_plans(
     return before, None if config.whole_heads else PostprocessPlan(f.dtype, f.D, blocks, f.varlen)
 
 
+def group_sums_plan(features: Features) -> GroupSumsPlan:
+    return GroupSumsPlan(features.dtype, features.D, features.Dv, features.varlen)
+
+
 def features_of(problem: Problem) -> Features:
     spec = problem.spec
     return forward.features_of(problem)._replace(deterministic=spec.deterministic, dmask=spec.dmask)
@@ -130,13 +141,16 @@ def config_of(target: Target, problem: Problem, multiprocessors: int) -> Backwar
     end_hidden = problem.band.right is not None and problem.band.right <= 0
     tile = table.backward(features_of(problem), extent.Sk, end_hidden).ticket_keys
     heads, tiles = extent.B * extent.Hk, -(-extent.Sk // tile)
-    # Of nine tenths of the time all multiprocessors have one.
+    # A head each for nine tenths of the multiprocessors' time, at least.
     even = 10 * heads >= 9 * multiprocessors * -(-heads // multiprocessors)
     alone = problem.spec.group * extent.Sq if even or tiles == 1 else 0
-    return table.backward(features_of(problem), extent.Sk, end_hidden, alone)
+    return table.backward(features_of(problem), extent.Sk, end_hidden, alone, problem.spec.group)
 
 
 def rule_of(target: Target, problem: Problem, config: BackwardConfig, multiprocessors: int) -> Rule:
+    if config.heads_apart:
+        spec, extent = problem.spec._replace(group=1), problem.extent._replace(Hk=problem.extent.Hq)
+        problem = problem._replace(spec=spec, extent=extent)
     section = _section(target, problem, config, multiprocessors)
     return rule(problem, problem.extent.Sk, section, multiprocessors)
 
@@ -163,7 +177,8 @@ def _section(target: Target, problem: Problem, config: BackwardConfig, multiproc
         return evenly(heads, min(wanted, heads))
     row = (spec.D + spec.Dv) * spec.dtype.itemsize + spec.D * torch.float32.itemsize
     each = spec.group * extent.Sq * row
-    return heads_in_section(heads, each, target.l2_bytes, tiles, _MOST_IN_SECTION, multiprocessors)
+    fewest = multiprocessors * (_WIDE_TILES_EACH if max(spec.D, spec.Dv) > 128 else _TILES_EACH)
+    return heads_in_section(heads, each, target.l2_bytes, tiles, _MOST_IN_SECTION, fewest)
 
 
 def _in_order(features: Features, config: BackwardConfig) -> int:
@@ -202,6 +217,12 @@ def sizes_of(q: Tensor, cu_seqlens_q: Tensor | None, kernels: Kernels) -> Sizes:
         count = blocks.packed_count(T, len(cu_seqlens_q) - 1)
     sums = (*(kernels.alone or heads), count, blocks.floats)
     return Sizes((2, *heads, count * blocks.queries), sums, (*heads, count))
+
+
+def parts_shape(grad: tuple[int, ...], Hq: int) -> tuple[int, ...]:
+    """Of dK or dV of each query head, from that of key heads."""
+    *rows, _, D = grad
+    return (*rows, Hq, D)
 
 
 def workspaces(q: Tensor, sizes: Sizes, in_turns: bool) -> Workspaces:

@@ -16,6 +16,8 @@ _LONG = 8192
 """Keys."""
 _MOST_IN_SECTION = 32
 """Packs of heads, before sections are made even."""
+_TILES_EACH = 4
+"""In a section, for each multiprocessor at least."""
 
 
 class Kernel(NamedTuple):
@@ -90,4 +92,5 @@ def _section(target: Target, problem: Problem, config: ForwardConfig, multiproce
     each = extent.Sk * (spec.D + spec.Dv) * spec.dtype.itemsize
     tiles = packs * -(-extent.Sq // config.queries)
     most, heads = max(_MOST_IN_SECTION // packs, 1), extent.B * extent.Hk
-    return heads_in_section(heads, each, target.l2_bytes, tiles, most, multiprocessors) * packs
+    fewest = _TILES_EACH * multiprocessors
+    return heads_in_section(heads, each, target.l2_bytes, tiles, most, fewest) * packs

@@ -9,9 +9,6 @@ from ...reference.dropout import thresholds
 
 FARTHEST = 1 << 30
 """The kernels' largest position and bound: sums of two stay within 32 bits."""
-_TILES_IN_SECTION = 4
-"""For each multiprocessor; with fewer, some would idle where one section of heads ends."""
-
 Rule = tuple[float, float, int, int, int, int, int, int, int, float]
 """The fields of `kernels.common.args.Rule` and of `BackwardRule`: scale, softcap, left, right, longest Sq (or
 Sk), heads in a section, multiprocessors, drop byte, drop fraction, keep scale."""
@@ -35,7 +32,7 @@ def rule(problem: Problem, longest: int, section: int, multiprocessors: int) -> 
     )
 
 
-def heads_in_section(heads: int, each: int, cached: int, tiles: int, most: int, multiprocessors: int) -> int:
+def heads_in_section(heads: int, each: int, cached: int, tiles: int, most: int, fewest: int) -> int:
     """How many of the heads take turns, so that long tiles come first while what they share stays cached.
 
     Args:
@@ -44,9 +41,9 @@ def heads_in_section(heads: int, each: int, cached: int, tiles: int, most: int, 
         cached: bytes that stay in the L2 cache.
         tiles: of one.
         most: before sections are made even.
-        multiprocessors: of the GPU.
+        fewest: tiles in a section; with fewer, some multiprocessors would idle where one ends.
     """
-    enough = -(-_TILES_IN_SECTION * multiprocessors // tiles)
+    enough = -(-fewest // tiles)
     return evenly(heads, min(max(cached // each, enough), most, heads))
 
 

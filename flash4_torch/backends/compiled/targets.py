@@ -13,6 +13,7 @@ from ...configs.types import Features
 
 PREPROCESS = "flash4_torch.kernels.shared.bwd_preprocess:compile_preprocess"
 POSTPROCESS = "flash4_torch.kernels.shared.bwd_postprocess:compile_postprocess"
+GROUP_SUMS = "flash4_torch.kernels.shared.bwd_group_sums:compile_group_sums"
 MASK_BLOCKS = "flash4_torch.kernels.shared.mask_blocks:compile_mask_blocks"
 
 Find = Callable[[str, tuple[object, ...]], compile.Function]
@@ -62,6 +63,11 @@ class BackwardConfig(Protocol):
         ...
 
     @property
+    def heads_apart(self) -> bool:
+        """Whether a tile is of one query head, so that dK and dV of a group have to be summed up."""
+        ...
+
+    @property
     def whole_heads(self) -> bool:
         """Whether a CTA takes all tiles of a key head, in an order, and rounds their dQ."""
         ...
@@ -89,10 +95,10 @@ class BackwardTable(Protocol):
     """A module of `configs`."""
 
     def backward(
-        self, features: Features, Sk: int, end_hidden: bool = False, alone: int = 0
+        self, features: Features, Sk: int, end_hidden: bool = False, alone: int = 0, group: int = 1
     ) -> BackwardConfig: ...
 
-    def reachable(self, features: Features) -> tuple[BackwardConfig, ...]: ...
+    def reachable(self, features: Features, group: int | None = None) -> tuple[BackwardConfig, ...]: ...
 
     def limits(self, features: Features) -> list[str]: ...
 

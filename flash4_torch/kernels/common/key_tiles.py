@@ -27,6 +27,7 @@ class Tile(NamedTuple):
     block: Int32
     """Position of the keys, in tiles."""
     key_head: Int32
+    """With heads apart the query head, whose own dK and dV are made: see `head_of_keys`."""
     batch: Int32
     first_q: Int32
     """Where the sequence begins in packed rows; 0 if not varlen."""
@@ -46,7 +47,7 @@ class Shape(NamedTuple):
 
 @cute.jit
 def shape(k: Any) -> Shape:
-    _, _, Hk, B = k.maps.mK.shape
+    _, _, Hk, B = k.maps.mQ.shape if k.plan.heads_apart else k.maps.mK.shape
     if cutlass.const_expr(k.plan.features.varlen):
         B = k.cu_seqlens_k.shape[0] - 1
     blocks, heads = Uint32(cute.ceil_div(k.rule.longest, k.plan.ticket_keys)), Uint32(Hk) * Uint32(B)
@@ -254,6 +255,21 @@ def first_key(k: Any, tile: Tile) -> Int32:
 
 @cute.jit
 def group(k: Any) -> Int32:
+    """Query heads of a tile."""
+    if cutlass.const_expr(k.plan.heads_apart):
+        return Int32(1)
+    return _group(k)
+
+
+@cute.jit
+def head_of_keys(k: Any, tile: Tile) -> Int32:
+    """Whose K and V the tile has."""
+    if cutlass.const_expr(k.plan.heads_apart):
+        return tile.key_head // _group(k)
+    return tile.key_head
+
+
+def _group(k: Any) -> Int32:
     """Query heads of a key head."""
     return k.maps.mQ.shape[2] // k.maps.mK.shape[2]
 

@@ -96,3 +96,12 @@ class PostprocessPlan(NamedTuple):
     D: int
     blocks: RowBlocks
     varlen: bool = False
+
+
+class GroupSumsPlan(NamedTuple):
+    """What the kernel that adds up dK and dV of a group's heads is compiled for."""
+
+    dtype: str
+    D: int
+    Dv: int
+    varlen: bool = False

@@ -267,6 +267,11 @@ class Plan(NamedTuple):
         return False
 
     @property
+    def heads_apart(self) -> bool:
+        """Whether a tile is of one query head."""
+        return False
+
+    @property
     def lists_blocks(self) -> bool:
         """Whether blocks that the mask hides are passed over. A fixed order of sums knows only the band."""
         return bool(self.features.mask) and not self.features.deterministic

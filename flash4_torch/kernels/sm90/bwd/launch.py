@@ -54,6 +54,8 @@ def backward(
     tables of that. dmask float32, the mask's gradient as it broadcasts, transposed, is added to. No size
     is 0.
 
+    With `heads_apart` dk and dv have a head for each query head, of which its group's are to be summed up.
+
     With `whole_heads` dq_acc is (CTAs, Hq / Hk, blocks, floats), whatever it holds, of as many CTAs as the
     rule says, or as there are key heads; and dq is like q, contiguous.
     """
@@ -101,7 +103,7 @@ def backward(
     sequences = k.shape[0]
     if cutlass.const_expr(plan.features.varlen):
         sequences = cu_seqlens_k.shape[0] - 1
-    tickets_of_all = keys.shape[2] * sequences
+    tickets_of_all = dkeys.shape[2] * sequences
     if cutlass.const_expr(not plan.whole_heads):
         tickets_of_all = cute.ceil_div(rule.longest, plan.ticket_keys) * tickets_of_all
     kernel = backward_kernel(

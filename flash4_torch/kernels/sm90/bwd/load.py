@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from .kernel import Kernel
 
 
+_KEYS_AT_ONCE = 12
+"""Boxes of K, once a tile: those of D 96 and 192 were timed so."""
+
+
 class Cursors(NamedTuple):
     ticket: Cursor
     kv: Cursor
@@ -150,13 +154,14 @@ def _load_keys(
             if cutlass.const_expr(k.plan.tells_turns):
                 tiles.write_turn(k, at, tile)
         cute.arch.mbarrier_arrive_and_expect_tx(full, stage_bytes(target) + others)
-    rows = cute.domain_offset((tile.first_k, 0), source[None, None, tile.key_head, batch_of(k, tile.batch)])
+    place = tiles.head_of_keys(k, tile), batch_of(k, tile.batch)
+    rows = cute.domain_offset((tile.first_k, 0), source[(None, None, *place)])
     stage = target[None, None, at.stage]
-    copy(atom, box(rows, stage, tile.block), stage, full, **passing_by())
+    copy(atom, box(rows, stage, tile.block), stage, full, _KEYS_AT_ONCE, **passing_by())
     if cutlass.const_expr(others):
         columns, size = k.sOtherK[None, None, at.stage], (k.plan.keys, k.plan.D // k.plan.ctas)
         place = tile.block ^ 1, k.pair.rank
-        copy(k.maps.load_other_k, cute.local_tile(rows, size, place), columns, full)
+        copy(k.maps.load_other_k, cute.local_tile(rows, size, place), columns, full, _KEYS_AT_ONCE)
     return finish_end(k, edge, at, end_at, stage, left, k.plan.keys)
 
 

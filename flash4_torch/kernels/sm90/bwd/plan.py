@@ -166,7 +166,8 @@ class Plan(NamedTuple):
         """Whether the loading warp finds out when a tile may add its dQ, and tells it beside the tile.
 
         Of who adds only thread 0 wants to know: where the tile's numbers are used by a thread alone, ptxas
-        takes them, and the pairs' loops, for different in each.
+        takes them, and the pairs' loops, for different in each. With whole heads there are no turns, but what
+        the tile before has visited is told the same way.
         """
         told = self.features.deterministic and self.config.split and self.heads_inside
         return self.whole_heads or (told and not self.features.varlen)
@@ -175,6 +176,11 @@ class Plan(NamedTuple):
     def whole_heads(self) -> bool:
         """Whether a CTA takes all tiles of a key head, and rounds their dQ at the first, which comes last."""
         return self.config.whole_heads
+
+    @property
+    def heads_apart(self) -> bool:
+        """Whether a tile is of one query head, and makes its share of dK and dV."""
+        return self.config.heads_apart
 
     @property
     def heads_inside(self) -> bool:
@@ -295,6 +301,7 @@ class Plan(NamedTuple):
         # The first tile has to visit all rows, and to be found where a head's tiles begin.
         others = f.left or f.mask or f.varlen or f.deterministic or c.split
         assert not c.whole_heads or not others
+        assert not (c.whole_heads and c.heads_apart)
         assert not f.dmask or f.mask not in ("", "bool")
         assert c.kv_stages in (1, 2) and c.ds_stages in (1, 2) and min(c.q_stages, c.do_stages) >= 1
         consumer, producer = self.registers

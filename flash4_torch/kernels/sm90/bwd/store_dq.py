@@ -216,7 +216,9 @@ def _store_piece(k: Kernel, slot: Int32) -> Boolean:
         if cute.arch.lane_idx() == 0:
             if cutlass.const_expr(k.plan.features.deterministic):
                 _await_turn(errand)
-            if cutlass.const_expr(k.plan.gradients_aside or k.plan.whole_heads):
+            if cutlass.const_expr(k.plan.whole_heads):
+                _store_of_whole_heads(k, slot, errand)
+            elif cutlass.const_expr(k.plan.gradients_aside):
                 _store(k, slot, errand)
             else:
                 _add(k, slot, errand)
@@ -281,17 +283,21 @@ def _add(k: Kernel, slot: Int32, errand: Errand) -> None:
 
 @cute.jit
 def _store(k: Kernel, slot: Int32, errand: Errand) -> None:
-    """By one thread, whatever it is."""
-    if cutlass.const_expr(k.plan.whole_heads):
-        errand = Errand(errand.target & ~ENDS, *errand[1:])
+    """By one thread: dQ, dK or dV."""
     if errand.target > DQ:
-        if cutlass.const_expr(k.plan.whole_heads):
-            _add_or_write(k, slot, errand)
-        else:
-            _add(k, slot, errand)
+        _add(k, slot, errand)
+    else:
+        _store_gradient(k, slot, errand)
+
+
+@cute.jit
+def _store_of_whole_heads(k: Kernel, slot: Int32, errand: Errand) -> None:
+    """By one thread: sums of dQ, dQ itself, dK or dV."""
+    errand = Errand(errand.target & ~ENDS, *errand[1:])
+    if errand.target > DQ:
+        _add_or_write(k, slot, errand)
     elif errand.target == DQ:
-        if cutlass.const_expr(k.plan.whole_heads):
-            _store_finished(k, slot)
+        _store_finished(k, slot)
     elif cutlass.const_expr(k.plan.gradients_aside):
         _store_gradient(k, slot, errand)
 
