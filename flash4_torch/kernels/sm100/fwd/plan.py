@@ -103,8 +103,10 @@ class Plan(NamedTuple):
     def registers(self) -> Registers:
         """What spills least, found by compiling: neither more nor fewer for softmax is better throughout."""
         f = self.features
+        banded = f.left or f.right or f.varlen or f.mask
         if self.q_tiles == 1:
-            if f.dropout and self.ctas > 1:
+            ragged = self.config.tail and not (banded or f.softcap)
+            if f.dropout and (self.ctas > 1 or ragged):
                 return Registers(208, 128, 128, idle=24)
             if f.dropout and f.mask not in ("", "bool"):
                 return Registers(224, 96, 96, idle=24)
@@ -112,9 +114,10 @@ class Plan(NamedTuple):
         exact = f.dropout and self.D <= 64 and not self.config.polynomial
         if exact and not self.hides_rows:
             return Registers(200, 56, 56, idle=56) if self.config.tail else Registers(192, 64, 64, idle=64)
-        narrow = self.D <= 64 or (self.D <= 96 and f.mask != "bool")
-        drops = f.dropout and (narrow or (f.softcap and self.ctas > 1))
-        if (drops and not exact) or (f.right and self.D > 128):
+        middle = self.D <= 96 and f.mask != "bool" and (banded or self.config.polynomial)
+        drops = f.dropout and (self.D <= 64 or middle or (f.softcap and self.ctas > 1))
+        capped = f.softcap and f.right and self.config.polynomial and not (f.left or f.varlen or f.mask)
+        if (drops and not exact) or (capped and not f.dropout) or (f.right and self.D > 128):
             return Registers(176, 80, 80, idle=80)
         return Registers(184, 72, 72, idle=72)
 
