@@ -2,7 +2,7 @@
 
 `TABLE` is read from the top: the first row that admits the call serves it. What a row was measured at stands
 in its last column, or that it was not: bfloat16, 32k tokens of hidden size 2048 on an H200, throughput of all
-three kernels over FlashAttention-3's.
+kernels over FlashAttention-3's.
 """
 
 from __future__ import annotations

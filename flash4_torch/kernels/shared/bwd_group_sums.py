@@ -1,7 +1,7 @@
 """dK and dV of key heads, from those that each query head of a group made.
 
 Heads of a group lie side by side, so that a sum takes as many vectors, D or Dv apart. A thread has one vector
-of dK or dV, all of whose terms it loads before it adds them up, in their order.
+of dK or dV, of whose terms it loads four at a time and adds them up in their order.
 """
 
 from __future__ import annotations
