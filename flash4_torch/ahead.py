@@ -163,7 +163,7 @@ def _of(target: Target, features: Features, group: int) -> Iterator[tuple[str, t
 
 def _of_gradients(target: Target, features: Features, group: int) -> Iterator[tuple[str, tuple[object, ...]]]:
     """Of the inputs, and of a floating mask, too; with and without one that arrives at lse."""
-    for dmask in {False, features.mask not in ("", "bool")}:
+    for dmask in {False, features.float_mask}:
         asked = features._replace(dmask=dmask)
         if not target.backward_configs.limits(asked):
             yield from _of_gradients_of(target, asked, group)

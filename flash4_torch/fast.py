@@ -34,7 +34,7 @@ from torch.autograd import _profiler_enabled, forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from . import backends
-from .backends import ALIGNMENT, Launch, Prepares, Results
+from .backends import ALIGNMENT, Launch, OutAndLse, Prepares
 from .fast_gradients import Training
 from .ops import autocast_inputs, draw_rng_state
 from .ops.impl import Rules, dense_extent, describe
@@ -52,7 +52,7 @@ _WANTS_GRAD = 12
 _PLAIN = frozenset({bool, int, float, type(None), tuple, list})
 """Types whose equal values stay equal. A tensor among the flags would also be kept alive."""
 
-Short = Callable[[Tensor, Tensor, Tensor], Results]
+Short = Callable[[Tensor, Tensor, Tensor], OutAndLse]
 """What serves q, k and v."""
 
 _launches: dict[Signature, Short | None] = {}
@@ -140,7 +140,7 @@ def remember(call: Signature, q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> 
 
 
 def _drawing(launch: Launch) -> Short:
-    def drawn(q: Tensor, k: Tensor, v: Tensor) -> Results:
+    def drawn(q: Tensor, k: Tensor, v: Tensor) -> OutAndLse:
         return launch(q, k, v, draw_rng_state(q.device))
 
     return drawn

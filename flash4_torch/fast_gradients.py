@@ -65,7 +65,7 @@ class Training:
         """After the long way has served a backward: prepares those of the same strides."""
         if strides in self.backwards or len(self.backwards) >= _MOST:
             return
-        q, k, v, out, lse, _, rng_state = saved
+        q, k, v, out, lse, _, _, rng_state = saved
         problem = backward_of(describe(q, v, dense_extent(q, k), None, self.rules), None)
         backend, launch = backends.choose(problem), None
         if isinstance(backend, Prepares):
@@ -93,7 +93,7 @@ class Eager(torch.autograd.Function):
         strides = training.find(dout, dlse, saved)
         launch = None if strides is None else training.backwards.get(strides)
         if launch is not None and dout is not None:
-            q, k, v, out, lse, _, rng_state = saved
+            q, k, v, out, lse, _, _, rng_state = saved
             return *launch(dout, q, k, v, out, lse, rng_state), None, None
         grads = autograd.attention_grads(ctx, dout, dlse)
         if strides is not None and dout is not None:

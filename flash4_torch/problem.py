@@ -100,6 +100,13 @@ class Saved(NamedTuple):
     out: Tensor
     lse: Tensor
     mask_grad: bool = False
+    lse_low: Tensor | None = None
+    """Floating attn_mask: what rounding has taken from lse."""
+
+
+def has_float_mask(attn_mask: Tensor | None) -> bool:
+    """Whether the mask is added to scores."""
+    return attn_mask is not None and attn_mask.is_floating_point()
 
 
 def mask_key(attn_mask: Tensor | None) -> str:

@@ -90,9 +90,11 @@ def run(kernel: Kernel, call: Call, where: Where | None = None, **schedule: Any)
     if mask is not None:
         mask = mask.expand(*mask.shape[:3], call.k.shape[1])
         plan = MaskPlan(features.mask, config.queries, config.keys, config.pack)
-    tensors = (q, call.k, call.v, out, lse)
+    low = torch.full_like(lse, math.nan) if features.float_mask else None
+    tensors = (q, call.k, call.v, out, lse, low)
     where = where or emulated(kernel, call, **schedule)
     _launch(kernel, call, tensors, (), mask, plan, (), max(call.lengths[0]), where)
+    assert low is None or not low.isnan().any()
     return Results(out, lse)
 
 
@@ -200,7 +202,11 @@ def _stats(features: Features, call: Call, m: int) -> tuple[Tensor, list[int]]:
     """What the preprocess makes, and where each sequence begins in it."""
     out, lse = results(features, call, torch.float64)
     delta = (out * call.dout.double()).sum(-1).transpose(-1, -2)
-    rows = torch.stack([(lse * math.log2(math.e)).masked_fill(lse == -math.inf, math.inf), delta])
+    own_lse = lse.float().double() if features.float_mask else lse * math.log2(math.e)
+    rows = torch.stack([own_lse.masked_fill(lse == -math.inf, math.inf), delta])
+    if features.float_mask:
+        low = (lse - own_lse).nan_to_num(0.0) * math.log2(math.e)
+        rows = torch.cat([rows, low[None]])
     if not features.varlen:
         Sq = call.q.shape[1]
         stats = rows.new_zeros(*rows.shape[:-1], -(-Sq // m) * m)

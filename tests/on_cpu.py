@@ -115,7 +115,7 @@ def _forget() -> None:
 
 def _forward(machine: Machine, features: Features, config: ForwardConfig, *args: Any) -> None:
     machine.launches.append(Launch(features, config, args))
-    q, k, v, out, lse, _, ends_q, ends_k, mask_args, rng_state, rule = args
+    q, k, v, out, lse, low, _, ends_q, ends_k, mask_args, rng_state, rule = args
     _check(features, config, *args)
     scale, softcap, left, right, longest, *_, drop_byte, drop_fraction, keep_scale = rule
     p = (drop_byte + drop_fraction / 2**32) / 256
@@ -134,8 +134,9 @@ def _forward(machine: Machine, features: Features, config: ForwardConfig, *args:
             results = tiled.forward(q[None, rows], k[None, keys], v[None, keys], scoring)
             out[rows], lse[:, rows] = results[0][0], results[1][0]
         else:
-            for result, exact in zip((out, lse), tiled.forward(q, k, v, scoring), strict=True):
-                result.copy_(exact)
+            for result, exact in zip((out, lse, low), tiled.forward(q, k, v, scoring), strict=True):
+                if result is not None:
+                    result.copy_(exact)
 
 
 def _check(
@@ -146,6 +147,7 @@ def _check(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    low: Tensor | None,
     counter: Tensor,
     ends_q: Tensor | None,
     ends_k: Tensor | None,
@@ -164,6 +166,9 @@ def _check(
     *batch, Sq, Hq, _ = q.shape
     assert out.shape == (*batch, Sq, Hq, Dv) and out.is_contiguous() and out.data_ptr() % 16 == 0
     assert lse.shape == (*batch, Hq, Sq) and lse.is_contiguous() and lse.dtype == torch.float32
+    assert (low is not None) == features.float_mask
+    if low is not None:
+        assert low.shape == lse.shape and low.is_contiguous() and low.dtype == torch.float32
     assert counter.shape == (1,) and counter.dtype == torch.int32 and counter.item() == 0
     assert (ends_q is not None) == (ends_k is not None) == features.varlen
     for ends in (ends_q, ends_k):

@@ -56,6 +56,7 @@ def _preprocess(
     out: Tensor,
     dout: Tensor,
     lse: Tensor,
+    low: Tensor | None,
     dlse: Tensor | None,
     stats: Tensor,
     dq_acc: Tensor | None,
@@ -69,9 +70,10 @@ def _preprocess(
     count, at = _rows(plan.blocks, out, ends)
     assert (dlse is not None) == plan.dlse and (turns is not None) == plan.turns
     assert (ends is not None) == plan.varlen
-    for x in (lse, dlse):
+    assert (low is not None) == plan.float_mask
+    for x in (lse, low, dlse):
         assert x is None or (x.shape == (*batch, Hq, Sq) and x.is_contiguous() and x.dtype == torch.float32)
-    assert stats.shape == (2, *batch, Hq, count)
+    assert stats.shape == (plan.stats, *batch, Hq, count)
     assert stats.is_contiguous() and stats.dtype == torch.float32
     blocks = (*batch, Hq, count // plan.blocks.queries)
     assert (dq_acc is not None) == plan.clears
@@ -84,8 +86,10 @@ def _preprocess(
         delta = delta - dlse
     sees = lse != -math.inf
     sign = -1.0 if plan.negated else 1.0
-    stats[0], stats[1] = sign * math.inf, 0.0
-    stats[0][..., at] = sign * torch.where(sees, lse * LOG2E, math.inf)
+    stats[0], stats[1:] = sign * math.inf, 0.0
+    stats[0][..., at] = sign * torch.where(sees, lse * (1.0 if plan.float_mask else LOG2E), math.inf)
+    if low is not None:
+        stats[2][..., at] = sign * torch.where(sees, low * LOG2E, 0.0)
     stats[1][..., at] = sign * torch.where(sees, delta, 0.0)
     if turns is not None:
         assert turns.shape == blocks and turns.dtype == torch.int32 and turns.is_contiguous()
@@ -143,7 +147,10 @@ def _backward(launches: list[Launch], features: Features, config: BackwardConfig
     sums = sums_of(features.D, config)
     blocks = RowBlocks.of(sums)
     count, at = _rows(blocks, q, ends_q)
-    base2, delta = -stats[..., at] if config.by_lanes else stats[..., at]
+    assert len(stats) == features.row_stats
+    rows_lse, delta, *low = -stats[..., at] if config.by_lanes else stats[..., at]
+    natural = rows_lse if features.float_mask else rows_lse / LOG2E
+    lse_low = low[0] / LOG2E if features.float_mask else None
     band = Band(left if features.left else None, right if features.right else None)
     mask = _mask(features, config, mask_args, q, k) if mask_args else None
 
@@ -152,10 +159,12 @@ def _backward(launches: list[Launch], features: Features, config: BackwardConfig
         scoring = Scoring(scale, band, softcap if features.softcap else 0.0, mask, dropout)
         x = [y if ends_q is None else y[None] for y in (q[rows], k[keys], v[keys], dout[rows])]
         q_, k_, v_, dout_ = (y.float() for y in x)
-        lse, negative = (y if ends_q is None else y[None, :, rows] for y in (base2 / LOG2E, -delta))
+        lse, negative = (y if ends_q is None else y[None, :, rows] for y in (natural, -delta))
         # Without an O, delta is what is subtracted as lse's gradient.
         none = torch.zeros_like(dout_)
-        return tiled.backward(dout_, negative, q_, k_, v_, none, lse, scoring, features.dmask)
+        return tiled.backward(
+            dout_, negative, q_, k_, v_, none, lse, scoring, features.dmask, lse_low=lse_low
+        )
 
     dq = torch.zeros(*stats.shape[1:-1], count, blocks.columns)
     if ends_q is None or ends_k is None:

@@ -59,7 +59,9 @@ def test_preprocess(D: int, Dv: int, queries: int, varlen: bool, data: st.DataOb
     dtype = "float16" if queries == 64 else "bfloat16"
     with_dlse = turns_wanted = queries == 64
     negated = queries == 128
-    plan = PreprocessPlan(dtype, Dv, blocks_of(D, queries, negated), varlen, with_dlse, turns_wanted, negated)
+    float_mask = not varlen and data.draw(st.booleans())
+    asked = varlen, with_dlse, turns_wanted, negated
+    plan = PreprocessPlan(dtype, Dv, blocks_of(D, queries, negated), *asked, float_mask=float_mask)
     lengths = data.draw(sequences(varlen))
     Hq, generator = data.draw(st.integers(1, 3)), torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     shape = (sum(lengths), Hq) if varlen else (len(lengths), lengths[0], Hq)
@@ -68,21 +70,25 @@ def test_preprocess(D: int, Dv: int, queries: int, varlen: bool, data: st.DataOb
     lse = torch.randn(*shape[:-2], Hq, shape[-2], generator=generator)
     lse[torch.rand(lse.shape, generator=generator) < 0.1] = -math.inf
     dlse = torch.randn(lse.shape, generator=generator) if with_dlse else None
+    low = torch.randn(lse.shape, generator=generator) if float_mask else None
 
     count, at = places(plan.blocks, lengths, varlen)
     batch = lse.shape[:-1]
-    stats = torch.full((2, *batch, count), math.nan)
+    stats = torch.full((plan.stats, *batch, count), math.nan)
     dq_acc = torch.full((*batch, count // queries, plan.blocks.floats), math.nan)
     turns = torch.full((*batch, count // queries), -7, dtype=torch.int32) if turns_wanted else None
     ends = ends_of(lengths) if varlen else None
-    launch(compiled_before, plan, out, dout, lse, dlse, stats, dq_acc, turns, ends)
+    launch(compiled_before, plan, out, dout, lse, low, dlse, stats, dq_acc, turns, ends)
 
     delta = (out.double() * dout.double()).sum(-1).transpose(-1, -2)
     if dlse is not None:
         delta = delta - dlse
     sees = lse != -math.inf
-    wanted = torch.stack([torch.full(stats.shape[1:], math.inf), torch.zeros(stats.shape[1:])])
-    wanted[0][..., at] = torch.where(sees, lse * math.log2(math.e), math.inf)
+    wanted = torch.zeros(stats.shape)
+    wanted[0] = math.inf
+    wanted[0][..., at] = torch.where(sees, lse * (1.0 if float_mask else math.log2(math.e)), math.inf)
+    if low is not None:
+        wanted[2][..., at] = torch.where(sees, low * math.log2(math.e), 0.0)
     wanted[1][..., at] = torch.where(sees, delta, 0.0).float()
     torch.testing.assert_close(-stats if negated else stats, wanted, rtol=1e-5, atol=1e-4)
     assert not dq_acc.any() and (turns is None or not turns.any())

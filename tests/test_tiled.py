@@ -38,7 +38,7 @@ def test_every_tiling_gives_the_same(case: Case, tiling: tiled.Tiling) -> None:
     q, k, v = (x.detach() for x in (case.q, case.k, case.v))
     scoring = scoring_of(case)
     out, lse = attention.attention(q, k, v, scoring)
-    tiled_out, tiled_lse = tiled.forward(q, k, v, scoring, tiling)
+    tiled_out, tiled_lse, _ = tiled.forward(q, k, v, scoring, tiling)
     torch.testing.assert_close(tiled_out, out, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(tiled_lse, lse, rtol=1e-10, atol=1e-10)
     dout = torch.randn_like(out)
@@ -54,7 +54,7 @@ def test_about_nine_of_ten_rescales_are_skipped() -> None:
     q, k, v = (torch.randn(1, 1024, 4, 64) for _ in "qkv")
     count = tiled.RescaleCount()
     tiling = tiled.Tiling(keys=128)
-    out, _ = tiled.forward(q * 4.0, k, v, Scoring(0.125, Band(None, 0)), tiling, count)
+    out, _, _ = tiled.forward(q * 4.0, k, v, Scoring(0.125, Band(None, 0)), tiling, count)
     assert count.steps > 10_000
     assert 0.1 < count.grown / count.steps < 0.5
     assert count.skipped > 0.9
@@ -74,7 +74,7 @@ def test_rising_scores_do_rescale() -> None:
     q = torch.ones(1, 4, 1, 1)
     k = torch.arange(8.0).view(1, 8, 1, 1) * 20.0
     count = tiled.RescaleCount()
-    out, lse = tiled.forward(q, k, k, Scoring(1.0), tiled.Tiling(keys=1), count)
+    out, lse, _ = tiled.forward(q, k, k, Scoring(1.0), tiled.Tiling(keys=1), count)
     assert count.skipped == 0.0 and count.steps == 4 * 7
     torch.testing.assert_close(out, torch.full_like(out, 140.0))
     torch.testing.assert_close(lse, torch.full_like(lse, 140.0))

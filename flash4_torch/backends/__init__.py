@@ -1,6 +1,6 @@
 """Backends serve attention calls; `choose` picks one, `reasons` says why the others do not."""
 
-from .base import ALIGNMENT, Backend, BackwardLaunch, Launch, Prepares, Results
+from .base import ALIGNMENT, Backend, BackwardLaunch, Launch, OutAndLse, Prepares, Results
 from .dispatch import PRIORITY, choose, excluding, is_plain, observers, reasons
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "Backend",
     "BackwardLaunch",
     "Launch",
+    "OutAndLse",
     "Prepares",
     "Results",
     "choose",

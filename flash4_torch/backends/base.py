@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from ..problem import Inputs, Problem, Saved
 
-Results = tuple[Tensor, Tensor]
-"""(out, lse)"""
+OutAndLse = tuple[Tensor, Tensor]
+
+
+class Results(NamedTuple):
+    """What a forward computes."""
+
+    out: Tensor
+    lse: Tensor
+    lse_low: Tensor | None = None
+    """With a floating attn_mask, what rounding has taken from lse: their sum is exact to twice the digits."""
+
 
 Grads = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """(dq, dk, dv, dmask); dmask only when `Saved.mask_grad` asks for it."""
@@ -19,7 +28,7 @@ Grads = tuple[Tensor, Tensor, Tensor, Tensor | None]
 class Launch(Protocol):
     """A forward with everything decided but the tensors."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, rng_state: Tensor | None = None, /) -> Results: ...
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, rng_state: Tensor | None = None, /) -> OutAndLse: ...
 
 
 BackwardLaunch = Callable[

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..problem import Inputs, Problem, Saved
+from ..problem import Inputs, Problem, Saved, has_float_mask
+from ..reference import tiled
 from ..reference.scoring import working_dtype
 from . import sequences
 from .base import Grads, Results
-from .tiled import Tiled
+from .tiled import Tiled, scoring
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -53,12 +54,19 @@ class Cpu:
         lse = lse.contiguous()
         if mask is not None:
             lse.masked_fill_(_sees_nothing(mask, causal, problem.extent.Sq), -torch.inf)
-        return out.transpose(1, 2).contiguous(), lse
+        low = None
+        if has_float_mask(inputs.attn_mask):
+            low = tiled.lse_low(inputs.q, inputs.k, lse, scoring(inputs, problem))
+        return Results(out.transpose(1, 2).contiguous(), lse, low)
 
     def backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> Grads:
         if problem.spec.varlen:
             return sequences.backward(saved, inputs, problem, self._or_tiled)
-        dout, q, k, v, out = heads_first(saved.dout, inputs.q, inputs.k, inputs.v, saved.out)
+        dout = saved.dout
+        if saved.lse_low is not None:
+            # The kernel's weights are exp(scores - lse). All of them multiply dout, which can have the rest.
+            dout = dout * torch.exp(-saved.lse_low).transpose(1, 2)[..., None].to(dout.dtype)
+        dout, q, k, v, out = heads_first(dout, inputs.q, inputs.k, inputs.v, saved.out)
         mask, lse = _added(inputs.attn_mask, q.dtype), saved.lse
         if mask is not None:
             # exp(-inf - -inf) would be NaN; the kernel itself gives a row that sees nothing 0.

@@ -71,7 +71,7 @@ class Emulator:
         lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32)
         if out.numel() and k.numel():
             _run("forward", problem, q, k, v, out, lse)
-        return out, lse
+        return Results(out, lse)
 
     def backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> Grads:
         if _serves(problem):

@@ -53,7 +53,7 @@ class Sdpa:
     def forward(self, inputs: Inputs, problem: Problem) -> Results:
         q, k, v = heads_first(inputs.q, inputs.k, inputs.v)
         out, lse, *_ = _forward(q, k, v, 0.0, is_causal(problem), scale=problem.scale)
-        return out.transpose(1, 2).contiguous(), lse.contiguous()
+        return Results(out.transpose(1, 2).contiguous(), lse.contiguous())
 
     def backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> Grads:
         dout, q, k, v, out = heads_first(saved.dout, inputs.q, inputs.k, inputs.v, saved.out)

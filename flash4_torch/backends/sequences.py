@@ -22,7 +22,7 @@ def forward(inputs: Inputs, problem: Problem, serve: Serve) -> Results:
         dense, sequence = _dense(inputs, problem, b, rows, keys)
         results = serve(dense).forward(sequence, dense)
         out[rows], lse[:, rows] = results[0][0], results[1][0]
-    return out, lse
+    return Results(out, lse)
 
 
 def backward(saved: Saved, inputs: Inputs, problem: Problem, serve: Serve) -> Grads:

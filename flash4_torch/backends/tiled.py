@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..problem import Inputs, Problem, Saved
+from ..problem import Inputs, Problem, Saved, has_float_mask
 from ..reference import tiled
 from ..reference.dropout import Dropout
 from ..reference.scoring import Scoring
@@ -19,7 +19,8 @@ class Tiled:
     def forward(self, inputs: Inputs, problem: Problem) -> Results:
         if problem.spec.varlen:
             return sequences.forward(inputs, problem, lambda dense: self)
-        return tiled.forward(inputs.q, inputs.k, inputs.v, scoring(inputs, problem))
+        out, lse, low = tiled.forward(inputs.q, inputs.k, inputs.v, scoring(inputs, problem))
+        return Results(out, lse, low if has_float_mask(inputs.attn_mask) else None)
 
     def backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> Grads:
         if problem.spec.varlen:
@@ -34,6 +35,7 @@ class Tiled:
             saved.lse,
             scoring(inputs, problem),
             mask_grad=saved.mask_grad,
+            lse_low=saved.lse_low,
         )
         return grads.dq, grads.dk, grads.dv, grads.dmask
 

@@ -34,7 +34,7 @@ class Row(NamedTuple):
 
 
 def _takes_registers(features: Features) -> bool:
-    return features.softcap or features.dropout or features.mask not in ("", "bool")
+    return features.softcap or features.dropout or features.float_mask
 
 
 # fmt: off

@@ -43,7 +43,7 @@ class Row(NamedTuple):
 
 
 _TAKES: dict[str, Callable[[Features], bool]] = {
-    "bias": lambda f: f.mask not in ("", "bool"),
+    "bias": lambda f: f.float_mask,
     "mask": lambda f: f.mask != "",
     "dmask": lambda f: f.dmask,
     "dropout": lambda f: f.dropout,

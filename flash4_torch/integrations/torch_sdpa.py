@@ -193,6 +193,7 @@ def _sdpa_cpu_backward(
         v,
         out,
         logsumexp.contiguous(),
+        None,
         _cpu_mask(attn_mask),
         None,
         _scale(query, scale),
@@ -255,7 +256,7 @@ class _Call(NamedTuple):
     def backward(self, *saved: Tensor | None, rng_state: Tensor | None) -> tuple[Tensor, ...]:
         """(dq, dk, dv); `saved` is (dout, dlse, q, k, v, out, lse)."""
         if self.cum_seq_q is None:
-            return _attention_backward(*saved, None, rng_state, *self._rules(), False)[:3]
+            return _attention_backward(*saved, None, None, rng_state, *self._rules(), False)[:3]
         return _attention_varlen_backward(*saved, *self._sequences(rng_state), *self._rules())
 
     def _rules(self) -> tuple[Any, ...]:

@@ -35,9 +35,10 @@ def attention(
     """
     q, k, v = autocast_inputs(q, k, v)
     rng_state = _beside(q, rng_state)
-    return autograd.attention(
+    out, lse, _ = autograd.attention(
         q, k, v, attn_mask, rng_state, scale, window_left, window_right, softcap, dropout_p, deterministic
     )
+    return out, lse
 
 
 def attention_varlen(

@@ -16,24 +16,27 @@ import torch
 from torch import Tensor
 
 from ..errors import DoubleBackwardError, ForwardModeError
+from ..problem import has_float_mask
 from . import schema
 
 Grads = tuple[Tensor | None, ...]
 
 
-def save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, attn_mask, rng_state, *rules = inputs
-    ctx.save_for_backward(q, k, v, *output, attn_mask, rng_state)
+    out, lse, *low = output
+    lse_low = low[0] if has_float_mask(attn_mask) else None
+    ctx.save_for_backward(q, k, v, out, lse, lse_low, attn_mask, rng_state)
     ctx.rules = rules
     ctx.set_materialize_grads(False)
 
 
-def attention_grads(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Grads:
-    q, k, v, out, lse, attn_mask, rng_state = ctx.saved_tensors
+def attention_grads(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None = None) -> Grads:
+    q, k, v, out, lse, lse_low, attn_mask, rng_state = ctx.saved_tensors
     mask_grad = ctx.needs_input_grad[3]
     dout = torch.zeros_like(out) if dout is None else dout
     dq, dk, dv, dmask = attention_backward(
-        dout, dlse, q, k, v, out, lse, attn_mask, rng_state, *ctx.rules, mask_grad
+        dout, dlse, q, k, v, out, lse, lse_low, attn_mask, rng_state, *ctx.rules, mask_grad
     )
     return dq, dk, dv, dmask if mask_grad else None, *_none(7)
 

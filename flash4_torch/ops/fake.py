@@ -8,13 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..problem import has_float_mask
 from ..reference.scoring import working_dtype
 from .schema import LIBRARY
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     B, Sq, Hq, _ = q.shape
-    return q.new_empty(B, Sq, Hq, v.shape[3]), q.new_empty(B, Hq, Sq, dtype=working_dtype(q.dtype))
+    lse = q.new_empty(B, Hq, Sq, dtype=working_dtype(q.dtype))
+    low = lse.new_empty(B, Hq, Sq if has_float_mask(attn_mask) else 0)
+    return q.new_empty(B, Sq, Hq, v.shape[3]), lse, low
 
 
 def _attention_backward(
@@ -25,6 +30,7 @@ def _attention_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    lse_low: Tensor | None,
     attn_mask: Tensor | None,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

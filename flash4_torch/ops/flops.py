@@ -46,6 +46,7 @@ def attention_backward(
     v: Shape,
     out: Any,
     lse: Any,
+    lse_low: Any,
     attn_mask: Any,
     rng_state: Any,
     scale: float,

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from .. import backends
+from ..backends.tiled import scoring
 from ..masks import Band
-from ..problem import Extent, Inputs, Problem, Saved, Spec, mask_key
-from ..reference import weights
+from ..problem import Extent, Inputs, Problem, Saved, Spec, has_float_mask, mask_key
+from ..reference import tiled, weights
 from ..reference.dropout import Dropout
 from ..reference.scoring import Scoring
 from .check import cu_seqlens_values
@@ -66,9 +67,10 @@ def backward_of(problem: Problem, dlse: Tensor | None, mask_grad: bool = False) 
 
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, rng_state: Tensor | None, *rules: Any
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     problem = describe(q, v, dense_extent(q, k), attn_mask, Rules(*rules))
-    return backends.choose(problem).forward(Inputs(q, k, v, attn_mask, rng_state), problem)
+    out, lse, low = backends.choose(problem).forward(Inputs(q, k, v, attn_mask, rng_state), problem)
+    return out, lse, lse.new_empty(*lse.shape[:2], 0) if low is None else low
 
 
 def _attention_backward(
@@ -79,6 +81,7 @@ def _attention_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    lse_low: Tensor | None,
     attn_mask: Tensor | None,
     rng_state: Tensor | None,
     *rules_and_mask_grad: Any,
@@ -86,7 +89,10 @@ def _attention_backward(
     *rules, mask_grad = rules_and_mask_grad
     forward = describe(q, v, dense_extent(q, k), attn_mask, Rules(*rules))
     problem = backward_of(forward, dlse, mask_grad)
-    saved, inputs = Saved(dout, dlse, out, lse, mask_grad), Inputs(q, k, v, attn_mask, rng_state)
+    inputs = Inputs(q, k, v, attn_mask, rng_state)
+    if lse_low is None and has_float_mask(attn_mask):
+        lse_low = tiled.lse_low(q, k, lse, scoring(inputs, problem))
+    saved = Saved(dout, dlse, out, lse, mask_grad, lse_low)
     dq, dk, dv, dmask = backends.choose(problem).backward(saved, inputs, problem)
     return dq, dk, dv, q.new_empty(0) if dmask is None else dmask
 
@@ -107,7 +113,8 @@ def _attention_varlen(
     extent = _varlen_extent(q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
     problem = describe(q, v, extent, None, Rules(*rules), varlen=True)
     inputs = Inputs(q, k, v, None, rng_state, cu_seqlens_q, cu_seqlens_k)
-    return backends.choose(problem).forward(inputs, problem)
+    out, lse, _ = backends.choose(problem).forward(inputs, problem)
+    return out, lse
 
 
 def _attention_varlen_backward(

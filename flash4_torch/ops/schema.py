@@ -3,6 +3,8 @@
 Layouts: dense tensors are (B, S, H, D), lse is (B, Hq, Sq); packed ones are (T, H, D) and lse is (Hq, Tq).
 The band (window_left, window_right) is aligned to the bottom right and may be negative; causal is right = 0.
 `rng_state` is the int64 pair (seed, offset) on the tensors' device, present exactly when dropout_p > 0.
+`lse_low` is what rounding has taken from lse, (B, Hq, Sq) with a floating attn_mask, else (B, Hq, 0): next to
+a large mask lse alone does not tell how many keys a row attends to. The backward takes it if there is any.
 Every result is freshly allocated and contiguous. `dmask` has no elements unless `mask_grad` asks for it.
 """
 
@@ -19,11 +21,12 @@ _VARLEN = (
 )
 _WEIGHTS = f"Tensor? attn_mask, Tensor? rng_state, {_SCORES}, bool average_heads"
 _SAVED = "Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
+_DENSE_SAVED = f"{_SAVED}, Tensor? lse_low"
 
 SCHEMAS = {
-    "attention": f"(Tensor q, Tensor k, Tensor v, {_DENSE}) -> (Tensor out, Tensor lse)",
+    "attention": f"(Tensor q, Tensor k, Tensor v, {_DENSE}) -> (Tensor out, Tensor lse, Tensor lse_low)",
     "attention_backward": (
-        f"({_SAVED}, {_DENSE}, bool mask_grad) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)"
+        f"({_DENSE_SAVED}, {_DENSE}, bool mask_grad) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)"
     ),
     "attention_varlen": f"(Tensor q, Tensor k, Tensor v, {_VARLEN}) -> (Tensor out, Tensor lse)",
     "attention_varlen_backward": f"({_SAVED}, {_VARLEN}) -> (Tensor dq, Tensor dk, Tensor dv)",

@@ -31,8 +31,9 @@ Dims = dict[str, int]
 """Of the tensors that have it: at which dimension the axis lies, by the schema's names."""
 
 _DENSE_ROWS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
-_BATCH: Dims = dict.fromkeys((*_DENSE_ROWS, "lse", "dlse", "attn_mask", "dmask"), 0)
-_HEADS: Dims = dict.fromkeys(_DENSE_ROWS, 2) | dict.fromkeys(("lse", "dlse", "attn_mask", "dmask"), 1)
+_LSE = ("lse", "lse_low", "dlse")
+_BATCH: Dims = dict.fromkeys((*_DENSE_ROWS, *_LSE, "attn_mask", "dmask"), 0)
+_HEADS: Dims = dict.fromkeys(_DENSE_ROWS, 2) | dict.fromkeys((*_LSE, "attn_mask", "dmask"), 1)
 _PACKED_HEADS: Dims = dict.fromkeys(_DENSE_ROWS, 1) | dict.fromkeys(("lse", "dlse"), 0)
 
 _AXES: dict[str, tuple[Dims, ...]] = {

@@ -81,7 +81,7 @@ def _can_fold(in_dims: InDims, args: Sequence[Any], tensors: int) -> bool:
 
 for _name, _tensors in {
     "attention": 3,
-    "attention_backward": 7,
+    "attention_backward": 8,
     "attention_varlen": None,
     "attention_varlen_backward": None,
     "attention_weights": None,

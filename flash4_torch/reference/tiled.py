@@ -188,15 +188,18 @@ def forward(
     scoring: Scoring,
     tiling: Tiling | None = None,
     count: RescaleCount | None = None,
-) -> tuple[Tensor, Tensor]:
-    """out (B, Sq, Hq, Dv) in q's dtype and lse (B, Hq, Sq), natural log, float32 (float64 for float64).
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out (B, Sq, Hq, Dv) in q's dtype; lse (B, Hq, Sq), natural log, float32 (float64 for float64); lse_low.
 
+    lse_low, like lse, is what rounding has taken from it. Where scores are -1e9, because a large mask was
+    added to all of them, lse = max + log(sum) keeps nothing of the sum, and lse_low does.
     q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv). `count` collects which rescales were skipped.
     """
     tiling = tiling or Tiling.of(q, scoring.band)
     (B, Sq, Hq, _), Sk, Dv = q.shape, k.shape[1], v.shape[3]
     out = q.new_empty(B, Sq, Hq, Dv)
     lse = q.new_empty(B, Hq, Sq, dtype=working_dtype(q.dtype))
+    low = torch.empty_like(lse)
     tiles = Tiles(q, k, scoring)
     for batch in tiling.batches(B, Hq, Sq, Sk):
         for rows in blocks(range(Sq), tiling.rows):
@@ -209,10 +212,11 @@ def forward(
                     weights *= kept
                 state.output.baddbmm_(weights, tiles.keys_of(v, batch, keys))
             at, span = slice(batch.start, batch.stop), slice(rows.start, rows.stop)
-            result, row_lse = state.finish()
+            result, row_lse, row_low = state.finish()
             out[at, span] = tiles.per_head(result, len(rows)).transpose(1, 2)
             lse[at, :, span] = tiles.per_head(row_lse, len(rows))
-    return out, lse
+            low[at, :, span] = tiles.per_head(row_low, len(rows))
+    return out, lse, low
 
 
 @dataclass
@@ -257,12 +261,17 @@ class _OnlineSoftmax:
             self.count.rescaled += int((later & adopt).sum())
         self.highest = seen if self.highest is None else torch.maximum(self.highest, seen)
 
-    def finish(self) -> tuple[Tensor, Tensor]:
-        """The normalised output (b * Hk, group * rows, Dv) and lse (b * Hk, group * rows), natural log."""
+    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The normalised output (b * Hk, group * rows, Dv), lse and lse_low (b * Hk, group * rows)."""
         nothing = self.total == 0
         total = self.total.masked_fill(nothing, 1.0)
-        lse = self.ref + torch.log(total)
-        return self.output.div_(total[..., None]), lse.masked_fill_(nothing, -torch.inf)
+        log_sum = torch.log(total)
+        lse = self.ref + log_sum
+        # Knuth's TwoSum: exact, whichever of the two is larger.
+        part = lse - self.ref
+        low = (self.ref - (lse - part)) + (log_sum - part)
+        output = self.output.div_(total[..., None])
+        return output, lse.masked_fill_(nothing, -torch.inf), low.masked_fill_(nothing, 0.0)
 
 
 @dataclass(frozen=True)
@@ -286,11 +295,12 @@ def backward(
     scoring: Scoring,
     mask_grad: bool = False,
     tiling: Tiling | None = None,
+    lse_low: Tensor | None = None,
 ) -> Gradients:
     """Gradients of q, k, v and, with `mask_grad`, of a floating attn_mask, from the forward's out and lse.
 
-    dout (B, Sq, Hq, Dv); dlse (B, Hq, Sq) or None; the rest as in `forward`. Weights come back as
-    exp2(scores - lse), so nothing of size Sq * Sk is ever stored:
+    dout (B, Sq, Hq, Dv); dlse (B, Hq, Sq) or None; lse_low the forward's, or None for zeros; the rest as in
+    `forward`. Weights come back as exp(scores - lse - lse_low), so nothing of size Sq * Sk is ever stored:
 
         ds = w * (dout v^T - rowsum(dout * out) + dlse)
         dv = w^T dout;   dq = scale * ds k;   dk = scale * ds^T q
@@ -317,7 +327,7 @@ def backward(
                 span = slice(rows.start, rows.stop)
                 q_rows, dout_rows = tiles.scaled_rows(batch, rows), tiles.rows_of(dout, batch, rows)
                 scores = tiles.scores(q_rows, k_keys, batch, rows, keys)
-                weights = tiling.exp(scores.masked.sub_(tiles.folded(lse[at, :, span, None])))
+                weights = tiling.exp(_below(scores.masked, tiles, lse, lse_low, at, span))
                 ds = dout_rows @ v_keys.transpose(1, 2)
                 applied = weights
                 if (kept := tiles.kept(batch, rows, keys)) is not None:
@@ -336,6 +346,44 @@ def backward(
             dv[at, keys.start : keys.stop] = dv_keys.unflatten(0, (len(batch), -1)).transpose(1, 2)
     dq *= scoring.scale
     return Gradients(dq.to(q.dtype), dk, dv, None if dmask is None or mask is None else dmask.to(mask.dtype))
+
+
+def _below(
+    scores: Tensor, tiles: Tiles, lse: Tensor, lse_low: Tensor | None, batch: slice, rows: slice
+) -> Tensor:
+    """Scores less lse, in place: first what both may have in common, then what rounding took from lse."""
+    scores.sub_(tiles.folded(lse[batch, :, rows, None]))
+    return scores if lse_low is None else scores.sub_(tiles.folded(lse_low[batch, :, rows, None]))
+
+
+_FAITHFUL = 2.0**6
+"""Up to here what rounding takes from lse changes no weight by more than 4e-6."""
+
+
+def lse_low(q: Tensor, k: Tensor, lse: Tensor, scoring: Scoring, tiling: Tiling | None = None) -> Tensor:
+    """What rounding has taken from lse, shape and dtype of lse, where another kernel than `forward` made it.
+
+    Scores are made again, in blocks of rows of which one has an lse above 64 or below -64; else it is 0.
+    """
+    low = torch.zeros_like(lse)
+    is_large = (lse.abs() >= _FAITHFUL) & lse.isfinite()
+    if not is_large.any():
+        return low
+    tiling = tiling or Tiling.of(q, scoring.band)
+    (B, Sq, Hq, _), Sk = q.shape, k.shape[1]
+    tiles = Tiles(q, k, scoring)
+    for batch in tiling.batches(B, Hq, Sq, Sk):
+        for rows in blocks(range(Sq), tiling.rows):
+            at, span = slice(batch.start, batch.stop), slice(rows.start, rows.stop)
+            if not is_large[at, :, span].any():
+                continue
+            q_rows, total = tiles.scaled_rows(batch, rows), torch.zeros_like(lse[at, :, span])
+            for keys in blocks(scoring.band.keys(rows, Sq, Sk), tiling.keys):
+                scores = tiles.scores(q_rows, tiles.keys_of(k, batch, keys), batch, rows, keys)
+                weights = tiling.exp(_below(scores.masked, tiles, lse, None, at, span))
+                total += tiles.per_head(weights.sum(-1), len(rows))
+            low[at, :, span] = total.log_().masked_fill_(~is_large[at, :, span], 0.0)
+    return low
 
 
 def _rows_that_see(keys: range, scoring: Scoring, Sq: int, Sk: int, size: int) -> Iterator[range]:

@@ -12,9 +12,9 @@ from torch import Tensor
 from ... import env
 from ...kernels.common import mask_tables
 from ...kernels.common.mask_tables import MaskPlan
-from ...problem import Inputs, Problem, Saved
+from ...problem import Inputs, Problem, Saved, has_float_mask
 from .. import tickets
-from ..base import BackwardLaunch, Grads, Launch, Results
+from ..base import BackwardLaunch, Grads, Launch, OutAndLse, Results
 from . import backward, forward
 from .backward import Kernels
 from .forward import Kernel
@@ -51,9 +51,10 @@ class Compiled:
 
     def forward(self, inputs: Inputs, problem: Problem) -> Results:
         q, k, v = (readable(x) for x in inputs[:3])
-        out, lse = _results(q, v)
+        out, lse, low = _results(q, v, inputs.attn_mask)
         if is_empty(inputs, problem):
-            return cut(out.zero_(), problem.spec.Dv), lse.fill_(-math.inf)
+            low = None if low is None else low.zero_()
+            return Results(cut(out.zero_(), problem.spec.Dv), lse.fill_(-math.inf), low)
         index = q.get_device()
         kernel = self.kernel(problem, index)
         mask = inputs.attn_mask
@@ -65,6 +66,7 @@ class Compiled:
             v,
             out,
             lse,
+            low,
             self.counter(index),
             lengths(inputs.cu_seqlens_q),
             lengths(inputs.cu_seqlens_k),
@@ -72,7 +74,7 @@ class Compiled:
             inputs.rng_state,
             kernel.rule,
         )
-        return cut(out, problem.spec.Dv), lse
+        return Results(cut(out, problem.spec.Dv), lse, low)
 
     def backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> Grads:
         q, k, v, out, dout = (readable(x) for x in (*inputs[:3], saved.out, saved.dout))
@@ -94,7 +96,8 @@ class Compiled:
             stats, dq_acc, turns = backward.workspaces(q, sizes, kernels.in_turns)
             dlse = None if saved.dlse is None else saved.dlse.contiguous()
             cleared = None if behind is None else dq_acc
-            kernels.before(out, dout, saved.lse.contiguous(), dlse, stats, cleared, turns, ends_q)
+            low = None if saved.lse_low is None else saved.lse_low.contiguous()
+            kernels.before(out, dout, saved.lse.contiguous(), low, dlse, stats, cleared, turns, ends_q)
             dk_made, dv_made = dk, dv
             if sums is not None:
                 dk_made, dv_made = (x.new_empty(backward.parts_shape(x.shape, q.shape[-2])) for x in (dk, dv))
@@ -144,12 +147,12 @@ class Compiled:
         # Torch's compiled graphs allocate so: past the dispatcher, on the current device.
         empty = getattr(torch._C._dynamo.guards, f"_empty_strided_{spec.device}")
 
-        def launch(q: Tensor, k: Tensor, v: Tensor, rng_state: Tensor | None = None) -> Results:
+        def launch(q: Tensor, k: Tensor, v: Tensor, rng_state: Tensor | None = None) -> OutAndLse:
             if current_device() != index:
                 with torch.cuda.device(index):
                     return launch(q, k, v, rng_state)
             out, lse = empty(shape, strides, dtype), empty(lse_shape, lse_strides, float32)
-            function(q, k, v, out, lse, counter(index), None, None, None, rng_state, rule)
+            function(q, k, v, out, lse, None, counter(index), None, None, None, rng_state, rule)
             return out, lse
 
         return launch
@@ -199,7 +202,7 @@ class Compiled:
             stats = empty(stats_shape, stats_strides, float32)
             sums = empty(sums_shape, sums_strides, float32)
             turns = empty(turns_shape, turns_strides, int32) if in_turns else None
-            before(out, dout, lse, None, stats, None if behind is None else sums, turns, None)
+            before(out, dout, lse, None, None, stats, None if behind is None else sums, turns, None)
             dk, dv = empty(k_shape, k_strides, dtype), empty(v_shape, v_strides, dtype)
             dq = empty(q_shape, q_strides, dtype)
             dk_made, dv_made = dk, dv
@@ -276,11 +279,12 @@ def _is_plain(problem: Problem) -> bool:
     return not (problem.spec.varlen or problem.spec.mask)
 
 
-def _results(q: Tensor, v: Tensor) -> Results:
-    """Room for out and lse."""
+def _results(q: Tensor, v: Tensor, attn_mask: Tensor | None) -> Results:
+    """Room for them."""
     *batch, Sq, Hq, _ = q.shape
     out = q.new_empty(*batch, Sq, Hq, v.shape[-1])
-    return out, q.new_empty(*batch, Hq, Sq, dtype=torch.float32)
+    lse = q.new_empty(*batch, Hq, Sq, dtype=torch.float32)
+    return Results(out, lse, torch.empty_like(lse) if has_float_mask(attn_mask) else None)
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -60,6 +60,8 @@ class Kernels(NamedTuple):
     """Whether tiles wait for each other to add to dQ."""
     alone: tuple[int, int] | None
     """How many CTAs take whole key heads, and of how many query heads each is."""
+    row_stats: int
+    """Numbers of each query row in the workspace."""
 
 
 class Sizes(NamedTuple):
@@ -109,6 +111,7 @@ def decide(target: Target, problem: Problem, multiprocessors: int, find: Find) -
         before.blocks,
         before.turns,
         (ctas, problem.spec.group) if config.whole_heads else None,
+        features.row_stats,
     )
 
 
@@ -123,7 +126,7 @@ def row_plans(
     """Of the kernels before and behind the main one."""
     f, blocks = main_features(features, config), RowBlocks.of(sums_of(features.D, config))
     asked = f.varlen, dlse, f.deterministic, config.by_lanes, not config.whole_heads
-    before = PreprocessPlan(f.dtype, f.Dv, blocks, *asked)
+    before = PreprocessPlan(f.dtype, f.Dv, blocks, *asked, float_mask=f.float_mask)
     return before, None if config.whole_heads else PostprocessPlan(f.dtype, f.D, blocks, f.varlen)
 
 
@@ -216,7 +219,7 @@ def sizes_of(q: Tensor, cu_seqlens_q: Tensor | None, kernels: Kernels) -> Sizes:
         heads = (Hq,)
         count = blocks.packed_count(T, len(cu_seqlens_q) - 1)
     sums = (*(kernels.alone or heads), count, blocks.floats)
-    return Sizes((2, *heads, count * blocks.queries), sums, (*heads, count))
+    return Sizes((kernels.row_stats, *heads, count * blocks.queries), sums, (*heads, count))
 
 
 def parts_shape(grad: tuple[int, ...], Hq: int) -> tuple[int, ...]:

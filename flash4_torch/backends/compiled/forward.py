@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ... import compile
-from ...configs.types import Features
+from ...configs.types import LARGE_SOFTCAP, Features
 from ...kernels.common.mask_tables import MaskPlan
 from ...problem import Problem
 from .rule import Rule, dtype_name, heads_in_section, mask_dtype, rule
@@ -55,6 +55,7 @@ def features_of(problem: Problem) -> Features:
         scaled=spec.softcap or mask not in ("", "bool") or problem.scale <= 0.0,
         mask=mask,
         dropout=spec.dropout,
+        large_softcap=problem.softcap > LARGE_SOFTCAP,
     )
 
 

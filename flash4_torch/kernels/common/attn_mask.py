@@ -28,7 +28,6 @@ from .band import Span
 from .fragment import Fragment
 from .host import NUMERIC, strided
 from .mask_tables import PANEL, MaskPlan, place
-from .scores import LOG2E
 
 VECTOR = 16
 """Bytes of the widest load."""
@@ -198,7 +197,7 @@ def change(
     fragment: Fragment,
     one_by_one: cutlass.Constexpr = False,
 ) -> None:
-    """Hide scores of block n, or add to them; for a floating mask they are scaled, in base-2 units.
+    """Hide scores of block n, or add to them; for a floating mask they are scaled, in natural units.
 
     one_by_one: a floating mask's keys that are no neighbours are read row after row, for want of registers.
 
@@ -257,14 +256,14 @@ def _add_runs(own: Rows, fragment: Fragment, rows: Sequence[int]) -> None:
             loaded = cute.make_rmem_tensor(run, row.element_type)
             cute.autovec_copy(vector_at(start, run), loaded)
             for i in range(run):
-                scores[r, c + i] = scores[r, c + i] + loaded[i].to(Float32) * LOG2E
+                scores[r, c + i] = scores[r, c + i] + loaded[i].to(Float32)
 
 
 def _add_keys(own: Rows, fragment: Fragment, rows: Sequence[int], Sk: Int32) -> None:
     for r in rows:
         for c, offset in enumerate(fragment.offsets):
             x = own.values[r][within(fragment.key + offset, Sk)].to(Float32)
-            fragment.values[r, c] = fragment.values[r, c] + x * LOG2E
+            fragment.values[r, c] = fragment.values[r, c] + x
 
 
 @cute.jit
@@ -280,7 +279,7 @@ def add_by_steps(mask: Mask, own: Rows, fragment: Fragment) -> None:
     for i in cutlass.range_constexpr(len(fragment.offsets)):
         number = cute.make_ptr(row.element_type, place, cute.AddressSpace.gmem, assumed_align=each)
         x = cute.make_tensor(number, cute.make_layout(1))[0].to(Float32)
-        scores[0, i] = scores[0, i] + x * LOG2E
+        scores[0, i] = scores[0, i] + x
         place = place + cutlass.select_(fragment.key + i + 1 < Sk, step, Int64(0))
 
 

@@ -35,7 +35,8 @@ class Exponent(NamedTuple):
     def of(self, x: Float32, column: int) -> Float32:
         """2^x for x <= 127, 0 for -inf; `column` is static. Below 2^-126 results are 0 or inexact.
 
-        The polynomial takes NaN for -inf: a row of NaN is told by its other columns.
+        The polynomial takes NaN for -inf. A row with a NaN has NaN for its maximum, which makes NaN of its
+        other columns.
         """
         return polynomial(x) if self._by_polynomial(column) else cute.math.exp2(x, fastmath=True)
 

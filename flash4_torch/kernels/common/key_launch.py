@@ -32,7 +32,9 @@ def compile_for_any(backward: Any, plan: Any, floats: int) -> Any:
         host.rows(plan.dtype, (*host.any_sizes(packed + 1), D))
         for D in (features.D, features.D, features.Dv, features.Dv, features.D, features.Dv)
     )
-    stats = host.rows(Float32, (2, *host.any_sizes(packed), cute.sym_int(divisibility=plan.queries)))
+    stats = host.rows(
+        Float32, (features.row_stats, *host.any_sizes(packed), cute.sym_int(divisibility=plan.queries))
+    )
     dq_acc = host.rows(Float32, (*host.any_sizes(packed + 1), floats))
     tickets = host.compact(Int32, (1,))
     cu_seqlens = host.compact(Int32, host.any_sizes(1)) if features.varlen else None

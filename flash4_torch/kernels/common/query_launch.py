@@ -48,10 +48,11 @@ def compile_for_any(forward: Any, plan: Any) -> Any:
         for D in (features.D, features.D, features.Dv, features.Dv)
     )
     lse = host.compact(Float32, host.any_sizes(modes))
+    lse_low = host.compact(Float32, host.any_sizes(modes)) if features.float_mask else None
     tickets = host.compact(Int32, (1,))
     cu_seqlens = host.compact(Int32, host.any_sizes(1)) if features.varlen else None
     rng_state = host.compact(Int64, (2,)) if features.dropout else None
     mask = example_args(plan.mask) if features.mask else None
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    tensors = (q, k, v, out, lse, tickets, cu_seqlens, cu_seqlens, mask, rng_state)
+    tensors = (q, k, v, out, lse, lse_low, tickets, cu_seqlens, cu_seqlens, mask, rng_state)
     return cute.compile(forward, *tensors, example_rule(), plan, stream, options="--enable-tvm-ffi")

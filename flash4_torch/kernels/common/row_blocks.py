@@ -1,7 +1,8 @@
 """How the backward's workspaces lie in memory, by blocks of query rows of one head.
 
-Three kernels share them. Of every block there are, in float32, two numbers of each row and the sums of dQ, in
-the order that `dq_blocks` gives them, and for the deterministic backward an int32, whose turn it is.
+Three kernels share them. Of every block there are, in float32, two or three numbers of each row and the sums
+of dQ, in the order that `dq_blocks` gives them, and for the deterministic backward an int32, whose turn it
+is.
 
 Rows are filled up to whole blocks. Packed sequences begin at whole blocks: sequence b, whose first token is
 `start`, at block start // queries + b, which leaves each of them room enough.
@@ -87,6 +88,13 @@ class PreprocessPlan(NamedTuple):
     """Both numbers of a row change sign: what is then added, packed instructions do not subtract."""
     clears: bool = True
     """The sums of dQ."""
+    float_mask: bool = False
+    """A floating mask was added: lse stays in natural units, and what its rounding took is a third number."""
+
+    @property
+    def stats(self) -> int:
+        """Numbers of each row."""
+        return 3 if self.float_mask else 2
 
 
 class PostprocessPlan(NamedTuple):

@@ -6,29 +6,57 @@ import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Boolean, Float32
 
+from ...configs.types import Features
 from .args import Rule
 
 LOG2E = math.log2(math.e)
 
 
-def softmax_scale(rule: Rule, scaled: bool) -> Float32:
+_SERIES = (-17.0 / 315.0, 2.0 / 15.0, -1.0 / 3.0)
+"""Coefficients of y^6, y^4 and y^2 in tanh(y) / y - 1; what follows is below 4e-7 up to `_SERIES_END`."""
+_SERIES_END = 0.25
+
+
+def unit(features: Features) -> float:
+    """What one natural unit is, in the units of scaled scores: base 2, but natural beside a floating mask.
+
+    A floating mask is added in natural units: log2(e) times its lowest finite values would be infinite.
+    """
+    return 1.0 if features.float_mask else LOG2E
+
+
+def softmax_scale(rule: Rule, features: Features) -> Float32:
     """What the softmax still has to multiply scores by to have them in base 2."""
-    return Float32(1.0) if scaled else rule.scale * LOG2E
+    return Float32(LOG2E / unit(features)) if features.scaled else rule.scale * LOG2E
 
 
 @cute.jit
-def change(scores: cute.Tensor, rule: Rule, softcap: cutlass.Constexpr, scaled: cutlass.Constexpr) -> None:
-    """Scale, and cap, products in place; without `scaled` that is left to the softmax."""
-    if cutlass.const_expr(softcap):
-        # tanh(x) = 1 - 2 / (exp(2 x) + 1): right at both ends, where exp gives 0 and inf.
-        inner = rule.scale * (2.0 * LOG2E) / rule.softcap
-        cap = rule.softcap * LOG2E
+def change(scores: cute.Tensor, rule: Rule, features: cutlass.Constexpr) -> None:
+    """Scale, and cap, products in place; where `scaled` is not set that is left to the softmax."""
+    factor = rule.scale * unit(features)
+    if cutlass.const_expr(features.softcap):
+        # tanh(y) = 1 - 2 / (exp(2 y) + 1): right at both ends, where exp gives 0 and inf.
+        inner, cap = rule.scale * (2.0 * LOG2E) / rule.softcap, rule.softcap * unit(features)
+        shrink = rule.scale / rule.softcap
         for i in cutlass.range_constexpr(cute.size(scores)):
-            e = cute.math.exp2(scores[i] * inner, fastmath=True)
+            product = scores[i]
+            e = cute.math.exp2(product * inner, fastmath=True)
             scores[i] = cap - (2.0 * cap) * cute.arch.rcp_approx(e + 1.0)
-    elif cutlass.const_expr(scaled):
-        factor = rule.scale * LOG2E
+            if cutlass.const_expr(features.large_softcap):
+                # Near 0 that difference has an error of cap * 2^-24, however small the score is.
+                near, excess = tanh_near_zero(product * shrink)
+                scaled = product * factor
+                scores[i] = cutlass.select_(near, scaled + scaled * excess, scores[i])
+    elif cutlass.const_expr(features.scaled):
         for i in cutlass.range_constexpr(cute.size(scores)):
             scores[i] = scores[i] * factor
+
+
+def tanh_near_zero(y: Float32) -> tuple[Boolean, Float32]:
+    """Whether y is small enough for the series of tanh, not if it is NaN; and by it tanh(y) / y - 1."""
+    square, excess = y * y, Float32(0.0)
+    for coefficient in _SERIES:
+        excess = (excess + coefficient) * square
+    return square < _SERIES_END**2, excess

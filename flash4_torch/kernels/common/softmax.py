@@ -4,6 +4,9 @@ With `scale` = softmax scale * log2(e), a row's weights are 2^(scale * (score - 
 the scores seen so far, so that sums and the accumulated output only have to be multiplied when it moves. Any
 reference in the maximum's place gives the same quotient, hence `conditional`: the maximum stays as it is
 until it would grow by more than 2^8, which costs no accuracy and leaves out nearly all multiplications.
+
+A NaN among a row's scores becomes its maximum, and +inf makes NaN of the row: what attends to a poisoned key
+is poisoned, whichever columns take the polynomial.
 """
 
 from __future__ import annotations
@@ -36,6 +39,9 @@ class Method(NamedTuple):
     exponent: Exponent = Exponent()
     packed: bool = False
     """Maxima of three numbers, and weights by `weigh_pairs`, two to an instruction: from sm_100a on."""
+    subtracts_first: bool = False
+    """The maximum is subtracted before scores are scaled: for scores so large that scaling them rounds away
+    what makes them differ, as beside a floating mask."""
 
 
 class Rows(NamedTuple):
@@ -61,16 +67,16 @@ class Step(NamedTuple):
     factors: cute.Tensor
     """For what has been accumulated before it."""
     offsets: cute.Tensor
-    """What is subtracted from its scores, in base-2 units."""
+    """What is subtracted from its scores: in base 2, or with `subtracts_first` in their own units."""
 
 
 class Growth(NamedTuple):
-    """How a block raises the references of rows, each (R,), in base-2 units."""
+    """How a block raises the references of rows, each (R,)."""
 
     shifts: cute.Tensor
-    """The reference before it less the one from it on."""
+    """The reference before it less the one from it on, in base 2."""
     offsets: cute.Tensor
-    """What is subtracted from its scores."""
+    """What is subtracted from its scores: in base 2, or with `subtracts_first` in their own units."""
 
 
 @cute.jit
@@ -79,7 +85,7 @@ def begin(scores: cute.Tensor, rows: Rows, scale: Float32, method: cutlass.Const
     for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
         top = _across(_maximum(scores, r, method), method.lanes)
         rows.top[r] = top
-        offset = _reference(top, method) * scale
+        offset = _offset(_reference(top, method), scale, method)
         rows.total[r] = _weigh_row(scores, r, offset, scale, method, 0, cute.size(scores, mode=[1]))
 
 
@@ -97,13 +103,13 @@ def grow(scores: cute.Tensor, rows: Rows, scale: Float32, method: cutlass.Conste
     shifts, offsets = cute.make_rmem_tensor(R, Float32), cute.make_rmem_tensor(R, Float32)
     for r in cutlass.range_constexpr(R):
         before = rows.top[r]
-        top = cute.arch.fmax(before, _across(_maximum(scores, r, method), method.lanes))
+        top = _larger(before, _across(_maximum(scores, r, method), method.lanes))
         if cutlass.const_expr(method.conditional):
             # A first maximum of -inf is always replaced: inf and NaN do not compare.
             top = before if (top - before) * scale <= GROWTH else top
         reference = _reference(top, method)
         shifts[r] = (before - reference) * scale
-        offsets[r] = reference * scale
+        offsets[r] = _offset(reference, scale, method)
         rows.top[r] = top
     return Growth(shifts, offsets)
 
@@ -148,20 +154,41 @@ def rescale(accumulator: cute.Tensor, factors: cute.Tensor, method: cutlass.Cons
                 accumulator[r, c] = accumulator[r, c] * factors[r]
 
 
+class Ends(NamedTuple):
+    """What is left of rows, each (R,)."""
+
+    inverse: cute.Tensor
+    """Factors that normalise the output; 0 for rows that see nothing."""
+    lse: cute.Tensor
+    """Natural logarithms of the sums of exponentials; -inf for rows that see nothing."""
+    lse_low: cute.Tensor | None
+    """With `subtracts_first`: what rounding has taken from lse."""
+
+
 @cute.jit
-def finish(rows: Rows, scale: Float32, keep_scale: Float32, method: cutlass.Constexpr) -> tuple:
-    """(R,) factors that normalise the output, and (R,) natural logarithms of the sums of exponentials."""
+def finish(rows: Rows, scale: Float32, keep_scale: Float32, method: cutlass.Constexpr) -> Ends:
     R = cute.size(rows.top)
-    inverse, lse = cute.make_rmem_tensor(R, Float32), cute.make_rmem_tensor(R, Float32)
+    inverse, lse, low = (cute.make_rmem_tensor(R, Float32) for _ in range(3))
     for r in cutlass.range_constexpr(R):
-        total = rows.total[r]
+        total, top = rows.total[r], rows.top[r]
         for step in cutlass.range_constexpr(_steps(method.lanes)):
             total = total + cute.arch.shuffle_sync_bfly(total, 1 << step)
-        inverse[r], lse[r] = Float32(0.0), -Float32.inf
-        if total != 0.0:
+        inverse[r], lse[r], low[r] = Float32(0.0), -Float32.inf, Float32(0.0)
+        # Weights relative to a maximum of +inf may all be 0.
+        if (total != 0.0) | (top == Float32.inf):
             inverse[r] = keep_scale * cute.arch.rcp_approx(total)
-            lse[r] = (rows.top[r] * scale + cute.math.log2(total, fastmath=True)) * LN2
-    return inverse, lse
+            if cutlass.const_expr(method.subtracts_first):
+                lse[r], low[r] = _sum_and_error(top, cute.math.log2(total, fastmath=True) * LN2)
+            else:
+                lse[r] = (top * scale + cute.math.log2(total, fastmath=True)) * LN2
+    return Ends(inverse, lse, low if method.subtracts_first else None)
+
+
+def _sum_and_error(x: Float32, y: Float32) -> tuple[Float32, Float32]:
+    """x + y, and what rounding has taken from it (Knuth's TwoSum)."""
+    total = x + y
+    of_y = total - x
+    return total, (x - (total - of_y)) + (y - of_y)
 
 
 def _steps(lanes: int) -> int:
@@ -178,15 +205,15 @@ def _maximum(scores: cute.Tensor, r: cutlass.Constexpr, method: cutlass.Constexp
             chains[i] = _maximum_of_three(chains[i], scores[r, c], scores[r, c + 1])
     else:
         for c in cutlass.range_constexpr(CHAINS, C):
-            chains[c % CHAINS] = cute.arch.fmax(chains[c % CHAINS], scores[r, c])
-    return cute.arch.fmax(cute.arch.fmax(chains[0], chains[1]), cute.arch.fmax(chains[2], chains[3]))
+            chains[c % CHAINS] = _larger(chains[c % CHAINS], scores[r, c])
+    return _larger(_larger(chains[0], chains[1]), _larger(chains[2], chains[3]))
 
 
 @cute.jit
 def _across(top: Float32, lanes: cutlass.Constexpr) -> Float32:
     """The maximum of the neighbouring lanes that share a row."""
     for step in cutlass.range_constexpr(_steps(lanes)):
-        top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, 1 << step))
+        top = _larger(top, cute.arch.shuffle_sync_bfly(top, 1 << step))
     return top
 
 
@@ -198,8 +225,17 @@ def _reference(top: Float32, method: cutlass.Constexpr) -> Float32:
     return top
 
 
+def _offset(reference: Float32, scale: Float32, method: Method) -> Float32:
+    return reference if method.subtracts_first else reference * scale
+
+
+def _larger(x: Float32, y: Float32) -> Float32:
+    """NaN if one of them is."""
+    return cute.arch.fmax(x, y, nan=True)
+
+
 def _maximum_of_three(x: Float32, y: Float32, z: Float32) -> Float32:
-    return Float32(nvvm.fmax(x.ir_value(), y.ir_value(), c=z.ir_value()))
+    return Float32(nvvm.fmax(x.ir_value(), y.ir_value(), c=z.ir_value(), nan=True))
 
 
 @cute.jit
@@ -215,7 +251,10 @@ def _weigh_row(
     """Some columns of row r become weights; returns their sum."""
     chains = [Float32(0.0)] * CHAINS
     for c in cutlass.range_constexpr(first, last):
-        weight = method.exponent.of(scores[r, c] * scale - offset, c)
+        if cutlass.const_expr(method.subtracts_first):
+            weight = method.exponent.of((scores[r, c] - offset) * scale, c)
+        else:
+            weight = method.exponent.of(scores[r, c] * scale - offset, c)
         scores[r, c] = weight
         chains[c % CHAINS] = weight if c < first + CHAINS else chains[c % CHAINS] + weight
     return (chains[0] + chains[1]) + (chains[2] + chains[3])
@@ -244,7 +283,10 @@ def weigh_pairs(
     chains, offset = list(sums), -growth.offsets[0]
     for c in cutlass.range_constexpr(first, last, 2):
         x = scores[0, c], scores[0, c + 1]
-        x = cute.arch.fma_packed_f32x2(x, (scale, scale), (offset, offset))
+        if cutlass.const_expr(method.subtracts_first):
+            x = cute.arch.mul_packed_f32x2(cute.arch.add_packed_f32x2(x, (offset, offset)), (scale, scale))
+        else:
+            x = cute.arch.fma_packed_f32x2(x, (scale, scale), (offset, offset))
         weights = method.exponent.of_pair(x, c)
         scores[0, c], scores[0, c + 1] = weights
         i = c // 2 % len(chains)

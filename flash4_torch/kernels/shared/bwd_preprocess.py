@@ -60,6 +60,7 @@ def preprocess(
     out: cute.Tensor,
     dout: cute.Tensor,
     lse: cute.Tensor,
+    lse_low: cute.Tensor | None,
     dlse: cute.Tensor | None,
     stats: cute.Tensor,
     dq_acc: cute.Tensor | None,
@@ -70,15 +71,18 @@ def preprocess(
 ) -> None:
     """Launch stats[0] = lse in base 2, stats[1] = rowsum(out * dout) - dlse, dq_acc = 0, turns = 0.
 
+    With a floating mask stats[0] = lse and stats[2] = lse_low in base 2: whatever size the mask has, a weight
+    is 2^(log2(e) (score - lse) - lse_low).
+
     out, dout (B, Sq, Hq, Dv) or packed (T, Hq, Dv); last stride 1, the others multiples of 8 elements, bases
-    on 16 bytes. lse, dlse (B, Hq, Sq) or (Hq, T) float32, contiguous. With n blocks of m rows a head, as
-    `row_blocks` lays them out: stats float32 (2, B, Hq, n * m), dq_acc float32 (B, Hq, n, m * columns), turns
-    int32 (B, Hq, n); packed: without B. stats is (inf, 0) where no row is, and for rows that see nothing;
-    both of it are `negated` where the plan says so. dq_acc and turns are None where it does not ask for them.
-    No size is 0.
+    on 16 bytes. lse, lse_low, dlse (B, Hq, Sq) or (Hq, T) float32, contiguous. With n blocks of m rows a
+    head, as `row_blocks` lays them out: stats float32 (2 or 3, B, Hq, n * m), dq_acc float32 (B, Hq, n, m *
+    columns), turns int32 (B, Hq, n); packed: without B. stats is (inf, 0, 0) where no row is, and for rows
+    that see nothing; all of it is `negated` where the plan says so. dq_acc and turns are None where it does
+    not ask for them. No size is 0.
     """
     B, Hq, count = heads_and_blocks(out, cu_seqlens_q, plan.blocks)
-    preprocess_kernel(out, dout, lse, dlse, stats, dq_acc, turns, cu_seqlens_q, plan).launch(
+    preprocess_kernel(out, dout, lse, lse_low, dlse, stats, dq_acc, turns, cu_seqlens_q, plan).launch(
         grid=(B * Hq * count, 1, 1), block=(THREADS, 1, 1), stream=stream
     )
 
@@ -88,6 +92,7 @@ def preprocess_kernel(
     out: cute.Tensor,
     dout: cute.Tensor,
     lse: cute.Tensor,
+    lse_low: cute.Tensor | None,
     dlse: cute.Tensor | None,
     stats: cute.Tensor,
     dq_acc: cute.Tensor | None,
@@ -99,7 +104,8 @@ def preprocess_kernel(
     thread, _, _ = cute.arch.thread_idx()
     warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
     shape = shape_of(plan)
-    base2, delta = _own_stats(stats, own, plan)
+    own_lse, delta, *own_low = _own_stats(stats, own, plan)
+    sign = -1.0 if plan.negated else 1.0
 
     for part in cutlass.range_constexpr(shape.parts):
         rows = [shape.row(part, r, warp, lane) for r in range(shape.rows)]
@@ -112,8 +118,11 @@ def preprocess_kernel(
             total = _product(loaded[0][None, None, r], loaded[1][None, None, r], lane, plan)
             sees = own.has(rows[r]) & (lses[r] != -Float32.inf)
             if lane % shape.lanes == 0:
-                sign = -1.0 if plan.negated else 1.0
-                base2[rows[r]] = cutlass.select_(sees, lses[r] * (sign * LOG2E), Float32(sign * math.inf))
+                unit = sign if plan.float_mask else sign * LOG2E
+                own_lse[rows[r]] = cutlass.select_(sees, lses[r] * unit, Float32(sign * math.inf))
+                if cutlass.const_expr(plan.float_mask):
+                    low = lse_low[_per_row(own, rows[r], plan)] * (sign * LOG2E)
+                    own_low[0][rows[r]] = cutlass.select_(sees, low, Float32(0.0))
                 delta[rows[r]] = cutlass.select_(sees, _signed(total, dlses[r], plan), Float32(0.0))
     if cutlass.const_expr(plan.turns):
         flags = turns.iterator
@@ -125,14 +134,14 @@ def _signed(total: Float32, dlse: Float32, plan: PreprocessPlan) -> Float32:
     return dlse - total if plan.negated else total - dlse
 
 
-def _own_stats(stats: cute.Tensor, own: QueryBlock, plan: PreprocessPlan) -> tuple[cute.Tensor, cute.Tensor]:
-    """(m,) each of lse and delta."""
-    both = Int64(1)
+def _own_stats(stats: cute.Tensor, own: QueryBlock, plan: PreprocessPlan) -> tuple[cute.Tensor, ...]:
+    """(m,) each of lse and delta, and of lse_low."""
+    each = Int64(1)
     for n in stats.shape[1:]:
-        both = both * n
+        each = each * n
     layout = cute.make_layout(plan.blocks.queries)
     start = own.number * plan.blocks.queries
-    return tuple(cute.make_tensor(stats.iterator + at, layout) for at in (start, both + start))
+    return tuple(cute.make_tensor(stats.iterator + (i * each + start), layout) for i in range(plan.stats))
 
 
 def _per_row(own: QueryBlock, r: Int32, plan: PreprocessPlan) -> tuple:
@@ -185,11 +194,20 @@ def compile_preprocess(plan: PreprocessPlan) -> Any:
     modes = 3 if plan.varlen else 4
     dtype = host.NUMERIC[plan.dtype]
     rows = [host.rows(dtype, (*host.any_sizes(modes - 1), plan.Dv)) for _ in range(2)]
-    lse, dlse = (host.compact(Float32, host.any_sizes(modes - 1)) for _ in range(2))
-    stats, dq_acc = (host.rows(Float32, host.any_sizes(modes)) for _ in range(2))
-    dq_acc = dq_acc if plan.clears else None
+    lse, lse_low, dlse = (host.compact(Float32, host.any_sizes(modes - 1)) for _ in range(3))
+    stats = host.rows(Float32, (plan.stats, *host.any_sizes(modes - 1)))
+    dq_acc = host.rows(Float32, host.any_sizes(modes)) if plan.clears else None
     turns = host.compact(Int32, host.any_sizes(modes - 1)) if plan.turns else None
     cu_seqlens = host.compact(Int32, host.any_sizes(1)) if plan.varlen else None
-    tensors = (*rows, lse, dlse if plan.dlse else None, stats, dq_acc, turns, cu_seqlens)
+    tensors = (
+        *rows,
+        lse,
+        lse_low if plan.float_mask else None,
+        dlse if plan.dlse else None,
+        stats,
+        dq_acc,
+        turns,
+        cu_seqlens,
+    )
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     return cute.compile(preprocess, *tensors, plan, stream, options="--enable-tvm-ffi")

@@ -23,6 +23,7 @@ from cutlass import Boolean, Float32, Int32
 from cutlass.memory import SmemAllocator
 
 from ..common.host import NUMERIC
+from ..common.scores import tanh_near_zero
 
 LOG2E = math.log2(math.e)
 THREADS = 64
@@ -393,10 +394,13 @@ def _scale(x, factor, D: int) -> None:
 def _score(product: Float32, rule: Rule, plan: Plan) -> Score:
     if not plan.softcap:
         return Score(product * (rule.scale * LOG2E), rule.scale)
-    # tanh(x) = 1 - 2 / (exp(2 x) + 1): right at both ends, where exp gives 0 and inf.
-    e = cute.math.exp2(product * (rule.scale * (2.0 * LOG2E) / rule.softcap), fastmath=True)
-    tanh = 1.0 - 2.0 / (e + 1.0)
-    return Score(tanh * (rule.softcap * LOG2E), rule.scale * (1.0 - tanh * tanh))
+    # tanh(y) = 1 - 2 / (exp(2 y) + 1): right at both ends, where exp gives 0 and inf.
+    scaled, y = product * rule.scale, product * (rule.scale / rule.softcap)
+    e = cute.math.exp2(y * (2.0 * LOG2E), fastmath=True)
+    near, excess = tanh_near_zero(y)
+    tanh = cutlass.select_(near, y + y * excess, 1.0 - 2.0 / (e + 1.0))
+    score = cutlass.select_(near, scaled + scaled * excess, tanh * rule.softcap)
+    return Score(score * LOG2E, rule.scale * (1.0 - tanh * tanh))
 
 
 def _visible(row: Int32, key: Int32, size: Sizes, rule: Rule, plan: Plan) -> Boolean:

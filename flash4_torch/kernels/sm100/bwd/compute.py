@@ -194,11 +194,13 @@ def _weigh(
     own = plan.own_queries
     S, P = cute.make_rmem_tensor(own, Float32), cute.make_rmem_tensor(own, plan.dtype)
     slopes = cute.make_rmem_tensor(own, plan.dtype) if plan.keeps_slopes else None
-    lse = _numbers(k.sLse, t, q_at)
+    lse, low = _numbers(k.sLse, t, q_at), None
+    if cutlass.const_expr(plan.features.float_mask):
+        low = _numbers(k.sLseLow, t, q_at)
     for first in cutlass.range_constexpr(0, own, plan.weighed_together):
         count = plan.weighed_together
         part = Made(_part(S, first, count), None if slopes is None else _part(slopes, first, count), kept)
-        _weigh_part(k, t, work, n, mixed, mask, part, _part(P, first, count), place, lse, first)
+        _weigh_part(k, t, work, n, mixed, mask, part, _part(P, first, count), place, lse, low, first)
     return Made(P if plan.keeps_slopes else S, slopes, kept)
 
 
@@ -214,6 +216,7 @@ def _weigh_part(
     P: cute.Tensor,
     place: Int32,
     lse: cute.Tensor,
+    low: cute.Tensor | None,
     start: cutlass.Constexpr,
 ) -> None:
     """Those of some queries, from the thread's `start`-th on."""
@@ -222,21 +225,24 @@ def _weigh_part(
     for first in cutlass.range_constexpr(0, count, PART):
         tmem.load(place + start + first, _part(S, first))
     tmem.wait_loads()
-    scores.change(S, k.rule, features.softcap, features.scaled)
+    scores.change(S, k.rule, features)
     if cutlass.const_expr(slopes is not None):
         _keep_slopes(k, S, slopes)
     if cutlass.const_expr(plan.masks):
         if mixed | (n < work.whole.first) | (n >= work.whole.last):
             _hide(k, t, work, n, mask, S, place + start, start)
-    scale = scores.softmax_scale(k.rule, features.scaled)
+    scale = scores.softmax_scale(k.rule, features)
     for i in cutlass.range_constexpr(0, count, FOUR):
         offsets, four = _load_four(lse, start + i), _part(S, i, FOUR)
+        lows = None if low is None else _load_four(low, start + i)
         slope = None
         if cutlass.const_expr(features.softcap and slopes is None):
             slope = _slope(k, four)
         for j in cutlass.range_constexpr(0, FOUR, 2):
-            x = (S[i + j], S[i + j + 1]), (scale, scale), (offsets[j], offsets[j + 1])
-            for e, number in enumerate(cute.arch.fma_packed_f32x2(*x)):
+            x, offset = (S[i + j], S[i + j + 1]), (offsets[j], offsets[j + 1])
+            if cutlass.const_expr(features.float_mask):
+                x, offset = cute.arch.add_packed_f32x2(x, offset), (lows[j], lows[j + 1])
+            for e, number in enumerate(cute.arch.fma_packed_f32x2(x, (scale, scale), offset)):
                 S[i + j + e] = cute.math.exp2(number, fastmath=True)
         if cutlass.const_expr(features.softcap):
             # By fours: what would wait for all of them, spills.
@@ -338,7 +344,7 @@ def _keep_slopes(k: Kernel, S: cute.Tensor, slopes: cute.Tensor) -> None:
 @cute.jit
 def _slope(k: Kernel, S: cute.Tensor) -> cute.Tensor:
     """Derivatives of capped scores; 0 where they are hidden."""
-    inverse = 1.0 / (k.rule.softcap * scores.LOG2E)
+    inverse = 1.0 / (k.rule.softcap * scores.unit(k.plan.features))
     slope = cute.make_rmem_tensor(cute.size(S), Float32)
     for i in cutlass.range_constexpr(cute.size(S)):
         tanh = S[i] * inverse

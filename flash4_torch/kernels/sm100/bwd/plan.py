@@ -113,7 +113,7 @@ class Plan(NamedTuple):
             if self.scarce or (f.dropout and f.softcap):
                 return _REGISTERS_OF_WIDE_DROPOUT
             return _REGISTERS if f.mask else _REGISTERS_OF_WIDE
-        heavy = f.softcap or f.dropout or f.mask not in ("", "bool")
+        heavy = f.softcap or f.dropout or f.float_mask
         return _REGISTERS_OF_FEATURES if heavy else _REGISTERS
 
     @property
@@ -289,7 +289,7 @@ class Plan(NamedTuple):
     @property
     def keeps_slopes(self) -> bool:
         """Whether softcap's derivatives are made before a mask is added, which leaves no scores to tell."""
-        return self.features.softcap and self.features.mask not in ("", "bool")
+        return self.features.softcap and self.features.float_mask
 
     @property
     def stores_by_copy_engine(self) -> bool:
@@ -316,7 +316,7 @@ class Plan(NamedTuple):
         assert (c.cluster, c.keys) in ((1, 128), (2, 128), (2, 64)) and (self.dq_apart or not self.wide)
         assert c.kv_stages in (1, 2) and min(c.q_stages - 1, c.do_stages, c.dq_slots) >= 1
         assert c.cluster == 1 or (c.kv_stages == 1 and c.shares >= 2)
-        assert not f.dmask or f.mask not in ("", "bool")
+        assert not f.dmask or f.float_mask
         compute, reduce, other = self.registers
         assert registers_suffice(THREADS, 2 * compute + reduce + other) and GROUP == LANES
         assert c.shared_memory(f) <= SHARED_MEMORY

@@ -77,6 +77,7 @@ class Kernel:
     pair: Pair | None
     out: cute.Tensor
     lse: cute.Tensor
+    lse_low: cute.Tensor | None
     tickets: cute.Tensor
     cu_seqlens_q: cute.Tensor | None
     cu_seqlens_k: cute.Tensor | None
@@ -90,6 +91,7 @@ def forward_kernel(
     layouts: Layouts,
     out: cute.Tensor,
     lse: cute.Tensor,
+    lse_low: cute.Tensor | None,
     tickets: cute.Tensor,
     cu_seqlens_q: cute.Tensor | None,
     cu_seqlens_k: cute.Tensor | None,
@@ -133,6 +135,7 @@ def forward_kernel(
         pair=make_pair(memory, peer_of(plan.ctas)),
         out=out,
         lse=lse,
+        lse_low=lse_low,
         tickets=tickets,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,

@@ -108,7 +108,7 @@ class Plan(NamedTuple):
             ragged = self.config.tail and not (banded or f.softcap)
             if f.dropout and (self.ctas > 1 or ragged):
                 return Registers(208, 128, 128, idle=24)
-            if f.dropout and f.mask not in ("", "bool"):
+            if f.dropout and f.float_mask:
                 return Registers(224, 96, 96, idle=24)
             return Registers(240, 120, 120, idle=24)
         exact = f.dropout and self.D <= 64 and not self.config.polynomial
@@ -218,7 +218,14 @@ class Plan(NamedTuple):
     @property
     def softmax(self) -> Method:
         exponent = Exponent(self.config.polynomial, 32)
-        return Method(1, self.hides_rows, conditional=True, exponent=exponent, packed=True)
+        return Method(
+            1,
+            self.hides_rows,
+            conditional=True,
+            exponent=exponent,
+            packed=True,
+            subtracts_first=self.features.float_mask,
+        )
 
     @property
     def hides_rows(self) -> bool:

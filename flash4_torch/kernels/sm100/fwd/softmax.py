@@ -154,12 +154,12 @@ def _block(
     kept = _drawn(k, work, n)
     ring.wait_full(k.s_p, s_at)
     tmem.fence_after()
-    biased = masked and plan.features.mask not in ("", "bool")
+    biased = masked and plan.features.float_mask
     if cutlass.const_expr(biased):
         _add_mask(k, t, work, n)
     S = _load_scores(k, t)
     if cutlass.const_expr(not biased):
-        scores.change(S, k.rule, plan.features.softcap, plan.features.scaled)
+        scores.change(S, k.rule, plan.features)
     seen = (None,) * (plan.keys // PIECE)
     if cutlass.const_expr(masked):
         if cutlass.const_expr(plan.skips_pieces):
@@ -169,7 +169,7 @@ def _block(
             seen = tuple(cuts.sees(cut, begin) for begin in range(0, plan.keys, PIECE))
         else:
             _hide(k, work, S, n, words)
-    scale = scores.softmax_scale(k.rule, plan.features.scaled)
+    scale = scores.softmax_scale(k.rule, plan.features)
     values = cute.make_tensor(S.iterator, cute.make_layout((1, plan.keys)))
     growth = softmax.grow(values, t.rows, scale, plan.softmax)
     place, barrier = k.sScale, _scale_barrier(t)
@@ -207,7 +207,7 @@ def _add_mask(k: Kernel, t: Thread, work: Work, n: Int32) -> None:
         begin, S = piece * PIECE, cute.make_rmem_tensor(PIECE, Float32)
         tmem.load(t.lanes + begin, S)
         tmem.wait_loads()
-        scores.change(S, k.rule, plan.features.softcap, plan.features.scaled)
+        scores.change(S, k.rule, plan.features)
         values = cute.make_tensor(S.iterator, cute.make_layout((1, PIECE)))
         fragment = row_fragment(values, work.position, n * plan.keys + begin)
         attn_mask.change(k.mask, work.mask, (), n, fragment)
@@ -286,7 +286,7 @@ def _weigh_and_round(
     kept: tuple,
     rounded: cute.Tensor,
 ) -> tuple:
-    plan, scale = k.plan, scores.softmax_scale(k.rule, k.plan.features.scaled)
+    plan, scale = k.plan, scores.softmax_scale(k.rule, k.plan.features)
     values = cute.make_tensor(S.iterator, cute.make_layout((1, plan.keys)))
     sums = softmax.weigh_pairs(values, sums, growth, scale, plan.softmax, begin, begin + PIECE)
     rounding.round_to(cute.make_tensor(S.iterator + begin, cute.make_layout(PIECE)), rounded)
@@ -303,18 +303,20 @@ def _scale_barrier(t: Thread) -> Int32:
 def _finish(k: Kernel, t: Thread, at: Cursor, end_at: Cursor) -> None:
     """What normalises O, for the correction warps, and lse."""
     plan, tile = k.plan, tiles.read(k, k.tile, at)  # again: registers are scarce in between
-    scale = scores.softmax_scale(k.rule, plan.features.scaled)
+    scale = scores.softmax_scale(k.rule, plan.features)
     keep_scale = k.rule.keep_scale if plan.features.dropout else Float32(1.0)
-    inverse, lse = softmax.finish(t.rows, scale, keep_scale, plan.softmax)
+    ends = softmax.finish(t.rows, scale, keep_scale, plan.softmax)
     ring.wait_empty(k.inverse, end_at)
-    k.sInverse[t.row, t.t] = inverse[0]
+    k.sInverse[t.row, t.t] = ends.inverse[0]
     ring.fill(k.inverse, end_at)
-    group, target = k.maps.mQ.shape[0][0], k.lse
+    group, lse, low = k.maps.mQ.shape[0][0], k.lse, k.lse_low
     position = spans.first_query(k, tile, t.t) + t.row // plan.pack
     h = tile.heads * plan.pack + t.row % plan.pack
     if (position < tile.Sq) & (h < group):
         head = tile.key_head * group + h
         if cutlass.const_expr(plan.features.varlen):
-            target[head, tile.first_q + position] = lse[0]
+            lse[head, tile.first_q + position] = ends.lse[0]
         else:
-            target[tile.batch, head, position] = lse[0]
+            lse[tile.batch, head, position] = ends.lse[0]
+            if cutlass.const_expr(low is not None):
+                low[tile.batch, head, position] = ends.lse_low[0]

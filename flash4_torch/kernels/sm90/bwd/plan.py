@@ -302,7 +302,7 @@ class Plan(NamedTuple):
         others = f.left or f.mask or f.varlen or f.deterministic or c.split
         assert not c.whole_heads or not others
         assert not (c.whole_heads and c.heads_apart)
-        assert not f.dmask or f.mask not in ("", "bool")
+        assert not f.dmask or f.float_mask
         assert c.kv_stages in (1, 2) and c.ds_stages in (1, 2) and min(c.q_stages, c.do_stages) >= 1
         consumer, producer = self.registers
         assert registers_suffice(self.threads, consumer * c.warpgroups + producer)

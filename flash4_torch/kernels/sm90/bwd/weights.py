@@ -54,7 +54,7 @@ def weigh(
     """Scores become weights, in place too."""
     plan, features = k.plan, k.plan.features
     P, slopes, kept = wgmma.weights_fragment(plan.dtype, plan.queries), None, None
-    scores.change(t.S, k.rule, features.softcap, features.scaled)
+    scores.change(t.S, k.rule, features)
     if cutlass.const_expr(features.softcap):
         slopes = wgmma.weights_fragment(plan.dtype, plan.queries)
         _slopes(k, t, slopes)
@@ -67,12 +67,17 @@ def weigh(
             bands.hide(work.band, plan.band, fragment)
         if cutlass.const_expr(plan.config.tail):
             _hide_rows(fragment, work.tile.Sk)
-    scale = scores.softmax_scale(k.rule, features.scaled)
-    lse = columns_of(k.sLse[None, q_at.stage], t)
+    scale = scores.softmax_scale(k.rule, features)
+    lse, low = columns_of(k.sLse[None, q_at.stage], t), None
+    if cutlass.const_expr(features.float_mask):
+        low = columns_of(k.sLseLow[None, q_at.stage], t)
     for j in cutlass.range_constexpr(cute.size(t.S) // 4):
-        of_column = _pair(lse, j)
+        of_column, low_of_column = _pair(lse, j), None if low is None else _pair(low, j)
         for i in cutlass.range_constexpr(4):
-            x = t.S[4 * j + i] * scale - of_column[i % 2]
+            if cutlass.const_expr(features.float_mask):
+                x = (t.S[4 * j + i] - of_column[i % 2]) * scale - low_of_column[i % 2]
+            else:
+                x = t.S[4 * j + i] * scale - of_column[i % 2]
             t.S[4 * j + i] = cute.math.exp2(x, fastmath=True)
         round_to(four_of(t.S, j), four_of(P, j))
     if cutlass.const_expr(features.dropout):
@@ -93,7 +98,7 @@ def take_kept(k: Kernel, t: Thread, q_at: Cursor) -> cute.Tensor:
 @cute.jit
 def _slopes(k: Kernel, t: Thread, slopes: cute.Tensor) -> None:
     """Derivatives of the capped scores."""
-    inverse = 1.0 / (k.rule.softcap * scores.LOG2E)
+    inverse = 1.0 / (k.rule.softcap * scores.unit(k.plan.features))
     for j in cutlass.range_constexpr(cute.size(t.S) // 4):
         values = cute.make_rmem_tensor(4, Float32)
         for i in cutlass.range_constexpr(4):

@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 def epilogue(k: Kernel, t: Thread, tile: Tile, q_at: Cursor) -> None:
     """Every warp stores its 16 rows by itself, through its own piece of shared memory."""
     plan = k.plan
-    scale = scores.softmax_scale(k.rule, plan.features.scaled)
+    scale = scores.softmax_scale(k.rule, plan.features)
     keep_scale = k.rule.keep_scale if plan.features.dropout else Float32(1.0)
-    inverse, lse = softmax.finish(t.rows, scale, keep_scale, plan.softmax)
-    _store_lse(k, lse, tile, t)
+    ends = softmax.finish(t.rows, scale, keep_scale, plan.softmax)
+    inverse = ends.inverse
+    _store_lse(k, ends, tile, t)
 
     values = wgmma.rows_of(t.O)
     for r in cutlass.range_constexpr(2):
@@ -79,8 +80,8 @@ def _pieces(k: Kernel, t: Thread, q_at: Cursor) -> cute.Tensor:
 
 
 @cute.jit
-def _store_lse(k: Kernel, lse: cute.Tensor, tile: Tile, t: Thread) -> None:
-    plan, target = k.plan, k.lse
+def _store_lse(k: Kernel, ends: softmax.Ends, tile: Tile, t: Thread) -> None:
+    plan, lse, low = k.plan, k.lse, k.lse_low
     group = k.maps.mQ.shape[0][0]
     for r in cutlass.range_constexpr(2):
         row = t.row + 8 * r
@@ -89,9 +90,11 @@ def _store_lse(k: Kernel, lse: cute.Tensor, tile: Tile, t: Thread) -> None:
         if (t.lane % LANES == 0) & (i < tile.Sq) & (h < group):
             head = tile.key_head * group + h
             if cutlass.const_expr(plan.features.varlen):
-                target[head, tile.first_q + i] = lse[r]
+                lse[head, tile.first_q + i] = ends.lse[r]
             else:
-                target[tile.batch, head, i] = lse[r]
+                lse[tile.batch, head, i] = ends.lse[r]
+                if cutlass.const_expr(low is not None):
+                    low[tile.batch, head, i] = ends.lse_low[r]
 
 
 @cute.jit

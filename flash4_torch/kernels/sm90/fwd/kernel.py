@@ -73,6 +73,7 @@ class Kernel:
     """What the CTAs of a cluster share besides K and V."""
     out: cute.Tensor
     lse: cute.Tensor
+    lse_low: cute.Tensor | None
     tickets: cute.Tensor
     cu_seqlens_q: cute.Tensor | None
     cu_seqlens_k: cute.Tensor | None
@@ -86,6 +87,7 @@ def forward_kernel(
     layouts: Layouts,
     out: cute.Tensor,
     lse: cute.Tensor,
+    lse_low: cute.Tensor | None,
     tickets: cute.Tensor,
     cu_seqlens_q: cute.Tensor | None,
     cu_seqlens_k: cute.Tensor | None,
@@ -131,6 +133,7 @@ def forward_kernel(
         pair=make_pair(memory, peer),
         out=out,
         lse=lse,
+        lse_low=lse_low,
         tickets=tickets,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,

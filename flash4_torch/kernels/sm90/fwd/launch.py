@@ -28,6 +28,7 @@ def forward(
     v: cute.Tensor,
     out: cute.Tensor,
     lse: cute.Tensor,
+    lse_low: cute.Tensor | None,
     tickets: cute.Tensor,
     cu_seqlens_q: cute.Tensor | None,
     cu_seqlens_k: cute.Tensor | None,
@@ -41,7 +42,8 @@ def forward(
 
     q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), out (B, Sq, Hq, Dv), or packed (T, H, D); last
     stride 1, the others multiples of 8 elements, bases on 16 bytes. lse (B, Hq, Sq) or (Hq, T) float32,
-    contiguous. tickets int32 (1,), zero before and after. No size is 0.
+    contiguous; with a floating mask lse_low, too: what rounding has taken from lse. tickets int32 (1,), zero
+    before and after. No size is 0.
     """
     plan.check()
     heads, keys = host.by_key_head(q, k), host.positions_first(k)
@@ -64,7 +66,7 @@ def forward(
     )
     tiles = count_tiles(q, maps, cu_seqlens_q, rule, plan)
     kernel = forward_kernel(
-        maps, layouts, out, lse, tickets, cu_seqlens_q, cu_seqlens_k, mask, rng_state, rule, plan
+        maps, layouts, out, lse, lse_low, tickets, cu_seqlens_q, cu_seqlens_k, mask, rng_state, rule, plan
     )
     persistent.launch(kernel, plan, tiles, rule.multiprocessors, stream)
 

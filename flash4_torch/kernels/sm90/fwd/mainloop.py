@@ -282,7 +282,7 @@ def _block(
     wgmma.wait(1)
     ring.release(k.load_k, k_at)
     _finish_scores(k, t, work, t.S, n, plan.inner_band if masked else None, words)
-    values, scale = wgmma.rows_of(t.S), scores.softmax_scale(k.rule, plan.features.scaled)
+    values, scale = wgmma.rows_of(t.S), scores.softmax_scale(k.rule, plan.features)
     step = softmax.step(values, t.rows, scale, plan.softmax)
     cut, columns = plan.columns_before_wait, cute.size(values, mode=[1])
     softmax.weigh(values, t.rows, step, scale, plan.softmax, 0, cut)
@@ -328,7 +328,7 @@ def _first_scores(k: Kernel, t: Thread, work: Work, q_at: Cursor, k_at: Cursor) 
 @cute.jit
 def _first_weights(k: Kernel, t: Thread, work: Work, S: cute.Tensor, n: Int32) -> None:
     _finish_scores(k, t, work, S, n, k.plan.band, _mask_words(k, work, n))
-    scale = scores.softmax_scale(k.rule, k.plan.features.scaled)
+    scale = scores.softmax_scale(k.rule, k.plan.features)
     softmax.begin(wgmma.rows_of(S), t.rows, scale, k.plan.softmax)
 
 
@@ -336,7 +336,7 @@ def _first_weights(k: Kernel, t: Thread, work: Work, S: cute.Tensor, n: Int32) -
 def _finish_scores(k: Kernel, t: Thread, work: Work, S: cute.Tensor, n: Int32, band, words) -> None:
     """Scale the scores of block n, and mask them unless `band` is None."""
     plan = k.plan
-    scores.change(S, k.rule, plan.features.softcap, plan.features.scaled)
+    scores.change(S, k.rule, plan.features)
     if cutlass.const_expr(band is not None):
         fragment = wgmma_fragment(S, work.positions, n * plan.keys, t.lane)
         if cutlass.const_expr(plan.features.mask):

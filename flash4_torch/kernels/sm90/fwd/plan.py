@@ -189,7 +189,13 @@ class Plan(NamedTuple):
 
     @property
     def softmax(self) -> Method:
-        return Method(LANES, self.hides_rows, self.config.conditional, Exponent(self.config.polynomial, 16))
+        return Method(
+            LANES,
+            self.hides_rows,
+            self.config.conditional,
+            Exponent(self.config.polynomial, 16),
+            subtracts_first=self.features.float_mask,
+        )
 
     @property
     def hides_rows(self) -> bool:
