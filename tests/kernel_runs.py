@@ -202,16 +202,17 @@ def _stats(features: Features, call: Call, m: int) -> tuple[Tensor, list[int]]:
     """What the preprocess makes, and where each sequence begins in it."""
     out, lse = results(features, call, torch.float64)
     delta = (out * call.dout.double()).sum(-1).transpose(-1, -2)
-    own_lse = lse.float().double() if features.float_mask else lse * math.log2(math.e)
-    rows = torch.stack([own_lse.masked_fill(lse == -math.inf, math.inf), delta])
-    if features.float_mask:
-        low = (lse - own_lse).nan_to_num(0.0) * math.log2(math.e)
-        rows = torch.cat([rows, low[None]])
+    rows = torch.stack([(lse * math.log2(math.e)).masked_fill(lse == -math.inf, math.inf), delta])
     if not features.varlen:
         Sq = call.q.shape[1]
-        stats = rows.new_zeros(*rows.shape[:-1], -(-Sq // m) * m)
+        stats = rows.new_zeros(features.row_stats, *rows.shape[1:-1], -(-Sq // m) * m)
         stats[0] = math.inf
-        stats[..., :Sq] = rows
+        stats[:2, ..., :Sq] = rows
+        if features.float_mask:
+            pairs = stats[2:].view(*stats.shape[1:], 2)
+            pairs[..., 0] = math.inf
+            pairs[..., :Sq, 0] = lse.float().double().masked_fill(lse == -math.inf, math.inf)
+            pairs[..., :Sq, 1] = (lse - lse.float().double()).nan_to_num(0.0) * math.log2(math.e)
         return stats.float(), []
     lengths = call.lengths[0]
     starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]

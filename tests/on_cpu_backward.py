@@ -86,10 +86,13 @@ def _preprocess(
         delta = delta - dlse
     sees = lse != -math.inf
     sign = -1.0 if plan.negated else 1.0
-    stats[0], stats[1:] = sign * math.inf, 0.0
-    stats[0][..., at] = sign * torch.where(sees, lse * (1.0 if plan.float_mask else LOG2E), math.inf)
+    stats[0], stats[1] = sign * math.inf, 0.0
+    stats[0][..., at] = sign * torch.where(sees, lse * LOG2E, math.inf)
     if low is not None:
-        stats[2][..., at] = sign * torch.where(sees, low * LOG2E, 0.0)
+        pairs = stats[2:].view(*stats.shape[1:], 2)
+        pairs[..., 0], pairs[..., 1] = sign * math.inf, 0.0
+        pairs[..., at, 0] = sign * torch.where(sees, lse, math.inf)
+        pairs[..., at, 1] = sign * torch.where(sees, low * LOG2E, 0.0)
     stats[1][..., at] = sign * torch.where(sees, delta, 0.0)
     if turns is not None:
         assert turns.shape == blocks and turns.dtype == torch.int32 and turns.is_contiguous()
@@ -148,9 +151,12 @@ def _backward(launches: list[Launch], features: Features, config: BackwardConfig
     blocks = RowBlocks.of(sums)
     count, at = _rows(blocks, q, ends_q)
     assert len(stats) == features.row_stats
-    rows_lse, delta, *low = -stats[..., at] if config.by_lanes else stats[..., at]
-    natural = rows_lse if features.float_mask else rows_lse / LOG2E
-    lse_low = low[0] / LOG2E if features.float_mask else None
+    signed = -stats if config.by_lanes else stats
+    base2, delta = signed[:2, ..., at]
+    natural, lse_low = base2 / LOG2E, None
+    if features.float_mask:
+        natural, low = signed[2:].view(*stats.shape[1:], 2)[..., at, :].unbind(-1)
+        lse_low = low / LOG2E
     band = Band(left if features.left else None, right if features.right else None)
     mask = _mask(features, config, mask_args, q, k) if mask_args else None
 

@@ -163,6 +163,7 @@ def test_what_it_does_not_is(layout: Any) -> None:
         ({"window": (63, 63)}, {}),
         ({"window": (62, None)}, {"left": True}),
         ({"softcap": 2.0}, {"softcap": True, "scaled": True}),
+        ({"softcap": 65.0}, {"softcap": True, "scaled": True, "large_softcap": True}),
         ({"scale": 0.0}, {"scaled": True}),
         ({"scale": -1.0}, {"scaled": True}),
         ({"dropout_p": 0.1}, {"dropout": True}),
@@ -175,7 +176,8 @@ def test_what_it_does_not_is(layout: Any) -> None:
 def test_only_what_a_call_uses_is_compiled_in(kwargs: dict[str, Any], expected: dict[str, Any]) -> None:
     x = half(1, 64, 2, 32)
     features = launched(x, x, x, **kwargs).features
-    bare = dict.fromkeys(("left", "right", "softcap", "scaled", "dropout", "deterministic", "dmask"), False)
+    switches = ("left", "right", "softcap", "scaled", "dropout", "deterministic", "dmask", "large_softcap")
+    bare = dict.fromkeys(switches, False)
     assert features._asdict() == {
         "dtype": "bfloat16",
         "D": 32,
@@ -198,7 +200,7 @@ def test_masks_are_read_beforehand(shape: tuple[int, ...], dtype: torch.dtype) -
     with gpu() as machine:
         flash4_torch.attention(half(2, 20, 3, 16), half(2, 40, 3, 16), half(2, 40, 3, 16), attn_mask=mask)
     (launch,), (plan,) = machine.launches, machine.masks
-    values, _ = launch.args[8]
+    values, _ = launch.args[9]
     assert values.untyped_storage().data_ptr() == mask.untyped_storage().data_ptr()
     assert (plan.rows, plan.keys) == (launch.config.queries, launch.config.keys)
 

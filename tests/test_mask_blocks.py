@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import math
 
 import hypothesis.strategies as st
 import pytest
@@ -133,7 +132,7 @@ def test_a_tile_of_scores(by_pairs, plan, data):
 
     visible = pairs(plan, mask)[0]
     scores = scores[:, :H, :Sq, : mask.shape[3]]
-    changed = scores if plan.dtype == "bool" else scores + mask.double() / math.log(2)
+    changed = scores if plan.dtype == "bool" else scores + mask.double()
     visited = kinds(plan, mask)[0]
     visited[..., :first] = visited[..., last:] = False
     for dim, size in ((3, plan.keys), (2, plan.rows), (1, plan.heads)):

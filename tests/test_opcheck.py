@@ -81,12 +81,13 @@ def backward_arguments(name: str, forward: tuple[Any, ...], layout: str) -> tupl
     results = operator(name)(*forward)
     if name == "attention_weights":
         return torch.randn_like(results), *forward, forward[2] is not None and forward[2].dtype != torch.bool
-    out, lse = results
+    out, lse, *low = results
+    low = [x if x.numel() else None for x in low]
     if out.dim() == 4:
         dout = laid_out(tuple(out.shape), out.dtype, layout, 9).detach()
     else:
         dout = laid_out((1, *out.shape), out.dtype, layout, 9)[0].detach()
-    saved = dout, torch.randn_like(lse), *forward[:3], out, lse, *forward[3:]
+    saved = dout, torch.randn_like(lse), *forward[:3], out, lse, *low, *forward[3:]
     if name == "attention_varlen":
         return saved
     return *saved, forward[3] is not None and forward[3].dtype != torch.bool

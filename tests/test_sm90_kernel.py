@@ -137,4 +137,4 @@ def test_a_wrong_launch_is_found() -> None:
     with emulate.device("sm_90a") as device, device.touching(call.q, call.k, call.v, out, tickets):
         function = compiled(features, config)
         with pytest.raises(emulate.EmulationError, match="out-of-bounds"):
-            function(call.q, call.k, call.v, out, lse, tickets, None, None, None, None, rule)
+            function(call.q, call.k, call.v, out, lse, None, tickets, None, None, None, None, rule)

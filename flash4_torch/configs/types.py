@@ -44,8 +44,9 @@ class Features(NamedTuple):
 
     @property
     def row_stats(self) -> int:
-        """Numbers of each query row that the backward reads: lse, delta, and with a floating mask lse_low."""
-        return 3 if self.float_mask else 2
+        """Numbers of each query row that the backward reads: lse in base 2, delta; with a floating mask also
+        lse in natural units and lse_low."""
+        return 4 if self.float_mask else 2
 
     @property
     def drawing_warpgroup(self) -> bool:
@@ -229,7 +230,7 @@ class Sm90Backward(NamedTuple):
         return self.warpgroups * self.cluster * self.dq_passes
 
     def shared_memory(self, features: Features) -> int:
-        """Bytes: Q, dO, K, V and dS in their stages, dQ, `row_stats` numbers of each row, and barriers.
+        """Bytes: Q, dO, K, V and dS in their stages, dQ, two numbers of each row, and barriers.
 
         In pairs the other CTA's half of K and its dS, too; softcap's slopes for dmask; and with dropout a bit
         for each weight, of as many blocks as there are stages of Q.
@@ -242,7 +243,7 @@ class Sm90Backward(NamedTuple):
         kv = self.kv_stages * self.keys * (D + Dv + others)
         slopes = self.split and features.softcap and features.dmask
         ds = self.ds_stages * self.keys * self.queries * (self.cluster + slopes)
-        statistics = 4 * self.queries * ((features.row_stats - 1) * self.q_stages + self.do_stages)
+        statistics = 4 * self.queries * (self.q_stages + self.do_stages)
         bits = self.q_stages * self.keys * tile_bits(self.queries) if features.dropout else 0
         return 2 * (rows + kv + ds) + 4 * dq + statistics + bits // 8 + _BARRIERS
 
@@ -306,7 +307,7 @@ class Sm100Backward(NamedTuple):
         return True
 
     def shared_memory(self, features: Features) -> int:
-        """Bytes: Q, dO, K and V in their stages, dS, dQ, `row_stats` numbers of each row, and barriers.
+        """Bytes: Q, dO, K and V in their stages, dS, dQ, two numbers of each row, and barriers.
 
         Of a pair: half blocks of Q and dO in one ring of stages, and half of the columns of both tiles' K;
         for wide heads P and dS of the own keys, too.
@@ -320,7 +321,7 @@ class Sm100Backward(NamedTuple):
             kv += self.keys * D
             ds *= 3 if self.keys == 64 else 1
         dq = self.dq_slots * self.queries * min(D, 32)
-        statistics = features.row_stats * self.queries * self.q_stages
+        statistics = 2 * self.queries * self.q_stages
         return 2 * (rows + kv + ds) + 4 * (dq + statistics) + _BARRIERS
 
 

@@ -9,6 +9,8 @@ from ...reference.dropout import thresholds
 
 FARTHEST = 1 << 30
 """The kernels' largest position and bound: sums of two stay within 32 bits."""
+_SMALLEST_SOFTCAP, _LARGEST_SOFTCAP = 2.0**-100, 2.0**100
+"""Beyond these all scores are capped, or none is; within them no product of a kernel is 0 or infinite."""
 Rule = tuple[float, float, int, int, int, int, int, int, int, float]
 """The fields of `kernels.common.args.Rule` and of `BackwardRule`: scale, softcap, left, right, longest Sq (or
 Sk), heads in a section, multiprocessors, drop byte, drop fraction, keep scale."""
@@ -20,7 +22,7 @@ def rule(problem: Problem, longest: int, section: int, multiprocessors: int) -> 
     keep_scale = 0.0 if problem.dropout_p >= 1.0 else 1.0 / (1.0 - problem.dropout_p)
     return (
         problem.scale,
-        problem.softcap,
+        min(max(problem.softcap, _SMALLEST_SOFTCAP), _LARGEST_SOFTCAP),
         left,
         right,
         longest,

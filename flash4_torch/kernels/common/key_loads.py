@@ -90,6 +90,20 @@ def copy_statistics(
 
 
 @cute.jit
+def exact_lse(k: Any, tile: Tile, head: Int32, n: Int32) -> cute.Tensor:
+    """(2 * queries,) in global memory: lse in natural units and lse_low of each row of block n.
+
+    Only blocks with a floating mask read it, which comes from there, too; shared memory has no room for more.
+    """
+    planes = Int64(2)
+    for size in k.stats.shape[1:]:
+        planes = planes * size
+    row = Int64(tiles.row_of_workspace(k, tile, head)) * k.stats.shape[-1]
+    start = k.stats.iterator + (planes + 2 * (row + n * k.plan.queries))
+    return cute.make_tensor(start, cute.make_layout(2 * k.plan.queries))
+
+
+@cute.jit
 def say_that_all_is_done(k: Any, at: Cursor) -> None:
     ring.wait_empty(k.load_k, at)
     with cute.arch.elect_one():

@@ -1,6 +1,6 @@
 """How the backward's workspaces lie in memory, by blocks of query rows of one head.
 
-Three kernels share them. Of every block there are, in float32, two or three numbers of each row and the sums
+Three kernels share them. Of every block there are, in float32, two or four numbers of each row and the sums
 of dQ, in the order that `dq_blocks` gives them, and for the deterministic backward an int32, whose turn it
 is.
 
@@ -89,12 +89,12 @@ class PreprocessPlan(NamedTuple):
     clears: bool = True
     """The sums of dQ."""
     float_mask: bool = False
-    """A floating mask was added: lse stays in natural units, and what its rounding took is a third number."""
+    """A floating mask was added: lse in natural units and what its rounding took are two numbers more."""
 
     @property
     def stats(self) -> int:
         """Numbers of each row."""
-        return 3 if self.float_mask else 2
+        return 4 if self.float_mask else 2
 
 
 class PostprocessPlan(NamedTuple):

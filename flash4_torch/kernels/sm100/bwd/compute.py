@@ -14,6 +14,7 @@ from ...common import key_tiles as tiles
 from ...common.add_dmask import add_dmask
 from ...common.band import Band, Span
 from ...common.fragment import Fragment, row_fragment
+from ...common.key_loads import exact_lse
 from ...common.key_tiles import Blocks, Tile
 from ...common.ring import Cursor
 from ...common.rounding import round_to, widened
@@ -194,13 +195,11 @@ def _weigh(
     own = plan.own_queries
     S, P = cute.make_rmem_tensor(own, Float32), cute.make_rmem_tensor(own, plan.dtype)
     slopes = cute.make_rmem_tensor(own, plan.dtype) if plan.keeps_slopes else None
-    lse, low = _numbers(k.sLse, t, q_at), None
-    if cutlass.const_expr(plan.features.float_mask):
-        low = _numbers(k.sLseLow, t, q_at)
+    lse = _numbers(k.sLse, t, q_at)
     for first in cutlass.range_constexpr(0, own, plan.weighed_together):
         count = plan.weighed_together
         part = Made(_part(S, first, count), None if slopes is None else _part(slopes, first, count), kept)
-        _weigh_part(k, t, work, n, mixed, mask, part, _part(P, first, count), place, lse, low, first)
+        _weigh_part(k, t, work, n, mixed, mask, part, _part(P, first, count), place, lse, first)
     return Made(P if plan.keeps_slopes else S, slopes, kept)
 
 
@@ -216,7 +215,6 @@ def _weigh_part(
     P: cute.Tensor,
     place: Int32,
     lse: cute.Tensor,
-    low: cute.Tensor | None,
     start: cutlass.Constexpr,
 ) -> None:
     """Those of some queries, from the thread's `start`-th on."""
@@ -231,18 +229,20 @@ def _weigh_part(
     if cutlass.const_expr(plan.masks):
         if mixed | (n < work.whole.first) | (n >= work.whole.last):
             _hide(k, t, work, n, mask, S, place + start, start)
-    scale = scores.softmax_scale(k.rule, features)
+        else:
+            if cutlass.const_expr(features.float_mask):
+                _subtract_lse(S, lse, Float32(scores.LOG2E), start)
+    scale = scores.softmax_scale(k.rule, features, False)
     for i in cutlass.range_constexpr(0, count, FOUR):
         offsets, four = _load_four(lse, start + i), _part(S, i, FOUR)
-        lows = None if low is None else _load_four(low, start + i)
         slope = None
         if cutlass.const_expr(features.softcap and slopes is None):
             slope = _slope(k, four)
         for j in cutlass.range_constexpr(0, FOUR, 2):
-            x, offset = (S[i + j], S[i + j + 1]), (offsets[j], offsets[j + 1])
-            if cutlass.const_expr(features.float_mask):
-                x, offset = cute.arch.add_packed_f32x2(x, offset), (lows[j], lows[j + 1])
-            for e, number in enumerate(cute.arch.fma_packed_f32x2(x, (scale, scale), offset)):
+            x = S[i + j], S[i + j + 1]
+            if cutlass.const_expr(not features.float_mask):
+                x = cute.arch.fma_packed_f32x2(x, (scale, scale), (offsets[j], offsets[j + 1]))
+            for e, number in enumerate(x):
                 S[i + j + e] = cute.math.exp2(number, fastmath=True)
         if cutlass.const_expr(features.softcap):
             # By fours: what would wait for all of them, spills.
@@ -336,6 +336,33 @@ def _draw(k: Kernel, t: Thread, work: Work, n: Int32) -> tuple:
 
 
 @cute.jit
+def _subtract_lse(S: cute.Tensor, lse: cute.Tensor, scale: Float32, start: cutlass.Constexpr) -> None:
+    """Scores, of the thread's queries from its `start`-th on, become exponents: times `scale`, less lse."""
+    for i in cutlass.range_constexpr(0, cute.size(S), FOUR):
+        offsets = _load_four(lse, start + i)
+        for j in cutlass.range_constexpr(0, FOUR, 2):
+            S[i + j], S[i + j + 1] = cute.arch.fma_packed_f32x2(
+                (S[i + j], S[i + j + 1]), (scale, scale), (offsets[j], offsets[j + 1])
+            )
+
+
+@cute.jit
+def _subtract_exact_lse(S: cute.Tensor, exact: cute.Tensor, query: Int32) -> None:
+    """Scores in natural units, of queries from `query` of a block on, become exponents."""
+    scale = Float32(scores.LOG2E)
+    for i in cutlass.range_constexpr(0, cute.size(S), 2):
+        lse, low, other_lse, other_low = _of_two(exact, query + i)
+        x = cute.arch.add_packed_f32x2((S[i], S[i + 1]), (lse, other_lse))
+        S[i], S[i + 1] = cute.arch.fma_packed_f32x2(x, (scale, scale), (low, other_low))
+
+
+def _of_two(exact: cute.Tensor, query: Int32) -> list[Float32]:
+    loaded = cute.make_rmem_tensor(FOUR, Float32)
+    cute.autovec_copy(attn_mask.vector_at(exact.iterator + 2 * query, FOUR), loaded)
+    return [loaded[i] for i in range(FOUR)]
+
+
+@cute.jit
 def _keep_slopes(k: Kernel, S: cute.Tensor, slopes: cute.Tensor) -> None:
     for i in cutlass.range_constexpr(0, cute.size(S), FOUR):
         round_to(_slope(k, _part(S, i, FOUR)), _part(slopes, i, FOUR))
@@ -344,7 +371,7 @@ def _keep_slopes(k: Kernel, S: cute.Tensor, slopes: cute.Tensor) -> None:
 @cute.jit
 def _slope(k: Kernel, S: cute.Tensor) -> cute.Tensor:
     """Derivatives of capped scores; 0 where they are hidden."""
-    inverse = 1.0 / (k.rule.softcap * scores.unit(k.plan.features))
+    inverse = 1.0 / (k.rule.softcap * scores.unit(k.plan.features, True))
     slope = cute.make_rmem_tensor(cute.size(S), Float32)
     for i in cutlass.range_constexpr(cute.size(S)):
         tanh = S[i] * inverse
@@ -411,8 +438,10 @@ def _add_mask(
 ) -> None:
     """Where the scores were, in a rolled loop: unrolled, all numbers' places live at once, and spill.
 
-    Not the branch alone keeps them apart: of a body without a loop the assembler makes predicates.
+    The sums become exponents. Not the branch alone keeps them apart: of a body without a loop the assembler
+    makes predicates.
     """
+    exact = exact_lse(k, work.tile, work.head, n)
     tmem.store(place, S)
     tmem.wait_stores()
     for i in cutlass.range(cute.size(S) // MASKED, unroll=1):
@@ -420,8 +449,9 @@ def _add_mask(
         tmem.load(place + first, some)
         tmem.wait_loads()
         row = cute.make_tensor(some.iterator, cute.make_layout((1, MASKED)))
-        query = n * k.plan.queries + t.first + start + first
-        attn_mask.add_by_steps(k.mask, own, row_fragment(row, work.position, query))
+        query = t.first + start + first
+        attn_mask.add_by_steps(k.mask, own, row_fragment(row, work.position, n * k.plan.queries + query))
+        _subtract_exact_lse(some, exact, query)
         tmem.store(place + first, some)
     tmem.wait_stores()
     tmem.load(place, S)

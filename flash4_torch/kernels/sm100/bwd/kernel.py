@@ -161,10 +161,7 @@ class Kernel:
     sKt: cute.Tensor | None
     """Of a pair: (both tiles' keys, D / 2)"""
     sLse: cute.Tensor
-    """(queries, q_stages), negated, in base 2, beside a floating mask natural; -infinite where a row sees
-    nothing."""
-    sLseLow: cute.Tensor | None
-    """(queries, q_stages), negated, in base 2: what rounding has taken from lse, beside a floating mask."""
+    """(queries, q_stages), negated, in base 2; -infinite where a row attends to nothing."""
     sDelta: cute.Tensor
     """(queries, q_stages), negated."""
     load_q: Ring
@@ -229,7 +226,6 @@ def backward_kernel(
     sdQ = memory.allocate_tensor(Float32, piece, byte_alignment=1024)
     rows = cute.make_layout((plan.queries, config.q_stages))
     sLse, sDelta = (memory.allocate_tensor(Float32, rows, 16) for _ in range(2))
-    sLseLow = memory.allocate_tensor(Float32, rows, 16) if plan.features.float_mask else None
     load_q, load_do = _ring(memory, config.q_stages), _ring(memory, config.do_stages)
     load_k, load_v = _ring(memory, config.kv_stages), _ring(memory, config.kv_stages)
     sequence_end = _ring(memory, 1)
@@ -282,7 +278,6 @@ def backward_kernel(
         sKt=None if sKt is None else sKt[None, None, 0],
         shares=shares,
         sLse=sLse,
-        sLseLow=sLseLow,
         sDelta=sDelta,
         load_q=load_q,
         load_do=load_do,

@@ -105,10 +105,10 @@ def _load_rows(
     left = tile.Sq - n * k.plan.queries
     full = barrier_of(k, edge, at, left, k.plan.queries)
     with cute.arch.elect_one():
-        more = 4 * k.plan.features.row_stats * k.plan.queries if statistics else 0
+        more = 2 * 4 * k.plan.queries if statistics else 0
         cute.arch.mbarrier_arrive_and_expect_tx(full, stage_bytes(target) + more)
         if cutlass.const_expr(statistics):
-            for which, numbers in enumerate((k.sLse, k.sDelta, k.sLseLow)[: k.plan.features.row_stats]):
+            for which, numbers in enumerate((k.sLse, k.sDelta)):
                 copy_statistics(k, numbers[None, at.stage], which, tile, head, n, full)
     rows = cute.domain_offset((tile.first_q, 0), source[None, None, head, batch_of(k, tile.batch)])
     stage = target[None, None, at.stage]

@@ -120,8 +120,8 @@ def _load_numbers(k: Kernel, at: Cursors, tile: Tile, block: Block) -> Cursors:
     ring.wait_empty(edge, here)
     full = edge.full + here.stage
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(full, 4 * k.plan.features.row_stats * k.plan.queries)
-        for which, numbers in enumerate((k.sLse, k.sDelta, k.sLseLow)[: k.plan.features.row_stats]):
+        cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * 4 * k.plan.queries)
+        for which, numbers in enumerate((k.sLse, k.sDelta)):
             copy_statistics(k, numbers[None, here.stage], which, tile, block.head, block.n, full)
     return at._replace(numbers=ring.after(here, edge.stages))
 

@@ -1,0 +1,201 @@
+"""Masks and softcaps of any finite size: results and gradients stay as right as those of plain torch."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import flash4_torch
+from everything import EVERYTHING
+from flash4_torch import testing
+
+ARCHS = ("sm_90a", "sm_100a")
+HAS_COMPILER = importlib.util.find_spec("cutlass") is not None
+COMPILED = [
+    pytest.param(arch, marks=pytest.mark.skipif(not HAS_COMPILER, reason="no nvidia-cutlass-dsl"))
+    for arch in ARCHS
+]
+LOWEST = torch.finfo(torch.float32).min
+SIZES = (1e2, 1e4, 1e6, 1e9, 1e20, 3e38, -LOWEST)
+Grads = tuple[Tensor, ...]
+
+
+@contextmanager
+def served_by(server: str) -> Iterator[None]:
+    """Backends by their names, compiled kernels by an architecture's, in the emulator."""
+    with mock.patch.dict("os.environ", {"FLASH4_BACKEND": "emulator" if server in ARCHS else server}):
+        if server not in ARCHS:
+            yield
+            return
+        from flash4_torch.testing import emulate
+
+        with emulate.device(server, multiprocessors=2, races=False):
+            yield
+
+
+def dtype_of(server: str) -> torch.dtype:
+    return torch.bfloat16 if server in ARCHS else torch.float32
+
+
+def by_definition(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Torch's math path: scores in what q, k and mask promote to, the weights rounded to the dtype of v."""
+    wide = torch.promote_types(q.dtype, mask.dtype)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    scores = (q.to(wide) @ k.to(wide).transpose(2, 3)) * q.shape[-1] ** -0.5 + mask
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[2:]).tril().logical_not(), -torch.inf)
+    out = torch.softmax(scores, -1).to(v.dtype) @ v
+    return out.transpose(1, 2), torch.logsumexp(scores, -1)
+
+
+def results_and_gradients(function: Any, inputs: list[Tensor], dout: Tensor) -> tuple[list[Tensor], Grads]:
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    out, lse = function(*leaves)
+    return [out.detach(), lse.detach()], torch.autograd.grad(out, leaves, dout.to(out.dtype))
+
+
+@dataclass(repr=False)
+class Call:
+    inputs: list[Tensor]
+    dout: Tensor
+    mask: Tensor
+    causal: bool
+
+    def __repr__(self) -> str:
+        return f"Call(k {tuple(self.inputs[1].shape)}, {self.mask=}, {self.causal=})"
+
+
+@st.composite
+def masked_calls(draw: st.DrawFn, may_be_causal: bool) -> Call:
+    """Some rows of the mask have a large number for all keys, or for some, or two of them."""
+    causal = may_be_causal and draw(st.booleans())
+    Sq = draw(st.integers(2, 12))
+    Sk = Sq if causal else draw(st.sampled_from([1, 2, 40, 130]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+    q, k, v, dout = (torch.randn(1, S, 2, 64, generator=generator) for S in (Sq, Sk, Sk, Sq))
+    mask = torch.randn(1, 1, Sq, Sk, generator=generator)
+    large = st.sampled_from(SIZES).flatmap(lambda n: st.sampled_from([-n, -n, n]))
+    for i in draw(st.lists(st.integers(0, Sq - 1), min_size=1, max_size=4)):
+        keys = draw(st.sampled_from([slice(None), slice(Sk // 2, None)]))
+        mask[..., i, keys] = draw(large)
+        if draw(st.booleans()):
+            mask[..., i, : Sk // 2] = (
+                draw(st.one_of(large, st.just(-torch.inf))) if Sk > 1 else mask[..., i, :1]
+            )
+    if draw(st.booleans()):
+        mask[..., 0] = LOWEST  # left padding
+    return Call([q, k, v], dout, mask, causal)
+
+
+def noise(inputs: list[Tensor], dout: Tensor) -> float:
+    """What float32 makes of dP - delta where both are equal, as for a row that sees one key."""
+    q, k, v = (x.abs().double() for x in inputs)
+    terms = (dout.abs().double().amax((1, 2)) * v.amax((1, 2))).sum(-1).max()
+    of_sum = terms * max(q.max(), k.max()) * (dout.shape[1] / q.shape[-1]) ** 0.5
+    return 4 * torch.finfo(torch.float32).eps * of_sum.item()
+
+
+def check_masked(server: str, call: Call) -> None:
+    dtype, mask, causal = dtype_of(server), call.mask, call.causal
+    inputs, dout = [x.to(dtype) for x in call.inputs], call.dout.to(dtype)
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return flash4_torch.attention(q, k, v, attn_mask=mask, causal=causal, return_lse=True)
+
+    with served_by(server), testing.poisoned_memory():
+        results, grads = results_and_gradients(ours, inputs, dout)
+    exact_results, exact = results_and_gradients(
+        lambda *x: by_definition(*x, mask.double(), causal), [x.double() for x in inputs], dout.double()
+    )
+    peer_results, peer = results_and_gradients(lambda *x: by_definition(*x, mask, causal), inputs, dout)
+    for i in range(mask.shape[2]):
+        # Row by row: a bound for a row of 1e38 would let anything pass in the others.
+        rows = ((slice(None), i), (..., i))
+        for name, at, *found in zip(("out", "lse"), rows, results, exact_results, peer_results, strict=True):
+            testing.assert_close_as_peer(*(x[at] for x in found), what=f"{name} of row {i}")
+    for name, *gradients in zip(("dq", "dk", "dv"), grads, exact, peer, strict=True):
+        testing.assert_close_as_peer(*gradients, what=name, noise=noise(inputs, dout))
+
+
+@pytest.mark.parametrize("server", ["cpu", "tiled"])
+@settings(max_examples=20)
+@given(call=masked_calls(may_be_causal=True))
+def test_finite_masks_of_any_size(server: str, call: Call) -> None:
+    check_masked(server, call)
+
+
+@pytest.mark.parametrize("arch", COMPILED)
+@settings(max_examples=40 if EVERYTHING else 4)
+@given(call=masked_calls(may_be_causal=EVERYTHING))
+def test_finite_masks_of_any_size_in_kernels(arch: str, call: Call) -> None:
+    check_masked(arch, call)
+
+
+@pytest.mark.parametrize("server", ["cpu", "tiled", *COMPILED])
+@pytest.mark.parametrize("number", [-1e9, LOWEST], ids=str)
+def test_rows_of_one_large_number_attend_to_all_keys_alike(server: str, number: float) -> None:
+    """So do they in the backward: a value's gradient is a share of dout, not dout."""
+    torch.manual_seed(0)
+    dtype = dtype_of(server)
+    q, k, v = (torch.randn(1, S, 1, 64).to(dtype).requires_grad_() for S in (3, 50, 50))
+    mask = torch.full((3, 50), number)
+    with served_by(server):
+        out, lse = flash4_torch.attention(q, k, v, attn_mask=mask, return_lse=True)
+        (dv,) = torch.autograd.grad(out.sum(), v)
+    torch.testing.assert_close(out, v.mean(1, keepdim=True).expand_as(out), rtol=0.02, atol=1e-3)
+    assert (lse == number).all()
+    torch.testing.assert_close(dv, torch.full_like(dv, 3 / 50), rtol=0.02, atol=0.0)
+
+
+CAPS = st.one_of(st.floats(-30, 38.4).map(lambda n: 10.0**n), st.sampled_from([50.0, 64.0, 64.1, 3e38]))
+LARGE_CAPS = st.one_of(st.floats(1.9, 38.4).map(lambda n: 10.0**n), st.just(3e38))
+
+
+@settings(max_examples=20)
+@given(softcap=CAPS, size=st.sampled_from([0.1, 1.0, 30.0]))
+def test_softcap_of_any_size(softcap: float, size: float) -> None:
+    check_capped("tiled", softcap, size)
+
+
+@pytest.mark.parametrize("arch", COMPILED if EVERYTHING else COMPILED[:1])
+@settings(max_examples=40 if EVERYTHING else 4)
+@given(softcap=CAPS if EVERYTHING else LARGE_CAPS, size=st.sampled_from([0.1, 1.0, 30.0]))
+def test_softcap_of_any_size_in_kernels(arch: str, softcap: float, size: float) -> None:
+    check_capped(arch, softcap, size)
+
+
+def check_capped(server: str, softcap: float, size: float) -> None:
+    torch.manual_seed(0)
+    dtype = dtype_of(server)
+    q, k, v, dout = (torch.randn(1, S, 2, 64).to(dtype) for S in (20, 90, 90, 20))
+    q = q * size
+    with served_by(server), testing.poisoned_memory():
+        found, grads = results_and_gradients(
+            lambda *x: flash4_torch.attention(*x, softcap=softcap, return_lse=True), [q, k, v], dout
+        )
+    exact_results, exact = results_and_gradients(
+        lambda *x: testing.reference(*x, softcap=softcap), [q, k, v], dout.double()
+    )
+    # float32 rounds a large softcap times tanh as little as our kernels should.
+    wide, _ = results_and_gradients(
+        lambda *x: testing.reference(*x, softcap=softcap, dtype=torch.float32), [q, k, v], dout.float()
+    )
+    testing.assert_close_as_peer(found[1], exact_results[1], wide[1], what="lse")
+    plain, peer = results_and_gradients(
+        lambda *x: testing.reference(*x, softcap=softcap, dtype=dtype), [q, k, v], dout
+    )
+    testing.assert_close_as_peer(found[0], exact_results[0], plain[0], what="out")
+    for name, ours, truth, plain in zip(("dq", "dk", "dv"), grads, exact, peer, strict=True):
+        # Plain torch makes NaN of 0 * inf where softcap is tiny.
+        peer_or_exact = torch.where(plain.isnan(), truth, plain)
+        testing.assert_close_as_peer(ours, truth, peer_or_exact, what=name)
