@@ -86,7 +86,16 @@ def find(
     if wants_grad and _top_saved_tensors_default_hooks(True) is not None:
         return None, None
     try:
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
+        q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if (
+            (q_at | k_at | v_at) % ALIGNMENT
+            # Zeros without memory, and numbers that are the negatives of those in memory: the dispatcher
+            # makes tensors of them. (Conjugates are complex, of which nothing is prepared.)
+            or not (q_at and k_at and v_at)
+            or q.is_neg()
+            or k.is_neg()
+            or v.is_neg()
+        ):
             return None, None
         left, right = window
         # Flat, and each flag by its name: tuples in tuples and a loop take a third longer.

@@ -194,6 +194,30 @@ def test_whoever_listens_is_not_passed_by(
     assert not long_way.taken(lambda: attend(X))
 
 
+UNRESOLVED: dict[str, Callable[[Tensor], Tensor]] = {
+    "negative bit": torch._neg_view,
+    "zeros without memory": lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype),
+}
+"""Tensors of plain type whose numbers are not those in memory: the dispatcher resolves them."""
+
+
+@pytest.mark.parametrize("place", ["q", "k", "v"])
+@pytest.mark.parametrize("unresolved", UNRESOLVED.values(), ids=UNRESOLVED)
+def test_numbers_that_are_not_in_memory_reach_the_kernel(
+    machine: Machine, unresolved: Callable[[Tensor], Tensor], place: str
+) -> None:
+    inputs = {name: half(1, 128, 2, 64) for name in "qkv"}
+    for _ in range(2):
+        flash4_torch.attention(**inputs)
+    inputs[place] = unresolved(inputs[place])
+    launched, x = len(machine.launches), inputs[place].clone()
+    out = flash4_torch.attention(**inputs)
+    assert len(machine.launches) == launched + 1
+    seen = machine.launches[-1].args["qkv".index(place)]
+    assert not seen.is_neg() and seen.data_ptr() and torch.equal(seen, x)
+    assert torch.equal(out, flash4_torch.attention(**inputs | {place: x}))
+
+
 @pytest.mark.parametrize("variable", ["FLASH4_BACKEND", "FLASH4_LOG"])
 def test_the_environment_is_heard(long_way: LongWay, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     attend(X)
