@@ -9,6 +9,9 @@ the short way may only ever do what the long way would do. So it is taken
   profiler is at work, autocast would change no tensor, fresh memory is not filled (deterministic algorithms),
   no environment variable or context chooses or observes a backend, no hook takes what autograd saves.
 
+An observer of operators that torch has no flag for is passed by: a `torch.profiler.ExecutionTraceObserver`
+by itself sees the first calls only. One that `torch.profiler.profile` is given sees all.
+
 What is left are two allocations and the launch, with dropout its numbers' state, and autograd where gradients
 are wanted: `fast_gradients`. A
 kernel that somebody registers anew for `torch.ops.flash4.attention` is not seen from here.
