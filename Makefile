@@ -10,12 +10,19 @@ VENV ?= .venv
 WORKERS ?= 2
 
 BIN := $(VENV)/bin
+INSTALL := $(BIN)/pip install --constraint constraints.txt
 # Named after the interpreter, so that asking for another one is noticed.
-INSTALLED := $(VENV)/installed-by-$(subst /,-,$(PYTHON))
+MADE := $(VENV)/made-by-$(subst /,-,$(PYTHON))
+FOR_DEMO := $(VENV)/has-all-for-demo
+FOR_TEST := $(VENV)/installed-by-$(subst /,-,$(PYTHON))
+
+# A GPU's kernels take a compiler that a CPU has no use for.
+COMMA := ,
+DEMO := demo$(if $(wildcard /dev/nvidia[0-9]*),$(COMMA)kernels)
 
 .PHONY: demo test lint clean
 
-demo: $(INSTALLED)
+demo: $(FOR_DEMO)
 	$(BIN)/python examples/train_text.py
 
 # One thread a worker: two workers on two cores would otherwise fight over four threads. Neighbouring tests
@@ -23,17 +30,24 @@ demo: $(INSTALLED)
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-lint: $(INSTALLED)
+lint: $(FOR_TEST)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
 # From scratch each time: nothing that is no longer pinned stays behind.
-$(INSTALLED): constraints.txt pyproject.toml setup.py
+$(MADE): constraints.txt pyproject.toml setup.py
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/pip install --constraint constraints.txt setuptools
-	$(BIN)/pip install --constraint constraints.txt --no-build-isolation --editable '.[test,demo,dev]'
+	$(INSTALL) setuptools
 	touch $@
+
+$(FOR_DEMO): $(MADE)
+	$(INSTALL) --no-build-isolation --editable '.[$(DEMO)]'
+	touch $@
+
+$(FOR_TEST): $(MADE)
+	$(INSTALL) --no-build-isolation --editable '.[test,demo,dev]'
+	touch $@ $(FOR_DEMO)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info examples/out .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -42,6 +42,18 @@ class Comparison:
         return max(abs(a - b) for a, b in pairs)
 
     @property
+    def time_ratios(self) -> list[float]:
+        """Quartiles of a swapped step's time over that of the stock step beside it."""
+        ratios = [a / b for a, b in zip(self.swapped.steps_ms, self.stock.steps_ms, strict=True)]
+        quartiles: list[float] = torch.tensor(ratios).quantile(torch.tensor([0.25, 0.5, 0.75])).tolist()
+        return quartiles
+
+    @property
+    def speed(self) -> str:
+        low, median, high = self.time_ratios
+        return f"{self.run.mode:<8}  dropout {self.run.dropout:<4}  {median:.2f} [{low:.2f}, {high:.2f}]"
+
+    @property
     def agrees(self) -> bool:
         return self.difference <= self.tolerance
 
@@ -81,7 +93,10 @@ def _cells(run: Run, result: Result, setup: Setup) -> tuple[str, ...]:
 
 
 def save(path: Path, results: dict[Run, Result], setup: Setup) -> None:
-    """Everything as JSON: versions, the GPU if there is one, the setup, and each run with its losses."""
+    """Everything as JSON: versions, the GPU if there is one, the setup, each run with its losses and times.
+
+    Files in flash4_torch/bench/results without `steps_ms` are of runs that followed one another.
+    """
     report = {
         "versions": {"torch": torch.__version__, "flash4_torch": flash4_torch.__version__},
         "gpu": torch.cuda.get_device_name() if setup.device == "cuda" else None,
@@ -93,12 +108,12 @@ def save(path: Path, results: dict[Run, Result], setup: Setup) -> None:
 
 
 def plot(path: Path, comparisons: list[Comparison], setup: Setup) -> None:
-    """Loss curves of each pair, stock under swapped, beside bars of their step times."""
+    """Loss curves of each pair, stock under swapped, beside the ratios of their step times."""
     figure = Figure(figsize=(13, 6.5), layout="constrained")
-    panels = figure.subplot_mosaic([["0", "1", "bars"], ["2", "3", "bars"]], width_ratios=[1, 1, 1.1])
+    panels = figure.subplot_mosaic([["0", "1", "times"], ["2", "3", "times"]], width_ratios=[1, 1, 1.1])
     for i, comparison in enumerate(comparisons):
         _plot_losses(panels[str(i)], comparison)
-    _plot_step_times(panels["bars"], comparisons)
+    _plot_time_ratios(panels["times"], comparisons)
     millions = comparisons[0].stock.parameters / 1e6
     figure.suptitle(
         f"{setup.model}, {millions:.1f} M parameters, batches of {setup.batch} x {setup.context} tokens,"
@@ -118,16 +133,24 @@ def _plot_losses(axes: Axes, comparison: Comparison) -> None:
     axes.legend(frameon=False, title=f"{comparison.measure}:\n{comparison.difference:.1e}")
 
 
-def _plot_step_times(axes: Axes, comparisons: list[Comparison]) -> None:
-    labels = [f"{comparison.run.mode}\ndropout {comparison.run.dropout}" for comparison in comparisons]
-    places = range(len(comparisons))
-    stock = [comparison.stock.step_ms for comparison in comparisons]
-    swapped = [comparison.swapped.step_ms for comparison in comparisons]
-    for shift, times, color, label in ((-0.2, stock, STOCK, "stock"), (0.2, swapped, SWAPPED, "swapped")):
-        bars = axes.bar([place + shift for place in places], times, 0.38, color=color, label=label)
-        axes.bar_label(bars, fmt="%.0f" if max(stock) >= 20 else "%.1f", padding=2)
-    axes.set_xticks(places, labels)
-    axes.margins(y=0.15)
-    axes.set_title("training step")
-    axes.set_ylabel("median time, ms")
-    axes.legend(frameon=False, loc="upper center", ncols=2)
+def _plot_time_ratios(axes: Axes, comparisons: list[Comparison]) -> None:
+    """Quartiles as a bar and the median as its mark, with the medians of both in ms below."""
+    axes.axhline(1.0, color=STOCK, linewidth=3, label="stock")
+    for place, comparison in enumerate(comparisons):
+        low, median, high = comparison.time_ratios
+        label = "swapped" if place == 0 else None
+        axes.bar(place, high - low, 0.3, low, color=SWAPPED, alpha=0.35, label=label)
+        axes.hlines(median, place - 0.15, place + 0.15, color=SWAPPED, linewidth=2.5)
+        axes.annotate(f"{median:.2f}", (place + 0.18, median), va="center")
+    axes.set_xticks(range(len(comparisons)), [_times_label(comparison) for comparison in comparisons])
+    axes.set_xlim(-0.5, len(comparisons) - 0.25)
+    axes.margins(y=0.2)
+    axes.set_title("time of a training step, median and quartiles")
+    axes.set_ylabel("swapped / stock, of steps side by side")
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(frameon=False)
+
+
+def _times_label(comparison: Comparison) -> str:
+    times = f"{comparison.stock.step_ms:.3g}, {comparison.swapped.step_ms:.3g} ms"
+    return f"{comparison.run.mode}\ndropout {comparison.run.dropout}\n{times}"

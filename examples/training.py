@@ -1,4 +1,7 @@
-"""One training run of train_text.py, measured in a process of its own, so that none inherits memory."""
+"""The runs of train_text.py: a stock and a swapped one side by side, each in a process of its own.
+
+None inherits memory, and the two take turns, step by step: what else the machine does slows both.
+"""
 
 import os
 import resource
@@ -6,14 +9,16 @@ import statistics
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 import flash4_torch
 from flash4_torch.testing import backends_used
@@ -87,11 +92,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Result:
-    """What one run gave: losses in nats a token, the median step in ms, memory in MiB."""
+    """What one run gave: losses in nats a token, time of each step after the warm-up in ms, memory in MiB."""
 
     losses: list[float]
     validation_loss: float
     step_ms: float
+    """The median."""
+    steps_ms: list[float]
     peak_mib: float
     training_calls: int
     evaluation_calls: int
@@ -104,33 +111,132 @@ class Result:
         return statistics.fmean(self.losses[-max(1, len(self.losses) // 5) :])
 
 
-def train_in_fresh_process(setup: Setup, run: Run, title: str) -> Result:
+class Training:
+    """A run, step by step."""
+
+    def __init__(self, setup: Setup, run: Run):
+        self._setup, self._run = setup, run
+        self._corpus = Corpus.load(setup.library)
+        self._memory = PeakMemory(setup.device)
+        self._model = build_model(setup, run, len(self._corpus.tokenizer.tokens))
+        self._trained = torch.compile(self._model, fullgraph=True) if run.compiled else self._model
+        parameters, rate = self._model.parameters(), setup.learning_rate
+        self._optimizer = torch.optim.AdamW(parameters, rate, betas=(0.9, 0.95))
+        self._schedule = torch.optim.lr_scheduler.OneCycleLR(self._optimizer, rate, setup.steps)
+        self._order = torch.Generator().manual_seed(setup.seed)
+        self._losses: list[float] = []
+        self._seconds: list[float] = []
+        self._calls = 0
+
+    def step(self) -> float:
+        """The loss."""
+        setup = self._setup
+        if len(self._losses) == WARM_UP_STEPS:
+            self._memory.reset()
+        windows = random_windows(self._corpus.train, setup.batch, setup.context + 1, self._order)
+        batch = setup.batch_of(windows, self._corpus.tokenizer, self._order).to(setup.device)
+        with backends_used() as used:
+            start = time.perf_counter()
+            self._optimizer.zero_grad()
+            with autocast(setup.device):
+                loss = loss_of(self._trained, batch)
+            loss.backward()
+            self._optimizer.step()
+            self._losses.append(loss.item())
+            self._seconds.append(time.perf_counter() - start)
+        self._calls += forward_calls(used)
+        self._schedule.step()
+        return self._losses[-1]
+
+    def result(self) -> Result:
+        setup, model, corpus = self._setup, self._model, self._corpus
+        peak_mib = self._memory.peak_mib()
+        steps_ms = [1e3 * seconds for seconds in self._seconds[WARM_UP_STEPS:] or self._seconds]
+        model.eval()
+        with backends_used() as used_in_evaluation:
+            validation_loss = validate(model, corpus, setup)
+        return Result(
+            losses=self._losses,
+            validation_loss=validation_loss,
+            step_ms=statistics.median(steps_ms),
+            steps_ms=steps_ms,
+            peak_mib=peak_mib,
+            training_calls=self._calls,
+            evaluation_calls=forward_calls(used_in_evaluation),
+            sample=sample(model, corpus, setup),
+            parameters=sum(x.numel() for x in model.parameters()),
+        )
+
+
+class Trainee(Protocol):
+    """What takes turns: a training, begun in a step and over when its loss is asked for."""
+
+    def begin_step(self) -> Callable[[], float]: ...
+
+
+def take_turns(trainees: Sequence[Trainee], steps: int, report: Callable[[int, list[float]], None]) -> None:
+    """Steps one after another, the first of a round last in the next.
+
+    Warm-up steps, which are not timed and compile, run at the same time.
+    report: gets the number of steps that are done, and their last losses.
+    """
+    for step in range(steps):
+        if step < WARM_UP_STEPS:
+            losses = [finish() for finish in [trainee.begin_step() for trainee in trainees]]
+        else:
+            back = 1 if step % 2 else -1
+            losses = [trainee.begin_step()() for trainee in trainees[::back]][::back]
+        report(step + 1, losses)
+
+
+def train_side_by_side(
+    setup: Setup, runs: Sequence[Run], report: Callable[[int, list[float]], None]
+) -> dict[Run, Result]:
     # Threads that spin while they wait make a step several times slower when something else wants the cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(train, setup, run, title).result()
+    with ExitStack() as stack:
+        trainees = [stack.enter_context(InFreshProcess(setup, run)) for run in runs]
+        take_turns(trainees, setup.steps, report)
+        results = [trainee.begin_result() for trainee in trainees]
+        return {run: result() for run, result in zip(runs, results, strict=True)}
 
 
-def train(setup: Setup, run: Run, title: str) -> Result:
-    corpus = Corpus.load(setup.library)
-    memory = PeakMemory(setup.device)
-    model = build_model(setup, run, len(corpus.tokenizer.tokens))
-    with backends_used() as used_in_training:
-        losses, step_seconds = optimize(model, corpus, setup, run, memory, title)
-    peak_mib = memory.peak_mib()
-    model.eval()
-    with backends_used() as used_in_evaluation:
-        validation_loss = validate(model, corpus, setup)
-    return Result(
-        losses=losses,
-        validation_loss=validation_loss,
-        step_ms=1e3 * statistics.median(step_seconds),
-        peak_mib=peak_mib,
-        training_calls=forward_calls(used_in_training),
-        evaluation_calls=forward_calls(used_in_evaluation),
-        sample=sample(model, corpus, setup),
-        parameters=sum(x.numel() for x in model.parameters()),
-    )
+class InFreshProcess:
+    """A training in a process of its own, which begins at once."""
+
+    def __init__(self, setup: Setup, run: Run):
+        self._pool = ProcessPoolExecutor(
+            1, mp_context=get_context("spawn"), initializer=_begin, initargs=(setup, run)
+        )
+
+    def __enter__(self) -> "InFreshProcess":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown()
+
+    def begin_step(self) -> Callable[[], float]:
+        return self._pool.submit(_step).result
+
+    def begin_result(self) -> Callable[[], Result]:
+        return self._pool.submit(_result).result
+
+
+_training: Training
+"""That of a fresh process."""
+
+
+def _begin(setup: Setup, run: Run) -> None:
+    global _training
+    _training = Training(setup, run)
+
+
+def _step() -> float:
+    return _training.step()
+
+
+def _result() -> Result:
+    return _training.result()
 
 
 def build_model(setup: Setup, run: Run, tokens: int) -> LanguageModel:
@@ -142,36 +248,6 @@ def build_model(setup: Setup, run: Run, tokens: int) -> LanguageModel:
         flash4_torch.replace_attention(model)
     torch.manual_seed(setup.seed)
     return model
-
-
-def optimize(
-    model: LanguageModel, corpus: Corpus, setup: Setup, run: Run, memory: "PeakMemory", title: str
-) -> tuple[list[float], list[float]]:
-    """Train for setup.steps steps; the loss of each step, and the seconds of each after the warm-up."""
-    trained = torch.compile(model, fullgraph=True) if run.compiled else model
-    optimizer = torch.optim.AdamW(model.parameters(), setup.learning_rate, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, setup.learning_rate, setup.steps)
-    order = torch.Generator().manual_seed(setup.seed)
-    losses: list[float] = []
-    seconds: list[float] = []
-    seconds_between_updates = 0.5 if sys.stderr.isatty() else 10
-    progress = tqdm(range(setup.steps), title, unit="step", mininterval=seconds_between_updates)
-    for step in progress:
-        if step == WARM_UP_STEPS:
-            memory.reset()
-        windows = random_windows(corpus.train, setup.batch, setup.context + 1, order)
-        batch = setup.batch_of(windows, corpus.tokenizer, order).to(setup.device)
-        start = time.perf_counter()
-        optimizer.zero_grad()
-        with autocast(setup.device):
-            loss = loss_of(trained, batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-        seconds.append(time.perf_counter() - start)
-        schedule.step()
-        progress.set_postfix_str(f"loss {losses[-1]:.3f}", refresh=False)
-    return losses, seconds[WARM_UP_STEPS:] or seconds
 
 
 @torch.no_grad()

@@ -9,6 +9,9 @@ the short way may only ever do what the long way would do. So it is taken
   profiler is at work, autocast would change no tensor, fresh memory is not filled (deterministic algorithms),
   no environment variable or context chooses or observes a backend, no hook takes what autograd saves.
 
+An observer of operators that torch has no flag for is passed by: a `torch.profiler.ExecutionTraceObserver`
+by itself sees the first calls only. One that `torch.profiler.profile` is given sees all.
+
 What is left are two allocations and the launch, with dropout its numbers' state, and autograd where gradients
 are wanted: `fast_gradients`. A
 kernel that somebody registers anew for `torch.ops.flash4.attention` is not seen from here.
@@ -86,7 +89,16 @@ def find(
     if wants_grad and _top_saved_tensors_default_hooks(True) is not None:
         return None, None
     try:
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
+        q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if (
+            (q_at | k_at | v_at) % ALIGNMENT
+            # Zeros without memory, and numbers that are the negatives of those in memory: the dispatcher
+            # makes tensors of them. (Conjugates are complex, of which nothing is prepared.)
+            or not (q_at and k_at and v_at)
+            or q.is_neg()
+            or k.is_neg()
+            or v.is_neg()
+        ):
             return None, None
         left, right = window
         # Flat, and each flag by its name: tuples in tuples and a loop take a third longer.

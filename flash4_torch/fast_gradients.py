@@ -54,10 +54,12 @@ class Training:
             return None
         q, k, v, out, lse, *_ = saved
         try:
-            pointers = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | dout.data_ptr()
+            dout_at = dout.data_ptr()
+            pointers = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | dout_at
         except RuntimeError:
             return None  # of a batch of gradients
-        if pointers % ALIGNMENT:
+        # As in `fast.find`; what was saved has been looked at there.
+        if pointers % ALIGNMENT or not dout_at or dout.is_neg():
             return None
         return dout.stride(), q.stride(), k.stride(), v.stride(), out.stride(), lse.stride()
 
@@ -74,32 +76,30 @@ class Training:
         self.backwards[strides] = launch
 
 
-class Eager(torch.autograd.Function):
-    """As `ops.autograd` has it, by the same name, but for who launches."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, rng_state: Tensor | None, training: Training
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = training.forward(q, k, v, rng_state)
-        autograd.save_attention(ctx, (q, k, v, None, rng_state, *training.rules), (out, lse))
-        ctx.training = training
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        training: Training = ctx.training
-        saved = ctx.saved_tensors
-        strides = training.find(dout, dlse, saved)
-        launch = None if strides is None else training.backwards.get(strides)
-        if launch is not None and dout is not None:
-            q, k, v, out, lse, _, _, rng_state = saved
-            return *launch(dout, q, k, v, out, lse, rng_state), None, None
-        grads = autograd.attention_grads(ctx, dout, dlse)
-        if strides is not None and dout is not None:
-            training.remember(strides, dout, saved)
-        return grads[:5]
+def _forward(
+    ctx: Any, q: Tensor, k: Tensor, v: Tensor, rng_state: Tensor | None, training: Training
+) -> tuple[Tensor, Tensor]:
+    """As `ops.autograd` has it, but for who launches."""
+    out, lse = training.forward(q, k, v, rng_state)
+    autograd.save_attention(ctx, (q, k, v, None, rng_state, *training.rules), (out, lse))
+    ctx.training = training
+    return out, lse
 
 
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    training: Training = ctx.training
+    saved = ctx.saved_tensors
+    strides = training.find(dout, dlse, saved)
+    launch = None if strides is None else training.backwards.get(strides)
+    if launch is not None and dout is not None:
+        q, k, v, out, lse, _, _, rng_state = saved
+        return *launch(dout, q, k, v, out, lse, rng_state), None, None
+    grads = autograd.attention_grads(ctx, dout, dlse)
+    if strides is not None and dout is not None:
+        training.remember(strides, dout, saved)
+    return grads[:5]
+
+
+_function: Any = autograd.function("attention", _forward, _backward)
 # Past what `Function.apply` looks for: a signature to bind, and transforms, which `fast.find` has ruled out.
-_apply = super(torch.autograd.Function, Eager).apply
+_apply = super(torch.autograd.Function, _function).apply

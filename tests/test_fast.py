@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -92,9 +94,10 @@ def test_it_launches_what_the_long_way_does(case: Case, return_lse: bool, dropou
         assert not a.numel() or a.data_ptr() != b.data_ptr()
     if machine.launches:
         long, short = machine.launches
-        assert long[:2] == short[:2] and long.args[10:] == short.args[10:]
-        assert long.args[6:9] == short.args[6:9] == (None,) * 3
-        states = [launch.args[9] for launch in (long, short)]
+        assert long[:2] == short[:2] and long.args[11:] == short.args[11:]
+        assert long.args[5] is short.args[5] is None
+        assert long.args[7:10] == short.args[7:10] == (None,) * 3
+        states = [launch.args[10] for launch in (long, short)]
         assert torch.equal(*states) if dropout_p else states == [None, None]
         for a, b in zip(long.args[:5], short.args[:5], strict=True):
             assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
@@ -192,6 +195,40 @@ def test_whoever_listens_is_not_passed_by(
     with context():
         assert long_way.taken(lambda: call(X))
     assert not long_way.taken(lambda: attend(X))
+
+
+def test_a_profilers_execution_trace_holds_every_call(machine: Machine, tmp_path: Path) -> None:
+    attend(X)
+    observer = torch.profiler.ExecutionTraceObserver().register_callback(str(tmp_path / "trace.json"))
+    with torch.profiler.profile(execution_trace_observer=observer, acc_events=True):
+        for _ in range(3):
+            attend(X)
+    nodes = json.loads((tmp_path / "trace.json").read_text())["nodes"]
+    assert [node["name"] for node in nodes].count("flash4::attention") == 3
+
+
+UNRESOLVED: dict[str, Callable[[Tensor], Tensor]] = {
+    "negative bit": torch._neg_view,
+    "zeros without memory": lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype),
+}
+"""Tensors of plain type whose numbers are not those in memory: the dispatcher resolves them."""
+
+
+@pytest.mark.parametrize("place", ["q", "k", "v"])
+@pytest.mark.parametrize("unresolved", UNRESOLVED.values(), ids=UNRESOLVED)
+def test_numbers_that_are_not_in_memory_reach_the_kernel(
+    machine: Machine, unresolved: Callable[[Tensor], Tensor], place: str
+) -> None:
+    inputs = {name: half(1, 128, 2, 64) for name in "qkv"}
+    for _ in range(2):
+        flash4_torch.attention(**inputs)
+    inputs[place] = unresolved(inputs[place])
+    launched, x = len(machine.launches), inputs[place].clone()
+    out = flash4_torch.attention(**inputs)
+    assert len(machine.launches) == launched + 1
+    seen = machine.launches[-1].args["qkv".index(place)]
+    assert not seen.is_neg() and seen.data_ptr() and torch.equal(seen, x)
+    assert torch.equal(out, flash4_torch.attention(**inputs | {place: x}))
 
 
 @pytest.mark.parametrize("variable", ["FLASH4_BACKEND", "FLASH4_LOG"])

@@ -17,7 +17,7 @@ import flash4_torch
 from cases import Case, cases
 from flash4_torch import errors, testing
 from on_cpu import Machine, gpu
-from test_fast import DispatchMode, LongWay, half
+from test_fast import UNRESOLVED, DispatchMode, LongWay, half
 
 
 @pytest.fixture
@@ -144,6 +144,22 @@ def test_whoever_listens_is_not_passed_by(
     with context():
         assert long_way.taken(lambda: backward(out))
     assert not long_way.taken(step)
+
+
+@pytest.mark.parametrize("unresolved", UNRESOLVED.values(), ids=UNRESOLVED)
+def test_numbers_that_are_not_in_memory_reach_the_kernel(
+    long_way: LongWay, machine: Machine, unresolved: Callable[[Tensor], Tensor]
+) -> None:
+    """What torch hands on as it is, the kernel gets as numbers."""
+    prepared(long_way)
+    dout = unresolved(half(1, 128, 2, 64))
+    launched = len(machine.backwards)
+    found = torch.autograd.grad(attend(), X, dout)
+    assert len(machine.backwards) == launched + 1
+    seen = machine.backwards[-1].args[3]
+    assert not seen.is_neg() and seen.data_ptr() and torch.equal(seen, dout)
+    for a, b in zip(found, torch.autograd.grad(attend(), X, dout.clone()), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_gradients_have_no_gradient(long_way: LongWay) -> None:

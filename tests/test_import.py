@@ -70,19 +70,26 @@ def test_type_information_ships() -> None:
 
 
 LATE = """
-import sys, torch, flash4_torch
-assert "torch.distributed.tensor" not in sys.modules and "torch.utils.flop_counter" not in sys.modules
-from torch.utils.flop_counter import FlopCounterMode
+import importlib.util, sys, torch, flash4_torch
+for name in ("torch.distributed.tensor", "torch.utils.flop_counter"):
+    assert name not in sys.modules
+    assert all(importlib.util.find_spec(name) for _ in range(2)) and name not in sys.modules
+def learned():
+    from torch.utils.flop_counter import FlopCounterMode
+    x = torch.randn(1, 8, 2, 4)
+    with FlopCounterMode(display=False) as counter:
+        flash4_torch.attention(x, x, x)
+    return counter.get_total_flops() == 2 * 2 * 2 * 8 * 8 * 4
+assert learned()
 from torch.distributed.tensor import DTensor
-x = torch.randn(1, 8, 2, 4)
-with FlopCounterMode(display=False) as counter:
-    flash4_torch.attention(x, x, x)
-assert counter.get_total_flops() == 2 * 2 * 2 * 8 * 8 * 4
 op = torch.ops.flash4.attention.default
 assert op in DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
+importlib.reload(sys.modules["torch.utils.flop_counter"])
+assert learned()
 """
 
 
 def test_what_is_imported_later_still_learns_of_our_operators() -> None:
+    """Also after somebody has looked where it is, and when it is loaded anew."""
     done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -36,6 +36,8 @@ class _Excluded(threading.local):
 
 
 _excluded = _Excluded()
+# Global names of this module: every call of the short way asks for them.
+_environment, _BACKEND, _LOG = env.NAMES, env.BACKEND.key, env.LOG.key
 _logged: set[tuple[object, ...]] = set()
 
 
@@ -71,7 +73,7 @@ def _candidates() -> tuple[Backend, ...]:
 
 def is_plain() -> bool:
     """Whether the choice depends on the problem alone, and nobody wants to hear of it."""
-    return not (observers or _excluded.names or env.BACKEND.is_set() or env.LOG.is_set())
+    return not (observers or _excluded.names or _BACKEND in _environment or _LOG in _environment)
 
 
 @contextmanager

@@ -7,42 +7,79 @@ that is when ours join.
 
 from __future__ import annotations
 
-import importlib.util
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 
 def after_import(name: str, action: Callable[[], None]) -> None:
-    """Calls `action` now if module `name` is loaded, else right after somebody loads it."""
+    """Calls `action` now if module `name` is loaded, and right after somebody loads or reloads it."""
+    finder = _Finder(name, action)
+    # First this: another thread may load the module meanwhile.
+    sys.meta_path.insert(0, finder)
     if name in sys.modules:
-        action()
-    else:
-        sys.meta_path.insert(0, _Finder(name, action))
+        import_module(name)  # waits for a thread that has not loaded all of it
+        if not finder.has_acted:
+            finder.act()
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module as the finders behind it do, once, and lets the action follow its execution."""
+    """Finds one module as the finders behind it do, and lets the action follow each execution of it.
+
+    It stays where it is: who asks for a specification may only be looking, and a reloaded module has
+    forgotten what was registered with it.
+    """
 
     def __init__(self, name: str, action: Callable[[], None]):
         self._name, self._action = name, action
+        self._asking = threading.local()
+        self.has_acted = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != self._name:
+        # Another that does as this one does may ask everybody again.
+        if fullname != self._name or hasattr(self._asking, "others"):
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def execute_and_act(module: ModuleType) -> None:
-            execute(module)
-            self._action()
-
-        spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]
+        self._asking.others = True
+        try:
+            answers = (finder.find_spec(fullname, path, target) for finder in self._behind())
+            spec = next(filter(None, answers), None)
+        finally:
+            del self._asking.others
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self)
         return spec
+
+    def _behind(self) -> list[Any]:
+        finders = list(sys.meta_path)
+        others = finders[finders.index(self) + 1 :] if self in finders else []
+        return [finder for finder in others if hasattr(finder, "find_spec")]
+
+    def act(self) -> None:
+        self.has_acted = True
+        self._action()
+
+
+class _Loader:
+    """The loader of a module, but for what follows when it has executed the one that everybody imports."""
+
+    def __init__(self, loader: Any, finder: _Finder):
+        self._loader, self._finder = loader, finder
+
+    def exec_module(self, module: ModuleType) -> None:
+        # Who asks the module for its source, or for files beside it, shall find nothing unusual.
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        if sys.modules.get(module.__name__) is module:
+            self._finder.act()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)

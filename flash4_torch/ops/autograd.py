@@ -10,6 +10,7 @@ have no gradient: the backward operators' own backward raises.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import new_class
 from typing import Any
 
 import torch
@@ -76,20 +77,13 @@ def _differentiable(name: str, save: Callable[..., None], grads: Callable[..., G
     op = getattr(schema, name)
     torch.library.register_autograd(f"flash4::{name}", grads, setup_context=save, lib=schema.LIBRARY)
 
-    class Eager(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *args: Any) -> Any:
-            result = _below_autograd(op, args)
-            save(ctx, args, result)
-            return result
+    def forward(ctx: Any, *args: Any) -> Any:
+        result = _below_autograd(op, args)
+        save(ctx, args, result)
+        return result
 
-        backward = staticmethod(grads)
-
-    class Transformed(torch.autograd.Function):
-        generate_vmap_rule = True
-        forward = staticmethod(op)
-        setup_context = staticmethod(save)
-        backward = staticmethod(grads)
+    eager = function(name, forward, grads)
+    transformed = function(name, op, grads, setup_context=staticmethod(save), generate_vmap_rule=True)
 
     def call(*args: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -99,13 +93,24 @@ def _differentiable(name: str, save: Callable[..., None], grads: Callable[..., G
             return op(*args)
         # What autograd.Function itself asks; there is no public way to.
         if torch._C._are_functorch_transforms_active():
-            return Transformed.apply(*args)
-        return Eager.apply(*args) if _wants_grad(args) else _below_autograd(op, args)
+            return transformed.apply(*args)
+        return eager.apply(*args) if _wants_grad(args) else _below_autograd(op, args)
 
-    for function in (Eager, Transformed):
-        function.__name__ = function.__qualname__ = f"flash4_{name}"
     call.__name__ = name
     return call
+
+
+def function(
+    name: str, forward: Callable[..., Any], backward: Callable[..., Grads], **attributes: Any
+) -> type[torch.autograd.Function]:
+    """An autograd.Function by the name of the operator, flash4_<name>.
+
+    The class of its nodes, whose name profilers, anomaly mode and `grad_fn` tell, is made along with it.
+    """
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return new_class(
+        f"flash4_{name}", (torch.autograd.Function,), exec_body=lambda body: body.update(methods | attributes)
+    )
 
 
 def _below_autograd(op: Callable[..., Any], args: tuple[Any, ...]) -> Any:

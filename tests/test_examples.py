@@ -1,0 +1,43 @@
+"""The small examples run, and what they print is right."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def printed(name: str, capsys: pytest.CaptureFixture[str]) -> str:
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    return capsys.readouterr().out
+
+
+def differences(text: str) -> list[float]:
+    return [float(line.split()[-1]) for line in text.splitlines() if "largest difference" in line]
+
+
+def test_packed_sequences(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed("packed_sequences", capsys)
+    assert "packed: (980, 8, 64), 980 rows" in text and "padded: (3, 700, 8, 64), 2100 rows" in text
+    assert len(differences(text)) == 3 and max(differences(text)) < 1e-5
+
+
+def test_dropout_replay(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed("dropout_replay", capsys)
+    assert "the next call draws another mask: True" in text
+    kept = re.search(r"kept (\S+) of the weights, asked for 0.75", text)
+    assert kept is not None and abs(float(kept[1]) - 0.75) < 0.01
+    assert len(differences(text)) == 1 and max(differences(text)) < 1e-5
+
+
+def test_hugging_face(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    text = printed("hugging_face", capsys)
+    assert "the same tokens: True" in text
+    assert len(differences(text)) == 1 and max(differences(text)) < 1e-5
+    # One for the logits, then eight tokens, in each of two layers; none by eager.
+    assert "calls of flash4_torch's attention: 18" in text
