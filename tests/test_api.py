@@ -129,3 +129,19 @@ def test_what_torch_takes_for_a_number_is_one(changed: dict[str, Any]) -> None:
     x = X.transpose(1, 2)
     out = flash4_torch.scaled_dot_product_attention(x, x, x, **changed)
     torch.testing.assert_close(out, F.scaled_dot_product_attention(x, x, x, **changed))
+
+
+@pytest.mark.parametrize("scale", [1e-38, 1e-42, 1e-50, 5e-324, 0.0])
+@pytest.mark.parametrize("causal", [False, True])
+def test_scales_that_are_nothing_in_float32_attend_evenly(scale: float, causal: bool) -> None:
+    x = X.clone().requires_grad_()
+    for mask in (None, torch.ones(6, 6, dtype=torch.bool).tril()):
+        out, lse = flash4_torch.attention(
+            x, x, x, scale=scale, causal=causal, attn_mask=mask, return_lse=True
+        )
+        seen = torch.ones(6, 6).tril() if causal or mask is not None else torch.ones(6, 6)
+        torch.testing.assert_close(lse, seen.sum(1).log().expand(2, 2, 6))
+        even = torch.einsum("ij,bjhd->bihd", seen / seen.sum(1, keepdim=True), X)
+        torch.testing.assert_close(out, even)
+        (gradient,) = torch.autograd.grad(out.sum(), x)
+        assert gradient.isfinite().all()

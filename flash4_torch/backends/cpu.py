@@ -108,8 +108,8 @@ def beyond_plain(problem: Problem) -> list[str]:
         why.append(f"dropout_p is {problem.dropout_p}, and its masks are not ours")
     if spec.dlse:
         why.append("it has no gradient for lse")
-    if problem.scale <= 0.0:
-        # It scales -inf too, which turns hidden keys into NaN or +inf.
+    if problem.scale < torch.finfo(torch.float32).tiny:
+        # It scales -inf too, which turns hidden keys into NaN or +inf; what float32 cannot hold counts as 0.
         why.append(f"scale is {problem.scale}, and its masks need a positive one")
     return why
 
