@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +14,50 @@ from .ops import check
 from .ops.impl import Rules, dense_extent, describe
 from .ops.keywords import hides_unknown, no_argument
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 Window = tuple[int | None, int | None]
 
 
+class _Options(TypedDict, total=False):
+    """Keywords of `attention_varlen` that say nothing of what it returns."""
+
+    causal: bool
+    window: Window
+    scale: float | None
+    softcap: float
+    dropout_p: float
+    deterministic: bool | None
+
+
+class _DenseOptions(_Options, total=False):
+    attn_mask: Tensor | None
+
+
+class _Sequences(TypedDict):
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int | Tensor
+    max_seqlen_k: int | Tensor
+
+
+class _VarlenOptions(_Options, _Sequences):
+    pass
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[_DenseOptions]
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[_DenseOptions]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[_DenseOptions]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 @hides_unknown
 def attention(
     q: Tensor,
@@ -122,6 +163,18 @@ def _rules(
     }
 
 
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[_VarlenOptions]
+) -> Tensor: ...
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[_VarlenOptions]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[_VarlenOptions]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 @hides_unknown
 def attention_varlen(
     q: Tensor,
