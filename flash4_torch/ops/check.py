@@ -100,8 +100,9 @@ def sdpa_extras(
     for name, x in tensors.items():
         if isinstance(x, Tensor) and x.layout not in (torch.strided, torch.jagged):
             raise _not_dense(name, x)
-    if isinstance(attn_mask, Tensor) and attn_mask.is_meta and not query.is_meta:
-        raise DeviceError("attn_mask", attn_mask.device, f"it must be on query's device, {query.device}")
+    is_meta = {name for name, x in tensors.items() if isinstance(x, Tensor) and x.is_meta}
+    if is_meta == {"attn_mask"} and isinstance(query, Tensor):
+        raise DeviceError("attn_mask", "meta", f"it must be on query's device, {query.device}")
     if isinstance(dropout_p, (int, float)) and not 0.0 <= dropout_p <= sys.float_info.max:
         probability(dropout_p)
 

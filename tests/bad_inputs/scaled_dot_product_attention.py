@@ -32,6 +32,7 @@ def of_tensors() -> Iterator[Row]:
             yield Row({"attn_mask": x}, LayoutError, f"attn_mask is {called}, but it must be a dense one")
     words = "attn_mask is meta, but it must be on query's device, cpu"
     yield Row({"attn_mask": MASK.to("meta")}, DeviceError, words)
+    yield Row({"attn_mask": MASK.to("meta"), "query": "x"}, TypeError, "argument 'query'")
     yield Row({"value": X[:, :, :2]}, ShapeError, "value is (2, 3, 2, 8), but its length must be key's, 4")
     for name in GOOD:
         yield Row({name: X.double()}, RuntimeError, "to have the same dtype")
