@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 import torch.nn.functional as F
@@ -12,10 +12,53 @@ from . import backends, fast, ops
 from .masks import Band
 from .ops import check
 from .ops.impl import Rules, dense_extent, describe
+from .ops.keywords import hides_unknown, no_argument
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Window = tuple[int | None, int | None]
 
 
+class _Options(TypedDict, total=False):
+    """Keywords of `attention_varlen` that say nothing of what it returns."""
+
+    causal: bool
+    window: Window
+    scale: float | None
+    softcap: float
+    dropout_p: float
+    deterministic: bool | None
+
+
+class _DenseOptions(_Options, total=False):
+    attn_mask: Tensor | None
+
+
+class _Sequences(TypedDict):
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int | Tensor
+    max_seqlen_k: int | Tensor
+
+
+class _VarlenOptions(_Options, _Sequences):
+    pass
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[_DenseOptions]
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[_DenseOptions]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[_DenseOptions]
+) -> Tensor | tuple[Tensor, Tensor]: ...
+@hides_unknown
 def attention(
     q: Tensor,
     k: Tensor,
@@ -29,6 +72,7 @@ def attention(
     dropout_p: float = 0.0,
     deterministic: bool | None = None,
     return_lse: bool = False,
+    **unknown: Any,
 ) -> Any:
     """Attention, softmax(scale * q k^T) v, in O(S) memory.
 
@@ -54,18 +98,21 @@ def attention(
 
     Raises:
         ArgumentError: an argument is out of its limits; the message names it, its value and the limit.
+        KeywordError: there is no such argument; the message names what serves instead.
         BackendError: no backend serves the call; see `support`.
         DoubleBackwardError: second derivatives were asked for.
 
     Under autocast q, k and v are cast to the autocast dtype. The algorithm is FlashAttention-4's; see
     `flash4_torch.reference.tiled` for a readable version.
     """
+    if unknown:
+        raise no_argument(attention, unknown)
     call, launch = fast.find(q, k, v, attn_mask, window, causal, scale, softcap, dropout_p, deterministic)
-    if launch is not None:
+    if launch is not None and (return_lse is False or return_lse is True):
         out, lse = launch(q, k, v)
         return (out, lse) if return_lse else out
     q, k, v, attn_mask, band, rules = _dense_call(
-        q, k, v, causal, window, scale, softcap, attn_mask, dropout_p, deterministic
+        q, k, v, causal, window, scale, softcap, attn_mask, dropout_p, deterministic, return_lse
     )
     rng_state = ops.draw_rng_state(q.device) if rules["dropout_p"] > 0 else None
     out, lse = ops.attention(
@@ -87,6 +134,7 @@ def _dense_call(
     attn_mask: Tensor | None,
     dropout_p: float,
     deterministic: bool | None,
+    return_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Band, dict[str, Any]]:
     """The checked and completed arguments of a dense call."""
     check.tensors(q, k, v)
@@ -96,6 +144,7 @@ def _dense_call(
     attn_mask = check.attn_mask(attn_mask, q, k)
     band = check.band(causal, window)
     rules = _rules(q, scale, softcap, dropout_p, deterministic)
+    check.flag("return_lse", return_lse)
     return q, k, v, attn_mask, band, rules
 
 
@@ -107,11 +156,26 @@ def _rules(
         "softcap": check.softcap(softcap),
         "dropout_p": check.probability(dropout_p),
         "deterministic": (
-            torch.are_deterministic_algorithms_enabled() if deterministic is None else bool(deterministic)
+            torch.are_deterministic_algorithms_enabled()
+            if deterministic is None
+            else check.flag("deterministic", deterministic)
         ),
     }
 
 
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[_VarlenOptions]
+) -> Tensor: ...
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[_VarlenOptions]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[_VarlenOptions]
+) -> Tensor | tuple[Tensor, Tensor]: ...
+@hides_unknown
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -128,6 +192,7 @@ def attention_varlen(
     dropout_p: float = 0.0,
     deterministic: bool | None = None,
     return_lse: bool = False,
+    **unknown: Any,
 ) -> Any:
     """Attention over B sequences of different lengths, packed one after another without padding.
 
@@ -150,8 +215,10 @@ def attention_varlen(
         with sequences counted as batch entries.
 
     Raises:
-        ArgumentError: as in `attention`.
+        ArgumentError, KeywordError: as in `attention`.
     """
+    if unknown:
+        raise no_argument(attention_varlen, unknown)
     check.tensors(q, k, v)
     q, k, v = ops.autocast_inputs(q, k, v)
     check.qkv(q, k, v, 3, "(T, H, D)")
@@ -160,6 +227,7 @@ def attention_varlen(
     check.same_sequences(cu_seqlens_q, cu_seqlens_k)
     band = check.band(causal, window)
     rules = _rules(q, scale, softcap, dropout_p, deterministic)
+    check.flag("return_lse", return_lse)
     out, lse = ops.attention_varlen(
         q,
         k,
@@ -176,6 +244,7 @@ def attention_varlen(
     return (out, lse) if return_lse else out
 
 
+@hides_unknown
 def support(
     q: Tensor,
     k: Tensor,
@@ -189,19 +258,23 @@ def support(
     dropout_p: float = 0.0,
     deterministic: bool | None = None,
     return_lse: bool = False,
+    **unknown: Any,
 ) -> dict[str, list[str]]:
     """Who can serve `attention` with the same arguments, and why the others cannot.
 
     Returns:
         For each backend, in order of priority, the sentences why it cannot serve the call; none if it can.
-        The first backend without a reason serves it. If an input requires a gradient, the backward's reasons
-        are listed too, behind "backward: "; forward and backward each choose their backend. Computes nothing.
+        The first backend without a reason serves it; FLASH4_BACKEND is a reason against all others. If an
+        input requires a gradient, the backward's reasons are listed too, behind "backward: "; forward and
+        backward each choose their backend. Computes nothing.
 
     Raises:
-        ArgumentError: as in `attention`.
+        ArgumentError, KeywordError: as in `attention`.
     """
+    if unknown:
+        raise no_argument(support, unknown)
     q, k, v, attn_mask, band, rules = _dense_call(
-        q, k, v, causal, window, scale, softcap, attn_mask, dropout_p, deterministic
+        q, k, v, causal, window, scale, softcap, attn_mask, dropout_p, deterministic, return_lse
     )
     mask_grad = attn_mask is not None and attn_mask.requires_grad
     wants_grad = mask_grad or any(x.requires_grad for x in (q, k, v))
@@ -215,6 +288,7 @@ def support(
     return reasons
 
 
+@hides_unknown
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -224,6 +298,7 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    **unknown: Any,
 ) -> Tensor:
     """torch.nn.functional.scaled_dot_product_attention, its exact contract, served by our backends.
 
@@ -242,13 +317,20 @@ def scaled_dot_product_attention(
 
     Raises:
         ShapeError: key and value differ in length, where torch would read past the end.
+        RangeError: scale is NaN, or infinite in float32; dropout_p is NaN, negative or no float.
+        LayoutError: a tensor is sparse, or in a library's own layout.
+        DeviceError: attn_mask alone is a meta tensor.
+        KeywordError: there is no such argument; the message names what serves instead.
         What torch's function raises for the same arguments, otherwise.
     """
+    if unknown:
+        raise no_argument(scaled_dot_product_attention, unknown)
     check.sdpa_lengths(key, value)
     if all(isinstance(x, Tensor) for x in (query, key, value)):
         query, key, value = ops.autocast_inputs(query, key, value)
-    if not _serves_sdpa(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa):
+    if not _serves_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
         # Torch's own function raises its own errors, and serves what no (B, S, H, D) can express.
+        check.sdpa_extras(query, key, value, attn_mask, dropout_p)
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -280,11 +362,21 @@ def _serves_sdpa(
     attn_mask: Tensor | None,
     dropout_p: float,
     is_causal: bool,
+    scale: float | None,
     enable_gqa: bool,
 ) -> bool:
     """Whether the call is valid in torch's eyes and expressible as `attention`."""
     tensors = (query, key, value)
-    if not all(isinstance(x, Tensor) and not x.is_nested and x.dim() >= 2 for x in tensors):
+    if not all(isinstance(x, Tensor) and check.is_dense(x) and x.dim() >= 2 for x in tensors):
+        return False
+    if not (check.is_flag(is_causal) and check.is_flag(enable_gqa)) or not isinstance(
+        dropout_p, (int, float)
+    ):
+        return False
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
+        # Torch takes what can be read as a number, 0-dim tensors for one.
+        return False
+    if attn_mask is not None and not (isinstance(attn_mask, Tensor) and check.is_dense(attn_mask)):
         return False
     same = all(
         (x.dtype, x.device, x.dim()) == (query.dtype, query.device, query.dim()) and x.shape[-1] > 0
@@ -316,7 +408,8 @@ def _heads_agree(heads: list[int], enable_gqa: bool) -> bool:
     Hq, Hk, Hv = heads
     if enable_gqa:
         return Hk == Hv and Hq % Hk == 0
-    return {Hk, Hv} <= {1, Hq}
+    # Compared, not in sets: sizes that are being traced have no hash.
+    return all(H in (1, Hq) for H in (Hk, Hv))
 
 
 def _heads_last(x: Tensor, batch: torch.Size, H: int | None = None) -> Tensor:

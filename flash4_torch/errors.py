@@ -54,6 +54,21 @@ class RangeError(ArgumentError):
     """A number is outside its range."""
 
 
+class LayoutError(ArgumentError):
+    """A tensor is not dense memory with strides: sparse, nested or in a library's own layout."""
+
+
+class KeywordError(Flash4Error, TypeError):
+    """A function has no argument of that name: `KeywordError(function, keyword, hint)`.
+
+    A TypeError because that is what Python raises for it.
+    """
+
+    def __str__(self) -> str:
+        function, keyword, hint = self.args
+        return f"{function} has no argument {keyword!r}; {hint}"
+
+
 class BackendError(Flash4Error, RuntimeError):
     """No backend (or not the forced one) can serve the call.
 

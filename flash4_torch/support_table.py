@@ -78,9 +78,11 @@ def served(feature: str, backend: str) -> str:
     problem = _problem({**_DEVICES[backend], **FEATURES[feature]})
     forward = problem.spec._replace(dlse=False, dmask=False)
     backward = problem.spec._replace(backward=True)
-    if backends.reasons(problem._replace(spec=forward))[backend]:
+    # Its own word: what FLASH4_BACKEND asks for is no matter of the table.
+    why_not = next(b.why_not for b in backends.PRIORITY if b.name == backend)
+    if why_not(problem._replace(spec=forward)):
         return "no"
-    return "forward" if backends.reasons(problem._replace(spec=backward))[backend] else "yes"
+    return "forward" if why_not(problem._replace(spec=backward)) else "yes"
 
 
 def _problem(changes: dict[str, Any]) -> Problem:

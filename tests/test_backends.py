@@ -8,7 +8,7 @@ from hypothesis import given
 
 import flash4_torch
 from cases import Case, cases
-from flash4_torch import backends, testing
+from flash4_torch import backends, support_table, testing
 from flash4_torch.errors import BackendError, RangeError
 
 
@@ -124,3 +124,36 @@ def test_memory_does_not_grow_with_the_product_of_lengths() -> None:
         out, lse, _ = tiled.forward(q, k, v, scoring)
         tiled.backward(out, lse, q, k, v, out, lse, scoring)
     assert largest <= max(q.numel(), tiled.Tiling().elements)
+
+
+def test_support_knows_what_is_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = X.clone().requires_grad_()
+    for forced in ("tiled", "cpu"):
+        monkeypatch.setenv("FLASH4_BACKEND", forced)
+        reasons = flash4_torch.support(x, x, x)
+        with testing.backends_used() as used:
+            flash4_torch.attention(x, x, x).sum().backward()
+        assert {name for _, name in used} == {forced} and len(used) == 2
+        assert [name for name, why in reasons.items() if not why] == [forced]
+        for name, why in reasons.items():
+            assert name == forced or f"FLASH4_BACKEND={forced} asks for another" in why
+    # What it cannot serve stays among its own reasons.
+    assert "softcap is 2.0, and it has none" in flash4_torch.support(X, X, X, softcap=2.0)["cpu"]
+    monkeypatch.setenv("FLASH4_BACKEND", "gpu")
+    messages = []
+    for call in (flash4_torch.support, flash4_torch.attention):
+        with pytest.raises(RangeError, match=r"FLASH4_BACKEND is 'gpu'") as caught:
+            call(X, X, X)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+
+
+def test_support_knows_what_is_excluded() -> None:
+    with backends.excluding("cpu"):
+        assert flash4_torch.support(X, X, X)["cpu"] == ["this thread excludes it"]
+
+
+def test_the_table_of_features_asks_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = support_table.markdown()
+    monkeypatch.setenv("FLASH4_BACKEND", "cpu")
+    assert support_table.markdown() == table

@@ -380,8 +380,9 @@ def test_its_memory_is_bounded_and_holds_no_tensors(
     for S in range(1, 12):
         attend(half(1, S, 1, 8))
         assert len(fast._launches) <= 4
-    attend(X, causal=torch.tensor(True))
-    attend(X, deterministic=torch.tensor(True))
+    for flag in ("causal", "deterministic"):
+        with pytest.raises(errors.ArgumentError, match=f"{flag} is tensor"):
+            attend(X, **{flag: torch.tensor(True)})
     assert not any(isinstance(x, Tensor) for call in fast._launches for x in call)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -18,7 +20,8 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 
 class Cpu:
     """Varlen runs a sequence at a time; sequences that the kernel cannot serve (empty ones, causal ones with
-    more or fewer keys than queries) run tiled."""
+    more or fewer keys than queries) run tiled. So do calls with a score that is NaN or infinite: of those the
+    kernel makes zeros here and there, where NaN should go on."""
 
     name = "cpu"
 
@@ -52,8 +55,11 @@ class Cpu:
         mask, causal = _added(inputs.attn_mask, q.dtype), is_causal(problem)
         out, lse = _forward(q, k, v, 0.0, causal, attn_mask=mask, scale=problem.scale)
         lse = lse.contiguous()
-        if mask is not None:
-            lse.masked_fill_(_sees_nothing(mask, causal, problem.extent.Sq), -torch.inf)
+        nothing = None if mask is None else _sees_nothing(mask, causal, problem.extent.Sq)
+        if _is_odd(lse, nothing) and not _has_finite_scores(inputs, problem):
+            return Tiled().forward(inputs, problem)
+        if nothing is not None:
+            lse.masked_fill_(nothing, -torch.inf)
         low = None
         if has_float_mask(inputs.attn_mask):
             low = tiled.lse_low(inputs.q, inputs.k, lse, scoring(inputs, problem))
@@ -90,6 +96,24 @@ def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return mask.to(working_dtype(dtype))
 
 
+def _is_odd(lse: Tensor, nothing: Tensor | None) -> bool:
+    """Whether a row that sees something has an lse of 0, an infinity or NaN: all that bad scores leave."""
+    if nothing is not None:
+        lse = lse.masked_fill(nothing, 1.0)
+    return math.isnan((lse / lse).sum().item())
+
+
+def _has_finite_scores(inputs: Inputs, problem: Problem) -> bool:
+    """Whether the largest numbers of q and k cannot make a score that is NaN or infinite, nor attn_mask."""
+    largest = torch.finfo(working_dtype(inputs.q.dtype)).max
+    q, k = (x.abs().amax().item() for x in (inputs.q, inputs.k))
+    product = q * k * problem.spec.D
+    mask = inputs.attn_mask
+    if mask is not None and mask.is_floating_point() and not mask.amax().item() < torch.inf:
+        return False
+    return product < largest and product * problem.scale < largest
+
+
 def _sees_nothing(mask: Tensor, causal: bool, Sq: int) -> Tensor:
     """Bool, broadcastable to (B, Hq, Sq): the rows for which mask, and causal if set, leave no key."""
     visible = mask != -torch.inf
@@ -108,8 +132,8 @@ def beyond_plain(problem: Problem) -> list[str]:
         why.append(f"dropout_p is {problem.dropout_p}, and its masks are not ours")
     if spec.dlse:
         why.append("it has no gradient for lse")
-    if problem.scale <= 0.0:
-        # It scales -inf too, which turns hidden keys into NaN or +inf.
+    if problem.scale < torch.finfo(torch.float32).tiny:
+        # It scales -inf too, which turns hidden keys into NaN or +inf; what float32 cannot hold counts as 0.
         why.append(f"scale is {problem.scale}, and its masks need a positive one")
     return why
 

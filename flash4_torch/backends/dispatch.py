@@ -42,8 +42,17 @@ _logged: set[tuple[object, ...]] = set()
 
 
 def reasons(problem: Problem) -> dict[str, list[str]]:
-    """For each backend, by priority, why it cannot serve the problem; empty if it can."""
-    return {backend.name: backend.why_not(problem) for backend in PRIORITY}
+    """For each backend, by priority, why it does not serve the problem; empty if it can.
+
+    Raises:
+        RangeError: FLASH4_BACKEND names no backend.
+    """
+    candidates, forced = _candidates(), env.BACKEND.get()
+    passed_over = f"{env.BACKEND.name}={forced} asks for another" if forced else "this thread excludes it"
+    return {
+        backend.name: [*backend.why_not(problem), *([] if backend in candidates else [passed_over])]
+        for backend in PRIORITY
+    }
 
 
 def choose(problem: Problem) -> Backend:

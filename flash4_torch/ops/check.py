@@ -3,24 +3,42 @@
 from __future__ import annotations
 
 import math
+import reprlib
+import sys
 from itertools import pairwise
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, DeviceError, DtypeError, RangeError, ShapeError
+from ..errors import ArgumentError, DeviceError, DtypeError, LayoutError, RangeError, ShapeError
 from ..masks import Band
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _INDEX_DTYPES = (torch.int32, torch.int64)
 _DTYPES_SENTENCE = "it must be bfloat16, float16, float32 or float64"
+_FLOAT32 = torch.finfo(torch.float32)
+"""Scores are numbers of it, and so is what changes them."""
+_LARGEST_INT = (1 << 63) - 1
+"""What the operators' schemas can carry."""
 
 
 def tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise ArgumentError(name, type(x).__name__, "it must be a tensor")
+        if not is_dense(x):
+            raise _not_dense(name, x, "; attention_varlen takes sequences of different lengths")
+
+
+def is_dense(x: Tensor) -> bool:
+    return x.layout == torch.strided and not x.is_nested
+
+
+def _not_dense(name: str, x: Tensor, of_nested: str = "") -> LayoutError:
+    if x.is_nested:
+        return LayoutError(name, "a nested tensor", f"it must be a dense one{of_nested}")
+    return LayoutError(name, f"a tensor of layout {x.layout}", "it must be a dense one, of torch.strided")
 
 
 def qkv(q: Tensor, k: Tensor, v: Tensor, rank: int, layout: str) -> None:
@@ -44,7 +62,22 @@ def qkv(q: Tensor, k: Tensor, v: Tensor, rank: int, layout: str) -> None:
         raise ShapeError("q, v", (tuple(q.shape), tuple(v.shape)), "head dimensions must be at least 1")
     Hq, Hk = q.shape[-2], k.shape[-2]
     if Hk < 1 or Hq < 1 or Hq % Hk:
-        raise ShapeError("q", tuple(q.shape), f"its {Hq} heads must be a positive multiple of k's {Hk}")
+        raise ShapeError(
+            "q",
+            tuple(q.shape),
+            f"its {Hq} heads must be a positive multiple of k's {Hk}{_if_heads_first(q, k)}",
+        )
+
+
+def _if_heads_first(q: Tensor, k: Tensor) -> str:
+    """What to say of heads if they would fit had they stood before the sequence."""
+    Hq, Hk = q.shape[-3], k.shape[-3]
+    if Hk < 1 or Hq < 1 or Hq % Hk:
+        return ""
+    here, there, dims = ("(B, S, H, D)", "(B, H, S, D)", "1, 2")
+    if q.dim() == 3:
+        here, there, dims = ("(T, H, D)", "(H, T, D)", "0, 1")
+    return f"; if yours are {there}, transpose({dims}) makes {here} of them"
 
 
 def same_batch(q: Tensor, k: Tensor) -> None:
@@ -59,17 +92,49 @@ def sdpa_lengths(key: Tensor, value: Tensor) -> None:
         raise ShapeError("value", tuple(value.shape), f"its length must be key's, {key.shape[-2]}")
 
 
+def sdpa_extras(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float
+) -> None:
+    """What torch's own function would answer with words of its insides, or with garbage."""
+    tensors = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
+    for name, x in tensors.items():
+        if isinstance(x, Tensor) and x.layout not in (torch.strided, torch.jagged):
+            raise _not_dense(name, x)
+    is_meta = {name for name, x in tensors.items() if isinstance(x, Tensor) and x.is_meta}
+    if is_meta == {"attn_mask"} and isinstance(query, Tensor):
+        raise DeviceError("attn_mask", "meta", f"it must be on query's device, {query.device}")
+    if isinstance(dropout_p, (int, float)) and not 0.0 <= dropout_p <= sys.float_info.max:
+        probability(dropout_p)
+
+
+def is_flag(value: Any) -> bool:
+    # The symbolic one is a comparison of sizes that are being traced.
+    return isinstance(value, (bool, torch.SymBool))
+
+
+def flag(name: str, value: bool) -> bool:
+    if not is_flag(value):
+        raise ArgumentError(name, reprlib.repr(value), "it must be True or False")
+    return bool(value)
+
+
 def band(causal: bool, window: tuple[int | None, int | None]) -> Band:
     """`causal` and `window` as one band."""
+    flag("causal", causal)
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise ArgumentError("window", repr(window), "it must be a pair (left, right) of sizes or None")
+        raise ArgumentError(
+            "window", reprlib.repr(window), "it must be a pair (left, right) of sizes or None"
+        )
     for side, size in zip(("left", "right"), window, strict=True):
         if size is None:
             continue
         if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
-            raise ArgumentError(f"window's {side}", repr(size), "it must be an int or None")
+            raise ArgumentError(f"window's {side}", reprlib.repr(size), "it must be an int or None")
         if size < 0:
-            raise RangeError(f"window's {side}", size, "it must be at least 0; None is unbounded")
+            limit = "it must be at least 0; None is unbounded, which flash-attn writes as -1"
+            raise RangeError(f"window's {side}", _shown(size), limit)
+        if isinstance(size, int) and size > _LARGEST_INT:
+            raise RangeError(f"window's {side}", _shown(size), "it must be below 2**63; None is unbounded")
     left, right = window
     return Band(left, 0 if causal else right)
 
@@ -78,11 +143,15 @@ def scale(value: float | None, D: int) -> float:
     """The given scale, or 1 / sqrt(D)."""
     if value is None:
         return 1.0 / math.sqrt(D)
-    return _number("scale", value, -math.inf, math.inf)
+    return _number("scale", value, -_FLOAT32.max, _FLOAT32.max)
 
 
 def softcap(value: float) -> float:
-    return _number("softcap", value, 0.0, math.inf)
+    number = _number("softcap", value, 0.0, _FLOAT32.max)
+    if 0.0 < number < _FLOAT32.tiny:
+        # Scores are divided by it.
+        raise RangeError("softcap", value, f"it must be 0, for none, or at least {_FLOAT32.tiny:.3g}")
+    return number
 
 
 def probability(value: float) -> float:
@@ -91,14 +160,21 @@ def probability(value: float) -> float:
 
 def _number(name: str, value: Any, low: float, high: float) -> float:
     if isinstance(value, (bool, Tensor)) or not isinstance(value, (int, float)):
-        raise ArgumentError(name, repr(value), "it must be a number")
+        raise ArgumentError(name, reprlib.repr(value), "it must be a number")
     # Comparisons only: under torch.compile a number may be symbolic. NaN fails all of them.
-    if not (-math.inf < value < math.inf and low <= value <= high):
-        span = f"from {low} to {high}" if math.isfinite(high) else f"at least {low}"
-        raise RangeError(
-            name, value, "it must be finite" if low == -math.inf else f"it must be finite, {span}"
-        )
+    if not low <= value <= high:
+        span = f"finite, from {low} to {high}"
+        if high == _FLOAT32.max:
+            span = "finite in float32" + (", and at least 0.0" if low == 0.0 else "")
+        raise RangeError(name, _shown(value), f"it must be {span}")
     return float(value)
+
+
+def _shown(value: Any) -> object:
+    """The number, unless nobody would read its digits (Python itself refuses to write thousands)."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an int of {value.bit_length()} bits"
+    return value
 
 
 def attn_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
@@ -107,21 +183,33 @@ def attn_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
         return None
     if not isinstance(mask, Tensor):
         raise ArgumentError("attn_mask", type(mask).__name__, "it must be a tensor or None")
+    if not is_dense(mask):
+        raise _not_dense("attn_mask", mask)
     if mask.dtype != torch.bool and mask.dtype not in DTYPES:
         raise DtypeError("attn_mask", mask.dtype, "it must be bool (True attends) or floating (added)")
     if mask.device != q.device:
         raise DeviceError("attn_mask", mask.device, f"it must be on q's device, {q.device}")
     full = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    sizes = (1,) * (4 - mask.dim()) + tuple(mask.shape)
-    if len(sizes) != 4 or any(n not in (1, m) for n, m in zip(sizes, full, strict=True)):
-        raise ShapeError("attn_mask", tuple(mask.shape), f"it must broadcast to (B, Hq, Sq, Sk) = {full}")
+    if not _broadcasts(mask, full):
+        heads_first = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        hint = _if_heads_first(q, k) if _broadcasts(mask, heads_first) else ""
+        raise ShapeError(
+            "attn_mask", tuple(mask.shape), f"it must broadcast to (B, Hq, Sq, Sk) = {full}{hint}"
+        )
     return mask[(None,) * (4 - mask.dim())]
+
+
+def _broadcasts(mask: Tensor, full: tuple[int, ...]) -> bool:
+    sizes = (1,) * (4 - mask.dim()) + tuple(mask.shape)
+    return len(sizes) == 4 and all(n in (1, m) for n, m in zip(sizes, full, strict=True))
 
 
 def cu_seqlens(name: str, lengths: Tensor, q: Tensor) -> None:
     """What can be said of cumulative lengths without reading them; `cu_seqlens_values` reads them."""
     if not isinstance(lengths, Tensor):
         raise ArgumentError(name, type(lengths).__name__, "it must be a tensor")
+    if not is_dense(lengths):
+        raise _not_dense(name, lengths)
     if lengths.dim() != 1 or lengths.shape[0] < 1:
         raise ShapeError(name, tuple(lengths.shape), "it must be (B + 1,)")
     if lengths.dtype not in _INDEX_DTYPES:
@@ -139,15 +227,19 @@ def same_sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
 def max_seqlen(name: str, value: int | Tensor) -> int:
     """An int, from an int or a 0-dim tensor."""
     if isinstance(value, Tensor) and value.dim() == 0 and not value.is_floating_point():
+        if value.is_meta:
+            raise DeviceError(name, value.device, "it must be on a device, for its value is read")
         known_later = torch.compiler.is_compiling()
         value = cast(int, value.item())
         if known_later:
             torch._check(value >= 0)
             return value
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise ArgumentError(name, repr(value), "it must be an int or a 0-dim tensor")
+        raise ArgumentError(name, reprlib.repr(value), "it must be an int or a 0-dim tensor")
     if value < 0:
-        raise RangeError(name, value, "it must be at least 0")
+        raise RangeError(name, _shown(value), "it must be at least 0")
+    if isinstance(value, int) and value > _LARGEST_INT:
+        raise RangeError(name, _shown(value), "it must be below 2**63")
     return value
 
 

@@ -38,7 +38,7 @@ def reference(
         dropout = Dropout(rng_state, dropout_p)
     band: Band = check.band(causal, window)
     mask = check.attn_mask(attn_mask, q, k)
-    scoring = Scoring(check.scale(scale, q.shape[-1]), band, softcap, mask, dropout)
+    scoring = Scoring(check.scale(scale, q.shape[-1]), band, check.softcap(softcap), mask, dropout)
     return attention(q.to(dtype), k.to(dtype), v.to(dtype), scoring)
 
 

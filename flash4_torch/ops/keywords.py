@@ -1,0 +1,64 @@
+"""Keywords that a function does not have, because its neighbours in other libraries do."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from ..errors import KeywordError
+
+_SAME = (
+    ("scale", "softmax_scale", "sm_scale", "scaling"),
+    ("causal", "is_causal"),
+    ("window", "window_size", "sliding_window"),
+    ("softcap", "soft_cap", "logits_soft_cap"),
+    ("attn_mask", "mask", "attention_mask", "attn_bias", "bias"),
+    ("dropout_p", "dropout", "dropout_rate"),
+    ("return_lse", "return_softmax_lse"),
+    ("cu_seqlens_q", "cu_seq_lens_q"),
+    ("cu_seqlens_k", "cu_seq_lens_k"),
+    ("max_seqlen_q", "max_length_q"),
+    ("max_seqlen_k", "max_length_k"),
+)
+"""Names of one thing, as we, flash-attn, PyTorch, Hugging Face, xformers and FlashInfer write them."""
+
+_OTHERWISE = {
+    "alibi_slopes": "give what it adds to the scores as attn_mask",
+    "block_mask": "causal, window and attn_mask say who sees whom",
+    "enable_gqa": "query heads may always be a multiple of key heads",
+    "return_attn_probs": "the weights are never stored; return_lse=True gives their logarithmic sums",
+    "score_mod": "scale, softcap and attn_mask are what changes scores",
+}
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def hides_unknown(function: Function) -> Function:
+    """Shows a function's signature without the `**unknown` by which it sees keywords it does not have.
+
+    It stays the same object: a wrapper would cost each call.
+    """
+    signature = inspect.signature(function)
+    shown = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    return function
+
+
+def no_argument(function: Callable[..., Any], unknown: Iterable[str]) -> KeywordError:
+    """The error for the first of the keywords that `function` does not have."""
+    keyword = next(iter(unknown))
+    takes = list(inspect.signature(function).parameters)
+    return KeywordError(function.__name__, keyword, _hint(keyword, takes))
+
+
+def _hint(keyword: str, takes: list[str]) -> str:
+    for names in _SAME:
+        ours = [name for name in names if name in takes]
+        if keyword in names and ours:
+            return f"it is called {ours[0]!r} here"
+    if keyword in _OTHERWISE:
+        return _OTHERWISE[keyword]
+    close = difflib.get_close_matches(keyword, takes, 1)
+    return f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(takes)}"

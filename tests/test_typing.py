@@ -1,0 +1,71 @@
+"""What type checkers are told of the public functions. mypy reads this file, too: see pyproject.toml."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from typing_extensions import assert_type
+
+import flash4_torch
+from flash4_torch.errors import ArgumentError, KeywordError
+
+X = torch.randn(1, 4, 2, 8)
+LENGTHS = torch.tensor([0, 4])
+
+
+def test_return_lse_says_what_attention_returns() -> None:
+    lse_too = X.shape[0] == 1
+    out = assert_type(flash4_torch.attention(X, X, X), Tensor)
+    assert_type(flash4_torch.attention(X, X, X, causal=True, return_lse=False), Tensor)
+    both = assert_type(flash4_torch.attention(X, X, X, scale=None, return_lse=True), tuple[Tensor, Tensor])
+    either = flash4_torch.attention(X, X, X, window=(1, None), return_lse=lse_too)
+    assert_type(either, Tensor | tuple[Tensor, Tensor])
+    assert isinstance(out, Tensor) and isinstance(both, tuple) and isinstance(either, tuple)
+
+
+def test_return_lse_says_what_attention_varlen_returns() -> None:
+    lse_too = X.shape[0] == 1
+    out = flash4_torch.attention_varlen(
+        X[0], X[0], X[0], cu_seqlens_q=LENGTHS, cu_seqlens_k=LENGTHS, max_seqlen_q=4, max_seqlen_k=4
+    )
+    both = flash4_torch.attention_varlen(
+        X[0],
+        X[0],
+        X[0],
+        cu_seqlens_q=LENGTHS,
+        cu_seqlens_k=LENGTHS,
+        max_seqlen_q=4,
+        max_seqlen_k=LENGTHS[1],
+        causal=True,
+        return_lse=True,
+    )
+    either = flash4_torch.attention_varlen(
+        X[0],
+        X[0],
+        X[0],
+        cu_seqlens_q=LENGTHS,
+        cu_seqlens_k=LENGTHS,
+        max_seqlen_q=4,
+        max_seqlen_k=4,
+        return_lse=lse_too,
+    )
+    assert_type(out, Tensor)
+    assert_type(both, tuple[Tensor, Tensor])
+    assert_type(either, Tensor | tuple[Tensor, Tensor])
+    assert isinstance(out, Tensor) and isinstance(both, tuple) and isinstance(either, tuple)
+
+
+def test_wrong_calls_are_told_before_they_are_made() -> None:
+    """An unused `type: ignore` is an error: each of these lines must be one to a type checker."""
+    with pytest.raises(KeywordError):
+        flash4_torch.attention(X, X, X, softmax_scale=1.0)  # type: ignore[call-overload]
+    with pytest.raises(ArgumentError):
+        flash4_torch.attention(X, X, X, causal="no")  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="cu_seqlens_q"):
+        flash4_torch.attention_varlen(X[0], X[0], X[0])  # type: ignore[call-overload]
+
+
+def test_the_others() -> None:
+    assert_type(flash4_torch.support(X, X, X), dict[str, list[str]])
+    assert_type(flash4_torch.scaled_dot_product_attention(X, X, X), Tensor)
