@@ -49,6 +49,15 @@ BACKENDS = {
     ),
     "tiled": Served({"FLASH4_BACKEND": "tiled"}),
 }
+KERNELS = {
+    arch: Served(
+        {"FLASH4_BACKEND": "emulator", "FLASH4_ARCH": arch},
+        dtypes=(torch.bfloat16,),
+        head_sizes=(64,),
+        shapes=("full", "causal", "mask", "window") if EVERYTHING else ("full",),
+    )
+    for arch in ("sm_90a", "sm_100a")
+}
 
 
 @dataclass(frozen=True)
@@ -184,6 +193,32 @@ def test_poison_reaches_what_attends_to_it(backend: str) -> None:
         assert_poison_spreads_as_it_must(call)
 
     law()
+
+
+@pytest.mark.parametrize("arch", KERNELS)
+def test_poison_reaches_what_attends_to_it_in_kernels(arch: str) -> None:
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+
+    @given(poisoned(KERNELS[arch]))
+    @settings(max_examples=200 if EVERYTHING else 6)
+    def law(call: Poisoned) -> None:
+        assert_poison_spreads_as_it_must(call)
+
+    law()
+
+
+@pytest.mark.parametrize("arch", KERNELS)
+def test_every_column_of_a_block_carries_poison(arch: str) -> None:
+    """Also those whose weights a polynomial makes, which would take NaN for a hidden key."""
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    q, k, v = (torch.rand(1, S, 1, 64).bfloat16() for S in (3, 40, 40))
+    with environment(KERNELS[arch].environment):
+        for value, columns in ((torch.nan, range(40)), (torch.inf, range(26, 32))):
+            for j in columns:
+                spoiled = k.clone()
+                spoiled[:, j] = value
+                out, lse = flash4_torch.attention(q, spoiled, v, return_lse=True)
+                assert out.isnan().all() and not lse.isfinite().any(), f"{value} at key {j}"
 
 
 @pytest.mark.parametrize("backend", ["cpu", "tiled"])

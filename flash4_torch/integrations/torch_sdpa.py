@@ -155,7 +155,7 @@ def _sdpa_cpu(
 ) -> tuple[Tensor, Tensor]:
     """aten::_scaled_dot_product_flash_attention_for_cpu, tensors (B, H, S, D)."""
     _refuse(dropout_p=dropout_p or None)
-    out, lse = _attention(
+    out, lse, _ = _attention(
         *_swapped(query, key, value),
         _cpu_mask(attn_mask),
         None,
@@ -250,7 +250,7 @@ class _Call(NamedTuple):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rng_state: Tensor | None) -> tuple[Tensor, Tensor]:
         """(out, lse) of dense (B, S, H, D) or, with cum_seq, ragged (T, H, D)."""
         if self.cum_seq_q is None:
-            return _attention(q, k, v, None, rng_state, *self._rules())
+            return _attention(q, k, v, None, rng_state, *self._rules())[:2]
         return _attention_varlen(q, k, v, *self._sequences(rng_state), *self._rules())
 
     def backward(self, *saved: Tensor | None, rng_state: Tensor | None) -> tuple[Tensor, ...]:
