@@ -278,9 +278,9 @@ def exported(tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     aot.export(out, scales(log, 2))
     monkeypatch.setenv(env.CACHE_DIR.name, str(tmp_path / "another cache"))
     monkeypatch.setenv(env.AOT_DIR.name, str(out))
-    aot._kernels.cache_clear()
+    aot._manifest.cache_clear()
     yield out
-    aot._kernels.cache_clear()
+    aot._manifest.cache_clear()
 
 
 def test_an_exported_kernel_needs_no_compiler(exported: Path, log: Path) -> None:
@@ -304,7 +304,7 @@ except ValueError as error:
     print(error)
 print("cutlass" in sys.modules)
 """
-    (exported / library.installed_runtime().name).symlink_to(library.installed_runtime())
+    aot.export(exported, [], runtime=True)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "expected device_type=cuda" in done.stdout and done.stdout.endswith("False\n")
@@ -324,7 +324,7 @@ def test_the_manifest_says_what_is_there(exported: Path, log: Path) -> None:
     described = [(k["entry"], k["static"], k["arch"], k["function"]) for k in document["kernels"]]
     assert described == [(k.entry, repr(k.static), k.arch, k.digest) for k in scales(log, 2)]
     files = sorted(file.name for file in exported.iterdir())
-    assert files == sorted([aot.MANIFEST, *(k["file"] for k in document["kernels"])])
+    assert files == sorted([aot.MANIFEST, aot.LOCK, *(k["file"] for k in document["kernels"])])
 
 
 def test_the_runtime_can_be_exported_too(tmp_path: Path) -> None:
@@ -367,7 +367,7 @@ def _a_missing_field(exported: Path, manifest: dict[str, Any]) -> None:
         (_another_source, "compile_cases:compile_scale has changed since; export again"),
         (_another_machine, "it is for vax, and this is "),
         (_another_compiler, "it was made by nvidia-cutlass-dsl 1.0, and "),
-        (_another_format, "its format is 99, and this version reads 1"),
+        (_another_format, "its format is 99, and this version reads 2"),
         (_damage, "is missing or damaged"),
         (_a_missing_file, "is missing or damaged"),
         (_a_missing_field, "manifest.json cannot be read"),

@@ -349,7 +349,7 @@ def test_a_fork_in_the_middle_of_compiling_holds_up_neither_side(log: Path) -> N
     code = f"""
         import os, threading, time
         from compile_cases import Scale
-        from flash4_torch import compile
+        from flash4_torch import compile, env
         from flash4_torch.compile import jit
 
         entered, leave = threading.Event(), threading.Event()
@@ -371,7 +371,7 @@ def test_a_fork_in_the_middle_of_compiling_holds_up_neither_side(log: Path) -> N
         child = os.fork()
         if child == 0:
             jit.resolve = resolve
-            compile.cache.env.change({{"FLASH4_CACHE_DIR": os.environ["FLASH4_CACHE_DIR"] + "2"}})
+            env.change({{"FLASH4_CACHE_DIR": os.environ["FLASH4_CACHE_DIR"] + "2"}})
             get()
             os._exit(0)
         _, status = os.waitpid(child, 0)

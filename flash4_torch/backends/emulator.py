@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import env
+from .. import env, forks
 from ..compile import Function, jit
 from ..problem import Inputs, Problem, Saved
 from . import sequences
@@ -30,7 +29,7 @@ _NEEDED = {"cutlass": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi"}
 _FARTHEST = 1 << 30
 """The kernels' largest bound; a wider one bounds nothing."""
 
-_one_at_a_time = threading.Lock()
+_one_at_a_time = forks.Lock()
 """The DSL has one target and one runtime library per process."""
 
 
@@ -165,7 +164,7 @@ def _launch(entry: str, static: tuple[object, ...], *args: Any) -> None:
     from ..emulator import emulate
 
     args = _detached(args)
-    with _one_at_a_time, emulate.active_or_new() as device:
+    with _one_at_a_time.held(), emulate.active_or_new() as device:
         compiled = _compiled(device.arch, entry, static)
         with device.touching(*_tensors(args)):
             compiled(*args)
@@ -205,7 +204,7 @@ def _run(direction: str, problem: Problem, *tensors: Tensor | None) -> None:
 
     s = problem.spec
     dtype = str(s.dtype).removeprefix("torch.")
-    with _one_at_a_time, emulate.active_or_new() as device:
+    with _one_at_a_time.held(), emulate.active_or_new() as device:
         compiled = _compile(device.arch, direction, dtype, s.D, s.Dv, s.left, s.right, s.softcap, s.dlse)
         with device.touching(*(t for t in tensors if t is not None)):
             compiled(*tensors, _rule(problem), 0)

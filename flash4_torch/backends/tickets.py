@@ -7,11 +7,12 @@ so it has one of its own, which belongs to the graph's memory and which the grap
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
+
+from .. import forks
 
 _STREAMS = 256
 """Counters allocated together; torch itself has 65 streams a device."""
@@ -23,7 +24,7 @@ _DEFAULT_STREAM = 0
 
 _of_stream: dict[tuple[int, int], Tensor] = {}
 _unused: dict[int, list[Tensor]] = {}
-_giving_out = threading.Lock()
+_giving_out = forks.Lock()
 
 
 def counter(index: int) -> Tensor:
@@ -37,7 +38,7 @@ def counter(index: int) -> Tensor:
 
 
 def _give_out(key: tuple[int, int]) -> Tensor:
-    with _giving_out:
+    with _giving_out.held():
         if key not in _of_stream:
             if not _unused.get(key[0]):
                 _unused[key[0]] = _block(key[0])

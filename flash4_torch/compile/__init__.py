@@ -50,6 +50,7 @@ def _load(key: Key) -> Function:
         return exported
     with cache.obtained(key.digest, partial(jit.build, key)) as file:
         try:
-            return library.load(file, key.digest)
-        except (ImportError, RuntimeError, OSError) as error:
+            with cache.loadable(file) as same:
+                return library.load(same, key.digest)
+        except (ImportError, RuntimeError, OSError, AttributeError) as error:
             raise CompileError(str(key), f"{file} cannot be loaded: {error}") from error

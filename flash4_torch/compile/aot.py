@@ -1,117 +1,205 @@
 """Kernels as a folder to ship: shared libraries and `manifest.json`, used where FLASH4_AOT_DIR names it.
 
 Using it takes no compiler, only apache-tvm-ffi and libcute_dsl_runtime.so, which comes with
-nvidia-cutlass-dsl or lies in the folder. What the folder lacks is looked for in the cache, as ever; but a
+nvidia-cutlass-dsl or was exported, too. What the folder lacks is looked for in the cache, as ever; but a
 folder that does not fit this installation raises: who ships kernels does not want them compiled after all.
+
+Nothing is loaded but what the manifest has the hash of, and nothing that others than the folder's owner could
+have written. The owner is trusted, since the user has named the folder.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import json
-import os
-import platform
-import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
-from .. import env
+from .. import env, store
 from ..errors import ExportError
-from . import cache, jit, library
+from . import cache, jit, library, manifest
 from .key import Key, fingerprint, versions
 from .library import Function
+from .manifest import Kernel, Manifest
 
 MANIFEST = "manifest.json"
-_FORMAT = 1
+LOCK = f"{MANIFEST}.lock"
+
+_COMPILER = "nvidia-cutlass-dsl"
+_CHUNK = 1 << 20
+_SHARED = 0o755
 
 
 def export(folder: Path, keys: Iterable[Key], *, runtime: bool = False) -> Path:
-    """Writes the kernels, compiling what the cache lacks, and returns the manifest's path.
+    """Adds the kernels to the folder, compiling what the cache lacks, and returns the manifest's path.
 
     runtime: also copy libcute_dsl_runtime.so, 43 MB, for machines without nvidia-cutlass-dsl.
-    Raises CompileError, and ExportError where there is no linker.
+    Raises CompileError, and ExportError where there is no linker, where the folder cannot be written to, and
+    where it has kernels that other versions made, or that are for another CPU.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    if runtime:
-        shutil.copy2(library.installed_runtime(), folder)
-    document = {
-        "format": _FORMAT,
-        "versions": versions(),
-        "kernels": [_written(folder, key) for key in keys],
-    }
-    unfinished = folder / f"{MANIFEST}.unfinished"
-    unfinished.write_text(json.dumps(document, indent=2) + "\n")
-    os.replace(unfinished, folder / MANIFEST)
+    require_writable(folder)
+    try:
+        with store.locked(folder / LOCK):
+            before = _to_add_to(folder)
+            added = [_written(folder, key, before) for key in keys]
+            checksum = _with_runtime(folder, before) if runtime else before.runtime
+            kernels = before.kernels | {kernel.name: kernel for kernel in added}
+            store.write(folder / MANIFEST, Manifest(versions(), checksum, kernels).text().encode())
+    except OSError as error:
+        raise ExportError(str(folder), f"it cannot be written to ({error})") from error
     return folder / MANIFEST
 
 
-def _written(folder: Path, key: Key) -> dict[str, str]:
+def require_writable(folder: Path) -> None:
+    """Makes the folder if there is none. Raises ExportError where nothing can be added to it."""
+    try:
+        store.make_folder(folder, _SHARED)
+        why = store.why_distrusted(folder)
+    except OSError as error:
+        raise ExportError(str(folder), f"it cannot be written to ({error})") from error
+    if why:
+        raise ExportError(str(folder), f"nothing is added to it, since {why}")
+
+
+def _to_add_to(folder: Path) -> Manifest:
+    if not (folder / MANIFEST).exists():
+        return Manifest(versions(), "", {})
+    before = _read(folder)
+    for name, version in versions().items():
+        if before.versions.get(name) != version:
+            theirs = before.versions.get(name)
+            reason = f"its kernels were made with {name} {theirs}, and here it is {version}; export elsewhere"
+            raise ExportError(str(folder), reason)
+    return before
+
+
+def _written(folder: Path, key: Key, before: Manifest) -> Kernel:
+    """What is there already is left alone: it may be in use, by the manifest that there is."""
+    kernel = Kernel(key.entry, repr(key.static), key.arch, "", key.digest, "", fingerprint(key.entry))
+    known = before.kernels.get(kernel.name)
+    if known and known.function == key.digest and _is_there(folder / known.file, known.sha256):
+        return known
     with cache.obtained(key.digest, partial(jit.build, key)) as file:
         if file.suffix != ".so":
             raise ExportError(str(folder), "exporting takes a linker: install binutils, gcc or lld")
-        shutil.copyfile(file, folder / file.name)
-    return {
-        "entry": key.entry,
-        "static": repr(key.static),
-        "arch": key.arch,
-        "file": file.name,
-        "function": key.digest,
-        "sha256": _checksum(folder / file.name),
-        "sources": fingerprint(key.entry),
-    }
+        checksum = _copied(file, folder / file.name)
+    return kernel._replace(file=file.name, sha256=checksum)
+
+
+def _with_runtime(folder: Path, before: Manifest) -> str:
+    if _is_there(folder / library.RUNTIME, before.runtime):
+        return before.runtime
+    try:
+        return _copied(library.installed_runtime(), folder / library.RUNTIME)
+    except ImportError as error:
+        raise ExportError(str(folder), str(error)) from error
+
+
+def _is_there(path: Path, sha256: str) -> bool:
+    try:
+        with store.opened(path) as file:
+            return _checksum(file) == sha256
+    except OSError:
+        return False
+
+
+def _copied(source: Path, target: Path) -> str:
+    contents = source.read_bytes()
+    store.write(target, contents)
+    return hashlib.sha256(contents).hexdigest()
 
 
 def find(key: Key) -> Function | None:
     """The kernel from the folder that FLASH4_AOT_DIR names, or None if it names none or the folder lacks it.
 
-    Raises ExportError where the folder is not what was exported, or was exported by another version.
+    Raises ExportError where the folder is not what was exported, or was exported by another version or for
+    another CPU, or could have been changed by others than its owner.
     """
     name = env.AOT_DIR.get()
     if not name:
         return None
-    folder = Path(name).expanduser()
-    kernel = _kernels(folder).get(_name(key.entry, repr(key.static), key.arch))
+    try:
+        folder = Path(name).expanduser()
+    except RuntimeError as error:
+        raise ExportError(name, str(error)) from error
+    found = _manifest(folder)
+    kernel = found.kernels.get((key.entry, repr(key.static), key.arch))
     if kernel is None:
         return None
-    file = folder / kernel["file"]
-    if kernel["sources"] != fingerprint(key.entry):
+    if kernel.sources != fingerprint(key.entry):
         raise ExportError(name, f"{key.entry} has changed since; export again")
-    if not file.exists() or _checksum(file) != kernel["sha256"]:
-        raise ExportError(name, f"{file.name} is missing or damaged")
-    return library.load(file, kernel["function"], runtime=folder)
+    runtime = partial(_provide_runtime, folder, found.runtime) if found.runtime else None
+    with _exported(folder, kernel.file, kernel.sha256) as file:
+        return library.load(file, kernel.function, runtime)
 
 
 @functools.cache
-def _kernels(folder: Path) -> dict[str, dict[str, str]]:
+def _provide_runtime(folder: Path, sha256: str) -> None:
+    with _exported(folder, library.RUNTIME, sha256) as file:
+        library.make_visible(file)
+
+
+@contextmanager
+def _exported(folder: Path, name: str, sha256: str) -> Iterator[Path]:
+    """What to load a file by, after a look at it; what goes wrong meanwhile is an ExportError."""
     try:
-        document = json.loads((folder / MANIFEST).read_text())
-        kernels = {_name(k["entry"], k["static"], k["arch"]): k for k in document["kernels"]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ExportError(str(folder), f"{MANIFEST} cannot be read ({error})") from error
-    if reason := _why_it_does_not_fit(document):
+        with store.loadable(folder / name, partial(_why_not, folder, sha256)) as file:
+            yield file
+    except ExportError:
+        raise
+    except OSError as error:
+        raise ExportError(str(folder), f"{name} is missing or damaged ({error})") from error
+    except (ImportError, AttributeError, RuntimeError, ValueError) as error:
+        raise ExportError(str(folder), f"{name} cannot be loaded ({error})") from error
+
+
+def _why_not(folder: Path, sha256: str, file: BinaryIO) -> str:
+    _require_trust(folder, file)
+    return "" if _checksum(file) == sha256 else "its hash is not the manifest's"
+
+
+def _require_trust(folder: Path, file: BinaryIO) -> None:
+    """Raises ExportError."""
+    owner = folder.stat().st_uid
+    for path, name in ((folder, "the folder"), (file.fileno(), Path(str(file.name)).name)):
+        if why := store.why_distrusted(path, owners=[owner]):
+            raise ExportError(str(folder), f"{name} is not trusted, since {why}")
+
+
+def _checksum(file: BinaryIO) -> str:
+    digest = hashlib.sha256()
+    while chunk := file.read(_CHUNK):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+@functools.cache
+def _manifest(folder: Path) -> Manifest:
+    found = _read(folder)
+    if reason := _why_it_does_not_fit(found):
         raise ExportError(str(folder), reason)
-    return kernels
+    return found
 
 
-def _why_it_does_not_fit(document: dict[str, Any]) -> str:
-    """Of the compiler's version only where it is installed: else the runtime in the folder is its own."""
-    if document["format"] != _FORMAT:
-        return f"its format is {document['format']}, and this version reads {_FORMAT}"
-    theirs, ours = document["versions"], versions()
-    if theirs["machine"] != platform.machine():
-        return f"it is for {theirs['machine']}, and this is {platform.machine()}"
-    compiler = "nvidia-cutlass-dsl"
-    if ours[compiler] not in ("none", theirs[compiler]):
-        return f"it was made by {compiler} {theirs[compiler]}, and {ours[compiler]} is installed"
+def _read(folder: Path) -> Manifest:
+    try:
+        with store.opened(folder / MANIFEST) as file:
+            _require_trust(folder, file)
+            return manifest.parse(file.read())
+    except (OSError, ValueError) as error:
+        raise ExportError(str(folder), f"{MANIFEST} cannot be read ({error})") from error
+
+
+def _why_it_does_not_fit(found: Manifest) -> str:
+    """The compiler's version counts only where it is installed: else the runtime in the folder is its own."""
+    theirs, ours = found.versions, versions()
+    if theirs["machine"] != ours["machine"]:
+        return f"it is for {theirs['machine']}, and this is {ours['machine']}"
+    if lacking := sorted(set(theirs["CPU"].split()) - set(ours["CPU"].split())):
+        return f"it needs a CPU with {', '.join(lacking)}, which this one lacks; export on one without, too"
+    if ours[_COMPILER] not in ("none", theirs[_COMPILER]):
+        return f"it was made by {_COMPILER} {theirs[_COMPILER]}, and {ours[_COMPILER]} is installed"
     return ""
-
-
-def _name(entry: str, static: str, arch: str) -> str:
-    return "\0".join((entry, static, arch))
-
-
-def _checksum(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()

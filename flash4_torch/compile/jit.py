@@ -5,9 +5,7 @@ The compiler is imported only when something has to be compiled.
 
 from __future__ import annotations
 
-import os
 import re
-import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from .. import forks
 from ..errors import CompileError
 from . import library
 from .key import Key, is_edited
@@ -25,7 +24,7 @@ _COLORS = re.compile("\x1b\\[[0-9;]*m")
 _STAND_IN = "libflash4_no_gpu"
 """Begins the name of the library that the emulator puts in the place of CUDA's."""
 
-_one_at_a_time = threading.Lock()
+_one_at_a_time = forks.Lock()
 """The compiler has one target per process, and its tracing is not made for threads."""
 
 
@@ -37,7 +36,7 @@ def build(key: Key, folder: Path) -> Path:
     """
     object_file = folder / f"{key.digest}.o"
     try:
-        with _one_at_a_time, quiet():
+        with _one_at_a_time.held(), quiet():
             with _targeting(key.arch):
                 resolve(key.entry)(*key.static).export_to_c(str(object_file), function_name=key.digest)
             if is_edited(key.entry):
@@ -78,12 +77,3 @@ def _targeting(arch: str) -> Iterator[None]:
         yield
     finally:
         settings._arch = before
-
-
-def _after_fork() -> None:
-    """A lock held by a thread of the parent would never be released in the child."""
-    global _one_at_a_time
-    _one_at_a_time = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_after_fork)

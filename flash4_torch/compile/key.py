@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
+from .. import processor
 from ..errors import RangeError
 from . import library
 
@@ -36,7 +37,7 @@ class Key(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """32 hexadecimal digits, the same in every process and on every machine of that kind."""
+        """32 hexadecimal digits, the same in every process and on every machine with such a CPU."""
         _refuse_what_has_no_lasting_name(self.static)
         return _hash(repr(tuple(self)), repr(versions()), fingerprint(self.entry))
 
@@ -53,9 +54,13 @@ def _in_words(part: object) -> str:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """What takes part in compiling, by name."""
+    """What takes part in compiling, by name.
+
+    CPU: its instruction set extensions; host code is compiled for the CPU that the compiler runs on.
+    """
     found = {name: _version(name) for name in _MADE_BY}
-    return {**found, "CUDA": _flavor(), "layout": str(_LAYOUT), "machine": platform.machine()}
+    place = {"machine": platform.machine(), "CPU": " ".join(processor.extensions())}
+    return {**found, "CUDA": _flavor(), "layout": str(_LAYOUT), **place}
 
 
 @functools.cache

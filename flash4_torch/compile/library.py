@@ -21,7 +21,7 @@ Function = Callable[..., Any]
 SUFFIXES = (".so", ".o")
 
 _LINKERS = ("ld", "ld.lld", "cc", "gcc", "clang")
-_RUNTIME = "libcute_dsl_runtime.so"
+RUNTIME = "libcute_dsl_runtime.so"
 
 
 def link(object_file: Path) -> Path:
@@ -34,11 +34,11 @@ def link(object_file: Path) -> Path:
     return object_file
 
 
-def load(file: Path, name: str, runtime: Path | None = None) -> Function:
+def load(file: Path, name: str, provide_runtime: Callable[[], None] | None = None) -> Function:
     """The function `name` of a kernel's file, which may be deleted afterwards.
 
     It is called with torch tensors and launches on the current stream of their device. Loading needs no GPU.
-    runtime: the folder to take the compiler's runtime library from; default: where it is installed.
+    provide_runtime: loads the compiler's runtime library; default: the installed one.
     """
     import tvm_ffi
 
@@ -46,15 +46,24 @@ def load(file: Path, name: str, runtime: Path | None = None) -> Function:
         import cutlass.cute as cute
 
         return getattr(cute.runtime.load_module(str(file), enable_tvm_ffi=True), name)
-    _provide_runtime(runtime)
+    (provide_runtime or _provide_installed_runtime)()
     return tvm_ffi.load_module(str(file))[name]
 
 
 @functools.cache
-def _provide_runtime(folder: Path | None) -> ctypes.CDLL:
-    """Makes the functions that kernels call visible to them; tvm-ffi, imported, does so for its own."""
-    own = folder / _RUNTIME if folder else None
-    return ctypes.CDLL(str(own if own and own.exists() else installed_runtime()), ctypes.RTLD_GLOBAL)
+def _provide_installed_runtime() -> None:
+    make_visible(installed_runtime())
+
+
+def make_visible(runtime: Path) -> None:
+    """Lets kernels find the functions of the runtime library; tvm-ffi, imported, does so for its own.
+
+    Raises ImportError.
+    """
+    try:
+        ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        raise ImportError(f"the runtime library cannot be loaded: {error}") from error
 
 
 @functools.cache
@@ -66,12 +75,12 @@ def installed_runtime() -> Path:
     spec = importlib.util.find_spec("nvidia_cutlass_dsl")
     found: dict[int, Path] = {}
     for folder in (spec.submodule_search_locations or []) if spec else []:
-        for file in Path(folder).glob(f"cu*/lib/{_RUNTIME}"):
+        for file in Path(folder).glob(f"cu*/lib/{RUNTIME}"):
             if flavor := re.fullmatch(r"cu(\d+)", file.parents[1].name):
                 found[int(flavor[1])] = file
     served = [version for version in found if version <= _driver_version()]
     if not served:
-        raise ImportError(f"{_RUNTIME} of nvidia-cutlass-dsl is not installed for this CUDA driver")
+        raise ImportError(f"{RUNTIME} of nvidia-cutlass-dsl is not installed for this CUDA driver")
     return found[max(served)]
 
 

@@ -13,8 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
-from .. import env
-from ..errors import CompileError, Flash4Error, RangeError
+from ..errors import CompileError, Flash4Error
 from . import cache, jit
 from .key import Key
 
@@ -32,8 +31,7 @@ def prepare(keys: Sequence[Key], jobs: int | None, progress: Callable[[int, int]
     progress: called with how many kernels are done, and of how many.
     Raises CompileError when all others are done, and RangeError if the cache cannot be written to.
     """
-    if not cache.is_writable():
-        raise RangeError(env.CACHE_DIR.name, cache.folder(), "it must be a folder that can be written to")
+    cache.require_writable()
     missing = [key for key in keys if cache.find(key.digest) is None]
     jobs = max(1, min(jobs or len(os.sched_getaffinity(0)), len(missing)))
     seconds: dict[Key, float] = {}

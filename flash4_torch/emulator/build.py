@@ -1,33 +1,34 @@
 """Compiles the C++ parts on first use and keeps them in the user's cache.
 
 An object file is kept under a hash of all that decides what is in it: its source, the headers that it
-includes, flags, compiler and processor. So nothing is ever stale, and editing a file compiles that file again
-and links.
+includes, flags, compiler and the CPU's instructions. So nothing is ever stale, and editing a file compiles
+that file again and links.
 """
 
 from __future__ import annotations
 
-import fcntl
+import ctypes
 import functools
 import hashlib
-import os
 import platform
 import re
 import shutil
 import subprocess
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
-from flash4_torch import env
+from flash4_torch import forks, processor, store
 from flash4_torch.emulator.errors import EmulatorError
+from flash4_torch.errors import RangeError
 
 # Arithmetic is as written; nobody reads floating-point exceptions and errno, which would keep loops scalar.
 _ARITHMETIC = ("-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno")
 FLAGS = ("-O3", "-march=native", "-std=c++20", *_ARITHMETIC, "-fPIC", "-pthread", "-Wall", "-Wextra")
 COMPILERS_AT_ONCE = 2
+
+_FOLDER = "build"
+_one_at_a_time = forks.Lock()
 
 _PACKAGE = Path(__file__).parents[1]
 # As installed, and as in a checkout.
@@ -51,6 +52,15 @@ def runtime() -> Path:
     return shared_object("libflash4_no_gpu_runtime", [source_folder() / f"{name}.cpp" for name in names])
 
 
+def load(path: Path) -> ctypes.CDLL:
+    """Loads what was built, as it was built. Raises BuildError."""
+    try:
+        with store.loadable(path, functools.partial(store.why_not_whole, stem=path.stem)) as same:
+            return ctypes.CDLL(str(same))
+    except OSError as error:
+        raise BuildError(f"the emulator cannot be loaded: {error}") from error
+
+
 def source_folder() -> Path:
     for folder in _SOURCE_FOLDERS:
         if folder.is_dir():
@@ -64,22 +74,36 @@ def shared_object(name: str, sources: Sequence[Path], flags: Sequence[str] = FLA
     Processes that build at the same time wait for each other. Raises BuildError.
     """
     command = [compiler(), *flags]
-    folder = _cache_folder()
-    with _locked(folder / "lock"):
+    with _one_at_a_time.held():
         with ThreadPoolExecutor(COMPILERS_AT_ONCE) as pool:
-            objects = list(pool.map(functools.partial(_object, command, folder), sources))
-        target = folder / f"{name}-{_digest(*(path.name for path in objects))}.so"
-        if not target.exists():
-            _run([*command, "-shared", *map(str, objects)], target)
-    return target
+            objects = list(pool.map(functools.partial(_object, command), sources))
+        stem = f"{name}-{_digest(*(path.name for path in objects))}"
+        return _kept(stem, ".so", [*command, "-shared", *map(str, objects)])
 
 
-def _object(command: Sequence[str], folder: Path, source: Path) -> Path:
+def _object(command: Sequence[str], source: Path) -> Path:
     texts = (text for path in _with_headers(source) for text in (path.name, path.read_text()))
-    target = folder / f"{source.stem}-{_digest(*command, _version(command[0]), _processor(), *texts)}.o"
-    if not target.exists():
-        _run([*command, "-c", str(source)], target)
-    return target
+    machine = (platform.machine(), *processor.extensions())
+    stem = f"{source.stem}-{_digest(*command, _version(command[0]), *machine, *texts)}"
+    return _kept(stem, ".o", [*command, "-c", str(source)])
+
+
+def _kept(stem: str, suffix: str, command: Sequence[str]) -> Path:
+    """The file in the cache that the compiler makes by `command`, made unless it is there."""
+
+    def build(folder: Path) -> Path:
+        _run([*command, "-o", str(folder / (stem + suffix))])
+        return folder / (stem + suffix)
+
+    try:
+        if store.find(_FOLDER, stem, (suffix,)) is None:
+            store.writable(_FOLDER)  # the compiler takes a minute: better known before
+        with store.obtained(_FOLDER, stem, (suffix,), build) as (path, why_temporary):
+            if why_temporary:
+                raise BuildError(f"the emulator cannot be built: {why_temporary}")
+            return path
+    except (OSError, RangeError) as error:
+        raise BuildError(f"the emulator cannot be built: {error}") from error
 
 
 def _with_headers(source: Path) -> list[Path]:
@@ -91,30 +115,10 @@ def _with_headers(source: Path) -> list[Path]:
     return found
 
 
-def _run(command: Sequence[str], target: Path) -> None:
-    """Runs a compiler that writes `target`, which appears only when it is complete."""
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        unfinished = Path(folder) / target.name
-        result = subprocess.run([*command, "-o", str(unfinished)], capture_output=True, text=True)
-        if result.returncode:
-            raise BuildError(f"{' '.join(command)} failed:\n{result.stderr}")
-        os.replace(unfinished, target)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _cache_folder() -> Path:
-    folder = Path(env.CACHE_DIR.get()).expanduser() / "build"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BuildError(f"cannot write to {folder}; {env.CACHE_DIR.name} names another folder") from error
-    return folder
+def _run(command: Sequence[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise BuildError(f"{' '.join(command)} failed:\n{result.stderr}")
 
 
 def compiler() -> str:
@@ -129,16 +133,6 @@ def compiler() -> str:
 @functools.cache
 def _version(compiler: str) -> str:
     return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-
-
-@functools.cache
-def _processor() -> str:
-    """What -march=native depends on."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.processor()
-    return next((line for line in text.splitlines() if line.startswith(("flags", "Features"))), text)
 
 
 def _digest(*parts: str) -> str:

@@ -123,7 +123,7 @@ class _Engine:
     """The shared object with its functions' types, and the table of operations."""
 
     def __init__(self) -> None:
-        lib = ctypes.CDLL(str(build.engine()))
+        lib = build.load(build.engine())
         pointer, u64 = ctypes.c_void_p, ctypes.c_uint64
         for name, result, arguments in (
             ("operation_count", u64, []),

@@ -425,7 +425,7 @@ def test_processes_may_build_at_once(cache: Path, source: Path) -> None:
     paths = {builder.communicate()[0].strip() for builder in builders}
     assert len(paths) == 1
     assert ctypes.CDLL(paths.pop()).answer() == 41
-    assert {path.suffix for path in (cache / "build").iterdir()} == {"", ".o", ".so"}
+    assert {path.suffix for path in (cache / "build").iterdir()} == {".lock", ".o", ".so"}
 
 
 def test_what_the_compiler_says_is_told(cache: Path, source: Path) -> None:

@@ -1,0 +1,296 @@
+"""Folders under FLASH4_CACHE_DIR that keep what was built: kernels, and the emulator's C++ parts.
+
+A file appears complete or not at all. It ends in a seal, a hash of its contents and of its name, and one that
+the seal does not fit, or that another user could have written, is not found.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import os
+import shutil
+import stat
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from . import env
+from .errors import RangeError
+
+_MAGIC = b"flash4"
+_SEAL = len(_MAGIC) + hashlib.sha256().digest_size
+_PRIVATE = 0o700
+_READ_BY_ALL = 0o644
+_PREFIX = "flash4_torch-"
+"""Begins the names of temporary folders and unfinished files."""
+_STALE = 3600
+"""Seconds after which these are looked at: does their process live? By then it has locked its folder."""
+
+
+# Folders
+
+
+def folder(name: str) -> Path:
+    """The folder of that name, which need not exist. Raises RangeError."""
+    text = env.CACHE_DIR.get() or env.CACHE_DIR.default
+    try:
+        return _absolute(Path(text).expanduser()) / name
+    except (OSError, RuntimeError) as error:
+        raise RangeError(env.CACHE_DIR.name, text, f"it must name a folder ({error})") from error
+
+
+@functools.cache
+def _absolute(path: Path) -> Path:
+    """What a relative path means is decided once: the working directory may be anybody's later on."""
+    return path.absolute()
+
+
+def writable(name: str) -> Path:
+    """The folder, made if it is not there. Raises RangeError where files cannot be kept in it."""
+    path = folder(name)
+    try:
+        make_folder(path, _PRIVATE)
+        why = why_distrusted(path) or ("" if os.access(path, os.W_OK | os.X_OK) else "no permission")
+    except OSError as error:
+        why = str(error)
+    if why:
+        raise RangeError(env.CACHE_DIR.name, path, f"it must be a folder that can be written to ({why})")
+    return path
+
+
+def make_folder(path: Path, mode: int) -> None:
+    """With what is missing above it. Raises OSError, before anything is made if the path can be none."""
+    with suppress(FileNotFoundError):
+        os.stat(path)
+    for missing in reversed([p for p in (path, *path.parents) if not os.path.isdir(p)]):
+        missing.mkdir(mode, exist_ok=True)
+
+
+# Trust
+
+
+def why_distrusted(path: Path | int, owners: Collection[int] = ()) -> str:
+    """A sentence where others than this user, root and `owners` could have written a folder or an open file.
+
+    Raises OSError.
+    """
+    status = os.stat(path)
+    if status.st_uid not in {0, os.geteuid(), *owners}:
+        return f"it belongs to another user, {status.st_uid}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return "users other than its owner may write to it; chmod go-w changes that"
+    return ""
+
+
+# Reading and loading
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """A file for reading. Raises OSError, also for what is not a file: a pipe would block."""
+    with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(f"{path} is not a file")
+        yield file
+
+
+@contextmanager
+def loadable(path: Path, why_not: Callable[[BinaryIO], str]) -> Iterator[Path]:
+    """A path for dlopen that means the very file which `why_not` has read and found nothing against.
+
+    Raises OSError, with the sentence if there is one. Without /proc or a temporary folder `path` has to do.
+    """
+    with opened(path) as file, ExitStack() as held:
+        if why := why_not(file):
+            raise OSError(f"{path}: {why}")
+        link = path
+        with suppress(OSError):
+            # A new folder each time: a path that dlopen has seen before is the library of that time to it.
+            link = held.enter_context(_private_folder(Path(tempfile.gettempdir()))) / path.name
+            link.symlink_to(f"/proc/self/fd/{file.fileno()}")
+        yield link if link.exists() else path
+
+
+def why_not_whole(file: BinaryIO, stem: str) -> str:
+    """A sentence where the file was written by others, or not to its end. Raises OSError."""
+    why = why_distrusted(file.fileno())
+    return why or ("" if _is_sealed(file.read(), stem) else "it is damaged")
+
+
+def find(name: str, stem: str, suffixes: Sequence[str]) -> Path | None:
+    """The first of the files in that folder which is there, whole, and written by nobody else."""
+    try:
+        place = folder(name)
+        if why_distrusted(place):
+            return None
+    except (OSError, RangeError):
+        return None
+    return next((file for suffix in suffixes if not _why_not_found(file := place / (stem + suffix))), None)
+
+
+def _why_not_found(path: Path) -> str:
+    try:
+        with opened(path) as file:
+            return why_not_whole(file, path.stem)
+    except OSError as error:
+        return str(error)
+
+
+def _is_sealed(contents: bytes, stem: str) -> bool:
+    return contents[-_SEAL:] == _seal(contents[:-_SEAL], stem)
+
+
+def _seal(contents: bytes, stem: str) -> bytes:
+    return _MAGIC + hashlib.sha256(stem.encode() + contents).digest()
+
+
+# Writing
+
+
+class Obtained(NamedTuple):
+    path: Path
+    why_temporary: str
+    """Empty where the file is kept."""
+
+
+@contextmanager
+def obtained(
+    name: str, stem: str, suffixes: Sequence[str], build: Callable[[Path], Path]
+) -> Iterator[Obtained]:
+    """A file of that folder, to be used within the context: found, or made by `build(private folder)`.
+
+    build: returns the file's path, which ends in one of `suffixes`.
+
+    One process builds, and others that ask meanwhile wait for it. What cannot be kept is temporary.
+    Raises what `build` raises, and OSError where there is no place at all to build in.
+    """
+    found = find(name, stem, suffixes)
+    if found is not None:
+        yield Obtained(found, "")
+        return
+    with building(name) as private:
+        yield _found_or_built(name, stem, suffixes, lambda: _built(build, private, stem))
+
+
+def _found_or_built(name: str, stem: str, suffixes: Sequence[str], build: Callable[[], Path]) -> Obtained:
+    try:
+        place = writable(name)
+    except RangeError as error:
+        return Obtained(build(), str(error))
+    _sweep(place)
+    with locked(place / f"{stem}.lock"):
+        found = find(name, stem, suffixes)
+        if found is not None:
+            return Obtained(found, "")
+        built = build()
+        kept = place / (stem + built.suffix)
+        try:
+            _warn_of_others(kept)
+            write(kept, built.read_bytes())
+            why = _why_not_found(kept)
+        except OSError as error:
+            why = str(error)
+    where = f"{env.CACHE_DIR.name} may name another folder"
+    return Obtained(built, f"{kept} cannot be kept ({why}); {where}") if why else Obtained(kept, "")
+
+
+def _warn_of_others(path: Path) -> None:
+    with suppress(FileNotFoundError):
+        if why := why_distrusted(path):
+            warnings.warn(f"{path} is made anew and not loaded, since {why}", RuntimeWarning, stacklevel=2)
+
+
+def _built(build: Callable[[Path], Path], private: Path, stem: str) -> Path:
+    path = build(private)
+    contents = path.read_bytes()
+    with path.open("ab") as file:
+        file.write(_seal(contents, stem))
+    return path
+
+
+def write(path: Path, contents: bytes) -> None:
+    """Replaces the file at once, also for those that have it open, and for good. Raises OSError."""
+    descriptor, unfinished = tempfile.mkstemp(dir=path.parent, prefix=_PREFIX)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(contents)
+            file.flush()
+            os.fchmod(descriptor, _READ_BY_ALL)
+            os.fsync(descriptor)
+        os.replace(unfinished, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(unfinished)
+        raise
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Held by one process at a time; ends when its holder dies, and is not inherited by forks of it.
+
+    Where it cannot be had, or others could hold it for ever, it is gone without: at worst two processes build
+    the same. File systems without locks are such.
+    """
+    with ExitStack() as held:
+        with suppress(OSError):
+            descriptor = held.enter_context(_descriptor(path, os.O_RDWR | os.O_CREAT, 0o600))
+            if not why_distrusted(descriptor):
+                fcntl.lockf(descriptor, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def building(name: str) -> Iterator[Path]:
+    """A folder that nobody else sees, for the time of the context; in that of `name` only if need be.
+
+    For who may write somewhere above the cache could exchange what a compiler is about to read.
+    """
+    try:
+        place = Path(tempfile.gettempdir())
+    except FileNotFoundError:
+        place = writable(name)
+    _sweep(place)
+    with _private_folder(place) as private:
+        yield private
+
+
+@contextmanager
+def _private_folder(place: Path) -> Iterator[Path]:
+    """Locked while its process lives, by which `_sweep` tells it from one that nobody will remove any more.
+
+    Not tempfile's own context: that would remove it at the end of every process that was forked meanwhile.
+    """
+    path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
+    try:
+        with _descriptor(path, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_SH)
+            yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _sweep(place: Path) -> None:
+    """Removes what processes that were killed have left there."""
+    for rest in place.glob(f"{_PREFIX}*"):
+        with suppress(OSError), _descriptor(rest, os.O_RDONLY) as descriptor:
+            status = os.fstat(descriptor)
+            if status.st_uid == os.geteuid() and status.st_mtime < time.time() - _STALE:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(rest) if stat.S_ISDIR(status.st_mode) else rest.unlink()
+
+
+@contextmanager
+def _descriptor(path: Path, flags: int, mode: int = 0) -> Iterator[int]:
+    """Neither goes through a link at the end of the path nor waits for the other end of a pipe."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
