@@ -93,7 +93,9 @@ def _masks_fit(module: nn.MultiheadAttention, call: Call) -> bool:
 
 
 def _is_mask(mask: Tensor, call: Call, *shapes: tuple[int, ...]) -> bool:
-    return mask.shape in shapes and mask.device == call.query.device
+    # Tuples of unlike length are compared element by element, too, which torch.export would guard by.
+    fits = any(mask.dim() == len(shape) and mask.shape == shape for shape in shapes)
+    return fits and mask.device == call.query.device
 
 
 def _batch_and_length(module: nn.MultiheadAttention, x: Tensor) -> tuple[int, int]:
