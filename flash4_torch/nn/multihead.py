@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.nn.utils import parametrize
 
 from .. import ops
@@ -63,28 +66,18 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
-        # nn.TransformerEncoderLayer, in evaluation, calls a fused kernel instead of its self_attn if this is
-        # true, and looks at nothing else that we could decide. The constructor reads it to choose between
-        # packed and separate weights, before it makes out_proj: only then is the answer given. Whoever wants
-        # to know afterwards can see whether in_proj_weight is None. nn.TransformerEncoder reads it, too, and
-        # warns, when constructed with a layer that is already swapped, that it will not use nested tensors.
-        return "out_proj" not in self._modules and self.__dict__["_qkv_same_embed_dim"]
+        """What stock says, to all but those who would then call a fused kernel in our place.
+
+        nn.TransformerEncoderLayer in evaluation, and what is written after it, asks nothing else of its
+        attention that this class could answer otherwise without lying to everybody.
+        """
+        if is_dynamo_compiling():  # which cannot trace the question, and traces nobody else who asks
+            return False
+        return self.__dict__["_qkv_same_embed_dim"] and not _would_bypass(sys._getframe(1))
 
     @_qkv_same_embed_dim.setter
     def _qkv_same_embed_dim(self, value: bool) -> None:
         self.__dict__["_qkv_same_embed_dim"] = value
-
-    def _reset_parameters(self) -> None:
-        input_weights = (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        for weight in input_weights:
-            if weight is not None:
-                nn.init.xavier_uniform_(weight)
-        for bias in (self.in_proj_bias, self.out_proj.bias):
-            if bias is not None:
-                nn.init.zeros_(bias)
-        for appended in (self.bias_k, self.bias_v):
-            if appended is not None:
-                nn.init.xavier_normal_(appended)
 
     def forward(
         self,
@@ -262,6 +255,13 @@ class MultiheadAttention(nn.MultiheadAttention):
             average_heads=average_attn_weights,
         )
         return out, weights
+
+
+def _would_bypass(asker: FrameType | None) -> bool:
+    """Whether the function that asks calls the fused encoder layer; wrappers' properties only pass it on."""
+    while asker is not None and asker.f_code.co_name == "_qkv_same_embed_dim":
+        asker = asker.f_back
+    return asker is not None and "_transformer_encoder_layer_fwd" in asker.f_code.co_names
 
 
 def _deterministic() -> bool:
