@@ -105,3 +105,17 @@ class ForwardModeError(Flash4Error, NotImplementedError):
 
     def __str__(self) -> str:
         return "flash4_torch's attention has no forward-mode derivative, only gradients."
+
+
+class ScriptError(Flash4Error, NotImplementedError):
+    """torch.jit.script was asked to compile a module."""
+
+    def __str__(self) -> str:
+        return (
+            "torch.jit.script does not compile flash4_torch.MultiheadAttention; torch.compile and "
+            "torch.export do. `module.__class__ = torch.nn.MultiheadAttention` makes it torch's own again."
+        )
+
+
+class NothingReplacedWarning(UserWarning):
+    """`replace_attention` left alone what its caller may have meant."""

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import flash4_torch
 from flash4_torch import ops
+from flash4_torch.errors import ArgumentError, ScriptError
 from flash4_torch.nn import MultiheadAttention, replace_attention
 
 
@@ -139,3 +141,126 @@ def test_low_rank_adapters_before_and_after_the_swap(calls: list[Tensor], swap_f
     assert sum("lora" in name for name in actual) == 4 and actual.keys() == expected.keys()
     for name, x in expected.items():
         torch.testing.assert_close(actual[name], x)
+
+
+# torch.fx
+
+
+class Encoder(nn.Module):
+    """Attention with masks, and a branch that torch.fx could not record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mha = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.linear(x)
+        out, weights = self.mha(x, x, x, key_padding_mask=padding, average_attn_weights=False)
+        return x + out, weights
+
+
+def test_recorded_by_fx_as_one_call(calls: list[Tensor]) -> None:
+    model = Encoder()
+    swapped = copy.deepcopy(model)
+    replace_attention(swapped)
+    graphs = [torch.fx.symbolic_trace(m).graph for m in (model, swapped)]
+    nodes = [[(n.op, n.name, n.target, n.args, n.kwargs) for n in graph.nodes] for graph in graphs]
+    assert str(nodes[0]) == str(nodes[1])
+    x, padding = torch.randn(3, 4, 8), torch.arange(4) >= torch.tensor([4, 2, 1])[:, None]
+    traced = torch.fx.GraphModule(swapped, graphs[1])
+    for actual, expected in zip(traced(x, padding), model(x, padding), strict=True):
+        torch.testing.assert_close(actual, expected)
+    assert len(calls) == 1
+
+
+def test_feature_extractor_of_torchvision(calls: list[Tensor]) -> None:
+    torchvision = pytest.importorskip("torchvision")
+    from torchvision.models import feature_extraction
+
+    model = torchvision.models.VisionTransformer(32, 16, 2, 2, 16, 32, num_classes=5).eval()
+    swapped = copy.deepcopy(model)
+    assert len(replace_attention(swapped)) == 2
+    names = [feature_extraction.get_graph_node_names(m) for m in (model, swapped)]
+    assert names[0] == names[1]
+    x = torch.randn(2, 3, 32, 32)
+    wanted = {"encoder.layers.encoder_layer_1.add": "features", "heads": "logits"}
+    with torch.no_grad():
+        expected, actual = (
+            feature_extraction.create_feature_extractor(m, wanted)(x) for m in (model, swapped)
+        )
+    for name in wanted.values():
+        torch.testing.assert_close(actual[name], expected[name], rtol=1e-4, atol=1e-5)
+    assert len(calls) == 2
+
+
+def test_fx_says_what_it_cannot_record() -> None:
+    with pytest.raises(ArgumentError, match=r"query is a torch\.fx\.Proxy, but only a model that holds"):
+        torch.fx.symbolic_trace(MultiheadAttention(8, 2))
+    model = Encoder()
+    model.mha.register_forward_hook(lambda *_: None)
+    replace_attention(model)
+    with pytest.raises(ArgumentError, match="forward hooks, which would run twice"):
+        torch.fx.symbolic_trace(model)
+
+
+B, S, H, D = 2, 5, 2, 8
+LENGTHS = torch.tensor([0, 4, 10], dtype=torch.int32)
+
+
+def dense(x: Tensor) -> Tensor:
+    return flash4_torch.attention(x, x, x, causal=True, return_lse=True)[1]
+
+
+def packed(x: Tensor) -> Tensor:
+    flat = x.flatten(0, 1)
+    return flash4_torch.attention_varlen(
+        flat, flat, flat, cu_seqlens_q=LENGTHS, cu_seqlens_k=LENGTHS, max_seqlen_q=6, max_seqlen_k=6
+    )
+
+
+def sdpa(x: Tensor) -> Tensor:
+    return flash4_torch.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+def masked(x: Tensor) -> Tensor:
+    q = torch.ones(B, S, H, D)
+    return flash4_torch.attention(q, q, q, attn_mask=x[:, None, :, 0, :S])
+
+
+@pytest.mark.parametrize(
+    ("call", "function"),
+    [
+        (dense, flash4_torch.attention),
+        (packed, flash4_torch.attention_varlen),
+        (sdpa, flash4_torch.scaled_dot_product_attention),
+        (masked, flash4_torch.attention),
+    ],
+)
+def test_functions_are_recorded_by_fx(call: Callable[[Tensor], Tensor], function: Callable[..., Any]) -> None:
+    traced = torch.fx.symbolic_trace(call)
+    targets = [node.target for node in traced.graph.nodes if node.op == "call_function"]
+    assert function in targets and torch.nn.functional.scaled_dot_product_attention not in targets
+    x = torch.randn(B, S, H, D)
+    torch.testing.assert_close(traced(x), call(x))
+
+
+# What print and torch.jit say
+
+
+def test_print_shows_the_swap() -> None:
+    model = nn.Sequential(nn.MultiheadAttention(8, 2))
+    before, keys = str(model), list(model.state_dict())
+    replace_attention(model)
+    line = "flash4_torch, embed_dim=8, num_heads=2"
+    assert line in str(model) and line not in before
+    assert [x for x in str(model).splitlines() if line not in x] == before.splitlines()
+    assert list(model.state_dict()) == keys
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_jit_script_is_refused_with_a_sentence() -> None:
+    model = Encoder()
+    replace_attention(model)
+    with pytest.raises(ScriptError, match="does not compile flash4_torch"):
+        torch.jit.script(model)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, NoReturn
+import math
+import numbers
+import operator
+from collections.abc import Mapping
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -13,15 +17,71 @@ from . import padding
 
 
 class Call(NamedTuple):
-    """The arguments of one forward that have to fit each other and the module."""
+    """The arguments of one forward, in its order and with its defaults."""
 
     query: Tensor
     key: Tensor
     value: Tensor
-    key_padding_mask: Tensor | None
-    need_weights: bool
-    attn_mask: Tensor | None
-    is_causal: bool
+    key_padding_mask: Tensor | None = None
+    need_weights: bool = True
+    attn_mask: Tensor | None = None
+    average_attn_weights: bool = True
+    is_causal: bool = False
+
+
+def has_kinds(call: Call) -> bool:
+    """Whether tensors are tensors and flags are bools, as in nearly every call."""
+    return (
+        isinstance(call.query, Tensor)
+        and isinstance(call.key, Tensor)
+        and isinstance(call.value, Tensor)
+        and (call.key_padding_mask is None or isinstance(call.key_padding_mask, Tensor))
+        and (call.attn_mask is None or isinstance(call.attn_mask, Tensor))
+        and type(call.need_weights) is type(call.average_attn_weights) is type(call.is_causal) is bool
+    )
+
+
+def check_kinds(call: Call) -> None:
+    """Raises ArgumentError for what is no tensor, or no flag."""
+    for name, x in call._asdict().items():
+        if name in ("need_weights", "average_attn_weights", "is_causal"):
+            check_flag(name, x)
+        elif not isinstance(x, Tensor) and not (x is None and name in ("key_padding_mask", "attn_mask")):
+            limit = "it must be a tensor or None" if "mask" in name else "it must be a tensor"
+            raise ArgumentError(name, shown(x), limit)
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raises ArgumentError for what is not a bool of Python, torch or numpy, 0 or 1."""
+    is_bool = type(value).__name__ in ("bool", "bool_", "SymBool")
+    if not is_bool and not (isinstance(value, int) and value in (0, 1)):
+        raise ArgumentError(name, shown(value), "it must be True or False")
+
+
+def shown(value: object) -> str:
+    """A value in an error's sentence: itself if that is short, else what it is."""
+    text = repr(value)
+    return text if len(text) <= 40 and "\n" not in text else f"a {type(value).__name__}"
+
+
+def check_constructor(sizes: Mapping[str, object], flags: Mapping[str, object], dropout: object) -> None:
+    """Raises ArgumentError for arguments of a kind with which no module can be made, or only by accident."""
+    for name, size in sizes.items():
+        default = " or None" if name in ("kdim", "vdim") else ""
+        if not _is_int(size) and not (default and size is None):
+            raise ArgumentError(name, shown(size), f"it must be an int{default}")
+    if not isinstance(dropout, numbers.Real) or math.isnan(dropout):
+        raise ArgumentError("dropout", shown(dropout), "it must be a number from 0 to 1")
+    for name, flag in flags.items():
+        check_flag(name, flag)
+
+
+def _is_int(value: Any) -> bool:
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
 
 
 def appended_keys(module: nn.MultiheadAttention) -> int:

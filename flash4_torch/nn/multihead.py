@@ -6,7 +6,7 @@ import copy
 import sys
 from collections.abc import Sequence
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +16,8 @@ from torch.nn.utils import parametrize
 
 from .. import ops
 from ..api import attention
-from ..errors import ShapeError
-from . import contract, padding
+from ..errors import ScriptError, ShapeError
+from . import contract, padding, tracing
 from .contract import Call
 from .ragged import Ragged
 
@@ -40,8 +40,72 @@ class MultiheadAttention(nn.MultiheadAttention):
     - outputs are contiguous (stock: in training, with `batch_first=True`, transposed views);
     - nested inputs are served in training, too, and nested keys may have other lengths than the queries.
 
-    It is not for torch.jit, which is deprecated.
+    torch.fx records it as one call, as it does stock's. It is not for torch.jit.script, which is deprecated.
     """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        """A module of its own; `from_torch` and `replace_attention` take over one that exists.
+
+        Args:
+            embed_dim: width of queries and outputs, over all heads.
+            num_heads: how many heads share `embed_dim`, which it divides.
+            dropout: probability of dropping a weight in training. Default: 0.
+            bias: whether the projections add biases. Default: True.
+            add_bias_kv: whether a learned key and value follow the given ones. Default: False.
+            add_zero_attn: whether a key and a value of zeros follow all others. Default: False.
+            kdim: width of keys. Default: `embed_dim`.
+            vdim: width of values. Default: `embed_dim`.
+            batch_first: whether batches come as (N, S, E), not as (S, N, E). Default: False.
+            device: where the parameters are. Default: torch's default device.
+            dtype: their dtype. Default: torch's default dtype.
+
+        Raises:
+            ArgumentError: an argument is of the wrong kind.
+            ValueError, AssertionError: sizes are not positive, or `num_heads` does not divide `embed_dim`.
+        """
+        contract.check_constructor(
+            {"embed_dim": embed_dim, "num_heads": num_heads, "kdim": kdim, "vdim": vdim},
+            {
+                "bias": bias,
+                "add_bias_kv": add_bias_kv,
+                "add_zero_attn": add_zero_attn,
+                "batch_first": batch_first,
+            },
+            dropout,
+        )
+        super().__init__(
+            embed_dim,
+            num_heads,
+            dropout,
+            bias,
+            add_bias_kv,
+            add_zero_attn,
+            kdim,
+            vdim,
+            batch_first,
+            device,
+            dtype,
+        )
+
+    def extra_repr(self) -> str:
+        return f"flash4_torch, embed_dim={self.embed_dim}, num_heads={self.num_heads}"
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """What torch.jit.script asks of a module first."""
+        raise ScriptError
 
     @classmethod
     def from_torch(cls: type[Self], module: nn.MultiheadAttention) -> Self:
@@ -111,11 +175,17 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         Raises:
             AssertionError, RuntimeError: sizes or dtypes that do not fit; the stock module's own errors.
-            ArgumentError: a nested call outside these limits.
+            ArgumentError: a nested call outside these limits, or an argument of the wrong kind.
         """
-        call = Call(query, key, value, key_padding_mask, need_weights, attn_mask, is_causal)
+        call = Call(
+            query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+        )
+        if not contract.has_kinds(call):
+            if ops.is_recorded(*call):
+                return tracing.record(self, call)
+            contract.check_kinds(call)
         if query.is_nested or key.is_nested or value.is_nested:
-            return self._forward_nested(call, average_attn_weights)
+            return self._forward_nested(call)
         contract.check(self, call)
 
         q, k, v = (self._heads(x) for x in self._project(query, key, value))
@@ -214,7 +284,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             return out.squeeze(0), None if weights is None else weights.squeeze(0)
         return out, weights
 
-    def _forward_nested(self, call: Call, average_attn_weights: bool) -> tuple[Tensor, Tensor | None]:
+    def _forward_nested(self, call: Call) -> tuple[Tensor, Tensor | None]:
         contract.check_nested(self, call)
         query = Ragged("query", call.query)
         key = query if call.key is call.query else Ragged("key", call.key)
@@ -252,7 +322,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             both_real,
             rng_state,
             **scores,
-            average_heads=average_attn_weights,
+            average_heads=call.average_attn_weights,
         )
         return out, weights
 

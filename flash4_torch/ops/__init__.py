@@ -6,7 +6,7 @@ checks; tensors are (B, S, H, D), or packed (T, H, D).
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, fx
 
 from . import autograd, fake, impl, schema, vmap
 from .after_import import after_import
@@ -99,6 +99,11 @@ def attention_weights(
     )
 
 
+def is_recorded(*arguments: object) -> bool:
+    """Whether a proxy is among them, which stands for a tensor while torch.fx records what is called."""
+    return any(isinstance(x, fx.Proxy) for x in arguments)
+
+
 _dtensor_loaded = False
 
 
@@ -138,6 +143,7 @@ __all__ = [
     "draw_rng_state",
     "fake",
     "impl",
+    "is_recorded",
     "schema",
     "vmap",
 ]
