@@ -98,13 +98,13 @@ class DoubleBackwardError(Flash4Error, RuntimeError):
 
 
 class ForwardModeError(Flash4Error, NotImplementedError):
-    """A forward-mode derivative was asked for in a compiled graph; in eager torch says so itself.
-
-    A NotImplementedError because that is what torch raises in eager: one except clause serves both.
-    """
+    """A forward-mode derivative was asked for. A NotImplementedError, as torch's own for a missing one is."""
 
     def __str__(self) -> str:
-        return "flash4_torch's attention has no forward-mode derivative, only gradients."
+        return (
+            "flash4_torch's attention has no forward-mode derivative, only gradients. "
+            "flash4_torch.testing.reference, which is plain torch, has both."
+        )
 
 
 class ScriptError(Flash4Error, NotImplementedError):

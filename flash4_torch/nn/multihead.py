@@ -244,7 +244,8 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _heads(self, x: Tensor) -> Tensor:
         """A projection in the layout of the inputs as a view (N, S, H, D)."""
-        heads = x.unflatten(-1, (self.num_heads, self.head_dim))
+        # Not unflatten, whose result has fixed sizes for torch.onnx.export without dynamo.
+        heads = x.view(*x.shape[:-1], self.num_heads, self.head_dim)
         if heads.dim() == 3:
             return heads[None]
         return heads if self.batch_first else heads.transpose(0, 1)

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from . import autograd, fake, impl, schema, vmap
 from .after_import import after_import
 from .autocast import autocast_inputs
+from .decomposition import decompositions
 from .random import draw_rng_state
 
 
@@ -140,6 +141,7 @@ __all__ = [
     "attention_weights",
     "autocast_inputs",
     "autograd",
+    "decompositions",
     "draw_rng_state",
     "fake",
     "impl",
