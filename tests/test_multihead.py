@@ -499,6 +499,47 @@ def test_unlike_mask_dtypes_warn_as_stock() -> None:
     assert texts[0] == texts[1]
 
 
+@given(
+    st.fixed_dictionaries(
+        {
+            "batched": st.booleans(),
+            "batch_first": st.booleans(),
+            "bias_kv": st.booleans(),
+            "sharing": st.sampled_from(["none", "kv", "all"]),
+            "need_weights": st.booleans(),
+            "kdim": st.sampled_from([None, None, 7]),
+        }
+    ),
+    st.permutations([torch.float64, torch.float32, torch.float16]),
+    st.sampled_from(["in_proj_bias", "in_proj_bias", "out_proj.bias", "out_proj.weight", "bias_k", "query"]),
+)
+def test_unlike_dtypes_are_as_in_stock(
+    options: dict[str, Any], dtypes: list[torch.dtype], changed: str
+) -> None:
+    """The same results, or an error of the same type or our own."""
+    assume(options["kdim"] is None or options["sharing"] == "none")
+    assume(changed != "bias_k" or options["bias_kv"])
+    case = Case(L=5, dtype=dtypes[0], **options)
+    stock, call = case.module(nn.MultiheadAttention), case.call()
+    if changed == "query":
+        call["query"] = call["query"].to(dtypes[1])
+    else:
+        owner = stock.out_proj if changed.startswith("out_proj") else stock
+        name = changed.removeprefix("out_proj.")
+        setattr(owner, name, nn.Parameter(getattr(owner, name).detach().to(dtypes[1])))
+    outcomes: list[Any] = []
+    for module in (stock, MultiheadAttention.from_torch(stock)):
+        try:
+            outcomes.append(run(module, call))
+        except Exception as error:
+            outcomes.append(type(error))
+    expected, actual = outcomes
+    if isinstance(expected, type):
+        assert actual is expected or issubclass(actual, ArgumentError)
+    else:
+        assert_as_exact(actual, expected, in_float64(stock, call))
+
+
 # What reaches the operator
 
 

@@ -228,6 +228,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         They are views of that product: torch's own helper copies them apart.
         """
         weight, bias = self.in_proj_weight, self.in_proj_bias
+        weights_dtype = (self.q_proj_weight if weight is None else weight).dtype
+        if bias is not None and bias.dtype != weights_dtype and self.batch_first and query.dim() == 3:
+            # Torch's linear adds such a bias to transposed inputs, which stock's are here, and to no others.
+            unbiased = self._project_without_bias(query, key, value)
+            return [(x + b).to(x.dtype) for x, b in zip(unbiased, bias.chunk(3), strict=True)]
         if weight is None:
             biases = (None, None, None) if bias is None else bias.chunk(3)
             return F._in_projection(
@@ -241,6 +246,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         weight_q, weight_kv = weight.split(sizes)
         bias_q, bias_kv = (None, None) if bias is None else bias.split(sizes)
         return F.linear(query, weight_q, bias_q), *F.linear(key, weight_kv, bias_kv).chunk(2, -1)
+
+    def _project_without_bias(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
+        if self.in_proj_weight is not None:
+            return F._in_projection_packed(query, key, value, self.in_proj_weight)  # type: ignore[attr-defined]
+        return F._in_projection(query, key, value, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
 
     def _heads(self, x: Tensor) -> Tensor:
         """A projection in the layout of the inputs as a view (N, S, H, D)."""
