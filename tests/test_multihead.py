@@ -764,6 +764,48 @@ def test_nested_outside_its_limits(argument: str, options: dict[str, Any], chang
     assert info.value.argument == argument
 
 
+@nested_warns
+@layouts
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_nested_keys_and_values_made_apart(layout: torch.layout, need_weights: bool) -> None:
+    module = MultiheadAttention(8, 2, batch_first=True)
+    query, key = nested([3, 0, 5], layout), nested([4, 2, 1], layout)
+    values = [torch.randn(length, 8, requires_grad=True) for length in (4, 2, 1)]
+    apart = torch.nested.as_nested_tensor(values, layout=layout)
+    out, weights = module(query, key, apart, need_weights=need_weights)
+    gradients = torch.autograd.grad(sum(x.square().sum() for x in out.unbind()), values)
+    alone = [module(*sequences) for sequences in zip(query.unbind(), key.unbind(), values, strict=True)]
+    expected = torch.autograd.grad(sum(x.square().sum() for x, _ in alone), values)
+    for actual, (x, _) in zip(out.unbind(), alone, strict=True):
+        torch.testing.assert_close(actual, x)
+    for actual, x in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(actual, x)
+    assert (weights is not None) == need_weights
+
+
+@nested_warns
+@pytest.mark.parametrize("lengths", [[3, 4], [5, 2], [3, 5, 2]])
+def test_jagged_values_of_other_lengths(lengths: list[int]) -> None:
+    module = MultiheadAttention(8, 2, batch_first=True)
+    key = nested([3, 5], torch.jagged)
+    with pytest.raises(ArgumentError, match=r"value is (a nested tensor of other|nested .*batch size 3)"):
+        module(key, key, nested(lengths, torch.jagged))
+
+
+@nested_warns
+def test_jagged_values_made_apart_in_a_graph() -> None:
+    """A graph cannot read the lengths. It says so, and serves what shares its offsets."""
+    module = MultiheadAttention(8, 2, batch_first=True)
+    torch.compiler.reset()
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    key = nested([3, 5], torch.jagged)
+    torch.testing.assert_close(
+        compiled(key, key, key * 2, need_weights=False)[0].values(), module(key, key, key * 2)[0].values()
+    )
+    with pytest.raises(Exception, match="in a compiled graph it must share key's offsets"):
+        compiled(key, key, nested([3, 5], torch.jagged), need_weights=False)
+
+
 # Autocast, compile, copies
 
 

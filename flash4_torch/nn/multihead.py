@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 
 from .. import ops
 from ..api import attention
-from ..errors import ScriptError, ShapeError
+from ..errors import ScriptError
 from . import contract, padding, tracing
 from .contract import Call
 from .ragged import Ragged
@@ -300,8 +300,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         query = Ragged("query", call.query)
         key = query if call.key is call.query else Ragged("key", call.key)
         value = key if call.value is call.key else Ragged("value", call.value)
-        if not key.same_lengths(value):
-            raise ShapeError("value", "a nested tensor of other lengths than key", "they must be the same")
+        key.check_lengths_of("value", value)
         q, k, v = (
             x.unflatten(-1, (self.num_heads, self.head_dim))
             for x in self._project(query.values, key.values, value.values)
