@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+import reprlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
@@ -29,39 +30,45 @@ class Call(NamedTuple):
     is_causal: bool = False
 
 
+_MASKS = ("key_padding_mask", "attn_mask")
+_FLAGS = ("need_weights", "average_attn_weights", "is_causal")
+
+
 def has_kinds(call: Call) -> bool:
-    """Whether tensors are tensors and flags are bools, as in nearly every call."""
+    """Whether tensors are dense or nested tensors and flags are bools, as in nearly every call."""
     return (
-        isinstance(call.query, Tensor)
-        and isinstance(call.key, Tensor)
-        and isinstance(call.value, Tensor)
-        and (call.key_padding_mask is None or isinstance(call.key_padding_mask, Tensor))
-        and (call.attn_mask is None or isinstance(call.attn_mask, Tensor))
+        _is_served(call.query)
+        and _is_served(call.key)
+        and _is_served(call.value)
+        and (call.key_padding_mask is None or _is_served(call.key_padding_mask))
+        and (call.attn_mask is None or _is_served(call.attn_mask))
         and type(call.need_weights) is type(call.average_attn_weights) is type(call.is_causal) is bool
     )
 
 
 def check_kinds(call: Call) -> None:
-    """Raises ArgumentError for what is no tensor, or no flag."""
+    """Raises ArgumentError for what is no such tensor, or no flag."""
     for name, x in call._asdict().items():
-        if name in ("need_weights", "average_attn_weights", "is_causal"):
+        if name in _FLAGS:
             check_flag(name, x)
-        elif not isinstance(x, Tensor) and not (x is None and name in ("key_padding_mask", "attn_mask")):
-            limit = "it must be a tensor or None" if "mask" in name else "it must be a tensor"
-            raise ArgumentError(name, shown(x), limit)
+        elif isinstance(x, Tensor) and not _is_served(x):
+            raise ArgumentError(name, f"a tensor of layout {x.layout}", "it must be dense or nested")
+        elif not isinstance(x, Tensor) and not (x is None and name in _MASKS):
+            limit = "it must be a tensor or None" if name in _MASKS else "it must be a tensor"
+            raise ArgumentError(name, type(x).__name__, limit)
+
+
+def _is_served(x: object) -> bool:
+    return isinstance(x, Tensor) and x.layout in (torch.strided, torch.jagged)
 
 
 def check_flag(name: str, value: object) -> None:
-    """Raises ArgumentError for what is not a bool of Python, torch or numpy, 0 or 1."""
-    is_bool = type(value).__name__ in ("bool", "bool_", "SymBool")
-    if not is_bool and not (isinstance(value, int) and value in (0, 1)):
-        raise ArgumentError(name, shown(value), "it must be True or False")
-
-
-def shown(value: object) -> str:
-    """A value in an error's sentence: itself if that is short, else what it is."""
-    text = repr(value)
-    return text if len(text) <= 40 and "\n" not in text else f"a {type(value).__name__}"
+    """Raises ArgumentError for what is not True or False; 1, 0 and numpy's are, but not as `is_causal`."""
+    if isinstance(value, (bool, torch.SymBool)):
+        return
+    is_theirs = type(value).__name__ in ("bool", "bool_") or (isinstance(value, int) and value in (0, 1))
+    if name == "is_causal" or not is_theirs:
+        raise ArgumentError(name, reprlib.repr(value), "it must be True or False")
 
 
 def check_constructor(sizes: Mapping[str, object], flags: Mapping[str, object], dropout: object) -> None:
@@ -69,9 +76,9 @@ def check_constructor(sizes: Mapping[str, object], flags: Mapping[str, object], 
     for name, size in sizes.items():
         default = " or None" if name in ("kdim", "vdim") else ""
         if not _is_int(size) and not (default and size is None):
-            raise ArgumentError(name, shown(size), f"it must be an int{default}")
+            raise ArgumentError(name, reprlib.repr(size), f"it must be an int{default}")
     if not isinstance(dropout, numbers.Real) or math.isnan(dropout):
-        raise ArgumentError("dropout", shown(dropout), "it must be a number from 0 to 1")
+        raise ArgumentError("dropout", reprlib.repr(dropout), "it must be a number from 0 to 1")
     for name, flag in flags.items():
         check_flag(name, flag)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import reprlib
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..errors import ArgumentError, NothingReplacedWarning
-from .contract import shown
 from .multihead import MultiheadAttention, adopted_class, has_stock_forward
 
 
@@ -49,7 +49,7 @@ def replace_attention(
         NothingReplacedWarning: `model` has no nn.MultiheadAttention, or some that are left alone.
     """
     if not isinstance(model, nn.Module):
-        raise ArgumentError("model", shown(model), "it must be a torch.nn.Module")
+        raise ArgumentError("model", type(model).__name__, "it must be a torch.nn.Module")
     if predicate is not None:
         _check_predicate(predicate)
     named = dict(model.named_modules(remove_duplicate=False))
@@ -72,7 +72,7 @@ def replace_attention(
 def _check_predicate(predicate: object) -> None:
     limit = "it must be a function of two arguments, a name and a module, or None"
     if not callable(predicate):
-        raise ArgumentError("predicate", shown(predicate), limit)
+        raise ArgumentError("predicate", type(predicate).__name__, limit)
     try:
         signature = inspect.signature(predicate)
     except ValueError:  # some builtins have none
@@ -85,9 +85,13 @@ def _check_predicate(predicate: object) -> None:
 
 def _chooses(predicate: Callable[[str, Any], Any], name: str, module: nn.Module) -> bool:
     answer = predicate(name, module)
-    if isinstance(answer, (Tensor, str)):
-        raise ArgumentError(f"predicate({name!r}, module)", shown(answer), "it must be True or False")
-    return bool(answer)
+    try:
+        # Text and tensors of one element have a truth, but nobody means it.
+        if not isinstance(answer, (str, bytes, Tensor)):
+            return bool(answer)
+    except (TypeError, ValueError, RuntimeError):  # an array of many truths
+        pass
+    raise ArgumentError(f"predicate({name!r}, ...)", reprlib.repr(answer), "it must be True or False")
 
 
 def _warn_of_others(named: Mapping[str, nn.Module]) -> None:
