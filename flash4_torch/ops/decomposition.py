@@ -1,8 +1,8 @@
-"""The operators in torch's own, for exporters to formats that have no attention of ours, such as ONNX.
+"""The operators written in torch's own, for exporters to formats that have no such operator, such as ONNX.
 
-Sizes may be symbolic. Memory is that of the scores. What a graph may be decomposed by is in torch's table of
-decompositions, where torch.onnx.export looks. `ExportedProgram.run_decompositions()` does not look there, so
-that graphs for torch keep the operators: `run_decompositions(decompositions)` takes them apart.
+Sizes may be symbolic. Memory is O(Sq * Sk). The functions stand in torch's table of decompositions, where
+torch.onnx.export looks. `ExportedProgram.run_decompositions()` does not look there, so graphs for torch keep
+the operators; `run_decompositions(flash4_torch.ops.decompositions)` takes them apart.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _attention_varlen(
     window_right: int | None,
     *rest: Any,
 ) -> tuple[Tensor, Tensor]:
-    """All sequences as one, whose keys see the queries of their own sequence only."""
+    """All sequences as one, whose queries see the keys of their own sequence only."""
     sequence_q, i, lengths_q = _places(q, cu_seqlens_q)
     sequence_k, j, lengths_k = _places(k, cu_seqlens_k)
     seen = sequence_q[:, None] == sequence_k
