@@ -49,6 +49,11 @@ def check(case: Case) -> None:
         case.call()
     message = str(caught.value)
     assert case.words in message, message
+    assert_clear(message)
+
+
+def assert_clear(message: str) -> None:
+    """No text of our insides or torch's is shown."""
     shown = [text for text in _INTERNAL if text in message]
     assert not shown, f"{shown} in: {message}"
 
