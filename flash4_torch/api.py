@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from . import backends, fast, ops
 from .masks import Band
@@ -111,6 +112,22 @@ def attention(
     if launch is not None and (return_lse is False or return_lse is True):
         out, lse = launch(q, k, v)
         return (out, lse) if return_lse else out
+    if has_torch_function((q, k, v, attn_mask)) and ops.is_recorded(q, k, v, attn_mask):
+        return handle_torch_function(
+            attention,
+            (q, k, v, attn_mask),
+            q,
+            k,
+            v,
+            causal=causal,
+            window=window,
+            scale=scale,
+            softcap=softcap,
+            attn_mask=attn_mask,
+            dropout_p=dropout_p,
+            deterministic=deterministic,
+            return_lse=return_lse,
+        )
     q, k, v, attn_mask, band, rules = _dense_call(
         q, k, v, causal, window, scale, softcap, attn_mask, dropout_p, deterministic, return_lse
     )
@@ -219,6 +236,26 @@ def attention_varlen(
     """
     if unknown:
         raise no_argument(attention_varlen, unknown)
+    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if has_torch_function(tensors) and ops.is_recorded(*tensors):
+        return handle_torch_function(
+            attention_varlen,
+            tensors,
+            q,
+            k,
+            v,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            causal=causal,
+            window=window,
+            scale=scale,
+            softcap=softcap,
+            dropout_p=dropout_p,
+            deterministic=deterministic,
+            return_lse=return_lse,
+        )
     check.tensors(q, k, v)
     q, k, v = ops.autocast_inputs(q, k, v)
     check.qkv(q, k, v, 3, "(T, H, D)")
@@ -325,6 +362,20 @@ def scaled_dot_product_attention(
     """
     if unknown:
         raise no_argument(scaled_dot_product_attention, unknown)
+    tensors = (query, key, value, attn_mask)
+    if has_torch_function(tensors) and ops.is_recorded(*tensors):
+        return handle_torch_function(
+            scaled_dot_product_attention,
+            tensors,
+            query,
+            key,
+            value,
+            attn_mask=attn_mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
     check.sdpa_lengths(key, value)
     if all(isinstance(x, Tensor) for x in (query, key, value)):
         query, key, value = ops.autocast_inputs(query, key, value)

@@ -113,10 +113,24 @@ class DoubleBackwardError(Flash4Error, RuntimeError):
 
 
 class ForwardModeError(Flash4Error, NotImplementedError):
-    """A forward-mode derivative was asked for in a compiled graph; in eager torch says so itself.
-
-    A NotImplementedError because that is what torch raises in eager: one except clause serves both.
-    """
+    """A forward-mode derivative was asked for. A NotImplementedError, as torch's own for a missing one is."""
 
     def __str__(self) -> str:
-        return "flash4_torch's attention has no forward-mode derivative, only gradients."
+        return (
+            "flash4_torch's attention has no forward-mode derivative, only gradients. "
+            "flash4_torch.testing.reference, which is plain torch, has both."
+        )
+
+
+class ScriptError(Flash4Error, NotImplementedError):
+    """torch.jit.script was asked to compile a module."""
+
+    def __str__(self) -> str:
+        return (
+            "torch.jit.script does not compile flash4_torch.MultiheadAttention; torch.compile and "
+            "torch.export do. `module.__class__ = torch.nn.MultiheadAttention` makes it torch's own again."
+        )
+
+
+class NothingReplacedWarning(UserWarning):
+    """`replace_attention` left alone what its caller may have meant."""

@@ -42,7 +42,8 @@ class Band(NamedTuple):
         if self.left is not None:
             seen = diagonal >= -self.left
         if self.right is not None:
-            seen = seen & (diagonal <= self.right)
+            below = diagonal <= self.right
+            seen = below if self.left is None else seen & below
         return seen
 
     def keys(self, rows: range, Sq: int, Sk: int) -> range:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 import flash4_torch
+from everything import one_of
 from flash4_torch import testing
 
 pytestmark = [
@@ -136,3 +138,37 @@ def test_aot_inductor_package(tmp_path: Path) -> None:
                 actual = loaded(*inputs)
             assert sum(used.values()) == 1
             torch.testing.assert_close(actual, model(*inputs))
+
+
+MASKS = ("padding", "padding attn_mask", "padding causal", "attn_mask", "causal", "none")
+
+
+@pytest.mark.parametrize(
+    "B, batch_first, masks, appended",
+    one_of(5, list(itertools.product((2, 5), (True, False), MASKS, (False, True)))),
+)
+def test_module_whose_length_may_be_its_batch(B: int, batch_first: bool, masks: str, appended: bool) -> None:
+    module = flash4_torch.MultiheadAttention(8, 2, batch_first=batch_first, add_zero_attn=appended).eval()
+    length = Dim("length", min=2)
+
+    def arguments(S: int) -> dict[str, Any]:
+        x = torch.randn(B, S, 8) if batch_first else torch.randn(S, B, 8)
+        call: dict[str, Any] = {"query": x, "key": x, "value": x}
+        if "padding" in masks:
+            call["key_padding_mask"] = torch.arange(S) >= torch.full((B, 1), S - 1)
+        if "attn_mask" in masks or "causal" in masks:
+            call["attn_mask"] = torch.ones(S, S, dtype=torch.bool).triu(1)
+        if "causal" in masks:
+            call["is_causal"] = True
+        return call
+
+    tokens = {1 if batch_first else 0: length}
+    shapes: dict[str, Any] = {"key_padding_mask": {1: length}, "attn_mask": {0: length, 1: length}}
+    shapes |= dict.fromkeys(("query", "key", "value"), tokens) | {"is_causal": None}
+    call = arguments(7)
+    program = torch.export.export(
+        module, (), call, dynamic_shapes={name: shapes[name] for name in call}
+    ).module()
+    for S in (2, 5, 7):
+        again = arguments(S)
+        torch.testing.assert_close(program(**again), module(**again))

@@ -499,6 +499,47 @@ def test_unlike_mask_dtypes_warn_as_stock() -> None:
     assert texts[0] == texts[1]
 
 
+@given(
+    st.fixed_dictionaries(
+        {
+            "batched": st.booleans(),
+            "batch_first": st.booleans(),
+            "bias_kv": st.booleans(),
+            "sharing": st.sampled_from(["none", "kv", "all"]),
+            "need_weights": st.booleans(),
+            "kdim": st.sampled_from([None, None, 7]),
+        }
+    ),
+    st.permutations([torch.float64, torch.float32, torch.float16]),
+    st.sampled_from(["in_proj_bias", "in_proj_bias", "out_proj.bias", "out_proj.weight", "bias_k", "query"]),
+)
+def test_unlike_dtypes_are_as_in_stock(
+    options: dict[str, Any], dtypes: list[torch.dtype], changed: str
+) -> None:
+    """The same results, or an error of the same type or our own."""
+    assume(options["kdim"] is None or options["sharing"] == "none")
+    assume(changed != "bias_k" or options["bias_kv"])
+    case = Case(L=5, dtype=dtypes[0], **options)
+    stock, call = case.module(nn.MultiheadAttention), case.call()
+    if changed == "query":
+        call["query"] = call["query"].to(dtypes[1])
+    else:
+        owner = stock.out_proj if changed.startswith("out_proj") else stock
+        name = changed.removeprefix("out_proj.")
+        setattr(owner, name, nn.Parameter(getattr(owner, name).detach().to(dtypes[1])))
+    outcomes: list[Any] = []
+    for module in (stock, MultiheadAttention.from_torch(stock)):
+        try:
+            outcomes.append(run(module, call))
+        except Exception as error:
+            outcomes.append(type(error))
+    expected, actual = outcomes
+    if isinstance(expected, type):
+        assert actual is expected or issubclass(actual, ArgumentError)
+    else:
+        assert_as_exact(actual, expected, in_float64(stock, call))
+
+
 # What reaches the operator
 
 
@@ -721,6 +762,48 @@ def test_nested_outside_its_limits(argument: str, options: dict[str, Any], chang
     with pytest.raises(ArgumentError) as info:
         module(**call)
     assert info.value.argument == argument
+
+
+@nested_warns
+@layouts
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_nested_keys_and_values_made_apart(layout: torch.layout, need_weights: bool) -> None:
+    module = MultiheadAttention(8, 2, batch_first=True)
+    query, key = nested([3, 0, 5], layout), nested([4, 2, 1], layout)
+    values = [torch.randn(length, 8, requires_grad=True) for length in (4, 2, 1)]
+    apart = torch.nested.as_nested_tensor(values, layout=layout)
+    out, weights = module(query, key, apart, need_weights=need_weights)
+    gradients = torch.autograd.grad(sum(x.square().sum() for x in out.unbind()), values)
+    alone = [module(*sequences) for sequences in zip(query.unbind(), key.unbind(), values, strict=True)]
+    expected = torch.autograd.grad(sum(x.square().sum() for x, _ in alone), values)
+    for actual, (x, _) in zip(out.unbind(), alone, strict=True):
+        torch.testing.assert_close(actual, x)
+    for actual, x in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(actual, x)
+    assert (weights is not None) == need_weights
+
+
+@nested_warns
+@pytest.mark.parametrize("lengths", [[3, 4], [5, 2], [3, 5, 2]])
+def test_jagged_values_of_other_lengths(lengths: list[int]) -> None:
+    module = MultiheadAttention(8, 2, batch_first=True)
+    key = nested([3, 5], torch.jagged)
+    with pytest.raises(ArgumentError, match=r"value is (a nested tensor of other|nested .*batch size 3)"):
+        module(key, key, nested(lengths, torch.jagged))
+
+
+@nested_warns
+def test_jagged_values_made_apart_in_a_graph() -> None:
+    """A graph cannot read the lengths. It says so, and serves what shares its offsets."""
+    module = MultiheadAttention(8, 2, batch_first=True)
+    torch.compiler.reset()
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    key = nested([3, 5], torch.jagged)
+    torch.testing.assert_close(
+        compiled(key, key, key * 2, need_weights=False)[0].values(), module(key, key, key * 2)[0].values()
+    )
+    with pytest.raises(Exception, match="in a compiled graph it must share key's offsets"):
+        compiled(key, key, nested([3, 5], torch.jagged), need_weights=False)
 
 
 # Autocast, compile, copies

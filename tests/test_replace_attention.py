@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations, parametrize
 
 import flash4_torch
 from flash4_torch import ops
+from flash4_torch.errors import NothingReplacedWarning
 from flash4_torch.nn import MultiheadAttention, replace_attention
 
 
@@ -76,7 +81,42 @@ def test_model_that_is_itself_attention(calls: list[Tensor]) -> None:
 
 
 def test_model_without_attention() -> None:
-    assert replace_attention(nn.Sequential(nn.Linear(2, 2))) == {}
+    with pytest.warns(NothingReplacedWarning, match=r"found no torch\.nn.MultiheadAttention") as record:
+        assert replace_attention(nn.Sequential(nn.Linear(2, 2))) == {}
+    (note,) = record
+    assert note.filename == __file__
+    for door in ("integrations.torch_sdpa.register()", "integrations.transformers.register()"):
+        assert door in str(note.message)
+
+
+def test_note_is_no_error_where_nothing_was_meant() -> None:
+    """Warnings are errors here: these calls give none."""
+    model = nn.Sequential(transformer(), ForeignAttention(4, 2))
+    assert replace_attention(model, lambda name, module: False) == {}
+    assert list(replace_attention(model, lambda name, module: True)) == [f"0.{name}" for name in NAMES]
+    assert replace_attention(model[0]) == {}
+
+
+def test_note_names_what_was_left_alone_beside_what_was_swapped() -> None:
+    model = nn.ModuleDict({"a": nn.MultiheadAttention(4, 2), "b": ForeignAttention(4, 2), "c": patched()})
+    with pytest.warns(NothingReplacedWarning) as record:
+        assert list(replace_attention(model)) == ["a"]
+    (note,) = record
+    assert "'b' (ForeignAttention, a subclass)" in str(note.message)
+    assert "'c' (MultiheadAttention, with a forward of its own)" in str(note.message)
+
+
+@pytest.mark.filterwarnings("ignore:.*FSDP.*")
+def test_fully_sharded_module_is_named(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = nn.Sequential(nn.MultiheadAttention(4, 2))
+        fully_shard(model[0], mesh=init_device_mesh("cpu", (1,)))
+        with pytest.warns(NothingReplacedWarning, match="Swap before fully_shard") as record:
+            assert replace_attention(model) == {}
+        assert "'0' (FSDPMultiheadAttention, a subclass)" in str(record[0].message)
+    finally:
+        dist.destroy_process_group()
 
 
 @given(st.sets(st.sampled_from(NAMES)))
@@ -224,7 +264,8 @@ def patched() -> nn.Module:
 def test_foreign_forward_is_left_alone(make: Callable[[], nn.Module]) -> None:
     model = nn.Sequential(make())
     kind = type(model[0])
-    assert replace_attention(model) == {}
+    with pytest.warns(NothingReplacedWarning, match=f"left alone '0' \\({kind.__name__}"):
+        assert replace_attention(model) == {}
     assert type(model[0]) is kind
 
 

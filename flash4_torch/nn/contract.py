@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, NoReturn
+import math
+import numbers
+import operator
+import reprlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -13,15 +18,77 @@ from . import padding
 
 
 class Call(NamedTuple):
-    """The arguments of one forward that have to fit each other and the module."""
+    """The arguments of one forward, in its order and with its defaults."""
 
     query: Tensor
     key: Tensor
     value: Tensor
-    key_padding_mask: Tensor | None
-    need_weights: bool
-    attn_mask: Tensor | None
-    is_causal: bool
+    key_padding_mask: Tensor | None = None
+    need_weights: bool = True
+    attn_mask: Tensor | None = None
+    average_attn_weights: bool = True
+    is_causal: bool = False
+
+
+_MASKS = ("key_padding_mask", "attn_mask")
+_FLAGS = ("need_weights", "average_attn_weights", "is_causal")
+
+
+def has_kinds(call: Call) -> bool:
+    """Whether tensors are dense or nested tensors and flags are bools, as in nearly every call."""
+    return (
+        _is_served(call.query)
+        and _is_served(call.key)
+        and _is_served(call.value)
+        and (call.key_padding_mask is None or _is_served(call.key_padding_mask))
+        and (call.attn_mask is None or _is_served(call.attn_mask))
+        and type(call.need_weights) is type(call.average_attn_weights) is type(call.is_causal) is bool
+    )
+
+
+def check_kinds(call: Call) -> None:
+    """Raises ArgumentError for what is no such tensor, or no flag."""
+    for name, x in call._asdict().items():
+        if name in _FLAGS:
+            check_flag(name, x)
+        elif isinstance(x, Tensor) and not _is_served(x):
+            raise ArgumentError(name, f"a tensor of layout {x.layout}", "it must be dense or nested")
+        elif not isinstance(x, Tensor) and not (x is None and name in _MASKS):
+            limit = "it must be a tensor or None" if name in _MASKS else "it must be a tensor"
+            raise ArgumentError(name, type(x).__name__, limit)
+
+
+def _is_served(x: object) -> bool:
+    return isinstance(x, Tensor) and x.layout in (torch.strided, torch.jagged)
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raises ArgumentError for what is not True or False; 1, 0 and numpy's are, but not as `is_causal`."""
+    if isinstance(value, (bool, torch.SymBool)):
+        return
+    is_theirs = type(value).__name__ in ("bool", "bool_") or (isinstance(value, int) and value in (0, 1))
+    if name == "is_causal" or not is_theirs:
+        raise ArgumentError(name, reprlib.repr(value), "it must be True or False")
+
+
+def check_constructor(sizes: Mapping[str, object], flags: Mapping[str, object], dropout: object) -> None:
+    """Raises ArgumentError for arguments of a kind with which no module can be made, or only by accident."""
+    for name, size in sizes.items():
+        default = " or None" if name in ("kdim", "vdim") else ""
+        if not _is_int(size) and not (default and size is None):
+            raise ArgumentError(name, reprlib.repr(size), f"it must be an int{default}")
+    if not isinstance(dropout, numbers.Real) or math.isnan(dropout):
+        raise ArgumentError("dropout", reprlib.repr(dropout), "it must be a number from 0 to 1")
+    for name, flag in flags.items():
+        check_flag(name, flag)
+
+
+def _is_int(value: Any) -> bool:
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
 
 
 def appended_keys(module: nn.MultiheadAttention) -> int:
@@ -93,7 +160,9 @@ def _masks_fit(module: nn.MultiheadAttention, call: Call) -> bool:
 
 
 def _is_mask(mask: Tensor, call: Call, *shapes: tuple[int, ...]) -> bool:
-    return mask.shape in shapes and mask.device == call.query.device
+    # Tuples of unlike length are compared element by element, too, which torch.export would guard by.
+    fits = any(mask.dim() == len(shape) and mask.shape == shape for shape in shapes)
+    return fits and mask.device == call.query.device
 
 
 def _batch_and_length(module: nn.MultiheadAttention, x: Tensor) -> tuple[int, int]:

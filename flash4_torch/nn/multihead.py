@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from types import FrameType
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.nn.utils import parametrize
 
 from .. import ops
 from ..api import attention
-from ..errors import ShapeError
-from . import contract, padding
+from ..errors import ScriptError
+from . import contract, padding, tracing
 from .contract import Call
 from .ragged import Ragged
 
@@ -37,8 +40,72 @@ class MultiheadAttention(nn.MultiheadAttention):
     - outputs are contiguous (stock: in training, with `batch_first=True`, transposed views);
     - nested inputs are served in training, too, and nested keys may have other lengths than the queries.
 
-    It is not for torch.jit, which is deprecated.
+    torch.fx records it as one call, as it does stock's. It is not for torch.jit.script, which is deprecated.
     """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        """A module of its own; `from_torch` and `replace_attention` take over one that exists.
+
+        Args:
+            embed_dim: width of queries and outputs, over all heads.
+            num_heads: how many heads share `embed_dim`, which it divides.
+            dropout: probability of dropping a weight in training. Default: 0.
+            bias: whether the projections add biases. Default: True.
+            add_bias_kv: whether a learned key and value follow the given ones. Default: False.
+            add_zero_attn: whether a key and a value of zeros follow all others. Default: False.
+            kdim: width of keys. Default: `embed_dim`.
+            vdim: width of values. Default: `embed_dim`.
+            batch_first: whether batches come as (N, S, E), not as (S, N, E). Default: False.
+            device: where the parameters are. Default: torch's default device.
+            dtype: their dtype. Default: torch's default dtype.
+
+        Raises:
+            ArgumentError: an argument is of the wrong kind.
+            ValueError, AssertionError: sizes are not positive, or `num_heads` does not divide `embed_dim`.
+        """
+        contract.check_constructor(
+            {"embed_dim": embed_dim, "num_heads": num_heads, "kdim": kdim, "vdim": vdim},
+            {
+                "bias": bias,
+                "add_bias_kv": add_bias_kv,
+                "add_zero_attn": add_zero_attn,
+                "batch_first": batch_first,
+            },
+            dropout,
+        )
+        super().__init__(
+            embed_dim,
+            num_heads,
+            dropout,
+            bias,
+            add_bias_kv,
+            add_zero_attn,
+            kdim,
+            vdim,
+            batch_first,
+            device,
+            dtype,
+        )
+
+    def extra_repr(self) -> str:
+        return f"flash4_torch, embed_dim={self.embed_dim}, num_heads={self.num_heads}"
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """What torch.jit.script asks of a module first."""
+        raise ScriptError
 
     @classmethod
     def from_torch(cls: type[Self], module: nn.MultiheadAttention) -> Self:
@@ -63,28 +130,18 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
-        # nn.TransformerEncoderLayer, in evaluation, calls a fused kernel instead of its self_attn if this is
-        # true, and looks at nothing else that we could decide. The constructor reads it to choose between
-        # packed and separate weights, before it makes out_proj: only then is the answer given. Whoever wants
-        # to know afterwards can see whether in_proj_weight is None. nn.TransformerEncoder reads it, too, and
-        # warns, when constructed with a layer that is already swapped, that it will not use nested tensors.
-        return "out_proj" not in self._modules and self.__dict__["_qkv_same_embed_dim"]
+        """What stock says, to all but those who would then call a fused kernel in our place.
+
+        nn.TransformerEncoderLayer in evaluation, and what is written after it, asks nothing else of its
+        attention that this class could answer otherwise without lying to everybody.
+        """
+        if is_dynamo_compiling():  # which cannot trace the question, and traces nobody else who asks
+            return False
+        return self.__dict__["_qkv_same_embed_dim"] and not _would_bypass(sys._getframe(1))
 
     @_qkv_same_embed_dim.setter
     def _qkv_same_embed_dim(self, value: bool) -> None:
         self.__dict__["_qkv_same_embed_dim"] = value
-
-    def _reset_parameters(self) -> None:
-        input_weights = (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        for weight in input_weights:
-            if weight is not None:
-                nn.init.xavier_uniform_(weight)
-        for bias in (self.in_proj_bias, self.out_proj.bias):
-            if bias is not None:
-                nn.init.zeros_(bias)
-        for appended in (self.bias_k, self.bias_v):
-            if appended is not None:
-                nn.init.xavier_normal_(appended)
 
     def forward(
         self,
@@ -118,11 +175,17 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         Raises:
             AssertionError, RuntimeError: sizes or dtypes that do not fit; the stock module's own errors.
-            ArgumentError: a nested call outside these limits.
+            ArgumentError: a nested call outside these limits, or an argument of the wrong kind.
         """
-        call = Call(query, key, value, key_padding_mask, need_weights, attn_mask, is_causal)
+        call = Call(
+            query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+        )
+        if not contract.has_kinds(call):
+            if ops.is_recorded(*call):
+                return tracing.record(self, call)
+            contract.check_kinds(call)
         if query.is_nested or key.is_nested or value.is_nested:
-            return self._forward_nested(call, average_attn_weights)
+            return self._forward_nested(call)
         contract.check(self, call)
 
         q, k, v = (self._heads(x) for x in self._project(query, key, value))
@@ -165,6 +228,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         They are views of that product: torch's own helper copies them apart.
         """
         weight, bias = self.in_proj_weight, self.in_proj_bias
+        weights_dtype = (self.q_proj_weight if weight is None else weight).dtype
+        if bias is not None and bias.dtype != weights_dtype and self.batch_first and query.dim() == 3:
+            # Torch's linear adds such a bias to transposed inputs, which stock's are here, and to no others.
+            unbiased = self._project_without_bias(query, key, value)
+            return [(x + b).to(x.dtype) for x, b in zip(unbiased, bias.chunk(3), strict=True)]
         if weight is None:
             biases = (None, None, None) if bias is None else bias.chunk(3)
             return F._in_projection(
@@ -179,9 +247,15 @@ class MultiheadAttention(nn.MultiheadAttention):
         bias_q, bias_kv = (None, None) if bias is None else bias.split(sizes)
         return F.linear(query, weight_q, bias_q), *F.linear(key, weight_kv, bias_kv).chunk(2, -1)
 
+    def _project_without_bias(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
+        if self.in_proj_weight is not None:
+            return F._in_projection_packed(query, key, value, self.in_proj_weight)  # type: ignore[attr-defined]
+        return F._in_projection(query, key, value, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+
     def _heads(self, x: Tensor) -> Tensor:
         """A projection in the layout of the inputs as a view (N, S, H, D)."""
-        heads = x.unflatten(-1, (self.num_heads, self.head_dim))
+        # Not unflatten, whose result has fixed sizes for torch.onnx.export without dynamo.
+        heads = x.view(*x.shape[:-1], self.num_heads, self.head_dim)
         if heads.dim() == 3:
             return heads[None]
         return heads if self.batch_first else heads.transpose(0, 1)
@@ -221,13 +295,12 @@ class MultiheadAttention(nn.MultiheadAttention):
             return out.squeeze(0), None if weights is None else weights.squeeze(0)
         return out, weights
 
-    def _forward_nested(self, call: Call, average_attn_weights: bool) -> tuple[Tensor, Tensor | None]:
+    def _forward_nested(self, call: Call) -> tuple[Tensor, Tensor | None]:
         contract.check_nested(self, call)
         query = Ragged("query", call.query)
         key = query if call.key is call.query else Ragged("key", call.key)
         value = key if call.value is call.key else Ragged("value", call.value)
-        if not key.same_lengths(value):
-            raise ShapeError("value", "a nested tensor of other lengths than key", "they must be the same")
+        key.check_lengths_of("value", value)
         q, k, v = (
             x.unflatten(-1, (self.num_heads, self.head_dim))
             for x in self._project(query.values, key.values, value.values)
@@ -259,9 +332,16 @@ class MultiheadAttention(nn.MultiheadAttention):
             both_real,
             rng_state,
             **scores,
-            average_heads=average_attn_weights,
+            average_heads=call.average_attn_weights,
         )
         return out, weights
+
+
+def _would_bypass(asker: FrameType | None) -> bool:
+    """Whether the function that asks calls the fused encoder layer; wrappers' properties only pass it on."""
+    while asker is not None and asker.f_code.co_name == "_qkv_same_embed_dim":
+        asker = asker.f_back
+    return asker is not None and "_transformer_encoder_layer_fwd" in asker.f_code.co_names
 
 
 def _deterministic() -> bool:

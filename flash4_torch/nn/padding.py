@@ -17,6 +17,8 @@ def check_dtypes(key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> N
 
     Torch's own check also turns a bool mask into a float one, 4 bytes for each one; it is given empty masks.
     """
+    if key_padding_mask is None and attn_mask is None:
+        return
     F._canonical_mask(
         mask=_empty_like(key_padding_mask),
         mask_name="key_padding_mask",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, ShapeError
 
 
 class Ragged:
@@ -50,10 +50,19 @@ class Ragged:
             return self._nested.offsets().diff().tolist()
         return [sequence.shape[0] for sequence in self._nested.unbind()]
 
-    def same_lengths(self, other: Ragged) -> bool:
-        if self._is_jagged:
-            return self._nested.shape[:2] == other._nested.shape[:2]
-        return self.lengths == other.lengths
+    def check_lengths_of(self, name: str, other: Ragged) -> None:
+        """Raises ShapeError unless `other`, named `name`, has this one's lengths.
+
+        Those of jagged tensors that were made apart are read back from the device, which no graph can.
+        """
+        if self._is_jagged and self._nested.shape[:2] == other._nested.shape[:2]:
+            return
+        if torch.compiler.is_compiling():
+            raise ShapeError(
+                name, "a nested tensor made apart from key", "in a compiled graph it must share key's offsets"
+            )
+        if self.lengths != other.lengths:
+            raise ShapeError(name, "a nested tensor of other lengths than key", "they must be the same")
 
     def rewrap(self, values: Tensor) -> Tensor:
         """(T, E') as a nested tensor with the lengths and the layout of this one."""

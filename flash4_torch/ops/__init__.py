@@ -6,11 +6,12 @@ checks; tensors are (B, S, H, D), or packed (T, H, D).
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, fx
 
 from . import autograd, fake, impl, schema, vmap
 from .after_import import after_import
 from .autocast import autocast_inputs
+from .decomposition import decompositions
 from .random import draw_rng_state
 
 
@@ -99,6 +100,11 @@ def attention_weights(
     )
 
 
+def is_recorded(*arguments: object) -> bool:
+    """Whether a proxy is among them, which stands for a tensor while torch.fx records what is called."""
+    return any(isinstance(x, fx.Proxy) for x in arguments)
+
+
 _dtensor_loaded = False
 
 
@@ -135,9 +141,11 @@ __all__ = [
     "attention_weights",
     "autocast_inputs",
     "autograd",
+    "decompositions",
     "draw_rng_state",
     "fake",
     "impl",
+    "is_recorded",
     "schema",
     "vmap",
 ]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import DoubleBackwardError, ForwardModeError
 from ..problem import has_float_mask
-from . import schema
+from . import decomposition, schema
 
 Grads = tuple[Tensor | None, ...]
 
@@ -75,6 +75,7 @@ def _none(n: int) -> tuple[None, ...]:
 def _differentiable(name: str, save: Callable[..., None], grads: Callable[..., Grads]) -> Callable[..., Any]:
     """Registers the operator's autograd and returns the function that takes the right path to it."""
     op = getattr(schema, name)
+    decomposed = decomposition.by_name.get(name)
     torch.library.register_autograd(f"flash4::{name}", grads, setup_context=save, lib=schema.LIBRARY)
 
     def forward(ctx: Any, *args: Any) -> Any:
@@ -91,6 +92,8 @@ def _differentiable(name: str, save: Callable[..., None], grads: Callable[..., G
                 # In a graph the operator would answer with a tangent of zeros.
                 raise ForwardModeError
             return op(*args)
+        if torch._C._is_tracing() and decomposed is not None and torch.onnx.is_in_onnx_export():
+            return decomposed(*args)
         # What autograd.Function itself asks; there is no public way to.
         if torch._C._are_functorch_transforms_active():
             return transformed.apply(*args)
@@ -107,7 +110,11 @@ def function(
 
     The class of its nodes, whose name profilers, anomaly mode and `grad_fn` tell, is made along with it.
     """
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    methods = {
+        "forward": staticmethod(forward),
+        "backward": staticmethod(backward),
+        "jvp": staticmethod(_refuse_tangents),
+    }
     return new_class(
         f"flash4_{name}", (torch.autograd.Function,), exec_body=lambda body: body.update(methods | attributes)
     )
@@ -132,6 +139,10 @@ def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _refuse(ctx: Any, *grads: Tensor) -> Grads:
     raise DoubleBackwardError
+
+
+def _refuse_tangents(ctx: Any, *tangents: Tensor) -> Grads:
+    raise ForwardModeError
 
 
 attention_backward, attention_varlen_backward, attention_weights_backward = (

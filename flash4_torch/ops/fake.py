@@ -69,7 +69,7 @@ def _mask_like(q: Tensor, attn_mask: Tensor | None, mask_grad: bool) -> Tensor:
     return _like(attn_mask) if mask_grad and attn_mask is not None else q.new_empty(0)
 
 
-_FAKES: dict[str, Callable[..., Any]] = {
+by_name: dict[str, Callable[..., Any]] = {
     "attention": _attention,
     "attention_backward": _attention_backward,
     "attention_varlen": _attention_varlen,
@@ -77,5 +77,5 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "attention_weights": _attention_weights,
     "attention_weights_backward": _attention_weights_backward,
 }
-for _name, _fake in _FAKES.items():
+for _name, _fake in by_name.items():
     torch.library.register_fake(f"flash4::{_name}", _fake, lib=LIBRARY)
