@@ -15,7 +15,9 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -32,6 +34,7 @@ COMPILERS_AT_ONCE = 2
 _PACKAGE = Path(__file__).parents[1]
 # As installed, and as in a checkout.
 _SOURCE_FOLDERS = (_PACKAGE / "emulator" / "csrc", _PACKAGE.parent / "csrc_stubs" / "no_gpu")
+_unsaid = threading.Lock()
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
@@ -78,8 +81,15 @@ def _object(command: Sequence[str], folder: Path, source: Path) -> Path:
     texts = (text for path in _with_headers(source) for text in (path.name, path.read_text()))
     target = folder / f"{source.stem}-{_digest(*command, _version(command[0]), _processor(), *texts)}.o"
     if not target.exists():
+        _say_once()
         _run([*command, "-c", str(source)], target)
     return target
+
+
+def _say_once() -> None:
+    """Nobody should wonder what takes so long; the lock is never given back."""
+    if _unsaid.acquire(blocking=False):
+        print("flash4_torch: compiling the emulator once, about a minute", file=sys.stderr, flush=True)
 
 
 def _with_headers(source: Path) -> list[Path]:
