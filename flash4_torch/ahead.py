@@ -139,13 +139,19 @@ def _writable(folder: str | PathLike[str]) -> Path:
     name = fspath(folder) if isinstance(folder, (str, PathLike)) else None
     if not name or not isinstance(name, str):
         raise ArgumentError("folder", repr(folder), "it must be the path of a folder, a str or os.PathLike")
+    if reason := why_not_writable(Path(name)):
+        raise ExportError(name, f"the folder cannot be written to ({reason})")
+    return Path(name)
+
+
+def why_not_writable(folder: Path) -> str:
+    """Why files cannot be put into `folder`, which is made if need be; empty if they can."""
     try:
-        Path(name).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=name):
-            return Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return ""
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ExportError(name, f"the folder cannot be written to ({reason})") from error
+        return str(getattr(error, "strerror", None) or error)
 
 
 def kernels(

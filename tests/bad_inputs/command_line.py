@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable, Iterator
 
 from flash4_torch.__main__ import main
+from flash4_torch.testing import emulate
 
 from . import Case
 
@@ -31,6 +32,10 @@ def refused(command: Callable[[list[str]], int], *arguments: str) -> Callable[[]
         return status
 
     return made
+
+
+def _case(command: Callable[[list[str]], int], arguments: list[str], words: str) -> Case:
+    return Case(" ".join(arguments)[:60], refused(command, *arguments), Refused, words)
 
 
 COUNTS = ("0", "-1", "-3", "1.5", "x", "", "1_0", " 1", "٣", "1e3", "0x10", "9" * 5000)
@@ -91,7 +96,71 @@ def _kernels() -> Iterator[tuple[list[str], str]]:
     yield ["export", "", "--arch", "sm_90a"], "folder is '', but it must be the path"
 
 
+def _emulate() -> Iterator[tuple[list[str], str]]:
+    yield [], "the following arguments are required: script"
+    yield ["/nonexistent/script.py"], "script is '/nonexistent/script.py', but there is no such file"
+    yield ["/proc"], "script is '/proc', but there is no such file"
+    yield [""], "script is '', but there is no such file"
+    for arch in ARCHS:
+        yield ["--arch", arch, __file__], "argument --arch: invalid choice"
+    for option, most in {"--multiprocessors": 1024, "--seed": 2**64 - 1, "--lines": 10**6}.items():
+        for text in ("-1", "1.5", "x", "", "1_0", "9" * 5000, str(most + 1)):
+            yield [option, text, __file__], f"argument {option}: "
+    yield ["--multiprocessors", "0", __file__], "'0', but it must be a whole number from 1 to 1024"
+    for text in ("lazy", "", "EAGER", "late,fuzz"):
+        yield ["--schedule", text, __file__], "argument --schedule: invalid choice"
+    for text in ("all", "", "wait-ld"):
+        yield ["--strict", text, __file__], "argument --strict: invalid choice"
+
+
+def _bench() -> Iterator[tuple[list[str], str]]:
+    for text in COUNTS[1:]:
+        yield ["--threads", text], "argument --threads"
+        yield ["--rounds", text], "argument --rounds"
+    yield ["--threads", "0"], "--threads is 0, but it must be at least 1"
+    yield ["--threads", "100000"], "--threads is 100000, but it must be at most"
+    yield ["--rounds", "1"], "--rounds is 1, but it must be at least 2"
+    yield ["--rounds", "100000000"], "--rounds is 100000000, but it must be at most"
+    for text in ("nope", "", "gpu", "CPU", "cpu:0", "cuda:", "cuda:-1", "cuda:x", "mps", "meta"):
+        yield ["--device", text], f"--device is {text!r}, but it must be cpu, cuda or cuda:N"
+    for text in ("wall-clock", "", "gpu"):
+        yield ["--clock", text], "argument --clock: invalid choice"
+    yield ["--model", "b20"], "argument --model: invalid choice: 'b20'"
+    yield ["--model", "h100"], "argument --model: invalid choice"
+    yield ["forwards"], "unknown section forwards; there are forward, backward"
+    yield ["forwards"], "did you mean forward?"
+    yield ["forward", "bakward"], "did you mean backward?"
+    yield [""], "unknown section ''"
+    for word in (
+        "D",
+        "D=",
+        "=64",
+        "d=64",
+        "D:64",
+        "width=64",
+        "D=64,",
+        "D=x",
+        "D=-64",
+        "D=6.4",
+        "S=1k",
+        "Hk=two",
+    ):
+        yield ["--cells", word], f"--cells is {word!r}, but "
+    for word in ("causal=maybe", "causal=True", "dtype=fp8", "dtype=torch.float16", "direction=both"):
+        yield ["--cells", word], f"--cells is {word!r}, but "
+    yield ["--cells", "feature=nope"], "--cells is 'feature=nope', but "
+    for option in ("--out", "--plot"):
+        for path in ("/dev/null/x", "/proc/x/y", f"{__file__}/x"):
+            yield [option, path], f"{option} is {path!r}, but "
+        yield [option, ""], f"argument {option}: '' is not a path"
+    yield ["--out", "/proc"], "--out is '/proc', but "
+    yield ["--plot", __file__], f"--plot is {__file__!r}, but "
+    for option in ("--out", "--plot", "--threads", "--cells", "--device", "--model"):
+        yield [option], f"argument {option}: expected"
+
+
 CASES = [
-    Case(" ".join(arguments)[:60], refused(main, *arguments), Refused, words)
-    for arguments, words in (*_commands(), *_kernels())
+    *(_case(main, arguments, words) for arguments, words in (*_commands(), *_kernels())),
+    *(_case(main, ["bench", *arguments], words) for arguments, words in _bench()),
+    *(_case(emulate.main, arguments, words) for arguments, words in _emulate()),
 ]
