@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import from_dlpack
 
+from flash4_torch.emulator import build
 from flash4_torch.emulator.errors import EmulatorError
 from flash4_torch.testing import emulate
 
@@ -212,6 +214,16 @@ def test_command_line_reports_before_a_traceback(script, capsys):
     with pytest.raises(IndexError):
         emulate.main([script, "1"])
     assert "out-of-bounds" in capsys.readouterr().out
+
+
+def test_the_first_build_says_so_once(monkeypatch, tmp_path, capsys):
+    source = tmp_path / "part.cpp"
+    source.write_text("int part() { return 1; }\n")
+    monkeypatch.setenv("FLASH4_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "_unsaid", threading.Lock())
+    for flags in (["-shared", "-fPIC"], ["-shared", "-fPIC"], ["-shared", "-fPIC", "-O1"]):
+        build.shared_object("libpart", [source], flags)
+    assert capsys.readouterr().err == "flash4_torch: compiling the emulator once, about a minute\n"
 
 
 def test_command_line_helps():
