@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from itertools import product
 from numbers import Integral
 from os import PathLike, fspath
@@ -87,7 +87,7 @@ def warmup(
         CompileError: some kernels failed; the others are prepared all the same.
     """
     keys = kernels(arch, head_dims, dtypes, features, groups, gradients)
-    return _prepared(keys, jobs, log)
+    return pool.prepare(keys, _jobs(jobs), *_shown(log))
 
 
 def export(
@@ -112,22 +112,28 @@ def export(
     """
     keys = kernels(arch, head_dims, dtypes, features, groups, gradients)
     _check_switch("runtime", runtime)
-    path = _writable(folder)
-    prepared = _prepared(keys, jobs, log)
+    jobs, shown, path = _jobs(jobs), _shown(log), _writable(folder)
+    prepared = pool.prepare(keys, jobs, *shown)
     return aot.export(path, [kernel for kernel, _ in prepared], runtime=runtime)
 
 
-def _prepared(keys: Sequence[Key], jobs: int | None, log: TextIO | None) -> list[Prepared]:
-    if jobs is not None:
-        jobs = _whole_number("jobs", jobs, "it must be an int of at least 1, or None")
-        if jobs < 1:
-            raise RangeError("jobs", jobs, "it must be at least 1")
-    if log is not None and not hasattr(log, "write"):
+def _jobs(jobs: int | None) -> int | None:
+    if jobs is None:
+        return None
+    found = _whole_number("jobs", jobs, "it must be an int of at least 1, or None")
+    if found < 1:
+        raise RangeError("jobs", found, "it must be at least 1")
+    return found
+
+
+def _shown(log: TextIO | None) -> tuple[Callable[..., None], ...]:
+    """What `pool.prepare` is to call meanwhile."""
+    if log is None:
+        return (Bar(sys.stderr) if sys.stderr.isatty() else _show_nothing,)
+    if not hasattr(log, "write"):
         raise ArgumentError("log", repr(log), "it must be a text file, or None")
-    if log is not None:
-        lines = Lines(log)
-        return pool.prepare(keys, jobs, lines.begin, lines.made)
-    return pool.prepare(keys, jobs, Bar(sys.stderr) if sys.stderr.isatty() else _show_nothing)
+    lines = Lines(log)
+    return lines.begin, lines.made
 
 
 def _show_nothing(done: int, total: int) -> None:

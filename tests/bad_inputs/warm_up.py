@@ -103,7 +103,7 @@ UNWRITABLE = {
     "/dev/null/x": "Not a directory",
     "/proc/x": "cannot be written to",
     "/proc": "cannot be written to",
-    "a\0b": "null byte",
+    "a\0b": "embedded null",
     "x" * 300: "File name too long",
     "/" + "/".join(["x" * 200] * 30): "File name too long",
     __file__: "File exists",
@@ -137,6 +137,9 @@ def _exports() -> Iterator[Case]:
         words = f"runtime is {value!r}, but it must be True or False"
         call = lambda v=value: export("/dev/null/x", runtime=v)  # noqa: E731
         yield Case(f"export with runtime {value!r}", call, ArgumentError, words)
+    for keyword, value in {"jobs": 0, "log": 3, "runtime": 1, "groups": [0]}.items():
+        call = lambda more={keyword: value}: export("must not be made", **more)  # noqa: E731
+        yield Case(f"export with {keyword} {value}", call, ArgumentError, f"{keyword} is ")
     call = lambda: ahead.export("/dev/null/x", "sm_90a", head_dims=[60])  # noqa: E731
     yield Case("export of a bad head size", call, RangeError, "head_dims is 60")
     yield Case("export to a full log", lambda: export(io.BytesIO()), ArgumentError, "folder is <_io.BytesIO")
