@@ -1,6 +1,7 @@
 """A synchronisation bug that rarely shows on a GPU, and how the emulator finds it on any machine.
 
 python examples/find_a_race.py
+python -m flash4_torch.testing.emulate examples/find_a_race.py    # with counters, and all findings at the end
 
 Each thread writes a number to shared memory and reads its neighbour's. The first version forgets the barrier
 between the two: warps that read across their border may read what was there before.
@@ -42,7 +43,7 @@ def run(forget_barrier: bool) -> None:
             print(f"no findings, the result is {'right' if torch.equal(y, x.roll(-1)) else 'wrong'}")
         except emulate.EmulationError as error:
             print(error.findings[0])
-    print(device.reports[0].counters, "\n")
+    print(f"{device.reports[0].counters.instructions} instructions of warps were executed\n")
 
 
 if __name__ == "__main__":

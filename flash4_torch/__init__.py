@@ -8,11 +8,15 @@ Importing needs neither a GPU nor a kernel compiler.
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import errors
 from .api import attention, attention_varlen, scaled_dot_product_attention, support
 from .nn import MultiheadAttention, replace_attention
+
+if TYPE_CHECKING:
+    from . import integrations, testing
+    from .ahead import warmup
 
 __version__ = "0.1.0.dev0"
 
@@ -21,9 +25,11 @@ __all__ = [
     "attention",
     "attention_varlen",
     "errors",
+    "integrations",
     "replace_attention",
     "scaled_dot_product_attention",
     "support",
+    "testing",
     "warmup",
 ]
 
@@ -35,3 +41,8 @@ def __getattr__(name: str) -> Any:
     if name in ("integrations", "reference", "testing"):
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """What is public, loaded or not, and nothing else."""
+    return [*__all__, "__version__"]

@@ -4,26 +4,138 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
-from .errors import Flash4Error
+from . import __version__
+from .errors import Flash4Error, hint
+
+_COMMAND = "python -m flash4_torch"
+
+_EPILOG = f"""examples:
+  {_COMMAND} info
+  {_COMMAND} warmup --arch sm_90a --head-dim 64 128 --features plain causal
+  {_COMMAND} export kernels/ --arch sm_100a --head-dim 128 --features causal --groups 1 8
+  {_COMMAND} bench forward --quick
+  {_COMMAND} warmup --help
+"""
+
+_INFO_EPILOG = """--json prints an object with these keys:
+  versions     name: version, or "not installed"
+  devices      a list of {device, name, capability}, cpu with threads, GPUs with memory_gib
+  backends     device: {backend: [why it does not serve plain attention there]}; no reason: it can
+  kernels      architecture: how its kernels were proven
+  environment  a list of {name, value, default, meaning, wrong}; wrong: a sentence, or null
+  misspelt     a list of sentences, for each variable that looks like one of ours and is none
+  cache        {folder, kernels, bytes, error}; error: why there is no such folder, or null
+
+The exit status is 1 where an environment variable is wrong or misspelt, else 0.
+"""
+
+FEATURE_WORDS = {
+    "plain": "none of the others",
+    "causal": "causal=True",
+    "window": "a window, bounded on both sides",
+    "softcap": "softcap > 0",
+    "varlen": "packed sequences: attention_varlen",
+    "dropout": "dropout_p > 0",
+    "mask": "a boolean attn_mask",
+    "float-mask": "an attn_mask in the call's dtype",
+    "deterministic": "deterministic gradients",
+}
+"""What a word of --features says of a call."""
+
+_FEATURES_EPILOG = "\n".join(
+    [
+        "features:",
+        "  Each argument of --features is one kind of call: words joined by +, in any order.",
+        *(f"  {word:<13}  {meaning}" for word, meaning in FEATURE_WORDS.items()),
+        "  A call needs the kernel that has all of its words: a causal one with dropout needs",
+        "  causal+dropout, which neither `causal` nor `dropout` prepares.",
+        "",
+        "examples:",
+        "  {command} --arch sm_90a --head-dim 64 128 --features plain causal varlen+causal",
+        "  {command} --arch sm_100a --head-dim 192x128 --features causal+dropout --groups 1 8",
+    ]
+)
+
+_BENCH_EPILOG = f"""examples:
+  {_COMMAND} bench --quick
+  {_COMMAND} bench forward backward --cells D=64,128 causal=yes --out results.json --plot plots/
+  {_COMMAND} bench --model b200
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Guesses in its errors which word was meant."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands: list[_Parser] = []
+
+    def error(self, message: str) -> NoReturn:
+        if choice := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
+            message += hint(choice[1], re.findall(r"[\w-]+", choice[2]))
+        elif option := re.search(r"unrecognized arguments: (--[\w-]+)", message):
+            message += hint(option[1], self._all_options())
+        super().error(message)
+
+    def _all_options(self) -> list[str]:
+        """Its own, and those of all commands: argparse leaves it to the first parser to refuse an option."""
+        helps = "".join(parser.format_help() for parser in (self, *self.commands))
+        return re.findall(r"--[a-z][a-z-]*", helps)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command that `arguments` (default: the process's) name and returns the exit status."""
+    """Runs the command that `arguments` (default: the process's) name and returns the exit status.
+
+    2 means a bad command line, as argparse has it, or a Flash4Error, whose sentence is on stderr.
+    """
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help()
+        return 0
+    try:
+        return int(options.run(options))
+    except Flash4Error as error:
+        print(f"flash4_torch: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> _Parser:
     from .bench import command
 
-    parser = argparse.ArgumentParser(prog="python -m flash4_torch", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    info = commands.add_parser("info", help="versions, devices, backends, environment variables, cache")
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(prog=_COMMAND, description=__doc__, epilog=_EPILOG, formatter_class=raw)
+    parser.add_argument("--version", action="version", version=f"flash4_torch {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="command")
+
+    def add(name: str, sentence: str, epilog: str) -> _Parser:
+        description = sentence[0].upper() + sentence[1:] + "."
+        added = commands.add_parser(
+            name, help=sentence, description=description, epilog=epilog, formatter_class=raw
+        )
+        parser.commands.append(added)
+        return added
+
+    info = add("info", "versions, devices, backends, environment variables, cache", _INFO_EPILOG)
     info.add_argument("--json", action="store_true", help="print JSON instead of text")
     info.set_defaults(run=_info)
-    warmup = commands.add_parser("warmup", help="compile kernels into the cache, before the first call")
+    warmup = add(
+        "warmup",
+        "compile kernels into the cache, before the first call",
+        _FEATURES_EPILOG.format(command=f"{_COMMAND} warmup"),
+    )
     _add_kernels(warmup)
     warmup.set_defaults(run=_warmup)
-    export = commands.add_parser("export", help="compile kernels into a folder for FLASH4_AOT_DIR")
+    export = add(
+        "export",
+        "compile kernels into a folder for FLASH4_AOT_DIR",
+        _FEATURES_EPILOG.format(command=f"{_COMMAND} export kernels/"),
+    )
     export.add_argument("folder")
     _add_kernels(export)
     export.add_argument(
@@ -31,10 +143,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     export.set_defaults(run=_export)
     command.add_arguments(
-        commands.add_parser("bench", help="measure speed and memory against PyTorch's own attention")
+        add("bench", "measure speed and memory against PyTorch's own attention", _BENCH_EPILOG)
     )
-    options = parser.parse_args(arguments)
-    return int(options.run(options))
+    return parser
 
 
 def _add_kernels(parser: argparse.ArgumentParser) -> None:
@@ -48,29 +159,48 @@ def _add_kernels(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=_head_dim,
         default=ahead.HEAD_DIMS,
-        help="D, or DxDv where they differ: 64 192x128",
+        help="D, or DxDv where they differ: 64 192x128; default: 64 128",
     )
-    parser.add_argument("--dtype", dest="dtypes", nargs="+", choices=ahead.DTYPES, default=ahead.DTYPES)
+    parser.add_argument(
+        "--dtype",
+        dest="dtypes",
+        nargs="+",
+        choices=ahead.DTYPES,
+        default=ahead.DTYPES,
+        help="default: both",
+    )
     parser.add_argument(
         "--features",
         nargs="+",
         default=ahead.FEATURES,
         metavar="WORDS",
-        help="kernels for calls with these, joined by +: plain causal varlen+causal causal+dropout; of "
-        + ", ".join(ahead.WORDS),
+        help="kinds of calls, as explained below; default: plain causal",
     )
     parser.add_argument(
-        "--groups", nargs="+", type=int, default=(1,), help="query heads to a key head, for GQA and MQA"
+        "--groups",
+        nargs="+",
+        type=count,
+        default=(1,),
+        help="query heads to a key head, for GQA and MQA; 64 serves all larger ones, too; default: 1",
     )
     parser.add_argument(
         "--no-gradients", dest="gradients", action="store_false", help="leave out the backward's kernels"
     )
-    parser.add_argument("--jobs", type=int, help="compile so many at a time; default: one per processor")
+    parser.add_argument("--jobs", type=count, help="compile so many at a time; default: one per processor")
 
 
 def _head_dim(text: str) -> int | tuple[int, int]:
-    D, _, Dv = text.partition("x")
-    return (int(D), int(Dv)) if Dv else int(D)
+    found = re.fullmatch(r"([0-9]{1,9})(?:x([0-9]{1,9}))?", text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither D nor DxDv, as in 64 or 192x128")
+    return (int(found[1]), int(found[2])) if found[2] else int(found[1])
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1 from the command line."""
+    if not re.fullmatch("[0-9]{1,9}", text) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
 
 
 def _chosen(options: argparse.Namespace) -> dict[str, Any]:
@@ -81,22 +211,16 @@ def _chosen(options: argparse.Namespace) -> dict[str, Any]:
 def _warmup(options: argparse.Namespace) -> int:
     from . import ahead
 
-    return _saying_why(lambda: ahead.as_text(ahead.warmup(**_chosen(options))))
+    prepared = ahead.warmup(**_chosen(options), log=sys.stdout)
+    print(f"{len(prepared)} kernels")
+    return 0
 
 
 def _export(options: argparse.Namespace) -> int:
+    """Lines for kernels go to stderr: stdout has the manifest's path alone, for scripts."""
     from . import ahead
 
-    return _saying_why(lambda: str(ahead.export(options.folder, runtime=options.runtime, **_chosen(options))))
-
-
-def _saying_why(result: Callable[[], str]) -> int:
-    """Prints a result, or the sentence of the error in its place."""
-    try:
-        print(result())
-    except Flash4Error as error:
-        print(f"flash4_torch: {error}", file=sys.stderr)
-        return 2
+    print(ahead.export(options.folder, **_chosen(options), runtime=options.runtime, log=sys.stderr))
     return 0
 
 
@@ -105,7 +229,7 @@ def _info(options: argparse.Namespace) -> int:
 
     collected = info.collect()
     print(json.dumps(collected, indent=2) if options.json else info.text(collected))
-    return 0
+    return int(bool(info.complaints(collected)))
 
 
 if __name__ == "__main__":

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence, Set
 from itertools import product
-from os import PathLike
+from numbers import Integral
+from os import PathLike, fspath
 from pathlib import Path
+from typing import TextIO
 
 from .backends.compiled import (
     GROUP_SUMS,
@@ -22,12 +25,15 @@ from .compile import Key, aot, pool
 from .compile.arch import checked
 from .compile.pool import Prepared
 from .configs.types import Features
-from .errors import RangeError
+from .errors import ArgumentError, ExportError, RangeError, hint
+from .progress import Bar, Lines
 
 DTYPES = ("bfloat16", "float16")
 HEAD_DIMS = (64, 128)
 FEATURES = ("plain", "causal")
 MAX_D = 256
+MAX_GROUP = 1024
+"""More query heads to a key head than any model has; what is compiled for 64 serves all larger groups."""
 
 WORDS: dict[str, dict[str, object]] = {
     "plain": {},
@@ -42,9 +48,6 @@ WORDS: dict[str, dict[str, object]] = {
 }
 """What each adds to `Features`; a float mask has the dtype of the call, deterministic are gradients."""
 
-_WIDTH = 40
-"""Of the progress bar, in characters."""
-
 
 def warmup(
     arch: str | None = None,
@@ -55,11 +58,11 @@ def warmup(
     groups: Sequence[int] = (1,),
     gradients: bool = True,
     jobs: int | None = None,
+    log: TextIO | None = None,
 ) -> list[Prepared]:
     """Compiles the kernels that calls will ask for, so that none of them waits; needs no GPU.
 
-    Every combination of the arguments is prepared, for all sizes. Kernels go to FLASH4_CACHE_DIR. A progress
-    bar is drawn where stderr is a terminal.
+    Every combination of the arguments is prepared, for all sizes. Kernels go to FLASH4_CACHE_DIR.
 
     Args:
         arch: "sm_90a" for Hopper, "sm_100a" for Blackwell (B200), "sm_103a" for its Ultra (B300). Default:
@@ -68,19 +71,23 @@ def warmup(
         dtypes: "bfloat16" and "float16".
         features: words joined by "+", such as "causal+dropout", of plain, causal, window, softcap, varlen,
             dropout, mask (boolean), float-mask (in the call's dtype) and deterministic.
-        groups: query heads to a key head.
+        groups: query heads to a key head, from 1 to 1024; what is compiled for 64 serves all larger ones.
         gradients: also the kernels of the backward, where it has some.
-        jobs: processes that compile at the same time. Default: one for each processor.
+        jobs: processes that compile at the same time, at least 1. Default: one for each processor.
+        log: a text file that gets a line for each kernel as soon as it is there: which of how many, the
+            seconds that it took, its name, and about how long the others will take. Default: a progress
+            bar on stderr, where that is a terminal.
 
     Returns:
         The kernels, and the seconds that each took, 0.0 for those that were there before.
 
     Raises:
-        RangeError: an argument is none of the above, or the cache cannot be written to.
+        ArgumentError: an argument is none of the above (RangeError: of that type, but outside its range), or
+            the cache cannot be written to. Nothing has been compiled then.
         CompileError: some kernels failed; the others are prepared all the same.
     """
     keys = kernels(arch, head_dims, dtypes, features, groups, gradients)
-    return pool.prepare(keys, jobs, _draw if sys.stderr.isatty() else _draw_nothing)
+    return pool.prepare(keys, _jobs(jobs), *_shown(log))
 
 
 def export(
@@ -94,22 +101,63 @@ def export(
     gradients: bool = True,
     jobs: int | None = None,
     runtime: bool = False,
+    log: TextIO | None = None,
 ) -> Path:
     """Writes the kernels that `warmup` would prepare to `folder`, for FLASH4_AOT_DIR to name.
 
+    folder: made if there is none.
     runtime: also copy the compiler's runtime library (43 MB), for machines that lack nvidia-cutlass-dsl.
-    Returns the path of the manifest. Raises what `warmup` raises, and ExportError without a linker.
+    Returns the path of the manifest. Raises what `warmup` raises, and ExportError where the folder cannot be
+    written to, which is found out before anything is compiled, or without a linker.
     """
-    prepared = warmup(
-        arch,
-        head_dims=head_dims,
-        dtypes=dtypes,
-        features=features,
-        groups=groups,
-        gradients=gradients,
-        jobs=jobs,
-    )
-    return aot.export(Path(folder), [kernel for kernel, _ in prepared], runtime=runtime)
+    keys = kernels(arch, head_dims, dtypes, features, groups, gradients)
+    _check_switch("runtime", runtime)
+    jobs, shown, path = _jobs(jobs), _shown(log), _writable(folder)
+    prepared = pool.prepare(keys, jobs, *shown)
+    return aot.export(path, [kernel for kernel, _ in prepared], runtime=runtime)
+
+
+def _jobs(jobs: int | None) -> int | None:
+    if jobs is None:
+        return None
+    found = _whole_number("jobs", jobs, "it must be an int of at least 1, or None")
+    if found < 1:
+        raise RangeError("jobs", found, "it must be at least 1")
+    return found
+
+
+def _shown(log: TextIO | None) -> tuple[Callable[..., None], ...]:
+    """What `pool.prepare` is to call meanwhile."""
+    if log is None:
+        return (Bar(sys.stderr) if sys.stderr.isatty() else _show_nothing,)
+    if not hasattr(log, "write"):
+        raise ArgumentError("log", repr(log), "it must be a text file, or None")
+    lines = Lines(log)
+    return lines.begin, lines.made
+
+
+def _show_nothing(done: int, total: int) -> None:
+    pass
+
+
+def _writable(folder: str | PathLike[str]) -> Path:
+    """`folder`, made if need be and written to once. Raises ArgumentError and ExportError."""
+    name = fspath(folder) if isinstance(folder, (str, PathLike)) else None
+    if not name or not isinstance(name, str):
+        raise ArgumentError("folder", repr(folder), "it must be the path of a folder, a str or os.PathLike")
+    if reason := why_not_writable(Path(name)):
+        raise ExportError(name, f"the folder cannot be written to ({reason})")
+    return Path(name)
+
+
+def why_not_writable(folder: Path) -> str:
+    """Why files cannot be put into `folder`, which is made if need be; empty if they can."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return ""
+    except (OSError, ValueError) as error:
+        return str(getattr(error, "strerror", None) or error)
 
 
 def kernels(
@@ -120,10 +168,14 @@ def kernels(
     groups: Sequence[int],
     gradients: bool = True,
 ) -> list[Key]:
-    """Every kernel that a call with these properties can ask for, each once. Raises RangeError."""
+    """Every kernel that a call with these properties can ask for, each once. Raises ArgumentError."""
     target = TARGETS[checked(arch)]
+    _check_switch("gradients", gradients)
+    lists = {"head_dims": head_dims, "dtypes": dtypes, "features": features, "groups": groups}
+    for name, values in lists.items():
+        _check_list(name, values)
     found: dict[Key, None] = {}
-    for D, dtype, words, group in product(head_dims, dtypes, features, groups):
+    for D, dtype, words, group in product(head_dims, dtypes, features, map(_group, groups)):
         chosen = features_of(D, dtype, words)
         entries = list(_of(target, chosen, group))
         if gradients:
@@ -135,20 +187,60 @@ def kernels(
 
 def features_of(head_dim: int | tuple[int, int], dtype: str, words: str) -> Features:
     """`Features` from their names in `warmup`."""
-    D, Dv = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
-    for size in (D, Dv):
-        if not (0 < size <= MAX_D and size % 8 == 0):
-            raise RangeError("head_dims", size, f"each must be a multiple of 8 up to {MAX_D}")
+    sizes = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
+    if len(sizes) != 2:
+        raise ArgumentError("head_dims", repr(head_dim), "each must be D or a pair (D, Dv)")
+    D, Dv = map(_size, sizes)
     if dtype not in DTYPES:
-        raise RangeError("dtypes", repr(dtype), f"each must be one of {', '.join(DTYPES)}")
+        limit = f"each must be one of {', '.join(DTYPES)}{hint(str(dtype), DTYPES)}"
+        raise RangeError("dtypes", repr(dtype), limit)
+    if not isinstance(words, str):
+        raise ArgumentError("features", repr(words), "each must be a str, such as 'causal+dropout'")
+    parts = words.split("+")
+    if "mask" in parts and "float-mask" in parts:
+        raise RangeError("features", repr(words), "a call has one mask, a boolean or a floating one")
     chosen: dict[str, object] = {}
-    for word in words.split("+"):
+    for word in parts:
         if word not in WORDS:
-            raise RangeError("features", repr(word), f"each must be one of {', '.join(WORDS)}")
+            limit = f"each must be one of {', '.join(WORDS)}{hint(word, WORDS)}"
+            raise RangeError("features", repr(word), limit)
         chosen |= WORDS[word]
         if word == "float-mask":
             chosen["mask"] = dtype
     return Features(dtype, D, Dv)._replace(**chosen)  # type: ignore[arg-type]
+
+
+def _size(size: object) -> int:
+    found = _whole_number("head_dims", size, "each must be an int, or a pair (D, Dv) of them")
+    if not (0 < found <= MAX_D and found % 8 == 0):
+        raise RangeError("head_dims", found, f"each must be a multiple of 8 up to {MAX_D}")
+    return found
+
+
+def _group(group: object) -> int:
+    found = _whole_number("groups", group, "each must be an int, the query heads to a key head")
+    if not 1 <= found <= MAX_GROUP:
+        raise RangeError("groups", found, f"each must be from 1 to {MAX_GROUP}")
+    return found
+
+
+def _whole_number(argument: str, value: object, limit: str) -> int:
+    """Python's own int, which alone makes a kernel's name: NumPy's and others have another repr."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ArgumentError(argument, repr(value), limit)
+    return int(value)
+
+
+def _check_list(argument: str, values: object) -> None:
+    if isinstance(values, (str, bytes)) or not isinstance(values, (Sequence, Set)):
+        raise ArgumentError(argument, repr(values), "it must be a list or another sequence")
+    if not values:
+        raise RangeError(argument, repr(values), "it must have at least one element")
+
+
+def _check_switch(argument: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ArgumentError(argument, repr(value), "it must be True or False")
 
 
 def _of(target: Target, features: Features, group: int) -> Iterator[tuple[str, tuple[object, ...]]]:
@@ -183,20 +275,3 @@ def _of_gradients_of(
             yield GROUP_SUMS, (backward.group_sums_plan(features),)
         if features.mask:
             yield MASK_BLOCKS, (backward.mask_plan(features.mask, config),)
-
-
-def _draw(done: int, total: int) -> None:
-    filled = _WIDTH * done // max(total, 1)
-    bar = "#" * filled + "." * (_WIDTH - filled)
-    end = "\n" if done == total else ""
-    print(f"\rflash4_torch: [{bar}] {done} of {total} kernels{end}", end="", file=sys.stderr, flush=True)
-
-
-def _draw_nothing(done: int, total: int) -> None:
-    pass
-
-
-def as_text(prepared: Iterable[Prepared]) -> str:
-    """A line for each kernel, and a last one with their number."""
-    lines = [f"{seconds:6.2f} s  {kernel}" for kernel, seconds in prepared]
-    return "\n".join([*lines, f"{len(lines)} kernels"])

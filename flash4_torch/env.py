@@ -7,17 +7,40 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from .errors import RangeError, hint, nearest
+
+_PREFIX = "FLASH4_"
+
 
 @dataclass(frozen=True)
 class Variable:
-    """One environment variable; `get()` reads it anew, so tests and users may change it at any time."""
+    """One environment variable; `get()` reads it anew, so tests and users may change it at any time.
+
+    An empty one counts as unset. choices: all values that it takes; empty: any. is_folder: it names a folder.
+    """
 
     name: str
     default: str
     meaning: str
+    choices: tuple[str, ...] = ()
+    is_folder: bool = False
 
     def get(self) -> str:
-        return os.environ.get(self.name, self.default)
+        """The value, or the default. Raises RangeError for a value that it cannot take."""
+        value = os.environ.get(self.name)
+        if not value:
+            return self.default
+        if self.choices and value not in self.choices:
+            limit = f"it must be one of {list(self.choices)}{hint(value, self.choices)}"
+            raise RangeError(self.name, repr(value), limit)
+        if self.is_folder and value[0] not in "/~":
+            # Code is loaded from it: in another working directory that would be somebody else's.
+            raise RangeError(self.name, repr(value), "it must be an absolute path, or begin with ~")
+        return value
+
+    def raw(self) -> str:
+        """What stands in the environment, unchecked; empty where it is unset."""
+        return os.environ.get(self.name, "")
 
     @cached_property
     def key(self) -> object:
@@ -33,26 +56,32 @@ BACKEND = Variable(
     "",
     "Force one backend (cpu, sm90, sm100, sdpa, tiled, emulator); a call it cannot serve raises instead of "
     "going elsewhere. Empty: the first in order of priority that can serve.",
+    choices=("cpu", "sm90", "sm100", "sdpa", "tiled", "emulator"),
 )
 LOG = Variable(
     "FLASH4_LOG",
     "",
     "'backend' prints to stderr, once per distinct problem, which backend serves it. Empty: silent.",
+    choices=("backend",),
 )
 ARCH = Variable(
     "FLASH4_ARCH",
     "sm_100a",
     "The architecture that the emulator plays: sm_90a (Hopper), sm_100a (Blackwell) or sm_103a (its Ultra).",
+    choices=("sm_90a", "sm_100a", "sm_103a"),
 )
 CACHE_DIR = Variable(
     "FLASH4_CACHE_DIR",
     "~/.cache/flash4_torch",
-    "Folder that keeps what was built on first use.",
+    "Folder that keeps what was built on first use: an absolute path, or one that begins with ~.",
+    is_folder=True,
 )
 AOT_DIR = Variable(
     "FLASH4_AOT_DIR",
     "",
-    "Folder that `python -m flash4_torch export` filled: its kernels come before the cache's. Empty: none.",
+    "Folder that `python -m flash4_torch export` filled, by its absolute path: its kernels come before the "
+    "cache's. Empty: none.",
+    is_folder=True,
 )
 BENCH_FA3 = Variable(
     "FLASH4_BENCH_FA3",
@@ -62,6 +91,14 @@ BENCH_FA3 = Variable(
 )
 
 ALL = (BACKEND, LOG, ARCH, CACHE_DIR, AOT_DIR, BENCH_FA3)
+
+
+def misspelt() -> list[str]:
+    """A sentence for each variable in the environment that looks like one of ours and is none."""
+    ours = {variable.name.removeprefix(_PREFIX): variable.name for variable in ALL}
+    parts = [name.removeprefix(_PREFIX) for name in sorted(os.environ) if name.startswith(_PREFIX)]
+    meant = {part: nearest(part, ours) for part in parts if part not in ours}
+    return [f"{_PREFIX}{part} is none of these; did you mean {ours[m]}?" for part, m in meant.items() if m]
 
 
 def change(values: Mapping[str, str | None]) -> dict[str, str | None]:

@@ -5,7 +5,21 @@ What drops in for a function or module of torch's also raises torch's errors, wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+
+
+def nearest(given: str, allowed: Iterable[str]) -> str | None:
+    """The allowed word that `given` is most like, if it is like any."""
+    from difflib import get_close_matches
+
+    words = {word.lower(): word for word in allowed}
+    return next((words[near] for near in get_close_matches(given.lower(), words, 1)), None)
+
+
+def hint(given: str, allowed: Iterable[str]) -> str:
+    """The end of a limit's sentence: "; did you mean causal?", or nothing if no allowed word is like it."""
+    near = nearest(given, allowed)
+    return f"; did you mean {near}?" if near else ""
 
 
 class Flash4Error(Exception):

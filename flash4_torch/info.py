@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import textwrap
 from importlib import metadata
@@ -12,7 +13,8 @@ import torch
 
 from . import __version__, api, env
 from .backends.compiled import TARGETS
-from .compile import cache, key
+from .compile import aot, cache, key
+from .errors import Flash4Error, RangeError
 
 Info = dict[str, Any]
 
@@ -25,10 +27,54 @@ def collect() -> Info:
         "backends": {device: backends(device) for device in ["cpu", *(gpu["device"] for gpu in gpus())]},
         "kernels": kernels(),
         "environment": [
-            {"name": v.name, "value": v.get(), "default": v.default, "meaning": v.meaning} for v in env.ALL
+            {
+                "name": variable.name,
+                "value": variable.raw() or variable.default,
+                "default": variable.default,
+                "meaning": variable.meaning,
+                "wrong": what_is_wrong(variable),
+            }
+            for variable in env.ALL
         ],
-        "kernel cache": kernel_cache(),
+        "misspelt": env.misspelt(),
+        "cache": kernel_cache(),
     }
+
+
+def what_is_wrong(variable: env.Variable) -> str | None:
+    """A sentence where the variable is set to what it cannot take, or names what is not there."""
+    value = variable.raw()
+    if not value:
+        return None
+    try:
+        variable.get()
+        if variable.is_folder and os.path.expanduser(value)[0] == "~":
+            raise RangeError(variable.name, repr(value), "there is no such home folder")
+        if variable is env.CACHE_DIR and not _may_hold_files(Path(value).expanduser()):
+            raise RangeError(variable.name, repr(value), "it must be a folder that can be written to")
+        if variable is env.AOT_DIR:
+            aot.find(key.Key("", (), ""))
+        if variable is env.BENCH_FA3 and not Path(value).is_file():
+            raise RangeError(variable.name, repr(value), "there is no such file")
+    except RangeError as error:
+        return str(error)
+    except Flash4Error as error:
+        return f"{variable.name}: {error}"
+    return None
+
+
+def _may_hold_files(folder: Path) -> bool:
+    """Whether it can be written to, or be made; makes nothing."""
+    try:
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+    except OSError:
+        return False
+    return existing.is_dir() and os.access(existing, os.W_OK)
+
+
+def complaints(info: Info) -> list[str]:
+    """Everything that `collect` found wrong with the environment, in sentences."""
+    return [*filter(None, (variable["wrong"] for variable in info["environment"])), *info["misspelt"]]
 
 
 def versions() -> dict[str, str]:
@@ -52,10 +98,20 @@ def installed(distribution: str) -> str:
         return "not installed"
 
 
-def kernel_cache() -> str:
-    files = cache.contents()
-    mib = sum(file.stat().st_size for file in files) / 2**20
-    return f"{len(files)} kernels, {mib:.1f} MiB in {cache.folder()}"
+def kernel_cache() -> Info:
+    """Its folder, and how many kernels and bytes are there; `error` says why there is no such folder."""
+    try:
+        files = cache.contents()
+        sizes = [file.stat().st_size for file in files]
+        return {"folder": str(cache.folder()), "kernels": len(files), "bytes": sum(sizes), "error": None}
+    except (Flash4Error, RuntimeError, OSError) as error:
+        return {"folder": None, "kernels": 0, "bytes": 0, "error": str(error)}
+
+
+def _cache_sentence(found: Info) -> str:
+    if found["error"]:
+        return f"none: {found['error']}"
+    return f"{found['kernels']} kernels, {found['bytes'] / 2**20:.1f} MiB in {found['folder']}"
 
 
 def cpu() -> Info:
@@ -94,7 +150,12 @@ def backends(device: str) -> dict[str, list[str]]:
     """For a plain training call on `device`: each backend by priority, and why it cannot serve it, if so."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     q, k, v = (torch.empty(1, 128, 1, 64, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
-    return api.support(q, k, v)
+    try:
+        return api.support(q, k, v)
+    except RangeError as error:
+        return {
+            name: [f"{error.argument} is wrong, and so every call raises"] for name in env.BACKEND.choices
+        }
 
 
 def kernels() -> dict[str, str]:
@@ -116,9 +177,16 @@ def text(info: Info) -> str:
     lines += ["", "environment variables"]
     for variable in info["environment"]:
         lines += _aligned([(variable["name"], variable["value"] or "(empty)")])
-        lines += textwrap.wrap(variable["meaning"], 100, initial_indent=" " * 6, subsequent_indent=" " * 6)
-    lines += ["", f"kernel cache: {info['kernel cache']}"]
+        lines += _indented(variable["meaning"])
+        lines += _indented(f"WRONG: {variable['wrong']}") if variable["wrong"] else []
+    lines += ["", f"kernel cache: {_cache_sentence(info['cache'])}"]
+    if wrong := complaints(info):
+        lines += ["", "wrong environment variables", *(f"  {sentence}" for sentence in wrong)]
     return "\n".join(lines)
+
+
+def _indented(text: str) -> list[str]:
+    return textwrap.wrap(text, 100, initial_indent=" " * 6, subsequent_indent=" " * 6)
 
 
 def _device_sentence(device: Info) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
 import pty
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from hypothesis import given
 
 import flash4_torch
 from compile_cases import Scale
-from flash4_torch import ahead, env, errors
+from flash4_torch import ahead, env, errors, progress
 from flash4_torch import compile as layer
 from flash4_torch.__main__ import main
 from flash4_torch.backends.compiled import (
@@ -151,6 +154,33 @@ def test_bad_arguments(arguments: dict[str, Any], sentence: str) -> None:
     assert str(failure.value).startswith(sentence)
 
 
+@given(
+    target=st.sampled_from(list(TARGETS.values())),
+    D=st.sampled_from([64, 256, (192, 128)]),
+    words=st.sampled_from(["plain", "causal", "varlen+deterministic", "mask", "window+dropout"]),
+    group=st.integers(65, ahead.MAX_GROUP),
+)
+def test_what_serves_64_heads_serves_any_more(target: Target, D: Any, words: str, group: int) -> None:
+    of_64, of_more = (set(ahead.kernels(target.arch, [D], ["float16"], [words], [g])) for g in (64, group))
+    assert of_64 == of_more
+
+
+def test_numbers_of_other_libraries_make_the_same_kernels() -> None:
+    ours = ahead.kernels("sm_90a", [64, (192, 128)], ["float16"], ["plain"], [2])
+    theirs = np.int64(64), (np.int32(192), np.uint8(128))
+    assert repr(ahead.kernels("sm_90a", list(theirs), ["float16"], ["plain"], [np.int16(2)])) == repr(ours)
+
+
+@pytest.mark.parametrize("target", list(TARGETS.values()), ids=lambda target: target.arch)
+def test_names_for_reading_tell_kernels_apart(target: Target) -> None:
+    features = ["plain", "causal+varlen", "window+softcap", "mask", "float-mask+dropout", "deterministic"]
+    keys = ahead.kernels(target.arch, [64, (192, 128), 256], ahead.DTYPES, features, [1, 8])
+    names = [progress.in_words(key) for key in keys]
+    assert len(set(names)) == len(keys)
+    for name in names:
+        assert "=" not in name and "_" not in name.replace("attn_mask", "") and ":" not in name
+
+
 # warmup
 
 
@@ -158,7 +188,14 @@ def test_missing_kernels_are_compiled_in_other_processes(folder: Path, log: Path
     keys = scales(log, 3)
     layer.function(*keys[0])
     seen: list[tuple[int, int]] = []
-    prepared = pool.prepare(keys, 2, lambda done, total: seen.append((done, total)))
+    made: list[tuple[Key, bool]] = []
+    prepared = pool.prepare(
+        keys,
+        2,
+        lambda done, total: seen.append((done, total)),
+        lambda key, took: made.append((key, took > 0.0)),
+    )
+    assert made == [(keys[0], False), (keys[1], True), (keys[2], True)]
     assert [kernel for kernel, _ in prepared] == keys
     assert [seconds > 0.0 for _, seconds in prepared] == [False, True, True]
     assert seen == [(1, 3), (2, 3), (3, 3)]
@@ -169,6 +206,28 @@ def test_missing_kernels_are_compiled_in_other_processes(folder: Path, log: Path
     for key_ in keys:
         layer.function(*key_)
     assert len(processes(log)) == 3
+
+
+def test_a_log_has_a_line_for_each_kernel_as_soon_as_it_is_there(log: Path) -> None:
+    """Each is flushed, says which of how many it is, and at the end nothing is left."""
+    first, second, third, failing = scales(log, 4)
+    flushed: list[str] = []
+
+    class File(io.StringIO):
+        def flush(self) -> None:
+            flushed.append(self.getvalue())
+
+    lines = progress.Lines(File())
+    lines.begin(1, 4)
+    for key_, took in ((second, 0.0), (first, 1.234), (third, 61.0), (failing, "ValueError: no")):
+        lines.made(key_, took)
+    shown = flushed[-1].splitlines()
+    assert [text.count("\n") for text in flushed] == [1, 2, 3, 4, 5]
+    assert shown[0] == "4 kernels: 1 in the cache, 3 to compile"
+    assert shown[1] == f"1 of 4  in cache  {second}"
+    assert re.fullmatch(rf"2 of 4    1\.23 s  {re.escape(str(first))}, about \d+ s left", shown[2])
+    assert re.fullmatch(rf"3 of 4   61\.00 s  {re.escape(str(third))}, about \d+ s left", shown[3])
+    assert shown[4] == f"4 of 4    failed  {failing}"
 
 
 def test_a_failure_stops_no_other_kernel(log: Path) -> None:

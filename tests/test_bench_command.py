@@ -177,6 +177,13 @@ def test_bench_refuses_before_it_measures(
     assert captured.err == f"flash4_torch bench: {sentence}\n" and captured.out == ""
 
 
+@pytest.mark.usefixtures("tiny_machine")
+def test_nothing_selected_is_no_success(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "forward", "--cells", "D=77"]) == 2
+    sentence = "flash4_torch bench: no case is what --cells selects, so nothing was measured\n"
+    assert capsys.readouterr().err == sentence
+
+
 @pytest.fixture
 def tiny_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU with one cell and a roof that takes no time."""

@@ -8,15 +8,18 @@ from importlib import resources
 from typing import Any
 
 import flash4_torch
+from flash4_torch import ahead, testing
 
 PUBLIC = [
     "MultiheadAttention",
     "attention",
     "attention_varlen",
     "errors",
+    "integrations",
     "replace_attention",
     "scaled_dot_product_attention",
     "support",
+    "testing",
     "warmup",
 ]
 
@@ -63,6 +66,31 @@ def test_integrations_are_loaded_on_demand() -> None:
 def test_public_names_are_fixed() -> None:
     assert flash4_torch.__all__ == PUBLIC
     assert [name for name in PUBLIC if not hasattr(flash4_torch, name)] == []
+
+
+DIR = """
+import sys, flash4_torch, flash4_torch.testing
+public = [dir(flash4_torch), dir(flash4_torch.testing)]
+assert public[0] == sorted([*flash4_torch.__all__, "__version__"])
+assert public[1] == sorted(flash4_torch.testing.__all__)
+assert "flash4_torch.emulator" not in sys.modules
+assert flash4_torch.testing.emulate.device
+from flash4_torch import *
+import flash4_torch.bench.command
+assert public == [dir(flash4_torch), dir(flash4_torch.testing)]
+"""
+
+
+def test_dir_is_what_is_public_whatever_is_loaded() -> None:
+    done = subprocess.run([sys.executable, "-c", DIR], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_star_brings_what_is_public() -> None:
+    names: dict[str, Any] = {}
+    exec("from flash4_torch import *", names)
+    assert sorted(names.keys() - {"__builtins__"}) == PUBLIC
+    assert names["warmup"] is ahead.warmup and names["testing"] is testing
 
 
 def test_type_information_ships() -> None:

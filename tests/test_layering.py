@@ -42,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "testing": {"api", "ops", "backends", "emulator", "reference"},
 }
 # The package's front and its tools, which nothing below imports: "" is flash4_torch/__init__.py.
-TOP = frozenset({"", "__main__", "info", "ahead", "support_table", "bench"})
+TOP = frozenset({"", "__main__", "info", "ahead", "progress", "support_table", "bench"})
 
 TORCH_FREE = ("kernels", "emulator", "configs", "masks", "errors", "env", "forks", "processor", "store")
 # Names outside the package, and the only layers that may use them.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from .. import env
-from ..errors import BackendError, RangeError
+from ..errors import BackendError
 from ..problem import Problem
 from .base import Backend
 from .compiled import SM90A, SM100A, SM103A, Compiled
@@ -60,7 +60,7 @@ def choose(problem: Problem) -> Backend:
 
     Raises:
         BackendError: none can, or the one that FLASH4_BACKEND forces cannot.
-        RangeError: FLASH4_BACKEND names no backend.
+        RangeError: FLASH4_BACKEND names no backend, or FLASH4_LOG has another value than it takes.
     """
     for backend in _candidates():
         if not backend.why_not(problem):
@@ -74,10 +74,7 @@ def _candidates() -> tuple[Backend, ...]:
     if not forced:
         left_out = _excluded.names
         return tuple(b for b in PRIORITY if b.name not in left_out) if left_out else PRIORITY
-    named = tuple(b for b in PRIORITY if b.name == forced)
-    if not named:
-        raise RangeError(env.BACKEND.name, repr(forced), f"it must be one of {[b.name for b in PRIORITY]}")
-    return named
+    return tuple(b for b in PRIORITY if b.name == forced)
 
 
 def is_plain() -> bool:

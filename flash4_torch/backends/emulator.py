@@ -38,21 +38,15 @@ class Emulator:
 
     def why_not(self, problem: Problem) -> list[str]:
         spec = problem.spec
-        why = []
-        if env.BACKEND.get() != self.name:
-            why.append(f"it serves only where {env.BACKEND.name}={self.name} asks for it")
+        asked = env.BACKEND.get() == self.name
+        why = [] if asked else [f"it serves only where {env.BACKEND.name}={self.name} asks for it"]
         missing = [package for module, package in _NEEDED.items() if not importlib.util.find_spec(module)]
         if missing:
             why.append(f"{' and '.join(missing)} must be installed (pip install 'flash4_torch[kernels]')")
         if spec.device != "cpu":
             why.append(f"the tensors are on {spec.device}, and it serves cpu")
-        target = _target()
-        beyond = limits(target, problem) if target else ()
-        if target is None or beyond:
-            ours = [f"{sentence} (the kernels for {_arch()})" for sentence in beyond]
-            small = [f"{sentence} (the small kernel for any GPU)" for sentence in _limits(problem)]
-            why += ours + small if small else []
-        return why
+        # Only then does FLASH4_ARCH matter, right or wrong.
+        return why + _no_kernels(problem) if asked else why
 
     def kernels(self, problem: Problem) -> str:
         """Which kernels serve a problem, in words."""
@@ -123,6 +117,18 @@ def _serves(problem: Problem) -> bool:
     """Whether the architecture's own kernels do."""
     target = _target()
     return target is not None and not limits(target, problem)
+
+
+def _no_kernels(problem: Problem) -> list[str]:
+    """Why neither the architecture's own kernels nor the kernel for every GPU can serve the problem."""
+    target, small = _target(), _limits(problem)
+    beyond = limits(target, problem) if target else ()
+    if not small or (target and not beyond):
+        return []
+    return [
+        *(f"{sentence} (the kernels for {_arch()})" for sentence in beyond),
+        *(f"{sentence} (the small kernel for any GPU)" for sentence in small),
+    ]
 
 
 def _limits(problem: Problem) -> list[str]:

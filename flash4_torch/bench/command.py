@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
@@ -13,8 +15,12 @@ from typing import Protocol
 import torch
 
 from .. import info
+from ..ahead import why_not_writable
+from ..errors import hint
 from . import emulator, feature_times, gpu, host, memory, module, providers
+from .cells import DIRECTIONS
 from .cycles import MACHINES
+from .features import FEATURES
 from .peers import Peers
 from .prediction import Prediction
 from .report import Row
@@ -42,6 +48,16 @@ SECTIONS: Mapping[str, Section] = {
     "emulator": emulator,
 }
 
+_CELL_VALUES: Mapping[str, Sequence[str]] = {
+    "causal": ("yes", "no"),
+    "dtype": ("bfloat16", "float16", "float32"),
+    "feature": (*FEATURES, *module.CASES),
+    "direction": tuple(dict.fromkeys(DIRECTIONS + feature_times.DIRECTIONS)),
+}
+"""What --cells may say of a case, where that is no number."""
+_MOST_ROUNDS = 1000
+_NO_COMPILER = "--model compiles kernels: pip install 'flash4_torch[kernels]'"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -57,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="cpu or cuda; default: cuda where there is a GPU",
     )
     parser.add_argument(
-        "--threads", type=int, default=torch.get_num_threads(), help="CPU threads; default: torch's"
+        "--threads", type=_whole_number, default=torch.get_num_threads(), help="CPU threads; default: torch's"
     )
     parser.add_argument(
         "--clock",
@@ -74,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--rounds",
-        type=int,
+        type=_whole_number,
         help="how often each contender is timed in a comparison, at least 2; default: by a time budget, and "
         "6 (3 where S is 16384 or more) for forward and backward on a GPU",
     )
@@ -83,30 +99,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=MACHINES,
         help="instead: what a GPU that is not here would be busy with, predicted from runs in the emulator",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
-    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="write one PNG per section")
+    parser.add_argument("--out", type=_path, metavar="FILE", help="write the results as JSON")
+    parser.add_argument("--plot", type=_path, metavar="FOLDER", help="write one PNG per section")
     parser.set_defaults(run=run)
+
+
+def _whole_number(text: str) -> int:
+    if not re.fullmatch("[0-9]{1,9}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("'' is not a path")
+    return Path(text)
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command and returns the exit status."""
-    unknown = [name for name in options.sections if name not in SECTIONS]
-    if unknown:
-        return _refuse(f"unknown section {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
-    if options.device.startswith("cuda") and not torch.cuda.is_available():
-        return _refuse(f"--device is {options.device}, but torch sees no GPU")
-    if options.threads < 1:
-        return _refuse(f"--threads is {options.threads}, but it must be at least 1")
-    if options.rounds is not None and options.rounds < 2:
-        return _refuse(f"--rounds is {options.rounds}, but it must be at least 2")
-    try:
-        selection = Selection.parse(options.cells)
-    except ValueError as error:
-        return _refuse(f"--cells is {error}")
-    if options.plot and not _has_matplotlib():
-        return _refuse("--plot needs matplotlib: pip install 'flash4_torch[demo]'")
-    if options.model and not find_spec("cutlass"):
-        return _refuse("--model compiles kernels: pip install 'flash4_torch[kernels]'")
+    if sentence := _why_not(options):
+        return _refuse(sentence)
+    selection = Selection.parse(options.cells)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     settings = Settings(
@@ -120,22 +134,93 @@ def run(options: argparse.Namespace) -> int:
         results[name] = _run_section(SECTIONS[name], settings)
         # After each section: a later one may fail.
         if options.out:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
             options.out.write_text(json.dumps(_document(settings, results, started), indent=1) + "\n")
     if options.plot:
         from . import plots
 
         plots.draw(results, options.plot)
-    return 0
+    return _succeeded(any(results.values()))
+
+
+def _succeeded(measured: bool) -> int:
+    """The exit status: a selection that no case meets is no success."""
+    return 0 if measured else _refuse("no case is what --cells selects, so nothing was measured")
+
+
+def _why_not(options: argparse.Namespace) -> str:
+    """What is wrong with the options, found before anything is measured; empty if nothing is."""
+    try:
+        Selection.parse(options.cells, _CELL_VALUES)
+    except ValueError as error:
+        return f"--cells is {error}"
+    return (
+        _why_no_sections(options.sections)
+        or _why_no_device(options.device)
+        or _why_no_threads(options.threads)
+        or _why_no_rounds(options.rounds)
+        or _why_no_plots(options.plot)
+        or _why_no_results(options.out)
+        or ("" if not options.model or find_spec("cutlass") else _NO_COMPILER)
+    )
+
+
+def _why_no_sections(names: Sequence[str]) -> str:
+    unknown = [name for name in names if name not in SECTIONS]
+    if not unknown:
+        return ""
+    words = ", ".join(name or repr(name) for name in unknown)
+    return f"unknown section {words}; there are {', '.join(SECTIONS)}{hint(unknown[0], SECTIONS)}"
+
+
+def _why_no_device(name: str) -> str:
+    if not re.fullmatch("cpu|cuda(:[0-9]{1,3})?", name):
+        return f"--device is {name!r}, but it must be cpu, cuda or cuda:N"
+    if name == "cpu":
+        return ""
+    if not torch.cuda.is_available():
+        return f"--device is {name}, but torch sees no GPU"
+    if int(name.partition(":")[2] or 0) >= torch.cuda.device_count():
+        return f"--device is {name}, but the last GPU is cuda:{torch.cuda.device_count() - 1}"
+    return ""
+
+
+def _why_no_threads(threads: int) -> str:
+    if threads < 1:
+        return f"--threads is {threads}, but it must be at least 1"
+    most = max(os.cpu_count() or 1, torch.get_num_threads())
+    return f"--threads is {threads}, but it must be at most {most}" if threads > most else ""
+
+
+def _why_no_rounds(rounds: int | None) -> str:
+    if rounds is not None and rounds < 2:
+        return f"--rounds is {rounds}, but it must be at least 2"
+    if rounds is not None and rounds > _MOST_ROUNDS:
+        return f"--rounds is {rounds}, but it must be at most {_MOST_ROUNDS}"
+    return ""
+
+
+def _why_no_plots(folder: Path | None) -> str:
+    if folder is None:
+        return ""
+    if not _has_matplotlib():
+        return "--plot needs matplotlib: pip install 'flash4_torch[demo]'"
+    reason = why_not_writable(folder)
+    return f"--plot is {str(folder)!r}, but the folder cannot be written to ({reason})" if reason else ""
+
+
+def _why_no_results(file: Path | None) -> str:
+    if file is None:
+        return ""
+    reason = "it is a folder" if file.is_dir() else why_not_writable(file.parent)
+    return f"--out is {str(file)!r}, but the file cannot be written ({reason})" if reason else ""
 
 
 def _predict(machine: str, settings: Settings, out: Path | None) -> int:
     prediction = Prediction(machine)
     rows = _run_section(prediction, settings)
     if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(prediction.document(rows))
-    return 0
+    return _succeeded(bool(rows))
 
 
 def _refuse(sentence: str) -> int:

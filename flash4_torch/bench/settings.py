@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from ..errors import hint
 from .report import plain
 
 
@@ -19,11 +21,13 @@ class Selection:
     FIELDS = ("D", "causal", "S", "Hk", "dtype", "feature", "direction")
 
     @classmethod
-    def parse(cls, words: Sequence[str]) -> Selection:
+    def parse(cls, words: Sequence[str], known: Mapping[str, Sequence[str]] | None = None) -> Selection:
         """From words as 'S=1024,4096'.
 
+        known: all values that a field takes; the others take whole numbers. Default: fields take any value.
+
         Raises:
-            ValueError: a word is not of that form, or names no field.
+            ValueError: a word is not of that form, names no field, or gives one a value that it cannot have.
         """
         wanted = {}
         for word in words:
@@ -33,7 +37,17 @@ class Selection:
                     f"{word!r}, but it must be NAME=VALUE,... with one of {', '.join(cls.FIELDS)}"
                 )
             wanted[name] = values.split(",")
+            limits = [] if known is None else [cls._limit(value, known.get(name)) for value in wanted[name]]
+            if limit := next(filter(None, limits), ""):
+                raise ValueError(f"{word!r}, but {name} must be {limit}")
         return cls(wanted)
+
+    @staticmethod
+    def _limit(value: str, choices: Sequence[str] | None) -> str:
+        """What a value must be, if it is not that."""
+        if choices is None:
+            return "" if re.fullmatch("[0-9]{1,9}", value) else "a whole number"
+        return "" if value in choices else f"one of {', '.join(choices)}{hint(value, choices)}"
 
     def takes(self, case: Mapping[str, object]) -> bool:
         """Whether every field that is both selected by and in the case has a wanted value."""

@@ -25,10 +25,21 @@ class Prepared(NamedTuple):
     seconds: float
 
 
-def prepare(keys: Sequence[Key], jobs: int | None, progress: Callable[[int, int], None]) -> list[Prepared]:
+def _ignore(kernel: Key, took: float | str) -> None:
+    pass
+
+
+def prepare(
+    keys: Sequence[Key],
+    jobs: int | None,
+    progress: Callable[[int, int], None],
+    made: Callable[[Key, float | str], None] = _ignore,
+) -> list[Prepared]:
     """Compiles what the cache lacks of `keys`, `jobs` at a time (default: as many as there are processors).
 
-    progress: called with how many kernels are done, and of how many.
+    progress: called with how many kernels are done, and of how many; first with those that were there before.
+    made: called with each kernel, those that were there before first, and the seconds that it took or the
+        sentence that says why it failed.
     Raises CompileError when all others are done, and RangeError if the cache cannot be written to.
     """
     cache.require_writable()
@@ -37,12 +48,15 @@ def prepare(keys: Sequence[Key], jobs: int | None, progress: Callable[[int, int]
     seconds: dict[Key, float] = {}
     failures: list[str] = []
     progress(len(keys) - len(missing), len(keys))
+    for key in sorted(set(keys) - set(missing), key=keys.index):
+        made(key, 0.0)
     with _Workers() as workers, ThreadPoolExecutor(jobs) as threads:
         for key, answer in zip(missing, threads.map(workers.compile, missing), strict=True):
             if isinstance(answer, str):
                 failures.append(answer)
             else:
                 seconds[key] = answer
+            made(key, answer)
             progress(len(keys) - len(missing) + len(seconds) + len(failures), len(keys))
     if failures:
         raise CompileError(f"{len(failures)} of {len(keys)} kernels", "\n".join(failures))

@@ -14,6 +14,8 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,6 +35,7 @@ _one_at_a_time = forks.Lock()
 _PACKAGE = Path(__file__).parents[1]
 # As installed, and as in a checkout.
 _SOURCE_FOLDERS = (_PACKAGE / "emulator" / "csrc", _PACKAGE.parent / "csrc_stubs" / "no_gpu")
+_unsaid = threading.Lock()
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
@@ -98,12 +101,19 @@ def _kept(stem: str, suffix: str, command: Sequence[str]) -> Path:
     try:
         if store.find(_FOLDER, stem, (suffix,)) is None:
             store.writable(_FOLDER)  # the compiler takes a minute: better known before
+            _say_once()
         with store.obtained(_FOLDER, stem, (suffix,), build) as (path, why_temporary):
             if why_temporary:
                 raise BuildError(f"the emulator cannot be built: {why_temporary}")
             return path
     except (OSError, RangeError) as error:
         raise BuildError(f"the emulator cannot be built: {error}") from error
+
+
+def _say_once() -> None:
+    """Nobody should wonder what takes so long; the lock is never given back."""
+    if _unsaid.acquire(blocking=False):
+        print("flash4_torch: compiling the emulator once, about a minute", file=sys.stderr, flush=True)
 
 
 def _with_headers(source: Path) -> list[Path]:

@@ -9,7 +9,7 @@ import ctypes
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flash4_torch import env
@@ -27,6 +27,7 @@ class Device:
     check: raise EmulationError after a launch with findings; else look at the reports.
     memory: (address, bytes) of the global memory that kernels may touch; empty: anything.
     transform: applied to every kernel before it runs, as mutation studies do.
+    around: the device whose place this one takes for a time; reports go to both.
     """
 
     arch: str
@@ -35,6 +36,8 @@ class Device:
     memory: Sequence[tuple[int, int]] = ()
     transform: Callable[[ptx.Kernel], ptx.Kernel] | None = None
     reports: list[Report] = field(default_factory=list)
+    around: Device | None = None
+    gives_way: bool = False
 
     @contextmanager
     def touching(self, *tensors: Any) -> Iterator[None]:
@@ -65,7 +68,10 @@ class Device:
             regions=self.memory,
             options=self.options,
         )
-        self.reports.append(report)
+        device: Device | None = self
+        while device:
+            device.reports.append(report)
+            device = device.around
         if self.check:
             report.raise_findings()
 
@@ -76,6 +82,7 @@ def device(
     *,
     multiprocessors: int | None = None,
     check: bool = True,
+    gives_way: bool = False,
     **options: Any,
 ) -> Iterator[Device]:
     """Inside the block CuTe-DSL compiles for an emulated device, and launches run on it.
@@ -83,22 +90,35 @@ def device(
     arch: "sm_90a", "sm_100a" or "sm_103a"; default: FLASH4_ARCH.
     multiprocessors: how many it has; persistent kernels launch as many CTAs. Default: 132 and 148.
     check: raise EmulationError for the first launch with findings.
+    gives_way: `device` blocks inside this one are allowed; they take its place, start from its architecture
+        and options, and their reports are also its.
     options: the other fields of `Options`.
 
     Functions must be compiled and called inside the block. Raises BuildError where the engine cannot be built
     (it needs g++), ImportError without nvidia-cutlass-dsl.
     """
-    arch = arch or env.ARCH.get()
-    if _active:
-        raise EmulatorError(f"an emulated {_active[-1].arch} device is active; there can be one at a time")
-    emulated = Device(arch, Options(multiprocessors=multiprocessors, **options), check)
-    host.install(emulated.launch, arch, multiprocessors)
+    around = active()
+    if around and not around.gives_way:
+        raise EmulatorError(f"an emulated {around.arch} device is active; there can be one at a time")
+    arch = arch or (around.arch if around else env.ARCH.get())
+    if multiprocessors:
+        options["multiprocessors"] = multiprocessors
+    chosen = replace(around.options if around else Options(), **options)
+    emulated = Device(arch, chosen, check, around=around, gives_way=gives_way)
+    _install(emulated)
     _active.append(emulated)
     try:
         yield emulated
     finally:
         _active.pop()
-        host.uninstall()
+        if around:
+            _install(around)
+        else:
+            host.uninstall()
+
+
+def _install(device: Device) -> None:
+    host.install(device.launch, device.arch, device.options.multiprocessors)
 
 
 _active: list[Device] = []

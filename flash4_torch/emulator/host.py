@@ -27,6 +27,7 @@ from flash4_torch.emulator import build, dsl
 from flash4_torch.emulator.device import as_device
 from flash4_torch.emulator.engine import DEVICE_SMS
 from flash4_torch.emulator.errors import EmulatorError
+from flash4_torch.errors import RangeError
 
 __all__ = ["ARCHITECTURES", "Kernel", "Launch", "LaunchError", "as_device", "install", "uninstall"]
 
@@ -99,12 +100,12 @@ def install(
     kernels launch that many CTAs, so a small number makes them quick to run.
 
     What `run` raises reaches whoever called the compiled function. A second call replaces what the first one
-    set. Raises ValueError for another architecture, BuildError where the C++ part cannot be built, and
+    set. Raises RangeError for another architecture, BuildError where the C++ part cannot be built, and
     ImportError without CuTe-DSL.
     """
     arch = arch or env.ARCH.get()
-    if arch not in ARCHITECTURES:
-        raise ValueError(f"arch is {arch!r}; the emulator plays {' or '.join(ARCHITECTURES)}")
+    if arch not in tuple(ARCHITECTURES):
+        raise RangeError("arch", repr(arch), f"the emulator plays {' or '.join(ARCHITECTURES)}")
     uninstall()
     _seam().connect(run, arch, multiprocessors or ARCHITECTURES[arch].multiprocessors)
 

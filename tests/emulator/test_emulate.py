@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import from_dlpack
 
+from flash4_torch.emulator import build
 from flash4_torch.emulator.errors import EmulatorError
 from flash4_torch.testing import emulate
 
@@ -151,6 +153,79 @@ def test_command_line_prints_a_table(tmp_path):
     assert "right" in done.stdout and "no findings" in done.stdout and "warp-instructions" in done.stdout
 
 
+@pytest.fixture
+def script(tmp_path):
+    """Launches once, on a device of its own, imports what lies beside it, and ends with the status given."""
+    (tmp_path / "beside_the_script.py").write_text("BEYOND = 1 << 20\n")
+    path = tmp_path / "script.py"
+    path.write_text(
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "import beside_the_script, test_emulate as t\n"
+        "from flash4_torch.testing import emulate\n"
+        "with emulate.device(check=False) as device:\n"
+        "    assert t.doubled(device, beside_the_script.BEYOND * int(sys.argv[1])) == (sys.argv[1] == '0')\n"
+        "    print(device.arch, device.options.schedule, device.options.multiprocessors)\n"
+        "sys.exit(int(sys.argv[2]))\n"
+    )
+    return str(path)
+
+
+def test_a_device_that_gives_way_is_back_afterwards():
+    with emulate.device("sm_100a", gives_way=True, schedule="late", multiprocessors=3) as outer:
+        assert doubled(outer)
+        with emulate.device("sm_90a", seed=5) as inner:
+            assert inner.arch == "sm_90a" and inner.options == emulate.Options("late", 5, multiprocessors=3)
+            assert doubled(inner)
+            with pytest.raises(EmulatorError, match="sm_90a device is active"), emulate.device():
+                pass
+        assert len(inner.reports) == 1
+        assert doubled(outer) and len(inner.reports) == 1
+        with emulate.device() as same:
+            assert same.arch == "sm_100a"
+    assert len(outer.reports) == 3 and outer.reports[1] is inner.reports[0]
+    with emulate.device("sm_90a") as device:
+        assert doubled(device)
+
+
+def test_command_line_reports_devices_of_the_script(script, capsys):
+    options = ["--arch", "sm_103a", "--schedule", "late", "--multiprocessors", "7", script]
+    assert emulate.main([*options, "0", "0"]) == 0
+    shown = capsys.readouterr().out
+    assert "sm_103a late 7" in shown and shown.endswith("\nno findings in 1 launch\n")
+    assert emulate.main([*options, "0", "3"]) == 3
+    assert emulate.main([*options, "1", "3"]) == 1
+    shown = capsys.readouterr().out
+    assert "out-of-bounds" in shown.rpartition("\nfindings in 1 of 1 launch\n")[2]
+
+
+def test_command_line_refuses_what_it_cannot_run(tmp_path, capsys, monkeypatch):
+    assert emulate.main([str(tmp_path / "nowhere.py")]) == 2
+    assert "there is no such file" in capsys.readouterr().err
+    (tmp_path / "script.py").write_text("print('ran')")
+    monkeypatch.setenv("FLASH4_ARCH", "nope")
+    assert emulate.main([str(tmp_path / "script.py")]) == 2
+    shown = capsys.readouterr()
+    assert "FLASH4_ARCH is 'nope'" in shown.err and shown.out == ""
+    assert emulate.main(["--arch", "sm_90a", str(tmp_path / "script.py")]) == 0
+    assert capsys.readouterr().out == "ran\nnothing was launched\n"
+
+
+def test_command_line_reports_before_a_traceback(script, capsys):
+    with pytest.raises(IndexError):
+        emulate.main([script, "1"])
+    assert "out-of-bounds" in capsys.readouterr().out
+
+
+def test_the_first_build_says_so_once(monkeypatch, tmp_path, capsys):
+    source = tmp_path / "part.cpp"
+    source.write_text("int part() { return 1; }\n")
+    monkeypatch.setenv("FLASH4_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "_unsaid", threading.Lock())
+    for flags in (["-shared", "-fPIC"], ["-shared", "-fPIC"], ["-shared", "-fPIC", "-O1"]):
+        build.shared_object("libpart", [source], flags)
+    assert capsys.readouterr().err == "flash4_torch: compiling the emulator once, about a minute\n"
+
+
 def test_command_line_helps():
     done = command_line("--help")
     assert done.returncode == 0 and "--schedule" in done.stdout
@@ -164,3 +239,11 @@ def test_the_example_finds_its_race():
     before, after = done.stdout.split("with the barrier")
     assert "race" in before and "find_a_race.py" in before
     assert "no findings, the result is right" in after
+
+
+def test_the_example_runs_under_the_command():
+    done = command_line("examples/find_a_race.py")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    example, _, found = done.stdout.rpartition("\nfindings in 1 of 2 launches\n")
+    assert "no findings, the result is right" in example and "warp-instructions" in example
+    assert "race" in found and "find_a_race.py" in found

@@ -1,0 +1,123 @@
+"""What a warm-up shows while it compiles: a line for each kernel, or a bar, and when the rest may be done."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TextIO
+
+from .backends.compiled import GROUP_SUMS, MASK_BLOCKS, POSTPROCESS, PREPROCESS, TARGETS
+from .compile import Key
+from .configs.types import Features
+
+_WIDTH = 40
+"""Characters of the bar."""
+
+_KINDS = {
+    **{target.forward: "forward" for target in TARGETS.values()},
+    **{target.backward: "backward" for target in TARGETS.values()},
+    PREPROCESS: "backward, row sums before it",
+    POSTPROCESS: "backward, dQ after it",
+    GROUP_SUMS: "backward, dK and dV of groups",
+    MASK_BLOCKS: "blocks of attn_mask",
+}
+"""The names of kernels by their entries."""
+
+
+class _Pace:
+    """How fast kernels have been made, and how long those that are left will take at that."""
+
+    def __init__(self, done: int, total: int) -> None:
+        self._start = time.monotonic()
+        self._before, self._total = done, total
+
+    def left(self, done: int) -> str:
+        """`, about 3 min left`; empty before the first kernel and after the last."""
+        made, left = done - self._before, self._total - done
+        if not made or not left:
+            return ""
+        seconds = (time.monotonic() - self._start) / made * left
+        return f", about {seconds:.0f} s left" if seconds < 90 else f", about {seconds / 60:.0f} min left"
+
+
+class Lines:
+    """A line for each kernel, written when it is there, so that a log file shows it, too."""
+
+    def __init__(self, log: TextIO) -> None:
+        self._log = log
+        self._pace: _Pace | None = None
+        self._done = self._total = 0
+
+    def begin(self, done: int, total: int) -> None:
+        """Says at the first call what is to be done; later ones change nothing."""
+        if self._pace is None:
+            self._pace, self._total = _Pace(done, total), total
+            self._write(f"{total} kernels: {done} in the cache, {total - done} to compile")
+
+    def made(self, kernel: Key, took: float | str) -> None:
+        """took: seconds, or why it failed."""
+        assert self._pace is not None
+        self._done += 1
+        result = "  failed" if isinstance(took, str) else f"{took:6.2f} s" if took else "in cache"
+        count = f"{self._done:>{len(str(self._total))}} of {self._total}"
+        self._write(f"{count}  {result}  {in_words(kernel)}{self._pace.left(self._done)}")
+
+    def _write(self, line: str) -> None:
+        print(line, file=self._log, flush=True)
+
+
+class Bar:
+    """A progress bar on one line of a terminal."""
+
+    def __init__(self, terminal: TextIO) -> None:
+        self._terminal = terminal
+        self._pace: _Pace | None = None
+
+    def __call__(self, done: int, total: int) -> None:
+        self._pace = self._pace or _Pace(done, total)
+        filled = _WIDTH * done // max(total, 1)
+        bar = "#" * filled + "." * (_WIDTH - filled)
+        text = f"\r\x1b[Kflash4_torch: [{bar}] {done} of {total} kernels{self._pace.left(done)}"
+        print(text, end="\n" if done == total else "", file=self._terminal, flush=True)
+
+
+def in_words(kernel: Key) -> str:
+    """A kernel's name for reading: what it computes, and in brackets how.
+
+    forward, bfloat16, D 64, causal (warpgroups 2, keys 128, kv stages 4, q stages 2)
+    """
+    kind = _KINDS.get(kernel.entry)
+    if kind is None:
+        return str(kernel)
+    what = [_features(part) if isinstance(part, Features) else "" for part in kernel.static]
+    how = [", ".join(_fields(part)) for part in kernel.static if not isinstance(part, Features)]
+    return f"{', '.join(filter(None, [kind, *what]))} ({'; '.join(how)})"
+
+
+def _features(features: Features) -> str:
+    """In the words of `warmup`'s argument, where it has some."""
+    f = features
+    head_dim = f"D {f.D}" if f.D == f.Dv else f"D {f.D}, Dv {f.Dv}"
+    band = {(False, True): "causal", (True, True): "window", (True, False): "window to the left"}
+    words = [f.dtype, head_dim, band.get((f.left, f.right), ""), f"{f.mask} mask" if f.mask else ""]
+    rest = f._replace(left=False, right=False, mask="", dmask=False)
+    words += [*list(_fields(rest))[3:], "gradient of the mask" if f.dmask else ""]
+    return ", ".join(filter(None, words))
+
+
+def _fields(part: object) -> Iterator[str]:
+    """A named tuple's fields that are not their defaults: `kv stages 4`; switches: `pingpong`, `no tail`."""
+    if not isinstance(part, tuple) or not hasattr(part, "_fields"):
+        yield str(part)
+        return
+    defaults: dict[str, object] = getattr(part, "_field_defaults", {})
+    for field, value in zip(part._fields, part, strict=True):
+        name = field.replace("_", " ")
+        if isinstance(value, tuple):
+            yield from _fields(value)
+        elif value is True and defaults.get(field) is not True:
+            yield name
+        elif value is False and defaults.get(field) is True:
+            yield f"no {name}"
+        elif not isinstance(value, bool) and (field, value) not in defaults.items():
+            yield str(value) if isinstance(value, str) else f"{name} {value}"
