@@ -145,6 +145,7 @@ def _writable(folder: str | PathLike[str]) -> Path:
     name = fspath(folder) if isinstance(folder, (str, PathLike)) else None
     if not name or not isinstance(name, str):
         raise ArgumentError("folder", repr(folder), "it must be the path of a folder, a str or os.PathLike")
+    aot.require_writable(Path(name))
     if reason := why_not_writable(Path(name)):
         raise ExportError(name, f"the folder cannot be written to ({reason})")
     return Path(name)

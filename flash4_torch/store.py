@@ -7,7 +7,6 @@ the seal does not fit, or that another user could have written, is not found.
 from __future__ import annotations
 
 import fcntl
-import functools
 import hashlib
 import os
 import shutil
@@ -38,17 +37,11 @@ _STALE = 3600
 
 def folder(name: str) -> Path:
     """The folder of that name, which need not exist. Raises RangeError."""
-    text = env.CACHE_DIR.get() or env.CACHE_DIR.default
+    text = env.CACHE_DIR.get()
     try:
-        return _absolute(Path(text).expanduser()) / name
+        return Path(text).expanduser() / name
     except (OSError, RuntimeError) as error:
         raise RangeError(env.CACHE_DIR.name, text, f"it must name a folder ({error})") from error
-
-
-@functools.cache
-def _absolute(path: Path) -> Path:
-    """What a relative path means is decided once: the working directory may be anybody's later on."""
-    return path.absolute()
 
 
 def writable(name: str) -> Path:

@@ -49,7 +49,7 @@ def export(folder: Path, keys: Iterable[Key], *, runtime: bool = False) -> Path:
             kernels = before.kernels | {kernel.name: kernel for kernel in added}
             store.write(folder / MANIFEST, Manifest(versions(), checksum, kernels).text().encode())
     except OSError as error:
-        raise ExportError(str(folder), f"it cannot be written to ({error})") from error
+        raise ExportError(str(folder), f"the folder cannot be written to ({error})") from error
     return folder / MANIFEST
 
 
@@ -59,7 +59,7 @@ def require_writable(folder: Path) -> None:
         store.make_folder(folder, _SHARED)
         why = store.why_distrusted(folder)
     except OSError as error:
-        raise ExportError(str(folder), f"it cannot be written to ({error})") from error
+        raise ExportError(str(folder), f"the folder cannot be written to ({error})") from error
     if why:
         raise ExportError(str(folder), f"nothing is added to it, since {why}")
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from ..errors import KeywordError
+from ..errors import KeywordError, nearest
 
 _SAME = (
     ("scale", "softmax_scale", "sm_scale", "scaling"),
@@ -60,5 +59,5 @@ def _hint(keyword: str, takes: list[str]) -> str:
             return f"it is called {ours[0]!r} here"
     if keyword in _OTHERWISE:
         return _OTHERWISE[keyword]
-    close = difflib.get_close_matches(keyword, takes, 1)
-    return f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(takes)}"
+    near = nearest(keyword, takes)
+    return f"did you mean {near!r}?" if near else f"it takes {', '.join(takes)}"
