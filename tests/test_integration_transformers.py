@@ -6,8 +6,10 @@ compared; no other position depends on it.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -28,10 +30,12 @@ from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,
     chunked_causal_mask_function,
+    create_causal_mask,
     sdpa_mask,
     sliding_window_bidirectional_mask_function,
     sliding_window_causal_mask_function,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from flash4_torch.integrations import transformers as ours
 
@@ -476,10 +480,219 @@ def test_what_is_not_served_is_refused_by_name(argument: str) -> None:
 
 
 def test_a_model_with_sinks_is_refused() -> None:
+    """While it is loaded, not in a forward that may be compiled."""
     config = hf.GptOssConfig(**GQA, num_local_experts=2, num_experts_per_tok=1)
-    model = hf.AutoModelForCausalLM.from_config(config, attn_implementation=FA4)
-    with pytest.raises(ArgumentError, match=r"^s_aux is"):
-        model(input_ids=torch.ones(1, 3, dtype=torch.long))
+    with pytest.raises(
+        ArgumentError, match=r"^attn_implementation is 'fa4', .* GptOss\w+ has attention sinks"
+    ):
+        hf.AutoModelForCausalLM.from_config(config, attn_implementation=FA4)
+    model = hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with pytest.raises(ArgumentError, match="attention sinks"):
+        model.set_attn_implementation(FA4)
+
+
+ON_ITS_OWN: dict[str, Callable[[], Any]] = {
+    "BloomModel": lambda: hf.BloomConfig(vocab_size=TOKENS, hidden_size=32, n_layer=1, n_head=4),
+    "MPNetModel": lambda: hf.MPNetConfig(**COMMON),
+    "RoFormerModel": lambda: hf.RoFormerConfig(**COMMON),
+    "GPTJModel": lambda: hf.GPTJConfig(
+        vocab_size=TOKENS, n_embd=32, n_layer=1, n_head=4, rotary_dim=4, bos_token_id=1, eos_token_id=2
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "config"), ON_ITS_OWN.items())
+def test_models_with_attention_of_their_own_are_refused_at_every_door(
+    name: str, config: Callable[[], Any], tmp_path: Any
+) -> None:
+    says = rf"^attn_implementation is 'fa4', but {name} .*use \"eager\""
+    model_class = getattr(hf, name)
+    with pytest.raises(ArgumentError, match=says):
+        hf.AutoModel.from_config(config(), attn_implementation=FA4)
+    asked = config()
+    asked._attn_implementation = FA4
+    with pytest.raises(ArgumentError, match=says):
+        model_class(asked)
+    model = model_class(config())
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ArgumentError, match=says):
+        model_class.from_pretrained(tmp_path, attn_implementation=FA4)
+    before = model.config._attn_implementation
+    with pytest.raises(ArgumentError, match=says):
+        model.set_attn_implementation(FA4)
+    assert model.config._attn_implementation == before
+
+
+def test_a_name_that_was_written_into_the_configuration_is_refused_with_the_first_mask() -> None:
+    ids, mask = batch("left")
+    model = build(hf.AutoModelForCausalLM, ON_ITS_OWN["BloomModel"], "eager")
+    model.config._attn_implementation = FA4
+    with pytest.raises(ArgumentError, match=r"^attn_implementation is 'fa4', but Bloom"):
+        model(input_ids=ids, attention_mask=mask)
+    served = build(hf.AutoModelForCausalLM, DECODERS["llama"], "eager")
+    before = logits_and_grads(served, ids, mask)
+    served.config._attn_implementation = FA4
+    with problems() as seen:
+        assert_same(logits_and_grads(served, ids, mask), before)
+    assert len(seen) == 4
+
+
+def test_copies_of_a_model_are_served() -> None:
+    ids, mask = batch("left")
+    model = build(hf.AutoModelForCausalLM, DECODERS["llama"], FA4)
+    assert_same(logits_and_grads(deepcopy(model), ids, mask), logits_and_grads(model, ids, mask))
+    assert_same(
+        logits_and_grads(pickle.loads(pickle.dumps(model)), ids, mask), logits_and_grads(model, ids, mask)
+    )
+
+
+def vision_and_text() -> Any:
+    vision = hf.ViTConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=16,
+        patch_size=8,
+    )
+    text = hf.TrOCRConfig(
+        vocab_size=TOKENS,
+        d_model=32,
+        decoder_layers=1,
+        decoder_attention_heads=4,
+        decoder_ffn_dim=48,
+        cross_attention_hidden_size=32,
+        max_position_embeddings=32,
+        pad_token_id=PAD,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return hf.VisionEncoderDecoderConfig.from_encoder_decoder_configs(vision, text)
+
+
+def test_a_part_of_a_model_can_be_served_where_another_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="TrOCRDecoder computes its attention itself"):
+        hf.VisionEncoderDecoderModel._from_config(vision_and_text(), attn_implementation=FA4)
+    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(4))
+    ids, _ = batch("none")
+
+    def run(implementation: Any, later: Any = None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = hf.VisionEncoderDecoderModel._from_config(
+            vision_and_text(), attn_implementation=implementation
+        )
+        if later is not None:
+            model.set_attn_implementation(later)
+        return [model.eval()(pixel_values=pixels, decoder_input_ids=ids).logits.detach()]
+
+    expected = run("eager")
+    part = {"": FA4, "encoder": FA4, "decoder": "eager"}
+    for options in ((part,), ("eager", part)):
+        with problems() as seen:
+            assert_same(run(*options), expected)
+        assert len(seen) == 2
+    with pytest.raises(ArgumentError, match="TrOCRDecoder"):
+        run("eager", {"": "eager", "encoder": "eager", "decoder": FA4})
+
+
+class OwnConfig(hf.PretrainedConfig):
+    model_type = "of a user"
+
+
+class Dispatching(nn.Module):
+    """A user's attention that asks for a registered function."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config, self.is_causal = config, True
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
+        q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        return attend(self, q, k, v, attention_mask)[0].flatten(2)
+
+
+class Computing(Dispatching):
+    """One that adds the mask to its own scores."""
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
+        q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        scores = q @ k.mT
+        if attention_mask is not None:
+            scores = scores + attention_mask
+        return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+class OfAUser(hf.PreTrainedModel):
+    config_class = OwnConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.layer = self.make(config)
+        self.post_init()
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        mask = create_causal_mask(self.config, x, attention_mask, past_key_values=None)
+        return self.layer(x, mask)
+
+
+class Served(OfAUser):
+    def make(self, config: Any) -> nn.Module:
+        return Dispatching(config)
+
+
+class Refused(OfAUser):
+    def make(self, config: Any) -> nn.Module:
+        return Computing(config)
+
+
+def test_models_of_users_are_judged_by_their_code() -> None:
+    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(6))
+    with problems() as seen:
+        Served._from_config(OwnConfig(), attn_implementation=FA4)(x)
+    assert len(seen) == 1
+    with pytest.raises(ArgumentError, match="Refused computes its attention itself, in Computing"):
+        Refused._from_config(OwnConfig(), attn_implementation=FA4)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_mask_that_is_added_to_scores_says_so(in_place: bool) -> None:
+    """The last line of defence, for what no look at the classes finds."""
+    mask = ours.make_mask(
+        batch_size=2,
+        q_length=5,
+        kv_length=5,
+        attention_mask=torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 1, 1]]) > 0,
+    )
+    scores = torch.zeros(2, 4, 5, 5)
+    with pytest.raises(ArgumentError, match="adds its attention mask to scores"):
+        scores.add_(mask) if in_place else scores + mask
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "siglip"])
+def test_models_that_record_attentions_get_them(name: str) -> None:
+    """Also where the layers do not hand output_attentions on."""
+    ids, mask = batch("right")
+
+    def attentions(implementation: str) -> list[Tensor]:
+        if name == "siglip":
+            config = hf.SiglipVisionConfig(
+                **{k: COMMON[k] for k in list(COMMON)[1:5]}, image_size=16, patch_size=8
+            )
+            torch.manual_seed(0)
+            model = hf.SiglipVisionModel._from_config(config, attn_implementation=implementation).eval()
+            given: dict[str, Any] = {"pixel_values": torch.ones(2, 3, 16, 16)}
+        else:
+            opt = hf.OPTConfig(**COMMON, ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=64)
+            config = opt if name == "opt" else DECODERS["gpt2"]()
+            model = build(hf.AutoModelForCausalLM, lambda: config, implementation)
+            given = {"input_ids": ids, "attention_mask": mask}
+        return list(model(**given, output_attentions=True).attentions)
+
+    result, expected = attentions(FA4), attentions("eager")
+    assert len(expected) == 2
+    assert_same(result, expected)
 
 
 def test_masks_of_other_ranks_are_refused() -> None:

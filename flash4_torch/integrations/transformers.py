@@ -10,18 +10,24 @@ because transformers takes every name with "flash" in it for a kernel of its own
 Two functions are registered: the attention, and the mask that goes with it. Where transformers would spell a
 causal or sliding pattern out as a (B, 1, Sq, Sk) mask, our mask function returns a `BandMask`, which holds
 the window and one row of padding per batch entry.
+
+A model that computes attention itself would misread such a mask, or its absence. `register` therefore makes
+transformers ask us, too, whether a model may have the name: when the model is built, and when its
+implementation is set. It is refused there with an ArgumentError (see `transformers_models`). What gets past
+that, such as a name written into the configuration of an existing model, is refused where the mask is made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import wraps
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,
@@ -30,12 +36,14 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 from transformers.utils.import_utils import is_tracing
+from transformers.utils.output_capturing import _active_collector
 
 from .. import ops
 from ..api import attention_varlen
 from ..errors import ArgumentError, ShapeError
 from ..masks import Band
 from ..ops import check
+from .transformers_models import Service, judge_class, judge_model, model_classes
 
 NAME = "fa4"
 
@@ -56,8 +64,18 @@ _UNSUPPORTED = {
 }
 
 
+_names: set[str] = set()
+"""The names that are registered."""
+
+_judged: dict[type, bool] = {}
+"""By class of configurations whose models may have our masks: whether None may be among them."""
+
+
 def register(name: str = NAME) -> str:
     """Makes `name` an `attn_implementation`, and returns it.
+
+    From then on a model that would not call us, or would misread our masks, raises an ArgumentError when it
+    is built with that name (from_pretrained, from_config, the class itself) and when the name is set.
 
     Raises:
         ArgumentError: transformers would take `name` for something else.
@@ -67,7 +85,96 @@ def register(name: str = NAME) -> str:
             raise ArgumentError("name", repr(name), f"transformers gives names with {part!r} another meaning")
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, make_mask)
+    if not _names:
+        PreTrainedModel.get_correct_attn_implementation = _asking_us(  # type: ignore[method-assign]
+            PreTrainedModel.get_correct_attn_implementation
+        )
+        PreTrainedModel.post_init = _asking_us_last(  # type: ignore[method-assign]
+            PreTrainedModel.post_init
+        )
+        PreTrainedModel.set_attn_implementation = _asking_us_first(  # type: ignore[method-assign]
+            PreTrainedModel.set_attn_implementation
+        )
+    _names.add(name)
     return name
+
+
+def _asking_us(decide: Callable[..., str]) -> Callable[..., str]:
+    """transformers' check of one model's implementation, and then ours."""
+
+    @wraps(decide)
+    def get_correct_attn_implementation(self: PreTrainedModel, *args: Any, **kwargs: Any) -> str:
+        name = decide(self, *args, **kwargs)
+        if name in _names:
+            _judge(type(self), self.config, name)
+        return name
+
+    return get_correct_attn_implementation
+
+
+def _asking_us_last(finish: Callable[..., None]) -> Callable[..., None]:
+    """The end of a model's construction, where its modules can be looked at."""
+
+    @wraps(finish)
+    def post_init(self: PreTrainedModel) -> None:
+        if (name := self.config._attn_implementation) in _names:
+            judge_model(self, name)
+        finish(self)
+
+    return post_init
+
+
+def _asking_us_first(change: Callable[..., None]) -> Callable[..., None]:
+    """transformers' change of a whole model, before which every part is judged.
+
+    transformers itself looks at one model per configuration, and leaves out, with a mere log line, what it
+    finds no attention function in.
+    """
+
+    @wraps(change)
+    def set_attn_implementation(
+        self: PreTrainedModel, attn_implementation: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        wanted = {id(config): name for config, name in _requested(self.config, attn_implementation)}
+        for part in self.modules():
+            if isinstance(part, PreTrainedModel):
+                name = wanted.get(id(part.config), wanted[id(self.config)])
+                if name in _names:
+                    _judge(type(part), part.config, name)
+                    judge_model(part, name)
+        change(self, attn_implementation, *args, **kwargs)
+
+    return set_attn_implementation
+
+
+def _requested(config: Any, request: Any) -> Iterator[tuple[Any, Any]]:
+    """Each configuration in `config`, and what the request (a name or a dict) means for it."""
+    nested = isinstance(request, dict)
+    yield config, request.get("", config._attn_implementation) if nested else request
+    for key in config.sub_configs:
+        if (part := getattr(config, key, None)) is not None:
+            yield from _requested(part, request.get(key, part._attn_implementation) if nested else request)
+
+
+def _judge(model_class: type, config: Any, name: str) -> Service:
+    service = judge_class(model_class, name)
+    if service.calls_us:
+        _judged[type(config)] = service.reads_none and _judged.get(type(config), True)
+    return service
+
+
+def _judge_late(config: Any) -> None:
+    """Judges a configuration that no model came with: it needs a class of models that call us."""
+    refusal = None
+    for model_class in model_classes(type(config)):
+        try:
+            if _judge(model_class, config, config._attn_implementation).calls_us:
+                return
+        except ArgumentError as error:
+            refusal = error
+    if refusal is not None:
+        raise refusal
+    _judged[type(config)] = True
 
 
 def attention_forward(
@@ -92,7 +199,8 @@ def attention_forward(
         all about who sees whom. Without one, `is_causal` (default: the module's) hides later positions, and
         `sliding_window` n those n or more away; one query stands at the last key, several begin at the first.
     position_bias: broadcastable to (B, Hq, Sq, Sk), floating, added to the scores; differentiable.
-    output_attentions: also return the weights after dropout, (B, Hq, Sq, Sk).
+    output_attentions: also return the weights after dropout, (B, Hq, Sq, Sk). A model that was asked for them
+        gets them also where its layers do not pass this on.
     cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: without a mask, B = 1 holds packed sequences.
 
     Raises:
@@ -122,7 +230,7 @@ def attention_forward(
     rng_state = ops.draw_rng_state(q.device) if dropout > 0.0 else None
     deterministic = torch.are_deterministic_algorithms_enabled()
     out, _ = ops.attention(q, k, v, mask, rng_state, deterministic=deterministic, **rules)
-    if not output_attentions:
+    if not (output_attentions or _attentions_are_recorded()):
         return out, None
     return out, ops.attention_weights(q, k, mask, rng_state, average_heads=False, **rules)
 
@@ -147,7 +255,16 @@ def make_mask(
     `mask_function(b, h, i, j)` tells whether position i sees position j. attention_mask is the padding,
     (B, positions) bool, True for tokens; positions beyond it are padding. None is returned only where the
     caller allows it and `attention_forward` takes it for the same.
+
+    Raises:
+        ArgumentError: no model that has the `config` of this call would read the mask as it is meant.
     """
+    if (config := kwargs.get("config")) is not None:
+        if type(config) not in _judged and not torch.compiler.is_compiling():
+            _judge_late(config)
+        may_be_none = _judged.get(type(config), True)
+        allow_is_causal_skip = allow_is_causal_skip and may_be_none
+        allow_is_bidirectional_skip = allow_is_bidirectional_skip and may_be_none
     window = None if is_tracing(attention_mask) else _window_of(mask_function, local_size)
     # A static cache keeps q_offset on the device: a mask of one row is not worth waiting for it.
     decoding = q_length == 1 and isinstance(q_offset, Tensor)
@@ -210,6 +327,8 @@ class BandMask(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_):
+            _refuse_to_be_added(args)
         args, kwargs = tree_map_only(BandMask, BandMask.whole, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -227,6 +346,25 @@ class BandMask(Tensor):
         keys = self.keys
         sizes = f"{tuple(self.shape)} {tuple(keys.shape)} {keys.stride()}"
         return f"BandMask {sizes} {keys.device} {self.padded} {tuple(self.band)}"
+
+
+def _attentions_are_recorded() -> bool:
+    """Whether a model around this layer collects what its layers return as weights."""
+    # In compiled code transformers keeps a global in place of the context variable, which cannot be traced.
+    compiling = torch.compiler.is_compiling()
+    collected = _active_collector.global_var if compiling else _active_collector.get()
+    return collected is not None and any("attentions" in key for key in collected)
+
+
+def _refuse_to_be_added(terms: tuple[Any, ...]) -> None:
+    """A model that adds its mask to scores expects numbers, and would read the bools as 0 and 1."""
+    if any(isinstance(x, Tensor) and x.is_floating_point() for x in terms):
+        raise ArgumentError(
+            "attn_implementation",
+            repr(NAME),
+            "this model adds its attention mask to scores that it computes itself, and the mask is made of "
+            'bools: use attn_implementation="eager"',
+        )
 
 
 def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
