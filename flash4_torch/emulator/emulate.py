@@ -62,7 +62,7 @@ class Device:
             block=launch.block,
             cluster=launch.cluster,
             dynamic_shared=launch.smem_bytes,
-            regions=self.memory,
+            regions=self.memory or None,
             options=self.options,
         )
         self.reports.append(report)

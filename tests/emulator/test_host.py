@@ -24,6 +24,7 @@ from tensor_map import SWIZZLES, TensorMap
 
 from flash4_torch import env
 from flash4_torch.emulator import build, host
+from flash4_torch.emulator.limits import refuse_impossible
 
 THREADS = 64
 ARCHS = sorted(host.ARCHITECTURES)
@@ -307,18 +308,9 @@ def test_unknown_architectures_are_refused() -> None:
 )
 def test_impossible_launches_are_refused(what: str, changes: dict[str, Any]) -> None:
     launch = {"grid": [2, 1, 1], "block": [1, 1, 1], "cluster": [1, 1, 1], "smem": 0} | changes
-    record = host.Launch(
-        kernel=host.Kernel("k", "", 0),
-        grid=tuple(launch["grid"]),
-        block=tuple(launch["block"]),
-        cluster=tuple(launch["cluster"]),
-        smem_bytes=launch["smem"],
-        cooperative=False,
-        programmatic=False,
-        args=(),
-    )
+    grid, block, cluster = (tuple(launch[name]) for name in ("grid", "block", "cluster"))
     with pytest.raises(host.LaunchError, match=what):
-        host._refuse_impossible(record)
+        refuse_impossible(grid, block, cluster, launch["smem"])
 
 
 @given(st.lists(st.integers(0, 5), max_size=4), st.sampled_from([torch.float32, torch.bfloat16, torch.int8]))
