@@ -407,6 +407,16 @@ def test_a_change_anywhere_builds_anew_and_nothing_else_does(cache: Path, source
     assert build.shared_object("libanswer", [source], ["-fPIC", "-O1"]) not in (first, second)
 
 
+def test_flags_of_the_environment_come_last(
+    monkeypatch: pytest.MonkeyPatch, cache: Path, source: Path
+) -> None:
+    source.write_text('extern "C" int answer() { return ANSWER; }\n')
+    plain = build.shared_object("libanswer", [source], ["-fPIC", "-DANSWER=1"])
+    monkeypatch.setenv(env.EMULATOR_FLAGS.name, "-UANSWER '-DANSWER=1 + 1'")
+    other = build.shared_object("libanswer", [source], ["-fPIC", "-DANSWER=1"])
+    assert [ctypes.CDLL(str(path)).answer() for path in (plain, other)] == [1, 2]
+
+
 def test_processes_may_build_at_once(cache: Path, source: Path) -> None:
     script = (
         "import sys, pathlib; from flash4_torch.emulator import build;"

@@ -1120,7 +1120,7 @@ def test_a_readers_fence_covers_its_own_memory(space: str) -> None:
 
 
 def test_a_fence_of_both_ctas_memory_is_for_each_its_own() -> None:
-    """One instruction writes half of its words here and half there; what is found here is not true of there."""
+    """One instruction writes half of its words in each CTA; what is found in one is not true of the other."""
     body = f"""
         setp.lt.u32 %off, %lane, 16;
         selp.b32 %a, %mine, %a, %off;
