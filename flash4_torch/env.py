@@ -63,8 +63,8 @@ BENCH_FA3 = Variable(
 EMULATOR_FLAGS = Variable(
     "FLASH4_EMULATOR_FLAGS",
     "",
-    "More flags for the compiler that builds the emulator's C++ parts, as a shell splits them: a sanitizer's, "
-    "say. Empty: none.",
+    "More flags for the compiler of the emulator's C++ parts, as a shell splits them: a sanitizer's, say. "
+    "Empty: none.",
 )
 
 ALL = (BACKEND, LOG, ARCH, CACHE_DIR, AOT_DIR, BENCH_FA3, EMULATOR_FLAGS)
