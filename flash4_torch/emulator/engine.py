@@ -58,17 +58,17 @@ class Options:
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule is {self.schedule!r}; it must be one of {', '.join(SCHEDULES)}")
-        unknown = self.strict - STRICT
+        unknown = set(self.strict) - STRICT
         if unknown:
             raise ValueError(f"strict names {sorted(unknown)}; known are {sorted(STRICT)}")
-        for name in ("seed", "max_instructions"):
+        for name, low, bits in (("seed", 0, 64), ("max_instructions", 0, 64), ("multiprocessors", 1, 32)):
             value = getattr(self, name)
-            if not 0 <= value < 2**64:
-                raise ValueError(f"{name} is {value}; it must be in 0 to 2**64 - 1")
-        if self.timeout is not None and not self.timeout > 0:
-            raise ValueError(f"timeout is {self.timeout}; it must be a number of seconds above 0")
-        if self.multiprocessors is not None and not 1 <= self.multiprocessors < 2**32:
-            raise ValueError(f"multiprocessors is {self.multiprocessors}; it must be in 1 to 2**32 - 1")
+            if value is None and name == "multiprocessors":
+                continue
+            if not isinstance(value, int) or not low <= value < 2**bits:
+                raise ValueError(f"{name} is {value!r}; it must be an integer from {low} to 2**{bits} - 1")
+        if self.timeout is not None and not (isinstance(self.timeout, (int, float)) and self.timeout > 0):
+            raise ValueError(f"timeout is {self.timeout!r}; it must be a number of seconds above 0")
 
 
 _ARRAYS = (

@@ -520,7 +520,16 @@ def test_a_text_has_one_kernel() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"timeout": 0}, {"timeout": -1}, {"seed": -1}, {"max_instructions": 2**64}, {"multiprocessors": 0}],
+    [
+        *({"timeout": value} for value in (0, -1, float("nan"), "1")),
+        *({"seed": value} for value in (-1, 1.5, None)),
+        *({"max_instructions": value} for value in (2**64, "many")),
+        *({"multiprocessors": value} for value in (0, 2**32, 1.0)),
+        {"schedule": "never"},
+        {"strict": {"lines"}},
+        {"strict": ["lines"]},
+    ],
+    ids=str,
 )
 def test_options_that_mean_nothing(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
