@@ -1,6 +1,7 @@
 # make demo   train a small language model with stock and with swapped attention, and compare
 # make test   ruff, mypy and the test suite
 # make lint   ruff and mypy only
+# make sanitize  the emulator's tests with its engine under AddressSanitizer and UndefinedBehaviorSanitizer
 # make clean  remove everything that make, the tests and the demo have written
 #
 # make test PYTHON=python3.12 uses another interpreter (and rebuilds .venv with it).
@@ -20,7 +21,7 @@ FOR_TEST := $(VENV)/installed-by-$(subst /,-,$(PYTHON))
 COMMA := ,
 DEMO := demo$(if $(wildcard /dev/nvidia[0-9]*),$(COMMA)kernels)
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint sanitize clean
 
 demo: $(FOR_DEMO)
 	$(BIN)/python examples/train_text.py
@@ -34,6 +35,9 @@ lint: $(FOR_TEST)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+sanitize: $(INSTALLED)
+	PYTHON=$(BIN)/python tests/emulator/sanitize.sh
 
 # From scratch each time: nothing that is no longer pinned stays behind.
 $(MADE): constraints.txt pyproject.toml setup.py

@@ -89,8 +89,14 @@ BENCH_FA3 = Variable(
     "The library with FlashAttention-3's operators, for the benchmark: flash_attn_3/_C.so of xformers, "
     "say. Empty: the package flash_attn_interface, if there is one.",
 )
+EMULATOR_FLAGS = Variable(
+    "FLASH4_EMULATOR_FLAGS",
+    "",
+    "More flags for the compiler of the emulator's C++ parts, as a shell splits them: a sanitizer's, say. "
+    "Empty: none.",
+)
 
-ALL = (BACKEND, LOG, ARCH, CACHE_DIR, AOT_DIR, BENCH_FA3)
+ALL = (BACKEND, LOG, ARCH, CACHE_DIR, AOT_DIR, BENCH_FA3, EMULATOR_FLAGS)
 
 
 def misspelt() -> list[str]:

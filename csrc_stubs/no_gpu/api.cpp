@@ -1,5 +1,6 @@
 // The engine's C interface; flash4_torch/emulator/engine.py is its only user and mirrors these structures.
 #include <cstring>
+#include <memory>
 
 #include "program.h"
 #include "schedule.h"
@@ -14,9 +15,15 @@ struct LaunchText {
     uint64_t param_bytes;
     const uint64_t* regions;  // begin, end, begin, end, ...; sorted
     uint64_t region_count;
-    uint32_t schedule, arch, max_resident;
+    uint32_t bounded, schedule, arch, max_resident;
     uint64_t seed, max_instructions;
     uint8_t check_races, strict_uninitialised, strict_wait_ld, strict_exit, strict_lanes;
+};
+
+// A launch, and what is left of it to do.
+struct Job {
+    Launch launch;
+    std::unique_ptr<Execution> execution;
 };
 
 struct FindingText {
@@ -35,8 +42,10 @@ uint32_t flash4_operation_pipe(uint64_t index) { return static_cast<uint32_t>(op
 Program* flash4_program_new(const ProgramText* text) { return make_program(*text).release(); }
 void flash4_program_free(Program* program) { delete program; }
 
-Launch* flash4_launch(const LaunchText* text) {
-    auto launch = std::make_unique<Launch>();
+// Null where there is no memory for it.
+Job* flash4_launch_new(const LaunchText* text) try {
+    auto job = std::make_unique<Job>();
+    Launch* launch = &job->launch;
     launch->program = text->program;
     launch->grid = {text->grid[0], text->grid[1], text->grid[2]};
     launch->block = {text->block[0], text->block[1], text->block[2]};
@@ -45,6 +54,7 @@ Launch* flash4_launch(const LaunchText* text) {
     launch->params.assign(text->params, text->param_bytes);
     for (uint64_t i = 0; i < text->region_count; ++i)
         launch->regions.push_back({text->regions[2 * i], text->regions[2 * i + 1]});
+    launch->bounded = text->bounded;
     Options& options = launch->options;
     options.schedule = static_cast<Schedule>(text->schedule);
     options.seed = text->seed;
@@ -56,14 +66,23 @@ Launch* flash4_launch(const LaunchText* text) {
     options.strict_wait_ld = text->strict_wait_ld;
     options.strict_exit = text->strict_exit;
     options.strict_lanes = text->strict_lanes;
-    execute(*launch);
-    return launch.release();
+    job->execution = std::make_unique<Execution>(*launch);
+    return job.release();
+} catch (const std::bad_alloc&) {
+    return nullptr;
 }
-void flash4_launch_free(Launch* launch) { delete launch; }
+// Goes on for about so many milliseconds; whether the launch has ended. Between these calls a caller may do what it
+// likes: handle signals, look at a clock, free the launch.
+uint32_t flash4_launch_run(Job* job, uint32_t milliseconds) {
+    return job->execution->run(std::chrono::milliseconds(milliseconds));
+}
+void flash4_launch_give_up(Job* job, const char* kind, const char* why) { job->execution->give_up(kind, why); }
+void flash4_launch_free(Job* job) { delete job; }
 
-uint64_t flash4_finding_count(const Launch* launch) { return launch->findings.size(); }
-void flash4_finding(const Launch* launch, uint64_t index, FindingText* out) {
-    const Finding& f = launch->findings[index];
+uint64_t flash4_finished_ctas(const Job* job) { return job->launch.finished_ctas; }
+uint64_t flash4_finding_count(const Job* job) { return job->launch.findings.size(); }
+void flash4_finding(const Job* job, uint64_t index, FindingText* out) {
+    const Finding& f = job->launch.findings[index];
     *out = {f.kind.c_str(),
             f.message.c_str(),
             {f.cta.x, f.cta.y, f.cta.z},
@@ -76,11 +95,11 @@ void flash4_finding(const Launch* launch, uint64_t index, FindingText* out) {
             f.other.op,
             f.times};
 }
-const Counters* flash4_counters(const Launch* launch) { return &launch->counters; }
-const uint64_t* flash4_counts(const Launch* launch, uint64_t* length) {
-    *length = launch->counts.size();
-    return launch->counts.data();
+const Counters* flash4_counters(const Job* job) { return &job->launch.counters; }
+const uint64_t* flash4_counts(const Job* job, uint64_t* length) {
+    *length = job->launch.counts.size();
+    return job->launch.counts.data();
 }
-const uint64_t* flash4_shared_bytes(const Launch* launch) { return launch->shared_bytes.data(); }
-const uint64_t* flash4_shared_passes(const Launch* launch) { return launch->shared_passes.data(); }
+const uint64_t* flash4_shared_bytes(const Job* job) { return job->launch.shared_bytes.data(); }
+const uint64_t* flash4_shared_passes(const Job* job) { return job->launch.shared_passes.data(); }
 }

@@ -212,7 +212,7 @@ void release_all(NamedBarrier& barrier, size_t warps) {
 // those that have exited.
 uint32_t arrivals(const Warp& warp, Mask mask, bool aligned) {
     if (aligned) return kThreadsOfWarp;
-    const uint32_t threads = warp.cta->launch->block.count() - warp.index * kThreadsOfWarp;
+    const uint32_t threads = static_cast<uint32_t>(warp.cta->launch->block.count()) - warp.index * kThreadsOfWarp;
     const uint32_t absent = kThreadsOfWarp - std::min(threads, kThreadsOfWarp);
     return static_cast<uint32_t>(__builtin_popcount(mask)) + (mask & 1 ? absent : 0);
 }
@@ -366,9 +366,10 @@ Step fence_mbarrier_init(Warp& warp, const Op& op, Mask mask) {
     return fence_release(warp, op, mask);
 }
 
-Step fence_proxy_async(Warp& warp, const Op&, Mask mask) {
+// attr: whether it is for the shared memory of the own CTA only.
+Step fence_proxy_async(Warp& warp, const Op& op, Mask mask) {
     fence_barriers_of(warp);
-    if (races(warp)) races(warp)->proxy_fence(warp, mask);
+    if (races(warp)) races(warp)->proxy_fence(warp, mask, op.attr[0]);
     return Step::Next;
 }
 FLASH4_OP("fence.release", Sync, fence_release);

@@ -81,7 +81,7 @@ Step bulk_store(Warp& warp, const Op& op, Mask mask) {
         submit_bulk_store(warp, op, 1u << lane, combine ? "bulk reduction" : "bulk store", source, bytes,
                           [=](const uint8_t* data) {
                               if (combine) reduce(combine, element_bytes(type), to, data, bytes);
-                              else std::memcpy(to, data, bytes);
+                              else std::copy_n(data, bytes, to);  // also of none, where `data` is null
                           });
     }
     return Step::Next;

@@ -23,7 +23,7 @@ inline constexpr uint32_t kPoison = 0x7FFF7FFFu;
 
 struct Dim3 {
     uint32_t x = 1, y = 1, z = 1;
-    uint32_t count() const { return x * y * z; }
+    uint64_t count() const { return uint64_t{x} * y * z; }
 };
 
 enum class Schedule : uint8_t { Eager, Late, Fuzz };
@@ -248,7 +248,7 @@ struct Work {
 
 struct Cluster {
     Launch* launch = nullptr;
-    uint32_t number = 0;
+    uint64_t number = 0;
     Dim3 id;
     std::vector<std::unique_ptr<Cta>> ctas;
     std::deque<Work> pending;
@@ -311,7 +311,8 @@ struct Launch {
     Dim3 grid, block, cluster;
     uint32_t dynamic_shared = 0;
     Parameters params;
-    std::vector<Region> regions;  // global memory that the kernel may touch, sorted; empty: anything
+    std::vector<Region> regions;  // global memory that the kernel may touch, sorted
+    bool bounded = false;         // whether it may touch nothing else; if not, anything that a process can own
     Options options;
     std::mt19937_64 random;
     Counters counters;
@@ -321,6 +322,7 @@ struct Launch {
     // names counts once an instruction.
     std::vector<uint64_t> shared_bytes, shared_passes;
     std::vector<Finding> findings;
+    uint64_t finished_ctas = 0;
     uint64_t polls = 0;  // vain polls since anything happened anywhere
 
     void report(Finding finding);  // merges repeats

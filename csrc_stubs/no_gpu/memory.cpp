@@ -31,7 +31,8 @@ std::string hex(uint64_t value) {
 }
 
 [[noreturn]] void outside_global(const Launch& launch, uint64_t address, uint64_t bytes) {
-    std::string what = std::to_string(bytes) + " bytes at global " + hex(address) + " are in no tensor";
+    std::string what = std::to_string(bytes) + " bytes at global " + hex(address) +
+                       (launch.bounded ? " are in no tensor" : " are in nobody's memory");
     const Region* nearest = nullptr;
     uint64_t distance = ~0ull;
     for (const Region& region : launch.regions) {
@@ -48,8 +49,11 @@ bool inside(uint64_t begin, uint64_t end, uint64_t address, uint64_t bytes) {
     return address >= begin && bytes <= end - begin && address - begin <= end - begin - bytes;
 }
 
+// Where a process can own memory: neither at null pointers nor beyond what its page tables reach.
+constexpr uint64_t kLowestAddress = 1 << 16, kHighestAddress = 1ull << 47;
+
 bool global_allowed(const Launch& launch, uint64_t address, uint64_t bytes) {
-    if (launch.regions.empty()) return true;
+    if (!launch.bounded) return inside(kLowestAddress, kHighestAddress, address, bytes);
     auto after = std::upper_bound(launch.regions.begin(), launch.regions.end(), address,
                                   [](uint64_t a, const Region& region) { return a < region.begin; });
     if (after != launch.regions.begin() && inside((after - 1)->begin, (after - 1)->end, address, bytes)) return true;
@@ -358,6 +362,7 @@ Step store_zeros(Warp& warp, const Op& op, Mask mask) {
         const int lane = first_lane(rest);
         const uint64_t bytes = warp.u64(op.reg[1])[lane];
         const uint64_t address = lane_address(warp, space, op.reg[0], lane, op.attr[0]);
+        if (bytes > warp.cta->shared.size()) throw Fault("out-of-bounds", "st.bulk of " + std::to_string(bytes) + " bytes");
         if (bytes % 8) throw Fault("misaligned", "st.bulk of " + std::to_string(bytes) + " bytes, not a multiple of 8");
         if (space == Space::Generic && !is_shared(address))
             throw Fault("out-of-bounds", "st.bulk to memory that is not shared");

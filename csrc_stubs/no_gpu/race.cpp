@@ -157,6 +157,7 @@ struct Checker::State {
     const Clock* clocks[kSides] = {};
     std::shared_ptr<const Clock> together;  // keeps them, if the whole warp acts as one
     uint32_t after = 0;
+    uint32_t memory = 0;  // rank of the CTA whose memory it is in
     uint64_t key = 0;  // tells whether the next call goes on with the same access; 0: it does not
 
     // What `now` makes of a history, for those that were met most recently.
@@ -247,6 +248,18 @@ struct Checker::State {
         warp.clocks[kOthers].merge(warp.clocks[kFirst]);
         warp.clocks[kFirst] = warp.clocks[kOthers];
         change(warp);
+    }
+
+    void fence(Clock& clock, uint32_t cta, bool own_cta_only) const {
+        const auto ctas = static_cast<uint32_t>(products.size());
+        if (ctas == 1) return raise_all(clock.fenced, clock.seen);
+        const uint32_t first = own_cta_only ? cta : 0, last = own_cta_only ? cta + 1 : ctas;
+        clock.fenced.resize(std::max(clock.fenced.size(), clock.seen.size() * ctas));
+        for (Agent agent = 0; agent < clock.seen.size(); ++agent)
+            for (uint32_t of = first; of < last; ++of) {
+                uint32_t& fenced = clock.fenced[in_memory(agent, of)];
+                fenced = std::max(fenced, clock.seen[agent]);
+            }
     }
 
     // What the sides together are ordered after.
@@ -342,8 +355,12 @@ struct Checker::State {
         return access.first_shared ? kBoth : 1 << kFirst;
     }
 
-    // Whether the access at hand is after a past one at a granule, by what its clocks have `seen` or `fenced`.
-    bool after_at(const Access& past, uint32_t granule, std::vector<uint32_t> Clock::* part) const {
+    // Where Clock::fenced has the number of an agent for a CTA's memory.
+    Agent in_memory(Agent agent, uint32_t cta) const { return agent * static_cast<Agent>(products.size()) + cta; }
+
+    // Whether the access at hand is after a past one at a granule, by what its clocks say: epoch_of(clock, agent).
+    template <class EpochOf>
+    bool after_at(const Access& past, uint32_t granule, EpochOf&& epoch_of) const {
         const Sides mine = sides_at(now, granule), theirs = sides_at(past, granule);
         const bool own = past.agent == now.agent;
         if (own && past.origin.op == now.origin.op && past.epoch == now.epoch) return true;  // one instruction
@@ -352,20 +369,22 @@ struct Checker::State {
                 if (!has(mine, i) || !has(theirs, j)) continue;
                 // Program order. Where all lanes have done the same, a lane's own access stands for the others'.
                 if (own && (now.part == Part::Together || (granule == kAnyGranule ? i == j : has(theirs, i)))) continue;
-                if (past.epoch > epoch_in(clocks[i]->*part, on_side(past.agent, j))) return false;
+                if (past.epoch > epoch_of(*clocks[i], on_side(past.agent, j))) return false;
             }
         return true;
     }
 
     bool ordered_after(const Access& past, uint32_t granule) const {
         if (past.agent == now.agent && !is_warp(now.agent)) return past.epoch <= after || past.serial == now.serial;
-        return after_at(past, granule, &Clock::seen);
+        return after_at(past, granule, [](const Clock& clock, Agent agent) { return epoch_in(clock.seen, agent); });
     }
 
     // Generic writes reach the asynchronous proxy through a proxy fence only (PTX ISA, fence.proxy.async).
     bool fenced_after(const Access& past, uint32_t granule) const {
         if (now.generic || !past.generic || only_reads(past.kind)) return true;
-        return after_at(past, granule, &Clock::fenced);
+        return after_at(past, granule, [&](const Clock& clock, Agent agent) {
+            return epoch_in(clock.fenced, in_memory(agent, memory));
+        });
     }
 
     // Notes what is wrong between a past access and the one at hand at the granules from `first` on.
@@ -440,6 +459,7 @@ struct Checker::State {
     }
 
     void touch(const Range& range) {
+        enter(range.shadow / 2);
         uint32_t* shadow = shadows[range.shadow].data();
         for (uint32_t granule = range.first; granule < range.last;) {
             const uint32_t first = granule, from = shadow[granule];
@@ -450,6 +470,13 @@ struct Checker::State {
         }
         for (const Conflict& conflict : conflicts) report(range, conflict);
         conflicts.clear();
+    }
+
+    // What was found out about histories is true of one CTA's memory only: proxy fences may be.
+    void enter(uint32_t cta) {
+        if (memory == cta) return;
+        memory = cta;
+        ++stamp;
     }
 
     void set_bytes(uint8_t bytes) {
@@ -481,6 +508,7 @@ struct Checker::State {
     }
 
     void touch_shared(const Cta& cta, std::span<const Piece> pieces) {
+        enter(cta.rank);
         uint32_t* shadow = shadows[2 * cta.rank].data();
         for (const Piece& piece : pieces)
             if (!touch_known(shadow, piece)) touch_shared(cta, piece.offset, piece.bytes);
@@ -529,7 +557,8 @@ struct Checker::State {
         if (conflict.rule == Rule::Initialised) return access + ": nobody has written it before";
         const std::string past = std::string(name_of(conflict.past.kind)) + " by " + doer(conflict.past);
         if (conflict.rule == Rule::Order) return access + " is not ordered with the " + past;
-        return access + ": no fence.proxy.async lies between it and the " + past;
+        const char* space = " (one with .shared::cta is for the memory of the CTA that executes it)";
+        return access + ": no fence.proxy.async lies between it and the " + past + (products.size() > 1 ? space : "");
     }
 
     void report(const Range& range, const Conflict& conflict) {
@@ -562,13 +591,13 @@ void Checker::sync(Warp& warp, Mask lanes) {
     if (sides_of(lanes) == kBoth) state_->sync(state_->agent_of(warp));
 }
 
-void Checker::proxy_fence(Warp& warp, Mask lanes) {
+void Checker::proxy_fence(Warp& warp, Mask lanes, bool own_cta_only) {
     const Agent agent = state_->agent_of(warp);
     const Sides sides = sides_of(lanes);
     WarpAgent& self = state_->warps[agent];
     state_->close(self, agent, sides);
     for (size_t side = 0; side < kSides; ++side)
-        if (has(sides, side)) raise_all(self.clocks[side].fenced, self.clocks[side].seen);
+        if (has(sides, side)) state_->fence(self.clocks[side], warp.cta->rank, own_cta_only);
     state_->change(self);
 }
 

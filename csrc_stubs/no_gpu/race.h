@@ -5,8 +5,9 @@
 // shuffle, vote or election (PTX ISA, Memory Consistency Model: program order is a thread's). The two count epochs
 // together. Every unit that works for a warp asynchronously is an agent, too. A clock says up to which epoch of every
 // agent its holder has been ordered after ("seen"), and up to which epoch the agent's generic-proxy writes have also
-// passed a proxy fence on the way ("fenced"), which the asynchronous proxy needs (ibid., proxies). Clocks and agents
-// are a cluster's own: memory that only one cluster can reach needs no ordering with other clusters.
+// passed a proxy fence on the way ("fenced"), which the asynchronous proxy needs (ibid., proxies). A proxy fence may be
+// for the shared memory of the CTA that executes it only, so the second number is kept for each CTA's memory. Clocks
+// and agents are a cluster's own: memory that only one cluster can reach needs no ordering with other clusters.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +27,8 @@ namespace race {
 using Agent = uint32_t;
 
 struct Clock {
-    std::vector<uint32_t> seen, fenced;  // by agent; shorter means zeros
+    std::vector<uint32_t> seen;    // by agent; shorter means zeros
+    std::vector<uint32_t> fenced;  // by agent, and for each by the CTA whose memory it is
     void merge(const Clock& other);
     void clear();
 };
@@ -73,7 +75,8 @@ public:
     void release(Warp& warp, Mask lanes, Clock& into);  // into += what the lanes are ordered after, and their accesses
     void acquire(Warp& warp, Mask lanes, const Clock& from);
     void sync(Warp& warp, Mask lanes);                        // bar.warp.sync
-    void proxy_fence(Warp& warp, Mask lanes);                 // fence.proxy.async: all they have seen becomes fenced
+    // fence.proxy.async: all they have seen becomes fenced, in all CTAs' memory or in that of their own.
+    void proxy_fence(Warp& warp, Mask lanes, bool own_cta_only);
     static void complete(const Ticket& ticket, Clock& into);  // the work is done, as are those of its agent before it
 
     // --- asynchronous work. `issue` for a unit of the warp; all its epochs are joined in order by `join`.

@@ -6,6 +6,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
+#include <new>
 #include <optional>
 
 #include "async.h"
@@ -21,6 +23,8 @@ constexpr uint32_t kFuzzResident = 4;        // clusters that the fuzz schedule 
 constexpr uint64_t kMaxPolls = 4'000'000;    // vain polls in a row that count as a deadlock
 constexpr uint64_t kPatience = 64;           // vain polls until work is done that the late schedule holds back
 constexpr uint32_t kMaxStalledRounds = 256;  // rounds of timed-out waits that changed nothing
+constexpr uint32_t kFuzzTurnsPerLook = 16;   // turns between looks at the clock
+constexpr const char* kDeadlock = "deadlock";
 
 enum class Outcome : uint8_t { Progress, Polling, Finished };
 
@@ -30,8 +34,10 @@ public:
     explicit RegisterFiles(size_t bytes) : bytes_((bytes + 63) & ~size_t{63}) {}
     uint8_t* take() {
         if (free_.empty()) {
-            all_.emplace_back(static_cast<uint8_t*>(std::aligned_alloc(64, std::max<size_t>(bytes_, 64))), &std::free);
-            return all_.back().get();
+            auto* file = static_cast<uint8_t*>(std::aligned_alloc(64, std::max<size_t>(bytes_, 64)));
+            if (!file) throw std::bad_alloc();
+            all_.emplace_back(file, &std::free);
+            return file;
         }
         uint8_t* file = free_.back();
         free_.pop_back();
@@ -45,24 +51,32 @@ private:
     std::vector<uint8_t*> free_;
 };
 
+}  // namespace
+
 struct Machine {
     Launch& launch;
     RegisterFiles files;
     std::vector<std::unique_ptr<Cluster>> resident;
     std::vector<Work> outliving;  // of clusters that are gone
-    uint32_t clusters, next = 0, resident_limit;
+    uint64_t clusters, next = 0;
+    uint64_t resident_limit;
+    size_t current = 0;  // of the resident clusters, which ran last
 
     explicit Machine(Launch& l) : launch(l), files(l.program->register_bytes) {
-        const uint32_t size = launch.cluster.count();
+        const uint64_t size = launch.cluster.count();
         clusters = launch.grid.count() / size;
-        resident_limit = std::max(1u, launch.options.max_resident / size);
+        resident_limit = std::max<uint64_t>(1, launch.options.max_resident / size);
     }
+    bool done() const { return next == clusters && resident.empty(); }
 };
 
+namespace {
+
 // The clusters of a grid are numbered along x, then y, then z.
-Dim3 cluster_id(const Launch& launch, uint32_t number) {
+Dim3 cluster_id(const Launch& launch, uint64_t number) {
     const uint32_t nx = launch.grid.x / launch.cluster.x, ny = launch.grid.y / launch.cluster.y;
-    return {number % nx, number / nx % ny, number / (nx * ny)};
+    const auto rest = static_cast<uint32_t>(number / nx);
+    return {static_cast<uint32_t>(number % nx), rest % ny, rest / ny};
 }
 
 // Registers a thread gets at launch, which PTX leaves to the assembler: what the file divides to, but never more than a
@@ -79,7 +93,7 @@ void admit(Machine& machine) {
     cluster->launch = &launch;
     cluster->number = machine.next++;
     cluster->id = cluster_id(launch, cluster->number);
-    const uint32_t threads = launch.block.count(), warps = (threads + kLanes - 1) / kLanes;
+    const uint32_t threads = static_cast<uint32_t>(launch.block.count()), warps = (threads + kLanes - 1) / kLanes;
     for (uint32_t rank = 0; rank < shape.count(); ++rank) {
         auto cta = std::make_unique<Cta>();
         cta->cluster = cluster.get();
@@ -151,6 +165,7 @@ void perform(Cluster& cluster, size_t index) {
 void finish(Cta& cta) {
     Cluster& cluster = *cta.cluster;
     cta.finished = true;
+    ++cluster.launch->finished_ctas;
     const bool strict = cluster.launch->options.strict_exit;
     for (const Work& work : cluster.pending)
         if (!work.may_outlive && (strict || !work.only_reads) &&
@@ -174,7 +189,7 @@ void retire(Machine& machine, Cluster& cluster) {
     cluster.finished = true;
 }
 
-[[noreturn]] void deadlock(Cluster& cluster, const char* why) {
+[[noreturn]] void give_up(Cluster& cluster, const char* kind, const char* why) {
     std::string text = why;
     Origin at{};
     for (auto& cta : cluster.ctas)
@@ -185,8 +200,8 @@ void retire(Machine& machine, Cluster& cluster) {
                 at = {static_cast<uint16_t>(cta->rank), static_cast<uint16_t>(warp.index), warp.groups.front().pc};
         }
     for (const Work& work : cluster.pending) text += std::string("\n  pending: ") + work.what;
-    cluster.launch->report({.kind = "deadlock", .message = text, .at = at, .cta = cluster.ctas[at.cta]->id});
-    throw Fault("deadlock", "reported");
+    cluster.launch->report({.kind = kind, .message = text, .at = at, .cta = cluster.ctas[at.cta]->id});
+    throw Fault(kind, why);
 }
 
 // --- one turn of a cluster
@@ -224,7 +239,7 @@ void unblock(Cluster& cluster) {
     if (++cluster.stalled_rounds <= kMaxStalledRounds)
         for (auto& cta : cluster.ctas)
             for (Warp& warp : cta->warps) released += time_out(warp);
-    if (!released) deadlock(cluster, "no warp can go on and no asynchronous work is pending:");
+    if (!released) give_up(cluster, kDeadlock, "no warp can go on and no asynchronous work is pending:");
 }
 
 // Every warp once, in order.
@@ -272,33 +287,43 @@ Outcome random_turns(Cluster& cluster) {
     return slice == Slice::Polled ? Outcome::Polling : Outcome::Progress;
 }
 
-void run_grid(Machine& machine) {
+// One turn of one cluster.
+void step(Machine& machine) {
     Launch& launch = machine.launch;
     const bool fuzz = launch.options.schedule == Schedule::Fuzz;
-    size_t current = 0;
-    while (machine.next < machine.clusters || !machine.resident.empty()) {
-        const uint32_t limit = fuzz ? std::min(machine.resident_limit, kFuzzResident) : 1;
-        while (machine.resident.size() < limit && machine.next < machine.clusters) admit(machine);
-        if (fuzz) current = launch.random() % machine.resident.size();
-        current %= machine.resident.size();
-        Cluster& cluster = *machine.resident[current];
-        const Outcome outcome = fuzz ? random_turns(cluster) : round_robin(cluster);
-        if (outcome == Outcome::Finished) {
-            retire(machine, cluster);
-            launch.polls = 0;
-            machine.resident.erase(machine.resident.begin() + static_cast<ptrdiff_t>(current));
-        } else if (outcome == Outcome::Polling) {
-            // It may wait for a CTA that has not started: start the next one beside it while the device has room.
-            ++current;
-            if (machine.resident.size() < machine.resident_limit && machine.next < machine.clusters) {
-                admit(machine);
-                current = machine.resident.size() - 1;
-            }
-            if (++launch.polls > kMaxPolls) deadlock(cluster, "warps poll memory that nobody changes any more:");
+    const uint64_t limit = fuzz ? std::min<uint64_t>(machine.resident_limit, kFuzzResident) : 1;
+    while (machine.resident.size() < limit && machine.next < machine.clusters) admit(machine);
+    if (fuzz) machine.current = launch.random() % machine.resident.size();
+    machine.current %= machine.resident.size();
+    Cluster& cluster = *machine.resident[machine.current];
+    const Outcome outcome = fuzz ? random_turns(cluster) : round_robin(cluster);
+    if (launch.counters.instructions > launch.options.max_instructions)
+        give_up(cluster, kDeadlock, "the launch has run away:");
+    if (outcome == Outcome::Finished) {
+        retire(machine, cluster);
+        launch.polls = 0;
+        machine.resident.erase(machine.resident.begin() + static_cast<ptrdiff_t>(machine.current));
+    } else if (outcome == Outcome::Polling) {
+        if (++launch.polls > kMaxPolls)
+            give_up(cluster, kDeadlock, "warps poll memory that nobody changes any more:");
+        // It may wait for a CTA that has not started: start the next one beside it while the device has room.
+        ++machine.current;
+        if (machine.resident.size() < machine.resident_limit && machine.next < machine.clusters) {
+            admit(machine);
+            machine.current = machine.resident.size() - 1;
         }
-        if (launch.counters.instructions > launch.options.max_instructions)
-            deadlock(cluster, "the launch has run away:");
     }
+}
+
+// Goes on until the time is over or the launch is done.
+void run_until(Machine& machine, std::chrono::steady_clock::time_point end) {
+    // Turns are short in the fuzz schedule, and looking at the clock takes time.
+    const uint32_t turns = machine.launch.options.schedule == Schedule::Fuzz ? kFuzzTurnsPerLook : 1;
+    while (!machine.done() && std::chrono::steady_clock::now() < end)
+        for (uint32_t i = 0; i < turns && !machine.done(); ++i) step(machine);
+}
+
+void finish(Machine& machine) {
     for (; !machine.outliving.empty(); machine.outliving.pop_back()) machine.outliving.back().perform();
 }
 
@@ -325,17 +350,49 @@ void Launch::report(Finding finding) {
     findings.push_back(std::move(finding));
 }
 
-void execute(Launch& launch) {
+Execution::Execution(Launch& launch) : launch_(launch) {
     launch.random.seed(launch.options.seed);
     const size_t warps = (launch.block.count() + kLanes - 1) / kLanes;
     for (auto* table : {&launch.counts, &launch.shared_bytes, &launch.shared_passes})
         table->assign(warps * launch.program->ops.size(), 0);
-    Machine machine(launch);
+    machine_ = std::make_unique<Machine>(launch);
+}
+Execution::~Execution() = default;
+
+// What ends a launch early is among its findings, wherever it was thrown.
+template <class Action>
+void Execution::keeping_faults(Action&& action) {
+    const auto end = [&](const std::string& kind, const char* what) {
+        if (launch_.findings.empty()) launch_.report({.kind = kind, .message = what, .cta = {0, 0, 0}});
+        machine_.reset();
+    };
     try {
-        run_grid(machine);
-    } catch (const Fault&) {
-        // Reported where it was caught first.
+        action();
+    } catch (const Fault& fault) {
+        end(fault.kind, fault.what());
+    } catch (const std::exception& failure) {  // of the emulator itself: out of memory, say
+        launch_.report({.kind = "engine", .message = failure.what(), .cta = {0, 0, 0}});
+        machine_.reset();
     }
+}
+
+bool Execution::run(std::chrono::milliseconds slice) {
+    keeping_faults([&] {
+        if (!machine_) return;
+        run_until(*machine_, std::chrono::steady_clock::now() + slice);
+        if (!machine_->done()) return;
+        finish(*machine_);
+        machine_.reset();
+    });
+    return !machine_;
+}
+
+void Execution::give_up(const char* kind, const char* why) {
+    keeping_faults([&] {
+        if (!machine_) return;
+        if (machine_->resident.empty()) throw Fault(kind, why);
+        flash4::give_up(*machine_->resident[machine_->current % machine_->resident.size()], kind, why);
+    });
 }
 
 }  // namespace flash4

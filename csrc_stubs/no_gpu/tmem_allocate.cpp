@@ -114,7 +114,7 @@ FLASH4_OP("tcgen05.relinquish_alloc_permit", Sync, relinquish);
 }  // namespace
 
 void require_allocated(const Cta& cta, uint32_t column, uint32_t columns) {
-    if (columns == 0 || column + columns > kTmemColumns)
+    if (columns == 0 || columns > kTmemColumns || column > kTmemColumns - columns)
         throw Fault("tmem", "columns " + std::to_string(column) + " to " + std::to_string(column + columns) +
                                 " of tensor memory, which has 512");
     const auto begin = cta.tmem_owner.begin() + column;

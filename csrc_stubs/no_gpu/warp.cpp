@@ -255,14 +255,14 @@ Slice run(Warp& warp, uint64_t budget) {
                 continue;
             }
         }
-        group.blocked_at = ~0ull;
         ++warp.counts[op.index];
         ++warp.executed;
-        if (step == Step::Jumped) {
+        if (step == Step::Jumped) {  // the group may be gone; it was not blocked
             if (warp.done()) return Slice::Done;
             if (!ready(*warp.group, cluster.events) && !switch_group(warp)) return Slice::Blocked;
             continue;
         }
+        group.blocked_at = ~0ull;
         ++group.pc;
         if (group.join && group.pc == group.join->at && !meet(warp, group) && !switch_group(warp))
             return Slice::Blocked;

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from flash4_torch import forks, processor, store
+from flash4_torch import env, forks, processor, store
 from flash4_torch.emulator.errors import EmulatorError
 from flash4_torch.errors import RangeError
 
@@ -76,7 +77,7 @@ def shared_object(name: str, sources: Sequence[Path], flags: Sequence[str] = FLA
 
     Processes that build at the same time wait for each other. Raises BuildError.
     """
-    command = [compiler(), *flags]
+    command = [compiler(), *flags, *shlex.split(env.EMULATOR_FLAGS.get())]
     with _one_at_a_time.held():
         with ThreadPoolExecutor(COMPILERS_AT_ONCE) as pool:
             objects = list(pool.map(functools.partial(_object, command), sources))

@@ -65,7 +65,7 @@ class Device:
             block=launch.block,
             cluster=launch.cluster,
             dynamic_shared=launch.smem_bytes,
-            regions=self.memory,
+            regions=self.memory or None,
             options=self.options,
         )
         device: Device | None = self

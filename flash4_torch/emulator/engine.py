@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +13,17 @@ from typing import Any
 import numpy as np
 
 from flash4_torch.emulator import build, ptx
-from flash4_torch.emulator.lower import lower
+from flash4_torch.emulator.errors import EmulatorError, LaunchError
+from flash4_torch.emulator.limits import MAX_SHARED, refuse_impossible
+from flash4_torch.emulator.lower import SHARED_BASE, lower
 from flash4_torch.emulator.report import PIPES, Counters, Finding, Line, Place, Report
 
 Dim3 = tuple[int, int, int]
 
 SCHEDULES = ("eager", "late", "fuzz")
 STRICT = frozenset({"uninitialised", "wait_ld", "exit", "lanes"})
+_SLICE = 50  # milliseconds that the engine runs before Python looks at signals and the clock
+_PLAIN = "it must be contiguous and in the CPU's memory"
 DEVICE_SMS = {90: 132, 100: 148, 103: 148}
 
 
@@ -34,6 +40,8 @@ class Options:
     tcgen05.wait without bar.warp.sync).
     compact: let PTX registers share space in the engine.
     max_instructions: warp-instructions after which a launch counts as run away.
+    timeout: seconds of this machine's time after which a launch ends with a finding that says where every
+    warp is; None: none. Ctrl-C ends it at any time.
     multiprocessors: how many the device has, and so how many CTAs it holds at a time; None: as many as the
     architecture's largest GPU, DEVICE_SMS.
     """
@@ -44,14 +52,23 @@ class Options:
     strict: frozenset[str] = frozenset()
     compact: bool = True
     max_instructions: int = 20_000_000_000
+    timeout: float | None = None
     multiprocessors: int | None = None
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule is {self.schedule!r}; it must be one of {', '.join(SCHEDULES)}")
-        unknown = self.strict - STRICT
+        unknown = set(self.strict) - STRICT
         if unknown:
             raise ValueError(f"strict names {sorted(unknown)}; known are {sorted(STRICT)}")
+        for name, low, bits in (("seed", 0, 64), ("max_instructions", 0, 64), ("multiprocessors", 1, 32)):
+            value = getattr(self, name)
+            if value is None and name == "multiprocessors":
+                continue
+            if not isinstance(value, int) or not low <= value < 2**bits:
+                raise ValueError(f"{name} is {value!r}; it must be an integer from {low} to 2**{bits} - 1")
+        if self.timeout is not None and not (isinstance(self.timeout, (int, float)) and self.timeout > 0):
+            raise ValueError(f"timeout is {self.timeout!r}; it must be a number of seconds above 0")
 
 
 _ARRAYS = (
@@ -86,7 +103,7 @@ class _LaunchText(ctypes.Structure):
         ("param_bytes", ctypes.c_uint64),
         ("regions", ctypes.c_void_p),
         ("region_count", ctypes.c_uint64),
-        *((name, ctypes.c_uint32) for name in ("schedule", "arch", "max_resident")),
+        *((name, ctypes.c_uint32) for name in ("bounded", "schedule", "arch", "max_resident")),
         *((name, ctypes.c_uint64) for name in ("seed", "max_instructions")),
         *((name, ctypes.c_uint8) for name in _CHECKS),
     )
@@ -131,8 +148,11 @@ class _Engine:
             ("operation_pipe", ctypes.c_uint32, [u64]),
             ("program_new", pointer, [ctypes.POINTER(_ProgramText)]),
             ("program_free", None, [pointer]),
-            ("launch", pointer, [ctypes.POINTER(_LaunchText)]),
+            ("launch_new", pointer, [ctypes.POINTER(_LaunchText)]),
+            ("launch_run", ctypes.c_uint32, [pointer, ctypes.c_uint32]),
+            ("launch_give_up", None, [pointer, ctypes.c_char_p, ctypes.c_char_p]),
             ("launch_free", None, [pointer]),
+            ("finished_ctas", u64, [pointer]),
             ("finding_count", u64, [pointer]),
             ("finding", None, [pointer, u64, ctypes.POINTER(_FindingText)]),
             ("counters", ctypes.POINTER(_Counters), [pointer]),
@@ -164,6 +184,10 @@ class Program:
         self.kernel = kernel
         self.arch = arch
         lowered = lower(kernel, engine().operations, compact=compact)
+        self._static_shared = lowered.static_shared_bytes - SHARED_BASE
+        if self._static_shared > MAX_SHARED:
+            shared = f"{self._static_shared} bytes of static shared memory"
+            raise LaunchError(f"{kernel.name} has {shared}; a CTA can have {MAX_SHARED}")
         self.pipes = [engine().pipes[op] for op in lowered.operation]
         inits = list(lowered.start.inits())
         columns = [
@@ -194,20 +218,19 @@ class Program:
         block: Dim3,
         cluster: Dim3 = (1, 1, 1),
         dynamic_shared: int = 0,
-        regions: Iterable[tuple[int, int]] = (),
+        regions: Iterable[tuple[int, int]] | None = None,
         options: Options | None = None,
     ) -> Report:
         """Runs all CTAs and returns what was found and counted; raises for nothing that the kernel does.
 
         params: the kernel's parameters as the driver would pack them.
         regions: (address, bytes) of the global memory that the kernel may touch besides its module's
-        variables; none: anything.
+        variables; None: anything, so that a wrong address may end the process.
+        Raises LaunchError for what the launch call of a GPU refuses.
         """
         options = options or Options()
-        regions = list(regions)
-        if regions:
-            regions += [(v.address, v.data.nbytes) for v in self.kernel.variables]
-        spans = np.array(sorted((a, a + n) for a, n in regions), np.uint64).ravel()
+        refuse_impossible(grid, block, cluster, dynamic_shared, self._static_shared)
+        spans = _spans([*(regions or ()), *((v.address, v.data.nbytes) for v in self.kernel.variables)])
         buffer = ctypes.create_string_buffer(params, max(len(params), 1))
         text = _LaunchText(
             self._handle,
@@ -219,6 +242,7 @@ class Program:
             len(params),
             spans.ctypes.data,
             len(spans) // 2,
+            regions is not None,
             SCHEDULES.index(options.schedule),
             self.arch,
             options.multiprocessors or DEVICE_SMS.get(self.arch, DEVICE_SMS[90]),
@@ -230,11 +254,18 @@ class Program:
             "exit" in options.strict,
             "lanes" in options.strict,
         )
-        handle = engine().launch(ctypes.byref(text))
+        handle = engine().launch_new(ctypes.byref(text))
+        if not handle:
+            raise MemoryError(f"no memory for a launch of {self.kernel.name}")
         try:
-            return self._report(handle)
+            _run(handle, options.timeout)
+            report = self._report(handle)
+            finished, ctas = engine().finished_ctas(handle), math.prod(grid)
         finally:
             engine().launch_free(handle)
+        if finished != ctas and not report.findings:
+            raise EmulatorError(f"{self.kernel.name}: {finished} of {ctas} CTAs ran, for no known reason")
+        return report
 
     def _report(self, handle: int) -> Report:
         lib = engine()
@@ -282,6 +313,25 @@ class Program:
         return head
 
 
+def _run(handle: int, timeout: float | None) -> None:
+    """Runs a launch to its end. Between slices Python handles signals, so that Ctrl-C ends it."""
+    end = math.inf if timeout is None else time.monotonic() + timeout
+    while not engine().launch_run(handle, _SLICE):
+        if time.monotonic() >= end:
+            engine().launch_give_up(handle, b"timeout", f"the launch has not ended in {timeout} s:".encode())
+
+
+def _spans(regions: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Begins and ends of memory, ascending; what overlaps is one span."""
+    spans: list[list[int]] = []
+    for begin, size in sorted(regions):
+        if spans and begin < spans[-1][1]:
+            spans[-1][1] = max(spans[-1][1], begin + size)
+        else:
+            spans.append([begin, begin + size])
+    return np.array(spans, np.uint64).ravel()
+
+
 def _register_cap(kernel: ptx.Kernel) -> int:
     """The most registers a thread can have at launch, as far as the kernel tells; 0: it does not."""
     raised = [
@@ -295,7 +345,10 @@ def _register_cap(kernel: ptx.Kernel) -> int:
 def pack_parameters(kernel: ptx.Kernel, values: Sequence[bytes]) -> bytes:
     """The parameters' bytes at the offsets that the kernel declares."""
     if len(values) != len(kernel.params):
-        raise ValueError(f"{kernel.name} takes {len(kernel.params)} parameters, got {len(values)}")
+        raise LaunchError(f"{kernel.name} takes {len(kernel.params)} parameters, got {len(values)}")
+    for parameter, value in zip(kernel.params, values, strict=True):
+        if len(value) != parameter.size:
+            raise LaunchError(f"{kernel.name}: {parameter.name} has {parameter.size} bytes, got {len(value)}")
     size = max((p.offset + p.size for p in kernel.params), default=0)
     packed = bytearray(size)
     for parameter, value in zip(kernel.params, values, strict=True):
@@ -319,15 +372,19 @@ def run_ptx(
     args: for each parameter a contiguous CPU tensor or NumPy array (its address is passed and it is the only
     memory that the kernel may touch), or the parameter's bytes (`numpy.int32(3)` or `b"..."`).
     check: raise EmulationError for findings.
+    Raises PtxError for a text that is not PTX, UnsupportedInstruction for what is beyond the emulator,
+    LaunchError for what no GPU would launch.
     """
     module = ptx.parse(text)
+    if len(module.kernels) != 1:
+        raise LaunchError(f"run_ptx runs the only kernel of a text; this one has {len(module.kernels)}")
     (kernel,) = module.kernels
     program = Program(kernel, arch=module.arch, compact=(options or Options()).compact)
     regions, values = [], []
     for arg in args:
         address = _address(arg)
         if address is None:
-            values.append(arg if isinstance(arg, bytes) else arg.tobytes())
+            values.append(_bytes_of(arg))
         else:
             regions.append((address, arg.nbytes))
             values.append(address.to_bytes(8, "little"))
@@ -345,9 +402,21 @@ def run_ptx(
     return report
 
 
+def _bytes_of(arg: Any) -> bytes:
+    if isinstance(arg, bytes):
+        return arg
+    if isinstance(arg, np.generic):
+        return arg.tobytes()
+    raise LaunchError(f"an argument is {arg!r}; it must be a tensor, an array, a NumPy number or bytes")
+
+
 def _address(arg: Any) -> int | None:
     if hasattr(arg, "data_ptr"):
+        if arg.device.type != "cpu" or not arg.is_contiguous():
+            raise LaunchError(f"an argument is a tensor of strides {arg.stride()} on {arg.device}; {_PLAIN}")
         return int(arg.data_ptr())
     if isinstance(arg, np.ndarray):
+        if not arg.flags.c_contiguous:
+            raise LaunchError(f"an argument is an array of strides {arg.strides}; {_PLAIN}")
         return int(arg.ctypes.data)
     return None

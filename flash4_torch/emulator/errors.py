@@ -9,6 +9,10 @@ class EmulatorError(RuntimeError):
     """Base class: the emulator cannot run a program."""
 
 
+class LaunchError(EmulatorError, ValueError):
+    """A launch that no GPU would accept, or arguments that the kernel does not take."""
+
+
 class PtxError(EmulatorError):
     """A PTX text that the parser cannot read.
 

@@ -26,16 +26,13 @@ from flash4_torch import env
 from flash4_torch.emulator import build, dsl
 from flash4_torch.emulator.device import as_device
 from flash4_torch.emulator.engine import DEVICE_SMS
-from flash4_torch.emulator.errors import EmulatorError
+from flash4_torch.emulator.errors import EmulatorError, LaunchError
+from flash4_torch.emulator.limits import refuse_impossible
 from flash4_torch.errors import RangeError
 
 __all__ = ["ARCHITECTURES", "Kernel", "Launch", "LaunchError", "as_device", "install", "uninstall"]
 
 Dim3 = tuple[int, int, int]
-
-MAX_BLOCK_THREADS = 1024
-MAX_CLUSTER = 16
-MAX_SHARED = 227 << 10  # bytes
 
 _LAUNCH_FAILURE = 719  # cudaErrorLaunchFailure
 
@@ -84,10 +81,6 @@ class Launch:
     cooperative: bool
     programmatic: bool
     args: tuple[int, ...]
-
-
-class LaunchError(EmulatorError):
-    """A launch that no GPU would accept."""
 
 
 def install(
@@ -243,7 +236,7 @@ class _Seam:
             programmatic=bool(raw.programmatic),
             args=tuple(raw.args[: kernel.parameters]),
         )
-        _refuse_impossible(launch)
+        refuse_impossible(launch.grid, launch.block, launch.cluster, launch.smem_bytes)
         self._run(launch)
         return 0
 
@@ -268,17 +261,3 @@ def _parameter_count(ptx: str, kernel: str) -> int:
     if not entry:
         raise EmulatorError(f"the PTX of a launched function has no kernel {kernel}")
     return (entry[1] or "").count(".param")
-
-
-def _refuse_impossible(launch: Launch) -> None:
-    """Raises LaunchError for what the launch call of a GPU would refuse."""
-    threads = launch.block[0] * launch.block[1] * launch.block[2]
-    ctas = launch.cluster[0] * launch.cluster[1] * launch.cluster[2]
-    if not 1 <= threads <= MAX_BLOCK_THREADS:
-        raise LaunchError(f"block {launch.block} has {threads} threads; 1 to {MAX_BLOCK_THREADS} are allowed")
-    if not 1 <= ctas <= MAX_CLUSTER:
-        raise LaunchError(f"cluster {launch.cluster} has {ctas} CTAs; 1 to {MAX_CLUSTER} are allowed")
-    if 0 in launch.grid or any(g % c for g, c in zip(launch.grid, launch.cluster, strict=True)):
-        raise LaunchError(f"grid {launch.grid} must be a positive multiple of cluster {launch.cluster}")
-    if launch.smem_bytes > MAX_SHARED:
-        raise LaunchError(f"{launch.smem_bytes} bytes of shared memory; a CTA can have {MAX_SHARED}")

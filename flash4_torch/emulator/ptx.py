@@ -8,10 +8,11 @@ unique by a suffix (`p#3`).
 from __future__ import annotations
 
 import ctypes
+import math
 import re
 import struct
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, NoReturn
@@ -294,6 +295,13 @@ _TYPES = {
 }
 
 
+MAX_DIGITS = 1000  # of any number
+MAX_REGISTERS = 1 << 20  # virtual ones of a kernel
+MAX_ALIGNMENT = 1 << 16
+MAX_PARAMETER_BYTES = 32764  # of all parameters (PTX ISA, Kernel Function Parameters)
+MAX_VARIABLE_BYTES = 1 << 30
+
+
 def type_bytes(name: str) -> int:
     """Bytes of a fundamental type ("b32": 4). Raises KeyError; predicates have no size."""
     return _TYPES[name]
@@ -305,6 +313,8 @@ class _Text:
     def __init__(self, text: str):
         self.text = _COMMENT.sub(_without_comment, text)
         self._ends = [m.start() for m in re.finditer("\n", self.text)]
+        if endless := re.search(rf"\d{{{MAX_DIGITS}}}", self.text):
+            self.fail(f"a number of {MAX_DIGITS} digits", endless.start())
 
     def line(self, position: int) -> int:
         return bisect_right(self._ends, position - 1) + 1
@@ -342,6 +352,8 @@ class _ModuleParser:
             if key not in self.headers:
                 self.text.fail(f"no .{key}", 0)
         target = self.headers["target"].split(",")[0].strip()
+        if not re.fullmatch(r"sm_\d{2,3}[af]?", target):
+            self.text.fail(f"no architecture: .target {target}", 0)
         kernels = tuple(self._kernel(match, body) for match, body in self.entries)
         return Module(self.headers["version"].strip(), target, kernels)
 
@@ -432,9 +444,11 @@ def _parameters(match: re.Match[str], text: _Text) -> tuple[Parameter, ...]:
     end = 0
     for found in _all(_PARAMETER, match, "params", text) if match["params"] else ():
         element = _size_of(found["type"], text, found.start())
-        alignment = int(found["align"] or element)
+        alignment = _alignment(found, element, text)
         offset = -(-end // alignment) * alignment
         size = element * int(found["count"] or 1)
+        if offset + size > MAX_PARAMETER_BYTES:
+            text.fail(f"parameters of more than {MAX_PARAMETER_BYTES} bytes", found.start())
         params.append(Parameter(found["name"], size, alignment, offset))
         end = offset + size
     return tuple(params)
@@ -446,16 +460,38 @@ def _size_of(type_name: str, text: _Text, position: int) -> int:
     return _TYPES[type_name]
 
 
+def _alignment(match: re.Match[str], element: int, text: _Text) -> int:
+    """As declared, in bytes, or that of an element."""
+    alignment = int(match["align"] or element)
+    if alignment & (alignment - 1) or not 0 < alignment <= MAX_ALIGNMENT:
+        text.fail(f"an alignment must be a power of two up to {MAX_ALIGNMENT}", match.start())
+    return alignment
+
+
+def _counts(match: re.Match[str], text: _Text) -> list[int | None]:
+    """The numbers of elements in an array's brackets; None: it has empty ones."""
+    counts: list[int | None] = []
+    for number in re.findall(r"\[\s*(\w*)\s*\]", match["dims"]):
+        if number and not _INTEGER.fullmatch(number):
+            text.fail(f"{number} is not a number of elements", match.start("dims"))
+        counts.append(_integer(number.rstrip("U")) if number else None)
+    return counts
+
+
+def _bytes_of(counts: Sequence[int], element: int, match: re.Match[str], text: _Text) -> int:
+    size = element * math.prod(counts)
+    if size > MAX_VARIABLE_BYTES:
+        text.fail(f"a variable of {size} bytes; {MAX_VARIABLE_BYTES} are possible", match.start("variable"))
+    return size
+
+
 def _variable(match: re.Match[str], text: _Text) -> Variable:
     element = _size_of(match["type"], text, match.start("type"))
-    counts = re.findall(r"\w+|(?<=\[)(?=\s*\])", match["dims"])
+    counts = _counts(match, text)
     if match["initial"] is not None:
         text.fail("only .global and .const variables can have an initial value", match.start("initial"))
-    size = element
-    for count in counts:
-        size *= int(count or "0", 0)
-    dynamic = "" in counts
-    return Variable(match["var_name"], size, int(match["align"] or element), dynamic)
+    size = _bytes_of([count or 0 for count in counts], element, match, text)
+    return Variable(match["var_name"], size, _alignment(match, element, text), dynamic=None in counts)
 
 
 def _global_variable(match: re.Match[str], text: _Text) -> GlobalVariable:
@@ -463,12 +499,15 @@ def _global_variable(match: re.Match[str], text: _Text) -> GlobalVariable:
     values = [_immediate(v) for v in re.findall(r"[^\s,{}]+", match["initial"] or "")]
     if None in values:
         text.fail("an initial value must be a number", match.start("initial"))
-    counts = [int(n, 0) if n else len(values) for n in re.findall(r"\[\s*(\w*)\s*\]", match["dims"])]
-    size = element * int(np.prod(counts, dtype=np.int64))
-    content = b"".join(_encode(v, match["type"]) for v in values if v)
+    counts = [len(values) if count is None else count for count in _counts(match, text)]
+    size = _bytes_of(counts, element, match, text)
+    try:
+        content = b"".join(_encode(v, match["type"]) for v in values if v)
+    except (OverflowError, struct.error):
+        text.fail("an initial value is too large for its type", match.start("initial"))
     if len(content) > size:
         text.fail("more initial values than elements", match.start("initial"))
-    data = _aligned(size, int(match["align"] or element))
+    data = _aligned(size, _alignment(match, element, text))
     data[: len(content)] = np.frombuffer(content, np.uint8)
     return GlobalVariable(match["var_name"], match["space"] == "const", data)
 
@@ -572,6 +611,8 @@ class _BodyParser:
         if kind != "pred" and kind not in _TYPES:
             self.text.fail(f"registers of type .{kind} are not supported", match.start("registers"))
         for found in _all(_REGISTER_NAMES, match, "reg_names", self.text):
+            if int(found["count"] or 1) > MAX_REGISTERS - len(self.registers):
+                self.text.fail(f"more than {MAX_REGISTERS} registers", found.start())
             numbers = range(int(found["count"])) if found["count"] else [""]
             for number in numbers:
                 name = f"{found['stem']}{number}"
@@ -668,7 +709,7 @@ class _BodyParser:
         return tuple(self._operand(item.strip(), scope, start) for item in text[1:-1].split(","))
 
     def _register(self, text: str, scope: _Scope, start: int) -> Register:
-        operand = self._operand(text, scope, start)
+        operand = self._named(text, scope, start) if _immediate(text) is None else None
         if not isinstance(operand, Register):
             self.text.fail(f"{text} is not a register", start)
         return operand

@@ -53,7 +53,7 @@ class Bench:
             block=launch.block,
             cluster=launch.cluster,
             dynamic_shared=launch.smem_bytes,
-            regions=self.memory,
+            regions=self.memory or None,
             options=self.options,
         )
         self._note(launch.kernel, report)

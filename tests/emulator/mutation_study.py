@@ -6,7 +6,7 @@ First the originals must run without findings, and with the same outputs, in 50 
 instruction that the original executes and that `mutate.candidates` names is deleted, one at a time.
 Our attention kernels for sm_100a are among them, and
 flash-attn-4's where it is installed. Survivors keep the reason that an earlier result.json
-gives for them: those are written by hand.
+gives for them: those are written by hand, as is the list of tcgen05.fence that a kernel does not need.
 """
 
 from __future__ import annotations
@@ -233,8 +233,12 @@ def study_kernel(
         "detected": 0,
         "detected_by": Counter(),
         "apart": {name: {"executed": 0, "detected": 0} for name in APART},
+        "fences_not_needed": [],
         "survivors": [],
     }
+    row["fences_not_needed"] = [
+        fence for earlier in same_kernel(row, known) for fence in earlier.get("fences_not_needed", ())
+    ]
     for index in sorted(executed.intersection(every)):
         instruction = program.instructions[index]
         # What the eager schedule never reaches is reached seldom in the others.
@@ -267,8 +271,12 @@ def survivor(instruction: Instruction, times: int, reasons: dict[str, str]) -> d
 
 def reasons(row: dict[str, Any], known: Rows) -> dict[str, str]:
     """What an earlier study of this kernel says of its survivors, by PTX line and source."""
-    same = (r for r in known if all(r[k] == row[k] for k in ("subject", "arch", "kernel")))
+    same = same_kernel(row, known)
     return {f"{s['line']} {s['source']}": s["reason"] for r in same for s in r["survivors"]}
+
+
+def same_kernel(row: dict[str, Any], known: Rows) -> Rows:
+    return [r for r in known if all(r[k] == row[k] for k in ("subject", "arch", "kernel"))]
 
 
 def short_name(kernel: str) -> str:

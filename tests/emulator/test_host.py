@@ -24,6 +24,7 @@ from tensor_map import SWIZZLES, TensorMap
 
 from flash4_torch import env
 from flash4_torch.emulator import build, host
+from flash4_torch.emulator.limits import refuse_impossible
 
 THREADS = 64
 ARCHS = sorted(host.ARCHITECTURES)
@@ -307,18 +308,9 @@ def test_unknown_architectures_are_refused() -> None:
 )
 def test_impossible_launches_are_refused(what: str, changes: dict[str, Any]) -> None:
     launch = {"grid": [2, 1, 1], "block": [1, 1, 1], "cluster": [1, 1, 1], "smem": 0} | changes
-    record = host.Launch(
-        kernel=host.Kernel("k", "", 0),
-        grid=tuple(launch["grid"]),
-        block=tuple(launch["block"]),
-        cluster=tuple(launch["cluster"]),
-        smem_bytes=launch["smem"],
-        cooperative=False,
-        programmatic=False,
-        args=(),
-    )
+    grid, block, cluster = (tuple(launch[name]) for name in ("grid", "block", "cluster"))
     with pytest.raises(host.LaunchError, match=what):
-        host._refuse_impossible(record)
+        refuse_impossible(grid, block, cluster, launch["smem"])
 
 
 @given(st.lists(st.integers(0, 5), max_size=4), st.sampled_from([torch.float32, torch.bfloat16, torch.int8]))
@@ -413,6 +405,16 @@ def test_a_change_anywhere_builds_anew_and_nothing_else_does(cache: Path, source
     second = build.shared_object("libanswer", [source], ["-fPIC"])
     assert [ctypes.CDLL(str(path)).answer() for path in (first, second)] == [41, 42]
     assert build.shared_object("libanswer", [source], ["-fPIC", "-O1"]) not in (first, second)
+
+
+def test_flags_of_the_environment_come_last(
+    monkeypatch: pytest.MonkeyPatch, cache: Path, source: Path
+) -> None:
+    source.write_text('extern "C" int answer() { return ANSWER; }\n')
+    plain = build.shared_object("libanswer", [source], ["-fPIC", "-DANSWER=1"])
+    monkeypatch.setenv(env.EMULATOR_FLAGS.name, "-UANSWER '-DANSWER=1 + 1'")
+    other = build.shared_object("libanswer", [source], ["-fPIC", "-DANSWER=1"])
+    assert [ctypes.CDLL(str(path)).answer() for path in (plain, other)] == [1, 2]
 
 
 def test_processes_may_build_at_once(cache: Path, source: Path) -> None:

@@ -1072,3 +1072,64 @@ def test_agrees_with_brute_force(events: list[Event], options: Options) -> None:
     expected = racing(events)
     assert found <= expected
     assert bool(found) == bool(expected)
+
+
+# --- the space of a proxy fence (PTX ISA, fence.proxy.async: .shared::cta, .shared::cluster, or all)
+
+FENCES = ("", ".shared::cta", ".shared::cluster", ".global")
+TO_PEER = """
+    mov.u32 %rank, %cluster_ctarank;
+    xor.b32 %peer, %rank, 1;
+    mapa.shared::cluster.u32 %a, %mine, %peer;
+"""
+CLUSTER_BARRIER = """
+    barrier.cluster.arrive.release.aligned;
+    barrier.cluster.wait.acquire.aligned;
+"""
+
+
+def proxy_races(body: str) -> list[Finding]:
+    findings = run(TO_PEER + body + CLUSTER_BARRIER, SCHEDULES[0], ctas=2).findings
+    assert all(names(f, "cp.async.bulk", "st.shared") and NO_FENCE in f.message for f in findings)
+    return findings
+
+
+@pytest.mark.parametrize("space", FENCES)
+def test_a_writers_fence_covers_the_memory_that_it_names(space: str) -> None:
+    """The writer's CTA is not the one whose memory it writes and a bulk store reads."""
+    found = proxy_races(f"""
+        @%w0 st.shared::cluster.u32 [%a], %lane;
+        @%w0 fence.proxy.async{space};
+        {CLUSTER_BARRIER}
+        {STORE_BULK}
+        {STORE_BULK_DONE}
+    """)
+    assert bool(found) == (space in (".shared::cta", ".global"))
+
+
+@pytest.mark.parametrize("space", FENCES)
+def test_a_readers_fence_covers_its_own_memory(space: str) -> None:
+    found = proxy_races(f"""
+        @%w0 st.shared::cluster.u32 [%a], %lane;
+        {CLUSTER_BARRIER}
+        @%w1 fence.proxy.async{space};
+        {STORE_BULK}
+        {STORE_BULK_DONE}
+    """)
+    assert bool(found) == (space == ".global")
+
+
+def test_a_fence_of_both_ctas_memory_is_for_each_its_own() -> None:
+    """One instruction writes half of its words in each CTA; what is found in one is not true of the other."""
+    body = f"""
+        setp.lt.u32 %off, %lane, 16;
+        selp.b32 %a, %mine, %a, %off;
+        @%w0 st.shared::cluster.u32 [%a], %lane;
+        @%w0 fence.proxy.async<space>;
+        {CLUSTER_BARRIER}
+        {STORE_BULK}
+        {STORE_BULK_DONE}
+    """
+    assert not proxy_races(body.replace("<space>", ".shared::cluster"))
+    (found,) = proxy_races(body.replace("<space>", ".shared::cta"))
+    assert "shared memory [0x440, 0x480)" in found.message, "of the other CTA's words only"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flash4_torch.emulator import control
-from flash4_torch.emulator.errors import UnsupportedInstruction
+from flash4_torch.emulator.errors import PtxError, UnsupportedInstruction
 from flash4_torch.emulator.lower import (  # noqa: F401  (they register their families)
     alu,
     copies,
@@ -19,9 +19,20 @@ from flash4_torch.emulator.lower import (  # noqa: F401  (they register their fa
     sync,
     tensor,
 )
-from flash4_torch.emulator.lower.base import NO_REGISTER, EngineOp, find
+from flash4_torch.emulator.lower.base import NO_REGISTER, Lowering, find
+from flash4_torch.emulator.lower.forms import check_form
 from flash4_torch.emulator.lower.start import InitKind, RegisterStart
-from flash4_torch.emulator.ptx import Address, Immediate, Instruction, Kernel, Operand, Register, Symbol
+from flash4_torch.emulator.ptx import (
+    SINK,
+    Address,
+    Immediate,
+    Instruction,
+    Kernel,
+    Operand,
+    Register,
+    Symbol,
+    type_bytes,
+)
 
 # What the system keeps at the start of a CTA's shared memory, from sm_90 on; kSharedBase in machine.h.
 SHARED_BASE = 1024
@@ -47,15 +58,16 @@ class Lowered:
 def lower(kernel: Kernel, operations: Mapping[str, int], *, compact: bool = True) -> Lowered:
     """`operations` are the engine's names and numbers.
 
-    Raises UnsupportedInstruction for what the engine does not have.
+    Raises UnsupportedInstruction for what the engine does not have, PtxError for what is no PTX.
     """
+    lowerings = [_lowering_of(instruction, kernel) for instruction in kernel.instructions]
     context = _Context(kernel, compact)
     numbers, regs, attrs, writes = [], [], [], []
     guard = np.full(len(kernel.instructions), NO_REGISTER, np.uint32)
     negated = np.zeros(len(kernel.instructions), np.uint8)
-    for index, instruction in enumerate(kernel.instructions):
+    for index, (instruction, lowering) in enumerate(zip(kernel.instructions, lowerings, strict=True)):
         context.instruction = instruction
-        op = _lower_one(instruction, context)
+        op = lowering(instruction, context)
         if op.name not in operations:
             raise context.unsupported(f"no operation {op.name}")
         numbers.append(operations[op.name])
@@ -93,11 +105,16 @@ def _written(instruction: Instruction, regs: list[int], context: _Context) -> in
     return sum(1 << i for i, reg in enumerate(regs[:32]) if reg in offsets and regs.index(reg) == i)
 
 
-def _lower_one(instruction: Instruction, context: _Context) -> EngineOp:
+def _lowering_of(instruction: Instruction, kernel: Kernel) -> Lowering:
     lowering = find(instruction.opcode)
     if lowering is None:
-        raise context.unsupported("the engine does not know this instruction")
-    return lowering(instruction, context)
+        raise _unsupported(instruction, "the engine does not know this instruction")
+    check_form(instruction, kernel)
+    return lowering
+
+
+def _unsupported(instruction: Instruction, why: str) -> UnsupportedInstruction:
+    return UnsupportedInstruction(f"{instruction.opcode}: {why}", instruction.line, instruction.source)
 
 
 class _Context:
@@ -113,16 +130,18 @@ class _Context:
 
     def reg(self, operand: Operand, width: int) -> int:
         if isinstance(operand, Register):
-            if operand.name == "_":
-                return NO_REGISTER
+            if operand == SINK:
+                return self.start.sink(width)
             if operand.special:
                 return self.start.special(operand.name, width, self)
+            if _width(operand.type) != width:
+                raise self.malformed(f"{operand.name} is .{operand.type} where {_words(width)} is needed")
             return self.slots.offset[operand.name]
         if isinstance(operand, Immediate):
             return self.start.constant(operand.bits(width), width)
-        if isinstance(operand, Symbol):
+        if isinstance(operand, Symbol) and width:
             return self._symbol(operand.name, width)
-        raise self.unsupported(f"operand {operand}")
+        raise self.malformed(f"an operand of another kind where {_words(width)} is needed")
 
     def _symbol(self, name: str, width: int) -> int:
         if name in self.shared:
@@ -134,26 +153,44 @@ class _Context:
         raise self.unsupported(f"unknown symbol {name}")
 
     def address(self, address: Address, width: int) -> tuple[int, int]:
+        if not -(2**31) <= address.offset < 2**32:
+            raise self.malformed(f"the address has the offset {address.offset}; it must have 32 bits")
         if isinstance(address.base, int):
             return self.start.constant(address.base, width), address.offset
         return self.reg(address.base, width), address.offset
 
     def parameter(self, address: Address) -> int:
-        assert isinstance(address.base, Symbol)
-        return self.parameters[address.base.name] + address.offset
+        if not isinstance(address.base, Symbol) or address.base.name not in self.parameters:
+            raise self.malformed("the address is not that of a parameter")
+        offset = self.parameters[address.base.name] + address.offset
+        if not 0 <= offset < 2**31:
+            raise self.malformed(f"byte {offset} of the parameters")
+        return offset
 
-    def integer(self, operand: Operand) -> int:
-        if not isinstance(operand, Immediate):
-            raise self.unsupported(f"{operand} where an immediate is needed")
+    def integer(self, operand: Operand, low: int = -(2**31), high: int = 2**32 - 1) -> int:
+        if not isinstance(operand, Immediate) or operand.kind != "int" or not low <= operand.value <= high:
+            raise self.malformed(f"an integer from {low} to {high} is needed")
         return operand.value
 
     def label(self, operand: Operand) -> int:
-        assert isinstance(operand, Symbol)
+        if not isinstance(operand, Symbol):
+            raise self.malformed("a label is needed")
         return self.kernel.labels[operand.name]
 
     def unsupported(self, why: str) -> UnsupportedInstruction:
-        ins = self.instruction
-        return UnsupportedInstruction(f"{ins.opcode}: {why}", ins.line, ins.source)
+        return _unsupported(self.instruction, why)
+
+    def malformed(self, why: str) -> PtxError:
+        return PtxError(why, self.instruction.line, self.instruction.text)
+
+
+def _width(type_name: str) -> int:
+    """Bytes of a lane of a register as `reg` counts them; of b128 16, which no instruction takes."""
+    return 0 if type_name == "pred" else max(4, type_bytes(type_name))
+
+
+def _words(width: int) -> str:
+    return {0: "a predicate", 4: "a register of up to 32 bits", 8: "a register of 64 bits"}[width]
 
 
 def _place_shared(kernel: Kernel) -> tuple[dict[str, int], int]:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from enum import IntEnum
 
-from flash4_torch.emulator.lower.base import NO_REGISTER, Context, EngineOp, check_modifiers, family
+from flash4_torch.emulator.lower.base import NO_REGISTER, Context, EngineOp, check_modifiers, family, one_of
 from flash4_torch.emulator.ptx import Instruction, Negated, Operand, Pair, Register, Vector
 
 _INTEGER = re.compile(r"[bus](8|16|32|64)")
@@ -49,8 +49,8 @@ def _only(modifiers: Iterable[str], known: Iterable[str], ctx: Context) -> None:
 
 
 def _one_type(types: list[str], ctx: Context) -> str:
-    if len(types) != 1:
-        raise ctx.unsupported("one type is expected")
+    if len(types) != 1 or types[0] == "pred":
+        raise ctx.malformed("one type is expected")
     return types[0]
 
 
@@ -148,6 +148,8 @@ def _integer(ins: Instruction, ctx: Context, mnemonic: str, modifiers: list[str]
     _only(modifiers, _HALVES.get(mnemonic, set()) | _OTHER_MODIFIERS.get(mnemonic, set()), ctx)
     if "cc" in modifiers:
         return _extended(ins, ctx, mnemonic, modifiers, type_name, carry_in=False)
+    if mnemonic in ("min", "max") and len(ins.operands) != 3:
+        raise ctx.malformed("integers have two sources")
     name = ".".join([mnemonic, *modifiers])
     width = _width(type_name)
     if "wide" in modifiers:
@@ -204,10 +206,8 @@ def copy_sign(ins: Instruction, ctx: Context) -> EngineOp:
 def logic(ins: Instruction, ctx: Context) -> EngineOp:
     mnemonic, modifiers, types = _split(ins)
     _only(modifiers, (), ctx)
-    type_name = _one_type(types, ctx)
-    return EngineOp(
-        f"{mnemonic}.{type_name}", _regs(ins, ctx, 0 if type_name == "pred" else _width(type_name))
-    )
+    width = 0 if types == ["pred"] else _width(_one_type(types, ctx))
+    return EngineOp(f"{mnemonic}.{types[0]}", _regs(ins, ctx, width))
 
 
 @family("shl", "shr")
@@ -223,8 +223,8 @@ def shift(ins: Instruction, ctx: Context) -> EngineOp:
 @family("shf")
 def funnel_shift(ins: Instruction, ctx: Context) -> EngineOp:
     modifiers = check_modifiers(ins, {"l", "r", "wrap", "clamp", "b32"}, ctx)
-    side = "l" if "l" in modifiers else "r"
-    return EngineOp(f"shf.{side}.b32", _regs(ins, ctx, 4), [int("wrap" in modifiers)])
+    side, mode = one_of("lr", modifiers, ctx), one_of(("wrap", "clamp"), modifiers, ctx)
+    return EngineOp(f"shf.{side}.b32", _regs(ins, ctx, 4), [int(mode == "wrap")])
 
 
 @family("bfe")
@@ -260,7 +260,8 @@ def reverse_bits(ins: Instruction, ctx: Context) -> EngineOp:
 @family("lop3")
 def lookup(ins: Instruction, ctx: Context) -> EngineOp:
     check_modifiers(ins, {"b32"}, ctx)
-    return EngineOp("lop3.b32", [ctx.reg(o, 4) for o in ins.operands[:4]], [ctx.integer(ins.operands[4])])
+    *registers, table = ins.operands
+    return EngineOp("lop3.b32", [ctx.reg(o, 4) for o in registers], [ctx.integer(table, 0, 255)])
 
 
 # The selectors that the low two bits of c name.
@@ -279,7 +280,7 @@ def permute_bytes(ins: Instruction, ctx: Context) -> EngineOp:
     modifiers = check_modifiers(ins, {"b32", *_PERMUTE_MODES}, ctx) - {"b32"}
     if not modifiers:
         return EngineOp("prmt.b32", _regs(ins, ctx, 4))
-    selectors = _PERMUTE_MODES[modifiers.pop()]
+    selectors = _PERMUTE_MODES[one_of(_PERMUTE_MODES, modifiers, ctx)]
     return EngineOp("prmt.mode.b32", _regs(ins, ctx, 4), [sum(s << 16 * i for i, s in enumerate(selectors))])
 
 
@@ -322,8 +323,10 @@ class _Comparison:
     """
 
     def __init__(self, modifiers: list[str], type_name: str, sources: tuple[Operand, ...], ctx: Context):
-        comparison, *others = modifiers
+        comparison, others = "".join(modifiers[:1]), modifiers[1:]
         _only(others, {"ftz", *_COMBINATIONS}, ctx)
+        if (len(sources) > 2) != bool({*_COMBINATIONS} & {*others}):
+            raise ctx.malformed("a predicate to combine with needs .and, .or or .xor, and they it")
         real = type_name in _REAL
         table = _REAL_COMPARISONS if real else _INTEGER_COMPARISONS
         comparison = comparison if real else _UNSIGNED_NAMES.get(comparison, comparison)
@@ -381,8 +384,11 @@ def select(ins: Instruction, ctx: Context) -> EngineOp:
 
 @family("slct")
 def select_by_sign(ins: Instruction, ctx: Context) -> EngineOp:
-    _, modifiers, (value, sign) = _split(ins)
+    _, modifiers, types = _split(ins)
     _only(modifiers, {"ftz"}, ctx)
+    if len(types) != 2 or "pred" in types:
+        raise ctx.malformed("two types are expected")
+    value, sign = types
     width = _width(value)
     name = ".".join(["slct", *modifiers, f"b{_bits(value)}", sign])
     return EngineOp(name, _regs(ins, ctx, width, width, width, 4))
@@ -396,9 +402,8 @@ def test_class(ins: Instruction, ctx: Context) -> EngineOp:
     _, modifiers, types = _split(ins)
     _only(modifiers, _CLASSES, ctx)
     type_name = _one_type(types, ctx)
-    return EngineOp(
-        f"testp.{type_name}", _regs(ins, ctx, 0, _width(type_name)), [_CLASSES.index(modifiers[0])]
-    )
+    which = _CLASSES.index(one_of(_CLASSES, modifiers, ctx))
+    return EngineOp(f"testp.{type_name}", _regs(ins, ctx, 0, _width(type_name)), [which])
 
 
 # --- Moves
@@ -418,10 +423,10 @@ _CLOCKS = {
 def move(ins: Instruction, ctx: Context) -> EngineOp:
     _, modifiers, types = _split(ins)
     _only(modifiers, (), ctx)
-    type_name = _one_type(types, ctx)
     destination, source = ins.operands
-    if type_name == "pred":
+    if types == ["pred"]:
         return EngineOp("mov.pred", _regs(ins, ctx, 0))
+    type_name = _one_type(types, ctx)
     whole = f"b{_bits(type_name)}"
     width = _width(type_name)
     if isinstance(destination, Vector):
@@ -471,7 +476,12 @@ _FAST_NARROWING = {"f16", "bf16", "f16x2", "bf16x2"}
 @family("cvt")
 def convert(ins: Instruction, ctx: Context) -> EngineOp:
     """PTX ISA: cvt."""
-    *modifiers, to, source = ins.opcode.split(".")[1:]
+    modifiers = ins.opcode.split(".")[1:]
+    if len(modifiers) < 2:
+        raise ctx.malformed("two types are expected")
+    *modifiers, to, source = modifiers
+    if not all(t in _SOURCE_KINDS or t in ("s64", "u64") or _is_format(t) for t in (to, source)):
+        raise ctx.unsupported(f"from type {source} to {to}")
     _only(modifiers, {"ftz", "sat", "satfinite", "relu", *_TO_INTEGRAL, *_ROUNDINGS}, ctx)
     if _INTEGER.fullmatch(to):
         lowering = _integer_to_integer if _INTEGER.fullmatch(source) else _real_to_integer
@@ -486,6 +496,8 @@ def _container(ins: Instruction, ctx: Context) -> int:
     """Bits of the destination, which may be wider than its type."""
     destination = ins.operands[0]
     assert isinstance(destination, Register)
+    if destination.type in ("", "pred", "b128"):
+        raise ctx.malformed(f"{destination.name} cannot hold the result")
     return max(16, _bits(destination.type))
 
 
@@ -499,11 +511,9 @@ def _limits(type_name: str) -> list[int]:
 
 
 def _source(ins: Instruction, ctx: Context, type_name: str) -> int:
-    operand = ins.operands[1]
-    width = _width(type_name)
-    if isinstance(operand, Register) and operand.type and _width(operand.type) != width:
-        raise ctx.unsupported(f"a source of type {operand.type}")
-    return ctx.reg(operand, width)
+    if len(ins.operands) != 2:
+        raise ctx.malformed("one source is expected")
+    return ctx.reg(ins.operands[1], _width(type_name))
 
 
 def _integer_to_integer(
@@ -562,19 +572,22 @@ def _to_wide(ins: Instruction, ctx: Context, modifiers: set[str], to: str, sourc
 def _to_narrow(ins: Instruction, ctx: Context, modifiers: set[str], to: str, source: str) -> EngineOp:
     """To the formats of 19 bits and less, one or two of them."""
     _only(modifiers, {"ftz", "sat", "satfinite", "relu", *_ROUNDINGS, *_TO_INTEGRAL}, ctx)
+    packed, elements = source not in _SOURCE_KINDS, 2 if to.endswith("x2") else 1
+    sources = 1 if packed else elements
+    if len(ins.operands) != 1 + sources or (packed and source.endswith("x2") != (elements == 2)):
+        raise ctx.malformed("another number of elements than the result has")
     regs = [ctx.reg(ins.operands[0], 4), *(ctx.reg(o, _width_of_source(source)) for o in ins.operands[1:])]
     if to in _FAST_NARROWING and source == "f32" and modifiers == {"rn"}:
         return EngineOp(f"cvt.rn.{to}.f32", regs)
     if to == source and modifiers & set(_TO_INTEGRAL):
-        (rounding,) = modifiers & set(_TO_INTEGRAL)
+        rounding = one_of(_TO_INTEGRAL, modifiers, ctx)
         return EngineOp(f"cvt.integral.{to}", regs, [_TO_INTEGRAL[rounding], 0, int("sat" in modifiers)])
-    packed = source not in _SOURCE_KINDS
     return EngineOp(
         "cvt.narrow",
         regs,
         [
             _format(to, ctx),
-            2 if to.endswith("x2") else 1,
+            elements,
             next((_ROUNDINGS[m] for m in modifiers if m in _ROUNDINGS), 0),
             int("satfinite" in modifiers),
             int("relu" in modifiers),
@@ -590,11 +603,14 @@ def _width_of_source(type_name: str) -> int:
     return 8 if type_name in ("f64", "s64", "u64") else 4
 
 
+def _is_format(type_name: str) -> bool:
+    return type_name.removesuffix("x2").upper() in _Format.__members__ and type_name != "tf32x2"
+
+
 def _format(type_name: str, ctx: Context) -> int:
-    name = type_name.removesuffix("x2").upper()
-    if name not in _Format.__members__:
+    if not _is_format(type_name):
         raise ctx.unsupported(f"type {type_name}")
-    return _Format[name]
+    return _Format[type_name.removesuffix("x2").upper()]
 
 
 # --- What lanes exchange
@@ -605,14 +621,15 @@ def shuffle(ins: Instruction, ctx: Context) -> EngineOp:
     modifiers = check_modifiers(ins, {"sync", "up", "down", "bfly", "idx", "b32"}, ctx) - {"sync", "b32"}
     value, inside = _two(ins.operands[0])
     sources = [ctx.reg(operand, 4) for operand in ins.operands[1:]]
-    return EngineOp(f"shfl.{modifiers.pop()}", [ctx.reg(value, 4), _optional(inside, 0, ctx), *sources])
+    mode = one_of(("up", "down", "bfly", "idx"), modifiers, ctx)
+    return EngineOp(f"shfl.{mode}", [ctx.reg(value, 4), _optional(inside, 0, ctx), *sources])
 
 
 @family("vote.sync")
 def vote(ins: Instruction, ctx: Context) -> EngineOp:
     kinds = {"any", "all", "uni", "ballot"}
     modifiers = check_modifiers(ins, {"sync", "pred", "b32"} | kinds, ctx)
-    (kind,) = modifiers & kinds
+    kind = one_of(sorted(kinds), modifiers, ctx)
     source, negated = _predicate(ins.operands[1], ctx)
     result = ctx.reg(ins.operands[0], 4 if kind == "ballot" else 0)
     return EngineOp(f"vote.{kind}", [result, source, ctx.reg(ins.operands[2], 4)], [negated])
@@ -621,10 +638,12 @@ def vote(ins: Instruction, ctx: Context) -> EngineOp:
 @family("match.any.sync", "match.all.sync")
 def match(ins: Instruction, ctx: Context) -> EngineOp:
     modifiers = check_modifiers(ins, {"any", "all", "sync", "b32", "b64"}, ctx)
-    (type_name,) = modifiers & {"b32", "b64"}
+    type_name = one_of(("b32", "b64"), modifiers, ctx)
     lanes, agree = _two(ins.operands[0])
     sources = [ctx.reg(ins.operands[1], _width(type_name)), ctx.reg(ins.operands[2], 4)]
     if "any" in modifiers:
+        if agree:
+            raise ctx.malformed("match.any has one destination")
         return EngineOp(f"match.any.{type_name}", [ctx.reg(lanes, 4), *sources])
     return EngineOp(f"match.all.{type_name}", [ctx.reg(lanes, 4), _optional(agree, 0, ctx), *sources])
 
@@ -633,8 +652,8 @@ def match(ins: Instruction, ctx: Context) -> EngineOp:
 def reduce(ins: Instruction, ctx: Context) -> EngineOp:
     operations = {"add", "min", "max", "and", "or", "xor"}
     modifiers = check_modifiers(ins, {"sync", "abs", "NaN", "u32", "s32", "b32", "f32"} | operations, ctx)
-    (operation,) = modifiers & operations
-    (type_name,) = modifiers & {"u32", "s32", "b32", "f32"}
+    operation = one_of(sorted(operations), modifiers, ctx)
+    type_name = one_of(("u32", "s32", "b32", "f32"), modifiers, ctx)
     regs = _regs(ins, ctx, 4)
     if type_name == "f32":
         return EngineOp(

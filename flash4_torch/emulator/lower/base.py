@@ -32,8 +32,9 @@ class Context(Protocol):
     def reg(self, operand: Operand, width: int) -> int:
         """The byte offset of an operand's register: `width` bytes a lane (4 or 8), or 0 for a predicate.
 
-        Immediates, special registers and symbols get a register that is set when the warp starts.
-        `_` gives NO_REGISTER. A sub-word type (b8, b16) lives in 4 bytes.
+        Immediates, special registers and symbols get a register that is set when the warp starts, and `_` one
+        that nobody reads. A sub-word type (b8, b16) lives in 4 bytes. Raises PtxError for a register of
+        another width.
         """
 
     def address(self, address: Address, width: int) -> tuple[int, int]:
@@ -42,14 +43,17 @@ class Context(Protocol):
     def parameter(self, address: Address) -> int:
         """The byte offset within the launch's parameters of `[param_name+offset]`."""
 
-    def integer(self, operand: Operand) -> int:
-        """The value of an operand that must be an integer immediate."""
+    def integer(self, operand: Operand, low: int = -(2**31), high: int = 2**32 - 1) -> int:
+        """The value of an operand that must be an integer immediate from `low` to `high`."""
 
     def label(self, operand: Operand) -> int:
         """The index of the instruction that a label names."""
 
     def unsupported(self, why: str) -> Exception:
         """The error to raise for an operand or modifier that the engine does not implement."""
+
+    def malformed(self, why: str) -> Exception:
+        """The error to raise for what is no PTX."""
 
 
 Lowering = Callable[[Instruction, Context], EngineOp]
@@ -87,3 +91,12 @@ def check_modifiers(ins: Instruction, known: Iterable[str], ctx: Context) -> set
     if unknown:
         raise ctx.unsupported(f"modifier {', '.join(sorted(unknown))}")
     return modifiers
+
+
+def one_of(names: Iterable[str], modifiers: Iterable[str], ctx: Context) -> str:
+    """The only one of `names` that is among an opcode's modifiers."""
+    names = tuple(names)
+    found = [name for name in names if name in set(modifiers)]
+    if len(found) != 1:
+        raise ctx.malformed(f"the opcode must have one of .{', .'.join(names)}")
+    return found[0]

@@ -13,9 +13,10 @@ from flash4_torch.emulator.lower.memory import (
     Reduction,
     Space,
     address_of,
+    check_vector,
     elements,
 )
-from flash4_torch.emulator.ptx import Address, Immediate, Instruction, Register
+from flash4_torch.emulator.ptx import Address, Immediate, Instruction, Operand, Register
 
 COPY = -1  # where a reduction's number is expected
 
@@ -34,24 +35,29 @@ class _Operands:
         self.ctx = ctx
 
     def address(self, space: Space) -> tuple[int, int]:
-        return address_of(self.left.pop(0), space, self.ctx)
+        return address_of(self.next(), space, self.ctx)
+
+    def next(self) -> Operand:
+        if not self.left:
+            raise self.ctx.malformed("an operand is missing")
+        return self.left.pop(0)
 
     def reg(self, width: int) -> int:
-        return self.ctx.reg(self.left.pop(0), width)
+        return self.ctx.reg(self.next(), width)
 
     def optional(self, present: bool, width: int) -> int:
         return self.reg(width) if present else NO_REGISTER
 
     def tensor(self) -> tuple[int, int, list[int]]:
         """Register and constant of a tensor map's address, and the coordinates."""
-        operand = self.left.pop(0)
+        operand = self.next()
         assert isinstance(operand, Address)
         base, offset = address_of(operand, Space.GENERIC, self.ctx)
         return base, offset, [self.ctx.reg(c, 4) for c in operand.coordinates]
 
     def finish(self) -> None:
         if self.left:
-            raise self.ctx.unsupported(f"operand {self.left[0]}")
+            raise self.ctx.malformed("an operand too many")
 
 
 def _reduction(name: str, ctx: Context) -> Reduction:
@@ -62,7 +68,9 @@ def _reduction(name: str, ctx: Context) -> Reduction:
 
 @family("cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor")
 def tensor_copy(ins: Instruction, ctx: Context) -> EngineOp:
-    reduction, modifiers = COPY, ins.opcode.split(".tensor.")[1].split(".")
+    reduction, modifiers = COPY, ins.opcode.partition(".tensor.")[2].split(".")
+    if len(modifiers) < 4:
+        raise ctx.malformed("the opcode must name a rank, two spaces and more")
     rank, target, source, *rest = modifiers
     if ins.opcode.startswith("cp.reduce"):
         reduction = _reduction(rest.pop(0), ctx)
@@ -79,8 +87,8 @@ def tensor_copy(ins: Instruction, ctx: Context) -> EngineOp:
     else:
         raise ctx.unsupported(f"from {source} to {target}")
     operands.finish()
-    if rank != f"{coordinates}d":
-        raise ctx.unsupported(f"{coordinates} coordinates")
+    if rank != f"{coordinates}d" or not 1 <= coordinates <= 5:
+        raise ctx.malformed(f"{coordinates} coordinates")
     return op
 
 
@@ -105,11 +113,14 @@ def _tensor_store(operands: _Operands, reduction: int) -> EngineOp:
 
 @family("cp.async.bulk", "cp.reduce.async.bulk")
 def bulk_copy(ins: Instruction, ctx: Context) -> EngineOp:
-    target, source, *rest = ins.opcode.split(".bulk.")[1].split(".")
-    modifiers = set(rest) - _COMMON
+    target, source, *rest = [*ins.opcode.partition(".bulk.")[2].split("."), ""]
+    modifiers = set(rest) - _COMMON - {""}
     reduction, kind = COPY, ElementType.U8
     if ins.opcode.startswith("cp.reduce"):
-        *_, name, type_name = [m for m in rest if m in modifiers and m != "noftz"]
+        named = [m for m in rest if m in modifiers and m != "noftz"]
+        if len(named) < 2:
+            raise ctx.malformed("the opcode must name an operation and a type")
+        name, type_name = named[-2:]
         if type_name not in REDUCED_TYPES:
             raise ctx.unsupported(f"type {type_name}")
         reduction, kind = _reduction(name, ctx), REDUCED_TYPES[type_name]
@@ -143,7 +154,7 @@ def bulk_commit(ins: Instruction, ctx: Context) -> EngineOp:
 
 @family("cp.async.bulk.wait_group")
 def bulk_wait(ins: Instruction, ctx: Context) -> EngineOp:
-    return EngineOp("bulk.wait", attrs=[ctx.integer(ins.operands[0]), int(ins.opcode.endswith(".read"))])
+    return EngineOp("bulk.wait", attrs=[ctx.integer(ins.operands[0], 0), int(ins.opcode.endswith(".read"))])
 
 
 @family("cp.async")
@@ -153,7 +164,9 @@ def async_copy(ins: Instruction, ctx: Context) -> EngineOp:
     operands = _Operands(ins, ctx)
     to, to_offset = operands.address(Space.SHARED)
     source, source_offset = operands.address(Space.GLOBAL)
-    size = ctx.integer(operands.left.pop(0))
+    size = ctx.integer(operands.next(), 4, 16)
+    if size not in (4, 8, 16):
+        raise ctx.malformed(f"{size} bytes; 4, 8 and 16 are possible")
     ignores = (
         bool(operands.left) and isinstance(operands.left[0], Register) and operands.left[0].type == "pred"
     )
@@ -170,7 +183,7 @@ def async_commit(ins: Instruction, ctx: Context) -> EngineOp:
 
 @family("cp.async.wait_group")
 def async_wait(ins: Instruction, ctx: Context) -> EngineOp:
-    return EngineOp("cp.async.wait", attrs=[ctx.integer(ins.operands[0])])
+    return EngineOp("cp.async.wait", attrs=[ctx.integer(ins.operands[0], 0)])
 
 
 @family("cp.async.wait_all")
@@ -191,12 +204,13 @@ def async_arrive(ins: Instruction, ctx: Context) -> EngineOp:
 def async_store(ins: Instruction, ctx: Context) -> EngineOp:
     ignored = {"async", "weak", "relaxed", "cluster", "shared::cluster", _COMPLETION, "v2", "v4"}
     rest = [m for m in ins.opcode.split(".")[1:] if m not in ignored]
-    kind = rest.pop()
+    kind = rest.pop() if rest else ""
     match = re.fullmatch(r"[busf](32|64)", kind)
     if not match or len(rest) != int(ins.opcode.startswith("red")):
         raise ctx.unsupported(f"modifiers {'.'.join([*rest, kind])}")
     reduction = _reduction(rest[0], ctx) if rest else COPY
     each = int(match[1]) // 8
+    check_vector(ins, ins.operands[1], each, Space.GLOBAL, ctx)
     to, to_offset = address_of(ins.operands[0], Space.SHARED, ctx)
     values = [ctx.reg(v, each) for v in elements(ins.operands[1])]
     barrier, barrier_offset = address_of(ins.operands[2], Space.SHARED, ctx)
@@ -222,14 +236,14 @@ class _Field(IntEnum):
 
 @family("tensormap.replace")
 def replace_field(ins: Instruction, ctx: Context) -> EngineOp:
-    _, _, mode, field, *rest = ins.opcode.split(".")
+    _, _, mode, field, *rest = [*ins.opcode.split("."), "", ""]
     if mode != "tile" or field.upper() not in _Field.__members__:
         raise ctx.unsupported(f"field {field} of mode {mode}")
     space = next((SPACES[m] for m in rest if m in SPACES), Space.GENERIC)
     address, *middle, value = ins.operands
     base, offset = address_of(address, space, ctx)
-    dimension = ctx.integer(middle[0]) if middle else 0
-    width = 8 if rest[-1] == "b64" else 4
+    dimension = ctx.integer(middle[0], 0, 4) if middle else 0
+    width = 8 if "b64" in rest else 4
     return EngineOp(
         "tensormap.replace",
         [base, ctx.reg(value, width)],

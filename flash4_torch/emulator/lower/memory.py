@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from enum import IntEnum
 
-from flash4_torch.emulator.lower.base import NO_REGISTER, Context, EngineOp, check_modifiers, family
-from flash4_torch.emulator.ptx import Address, Immediate, Instruction, Operand, Register, Vector
+from flash4_torch.emulator.lower.base import NO_REGISTER, Context, EngineOp, check_modifiers, family, one_of
+from flash4_torch.emulator.ptx import Address, Immediate, Instruction, Operand, Register, Vector, type_bytes
 
 
 class Space(IntEnum):
@@ -64,6 +64,7 @@ STRONG = frozenset({"volatile", "relaxed", "acquire", "release", "acq_rel", "mmi
 # They tell the caches what to expect, and there are none here.
 HINTS = re.compile(r"nc|ca|cg|cs|lu|cv|wb|wt|weak|unified|L[12]::\w+(::\w+)?|level::\w+(::\w+)?")
 VECTORS = frozenset({"v2", "v4", "v8"})
+VECTOR_BYTES = 16  # of a lane's access to shared memory; twice as many to global memory
 TYPE = re.compile(r"(?P<kind>[busf]|bf)(?P<bits>8|16|32|64)")
 REDUCED_TYPES = {
     "u32": ElementType.U32,
@@ -88,7 +89,8 @@ _PASSED_OVER = SCOPES | VECTORS | {"param"}
 
 def address_of(operand: Operand, space: Space, ctx: Context) -> tuple[int, int]:
     """Register and constant of an address in a state space."""
-    assert isinstance(operand, Address)
+    if not isinstance(operand, Address):
+        raise ctx.malformed("an address is needed")
     base = operand.base
     if (
         isinstance(base, Register)
@@ -104,8 +106,12 @@ SHARED_WINDOW = 0x5A << 56  # kSharedWindow in csrc_stubs/no_gpu/memory.h
 
 def place_of(operand: Operand, space: Space, ctx: Context) -> tuple[Space, int, int]:
     """State space, register and constant of an address; a shared address in 64 bits becomes a generic one."""
-    assert isinstance(operand, Address)
-    if space is Space.SHARED and isinstance(operand.base, Register) and operand.base.type.endswith("64"):
+    if (
+        space is Space.SHARED
+        and isinstance(operand, Address)
+        and isinstance(operand.base, Register)
+        and operand.base.type.endswith("64")
+    ):
         base, offset = ctx.address(operand, 8)
         return Space.GENERIC, base, SHARED_WINDOW + offset
     return space, *address_of(operand, space, ctx)
@@ -113,6 +119,16 @@ def place_of(operand: Operand, space: Space, ctx: Context) -> tuple[Space, int, 
 
 def elements(operand: Operand) -> Sequence[Operand]:
     return operand.elements if isinstance(operand, Vector) else (operand,)
+
+
+def check_vector(ins: Instruction, operand: Operand, each: int, space: Space, ctx: Context) -> None:
+    """Raises unless the operand has as many elements, of `each` bytes, as the opcode says."""
+    count = max((int(m[1:]) for m in ins.opcode.split(".") if m in VECTORS), default=1)
+    if len(elements(operand)) != count:
+        raise ctx.malformed(f"{len(elements(operand))} registers where the opcode says {count}")
+    limit = VECTOR_BYTES if space is Space.SHARED else 2 * VECTOR_BYTES
+    if count * each > limit:
+        raise ctx.malformed(f"{count * each} bytes at once; {limit} are possible")
 
 
 def _split_access(ins: Instruction, ctx: Context) -> tuple[Space, str, int, bool]:
@@ -134,7 +150,10 @@ def _split_access(ins: Instruction, ctx: Context) -> tuple[Space, str, int, bool
 
 def _register_bits(operands: Sequence[Operand], ctx: Context) -> int | None:
     """Bits of the registers of one access; None when they are all sinks or constants."""
-    bits = {int(o.type.lstrip("busf")) for o in operands if isinstance(o, Register) and o.type}
+    types = {o.type for o in operands if isinstance(o, Register) and o.type}
+    if types & {"pred", "b128"}:
+        raise ctx.malformed("a register that cannot be loaded and stored")
+    bits = {8 * type_bytes(type_name) for type_name in types}
     if len(bits) > 1:
         raise ctx.unsupported("registers of different widths")
     return bits.pop() if bits else None
@@ -144,6 +163,7 @@ def _register_bits(operands: Sequence[Operand], ctx: Context) -> int | None:
 def load(ins: Instruction, ctx: Context) -> EngineOp:
     space, kind, bits, strong = _split_access(ins, ctx)
     targets = elements(ins.operands[0])
+    check_vector(ins, ins.operands[0], bits // 8, space, ctx)
     width = _register_bits(targets, ctx) or bits
     name = f"{'s' if kind == 's' and width > bits else 'u'}{bits}"
     if name[0] == "s":
@@ -167,6 +187,7 @@ def store(ins: Instruction, ctx: Context) -> EngineOp:
     if ".param" in ins.opcode:
         raise ctx.unsupported("writing to parameters")
     sources = elements(ins.operands[1])
+    check_vector(ins, ins.operands[1], bits // 8, space, ctx)
     width = _register_bits(sources, ctx) or bits
     name = f"u{bits}.64" if width == 64 and bits < 64 else f"u{bits}"
     space, base, offset = place_of(ins.operands[0], space, ctx)
@@ -178,8 +199,8 @@ def store(ins: Instruction, ctx: Context) -> EngineOp:
 def store_zeros(ins: Instruction, ctx: Context) -> EngineOp:
     modifiers = check_modifiers(ins, {"bulk", "weak", "shared::cta"}, ctx)
     space = Space.SHARED if "shared::cta" in modifiers else Space.GENERIC
-    if len(ins.operands) > 2 and ctx.integer(ins.operands[2]) != 0:
-        raise ctx.unsupported("a value other than 0")
+    if len(ins.operands) > 2:
+        ctx.integer(ins.operands[2], 0, 0)
     base, offset = address_of(ins.operands[0], space, ctx)
     return EngineOp("st.bulk", [base, ctx.reg(ins.operands[1], 8)], [offset, int(space is Space.GENERIC)])
 
@@ -195,8 +216,12 @@ def atomic(ins: Instruction, ctx: Context) -> EngineOp:
         raise ctx.unsupported(f"modifiers {', '.join(rest)}")
     operation, kind = sorted(rest, key=REDUCED_TYPES.__contains__)
     operands = list(ins.operands)
+    if "L2::cache_hint" in parts:
+        operands.pop()
     old: Operand | None = operands.pop(0) if ins.opcode.startswith("atom") else None
     base, offset = address_of(operands[0], space, ctx)
+    if len(operands) != (3 if operation == "cas" else 2):
+        raise ctx.malformed(f"another number of operands than {operation} has")
     if operation == "cas":
         return _compare_and_swap(kind, old, [base, offset], space, operands[1:3], ctx)
     if operation.upper() not in Reduction.__members__ or kind not in REDUCED_TYPES:
@@ -206,6 +231,8 @@ def atomic(ins: Instruction, ctx: Context) -> EngineOp:
         element = ElementType.F32_FLUSHED
     each = REGISTER_BYTES.get(kind, 4)
     width = max(each, 4)
+    for operand in (operands[1], *([old] if old else [])):
+        check_vector(ins, operand, each, space, ctx)
     values = [ctx.reg(v, width) for v in elements(operands[1])]
     olds = [ctx.reg(o, width) for o in elements(old)] if old else [NO_REGISTER] * len(values)
     return EngineOp(
@@ -235,8 +262,8 @@ def matrix(ins: Instruction, ctx: Context) -> EngineOp:
         raise ctx.unsupported("generic address")
     base, offset = address_of(place, Space.SHARED, ctx)
     regs = [ctx.reg(f, 4) for f in elements(fragments)]
-    if len(regs) != int(next(m for m in modifiers if m in ("x1", "x2", "x4"))[1]):
-        raise ctx.unsupported(f"{len(regs)} registers")
+    if len(regs) != int(one_of(("x1", "x2", "x4"), modifiers, ctx)[1]):
+        raise ctx.malformed(f"{len(regs)} registers")
     return EngineOp("ldmatrix" if loads else "stmatrix", [base, *regs], [offset, int("trans" in modifiers)])
 
 
@@ -273,7 +300,7 @@ def cta_rank(ins: Instruction, ctx: Context) -> EngineOp:
 
 @family("isspacep")
 def is_in_space(ins: Instruction, ctx: Context) -> EngineOp:
-    space = ins.opcode.split(".")[1]
+    space = ins.opcode.partition(".")[2]
     names = {"shared": "shared::cta", "const": "none", "local": "none", "param::entry": "param"}
     return EngineOp(
         f"isspacep.{names.get(space, space)}", [ctx.reg(ins.operands[0], 0), ctx.reg(ins.operands[1], 8)]

@@ -43,6 +43,7 @@ class RegisterStart:
     def __init__(self, first_free: int):
         self._end = first_free
         self._registers: dict[tuple[int, int, int], int] = {}
+        self._sinks: dict[int, int] = {}
 
     @property
     def bytes(self) -> int:
@@ -53,10 +54,19 @@ class RegisterStart:
         """The offset of the register that holds `value` of `kind`: `width` bytes a lane (0: predicate)."""
         key = (kind, value, width)
         if key not in self._registers:
-            self._end = -(-self._end // 64) * 64
-            self._registers[key] = self._end
-            self._end += width * LANES if width else 4
+            self._registers[key] = self._place(width)
         return self._registers[key]
+
+    def sink(self, width: int) -> int:
+        """The offset of a register that nobody reads."""
+        if width not in self._sinks:
+            self._sinks[width] = self._place(width)
+        return self._sinks[width]
+
+    def _place(self, width: int) -> int:
+        begin = -(-self._end // 64) * 64
+        self._end = begin + (width * LANES if width else 4)
+        return begin
 
     def constant(self, value: int, width: int) -> int:
         bits = 64 if width == 8 else 32
@@ -64,8 +74,8 @@ class RegisterStart:
         return self.register(InitKind.VALUE, value - (1 << 64) if value >= 1 << 63 else value, width)
 
     def special(self, name: str, width: int, context: Any) -> int:
-        if name == "%is_explicit_cluster":
-            width = 0
+        if (name == "%is_explicit_cluster") != (width == 0):
+            raise context.malformed(f"{name} has another width than this operand")
         if name in ("%WARP_SZ", "WARP_SZ"):
             return self.constant(LANES, width)
         if name not in SPECIALS:

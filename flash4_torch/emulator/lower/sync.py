@@ -5,7 +5,7 @@ PTX ISA: Control Flow Instructions; Parallel Synchronization and Communication.
 
 from __future__ import annotations
 
-from flash4_torch.emulator.lower.base import NO_REGISTER, Context, EngineOp, check_modifiers, family
+from flash4_torch.emulator.lower.base import NO_REGISTER, Context, EngineOp, check_modifiers, family, one_of
 from flash4_torch.emulator.ptx import Address, Instruction, Negated, Operand, Vector
 
 # The engine keeps one order of memory operations per warp and publishes at every release, which covers all
@@ -55,7 +55,9 @@ def fence(ins: Instruction, ctx: Context) -> EngineOp:
         return EngineOp("fence.mbarrier_init")
     if ins.opcode.startswith("fence.proxy.async"):
         # Only shared memory is followed by proxy; a fence for global memory alone orders nothing there.
-        return EngineOp("nop" if ins.opcode.endswith(".global") else "fence.proxy.async")
+        if ins.opcode.endswith(".global"):
+            return EngineOp("nop")
+        return EngineOp("fence.proxy.async", attrs=[int(ins.opcode.endswith(".shared::cta"))])
     if ins.opcode.startswith(("fence.proxy", "griddepcontrol")):
         return EngineOp("nop")
     return EngineOp("fence.release")
@@ -76,6 +78,7 @@ def warp_barrier(ins: Instruction, ctx: Context) -> EngineOp:
 def named_barrier(ins: Instruction, ctx: Context) -> EngineOp:
     """`bar` is `barrier` with `.aligned`."""
     modifiers = check_modifiers(ins, {"cta", "sync", "arrive", "aligned"}, ctx)
+    one_of(("sync", "arrive"), modifiers, ctx)
     count = ctx.reg(ins.operands[1], 4) if len(ins.operands) > 1 else NO_REGISTER
     aligned = ins.opcode.startswith("bar.") or "aligned" in modifiers
     return EngineOp("barrier", [ctx.reg(ins.operands[0], 4), count], [int("sync" in modifiers), int(aligned)])
@@ -110,7 +113,7 @@ def cluster_barrier(ins: Instruction, ctx: Context) -> EngineOp:
     modifiers = check_modifiers(
         ins, {"cluster", "arrive", "wait", "release", "relaxed", "acquire", "aligned"}, ctx
     )
-    if "wait" in modifiers:
+    if one_of(("arrive", "wait"), modifiers, ctx) == "wait":
         return EngineOp("barrier.cluster.wait")
     return EngineOp("barrier.cluster.arrive", attrs=[int("relaxed" in modifiers)])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from flash4_torch.emulator.lower.base import Context, EngineOp, check_modifiers, family
+from flash4_torch.emulator.lower.base import Context, EngineOp, check_modifiers, family, one_of
 from flash4_torch.emulator.ptx import Address, Instruction, Negated, Operand, Register, Vector
 
 # Each in the order of the C++ enumeration that its comment names.
@@ -54,7 +54,7 @@ def _place(operand: Operand, width: int, ctx: Context) -> tuple[int, int]:
 def wgmma_synchronisation(ins: Instruction, ctx: Context) -> EngineOp:
     check_modifiers(ins, {"fence", "commit_group", "wait_group", "sync", "aligned"}, ctx)
     name = ".".join(ins.opcode.split(".")[:2])
-    return EngineOp(name, attrs=[ctx.integer(operand) for operand in ins.operands])
+    return EngineOp(name, attrs=[ctx.integer(operand, 0) for operand in ins.operands])
 
 
 @family("wgmma.mma_async")
@@ -66,6 +66,8 @@ def wgmma(ins: Instruction, ctx: Context) -> EngineOp:
     if not match:
         raise ctx.unsupported("this form of wgmma.mma_async")
     n, k, accumulator, a, b, saturate = match.groups()
+    if int(n) not in range(8, 257, 8):
+        raise ctx.malformed("N must be a multiple of 8 from 8 to 256")
     if a not in ELEMENTS or b not in ELEMENTS or accumulator not in ACCUMULATORS or int(k) != _WGMMA_K[a]:
         raise ctx.unsupported("these types of wgmma.mma_async")
     d, a_operand, descriptor, scale_d, *rest = ins.operands
@@ -73,6 +75,8 @@ def wgmma(ins: Instruction, ctx: Context) -> EngineOp:
     if len(accumulators) != int(n) // (4 if accumulator == "f16" else 2):
         raise ctx.unsupported(f"{len(accumulators)} accumulators")
     in_registers = isinstance(a_operand, Vector)
+    if in_registers and len(_elements(a_operand, ctx)) != 4:
+        raise ctx.malformed("A in registers must be four of them")
     fragment = [ctx.reg(r, 4) for r in _elements(a_operand, ctx)] if in_registers else [ctx.reg(a_operand, 8)]
     negate_a, negate_b, a_mn, b_mn = _signs_and_majors(rest, in_registers, a, ctx)
     return EngineOp(
@@ -160,8 +164,7 @@ def move(ins: Instruction, ctx: Context) -> EngineOp:
     repeats = {f"x{1 << i}" for i in range(8)}
     halves = "pack::16b" if loads else "unpack::16b"
     modifiers = check_modifiers(ins, {"ld", "st", "sync", "aligned", "b32", halves, *SHAPES, *repeats}, ctx)
-    (shape,) = modifiers & set(SHAPES)
-    (repeat,) = modifiers & repeats
+    shape, repeat = one_of(SHAPES, modifiers, ctx), one_of(sorted(repeats), modifiers, ctx)
     if loads:
         data, place, *split = ins.operands
     else:
@@ -184,8 +187,7 @@ def load_reduced(ins: Instruction, ctx: Context) -> EngineOp:
     repeats = {f"x{1 << i}" for i in range(1, 8)}
     known = {"ld", "red", "sync", "aligned", "f32", "min", "max", "abs", "NaN", *shapes, *repeats}
     modifiers = check_modifiers(ins, known, ctx)
-    (shape,) = modifiers & shapes
-    (repeat,) = modifiers & repeats
+    shape, repeat = one_of(sorted(shapes), modifiers, ctx), one_of(sorted(repeats), modifiers, ctx)
     data, result, place, *split = ins.operands
     registers = _elements(data, ctx)
     if "f32" not in modifiers or len(registers) != int(repeat[1:]) or len(split) != (shape == "16x32bx2"):
@@ -209,7 +211,7 @@ def mma(ins: Instruction, ctx: Context) -> EngineOp:
     kinds = {f"kind::{kind}": i for i, kind in enumerate(KINDS)}
     collector = {f"collector::a::{use}" for use in ("fill", "use", "lastuse", "discard")}
     modifiers = check_modifiers(ins, {"mma", *kinds, *_GROUPS, *collector}, ctx)
-    (kind,) = modifiers & set(kinds)
+    kind = one_of(kinds, modifiers, ctx)
     group = _group(modifiers, ctx)
     d, a, b, descriptor, *rest = ins.operands
     masks = _elements(rest.pop(0), ctx) if rest and isinstance(rest[0], Vector) else ()
@@ -229,7 +231,7 @@ def mma(ins: Instruction, ctx: Context) -> EngineOp:
             _predicate(enable, ctx),
             *(ctx.reg(mask, 4) for mask in masks),
         ],
-        [d_offset, a_offset, kinds[kind], group, int(in_tmem), ctx.integer(scale[0]) if scale else 0],
+        [d_offset, a_offset, kinds[kind], group, int(in_tmem), ctx.integer(scale[0], 0, 15) if scale else 0],
     )
 
 

@@ -166,9 +166,17 @@ def _block(k: Kernel, t: Thread, work: Work, n: Int32, mixed: Boolean, at: Curso
         cute.arch.mbarrier_wait(signals.mma_dq, at.turn ^ 1)
     tmem.fence_after()
     _differentiate(k, t, work, n, made, own + plan.dp_at, at.q)
-    cute.arch.fence_view_async_shared()
+    _fence_ds(plan.ctas)
     _arrive(k, signals.compute_ds)
     return at._replace(q=ring.after(at.q, plan.config.q_stages), turn=at.turn ^ 1)
+
+
+def _fence_ds(ctas: int) -> None:
+    """Makes dS in shared memory visible to the products. In a pair half of it is in the other CTA's."""
+    if ctas > 1:
+        cute.arch.fence_proxy("async.shared", space="cluster")
+    else:
+        cute.arch.fence_view_async_shared()
 
 
 @cute.jit
