@@ -209,10 +209,9 @@ def _stats(features: Features, call: Call, m: int) -> tuple[Tensor, list[int]]:
         stats[0] = math.inf
         stats[:2, ..., :Sq] = rows
         if features.float_mask:
-            pairs = stats[2:].view(*stats.shape[1:], 2)
-            pairs[..., 0] = math.inf
-            pairs[..., :Sq, 0] = lse.float().double().masked_fill(lse == -math.inf, math.inf)
-            pairs[..., :Sq, 1] = (lse - lse.float().double()).nan_to_num(0.0) * math.log2(math.e)
+            stats[2] = math.inf
+            stats[2, ..., :Sq] = lse.float().double().masked_fill(lse == -math.inf, math.inf)
+            stats[3, ..., :Sq] = (lse - lse.float().double()).nan_to_num(0.0) * math.log2(math.e)
         return stats.float(), []
     lengths = call.lengths[0]
     starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]

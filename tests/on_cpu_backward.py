@@ -89,10 +89,9 @@ def _preprocess(
     stats[0], stats[1] = sign * math.inf, 0.0
     stats[0][..., at] = sign * torch.where(sees, lse * LOG2E, math.inf)
     if low is not None:
-        pairs = stats[2:].view(*stats.shape[1:], 2)
-        pairs[..., 0], pairs[..., 1] = sign * math.inf, 0.0
-        pairs[..., at, 0] = sign * torch.where(sees, lse, math.inf)
-        pairs[..., at, 1] = sign * torch.where(sees, low * LOG2E, 0.0)
+        stats[2], stats[3] = sign * math.inf, 0.0
+        stats[2][..., at] = sign * torch.where(sees, lse, math.inf)
+        stats[3][..., at] = sign * torch.where(sees, low * LOG2E, 0.0)
     stats[1][..., at] = sign * torch.where(sees, delta, 0.0)
     if turns is not None:
         assert turns.shape == blocks and turns.dtype == torch.int32 and turns.is_contiguous()
@@ -155,7 +154,7 @@ def _backward(launches: list[Launch], features: Features, config: BackwardConfig
     base2, delta = signed[:2, ..., at]
     natural, lse_low = base2 / LOG2E, None
     if features.float_mask:
-        natural, low = signed[2:].view(*stats.shape[1:], 2)[..., at, :].unbind(-1)
+        natural, low = signed[2:, ..., at]
         lse_low = low / LOG2E
     band = Band(left if features.left else None, right if features.right else None)
     mask = _mask(features, config, mask_args, q, k) if mask_args else None

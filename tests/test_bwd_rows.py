@@ -88,10 +88,9 @@ def test_preprocess(D: int, Dv: int, queries: int, varlen: bool, data: st.DataOb
     wanted[0] = math.inf
     wanted[0][..., at] = torch.where(sees, lse * math.log2(math.e), math.inf)
     if low is not None:
-        pairs = wanted[2:].view(*wanted.shape[1:], 2)
-        pairs[..., 0] = math.inf
-        pairs[..., at, 0] = torch.where(sees, lse, math.inf)
-        pairs[..., at, 1] = torch.where(sees, low * math.log2(math.e), 0.0)
+        wanted[2] = math.inf
+        wanted[2][..., at] = torch.where(sees, lse, math.inf)
+        wanted[3][..., at] = torch.where(sees, low * math.log2(math.e), 0.0)
     wanted[1][..., at] = torch.where(sees, delta, 0.0).float()
     torch.testing.assert_close(-stats if negated else stats, wanted, rtol=1e-5, atol=1e-4)
     assert not dq_acc.any() and (turns is None or not turns.any())

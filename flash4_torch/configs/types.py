@@ -230,7 +230,7 @@ class Sm90Backward(NamedTuple):
         return self.warpgroups * self.cluster * self.dq_passes
 
     def shared_memory(self, features: Features) -> int:
-        """Bytes: Q, dO, K, V and dS in their stages, dQ, two numbers of each row, and barriers.
+        """Bytes: Q, dO, K, V and dS in their stages, dQ, two or three numbers of each row, and barriers.
 
         In pairs the other CTA's half of K and its dS, too; softcap's slopes for dmask; and with dropout a bit
         for each weight, of as many blocks as there are stages of Q.
@@ -243,7 +243,8 @@ class Sm90Backward(NamedTuple):
         kv = self.kv_stages * self.keys * (D + Dv + others)
         slopes = self.split and features.softcap and features.dmask
         ds = self.ds_stages * self.keys * self.queries * (self.cluster + slopes)
-        statistics = 4 * self.queries * (self.q_stages + self.do_stages)
+        of_scores = 2 if features.float_mask else 1
+        statistics = 4 * self.queries * (of_scores * self.q_stages + self.do_stages)
         bits = self.q_stages * self.keys * tile_bits(self.queries) if features.dropout else 0
         return 2 * (rows + kv + ds) + 4 * dq + statistics + bits // 8 + _BARRIERS
 

@@ -90,17 +90,14 @@ def copy_statistics(
 
 
 @cute.jit
-def exact_lse(k: Any, tile: Tile, head: Int32, n: Int32) -> cute.Tensor:
-    """(2 * queries,) in global memory: lse in natural units and lse_low of each row of block n.
-
-    Only blocks with a floating mask read it, which comes from there, too; shared memory has no room for more.
-    """
-    planes = Int64(2)
-    for size in k.stats.shape[1:]:
-        planes = planes * size
-    row = Int64(tiles.row_of_workspace(k, tile, head)) * k.stats.shape[-1]
-    start = k.stats.iterator + (planes + 2 * (row + n * k.plan.queries))
-    return cute.make_tensor(start, cute.make_layout(2 * k.plan.queries))
+def exact_lse(k: Any, tile: Tile, head: Int32, n: Int32) -> tuple[cute.Tensor, cute.Tensor]:
+    """lse in natural units and lse_low, (queries,) each, of block n: in global memory."""
+    shape, each = k.stats.shape, Int64(1)
+    for size in shape[1:]:
+        each = each * size
+    row = Int64(tiles.row_of_workspace(k, tile, head)) * shape[-1] + n * k.plan.queries
+    layout = cute.make_layout(k.plan.queries)
+    return tuple(cute.make_tensor(k.stats.iterator + (i * each + row), layout) for i in (2, 3))
 
 
 @cute.jit

@@ -19,29 +19,26 @@ _SERIES = (-17.0 / 315.0, 2.0 / 15.0, -1.0 / 3.0)
 _SERIES_END = 0.25
 
 
-def unit(features: Features, masked: bool) -> float:
-    """One natural unit in the units of scaled scores: base 2, but natural where a floating mask is added.
+def unit(features: Features) -> float:
+    """What one natural unit is, in the units of scaled scores: base 2, but natural beside a floating mask.
 
-    log2(e) times the lowest finite numbers of a mask would be infinite. masked: whether the block's scores
-    meet the mask; where it is 0 everywhere they need not.
+    A floating mask is added in natural units: log2(e) times its lowest finite values would be infinite.
     """
-    return 1.0 if features.float_mask and masked else LOG2E
+    return 1.0 if features.float_mask else LOG2E
 
 
-def softmax_scale(rule: Rule, features: Features, masked: bool = True) -> Float32:
+def softmax_scale(rule: Rule, features: Features) -> Float32:
     """What the softmax still has to multiply scores by to have them in base 2."""
-    return Float32(LOG2E / unit(features, masked)) if features.scaled else rule.scale * LOG2E
+    return Float32(LOG2E / unit(features)) if features.scaled else rule.scale * LOG2E
 
 
 @cute.jit
-def change(
-    scores: cute.Tensor, rule: Rule, features: cutlass.Constexpr, masked: cutlass.Constexpr = True
-) -> None:
+def change(scores: cute.Tensor, rule: Rule, features: cutlass.Constexpr) -> None:
     """Scale, and cap, products in place; where `scaled` is not set that is left to the softmax."""
-    factor = rule.scale * unit(features, masked)
+    factor = rule.scale * unit(features)
     if cutlass.const_expr(features.softcap):
         # tanh(y) = 1 - 2 / (exp(2 y) + 1): right at both ends, where exp gives 0 and inf.
-        inner, cap = rule.scale * (2.0 * LOG2E) / rule.softcap, rule.softcap * unit(features, masked)
+        inner, cap = rule.scale * (2.0 * LOG2E) / rule.softcap, rule.softcap * unit(features)
         shrink = rule.scale / rule.softcap
         for i in cutlass.range_constexpr(cute.size(scores)):
             product = scores[i]

@@ -12,7 +12,6 @@ is poisoned, whichever columns take the polynomial.
 from __future__ import annotations
 
 import math
-from enum import Enum
 from typing import NamedTuple
 
 import cutlass
@@ -29,18 +28,6 @@ GROWTH = 8.0
 """log2 of how far a row may outgrow its reference before it is rescaled."""
 
 
-class Units(Enum):
-    """In which units scores and maxima are."""
-
-    OWN = "own"
-    """Both in the same; times `scale` they are in base 2."""
-    NATURAL = "natural"
-    """Both in natural units; the maximum is subtracted before they are scaled. For scores so large that
-    scaling them rounds away what makes them differ, as beside a floating mask."""
-    BASE2 = "base 2"
-    """Scores in base 2, maxima in natural units: of a block that such a mask leaves as it is."""
-
-
 class Method(NamedTuple):
     """What is static about a softmax."""
 
@@ -52,7 +39,9 @@ class Method(NamedTuple):
     exponent: Exponent = Exponent()
     packed: bool = False
     """Maxima of three numbers, and weights by `weigh_pairs`, two to an instruction: from sm_100a on."""
-    units: Units = Units.OWN
+    subtracts_first: bool = False
+    """The maximum is subtracted before scores are scaled: for scores so large that scaling them rounds away
+    what makes them differ, as beside a floating mask."""
 
 
 class Rows(NamedTuple):
@@ -78,7 +67,7 @@ class Step(NamedTuple):
     factors: cute.Tensor
     """For what has been accumulated before it."""
     offsets: cute.Tensor
-    """What is subtracted from its scores: in base 2, or in natural units as they are."""
+    """What is subtracted from its scores: in base 2, or with `subtracts_first` in their own units."""
 
 
 class Growth(NamedTuple):
@@ -87,7 +76,7 @@ class Growth(NamedTuple):
     shifts: cute.Tensor
     """The reference before it less the one from it on, in base 2."""
     offsets: cute.Tensor
-    """What is subtracted from its scores: in base 2, or in natural units as they are."""
+    """What is subtracted from its scores: in base 2, or with `subtracts_first` in their own units."""
 
 
 @cute.jit
@@ -114,8 +103,7 @@ def grow(scores: cute.Tensor, rows: Rows, scale: Float32, method: cutlass.Conste
     shifts, offsets = cute.make_rmem_tensor(R, Float32), cute.make_rmem_tensor(R, Float32)
     for r in cutlass.range_constexpr(R):
         before = rows.top[r]
-        top = _across(_maximum(scores, r, method), method.lanes)
-        top = _larger(before, top * LN2 if method.units is Units.BASE2 else top)
+        top = _larger(before, _across(_maximum(scores, r, method), method.lanes))
         if cutlass.const_expr(method.conditional):
             # A first maximum of -inf is always replaced: inf and NaN do not compare.
             top = before if (top - before) * scale <= GROWTH else top
@@ -174,7 +162,7 @@ class Ends(NamedTuple):
     lse: cute.Tensor
     """Natural logarithms of the sums of exponentials; -inf for rows that see nothing."""
     lse_low: cute.Tensor | None
-    """With natural units: what rounding has taken from lse."""
+    """With `subtracts_first`: what rounding has taken from lse."""
 
 
 @cute.jit
@@ -189,11 +177,11 @@ def finish(rows: Rows, scale: Float32, keep_scale: Float32, method: cutlass.Cons
         # Weights relative to a maximum of +inf may all be 0.
         if (total != 0.0) | (top == Float32.inf):
             inverse[r] = keep_scale * cute.arch.rcp_approx(total)
-            if cutlass.const_expr(method.units is not Units.OWN):
+            if cutlass.const_expr(method.subtracts_first):
                 lse[r], low[r] = _sum_and_error(top, cute.math.log2(total, fastmath=True) * LN2)
             else:
                 lse[r] = (top * scale + cute.math.log2(total, fastmath=True)) * LN2
-    return Ends(inverse, lse, None if method.units is Units.OWN else low)
+    return Ends(inverse, lse, low if method.subtracts_first else None)
 
 
 def _sum_and_error(x: Float32, y: Float32) -> tuple[Float32, Float32]:
@@ -237,13 +225,8 @@ def _reference(top: Float32, method: cutlass.Constexpr) -> Float32:
     return top
 
 
-def _factor(scale: Float32, method: Method) -> Float32:
-    """What scores are to be multiplied by, where that comes first."""
-    return Float32(1.0) if method.units is Units.BASE2 else scale
-
-
 def _offset(reference: Float32, scale: Float32, method: Method) -> Float32:
-    return reference if method.units is Units.NATURAL else reference * scale
+    return reference if method.subtracts_first else reference * scale
 
 
 def _larger(x: Float32, y: Float32) -> Float32:
@@ -268,10 +251,10 @@ def _weigh_row(
     """Some columns of row r become weights; returns their sum."""
     chains = [Float32(0.0)] * CHAINS
     for c in cutlass.range_constexpr(first, last):
-        if cutlass.const_expr(method.units is Units.NATURAL):
+        if cutlass.const_expr(method.subtracts_first):
             weight = method.exponent.of((scores[r, c] - offset) * scale, c)
         else:
-            weight = method.exponent.of(scores[r, c] * _factor(scale, method) - offset, c)
+            weight = method.exponent.of(scores[r, c] * scale - offset, c)
         scores[r, c] = weight
         chains[c % CHAINS] = weight if c < first + CHAINS else chains[c % CHAINS] + weight
     return (chains[0] + chains[1]) + (chains[2] + chains[3])
@@ -300,11 +283,10 @@ def weigh_pairs(
     chains, offset = list(sums), -growth.offsets[0]
     for c in cutlass.range_constexpr(first, last, 2):
         x = scores[0, c], scores[0, c + 1]
-        if cutlass.const_expr(method.units is Units.NATURAL):
+        if cutlass.const_expr(method.subtracts_first):
             x = cute.arch.mul_packed_f32x2(cute.arch.add_packed_f32x2(x, (offset, offset)), (scale, scale))
         else:
-            factor = _factor(scale, method)
-            x = cute.arch.fma_packed_f32x2(x, (factor, factor), (offset, offset))
+            x = cute.arch.fma_packed_f32x2(x, (scale, scale), (offset, offset))
         weights = method.exponent.of_pair(x, c)
         scores[0, c], scores[0, c + 1] = weights
         i = c // 2 % len(chains)

@@ -71,8 +71,8 @@ def preprocess(
 ) -> None:
     """Launch stats[0] = lse in base 2, stats[1] = rowsum(out * dout) - dlse, dq_acc = 0, turns = 0.
 
-    With a floating mask there are pairs in place of stats[2] and stats[3]: lse, and lse_low in base 2.
-    Whatever size the mask has, a weight is 2^(log2(e) (score - lse) - lse_low).
+    With a floating mask also stats[2] = lse, and stats[3] = lse_low in base 2: whatever size the mask has, a
+    weight is 2^(log2(e) (score - lse) - lse_low).
 
     out, dout (B, Sq, Hq, Dv) or packed (T, Hq, Dv); last stride 1, the others multiples of 8 elements, bases
     on 16 bytes. lse, lse_low, dlse (B, Hq, Sq) or (Hq, T) float32, contiguous. With n blocks of m rows a
@@ -104,7 +104,7 @@ def preprocess_kernel(
     thread, _, _ = cute.arch.thread_idx()
     warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
     shape = shape_of(plan)
-    base2, delta, pairs = _own_stats(stats, own, plan)
+    base2, delta, *exact = _own_stats(stats, own, plan)
     sign = -1.0 if plan.negated else 1.0
 
     for part in cutlass.range_constexpr(shape.parts):
@@ -122,8 +122,8 @@ def preprocess_kernel(
                 base2[rows[r]] = cutlass.select_(sees, lses[r] * (sign * LOG2E), nothing)
                 if cutlass.const_expr(plan.float_mask):
                     low = lse_low[_per_row(own, rows[r], plan)]
-                    pairs[2 * rows[r]] = cutlass.select_(sees, sign * lses[r], nothing)
-                    pairs[2 * rows[r] + 1] = cutlass.select_(sees, low * (sign * LOG2E), Float32(0.0))
+                    exact[0][rows[r]] = cutlass.select_(sees, sign * lses[r], nothing)
+                    exact[1][rows[r]] = cutlass.select_(sees, low * (sign * LOG2E), Float32(0.0))
                 delta[rows[r]] = cutlass.select_(sees, _signed(total, dlses[r], plan), Float32(0.0))
     if cutlass.const_expr(plan.turns):
         flags = turns.iterator
@@ -135,15 +135,14 @@ def _signed(total: Float32, dlse: Float32, plan: PreprocessPlan) -> Float32:
     return dlse - total if plan.negated else total - dlse
 
 
-def _own_stats(
-    stats: cute.Tensor, own: QueryBlock, plan: PreprocessPlan
-) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
-    """(m,) each of lse in base 2 and delta, and (2 * m,) of pairs."""
-    each, m = Int64(1), plan.blocks.queries
+def _own_stats(stats: cute.Tensor, own: QueryBlock, plan: PreprocessPlan) -> tuple[cute.Tensor, ...]:
+    """(m,) each of lse in base 2 and delta, and of lse and lse_low."""
+    each = Int64(1)
     for n in stats.shape[1:]:
         each = each * n
-    places = ((own.number * m, m), (each + own.number * m, m), (2 * (each + own.number * m), 2 * m))
-    return tuple(cute.make_tensor(stats.iterator + at, cute.make_layout(size)) for at, size in places)
+    layout = cute.make_layout(plan.blocks.queries)
+    start = own.number * plan.blocks.queries
+    return tuple(cute.make_tensor(stats.iterator + (i * each + start), layout) for i in range(plan.stats))
 
 
 def _per_row(own: QueryBlock, r: Int32, plan: PreprocessPlan) -> tuple:

@@ -240,7 +240,7 @@ def _weigh_part(
         else:
             if cutlass.const_expr(features.float_mask):
                 _subtract_lse(S, lse, Float32(scores.LOG2E), start)
-    scale = scores.softmax_scale(k.rule, features, False)
+    scale = scores.softmax_scale(k.rule, features)
     for i in cutlass.range_constexpr(0, count, FOUR):
         offsets, four = _load_four(lse, start + i), _part(S, i, FOUR)
         slope = None
@@ -355,19 +355,23 @@ def _subtract_lse(S: cute.Tensor, lse: cute.Tensor, scale: Float32, start: cutla
 
 
 @cute.jit
-def _subtract_exact_lse(S: cute.Tensor, exact: cute.Tensor, query: Int32) -> None:
-    """Scores in natural units, of queries from `query` of a block on, become exponents."""
+def _subtract_exact_lse(S: cute.Tensor, exact: tuple, query: Int32) -> None:
+    """Scores in natural units, of queries from `query` of a block on, become exponents.
+
+    lse and lse_low come from global memory, as the mask does: shared memory has no room for more numbers.
+    """
     scale = Float32(scores.LOG2E)
-    for i in cutlass.range_constexpr(0, cute.size(S), 2):
-        lse, low, other_lse, other_low = _of_two(exact, query + i)
-        x = cute.arch.add_packed_f32x2((S[i], S[i + 1]), (lse, other_lse))
-        S[i], S[i + 1] = cute.arch.fma_packed_f32x2(x, (scale, scale), (low, other_low))
+    for i in cutlass.range_constexpr(0, cute.size(S), FOUR):
+        lse, low = (_loaded(numbers, query + i) for numbers in exact)
+        for j in cutlass.range_constexpr(0, FOUR, 2):
+            x = cute.arch.add_packed_f32x2((S[i + j], S[i + j + 1]), (lse[j], lse[j + 1]))
+            S[i + j], S[i + j + 1] = cute.arch.fma_packed_f32x2(x, (scale, scale), (low[j], low[j + 1]))
 
 
-def _of_two(exact: cute.Tensor, query: Int32) -> list[Float32]:
+def _loaded(numbers: cute.Tensor, first: Int32) -> cute.Tensor:
     loaded = cute.make_rmem_tensor(FOUR, Float32)
-    cute.autovec_copy(attn_mask.vector_at(exact.iterator + 2 * query, FOUR), loaded)
-    return [loaded[i] for i in range(FOUR)]
+    cute.autovec_copy(attn_mask.vector_at(numbers.iterator + first, FOUR), loaded)
+    return loaded
 
 
 @cute.jit
@@ -379,7 +383,7 @@ def _keep_slopes(k: Kernel, S: cute.Tensor, slopes: cute.Tensor) -> None:
 @cute.jit
 def _slope(k: Kernel, S: cute.Tensor) -> cute.Tensor:
     """Derivatives of capped scores; 0 where they are hidden."""
-    inverse = 1.0 / (k.rule.softcap * scores.unit(k.plan.features, True))
+    inverse = 1.0 / (k.rule.softcap * scores.unit(k.plan.features))
     slope = cute.make_rmem_tensor(cute.size(S), Float32)
     for i in cutlass.range_constexpr(cute.size(S)):
         tanh = S[i] * inverse

@@ -39,7 +39,7 @@ from ...common.band import BandShape
 from ...common.exponent import Exponent
 from ...common.host import NUMERIC
 from ...common.mask_tables import MaskPlan
-from ...common.softmax import Method, Units
+from ...common.softmax import Method
 from ...common.warps import WARP, WARPS, registers_suffice
 from ..tmem import COLUMNS
 from ..umma import Matrix, Product
@@ -224,13 +224,8 @@ class Plan(NamedTuple):
             conditional=True,
             exponent=exponent,
             packed=True,
-            units=Units.NATURAL if self.features.float_mask else Units.OWN,
+            subtracts_first=self.features.float_mask,
         )
-
-    @property
-    def unmasked_softmax(self) -> Method:
-        """For blocks in which attn_mask changes nothing: the softmax of plain calls."""
-        return self.softmax._replace(units=Units.BASE2) if self.features.float_mask else self.softmax
 
     @property
     def hides_rows(self) -> bool:

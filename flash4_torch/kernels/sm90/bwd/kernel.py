@@ -104,7 +104,9 @@ class Kernel:
     """(keys, D / 2, kv_stages) of the other CTA's keys: the columns that this one makes dQ of."""
     sOtherKt: cute.Tensor | None
     sLse: cute.Tensor
-    """(queries, q_stages), in base 2; infinite where a row attends to nothing."""
+    """(queries, q_stages), in base 2, beside a floating mask natural; infinite where a row sees nothing."""
+    sLseLow: cute.Tensor | None
+    """(queries, q_stages), in base 2: what rounding has taken from lse, beside a floating mask."""
     sDelta: cute.Tensor
     """(queries, do_stages)"""
     load_q: Ring
@@ -189,6 +191,9 @@ def backward_kernel(
         kept = _ring(memory, config.q_stages)
         lanes = (WARP, dropout.words(plan.queries), plan.strips, config.q_stages)
         sKept = memory.allocate_tensor(Uint32, cute.make_layout(lanes), 16)
+    rows_of_q, sLseLow = cute.make_layout((plan.queries, config.q_stages)), None
+    if cutlass.const_expr(plan.features.float_mask):
+        sLseLow = memory.allocate_tensor(Float32, rows_of_q, 16)
     k = Kernel(
         plan=plan,
         rule=rule,
@@ -205,7 +210,8 @@ def backward_kernel(
         sSlopes=sSlopes,
         sOtherK=sOtherK,
         sOtherKt=sOtherKt,
-        sLse=memory.allocate_tensor(Float32, cute.make_layout((plan.queries, config.q_stages)), 16),
+        sLse=memory.allocate_tensor(Float32, rows_of_q, 16),
+        sLseLow=sLseLow,
         sDelta=memory.allocate_tensor(Float32, cute.make_layout((plan.queries, config.do_stages)), 16),
         load_q=_ring(memory, config.q_stages, peer),
         load_do=_ring(memory, config.do_stages, peer),

@@ -48,8 +48,8 @@ def backward(
     q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), dout (B, Sq, Hq, Dv), or packed (T, H, D); last
     stride 1, the others multiples of 8 elements, bases on 16 bytes. dk and dv like k and v, contiguous.
     stats (2 or 4, B, Hq, Sp) or (2, Hq, Tp) float32: lse in base 2, infinite where there is no row or where
-    one attends to nothing, and rowsum(out * dout) - dlse; with a floating mask then pairs of each
-    row: lse, and lse_low in base 2. dq_acc (B, Hq, blocks, floats) or (Hq, blocks, floats)
+    one attends to nothing, and rowsum(out * dout) - dlse; with a floating mask also lse in natural
+    units, and lse_low in base 2. dq_acc (B, Hq, blocks, floats) or (Hq, blocks, floats)
     float32, in the order of `dq_blocks`. tickets int32 (1,), zero before and after. turns int32 (B, Hq,
     blocks) or (Hq, blocks), zero before. mask: attn_mask.transpose(2, 3), its last dimension full, and the
     tables of that. dmask float32, the mask's gradient as it broadcasts, transposed, is added to. No size

@@ -118,8 +118,9 @@ def _load_block(
     k: Kernel, q_at: Cursor, do_at: Cursor, end_at: Cursor, tile: Tile, head: Int32, n: Int32
 ) -> tuple[Cursor, Cursor, Cursor]:
     """Q and dO."""
-    q = k.maps.load_q, k.maps.mQ, k.sQ, k.plan.q_share, k.sLse, 0
-    do = k.maps.load_do, k.maps.mdO, k.sdO, k.plan.do_share, k.sDelta, 1
+    of_scores = ((k.sLse, 2), (k.sLseLow, 3)) if k.plan.features.float_mask else ((k.sLse, 0),)
+    q = k.maps.load_q, k.maps.mQ, k.sQ, k.plan.q_share, of_scores
+    do = k.maps.load_do, k.maps.mdO, k.sdO, k.plan.do_share, ((k.sDelta, 1),)
     end_at = _load_rows(k, k.load_q, q_at, end_at, q, tile, head, n)
     end_at = _load_rows(k, k.load_do, do_at, end_at, do, tile, head, n)
     return ring.after(q_at, k.load_q.stages), ring.after(do_at, k.load_do.stages), end_at
@@ -169,14 +170,17 @@ def _load_keys(
 def _load_rows(
     k: Kernel, edge: Ring, at: Cursor, end_at: Cursor, what: tuple, tile: Tile, head: Int32, n: Int32
 ) -> Cursor:
-    """Block n of Q or dO, and of lse or delta."""
-    atom, source, target, share, statistics, which = what
+    """Block n of Q or dO, and of what there is of lse or delta."""
+    atom, source, target, share, statistics = what
     ring.wait_empty(edge, at)
     left = tile.Sq - n * k.plan.queries
     full = barrier_of(k, edge, at, left, k.plan.queries)
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(full, stage_bytes(target) + 4 * k.plan.queries)
-        copy_statistics(k, statistics[None, at.stage], which, tile, head, n, full)
+        cute.arch.mbarrier_arrive_and_expect_tx(
+            full, stage_bytes(target) + 4 * k.plan.queries * len(statistics)
+        )
+        for numbers, which in statistics:
+            copy_statistics(k, numbers[None, at.stage], which, tile, head, n, full)
     rows = cute.domain_offset((tile.first_q, 0), source[None, None, head, batch_of(k, tile.batch)])
     stage = target[None, None, at.stage]
     rows = box(rows, stage, n)

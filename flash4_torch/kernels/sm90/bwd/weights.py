@@ -12,7 +12,6 @@ from ...common import attn_mask, dropout, ring, scores
 from ...common import band as bands
 from ...common.add_dmask import add_dmask
 from ...common.fragment import Fragment, wgmma_fragment
-from ...common.key_loads import exact_lse
 from ...common.ring import Cursor
 from ...common.rounding import round_to, widened
 from ...common.warps import WARP, WARPS
@@ -55,10 +54,10 @@ def weigh(
     """Scores become weights, in place too."""
     plan, features = k.plan, k.plan.features
     P, slopes, kept = wgmma.weights_fragment(plan.dtype, plan.queries), None, None
-    scores.change(t.S, k.rule, features, masked)
+    scores.change(t.S, k.rule, features)
     if cutlass.const_expr(features.softcap):
         slopes = wgmma.weights_fragment(plan.dtype, plan.queries)
-        _slopes(k, t, slopes, masked)
+        _slopes(k, t, slopes)
     if cutlass.const_expr(masked):
         fragment = wgmma_fragment(t.S, work.positions, n * plan.queries, t.lane)
         if cutlass.const_expr(features.mask):
@@ -68,15 +67,15 @@ def weigh(
             bands.hide(work.band, plan.band, fragment)
         if cutlass.const_expr(plan.config.tail):
             _hide_rows(fragment, work.tile.Sk)
-    scale = scores.softmax_scale(k.rule, features, masked)
-    lse, exact = columns_of(k.sLse[None, q_at.stage], t), None
-    if cutlass.const_expr(features.float_mask and masked):
-        exact = exact_lse(k, work.tile, work.head, n)
+    scale = scores.softmax_scale(k.rule, features)
+    lse, low = columns_of(k.sLse[None, q_at.stage], t), None
+    if cutlass.const_expr(features.float_mask):
+        low = columns_of(k.sLseLow[None, q_at.stage], t)
     for j in cutlass.range_constexpr(cute.size(t.S) // 4):
-        of_column = _pair(lse, j) if exact is None else _exact_pair(exact, j, t)
+        of_column, low_of_column = _pair(lse, j), None if low is None else _pair(low, j)
         for i in cutlass.range_constexpr(4):
-            if cutlass.const_expr(exact is not None):
-                x = (t.S[4 * j + i] - of_column[i % 2 * 2]) * scale - of_column[i % 2 * 2 + 1]
+            if cutlass.const_expr(features.float_mask):
+                x = (t.S[4 * j + i] - of_column[i % 2]) * scale - low_of_column[i % 2]
             else:
                 x = t.S[4 * j + i] * scale - of_column[i % 2]
             t.S[4 * j + i] = cute.math.exp2(x, fastmath=True)
@@ -97,9 +96,9 @@ def take_kept(k: Kernel, t: Thread, q_at: Cursor) -> cute.Tensor:
 
 
 @cute.jit
-def _slopes(k: Kernel, t: Thread, slopes: cute.Tensor, masked: cutlass.Constexpr) -> None:
+def _slopes(k: Kernel, t: Thread, slopes: cute.Tensor) -> None:
     """Derivatives of the capped scores."""
-    inverse = 1.0 / (k.rule.softcap * scores.unit(k.plan.features, masked))
+    inverse = 1.0 / (k.rule.softcap * scores.unit(k.plan.features))
     for j in cutlass.range_constexpr(cute.size(t.S) // 4):
         values = cute.make_rmem_tensor(4, Float32)
         for i in cutlass.range_constexpr(4):
@@ -169,14 +168,6 @@ def columns_of(numbers: cute.Tensor, t: Thread) -> cute.Tensor:
     start = (numbers.iterator + 2 * (t.lane % LANES)).toint()
     pairs = cute.make_ptr(Float32, start, cute.AddressSpace.smem, assumed_align=8)
     return cute.make_tensor(pairs, cute.make_layout((2, cute.size(numbers) // 8), stride=(1, 8)))
-
-
-@cute.jit
-def _exact_pair(exact: cute.Tensor, j: cutlass.Constexpr, t: Thread) -> cute.Tensor:
-    """lse and lse_low of the thread's j-th two columns."""
-    loaded = cute.make_rmem_tensor(4, Float32)
-    cute.autovec_copy(attn_mask.vector_at(exact.iterator + 2 * (8 * j + 2 * (t.lane % LANES)), 4), loaded)
-    return loaded
 
 
 @cute.jit

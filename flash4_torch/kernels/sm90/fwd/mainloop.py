@@ -283,18 +283,17 @@ def _block(
     ring.release(k.load_k, k_at)
     _finish_scores(k, t, work, t.S, n, plan.inner_band if masked else None, words)
     values, scale = wgmma.rows_of(t.S), scores.softmax_scale(k.rule, plan.features)
-    method = plan.softmax if masked else plan.unmasked_softmax
-    step = softmax.step(values, t.rows, scale, method)
+    step = softmax.step(values, t.rows, scale, plan.softmax)
     cut, columns = plan.columns_before_wait, cute.size(values, mode=[1])
-    softmax.weigh(values, t.rows, step, scale, method, 0, cut)
+    softmax.weigh(values, t.rows, step, scale, plan.softmax, 0, cut)
     if cutlass.const_expr(plan.config.wait):
         wgmma.wait_after(t.rows.total)
     else:
         wgmma.wait(0)
     ring.release(k.load_v, v_at)
-    softmax.rescale(wgmma.rows_of(t.O), step.factors, method)
+    softmax.rescale(wgmma.rows_of(t.O), step.factors, plan.softmax)
     if cutlass.const_expr(cut < columns):
-        softmax.weigh(values, t.rows, step, scale, method, cut, columns)
+        softmax.weigh(values, t.rows, step, scale, plan.softmax, cut, columns)
     k_at, v_at = ring.after(k_at, plan.config.kv_stages), ring.after(v_at, plan.config.kv_stages)
     _round_weights(k, t, v_at)
     return k_at, v_at
@@ -337,7 +336,7 @@ def _first_weights(k: Kernel, t: Thread, work: Work, S: cute.Tensor, n: Int32) -
 def _finish_scores(k: Kernel, t: Thread, work: Work, S: cute.Tensor, n: Int32, band, words) -> None:
     """Scale the scores of block n, and mask them unless `band` is None."""
     plan = k.plan
-    scores.change(S, k.rule, plan.features, band is not None)
+    scores.change(S, k.rule, plan.features)
     if cutlass.const_expr(band is not None):
         fragment = wgmma_fragment(S, work.positions, n * plan.keys, t.lane)
         if cutlass.const_expr(plan.features.mask):

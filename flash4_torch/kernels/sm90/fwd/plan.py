@@ -24,7 +24,7 @@ from ...common.band import BandShape
 from ...common.exponent import Exponent
 from ...common.host import NUMERIC
 from ...common.mask_tables import MaskPlan
-from ...common.softmax import Method, Units
+from ...common.softmax import Method
 from ...common.warps import GROUP, WARPS, registers_suffice
 from ..warps import LANES, ROWS, WARP_ROWS
 
@@ -194,13 +194,8 @@ class Plan(NamedTuple):
             self.hides_rows,
             self.config.conditional,
             Exponent(self.config.polynomial, 16),
-            units=Units.NATURAL if self.features.float_mask else Units.OWN,
+            subtracts_first=self.features.float_mask,
         )
-
-    @property
-    def unmasked_softmax(self) -> Method:
-        """For blocks in which attn_mask changes nothing: the softmax of plain calls."""
-        return self.softmax._replace(units=Units.BASE2) if self.features.float_mask else self.softmax
 
     @property
     def hides_rows(self) -> bool:
