@@ -267,7 +267,7 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if "cutlass" in name else name)
     (reason,) = why_not(problem())
     assert reason.startswith("nvidia-cutlass-dsl must be installed")
-    monkeypatch.setenv("FLASH4_AOT_DIR", "kernels")
+    monkeypatch.setenv("FLASH4_AOT_DIR", "/kernels")
     assert why_not(problem()) == []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     backend._missing.cache_clear()

@@ -58,7 +58,7 @@ def require_writable(folder: Path) -> None:
     try:
         store.make_folder(folder, _SHARED)
         why = store.why_distrusted(folder)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ExportError(str(folder), f"the folder cannot be written to ({error})") from error
     if why:
         raise ExportError(str(folder), f"nothing is added to it, since {why}")
