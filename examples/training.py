@@ -223,7 +223,7 @@ class InFreshProcess:
 
 
 _training: Training
-"""That of a fresh process."""
+"""The state of a fresh process."""
 
 
 def _begin(setup: Setup, run: Run) -> None:

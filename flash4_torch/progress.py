@@ -95,7 +95,7 @@ def in_words(kernel: Key) -> str:
 
 
 def _features(features: Features) -> str:
-    """In the words of `warmup`'s argument, where it has some."""
+    """The features in the words of `warmup`'s argument, where it has some."""
     f = features
     head_dim = f"D {f.D}" if f.D == f.Dv else f"D {f.D}, Dv {f.Dv}"
     band = {(False, True): "causal", (True, True): "window", (True, False): "window to the left"}

@@ -311,7 +311,7 @@ def a_lock_that_others_may_hold(p: Place) -> None:
 
 
 def hold_for_ever(path: Path) -> None:
-    """In another process, which ends with this one."""
+    """Locks in another process, which ends with this one."""
     read, write = os.pipe()
     if os.fork() == 0:
         file = path.open("r+")
@@ -945,7 +945,7 @@ def installed(path: Path | None) -> None:
 
 
 def runtime(name: str, expected: str, spoil: Callable[[Place, Path], object]) -> None:
-    """Where the folder has a runtime library of its own, and none is installed."""
+    """A fault of a folder that has its own runtime library, where none is installed."""
 
     def change_it(p: Place) -> None:
         (p.root / "runtime.so").write_bytes(p.libraries.other)

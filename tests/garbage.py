@@ -63,7 +63,7 @@ NO_TENSORS: dict[str, Any] = {
     "type": int,
     "object": object(),
 }
-"""By the name of their type. None is another matter: it may mean something."""
+"""Objects by the name of their type. None is another matter: it may mean something."""
 
 NO_NUMBERS: list[Any] = [
     "1", b"1", True, False, 1j, [1.0], (1.0,), {}, np.float32(1), np.array(1.0), Decimal(1), Fraction(1, 2),

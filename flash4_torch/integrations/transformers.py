@@ -68,7 +68,7 @@ _names: set[str] = set()
 """The names that are registered."""
 
 _judged: dict[type, bool] = {}
-"""By class of configurations whose models may have our masks: whether None may be among them."""
+"""Whether None may be among the masks of a configuration class's models, if they may have ours."""
 
 
 def register(name: str = NAME) -> str:

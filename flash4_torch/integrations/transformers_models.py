@@ -1,4 +1,4 @@
-"""Which Hugging Face models call a registered attention function, read from their classes.
+"""Tells from a Hugging Face model's classes whether it calls a registered attention function.
 
 transformers takes a registered name for every architecture, also for those that compute attention
 themselves. Such a model would add our bool masks to its scores, or leave out the causal mask that our None
@@ -32,7 +32,7 @@ _CLAIMS = ("_supports_sdpa", "_supports_attention_backend")
 
 _UNSERVED = {"s_aux": "attention sinks", "indices": "sparse attention", "block_indices": "sparse attention"}
 _HANDED_OVER = {"s_aux": "sink", "indices": "index", "block_indices": "index"}
-"""By a keyword that our attention does not serve: how its owner's parameter or submodule is called."""
+"""How the parameter or submodule behind each keyword is called that our attention does not serve."""
 
 
 class Service(NamedTuple):

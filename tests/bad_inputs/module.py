@@ -30,7 +30,7 @@ NO_TENSORS: dict[str, Any] = {
     "type": int,
     "object": object(),
 }
-"""By the name of their type, which the message gives."""
+"""Objects by the name of their type, which the message gives."""
 NO_FLAGS: list[Any] = [
     "no",
     "",
