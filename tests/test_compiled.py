@@ -6,6 +6,7 @@ import importlib.util
 import math
 import re
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -261,9 +262,17 @@ def test_reasons(changes: dict[str, Any], words: str) -> None:
     assert re.search(words, reason)
 
 
+@pytest.fixture
+def asked_anew() -> Iterator[None]:
+    """Which packages are missing is remembered."""
+    backend._missing.cache_clear()
+    yield
+    backend._missing.cache_clear()
+
+
+@pytest.mark.usefixtures("asked_anew")
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler is only needed where kernels have not been exported."""
-    backend._missing.cache_clear()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if "cutlass" in name else name)
     (reason,) = why_not(problem())
     assert reason.startswith("nvidia-cutlass-dsl must be installed")
@@ -273,7 +282,6 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     backend._missing.cache_clear()
     (reason,) = why_not(problem())
     assert reason.startswith("apache-tvm-ffi must be installed")
-    backend._missing.cache_clear()
 
 
 LENGTHS = st.one_of(st.integers(1, 4000), st.sampled_from([1 << 17, 1 << 20]))
