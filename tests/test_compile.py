@@ -257,3 +257,12 @@ def test_dropout_is_the_one_that_testing_replays() -> None:
     actual = compiled(dropped, backend="aot_eager")(q, k, v)
     expected, _ = testing.reference(q, k, v, dropout_p=P, rng_state=rng_state)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_operators_stay_whole_where_ci_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor asks the environment whether an operator may have a decomposition that it does not take."""
+    monkeypatch.setenv("CI", "true")
+    q = torch.randn(1, 37, 2, 8)
+    with fresh_cache():
+        out = compiled(lambda x: flash4_torch.attention(x, x, x, softcap=3.0))(q)
+    torch.testing.assert_close(out, flash4_torch.attention(q, q, q, softcap=3.0))
