@@ -1030,7 +1030,7 @@ def an_export_of_the_same_again(p: Place) -> Callable[[], bool]:
 
 @fault(EXPORTS, "works")
 def an_export_that_mends_a_library(p: Place) -> Callable[[], bool]:
-    """By another file: who has the old one mapped keeps that."""
+    """Another file takes its place: who has the old one mapped keeps that."""
     before = p.exported_library.stat().st_ino
     with p.exported_library.open("ab") as file:
         file.write(b"x")
@@ -1151,7 +1151,7 @@ def attempt_build(p: Place) -> bool:
 
 
 def try_it(p: Place, area: str, breaks: Fault) -> Outcome:
-    """In a process of its own."""
+    """Commits the fault in this process and says what came of it."""
     said: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -1173,7 +1173,7 @@ def try_it(p: Place, area: str, breaks: Fault) -> Outcome:
 
 
 def outcome_of(name: str, libraries: Libraries, base: Path) -> Outcome:
-    """In a process of its own: a crash, or a process that hangs, is an outcome, too."""
+    """The fault takes place in a process of its own: a crash, or one that hangs, is an outcome, too."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:

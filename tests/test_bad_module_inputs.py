@@ -124,7 +124,7 @@ def test_outcome_is_stocks_or_an_error_of_ours(
 
 
 def serves_more(call: dict[str, Any]) -> bool:
-    """Where stock fails over masks of another dtype, or those of no rows, which have no number of heads."""
+    """Whether ours may serve what stock does not: masks of another dtype, and tensors without elements."""
     tensors = [x for x in call.values() if isinstance(x, Tensor)]
     masks = [call[name] for name in ("key_padding_mask", "attn_mask") if call[name] is not None]
     return any(x.numel() == 0 for x in tensors) or any(x.dtype == torch.float64 for x in masks)

@@ -264,7 +264,7 @@ def test_reasons(changes: dict[str, Any], words: str) -> None:
 
 @pytest.fixture
 def asked_anew() -> Iterator[None]:
-    """Which packages are missing is remembered."""
+    """The backend forgets which packages are missing, before and after."""
     backend._missing.cache_clear()
     yield
     backend._missing.cache_clear()

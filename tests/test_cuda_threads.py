@@ -108,7 +108,7 @@ def test_deterministic_and_other_gradients_interleaved_on_two_streams() -> None:
 
 
 def test_first_calls_at_once() -> None:
-    """Of a kernel that nothing else uses here: one thread compiles and loads it, all launch it."""
+    """One thread compiles and loads a kernel that nothing else uses here, and all launch it."""
     fast.forget()
     q, k, v = (torch.randn(1, 300, 2, 80, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
     torch.cuda.synchronize()

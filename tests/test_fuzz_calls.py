@@ -146,7 +146,7 @@ def assert_ours(error: Exception) -> None:
 
 
 def assert_close(actual: Tensor, exact: Tensor, peer: Tensor, what: str) -> None:
-    """Where plain torch in the same dtype has a number at all."""
+    """The comparison is made where plain torch in the same dtype has a number at all."""
     has_number = peer.isfinite() & exact.isfinite()
     assert actual.shape == exact.shape
     testing.assert_close_as_peer(actual[has_number], exact[has_number], peer[has_number], what=what)

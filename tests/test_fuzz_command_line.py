@@ -42,7 +42,7 @@ asked: list[tuple[list[Key], int | None]] = []
 def prepare(
     keys: Sequence[Key], jobs: int | None, progress: Callable[..., None], made: Any = None
 ) -> list[Prepared]:
-    """In the place of `pool.prepare`."""
+    """A stand-in for `pool.prepare`."""
     asked.append((list(keys), jobs))
     assert keys and len(set(keys)) == len(keys)
     assert jobs is None or (type(jobs) is int and jobs >= 1)

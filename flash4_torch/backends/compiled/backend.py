@@ -280,7 +280,7 @@ def _is_plain(problem: Problem) -> bool:
 
 
 def _results(q: Tensor, v: Tensor, attn_mask: Tensor | None) -> Results:
-    """Room for them."""
+    """Room for out, lse and, with a floating mask, lse_low."""
     *batch, Sq, Hq, _ = q.shape
     out = q.new_empty(*batch, Sq, Hq, v.shape[-1])
     lse = q.new_empty(*batch, Hq, Sq, dtype=torch.float32)

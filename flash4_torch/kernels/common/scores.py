@@ -20,7 +20,7 @@ _SERIES_END = 0.25
 
 
 def unit(features: Features) -> float:
-    """What one natural unit is, in the units of scaled scores: base 2, but natural beside a floating mask.
+    """One natural unit in the units of scaled scores: those of base 2, but natural ones with a floating mask.
 
     A floating mask is added in natural units: log2(e) times its lowest finite values would be infinite.
     """
