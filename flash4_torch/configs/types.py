@@ -49,6 +49,11 @@ class Features(NamedTuple):
         return 4 if self.float_mask else 2
 
     @property
+    def of_unmasked_blocks(self) -> Features:
+        """What is left of them in blocks whose scores a floating mask does not change."""
+        return self._replace(mask="", scaled=self.softcap) if self.float_mask else self
+
+    @property
     def drawing_warpgroup(self) -> bool:
         """Whether a warpgroup of its own draws dropout's numbers.
 
@@ -243,7 +248,7 @@ class Sm90Backward(NamedTuple):
         kv = self.kv_stages * self.keys * (D + Dv + others)
         slopes = self.split and features.softcap and features.dmask
         ds = self.ds_stages * self.keys * self.queries * (self.cluster + slopes)
-        of_scores = 2 if features.float_mask else 1
+        of_scores = features.row_stats - 1
         statistics = 4 * self.queries * (of_scores * self.q_stages + self.do_stages)
         bits = self.q_stages * self.keys * tile_bits(self.queries) if features.dropout else 0
         return 2 * (rows + kv + ds) + 4 * dq + statistics + bits // 8 + _BARRIERS

@@ -227,6 +227,10 @@ class Plan(NamedTuple):
             subtracts_first=self.features.float_mask,
         )
 
+    def softmax_of(self, masked: bool) -> Method:
+        """The softmax of a block, which is right for large masks only where one may be."""
+        return self.softmax._replace(subtracts_first=self.features.float_mask and masked)
+
     @property
     def hides_rows(self) -> bool:
         """Whether a block that is not skipped may be hidden from a whole row."""

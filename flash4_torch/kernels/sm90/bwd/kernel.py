@@ -104,9 +104,11 @@ class Kernel:
     """(keys, D / 2, kv_stages) of the other CTA's keys: the columns that this one makes dQ of."""
     sOtherKt: cute.Tensor | None
     sLse: cute.Tensor
-    """(queries, q_stages), in base 2, beside a floating mask natural; infinite where a row sees nothing."""
+    """(queries, q_stages), in base 2; infinite where a row sees nothing."""
+    sNaturalLse: cute.Tensor | None
+    """The same in natural units, for blocks that a floating mask changes."""
     sLseLow: cute.Tensor | None
-    """(queries, q_stages), in base 2: what rounding has taken from lse, beside a floating mask."""
+    """What rounding has taken from `sNaturalLse`, in base 2."""
     sDelta: cute.Tensor
     """(queries, do_stages)"""
     load_q: Ring
@@ -191,9 +193,9 @@ def backward_kernel(
         kept = _ring(memory, config.q_stages)
         lanes = (WARP, dropout.words(plan.queries), plan.strips, config.q_stages)
         sKept = memory.allocate_tensor(Uint32, cute.make_layout(lanes), 16)
-    rows_of_q, sLseLow = cute.make_layout((plan.queries, config.q_stages)), None
+    rows_of_q, sNaturalLse, sLseLow = cute.make_layout((plan.queries, config.q_stages)), None, None
     if cutlass.const_expr(plan.features.float_mask):
-        sLseLow = memory.allocate_tensor(Float32, rows_of_q, 16)
+        sNaturalLse, sLseLow = (memory.allocate_tensor(Float32, rows_of_q, 16) for _ in range(2))
     k = Kernel(
         plan=plan,
         rule=rule,
@@ -211,6 +213,7 @@ def backward_kernel(
         sOtherK=sOtherK,
         sOtherKt=sOtherKt,
         sLse=memory.allocate_tensor(Float32, rows_of_q, 16),
+        sNaturalLse=sNaturalLse,
         sLseLow=sLseLow,
         sDelta=memory.allocate_tensor(Float32, cute.make_layout((plan.queries, config.do_stages)), 16),
         load_q=_ring(memory, config.q_stages, peer),

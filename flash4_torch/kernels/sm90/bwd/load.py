@@ -118,7 +118,9 @@ def _load_block(
     k: Kernel, q_at: Cursor, do_at: Cursor, end_at: Cursor, tile: Tile, head: Int32, n: Int32
 ) -> tuple[Cursor, Cursor, Cursor]:
     """Q and dO."""
-    of_scores = ((k.sLse, 2), (k.sLseLow, 3)) if k.plan.features.float_mask else ((k.sLse, 0),)
+    of_scores = ((k.sLse, 0),)
+    if cutlass.const_expr(k.plan.features.float_mask):
+        of_scores = (*of_scores, (k.sNaturalLse, 2), (k.sLseLow, 3))
     q = k.maps.load_q, k.maps.mQ, k.sQ, k.plan.q_share, of_scores
     do = k.maps.load_do, k.maps.mdO, k.sdO, k.plan.do_share, ((k.sDelta, 1),)
     end_at = _load_rows(k, k.load_q, q_at, end_at, q, tile, head, n)

@@ -52,12 +52,13 @@ def weigh(
     k: Kernel, t: Thread, work: Work, n: Int32, q_at: Cursor, mask: MaskRows | None, masked: cutlass.Constexpr
 ) -> Made:
     """Scores become weights, in place too."""
-    plan, features = k.plan, k.plan.features
+    plan = k.plan
+    features = plan.features if masked else plan.features.of_unmasked_blocks
     P, slopes, kept = wgmma.weights_fragment(plan.dtype, plan.queries), None, None
     scores.change(t.S, k.rule, features)
     if cutlass.const_expr(features.softcap):
         slopes = wgmma.weights_fragment(plan.dtype, plan.queries)
-        _slopes(k, t, slopes)
+        _slopes(k, t, slopes, features)
     if cutlass.const_expr(masked):
         fragment = wgmma_fragment(t.S, work.positions, n * plan.queries, t.lane)
         if cutlass.const_expr(features.mask):
@@ -70,7 +71,7 @@ def weigh(
     scale = scores.softmax_scale(k.rule, features)
     lse, low = columns_of(k.sLse[None, q_at.stage], t), None
     if cutlass.const_expr(features.float_mask):
-        low = columns_of(k.sLseLow[None, q_at.stage], t)
+        lse, low = (columns_of(stats[None, q_at.stage], t) for stats in (k.sNaturalLse, k.sLseLow))
     for j in cutlass.range_constexpr(cute.size(t.S) // 4):
         of_column, low_of_column = _pair(lse, j), None if low is None else _pair(low, j)
         for i in cutlass.range_constexpr(4):
@@ -96,9 +97,9 @@ def take_kept(k: Kernel, t: Thread, q_at: Cursor) -> cute.Tensor:
 
 
 @cute.jit
-def _slopes(k: Kernel, t: Thread, slopes: cute.Tensor) -> None:
+def _slopes(k: Kernel, t: Thread, slopes: cute.Tensor, features: cutlass.Constexpr) -> None:
     """Derivatives of the capped scores."""
-    inverse = 1.0 / (k.rule.softcap * scores.unit(k.plan.features))
+    inverse = 1.0 / (k.rule.softcap * scores.unit(features))
     for j in cutlass.range_constexpr(cute.size(t.S) // 4):
         values = cute.make_rmem_tensor(4, Float32)
         for i in cutlass.range_constexpr(4):

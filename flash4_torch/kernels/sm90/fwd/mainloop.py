@@ -283,17 +283,18 @@ def _block(
     ring.release(k.load_k, k_at)
     _finish_scores(k, t, work, t.S, n, plan.inner_band if masked else None, words)
     values, scale = wgmma.rows_of(t.S), scores.softmax_scale(k.rule, plan.features)
-    step = softmax.step(values, t.rows, scale, plan.softmax)
+    method = plan.softmax_of(masked)
+    step = softmax.step(values, t.rows, scale, method)
     cut, columns = plan.columns_before_wait, cute.size(values, mode=[1])
-    softmax.weigh(values, t.rows, step, scale, plan.softmax, 0, cut)
+    softmax.weigh(values, t.rows, step, scale, method, 0, cut)
     if cutlass.const_expr(plan.config.wait):
         wgmma.wait_after(t.rows.total)
     else:
         wgmma.wait(0)
     ring.release(k.load_v, v_at)
-    softmax.rescale(wgmma.rows_of(t.O), step.factors, plan.softmax)
+    softmax.rescale(wgmma.rows_of(t.O), step.factors, method)
     if cutlass.const_expr(cut < columns):
-        softmax.weigh(values, t.rows, step, scale, plan.softmax, cut, columns)
+        softmax.weigh(values, t.rows, step, scale, method, cut, columns)
     k_at, v_at = ring.after(k_at, plan.config.kv_stages), ring.after(v_at, plan.config.kv_stages)
     _round_weights(k, t, v_at)
     return k_at, v_at
