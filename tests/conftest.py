@@ -1,4 +1,8 @@
-"""Every test is repeatable: fixed seeds, and hypothesis draws the same examples each time."""
+"""Every test is repeatable: fixed seeds, and hypothesis draws the same examples each time.
+
+The same, as long as the packages and the modules that are loaded are the same: hypothesis also draws numbers that
+it finds in their source. `--hypothesis-profile=fresh` draws anew in every run, to find what that hides.
+"""
 
 from collections.abc import Iterator
 
@@ -7,6 +11,7 @@ import torch
 from hypothesis import register_random, settings
 
 settings.register_profile("repeatable", derandomize=True, deadline=None, print_blob=True, max_examples=60)
+settings.register_profile("fresh", deadline=None, print_blob=True, max_examples=60, database=None)
 settings.load_profile("repeatable")
 
 

@@ -115,10 +115,10 @@ def test_code_is_for_the_architecture_that_was_asked_for(
     assert (dict(os.environ), CuTeDSL._get_dsl().envar._arch) == before
 
 
-def test_a_warm_first_call_takes_under_50_ms_and_imports_no_compiler(log: Path) -> None:
-    """Of the processor's time, as other tests may run beside this one.
+def test_a_warm_first_call_is_short_and_imports_no_compiler(log: Path) -> None:
+    """Below a tenth of the cold one's time, of the processor's, as other tests may run beside this one.
 
-    Not counted are CUDA's bindings, which torch 2.13 imports and tvm-ffi does for older ones (50 ms), and a
+    It is 50 ms on an idle machine. Not counted are CUDA's bindings, which torch 2.13 imports and tvm-ffi does for older ones (50 ms), and a
     garbage collection that happens to fall into the call (80 ms with all of torch's objects).
     """
     code = f"""
@@ -136,8 +136,8 @@ def test_a_warm_first_call_takes_under_50_ms_and_imports_no_compiler(log: Path) 
     runs = [json.loads(finished(fresh_process(code))) for _ in range(4)]
     assert compilations(log) == 1
     cold, *warm = runs
-    assert cold[0] < 10 and all(heavy == [] for _, heavy in warm)
-    assert min(seconds for seconds, _ in warm) < 0.05
+    assert all(heavy == [] for _, heavy in warm)
+    assert min(seconds for seconds, _ in warm) < cold[0] / 10
 
 
 def test_without_a_linker_the_object_is_kept(

@@ -88,10 +88,9 @@ def masked_calls(draw: st.DrawFn, may_be_causal: bool) -> Call:
     for i in draw(st.lists(st.integers(0, Sq - 1), min_size=1, max_size=4)):
         keys = draw(st.sampled_from([slice(None), slice(Sk // 2, None)]))
         mask[..., i, keys] = draw(large)
-        if draw(st.booleans()):
-            mask[..., i, : Sk // 2] = (
-                draw(st.one_of(large, st.just(-torch.inf))) if Sk > 1 else mask[..., i, :1]
-            )
+        sees_others = Sk > 1 and not (causal and i < Sk // 2)
+        if Sk > 1 and draw(st.booleans()):
+            mask[..., i, : Sk // 2] = draw(st.one_of(large, st.just(-torch.inf)) if sees_others else large)
     if draw(st.booleans()):
         mask[..., 0] = LOWEST  # left padding
     return Call([q, k, v], dout, mask, causal)

@@ -87,6 +87,7 @@ STATICS = {
     ),
     "whole, next tile": static(64, 64, (2, 128), **WHOLE, **ROUNDED, **NEXT_TILE, **CAUSAL),
     "whole, dropout": static(128, 128, (2, 64), ds_stages=2, dropout=True, **WHOLE, **ROUNDED, **CAUSAL),
+    "whole, few columns": static(16, 24, (2, 64), dropout=True, **WHOLE, **ROUNDED, **CAUSAL),
     "whole, softcap": static(32, 64, (2, 128), "float16", **WHOLE, **SOFTCAP, **NEXT_TILE),
     "whole, one warpgroup": static(72, 40, (1, 64), **WHOLE, **CAUSAL),
     "softcap": static(128, 128, (2, 64), **SOFTCAP, **CAUSAL),
@@ -104,7 +105,7 @@ STATICS = {
         128, 64, (2, 64), varlen=True, dropout=True, deterministic=True, **SOFTCAP, **WINDOW
     ),
 }
-FEW = few(STATICS, "full", "causal")
+FEW = few(STATICS, "full", "causal", "whole, few columns")
 
 
 @pytest.mark.parametrize("name", FEW)

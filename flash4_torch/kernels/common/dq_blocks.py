@@ -60,6 +60,11 @@ class DqBlocks(NamedTuple):
         return self.columns // self.parts
 
     @property
+    def filled_parts(self) -> int:
+        """Parts that have columns of q, and not only what fills up."""
+        return -(-self.D // self.piece_columns)
+
+    @property
     def registers(self) -> int:
         """Of a piece, in each thread."""
         return ROWS * self.piece_columns // THREADS

@@ -309,11 +309,13 @@ def _store_finished(k: Kernel, slot: Int32) -> None:
     n, head, batch = (Int32(cute.arch.load(k.errands + (slot * WORDS + i), Int64)) for i in (1, 2, 3))
     piece = slot if slot < plan.warpgroups else slot - plan.warpgroups
     band, part = piece // blocks.parts, piece % blocks.parts
-    for w in cutlass.range_constexpr(WARPS):
-        start = k.sdQ[None, slot].iterator + w * (blocks.registers * WARP)
-        stage = cute.make_tensor(cute.recast_ptr(start, layout.inner, plan.dtype), layout.outer)
-        place = (n * blocks.bands + band) * (ROWS // WARP_ROWS) + w, part
-        _store_rows(k.maps.store_dq, stage, k.maps.mdQ[None, None, head, batch], *place)
+    # Where D fills one part only, a tile's number along D counts for nothing: part 1 would be stored as part 0.
+    if cutlass.const_expr(blocks.filled_parts == blocks.parts) or part < blocks.filled_parts:
+        for w in cutlass.range_constexpr(WARPS):
+            start = k.sdQ[None, slot].iterator + w * (blocks.registers * WARP)
+            stage = cute.make_tensor(cute.recast_ptr(start, layout.inner, plan.dtype), layout.outer)
+            place = (n * blocks.bands + band) * (ROWS // WARP_ROWS) + w, part
+            _store_rows(k.maps.store_dq, stage, k.maps.mdQ[None, None, head, batch], *place)
 
 
 @cute.jit
