@@ -13,15 +13,18 @@ from flash4_torch import env
 from flash4_torch.compile import Key, cache, pool
 
 
+def folder_of_all_workers(folders: pytest.TempPathFactory) -> Path:
+    own = folders.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
 def codes(keys: Sequence[Key], folders: pytest.TempPathFactory) -> dict[Key, cubin.Code]:
     """What is in each kernel's file."""
     return {key: cubin.read(file)[0] for key, file in files(keys, folders).items()}
 
 
 def files(keys: Sequence[Key], folders: pytest.TempPathFactory) -> dict[Key, Path]:
-    folder = folders.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # of all workers
+    folder = folder_of_all_workers(folders)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(env.CACHE_DIR.name, str(folder / "kernels"))
         pool.prepare(keys, len(os.sched_getaffinity(0)), lambda done, total: None)

@@ -1,7 +1,7 @@
 """Every test is repeatable: fixed seeds, and hypothesis draws the same examples each time.
 
-The same, as long as the packages and the modules that are loaded are the same: hypothesis also draws numbers that
-it finds in their source. `--hypothesis-profile=fresh` draws anew in every run, to find what that hides.
+The same, as long as the packages and the modules that are loaded are the same: hypothesis also draws numbers
+that it finds in their source. `--hypothesis-profile=fresh` draws anew in every run, to find what that hides.
 """
 
 from collections.abc import Iterator

@@ -14,3 +14,8 @@ EVERYTHING = bool(os.environ.get("FLASH4_TEST_ALL"))
 def one_of(number: int, cases: Sequence[Case]) -> list[Case]:
     """The first of every `number` cases, or all of them."""
     return list(cases if EVERYTHING else cases[::number])
+
+
+def examples(few: int, all_of_them: int) -> int:
+    """How many hypothesis draws."""
+    return all_of_them if EVERYTHING else few

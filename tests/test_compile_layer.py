@@ -118,8 +118,9 @@ def test_code_is_for_the_architecture_that_was_asked_for(
 def test_a_warm_first_call_is_short_and_imports_no_compiler(log: Path) -> None:
     """Below a tenth of the cold one's time, of the processor's, as other tests may run beside this one.
 
-    It is 50 ms on an idle machine. Not counted are CUDA's bindings, which torch 2.13 imports and tvm-ffi does for older ones (50 ms), and a
-    garbage collection that happens to fall into the call (80 ms with all of torch's objects).
+    It is 50 ms on an idle machine. Not counted are CUDA's bindings, which torch 2.13 imports and tvm-ffi does
+    for older ones (50 ms), and a garbage collection that happens to fall into the call (80 ms with all of
+    torch's objects).
     """
     code = f"""
         import gc, json, sys, time

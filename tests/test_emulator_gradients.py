@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import flash4_torch
-from everything import one_of
+from everything import examples, one_of
 from flash4_torch import env, testing
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
@@ -141,7 +141,7 @@ def test_gqa_is_repeated_keys(arch: str) -> None:
 
 
 @EACH_ARCH
-@settings(max_examples=3)
+@settings(max_examples=examples(2, 3))
 @given(
     q_lengths=st.lists(st.integers(0, 140), min_size=1, max_size=4),
     k_lengths=st.lists(st.integers(0, 140), min_size=4, max_size=4),

@@ -8,19 +8,26 @@ import sys
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
+from compiled_files import folder_of_all_workers
 from fault_cases import CASES, IS_ROOT, Outcome
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, Outcome]:
-    command = [sys.executable, str(Path(__file__).parent / "fault_cases.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    return {name: Outcome(*values) for name, values in json.loads(done.stdout).items()}
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    """Found out once for all tests of a run."""
+    found = folder_of_all_workers(tmp_path_factory) / "outcomes.json"
+    with FileLock(found.with_suffix(".lock")):
+        if not found.exists():
+            command = [sys.executable, str(Path(__file__).parent / "fault_cases.py")]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+            assert done.returncode == 0, done.stderr
+            found.write_text(done.stdout)
+    return {name: Outcome(*values) for name, values in json.loads(found.read_text()).items()}
 
 
 @pytest.mark.parametrize("name", CASES)

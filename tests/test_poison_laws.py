@@ -200,7 +200,7 @@ def test_poison_reaches_what_attends_to_it_in_kernels(arch: str) -> None:
     pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
     @given(poisoned(KERNELS[arch]))
-    @settings(max_examples=200 if EVERYTHING else 6)
+    @settings(max_examples=200 if EVERYTHING else 3)
     def law(call: Poisoned) -> None:
         assert_poison_spreads_as_it_must(call)
 

@@ -10,6 +10,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from blackwell_code import assert_ptx_is_as_planned
+from everything import examples, one_of
 from flash4_torch.configs.types import Sm100Backward
 from kernel_calls import drawn
 from kernel_calls import static as static_of
@@ -99,7 +100,7 @@ FEW = few(STATICS, "full", "causal", "widest")
 
 @pytest.mark.parametrize("name", FEW)
 # No shrinking: a launch is slow, and says itself what is wrong.
-@settings(max_examples=3, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(max_examples=examples(2, 3), phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(data=st.data())
 def test_values(name: str, data: st.DataObject) -> None:
     gradients_are_right(STATICS[name], data)
@@ -125,7 +126,7 @@ def test_keys_that_nobody_sees_have_no_gradient(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in FEW if STATICS[name][0].varlen])
-@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("poison", one_of(2, [math.nan, math.inf]))
 def test_sequences_do_not_see_their_neighbours(name: str, poison: float) -> None:
     gradients_are_alone(STATICS[name], poison)
 

@@ -12,7 +12,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from blackwell_code import assert_ptx_is_as_planned
-from everything import EVERYTHING
+from everything import EVERYTHING, examples, one_of
 from flash4_torch import testing
 from flash4_torch.bench.weights import opcode
 from flash4_torch.configs.types import Sm100Forward
@@ -82,7 +82,7 @@ FEW = few(STATICS, "plain", "causal", "pair")
 
 @pytest.mark.parametrize("name", FEW)
 # No shrinking: a launch is slow, and says itself what is wrong.
-@settings(max_examples=4, phases=(Phase.explicit, Phase.reuse, Phase.generate), deadline=None)
+@settings(max_examples=examples(2, 4), phases=(Phase.explicit, Phase.reuse, Phase.generate), deadline=None)
 @given(data=st.data())
 def test_values(name: str, data: st.DataObject) -> None:
     is_right(STATICS[name], data)
@@ -131,7 +131,7 @@ def test_rows_that_see_nothing_are_zero_whatever_the_values(name: str) -> None:
     blind_rows_are_zero(STATICS[name])
 
 
-@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("poison", one_of(2, [math.nan, math.inf]))
 def test_sequences_do_not_see_their_neighbours(poison: float) -> None:
     sequences_are_alone(STATICS["varlen"], poison)
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from everything import examples, one_of
 from flash4_torch.configs.types import Sm90Backward
 from kernel_calls import check_gradients, drawn
 from kernel_calls import static as static_of
@@ -110,7 +111,7 @@ FEW = few(STATICS, "full", "causal", "whole, few columns")
 
 @pytest.mark.parametrize("name", FEW)
 # No shrinking: a launch is slow, and says itself what is wrong.
-@settings(max_examples=5, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(max_examples=examples(2, 5), phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(data=st.data())
 def test_values(name: str, data: st.DataObject) -> None:
     gradients_are_right(STATICS[name], data)
@@ -131,7 +132,7 @@ def test_sums_have_an_order(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["inside, no tail", "static stages, causal"])
-@pytest.mark.parametrize("lengths", [(300, 300), (200, 450), (450, 130), (128, 128), (200, 264)])
+@pytest.mark.parametrize("lengths", one_of(2, [(300, 300), (200, 450), (450, 130), (128, 128), (200, 264)]))
 def test_the_diagonal_hides_what_follows_the_last_key(name: str, lengths: tuple[int, int]) -> None:
     Sq, Sk = lengths
     call = drawn(STATICS[name], Hk=2, lengths=((Sq,), (Sk,)), section=-1)
@@ -154,6 +155,6 @@ def test_keys_that_nobody_sees_have_no_gradient(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in FEW if STATICS[name][0].varlen])
-@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("poison", one_of(2, [math.nan, math.inf]))
 def test_sequences_do_not_see_their_neighbours(name: str, poison: float) -> None:
     gradients_are_alone(STATICS[name], poison)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from everything import examples, one_of
 from flash4_torch import testing
 from flash4_torch.configs.types import Sm90Forward
 from flash4_torch.testing import emulate
@@ -94,7 +95,7 @@ FEW = few(STATICS, "half", "turns, half")
 
 @pytest.mark.parametrize("name", FEW)
 # No shrinking: a launch is slow, and says itself what is wrong.
-@settings(max_examples=6, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(max_examples=examples(2, 6), phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(data=st.data())
 def test_values(name: str, data: st.DataObject) -> None:
     is_right(STATICS[name], data)
@@ -122,7 +123,7 @@ def test_rows_that_see_nothing_are_zero_whatever_the_values(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in FEW if "varlen" in name])
-@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("poison", one_of(2, [math.nan, math.inf]))
 def test_sequences_do_not_see_their_neighbours(name: str, poison: float) -> None:
     sequences_are_alone(STATICS[name], poison)
 

@@ -309,7 +309,7 @@ def _store_finished(k: Kernel, slot: Int32) -> None:
     n, head, batch = (Int32(cute.arch.load(k.errands + (slot * WORDS + i), Int64)) for i in (1, 2, 3))
     piece = slot if slot < plan.warpgroups else slot - plan.warpgroups
     band, part = piece // blocks.parts, piece % blocks.parts
-    # Where D fills one part only, a tile's number along D counts for nothing: part 1 would be stored as part 0.
+    # If D fills one part only, a tile's number along D counts for nothing: part 1 would be stored as part 0.
     if cutlass.const_expr(blocks.filled_parts == blocks.parts) or part < blocks.filled_parts:
         for w in cutlass.range_constexpr(WARPS):
             start = k.sdQ[None, slot].iterator + w * (blocks.registers * WARP)
