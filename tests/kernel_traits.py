@@ -1,4 +1,4 @@
-"""Few of many kernels, in which every two traits meet that meet in any of them."""
+"""Few of many kernels: such as have every setting, or bring together every two traits that can meet."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ class Family(NamedTuple):
 
 
 def few(kernels: Mapping[str, Kernel], *always: str) -> dict[str, Kernel]:
-    """What CI has time for: `always`, and others in which every two settings meet that meet in any."""
-    pairs = {name: set(combinations(sorted(_settings(kernel)), 2)) for name, kernel in kernels.items()}
-    met = {pair for name in always for pair in pairs[name]}
-    chosen = kernels if EVERYTHING else [*always, *_covering({n: p - met for n, p in pairs.items()})]
+    """What CI has time for: `always`, and others that have every setting that any has; or all of them."""
+    settings = {name: {(setting,) for setting in _settings(kernel)} for name, kernel in kernels.items()}
+    met = {setting for name in always for setting in settings[name]}
+    chosen = kernels if EVERYTHING else [*always, *_covering({n: s - met for n, s in settings.items()})]
     return {name: kernel for name, kernel in kernels.items() if name in chosen}
 
 
@@ -84,12 +84,12 @@ def _settings(kernel: Kernel) -> Iterator[str]:
         yield "unequal heads"
 
 
-def _covering(left: Mapping[str, set[Pair]]) -> list[str]:
-    """Names, those with most that is new first, whose pairs are the pairs of all."""
+def _covering(left: Mapping[str, set[tuple[str, ...]]]) -> list[str]:
+    """Names, those with most that is new first, whose tuples are the tuples of all."""
     chosen: list[str] = []
     while True:
         name = max(left, key=lambda name: len(left[name]))
         if not (new := left[name]):
             return chosen
         chosen.append(name)
-        left = {other: pairs - new for other, pairs in left.items()}
+        left = {other: tuples - new for other, tuples in left.items()}

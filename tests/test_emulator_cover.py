@@ -48,7 +48,7 @@ class Drawn(NamedTuple):
 def _runs() -> Iterator[tuple[str, Case]]:
     """Most of them on what no GPU at hand can run; elsewhere they try this test, too."""
     for arch in TARGETS:
-        yield from ((arch, case) for case in one_of(4 if arch == "sm_100a" else len(CASES), CASES))
+        yield from ((arch, case) for case in one_of(8 if arch == "sm_100a" else len(CASES), CASES))
 
 
 def drawn(case: Case) -> Drawn:
