@@ -228,8 +228,12 @@ class Plan(NamedTuple):
         )
 
     def softmax_of(self, masked: bool) -> Method:
-        """The softmax of a block, which is right for large masks only where one may be."""
-        return self.softmax._replace(subtracts_first=self.features.float_mask and masked)
+        """The softmax of a block, which is right for large masks only where one may be.
+
+        Beside dropout all blocks share one: two of them spill at D 256.
+        """
+        f = self.features
+        return self.softmax._replace(subtracts_first=f.float_mask and (masked or f.dropout))
 
     @property
     def hides_rows(self) -> bool:

@@ -171,7 +171,8 @@ def _block(
             _hide(k, work, S, n, words)
     scale = scores.softmax_scale(k.rule, plan.features)
     values = cute.make_tensor(S.iterator, cute.make_layout((1, plan.keys)))
-    growth = softmax.grow(values, t.rows, scale, plan.softmax)
+    method = plan.softmax_of(masked)
+    growth = softmax.grow(values, t.rows, scale, method)
     place, barrier = k.sScale, _scale_barrier(t)
     if i > 0:
         place[t.row, t.t] = softmax.rescale_sums(t.rows, growth)[0]
@@ -179,7 +180,7 @@ def _block(
     sums = softmax.begin_sums(t.rows)
     for piece in cutlass.range_constexpr(plan.keys // PIECE):
         begin = piece * PIECE
-        sums = _weigh_piece(k, t, S, sums, growth, begin, kept, seen[piece])
+        sums = _weigh_piece(k, t, S, sums, growth, method, begin, kept, seen[piece])
         if cutlass.const_expr(begin + PIECE == plan.config.early):
             tmem.wait_stores()
             tmem.fence_before()
@@ -259,6 +260,7 @@ def _weigh_piece(
     S: cute.Tensor,
     sums: tuple,
     growth: softmax.Growth,
+    method: cutlass.Constexpr,
     begin: cutlass.Constexpr,
     kept: tuple,
     seen: Boolean | None,
@@ -269,7 +271,7 @@ def _weigh_piece(
     """
     rounded = cute.make_rmem_tensor(PIECE, k.plan.dtype)
     if cutlass.const_expr(seen is None) or seen:
-        sums = _weigh_and_round(k, S, sums, growth, begin, kept, rounded)
+        sums = _weigh_and_round(k, S, sums, growth, method, begin, kept, rounded)
     else:
         rounded.fill(0.0)
     tmem.store(t.lanes + begin // 2, cute.recast_tensor(rounded, cutlass.Int32))
@@ -282,13 +284,14 @@ def _weigh_and_round(
     S: cute.Tensor,
     sums: tuple,
     growth: softmax.Growth,
+    method: cutlass.Constexpr,
     begin: cutlass.Constexpr,
     kept: tuple,
     rounded: cute.Tensor,
 ) -> tuple:
     plan, scale = k.plan, scores.softmax_scale(k.rule, k.plan.features)
     values = cute.make_tensor(S.iterator, cute.make_layout((1, plan.keys)))
-    sums = softmax.weigh_pairs(values, sums, growth, scale, plan.softmax, begin, begin + PIECE)
+    sums = softmax.weigh_pairs(values, sums, growth, scale, method, begin, begin + PIECE)
     rounding.round_to(cute.make_tensor(S.iterator + begin, cute.make_layout(PIECE)), rounded)
     if cutlass.const_expr(plan.features.dropout):
         dropout.QueryLane.drop(rounded, kept[begin // PIECE])
