@@ -1,6 +1,6 @@
 """Whether a change leaves the kernels as they are: compares their PTX, and tells which differ.
 
-    python tests/ptx_gate.py COMMIT
+    python tests/ptx_gate.py COMMIT [GROUP ...]     all groups, or those whose names contain one of the words
 
 The kernels are those of the tests that read machine code, all that tests run in the emulator, which bring
 together every two settings that can meet, and the small ones around them that a warm-up compiles. They are
@@ -115,9 +115,9 @@ def _declared(ptx: str) -> Iterator[str]:
     )
 
 
-def record(into: Path) -> None:
+def record(into: Path, words: list[str]) -> None:
     """Writes the PTX of this tree's kernels."""
-    found = kernels()
+    found = {group: keys for group, keys in kernels().items() if any(word in group for word in words or [""])}
     names = [(group, i) for group, keys in found.items() for i in range(len(keys))]
     keys = [found[group][i] for group, i in names]
     processes = len(os.sched_getaffinity(0))
@@ -134,21 +134,22 @@ def read(file: Path) -> dict[tuple[str, int], tuple[str, str]]:
         return {(group, i): (key, text) for group, i, key, text in map(json.loads, lines)}
 
 
-def recorded(commit: str) -> Path:
+def recorded(commit: str, words: list[str]) -> Path:
     """Of a commit, in a tree of its own, by its own lists."""
     commit = subprocess.check_output(["git", "rev-parse", commit], cwd=HERE, text=True).strip()
-    file = KEPT / f"{commit}.gz"
+    file = KEPT / f"{'-'.join([commit, *words])}.gz"
     if not file.exists():
         with tempfile.TemporaryDirectory() as folder:
             subprocess.run(f"git archive {commit} | tar x -C {folder}", cwd=HERE, shell=True, check=True)
-            _record_in(Path(folder), file)
+            _record_in(Path(folder), file, words)
     return file
 
 
-def _record_in(tree: Path, file: Path) -> None:
+def _record_in(tree: Path, file: Path, words: list[str]) -> None:
     KEPT.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".part")
-    subprocess.run([sys.executable, str(tree / "tests" / "ptx_gate.py"), "--record", str(part)], check=True)
+    script = str(tree / "tests" / "ptx_gate.py")
+    subprocess.run([sys.executable, script, "--record", str(part), *words], check=True)
     part.rename(file)
 
 
@@ -171,11 +172,11 @@ def compare(before: Path, after: Path) -> int:
 
 def main() -> int:
     if sys.argv[1] == "--record":
-        record(Path(sys.argv[2]))
+        record(Path(sys.argv[2]), sys.argv[3:])
         return 0
-    before = recorded(sys.argv[1])
-    after = KEPT / "now.gz"
-    _record_in(HERE, after)
+    commit, *words = sys.argv[1:]
+    before, after = recorded(commit, words), KEPT / "now.gz"
+    _record_in(HERE, after, words)
     return compare(before, after)
 
 
