@@ -112,5 +112,5 @@ def test_the_table_is_covered() -> None:
     assert {f.mask for f, _ in kernels} == {"", "bool", "bfloat16", "float16", "float32"}
     for name in ("varlen", "left", "right", "softcap", "dropout"):
         assert {getattr(features, name) for features, _ in kernels} == {False, True}
-    for name in ("pingpong", "next_tile", "k_ahead", "half", "conditional", "o_over_q"):
+    for name in ("pingpong", "next_tile", "k_ahead", "half", "lazy_rescale", "o_over_q"):
         assert {getattr(config, name) for _, config in kernels} == {False, True}

@@ -37,17 +37,19 @@ STATICS = {
     "one warpgroup": static(64, 64, (1, 128, 4, 2)),
     "no tail": static(64, 64, (2, 64, 2, 2), "float16", tail=False, **CAUSAL),
     "four warpgroups": static(64, 64, (4, 64, 4, 2), "float16", **CAUSAL),
-    "next tile": static(64, 64, (4, 64, 4, 2), next_tile=True, conditional=True, wait=2, **CAUSAL),
-    "turns": static(64, 64, (3, 112, 3, 2), pingpong=True, wait=1, **WINDOW),
+    "next tile": static(
+        64, 64, (4, 64, 4, 2), next_tile=True, lazy_rescale=True, exp_quarters_before_pv=2, **CAUSAL
+    ),
+    "turns": static(64, 64, (3, 112, 3, 2), pingpong=True, exp_quarters_before_pv=1, **WINDOW),
     "turns, half": static(64, 64, (3, 128, 3, 2), pingpong=True, half=True, **CAUSAL),
     "turns, next tile": static(
         128, 128, (2, 128, 2, 2), "float16", pingpong=True, next_tile=True, k_ahead=True
     ),
     "half": static(96, 96, (2, 128, 3, 2), "float16", k_ahead=True, half=True, **CAUSAL),
-    "narrow": static(128, 128, (3, 80, 2, 2), k_ahead=True, conditional=True, **CAUSAL),
+    "narrow": static(128, 128, (3, 80, 2, 2), k_ahead=True, lazy_rescale=True, **CAUSAL),
     "polynomial": static(128, 64, (2, 96, 2, 2), polynomial=4, **CAUSAL),
-    "wide": static(256, 256, (2, 48, 2, 1), k_ahead=True, conditional=True, **CAUSAL),
-    "O over Q": static(256, 256, (2, 80, 2, 1), k_ahead=True, conditional=True, o_over_q=True, **CAUSAL),
+    "wide": static(256, 256, (2, 48, 2, 1), k_ahead=True, lazy_rescale=True, **CAUSAL),
+    "O over Q": static(256, 256, (2, 80, 2, 1), k_ahead=True, lazy_rescale=True, o_over_q=True, **CAUSAL),
     "O over one of two Q": static(192, 64, (2, 96, 2, 2), o_over_q=True, **CAUSAL),
     "O over Q, next tile": static(64, 64, (4, 64, 4, 2), next_tile=True, o_over_q=True, **CAUSAL),
     "few columns": static(8, 24, (1, 80, 2, 2), "float16", **CAUSAL),
@@ -55,8 +57,10 @@ STATICS = {
     "packed": static(64, 64, (2, 128, 2, 2), pack=4, **CAUSAL),
     "packed, one row": static(64, 64, (1, 128, 4, 2), "float16", pack=64, **CAUSAL),
     "pair": static(64, 64, (3, 128, 3, 2), pingpong=True, k_ahead=True, half=True, cluster=2, **CAUSAL),
-    "pair, full": static(128, 128, (3, 80, 2, 2), "float16", k_ahead=True, conditional=True, cluster=2),
-    "pair, many passed": static(128, 128, (3, 80, 2, 2), k_ahead=True, conditional=True, cluster=2, **CAUSAL),
+    "pair, full": static(128, 128, (3, 80, 2, 2), "float16", k_ahead=True, lazy_rescale=True, cluster=2),
+    "pair, many passed": static(
+        128, 128, (3, 80, 2, 2), k_ahead=True, lazy_rescale=True, cluster=2, **CAUSAL
+    ),
     "pair, window": static(96, 80, (2, 48, 2, 2), "float16", pingpong=True, cluster=2, **WINDOW),
     "pair, next tile": static(
         128, 128, (2, 128, 2, 2), pingpong=True, next_tile=True, k_ahead=True, cluster=2, **CAUSAL
@@ -76,11 +80,11 @@ STATICS = {
     ),
     "dropout": static(64, 64, (2, 128, 2, 2), "float16", dropout=True, next_tile=True, k_ahead=True),
     "dropout, wide": static(
-        256, 256, (2, 64, 2, 1), dropout=True, k_ahead=True, conditional=True, o_over_q=True, **CAUSAL
+        256, 256, (2, 64, 2, 1), dropout=True, k_ahead=True, lazy_rescale=True, o_over_q=True, **CAUSAL
     ),
     "varlen": static(64, 64, (2, 128, 2, 2), varlen=True, k_ahead=True, **CAUSAL),
     "varlen, packed": static(64, 64, (1, 128, 2, 2), "float16", varlen=True, pack=2),
-    "varlen, next tile": static(64, 64, (4, 64, 4, 2), varlen=True, next_tile=True, conditional=True),
+    "varlen, next tile": static(64, 64, (4, 64, 4, 2), varlen=True, next_tile=True, lazy_rescale=True),
     "varlen, next tile, causal": static(
         128, 128, (2, 128, 2, 2), varlen=True, pingpong=True, next_tile=True, k_ahead=True, **CAUSAL
     ),

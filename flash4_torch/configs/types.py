@@ -49,8 +49,8 @@ class Features(NamedTuple):
         return 4 if self.float_mask else 2
 
     @property
-    def of_unmasked_blocks(self) -> Features:
-        """What is left of them in blocks whose scores a floating mask does not change."""
+    def without_float_mask(self) -> Features:
+        """Features of a block whose scores a float mask leaves alone."""
         return self._replace(mask="", scaled=self.softcap) if self.float_mask else self
 
     @property
@@ -79,10 +79,10 @@ class Sm90Forward(NamedTuple):
     """K is loaded one tile ahead of V, over the border of tiles too."""
     half: bool = False
     """The block on the diagonal may be half as wide."""
-    conditional: bool = False
+    lazy_rescale: bool = False
     """The accumulator is rescaled only when a row's maximum grew by more than a factor of 2^8."""
-    wait: int = 0
-    """Quarters of a block's exponentials that come before the wait for PV; 0 leaves it to the assembler."""
+    exp_quarters_before_pv: int = 0
+    """Quarters of a block's exponentials that come before the wait for PV; 0 leaves it to ptxas."""
     polynomial: int = 0
     """Of every 16 weights of a row, how many are computed by a polynomial instead of the exponential unit:
     none on Hopper, where every share of it was slower."""

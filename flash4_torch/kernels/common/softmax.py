@@ -2,7 +2,7 @@
 
 With `scale` = softmax scale * log2(e), a row's weights are 2^(scale * (score - max)); the maximum is that of
 the scores seen so far, so that sums and the accumulated output only have to be multiplied when it moves. Any
-reference in the maximum's place gives the same quotient, hence `conditional`: the maximum stays as it is
+reference in the maximum's place gives the same quotient, hence `lazy_rescale`: the maximum stays as it is
 until it would grow by more than 2^8, which costs no accuracy and leaves out nearly all multiplications.
 
 A NaN among a row's scores becomes its maximum, and +inf makes NaN of the row: what attends to a poisoned key
@@ -24,7 +24,7 @@ from .exponent import Exponent
 LN2 = math.log(2.0)
 CHAINS = 4
 """Independent chains of a row's maximum and sum: a single one would wait for itself."""
-GROWTH = 8.0
+RESCALE_THRESHOLD_LOG2 = 8.0
 """log2 of how far a row may outgrow its reference before it is rescaled."""
 
 
@@ -33,13 +33,13 @@ class Method(NamedTuple):
 
     lanes: int
     """Neighbouring lanes that share a row, a power of two."""
-    hidden: bool = False
+    may_be_fully_masked: bool = False
     """Whether all of a row's scores may be -inf."""
-    conditional: bool = False
+    lazy_rescale: bool = False
     exponent: Exponent = Exponent()
     packed: bool = False
-    """Maxima of three numbers, and weights by `weigh_pairs`, two to an instruction: from sm_100a on."""
-    subtracts_first: bool = False
+    """Maxima of three numbers, and weights by `exp2_packed`, two to an instruction: from sm_100a on."""
+    subtracts_max_first: bool = False
     """The maximum is subtracted before scores are scaled: for scores so large that scaling them rounds away
     what makes them differ, as beside a floating mask."""
 
@@ -47,88 +47,88 @@ class Method(NamedTuple):
 class Rows(NamedTuple):
     """The running state of a thread's rows, each (R,) float32 registers; sums are this thread's part only."""
 
-    top: cute.Tensor
-    total: cute.Tensor
+    row_max: cute.Tensor
+    row_sum: cute.Tensor
 
 
 def make_rows(count: int) -> Rows:
     return Rows(cute.make_rmem_tensor(count, Float32), cute.make_rmem_tensor(count, Float32))
 
 
-def clear(rows: Rows) -> None:
+def reset(rows: Rows) -> None:
     """Nothing seen yet: the first block may then be a further one like any other."""
-    rows.top.fill(-Float32.inf)
-    rows.total.fill(0.0)
+    rows.row_max.fill(-Float32.inf)
+    rows.row_sum.fill(0.0)
 
 
-class Step(NamedTuple):
+class NextBlock(NamedTuple):
     """How a further block enters a softmax, each (R,)."""
 
     factors: cute.Tensor
     """For what has been accumulated before it."""
     offsets: cute.Tensor
-    """What is subtracted from its scores: in base 2, or with `subtracts_first` in their own units."""
+    """What is subtracted from its scores: in base 2, or with `subtracts_max_first` in their own units."""
 
 
-class Growth(NamedTuple):
+class MaxUpdate(NamedTuple):
     """How a block raises the references of rows, each (R,)."""
 
-    shifts: cute.Tensor
+    delta_log2: cute.Tensor
     """The reference before it less the one from it on, in base 2."""
     offsets: cute.Tensor
-    """What is subtracted from its scores: in base 2, or with `subtracts_first` in their own units."""
+    """What is subtracted from its scores: in base 2, or with `subtracts_max_first` in their own units."""
 
 
 @cute.jit
-def begin(scores: cute.Tensor, rows: Rows, scale: Float32, method: cutlass.Constexpr) -> None:
+def first_block(scores: cute.Tensor, rows: Rows, scale: Float32, method: cutlass.Constexpr) -> None:
     """The first block: `scores` (R, C) become weights in place."""
     for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
-        top = _across(_maximum(scores, r, method), method.lanes)
-        rows.top[r] = top
-        offset = _offset(_reference(top, method), scale, method)
-        rows.total[r] = _weigh_row(scores, r, offset, scale, method, 0, cute.size(scores, mode=[1]))
+        row_max = _across(_maximum(scores, r, method), method.lanes)
+        rows.row_max[r] = row_max
+        offset = _offset(_reference(row_max, method), scale, method)
+        rows.row_sum[r] = _exp2_row(scores, r, offset, scale, method, 0, cute.size(scores, mode=[1]))
 
 
 @cute.jit
-def step(scores: cute.Tensor, rows: Rows, scale: Float32, method: cutlass.Constexpr) -> Step:
-    """A further block's maxima, and sums rescaled for them; its weights follow by `weigh`."""
-    growth = grow(scores, rows, scale, method)
-    return Step(rescale_sums(rows, growth), growth.offsets)
+def next_block(scores: cute.Tensor, rows: Rows, scale: Float32, method: cutlass.Constexpr) -> NextBlock:
+    """A further block's maxima, and sums rescaled for them; its weights follow by `exp2_columns`."""
+    update = update_max(scores, rows, scale, method)
+    return NextBlock(rescale_row_sum(rows, update), update.offsets)
 
 
 @cute.jit
-def grow(scores: cute.Tensor, rows: Rows, scale: Float32, method: cutlass.Constexpr) -> Growth:
-    """A block's maxima. If it is a further one, `rescale_sums` has to follow."""
+def update_max(scores: cute.Tensor, rows: Rows, scale: Float32, method: cutlass.Constexpr) -> MaxUpdate:
+    """A block's maxima. If it is a further one, `rescale_row_sum` has to follow."""
     R = cute.size(scores, mode=[0])
-    shifts, offsets = cute.make_rmem_tensor(R, Float32), cute.make_rmem_tensor(R, Float32)
+    delta_log2, offsets = cute.make_rmem_tensor(R, Float32), cute.make_rmem_tensor(R, Float32)
     for r in cutlass.range_constexpr(R):
-        before = rows.top[r]
-        top = _larger(before, _across(_maximum(scores, r, method), method.lanes))
-        if cutlass.const_expr(method.conditional):
+        before = rows.row_max[r]
+        row_max = _larger(before, _across(_maximum(scores, r, method), method.lanes))
+        if cutlass.const_expr(method.lazy_rescale):
             # A first maximum of -inf is always replaced: inf and NaN do not compare.
-            top = before if (top - before) * scale <= GROWTH else top
-        reference = _reference(top, method)
-        shifts[r] = (before - reference) * scale
+            row_max = before if (row_max - before) * scale <= RESCALE_THRESHOLD_LOG2 else row_max
+        reference = _reference(row_max, method)
+        delta_log2[r] = (before - reference) * scale
         offsets[r] = _offset(reference, scale, method)
-        rows.top[r] = top
-    return Growth(shifts, offsets)
+        rows.row_max[r] = row_max
+    return MaxUpdate(delta_log2, offsets)
 
 
 @cute.jit
-def rescale_sums(rows: Rows, growth: Growth) -> cute.Tensor:
+def rescale_row_sum(rows: Rows, update: MaxUpdate) -> cute.Tensor:
     """Factors for what was accumulated before the block; the sums are multiplied by them."""
-    factors = cute.make_rmem_tensor(cute.size(growth.shifts), Float32)
+    factors = cute.make_rmem_tensor(cute.size(update.delta_log2), Float32)
     for r in cutlass.range_constexpr(cute.size(factors)):
-        factors[r] = cute.math.exp2(growth.shifts[r], fastmath=True)
-        rows.total[r] = rows.total[r] * factors[r]
+        factors[r] = cute.math.exp2(update.delta_log2[r], fastmath=True)
+        rows.row_sum[r] = rows.row_sum[r] * factors[r]
     return factors
 
 
 @cute.jit
-def weigh(
+def exp2_columns(
     scores: cute.Tensor,
     rows: Rows,
-    step: Step,
+    block: NextBlock,
     scale: Float32,
     method: cutlass.Constexpr,
     first: cutlass.Constexpr,
@@ -136,14 +136,14 @@ def weigh(
 ) -> None:
     """Columns `first <= c < last` of a further block become weights."""
     for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
-        rows.total[r] += _weigh_row(scores, r, step.offsets[r], scale, method, first, last)
+        rows.row_sum[r] += _exp2_row(scores, r, block.offsets[r], scale, method, first, last)
 
 
 @cute.jit
-def rescale(accumulator: cute.Tensor, factors: cute.Tensor, method: cutlass.Constexpr) -> None:
-    """Multiply the rows of `accumulator` (R, C); if conditional, only where a row of the warp needs it."""
+def rescale_output(accumulator: cute.Tensor, factors: cute.Tensor, method: cutlass.Constexpr) -> None:
+    """Multiply the rows of `accumulator` (R, C); a lazy one only if a row of the warp needs it."""
     needed = Boolean(True)
-    if cutlass.const_expr(method.conditional):
+    if cutlass.const_expr(method.lazy_rescale):
         lowest = factors[0]
         for r in cutlass.range_constexpr(1, cute.size(factors)):
             lowest = cute.arch.fmin(lowest, factors[r])
@@ -154,7 +154,7 @@ def rescale(accumulator: cute.Tensor, factors: cute.Tensor, method: cutlass.Cons
                 accumulator[r, c] = accumulator[r, c] * factors[r]
 
 
-class Ends(NamedTuple):
+class Final(NamedTuple):
     """What is left of rows, each (R,)."""
 
     inverse: cute.Tensor
@@ -162,26 +162,26 @@ class Ends(NamedTuple):
     lse: cute.Tensor
     """Natural logarithms of the sums of exponentials; -inf for rows that see nothing."""
     lse_low: cute.Tensor | None
-    """With `subtracts_first`: what rounding has taken from lse."""
+    """With `subtracts_max_first`: what rounding has taken from lse."""
 
 
 @cute.jit
-def finish(rows: Rows, scale: Float32, keep_scale: Float32, method: cutlass.Constexpr) -> Ends:
-    R = cute.size(rows.top)
+def finalize(rows: Rows, scale: Float32, keep_scale: Float32, method: cutlass.Constexpr) -> Final:
+    R = cute.size(rows.row_max)
     inverse, lse, low = (cute.make_rmem_tensor(R, Float32) for _ in range(3))
     for r in cutlass.range_constexpr(R):
-        total, top = rows.total[r], rows.top[r]
+        row_sum, row_max = rows.row_sum[r], rows.row_max[r]
         for step in cutlass.range_constexpr(_steps(method.lanes)):
-            total = total + cute.arch.shuffle_sync_bfly(total, 1 << step)
+            row_sum = row_sum + cute.arch.shuffle_sync_bfly(row_sum, 1 << step)
         inverse[r], lse[r], low[r] = Float32(0.0), -Float32.inf, Float32(0.0)
         # Weights relative to a maximum of +inf may all be 0.
-        if (total != 0.0) | (top == Float32.inf):
-            inverse[r] = keep_scale * cute.arch.rcp_approx(total)
-            if cutlass.const_expr(method.subtracts_first):
-                lse[r], low[r] = _sum_and_error(top, cute.math.log2(total, fastmath=True) * LN2)
+        if (row_sum != 0.0) | (row_max == Float32.inf):
+            inverse[r] = keep_scale * cute.arch.rcp_approx(row_sum)
+            if cutlass.const_expr(method.subtracts_max_first):
+                lse[r], low[r] = _sum_and_error(row_max, cute.math.log2(row_sum, fastmath=True) * LN2)
             else:
-                lse[r] = (top * scale + cute.math.log2(total, fastmath=True)) * LN2
-    return Ends(inverse, lse, low if method.subtracts_first else None)
+                lse[r] = (row_max * scale + cute.math.log2(row_sum, fastmath=True)) * LN2
+    return Final(inverse, lse, low if method.subtracts_max_first else None)
 
 
 def _sum_and_error(x: Float32, y: Float32) -> tuple[Float32, Float32]:
@@ -210,23 +210,23 @@ def _maximum(scores: cute.Tensor, r: cutlass.Constexpr, method: cutlass.Constexp
 
 
 @cute.jit
-def _across(top: Float32, lanes: cutlass.Constexpr) -> Float32:
+def _across(row_max: Float32, lanes: cutlass.Constexpr) -> Float32:
     """The maximum of the neighbouring lanes that share a row."""
     for step in cutlass.range_constexpr(_steps(lanes)):
-        top = _larger(top, cute.arch.shuffle_sync_bfly(top, 1 << step))
-    return top
+        row_max = _larger(row_max, cute.arch.shuffle_sync_bfly(row_max, 1 << step))
+    return row_max
 
 
 @cute.jit
-def _reference(top: Float32, method: cutlass.Constexpr) -> Float32:
+def _reference(row_max: Float32, method: cutlass.Constexpr) -> Float32:
     """The maximum, or 0 for a row of -inf only, whose weights then are 0 instead of NaN."""
-    if cutlass.const_expr(method.hidden):
-        return Float32(0.0) if top == -Float32.inf else top
-    return top
+    if cutlass.const_expr(method.may_be_fully_masked):
+        return Float32(0.0) if row_max == -Float32.inf else row_max
+    return row_max
 
 
 def _offset(reference: Float32, scale: Float32, method: Method) -> Float32:
-    return reference if method.subtracts_first else reference * scale
+    return reference if method.subtracts_max_first else reference * scale
 
 
 def _larger(x: Float32, y: Float32) -> Float32:
@@ -239,7 +239,7 @@ def _maximum_of_three(x: Float32, y: Float32, z: Float32) -> Float32:
 
 
 @cute.jit
-def _weigh_row(
+def _exp2_row(
     scores: cute.Tensor,
     r: cutlass.Constexpr,
     offset: Float32,
@@ -251,7 +251,7 @@ def _weigh_row(
     """Some columns of row r become weights; returns their sum."""
     chains = [Float32(0.0)] * CHAINS
     for c in cutlass.range_constexpr(first, last):
-        if cutlass.const_expr(method.subtracts_first):
+        if cutlass.const_expr(method.subtracts_max_first):
             weight = method.exponent.of((scores[r, c] - offset) * scale, c)
         else:
             weight = method.exponent.of(scores[r, c] * scale - offset, c)
@@ -263,27 +263,27 @@ def _weigh_row(
 Pair = tuple[Float32, Float32]
 
 
-def begin_sums(rows: Rows) -> tuple[Pair, ...]:
-    """Packed rows: chains of the sum of one row, to go through `weigh_pairs`, which `end_sums` adds up."""
+def begin_packed_sum(rows: Rows) -> tuple[Pair, ...]:
+    """Packed rows: chains of the sum of one row for `exp2_packed` to add to; `end_packed_sum` joins them."""
     zero = Float32(0.0)
-    return (rows.total[0], zero), *((zero, zero),) * (CHAINS // 2 - 1)
+    return (rows.row_sum[0], zero), *((zero, zero),) * (CHAINS // 2 - 1)
 
 
 @cute.jit
-def weigh_pairs(
+def exp2_packed(
     scores: cute.Tensor,
     sums: tuple[Pair, ...],
-    growth: Growth,
+    update: MaxUpdate,
     scale: Float32,
     method: cutlass.Constexpr,
     first: cutlass.Constexpr,
     last: cutlass.Constexpr,
 ) -> tuple[Pair, ...]:
     """Packed rows: columns `first <= c < last` of one row (1, C) become weights, added to its sums."""
-    chains, offset = list(sums), -growth.offsets[0]
+    chains, offset = list(sums), -update.offsets[0]
     for c in cutlass.range_constexpr(first, last, 2):
         x = scores[0, c], scores[0, c + 1]
-        if cutlass.const_expr(method.subtracts_first):
+        if cutlass.const_expr(method.subtracts_max_first):
             x = cute.arch.mul_packed_f32x2(cute.arch.add_packed_f32x2(x, (offset, offset)), (scale, scale))
         else:
             x = cute.arch.fma_packed_f32x2(x, (scale, scale), (offset, offset))
@@ -294,6 +294,6 @@ def weigh_pairs(
     return tuple(chains)
 
 
-def end_sums(rows: Rows, sums: tuple[Pair, ...]) -> None:
+def end_packed_sum(rows: Rows, sums: tuple[Pair, ...]) -> None:
     total = cute.arch.add_packed_f32x2(*sums)
-    rows.total[0] = total[0] + total[1]
+    rows.row_sum[0] = total[0] + total[1]

@@ -221,10 +221,10 @@ class Plan(NamedTuple):
         return Method(
             1,
             self.hides_rows,
-            conditional=True,
+            lazy_rescale=True,
             exponent=exponent,
             packed=True,
-            subtracts_first=self.features.float_mask,
+            subtracts_max_first=self.features.float_mask,
         )
 
     def softmax_of(self, masked: bool) -> Method:
@@ -233,7 +233,7 @@ class Plan(NamedTuple):
         Beside dropout all blocks share one: two of them spill at D 256.
         """
         f = self.features
-        return self.softmax._replace(subtracts_first=f.float_mask and (masked or f.dropout))
+        return self.softmax._replace(subtracts_max_first=f.float_mask and (masked or f.dropout))
 
     @property
     def hides_rows(self) -> bool:

@@ -108,7 +108,7 @@ def _work(k: Kernel, t: Thread, tile: Tile) -> Work:
 
 @cute.jit
 def _blocks(k: Kernel, t: Thread, work: Work, s_at: Cursor) -> Cursor:
-    softmax.clear(t.rows)
+    softmax.reset(t.rows)
     if cutlass.const_expr(k.plan.cuts_at_the_end):
         return _blocks_cut_at_the_end(k, t, work, s_at)
     return _blocks_cut_anywhere(k, t, work, s_at)
@@ -172,15 +172,15 @@ def _block(
     scale = scores.softmax_scale(k.rule, plan.features)
     values = cute.make_tensor(S.iterator, cute.make_layout((1, plan.keys)))
     method = plan.softmax_of(masked)
-    growth = softmax.grow(values, t.rows, scale, method)
+    update = softmax.update_max(values, t.rows, scale, method)
     place, barrier = k.sScale, _scale_barrier(t)
     if i > 0:
-        place[t.row, t.t] = softmax.rescale_sums(t.rows, growth)[0]
+        place[t.row, t.t] = softmax.rescale_row_sum(t.rows, update)[0]
         cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=2 * WARP)
-    sums = softmax.begin_sums(t.rows)
+    sums = softmax.begin_packed_sum(t.rows)
     for piece in cutlass.range_constexpr(plan.keys // PIECE):
         begin = piece * PIECE
-        sums = _weigh_piece(k, t, S, sums, growth, method, begin, kept, seen[piece])
+        sums = _exp2_piece(k, t, S, sums, update, method, begin, kept, seen[piece])
         if cutlass.const_expr(begin + PIECE == plan.config.early):
             tmem.wait_stores()
             tmem.fence_before()
@@ -188,7 +188,7 @@ def _block(
     tmem.wait_stores()
     tmem.fence_before()
     arrive(k.late.full + s_at.stage, plan.ctas)
-    softmax.end_sums(t.rows, sums)
+    softmax.end_packed_sum(t.rows, sums)
     return Cursor(s_at.stage, s_at.phase ^ 1)
 
 
@@ -254,12 +254,12 @@ def _drawn(k: Kernel, work: Work, n: Int32) -> tuple:
 
 
 @cute.jit
-def _weigh_piece(
+def _exp2_piece(
     k: Kernel,
     t: Thread,
     S: cute.Tensor,
     sums: tuple,
-    growth: softmax.Growth,
+    update: softmax.MaxUpdate,
     method: cutlass.Constexpr,
     begin: cutlass.Constexpr,
     kept: tuple,
@@ -271,7 +271,7 @@ def _weigh_piece(
     """
     rounded = cute.make_rmem_tensor(PIECE, k.plan.dtype)
     if cutlass.const_expr(seen is None) or seen:
-        sums = _weigh_and_round(k, S, sums, growth, method, begin, kept, rounded)
+        sums = _exp2_and_round(k, S, sums, update, method, begin, kept, rounded)
     else:
         rounded.fill(0.0)
     tmem.store(t.lanes + begin // 2, cute.recast_tensor(rounded, cutlass.Int32))
@@ -279,11 +279,11 @@ def _weigh_piece(
 
 
 @cute.jit
-def _weigh_and_round(
+def _exp2_and_round(
     k: Kernel,
     S: cute.Tensor,
     sums: tuple,
-    growth: softmax.Growth,
+    update: softmax.MaxUpdate,
     method: cutlass.Constexpr,
     begin: cutlass.Constexpr,
     kept: tuple,
@@ -291,7 +291,7 @@ def _weigh_and_round(
 ) -> tuple:
     plan, scale = k.plan, scores.softmax_scale(k.rule, k.plan.features)
     values = cute.make_tensor(S.iterator, cute.make_layout((1, plan.keys)))
-    sums = softmax.weigh_pairs(values, sums, growth, scale, method, begin, begin + PIECE)
+    sums = softmax.exp2_packed(values, sums, update, scale, method, begin, begin + PIECE)
     rounding.round_to(cute.make_tensor(S.iterator + begin, cute.make_layout(PIECE)), rounded)
     if cutlass.const_expr(plan.features.dropout):
         dropout.QueryLane.drop(rounded, kept[begin // PIECE])
@@ -308,7 +308,7 @@ def _finish(k: Kernel, t: Thread, at: Cursor, end_at: Cursor) -> None:
     plan, tile = k.plan, tiles.read(k, k.tile, at)  # again: registers are scarce in between
     scale = scores.softmax_scale(k.rule, plan.features)
     keep_scale = k.rule.keep_scale if plan.features.dropout else Float32(1.0)
-    ends = softmax.finish(t.rows, scale, keep_scale, plan.softmax)
+    ends = softmax.finalize(t.rows, scale, keep_scale, plan.softmax)
     ring.wait_empty(k.inverse, end_at)
     k.sInverse[t.row, t.t] = ends.inverse[0]
     ring.fill(k.inverse, end_at)

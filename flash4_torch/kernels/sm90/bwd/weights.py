@@ -53,7 +53,7 @@ def weigh(
 ) -> Made:
     """Scores become weights, in place too."""
     plan = k.plan
-    features = plan.features if masked else plan.features.of_unmasked_blocks
+    features = plan.features if masked else plan.features.without_float_mask
     P, slopes, kept = wgmma.weights_fragment(plan.dtype, plan.queries), None, None
     scores.change(t.S, k.rule, features)
     if cutlass.const_expr(features.softcap):

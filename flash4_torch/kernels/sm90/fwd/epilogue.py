@@ -29,7 +29,7 @@ def epilogue(k: Kernel, t: Thread, tile: Tile, q_at: Cursor) -> None:
     plan = k.plan
     scale = scores.softmax_scale(k.rule, plan.features)
     keep_scale = k.rule.keep_scale if plan.features.dropout else Float32(1.0)
-    ends = softmax.finish(t.rows, scale, keep_scale, plan.softmax)
+    ends = softmax.finalize(t.rows, scale, keep_scale, plan.softmax)
     inverse = ends.inverse
     _store_lse(k, ends, tile, t)
 

@@ -284,17 +284,17 @@ def _block(
     _finish_scores(k, t, work, t.S, n, plan.inner_band if masked else None, words)
     values, scale = wgmma.rows_of(t.S), scores.softmax_scale(k.rule, plan.features)
     method = plan.softmax_of(masked)
-    step = softmax.step(values, t.rows, scale, method)
+    block = softmax.next_block(values, t.rows, scale, method)
     cut, columns = plan.columns_before_wait, cute.size(values, mode=[1])
-    softmax.weigh(values, t.rows, step, scale, method, 0, cut)
-    if cutlass.const_expr(plan.config.wait):
-        wgmma.wait_after(t.rows.total)
+    softmax.exp2_columns(values, t.rows, block, scale, method, 0, cut)
+    if cutlass.const_expr(plan.config.exp_quarters_before_pv):
+        wgmma.wait_after(t.rows.row_sum)
     else:
         wgmma.wait(0)
     ring.release(k.load_v, v_at)
-    softmax.rescale(wgmma.rows_of(t.O), step.factors, method)
+    softmax.rescale_output(wgmma.rows_of(t.O), block.factors, method)
     if cutlass.const_expr(cut < columns):
-        softmax.weigh(values, t.rows, step, scale, method, cut, columns)
+        softmax.exp2_columns(values, t.rows, block, scale, method, cut, columns)
     k_at, v_at = ring.after(k_at, plan.config.kv_stages), ring.after(v_at, plan.config.kv_stages)
     _round_weights(k, t, v_at)
     return k_at, v_at
@@ -330,7 +330,7 @@ def _first_scores(k: Kernel, t: Thread, work: Work, q_at: Cursor, k_at: Cursor) 
 def _first_weights(k: Kernel, t: Thread, work: Work, S: cute.Tensor, n: Int32) -> None:
     _finish_scores(k, t, work, S, n, k.plan.band, _mask_words(k, work, n))
     scale = scores.softmax_scale(k.rule, k.plan.features)
-    softmax.begin(wgmma.rows_of(S), t.rows, scale, k.plan.softmax)
+    softmax.first_block(wgmma.rows_of(S), t.rows, scale, k.plan.softmax)
 
 
 @cute.jit

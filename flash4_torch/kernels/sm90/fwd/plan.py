@@ -172,7 +172,11 @@ class Plan(NamedTuple):
     def columns_before_wait(self) -> int:
         """How many of a thread's columns of a block become weights before the wait for PV."""
         columns = self.keys // 4
-        return columns * self.config.wait // 16 * 4 if self.config.wait else columns
+        return (
+            columns * self.config.exp_quarters_before_pv // 16 * 4
+            if self.config.exp_quarters_before_pv
+            else columns
+        )
 
     @property
     def cuts_at_the_end(self) -> bool:
@@ -192,14 +196,14 @@ class Plan(NamedTuple):
         return Method(
             LANES,
             self.hides_rows,
-            self.config.conditional,
+            self.config.lazy_rescale,
             Exponent(self.config.polynomial, 16),
-            subtracts_first=self.features.float_mask,
+            subtracts_max_first=self.features.float_mask,
         )
 
     def softmax_of(self, masked: bool) -> Method:
         """The softmax of a block, which is right for large masks only where one may be."""
-        return self.softmax._replace(subtracts_first=self.features.float_mask and masked)
+        return self.softmax._replace(subtracts_max_first=self.features.float_mask and masked)
 
     @property
     def hides_rows(self) -> bool:
