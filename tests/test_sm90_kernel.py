@@ -94,7 +94,7 @@ STATICS = {
     "varlen, O over Q": static(192, 192, (2, 80, 2, 1), varlen=True, o_over_q=True, k_ahead=True, **CAUSAL),
 }
 STATICS |= SM90.covering(STATICS.values())
-FEW = few(STATICS, "half", "turns, half")
+FEW = few(STATICS, "half", "turns, half", "pair")
 
 
 @pytest.mark.parametrize("name", FEW)
