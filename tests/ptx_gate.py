@@ -51,7 +51,7 @@ class _Done(BaseException):
 
 
 def kernels() -> dict[str, list[Key]]:
-    """By where they come from."""
+    """Kernels by the list that they come from."""
     from flash4_torch import ahead
     from flash4_torch.backends.compiled import TARGETS
 
@@ -135,7 +135,7 @@ def read(file: Path) -> dict[tuple[str, int], tuple[str, str]]:
 
 
 def recorded(commit: str, words: list[str]) -> Path:
-    """Of a commit, in a tree of its own, by its own lists."""
+    """The file with a commit's PTX, made in a tree of its own, by that tree's lists."""
     commit = subprocess.check_output(["git", "rev-parse", commit], cwd=HERE, text=True).strip()
     file = KEPT / f"{'-'.join([commit, *words])}.gz"
     if not file.exists():
