@@ -14,6 +14,7 @@ from flash4_torch.compile import Key, cache, pool
 
 
 def folder_of_all_workers(folders: pytest.TempPathFactory) -> Path:
+    """The run's temporary folder, one for all processes of pytest-xdist."""
     own = folders.getbasetemp()
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 

@@ -6,7 +6,7 @@ The kernels are those of the tests that read machine code, all that tests run in
 together every two settings that can meet, and the small ones around them that a warm-up compiles. They are
 compared by their places in these lists, so that names of fields and of entries may change. Names of symbols,
 line numbers, comments and sections for debuggers do not count. It exits with 1 if a kernel differs or is
-missing, takes ten minutes on two cores, and keeps in build/ptx what it found of a commit.
+missing, takes about ten minutes for a tree on two cores, and keeps in build/ptx what it found of a commit.
 """
 
 from __future__ import annotations

@@ -109,7 +109,8 @@ def check_masked(server: str, call: Call) -> None:
     inputs, dout = [x.to(dtype) for x in call.inputs], call.dout.to(dtype)
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return flash4_torch.attention(q, k, v, attn_mask=mask, causal=causal, return_lse=True)
+        kwargs = {"attn_mask": mask, "causal": causal, "deterministic": False}
+        return flash4_torch.attention(q, k, v, **kwargs, return_lse=True)
 
     with served_by(server), testing.poisoned_memory():
         results, grads = results_and_gradients(ours, inputs, dout)
@@ -131,6 +132,17 @@ def check_masked(server: str, call: Call) -> None:
 @given(call=masked_calls(may_be_causal=True))
 def test_finite_masks_of_any_size(server: str, call: Call) -> None:
     check_masked(server, call)
+
+
+@pytest.mark.parametrize("arch", COMPILED)
+@pytest.mark.parametrize("hidden", [-torch.inf, LOWEST])
+def test_blocks_that_a_float_mask_leaves_alone(arch: str, hidden: float) -> None:
+    """Key padding: blocks in front of it have a softmax of their own."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(1, S, 1, 64, generator=generator) for S in (150, 400, 400, 150))
+    mask = torch.zeros(1, 1, 1, 400)
+    mask[..., 370:] = hidden
+    check_masked(arch, Call([q, k, v], dout, mask.expand(1, 1, 150, 400), causal=False))
 
 
 @pytest.mark.parametrize("arch", COMPILED)
@@ -180,7 +192,9 @@ def check_capped(server: str, softcap: float, size: float) -> None:
     q = q * size
     with served_by(server), testing.poisoned_memory():
         found, grads = results_and_gradients(
-            lambda *x: flash4_torch.attention(*x, softcap=softcap, return_lse=True), [q, k, v], dout
+            lambda *x: flash4_torch.attention(*x, softcap=softcap, deterministic=False, return_lse=True),
+            [q, k, v],
+            dout,
         )
     exact_results, exact = results_and_gradients(
         lambda *x: testing.reference(*x, softcap=softcap), [q, k, v], dout.double()

@@ -171,12 +171,8 @@ class Plan(NamedTuple):
     @property
     def columns_before_wait(self) -> int:
         """How many of a thread's columns of a block become weights before the wait for PV."""
-        columns = self.keys // 4
-        return (
-            columns * self.config.exp_quarters_before_pv // 16 * 4
-            if self.config.exp_quarters_before_pv
-            else columns
-        )
+        columns, quarters = self.keys // 4, self.config.exp_quarters_before_pv
+        return columns * quarters // 16 * 4 if quarters else columns
 
     @property
     def cuts_at_the_end(self) -> bool:
