@@ -19,7 +19,7 @@ from flash4_torch import testing
 from flash4_torch.compile import jit
 from flash4_torch.configs.types import Features, Sm90Backward, Sm90Forward, Sm100Backward, Sm100Forward
 from flash4_torch.emulator.host import Launch
-from flash4_torch.kernels.common.dq_blocks import sums_of
+from flash4_torch.kernels.common.bwd.dq_blocks import sums_of
 from flash4_torch.kernels.common.mask_tables import MaskPlan, place
 from flash4_torch.reference.dropout import thresholds
 from flash4_torch.testing import emulate
@@ -55,7 +55,7 @@ def compiled(features: Features, config: Any) -> Any:
 
 @functools.cache
 def compiled_tables(plan: MaskPlan) -> Any:
-    from flash4_torch.kernels.shared.mask_blocks import compile_mask_blocks
+    from flash4_torch.kernels.aux_kernels.mask_blocks import compile_mask_blocks
 
     return compile_mask_blocks(plan)
 

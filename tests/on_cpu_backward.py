@@ -13,9 +13,14 @@ from flash4_torch import compile
 from flash4_torch.backends.compiled import GROUP_SUMS, POSTPROCESS, PREPROCESS, Target, backward
 from flash4_torch.backends.compiled.targets import BackwardConfig
 from flash4_torch.configs.types import Features
-from flash4_torch.kernels.common.dq_blocks import sums_of
+from flash4_torch.kernels.common.bwd.dq_blocks import sums_of
+from flash4_torch.kernels.common.bwd.row_blocks import (
+    GroupSumsPlan,
+    PostprocessPlan,
+    PreprocessPlan,
+    RowBlocks,
+)
 from flash4_torch.kernels.common.mask_tables import place
-from flash4_torch.kernels.common.row_blocks import GroupSumsPlan, PostprocessPlan, PreprocessPlan, RowBlocks
 from flash4_torch.masks import Band
 from flash4_torch.reference import tiled
 from flash4_torch.reference.dropout import Dropout

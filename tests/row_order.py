@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash4_torch.kernels.common.dq_blocks import DqBlocks, DqLanes
-from flash4_torch.kernels.common.row_blocks import RowBlocks
+from flash4_torch.kernels.common.bwd.dq_blocks import DqBlocks, DqLanes
+from flash4_torch.kernels.common.bwd.row_blocks import RowBlocks
 
 
 def blocks_of(D: int, queries: int, by_lanes: bool = False) -> RowBlocks:

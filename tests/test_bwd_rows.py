@@ -13,14 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flash4_torch.kernels.common.dq_blocks import DqBlocks, DqLanes
-from flash4_torch.kernels.common.row_blocks import GroupSumsPlan, PostprocessPlan, PreprocessPlan, RowBlocks
+from flash4_torch.kernels.common.bwd.dq_blocks import DqBlocks, DqLanes
+from flash4_torch.kernels.common.bwd.row_blocks import (
+    GroupSumsPlan,
+    PostprocessPlan,
+    PreprocessPlan,
+    RowBlocks,
+)
 from row_order import blocks_of, ends_of, in_blocks, out_of_blocks, places
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
-from flash4_torch.kernels.shared.bwd_group_sums import compile_group_sums
-from flash4_torch.kernels.shared.bwd_postprocess import compile_postprocess
-from flash4_torch.kernels.shared.bwd_preprocess import compile_preprocess
+from flash4_torch.kernels.aux_kernels.bwd_group_reduce import compile_group_sums
+from flash4_torch.kernels.aux_kernels.bwd_postprocess import compile_postprocess
+from flash4_torch.kernels.aux_kernels.bwd_preprocess import compile_preprocess
 from flash4_torch.testing import emulate
 
 compiled_before = functools.cache(compile_preprocess)

@@ -61,7 +61,8 @@ def prepare(
 
 def plans() -> dict[str, Any]:
     """The other classes that stand in kernels' names."""
-    from flash4_torch.kernels.common import mask_tables, row_blocks
+    from flash4_torch.kernels.common import mask_tables
+    from flash4_torch.kernels.common.bwd import row_blocks
 
     return vars(mask_tables) | vars(row_blocks)
 

@@ -20,13 +20,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "emulator": set(),
     "kernels": set(),
     "kernels.common": set(),
-    "kernels.shared": {"kernels.common"},
+    "kernels.aux_kernels": {"kernels.common"},
     "kernels.sm90": {"kernels.common"},
     "kernels.sm100": {"kernels.common"},
     "backends": {
         "kernels.sm90",
         "kernels.sm100",
-        "kernels.shared",
+        "kernels.aux_kernels",
         "kernels.common",
         "compile",
         "emulator",
@@ -223,3 +223,51 @@ def test_what_is_allowed_passes(module: str, source: str) -> None:
 def test_relative_imports_of_a_package_start_at_itself() -> None:
     found = violations("from . import cpu\nfrom .. import nn", f"{PACKAGE}.backends", is_package=True)
     assert len(found) == 1 and "backends may not import nn" in found[0]
+
+
+def imports_of(path: Path) -> set[str]:
+    """Modules of the package that a module imports, wherever in its text, also those for type checkers only."""
+    module, is_package = module_name(path), path.name == "__init__.py"
+    names = {use.name for use in uses(path.read_text(), module, is_package=is_package)}
+    known = {module_name(other) for other in MODULES}
+    found = {max((m for m in known if is_within(name, m)), key=len, default="") for name in names}
+    return found - {"", module}
+
+
+def cycle_in(graph: dict[str, set[str]]) -> list[str]:
+    """Some cycle of a graph, its nodes in order; empty if it has none."""
+    done: set[str] = set()
+
+    def search(node: str, path: list[str]) -> list[str]:
+        if node in path:
+            return path[path.index(node) :]
+        if node not in done:
+            for other in sorted(graph.get(node, ())):
+                if found := search(other, [*path, node]):
+                    return found
+            done.add(node)
+        return []
+
+    return next(filter(None, (search(node, []) for node in sorted(graph))), [])
+
+
+def test_no_import_cycle() -> None:
+    cycle = cycle_in({module_name(path): imports_of(path) for path in MODULES})
+    assert not cycle, " imports ".join([*cycle, *cycle[:1]])
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["from . import b", "if TYPE_CHECKING:\n    from .b import B", "def f():\n    from .b import B"],
+)
+def test_a_cycle_is_found(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / PACKAGE
+    package.mkdir()
+    paths = [package / name for name in ("__init__.py", "a.py", "b.py", "c.py")]
+    for path, text in zip(paths, ["", how, "from . import c", "from .a import A"], strict=True):
+        path.write_text(text)
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    monkeypatch.setitem(globals(), "MODULES", paths)
+    assert set(cycle_in({module_name(path): imports_of(path) for path in paths})) == {
+        f"{PACKAGE}.{name}" for name in "abc"
+    }

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+from flash4_torch.kernels.aux_kernels.mask_blocks import compile_mask_blocks
 from flash4_torch.kernels.common.mask_tables import MaskPlan, place
-from flash4_torch.kernels.shared.mask_blocks import compile_mask_blocks
 from flash4_torch.testing import emulate
 from mask_kernel import TILE_ROWS, compile_visit
 

@@ -219,7 +219,7 @@ def _run(direction: str, problem: Problem, *tensors: Tensor | None) -> None:
 @functools.cache
 def _compile(arch: str, direction: str, dtype: str, *static: Any) -> Any:
     """The compiled kernels; the device of that architecture must be active."""
-    from ..kernels.shared import rowwise
+    from ..kernels.aux_kernels import rowwise
 
     *plan, dlse = static
     if direction == "forward":

@@ -239,7 +239,7 @@ def measure(settings: Settings) -> Iterator[Row]:
 
 def _attention(S: int, stack: ExitStack) -> Launch:
     """The forward of one causal head in f32; `stack` closes the device that it is compiled for."""
-    from ..kernels.shared import rowwise
+    from ..kernels.aux_kernels import rowwise
 
     D = 64
     device = stack.enter_context(emulate.device("sm_90a"))

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ... import compile
 from ...configs.types import Features
-from ...kernels.common.dq_blocks import sums_of
+from ...kernels.common.bwd.dq_blocks import sums_of
+from ...kernels.common.bwd.row_blocks import GroupSumsPlan, PostprocessPlan, PreprocessPlan, RowBlocks
 from ...kernels.common.mask_tables import MaskPlan
-from ...kernels.common.row_blocks import GroupSumsPlan, PostprocessPlan, PreprocessPlan, RowBlocks
 from ...problem import Problem
 from . import forward
 from .rule import Rule, evenly, heads_in_section, rule

@@ -12,8 +12,7 @@ FARTHEST = 1 << 30
 _SMALLEST_SOFTCAP, _LARGEST_SOFTCAP = 2.0**-100, 2.0**100
 """Beyond these all scores are capped, or none is; within them no product of a kernel is 0 or infinite."""
 Rule = tuple[float, float, int, int, int, int, int, int, int, float]
-"""The fields of `kernels.common.args.Rule` and of `BackwardRule`: scale, softcap, left, right, longest Sq (or
-Sk), heads in a section, multiprocessors, drop byte, drop fraction, keep scale."""
+"""The fields of `kernels.common.launch_params.Rule`, in its order."""
 
 
 def rule(problem: Problem, longest: int, section: int, multiprocessors: int) -> Rule:

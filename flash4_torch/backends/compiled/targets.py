@@ -11,10 +11,10 @@ from ...compile import arch as archs
 from ...configs import sm90, sm90_backward, sm100, sm100_backward, sm103
 from ...configs.types import Features
 
-PREPROCESS = "flash4_torch.kernels.shared.bwd_preprocess:compile_preprocess"
-POSTPROCESS = "flash4_torch.kernels.shared.bwd_postprocess:compile_postprocess"
-GROUP_SUMS = "flash4_torch.kernels.shared.bwd_group_sums:compile_group_sums"
-MASK_BLOCKS = "flash4_torch.kernels.shared.mask_blocks:compile_mask_blocks"
+PREPROCESS = "flash4_torch.kernels.aux_kernels.bwd_preprocess:compile_preprocess"
+POSTPROCESS = "flash4_torch.kernels.aux_kernels.bwd_postprocess:compile_postprocess"
+GROUP_SUMS = "flash4_torch.kernels.aux_kernels.bwd_group_reduce:compile_group_sums"
+MASK_BLOCKS = "flash4_torch.kernels.aux_kernels.mask_blocks:compile_mask_blocks"
 
 Find = Callable[[str, tuple[object, ...]], compile.Function]
 """From an entry and what it is compiled for to the kernel."""

@@ -1,6 +1,6 @@
 """attn_mask on the device: which blocks of keys a tile visits, and what the mask does to its scores.
 
-`kernels.shared.mask_blocks` has written the tables of `mask_tables` before. A role then does
+`kernels.aux_kernels.mask_blocks` has written the tables of `mask_tables` before. A role then does
 
     mask = make_mask(args, plan)
     blocks = visible_blocks(mask, batch, head, block, span.first, span.last)  # once a tile

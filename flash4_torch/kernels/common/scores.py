@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32
 
 from ...configs.types import Features
-from .args import Rule
+from .launch_params import Rule
 
 LOG2E = math.log2(math.e)
 

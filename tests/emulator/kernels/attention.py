@@ -1,4 +1,4 @@
-"""The package's small attention kernel, `flash4_torch.kernels.shared.rowwise`, on a few shapes of calls."""
+"""The package's small attention kernel, `kernels.aux_kernels.rowwise`, on a few shapes of calls."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from cutlass import Float32, Int32
 from torch import Tensor
 
-from flash4_torch.kernels.shared import rowwise
-from flash4_torch.kernels.shared.rowwise import Plan, Rule
+from flash4_torch.kernels.aux_kernels import rowwise
+from flash4_torch.kernels.aux_kernels.rowwise import Plan, Rule
 from flash4_torch.masks import Band
 from flash4_torch.reference.attention import attention
 from flash4_torch.reference.scoring import Scoring

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32
 
 from ...common import attn_mask, dropout, ring, scores
 from ...common import band as bands
-from ...common import key_tiles as tiles
-from ...common.add_dmask import add_dmask
 from ...common.band import Band, Span
+from ...common.bwd import tiles
+from ...common.bwd.dmask import add_dmask
+from ...common.bwd.loads import exact_lse
+from ...common.bwd.tiles import Tile
 from ...common.fragment import Fragment, row_fragment
-from ...common.key_loads import exact_lse
-from ...common.key_tiles import Blocks, Tile
 from ...common.ring import Cursor
 from ...common.rounding import round_to, widened
 from ...common.warps import WARP, WARPS
 from .. import tmem
+from .context import Context
 from .epilogue import dk_of, dv_of, store_gradient
 from .signal import arrive
 from .stage import from_column, in_cta, row_of, write
-
-if TYPE_CHECKING:
-    from .kernel import Kernel
+from .state import Cursors, Made, Thread, Work
 
 PART = 32
 """Queries whose dP a thread holds at a time."""
@@ -36,100 +33,52 @@ DRAWN = 64
 """Queries for which dropout draws together."""
 
 
-class Thread(NamedTuple):
-    """Where a thread is."""
-
-    warp: Int32
-    """Of the compute warps."""
-    key: Int32
-    """In the tile."""
-    first: Int32
-    """Of its queries in a block."""
-    column: Int32
-    """Of S, from which on it has those."""
-    chance: dropout.Dropout | None
-    """What dropout keeps."""
-
-
-class Cursors(NamedTuple):
-    kv: Cursor
-    q: Cursor
-    turn: Int32
-    """Phase of the block's signals."""
-    tile_turn: Int32
-
-
-class Work(NamedTuple):
-    """A tile and one of its query heads, as a thread sees it."""
-
-    tile: Tile
-    band: Band
-    span: Span
-    whole: Span
-    """Blocks that neither the band nor the end of Sk cuts."""
-    position: Int32
-    """Of the thread's key."""
-    head: Int32
-    blocks: Blocks
-
-
-class Made(NamedTuple):
-    """Of the scores of a thread's queries: what dS needs."""
-
-    P: cute.Tensor
-    """float32, and times softcap's derivatives; with `slopes` 16 bits, and without them."""
-    slopes: cute.Tensor | None
-    """Softcap's derivatives, 16 bits, where a mask is added."""
-    kept: tuple | None
-    """Two words of which weights dropout keeps."""
-
-
 @cute.jit
-def compute(k: Kernel, warp: Int32) -> None:
-    plan, half = k.plan, warp // WARPS
+def compute(ctx: Context, warp: Int32) -> None:
+    plan, half = ctx.plan, warp // WARPS
     chance = None
-    if cutlass.const_expr(k.plan.features.dropout):
-        chance = dropout.load(k.rng_state, k.rule.drop_byte, k.rule.drop_fraction)
+    if cutlass.const_expr(ctx.plan.features.dropout):
+        chance = dropout.load(ctx.rng_state, ctx.rule.drop_byte, ctx.rule.drop_fraction)
     lane, column = warp % WARPS * WARP + cute.arch.lane_idx(), half * plan.own_queries
     t = Thread(warp, lane, column, column, chance)
     if cutlass.const_expr(plan.wide):
         # The upper half of the lanes has the upper half of the queries.
         t = Thread(warp, lane % plan.keys, lane // plan.keys * (plan.queries // 2) + column, column, chance)
     at = Cursors(ring.start(), ring.start(), Int32(0), Int32(0))
-    tile = tiles.read(k, at.kv)
+    tile = tiles.read(ctx, at.kv)
     while tile.block >= 0:
-        at = _tile(k, t, tile, at)
-        tile = tiles.read(k, at.kv)
+        at = _tile(ctx, t, tile, at)
+        tile = tiles.read(ctx, at.kv)
 
 
 @cute.jit
-def _tile(k: Kernel, t: Thread, tile: Tile, at: Cursors) -> Cursors:
-    heads = tiles.group(k)
+def _tile(ctx: Context, t: Thread, tile: Tile, at: Cursors) -> Cursors:
+    heads = tiles.group(ctx)
     for h in cutlass.range(heads, unroll=1):
-        work = _work(k, t, tile, tile.key_head * heads + h)
+        work = _work(ctx, t, tile, tile.key_head * heads + h)
         for position in cutlass.range(work.blocks.span.first, work.blocks.span.last, unroll=1):
-            n, mixed = tiles.block_at(k, work.blocks, position)
-            at = _block(k, t, work, n, mixed, at)
+            n, mixed = tiles.block_at(ctx, work.blocks, position)
+            at = _block(ctx, t, work, n, mixed, at)
     # Half of the warps store dV, which is there first; the others store dK.
     if t.warp < WARPS:
-        store_gradient(k, t.warp, dv_of(k, at.kv), tile, at.kv, at.tile_turn)
-        ring.release(k.load_k, at.kv)
+        store_gradient(ctx, t.warp, dv_of(ctx, at.kv), tile, at.kv, at.tile_turn)
+        ring.release(ctx.load_k, at.kv)
     else:
-        store_gradient(k, t.warp, dk_of(k, at.kv), tile, at.kv, at.tile_turn)
-    return at._replace(kv=ring.after(at.kv, k.plan.config.kv_stages), tile_turn=at.tile_turn ^ 1)
+        store_gradient(ctx, t.warp, dk_of(ctx, at.kv), tile, at.kv, at.tile_turn)
+    return at._replace(kv=ring.after(at.kv, ctx.plan.config.kv_stages), tile_turn=at.tile_turn ^ 1)
 
 
 @cute.jit
-def _work(k: Kernel, t: Thread, tile: Tile, head: Int32) -> Work:
-    span, band = tiles.span_of(k, tile), tiles.band_of(k, tile)
-    position = tile.block * k.plan.keys + t.key
-    blocks = tiles.blocks_of(k, tile, span, head)
-    return Work(tile, band, span, _whole(k, tile, band, span), position, head, blocks)
+def _work(ctx: Context, t: Thread, tile: Tile, head: Int32) -> Work:
+    span, band = tiles.span_of(ctx, tile), tiles.band_of(ctx, tile)
+    position = tile.block * ctx.plan.keys + t.key
+    blocks = tiles.blocks_of(ctx, tile, span, head)
+    return Work(tile, band, span, _whole(ctx, tile, band, span), position, head, blocks)
 
 
 @cute.jit
-def _whole(k: Kernel, tile: Tile, band: Band, span: Span) -> Span:
-    plan, first = k.plan, tile.block * k.plan.keys
+def _whole(ctx: Context, tile: Tile, band: Band, span: Span) -> Span:
+    plan, first = ctx.plan, tile.block * ctx.plan.keys
     start, end = span.first, span.last
     if cutlass.const_expr(plan.band.left):
         lowest = cutlass.max(first + plan.keys - 1 + band.lowest, 0)
@@ -143,31 +92,31 @@ def _whole(k: Kernel, tile: Tile, band: Band, span: Span) -> Span:
 
 
 @cute.jit
-def _block(k: Kernel, t: Thread, work: Work, n: Int32, mixed: Boolean, at: Cursors) -> Cursors:
-    plan, signals = k.plan, k.signals
+def _block(ctx: Context, t: Thread, work: Work, n: Int32, mixed: Boolean, at: Cursors) -> Cursors:
+    plan, signals = ctx.plan, ctx.signals
     own = tmem.own_lanes(t.column, t.warp)
     mask = None
     if cutlass.const_expr(plan.features.mask != ""):
-        mask = _mask_rows(k, t, work, n)
+        mask = _mask_rows(ctx, t, work, n)
     kept = None
     if cutlass.const_expr(plan.features.dropout):
-        kept = _draw(k, t, work, n)
-    ring.wait_full(k.load_q, at.q)
+        kept = _draw(ctx, t, work, n)
+    ring.wait_full(ctx.load_q, at.q)
     cute.arch.mbarrier_wait(signals.mma_s, at.turn)
     tmem.fence_after()
-    made = _weigh(k, t, work, n, mixed, mask, kept, own + plan.s_at, at.q)
+    made = _weigh(ctx, t, work, n, mixed, mask, kept, own + plan.s_at, at.q)
     if cutlass.const_expr(plan.wide):
         cute.arch.fence_view_async_shared()
-    _arrive(k, signals.compute_p)
+    _arrive(ctx, signals.compute_p)
 
     cute.arch.mbarrier_wait(signals.mma_dp, at.turn)
     if cutlass.const_expr(plan.dq_apart):
         # The products of the block before have read its dS.
         cute.arch.mbarrier_wait(signals.mma_dq, at.turn ^ 1)
     tmem.fence_after()
-    _differentiate(k, t, work, n, made, own + plan.dp_at, at.q)
+    _differentiate(ctx, t, work, n, made, own + plan.dp_at, at.q)
     _fence_ds(plan.ctas)
-    _arrive(k, signals.compute_ds)
+    _arrive(ctx, signals.compute_ds)
     return at._replace(q=ring.after(at.q, plan.config.q_stages), turn=at.turn ^ 1)
 
 
@@ -180,15 +129,15 @@ def _fence_ds(ctas: int) -> None:
 
 
 @cute.jit
-def _arrive(k: Kernel, signal: cute.Pointer) -> None:
+def _arrive(ctx: Context, signal: cute.Pointer) -> None:
     """One arrival of this warp, when its stores to tensor memory are done."""
     tmem.wait_stores()
-    arrive(k, signal)
+    arrive(ctx, signal)
 
 
 @cute.jit
 def _weigh(
-    k: Kernel,
+    ctx: Context,
     t: Thread,
     work: Work,
     n: Int32,
@@ -199,21 +148,21 @@ def _weigh(
     q_at: Cursor,
 ) -> Made:
     """Scores become weights, which take their place in tensor memory in 16 bits."""
-    plan = k.plan
+    plan = ctx.plan
     own = plan.own_queries
     S, P = cute.make_rmem_tensor(own, Float32), cute.make_rmem_tensor(own, plan.dtype)
     slopes = cute.make_rmem_tensor(own, plan.dtype) if plan.keeps_slopes else None
-    lse = _numbers(k.sLse, t, q_at)
+    lse = _numbers(ctx.sLse, t, q_at)
     for first in cutlass.range_constexpr(0, own, plan.weighed_together):
         count = plan.weighed_together
         part = Made(_part(S, first, count), None if slopes is None else _part(slopes, first, count), kept)
-        _weigh_part(k, t, work, n, mixed, mask, part, _part(P, first, count), place, lse, first)
+        _weigh_part(ctx, t, work, n, mixed, mask, part, _part(P, first, count), place, lse, first)
     return Made(P if plan.keeps_slopes else S, slopes, kept)
 
 
 @cute.jit
 def _weigh_part(
-    k: Kernel,
+    ctx: Context,
     t: Thread,
     work: Work,
     n: Int32,
@@ -226,26 +175,26 @@ def _weigh_part(
     start: cutlass.Constexpr,
 ) -> None:
     """Those of some queries, from the thread's `start`-th on."""
-    plan, features = k.plan, k.plan.features
+    plan, features = ctx.plan, ctx.plan.features
     S, slopes, count = made.P, made.slopes, cute.size(P)
     for first in cutlass.range_constexpr(0, count, PART):
         tmem.load(place + start + first, _part(S, first))
     tmem.wait_loads()
-    scores.change(S, k.rule, features)
+    scores.change(S, ctx.rule, features)
     if cutlass.const_expr(slopes is not None):
-        _keep_slopes(k, S, slopes)
+        _keep_slopes(ctx, S, slopes)
     if cutlass.const_expr(plan.masks):
         if mixed | (n < work.whole.first) | (n >= work.whole.last):
-            _hide(k, t, work, n, mask, S, place + start, start)
+            _hide(ctx, t, work, n, mask, S, place + start, start)
         else:
             if cutlass.const_expr(features.float_mask):
                 _subtract_lse(S, lse, Float32(scores.LOG2E), start)
-    scale = scores.softmax_scale(k.rule, features)
+    scale = scores.softmax_scale(ctx.rule, features)
     for i in cutlass.range_constexpr(0, count, FOUR):
         offsets, four = _load_four(lse, start + i), _part(S, i, FOUR)
         slope = None
         if cutlass.const_expr(features.softcap and slopes is None):
-            slope = _slope(k, four)
+            slope = _slope(ctx, four)
         for j in cutlass.range_constexpr(0, FOUR, 2):
             x = S[i + j], S[i + j + 1]
             if cutlass.const_expr(not features.float_mask):
@@ -266,18 +215,18 @@ def _weigh_part(
             cute.recast_tensor(dropped, Uint32).store(cute.recast_tensor(P, Uint32).load())
         dropout.KeyLane.drop(dropped, made.kept, start)
     if cutlass.const_expr(plan.wide):
-        write(from_column(row_of(k.sP, t.key), t.first), start, dropped)
+        write(from_column(row_of(ctx.sP, t.key), t.first), start, dropped)
     else:
         tmem.store(place + start // 2, cute.recast_tensor(dropped, Uint32))
 
 
 @cute.jit
 def _differentiate(
-    k: Kernel, t: Thread, work: Work, n: Int32, made: Made, place: Int32, q_at: Cursor
+    ctx: Context, t: Thread, work: Work, n: Int32, made: Made, place: Int32, q_at: Cursor
 ) -> None:
     """dS = P (dP - delta), with respect to scaled scores: over dP in tensor memory, and in shared memory."""
-    plan, features = k.plan, k.plan.features
-    delta = _numbers(k.sDelta, t, q_at)
+    plan, features = ctx.plan, ctx.plan.features
+    delta = _numbers(ctx.sDelta, t, q_at)
     # The addresses of dmask take registers, and so do softcap's derivatives.
     together = PART >> (features.dmask + plan.keeps_slopes)
     for first in cutlass.range_constexpr(0, plan.own_queries, together):
@@ -292,33 +241,33 @@ def _differentiate(
                 weights = widened(weights)
             for j in cutlass.range_constexpr(0, FOUR, 2):
                 at = i + j
-                less = _less((dS[at], dS[at + 1]), (offsets[j], offsets[j + 1]), k)
+                less = _less((dS[at], dS[at + 1]), (offsets[j], offsets[j + 1]), ctx)
                 dS[at], dS[at + 1] = cute.arch.mul_packed_f32x2(less, (weights[j], weights[j + 1]))
         if cutlass.const_expr(features.dmask):
-            add_dmask(k, work, n, _fragment(k, t, work, n, dS, first))
+            add_dmask(ctx, work, n, _fragment(ctx, t, work, n, dS, first))
         if cutlass.const_expr(made.slopes is not None):
             _multiply(dS, widened(_part(made.slopes, first, together)))
         rounded = cute.make_rmem_tensor(together, plan.dtype)
         round_to(dS, rounded)
         if cutlass.const_expr(plan.wide):
-            write(from_column(row_of(k.sOwndS, t.key), t.first), first, rounded)
+            write(from_column(row_of(ctx.sOwndS, t.key), t.first), first, rounded)
         else:
             tmem.store(place + first // 2, cute.recast_tensor(rounded, Uint32))
-        _share(k, t, work.tile.block, first, rounded)
+        _share(ctx, t, work.tile.block, first, rounded)
 
 
 @cute.jit
-def _share(k: Kernel, t: Thread, block: Int32, column: cutlass.Constexpr, dS: cute.Tensor) -> None:
+def _share(ctx: Context, t: Thread, block: Int32, column: cutlass.Constexpr, dS: cute.Tensor) -> None:
     """Write dS where dQ of its queries is made, of a pair maybe in the other CTA."""
-    plan = k.plan
+    plan = ctx.plan
     if cutlass.const_expr(plan.ctas == 1):
-        write(from_column(row_of(k.sdS, t.key), t.first), column, dS)
+        write(from_column(row_of(ctx.sdS, t.key), t.first), column, dS)
     else:
-        own, own_rank = plan.queries // plan.ctas, k.pair.rank
+        own, own_rank = plan.queries // plan.ctas, ctx.pair.rank
         if cutlass.const_expr(plan.scarce):
             # The same by the tile's number: what is asked of the CTA itself is kept in all roles, and spills.
             own_rank = block % plan.ctas
-        row = row_of(k.sdS, own_rank * plan.keys + t.key)
+        row = row_of(ctx.sdS, own_rank * plan.keys + t.key)
         row, rank = from_column(row, t.first % own), t.first // own
         if rank == own_rank:
             write(row, column, dS)
@@ -326,21 +275,21 @@ def _share(k: Kernel, t: Thread, block: Int32, column: cutlass.Constexpr, dS: cu
             write(in_cta(row, rank), column, dS)
 
 
-def _less(gradients: tuple, offsets: tuple, k: Kernel) -> tuple:
+def _less(gradients: tuple, offsets: tuple, ctx: Context) -> tuple:
     """dP, as dropout scales it, less delta."""
-    if k.plan.features.dropout:
-        return cute.arch.fma_packed_f32x2(gradients, (k.rule.keep_scale, k.rule.keep_scale), offsets)
+    if ctx.plan.features.dropout:
+        return cute.arch.fma_packed_f32x2(gradients, (ctx.rule.keep_scale, ctx.rule.keep_scale), offsets)
     return cute.arch.add_packed_f32x2(gradients, offsets)
 
 
 @cute.jit
-def _draw(k: Kernel, t: Thread, work: Work, n: Int32) -> tuple:
-    drawn = work.tile.batch * k.maps.mQ.shape[2] + work.head
+def _draw(ctx: Context, t: Thread, work: Work, n: Int32) -> tuple:
+    drawn = work.tile.batch * ctx.maps.mQ.shape[2] + work.head
     row = dropout.KeyLane.at(t.chance, work.position, drawn, cute.arch.lane_idx())
     first = t.first // DRAWN * DRAWN
-    kept = row.kept(n * k.plan.queries + first)
+    kept = row.kept(n * ctx.plan.queries + first)
     # Of 64 that are drawn together a thread may have 32.
-    return kept if k.plan.own_queries == DRAWN else (kept[1] if t.first > first else kept[0], Uint32(0))
+    return kept if ctx.plan.own_queries == DRAWN else (kept[1] if t.first > first else kept[0], Uint32(0))
 
 
 @cute.jit
@@ -375,15 +324,15 @@ def _loaded(numbers: cute.Tensor, first: Int32) -> cute.Tensor:
 
 
 @cute.jit
-def _keep_slopes(k: Kernel, S: cute.Tensor, slopes: cute.Tensor) -> None:
+def _keep_slopes(ctx: Context, S: cute.Tensor, slopes: cute.Tensor) -> None:
     for i in cutlass.range_constexpr(0, cute.size(S), FOUR):
-        round_to(_slope(k, _part(S, i, FOUR)), _part(slopes, i, FOUR))
+        round_to(_slope(ctx, _part(S, i, FOUR)), _part(slopes, i, FOUR))
 
 
 @cute.jit
-def _slope(k: Kernel, S: cute.Tensor) -> cute.Tensor:
+def _slope(ctx: Context, S: cute.Tensor) -> cute.Tensor:
     """Derivatives of capped scores; 0 where they are hidden."""
-    inverse = 1.0 / (k.rule.softcap * scores.unit(k.plan.features))
+    inverse = 1.0 / (ctx.rule.softcap * scores.unit(ctx.plan.features))
     slope = cute.make_rmem_tensor(cute.size(S), Float32)
     for i in cutlass.range_constexpr(cute.size(S)):
         tanh = S[i] * inverse
@@ -400,9 +349,9 @@ def _multiply(values: cute.Tensor, others: cute.Tensor) -> None:
 
 
 @cute.jit
-def _mask_rows(k: Kernel, t: Thread, work: Work, n: Int32) -> tuple:
+def _mask_rows(ctx: Context, t: Thread, work: Work, n: Int32) -> tuple:
     """What attn_mask says of the thread's key: where, and what has been loaded of it for the block."""
-    rows = attn_mask.rows_of(k.mask, work.tile.batch, (work.head,), (work.position,))
+    rows = attn_mask.rows_of(ctx.mask, work.tile.batch, (work.head,), (work.position,))
     words = attn_mask.words_of(rows, n)
     for row in words:
         for i in cutlass.range_constexpr(cute.size(row)):
@@ -413,7 +362,7 @@ def _mask_rows(k: Kernel, t: Thread, work: Work, n: Int32) -> tuple:
 
 @cute.jit
 def _hide(
-    k: Kernel,
+    ctx: Context,
     t: Thread,
     work: Work,
     n: Int32,
@@ -422,15 +371,15 @@ def _hide(
     place: Int32,
     start: cutlass.Constexpr,
 ) -> None:
-    plan, count = k.plan, cute.size(S)
+    plan, count = ctx.plan, cute.size(S)
     if cutlass.const_expr(plan.features.mask):
         own, words = mask
         if cutlass.const_expr(plan.features.mask == "bool"):
-            attn_mask.change(k.mask, own, words, n, _fragment(k, t, work, n, S, start))
+            attn_mask.change(ctx.mask, own, words, n, _fragment(ctx, t, work, n, S, start))
         else:
-            _add_mask(k, t, work, n, own, S, place, start)
+            _add_mask(ctx, t, work, n, own, S, place, start)
     if cutlass.const_expr(plan.band.masks):
-        bands.hide(work.band, plan.band, _fragment(k, t, work, n, S, start))
+        bands.hide(work.band, plan.band, _fragment(ctx, t, work, n, S, start))
     if cutlass.const_expr(plan.config.tail):
         hidden = work.position >= work.tile.Sk
         for i in cutlass.range_constexpr(count):
@@ -439,7 +388,7 @@ def _hide(
 
 @cute.jit
 def _add_mask(
-    k: Kernel,
+    ctx: Context,
     t: Thread,
     work: Work,
     n: Int32,
@@ -453,7 +402,7 @@ def _add_mask(
     The sums become exponents. Not the branch alone keeps them apart: of a body without a loop the assembler
     makes predicates.
     """
-    exact = exact_lse(k, work.tile, work.head, n)
+    exact = exact_lse(ctx, work.tile, work.head, n)
     tmem.store(place, S)
     tmem.wait_stores()
     for i in cutlass.range(cute.size(S) // MASKED, unroll=1):
@@ -462,7 +411,7 @@ def _add_mask(
         tmem.wait_loads()
         row = cute.make_tensor(some.iterator, cute.make_layout((1, MASKED)))
         query = t.first + start + first
-        attn_mask.add_by_steps(k.mask, own, row_fragment(row, work.position, n * k.plan.queries + query))
+        attn_mask.add_by_steps(ctx.mask, own, row_fragment(row, work.position, n * ctx.plan.queries + query))
         _subtract_exact_lse(some, exact, query)
         tmem.store(place + first, some)
     tmem.wait_stores()
@@ -474,11 +423,11 @@ def _part(values: cute.Tensor, first: int, count: int = PART) -> cute.Tensor:
     return cute.make_tensor(values.iterator + first, cute.make_layout(count))
 
 
-def _fragment(k: Kernel, t: Thread, work: Work, n: Int32, values: cute.Tensor, first: int) -> Fragment:
+def _fragment(ctx: Context, t: Thread, work: Work, n: Int32, values: cute.Tensor, first: int) -> Fragment:
     """The thread's queries from the `first` on."""
     count = cute.size(values)
     row = cute.make_tensor(values.iterator, cute.make_layout((1, count), stride=(0, 1)))
-    return Fragment(row, (work.position,), n * k.plan.queries + t.first, tuple(range(first, first + count)))
+    return Fragment(row, (work.position,), n * ctx.plan.queries + t.first, tuple(range(first, first + count)))
 
 
 def _numbers(staged: cute.Tensor, t: Thread, at: Cursor) -> cute.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -10,16 +10,14 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from ...common import ring
-from ...common.key_tiles import Tile
+from ...common.bwd.tiles import Tile
 from ...common.ring import Cursor, Ring
 from ...common.rounding import round_to
 from ...common.warps import WARP, WARPS
 from .. import tmem
+from .context import Context
 from .signal import arrive
 from .stage import from_column, row_of, write
-
-if TYPE_CHECKING:
-    from .kernel import Kernel
 
 STAGED = 1
 """The first of two named barriers at which four warps have staged dV or dK."""
@@ -45,61 +43,63 @@ class Gradient(NamedTuple):
     rows: cute.Tensor
 
 
-def dk_of(k: Kernel, at: Cursor) -> Gradient:
-    signals, maps, stage = k.signals, k.maps, k.sK[None, None, at.stage]
+def dk_of(ctx: Context, at: Cursor) -> Gradient:
+    signals, maps, stage = ctx.signals, ctx.maps, ctx.sK[None, None, at.stage]
     made, taken = signals.mma_dk, signals.epilogue_dk
-    D, scale = k.plan.features.D, k.rule.scale
-    return Gradient(k.plan.dk_at, scale, made, taken, k.load_k, stage, D, maps.store_dk, maps.mdK, k.dk)
+    D, scale = ctx.plan.features.D, ctx.rule.scale
+    return Gradient(ctx.plan.dk_at, scale, made, taken, ctx.load_k, stage, D, maps.store_dk, maps.mdK, ctx.dk)
 
 
-def dv_of(k: Kernel, at: Cursor) -> Gradient:
-    signals, maps, stage = k.signals, k.maps, k.sV[None, None, at.stage]
+def dv_of(ctx: Context, at: Cursor) -> Gradient:
+    signals, maps, stage = ctx.signals, ctx.maps, ctx.sV[None, None, at.stage]
     made, taken = signals.mma_dv, signals.epilogue_dv
-    D, scale = k.plan.features.Dv, k.rule.keep_scale if k.plan.features.dropout else Float32(1.0)
-    return Gradient(k.plan.dv_at, scale, made, taken, k.load_v, stage, D, maps.store_dv, maps.mdV, k.dv)
+    D, scale = ctx.plan.features.Dv, ctx.rule.keep_scale if ctx.plan.features.dropout else Float32(1.0)
+    return Gradient(ctx.plan.dv_at, scale, made, taken, ctx.load_v, stage, D, maps.store_dv, maps.mdV, ctx.dv)
 
 
 @cute.jit
-def store_gradient(k: Kernel, warp: Int32, gradient: Gradient, tile: Tile, at: Cursor, turn: Int32) -> None:
+def store_gradient(
+    ctx: Context, warp: Int32, gradient: Gradient, tile: Tile, at: Cursor, turn: Int32
+) -> None:
     """By four warps; each stores its 32 keys by itself. For wide heads two have them, and one stores."""
     half, warp = warp // WARPS, warp % WARPS
     cute.arch.mbarrier_wait(gradient.made, turn)
     tmem.fence_after()
-    _stage(k, warp, gradient)
-    if cutlass.const_expr(k.plan.stores_by_copy_engine):
+    _stage(ctx, warp, gradient)
+    if cutlass.const_expr(ctx.plan.stores_by_copy_engine):
         cute.arch.fence_view_async_shared()
     cute.arch.sync_warp()
-    if cutlass.const_expr(k.plan.wide):
+    if cutlass.const_expr(ctx.plan.wide):
         cute.arch.barrier(barrier_id=STAGED + half, number_of_threads=WARPS * WARP)
-        if warp < k.plan.keys // WARP:
-            _store(k, warp, gradient, tile)
+        if warp < ctx.plan.keys // WARP:
+            _store(ctx, warp, gradient, tile)
         cute.arch.barrier(barrier_id=STAGED + half, number_of_threads=WARPS * WARP)
     else:
-        _store(k, warp, gradient, tile)
-    if cutlass.const_expr(not k.plan.stores_by_copy_engine):
+        _store(ctx, warp, gradient, tile)
+    if cutlass.const_expr(not ctx.plan.stores_by_copy_engine):
         cute.arch.fence_view_async_shared()  # the next K and V come by the copy engine
     ring.release(gradient.edge, at)
 
 
 @cute.jit
-def _stage(k: Kernel, warp: Int32, gradient: Gradient) -> None:
+def _stage(ctx: Context, warp: Int32, gradient: Gradient) -> None:
     """Scale, round, and write the warp's rows."""
     columns, lane = cute.size(gradient.stage, mode=[1]), warp * WARP + cute.arch.lane_idx()
     source = tmem.own_lanes(Int32(gradient.at), warp)
-    row, wide, begin = row_of(gradient.stage, lane % k.plan.keys), k.plan.wide, Int32(0)
+    row, wide, begin = row_of(gradient.stage, lane % ctx.plan.keys), ctx.plan.wide, Int32(0)
     if cutlass.const_expr(wide):
         columns = columns // 2
-        begin = lane // k.plan.keys * columns
+        begin = lane // ctx.plan.keys * columns
     for first in cutlass.range_constexpr(0, columns, AT_ONCE):
         width = min(AT_ONCE, columns - first)
         values = cute.make_rmem_tensor(width, Float32)
         tmem.load(source + first, values)
         tmem.wait_loads()
         if cutlass.const_expr(first + AT_ONCE >= columns):
-            arrive(k, gradient.taken)
+            arrive(ctx, gradient.taken)
         for i in cutlass.range_constexpr(width):
             values[i] = values[i] * gradient.scale
-        rounded = cute.make_rmem_tensor(width, k.plan.dtype)
+        rounded = cute.make_rmem_tensor(width, ctx.plan.dtype)
         round_to(values, rounded)
         if cutlass.const_expr(wide):
             write(from_column(row, begin + first), 0, rounded)
@@ -108,11 +108,11 @@ def _stage(k: Kernel, warp: Int32, gradient: Gradient) -> None:
 
 
 @cute.jit
-def _store(k: Kernel, warp: Int32, gradient: Gradient, tile: Tile) -> None:
-    if cutlass.const_expr(k.plan.stores_by_copy_engine):
+def _store(ctx: Context, warp: Int32, gradient: Gradient, tile: Tile) -> None:
+    if cutlass.const_expr(ctx.plan.stores_by_copy_engine):
         _store_box(warp, gradient, tile)
     else:
-        _store_rows(k, warp, gradient, tile)
+        _store_rows(ctx, warp, gradient, tile)
 
 
 @cute.jit
@@ -134,16 +134,16 @@ def _store_box(warp: Int32, gradient: Gradient, tile: Tile) -> None:
 
 
 @cute.jit
-def _store_rows(k: Kernel, warp: Int32, gradient: Gradient, tile: Tile) -> None:
+def _store_rows(ctx: Context, warp: Int32, gradient: Gradient, tile: Tile) -> None:
     """16 bytes a lane, rows of the sequence only; those of the next one follow."""
     chunks = gradient.D // 8
-    atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), k.plan.dtype, num_bits_per_copy=128)
+    atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), ctx.plan.dtype, num_bits_per_copy=128)
     for e in cutlass.range(cute.arch.lane_idx(), WARP * chunks, WARP, unroll=1):
         row, chunk = warp * WARP + e // chunks, e % chunks
-        j = tile.block * k.plan.keys + row
+        j = tile.block * ctx.plan.keys + row
         if j < tile.Sk:
             source = cute.local_tile(gradient.stage, (1, 8), (row, chunk))
             place = cute.local_tile(gradient.rows[tile.first_k + j, tile.key_head, None], (8,), (chunk,))
-            registers = cute.make_rmem_tensor(8, k.plan.dtype)
+            registers = cute.make_rmem_tensor(8, ctx.plan.dtype)
             cute.copy(atom, cute.group_modes(source, 0, 2), registers)
             cute.copy(atom, registers, place)

@@ -11,14 +11,15 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.nvgpu.tcgen05 import CtaGroup
 
 from ....configs.types import Features, Sm100Backward
-from ...common import host, persistent
-from ...common.args import Rule
+from ...common import host, tile_scheduler
 from ...common.attn_mask import MaskArgs
-from ...common.key_launch import compile_for_any, map_of
+from ...common.bwd.launch import compile_for_any, map_of
+from ...common.launch_params import Rule
 from ...common.smem_layouts import row_major_layout
 from ...common.warps import WARP
 from ..umma import Matrix
-from .kernel import Layouts, Maps, backward_kernel
+from .context import Layouts, Maps
+from .kernel import backward_kernel
 from .plan import Plan
 
 
@@ -118,7 +119,7 @@ def backward(
         rule,
         plan,
     )
-    persistent.launch(kernel, plan, tiles, rule.multiprocessors, stream)
+    tile_scheduler.launch(kernel, plan, tiles, rule.multiprocessors, stream)
 
 
 def _loads(op: Any, plan: Plan, tensor: cute.Tensor, part: Matrix) -> Any:

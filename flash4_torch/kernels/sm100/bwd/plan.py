@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from ....configs.types import SHARED_MEMORY, Features, Sm100Backward
 from ...common.band import BandShape
-from ...common.dq_blocks import DqLanes
+from ...common.bwd.dq_blocks import DqLanes
 from ...common.host import NUMERIC
 from ...common.mask_tables import MaskPlan
 from ...common.warps import GROUP, WARP, WARPS, registers_suffice

@@ -6,24 +6,22 @@ own, 32 columns each.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from ...common import key_tiles as tiles
 from ...common import ring
-from ...common.dq_blocks import VECTOR
-from ...common.key_tiles import Tile
+from ...common.bwd import tiles
+from ...common.bwd.dq_blocks import VECTOR
+from ...common.bwd.tiles import Tile
 from ...common.ring import Cursor
 from ...common.warps import WARP
 from .. import tmem
+from .context import Context
 from .plan import PIECE, REDUCE_WARPS
 from .signal import arrive
-
-if TYPE_CHECKING:
-    from .kernel import Kernel
 
 
 class Cursors(NamedTuple):
@@ -44,47 +42,47 @@ class Turn(NamedTuple):
 
 
 @cute.jit
-def reduce(k: Kernel, warp: Int32) -> None:
+def reduce(ctx: Context, warp: Int32) -> None:
     at = Cursors(ring.start(), Int32(0))
-    tile = tiles.read(k, at.kv)
+    tile = tiles.read(ctx, at.kv)
     while tile.block >= 0:
-        ring.release(k.load_k, at.kv)
-        at = _tile(k, warp, tile, at)
-        tile = tiles.read(k, at.kv)
+        ring.release(ctx.load_k, at.kv)
+        at = _tile(ctx, warp, tile, at)
+        tile = tiles.read(ctx, at.kv)
     cute.arch.cp_async_bulk_wait_group(0, read=False)
 
 
 @cute.jit
-def _tile(k: Kernel, warp: Int32, tile: Tile, at: Cursors) -> Cursors:
-    span, heads = tiles.span_of(k, tile), tiles.group(k)
+def _tile(ctx: Context, warp: Int32, tile: Tile, at: Cursors) -> Cursors:
+    span, heads = tiles.span_of(ctx, tile), tiles.group(ctx)
     for h in cutlass.range(heads, unroll=1):
         head = tile.key_head * heads + h
-        blocks = tiles.blocks_of(k, tile, span, head)
+        blocks = tiles.blocks_of(ctx, tile, span, head)
         for position in cutlass.range(blocks.span.first, blocks.span.last, unroll=1):
-            n, _ = tiles.block_at(k, blocks, position)
-            _add(k, warp, tile, head, n, at)
+            n, _ = tiles.block_at(ctx, blocks, position)
+            _add(ctx, warp, tile, head, n, at)
             at = at._replace(turn=at.turn ^ 1)
-    return at._replace(kv=ring.after(at.kv, k.plan.config.kv_stages))
+    return at._replace(kv=ring.after(at.kv, ctx.plan.config.kv_stages))
 
 
 @cute.jit
-def _add(k: Kernel, warp: Int32, tile: Tile, head: Int32, n: Int32, at: Cursors) -> None:
+def _add(ctx: Context, warp: Int32, tile: Tile, head: Int32, n: Int32, at: Cursors) -> None:
     """The warp's rows of block n."""
-    plan, columns = k.plan, k.plan.dq_columns
-    row, count = tiles.row_of_workspace(k, tile, head), k.dq_acc.shape[-2]
-    block = Int64(row) * count + (tiles.first_block(k, tile) + n)
+    plan, columns = ctx.plan, ctx.plan.dq_columns
+    row, count = tiles.row_of_workspace(ctx, tile, head), ctx.dq_acc.shape[-2]
+    block = Int64(row) * count + (tiles.first_block(ctx, tile) + n)
     # Of a pair: the CTA's half of the rows, in each half of the lanes half of the columns.
     bands, part = REDUCE_WARPS // plan.ctas, Int32(0)
     band = warp
     if cutlass.const_expr(plan.ctas > 1):
-        band, part = k.pair.rank * bands + warp % bands, warp // bands
+        band, part = ctx.pair.rank * bands + warp % bands, warp // bands
     start = block * plan.sums.floats + Int64((band * plan.sums.columns + part * columns) * WARP)
-    target = (k.dq_acc.iterator + start).toint()
+    target = (ctx.dq_acc.iterator + start).toint()
     turn = None
     if cutlass.const_expr(plan.features.deterministic):
-        turn = _turn_of(k, warp, tile, n, block)
+        turn = _turn_of(ctx, warp, tile, n, block)
 
-    cute.arch.mbarrier_wait(k.signals.mma_dq, at.turn)
+    cute.arch.mbarrier_wait(ctx.signals.mma_dq, at.turn)
     tmem.fence_after()
     source, together = tmem.own_lanes(Int32(plan.dq_at), warp), plan.dq_together
     for first in cutlass.range_constexpr(0, columns, together):
@@ -94,12 +92,12 @@ def _add(k: Kernel, warp: Int32, tile: Tile, head: Int32, n: Int32, at: Cursors)
             tmem.load(source + first + sum(widths[:i]), piece)
         tmem.wait_loads()
         if cutlass.const_expr(first + together >= columns):
-            arrive(k, k.signals.reduce_dq)
+            arrive(ctx, ctx.signals.reduce_dq)
         if cutlass.const_expr(first == 0 and turn is not None):
             _await_turn(turn)
         for i, piece in enumerate(pieces):
             column = first + sum(widths[:i])
-            _copy_piece(k, warp, piece, target + column * (WARP * 4), column // PIECE)
+            _copy_piece(ctx, warp, piece, target + column * (WARP * 4), column // PIECE)
     if cutlass.const_expr(turn is not None):
         _end_turn(turn)
 
@@ -111,12 +109,14 @@ def _widths(columns: int) -> list[int]:
 
 
 @cute.jit
-def _copy_piece(k: Kernel, warp: Int32, piece: cute.Tensor, target: Int64, number: cutlass.Constexpr) -> None:
+def _copy_piece(
+    ctx: Context, warp: Int32, piece: cute.Tensor, target: Int64, number: cutlass.Constexpr
+) -> None:
     """Have it added to global memory. Slots are taken in turn, from the first one in every block."""
-    slots, columns = k.plan.config.dq_slots, cute.size(piece)
-    stage, lane = k.sdQ[None, number % slots, warp].iterator, cute.arch.lane_idx()
+    slots, columns = ctx.plan.config.dq_slots, cute.size(piece)
+    stage, lane = ctx.sdQ[None, number % slots, warp].iterator, cute.arch.lane_idx()
     if lane == 0:
-        cute.arch.cp_async_bulk_wait_group(_copied_since(number, _pieces(k), slots), read=True)
+        cute.arch.cp_async_bulk_wait_group(_copied_since(number, _pieces(ctx), slots), read=True)
     cute.arch.sync_warp()
     for j in cutlass.range_constexpr(columns // VECTOR):
         place = (stage + (j * WARP + lane) * VECTOR).toint()
@@ -134,9 +134,9 @@ def _copy_piece(k: Kernel, warp: Int32, piece: cute.Tensor, target: Int64, numbe
         cute.arch.cp_async_bulk_commit_group()
 
 
-def _pieces(k: Kernel) -> int:
+def _pieces(ctx: Context) -> int:
     """Of a block."""
-    return -(-k.plan.dq_columns // PIECE)
+    return -(-ctx.plan.dq_columns // PIECE)
 
 
 def _copied_since(number: int, pieces: int, slots: int) -> int:
@@ -148,20 +148,20 @@ def _copied_since(number: int, pieces: int, slots: int) -> int:
 
 
 @cute.jit
-def _turn_of(k: Kernel, warp: Int32, tile: Tile, n: Int32, block: Int64) -> Turn:
+def _turn_of(ctx: Context, warp: Int32, tile: Tile, n: Int32, block: Int64) -> Turn:
     """After the tile whose turn is before this one's, if that visits the block.
 
     A block's number counts the pieces of all tiles up to the last one that has added to it; those that visit
     a block are neighbours, and the first of them counts for those before.
     """
-    turn = tiles.turn_of(k, tile)
+    turn = tiles.turn_of(ctx, tile)
     follows = (turn.before.first <= n) & (n < turn.before.last)
-    earlier = turn.number * k.plan.config.dq_pieces
+    earlier = turn.number * ctx.plan.config.dq_pieces
     first = warp == 0
-    if cutlass.const_expr(k.plan.ctas > 1):
-        first = first & (k.pair.rank == 0)
+    if cutlass.const_expr(ctx.plan.ctas > 1):
+        first = first & (ctx.pair.rank == 0)
     counts = Int32(1) + (earlier if first & ~follows else Int32(0))
-    return Turn((k.turns.iterator + block).toint(), earlier if follows else Int32(0), counts)
+    return Turn((ctx.turns.iterator + block).toint(), earlier if follows else Int32(0), counts)
 
 
 @cute.jit

@@ -2,80 +2,68 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ...common import forward_tile as tiles
 from ...common import ring
+from ...common.fwd import tiles
 from ...common.warps import GROUP, WARP, WARPS
 from .. import tmem
 from ..signal import arrive
 from . import spans
+from .context import Context
 from .epilogue import epilogue
 from .plan import RESCALED, SCALE, TILE_STAGES
 from .spans import Spans
-
-if TYPE_CHECKING:
-    from .kernel import Kernel
-
-
-class Thread(NamedTuple):
-    row: Int32
-    """Of each tile's 128."""
-    warp: Int32
-    """Among four."""
-    lanes: Int32
-    """Tensor-memory address of the warp's lanes."""
+from .state import CorrectionThread
 
 
 @cute.jit
-def correct(k: Kernel) -> None:
+def correct(ctx: Context) -> None:
     thread, _, _ = cute.arch.thread_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS
-    own = Thread(thread % GROUP, warp, tmem.own_lanes(Int32(0), warp))
+    own = CorrectionThread(thread % GROUP, warp, tmem.own_lanes(Int32(0), warp))
     at, end_at = ring.start(), ring.start()
-    for t in cutlass.range_constexpr(k.plan.q_tiles):
-        arrive(k.s_p.empty + t, k.plan.ctas)
-    tile = tiles.read(k, k.tile, at)
+    for t in cutlass.range_constexpr(ctx.plan.q_tiles):
+        arrive(ctx.s_p.empty + t, ctx.plan.ctas)
+    tile = tiles.read(ctx, ctx.tile, at)
     while tile.block >= 0:
-        _rescale_blocks(k, own, spans.spans_of(k, tile))
-        tile = tiles.read(k, k.tile, at)  # again: registers are scarce in between
-        for t in cutlass.range(k.plan.q_tiles, unroll=1):
-            epilogue(k, own, tile, t, end_at)
-        ring.release(k.tile, at)
+        _rescale_blocks(ctx, own, spans.spans_of(ctx, tile))
+        tile = tiles.read(ctx, ctx.tile, at)  # again: registers are scarce in between
+        for t in cutlass.range(ctx.plan.q_tiles, unroll=1):
+            epilogue(ctx, own, tile, t, end_at)
+        ring.release(ctx.tile, at)
         at, end_at = ring.after(at, TILE_STAGES), ring.after(end_at, 1)
-        tile = tiles.read(k, k.tile, at)
+        tile = tiles.read(ctx, ctx.tile, at)
     cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
 @cute.jit
-def _rescale_blocks(k: Kernel, own: Thread, visited: Spans) -> None:
+def _rescale_blocks(ctx: Context, own: CorrectionThread, visited: Spans) -> None:
     """In the order in which the products are issued; what a tile begins with needs no rescaling."""
     whole = visited.whole
     for i in cutlass.range(1, whole.last - whole.first, unroll=1):
         position = whole.last - 1 - i
-        for t in cutlass.range_constexpr(k.plan.q_tiles):
-            if spans.visits(k, visited.own[t], position):
-                if cutlass.const_expr(k.plan.spans_differ):
+        for t in cutlass.range_constexpr(ctx.plan.q_tiles):
+            if spans.visits(ctx, visited.own[t], position):
+                if cutlass.const_expr(ctx.plan.spans_differ):
                     if position != visited.own[t].last - 1:
-                        _rescale(k, own, t)
+                        _rescale(ctx, own, t)
                 else:
-                    _rescale(k, own, t)
+                    _rescale(ctx, own, t)
 
 
 @cute.jit
-def _rescale(k: Kernel, own: Thread, t: cutlass.Constexpr) -> None:
+def _rescale(ctx: Context, own: CorrectionThread, t: cutlass.Constexpr) -> None:
     """Few blocks need it: only where a maximum of the warp's rows has grown by more than 2^8."""
     cute.arch.barrier(barrier_id=SCALE + t * WARPS + own.warp, number_of_threads=2 * WARP)
-    factor = k.sScale[own.row, t]
+    factor = ctx.sScale[own.row, t]
     if cute.arch.vote_any_sync(factor < 1.0):
         # S is full, so the last PV is done.
         tmem.fence_after()
-        for column in cutlass.range_constexpr(0, k.plan.Dv, RESCALED):
-            at = own.lanes + k.plan.o_columns[t] + column
+        for column in cutlass.range_constexpr(0, ctx.plan.Dv, RESCALED):
+            at = own.lanes + ctx.plan.o_columns[t] + column
             values = cute.make_rmem_tensor(RESCALED, Float32)
             tmem.load(at, values)
             tmem.wait_loads()
@@ -85,4 +73,4 @@ def _rescale(k: Kernel, own: Thread, t: cutlass.Constexpr) -> None:
             tmem.store(at, values)
         tmem.wait_stores()
         tmem.fence_before()
-    arrive(k.s_p.empty + t, k.plan.ctas)
+    arrive(ctx.s_p.empty + t, ctx.plan.ctas)

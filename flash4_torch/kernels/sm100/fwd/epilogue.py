@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from ...common import ring, rounding
-from ...common.forward_tile import Tile
+from ...common.fwd.tiles import Tile
 from ...common.ring import Cursor
 from ...common.smem_layouts import chunk_of
 from ...common.warps import WARP
@@ -18,74 +16,72 @@ from .. import tmem, umma
 from ..signal import arrive
 from ..umma import UNIT
 from . import spans
+from .context import Context
 from .plan import RESCALED, ROWS
-
-if TYPE_CHECKING:
-    from .correction import Thread
-    from .kernel import Kernel
+from .state import CorrectionThread
 
 
 @cute.jit
-def epilogue(k: Kernel, own: Thread, tile: Tile, t: Int32, end_at: Cursor) -> None:
-    plan, at = k.plan, Cursor(t, end_at.phase)
-    ring.wait_full(k.inverse, at)
-    inverse = k.sInverse[own.row, t]
-    ring.release(k.inverse, at)
+def epilogue(ctx: Context, own: CorrectionThread, tile: Tile, t: Int32, end_at: Cursor) -> None:
+    plan, at = ctx.plan, Cursor(t, end_at.phase)
+    ring.wait_full(ctx.inverse, at)
+    inverse = ctx.sInverse[own.row, t]
+    ring.release(ctx.inverse, at)
     cute.arch.cp_async_bulk_wait_group(plan.q_tiles - 1, read=True)
     cute.arch.sync_warp()
-    piece = _piece(k, own, t)
-    rows = _row(k, own, t)
+    piece = _piece(ctx, own, t)
+    rows = _row(ctx, own, t)
     hidden = Boolean(False)
     if cutlass.const_expr(plan.hides_rows):
         hidden = cute.arch.vote_any_sync(inverse == 0.0)
-    ring.wait_full(k.o, at)
+    ring.wait_full(ctx.o, at)
     tmem.fence_after()
     for column in cutlass.range_constexpr(0, plan.Dv, RESCALED):
         values = cute.make_rmem_tensor(RESCALED, Float32)
         tmem.load(own.lanes + plan.o_columns[0] + t * plan.Dv + column, values)
         tmem.wait_loads()
-        _stage(k, values, inverse, hidden, rows, column)
+        _stage(ctx, values, inverse, hidden, rows, column)
     tmem.fence_before()
-    arrive(k.s_p.empty + t, plan.ctas)
+    arrive(ctx.s_p.empty + t, plan.ctas)
     if cutlass.const_expr(plan.stores_by_copy_engine):
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
-        _store_box(k, own, piece, tile, t)
+        _store_box(ctx, own, piece, tile, t)
     else:
         cute.arch.sync_warp()
-        _store_rows(k, own, piece, tile, t)
+        _store_rows(ctx, own, piece, tile, t)
         if cutlass.const_expr(plan.config.o_over_q):
             cute.arch.fence_view_async_shared()  # the next Q comes by the copy engine
     if cutlass.const_expr(plan.config.o_over_q):
         cute.arch.cp_async_bulk_wait_group(0, read=True)
-        ring.release(k.load_q, at)
+        ring.release(ctx.load_q, at)
 
 
-def _piece(k: Kernel, own: Thread, t: Int32) -> cute.Tensor:
+def _piece(ctx: Context, own: CorrectionThread, t: Int32) -> cute.Tensor:
     """(32, Dv) in shared memory: the warp's rows."""
-    layout = k.layouts.o
-    start = cute.recast_ptr(k.sO[None, t].iterator, layout.inner)
+    layout = ctx.layouts.o
+    start = cute.recast_ptr(ctx.sO[None, t].iterator, layout.inner)
     return cute.make_tensor(start, layout.outer)[None, None, own.warp]
 
 
-def _row(k: Kernel, own: Thread, t: Int32) -> Int32:
+def _row(ctx: Context, own: CorrectionThread, t: Int32) -> Int32:
     """Where the thread's row starts in shared memory, what the swizzle adds to it included.
 
     The swizzle flips bits from the fourth on by those from the seventh on; rows start where the former are 0.
     """
-    pitch = umma.BYTES * chunk_of(k.plan.Dv)
+    pitch = umma.BYTES * chunk_of(ctx.plan.Dv)
     lane = cute.arch.lane_idx()
-    start = k.sO.iterator.toint() + t * _tile_bytes(k) + own.warp * (WARP * k.plan.Dv * umma.BYTES)
+    start = ctx.sO.iterator.toint() + t * _tile_bytes(ctx) + own.warp * (WARP * ctx.plan.Dv * umma.BYTES)
     return start + lane * pitch + ((lane * pitch >> 7 & pitch // UNIT - 1) << 4)
 
 
-def _tile_bytes(k: Kernel) -> int:
-    return ROWS * umma.BYTES * (k.plan.D if k.plan.config.o_over_q else k.plan.Dv)
+def _tile_bytes(ctx: Context) -> int:
+    return ROWS * umma.BYTES * (ctx.plan.D if ctx.plan.config.o_over_q else ctx.plan.Dv)
 
 
 @cute.jit
 def _stage(
-    k: Kernel,
+    ctx: Context,
     values: cute.Tensor,
     inverse: Float32,
     hidden: Boolean,
@@ -93,7 +89,7 @@ def _stage(
     column: cutlass.Constexpr,
 ) -> None:
     """Some columns of a row, normalised and rounded, 16 bytes at a time."""
-    plan = k.plan
+    plan = ctx.plan
     for i in cutlass.range_constexpr(0, RESCALED, 2):
         pair = (values[i], values[i + 1])
         values[i], values[i + 1] = cute.arch.mul_packed_f32x2(pair, (inverse, inverse))
@@ -114,38 +110,40 @@ def _stage(
 
 
 @cute.jit
-def _store_box(k: Kernel, own: Thread, piece: cute.Tensor, tile: Tile, t: Int32) -> None:
+def _store_box(ctx: Context, own: CorrectionThread, piece: cute.Tensor, tile: Tile, t: Int32) -> None:
     """The copy engine leaves out rows beyond the end."""
-    plan = k.plan
+    plan = ctx.plan
     box_heads, box_positions = plan.store_box
     row = own.warp * WARP
     heads = tile.heads * (plan.pack // box_heads) + row % plan.pack // box_heads
-    position = (spans.first_query(k, tile, t) + row // plan.pack) // box_positions
-    mO = k.maps.mO[None, None, tile.key_head, tile.batch]
+    position = (spans.first_query(ctx, tile, t) + row // plan.pack) // box_positions
+    mO = ctx.maps.mO[None, None, tile.key_head, tile.batch]
     gO = cute.local_tile(mO, (plan.store_box, plan.Dv), ((heads, position), 0))
     s, g = cpasync.tma_partition(
-        k.maps.store_o, 0, cute.make_layout(1), cute.group_modes(piece, 0, 2), cute.group_modes(gO, 0, 2)
+        ctx.maps.store_o, 0, cute.make_layout(1), cute.group_modes(piece, 0, 2), cute.group_modes(gO, 0, 2)
     )
     with cute.arch.elect_one():  # which the DSL does for loads, not for stores
-        cute.copy(k.maps.store_o, s, g)
+        cute.copy(ctx.maps.store_o, s, g)
         cute.arch.cp_async_bulk_commit_group()
 
 
 @cute.jit
-def _store_rows(k: Kernel, own: Thread, piece: cute.Tensor, tile: Tile, t: Int32) -> None:
+def _store_rows(ctx: Context, own: CorrectionThread, piece: cute.Tensor, tile: Tile, t: Int32) -> None:
     """16 bytes a lane, rows of the sequence only; packed rows follow those of the sequence before."""
-    plan = k.plan
+    plan = ctx.plan
     chunks = plan.features.Dv // 8
-    group = k.maps.mQ.shape[0][0]
+    group = ctx.maps.mQ.shape[0][0]
     atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), plan.dtype, num_bits_per_copy=128)
     for e in cutlass.range(cute.arch.lane_idx(), WARP * chunks, WARP, unroll=1):
         own_row, chunk = e // chunks, e % chunks
         row = own.warp * WARP + own_row
-        i = spans.first_query(k, tile, t) + row // plan.pack
+        i = spans.first_query(ctx, tile, t) + row // plan.pack
         h = tile.heads * plan.pack + row % plan.pack
         if (i < tile.Sq) & (h < group):
             source = cute.local_tile(piece, (1, 8), (own_row, chunk))
-            target = cute.local_tile(k.out[tile.first_q + i, tile.key_head * group + h, None], (8,), (chunk,))
+            target = cute.local_tile(
+                ctx.out[tile.first_q + i, tile.key_head * group + h, None], (8,), (chunk,)
+            )
             registers = cute.make_rmem_tensor(8, plan.dtype)
             cute.copy(atom, cute.group_modes(source, 0, 2), registers)
             cute.copy(atom, registers, target)

@@ -11,8 +11,7 @@ Q, K, V -> load ==load_q===> mma ==s_p==> softmax ==scale==> correction ==s_p==>
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
 
 import cutlass
 import cutlass.cute as cute
@@ -21,68 +20,19 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from ...common import attn_mask, ring
-from ...common.args import Rule
-from ...common.forward_tile import MESSAGE
-from ...common.pair import Pair, make_pair, peer_of
-from ...common.query_launch import Maps
+from ...common.cta_pair import make_pair, peer_of
+from ...common.fwd.launch import Maps
+from ...common.fwd.tiles import MESSAGE
+from ...common.launch_params import Rule
 from ...common.ring import Ring
 from ...common.warps import WARPS
 from .. import tmem
+from .context import Context, Layouts
 from .correction import correct
 from .load import load
 from .mma import multiply
-from .plan import CORRECTION, LOADER, MULTIPLIER, ROWS, TILE_STAGES, Plan
+from .plan import CORRECTION, LOADER, MULTIPLIER, ROWS, TILE_STAGES
 from .softmax import weigh
-
-
-class Layouts(NamedTuple):
-    """Of shared memory; K and V of one stage."""
-
-    q: Any
-    k: Any
-    v: Any
-    o: Any
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """What every role may use."""
-
-    plan: Plan
-    rule: Rule
-    maps: Maps
-    layouts: Layouts
-    sQ: cute.Tensor
-    """(128, D, q_tiles)"""
-    sKV: cute.Pointer
-    """`kv_stages` times K or V, as `layouts` say."""
-    sO: cute.Tensor
-    """(128 * Dv, q_tiles), elements: the correction warps' rows of O, 32 after 32, as `layouts.o` says."""
-    sScale: cute.Tensor
-    """(128, q_tiles) float32: what O is multiplied by."""
-    sInverse: cute.Tensor
-    """(128, q_tiles) float32: what it is normalised by."""
-    message: cute.Pointer
-    """`MESSAGE` words for each stage of `tile`."""
-    tmem_holder: cute.Pointer
-    tile: Ring
-    load_q: Ring
-    load_kv: Ring
-    sequence_end: Ring
-    """One stage: values that the loading warp waits for itself, as other sequences' follow them."""
-    s_p: Ring
-    late: Ring
-    o: Ring
-    inverse: Ring
-    pair: Pair | None
-    out: cute.Tensor
-    lse: cute.Tensor
-    lse_low: cute.Tensor | None
-    tickets: cute.Tensor
-    cu_seqlens_q: cute.Tensor | None
-    cu_seqlens_k: cute.Tensor | None
-    mask: attn_mask.Mask | None
-    rng_state: cute.Tensor | None
 
 
 @cute.kernel
@@ -112,7 +62,7 @@ def forward_kernel(
     else:
         sO = memory.allocate_tensor(plan.dtype, rows, byte_alignment=1024)
     numbers = cute.make_layout((ROWS, plan.q_tiles))
-    k = Kernel(
+    ctx = Context(
         plan=plan,
         rule=rule,
         maps=maps,
@@ -143,12 +93,12 @@ def forward_kernel(
         rng_state=rng_state,
     )
     if warp == LOADER:
-        _initialise(k)
+        _initialise(ctx)
         cute.arch.mbarrier_init_fence()
         for atom in (maps.load_q, maps.load_k, maps.load_v, maps.store_o):
             cpasync.prefetch_descriptor(atom)
     if warp == MULTIPLIER:
-        tmem.allocate(k.tmem_holder, plan.ctas)
+        tmem.allocate(ctx.tmem_holder, plan.ctas)
     tmem.fence_before()
     _meet(plan.ctas)
     tmem.fence_after()
@@ -156,16 +106,16 @@ def forward_kernel(
     if warp >= MULTIPLIER:
         cute.arch.setmaxregister_decrease(plan.registers.other)
         if warp == MULTIPLIER:
-            if _issues(k) == 1:
-                multiply(_masked(k, mask_args))
+            if _issues(ctx) == 1:
+                multiply(_masked(ctx, mask_args))
         elif warp == LOADER:
-            load(_masked(k, mask_args))
+            load(_masked(ctx, mask_args))
     elif warp >= CORRECTION:
         cute.arch.setmaxregister_decrease(plan.registers.correction)
-        correct(_masked(k, mask_args))
+        correct(_masked(ctx, mask_args))
     elif warp < plan.q_tiles * WARPS:
         cute.arch.setmaxregister_increase(plan.registers.softmax)
-        weigh(_masked(k, mask_args), warp // WARPS if plan.q_tiles == 2 else Int32(0))
+        weigh(_masked(ctx, mask_args), warp // WARPS if plan.q_tiles == 2 else Int32(0))
     else:
         cute.arch.setmaxregister_decrease(plan.registers.idle)
 
@@ -177,8 +127,8 @@ def forward_kernel(
 
 
 @cute.jit
-def _initialise(k: Kernel) -> None:
-    plan = k.plan
+def _initialise(ctx: Context) -> None:
+    plan = ctx.plan
     # The grid has one row, which the assembler does not know: else it would keep the addresses for all roles
     # from here on, and spill them.
     _, zero, _ = cute.arch.block_idx()
@@ -186,15 +136,15 @@ def _initialise(k: Kernel) -> None:
     def initialise(edge: Ring, readers: Int32 | int, writers: int = 1) -> None:
         ring.initialise(edge._replace(full=edge.full + zero, empty=edge.empty + zero), readers, writers)
 
-    initialise(k.tile, plan.tile_readers + _issues(k))
-    initialise(k.load_q, WARPS if plan.config.o_over_q else 1)
-    for edge in (k.load_kv, k.sequence_end, k.o):
+    initialise(ctx.tile, plan.tile_readers + _issues(ctx))
+    initialise(ctx.load_q, WARPS if plan.config.o_over_q else 1)
+    for edge in (ctx.load_kv, ctx.sequence_end, ctx.o):
         initialise(edge, 1)
-    initialise(k.s_p, 2 * WARPS * plan.ctas)
-    initialise(k.late, 1, WARPS * plan.ctas)
-    initialise(k.inverse, WARPS, WARPS)
+    initialise(ctx.s_p, 2 * WARPS * plan.ctas)
+    initialise(ctx.late, 1, WARPS * plan.ctas)
+    initialise(ctx.inverse, WARPS, WARPS)
     if cutlass.const_expr(plan.ctas > 1):
-        initialise(k.pair.handed, 1)
+        initialise(ctx.pair.handed, 1)
 
 
 @cute.jit
@@ -207,14 +157,14 @@ def _meet(ctas: cutlass.Constexpr) -> None:
         cute.arch.cluster_wait()
 
 
-def _masked(k: Kernel, args: attn_mask.MaskArgs | None) -> Kernel:
+def _masked(ctx: Context, args: attn_mask.MaskArgs | None) -> Context:
     """For one role: what all would share, they would keep in registers from the beginning on, or spill."""
-    return k if args is None else replace(k, mask=attn_mask.make_mask(args, k.plan.mask))
+    return ctx if args is None else replace(ctx, mask=attn_mask.make_mask(args, ctx.plan.mask))
 
 
-def _issues(k: Kernel) -> Int32 | int:
+def _issues(ctx: Context) -> Int32 | int:
     """One warp issues the products of a pair, that of CTA 0."""
-    return 1 if k.plan.ctas == 1 else Int32(1) - k.pair.rank
+    return 1 if ctx.plan.ctas == 1 else Int32(1) - ctx.pair.rank
 
 
 def _ring(memory: SmemAllocator, stages: int) -> Ring:

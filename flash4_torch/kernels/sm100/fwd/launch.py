@@ -11,13 +11,14 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.nvgpu.tcgen05 import CtaGroup
 
 from ....configs.types import Features, Sm100Forward
-from ...common import host, persistent
-from ...common.args import Rule
+from ...common import host, tile_scheduler
 from ...common.attn_mask import MaskArgs
-from ...common.query_launch import Maps, compile_for_any, count_tiles
+from ...common.fwd.launch import Maps, compile_for_any, count_tiles
+from ...common.launch_params import Rule
 from ...common.smem_layouts import column_major_layout, row_major_layout
 from ...common.warps import WARP, WARPS
-from .kernel import Layouts, forward_kernel
+from .context import Layouts
+from .kernel import forward_kernel
 from .plan import ROWS, Plan
 
 
@@ -68,7 +69,7 @@ def forward(
     kernel = forward_kernel(
         maps, layouts, out, lse, lse_low, tickets, cu_seqlens_q, cu_seqlens_k, mask, rng_state, rule, plan
     )
-    persistent.launch(kernel, plan, tiles, rule.multiprocessors, stream)
+    tile_scheduler.launch(kernel, plan, tiles, rule.multiprocessors, stream)
 
 
 def compile_forward(features: Features, config: Sm100Forward) -> Any:

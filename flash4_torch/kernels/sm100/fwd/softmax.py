@@ -2,104 +2,71 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from ...common import attn_mask, dropout, ring, rounding, scores, softmax
 from ...common import band as bands
-from ...common import forward_tile as tiles
-from ...common.band import Band, Span
-from ...common.forward_tile import Blocks, Tile
 from ...common.fragment import row_fragment
+from ...common.fwd import tiles
+from ...common.fwd.tiles import Tile
 from ...common.ring import Cursor
 from ...common.warps import GROUP, WARP, WARPS
 from .. import tmem
 from ..signal import arrive
-from . import cut as cuts
+from . import partial as cuts
 from . import spans
-from .cut import PIECE, Cut
+from .context import Context
+from .partial import PIECE, Cut
 from .plan import LOADED, SCALE, TILE_STAGES
-
-if TYPE_CHECKING:
-    from .kernel import Kernel
-
-
-class Thread(NamedTuple):
-    """A thread of a softmax warpgroup, and what it keeps in registers."""
-
-    t: Int32
-    """Which of the tiles."""
-    row: Int32
-    """Of its 128."""
-    lanes: Int32
-    """Tensor-memory address of its warp's lanes of S."""
-    rows: softmax.Rows
-    chance: dropout.Dropout | None
-
-
-class Work(NamedTuple):
-    """A tile, as a thread sees it."""
-
-    band: Band
-    blocks: Blocks
-    own: Span
-    first: Int32
-    last: Int32
-    """Query positions of its 128 rows."""
-    position: Int32
-    """Of the thread's row."""
-    mask: attn_mask.Rows | None
-    drawn: dropout.QueryLane | None
-    """What dropout keeps of the row."""
+from .state import SoftmaxThread, Work
 
 
 @cute.jit
-def weigh(k: Kernel, t: Int32) -> None:
+def weigh(ctx: Context, t: Int32) -> None:
     thread, _, _ = cute.arch.thread_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     chance = None
-    if cutlass.const_expr(k.plan.features.dropout):
-        chance = dropout.load(k.rng_state, k.rule.drop_byte, k.rule.drop_fraction)
-    own = Thread(
+    if cutlass.const_expr(ctx.plan.features.dropout):
+        chance = dropout.load(ctx.rng_state, ctx.rule.drop_byte, ctx.rule.drop_fraction)
+    own = SoftmaxThread(
         t,
         thread % GROUP,
-        tmem.own_lanes(t * k.plan.keys, warp),
+        tmem.own_lanes(t * ctx.plan.keys, warp),
         softmax.make_rows(1),
         chance,
     )
     at, s_at, end_at = ring.start(), Cursor(t, Int32(0)), Cursor(t, Int32(0))
-    tile = tiles.read(k, k.tile, at)
+    tile = tiles.read(ctx, ctx.tile, at)
     while tile.block >= 0:
-        s_at = _blocks(k, own, _work(k, own, tile), s_at)
-        _finish(k, own, at, end_at)
-        ring.release(k.tile, at)
+        s_at = _blocks(ctx, own, _work(ctx, own, tile), s_at)
+        _finish(ctx, own, at, end_at)
+        ring.release(ctx.tile, at)
         end_at = Cursor(t, end_at.phase ^ 1)
         at = ring.after(at, TILE_STAGES)
-        tile = tiles.read(k, k.tile, at)
+        tile = tiles.read(ctx, ctx.tile, at)
 
 
 @cute.jit
-def _work(k: Kernel, t: Thread, tile: Tile) -> Work:
-    plan = k.plan
-    blocks = tiles.blocks_of(k, tile)
-    first = spans.first_query(k, tile, t.t)
+def _work(ctx: Context, t: SoftmaxThread, tile: Tile) -> Work:
+    plan = ctx.plan
+    blocks = tiles.blocks_of(ctx, tile)
+    first = spans.first_query(ctx, tile, t.t)
     position, mask, drawn = first + t.row // plan.pack, None, None
     if cutlass.const_expr(plan.features.mask):
-        head = tiles.query_head(k, tile) + t.row % plan.pack
-        mask = attn_mask.rows_of(k.mask, tile.batch, (head,), (position,))
+        head = tiles.query_head(ctx, tile) + t.row % plan.pack
+        mask = attn_mask.rows_of(ctx.mask, tile.batch, (head,), (position,))
     if cutlass.const_expr(plan.features.dropout):
-        heads = k.maps.mQ.shape[0][0] * k.maps.mQ.shape[2]
-        head = tile.batch * heads + tiles.query_head(k, tile)
+        heads = ctx.maps.mQ.shape[0][0] * ctx.maps.mQ.shape[2]
+        head = tile.batch * heads + tiles.query_head(ctx, tile)
         drawn = dropout.QueryLane.at(t.chance, position, head, cute.arch.lane_idx())
     return Work(
-        tiles.band_of(k, tile),
+        tiles.band_of(ctx, tile),
         blocks,
-        spans.own_span(k, tile, blocks, t.t),
+        spans.own_span(ctx, tile, blocks, t.t),
         first,
-        spans.last_query(k, tile, first),
+        spans.last_query(ctx, tile, first),
         position,
         mask,
         drawn,
@@ -107,156 +74,156 @@ def _work(k: Kernel, t: Thread, tile: Tile) -> Work:
 
 
 @cute.jit
-def _blocks(k: Kernel, t: Thread, work: Work, s_at: Cursor) -> Cursor:
+def _blocks(ctx: Context, t: SoftmaxThread, work: Work, s_at: Cursor) -> Cursor:
     softmax.reset(t.rows)
-    if cutlass.const_expr(k.plan.cuts_at_the_end):
-        return _blocks_cut_at_the_end(k, t, work, s_at)
-    return _blocks_cut_anywhere(k, t, work, s_at)
+    if cutlass.const_expr(ctx.plan.cuts_at_the_end):
+        return _blocks_cut_at_the_end(ctx, t, work, s_at)
+    return _blocks_cut_anywhere(ctx, t, work, s_at)
 
 
 @cute.jit
-def _blocks_cut_at_the_end(k: Kernel, t: Thread, work: Work, s_at: Cursor) -> Cursor:
+def _blocks_cut_at_the_end(ctx: Context, t: SoftmaxThread, work: Work, s_at: Cursor) -> Cursor:
     """Blocks from the last one down, where those that have to be masked come first."""
-    plan, top, count, cut = k.plan, work.own.last - 1, work.own.last - work.own.first, Int32(0)
+    plan, top, count, cut = ctx.plan, work.own.last - 1, work.own.last - work.own.first, Int32(0)
     if cutlass.const_expr(plan.band.masks):
         cut = Int32(1)
         if cutlass.const_expr(plan.band.right):
             whole = bands.whole_blocks(work.band, plan.band, work.first)
             cut = cutlass.min(cutlass.max(top + 1 - whole, 1), count)
         for i in cutlass.range(cut, unroll=1):
-            s_at = _block(k, t, work, i, top - i, True, s_at)
+            s_at = _block(ctx, t, work, i, top - i, True, s_at)
     for i in cutlass.range(cut, count, unroll=1):
-        s_at = _block(k, t, work, i, top - i, False, s_at)
+        s_at = _block(ctx, t, work, i, top - i, False, s_at)
     return s_at
 
 
 @cute.jit
-def _blocks_cut_anywhere(k: Kernel, t: Thread, work: Work, s_at: Cursor) -> Cursor:
+def _blocks_cut_anywhere(ctx: Context, t: SoftmaxThread, work: Work, s_at: Cursor) -> Cursor:
     """Blocks from the last one down, where any of them may have to be masked."""
-    plan, top = k.plan, work.own.last - 1
+    plan, top = ctx.plan, work.own.last - 1
     for i in cutlass.range(work.own.last - work.own.first, unroll=1):
-        n, mixed = tiles.block_at(k, work.blocks, top - i)
+        n, mixed = tiles.block_at(ctx, work.blocks, top - i)
         cut = mixed | bands.cuts(work.band, plan.band, n, work.first, work.last)
         if cute.arch.vote_any_sync(cut):
-            s_at = _block(k, t, work, i, n, True, s_at)
+            s_at = _block(ctx, t, work, i, n, True, s_at)
         else:
-            s_at = _block(k, t, work, i, n, False, s_at)
+            s_at = _block(ctx, t, work, i, n, False, s_at)
     return s_at
 
 
 @cute.jit
 def _block(
-    k: Kernel, t: Thread, work: Work, i: Int32, n: Int32, masked: cutlass.Constexpr, s_at: Cursor
+    ctx: Context, t: SoftmaxThread, work: Work, i: Int32, n: Int32, masked: cutlass.Constexpr, s_at: Cursor
 ) -> Cursor:
     """The i-th block, number n: S to P, and how to rescale O if it is not the first."""
-    plan = k.plan
-    words = _mask_words(k, work, n) if masked else ()
-    kept = _drawn(k, work, n)
-    ring.wait_full(k.s_p, s_at)
+    plan = ctx.plan
+    words = _mask_words(ctx, work, n) if masked else ()
+    kept = _drawn(ctx, work, n)
+    ring.wait_full(ctx.s_p, s_at)
     tmem.fence_after()
     biased = masked and plan.features.float_mask
     if cutlass.const_expr(biased):
-        _add_mask(k, t, work, n)
-    S = _load_scores(k, t)
+        _add_mask(ctx, t, work, n)
+    S = _load_scores(ctx, t)
     if cutlass.const_expr(not biased):
-        scores.change(S, k.rule, plan.features)
+        scores.change(S, ctx.rule, plan.features)
     seen = (None,) * (plan.keys // PIECE)
     if cutlass.const_expr(masked):
         if cutlass.const_expr(plan.skips_pieces):
-            cut = _cut(k, t, work, n)
+            cut = _cut(ctx, t, work, n)
             for begin in cutlass.range_constexpr(0, plan.keys, PIECE):
                 cuts.hide(cut, work.band, plan.band, S, work.position, n * plan.keys, begin)
             seen = tuple(cuts.sees(cut, begin) for begin in range(0, plan.keys, PIECE))
         else:
-            _hide(k, work, S, n, words)
-    scale = scores.softmax_scale(k.rule, plan.features)
+            _hide(ctx, work, S, n, words)
+    scale = scores.softmax_scale(ctx.rule, plan.features)
     values = cute.make_tensor(S.iterator, cute.make_layout((1, plan.keys)))
     method = plan.softmax_of(masked)
     update = softmax.update_max(values, t.rows, scale, method)
-    place, barrier = k.sScale, _scale_barrier(t)
+    place, barrier = ctx.sScale, _scale_barrier(t)
     if i > 0:
         place[t.row, t.t] = softmax.rescale_row_sum(t.rows, update)[0]
         cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=2 * WARP)
     sums = softmax.begin_packed_sum(t.rows)
     for piece in cutlass.range_constexpr(plan.keys // PIECE):
         begin = piece * PIECE
-        sums = _exp2_piece(k, t, S, sums, update, method, begin, kept, seen[piece])
+        sums = _exp2_piece(ctx, t, S, sums, update, method, begin, kept, seen[piece])
         if cutlass.const_expr(begin + PIECE == plan.config.early):
             tmem.wait_stores()
             tmem.fence_before()
-            arrive(k.s_p.empty + s_at.stage, plan.ctas)
+            arrive(ctx.s_p.empty + s_at.stage, plan.ctas)
     tmem.wait_stores()
     tmem.fence_before()
-    arrive(k.late.full + s_at.stage, plan.ctas)
+    arrive(ctx.late.full + s_at.stage, plan.ctas)
     softmax.end_packed_sum(t.rows, sums)
     return Cursor(s_at.stage, s_at.phase ^ 1)
 
 
-def _load_scores(k: Kernel, t: Thread) -> cute.Tensor:
-    S = cute.make_rmem_tensor(k.plan.keys, Float32)
-    for column in range(0, k.plan.keys, LOADED):
+def _load_scores(ctx: Context, t: SoftmaxThread) -> cute.Tensor:
+    S = cute.make_rmem_tensor(ctx.plan.keys, Float32)
+    for column in range(0, ctx.plan.keys, LOADED):
         tmem.load(t.lanes + column, cute.make_tensor(S.iterator + column, cute.make_layout(LOADED)))
     tmem.wait_loads()
     return S
 
 
 @cute.jit
-def _add_mask(k: Kernel, t: Thread, work: Work, n: Int32) -> None:
+def _add_mask(ctx: Context, t: SoftmaxThread, work: Work, n: Int32) -> None:
     """Scale the scores, and add a floating mask to them, where they are: registers hold no row of both."""
-    plan = k.plan
+    plan = ctx.plan
     for piece in cutlass.range(plan.keys // PIECE, unroll=1):
         begin, S = piece * PIECE, cute.make_rmem_tensor(PIECE, Float32)
         tmem.load(t.lanes + begin, S)
         tmem.wait_loads()
-        scores.change(S, k.rule, plan.features)
+        scores.change(S, ctx.rule, plan.features)
         values = cute.make_tensor(S.iterator, cute.make_layout((1, PIECE)))
         fragment = row_fragment(values, work.position, n * plan.keys + begin)
-        attn_mask.change(k.mask, work.mask, (), n, fragment)
+        attn_mask.change(ctx.mask, work.mask, (), n, fragment)
         tmem.store(t.lanes + begin, S)
     tmem.wait_stores()
 
 
 @cute.jit
-def _cut(k: Kernel, t: Thread, work: Work, n: Int32) -> Cut:
+def _cut(ctx: Context, t: SoftmaxThread, work: Work, n: Int32) -> Cut:
     """What the band hides of block n from the rows of the thread's warp."""
-    plan = k.plan
+    plan = ctx.plan
     row = cute.arch.make_warp_uniform(t.row // WARP) * WARP
     first, last = work.first + row // plan.pack, work.first + (row + WARP - 1) // plan.pack
     return cuts.cut_of(work.band, plan.band, first, last, n * plan.keys)
 
 
 @cute.jit
-def _hide(k: Kernel, work: Work, S: cute.Tensor, n: Int32, words) -> None:
+def _hide(ctx: Context, work: Work, S: cute.Tensor, n: Int32, words) -> None:
     """What a bool mask and the band hide."""
-    plan = k.plan
+    plan = ctx.plan
     values = cute.make_tensor(S.iterator, cute.make_layout((1, plan.keys)))
     fragment = row_fragment(values, work.position, n * plan.keys)
     if cutlass.const_expr(plan.features.mask == "bool"):
-        attn_mask.change(k.mask, work.mask, words, n, fragment)
+        attn_mask.change(ctx.mask, work.mask, words, n, fragment)
     if cutlass.const_expr(plan.band.masks):
         bands.hide(work.band, plan.band, fragment)
 
 
 @cute.jit
-def _mask_words(k: Kernel, work: Work, n: Int32):
+def _mask_words(ctx: Context, work: Work, n: Int32):
     """What is loaded of the mask before the scores are there."""
-    if cutlass.const_expr(k.plan.features.mask):
+    if cutlass.const_expr(ctx.plan.features.mask):
         return attn_mask.words_of(work.mask, n)
     return ()
 
 
-def _drawn(k: Kernel, work: Work, n: Int32) -> tuple:
+def _drawn(ctx: Context, work: Work, n: Int32) -> tuple:
     """Which weights of a block dropout keeps, a word for each piece: drawn before the scores are there."""
-    if not k.plan.features.dropout:
+    if not ctx.plan.features.dropout:
         return ()
-    first = n * k.plan.keys
-    return tuple(work.drawn.kept(first + begin) for begin in range(0, k.plan.keys, PIECE))
+    first = n * ctx.plan.keys
+    return tuple(work.drawn.kept(first + begin) for begin in range(0, ctx.plan.keys, PIECE))
 
 
 @cute.jit
 def _exp2_piece(
-    k: Kernel,
-    t: Thread,
+    ctx: Context,
+    t: SoftmaxThread,
     S: cute.Tensor,
     sums: tuple,
     update: softmax.MaxUpdate,
@@ -269,9 +236,9 @@ def _exp2_piece(
 
     seen: None where every warp sees something of it.
     """
-    rounded = cute.make_rmem_tensor(PIECE, k.plan.dtype)
+    rounded = cute.make_rmem_tensor(PIECE, ctx.plan.dtype)
     if cutlass.const_expr(seen is None) or seen:
-        sums = _exp2_and_round(k, S, sums, update, method, begin, kept, rounded)
+        sums = _exp2_and_round(ctx, S, sums, update, method, begin, kept, rounded)
     else:
         rounded.fill(0.0)
     tmem.store(t.lanes + begin // 2, cute.recast_tensor(rounded, cutlass.Int32))
@@ -280,7 +247,7 @@ def _exp2_piece(
 
 @cute.jit
 def _exp2_and_round(
-    k: Kernel,
+    ctx: Context,
     S: cute.Tensor,
     sums: tuple,
     update: softmax.MaxUpdate,
@@ -289,7 +256,7 @@ def _exp2_and_round(
     kept: tuple,
     rounded: cute.Tensor,
 ) -> tuple:
-    plan, scale = k.plan, scores.softmax_scale(k.rule, k.plan.features)
+    plan, scale = ctx.plan, scores.softmax_scale(ctx.rule, ctx.plan.features)
     values = cute.make_tensor(S.iterator, cute.make_layout((1, plan.keys)))
     sums = softmax.exp2_packed(values, sums, update, scale, method, begin, begin + PIECE)
     rounding.round_to(cute.make_tensor(S.iterator + begin, cute.make_layout(PIECE)), rounded)
@@ -298,22 +265,22 @@ def _exp2_and_round(
     return sums
 
 
-def _scale_barrier(t: Thread) -> Int32:
+def _scale_barrier(t: SoftmaxThread) -> Int32:
     return SCALE + t.t * WARPS + cute.arch.make_warp_uniform(t.row // WARP)
 
 
 @cute.jit
-def _finish(k: Kernel, t: Thread, at: Cursor, end_at: Cursor) -> None:
+def _finish(ctx: Context, t: SoftmaxThread, at: Cursor, end_at: Cursor) -> None:
     """What normalises O, for the correction warps, and lse."""
-    plan, tile = k.plan, tiles.read(k, k.tile, at)  # again: registers are scarce in between
-    scale = scores.softmax_scale(k.rule, plan.features)
-    keep_scale = k.rule.keep_scale if plan.features.dropout else Float32(1.0)
+    plan, tile = ctx.plan, tiles.read(ctx, ctx.tile, at)  # again: registers are scarce in between
+    scale = scores.softmax_scale(ctx.rule, plan.features)
+    keep_scale = ctx.rule.keep_scale if plan.features.dropout else Float32(1.0)
     ends = softmax.finalize(t.rows, scale, keep_scale, plan.softmax)
-    ring.wait_empty(k.inverse, end_at)
-    k.sInverse[t.row, t.t] = ends.inverse[0]
-    ring.fill(k.inverse, end_at)
-    group, lse, low = k.maps.mQ.shape[0][0], k.lse, k.lse_low
-    position = spans.first_query(k, tile, t.t) + t.row // plan.pack
+    ring.wait_empty(ctx.inverse, end_at)
+    ctx.sInverse[t.row, t.t] = ends.inverse[0]
+    ring.fill(ctx.inverse, end_at)
+    group, lse, low = ctx.maps.mQ.shape[0][0], ctx.lse, ctx.lse_low
+    position = spans.first_query(ctx, tile, t.t) + t.row // plan.pack
     h = tile.heads * plan.pack + t.row % plan.pack
     if (position < tile.Sq) & (h < group):
         head = tile.key_head * group + h

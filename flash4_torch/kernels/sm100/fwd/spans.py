@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from ...common import forward_tile as tiles
 from ...common.band import Span
-from ...common.forward_tile import Blocks, Tile
-
-if TYPE_CHECKING:
-    from .kernel import Kernel
+from ...common.fwd import tiles
+from ...common.fwd.tiles import Blocks, Tile
+from .context import Context
 
 
 class Spans(NamedTuple):
@@ -25,27 +23,27 @@ class Spans(NamedTuple):
 
 
 @cute.jit
-def spans_of(k: Kernel, tile: Tile) -> Spans:
-    blocks = tiles.blocks_of(k, tile)
-    if cutlass.const_expr(k.plan.spans_differ):
-        own = tuple(own_span(k, tile, blocks, Int32(t)) for t in range(k.plan.q_tiles))
+def spans_of(ctx: Context, tile: Tile) -> Spans:
+    blocks = tiles.blocks_of(ctx, tile)
+    if cutlass.const_expr(ctx.plan.spans_differ):
+        own = tuple(own_span(ctx, tile, blocks, Int32(t)) for t in range(ctx.plan.q_tiles))
         return Spans(blocks.span, own)
-    return Spans(blocks.span, (blocks.span,) * k.plan.q_tiles)
+    return Spans(blocks.span, (blocks.span,) * ctx.plan.q_tiles)
 
 
 @cute.jit
-def own_span(k: Kernel, tile: Tile, blocks: Blocks, t: Int32) -> Span:
+def own_span(ctx: Context, tile: Tile, blocks: Blocks, t: Int32) -> Span:
     """Of the t-th tile of 128 rows."""
-    if cutlass.const_expr(not k.plan.spans_differ):
+    if cutlass.const_expr(not ctx.plan.spans_differ):
         return blocks.span
-    first = first_query(k, tile, t)
-    return tiles.own_span(k, tile, blocks, first, last_query(k, tile, first))
+    first = first_query(ctx, tile, t)
+    return tiles.own_span(ctx, tile, blocks, first, last_query(ctx, tile, first))
 
 
 @cute.jit
-def of(k: Kernel, visited: Spans, t: Int32) -> Span:
+def of(ctx: Context, visited: Spans, t: Int32) -> Span:
     """Of one of two tiles."""
-    if cutlass.const_expr(not k.plan.spans_differ):
+    if cutlass.const_expr(not ctx.plan.spans_differ):
         return visited.whole
     first, second = visited.own
     return Span(
@@ -54,16 +52,16 @@ def of(k: Kernel, visited: Spans, t: Int32) -> Span:
     )
 
 
-def first_query(k: Kernel, tile: Tile, t: Int32) -> Int32:
-    return (tile.block * k.plan.q_tiles + t) * k.plan.tokens
+def first_query(ctx: Context, tile: Tile, t: Int32) -> Int32:
+    return (tile.block * ctx.plan.q_tiles + t) * ctx.plan.tokens
 
 
-def last_query(k: Kernel, tile: Tile, first: Int32) -> Int32:
-    return cutlass.min(first + k.plan.tokens, tile.Sq) - 1
+def last_query(ctx: Context, tile: Tile, first: Int32) -> Int32:
+    return cutlass.min(first + ctx.plan.tokens, tile.Sq) - 1
 
 
-def visits(k: Kernel, own: Span, position: Int32) -> Boolean | bool:
+def visits(ctx: Context, own: Span, position: Int32) -> Boolean | bool:
     """Whether a tile visits a position of the whole span."""
-    if not k.plan.spans_differ:
+    if not ctx.plan.spans_differ:
         return True
     return (position >= own.first) & (position < own.last)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -10,49 +10,47 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync, warp
 
 from ...common import ring
+from ...common.bwd.tiles import Tile
 from ...common.copies import passing_by
-from ...common.key_tiles import Tile
 from ...common.ring import Cursor
 from ...common.rounding import round_to
 from ...common.warps import WARP
 from .. import wgmma
 from ..warps import ROWS, WARP_ROWS
+from .context import Context
 from .plan import DONE
-from .store_dq import DK, DV, await_empty, hand_gradient, other_slot, place_of_gradient, slot_of
-
-if TYPE_CHECKING:
-    from .kernel import Kernel
-    from .work import Thread
+from .state import Thread, other_slot
+from .store_dq import DK, DV, await_empty, hand_gradient, place_of_gradient, slot_of
 
 
 @cute.jit
-def epilogue(k: Kernel, t: Thread, tile: Tile, kv_at: Cursor) -> None:
+def epilogue(ctx: Context, t: Thread, tile: Tile, kv_at: Cursor) -> None:
     """Every warp stores its 16 keys by itself."""
-    plan = k.plan
-    sK, sV = (x[None, None, kv_at.stage] for x in (k.sK, k.sV))
+    plan = ctx.plan
+    sK, sV = (x[None, None, kv_at.stage] for x in (ctx.sK, ctx.sV))
     # Other warpgroups read this one's K for their dQ, but nobody else reads its V.
-    stage_gradient(k, t, t.dV, dv_scale(k), sV)
+    stage_gradient(ctx, t, t.dV, dv_scale(ctx), sV)
     cute.arch.barrier(barrier_id=DONE, number_of_threads=plan.consumers)
-    stage_gradient(k, t, t.dK, k.rule.scale, sK)
-    store_gradients(k, t, (dv_target(k, sV), dk_target(k, sK)), tile)
-    ring.release(k.load_k, kv_at)
-    ring.release(k.load_v, kv_at)
+    stage_gradient(ctx, t, t.dK, ctx.rule.scale, sK)
+    store_gradients(ctx, t, (dv_target(ctx, sV), dk_target(ctx, sK)), tile)
+    ring.release(ctx.load_k, kv_at)
+    ring.release(ctx.load_v, kv_at)
 
 
 @cute.jit
-def epilogue_aside(k: Kernel, t: Thread, kv_at: Cursor, slot: Int32) -> None:
+def epilogue_aside(ctx: Context, t: Thread, kv_at: Cursor, slot: Int32) -> None:
     """A warpgroup's dV and dK leave through its two slots of dQ; `slot` is and stays the next one."""
-    where = place_of_gradient(k, kv_at)
+    where = place_of_gradient(ctx, kv_at)
     # All that reads K and V has ended. The loading warp may write its next message, too.
-    ring.release(k.load_k, kv_at)
-    ring.release(k.load_v, kv_at)
-    plan = k.plan
-    dv = DV, t.dV, dv_scale(k), plan.Dv, slot
-    dk = DK, t.dK, k.rule.scale, plan.D, other_slot(k, slot)
+    ring.release(ctx.load_k, kv_at)
+    ring.release(ctx.load_v, kv_at)
+    plan = ctx.plan
+    dv = DV, t.dV, dv_scale(ctx), plan.Dv, slot
+    dk = DK, t.dK, ctx.rule.scale, plan.D, other_slot(ctx, slot)
     for what, gradient, scale, columns, place in (dv, dk):
         await_empty(place)
-        _stage(k, t, gradient, scale, slot_of(k, place, columns), Int32(0))
-        hand_gradient(k, t, place, what, where)
+        _stage(ctx, t, gradient, scale, slot_of(ctx, place, columns), Int32(0))
+        hand_gradient(ctx, t, place, what, where)
 
 
 class Target(NamedTuple):
@@ -65,46 +63,48 @@ class Target(NamedTuple):
     stage: cute.Tensor
 
 
-def dk_target(k: Kernel, stage: cute.Tensor) -> Target:
-    return Target(k.maps.store_dk, k.maps.mdK, k.dk, k.plan.features.D, stage)
+def dk_target(ctx: Context, stage: cute.Tensor) -> Target:
+    return Target(ctx.maps.store_dk, ctx.maps.mdK, ctx.dk, ctx.plan.features.D, stage)
 
 
-def dv_target(k: Kernel, stage: cute.Tensor) -> Target:
-    return Target(k.maps.store_dv, k.maps.mdV, k.dv, k.plan.features.Dv, stage)
+def dv_target(ctx: Context, stage: cute.Tensor) -> Target:
+    return Target(ctx.maps.store_dv, ctx.maps.mdV, ctx.dv, ctx.plan.features.Dv, stage)
 
 
-def dv_scale(k: Kernel) -> Float32:
-    return k.rule.keep_scale if k.plan.features.dropout else Float32(1.0)
+def dv_scale(ctx: Context) -> Float32:
+    return ctx.rule.keep_scale if ctx.plan.features.dropout else Float32(1.0)
 
 
 @cute.jit
-def store_gradients(k: Kernel, t: Thread, targets: tuple, tile: Tile) -> None:
+def store_gradients(ctx: Context, t: Thread, targets: tuple, tile: Tile) -> None:
     """What the warp has staged, until shared memory may be used again."""
-    if cutlass.const_expr(k.plan.stores_by_copy_engine):
+    if cutlass.const_expr(ctx.plan.stores_by_copy_engine):
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         for target in targets:
-            _store_box(k, t, target.atom, target.boxes, target.stage, tile)
+            _store_box(ctx, t, target.atom, target.boxes, target.stage, tile)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
     else:
         cute.arch.sync_warp()
         for target in targets:
-            _store_rows(k, t, target.rows, target.D, target.stage, tile)
+            _store_rows(ctx, t, target.rows, target.D, target.stage, tile)
         cute.arch.fence_view_async_shared()  # the next K and V come by the copy engine
 
 
 @cute.jit
-def stage_gradient(k: Kernel, t: Thread, gradient: cute.Tensor, scale: Float32, stage: cute.Tensor) -> None:
+def stage_gradient(
+    ctx: Context, t: Thread, gradient: cute.Tensor, scale: Float32, stage: cute.Tensor
+) -> None:
     """Scale, round, and write the warpgroup's rows of a stage."""
-    _stage(k, t, gradient, scale, stage, t.warpgroup)
+    _stage(ctx, t, gradient, scale, stage, t.warpgroup)
 
 
 @cute.jit
 def _stage(
-    k: Kernel, t: Thread, gradient: cute.Tensor, scale: Float32, stage: cute.Tensor, place: Int32
+    ctx: Context, t: Thread, gradient: cute.Tensor, scale: Float32, stage: cute.Tensor, place: Int32
 ) -> None:
     """Scale, round, and write as the place-th 64 rows of a stage."""
-    plan = k.plan
+    plan = ctx.plan
     for i in cutlass.range_constexpr(cute.size(gradient)):
         gradient[i] = gradient[i] * scale
     rounded = cute.make_rmem_tensor(gradient.layout, plan.dtype)
@@ -117,11 +117,11 @@ def _stage(
 
 
 @cute.jit
-def _store_box(k: Kernel, t: Thread, atom, target: cute.Tensor, stage: cute.Tensor, tile: Tile) -> None:
+def _store_box(ctx: Context, t: Thread, atom, target: cute.Tensor, stage: cute.Tensor, tile: Tile) -> None:
     """The copy engine leaves out rows beyond the end."""
     box = (WARP_ROWS, cute.size(stage, mode=[1]))
     own = _own_warp(t)
-    place = tile.block * (k.plan.keys // WARP_ROWS) + own
+    place = tile.block * (ctx.plan.keys // WARP_ROWS) + own
     rows = cute.local_tile(target[None, None, tile.key_head, tile.batch], box, (place, 0))
     piece = cute.local_tile(stage, box, (own, 0))
     s, g = cpasync.tma_partition(
@@ -134,19 +134,19 @@ def _store_box(k: Kernel, t: Thread, atom, target: cute.Tensor, stage: cute.Tens
 
 @cute.jit
 def _store_rows(
-    k: Kernel, t: Thread, target: cute.Tensor, D: cutlass.Constexpr, stage: cute.Tensor, tile: Tile
+    ctx: Context, t: Thread, target: cute.Tensor, D: cutlass.Constexpr, stage: cute.Tensor, tile: Tile
 ) -> None:
     """16 bytes a lane, rows of the sequence only; those of the next one follow."""
     chunks = D // 8
     first = _own_warp(t) * WARP_ROWS
-    atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), k.plan.dtype, num_bits_per_copy=128)
+    atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), ctx.plan.dtype, num_bits_per_copy=128)
     for e in cutlass.range(t.lane, WARP_ROWS * chunks, WARP, unroll=1):
         row, chunk = first + e // chunks, e % chunks
-        j = tile.block * k.plan.keys + row
+        j = tile.block * ctx.plan.keys + row
         if j < tile.Sk:
             source = cute.local_tile(stage, (1, 8), (row, chunk))
             place = cute.local_tile(target[tile.first_k + j, tile.key_head, None], (8,), (chunk,))
-            registers = cute.make_rmem_tensor(8, k.plan.dtype)
+            registers = cute.make_rmem_tensor(8, ctx.plan.dtype)
             cute.copy(atom, cute.group_modes(source, 0, 2), registers)
             cute.copy(atom, registers, place)
 

@@ -6,22 +6,18 @@ for a storing warp.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32
 
-from ...common.key_tiles import Tile
+from ...common.bwd.tiles import Tile
 from ...common.rounding import round_to
 from ...common.smem_layouts import chunk_of
 from ...common.warps import WARP
 from ..warps import WARP_ROWS
+from .context import Context
+from .state import Thread, Work
 from .store_dq import await_empty, hand_dq, own_four, place_of_sums, visited_before
-
-if TYPE_CHECKING:
-    from .kernel import Kernel
-    from .work import Thread, Work
 
 VECTOR = 16
 """Bytes that a lane copies at a time."""
@@ -36,13 +32,13 @@ def is_last(tile: Tile) -> Boolean:
 
 
 @cute.jit
-def fetch_sums(k: Kernel, t: Thread, slot: Int32, piece: Int32, work: Work, n: Int32) -> None:
+def fetch_sums(ctx: Context, t: Thread, slot: Int32, piece: Int32, work: Work, n: Int32) -> None:
     """Begin to fetch what tiles before have added up of a piece of block n; zeros if none has."""
     await_empty(slot)
-    size = Int32(VECTOR) if visited_before(k, work, n) else Int32(0)
-    target = own_four(k, t, slot, 0).iterator.toint()
-    source = place_of_sums(k, piece, work, n) + (target - k.sdQ[None, slot].iterator.toint())
-    for i in cutlass.range_constexpr(k.plan.blocks.registers // 4):
+    size = Int32(VECTOR) if visited_before(ctx, work, n) else Int32(0)
+    target = own_four(ctx, t, slot, 0).iterator.toint()
+    source = place_of_sums(ctx, piece, work, n) + (target - ctx.sdQ[None, slot].iterator.toint())
+    for i in cutlass.range_constexpr(ctx.plan.blocks.registers // 4):
         at = i * WARP * VECTOR
         cute.arch.inline_ptx(
             f"cp.async.cg.shared.global [{{$r0}} + {at}], [{{$r1}} + {at}], {VECTOR}, {{$r2}};",
@@ -51,28 +47,28 @@ def fetch_sums(k: Kernel, t: Thread, slot: Int32, piece: Int32, work: Work, n: I
 
 
 @cute.jit
-def finish_dq(k: Kernel, t: Thread, dQ: cute.Tensor, slot: Int32, work: Work, n: Int32) -> None:
+def finish_dq(ctx: Context, t: Thread, dQ: cute.Tensor, slot: Int32, work: Work, n: Int32) -> None:
     """Add to a piece what was fetched, scale, round, and have it stored."""
     cute.arch.inline_ptx("cp.async.wait_all;")
-    for i in cutlass.range_constexpr(k.plan.blocks.registers // 4):
+    for i in cutlass.range_constexpr(ctx.plan.blocks.registers // 4):
         fetched = cute.make_rmem_tensor(4, Float32)
-        cute.autovec_copy(own_four(k, t, slot, i), fetched)
+        cute.autovec_copy(own_four(ctx, t, slot, i), fetched)
         for j in cutlass.range_constexpr(4):
-            dQ[4 * i + j] = (dQ[4 * i + j] + fetched[j]) * k.rule.scale
-    rounded = cute.make_rmem_tensor(dQ.layout, k.plan.dtype)
+            dQ[4 * i + j] = (dQ[4 * i + j] + fetched[j]) * ctx.rule.scale
+    rounded = cute.make_rmem_tensor(dQ.layout, ctx.plan.dtype)
     round_to(dQ, rounded)
     cute.arch.sync_warp()
-    _stage(k, t, slot, rounded)
-    hand_dq(k, t, slot, work, n)
+    _stage(ctx, t, slot, rounded)
+    hand_dq(ctx, t, slot, work, n)
 
 
 @cute.jit
-def _stage(k: Kernel, t: Thread, slot: Int32, rounded: cute.Tensor) -> None:
+def _stage(ctx: Context, t: Thread, slot: Int32, rounded: cute.Tensor) -> None:
     """A warp's 16 rows, over what its lanes have fetched, as `finished_layout` has them."""
-    words, chunk = cute.recast_tensor(rounded, Uint32), chunk_of(k.plan.blocks.piece_columns)
+    words, chunk = cute.recast_tensor(rounded, Uint32), chunk_of(ctx.plan.blocks.piece_columns)
     vectors = chunk // COLUMNS  # of a row of a chunk
     row, half = t.lane % WARP_ROWS, t.lane // WARP_ROWS
-    start = own_four(k, t, slot, 0).iterator.toint() - t.lane * VECTOR + row * (vectors * VECTOR)
+    start = own_four(ctx, t, slot, 0).iterator.toint() - t.lane * VECTOR + row * (vectors * VECTOR)
     swizzle = (half ^ row // (8 // vectors) % vectors) * VECTOR
     for c in cutlass.range_constexpr(cute.size(words) // 4):
         chunks, vector = divmod(2 * c, vectors)

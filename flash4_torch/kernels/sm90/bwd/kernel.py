@@ -11,8 +11,7 @@ Q, dO, lse, delta       ==load_v===>    |  ^
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
 
 import cutlass
 import cutlass.cute as cute
@@ -21,133 +20,18 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from ...common import attn_mask, dropout, ring
-from ...common.args import Rule
-from ...common.key_tiles import MESSAGE
-from ...common.pair import Pair, finish_together, make_pair, peer_of, start_together
+from ...common.bwd.tiles import MESSAGE
+from ...common.cta_pair import finish_together, make_pair, peer_of, start_together
+from ...common.launch_params import Rule
 from ...common.ring import Ring
 from ...common.warps import GROUP, WARP, WARPS
-from .draw import draw
+from .context import Context, Layouts, Maps, Turned
 from .load import load
 from .mainloop import consume
 from .plan import Plan
+from .rng import draw
+from .role_split import make_ds, make_weights
 from .store_dq import WORDS, store
-from .wide import make_ds, make_weights
-
-
-class Maps(NamedTuple):
-    """Copy atoms of the copy engine, and the tensors that they copy from or to, all (S, D, H, B)."""
-
-    load_q: Any
-    mQ: Any
-    load_do: Any
-    mdO: Any
-    load_k: Any
-    mK: Any
-    load_v: Any
-    mV: Any
-    store_dk: Any
-    mdK: Any
-    store_dv: Any
-    mdV: Any
-    store_dq: Any
-    mdQ: Any
-    load_other_k: Any
-    """Half of the columns of the other CTA's K."""
-
-
-class Layouts(NamedTuple):
-    """Of shared memory."""
-
-    q: Any
-    do: Any
-    k: Any
-    v: Any
-    ds: Any
-    other_k: Any
-
-
-class Turned(NamedTuple):
-    """Layouts of the same memory with the columns first."""
-
-    q: Any
-    do: Any
-    k: Any
-    other_k: Any
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """What every role may use."""
-
-    plan: Plan
-    rule: Rule
-    maps: Maps
-    sQ: cute.Tensor
-    """(queries, D, q_stages)"""
-    sQt: cute.Tensor
-    """(D, queries, q_stages)"""
-    sdO: cute.Tensor
-    """(queries, Dv, do_stages)"""
-    sdOt: cute.Tensor
-    sK: cute.Tensor
-    """(keys, D, kv_stages)"""
-    sKt: cute.Tensor
-    sV: cute.Tensor
-    """(keys, Dv, kv_stages)"""
-    sdS: cute.Tensor
-    """(queries, keys, ds_stages), contiguous along the queries."""
-    sOtherdS: cute.Tensor | None
-    """The same of the other CTA's keys."""
-    sSlopes: cute.Tensor | None
-    """The same of softcap's derivatives."""
-    sOtherK: cute.Tensor | None
-    """(keys, D / 2, kv_stages) of the other CTA's keys: the columns that this one makes dQ of."""
-    sOtherKt: cute.Tensor | None
-    sLse: cute.Tensor
-    """(queries, q_stages), in base 2; infinite where a row sees nothing."""
-    sNaturalLse: cute.Tensor | None
-    """The same in natural units, for blocks that a floating mask changes."""
-    sLseLow: cute.Tensor | None
-    """What rounding has taken from `sNaturalLse`, in base 2."""
-    sDelta: cute.Tensor
-    """(queries, do_stages)"""
-    load_q: Ring
-    load_do: Ring
-    load_k: Ring
-    load_v: Ring
-    share_ds: Ring
-    """Of its barriers only those that say empty are used where a named barrier says full."""
-    weights: Ring | None
-    """P, in the place of dS: only its barriers that say full are used."""
-    exchange: Ring | None
-    """The other CTA's dS: only its barriers that say full are used."""
-    pair: Pair | None
-    """What the CTAs of a cluster share besides."""
-    sequence_end: Ring
-    """One stage: rows that the loading warp waits for itself, as other sequences' follow them."""
-    message: cute.Pointer
-    """`MESSAGE` words for each stage of K."""
-    sdQ: cute.Tensor
-    """(floats of a piece, dq_slots), in the order of `dq_blocks`."""
-    errands: cute.Pointer
-    """`WORDS` of 64 bits for each slot of dQ: see `store_dq`."""
-    kept: Ring | None
-    sKept: cute.Tensor | None
-    """(32, words, strips of 16 keys, q_stages): see `dropout.take`."""
-    stats: cute.Tensor
-    dq_acc: cute.Tensor
-    dk: cute.Tensor
-    dv: cute.Tensor
-    tickets: cute.Tensor
-    turns: cute.Tensor | None
-    cu_seqlens_q: cute.Tensor | None
-    cu_seqlens_k: cute.Tensor | None
-    mask: attn_mask.Mask | None
-    """Transposed: its rows are keys."""
-    dmask: cute.Tensor | None
-    rng_state: cute.Tensor | None
-    finishes: bool = False
-    """For a tile that rounds dQ, which has code of its own."""
 
 
 @cute.kernel
@@ -196,7 +80,7 @@ def backward_kernel(
     rows_of_q, sNaturalLse, sLseLow = cute.make_layout((plan.queries, config.q_stages)), None, None
     if cutlass.const_expr(plan.features.float_mask):
         sNaturalLse, sLseLow = (memory.allocate_tensor(Float32, rows_of_q, 16) for _ in range(2))
-    k = Kernel(
+    ctx = Context(
         plan=plan,
         rule=rule,
         maps=maps,
@@ -243,17 +127,17 @@ def backward_kernel(
         rng_state=rng_state,
     )
     if warp == 0:
-        for edge in (k.load_q, k.load_do, k.load_k, k.load_v, k.sequence_end):
-            readers = plan.consumer_warps + plan.drawers * (edge is k.load_k)
+        for edge in (ctx.load_q, ctx.load_do, ctx.load_k, ctx.load_v, ctx.sequence_end):
+            readers = plan.consumer_warps + plan.drawers * (edge is ctx.load_k)
             ring.initialise(edge, readers)
-        ring.initialise(k.share_ds, plan.consumer_warps, writers=WARPS)
-        for edge in (k.weights, k.exchange):
+        ring.initialise(ctx.share_ds, plan.consumer_warps, writers=WARPS)
+        for edge in (ctx.weights, ctx.exchange):
             if cutlass.const_expr(edge is not None):
                 ring.initialise(edge, 1, writers=WARPS)
         if cutlass.const_expr(plan.ctas > 1):
-            ring.initialise(k.pair.handed, 1)
+            ring.initialise(ctx.pair.handed, 1)
         if cutlass.const_expr(plan.features.dropout):
-            ring.initialise(k.kept, plan.consumer_warps, writers=plan.drawers)
+            ring.initialise(ctx.kept, plan.consumer_warps, writers=plan.drawers)
         cute.arch.mbarrier_init_fence()
         for atom in maps[:14:2]:
             if cutlass.const_expr(atom is not None):
@@ -263,26 +147,26 @@ def backward_kernel(
     if group == 0:
         cute.arch.setmaxregister_decrease(plan.registers.producer)
         if warp == 0:
-            load(_masked(k, mask_args))
+            load(_masked(ctx, mask_args))
         elif warp <= plan.storers:
-            store(k, warp - 1)
+            store(ctx, warp - 1)
         elif cutlass.const_expr(plan.features.dropout):
-            draw(_masked(k, mask_args), warp - 1 - plan.storers)
+            draw(_masked(ctx, mask_args), warp - 1 - plan.storers)
     else:
         cute.arch.setmaxregister_increase(plan.registers.consumer)
         if cutlass.const_expr(config.split):
             if group == 1:
-                make_weights(_masked(k, mask_args))
+                make_weights(_masked(ctx, mask_args))
             else:
-                make_ds(_masked(k, mask_args))
+                make_ds(_masked(ctx, mask_args))
         else:
-            consume(_masked(k, mask_args), group - 1)
+            consume(_masked(ctx, mask_args), group - 1)
     finish_together(plan.ctas)
 
 
-def _masked(k: Kernel, args: attn_mask.MaskArgs | None) -> Kernel:
+def _masked(ctx: Context, args: attn_mask.MaskArgs | None) -> Context:
     """For one role: what all would share, they would keep in registers from the beginning on, or spill."""
-    return k if args is None else replace(k, mask=attn_mask.make_mask(args, k.plan.mask))
+    return ctx if args is None else replace(ctx, mask=attn_mask.make_mask(args, ctx.plan.mask))
 
 
 def _allocate(memory: SmemAllocator, plan: Plan, layout: cute.ComposedLayout) -> cute.Tensor:

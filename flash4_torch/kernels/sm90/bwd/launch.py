@@ -10,13 +10,14 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 
 from ....configs.types import Features, Sm90Backward
-from ...common import host, persistent
-from ...common.args import Rule
+from ...common import host, tile_scheduler
 from ...common.attn_mask import MaskArgs
-from ...common.key_launch import compile_for_any, map_of
+from ...common.bwd.launch import compile_for_any, map_of
+from ...common.launch_params import Rule
 from ...common.smem_layouts import column_major_layout, row_major_layout
 from ..warps import ROWS, WARP_ROWS
-from .kernel import Layouts, Maps, Turned, backward_kernel
+from .context import Layouts, Maps, Turned
+from .kernel import backward_kernel
 from .plan import Plan
 from .store_dq import aside_layout, finished_layout
 
@@ -125,7 +126,7 @@ def backward(
         rule,
         plan,
     )
-    persistent.launch(kernel, plan, tickets_of_all, rule.multiprocessors, stream)
+    tile_scheduler.launch(kernel, plan, tickets_of_all, rule.multiprocessors, stream)
 
 
 def compile_backward(features: Features, config: Sm90Backward) -> Any:

@@ -8,39 +8,35 @@ the next block's S^T while dQ is left for the warp that has it added.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import warp
 
-from ...common import key_tiles as tiles
 from ...common import ring
-from ...common.key_tiles import Tile
+from ...common.bwd import tiles
+from ...common.bwd.tiles import Tile
 from ...common.ring import Cursor
 from ...common.warps import GROUP
 from .. import wgmma
 from ..warps import ROWS
 from . import walk
+from .context import Context
 from .epilogue import epilogue, epilogue_aside
 from .finish_dq import fetch_sums, finish_dq, is_last
 from .plan import SHARED
+from .state import Cursors, Thread, Work, after_block, rows_at, slot_at, start
 from .store_dq import add_dq, end_adding
 from .weights import differentiate, dropped, mask_rows, weigh
-from .work import Cursors, Thread, Work, after_block, rows_at, slot_at, start
-
-if TYPE_CHECKING:
-    from .kernel import Kernel
-
 
 ALONE = 2
 """Instead of True for `_block`'s `last`: only the first warpgroup's keys take part in it."""
 
 
 @cute.jit
-def consume(k: Kernel, warpgroup: Int32) -> None:
-    plan = k.plan
+def consume(ctx: Context, warpgroup: Int32) -> None:
+    plan = ctx.plan
     thread, _, _ = cute.arch.thread_idx()
     t = Thread(
         warpgroup,
@@ -49,135 +45,137 @@ def consume(k: Kernel, warpgroup: Int32) -> None:
         wgmma.output_accumulator(plan.dtype, plan.D),
         wgmma.output_accumulator(plan.dtype, plan.Dv),
     )
-    at = _tiles_overlapped(k, t) if cutlass.const_expr(plan.config.next_tile) else _tiles(k, t)
-    end_adding(k, t, slot_at(k, t, at))
+    at = _tiles_overlapped(ctx, t) if cutlass.const_expr(plan.config.next_tile) else _tiles(ctx, t)
+    end_adding(ctx, t, slot_at(ctx, t, at))
 
 
 @cute.jit
-def _tiles(k: Kernel, t: Thread) -> Cursors:
+def _tiles(ctx: Context, t: Thread) -> Cursors:
     """One tile after the other."""
-    plan = k.plan
+    plan = ctx.plan
     kv_at = ring.start()
-    at = start(k, t)
-    tile = tiles.read(k, kv_at)
+    at = start(ctx, t)
+    tile = tiles.read(ctx, kv_at)
     while tile.block >= 0:
-        ring.wait_full(k.load_q, at.q)
-        _issue_scores(k, t, kv_at, at.q)
-        ring.wait_full(k.load_v, kv_at)
+        ring.wait_full(ctx.load_q, at.q)
+        _issue_scores(ctx, t, kv_at, at.q)
+        ring.wait_full(ctx.load_v, kv_at)
         if cutlass.const_expr(not plan.whole_heads):
-            at = _blocks(k, t, tile, kv_at, at)
+            at = _blocks(ctx, t, tile, kv_at, at)
         elif is_last(tile):
-            at = _blocks(replace(k, finishes=True), t, tile, kv_at, at)
+            at = _blocks(replace(ctx, finishes=True), t, tile, kv_at, at)
         else:
-            at = _blocks(k, t, tile, kv_at, at)
+            at = _blocks(ctx, t, tile, kv_at, at)
         if cutlass.const_expr(plan.gradients_aside):
-            epilogue_aside(k, t, kv_at, slot_at(k, t, at))
+            epilogue_aside(ctx, t, kv_at, slot_at(ctx, t, at))
         else:
-            epilogue(k, t, tile, kv_at)
+            epilogue(ctx, t, tile, kv_at)
         kv_at = ring.after(kv_at, plan.config.kv_stages)
-        tile = tiles.read(k, kv_at)
+        tile = tiles.read(ctx, kv_at)
     return at
 
 
 @cute.jit
-def _blocks(k: Kernel, t: Thread, tile: Tile, kv_at: Cursor, at: Cursors) -> Cursors:
+def _blocks(ctx: Context, t: Thread, tile: Tile, kv_at: Cursor, at: Cursors) -> Cursors:
     """All that the tile visits; the scores of the first one are under way."""
-    at, work, n, started = walk.all_but_the_last(k, t, tile, kv_at, at, _block, k.plan.masks)
-    return _last_block(k, t, work, n, started, at)
+    at, work, n, started = walk.all_but_the_last(ctx, t, tile, kv_at, at, _block, ctx.plan.masks)
+    return _last_block(ctx, t, work, n, started, at)
 
 
 @cute.jit
-def _tiles_overlapped(k: Kernel, t: Thread) -> Cursors:
+def _tiles_overlapped(ctx: Context, t: Thread) -> Cursors:
     """The next tile's first scores are under way while this tile's dK and dV are stored.
 
     Products that a branch skips could not stay under way: after the last tile scores are made of what is left
     in shared memory, and not used.
     """
-    plan = k.plan
+    plan = ctx.plan
     kv_at = ring.start()
-    at = start(k, t)
-    tile = tiles.read(k, kv_at)
+    at = start(ctx, t)
+    tile = tiles.read(ctx, kv_at)
     if cutlass.const_expr(plan.features.varlen):
         # A CTA may draw no tile that has keys.
         if tile.block >= 0:
-            ring.wait_full(k.load_q, at.q)
+            ring.wait_full(ctx.load_q, at.q)
     else:
-        ring.wait_full(k.load_q, at.q)
-    _issue_scores(k, t, kv_at, at.q)
+        ring.wait_full(ctx.load_q, at.q)
+    _issue_scores(ctx, t, kv_at, at.q)
     while tile.block >= 0:
-        ring.wait_full(k.load_v, kv_at)
+        ring.wait_full(ctx.load_v, kv_at)
         next_at, next_tile = ring.after(kv_at, plan.config.kv_stages), tile
         if cutlass.const_expr(not plan.whole_heads):
-            next_tile, at = _blocks_overlapped(k, t, tile, kv_at, at)
+            next_tile, at = _blocks_overlapped(ctx, t, tile, kv_at, at)
         elif is_last(tile):
-            next_tile, at = _blocks_overlapped(replace(k, finishes=True), t, tile, kv_at, at)
+            next_tile, at = _blocks_overlapped(replace(ctx, finishes=True), t, tile, kv_at, at)
         else:
-            next_tile, at = _blocks_overlapped(k, t, tile, kv_at, at)
-        epilogue(k, t, tile, kv_at)
+            next_tile, at = _blocks_overlapped(ctx, t, tile, kv_at, at)
+        epilogue(ctx, t, tile, kv_at)
         tile, kv_at = next_tile, next_at
     wgmma.wait(0)
     return at
 
 
 @cute.jit
-def _blocks_overlapped(k: Kernel, t: Thread, tile: Tile, kv_at: Cursor, at: Cursors) -> tuple[Tile, Cursors]:
+def _blocks_overlapped(
+    ctx: Context, t: Thread, tile: Tile, kv_at: Cursor, at: Cursors
+) -> tuple[Tile, Cursors]:
     """`_blocks`; leaves the next tile's first scores under way, and returns which that is."""
-    plan = k.plan
-    at, work, n, started = walk.all_but_the_last(k, t, tile, kv_at, at, _block, plan.masks)
-    dQ, after = _block_to_dq(k, t, work, n, started, plan.masks, at)
+    plan = ctx.plan
+    at, work, n, started = walk.all_but_the_last(ctx, t, tile, kv_at, at, _block, plan.masks)
+    dQ, after = _block_to_dq(ctx, t, work, n, started, plan.masks, at)
     next_at = ring.after(kv_at, plan.config.kv_stages)
-    next_tile = tiles.read(k, next_at)
+    next_tile = tiles.read(ctx, next_at)
     if next_tile.block >= 0:
-        ring.wait_full(k.load_q, after.q)
-    _issue_scores(k, t, next_at, after.q)
+        ring.wait_full(ctx.load_q, after.q)
+    _issue_scores(ctx, t, next_at, after.q)
     wgmma.wait(1)
-    _add_dq(k, t, work, n, dQ, at, True)
+    _add_dq(ctx, t, work, n, dQ, at, True)
     return next_tile, after
 
 
 @cute.jit
-def _issue_scores(k: Kernel, t: Thread, kv_at: Cursor, q_at: Cursor) -> None:
-    wgmma.scores(t.S, _own(k.sK[None, None, kv_at.stage], t), k.sQ[None, None, q_at.stage])
+def _issue_scores(ctx: Context, t: Thread, kv_at: Cursor, q_at: Cursor) -> None:
+    wgmma.scores(t.S, _own(ctx.sK[None, None, kv_at.stage], t), ctx.sQ[None, None, q_at.stage])
 
 
 @cute.jit
-def _last_block(k: Kernel, t: Thread, work: Work, n: Int32, started: Boolean, at: Cursors) -> Cursors:
+def _last_block(ctx: Context, t: Thread, work: Work, n: Int32, started: Boolean, at: Cursors) -> Cursors:
     """If only the first warpgroup sees something of it, only its keys take part."""
-    if cutlass.const_expr(not k.plan.skips_hidden):
-        return _block(k, t, work, n, started, k.plan.masks, True, at)
-    first_of_others = work.tile.block * k.plan.keys + ROWS
+    if cutlass.const_expr(not ctx.plan.skips_hidden):
+        return _block(ctx, t, work, n, started, ctx.plan.masks, True, at)
+    first_of_others = work.tile.block * ctx.plan.keys + ROWS
     after = at
-    if (n + 1) * k.plan.queries > first_of_others + work.band.lowest:
-        after = _block(k, t, work, n, started, True, True, at)
+    if (n + 1) * ctx.plan.queries > first_of_others + work.band.lowest:
+        after = _block(ctx, t, work, n, started, True, True, at)
     elif t.warpgroup == 0:
-        after = _block(k, t, work, n, started, True, ALONE, at)
+        after = _block(ctx, t, work, n, started, True, ALONE, at)
     else:
-        after = _hidden_block(k, t, work, n, started, at)
+        after = _hidden_block(ctx, t, work, n, started, at)
     return after
 
 
 @cute.jit
-def _hidden_block(k: Kernel, t: Thread, work: Work, n: Int32, add: Boolean, at: Cursors) -> Cursors:
+def _hidden_block(ctx: Context, t: Thread, work: Work, n: Int32, add: Boolean, at: Cursors) -> Cursors:
     """By a warpgroup that sees nothing of a tile's last block: it has its columns of dQ to make."""
     # Its scores were issued with the block before, and their registers are needed.
     wgmma.wait(0)
     if not add:
         t.dK.fill(0.0)
         t.dV.fill(0.0)
-    cute.arch.barrier(barrier_id=SHARED, number_of_threads=k.plan.consumers)
-    dQ = wgmma.output_accumulator(k.plan.dtype, k.plan.blocks.piece_columns)
-    _issue_dq(k, t, work, dQ, at.ds, True)
-    _fetch_sums(k, t, work, n, at)
-    ring.release(k.load_do, rows_at(at))
-    ring.release(k.load_q, at.q)
+    cute.arch.barrier(barrier_id=SHARED, number_of_threads=ctx.plan.consumers)
+    dQ = wgmma.output_accumulator(ctx.plan.dtype, ctx.plan.blocks.piece_columns)
+    _issue_dq(ctx, t, work, dQ, at.ds, True)
+    _fetch_sums(ctx, t, work, n, at)
+    ring.release(ctx.load_do, rows_at(at))
+    ring.release(ctx.load_q, at.q)
     wgmma.wait(0)
-    _add_dq(k, t, work, n, dQ, at, True)
-    return after_block(k, at)
+    _add_dq(ctx, t, work, n, dQ, at, True)
+    return after_block(ctx, at)
 
 
 @cute.jit
 def _block(
-    k: Kernel,
+    ctx: Context,
     t: Thread,
     work: Work,
     n: Int32,
@@ -187,22 +185,22 @@ def _block(
     at: Cursors,
 ) -> Cursors:
     """Block n of a head, whose scores are under way; leaves those of the next one under way."""
-    config = k.plan.config
-    dQ, after = _block_to_dq(k, t, work, n, add, masked, at, last == ALONE)
+    config = ctx.plan.config
+    dQ, after = _block_to_dq(ctx, t, work, n, add, masked, at, last == ALONE)
     if cutlass.const_expr(last or not config.scores_first):
         wgmma.wait(0)
     if cutlass.const_expr(not last):
-        ring.wait_full(k.load_q, after.q)
-        _issue_scores(k, t, work.kv, after.q)
+        ring.wait_full(ctx.load_q, after.q)
+        _issue_scores(ctx, t, work.kv, after.q)
         if cutlass.const_expr(config.scores_first):
             wgmma.wait(1)
-    _add_dq(k, t, work, n, dQ, at, bool(last))
+    _add_dq(ctx, t, work, n, dQ, at, bool(last))
     return after
 
 
 @cute.jit
 def _block_to_dq(
-    k: Kernel,
+    ctx: Context,
     t: Thread,
     work: Work,
     n: Int32,
@@ -212,62 +210,62 @@ def _block_to_dq(
     alone: cutlass.Constexpr = False,
 ) -> tuple:
     """Everything but the end of dQ, which is left under way."""
-    plan = k.plan
+    plan = ctx.plan
     mask = None
     if cutlass.const_expr(masked and plan.features.mask != ""):
-        mask = mask_rows(k, t, work, n)
-    ring.wait_full(k.load_do, rows_at(at))
+        mask = mask_rows(ctx, t, work, n)
+    ring.wait_full(ctx.load_do, rows_at(at))
     # Products that cross the loop's edge have to be waited for alone: ptxas serialises everything otherwise.
     wgmma.wait(0)
     dP = wgmma.scores_accumulator(plan.dtype, plan.queries)
-    wgmma.scores(dP, _own(k.sV[None, None, work.kv.stage], t), k.sdO[None, None, rows_at(at).stage])
-    _fetch_sums(k, t, work, n, at)
-    made = weigh(k, t, work, n, at.q, mask, masked)
-    wgmma.accumulate(t.dV, dropped(k, made), k.sdOt[None, None, rows_at(at).stage], add)
+    wgmma.scores(dP, _own(ctx.sV[None, None, work.kv.stage], t), ctx.sdO[None, None, rows_at(at).stage])
+    _fetch_sums(ctx, t, work, n, at)
+    made = weigh(ctx, t, work, n, at.q, mask, masked)
+    wgmma.accumulate(t.dV, dropped(ctx, made), ctx.sdOt[None, None, rows_at(at).stage], add)
     wgmma.wait(1)
-    dS = differentiate(k, t, work, n, rows_at(at), made, dP)
+    dS = differentiate(ctx, t, work, n, rows_at(at), made, dP)
     if cutlass.const_expr(plan.config.ds_stages == 1):
-        ring.wait_empty(k.share_ds, at.ds)
-    share(k, t, dS, k.sdS[None, None, at.ds.stage])
-    wgmma.accumulate(t.dK, dS, k.sQt[None, None, at.q.stage], add)
+        ring.wait_empty(ctx.share_ds, at.ds)
+    share(ctx, t, dS, ctx.sdS[None, None, at.ds.stage])
+    wgmma.accumulate(t.dK, dS, ctx.sQt[None, None, at.q.stage], add)
     cute.arch.fence_view_async_shared()
     cute.arch.barrier(barrier_id=SHARED, number_of_threads=plan.consumers)
 
     dQ = wgmma.output_accumulator(plan.dtype, plan.blocks.piece_columns)
-    _issue_dq(k, t, work, dQ, at.ds, alone)
+    _issue_dq(ctx, t, work, dQ, at.ds, alone)
     # With dK and the next scores under way together ptxas finds too few registers.
     wgmma.wait(1)
-    ring.release(k.load_do, rows_at(at))
-    ring.release(k.load_q, at.q)
-    return dQ, after_block(k, at)
+    ring.release(ctx.load_do, rows_at(at))
+    ring.release(ctx.load_q, at.q)
+    return dQ, after_block(ctx, at)
 
 
 @cute.jit
-def _fetch_sums(k: Kernel, t: Thread, work: Work, n: Int32, at: Cursors) -> None:
+def _fetch_sums(ctx: Context, t: Thread, work: Work, n: Int32, at: Cursors) -> None:
     """If the block's dQ will be complete."""
-    if cutlass.const_expr(k.finishes):
-        fetch_sums(k, t, slot_at(k, t, at), t.warpgroup, work, n)
+    if cutlass.const_expr(ctx.finishes):
+        fetch_sums(ctx, t, slot_at(ctx, t, at), t.warpgroup, work, n)
 
 
 @cute.jit
 def _add_dq(
-    k: Kernel, t: Thread, work: Work, n: Int32, dQ: cute.Tensor, at: Cursors, last: cutlass.Constexpr
+    ctx: Context, t: Thread, work: Work, n: Int32, dQ: cute.Tensor, at: Cursors, last: cutlass.Constexpr
 ) -> None:
-    if cutlass.const_expr(k.plan.config.ds_stages == 1):
-        ring.release(k.share_ds, at.ds)
-    slot = slot_at(k, t, at)
-    if cutlass.const_expr(k.finishes):
-        finish_dq(k, t, dQ, slot, work, n)
+    if cutlass.const_expr(ctx.plan.config.ds_stages == 1):
+        ring.release(ctx.share_ds, at.ds)
+    slot = slot_at(ctx, t, at)
+    if cutlass.const_expr(ctx.finishes):
+        finish_dq(ctx, t, dQ, slot, work, n)
     else:
-        add_dq(k, t, dQ, slot, t.warpgroup, work, n, last)
+        add_dq(ctx, t, dQ, slot, t.warpgroup, work, n, last)
 
 
 @cute.jit
-def share(k: Kernel, t: Thread, dS: cute.Tensor, stage: cute.Tensor) -> None:
+def share(ctx: Context, t: Thread, dS: cute.Tensor, stage: cute.Tensor) -> None:
     """Write the own keys' dS where every warpgroup reads it."""
     turned = cute.make_tensor(stage.iterator, cute.select(stage.layout, [1, 0]))
-    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), k.plan.dtype)
-    mma = wgmma.scores_mma(k.plan.dtype, k.plan.queries)
+    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), ctx.plan.dtype)
+    mma = wgmma.scores_mma(ctx.plan.dtype, ctx.plan.queries)
     copy = cute.make_tiled_copy_C(atom, mma).get_slice(t.index)
     source = cute.make_tensor(dS.iterator, t.S.layout)
     cute.copy(atom, copy.retile(source), copy.partition_D(_own(turned, t)))
@@ -275,15 +273,15 @@ def share(k: Kernel, t: Thread, dS: cute.Tensor, stage: cute.Tensor) -> None:
 
 @cute.jit
 def _issue_dq(
-    k: Kernel, t: Thread, work: Work, dQ: cute.Tensor, ds_at: Cursor, alone: cutlass.Constexpr
+    ctx: Context, t: Thread, work: Work, dQ: cute.Tensor, ds_at: Cursor, alone: cutlass.Constexpr
 ) -> None:
     """The warpgroup's piece of dQ = dS K. `alone`: of the first warpgroup's keys."""
-    blocks, w = k.plan.blocks, t.warpgroup
-    dS, keys = k.sdS[None, None, ds_at.stage], k.sKt[None, None, work.kv.stage]
+    blocks, w = ctx.plan.blocks, t.warpgroup
+    dS, keys = ctx.sdS[None, None, ds_at.stage], ctx.sKt[None, None, work.kv.stage]
     if cutlass.const_expr(blocks.bands > 1):
-        dS = cute.local_tile(dS, (ROWS, k.plan.keys), (w, 0))
+        dS = cute.local_tile(dS, (ROWS, ctx.plan.keys), (w, 0))
     if cutlass.const_expr(blocks.parts > 1):
-        keys = cute.local_tile(keys, (blocks.piece_columns, k.plan.keys), (w, 0))
+        keys = cute.local_tile(keys, (blocks.piece_columns, ctx.plan.keys), (w, 0))
     if cutlass.const_expr(alone):
         dS, keys = (cute.local_tile(x, (cute.size(x, mode=[0]), ROWS), (0, 0)) for x in (dS, keys))
     wgmma.transposed(dQ, dS, keys)

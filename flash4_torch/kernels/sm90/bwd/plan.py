@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from ....configs.types import SHARED_MEMORY, Features, Sm90Backward, tile_dim
 from ...common.band import BandShape
-from ...common.dq_blocks import DqBlocks
+from ...common.bwd.dq_blocks import DqBlocks
 from ...common.host import NUMERIC
 from ...common.mask_tables import MaskPlan
 from ...common.warps import GROUP, WARPS, registers_suffice

@@ -9,25 +9,22 @@ once, and the warp that told it to is the only one that waits.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from ...common import key_tiles as tiles
+from ...common.bwd import tiles
 from ...common.copies import passing_by
 from ...common.ring import Cursor
 from ...common.smem_layouts import row_major_layout
 from ...common.warps import GROUP, WARP, WARPS
 from ..warps import ROWS, WARP_ROWS
-from .plan import EMPTY, FULL
-
-if TYPE_CHECKING:
-    from .kernel import Kernel
-    from .plan import Plan
-    from .work import Thread, Work
+from .context import Context
+from .plan import EMPTY, FULL, Plan
+from .state import Thread, Work, other_slot
 
 ENDS, FIRST = 1, 2
 """With whole heads added to a target, an address that is a multiple of 16: a tile's last piece, before whose
@@ -53,7 +50,7 @@ class Errand(NamedTuple):
 
 @cute.jit
 def add_dq(
-    k: Kernel,
+    ctx: Context,
     t: Thread,
     dQ: cute.Tensor,
     slot: Int32,
@@ -64,92 +61,92 @@ def add_dq(
 ) -> None:
     """Have a warpgroup's piece of block n of a query head added, in the order of `dq_blocks`."""
     await_empty(slot)
-    for i in cutlass.range_constexpr(k.plan.blocks.registers // 4):
+    for i in cutlass.range_constexpr(ctx.plan.blocks.registers // 4):
         own = cute.make_tensor(dQ.iterator + 4 * i, cute.make_layout(4))
-        cute.autovec_copy(own, own_four(k, t, slot, i))
+        cute.autovec_copy(own, own_four(ctx, t, slot, i))
     if t.index == 0:
-        errand = Errand(place_of_sums(k, piece, work, n), Int64(0), Int64(0), Int64(0))
-        if cutlass.const_expr(k.plan.features.deterministic):
-            errand = _in_turn(k, errand, piece, work, _block(k, work, n), n)
-        if cutlass.const_expr(k.plan.whole_heads):
-            first = Int64(0) if visited_before(k, work, n) else Int64(FIRST)
-            ends = ENDS if last and not k.plan.gradients_aside else 0
+        errand = Errand(place_of_sums(ctx, piece, work, n), Int64(0), Int64(0), Int64(0))
+        if cutlass.const_expr(ctx.plan.features.deterministic):
+            errand = _in_turn(ctx, errand, piece, work, _block(ctx, work, n), n)
+        if cutlass.const_expr(ctx.plan.whole_heads):
+            first = Int64(0) if visited_before(ctx, work, n) else Int64(FIRST)
+            ends = ENDS if last and not ctx.plan.gradients_aside else 0
             errand = errand._replace(target=errand.target + first + ends)
-        _write(k, slot, errand)
+        _write(ctx, slot, errand)
     say_full(slot)
 
 
 @cute.jit
-def own_four(k: Kernel, t: Thread, slot: Int32, i: cutlass.Constexpr) -> cute.Tensor:
+def own_four(ctx: Context, t: Thread, slot: Int32, i: cutlass.Constexpr) -> cute.Tensor:
     """The i-th four of a thread's numbers in a slot: those of a warp lie together where it rounds them."""
     vector = i * GROUP + t.index
-    if cutlass.const_expr(k.plan.whole_heads):
-        vector = (t.index // WARP * (k.plan.blocks.registers // 4) + i) * WARP + t.lane
-    place = k.sdQ[None, slot].iterator + vector * 4
+    if cutlass.const_expr(ctx.plan.whole_heads):
+        vector = (t.index // WARP * (ctx.plan.blocks.registers // 4) + i) * WARP + t.lane
+    place = ctx.sdQ[None, slot].iterator + vector * 4
     return cute.make_tensor(
         cute.make_ptr(Float32, place.toint(), cute.AddressSpace.smem, assumed_align=16), cute.make_layout(4)
     )
 
 
 @cute.jit
-def place_of_sums(k: Kernel, piece: Int32, work: Work, n: Int32) -> Int64:
+def place_of_sums(ctx: Context, piece: Int32, work: Work, n: Int32) -> Int64:
     """The address of a piece of block n."""
-    blocks = k.plan.blocks
-    start = _block(k, work, n) * blocks.floats + piece * (blocks.registers * GROUP)
-    return (k.dq_acc.iterator + start).toint()
+    blocks = ctx.plan.blocks
+    start = _block(ctx, work, n) * blocks.floats + piece * (blocks.registers * GROUP)
+    return (ctx.dq_acc.iterator + start).toint()
 
 
 @cute.jit
-def _block(k: Kernel, work: Work, n: Int32) -> Int64:
+def _block(ctx: Context, work: Work, n: Int32) -> Int64:
     """Where it is in the workspaces, in blocks."""
-    tile, count = work.tile, k.dq_acc.shape[-2]
+    tile, count = work.tile, ctx.dq_acc.shape[-2]
     row = Int32(0)
-    if cutlass.const_expr(k.plan.whole_heads):
+    if cutlass.const_expr(ctx.plan.whole_heads):
         own, _, _ = cute.arch.block_idx()
-        row = (own - tile.key_head) * tiles.group(k) + work.head
+        row = (own - tile.key_head) * tiles.group(ctx) + work.head
     else:
-        row = tiles.row_of_workspace(k, tile, work.head)
-    return Int64(row) * count + (tiles.first_block(k, tile) + n)
+        row = tiles.row_of_workspace(ctx, tile, work.head)
+    return Int64(row) * count + (tiles.first_block(ctx, tile) + n)
 
 
 @cute.jit
-def visited_before(k: Kernel, work: Work, n: Int32) -> Boolean:
+def visited_before(ctx: Context, work: Work, n: Int32) -> Boolean:
     """Whether the tile before, which was another one of the same head, has visited block n."""
-    before = tiles.read_turn(k, work.kv).before
+    before = tiles.read_turn(ctx, work.kv).before
     return (before.first <= n) & (n < before.last)
 
 
 @cute.jit
-def hand_gradient(k: Kernel, t: Thread, slot: Int32, what: cutlass.Constexpr, where: tuple) -> None:
+def hand_gradient(ctx: Context, t: Thread, slot: Int32, what: cutlass.Constexpr, where: tuple) -> None:
     """Have a warpgroup's dK or dV stored, which lies in the slot as `slot_of` says."""
-    ends = ENDS if k.plan.whole_heads and what == DK else 0
+    ends = ENDS if ctx.plan.whole_heads and what == DK else 0
     if t.index == 0:
         for i, word in enumerate((what + ends, *where)):
-            cute.arch.store(k.errands + (slot * WORDS + i), Int64(word))
+            cute.arch.store(ctx.errands + (slot * WORDS + i), Int64(word))
     say_full(slot)
 
 
 @cute.jit
-def hand_dq(k: Kernel, t: Thread, slot: Int32, work: Work, n: Int32) -> None:
+def hand_dq(ctx: Context, t: Thread, slot: Int32, work: Work, n: Int32) -> None:
     """Have a warpgroup's piece of block n stored, which lies in the slot as `finished_layout` says."""
     if t.index == 0:
         for i, word in enumerate((DQ, n, work.head, work.tile.batch)):
-            cute.arch.store(k.errands + (slot * WORDS + i), Int64(word))
+            cute.arch.store(ctx.errands + (slot * WORDS + i), Int64(word))
     say_full(slot)
 
 
 @cute.jit
-def place_of_gradient(k: Kernel, kv_at: Cursor) -> tuple:
+def place_of_gradient(ctx: Context, kv_at: Cursor) -> tuple:
     """The tile's block, key head and batch, once more: `tile`'s own numbers stay in uniform registers."""
-    message = k.message + kv_at.stage * tiles.MESSAGE
+    message = ctx.message + kv_at.stage * tiles.MESSAGE
     return tuple(cute.arch.load(message + i, Int32) for i in range(3))
 
 
 @cute.jit
-def slot_of(k: Kernel, slot: Int32, columns: cutlass.Constexpr) -> cute.Tensor:
+def slot_of(ctx: Context, slot: Int32, columns: cutlass.Constexpr) -> cute.Tensor:
     """A slot as 64 rows of a gradient in 16 bits."""
-    layout = aside_layout(k.plan, columns)
-    pointer = cute.recast_ptr(k.sdQ[None, slot].iterator, layout.inner, k.plan.dtype)
+    layout = aside_layout(ctx.plan, columns)
+    pointer = cute.recast_ptr(ctx.sdQ[None, slot].iterator, layout.inner, ctx.plan.dtype)
     return cute.make_tensor(pointer, layout.outer)
 
 
@@ -163,70 +160,62 @@ def aside_layout(plan: Plan, columns: int) -> cute.ComposedLayout:
 
 
 @cute.jit
-def end_adding(k: Kernel, t: Thread, slot: Int32) -> None:
+def end_adding(ctx: Context, t: Thread, slot: Int32) -> None:
     """After a warpgroup's last piece; `slot` is the next one's."""
-    _end(k, t, slot)
-    if cutlass.const_expr(k.plan.stores_by_blocks):
-        _end(k, t, other_slot(k, slot))
+    _end(ctx, t, slot)
+    if cutlass.const_expr(ctx.plan.stores_by_blocks):
+        _end(ctx, t, other_slot(ctx, slot))
 
 
 @cute.jit
-def _end(k: Kernel, t: Thread, slot: Int32) -> None:
+def _end(ctx: Context, t: Thread, slot: Int32) -> None:
     await_empty(slot)
     if t.index == 0:
-        _write(k, slot, Errand(Int64(0), Int64(0), Int64(0), Int64(0)))
+        _write(ctx, slot, Errand(Int64(0), Int64(0), Int64(0), Int64(0)))
     say_full(slot)
 
 
 @cute.jit
-def store(k: Kernel, storer: Int32) -> None:
+def store(ctx: Context, storer: Int32) -> None:
     """A storing warp: all pieces of a warpgroup, or of several that take turns, or of every second block."""
-    plan, more = k.plan, Boolean(True)
+    plan, more = ctx.plan, Boolean(True)
     if cutlass.const_expr(plan.stores_by_blocks):
         for w in cutlass.range_constexpr(plan.warpgroups):
             _say_empty(storer * plan.warpgroups + w)
         while more:
-            more = _store_block(k, storer * plan.warpgroups)
+            more = _store_block(ctx, storer * plan.warpgroups)
     else:
         each, first = plan.warpgroups // plan.storers, Int32(0)
         for i in cutlass.range_constexpr(each):
             _say_empty(storer * each + i)
         while more:
             for i in cutlass.range_constexpr(each):
-                more = _store_piece(k, first + storer * each + i)
-            first = other_slot(k, first)
+                more = _store_piece(ctx, first + storer * each + i)
+            first = other_slot(ctx, first)
     cute.arch.cp_async_bulk_wait_group(0, read=False)
 
 
 @cute.jit
-def other_slot(k: Kernel, slot: Int32) -> Int32:
-    """Of the same warpgroup, if it has two."""
-    if cutlass.const_expr(k.plan.config.dq_stages == 1):
-        return slot
-    return slot + k.plan.warpgroups if slot < k.plan.warpgroups else slot - k.plan.warpgroups
-
-
-@cute.jit
-def _store_piece(k: Kernel, slot: Int32) -> Boolean:
+def _store_piece(ctx: Context, slot: Int32) -> Boolean:
     """Returns whether there was one."""
     cute.arch.barrier(barrier_id=FULL + slot, number_of_threads=GROUP + WARP)
-    errand = _read(k, slot)
+    errand = _read(ctx, slot)
     if errand.target != 0:
         cute.arch.fence_view_async_shared()
         if cute.arch.lane_idx() == 0:
-            if cutlass.const_expr(k.plan.features.deterministic):
+            if cutlass.const_expr(ctx.plan.features.deterministic):
                 _await_turn(errand)
-            if cutlass.const_expr(k.plan.whole_heads):
-                _store_of_whole_heads(k, slot, errand)
-            elif cutlass.const_expr(k.plan.gradients_aside):
-                _store(k, slot, errand)
+            if cutlass.const_expr(ctx.plan.whole_heads):
+                _store_of_whole_heads(ctx, slot, errand)
+            elif cutlass.const_expr(ctx.plan.gradients_aside):
+                _store(ctx, slot, errand)
             else:
-                _add(k, slot, errand)
+                _add(ctx, slot, errand)
             cute.arch.cp_async_bulk_commit_group()
-            _await_room(k, errand)
+            _await_room(ctx, errand)
         cute.arch.sync_warp()
-        _say_empty(other_slot(k, slot))
-        if cutlass.const_expr(k.plan.features.deterministic):
+        _say_empty(other_slot(ctx, slot))
+        if cutlass.const_expr(ctx.plan.features.deterministic):
             if cute.arch.lane_idx() == 0:
                 _end_turn(errand, Int32(errand.counts))
             cute.arch.sync_warp()
@@ -234,32 +223,32 @@ def _store_piece(k: Kernel, slot: Int32) -> Boolean:
 
 
 @cute.jit
-def _await_room(k: Kernel, errand: Errand) -> None:
+def _await_room(ctx: Context, errand: Errand) -> None:
     """With two slots, until the one before is free."""
-    if cutlass.const_expr(k.plan.whole_heads):
+    if cutlass.const_expr(ctx.plan.whole_heads):
         if (errand.target & ENDS) != 0:
             # But for dV and dK, where those came last.
-            cute.arch.cp_async_bulk_wait_group(2 if k.plan.gradients_aside else 0, read=False)
-    cute.arch.cp_async_bulk_wait_group(k.plan.config.dq_stages - 1, read=True)
+            cute.arch.cp_async_bulk_wait_group(2 if ctx.plan.gradients_aside else 0, read=False)
+    cute.arch.cp_async_bulk_wait_group(ctx.plan.config.dq_stages - 1, read=True)
 
 
 @cute.jit
-def _store_block(k: Kernel, first: Int32) -> Boolean:
+def _store_block(ctx: Context, first: Int32) -> Boolean:
     """The pieces of all warpgroups, in slots from `first` on; returns whether there were some.
 
     It takes as long until sums are there, and the next tile may add its own, as a block takes. Meanwhile the
     other storing warp has the next block.
     """
-    slots = [first + w for w in range(k.plan.warpgroups)]
+    slots = [first + w for w in range(ctx.plan.warpgroups)]
     for slot in slots:
         cute.arch.barrier(barrier_id=FULL + slot, number_of_threads=GROUP + WARP)
-    errands = [_read(k, slot) for slot in slots]
+    errands = [_read(ctx, slot) for slot in slots]
     if errands[0].target != 0:
         cute.arch.fence_view_async_shared()
         if cute.arch.lane_idx() == 0:
             _await_turn(errands[0])
             for slot, errand in zip(slots, errands, strict=True):
-                _add(k, slot, errand)
+                _add(ctx, slot, errand)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
@@ -272,77 +261,77 @@ def _store_block(k: Kernel, first: Int32) -> Boolean:
 
 
 @cute.jit
-def _add(k: Kernel, slot: Int32, errand: Errand) -> None:
+def _add(ctx: Context, slot: Int32, errand: Errand) -> None:
     """By one thread."""
     cute.arch.inline_ptx(
         "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32"
-        f" [{{$r0}}], [{{$r1}}], {k.plan.blocks.registers * GROUP * 4};",
-        read_only_args=[errand.target, k.sdQ[None, slot].iterator.toint()],
+        f" [{{$r0}}], [{{$r1}}], {ctx.plan.blocks.registers * GROUP * 4};",
+        read_only_args=[errand.target, ctx.sdQ[None, slot].iterator.toint()],
     )
 
 
 @cute.jit
-def _store(k: Kernel, slot: Int32, errand: Errand) -> None:
+def _store(ctx: Context, slot: Int32, errand: Errand) -> None:
     """By one thread: dQ, dK or dV."""
     if errand.target > DQ:
-        _add(k, slot, errand)
+        _add(ctx, slot, errand)
     else:
-        _store_gradient(k, slot, errand)
+        _store_gradient(ctx, slot, errand)
 
 
 @cute.jit
-def _store_of_whole_heads(k: Kernel, slot: Int32, errand: Errand) -> None:
+def _store_of_whole_heads(ctx: Context, slot: Int32, errand: Errand) -> None:
     """By one thread: sums of dQ, dQ itself, dK or dV."""
     errand = Errand(errand.target & ~ENDS, *errand[1:])
     if errand.target > DQ:
-        _add_or_write(k, slot, errand)
+        _add_or_write(ctx, slot, errand)
     elif errand.target == DQ:
-        _store_finished(k, slot)
-    elif cutlass.const_expr(k.plan.gradients_aside):
-        _store_gradient(k, slot, errand)
+        _store_finished(ctx, slot)
+    elif cutlass.const_expr(ctx.plan.gradients_aside):
+        _store_gradient(ctx, slot, errand)
 
 
 @cute.jit
-def _store_finished(k: Kernel, slot: Int32) -> None:
+def _store_finished(ctx: Context, slot: Int32) -> None:
     """By one thread, for each warp. The copy engine leaves out rows and columns beyond the end."""
-    plan, blocks, layout = k.plan, k.plan.blocks, finished_layout(k.plan)
-    n, head, batch = (Int32(cute.arch.load(k.errands + (slot * WORDS + i), Int64)) for i in (1, 2, 3))
+    plan, blocks, layout = ctx.plan, ctx.plan.blocks, finished_layout(ctx.plan)
+    n, head, batch = (Int32(cute.arch.load(ctx.errands + (slot * WORDS + i), Int64)) for i in (1, 2, 3))
     piece = slot if slot < plan.warpgroups else slot - plan.warpgroups
     band, part = piece // blocks.parts, piece % blocks.parts
     # If D fills one part only, a tile's number along D counts for nothing: part 1 would be stored as part 0.
     if cutlass.const_expr(blocks.filled_parts == blocks.parts) or part < blocks.filled_parts:
         for w in cutlass.range_constexpr(WARPS):
-            start = k.sdQ[None, slot].iterator + w * (blocks.registers * WARP)
+            start = ctx.sdQ[None, slot].iterator + w * (blocks.registers * WARP)
             stage = cute.make_tensor(cute.recast_ptr(start, layout.inner, plan.dtype), layout.outer)
             place = (n * blocks.bands + band) * (ROWS // WARP_ROWS) + w, part
-            _store_rows(k.maps.store_dq, stage, k.maps.mdQ[None, None, head, batch], *place)
+            _store_rows(ctx.maps.store_dq, stage, ctx.maps.mdQ[None, None, head, batch], *place)
 
 
 @cute.jit
-def _add_or_write(k: Kernel, slot: Int32, errand: Errand) -> None:
+def _add_or_write(ctx: Context, slot: Int32, errand: Errand) -> None:
     """By one thread."""
     if (errand.target & FIRST) == 0:
-        _add(k, slot, errand)
+        _add(ctx, slot, errand)
     else:
         cute.arch.inline_ptx(
             "cp.async.bulk.global.shared::cta.bulk_group"
-            f" [{{$r0}}], [{{$r1}}], {k.plan.blocks.registers * GROUP * 4};",
-            read_only_args=[errand.target - FIRST, k.sdQ[None, slot].iterator.toint()],
+            f" [{{$r0}}], [{{$r1}}], {ctx.plan.blocks.registers * GROUP * 4};",
+            read_only_args=[errand.target - FIRST, ctx.sdQ[None, slot].iterator.toint()],
         )
 
 
 @cute.jit
-def _store_gradient(k: Kernel, slot: Int32, errand: Errand) -> None:
+def _store_gradient(ctx: Context, slot: Int32, errand: Errand) -> None:
     """By one thread. The copy engine leaves out rows beyond the end."""
-    block, head, batch = (Int32(cute.arch.load(k.errands + (slot * WORDS + i), Int64)) for i in (1, 2, 3))
-    warpgroups = k.plan.warpgroups
+    block, head, batch = (Int32(cute.arch.load(ctx.errands + (slot * WORDS + i), Int64)) for i in (1, 2, 3))
+    warpgroups = ctx.plan.warpgroups
     place = block * warpgroups + (slot if slot < warpgroups else slot - warpgroups)
     if errand.target == DV:
-        stage, target = slot_of(k, slot, k.plan.Dv), k.maps.mdV[None, None, head, batch]
-        _store_rows(k.maps.store_dv, stage, target, place, 0)
+        stage, target = slot_of(ctx, slot, ctx.plan.Dv), ctx.maps.mdV[None, None, head, batch]
+        _store_rows(ctx.maps.store_dv, stage, target, place, 0)
     else:
-        stage, target = slot_of(k, slot, k.plan.D), k.maps.mdK[None, None, head, batch]
-        _store_rows(k.maps.store_dk, stage, target, place, 0)
+        stage, target = slot_of(ctx, slot, ctx.plan.D), ctx.maps.mdK[None, None, head, batch]
+        _store_rows(ctx.maps.store_dk, stage, target, place, 0)
 
 
 @cute.jit
@@ -374,32 +363,32 @@ def _end_turn(errand: Errand, counts: Int32) -> None:
 
 
 @cute.jit
-def _in_turn(k: Kernel, errand: Errand, piece: Int32, work: Work, block: Int64, n: Int32) -> Errand:
+def _in_turn(ctx: Context, errand: Errand, piece: Int32, work: Work, block: Int64, n: Int32) -> Errand:
     """After the tile, or pair, whose turn is before this one's, if that visits the block.
 
     A block's number counts the pieces of all tiles up to the last one that has added to it; those that visit
     a block are neighbours, and the first of them counts for those before.
     """
-    turn = tiles.read_turn(k, work.kv) if cutlass.const_expr(k.plan.tells_turns) else work.turn
+    turn = tiles.read_turn(ctx, work.kv) if cutlass.const_expr(ctx.plan.tells_turns) else work.turn
     follows = (turn.before.first <= n) & (n < turn.before.last)
-    earlier = turn.number * k.plan.config.dq_pieces
+    earlier = turn.number * ctx.plan.config.dq_pieces
     counts = Int32(1) + (earlier if (piece == 0) & ~follows else Int32(0))
-    turns = (k.turns.iterator + block).toint()
+    turns = (ctx.turns.iterator + block).toint()
     return Errand(errand.target, turns, Int64(earlier if follows else Int32(0)), Int64(counts))
 
 
 @cute.jit
-def _write(k: Kernel, slot: Int32, errand: Errand) -> None:
+def _write(ctx: Context, slot: Int32, errand: Errand) -> None:
     """By one thread; the barrier makes it visible."""
-    for i in cutlass.range_constexpr(WORDS if k.plan.features.deterministic else 1):
-        cute.arch.store(k.errands + (slot * WORDS + i), errand[i])
+    for i in cutlass.range_constexpr(WORDS if ctx.plan.features.deterministic else 1):
+        cute.arch.store(ctx.errands + (slot * WORDS + i), errand[i])
 
 
 @cute.jit
-def _read(k: Kernel, slot: Int32) -> Errand:
+def _read(ctx: Context, slot: Int32) -> Errand:
     words = [Int64(0)] * WORDS
-    for i in cutlass.range_constexpr(WORDS if k.plan.features.deterministic else 1):
-        words[i] = cute.arch.load(k.errands + (slot * WORDS + i), Int64)
+    for i in cutlass.range_constexpr(WORDS if ctx.plan.features.deterministic else 1):
+        words[i] = cute.arch.load(ctx.errands + (slot * WORDS + i), Int64)
     return Errand(*words)
 
 

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from ...common import band as bands
-from ...common import key_tiles as tiles
-from ...common.key_tiles import Place, Tile
+from ...common.bwd import tiles
+from ...common.bwd.tiles import Place, Tile
 from ...common.ring import Cursor
 from ..warps import ROWS
-from .work import Cursors, Thread, Work, at_any_stage, at_stage
-
-if TYPE_CHECKING:
-    from .kernel import Kernel
+from .context import Context
+from .state import Cursors, Thread, Work, at_any_stage, at_stage
 
 
 @cute.jit
 def each_block(
-    k: Kernel,
+    ctx: Context,
     t: Thread,
     tile: Tile,
     kv_at: Cursor,
@@ -30,13 +26,13 @@ def each_block(
     masks: cutlass.Constexpr,
 ) -> Cursors:
     """`block` for all blocks of all heads of the group; the very last one has no successor to begin with."""
-    at, work, n, started = all_but_the_last(k, t, tile, kv_at, at, block, masks)
-    return block(k, t, work, n, started, masks, True, at)
+    at, work, n, started = all_but_the_last(ctx, t, tile, kv_at, at, block, masks)
+    return block(ctx, t, work, n, started, masks, True, at)
 
 
 @cute.jit
 def all_but_the_last(
-    k: Kernel,
+    ctx: Context,
     t: Thread,
     tile: Tile,
     kv_at: Cursor,
@@ -48,27 +44,27 @@ def all_but_the_last(
 
     `masks`: whether `block` has to know which blocks are masked.
     """
-    if cutlass.const_expr(k.plan.heads_inside):
-        return _blocks_of_all_heads(k, t, tile, kv_at, at, block, masks)
-    heads = tiles.group(k)
+    if cutlass.const_expr(ctx.plan.heads_inside):
+        return _blocks_of_all_heads(ctx, t, tile, kv_at, at, block, masks)
+    heads = tiles.group(ctx)
     started = Boolean(False)
     for h in cutlass.range(heads, unroll=1):
-        work = _work(k, t, tile, kv_at, h)
+        work = _work(ctx, t, tile, kv_at, h)
         last = work.blocks.span.last - 1 if h == heads - 1 else work.blocks.span.last
         if cutlass.const_expr(not masks):
-            at, started = _blocks_uncut(k, t, work, last, started, at, block)
-        elif cutlass.const_expr(k.plan.features.mask):
-            at, started = _blocks_cut_anywhere(k, t, work, last, started, at, block)
+            at, started = _blocks_uncut(ctx, t, work, last, started, at, block)
+        elif cutlass.const_expr(ctx.plan.features.mask):
+            at, started = _blocks_cut_anywhere(ctx, t, work, last, started, at, block)
         else:
-            at, started = _blocks_cut_at_the_ends(k, t, work, last, started, at, block)
-    work = _work(k, t, tile, kv_at, heads - 1)
-    n, _ = tiles.block_at(k, work.blocks, work.blocks.span.last - 1)
+            at, started = _blocks_cut_at_the_ends(ctx, t, work, last, started, at, block)
+    work = _work(ctx, t, tile, kv_at, heads - 1)
+    n, _ = tiles.block_at(ctx, work.blocks, work.blocks.span.last - 1)
     return at, work, n, started
 
 
 @cute.jit
 def _blocks_of_all_heads(
-    k: Kernel,
+    ctx: Context,
     t: Thread,
     tile: Tile,
     kv_at: Cursor,
@@ -77,27 +73,27 @@ def _blocks_of_all_heads(
     masks: cutlass.Constexpr,
 ) -> tuple:
     """The same from the last block to the first one, each of all heads: one loop for all plain blocks."""
-    plan, heads = k.plan, tiles.group(k)
-    work = _work(k, t, tile, kv_at, Int32(0))
+    plan, heads = ctx.plan, tiles.group(ctx)
+    work = _work(ctx, t, tile, kv_at, Int32(0))
     span, started = work.span, Boolean(False)
-    place, count = tiles.first_place(k, tile, span), (span.last - span.first) * heads - 1
+    place, count = tiles.first_place(ctx, tile, span), (span.last - span.first) * heads - 1
     first_plain, first_cut = Int32(0), count
     if cutlass.const_expr(masks):
         # Both may lie behind the last block.
-        start, end = _whole(k, work)
+        start, end = _whole(ctx, work)
         first_plain = cutlass.min(cutlass.max(span.last - end, 0) * heads, count)
         first_cut = cutlass.min(cutlass.max(span.last - start, 0) * heads, count)
     if cutlass.const_expr(masks and plan.cuts_at_the_end):
-        at, place, started = _blocks_down(k, t, work, first_plain, place, started, at, block, True)
-    at, place, started = _blocks_down(k, t, work, first_cut - first_plain, place, started, at, block, False)
+        at, place, started = _blocks_down(ctx, t, work, first_plain, place, started, at, block, True)
+    at, place, started = _blocks_down(ctx, t, work, first_cut - first_plain, place, started, at, block, False)
     if cutlass.const_expr(masks and plan.cuts_at_the_start):
-        at, place, started = _blocks_down(k, t, work, count - first_cut, place, started, at, block, True)
-    return at, _of_head(k, work, heads - 1), tiles.last_block(k, tile, span), started
+        at, place, started = _blocks_down(ctx, t, work, count - first_cut, place, started, at, block, True)
+    return at, _of_head(ctx, work, heads - 1), tiles.last_block(ctx, tile, span), started
 
 
 @cute.jit
 def _blocks_down(
-    k: Kernel,
+    ctx: Context,
     t: Thread,
     work: Work,
     count: Int32,
@@ -109,105 +105,105 @@ def _blocks_down(
 ) -> tuple:
     """So many blocks, from a place on."""
     for _ in cutlass.range(count, unroll=1):
-        own = _of_head(k, work, place.h)
+        own = _of_head(ctx, work, place.h)
         if cutlass.const_expr(masked):
-            at = block(k, t, own, place.n, started, True, False, at)
+            at = block(ctx, t, own, place.n, started, True, False, at)
         else:
-            at = _plain_block(k, t, own, place.n, started, at, block)
-        place, started = tiles.next_place(k, work.tile, place), Boolean(True)
+            at = _plain_block(ctx, t, own, place.n, started, at, block)
+        place, started = tiles.next_place(ctx, work.tile, place), Boolean(True)
     return at, place, started
 
 
 @cute.jit
-def _of_head(k: Kernel, work: Work, h: Int32) -> Work:
+def _of_head(ctx: Context, work: Work, h: Int32) -> Work:
     """The tile's work for another head of the group."""
-    head = work.tile.key_head * tiles.group(k) + h
+    head = work.tile.key_head * tiles.group(ctx) + h
     return Work(work.tile, work.kv, work.band, work.span, work.turn, work.positions, head, work.blocks)
 
 
 @cute.jit
-def _work(k: Kernel, t: Thread, tile: Tile, kv_at: Cursor, h: Int32) -> Work:
+def _work(ctx: Context, t: Thread, tile: Tile, kv_at: Cursor, h: Int32) -> Work:
     """For the h-th query head of the tile's group."""
-    plan = k.plan
+    plan = ctx.plan
     first = tile.block * plan.keys + t.warpgroup * ROWS + t.row
-    positions, head = (first, first + 8), tile.key_head * tiles.group(k) + h
-    span, turn = tiles.span_of(k, tile), None
+    positions, head = (first, first + 8), tile.key_head * tiles.group(ctx) + h
+    span, turn = tiles.span_of(ctx, tile), None
     if cutlass.const_expr(plan.features.deterministic and not plan.tells_turns):
-        turn = tiles.turn_of(k, tile)
-    blocks = tiles.blocks_of(k, tile, span, head)
-    return Work(tile, kv_at, tiles.band_of(k, tile), span, turn, positions, head, blocks)
+        turn = tiles.turn_of(ctx, tile)
+    blocks = tiles.blocks_of(ctx, tile, span, head)
+    return Work(tile, kv_at, tiles.band_of(ctx, tile), span, turn, positions, head, blocks)
 
 
 @cute.jit
 def _plain_block(
-    k: Kernel, t: Thread, work: Work, n: Int32, started: Boolean, at: Cursors, block: cutlass.Constexpr
+    ctx: Context, t: Thread, work: Work, n: Int32, started: Boolean, at: Cursors, block: cutlass.Constexpr
 ) -> Cursors:
     """Of those that nothing cuts; with `static_stages` one of two copies of its code."""
-    if cutlass.const_expr(not k.plan.config.static_stages or k.finishes):
-        return block(k, t, work, n, started, False, False, at)
+    if cutlass.const_expr(not ctx.plan.config.static_stages or ctx.finishes):
+        return block(ctx, t, work, n, started, False, False, at)
     after = at
     if at.q.stage == 0:
-        after = at_any_stage(block(k, t, work, n, started, False, False, at_stage(at, 0)))
+        after = at_any_stage(block(ctx, t, work, n, started, False, False, at_stage(at, 0)))
     else:
-        after = at_any_stage(block(k, t, work, n, started, False, False, at_stage(at, 1)))
+        after = at_any_stage(block(ctx, t, work, n, started, False, False, at_stage(at, 1)))
     return after
 
 
 @cute.jit
 def _blocks_uncut(
-    k: Kernel, t: Thread, work: Work, last: Int32, started: Boolean, at: Cursors, block: cutlass.Constexpr
+    ctx: Context, t: Thread, work: Work, last: Int32, started: Boolean, at: Cursors, block: cutlass.Constexpr
 ) -> tuple:
     """Blocks up to position `last`."""
     for position in cutlass.range(work.blocks.span.first, last, unroll=1):
-        n, _ = tiles.block_at(k, work.blocks, position)
-        at = _plain_block(k, t, work, n, started, at, block)
+        n, _ = tiles.block_at(ctx, work.blocks, position)
+        at = _plain_block(ctx, t, work, n, started, at, block)
         started = Boolean(True)
     return at, started
 
 
 @cute.jit
 def _blocks_cut_at_the_ends(
-    k: Kernel, t: Thread, work: Work, last: Int32, started: Boolean, at: Cursors, block: cutlass.Constexpr
+    ctx: Context, t: Thread, work: Work, last: Int32, started: Boolean, at: Cursors, block: cutlass.Constexpr
 ) -> tuple:
     """Blocks up to `last`, of which some of the first and the last ones have to be masked."""
-    plan = k.plan
-    start, end = _whole(k, work)
+    plan = ctx.plan
+    start, end = _whole(ctx, work)
     start, end = cutlass.min(start, last), cutlass.min(end, last)
     if cutlass.const_expr(plan.cuts_at_the_start):
         for n in cutlass.range(work.span.first, start, unroll=1):
-            at = block(k, t, work, n, started, True, False, at)
+            at = block(ctx, t, work, n, started, True, False, at)
             started = Boolean(True)
     for n in cutlass.range(start, end, unroll=1):
-        at = _plain_block(k, t, work, n, started, at, block)
+        at = _plain_block(ctx, t, work, n, started, at, block)
         started = Boolean(True)
     if cutlass.const_expr(plan.cuts_at_the_end):
         for n in cutlass.range(end, last, unroll=1):
-            at = block(k, t, work, n, started, True, False, at)
+            at = block(ctx, t, work, n, started, True, False, at)
             started = Boolean(True)
     return at, started
 
 
 @cute.jit
 def _blocks_cut_anywhere(
-    k: Kernel, t: Thread, work: Work, last: Int32, started: Boolean, at: Cursors, block: cutlass.Constexpr
+    ctx: Context, t: Thread, work: Work, last: Int32, started: Boolean, at: Cursors, block: cutlass.Constexpr
 ) -> tuple:
     """Blocks up to position `last`, any of which may have to be masked."""
-    start, end = _whole(k, work)
+    start, end = _whole(ctx, work)
     for position in cutlass.range(work.blocks.span.first, last, unroll=1):
-        n, mixed = tiles.block_at(k, work.blocks, position)
+        n, mixed = tiles.block_at(ctx, work.blocks, position)
         # A vote is known to be the same in all lanes, which keeps the products' addresses uniform.
         if cute.arch.vote_any_sync(mixed | (n < start) | (n >= end)):
-            at = block(k, t, work, n, started, True, False, at)
+            at = block(ctx, t, work, n, started, True, False, at)
         else:
-            at = block(k, t, work, n, started, False, False, at)
+            at = block(ctx, t, work, n, started, False, False, at)
         started = Boolean(True)
     return at, started
 
 
 @cute.jit
-def _whole(k: Kernel, work: Work) -> tuple:
+def _whole(ctx: Context, work: Work) -> tuple:
     """The first block that neither the band nor the end of Sk cuts, and the first one after those."""
-    plan, tile, span, band = k.plan, work.tile, work.span, work.band
+    plan, tile, span, band = ctx.plan, work.tile, work.span, work.band
     first = tile.block * plan.keys
     start, end = span.first, span.last
     if cutlass.const_expr(plan.band.left):

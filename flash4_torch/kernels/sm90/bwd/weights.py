@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -10,17 +10,15 @@ from cutlass import Float32, Int32
 
 from ...common import attn_mask, dropout, ring, scores
 from ...common import band as bands
-from ...common.add_dmask import add_dmask
+from ...common.bwd.dmask import add_dmask
 from ...common.fragment import Fragment, wgmma_fragment
 from ...common.ring import Cursor
 from ...common.rounding import round_to, widened
 from ...common.warps import WARP, WARPS
 from .. import wgmma
 from ..warps import LANES
-from .work import Thread, Work
-
-if TYPE_CHECKING:
-    from .kernel import Kernel
+from .context import Context
+from .state import Thread, Work
 
 
 class MaskRows(NamedTuple):
@@ -40,38 +38,44 @@ class Made(NamedTuple):
 
 
 @cute.jit
-def mask_rows(k: Kernel, t: Thread, work: Work, n: Int32) -> MaskRows:
+def mask_rows(ctx: Context, t: Thread, work: Work, n: Int32) -> MaskRows:
     """Found anew for every block: it would hold registers that products under way need."""
     heads = (work.head, work.head)
-    rows = attn_mask.rows_of(k.mask, work.tile.batch, heads, work.positions, t.lane % LANES)
+    rows = attn_mask.rows_of(ctx.mask, work.tile.batch, heads, work.positions, t.lane % LANES)
     return MaskRows(rows, attn_mask.words_of(rows, n))
 
 
 @cute.jit
 def weigh(
-    k: Kernel, t: Thread, work: Work, n: Int32, q_at: Cursor, mask: MaskRows | None, masked: cutlass.Constexpr
+    ctx: Context,
+    t: Thread,
+    work: Work,
+    n: Int32,
+    q_at: Cursor,
+    mask: MaskRows | None,
+    masked: cutlass.Constexpr,
 ) -> Made:
     """Scores become weights, in place too."""
-    plan = k.plan
+    plan = ctx.plan
     features = plan.features if masked else plan.features.without_float_mask
     P, slopes, kept = wgmma.weights_fragment(plan.dtype, plan.queries), None, None
-    scores.change(t.S, k.rule, features)
+    scores.change(t.S, ctx.rule, features)
     if cutlass.const_expr(features.softcap):
         slopes = wgmma.weights_fragment(plan.dtype, plan.queries)
-        _slopes(k, t, slopes, features)
+        _slopes(ctx, t, slopes, features)
     if cutlass.const_expr(masked):
         fragment = wgmma_fragment(t.S, work.positions, n * plan.queries, t.lane)
         if cutlass.const_expr(features.mask):
             one_by_one = plan.adds_rows_one_by_one
-            attn_mask.change(k.mask, mask.rows, mask.words, n, fragment, one_by_one)
+            attn_mask.change(ctx.mask, mask.rows, mask.words, n, fragment, one_by_one)
         if cutlass.const_expr(plan.band.masks):
             bands.hide(work.band, plan.band, fragment)
         if cutlass.const_expr(plan.config.tail):
             _hide_rows(fragment, work.tile.Sk)
-    scale = scores.softmax_scale(k.rule, features)
-    lse, low = columns_of(k.sLse[None, q_at.stage], t), None
+    scale = scores.softmax_scale(ctx.rule, features)
+    lse, low = columns_of(ctx.sLse[None, q_at.stage], t), None
     if cutlass.const_expr(features.float_mask):
-        lse, low = (columns_of(stats[None, q_at.stage], t) for stats in (k.sNaturalLse, k.sLseLow))
+        lse, low = (columns_of(stats[None, q_at.stage], t) for stats in (ctx.sNaturalLse, ctx.sLseLow))
     for j in cutlass.range_constexpr(cute.size(t.S) // 4):
         of_column, low_of_column = _pair(lse, j), None if low is None else _pair(low, j)
         for i in cutlass.range_constexpr(4):
@@ -82,24 +86,24 @@ def weigh(
             t.S[4 * j + i] = cute.math.exp2(x, fastmath=True)
         round_to(four_of(t.S, j), four_of(P, j))
     if cutlass.const_expr(features.dropout):
-        kept = take_kept(k, t, q_at)
+        kept = take_kept(ctx, t, q_at)
     return Made(P, slopes, kept)
 
 
 @cute.jit
-def take_kept(k: Kernel, t: Thread, q_at: Cursor) -> cute.Tensor:
+def take_kept(ctx: Context, t: Thread, q_at: Cursor) -> cute.Tensor:
     """Which of the thread's weights dropout keeps. Its ring turns with that of Q."""
-    ring.wait_full(k.kept, q_at)
+    ring.wait_full(ctx.kept, q_at)
     own_warp = t.warpgroup * WARPS + t.index // WARP
-    kept = dropout.take(k.sKept[None, None, own_warp, q_at.stage], t.lane)
-    ring.release(k.kept, q_at)
+    kept = dropout.take(ctx.sKept[None, None, own_warp, q_at.stage], t.lane)
+    ring.release(ctx.kept, q_at)
     return kept
 
 
 @cute.jit
-def _slopes(k: Kernel, t: Thread, slopes: cute.Tensor, features: cutlass.Constexpr) -> None:
+def _slopes(ctx: Context, t: Thread, slopes: cute.Tensor, features: cutlass.Constexpr) -> None:
     """Derivatives of the capped scores."""
-    inverse = 1.0 / (k.rule.softcap * scores.unit(features))
+    inverse = 1.0 / (ctx.rule.softcap * scores.unit(features))
     for j in cutlass.range_constexpr(cute.size(t.S) // 4):
         values = cute.make_rmem_tensor(4, Float32)
         for i in cutlass.range_constexpr(4):
@@ -109,11 +113,11 @@ def _slopes(k: Kernel, t: Thread, slopes: cute.Tensor, features: cutlass.Constex
 
 
 @cute.jit
-def dropped(k: Kernel, made: Made) -> cute.Tensor:
+def dropped(ctx: Context, made: Made) -> cute.Tensor:
     """The weights that dropout leaves."""
-    if cutlass.const_expr(not k.plan.features.dropout):
+    if cutlass.const_expr(not ctx.plan.features.dropout):
         return made.P
-    dropped = wgmma.weights_fragment(k.plan.dtype, k.plan.queries)
+    dropped = wgmma.weights_fragment(ctx.plan.dtype, ctx.plan.queries)
     for i in cutlass.range_constexpr(cute.size(dropped)):
         dropped[i] = made.P[i]
     dropout.KeyRows.drop(dropped, made.kept)
@@ -122,25 +126,25 @@ def dropped(k: Kernel, made: Made) -> cute.Tensor:
 
 @cute.jit
 def differentiate(
-    k: Kernel, t: Thread, work: Work, n: Int32, do_at: Cursor, made: Made, dP: cute.Tensor
+    ctx: Context, t: Thread, work: Work, n: Int32, do_at: Cursor, made: Made, dP: cute.Tensor
 ) -> cute.Tensor:
     """dS = P (dP - delta), with respect to scaled scores."""
-    features = k.plan.features
-    dS = wgmma.weights_fragment(k.plan.dtype, k.plan.queries)
+    features = ctx.plan.features
+    dS = wgmma.weights_fragment(ctx.plan.dtype, ctx.plan.queries)
     if cutlass.const_expr(features.dropout):
         dropout.KeyRows.drop(dP, made.kept)
-    delta = columns_of(k.sDelta[None, do_at.stage], t)
+    delta = columns_of(ctx.sDelta[None, do_at.stage], t)
     for j in cutlass.range_constexpr(cute.size(dP) // 4):
         of_column, weights = _pair(delta, j), four_of(t.S, j)
-        if cutlass.const_expr(k.plan.config.round_weights or k.plan.config.split):
+        if cutlass.const_expr(ctx.plan.config.round_weights or ctx.plan.config.split):
             weights = widened(four_of(made.P, j))
         for i in cutlass.range_constexpr(4):
             gradient = dP[4 * j + i]
             if cutlass.const_expr(features.dropout):
-                gradient = gradient * k.rule.keep_scale
+                gradient = gradient * ctx.rule.keep_scale
             dP[4 * j + i] = weights[i] * (gradient - of_column[i % 2])
     if cutlass.const_expr(features.dmask):
-        add_dmask(k, work, n, wgmma_fragment(dP, work.positions, n * k.plan.queries, t.lane))
+        add_dmask(ctx, work, n, wgmma_fragment(dP, work.positions, n * ctx.plan.queries, t.lane))
     for j in cutlass.range_constexpr(cute.size(dP) // 4):
         if cutlass.const_expr(made.slopes is not None):
             slopes = widened(four_of(made.slopes, j))

@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync, warp
 
 from ...common import ring, scores, softmax
-from ...common.forward_tile import Tile
+from ...common.fwd.tiles import Tile
 from ...common.ring import Cursor
 from ...common.rounding import round_to
 from ...common.warps import GROUP, WARP
 from .. import wgmma
 from ..warps import LANES, WARP_ROWS
+from .context import Context
 from .plan import DONE
-
-if TYPE_CHECKING:
-    from .kernel import Kernel
-    from .mainloop import Thread
+from .state import Thread
 
 
 @cute.jit
-def epilogue(k: Kernel, t: Thread, tile: Tile, q_at: Cursor) -> None:
+def epilogue(ctx: Context, t: Thread, tile: Tile, q_at: Cursor) -> None:
     """Every warp stores its 16 rows by itself, through its own piece of shared memory."""
-    plan = k.plan
-    scale = scores.softmax_scale(k.rule, plan.features)
-    keep_scale = k.rule.keep_scale if plan.features.dropout else Float32(1.0)
+    plan = ctx.plan
+    scale = scores.softmax_scale(ctx.rule, plan.features)
+    keep_scale = ctx.rule.keep_scale if plan.features.dropout else Float32(1.0)
     ends = softmax.finalize(t.rows, scale, keep_scale, plan.softmax)
     inverse = ends.inverse
-    _store_lse(k, ends, tile, t)
+    _store_lse(ctx, ends, tile, t)
 
     values = wgmma.rows_of(t.O)
     for r in cutlass.range_constexpr(2):
@@ -49,7 +45,7 @@ def epilogue(k: Kernel, t: Thread, tile: Tile, q_at: Cursor) -> None:
     else:
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
-    pieces = _pieces(k, t, q_at)
+    pieces = _pieces(ctx, t, q_at)
     staged = cute.make_tensor(pieces.iterator, cute.group_modes(cute.select(pieces.layout, [0, 2, 1]), 0, 2))
     atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), plan.dtype)
     copy = cute.make_tiled_copy_C(atom, wgmma.output_mma(plan.dtype, plan.Dv)).get_slice(t.index)
@@ -57,35 +53,35 @@ def epilogue(k: Kernel, t: Thread, tile: Tile, q_at: Cursor) -> None:
     if cutlass.const_expr(plan.stores_by_copy_engine):
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
-        _store_box(k, pieces[None, None, own_warp], tile, t, own_warp)
+        _store_box(ctx, pieces[None, None, own_warp], tile, t, own_warp)
     else:
         cute.arch.sync_warp()
-        _store_rows(k, pieces[None, None, own_warp], tile, t, own_warp)
+        _store_rows(ctx, pieces[None, None, own_warp], tile, t, own_warp)
         if cutlass.const_expr(plan.config.o_over_q):
             cute.arch.fence_view_async_shared()  # the next Q comes by the copy engine
         cute.arch.sync_warp()
     if cutlass.const_expr(plan.config.o_over_q):
         cute.arch.cp_async_bulk_wait_group(0, read=True)
-        ring.release(k.load_q, q_at)
+        ring.release(ctx.load_q, q_at)
 
 
-def _pieces(k: Kernel, t: Thread, q_at: Cursor) -> cute.Tensor:
+def _pieces(ctx: Context, t: Thread, q_at: Cursor) -> cute.Tensor:
     """(16, Dv, 4) in shared memory: a piece for each warp of the warpgroup."""
-    layout = k.output_layout
-    if k.plan.config.o_over_q:
-        start = k.sQ[None, None, q_at.stage * k.plan.warpgroups + t.warpgroup].iterator
+    layout = ctx.output_layout
+    if ctx.plan.config.o_over_q:
+        start = ctx.sQ[None, None, q_at.stage * ctx.plan.warpgroups + t.warpgroup].iterator
     else:
-        start = k.sO[None, t.warpgroup].iterator
+        start = ctx.sO[None, t.warpgroup].iterator
     return cute.make_tensor(cute.recast_ptr(start, layout.inner), layout.outer)
 
 
 @cute.jit
-def _store_lse(k: Kernel, ends: softmax.Ends, tile: Tile, t: Thread) -> None:
-    plan, lse, low = k.plan, k.lse, k.lse_low
-    group = k.maps.mQ.shape[0][0]
+def _store_lse(ctx: Context, ends: softmax.Final, tile: Tile, t: Thread) -> None:
+    plan, lse, low = ctx.plan, ctx.lse, ctx.lse_low
+    group = ctx.maps.mQ.shape[0][0]
     for r in cutlass.range_constexpr(2):
         row = t.row + 8 * r
-        i = _first_position(k, tile, t) + row // plan.pack
+        i = _first_position(ctx, tile, t) + row // plan.pack
         h = tile.heads * plan.pack + row % plan.pack
         if (t.lane % LANES == 0) & (i < tile.Sq) & (h < group):
             head = tile.key_head * group + h
@@ -98,42 +94,44 @@ def _store_lse(k: Kernel, ends: softmax.Ends, tile: Tile, t: Thread) -> None:
 
 
 @cute.jit
-def _store_box(k: Kernel, piece: cute.Tensor, tile: Tile, t: Thread, own_warp: Int32) -> None:
+def _store_box(ctx: Context, piece: cute.Tensor, tile: Tile, t: Thread, own_warp: Int32) -> None:
     """The copy engine leaves out rows beyond the end."""
-    plan = k.plan
+    plan = ctx.plan
     box_heads, box_positions = plan.store_box
     row = own_warp * WARP_ROWS
     heads = tile.heads * (plan.pack // box_heads) + row % plan.pack // box_heads
-    position = (_first_position(k, tile, t) + row // plan.pack) // box_positions
-    mO = k.maps.mO[None, None, tile.key_head, tile.batch]
+    position = (_first_position(ctx, tile, t) + row // plan.pack) // box_positions
+    mO = ctx.maps.mO[None, None, tile.key_head, tile.batch]
     gO = cute.local_tile(mO, (plan.store_box, plan.Dv), ((heads, position), 0))
     s, g = cpasync.tma_partition(
-        k.maps.store_o, 0, cute.make_layout(1), cute.group_modes(piece, 0, 2), cute.group_modes(gO, 0, 2)
+        ctx.maps.store_o, 0, cute.make_layout(1), cute.group_modes(piece, 0, 2), cute.group_modes(gO, 0, 2)
     )
     with cute.arch.elect_one():  # which the DSL does for loads, not for stores
-        cute.copy(k.maps.store_o, s, g)
+        cute.copy(ctx.maps.store_o, s, g)
         cute.arch.cp_async_bulk_commit_group()
 
 
 @cute.jit
-def _store_rows(k: Kernel, piece: cute.Tensor, tile: Tile, t: Thread, own_warp: Int32) -> None:
+def _store_rows(ctx: Context, piece: cute.Tensor, tile: Tile, t: Thread, own_warp: Int32) -> None:
     """16 bytes a lane, rows of the sequence only; packed rows follow those of the sequence before."""
-    plan = k.plan
+    plan = ctx.plan
     chunks = plan.features.Dv // 8
-    group = k.maps.mQ.shape[0][0]
+    group = ctx.maps.mQ.shape[0][0]
     atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), plan.dtype, num_bits_per_copy=128)
     for e in cutlass.range(t.lane, WARP_ROWS * chunks, WARP, unroll=1):
         own_row, chunk = e // chunks, e % chunks
         row = own_warp * WARP_ROWS + own_row
-        i = _first_position(k, tile, t) + row // plan.pack
+        i = _first_position(ctx, tile, t) + row // plan.pack
         h = tile.heads * plan.pack + row % plan.pack
         if (i < tile.Sq) & (h < group):
             source = cute.local_tile(piece, (1, 8), (own_row, chunk))
-            target = cute.local_tile(k.out[tile.first_q + i, tile.key_head * group + h, None], (8,), (chunk,))
+            target = cute.local_tile(
+                ctx.out[tile.first_q + i, tile.key_head * group + h, None], (8,), (chunk,)
+            )
             registers = cute.make_rmem_tensor(8, plan.dtype)
             cute.copy(atom, cute.group_modes(source, 0, 2), registers)
             cute.copy(atom, registers, target)
 
 
-def _first_position(k: Kernel, tile: Tile, t: Thread) -> Int32:
-    return (tile.block * k.plan.warpgroups + t.warpgroup) * k.plan.tokens
+def _first_position(ctx: Context, tile: Tile, t: Thread) -> Int32:
+    return (tile.block * ctx.plan.warpgroups + t.warpgroup) * ctx.plan.tokens

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int16, Int32
 
-from ...common import copies, persistent, ring
-from ...common import forward_tile as tiles
-from ...common.forward_tile import Tile
+from ...common import copies, ring, tile_scheduler
+from ...common.fwd import tiles
+from ...common.fwd.tiles import Tile
 from ...common.ring import Cursor
-
-if TYPE_CHECKING:
-    from .kernel import Kernel
+from .context import Context
 
 
 class Block(NamedTuple):
@@ -36,88 +34,92 @@ class Cursors(NamedTuple):
 
 
 @cute.jit
-def load(k: Kernel) -> None:
+def load(ctx: Context) -> None:
     """Every tile's Q and number, then its blocks from the last to the first."""
-    shape = tiles.shape(k)
+    shape = tiles.shape(ctx)
     at = Cursors(ring.start(), ring.start(), ring.start(), ring.start(), ring.start())
     owed, owes = Block(Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)), Boolean(False)
-    ticket = persistent.first_ticket(k)
+    ticket = tile_scheduler.first_ticket(ctx)
     while ticket < shape.tiles:
-        number = persistent.request_ticket(k, shape.tiles)
-        tile = tiles.decode(k, shape, ticket, at.ticket)
-        if tiles.first_query(k, tile) < tile.Sq:
+        number = tile_scheduler.request_ticket(ctx, shape.tiles)
+        tile = tiles.decode(ctx, shape, ticket, at.ticket)
+        if tiles.first_query(ctx, tile) < tile.Sq:
             k_at, v_at, end_at = at.k, at.v, at.end
-            if cutlass.const_expr(k.plan.config.o_over_q and k.plan.config.q_stages == 1):
+            if cutlass.const_expr(ctx.plan.config.o_over_q and ctx.plan.config.q_stages == 1):
                 # Q's place is free only after this V was used.
                 if owes:
-                    v_at, end_at = _load_v(k, v_at, end_at, owed)
+                    v_at, end_at = _load_v(ctx, v_at, end_at, owed)
                     owes = Boolean(False)
-            _load_q(k, at.q, tile)
-            blocks = tiles.blocks_of(k, tile)
+            _load_q(ctx, at.q, tile)
+            blocks = tiles.blocks_of(ctx, tile)
             span = blocks.span
             for i in cutlass.range(span.last - span.first, unroll=1):
-                n, _ = tiles.block_at(k, blocks, span.last - 1 - i)
+                n, _ = tiles.block_at(ctx, blocks, span.last - 1 - i)
                 block = Block(n, tile.key_head, tile.batch, tile.first_k, tile.Sk)
-                _load_k(k, k_at, block)
-                k_at = ring.after(k_at, k.plan.config.kv_stages)
-                if cutlass.const_expr(k.plan.config.k_ahead):
+                _load_k(ctx, k_at, block)
+                k_at = ring.after(k_at, ctx.plan.config.kv_stages)
+                if cutlass.const_expr(ctx.plan.config.k_ahead):
                     if owes:
-                        v_at, end_at = _load_v(k, v_at, end_at, owed)
+                        v_at, end_at = _load_v(ctx, v_at, end_at, owed)
                     owed, owes = block, Boolean(True)
                 else:
-                    v_at, end_at = _load_v(k, v_at, end_at, block)
-            at = Cursors(at.ticket, ring.after(at.q, k.plan.config.q_stages), k_at, v_at, end_at)
-        ticket, ticket_at = persistent.receive_ticket(k, number, at.ticket)
+                    v_at, end_at = _load_v(ctx, v_at, end_at, block)
+            at = Cursors(at.ticket, ring.after(at.q, ctx.plan.config.q_stages), k_at, v_at, end_at)
+        ticket, ticket_at = tile_scheduler.receive_ticket(ctx, number, at.ticket)
         at = at._replace(ticket=ticket_at)
     if owes:
-        _load_v(k, at.v, at.end, owed)
-    _say_that_all_is_done(k, at.q)
+        _load_v(ctx, at.v, at.end, owed)
+    _say_that_all_is_done(ctx, at.q)
 
 
 @cute.jit
-def _load_q(k: Kernel, at: Cursor, tile: Tile) -> None:
+def _load_q(ctx: Context, at: Cursor, tile: Tile) -> None:
     """One box for each warpgroup; rows beyond the end are zeros, or another sequence's."""
-    ring.wait_empty(k.load_q, at)
-    full = k.load_q.full + at.stage
-    warpgroups = k.plan.warpgroups
+    ring.wait_empty(ctx.load_q, at)
+    full = ctx.load_q.full + at.stage
+    warpgroups = ctx.plan.warpgroups
     with cute.arch.elect_one():
-        tiles.write(k, at, tile)
-        cute.arch.mbarrier_arrive_and_expect_tx(full, warpgroups * copies.stage_bytes(k.sQ))
+        tiles.write(ctx, at, tile)
+        cute.arch.mbarrier_arrive_and_expect_tx(full, warpgroups * copies.stage_bytes(ctx.sQ))
     mQ = cute.domain_offset(
-        ((0, tile.first_q), 0), k.maps.mQ[None, None, tile.key_head, _batch(k, tile.batch)]
+        ((0, tile.first_q), 0), ctx.maps.mQ[None, None, tile.key_head, _batch(ctx, tile.batch)]
     )
     for w in cutlass.range_constexpr(warpgroups):
         position = tile.heads, tile.block * warpgroups + w
-        gQ = cute.local_tile(mQ, (k.plan.box, k.plan.D), (position, 0))
-        stage = k.sQ[None, None, at.stage * warpgroups + w]
-        copies.copy(k.maps.load_q, gQ, stage, full)
+        gQ = cute.local_tile(mQ, (ctx.plan.box, ctx.plan.D), (position, 0))
+        stage = ctx.sQ[None, None, at.stage * warpgroups + w]
+        copies.copy(ctx.maps.load_q, gQ, stage, full)
 
 
 @cute.jit
-def _load_k(k: Kernel, at: Cursor, block: Block) -> None:
-    ring.wait_empty(k.load_k, at)
-    full = k.load_k.full + at.stage
+def _load_k(ctx: Context, at: Cursor, block: Block) -> None:
+    ring.wait_empty(ctx.load_k, at)
+    full = ctx.load_k.full + at.stage
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(full, copies.stage_bytes(k.sK))
-    mK = cute.domain_offset((block.first_k, 0), k.maps.mK[None, None, block.key_head, _batch(k, block.batch)])
-    gK = cute.local_tile(mK, (k.plan.keys, k.plan.D), (block.n, 0))
-    _copy_share(k, k.maps.load_k, gK, k.sK[None, None, at.stage], full, k.plan.k_share)
+        cute.arch.mbarrier_arrive_and_expect_tx(full, copies.stage_bytes(ctx.sK))
+    mK = cute.domain_offset(
+        (block.first_k, 0), ctx.maps.mK[None, None, block.key_head, _batch(ctx, block.batch)]
+    )
+    gK = cute.local_tile(mK, (ctx.plan.keys, ctx.plan.D), (block.n, 0))
+    _copy_share(ctx, ctx.maps.load_k, gK, ctx.sK[None, None, at.stage], full, ctx.plan.k_share)
 
 
 @cute.jit
-def _load_v(k: Kernel, at: Cursor, end_at: Cursor, block: Block):
-    ring.wait_empty(k.load_v, at)
-    full, left = k.load_v.full + at.stage, block.Sk - block.n * k.plan.keys
-    stage = k.sV[None, None, at.stage]
-    mV = cute.domain_offset((0, block.first_k), k.maps.mV[None, None, block.key_head, _batch(k, block.batch)])
-    gV = cute.local_tile(mV, (k.plan.Dv, k.plan.keys), (0, block.n))
-    if k.plan.features.varlen and left < k.plan.keys:
+def _load_v(ctx: Context, at: Cursor, end_at: Cursor, block: Block):
+    ring.wait_empty(ctx.load_v, at)
+    full, left = ctx.load_v.full + at.stage, block.Sk - block.n * ctx.plan.keys
+    stage = ctx.sV[None, None, at.stage]
+    mV = cute.domain_offset(
+        (0, block.first_k), ctx.maps.mV[None, None, block.key_head, _batch(ctx, block.batch)]
+    )
+    gV = cute.local_tile(mV, (ctx.plan.Dv, ctx.plan.keys), (0, block.n))
+    if ctx.plan.features.varlen and left < ctx.plan.keys:
         # The next sequence's values follow. Their weights are 0, but 0 times infinity or NaN is not.
-        arrived = k.sequence_end.full
+        arrived = ctx.sequence_end.full
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(arrived, copies.stage_bytes(k.sV))
-        _copy_share(k, k.maps.load_v, gV, stage, arrived, k.plan.v_share)
-        ring.wait_full(k.sequence_end, end_at)
+            cute.arch.mbarrier_arrive_and_expect_tx(arrived, copies.stage_bytes(ctx.sV))
+        _copy_share(ctx, ctx.maps.load_v, gV, stage, arrived, ctx.plan.v_share)
+        ring.wait_full(ctx.sequence_end, end_at)
         copies.zero_keys(stage, left)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
@@ -126,22 +128,22 @@ def _load_v(k: Kernel, at: Cursor, end_at: Cursor, block: Block):
         end_at = ring.after(end_at, 1)
     else:
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, copies.stage_bytes(k.sV))
-        _copy_share(k, k.maps.load_v, gV, stage, full, k.plan.v_share)
-    return ring.after(at, k.plan.config.kv_stages), end_at
+            cute.arch.mbarrier_arrive_and_expect_tx(full, copies.stage_bytes(ctx.sV))
+        _copy_share(ctx, ctx.maps.load_v, gV, stage, full, ctx.plan.v_share)
+    return ring.after(at, ctx.plan.config.kv_stages), end_at
 
 
 @cute.jit
-def _say_that_all_is_done(k: Kernel, at: Cursor) -> None:
-    ring.wait_empty(k.load_q, at)
+def _say_that_all_is_done(ctx: Context, at: Cursor) -> None:
+    ring.wait_empty(ctx.load_q, at)
     with cute.arch.elect_one():
-        tiles.write_end(k, at)
-        cute.arch.mbarrier_arrive(k.load_q.full + at.stage)
+        tiles.write_end(ctx, at)
+        cute.arch.mbarrier_arrive(ctx.load_q.full + at.stage)
 
 
 @cute.jit
 def _copy_share(
-    k: Kernel,
+    ctx: Context,
     atom,
     source: cute.Tensor,
     target: cute.Tensor,
@@ -149,15 +151,15 @@ def _copy_share(
     share: cutlass.Constexpr,
 ) -> None:
     """Each CTA of a cluster copies its share for all of them; it arrives at the barriers `full` of all."""
-    if cutlass.const_expr(k.plan.ctas == 1):
+    if cutlass.const_expr(ctx.plan.ctas == 1):
         copies.copy(atom, source, target, full)
     else:
-        rank, everyone = k.pair.rank, Int16((1 << k.plan.ctas) - 1)
+        rank, everyone = ctx.pair.rank, Int16((1 << ctx.plan.ctas) - 1)
         at = (0, rank) if share[0] == cute.size(target, mode=[0]) else (rank, 0)
         part, place = (cute.local_tile(x, share, at) for x in (source, target))
         copies.copy(atom, part, place, full, mcast_mask=everyone)
 
 
-def _batch(k: Kernel, batch: Int32) -> Int32:
+def _batch(ctx: Context, batch: Int32) -> Int32:
     """Packed sequences are a batch of one."""
-    return Int32(0) if k.plan.features.varlen else batch
+    return Int32(0) if ctx.plan.features.varlen else batch

@@ -6,82 +6,29 @@ block i - 1 are issued together, and only QK is waited for before the softmax.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from ...common import attn_mask, dropout, ring, scores, softmax
 from ...common import band as bands
-from ...common import forward_tile as tiles
-from ...common.band import Band
-from ...common.forward_tile import Blocks, Tile
 from ...common.fragment import wgmma_fragment
+from ...common.fwd import tiles
+from ...common.fwd.tiles import Blocks, Tile
 from ...common.ring import Cursor, Ring
 from ...common.rounding import round_to
 from ...common.warps import GROUP, WARP, WARPS
 from .. import wgmma
-from ..warps import LANES, WARP_ROWS
+from ..warps import LANES
+from .context import Context
 from .epilogue import epilogue
 from .plan import TURN
-
-if TYPE_CHECKING:
-    from .kernel import Kernel
-
-
-class Thread(NamedTuple):
-    """A thread of a warpgroup, and what it keeps in registers."""
-
-    warpgroup: Int32
-    index: Int32
-    S: cute.Tensor
-    O: cute.Tensor
-    P: cute.Tensor
-    rows: softmax.Rows
-
-    @property
-    def lane(self) -> Int32:
-        return self.index % WARP
-
-    @property
-    def row(self) -> Int32:
-        """The first of its two rows among the warpgroup's 64; the other one is eight further on."""
-        return self.index // WARP * WARP_ROWS + self.lane // LANES
-
-
-class Share(NamedTuple):
-    """What of a tile is this warpgroup's: query positions `first` to `last`, and some of its blocks.
-
-    Of the tile's blocks, counted down, `before` and `after` are hidden from all its rows; it passes them.
-    """
-
-    first: Int32
-    last: Int32
-    top: Int32
-    """Position of the block it begins with, counting down."""
-    before: Int32
-    count: Int32
-    after: Int32
-
-
-class Work(NamedTuple):
-    """A tile, as a thread sees it."""
-
-    tile: Tile
-    share: Share
-    band: Band
-    blocks: Blocks
-    positions: tuple[Int32, Int32]
-    """Query positions of the thread's rows."""
-    narrow: Boolean
-    """Whether the first block's upper half is hidden."""
-    mask: attn_mask.Rows | None
+from .state import Share, Thread, Work
 
 
 @cute.jit
-def consume(k: Kernel, warpgroup: Int32) -> None:
-    plan = k.plan
+def consume(ctx: Context, warpgroup: Int32) -> None:
+    plan = ctx.plan
     thread, _, _ = cute.arch.thread_idx()
     t = Thread(
         warpgroup,
@@ -93,98 +40,98 @@ def consume(k: Kernel, warpgroup: Int32) -> None:
     )
     if cutlass.const_expr(plan.config.pingpong):
         if warpgroup == plan.warpgroups - 1:
-            _pass_turn(k, t)
+            _pass_turn(ctx, t)
     if cutlass.const_expr(plan.config.next_tile):
-        _tiles_overlapped(k, t)
+        _tiles_overlapped(ctx, t)
     else:
-        _tiles(k, t)
+        _tiles(ctx, t)
     cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
 @cute.jit
-def _tiles(k: Kernel, t: Thread) -> None:
+def _tiles(ctx: Context, t: Thread) -> None:
     """One tile after the other."""
-    plan = k.plan
+    plan = ctx.plan
     q_at, k_at, v_at = ring.start(), ring.start(), ring.start()
-    tile = tiles.read(k, k.load_q, q_at)
+    tile = tiles.read(ctx, ctx.load_q, q_at)
     while tile.block >= 0:
-        blocks = tiles.blocks_of(k, tile)
-        work = _work(k, t, tile, blocks, _share(k, t, tile, blocks))
+        blocks = tiles.blocks_of(ctx, tile)
+        work = _work(ctx, t, tile, blocks, _share(ctx, t, tile, blocks))
         if cutlass.const_expr(plan.passes_both):
-            k_at, v_at = _pass_both(k, t, work.share.before, k_at, v_at)
+            k_at, v_at = _pass_both(ctx, t, work.share.before, k_at, v_at)
         else:
-            k_at = _pass_k(k, t, work.share.before, k_at)
-        ring.wait_full(k.load_k, k_at)
-        _first_scores(k, t, work, q_at, k_at)
-        k_at, v_at = _blocks(k, t, work, q_at, k_at, v_at)
+            k_at = _pass_k(ctx, t, work.share.before, k_at)
+        ring.wait_full(ctx.load_k, k_at)
+        _first_scores(ctx, t, work, q_at, k_at)
+        k_at, v_at = _blocks(ctx, t, work, q_at, k_at, v_at)
         wgmma.wait(0)
-        ring.release(k.load_v, v_at)
+        ring.release(ctx.load_v, v_at)
         v_at = ring.after(v_at, plan.config.kv_stages)
         if cutlass.const_expr(plan.band.left):
-            k_at, v_at = _pass_both(k, t, work.share.after, k_at, v_at)
-        epilogue(k, t, tile, q_at)
+            k_at, v_at = _pass_both(ctx, t, work.share.after, k_at, v_at)
+        epilogue(ctx, t, tile, q_at)
         q_at = ring.after(q_at, plan.config.q_stages)
-        tile = tiles.read(k, k.load_q, q_at)
+        tile = tiles.read(ctx, ctx.load_q, q_at)
 
 
 @cute.jit
-def _tiles_overlapped(k: Kernel, t: Thread) -> None:
+def _tiles_overlapped(ctx: Context, t: Thread) -> None:
     """The next tile's first scores are under way while this tile is normalised and stored.
 
     Products that a branch skips could not stay under way: after the last tile scores are made of what is left
     in shared memory, and not used.
     """
-    plan = k.plan
+    plan = ctx.plan
     q_at, k_at, v_at = ring.start(), ring.start(), ring.start()
-    tile = tiles.read(k, k.load_q, q_at)
-    share = _share(k, t, tile, tiles.blocks_of(k, tile))
+    tile = tiles.read(ctx, ctx.load_q, q_at)
+    share = _share(ctx, t, tile, tiles.blocks_of(ctx, tile))
     if cutlass.const_expr(plan.features.varlen):
         # A CTA may draw no tile that has rows.
         if tile.block >= 0:
-            k_at = _await_first_k(k, t, share, k_at)
+            k_at = _await_first_k(ctx, t, share, k_at)
     else:
-        k_at = _await_first_k(k, t, share, k_at)
-    _issue_scores(k, t, q_at, k_at)
+        k_at = _await_first_k(ctx, t, share, k_at)
+    _issue_scores(ctx, t, q_at, k_at)
     while tile.block >= 0:
-        work = _work(k, t, tile, tiles.blocks_of(k, tile), share)
+        work = _work(ctx, t, tile, tiles.blocks_of(ctx, tile), share)
         wgmma.wait(0)
-        k_at, v_at = _blocks(k, t, work, q_at, k_at, v_at)
+        k_at, v_at = _blocks(ctx, t, work, q_at, k_at, v_at)
         own_q, q_at = q_at, ring.after(q_at, plan.config.q_stages)
-        next_tile = tiles.read(k, k.load_q, q_at)
-        next_share = _share(k, t, next_tile, tiles.blocks_of(k, next_tile))
+        next_tile = tiles.read(ctx, ctx.load_q, q_at)
+        next_share = _share(ctx, t, next_tile, tiles.blocks_of(ctx, next_tile))
         if next_tile.block >= 0:
-            k_at = _await_first_k(k, t, next_share, k_at)
-        _issue_scores(k, t, q_at, k_at)
+            k_at = _await_first_k(ctx, t, next_share, k_at)
+        _issue_scores(ctx, t, q_at, k_at)
         wgmma.wait(1)
-        ring.release(k.load_v, v_at)
+        ring.release(ctx.load_v, v_at)
         v_at = ring.after(v_at, plan.config.kv_stages)
-        epilogue(k, t, tile, own_q)
+        epilogue(ctx, t, tile, own_q)
         tile, share = next_tile, next_share
     wgmma.wait(0)
 
 
 @cute.jit
-def _await_first_k(k: Kernel, t: Thread, share: Share, k_at: Cursor) -> Cursor:
+def _await_first_k(ctx: Context, t: Thread, share: Share, k_at: Cursor) -> Cursor:
     """Where K of the warpgroup's first block is, once it is there."""
-    k_at = _pass_k(k, t, share.before, k_at)
-    ring.wait_full(k.load_k, k_at)
+    k_at = _pass_k(ctx, t, share.before, k_at)
+    ring.wait_full(ctx.load_k, k_at)
     return k_at
 
 
 @cute.jit
-def _share(k: Kernel, t: Thread, tile: Tile, blocks: Blocks) -> Share:
-    plan = k.plan
+def _share(ctx: Context, t: Thread, tile: Tile, blocks: Blocks) -> Share:
+    plan = ctx.plan
     first = (tile.block * plan.warpgroups + t.warpgroup) * plan.tokens
     last = cutlass.min(first + plan.tokens, tile.Sq) - 1
-    whole, own = blocks.span, tiles.own_span(k, tile, blocks, first, last)
+    whole, own = blocks.span, tiles.own_span(ctx, tile, blocks, first, last)
     before, count, after = whole.last - own.last, own.last - own.first, own.first - whole.first
     return Share(first, last, own.last - 1, before, count, after)
 
 
 @cute.jit
-def _work(k: Kernel, t: Thread, tile: Tile, blocks: Blocks, share: Share) -> Work:
-    plan = k.plan
-    band = tiles.band_of(k, tile)
+def _work(ctx: Context, t: Thread, tile: Tile, blocks: Blocks, share: Share) -> Work:
+    plan = ctx.plan
+    band = tiles.band_of(ctx, tile)
     rows = (t.row, t.row + 8)
     positions = tuple(share.first + row // plan.pack for row in rows)
     narrow, mask = Boolean(False), None
@@ -192,75 +139,75 @@ def _work(k: Kernel, t: Thread, tile: Tile, blocks: Blocks, share: Share) -> Wor
         seen = cutlass.min(band.Sk, share.last + band.highest + 1)
         narrow = seen - share.top * plan.keys <= plan.keys // 2
     if cutlass.const_expr(plan.features.mask):
-        head = tiles.query_head(k, tile)
+        head = tiles.query_head(ctx, tile)
         heads = tuple(head + row % plan.pack for row in rows)
-        mask = attn_mask.rows_of(k.mask, tile.batch, heads, positions, t.lane % LANES)
+        mask = attn_mask.rows_of(ctx.mask, tile.batch, heads, positions, t.lane % LANES)
     return Work(tile, share, band, blocks, positions, narrow, mask)
 
 
 @cute.jit
-def _blocks(k: Kernel, t: Thread, work: Work, q_at: Cursor, k_at: Cursor, v_at: Cursor):
+def _blocks(ctx: Context, t: Thread, work: Work, q_at: Cursor, k_at: Cursor, v_at: Cursor):
     """All blocks, of which the first one's scores are there; leaves the last PV under way, its V held."""
-    plan = k.plan
-    ring.release(k.load_k, k_at)
+    plan = ctx.plan
+    ring.release(ctx.load_k, k_at)
     k_at = ring.after(k_at, plan.config.kv_stages)
-    n, _ = tiles.block_at(k, work.blocks, work.share.top)
+    n, _ = tiles.block_at(ctx, work.blocks, work.share.top)
     if cutlass.const_expr(plan.config.half):
         if work.narrow:
-            _first_weights(k, t, work, _lower_half(t.S), n)
+            _first_weights(ctx, t, work, _lower_half(t.S), n)
             for i in cutlass.range_constexpr(cute.size(t.S) // 2, cute.size(t.S)):
                 t.S[i] = Float32(0.0)
         else:
-            _first_weights(k, t, work, t.S, n)
+            _first_weights(ctx, t, work, t.S, n)
     else:
-        _first_weights(k, t, work, t.S, n)
-    _round_weights(k, t, _pass_kept(k, work.share.before, v_at))
+        _first_weights(ctx, t, work, t.S, n)
+    _round_weights(ctx, t, _pass_kept(ctx, work.share.before, v_at))
     if cutlass.const_expr(plan.band.hides and not plan.passes_both):
-        v_at = _pass(k.load_v, work.share.before, v_at)
+        v_at = _pass(ctx.load_v, work.share.before, v_at)
     if cutlass.const_expr(plan.cuts_at_the_end):
-        k_at, v_at = _blocks_cut_at_the_end(k, t, work, q_at, k_at, v_at)
+        k_at, v_at = _blocks_cut_at_the_end(ctx, t, work, q_at, k_at, v_at)
     else:
-        k_at, v_at = _blocks_cut_anywhere(k, t, work, q_at, k_at, v_at)
+        k_at, v_at = _blocks_cut_anywhere(ctx, t, work, q_at, k_at, v_at)
     if cutlass.const_expr(not plan.config.o_over_q):
-        ring.release(k.load_q, q_at)
-    ring.wait_full(k.load_v, v_at)
-    wgmma.accumulate(t.O, t.P, k.sV[None, None, v_at.stage], work.share.count > 1)
+        ring.release(ctx.load_q, q_at)
+    ring.wait_full(ctx.load_v, v_at)
+    wgmma.accumulate(t.O, t.P, ctx.sV[None, None, v_at.stage], work.share.count > 1)
     return k_at, v_at
 
 
 @cute.jit
-def _blocks_cut_at_the_end(k: Kernel, t: Thread, work: Work, q_at: Cursor, k_at: Cursor, v_at: Cursor):
+def _blocks_cut_at_the_end(ctx: Context, t: Thread, work: Work, q_at: Cursor, k_at: Cursor, v_at: Cursor):
     """The blocks after the first one, where those that have to be masked come first."""
-    plan, count, cut = k.plan, work.share.count, Int32(1)
+    plan, count, cut = ctx.plan, work.share.count, Int32(1)
     if cutlass.const_expr(plan.band.right):
         whole = bands.whole_blocks(work.band, plan.inner_band, work.share.first)
         cut = cutlass.min(cutlass.max(work.share.top + 1 - whole, 1), count)
         for i in cutlass.range(1, cut, unroll=1):
-            k_at, v_at = _block(k, t, work, i, work.share.top - i, True, q_at, k_at, v_at)
+            k_at, v_at = _block(ctx, t, work, i, work.share.top - i, True, q_at, k_at, v_at)
     for i in cutlass.range(cut, count, unroll=1):
-        k_at, v_at = _block(k, t, work, i, work.share.top - i, False, q_at, k_at, v_at)
+        k_at, v_at = _block(ctx, t, work, i, work.share.top - i, False, q_at, k_at, v_at)
     return k_at, v_at
 
 
 @cute.jit
-def _blocks_cut_anywhere(k: Kernel, t: Thread, work: Work, q_at: Cursor, k_at: Cursor, v_at: Cursor):
+def _blocks_cut_anywhere(ctx: Context, t: Thread, work: Work, q_at: Cursor, k_at: Cursor, v_at: Cursor):
     """The blocks after the first one, where any of them may have to be masked."""
-    plan = k.plan
+    plan = ctx.plan
     for i in cutlass.range(1, work.share.count, unroll=1):
-        n, mixed = tiles.block_at(k, work.blocks, work.share.top - i)
+        n, mixed = tiles.block_at(ctx, work.blocks, work.share.top - i)
         cut = mixed | bands.cuts(work.band, plan.inner_band, n, work.share.first, work.share.last)
         # The branch is round all of a block: one between its products would have to wait for both.
         # A vote is known to be the same in all lanes, which keeps the products' addresses uniform.
         if cute.arch.vote_any_sync(cut):
-            k_at, v_at = _block(k, t, work, i, n, True, q_at, k_at, v_at)
+            k_at, v_at = _block(ctx, t, work, i, n, True, q_at, k_at, v_at)
         else:
-            k_at, v_at = _block(k, t, work, i, n, False, q_at, k_at, v_at)
+            k_at, v_at = _block(ctx, t, work, i, n, False, q_at, k_at, v_at)
     return k_at, v_at
 
 
 @cute.jit
 def _block(
-    k: Kernel,
+    ctx: Context,
     t: Thread,
     work: Work,
     i: Int32,
@@ -271,18 +218,18 @@ def _block(
     v_at: Cursor,
 ):
     """QK of the i-th block, number n, under PV of the one before."""
-    plan = k.plan
-    ring.wait_full(k.load_k, k_at)
-    _wait_turn(k, t)
-    wgmma.scores(t.S, _own_q(k, t, q_at), k.sK[None, None, k_at.stage])
-    ring.wait_full(k.load_v, v_at)
-    wgmma.accumulate(t.O, t.P, k.sV[None, None, v_at.stage], i > 1)
-    _pass_turn(k, t)
-    words = _mask_words(k, work, n) if masked else ()
+    plan = ctx.plan
+    ring.wait_full(ctx.load_k, k_at)
+    _wait_turn(ctx, t)
+    wgmma.scores(t.S, _own_q(ctx, t, q_at), ctx.sK[None, None, k_at.stage])
+    ring.wait_full(ctx.load_v, v_at)
+    wgmma.accumulate(t.O, t.P, ctx.sV[None, None, v_at.stage], i > 1)
+    _pass_turn(ctx, t)
+    words = _mask_words(ctx, work, n) if masked else ()
     wgmma.wait(1)
-    ring.release(k.load_k, k_at)
-    _finish_scores(k, t, work, t.S, n, plan.inner_band if masked else None, words)
-    values, scale = wgmma.rows_of(t.S), scores.softmax_scale(k.rule, plan.features)
+    ring.release(ctx.load_k, k_at)
+    _finish_scores(ctx, t, work, t.S, n, plan.inner_band if masked else None, words)
+    values, scale = wgmma.rows_of(t.S), scores.softmax_scale(ctx.rule, plan.features)
     method = plan.softmax_of(masked)
     block = softmax.next_block(values, t.rows, scale, method)
     cut, columns = plan.columns_before_wait, cute.size(values, mode=[1])
@@ -291,78 +238,78 @@ def _block(
         wgmma.wait_after(t.rows.row_sum)
     else:
         wgmma.wait(0)
-    ring.release(k.load_v, v_at)
+    ring.release(ctx.load_v, v_at)
     softmax.rescale_output(wgmma.rows_of(t.O), block.factors, method)
     if cutlass.const_expr(cut < columns):
         softmax.exp2_columns(values, t.rows, block, scale, method, cut, columns)
     k_at, v_at = ring.after(k_at, plan.config.kv_stages), ring.after(v_at, plan.config.kv_stages)
-    _round_weights(k, t, v_at)
+    _round_weights(ctx, t, v_at)
     return k_at, v_at
 
 
 @cute.jit
-def _issue_scores(k: Kernel, t: Thread, q_at: Cursor, k_at: Cursor) -> None:
-    _wait_turn(k, t)
-    wgmma.scores(t.S, _own_q(k, t, q_at), k.sK[None, None, k_at.stage])
-    _pass_turn(k, t)
+def _issue_scores(ctx: Context, t: Thread, q_at: Cursor, k_at: Cursor) -> None:
+    _wait_turn(ctx, t)
+    wgmma.scores(t.S, _own_q(ctx, t, q_at), ctx.sK[None, None, k_at.stage])
+    _pass_turn(ctx, t)
 
 
 @cute.jit
-def _first_scores(k: Kernel, t: Thread, work: Work, q_at: Cursor, k_at: Cursor) -> None:
+def _first_scores(ctx: Context, t: Thread, work: Work, q_at: Cursor, k_at: Cursor) -> None:
     """The first block's scores, or their lower half."""
-    plan = k.plan
+    plan = ctx.plan
     if cutlass.const_expr(plan.config.half):
         if work.narrow:
-            _wait_turn(k, t)
-            half = cute.local_tile(k.sK[None, None, k_at.stage], (plan.keys // 2, plan.D), (0, 0))
-            wgmma.scores(_lower_half(t.S), _own_q(k, t, q_at), half)
-            _pass_turn(k, t)
+            _wait_turn(ctx, t)
+            half = cute.local_tile(ctx.sK[None, None, k_at.stage], (plan.keys // 2, plan.D), (0, 0))
+            wgmma.scores(_lower_half(t.S), _own_q(ctx, t, q_at), half)
+            _pass_turn(ctx, t)
             wgmma.wait(0)
         else:
-            _issue_scores(k, t, q_at, k_at)
+            _issue_scores(ctx, t, q_at, k_at)
             wgmma.wait(0)
     else:
-        _issue_scores(k, t, q_at, k_at)
+        _issue_scores(ctx, t, q_at, k_at)
         wgmma.wait(0)
 
 
 @cute.jit
-def _first_weights(k: Kernel, t: Thread, work: Work, S: cute.Tensor, n: Int32) -> None:
-    _finish_scores(k, t, work, S, n, k.plan.band, _mask_words(k, work, n))
-    scale = scores.softmax_scale(k.rule, k.plan.features)
-    softmax.first_block(wgmma.rows_of(S), t.rows, scale, k.plan.softmax)
+def _first_weights(ctx: Context, t: Thread, work: Work, S: cute.Tensor, n: Int32) -> None:
+    _finish_scores(ctx, t, work, S, n, ctx.plan.band, _mask_words(ctx, work, n))
+    scale = scores.softmax_scale(ctx.rule, ctx.plan.features)
+    softmax.first_block(wgmma.rows_of(S), t.rows, scale, ctx.plan.softmax)
 
 
 @cute.jit
-def _finish_scores(k: Kernel, t: Thread, work: Work, S: cute.Tensor, n: Int32, band, words) -> None:
+def _finish_scores(ctx: Context, t: Thread, work: Work, S: cute.Tensor, n: Int32, band, words) -> None:
     """Scale the scores of block n, and mask them unless `band` is None."""
-    plan = k.plan
-    scores.change(S, k.rule, plan.features)
+    plan = ctx.plan
+    scores.change(S, ctx.rule, plan.features)
     if cutlass.const_expr(band is not None):
         fragment = wgmma_fragment(S, work.positions, n * plan.keys, t.lane)
         if cutlass.const_expr(plan.features.mask):
-            attn_mask.change(k.mask, work.mask, words, n, fragment)
+            attn_mask.change(ctx.mask, work.mask, words, n, fragment)
         if cutlass.const_expr(band.masks):
             bands.hide(work.band, band, fragment)
 
 
 @cute.jit
-def _mask_words(k: Kernel, work: Work, n: Int32):
+def _mask_words(ctx: Context, work: Work, n: Int32):
     """What is loaded of the mask before the scores are there."""
-    if cutlass.const_expr(k.plan.features.mask):
+    if cutlass.const_expr(ctx.plan.features.mask):
         return attn_mask.words_of(work.mask, n)
     return ()
 
 
 @cute.jit
-def _round_weights(k: Kernel, t: Thread, at: Cursor) -> None:
+def _round_weights(ctx: Context, t: Thread, at: Cursor) -> None:
     """S becomes P, the next product's operand; `at` is where its V will be, and what dropout keeps of it."""
     round_to(t.S, t.P)
-    if cutlass.const_expr(k.plan.features.dropout):
-        ring.wait_full(k.kept, at)
+    if cutlass.const_expr(ctx.plan.features.dropout):
+        ring.wait_full(ctx.kept, at)
         own_warp = t.warpgroup * WARPS + t.index // WARP
-        kept = dropout.take(k.sKept[None, None, own_warp, at.stage], t.lane)
-        ring.release(k.kept, at)
+        kept = dropout.take(ctx.sKept[None, None, own_warp, at.stage], t.lane)
+        ring.release(ctx.kept, at)
         dropout.QueryRows.drop(t.P, kept)
 
 
@@ -372,28 +319,28 @@ def _lower_half(S: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(S.iterator, cute.make_layout(((c, r, columns // 2), m, n)))
 
 
-def _own_q(k: Kernel, t: Thread, at: Cursor) -> cute.Tensor:
-    return k.sQ[None, None, at.stage * k.plan.warpgroups + t.warpgroup]
+def _own_q(ctx: Context, t: Thread, at: Cursor) -> cute.Tensor:
+    return ctx.sQ[None, None, at.stage * ctx.plan.warpgroups + t.warpgroup]
 
 
 @cute.jit
-def _pass_k(k: Kernel, t: Thread, count: Int32, at: Cursor) -> Cursor:
+def _pass_k(ctx: Context, t: Thread, count: Int32, at: Cursor) -> Cursor:
     """Let `count` blocks of K go by: a stage is released only after it was seen full, or phases would mix."""
-    if cutlass.const_expr(k.plan.band.hides):
+    if cutlass.const_expr(ctx.plan.band.hides):
         for _ in cutlass.range(count, unroll=1):
-            ring.wait_full(k.load_k, at)
-            _wait_turn(k, t)
-            _pass_turn(k, t)
-            ring.release(k.load_k, at)
-            at = ring.after(at, k.load_k.stages)
+            ring.wait_full(ctx.load_k, at)
+            _wait_turn(ctx, t)
+            _pass_turn(ctx, t)
+            ring.release(ctx.load_k, at)
+            at = ring.after(at, ctx.load_k.stages)
     return at
 
 
 @cute.jit
-def _pass_kept(k: Kernel, count: Int32, at: Cursor) -> Cursor:
+def _pass_kept(ctx: Context, count: Int32, at: Cursor) -> Cursor:
     """Let go by what dropout keeps of `count` blocks."""
-    if cutlass.const_expr(k.plan.features.dropout and k.plan.band.hides):
-        at = _pass(k.kept, count, at)
+    if cutlass.const_expr(ctx.plan.features.dropout and ctx.plan.band.hides):
+        at = _pass(ctx.kept, count, at)
     return at
 
 
@@ -408,24 +355,24 @@ def _pass(edge: Ring, count: Int32, at: Cursor) -> Cursor:
 
 
 @cute.jit
-def _pass_both(k: Kernel, t: Thread, count: Int32, k_at: Cursor, v_at: Cursor):
+def _pass_both(ctx: Context, t: Thread, count: Int32, k_at: Cursor, v_at: Cursor):
     """Let `count` blocks of K and V go by, in the order in which they are loaded."""
     for _ in cutlass.range(count, unroll=1):
-        k_at = _pass_k(k, t, Int32(1), k_at)
-        _pass_kept(k, Int32(1), v_at)
-        v_at = _pass(k.load_v, Int32(1), v_at)
+        k_at = _pass_k(ctx, t, Int32(1), k_at)
+        _pass_kept(ctx, Int32(1), v_at)
+        v_at = _pass(ctx.load_v, Int32(1), v_at)
     return k_at, v_at
 
 
 @cute.jit
-def _wait_turn(k: Kernel, t: Thread) -> None:
-    if cutlass.const_expr(k.plan.config.pingpong):
+def _wait_turn(ctx: Context, t: Thread) -> None:
+    if cutlass.const_expr(ctx.plan.config.pingpong):
         cute.arch.barrier(barrier_id=TURN + t.warpgroup, number_of_threads=2 * GROUP)
 
 
 @cute.jit
-def _pass_turn(k: Kernel, t: Thread) -> None:
-    if cutlass.const_expr(k.plan.config.pingpong):
+def _pass_turn(ctx: Context, t: Thread) -> None:
+    if cutlass.const_expr(ctx.plan.config.pingpong):
         after = t.warpgroup + 1
-        after = Int32(0) if after == k.plan.warpgroups else after
+        after = Int32(0) if after == ctx.plan.warpgroups else after
         cute.arch.barrier_arrive(barrier_id=TURN + after, number_of_threads=2 * GROUP)

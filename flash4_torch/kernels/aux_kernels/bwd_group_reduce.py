@@ -15,8 +15,8 @@ from cutlass import Float32, Int32, Int64
 
 from ..common import host
 from ..common.attn_mask import vector_at
+from ..common.bwd.row_blocks import GroupSumsPlan
 from ..common.rounding import round_to, widened
-from ..common.row_blocks import GroupSumsPlan
 
 THREADS = 256
 VECTOR = 8

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ...common import key_tiles as tiles
 from ...common import ring
 from ...common.band import Band, Span
-from ...common.key_tiles import Blocks, Tile
+from ...common.bwd import tiles
+from ...common.bwd.tiles import Blocks, Tile
 from ...common.ring import Cursor
 from ...common.warps import WARP
 from ..warps import LANES, WARP_ROWS
-from .store_dq import other_slot
-
-if TYPE_CHECKING:
-    from .kernel import Kernel
+from .context import Context
 
 
 class Thread(NamedTuple):
@@ -67,23 +64,23 @@ class Cursors(NamedTuple):
     one that belongs to the stage of Q."""
 
 
-def start(k: Kernel, t: Thread) -> Cursors:
+def start(ctx: Context, t: Thread) -> Cursors:
     """With stages known to the compiler as few cursors as will do."""
-    config, together = k.plan.config, k.plan.config.static_stages
+    config, together = ctx.plan.config, ctx.plan.config.static_stages
     do = None if together else ring.start()
     slots_too = together and config.dq_stages == config.q_stages
     return Cursors(ring.start(), do, ring.start(), None if slots_too else t.warpgroup)
 
 
 @cute.jit
-def after_block(k: Kernel, at: Cursors) -> Cursors:
+def after_block(ctx: Context, at: Cursors) -> Cursors:
     """For the next block."""
-    config = k.plan.config
+    config = ctx.plan.config
     q, do, dq = ring.after(at.q, config.q_stages), None, None
     if cutlass.const_expr(at.do is not None):
         do = ring.after(at.do, config.do_stages)
     if cutlass.const_expr(at.dq is not None):
-        dq = other_slot(k, at.dq)
+        dq = other_slot(ctx, at.dq)
     return Cursors(q, do, ring.after(at.ds, config.ds_stages), dq)
 
 
@@ -101,5 +98,13 @@ def rows_at(at: Cursors) -> Cursor:
     return at.q if at.do is None else at.do
 
 
-def slot_at(k: Kernel, t: Thread, at: Cursors) -> Int32:
-    return t.warpgroup + k.plan.warpgroups * at.q.stage if at.dq is None else at.dq
+def slot_at(ctx: Context, t: Thread, at: Cursors) -> Int32:
+    return t.warpgroup + ctx.plan.warpgroups * at.q.stage if at.dq is None else at.dq
+
+
+@cute.jit
+def other_slot(ctx: Context, slot: Int32) -> Int32:
+    """Of the same warpgroup, if it has two."""
+    if cutlass.const_expr(ctx.plan.config.dq_stages == 1):
+        return slot
+    return slot + ctx.plan.warpgroups if slot < ctx.plan.warpgroups else slot - ctx.plan.warpgroups

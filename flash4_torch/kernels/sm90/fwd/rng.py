@@ -2,62 +2,58 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
 from ...common import dropout, ring
-from ...common import forward_tile as tiles
+from ...common.fwd import tiles
+from ...common.fwd.tiles import Tile
 from ..warps import WARP_ROWS
-
-if TYPE_CHECKING:
-    from ...common.forward_tile import Tile
-    from .kernel import Kernel
+from .context import Context
 
 
 @cute.jit
-def draw(k: Kernel, drawer: Int32) -> None:
+def draw(ctx: Context, drawer: Int32) -> None:
     """Every block that is loaded, strips of 16 rows of it: for each of the consumers' warps.
 
     Drawing warps take turns, from block to block. A turn is four strips, and where that comes out even the
     same four of the second half of the warps: calls of the generator are long chains, several fill the gaps.
     """
-    plan = k.plan
-    chance = dropout.load(k.rng_state, k.rule.drop_byte, k.rule.drop_fraction)
+    plan = ctx.plan
+    chance = dropout.load(ctx.rng_state, ctx.rule.drop_byte, ctx.rule.drop_fraction)
     lane = cute.arch.lane_idx()
     strips = dropout.strips(plan.keys)
     halves = 2 if plan.consumer_warps * strips % (2 * dropout.WARP_STRIPS) == 0 else 1
     warps = plan.consumer_warps // halves
     turns, turn = warps * strips // dropout.WARP_STRIPS, drawer
     q_at, at = ring.start(), ring.start()
-    tile = tiles.read(k, k.load_q, q_at)
+    tile = tiles.read(ctx, ctx.load_q, q_at)
     while tile.block >= 0:
-        ring.release(k.load_q, q_at)
-        first, head = tile.block * plan.config.queries, _head(k, tile)
-        blocks = tiles.blocks_of(k, tile)
+        ring.release(ctx.load_q, q_at)
+        first, head = tile.block * plan.config.queries, _head(ctx, tile)
+        blocks = tiles.blocks_of(ctx, tile)
         span = blocks.span
         for i in cutlass.range(span.last - span.first, unroll=1):
-            n, _ = tiles.block_at(k, blocks, span.last - 1 - i)
-            ring.wait_empty(k.kept, at)
+            n, _ = tiles.block_at(ctx, blocks, span.last - 1 - i)
+            ring.wait_empty(ctx.kept, at)
             while turn < turns:
                 place = Uint32(turn * dropout.WARP_STRIPS + lane // dropout.STRIP_LANES)
                 warp, strip = Int32(place // strips), place % strips
                 for half in cutlass.range_constexpr(halves):
                     of = warp + half * warps
                     rows = dropout.QueryRows.at(chance, first + of * WARP_ROWS, head, lane)
-                    rows.draw(n * plan.keys, strip, k.sKept[None, None, of, at.stage])
+                    rows.draw(n * plan.keys, strip, ctx.sKept[None, None, of, at.stage])
                 turn += plan.drawers
             turn -= turns
-            ring.fill(k.kept, at)
+            ring.fill(ctx.kept, at)
             at = ring.after(at, plan.config.kv_stages)
         q_at = ring.after(q_at, plan.config.q_stages)
-        tile = tiles.read(k, k.load_q, q_at)
+        tile = tiles.read(ctx, ctx.load_q, q_at)
 
 
 @cute.jit
-def _head(k: Kernel, tile: Tile) -> Int32:
+def _head(ctx: Context, tile: Tile) -> Int32:
     """Counted through the batch; for varlen, through the sequences."""
-    query_heads = k.maps.mQ.shape[0][0] * k.maps.mQ.shape[2]
-    return tile.batch * query_heads + tiles.query_head(k, tile)
+    query_heads = ctx.maps.mQ.shape[0][0] * ctx.maps.mQ.shape[2]
+    return tile.batch * query_heads + tiles.query_head(ctx, tile)

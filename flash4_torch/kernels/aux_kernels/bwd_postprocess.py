@@ -17,9 +17,9 @@ from cutlass import Float32, Int32, Uint32
 
 from ..common import host
 from ..common.attn_mask import vector_at
-from ..common.dq_blocks import THREADS
-from ..common.query_blocks import QueryBlock, heads_and_blocks, own_block
-from ..common.row_blocks import CHUNK, VECTOR, PostprocessPlan
+from ..common.bwd.dq_blocks import THREADS
+from ..common.bwd.query_blocks import QueryBlock, heads_and_blocks, own_block
+from ..common.bwd.row_blocks import CHUNK, VECTOR, PostprocessPlan
 
 LANES = 4
 """Neighbouring lanes that have whole rows between them."""

@@ -1,6 +1,6 @@
 """A tile of query rows: in which order tiles are drawn, and how the loading warp tells the others.
 
-`k` is what every role of a forward kernel may use.
+`ctx` is what every role of a forward kernel may use.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint32
 
-from . import attn_mask, persistent, ring
-from .band import Band, Span, make_band, visible_span
-from .ring import Cursor, Ring
+from .. import attn_mask, ring, tile_scheduler
+from ..band import Band, Span, make_band, visible_span
+from ..ring import Cursor, Ring
 
 MESSAGE = 8
 """Words that describe a tile."""
@@ -45,34 +45,34 @@ class Shape(NamedTuple):
 
 
 @cute.jit
-def shape(k: Any) -> Shape:
-    (group, _), _, Hk, B = k.maps.mQ.shape
-    if cutlass.const_expr(k.plan.features.varlen):
-        B = k.cu_seqlens_q.shape[0] - 1
-    blocks = Uint32(cute.ceil_div(k.rule.longest, k.plan.queries))
-    head_blocks = Uint32(cute.ceil_div(group, k.plan.pack))
+def shape(ctx: Any) -> Shape:
+    (group, _), _, Hk, B = ctx.maps.mQ.shape
+    if cutlass.const_expr(ctx.plan.features.varlen):
+        B = ctx.cu_seqlens_q.shape[0] - 1
+    blocks = Uint32(cute.ceil_div(ctx.rule.longest, ctx.plan.queries))
+    head_blocks = Uint32(cute.ceil_div(group, ctx.plan.pack))
     return Shape(blocks, head_blocks, Uint32(Hk), blocks * head_blocks * Uint32(Hk) * Uint32(B))
 
 
 @cute.jit
-def decode(k: Any, shape: Shape, ticket: Uint32, at: Cursor) -> Tile:
+def decode(ctx: Any, shape: Shape, ticket: Uint32, at: Cursor) -> Tile:
     """Sections of heads one after another; within one, the last block of rows of every head comes first.
 
     With a causal mask the last block takes longest, so that what is left at the end is short. Of a pair the
     second tile takes longer, so the CTAs of a cluster take it in turns.
     """
-    step, head = persistent.step_and_head(k, shape.blocks, shape.tiles, ticket)
+    step, head = tile_scheduler.step_and_head(ctx, shape.blocks, shape.tiles, ticket)
     owner = head // shape.head_blocks
     batch = owner // shape.key_heads
     block = Int32(shape.blocks - 1 - step)
-    if cutlass.const_expr(k.plan.ctas > 1):
-        block = block * k.plan.ctas + (k.pair.rank ^ at.phase)
+    if cutlass.const_expr(ctx.plan.ctas > 1):
+        block = block * ctx.plan.ctas + (ctx.pair.rank ^ at.phase)
     b = Int32(batch)
     first_q, first_k = Int32(0), Int32(0)
-    Sq, Sk = k.maps.mQ.shape[0][1], k.maps.mK.shape[0]
-    if cutlass.const_expr(k.plan.features.varlen):
-        first_q, first_k = k.cu_seqlens_q[b], k.cu_seqlens_k[b]
-        Sq, Sk = k.cu_seqlens_q[b + 1] - first_q, k.cu_seqlens_k[b + 1] - first_k
+    Sq, Sk = ctx.maps.mQ.shape[0][1], ctx.maps.mK.shape[0]
+    if cutlass.const_expr(ctx.plan.features.varlen):
+        first_q, first_k = ctx.cu_seqlens_q[b], ctx.cu_seqlens_k[b]
+        Sq, Sk = ctx.cu_seqlens_q[b + 1] - first_q, ctx.cu_seqlens_k[b + 1] - first_k
     return Tile(
         block,
         Int32(head - owner * shape.head_blocks),
@@ -86,39 +86,39 @@ def decode(k: Any, shape: Shape, ticket: Uint32, at: Cursor) -> Tile:
 
 
 @cute.jit
-def write(k: Any, cursor: Cursor, tile: Tile) -> None:
+def write(ctx: Any, cursor: Cursor, tile: Tile) -> None:
     """By one lane; the arrival at the stage's barrier makes it visible."""
-    message = k.message + cursor.stage * MESSAGE
+    message = ctx.message + cursor.stage * MESSAGE
     for i in cutlass.range_constexpr(MESSAGE):
         cute.arch.store(message + i, tile[i])
 
 
 @cute.jit
-def write_end(k: Any, cursor: Cursor) -> None:
+def write_end(ctx: Any, cursor: Cursor) -> None:
     """Instead of a tile, where there is none left."""
-    cute.arch.store(k.message + cursor.stage * MESSAGE, Int32(-1))
+    cute.arch.store(ctx.message + cursor.stage * MESSAGE, Int32(-1))
 
 
 @cute.jit
-def read(k: Any, edge: Ring, cursor: Cursor) -> Tile:
+def read(ctx: Any, edge: Ring, cursor: Cursor) -> Tile:
     """Waits for what else arrives at the edge, too."""
     ring.wait_full(edge, cursor)
-    message = k.message + cursor.stage * MESSAGE
+    message = ctx.message + cursor.stage * MESSAGE
     words = [cute.arch.make_warp_uniform(cute.arch.load(message + i, Int32)) for i in range(MESSAGE)]
-    if cutlass.const_expr(not k.plan.features.varlen):
-        words[4:] = [Int32(0), k.maps.mQ.shape[0][1], Int32(0), k.maps.mK.shape[0]]
+    if cutlass.const_expr(not ctx.plan.features.varlen):
+        words[4:] = [Int32(0), ctx.maps.mQ.shape[0][1], Int32(0), ctx.maps.mK.shape[0]]
     return Tile(*words)
 
 
 @cute.jit
-def band_of(k: Any, tile: Tile) -> Band:
-    return make_band(tile.Sq, tile.Sk, k.rule.left, k.rule.right)
+def band_of(ctx: Any, tile: Tile) -> Band:
+    return make_band(tile.Sq, tile.Sk, ctx.rule.left, ctx.rule.right)
 
 
 @cute.jit
-def first_query(k: Any, tile: Tile) -> Int32:
+def first_query(ctx: Any, tile: Tile) -> Int32:
     """Of the tile, or of its pair, which may have a second tile without rows."""
-    return tile.block // k.plan.ctas * k.plan.queries
+    return tile.block // ctx.plan.ctas * ctx.plan.queries
 
 
 class Blocks(NamedTuple):
@@ -133,15 +133,15 @@ class Blocks(NamedTuple):
 
 
 @cute.jit
-def blocks_of(k: Any, tile: Tile) -> Blocks:
+def blocks_of(ctx: Any, tile: Tile) -> Blocks:
     """What the loading warp loads, and every consumer takes or passes."""
-    first = first_query(k, tile)
-    last = cutlass.min(first + k.plan.queries, tile.Sq) - 1
-    span = visible_span(band_of(k, tile), k.plan.band, first, last)
-    if cutlass.const_expr(k.mask is None):
+    first = first_query(ctx, tile)
+    last = cutlass.min(first + ctx.plan.queries, tile.Sq) - 1
+    span = visible_span(band_of(ctx, tile), ctx.plan.band, first, last)
+    if cutlass.const_expr(ctx.mask is None):
         return Blocks(span, span.first)
     visible = attn_mask.visible_blocks(
-        k.mask, tile.batch, query_head(k, tile), tile.block, span.first, span.last
+        ctx.mask, tile.batch, query_head(ctx, tile), tile.block, span.first, span.last
     )
     bottom = visible.last + 1 - visible.count
     # If none is visible, one is visited all the same; its scores will be hidden.
@@ -149,19 +149,19 @@ def blocks_of(k: Any, tile: Tile) -> Blocks:
 
 
 @cute.jit
-def own_span(k: Any, tile: Tile, blocks: Blocks, first: Int32, last: Int32) -> Span:
+def own_span(ctx: Any, tile: Tile, blocks: Blocks, first: Int32, last: Int32) -> Span:
     """Of the tile's positions, those that some row of `first <= i <= last` sees; at least one."""
-    span, whole = visible_span(band_of(k, tile), k.plan.band, first, last), blocks.span
-    if cutlass.const_expr(k.mask is not None):
-        span = attn_mask.positions(k.mask, tile.batch, query_head(k, tile), tile.block, span)
+    span, whole = visible_span(band_of(ctx, tile), ctx.plan.band, first, last), blocks.span
+    if cutlass.const_expr(ctx.mask is not None):
+        span = attn_mask.positions(ctx.mask, tile.batch, query_head(ctx, tile), tile.block, span)
     top = cutlass.max(cutlass.min(span.last, whole.last), whole.first + 1)
     return Span(cutlass.min(cutlass.max(span.first, whole.first), top - 1), top)
 
 
 @cute.jit
-def block_at(k: Any, blocks: Blocks, position: Int32) -> tuple:
+def block_at(ctx: Any, blocks: Blocks, position: Int32) -> tuple:
     """The number of the block at a position, and whether the mask changes it."""
-    if cutlass.const_expr(k.mask is None):
+    if cutlass.const_expr(ctx.mask is None):
         return position, Boolean(False)
     n, mixed = attn_mask.block_at(blocks.visible, blocks.visible.last - position)
     nothing = blocks.visible.count <= 0
@@ -169,6 +169,6 @@ def block_at(k: Any, blocks: Blocks, position: Int32) -> tuple:
 
 
 @cute.jit
-def query_head(k: Any, tile: Tile) -> Int32:
+def query_head(ctx: Any, tile: Tile) -> Int32:
     """The tile's first."""
-    return tile.key_head * k.maps.mQ.shape[0][0] + tile.heads * k.plan.pack
+    return tile.key_head * ctx.maps.mQ.shape[0][0] + tile.heads * ctx.plan.pack

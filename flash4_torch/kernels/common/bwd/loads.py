@@ -1,6 +1,6 @@
 """What loading warps of the backward do alike: a packed sequence's end, lse and delta, and the last message.
 
-`k` is what every role of a kernel may use.
+`ctx` is what every role of a kernel may use.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from . import key_tiles as tiles
-from . import ring
-from .key_tiles import MESSAGE, Tile
-from .ring import Cursor, Ring
-from .warps import WARP
+from .. import ring
+from ..ring import Cursor, Ring
+from ..warps import WARP
+from . import tiles
+from .tiles import MESSAGE, Tile
 
 
 @cute.jit
-def barrier_of(k: Any, edge: Ring, at: Cursor, left: Int32, rows: cutlass.Constexpr) -> cute.Pointer:
+def barrier_of(ctx: Any, edge: Ring, at: Cursor, left: Int32, rows: cutlass.Constexpr) -> cute.Pointer:
     """Where the stage's copies arrive: of a packed sequence's end, at a barrier that this warp waits for."""
-    if cutlass.const_expr(not k.plan.features.varlen):
+    if cutlass.const_expr(not ctx.plan.features.varlen):
         return edge.full + at.stage
-    to_end = (k.sequence_end.full.toint() - edge.full.toint()) // 8
+    to_end = (ctx.sequence_end.full.toint() - edge.full.toint()) // 8
     return edge.full + (to_end if left < rows else at.stage)
 
 
 @cute.jit
 def finish_end(
-    k: Any,
+    ctx: Any,
     edge: Ring,
     at: Cursor,
     end_at: Cursor,
@@ -39,9 +39,9 @@ def finish_end(
     rows: cutlass.Constexpr,
 ) -> Cursor:
     """Zero what follows a packed sequence's end: weights there are 0, but 0 times infinity or NaN is not."""
-    if cutlass.const_expr(k.plan.features.varlen):
+    if cutlass.const_expr(ctx.plan.features.varlen):
         if left < rows:
-            ring.wait_full(k.sequence_end, end_at)
+            ring.wait_full(ctx.sequence_end, end_at)
             zero_rows(stage, left)
             cute.arch.fence_view_async_shared()
             cute.arch.sync_warp()
@@ -65,7 +65,7 @@ def zero_rows(stage: cute.Tensor, first: Int32) -> None:
 
 @cute.jit
 def copy_statistics(
-    k: Any,
+    ctx: Any,
     target: cute.Tensor,
     which: cutlass.Constexpr,
     tile: Tile,
@@ -74,38 +74,38 @@ def copy_statistics(
     full: cute.Pointer,
 ) -> None:
     """By one lane."""
-    shape = k.stats.shape
-    row = Int64(tiles.row_of_workspace(k, tile, head))
+    shape = ctx.stats.shape
+    row = Int64(tiles.row_of_workspace(ctx, tile, head))
     if cutlass.const_expr(which):
         for size in shape[1:-1]:
             which = which * Int64(size)
         row = row + which
-    start = row * shape[-1] + (tiles.first_block(k, tile) + n) * k.plan.queries
+    start = row * shape[-1] + (tiles.first_block(ctx, tile) + n) * ctx.plan.queries
     pointer = cute.make_ptr(
-        Float32, (k.stats.iterator + start).toint(), cute.AddressSpace.gmem, assumed_align=16
+        Float32, (ctx.stats.iterator + start).toint(), cute.AddressSpace.gmem, assumed_align=16
     )
-    source = cute.make_tensor(pointer, cute.make_layout(k.plan.queries))
+    source = cute.make_tensor(pointer, cute.make_layout(ctx.plan.queries))
     atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
     cute.copy(atom, cute.group_modes(source, 0, 1), cute.group_modes(target, 0, 1), mbar_ptr=full)
 
 
 @cute.jit
-def exact_lse(k: Any, tile: Tile, head: Int32, n: Int32) -> tuple[cute.Tensor, cute.Tensor]:
+def exact_lse(ctx: Any, tile: Tile, head: Int32, n: Int32) -> tuple[cute.Tensor, cute.Tensor]:
     """lse in natural units and lse_low, (queries,) each, of block n: in global memory."""
-    shape, each = k.stats.shape, Int64(1)
+    shape, each = ctx.stats.shape, Int64(1)
     for size in shape[1:]:
         each = each * size
-    row = Int64(tiles.row_of_workspace(k, tile, head)) * shape[-1] + n * k.plan.queries
-    layout = cute.make_layout(k.plan.queries)
-    return tuple(cute.make_tensor(k.stats.iterator + (i * each + row), layout) for i in (2, 3))
+    row = Int64(tiles.row_of_workspace(ctx, tile, head)) * shape[-1] + n * ctx.plan.queries
+    layout = cute.make_layout(ctx.plan.queries)
+    return tuple(cute.make_tensor(ctx.stats.iterator + (i * each + row), layout) for i in (2, 3))
 
 
 @cute.jit
-def say_that_all_is_done(k: Any, at: Cursor) -> None:
-    ring.wait_empty(k.load_k, at)
+def say_that_all_is_done(ctx: Any, at: Cursor) -> None:
+    ring.wait_empty(ctx.load_k, at)
     with cute.arch.elect_one():
-        cute.arch.store(k.message + at.stage * MESSAGE, Int32(-1))
-        cute.arch.mbarrier_arrive(k.load_k.full + at.stage)
+        cute.arch.store(ctx.message + at.stage * MESSAGE, Int32(-1))
+        cute.arch.mbarrier_arrive(ctx.load_k.full + at.stage)
 
 
 def box(rows: cute.Tensor, stage: cute.Tensor, n: Int32) -> cute.Tensor:
@@ -113,6 +113,6 @@ def box(rows: cute.Tensor, stage: cute.Tensor, n: Int32) -> cute.Tensor:
     return cute.local_tile(rows, tuple(cute.size(stage, mode=[i]) for i in range(2)), (n, 0))
 
 
-def batch_of(k: Any, batch: Int32) -> Int32:
+def batch_of(ctx: Any, batch: Int32) -> Int32:
     """Packed sequences are a batch of one."""
-    return Int32(0) if k.plan.features.varlen else batch
+    return Int32(0) if ctx.plan.features.varlen else batch

@@ -11,9 +11,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from . import host
-from .args import example_rule
-from .attn_mask import example_args
+from .. import host
+from ..attn_mask import example_args
+from ..launch_params import example_rule
 
 
 def map_of(op: Any, tensor: cute.Tensor, layout: cute.ComposedLayout, rows: int, columns: int) -> tuple:

@@ -8,14 +8,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from .attn_mask import within
-from .fragment import Fragment
+from ..attn_mask import within
+from ..fragment import Fragment
 
 
 @cute.jit
-def add_dmask(k: Any, work: Any, n: Int32, fragment: Fragment) -> None:
+def add_dmask(ctx: Any, work: Any, n: Int32, fragment: Fragment) -> None:
     """Its rows are keys; where the mask broadcasts, sums over what shares a number."""
-    target, tile = k.dmask, work.tile
+    target, tile = ctx.dmask, work.tile
     Bm, Hm, Skm, Sqm = target.shape
     for r in cutlass.range_constexpr(len(fragment.rows)):
         j = fragment.rows[r]

@@ -17,8 +17,8 @@ from cutlass import Float32, Int32, Int64
 
 from ..common import host
 from ..common.attn_mask import vector_at
-from ..common.query_blocks import QueryBlock, heads_and_blocks, own_block
-from ..common.row_blocks import VECTOR, PreprocessPlan
+from ..common.bwd.query_blocks import QueryBlock, heads_and_blocks, own_block
+from ..common.bwd.row_blocks import VECTOR, PreprocessPlan
 from ..common.scores import LOG2E
 
 WARP = 32

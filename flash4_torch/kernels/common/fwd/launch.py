@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from . import host
-from .args import Rule, example_rule
-from .attn_mask import example_args
+from .. import host
+from ..attn_mask import example_args
+from ..launch_params import Rule, example_rule
 
 
 class Maps(NamedTuple):

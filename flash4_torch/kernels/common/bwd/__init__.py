@@ -1,0 +1,1 @@
+"""Device code that the backward kernels share, and the layouts of their workspaces."""

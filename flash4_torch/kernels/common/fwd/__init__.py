@@ -1,0 +1,1 @@
+"""Device code that the forward kernels share."""

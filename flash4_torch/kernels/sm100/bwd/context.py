@@ -1,0 +1,151 @@
+"""What the roles share: shared memory, rings, and what the launch was given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass.cute as cute
+
+from ...common import attn_mask
+from ...common.cta_pair import Pair
+from ...common.launch_params import Rule
+from ...common.ring import Ring
+from .plan import Plan
+
+
+class Maps(NamedTuple):
+    """Copy atoms of the copy engine, and the tensors that they copy from or to, all (S, D, H, B)."""
+
+    load_q: Any
+    """Of a pair: half of a block's rows."""
+    mQ: Any
+    load_do: Any
+    mdO: Any
+    load_k: Any
+    mK: Any
+    load_v: Any
+    mV: Any
+    store_dk: Any
+    mdK: Any
+    store_dv: Any
+    mdV: Any
+    load_q_columns: Any
+    """Of a pair: half of a block's columns, and the like."""
+    load_do_columns: Any
+    load_k_columns: Any
+    """Of both tiles' keys."""
+    end_q: Any
+    """Of packed sequences in pairs: the same loads, which arrive in the CTA that asks."""
+    end_do: Any
+    end_k: Any
+    end_v: Any
+    end_q_columns: Any
+    end_do_columns: Any
+    end_k_columns: Any
+
+
+class Layouts(NamedTuple):
+    """Of shared memory."""
+
+    q: Any
+    do: Any
+    k: Any
+    v: Any
+    ds: Any
+    q_columns: Any
+    do_columns: Any
+    k_columns: Any
+    weights: Any
+
+
+class Signals(NamedTuple):
+    """Barriers that turn once a block, or, the last five, once a tile; with who arrives."""
+
+    mma_s: cute.Pointer
+    """The products."""
+    compute_p: cute.Pointer
+    """Every compute warp: it has read S and written P."""
+    mma_dp: cute.Pointer
+    compute_ds: cute.Pointer
+    """Every compute warp: it has read dP, lse and delta, and written dS twice."""
+    mma_dq: cute.Pointer
+    reduce_dq: cute.Pointer
+    """Every reduce warp: it has read dQ."""
+    mma_dv: cute.Pointer
+    """The products of dV, and all others that read V."""
+    mma_dk: cute.Pointer
+    """All products of the tile."""
+    epilogue_dv: cute.Pointer
+    """The four warps that have read dV."""
+    epilogue_dk: cute.Pointer
+    load_pair: cute.Pointer
+    """Of a pair, in CTA 0: both K, and half of the columns of both, as so many arrivals as the plan says."""
+
+
+class Shares(NamedTuple):
+    """Of a pair, half blocks of Q and dO, each for one product, in one ring, in the order of products."""
+
+    ring: Ring
+    """Full in CTA 0 only, for the shares of both."""
+    stages: cute.Tensor
+    """(elements, stages)"""
+    q: Any
+    """Layouts of a stage."""
+    do: Any
+    q_columns: Any
+    do_columns: Any
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every role may use."""
+
+    plan: Plan
+    rule: Rule
+    maps: Maps
+    sQ: cute.Tensor | None
+    """(queries, D, q_stages)"""
+    sdO: cute.Tensor | None
+    """(queries, Dv, do_stages)"""
+    shares: Shares | None
+    """In their place, of a pair."""
+    sK: cute.Tensor
+    """(keys, D, kv_stages)"""
+    sV: cute.Tensor
+    """(keys, Dv, kv_stages)"""
+    sdS: cute.Tensor
+    """(keys, queries), of a pair (both tiles' keys, own queries): what dQ is made of."""
+    sP: cute.Tensor | None
+    """(keys, queries) for wide heads, and so `sOwndS`: what dV and dK are made of."""
+    sOwndS: cute.Tensor | None
+    sKt: cute.Tensor | None
+    """Of a pair: (both tiles' keys, D / 2)"""
+    sLse: cute.Tensor
+    """(queries, q_stages), negated, in base 2; -infinite where a row attends to nothing."""
+    sDelta: cute.Tensor
+    """(queries, q_stages), negated."""
+    load_q: Ring
+    load_do: Ring
+    load_k: Ring
+    load_v: Ring
+    sequence_end: Ring
+    """One stage: rows that the loading warp waits for itself, as other sequences' follow them."""
+    signals: Signals
+    pair: Pair | None
+    message: cute.Pointer
+    """`MESSAGE` words for each stage of K."""
+    sdQ: cute.Tensor
+    """(floats of a piece, dq_slots, reduce warps), in the order of `dq_blocks`."""
+    stats: cute.Tensor
+    dq_acc: cute.Tensor
+    dk: cute.Tensor
+    dv: cute.Tensor
+    tickets: cute.Tensor
+    turns: cute.Tensor | None
+    cu_seqlens_q: cute.Tensor | None
+    cu_seqlens_k: cute.Tensor | None
+    mask: attn_mask.Mask | None
+    """Transposed: its rows are keys."""
+    dmask: cute.Tensor | None
+    rng_state: cute.Tensor | None

@@ -1,0 +1,135 @@
+"""The thread that issues the products of a pair, in CTA 0: in the order of `mma`, of shares in that order.
+
+a tile begins with   S(0) dP(0) dV(0) S(1)
+block i              dK(i) dQ(i) dV(i+1) dP(i+1) S(i+2)
+shares               q(0) dov(0) dop(0) q(1) | qk(0) dov(1) dop(1) q(2) | qk(1) ...
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+
+from ...common import ring
+from ...common.bwd import tiles
+from ...common.bwd.tiles import Tile
+from ...common.ring import Cursor
+from .. import umma
+from ..umma import Matrix
+from .context import Context
+from .issue import commit, issue_dk, issue_dp, issue_dq, issue_dv, issue_s, wait
+
+
+class Cursors(NamedTuple):
+    kv: Cursor
+    numbers: Cursor
+    """Of the block whose dK comes next."""
+    share: Cursor
+    """Of the next product."""
+    turn: Int32
+    """Phase of the signals of the block whose dK comes next."""
+    tile_turn: Int32
+
+
+@cute.jit
+def multiply_pair(ctx: Context) -> None:
+    """All tiles, by one lane."""
+    if ctx.pair.rank == 0:
+        with cute.arch.elect_one():
+            _multiply(ctx)
+
+
+@cute.jit
+def _multiply(ctx: Context) -> None:
+    start = ring.start()
+    at = Cursors(start, start, start, Int32(0), Int32(0))
+    tile = tiles.read_by_one_lane(ctx, at.kv)
+    while tile.block >= 0:
+        cute.arch.mbarrier_arrive(ctx.load_k.empty + at.kv.stage)
+        at = _tile(ctx, tile, at)
+        tile = tiles.read_by_one_lane(ctx, at.kv)
+
+
+@cute.jit
+def _tile(ctx: Context, tile: Tile, at: Cursors) -> Cursors:
+    signals, stages = ctx.signals, ctx.shares.ring.stages
+    count = tiles.count_blocks(ctx, tile)
+    wait(signals.load_pair, at.tile_turn)
+    at = _next_s(ctx, at)
+    ring.wait_full(ctx.load_v, at.kv)
+    if cutlass.const_expr(not ctx.plan.dq_apart):
+        wait(signals.reduce_dq, at.turn ^ 1)
+    # The first dP need not wait for weights as dV does, whose share comes before.
+    second = at._replace(share=ring.after(at.share, stages))
+    ring.wait_full(ctx.shares.ring, second.share)
+    issue_dp(ctx, at.kv, _word(ctx, ctx.plan.rows_of_do, second))
+    commit(ctx, ctx.shares.ring.empty + second.share.stage)
+    wait(signals.epilogue_dv, at.tile_turn ^ 1)
+    at = _next_dv(ctx, at, Boolean(False))
+    at = at._replace(share=ring.after(at.share, stages))
+    if count > 1:
+        at = _next_s(ctx, at)
+    else:
+        commit(ctx, signals.mma_dv)
+    wait(signals.epilogue_dk, at.tile_turn ^ 1)
+    for i in cutlass.range(count, unroll=1):
+        at = _block(ctx, at, i, count)
+    commit(ctx, signals.mma_dk)
+    return at._replace(kv=ring.after(at.kv, ctx.plan.config.kv_stages), tile_turn=at.tile_turn ^ 1)
+
+
+@cute.jit
+def _block(ctx: Context, at: Cursors, i: Int32, count: Int32) -> Cursors:
+    """dK and dQ of block i, dV and dP of the next one, S of the one after that."""
+    signals, plan = ctx.signals, ctx.plan
+    wait(signals.compute_ds, at.turn)
+    ring.wait_full(ctx.shares.ring, at.share)
+    issue_dk(ctx, _word(ctx, plan.columns_of_q, at), i > 0)
+    at = _release(ctx, at)
+    commit(ctx, ctx.load_q.empty + at.numbers.stage)
+    if cutlass.const_expr(plan.dq_apart):
+        wait(signals.reduce_dq, at.turn ^ 1)
+    issue_dq(ctx, umma.word(plan.columns_of_k, ctx.sKt.iterator))
+    at = at._replace(numbers=ring.after(at.numbers, plan.config.q_stages), turn=at.turn ^ 1)
+    if i + 1 < count:
+        at = _next_dv(ctx, at, Boolean(True))
+        ring.wait_full(ctx.shares.ring, at.share)
+        if cutlass.const_expr(not plan.dq_apart):
+            wait(signals.reduce_dq, at.turn ^ 1)
+        issue_dp(ctx, at.kv, _word(ctx, plan.rows_of_do, at))
+        at = _release(ctx, at)
+        if i + 2 < count:
+            at = _next_s(ctx, at)
+        else:
+            commit(ctx, signals.mma_dv)
+    return at
+
+
+@cute.jit
+def _next_s(ctx: Context, at: Cursors) -> Cursors:
+    ring.wait_full(ctx.shares.ring, at.share)
+    issue_s(ctx, at.kv, _word(ctx, ctx.plan.rows_of_q, at))
+    return _release(ctx, at)
+
+
+@cute.jit
+def _next_dv(ctx: Context, at: Cursors, add: Boolean) -> Cursors:
+    wait(ctx.signals.compute_p, at.turn)
+    ring.wait_full(ctx.shares.ring, at.share)
+    issue_dv(ctx, _word(ctx, ctx.plan.columns_of_do, at), add)
+    return _release(ctx, at)
+
+
+def _release(ctx: Context, at: Cursors) -> Cursors:
+    commit(ctx, ctx.shares.ring.empty + at.share.stage)
+    return at._replace(share=ring.after(at.share, ctx.shares.ring.stages))
+
+
+def _word(ctx: Context, matrix: Matrix, at: Cursors) -> Int32:
+    """The descriptor's low word of a share."""
+    stages = ctx.shares.stages
+    size = cute.size(stages, mode=[0]) * umma.BYTES // umma.UNIT
+    return umma.word(matrix, stages.iterator) + at.share.stage * size

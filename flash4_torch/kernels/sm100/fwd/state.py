@@ -1,0 +1,49 @@
+"""The threads of the softmax and correction warps, and a tile as they see it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from cutlass import Int32
+
+from ...common import attn_mask, dropout, softmax
+from ...common.band import Band, Span
+from ...common.fwd.tiles import Blocks
+
+
+class CorrectionThread(NamedTuple):
+    row: Int32
+    """Of each tile's 128."""
+    warp: Int32
+    """Among four."""
+    lanes: Int32
+    """Tensor-memory address of the warp's lanes."""
+
+
+class SoftmaxThread(NamedTuple):
+    """A thread of a softmax warpgroup, and what it keeps in registers."""
+
+    t: Int32
+    """Which of the tiles."""
+    row: Int32
+    """Of its 128."""
+    lanes: Int32
+    """Tensor-memory address of its warp's lanes of S."""
+    rows: softmax.Rows
+    chance: dropout.Dropout | None
+
+
+class Work(NamedTuple):
+    """A tile, as a thread sees it."""
+
+    band: Band
+    blocks: Blocks
+    own: Span
+    first: Int32
+    last: Int32
+    """Query positions of its 128 rows."""
+    position: Int32
+    """Of the thread's row."""
+    mask: attn_mask.Rows | None
+    drawn: dropout.QueryLane | None
+    """What dropout keeps of the row."""

@@ -1,0 +1,63 @@
+"""What the roles share: shared memory, rings, and what the launch was given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass.cute as cute
+
+from ...common import attn_mask
+from ...common.cta_pair import Pair
+from ...common.fwd.launch import Maps
+from ...common.launch_params import Rule
+from ...common.ring import Ring
+from .plan import Plan
+
+
+class Layouts(NamedTuple):
+    """Of shared memory."""
+
+    q: Any
+    k: Any
+    v: Any
+    o: Any
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every role may use."""
+
+    plan: Plan
+    rule: Rule
+    maps: Maps
+    sQ: cute.Tensor
+    """(64, D, q_stages * warpgroups)"""
+    sK: cute.Tensor
+    """(keys, D, kv_stages)"""
+    sV: cute.Tensor
+    """(Dv, keys, kv_stages)"""
+    sO: cute.Tensor | None
+    """(64 * Dv, warpgroups): where they leave their rows of O, as `output_layout` says, if not over Q."""
+    output_layout: cute.ComposedLayout
+    """(16, Dv, warps of a warpgroup)"""
+    load_q: Ring
+    load_k: Ring
+    load_v: Ring
+    sequence_end: Ring
+    """One stage: values that the loading warp waits for itself, as other sequences' follow them."""
+    message: cute.Pointer
+    """`MESSAGE` words for each stage of Q."""
+    kept: Ring | None
+    sKept: cute.Tensor | None
+    """(32, words, consumer warps, kv_stages): see `dropout.take`."""
+    pair: Pair | None
+    """What the CTAs of a cluster share besides K and V."""
+    out: cute.Tensor
+    lse: cute.Tensor
+    lse_low: cute.Tensor | None
+    tickets: cute.Tensor
+    cu_seqlens_q: cute.Tensor | None
+    cu_seqlens_k: cute.Tensor | None
+    mask: attn_mask.Mask | None
+    rng_state: cute.Tensor | None

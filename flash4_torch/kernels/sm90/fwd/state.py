@@ -1,0 +1,63 @@
+"""A thread of a consumer warpgroup, its share of a tile, and the tile as it sees it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+
+from ...common import attn_mask, softmax
+from ...common.band import Band
+from ...common.fwd.tiles import Blocks, Tile
+from ...common.warps import WARP
+from ..warps import LANES, WARP_ROWS
+
+
+class Thread(NamedTuple):
+    """A thread of a warpgroup, and what it keeps in registers."""
+
+    warpgroup: Int32
+    index: Int32
+    S: cute.Tensor
+    O: cute.Tensor
+    P: cute.Tensor
+    rows: softmax.Rows
+
+    @property
+    def lane(self) -> Int32:
+        return self.index % WARP
+
+    @property
+    def row(self) -> Int32:
+        """The first of its two rows among the warpgroup's 64; the other one is eight further on."""
+        return self.index // WARP * WARP_ROWS + self.lane // LANES
+
+
+class Share(NamedTuple):
+    """What of a tile is this warpgroup's: query positions `first` to `last`, and some of its blocks.
+
+    Of the tile's blocks, counted down, `before` and `after` are hidden from all its rows; it passes them.
+    """
+
+    first: Int32
+    last: Int32
+    top: Int32
+    """Position of the block it begins with, counting down."""
+    before: Int32
+    count: Int32
+    after: Int32
+
+
+class Work(NamedTuple):
+    """A tile, as a thread sees it."""
+
+    tile: Tile
+    share: Share
+    band: Band
+    blocks: Blocks
+    positions: tuple[Int32, Int32]
+    """Query positions of the thread's rows."""
+    narrow: Boolean
+    """Whether the first block's upper half is hidden."""
+    mask: attn_mask.Rows | None
