@@ -128,7 +128,7 @@ def run_backward(
     mask, plan = call.mask, None
     if mask is not None:
         mask = mask.transpose(2, 3).expand(-1, -1, -1, call.q.shape[1])
-        plan = MaskPlan(features.mask, config.ticket_keys, config.queries)
+        plan = MaskPlan(features.mask, config.cluster_keys, config.queries)
     stats = -stats if config.by_lanes else stats
     tensors = (call.q, call.k, call.v, call.dout, stats, dq_acc, dq, dk, dv)
     behind = (None if dmask is None else dmask.transpose(2, 3),)
@@ -240,7 +240,7 @@ def is_right(kernel: Kernel, data: st.DataObject) -> None:
 def gradients_are_right(kernel: Kernel, data: st.DataObject) -> None:
     """The backward of a drawn call, whatever the schedule: dK and dV, and in order dQ, with the same bits."""
     features, config = kernel
-    call = data.draw(calls(features, whole=1 if config.tail else config.ticket_keys))
+    call = data.draw(calls(features, whole=1 if config.tail else config.cluster_keys))
     if config.heads_inside and not features.mask:
         call.section = data.draw(st.sampled_from([-3, -2, -1, 1, 2, 3]))
     found = run_backward(kernel, call, schedule="late")

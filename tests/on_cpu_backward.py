@@ -181,7 +181,7 @@ def _backward(launches: list[Launch], features: Features, config: BackwardConfig
         assert longest == k.shape[1]
         end_hidden = features.right and right <= 0
         tail = getattr(config, "tail", True)
-        assert tail or k.shape[1] % config.ticket_keys == 0 or end_hidden
+        assert tail or k.shape[1] % config.cluster_keys == 0 or end_hidden
         found = grads(0, slice(None), slice(None))
         dk.copy_(found.dk)
         dv.copy_(found.dv)

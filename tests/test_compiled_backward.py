@@ -226,7 +226,7 @@ def test_what_is_chosen_is_reachable_and_fits(
     config = configs.backward(features, Sk, end_hidden, alone, group)
     assert config in configs.reachable(features, group) and config in configs.reachable(features)
     assert config.shared_memory(features) <= SHARED_MEMORY
-    assert config.tail == (not (end_hidden and right) and (varlen or Sk % config.ticket_keys != 0))
+    assert config.tail == (not (end_hidden and right) and (varlen or Sk % config.cluster_keys != 0))
 
 
 @EACH_KERNEL

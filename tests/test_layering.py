@@ -226,7 +226,7 @@ def test_relative_imports_of_a_package_start_at_itself() -> None:
 
 
 def imports_of(path: Path) -> set[str]:
-    """Modules of the package that a module imports, wherever in its text, also those for type checkers only."""
+    """Modules of the package that a module imports, anywhere in its text, also under TYPE_CHECKING."""
     module, is_package = module_name(path), path.name == "__init__.py"
     names = {use.name for use in uses(path.read_text(), module, is_package=is_package)}
     known = {module_name(other) for other in MODULES}

@@ -75,7 +75,7 @@ def backward(
         group: not used: a tile is of all query heads that share its keys.
     """
     config = _config(features)
-    tail = not (end_hidden and features.right) and (features.varlen or Sk % config.ticket_keys != 0)
+    tail = not (end_hidden and features.right) and (features.varlen or Sk % config.cluster_keys != 0)
     return config._replace(tail=tail)
 
 

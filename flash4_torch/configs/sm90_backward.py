@@ -148,7 +148,7 @@ def backward(
         config = _whole(whole)
     elif group >= _MANY and _may_be_apart(row, features) and Sk >= row.apart:
         config = _apart(row)
-    tail = not (end_hidden and features.right) and (features.varlen or Sk % config.ticket_keys != 0)
+    tail = not (end_hidden and features.right) and (features.varlen or Sk % config.cluster_keys != 0)
     return config._replace(tail=tail)
 
 

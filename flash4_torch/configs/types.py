@@ -225,7 +225,7 @@ class Sm90Backward(NamedTuple):
         return 64 if self.split else 64 * self.warpgroups
 
     @property
-    def ticket_keys(self) -> int:
+    def cluster_keys(self) -> int:
         """Of a cluster's tiles, which visit the same blocks of rows: what attn_mask's tables go by."""
         return self.keys * self.cluster
 
@@ -298,7 +298,7 @@ class Sm100Backward(NamedTuple):
         return {(1, 128): 16, (2, 128): 128, (2, 64): 64}[self.cluster, self.keys]
 
     @property
-    def ticket_keys(self) -> int:
+    def cluster_keys(self) -> int:
         """Of a cluster's tiles, which visit the same blocks of rows: what attn_mask's tables go by."""
         return self.keys * self.cluster
 

@@ -142,7 +142,7 @@ def features_of(problem: Problem) -> Features:
 def config_of(target: Target, problem: Problem, multiprocessors: int) -> BackwardConfig:
     extent, table = problem.extent, target.backward_configs
     end_hidden = problem.band.right is not None and problem.band.right <= 0
-    tile = table.backward(features_of(problem), extent.Sk, end_hidden).ticket_keys
+    tile = table.backward(features_of(problem), extent.Sk, end_hidden).cluster_keys
     heads, tiles = extent.B * extent.Hk, -(-extent.Sk // tile)
     # A head each for nine tenths of the multiprocessors' time, at least.
     even = 10 * heads >= 9 * multiprocessors * -(-heads // multiprocessors)
@@ -172,7 +172,7 @@ def _section(target: Target, problem: Problem, config: BackwardConfig, multiproc
         return min(_in_order(features, config), heads)
     if not (features.left or features.right):
         return 1
-    tiles = -(-extent.Sk // config.ticket_keys)
+    tiles = -(-extent.Sk // config.cluster_keys)
     if config.heads_inside and not features.mask and spec.group > 1:
         return -_RUN if tiles <= _TILES_IN_RUNS else evenly(heads, min(_GROUPS_IN_SECTION, heads))
     if not features.left and max(spec.D, spec.Dv) <= 128:
@@ -193,7 +193,7 @@ def _in_order(features: Features, config: BackwardConfig) -> int:
 
 def mask_plan(dtype: str, config: BackwardConfig) -> MaskPlan:
     """How a transposed mask, whose rows are keys, is cut into blocks."""
-    return MaskPlan(dtype, config.ticket_keys, config.queries)
+    return MaskPlan(dtype, config.cluster_keys, config.queries)
 
 
 def turned(mask: Tensor, Sq: int) -> Tensor:

@@ -48,7 +48,7 @@ class BackwardConfig(Protocol):
         ...
 
     @property
-    def ticket_keys(self) -> int:
+    def cluster_keys(self) -> int:
         """Of the tiles that are drawn together."""
         ...
 

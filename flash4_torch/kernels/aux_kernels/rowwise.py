@@ -33,7 +33,7 @@ LAUNCH = {"block": (THREADS, 1, 1), "min_blocks_per_mp": 1}
 
 
 class Plan(NamedTuple):
-    """What the kernels are compiled for: head sizes up to 128, and which parts of `Rule` matter."""
+    """What the kernels are compiled for: head sizes up to 128, and which parts of `LaunchParams` matter."""
 
     D: int
     Dv: int
@@ -42,7 +42,7 @@ class Plan(NamedTuple):
     softcap: bool = False
 
 
-class Rule(NamedTuple):
+class LaunchParams(NamedTuple):
     """How scores are made and which keys a row sees; fields that the plan leaves out are not read.
 
     Row i sees key j if `-left <= j - i - (Sk - Sq) <= right`; bounds of either sign, at most 2**30.
@@ -77,7 +77,7 @@ def forward(
     v: cute.Tensor,
     out: cute.Tensor,
     lse: cute.Tensor,
-    rule: Rule,
+    params: LaunchParams,
     plan: cutlass.Constexpr,
     stream: cuda.CUstream,
 ) -> None:
@@ -88,7 +88,7 @@ def forward(
     least 1, Sk may be 0. A row that sees no key gives 0 and -inf.
     """
     grid = (cute.ceil_div(q.shape[1], THREADS), q.shape[2], q.shape[0])
-    forward_kernel(q, k, v, out, lse, rule, plan).launch(grid=grid, stream=stream, **LAUNCH)
+    forward_kernel(q, k, v, out, lse, params, plan).launch(grid=grid, stream=stream, **LAUNCH)
 
 
 @cute.jit
@@ -104,7 +104,7 @@ def backward(
     dq: cute.Tensor,
     dk: cute.Tensor,
     dv: cute.Tensor,
-    rule: Rule,
+    params: LaunchParams,
     plan: cutlass.Constexpr,
     stream: cuda.CUstream,
 ) -> None:
@@ -114,11 +114,11 @@ def backward(
     (B, Hq, Sq) float32 is scratch: it passes rowsum(dout * out) - dlse from the first kernel to the second.
     """
     rows = (cute.ceil_div(q.shape[1], THREADS), q.shape[2], q.shape[0])
-    query_gradient_kernel(q, k, v, out, lse, dout, dlse, delta, dq, rule, plan).launch(
+    query_gradient_kernel(q, k, v, out, lse, dout, dlse, delta, dq, params, plan).launch(
         grid=rows, stream=stream, **LAUNCH
     )
     keys = (cute.ceil_div(k.shape[1], THREADS), k.shape[2], k.shape[0])
-    key_gradient_kernel(q, k, v, lse, dout, delta, dk, dv, rule, plan).launch(
+    key_gradient_kernel(q, k, v, lse, dout, delta, dk, dv, params, plan).launch(
         grid=keys, stream=stream, **LAUNCH
     )
 
@@ -130,7 +130,7 @@ def compile_forward(dtype: str, plan: Plan) -> Any:
     rule as a tuple of numbers, the stream as its handle.
     """
     q, k, v, out = (_rows(dtype, D) for D in (plan.D, plan.D, plan.Dv, plan.Dv))
-    return cute.compile(forward, q, k, v, out, _per_row(), _rule(), plan, _stream(), options=_OPTIONS)
+    return cute.compile(forward, q, k, v, out, _per_row(), _params(), plan, _stream(), options=_OPTIONS)
 
 
 def compile_backward(dtype: str, plan: Plan, *, dlse: bool = False) -> Any:
@@ -140,7 +140,7 @@ def compile_backward(dtype: str, plan: Plan, *, dlse: bool = False) -> Any:
     )
     lse, delta, gradient = _per_row(), _per_row(), _per_row() if dlse else None
     tensors = (q, k, v, out, lse, dout, gradient, delta, dq, dk, dv)
-    return cute.compile(backward, *tensors, _rule(), plan, _stream(), options=_OPTIONS)
+    return cute.compile(backward, *tensors, _params(), plan, _stream(), options=_OPTIONS)
 
 
 _OPTIONS = "--enable-tvm-ffi"
@@ -160,8 +160,8 @@ def _per_row() -> cute.Tensor:
     return cute.runtime.make_fake_compact_tensor(Float32, shape, stride_order=(2, 1, 0), assumed_align=4)
 
 
-def _rule() -> Rule:
-    return Rule(Float32(1.0), Float32(0.0), Int32(0), Int32(0))
+def _params() -> LaunchParams:
+    return LaunchParams(Float32(1.0), Float32(0.0), Int32(0), Int32(0))
 
 
 def _stream() -> Any:
@@ -175,7 +175,7 @@ def forward_kernel(
     v: cute.Tensor,
     out: cute.Tensor,
     lse: cute.Tensor,
-    rule: Rule,
+    params: LaunchParams,
     plan: cutlass.Constexpr,
 ) -> None:
     first_row, row, head, batch = _place()
@@ -186,15 +186,15 @@ def forward_kernel(
     total, top = Float32(0.0), -Float32.inf
     result = _zeros(plan.Dv)
 
-    first, last = _keys_seen_by(first_row, size, rule, plan)
+    first, last = _keys_seen_by(first_row, size, params, plan)
     for start in cutlass.range(first, last, TILE):
         cute.arch.sync_threads()
         _stage(keys, k, batch, start, head // size.group, plan.D, size.Sk)
         _stage(values, v, batch, start, head // size.group, plan.Dv, size.Sk)
         cute.arch.sync_threads()
         for j in range(TILE):
-            if _visible(row, start + j, size, rule, plan):
-                score = _score(_dot(query, keys, j, plan.D), rule, plan).value
+            if _visible(row, start + j, size, params, plan):
+                score = _score(_dot(query, keys, j, plan.D), params, plan).value
                 if score > top:
                     shrink = cute.math.exp2(top - score, fastmath=True)
                     total = total * shrink
@@ -224,7 +224,7 @@ def query_gradient_kernel(
     dlse: cute.Tensor | None,
     delta: cute.Tensor,
     dq: cute.Tensor,
-    rule: Rule,
+    params: LaunchParams,
     plan: cutlass.Constexpr,
 ) -> None:
     first_row, row, head, batch = _place()
@@ -243,15 +243,15 @@ def query_gradient_kernel(
         delta[batch, head, row] = row_delta
     result = _zeros(plan.D)
 
-    first, last = _keys_seen_by(first_row, size, rule, plan)
+    first, last = _keys_seen_by(first_row, size, params, plan)
     for start in cutlass.range(first, last, TILE):
         cute.arch.sync_threads()
         _stage(keys, k, batch, start, head // size.group, plan.D, size.Sk)
         _stage(values, v, batch, start, head // size.group, plan.Dv, size.Sk)
         cute.arch.sync_threads()
         for j in range(TILE):
-            if _visible(row, start + j, size, rule, plan):
-                score = _score(_dot(query, keys, j, plan.D), rule, plan)
+            if _visible(row, start + j, size, params, plan):
+                score = _score(_dot(query, keys, j, plan.D), params, plan)
                 weight = cute.math.exp2(score.value - row_lse, fastmath=True)
                 dweight = _dot(gradient, values, j, plan.Dv)
                 _add(result, weight * (dweight - row_delta) * score.slope, keys, j, plan.D)
@@ -270,7 +270,7 @@ def key_gradient_kernel(
     delta: cute.Tensor,
     dk: cute.Tensor,
     dv: cute.Tensor,
-    rule: Rule,
+    params: LaunchParams,
     plan: cutlass.Constexpr,
 ) -> None:
     first_key, key, head, batch = _place()
@@ -282,7 +282,7 @@ def key_gradient_kernel(
     own_value = _load_row(v, batch, key, head, plan.Dv, size.Sk)
     key_result, value_result = _zeros(plan.D), _zeros(plan.Dv)
 
-    first, last = _rows_that_see(first_key, size, rule, plan)
+    first, last = _rows_that_see(first_key, size, params, plan)
     for query_head in cutlass.range(head * size.group, (head + 1) * size.group):
         for start in cutlass.range(first, last, TILE):
             cute.arch.sync_threads()
@@ -292,8 +292,8 @@ def key_gradient_kernel(
             _stage_per_row(deltas, delta, batch, start, query_head, size.Sq)
             cute.arch.sync_threads()
             for j in range(TILE):
-                if _visible(start + j, key, size, rule, plan):
-                    score = _score(_dot(own_key, queries, j, plan.D), rule, plan)
+                if _visible(start + j, key, size, params, plan):
+                    score = _score(_dot(own_key, queries, j, plan.D), params, plan)
                     weight = cute.math.exp2(score.value - lses[j] * LOG2E, fastmath=True)
                     _add(value_result, weight, gradients, j, plan.Dv)
                     dweight = _dot(own_value, gradients, j, plan.Dv)
@@ -391,43 +391,43 @@ def _scale(x, factor, D: int) -> None:
         x[d] = x[d] * factor
 
 
-def _score(product: Float32, rule: Rule, plan: Plan) -> Score:
+def _score(product: Float32, params: LaunchParams, plan: Plan) -> Score:
     if not plan.softcap:
-        return Score(product * (rule.scale * LOG2E), rule.scale)
+        return Score(product * (params.scale * LOG2E), params.scale)
     # tanh(y) = 1 - 2 / (exp(2 y) + 1): right at both ends, where exp gives 0 and inf.
-    scaled, y = product * rule.scale, product * (rule.scale / rule.softcap)
+    scaled, y = product * params.scale, product * (params.scale / params.softcap)
     e = cute.math.exp2(y * (2.0 * LOG2E), fastmath=True)
     near, excess = tanh_near_zero(y)
     tanh = cutlass.select_(near, y + y * excess, 1.0 - 2.0 / (e + 1.0))
-    score = cutlass.select_(near, scaled + scaled * excess, tanh * rule.softcap)
-    return Score(score * LOG2E, rule.scale * (1.0 - tanh * tanh))
+    score = cutlass.select_(near, scaled + scaled * excess, tanh * params.softcap)
+    return Score(score * LOG2E, params.scale * (1.0 - tanh * tanh))
 
 
-def _visible(row: Int32, key: Int32, size: Sizes, rule: Rule, plan: Plan) -> Boolean:
+def _visible(row: Int32, key: Int32, size: Sizes, params: LaunchParams, plan: Plan) -> Boolean:
     """Whether both exist and the row sees the key."""
     seen = (row < size.Sq) & (key < size.Sk)
     if plan.left:
-        seen = seen & (key - row - size.shift >= -rule.left)
+        seen = seen & (key - row - size.shift >= -params.left)
     if plan.right:
-        seen = seen & (key - row - size.shift <= rule.right)
+        seen = seen & (key - row - size.shift <= params.right)
     return seen
 
 
-def _keys_seen_by(first_row: Int32, size: Sizes, rule: Rule, plan: Plan) -> tuple[Int32, Int32]:
+def _keys_seen_by(first_row: Int32, size: Sizes, params: LaunchParams, plan: Plan) -> tuple[Int32, Int32]:
     """From where to where some row of the block may see keys."""
     first, last = Int32(0), size.Sk
     if plan.left:
-        first = cutlass.max(first, first_row + size.shift - rule.left)
+        first = cutlass.max(first, first_row + size.shift - params.left)
     if plan.right:
-        last = cutlass.min(last, first_row + THREADS + size.shift + rule.right)
+        last = cutlass.min(last, first_row + THREADS + size.shift + params.right)
     return first, last
 
 
-def _rows_that_see(first_key: Int32, size: Sizes, rule: Rule, plan: Plan) -> tuple[Int32, Int32]:
+def _rows_that_see(first_key: Int32, size: Sizes, params: LaunchParams, plan: Plan) -> tuple[Int32, Int32]:
     """From where to where rows may see some key of the block."""
     first, last = Int32(0), size.Sq
     if plan.right:
-        first = cutlass.max(first, first_key - size.shift - rule.right)
+        first = cutlass.max(first, first_key - size.shift - params.right)
     if plan.left:
-        last = cutlass.min(last, first_key + THREADS - size.shift + rule.left)
+        last = cutlass.min(last, first_key + THREADS - size.shift + params.left)
     return first, last

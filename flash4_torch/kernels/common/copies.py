@@ -16,7 +16,7 @@ AT_ONCE = 4
 """Boxes whose addresses and coordinates, in eight uniform registers each, leave room for what roles share."""
 
 
-def passing_by() -> dict[str, Int64]:
+def evict_first() -> dict[str, Int64]:
     """Of a copy whose bytes are not needed again soon: they are the first to leave the L2 cache."""
     return {"cache_policy": Int64(_EVICT_FIRST)}
 

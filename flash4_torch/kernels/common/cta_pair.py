@@ -12,33 +12,33 @@ from cutlass.memory import SmemAllocator
 from . import ring
 from .ring import Cursor, Ring
 
-_TICKET_BYTES = 4
+_WORK_IDX_BYTES = 4
 
 
-class Pair(NamedTuple):
+class CtaPair(NamedTuple):
     rank: Int32
     """0 for the CTA that draws for both."""
-    handed: Ring
+    work_ring: Ring
     """One stage: the ticket that CTA 0 hands to both loading warps. Its `empty` counts in CTA 0 only."""
-    ticket: cute.Pointer
+    work_idx: cute.Pointer
 
 
-def peer_of(ctas: int) -> Int32 | None:
+def peer_of(cluster_size: int) -> Int32 | None:
     """Rank of the other CTA, if there is one."""
-    return None if ctas == 1 else cute.arch.block_idx_in_cluster() ^ 1
+    return None if cluster_size == 1 else cute.arch.block_idx_in_cluster() ^ 1
 
 
-def make_pair(memory: SmemAllocator, peer: Int32 | None) -> Pair | None:
+def make_cta_pair(memory: SmemAllocator, peer: Int32 | None) -> CtaPair | None:
     if peer is None:
         return None
     full, empty = memory.allocate_array(Int64), memory.allocate_array(Int64)
-    return Pair(peer ^ 1, Ring(full, empty, 1, peer), memory.allocate_array(Int32))
+    return CtaPair(peer ^ 1, Ring(full, empty, 1, peer), memory.allocate_array(Int32))
 
 
 @cute.jit
-def start_together(ctas: cutlass.Constexpr) -> None:
+def cluster_sync_init(cluster_size: cutlass.Constexpr) -> None:
     """Barriers are initialised and a fence has followed: nobody uses them before, in either CTA."""
-    if cutlass.const_expr(ctas == 1):
+    if cutlass.const_expr(cluster_size == 1):
         cute.arch.sync_threads()
     else:
         cute.arch.cluster_arrive_relaxed()
@@ -46,26 +46,26 @@ def start_together(ctas: cutlass.Constexpr) -> None:
 
 
 @cute.jit
-def finish_together(ctas: cutlass.Constexpr) -> None:
+def cluster_sync_exit(cluster_size: cutlass.Constexpr) -> None:
     """A CTA that has left has no barrier at which the other one could arrive."""
-    if cutlass.const_expr(ctas > 1):
+    if cutlass.const_expr(cluster_size > 1):
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 
 
 @cute.jit
-def hand_over(pair: Pair, number: Uint32, at: Cursor) -> Uint32:
+def share_work_idx(cta_pair: CtaPair, number: Uint32, at: Cursor) -> Uint32:
     """The number in lane 0 of CTA 0's loading warp, in all lanes of both."""
     number, lane = Int32(cute.arch.shuffle_sync(number, 0)), cute.arch.lane_idx()
-    if pair.rank == 0:
-        ring.wait_empty(pair.handed, at)
-        if lane < pair.handed.ctas:
-            cute.arch.store_async_dsmem(pair.ticket, number, pair.handed.full, lane)
+    if cta_pair.rank == 0:
+        ring.wait_empty(cta_pair.work_ring, at)
+        if lane < cta_pair.work_ring.cluster_size:
+            cute.arch.store_async_dsmem(cta_pair.work_idx, number, cta_pair.work_ring.full, lane)
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(pair.handed.full, _TICKET_BYTES)
-    ring.wait_full(pair.handed, at)
-    ticket = cute.arch.make_warp_uniform(cute.arch.load(pair.ticket, Int32))
+        cute.arch.mbarrier_arrive_and_expect_tx(cta_pair.work_ring.full, _WORK_IDX_BYTES)
+    ring.wait_full(cta_pair.work_ring, at)
+    work_idx = cute.arch.make_warp_uniform(cute.arch.load(cta_pair.work_idx, Int32))
     cute.arch.sync_warp()
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(pair.handed.empty, 0)
-    return Uint32(ticket)
+        cute.arch.mbarrier_arrive(cta_pair.work_ring.empty, 0)
+    return Uint32(work_idx)

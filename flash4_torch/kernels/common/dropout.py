@@ -5,7 +5,7 @@ A tile of weights lies in a wgmma accumulator: lane l of a warp holds rows l // 
 lanes for a strip of 16 rows and 32 columns. Each makes two words, whose bits belong to four other lanes, and
 leaves them in shared memory such that a matrix load brings every lane its own.
 
-    dropout = load(rng_state, rule.drop_byte, rule.drop_fraction)   once per drawing thread
+    dropout = load(rng_state, params.drop_byte, params.drop_fraction)   once per drawing thread
     rows = QueryRows.at(dropout, row, head, lane)                   for 16 rows of queries
     rows.draw(key, strip, kept)                                     kept (32, words(N)) in shared memory
     QueryRows.drop(weights, take(kept, lane))                       by the lane that holds the weights

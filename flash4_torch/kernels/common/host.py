@@ -53,7 +53,7 @@ def compact(dtype: type, shape: tuple[Any, ...]) -> cute.Tensor:
     )
 
 
-def by_key_head(x: cute.Tensor, k: cute.Tensor) -> cute.Tensor:
+def by_kv_head(x: cute.Tensor, k: cute.Tensor) -> cute.Tensor:
     """((group, S), D, Hk, B): the query heads of a key head and the positions, as rows of a tile."""
     x, Hk = positions_first(x), k.shape[cute.rank(k) - 2]
     S, D, Hq, B = x.shape

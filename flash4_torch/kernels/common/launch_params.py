@@ -7,7 +7,7 @@ from typing import NamedTuple
 from cutlass import Float32, Int32, Uint32
 
 
-class Rule(NamedTuple):
+class LaunchParams(NamedTuple):
     """Numbers of one launch; those that the features leave out are not read.
 
     Row i sees key j if `-left <= j - i - (Sk - Sq) <= right`; bounds of either sign, at most 2**30.
@@ -17,23 +17,23 @@ class Rule(NamedTuple):
     softcap: Float32
     left: Int32
     right: Int32
-    longest: Int32
+    max_seqlen: Int32
     """Of what tiles are cut from, queries forward and keys backward: how many, or of the longest sequence."""
-    section: Int32
+    heads_per_section: Int32
     """Heads, or packs of them, whose tiles are drawn together: what they read stays in the L2 cache.
 
     -n: n tiles of one head are drawn together, where a backward's config has `heads_inside`.
     """
-    multiprocessors: Int32
+    num_sms: Int32
     drop_byte: Uint32
     drop_fraction: Uint32
     """The probability of dropping is (drop_byte + drop_fraction / 2**32) / 256."""
     keep_scale: Float32
 
 
-def example_rule() -> Rule:
+def example_params() -> LaunchParams:
     """Stands for any rule when a kernel is compiled."""
-    return Rule(
+    return LaunchParams(
         Float32(1.0),
         Float32(0.0),
         Int32(0),

@@ -23,7 +23,7 @@ class Ring(NamedTuple):
     """Rank of the other CTA."""
 
     @property
-    def ctas(self) -> int:
+    def cluster_size(self) -> int:
         return 1 if self.peer is None else 2
 
 
@@ -84,7 +84,7 @@ def initialise(ring: Ring, readers: cutlass.Constexpr, writers: cutlass.Constexp
     with cute.arch.elect_one():
         for stage in cutlass.range_constexpr(ring.stages):
             cute.arch.mbarrier_init(ring.full + stage, writers)
-            cute.arch.mbarrier_init(ring.empty + stage, readers * ring.ctas)
+            cute.arch.mbarrier_init(ring.empty + stage, readers * ring.cluster_size)
 
 
 @cute.jit

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32
 
 from ...configs.types import Features
-from .launch_params import Rule
+from .launch_params import LaunchParams
 
 LOG2E = math.log2(math.e)
 
@@ -27,19 +27,19 @@ def unit(features: Features) -> float:
     return 1.0 if features.float_mask else LOG2E
 
 
-def softmax_scale(rule: Rule, features: Features) -> Float32:
+def softmax_scale(params: LaunchParams, features: Features) -> Float32:
     """What the softmax still has to multiply scores by to have them in base 2."""
-    return Float32(LOG2E / unit(features)) if features.scaled else rule.scale * LOG2E
+    return Float32(LOG2E / unit(features)) if features.scaled else params.scale * LOG2E
 
 
 @cute.jit
-def change(scores: cute.Tensor, rule: Rule, features: cutlass.Constexpr) -> None:
+def change(scores: cute.Tensor, params: LaunchParams, features: cutlass.Constexpr) -> None:
     """Scale, and cap, products in place; where `scaled` is not set that is left to the softmax."""
-    factor = rule.scale * unit(features)
+    factor = params.scale * unit(features)
     if cutlass.const_expr(features.softcap):
         # tanh(y) = 1 - 2 / (exp(2 y) + 1): right at both ends, where exp gives 0 and inf.
-        inner, cap = rule.scale * (2.0 * LOG2E) / rule.softcap, rule.softcap * unit(features)
-        shrink = rule.scale / rule.softcap
+        inner, cap = params.scale * (2.0 * LOG2E) / params.softcap, params.softcap * unit(features)
+        shrink = params.scale / params.softcap
         for i in cutlass.range_constexpr(cute.size(scores)):
             product = scores[i]
             e = cute.math.exp2(product * inner, fastmath=True)

@@ -260,10 +260,10 @@ def _exp2_row(
     return (chains[0] + chains[1]) + (chains[2] + chains[3])
 
 
-Pair = tuple[Float32, Float32]
+CtaPair = tuple[Float32, Float32]
 
 
-def begin_packed_sum(rows: Rows) -> tuple[Pair, ...]:
+def begin_packed_sum(rows: Rows) -> tuple[CtaPair, ...]:
     """Packed rows: chains of the sum of one row for `exp2_packed` to add to; `end_packed_sum` joins them."""
     zero = Float32(0.0)
     return (rows.row_sum[0], zero), *((zero, zero),) * (CHAINS // 2 - 1)
@@ -272,13 +272,13 @@ def begin_packed_sum(rows: Rows) -> tuple[Pair, ...]:
 @cute.jit
 def exp2_packed(
     scores: cute.Tensor,
-    sums: tuple[Pair, ...],
+    sums: tuple[CtaPair, ...],
     update: MaxUpdate,
     scale: Float32,
     method: cutlass.Constexpr,
     first: cutlass.Constexpr,
     last: cutlass.Constexpr,
-) -> tuple[Pair, ...]:
+) -> tuple[CtaPair, ...]:
     """Packed rows: columns `first <= c < last` of one row (1, C) become weights, added to its sums."""
     chains, offset = list(sums), -update.offsets[0]
     for c in cutlass.range_constexpr(first, last, 2):
@@ -294,6 +294,6 @@ def exp2_packed(
     return tuple(chains)
 
 
-def end_packed_sum(rows: Rows, sums: tuple[Pair, ...]) -> None:
+def end_packed_sum(rows: Rows, sums: tuple[CtaPair, ...]) -> None:
     total = cute.arch.add_packed_f32x2(*sums)
     rows.row_sum[0] = total[0] + total[1]

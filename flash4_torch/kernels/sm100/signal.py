@@ -8,11 +8,11 @@ from cutlass._mlir.dialects import nvvm
 
 
 @cute.jit
-def arrive(barrier: cute.Pointer, ctas: cutlass.Constexpr) -> None:
+def arrive(barrier: cute.Pointer, cluster_size: cutlass.Constexpr) -> None:
     """One arrival of this warp, after what all of its lanes did; of a pair in CTA 0."""
     cute.arch.sync_warp()
     with cute.arch.elect_one():
-        if cutlass.const_expr(ctas == 1):
+        if cutlass.const_expr(cluster_size == 1):
             cute.arch.mbarrier_arrive(barrier)
         else:
             cute.arch.mbarrier_arrive(barrier, 0, scope=nvvm.MemScopeKind.CLUSTER)

@@ -20,20 +20,20 @@ WARP_LANES = 32
 
 
 @cute.jit
-def allocate(holder: cute.Pointer, ctas: cutlass.Constexpr = 1) -> None:
+def allocate(holder: cute.Pointer, cluster_size: cutlass.Constexpr = 1) -> None:
     """All of it, by one warp, so that it starts at address 0, which `holder` in shared memory gets, too.
 
     Other CTAs that want some wait until it is free.
     """
-    cute.arch.alloc_tmem(COLUMNS, holder, is_two_cta=ctas == 2)
-    cute.arch.relinquish_tmem_alloc_permit(is_two_cta=ctas == 2)
+    cute.arch.alloc_tmem(COLUMNS, holder, is_two_cta=cluster_size == 2)
+    cute.arch.relinquish_tmem_alloc_permit(is_two_cta=cluster_size == 2)
 
 
 @cute.jit
-def free(ctas: cutlass.Constexpr = 1) -> None:
+def free(cluster_size: cutlass.Constexpr = 1) -> None:
     """By the warp that allocated it, when nobody uses it any more."""
     pointer = cute.make_ptr(Int32, 0, cute.AddressSpace.tmem, assumed_align=16)
-    cute.arch.dealloc_tmem(pointer, COLUMNS, is_two_cta=ctas == 2)
+    cute.arch.dealloc_tmem(pointer, COLUMNS, is_two_cta=cluster_size == 2)
 
 
 @cute.jit

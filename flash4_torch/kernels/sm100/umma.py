@@ -102,7 +102,7 @@ class Product(NamedTuple):
     a: Matrix | None
     """A CTA's own; None: in tensor memory, two numbers to a column."""
     b: Matrix
-    ctas: int = 1
+    cluster_size: int = 1
 
     @property
     def steps(self) -> int:
@@ -156,16 +156,16 @@ def issue(
         if A is not None:
             lines.append(f"add.u32 low, at, {A.step(k)}; mov.b64 a, {{low, high_a}};")
         source = f"[at + {a_step(k)}]" if in_tmem else "a"
-        kind = f"tcgen05.mma.cta_group::{product.ctas}.kind::f16"
+        kind = f"tcgen05.mma.cta_group::{product.cluster_size}.kind::f16"
         lines.append(f"{kind} [sums], {source}, b, kind, add;")
         if k == first and add is not True:
             lines.append("setp.eq.b32 add, kind, kind;")
     cute.arch.inline_ptx("\n".join([*lines, "}"]), read_only_args=[sums, a, b, Int32(add)])
 
 
-def commit(barrier: cute.Pointer, ctas: int = 1) -> None:
+def commit(barrier: cute.Pointer, cluster_size: int = 1) -> None:
     """All products issued so far by this thread arrive there when they are done, with two CTAs in both."""
-    if ctas == 1:
+    if cluster_size == 1:
         tcgen05.commit(barrier)
     else:
-        tcgen05.commit(barrier, (1 << ctas) - 1, tcgen05.CtaGroup.TWO)
+        tcgen05.commit(barrier, (1 << cluster_size) - 1, tcgen05.CtaGroup.TWO)

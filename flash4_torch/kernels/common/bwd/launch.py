@@ -13,7 +13,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from .. import host
 from ..attn_mask import example_args
-from ..launch_params import example_rule
+from ..launch_params import example_params
 
 
 def map_of(op: Any, tensor: cute.Tensor, layout: cute.ComposedLayout, rows: int, columns: int) -> tuple:
@@ -36,7 +36,7 @@ def compile_for_any(backward: Any, plan: Any, floats: int) -> Any:
         Float32, (features.row_stats, *host.any_sizes(packed), cute.sym_int(divisibility=plan.queries))
     )
     dq_acc = host.rows(Float32, (*host.any_sizes(packed + 1), floats))
-    tickets = host.compact(Int32, (1,))
+    tile_counter = host.compact(Int32, (1,))
     cu_seqlens = host.compact(Int32, host.any_sizes(1)) if features.varlen else None
     turns = host.compact(Int32, host.any_sizes(packed + 1)) if features.deterministic else None
     mask = example_args(plan.mask) if features.mask else None
@@ -44,6 +44,6 @@ def compile_for_any(backward: Any, plan: Any, floats: int) -> Any:
     rng_state = host.compact(Int64, (2,)) if features.dropout else None
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     dq = host.rows(plan.dtype, (*host.any_sizes(packed + 1), features.D)) if plan.whole_heads else None
-    results = (stats, dq_acc, dq, dk, dv, tickets, turns)
+    results = (stats, dq_acc, dq, dk, dv, tile_counter, turns)
     tensors = (q, k, v, dout, *results, cu_seqlens, cu_seqlens, mask, dmask, rng_state)
-    return cute.compile(backward, *tensors, example_rule(), plan, stream, options="--enable-tvm-ffi")
+    return cute.compile(backward, *tensors, example_params(), plan, stream, options="--enable-tvm-ffi")

@@ -16,7 +16,7 @@ from .. import ring
 from ..ring import Cursor, Ring
 from ..warps import WARP
 from . import tiles
-from .tiles import MESSAGE, Tile
+from .tiles import WORK_TILE_WORDS, Tile
 
 
 @cute.jit
@@ -101,10 +101,10 @@ def exact_lse(ctx: Any, tile: Tile, head: Int32, n: Int32) -> tuple[cute.Tensor,
 
 
 @cute.jit
-def say_that_all_is_done(ctx: Any, at: Cursor) -> None:
+def signal_end(ctx: Any, at: Cursor) -> None:
     ring.wait_empty(ctx.load_k, at)
     with cute.arch.elect_one():
-        cute.arch.store(ctx.message + at.stage * MESSAGE, Int32(-1))
+        cute.arch.store(ctx.work_tile + at.stage * WORK_TILE_WORDS, Int32(-1))
         cute.arch.mbarrier_arrive(ctx.load_k.full + at.stage)
 
 

@@ -15,33 +15,33 @@ from .. import attn_mask, ring, tile_scheduler
 from ..band import Band, Span, make_band, visible_span
 from ..ring import Cursor
 
-MESSAGE = 8
+WORK_TILE_WORDS = 8
 """Words that describe a tile to the others."""
-_TOLD = 3
+_ESSENTIAL_WORDS = 3
 """Of them, what is not known without, unless sequences are packed."""
 
 
 class Tile(NamedTuple):
-    """Which keys, of whom. `block` is -1 where there is no further tile."""
+    """Which keys, of whom. `index` is -1 where there is no further tile."""
 
-    block: Int32
+    index: Int32
     """Position of the keys, in tiles."""
-    key_head: Int32
-    """With heads apart the query head, whose own dK and dV are made: see `head_of_keys`."""
+    kv_head: Int32
+    """With heads apart the query head, whose own dK and dV are made: see `kv_head_of`."""
     batch: Int32
-    first_q: Int32
+    q_offset: Int32
     """Where the sequence begins in packed rows; 0 if not varlen."""
     Sq: Int32
-    first_k: Int32
+    k_offset: Int32
     Sk: Int32
 
 
 class Shape(NamedTuple):
     """How many tiles there are of a head, and are drawn in all; in clusters pairs of tiles."""
 
-    blocks: Uint32
-    key_heads: Uint32
-    tiles: Uint32
+    tiles_per_head: Uint32
+    kv_heads: Uint32
+    num_work: Uint32
     """With whole heads of each head one."""
 
 
@@ -50,70 +50,73 @@ def shape(ctx: Any) -> Shape:
     _, _, Hk, B = ctx.maps.mQ.shape if ctx.plan.heads_apart else ctx.maps.mK.shape
     if cutlass.const_expr(ctx.plan.features.varlen):
         B = ctx.cu_seqlens_k.shape[0] - 1
-    blocks, heads = Uint32(cute.ceil_div(ctx.rule.longest, ctx.plan.ticket_keys)), Uint32(Hk) * Uint32(B)
+    blocks, heads = (
+        Uint32(cute.ceil_div(ctx.params.max_seqlen, ctx.plan.cluster_keys)),
+        Uint32(Hk) * Uint32(B),
+    )
     return Shape(blocks, Uint32(Hk), heads if ctx.plan.whole_heads else blocks * heads)
 
 
 @cute.jit
-def decode(ctx: Any, shape: Shape, ticket: Uint32) -> Tile:
+def decode(ctx: Any, shape: Shape, work_idx: Uint32) -> Tile:
     """Sections of heads one after another; within one, the first block of keys of every head comes first.
 
     With a causal mask the first block takes longest, so that what is left at the end is short. Where dQ is
     summed up in order, tiles wait only for such as were drawn before: see `Plan.descends`.
     """
-    step, head = tile_scheduler.step_and_head(ctx, shape.blocks, shape.tiles, ticket)
+    step, head = tile_scheduler.decode_work(ctx, shape.tiles_per_head, shape.num_work, work_idx)
     return tile_of(ctx, shape, step, head)
 
 
 @cute.jit
 def tile_of(ctx: Any, shape: Shape, step: Uint32, head: Uint32) -> Tile:
     """A key head's tile, of all batch entries' key heads, by when it is drawn among the head's."""
-    batch = head // shape.key_heads
+    batch = head // shape.kv_heads
     b = Int32(batch)
-    first_q, first_k = Int32(0), Int32(0)
+    q_offset, k_offset = Int32(0), Int32(0)
     Sq, Sk = ctx.maps.mQ.shape[0], ctx.maps.mK.shape[0]
     if cutlass.const_expr(ctx.plan.features.varlen):
-        first_q, first_k = ctx.cu_seqlens_q[b], ctx.cu_seqlens_k[b]
-        Sq, Sk = ctx.cu_seqlens_q[b + 1] - first_q, ctx.cu_seqlens_k[b + 1] - first_k
+        q_offset, k_offset = ctx.cu_seqlens_q[b], ctx.cu_seqlens_k[b]
+        Sq, Sk = ctx.cu_seqlens_q[b + 1] - q_offset, ctx.cu_seqlens_k[b + 1] - k_offset
     block = Int32(step)
     if cutlass.const_expr(ctx.plan.descends):
-        block = Int32(shape.blocks) - 1 - block
-    if cutlass.const_expr(ctx.plan.ctas > 1):
-        block = block * ctx.plan.ctas + ctx.pair.rank
-    return Tile(block, Int32(head - batch * shape.key_heads), b, first_q, Sq, first_k, Sk)
+        block = Int32(shape.tiles_per_head) - 1 - block
+    if cutlass.const_expr(ctx.plan.cluster_size > 1):
+        block = block * ctx.plan.cluster_size + ctx.cta_pair.rank
+    return Tile(block, Int32(head - batch * shape.kv_heads), b, q_offset, Sq, k_offset, Sk)
 
 
 @cute.jit
 def write(ctx: Any, at: Cursor, tile: Tile) -> None:
     """By one lane; the arrival at the stage's barrier makes it visible."""
-    message = ctx.message + at.stage * MESSAGE
+    work_tile = ctx.work_tile + at.stage * WORK_TILE_WORDS
     for i in cutlass.range_constexpr(len(tile)):
-        cute.arch.store(message + i, tile[i])
+        cute.arch.store(work_tile + i, tile[i])
 
 
 @cute.jit
 def read(ctx: Any, at: Cursor) -> Tile:
     """Waits for the tile's K, too."""
     tile = read_by_one_lane(ctx, at)
-    told = len(tile) if ctx.plan.features.varlen else _TOLD
-    return Tile(*map(cute.arch.make_warp_uniform, tile[:told]), *tile[told:])
+    num_words = len(tile) if ctx.plan.features.varlen else _ESSENTIAL_WORDS
+    return Tile(*map(cute.arch.make_warp_uniform, tile[:num_words]), *tile[num_words:])
 
 
 @cute.jit
 def read_by_one_lane(ctx: Any, at: Cursor) -> Tile:
     """`read` where the others of the warp are not there."""
     ring.wait_full(ctx.load_k, at)
-    message = ctx.message + at.stage * MESSAGE
-    words = [cute.arch.load(message + i, Int32) for i in range(len(Tile._fields))]
+    work_tile = ctx.work_tile + at.stage * WORK_TILE_WORDS
+    words = [cute.arch.load(work_tile + i, Int32) for i in range(len(Tile._fields))]
     if cutlass.const_expr(not ctx.plan.features.varlen):
-        words[_TOLD:] = [Int32(0), ctx.maps.mQ.shape[0], Int32(0), ctx.maps.mK.shape[0]]
+        words[_ESSENTIAL_WORDS:] = [Int32(0), ctx.maps.mQ.shape[0], Int32(0), ctx.maps.mK.shape[0]]
     return Tile(*words)
 
 
 @cute.jit
 def band_of(ctx: Any, tile: Tile) -> Band:
     """Turned round: rows are keys, and what they see are queries."""
-    band = make_band(tile.Sq, tile.Sk, ctx.rule.left, ctx.rule.right)
+    band = make_band(tile.Sq, tile.Sk, ctx.params.left, ctx.params.right)
     return Band(tile.Sq, -band.highest, -band.lowest)
 
 
@@ -121,11 +124,11 @@ def band_of(ctx: Any, tile: Tile) -> Band:
 def span_of(ctx: Any, tile: Tile) -> Span:
     """The blocks of rows that the tile, or its pair, visits, of each query head: at least one."""
     first = first_key(ctx, tile)
-    last = cutlass.min(first + ctx.plan.ticket_keys, tile.Sk) - 1
+    last = cutlass.min(first + ctx.plan.cluster_keys, tile.Sk) - 1
     span = visible_span(band_of(ctx, tile), ctx.plan.band, first, last)
     if cutlass.const_expr(ctx.plan.whole_heads):
         # Which stores dQ of rows that see nothing, too.
-        return Span(Int32(0) if tile.block == 0 else span.first, span.last)
+        return Span(Int32(0) if tile.index == 0 else span.first, span.last)
     return span
 
 
@@ -140,27 +143,27 @@ class Turn(NamedTuple):
 
 @cute.jit
 def turn_of(ctx: Any, tile: Tile) -> Turn:
-    index, ctas = tile.block // ctx.plan.ctas, ctx.plan.ctas
+    index, cluster_size = tile.index // ctx.plan.cluster_size, ctx.plan.cluster_size
     number, step = index, -1
     if cutlass.const_expr(ctx.plan.descends):
-        number, step = cute.ceil_div(tile.Sk, ctx.plan.ticket_keys) - 1 - index, 1
-    before = span_of(ctx, tile._replace(block=tile.block + step * ctas))
+        number, step = cute.ceil_div(tile.Sk, ctx.plan.cluster_keys) - 1 - index, 1
+    before = span_of(ctx, tile._replace(index=tile.index + step * cluster_size))
     return Turn(number, Span(before.first, Int32(0) if number == 0 else before.last))
 
 
 @cute.jit
 def write_turn(ctx: Any, at: Cursor, tile: Tile) -> None:
     """By the lane that has written the tile: over words of its message that nobody reads if not varlen."""
-    turn, message = turn_of(ctx, tile), ctx.message + (at.stage * MESSAGE + _TOLD)
+    turn, work_tile = turn_of(ctx, tile), ctx.work_tile + (at.stage * WORK_TILE_WORDS + _ESSENTIAL_WORDS)
     for i, word in enumerate((turn.number, *turn.before)):
-        cute.arch.store(message + i, word)
+        cute.arch.store(work_tile + i, word)
 
 
 @cute.jit
 def read_turn(ctx: Any, at: Cursor) -> Turn:
     """While the tile's K is held: `turn_of`, without its numbers in registers, nor the tile's."""
-    message = ctx.message + (at.stage * MESSAGE + _TOLD)
-    number, first, last = (cute.arch.load(message + i, Int32) for i in range(3))
+    work_tile = ctx.work_tile + (at.stage * WORK_TILE_WORDS + _ESSENTIAL_WORDS)
+    number, first, last = (cute.arch.load(work_tile + i, Int32) for i in range(3))
     return Turn(number, Span(first, last))
 
 
@@ -197,7 +200,7 @@ def _goes_down(ctx: Any, tile: Tile) -> Any:
     Then a tile begins with the rows and sums that the one before has used last, which are still in the cache
     where there is no room for all of them.
     """
-    return tile.block % 2 == 0 if ctx.plan.turns_back else True
+    return tile.index % 2 == 0 if ctx.plan.turns_back else True
 
 
 class Blocks(NamedTuple):
@@ -217,7 +220,7 @@ def blocks_of(ctx: Any, tile: Tile, span: Span, head: Int32) -> Blocks:
     if cutlass.const_expr(not ctx.plan.lists_blocks):
         return Blocks(span, span.first)
     visible = attn_mask.visible_blocks(
-        ctx.mask, tile.batch, head, tile.block // ctx.plan.ctas, span.first, span.last
+        ctx.mask, tile.batch, head, tile.index // ctx.plan.cluster_size, span.first, span.last
     )
     bottom = visible.last + 1 - visible.count
     # If none is visible, one is visited all the same; its scores will be hidden.
@@ -242,7 +245,7 @@ def count_blocks(ctx: Any, tile: Tile) -> Int32:
     if cutlass.const_expr(ctx.plan.lists_blocks):
         count = Int32(0)
         for h in cutlass.range(heads, unroll=1):
-            blocks = blocks_of(ctx, tile, span, tile.key_head * heads + h)
+            blocks = blocks_of(ctx, tile, span, tile.kv_head * heads + h)
             count += blocks.span.last - blocks.span.first
     return count
 
@@ -250,7 +253,7 @@ def count_blocks(ctx: Any, tile: Tile) -> Int32:
 @cute.jit
 def first_key(ctx: Any, tile: Tile) -> Int32:
     """Of the tile, or of its pair, which may have a second tile without keys."""
-    return tile.block // ctx.plan.ctas * ctx.plan.ticket_keys
+    return tile.index // ctx.plan.cluster_size * ctx.plan.cluster_keys
 
 
 @cute.jit
@@ -262,11 +265,11 @@ def group(ctx: Any) -> Int32:
 
 
 @cute.jit
-def head_of_keys(ctx: Any, tile: Tile) -> Int32:
+def kv_head_of(ctx: Any, tile: Tile) -> Int32:
     """Whose K and V the tile has."""
     if cutlass.const_expr(ctx.plan.heads_apart):
-        return tile.key_head // _group(ctx)
-    return tile.key_head
+        return tile.kv_head // _group(ctx)
+    return tile.kv_head
 
 
 def _group(ctx: Any) -> Int32:
@@ -278,7 +281,7 @@ def _group(ctx: Any) -> Int32:
 def first_block(ctx: Any, tile: Tile) -> Int32:
     """Where the sequence's rows begin in the workspaces, in blocks."""
     if cutlass.const_expr(ctx.plan.features.varlen):
-        return tile.first_q // ctx.plan.queries + tile.batch
+        return tile.q_offset // ctx.plan.queries + tile.batch
     return Int32(0)
 
 

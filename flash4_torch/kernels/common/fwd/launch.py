@@ -12,7 +12,7 @@ from cutlass import Float32, Int32, Int64
 
 from .. import host
 from ..attn_mask import example_args
-from ..launch_params import Rule, example_rule
+from ..launch_params import LaunchParams, example_params
 
 
 class Maps(NamedTuple):
@@ -31,11 +31,13 @@ class Maps(NamedTuple):
     mO: Any
 
 
-def count_tiles(q: cute.Tensor, maps: Maps, cu_seqlens_q: cute.Tensor | None, rule: Rule, plan: Any) -> Int32:
+def count_tiles(
+    q: cute.Tensor, maps: Maps, cu_seqlens_q: cute.Tensor | None, params: LaunchParams, plan: Any
+) -> Int32:
     """Tickets of a launch."""
     (group, _), _, Hk, _ = maps.mQ.shape
     sequences = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    blocks, head_blocks = cute.ceil_div(rule.longest, plan.queries), cute.ceil_div(group, plan.pack)
+    blocks, head_blocks = cute.ceil_div(params.max_seqlen, plan.queries), cute.ceil_div(group, plan.pack)
     return blocks * head_blocks * Hk * sequences
 
 
@@ -49,10 +51,10 @@ def compile_for_any(forward: Any, plan: Any) -> Any:
     )
     lse = host.compact(Float32, host.any_sizes(modes))
     lse_low = host.compact(Float32, host.any_sizes(modes)) if features.float_mask else None
-    tickets = host.compact(Int32, (1,))
+    tile_counter = host.compact(Int32, (1,))
     cu_seqlens = host.compact(Int32, host.any_sizes(1)) if features.varlen else None
     rng_state = host.compact(Int64, (2,)) if features.dropout else None
     mask = example_args(plan.mask) if features.mask else None
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    tensors = (q, k, v, out, lse, lse_low, tickets, cu_seqlens, cu_seqlens, mask, rng_state)
-    return cute.compile(forward, *tensors, example_rule(), plan, stream, options="--enable-tvm-ffi")
+    tensors = (q, k, v, out, lse, lse_low, tile_counter, cu_seqlens, cu_seqlens, mask, rng_state)
+    return cute.compile(forward, *tensors, example_params(), plan, stream, options="--enable-tvm-ffi")

@@ -38,7 +38,7 @@ def compute(ctx: Context, warp: Int32) -> None:
     plan, half = ctx.plan, warp // WARPS
     chance = None
     if cutlass.const_expr(ctx.plan.features.dropout):
-        chance = dropout.load(ctx.rng_state, ctx.rule.drop_byte, ctx.rule.drop_fraction)
+        chance = dropout.load(ctx.rng_state, ctx.params.drop_byte, ctx.params.drop_fraction)
     lane, column = warp % WARPS * WARP + cute.arch.lane_idx(), half * plan.own_queries
     t = Thread(warp, lane, column, column, chance)
     if cutlass.const_expr(plan.wide):
@@ -46,7 +46,7 @@ def compute(ctx: Context, warp: Int32) -> None:
         t = Thread(warp, lane % plan.keys, lane // plan.keys * (plan.queries // 2) + column, column, chance)
     at = Cursors(ring.start(), ring.start(), Int32(0), Int32(0))
     tile = tiles.read(ctx, at.kv)
-    while tile.block >= 0:
+    while tile.index >= 0:
         at = _tile(ctx, t, tile, at)
         tile = tiles.read(ctx, at.kv)
 
@@ -55,7 +55,7 @@ def compute(ctx: Context, warp: Int32) -> None:
 def _tile(ctx: Context, t: Thread, tile: Tile, at: Cursors) -> Cursors:
     heads = tiles.group(ctx)
     for h in cutlass.range(heads, unroll=1):
-        work = _work(ctx, t, tile, tile.key_head * heads + h)
+        work = _work(ctx, t, tile, tile.kv_head * heads + h)
         for position in cutlass.range(work.blocks.span.first, work.blocks.span.last, unroll=1):
             n, mixed = tiles.block_at(ctx, work.blocks, position)
             at = _block(ctx, t, work, n, mixed, at)
@@ -71,14 +71,14 @@ def _tile(ctx: Context, t: Thread, tile: Tile, at: Cursors) -> Cursors:
 @cute.jit
 def _work(ctx: Context, t: Thread, tile: Tile, head: Int32) -> Work:
     span, band = tiles.span_of(ctx, tile), tiles.band_of(ctx, tile)
-    position = tile.block * ctx.plan.keys + t.key
+    position = tile.index * ctx.plan.keys + t.key
     blocks = tiles.blocks_of(ctx, tile, span, head)
     return Work(tile, band, span, _whole(ctx, tile, band, span), position, head, blocks)
 
 
 @cute.jit
 def _whole(ctx: Context, tile: Tile, band: Band, span: Span) -> Span:
-    plan, first = ctx.plan, tile.block * ctx.plan.keys
+    plan, first = ctx.plan, tile.index * ctx.plan.keys
     start, end = span.first, span.last
     if cutlass.const_expr(plan.band.left):
         lowest = cutlass.max(first + plan.keys - 1 + band.lowest, 0)
@@ -115,14 +115,14 @@ def _block(ctx: Context, t: Thread, work: Work, n: Int32, mixed: Boolean, at: Cu
         cute.arch.mbarrier_wait(signals.mma_dq, at.turn ^ 1)
     tmem.fence_after()
     _differentiate(ctx, t, work, n, made, own + plan.dp_at, at.q)
-    _fence_ds(plan.ctas)
+    _fence_ds(plan.cluster_size)
     _arrive(ctx, signals.compute_ds)
     return at._replace(q=ring.after(at.q, plan.config.q_stages), turn=at.turn ^ 1)
 
 
-def _fence_ds(ctas: int) -> None:
+def _fence_ds(cluster_size: int) -> None:
     """Makes dS in shared memory visible to the products. In a pair half of it is in the other CTA's."""
-    if ctas > 1:
+    if cluster_size > 1:
         cute.arch.fence_proxy("async.shared", space="cluster")
     else:
         cute.arch.fence_view_async_shared()
@@ -180,7 +180,7 @@ def _weigh_part(
     for first in cutlass.range_constexpr(0, count, PART):
         tmem.load(place + start + first, _part(S, first))
     tmem.wait_loads()
-    scores.change(S, ctx.rule, features)
+    scores.change(S, ctx.params, features)
     if cutlass.const_expr(slopes is not None):
         _keep_slopes(ctx, S, slopes)
     if cutlass.const_expr(plan.masks):
@@ -189,7 +189,7 @@ def _weigh_part(
         else:
             if cutlass.const_expr(features.float_mask):
                 _subtract_lse(S, lse, Float32(scores.LOG2E), start)
-    scale = scores.softmax_scale(ctx.rule, features)
+    scale = scores.softmax_scale(ctx.params, features)
     for i in cutlass.range_constexpr(0, count, FOUR):
         offsets, four = _load_four(lse, start + i), _part(S, i, FOUR)
         slope = None
@@ -253,20 +253,20 @@ def _differentiate(
             write(from_column(row_of(ctx.sOwndS, t.key), t.first), first, rounded)
         else:
             tmem.store(place + first // 2, cute.recast_tensor(rounded, Uint32))
-        _share(ctx, t, work.tile.block, first, rounded)
+        _share(ctx, t, work.tile.index, first, rounded)
 
 
 @cute.jit
 def _share(ctx: Context, t: Thread, block: Int32, column: cutlass.Constexpr, dS: cute.Tensor) -> None:
     """Write dS where dQ of its queries is made, of a pair maybe in the other CTA."""
     plan = ctx.plan
-    if cutlass.const_expr(plan.ctas == 1):
+    if cutlass.const_expr(plan.cluster_size == 1):
         write(from_column(row_of(ctx.sdS, t.key), t.first), column, dS)
     else:
-        own, own_rank = plan.queries // plan.ctas, ctx.pair.rank
+        own, own_rank = plan.queries // plan.cluster_size, ctx.cta_pair.rank
         if cutlass.const_expr(plan.scarce):
             # The same by the tile's number: what is asked of the CTA itself is kept in all roles, and spills.
-            own_rank = block % plan.ctas
+            own_rank = block % plan.cluster_size
         row = row_of(ctx.sdS, own_rank * plan.keys + t.key)
         row, rank = from_column(row, t.first % own), t.first // own
         if rank == own_rank:
@@ -278,7 +278,7 @@ def _share(ctx: Context, t: Thread, block: Int32, column: cutlass.Constexpr, dS:
 def _less(gradients: tuple, offsets: tuple, ctx: Context) -> tuple:
     """dP, as dropout scales it, less delta."""
     if ctx.plan.features.dropout:
-        return cute.arch.fma_packed_f32x2(gradients, (ctx.rule.keep_scale, ctx.rule.keep_scale), offsets)
+        return cute.arch.fma_packed_f32x2(gradients, (ctx.params.keep_scale, ctx.params.keep_scale), offsets)
     return cute.arch.add_packed_f32x2(gradients, offsets)
 
 
@@ -332,7 +332,7 @@ def _keep_slopes(ctx: Context, S: cute.Tensor, slopes: cute.Tensor) -> None:
 @cute.jit
 def _slope(ctx: Context, S: cute.Tensor) -> cute.Tensor:
     """Derivatives of capped scores; 0 where they are hidden."""
-    inverse = 1.0 / (ctx.rule.softcap * scores.unit(ctx.plan.features))
+    inverse = 1.0 / (ctx.params.softcap * scores.unit(ctx.plan.features))
     slope = cute.make_rmem_tensor(cute.size(S), Float32)
     for i in cutlass.range_constexpr(cute.size(S)):
         tanh = S[i] * inverse

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 
 from ...common import attn_mask
-from ...common.cta_pair import Pair
-from ...common.launch_params import Rule
+from ...common.cta_pair import CtaPair
+from ...common.launch_params import LaunchParams
 from ...common.ring import Ring
 from .plan import Plan
 
@@ -102,7 +102,7 @@ class Context:
     """What every role may use."""
 
     plan: Plan
-    rule: Rule
+    params: LaunchParams
     maps: Maps
     sQ: cute.Tensor | None
     """(queries, D, q_stages)"""
@@ -132,16 +132,16 @@ class Context:
     sequence_end: Ring
     """One stage: rows that the loading warp waits for itself, as other sequences' follow them."""
     signals: Signals
-    pair: Pair | None
-    message: cute.Pointer
-    """`MESSAGE` words for each stage of K."""
+    cta_pair: CtaPair | None
+    work_tile: cute.Pointer
+    """`WORK_TILE_WORDS` words for each stage of K."""
     sdQ: cute.Tensor
     """(floats of a piece, dq_slots, reduce warps), in the order of `dq_blocks`."""
     stats: cute.Tensor
     dq_acc: cute.Tensor
     dk: cute.Tensor
     dv: cute.Tensor
-    tickets: cute.Tensor
+    tile_counter: cute.Tensor
     turns: cute.Tensor | None
     cu_seqlens_q: cute.Tensor | None
     cu_seqlens_k: cute.Tensor | None

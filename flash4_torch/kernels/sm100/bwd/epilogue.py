@@ -46,14 +46,14 @@ class Gradient(NamedTuple):
 def dk_of(ctx: Context, at: Cursor) -> Gradient:
     signals, maps, stage = ctx.signals, ctx.maps, ctx.sK[None, None, at.stage]
     made, taken = signals.mma_dk, signals.epilogue_dk
-    D, scale = ctx.plan.features.D, ctx.rule.scale
+    D, scale = ctx.plan.features.D, ctx.params.scale
     return Gradient(ctx.plan.dk_at, scale, made, taken, ctx.load_k, stage, D, maps.store_dk, maps.mdK, ctx.dk)
 
 
 def dv_of(ctx: Context, at: Cursor) -> Gradient:
     signals, maps, stage = ctx.signals, ctx.maps, ctx.sV[None, None, at.stage]
     made, taken = signals.mma_dv, signals.epilogue_dv
-    D, scale = ctx.plan.features.Dv, ctx.rule.keep_scale if ctx.plan.features.dropout else Float32(1.0)
+    D, scale = ctx.plan.features.Dv, ctx.params.keep_scale if ctx.plan.features.dropout else Float32(1.0)
     return Gradient(ctx.plan.dv_at, scale, made, taken, ctx.load_v, stage, D, maps.store_dv, maps.mdV, ctx.dv)
 
 
@@ -121,8 +121,8 @@ def _store_box(warp: Int32, gradient: Gradient, tile: Tile) -> None:
     stage = gradient.stage
     keys, columns = (cute.size(stage, mode=[i]) for i in range(2))
     box = (WARP, columns)
-    place = tile.block * (keys // WARP) + warp
-    rows = cute.local_tile(gradient.boxes[None, None, tile.key_head, tile.batch], box, (place, 0))
+    place = tile.index * (keys // WARP) + warp
+    rows = cute.local_tile(gradient.boxes[None, None, tile.kv_head, tile.batch], box, (place, 0))
     piece = cute.local_tile(stage, box, (warp, 0))
     s, g = cpasync.tma_partition(
         gradient.atom, 0, cute.make_layout(1), cute.group_modes(piece, 0, 2), cute.group_modes(rows, 0, 2)
@@ -140,10 +140,10 @@ def _store_rows(ctx: Context, warp: Int32, gradient: Gradient, tile: Tile) -> No
     atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), ctx.plan.dtype, num_bits_per_copy=128)
     for e in cutlass.range(cute.arch.lane_idx(), WARP * chunks, WARP, unroll=1):
         row, chunk = warp * WARP + e // chunks, e % chunks
-        j = tile.block * ctx.plan.keys + row
+        j = tile.index * ctx.plan.keys + row
         if j < tile.Sk:
             source = cute.local_tile(gradient.stage, (1, 8), (row, chunk))
-            place = cute.local_tile(gradient.rows[tile.first_k + j, tile.key_head, None], (8,), (chunk,))
+            place = cute.local_tile(gradient.rows[tile.k_offset + j, tile.kv_head, None], (8,), (chunk,))
             registers = cute.make_rmem_tensor(8, ctx.plan.dtype)
             cute.copy(atom, cute.group_modes(source, 0, 2), registers)
             cute.copy(atom, registers, place)

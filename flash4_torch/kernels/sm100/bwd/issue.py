@@ -67,7 +67,7 @@ def _issue_of_weights(
 
 def commit(ctx: Context, barrier: cute.Pointer) -> None:
     """All products issued so far arrive there when they are done."""
-    umma.commit(barrier, ctx.plan.ctas)
+    umma.commit(barrier, ctx.plan.cluster_size)
 
 
 def word(matrix: Matrix, staged: cute.Tensor, at: Cursor) -> Int32:

@@ -37,9 +37,9 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from ...common import attn_mask, ring
-from ...common.bwd.tiles import MESSAGE
-from ...common.cta_pair import Pair, finish_together, make_pair, peer_of, start_together
-from ...common.launch_params import Rule
+from ...common.bwd.tiles import WORK_TILE_WORDS
+from ...common.cta_pair import CtaPair, cluster_sync_exit, cluster_sync_init, make_cta_pair, peer_of
+from ...common.launch_params import LaunchParams
 from ...common.ring import Ring
 from ...common.warps import WARP, WARPS
 from .. import tmem
@@ -61,27 +61,27 @@ def backward_kernel(
     dq_acc: cute.Tensor,
     dk: cute.Tensor,
     dv: cute.Tensor,
-    tickets: cute.Tensor,
+    tile_counter: cute.Tensor,
     turns: cute.Tensor | None,
     cu_seqlens_q: cute.Tensor | None,
     cu_seqlens_k: cute.Tensor | None,
     mask_args: attn_mask.MaskArgs | None,
     dmask: cute.Tensor | None,
     rng_state: cute.Tensor | None,
-    rule: Rule,
+    params: LaunchParams,
     plan: cutlass.Constexpr,
 ) -> None:
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     config = plan.config
     memory = SmemAllocator()
-    peer = peer_of(plan.ctas)
+    peer = peer_of(plan.cluster_size)
     sK, sV, sdS = (_allocate(memory, plan, layout) for layout in (layouts.k, layouts.v, layouts.ds))
     sQ, sdO, sKt, sP, sOwndS, shares = None, None, None, None, None, None
-    if cutlass.const_expr(plan.ctas == 1):
+    if cutlass.const_expr(plan.cluster_size == 1):
         sQ, sdO = (_allocate(memory, plan, layout) for layout in (layouts.q, layouts.do))
     else:
         sKt = _allocate(memory, plan, layouts.k_columns)
-        stages = cute.make_layout((plan.queries // plan.ctas * max(plan.D, plan.Dv), config.shares))
+        stages = cute.make_layout((plan.queries // plan.cluster_size * max(plan.D, plan.Dv), config.shares))
         shares = memory.allocate_tensor(plan.dtype, stages, byte_alignment=1024)
     if cutlass.const_expr(plan.wide):
         sP, sOwndS = (_allocate(memory, plan, layouts.weights) for _ in range(2))
@@ -92,15 +92,15 @@ def backward_kernel(
     load_q, load_do = _ring(memory, config.q_stages), _ring(memory, config.do_stages)
     load_k, load_v = _ring(memory, config.kv_stages), _ring(memory, config.kv_stages)
     sequence_end = _ring(memory, 1)
-    if cutlass.const_expr(plan.ctas > 1):
+    if cutlass.const_expr(plan.cluster_size > 1):
         shares = Shares(
             _ring(memory, config.shares),
             shares,
             *(layouts.q, layouts.do, layouts.q_columns, layouts.do_columns),
         )
-    pair = make_pair(memory, peer)
+    cta_pair = make_cta_pair(memory, peer)
     signals = Signals(*(memory.allocate_array(Int64) for _ in Signals._fields))
-    message = memory.allocate_array(Int32, MESSAGE * config.kv_stages)
+    work_tile = memory.allocate_array(Int32, WORK_TILE_WORDS * config.kv_stages)
     holder = memory.allocate_array(Int32, 1)
 
     if warp == 0:
@@ -111,25 +111,25 @@ def backward_kernel(
             _, zero, _ = cute.arch.block_idx()
         _initialise_ring(load_q, zero, 1)
         _initialise_ring(load_do, zero, 1)
-        _initialise_ring(load_k, zero, COMPUTE_WARPS + REDUCE_WARPS + _mma_reads(plan, pair))
+        _initialise_ring(load_k, zero, COMPUTE_WARPS + REDUCE_WARPS + _mma_reads(plan, cta_pair))
         _initialise_ring(load_v, zero, WARPS, plan.loaders)
         _initialise_ring(sequence_end, zero, 1)
         _initialise(signals, plan, zero)
-        if cutlass.const_expr(plan.ctas > 1):
+        if cutlass.const_expr(plan.cluster_size > 1):
             _initialise_ring(shares.ring, zero, 1, plan.loaders)
-            _initialise_ring(pair.handed, zero, 1)
+            _initialise_ring(cta_pair.work_ring, zero, 1)
         cute.arch.mbarrier_init_fence()
         for atom in (*maps[:12:2], *(atom for atom in maps[12:] if atom is not None)):
             cpasync.prefetch_descriptor(atom)
     if warp == MMA_WARP:
-        tmem.allocate(holder, plan.ctas)
+        tmem.allocate(holder, plan.cluster_size)
     cute.arch.sync_threads()
-    start_together(plan.ctas)
+    cluster_sync_init(plan.cluster_size)
     tmem.fence_after()
 
     ctx = Context(
         plan=plan,
-        rule=rule,
+        params=params,
         maps=maps,
         sQ=sQ,
         sdO=sdO,
@@ -148,14 +148,14 @@ def backward_kernel(
         load_v=load_v,
         sequence_end=sequence_end,
         signals=signals,
-        pair=pair,
-        message=message,
+        cta_pair=cta_pair,
+        work_tile=work_tile,
         sdQ=sdQ,
         stats=stats,
         dq_acc=dq_acc,
         dk=dk,
         dv=dv,
-        tickets=tickets,
+        tile_counter=tile_counter,
         turns=turns,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
@@ -172,27 +172,27 @@ def backward_kernel(
     else:
         cute.arch.setmaxregister_decrease(plan.registers.other)
         if warp == MMA_WARP:
-            if cutlass.const_expr(plan.ctas == 1):
+            if cutlass.const_expr(plan.cluster_size == 1):
                 multiply(_masked(ctx, mask_args))
             else:
                 multiply_pair(_masked(ctx, mask_args))
         elif warp == LOAD_WARP:
-            if cutlass.const_expr(plan.ctas == 1):
+            if cutlass.const_expr(plan.cluster_size == 1):
                 load(_masked(ctx, mask_args))
             else:
                 load_pair(_masked(ctx, mask_args))
 
     tmem.fence_before()
     cute.arch.sync_threads()
-    finish_together(plan.ctas)
+    cluster_sync_exit(plan.cluster_size)
     tmem.fence_after()
     if warp == MMA_WARP:
-        tmem.free(plan.ctas)
+        tmem.free(plan.cluster_size)
 
 
-def _mma_reads(plan: Plan, pair: Pair | None) -> Int32 | int:
+def _mma_reads(plan: Plan, cta_pair: CtaPair | None) -> Int32 | int:
     """One warp issues the products of a pair, that of CTA 0."""
-    return 1 if plan.ctas == 1 else Int32(1) - pair.rank
+    return 1 if plan.cluster_size == 1 else Int32(1) - cta_pair.rank
 
 
 def _initialise_ring(edge: Ring, zero: Int32, readers: Int32 | int, writers: int = 1) -> None:
@@ -201,7 +201,7 @@ def _initialise_ring(edge: Ring, zero: Int32, readers: Int32 | int, writers: int
 
 def _initialise(signals: Signals, plan: Plan, zero: Int32) -> None:
     """Those that the products wait for count the warps of both CTAs, in CTA 0."""
-    compute, reduce, storing = (plan.ctas * n for n in (COMPUTE_WARPS, REDUCE_WARPS, WARPS))
+    compute, reduce, storing = (plan.cluster_size * n for n in (COMPUTE_WARPS, REDUCE_WARPS, WARPS))
     arrivals = Signals(1, compute, 1, compute, 1, reduce, 1, 1, storing, storing, plan.key_loads)
     with cute.arch.elect_one():
         for signal, count in zip(signals, arrivals, strict=True):

@@ -14,7 +14,7 @@ from ....configs.types import Features, Sm100Backward
 from ...common import host, tile_scheduler
 from ...common.attn_mask import MaskArgs
 from ...common.bwd.launch import compile_for_any, map_of
-from ...common.launch_params import Rule
+from ...common.launch_params import LaunchParams
 from ...common.smem_layouts import row_major_layout
 from ...common.warps import WARP
 from ..umma import Matrix
@@ -34,14 +34,14 @@ def backward(
     dq: None,
     dk: cute.Tensor,
     dv: cute.Tensor,
-    tickets: cute.Tensor,
+    tile_counter: cute.Tensor,
     turns: cute.Tensor | None,
     cu_seqlens_q: cute.Tensor | None,
     cu_seqlens_k: cute.Tensor | None,
     mask: MaskArgs | None,
     dmask: cute.Tensor | None,
     rng_state: cute.Tensor | None,
-    rule: Rule,
+    params: LaunchParams,
     plan: cutlass.Constexpr,
     stream: cuda.CUstream,
 ) -> None:
@@ -60,14 +60,14 @@ def backward(
     plan.check()
     rows, grads, keys, values, dkeys, dvalues = map(host.positions_first, (q, dout, k, v, dk, dv))
     config = plan.config
-    paired = plan.ctas > 1
-    own = plan.queries // plan.ctas
+    paired = plan.cluster_size > 1
+    own = plan.queries // plan.cluster_size
     layouts = Layouts(
         q=row_major_layout(plan.dtype, own, plan.D, config.q_stages),
         do=row_major_layout(plan.dtype, own, plan.Dv, config.do_stages),
         k=row_major_layout(plan.dtype, plan.keys, plan.D, config.kv_stages),
         v=row_major_layout(plan.dtype, plan.keys, plan.Dv, config.kv_stages),
-        ds=row_major_layout(plan.dtype, plan.ticket_keys, own, 1),
+        ds=row_major_layout(plan.dtype, plan.cluster_keys, own, 1),
         q_columns=_layout(plan, plan.columns_of_q) if paired else None,
         do_columns=_layout(plan, plan.columns_of_do) if paired else None,
         k_columns=_layout(plan, plan.columns_of_k) if paired else None,
@@ -101,7 +101,7 @@ def backward(
     sequences = k.shape[0]
     if cutlass.const_expr(plan.features.varlen):
         sequences = cu_seqlens_k.shape[0] - 1
-    tiles = cute.ceil_div(rule.longest, plan.ticket_keys) * keys.shape[2] * sequences
+    tiles = cute.ceil_div(params.max_seqlen, plan.cluster_keys) * keys.shape[2] * sequences
     kernel = backward_kernel(
         maps,
         layouts,
@@ -109,17 +109,17 @@ def backward(
         dq_acc,
         dk,
         dv,
-        tickets,
+        tile_counter,
         turns,
         cu_seqlens_q,
         cu_seqlens_k,
         mask,
         dmask,
         rng_state,
-        rule,
+        params,
         plan,
     )
-    tile_scheduler.launch(kernel, plan, tiles, rule.multiprocessors, stream)
+    tile_scheduler.launch(kernel, plan, tiles, params.num_sms, stream)
 
 
 def _loads(op: Any, plan: Plan, tensor: cute.Tensor, part: Matrix) -> Any:

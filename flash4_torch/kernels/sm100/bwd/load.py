@@ -10,7 +10,7 @@ from cutlass import Int32
 
 from ...common import ring, tile_scheduler
 from ...common.bwd import tiles
-from ...common.bwd.loads import barrier_of, batch_of, box, copy_statistics, finish_end, say_that_all_is_done
+from ...common.bwd.loads import barrier_of, batch_of, box, copy_statistics, finish_end, signal_end
 from ...common.bwd.tiles import Tile
 from ...common.copies import copy, stage_bytes
 from ...common.ring import Cursor, Ring
@@ -18,7 +18,7 @@ from .context import Context
 
 
 class Cursors(NamedTuple):
-    ticket: Cursor
+    work_idx: Cursor
     kv: Cursor
     q: Cursor
     do: Cursor
@@ -30,15 +30,15 @@ def load(ctx: Context) -> None:
     """Every tile's K, V and number, then its blocks of rows from the first to the last, head after head."""
     shape = tiles.shape(ctx)
     at = Cursors(ring.start(), ring.start(), ring.start(), ring.start(), ring.start())
-    ticket = tile_scheduler.first_ticket(ctx)
-    while ticket < shape.tiles:
-        number = tile_scheduler.request_ticket(ctx, shape.tiles)
-        tile = tiles.decode(ctx, shape, ticket)
+    work_idx = tile_scheduler.initial_work(ctx)
+    while work_idx < shape.num_work:
+        number = tile_scheduler.prefetch_work(ctx, shape.num_work)
+        tile = tiles.decode(ctx, shape, work_idx)
         if tiles.first_key(ctx, tile) < tile.Sk:
             at = _load_tile(ctx, at, tile)
-        ticket, ticket_at = tile_scheduler.receive_ticket(ctx, number, at.ticket)
-        at = at._replace(ticket=ticket_at)
-    say_that_all_is_done(ctx, at.kv)
+        work_idx, work_at = tile_scheduler.await_work(ctx, number, at.work_idx)
+        at = at._replace(work_idx=work_at)
+    signal_end(ctx, at.kv)
 
 
 @cute.jit
@@ -49,14 +49,14 @@ def _load_tile(ctx: Context, at: Cursors, tile: Tile) -> Cursors:
     end_at = _load_keys(ctx, ctx.load_v, at.kv, end_at, ctx.maps.load_v, ctx.maps.mV, ctx.sV, tile, False)
     q, do = (ctx.maps.load_q, ctx.maps.mQ, ctx.sQ), (ctx.maps.load_do, ctx.maps.mdO, ctx.sdO)
     for h in cutlass.range(heads, unroll=1):
-        head = tile.key_head * heads + h
+        head = tile.kv_head * heads + h
         blocks = tiles.blocks_of(ctx, tile, span, head)
         for position in cutlass.range(blocks.span.first, blocks.span.last, unroll=1):
             n, _ = tiles.block_at(ctx, blocks, position)
             end_at = _load_rows(ctx, ctx.load_q, q_at, end_at, q, tile, head, n, True)
             end_at = _load_rows(ctx, ctx.load_do, do_at, end_at, do, tile, head, n, False)
             q_at, do_at = ring.after(q_at, ctx.load_q.stages), ring.after(do_at, ctx.load_do.stages)
-    return Cursors(at.ticket, ring.after(at.kv, ctx.plan.config.kv_stages), q_at, do_at, end_at)
+    return Cursors(at.work_idx, ring.after(at.kv, ctx.plan.config.kv_stages), q_at, do_at, end_at)
 
 
 @cute.jit
@@ -73,15 +73,15 @@ def _load_keys(
 ) -> Cursor:
     """K or V of the tile; rows beyond the end are zeros. `tells`: which tile it is comes with it."""
     ring.wait_empty(edge, at)
-    left = tile.Sk - tile.block * ctx.plan.keys
+    left = tile.Sk - tile.index * ctx.plan.keys
     full = barrier_of(ctx, edge, at, left, ctx.plan.keys)
     with cute.arch.elect_one():
         if cutlass.const_expr(tells):
             tiles.write(ctx, at, tile)
         cute.arch.mbarrier_arrive_and_expect_tx(full, stage_bytes(target))
-    rows = cute.domain_offset((tile.first_k, 0), source[None, None, tile.key_head, batch_of(ctx, tile.batch)])
+    rows = cute.domain_offset((tile.k_offset, 0), source[None, None, tile.kv_head, batch_of(ctx, tile.batch)])
     stage = target[None, None, at.stage]
-    copy(atom, box(rows, stage, tile.block), stage, full)
+    copy(atom, box(rows, stage, tile.index), stage, full)
     return finish_end(ctx, edge, at, end_at, stage, left, ctx.plan.keys)
 
 
@@ -108,7 +108,7 @@ def _load_rows(
         if cutlass.const_expr(statistics):
             for which, numbers in enumerate((ctx.sLse, ctx.sDelta)):
                 copy_statistics(ctx, numbers[None, at.stage], which, tile, head, n, full)
-    rows = cute.domain_offset((tile.first_q, 0), source[None, None, head, batch_of(ctx, tile.batch)])
+    rows = cute.domain_offset((tile.q_offset, 0), source[None, None, head, batch_of(ctx, tile.batch)])
     stage = target[None, None, at.stage]
     copy(atom, box(rows, stage, n), stage, full)
     return finish_end(ctx, edge, at, end_at, stage, left, ctx.plan.queries)

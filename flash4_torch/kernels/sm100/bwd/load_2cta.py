@@ -20,7 +20,7 @@ from cutlass._mlir.dialects import nvvm
 
 from ...common import ring, tile_scheduler
 from ...common.bwd import tiles
-from ...common.bwd.loads import batch_of, copy_statistics, say_that_all_is_done, zero_rows
+from ...common.bwd.loads import batch_of, copy_statistics, signal_end, zero_rows
 from ...common.bwd.tiles import Tile
 from ...common.copies import copy, stage_bytes
 from ...common.ring import Cursor
@@ -28,7 +28,7 @@ from .context import Context
 
 
 class Cursors(NamedTuple):
-    ticket: Cursor
+    work_idx: Cursor
     kv: Cursor
     numbers: Cursor
     share: Cursor
@@ -55,15 +55,15 @@ class Block(NamedTuple):
 def load_pair(ctx: Context) -> None:
     shape = tiles.shape(ctx)
     at = Cursors(ring.start(), ring.start(), ring.start(), ring.start(), ring.start())
-    ticket = tile_scheduler.first_ticket(ctx)
-    while ticket < shape.tiles:
-        number = tile_scheduler.request_ticket(ctx, shape.tiles)
-        tile = tiles.decode(ctx, shape, ticket)
+    work_idx = tile_scheduler.initial_work(ctx)
+    while work_idx < shape.num_work:
+        number = tile_scheduler.prefetch_work(ctx, shape.num_work)
+        tile = tiles.decode(ctx, shape, work_idx)
         if tiles.first_key(ctx, tile) < tile.Sk:
             at = _load_tile(ctx, at, tile)
-        ticket, ticket_at = tile_scheduler.receive_ticket(ctx, number, at.ticket)
-        at = at._replace(ticket=ticket_at)
-    say_that_all_is_done(ctx, at.kv)
+        work_idx, work_at = tile_scheduler.await_work(ctx, number, at.work_idx)
+        at = at._replace(work_idx=work_at)
+    signal_end(ctx, at.kv)
 
 
 @cute.jit
@@ -73,7 +73,7 @@ def _load_tile(ctx: Context, at: Cursors, tile: Tile) -> Cursors:
     span, heads = tiles.span_of(ctx, tile), tiles.group(ctx)
     before, started = Block(Int32(0), Int32(0)), Boolean(False)
     for h in cutlass.range(heads, unroll=1):
-        head = tile.key_head * heads + h
+        head = tile.kv_head * heads + h
         blocks = tiles.blocks_of(ctx, tile, span, head)
         for position in cutlass.range(blocks.span.first, blocks.span.last, unroll=1):
             n, _ = tiles.block_at(ctx, blocks, position)
@@ -91,23 +91,23 @@ def _load_tile(ctx: Context, at: Cursors, tile: Tile) -> Cursors:
 @cute.jit
 def _load_keys(ctx: Context, at: Cursors, tile: Tile) -> Cursors:
     """K, half of the columns of both K, and which tile it is; then V."""
-    maps, kv, head, end = ctx.maps, at.kv, tile.key_head, at.end
+    maps, kv, head, end = ctx.maps, at.kv, tile.kv_head, at.end
     ring.wait_empty(ctx.load_k, kv)
     with cute.arch.elect_one():
         tiles.write(ctx, kv, tile)
         cute.arch.mbarrier_arrive(ctx.load_k.full + kv.stage)
-    full, own = ctx.signals.load_pair, (tile.block, 0)
+    full, own = ctx.signals.load_pair, (tile.index, 0)
     _expect(ctx, full, stage_bytes(ctx.sK) + stage_bytes(ctx.sKt))
     source = Source(maps.load_k, maps.end_k, maps.mK)
-    end = _copy(ctx, source, tile, head, ctx.sK[None, None, kv.stage], own, tile.first_k, tile.Sk, full, end)
+    end = _copy(ctx, source, tile, head, ctx.sK[None, None, kv.stage], own, tile.k_offset, tile.Sk, full, end)
     source = Source(maps.load_k_columns, maps.end_k_columns, maps.mK)
-    place = tile.block // ctx.plan.ctas, ctx.pair.rank
-    end = _copy(ctx, source, tile, head, ctx.sKt, place, tile.first_k, tile.Sk, full, end)
+    place = tile.index // ctx.plan.cluster_size, ctx.cta_pair.rank
+    end = _copy(ctx, source, tile, head, ctx.sKt, place, tile.k_offset, tile.Sk, full, end)
     ring.wait_empty(ctx.load_v, kv)
     full = ctx.load_v.full + kv.stage
     _expect(ctx, full, stage_bytes(ctx.sV))
     source = Source(maps.load_v, maps.end_v, maps.mV)
-    end = _copy(ctx, source, tile, head, ctx.sV[None, None, kv.stage], own, tile.first_k, tile.Sk, full, end)
+    end = _copy(ctx, source, tile, head, ctx.sV[None, None, kv.stage], own, tile.k_offset, tile.Sk, full, end)
     return at._replace(end=end)
 
 
@@ -133,7 +133,7 @@ def _load_q_rows(ctx: Context, at: Cursors, tile: Tile, block: Block) -> Cursors
 @cute.jit
 def _load_q_columns(ctx: Context, at: Cursors, tile: Tile, block: Block) -> Cursors:
     source = Source(ctx.maps.load_q_columns, ctx.maps.end_q_columns, ctx.maps.mQ)
-    return _load_share(ctx, at, tile, block, source, ctx.shares.q_columns, (block.n, ctx.pair.rank))
+    return _load_share(ctx, at, tile, block, source, ctx.shares.q_columns, (block.n, ctx.cta_pair.rank))
 
 
 @cute.jit
@@ -141,13 +141,13 @@ def _load_do(ctx: Context, at: Cursors, tile: Tile, block: Block) -> Cursors:
     """For dV, then for dP."""
     maps, shares = ctx.maps, ctx.shares
     source = Source(maps.load_do_columns, maps.end_do_columns, maps.mdO)
-    at = _load_share(ctx, at, tile, block, source, shares.do_columns, (block.n, ctx.pair.rank))
+    at = _load_share(ctx, at, tile, block, source, shares.do_columns, (block.n, ctx.cta_pair.rank))
     source = Source(maps.load_do, maps.end_do, maps.mdO)
     return _load_share(ctx, at, tile, block, source, shares.do, _half_of_rows(ctx, block))
 
 
 def _half_of_rows(ctx: Context, block: Block) -> tuple:
-    return block.n * ctx.plan.ctas + ctx.pair.rank, 0
+    return block.n * ctx.plan.cluster_size + ctx.cta_pair.rank, 0
 
 
 @cute.jit
@@ -160,7 +160,7 @@ def _load_share(
     stage = cute.make_tensor(start, cute.select(layout.outer, mode=[0, 1]))
     full = edge.full + here.stage
     _expect(ctx, full, cute.size(stage) * 2)
-    end = _copy(ctx, source, tile, block.head, stage, place, tile.first_q, tile.Sq, full, at.end)
+    end = _copy(ctx, source, tile, block.head, stage, place, tile.q_offset, tile.Sq, full, at.end)
     return at._replace(share=ring.after(here, edge.stages), end=end)
 
 
@@ -168,9 +168,9 @@ def _load_share(
 def _expect(ctx: Context, full: cute.Pointer, size: cutlass.Constexpr) -> None:
     """What both CTAs load arrives in the first one."""
     if cutlass.const_expr(not ctx.plan.features.varlen):
-        if ctx.pair.rank == 0:
+        if ctx.cta_pair.rank == 0:
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full, size * ctx.plan.ctas)
+                cute.arch.mbarrier_arrive_and_expect_tx(full, size * ctx.plan.cluster_size)
 
 
 @cute.jit

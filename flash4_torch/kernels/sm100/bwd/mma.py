@@ -49,7 +49,7 @@ def _multiply(ctx: Context) -> None:
     start = ring.start()
     at = Cursors(start, start, start, start, Int32(0), Int32(0))
     tile = tiles.read_by_one_lane(ctx, at.kv)
-    while tile.block >= 0:
+    while tile.index >= 0:
         cute.arch.mbarrier_arrive(ctx.load_k.empty + at.kv.stage)
         at = _tile(ctx, tile, at)
         tile = tiles.read_by_one_lane(ctx, at.kv)

@@ -37,7 +37,7 @@ class Cursors(NamedTuple):
 @cute.jit
 def multiply_pair(ctx: Context) -> None:
     """All tiles, by one lane."""
-    if ctx.pair.rank == 0:
+    if ctx.cta_pair.rank == 0:
         with cute.arch.elect_one():
             _multiply(ctx)
 
@@ -47,7 +47,7 @@ def _multiply(ctx: Context) -> None:
     start = ring.start()
     at = Cursors(start, start, start, Int32(0), Int32(0))
     tile = tiles.read_by_one_lane(ctx, at.kv)
-    while tile.block >= 0:
+    while tile.index >= 0:
         cute.arch.mbarrier_arrive(ctx.load_k.empty + at.kv.stage)
         at = _tile(ctx, tile, at)
         tile = tiles.read_by_one_lane(ctx, at.kv)

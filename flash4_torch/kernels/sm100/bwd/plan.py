@@ -93,14 +93,14 @@ class Plan(NamedTuple):
         return self.config.keys
 
     @property
-    def ctas(self) -> int:
+    def cluster_size(self) -> int:
         """Of a cluster."""
         return self.config.cluster
 
     @property
-    def ticket_keys(self) -> int:
+    def cluster_keys(self) -> int:
         """Of a ticket: a tile, or a cluster's tiles."""
-        return self.config.ticket_keys
+        return self.config.cluster_keys
 
     @property
     def threads(self) -> int:
@@ -161,7 +161,7 @@ class Plan(NamedTuple):
     @property
     def dq_columns(self) -> int:
         """Of tensor memory; of a pair each CTA has half of the rows, and each half of its lanes half of D."""
-        return self.D // self.ctas
+        return self.D // self.cluster_size
 
     @property
     def dq_apart(self) -> bool:
@@ -206,28 +206,28 @@ class Plan(NamedTuple):
 
     @property
     def product_dq(self) -> Product:
-        own = self.queries // self.ctas
-        return self._product(own, self.D, Matrix(self.ticket_keys, own, True), self.columns_of_k)
+        own = self.queries // self.cluster_size
+        return self._product(own, self.D, Matrix(self.cluster_keys, own, True), self.columns_of_k)
 
     @property
     def rows_of_q(self) -> Matrix:
-        return Matrix(self.queries // self.ctas, self.D)
+        return Matrix(self.queries // self.cluster_size, self.D)
 
     @property
     def rows_of_do(self) -> Matrix:
-        return Matrix(self.queries // self.ctas, self.Dv)
+        return Matrix(self.queries // self.cluster_size, self.Dv)
 
     @property
     def columns_of_q(self) -> Matrix:
-        return Matrix(self.queries, self.D // self.ctas, True)
+        return Matrix(self.queries, self.D // self.cluster_size, True)
 
     @property
     def columns_of_do(self) -> Matrix:
-        return Matrix(self.queries, self.Dv // self.ctas, True)
+        return Matrix(self.queries, self.Dv // self.cluster_size, True)
 
     @property
     def columns_of_k(self) -> Matrix:
-        return Matrix(self.ticket_keys, self.D // self.ctas, True)
+        return Matrix(self.cluster_keys, self.D // self.cluster_size, True)
 
     @property
     def _weights(self) -> Matrix | None:
@@ -235,7 +235,7 @@ class Plan(NamedTuple):
         return Matrix(self.keys, self.queries) if self.wide else None
 
     def _product(self, own_rows: int, N: int, a: Matrix | None, b: Matrix) -> Product:
-        return Product(self.features.dtype, own_rows * self.ctas, N, a, b, self.ctas)
+        return Product(self.features.dtype, own_rows * self.cluster_size, N, a, b, self.cluster_size)
 
     # Which blocks a tile visits, and what is hidden in them.
 
@@ -250,7 +250,7 @@ class Plan(NamedTuple):
     @property
     def mask(self) -> MaskPlan:
         """How the tables of attn_mask, transposed, cut it into blocks: its rows are keys."""
-        return MaskPlan(self.features.mask, self.ticket_keys, self.queries)
+        return MaskPlan(self.features.mask, self.cluster_keys, self.queries)
 
     @property
     def descends(self) -> bool:
@@ -301,7 +301,7 @@ class Plan(NamedTuple):
         """Warps that arrive at what they fill in CTA 0: that of CTA 0 for both, but of packed sequences each,
         when what follows the end is zeroed.
         """
-        return self.ctas if self.features.varlen else 1
+        return self.cluster_size if self.features.varlen else 1
 
     @property
     def key_loads(self) -> int:

@@ -45,7 +45,7 @@ class Turn(NamedTuple):
 def reduce(ctx: Context, warp: Int32) -> None:
     at = Cursors(ring.start(), Int32(0))
     tile = tiles.read(ctx, at.kv)
-    while tile.block >= 0:
+    while tile.index >= 0:
         ring.release(ctx.load_k, at.kv)
         at = _tile(ctx, warp, tile, at)
         tile = tiles.read(ctx, at.kv)
@@ -56,7 +56,7 @@ def reduce(ctx: Context, warp: Int32) -> None:
 def _tile(ctx: Context, warp: Int32, tile: Tile, at: Cursors) -> Cursors:
     span, heads = tiles.span_of(ctx, tile), tiles.group(ctx)
     for h in cutlass.range(heads, unroll=1):
-        head = tile.key_head * heads + h
+        head = tile.kv_head * heads + h
         blocks = tiles.blocks_of(ctx, tile, span, head)
         for position in cutlass.range(blocks.span.first, blocks.span.last, unroll=1):
             n, _ = tiles.block_at(ctx, blocks, position)
@@ -72,10 +72,10 @@ def _add(ctx: Context, warp: Int32, tile: Tile, head: Int32, n: Int32, at: Curso
     row, count = tiles.row_of_workspace(ctx, tile, head), ctx.dq_acc.shape[-2]
     block = Int64(row) * count + (tiles.first_block(ctx, tile) + n)
     # Of a pair: the CTA's half of the rows, in each half of the lanes half of the columns.
-    bands, part = REDUCE_WARPS // plan.ctas, Int32(0)
+    bands, part = REDUCE_WARPS // plan.cluster_size, Int32(0)
     band = warp
-    if cutlass.const_expr(plan.ctas > 1):
-        band, part = ctx.pair.rank * bands + warp % bands, warp // bands
+    if cutlass.const_expr(plan.cluster_size > 1):
+        band, part = ctx.cta_pair.rank * bands + warp % bands, warp // bands
     start = block * plan.sums.floats + Int64((band * plan.sums.columns + part * columns) * WARP)
     target = (ctx.dq_acc.iterator + start).toint()
     turn = None
@@ -158,8 +158,8 @@ def _turn_of(ctx: Context, warp: Int32, tile: Tile, n: Int32, block: Int64) -> T
     follows = (turn.before.first <= n) & (n < turn.before.last)
     earlier = turn.number * ctx.plan.config.dq_pieces
     first = warp == 0
-    if cutlass.const_expr(ctx.plan.ctas > 1):
-        first = first & (ctx.pair.rank == 0)
+    if cutlass.const_expr(ctx.plan.cluster_size > 1):
+        first = first & (ctx.cta_pair.rank == 0)
     counts = Int32(1) + (earlier if first & ~follows else Int32(0))
     return Turn((ctx.turns.iterator + block).toint(), earlier if follows else Int32(0), counts)
 

@@ -11,4 +11,4 @@ from .context import Context
 def arrive(ctx: Context, barrier: cute.Pointer) -> None:
     """One arrival of this warp, after what all of its lanes did to tensor memory; of a pair in CTA 0."""
     tmem.fence_before()
-    signal.arrive(barrier, ctx.plan.ctas)
+    signal.arrive(barrier, ctx.plan.cluster_size)

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 
 from ...common import attn_mask
-from ...common.cta_pair import Pair
+from ...common.cta_pair import CtaPair
 from ...common.fwd.launch import Maps
-from ...common.launch_params import Rule
+from ...common.launch_params import LaunchParams
 from ...common.ring import Ring
 from .plan import Plan
 
@@ -29,7 +29,7 @@ class Context:
     """What every role may use."""
 
     plan: Plan
-    rule: Rule
+    params: LaunchParams
     maps: Maps
     layouts: Layouts
     sQ: cute.Tensor
@@ -42,8 +42,8 @@ class Context:
     """(128, q_tiles) float32: what O is multiplied by."""
     sInverse: cute.Tensor
     """(128, q_tiles) float32: what it is normalised by."""
-    message: cute.Pointer
-    """`MESSAGE` words for each stage of `tile`."""
+    work_tile: cute.Pointer
+    """`WORK_TILE_WORDS` words for each stage of `tile`."""
     tmem_holder: cute.Pointer
     tile: Ring
     load_q: Ring
@@ -54,11 +54,11 @@ class Context:
     late: Ring
     o: Ring
     inverse: Ring
-    pair: Pair | None
+    cta_pair: CtaPair | None
     out: cute.Tensor
     lse: cute.Tensor
     lse_low: cute.Tensor | None
-    tickets: cute.Tensor
+    tile_counter: cute.Tensor
     cu_seqlens_q: cute.Tensor | None
     cu_seqlens_k: cute.Tensor | None
     mask: attn_mask.Mask | None

@@ -26,9 +26,9 @@ def correct(ctx: Context) -> None:
     own = CorrectionThread(thread % GROUP, warp, tmem.own_lanes(Int32(0), warp))
     at, end_at = ring.start(), ring.start()
     for t in cutlass.range_constexpr(ctx.plan.q_tiles):
-        arrive(ctx.s_p.empty + t, ctx.plan.ctas)
+        arrive(ctx.s_p.empty + t, ctx.plan.cluster_size)
     tile = tiles.read(ctx, ctx.tile, at)
-    while tile.block >= 0:
+    while tile.index >= 0:
         _rescale_blocks(ctx, own, spans.spans_of(ctx, tile))
         tile = tiles.read(ctx, ctx.tile, at)  # again: registers are scarce in between
         for t in cutlass.range(ctx.plan.q_tiles, unroll=1):
@@ -73,4 +73,4 @@ def _rescale(ctx: Context, own: CorrectionThread, t: cutlass.Constexpr) -> None:
             tmem.store(at, values)
         tmem.wait_stores()
         tmem.fence_before()
-    arrive(ctx.s_p.empty + t, ctx.plan.ctas)
+    arrive(ctx.s_p.empty + t, ctx.plan.cluster_size)

@@ -42,7 +42,7 @@ def epilogue(ctx: Context, own: CorrectionThread, tile: Tile, t: Int32, end_at: 
         tmem.wait_loads()
         _stage(ctx, values, inverse, hidden, rows, column)
     tmem.fence_before()
-    arrive(ctx.s_p.empty + t, plan.ctas)
+    arrive(ctx.s_p.empty + t, plan.cluster_size)
     if cutlass.const_expr(plan.stores_by_copy_engine):
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
@@ -115,9 +115,9 @@ def _store_box(ctx: Context, own: CorrectionThread, piece: cute.Tensor, tile: Ti
     plan = ctx.plan
     box_heads, box_positions = plan.store_box
     row = own.warp * WARP
-    heads = tile.heads * (plan.pack // box_heads) + row % plan.pack // box_heads
+    heads = tile.q_head_group * (plan.pack // box_heads) + row % plan.pack // box_heads
     position = (spans.first_query(ctx, tile, t) + row // plan.pack) // box_positions
-    mO = ctx.maps.mO[None, None, tile.key_head, tile.batch]
+    mO = ctx.maps.mO[None, None, tile.kv_head, tile.batch]
     gO = cute.local_tile(mO, (plan.store_box, plan.Dv), ((heads, position), 0))
     s, g = cpasync.tma_partition(
         ctx.maps.store_o, 0, cute.make_layout(1), cute.group_modes(piece, 0, 2), cute.group_modes(gO, 0, 2)
@@ -138,11 +138,11 @@ def _store_rows(ctx: Context, own: CorrectionThread, piece: cute.Tensor, tile: T
         own_row, chunk = e // chunks, e % chunks
         row = own.warp * WARP + own_row
         i = spans.first_query(ctx, tile, t) + row // plan.pack
-        h = tile.heads * plan.pack + row % plan.pack
+        h = tile.q_head_group * plan.pack + row % plan.pack
         if (i < tile.Sq) & (h < group):
             source = cute.local_tile(piece, (1, 8), (own_row, chunk))
             target = cute.local_tile(
-                ctx.out[tile.first_q + i, tile.key_head * group + h, None], (8,), (chunk,)
+                ctx.out[tile.q_offset + i, tile.kv_head * group + h, None], (8,), (chunk,)
             )
             registers = cute.make_rmem_tensor(8, plan.dtype)
             cute.copy(atom, cute.group_modes(source, 0, 2), registers)

@@ -20,10 +20,10 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from ...common import attn_mask, ring
-from ...common.cta_pair import make_pair, peer_of
+from ...common.cta_pair import make_cta_pair, peer_of
 from ...common.fwd.launch import Maps
-from ...common.fwd.tiles import MESSAGE
-from ...common.launch_params import Rule
+from ...common.fwd.tiles import WORK_TILE_WORDS
+from ...common.launch_params import LaunchParams
 from ...common.ring import Ring
 from ...common.warps import WARPS
 from .. import tmem
@@ -42,12 +42,12 @@ def forward_kernel(
     out: cute.Tensor,
     lse: cute.Tensor,
     lse_low: cute.Tensor | None,
-    tickets: cute.Tensor,
+    tile_counter: cute.Tensor,
     cu_seqlens_q: cute.Tensor | None,
     cu_seqlens_k: cute.Tensor | None,
     mask_args: attn_mask.MaskArgs | None,
     rng_state: cute.Tensor | None,
-    rule: Rule,
+    params: LaunchParams,
     plan: cutlass.Constexpr,
 ) -> None:
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -64,7 +64,7 @@ def forward_kernel(
     numbers = cute.make_layout((ROWS, plan.q_tiles))
     ctx = Context(
         plan=plan,
-        rule=rule,
+        params=params,
         maps=maps,
         layouts=layouts,
         sQ=sQ,
@@ -72,7 +72,7 @@ def forward_kernel(
         sO=sO,
         sScale=memory.allocate_tensor(Float32, numbers, byte_alignment=16),
         sInverse=memory.allocate_tensor(Float32, numbers, byte_alignment=16),
-        message=memory.allocate_array(Int32, MESSAGE * TILE_STAGES),
+        work_tile=memory.allocate_array(Int32, WORK_TILE_WORDS * TILE_STAGES),
         tmem_holder=memory.allocate_array(Int32),
         tile=_ring(memory, TILE_STAGES),
         load_q=_ring(memory, plan.q_tiles),
@@ -82,11 +82,11 @@ def forward_kernel(
         late=_ring(memory, plan.q_tiles),
         o=_ring(memory, plan.q_tiles),
         inverse=_ring(memory, plan.q_tiles),
-        pair=make_pair(memory, peer_of(plan.ctas)),
+        cta_pair=make_cta_pair(memory, peer_of(plan.cluster_size)),
         out=out,
         lse=lse,
         lse_low=lse_low,
-        tickets=tickets,
+        tile_counter=tile_counter,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         mask=None,
@@ -98,9 +98,9 @@ def forward_kernel(
         for atom in (maps.load_q, maps.load_k, maps.load_v, maps.store_o):
             cpasync.prefetch_descriptor(atom)
     if warp == MULTIPLIER:
-        tmem.allocate(ctx.tmem_holder, plan.ctas)
+        tmem.allocate(ctx.tmem_holder, plan.cluster_size)
     tmem.fence_before()
-    _meet(plan.ctas)
+    _meet(plan.cluster_size)
     tmem.fence_after()
 
     if warp >= MULTIPLIER:
@@ -120,10 +120,10 @@ def forward_kernel(
         cute.arch.setmaxregister_decrease(plan.registers.idle)
 
     tmem.fence_before()
-    _meet(plan.ctas)
+    _meet(plan.cluster_size)
     tmem.fence_after()
     if warp == MULTIPLIER:
-        tmem.free(plan.ctas)
+        tmem.free(plan.cluster_size)
 
 
 @cute.jit
@@ -140,17 +140,17 @@ def _initialise(ctx: Context) -> None:
     initialise(ctx.load_q, WARPS if plan.config.o_over_q else 1)
     for edge in (ctx.load_kv, ctx.sequence_end, ctx.o):
         initialise(edge, 1)
-    initialise(ctx.s_p, 2 * WARPS * plan.ctas)
-    initialise(ctx.late, 1, WARPS * plan.ctas)
+    initialise(ctx.s_p, 2 * WARPS * plan.cluster_size)
+    initialise(ctx.late, 1, WARPS * plan.cluster_size)
     initialise(ctx.inverse, WARPS, WARPS)
-    if cutlass.const_expr(plan.ctas > 1):
-        initialise(ctx.pair.handed, 1)
+    if cutlass.const_expr(plan.cluster_size > 1):
+        initialise(ctx.cta_pair.work_ring, 1)
 
 
 @cute.jit
-def _meet(ctas: cutlass.Constexpr) -> None:
+def _meet(cluster_size: cutlass.Constexpr) -> None:
     """All threads, of a pair those of both CTAs: neither may use what the other has not, or no longer."""
-    if cutlass.const_expr(ctas == 1):
+    if cutlass.const_expr(cluster_size == 1):
         cute.arch.sync_threads()
     else:
         cute.arch.cluster_arrive()
@@ -164,7 +164,7 @@ def _masked(ctx: Context, args: attn_mask.MaskArgs | None) -> Context:
 
 def _issues(ctx: Context) -> Int32 | int:
     """One warp issues the products of a pair, that of CTA 0."""
-    return 1 if ctx.plan.ctas == 1 else Int32(1) - ctx.pair.rank
+    return 1 if ctx.plan.cluster_size == 1 else Int32(1) - ctx.cta_pair.rank
 
 
 def _ring(memory: SmemAllocator, stages: int) -> Ring:

@@ -14,7 +14,7 @@ from ....configs.types import Features, Sm100Forward
 from ...common import host, tile_scheduler
 from ...common.attn_mask import MaskArgs
 from ...common.fwd.launch import Maps, compile_for_any, count_tiles
-from ...common.launch_params import Rule
+from ...common.launch_params import LaunchParams
 from ...common.smem_layouts import column_major_layout, row_major_layout
 from ...common.warps import WARP, WARPS
 from .context import Layouts
@@ -30,12 +30,12 @@ def forward(
     out: cute.Tensor,
     lse: cute.Tensor,
     lse_low: cute.Tensor | None,
-    tickets: cute.Tensor,
+    tile_counter: cute.Tensor,
     cu_seqlens_q: cute.Tensor | None,
     cu_seqlens_k: cute.Tensor | None,
     mask: MaskArgs | None,
     rng_state: cute.Tensor | None,
-    rule: Rule,
+    params: LaunchParams,
     plan: cutlass.Constexpr,
     stream: cuda.CUstream,
 ) -> None:
@@ -47,9 +47,9 @@ def forward(
     before and after. No size is 0.
     """
     plan.check()
-    heads, keys = host.by_key_head(q, k), host.positions_first(k)
+    heads, keys = host.by_kv_head(q, k), host.positions_first(k)
     values = cute.make_tensor(v.iterator, cute.select(host.positions_first(v).layout, [1, 0, 2, 3]))
-    outputs = host.by_key_head(out, k)
+    outputs = host.by_kv_head(out, k)
 
     layouts = Layouts(
         q=row_major_layout(plan.dtype, ROWS, plan.D, plan.q_tiles),
@@ -57,7 +57,7 @@ def forward(
         v=column_major_layout(plan.dtype, plan.output.b.columns, plan.keys, 1),
         o=row_major_layout(plan.dtype, WARP, plan.Dv, WARPS),
     )
-    load = cpasync.CopyBulkTensorTileG2SOp(CtaGroup.ONE if plan.ctas == 1 else CtaGroup.TWO)
+    load = cpasync.CopyBulkTensorTileG2SOp(CtaGroup.ONE if plan.cluster_size == 1 else CtaGroup.TWO)
     store = cpasync.CopyBulkTensorTileS2GOp()
     maps = Maps(
         *host.tensor_map(load, heads, layouts.q, (plan.box, plan.D)),
@@ -65,11 +65,22 @@ def forward(
         *host.tensor_map(load, values, layouts.v, (plan.output.b.columns, plan.keys)),
         *host.tensor_map(store, outputs, layouts.o, (plan.store_box, plan.Dv)),
     )
-    tiles = count_tiles(q, maps, cu_seqlens_q, rule, plan)
+    tiles = count_tiles(q, maps, cu_seqlens_q, params, plan)
     kernel = forward_kernel(
-        maps, layouts, out, lse, lse_low, tickets, cu_seqlens_q, cu_seqlens_k, mask, rng_state, rule, plan
+        maps,
+        layouts,
+        out,
+        lse,
+        lse_low,
+        tile_counter,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        mask,
+        rng_state,
+        params,
+        plan,
     )
-    tile_scheduler.launch(kernel, plan, tiles, rule.multiprocessors, stream)
+    tile_scheduler.launch(kernel, plan, tiles, params.num_sms, stream)
 
 
 def compile_forward(features: Features, config: Sm100Forward) -> Any:

@@ -17,7 +17,7 @@ from .plan import TILE_STAGES
 
 
 class Cursors(NamedTuple):
-    ticket: Cursor
+    work_idx: Cursor
     tile: Cursor
     q: Cursor
     kv: Cursor
@@ -29,19 +29,19 @@ def load(ctx: Context) -> None:
     """Every tile's number and Q, then its blocks from the last to the first."""
     shape = tiles.shape(ctx)
     at = Cursors(ring.start(), ring.start(), ring.start(), ring.start(), ring.start())
-    ticket = tile_scheduler.first_ticket(ctx)
-    while ticket < shape.tiles:
-        number = tile_scheduler.request_ticket(ctx, shape.tiles)
-        tile = tiles.decode(ctx, shape, ticket, at.ticket)
+    work_idx = tile_scheduler.initial_work(ctx)
+    while work_idx < shape.num_work:
+        number = tile_scheduler.prefetch_work(ctx, shape.num_work)
+        tile = tiles.decode(ctx, shape, work_idx, at.work_idx)
         if tiles.first_query(ctx, tile) < tile.Sq:
             at = _tile(ctx, tile, at)
-        ticket, ticket_at = tile_scheduler.receive_ticket(ctx, number, at.ticket)
-        at = at._replace(ticket=ticket_at)
+        work_idx, work_at = tile_scheduler.await_work(ctx, number, at.work_idx)
+        at = at._replace(work_idx=work_at)
     ring.wait_empty(ctx.tile, at.tile)
     with cute.arch.elect_one():
         tiles.write_end(ctx, at.tile)
         cute.arch.mbarrier_arrive(ctx.tile.full + at.tile.stage)
-    if cutlass.const_expr(ctx.plan.ctas > 1):
+    if cutlass.const_expr(ctx.plan.cluster_size > 1):
         _wait_for_all(ctx, at.kv)
 
 
@@ -73,18 +73,18 @@ def _tile(ctx: Context, tile: Tile, at: Cursors) -> Cursors:
         n, _ = tiles.block_at(ctx, blocks, span.last - 1 - i)
         kv_at = _load_k(ctx, kv_at, tile, n)
         kv_at, end_at = _load_v(ctx, kv_at, end_at, tile, n)
-    return Cursors(at.ticket, ring.after(at.tile, TILE_STAGES), ring.after(q_at, 1), kv_at, end_at)
+    return Cursors(at.work_idx, ring.after(at.tile, TILE_STAGES), ring.after(q_at, 1), kv_at, end_at)
 
 
 @cute.jit
 def _expect(ctx: Context, full: cute.Pointer, size: cutlass.Constexpr) -> None:
     """What both CTAs of a pair load arrives in the first one."""
-    if cutlass.const_expr(ctx.plan.ctas == 1):
+    if cutlass.const_expr(ctx.plan.cluster_size == 1):
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, size)
-    elif ctx.pair.rank == 0:
+    elif ctx.cta_pair.rank == 0:
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, size * ctx.plan.ctas)
+            cute.arch.mbarrier_arrive_and_expect_tx(full, size * ctx.plan.cluster_size)
 
 
 @cute.jit
@@ -94,9 +94,9 @@ def _load_q(ctx: Context, at: Cursor, tile: Tile, t: cutlass.Constexpr) -> None:
     full = ctx.load_q.full + t
     _expect(ctx, full, copies.stage_bytes(ctx.sQ))
     mQ = cute.domain_offset(
-        ((0, tile.first_q), 0), ctx.maps.mQ[None, None, tile.key_head, _batch(ctx, tile.batch)]
+        ((0, tile.q_offset), 0), ctx.maps.mQ[None, None, tile.kv_head, _batch(ctx, tile.batch)]
     )
-    position = tile.heads, tile.block * ctx.plan.q_tiles + t
+    position = tile.q_head_group, tile.index * ctx.plan.q_tiles + t
     gQ = cute.local_tile(mQ, (ctx.plan.box, ctx.plan.D), (position, 0))
     copies.copy(ctx.maps.load_q, gQ, ctx.sQ[None, None, t], full)
 
@@ -107,9 +107,11 @@ def _load_k(ctx: Context, at: Cursor, tile: Tile, n: Int32) -> Cursor:
     full, stage = ctx.load_kv.full + at.stage, _stage(ctx, ctx.layouts.k, at)
     _expect(ctx, full, copies.stage_bytes(stage))
     mK = cute.domain_offset(
-        (tile.first_k, 0), ctx.maps.mK[None, None, tile.key_head, _batch(ctx, tile.batch)]
+        (tile.k_offset, 0), ctx.maps.mK[None, None, tile.kv_head, _batch(ctx, tile.batch)]
     )
-    gK = cute.local_tile(mK, (ctx.plan.scores.b.rows, ctx.plan.D), (n * ctx.plan.ctas + _rank(ctx), 0))
+    gK = cute.local_tile(
+        mK, (ctx.plan.scores.b.rows, ctx.plan.D), (n * ctx.plan.cluster_size + _rank(ctx), 0)
+    )
     copies.copy(ctx.maps.load_k, gK, stage[None, None, 0], full)
     return ring.after(at, ctx.load_kv.stages)
 
@@ -120,7 +122,7 @@ def _load_v(ctx: Context, at: Cursor, end_at: Cursor, tile: Tile, n: Int32):
     full, left = ctx.load_kv.full + at.stage, tile.Sk - n * ctx.plan.keys
     stage = _stage(ctx, ctx.layouts.v, at)
     mV = cute.domain_offset(
-        (0, tile.first_k), ctx.maps.mV[None, None, tile.key_head, _batch(ctx, tile.batch)]
+        (0, tile.k_offset), ctx.maps.mV[None, None, tile.kv_head, _batch(ctx, tile.batch)]
     )
     gV = cute.local_tile(mV, (ctx.plan.output.b.columns, ctx.plan.keys), (_rank(ctx), n))
     if ctx.plan.features.varlen and left < ctx.plan.keys:
@@ -150,7 +152,7 @@ def _stage(ctx: Context, layout: cute.ComposedLayout, at: Cursor) -> cute.Tensor
 
 def _rank(ctx: Context) -> Int32 | int:
     """Which half of a block this CTA loads."""
-    return 0 if ctx.plan.ctas == 1 else ctx.pair.rank
+    return 0 if ctx.plan.cluster_size == 1 else ctx.cta_pair.rank
 
 
 def _batch(ctx: Context, batch: Int32) -> Int32:

@@ -53,7 +53,7 @@ def multiply(ctx: Context) -> None:
     at = ring.start()
     done = Progress(Int32(0), Int32(0), Int32(0))
     tile = tiles.read(ctx, ctx.tile, at)
-    while tile.block >= 0:
+    while tile.index >= 0:
         ring.release(ctx.tile, at)
         visited = spans.spans_of(ctx, tile)
         # Tensor memory starts at 0, which the assembler does not know: else it would keep the descriptors of
@@ -79,7 +79,7 @@ def _tile(ctx: Context, operands: Operands, visited: Spans, done: Progress) -> N
     for t in cutlass.range_constexpr(plan.q_tiles):  # in a loop, ptxas 13 dies of it for D 192
         ring.wait_full(ctx.load_q, Cursor(Int32(t), done.tiles & 1))
         _scores(ctx, operands, visited.own[t], whole.last - 1, Int32(t), at)
-    umma.commit(ctx.load_kv.empty + at.stage, plan.ctas)
+    umma.commit(ctx.load_kv.empty + at.stage, plan.cluster_size)
     at = ring.after(at, plan.config.kv_stages)
     for i in cutlass.range(whole.last - whole.first, unroll=1):
         at, phases = _block(ctx, operands, visited, whole.last - 1 - i, at, phases)
@@ -95,12 +95,12 @@ def _block(ctx: Context, operands: Operands, visited: Spans, position: Int32, at
         own = spans.of(ctx, visited, t)
         phases = _output(ctx, operands, own, position, t, at, phases)
         if t == plan.q_tiles - 1:
-            umma.commit(ctx.load_kv.empty + at.stage, plan.ctas)
+            umma.commit(ctx.load_kv.empty + at.stage, plan.cluster_size)
         if position > visited.whole.first:
             ring.wait_full(ctx.load_kv, k_at)
             _scores(ctx, operands, own, position - 1, t, k_at)
     if position > visited.whole.first:
-        umma.commit(ctx.load_kv.empty + k_at.stage, plan.ctas)
+        umma.commit(ctx.load_kv.empty + k_at.stage, plan.cluster_size)
     return ring.after(k_at, plan.config.kv_stages), phases
 
 
@@ -111,10 +111,10 @@ def _scores(ctx: Context, operands: Operands, own: Span, position: Int32, t: Int
     if spans.visits(ctx, own, position):
         q, word = operands.q + t * plan.scores.a.units, operands.k + at.stage * _stage_units(ctx)
         umma.issue(plan.scores, t * plan.keys, q, word, False)
-        umma.commit(ctx.s_p.full + t, plan.ctas)
+        umma.commit(ctx.s_p.full + t, plan.cluster_size)
         if cutlass.const_expr(not plan.config.o_over_q):
             if position == own.first:
-                umma.commit(ctx.load_q.empty + t, plan.ctas)
+                umma.commit(ctx.load_q.empty + t, plan.cluster_size)
 
 
 @cute.jit
@@ -133,7 +133,7 @@ def _output(
         tmem.fence_after()
         umma.issue(plan.output, o, p, word, True, first=early)
         if position == own.first:
-            umma.commit(ctx.o.full + t, plan.ctas)
+            umma.commit(ctx.o.full + t, plan.cluster_size)
         phases = phases ^ (1 << t)
     return phases
 

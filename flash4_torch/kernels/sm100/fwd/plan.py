@@ -106,7 +106,7 @@ class Plan(NamedTuple):
         banded = f.left or f.right or f.varlen or f.mask
         if self.q_tiles == 1:
             ragged = self.config.tail and not (banded or f.softcap)
-            if f.dropout and (self.ctas > 1 or ragged):
+            if f.dropout and (self.cluster_size > 1 or ragged):
                 return Registers(208, 128, 128, idle=24)
             if f.dropout and f.float_mask:
                 return Registers(224, 96, 96, idle=24)
@@ -115,7 +115,7 @@ class Plan(NamedTuple):
         if exact and not self.hides_rows:
             return Registers(200, 56, 56, idle=56) if self.config.tail else Registers(192, 64, 64, idle=64)
         middle = self.D <= 96 and f.mask != "bool" and (banded or self.config.polynomial)
-        drops = f.dropout and (self.D <= 64 or middle or (f.softcap and self.ctas > 1))
+        drops = f.dropout and (self.D <= 64 or middle or (f.softcap and self.cluster_size > 1))
         capped = f.softcap and f.right and self.config.polynomial and not (f.left or f.varlen or f.mask)
         if (drops and not exact) or (capped and not f.dropout) or (f.right and self.D > 128):
             return Registers(176, 80, 80, idle=80)
@@ -147,27 +147,27 @@ class Plan(NamedTuple):
         return heads, WARP // heads
 
     @property
-    def ctas(self) -> int:
+    def cluster_size(self) -> int:
         """Of a cluster."""
         return self.config.cluster
 
     @property
     def queries(self) -> int:
         """Query positions of a ticket."""
-        return self.config.queries * self.ctas
+        return self.config.queries * self.cluster_size
 
     @property
     def scores(self) -> Product:
         """S = Q K^T."""
-        return self._product(self.keys, Matrix(ROWS, self.D), Matrix(self.keys // self.ctas, self.D))
+        return self._product(self.keys, Matrix(ROWS, self.D), Matrix(self.keys // self.cluster_size, self.D))
 
     @property
     def output(self) -> Product:
         """O += P V."""
-        return self._product(self.Dv, None, Matrix(self.keys, self.Dv // self.ctas, along_rows=True))
+        return self._product(self.Dv, None, Matrix(self.keys, self.Dv // self.cluster_size, along_rows=True))
 
     def _product(self, N: int, a: Matrix | None, b: Matrix) -> Product:
-        return Product(self.features.dtype, ROWS * self.ctas, N, a, b, self.ctas)
+        return Product(self.features.dtype, ROWS * self.cluster_size, N, a, b, self.cluster_size)
 
     @property
     def early_steps(self) -> int:
@@ -186,7 +186,7 @@ class Plan(NamedTuple):
     @property
     def kv_elements(self) -> int:
         """Of a stage."""
-        return self.keys * max(self.D, self.Dv) // self.ctas
+        return self.keys * max(self.D, self.Dv) // self.cluster_size
 
     @property
     def band(self) -> BandShape:

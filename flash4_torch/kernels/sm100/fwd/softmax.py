@@ -29,7 +29,7 @@ def weigh(ctx: Context, t: Int32) -> None:
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     chance = None
     if cutlass.const_expr(ctx.plan.features.dropout):
-        chance = dropout.load(ctx.rng_state, ctx.rule.drop_byte, ctx.rule.drop_fraction)
+        chance = dropout.load(ctx.rng_state, ctx.params.drop_byte, ctx.params.drop_fraction)
     own = SoftmaxThread(
         t,
         thread % GROUP,
@@ -39,7 +39,7 @@ def weigh(ctx: Context, t: Int32) -> None:
     )
     at, s_at, end_at = ring.start(), Cursor(t, Int32(0)), Cursor(t, Int32(0))
     tile = tiles.read(ctx, ctx.tile, at)
-    while tile.block >= 0:
+    while tile.index >= 0:
         s_at = _blocks(ctx, own, _work(ctx, own, tile), s_at)
         _finish(ctx, own, at, end_at)
         ring.release(ctx.tile, at)
@@ -126,7 +126,7 @@ def _block(
         _add_mask(ctx, t, work, n)
     S = _load_scores(ctx, t)
     if cutlass.const_expr(not biased):
-        scores.change(S, ctx.rule, plan.features)
+        scores.change(S, ctx.params, plan.features)
     seen = (None,) * (plan.keys // PIECE)
     if cutlass.const_expr(masked):
         if cutlass.const_expr(plan.skips_pieces):
@@ -136,7 +136,7 @@ def _block(
             seen = tuple(cuts.sees(cut, begin) for begin in range(0, plan.keys, PIECE))
         else:
             _hide(ctx, work, S, n, words)
-    scale = scores.softmax_scale(ctx.rule, plan.features)
+    scale = scores.softmax_scale(ctx.params, plan.features)
     values = cute.make_tensor(S.iterator, cute.make_layout((1, plan.keys)))
     method = plan.softmax_of(masked)
     update = softmax.update_max(values, t.rows, scale, method)
@@ -151,10 +151,10 @@ def _block(
         if cutlass.const_expr(begin + PIECE == plan.config.early):
             tmem.wait_stores()
             tmem.fence_before()
-            arrive(ctx.s_p.empty + s_at.stage, plan.ctas)
+            arrive(ctx.s_p.empty + s_at.stage, plan.cluster_size)
     tmem.wait_stores()
     tmem.fence_before()
-    arrive(ctx.late.full + s_at.stage, plan.ctas)
+    arrive(ctx.late.full + s_at.stage, plan.cluster_size)
     softmax.end_packed_sum(t.rows, sums)
     return Cursor(s_at.stage, s_at.phase ^ 1)
 
@@ -175,7 +175,7 @@ def _add_mask(ctx: Context, t: SoftmaxThread, work: Work, n: Int32) -> None:
         begin, S = piece * PIECE, cute.make_rmem_tensor(PIECE, Float32)
         tmem.load(t.lanes + begin, S)
         tmem.wait_loads()
-        scores.change(S, ctx.rule, plan.features)
+        scores.change(S, ctx.params, plan.features)
         values = cute.make_tensor(S.iterator, cute.make_layout((1, PIECE)))
         fragment = row_fragment(values, work.position, n * plan.keys + begin)
         attn_mask.change(ctx.mask, work.mask, (), n, fragment)
@@ -256,7 +256,7 @@ def _exp2_and_round(
     kept: tuple,
     rounded: cute.Tensor,
 ) -> tuple:
-    plan, scale = ctx.plan, scores.softmax_scale(ctx.rule, ctx.plan.features)
+    plan, scale = ctx.plan, scores.softmax_scale(ctx.params, ctx.plan.features)
     values = cute.make_tensor(S.iterator, cute.make_layout((1, plan.keys)))
     sums = softmax.exp2_packed(values, sums, update, scale, method, begin, begin + PIECE)
     rounding.round_to(cute.make_tensor(S.iterator + begin, cute.make_layout(PIECE)), rounded)
@@ -273,19 +273,19 @@ def _scale_barrier(t: SoftmaxThread) -> Int32:
 def _finish(ctx: Context, t: SoftmaxThread, at: Cursor, end_at: Cursor) -> None:
     """What normalises O, for the correction warps, and lse."""
     plan, tile = ctx.plan, tiles.read(ctx, ctx.tile, at)  # again: registers are scarce in between
-    scale = scores.softmax_scale(ctx.rule, plan.features)
-    keep_scale = ctx.rule.keep_scale if plan.features.dropout else Float32(1.0)
+    scale = scores.softmax_scale(ctx.params, plan.features)
+    keep_scale = ctx.params.keep_scale if plan.features.dropout else Float32(1.0)
     ends = softmax.finalize(t.rows, scale, keep_scale, plan.softmax)
     ring.wait_empty(ctx.inverse, end_at)
     ctx.sInverse[t.row, t.t] = ends.inverse[0]
     ring.fill(ctx.inverse, end_at)
     group, lse, low = ctx.maps.mQ.shape[0][0], ctx.lse, ctx.lse_low
     position = spans.first_query(ctx, tile, t.t) + t.row // plan.pack
-    h = tile.heads * plan.pack + t.row % plan.pack
+    h = tile.q_head_group * plan.pack + t.row % plan.pack
     if (position < tile.Sq) & (h < group):
-        head = tile.key_head * group + h
+        head = tile.kv_head * group + h
         if cutlass.const_expr(plan.features.varlen):
-            lse[head, tile.first_q + position] = ends.lse[0]
+            lse[head, tile.q_offset + position] = ends.lse[0]
         else:
             lse[tile.batch, head, position] = ends.lse[0]
             if cutlass.const_expr(low is not None):

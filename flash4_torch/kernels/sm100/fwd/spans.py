@@ -53,7 +53,7 @@ def of(ctx: Context, visited: Spans, t: Int32) -> Span:
 
 
 def first_query(ctx: Context, tile: Tile, t: Int32) -> Int32:
-    return (tile.block * ctx.plan.q_tiles + t) * ctx.plan.tokens
+    return (tile.index * ctx.plan.q_tiles + t) * ctx.plan.tokens
 
 
 def last_query(ctx: Context, tile: Tile, first: Int32) -> Int32:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 
 from ...common import attn_mask
-from ...common.cta_pair import Pair
-from ...common.launch_params import Rule
+from ...common.cta_pair import CtaPair
+from ...common.launch_params import LaunchParams
 from ...common.ring import Ring
 from .plan import Plan
 
@@ -60,7 +60,7 @@ class Context:
     """What every role may use."""
 
     plan: Plan
-    rule: Rule
+    params: LaunchParams
     maps: Maps
     sQ: cute.Tensor
     """(queries, D, q_stages)"""
@@ -101,12 +101,12 @@ class Context:
     """P, in the place of dS: only its barriers that say full are used."""
     exchange: Ring | None
     """The other CTA's dS: only its barriers that say full are used."""
-    pair: Pair | None
+    cta_pair: CtaPair | None
     """What the CTAs of a cluster share besides."""
     sequence_end: Ring
     """One stage: rows that the loading warp waits for itself, as other sequences' follow them."""
-    message: cute.Pointer
-    """`MESSAGE` words for each stage of K."""
+    work_tile: cute.Pointer
+    """`WORK_TILE_WORDS` words for each stage of K."""
     sdQ: cute.Tensor
     """(floats of a piece, dq_slots), in the order of `dq_blocks`."""
     errands: cute.Pointer
@@ -118,7 +118,7 @@ class Context:
     dq_acc: cute.Tensor
     dk: cute.Tensor
     dv: cute.Tensor
-    tickets: cute.Tensor
+    tile_counter: cute.Tensor
     turns: cute.Tensor | None
     cu_seqlens_q: cute.Tensor | None
     cu_seqlens_k: cute.Tensor | None

@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import cpasync, warp
 
 from ...common import ring
 from ...common.bwd.tiles import Tile
-from ...common.copies import passing_by
+from ...common.copies import evict_first
 from ...common.ring import Cursor
 from ...common.rounding import round_to
 from ...common.warps import WARP
@@ -31,7 +31,7 @@ def epilogue(ctx: Context, t: Thread, tile: Tile, kv_at: Cursor) -> None:
     # Other warpgroups read this one's K for their dQ, but nobody else reads its V.
     stage_gradient(ctx, t, t.dV, dv_scale(ctx), sV)
     cute.arch.barrier(barrier_id=DONE, number_of_threads=plan.consumers)
-    stage_gradient(ctx, t, t.dK, ctx.rule.scale, sK)
+    stage_gradient(ctx, t, t.dK, ctx.params.scale, sK)
     store_gradients(ctx, t, (dv_target(ctx, sV), dk_target(ctx, sK)), tile)
     ring.release(ctx.load_k, kv_at)
     ring.release(ctx.load_v, kv_at)
@@ -46,7 +46,7 @@ def epilogue_aside(ctx: Context, t: Thread, kv_at: Cursor, slot: Int32) -> None:
     ring.release(ctx.load_v, kv_at)
     plan = ctx.plan
     dv = DV, t.dV, dv_scale(ctx), plan.Dv, slot
-    dk = DK, t.dK, ctx.rule.scale, plan.D, other_slot(ctx, slot)
+    dk = DK, t.dK, ctx.params.scale, plan.D, other_slot(ctx, slot)
     for what, gradient, scale, columns, place in (dv, dk):
         await_empty(place)
         _stage(ctx, t, gradient, scale, slot_of(ctx, place, columns), Int32(0))
@@ -72,7 +72,7 @@ def dv_target(ctx: Context, stage: cute.Tensor) -> Target:
 
 
 def dv_scale(ctx: Context) -> Float32:
-    return ctx.rule.keep_scale if ctx.plan.features.dropout else Float32(1.0)
+    return ctx.params.keep_scale if ctx.plan.features.dropout else Float32(1.0)
 
 
 @cute.jit
@@ -121,14 +121,14 @@ def _store_box(ctx: Context, t: Thread, atom, target: cute.Tensor, stage: cute.T
     """The copy engine leaves out rows beyond the end."""
     box = (WARP_ROWS, cute.size(stage, mode=[1]))
     own = _own_warp(t)
-    place = tile.block * (ctx.plan.keys // WARP_ROWS) + own
-    rows = cute.local_tile(target[None, None, tile.key_head, tile.batch], box, (place, 0))
+    place = tile.index * (ctx.plan.keys // WARP_ROWS) + own
+    rows = cute.local_tile(target[None, None, tile.kv_head, tile.batch], box, (place, 0))
     piece = cute.local_tile(stage, box, (own, 0))
     s, g = cpasync.tma_partition(
         atom, 0, cute.make_layout(1), cute.group_modes(piece, 0, 2), cute.group_modes(rows, 0, 2)
     )
     with cute.arch.elect_one():
-        cute.copy(atom, s, g, **passing_by())
+        cute.copy(atom, s, g, **evict_first())
         cute.arch.cp_async_bulk_commit_group()
 
 
@@ -142,10 +142,10 @@ def _store_rows(
     atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), ctx.plan.dtype, num_bits_per_copy=128)
     for e in cutlass.range(t.lane, WARP_ROWS * chunks, WARP, unroll=1):
         row, chunk = first + e // chunks, e % chunks
-        j = tile.block * ctx.plan.keys + row
+        j = tile.index * ctx.plan.keys + row
         if j < tile.Sk:
             source = cute.local_tile(stage, (1, 8), (row, chunk))
-            place = cute.local_tile(target[tile.first_k + j, tile.key_head, None], (8,), (chunk,))
+            place = cute.local_tile(target[tile.k_offset + j, tile.kv_head, None], (8,), (chunk,))
             registers = cute.make_rmem_tensor(8, ctx.plan.dtype)
             cute.copy(atom, cute.group_modes(source, 0, 2), registers)
             cute.copy(atom, registers, place)

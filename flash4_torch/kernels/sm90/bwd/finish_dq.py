@@ -28,7 +28,7 @@ COLUMNS = 8
 @cute.jit
 def is_last(tile: Tile) -> Boolean:
     """Whether it is drawn as its head's last one: a vote, which is known to be the same in all lanes."""
-    return cute.arch.vote_any_sync(tile.block == 0)
+    return cute.arch.vote_any_sync(tile.index == 0)
 
 
 @cute.jit
@@ -54,7 +54,7 @@ def finish_dq(ctx: Context, t: Thread, dQ: cute.Tensor, slot: Int32, work: Work,
         fetched = cute.make_rmem_tensor(4, Float32)
         cute.autovec_copy(own_four(ctx, t, slot, i), fetched)
         for j in cutlass.range_constexpr(4):
-            dQ[4 * i + j] = (dQ[4 * i + j] + fetched[j]) * ctx.rule.scale
+            dQ[4 * i + j] = (dQ[4 * i + j] + fetched[j]) * ctx.params.scale
     rounded = cute.make_rmem_tensor(dQ.layout, ctx.plan.dtype)
     round_to(dQ, rounded)
     cute.arch.sync_warp()

@@ -20,9 +20,9 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from ...common import attn_mask, dropout, ring
-from ...common.bwd.tiles import MESSAGE
-from ...common.cta_pair import finish_together, make_pair, peer_of, start_together
-from ...common.launch_params import Rule
+from ...common.bwd.tiles import WORK_TILE_WORDS
+from ...common.cta_pair import cluster_sync_exit, cluster_sync_init, make_cta_pair, peer_of
+from ...common.launch_params import LaunchParams
 from ...common.ring import Ring
 from ...common.warps import GROUP, WARP, WARPS
 from .context import Context, Layouts, Maps, Turned
@@ -43,14 +43,14 @@ def backward_kernel(
     dq_acc: cute.Tensor,
     dk: cute.Tensor,
     dv: cute.Tensor,
-    tickets: cute.Tensor,
+    tile_counter: cute.Tensor,
     turns: cute.Tensor | None,
     cu_seqlens_q: cute.Tensor | None,
     cu_seqlens_k: cute.Tensor | None,
     mask_args: attn_mask.MaskArgs | None,
     dmask: cute.Tensor | None,
     rng_state: cute.Tensor | None,
-    rule: Rule,
+    params: LaunchParams,
     plan: cutlass.Constexpr,
 ) -> None:
     thread, _, _ = cute.arch.thread_idx()
@@ -59,19 +59,19 @@ def backward_kernel(
 
     config = plan.config
     memory = SmemAllocator()
-    peer = peer_of(plan.ctas)
+    peer = peer_of(plan.cluster_size)
     sQ, sdO, sK, sV, sdS = (_allocate(memory, plan, layout) for layout in layouts[:5])
     piece = cute.make_layout((plan.blocks.registers * GROUP, plan.dq_slots))
     sdQ = memory.allocate_tensor(Float32, piece, byte_alignment=1024)
     sSlopes, sOtherdS, sOtherK, sOtherKt = None, None, None, None
     if cutlass.const_expr(plan.hands_slopes_over):
         sSlopes = _allocate(memory, plan, layouts.ds)
-    if cutlass.const_expr(plan.ctas > 1):
+    if cutlass.const_expr(plan.cluster_size > 1):
         sOtherdS, sOtherK = (_allocate(memory, plan, layout) for layout in (layouts.ds, layouts.other_k))
         sOtherKt = _turned(sOtherK, turned.other_k)
     # What is aligned to 1024 bytes comes before: nothing is lost between.
     weights = _ring(memory, config.ds_stages) if config.split else None
-    exchange = _ring(memory, config.ds_stages) if plan.ctas > 1 else None
+    exchange = _ring(memory, config.ds_stages) if plan.cluster_size > 1 else None
     kept, sKept = None, None
     if cutlass.const_expr(plan.features.dropout):
         kept = _ring(memory, config.q_stages)
@@ -82,7 +82,7 @@ def backward_kernel(
         sNaturalLse, sLseLow = (memory.allocate_tensor(Float32, rows_of_q, 16) for _ in range(2))
     ctx = Context(
         plan=plan,
-        rule=rule,
+        params=params,
         maps=maps,
         sQ=sQ,
         sQt=_turned(sQ, turned.q),
@@ -107,9 +107,9 @@ def backward_kernel(
         share_ds=_ring(memory, config.ds_stages, peer),
         weights=weights,
         exchange=exchange,
-        pair=make_pair(memory, peer),
+        cta_pair=make_cta_pair(memory, peer),
         sequence_end=_ring(memory, 1),
-        message=memory.allocate_array(Int32, MESSAGE * config.kv_stages),
+        work_tile=memory.allocate_array(Int32, WORK_TILE_WORDS * config.kv_stages),
         sdQ=sdQ,
         errands=memory.allocate_array(Int64, WORDS * plan.dq_slots),
         kept=kept,
@@ -118,7 +118,7 @@ def backward_kernel(
         dq_acc=dq_acc,
         dk=dk,
         dv=dv,
-        tickets=tickets,
+        tile_counter=tile_counter,
         turns=turns,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
@@ -134,15 +134,15 @@ def backward_kernel(
         for edge in (ctx.weights, ctx.exchange):
             if cutlass.const_expr(edge is not None):
                 ring.initialise(edge, 1, writers=WARPS)
-        if cutlass.const_expr(plan.ctas > 1):
-            ring.initialise(ctx.pair.handed, 1)
+        if cutlass.const_expr(plan.cluster_size > 1):
+            ring.initialise(ctx.cta_pair.work_ring, 1)
         if cutlass.const_expr(plan.features.dropout):
             ring.initialise(ctx.kept, plan.consumer_warps, writers=plan.drawers)
         cute.arch.mbarrier_init_fence()
         for atom in maps[:14:2]:
             if cutlass.const_expr(atom is not None):
                 cpasync.prefetch_descriptor(atom)
-    start_together(plan.ctas)
+    cluster_sync_init(plan.cluster_size)
 
     if group == 0:
         cute.arch.setmaxregister_decrease(plan.registers.producer)
@@ -161,7 +161,7 @@ def backward_kernel(
                 make_ds(_masked(ctx, mask_args))
         else:
             consume(_masked(ctx, mask_args), group - 1)
-    finish_together(plan.ctas)
+    cluster_sync_exit(plan.cluster_size)
 
 
 def _masked(ctx: Context, args: attn_mask.MaskArgs | None) -> Context:

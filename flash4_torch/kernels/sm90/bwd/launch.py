@@ -13,7 +13,7 @@ from ....configs.types import Features, Sm90Backward
 from ...common import host, tile_scheduler
 from ...common.attn_mask import MaskArgs
 from ...common.bwd.launch import compile_for_any, map_of
-from ...common.launch_params import Rule
+from ...common.launch_params import LaunchParams
 from ...common.smem_layouts import column_major_layout, row_major_layout
 from ..warps import ROWS, WARP_ROWS
 from .context import Layouts, Maps, Turned
@@ -33,14 +33,14 @@ def backward(
     dq: cute.Tensor | None,
     dk: cute.Tensor,
     dv: cute.Tensor,
-    tickets: cute.Tensor,
+    tile_counter: cute.Tensor,
     turns: cute.Tensor | None,
     cu_seqlens_q: cute.Tensor | None,
     cu_seqlens_k: cute.Tensor | None,
     mask: MaskArgs | None,
     dmask: cute.Tensor | None,
     rng_state: cute.Tensor | None,
-    rule: Rule,
+    params: LaunchParams,
     plan: cutlass.Constexpr,
     stream: cuda.CUstream,
 ) -> None:
@@ -65,7 +65,7 @@ def backward(
     rows, grads, keys, values, dkeys, dvalues = map(host.positions_first, (q, dout, k, v, dk, dv))
     config = plan.config
     part = plan.blocks.piece_columns
-    paired, half = plan.ctas > 1, plan.D // 2
+    paired, half = plan.cluster_size > 1, plan.D // 2
     layouts = Layouts(
         q=row_major_layout(plan.dtype, plan.queries, plan.D, config.q_stages),
         do=row_major_layout(plan.dtype, plan.queries, plan.Dv, config.do_stages),
@@ -105,9 +105,9 @@ def backward(
     sequences = k.shape[0]
     if cutlass.const_expr(plan.features.varlen):
         sequences = cu_seqlens_k.shape[0] - 1
-    tickets_of_all = dkeys.shape[2] * sequences
+    num_work = dkeys.shape[2] * sequences
     if cutlass.const_expr(not plan.whole_heads):
-        tickets_of_all = cute.ceil_div(rule.longest, plan.ticket_keys) * tickets_of_all
+        num_work = cute.ceil_div(params.max_seqlen, plan.cluster_keys) * num_work
     kernel = backward_kernel(
         maps,
         layouts,
@@ -116,17 +116,17 @@ def backward(
         dq_acc,
         dk,
         dv,
-        tickets,
+        tile_counter,
         turns,
         cu_seqlens_q,
         cu_seqlens_k,
         mask,
         dmask,
         rng_state,
-        rule,
+        params,
         plan,
     )
-    tile_scheduler.launch(kernel, plan, tickets_of_all, rule.multiprocessors, stream)
+    tile_scheduler.launch(kernel, plan, num_work, params.num_sms, stream)
 
 
 def compile_backward(features: Features, config: Sm90Backward) -> Any:

@@ -10,9 +10,9 @@ from cutlass import Int16, Int32, Uint32
 
 from ...common import ring, tile_scheduler
 from ...common.bwd import tiles
-from ...common.bwd.loads import barrier_of, batch_of, box, copy_statistics, finish_end, say_that_all_is_done
+from ...common.bwd.loads import barrier_of, batch_of, box, copy_statistics, finish_end, signal_end
 from ...common.bwd.tiles import Place, Shape, Tile
-from ...common.copies import copy, passing_by, stage_bytes
+from ...common.copies import copy, evict_first, stage_bytes
 from ...common.ring import Cursor, Ring
 from .context import Context
 
@@ -21,7 +21,7 @@ _KEYS_AT_ONCE = 12
 
 
 class Cursors(NamedTuple):
-    ticket: Cursor
+    work_idx: Cursor
     kv: Cursor
     q: Cursor
     do: Cursor
@@ -33,39 +33,39 @@ def load(ctx: Context) -> None:
     """Every tile's K, V and number, and its blocks of rows in the order in which consumers take them."""
     shape = tiles.shape(ctx)
     at = Cursors(ring.start(), ring.start(), ring.start(), ring.start(), ring.start())
-    ticket = tile_scheduler.first_ticket(ctx)
-    while ticket < shape.tiles:
-        number = tile_scheduler.request_ticket(ctx, shape.tiles)
-        tile = _tile(ctx, shape, ticket)
+    work_idx = tile_scheduler.initial_work(ctx)
+    while work_idx < shape.num_work:
+        number = tile_scheduler.prefetch_work(ctx, shape.num_work)
+        tile = _tile(ctx, shape, work_idx)
         if cutlass.const_expr(ctx.plan.whole_heads):
-            for _ in cutlass.range(shape.blocks, unroll=1):
+            for _ in cutlass.range(shape.tiles_per_head, unroll=1):
                 at = _load_tile(ctx, at, tile)
-                tile = tile._replace(block=tile.block - 1)
+                tile = tile._replace(index=tile.index - 1)
         elif tiles.first_key(ctx, tile) < tile.Sk:
             at = _load_tile(ctx, at, tile)
-        ticket, ticket_at = tile_scheduler.receive_ticket(ctx, number, at.ticket)
-        at = at._replace(ticket=ticket_at)
-    say_that_all_is_done(ctx, at.kv)
+        work_idx, work_at = tile_scheduler.await_work(ctx, number, at.work_idx)
+        at = at._replace(work_idx=work_at)
+    signal_end(ctx, at.kv)
 
 
 @cute.jit
-def _tile(ctx: Context, shape: Shape, ticket: Uint32) -> Tile:
-    """Where heads are inside, `section` may be negative: so many tiles of one key head come together.
+def _tile(ctx: Context, shape: Shape, work_idx: Uint32) -> Tile:
+    """With heads inside `heads_per_section` may be negative: so many tiles of one KV head come together.
 
     They read the same rows at the same time. Long ones, of all heads, come before shorter ones.
     """
     if cutlass.const_expr(ctx.plan.whole_heads):
-        return tiles.tile_of(ctx, shape, Uint32(0), ticket)
+        return tiles.tile_of(ctx, shape, Uint32(0), work_idx)
     if cutlass.const_expr(not ctx.plan.heads_inside):
-        return tiles.decode(ctx, shape, ticket)
+        return tiles.decode(ctx, shape, work_idx)
     step, head = Uint32(0), Uint32(0)
-    if ctx.rule.section > 0:
-        step, head = tile_scheduler.step_and_head(ctx, shape.blocks, shape.tiles, ticket)
+    if ctx.params.heads_per_section > 0:
+        step, head = tile_scheduler.decode_work(ctx, shape.tiles_per_head, shape.num_work, work_idx)
     else:
-        length, heads = Uint32(-ctx.rule.section), shape.tiles // shape.blocks
-        run = ticket // (length * heads)
-        rest = ticket - run * (length * heads)
-        in_run = cutlass.min(length, shape.blocks - run * length)
+        length, heads = Uint32(-ctx.params.heads_per_section), shape.num_work // shape.tiles_per_head
+        run = work_idx // (length * heads)
+        rest = work_idx - run * (length * heads)
+        in_run = cutlass.min(length, shape.tiles_per_head - run * length)
         head = rest // in_run
         step = run * length + rest - head * in_run
     return tiles.tile_of(ctx, shape, step, head)
@@ -94,19 +94,19 @@ def _load_tile(ctx: Context, at: Cursors, tile: Tile) -> Cursors:
                 place = tiles.next_place(ctx, tile, place)
     else:
         for h in cutlass.range(heads, unroll=1):
-            head = tile.key_head * heads + h
+            head = tile.kv_head * heads + h
             blocks = tiles.blocks_of(ctx, tile, span, head)
             for position in cutlass.range(blocks.span.first, blocks.span.last, unroll=1):
                 n, _ = tiles.block_at(ctx, blocks, position)
                 q_at, do_at, end_at = _load_block(ctx, q_at, do_at, end_at, tile, head, n)
-    return Cursors(at.ticket, ring.after(at.kv, ctx.plan.config.kv_stages), q_at, do_at, end_at)
+    return Cursors(at.work_idx, ring.after(at.kv, ctx.plan.config.kv_stages), q_at, do_at, end_at)
 
 
 @cute.jit
 def _load_place(
     ctx: Context, q_at: Cursor, do_at: Cursor, end_at: Cursor, tile: Tile, place: Place
 ) -> tuple[Cursor, Cursor, Cursor]:
-    head = tile.key_head * tiles.group(ctx) + place.h
+    head = tile.kv_head * tiles.group(ctx) + place.h
     return _load_block(ctx, q_at, do_at, end_at, tile, head, place.n)
 
 
@@ -145,7 +145,7 @@ def _load_keys(
 ) -> Cursor:
     """K or V of the tile; rows beyond the end are zeros. `tells`: which tile it is comes with it."""
     ring.wait_empty(edge, at)
-    left = tile.Sk - tile.block * ctx.plan.keys
+    left = tile.Sk - tile.index * ctx.plan.keys
     full = barrier_of(ctx, edge, at, left, ctx.plan.keys)
     others = stage_bytes(ctx.sOtherK) if tells and ctx.sOtherK is not None else 0
     with cute.arch.elect_one():
@@ -154,13 +154,16 @@ def _load_keys(
             if cutlass.const_expr(ctx.plan.tells_turns):
                 tiles.write_turn(ctx, at, tile)
         cute.arch.mbarrier_arrive_and_expect_tx(full, stage_bytes(target) + others)
-    place = tiles.head_of_keys(ctx, tile), batch_of(ctx, tile.batch)
-    rows = cute.domain_offset((tile.first_k, 0), source[(None, None, *place)])
+    place = tiles.kv_head_of(ctx, tile), batch_of(ctx, tile.batch)
+    rows = cute.domain_offset((tile.k_offset, 0), source[(None, None, *place)])
     stage = target[None, None, at.stage]
-    copy(atom, box(rows, stage, tile.block), stage, full, _KEYS_AT_ONCE, **passing_by())
+    copy(atom, box(rows, stage, tile.index), stage, full, _KEYS_AT_ONCE, **evict_first())
     if cutlass.const_expr(others):
-        columns, size = ctx.sOtherK[None, None, at.stage], (ctx.plan.keys, ctx.plan.D // ctx.plan.ctas)
-        place = tile.block ^ 1, ctx.pair.rank
+        columns, size = (
+            ctx.sOtherK[None, None, at.stage],
+            (ctx.plan.keys, ctx.plan.D // ctx.plan.cluster_size),
+        )
+        place = tile.index ^ 1, ctx.cta_pair.rank
         copy(ctx.maps.load_other_k, cute.local_tile(rows, size, place), columns, full, _KEYS_AT_ONCE)
     return finish_end(ctx, edge, at, end_at, stage, left, ctx.plan.keys)
 
@@ -180,14 +183,14 @@ def _load_rows(
         )
         for numbers, which in statistics:
             copy_statistics(ctx, numbers[None, at.stage], which, tile, head, n, full)
-    rows = cute.domain_offset((tile.first_q, 0), source[None, None, head, batch_of(ctx, tile.batch)])
+    rows = cute.domain_offset((tile.q_offset, 0), source[None, None, head, batch_of(ctx, tile.batch)])
     stage = target[None, None, at.stage]
     rows = box(rows, stage, n)
-    if cutlass.const_expr(ctx.plan.ctas == 1):
+    if cutlass.const_expr(ctx.plan.cluster_size == 1):
         copy(atom, rows, stage, full)
     else:
         # Half of it for both CTAs; it arrives at the barriers `full` of both.
-        half = (0, ctx.pair.rank) if share[0] == ctx.plan.queries else (ctx.pair.rank, 0)
+        half = (0, ctx.cta_pair.rank) if share[0] == ctx.plan.queries else (ctx.cta_pair.rank, 0)
         part, place = (cute.local_tile(x, share, half) for x in (rows, stage))
-        copy(atom, part, place, full, mcast_mask=Int16((1 << ctx.plan.ctas) - 1))
+        copy(atom, part, place, full, mcast_mask=Int16((1 << ctx.plan.cluster_size) - 1))
     return finish_end(ctx, edge, at, end_at, stage, left, ctx.plan.queries)

@@ -56,7 +56,7 @@ def _tiles(ctx: Context, t: Thread) -> Cursors:
     kv_at = ring.start()
     at = start(ctx, t)
     tile = tiles.read(ctx, kv_at)
-    while tile.block >= 0:
+    while tile.index >= 0:
         ring.wait_full(ctx.load_q, at.q)
         _issue_scores(ctx, t, kv_at, at.q)
         ring.wait_full(ctx.load_v, kv_at)
@@ -95,12 +95,12 @@ def _tiles_overlapped(ctx: Context, t: Thread) -> Cursors:
     tile = tiles.read(ctx, kv_at)
     if cutlass.const_expr(plan.features.varlen):
         # A CTA may draw no tile that has keys.
-        if tile.block >= 0:
+        if tile.index >= 0:
             ring.wait_full(ctx.load_q, at.q)
     else:
         ring.wait_full(ctx.load_q, at.q)
     _issue_scores(ctx, t, kv_at, at.q)
-    while tile.block >= 0:
+    while tile.index >= 0:
         ring.wait_full(ctx.load_v, kv_at)
         next_at, next_tile = ring.after(kv_at, plan.config.kv_stages), tile
         if cutlass.const_expr(not plan.whole_heads):
@@ -125,7 +125,7 @@ def _blocks_overlapped(
     dQ, after = _block_to_dq(ctx, t, work, n, started, plan.masks, at)
     next_at = ring.after(kv_at, plan.config.kv_stages)
     next_tile = tiles.read(ctx, next_at)
-    if next_tile.block >= 0:
+    if next_tile.index >= 0:
         ring.wait_full(ctx.load_q, after.q)
     _issue_scores(ctx, t, next_at, after.q)
     wgmma.wait(1)
@@ -143,7 +143,7 @@ def _last_block(ctx: Context, t: Thread, work: Work, n: Int32, started: Boolean,
     """If only the first warpgroup sees something of it, only its keys take part."""
     if cutlass.const_expr(not ctx.plan.skips_hidden):
         return _block(ctx, t, work, n, started, ctx.plan.masks, True, at)
-    first_of_others = work.tile.block * ctx.plan.keys + ROWS
+    first_of_others = work.tile.index * ctx.plan.keys + ROWS
     after = at
     if (n + 1) * ctx.plan.queries > first_of_others + work.band.lowest:
         after = _block(ctx, t, work, n, started, True, True, at)

@@ -88,14 +88,14 @@ class Plan(NamedTuple):
         return self.config.keys
 
     @property
-    def ctas(self) -> int:
+    def cluster_size(self) -> int:
         """Of a cluster."""
         return self.config.cluster
 
     @property
-    def ticket_keys(self) -> int:
+    def cluster_keys(self) -> int:
         """Of a ticket: a tile, or a cluster's tiles."""
-        return self.config.ticket_keys
+        return self.config.cluster_keys
 
     @property
     def q_share(self) -> tuple[int, int]:
@@ -108,9 +108,9 @@ class Plan(NamedTuple):
 
     def _share(self, columns: int) -> tuple[int, int]:
         """Columns are shared out where they fill whole copies, of 64 each: fewer copies than by rows."""
-        if columns % (64 * self.ctas) == 0:
-            return self.queries, columns // self.ctas
-        return self.queries // self.ctas, columns
+        if columns % (64 * self.cluster_size) == 0:
+            return self.queries, columns // self.cluster_size
+        return self.queries // self.cluster_size, columns
 
     @property
     def warpgroups(self) -> int:
@@ -147,7 +147,7 @@ class Plan(NamedTuple):
     @property
     def mask(self) -> MaskPlan:
         """How the tables of attn_mask, transposed, cut it into blocks: its rows are keys."""
-        return MaskPlan(self.features.mask, self.ticket_keys, self.queries)
+        return MaskPlan(self.features.mask, self.cluster_keys, self.queries)
 
     @property
     def descends(self) -> bool:
@@ -169,8 +169,8 @@ class Plan(NamedTuple):
         takes them, and the pairs' loops, for different in each. With whole heads there are no turns, but what
         the tile before has visited is told the same way.
         """
-        told = self.features.deterministic and self.config.split and self.heads_inside
-        return self.whole_heads or (told and not self.features.varlen)
+        num_words = self.features.deterministic and self.config.split and self.heads_inside
+        return self.whole_heads or (num_words and not self.features.varlen)
 
     @property
     def whole_heads(self) -> bool:

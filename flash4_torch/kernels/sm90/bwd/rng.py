@@ -20,22 +20,22 @@ def draw(ctx: Context, drawer: Int32) -> None:
     Drawing warps take turns at four strips, from block to block.
     """
     plan = ctx.plan
-    chance = dropout.load(ctx.rng_state, ctx.rule.drop_byte, ctx.rule.drop_fraction)
+    chance = dropout.load(ctx.rng_state, ctx.params.drop_byte, ctx.params.drop_fraction)
     heads, turn = tiles.group(ctx), drawer
     kv_at, at = ring.start(), ring.start()
     tile = tiles.read(ctx, kv_at)
-    while tile.block >= 0:
+    while tile.index >= 0:
         ring.release(ctx.load_k, kv_at)
-        first, span = tile.block * plan.keys, tiles.span_of(ctx, tile)
+        first, span = tile.index * plan.keys, tiles.span_of(ctx, tile)
         if cutlass.const_expr(plan.heads_inside):
             place = tiles.first_place(ctx, tile, span)
             for _ in cutlass.range((span.last - span.first) * heads, unroll=1):
-                drawn = tile.batch * ctx.maps.mQ.shape[2] + tile.key_head * heads + place.h
+                drawn = tile.batch * ctx.maps.mQ.shape[2] + tile.kv_head * heads + place.h
                 turn = _draw_block(ctx, chance, drawn, first, place.n, turn, at)
                 at, place = ring.after(at, plan.config.q_stages), tiles.next_place(ctx, tile, place)
         else:
             for h in cutlass.range(heads, unroll=1):
-                head = tile.key_head * heads + h
+                head = tile.kv_head * heads + h
                 blocks = tiles.blocks_of(ctx, tile, span, head)
                 drawn = tile.batch * ctx.maps.mQ.shape[2] + head
                 for position in cutlass.range(blocks.span.first, blocks.span.last, unroll=1):

@@ -46,7 +46,7 @@ def make_weights(ctx: Context) -> None:
     t = _thread(S, None, wgmma.output_accumulator(plan.dtype, plan.Dv), held)
     at, kv_at = _start(ctx, 0), ring.start()
     tile = tiles.read(ctx, kv_at)
-    while tile.block >= 0:
+    while tile.index >= 0:
         if cutlass.const_expr(held is not None):
             wgmma.hold(held, ctx.sK[None, None, kv_at.stage], t.index)
         _begin(ctx, t, kv_at, 0, at)
@@ -73,7 +73,7 @@ def make_ds(ctx: Context) -> None:
     t = _thread(dP, wgmma.output_accumulator(plan.dtype, plan.D), None, held)
     at, kv_at = _start(ctx, 1), ring.start()
     tile = tiles.read(ctx, kv_at)
-    while tile.block >= 0:
+    while tile.index >= 0:
         ring.wait_full(ctx.load_v, kv_at)
         if cutlass.const_expr(held is not None):
             wgmma.hold(held, ctx.sV[None, None, kv_at.stage], t.index)
@@ -82,7 +82,7 @@ def make_ds(ctx: Context) -> None:
         ring.release(ctx.load_v, kv_at)
         cute.arch.barrier(barrier_id=DONE, number_of_threads=plan.consumers)
         stage = ctx.sK[None, None, kv_at.stage]
-        stage_gradient(ctx, t, t.dK, ctx.rule.scale, stage)
+        stage_gradient(ctx, t, t.dK, ctx.params.scale, stage)
         store_gradients(ctx, t, (dk_target(ctx, stage),), tile)
         ring.release(ctx.load_k, kv_at)
         kv_at = ring.after(kv_at, plan.config.kv_stages)
@@ -147,7 +147,7 @@ def _ds_block(
     share(ctx, t, dS, ctx.sdS[None, None, at.ds.stage])
     cute.arch.fence_view_async_shared()
     ring.fill(ctx.share_ds, at.ds)
-    if cutlass.const_expr(plan.ctas > 1):
+    if cutlass.const_expr(plan.cluster_size > 1):
         _send(ctx, t, at.ds)
     ring.wait_full(ctx.load_q, at.q)
     wgmma.accumulate(t.dK, dS, ctx.sQt[None, None, at.q.stage], add)
@@ -176,7 +176,7 @@ def _finish(
             _begin(ctx, t, work.kv, warpgroup, after)
             under_way = 1
         if cutlass.const_expr(i == 0):
-            wgmma.wait(plan.ctas + under_way)
+            wgmma.wait(plan.cluster_size + under_way)
             if cutlass.const_expr(warpgroup == 0):
                 ring.release(ctx.load_do, at.do)
             else:
@@ -230,7 +230,7 @@ def _issue_dq(
     dQ, box = wgmma.output_accumulator(ctx.plan.dtype, columns), (columns, ctx.plan.keys)
     keys, own = ctx.sKt[None, None, work.kv.stage], ctx.sdS[None, None, at.ds.stage]
     wgmma.transposed(dQ, own, cute.local_tile(keys, box, (_first_piece(ctx) + place, 0)))
-    if cutlass.const_expr(ctx.plan.ctas > 1):
+    if cutlass.const_expr(ctx.plan.cluster_size > 1):
         others, received = ctx.sOtherKt[None, None, work.kv.stage], ctx.sOtherdS[None, None, at.ds.stage]
         if cutlass.const_expr(first):
             ring.wait_full(ctx.exchange, at.ds)
@@ -241,7 +241,9 @@ def _issue_dq(
 def _first_piece(ctx: Context) -> Int32:
     """Which range of dQ's columns is the first that this CTA adds."""
     config = ctx.plan.config
-    return Int32(0) if ctx.plan.ctas == 1 else ctx.pair.rank * (config.warpgroups * config.dq_passes)
+    return (
+        Int32(0) if ctx.plan.cluster_size == 1 else ctx.cta_pair.rank * (config.warpgroups * config.dq_passes)
+    )
 
 
 @cute.jit
@@ -299,5 +301,5 @@ def _send(ctx: Context, t: Thread, ds_at: Cursor) -> None:
             " mapa.shared::cluster.u32 barrier, {$r2}, {$r3};"
             " cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
             f" [to], [{{$r1}}], {count}, [barrier]; }}",
-            read_only_args=[target + offset, source + offset, full.toint(), ctx.pair.rank ^ 1],
+            read_only_args=[target + offset, source + offset, full.toint(), ctx.cta_pair.rank ^ 1],
         )

@@ -17,7 +17,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from ...common.bwd import tiles
-from ...common.copies import passing_by
+from ...common.copies import evict_first
 from ...common.ring import Cursor
 from ...common.smem_layouts import row_major_layout
 from ...common.warps import GROUP, WARP, WARPS
@@ -103,7 +103,7 @@ def _block(ctx: Context, work: Work, n: Int32) -> Int64:
     row = Int32(0)
     if cutlass.const_expr(ctx.plan.whole_heads):
         own, _, _ = cute.arch.block_idx()
-        row = (own - tile.key_head) * tiles.group(ctx) + work.head
+        row = (own - tile.kv_head) * tiles.group(ctx) + work.head
     else:
         row = tiles.row_of_workspace(ctx, tile, work.head)
     return Int64(row) * count + (tiles.first_block(ctx, tile) + n)
@@ -138,8 +138,8 @@ def hand_dq(ctx: Context, t: Thread, slot: Int32, work: Work, n: Int32) -> None:
 @cute.jit
 def place_of_gradient(ctx: Context, kv_at: Cursor) -> tuple:
     """The tile's block, key head and batch, once more: `tile`'s own numbers stay in uniform registers."""
-    message = ctx.message + kv_at.stage * tiles.MESSAGE
-    return tuple(cute.arch.load(message + i, Int32) for i in range(3))
+    work_tile = ctx.work_tile + kv_at.stage * tiles.WORK_TILE_WORDS
+    return tuple(cute.arch.load(work_tile + i, Int32) for i in range(3))
 
 
 @cute.jit
@@ -341,7 +341,7 @@ def _store_rows(atom, stage: cute.Tensor, target: cute.Tensor, row: Int32, colum
     s, g = cpasync.tma_partition(
         atom, 0, cute.make_layout(1), cute.group_modes(stage, 0, 2), cute.group_modes(rows, 0, 2)
     )
-    cute.copy(atom, s, g, **passing_by())
+    cute.copy(atom, s, g, **evict_first())
 
 
 @cute.jit

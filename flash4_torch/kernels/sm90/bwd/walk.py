@@ -117,7 +117,7 @@ def _blocks_down(
 @cute.jit
 def _of_head(ctx: Context, work: Work, h: Int32) -> Work:
     """The tile's work for another head of the group."""
-    head = work.tile.key_head * tiles.group(ctx) + h
+    head = work.tile.kv_head * tiles.group(ctx) + h
     return Work(work.tile, work.kv, work.band, work.span, work.turn, work.positions, head, work.blocks)
 
 
@@ -125,8 +125,8 @@ def _of_head(ctx: Context, work: Work, h: Int32) -> Work:
 def _work(ctx: Context, t: Thread, tile: Tile, kv_at: Cursor, h: Int32) -> Work:
     """For the h-th query head of the tile's group."""
     plan = ctx.plan
-    first = tile.block * plan.keys + t.warpgroup * ROWS + t.row
-    positions, head = (first, first + 8), tile.key_head * tiles.group(ctx) + h
+    first = tile.index * plan.keys + t.warpgroup * ROWS + t.row
+    positions, head = (first, first + 8), tile.kv_head * tiles.group(ctx) + h
     span, turn = tiles.span_of(ctx, tile), None
     if cutlass.const_expr(plan.features.deterministic and not plan.tells_turns):
         turn = tiles.turn_of(ctx, tile)
@@ -204,7 +204,7 @@ def _blocks_cut_anywhere(
 def _whole(ctx: Context, work: Work) -> tuple:
     """The first block that neither the band nor the end of Sk cuts, and the first one after those."""
     plan, tile, span, band = ctx.plan, work.tile, work.span, work.band
-    first = tile.block * plan.keys
+    first = tile.index * plan.keys
     start, end = span.first, span.last
     if cutlass.const_expr(plan.band.left):
         lowest = cutlass.max(first + plan.keys - 1 + band.lowest, 0)

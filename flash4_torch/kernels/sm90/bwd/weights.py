@@ -59,7 +59,7 @@ def weigh(
     plan = ctx.plan
     features = plan.features if masked else plan.features.without_float_mask
     P, slopes, kept = wgmma.weights_fragment(plan.dtype, plan.queries), None, None
-    scores.change(t.S, ctx.rule, features)
+    scores.change(t.S, ctx.params, features)
     if cutlass.const_expr(features.softcap):
         slopes = wgmma.weights_fragment(plan.dtype, plan.queries)
         _slopes(ctx, t, slopes, features)
@@ -72,7 +72,7 @@ def weigh(
             bands.hide(work.band, plan.band, fragment)
         if cutlass.const_expr(plan.config.tail):
             _hide_rows(fragment, work.tile.Sk)
-    scale = scores.softmax_scale(ctx.rule, features)
+    scale = scores.softmax_scale(ctx.params, features)
     lse, low = columns_of(ctx.sLse[None, q_at.stage], t), None
     if cutlass.const_expr(features.float_mask):
         lse, low = (columns_of(stats[None, q_at.stage], t) for stats in (ctx.sNaturalLse, ctx.sLseLow))
@@ -103,7 +103,7 @@ def take_kept(ctx: Context, t: Thread, q_at: Cursor) -> cute.Tensor:
 @cute.jit
 def _slopes(ctx: Context, t: Thread, slopes: cute.Tensor, features: cutlass.Constexpr) -> None:
     """Derivatives of the capped scores."""
-    inverse = 1.0 / (ctx.rule.softcap * scores.unit(features))
+    inverse = 1.0 / (ctx.params.softcap * scores.unit(features))
     for j in cutlass.range_constexpr(cute.size(t.S) // 4):
         values = cute.make_rmem_tensor(4, Float32)
         for i in cutlass.range_constexpr(4):
@@ -141,7 +141,7 @@ def differentiate(
         for i in cutlass.range_constexpr(4):
             gradient = dP[4 * j + i]
             if cutlass.const_expr(features.dropout):
-                gradient = gradient * ctx.rule.keep_scale
+                gradient = gradient * ctx.params.keep_scale
             dP[4 * j + i] = weights[i] * (gradient - of_column[i % 2])
     if cutlass.const_expr(features.dmask):
         add_dmask(ctx, work, n, wgmma_fragment(dP, work.positions, n * ctx.plan.queries, t.lane))

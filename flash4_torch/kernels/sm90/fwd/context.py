@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 
 from ...common import attn_mask
-from ...common.cta_pair import Pair
+from ...common.cta_pair import CtaPair
 from ...common.fwd.launch import Maps
-from ...common.launch_params import Rule
+from ...common.launch_params import LaunchParams
 from ...common.ring import Ring
 from .plan import Plan
 
@@ -29,7 +29,7 @@ class Context:
     """What every role may use."""
 
     plan: Plan
-    rule: Rule
+    params: LaunchParams
     maps: Maps
     sQ: cute.Tensor
     """(64, D, q_stages * warpgroups)"""
@@ -46,17 +46,17 @@ class Context:
     load_v: Ring
     sequence_end: Ring
     """One stage: values that the loading warp waits for itself, as other sequences' follow them."""
-    message: cute.Pointer
-    """`MESSAGE` words for each stage of Q."""
+    work_tile: cute.Pointer
+    """`WORK_TILE_WORDS` words for each stage of Q."""
     kept: Ring | None
     sKept: cute.Tensor | None
     """(32, words, consumer warps, kv_stages): see `dropout.take`."""
-    pair: Pair | None
+    cta_pair: CtaPair | None
     """What the CTAs of a cluster share besides K and V."""
     out: cute.Tensor
     lse: cute.Tensor
     lse_low: cute.Tensor | None
-    tickets: cute.Tensor
+    tile_counter: cute.Tensor
     cu_seqlens_q: cute.Tensor | None
     cu_seqlens_k: cute.Tensor | None
     mask: attn_mask.Mask | None

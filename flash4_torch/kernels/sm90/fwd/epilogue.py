@@ -23,8 +23,8 @@ from .state import Thread
 def epilogue(ctx: Context, t: Thread, tile: Tile, q_at: Cursor) -> None:
     """Every warp stores its 16 rows by itself, through its own piece of shared memory."""
     plan = ctx.plan
-    scale = scores.softmax_scale(ctx.rule, plan.features)
-    keep_scale = ctx.rule.keep_scale if plan.features.dropout else Float32(1.0)
+    scale = scores.softmax_scale(ctx.params, plan.features)
+    keep_scale = ctx.params.keep_scale if plan.features.dropout else Float32(1.0)
     ends = softmax.finalize(t.rows, scale, keep_scale, plan.softmax)
     inverse = ends.inverse
     _store_lse(ctx, ends, tile, t)
@@ -82,11 +82,11 @@ def _store_lse(ctx: Context, ends: softmax.Final, tile: Tile, t: Thread) -> None
     for r in cutlass.range_constexpr(2):
         row = t.row + 8 * r
         i = _first_position(ctx, tile, t) + row // plan.pack
-        h = tile.heads * plan.pack + row % plan.pack
+        h = tile.q_head_group * plan.pack + row % plan.pack
         if (t.lane % LANES == 0) & (i < tile.Sq) & (h < group):
-            head = tile.key_head * group + h
+            head = tile.kv_head * group + h
             if cutlass.const_expr(plan.features.varlen):
-                lse[head, tile.first_q + i] = ends.lse[r]
+                lse[head, tile.q_offset + i] = ends.lse[r]
             else:
                 lse[tile.batch, head, i] = ends.lse[r]
                 if cutlass.const_expr(low is not None):
@@ -99,9 +99,9 @@ def _store_box(ctx: Context, piece: cute.Tensor, tile: Tile, t: Thread, own_warp
     plan = ctx.plan
     box_heads, box_positions = plan.store_box
     row = own_warp * WARP_ROWS
-    heads = tile.heads * (plan.pack // box_heads) + row % plan.pack // box_heads
+    heads = tile.q_head_group * (plan.pack // box_heads) + row % plan.pack // box_heads
     position = (_first_position(ctx, tile, t) + row // plan.pack) // box_positions
-    mO = ctx.maps.mO[None, None, tile.key_head, tile.batch]
+    mO = ctx.maps.mO[None, None, tile.kv_head, tile.batch]
     gO = cute.local_tile(mO, (plan.store_box, plan.Dv), ((heads, position), 0))
     s, g = cpasync.tma_partition(
         ctx.maps.store_o, 0, cute.make_layout(1), cute.group_modes(piece, 0, 2), cute.group_modes(gO, 0, 2)
@@ -122,11 +122,11 @@ def _store_rows(ctx: Context, piece: cute.Tensor, tile: Tile, t: Thread, own_war
         own_row, chunk = e // chunks, e % chunks
         row = own_warp * WARP_ROWS + own_row
         i = _first_position(ctx, tile, t) + row // plan.pack
-        h = tile.heads * plan.pack + row % plan.pack
+        h = tile.q_head_group * plan.pack + row % plan.pack
         if (i < tile.Sq) & (h < group):
             source = cute.local_tile(piece, (1, 8), (own_row, chunk))
             target = cute.local_tile(
-                ctx.out[tile.first_q + i, tile.key_head * group + h, None], (8,), (chunk,)
+                ctx.out[tile.q_offset + i, tile.kv_head * group + h, None], (8,), (chunk,)
             )
             registers = cute.make_rmem_tensor(8, plan.dtype)
             cute.copy(atom, cute.group_modes(source, 0, 2), registers)
@@ -134,4 +134,4 @@ def _store_rows(ctx: Context, piece: cute.Tensor, tile: Tile, t: Thread, own_war
 
 
 def _first_position(ctx: Context, tile: Tile, t: Thread) -> Int32:
-    return (tile.block * ctx.plan.warpgroups + t.warpgroup) * ctx.plan.tokens
+    return (tile.index * ctx.plan.warpgroups + t.warpgroup) * ctx.plan.tokens

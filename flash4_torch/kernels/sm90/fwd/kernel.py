@@ -17,10 +17,10 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from ...common import attn_mask, dropout, ring
-from ...common.cta_pair import finish_together, make_pair, peer_of, start_together
+from ...common.cta_pair import cluster_sync_exit, cluster_sync_init, make_cta_pair, peer_of
 from ...common.fwd.launch import Maps
-from ...common.fwd.tiles import MESSAGE
-from ...common.launch_params import Rule
+from ...common.fwd.tiles import WORK_TILE_WORDS
+from ...common.launch_params import LaunchParams
 from ...common.ring import Ring
 from ...common.warps import GROUP, WARP, WARPS
 from ..warps import ROWS
@@ -38,12 +38,12 @@ def forward_kernel(
     out: cute.Tensor,
     lse: cute.Tensor,
     lse_low: cute.Tensor | None,
-    tickets: cute.Tensor,
+    tile_counter: cute.Tensor,
     cu_seqlens_q: cute.Tensor | None,
     cu_seqlens_k: cute.Tensor | None,
     mask_args: attn_mask.MaskArgs | None,
     rng_state: cute.Tensor | None,
-    rule: Rule,
+    params: LaunchParams,
     plan: cutlass.Constexpr,
 ) -> None:
     thread, _, _ = cute.arch.thread_idx()
@@ -54,7 +54,7 @@ def forward_kernel(
     if cutlass.const_expr(mask_args is not None):
         mask = attn_mask.make_mask(mask_args, plan.mask)
     memory = SmemAllocator()
-    peer = peer_of(plan.ctas)
+    peer = peer_of(plan.cluster_size)
     sO = None
     if cutlass.const_expr(not plan.config.o_over_q):
         rows = cute.make_layout((ROWS * plan.Dv, plan.warpgroups))
@@ -66,7 +66,7 @@ def forward_kernel(
         sKept = memory.allocate_tensor(Uint32, cute.make_layout(lanes), 16)
     ctx = Context(
         plan=plan,
-        rule=rule,
+        params=params,
         maps=maps,
         sQ=_allocate(memory, plan, layouts.q),
         sK=_allocate(memory, plan, layouts.k),
@@ -77,14 +77,14 @@ def forward_kernel(
         load_k=_ring(memory, plan.config.kv_stages, peer),
         load_v=_ring(memory, plan.config.kv_stages, peer),
         sequence_end=_ring(memory, 1),
-        message=memory.allocate_array(Int32, MESSAGE * plan.config.q_stages),
+        work_tile=memory.allocate_array(Int32, WORK_TILE_WORDS * plan.config.q_stages),
         kept=kept,
         sKept=sKept,
-        pair=make_pair(memory, peer),
+        cta_pair=make_cta_pair(memory, peer),
         out=out,
         lse=lse,
         lse_low=lse_low,
-        tickets=tickets,
+        tile_counter=tile_counter,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         mask=mask,
@@ -96,12 +96,12 @@ def forward_kernel(
             ring.initialise(edge, plan.consumer_warps)
         if cutlass.const_expr(plan.features.dropout):
             ring.initialise(ctx.kept, plan.consumer_warps, writers=plan.drawers)
-        if cutlass.const_expr(plan.ctas > 1):
-            ring.initialise(ctx.pair.handed, 1)
+        if cutlass.const_expr(plan.cluster_size > 1):
+            ring.initialise(ctx.cta_pair.work_ring, 1)
         cute.arch.mbarrier_init_fence()
         for atom in (maps.load_q, maps.load_k, maps.load_v, maps.store_o):
             cpasync.prefetch_descriptor(atom)
-    start_together(plan.ctas)
+    cluster_sync_init(plan.cluster_size)
 
     if group == 0:
         cute.arch.setmaxregister_decrease(plan.registers.producer)
@@ -117,7 +117,7 @@ def forward_kernel(
             _consume(ctx, group - 1)
     else:
         _consume(ctx, group - 1)
-    finish_together(plan.ctas)
+    cluster_sync_exit(plan.cluster_size)
 
 
 @cute.jit

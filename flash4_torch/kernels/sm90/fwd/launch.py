@@ -13,7 +13,7 @@ from ....configs.types import Features, Sm90Forward
 from ...common import host, tile_scheduler
 from ...common.attn_mask import MaskArgs
 from ...common.fwd.launch import Maps, compile_for_any, count_tiles
-from ...common.launch_params import Rule
+from ...common.launch_params import LaunchParams
 from ...common.smem_layouts import column_major_layout, row_major_layout
 from ...common.warps import WARPS
 from ..warps import ROWS, WARP_ROWS
@@ -30,12 +30,12 @@ def forward(
     out: cute.Tensor,
     lse: cute.Tensor,
     lse_low: cute.Tensor | None,
-    tickets: cute.Tensor,
+    tile_counter: cute.Tensor,
     cu_seqlens_q: cute.Tensor | None,
     cu_seqlens_k: cute.Tensor | None,
     mask: MaskArgs | None,
     rng_state: cute.Tensor | None,
-    rule: Rule,
+    params: LaunchParams,
     plan: cutlass.Constexpr,
     stream: cuda.CUstream,
 ) -> None:
@@ -47,9 +47,9 @@ def forward(
     before and after. No size is 0.
     """
     plan.check()
-    heads, keys = host.by_key_head(q, k), host.positions_first(k)
+    heads, keys = host.by_kv_head(q, k), host.positions_first(k)
     values = cute.make_tensor(v.iterator, cute.select(host.positions_first(v).layout, [1, 0, 2, 3]))
-    outputs = host.by_key_head(out, k)
+    outputs = host.by_kv_head(out, k)
 
     layouts = Layouts(
         q=row_major_layout(plan.dtype, ROWS, plan.D, plan.warpgroups * plan.config.q_stages),
@@ -58,18 +58,29 @@ def forward(
         o=row_major_layout(plan.dtype, WARP_ROWS, plan.Dv, WARPS),
     )
     load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-    shared = load if plan.ctas == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
+    shared = load if plan.cluster_size == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
     maps = Maps(
         *host.tensor_map(load, heads, layouts.q, (plan.box, plan.D)),
-        *host.tensor_map(shared, keys, layouts.k, plan.k_share, plan.ctas),
-        *host.tensor_map(shared, values, layouts.v, plan.v_share, plan.ctas),
+        *host.tensor_map(shared, keys, layouts.k, plan.k_share, plan.cluster_size),
+        *host.tensor_map(shared, values, layouts.v, plan.v_share, plan.cluster_size),
         *host.tensor_map(store, outputs, layouts.o, (plan.store_box, plan.Dv)),
     )
-    tiles = count_tiles(q, maps, cu_seqlens_q, rule, plan)
+    tiles = count_tiles(q, maps, cu_seqlens_q, params, plan)
     kernel = forward_kernel(
-        maps, layouts, out, lse, lse_low, tickets, cu_seqlens_q, cu_seqlens_k, mask, rng_state, rule, plan
+        maps,
+        layouts,
+        out,
+        lse,
+        lse_low,
+        tile_counter,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        mask,
+        rng_state,
+        params,
+        plan,
     )
-    tile_scheduler.launch(kernel, plan, tiles, rule.multiprocessors, stream)
+    tile_scheduler.launch(kernel, plan, tiles, params.num_sms, stream)
 
 
 def compile_forward(features: Features, config: Sm90Forward) -> Any:

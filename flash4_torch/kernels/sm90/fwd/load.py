@@ -19,14 +19,14 @@ class Block(NamedTuple):
     """A block of keys still to be loaded."""
 
     n: Int32
-    key_head: Int32
+    kv_head: Int32
     batch: Int32
-    first_k: Int32
+    k_offset: Int32
     Sk: Int32
 
 
 class Cursors(NamedTuple):
-    ticket: Cursor
+    work_idx: Cursor
     q: Cursor
     k: Cursor
     v: Cursor
@@ -39,10 +39,10 @@ def load(ctx: Context) -> None:
     shape = tiles.shape(ctx)
     at = Cursors(ring.start(), ring.start(), ring.start(), ring.start(), ring.start())
     owed, owes = Block(Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)), Boolean(False)
-    ticket = tile_scheduler.first_ticket(ctx)
-    while ticket < shape.tiles:
-        number = tile_scheduler.request_ticket(ctx, shape.tiles)
-        tile = tiles.decode(ctx, shape, ticket, at.ticket)
+    work_idx = tile_scheduler.initial_work(ctx)
+    while work_idx < shape.num_work:
+        number = tile_scheduler.prefetch_work(ctx, shape.num_work)
+        tile = tiles.decode(ctx, shape, work_idx, at.work_idx)
         if tiles.first_query(ctx, tile) < tile.Sq:
             k_at, v_at, end_at = at.k, at.v, at.end
             if cutlass.const_expr(ctx.plan.config.o_over_q and ctx.plan.config.q_stages == 1):
@@ -55,7 +55,7 @@ def load(ctx: Context) -> None:
             span = blocks.span
             for i in cutlass.range(span.last - span.first, unroll=1):
                 n, _ = tiles.block_at(ctx, blocks, span.last - 1 - i)
-                block = Block(n, tile.key_head, tile.batch, tile.first_k, tile.Sk)
+                block = Block(n, tile.kv_head, tile.batch, tile.k_offset, tile.Sk)
                 _load_k(ctx, k_at, block)
                 k_at = ring.after(k_at, ctx.plan.config.kv_stages)
                 if cutlass.const_expr(ctx.plan.config.k_ahead):
@@ -64,12 +64,12 @@ def load(ctx: Context) -> None:
                     owed, owes = block, Boolean(True)
                 else:
                     v_at, end_at = _load_v(ctx, v_at, end_at, block)
-            at = Cursors(at.ticket, ring.after(at.q, ctx.plan.config.q_stages), k_at, v_at, end_at)
-        ticket, ticket_at = tile_scheduler.receive_ticket(ctx, number, at.ticket)
-        at = at._replace(ticket=ticket_at)
+            at = Cursors(at.work_idx, ring.after(at.q, ctx.plan.config.q_stages), k_at, v_at, end_at)
+        work_idx, work_at = tile_scheduler.await_work(ctx, number, at.work_idx)
+        at = at._replace(work_idx=work_at)
     if owes:
         _load_v(ctx, at.v, at.end, owed)
-    _say_that_all_is_done(ctx, at.q)
+    _signal_end(ctx, at.q)
 
 
 @cute.jit
@@ -82,10 +82,10 @@ def _load_q(ctx: Context, at: Cursor, tile: Tile) -> None:
         tiles.write(ctx, at, tile)
         cute.arch.mbarrier_arrive_and_expect_tx(full, warpgroups * copies.stage_bytes(ctx.sQ))
     mQ = cute.domain_offset(
-        ((0, tile.first_q), 0), ctx.maps.mQ[None, None, tile.key_head, _batch(ctx, tile.batch)]
+        ((0, tile.q_offset), 0), ctx.maps.mQ[None, None, tile.kv_head, _batch(ctx, tile.batch)]
     )
     for w in cutlass.range_constexpr(warpgroups):
-        position = tile.heads, tile.block * warpgroups + w
+        position = tile.q_head_group, tile.index * warpgroups + w
         gQ = cute.local_tile(mQ, (ctx.plan.box, ctx.plan.D), (position, 0))
         stage = ctx.sQ[None, None, at.stage * warpgroups + w]
         copies.copy(ctx.maps.load_q, gQ, stage, full)
@@ -98,7 +98,7 @@ def _load_k(ctx: Context, at: Cursor, block: Block) -> None:
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(full, copies.stage_bytes(ctx.sK))
     mK = cute.domain_offset(
-        (block.first_k, 0), ctx.maps.mK[None, None, block.key_head, _batch(ctx, block.batch)]
+        (block.k_offset, 0), ctx.maps.mK[None, None, block.kv_head, _batch(ctx, block.batch)]
     )
     gK = cute.local_tile(mK, (ctx.plan.keys, ctx.plan.D), (block.n, 0))
     _copy_share(ctx, ctx.maps.load_k, gK, ctx.sK[None, None, at.stage], full, ctx.plan.k_share)
@@ -110,7 +110,7 @@ def _load_v(ctx: Context, at: Cursor, end_at: Cursor, block: Block):
     full, left = ctx.load_v.full + at.stage, block.Sk - block.n * ctx.plan.keys
     stage = ctx.sV[None, None, at.stage]
     mV = cute.domain_offset(
-        (0, block.first_k), ctx.maps.mV[None, None, block.key_head, _batch(ctx, block.batch)]
+        (0, block.k_offset), ctx.maps.mV[None, None, block.kv_head, _batch(ctx, block.batch)]
     )
     gV = cute.local_tile(mV, (ctx.plan.Dv, ctx.plan.keys), (0, block.n))
     if ctx.plan.features.varlen and left < ctx.plan.keys:
@@ -134,7 +134,7 @@ def _load_v(ctx: Context, at: Cursor, end_at: Cursor, block: Block):
 
 
 @cute.jit
-def _say_that_all_is_done(ctx: Context, at: Cursor) -> None:
+def _signal_end(ctx: Context, at: Cursor) -> None:
     ring.wait_empty(ctx.load_q, at)
     with cute.arch.elect_one():
         tiles.write_end(ctx, at)
@@ -151,10 +151,10 @@ def _copy_share(
     share: cutlass.Constexpr,
 ) -> None:
     """Each CTA of a cluster copies its share for all of them; it arrives at the barriers `full` of all."""
-    if cutlass.const_expr(ctx.plan.ctas == 1):
+    if cutlass.const_expr(ctx.plan.cluster_size == 1):
         copies.copy(atom, source, target, full)
     else:
-        rank, everyone = ctx.pair.rank, Int16((1 << ctx.plan.ctas) - 1)
+        rank, everyone = ctx.cta_pair.rank, Int16((1 << ctx.plan.cluster_size) - 1)
         at = (0, rank) if share[0] == cute.size(target, mode=[0]) else (rank, 0)
         part, place = (cute.local_tile(x, share, at) for x in (source, target))
         copies.copy(atom, part, place, full, mcast_mask=everyone)

@@ -54,7 +54,7 @@ def _tiles(ctx: Context, t: Thread) -> None:
     plan = ctx.plan
     q_at, k_at, v_at = ring.start(), ring.start(), ring.start()
     tile = tiles.read(ctx, ctx.load_q, q_at)
-    while tile.block >= 0:
+    while tile.index >= 0:
         blocks = tiles.blocks_of(ctx, tile)
         work = _work(ctx, t, tile, blocks, _share(ctx, t, tile, blocks))
         if cutlass.const_expr(plan.passes_both):
@@ -87,19 +87,19 @@ def _tiles_overlapped(ctx: Context, t: Thread) -> None:
     share = _share(ctx, t, tile, tiles.blocks_of(ctx, tile))
     if cutlass.const_expr(plan.features.varlen):
         # A CTA may draw no tile that has rows.
-        if tile.block >= 0:
+        if tile.index >= 0:
             k_at = _await_first_k(ctx, t, share, k_at)
     else:
         k_at = _await_first_k(ctx, t, share, k_at)
     _issue_scores(ctx, t, q_at, k_at)
-    while tile.block >= 0:
+    while tile.index >= 0:
         work = _work(ctx, t, tile, tiles.blocks_of(ctx, tile), share)
         wgmma.wait(0)
         k_at, v_at = _blocks(ctx, t, work, q_at, k_at, v_at)
         own_q, q_at = q_at, ring.after(q_at, plan.config.q_stages)
         next_tile = tiles.read(ctx, ctx.load_q, q_at)
         next_share = _share(ctx, t, next_tile, tiles.blocks_of(ctx, next_tile))
-        if next_tile.block >= 0:
+        if next_tile.index >= 0:
             k_at = _await_first_k(ctx, t, next_share, k_at)
         _issue_scores(ctx, t, q_at, k_at)
         wgmma.wait(1)
@@ -121,7 +121,7 @@ def _await_first_k(ctx: Context, t: Thread, share: Share, k_at: Cursor) -> Curso
 @cute.jit
 def _share(ctx: Context, t: Thread, tile: Tile, blocks: Blocks) -> Share:
     plan = ctx.plan
-    first = (tile.block * plan.warpgroups + t.warpgroup) * plan.tokens
+    first = (tile.index * plan.warpgroups + t.warpgroup) * plan.tokens
     last = cutlass.min(first + plan.tokens, tile.Sq) - 1
     whole, own = blocks.span, tiles.own_span(ctx, tile, blocks, first, last)
     before, count, after = whole.last - own.last, own.last - own.first, own.first - whole.first
@@ -229,7 +229,7 @@ def _block(
     wgmma.wait(1)
     ring.release(ctx.load_k, k_at)
     _finish_scores(ctx, t, work, t.S, n, plan.inner_band if masked else None, words)
-    values, scale = wgmma.rows_of(t.S), scores.softmax_scale(ctx.rule, plan.features)
+    values, scale = wgmma.rows_of(t.S), scores.softmax_scale(ctx.params, plan.features)
     method = plan.softmax_of(masked)
     block = softmax.next_block(values, t.rows, scale, method)
     cut, columns = plan.columns_before_wait, cute.size(values, mode=[1])
@@ -276,7 +276,7 @@ def _first_scores(ctx: Context, t: Thread, work: Work, q_at: Cursor, k_at: Curso
 @cute.jit
 def _first_weights(ctx: Context, t: Thread, work: Work, S: cute.Tensor, n: Int32) -> None:
     _finish_scores(ctx, t, work, S, n, ctx.plan.band, _mask_words(ctx, work, n))
-    scale = scores.softmax_scale(ctx.rule, ctx.plan.features)
+    scale = scores.softmax_scale(ctx.params, ctx.plan.features)
     softmax.first_block(wgmma.rows_of(S), t.rows, scale, ctx.plan.softmax)
 
 
@@ -284,7 +284,7 @@ def _first_weights(ctx: Context, t: Thread, work: Work, S: cute.Tensor, n: Int32
 def _finish_scores(ctx: Context, t: Thread, work: Work, S: cute.Tensor, n: Int32, band, words) -> None:
     """Scale the scores of block n, and mask them unless `band` is None."""
     plan = ctx.plan
-    scores.change(S, ctx.rule, plan.features)
+    scores.change(S, ctx.params, plan.features)
     if cutlass.const_expr(band is not None):
         fragment = wgmma_fragment(S, work.positions, n * plan.keys, t.lane)
         if cutlass.const_expr(plan.features.mask):

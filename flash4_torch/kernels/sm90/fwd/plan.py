@@ -122,14 +122,14 @@ class Plan(NamedTuple):
         return heads, WARP_ROWS // heads
 
     @property
-    def ctas(self) -> int:
+    def cluster_size(self) -> int:
         """Of a cluster."""
         return self.config.cluster
 
     @property
     def queries(self) -> int:
         """Query positions of a ticket: a tile, or a cluster's tiles."""
-        return self.config.queries * self.ctas
+        return self.config.queries * self.cluster_size
 
     @property
     def k_share(self) -> tuple[int, int]:
@@ -144,20 +144,20 @@ class Plan(NamedTuple):
 
     def _share(self, keys: int, columns: int) -> tuple[int, int]:
         """Columns are shared out where they fill whole copies, of 64 each: fewer copies than by keys."""
-        if columns % (64 * self.ctas) == 0:
-            return keys, columns // self.ctas
-        return keys // self.ctas, columns
+        if columns % (64 * self.cluster_size) == 0:
+            return keys, columns // self.cluster_size
+        return keys // self.cluster_size, columns
 
     @property
     def passed(self) -> int:
         """Blocks that a warpgroup may have to pass over before its first one."""
-        others = self.tokens * (self.warpgroups * self.ctas - 1)
+        others = self.tokens * (self.warpgroups * self.cluster_size - 1)
         return -(-others // self.keys) if self.features.right else 0
 
     @property
     def passes_both(self) -> bool:
         """Whether V is passed over together with K; then any number of blocks may be."""
-        return self.ctas > 1 and self.features.right and not self.config.next_tile
+        return self.cluster_size > 1 and self.features.right and not self.config.next_tile
 
     @property
     def band(self) -> BandShape:

@@ -21,7 +21,7 @@ def draw(ctx: Context, drawer: Int32) -> None:
     same four of the second half of the warps: calls of the generator are long chains, several fill the gaps.
     """
     plan = ctx.plan
-    chance = dropout.load(ctx.rng_state, ctx.rule.drop_byte, ctx.rule.drop_fraction)
+    chance = dropout.load(ctx.rng_state, ctx.params.drop_byte, ctx.params.drop_fraction)
     lane = cute.arch.lane_idx()
     strips = dropout.strips(plan.keys)
     halves = 2 if plan.consumer_warps * strips % (2 * dropout.WARP_STRIPS) == 0 else 1
@@ -29,9 +29,9 @@ def draw(ctx: Context, drawer: Int32) -> None:
     turns, turn = warps * strips // dropout.WARP_STRIPS, drawer
     q_at, at = ring.start(), ring.start()
     tile = tiles.read(ctx, ctx.load_q, q_at)
-    while tile.block >= 0:
+    while tile.index >= 0:
         ring.release(ctx.load_q, q_at)
-        first, head = tile.block * plan.config.queries, _head(ctx, tile)
+        first, head = tile.index * plan.config.queries, _head(ctx, tile)
         blocks = tiles.blocks_of(ctx, tile)
         span = blocks.span
         for i in cutlass.range(span.last - span.first, unroll=1):
