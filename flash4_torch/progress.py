@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import TextIO
 
-from .backends.compiled import GROUP_SUMS, MASK_BLOCKS, POSTPROCESS, PREPROCESS, TARGETS
+from .backends.compiled import GROUP_REDUCE, MASK_BLOCKS, POSTPROCESS, PREPROCESS, TARGETS
 from .compile import Key
 from .configs.types import Features
 
@@ -18,7 +18,7 @@ _KINDS = {
     **{target.backward: "backward" for target in TARGETS.values()},
     PREPROCESS: "backward, row sums before it",
     POSTPROCESS: "backward, dQ after it",
-    GROUP_SUMS: "backward, dK and dV of groups",
+    GROUP_REDUCE: "backward, dK and dV of groups",
     MASK_BLOCKS: "blocks of attn_mask",
 }
 """The names of kernels by their entries."""

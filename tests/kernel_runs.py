@@ -89,7 +89,7 @@ def run(kernel: Kernel, call: Call, where: Where | None = None, **schedule: Any)
     mask, plan = call.mask, None
     if mask is not None:
         mask = mask.expand(*mask.shape[:3], call.k.shape[1])
-        plan = MaskPlan(features.mask, config.queries, config.keys, config.pack)
+        plan = MaskPlan(features.mask, config.queries, config.keys, config.pack_gqa)
     low = torch.full_like(lse, math.nan) if features.float_mask else None
     tensors = (q, call.k, call.v, out, lse, low)
     where = where or emulated(kernel, call, **schedule)
@@ -129,7 +129,7 @@ def run_backward(
     if mask is not None:
         mask = mask.transpose(2, 3).expand(-1, -1, -1, call.q.shape[1])
         plan = MaskPlan(features.mask, config.cluster_keys, config.queries)
-    stats = -stats if config.by_lanes else stats
+    stats = -stats if config.tmem_order else stats
     tensors = (call.q, call.k, call.v, call.dout, stats, dq_acc, dq, dk, dv)
     behind = (None if dmask is None else dmask.transpose(2, 3),)
     where = where or emulated(kernel, call, **schedule)
@@ -229,7 +229,7 @@ def _stats(features: Features, call: Call, m: int) -> tuple[Tensor, list[int]]:
 def is_right(kernel: Kernel, data: st.DataObject) -> None:
     """The forward of a drawn call, whatever the schedule, and the same bits."""
     features, config = kernel
-    call = data.draw(calls(features, whole=1 if config.tail else config.keys, packed=config.pack > 1))
+    call = data.draw(calls(features, whole=1 if config.ragged_k else config.keys, packed=config.pack_gqa > 1))
     found = run(kernel, call, schedule="late")
     check_results(kernel, call, found)
     schedule, seed = data.draw(st.sampled_from(["eager", "fuzz"])), data.draw(st.integers(0, 9))
@@ -240,8 +240,8 @@ def is_right(kernel: Kernel, data: st.DataObject) -> None:
 def gradients_are_right(kernel: Kernel, data: st.DataObject) -> None:
     """The backward of a drawn call, whatever the schedule: dK and dV, and in order dQ, with the same bits."""
     features, config = kernel
-    call = data.draw(calls(features, whole=1 if config.tail else config.cluster_keys))
-    if config.heads_inside and not features.mask:
+    call = data.draw(calls(features, whole=1 if config.ragged_k else config.cluster_keys))
+    if config.heads_inner and not features.mask:
         call.section = data.draw(st.sampled_from([-3, -2, -1, 1, 2, 3]))
     found = run_backward(kernel, call, schedule="late")
     check_gradients(kernel, call, found)

@@ -32,8 +32,8 @@ class Family(NamedTuple):
         every = {name: bool(getattr(features, name)) for name in _FLAGS} | {
             "bool mask": features.mask == "bool",
             "bias": features.mask not in ("", "bool"),
-            "pack": config.pack > 1,
-            "no tail": not config.tail,
+            "pack_gqa": config.pack_gqa > 1,
+            "no tail": not config.ragged_k,
             **self.special(kernel),
         }
         return {name for name, has in every.items() if has}

@@ -182,7 +182,7 @@ def _check(
         assert tables.numel() == place(plan, *mask.shape).words and tables.dtype == torch.int32
     if not features.varlen:
         hidden = features.right and rule[3] <= 0
-        tail = getattr(config, "tail", True)
+        tail = getattr(config, "ragged_k", True)
         assert tail or k.shape[1] % config.keys == 0 or hidden
         assert rule[4] == Sq
     assert rule[6] == MULTIPROCESSORS

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from flash4_torch import compile
-from flash4_torch.backends.compiled import GROUP_SUMS, POSTPROCESS, PREPROCESS, Target, backward
+from flash4_torch.backends.compiled import GROUP_REDUCE, POSTPROCESS, PREPROCESS, Target, backward
 from flash4_torch.backends.compiled.targets import BackwardConfig
 from flash4_torch.configs.types import Features
 from flash4_torch.kernels.common.bwd.dq_blocks import sums_of
 from flash4_torch.kernels.common.bwd.row_blocks import (
-    GroupSumsPlan,
+    GroupReducePlan,
     PostprocessPlan,
     PreprocessPlan,
     RowBlocks,
@@ -43,7 +43,7 @@ def stand_in(target: Target, launches: list[Launch], entry: str, static: tuple[A
         return lambda *args: _preprocess(*static, *args)
     if entry == POSTPROCESS:
         return lambda *args: _postprocess(*static, *args)
-    if entry == GROUP_SUMS:
+    if entry == GROUP_REDUCE:
         return lambda *args: _group_sums(*static, *args)
     assert entry == target.backward
     return lambda *args: _backward(launches, *static, *args)
@@ -113,7 +113,7 @@ def _postprocess(
     dq.copy_((rows * scale).transpose(-3, -2))
 
 
-def _group_sums(plan: GroupSumsPlan, dk_parts: Tensor, dv_parts: Tensor, dk: Tensor, dv: Tensor) -> None:
+def _group_sums(plan: GroupReducePlan, dk_parts: Tensor, dv_parts: Tensor, dk: Tensor, dv: Tensor) -> None:
     for parts, grad, D in ((dk_parts, dk, plan.D), (dv_parts, dv, plan.Dv)):
         check_rows(grad, plan.dtype, plan.varlen)
         check_rows(parts, plan.dtype, plan.varlen)
@@ -155,7 +155,7 @@ def _backward(launches: list[Launch], features: Features, config: BackwardConfig
     blocks = RowBlocks.of(sums)
     count, at = _rows(blocks, q, ends_q)
     assert len(stats) == features.row_stats
-    signed = -stats if config.by_lanes else stats
+    signed = -stats if config.tmem_order else stats
     base2, delta = signed[:2, ..., at]
     natural, lse_low = base2 / LOG2E, None
     if features.float_mask:

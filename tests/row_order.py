@@ -9,8 +9,8 @@ from flash4_torch.kernels.common.bwd.dq_blocks import DqBlocks, DqLanes
 from flash4_torch.kernels.common.bwd.row_blocks import RowBlocks
 
 
-def blocks_of(D: int, queries: int, by_lanes: bool = False) -> RowBlocks:
-    return RowBlocks.of(DqLanes(D, queries) if by_lanes else DqBlocks(D, queries, 2))
+def blocks_of(D: int, queries: int, tmem_order: bool = False) -> RowBlocks:
+    return RowBlocks.of(DqLanes(D, queries) if tmem_order else DqBlocks(D, queries, 2))
 
 
 def ends_of(lengths: list[int]) -> Tensor:
@@ -30,7 +30,7 @@ def places(blocks: RowBlocks, lengths: list[int], varlen: bool) -> tuple[int, Te
 
 def in_blocks(blocks: RowBlocks, x: Tensor) -> Tensor:
     """(..., n * m, columns) in the order of the main kernel's sums, (..., n, m * columns)."""
-    if blocks.by_lanes:
+    if blocks.tmem_order:
         # block, band, row, vector, column
         lanes = x.unflatten(-2, (-1, blocks.queries // 32, 32)).unflatten(-1, (-1, 4))
         return lanes.transpose(-3, -2).flatten(-4).contiguous()

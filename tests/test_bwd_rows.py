@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flash4_torch.kernels.common.bwd.dq_blocks import DqBlocks, DqLanes
 from flash4_torch.kernels.common.bwd.row_blocks import (
-    GroupSumsPlan,
+    GroupReducePlan,
     PostprocessPlan,
     PreprocessPlan,
     RowBlocks,
@@ -23,14 +23,14 @@ from flash4_torch.kernels.common.bwd.row_blocks import (
 from row_order import blocks_of, ends_of, in_blocks, out_of_blocks, places
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
-from flash4_torch.kernels.aux_kernels.bwd_group_reduce import compile_group_sums
+from flash4_torch.kernels.aux_kernels.bwd_group_reduce import compile_group_reduce
 from flash4_torch.kernels.aux_kernels.bwd_postprocess import compile_postprocess
 from flash4_torch.kernels.aux_kernels.bwd_preprocess import compile_preprocess
 from flash4_torch.testing import emulate
 
 compiled_before = functools.cache(compile_preprocess)
 compiled_behind = functools.cache(compile_postprocess)
-compiled_sums = functools.cache(compile_group_sums)
+compiled_sums = functools.cache(compile_group_reduce)
 
 HEADS = ((64, 64), (128, 128), (96, 96), (40, 24), (8, 200), (80, 72))
 LENGTHS = st.one_of(st.sampled_from([1, 63, 64, 65, 127, 128, 129, 256]), st.integers(1, 300))
@@ -123,10 +123,10 @@ def test_both_descriptions_of_blocks_agree(of_sums: DqBlocks | DqLanes) -> None:
 @given(data=st.data())
 @settings(max_examples=4)
 def test_postprocess(
-    D: int, Dv: int, queries: int, by_lanes: bool, varlen: bool, data: st.DataObject
+    D: int, Dv: int, queries: int, tmem_order: bool, varlen: bool, data: st.DataObject
 ) -> None:
     dtype = torch.bfloat16 if queries == 64 else torch.float16
-    plan = PostprocessPlan(str(dtype).removeprefix("torch."), D, blocks_of(D, queries, by_lanes), varlen)
+    plan = PostprocessPlan(str(dtype).removeprefix("torch."), D, blocks_of(D, queries, tmem_order), varlen)
     lengths = data.draw(sequences(varlen))
     Hq, generator = data.draw(st.integers(1, 3)), torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     count, at = places(plan.blocks, lengths, varlen)
@@ -145,7 +145,7 @@ def test_postprocess(
 def test_group_sums(D: int, Dv: int, varlen: bool, data: st.DataObject) -> None:
     """In order, in float32, rounded once."""
     dtype = torch.bfloat16 if varlen else torch.float16
-    plan = GroupSumsPlan(str(dtype).removeprefix("torch."), D, Dv, varlen)
+    plan = GroupReducePlan(str(dtype).removeprefix("torch."), D, Dv, varlen)
     lengths, group = data.draw(sequences(varlen)), data.draw(st.integers(1, 9))
     Hk, generator = data.draw(st.integers(1, 3)), torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     rows = (sum(lengths),) if varlen else (len(lengths), lengths[0])

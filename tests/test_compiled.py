@@ -299,7 +299,7 @@ def test_sections_hold_whole_groups_that_fit_the_cache(
     call = problem(group=group, extent=Extent(B, S, S, Hk * group, Hk), band=band)
     config = forward.config_of(SM90A, call)
     section = forward.rule_of(SM90A, call, config, 132)[5]
-    packs = -(-group // config.pack)
+    packs = -(-group // config.pack_gqa)
     if not causal or S == 1:
         assert section == (1 if S <= 8192 else 2 * packs)
         return
@@ -325,7 +325,7 @@ def test_sections_are_of_a_size(heads: int, wanted: int, taken: int) -> None:
 def test_the_end_is_masked_where_the_band_does_not_hide_it(S: int, right: int, tail: bool) -> None:
     band = problem().band._replace(right=right)
     call = problem(D=128, Dv=128, extent=Extent(1, S, S, 4, 4), band=band)
-    assert forward.config_of(SM90A, call).tail == tail
+    assert forward.config_of(SM90A, call).ragged_k == tail
 
 
 def test_bounds_beyond_32_bits_are_cut() -> None:

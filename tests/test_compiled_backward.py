@@ -15,7 +15,7 @@ from torch import Tensor
 
 import flash4_torch
 from flash4_torch import testing
-from flash4_torch.backends.compiled import GROUP_SUMS, SM90A, Target, backward, limits
+from flash4_torch.backends.compiled import GROUP_REDUCE, SM90A, Target, backward, limits
 from flash4_torch.configs import sm90_backward, sm100_backward
 from flash4_torch.configs.types import SHARED_MEMORY, Features
 from flash4_torch.problem import Extent
@@ -141,7 +141,7 @@ def test_whole_heads_are_short_and_keep_all_multiprocessors_busy(
     call = problem(backward=True, D=128, Dv=128, deterministic=deterministic, extent=extent)
     kernels = backward.decide(SM90A, call, 132, lambda entry, static: lambda *args: None)
     assert kernels.config.whole_heads == (kernels.behind is None) == whole
-    assert kernels.in_turns == (deterministic and not whole)
+    assert kernels.is_ordered == (deterministic and not whole)
     sizes = backward.sizes_of(torch.empty(heads, S, 1, 128, device="meta"), None, kernels)
     assert sizes.dq_acc[0] == (min(heads, 132) if whole else heads)
 
@@ -168,7 +168,7 @@ def test_many_query_heads_of_long_calls_are_apart(
         return lambda *args: None
 
     kernels = backward.decide(SM90A, call, 132, find)
-    assert kernels.config.heads_apart == (kernels.sums is not None) == (GROUP_SUMS in asked) == apart
+    assert kernels.config.heads_apart == (kernels.sums is not None) == (GROUP_REDUCE in asked) == apart
     alike = problem(**flags, group=1, extent=Extent(2, S, S, 12, 12))
     config = kernels.config._replace(heads_apart=False)
     section = backward.rule_of(SM90A, alike, config, 132)
@@ -226,7 +226,7 @@ def test_what_is_chosen_is_reachable_and_fits(
     config = configs.backward(features, Sk, end_hidden, alone, group)
     assert config in configs.reachable(features, group) and config in configs.reachable(features)
     assert config.shared_memory(features) <= SHARED_MEMORY
-    assert config.tail == (not (end_hidden and right) and (varlen or Sk % config.cluster_keys != 0))
+    assert config.ragged_k == (not (end_hidden and right) and (varlen or Sk % config.cluster_keys != 0))
 
 
 @EACH_KERNEL

@@ -61,9 +61,11 @@ def test_what_is_chosen_is_reachable(
     config = table.forward(features, Sq, Sk, group, seen, end_hidden)
     assert config in table.reachable(features)
     assert config in table.reachable(features, group)
-    assert config.tail == (not (end_hidden and features.right) and (features.varlen or Sk % config.keys != 0))
+    assert config.ragged_k == (
+        not (end_hidden and features.right) and (features.varlen or Sk % config.keys != 0)
+    )
     if table is sm90:
-        assert not (config.next_tile and (config.half or features.left or features.mask))
+        assert not (config.next_tile and (config.half_block or features.left or features.mask))
     if table is sm103:
         assert config.polynomial == 0
 
@@ -139,11 +141,11 @@ def first(features: Features, rows: int, keys: int) -> sm90.Row:
 @given(st.integers(1, 300), GROUPS, st.booleans())
 def test_packing_never_costs_tiles(table: ModuleType, Sq: int, group: int, right: bool) -> None:
     config = table.forward(BARE._replace(right=right), Sq, 1024, group)
-    tiles = -(-group // config.pack) * -(-Sq * config.pack // config.rows)
+    tiles = -(-group // config.pack_gqa) * -(-Sq * config.pack_gqa // config.rows)
     assert tiles <= group * -(-Sq // config.rows)
-    assert config.pack in (1, 2, 4, 8, 16, 32, 64) and config.pack < 2 * group
+    assert config.pack_gqa in (1, 2, 4, 8, 16, 32, 64) and config.pack_gqa < 2 * group
     if Sq >= config.rows:
-        assert config.pack == 1
+        assert config.pack_gqa == 1
 
 
 @EACH_TABLE

@@ -72,7 +72,7 @@ def keep_kernel(
     for tile in cutlass.range(tiles, unroll=1):
         strip = Uint32(lane // dropout.STRIP_LANES)
         while strip < dropout.strips(N):
-            rows.draw(column + tile * N, strip, kept)
+            rows.generate(column + tile * N, strip, kept)
             strip += 32 // dropout.STRIP_LANES
         cute.arch.sync_warp()
         weights = cute.make_rmem_tensor(N // 2, dtype)

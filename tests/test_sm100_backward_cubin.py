@@ -47,7 +47,10 @@ def reachable() -> Iterator[Features]:
 def keys() -> list[Key]:
     """Where Sk may end inside a tile: it takes more registers."""
     return [
-        Key(ENTRY, (f, config), ARCH) for f in reachable() for config in configs.reachable(f) if config.tail
+        Key(ENTRY, (f, config), ARCH)
+        for f in reachable()
+        for config in configs.reachable(f)
+        if config.ragged_k
     ]
 
 
@@ -64,12 +67,12 @@ def test_nothing_spills(compiled: dict[Key, cubin.Code]) -> None:
 def test_instructions_are_as_planned(compiled: dict[Key, cubin.Code]) -> None:
     for key, code in compiled.items():
         plan = Plan(*key.static)
-        products = (plan.product_s, plan.product_dp, plan.product_dv, plan.product_dk, plan.product_dq)
+        products = (plan.op_s, plan.op_dp, plan.op_dv, plan.op_dk, plan.op_dq)
         stores = not plan.wide or plan.features.mask not in ("", "bool")
         assert_code_is_as_planned(code, plan, sum(product.steps for product in products), stores)
         assert code.kinds["UBLKRED"]
 
 
 def test_the_table_is_covered() -> None:
-    configs_of = {config._replace(tail=True) for _, config in (key.static for key in keys())}
+    configs_of = {config._replace(ragged_k=True) for _, config in (key.static for key in keys())}
     assert configs_of == {row.config for row in configs.TABLE}

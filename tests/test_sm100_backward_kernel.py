@@ -33,14 +33,14 @@ CAUSAL = {"right": True}
 WINDOW = {"left": True, "right": True}
 TWOS = (2, 2, 2)
 SOFTCAP = {"softcap": True, "scaled": True}
-PAIR = {"cluster": 2, "shares": 5, "dq_slots": 1}
+PAIR = {"cluster": 2, "half_block_stages": 5, "dq_slots": 1}
 EVERYTHING = {"mask": "float32", "dmask": True, "dropout": True, **SOFTCAP, **WINDOW}
 WIDE = {**PAIR, "keys": 64}
 # (q_stages, do_stages, kv_stages)
 STATICS = {
     "full": static(128, 128, ()),
     "causal": static(128, 128, (), "float16", **CAUSAL),
-    "no tail": static(128, 128, (), tail=False, **CAUSAL),
+    "no tail": static(128, 128, (), ragged_k=False, **CAUSAL),
     "full, apart": static(64, 64, ()),
     "all in twos": static(64, 64, TWOS, **CAUSAL),
     "all in threes": static(32, 32, (3, 3, 2), "float16", dq_slots=3, **CAUSAL),
@@ -70,18 +70,18 @@ STATICS = {
     ),
     "pair": static(128, 128, (), **PAIR),
     "pair, causal": static(104, 128, (), "float16", **PAIR, **CAUSAL),
-    "pair, no tail": static(128, 128, (), tail=False, **PAIR, **WINDOW),
-    "pair, in order": static(128, 128, (), deterministic=True, **{**PAIR, "shares": 4}, **CAUSAL),
+    "pair, no tail": static(128, 128, (), ragged_k=False, **PAIR, **WINDOW),
+    "pair, in order": static(128, 128, (), deterministic=True, **{**PAIR, "half_block_stages": 4}, **CAUSAL),
     "pair, bool mask": static(128, 128, (), mask="bool", dropout=True, **PAIR),
     "pair, everything": static(128, 128, (), **EVERYTHING, deterministic=True, **PAIR),
     "pair, varlen": static(128, 104, (), "float16", varlen=True, **PAIR, **WINDOW),
-    "wide": static(192, 128, (), **{**WIDE, "shares": 4}),
-    "wide, causal": static(192, 192, (), "float16", **{**WIDE, "shares": 3}, **CAUSAL),
-    "widest": static(256, 256, (), **{**WIDE, "shares": 2}, **CAUSAL),
-    "odd wide heads": static(200, 8, (), "float16", **{**WIDE, "shares": 2}, **WINDOW),
-    "wide, in order": static(256, 200, (), deterministic=True, **{**WIDE, "shares": 2}, **CAUSAL),
-    "wide, dropout": static(192, 128, (), dropout=True, mask="bool", **{**WIDE, "shares": 4}),
-    "wide, varlen": static(256, 256, (), varlen=True, **{**WIDE, "shares": 2}, **CAUSAL),
+    "wide": static(192, 128, (), **{**WIDE, "half_block_stages": 4}),
+    "wide, causal": static(192, 192, (), "float16", **{**WIDE, "half_block_stages": 3}, **CAUSAL),
+    "widest": static(256, 256, (), **{**WIDE, "half_block_stages": 2}, **CAUSAL),
+    "odd wide heads": static(200, 8, (), "float16", **{**WIDE, "half_block_stages": 2}, **WINDOW),
+    "wide, in order": static(256, 200, (), deterministic=True, **{**WIDE, "half_block_stages": 2}, **CAUSAL),
+    "wide, dropout": static(192, 128, (), dropout=True, mask="bool", **{**WIDE, "half_block_stages": 4}),
+    "wide, varlen": static(256, 256, (), varlen=True, **{**WIDE, "half_block_stages": 2}, **CAUSAL),
     "wide, varlen, everything": static(
         192,
         128,
@@ -91,9 +91,9 @@ STATICS = {
         dropout=True,
         **SOFTCAP,
         **WINDOW,
-        **{**WIDE, "shares": 4},
+        **{**WIDE, "half_block_stages": 4},
     ),
-    "wide, everything": static(256, 256, (), **EVERYTHING, **{**WIDE, "shares": 2}),
+    "wide, everything": static(256, 256, (), **EVERYTHING, **{**WIDE, "half_block_stages": 2}),
 }
 FEW = few(STATICS, "full", "causal", "widest")
 

@@ -20,7 +20,7 @@ from flash4_torch.emulator.device import as_device
 from flash4_torch.kernels.common.host import NUMERIC
 from flash4_torch.kernels.common.smem_layouts import column_major_layout, row_major_layout
 from flash4_torch.kernels.sm100 import umma
-from flash4_torch.kernels.sm100.umma import Matrix, Product
+from flash4_torch.kernels.sm100.umma import Matrix, MmaOp
 from flash4_torch.testing import emulate
 from kernel_runs import launches
 
@@ -66,14 +66,14 @@ def allocate(memory: SmemAllocator, dtype: type, matrix: Matrix) -> cute.Tensor:
     return s[None, None, 0]
 
 
-def square(M: int, N: int, depth: int, dtype: str = "bfloat16") -> Product:
+def square(M: int, N: int, depth: int, dtype: str = "bfloat16") -> MmaOp:
     """Of S and dP: both operands along the heads."""
-    return Product(dtype, M, N, Matrix(M, depth), Matrix(N, depth))
+    return MmaOp(dtype, M, N, Matrix(M, depth), Matrix(N, depth))
 
 
-def turned(M: int, N: int, depth: int, dtype: str = "bfloat16") -> Product:
+def turned(M: int, N: int, depth: int, dtype: str = "bfloat16") -> MmaOp:
     """Of dQ: both along rows."""
-    return Product(dtype, M, N, Matrix(depth, M, True), Matrix(depth, N, True))
+    return MmaOp(dtype, M, N, Matrix(depth, M, True), Matrix(depth, N, True))
 
 
 PRODUCTS = {
@@ -87,7 +87,7 @@ PRODUCTS = {
     "dQ, D 96": turned(128, 96, 128, "float16"),
     "dQ, D 80": turned(128, 80, 128),
     "dQ, D 256 of a pair": turned(64, 128, 128),
-    "dV, wide": Product("bfloat16", 64, 128, Matrix(64, 128), Matrix(128, 128, True)),
+    "dV, wide": MmaOp("bfloat16", 64, 128, Matrix(64, 128), Matrix(128, 128, True)),
     "S of a pair": square(256, 128, 128)._replace(ctas=2),
     "dQ of a pair": turned(128, 128, 256)._replace(ctas=2),
 }

@@ -19,7 +19,7 @@ from flash4_torch.emulator.device import as_device
 from flash4_torch.kernels.common.rounding import round_to
 from flash4_torch.kernels.common.smem_layouts import row_major_layout
 from flash4_torch.kernels.sm100 import tmem, umma
-from flash4_torch.kernels.sm100.umma import Matrix, Product
+from flash4_torch.kernels.sm100.umma import Matrix, MmaOp
 from flash4_torch.testing import emulate
 
 SUMS, OPERAND = 0, 256
@@ -108,7 +108,7 @@ def test_products(kind: str, depth: int, columns: int) -> None:
     b = Matrix(columns, depth) if kind == "scores" else Matrix(depth, columns, along_rows=True)
     if kind == "both along rows":
         a = Matrix(depth, 128, along_rows=True)
-    plan = Product(dtype, 128, columns, a, b)
+    plan = MmaOp(dtype, 128, columns, a, b)
     x, y = (torch.randint(-8, 9, (n, depth)) / 4 for n in (128, columns))
     expected = x @ y.T
     stored = [t.T if matrix is not None and matrix.along_rows else t for t, matrix in ((x, a), (y, b))]
@@ -118,7 +118,7 @@ def test_products(kind: str, depth: int, columns: int) -> None:
     assert torch.equal(result, expected)
 
 
-def run(plan: Product, *tensors: Tensor) -> None:
+def run(plan: MmaOp, *tensors: Tensor) -> None:
     with emulate.device("sm_100a", schedule="late"):
         arguments = [from_dlpack(as_device(x), assumed_align=16) for x in tensors]
         cute.compile(multiply, *arguments, plan)(*arguments)

@@ -9,7 +9,7 @@ import pytest
 import compiled_files
 import cubin
 from everything import EVERYTHING, one_of
-from flash4_torch.backends.compiled import GROUP_SUMS, POSTPROCESS, PREPROCESS, SM90A
+from flash4_torch.backends.compiled import GROUP_REDUCE, POSTPROCESS, PREPROCESS, SM90A
 from flash4_torch.backends.compiled.backward import group_sums_plan, row_plans
 from flash4_torch.compile import Key
 from flash4_torch.configs import sm90_backward as configs
@@ -50,12 +50,12 @@ def main_kernels() -> list[Key]:
         for f in reachable()
         for config in configs.reachable(f)
         # With whole heads deterministic kernels are the others.
-        if config.tail and not (config.whole_heads and (f.deterministic or f.D < 64))
+        if config.ragged_k and not (config.whole_heads and (f.deterministic or f.D < 64))
     ]
 
 
 def kernels_of_rows() -> list[Key]:
-    found = {Key(GROUP_SUMS, (group_sums_plan(features),), SM90A.arch): None for features in reachable()}
+    found = {Key(GROUP_REDUCE, (group_sums_plan(features),), SM90A.arch): None for features in reachable()}
     for features in reachable():
         for config in configs.reachable(features):
             before, behind = row_plans(features, config, dlse=features.right)
@@ -86,7 +86,7 @@ def test_wgmmas_overlap(compiled: dict[Key, cubin.Code]) -> None:
 
 
 def test_the_table_is_covered() -> None:
-    configs_of = {config._replace(tail=True) for _, config in (key.static for key in main_kernels())}
+    configs_of = {config._replace(ragged_k=True) for _, config in (key.static for key in main_kernels())}
     assert {config for config in configs_of if not (config.whole_heads or config.heads_apart)} == {
         row.config for row in configs.TABLE
     }

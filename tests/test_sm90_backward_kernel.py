@@ -29,17 +29,17 @@ static = partial(static_of, Sm90Backward)
 CAUSAL = {"right": True}
 WINDOW = {"left": True, "right": True}
 NEXT_TILE = {"kv_stages": 2, "next_tile": True}
-INSIDE = {"heads_inside": True, "rows_first": True}
-ASIDE = {"gradients_aside": True, "dq_stages": 2}
-STAGES = {**INSIDE, "static_stages": True}
+INSIDE = {"heads_inner": True, "load_q_first": True}
+ASIDE = {"dkv_via_dq_smem": True, "dq_stages": 2}
+STAGES = {**INSIDE, "unroll_stages": True}
 ROUNDED = {"round_weights": True}
-WHOLE = {"whole_heads": True, "heads_inside": True}
+WHOLE = {"whole_heads": True, "heads_inner": True}
 APART = {"heads_apart": True}
 SOFTCAP = {"softcap": True, "scaled": True, **ROUNDED}
 # (warpgroups, queries)
 STATICS = {
     "full": static(128, 128, (2, 64)),
-    "no tail": static(128, 128, (2, 64), tail=False, scores_first=False, **CAUSAL),
+    "no tail": static(128, 128, (2, 64), ragged_k=False, scores_first=False, **CAUSAL),
     "causal": static(128, 128, (2, 64), "float16", ds_stages=2, dq_stages=2, **CAUSAL),
     "two tiles": static(128, 96, (2, 64), kv_stages=2, **CAUSAL),
     "next tile": static(128, 128, (2, 64), do_stages=1, **NEXT_TILE, **CAUSAL),
@@ -63,9 +63,9 @@ STATICS = {
     "in order, window": static(64, 64, (2, 128), deterministic=True, **ROUNDED, **WINDOW),
     "in order, packed": static(64, 40, (2, 64), varlen=True, deterministic=True, dq_stages=2, **WINDOW),
     "inside": static(128, 128, (2, 64), **INSIDE, **CAUSAL),
-    "inside, no tail": static(64, 64, (2, 64), tail=False, **INSIDE, **CAUSAL),
+    "inside, no tail": static(64, 64, (2, 64), ragged_k=False, **INSIDE, **CAUSAL),
     "inside, next tile": static(64, 64, (2, 128), **INSIDE, **ROUNDED, **NEXT_TILE, **CAUSAL),
-    "inside, window": static(64, 64, (2, 64), "float16", heads_inside=True, **WINDOW),
+    "inside, window": static(64, 64, (2, 64), "float16", heads_inner=True, **WINDOW),
     "inside, packed": static(128, 128, (2, 64), varlen=True, **INSIDE, **ASIDE, **CAUSAL),
     "inside, in order": static(64, 64, (2, 64), deterministic=True, **INSIDE, **ASIDE, **CAUSAL),
     "inside, dropout": static(64, 64, (2, 128), dropout=True, **INSIDE, **CAUSAL),
@@ -74,17 +74,19 @@ STATICS = {
     "aside, narrow": static(96, 80, (2, 64), ds_stages=2, **INSIDE, **ASIDE),
     "aside, dropout": static(64, 64, (2, 64), dropout=True, **ASIDE, **INSIDE, **WINDOW),
     "static stages": static(128, 128, (2, 64), **STAGES, **ASIDE),
-    "static stages, causal": static(128, 128, (2, 64), "float16", tail=False, **STAGES, **ASIDE, **CAUSAL),
+    "static stages, causal": static(
+        128, 128, (2, 64), "float16", ragged_k=False, **STAGES, **ASIDE, **CAUSAL
+    ),
     "static stages, window": static(96, 80, (2, 64), ds_stages=2, **STAGES, **SOFTCAP, **WINDOW),
     "static stages, packed": static(64, 64, (2, 64), varlen=True, **STAGES, **ASIDE, **CAUSAL),
     "static stages, in order": static(96, 96, (2, 64), deterministic=True, **STAGES, **ASIDE, **CAUSAL),
-    "apart": static(128, 128, (2, 64), tail=False, **STAGES, **ASIDE, **APART, **CAUSAL),
+    "apart": static(128, 128, (2, 64), ragged_k=False, **STAGES, **ASIDE, **APART, **CAUSAL),
     "apart, packed": static(64, 128, (2, 64), "float16", varlen=True, **APART, **CAUSAL),
     "apart, in order": static(64, 64, (2, 128), deterministic=True, **NEXT_TILE, **ROUNDED, **APART),
     "apart, dropout": static(128, 128, (2, 64), dropout=True, **APART, **SOFTCAP),
     "whole": static(128, 128, (2, 64), "float16", **{**STAGES, **WHOLE}, **ASIDE),
     "whole, causal": static(
-        96, 80, (2, 64), tail=False, ds_stages=2, **{**STAGES, **WHOLE}, **ASIDE, **CAUSAL
+        96, 80, (2, 64), ragged_k=False, ds_stages=2, **{**STAGES, **WHOLE}, **ASIDE, **CAUSAL
     ),
     "whole, next tile": static(64, 64, (2, 128), **WHOLE, **ROUNDED, **NEXT_TILE, **CAUSAL),
     "whole, dropout": static(128, 128, (2, 64), ds_stages=2, dropout=True, **WHOLE, **ROUNDED, **CAUSAL),

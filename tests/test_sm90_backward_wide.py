@@ -23,40 +23,40 @@ from kernel_traits import few
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
 static = partial(static_of, Sm90Backward)
-ALONE = {"split": True, "dq_passes": 2, "do_stages": 1}
-PAIR = {"split": True, "cluster": 2, "do_stages": 1}
+ALONE = {"role_split": True, "dq_passes": 2, "do_stages": 1}
+PAIR = {"role_split": True, "cluster": 2, "do_stages": 1}
 CAUSAL = {"right": True}
 WINDOW = {"left": True, "right": True}
 SOFTCAP = {"softcap": True, "scaled": True}
 STATICS = {
     "full": static(256, 256, (2, 64), **ALONE),
     "causal": static(256, 256, (2, 64), "float16", ds_stages=2, **ALONE, **CAUSAL),
-    "narrow values": static(192, 128, (2, 64), split=True, kv_stages=2, **CAUSAL),
-    "narrow keys": static(64, 256, (2, 64), "float16", split=True, left=True),
+    "narrow values": static(192, 128, (2, 64), role_split=True, kv_stages=2, **CAUSAL),
+    "narrow keys": static(64, 256, (2, 64), "float16", role_split=True, left=True),
     "varlen": static(256, 256, (2, 64), varlen=True, **ALONE, **CAUSAL),
-    "in order": static(192, 192, (2, 64), split=True, deterministic=True, **WINDOW),
+    "in order": static(192, 192, (2, 64), role_split=True, deterministic=True, **WINDOW),
     "in order, packed": static(
         256, 256, (2, 64), varlen=True, dropout=True, deterministic=True, **SOFTCAP, **ALONE, **WINDOW
     ),
     "softcap": static(256, 256, (2, 64), **SOFTCAP, **ALONE, **CAUSAL),
     "bool mask": static(256, 256, (2, 64), mask="bool", **ALONE),
-    "float32 mask": static(136, 200, (2, 64), mask="float32", dmask=True, split=True, **SOFTCAP),
+    "float32 mask": static(136, 200, (2, 64), mask="float32", dmask=True, role_split=True, **SOFTCAP),
     "dropout": static(256, 256, (2, 64), dropout=True, **ALONE),
     "pair, full": static(256, 256, (2, 64), **PAIR),
-    "pair, no tail": static(256, 256, (2, 64), tail=False, **PAIR, **CAUSAL),
+    "pair, no tail": static(256, 256, (2, 64), ragged_k=False, **PAIR, **CAUSAL),
     "pair, causal": static(192, 128, (2, 64), "float16", kv_stages=2, ds_stages=2, **PAIR, **CAUSAL),
     "pair, apart": static(192, 128, (2, 64), heads_apart=True, **PAIR, **CAUSAL),
-    "pair, held": static(192, 128, (2, 64), holds=2, **PAIR, **CAUSAL),
-    "pair, one held": static(192, 192, (2, 64), "float16", holds=1, **PAIR),
+    "pair, held": static(192, 128, (2, 64), operands_in_regs=2, **PAIR, **CAUSAL),
+    "pair, one held": static(192, 192, (2, 64), "float16", operands_in_regs=1, **PAIR),
     "pair, window": static(136, 200, (2, 64), q_stages=1, **PAIR, **WINDOW),
     "pair, in order": static(256, 256, (2, 64), "float16", deterministic=True, **PAIR, **CAUSAL),
     "pair, in order, inside": static(
-        192, 192, (2, 64), deterministic=True, heads_inside=True, holds=1, **PAIR, **CAUSAL
+        192, 192, (2, 64), deterministic=True, heads_inner=True, operands_in_regs=1, **PAIR, **CAUSAL
     ),
     "pair, in order, two slots": static(
-        192, 128, (2, 64), deterministic=True, heads_inside=True, dq_stages=2, **PAIR, **CAUSAL
+        192, 128, (2, 64), deterministic=True, heads_inner=True, dq_stages=2, **PAIR, **CAUSAL
     ),
-    "two slots": static(128, 64, (2, 64), "float16", split=True, dq_stages=2, **WINDOW),
+    "two slots": static(128, 64, (2, 64), "float16", role_split=True, dq_stages=2, **WINDOW),
     "pair, softcap": static(256, 256, (2, 64), **SOFTCAP, **PAIR),
     "pair, bool mask": static(192, 192, (2, 64), mask="bool", **PAIR, **CAUSAL),
     "pair, float16 mask": static(

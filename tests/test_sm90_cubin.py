@@ -67,7 +67,7 @@ def covering() -> list[Kernel]:
     for kernel in kernels:
         by_config.setdefault(kernel[1], []).append(kernel)
         by_features.setdefault(kernel[0], []).append(kernel)
-    tightest = [min(group, key=room) for config, group in by_config.items() if config.tail]
+    tightest = [min(group, key=room) for config, group in by_config.items() if config.ragged_k]
     step = 3 if EVERYTHING else 24
     in_turn = [group[i % len(group)] for i, group in enumerate(by_features.values()) if i % step == 0]
     packed = (Features("bfloat16", 64, 64, right=True), Features("float16", 128, 128, varlen=True))
@@ -108,9 +108,9 @@ def test_wgmmas_overlap(compiled: dict[Kernel, cubin.Code]) -> None:
 
 def test_the_table_is_covered() -> None:
     kernels = covering()
-    assert {config for _, config in reachable() if config.tail} <= {config for _, config in kernels}
+    assert {config for _, config in reachable() if config.ragged_k} <= {config for _, config in kernels}
     assert {f.mask for f, _ in kernels} == {"", "bool", "bfloat16", "float16", "float32"}
     for name in ("varlen", "left", "right", "softcap", "dropout"):
         assert {getattr(features, name) for features, _ in kernels} == {False, True}
-    for name in ("pingpong", "next_tile", "k_ahead", "half", "lazy_rescale", "o_over_q"):
+    for name in ("pingpong", "next_tile", "k_ahead", "half_block", "lazy_rescale", "o_over_q"):
         assert {getattr(config, name) for _, config in kernels} == {False, True}

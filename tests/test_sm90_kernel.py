@@ -35,17 +35,17 @@ WINDOW = {"left": True, "right": True}
 # (warpgroups, keys, K and V stages, Q stages)
 STATICS = {
     "one warpgroup": static(64, 64, (1, 128, 4, 2)),
-    "no tail": static(64, 64, (2, 64, 2, 2), "float16", tail=False, **CAUSAL),
+    "no tail": static(64, 64, (2, 64, 2, 2), "float16", ragged_k=False, **CAUSAL),
     "four warpgroups": static(64, 64, (4, 64, 4, 2), "float16", **CAUSAL),
     "next tile": static(
         64, 64, (4, 64, 4, 2), next_tile=True, lazy_rescale=True, exp_quarters_before_pv=2, **CAUSAL
     ),
     "turns": static(64, 64, (3, 112, 3, 2), pingpong=True, exp_quarters_before_pv=1, **WINDOW),
-    "turns, half": static(64, 64, (3, 128, 3, 2), pingpong=True, half=True, **CAUSAL),
+    "turns, half": static(64, 64, (3, 128, 3, 2), pingpong=True, half_block=True, **CAUSAL),
     "turns, next tile": static(
         128, 128, (2, 128, 2, 2), "float16", pingpong=True, next_tile=True, k_ahead=True
     ),
-    "half": static(96, 96, (2, 128, 3, 2), "float16", k_ahead=True, half=True, **CAUSAL),
+    "half": static(96, 96, (2, 128, 3, 2), "float16", k_ahead=True, half_block=True, **CAUSAL),
     "narrow": static(128, 128, (3, 80, 2, 2), k_ahead=True, lazy_rescale=True, **CAUSAL),
     "polynomial": static(128, 64, (2, 96, 2, 2), polynomial=4, **CAUSAL),
     "wide": static(256, 256, (2, 48, 2, 1), k_ahead=True, lazy_rescale=True, **CAUSAL),
@@ -54,9 +54,9 @@ STATICS = {
     "O over Q, next tile": static(64, 64, (4, 64, 4, 2), next_tile=True, o_over_q=True, **CAUSAL),
     "few columns": static(8, 24, (1, 80, 2, 2), "float16", **CAUSAL),
     "left only": static(40, 136, (2, 80, 2, 2), left=True),
-    "packed": static(64, 64, (2, 128, 2, 2), pack=4, **CAUSAL),
-    "packed, one row": static(64, 64, (1, 128, 4, 2), "float16", pack=64, **CAUSAL),
-    "pair": static(64, 64, (3, 128, 3, 2), pingpong=True, k_ahead=True, half=True, cluster=2, **CAUSAL),
+    "packed": static(64, 64, (2, 128, 2, 2), pack_gqa=4, **CAUSAL),
+    "packed, one row": static(64, 64, (1, 128, 4, 2), "float16", pack_gqa=64, **CAUSAL),
+    "pair": static(64, 64, (3, 128, 3, 2), pingpong=True, k_ahead=True, half_block=True, cluster=2, **CAUSAL),
     "pair, full": static(128, 128, (3, 80, 2, 2), "float16", k_ahead=True, lazy_rescale=True, cluster=2),
     "pair, many passed": static(
         128, 128, (3, 80, 2, 2), k_ahead=True, lazy_rescale=True, cluster=2, **CAUSAL
@@ -68,7 +68,7 @@ STATICS = {
     "pair, O over Q": static(
         256, 256, (2, 64, 2, 1), pingpong=True, k_ahead=True, o_over_q=True, cluster=2, **CAUSAL
     ),
-    "pair, packed": static(64, 64, (1, 64, 2, 2), k_ahead=True, pack=4, cluster=2, **CAUSAL),
+    "pair, packed": static(64, 64, (1, 64, 2, 2), k_ahead=True, pack_gqa=4, cluster=2, **CAUSAL),
     "softcap": static(64, 64, (2, 128, 2, 2), softcap=True, scaled=True, **WINDOW),
     "scaled": static(96, 40, (2, 80, 2, 2), "float16", scaled=True, next_tile=True, k_ahead=True),
     "bool mask": static(64, 64, (2, 128, 2, 2), mask="bool"),
@@ -83,7 +83,7 @@ STATICS = {
         256, 256, (2, 64, 2, 1), dropout=True, k_ahead=True, lazy_rescale=True, o_over_q=True, **CAUSAL
     ),
     "varlen": static(64, 64, (2, 128, 2, 2), varlen=True, k_ahead=True, **CAUSAL),
-    "varlen, packed": static(64, 64, (1, 128, 2, 2), "float16", varlen=True, pack=2),
+    "varlen, packed": static(64, 64, (1, 128, 2, 2), "float16", varlen=True, pack_gqa=2),
     "varlen, next tile": static(64, 64, (4, 64, 4, 2), varlen=True, next_tile=True, lazy_rescale=True),
     "varlen, next tile, causal": static(
         128, 128, (2, 128, 2, 2), varlen=True, pingpong=True, next_tile=True, k_ahead=True, **CAUSAL

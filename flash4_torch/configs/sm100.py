@@ -96,8 +96,8 @@ def forward(
     """
     rows = Sq * cover(group) if may_pack(features) else Sq
     config = _beside(features, next(row for row in TABLE if row.admits(features, Sq, rows)).config)
-    tail = not (end_hidden and features.right) and (features.varlen or Sk % config.keys != 0)
-    return config._replace(tail=tail, pack=best_pack(features, config.rows, Sq, group))
+    ragged_k = not (end_hidden and features.right) and (features.varlen or Sk % config.keys != 0)
+    return config._replace(ragged_k=ragged_k, pack_gqa=best_pack(features, config.rows, Sq, group))
 
 
 def limits(features: Features) -> list[str]:
@@ -110,12 +110,12 @@ def limits(features: Features) -> list[str]:
 
 def reachable(features: Features, group: int | None = None) -> tuple[Sm100Forward, ...]:
     """Every config that `forward` returns for some sizes; with `group`, for that many heads a key head."""
-    tails = [False, True] if features.right or not features.varlen else [True]
+    ragged = [False, True] if features.right or not features.varlen else [True]
     found = {
-        _beside(features, row.config)._replace(tail=tail, pack=pack): None
+        _beside(features, row.config)._replace(ragged_k=ragged_k, pack_gqa=pack_gqa): None
         for row in _rows_until_one_admits_all(features)
-        for tail in tails
-        for pack in (possible_packs(features, group) if row.config.cluster == 1 else [1])
+        for ragged_k in ragged
+        for pack_gqa in (possible_packs(features, group) if row.config.cluster == 1 else [1])
     }
     return tuple(found)
 

@@ -45,17 +45,17 @@ TABLE = (
         "never timed: all in twos fits, so that the next tile's K and V arrive under this one"),
     Row(0, 96, 96, _Tiles(do_stages=2),
         "never timed: two blocks of dO fit, but not two tiles of K and V"),
-    Row(96, 128, 128, _Tiles(cluster=2, shares=5, dq_slots=1),
+    Row(96, 128, 128, _Tiles(cluster=2, half_block_stages=5, dq_slots=1),
         "never timed: shared memory is what limits one CTA; of two each reads half of Q and dO, and adds "
         "half of dQ. They exchange 16 KB of dS a block", plain=True),
     Row(0, 128, 128, _Tiles(),
         "never timed: S of the next block is made before dK of this one, which takes two blocks of Q; for a "
         "second one of dO there is no room"),
-    Row(0, 192, 128, _Tiles(cluster=2, keys=64, shares=4, dq_slots=1),
+    Row(0, 192, 128, _Tiles(cluster=2, keys=64, half_block_stages=4, dq_slots=1),
         "never timed: dK and dV of 128 keys leave no columns for S, dP and dQ beside each other; of 64 in "
         "each CTA of a pair, with products of 128 rows, they do, at the tensor cores' full rate"),
-    Row(0, 192, 192, _Tiles(cluster=2, keys=64, shares=3, dq_slots=1), "never timed: as above"),
-    Row(0, 256, 256, _Tiles(cluster=2, keys=64, shares=2, dq_slots=1),
+    Row(0, 192, 192, _Tiles(cluster=2, keys=64, half_block_stages=3, dq_slots=1), "never timed: as above"),
+    Row(0, 256, 256, _Tiles(cluster=2, keys=64, half_block_stages=2, dq_slots=1),
         "never timed: as above; all 512 columns, and of half blocks of Q and dO only two fit. Two kernels, "
         "one for dQ, would take seven products for these five"),
 )
@@ -75,14 +75,14 @@ def backward(
         group: not used: a tile is of all query heads that share its keys.
     """
     config = _config(features)
-    tail = not (end_hidden and features.right) and (features.varlen or Sk % config.cluster_keys != 0)
-    return config._replace(tail=tail)
+    ragged_k = not (end_hidden and features.right) and (features.varlen or Sk % config.cluster_keys != 0)
+    return config._replace(ragged_k=ragged_k)
 
 
 def reachable(features: Features, group: int | None = None) -> tuple[Sm100Backward, ...]:
     """Every config that `backward` returns for some sizes; `group` is not used."""
-    tails = [False, True] if features.right or not features.varlen else [True]
-    return tuple(_config(features)._replace(tail=tail) for tail in tails)
+    ragged = [False, True] if features.right or not features.varlen else [True]
+    return tuple(_config(features)._replace(ragged_k=ragged_k) for ragged_k in ragged)
 
 
 def limits(features: Features) -> list[str]:

@@ -68,7 +68,7 @@ TABLE = (
         "S 256: 1.27 of the best peer, with next_tile and lazy_rescale 1.22; tiles fit the diagonal"),
     Row(64, 64, None, None, 1536, _Tiles(4, 64, 4, 2, next_tile=True, lazy_rescale=True),
         "full S 256 to 1k: 1.14 to 1.23; causal S 512 and 1k: 1.20 and 1.13"),
-    Row(64, 64, None, True, None, _Tiles(3, 128, 3, 2, pingpong=True, k_ahead=True, half=True),
+    Row(64, 64, None, True, None, _Tiles(3, 128, 3, 2, pingpong=True, k_ahead=True, half_block=True),
         "S 2k and 4k: 1.08 and 1.05, 16k: 0.97 to 1.01; with lazy_rescale 0.01 to 0.03 less"),
     Row(64, 64, None, None, None, _Tiles(3, 128, 3, 2, pingpong=True, k_ahead=True),
         "S 2k and 4k: 1.05 to 1.07, 1.01 to 1.03; 16k: 0.90 to 1.005; four warpgroups 0.03 less"),
@@ -159,9 +159,9 @@ def forward(
     seen = Sk if seen is None else min(seen, Sk)
     rows = Sq * cover(group) if may_pack(features) else Sq
     row = next(row for row in TABLE if row.admits(features, rows, seen))
-    tail = not (end_hidden and features.right) and (features.varlen or Sk % row.config.keys != 0)
+    ragged_k = not (end_hidden and features.right) and (features.varlen or Sk % row.config.keys != 0)
     config = row.config if Sq >= _QUERIES_OF_CLUSTERS else row.config._replace(cluster=1)
-    return _completed(features, config, tail, best_pack(features, row.config.rows, Sq, group))
+    return _completed(features, config, ragged_k, best_pack(features, row.config.rows, Sq, group))
 
 
 def limits(features: Features) -> list[str]:
@@ -174,13 +174,13 @@ def limits(features: Features) -> list[str]:
 def reachable(features: Features, group: int | None = None) -> tuple[Sm90Forward, ...]:
     """Every config that `forward` returns for some sizes; with `group`, for that many heads a key head."""
     packs = possible_packs(features, group)
-    tails = [False, True] if features.right or not features.varlen else [True]
+    ragged = [False, True] if features.right or not features.varlen else [True]
     found = {
-        _completed(features, row.config._replace(cluster=cluster), tail, pack): None
+        _completed(features, row.config._replace(cluster=cluster), ragged_k, pack_gqa): None
         for row in _rows_until_one_admits_all(features)
         for cluster in sorted({1, row.config.cluster})
-        for tail in tails
-        for pack in packs
+        for ragged_k in ragged
+        for pack_gqa in packs
     }
     return tuple(found)
 
@@ -193,7 +193,7 @@ def _rows_until_one_admits_all(features: Features) -> Iterator[Row]:
                 return
 
 
-def _completed(features: Features, config: Sm90Forward, tail: bool, pack: int) -> Sm90Forward:
+def _completed(features: Features, config: Sm90Forward, ragged_k: bool, pack_gqa: int) -> Sm90Forward:
     """A row's config for one call.
 
     Beside a left bound or a mask a warpgroup may pass over so many blocks that they would hold up the next
@@ -203,10 +203,10 @@ def _completed(features: Features, config: Sm90Forward, tail: bool, pack: int) -
     return config._replace(
         cluster=1 if features.varlen or features.mask or features.dropout else config.cluster,
         next_tile=config.next_tile and not (features.left or features.mask),
-        half=config.half and not features.mask,
+        half_block=config.half_block and not features.mask,
         exp_quarters_before_pv=0 if features.dropout else config.exp_quarters_before_pv,
-        tail=tail,
-        pack=pack,
+        ragged_k=ragged_k,
+        pack_gqa=pack_gqa,
     )
 
 
@@ -223,7 +223,7 @@ def available_registers(features: Features, config: Sm90Forward) -> int:
     """What `registers` may come to: about what a consumer's thread has; 0 for too many warpgroups."""
     of = _REGISTERS
     if features.dropout:
-        of = _REGISTERS_WITH_DROPOUT if features.drawing_warpgroup else _REGISTERS_WITH_DROPOUT_AND_WIDE_O
+        of = _REGISTERS_WITH_DROPOUT if features.rng_warpgroup else _REGISTERS_WITH_DROPOUT_AND_WIDE_O
     return of.get(config.warpgroups, 0)
 
 

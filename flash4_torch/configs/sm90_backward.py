@@ -55,8 +55,8 @@ _TAKES: dict[str, Callable[[Features], bool]] = {
 _HEAVY = ("dropout", "bias", "softcap")
 _ALL = ("dropout", "mask", "softcap", "varlen")
 _IN_ORDER = ("right", "deterministic")
-_ASIDE = {"gradients_aside": True, "heads_inside": True, "rows_first": True}
-_STATIC = {**_ASIDE, "static_stages": True}
+_ASIDE = {"dkv_via_dq_smem": True, "heads_inner": True, "load_q_first": True}
+_STATIC = {**_ASIDE, "unroll_stages": True}
 
 _MANY = 4
 """Rows and sums of two stay in the cache: at D 128, causal S 1k, 2k, 4k, inside 1.33, 1.17, 1.09, apart 1.24,
@@ -67,7 +67,7 @@ _Tiles = Sm90Backward
 TABLE = (
     # D   Dv   never, only
     Row(64, 64, _HEAVY, _IN_ORDER,
-        _Tiles(2, 128, kv_stages=2, ds_stages=2, round_weights=True, next_tile=True, heads_inside=True),
+        _Tiles(2, 128, kv_stages=2, ds_stages=2, round_weights=True, next_tile=True, heads_inner=True),
         "causal S 4k: 0.78 of the speed in any order"),
     Row(64, 64, _HEAVY, (),
         _Tiles(2, 128, kv_stages=2, ds_stages=2, round_weights=True, next_tile=True),
@@ -78,7 +78,7 @@ TABLE = (
     Row(64, 64, (), (), _Tiles(2, 64, ds_stages=2, kv_stages=2, round_weights=True),
         "unmeasured: features that need registers", alone=(512, 512)),
     Row(96, 96, ("dropout", "mask"), _IN_ORDER,
-        _Tiles(2, 64, q_stages=3, do_stages=3, ds_stages=2, dq_stages=2, heads_inside=True),
+        _Tiles(2, 64, q_stages=3, do_stages=3, ds_stages=2, dq_stages=2, heads_inner=True),
         "causal S 1k, 8k: 0.87, 0.88 of the speed in any order"),
     Row(96, 96, ("dropout", "mask", "right"), (),
         _Tiles(2, 64, q_stages=3, do_stages=3, ds_stages=2, dq_stages=2, **_ASIDE),
@@ -90,7 +90,7 @@ TABLE = (
     Row(96, 96, ("dropout", "dmask"), (), _Tiles(2, 64, q_stages=3, do_stages=3, ds_stages=2, dq_stages=2),
         "S 8k: full 1.04, causal 1.02; two stages of K and V, one of dQ 1.00 and 0.95"),
     Row(128, 128, ("dropout", "mask"), ("softcap", "varlen", "right"),
-        _Tiles(2, 64, dq_stages=2, heads_inside=True),
+        _Tiles(2, 64, dq_stages=2, heads_inner=True),
         "unmeasured: a copy for each stage spills, and so do heads apart"),
     Row(128, 128, ("dropout", "mask"), (), _Tiles(2, 64, dq_stages=2, **_STATIC),
         "full S 1k, 4k, 16k: 1.04, 1.04, 1.01, stages in registers 1.03, 1.00, 0.98; causal S 512, 1k, 2k, "
@@ -107,23 +107,23 @@ TABLE = (
     Row(128, 128, ("bias",), (), _Tiles(2, 64, ds_stages=2, round_weights=True),
         "unmeasured: products are serialised beside weights that are not rounded"),
     Row(192, 192, _ALL, _IN_ORDER,
-        _Tiles(2, 64, dq_stages=2, split=True, cluster=2, holds=1, heads_inside=True),
+        _Tiles(2, 64, dq_stages=2, role_split=True, cluster=2, operands_in_regs=1, heads_inner=True),
         "causal S 1k, 4k, 16k: 0.87, 0.83, 0.96 of the speed in any order; one stage of dQ and two of dS, or "
         "with one of dO two of both, 0.75, 0.70, 0.74"),
-    Row(192, 192, _ALL, ("deterministic",), _Tiles(2, 64, dq_stages=2, split=True, cluster=2, holds=1),
+    Row(192, 192, _ALL, ("deterministic",), _Tiles(2, 64, dq_stages=2, role_split=True, cluster=2, operands_in_regs=1),
         "full S 4k: 0.86 of the speed in any order; one stage of dQ, or one of dO and two of dQ, 0.73"),
-    Row(192, 192, _ALL, (), _Tiles(2, 64, ds_stages=2, split=True, cluster=2, holds=1),
+    Row(192, 192, _ALL, (), _Tiles(2, 64, ds_stages=2, role_split=True, cluster=2, operands_in_regs=1),
         "S 8k: full 1.10, causal 1.04; V in shared memory 1.04 and 0.98, K in registers, too, 1.06 and 0.98; "
         "alone 0.77 and 0.72; five heads to a key head, apart, causal S 2k, 4k, 8k: 0.99, 1.01, 1.03, "
         "inside 1.00, 0.98, 1.00", apart=4096),
-    Row(256, 256, _ALL, _IN_ORDER, _Tiles(2, 64, do_stages=1, split=True, cluster=2, heads_inside=True),
+    Row(256, 256, _ALL, _IN_ORDER, _Tiles(2, 64, do_stages=1, role_split=True, cluster=2, heads_inner=True),
         "causal S 1k, 4k, 16k: 0.86, 0.81, 0.88 of the speed in any order, head after head S 4k 0.66"),
-    Row(256, 256, _ALL, (), _Tiles(2, 64, do_stages=1, split=True, cluster=2),
+    Row(256, 256, _ALL, (), _Tiles(2, 64, do_stages=1, role_split=True, cluster=2),
         "S 1k, 4k, 16k: full 1.11, 1.06, 1.07, causal 1.06, 1.10, 1.10; alone 0.90 and 0.84; four heads to a "
         "key head, apart, causal S 2k, 4k, 8k: 1.04, 1.07, 1.11, inside 1.09, 1.10, 1.08", apart=8192),
-    Row(192, 192, (), (), _Tiles(2, 64, split=True),
+    Row(192, 192, (), (), _Tiles(2, 64, role_split=True),
         "unmeasured: dK and dV each take the registers of a warpgroup; gradients of masks, too"),
-    Row(256, 256, (), (), _Tiles(2, 64, do_stages=1, split=True, dq_passes=2),
+    Row(256, 256, (), (), _Tiles(2, 64, do_stages=1, role_split=True, dq_passes=2),
         "unmeasured: of dQ only a quarter at a time fits beside them"),
 )
 # fmt: on
@@ -148,8 +148,8 @@ def backward(
         config = _whole(whole)
     elif group >= _MANY and _may_be_apart(row, features) and Sk >= row.apart:
         config = _apart(row)
-    tail = not (end_hidden and features.right) and (features.varlen or Sk % config.cluster_keys != 0)
-    return config._replace(tail=tail)
+    ragged_k = not (end_hidden and features.right) and (features.varlen or Sk % config.cluster_keys != 0)
+    return config._replace(ragged_k=ragged_k)
 
 
 def limits(features: Features) -> list[str]:
@@ -159,14 +159,14 @@ def limits(features: Features) -> list[str]:
 
 def reachable(features: Features, group: int | None = None) -> tuple[Sm90Backward, ...]:
     """Every config that `backward` returns for some sizes, and for that group or any."""
-    tails = [False, True] if features.right or not features.varlen else [True]
+    ragged = [False, True] if features.right or not features.varlen else [True]
     row, whole = _row(features), _row_of_whole_heads(features)
     configs = [row.config]
     if whole is not None:
         configs.append(_whole(whole))
     if (group or _MANY) >= _MANY and _may_be_apart(row, features):
         configs.append(_apart(row))
-    return tuple(config._replace(tail=tail) for config in configs for tail in tails)
+    return tuple(config._replace(ragged_k=ragged_k) for config in configs for ragged_k in ragged)
 
 
 def _row_of_whole_heads(features: Features) -> Row | None:
@@ -180,7 +180,7 @@ def _row_of_whole_heads(features: Features) -> Row | None:
 
 
 def _whole(row: Row) -> Sm90Backward:
-    return row.config._replace(whole_heads=True, heads_inside=True)
+    return row.config._replace(whole_heads=True, heads_inner=True)
 
 
 def _may_be_apart(row: Row, features: Features) -> bool:

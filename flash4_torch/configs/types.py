@@ -54,7 +54,7 @@ class Features(NamedTuple):
         return self._replace(mask="", scaled=self.softcap) if self.float_mask else self
 
     @property
-    def drawing_warpgroup(self) -> bool:
+    def rng_warpgroup(self) -> bool:
         """Whether a warpgroup of its own draws dropout's numbers.
 
         Beside two others a thread is launched with 128 registers then; the product for a wider O needs more.
@@ -77,7 +77,7 @@ class Sm90Forward(NamedTuple):
     """The first scores of the next tile are computed under this tile's epilogue."""
     k_ahead: bool = False
     """K is loaded one tile ahead of V, over the border of tiles too."""
-    half: bool = False
+    half_block: bool = False
     """The block on the diagonal may be half as wide."""
     lazy_rescale: bool = False
     """The accumulator is rescaled only when a row's maximum grew by more than a factor of 2^8."""
@@ -88,22 +88,22 @@ class Sm90Forward(NamedTuple):
     none on Hopper, where every share of it was slower."""
     o_over_q: bool = False
     """O leaves through the shared memory of its own Q, where there is no room for a place of its own."""
-    tail: bool = True
+    ragged_k: bool = True
     """Sk may end inside a tile of keys, where the band does not hide what follows."""
-    pack: int = 1
+    pack_gqa: int = 1
     """Query heads of one key head that share a tile's rows: 1, 2, 4, ... 64."""
     cluster: int = 1
     """CTAs that take neighbouring tiles, 1 or 2; of two each loads half of every K and V for both."""
 
     @property
     def rows(self) -> int:
-        """Query rows in a tile; with `pack`, each row is one head of one query."""
+        """Query rows in a tile; with `pack_gqa`, each row is one head of one query."""
         return 64 * self.warpgroups
 
     @property
     def queries(self) -> int:
         """Query positions in a tile."""
-        return self.rows // self.pack
+        return self.rows // self.pack_gqa
 
     def shared_memory(self, features: Features) -> int:
         """Bytes of shared memory: Q, K and V in their stages, O, barriers and what alignment may cost.
@@ -133,22 +133,22 @@ class Sm100Forward(NamedTuple):
     """Of every 32 weights of a row, how many are computed by a polynomial instead of the exponential unit."""
     o_over_q: bool = False
     """O leaves through the shared memory of its own Q, where there is no room for a place of its own."""
-    tail: bool = True
+    ragged_k: bool = True
     """Sk may end inside a tile of keys, where the band does not hide what follows."""
-    pack: int = 1
+    pack_gqa: int = 1
     """Query heads of one key head that share a tile's rows: 1, 2, 4, ... 64."""
     cluster: int = 1
     """CTAs that multiply together, 1 or 2: of two each loads half of every K and V."""
 
     @property
     def rows(self) -> int:
-        """Query rows that a CTA takes at a time; with `pack`, each row is one head of one query."""
+        """Query rows that a CTA takes at a time; with `pack_gqa`, each row is one head of one query."""
         return 128 * self.q_tiles
 
     @property
     def queries(self) -> int:
         """Query positions of those."""
-        return self.rows // self.pack
+        return self.rows // self.pack_gqa
 
     def shared_memory(self, features: Features) -> int:
         """Bytes of shared memory: Q, K and V in their stages, O, two numbers of each row, and barriers."""
@@ -167,7 +167,7 @@ class Sm90Backward(NamedTuple):
     """Tiles and switches of the Hopper backward kernel."""
 
     warpgroups: int
-    """Consumer warpgroups; each takes 64 keys, or, where `split`, both the same."""
+    """Consumer warpgroups; each takes 64 keys, or, where `role_split`, both the same."""
     queries: int
     """Rows of queries in a block, 64 or 128."""
     q_stages: int = 2
@@ -175,24 +175,24 @@ class Sm90Backward(NamedTuple):
     kv_stages: int = 1
     """With two, K and V of the next tile arrive under this one."""
     ds_stages: int = 1
-    """With two, no warpgroup waits for another one's dQ before it writes its dS; but where `split`."""
+    """With two, no warpgroup waits for another one's dQ before it writes its dS; but where `role_split`."""
     dq_stages: int = 1
     """Of each warpgroup's dQ on its way to global memory, 1 or 2; 1 with more than one of `dq_passes`."""
     scores_first: bool = True
     """The next block's scores are issued before the wait for dQ, not behind it."""
     next_tile: bool = False
     """The first scores of the next tile are computed under this tile's epilogue; with two `kv_stages`."""
-    heads_inside: bool = False
+    heads_inner: bool = False
     """From the last block of rows to the first one, each of all heads of the group, so that tiles of a key
     head read the same rows at a time; else head after head, each from its first block on, as with masks."""
-    gradients_aside: bool = False
+    dkv_via_dq_smem: bool = False
     """dK and dV leave through the two places of a warpgroup's dQ, so that the next K and V arrive under a
     tile's end; else through K and V, as with packed sequences, sums in order, and dV wider than dK."""
-    rows_first: bool = False
+    load_q_first: bool = False
     """With heads inside: a tile's first Q and dO are loaded before its K and V, which have no room yet."""
-    static_stages: bool = False
+    unroll_stages: bool = False
     """Of the code for blocks that nothing cuts there is a copy for each stage of Q, whose addresses are then
-    constants; with two stages of Q, and of dO. Not where `split`."""
+    constants; with two stages of Q, and of dO. Not where `role_split`."""
     whole_heads: bool = False
     """A CTA takes all tiles of a key head, from the last one to the first, and rounds dQ at the first, to
     which the others have left their sums: nothing is cleared before, nor rounded behind, and sums have an
@@ -202,27 +202,27 @@ class Sm90Backward(NamedTuple):
     the L2 cache where those of all heads of a group would not."""
     round_weights: bool = False
     """dS is made of the rounded weights, which frees the registers of the others."""
-    tail: bool = True
+    ragged_k: bool = True
     """Sk may end inside a tile."""
-    split: bool = False
+    role_split: bool = False
     """Two warpgroups share 64 keys, for wide heads: one makes weights and dV, the other one dS and dK."""
     cluster: int = 1
-    """CTAs that take neighbouring tiles, 1 or, where `split`, 2: each loads half of every Q and dO for both,
+    """CTAs that take neighbouring tiles, 1 or, where `role_split`, 2: each loads half of every Q and dO for both,
     and adds half of the columns of both tiles' dQ."""
-    holds: int = 0
-    """Where `split`: with 1 V is an operand from registers, with 2 K, too; shared memory is read less."""
+    operands_in_regs: int = 0
+    """Where `role_split`: with 1 V is an operand from registers, with 2 K, too; shared memory is read less."""
     dq_passes: int = 1
-    """Where `split`, how many parts of its dQ a warpgroup makes one after another, for want of registers."""
+    """Where `role_split`, how many parts of its dQ a warpgroup makes one after another, for want of registers."""
 
     @property
-    def by_lanes(self) -> bool:
+    def tmem_order(self) -> bool:
         """Whether dQ is summed up in the order of tensor memory."""
         return False
 
     @property
     def keys(self) -> int:
         """Of a tile."""
-        return 64 if self.split else 64 * self.warpgroups
+        return 64 if self.role_split else 64 * self.warpgroups
 
     @property
     def cluster_keys(self) -> int:
@@ -246,8 +246,8 @@ class Sm90Backward(NamedTuple):
         rows = self.queries * (self.q_stages * D + self.do_stages * Dv)
         others = (self.cluster - 1) * D // self.cluster
         kv = self.kv_stages * self.keys * (D + Dv + others)
-        slopes = self.split and features.softcap and features.dmask
-        ds = self.ds_stages * self.keys * self.queries * (self.cluster + slopes)
+        dtanh = self.role_split and features.softcap and features.dmask
+        ds = self.ds_stages * self.keys * self.queries * (self.cluster + dtanh)
         of_scores = features.row_stats - 1
         statistics = 4 * self.queries * (of_scores * self.q_stages + self.do_stages)
         bits = self.q_stages * self.keys * tile_bits(self.queries) if features.dropout else 0
@@ -263,13 +263,13 @@ class Sm100Backward(NamedTuple):
     """With two, K and V of the next tile arrive under this one."""
     dq_slots: int = 2
     """Pieces of 32 columns of dQ on their way to global memory, of each of the four warps that add it."""
-    tail: bool = True
+    ragged_k: bool = True
     """Sk may end inside a tile."""
     cluster: int = 1
     """CTAs that take neighbouring tiles, 1 or 2; each of two adds half of every block's rows to dQ."""
     keys: int = 128
     """Of a tile, 128, or 64 of a pair for wide heads: then each CTA has half of the lanes' rows, twice."""
-    shares: int = 0
+    half_block_stages: int = 0
     """Of a pair: stages of half blocks of Q and dO, each for one product, in the order of products."""
 
     @property
@@ -278,7 +278,7 @@ class Sm100Backward(NamedTuple):
         return False
 
     @property
-    def heads_inside(self) -> bool:
+    def heads_inner(self) -> bool:
         """Whether a tile visits a block of rows of all heads of a group before the next, without a mask."""
         return False
 
@@ -308,7 +308,7 @@ class Sm100Backward(NamedTuple):
         return self.queries // 32 * self.cluster
 
     @property
-    def by_lanes(self) -> bool:
+    def tmem_order(self) -> bool:
         """Whether dQ is summed up in the order of tensor memory."""
         return True
 
@@ -323,7 +323,7 @@ class Sm100Backward(NamedTuple):
         kv = self.kv_stages * self.keys * (D + Dv)
         ds = self.keys * self.queries
         if self.cluster > 1:
-            rows = self.shares * self.queries // 2 * max(D, Dv)
+            rows = self.half_block_stages * self.queries // 2 * max(D, Dv)
             kv += self.keys * D
             ds *= 3 if self.keys == 64 else 1
         dq = self.dq_slots * self.queries * min(D, 32)

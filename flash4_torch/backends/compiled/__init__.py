@@ -7,10 +7,20 @@ launches.
 """
 
 from .backend import Compiled, limits
-from .targets import GROUP_SUMS, MASK_BLOCKS, POSTPROCESS, PREPROCESS, SM90A, SM100A, SM103A, TARGETS, Target
+from .targets import (
+    GROUP_REDUCE,
+    MASK_BLOCKS,
+    POSTPROCESS,
+    PREPROCESS,
+    SM90A,
+    SM100A,
+    SM103A,
+    TARGETS,
+    Target,
+)
 
 __all__ = [
-    "GROUP_SUMS",
+    "GROUP_REDUCE",
     "MASK_BLOCKS",
     "POSTPROCESS",
     "PREPROCESS",

@@ -93,7 +93,7 @@ class Compiled:
             if mask is not None:
                 mask = backward.turned(mask, problem.extent.Sq)
             sizes, behind, sums = backward.sizes_of(q, ends_q, kernels), kernels.behind, kernels.sums
-            stats, dq_acc, turns = backward.workspaces(q, sizes, kernels.in_turns)
+            stats, dq_acc, turns = backward.workspaces(q, sizes, kernels.is_ordered)
             dlse = None if saved.dlse is None else saved.dlse.contiguous()
             cleared = None if behind is None else dq_acc
             low = None if saved.lse_low is None else saved.lse_low.contiguous()
@@ -172,7 +172,7 @@ class Compiled:
         spec, scale = problem.spec, problem.scale
         index, dtype, float32, int32 = inputs.q.get_device(), spec.dtype, torch.float32, torch.int32
         kernels = self.backward_kernels(problem, index)
-        before, main, behind, group_sums = kernels[:4]
+        before, main, behind, group_reduce = kernels[:4]
         rule = tvm_ffi.convert(kernels.rule)
         q_shape, k_shape, v_shape = (tuple(x.shape) for x in inputs[:3])
         q_strides, k_strides, v_strides = (_strides(shape) for shape in (q_shape, k_shape, v_shape))
@@ -180,7 +180,7 @@ class Compiled:
         k_parts_strides, v_parts_strides = _strides(k_parts), _strides(v_parts)
         stats_shape, sums_shape, turns_shape = backward.sizes_of(inputs.q, None, kernels)
         stats_strides, sums_strides = _strides(stats_shape), _strides(sums_shape)
-        turns_strides, in_turns = _strides(turns_shape), kernels.in_turns
+        turns_strides, is_ordered = _strides(turns_shape), kernels.is_ordered
         copied = not is_readable(saved.dout)
         counter, current_device = tickets.counter, tickets.current_device
         empty = getattr(torch._C._dynamo.guards, f"_empty_strided_{spec.device}")
@@ -201,20 +201,20 @@ class Compiled:
                 dout = readable(dout)
             stats = empty(stats_shape, stats_strides, float32)
             sums = empty(sums_shape, sums_strides, float32)
-            turns = empty(turns_shape, turns_strides, int32) if in_turns else None
+            turns = empty(turns_shape, turns_strides, int32) if is_ordered else None
             before(out, dout, lse, None, None, stats, None if behind is None else sums, turns, None)
             dk, dv = empty(k_shape, k_strides, dtype), empty(v_shape, v_strides, dtype)
             dq = empty(q_shape, q_strides, dtype)
             dk_made, dv_made = dk, dv
-            if group_sums is not None:
+            if group_reduce is not None:
                 dk_made = empty(k_parts, k_parts_strides, dtype)
                 dv_made = empty(v_parts, v_parts_strides, dtype)
             rounded, more = dq if behind is None else None, (None, None, None, None, rng_state, rule)
             main(q, k, v, dout, stats, sums, rounded, dk_made, dv_made, counter(index), turns, *more)
             if behind is not None:
                 behind(sums, dq, None, scale)
-            if group_sums is not None:
-                group_sums(dk_made, dv_made, dk, dv)
+            if group_reduce is not None:
+                group_reduce(dk_made, dv_made, dk, dv)
             return dq, dk, dv
 
         return launch

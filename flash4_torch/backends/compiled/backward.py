@@ -15,12 +15,12 @@ from torch import Tensor
 from ... import compile
 from ...configs.types import Features
 from ...kernels.common.bwd.dq_blocks import sums_of
-from ...kernels.common.bwd.row_blocks import GroupSumsPlan, PostprocessPlan, PreprocessPlan, RowBlocks
+from ...kernels.common.bwd.row_blocks import GroupReducePlan, PostprocessPlan, PreprocessPlan, RowBlocks
 from ...kernels.common.mask_tables import MaskPlan
 from ...problem import Problem
 from . import forward
 from .rule import Rule, evenly, heads_in_section, rule
-from .targets import GROUP_SUMS, POSTPROCESS, PREPROCESS, BackwardConfig, Find, Target
+from .targets import GROUP_REDUCE, POSTPROCESS, PREPROCESS, BackwardConfig, Find, Target
 
 _MOST_IN_SECTION = 32
 """Key heads, before sections are made even."""
@@ -56,7 +56,7 @@ class Kernels(NamedTuple):
     config: BackwardConfig
     rule: Rule
     blocks: RowBlocks
-    in_turns: bool
+    is_ordered: bool
     """Whether tiles wait for each other to add to dQ."""
     alone: tuple[int, int] | None
     """How many CTAs take whole key heads, and of how many query heads each is."""
@@ -105,7 +105,7 @@ def decide(target: Target, problem: Problem, multiprocessors: int, find: Find) -
         find(PREPROCESS, (before,)),
         find(target.backward, (features, config)),
         None if behind is None else find(POSTPROCESS, (behind,)),
-        find(GROUP_SUMS, (group_sums_plan(features),)) if config.heads_apart else None,
+        find(GROUP_REDUCE, (group_sums_plan(features),)) if config.heads_apart else None,
         config,
         rule_of(target, problem, config, multiprocessors),
         before.blocks,
@@ -125,13 +125,13 @@ def row_plans(
 ) -> tuple[PreprocessPlan, PostprocessPlan | None]:
     """Of the kernels before and behind the main one."""
     f, blocks = main_features(features, config), RowBlocks.of(sums_of(features.D, config))
-    asked = f.varlen, dlse, f.deterministic, config.by_lanes, not config.whole_heads
+    asked = f.varlen, dlse, f.deterministic, config.tmem_order, not config.whole_heads
     before = PreprocessPlan(f.dtype, f.Dv, blocks, *asked, float_mask=f.float_mask)
     return before, None if config.whole_heads else PostprocessPlan(f.dtype, f.D, blocks, f.varlen)
 
 
-def group_sums_plan(features: Features) -> GroupSumsPlan:
-    return GroupSumsPlan(features.dtype, features.D, features.Dv, features.varlen)
+def group_sums_plan(features: Features) -> GroupReducePlan:
+    return GroupReducePlan(features.dtype, features.D, features.Dv, features.varlen)
 
 
 def features_of(problem: Problem) -> Features:
@@ -173,7 +173,7 @@ def _section(target: Target, problem: Problem, config: BackwardConfig, multiproc
     if not (features.left or features.right):
         return 1
     tiles = -(-extent.Sk // config.cluster_keys)
-    if config.heads_inside and not features.mask and spec.group > 1:
+    if config.heads_inner and not features.mask and spec.group > 1:
         return -_RUN if tiles <= _TILES_IN_RUNS else evenly(heads, min(_GROUPS_IN_SECTION, heads))
     if not features.left and max(spec.D, spec.Dv) <= 128:
         wanted = min(max(_TILES_IN_SECTION // tiles, _FEWEST_IN_SECTION), _MOST_IN_SECTION)
@@ -186,7 +186,7 @@ def _section(target: Target, problem: Problem, config: BackwardConfig, multiproc
 
 def _in_order(features: Features, config: BackwardConfig) -> int:
     """Key heads in a section: tiles of one wait for each other, and the more heads, the fewer of them run."""
-    if features.right and config.heads_inside and not features.mask:
+    if features.right and config.heads_inner and not features.mask:
         return next(heads for D, heads in _IN_ORDER_FROM_LAST.items() if max(features.D, features.Dv) <= D)
     return _IN_ORDER_IF_BOUNDED if features.left or features.right else _IN_ORDER
 
@@ -228,10 +228,10 @@ def parts_shape(grad: tuple[int, ...], Hq: int) -> tuple[int, ...]:
     return (*rows, Hq, D)
 
 
-def workspaces(q: Tensor, sizes: Sizes, in_turns: bool) -> Workspaces:
+def workspaces(q: Tensor, sizes: Sizes, is_ordered: bool) -> Workspaces:
     """Allocated, not filled."""
     return Workspaces(
         q.new_empty(sizes.stats, dtype=torch.float32),
         q.new_empty(sizes.dq_acc, dtype=torch.float32),
-        q.new_empty(sizes.turns, dtype=torch.int32) if in_turns else None,
+        q.new_empty(sizes.turns, dtype=torch.int32) if is_ordered else None,
     )

@@ -61,7 +61,7 @@ def features_of(problem: Problem) -> Features:
 
 def mask_plan(dtype: str, config: ForwardConfig) -> MaskPlan:
     """How a mask of that dtype is cut into blocks: as the config's tiles are."""
-    return MaskPlan(dtype, config.queries, config.keys, config.pack)
+    return MaskPlan(dtype, config.queries, config.keys, config.pack_gqa)
 
 
 def config_of(target: Target, problem: Problem) -> ForwardConfig:
@@ -87,7 +87,7 @@ def _section(target: Target, problem: Problem, config: ForwardConfig, multiproce
     so by twos: where all multiprocessors read the same K and V, D 64 is now and then slower by a tenth.
     """
     spec, extent = problem.spec, problem.extent
-    packs = -(-spec.group // config.pack)
+    packs = -(-spec.group // config.pack_gqa)
     if not features_of(problem).right:
         return 1 if extent.Sk <= _LONG else 2 * packs
     each = extent.Sk * (spec.D + spec.Dv) * spec.dtype.itemsize

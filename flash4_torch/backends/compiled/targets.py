@@ -13,7 +13,7 @@ from ...configs.types import Features
 
 PREPROCESS = "flash4_torch.kernels.aux_kernels.bwd_preprocess:compile_preprocess"
 POSTPROCESS = "flash4_torch.kernels.aux_kernels.bwd_postprocess:compile_postprocess"
-GROUP_SUMS = "flash4_torch.kernels.aux_kernels.bwd_group_reduce:compile_group_sums"
+GROUP_REDUCE = "flash4_torch.kernels.aux_kernels.bwd_group_reduce:compile_group_reduce"
 MASK_BLOCKS = "flash4_torch.kernels.aux_kernels.mask_blocks:compile_mask_blocks"
 
 Find = Callable[[str, tuple[object, ...]], compile.Function]
@@ -34,7 +34,7 @@ class ForwardConfig(Protocol):
         ...
 
     @property
-    def pack(self) -> int:
+    def pack_gqa(self) -> int:
         """Query heads of one key head that share a tile's rows."""
         ...
 
@@ -53,12 +53,12 @@ class BackwardConfig(Protocol):
         ...
 
     @property
-    def by_lanes(self) -> bool:
+    def tmem_order(self) -> bool:
         """Whether dQ is summed up in the order of tensor memory."""
         ...
 
     @property
-    def heads_inside(self) -> bool:
+    def heads_inner(self) -> bool:
         """Whether a tile visits a block of rows of all heads of a group before the next, without a mask."""
         ...
 

@@ -15,7 +15,7 @@ from cutlass import Float32, Int32, Int64
 
 from ..common import host
 from ..common.attn_mask import vector_at
-from ..common.bwd.row_blocks import GroupSumsPlan
+from ..common.bwd.row_blocks import GroupReducePlan
 from ..common.rounding import round_to, widened
 
 THREADS = 256
@@ -26,7 +26,7 @@ DEPTH = 4
 
 
 @cute.jit
-def group_sums(
+def group_reduce(
     dk_parts: cute.Tensor,
     dv_parts: cute.Tensor,
     dk: cute.Tensor,
@@ -45,13 +45,13 @@ def group_sums(
     for size in dk.shape[:-1]:
         rows *= size
     blocks = cute.ceil_div(rows * (max(plan.D, plan.Dv) // VECTOR), THREADS)
-    group_sums_kernel(dk_parts, dv_parts, dk, dv, rows, Int32(group), plan).launch(
+    group_reduce_kernel(dk_parts, dv_parts, dk, dv, rows, Int32(group), plan).launch(
         grid=(blocks, 2, 1), block=(THREADS, 1, 1), stream=stream
     )
 
 
 @cute.kernel
-def group_sums_kernel(
+def group_reduce_kernel(
     dk_parts: cute.Tensor,
     dv_parts: cute.Tensor,
     dk: cute.Tensor,
@@ -95,11 +95,11 @@ def _sum_up(
         cute.autovec_copy(rounded, vector_at(target.iterator + number * VECTOR, VECTOR))
 
 
-def compile_group_sums(plan: GroupSumsPlan) -> Any:
-    """`group_sums` compiled for any sizes; call it with its arguments but `plan` and `stream`."""
+def compile_group_reduce(plan: GroupReducePlan) -> Any:
+    """`group_reduce` compiled for any sizes; call it with its arguments but `plan` and `stream`."""
     modes = 2 if plan.varlen else 3
     dk_parts, dv_parts, dk, dv = (
         host.rows(host.NUMERIC[plan.dtype], (*host.any_sizes(modes), D)) for D in (plan.D, plan.Dv) * 2
     )
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(group_sums, dk_parts, dv_parts, dk, dv, plan, stream, options="--enable-tvm-ffi")
+    return cute.compile(group_reduce, dk_parts, dv_parts, dk, dv, plan, stream, options="--enable-tvm-ffi")

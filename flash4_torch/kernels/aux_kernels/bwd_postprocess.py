@@ -63,7 +63,7 @@ def postprocess_kernel(
     own = own_block(dq, cu_seqlens_q, blocks)
     thread, _, _ = cute.arch.thread_idx()
     source = dq_acc.iterator + own.number * blocks.floats
-    if cutlass.const_expr(blocks.by_lanes):
+    if cutlass.const_expr(blocks.tmem_order):
         _rows_of_lanes(source, dq, own, thread, scale, plan)
     else:
         _rows_of_fragments(source, dq, own, thread, scale, plan)

@@ -64,12 +64,12 @@ def preprocess(
     dlse: cute.Tensor | None,
     stats: cute.Tensor,
     dq_acc: cute.Tensor | None,
-    turns: cute.Tensor | None,
+    dq_semaphore: cute.Tensor | None,
     cu_seqlens_q: cute.Tensor | None,
     plan: cutlass.Constexpr,
     stream: cuda.CUstream,
 ) -> None:
-    """Launch stats[0] = lse in base 2, stats[1] = rowsum(out * dout) - dlse, dq_acc = 0, turns = 0.
+    """Launch stats[0] = lse in base 2, stats[1] = rowsum(out * dout) - dlse, dq_acc = 0, dq_semaphore = 0.
 
     With a floating mask also stats[2] = lse, and stats[3] = lse_low in base 2: whatever size the mask has, a
     weight is 2^(log2(e) (score - lse) - lse_low).
@@ -77,12 +77,12 @@ def preprocess(
     out, dout (B, Sq, Hq, Dv) or packed (T, Hq, Dv); last stride 1, the others multiples of 8 elements, bases
     on 16 bytes. lse, lse_low, dlse (B, Hq, Sq) or (Hq, T) float32, contiguous. With n blocks of m rows a
     head, as `row_blocks` lays them out: stats float32 (2 or 4, B, Hq, n * m), dq_acc float32 (B, Hq, n, m *
-    columns), turns int32 (B, Hq, n); packed: without B. stats is (inf, 0, inf, 0) where no row is, and for
-    rows that see nothing; all of it is `negated` where the plan says so. dq_acc and turns are None where it
+    columns), dq_semaphore int32 (B, Hq, n); packed: without B. stats is (inf, 0, inf, 0) where no row is, and for
+    rows that see nothing; all of it is `negated` where the plan says so. dq_acc and dq_semaphore are None where it
     does not ask for them. No size is 0.
     """
     B, Hq, count = heads_and_blocks(out, cu_seqlens_q, plan.blocks)
-    preprocess_kernel(out, dout, lse, lse_low, dlse, stats, dq_acc, turns, cu_seqlens_q, plan).launch(
+    preprocess_kernel(out, dout, lse, lse_low, dlse, stats, dq_acc, dq_semaphore, cu_seqlens_q, plan).launch(
         grid=(B * Hq * count, 1, 1), block=(THREADS, 1, 1), stream=stream
     )
 
@@ -96,7 +96,7 @@ def preprocess_kernel(
     dlse: cute.Tensor | None,
     stats: cute.Tensor,
     dq_acc: cute.Tensor | None,
-    turns: cute.Tensor | None,
+    dq_semaphore: cute.Tensor | None,
     cu_seqlens_q: cute.Tensor | None,
     plan: cutlass.Constexpr,
 ) -> None:
@@ -125,8 +125,8 @@ def preprocess_kernel(
                     exact[0][rows[r]] = cutlass.select_(sees, sign * lses[r], nothing)
                     exact[1][rows[r]] = cutlass.select_(sees, low * (sign * LOG2E), Float32(0.0))
                 delta[rows[r]] = cutlass.select_(sees, _signed(total, dlses[r], plan), Float32(0.0))
-    if cutlass.const_expr(plan.turns):
-        flags = turns.iterator
+    if cutlass.const_expr(plan.is_ordered):
+        flags = dq_semaphore.iterator
         if thread == 0:
             vector_at(flags + own.number, 1)[0] = Int32(0)
 
@@ -198,7 +198,7 @@ def compile_preprocess(plan: PreprocessPlan) -> Any:
     lse, lse_low, dlse = (host.compact(Float32, host.any_sizes(modes - 1)) for _ in range(3))
     stats = host.rows(Float32, (plan.stats, *host.any_sizes(modes - 1)))
     dq_acc = host.rows(Float32, host.any_sizes(modes)) if plan.clears else None
-    turns = host.compact(Int32, host.any_sizes(modes - 1)) if plan.turns else None
+    dq_semaphore = host.compact(Int32, host.any_sizes(modes - 1)) if plan.is_ordered else None
     cu_seqlens = host.compact(Int32, host.any_sizes(1)) if plan.varlen else None
     tensors = (
         *rows,
@@ -207,7 +207,7 @@ def compile_preprocess(plan: PreprocessPlan) -> Any:
         dlse if plan.dlse else None,
         stats,
         dq_acc,
-        turns,
+        dq_semaphore,
         cu_seqlens,
     )
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)

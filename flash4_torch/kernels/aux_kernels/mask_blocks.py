@@ -26,7 +26,7 @@ THREADS = 512
 WARPS = THREADS // WARP
 DEPTH = 8
 """Loads of a lane in flight."""
-_VISIBLE, _MIXED = 1, 2
+_VISIBLE, _PARTIAL = 1, 2
 
 
 class Shape(NamedTuple):
@@ -139,7 +139,7 @@ def _examine(
         seen = cute.arch.vote_ballot_sync(seen) & own
         changed = cute.arch.vote_ballot_sync(changed) & own
         if lane % shape.lanes == 0 and seen | changed:
-            found = (_VISIBLE if seen != 0 else 0) | (_MIXED if changed != 0 else 0)
+            found = (_VISIBLE if seen != 0 else 0) | (_PARTIAL if changed != 0 else 0)
             cute.arch.atomic_or(state.iterator + slot, Int32(found), sem="relaxed", scope="cta")
 
 
@@ -296,5 +296,5 @@ def _list(
     if n < NB:
         rank[n] = place
         if visible:
-            blocks[place] = 2 * n + (found & _MIXED) // _MIXED
+            blocks[place] = 2 * n + (found & _PARTIAL) // _PARTIAL
     return total

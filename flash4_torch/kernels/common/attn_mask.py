@@ -12,7 +12,7 @@ and one that holds scores
     own = rows_of(mask, batch, heads, rows, lane % 4)  # once a tile
     words = words_of(own, n)  # early: the bits of a bool mask come from memory
     if mixed:
-        change(mask, own, words, n, fragment)
+        apply(mask, own, words, n, fragment)
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class BlockList(NamedTuple):
 
 class Block(NamedTuple):
     n: Int32
-    mixed: Boolean
+    partial: Boolean
     """Whether the mask changes any of its scores."""
 
 
@@ -189,7 +189,7 @@ def words_of(own: Rows, n: Int32) -> tuple[cute.Tensor, ...]:
 
 
 @cute.jit
-def change(
+def apply(
     mask: Mask,
     own: Rows,
     words: tuple[cute.Tensor, ...],
@@ -202,17 +202,17 @@ def change(
     one_by_one: a floating mask's keys that are no neighbours are read row after row, for want of registers.
 
     The fragment's column 0 is the first of the thread's keys in the block. Keys beyond Sk get something or
-    other; a block in which no mask changes anything (`mixed` is false) needs no call.
+    other; a block in which no mask changes anything (`partial` is false) needs no call.
     """
     if cutlass.const_expr(mask.plan.dtype == "bool"):
-        _hide(words, fragment)
+        _mask_out(words, fragment)
     elif cutlass.const_expr(one_by_one):
         _add_one_by_one(mask, own, n, fragment)
     else:
         _add(mask, own, n, fragment)
 
 
-def _hide(words: tuple[cute.Tensor, ...], fragment: Fragment) -> None:
+def _mask_out(words: tuple[cute.Tensor, ...], fragment: Fragment) -> None:
     scores = fragment.values
     one_pair = all(offset % 8 < 2 for offset in fragment.offsets)
     for r in range(len(fragment.rows)):
@@ -268,7 +268,7 @@ def _add_keys(own: Rows, fragment: Fragment, rows: Sequence[int], Sk: Int32) -> 
 
 @cute.jit
 def add_by_steps(mask: Mask, own: Rows, fragment: Fragment) -> None:
-    """As `change`, a floating mask to one row of neighbouring keys, from one number's place to the next's.
+    """As `apply`, a floating mask to one row of neighbouring keys, from one number's place to the next's.
 
     For rows whose numbers seldom lie side by side: these have no loads of several, nor a branch for them.
     """

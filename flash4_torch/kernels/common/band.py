@@ -37,18 +37,18 @@ class BandShape(NamedTuple):
 
     left: bool
     right: bool
-    tail: bool
+    ragged_k: bool
     """Whether Sk may end inside a block and nothing else hides what follows."""
     keys: int
 
     @property
-    def hides(self) -> bool:
+    def may_mask_rows(self) -> bool:
         """Whether a row may find all of a block hidden."""
         return self.left or self.right
 
     @property
     def masks(self) -> bool:
-        return self.left or self.right or self.tail
+        return self.left or self.right or self.ragged_k
 
 
 @cute.jit
@@ -69,31 +69,31 @@ def visible_span(band: Band, shape: cutlass.Constexpr, first_row: Int32, last_ro
 
 
 @cute.jit
-def cuts(band: Band, shape: cutlass.Constexpr, n: Int32, first_row: Int32, last_row: Int32) -> Boolean:
+def is_partial(band: Band, shape: cutlass.Constexpr, n: Int32, first_row: Int32, last_row: Int32) -> Boolean:
     """Whether block n holds a key that some of the rows do not see."""
-    cut = Boolean(False)
-    if cutlass.const_expr(shape.tail):
-        cut = cut | ((n + 1) * shape.keys > band.Sk)
+    partial = Boolean(False)
+    if cutlass.const_expr(shape.ragged_k):
+        partial = partial | ((n + 1) * shape.keys > band.Sk)
     if cutlass.const_expr(shape.right):
-        cut = cut | ((n + 1) * shape.keys - 1 > first_row + band.highest)
+        partial = partial | ((n + 1) * shape.keys - 1 > first_row + band.highest)
     if cutlass.const_expr(shape.left):
-        cut = cut | (n * shape.keys < last_row + band.lowest)
-    return cut
+        partial = partial | (n * shape.keys < last_row + band.lowest)
+    return partial
 
 
 @cute.jit
-def whole_blocks(band: Band, shape: cutlass.Constexpr, first_row: Int32) -> Int32:
-    """How many blocks, from the first one, `cuts` leaves alone, where only the right side cuts."""
+def full_blocks(band: Band, shape: cutlass.Constexpr, first_row: Int32) -> Int32:
+    """How many blocks, from the first one, `is_partial` leaves alone, where only the right side cuts."""
     return cutlass.max(first_row + band.highest + 1, 0) // shape.keys
 
 
 @cute.jit
-def hide(band: Band, shape: cutlass.Constexpr, fragment: Fragment) -> None:
+def mask(band: Band, shape: cutlass.Constexpr, fragment: Fragment) -> None:
     """Scores outside of the band become -inf."""
     for r in cutlass.range_constexpr(len(fragment.rows)):
         # Bounds relative to the thread's first key leave one comparison with a constant for each score.
         above = Int32(1 << 30)
-        if cutlass.const_expr(shape.tail or shape.right):
+        if cutlass.const_expr(shape.ragged_k or shape.right):
             above = band.Sk - 1 - fragment.key
             if cutlass.const_expr(shape.right):
                 above = cutlass.min(above, fragment.rows[r] + band.highest - fragment.key)
@@ -102,9 +102,9 @@ def hide(band: Band, shape: cutlass.Constexpr, fragment: Fragment) -> None:
             below = fragment.rows[r] + band.lowest - fragment.key
         for c in cutlass.range_constexpr(len(fragment.offsets)):
             offset = fragment.offsets[c]
-            hidden = Boolean(False)
-            if cutlass.const_expr(shape.tail or shape.right):
-                hidden = above < offset
+            masked = Boolean(False)
+            if cutlass.const_expr(shape.ragged_k or shape.right):
+                masked = above < offset
             if cutlass.const_expr(shape.left):
-                hidden = hidden | (below > offset)
-            fragment.values[r, c] = -cutlass.Float32.inf if hidden else fragment.values[r, c]
+                masked = masked | (below > offset)
+            fragment.values[r, c] = -cutlass.Float32.inf if masked else fragment.values[r, c]

@@ -77,19 +77,19 @@ class Dropout(NamedTuple):
     some: Uint32
     """All ones, but 0 for t = 256, where nothing is kept."""
 
-    def kept(self, keys: Uint32, queries: Uint32, head: Uint32) -> Uint32:
+    def keep_bits(self, keys: Uint32, queries: Uint32, head: Uint32) -> Uint32:
         """Which of 32 weights are kept."""
         words = self.words(keys, queries, head)
         turned = [_rotate(words[(k + 1) % 4], by) for k, by in enumerate(ROTATIONS)]
         carry = cute.arch.lop3(turned[0], turned[1], turned[2], _SUM)
-        kept = Uint32(cutlass.select_(carry < self.fraction, Uint32(0), self.some))
+        keep_bits = Uint32(cutlass.select_(carry < self.fraction, Uint32(0), self.some))
         for k, limit in enumerate(self.limit[:4]):
             low = cute.arch.lop3(words[k], turned[k], turned[k + 1], _SUM)
-            kept = cute.arch.lop3(low, limit, kept, _MAJORITY)
-        kept = _rotate(kept, TURN)
+            keep_bits = cute.arch.lop3(low, limit, keep_bits, _MAJORITY)
+        keep_bits = _rotate(keep_bits, TURN)
         for word, limit in zip(words, self.limit[4:], strict=True):
-            kept = cute.arch.lop3(word, limit, kept, _MAJORITY)
-        return kept
+            keep_bits = cute.arch.lop3(word, limit, keep_bits, _MAJORITY)
+        return keep_bits
 
     def words(self, keys: Uint32, queries: Uint32, head: Uint32) -> Words:
         """One call of the generator, 16 bytes; its counter is made of j, of i, and b * Hq + h."""
@@ -124,12 +124,12 @@ def strips(N: int) -> int:
     return -(-N // STRIP)
 
 
-def take(kept: cute.Tensor, lane: Int32) -> cute.Tensor:
-    """Registers with a lane's words of `kept`, (32, words(N)) in shared memory."""
-    count = cute.size(kept, mode=[1])
+def take(keep_bits: cute.Tensor, lane: Int32) -> cute.Tensor:
+    """Registers with a lane's words of `keep_bits`, (32, words(N)) in shared memory."""
+    count = cute.size(keep_bits, mode=[1])
     taken = cute.make_rmem_tensor(count, Uint32)
     for n in range(count):
-        row = kept[None, n].iterator + lane % 8 * 4
+        row = keep_bits[None, n].iterator + lane % 8 * 4
         word = nvvm.ldmatrix(row.llvm_ptr, 1, nvvm.MMALayout.col, results=[Uint32.mlir_type])
         taken[n] = Uint32(word)
     return taken
@@ -156,13 +156,15 @@ class QueryRows(NamedTuple):
         quarter, half = Uint32(lane) % 4, Uint32(lane) // 4 % 2
         return cls(dropout, (Uint32(row) >> 3) + half, Uint32(head), half, quarter)
 
-    def draw(self, column: Int32, strip: Uint32, kept: cute.Tensor) -> None:
+    def generate(self, column: Int32, strip: Uint32, keep_bits: cute.Tensor) -> None:
         """A strip, the `strip`-th of the tile whose first column is `column`, a multiple of 16."""
         first = (Uint32(column) >> 2) + 8 * strip + self.quarter
-        even, odd = (self.dropout.kept(first + 4 * n, self.block, self.head) for n in range(2))
+        even, odd = (self.dropout.keep_bits(first + 4 * n, self.block, self.head) for n in range(2))
         # Numbers of 16 bits, a byte of each block, for the lanes with i1 i0 = 0, 1 and 2, 3.
         low, high = (_permute(even, odd, Uint32(_selector(s))) for s in ((0, 4, 1, 5), (2, 6, 3, 7)))
-        pairs = cute.make_tensor(cute.recast_ptr(kept.iterator, dtype=Uint64), cute.make_layout((2, 2, 4, 4)))
+        pairs = cute.make_tensor(
+            cute.recast_ptr(keep_bits.iterator, dtype=Uint64), cute.make_layout((2, 2, 4, 4))
+        )
         pairs[self.half, strip % 2, self.quarter, strip // 2] = Uint64(high) << 32 | Uint64(low)
 
     @staticmethod
@@ -173,7 +175,7 @@ class QueryRows(NamedTuple):
         return word, byte, 4 * column + inside
 
     @classmethod
-    def drop(cls, weights: cute.Tensor, kept: cute.Tensor) -> None:
+    def drop(cls, weights: cute.Tensor, keep_bits: cute.Tensor) -> None:
         """Zero what is not kept of a lane's N / 2 numbers of 16 or 32 bits, a flat register tensor.
 
         In the accumulator's order: two columns of two rows of each 8 columns. kept: what `take` gave.
@@ -185,7 +187,7 @@ class QueryRows(NamedTuple):
             pair, columns = (i, (0, 1)) if together == 2 else (i // 2, (i % 2,) * 2)
             places = [cls.place(pair, column) for column in columns]
             # Each bit becomes the top one of its byte, and that is then repeated over half of the target.
-            flags = (kept[word] << (7 - bit) for word, _, bit in places)
+            flags = (keep_bits[word] << (7 - bit) for word, _, bit in places)
             first, second = (byte | _SIGN for _, byte, _ in places)
             selector = _selector((first, first, 4 + second, 4 + second))
             targets[i] = targets[i] & _permute(*flags, Uint32(selector))
@@ -199,13 +201,13 @@ class KeyRows(QueryRows):
         quarter, half = Uint32(lane) % 4, Uint32(lane) // 4 % 2
         return cls(dropout, (Uint32(row) >> 2) + quarter, Uint32(head), half, quarter)
 
-    def draw(self, column: Int32, strip: Uint32, kept: cute.Tensor) -> None:
+    def generate(self, column: Int32, strip: Uint32, keep_bits: cute.Tensor) -> None:
         first = (Uint32(column) >> 3) + 4 * strip + self.half
-        even, odd = (self.dropout.kept(self.block, first + 2 * n, self.head) for n in range(2))
+        even, odd = (self.dropout.keep_bits(self.block, first + 2 * n, self.head) for n in range(2))
         # Numbers of 16 bits, i0 and then the block, for i1 = 0, 1 and the lanes with j0 = 0 and with j0 = 1.
         low = cute.arch.lop3(Uint32(_LOW_HALVES), even, odd << 4, _CHOICE)
         high = cute.arch.lop3(Uint32(_LOW_HALVES), even >> 4, odd, _CHOICE)
-        words = cute.make_tensor(kept.iterator, cute.make_layout((4, 2, 2, 2, 4)))
+        words = cute.make_tensor(keep_bits.iterator, cute.make_layout((4, 2, 2, 2, 4)))
         for i1, selector in enumerate(((0, 1, 4, 5), (2, 3, 6, 7))):
             both = _permute(low, high, Uint32(_selector(selector)))
             words[self.quarter, strip % 2, i1, self.half, strip // 2] = both
@@ -237,11 +239,11 @@ class KeyLane(NamedTuple):
         """head: b * Hq + h; for varlen b counts sequences."""
         return cls(dropout, Uint32(key >> 4 << 2 | key >> 1 & 3), Uint32(head), lane)
 
-    def kept(self, query: Int32) -> tuple[Uint32, Uint32]:
+    def keep_bits(self, query: Int32) -> tuple[Uint32, Uint32]:
         """Which of the 64 weights from a query on, a multiple of 64, are kept."""
         j3, j0 = self.lane >> 3 & 1, self.lane & 1
         first = Uint32((query >> 4) + 2 * j3 + j0) * 2
-        own = [self.dropout.kept(self.keys, first + i2, self.head) for i2 in range(2)]
+        own = [self.dropout.keep_bits(self.keys, first + i2, self.head) for i2 in range(2)]
         # Four bits of a byte, which stands for i1 and i0, for the four pairs of j0 and j3.
         shift = Uint32(4 * j0 + 2 * j3)
         found = [Uint32(0), Uint32(0)]
@@ -260,7 +262,7 @@ class KeyLane(NamedTuple):
         return query >> 5, 2 * i1 + i0, 4 * block + 2 * i2 + i3
 
     @classmethod
-    def drop(cls, weights: cute.Tensor, kept: tuple[Uint32, Uint32], first: int = 0) -> None:
+    def drop(cls, weights: cute.Tensor, keep_bits: tuple[Uint32, Uint32], first: int = 0) -> None:
         """Zero what is not kept of numbers of 16 or 32 bits, those of queries from the `first` on."""
         each = 32 // weights.element_type.width
         count = cute.size(weights) // each
@@ -270,7 +272,7 @@ class KeyLane(NamedTuple):
             last = byte + each - 1
             selector = Uint32(_selector((byte | _SIGN, byte | _SIGN, last | _SIGN, last | _SIGN)))
             # The bit becomes the top one of its byte, and that is then repeated.
-            flags = kept[word] << (7 - bit)
+            flags = keep_bits[word] << (7 - bit)
             targets[i] = targets[i] & _permute(flags, flags, selector)
 
 
@@ -292,11 +294,11 @@ class QueryLane(NamedTuple):
         """head: b * Hq + h; for varlen b counts sequences."""
         return cls(dropout, Uint32(query >> 4 << 1 | query >> 2 & 1), Uint32(head), lane)
 
-    def kept(self, key: Int32) -> Uint32:
+    def keep_bits(self, key: Int32) -> Uint32:
         """Which of the 32 weights from a key on, a multiple of 32, are kept."""
         i0, i1, i3 = (self.lane >> n & 1 for n in (0, 1, 3))
         keys = Uint32(((key >> 4) + i3) * 4 + 2 * i1 + i0)
-        word = self.dropout.kept(keys, self.queries, self.head)
+        word = self.dropout.keep_bits(keys, self.queries, self.head)
         # Bits of a word stand for i1, i0, j0, j3 and i3, from the highest one; those that are not the lane's
         # own are given for those of another lane's word that are, and then tell of whose word they are.
         other = cute.arch.shuffle_sync_bfly(word, 2)
@@ -315,7 +317,7 @@ class QueryLane(NamedTuple):
         return 2 * j2 + j1, 4 * j0 + 2 * j3 + block
 
     @classmethod
-    def drop(cls, weights: cute.Tensor, kept: Uint32) -> None:
+    def drop(cls, weights: cute.Tensor, keep_bits: Uint32) -> None:
         """Zero what is not kept of the 16-bit numbers of 32 keys, a flat register tensor."""
         pairs = cute.make_tensor(
             cute.recast_ptr(weights.iterator, dtype=Uint32), cute.make_layout(STRIP // 2)
@@ -325,7 +327,7 @@ class QueryLane(NamedTuple):
             # Each bit becomes the top one of its byte, and that is then repeated over half of the pair.
             first, second = byte | _SIGN, 4 + byte | _SIGN
             selector = Uint32(_selector((first, first, second, second)))
-            pairs[i] = pairs[i] & _permute(kept << (7 - bit), kept << (7 - next_bit), selector)
+            pairs[i] = pairs[i] & _permute(keep_bits << (7 - bit), keep_bits << (7 - next_bit), selector)
 
 
 def _selector(bytes_: Iterable[int]) -> int:

@@ -22,7 +22,7 @@ class LaunchParams(NamedTuple):
     heads_per_section: Int32
     """Heads, or packs of them, whose tiles are drawn together: what they read stays in the L2 cache.
 
-    -n: n tiles of one head are drawn together, where a backward's config has `heads_inside`.
+    -n: n tiles of one head are drawn together, where a backward's config has `heads_inner`.
     """
     num_sms: Int32
     drop_byte: Uint32

@@ -33,7 +33,7 @@ def softmax_scale(params: LaunchParams, features: Features) -> Float32:
 
 
 @cute.jit
-def change(scores: cute.Tensor, params: LaunchParams, features: cutlass.Constexpr) -> None:
+def scale_and_cap(scores: cute.Tensor, params: LaunchParams, features: cutlass.Constexpr) -> None:
     """Scale, and cap, products in place; where `scaled` is not set that is left to the softmax."""
     factor = params.scale * unit(features)
     if cutlass.const_expr(features.softcap):

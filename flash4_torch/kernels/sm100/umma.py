@@ -90,7 +90,7 @@ class Matrix(NamedTuple):
         return chunk * self.chunk_units + column * BYTES // UNIT
 
 
-class Product(NamedTuple):
+class MmaOp(NamedTuple):
     """M x N of A B^T, both M x K and N x K in this notation whichever way they are stored.
 
     With two CTAs M and N are those of the pair: each CTA has half of the rows of A, of B and of the sums.
@@ -125,7 +125,7 @@ def word(matrix: Matrix, start: cute.Pointer) -> Int32:
 
 
 def issue(
-    product: Product,
+    product: MmaOp,
     sums: Int32,
     a: Int32,
     b: Int32,

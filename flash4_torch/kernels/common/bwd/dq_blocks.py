@@ -115,6 +115,6 @@ class DqLanes(NamedTuple):
 
 def sums_of(D: int, config: Any) -> DqBlocks | DqLanes:
     """How a backward kernel of that config adds up dQ, head size D."""
-    if config.by_lanes:
+    if config.tmem_order:
         return DqLanes(D, config.queries, config.column_step)
     return DqBlocks(D, config.queries, config.dq_pieces)

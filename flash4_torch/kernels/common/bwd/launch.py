@@ -38,12 +38,12 @@ def compile_for_any(backward: Any, plan: Any, floats: int) -> Any:
     dq_acc = host.rows(Float32, (*host.any_sizes(packed + 1), floats))
     tile_counter = host.compact(Int32, (1,))
     cu_seqlens = host.compact(Int32, host.any_sizes(1)) if features.varlen else None
-    turns = host.compact(Int32, host.any_sizes(packed + 1)) if features.deterministic else None
+    dq_semaphore = host.compact(Int32, host.any_sizes(packed + 1)) if features.deterministic else None
     mask = example_args(plan.mask) if features.mask else None
     dmask = host.strided(Float32, 4) if features.dmask else None
     rng_state = host.compact(Int64, (2,)) if features.dropout else None
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     dq = host.rows(plan.dtype, (*host.any_sizes(packed + 1), features.D)) if plan.whole_heads else None
-    results = (stats, dq_acc, dq, dk, dv, tile_counter, turns)
+    results = (stats, dq_acc, dq, dk, dv, tile_counter, dq_semaphore)
     tensors = (q, k, v, dout, *results, cu_seqlens, cu_seqlens, mask, dmask, rng_state)
     return cute.compile(backward, *tensors, example_params(), plan, stream, options="--enable-tvm-ffi")

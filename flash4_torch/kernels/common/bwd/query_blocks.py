@@ -66,7 +66,7 @@ def _sequence_of(block: Int32, cu_seqlens: cute.Tensor, blocks: cutlass.Constexp
         step = (high - low + 31) // 32
         b = low + lane * step
         begun = (b < high) & (blocks.first(cu_seqlens[cutlass.min(b, high - 1)], b) <= block)
-        passed = cute.arch.popc(cute.arch.vote_ballot_sync(begun)) * step
-        high = cutlass.min(high, low + passed)
-        low = low + passed - step
+        skipped = cute.arch.popc(cute.arch.vote_ballot_sync(begun)) * step
+        high = cutlass.min(high, low + skipped)
+        low = low + skipped - step
     return low

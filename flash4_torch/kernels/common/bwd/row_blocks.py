@@ -27,7 +27,7 @@ class RowBlocks(NamedTuple):
     """Rows of a block, a multiple of 64."""
     columns: int
     """Of the sums of a row: D, filled up to at least a multiple of 16."""
-    by_lanes: bool = False
+    tmem_order: bool = False
     """Whether dQ is summed up in the order of tensor memory."""
 
     @classmethod
@@ -82,7 +82,7 @@ class PreprocessPlan(NamedTuple):
     varlen: bool = False
     dlse: bool = False
     """A gradient arrives at lse."""
-    turns: bool = False
+    is_ordered: bool = False
     """Sums are added in turns: deterministic."""
     negated: bool = False
     """Both numbers of a row change sign: what is then added, packed instructions do not subtract."""
@@ -106,7 +106,7 @@ class PostprocessPlan(NamedTuple):
     varlen: bool = False
 
 
-class GroupSumsPlan(NamedTuple):
+class GroupReducePlan(NamedTuple):
     """What the kernel that adds up dK and dV of a group's heads is compiled for."""
 
     dtype: str

@@ -62,7 +62,7 @@ def decode(ctx: Any, shape: Shape, work_idx: Uint32) -> Tile:
     """Sections of heads one after another; within one, the first block of keys of every head comes first.
 
     With a causal mask the first block takes longest, so that what is left at the end is short. Where dQ is
-    summed up in order, tiles wait only for such as were drawn before: see `Plan.descends`.
+    summed up in order, tiles wait only for such as were drawn before: see `Plan.last_tile_first`.
     """
     step, head = tile_scheduler.decode_work(ctx, shape.tiles_per_head, shape.num_work, work_idx)
     return tile_of(ctx, shape, step, head)
@@ -79,7 +79,7 @@ def tile_of(ctx: Any, shape: Shape, step: Uint32, head: Uint32) -> Tile:
         q_offset, k_offset = ctx.cu_seqlens_q[b], ctx.cu_seqlens_k[b]
         Sq, Sk = ctx.cu_seqlens_q[b + 1] - q_offset, ctx.cu_seqlens_k[b + 1] - k_offset
     block = Int32(step)
-    if cutlass.const_expr(ctx.plan.descends):
+    if cutlass.const_expr(ctx.plan.last_tile_first):
         block = Int32(shape.tiles_per_head) - 1 - block
     if cutlass.const_expr(ctx.plan.cluster_size > 1):
         block = block * ctx.plan.cluster_size + ctx.cta_pair.rank
@@ -132,7 +132,7 @@ def span_of(ctx: Any, tile: Tile) -> Span:
     return span
 
 
-class Turn(NamedTuple):
+class DqOrder(NamedTuple):
     """When a tile, or pair, adds to its head's dQ, where sums have an order."""
 
     number: Int32
@@ -142,29 +142,29 @@ class Turn(NamedTuple):
 
 
 @cute.jit
-def turn_of(ctx: Any, tile: Tile) -> Turn:
+def order_of(ctx: Any, tile: Tile) -> DqOrder:
     index, cluster_size = tile.index // ctx.plan.cluster_size, ctx.plan.cluster_size
     number, step = index, -1
-    if cutlass.const_expr(ctx.plan.descends):
+    if cutlass.const_expr(ctx.plan.last_tile_first):
         number, step = cute.ceil_div(tile.Sk, ctx.plan.cluster_keys) - 1 - index, 1
     before = span_of(ctx, tile._replace(index=tile.index + step * cluster_size))
-    return Turn(number, Span(before.first, Int32(0) if number == 0 else before.last))
+    return DqOrder(number, Span(before.first, Int32(0) if number == 0 else before.last))
 
 
 @cute.jit
-def write_turn(ctx: Any, at: Cursor, tile: Tile) -> None:
+def write_order(ctx: Any, at: Cursor, tile: Tile) -> None:
     """By the lane that has written the tile: over words of its message that nobody reads if not varlen."""
-    turn, work_tile = turn_of(ctx, tile), ctx.work_tile + (at.stage * WORK_TILE_WORDS + _ESSENTIAL_WORDS)
-    for i, word in enumerate((turn.number, *turn.before)):
+    order, work_tile = order_of(ctx, tile), ctx.work_tile + (at.stage * WORK_TILE_WORDS + _ESSENTIAL_WORDS)
+    for i, word in enumerate((order.number, *order.before)):
         cute.arch.store(work_tile + i, word)
 
 
 @cute.jit
-def read_turn(ctx: Any, at: Cursor) -> Turn:
-    """While the tile's K is held: `turn_of`, without its numbers in registers, nor the tile's."""
+def read_order(ctx: Any, at: Cursor) -> DqOrder:
+    """While the tile's K is held: `order_of`, without its numbers in registers, nor the tile's."""
     work_tile = ctx.work_tile + (at.stage * WORK_TILE_WORDS + _ESSENTIAL_WORDS)
     number, first, last = (cute.arch.load(work_tile + i, Int32) for i in range(3))
-    return Turn(number, Span(first, last))
+    return DqOrder(number, Span(first, last))
 
 
 class Place(NamedTuple):
@@ -200,7 +200,7 @@ def _goes_down(ctx: Any, tile: Tile) -> Any:
     Then a tile begins with the rows and sums that the one before has used last, which are still in the cache
     where there is no room for all of them.
     """
-    return tile.index % 2 == 0 if ctx.plan.turns_back else True
+    return tile.index % 2 == 0 if ctx.plan.alternates_direction else True
 
 
 class Blocks(NamedTuple):
@@ -232,9 +232,9 @@ def block_at(ctx: Any, blocks: Blocks, position: Int32) -> tuple:
     """The number of the block at a position, and whether the mask changes it."""
     if cutlass.const_expr(not ctx.plan.lists_blocks):
         return position, Boolean(ctx.mask is not None)
-    n, mixed = attn_mask.block_at(blocks.visible, blocks.visible.last - position)
+    n, partial = attn_mask.block_at(blocks.visible, blocks.visible.last - position)
     nothing = blocks.visible.count <= 0
-    return blocks.first_block if nothing else n, mixed | nothing
+    return blocks.first_block if nothing else n, partial | nothing
 
 
 @cute.jit

@@ -37,7 +37,7 @@ def count_tiles(
     """Tickets of a launch."""
     (group, _), _, Hk, _ = maps.mQ.shape
     sequences = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    blocks, head_blocks = cute.ceil_div(params.max_seqlen, plan.queries), cute.ceil_div(group, plan.pack)
+    blocks, head_blocks = cute.ceil_div(params.max_seqlen, plan.queries), cute.ceil_div(group, plan.pack_gqa)
     return blocks * head_blocks * Hk * sequences
 
 

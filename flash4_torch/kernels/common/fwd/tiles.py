@@ -25,7 +25,7 @@ class Tile(NamedTuple):
     index: Int32
     """Position of the rows, in tiles."""
     q_head_group: Int32
-    """Which `pack` of the query heads of key head `kv_head`."""
+    """Which `pack_gqa` of the query heads of key head `kv_head`."""
     kv_head: Int32
     batch: Int32
     q_offset: Int32
@@ -50,7 +50,7 @@ def shape(ctx: Any) -> Shape:
     if cutlass.const_expr(ctx.plan.features.varlen):
         B = ctx.cu_seqlens_q.shape[0] - 1
     blocks = Uint32(cute.ceil_div(ctx.params.max_seqlen, ctx.plan.queries))
-    head_blocks = Uint32(cute.ceil_div(group, ctx.plan.pack))
+    head_blocks = Uint32(cute.ceil_div(group, ctx.plan.pack_gqa))
     return Shape(blocks, head_blocks, Uint32(Hk), blocks * head_blocks * Uint32(Hk) * Uint32(B))
 
 
@@ -165,12 +165,12 @@ def block_at(ctx: Any, blocks: Blocks, position: Int32) -> tuple:
     """The number of the block at a position, and whether the mask changes it."""
     if cutlass.const_expr(ctx.mask is None):
         return position, Boolean(False)
-    n, mixed = attn_mask.block_at(blocks.visible, blocks.visible.last - position)
+    n, partial = attn_mask.block_at(blocks.visible, blocks.visible.last - position)
     nothing = blocks.visible.count <= 0
-    return blocks.first_key_block if nothing else n, mixed | nothing
+    return blocks.first_key_block if nothing else n, partial | nothing
 
 
 @cute.jit
 def query_head(ctx: Any, tile: Tile) -> Int32:
     """The tile's first."""
-    return tile.kv_head * ctx.maps.mQ.shape[0][0] + tile.q_head_group * ctx.plan.pack
+    return tile.kv_head * ctx.maps.mQ.shape[0][0] + tile.q_head_group * ctx.plan.pack_gqa

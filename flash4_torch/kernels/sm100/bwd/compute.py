@@ -22,28 +22,28 @@ from .context import Context
 from .epilogue import dk_of, dv_of, store_gradient
 from .signal import arrive
 from .stage import from_column, in_cta, row_of, write
-from .state import Cursors, Made, Thread, Work
+from .state import Cursors, Probs, Thread, TileState
 
 PART = 32
 """Queries whose dP a thread holds at a time."""
 MASKED = 16
 """Queries whose mask is loaded together, where it is to be added."""
 FOUR = 4
-DRAWN = 64
+PHILOX_QUERIES = 64
 """Queries for which dropout draws together."""
 
 
 @cute.jit
 def compute(ctx: Context, warp: Int32) -> None:
     plan, half = ctx.plan, warp // WARPS
-    chance = None
+    philox = None
     if cutlass.const_expr(ctx.plan.features.dropout):
-        chance = dropout.load(ctx.rng_state, ctx.params.drop_byte, ctx.params.drop_fraction)
+        philox = dropout.load(ctx.rng_state, ctx.params.drop_byte, ctx.params.drop_fraction)
     lane, column = warp % WARPS * WARP + cute.arch.lane_idx(), half * plan.own_queries
-    t = Thread(warp, lane, column, column, chance)
+    t = Thread(warp, lane, column, column, philox)
     if cutlass.const_expr(plan.wide):
         # The upper half of the lanes has the upper half of the queries.
-        t = Thread(warp, lane % plan.keys, lane // plan.keys * (plan.queries // 2) + column, column, chance)
+        t = Thread(warp, lane % plan.keys, lane // plan.keys * (plan.queries // 2) + column, column, philox)
     at = Cursors(ring.start(), ring.start(), Int32(0), Int32(0))
     tile = tiles.read(ctx, at.kv)
     while tile.index >= 0:
@@ -57,67 +57,67 @@ def _tile(ctx: Context, t: Thread, tile: Tile, at: Cursors) -> Cursors:
     for h in cutlass.range(heads, unroll=1):
         work = _work(ctx, t, tile, tile.kv_head * heads + h)
         for position in cutlass.range(work.blocks.span.first, work.blocks.span.last, unroll=1):
-            n, mixed = tiles.block_at(ctx, work.blocks, position)
-            at = _block(ctx, t, work, n, mixed, at)
+            n, partial = tiles.block_at(ctx, work.blocks, position)
+            at = _block(ctx, t, work, n, partial, at)
     # Half of the warps store dV, which is there first; the others store dK.
     if t.warp < WARPS:
-        store_gradient(ctx, t.warp, dv_of(ctx, at.kv), tile, at.kv, at.tile_turn)
+        store_gradient(ctx, t.warp, dv_of(ctx, at.kv), tile, at.kv, at.tile_phase)
         ring.release(ctx.load_k, at.kv)
     else:
-        store_gradient(ctx, t.warp, dk_of(ctx, at.kv), tile, at.kv, at.tile_turn)
-    return at._replace(kv=ring.after(at.kv, ctx.plan.config.kv_stages), tile_turn=at.tile_turn ^ 1)
+        store_gradient(ctx, t.warp, dk_of(ctx, at.kv), tile, at.kv, at.tile_phase)
+    return at._replace(kv=ring.after(at.kv, ctx.plan.config.kv_stages), tile_phase=at.tile_phase ^ 1)
 
 
 @cute.jit
-def _work(ctx: Context, t: Thread, tile: Tile, head: Int32) -> Work:
+def _work(ctx: Context, t: Thread, tile: Tile, head: Int32) -> TileState:
     span, band = tiles.span_of(ctx, tile), tiles.band_of(ctx, tile)
     position = tile.index * ctx.plan.keys + t.key
     blocks = tiles.blocks_of(ctx, tile, span, head)
-    return Work(tile, band, span, _whole(ctx, tile, band, span), position, head, blocks)
+    return TileState(tile, band, span, _full_span(ctx, tile, band, span), position, head, blocks)
 
 
 @cute.jit
-def _whole(ctx: Context, tile: Tile, band: Band, span: Span) -> Span:
+def _full_span(ctx: Context, tile: Tile, band: Band, span: Span) -> Span:
     plan, first = ctx.plan, tile.index * ctx.plan.keys
     start, end = span.first, span.last
     if cutlass.const_expr(plan.band.left):
         lowest = cutlass.max(first + plan.keys - 1 + band.lowest, 0)
         start = cutlass.max(start, cute.ceil_div(lowest, plan.queries))
     if cutlass.const_expr(plan.band.right):
-        end = cutlass.min(end, bands.whole_blocks(band, plan.band, first))
-    if cutlass.const_expr(plan.config.tail):
+        end = cutlass.min(end, bands.full_blocks(band, plan.band, first))
+    if cutlass.const_expr(plan.config.ragged_k):
         # All blocks have to hide keys beyond the end.
         start = span.last if first + plan.keys > tile.Sk else start
     return Span(start, end)
 
 
 @cute.jit
-def _block(ctx: Context, t: Thread, work: Work, n: Int32, mixed: Boolean, at: Cursors) -> Cursors:
+def _block(ctx: Context, t: Thread, work: TileState, n: Int32, partial: Boolean, at: Cursors) -> Cursors:
     plan, signals = ctx.plan, ctx.signals
     own = tmem.own_lanes(t.column, t.warp)
     mask = None
     if cutlass.const_expr(plan.features.mask != ""):
         mask = _mask_rows(ctx, t, work, n)
-    kept = None
+    keep_bits = None
     if cutlass.const_expr(plan.features.dropout):
-        kept = _draw(ctx, t, work, n)
+        keep_bits = _keep_bits(ctx, t, work, n)
     ring.wait_full(ctx.load_q, at.q)
-    cute.arch.mbarrier_wait(signals.mma_s, at.turn)
+    cute.arch.mbarrier_wait(signals.mma_s, at.phase)
     tmem.fence_after()
-    made = _weigh(ctx, t, work, n, mixed, mask, kept, own + plan.s_at, at.q)
+    probs = _recompute_p(ctx, t, work, n, partial, mask, keep_bits, own + plan.s_at, at.q)
     if cutlass.const_expr(plan.wide):
         cute.arch.fence_view_async_shared()
     _arrive(ctx, signals.compute_p)
 
-    cute.arch.mbarrier_wait(signals.mma_dp, at.turn)
+    cute.arch.mbarrier_wait(signals.mma_dp, at.phase)
     if cutlass.const_expr(plan.dq_apart):
         # The products of the block before have read its dS.
-        cute.arch.mbarrier_wait(signals.mma_dq, at.turn ^ 1)
+        cute.arch.mbarrier_wait(signals.mma_dq, at.phase ^ 1)
     tmem.fence_after()
-    _differentiate(ctx, t, work, n, made, own + plan.dp_at, at.q)
+    _differentiate(ctx, t, work, n, probs, own + plan.dp_at, at.q)
     _fence_ds(plan.cluster_size)
     _arrive(ctx, signals.compute_ds)
-    return at._replace(q=ring.after(at.q, plan.config.q_stages), turn=at.turn ^ 1)
+    return at._replace(q=ring.after(at.q, plan.config.q_stages), phase=at.phase ^ 1)
 
 
 def _fence_ds(cluster_size: int) -> None:
@@ -136,39 +136,39 @@ def _arrive(ctx: Context, signal: cute.Pointer) -> None:
 
 
 @cute.jit
-def _weigh(
+def _recompute_p(
     ctx: Context,
     t: Thread,
-    work: Work,
+    work: TileState,
     n: Int32,
-    mixed: Boolean,
+    partial: Boolean,
     mask: tuple | None,
-    kept: tuple | None,
+    keep_bits: tuple | None,
     place: Int32,
     q_at: Cursor,
-) -> Made:
+) -> Probs:
     """Scores become weights, which take their place in tensor memory in 16 bits."""
     plan = ctx.plan
     own = plan.own_queries
     S, P = cute.make_rmem_tensor(own, Float32), cute.make_rmem_tensor(own, plan.dtype)
-    slopes = cute.make_rmem_tensor(own, plan.dtype) if plan.keeps_slopes else None
-    lse = _numbers(ctx.sLse, t, q_at)
-    for first in cutlass.range_constexpr(0, own, plan.weighed_together):
-        count = plan.weighed_together
-        part = Made(_part(S, first, count), None if slopes is None else _part(slopes, first, count), kept)
-        _weigh_part(ctx, t, work, n, mixed, mask, part, _part(P, first, count), place, lse, first)
-    return Made(P if plan.keeps_slopes else S, slopes, kept)
+    dtanh = cute.make_rmem_tensor(own, plan.dtype) if plan.keeps_dtanh else None
+    lse = _numbers(ctx.sLseLog2, t, q_at)
+    for first in cutlass.range_constexpr(0, own, plan.queries_together):
+        count = plan.queries_together
+        part = Probs(_part(S, first, count), None if dtanh is None else _part(dtanh, first, count), keep_bits)
+        _recompute_part(ctx, t, work, n, partial, mask, part, _part(P, first, count), place, lse, first)
+    return Probs(P if plan.keeps_dtanh else S, dtanh, keep_bits)
 
 
 @cute.jit
-def _weigh_part(
+def _recompute_part(
     ctx: Context,
     t: Thread,
-    work: Work,
+    work: TileState,
     n: Int32,
-    mixed: Boolean,
+    partial: Boolean,
     mask: tuple | None,
-    made: Made,
+    probs: Probs,
     P: cute.Tensor,
     place: Int32,
     lse: cute.Tensor,
@@ -176,25 +176,25 @@ def _weigh_part(
 ) -> None:
     """Those of some queries, from the thread's `start`-th on."""
     plan, features = ctx.plan, ctx.plan.features
-    S, slopes, count = made.P, made.slopes, cute.size(P)
+    S, dtanh, count = probs.P, probs.dtanh, cute.size(P)
     for first in cutlass.range_constexpr(0, count, PART):
         tmem.load(place + start + first, _part(S, first))
     tmem.wait_loads()
-    scores.change(S, ctx.params, features)
-    if cutlass.const_expr(slopes is not None):
-        _keep_slopes(ctx, S, slopes)
+    scores.scale_and_cap(S, ctx.params, features)
+    if cutlass.const_expr(dtanh is not None):
+        _keep_dtanh(ctx, S, dtanh)
     if cutlass.const_expr(plan.masks):
-        if mixed | (n < work.whole.first) | (n >= work.whole.last):
-            _hide(ctx, t, work, n, mask, S, place + start, start)
+        if partial | (n < work.whole.first) | (n >= work.whole.last):
+            _mask_part(ctx, t, work, n, mask, S, place + start, start)
         else:
             if cutlass.const_expr(features.float_mask):
                 _subtract_lse(S, lse, Float32(scores.LOG2E), start)
     scale = scores.softmax_scale(ctx.params, features)
     for i in cutlass.range_constexpr(0, count, FOUR):
         offsets, four = _load_four(lse, start + i), _part(S, i, FOUR)
-        slope = None
-        if cutlass.const_expr(features.softcap and slopes is None):
-            slope = _slope(ctx, four)
+        dtanh_of_four = None
+        if cutlass.const_expr(features.softcap and dtanh is None):
+            dtanh_of_four = _dtanh_of(ctx, four)
         for j in cutlass.range_constexpr(0, FOUR, 2):
             x = S[i + j], S[i + j + 1]
             if cutlass.const_expr(not features.float_mask):
@@ -204,16 +204,16 @@ def _weigh_part(
         if cutlass.const_expr(features.softcap):
             # By fours: what would wait for all of them, spills.
             round_to(four, _part(P, i, FOUR))
-            if cutlass.const_expr(slope is not None):
-                _multiply(four, slope)
+            if cutlass.const_expr(dtanh_of_four is not None):
+                _multiply(four, dtanh_of_four)
     if cutlass.const_expr(not features.softcap):
         round_to(S, P)
     dropped = P
     if cutlass.const_expr(features.dropout):
-        if cutlass.const_expr(slopes is not None):
+        if cutlass.const_expr(dtanh is not None):
             dropped = cute.make_rmem_tensor(count, plan.dtype)
             cute.recast_tensor(dropped, Uint32).store(cute.recast_tensor(P, Uint32).load())
-        dropout.KeyLane.drop(dropped, made.kept, start)
+        dropout.KeyLane.drop(dropped, probs.keep_bits, start)
     if cutlass.const_expr(plan.wide):
         write(from_column(row_of(ctx.sP, t.key), t.first), start, dropped)
     else:
@@ -222,22 +222,22 @@ def _weigh_part(
 
 @cute.jit
 def _differentiate(
-    ctx: Context, t: Thread, work: Work, n: Int32, made: Made, place: Int32, q_at: Cursor
+    ctx: Context, t: Thread, work: TileState, n: Int32, probs: Probs, place: Int32, q_at: Cursor
 ) -> None:
     """dS = P (dP - delta), with respect to scaled scores: over dP in tensor memory, and in shared memory."""
     plan, features = ctx.plan, ctx.plan.features
     delta = _numbers(ctx.sDelta, t, q_at)
     # The addresses of dmask take registers, and so do softcap's derivatives.
-    together = PART >> (features.dmask + plan.keeps_slopes)
+    together = PART >> (features.dmask + plan.keeps_dtanh)
     for first in cutlass.range_constexpr(0, plan.own_queries, together):
         dS = cute.make_rmem_tensor(together, Float32)
         tmem.load(place + first, dS)
         tmem.wait_loads()
         if cutlass.const_expr(features.dropout):
-            dropout.KeyLane.drop(dS, made.kept, first)
+            dropout.KeyLane.drop(dS, probs.keep_bits, first)
         for i in cutlass.range_constexpr(0, together, FOUR):
-            offsets, weights = _load_four(delta, first + i), _part(made.P, first + i, FOUR)
-            if cutlass.const_expr(made.slopes is not None):
+            offsets, weights = _load_four(delta, first + i), _part(probs.P, first + i, FOUR)
+            if cutlass.const_expr(probs.dtanh is not None):
                 weights = widened(weights)
             for j in cutlass.range_constexpr(0, FOUR, 2):
                 at = i + j
@@ -245,8 +245,8 @@ def _differentiate(
                 dS[at], dS[at + 1] = cute.arch.mul_packed_f32x2(less, (weights[j], weights[j + 1]))
         if cutlass.const_expr(features.dmask):
             add_dmask(ctx, work, n, _fragment(ctx, t, work, n, dS, first))
-        if cutlass.const_expr(made.slopes is not None):
-            _multiply(dS, widened(_part(made.slopes, first, together)))
+        if cutlass.const_expr(probs.dtanh is not None):
+            _multiply(dS, widened(_part(probs.dtanh, first, together)))
         rounded = cute.make_rmem_tensor(together, plan.dtype)
         round_to(dS, rounded)
         if cutlass.const_expr(plan.wide):
@@ -283,13 +283,17 @@ def _less(gradients: tuple, offsets: tuple, ctx: Context) -> tuple:
 
 
 @cute.jit
-def _draw(ctx: Context, t: Thread, work: Work, n: Int32) -> tuple:
-    drawn = work.tile.batch * ctx.maps.mQ.shape[2] + work.head
-    row = dropout.KeyLane.at(t.chance, work.position, drawn, cute.arch.lane_idx())
-    first = t.first // DRAWN * DRAWN
-    kept = row.kept(n * ctx.plan.queries + first)
+def _keep_bits(ctx: Context, t: Thread, work: TileState, n: Int32) -> tuple:
+    philox_row = work.tile.batch * ctx.maps.mQ.shape[2] + work.head
+    row = dropout.KeyLane.at(t.philox, work.position, philox_row, cute.arch.lane_idx())
+    first = t.first // PHILOX_QUERIES * PHILOX_QUERIES
+    keep_bits = row.keep_bits(n * ctx.plan.queries + first)
     # Of 64 that are drawn together a thread may have 32.
-    return kept if ctx.plan.own_queries == DRAWN else (kept[1] if t.first > first else kept[0], Uint32(0))
+    return (
+        keep_bits
+        if ctx.plan.own_queries == PHILOX_QUERIES
+        else (keep_bits[1] if t.first > first else keep_bits[0], Uint32(0))
+    )
 
 
 @cute.jit
@@ -324,20 +328,20 @@ def _loaded(numbers: cute.Tensor, first: Int32) -> cute.Tensor:
 
 
 @cute.jit
-def _keep_slopes(ctx: Context, S: cute.Tensor, slopes: cute.Tensor) -> None:
+def _keep_dtanh(ctx: Context, S: cute.Tensor, dtanh: cute.Tensor) -> None:
     for i in cutlass.range_constexpr(0, cute.size(S), FOUR):
-        round_to(_slope(ctx, _part(S, i, FOUR)), _part(slopes, i, FOUR))
+        round_to(_dtanh_of(ctx, _part(S, i, FOUR)), _part(dtanh, i, FOUR))
 
 
 @cute.jit
-def _slope(ctx: Context, S: cute.Tensor) -> cute.Tensor:
+def _dtanh_of(ctx: Context, S: cute.Tensor) -> cute.Tensor:
     """Derivatives of capped scores; 0 where they are hidden."""
     inverse = 1.0 / (ctx.params.softcap * scores.unit(ctx.plan.features))
-    slope = cute.make_rmem_tensor(cute.size(S), Float32)
+    dtanh_of_four = cute.make_rmem_tensor(cute.size(S), Float32)
     for i in cutlass.range_constexpr(cute.size(S)):
         tanh = S[i] * inverse
-        slope[i] = cutlass.max(1.0 - tanh * tanh, Float32(0.0))
-    return slope
+        dtanh_of_four[i] = cutlass.max(1.0 - tanh * tanh, Float32(0.0))
+    return dtanh_of_four
 
 
 @cute.jit
@@ -349,7 +353,7 @@ def _multiply(values: cute.Tensor, others: cute.Tensor) -> None:
 
 
 @cute.jit
-def _mask_rows(ctx: Context, t: Thread, work: Work, n: Int32) -> tuple:
+def _mask_rows(ctx: Context, t: Thread, work: TileState, n: Int32) -> tuple:
     """What attn_mask says of the thread's key: where, and what has been loaded of it for the block."""
     rows = attn_mask.rows_of(ctx.mask, work.tile.batch, (work.head,), (work.position,))
     words = attn_mask.words_of(rows, n)
@@ -361,10 +365,10 @@ def _mask_rows(ctx: Context, t: Thread, work: Work, n: Int32) -> tuple:
 
 
 @cute.jit
-def _hide(
+def _mask_part(
     ctx: Context,
     t: Thread,
-    work: Work,
+    work: TileState,
     n: Int32,
     mask: tuple | None,
     S: cute.Tensor,
@@ -375,12 +379,12 @@ def _hide(
     if cutlass.const_expr(plan.features.mask):
         own, words = mask
         if cutlass.const_expr(plan.features.mask == "bool"):
-            attn_mask.change(ctx.mask, own, words, n, _fragment(ctx, t, work, n, S, start))
+            attn_mask.apply(ctx.mask, own, words, n, _fragment(ctx, t, work, n, S, start))
         else:
             _add_mask(ctx, t, work, n, own, S, place, start)
     if cutlass.const_expr(plan.band.masks):
-        bands.hide(work.band, plan.band, _fragment(ctx, t, work, n, S, start))
-    if cutlass.const_expr(plan.config.tail):
+        bands.mask(work.band, plan.band, _fragment(ctx, t, work, n, S, start))
+    if cutlass.const_expr(plan.config.ragged_k):
         hidden = work.position >= work.tile.Sk
         for i in cutlass.range_constexpr(count):
             S[i] = -Float32.inf if hidden else S[i]
@@ -390,7 +394,7 @@ def _hide(
 def _add_mask(
     ctx: Context,
     t: Thread,
-    work: Work,
+    work: TileState,
     n: Int32,
     own: attn_mask.Rows,
     S: cute.Tensor,
@@ -423,7 +427,9 @@ def _part(values: cute.Tensor, first: int, count: int = PART) -> cute.Tensor:
     return cute.make_tensor(values.iterator + first, cute.make_layout(count))
 
 
-def _fragment(ctx: Context, t: Thread, work: Work, n: Int32, values: cute.Tensor, first: int) -> Fragment:
+def _fragment(
+    ctx: Context, t: Thread, work: TileState, n: Int32, values: cute.Tensor, first: int
+) -> Fragment:
     """The thread's queries from the `first` on."""
     count = cute.size(values)
     row = cute.make_tensor(values.iterator, cute.make_layout((1, count), stride=(0, 1)))

@@ -79,11 +79,11 @@ class Signals(NamedTuple):
     epilogue_dv: cute.Pointer
     """The four warps that have read dV."""
     epilogue_dk: cute.Pointer
-    load_pair: cute.Pointer
+    load_2cta: cute.Pointer
     """Of a pair, in CTA 0: both K, and half of the columns of both, as so many arrivals as the plan says."""
 
 
-class Shares(NamedTuple):
+class HalfBlocks(NamedTuple):
     """Of a pair, half blocks of Q and dO, each for one product, in one ring, in the order of products."""
 
     ring: Ring
@@ -108,7 +108,7 @@ class Context:
     """(queries, D, q_stages)"""
     sdO: cute.Tensor | None
     """(queries, Dv, do_stages)"""
-    shares: Shares | None
+    half_blocks: HalfBlocks | None
     """In their place, of a pair."""
     sK: cute.Tensor
     """(keys, D, kv_stages)"""
@@ -121,7 +121,7 @@ class Context:
     sOwndS: cute.Tensor | None
     sKt: cute.Tensor | None
     """Of a pair: (both tiles' keys, D / 2)"""
-    sLse: cute.Tensor
+    sLseLog2: cute.Tensor
     """(queries, q_stages), negated, in base 2; -infinite where a row attends to nothing."""
     sDelta: cute.Tensor
     """(queries, q_stages), negated."""
@@ -142,7 +142,7 @@ class Context:
     dk: cute.Tensor
     dv: cute.Tensor
     tile_counter: cute.Tensor
-    turns: cute.Tensor | None
+    dq_semaphore: cute.Tensor | None
     cu_seqlens_q: cute.Tensor | None
     cu_seqlens_k: cute.Tensor | None
     mask: attn_mask.Mask | None

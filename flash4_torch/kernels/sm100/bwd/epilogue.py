@@ -59,14 +59,14 @@ def dv_of(ctx: Context, at: Cursor) -> Gradient:
 
 @cute.jit
 def store_gradient(
-    ctx: Context, warp: Int32, gradient: Gradient, tile: Tile, at: Cursor, turn: Int32
+    ctx: Context, warp: Int32, gradient: Gradient, tile: Tile, at: Cursor, phase: Int32
 ) -> None:
     """By four warps; each stores its 32 keys by itself. For wide heads two have them, and one stores."""
     half, warp = warp // WARPS, warp % WARPS
-    cute.arch.mbarrier_wait(gradient.made, turn)
+    cute.arch.mbarrier_wait(gradient.made, phase)
     tmem.fence_after()
     _stage(ctx, warp, gradient)
-    if cutlass.const_expr(ctx.plan.stores_by_copy_engine):
+    if cutlass.const_expr(ctx.plan.stores_by_tma):
         cute.arch.fence_view_async_shared()
     cute.arch.sync_warp()
     if cutlass.const_expr(ctx.plan.wide):
@@ -76,7 +76,7 @@ def store_gradient(
         cute.arch.barrier(barrier_id=STAGED + half, number_of_threads=WARPS * WARP)
     else:
         _store(ctx, warp, gradient, tile)
-    if cutlass.const_expr(not ctx.plan.stores_by_copy_engine):
+    if cutlass.const_expr(not ctx.plan.stores_by_tma):
         cute.arch.fence_view_async_shared()  # the next K and V come by the copy engine
     ring.release(gradient.edge, at)
 
@@ -109,7 +109,7 @@ def _stage(ctx: Context, warp: Int32, gradient: Gradient) -> None:
 
 @cute.jit
 def _store(ctx: Context, warp: Int32, gradient: Gradient, tile: Tile) -> None:
-    if cutlass.const_expr(ctx.plan.stores_by_copy_engine):
+    if cutlass.const_expr(ctx.plan.stores_by_tma):
         _store_box(warp, gradient, tile)
     else:
         _store_rows(ctx, warp, gradient, tile)

@@ -7,14 +7,14 @@ from cutlass import Boolean, Int32
 
 from ...common.ring import Cursor
 from .. import tmem, umma
-from ..umma import Matrix, Product
+from ..umma import Matrix, MmaOp
 from .context import Context
 
 
 @cute.jit
 def issue_s(ctx: Context, kv: Cursor, q: Int32) -> None:
     """S^T = K Q^T, over P^T of the block before, behind its dV."""
-    product = ctx.plan.product_s
+    product = ctx.plan.op_s
     umma.issue(product, Int32(ctx.plan.s_at), word(product.a, ctx.sK, kv), q, False)
     commit(ctx, ctx.signals.mma_s)
 
@@ -22,7 +22,7 @@ def issue_s(ctx: Context, kv: Cursor, q: Int32) -> None:
 @cute.jit
 def issue_dp(ctx: Context, kv: Cursor, do: Int32) -> None:
     """dP^T = V dO^T."""
-    product = ctx.plan.product_dp
+    product = ctx.plan.op_dp
     umma.issue(product, Int32(ctx.plan.dp_at), word(product.a, ctx.sV, kv), do, False)
     commit(ctx, ctx.signals.mma_dp)
 
@@ -31,27 +31,27 @@ def issue_dp(ctx: Context, kv: Cursor, do: Int32) -> None:
 def issue_dv(ctx: Context, do: Int32, add: Boolean) -> None:
     """dV += P^T dO."""
     plan = ctx.plan
-    _issue_of_weights(ctx, plan.product_dv, plan.dv_at, plan.s_at, ctx.sP, do, add)
+    _issue_of_weights(ctx, plan.op_dv, plan.dv_at, plan.s_at, ctx.sP, do, add)
 
 
 @cute.jit
 def issue_dk(ctx: Context, q: Int32, add: Boolean) -> None:
     """dK += dS^T Q."""
     plan = ctx.plan
-    _issue_of_weights(ctx, plan.product_dk, plan.dk_at, plan.dp_at, ctx.sOwndS, q, add)
+    _issue_of_weights(ctx, plan.op_dk, plan.dk_at, plan.dp_at, ctx.sOwndS, q, add)
 
 
 @cute.jit
 def issue_dq(ctx: Context, keys: Int32) -> None:
     """dQ = dS K."""
-    product = ctx.plan.product_dq
+    product = ctx.plan.op_dq
     umma.issue(product, Int32(ctx.plan.dq_at), umma.word(product.a, ctx.sdS.iterator), keys, False)
     commit(ctx, ctx.signals.mma_dq)
 
 
 def _issue_of_weights(
     ctx: Context,
-    product: Product,
+    product: MmaOp,
     at: int,
     weights_at: int,
     staged: cute.Tensor | None,
@@ -75,7 +75,7 @@ def word(matrix: Matrix, staged: cute.Tensor, at: Cursor) -> Int32:
     return umma.word(matrix, staged.iterator) + at.stage * matrix.units
 
 
-def wait(signal: cute.Pointer, turn: Int32) -> None:
+def wait(signal: cute.Pointer, phase: Int32) -> None:
     """For other warps, to go on with what they have done to tensor memory."""
-    cute.arch.mbarrier_wait(signal, turn)
+    cute.arch.mbarrier_wait(signal, phase)
     tmem.fence_after()

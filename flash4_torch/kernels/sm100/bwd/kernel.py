@@ -44,11 +44,11 @@ from ...common.ring import Ring
 from ...common.warps import WARP, WARPS
 from .. import tmem
 from .compute import compute
-from .context import Context, Layouts, Maps, Shares, Signals
+from .context import Context, HalfBlocks, Layouts, Maps, Signals
 from .load import load
-from .load_2cta import load_pair
-from .mma import multiply
-from .mma_2cta import multiply_pair
+from .load_2cta import load_2cta
+from .mma import mma
+from .mma_2cta import mma_2cta
 from .plan import COMPUTE_WARPS, LOAD_WARP, MMA_WARP, PIECE, REDUCE_WARPS, Plan
 from .reduce import reduce
 
@@ -62,7 +62,7 @@ def backward_kernel(
     dk: cute.Tensor,
     dv: cute.Tensor,
     tile_counter: cute.Tensor,
-    turns: cute.Tensor | None,
+    dq_semaphore: cute.Tensor | None,
     cu_seqlens_q: cute.Tensor | None,
     cu_seqlens_k: cute.Tensor | None,
     mask_args: attn_mask.MaskArgs | None,
@@ -76,26 +76,28 @@ def backward_kernel(
     memory = SmemAllocator()
     peer = peer_of(plan.cluster_size)
     sK, sV, sdS = (_allocate(memory, plan, layout) for layout in (layouts.k, layouts.v, layouts.ds))
-    sQ, sdO, sKt, sP, sOwndS, shares = None, None, None, None, None, None
+    sQ, sdO, sKt, sP, sOwndS, half_blocks = None, None, None, None, None, None
     if cutlass.const_expr(plan.cluster_size == 1):
         sQ, sdO = (_allocate(memory, plan, layout) for layout in (layouts.q, layouts.do))
     else:
         sKt = _allocate(memory, plan, layouts.k_columns)
-        stages = cute.make_layout((plan.queries // plan.cluster_size * max(plan.D, plan.Dv), config.shares))
-        shares = memory.allocate_tensor(plan.dtype, stages, byte_alignment=1024)
+        stages = cute.make_layout(
+            (plan.queries // plan.cluster_size * max(plan.D, plan.Dv), config.half_block_stages)
+        )
+        half_blocks = memory.allocate_tensor(plan.dtype, stages, byte_alignment=1024)
     if cutlass.const_expr(plan.wide):
         sP, sOwndS = (_allocate(memory, plan, layouts.weights) for _ in range(2))
     piece = cute.make_layout((WARP * min(plan.D, PIECE), config.dq_slots, REDUCE_WARPS))
     sdQ = memory.allocate_tensor(Float32, piece, byte_alignment=1024)
     rows = cute.make_layout((plan.queries, config.q_stages))
-    sLse, sDelta = (memory.allocate_tensor(Float32, rows, 16) for _ in range(2))
+    sLseLog2, sDelta = (memory.allocate_tensor(Float32, rows, 16) for _ in range(2))
     load_q, load_do = _ring(memory, config.q_stages), _ring(memory, config.do_stages)
     load_k, load_v = _ring(memory, config.kv_stages), _ring(memory, config.kv_stages)
     sequence_end = _ring(memory, 1)
     if cutlass.const_expr(plan.cluster_size > 1):
-        shares = Shares(
-            _ring(memory, config.shares),
-            shares,
+        half_blocks = HalfBlocks(
+            _ring(memory, config.half_block_stages),
+            half_blocks,
             *(layouts.q, layouts.do, layouts.q_columns, layouts.do_columns),
         )
     cta_pair = make_cta_pair(memory, peer)
@@ -116,7 +118,7 @@ def backward_kernel(
         _initialise_ring(sequence_end, zero, 1)
         _initialise(signals, plan, zero)
         if cutlass.const_expr(plan.cluster_size > 1):
-            _initialise_ring(shares.ring, zero, 1, plan.loaders)
+            _initialise_ring(half_blocks.ring, zero, 1, plan.loaders)
             _initialise_ring(cta_pair.work_ring, zero, 1)
         cute.arch.mbarrier_init_fence()
         for atom in (*maps[:12:2], *(atom for atom in maps[12:] if atom is not None)):
@@ -139,8 +141,8 @@ def backward_kernel(
         sP=None if sP is None else sP[None, None, 0],
         sOwndS=None if sOwndS is None else sOwndS[None, None, 0],
         sKt=None if sKt is None else sKt[None, None, 0],
-        shares=shares,
-        sLse=sLse,
+        half_blocks=half_blocks,
+        sLseLog2=sLseLog2,
         sDelta=sDelta,
         load_q=load_q,
         load_do=load_do,
@@ -156,7 +158,7 @@ def backward_kernel(
         dk=dk,
         dv=dv,
         tile_counter=tile_counter,
-        turns=turns,
+        dq_semaphore=dq_semaphore,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         mask=None,
@@ -173,14 +175,14 @@ def backward_kernel(
         cute.arch.setmaxregister_decrease(plan.registers.other)
         if warp == MMA_WARP:
             if cutlass.const_expr(plan.cluster_size == 1):
-                multiply(_masked(ctx, mask_args))
+                mma(_masked(ctx, mask_args))
             else:
-                multiply_pair(_masked(ctx, mask_args))
+                mma_2cta(_masked(ctx, mask_args))
         elif warp == LOAD_WARP:
             if cutlass.const_expr(plan.cluster_size == 1):
                 load(_masked(ctx, mask_args))
             else:
-                load_pair(_masked(ctx, mask_args))
+                load_2cta(_masked(ctx, mask_args))
 
     tmem.fence_before()
     cute.arch.sync_threads()

@@ -35,7 +35,7 @@ def backward(
     dk: cute.Tensor,
     dv: cute.Tensor,
     tile_counter: cute.Tensor,
-    turns: cute.Tensor | None,
+    dq_semaphore: cute.Tensor | None,
     cu_seqlens_q: cute.Tensor | None,
     cu_seqlens_k: cute.Tensor | None,
     mask: MaskArgs | None,
@@ -53,7 +53,7 @@ def backward(
     or where one attends to nothing, and dlse - rowsum(out * dout); with a floating mask also -lse in
     natural units, and -lse_low in base 2. dq_acc (B, Hq, blocks, floats) or (Hq,
     blocks, floats) float32, in the order of `dq_blocks.DqLanes`. tickets int32 (1,), zero before and after.
-    turns int32 (B, Hq, blocks) or (Hq, blocks), zero before. mask: attn_mask.transpose(2, 3), its last
+    dq_semaphore int32 (B, Hq, blocks) or (Hq, blocks), zero before. mask: attn_mask.transpose(2, 3), its last
     dimension full, and the tables of that. dmask float32, the mask's gradient as it broadcasts, transposed,
     is added to. No size is 0.
     """
@@ -110,7 +110,7 @@ def backward(
         dk,
         dv,
         tile_counter,
-        turns,
+        dq_semaphore,
         cu_seqlens_q,
         cu_seqlens_k,
         mask,

@@ -106,7 +106,7 @@ def _load_rows(
         more = 2 * 4 * ctx.plan.queries if statistics else 0
         cute.arch.mbarrier_arrive_and_expect_tx(full, stage_bytes(target) + more)
         if cutlass.const_expr(statistics):
-            for which, numbers in enumerate((ctx.sLse, ctx.sDelta)):
+            for which, numbers in enumerate((ctx.sLseLog2, ctx.sDelta)):
                 copy_statistics(ctx, numbers[None, at.stage], which, tile, head, n, full)
     rows = cute.domain_offset((tile.q_offset, 0), source[None, None, head, batch_of(ctx, tile.batch)])
     stage = target[None, None, at.stage]

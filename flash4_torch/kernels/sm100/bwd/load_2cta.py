@@ -31,7 +31,7 @@ class Cursors(NamedTuple):
     work_idx: Cursor
     kv: Cursor
     numbers: Cursor
-    share: Cursor
+    half_block: Cursor
     end: Cursor
 
 
@@ -52,7 +52,7 @@ class Block(NamedTuple):
 
 
 @cute.jit
-def load_pair(ctx: Context) -> None:
+def load_2cta(ctx: Context) -> None:
     shape = tiles.shape(ctx)
     at = Cursors(ring.start(), ring.start(), ring.start(), ring.start(), ring.start())
     work_idx = tile_scheduler.initial_work(ctx)
@@ -96,7 +96,7 @@ def _load_keys(ctx: Context, at: Cursors, tile: Tile) -> Cursors:
     with cute.arch.elect_one():
         tiles.write(ctx, kv, tile)
         cute.arch.mbarrier_arrive(ctx.load_k.full + kv.stage)
-    full, own = ctx.signals.load_pair, (tile.index, 0)
+    full, own = ctx.signals.load_2cta, (tile.index, 0)
     _expect(ctx, full, stage_bytes(ctx.sK) + stage_bytes(ctx.sKt))
     source = Source(maps.load_k, maps.end_k, maps.mK)
     end = _copy(ctx, source, tile, head, ctx.sK[None, None, kv.stage], own, tile.k_offset, tile.Sk, full, end)
@@ -119,7 +119,7 @@ def _load_numbers(ctx: Context, at: Cursors, tile: Tile, block: Block) -> Cursor
     full = edge.full + here.stage
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * 4 * ctx.plan.queries)
-        for which, numbers in enumerate((ctx.sLse, ctx.sDelta)):
+        for which, numbers in enumerate((ctx.sLseLog2, ctx.sDelta)):
             copy_statistics(ctx, numbers[None, here.stage], which, tile, block.head, block.n, full)
     return at._replace(numbers=ring.after(here, edge.stages))
 
@@ -127,23 +127,25 @@ def _load_numbers(ctx: Context, at: Cursors, tile: Tile, block: Block) -> Cursor
 @cute.jit
 def _load_q_rows(ctx: Context, at: Cursors, tile: Tile, block: Block) -> Cursors:
     source = Source(ctx.maps.load_q, ctx.maps.end_q, ctx.maps.mQ)
-    return _load_share(ctx, at, tile, block, source, ctx.shares.q, _half_of_rows(ctx, block))
+    return _load_half_block(ctx, at, tile, block, source, ctx.half_blocks.q, _half_of_rows(ctx, block))
 
 
 @cute.jit
 def _load_q_columns(ctx: Context, at: Cursors, tile: Tile, block: Block) -> Cursors:
     source = Source(ctx.maps.load_q_columns, ctx.maps.end_q_columns, ctx.maps.mQ)
-    return _load_share(ctx, at, tile, block, source, ctx.shares.q_columns, (block.n, ctx.cta_pair.rank))
+    return _load_half_block(
+        ctx, at, tile, block, source, ctx.half_blocks.q_columns, (block.n, ctx.cta_pair.rank)
+    )
 
 
 @cute.jit
 def _load_do(ctx: Context, at: Cursors, tile: Tile, block: Block) -> Cursors:
     """For dV, then for dP."""
-    maps, shares = ctx.maps, ctx.shares
+    maps, half_blocks = ctx.maps, ctx.half_blocks
     source = Source(maps.load_do_columns, maps.end_do_columns, maps.mdO)
-    at = _load_share(ctx, at, tile, block, source, shares.do_columns, (block.n, ctx.cta_pair.rank))
+    at = _load_half_block(ctx, at, tile, block, source, half_blocks.do_columns, (block.n, ctx.cta_pair.rank))
     source = Source(maps.load_do, maps.end_do, maps.mdO)
-    return _load_share(ctx, at, tile, block, source, shares.do, _half_of_rows(ctx, block))
+    return _load_half_block(ctx, at, tile, block, source, half_blocks.do, _half_of_rows(ctx, block))
 
 
 def _half_of_rows(ctx: Context, block: Block) -> tuple:
@@ -151,17 +153,17 @@ def _half_of_rows(ctx: Context, block: Block) -> tuple:
 
 
 @cute.jit
-def _load_share(
+def _load_half_block(
     ctx: Context, at: Cursors, tile: Tile, block: Block, source: Source, layout, place: tuple
 ) -> Cursors:
-    edge, here = ctx.shares.ring, at.share
+    edge, here = ctx.half_blocks.ring, at.half_block
     ring.wait_empty(edge, here)
-    start = cute.recast_ptr(ctx.shares.stages[None, here.stage].iterator, layout.inner, ctx.plan.dtype)
+    start = cute.recast_ptr(ctx.half_blocks.stages[None, here.stage].iterator, layout.inner, ctx.plan.dtype)
     stage = cute.make_tensor(start, cute.select(layout.outer, mode=[0, 1]))
     full = edge.full + here.stage
     _expect(ctx, full, cute.size(stage) * 2)
     end = _copy(ctx, source, tile, block.head, stage, place, tile.q_offset, tile.Sq, full, at.end)
-    return at._replace(share=ring.after(here, edge.stages), end=end)
+    return at._replace(half_block=ring.after(here, edge.stages), end=end)
 
 
 @cute.jit

@@ -32,20 +32,20 @@ class Cursors(NamedTuple):
     """Of the one whose S comes next."""
     do: Cursor
     """Of the one whose dP and dV come next."""
-    turn: Int32
+    phase: Int32
     """Phase of the signals of the block whose dK comes next."""
-    tile_turn: Int32
+    tile_phase: Int32
 
 
 @cute.jit
-def multiply(ctx: Context) -> None:
+def mma(ctx: Context) -> None:
     """All tiles, by one lane."""
     with cute.arch.elect_one():
-        _multiply(ctx)
+        _mma(ctx)
 
 
 @cute.jit
-def _multiply(ctx: Context) -> None:
+def _mma(ctx: Context) -> None:
     start = ring.start()
     at = Cursors(start, start, start, start, Int32(0), Int32(0))
     tile = tiles.read_by_one_lane(ctx, at.kv)
@@ -63,27 +63,27 @@ def _tile(ctx: Context, tile: Tile, at: Cursors) -> Cursors:
     ring.wait_full(ctx.load_v, at.kv)
     ring.wait_full(ctx.load_do, at.do)
     if cutlass.const_expr(not ctx.plan.dq_apart):
-        wait(signals.reduce_dq, at.turn ^ 1)
+        wait(signals.reduce_dq, at.phase ^ 1)
     _next_dp(ctx, at)
-    wait(signals.epilogue_dv, at.tile_turn ^ 1)
+    wait(signals.epilogue_dv, at.tile_phase ^ 1)
     _next_dv(ctx, at, Boolean(False))
     at = _release_do(ctx, at)
     if count > 1:
         at = _next_s(ctx, at)
     else:
         commit(ctx, signals.mma_dv)
-    wait(signals.epilogue_dk, at.tile_turn ^ 1)
+    wait(signals.epilogue_dk, at.tile_phase ^ 1)
     for i in cutlass.range(count, unroll=1):
         at = _block(ctx, at, i, count)
     commit(ctx, signals.mma_dk)
-    return at._replace(kv=ring.after(at.kv, ctx.plan.config.kv_stages), tile_turn=at.tile_turn ^ 1)
+    return at._replace(kv=ring.after(at.kv, ctx.plan.config.kv_stages), tile_phase=at.tile_phase ^ 1)
 
 
 @cute.jit
 def _block(ctx: Context, at: Cursors, i: Int32, count: Int32) -> Cursors:
     """dK and dQ of block i, dV and dP of the next one, S of the one after that."""
     signals, apart = ctx.signals, ctx.plan.dq_apart
-    wait(signals.compute_ds, at.turn)
+    wait(signals.compute_ds, at.phase)
     issue_dk(ctx, word(ctx.plan.columns_of_q, ctx.sQ, at.q), i > 0)
     commit(ctx, ctx.load_q.empty + at.q.stage)
     more = i + 1 < count
@@ -91,15 +91,15 @@ def _block(ctx: Context, at: Cursors, i: Int32, count: Int32) -> Cursors:
         if more:
             ring.wait_full(ctx.load_do, at.do)
             _next_dp(ctx, at)
-        wait(signals.reduce_dq, at.turn ^ 1)
+        wait(signals.reduce_dq, at.phase ^ 1)
     issue_dq(ctx, word(ctx.plan.columns_of_k, ctx.sK, at.kv))
-    at = at._replace(q=ring.after(at.q, ctx.plan.config.q_stages), turn=at.turn ^ 1)
+    at = at._replace(q=ring.after(at.q, ctx.plan.config.q_stages), phase=at.phase ^ 1)
     if more:
         if cutlass.const_expr(not apart):
             ring.wait_full(ctx.load_do, at.do)
         _next_dv(ctx, at, Boolean(True))
         if cutlass.const_expr(not apart):
-            wait(signals.reduce_dq, at.turn ^ 1)
+            wait(signals.reduce_dq, at.phase ^ 1)
             _next_dp(ctx, at)
         at = _release_do(ctx, at)
         if i + 2 < count:
@@ -122,7 +122,7 @@ def _next_dp(ctx: Context, at: Cursors) -> None:
 
 @cute.jit
 def _next_dv(ctx: Context, at: Cursors, add: Boolean) -> None:
-    wait(ctx.signals.compute_p, at.turn)
+    wait(ctx.signals.compute_p, at.phase)
     issue_dv(ctx, word(ctx.plan.columns_of_do, ctx.sdO, at.do), add)
 
 

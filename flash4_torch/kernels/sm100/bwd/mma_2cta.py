@@ -27,23 +27,23 @@ class Cursors(NamedTuple):
     kv: Cursor
     numbers: Cursor
     """Of the block whose dK comes next."""
-    share: Cursor
+    half_block: Cursor
     """Of the next product."""
-    turn: Int32
+    phase: Int32
     """Phase of the signals of the block whose dK comes next."""
-    tile_turn: Int32
+    tile_phase: Int32
 
 
 @cute.jit
-def multiply_pair(ctx: Context) -> None:
+def mma_2cta(ctx: Context) -> None:
     """All tiles, by one lane."""
     if ctx.cta_pair.rank == 0:
         with cute.arch.elect_one():
-            _multiply(ctx)
+            _mma(ctx)
 
 
 @cute.jit
-def _multiply(ctx: Context) -> None:
+def _mma(ctx: Context) -> None:
     start = ring.start()
     at = Cursors(start, start, start, Int32(0), Int32(0))
     tile = tiles.read_by_one_lane(ctx, at.kv)
@@ -55,50 +55,50 @@ def _multiply(ctx: Context) -> None:
 
 @cute.jit
 def _tile(ctx: Context, tile: Tile, at: Cursors) -> Cursors:
-    signals, stages = ctx.signals, ctx.shares.ring.stages
+    signals, stages = ctx.signals, ctx.half_blocks.ring.stages
     count = tiles.count_blocks(ctx, tile)
-    wait(signals.load_pair, at.tile_turn)
+    wait(signals.load_2cta, at.tile_phase)
     at = _next_s(ctx, at)
     ring.wait_full(ctx.load_v, at.kv)
     if cutlass.const_expr(not ctx.plan.dq_apart):
-        wait(signals.reduce_dq, at.turn ^ 1)
+        wait(signals.reduce_dq, at.phase ^ 1)
     # The first dP need not wait for weights as dV does, whose share comes before.
-    second = at._replace(share=ring.after(at.share, stages))
-    ring.wait_full(ctx.shares.ring, second.share)
+    second = at._replace(half_block=ring.after(at.half_block, stages))
+    ring.wait_full(ctx.half_blocks.ring, second.half_block)
     issue_dp(ctx, at.kv, _word(ctx, ctx.plan.rows_of_do, second))
-    commit(ctx, ctx.shares.ring.empty + second.share.stage)
-    wait(signals.epilogue_dv, at.tile_turn ^ 1)
+    commit(ctx, ctx.half_blocks.ring.empty + second.half_block.stage)
+    wait(signals.epilogue_dv, at.tile_phase ^ 1)
     at = _next_dv(ctx, at, Boolean(False))
-    at = at._replace(share=ring.after(at.share, stages))
+    at = at._replace(half_block=ring.after(at.half_block, stages))
     if count > 1:
         at = _next_s(ctx, at)
     else:
         commit(ctx, signals.mma_dv)
-    wait(signals.epilogue_dk, at.tile_turn ^ 1)
+    wait(signals.epilogue_dk, at.tile_phase ^ 1)
     for i in cutlass.range(count, unroll=1):
         at = _block(ctx, at, i, count)
     commit(ctx, signals.mma_dk)
-    return at._replace(kv=ring.after(at.kv, ctx.plan.config.kv_stages), tile_turn=at.tile_turn ^ 1)
+    return at._replace(kv=ring.after(at.kv, ctx.plan.config.kv_stages), tile_phase=at.tile_phase ^ 1)
 
 
 @cute.jit
 def _block(ctx: Context, at: Cursors, i: Int32, count: Int32) -> Cursors:
     """dK and dQ of block i, dV and dP of the next one, S of the one after that."""
     signals, plan = ctx.signals, ctx.plan
-    wait(signals.compute_ds, at.turn)
-    ring.wait_full(ctx.shares.ring, at.share)
+    wait(signals.compute_ds, at.phase)
+    ring.wait_full(ctx.half_blocks.ring, at.half_block)
     issue_dk(ctx, _word(ctx, plan.columns_of_q, at), i > 0)
     at = _release(ctx, at)
     commit(ctx, ctx.load_q.empty + at.numbers.stage)
     if cutlass.const_expr(plan.dq_apart):
-        wait(signals.reduce_dq, at.turn ^ 1)
+        wait(signals.reduce_dq, at.phase ^ 1)
     issue_dq(ctx, umma.word(plan.columns_of_k, ctx.sKt.iterator))
-    at = at._replace(numbers=ring.after(at.numbers, plan.config.q_stages), turn=at.turn ^ 1)
+    at = at._replace(numbers=ring.after(at.numbers, plan.config.q_stages), phase=at.phase ^ 1)
     if i + 1 < count:
         at = _next_dv(ctx, at, Boolean(True))
-        ring.wait_full(ctx.shares.ring, at.share)
+        ring.wait_full(ctx.half_blocks.ring, at.half_block)
         if cutlass.const_expr(not plan.dq_apart):
-            wait(signals.reduce_dq, at.turn ^ 1)
+            wait(signals.reduce_dq, at.phase ^ 1)
         issue_dp(ctx, at.kv, _word(ctx, plan.rows_of_do, at))
         at = _release(ctx, at)
         if i + 2 < count:
@@ -110,26 +110,26 @@ def _block(ctx: Context, at: Cursors, i: Int32, count: Int32) -> Cursors:
 
 @cute.jit
 def _next_s(ctx: Context, at: Cursors) -> Cursors:
-    ring.wait_full(ctx.shares.ring, at.share)
+    ring.wait_full(ctx.half_blocks.ring, at.half_block)
     issue_s(ctx, at.kv, _word(ctx, ctx.plan.rows_of_q, at))
     return _release(ctx, at)
 
 
 @cute.jit
 def _next_dv(ctx: Context, at: Cursors, add: Boolean) -> Cursors:
-    wait(ctx.signals.compute_p, at.turn)
-    ring.wait_full(ctx.shares.ring, at.share)
+    wait(ctx.signals.compute_p, at.phase)
+    ring.wait_full(ctx.half_blocks.ring, at.half_block)
     issue_dv(ctx, _word(ctx, ctx.plan.columns_of_do, at), add)
     return _release(ctx, at)
 
 
 def _release(ctx: Context, at: Cursors) -> Cursors:
-    commit(ctx, ctx.shares.ring.empty + at.share.stage)
-    return at._replace(share=ring.after(at.share, ctx.shares.ring.stages))
+    commit(ctx, ctx.half_blocks.ring.empty + at.half_block.stage)
+    return at._replace(half_block=ring.after(at.half_block, ctx.half_blocks.ring.stages))
 
 
 def _word(ctx: Context, matrix: Matrix, at: Cursors) -> Int32:
     """The descriptor's low word of a share."""
-    stages = ctx.shares.stages
+    stages = ctx.half_blocks.stages
     size = cute.size(stages, mode=[0]) * umma.BYTES // umma.UNIT
-    return umma.word(matrix, stages.iterator) + at.share.stage * size
+    return umma.word(matrix, stages.iterator) + at.half_block.stage * size

@@ -33,7 +33,7 @@ from ...common.bwd.dq_blocks import DqLanes
 from ...common.host import NUMERIC
 from ...common.mask_tables import MaskPlan
 from ...common.warps import GROUP, WARP, WARPS, registers_suffice
-from ..umma import DEPTH, Matrix, Product
+from ..umma import DEPTH, Matrix, MmaOp
 
 LANES = 128
 """Of tensor memory: the keys of a tile, and the queries of a block."""
@@ -189,23 +189,23 @@ class Plan(NamedTuple):
     # Products. Of a pair each CTA has half of the rows of both factors.
 
     @property
-    def product_s(self) -> Product:
+    def op_s(self) -> MmaOp:
         return self._product(self.keys, self.queries, Matrix(self.keys, self.D), self.rows_of_q)
 
     @property
-    def product_dp(self) -> Product:
+    def op_dp(self) -> MmaOp:
         return self._product(self.keys, self.queries, Matrix(self.keys, self.Dv), self.rows_of_do)
 
     @property
-    def product_dv(self) -> Product:
+    def op_dv(self) -> MmaOp:
         return self._product(self.keys, self.Dv, self._weights, self.columns_of_do)
 
     @property
-    def product_dk(self) -> Product:
+    def op_dk(self) -> MmaOp:
         return self._product(self.keys, self.D, self._weights, self.columns_of_q)
 
     @property
-    def product_dq(self) -> Product:
+    def op_dq(self) -> MmaOp:
         own = self.queries // self.cluster_size
         return self._product(own, self.D, Matrix(self.cluster_keys, own, True), self.columns_of_k)
 
@@ -234,8 +234,8 @@ class Plan(NamedTuple):
         """P^T and dS^T of the own keys: in tensor memory, unless both halves of its lanes need them."""
         return Matrix(self.keys, self.queries) if self.wide else None
 
-    def _product(self, own_rows: int, N: int, a: Matrix | None, b: Matrix) -> Product:
-        return Product(self.features.dtype, own_rows * self.cluster_size, N, a, b, self.cluster_size)
+    def _product(self, own_rows: int, N: int, a: Matrix | None, b: Matrix) -> MmaOp:
+        return MmaOp(self.features.dtype, own_rows * self.cluster_size, N, a, b, self.cluster_size)
 
     # Which blocks a tile visits, and what is hidden in them.
 
@@ -253,7 +253,7 @@ class Plan(NamedTuple):
         return MaskPlan(self.features.mask, self.cluster_keys, self.queries)
 
     @property
-    def descends(self) -> bool:
+    def last_tile_first(self) -> bool:
         """Whether a head's last tile is drawn first, and adds its dQ first.
 
         Each tile of a band with a right side begins at another block: the last one to get there is the one
@@ -278,21 +278,21 @@ class Plan(NamedTuple):
 
     @property
     def masks(self) -> bool:
-        return self.band.left or self.band.right or self.config.tail or bool(self.features.mask)
+        return self.band.left or self.band.right or self.config.ragged_k or bool(self.features.mask)
 
     @property
-    def weighed_together(self) -> int:
+    def queries_together(self) -> int:
         """Queries whose scores a thread holds: with softcap and a mask half of its own."""
         halves = self.features.softcap and self.features.mask and not self.wide
         return self.own_queries // 2 if halves else self.own_queries
 
     @property
-    def keeps_slopes(self) -> bool:
+    def keeps_dtanh(self) -> bool:
         """Whether softcap's derivatives are made before a mask is added, which leaves no scores to tell."""
         return self.features.softcap and self.features.float_mask
 
     @property
-    def stores_by_copy_engine(self) -> bool:
+    def stores_by_tma(self) -> bool:
         """A tile of a varlen call may end inside the box; then rows are stored one by one."""
         return not self.features.varlen
 
@@ -315,7 +315,7 @@ class Plan(NamedTuple):
         assert self.queries == LANES and self._after_dk <= COLUMNS
         assert (c.cluster, c.keys) in ((1, 128), (2, 128), (2, 64)) and (self.dq_apart or not self.wide)
         assert c.kv_stages in (1, 2) and min(c.q_stages - 1, c.do_stages, c.dq_slots) >= 1
-        assert c.cluster == 1 or (c.kv_stages == 1 and c.shares >= 2)
+        assert c.cluster == 1 or (c.kv_stages == 1 and c.half_block_stages >= 2)
         assert not f.dmask or f.float_mask
         compute, reduce, other = self.registers
         assert registers_suffice(THREADS, 2 * compute + reduce + other) and GROUP == LANES

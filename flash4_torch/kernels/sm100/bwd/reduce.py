@@ -26,11 +26,11 @@ from .signal import arrive
 
 class Cursors(NamedTuple):
     kv: Cursor
-    turn: Int32
+    phase: Int32
     """Phase of the block's signals."""
 
 
-class Turn(NamedTuple):
+class DqSemaphore(NamedTuple):
     """Of a block in sums of a fixed order."""
 
     place: Int64
@@ -61,7 +61,7 @@ def _tile(ctx: Context, warp: Int32, tile: Tile, at: Cursors) -> Cursors:
         for position in cutlass.range(blocks.span.first, blocks.span.last, unroll=1):
             n, _ = tiles.block_at(ctx, blocks, position)
             _add(ctx, warp, tile, head, n, at)
-            at = at._replace(turn=at.turn ^ 1)
+            at = at._replace(phase=at.phase ^ 1)
     return at._replace(kv=ring.after(at.kv, ctx.plan.config.kv_stages))
 
 
@@ -78,11 +78,11 @@ def _add(ctx: Context, warp: Int32, tile: Tile, head: Int32, n: Int32, at: Curso
         band, part = ctx.cta_pair.rank * bands + warp % bands, warp // bands
     start = block * plan.sums.floats + Int64((band * plan.sums.columns + part * columns) * WARP)
     target = (ctx.dq_acc.iterator + start).toint()
-    turn = None
+    order = None
     if cutlass.const_expr(plan.features.deterministic):
-        turn = _turn_of(ctx, warp, tile, n, block)
+        order = _semaphore_of(ctx, warp, tile, n, block)
 
-    cute.arch.mbarrier_wait(ctx.signals.mma_dq, at.turn)
+    cute.arch.mbarrier_wait(ctx.signals.mma_dq, at.phase)
     tmem.fence_after()
     source, together = tmem.own_lanes(Int32(plan.dq_at), warp), plan.dq_together
     for first in cutlass.range_constexpr(0, columns, together):
@@ -93,13 +93,13 @@ def _add(ctx: Context, warp: Int32, tile: Tile, head: Int32, n: Int32, at: Curso
         tmem.wait_loads()
         if cutlass.const_expr(first + together >= columns):
             arrive(ctx, ctx.signals.reduce_dq)
-        if cutlass.const_expr(first == 0 and turn is not None):
-            _await_turn(turn)
+        if cutlass.const_expr(first == 0 and order is not None):
+            wait_dq_semaphore(order)
         for i, piece in enumerate(pieces):
             column = first + sum(widths[:i])
             _copy_piece(ctx, warp, piece, target + column * (WARP * 4), column // PIECE)
-    if cutlass.const_expr(turn is not None):
-        _end_turn(turn)
+    if cutlass.const_expr(order is not None):
+        advance_dq_semaphore(order)
 
 
 def _widths(columns: int) -> list[int]:
@@ -148,38 +148,38 @@ def _copied_since(number: int, pieces: int, slots: int) -> int:
 
 
 @cute.jit
-def _turn_of(ctx: Context, warp: Int32, tile: Tile, n: Int32, block: Int64) -> Turn:
+def _semaphore_of(ctx: Context, warp: Int32, tile: Tile, n: Int32, block: Int64) -> DqSemaphore:
     """After the tile whose turn is before this one's, if that visits the block.
 
     A block's number counts the pieces of all tiles up to the last one that has added to it; those that visit
     a block are neighbours, and the first of them counts for those before.
     """
-    turn = tiles.turn_of(ctx, tile)
-    follows = (turn.before.first <= n) & (n < turn.before.last)
-    earlier = turn.number * ctx.plan.config.dq_pieces
+    order = tiles.order_of(ctx, tile)
+    follows = (order.before.first <= n) & (n < order.before.last)
+    earlier = order.number * ctx.plan.config.dq_pieces
     first = warp == 0
     if cutlass.const_expr(ctx.plan.cluster_size > 1):
         first = first & (ctx.cta_pair.rank == 0)
     counts = Int32(1) + (earlier if first & ~follows else Int32(0))
-    return Turn((ctx.turns.iterator + block).toint(), earlier if follows else Int32(0), counts)
+    return DqSemaphore((ctx.dq_semaphore.iterator + block).toint(), earlier if follows else Int32(0), counts)
 
 
 @cute.jit
-def _await_turn(turn: Turn) -> None:
+def wait_dq_semaphore(order: DqSemaphore) -> None:
     if cute.arch.lane_idx() == 0:
-        seen = _count(turn.place)
-        while seen < turn.awaited:
-            seen = _count(turn.place)
+        seen = _count(order.place)
+        while seen < order.awaited:
+            seen = _count(order.place)
         cute.arch.inline_ptx("fence.proxy.async;")
 
 
 @cute.jit
-def _end_turn(turn: Turn) -> None:
+def advance_dq_semaphore(order: DqSemaphore) -> None:
     if cute.arch.lane_idx() == 0:
         cute.arch.cp_async_bulk_wait_group(0, read=False)
         cute.arch.inline_ptx(
             "fence.proxy.async; red.release.gpu.global.add.s32 [{$r0}], {$r1};",
-            read_only_args=[turn.place, turn.counts],
+            read_only_args=[order.place, order.counts],
         )
 
 

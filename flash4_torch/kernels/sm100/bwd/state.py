@@ -24,19 +24,19 @@ class Thread(NamedTuple):
     """Of its queries in a block."""
     column: Int32
     """Of S, from which on it has those."""
-    chance: dropout.Dropout | None
+    philox: dropout.Dropout | None
     """What dropout keeps."""
 
 
 class Cursors(NamedTuple):
     kv: Cursor
     q: Cursor
-    turn: Int32
+    phase: Int32
     """Phase of the block's signals."""
-    tile_turn: Int32
+    tile_phase: Int32
 
 
-class Work(NamedTuple):
+class TileState(NamedTuple):
     """A tile and one of its query heads, as a thread sees it."""
 
     tile: Tile
@@ -50,12 +50,12 @@ class Work(NamedTuple):
     blocks: Blocks
 
 
-class Made(NamedTuple):
+class Probs(NamedTuple):
     """Of the scores of a thread's queries: what dS needs."""
 
     P: cute.Tensor
-    """float32, and times softcap's derivatives; with `slopes` 16 bits, and without them."""
-    slopes: cute.Tensor | None
+    """float32, and times softcap's derivatives; with `dtanh` 16 bits, and without them."""
+    dtanh: cute.Tensor | None
     """Softcap's derivatives, 16 bits, where a mask is added."""
-    kept: tuple | None
+    keep_bits: tuple | None
     """Two words of which weights dropout keeps."""

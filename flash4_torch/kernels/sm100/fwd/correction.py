@@ -20,7 +20,7 @@ from .state import CorrectionThread
 
 
 @cute.jit
-def correct(ctx: Context) -> None:
+def correction(ctx: Context) -> None:
     thread, _, _ = cute.arch.thread_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS
     own = CorrectionThread(thread % GROUP, warp, tmem.own_lanes(Int32(0), warp))

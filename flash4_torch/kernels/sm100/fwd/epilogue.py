@@ -32,7 +32,7 @@ def epilogue(ctx: Context, own: CorrectionThread, tile: Tile, t: Int32, end_at: 
     piece = _piece(ctx, own, t)
     rows = _row(ctx, own, t)
     hidden = Boolean(False)
-    if cutlass.const_expr(plan.hides_rows):
+    if cutlass.const_expr(plan.rows_may_be_masked):
         hidden = cute.arch.vote_any_sync(inverse == 0.0)
     ring.wait_full(ctx.o, at)
     tmem.fence_after()
@@ -43,7 +43,7 @@ def epilogue(ctx: Context, own: CorrectionThread, tile: Tile, t: Int32, end_at: 
         _stage(ctx, values, inverse, hidden, rows, column)
     tmem.fence_before()
     arrive(ctx.s_p.empty + t, plan.cluster_size)
-    if cutlass.const_expr(plan.stores_by_copy_engine):
+    if cutlass.const_expr(plan.stores_by_tma):
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         _store_box(ctx, own, piece, tile, t)
@@ -93,7 +93,7 @@ def _stage(
     for i in cutlass.range_constexpr(0, RESCALED, 2):
         pair = (values[i], values[i + 1])
         values[i], values[i + 1] = cute.arch.mul_packed_f32x2(pair, (inverse, inverse))
-    if cutlass.const_expr(plan.hides_rows):
+    if cutlass.const_expr(plan.rows_may_be_masked):
         if hidden:
             for i in cutlass.range_constexpr(RESCALED):
                 # Hidden values may be anything, NaN too.
@@ -115,8 +115,8 @@ def _store_box(ctx: Context, own: CorrectionThread, piece: cute.Tensor, tile: Ti
     plan = ctx.plan
     box_heads, box_positions = plan.store_box
     row = own.warp * WARP
-    heads = tile.q_head_group * (plan.pack // box_heads) + row % plan.pack // box_heads
-    position = (spans.first_query(ctx, tile, t) + row // plan.pack) // box_positions
+    heads = tile.q_head_group * (plan.pack_gqa // box_heads) + row % plan.pack_gqa // box_heads
+    position = (spans.first_query(ctx, tile, t) + row // plan.pack_gqa) // box_positions
     mO = ctx.maps.mO[None, None, tile.kv_head, tile.batch]
     gO = cute.local_tile(mO, (plan.store_box, plan.Dv), ((heads, position), 0))
     s, g = cpasync.tma_partition(
@@ -137,8 +137,8 @@ def _store_rows(ctx: Context, own: CorrectionThread, piece: cute.Tensor, tile: T
     for e in cutlass.range(cute.arch.lane_idx(), WARP * chunks, WARP, unroll=1):
         own_row, chunk = e // chunks, e % chunks
         row = own.warp * WARP + own_row
-        i = spans.first_query(ctx, tile, t) + row // plan.pack
-        h = tile.q_head_group * plan.pack + row % plan.pack
+        i = spans.first_query(ctx, tile, t) + row // plan.pack_gqa
+        h = tile.q_head_group * plan.pack_gqa + row % plan.pack_gqa
         if (i < tile.Sq) & (h < group):
             source = cute.local_tile(piece, (1, 8), (own_row, chunk))
             target = cute.local_tile(

@@ -28,11 +28,11 @@ from ...common.ring import Ring
 from ...common.warps import WARPS
 from .. import tmem
 from .context import Context, Layouts
-from .correction import correct
+from .correction import correction
 from .load import load
-from .mma import multiply
-from .plan import CORRECTION, LOADER, MULTIPLIER, ROWS, TILE_STAGES
-from .softmax import weigh
+from .mma import mma
+from .plan import CORRECTION_WARP, LOAD_WARP, MMA_WARP, ROWS, TILE_STAGES
+from .softmax import softmax
 
 
 @cute.kernel
@@ -92,37 +92,37 @@ def forward_kernel(
         mask=None,
         rng_state=rng_state,
     )
-    if warp == LOADER:
+    if warp == LOAD_WARP:
         _initialise(ctx)
         cute.arch.mbarrier_init_fence()
         for atom in (maps.load_q, maps.load_k, maps.load_v, maps.store_o):
             cpasync.prefetch_descriptor(atom)
-    if warp == MULTIPLIER:
+    if warp == MMA_WARP:
         tmem.allocate(ctx.tmem_holder, plan.cluster_size)
     tmem.fence_before()
     _meet(plan.cluster_size)
     tmem.fence_after()
 
-    if warp >= MULTIPLIER:
+    if warp >= MMA_WARP:
         cute.arch.setmaxregister_decrease(plan.registers.other)
-        if warp == MULTIPLIER:
+        if warp == MMA_WARP:
             if _issues(ctx) == 1:
-                multiply(_masked(ctx, mask_args))
-        elif warp == LOADER:
+                mma(_masked(ctx, mask_args))
+        elif warp == LOAD_WARP:
             load(_masked(ctx, mask_args))
-    elif warp >= CORRECTION:
+    elif warp >= CORRECTION_WARP:
         cute.arch.setmaxregister_decrease(plan.registers.correction)
-        correct(_masked(ctx, mask_args))
+        correction(_masked(ctx, mask_args))
     elif warp < plan.q_tiles * WARPS:
         cute.arch.setmaxregister_increase(plan.registers.softmax)
-        weigh(_masked(ctx, mask_args), warp // WARPS if plan.q_tiles == 2 else Int32(0))
+        softmax(_masked(ctx, mask_args), warp // WARPS if plan.q_tiles == 2 else Int32(0))
     else:
         cute.arch.setmaxregister_decrease(plan.registers.idle)
 
     tmem.fence_before()
     _meet(plan.cluster_size)
     tmem.fence_after()
-    if warp == MULTIPLIER:
+    if warp == MMA_WARP:
         tmem.free(plan.cluster_size)
 
 

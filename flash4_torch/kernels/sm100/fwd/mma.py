@@ -43,7 +43,7 @@ class Progress(NamedTuple):
 
 
 @cute.jit
-def multiply(ctx: Context) -> None:
+def mma(ctx: Context) -> None:
     plan = ctx.plan
     words = Operands(
         umma.word(plan.scores.a, ctx.sQ.iterator),

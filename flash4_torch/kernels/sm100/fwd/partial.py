@@ -23,39 +23,41 @@ class Columns(NamedTuple):
     last: Int32
 
 
-class Cut(NamedTuple):
+class PartialBlock(NamedTuple):
     """Of one warp's rows; the same for all of its lanes."""
 
-    seen: Columns
+    visible: Columns
     """By some of the rows."""
-    whole: Columns
+    full: Columns
     """By all of them."""
 
 
 @cute.jit
-def cut_of(band: Band, shape: cutlass.Constexpr, first_row: Int32, last_row: Int32, key: Int32) -> Cut:
+def partial_block(
+    band: Band, shape: cutlass.Constexpr, first_row: Int32, last_row: Int32, key: Int32
+) -> PartialBlock:
     """Rows `first_row <= i <= last_row`, and the block that begins at `key`."""
-    first, whole_first = Int32(0), Int32(0)
-    last, whole_last = Int32(shape.keys), Int32(shape.keys)
-    if cutlass.const_expr(shape.tail or shape.right):
+    first, full_first = Int32(0), Int32(0)
+    last, full_last = Int32(shape.keys), Int32(shape.keys)
+    if cutlass.const_expr(shape.ragged_k or shape.right):
         last = band.Sk - key
-        whole_last = last
+        full_last = last
     if cutlass.const_expr(shape.right):
         last = cutlass.min(last, last_row + band.highest + 1 - key)
-        whole_last = cutlass.min(whole_last, first_row + band.highest + 1 - key)
+        full_last = cutlass.min(full_last, first_row + band.highest + 1 - key)
     if cutlass.const_expr(shape.left):
-        first, whole_first = first_row + band.lowest - key, last_row + band.lowest - key
-    return Cut(Columns(first, last), Columns(whole_first, whole_last))
+        first, full_first = first_row + band.lowest - key, last_row + band.lowest - key
+    return PartialBlock(Columns(first, last), Columns(full_first, full_last))
 
 
-def sees(cut: Cut, begin: int) -> Boolean:
+def is_visible(block: PartialBlock, begin: int) -> Boolean:
     """Whether some row sees something of the piece that begins at a column."""
-    return cute.arch.vote_any_sync((begin < cut.seen.last) & (begin + PIECE > cut.seen.first))
+    return cute.arch.vote_any_sync((begin < block.visible.last) & (begin + PIECE > block.visible.first))
 
 
 @cute.jit
-def hide(
-    cut: Cut,
+def mask(
+    block: PartialBlock,
     band: Band,
     shape: cutlass.Constexpr,
     scores: cute.Tensor,
@@ -65,8 +67,8 @@ def hide(
 ) -> None:
     """A thread's piece of scores: what its row does not see becomes -inf."""
     values = cute.make_tensor(scores.iterator + begin, cute.make_layout((1, PIECE)))
-    if sees(cut, begin):
-        if cute.arch.vote_any_sync((begin + PIECE > cut.whole.last) | (begin < cut.whole.first)):
-            bands.hide(band, shape, row_fragment(values, row, key + begin))
+    if is_visible(block, begin):
+        if cute.arch.vote_any_sync((begin + PIECE > block.full.last) | (begin < block.full.first)):
+            bands.mask(band, shape, row_fragment(values, row, key + begin))
     else:
         values.fill(-Float32.inf)

@@ -42,14 +42,14 @@ from ...common.mask_tables import MaskPlan
 from ...common.softmax import Method
 from ...common.warps import WARP, WARPS, registers_suffice
 from ..tmem import COLUMNS
-from ..umma import Matrix, Product
+from ..umma import Matrix, MmaOp
 
 ROWS = 128
 """Of a tile: a lane of tensor memory and a thread of softmax each."""
-CORRECTION = 8
+CORRECTION_WARP = 8
 """The first of its warps."""
-MULTIPLIER = 12
-LOADER = 13
+MMA_WARP = 12
+LOAD_WARP = 13
 LAST = 16
 SCALE = 1
 """The first of the named barriers by which factors are handed over, one for each warp of softmax."""
@@ -105,15 +105,17 @@ class Plan(NamedTuple):
         f = self.features
         banded = f.left or f.right or f.varlen or f.mask
         if self.q_tiles == 1:
-            ragged = self.config.tail and not (banded or f.softcap)
+            ragged = self.config.ragged_k and not (banded or f.softcap)
             if f.dropout and (self.cluster_size > 1 or ragged):
                 return Registers(208, 128, 128, idle=24)
             if f.dropout and f.float_mask:
                 return Registers(224, 96, 96, idle=24)
             return Registers(240, 120, 120, idle=24)
         exact = f.dropout and self.D <= 64 and not self.config.polynomial
-        if exact and not self.hides_rows:
-            return Registers(200, 56, 56, idle=56) if self.config.tail else Registers(192, 64, 64, idle=64)
+        if exact and not self.rows_may_be_masked:
+            return (
+                Registers(200, 56, 56, idle=56) if self.config.ragged_k else Registers(192, 64, 64, idle=64)
+            )
         middle = self.D <= 96 and f.mask != "bool" and (banded or self.config.polynomial)
         drops = f.dropout and (self.D <= 64 or middle or (f.softcap and self.cluster_size > 1))
         capped = f.softcap and f.right and self.config.polynomial and not (f.left or f.varlen or f.mask)
@@ -127,23 +129,23 @@ class Plan(NamedTuple):
         return (self.q_tiles + 1) * WARPS
 
     @property
-    def pack(self) -> int:
-        return self.config.pack
+    def pack_gqa(self) -> int:
+        return self.config.pack_gqa
 
     @property
     def tokens(self) -> int:
-        """Query positions of a tile of 128 rows: each stands for `pack` of them."""
-        return ROWS // self.pack
+        """Query positions of a tile of 128 rows: each stands for `pack_gqa` of them."""
+        return ROWS // self.pack_gqa
 
     @property
     def box(self) -> tuple[int, int]:
         """Heads and positions of a tile's rows."""
-        return self.pack, self.tokens
+        return self.pack_gqa, self.tokens
 
     @property
     def store_box(self) -> tuple[int, int]:
         """Heads and positions of a warp's rows."""
-        heads = min(self.pack, WARP)
+        heads = min(self.pack_gqa, WARP)
         return heads, WARP // heads
 
     @property
@@ -157,17 +159,17 @@ class Plan(NamedTuple):
         return self.config.queries * self.cluster_size
 
     @property
-    def scores(self) -> Product:
+    def scores(self) -> MmaOp:
         """S = Q K^T."""
         return self._product(self.keys, Matrix(ROWS, self.D), Matrix(self.keys // self.cluster_size, self.D))
 
     @property
-    def output(self) -> Product:
+    def output(self) -> MmaOp:
         """O += P V."""
         return self._product(self.Dv, None, Matrix(self.keys, self.Dv // self.cluster_size, along_rows=True))
 
-    def _product(self, N: int, a: Matrix | None, b: Matrix) -> Product:
-        return Product(self.features.dtype, ROWS * self.cluster_size, N, a, b, self.cluster_size)
+    def _product(self, N: int, a: Matrix | None, b: Matrix) -> MmaOp:
+        return MmaOp(self.features.dtype, ROWS * self.cluster_size, N, a, b, self.cluster_size)
 
     @property
     def early_steps(self) -> int:
@@ -190,15 +192,15 @@ class Plan(NamedTuple):
 
     @property
     def band(self) -> BandShape:
-        return BandShape(self.features.left, self.features.right, self.config.tail, self.keys)
+        return BandShape(self.features.left, self.features.right, self.config.ragged_k, self.keys)
 
     @property
     def spans_differ(self) -> bool:
         """Whether tiles may visit different blocks."""
-        return self.q_tiles > 1 and self.band.hides
+        return self.q_tiles > 1 and self.band.may_mask_rows
 
     @property
-    def cuts_at_the_end(self) -> bool:
+    def only_end_is_partial(self) -> bool:
         """Whether only blocks at the right end may have to be masked: these then have a loop of their own."""
         return not (self.features.left or self.features.mask)
 
@@ -213,14 +215,14 @@ class Plan(NamedTuple):
     @property
     def mask(self) -> MaskPlan:
         """How attn_mask's tables cut it into blocks."""
-        return MaskPlan(self.features.mask, self.config.queries, self.keys, self.pack)
+        return MaskPlan(self.features.mask, self.config.queries, self.keys, self.pack_gqa)
 
     @property
     def softmax(self) -> Method:
         exponent = Exponent(self.config.polynomial, 32)
         return Method(
             1,
-            self.hides_rows,
+            self.rows_may_be_masked,
             lazy_rescale=True,
             exponent=exponent,
             packed=True,
@@ -236,12 +238,12 @@ class Plan(NamedTuple):
         return self.softmax._replace(subtracts_max_first=f.float_mask and (masked or f.dropout))
 
     @property
-    def hides_rows(self) -> bool:
+    def rows_may_be_masked(self) -> bool:
         """Whether a block that is not skipped may be hidden from a whole row."""
-        return self.band.hides or self.features.varlen or bool(self.features.mask)
+        return self.band.may_mask_rows or self.features.varlen or bool(self.features.mask)
 
     @property
-    def stores_by_copy_engine(self) -> bool:
+    def stores_by_tma(self) -> bool:
         """A tile of a varlen call may end inside the box; then rows are stored one by one."""
         return not self.features.varlen
 
@@ -252,9 +254,9 @@ class Plan(NamedTuple):
         assert c.q_tiles in (1, 2) and c.keys == 128
         assert c.early % 32 == 0 and 32 <= c.early <= c.keys - 32
         assert c.polynomial in range(0, 33, 2)
-        assert c.pack in (1, 2, 4, 8, 16, 32, 64)
-        assert c.cluster == 1 or (c.cluster == 2 and may_pair(f) and c.pack == 1)
-        assert not (f.dropout and c.pack > 1), "dropout's random numbers follow unpacked rows"
+        assert c.pack_gqa in (1, 2, 4, 8, 16, 32, 64)
+        assert c.cluster == 1 or (c.cluster == 2 and may_pair(f) and c.pack_gqa == 1)
+        assert not (f.dropout and c.pack_gqa > 1), "dropout's random numbers follow unpacked rows"
         assert not c.o_over_q or self.Dv <= self.D
         assert c.tensor_memory(f) <= COLUMNS
         softmax, correction, other, idle = self.registers

@@ -6,8 +6,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from ...common import attn_mask, dropout, ring, rounding, scores, softmax
+from ...common import attn_mask, dropout, ring, rounding, scores
 from ...common import band as bands
+from ...common import softmax as online
 from ...common.fragment import row_fragment
 from ...common.fwd import tiles
 from ...common.fwd.tiles import Tile
@@ -15,27 +16,27 @@ from ...common.ring import Cursor
 from ...common.warps import GROUP, WARP, WARPS
 from .. import tmem
 from ..signal import arrive
-from . import partial as cuts
+from . import partial as partials
 from . import spans
 from .context import Context
-from .partial import PIECE, Cut
+from .partial import PIECE, PartialBlock
 from .plan import LOADED, SCALE, TILE_STAGES
-from .state import SoftmaxThread, Work
+from .state import SoftmaxThread, TileState
 
 
 @cute.jit
-def weigh(ctx: Context, t: Int32) -> None:
+def softmax(ctx: Context, t: Int32) -> None:
     thread, _, _ = cute.arch.thread_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    chance = None
+    philox = None
     if cutlass.const_expr(ctx.plan.features.dropout):
-        chance = dropout.load(ctx.rng_state, ctx.params.drop_byte, ctx.params.drop_fraction)
+        philox = dropout.load(ctx.rng_state, ctx.params.drop_byte, ctx.params.drop_fraction)
     own = SoftmaxThread(
         t,
         thread % GROUP,
         tmem.own_lanes(t * ctx.plan.keys, warp),
-        softmax.make_rows(1),
-        chance,
+        online.make_rows(1),
+        philox,
     )
     at, s_at, end_at = ring.start(), Cursor(t, Int32(0)), Cursor(t, Int32(0))
     tile = tiles.read(ctx, ctx.tile, at)
@@ -49,62 +50,62 @@ def weigh(ctx: Context, t: Int32) -> None:
 
 
 @cute.jit
-def _work(ctx: Context, t: SoftmaxThread, tile: Tile) -> Work:
+def _work(ctx: Context, t: SoftmaxThread, tile: Tile) -> TileState:
     plan = ctx.plan
     blocks = tiles.blocks_of(ctx, tile)
-    first = spans.first_query(ctx, tile, t.t)
-    position, mask, drawn = first + t.row // plan.pack, None, None
+    first = spans.first_query(ctx, tile, t.q_tile)
+    position, mask, philox_row = first + t.row // plan.pack_gqa, None, None
     if cutlass.const_expr(plan.features.mask):
-        head = tiles.query_head(ctx, tile) + t.row % plan.pack
+        head = tiles.query_head(ctx, tile) + t.row % plan.pack_gqa
         mask = attn_mask.rows_of(ctx.mask, tile.batch, (head,), (position,))
     if cutlass.const_expr(plan.features.dropout):
         heads = ctx.maps.mQ.shape[0][0] * ctx.maps.mQ.shape[2]
         head = tile.batch * heads + tiles.query_head(ctx, tile)
-        drawn = dropout.QueryLane.at(t.chance, position, head, cute.arch.lane_idx())
-    return Work(
+        philox_row = dropout.QueryLane.at(t.philox, position, head, cute.arch.lane_idx())
+    return TileState(
         tiles.band_of(ctx, tile),
         blocks,
-        spans.own_span(ctx, tile, blocks, t.t),
+        spans.own_span(ctx, tile, blocks, t.q_tile),
         first,
         spans.last_query(ctx, tile, first),
         position,
         mask,
-        drawn,
+        philox_row,
     )
 
 
 @cute.jit
-def _blocks(ctx: Context, t: SoftmaxThread, work: Work, s_at: Cursor) -> Cursor:
-    softmax.reset(t.rows)
-    if cutlass.const_expr(ctx.plan.cuts_at_the_end):
-        return _blocks_cut_at_the_end(ctx, t, work, s_at)
-    return _blocks_cut_anywhere(ctx, t, work, s_at)
+def _blocks(ctx: Context, t: SoftmaxThread, work: TileState, s_at: Cursor) -> Cursor:
+    online.reset(t.rows)
+    if cutlass.const_expr(ctx.plan.only_end_is_partial):
+        return _blocks_partial_at_end(ctx, t, work, s_at)
+    return _blocks_partial_anywhere(ctx, t, work, s_at)
 
 
 @cute.jit
-def _blocks_cut_at_the_end(ctx: Context, t: SoftmaxThread, work: Work, s_at: Cursor) -> Cursor:
+def _blocks_partial_at_end(ctx: Context, t: SoftmaxThread, work: TileState, s_at: Cursor) -> Cursor:
     """Blocks from the last one down, where those that have to be masked come first."""
-    plan, top, count, cut = ctx.plan, work.own.last - 1, work.own.last - work.own.first, Int32(0)
+    plan, top, count, num_partial = ctx.plan, work.own.last - 1, work.own.last - work.own.first, Int32(0)
     if cutlass.const_expr(plan.band.masks):
-        cut = Int32(1)
+        num_partial = Int32(1)
         if cutlass.const_expr(plan.band.right):
-            whole = bands.whole_blocks(work.band, plan.band, work.first)
-            cut = cutlass.min(cutlass.max(top + 1 - whole, 1), count)
-        for i in cutlass.range(cut, unroll=1):
+            full = bands.full_blocks(work.band, plan.band, work.first)
+            num_partial = cutlass.min(cutlass.max(top + 1 - full, 1), count)
+        for i in cutlass.range(num_partial, unroll=1):
             s_at = _block(ctx, t, work, i, top - i, True, s_at)
-    for i in cutlass.range(cut, count, unroll=1):
+    for i in cutlass.range(num_partial, count, unroll=1):
         s_at = _block(ctx, t, work, i, top - i, False, s_at)
     return s_at
 
 
 @cute.jit
-def _blocks_cut_anywhere(ctx: Context, t: SoftmaxThread, work: Work, s_at: Cursor) -> Cursor:
+def _blocks_partial_anywhere(ctx: Context, t: SoftmaxThread, work: TileState, s_at: Cursor) -> Cursor:
     """Blocks from the last one down, where any of them may have to be masked."""
     plan, top = ctx.plan, work.own.last - 1
     for i in cutlass.range(work.own.last - work.own.first, unroll=1):
-        n, mixed = tiles.block_at(ctx, work.blocks, top - i)
-        cut = mixed | bands.cuts(work.band, plan.band, n, work.first, work.last)
-        if cute.arch.vote_any_sync(cut):
+        n, partial = tiles.block_at(ctx, work.blocks, top - i)
+        partial = partial | bands.is_partial(work.band, plan.band, n, work.first, work.last)
+        if cute.arch.vote_any_sync(partial):
             s_at = _block(ctx, t, work, i, n, True, s_at)
         else:
             s_at = _block(ctx, t, work, i, n, False, s_at)
@@ -113,12 +114,18 @@ def _blocks_cut_anywhere(ctx: Context, t: SoftmaxThread, work: Work, s_at: Curso
 
 @cute.jit
 def _block(
-    ctx: Context, t: SoftmaxThread, work: Work, i: Int32, n: Int32, masked: cutlass.Constexpr, s_at: Cursor
+    ctx: Context,
+    t: SoftmaxThread,
+    work: TileState,
+    i: Int32,
+    n: Int32,
+    masked: cutlass.Constexpr,
+    s_at: Cursor,
 ) -> Cursor:
     """The i-th block, number n: S to P, and how to rescale O if it is not the first."""
     plan = ctx.plan
     words = _mask_words(ctx, work, n) if masked else ()
-    kept = _drawn(ctx, work, n)
+    keep_bits = _keep_bits(ctx, work, n)
     ring.wait_full(ctx.s_p, s_at)
     tmem.fence_after()
     biased = masked and plan.features.float_mask
@@ -126,28 +133,28 @@ def _block(
         _add_mask(ctx, t, work, n)
     S = _load_scores(ctx, t)
     if cutlass.const_expr(not biased):
-        scores.change(S, ctx.params, plan.features)
+        scores.scale_and_cap(S, ctx.params, plan.features)
     seen = (None,) * (plan.keys // PIECE)
     if cutlass.const_expr(masked):
         if cutlass.const_expr(plan.skips_pieces):
-            cut = _cut(ctx, t, work, n)
+            block = _partial_block(ctx, t, work, n)
             for begin in cutlass.range_constexpr(0, plan.keys, PIECE):
-                cuts.hide(cut, work.band, plan.band, S, work.position, n * plan.keys, begin)
-            seen = tuple(cuts.sees(cut, begin) for begin in range(0, plan.keys, PIECE))
+                partials.mask(block, work.band, plan.band, S, work.position, n * plan.keys, begin)
+            seen = tuple(partials.is_visible(block, begin) for begin in range(0, plan.keys, PIECE))
         else:
-            _hide(ctx, work, S, n, words)
+            _mask(ctx, work, S, n, words)
     scale = scores.softmax_scale(ctx.params, plan.features)
     values = cute.make_tensor(S.iterator, cute.make_layout((1, plan.keys)))
     method = plan.softmax_of(masked)
-    update = softmax.update_max(values, t.rows, scale, method)
+    update = online.update_max(values, t.rows, scale, method)
     place, barrier = ctx.sScale, _scale_barrier(t)
     if i > 0:
-        place[t.row, t.t] = softmax.rescale_row_sum(t.rows, update)[0]
+        place[t.row, t.q_tile] = online.rescale_row_sum(t.rows, update)[0]
         cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=2 * WARP)
-    sums = softmax.begin_packed_sum(t.rows)
+    sums = online.begin_packed_sum(t.rows)
     for piece in cutlass.range_constexpr(plan.keys // PIECE):
         begin = piece * PIECE
-        sums = _exp2_piece(ctx, t, S, sums, update, method, begin, kept, seen[piece])
+        sums = _exp2_piece(ctx, t, S, sums, update, method, begin, keep_bits, seen[piece])
         if cutlass.const_expr(begin + PIECE == plan.config.early):
             tmem.wait_stores()
             tmem.fence_before()
@@ -155,7 +162,7 @@ def _block(
     tmem.wait_stores()
     tmem.fence_before()
     arrive(ctx.late.full + s_at.stage, plan.cluster_size)
-    softmax.end_packed_sum(t.rows, sums)
+    online.end_packed_sum(t.rows, sums)
     return Cursor(s_at.stage, s_at.phase ^ 1)
 
 
@@ -168,56 +175,56 @@ def _load_scores(ctx: Context, t: SoftmaxThread) -> cute.Tensor:
 
 
 @cute.jit
-def _add_mask(ctx: Context, t: SoftmaxThread, work: Work, n: Int32) -> None:
+def _add_mask(ctx: Context, t: SoftmaxThread, work: TileState, n: Int32) -> None:
     """Scale the scores, and add a floating mask to them, where they are: registers hold no row of both."""
     plan = ctx.plan
     for piece in cutlass.range(plan.keys // PIECE, unroll=1):
         begin, S = piece * PIECE, cute.make_rmem_tensor(PIECE, Float32)
         tmem.load(t.lanes + begin, S)
         tmem.wait_loads()
-        scores.change(S, ctx.params, plan.features)
+        scores.scale_and_cap(S, ctx.params, plan.features)
         values = cute.make_tensor(S.iterator, cute.make_layout((1, PIECE)))
         fragment = row_fragment(values, work.position, n * plan.keys + begin)
-        attn_mask.change(ctx.mask, work.mask, (), n, fragment)
+        attn_mask.apply(ctx.mask, work.mask, (), n, fragment)
         tmem.store(t.lanes + begin, S)
     tmem.wait_stores()
 
 
 @cute.jit
-def _cut(ctx: Context, t: SoftmaxThread, work: Work, n: Int32) -> Cut:
+def _partial_block(ctx: Context, t: SoftmaxThread, work: TileState, n: Int32) -> PartialBlock:
     """What the band hides of block n from the rows of the thread's warp."""
     plan = ctx.plan
     row = cute.arch.make_warp_uniform(t.row // WARP) * WARP
-    first, last = work.first + row // plan.pack, work.first + (row + WARP - 1) // plan.pack
-    return cuts.cut_of(work.band, plan.band, first, last, n * plan.keys)
+    first, last = work.first + row // plan.pack_gqa, work.first + (row + WARP - 1) // plan.pack_gqa
+    return partials.partial_block(work.band, plan.band, first, last, n * plan.keys)
 
 
 @cute.jit
-def _hide(ctx: Context, work: Work, S: cute.Tensor, n: Int32, words) -> None:
+def _mask(ctx: Context, work: TileState, S: cute.Tensor, n: Int32, words) -> None:
     """What a bool mask and the band hide."""
     plan = ctx.plan
     values = cute.make_tensor(S.iterator, cute.make_layout((1, plan.keys)))
     fragment = row_fragment(values, work.position, n * plan.keys)
     if cutlass.const_expr(plan.features.mask == "bool"):
-        attn_mask.change(ctx.mask, work.mask, words, n, fragment)
+        attn_mask.apply(ctx.mask, work.mask, words, n, fragment)
     if cutlass.const_expr(plan.band.masks):
-        bands.hide(work.band, plan.band, fragment)
+        bands.mask(work.band, plan.band, fragment)
 
 
 @cute.jit
-def _mask_words(ctx: Context, work: Work, n: Int32):
+def _mask_words(ctx: Context, work: TileState, n: Int32):
     """What is loaded of the mask before the scores are there."""
     if cutlass.const_expr(ctx.plan.features.mask):
         return attn_mask.words_of(work.mask, n)
     return ()
 
 
-def _drawn(ctx: Context, work: Work, n: Int32) -> tuple:
+def _keep_bits(ctx: Context, work: TileState, n: Int32) -> tuple:
     """Which weights of a block dropout keeps, a word for each piece: drawn before the scores are there."""
     if not ctx.plan.features.dropout:
         return ()
     first = n * ctx.plan.keys
-    return tuple(work.drawn.kept(first + begin) for begin in range(0, ctx.plan.keys, PIECE))
+    return tuple(work.philox_row.keep_bits(first + begin) for begin in range(0, ctx.plan.keys, PIECE))
 
 
 @cute.jit
@@ -226,10 +233,10 @@ def _exp2_piece(
     t: SoftmaxThread,
     S: cute.Tensor,
     sums: tuple,
-    update: softmax.MaxUpdate,
+    update: online.MaxUpdate,
     method: cutlass.Constexpr,
     begin: cutlass.Constexpr,
-    kept: tuple,
+    keep_bits: tuple,
     seen: Boolean | None,
 ) -> tuple:
     """A piece of the weights, two to a column, over the scores that all have been read; and the sums.
@@ -238,7 +245,7 @@ def _exp2_piece(
     """
     rounded = cute.make_rmem_tensor(PIECE, ctx.plan.dtype)
     if cutlass.const_expr(seen is None) or seen:
-        sums = _exp2_and_round(ctx, S, sums, update, method, begin, kept, rounded)
+        sums = _exp2_and_round(ctx, S, sums, update, method, begin, keep_bits, rounded)
     else:
         rounded.fill(0.0)
     tmem.store(t.lanes + begin // 2, cute.recast_tensor(rounded, cutlass.Int32))
@@ -250,23 +257,23 @@ def _exp2_and_round(
     ctx: Context,
     S: cute.Tensor,
     sums: tuple,
-    update: softmax.MaxUpdate,
+    update: online.MaxUpdate,
     method: cutlass.Constexpr,
     begin: cutlass.Constexpr,
-    kept: tuple,
+    keep_bits: tuple,
     rounded: cute.Tensor,
 ) -> tuple:
     plan, scale = ctx.plan, scores.softmax_scale(ctx.params, ctx.plan.features)
     values = cute.make_tensor(S.iterator, cute.make_layout((1, plan.keys)))
-    sums = softmax.exp2_packed(values, sums, update, scale, method, begin, begin + PIECE)
+    sums = online.exp2_packed(values, sums, update, scale, method, begin, begin + PIECE)
     rounding.round_to(cute.make_tensor(S.iterator + begin, cute.make_layout(PIECE)), rounded)
     if cutlass.const_expr(plan.features.dropout):
-        dropout.QueryLane.drop(rounded, kept[begin // PIECE])
+        dropout.QueryLane.drop(rounded, keep_bits[begin // PIECE])
     return sums
 
 
 def _scale_barrier(t: SoftmaxThread) -> Int32:
-    return SCALE + t.t * WARPS + cute.arch.make_warp_uniform(t.row // WARP)
+    return SCALE + t.q_tile * WARPS + cute.arch.make_warp_uniform(t.row // WARP)
 
 
 @cute.jit
@@ -275,13 +282,13 @@ def _finish(ctx: Context, t: SoftmaxThread, at: Cursor, end_at: Cursor) -> None:
     plan, tile = ctx.plan, tiles.read(ctx, ctx.tile, at)  # again: registers are scarce in between
     scale = scores.softmax_scale(ctx.params, plan.features)
     keep_scale = ctx.params.keep_scale if plan.features.dropout else Float32(1.0)
-    ends = softmax.finalize(t.rows, scale, keep_scale, plan.softmax)
+    ends = online.finalize(t.rows, scale, keep_scale, plan.softmax)
     ring.wait_empty(ctx.inverse, end_at)
-    ctx.sInverse[t.row, t.t] = ends.inverse[0]
+    ctx.sInverse[t.row, t.q_tile] = ends.inverse[0]
     ring.fill(ctx.inverse, end_at)
     group, lse, low = ctx.maps.mQ.shape[0][0], ctx.lse, ctx.lse_low
-    position = spans.first_query(ctx, tile, t.t) + t.row // plan.pack
-    h = tile.q_head_group * plan.pack + t.row % plan.pack
+    position = spans.first_query(ctx, tile, t.q_tile) + t.row // plan.pack_gqa
+    h = tile.q_head_group * plan.pack_gqa + t.row % plan.pack_gqa
     if (position < tile.Sq) & (h < group):
         head = tile.kv_head * group + h
         if cutlass.const_expr(plan.features.varlen):

@@ -23,17 +23,17 @@ class CorrectionThread(NamedTuple):
 class SoftmaxThread(NamedTuple):
     """A thread of a softmax warpgroup, and what it keeps in registers."""
 
-    t: Int32
+    q_tile: Int32
     """Which of the tiles."""
     row: Int32
     """Of its 128."""
     lanes: Int32
     """Tensor-memory address of its warp's lanes of S."""
     rows: softmax.Rows
-    chance: dropout.Dropout | None
+    philox: dropout.Dropout | None
 
 
-class Work(NamedTuple):
+class TileState(NamedTuple):
     """A tile, as a thread sees it."""
 
     band: Band
@@ -45,5 +45,5 @@ class Work(NamedTuple):
     position: Int32
     """Of the thread's row."""
     mask: attn_mask.Rows | None
-    drawn: dropout.QueryLane | None
+    philox_row: dropout.QueryLane | None
     """What dropout keeps of the row."""

@@ -31,7 +31,7 @@ class Maps(NamedTuple):
     mdV: Any
     store_dq: Any
     mdQ: Any
-    load_other_k: Any
+    load_peer_k: Any
     """Half of the columns of the other CTA's K."""
 
 
@@ -43,7 +43,7 @@ class Layouts(NamedTuple):
     k: Any
     v: Any
     ds: Any
-    other_k: Any
+    peer_k: Any
 
 
 class Turned(NamedTuple):
@@ -52,7 +52,7 @@ class Turned(NamedTuple):
     q: Any
     do: Any
     k: Any
-    other_k: Any
+    peer_k: Any
 
 
 @dataclass(frozen=True)
@@ -76,19 +76,19 @@ class Context:
     """(keys, Dv, kv_stages)"""
     sdS: cute.Tensor
     """(queries, keys, ds_stages), contiguous along the queries."""
-    sOtherdS: cute.Tensor | None
+    sPeerdS: cute.Tensor | None
     """The same of the other CTA's keys."""
-    sSlopes: cute.Tensor | None
+    sDtanh: cute.Tensor | None
     """The same of softcap's derivatives."""
-    sOtherK: cute.Tensor | None
+    sPeerK: cute.Tensor | None
     """(keys, D / 2, kv_stages) of the other CTA's keys: the columns that this one makes dQ of."""
-    sOtherKt: cute.Tensor | None
-    sLse: cute.Tensor
+    sPeerKt: cute.Tensor | None
+    sLseLog2: cute.Tensor
     """(queries, q_stages), in base 2; infinite where a row sees nothing."""
-    sNaturalLse: cute.Tensor | None
+    sLse: cute.Tensor | None
     """The same in natural units, for blocks that a floating mask changes."""
     sLseLow: cute.Tensor | None
-    """What rounding has taken from `sNaturalLse`, in base 2."""
+    """What rounding has taken from `sLse`, in base 2."""
     sDelta: cute.Tensor
     """(queries, do_stages)"""
     load_q: Ring
@@ -109,17 +109,17 @@ class Context:
     """`WORK_TILE_WORDS` words for each stage of K."""
     sdQ: cute.Tensor
     """(floats of a piece, dq_slots), in the order of `dq_blocks`."""
-    errands: cute.Pointer
+    commands: cute.Pointer
     """`WORDS` of 64 bits for each slot of dQ: see `store_dq`."""
-    kept: Ring | None
-    sKept: cute.Tensor | None
+    keep_bits: Ring | None
+    sKeepBits: cute.Tensor | None
     """(32, words, strips of 16 keys, q_stages): see `dropout.take`."""
     stats: cute.Tensor
     dq_acc: cute.Tensor
     dk: cute.Tensor
     dv: cute.Tensor
     tile_counter: cute.Tensor
-    turns: cute.Tensor | None
+    dq_semaphore: cute.Tensor | None
     cu_seqlens_q: cute.Tensor | None
     cu_seqlens_k: cute.Tensor | None
     mask: attn_mask.Mask | None

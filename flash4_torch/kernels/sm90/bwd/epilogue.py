@@ -20,7 +20,7 @@ from ..warps import ROWS, WARP_ROWS
 from .context import Context
 from .plan import DONE
 from .state import Thread, other_slot
-from .store_dq import DK, DV, await_empty, hand_gradient, place_of_gradient, slot_of
+from .store_dq import DK, DV, gradient_tile, send_gradient, slot_of, wait_empty
 
 
 @cute.jit
@@ -40,7 +40,7 @@ def epilogue(ctx: Context, t: Thread, tile: Tile, kv_at: Cursor) -> None:
 @cute.jit
 def epilogue_aside(ctx: Context, t: Thread, kv_at: Cursor, slot: Int32) -> None:
     """A warpgroup's dV and dK leave through its two slots of dQ; `slot` is and stays the next one."""
-    where = place_of_gradient(ctx, kv_at)
+    where = gradient_tile(ctx, kv_at)
     # All that reads K and V has ended. The loading warp may write its next message, too.
     ring.release(ctx.load_k, kv_at)
     ring.release(ctx.load_v, kv_at)
@@ -48,9 +48,9 @@ def epilogue_aside(ctx: Context, t: Thread, kv_at: Cursor, slot: Int32) -> None:
     dv = DV, t.dV, dv_scale(ctx), plan.Dv, slot
     dk = DK, t.dK, ctx.params.scale, plan.D, other_slot(ctx, slot)
     for what, gradient, scale, columns, place in (dv, dk):
-        await_empty(place)
+        wait_empty(place)
         _stage(ctx, t, gradient, scale, slot_of(ctx, place, columns), Int32(0))
-        hand_gradient(ctx, t, place, what, where)
+        send_gradient(ctx, t, place, what, where)
 
 
 class Target(NamedTuple):
@@ -78,7 +78,7 @@ def dv_scale(ctx: Context) -> Float32:
 @cute.jit
 def store_gradients(ctx: Context, t: Thread, targets: tuple, tile: Tile) -> None:
     """What the warp has staged, until shared memory may be used again."""
-    if cutlass.const_expr(ctx.plan.stores_by_copy_engine):
+    if cutlass.const_expr(ctx.plan.stores_by_tma):
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         for target in targets:

@@ -16,8 +16,8 @@ from ...common.smem_layouts import chunk_of
 from ...common.warps import WARP
 from ..warps import WARP_ROWS
 from .context import Context
-from .state import Thread, Work
-from .store_dq import await_empty, hand_dq, own_four, place_of_sums, visited_before
+from .state import Thread, TileState
+from .store_dq import own_vector, send_dq, sums_address, wait_empty, was_visited
 
 VECTOR = 16
 """Bytes that a lane copies at a time."""
@@ -32,12 +32,12 @@ def is_last(tile: Tile) -> Boolean:
 
 
 @cute.jit
-def fetch_sums(ctx: Context, t: Thread, slot: Int32, piece: Int32, work: Work, n: Int32) -> None:
+def fetch_sums(ctx: Context, t: Thread, slot: Int32, piece: Int32, work: TileState, n: Int32) -> None:
     """Begin to fetch what tiles before have added up of a piece of block n; zeros if none has."""
-    await_empty(slot)
-    size = Int32(VECTOR) if visited_before(ctx, work, n) else Int32(0)
-    target = own_four(ctx, t, slot, 0).iterator.toint()
-    source = place_of_sums(ctx, piece, work, n) + (target - ctx.sdQ[None, slot].iterator.toint())
+    wait_empty(slot)
+    size = Int32(VECTOR) if was_visited(ctx, work, n) else Int32(0)
+    target = own_vector(ctx, t, slot, 0).iterator.toint()
+    source = sums_address(ctx, piece, work, n) + (target - ctx.sdQ[None, slot].iterator.toint())
     for i in cutlass.range_constexpr(ctx.plan.blocks.registers // 4):
         at = i * WARP * VECTOR
         cute.arch.inline_ptx(
@@ -47,19 +47,19 @@ def fetch_sums(ctx: Context, t: Thread, slot: Int32, piece: Int32, work: Work, n
 
 
 @cute.jit
-def finish_dq(ctx: Context, t: Thread, dQ: cute.Tensor, slot: Int32, work: Work, n: Int32) -> None:
+def finish_dq(ctx: Context, t: Thread, dQ: cute.Tensor, slot: Int32, work: TileState, n: Int32) -> None:
     """Add to a piece what was fetched, scale, round, and have it stored."""
     cute.arch.inline_ptx("cp.async.wait_all;")
     for i in cutlass.range_constexpr(ctx.plan.blocks.registers // 4):
         fetched = cute.make_rmem_tensor(4, Float32)
-        cute.autovec_copy(own_four(ctx, t, slot, i), fetched)
+        cute.autovec_copy(own_vector(ctx, t, slot, i), fetched)
         for j in cutlass.range_constexpr(4):
             dQ[4 * i + j] = (dQ[4 * i + j] + fetched[j]) * ctx.params.scale
     rounded = cute.make_rmem_tensor(dQ.layout, ctx.plan.dtype)
     round_to(dQ, rounded)
     cute.arch.sync_warp()
     _stage(ctx, t, slot, rounded)
-    hand_dq(ctx, t, slot, work, n)
+    send_dq(ctx, t, slot, work, n)
 
 
 @cute.jit
@@ -68,7 +68,7 @@ def _stage(ctx: Context, t: Thread, slot: Int32, rounded: cute.Tensor) -> None:
     words, chunk = cute.recast_tensor(rounded, Uint32), chunk_of(ctx.plan.blocks.piece_columns)
     vectors = chunk // COLUMNS  # of a row of a chunk
     row, half = t.lane % WARP_ROWS, t.lane // WARP_ROWS
-    start = own_four(ctx, t, slot, 0).iterator.toint() - t.lane * VECTOR + row * (vectors * VECTOR)
+    start = own_vector(ctx, t, slot, 0).iterator.toint() - t.lane * VECTOR + row * (vectors * VECTOR)
     swizzle = (half ^ row // (8 // vectors) % vectors) * VECTOR
     for c in cutlass.range_constexpr(cute.size(words) // 4):
         chunks, vector = divmod(2 * c, vectors)

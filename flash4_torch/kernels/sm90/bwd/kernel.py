@@ -6,7 +6,7 @@ K, V            -> load ==load_k===> mainloop (warpgroup 1, 2, ..) -> epilogue -
 Q, dO, lse, delta       ==load_v===>    |  ^
                         ==load_q===>    |  share_ds: dS of all warpgroups' keys
                         ==load_do==>    v
-                                     store_dq -> dQ, summed up in global memory; `gradients_aside`: dK, dV
+                                     store_dq -> dQ, summed up in global memory; `dkv_via_dq_smem`: dK, dV
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from ...common.ring import Ring
 from ...common.warps import GROUP, WARP, WARPS
 from .context import Context, Layouts, Maps, Turned
 from .load import load
-from .mainloop import consume
+from .mainloop import mainloop
 from .plan import Plan
-from .rng import draw
-from .role_split import make_ds, make_weights
-from .store_dq import WORDS, store
+from .rng import dropout_bits
+from .role_split import ds_warpgroup, p_warpgroup
+from .store_dq import WORDS, store_loop
 
 
 @cute.kernel
@@ -44,7 +44,7 @@ def backward_kernel(
     dk: cute.Tensor,
     dv: cute.Tensor,
     tile_counter: cute.Tensor,
-    turns: cute.Tensor | None,
+    dq_semaphore: cute.Tensor | None,
     cu_seqlens_q: cute.Tensor | None,
     cu_seqlens_k: cute.Tensor | None,
     mask_args: attn_mask.MaskArgs | None,
@@ -63,23 +63,23 @@ def backward_kernel(
     sQ, sdO, sK, sV, sdS = (_allocate(memory, plan, layout) for layout in layouts[:5])
     piece = cute.make_layout((plan.blocks.registers * GROUP, plan.dq_slots))
     sdQ = memory.allocate_tensor(Float32, piece, byte_alignment=1024)
-    sSlopes, sOtherdS, sOtherK, sOtherKt = None, None, None, None
-    if cutlass.const_expr(plan.hands_slopes_over):
-        sSlopes = _allocate(memory, plan, layouts.ds)
+    sDtanh, sPeerdS, sPeerK, sPeerKt = None, None, None, None
+    if cutlass.const_expr(plan.shares_dtanh):
+        sDtanh = _allocate(memory, plan, layouts.ds)
     if cutlass.const_expr(plan.cluster_size > 1):
-        sOtherdS, sOtherK = (_allocate(memory, plan, layout) for layout in (layouts.ds, layouts.other_k))
-        sOtherKt = _turned(sOtherK, turned.other_k)
+        sPeerdS, sPeerK = (_allocate(memory, plan, layout) for layout in (layouts.ds, layouts.peer_k))
+        sPeerKt = _turned(sPeerK, turned.peer_k)
     # What is aligned to 1024 bytes comes before: nothing is lost between.
-    weights = _ring(memory, config.ds_stages) if config.split else None
+    weights = _ring(memory, config.ds_stages) if config.role_split else None
     exchange = _ring(memory, config.ds_stages) if plan.cluster_size > 1 else None
-    kept, sKept = None, None
+    keep_bits, sKeepBits = None, None
     if cutlass.const_expr(plan.features.dropout):
-        kept = _ring(memory, config.q_stages)
+        keep_bits = _ring(memory, config.q_stages)
         lanes = (WARP, dropout.words(plan.queries), plan.strips, config.q_stages)
-        sKept = memory.allocate_tensor(Uint32, cute.make_layout(lanes), 16)
-    rows_of_q, sNaturalLse, sLseLow = cute.make_layout((plan.queries, config.q_stages)), None, None
+        sKeepBits = memory.allocate_tensor(Uint32, cute.make_layout(lanes), 16)
+    rows_of_q, sLse, sLseLow = cute.make_layout((plan.queries, config.q_stages)), None, None
     if cutlass.const_expr(plan.features.float_mask):
-        sNaturalLse, sLseLow = (memory.allocate_tensor(Float32, rows_of_q, 16) for _ in range(2))
+        sLse, sLseLow = (memory.allocate_tensor(Float32, rows_of_q, 16) for _ in range(2))
     ctx = Context(
         plan=plan,
         params=params,
@@ -92,12 +92,12 @@ def backward_kernel(
         sKt=_turned(sK, turned.k),
         sV=sV,
         sdS=sdS,
-        sOtherdS=sOtherdS,
-        sSlopes=sSlopes,
-        sOtherK=sOtherK,
-        sOtherKt=sOtherKt,
-        sLse=memory.allocate_tensor(Float32, rows_of_q, 16),
-        sNaturalLse=sNaturalLse,
+        sPeerdS=sPeerdS,
+        sDtanh=sDtanh,
+        sPeerK=sPeerK,
+        sPeerKt=sPeerKt,
+        sLseLog2=memory.allocate_tensor(Float32, rows_of_q, 16),
+        sLse=sLse,
         sLseLow=sLseLow,
         sDelta=memory.allocate_tensor(Float32, cute.make_layout((plan.queries, config.do_stages)), 16),
         load_q=_ring(memory, config.q_stages, peer),
@@ -111,15 +111,15 @@ def backward_kernel(
         sequence_end=_ring(memory, 1),
         work_tile=memory.allocate_array(Int32, WORK_TILE_WORDS * config.kv_stages),
         sdQ=sdQ,
-        errands=memory.allocate_array(Int64, WORDS * plan.dq_slots),
-        kept=kept,
-        sKept=sKept,
+        commands=memory.allocate_array(Int64, WORDS * plan.dq_slots),
+        keep_bits=keep_bits,
+        sKeepBits=sKeepBits,
         stats=stats,
         dq_acc=dq_acc,
         dk=dk,
         dv=dv,
         tile_counter=tile_counter,
-        turns=turns,
+        dq_semaphore=dq_semaphore,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         mask=None,
@@ -128,7 +128,7 @@ def backward_kernel(
     )
     if warp == 0:
         for edge in (ctx.load_q, ctx.load_do, ctx.load_k, ctx.load_v, ctx.sequence_end):
-            readers = plan.consumer_warps + plan.drawers * (edge is ctx.load_k)
+            readers = plan.consumer_warps + plan.rng_warps * (edge is ctx.load_k)
             ring.initialise(edge, readers)
         ring.initialise(ctx.share_ds, plan.consumer_warps, writers=WARPS)
         for edge in (ctx.weights, ctx.exchange):
@@ -137,7 +137,7 @@ def backward_kernel(
         if cutlass.const_expr(plan.cluster_size > 1):
             ring.initialise(ctx.cta_pair.work_ring, 1)
         if cutlass.const_expr(plan.features.dropout):
-            ring.initialise(ctx.kept, plan.consumer_warps, writers=plan.drawers)
+            ring.initialise(ctx.keep_bits, plan.consumer_warps, writers=plan.rng_warps)
         cute.arch.mbarrier_init_fence()
         for atom in maps[:14:2]:
             if cutlass.const_expr(atom is not None):
@@ -148,19 +148,19 @@ def backward_kernel(
         cute.arch.setmaxregister_decrease(plan.registers.producer)
         if warp == 0:
             load(_masked(ctx, mask_args))
-        elif warp <= plan.storers:
-            store(ctx, warp - 1)
+        elif warp <= plan.store_warps:
+            store_loop(ctx, warp - 1)
         elif cutlass.const_expr(plan.features.dropout):
-            draw(_masked(ctx, mask_args), warp - 1 - plan.storers)
+            dropout_bits(_masked(ctx, mask_args), warp - 1 - plan.store_warps)
     else:
         cute.arch.setmaxregister_increase(plan.registers.consumer)
-        if cutlass.const_expr(config.split):
+        if cutlass.const_expr(config.role_split):
             if group == 1:
-                make_weights(_masked(ctx, mask_args))
+                p_warpgroup(_masked(ctx, mask_args))
             else:
-                make_ds(_masked(ctx, mask_args))
+                ds_warpgroup(_masked(ctx, mask_args))
         else:
-            consume(_masked(ctx, mask_args), group - 1)
+            mainloop(_masked(ctx, mask_args), group - 1)
     cluster_sync_exit(plan.cluster_size)
 
 

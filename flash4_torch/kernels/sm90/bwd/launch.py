@@ -34,7 +34,7 @@ def backward(
     dk: cute.Tensor,
     dv: cute.Tensor,
     tile_counter: cute.Tensor,
-    turns: cute.Tensor | None,
+    dq_semaphore: cute.Tensor | None,
     cu_seqlens_q: cute.Tensor | None,
     cu_seqlens_k: cute.Tensor | None,
     mask: MaskArgs | None,
@@ -51,7 +51,7 @@ def backward(
     stats (2 or 4, B, Hq, Sp) or (2, Hq, Tp) float32: lse in base 2, infinite where there is no row or where
     one attends to nothing, and rowsum(out * dout) - dlse; with a floating mask also lse in natural
     units, and lse_low in base 2. dq_acc (B, Hq, blocks, floats) or (Hq, blocks, floats)
-    float32, in the order of `dq_blocks`. tickets int32 (1,), zero before and after. turns int32 (B, Hq,
+    float32, in the order of `dq_blocks`. tickets int32 (1,), zero before and after. dq_semaphore int32 (B, Hq,
     blocks) or (Hq, blocks), zero before. mask: attn_mask.transpose(2, 3), its last dimension full, and the
     tables of that. dmask float32, the mask's gradient as it broadcasts, transposed, is added to. No size
     is 0.
@@ -72,26 +72,26 @@ def backward(
         k=row_major_layout(plan.dtype, plan.keys, plan.D, config.kv_stages, part),
         v=row_major_layout(plan.dtype, plan.keys, plan.Dv, config.kv_stages),
         ds=column_major_layout(plan.dtype, plan.queries, plan.keys, config.ds_stages),
-        other_k=row_major_layout(plan.dtype, plan.keys, half, config.kv_stages, part) if paired else None,
+        peer_k=row_major_layout(plan.dtype, plan.keys, half, config.kv_stages, part) if paired else None,
     )
     turned = Turned(
         q=column_major_layout(plan.dtype, plan.D, plan.queries, config.q_stages),
         do=column_major_layout(plan.dtype, plan.Dv, plan.queries, config.do_stages),
         k=column_major_layout(plan.dtype, plan.D, plan.keys, config.kv_stages, part),
-        other_k=column_major_layout(plan.dtype, half, plan.keys, config.kv_stages, part) if paired else None,
+        peer_k=column_major_layout(plan.dtype, half, plan.keys, config.kv_stages, part) if paired else None,
     )
     load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
     shared = load if not paired else cpasync.CopyBulkTensorTileG2SMulticastOp()
     dk_rows, dk_layout, dv_layout = WARP_ROWS, layouts.k, layouts.v
-    if cutlass.const_expr(plan.gradients_aside):
+    if cutlass.const_expr(plan.dkv_via_dq_smem):
         dk_rows, dk_layout, dv_layout = ROWS, aside_layout(plan, plan.D), aside_layout(plan, plan.Dv)
     finished = None, None
     if cutlass.const_expr(plan.whole_heads):
         queries = host.positions_first(dq)
         finished = map_of(store, queries, finished_layout(plan), WARP_ROWS, plan.blocks.piece_columns)
-    other_k = None
+    peer_k = None
     if cutlass.const_expr(paired):
-        other_k = map_of(load, keys, layouts.other_k, plan.keys, half)[0]
+        peer_k = map_of(load, keys, layouts.peer_k, plan.keys, half)[0]
     maps = Maps(
         *map_of(shared, rows, layouts.q, *plan.q_share),
         *map_of(shared, grads, layouts.do, *plan.do_share),
@@ -100,7 +100,7 @@ def backward(
         *map_of(store, dkeys, dk_layout, dk_rows, plan.D),
         *map_of(store, dvalues, dv_layout, dk_rows, plan.Dv),
         *finished,
-        other_k,
+        peer_k,
     )
     sequences = k.shape[0]
     if cutlass.const_expr(plan.features.varlen):
@@ -117,7 +117,7 @@ def backward(
         dk,
         dv,
         tile_counter,
-        turns,
+        dq_semaphore,
         cu_seqlens_q,
         cu_seqlens_k,
         mask,

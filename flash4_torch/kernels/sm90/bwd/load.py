@@ -56,7 +56,7 @@ def _tile(ctx: Context, shape: Shape, work_idx: Uint32) -> Tile:
     """
     if cutlass.const_expr(ctx.plan.whole_heads):
         return tiles.tile_of(ctx, shape, Uint32(0), work_idx)
-    if cutlass.const_expr(not ctx.plan.heads_inside):
+    if cutlass.const_expr(not ctx.plan.heads_inner):
         return tiles.decode(ctx, shape, work_idx)
     step, head = Uint32(0), Uint32(0)
     if ctx.params.heads_per_section > 0:
@@ -74,13 +74,13 @@ def _tile(ctx: Context, shape: Shape, work_idx: Uint32) -> Tile:
 @cute.jit
 def _load_tile(ctx: Context, at: Cursors, tile: Tile) -> Cursors:
     end_at = at.end
-    if cutlass.const_expr(not ctx.plan.rows_first):
+    if cutlass.const_expr(not ctx.plan.load_q_first):
         end_at = _load_keys_and_values(ctx, at.kv, end_at, tile)
     q_at, do_at = at.q, at.do
     span, heads = tiles.span_of(ctx, tile), tiles.group(ctx)
-    if cutlass.const_expr(ctx.plan.heads_inside):
+    if cutlass.const_expr(ctx.plan.heads_inner):
         place, count = tiles.first_place(ctx, tile, span), (span.last - span.first) * heads
-        if cutlass.const_expr(ctx.plan.rows_first):
+        if cutlass.const_expr(ctx.plan.load_q_first):
             # Both in one loop: their code twice would take registers that this warp has not.
             for e in cutlass.range(count + 1, unroll=1):
                 if e == 1:
@@ -115,9 +115,9 @@ def _load_block(
     ctx: Context, q_at: Cursor, do_at: Cursor, end_at: Cursor, tile: Tile, head: Int32, n: Int32
 ) -> tuple[Cursor, Cursor, Cursor]:
     """Q and dO."""
-    of_scores = ((ctx.sLse, 0),)
+    of_scores = ((ctx.sLseLog2, 0),)
     if cutlass.const_expr(ctx.plan.features.float_mask):
-        of_scores = (*of_scores, (ctx.sNaturalLse, 2), (ctx.sLseLow, 3))
+        of_scores = (*of_scores, (ctx.sLse, 2), (ctx.sLseLow, 3))
     q = ctx.maps.load_q, ctx.maps.mQ, ctx.sQ, ctx.plan.q_share, of_scores
     do = ctx.maps.load_do, ctx.maps.mdO, ctx.sdO, ctx.plan.do_share, ((ctx.sDelta, 1),)
     end_at = _load_rows(ctx, ctx.load_q, q_at, end_at, q, tile, head, n)
@@ -147,12 +147,12 @@ def _load_keys(
     ring.wait_empty(edge, at)
     left = tile.Sk - tile.index * ctx.plan.keys
     full = barrier_of(ctx, edge, at, left, ctx.plan.keys)
-    others = stage_bytes(ctx.sOtherK) if tells and ctx.sOtherK is not None else 0
+    others = stage_bytes(ctx.sPeerK) if tells and ctx.sPeerK is not None else 0
     with cute.arch.elect_one():
         if cutlass.const_expr(tells):
             tiles.write(ctx, at, tile)
-            if cutlass.const_expr(ctx.plan.tells_turns):
-                tiles.write_turn(ctx, at, tile)
+            if cutlass.const_expr(ctx.plan.load_warp_sends_order):
+                tiles.write_order(ctx, at, tile)
         cute.arch.mbarrier_arrive_and_expect_tx(full, stage_bytes(target) + others)
     place = tiles.kv_head_of(ctx, tile), batch_of(ctx, tile.batch)
     rows = cute.domain_offset((tile.k_offset, 0), source[(None, None, *place)])
@@ -160,11 +160,11 @@ def _load_keys(
     copy(atom, box(rows, stage, tile.index), stage, full, _KEYS_AT_ONCE, **evict_first())
     if cutlass.const_expr(others):
         columns, size = (
-            ctx.sOtherK[None, None, at.stage],
+            ctx.sPeerK[None, None, at.stage],
             (ctx.plan.keys, ctx.plan.D // ctx.plan.cluster_size),
         )
         place = tile.index ^ 1, ctx.cta_pair.rank
-        copy(ctx.maps.load_other_k, cute.local_tile(rows, size, place), columns, full, _KEYS_AT_ONCE)
+        copy(ctx.maps.load_peer_k, cute.local_tile(rows, size, place), columns, full, _KEYS_AT_ONCE)
     return finish_end(ctx, edge, at, end_at, stage, left, ctx.plan.keys)
 
 

@@ -26,16 +26,16 @@ from .context import Context
 from .epilogue import epilogue, epilogue_aside
 from .finish_dq import fetch_sums, finish_dq, is_last
 from .plan import SHARED
-from .state import Cursors, Thread, Work, after_block, rows_at, slot_at, start
-from .store_dq import add_dq, end_adding
-from .weights import differentiate, dropped, mask_rows, weigh
+from .state import Cursors, Thread, TileState, after_block, rows_at, slot_at, start
+from .store_dq import add_dq, send_end
+from .weights import differentiate, dropped, mask_rows, recompute_p
 
 ALONE = 2
 """Instead of True for `_block`'s `last`: only the first warpgroup's keys take part in it."""
 
 
 @cute.jit
-def consume(ctx: Context, warpgroup: Int32) -> None:
+def mainloop(ctx: Context, warpgroup: Int32) -> None:
     plan = ctx.plan
     thread, _, _ = cute.arch.thread_idx()
     t = Thread(
@@ -46,7 +46,7 @@ def consume(ctx: Context, warpgroup: Int32) -> None:
         wgmma.output_accumulator(plan.dtype, plan.Dv),
     )
     at = _tiles_overlapped(ctx, t) if cutlass.const_expr(plan.config.next_tile) else _tiles(ctx, t)
-    end_adding(ctx, t, slot_at(ctx, t, at))
+    send_end(ctx, t, slot_at(ctx, t, at))
 
 
 @cute.jit
@@ -66,7 +66,7 @@ def _tiles(ctx: Context, t: Thread) -> Cursors:
             at = _blocks(replace(ctx, finishes=True), t, tile, kv_at, at)
         else:
             at = _blocks(ctx, t, tile, kv_at, at)
-        if cutlass.const_expr(plan.gradients_aside):
+        if cutlass.const_expr(plan.dkv_via_dq_smem):
             epilogue_aside(ctx, t, kv_at, slot_at(ctx, t, at))
         else:
             epilogue(ctx, t, tile, kv_at)
@@ -78,8 +78,8 @@ def _tiles(ctx: Context, t: Thread) -> Cursors:
 @cute.jit
 def _blocks(ctx: Context, t: Thread, tile: Tile, kv_at: Cursor, at: Cursors) -> Cursors:
     """All that the tile visits; the scores of the first one are under way."""
-    at, work, n, started = walk.all_but_the_last(ctx, t, tile, kv_at, at, _block, ctx.plan.masks)
-    return _last_block(ctx, t, work, n, started, at)
+    at, work, n, accumulate = walk.all_but_the_last(ctx, t, tile, kv_at, at, _block, ctx.plan.masks)
+    return _last_block(ctx, t, work, n, accumulate, at)
 
 
 @cute.jit
@@ -121,8 +121,8 @@ def _blocks_overlapped(
 ) -> tuple[Tile, Cursors]:
     """`_blocks`; leaves the next tile's first scores under way, and returns which that is."""
     plan = ctx.plan
-    at, work, n, started = walk.all_but_the_last(ctx, t, tile, kv_at, at, _block, plan.masks)
-    dQ, after = _block_to_dq(ctx, t, work, n, started, plan.masks, at)
+    at, work, n, accumulate = walk.all_but_the_last(ctx, t, tile, kv_at, at, _block, plan.masks)
+    dQ, after = _block_to_dq(ctx, t, work, n, accumulate, plan.masks, at)
     next_at = ring.after(kv_at, plan.config.kv_stages)
     next_tile = tiles.read(ctx, next_at)
     if next_tile.index >= 0:
@@ -139,23 +139,25 @@ def _issue_scores(ctx: Context, t: Thread, kv_at: Cursor, q_at: Cursor) -> None:
 
 
 @cute.jit
-def _last_block(ctx: Context, t: Thread, work: Work, n: Int32, started: Boolean, at: Cursors) -> Cursors:
+def _last_block(
+    ctx: Context, t: Thread, work: TileState, n: Int32, accumulate: Boolean, at: Cursors
+) -> Cursors:
     """If only the first warpgroup sees something of it, only its keys take part."""
-    if cutlass.const_expr(not ctx.plan.skips_hidden):
-        return _block(ctx, t, work, n, started, ctx.plan.masks, True, at)
+    if cutlass.const_expr(not ctx.plan.skip_masked_half):
+        return _block(ctx, t, work, n, accumulate, ctx.plan.masks, True, at)
     first_of_others = work.tile.index * ctx.plan.keys + ROWS
     after = at
     if (n + 1) * ctx.plan.queries > first_of_others + work.band.lowest:
-        after = _block(ctx, t, work, n, started, True, True, at)
+        after = _block(ctx, t, work, n, accumulate, True, True, at)
     elif t.warpgroup == 0:
-        after = _block(ctx, t, work, n, started, True, ALONE, at)
+        after = _block(ctx, t, work, n, accumulate, True, ALONE, at)
     else:
-        after = _hidden_block(ctx, t, work, n, started, at)
+        after = _masked_block(ctx, t, work, n, accumulate, at)
     return after
 
 
 @cute.jit
-def _hidden_block(ctx: Context, t: Thread, work: Work, n: Int32, add: Boolean, at: Cursors) -> Cursors:
+def _masked_block(ctx: Context, t: Thread, work: TileState, n: Int32, add: Boolean, at: Cursors) -> Cursors:
     """By a warpgroup that sees nothing of a tile's last block: it has its columns of dQ to make."""
     # Its scores were issued with the block before, and their registers are needed.
     wgmma.wait(0)
@@ -177,7 +179,7 @@ def _hidden_block(ctx: Context, t: Thread, work: Work, n: Int32, add: Boolean, a
 def _block(
     ctx: Context,
     t: Thread,
-    work: Work,
+    work: TileState,
     n: Int32,
     add: Boolean,
     masked: cutlass.Constexpr,
@@ -202,7 +204,7 @@ def _block(
 def _block_to_dq(
     ctx: Context,
     t: Thread,
-    work: Work,
+    work: TileState,
     n: Int32,
     add: Boolean,
     masked: cutlass.Constexpr,
@@ -220,10 +222,10 @@ def _block_to_dq(
     dP = wgmma.scores_accumulator(plan.dtype, plan.queries)
     wgmma.scores(dP, _own(ctx.sV[None, None, work.kv.stage], t), ctx.sdO[None, None, rows_at(at).stage])
     _fetch_sums(ctx, t, work, n, at)
-    made = weigh(ctx, t, work, n, at.q, mask, masked)
-    wgmma.accumulate(t.dV, dropped(ctx, made), ctx.sdOt[None, None, rows_at(at).stage], add)
+    probs = recompute_p(ctx, t, work, n, at.q, mask, masked)
+    wgmma.accumulate(t.dV, dropped(ctx, probs), ctx.sdOt[None, None, rows_at(at).stage], add)
     wgmma.wait(1)
-    dS = differentiate(ctx, t, work, n, rows_at(at), made, dP)
+    dS = differentiate(ctx, t, work, n, rows_at(at), probs, dP)
     if cutlass.const_expr(plan.config.ds_stages == 1):
         ring.wait_empty(ctx.share_ds, at.ds)
     share(ctx, t, dS, ctx.sdS[None, None, at.ds.stage])
@@ -241,7 +243,7 @@ def _block_to_dq(
 
 
 @cute.jit
-def _fetch_sums(ctx: Context, t: Thread, work: Work, n: Int32, at: Cursors) -> None:
+def _fetch_sums(ctx: Context, t: Thread, work: TileState, n: Int32, at: Cursors) -> None:
     """If the block's dQ will be complete."""
     if cutlass.const_expr(ctx.finishes):
         fetch_sums(ctx, t, slot_at(ctx, t, at), t.warpgroup, work, n)
@@ -249,7 +251,7 @@ def _fetch_sums(ctx: Context, t: Thread, work: Work, n: Int32, at: Cursors) -> N
 
 @cute.jit
 def _add_dq(
-    ctx: Context, t: Thread, work: Work, n: Int32, dQ: cute.Tensor, at: Cursors, last: cutlass.Constexpr
+    ctx: Context, t: Thread, work: TileState, n: Int32, dQ: cute.Tensor, at: Cursors, last: cutlass.Constexpr
 ) -> None:
     if cutlass.const_expr(ctx.plan.config.ds_stages == 1):
         ring.release(ctx.share_ds, at.ds)
@@ -273,7 +275,7 @@ def share(ctx: Context, t: Thread, dS: cute.Tensor, stage: cute.Tensor) -> None:
 
 @cute.jit
 def _issue_dq(
-    ctx: Context, t: Thread, work: Work, dQ: cute.Tensor, ds_at: Cursor, alone: cutlass.Constexpr
+    ctx: Context, t: Thread, work: TileState, dQ: cute.Tensor, ds_at: Cursor, alone: cutlass.Constexpr
 ) -> None:
     """The warpgroup's piece of dQ = dS K. `alone`: of the first warpgroup's keys."""
     blocks, w = ctx.plan.blocks, t.warpgroup

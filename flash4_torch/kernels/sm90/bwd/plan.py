@@ -5,13 +5,13 @@ it holds against every row of queries, of all query heads of the group, that see
 
     warp 0 of warpgroup 0    draws tiles, loads K and V, then Q and dO block after block
     warps 1, 2, 3 of it      add dQ to global memory, one for each consumer warpgroup; with dropout, one for
-                             all, and the others draw. With `gradients_aside` they store dK and dV, too
+                             all, and the others draw. With `dkv_via_dq_smem` they store dK and dV, too
     warpgroups 1, 2, ...     64 keys each: S^T = K Q^T, dP^T = V dO^T, dV += P^T dO, dK += dS^T Q, together
-                             dQ = dS K; at the end each stores dK and dV. With `split`, see `wide`, two of
+                             dQ = dS K; at the end each stores dK and dV. With `role_split`, see `wide`, two of
                              them share 64 keys
 
     load_k, load_v    K and V of a tile, and which tile it is; `kv_stages` each. dK and dV leave through them,
-                      or with `gradients_aside` through the slots of dQ
+                      or with `dkv_via_dq_smem` through the slots of dQ
     load_q, load_do   blocks of rows, with what the preprocess made of them: lse with Q, delta with dO
     kept              which weights of a block dropout keeps, a bit each
     share_ds          dS of all keys, which is written and read by all warpgroups; `ds_stages`
@@ -150,7 +150,7 @@ class Plan(NamedTuple):
         return MaskPlan(self.features.mask, self.cluster_keys, self.queries)
 
     @property
-    def descends(self) -> bool:
+    def last_tile_first(self) -> bool:
         """Whether a head's last tile is drawn first, and adds its dQ first.
 
         Each tile of a band with a right side begins at another block: the last one to get there is the one
@@ -158,18 +158,18 @@ class Plan(NamedTuple):
         With heads inside all begin at the last block, and the longest first. Of whole heads the first tile,
         which visits all rows, comes last.
         """
-        in_turns = self.features.deterministic and self.features.right and not self.heads_inside
-        return in_turns or self.whole_heads
+        is_ordered = self.features.deterministic and self.features.right and not self.heads_inner
+        return is_ordered or self.whole_heads
 
     @property
-    def tells_turns(self) -> bool:
+    def load_warp_sends_order(self) -> bool:
         """Whether the loading warp finds out when a tile may add its dQ, and tells it beside the tile.
 
         Of who adds only thread 0 wants to know: where the tile's numbers are used by a thread alone, ptxas
         takes them, and the pairs' loops, for different in each. With whole heads there are no turns, but what
         the tile before has visited is told the same way.
         """
-        num_words = self.features.deterministic and self.config.split and self.heads_inside
+        num_words = self.features.deterministic and self.config.role_split and self.heads_inner
         return self.whole_heads or (num_words and not self.features.varlen)
 
     @property
@@ -183,29 +183,29 @@ class Plan(NamedTuple):
         return self.config.heads_apart
 
     @property
-    def heads_inside(self) -> bool:
+    def heads_inner(self) -> bool:
         """Whether a block is visited of all heads before the next; a mask's blocks differ among heads."""
-        return self.config.heads_inside and not self.features.mask
+        return self.config.heads_inner and not self.features.mask
 
     @property
-    def turns_back(self) -> bool:
+    def alternates_direction(self) -> bool:
         """Whether every second tile visits its blocks in the opposite order; where no bound cuts one."""
-        return self.whole_heads and self.heads_inside and not self.features.right
+        return self.whole_heads and self.heads_inner and not self.features.right
 
     @property
-    def rows_first(self) -> bool:
+    def load_q_first(self) -> bool:
         """Whether a tile's first rows are loaded before its keys; where one loop loads all."""
-        return self.config.rows_first and self.heads_inside
+        return self.config.load_q_first and self.heads_inner
 
     @property
-    def skips_hidden(self) -> bool:
+    def skip_masked_half(self) -> bool:
         """Whether a warpgroup asks, at a tile's last block, if it sees nothing of it.
 
         Of a causal tile's first rows only the first warpgroup sees something. Not with dropout: who leaves a
         block out would have to take its numbers all the same.
         """
         f, c = self.features, self.config
-        return self.heads_inside and f.right and self.queries < self.keys and not (f.dropout or c.split)
+        return self.heads_inner and f.right and self.queries < self.keys and not (f.dropout or c.role_split)
 
     @property
     def lists_blocks(self) -> bool:
@@ -218,28 +218,28 @@ class Plan(NamedTuple):
 
         At D 128 offsets of all keys do not fit beside what products hold. With a bound ptxas finds room.
         """
-        wide = not self.config.split and max(self.D, self.Dv) == 128
+        wide = not self.config.role_split and max(self.D, self.Dv) == 128
         return wide and not self.features.dmask and not (self.band.left or self.band.right)
 
     @property
-    def stores_by_copy_engine(self) -> bool:
+    def stores_by_tma(self) -> bool:
         """A tile of a varlen call may end inside the box; then rows are stored one by one."""
         return not self.features.varlen
 
     @property
-    def gradients_aside(self) -> bool:
+    def dkv_via_dq_smem(self) -> bool:
         """Whether storing warps store dK and dV, too: a warpgroup leaves them where it leaves its dQ.
 
         There is room for as many columns of 16 bits as dQ has of 32 bits, half of them a warpgroup's.
         """
         fits = 2 * ROWS * max(self.D, self.Dv) <= 4 * GROUP * self.blocks.registers
-        asked = self.config.gradients_aside and fits
-        return asked and self.stores_by_copy_engine and not self.features.deterministic
+        asked = self.config.dkv_via_dq_smem and fits
+        return asked and self.stores_by_tma and not self.features.deterministic
 
     @property
-    def hands_slopes_over(self) -> bool:
+    def shares_dtanh(self) -> bool:
         """Whether a second warpgroup needs softcap's derivatives apart from the weights, for dmask."""
-        return self.config.split and self.features.softcap and self.features.dmask
+        return self.config.role_split and self.features.softcap and self.features.dmask
 
     @property
     def strips(self) -> int:
@@ -252,12 +252,12 @@ class Plan(NamedTuple):
         return self.warpgroups * self.config.dq_stages
 
     @property
-    def drawers(self) -> int:
+    def rng_warps(self) -> int:
         """Warps that draw for dropout: those of the producer that have nothing else to do."""
-        return WARPS - 1 - self.storers if self.features.dropout else 0
+        return WARPS - 1 - self.store_warps if self.features.dropout else 0
 
     @property
-    def storers(self) -> int:
+    def store_warps(self) -> int:
         """Warps that have dQ added to global memory, in the producer's warpgroup, too."""
         return 1 if self.features.dropout else self.warpgroups
 
@@ -267,39 +267,39 @@ class Plan(NamedTuple):
 
         In order it waits until sums are there. That takes about as long as a block.
         """
-        return self.features.deterministic and self.storers == self.config.dq_stages == 2
+        return self.features.deterministic and self.store_warps == self.config.dq_stages == 2
 
     @property
-    def cuts_at_the_start(self) -> bool:
+    def partial_at_start(self) -> bool:
         """Whether the first blocks of a head may have to be masked, or all of a tile's."""
-        return self.band.left or self.config.tail
+        return self.band.left or self.config.ragged_k
 
     @property
-    def cuts_at_the_end(self) -> bool:
+    def partial_at_end(self) -> bool:
         return self.band.right
 
     @property
     def masks(self) -> bool:
-        return self.cuts_at_the_start or self.cuts_at_the_end or bool(self.features.mask)
+        return self.partial_at_start or self.partial_at_end or bool(self.features.mask)
 
     def check(self) -> None:
         """Raises AssertionError for what would not run; `configs` never asks for it."""
         f, c = self.features, self.config
         assert f.D % 8 == 0 and f.Dv % 8 == 0 and 8 <= min(f.D, f.Dv)
-        assert max(f.D, f.Dv) <= (256 if c.split else 128)
+        assert max(f.D, f.Dv) <= (256 if c.role_split else 128)
         assert c.queries in (64, 128)
         assert self.blocks.bands * self.blocks.parts == c.dq_pieces, "dQ is not shared out evenly"
-        assert c.cluster in ((1, 2) if c.split else (1,)) and (c.split or c.dq_passes == 1)
-        assert not c.split or (c.warpgroups == 2 and c.queries == ROWS)
+        assert c.cluster in ((1, 2) if c.role_split else (1,)) and (c.role_split or c.dq_passes == 1)
+        assert not c.role_split or (c.warpgroups == 2 and c.queries == ROWS)
         # What the other CTA loads could come before this one has zeroed the end of another sequence.
         assert c.cluster == 1 or not f.varlen
         assert c.dq_stages in (1, 2) and (c.dq_passes == 1 or c.dq_stages == 1)
-        assert not c.rows_first or (c.heads_inside and not c.split)
-        assert not c.gradients_aside or (c.dq_stages == 2 and not c.split and not c.next_tile)
-        assert not c.static_stages or (c.q_stages == c.do_stages == 2 and not c.split)
-        assert not c.next_tile or (c.kv_stages == 2 and not c.split)
+        assert not c.load_q_first or (c.heads_inner and not c.role_split)
+        assert not c.dkv_via_dq_smem or (c.dq_stages == 2 and not c.role_split and not c.next_tile)
+        assert not c.unroll_stages or (c.q_stages == c.do_stages == 2 and not c.role_split)
+        assert not c.next_tile or (c.kv_stages == 2 and not c.role_split)
         # The first tile has to visit all rows, and to be found where a head's tiles begin.
-        others = f.left or f.mask or f.varlen or f.deterministic or c.split
+        others = f.left or f.mask or f.varlen or f.deterministic or c.role_split
         assert not c.whole_heads or not others
         assert not (c.whole_heads and c.heads_apart)
         assert not f.dmask or f.float_mask

@@ -14,52 +14,52 @@ from .context import Context
 
 
 @cute.jit
-def draw(ctx: Context, drawer: Int32) -> None:
+def dropout_bits(ctx: Context, rng_warp: Int32) -> None:
     """Every block that is loaded, strips of 16 keys of it: for each of the consumers' warps.
 
     Drawing warps take turns at four strips, from block to block.
     """
     plan = ctx.plan
-    chance = dropout.load(ctx.rng_state, ctx.params.drop_byte, ctx.params.drop_fraction)
-    heads, turn = tiles.group(ctx), drawer
+    philox = dropout.load(ctx.rng_state, ctx.params.drop_byte, ctx.params.drop_fraction)
+    heads, turn = tiles.group(ctx), rng_warp
     kv_at, at = ring.start(), ring.start()
     tile = tiles.read(ctx, kv_at)
     while tile.index >= 0:
         ring.release(ctx.load_k, kv_at)
         first, span = tile.index * plan.keys, tiles.span_of(ctx, tile)
-        if cutlass.const_expr(plan.heads_inside):
+        if cutlass.const_expr(plan.heads_inner):
             place = tiles.first_place(ctx, tile, span)
             for _ in cutlass.range((span.last - span.first) * heads, unroll=1):
-                drawn = tile.batch * ctx.maps.mQ.shape[2] + tile.kv_head * heads + place.h
-                turn = _draw_block(ctx, chance, drawn, first, place.n, turn, at)
+                philox_row = tile.batch * ctx.maps.mQ.shape[2] + tile.kv_head * heads + place.h
+                turn = _block_bits(ctx, philox, philox_row, first, place.n, turn, at)
                 at, place = ring.after(at, plan.config.q_stages), tiles.next_place(ctx, tile, place)
         else:
             for h in cutlass.range(heads, unroll=1):
                 head = tile.kv_head * heads + h
                 blocks = tiles.blocks_of(ctx, tile, span, head)
-                drawn = tile.batch * ctx.maps.mQ.shape[2] + head
+                philox_row = tile.batch * ctx.maps.mQ.shape[2] + head
                 for position in cutlass.range(blocks.span.first, blocks.span.last, unroll=1):
                     n, _ = tiles.block_at(ctx, blocks, position)
-                    turn = _draw_block(ctx, chance, drawn, first, n, turn, at)
+                    turn = _block_bits(ctx, philox, philox_row, first, n, turn, at)
                     at = ring.after(at, plan.config.q_stages)
         kv_at = ring.after(kv_at, plan.config.kv_stages)
         tile = tiles.read(ctx, kv_at)
 
 
 @cute.jit
-def _draw_block(
-    ctx: Context, chance: dropout.Dropout, drawn: Int32, first: Int32, n: Int32, turn: Int32, at: Cursor
+def _block_bits(
+    ctx: Context, philox: dropout.Dropout, philox_row: Int32, first: Int32, n: Int32, turn: Int32, at: Cursor
 ) -> Int32:
-    """Block n of a head, number `drawn`, for keys from `first` on; returns the warp's turn in the next."""
+    """Block n of a head, number `philox_row`, for keys from `first` on; returns the warp's turn in the next."""
     plan, lane = ctx.plan, cute.arch.lane_idx()
     strips = dropout.strips(plan.queries)
     turns = plan.strips * strips // dropout.WARP_STRIPS
-    ring.wait_empty(ctx.kept, at)
+    ring.wait_empty(ctx.keep_bits, at)
     while turn < turns:
         place = Uint32(turn * dropout.WARP_STRIPS + lane // dropout.STRIP_LANES)
         warp, strip = Int32(place // strips), place % strips
-        rows = dropout.KeyRows.at(chance, first + warp * WARP_ROWS, drawn, lane)
-        rows.draw(n * plan.queries, strip, ctx.sKept[None, None, warp, at.stage])
-        turn += plan.drawers
-    ring.fill(ctx.kept, at)
+        rows = dropout.KeyRows.at(philox, first + warp * WARP_ROWS, philox_row, lane)
+        rows.generate(n * plan.queries, strip, ctx.sKeepBits[None, None, warp, at.stage])
+        turn += plan.rng_warps
+    ring.fill(ctx.keep_bits, at)
     return turn - turns

@@ -31,18 +31,18 @@ from .context import Context
 from .epilogue import dk_target, dv_scale, dv_target, stage_gradient, store_gradients
 from .mainloop import share
 from .plan import DONE
-from .state import Cursors, Thread, Work, other_slot
-from .store_dq import add_dq, end_adding
+from .state import Cursors, Thread, TileState, other_slot
+from .store_dq import add_dq, send_end
 from .walk import each_block
-from .weights import Made, differentiate, dropped, four_of, mask_rows, take_kept, weigh
+from .weights import Probs, differentiate, dropped, four_of, mask_rows, recompute_p, take_keep_bits
 
 
 @cute.jit
-def make_weights(ctx: Context) -> None:
+def p_warpgroup(ctx: Context) -> None:
     """The first warpgroup."""
     plan = ctx.plan
     S = wgmma.scores_accumulator(plan.dtype, plan.queries)
-    held = wgmma.held_fragment(plan.dtype, plan.D) if plan.config.holds > 1 else None
+    held = wgmma.held_fragment(plan.dtype, plan.D) if plan.config.operands_in_regs > 1 else None
     t = _thread(S, None, wgmma.output_accumulator(plan.dtype, plan.Dv), held)
     at, kv_at = _start(ctx, 0), ring.start()
     tile = tiles.read(ctx, kv_at)
@@ -50,7 +50,7 @@ def make_weights(ctx: Context) -> None:
         if cutlass.const_expr(held is not None):
             wgmma.hold(held, ctx.sK[None, None, kv_at.stage], t.index)
         _begin(ctx, t, kv_at, 0, at)
-        at = each_block(ctx, t, tile, kv_at, at, _weights_block, plan.masks)
+        at = each_block(ctx, t, tile, kv_at, at, _p_block, plan.masks)
         # dK leaves through K.
         cute.arch.barrier_arrive(barrier_id=DONE, number_of_threads=plan.consumers)
         ring.release(ctx.load_k, kv_at)
@@ -61,15 +61,15 @@ def make_weights(ctx: Context) -> None:
         ring.release(ctx.load_v, kv_at)
         kv_at = ring.after(kv_at, plan.config.kv_stages)
         tile = tiles.read(ctx, kv_at)
-    end_adding(ctx, t, _slot(at, 0))
+    send_end(ctx, t, _slot(at, 0))
 
 
 @cute.jit
-def make_ds(ctx: Context) -> None:
+def ds_warpgroup(ctx: Context) -> None:
     """The second warpgroup."""
     plan = ctx.plan
     dP = wgmma.scores_accumulator(plan.dtype, plan.queries)
-    held = wgmma.held_fragment(plan.dtype, plan.Dv) if plan.config.holds else None
+    held = wgmma.held_fragment(plan.dtype, plan.Dv) if plan.config.operands_in_regs else None
     t = _thread(dP, wgmma.output_accumulator(plan.dtype, plan.D), None, held)
     at, kv_at = _start(ctx, 1), ring.start()
     tile = tiles.read(ctx, kv_at)
@@ -87,7 +87,7 @@ def make_ds(ctx: Context) -> None:
         ring.release(ctx.load_k, kv_at)
         kv_at = ring.after(kv_at, plan.config.kv_stages)
         tile = tiles.read(ctx, kv_at)
-    end_adding(ctx, t, _slot(at, 1))
+    send_end(ctx, t, _slot(at, 1))
 
 
 def _thread(
@@ -99,10 +99,10 @@ def _thread(
 
 
 @cute.jit
-def _weights_block(
+def _p_block(
     ctx: Context,
     t: Thread,
-    work: Work,
+    work: TileState,
     n: Int32,
     add: Boolean,
     masked: cutlass.Constexpr,
@@ -116,12 +116,12 @@ def _weights_block(
     if cutlass.const_expr(masked and plan.features.mask != ""):
         mask = mask_rows(ctx, t, work, n)
     wgmma.wait(0)
-    made = weigh(ctx, t, work, n, at.q, mask, masked)
+    probs = recompute_p(ctx, t, work, n, at.q, mask, masked)
     ring.release(ctx.load_q, at.q)
     ring.wait_empty(ctx.share_ds, at.ds)
-    _hand_over(ctx, t, made, at)
+    _hand_over(ctx, t, probs, at)
     ring.wait_full(ctx.load_do, at.do)
-    wgmma.accumulate(t.dV, dropped(ctx, made), ctx.sdOt[None, None, at.do.stage], add)
+    wgmma.accumulate(t.dV, dropped(ctx, probs), ctx.sdOt[None, None, at.do.stage], add)
     _finish(ctx, t, work, n, 0, ahead, last, at, after)
     return after
 
@@ -130,7 +130,7 @@ def _weights_block(
 def _ds_block(
     ctx: Context,
     t: Thread,
-    work: Work,
+    work: TileState,
     n: Int32,
     add: Boolean,
     masked: cutlass.Constexpr,
@@ -140,8 +140,8 @@ def _ds_block(
     """Block n of a head, whose dP is under way; leaves that of the next one under way."""
     plan, after = ctx.plan, _after(ctx, at)
     wgmma.wait(0)
-    made = _take(ctx, t, at)
-    dS = differentiate(ctx, t, work, n, at.do, made, t.S)
+    probs = _take(ctx, t, at)
+    dS = differentiate(ctx, t, work, n, at.do, probs, t.S)
     ring.release(ctx.load_do, at.do)
     cute.arch.sync_warp()
     share(ctx, t, dS, ctx.sdS[None, None, at.ds.stage])
@@ -159,7 +159,7 @@ def _ds_block(
 def _finish(
     ctx: Context,
     t: Thread,
-    work: Work,
+    work: TileState,
     n: Int32,
     warpgroup: cutlass.Constexpr,
     ahead: cutlass.Constexpr,
@@ -223,7 +223,7 @@ def _begin(ctx: Context, t: Thread, kv_at: Cursor, warpgroup: cutlass.Constexpr,
 
 @cute.jit
 def _issue_dq(
-    ctx: Context, work: Work, place: cutlass.Constexpr, first: cutlass.Constexpr, at: Cursors
+    ctx: Context, work: TileState, place: cutlass.Constexpr, first: cutlass.Constexpr, at: Cursors
 ) -> cute.Tensor:
     """A piece of dQ = dS K, the `place`-th of this CTA's: of the own keys, then of the other CTA's."""
     columns = ctx.plan.blocks.piece_columns
@@ -231,7 +231,7 @@ def _issue_dq(
     keys, own = ctx.sKt[None, None, work.kv.stage], ctx.sdS[None, None, at.ds.stage]
     wgmma.transposed(dQ, own, cute.local_tile(keys, box, (_first_piece(ctx) + place, 0)))
     if cutlass.const_expr(ctx.plan.cluster_size > 1):
-        others, received = ctx.sOtherKt[None, None, work.kv.stage], ctx.sOtherdS[None, None, at.ds.stage]
+        others, received = ctx.sPeerKt[None, None, work.kv.stage], ctx.sPeerdS[None, None, at.ds.stage]
         if cutlass.const_expr(first):
             ring.wait_full(ctx.exchange, at.ds)
         wgmma.transposed(dQ, received, cute.local_tile(others, box, (place, 0)), True)
@@ -247,33 +247,33 @@ def _first_piece(ctx: Context) -> Int32:
 
 
 @cute.jit
-def _hand_over(ctx: Context, t: Thread, made: Made, at: Cursors) -> None:
+def _hand_over(ctx: Context, t: Thread, probs: Probs, at: Cursors) -> None:
     """The first warpgroup's weights to the second; for dS they may have softcap's derivatives in them."""
-    P, features = made.P, ctx.plan.features
-    if cutlass.const_expr(ctx.plan.hands_slopes_over):
-        share(ctx, t, made.slopes, ctx.sSlopes[None, None, at.ds.stage])
+    P, features = probs.P, ctx.plan.features
+    if cutlass.const_expr(ctx.plan.shares_dtanh):
+        share(ctx, t, probs.dtanh, ctx.sDtanh[None, None, at.ds.stage])
     elif cutlass.const_expr(features.softcap):
         P = wgmma.weights_fragment(ctx.plan.dtype, ctx.plan.queries)
         for j in cutlass.range_constexpr(cute.size(P) // 4):
-            slopes, weights = widened(four_of(made.slopes, j)), four_of(t.S, j)
+            dtanh, weights = widened(four_of(probs.dtanh, j)), four_of(t.S, j)
             for i in cutlass.range_constexpr(4):
-                slopes[i] = slopes[i] * weights[i]
-            round_to(slopes, four_of(P, j))
+                dtanh[i] = dtanh[i] * weights[i]
+            round_to(dtanh, four_of(P, j))
     share(ctx, t, P, ctx.sdS[None, None, at.ds.stage])
     ring.fill(ctx.weights, at.ds)
 
 
 @cute.jit
-def _take(ctx: Context, t: Thread, at: Cursors) -> Made:
+def _take(ctx: Context, t: Thread, at: Cursors) -> Probs:
     """What the first warpgroup has handed over, and what dropout keeps."""
-    slopes, kept = None, None
+    dtanh, keep_bits = None, None
     if cutlass.const_expr(ctx.plan.features.dropout):
-        kept = take_kept(ctx, t, at.q)
+        keep_bits = take_keep_bits(ctx, t, at.q)
     ring.wait_full(ctx.weights, at.ds)
     P = _shared(ctx, t, ctx.sdS[None, None, at.ds.stage])
-    if cutlass.const_expr(ctx.plan.hands_slopes_over):
-        slopes = _shared(ctx, t, ctx.sSlopes[None, None, at.ds.stage])
-    return Made(P, slopes, kept)
+    if cutlass.const_expr(ctx.plan.shares_dtanh):
+        dtanh = _shared(ctx, t, ctx.sDtanh[None, None, at.ds.stage])
+    return Probs(P, dtanh, keep_bits)
 
 
 @cute.jit
@@ -292,7 +292,7 @@ def _send(ctx: Context, t: Thread, ds_at: Cursor) -> None:
     """The warp's 16 keys of dS to the other CTA, from which as many are to come."""
     count = 2 * WARP_ROWS * ctx.plan.queries
     offset = cute.arch.make_warp_uniform(t.index // WARP) * count
-    source, target = (x[None, None, ds_at.stage].iterator.toint() for x in (ctx.sdS, ctx.sOtherdS))
+    source, target = (x[None, None, ds_at.stage].iterator.toint() for x in (ctx.sdS, ctx.sPeerdS))
     full = ctx.exchange.full + ds_at.stage
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(full, count)

@@ -39,14 +39,14 @@ class Thread(NamedTuple):
         return self.index // WARP * WARP_ROWS + self.lane // LANES
 
 
-class Work(NamedTuple):
+class TileState(NamedTuple):
     """A tile and one of its query heads, as a thread sees it."""
 
     tile: Tile
     kv: Cursor
     band: Band
     span: Span
-    turn: tiles.Turn | None
+    order: tiles.DqOrder | None
     """If sums have an order, and the tile's message does not tell it."""
     positions: tuple[Int32, Int32]
     """Of the thread's keys."""
@@ -60,13 +60,13 @@ class Cursors(NamedTuple):
     """None if it is always where that of Q is."""
     ds: Cursor
     dq: Int32 | None = None
-    """The slot in which the warpgroup leaves its dQ; None where `split` and there is but one, or if it is the
+    """The slot in which the warpgroup leaves its dQ; None where `role_split` and there is but one, or if it is the
     one that belongs to the stage of Q."""
 
 
 def start(ctx: Context, t: Thread) -> Cursors:
     """With stages known to the compiler as few cursors as will do."""
-    config, together = ctx.plan.config, ctx.plan.config.static_stages
+    config, together = ctx.plan.config, ctx.plan.config.unroll_stages
     do = None if together else ring.start()
     slots_too = together and config.dq_stages == config.q_stages
     return Cursors(ring.start(), do, ring.start(), None if slots_too else t.warpgroup)

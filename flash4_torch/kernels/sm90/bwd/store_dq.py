@@ -1,6 +1,6 @@
 """Adding up dQ in global memory: consumers leave pieces in shared memory, warps of the producer add them.
 
-With `gradients_aside` consumers leave dK and dV there, too: a tile's end waits for nothing but room, and the
+With `dkv_via_dq_smem` consumers leave dK and dV there, too: a tile's end waits for nothing but room, and the
 next K and V are on their way.
 
 A warpgroup that added its registers itself would wait for the L2 cache; the copy engine adds a whole piece at
@@ -24,7 +24,7 @@ from ...common.warps import GROUP, WARP, WARPS
 from ..warps import ROWS, WARP_ROWS
 from .context import Context
 from .plan import EMPTY, FULL, Plan
-from .state import Thread, Work, other_slot
+from .state import Thread, TileState, other_slot
 
 ENDS, FIRST = 1, 2
 """With whole heads added to a target, an address that is a multiple of 16: a tile's last piece, before whose
@@ -35,7 +35,7 @@ WORDS = 4
 """Of 64 bits, that tell a storing warp what to do with a piece."""
 
 
-class Errand(NamedTuple):
+class StoreCommand(NamedTuple):
     """Such words. The last three are of sums in a fixed order; or a gradient's place."""
 
     target: Int64
@@ -55,29 +55,29 @@ def add_dq(
     dQ: cute.Tensor,
     slot: Int32,
     piece: Int32,
-    work: Work,
+    work: TileState,
     n: Int32,
     last: cutlass.Constexpr = False,
 ) -> None:
     """Have a warpgroup's piece of block n of a query head added, in the order of `dq_blocks`."""
-    await_empty(slot)
+    wait_empty(slot)
     for i in cutlass.range_constexpr(ctx.plan.blocks.registers // 4):
         own = cute.make_tensor(dQ.iterator + 4 * i, cute.make_layout(4))
-        cute.autovec_copy(own, own_four(ctx, t, slot, i))
+        cute.autovec_copy(own, own_vector(ctx, t, slot, i))
     if t.index == 0:
-        errand = Errand(place_of_sums(ctx, piece, work, n), Int64(0), Int64(0), Int64(0))
+        command = StoreCommand(sums_address(ctx, piece, work, n), Int64(0), Int64(0), Int64(0))
         if cutlass.const_expr(ctx.plan.features.deterministic):
-            errand = _in_turn(ctx, errand, piece, work, _block(ctx, work, n), n)
+            command = _ordered(ctx, command, piece, work, _block(ctx, work, n), n)
         if cutlass.const_expr(ctx.plan.whole_heads):
-            first = Int64(0) if visited_before(ctx, work, n) else Int64(FIRST)
-            ends = ENDS if last and not ctx.plan.gradients_aside else 0
-            errand = errand._replace(target=errand.target + first + ends)
-        _write(ctx, slot, errand)
-    say_full(slot)
+            first = Int64(0) if was_visited(ctx, work, n) else Int64(FIRST)
+            ends = ENDS if last and not ctx.plan.dkv_via_dq_smem else 0
+            command = command._replace(target=command.target + first + ends)
+        _write(ctx, slot, command)
+    arrive_full(slot)
 
 
 @cute.jit
-def own_four(ctx: Context, t: Thread, slot: Int32, i: cutlass.Constexpr) -> cute.Tensor:
+def own_vector(ctx: Context, t: Thread, slot: Int32, i: cutlass.Constexpr) -> cute.Tensor:
     """The i-th four of a thread's numbers in a slot: those of a warp lie together where it rounds them."""
     vector = i * GROUP + t.index
     if cutlass.const_expr(ctx.plan.whole_heads):
@@ -89,7 +89,7 @@ def own_four(ctx: Context, t: Thread, slot: Int32, i: cutlass.Constexpr) -> cute
 
 
 @cute.jit
-def place_of_sums(ctx: Context, piece: Int32, work: Work, n: Int32) -> Int64:
+def sums_address(ctx: Context, piece: Int32, work: TileState, n: Int32) -> Int64:
     """The address of a piece of block n."""
     blocks = ctx.plan.blocks
     start = _block(ctx, work, n) * blocks.floats + piece * (blocks.registers * GROUP)
@@ -97,7 +97,7 @@ def place_of_sums(ctx: Context, piece: Int32, work: Work, n: Int32) -> Int64:
 
 
 @cute.jit
-def _block(ctx: Context, work: Work, n: Int32) -> Int64:
+def _block(ctx: Context, work: TileState, n: Int32) -> Int64:
     """Where it is in the workspaces, in blocks."""
     tile, count = work.tile, ctx.dq_acc.shape[-2]
     row = Int32(0)
@@ -110,33 +110,33 @@ def _block(ctx: Context, work: Work, n: Int32) -> Int64:
 
 
 @cute.jit
-def visited_before(ctx: Context, work: Work, n: Int32) -> Boolean:
+def was_visited(ctx: Context, work: TileState, n: Int32) -> Boolean:
     """Whether the tile before, which was another one of the same head, has visited block n."""
-    before = tiles.read_turn(ctx, work.kv).before
+    before = tiles.read_order(ctx, work.kv).before
     return (before.first <= n) & (n < before.last)
 
 
 @cute.jit
-def hand_gradient(ctx: Context, t: Thread, slot: Int32, what: cutlass.Constexpr, where: tuple) -> None:
+def send_gradient(ctx: Context, t: Thread, slot: Int32, what: cutlass.Constexpr, where: tuple) -> None:
     """Have a warpgroup's dK or dV stored, which lies in the slot as `slot_of` says."""
     ends = ENDS if ctx.plan.whole_heads and what == DK else 0
     if t.index == 0:
         for i, word in enumerate((what + ends, *where)):
-            cute.arch.store(ctx.errands + (slot * WORDS + i), Int64(word))
-    say_full(slot)
+            cute.arch.store(ctx.commands + (slot * WORDS + i), Int64(word))
+    arrive_full(slot)
 
 
 @cute.jit
-def hand_dq(ctx: Context, t: Thread, slot: Int32, work: Work, n: Int32) -> None:
+def send_dq(ctx: Context, t: Thread, slot: Int32, work: TileState, n: Int32) -> None:
     """Have a warpgroup's piece of block n stored, which lies in the slot as `finished_layout` says."""
     if t.index == 0:
         for i, word in enumerate((DQ, n, work.head, work.tile.batch)):
-            cute.arch.store(ctx.errands + (slot * WORDS + i), Int64(word))
-    say_full(slot)
+            cute.arch.store(ctx.commands + (slot * WORDS + i), Int64(word))
+    arrive_full(slot)
 
 
 @cute.jit
-def place_of_gradient(ctx: Context, kv_at: Cursor) -> tuple:
+def gradient_tile(ctx: Context, kv_at: Cursor) -> tuple:
     """The tile's block, key head and batch, once more: `tile`'s own numbers stay in uniform registers."""
     work_tile = ctx.work_tile + kv_at.stage * tiles.WORK_TILE_WORDS
     return tuple(cute.arch.load(work_tile + i, Int32) for i in range(3))
@@ -160,7 +160,7 @@ def aside_layout(plan: Plan, columns: int) -> cute.ComposedLayout:
 
 
 @cute.jit
-def end_adding(ctx: Context, t: Thread, slot: Int32) -> None:
+def send_end(ctx: Context, t: Thread, slot: Int32) -> None:
     """After a warpgroup's last piece; `slot` is the next one's."""
     _end(ctx, t, slot)
     if cutlass.const_expr(ctx.plan.stores_by_blocks):
@@ -169,28 +169,28 @@ def end_adding(ctx: Context, t: Thread, slot: Int32) -> None:
 
 @cute.jit
 def _end(ctx: Context, t: Thread, slot: Int32) -> None:
-    await_empty(slot)
+    wait_empty(slot)
     if t.index == 0:
-        _write(ctx, slot, Errand(Int64(0), Int64(0), Int64(0), Int64(0)))
-    say_full(slot)
+        _write(ctx, slot, StoreCommand(Int64(0), Int64(0), Int64(0), Int64(0)))
+    arrive_full(slot)
 
 
 @cute.jit
-def store(ctx: Context, storer: Int32) -> None:
+def store_loop(ctx: Context, store_warp: Int32) -> None:
     """A storing warp: all pieces of a warpgroup, or of several that take turns, or of every second block."""
     plan, more = ctx.plan, Boolean(True)
     if cutlass.const_expr(plan.stores_by_blocks):
         for w in cutlass.range_constexpr(plan.warpgroups):
-            _say_empty(storer * plan.warpgroups + w)
+            _arrive_empty(store_warp * plan.warpgroups + w)
         while more:
-            more = _store_block(ctx, storer * plan.warpgroups)
+            more = _store_block(ctx, store_warp * plan.warpgroups)
     else:
-        each, first = plan.warpgroups // plan.storers, Int32(0)
+        each, first = plan.warpgroups // plan.store_warps, Int32(0)
         for i in cutlass.range_constexpr(each):
-            _say_empty(storer * each + i)
+            _arrive_empty(store_warp * each + i)
         while more:
             for i in cutlass.range_constexpr(each):
-                more = _store_piece(ctx, first + storer * each + i)
+                more = _store_piece(ctx, first + store_warp * each + i)
             first = other_slot(ctx, first)
     cute.arch.cp_async_bulk_wait_group(0, read=False)
 
@@ -199,36 +199,36 @@ def store(ctx: Context, storer: Int32) -> None:
 def _store_piece(ctx: Context, slot: Int32) -> Boolean:
     """Returns whether there was one."""
     cute.arch.barrier(barrier_id=FULL + slot, number_of_threads=GROUP + WARP)
-    errand = _read(ctx, slot)
-    if errand.target != 0:
+    command = _read(ctx, slot)
+    if command.target != 0:
         cute.arch.fence_view_async_shared()
         if cute.arch.lane_idx() == 0:
             if cutlass.const_expr(ctx.plan.features.deterministic):
-                _await_turn(errand)
+                wait_dq_semaphore(command)
             if cutlass.const_expr(ctx.plan.whole_heads):
-                _store_of_whole_heads(ctx, slot, errand)
-            elif cutlass.const_expr(ctx.plan.gradients_aside):
-                _store(ctx, slot, errand)
+                _store_of_whole_heads(ctx, slot, command)
+            elif cutlass.const_expr(ctx.plan.dkv_via_dq_smem):
+                _store(ctx, slot, command)
             else:
-                _add(ctx, slot, errand)
+                _add(ctx, slot, command)
             cute.arch.cp_async_bulk_commit_group()
-            _await_room(ctx, errand)
+            _wait_slot(ctx, command)
         cute.arch.sync_warp()
-        _say_empty(other_slot(ctx, slot))
+        _arrive_empty(other_slot(ctx, slot))
         if cutlass.const_expr(ctx.plan.features.deterministic):
             if cute.arch.lane_idx() == 0:
-                _end_turn(errand, Int32(errand.counts))
+                advance_dq_semaphore(command, Int32(command.counts))
             cute.arch.sync_warp()
-    return errand.target != 0
+    return command.target != 0
 
 
 @cute.jit
-def _await_room(ctx: Context, errand: Errand) -> None:
+def _wait_slot(ctx: Context, command: StoreCommand) -> None:
     """With two slots, until the one before is free."""
     if cutlass.const_expr(ctx.plan.whole_heads):
-        if (errand.target & ENDS) != 0:
+        if (command.target & ENDS) != 0:
             # But for dV and dK, where those came last.
-            cute.arch.cp_async_bulk_wait_group(2 if ctx.plan.gradients_aside else 0, read=False)
+            cute.arch.cp_async_bulk_wait_group(2 if ctx.plan.dkv_via_dq_smem else 0, read=False)
     cute.arch.cp_async_bulk_wait_group(ctx.plan.config.dq_stages - 1, read=True)
 
 
@@ -242,60 +242,60 @@ def _store_block(ctx: Context, first: Int32) -> Boolean:
     slots = [first + w for w in range(ctx.plan.warpgroups)]
     for slot in slots:
         cute.arch.barrier(barrier_id=FULL + slot, number_of_threads=GROUP + WARP)
-    errands = [_read(ctx, slot) for slot in slots]
-    if errands[0].target != 0:
+    commands = [_read(ctx, slot) for slot in slots]
+    if commands[0].target != 0:
         cute.arch.fence_view_async_shared()
         if cute.arch.lane_idx() == 0:
-            _await_turn(errands[0])
-            for slot, errand in zip(slots, errands, strict=True):
-                _add(ctx, slot, errand)
+            wait_dq_semaphore(commands[0])
+            for slot, command in zip(slots, commands, strict=True):
+                _add(ctx, slot, command)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
         for slot in slots:
-            _say_empty(slot)
+            _arrive_empty(slot)
         if cute.arch.lane_idx() == 0:
-            _end_turn(errands[0], sum((Int32(errand.counts) for errand in errands), Int32(0)))
+            advance_dq_semaphore(commands[0], sum((Int32(command.counts) for command in commands), Int32(0)))
         cute.arch.sync_warp()
-    return errands[0].target != 0
+    return commands[0].target != 0
 
 
 @cute.jit
-def _add(ctx: Context, slot: Int32, errand: Errand) -> None:
+def _add(ctx: Context, slot: Int32, command: StoreCommand) -> None:
     """By one thread."""
     cute.arch.inline_ptx(
         "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32"
         f" [{{$r0}}], [{{$r1}}], {ctx.plan.blocks.registers * GROUP * 4};",
-        read_only_args=[errand.target, ctx.sdQ[None, slot].iterator.toint()],
+        read_only_args=[command.target, ctx.sdQ[None, slot].iterator.toint()],
     )
 
 
 @cute.jit
-def _store(ctx: Context, slot: Int32, errand: Errand) -> None:
+def _store(ctx: Context, slot: Int32, command: StoreCommand) -> None:
     """By one thread: dQ, dK or dV."""
-    if errand.target > DQ:
-        _add(ctx, slot, errand)
+    if command.target > DQ:
+        _add(ctx, slot, command)
     else:
-        _store_gradient(ctx, slot, errand)
+        _store_gradient(ctx, slot, command)
 
 
 @cute.jit
-def _store_of_whole_heads(ctx: Context, slot: Int32, errand: Errand) -> None:
+def _store_of_whole_heads(ctx: Context, slot: Int32, command: StoreCommand) -> None:
     """By one thread: sums of dQ, dQ itself, dK or dV."""
-    errand = Errand(errand.target & ~ENDS, *errand[1:])
-    if errand.target > DQ:
-        _add_or_write(ctx, slot, errand)
-    elif errand.target == DQ:
+    command = StoreCommand(command.target & ~ENDS, *command[1:])
+    if command.target > DQ:
+        _add_or_write(ctx, slot, command)
+    elif command.target == DQ:
         _store_finished(ctx, slot)
-    elif cutlass.const_expr(ctx.plan.gradients_aside):
-        _store_gradient(ctx, slot, errand)
+    elif cutlass.const_expr(ctx.plan.dkv_via_dq_smem):
+        _store_gradient(ctx, slot, command)
 
 
 @cute.jit
 def _store_finished(ctx: Context, slot: Int32) -> None:
     """By one thread, for each warp. The copy engine leaves out rows and columns beyond the end."""
     plan, blocks, layout = ctx.plan, ctx.plan.blocks, finished_layout(ctx.plan)
-    n, head, batch = (Int32(cute.arch.load(ctx.errands + (slot * WORDS + i), Int64)) for i in (1, 2, 3))
+    n, head, batch = (Int32(cute.arch.load(ctx.commands + (slot * WORDS + i), Int64)) for i in (1, 2, 3))
     piece = slot if slot < plan.warpgroups else slot - plan.warpgroups
     band, part = piece // blocks.parts, piece % blocks.parts
     # If D fills one part only, a tile's number along D counts for nothing: part 1 would be stored as part 0.
@@ -308,25 +308,25 @@ def _store_finished(ctx: Context, slot: Int32) -> None:
 
 
 @cute.jit
-def _add_or_write(ctx: Context, slot: Int32, errand: Errand) -> None:
+def _add_or_write(ctx: Context, slot: Int32, command: StoreCommand) -> None:
     """By one thread."""
-    if (errand.target & FIRST) == 0:
-        _add(ctx, slot, errand)
+    if (command.target & FIRST) == 0:
+        _add(ctx, slot, command)
     else:
         cute.arch.inline_ptx(
             "cp.async.bulk.global.shared::cta.bulk_group"
             f" [{{$r0}}], [{{$r1}}], {ctx.plan.blocks.registers * GROUP * 4};",
-            read_only_args=[errand.target - FIRST, ctx.sdQ[None, slot].iterator.toint()],
+            read_only_args=[command.target - FIRST, ctx.sdQ[None, slot].iterator.toint()],
         )
 
 
 @cute.jit
-def _store_gradient(ctx: Context, slot: Int32, errand: Errand) -> None:
+def _store_gradient(ctx: Context, slot: Int32, command: StoreCommand) -> None:
     """By one thread. The copy engine leaves out rows beyond the end."""
-    block, head, batch = (Int32(cute.arch.load(ctx.errands + (slot * WORDS + i), Int64)) for i in (1, 2, 3))
+    block, head, batch = (Int32(cute.arch.load(ctx.commands + (slot * WORDS + i), Int64)) for i in (1, 2, 3))
     warpgroups = ctx.plan.warpgroups
     place = block * warpgroups + (slot if slot < warpgroups else slot - warpgroups)
-    if errand.target == DV:
+    if command.target == DV:
         stage, target = slot_of(ctx, slot, ctx.plan.Dv), ctx.maps.mdV[None, None, head, batch]
         _store_rows(ctx.maps.store_dv, stage, target, place, 0)
     else:
@@ -345,64 +345,68 @@ def _store_rows(atom, stage: cute.Tensor, target: cute.Tensor, row: Int32, colum
 
 
 @cute.jit
-def _await_turn(errand: Errand) -> None:
-    seen = _count(errand.turns)
-    while seen < Int32(errand.awaited):
-        seen = _count(errand.turns)
+def wait_dq_semaphore(command: StoreCommand) -> None:
+    seen = _count(command.turns)
+    while seen < Int32(command.awaited):
+        seen = _count(command.turns)
     cute.arch.inline_ptx("fence.proxy.async;")
 
 
 @cute.jit
-def _end_turn(errand: Errand, counts: Int32) -> None:
+def advance_dq_semaphore(command: StoreCommand, counts: Int32) -> None:
     """Once all that this thread has added is there, which makes it seen as any store is: no fence between."""
     cute.arch.cp_async_bulk_wait_group(0, read=False)
     cute.arch.inline_ptx(
         "red.release.gpu.global.add.s32 [{$r0}], {$r1};",
-        read_only_args=[errand.turns, counts],
+        read_only_args=[command.turns, counts],
     )
 
 
 @cute.jit
-def _in_turn(ctx: Context, errand: Errand, piece: Int32, work: Work, block: Int64, n: Int32) -> Errand:
+def _ordered(
+    ctx: Context, command: StoreCommand, piece: Int32, work: TileState, block: Int64, n: Int32
+) -> StoreCommand:
     """After the tile, or pair, whose turn is before this one's, if that visits the block.
 
     A block's number counts the pieces of all tiles up to the last one that has added to it; those that visit
     a block are neighbours, and the first of them counts for those before.
     """
-    turn = tiles.read_turn(ctx, work.kv) if cutlass.const_expr(ctx.plan.tells_turns) else work.turn
-    follows = (turn.before.first <= n) & (n < turn.before.last)
-    earlier = turn.number * ctx.plan.config.dq_pieces
+    order = (
+        tiles.read_order(ctx, work.kv) if cutlass.const_expr(ctx.plan.load_warp_sends_order) else work.order
+    )
+    follows = (order.before.first <= n) & (n < order.before.last)
+    earlier = order.number * ctx.plan.config.dq_pieces
     counts = Int32(1) + (earlier if (piece == 0) & ~follows else Int32(0))
-    turns = (ctx.turns.iterator + block).toint()
-    return Errand(errand.target, turns, Int64(earlier if follows else Int32(0)), Int64(counts))
+    turns = (ctx.dq_semaphore.iterator + block).toint()
+    return StoreCommand(command.target, turns, Int64(earlier if follows else Int32(0)), Int64(counts))
 
 
 @cute.jit
-def _write(ctx: Context, slot: Int32, errand: Errand) -> None:
+def _write(ctx: Context, slot: Int32, command: StoreCommand) -> None:
     """By one thread; the barrier makes it visible."""
     for i in cutlass.range_constexpr(WORDS if ctx.plan.features.deterministic else 1):
-        cute.arch.store(ctx.errands + (slot * WORDS + i), errand[i])
+        cute.arch.store(ctx.commands + (slot * WORDS + i), command[i])
 
 
 @cute.jit
-def _read(ctx: Context, slot: Int32) -> Errand:
+def _read(ctx: Context, slot: Int32) -> StoreCommand:
     words = [Int64(0)] * WORDS
     for i in cutlass.range_constexpr(WORDS if ctx.plan.features.deterministic else 1):
-        words[i] = cute.arch.load(ctx.errands + (slot * WORDS + i), Int64)
-    return Errand(*words)
+        words[i] = cute.arch.load(ctx.commands + (slot * WORDS + i), Int64)
+    return StoreCommand(*words)
 
 
-def await_empty(slot: Int32) -> None:
+def wait_empty(slot: Int32) -> None:
     """By a warpgroup, for room for its next piece."""
     cute.arch.barrier(barrier_id=EMPTY + slot, number_of_threads=GROUP + WARP)
 
 
-def say_full(slot: Int32) -> None:
+def arrive_full(slot: Int32) -> None:
     """By a warpgroup, of what it leaves to a storing warp."""
     cute.arch.barrier_arrive(barrier_id=FULL + slot, number_of_threads=GROUP + WARP)
 
 
-def _say_empty(slot: Int32) -> None:
+def _arrive_empty(slot: Int32) -> None:
     cute.arch.barrier_arrive(barrier_id=EMPTY + slot, number_of_threads=GROUP + WARP)
 
 

@@ -18,7 +18,7 @@ from ...common.warps import WARP, WARPS
 from .. import wgmma
 from ..warps import LANES
 from .context import Context
-from .state import Thread, Work
+from .state import Thread, TileState
 
 
 class MaskRows(NamedTuple):
@@ -28,17 +28,17 @@ class MaskRows(NamedTuple):
     words: tuple
 
 
-class Made(NamedTuple):
+class Probs(NamedTuple):
     """Of a block's scores, in the order of their registers: what its dS needs, besides S itself."""
 
     P: cute.Tensor
-    slopes: cute.Tensor | None
+    dtanh: cute.Tensor | None
     """Of softcap, 16 bits."""
-    kept: cute.Tensor | None
+    keep_bits: cute.Tensor | None
 
 
 @cute.jit
-def mask_rows(ctx: Context, t: Thread, work: Work, n: Int32) -> MaskRows:
+def mask_rows(ctx: Context, t: Thread, work: TileState, n: Int32) -> MaskRows:
     """Found anew for every block: it would hold registers that products under way need."""
     heads = (work.head, work.head)
     rows = attn_mask.rows_of(ctx.mask, work.tile.batch, heads, work.positions, t.lane % LANES)
@@ -46,36 +46,36 @@ def mask_rows(ctx: Context, t: Thread, work: Work, n: Int32) -> MaskRows:
 
 
 @cute.jit
-def weigh(
+def recompute_p(
     ctx: Context,
     t: Thread,
-    work: Work,
+    work: TileState,
     n: Int32,
     q_at: Cursor,
     mask: MaskRows | None,
     masked: cutlass.Constexpr,
-) -> Made:
+) -> Probs:
     """Scores become weights, in place too."""
     plan = ctx.plan
     features = plan.features if masked else plan.features.without_float_mask
-    P, slopes, kept = wgmma.weights_fragment(plan.dtype, plan.queries), None, None
-    scores.change(t.S, ctx.params, features)
+    P, dtanh, keep_bits = wgmma.weights_fragment(plan.dtype, plan.queries), None, None
+    scores.scale_and_cap(t.S, ctx.params, features)
     if cutlass.const_expr(features.softcap):
-        slopes = wgmma.weights_fragment(plan.dtype, plan.queries)
-        _slopes(ctx, t, slopes, features)
+        dtanh = wgmma.weights_fragment(plan.dtype, plan.queries)
+        _dtanh(ctx, t, dtanh, features)
     if cutlass.const_expr(masked):
         fragment = wgmma_fragment(t.S, work.positions, n * plan.queries, t.lane)
         if cutlass.const_expr(features.mask):
             one_by_one = plan.adds_rows_one_by_one
-            attn_mask.change(ctx.mask, mask.rows, mask.words, n, fragment, one_by_one)
+            attn_mask.apply(ctx.mask, mask.rows, mask.words, n, fragment, one_by_one)
         if cutlass.const_expr(plan.band.masks):
-            bands.hide(work.band, plan.band, fragment)
-        if cutlass.const_expr(plan.config.tail):
-            _hide_rows(fragment, work.tile.Sk)
+            bands.mask(work.band, plan.band, fragment)
+        if cutlass.const_expr(plan.config.ragged_k):
+            _mask_rows_beyond_end(fragment, work.tile.Sk)
     scale = scores.softmax_scale(ctx.params, features)
-    lse, low = columns_of(ctx.sLse[None, q_at.stage], t), None
+    lse, low = columns_of(ctx.sLseLog2[None, q_at.stage], t), None
     if cutlass.const_expr(features.float_mask):
-        lse, low = (columns_of(stats[None, q_at.stage], t) for stats in (ctx.sNaturalLse, ctx.sLseLow))
+        lse, low = (columns_of(stats[None, q_at.stage], t) for stats in (ctx.sLse, ctx.sLseLow))
     for j in cutlass.range_constexpr(cute.size(t.S) // 4):
         of_column, low_of_column = _pair(lse, j), None if low is None else _pair(low, j)
         for i in cutlass.range_constexpr(4):
@@ -86,22 +86,22 @@ def weigh(
             t.S[4 * j + i] = cute.math.exp2(x, fastmath=True)
         round_to(four_of(t.S, j), four_of(P, j))
     if cutlass.const_expr(features.dropout):
-        kept = take_kept(ctx, t, q_at)
-    return Made(P, slopes, kept)
+        keep_bits = take_keep_bits(ctx, t, q_at)
+    return Probs(P, dtanh, keep_bits)
 
 
 @cute.jit
-def take_kept(ctx: Context, t: Thread, q_at: Cursor) -> cute.Tensor:
+def take_keep_bits(ctx: Context, t: Thread, q_at: Cursor) -> cute.Tensor:
     """Which of the thread's weights dropout keeps. Its ring turns with that of Q."""
-    ring.wait_full(ctx.kept, q_at)
+    ring.wait_full(ctx.keep_bits, q_at)
     own_warp = t.warpgroup * WARPS + t.index // WARP
-    kept = dropout.take(ctx.sKept[None, None, own_warp, q_at.stage], t.lane)
-    ring.release(ctx.kept, q_at)
-    return kept
+    keep_bits = dropout.take(ctx.sKeepBits[None, None, own_warp, q_at.stage], t.lane)
+    ring.release(ctx.keep_bits, q_at)
+    return keep_bits
 
 
 @cute.jit
-def _slopes(ctx: Context, t: Thread, slopes: cute.Tensor, features: cutlass.Constexpr) -> None:
+def _dtanh(ctx: Context, t: Thread, dtanh: cute.Tensor, features: cutlass.Constexpr) -> None:
     """Derivatives of the capped scores."""
     inverse = 1.0 / (ctx.params.softcap * scores.unit(features))
     for j in cutlass.range_constexpr(cute.size(t.S) // 4):
@@ -109,35 +109,35 @@ def _slopes(ctx: Context, t: Thread, slopes: cute.Tensor, features: cutlass.Cons
         for i in cutlass.range_constexpr(4):
             tanh = t.S[4 * j + i] * inverse
             values[i] = 1.0 - tanh * tanh
-        round_to(values, four_of(slopes, j))
+        round_to(values, four_of(dtanh, j))
 
 
 @cute.jit
-def dropped(ctx: Context, made: Made) -> cute.Tensor:
+def dropped(ctx: Context, probs: Probs) -> cute.Tensor:
     """The weights that dropout leaves."""
     if cutlass.const_expr(not ctx.plan.features.dropout):
-        return made.P
+        return probs.P
     dropped = wgmma.weights_fragment(ctx.plan.dtype, ctx.plan.queries)
     for i in cutlass.range_constexpr(cute.size(dropped)):
-        dropped[i] = made.P[i]
-    dropout.KeyRows.drop(dropped, made.kept)
+        dropped[i] = probs.P[i]
+    dropout.KeyRows.drop(dropped, probs.keep_bits)
     return dropped
 
 
 @cute.jit
 def differentiate(
-    ctx: Context, t: Thread, work: Work, n: Int32, do_at: Cursor, made: Made, dP: cute.Tensor
+    ctx: Context, t: Thread, work: TileState, n: Int32, do_at: Cursor, probs: Probs, dP: cute.Tensor
 ) -> cute.Tensor:
     """dS = P (dP - delta), with respect to scaled scores."""
     features = ctx.plan.features
     dS = wgmma.weights_fragment(ctx.plan.dtype, ctx.plan.queries)
     if cutlass.const_expr(features.dropout):
-        dropout.KeyRows.drop(dP, made.kept)
+        dropout.KeyRows.drop(dP, probs.keep_bits)
     delta = columns_of(ctx.sDelta[None, do_at.stage], t)
     for j in cutlass.range_constexpr(cute.size(dP) // 4):
         of_column, weights = _pair(delta, j), four_of(t.S, j)
-        if cutlass.const_expr(ctx.plan.config.round_weights or ctx.plan.config.split):
-            weights = widened(four_of(made.P, j))
+        if cutlass.const_expr(ctx.plan.config.round_weights or ctx.plan.config.role_split):
+            weights = widened(four_of(probs.P, j))
         for i in cutlass.range_constexpr(4):
             gradient = dP[4 * j + i]
             if cutlass.const_expr(features.dropout):
@@ -146,10 +146,10 @@ def differentiate(
     if cutlass.const_expr(features.dmask):
         add_dmask(ctx, work, n, wgmma_fragment(dP, work.positions, n * ctx.plan.queries, t.lane))
     for j in cutlass.range_constexpr(cute.size(dP) // 4):
-        if cutlass.const_expr(made.slopes is not None):
-            slopes = widened(four_of(made.slopes, j))
+        if cutlass.const_expr(probs.dtanh is not None):
+            dtanh = widened(four_of(probs.dtanh, j))
             for i in cutlass.range_constexpr(4):
-                dP[4 * j + i] = dP[4 * j + i] * slopes[i]
+                dP[4 * j + i] = dP[4 * j + i] * dtanh[i]
         round_to(four_of(dP, j), four_of(dS, j))
     return dS
 
@@ -160,7 +160,7 @@ def four_of(registers: cute.Tensor, j: int) -> cute.Tensor:
 
 
 @cute.jit
-def _hide_rows(fragment: Fragment, Sk: Int32) -> None:
+def _mask_rows_beyond_end(fragment: Fragment, Sk: Int32) -> None:
     for r in cutlass.range_constexpr(len(fragment.rows)):
         hidden = fragment.rows[r] >= Sk
         for c in cutlass.range_constexpr(len(fragment.offsets)):

@@ -48,8 +48,8 @@ class Context:
     """One stage: values that the loading warp waits for itself, as other sequences' follow them."""
     work_tile: cute.Pointer
     """`WORK_TILE_WORDS` words for each stage of Q."""
-    kept: Ring | None
-    sKept: cute.Tensor | None
+    keep_bits: Ring | None
+    sKeepBits: cute.Tensor | None
     """(32, words, consumer warps, kv_stages): see `dropout.take`."""
     cta_pair: CtaPair | None
     """What the CTAs of a cluster share besides K and V."""

@@ -33,7 +33,7 @@ def epilogue(ctx: Context, t: Thread, tile: Tile, q_at: Cursor) -> None:
     for r in cutlass.range_constexpr(2):
         for c in cutlass.range_constexpr(cute.size(values, mode=[1])):
             values[r, c] = values[r, c] * inverse[r]
-            if cutlass.const_expr(plan.hides_rows):
+            if cutlass.const_expr(plan.rows_may_be_masked):
                 # Hidden values may be anything, NaN too.
                 values[r, c] = values[r, c] if inverse[r] != 0.0 else Float32(0.0)
     rounded = cute.make_rmem_tensor(t.O.layout, plan.dtype)
@@ -50,7 +50,7 @@ def epilogue(ctx: Context, t: Thread, tile: Tile, q_at: Cursor) -> None:
     atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), plan.dtype)
     copy = cute.make_tiled_copy_C(atom, wgmma.output_mma(plan.dtype, plan.Dv)).get_slice(t.index)
     cute.copy(atom, copy.retile(rounded), copy.partition_D(staged))
-    if cutlass.const_expr(plan.stores_by_copy_engine):
+    if cutlass.const_expr(plan.stores_by_tma):
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         _store_box(ctx, pieces[None, None, own_warp], tile, t, own_warp)
@@ -81,8 +81,8 @@ def _store_lse(ctx: Context, ends: softmax.Final, tile: Tile, t: Thread) -> None
     group = ctx.maps.mQ.shape[0][0]
     for r in cutlass.range_constexpr(2):
         row = t.row + 8 * r
-        i = _first_position(ctx, tile, t) + row // plan.pack
-        h = tile.q_head_group * plan.pack + row % plan.pack
+        i = _first_position(ctx, tile, t) + row // plan.pack_gqa
+        h = tile.q_head_group * plan.pack_gqa + row % plan.pack_gqa
         if (t.lane % LANES == 0) & (i < tile.Sq) & (h < group):
             head = tile.kv_head * group + h
             if cutlass.const_expr(plan.features.varlen):
@@ -99,8 +99,8 @@ def _store_box(ctx: Context, piece: cute.Tensor, tile: Tile, t: Thread, own_warp
     plan = ctx.plan
     box_heads, box_positions = plan.store_box
     row = own_warp * WARP_ROWS
-    heads = tile.q_head_group * (plan.pack // box_heads) + row % plan.pack // box_heads
-    position = (_first_position(ctx, tile, t) + row // plan.pack) // box_positions
+    heads = tile.q_head_group * (plan.pack_gqa // box_heads) + row % plan.pack_gqa // box_heads
+    position = (_first_position(ctx, tile, t) + row // plan.pack_gqa) // box_positions
     mO = ctx.maps.mO[None, None, tile.kv_head, tile.batch]
     gO = cute.local_tile(mO, (plan.store_box, plan.Dv), ((heads, position), 0))
     s, g = cpasync.tma_partition(
@@ -121,8 +121,8 @@ def _store_rows(ctx: Context, piece: cute.Tensor, tile: Tile, t: Thread, own_war
     for e in cutlass.range(t.lane, WARP_ROWS * chunks, WARP, unroll=1):
         own_row, chunk = e // chunks, e % chunks
         row = own_warp * WARP_ROWS + own_row
-        i = _first_position(ctx, tile, t) + row // plan.pack
-        h = tile.q_head_group * plan.pack + row % plan.pack
+        i = _first_position(ctx, tile, t) + row // plan.pack_gqa
+        h = tile.q_head_group * plan.pack_gqa + row % plan.pack_gqa
         if (i < tile.Sq) & (h < group):
             source = cute.local_tile(piece, (1, 8), (own_row, chunk))
             target = cute.local_tile(

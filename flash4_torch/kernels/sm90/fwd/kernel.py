@@ -26,9 +26,9 @@ from ...common.warps import GROUP, WARP, WARPS
 from ..warps import ROWS
 from .context import Context, Layouts
 from .load import load
-from .mainloop import consume
+from .mainloop import mainloop
 from .plan import Plan
-from .rng import draw
+from .rng import dropout_bits
 
 
 @cute.kernel
@@ -59,11 +59,11 @@ def forward_kernel(
     if cutlass.const_expr(not plan.config.o_over_q):
         rows = cute.make_layout((ROWS * plan.Dv, plan.warpgroups))
         sO = memory.allocate_tensor(plan.dtype, rows, byte_alignment=1024)
-    kept, sKept = None, None
+    keep_bits, sKeepBits = None, None
     if cutlass.const_expr(plan.features.dropout):
-        kept = _ring(memory, plan.config.kv_stages)
+        keep_bits = _ring(memory, plan.config.kv_stages)
         lanes = (WARP, dropout.words(plan.keys), plan.consumer_warps, plan.config.kv_stages)
-        sKept = memory.allocate_tensor(Uint32, cute.make_layout(lanes), 16)
+        sKeepBits = memory.allocate_tensor(Uint32, cute.make_layout(lanes), 16)
     ctx = Context(
         plan=plan,
         params=params,
@@ -78,8 +78,8 @@ def forward_kernel(
         load_v=_ring(memory, plan.config.kv_stages, peer),
         sequence_end=_ring(memory, 1),
         work_tile=memory.allocate_array(Int32, WORK_TILE_WORDS * plan.config.q_stages),
-        kept=kept,
-        sKept=sKept,
+        keep_bits=keep_bits,
+        sKeepBits=sKeepBits,
         cta_pair=make_cta_pair(memory, peer),
         out=out,
         lse=lse,
@@ -95,7 +95,7 @@ def forward_kernel(
         for edge in (ctx.load_k, ctx.load_v, ctx.sequence_end):
             ring.initialise(edge, plan.consumer_warps)
         if cutlass.const_expr(plan.features.dropout):
-            ring.initialise(ctx.kept, plan.consumer_warps, writers=plan.drawers)
+            ring.initialise(ctx.keep_bits, plan.consumer_warps, writers=plan.rng_warps)
         if cutlass.const_expr(plan.cluster_size > 1):
             ring.initialise(ctx.cta_pair.work_ring, 1)
         cute.arch.mbarrier_init_fence()
@@ -107,23 +107,23 @@ def forward_kernel(
         cute.arch.setmaxregister_decrease(plan.registers.producer)
         if warp == 0:
             load(ctx)
-        elif cutlass.const_expr(plan.features.dropout and not plan.features.drawing_warpgroup):
-            draw(ctx, warp - 1)
-    elif cutlass.const_expr(plan.features.drawing_warpgroup):
+        elif cutlass.const_expr(plan.features.dropout and not plan.features.rng_warpgroup):
+            dropout_bits(ctx, warp - 1)
+    elif cutlass.const_expr(plan.features.rng_warpgroup):
         if group > plan.warpgroups:
-            cute.arch.setmaxregister_decrease(plan.registers.drawer)
-            draw(ctx, warp % WARPS)
+            cute.arch.setmaxregister_decrease(plan.registers.rng_warp)
+            dropout_bits(ctx, warp % WARPS)
         else:
-            _consume(ctx, group - 1)
+            _mainloop(ctx, group - 1)
     else:
-        _consume(ctx, group - 1)
+        _mainloop(ctx, group - 1)
     cluster_sync_exit(plan.cluster_size)
 
 
 @cute.jit
-def _consume(ctx: Context, warpgroup: Int32) -> None:
+def _mainloop(ctx: Context, warpgroup: Int32) -> None:
     cute.arch.setmaxregister_increase(ctx.plan.registers.consumer)
-    consume(ctx, warpgroup)
+    mainloop(ctx, warpgroup)
 
 
 def _allocate(memory: SmemAllocator, plan: Plan, layout: cute.ComposedLayout) -> cute.Tensor:

@@ -22,12 +22,12 @@ from .. import wgmma
 from ..warps import LANES
 from .context import Context
 from .epilogue import epilogue
-from .plan import TURN
-from .state import Share, Thread, Work
+from .plan import WARP_SCHEDULER
+from .state import Thread, TileState, WarpgroupSlice
 
 
 @cute.jit
-def consume(ctx: Context, warpgroup: Int32) -> None:
+def mainloop(ctx: Context, warpgroup: Int32) -> None:
     plan = ctx.plan
     thread, _, _ = cute.arch.thread_idx()
     t = Thread(
@@ -40,7 +40,7 @@ def consume(ctx: Context, warpgroup: Int32) -> None:
     )
     if cutlass.const_expr(plan.config.pingpong):
         if warpgroup == plan.warpgroups - 1:
-            _pass_turn(ctx, t)
+            _warp_scheduler_arrive(ctx, t)
     if cutlass.const_expr(plan.config.next_tile):
         _tiles_overlapped(ctx, t)
     else:
@@ -56,11 +56,11 @@ def _tiles(ctx: Context, t: Thread) -> None:
     tile = tiles.read(ctx, ctx.load_q, q_at)
     while tile.index >= 0:
         blocks = tiles.blocks_of(ctx, tile)
-        work = _work(ctx, t, tile, blocks, _share(ctx, t, tile, blocks))
-        if cutlass.const_expr(plan.passes_both):
-            k_at, v_at = _pass_both(ctx, t, work.share.before, k_at, v_at)
+        work = _work(ctx, t, tile, blocks, _slice(ctx, t, tile, blocks))
+        if cutlass.const_expr(plan.skips_both):
+            k_at, v_at = _skip_both(ctx, t, work.rows.before, k_at, v_at)
         else:
-            k_at = _pass_k(ctx, t, work.share.before, k_at)
+            k_at = _skip_k(ctx, t, work.rows.before, k_at)
         ring.wait_full(ctx.load_k, k_at)
         _first_scores(ctx, t, work, q_at, k_at)
         k_at, v_at = _blocks(ctx, t, work, q_at, k_at, v_at)
@@ -68,7 +68,7 @@ def _tiles(ctx: Context, t: Thread) -> None:
         ring.release(ctx.load_v, v_at)
         v_at = ring.after(v_at, plan.config.kv_stages)
         if cutlass.const_expr(plan.band.left):
-            k_at, v_at = _pass_both(ctx, t, work.share.after, k_at, v_at)
+            k_at, v_at = _skip_both(ctx, t, work.rows.after, k_at, v_at)
         epilogue(ctx, t, tile, q_at)
         q_at = ring.after(q_at, plan.config.q_stages)
         tile = tiles.read(ctx, ctx.load_q, q_at)
@@ -84,76 +84,76 @@ def _tiles_overlapped(ctx: Context, t: Thread) -> None:
     plan = ctx.plan
     q_at, k_at, v_at = ring.start(), ring.start(), ring.start()
     tile = tiles.read(ctx, ctx.load_q, q_at)
-    share = _share(ctx, t, tile, tiles.blocks_of(ctx, tile))
+    slice_ = _slice(ctx, t, tile, tiles.blocks_of(ctx, tile))
     if cutlass.const_expr(plan.features.varlen):
         # A CTA may draw no tile that has rows.
         if tile.index >= 0:
-            k_at = _await_first_k(ctx, t, share, k_at)
+            k_at = _await_first_k(ctx, t, slice_, k_at)
     else:
-        k_at = _await_first_k(ctx, t, share, k_at)
+        k_at = _await_first_k(ctx, t, slice_, k_at)
     _issue_scores(ctx, t, q_at, k_at)
     while tile.index >= 0:
-        work = _work(ctx, t, tile, tiles.blocks_of(ctx, tile), share)
+        work = _work(ctx, t, tile, tiles.blocks_of(ctx, tile), slice_)
         wgmma.wait(0)
         k_at, v_at = _blocks(ctx, t, work, q_at, k_at, v_at)
         own_q, q_at = q_at, ring.after(q_at, plan.config.q_stages)
         next_tile = tiles.read(ctx, ctx.load_q, q_at)
-        next_share = _share(ctx, t, next_tile, tiles.blocks_of(ctx, next_tile))
+        next_slice = _slice(ctx, t, next_tile, tiles.blocks_of(ctx, next_tile))
         if next_tile.index >= 0:
-            k_at = _await_first_k(ctx, t, next_share, k_at)
+            k_at = _await_first_k(ctx, t, next_slice, k_at)
         _issue_scores(ctx, t, q_at, k_at)
         wgmma.wait(1)
         ring.release(ctx.load_v, v_at)
         v_at = ring.after(v_at, plan.config.kv_stages)
         epilogue(ctx, t, tile, own_q)
-        tile, share = next_tile, next_share
+        tile, slice_ = next_tile, next_slice
     wgmma.wait(0)
 
 
 @cute.jit
-def _await_first_k(ctx: Context, t: Thread, share: Share, k_at: Cursor) -> Cursor:
+def _await_first_k(ctx: Context, t: Thread, slice_: WarpgroupSlice, k_at: Cursor) -> Cursor:
     """Where K of the warpgroup's first block is, once it is there."""
-    k_at = _pass_k(ctx, t, share.before, k_at)
+    k_at = _skip_k(ctx, t, slice_.before, k_at)
     ring.wait_full(ctx.load_k, k_at)
     return k_at
 
 
 @cute.jit
-def _share(ctx: Context, t: Thread, tile: Tile, blocks: Blocks) -> Share:
+def _slice(ctx: Context, t: Thread, tile: Tile, blocks: Blocks) -> WarpgroupSlice:
     plan = ctx.plan
     first = (tile.index * plan.warpgroups + t.warpgroup) * plan.tokens
     last = cutlass.min(first + plan.tokens, tile.Sq) - 1
     whole, own = blocks.span, tiles.own_span(ctx, tile, blocks, first, last)
     before, count, after = whole.last - own.last, own.last - own.first, own.first - whole.first
-    return Share(first, last, own.last - 1, before, count, after)
+    return WarpgroupSlice(first, last, own.last - 1, before, count, after)
 
 
 @cute.jit
-def _work(ctx: Context, t: Thread, tile: Tile, blocks: Blocks, share: Share) -> Work:
+def _work(ctx: Context, t: Thread, tile: Tile, blocks: Blocks, slice_: WarpgroupSlice) -> TileState:
     plan = ctx.plan
     band = tiles.band_of(ctx, tile)
     rows = (t.row, t.row + 8)
-    positions = tuple(share.first + row // plan.pack for row in rows)
-    narrow, mask = Boolean(False), None
-    if cutlass.const_expr(plan.config.half):
-        seen = cutlass.min(band.Sk, share.last + band.highest + 1)
-        narrow = seen - share.top * plan.keys <= plan.keys // 2
+    positions = tuple(slice_.first + row // plan.pack_gqa for row in rows)
+    half_block, mask = Boolean(False), None
+    if cutlass.const_expr(plan.config.half_block):
+        seen = cutlass.min(band.Sk, slice_.last + band.highest + 1)
+        half_block = seen - slice_.top * plan.keys <= plan.keys // 2
     if cutlass.const_expr(plan.features.mask):
         head = tiles.query_head(ctx, tile)
-        heads = tuple(head + row % plan.pack for row in rows)
+        heads = tuple(head + row % plan.pack_gqa for row in rows)
         mask = attn_mask.rows_of(ctx.mask, tile.batch, heads, positions, t.lane % LANES)
-    return Work(tile, share, band, blocks, positions, narrow, mask)
+    return TileState(tile, slice_, band, blocks, positions, half_block, mask)
 
 
 @cute.jit
-def _blocks(ctx: Context, t: Thread, work: Work, q_at: Cursor, k_at: Cursor, v_at: Cursor):
+def _blocks(ctx: Context, t: Thread, work: TileState, q_at: Cursor, k_at: Cursor, v_at: Cursor):
     """All blocks, of which the first one's scores are there; leaves the last PV under way, its V held."""
     plan = ctx.plan
     ring.release(ctx.load_k, k_at)
     k_at = ring.after(k_at, plan.config.kv_stages)
-    n, _ = tiles.block_at(ctx, work.blocks, work.share.top)
-    if cutlass.const_expr(plan.config.half):
-        if work.narrow:
+    n, _ = tiles.block_at(ctx, work.blocks, work.rows.top)
+    if cutlass.const_expr(plan.config.half_block):
+        if work.half_block:
             _first_weights(ctx, t, work, _lower_half(t.S), n)
             for i in cutlass.range_constexpr(cute.size(t.S) // 2, cute.size(t.S)):
                 t.S[i] = Float32(0.0)
@@ -161,44 +161,48 @@ def _blocks(ctx: Context, t: Thread, work: Work, q_at: Cursor, k_at: Cursor, v_a
             _first_weights(ctx, t, work, t.S, n)
     else:
         _first_weights(ctx, t, work, t.S, n)
-    _round_weights(ctx, t, _pass_kept(ctx, work.share.before, v_at))
-    if cutlass.const_expr(plan.band.hides and not plan.passes_both):
-        v_at = _pass(ctx.load_v, work.share.before, v_at)
-    if cutlass.const_expr(plan.cuts_at_the_end):
-        k_at, v_at = _blocks_cut_at_the_end(ctx, t, work, q_at, k_at, v_at)
+    _round_weights(ctx, t, _skip_bits(ctx, work.rows.before, v_at))
+    if cutlass.const_expr(plan.band.may_mask_rows and not plan.skips_both):
+        v_at = _skip(ctx.load_v, work.rows.before, v_at)
+    if cutlass.const_expr(plan.only_end_is_partial):
+        k_at, v_at = _blocks_partial_at_end(ctx, t, work, q_at, k_at, v_at)
     else:
-        k_at, v_at = _blocks_cut_anywhere(ctx, t, work, q_at, k_at, v_at)
+        k_at, v_at = _blocks_partial_anywhere(ctx, t, work, q_at, k_at, v_at)
     if cutlass.const_expr(not plan.config.o_over_q):
         ring.release(ctx.load_q, q_at)
     ring.wait_full(ctx.load_v, v_at)
-    wgmma.accumulate(t.O, t.P, ctx.sV[None, None, v_at.stage], work.share.count > 1)
+    wgmma.accumulate(t.O, t.P, ctx.sV[None, None, v_at.stage], work.rows.count > 1)
     return k_at, v_at
 
 
 @cute.jit
-def _blocks_cut_at_the_end(ctx: Context, t: Thread, work: Work, q_at: Cursor, k_at: Cursor, v_at: Cursor):
+def _blocks_partial_at_end(
+    ctx: Context, t: Thread, work: TileState, q_at: Cursor, k_at: Cursor, v_at: Cursor
+):
     """The blocks after the first one, where those that have to be masked come first."""
-    plan, count, cut = ctx.plan, work.share.count, Int32(1)
+    plan, count, num_partial = ctx.plan, work.rows.count, Int32(1)
     if cutlass.const_expr(plan.band.right):
-        whole = bands.whole_blocks(work.band, plan.inner_band, work.share.first)
-        cut = cutlass.min(cutlass.max(work.share.top + 1 - whole, 1), count)
-        for i in cutlass.range(1, cut, unroll=1):
-            k_at, v_at = _block(ctx, t, work, i, work.share.top - i, True, q_at, k_at, v_at)
-    for i in cutlass.range(cut, count, unroll=1):
-        k_at, v_at = _block(ctx, t, work, i, work.share.top - i, False, q_at, k_at, v_at)
+        full = bands.full_blocks(work.band, plan.inner_band, work.rows.first)
+        num_partial = cutlass.min(cutlass.max(work.rows.top + 1 - full, 1), count)
+        for i in cutlass.range(1, num_partial, unroll=1):
+            k_at, v_at = _block(ctx, t, work, i, work.rows.top - i, True, q_at, k_at, v_at)
+    for i in cutlass.range(num_partial, count, unroll=1):
+        k_at, v_at = _block(ctx, t, work, i, work.rows.top - i, False, q_at, k_at, v_at)
     return k_at, v_at
 
 
 @cute.jit
-def _blocks_cut_anywhere(ctx: Context, t: Thread, work: Work, q_at: Cursor, k_at: Cursor, v_at: Cursor):
+def _blocks_partial_anywhere(
+    ctx: Context, t: Thread, work: TileState, q_at: Cursor, k_at: Cursor, v_at: Cursor
+):
     """The blocks after the first one, where any of them may have to be masked."""
     plan = ctx.plan
-    for i in cutlass.range(1, work.share.count, unroll=1):
-        n, mixed = tiles.block_at(ctx, work.blocks, work.share.top - i)
-        cut = mixed | bands.cuts(work.band, plan.inner_band, n, work.share.first, work.share.last)
+    for i in cutlass.range(1, work.rows.count, unroll=1):
+        n, partial = tiles.block_at(ctx, work.blocks, work.rows.top - i)
+        partial = partial | bands.is_partial(work.band, plan.inner_band, n, work.rows.first, work.rows.last)
         # The branch is round all of a block: one between its products would have to wait for both.
         # A vote is known to be the same in all lanes, which keeps the products' addresses uniform.
-        if cute.arch.vote_any_sync(cut):
+        if cute.arch.vote_any_sync(partial):
             k_at, v_at = _block(ctx, t, work, i, n, True, q_at, k_at, v_at)
         else:
             k_at, v_at = _block(ctx, t, work, i, n, False, q_at, k_at, v_at)
@@ -209,7 +213,7 @@ def _blocks_cut_anywhere(ctx: Context, t: Thread, work: Work, q_at: Cursor, k_at
 def _block(
     ctx: Context,
     t: Thread,
-    work: Work,
+    work: TileState,
     i: Int32,
     n: Int32,
     masked: cutlass.Constexpr,
@@ -220,11 +224,11 @@ def _block(
     """QK of the i-th block, number n, under PV of the one before."""
     plan = ctx.plan
     ring.wait_full(ctx.load_k, k_at)
-    _wait_turn(ctx, t)
+    _warp_scheduler_wait(ctx, t)
     wgmma.scores(t.S, _own_q(ctx, t, q_at), ctx.sK[None, None, k_at.stage])
     ring.wait_full(ctx.load_v, v_at)
     wgmma.accumulate(t.O, t.P, ctx.sV[None, None, v_at.stage], i > 1)
-    _pass_turn(ctx, t)
+    _warp_scheduler_arrive(ctx, t)
     words = _mask_words(ctx, work, n) if masked else ()
     wgmma.wait(1)
     ring.release(ctx.load_k, k_at)
@@ -232,16 +236,16 @@ def _block(
     values, scale = wgmma.rows_of(t.S), scores.softmax_scale(ctx.params, plan.features)
     method = plan.softmax_of(masked)
     block = softmax.next_block(values, t.rows, scale, method)
-    cut, columns = plan.columns_before_wait, cute.size(values, mode=[1])
-    softmax.exp2_columns(values, t.rows, block, scale, method, 0, cut)
+    early, columns = plan.columns_before_wait, cute.size(values, mode=[1])
+    softmax.exp2_columns(values, t.rows, block, scale, method, 0, early)
     if cutlass.const_expr(plan.config.exp_quarters_before_pv):
         wgmma.wait_after(t.rows.row_sum)
     else:
         wgmma.wait(0)
     ring.release(ctx.load_v, v_at)
     softmax.rescale_output(wgmma.rows_of(t.O), block.factors, method)
-    if cutlass.const_expr(cut < columns):
-        softmax.exp2_columns(values, t.rows, block, scale, method, cut, columns)
+    if cutlass.const_expr(early < columns):
+        softmax.exp2_columns(values, t.rows, block, scale, method, early, columns)
     k_at, v_at = ring.after(k_at, plan.config.kv_stages), ring.after(v_at, plan.config.kv_stages)
     _round_weights(ctx, t, v_at)
     return k_at, v_at
@@ -249,21 +253,21 @@ def _block(
 
 @cute.jit
 def _issue_scores(ctx: Context, t: Thread, q_at: Cursor, k_at: Cursor) -> None:
-    _wait_turn(ctx, t)
+    _warp_scheduler_wait(ctx, t)
     wgmma.scores(t.S, _own_q(ctx, t, q_at), ctx.sK[None, None, k_at.stage])
-    _pass_turn(ctx, t)
+    _warp_scheduler_arrive(ctx, t)
 
 
 @cute.jit
-def _first_scores(ctx: Context, t: Thread, work: Work, q_at: Cursor, k_at: Cursor) -> None:
+def _first_scores(ctx: Context, t: Thread, work: TileState, q_at: Cursor, k_at: Cursor) -> None:
     """The first block's scores, or their lower half."""
     plan = ctx.plan
-    if cutlass.const_expr(plan.config.half):
-        if work.narrow:
-            _wait_turn(ctx, t)
+    if cutlass.const_expr(plan.config.half_block):
+        if work.half_block:
+            _warp_scheduler_wait(ctx, t)
             half = cute.local_tile(ctx.sK[None, None, k_at.stage], (plan.keys // 2, plan.D), (0, 0))
             wgmma.scores(_lower_half(t.S), _own_q(ctx, t, q_at), half)
-            _pass_turn(ctx, t)
+            _warp_scheduler_arrive(ctx, t)
             wgmma.wait(0)
         else:
             _issue_scores(ctx, t, q_at, k_at)
@@ -274,27 +278,27 @@ def _first_scores(ctx: Context, t: Thread, work: Work, q_at: Cursor, k_at: Curso
 
 
 @cute.jit
-def _first_weights(ctx: Context, t: Thread, work: Work, S: cute.Tensor, n: Int32) -> None:
+def _first_weights(ctx: Context, t: Thread, work: TileState, S: cute.Tensor, n: Int32) -> None:
     _finish_scores(ctx, t, work, S, n, ctx.plan.band, _mask_words(ctx, work, n))
     scale = scores.softmax_scale(ctx.params, ctx.plan.features)
     softmax.first_block(wgmma.rows_of(S), t.rows, scale, ctx.plan.softmax)
 
 
 @cute.jit
-def _finish_scores(ctx: Context, t: Thread, work: Work, S: cute.Tensor, n: Int32, band, words) -> None:
+def _finish_scores(ctx: Context, t: Thread, work: TileState, S: cute.Tensor, n: Int32, band, words) -> None:
     """Scale the scores of block n, and mask them unless `band` is None."""
     plan = ctx.plan
-    scores.change(S, ctx.params, plan.features)
+    scores.scale_and_cap(S, ctx.params, plan.features)
     if cutlass.const_expr(band is not None):
         fragment = wgmma_fragment(S, work.positions, n * plan.keys, t.lane)
         if cutlass.const_expr(plan.features.mask):
-            attn_mask.change(ctx.mask, work.mask, words, n, fragment)
+            attn_mask.apply(ctx.mask, work.mask, words, n, fragment)
         if cutlass.const_expr(band.masks):
-            bands.hide(work.band, band, fragment)
+            bands.mask(work.band, band, fragment)
 
 
 @cute.jit
-def _mask_words(ctx: Context, work: Work, n: Int32):
+def _mask_words(ctx: Context, work: TileState, n: Int32):
     """What is loaded of the mask before the scores are there."""
     if cutlass.const_expr(ctx.plan.features.mask):
         return attn_mask.words_of(work.mask, n)
@@ -306,11 +310,11 @@ def _round_weights(ctx: Context, t: Thread, at: Cursor) -> None:
     """S becomes P, the next product's operand; `at` is where its V will be, and what dropout keeps of it."""
     round_to(t.S, t.P)
     if cutlass.const_expr(ctx.plan.features.dropout):
-        ring.wait_full(ctx.kept, at)
+        ring.wait_full(ctx.keep_bits, at)
         own_warp = t.warpgroup * WARPS + t.index // WARP
-        kept = dropout.take(ctx.sKept[None, None, own_warp, at.stage], t.lane)
-        ring.release(ctx.kept, at)
-        dropout.QueryRows.drop(t.P, kept)
+        keep_bits = dropout.take(ctx.sKeepBits[None, None, own_warp, at.stage], t.lane)
+        ring.release(ctx.keep_bits, at)
+        dropout.QueryRows.drop(t.P, keep_bits)
 
 
 def _lower_half(S: cute.Tensor) -> cute.Tensor:
@@ -324,28 +328,28 @@ def _own_q(ctx: Context, t: Thread, at: Cursor) -> cute.Tensor:
 
 
 @cute.jit
-def _pass_k(ctx: Context, t: Thread, count: Int32, at: Cursor) -> Cursor:
+def _skip_k(ctx: Context, t: Thread, count: Int32, at: Cursor) -> Cursor:
     """Let `count` blocks of K go by: a stage is released only after it was seen full, or phases would mix."""
-    if cutlass.const_expr(ctx.plan.band.hides):
+    if cutlass.const_expr(ctx.plan.band.may_mask_rows):
         for _ in cutlass.range(count, unroll=1):
             ring.wait_full(ctx.load_k, at)
-            _wait_turn(ctx, t)
-            _pass_turn(ctx, t)
+            _warp_scheduler_wait(ctx, t)
+            _warp_scheduler_arrive(ctx, t)
             ring.release(ctx.load_k, at)
             at = ring.after(at, ctx.load_k.stages)
     return at
 
 
 @cute.jit
-def _pass_kept(ctx: Context, count: Int32, at: Cursor) -> Cursor:
+def _skip_bits(ctx: Context, count: Int32, at: Cursor) -> Cursor:
     """Let go by what dropout keeps of `count` blocks."""
-    if cutlass.const_expr(ctx.plan.features.dropout and ctx.plan.band.hides):
-        at = _pass(ctx.kept, count, at)
+    if cutlass.const_expr(ctx.plan.features.dropout and ctx.plan.band.may_mask_rows):
+        at = _skip(ctx.keep_bits, count, at)
     return at
 
 
 @cute.jit
-def _pass(edge: Ring, count: Int32, at: Cursor) -> Cursor:
+def _skip(edge: Ring, count: Int32, at: Cursor) -> Cursor:
     """Let `count` stages go by."""
     for _ in cutlass.range(count, unroll=1):
         ring.wait_full(edge, at)
@@ -355,24 +359,24 @@ def _pass(edge: Ring, count: Int32, at: Cursor) -> Cursor:
 
 
 @cute.jit
-def _pass_both(ctx: Context, t: Thread, count: Int32, k_at: Cursor, v_at: Cursor):
+def _skip_both(ctx: Context, t: Thread, count: Int32, k_at: Cursor, v_at: Cursor):
     """Let `count` blocks of K and V go by, in the order in which they are loaded."""
     for _ in cutlass.range(count, unroll=1):
-        k_at = _pass_k(ctx, t, Int32(1), k_at)
-        _pass_kept(ctx, Int32(1), v_at)
-        v_at = _pass(ctx.load_v, Int32(1), v_at)
+        k_at = _skip_k(ctx, t, Int32(1), k_at)
+        _skip_bits(ctx, Int32(1), v_at)
+        v_at = _skip(ctx.load_v, Int32(1), v_at)
     return k_at, v_at
 
 
 @cute.jit
-def _wait_turn(ctx: Context, t: Thread) -> None:
+def _warp_scheduler_wait(ctx: Context, t: Thread) -> None:
     if cutlass.const_expr(ctx.plan.config.pingpong):
-        cute.arch.barrier(barrier_id=TURN + t.warpgroup, number_of_threads=2 * GROUP)
+        cute.arch.barrier(barrier_id=WARP_SCHEDULER + t.warpgroup, number_of_threads=2 * GROUP)
 
 
 @cute.jit
-def _pass_turn(ctx: Context, t: Thread) -> None:
+def _warp_scheduler_arrive(ctx: Context, t: Thread) -> None:
     if cutlass.const_expr(ctx.plan.config.pingpong):
         after = t.warpgroup + 1
         after = Int32(0) if after == ctx.plan.warpgroups else after
-        cute.arch.barrier_arrive(barrier_id=TURN + after, number_of_threads=2 * GROUP)
+        cute.arch.barrier_arrive(barrier_id=WARP_SCHEDULER + after, number_of_threads=2 * GROUP)

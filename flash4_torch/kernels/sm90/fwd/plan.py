@@ -28,7 +28,7 @@ from ...common.softmax import Method
 from ...common.warps import GROUP, WARPS, registers_suffice
 from ..warps import LANES, ROWS, WARP_ROWS
 
-TURN = 1
+WARP_SCHEDULER = 1
 """The first of the named barriers by which warpgroups take turns."""
 DONE = 8
 """The first of the named barriers at which a warpgroup's warps have all read Q."""
@@ -39,7 +39,7 @@ class Registers(NamedTuple):
 
     consumer: int
     producer: int
-    drawer: int = 0
+    rng_warp: int = 0
 
 
 # By consumer warpgroups.
@@ -75,7 +75,7 @@ class Plan(NamedTuple):
 
     @property
     def threads(self) -> int:
-        return (self.warpgroups + 1 + self.features.drawing_warpgroup) * GROUP
+        return (self.warpgroups + 1 + self.features.rng_warpgroup) * GROUP
 
     @property
     def consumer_warps(self) -> int:
@@ -85,40 +85,40 @@ class Plan(NamedTuple):
     def registers(self) -> Registers:
         of = _REGISTERS
         if self.features.dropout:
-            beside = self.features.drawing_warpgroup
+            beside = self.features.rng_warpgroup
             of = _REGISTERS_BESIDE_DRAWERS if beside else _REGISTERS_OF_DRAWING_PRODUCERS
         return of[self.warpgroups]
 
     @property
-    def drawers(self) -> int:
+    def rng_warps(self) -> int:
         """Warps that draw for dropout."""
-        if self.features.drawing_warpgroup:
+        if self.features.rng_warpgroup:
             return WARPS
         return WARPS - 1 if self.features.dropout else 0
 
     @property
     def q_readers(self) -> int:
         """Warps that read which tile it is."""
-        return self.consumer_warps + self.drawers
+        return self.consumer_warps + self.rng_warps
 
     @property
-    def pack(self) -> int:
-        return self.config.pack
+    def pack_gqa(self) -> int:
+        return self.config.pack_gqa
 
     @property
     def tokens(self) -> int:
-        """Query positions of a warpgroup: each stands for `pack` rows."""
-        return ROWS // self.pack
+        """Query positions of a warpgroup: each stands for `pack_gqa` rows."""
+        return ROWS // self.pack_gqa
 
     @property
     def box(self) -> tuple[int, int]:
         """Heads and positions of a warpgroup's rows."""
-        return self.pack, self.tokens
+        return self.pack_gqa, self.tokens
 
     @property
     def store_box(self) -> tuple[int, int]:
         """Heads and positions of a warp's rows."""
-        heads = min(self.pack, WARP_ROWS)
+        heads = min(self.pack_gqa, WARP_ROWS)
         return heads, WARP_ROWS // heads
 
     @property
@@ -149,24 +149,24 @@ class Plan(NamedTuple):
         return keys // self.cluster_size, columns
 
     @property
-    def passed(self) -> int:
+    def skipped(self) -> int:
         """Blocks that a warpgroup may have to pass over before its first one."""
         others = self.tokens * (self.warpgroups * self.cluster_size - 1)
         return -(-others // self.keys) if self.features.right else 0
 
     @property
-    def passes_both(self) -> bool:
+    def skips_both(self) -> bool:
         """Whether V is passed over together with K; then any number of blocks may be."""
         return self.cluster_size > 1 and self.features.right and not self.config.next_tile
 
     @property
     def band(self) -> BandShape:
-        return BandShape(self.features.left, self.features.right, self.config.tail, self.keys)
+        return BandShape(self.features.left, self.features.right, self.config.ragged_k, self.keys)
 
     @property
     def inner_band(self) -> BandShape:
         """Of all blocks but the first one: only that one may hold the end of Sk."""
-        return self.band._replace(tail=False)
+        return self.band._replace(ragged_k=False)
 
     @property
     def columns_before_wait(self) -> int:
@@ -175,23 +175,23 @@ class Plan(NamedTuple):
         return columns * quarters // 16 * 4 if quarters else columns
 
     @property
-    def cuts_at_the_end(self) -> bool:
+    def only_end_is_partial(self) -> bool:
         """Whether only blocks at the right end may have to be masked: these then have a loop of their own.
 
         Not with `half`: ptxas would serialise the products.
         """
-        return not (self.features.left or self.features.mask or self.config.half)
+        return not (self.features.left or self.features.mask or self.config.half_block)
 
     @property
     def mask(self) -> MaskPlan:
         """How attn_mask's tables cut it into blocks."""
-        return MaskPlan(self.features.mask, self.config.queries, self.keys, self.pack)
+        return MaskPlan(self.features.mask, self.config.queries, self.keys, self.pack_gqa)
 
     @property
     def softmax(self) -> Method:
         return Method(
             LANES,
-            self.hides_rows,
+            self.rows_may_be_masked,
             self.config.lazy_rescale,
             Exponent(self.config.polynomial, 16),
             subtracts_max_first=self.features.float_mask,
@@ -202,12 +202,12 @@ class Plan(NamedTuple):
         return self.softmax._replace(subtracts_max_first=self.features.float_mask and masked)
 
     @property
-    def hides_rows(self) -> bool:
+    def rows_may_be_masked(self) -> bool:
         """Whether a block that is not skipped may be hidden from a whole row."""
-        return self.band.hides or self.features.varlen or bool(self.features.mask)
+        return self.band.may_mask_rows or self.features.varlen or bool(self.features.mask)
 
     @property
-    def stores_by_copy_engine(self) -> bool:
+    def stores_by_tma(self) -> bool:
         """A tile of a varlen call may end inside the box; then rows are stored one by one."""
         return not self.features.varlen
 
@@ -216,18 +216,18 @@ class Plan(NamedTuple):
         f, c = self.features, self.config
         assert f.D % 8 == 0 and f.Dv % 8 == 0 and 8 <= min(f.D, f.Dv) and max(f.D, f.Dv) <= 256
         assert c.keys % 16 == 0 and 16 <= c.keys <= 256
-        assert c.pack in (1, 2, 4, 8, 16, 32, 64)
+        assert c.pack_gqa in (1, 2, 4, 8, 16, 32, 64)
         assert not c.o_over_q or self.Dv <= self.D
-        assert not (f.dropout and c.pack > 1), "dropout's random numbers follow unpacked rows"
-        assert not c.half or (f.right and not f.mask)
+        assert not (f.dropout and c.pack_gqa > 1), "dropout's random numbers follow unpacked rows"
+        assert not c.half_block or (f.right and not f.mask)
         # A warpgroup passes over K before it passes over V, with `next_tile` even while it holds another V;
         # with `k_ahead` the last V before a K is not needed for that K to come.
-        assert self.passes_both or self.passed <= c.kv_stages - c.next_tile + c.k_ahead
+        assert self.skips_both or self.skipped <= c.kv_stages - c.next_tile + c.k_ahead
         assert c.cluster in (1, 2)
         if c.cluster > 1:
             assert not (f.varlen or f.mask or f.dropout)
         if c.next_tile:
-            assert c.q_stages > 1 and not f.left and not f.mask and not c.half
-        consumer, producer, drawer = self.registers
-        assert registers_suffice(self.threads, consumer * c.warpgroups + producer + drawer)
+            assert c.q_stages > 1 and not f.left and not f.mask and not c.half_block
+        consumer, producer, rng_warp = self.registers
+        assert registers_suffice(self.threads, consumer * c.warpgroups + producer + rng_warp)
         assert c.shared_memory(f) <= SHARED_MEMORY

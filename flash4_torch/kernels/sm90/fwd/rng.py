@@ -14,19 +14,19 @@ from .context import Context
 
 
 @cute.jit
-def draw(ctx: Context, drawer: Int32) -> None:
+def dropout_bits(ctx: Context, rng_warp: Int32) -> None:
     """Every block that is loaded, strips of 16 rows of it: for each of the consumers' warps.
 
     Drawing warps take turns, from block to block. A turn is four strips, and where that comes out even the
     same four of the second half of the warps: calls of the generator are long chains, several fill the gaps.
     """
     plan = ctx.plan
-    chance = dropout.load(ctx.rng_state, ctx.params.drop_byte, ctx.params.drop_fraction)
+    philox = dropout.load(ctx.rng_state, ctx.params.drop_byte, ctx.params.drop_fraction)
     lane = cute.arch.lane_idx()
     strips = dropout.strips(plan.keys)
     halves = 2 if plan.consumer_warps * strips % (2 * dropout.WARP_STRIPS) == 0 else 1
     warps = plan.consumer_warps // halves
-    turns, turn = warps * strips // dropout.WARP_STRIPS, drawer
+    turns, turn = warps * strips // dropout.WARP_STRIPS, rng_warp
     q_at, at = ring.start(), ring.start()
     tile = tiles.read(ctx, ctx.load_q, q_at)
     while tile.index >= 0:
@@ -36,17 +36,17 @@ def draw(ctx: Context, drawer: Int32) -> None:
         span = blocks.span
         for i in cutlass.range(span.last - span.first, unroll=1):
             n, _ = tiles.block_at(ctx, blocks, span.last - 1 - i)
-            ring.wait_empty(ctx.kept, at)
+            ring.wait_empty(ctx.keep_bits, at)
             while turn < turns:
                 place = Uint32(turn * dropout.WARP_STRIPS + lane // dropout.STRIP_LANES)
                 warp, strip = Int32(place // strips), place % strips
                 for half in cutlass.range_constexpr(halves):
                     of = warp + half * warps
-                    rows = dropout.QueryRows.at(chance, first + of * WARP_ROWS, head, lane)
-                    rows.draw(n * plan.keys, strip, ctx.sKept[None, None, of, at.stage])
-                turn += plan.drawers
+                    rows = dropout.QueryRows.at(philox, first + of * WARP_ROWS, head, lane)
+                    rows.generate(n * plan.keys, strip, ctx.sKeepBits[None, None, of, at.stage])
+                turn += plan.rng_warps
             turn -= turns
-            ring.fill(ctx.kept, at)
+            ring.fill(ctx.keep_bits, at)
             at = ring.after(at, plan.config.kv_stages)
         q_at = ring.after(q_at, plan.config.q_stages)
         tile = tiles.read(ctx, ctx.load_q, q_at)

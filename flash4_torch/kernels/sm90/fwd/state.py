@@ -34,7 +34,7 @@ class Thread(NamedTuple):
         return self.index // WARP * WARP_ROWS + self.lane // LANES
 
 
-class Share(NamedTuple):
+class WarpgroupSlice(NamedTuple):
     """What of a tile is this warpgroup's: query positions `first` to `last`, and some of its blocks.
 
     Of the tile's blocks, counted down, `before` and `after` are hidden from all its rows; it passes them.
@@ -49,15 +49,15 @@ class Share(NamedTuple):
     after: Int32
 
 
-class Work(NamedTuple):
+class TileState(NamedTuple):
     """A tile, as a thread sees it."""
 
     tile: Tile
-    share: Share
+    rows: WarpgroupSlice
     band: Band
     blocks: Blocks
     positions: tuple[Int32, Int32]
     """Query positions of the thread's rows."""
-    narrow: Boolean
+    half_block: Boolean
     """Whether the first block's upper half is hidden."""
     mask: attn_mask.Rows | None
