@@ -273,6 +273,6 @@ def _of_gradients_of(
         if behind is not None:
             yield POSTPROCESS, (behind,)
         if config.heads_apart:
-            yield GROUP_REDUCE, (backward.group_sums_plan(features),)
+            yield GROUP_REDUCE, (backward.group_reduce_plan(features),)
         if features.mask:
             yield MASK_BLOCKS, (backward.mask_plan(features.mask, config),)

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from . import backends, fast, ops
+from . import backends, fast_path, ops
 from .masks import Band
 from .ops import check
-from .ops.impl import Rules, dense_extent, describe
+from .ops.impl import CallOptions, dense_extent, describe
 from .ops.keywords import hides_unknown, no_argument
 
 if TYPE_CHECKING:
@@ -108,7 +108,9 @@ def attention(
     """
     if unknown:
         raise no_argument(attention, unknown)
-    call, launch = fast.find(q, k, v, attn_mask, window, causal, scale, softcap, dropout_p, deterministic)
+    call, launch = fast_path.lookup(
+        q, k, v, attn_mask, window, causal, scale, softcap, dropout_p, deterministic
+    )
     if launch is not None and (return_lse is False or return_lse is True):
         out, lse = launch(q, k, v)
         return (out, lse) if return_lse else out
@@ -128,15 +130,17 @@ def attention(
             deterministic=deterministic,
             return_lse=return_lse,
         )
-    q, k, v, attn_mask, band, rules = _dense_call(
+    q, k, v, attn_mask, band, options = _dense_call(
         q, k, v, causal, window, scale, softcap, attn_mask, dropout_p, deterministic, return_lse
     )
-    rng_state = ops.draw_rng_state(q.device) if rules["dropout_p"] > 0 else None
+    rng_state = ops.draw_rng_state(q.device) if options["dropout_p"] > 0 else None
     out, lse = ops.attention(
-        q, k, v, attn_mask, rng_state, window_left=band.left, window_right=band.right, **rules
+        q, k, v, attn_mask, rng_state, window_left=band.left, window_right=band.right, **options
     )
     if call is not None:
-        fast.remember(call, q, k, v, Rules(window_left=band.left, window_right=band.right, **rules))
+        fast_path.record(
+            call, q, k, v, CallOptions(window_left=band.left, window_right=band.right, **options)
+        )
     return (out, lse) if return_lse else out
 
 
@@ -160,12 +164,12 @@ def _dense_call(
     check.same_batch(q, k)
     attn_mask = check.attn_mask(attn_mask, q, k)
     band = check.band(causal, window)
-    rules = _rules(q, scale, softcap, dropout_p, deterministic)
+    options = _options(q, scale, softcap, dropout_p, deterministic)
     check.flag("return_lse", return_lse)
-    return q, k, v, attn_mask, band, rules
+    return q, k, v, attn_mask, band, options
 
 
-def _rules(
+def _options(
     q: Tensor, scale: float | None, softcap: float, dropout_p: float, deterministic: bool | None
 ) -> dict[str, Any]:
     return {
@@ -263,7 +267,7 @@ def attention_varlen(
     check.cu_seqlens("cu_seqlens_k", cu_seqlens_k, q)
     check.same_sequences(cu_seqlens_q, cu_seqlens_k)
     band = check.band(causal, window)
-    rules = _rules(q, scale, softcap, dropout_p, deterministic)
+    options = _options(q, scale, softcap, dropout_p, deterministic)
     check.flag("return_lse", return_lse)
     out, lse = ops.attention_varlen(
         q,
@@ -271,12 +275,12 @@ def attention_varlen(
         v,
         cu_seqlens_q,
         cu_seqlens_k,
-        ops.draw_rng_state(q.device) if rules["dropout_p"] > 0 else None,
+        ops.draw_rng_state(q.device) if options["dropout_p"] > 0 else None,
         max_seqlen_q=check.max_seqlen("max_seqlen_q", max_seqlen_q),
         max_seqlen_k=check.max_seqlen("max_seqlen_k", max_seqlen_k),
         window_left=band.left,
         window_right=band.right,
-        **rules,
+        **options,
     )
     return (out, lse) if return_lse else out
 
@@ -310,12 +314,12 @@ def support(
     """
     if unknown:
         raise no_argument(support, unknown)
-    q, k, v, attn_mask, band, rules = _dense_call(
+    q, k, v, attn_mask, band, options = _dense_call(
         q, k, v, causal, window, scale, softcap, attn_mask, dropout_p, deterministic, return_lse
     )
     mask_grad = attn_mask is not None and attn_mask.requires_grad
     wants_grad = mask_grad or any(x.requires_grad for x in (q, k, v))
-    described = Rules(window_left=band.left, window_right=band.right, **rules)
+    described = CallOptions(window_left=band.left, window_right=band.right, **options)
     problem = describe(q, v, dense_extent(q, k), attn_mask, described)
     reasons = backends.reasons(problem)
     if wants_grad:

@@ -57,7 +57,7 @@ class Call:
     left: int = 0
     right: int = 0
     section: int = 2
-    multiprocessors: int = 2
+    num_sms: int = 2
     mask: Tensor | None = None
     p: float = 0.0
     rng_state: Tensor | None = None
@@ -65,7 +65,7 @@ class Call:
     def __repr__(self) -> str:
         tensors = {"q": self.q, "k": self.k, "v": self.v, "dout": self.dout, "mask": self.mask}
         shapes = {name: (tuple(x.shape), x.stride()) for name, x in tensors.items() if x is not None}
-        names = ("lengths", "scale", "softcap", "left", "right", "section", "multiprocessors", "p")
+        names = ("lengths", "scale", "softcap", "left", "right", "section", "num_sms", "p")
         return f"Call({shapes} { {name: getattr(self, name) for name in names} })"
 
 
@@ -106,7 +106,7 @@ def calls(draw: st.DrawFn, features: Features, *, whole: int = 1, packed: bool =
         left=draw(st.integers(-200, 200)) if features.left else 0,
         right=right if features.right else 0,
         section=draw(st.integers(1, 5)),
-        multiprocessors=draw(st.integers(1, 4)),
+        num_sms=draw(st.integers(1, 4)),
         mask=draw(masks((B, Hq, Sq, Sk), features.mask)) if features.mask else None,
         p=draw(st.sampled_from([0.1, 0.5, 0.8])) if features.dropout else 0.0,
         rng_state=torch.tensor([draw(st.integers(0, 1 << 40)), draw(st.integers(0, 99))]),

@@ -67,7 +67,7 @@ def emulated(kernel: Kernel, call: Call, **schedule: Any) -> Iterator[emulate.De
     arch, _, _ = _LAUNCHES[type(config)]
     with (
         launches() as asked,
-        emulate.device(arch, multiprocessors=call.multiprocessors, **schedule) as device,
+        emulate.device(arch, num_sms=call.num_sms, **schedule) as device,
     ):
         yield device
     assert asked[-1].smem_bytes <= config.shared_memory(features), "the tables allow for less"
@@ -116,10 +116,12 @@ def run_backward(
     dq_acc, dq = torch.zeros(*stats.shape[1:-1], count, blocks.floats), None
     if config.whole_heads:
         B, _, Hk, _ = call.k.shape
-        ctas, group = min(call.multiprocessors, B * Hk), call.q.shape[2] // Hk
+        ctas, group = min(call.num_sms, B * Hk), call.q.shape[2] // Hk
         dq_acc = torch.full((ctas, group, count, blocks.floats), math.nan)
         dq = torch.full(call.q.shape, math.nan, dtype=call.q.dtype)
-    turns = torch.zeros(*stats.shape[1:-1], count, dtype=torch.int32) if features.deterministic else None
+    dq_semaphore = (
+        torch.zeros(*stats.shape[1:-1], count, dtype=torch.int32) if features.deterministic else None
+    )
     heads = call.q.shape[-2] if config.heads_apart else call.k.shape[-2]
     dk, dv = (
         torch.full((*x.shape[:-2], heads, x.shape[-1]), math.nan, dtype=x.dtype) for x in (call.k, call.v)
@@ -133,7 +135,7 @@ def run_backward(
     tensors = (call.q, call.k, call.v, call.dout, stats, dq_acc, dq, dk, dv)
     behind = (None if dmask is None else dmask.transpose(2, 3),)
     where = where or emulated(kernel, call, **schedule)
-    _launch(kernel, call, tensors, (turns,), mask, plan, behind, max(call.lengths[1]), where)
+    _launch(kernel, call, tensors, (dq_semaphore,), mask, plan, behind, max(call.lengths[1]), where)
     dk, dv = (
         x.unflatten(-2, (call.k.shape[-2], -1)).float().sum(-2).to(x.dtype) if config.heads_apart else x
         for x in (dk, dv)
@@ -154,7 +156,7 @@ def _launch(
     kernel: Kernel,
     call: Call,
     tensors: tuple[Tensor, ...],
-    behind_tickets: tuple[Tensor | None, ...],
+    behind_tile_counter: tuple[Tensor | None, ...],
     mask: Tensor | None,
     plan: MaskPlan | None,
     behind_mask: tuple[Tensor | None, ...],
@@ -162,13 +164,13 @@ def _launch(
     where: Where,
 ) -> None:
     features, config = kernel
-    tickets = torch.zeros(1, dtype=torch.int32)
+    tile_counter = torch.zeros(1, dtype=torch.int32)
     ends = [None, None]
     if features.varlen:
         ends = [torch.tensor([0, *torch.tensor(n).cumsum(0)], dtype=torch.int32) for n in call.lengths]
     byte, fraction = thresholds(call.p)
     numbers = (call.scale, call.softcap, call.left, call.right, longest)
-    rule = (*numbers, call.section, call.multiprocessors, byte, fraction, 1.0 / (1.0 - call.p))
+    rule = (*numbers, call.section, call.num_sms, byte, fraction, 1.0 / (1.0 - call.p))
     rng_state = call.rng_state if features.dropout else None
     with where as device:
         tables = None
@@ -176,12 +178,12 @@ def _launch(
             tables = torch.full((place(plan, *mask.shape).words,), -7, dtype=torch.int32)
             with device.touching(mask, tables):
                 compiled_tables(plan)(mask, tables)
-        before = (*tensors, tickets, *behind_tickets, *ends)
+        before = (*tensors, tile_counter, *behind_tile_counter, *ends)
         touched = (*before, mask, tables, *behind_mask, rng_state)
         with device.touching(*(x for x in touched if x is not None)):
             mask_args = None if plan is None else (mask, tables)
             compiled(features, config)(*before, mask_args, *behind_mask, rng_state, rule)
-    assert tickets.item() == 0
+    assert tile_counter.item() == 0
 
 
 @contextmanager
@@ -257,7 +259,7 @@ def gradients_are_right(kernel: Kernel, data: st.DataObject) -> None:
 def sums_have_an_order(kernel: Kernel) -> None:
     """The same bits of dQ where all tiles of a head run at once, a multiprocessor each."""
     lengths = ((300,), (900,))
-    call = drawn(kernel, lengths=lengths, multiprocessors=16, section=1, left=700, right=700)
+    call = drawn(kernel, lengths=lengths, num_sms=16, section=1, left=700, right=700)
     late, *others = (
         run_backward(kernel, call, schedule=schedule, seed=seed).dq
         for schedule, seed in (("late", 0), ("fuzz", 0), ("fuzz", 1))
@@ -307,12 +309,12 @@ def every_tile_is_drawn_once(kernel: Kernel, tiles: int) -> None:
     backward = isinstance(config, Sm90Backward | Sm100Backward)
     rows = config.keys if backward else config.queries
     lengths = ((150,) * 2, (rows * tiles - 7,) * 2)
-    for multiprocessors, schedule in ((1, "late"), (5, "fuzz")):
+    for num_sms, schedule in ((1, "late"), (5, "fuzz")):
         call = drawn(
             kernel,
             seed=tiles,
             lengths=lengths if backward else lengths[::-1],
-            multiprocessors=multiprocessors,
+            num_sms=num_sms,
             right=9,
         )
         if backward:

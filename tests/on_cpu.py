@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 import on_cpu_backward
-from flash4_torch import compile, fast
-from flash4_torch.backends import dispatch, tickets
+from flash4_torch import compile, fast_path
+from flash4_torch.backends import dispatch, tile_counters
 from flash4_torch.backends.compiled import MASK_BLOCKS, SM90A, Compiled, Target, backend, forward
 from flash4_torch.backends.compiled.targets import ForwardConfig
 from flash4_torch.backends.tiled import Tiled
@@ -97,10 +97,10 @@ def gpu(target: Target = SM90A) -> Iterator[Machine]:
         with (
             mock.patch.object(dispatch, "PRIORITY", (OnCpu(target), Tiled())),
             mock.patch.object(compile, "function", function),
-            mock.patch.object(tickets, "counter", counter),
-            mock.patch.object(tickets, "current_device", lambda: -1),
-            mock.patch.object(backend, "multiprocessors", lambda index: MULTIPROCESSORS),
-            mock.patch.object(fast, "_on_gpu", lambda x: True),
+            mock.patch.object(tile_counters, "counter", counter),
+            mock.patch.object(tile_counters, "current_device", lambda: -1),
+            mock.patch.object(backend, "num_sms", lambda index: MULTIPROCESSORS),
+            mock.patch.object(fast_path, "_on_gpu", lambda x: True),
         ):
             yield machine
     finally:
@@ -108,7 +108,7 @@ def gpu(target: Target = SM90A) -> Iterator[Machine]:
 
 
 def _forget() -> None:
-    fast.forget()
+    fast_path.clear()
     backend._kernel.cache_clear()
     backend._backward_kernels.cache_clear()
 

@@ -65,7 +65,7 @@ def _preprocess(
     dlse: Tensor | None,
     stats: Tensor,
     dq_acc: Tensor | None,
-    turns: Tensor | None,
+    dq_semaphore: Tensor | None,
     ends: Tensor | None,
 ) -> None:
     for x in (out, dout):
@@ -73,7 +73,7 @@ def _preprocess(
         assert x.shape == out.shape and x.shape[-1] == plan.Dv
     *batch, Sq, Hq, _ = out.shape
     count, at = _rows(plan.blocks, out, ends)
-    assert (dlse is not None) == plan.dlse and (turns is not None) == plan.turns
+    assert (dlse is not None) == plan.dlse and (dq_semaphore is not None) == plan.is_ordered
     assert (ends is not None) == plan.varlen
     assert (low is not None) == plan.float_mask
     for x in (lse, low, dlse):
@@ -98,9 +98,13 @@ def _preprocess(
         stats[2][..., at] = sign * torch.where(sees, lse, math.inf)
         stats[3][..., at] = sign * torch.where(sees, low * LOG2E, 0.0)
     stats[1][..., at] = sign * torch.where(sees, delta, 0.0)
-    if turns is not None:
-        assert turns.shape == blocks and turns.dtype == torch.int32 and turns.is_contiguous()
-        turns.zero_()
+    if dq_semaphore is not None:
+        assert (
+            dq_semaphore.shape == blocks
+            and dq_semaphore.dtype == torch.int32
+            and dq_semaphore.is_contiguous()
+        )
+        dq_semaphore.zero_()
 
 
 def _postprocess(
@@ -131,7 +135,23 @@ def check_rows(x: Tensor, dtype: str, varlen: bool) -> None:
 
 def _backward(launches: list[Launch], features: Features, config: BackwardConfig, *args: Any) -> None:
     launches.append(Launch(features, config, args))
-    q, k, v, dout, stats, dq_acc, dq_whole, dk, dv, counter, turns, ends_q, ends_k, mask_args, *others = args
+    (
+        q,
+        k,
+        v,
+        dout,
+        stats,
+        dq_acc,
+        dq_whole,
+        dk,
+        dv,
+        counter,
+        dq_semaphore,
+        ends_q,
+        ends_k,
+        mask_args,
+        *others,
+    ) = args
     dmask, state, rule = others
     assert counter.shape == (1,) and counter.dtype == torch.int32 and counter.item() == 0
     for x in (q, k, v, dout):
@@ -143,7 +163,7 @@ def _backward(launches: list[Launch], features: Features, config: BackwardConfig
     for grad, x in ((dk, k), (dv, v), *(((dq_whole, q),) if config.whole_heads else ())):
         assert grad.shape == x.shape and grad.dtype == x.dtype and grad.is_contiguous()
     assert (q.shape[-1], k.shape[-1], v.shape[-1]) == (features.D, features.D, features.Dv)
-    assert (turns is not None) == features.deterministic
+    assert (dq_semaphore is not None) == features.deterministic
     assert (ends_q is not None) == (ends_k is not None) == features.varlen
     assert (mask_args is not None) == bool(features.mask)
     assert (dmask is not None) == features.dmask
@@ -180,7 +200,7 @@ def _backward(launches: list[Launch], features: Features, config: BackwardConfig
     if ends_q is None or ends_k is None:
         assert longest == k.shape[1]
         end_hidden = features.right and right <= 0
-        tail = getattr(config, "tail", True)
+        tail = getattr(config, "ragged_k", True)
         assert tail or k.shape[1] % config.cluster_keys == 0 or end_hidden
         found = grads(0, slice(None), slice(None))
         dk.copy_(found.dk)

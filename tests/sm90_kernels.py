@@ -7,7 +7,15 @@ from kernel_calls import Kernel
 from kernel_traits import Family
 
 _HEADS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
-_SWITCHES = ("pingpong", "next_tile", "k_ahead", "half_block", "lazy_rescale", "o_over_q", "exp_quarters_before_pv")
+_SWITCHES = (
+    "pingpong",
+    "next_tile",
+    "k_ahead",
+    "half_block",
+    "lazy_rescale",
+    "o_over_q",
+    "exp_quarters_before_pv",
+)
 
 
 def _special(kernel: Kernel) -> dict[str, bool]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import flash4_torch
-from flash4_torch import fast
+from flash4_torch import fast_path
 from flash4_torch.errors import ArgumentError, KeywordError
 from on_cpu import gpu
 
@@ -57,7 +57,7 @@ def test_calls_that_were_made_before_are_checked_all_the_same() -> None:
     with gpu():
         for _ in range(2):
             flash4_torch.attention(x, x, x)
-        assert any(fast._launches.values())
+        assert any(fast_path._calls.values())
         with pytest.raises(KeywordError):
             flash4_torch.attention(x, x, x, is_causal=False)
         for return_lse in ("no", 0, 1, None, [], torch.tensor(True)):
@@ -69,8 +69,8 @@ def test_calls_that_were_made_before_are_checked_all_the_same() -> None:
 def by_sizes(x: Tensor) -> Tensor:
     """Every argument that may come from a size comes from one."""
     S = x.shape[1]
-    rules: dict[str, Any] = {"causal": S > 3, "window": (S, S // 2), "deterministic": S < 9}
-    out, lse = flash4_torch.attention(x, x, x, **rules, return_lse=S > 2)
+    options: dict[str, Any] = {"causal": S > 3, "window": (S, S // 2), "deterministic": S < 9}
+    out, lse = flash4_torch.attention(x, x, x, **options, return_lse=S > 2)
     return out * lse.sum()
 
 

@@ -20,7 +20,7 @@ from flash4_torch import backends, env, info
 from flash4_torch.__main__ import main
 from flash4_torch.backends.compiled import TARGETS, Target
 from flash4_torch.bench import (
-    cells,
+    cases,
     command,
     feature_times,
     features,
@@ -33,7 +33,7 @@ from flash4_torch.bench import (
     speeds,
     timing,
 )
-from flash4_torch.bench.cells import DIRECTIONS, Cell, Roof
+from flash4_torch.bench.cases import DIRECTIONS, Cell, Roof
 from flash4_torch.bench.features import FEATURES, Shape
 from flash4_torch.bench.peak import peak_mib
 from flash4_torch.bench.providers import Provider
@@ -86,13 +86,13 @@ def test_gpu_cells_are_the_peers_table() -> None:
         for S in map(int, line.partition(":")[2].split()):
             expected.append(Cell(int(D), causal == "yes", S, 32768 // S, H, H // int(group), "bfloat16"))
     assert len(expected) == 42
-    assert list(cells.gpu_cells()) == expected
+    assert list(cases.gpu_cells()) == expected
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_roof_is_memory_where_a_cell_does_little_with_its_bytes(direction: str) -> None:
     roof = Roof(matmul=800e12, copy=4.24e12)
-    for cell in cells.gpu_cells():
+    for cell in cases.gpu_cells():
         floor = MEMORY_FLOORS[direction].get((cell.causal, cell.S), 1200)
         by_memory = Roof(matmul=float("inf"), copy=4.24e12).flops(cell, direction) / 1e12
         if floor == 1200 or cell.Hq != cell.Hk:
@@ -140,12 +140,12 @@ def test_bytes_are_those_of_the_tensors() -> None:
 
 def test_selection_takes_what_it_names() -> None:
     chosen = Settings("cuda", selection=Selection.parse(["D=64,128", "causal=yes", "S=2048", "Hk=16,4"]))
-    assert [(c.D, c.causal, c.S, c.Hk) for c in cells.cells(chosen)] == [
+    assert [(c.D, c.causal, c.S, c.Hk) for c in cases.cells(chosen)] == [
         (128, True, 2048, 16),
         (128, True, 2048, 4),
     ]
-    assert cells.cells(Settings("cuda")) == list(cells.gpu_cells())
-    assert {c.S for c in cells.cells(Settings("cpu", quick=True))} == {1024}
+    assert cases.cells(Settings("cuda")) == list(cases.gpu_cells())
+    assert {c.S for c in cases.cells(Settings("cpu", quick=True))} == {1024}
     assert Selection.parse(["S=1"]).takes({"D": 64})
 
 
@@ -187,7 +187,7 @@ def test_nothing_selected_is_no_success(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.fixture
 def tiny_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU with one cell and a roof that takes no time."""
-    monkeypatch.setattr(cells, "cpu_cells", lambda: iter([TINY]))
+    monkeypatch.setattr(cases, "cpu_cells", lambda: iter([TINY]))
     monkeypatch.setattr(peers, "measure_roof", lambda dtype, settings: Roof(1e12, 1e11))
 
 

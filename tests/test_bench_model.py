@@ -13,12 +13,10 @@ import torch
 
 from flash4_torch.__main__ import main
 from flash4_torch.bench import command, compile_times, emulated, prediction
-from flash4_torch.bench.cells import DIRECTIONS, Cell
+from flash4_torch.bench.cases import DIRECTIONS, Cell
 from flash4_torch.bench.cycles import MACHINES, Cycles, cycles, flops_per_second
 from flash4_torch.bench.emulator import CHECKERS, LOOPS, WARPS
-from flash4_torch.bench.prediction import RECORDED, Entry, Prediction
-from flash4_torch.bench.settings import Selection, Settings
-from flash4_torch.bench.weights import (
+from flash4_torch.bench.instruction_counts import (
     CLASSES,
     ISSUED,
     QUADRANTS,
@@ -28,6 +26,8 @@ from flash4_torch.bench.weights import (
     shared_kind,
     weigh,
 )
+from flash4_torch.bench.prediction import RECORDED, Entry, Prediction
+from flash4_torch.bench.settings import Selection, Settings
 from flash4_torch.emulator.report import PIPES, Line, Report
 
 B200 = MACHINES["b200"]

@@ -81,9 +81,9 @@ def test_preprocess(D: int, Dv: int, queries: int, varlen: bool, data: st.DataOb
     batch = lse.shape[:-1]
     stats = torch.full((plan.stats, *batch, count), math.nan)
     dq_acc = torch.full((*batch, count // queries, plan.blocks.floats), math.nan)
-    turns = torch.full((*batch, count // queries), -7, dtype=torch.int32) if turns_wanted else None
+    dq_semaphore = torch.full((*batch, count // queries), -7, dtype=torch.int32) if turns_wanted else None
     ends = ends_of(lengths) if varlen else None
-    launch(compiled_before, plan, out, dout, lse, low, dlse, stats, dq_acc, turns, ends)
+    launch(compiled_before, plan, out, dout, lse, low, dlse, stats, dq_acc, dq_semaphore, ends)
 
     delta = (out.double() * dout.double()).sum(-1).transpose(-1, -2)
     if dlse is not None:
@@ -98,7 +98,7 @@ def test_preprocess(D: int, Dv: int, queries: int, varlen: bool, data: st.DataOb
         wanted[3][..., at] = torch.where(sees, low * math.log2(math.e), 0.0)
     wanted[1][..., at] = torch.where(sees, delta, 0.0).float()
     torch.testing.assert_close(-stats if negated else stats, wanted, rtol=1e-5, atol=1e-4)
-    assert not dq_acc.any() and (turns is None or not turns.any())
+    assert not dq_acc.any() and (dq_semaphore is None or not dq_semaphore.any())
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_both_descriptions_of_blocks_agree(of_sums: DqBlocks | DqLanes) -> None:
 
 
 @pytest.mark.parametrize("varlen", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("by_lanes", [False, True], ids=["fragments", "lanes"])
+@pytest.mark.parametrize("tmem_order", [False, True], ids=["fragments", "lanes"])
 @pytest.mark.parametrize("queries", [64, 128])
 @pytest.mark.parametrize(("D", "Dv"), HEADS, ids=str)
 @given(data=st.data())

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 import flash4_torch
 from cases import Case, cases
 from flash4_torch import testing
-from flash4_torch.backends import dispatch, tickets
+from flash4_torch.backends import dispatch, tile_counters
 from flash4_torch.backends.compiled import SM90A, SM100A, TARGETS, Target, backend, forward
-from flash4_torch.backends.compiled.rule import evenly
+from flash4_torch.backends.compiled.params import evenly
 from flash4_torch.compile import arch
-from flash4_torch.ops.impl import Rules, dense_extent, describe
+from flash4_torch.ops.impl import CallOptions, dense_extent, describe
 from flash4_torch.problem import Extent, Problem
 from on_cpu import gpu, name_of
 from test_laws import packed
@@ -209,7 +209,7 @@ def test_masks_are_read_beforehand(shape: tuple[int, ...], dtype: torch.dtype) -
 def problem(target: Target = SM90A, **changes: Any) -> Problem:
     """A plain call on the target's GPU but for some fields of its problem."""
     x = torch.empty(2, 512, 8, 64, dtype=torch.bfloat16)
-    plain = describe(x, x, dense_extent(x, x), None, Rules(0.125, None, None, 0.0, 0.0, False))
+    plain = describe(x, x, dense_extent(x, x), None, CallOptions(0.125, None, None, 0.0, 0.0, False))
     of_spec = {name: changes.pop(name) for name in tuple(changes) if name in plain.spec._fields}
     spec = plain.spec._replace(**{"device": "cuda", "capability": target.capability, **of_spec})
     return plain._replace(spec=spec, **changes)
@@ -298,7 +298,7 @@ def test_sections_hold_whole_groups_that_fit_the_cache(
     band = problem().band._replace(right=0 if causal else None)
     call = problem(group=group, extent=Extent(B, S, S, Hk * group, Hk), band=band)
     config = forward.config_of(SM90A, call)
-    section = forward.rule_of(SM90A, call, config, 132)[5]
+    section = forward.params_of(SM90A, call, config, 132).heads_per_section
     packs = -(-group // config.pack_gqa)
     if not causal or S == 1:
         assert section == (1 if S <= 8192 else 2 * packs)
@@ -330,7 +330,7 @@ def test_the_end_is_masked_where_the_band_does_not_hide_it(S: int, right: int, t
 
 def test_bounds_beyond_32_bits_are_cut() -> None:
     call = problem(band=problem().band._replace(left=1 << 40, right=-(1 << 40)))
-    assert forward.rule_of(SM90A, call, forward.config_of(SM90A, call), 132)[2:4] == (1 << 30, -(1 << 30))
+    assert forward.params_of(SM90A, call, forward.config_of(SM90A, call), 132)[2:4] == (1 << 30, -(1 << 30))
 
 
 @pytest.mark.parametrize(("B", "Sq", "Sk"), [(0, 4, 4), (1, 0, 4), (1, 4, 0)])
@@ -349,11 +349,11 @@ class Streams:
         self.current = {0: 11, 1: 11}
         self.capturing = False
         self.allocations: list[int] = []
-        monkeypatch.setattr(tickets, "_of_stream", {})
-        monkeypatch.setattr(tickets, "_unused", {})
-        monkeypatch.setattr(tickets, "_current_stream", self.current.__getitem__)
-        monkeypatch.setattr(tickets, "_is_capturing", lambda index: self.capturing)
-        monkeypatch.setattr(tickets, "_zeros", self.zeros)
+        monkeypatch.setattr(tile_counters, "_of_stream", {})
+        monkeypatch.setattr(tile_counters, "_unused", {})
+        monkeypatch.setattr(tile_counters, "_current_stream", self.current.__getitem__)
+        monkeypatch.setattr(tile_counters, "_is_capturing", lambda index: self.capturing)
+        monkeypatch.setattr(tile_counters, "_zeros", self.zeros)
 
     def zeros(self, index: int, n: int, wait: bool = False) -> torch.Tensor:
         # What stays must not come from a graph's memory, so another thread allocates it, and waits for it.
@@ -369,7 +369,7 @@ def test_streams_have_counters_of_their_own(monkeypatch: pytest.MonkeyPatch) -> 
         for index in (0, 1):
             for stream in range(300):
                 streams.current[index] = stream
-                counter = tickets.counter(index)
+                counter = tile_counters.counter(index)
                 assert counter.shape == (1,) and counter.dtype == torch.int32
                 assert found.setdefault((index, stream), counter.data_ptr()) == counter.data_ptr()
     assert len(set(found.values())) == len(found)
@@ -378,10 +378,10 @@ def test_streams_have_counters_of_their_own(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_captured_launch_owns_its_counter(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = Streams(monkeypatch)
-    eager = tickets.counter(0)
+    eager = tile_counters.counter(0)
     streams.capturing = True
-    captured = [tickets.counter(0) for _ in range(2)]
+    captured = [tile_counters.counter(0) for _ in range(2)]
     assert len({x.data_ptr() for x in (eager, *captured)}) == 3
     assert streams.allocations[1:] == [1, 1]
-    kept = [x.data_ptr() for x in tickets._of_stream.values()]
+    kept = [x.data_ptr() for x in tile_counters._of_stream.values()]
     assert kept == [eager.data_ptr()]

@@ -140,10 +140,10 @@ def test_whole_heads_are_short_and_keep_all_multiprocessors_busy(
     extent = Extent(heads, S, S, 1, 1)
     call = problem(backward=True, D=128, Dv=128, deterministic=deterministic, extent=extent)
     kernels = backward.decide(SM90A, call, 132, lambda entry, static: lambda *args: None)
-    assert kernels.config.whole_heads == (kernels.behind is None) == whole
+    assert kernels.config.whole_heads == (kernels.postprocess is None) == whole
     assert kernels.is_ordered == (deterministic and not whole)
-    sizes = backward.sizes_of(torch.empty(heads, S, 1, 128, device="meta"), None, kernels)
-    assert sizes.dq_acc[0] == (min(heads, 132) if whole else heads)
+    shapes = backward.shapes_of(*[torch.empty(heads, S, 1, 128, device="meta")] * 3, None, kernels)
+    assert shapes.dq_acc[0] == (min(heads, 132) if whole else heads)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -168,11 +168,13 @@ def test_many_query_heads_of_long_calls_are_apart(
         return lambda *args: None
 
     kernels = backward.decide(SM90A, call, 132, find)
-    assert kernels.config.heads_apart == (kernels.sums is not None) == (GROUP_REDUCE in asked) == apart
+    assert (
+        kernels.config.heads_apart == (kernels.group_reduce is not None) == (GROUP_REDUCE in asked) == apart
+    )
     alike = problem(**flags, group=1, extent=Extent(2, S, S, 12, 12))
     config = kernels.config._replace(heads_apart=False)
-    section = backward.rule_of(SM90A, alike, config, 132)
-    assert (kernels.rule == section) or not apart
+    section = backward.params_of(SM90A, alike, config, 132)
+    assert (kernels.params == section) or not apart
 
 
 @pytest.mark.parametrize("varlen", [False, True], ids=["dense", "packed"])
@@ -256,6 +258,6 @@ def test_the_kernel_agrees_that_it_can_run_every_config(target: Target) -> None:
 def test_sections_hold_heads_that_there_are(B: int, S: int, Hk: int, group: int, causal: bool) -> None:
     band = problem().band._replace(right=0 if causal else None)
     call = problem(backward=True, group=group, extent=Extent(B, S, S, Hk * group, Hk), band=band)
-    section = backward.rule_of(SM90A, call, backward.config_of(SM90A, call, 132), 132)[5]
+    section = backward.params_of(SM90A, call, backward.config_of(SM90A, call, 132), 132)[5]
     assert 1 <= section <= B * Hk or (causal and group > 1 and section < 0)
     assert causal or section == 1

@@ -151,8 +151,8 @@ def test_packing_never_costs_tiles(table: ModuleType, Sq: int, group: int, right
 @EACH_TABLE
 @pytest.mark.parametrize("extra", [{"dropout": True}, {"mask": "bool"}])
 def test_rows_that_differ_by_head_are_not_packed(extra: dict[str, object], table: ModuleType) -> None:
-    assert table.forward(BARE, 1, 1024, 8).pack == 8
-    assert table.forward(BARE._replace(**extra), 1, 1024, 8).pack == 1
+    assert table.forward(BARE, 1, 1024, 8).pack_gqa == 8
+    assert table.forward(BARE._replace(**extra), 1, 1024, 8).pack_gqa == 1
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from test_fast_path import LongWay
 from torch import Tensor
 
 import flash4_torch
-from flash4_torch import fast, testing
-from flash4_torch.backends import tickets
+from flash4_torch import fast_path, testing
+from flash4_torch.backends import tile_counters
 from own_gpu import OURS, needs_ours
-from test_fast import LongWay
 
 pytestmark = needs_ours
 
@@ -94,7 +94,7 @@ def test_our_backward_takes_over_from_its_results() -> None:
 
 
 def test_the_short_way_launches_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    fast.forget()
+    fast_path.clear()
     way = LongWay(monkeypatch)
     q, k, v = qkv()
     results = []
@@ -117,7 +117,7 @@ def test_streams_that_overlap() -> None:
                 results.append(flash4_torch.attention(*x, causal=True))
         torch.cuda.synchronize()
         assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
-    assert all(not counter.any() for counter in tickets._of_stream.values())
+    assert all(not counter.any() for counter in tile_counters._of_stream.values())
 
 
 def test_a_launch_waits_for_its_stream() -> None:
@@ -176,12 +176,12 @@ def test_graphs_give_their_memory_back() -> None:
 
     capture_and_replay()
     torch.cuda.empty_cache()
-    before, kept = torch.cuda.memory_reserved(), dict(tickets._of_stream)
+    before, kept = torch.cuda.memory_reserved(), dict(tile_counters._of_stream)
     for _ in range(3):
         capture_and_replay()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() == before
-    assert tickets._of_stream.keys() == kept.keys()
+    assert tile_counters._of_stream.keys() == kept.keys()
 
 
 # Torch makes an empty graph first, to hold the memory of the others.

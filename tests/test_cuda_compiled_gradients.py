@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_fast_path import LongWay
 from torch import Tensor
 
 import flash4_torch
@@ -31,7 +32,6 @@ from test_cuda_compiled_laws import (
     laid_out,
     sequences,
 )
-from test_fast import LongWay
 
 pytestmark = needs_ours
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 import flash4_torch
-from flash4_torch import fast
-from flash4_torch.backends import tickets
+from flash4_torch import fast_path
+from flash4_torch.backends import tile_counters
 from own_gpu import needs_ours
 from test_threads import at_once
 
@@ -58,7 +58,7 @@ class Work:
 
 def assert_counters_are_left_at_zero() -> None:
     torch.cuda.synchronize()
-    assert all(not counter.any() for counter in tickets._of_stream.values())
+    assert all(not counter.any() for counter in tile_counters._of_stream.values())
 
 
 def launch_repeatedly(call: Callable[[], tuple[Tensor, ...]], stream: Any) -> list[tuple[Tensor, ...]]:
@@ -109,7 +109,7 @@ def test_deterministic_and_other_gradients_interleaved_on_two_streams() -> None:
 
 def test_first_calls_at_once() -> None:
     """One thread compiles and loads a kernel that nothing else uses here, and all launch it."""
-    fast.forget()
+    fast_path.clear()
     q, k, v = (torch.randn(1, 300, 2, 80, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
     torch.cuda.synchronize()
 

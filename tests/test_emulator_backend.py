@@ -166,7 +166,7 @@ SIZES = {"B": 2, "Sq": 90, "Sk": 150, "Hq": 4, "Hk": 2, "D": 64, "Dv": 64}
 def attention_of(arch, q, k, v, seed=0, **kwargs):
     """(out, lse) of that GPU's kernel; the state of the generator that dropout uses follows from `seed`."""
     torch.manual_seed(seed)
-    with emulate.device(arch, multiprocessors=3, schedule="late"), torch.no_grad():
+    with emulate.device(arch, num_sms=3, schedule="late"), torch.no_grad():
         return flash4_torch.attention(q, k, v, return_lse=True, **kwargs)
 
 
@@ -258,7 +258,7 @@ def test_one_launch_serves_all_sequences(arch, q_lengths, k_lengths, p):
     )
     ends = [torch.tensor([0, *torch.tensor(n).cumsum(0)]) for n in (q_lengths, k_lengths)]
     rng_state = testing.peek_rng_state()
-    with emulate.device(arch, multiprocessors=2) as device, testing.poisoned_memory():
+    with emulate.device(arch, num_sms=2) as device, testing.poisoned_memory():
         out, lse = flash4_torch.attention_varlen(
             q,
             k,

@@ -126,7 +126,7 @@ def test_values_and_gradients(arch: str, case: Case, monkeypatch: pytest.MonkeyP
     call, seed = drawn(case), CASES.index(case)
     state = testing.peek_rng_state()
     schedule = {"schedule": ("late", "fuzz")[seed % 2], "seed": seed}
-    with emulate.device(arch, multiprocessors=2, **schedule) as device, testing.poisoned_memory():
+    with emulate.device(arch, num_sms=2, **schedule) as device, testing.poisoned_memory():
         results = ours(call)
         dout = torch.randn(results[0].shape).to(results[0].dtype)
         dlse = torch.randn(results[1].shape) if case["dlse"] else None

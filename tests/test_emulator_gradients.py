@@ -75,7 +75,7 @@ def test_gradients(arch: str, name: str) -> None:
     inputs, kwargs = drawn(**call)
     mask = kwargs.get("attn_mask")
     wanted = [*inputs, mask] if mask is not None and mask.requires_grad else inputs
-    with emulate.device(arch, multiprocessors=3) as device, testing.poisoned_memory():
+    with emulate.device(arch, num_sms=3) as device, testing.poisoned_memory():
         state = testing.peek_rng_state()
         results = flash4_torch.attention(*inputs, return_lse=True, **kwargs)
         before = len(device.reports)
@@ -104,7 +104,7 @@ def test_schedules(arch: str, schedule: str, deterministic: bool) -> None:
     torch.manual_seed(0)
     inputs, kwargs = drawn(B=1, Hq=2, Hk=1, causal=True, deterministic=deterministic)
     found = []
-    for options in ({"multiprocessors": 1}, {"multiprocessors": 4, "schedule": schedule, "seed": 5}):
+    for options in ({"num_sms": 1}, {"num_sms": 4, "schedule": schedule, "seed": 5}):
         with emulate.device(arch, **options):
             found.append(gradients((flash4_torch.attention(*inputs, **kwargs),), inputs))
     for name, a, b in zip("qkv", *found, strict=True):
@@ -119,7 +119,7 @@ def test_linear_in_the_gradient_of_out(arch: str) -> None:
     """Twice and half are exact; the sums' order is that of one multiprocessor."""
     torch.manual_seed(0)
     inputs, kwargs = drawn(B=1, Hq=2, Hk=1, window=(60, 20))
-    with emulate.device(arch, multiprocessors=1):
+    with emulate.device(arch, num_sms=1):
         out = flash4_torch.attention(*inputs, **kwargs)
         dout = torch.randn(out.shape).bfloat16()
         once = torch.autograd.grad(out, inputs, dout, retain_graph=True)
@@ -155,7 +155,7 @@ def test_packed_sequences_are_alone(arch: str, q_lengths: list[int], k_lengths: 
     ends = [torch.tensor([0, *torch.tensor(n).cumsum(0)]) for n in (q_lengths, k_lengths)]
     more: dict[str, Any] = {"causal": True, "dropout_p": p, "deterministic": False}
     state = testing.peek_rng_state()
-    with emulate.device(arch, multiprocessors=2), testing.poisoned_memory():
+    with emulate.device(arch, num_sms=2), testing.poisoned_memory():
         results = flash4_torch.attention_varlen(
             *inputs,
             cu_seqlens_q=ends[0],

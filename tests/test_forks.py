@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import flash4_torch
 from flash4_torch import compile, env, forks
-from flash4_torch.backends import emulator, tickets
+from flash4_torch.backends import emulator, tile_counters
 from flash4_torch.compile import Key, jit
 from flash4_torch.emulator import build
 
@@ -35,7 +35,7 @@ class Compiled:
     def export_to_c(self, path, function_name):
         Path(path).write_text("")
 
-tickets._zeros = lambda index, n, wait=False: torch.zeros(n)
+tile_counters._zeros = lambda index, n, wait=False: torch.zeros(n)
 jit.resolve = lambda entry: Compiled
 jit.is_edited = lambda entry: False
 compile._load = lambda key: "loaded"
@@ -50,14 +50,14 @@ def builds():
 
 CALLS = {
     "emulator": lambda: torch.equal(attend(), expected),
-    "tickets": lambda: tickets._give_out((0, 0)).numel() == 1,
+    "tile_counters": lambda: tile_counters._give_out((0, 0)).numel() == 1,
     "build": builds,
     "jit": lambda: jit.build(key, Path(tempfile.mkdtemp(dir=sys.argv[1]))).stem == key.digest,
     "function": lambda: compile.function(*key) == "loaded",
 }
 LOCKS = {
     "emulator": emulator._one_at_a_time.held,
-    "tickets": tickets._giving_out.held,
+    "tile_counters": tile_counters._giving_out.held,
     "build": build._one_at_a_time.held,
     "jit": jit._one_at_a_time.held,
     "function": lambda: compile._locks.setdefault(key, threading.Lock()),
@@ -93,7 +93,7 @@ def test_a_forked_child_goes_on_without_the_threads_that_hold_locks(tmp_path: Pa
     command = [sys.executable, "-c", path + CODE, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    lines = ["emulator 0", "tickets 0", "build 0", "jit 0", "function 0", "parent 0"]
+    lines = ["emulator 0", "tile_counters 0", "build 0", "jit 0", "function 0", "parent 0"]
     assert done.stdout.splitlines() == lines, done.stderr
 
 
@@ -105,5 +105,5 @@ def test_there_are_no_other_locks() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and node.attr in ("Lock", "RLock", "Condition", "Semaphore")
     }
-    users = {"backends/emulator.py", "backends/tickets.py", "emulator/build.py", "compile/jit.py"}
+    users = {"backends/emulator.py", "backends/tile_counters.py", "emulator/build.py", "compile/jit.py"}
     assert found == {"forks.py", "compile/__init__.py", *users}

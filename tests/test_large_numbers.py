@@ -39,7 +39,7 @@ def served_by(server: str) -> Iterator[None]:
             return
         from flash4_torch.testing import emulate
 
-        with emulate.device(server, multiprocessors=2, races=False):
+        with emulate.device(server, num_sms=2, races=False):
             yield
 
 

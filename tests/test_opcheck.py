@@ -23,7 +23,7 @@ LAYOUTS = ("contiguous", "heads_first", "sliced")
 
 
 @dataclass(frozen=True)
-class Rules:
+class CallOptions:
     """What a call asks for beyond its q, k and v."""
 
     mask: str = ""
@@ -44,10 +44,10 @@ class Rules:
 
 
 VARIANTS = {
-    "plain": Rules(),
-    "window, softcap": Rules(left=2, right=-1, softcap=2.0, flag=True),
-    "bool mask": Rules(mask="bool", right=0),
-    "float mask, dropout": Rules(mask="float", dropout_p=0.3, flag=True),
+    "plain": CallOptions(),
+    "window, softcap": CallOptions(left=2, right=-1, softcap=2.0, flag=True),
+    "bool mask": CallOptions(mask="bool", right=0),
+    "float mask, dropout": CallOptions(mask="float", dropout_p=0.3, flag=True),
 }
 
 
@@ -56,7 +56,7 @@ def attn_mask(kind: str, shape: tuple[int, ...]) -> Tensor | None:
     return {"": None, "bool": bias > 0, "float": bias.requires_grad_()}[kind]
 
 
-def forward_arguments(name: str, rules: Rules, layout: str) -> tuple[Any, ...]:
+def forward_arguments(name: str, options: CallOptions, layout: str) -> tuple[Any, ...]:
     """A small call of a forward operator: grouped heads, Sq != Sk, D != Dv."""
     if name == "attention_varlen":
         q, k, v = (
@@ -64,15 +64,15 @@ def forward_arguments(name: str, rules: Rules, layout: str) -> tuple[Any, ...]:
             for seed, (T, H, D) in enumerate([(5, 4, 8), (7, 2, 8), (7, 2, 6)])
         )
         lengths = torch.tensor([0, 3, 3, 5]), torch.tensor([0, 4, 6, 7])
-        return q, k, v, *lengths, rules.rng_state, 3, 4, *rules.arguments
+        return q, k, v, *lengths, options.rng_state, 3, 4, *options.arguments
     q, k, v = (
         laid_out((2, S, H, D), torch.float32, layout, seed)
         for seed, (S, H, D) in enumerate([(5, 4, 8), (7, 2, 8), (7, 2, 6)])
     )
-    mask = attn_mask(rules.mask, (1, 4, 5, 7))
+    mask = attn_mask(options.mask, (1, 4, 5, 7))
     if name == "attention_weights":
-        return q, k, mask, rules.rng_state, *rules.arguments
-    return q, k, v, mask, rules.rng_state, *rules.arguments
+        return q, k, mask, options.rng_state, *options.arguments
+    return q, k, v, mask, options.rng_state, *options.arguments
 
 
 def backward_arguments(name: str, forward: tuple[Any, ...], layout: str) -> tuple[Any, ...]:
@@ -109,10 +109,10 @@ variants = pytest.mark.parametrize("variant", VARIANTS)
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
 
 
-def served(name: str, variant: str) -> Rules:
+def served(name: str, variant: str) -> CallOptions:
     """The variant's rules as far as the operator knows them."""
-    rules = VARIANTS[variant]
-    return Rules(**{**vars(rules), "mask": ""}) if name == "attention_varlen" else rules
+    options = VARIANTS[variant]
+    return CallOptions(**{**vars(options), "mask": ""}) if name == "attention_varlen" else options
 
 
 @pytest.mark.parametrize("name", FORWARD)
@@ -176,12 +176,12 @@ def test_fakes_of_dense_operators(case: Case, dropout_p: float, flag: bool) -> N
     mask = case.kwargs["attn_mask"]
     mask = None if mask is None else mask[(None,) * (4 - mask.dim())]
     rng_state = ops.draw_rng_state(case.q.device) if dropout_p else None
-    rules = (mask, rng_state, 0.3, *band_of(case), case.kwargs["softcap"], dropout_p, flag)
+    options = (mask, rng_state, 0.3, *band_of(case), case.kwargs["softcap"], dropout_p, flag)
     for name, inputs in {
         "attention": (case.q, case.k, case.v),
         "attention_weights": (case.q, case.k),
     }.items():
-        arguments = without_grad((*inputs, *rules))
+        arguments = without_grad((*inputs, *options))
         assert_fake_is_like_real(name, arguments)
         assert_fake_is_like_real(f"{name}_backward", backward_arguments(name, arguments, "contiguous"))
 
@@ -192,8 +192,8 @@ def test_fakes_of_varlen_operators(case: Case, cuts: list[int], dropout_p: float
     Tq, Tk = q.shape[0], k.shape[0]
     lengths = (torch.tensor([0, *sorted(min(cut, T) for cut in cuts), T]) for T in (Tq, Tk))
     rng_state = ops.draw_rng_state(q.device) if dropout_p else None
-    rules = (0.3, *band_of(case), case.kwargs["softcap"], dropout_p, False)
-    arguments = (q, k, v, *lengths, rng_state, Tq, Tk, *rules)
+    options = (0.3, *band_of(case), case.kwargs["softcap"], dropout_p, False)
+    arguments = (q, k, v, *lengths, rng_state, Tq, Tk, *options)
     assert_fake_is_like_real("attention_varlen", arguments)
     backward = backward_arguments("attention_varlen", arguments, "contiguous")
     assert_fake_is_like_real("attention_varlen_backward", backward)

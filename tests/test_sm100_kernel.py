@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from blackwell_code import assert_ptx_is_as_planned
 from everything import EVERYTHING, examples, one_of
 from flash4_torch import testing
-from flash4_torch.bench.weights import opcode
+from flash4_torch.bench.instruction_counts import opcode
 from flash4_torch.configs.types import Sm100Forward
 from kernel_calls import check_results, drawn
 from kernel_calls import static as static_of

@@ -144,7 +144,7 @@ def test_the_diagonal_hides_what_follows_the_last_key(name: str, lengths: tuple[
 def test_a_warpgroup_that_sees_nothing_of_its_only_block_has_no_gradient() -> None:
     """Its registers hold the tile's before."""
     kernel = STATICS["static stages, causal"]
-    call = drawn(kernel, lengths=((192,), (256,)), right=-64, multiprocessors=1)
+    call = drawn(kernel, lengths=((192,), (256,)), right=-64, num_sms=1)
     call = replace(call, q=call.q[:, :, :1].contiguous(), dout=call.dout[:, :, :1].contiguous())
     found = run_backward(kernel, call, schedule="late")
     check_gradients(kernel, call, found)

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from test_fast_path import half
 from torch import Tensor
 
 import flash4_torch
-from flash4_torch import fast, testing
-from flash4_torch.backends import tickets
+from flash4_torch import fast_path, testing
+from flash4_torch.backends import tile_counters
 from on_cpu import gpu
-from test_fast import half
 
 THREADS = 6
 
@@ -82,12 +82,12 @@ def test_first_calls_of_many_threads(restless: None, backend: str) -> None:
     with gpu() as machine:
         assert_all_equal([expected, *at_once(tasks)])
         assert len(machine.launches) == THREADS * len(CALLS) * 3 == len(machine.backwards)
-        assert len(fast._launches) == len(CALLS)
+        assert len(fast_path._calls) == len(CALLS)
 
 
 def test_a_thread_forgets_while_others_call(restless: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of the short way is emptied when it is full, whoever reads it."""
-    monkeypatch.setattr(fast, "_MOST", 2)
+    monkeypatch.setattr(fast_path, "_MOST", 2)
     inputs = [[half(*shape).requires_grad_() for _ in "qkv"] for shape, _ in CALLS]
     with gpu():
         expected = steps(inputs, 0)
@@ -105,17 +105,17 @@ def test_every_stream_has_one_counter(restless: None, monkeypatch: pytest.Monkey
         allocated.append(torch.zeros(n, dtype=torch.int32))
         return allocated[-1]
 
-    monkeypatch.setattr(tickets, "_of_stream", {})
-    monkeypatch.setattr(tickets, "_unused", {})
-    monkeypatch.setattr(tickets, "_current_stream", lambda index: own.stream)
-    monkeypatch.setattr(tickets, "_is_capturing", lambda index: False)
-    monkeypatch.setattr(tickets, "_zeros", zeros)
-    streams = range(tickets._STREAMS + 20)
+    monkeypatch.setattr(tile_counters, "_of_stream", {})
+    monkeypatch.setattr(tile_counters, "_unused", {})
+    monkeypatch.setattr(tile_counters, "_current_stream", lambda index: own.stream)
+    monkeypatch.setattr(tile_counters, "_is_capturing", lambda index: False)
+    monkeypatch.setattr(tile_counters, "_zeros", zeros)
+    streams = range(tile_counters._STREAMS + 20)
 
     def ask() -> list[int]:
         def counter(stream: int) -> int:
             own.stream = stream
-            return tickets.counter(0).data_ptr()
+            return tile_counters.counter(0).data_ptr()
 
         return list(map(counter, streams))
 

@@ -57,7 +57,7 @@ class Backend(Protocol):
 
 @runtime_checkable
 class Prepares(Backend, Protocol):
-    """A backend that can decide everything about a call once, for `flash4_torch.fast`."""
+    """A backend that can decide everything about a call once, for `flash4_torch.fast_path`."""
 
     def prepare(self, inputs: Inputs, problem: Problem) -> Launch | None:
         """What `forward` does for these inputs and all others of their sizes, strides, dtype and device that

@@ -95,10 +95,10 @@ class _Emulated(Compiled):
         return _launching
 
     def kernel(self, problem: Problem, index: int) -> forward.Kernel:
-        return forward.decide(self.target(problem), problem, _multiprocessors(), _launching)
+        return forward.decide(self.target(problem), problem, _num_sms(), _launching)
 
     def backward_kernels(self, problem: Problem, index: int) -> backward.Kernels:
-        return backward.decide(self.target(problem), problem, _multiprocessors(), _launching)
+        return backward.decide(self.target(problem), problem, _num_sms(), _launching)
 
     def counter(self, index: int) -> Tensor:
         """The same for all launches: one that did not leave it at 0 would spoil the next."""
@@ -154,11 +154,11 @@ def _arch() -> str:
     return device.arch if device else env.ARCH.get()
 
 
-def _multiprocessors() -> int:
+def _num_sms() -> int:
     from ..emulator import emulate, host
 
     device = emulate.active()
-    return (device and device.options.multiprocessors) or host.ARCHITECTURES[_arch()].multiprocessors
+    return (device and device.options.num_sms) or host.ARCHITECTURES[_arch()].num_sms
 
 
 def _launching(entry: str, static: tuple[object, ...]) -> Function:

@@ -18,7 +18,7 @@ from .. import info
 from ..ahead import why_not_writable
 from ..errors import hint
 from . import emulator, feature_times, gpu, host, memory, module, providers
-from .cells import DIRECTIONS
+from .cases import DIRECTIONS
 from .cycles import MACHINES
 from .features import FEATURES
 from .peers import Peers

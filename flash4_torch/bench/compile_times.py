@@ -26,7 +26,7 @@ from unittest import mock
 from .. import info
 from ..errors import BackendError
 from . import emulated
-from .cells import DIRECTIONS, Cell
+from .cases import DIRECTIONS, Cell
 from .report import Row, table
 
 ARCH = "sm_100a"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .weights import SHARED, Weight
+from .instruction_counts import SHARED, Weight
 
 LANES, PASS_BYTES = 32, 128
 
@@ -25,7 +25,7 @@ class Machine(NamedTuple):
     shared_bytes: int
     issues: int
     """Warp instructions, one a quadrant."""
-    multiprocessors: int
+    num_sms: int
     hertz: float
     source: str
 
@@ -72,4 +72,4 @@ def cycles(weight: Weight, machine: Machine) -> Cycles:
 def flops_per_second(flops: float, launches: Sequence[Weight], machine: Machine) -> float:
     """What `launches`, one after the other, reach at work that counts as `flops`, on all SMs."""
     busy = sum(max(cycles(weight, machine)) for weight in launches)
-    return flops / busy * machine.multiprocessors * machine.hertz
+    return flops / busy * machine.num_sms * machine.hertz

@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager, contextmanager
 
 from .. import api, env
 from ..testing.emulate import Device, Options, device
-from .cells import Cell
-from .pretend import flash_attn_4
-from .weights import Weight, weigh
+from .cases import Cell
+from .fa4_emulated import flash_attn_4
+from .instruction_counts import Weight, weigh
 
 Attend = Callable[[Cell, str], list[Weight]]
 """What the launches of a cell weigh, in one direction. Raises LookupError, or BackendError, where there is no

@@ -10,7 +10,7 @@ import torch
 
 from ..testing import backends_used
 from . import features
-from .cells import HIDDEN, TOKENS
+from .cases import HIDDEN, TOKENS
 from .features import FEATURES, Pair, Shape
 from .report import Row, dtype_name, ratio, table
 from .settings import Settings

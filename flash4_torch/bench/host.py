@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import api, ops
 from ..testing import backends_used
 from . import features, providers
-from .cells import Cell
+from .cases import Cell
 from .peers import prepare
 from .providers import Provider
 from .report import Row, table

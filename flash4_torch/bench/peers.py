@@ -21,7 +21,7 @@ from torch import Tensor
 from .. import backends, env
 from ..testing import backends_used
 from . import gpu, providers, speeds
-from .cells import Cell, Roof, cells, measure_roof
+from .cases import Cell, Roof, cells, measure_roof
 from .providers import Provider
 from .report import Row
 from .settings import Settings

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 from .. import info
 from ..errors import BackendError
 from . import emulated
-from .cells import DIRECTIONS, Cell
+from .cases import DIRECTIONS, Cell
 from .cycles import MACHINES, UNITS, Cycles, Machine, cycles, flops_per_second
 from .emulated import OURS, UPSTREAM
+from .instruction_counts import ISSUED, MATH, Weight
 from .providers import sentence
 from .report import Row, table
 from .settings import Settings
-from .weights import ISSUED, MATH, Weight
 
 RECORDED = Path(__file__).parent / "results" / "blackwell-weights.json"
 

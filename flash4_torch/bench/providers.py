@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import api, env, info
 from ..errors import BackendError
-from .cells import Cell
+from .cases import Cell
 from .timing import Call
 
 Forward = Callable[[Tensor, Tensor, Tensor, Cell], tuple[Tensor, Tensor | None]]

@@ -29,7 +29,7 @@ def connect(
     *,
     library: str,
     arch: str,
-    multiprocessors: int,
+    num_sms: int,
     learn: Callable[[bytes, str], None],
     calling: Calling,
     device_attribute: Callable[[int], int],
@@ -45,7 +45,7 @@ def connect(
         _change_compiling(changes, learn)
         _change_tensors(changes)
         _change_calling(changes, calling)
-        _change_device(changes, multiprocessors, device_attribute)
+        _change_device(changes, num_sms, device_attribute)
         return changes.pop_all()
 
 
@@ -152,7 +152,7 @@ def _with_device_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _change_device(changes: ExitStack, multiprocessors: int, device_attribute: Callable[[int], int]) -> None:
+def _change_device(changes: ExitStack, num_sms: int, device_attribute: Callable[[int], int]) -> None:
     """What the DSL asks of the CUDA driver itself, from Python."""
     compiled = import_module("cutlass.cutlass_dsl.cuda_jit_executor").CudaDialectJitCompiledFunction
     load = compiled._load_cuda_library
@@ -174,7 +174,7 @@ def _change_device(changes: ExitStack, multiprocessors: int, device_attribute: C
         self.device_id = device_id
 
     def clusters(self: Any, cluster_size: int, stream: Any = None) -> int:
-        return multiprocessors // cluster_size
+        return num_sms // cluster_size
 
     _replace(
         changes,
@@ -182,5 +182,5 @@ def _change_device(changes: ExitStack, multiprocessors: int, device_attribute: C
         __init__=init,
         get_max_active_clusters=clusters,
         get_l2_cache_size_in_bytes=lambda self: L2_BYTES,
-        get_device_multiprocessor_count=lambda self: multiprocessors,
+        get_device_multiprocessor_count=lambda self: num_sms,
     )

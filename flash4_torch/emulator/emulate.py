@@ -80,7 +80,7 @@ class Device:
 def device(
     arch: str | None = None,
     *,
-    multiprocessors: int | None = None,
+    num_sms: int | None = None,
     check: bool = True,
     gives_way: bool = False,
     **options: Any,
@@ -101,8 +101,8 @@ def device(
     if around and not around.gives_way:
         raise EmulatorError(f"an emulated {around.arch} device is active; there can be one at a time")
     arch = arch or (around.arch if around else env.ARCH.get())
-    if multiprocessors:
-        options["multiprocessors"] = multiprocessors
+    if num_sms:
+        options["num_sms"] = num_sms
     chosen = replace(around.options if around else Options(), **options)
     emulated = Device(arch, chosen, check, around=around, gives_way=gives_way)
     _install(emulated)
@@ -118,7 +118,7 @@ def device(
 
 
 def _install(device: Device) -> None:
-    host.install(device.launch, device.arch, device.options.multiprocessors)
+    host.install(device.launch, device.arch, device.options.num_sms)
 
 
 _active: list[Device] = []

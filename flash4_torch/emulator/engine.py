@@ -53,7 +53,7 @@ class Options:
     compact: bool = True
     max_instructions: int = 20_000_000_000
     timeout: float | None = None
-    multiprocessors: int | None = None
+    num_sms: int | None = None
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -61,9 +61,9 @@ class Options:
         unknown = set(self.strict) - STRICT
         if unknown:
             raise ValueError(f"strict names {sorted(unknown)}; known are {sorted(STRICT)}")
-        for name, low, bits in (("seed", 0, 64), ("max_instructions", 0, 64), ("multiprocessors", 1, 32)):
+        for name, low, bits in (("seed", 0, 64), ("max_instructions", 0, 64), ("num_sms", 1, 32)):
             value = getattr(self, name)
-            if value is None and name == "multiprocessors":
+            if value is None and name == "num_sms":
                 continue
             if not isinstance(value, int) or not low <= value < 2**bits:
                 raise ValueError(f"{name} is {value!r}; it must be an integer from {low} to 2**{bits} - 1")
@@ -245,7 +245,7 @@ class Program:
             regions is not None,
             SCHEDULES.index(options.schedule),
             self.arch,
-            options.multiprocessors or DEVICE_SMS.get(self.arch, DEVICE_SMS[90]),
+            options.num_sms or DEVICE_SMS.get(self.arch, DEVICE_SMS[90]),
             options.seed,
             options.max_instructions,
             options.races,

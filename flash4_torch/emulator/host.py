@@ -39,11 +39,11 @@ _LAUNCH_FAILURE = 719  # cudaErrorLaunchFailure
 
 @dataclass(frozen=True)
 class Device:
-    """What host code can ask of a device; `multiprocessors` is the default number of them."""
+    """What host code can ask of a device; `num_sms` is the default number of them."""
 
     major: int
     minor: int
-    multiprocessors: int
+    num_sms: int
 
 
 ARCHITECTURES = {
@@ -83,9 +83,7 @@ class Launch:
     args: tuple[int, ...]
 
 
-def install(
-    run: Callable[[Launch], None], arch: str | None = None, multiprocessors: int | None = None
-) -> None:
+def install(run: Callable[[Launch], None], arch: str | None = None, num_sms: int | None = None) -> None:
     """Sends launches to `run`, lets CuTe-DSL compile for `arch`, and lets CPU tensors pass for the device's.
 
     arch: "sm_90a", "sm_100a" or "sm_103a"; default: FLASH4_ARCH.
@@ -100,7 +98,7 @@ def install(
     if arch not in tuple(ARCHITECTURES):
         raise RangeError("arch", repr(arch), f"the emulator plays {' or '.join(ARCHITECTURES)}")
     uninstall()
-    _seam().connect(run, arch, multiprocessors or ARCHITECTURES[arch].multiprocessors)
+    _seam().connect(run, arch, num_sms or ARCHITECTURES[arch].num_sms)
 
 
 def uninstall() -> None:
@@ -155,14 +153,14 @@ class _Seam:
         self._library.flash4_set_load_callback(self._callbacks[0])
         self._library.flash4_set_launch_callback(self._callbacks[1])
 
-    def connect(self, run: Callable[[Launch], None], arch: str, multiprocessors: int) -> None:
+    def connect(self, run: Callable[[Launch], None], arch: str, num_sms: int) -> None:
         self._run = run
         device = ARCHITECTURES[arch]
-        self._library.flash4_set_device(device.major, device.minor, multiprocessors)
+        self._library.flash4_set_device(device.major, device.minor, num_sms)
         self._connection = dsl.connect(
             library=self._path,
             arch=arch,
-            multiprocessors=multiprocessors,
+            num_sms=num_sms,
             learn=self.learn,
             calling=self.calling,
             device_attribute=self.device_attribute,

@@ -250,16 +250,16 @@ class _Call(NamedTuple):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rng_state: Tensor | None) -> tuple[Tensor, Tensor]:
         """(out, lse) of dense (B, S, H, D) or, with cum_seq, ragged (T, H, D)."""
         if self.cum_seq_q is None:
-            return _attention(q, k, v, None, rng_state, *self._rules())[:2]
-        return _attention_varlen(q, k, v, *self._sequences(rng_state), *self._rules())
+            return _attention(q, k, v, None, rng_state, *self._options())[:2]
+        return _attention_varlen(q, k, v, *self._sequences(rng_state), *self._options())
 
     def backward(self, *saved: Tensor | None, rng_state: Tensor | None) -> tuple[Tensor, ...]:
         """(dq, dk, dv); `saved` is (dout, dlse, q, k, v, out, lse)."""
         if self.cum_seq_q is None:
-            return _attention_backward(*saved, None, None, rng_state, *self._rules(), False)[:3]
-        return _attention_varlen_backward(*saved, *self._sequences(rng_state), *self._rules())
+            return _attention_backward(*saved, None, None, rng_state, *self._options(), False)[:3]
+        return _attention_varlen_backward(*saved, *self._sequences(rng_state), *self._options())
 
-    def _rules(self) -> tuple[Any, ...]:
+    def _options(self) -> tuple[Any, ...]:
         return self.scale, *self.window, 0.0, self.dropout_p, _deterministic()
 
     def _sequences(self, rng_state: Tensor | None) -> tuple[Any, ...]:

@@ -220,7 +220,7 @@ def attention_forward(
     if position_bias is not None:
         mask = _biased(position_bias, mask)
     mask = check.attn_mask(mask, q, k)
-    rules: dict[str, Any] = {
+    options: dict[str, Any] = {
         "scale": check.scale(scaling, q.shape[3]),
         "window_left": band.left,
         "window_right": band.right,
@@ -229,10 +229,10 @@ def attention_forward(
     }
     rng_state = ops.draw_rng_state(q.device) if dropout > 0.0 else None
     deterministic = torch.are_deterministic_algorithms_enabled()
-    out, _ = ops.attention(q, k, v, mask, rng_state, deterministic=deterministic, **rules)
+    out, _ = ops.attention(q, k, v, mask, rng_state, deterministic=deterministic, **options)
     if not (output_attentions or _attentions_are_recorded()):
         return out, None
-    return out, ops.attention_weights(q, k, mask, rng_state, average_heads=False, **rules)
+    return out, ops.attention_weights(q, k, mask, rng_state, average_heads=False, **options)
 
 
 def make_mask(

@@ -21,9 +21,9 @@ from . import fake, schema
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, rng_state: Tensor | None, *rules: Any
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, rng_state: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    *scoring, _ = rules
+    *scoring, _ = options
     weights, lse, lse_low = _softmax(_masked(_scores(q, k, *scoring), attn_mask))
     out = weights @ _heads_first(v, q).to(weights.dtype)
     if not has_float_mask(attn_mask):

@@ -18,7 +18,7 @@ from .check import cu_seqlens_values
 from .schema import LIBRARY
 
 
-class Rules(NamedTuple):
+class CallOptions(NamedTuple):
     """The arguments that close every attention operator's schema, in its order."""
 
     scale: float
@@ -30,11 +30,11 @@ class Rules(NamedTuple):
 
 
 def describe(
-    q: Tensor, v: Tensor, extent: Extent, attn_mask: Tensor | None, rules: Rules, varlen: bool = False
+    q: Tensor, v: Tensor, extent: Extent, attn_mask: Tensor | None, options: CallOptions, varlen: bool = False
 ) -> Problem:
     """The forward problem of a call."""
     device = q.device
-    band = Band(rules.window_left, rules.window_right)
+    band = Band(options.window_left, options.window_right)
     spec = Spec(
         device=device.type,
         dtype=q.dtype,
@@ -44,13 +44,13 @@ def describe(
         varlen=varlen,
         left=band.left is not None,
         right=band.right is not None,
-        softcap=rules.softcap != 0.0,
+        softcap=options.softcap != 0.0,
         mask=mask_key(attn_mask),
-        dropout=rules.dropout_p > 0.0,
-        deterministic=rules.deterministic,
+        dropout=options.dropout_p > 0.0,
+        deterministic=options.deterministic,
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
     )
-    return Problem(spec, extent, rules.scale, band, rules.softcap, rules.dropout_p)
+    return Problem(spec, extent, options.scale, band, options.softcap, options.dropout_p)
 
 
 def dense_extent(q: Tensor, k: Tensor) -> Extent:
@@ -66,9 +66,9 @@ def backward_of(problem: Problem, dlse: Tensor | None, mask_grad: bool = False) 
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, rng_state: Tensor | None, *rules: Any
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, rng_state: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    problem = describe(q, v, dense_extent(q, k), attn_mask, Rules(*rules))
+    problem = describe(q, v, dense_extent(q, k), attn_mask, CallOptions(*options))
     out, lse, low = backends.choose(problem).forward(Inputs(q, k, v, attn_mask, rng_state), problem)
     return out, lse, lse.new_empty(*lse.shape[:2], 0) if low is None else low
 
@@ -84,10 +84,10 @@ def _attention_backward(
     lse_low: Tensor | None,
     attn_mask: Tensor | None,
     rng_state: Tensor | None,
-    *rules_and_mask_grad: Any,
+    *options_and_mask_grad: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *rules, mask_grad = rules_and_mask_grad
-    forward = describe(q, v, dense_extent(q, k), attn_mask, Rules(*rules))
+    *options, mask_grad = options_and_mask_grad
+    forward = describe(q, v, dense_extent(q, k), attn_mask, CallOptions(*options))
     problem = backward_of(forward, dlse, mask_grad)
     inputs = Inputs(q, k, v, attn_mask, rng_state)
     if lse_low is None and has_float_mask(attn_mask):
@@ -106,12 +106,12 @@ def _attention_varlen(
     rng_state: Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    *rules: Any,
+    *options: Any,
 ) -> tuple[Tensor, Tensor]:
     cu_seqlens_values("cu_seqlens_q", cu_seqlens_q, q.shape[0], max_seqlen_q)
     cu_seqlens_values("cu_seqlens_k", cu_seqlens_k, k.shape[0], max_seqlen_k)
     extent = _varlen_extent(q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
-    problem = describe(q, v, extent, None, Rules(*rules), varlen=True)
+    problem = describe(q, v, extent, None, CallOptions(*options), varlen=True)
     inputs = Inputs(q, k, v, None, rng_state, cu_seqlens_q, cu_seqlens_k)
     out, lse, _ = backends.choose(problem).forward(inputs, problem)
     return out, lse
@@ -130,10 +130,10 @@ def _attention_varlen_backward(
     rng_state: Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    *rules: Any,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     extent = _varlen_extent(q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
-    problem = backward_of(describe(q, v, extent, None, Rules(*rules), varlen=True), dlse)
+    problem = backward_of(describe(q, v, extent, None, CallOptions(*options), varlen=True), dlse)
     inputs = Inputs(q, k, v, None, rng_state, cu_seqlens_q, cu_seqlens_k)
     dq, dk, dv, _ = backends.choose(problem).backward(Saved(dout, dlse, out, lse), inputs, problem)
     return dq, dk, dv

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "seed": given.seed,
         "races": not given.no_races,
         "strict": frozenset(given.strict),
-        "multiprocessors": given.multiprocessors,
+        "num_sms": given.num_sms,
     }
     if not Path(given.script).is_file():
         return _refuse(f"script is {given.script!r}, but there is no such file")

@@ -29,7 +29,7 @@ from mutants import APART, EAGER, FUZZ, LATE, Bench, Judge, Run, Subject, judge_
 from torch import Tensor
 
 from flash4_torch import info
-from flash4_torch.bench.pretend import flash_attn_4
+from flash4_torch.bench.fa4_emulated import flash_attn_4
 from flash4_torch.configs import sm100, sm100_backward
 from flash4_torch.configs.types import Features
 from flash4_torch.emulator import host
@@ -126,17 +126,15 @@ def own(name: str, D: int, uses: dict[str, bool]) -> Subject:
     )
     kernel: Kernel = (features, config)
     calls: list[Call] = [
-        drawn(kernel, Hk=2, lengths=((Sq,), (Sk,)), multiprocessors=2 if forward else 2 * config.cluster)
+        drawn(kernel, Hk=2, lengths=((Sq,), (Sk,)), num_sms=2 if forward else 2 * config.cluster)
         for Sq, Sk in sizes
     ]
     if not forward:
-        calls.append(
-            one_block(drawn(kernel, Hk=2, lengths=((100,), (900,)), multiprocessors=2 * config.cluster))
-        )
+        calls.append(one_block(drawn(kernel, Hk=2, lengths=((100,), (900,)), num_sms=2 * config.cluster)))
 
     @contextmanager
     def prepare(bench: Bench) -> Iterator[Run]:
-        host.install(bench.launch, bench.arch, calls[0].multiprocessors)
+        host.install(bench.launch, bench.arch, calls[0].num_sms)
         place = Place(bench, [])
         act = run if forward else run_backward
 
@@ -179,7 +177,7 @@ def attention(
         q, k, v, dout = (
             torch.randn(B, s, h, D).bfloat16() for s, h in ((Sq, Hq), (Sk, Hk), (Sk, Hk), (Sq, Hq))
         )
-        with flash_attn_4(bench.launch, arch, multiprocessors=2) as interface, poisoned_memory():
+        with flash_attn_4(bench.launch, arch, num_sms=2) as interface, poisoned_memory():
             out, lse, *_ = interface._flash_attn_fwd(q, k, v, causal=causal, return_lse=True)
             bench.executed.clear()
             yield lambda: act(interface, q, k, v, out, dout, lse, causal=causal)

@@ -14,7 +14,7 @@ import time
 
 import torch
 
-from flash4_torch.bench.pretend import flash_attn_4
+from flash4_torch.bench.fa4_emulated import flash_attn_4
 from flash4_torch.emulator import host
 from flash4_torch.testing.emulate import Device, Options
 

@@ -99,7 +99,7 @@ def call_of(kernel: Kernel) -> Call:
     """Both CTAs, or pairs, have several tiles; rings wrap."""
     features, config = kernel
     pairs = isinstance(config, Sm100Backward) and config.cluster > 1
-    changes: dict[str, Any] = {"lengths": ((300,), (500,)), "multiprocessors": 4 if pairs else 2}
+    changes: dict[str, Any] = {"lengths": ((300,), (500,)), "num_sms": 4 if pairs else 2}
     if features.varlen:
         changes["lengths"] = ((1, 0, 200, 130), (70, 5, 260, 150))
     if features.dropout:

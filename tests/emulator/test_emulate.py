@@ -73,8 +73,8 @@ def test_unchecked_devices_only_report():
 
 
 def test_the_device_is_as_large_as_it_is_said_to_be():
-    with emulate.device("sm_90a", multiprocessors=3) as device:
-        assert device.options.multiprocessors == 3
+    with emulate.device("sm_90a", num_sms=3) as device:
+        assert device.options.num_sms == 3
 
 
 def test_a_kernel_may_read_its_modules_variables():
@@ -171,10 +171,10 @@ def script(tmp_path):
 
 
 def test_a_device_that_gives_way_is_back_afterwards():
-    with emulate.device("sm_100a", gives_way=True, schedule="late", multiprocessors=3) as outer:
+    with emulate.device("sm_100a", gives_way=True, schedule="late", num_sms=3) as outer:
         assert doubled(outer)
         with emulate.device("sm_90a", seed=5) as inner:
-            assert inner.arch == "sm_90a" and inner.options == emulate.Options("late", 5, multiprocessors=3)
+            assert inner.arch == "sm_90a" and inner.options == emulate.Options("late", 5, num_sms=3)
             assert doubled(inner)
             with pytest.raises(EmulatorError, match="sm_90a device is active"), emulate.device():
                 pass

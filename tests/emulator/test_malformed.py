@@ -524,7 +524,7 @@ def test_a_text_has_one_kernel() -> None:
         *({"timeout": value} for value in (0, -1, float("nan"), "1")),
         *({"seed": value} for value in (-1, 1.5, None)),
         *({"max_instructions": value} for value in (2**64, "many")),
-        *({"multiprocessors": value} for value in (0, 2**32, 1.0)),
+        *({"num_sms": value} for value in (0, 2**32, 1.0)),
         {"schedule": "never"},
         {"strict": {"lines"}},
         {"strict": ["lines"]},

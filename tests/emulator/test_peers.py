@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash4_torch.bench.pretend import flash_attn_4, pretended_gpu
+from flash4_torch.bench.fa4_emulated import flash_attn_4, pretended_gpu
 from flash4_torch.emulator import host
 from flash4_torch.testing import assert_close_as_peer, reference
 from flash4_torch.testing.emulate import Device, Options

@@ -13,14 +13,14 @@ from ... import env
 from ...kernels.common import mask_tables
 from ...kernels.common.mask_tables import MaskPlan
 from ...problem import Inputs, Problem, Saved, has_float_mask
-from .. import tickets
+from .. import tile_counters
 from ..base import BackwardLaunch, Grads, Launch, OutAndLse, Results
 from . import backward, forward
-from .backward import Kernels
+from .backward import Empty, Kernels, Operands
 from .forward import Kernel
-from .rule import FARTHEST, mask_dtype
+from .params import FARTHEST, mask_dtype
 from .targets import MASK_BLOCKS, Find, Target
-from .tensors import cut, is_empty, is_readable, lengths, readable
+from .tensors import contiguous_strides, is_empty, is_readable, lengths, readable, unpad
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _MASK_DTYPES = ("", "bool", "bfloat16", "float16", "float32")
@@ -54,7 +54,7 @@ class Compiled:
         out, lse, low = _results(q, v, inputs.attn_mask)
         if is_empty(inputs, problem):
             low = None if low is None else low.zero_()
-            return Results(cut(out.zero_(), problem.spec.Dv), lse.fill_(-math.inf), low)
+            return Results(unpad(out.zero_(), problem.spec.Dv), lse.fill_(-math.inf), low)
         index = q.get_device()
         kernel = self.kernel(problem, index)
         mask = inputs.attn_mask
@@ -72,62 +72,48 @@ class Compiled:
             lengths(inputs.cu_seqlens_k),
             self._mask_args(problem, mask, forward.mask_plan(mask_dtype(problem), kernel.config)),
             inputs.rng_state,
-            kernel.rule,
+            kernel.params,
         )
-        return Results(cut(out, problem.spec.Dv), lse, low)
+        return Results(unpad(out, problem.spec.Dv), lse, low)
 
     def backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> Grads:
         q, k, v, out, dout = (readable(x) for x in (*inputs[:3], saved.out, saved.dout))
-        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-        mask = inputs.attn_mask
-        dmask = None
+        mask, dmask = inputs.attn_mask, None
         if mask is not None and saved.mask_grad:
             dmask = mask.new_zeros(mask.shape, dtype=torch.float32)
         if is_empty(inputs, problem):
-            for grad in (dq, dk, dv):
-                grad.zero_()
+            dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
         else:
-            index = q.get_device()
-            kernels = self.backward_kernels(problem, index)
+            kernels = self.backward_kernels(problem, q.get_device())
             ends_q, ends_k = lengths(inputs.cu_seqlens_q), lengths(inputs.cu_seqlens_k)
+            shapes = backward.shapes_of(q, k, v, ends_q, kernels)
             if mask is not None:
-                mask = backward.turned(mask, problem.extent.Sq)
-            sizes, behind, sums = backward.sizes_of(q, ends_q, kernels), kernels.behind, kernels.sums
-            stats, dq_acc, turns = backward.workspaces(q, sizes, kernels.is_ordered)
-            dlse = None if saved.dlse is None else saved.dlse.contiguous()
-            cleared = None if behind is None else dq_acc
-            low = None if saved.lse_low is None else saved.lse_low.contiguous()
-            kernels.before(out, dout, saved.lse.contiguous(), low, dlse, stats, cleared, turns, ends_q)
-            dk_made, dv_made = dk, dv
-            if sums is not None:
-                dk_made, dv_made = (x.new_empty(backward.parts_shape(x.shape, q.shape[-2])) for x in (dk, dv))
-            kernels.main(
+                mask = backward.transposed(mask, problem.extent.Sq)
+            operands = Operands(
                 q,
                 k,
                 v,
+                out,
                 dout,
-                stats,
-                dq_acc,
-                dq if behind is None else None,
-                dk_made,
-                dv_made,
-                self.counter(index),
-                turns,
-                ends_q,
-                ends_k,
-                self._mask_args(problem, mask, backward.mask_plan(mask_dtype(problem), kernels.config)),
-                None if dmask is None else dmask.transpose(2, 3),
-                inputs.rng_state,
-                kernels.rule,
+                lse=saved.lse.contiguous(),
+                lse_low=None if saved.lse_low is None else saved.lse_low.contiguous(),
+                dlse=None if saved.dlse is None else saved.dlse.contiguous(),
+                cu_seqlens_q=ends_q,
+                cu_seqlens_k=ends_k,
+                mask=self._mask_args(problem, mask, backward.mask_plan(mask_dtype(problem), kernels.config)),
+                dmask=None if dmask is None else dmask.transpose(2, 3),
+                rng_state=inputs.rng_state,
             )
-            if behind is not None:
-                behind(dq_acc, dq, ends_q, problem.scale)
-            if sums is not None:
-                sums(dk_made, dv_made, dk, dv)
+
+            def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+                return q.new_empty(shape, dtype=dtype)
+
+            launch = backward.sequence(kernels, shapes, q.dtype, problem.scale, kernels.params, empty)
+            dq, dk, dv = launch(operands, self.counter(q.get_device()))
         D, Dv = problem.spec.D, problem.spec.Dv
-        if dmask is not None and mask is not None:
-            dmask = dmask.to(mask.dtype)
-        return cut(dq, D), cut(dk, D), cut(dv, Dv), dmask
+        if dmask is not None and inputs.attn_mask is not None:
+            dmask = dmask.to(inputs.attn_mask.dtype)
+        return unpad(dq, D), unpad(dk, D), unpad(dv, Dv), dmask
 
     def prepare(self, inputs: Inputs, problem: Problem) -> Launch | None:
         """`forward` for dense tensors without a mask, of these sizes and strides, that need no copy."""
@@ -138,21 +124,20 @@ class Compiled:
         spec = problem.spec
         B, Sq, _, Hq, _ = problem.extent
         shape, lse_shape = (B, Sq, Hq, spec.Dv), (B, Hq, Sq)
-        strides, lse_strides = _strides(shape), _strides(lse_shape)
+        strides, lse_strides = contiguous_strides(shape), contiguous_strides(lse_shape)
         index, dtype, float32 = inputs.q.get_device(), spec.dtype, torch.float32
         function, _, numbers = self.kernel(problem, index)
         # A tuple would be converted anew at every launch.
-        rule = tvm_ffi.convert(numbers)
-        counter, current_device = tickets.counter, tickets.current_device
-        # Torch's compiled graphs allocate so: past the dispatcher, on the current device.
-        empty = getattr(torch._C._dynamo.guards, f"_empty_strided_{spec.device}")
+        params = tvm_ffi.convert(numbers)
+        counter, current_device = tile_counters.counter, tile_counters.current_device
+        empty = _empty_past_dispatcher(problem)
 
         def launch(q: Tensor, k: Tensor, v: Tensor, rng_state: Tensor | None = None) -> OutAndLse:
             if current_device() != index:
                 with torch.cuda.device(index):
                     return launch(q, k, v, rng_state)
             out, lse = empty(shape, strides, dtype), empty(lse_shape, lse_strides, float32)
-            function(q, k, v, out, lse, None, counter(index), None, None, None, rng_state, rule)
+            function(q, k, v, out, lse, None, counter(index), None, None, None, rng_state, params)
             return out, lse
 
         return launch
@@ -169,21 +154,15 @@ class Compiled:
             return None
         import tvm_ffi
 
-        spec, scale = problem.spec, problem.scale
-        index, dtype, float32, int32 = inputs.q.get_device(), spec.dtype, torch.float32, torch.int32
+        index = inputs.q.get_device()
         kernels = self.backward_kernels(problem, index)
-        before, main, behind, group_reduce = kernels[:4]
-        rule = tvm_ffi.convert(kernels.rule)
-        q_shape, k_shape, v_shape = (tuple(x.shape) for x in inputs[:3])
-        q_strides, k_strides, v_strides = (_strides(shape) for shape in (q_shape, k_shape, v_shape))
-        k_parts, v_parts = (backward.parts_shape(shape, problem.extent.Hq) for shape in (k_shape, v_shape))
-        k_parts_strides, v_parts_strides = _strides(k_parts), _strides(v_parts)
-        stats_shape, sums_shape, turns_shape = backward.sizes_of(inputs.q, None, kernels)
-        stats_strides, sums_strides = _strides(stats_shape), _strides(sums_shape)
-        turns_strides, is_ordered = _strides(turns_shape), kernels.is_ordered
+        shapes = backward.shapes_of(*inputs[:3], None, kernels)
+        params = tvm_ffi.convert(kernels.params)
+        launch_all = backward.sequence(
+            kernels, shapes, problem.spec.dtype, problem.scale, params, _empty_past_dispatcher(problem)
+        )
         copied = not is_readable(saved.dout)
-        counter, current_device = tickets.counter, tickets.current_device
-        empty = getattr(torch._C._dynamo.guards, f"_empty_strided_{spec.device}")
+        counter, current_device = tile_counters.counter, tile_counters.current_device
 
         def launch(
             dout: Tensor,
@@ -199,23 +178,7 @@ class Compiled:
                     return launch(dout, q, k, v, out, lse, rng_state)
             if copied:
                 dout = readable(dout)
-            stats = empty(stats_shape, stats_strides, float32)
-            sums = empty(sums_shape, sums_strides, float32)
-            turns = empty(turns_shape, turns_strides, int32) if is_ordered else None
-            before(out, dout, lse, None, None, stats, None if behind is None else sums, turns, None)
-            dk, dv = empty(k_shape, k_strides, dtype), empty(v_shape, v_strides, dtype)
-            dq = empty(q_shape, q_strides, dtype)
-            dk_made, dv_made = dk, dv
-            if group_reduce is not None:
-                dk_made = empty(k_parts, k_parts_strides, dtype)
-                dv_made = empty(v_parts, v_parts_strides, dtype)
-            rounded, more = dq if behind is None else None, (None, None, None, None, rng_state, rule)
-            main(q, k, v, dout, stats, sums, rounded, dk_made, dv_made, counter(index), turns, *more)
-            if behind is not None:
-                behind(sums, dq, None, scale)
-            if group_reduce is not None:
-                group_reduce(dk_made, dv_made, dk, dv)
-            return dq, dk, dv
+            return launch_all(Operands(q, k, v, out, dout, lse, rng_state=rng_state), counter(index))
 
         return launch
 
@@ -248,7 +211,7 @@ class Compiled:
 
     def counter(self, index: int) -> Tensor:
         """A launch's counter of tiles, int32 (1,) and 0."""
-        return tickets.counter(index)
+        return tile_counters.counter(index)
 
 
 @lru_cache(maxsize=1024)
@@ -287,22 +250,23 @@ def _results(q: Tensor, v: Tensor, attn_mask: Tensor | None) -> Results:
     return Results(out, lse, torch.empty_like(lse) if has_float_mask(attn_mask) else None)
 
 
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a contiguous tensor."""
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+def _empty_past_dispatcher(problem: Problem) -> Empty:
+    """Allocates on the current device as torch's compiled graphs do."""
+    empty: Empty = getattr(torch._C._dynamo.guards, f"_empty_strided_{problem.spec.device}")
+    return empty
 
 
 @lru_cache(maxsize=1024)
 def _kernel(target: Target, problem: Problem, index: int) -> Kernel:
-    return forward.decide(target, problem, multiprocessors(index), target.find)
+    return forward.decide(target, problem, num_sms(index), target.find)
 
 
 @lru_cache(maxsize=1024)
 def _backward_kernels(target: Target, problem: Problem, index: int) -> Kernels:
-    return backward.decide(target, problem, multiprocessors(index), target.find)
+    return backward.decide(target, problem, num_sms(index), target.find)
 
 
 @cache
-def multiprocessors(index: int) -> int:
+def num_sms(index: int) -> int:
     """Of CUDA device `index`."""
     return torch.cuda.get_device_properties(index).multi_processor_count

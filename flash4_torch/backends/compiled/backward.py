@@ -7,7 +7,8 @@ it writes dK and dV of each query head, of which a fourth makes those of key hea
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +20,9 @@ from ...kernels.common.bwd.row_blocks import GroupReducePlan, PostprocessPlan, P
 from ...kernels.common.mask_tables import MaskPlan
 from ...problem import Problem
 from . import forward
-from .rule import Rule, evenly, heads_in_section, rule
+from .params import LaunchParams, evenly, heads_per_section_of, launch_params
 from .targets import GROUP_REDUCE, POSTPROCESS, PREPROCESS, BackwardConfig, Find, Target
+from .tensors import contiguous_strides
 
 _MOST_IN_SECTION = 32
 """Key heads, before sections are made even."""
@@ -37,9 +39,9 @@ _RUN, _TILES_IN_RUNS, _GROUPS_IN_SECTION = 8, 32, 8
 tiles; if it has more, key heads in a section. Of runs of 4 to 16 and 4 to 32 heads the best, S 2k and 8k."""
 
 
-_IN_ORDER, _IN_ORDER_IF_BOUNDED = 12, 32
+_ORDERED, _ORDERED_IF_BOUNDED = 12, 32
 """Key heads in a section of the deterministic backward, the fastest at S 4k: of 8 to 32, and of 16 to 64."""
-_IN_ORDER_FROM_LAST = {64: 64, 128: 48, 192: 24, 256: 32}
+_ORDERED_FROM_LAST = {64: 64, 128: 48, 192: 24, 256: 32}
 """By head sizes, where tiles with a bound to the right begin at the last block, each a block behind another:
 two to three tiles of a head, or pairs of them, at a time."""
 
@@ -47,14 +49,14 @@ two to three tiles of a head, or pairs of them, at a time."""
 class Kernels(NamedTuple):
     """The compiled kernels, and what they are told besides tensors."""
 
-    before: compile.Function
+    preprocess: compile.Function
     main: compile.Function
-    behind: compile.Function | None
+    postprocess: compile.Function | None
     """None where the main one rounds dQ."""
-    sums: compile.Function | None
+    group_reduce: compile.Function | None
     """None where the main one makes dK and dV of whole groups."""
     config: BackwardConfig
-    rule: Rule
+    params: LaunchParams
     blocks: RowBlocks
     is_ordered: bool
     """Whether tiles wait for each other to add to dQ."""
@@ -64,21 +66,46 @@ class Kernels(NamedTuple):
     """Numbers of each query row in the workspace."""
 
 
-class Sizes(NamedTuple):
-    """Of the workspaces."""
+class Shapes(NamedTuple):
+    """What a call of these sizes allocates; dk_parts and dv_parts where each query head has its own."""
 
+    dq: tuple[int, ...]
+    dk: tuple[int, ...]
+    dv: tuple[int, ...]
+    dk_parts: tuple[int, ...]
+    dv_parts: tuple[int, ...]
     stats: tuple[int, ...]
     """float32"""
     dq_acc: tuple[int, ...]
     """float32"""
-    turns: tuple[int, ...]
+    dq_semaphore: tuple[int, ...]
     """int32"""
 
 
-class Workspaces(NamedTuple):
-    stats: Tensor
-    dq_acc: Tensor
-    turns: Tensor | None
+class Operands(NamedTuple):
+    """What the kernels read. Contiguous per row; see the kernels' `launch.backward`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    dout: Tensor
+    lse: Tensor
+    lse_low: Tensor | None = None
+    dlse: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    mask: tuple[Tensor, Tensor] | None = None
+    """Transposed, and its tables."""
+    dmask: Tensor | None = None
+    """Transposed; the kernel adds to it."""
+    rng_state: Tensor | None = None
+
+
+Empty = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
+"""Allocates by shape, strides and dtype."""
+Sequence = Callable[[Operands, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""Takes the operands and the launch's tile counter, and launches all kernels; returns dq, dk and dv."""
 
 
 def limits(target: Target, problem: Problem) -> list[str]:
@@ -96,20 +123,20 @@ def _mask_broadcasts(problem: Problem) -> bool:
     return any(flag == "1" and n > 1 for flag, n in zip(flags, (B, Hq, Sq, Sk), strict=True))
 
 
-def decide(target: Target, problem: Problem, multiprocessors: int, find: Find) -> Kernels:
-    config = config_of(target, problem, multiprocessors)
+def decide(target: Target, problem: Problem, num_sms: int, find: Find) -> Kernels:
+    config = config_of(target, problem, num_sms)
     features = main_features(features_of(problem), config)
-    before, behind = row_plans(features, config, dlse=problem.spec.dlse)
-    ctas = min(multiprocessors, problem.extent.B * problem.extent.Hk)
+    preprocess, postprocess = row_plans(features, config, dlse=problem.spec.dlse)
+    ctas = min(num_sms, problem.extent.B * problem.extent.Hk)
     return Kernels(
-        find(PREPROCESS, (before,)),
+        find(PREPROCESS, (preprocess,)),
         find(target.backward, (features, config)),
-        None if behind is None else find(POSTPROCESS, (behind,)),
-        find(GROUP_REDUCE, (group_sums_plan(features),)) if config.heads_apart else None,
+        None if postprocess is None else find(POSTPROCESS, (postprocess,)),
+        find(GROUP_REDUCE, (group_reduce_plan(features),)) if config.heads_apart else None,
         config,
-        rule_of(target, problem, config, multiprocessors),
-        before.blocks,
-        before.turns,
+        params_of(target, problem, config, num_sms),
+        preprocess.blocks,
+        preprocess.is_ordered,
         (ctas, problem.spec.group) if config.whole_heads else None,
         features.row_stats,
     )
@@ -126,11 +153,11 @@ def row_plans(
     """Of the kernels before and behind the main one."""
     f, blocks = main_features(features, config), RowBlocks.of(sums_of(features.D, config))
     asked = f.varlen, dlse, f.deterministic, config.tmem_order, not config.whole_heads
-    before = PreprocessPlan(f.dtype, f.Dv, blocks, *asked, float_mask=f.float_mask)
-    return before, None if config.whole_heads else PostprocessPlan(f.dtype, f.D, blocks, f.varlen)
+    preprocess = PreprocessPlan(f.dtype, f.Dv, blocks, *asked, float_mask=f.float_mask)
+    return preprocess, None if config.whole_heads else PostprocessPlan(f.dtype, f.D, blocks, f.varlen)
 
 
-def group_sums_plan(features: Features) -> GroupReducePlan:
+def group_reduce_plan(features: Features) -> GroupReducePlan:
     return GroupReducePlan(features.dtype, features.D, features.Dv, features.varlen)
 
 
@@ -139,26 +166,26 @@ def features_of(problem: Problem) -> Features:
     return forward.features_of(problem)._replace(deterministic=spec.deterministic, dmask=spec.dmask)
 
 
-def config_of(target: Target, problem: Problem, multiprocessors: int) -> BackwardConfig:
+def config_of(target: Target, problem: Problem, num_sms: int) -> BackwardConfig:
     extent, table = problem.extent, target.backward_configs
     end_hidden = problem.band.right is not None and problem.band.right <= 0
     tile = table.backward(features_of(problem), extent.Sk, end_hidden).cluster_keys
     heads, tiles = extent.B * extent.Hk, -(-extent.Sk // tile)
     # A head each for nine tenths of the multiprocessors' time, at least.
-    even = 10 * heads >= 9 * multiprocessors * -(-heads // multiprocessors)
+    even = 10 * heads >= 9 * num_sms * -(-heads // num_sms)
     alone = problem.spec.group * extent.Sq if even or tiles == 1 else 0
     return table.backward(features_of(problem), extent.Sk, end_hidden, alone, problem.spec.group)
 
 
-def rule_of(target: Target, problem: Problem, config: BackwardConfig, multiprocessors: int) -> Rule:
+def params_of(target: Target, problem: Problem, config: BackwardConfig, num_sms: int) -> LaunchParams:
     if config.heads_apart:
         spec, extent = problem.spec._replace(group=1), problem.extent._replace(Hk=problem.extent.Hq)
         problem = problem._replace(spec=spec, extent=extent)
-    section = _section(target, problem, config, multiprocessors)
-    return rule(problem, problem.extent.Sk, section, multiprocessors)
+    heads_per_section = _heads_per_section(target, problem, config, num_sms)
+    return launch_params(problem, problem.extent.Sk, heads_per_section, num_sms)
 
 
-def _section(target: Target, problem: Problem, config: BackwardConfig, multiprocessors: int) -> int:
+def _heads_per_section(target: Target, problem: Problem, config: BackwardConfig, num_sms: int) -> int:
     """How many key heads take turns: long tiles come first while their rows and sums stay in the cache.
 
     Those of a group's heads do not. Then n tiles of one key head come together, -n, which pass the same rows
@@ -169,7 +196,7 @@ def _section(target: Target, problem: Problem, config: BackwardConfig, multiproc
     if config.whole_heads:
         return 1
     if spec.deterministic:
-        return min(_in_order(features, config), heads)
+        return min(_ordered_heads(features, config), heads)
     if not (features.left or features.right):
         return 1
     tiles = -(-extent.Sk // config.cluster_keys)
@@ -180,15 +207,15 @@ def _section(target: Target, problem: Problem, config: BackwardConfig, multiproc
         return evenly(heads, min(wanted, heads))
     row = (spec.D + spec.Dv) * spec.dtype.itemsize + spec.D * torch.float32.itemsize
     each = spec.group * extent.Sq * row
-    fewest = multiprocessors * (_WIDE_TILES_EACH if max(spec.D, spec.Dv) > 128 else _TILES_EACH)
-    return heads_in_section(heads, each, target.l2_bytes, tiles, _MOST_IN_SECTION, fewest)
+    fewest = num_sms * (_WIDE_TILES_EACH if max(spec.D, spec.Dv) > 128 else _TILES_EACH)
+    return heads_per_section_of(heads, each, target.l2_bytes, tiles, _MOST_IN_SECTION, fewest)
 
 
-def _in_order(features: Features, config: BackwardConfig) -> int:
+def _ordered_heads(features: Features, config: BackwardConfig) -> int:
     """Key heads in a section: tiles of one wait for each other, and the more heads, the fewer of them run."""
     if features.right and config.heads_inner and not features.mask:
-        return next(heads for D, heads in _IN_ORDER_FROM_LAST.items() if max(features.D, features.Dv) <= D)
-    return _IN_ORDER_IF_BOUNDED if features.left or features.right else _IN_ORDER
+        return next(heads for D, heads in _ORDERED_FROM_LAST.items() if max(features.D, features.Dv) <= D)
+    return _ORDERED_IF_BOUNDED if features.left or features.right else _ORDERED
 
 
 def mask_plan(dtype: str, config: BackwardConfig) -> MaskPlan:
@@ -196,7 +223,7 @@ def mask_plan(dtype: str, config: BackwardConfig) -> MaskPlan:
     return MaskPlan(dtype, config.cluster_keys, config.queries)
 
 
-def turned(mask: Tensor, Sq: int) -> Tensor:
+def transposed(mask: Tensor, Sq: int) -> Tensor:
     """The mask with keys as rows, and with all queries.
 
     Copied where that makes queries neighbours, which are loaded together.
@@ -207,7 +234,7 @@ def turned(mask: Tensor, Sq: int) -> Tensor:
     return x.expand(*x.shape[:3], Sq)
 
 
-def sizes_of(q: Tensor, cu_seqlens_q: Tensor | None, kernels: Kernels) -> Sizes:
+def shapes_of(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, kernels: Kernels) -> Shapes:
     """For q (B, Sq, Hq, D), or (T, Hq, D) and its lengths."""
     blocks = kernels.blocks
     if cu_seqlens_q is None:
@@ -218,20 +245,47 @@ def sizes_of(q: Tensor, cu_seqlens_q: Tensor | None, kernels: Kernels) -> Sizes:
         T, Hq, _ = q.shape
         heads = (Hq,)
         count = blocks.packed_count(T, len(cu_seqlens_q) - 1)
-    sums = (*(kernels.alone or heads), count, blocks.floats)
-    return Sizes((kernels.row_stats, *heads, count * blocks.queries), sums, (*heads, count))
-
-
-def parts_shape(grad: tuple[int, ...], Hq: int) -> tuple[int, ...]:
-    """Of dK or dV of each query head, from that of key heads."""
-    *rows, _, D = grad
-    return (*rows, Hq, D)
-
-
-def workspaces(q: Tensor, sizes: Sizes, is_ordered: bool) -> Workspaces:
-    """Allocated, not filled."""
-    return Workspaces(
-        q.new_empty(sizes.stats, dtype=torch.float32),
-        q.new_empty(sizes.dq_acc, dtype=torch.float32),
-        q.new_empty(sizes.turns, dtype=torch.int32) if is_ordered else None,
+    return Shapes(
+        dq=tuple(q.shape),
+        dk=tuple(k.shape),
+        dv=tuple(v.shape),
+        dk_parts=(*k.shape[:-2], Hq, k.shape[-1]),
+        dv_parts=(*v.shape[:-2], Hq, v.shape[-1]),
+        stats=(kernels.row_stats, *heads, count * blocks.queries),
+        dq_acc=(*(kernels.alone or heads), count, blocks.floats),
+        dq_semaphore=(*heads, count),
     )
+
+
+def sequence(
+    kernels: Kernels, shapes: Shapes, dtype: torch.dtype, scale: float, params: Any, empty: Empty
+) -> Sequence:
+    """The backward's launches in their order, decided but for the tensors.
+
+    `params` is what the main kernel takes for `kernels.params`: that, or what it was converted to before.
+    """
+    preprocess, main, postprocess, group_reduce = kernels[:4]
+    float32, int32, is_ordered = torch.float32, torch.int32, kernels.is_ordered
+    dq_at, dk_at, dv_at, dk_parts_at, dv_parts_at, stats_at, acc_at, semaphore_at = (
+        (shape, contiguous_strides(shape)) for shape in shapes
+    )
+
+    def launch(x: Operands, tile_counter: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, out, dout, lse, lse_low, dlse, ends_q, ends_k, mask, dmask, rng_state = x
+        stats, dq_acc = empty(*stats_at, float32), empty(*acc_at, float32)
+        semaphore = empty(*semaphore_at, int32) if is_ordered else None
+        dq, dk, dv = empty(*dq_at, dtype), empty(*dk_at, dtype), empty(*dv_at, dtype)
+        cleared, rounded = (None, dq) if postprocess is None else (dq_acc, None)
+        dk_made, dv_made = dk, dv
+        if group_reduce is not None:
+            dk_made, dv_made = empty(*dk_parts_at, dtype), empty(*dv_parts_at, dtype)
+        preprocess(out, dout, lse, lse_low, dlse, stats, cleared, semaphore, ends_q)
+        more = (ends_q, ends_k, mask, dmask, rng_state, params)
+        main(q, k, v, dout, stats, dq_acc, rounded, dk_made, dv_made, tile_counter, semaphore, *more)
+        if postprocess is not None:
+            postprocess(dq_acc, dq, ends_q, scale)
+        if group_reduce is not None:
+            group_reduce(dk_made, dv_made, dk, dv)
+        return dq, dk, dv
+
+    return launch

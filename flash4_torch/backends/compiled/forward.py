@@ -8,9 +8,9 @@ from ... import compile
 from ...configs.types import LARGE_SOFTCAP, Features
 from ...kernels.common.mask_tables import MaskPlan
 from ...problem import Problem
-from .rule import Rule, dtype_name, heads_in_section, mask_dtype, rule
+from .params import LaunchParams, dtype_name, heads_per_section_of, launch_params, mask_dtype
 from .targets import Find, ForwardConfig, Target
-from .tensors import filled_up
+from .tensors import padded
 
 _LONG = 8192
 """Keys."""
@@ -25,13 +25,13 @@ class Kernel(NamedTuple):
 
     function: compile.Function
     config: ForwardConfig
-    rule: Rule
+    params: LaunchParams
 
 
-def decide(target: Target, problem: Problem, multiprocessors: int, find: Find) -> Kernel:
+def decide(target: Target, problem: Problem, num_sms: int, find: Find) -> Kernel:
     features, config = features_of(problem), config_of(target, problem)
     function = find(target.forward, (features, config))
-    return Kernel(function, config, rule_of(target, problem, config, multiprocessors))
+    return Kernel(function, config, params_of(target, problem, config, num_sms))
 
 
 def limits(target: Target, problem: Problem) -> list[str]:
@@ -46,8 +46,8 @@ def features_of(problem: Problem) -> Features:
     mask = mask_dtype(problem)
     return Features(
         dtype=dtype_name(spec.dtype),
-        D=filled_up(spec.D),
-        Dv=filled_up(spec.Dv),
+        D=padded(spec.D),
+        Dv=padded(spec.Dv),
         varlen=spec.varlen,
         left=band.left is not None and band.left < extent.Sk - 1,
         right=band.right is not None and band.right < extent.Sq - 1,
@@ -75,12 +75,12 @@ def config_of(target: Target, problem: Problem) -> ForwardConfig:
     )
 
 
-def rule_of(target: Target, problem: Problem, config: ForwardConfig, multiprocessors: int) -> Rule:
-    section = _section(target, problem, config, multiprocessors)
-    return rule(problem, problem.extent.Sq, section, multiprocessors)
+def params_of(target: Target, problem: Problem, config: ForwardConfig, num_sms: int) -> LaunchParams:
+    heads_per_section = _heads_per_section(target, problem, config, num_sms)
+    return launch_params(problem, problem.extent.Sq, heads_per_section, num_sms)
 
 
-def _section(target: Target, problem: Problem, config: ForwardConfig, multiprocessors: int) -> int:
+def _heads_per_section(target: Target, problem: Problem, config: ForwardConfig, num_sms: int) -> int:
     """How many packs of heads take turns: long tiles come first while their K and V stay in the cache.
 
     Without a bound to the right all tiles are equally long, and heads follow one another. Long key heads do
@@ -93,5 +93,5 @@ def _section(target: Target, problem: Problem, config: ForwardConfig, multiproce
     each = extent.Sk * (spec.D + spec.Dv) * spec.dtype.itemsize
     tiles = packs * -(-extent.Sq // config.queries)
     most, heads = max(_MOST_IN_SECTION // packs, 1), extent.B * extent.Hk
-    fewest = _TILES_EACH * multiprocessors
-    return heads_in_section(heads, each, target.l2_bytes, tiles, most, fewest) * packs
+    fewest = _TILES_EACH * num_sms
+    return heads_per_section_of(heads, each, target.l2_bytes, tiles, most, fewest) * packs

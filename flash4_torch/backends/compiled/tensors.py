@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -28,17 +30,17 @@ def readable(x: Tensor) -> Tensor:
         return x
     D = x.shape[-1]
     # Not `contiguous`: that returns dimensions of 1 with the strides they have.
-    copy = x.new_empty(*x.shape[:-1], filled_up(D))
+    copy = x.new_empty(*x.shape[:-1], padded(D))
     copy[..., :D] = x
     copy[..., D:] = 0.0
     return copy
 
 
-def filled_up(D: int) -> int:
+def padded(D: int) -> int:
     return -(-D // _STEP) * _STEP
 
 
-def cut(x: Tensor, D: int) -> Tensor:
+def unpad(x: Tensor, D: int) -> Tensor:
     return x if x.shape[-1] == D else x[..., :D].contiguous()
 
 
@@ -49,3 +51,7 @@ def is_empty(inputs: Inputs, problem: Problem) -> bool:
 
 def lengths(cu_seqlens: Tensor | None) -> Tensor | None:
     return None if cu_seqlens is None else cu_seqlens.to(torch.int32).contiguous()
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flash4_torch.bench.pretend import flash_attn_4
+from flash4_torch.bench.fa4_emulated import flash_attn_4
 from flash4_torch.emulator import host
 
 from ..kernels import Case, all_cases, poison

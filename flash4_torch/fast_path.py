@@ -13,7 +13,7 @@ An observer of operators that torch has no flag for is passed by: a `torch.profi
 by itself sees the first calls only. One that `torch.profiler.profile` is given sees all.
 
 What is left are two allocations and the launch, with dropout its numbers' state, and autograd where gradients
-are wanted: `fast_gradients`. A
+are wanted: `fast_path_gradients`. A
 kernel that somebody registers anew for `torch.ops.flash4.attention` is not seen from here.
 """
 
@@ -38,9 +38,9 @@ from torch.compiler import is_dynamo_compiling
 
 from . import backends
 from .backends import ALIGNMENT, Launch, OutAndLse, Prepares
-from .fast_gradients import Training
+from .fast_path_gradients import FastAutograd
 from .ops import autocast_inputs, draw_rng_state
-from .ops.impl import Rules, dense_extent, describe
+from .ops.impl import CallOptions, dense_extent, describe
 from .problem import Inputs
 
 Signature = tuple[Any, ...]
@@ -55,14 +55,14 @@ _WANTS_GRAD = 12
 _PLAIN = frozenset({bool, int, float, type(None), tuple, list})
 """Types whose equal values stay equal. A tensor among the flags would also be kept alive."""
 
-Short = Callable[[Tensor, Tensor, Tensor], OutAndLse]
+FastCall = Callable[[Tensor, Tensor, Tensor], OutAndLse]
 """What serves q, k and v."""
 
-_launches: dict[Signature, Short | None] = {}
+_calls: dict[Signature, FastCall | None] = {}
 _on_gpu = attrgetter("is_cuda")
 
 
-def find(
+def lookup(
     q: Any,
     k: Any,
     v: Any,
@@ -73,7 +73,7 @@ def find(
     softcap: Any,
     dropout_p: Any,
     deterministic: Any,
-) -> tuple[Signature | None, Short | None]:
+) -> tuple[Signature | None, FastCall | None]:
     """The call's signature, None if it must go the long way, and what serves it, if anything."""
     if (
         # Other tracers show themselves by their subclasses and modes.
@@ -81,7 +81,7 @@ def find(
         or not type(q) is type(k) is type(v) is Tensor
         or attn_mask is not None
         or not _on_gpu(q)
-        or _somebody_listens()
+        or must_take_slow_path()
         or (_is_any_autocast_enabled() and _casts(q, k, v))
     ):
         return None, None
@@ -110,13 +110,13 @@ def find(
             type(window), type(left), type(right),
             type(causal), type(scale), type(softcap), type(dropout_p), type(deterministic),
         )  # fmt: skip
-        return call, _launches.get(call)
+        return call, _calls.get(call)
     except (TypeError, ValueError, RuntimeError):
         # A flag that is no number, a tensor without strides: the long way has the words for it.
         return None, None
 
 
-def _somebody_listens() -> bool:
+def must_take_slow_path() -> bool:
     return (
         _len_torch_dispatch_stack() > 0
         or _is_torch_function_mode_enabled()
@@ -134,30 +134,30 @@ def _casts(*tensors: Tensor) -> bool:
     return any(new is not old for new, old in zip(autocast_inputs(*tensors), tensors, strict=True))
 
 
-def remember(call: Signature, q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> None:
+def record(call: Signature, q: Tensor, k: Tensor, v: Tensor, options: CallOptions) -> None:
     """After the long way has served a call: prepares those of the same signature."""
-    if not _PLAIN.issuperset(call[_FLAG_TYPES]) or call in _launches:
+    if not _PLAIN.issuperset(call[_FLAG_TYPES]) or call in _calls:
         return
-    problem = describe(q, v, dense_extent(q, k), None, rules)
+    problem = describe(q, v, dense_extent(q, k), None, options)
     backend = backends.choose(problem)
     launch = backend.prepare(Inputs(q, k, v), problem) if isinstance(backend, Prepares) else None
-    short: Short | None = launch
+    fast_call: FastCall | None = launch
     if launch is not None and call[_WANTS_GRAD]:
-        short = Training(launch, rules, _somebody_listens)
+        fast_call = FastAutograd(launch, options, must_take_slow_path)
     elif launch is not None and problem.spec.dropout:
-        short = _drawing(launch)
-    if len(_launches) >= _MOST:
-        _launches.clear()
-    _launches[call] = short
+        fast_call = _with_rng_state(launch)
+    if len(_calls) >= _MOST:
+        _calls.clear()
+    _calls[call] = fast_call
 
 
-def _drawing(launch: Launch) -> Short:
+def _with_rng_state(launch: Launch) -> FastCall:
     def drawn(q: Tensor, k: Tensor, v: Tensor) -> OutAndLse:
         return launch(q, k, v, draw_rng_state(q.device))
 
     return drawn
 
 
-def forget() -> None:
+def clear() -> None:
     """Empties the memory; the next call of every signature goes the long way."""
-    _launches.clear()
+    _calls.clear()

@@ -1,4 +1,4 @@
-"""The short way through autograd: `flash4_torch.fast`, for calls whose tensors require gradients.
+"""The short way through autograd: `flash4_torch.fast_path`, for calls whose tensors require gradients.
 
 Its law is the same. The forward is prepared as one without gradients is, and saves what the long way saves.
 The backward is prepared where the long way has served one of the same strides, and launched where nobody
@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 from . import backends
 from .backends import ALIGNMENT, BackwardLaunch, Launch, Prepares
 from .ops import autograd, draw_rng_state
-from .ops.impl import Rules, backward_of, dense_extent, describe
+from .ops.impl import CallOptions, backward_of, dense_extent, describe
 from .problem import Inputs, Saved
 
 _MOST = 64
@@ -26,30 +26,30 @@ _MOST = 64
 Strides = tuple[tuple[int, ...], ...]
 
 
-class Training:
+class FastAutograd:
     """The calls of one signature, forward and backward."""
 
-    __slots__ = ("backwards", "forward", "rules", "somebody_listens")
+    __slots__ = ("backwards", "forward", "must_take_slow_path", "options")
 
-    def __init__(self, forward: Launch, rules: Rules, somebody_listens: Callable[[], bool]):
+    def __init__(self, forward: Launch, options: CallOptions, must_take_slow_path: Callable[[], bool]):
         self.forward = forward
-        self.rules = rules
-        self.somebody_listens = somebody_listens
+        self.options = options
+        self.must_take_slow_path = must_take_slow_path
         self.backwards: dict[Strides, BackwardLaunch | None] = {}
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        rng_state = draw_rng_state(q.device) if self.rules.dropout_p > 0.0 else None
+        rng_state = draw_rng_state(q.device) if self.options.dropout_p > 0.0 else None
         results: tuple[Tensor, Tensor] = _apply(q, k, v, rng_state, self)
         return results
 
-    def find(self, dout: Tensor | None, dlse: Tensor | None, saved: tuple[Tensor, ...]) -> Strides | None:
+    def lookup(self, dout: Tensor | None, dlse: Tensor | None, saved: tuple[Tensor, ...]) -> Strides | None:
         """What the launch of a backward is known by; None if that must go the long way."""
         if (
             is_dynamo_compiling()
             or dlse is not None
             or type(dout) is not Tensor
             or is_grad_enabled()  # which asks for gradients of gradients
-            or self.somebody_listens()
+            or self.must_take_slow_path()
         ):
             return None
         q, k, v, out, lse, *_ = saved
@@ -58,17 +58,17 @@ class Training:
             pointers = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | dout_at
         except RuntimeError:
             return None  # of a batch of gradients
-        # As in `fast.find`; what was saved has been looked at there.
+        # As in `fast_path.lookup`; what was saved has been looked at there.
         if pointers % ALIGNMENT or not dout_at or dout.is_neg():
             return None
         return dout.stride(), q.stride(), k.stride(), v.stride(), out.stride(), lse.stride()
 
-    def remember(self, strides: Strides, dout: Tensor, saved: tuple[Tensor, ...]) -> None:
+    def record(self, strides: Strides, dout: Tensor, saved: tuple[Tensor, ...]) -> None:
         """After the long way has served a backward: prepares those of the same strides."""
         if strides in self.backwards or len(self.backwards) >= _MOST:
             return
         q, k, v, out, lse, _, _, rng_state = saved
-        problem = backward_of(describe(q, v, dense_extent(q, k), None, self.rules), None)
+        problem = backward_of(describe(q, v, dense_extent(q, k), None, self.options), None)
         backend, launch = backends.choose(problem), None
         if isinstance(backend, Prepares):
             inputs = Inputs(q, k, v, rng_state=rng_state)
@@ -77,29 +77,29 @@ class Training:
 
 
 def _forward(
-    ctx: Any, q: Tensor, k: Tensor, v: Tensor, rng_state: Tensor | None, training: Training
+    ctx: Any, q: Tensor, k: Tensor, v: Tensor, rng_state: Tensor | None, fast_autograd: FastAutograd
 ) -> tuple[Tensor, Tensor]:
     """As `ops.autograd` has it, but for who launches."""
-    out, lse = training.forward(q, k, v, rng_state)
-    autograd.save_attention(ctx, (q, k, v, None, rng_state, *training.rules), (out, lse))
-    ctx.training = training
+    out, lse = fast_autograd.forward(q, k, v, rng_state)
+    autograd.save_attention(ctx, (q, k, v, None, rng_state, *fast_autograd.options), (out, lse))
+    ctx.fast_autograd = fast_autograd
     return out, lse
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    training: Training = ctx.training
+    fast_autograd: FastAutograd = ctx.fast_autograd
     saved = ctx.saved_tensors
-    strides = training.find(dout, dlse, saved)
-    launch = None if strides is None else training.backwards.get(strides)
+    strides = fast_autograd.lookup(dout, dlse, saved)
+    launch = None if strides is None else fast_autograd.backwards.get(strides)
     if launch is not None and dout is not None:
         q, k, v, out, lse, _, _, rng_state = saved
         return *launch(dout, q, k, v, out, lse, rng_state), None, None
     grads = autograd.attention_grads(ctx, dout, dlse)
     if strides is not None and dout is not None:
-        training.remember(strides, dout, saved)
+        fast_autograd.record(strides, dout, saved)
     return grads[:5]
 
 
 _function: Any = autograd.function("attention", _forward, _backward)
-# Past what `Function.apply` looks for: a signature to bind, and transforms, which `fast.find` has ruled out.
+# Past what `Function.apply` looks for: a signature to bind, and transforms, which `fast_path.lookup` has ruled out.
 _apply = super(torch.autograd.Function, _function).apply

@@ -21,12 +21,12 @@ ALIGNMENT = 256  # bytes, of memory that cudaMalloc gives
 
 
 @contextmanager
-def flash_attn_4(run: Run, arch: str, multiprocessors: int | None = None) -> Iterator[ModuleType]:
+def flash_attn_4(run: Run, arch: str, num_sms: int | None = None) -> Iterator[ModuleType]:
     """flash-attn-4's `interface` module, where `_flash_attn_fwd` and `_bwd` then take CPU tensors."""
-    multiprocessors = multiprocessors or host.ARCHITECTURES[arch].multiprocessors
-    before = env.change({"FLASH_ATTENTION_ARCH": arch, "FLASH_ATTENTION_NUM_SMS": str(multiprocessors)})
+    num_sms = num_sms or host.ARCHITECTURES[arch].num_sms
+    before = env.change({"FLASH_ATTENTION_ARCH": arch, "FLASH_ATTENTION_NUM_SMS": str(num_sms)})
     try:
-        with pretended_gpu(run, arch, multiprocessors), warnings.catch_warnings():
+        with pretended_gpu(run, arch, num_sms), warnings.catch_warnings():
             # The DSL warns of an argument that the kernels leave out where it is empty.
             warnings.filterwarnings("ignore", message="Argument aux_data")
             interface = importlib.import_module("flash_attn.cute.interface")
@@ -43,14 +43,14 @@ def _forget_device(interface: ModuleType) -> None:
 
 
 @contextmanager
-def pretended_gpu(run: Run, arch: str, multiprocessors: int | None = None) -> Iterator[None]:
+def pretended_gpu(run: Run, arch: str, num_sms: int | None = None) -> Iterator[None]:
     """Installs the emulator, and lets torch code that wants a GPU have one: memory of "cuda" is the CPU's."""
     device = host.ARCHITECTURES[arch]
     stream = SimpleNamespace(cuda_stream=0)
     properties = SimpleNamespace(
         major=device.major,
         minor=device.minor,
-        multi_processor_count=multiprocessors or device.multiprocessors,
+        multi_processor_count=num_sms or device.num_sms,
     )
     answers = {
         "torch.cuda.is_available": True,
@@ -69,7 +69,7 @@ def pretended_gpu(run: Run, arch: str, multiprocessors: int | None = None) -> It
         "cutlass.testing.benchmark": 1.0,  # examples time themselves after they check their results
         "cutlass.cute.testing.benchmark": 1.0,
     }
-    host.install(run, arch, multiprocessors)
+    host.install(run, arch, num_sms)
     with ExitStack() as stack:
         stack.callback(host.uninstall)
         for name, answer in answers.items():

@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash4_torch
 from cases import Case, cases
-from flash4_torch import backends, errors, fast, testing
-from flash4_torch.backends import tickets
+from flash4_torch import backends, errors, fast_path, testing
+from flash4_torch.backends import tile_counters
 from flash4_torch.ops import impl
 from on_cpu import Machine, gpu
 
@@ -282,7 +282,7 @@ def test_its_results_lie_where_the_inputs_do(machine: Machine, monkeypatch: pyte
         current.pop()
 
     monkeypatch.setattr(guards, "_empty_strided_cpu", on_current)
-    monkeypatch.setattr(tickets, "current_device", lambda: current[-1])
+    monkeypatch.setattr(tile_counters, "current_device", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "device", device)
     assert torch.equal(attend(X), attend(X))
     assert len(machine.launches) == 2 and current == [0]
@@ -355,7 +355,7 @@ WRONG: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("call", WRONG.values(), ids=WRONG)
 def test_errors_are_the_same(call: Callable[[], Any]) -> None:
     """As the long way's, also after calls whose flags are equal as numbers."""
-    with gpu(), mock.patch.object(fast, "find", lambda *call: (None, None)):
+    with gpu(), mock.patch.object(fast_path, "lookup", lambda *call: (None, None)):
         expected = error_of(call)
     with gpu():
         assert error_of(call) == expected
@@ -376,20 +376,20 @@ def error_of(call: Callable[[], Any]) -> tuple[type, str]:
 def test_its_memory_is_bounded_and_holds_no_tensors(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fast, "_MOST", 4)
+    monkeypatch.setattr(fast_path, "_MOST", 4)
     for S in range(1, 12):
         attend(half(1, S, 1, 8))
-        assert len(fast._launches) <= 4
+        assert len(fast_path._calls) <= 4
     for flag in ("causal", "deterministic"):
         with pytest.raises(errors.ArgumentError, match=f"{flag} is tensor"):
             attend(X, **{flag: torch.tensor(True)})
-    assert not any(isinstance(x, Tensor) for call in fast._launches for x in call)
+    assert not any(isinstance(x, Tensor) for call in fast_path._calls for x in call)
 
 
 def test_another_backend_is_left_alone() -> None:
     """Without one that prepares launches, nothing changes."""
-    fast.forget()
+    fast_path.clear()
     with testing.backends_used() as used:
         for _ in range(3):
             attend(X.float())
-    assert used == {("attention", "cpu"): 3} and not fast._launches
+    assert used == {("attention", "cpu"): 3} and not fast_path._calls

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_fast_path import UNRESOLVED, DispatchMode, LongWay, half
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -17,7 +18,6 @@ import flash4_torch
 from cases import Case, cases
 from flash4_torch import errors, testing
 from on_cpu import Machine, gpu
-from test_fast import UNRESOLVED, DispatchMode, LongWay, half
 
 
 @pytest.fixture

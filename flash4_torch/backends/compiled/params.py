@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from ...problem import Problem
@@ -11,29 +13,41 @@ FARTHEST = 1 << 30
 """The kernels' largest position and bound: sums of two stay within 32 bits."""
 _SMALLEST_SOFTCAP, _LARGEST_SOFTCAP = 2.0**-100, 2.0**100
 """Beyond these all scores are capped, or none is; within them no product of a kernel is 0 or infinite."""
-Rule = tuple[float, float, int, int, int, int, int, int, int, float]
-"""The fields of `kernels.common.launch_params.Rule`, in its order."""
 
 
-def rule(problem: Problem, longest: int, section: int, multiprocessors: int) -> Rule:
+class LaunchParams(NamedTuple):
+    """The numbers of a launch: the fields of `kernels.common.launch_params.LaunchParams`, which says more."""
+
+    scale: float
+    softcap: float
+    left: int
+    right: int
+    max_seqlen: int
+    heads_per_section: int
+    num_sms: int
+    drop_byte: int
+    drop_fraction: int
+    keep_scale: float
+
+
+def launch_params(problem: Problem, max_seqlen: int, heads_per_section: int, num_sms: int) -> LaunchParams:
     left, right = (0 if b is None else max(-FARTHEST, min(b, FARTHEST)) for b in problem.band)
     drop_byte, drop_fraction = thresholds(problem.dropout_p)
-    keep_scale = 0.0 if problem.dropout_p >= 1.0 else 1.0 / (1.0 - problem.dropout_p)
-    return (
-        problem.scale,
-        min(max(problem.softcap, _SMALLEST_SOFTCAP), _LARGEST_SOFTCAP),
-        left,
-        right,
-        longest,
-        section,
-        multiprocessors,
-        drop_byte,
-        drop_fraction,
-        keep_scale,
+    return LaunchParams(
+        scale=problem.scale,
+        softcap=min(max(problem.softcap, _SMALLEST_SOFTCAP), _LARGEST_SOFTCAP),
+        left=left,
+        right=right,
+        max_seqlen=max_seqlen,
+        heads_per_section=heads_per_section,
+        num_sms=num_sms,
+        drop_byte=drop_byte,
+        drop_fraction=drop_fraction,
+        keep_scale=0.0 if problem.dropout_p >= 1.0 else 1.0 / (1.0 - problem.dropout_p),
     )
 
 
-def heads_in_section(heads: int, each: int, cached: int, tiles: int, most: int, fewest: int) -> int:
+def heads_per_section_of(heads: int, each: int, cached: int, tiles: int, most: int, fewest: int) -> int:
     """How many of the heads take turns, so that long tiles come first while what they share stays cached.
 
     Args:
