@@ -182,6 +182,7 @@ def main() -> int:
 
 if __name__ == "__main__":
     tree = Path(__file__).resolve().parents[1]
-    sys.path[:0] = [str(tree / "tests"), str(tree)]
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
+    paths = [str(tree / "tests" / folder) for folder in ("support", "kernels", "gpu", "laws")] + [str(tree)]
+    sys.path[:0] = paths
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     sys.exit(main())

@@ -88,7 +88,7 @@ def device(
     """Inside the block CuTe-DSL compiles for an emulated device, and launches run on it.
 
     arch: "sm_90a", "sm_100a" or "sm_103a"; default: FLASH4_ARCH.
-    multiprocessors: how many it has; persistent kernels launch as many CTAs. Default: 132 and 148.
+    num_sms: how many SMs it has; persistent kernels launch as many CTAs. Default: 132 and 148.
     check: raise EmulationError for the first launch with findings.
     gives_way: `device` blocks inside this one are allowed; they take its place, start from its architecture
         and options, and their reports are also its.

@@ -42,7 +42,7 @@ class Options:
     max_instructions: warp-instructions after which a launch counts as run away.
     timeout: seconds of this machine's time after which a launch ends with a finding that says where every
     warp is; None: none. Ctrl-C ends it at any time.
-    multiprocessors: how many the device has, and so how many CTAs it holds at a time; None: as many as the
+    num_sms: how many SMs the device has, and so how many CTAs it holds at a time; None: as many as the
     architecture's largest GPU, DEVICE_SMS.
     """
 

@@ -87,7 +87,7 @@ def install(run: Callable[[Launch], None], arch: str | None = None, num_sms: int
     """Sends launches to `run`, lets CuTe-DSL compile for `arch`, and lets CPU tensors pass for the device's.
 
     arch: "sm_90a", "sm_100a" or "sm_103a"; default: FLASH4_ARCH.
-    multiprocessors: how many the device seems to have; default: 132 for sm_90a, else 148. Persistent
+    num_sms: how many SMs the device seems to have; default: 132 for sm_90a, else 148. Persistent
     kernels launch that many CTAs, so a small number makes them quick to run.
 
     What `run` raises reaches whoever called the compiled function. A second call replaces what the first one

@@ -1,6 +1,6 @@
 """Which synchronisation instructions of which kernels can be deleted without anything noticing?
 
-    PYTHONPATH=.:tests:tests/emulator python tests/emulator/mutation_study.py result.json [part of a name ...]
+    PYTHONPATH=.:tests/support:tests/emulator python tests/emulator/mutation_study.py result.json [part of a name ...]
 
 First the originals must run without findings, and with the same outputs, in 50 schedules. Then every
 instruction that the original executes and that `mutate.candidates` names is deleted, one at a time.

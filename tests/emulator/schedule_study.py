@@ -1,6 +1,6 @@
 """Do our kernels for sm_100a give the same bits, and no finding, whatever the schedule?
 
-    PYTHONPATH=.:tests:tests/emulator python tests/emulator/schedule_study.py result.json [part of a name ...]
+    PYTHONPATH=.:tests/support:tests/emulator python tests/emulator/schedule_study.py result.json [part of a name ...]
 
 Each runs eagerly, late and under 48 fuzz seeds, with race checks, and what `strict` names "exit" and "lanes".
 dQ of all kernels but deterministic ones, and dmask where rows of a mask are shared, are sums in any order:

@@ -164,7 +164,7 @@ def script(tmp_path):
         "from flash4_torch.testing import emulate\n"
         "with emulate.device(check=False) as device:\n"
         "    assert t.doubled(device, beside_the_script.BEYOND * int(sys.argv[1])) == (sys.argv[1] == '0')\n"
-        "    print(device.arch, device.options.schedule, device.options.multiprocessors)\n"
+        "    print(device.arch, device.options.schedule, device.options.num_sms)\n"
         "sys.exit(int(sys.argv[2]))\n"
     )
     return str(path)
@@ -188,7 +188,7 @@ def test_a_device_that_gives_way_is_back_afterwards():
 
 
 def test_command_line_reports_devices_of_the_script(script, capsys):
-    options = ["--arch", "sm_103a", "--schedule", "late", "--multiprocessors", "7", script]
+    options = ["--arch", "sm_103a", "--schedule", "late", "--num-sms", "7", script]
     assert emulate.main([*options, "0", "0"]) == 0
     shown = capsys.readouterr().out
     assert "sm_103a late 7" in shown and shown.endswith("\nno findings in 1 launch\n")

@@ -33,7 +33,7 @@ LAUNCH = {"block": (THREADS, 1, 1), "min_blocks_per_mp": 1}
 
 
 class Plan(NamedTuple):
-    """What the kernels are compiled for: head sizes up to 128, and which parts of `LaunchParams` matter."""
+    """What the kernels are compiled for: head sizes up to 128, and which parts of `RowwiseParams` matter."""
 
     D: int
     Dv: int
@@ -42,7 +42,7 @@ class Plan(NamedTuple):
     softcap: bool = False
 
 
-class LaunchParams(NamedTuple):
+class RowwiseParams(NamedTuple):
     """How scores are made and which keys a row sees; fields that the plan leaves out are not read.
 
     Row i sees key j if `-left <= j - i - (Sk - Sq) <= right`; bounds of either sign, at most 2**30.
@@ -77,7 +77,7 @@ def forward(
     v: cute.Tensor,
     out: cute.Tensor,
     lse: cute.Tensor,
-    params: LaunchParams,
+    params: RowwiseParams,
     plan: cutlass.Constexpr,
     stream: cuda.CUstream,
 ) -> None:
@@ -104,7 +104,7 @@ def backward(
     dq: cute.Tensor,
     dk: cute.Tensor,
     dv: cute.Tensor,
-    params: LaunchParams,
+    params: RowwiseParams,
     plan: cutlass.Constexpr,
     stream: cuda.CUstream,
 ) -> None:
@@ -160,8 +160,8 @@ def _per_row() -> cute.Tensor:
     return cute.runtime.make_fake_compact_tensor(Float32, shape, stride_order=(2, 1, 0), assumed_align=4)
 
 
-def _params() -> LaunchParams:
-    return LaunchParams(Float32(1.0), Float32(0.0), Int32(0), Int32(0))
+def _params() -> RowwiseParams:
+    return RowwiseParams(Float32(1.0), Float32(0.0), Int32(0), Int32(0))
 
 
 def _stream() -> Any:
@@ -175,7 +175,7 @@ def forward_kernel(
     v: cute.Tensor,
     out: cute.Tensor,
     lse: cute.Tensor,
-    params: LaunchParams,
+    params: RowwiseParams,
     plan: cutlass.Constexpr,
 ) -> None:
     first_row, row, head, batch = _place()
@@ -224,7 +224,7 @@ def query_gradient_kernel(
     dlse: cute.Tensor | None,
     delta: cute.Tensor,
     dq: cute.Tensor,
-    params: LaunchParams,
+    params: RowwiseParams,
     plan: cutlass.Constexpr,
 ) -> None:
     first_row, row, head, batch = _place()
@@ -270,7 +270,7 @@ def key_gradient_kernel(
     delta: cute.Tensor,
     dk: cute.Tensor,
     dv: cute.Tensor,
-    params: LaunchParams,
+    params: RowwiseParams,
     plan: cutlass.Constexpr,
 ) -> None:
     first_key, key, head, batch = _place()
@@ -391,7 +391,7 @@ def _scale(x, factor, D: int) -> None:
         x[d] = x[d] * factor
 
 
-def _score(product: Float32, params: LaunchParams, plan: Plan) -> Score:
+def _score(product: Float32, params: RowwiseParams, plan: Plan) -> Score:
     if not plan.softcap:
         return Score(product * (params.scale * LOG2E), params.scale)
     # tanh(y) = 1 - 2 / (exp(2 y) + 1): right at both ends, where exp gives 0 and inf.
@@ -403,7 +403,7 @@ def _score(product: Float32, params: LaunchParams, plan: Plan) -> Score:
     return Score(score * LOG2E, params.scale * (1.0 - tanh * tanh))
 
 
-def _visible(row: Int32, key: Int32, size: Sizes, params: LaunchParams, plan: Plan) -> Boolean:
+def _visible(row: Int32, key: Int32, size: Sizes, params: RowwiseParams, plan: Plan) -> Boolean:
     """Whether both exist and the row sees the key."""
     seen = (row < size.Sq) & (key < size.Sk)
     if plan.left:
@@ -413,7 +413,7 @@ def _visible(row: Int32, key: Int32, size: Sizes, params: LaunchParams, plan: Pl
     return seen
 
 
-def _keys_seen_by(first_row: Int32, size: Sizes, params: LaunchParams, plan: Plan) -> tuple[Int32, Int32]:
+def _keys_seen_by(first_row: Int32, size: Sizes, params: RowwiseParams, plan: Plan) -> tuple[Int32, Int32]:
     """From where to where some row of the block may see keys."""
     first, last = Int32(0), size.Sk
     if plan.left:
@@ -423,7 +423,7 @@ def _keys_seen_by(first_row: Int32, size: Sizes, params: LaunchParams, plan: Pla
     return first, last
 
 
-def _rows_that_see(first_key: Int32, size: Sizes, params: LaunchParams, plan: Plan) -> tuple[Int32, Int32]:
+def _rows_that_see(first_key: Int32, size: Sizes, params: RowwiseParams, plan: Plan) -> tuple[Int32, Int32]:
     """From where to where rows may see some key of the block."""
     first, last = Int32(0), size.Sq
     if plan.right:

@@ -12,7 +12,7 @@ from cutlass import Float32, Int32
 from torch import Tensor
 
 from flash4_torch.kernels.aux_kernels import rowwise
-from flash4_torch.kernels.aux_kernels.rowwise import Plan, Rule
+from flash4_torch.kernels.aux_kernels.rowwise import Plan, RowwiseParams
 from flash4_torch.masks import Band
 from flash4_torch.reference.attention import attention
 from flash4_torch.reference.scoring import Scoring
@@ -76,7 +76,7 @@ def forward(
     lse: cute.Tensor,
     plan: cutlass.Constexpr,
 ) -> None:
-    rowwise.forward(q, k, v, out, lse, Rule(scale, softcap, left, right), plan, stream)
+    rowwise.forward(q, k, v, out, lse, RowwiseParams(scale, softcap, left, right), plan, stream)
 
 
 @cute.jit
@@ -99,7 +99,7 @@ def backward(
     dv: cute.Tensor,
     plan: cutlass.Constexpr,
 ) -> None:
-    rule = Rule(scale, softcap, left, right)
+    rule = RowwiseParams(scale, softcap, left, right)
     rowwise.backward(q, k, v, out, lse, dout, dlse, delta, dq, dk, dv, rule, plan, stream)
 
 

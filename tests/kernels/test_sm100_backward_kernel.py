@@ -112,7 +112,7 @@ def test_ptx_is_as_planned(name: str) -> None:
     with launches() as asked:
         run_backward(kernel, drawn(kernel, lengths=((5,), (128,))))
     plan = Plan(*kernel)
-    assert_ptx_is_as_planned(asked[-1], plan, plan.ctas, stores=not plan.wide)
+    assert_ptx_is_as_planned(asked[-1], plan, plan.cluster_size, stores=not plan.wide)
 
 
 @pytest.mark.parametrize("name", ["in order, packed", "pair, in order"])

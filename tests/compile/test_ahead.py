@@ -267,7 +267,7 @@ def test_a_script_runs_once_and_sees_a_bar_on_a_terminal_only(tmp_path: Path, lo
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-W", "ignore::DeprecationWarning:train", str(tmp_path / "script.py")]
     command.append(str(log))
-    path = [str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    path = [str(Path(__file__).parents[1] / "support"), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
     ours, theirs = pty.openpty()
     on_terminal = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=theirs, text=True)
@@ -349,7 +349,7 @@ import sys
 for name in [m for m in sys.modules if m.startswith("nvidia_cutlass_dsl")]:
     del sys.modules[name]
 sys.path[:] = [p for p in sys.path if "dsl_packages" not in p]
-sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}
+sys.path[:0] = {[str(Path(__file__).parents[1] / "support"), str(Path(__file__).parents[2])]!r}
 import importlib.util
 find_spec = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *a: None if "cutlass" in name else find_spec(name, *a)

@@ -166,6 +166,6 @@ assert child.exitcode == 0, child.exitcode
 
 
 def test_a_fork_after_the_first_call() -> None:
-    command = [sys.executable, "-c", FORK, str(Path(__file__).parent)]
+    command = [sys.executable, "-c", FORK, str(Path(__file__).parents[1] / "support")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -103,10 +103,10 @@ def _emulate() -> Iterator[tuple[list[str], str]]:
     yield [""], "script is '', but there is no such file"
     for arch in ARCHS:
         yield ["--arch", arch, __file__], "argument --arch: invalid choice"
-    for option, most in {"--multiprocessors": 1024, "--seed": 2**64 - 1, "--lines": 10**6}.items():
+    for option, most in {"--num-sms": 1024, "--seed": 2**64 - 1, "--lines": 10**6}.items():
         for text in ("-1", "1.5", "x", "", "1_0", "9" * 5000, str(most + 1)):
             yield [option, text, __file__], f"argument {option}: "
-    yield ["--multiprocessors", "0", __file__], "'0', but it must be a whole number from 1 to 1024"
+    yield ["--num-sms", "0", __file__], "'0', but it must be a whole number from 1 to 1024"
     for text in ("lazy", "", "EAGER", "late,fuzz"):
         yield ["--schedule", text, __file__], "argument --schedule: invalid choice"
     for text in ("all", "", "wait-ld"):

@@ -23,7 +23,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     found = folder_of_all_workers(tmp_path_factory) / "outcomes.json"
     with FileLock(found.with_suffix(".lock")):
         if not found.exists():
-            command = [sys.executable, str(Path(__file__).parent / "fault_cases.py")]
+            command = [sys.executable, str(Path(__file__).parents[1] / "support" / "fault_cases.py")]
             done = subprocess.run(command, capture_output=True, text=True, timeout=600)
             assert done.returncode == 0, done.stderr
             found.write_text(done.stdout)

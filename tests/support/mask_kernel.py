@@ -10,7 +10,7 @@ from cutlass import Float32, Int32
 from flash4_torch.kernels.common.attn_mask import (
     MaskArgs,
     block_at,
-    change,
+    apply,
     example_args,
     make_mask,
     rows_of,
@@ -93,7 +93,7 @@ def visit_kernel(
             fragment = Fragment(values, rows, n * plan.keys, tuple(range(plan.keys)))
         _copy(scores, batch, heads, fragment, into=False)
         if mixed:
-            change(mask, own, words, n, fragment)
+            apply(mask, own, words, n, fragment)
         if by_pairs or thread < TILE_ROWS:
             _copy(out, batch, heads, fragment, into=True)
 

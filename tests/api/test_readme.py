@@ -9,7 +9,7 @@ import pytest
 
 from flash4_torch import support_table
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 SNIPPETS = [code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "import torch" in code]
 
 

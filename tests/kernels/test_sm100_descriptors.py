@@ -36,7 +36,7 @@ def describe_kernel(found: cute.Tensor, product: cutlass.Constexpr) -> None:
     memory = SmemAllocator()
     dtype, matrices = NUMERIC[product.dtype], (product.a, product.b)
     modes = [OperandMajorMode.MN if matrix.along_rows else OperandMajorMode.K for matrix in matrices]
-    group = tcgen05.CtaGroup.ONE if product.ctas == 1 else tcgen05.CtaGroup.TWO
+    group = tcgen05.CtaGroup.ONE if product.cluster_size == 1 else tcgen05.CtaGroup.TWO
     mma = make_trivial_tiled_mma(dtype, dtype, *modes, Float32, group, (product.M, product.N))
     share = mma.get_slice(0)
     staged = [allocate(memory, dtype, matrix) for matrix in matrices]
@@ -88,8 +88,8 @@ PRODUCTS = {
     "dQ, D 80": turned(128, 80, 128),
     "dQ, D 256 of a pair": turned(64, 128, 128),
     "dV, wide": MmaOp("bfloat16", 64, 128, Matrix(64, 128), Matrix(128, 128, True)),
-    "S of a pair": square(256, 128, 128)._replace(ctas=2),
-    "dQ of a pair": turned(128, 128, 256)._replace(ctas=2),
+    "S of a pair": square(256, 128, 128)._replace(cluster_size=2),
+    "dQ of a pair": turned(128, 128, 256)._replace(cluster_size=2),
 }
 
 
@@ -104,7 +104,7 @@ def test_descriptors_are_cutes(name: str) -> None:
     (kind,) = set(re.findall(r"tcgen05\.mma\.\S+ \[%\w+\], %\w+, %\w+, (%\w+),", asked[-1].kernel.ptx))
     (descriptor,) = re.findall(rf"mov\.b32\s+{kind}, (\d+);", asked[-1].kernel.ptx)
     assert int(descriptor) == product.descriptor
-    if product.ctas == 1:
+    if product.cluster_size == 1:
         for matrix, (ours, cutes) in zip((product.a, product.b), found, strict=True):
             assert torch.equal(ours & used(matrix), cutes & used(matrix))
 

@@ -10,7 +10,7 @@ import compiled_files
 import cubin
 from everything import EVERYTHING, one_of
 from flash4_torch.backends.compiled import GROUP_REDUCE, POSTPROCESS, PREPROCESS, SM90A
-from flash4_torch.backends.compiled.backward import group_sums_plan, row_plans
+from flash4_torch.backends.compiled.backward import group_reduce_plan, row_plans
 from flash4_torch.compile import Key
 from flash4_torch.configs import sm90_backward as configs
 from flash4_torch.configs.types import Features
@@ -55,7 +55,7 @@ def main_kernels() -> list[Key]:
 
 
 def kernels_of_rows() -> list[Key]:
-    found = {Key(GROUP_REDUCE, (group_sums_plan(features),), SM90A.arch): None for features in reachable()}
+    found = {Key(GROUP_REDUCE, (group_reduce_plan(features),), SM90A.arch): None for features in reachable()}
     for features in reachable():
         for config in configs.reachable(features):
             before, behind = row_plans(features, config, dlse=features.right)

@@ -16,7 +16,7 @@ pytest.importorskip("matplotlib")
 
 @pytest.fixture(autouse=True)
 def _examples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -31,7 +31,7 @@ from flash4_torch.configs.types import Features
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
-HERE = Path(__file__).parent
+SUPPORT = Path(__file__).parents[1] / "support"
 SCALE = "compile_cases:compile_scale"
 
 
@@ -54,8 +54,8 @@ def compilations(log: Path) -> int:
 
 
 def fresh_process(code: str, *options: str) -> subprocess.Popen[str]:
-    """Runs `code` in an interpreter of its own that imports from tests/, too."""
-    start = f"import sys; sys.path[:0] = [{str(HERE)!r}, {str(HERE.parent)!r}]\n"
+    """Runs `code` in an interpreter of its own that imports from tests/support, too."""
+    start = f"import sys; sys.path[:0] = [{str(SUPPORT)!r}, {str(SUPPORT.parents[1])!r}]\n"
     command = [sys.executable, *options, "-c", start + textwrap.dedent(code)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PACKAGE = "flash4_torch"
 LEAVES = frozenset({"problem", "masks", "errors", "env", "forks", "processor", "store", "configs.types"})
 
