@@ -24,7 +24,7 @@ from .backends.compiled import (
 from .compile import Key, aot, pool
 from .compile.arch import checked
 from .compile.pool import Prepared
-from .configs.types import Features
+from .configs.types import Features, Scope
 from .errors import ArgumentError, ExportError, RangeError, hint
 from .progress import Bar, Lines
 
@@ -272,7 +272,7 @@ def _of_gradients_of(
         yield target.backward, (backward.main_features(features, config), config)
         if behind is not None:
             yield POSTPROCESS, (behind,)
-        if config.heads_apart:
+        if config.scope == Scope.Q_HEAD:
             yield GROUP_REDUCE, (backward.group_reduce_plan(features),)
         if features.mask:
             yield MASK_BLOCKS, (backward.mask_plan(features.mask, config),)

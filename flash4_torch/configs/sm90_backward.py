@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from . import sm90
-from .types import SHARED_MEMORY, Features, Sm90Backward
+from .types import SHARED_MEMORY, Features, Scope, Sm90Backward
 
 
 class Row(NamedTuple):
@@ -180,7 +180,7 @@ def _row_of_whole_heads(features: Features) -> Row | None:
 
 
 def _whole(row: Row) -> Sm90Backward:
-    return row.config._replace(whole_heads=True, heads_inner=True)
+    return row.config._replace(scope=Scope.KV_HEAD, heads_inner=True)
 
 
 def _may_be_apart(row: Row, features: Features) -> bool:
@@ -188,7 +188,7 @@ def _may_be_apart(row: Row, features: Features) -> bool:
 
 
 def _apart(row: Row) -> Sm90Backward:
-    return row.config._replace(heads_apart=True)
+    return row.config._replace(scope=Scope.Q_HEAD)
 
 
 def _row(features: Features) -> Row:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import NamedTuple
 
 LARGE_SOFTCAP = 64.0
@@ -163,6 +164,19 @@ class Sm100Forward(NamedTuple):
         return 2 * self.keys + self.q_tiles * tile_dim(features.Dv)
 
 
+class Scope(str, Enum):
+    """What one work item of the backward covers."""
+
+    KEY_TILE = "key_tile"
+    """A tile of keys of one KV head, against all query heads of its group."""
+    KV_HEAD = "kv_head"
+    """All key tiles of a KV head, from the last one to the first, which rounds dQ: the other tiles have left
+    their sums to it. Nothing is cleared before or rounded after, and the sums have an order."""
+    Q_HEAD = "q_head"
+    """A tile of keys against one query head. A group's dK and dV are summed up afterwards. Rows and sums of dQ
+    stay in the L2 cache where those of a whole group would not."""
+
+
 class Sm90Backward(NamedTuple):
     """Tiles and switches of the Hopper backward kernel."""
 
@@ -193,13 +207,7 @@ class Sm90Backward(NamedTuple):
     unroll_stages: bool = False
     """Of the code for blocks that nothing cuts there is a copy for each stage of Q, whose addresses are then
     constants; with two stages of Q, and of dO. Not where `role_split`."""
-    whole_heads: bool = False
-    """A CTA takes all tiles of a key head, from the last one to the first, and rounds dQ at the first, to
-    which the others have left their sums: nothing is cleared before, nor rounded behind, and sums have an
-    order."""
-    heads_apart: bool = False
-    """A tile is of one query head: a group's dK and dV are summed up behind. Its rows and sums of dQ stay in
-    the L2 cache where those of all heads of a group would not."""
+    scope: Scope = Scope.KEY_TILE
     round_weights: bool = False
     """dS is made of the rounded weights, which frees the registers of the others."""
     ragged_k: bool = True
@@ -212,11 +220,11 @@ class Sm90Backward(NamedTuple):
     operands_in_regs: int = 0
     """Where `role_split`: with 1 V is an operand from registers, with 2 K, too; shared memory is read less."""
     dq_passes: int = 1
-    """Where `role_split`, how many parts of its dQ a warpgroup makes one after another, for want of registers."""
+    """With `role_split`: parts of its dQ that a warpgroup makes one after another, for want of registers."""
 
     @property
     def tmem_order(self) -> bool:
-        """Whether dQ is summed up in the order of tensor memory."""
+        """Whether dQ is summed up in the order of tensor memory, not in that of wgmma accumulators."""
         return False
 
     @property
@@ -270,22 +278,16 @@ class Sm100Backward(NamedTuple):
     keys: int = 128
     """Of a tile, 128, or 64 of a pair for wide heads: then each CTA has half of the lanes' rows, twice."""
     half_block_stages: int = 0
-    """Of a pair: stages of half blocks of Q and dO, each for one product, in the order of products."""
+    """CTA pairs: stages of half blocks of Q and dO, each for one MMA, in the order of the MMAs."""
 
     @property
-    def whole_heads(self) -> bool:
-        """No CTA takes all tiles of a head."""
-        return False
+    def scope(self) -> Scope:
+        return Scope.KEY_TILE
 
     @property
-    def heads_inner(self) -> bool:
-        """Whether a tile visits a block of rows of all heads of a group before the next, without a mask."""
-        return False
-
-    @property
-    def heads_apart(self) -> bool:
-        """Whether a tile is of one query head."""
-        return False
+    def tmem_order(self) -> bool:
+        """Whether dQ is summed up in the order of tensor memory, not in that of wgmma accumulators."""
+        return True
 
     @property
     def queries(self) -> int:
@@ -306,11 +308,6 @@ class Sm100Backward(NamedTuple):
     def dq_pieces(self) -> int:
         """In which a block of rows has its dQ added up: bands of 32 rows, of a pair halves of them."""
         return self.queries // 32 * self.cluster
-
-    @property
-    def tmem_order(self) -> bool:
-        """Whether dQ is summed up in the order of tensor memory."""
-        return True
 
     def shared_memory(self, features: Features) -> int:
         """Bytes: Q, dO, K and V in their stages, dS, dQ, two numbers of each row, and barriers.

@@ -10,14 +10,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_fast_path import UNRESOLVED, DispatchMode, LongWay, half
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import flash4_torch
 from cases import Case, cases
 from flash4_torch import errors, testing
+from flash4_torch.configs.types import Scope
 from on_cpu import Machine, gpu
+from test_fast_path import UNRESOLVED, DispatchMode, LongWay, half
 
 
 @pytest.fixture
@@ -94,7 +95,7 @@ def test_gradients_of_heads_apart_are_the_long_ways(machine: Machine) -> None:
     for a, b in zip(steps[0], steps[2], strict=True):
         assert torch.equal(a, b) and a.stride() == b.stride()
     for launch in machine.backwards:
-        assert launch.config.heads_apart
+        assert launch.config.scope == Scope.Q_HEAD
         assert [tuple(x.shape) for x in launch.args[7:9]] == [(1, 1024, 8, 128), (1, 1024, 8, 64)]
         assert launch.args[1].shape == k.shape
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_fast_path import half
 from torch import Tensor
 
 import flash4_torch
 from flash4_torch import fast_path, testing
 from flash4_torch.backends import tile_counters
 from on_cpu import gpu
+from test_fast_path import half
 
 THREADS = 6
 

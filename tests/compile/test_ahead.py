@@ -267,7 +267,11 @@ def test_a_script_runs_once_and_sees_a_bar_on_a_terminal_only(tmp_path: Path, lo
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-W", "ignore::DeprecationWarning:train", str(tmp_path / "script.py")]
     command.append(str(log))
-    path = [str(Path(__file__).parents[1] / "support"), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    path = [
+        str(Path(__file__).parents[1] / "support"),
+        str(Path(__file__).parents[2]),
+        os.environ.get("PYTHONPATH", ""),
+    ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
     ours, theirs = pty.openpty()
     on_terminal = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=theirs, text=True)

@@ -9,13 +9,13 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from kernels import Case
 from torch import Tensor
 
 from flash4_torch.emulator import host, ptx
 from flash4_torch.emulator.engine import Options, Program, pack_parameters
 from flash4_torch.emulator.mutate import without
 from flash4_torch.emulator.report import EmulationError, Report
+from kernels import Case
 
 Run = Callable[[], list[Tensor]]
 # The model does without these: what tcgen05.ld loads is there at once, and the order of the tensor core's

@@ -24,8 +24,6 @@ from typing import Any, NamedTuple
 
 import cutlass
 import torch
-from kernels import blackwell_gemm, cluster, hopper_gemm, pipeline, semaphore
-from mutants import APART, EAGER, FUZZ, LATE, Bench, Judge, Run, Subject, judge_of, subject_of
 from torch import Tensor
 
 from flash4_torch import info
@@ -37,6 +35,8 @@ from flash4_torch.emulator.mutate import candidates
 from flash4_torch.emulator.ptx import Instruction
 from kernel_calls import Call, Kernel, drawn
 from kernel_runs import run, run_backward
+from kernels import blackwell_gemm, cluster, hopper_gemm, pipeline, semaphore
+from mutants import APART, EAGER, FUZZ, LATE, Bench, Judge, Run, Subject, judge_of, subject_of
 
 ORIGINALS = [EAGER, LATE, *FUZZ]
 MUTANTS = [LATE, *FUZZ[:4], EAGER]

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lanes import bits_of, counts, drawn, evaluate, few, integers, number, unsigned
 
 from flash4_torch.emulator.errors import UnsupportedInstruction
+from lanes import bits_of, counts, drawn, evaluate, few, integers, number, unsigned
 
 TYPES = ("u16", "s16", "u32", "s32", "u64", "s64")
 

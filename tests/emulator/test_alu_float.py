@@ -10,8 +10,9 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from exact import F16, F32, F64, FORMATS, arithmetic, assert_same, codes, expected, saturated
 from hypothesis import given, settings
+
+from exact import F16, F32, F64, FORMATS, arithmetic, assert_same, codes, expected, saturated
 from lanes import counts, drawn, evaluate, few
 
 SOURCES = {"add": 2, "sub": 2, "mul": 2, "fma": 3, "div": 2}

@@ -7,11 +7,11 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from exact import F16, F32, FORMATS, Format, assert_same, codes, expected, saturated
 from hypothesis import given
-from lanes import bits_of, counts, drawn, evaluate, few, integers, number, unsigned
 
+from exact import F16, F32, FORMATS, Format, assert_same, codes, expected, saturated
 from flash4_torch.emulator.errors import UnsupportedInstruction
+from lanes import bits_of, counts, drawn, evaluate, few, integers, number, unsigned
 
 INTEGERS = ("u16", "s16", "u32", "s32", "u64", "s64")
 MODES = {"rni": round, "rzi": math.trunc, "rmi": math.floor, "rpi": math.ceil}

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lanes import LANES, drawn, evaluate, few, integers
 
 from flash4_torch.emulator.report import EmulationError
+from lanes import LANES, drawn, evaluate, few, integers
 
 ALL = 0xFFFFFFFF
 

@@ -15,12 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
-import flash4_torch
 from emulator.hardware import hopper, record, replay
 from emulator.hardware.comparison import compared, differences, ulps_apart
 from emulator.hardware.recorder import ARCH, Recorder
 from emulator.hardware.recording import Bound, Recording
 from emulator.kernels import all_cases
+
+import flash4_torch
 from flash4_torch.emulator import host
 
 RESULT = Path(flash4_torch.__file__).parent / "bench" / "results" / "emulator-h200.json"

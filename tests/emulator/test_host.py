@@ -20,11 +20,11 @@ from cutlass import cute
 from cutlass.cute.runtime import from_dlpack
 from hypothesis import given
 from hypothesis import strategies as st
-from tensor_map import SWIZZLES, TensorMap
 
 from flash4_torch import env
 from flash4_torch.emulator import build, host
 from flash4_torch.emulator.limits import refuse_impossible
+from tensor_map import SWIZZLES, TensorMap
 
 THREADS = 64
 ARCHS = sorted(host.ARCHITECTURES)

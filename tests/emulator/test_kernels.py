@@ -6,9 +6,8 @@ import pytest
 import torch
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
-from kernels import ARCHS, Case, all_cases
-
 from flash4_torch.testing.emulate import Options, device
+from kernels import ARCHS, Case, all_cases
 
 CASES = [(arch, case) for arch in ARCHS for case in all_cases(arch)]
 OPTIONS = (

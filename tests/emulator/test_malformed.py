@@ -19,8 +19,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_races import LAWS, Law, in_order
-from test_races import kernel as law_kernel
 
 from everything import EVERYTHING
 from flash4_torch.emulator import engine, ptx
@@ -29,6 +27,8 @@ from flash4_torch.emulator.errors import EmulatorError, LaunchError, PtxError, U
 from flash4_torch.emulator.lower.base import FAMILIES, find
 from flash4_torch.emulator.lower.forms import FORMS
 from flash4_torch.emulator.report import EmulationError
+from test_races import LAWS, Law, in_order
+from test_races import kernel as law_kernel
 
 OURS = (PtxError, UnsupportedInstruction, EmulationError, LaunchError)
 SAMPLE = 2000

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensor_map import aligned_bytes, random_bytes
 
 from flash4_torch.emulator.engine import Options, run_ptx
 from flash4_torch.emulator.errors import UnsupportedInstruction
 from flash4_torch.emulator.report import Report
+from tensor_map import aligned_bytes, random_bytes
 
 LANES = 32
 SCHEDULES = (Options(schedule="eager"), Options(schedule="late"), Options(schedule="fuzz", seed=3))

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from kernels import Case, blackwell_gemm, pipeline
-from mutants import APART, EAGER, FUZZ, LATE, judge_of, subject_of
-from mutation_study import subjects
 
 from flash4_torch.emulator import ptx
 from flash4_torch.emulator.engine import Options, Program, run_ptx
 from flash4_torch.emulator.mutate import candidates, without
 from flash4_torch.emulator.report import EmulationError
+from kernels import Case, blackwell_gemm, pipeline
+from mutants import APART, EAGER, FUZZ, LATE, judge_of, subject_of
+from mutation_study import subjects
 
 SCHEDULES = [LATE, *FUZZ[:4], EAGER]
 

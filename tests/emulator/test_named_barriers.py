@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lanes import drawn, few
 
 from flash4_torch.emulator.engine import Options, run_ptx
+from lanes import drawn, few
 
 WARPS = 3
 THREADS = 32 * WARPS

@@ -8,6 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from flash4_torch.emulator.engine import Options, run_ptx
+from flash4_torch.emulator.errors import UnsupportedInstruction
+from flash4_torch.emulator.report import Report
 from tensor_cores import (
     COPY_IMAGE,
     FORMATS,
@@ -18,10 +22,6 @@ from tensor_cores import (
     random_operand,
     steps,
 )
-
-from flash4_torch.emulator.engine import Options, run_ptx
-from flash4_torch.emulator.errors import UnsupportedInstruction
-from flash4_torch.emulator.report import Report
 
 THREADS = LANES = 128
 COLUMNS = 272  # of tensor memory that the kernels fill and read back

@@ -13,9 +13,9 @@ pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import from_dlpack
-from tensor_map import TensorMap
 
 from flash4_torch.emulator import host
+from tensor_map import TensorMap
 
 MAP_WORDS = 16  # host code writes half of the map
 

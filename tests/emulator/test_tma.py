@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensor_map import ELEMENT_TYPES, TensorMap, aligned_bytes, random_bytes, swizzle
 
 from flash4_torch.emulator.engine import Options, run_ptx
 from flash4_torch.emulator.errors import UnsupportedInstruction
 from flash4_torch.emulator.report import Report
+from tensor_map import ELEMENT_TYPES, TensorMap, aligned_bytes, random_bytes, swizzle
 
 LANES = 32
 TILE = 16384  # bytes of shared memory for one tile

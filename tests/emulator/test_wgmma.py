@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensor_cores import COPY_IMAGE, FORMATS, SHARED_BYTES, SWIZZLED_K, Layout, random_operand, steps
 
 from flash4_torch.emulator.engine import Options, run_ptx
 from flash4_torch.emulator.report import Report
+from tensor_cores import COPY_IMAGE, FORMATS, SHARED_BYTES, SWIZZLED_K, Layout, random_operand, steps
 
 M = 64
 THREADS = 128

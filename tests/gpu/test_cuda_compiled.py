@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_fast_path import LongWay
 from torch import Tensor
 
 import flash4_torch
 from flash4_torch import fast_path, testing
 from flash4_torch.backends import tile_counters
 from own_gpu import OURS, needs_ours
+from test_fast_path import LongWay
 
 pytestmark = needs_ours
 

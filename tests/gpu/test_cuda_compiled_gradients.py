@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_fast_path import LongWay
 from torch import Tensor
 
 import flash4_torch
@@ -32,6 +31,7 @@ from test_cuda_compiled_laws import (
     laid_out,
     sequences,
 )
+from test_fast_path import LongWay
 
 pytestmark = needs_ours
 

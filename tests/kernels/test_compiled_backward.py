@@ -17,7 +17,7 @@ import flash4_torch
 from flash4_torch import testing
 from flash4_torch.backends.compiled import GROUP_REDUCE, SM90A, Target, backward, limits
 from flash4_torch.configs import sm90_backward, sm100_backward
-from flash4_torch.configs.types import SHARED_MEMORY, Features
+from flash4_torch.configs.types import SHARED_MEMORY, Features, Scope
 from flash4_torch.problem import Extent
 from on_cpu import gpu, name_of
 from test_compiled import EACH_KERNEL, half, problem
@@ -140,7 +140,7 @@ def test_whole_heads_are_short_and_keep_all_multiprocessors_busy(
     extent = Extent(heads, S, S, 1, 1)
     call = problem(backward=True, D=128, Dv=128, deterministic=deterministic, extent=extent)
     kernels = backward.decide(SM90A, call, 132, lambda entry, static: lambda *args: None)
-    assert kernels.config.whole_heads == (kernels.postprocess is None) == whole
+    assert (kernels.config.scope == Scope.KV_HEAD) == (kernels.postprocess is None) == whole
     assert kernels.is_ordered == (deterministic and not whole)
     shapes = backward.shapes_of(*[torch.empty(heads, S, 1, 128, device="meta")] * 3, None, kernels)
     assert shapes.dq_acc[0] == (min(heads, 132) if whole else heads)
@@ -169,10 +169,13 @@ def test_many_query_heads_of_long_calls_are_apart(
 
     kernels = backward.decide(SM90A, call, 132, find)
     assert (
-        kernels.config.heads_apart == (kernels.group_reduce is not None) == (GROUP_REDUCE in asked) == apart
+        (kernels.config.scope == Scope.Q_HEAD)
+        == (kernels.group_reduce is not None)
+        == (GROUP_REDUCE in asked)
+        == apart
     )
     alike = problem(**flags, group=1, extent=Extent(2, S, S, 12, 12))
-    config = kernels.config._replace(heads_apart=False)
+    config = kernels.config._replace(scope=Scope.KEY_TILE)
     section = backward.params_of(SM90A, alike, config, 132)
     assert (kernels.params == section) or not apart
 
@@ -191,7 +194,7 @@ def test_gradients_of_heads_apart(varlen: bool) -> None:
 
     with gpu() as machine, testing.poisoned_memory():
         ours = torch.autograd.grad(run(q, k, v).sum(), (q, k, v))
-    assert [launch.config.heads_apart for launch in machine.backwards] == [True]
+    assert [(launch.config.scope == Scope.Q_HEAD) for launch in machine.backwards] == [True]
     peer = torch.autograd.grad(run(q, k, v).sum(), (q, k, v))
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
     for a, b, c in zip(ours, torch.autograd.grad(run(*exact).sum(), exact), peer, strict=True):
@@ -249,7 +252,7 @@ def test_the_kernel_agrees_that_it_can_run_every_config(target: Target) -> None:
             # The kernels read what the host has sized and filled by these.
             assert plan.mask == backward.mask_plan(mask, config)
             before, behind = backward.row_plans(features, config, dlse=False)
-            assert (behind is None) == config.whole_heads
+            assert (behind is None) == (config.scope == Scope.KV_HEAD)
             assert behind is None or before.blocks == behind.blocks
             assert before.blocks.queries == plan.queries
 

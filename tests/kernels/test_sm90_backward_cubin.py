@@ -13,7 +13,7 @@ from flash4_torch.backends.compiled import GROUP_REDUCE, POSTPROCESS, PREPROCESS
 from flash4_torch.backends.compiled.backward import group_reduce_plan, row_plans
 from flash4_torch.compile import Key
 from flash4_torch.configs import sm90_backward as configs
-from flash4_torch.configs.types import Features
+from flash4_torch.configs.types import Features, Scope
 from test_sm90_cubin import USES
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
@@ -50,7 +50,7 @@ def main_kernels() -> list[Key]:
         for f in reachable()
         for config in configs.reachable(f)
         # With whole heads deterministic kernels are the others.
-        if config.ragged_k and not (config.whole_heads and (f.deterministic or f.D < 64))
+        if config.ragged_k and not (config.scope == Scope.KV_HEAD and (f.deterministic or f.D < 64))
     ]
 
 
@@ -87,8 +87,12 @@ def test_wgmmas_overlap(compiled: dict[Key, cubin.Code]) -> None:
 
 def test_the_table_is_covered() -> None:
     configs_of = {config._replace(ragged_k=True) for _, config in (key.static for key in main_kernels())}
-    assert {config for config in configs_of if not (config.whole_heads or config.heads_apart)} == {
+    assert {config for config in configs_of if config.scope == Scope.KEY_TILE} == {
         row.config for row in configs.TABLE
     }
-    assert sum(config.heads_apart for config in configs_of) == sum(bool(row.apart) for row in configs.TABLE)
-    assert sum(config.whole_heads for config in configs_of) == sum(any(row.alone) for row in configs.TABLE)
+    assert sum(config.scope == Scope.Q_HEAD for config in configs_of) == sum(
+        bool(row.apart) for row in configs.TABLE
+    )
+    assert sum(config.scope == Scope.KV_HEAD for config in configs_of) == sum(
+        any(row.alone) for row in configs.TABLE
+    )

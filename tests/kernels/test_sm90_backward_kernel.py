@@ -11,7 +11,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from everything import examples, one_of
-from flash4_torch.configs.types import Sm90Backward
+from flash4_torch.configs.types import Scope, Sm90Backward
 from kernel_calls import check_gradients, drawn
 from kernel_calls import static as static_of
 from kernel_runs import (
@@ -33,8 +33,8 @@ INSIDE = {"heads_inner": True, "load_q_first": True}
 ASIDE = {"dkv_via_dq_smem": True, "dq_stages": 2}
 STAGES = {**INSIDE, "unroll_stages": True}
 ROUNDED = {"round_weights": True}
-WHOLE = {"whole_heads": True, "heads_inner": True}
-APART = {"heads_apart": True}
+WHOLE = {"scope": Scope.KV_HEAD, "heads_inner": True}
+APART = {"scope": Scope.Q_HEAD}
 SOFTCAP = {"softcap": True, "scaled": True, **ROUNDED}
 # (warpgroups, queries)
 STATICS = {

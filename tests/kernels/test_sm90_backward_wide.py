@@ -9,7 +9,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from flash4_torch.configs.types import Sm90Backward
+from flash4_torch.configs.types import Scope, Sm90Backward
 from kernel_calls import static as static_of
 from kernel_runs import (
     every_tile_is_drawn_once,
@@ -45,7 +45,7 @@ STATICS = {
     "pair, full": static(256, 256, (2, 64), **PAIR),
     "pair, no tail": static(256, 256, (2, 64), ragged_k=False, **PAIR, **CAUSAL),
     "pair, causal": static(192, 128, (2, 64), "float16", kv_stages=2, ds_stages=2, **PAIR, **CAUSAL),
-    "pair, apart": static(192, 128, (2, 64), heads_apart=True, **PAIR, **CAUSAL),
+    "pair, apart": static(192, 128, (2, 64), scope=Scope.Q_HEAD, **PAIR, **CAUSAL),
     "pair, held": static(192, 128, (2, 64), operands_in_regs=2, **PAIR, **CAUSAL),
     "pair, one held": static(192, 192, (2, 64), "float16", operands_in_regs=1, **PAIR),
     "pair, window": static(136, 200, (2, 64), q_stages=1, **PAIR, **WINDOW),

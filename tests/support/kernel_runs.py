@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flash4_torch import testing
 from flash4_torch.compile import jit
-from flash4_torch.configs.types import Features, Sm90Backward, Sm90Forward, Sm100Backward, Sm100Forward
+from flash4_torch.configs.types import Features, Scope, Sm90Backward, Sm90Forward, Sm100Backward, Sm100Forward
 from flash4_torch.emulator.host import Launch
 from flash4_torch.kernels.common.bwd.dq_blocks import sums_of
 from flash4_torch.kernels.common.mask_tables import MaskPlan, place
@@ -114,7 +114,7 @@ def run_backward(
     stats, first = _stats(features, stats_of or call, config.queries)
     count = stats.shape[-1] // config.queries
     dq_acc, dq = torch.zeros(*stats.shape[1:-1], count, blocks.floats), None
-    if config.whole_heads:
+    if config.scope == Scope.KV_HEAD:
         B, _, Hk, _ = call.k.shape
         ctas, group = min(call.num_sms, B * Hk), call.q.shape[2] // Hk
         dq_acc = torch.full((ctas, group, count, blocks.floats), math.nan)
@@ -122,7 +122,7 @@ def run_backward(
     dq_semaphore = (
         torch.zeros(*stats.shape[1:-1], count, dtype=torch.int32) if features.deterministic else None
     )
-    heads = call.q.shape[-2] if config.heads_apart else call.k.shape[-2]
+    heads = call.q.shape[-2] if config.scope == Scope.Q_HEAD else call.k.shape[-2]
     dk, dv = (
         torch.full((*x.shape[:-2], heads, x.shape[-1]), math.nan, dtype=x.dtype) for x in (call.k, call.v)
     )
@@ -137,7 +137,9 @@ def run_backward(
     where = where or emulated(kernel, call, **schedule)
     _launch(kernel, call, tensors, (dq_semaphore,), mask, plan, behind, max(call.lengths[1]), where)
     dk, dv = (
-        x.unflatten(-2, (call.k.shape[-2], -1)).float().sum(-2).to(x.dtype) if config.heads_apart else x
+        x.unflatten(-2, (call.k.shape[-2], -1)).float().sum(-2).to(x.dtype)
+        if config.scope == Scope.Q_HEAD
+        else x
         for x in (dk, dv)
     )
     if dq is not None:
@@ -250,7 +252,7 @@ def gradients_are_right(kernel: Kernel, data: st.DataObject) -> None:
     schedule, seed = data.draw(st.sampled_from(["eager", "fuzz"])), data.draw(st.integers(0, 9))
     again = run_backward(kernel, call, schedule=schedule, seed=seed)
     assert torch.equal(found.dk, again.dk) and torch.equal(found.dv, again.dv)
-    if features.deterministic or kernel[1].whole_heads:
+    if features.deterministic or kernel[1].scope == Scope.KV_HEAD:
         assert torch.equal(found.dq, again.dq)
     else:
         check_gradients(kernel, call, again)

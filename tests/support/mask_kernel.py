@@ -9,8 +9,8 @@ from cutlass import Float32, Int32
 
 from flash4_torch.kernels.common.attn_mask import (
     MaskArgs,
-    block_at,
     apply,
+    block_at,
     example_args,
     make_mask,
     rows_of,

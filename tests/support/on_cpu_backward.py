@@ -12,7 +12,7 @@ from torch import Tensor
 from flash4_torch import compile
 from flash4_torch.backends.compiled import GROUP_REDUCE, POSTPROCESS, PREPROCESS, Target, backward
 from flash4_torch.backends.compiled.targets import BackwardConfig
-from flash4_torch.configs.types import Features
+from flash4_torch.configs.types import Features, Scope
 from flash4_torch.kernels.common.bwd.dq_blocks import sums_of
 from flash4_torch.kernels.common.bwd.row_blocks import (
     GroupReducePlan,
@@ -156,11 +156,11 @@ def _backward(launches: list[Launch], features: Features, config: BackwardConfig
     assert counter.shape == (1,) and counter.dtype == torch.int32 and counter.item() == 0
     for x in (q, k, v, dout):
         check_rows(x, features.dtype, features.varlen)
-    assert (dq_whole is not None) == config.whole_heads
-    if config.heads_apart:
+    assert (dq_whole is not None) == (config.scope == Scope.KV_HEAD)
+    if config.scope == Scope.Q_HEAD:
         # As many key heads as the gradients have.
         k, v = (x.repeat_interleave(q.shape[-2] // x.shape[-2], -2) for x in (k, v))
-    for grad, x in ((dk, k), (dv, v), *(((dq_whole, q),) if config.whole_heads else ())):
+    for grad, x in ((dk, k), (dv, v), *(((dq_whole, q),) if config.scope == Scope.KV_HEAD else ())):
         assert grad.shape == x.shape and grad.dtype == x.dtype and grad.is_contiguous()
     assert (q.shape[-1], k.shape[-1], v.shape[-1]) == (features.D, features.D, features.Dv)
     assert (dq_semaphore is not None) == features.deterministic

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ... import compile
-from ...configs.types import Features
+from ...configs.types import Features, Scope
 from ...kernels.common.bwd.dq_blocks import sums_of
 from ...kernels.common.bwd.row_blocks import GroupReducePlan, PostprocessPlan, PreprocessPlan, RowBlocks
 from ...kernels.common.mask_tables import MaskPlan
@@ -132,19 +132,19 @@ def decide(target: Target, problem: Problem, num_sms: int, find: Find) -> Kernel
         find(PREPROCESS, (preprocess,)),
         find(target.backward, (features, config)),
         None if postprocess is None else find(POSTPROCESS, (postprocess,)),
-        find(GROUP_REDUCE, (group_reduce_plan(features),)) if config.heads_apart else None,
+        find(GROUP_REDUCE, (group_reduce_plan(features),)) if config.scope == Scope.Q_HEAD else None,
         config,
         params_of(target, problem, config, num_sms),
         preprocess.blocks,
         preprocess.is_ordered,
-        (ctas, problem.spec.group) if config.whole_heads else None,
+        (ctas, problem.spec.group) if config.scope == Scope.KV_HEAD else None,
         features.row_stats,
     )
 
 
 def main_features(features: Features, config: BackwardConfig) -> Features:
     """What the main kernel is compiled for: with whole heads sums have an order without being told."""
-    return features._replace(deterministic=features.deterministic and not config.whole_heads)
+    return features._replace(deterministic=features.deterministic and config.scope != Scope.KV_HEAD)
 
 
 def row_plans(
@@ -152,9 +152,11 @@ def row_plans(
 ) -> tuple[PreprocessPlan, PostprocessPlan | None]:
     """Of the kernels before and behind the main one."""
     f, blocks = main_features(features, config), RowBlocks.of(sums_of(features.D, config))
-    asked = f.varlen, dlse, f.deterministic, config.tmem_order, not config.whole_heads
+    asked = f.varlen, dlse, f.deterministic, config.tmem_order, config.scope != Scope.KV_HEAD
     preprocess = PreprocessPlan(f.dtype, f.Dv, blocks, *asked, float_mask=f.float_mask)
-    return preprocess, None if config.whole_heads else PostprocessPlan(f.dtype, f.D, blocks, f.varlen)
+    return preprocess, None if config.scope == Scope.KV_HEAD else PostprocessPlan(
+        f.dtype, f.D, blocks, f.varlen
+    )
 
 
 def group_reduce_plan(features: Features) -> GroupReducePlan:
@@ -178,7 +180,7 @@ def config_of(target: Target, problem: Problem, num_sms: int) -> BackwardConfig:
 
 
 def params_of(target: Target, problem: Problem, config: BackwardConfig, num_sms: int) -> LaunchParams:
-    if config.heads_apart:
+    if config.scope == Scope.Q_HEAD:
         spec, extent = problem.spec._replace(group=1), problem.extent._replace(Hk=problem.extent.Hq)
         problem = problem._replace(spec=spec, extent=extent)
     heads_per_section = _heads_per_section(target, problem, config, num_sms)
@@ -193,7 +195,7 @@ def _heads_per_section(target: Target, problem: Problem, config: BackwardConfig,
     """
     spec, extent = problem.spec, problem.extent
     features, heads = features_of(problem), extent.B * extent.Hk
-    if config.whole_heads:
+    if config.scope == Scope.KV_HEAD:
         return 1
     if spec.deterministic:
         return min(_ordered_heads(features, config), heads)

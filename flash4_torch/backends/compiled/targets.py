@@ -9,7 +9,7 @@ from typing import Protocol
 from ... import compile
 from ...compile import arch as archs
 from ...configs import sm90, sm90_backward, sm100, sm100_backward, sm103
-from ...configs.types import Features
+from ...configs.types import Features, Scope
 
 PREPROCESS = "flash4_torch.kernels.aux_kernels.bwd_preprocess:compile_preprocess"
 POSTPROCESS = "flash4_torch.kernels.aux_kernels.bwd_postprocess:compile_postprocess"
@@ -63,13 +63,8 @@ class BackwardConfig(Protocol):
         ...
 
     @property
-    def heads_apart(self) -> bool:
-        """Whether a tile is of one query head, so that dK and dV of a group have to be summed up."""
-        ...
-
-    @property
-    def whole_heads(self) -> bool:
-        """Whether a CTA takes all tiles of a key head, in an order, and rounds their dQ."""
+    def scope(self) -> Scope:
+        """What one work item covers."""
         ...
 
 

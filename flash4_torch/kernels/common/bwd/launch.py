@@ -11,6 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
+from ....configs.types import Scope
 from .. import host
 from ..attn_mask import example_args
 from ..launch_params import example_params
@@ -43,7 +44,11 @@ def compile_for_any(backward: Any, plan: Any, floats: int) -> Any:
     dmask = host.strided(Float32, 4) if features.dmask else None
     rng_state = host.compact(Int64, (2,)) if features.dropout else None
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    dq = host.rows(plan.dtype, (*host.any_sizes(packed + 1), features.D)) if plan.whole_heads else None
+    dq = (
+        host.rows(plan.dtype, (*host.any_sizes(packed + 1), features.D))
+        if plan.scope == Scope.KV_HEAD
+        else None
+    )
     results = (stats, dq_acc, dq, dk, dv, tile_counter, dq_semaphore)
     tensors = (q, k, v, dout, *results, cu_seqlens, cu_seqlens, mask, dmask, rng_state)
     return cute.compile(backward, *tensors, example_params(), plan, stream, options="--enable-tvm-ffi")

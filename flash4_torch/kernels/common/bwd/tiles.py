@@ -11,6 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint32
 
+from ....configs.types import Scope
 from .. import attn_mask, ring, tile_scheduler
 from ..band import Band, Span, make_band, visible_span
 from ..ring import Cursor
@@ -47,14 +48,14 @@ class Shape(NamedTuple):
 
 @cute.jit
 def shape(ctx: Any) -> Shape:
-    _, _, Hk, B = ctx.maps.mQ.shape if ctx.plan.heads_apart else ctx.maps.mK.shape
+    _, _, Hk, B = ctx.maps.mQ.shape if ctx.plan.scope == Scope.Q_HEAD else ctx.maps.mK.shape
     if cutlass.const_expr(ctx.plan.features.varlen):
         B = ctx.cu_seqlens_k.shape[0] - 1
     blocks, heads = (
         Uint32(cute.ceil_div(ctx.params.max_seqlen, ctx.plan.cluster_keys)),
         Uint32(Hk) * Uint32(B),
     )
-    return Shape(blocks, Uint32(Hk), heads if ctx.plan.whole_heads else blocks * heads)
+    return Shape(blocks, Uint32(Hk), heads if ctx.plan.scope == Scope.KV_HEAD else blocks * heads)
 
 
 @cute.jit
@@ -126,7 +127,7 @@ def span_of(ctx: Any, tile: Tile) -> Span:
     first = first_key(ctx, tile)
     last = cutlass.min(first + ctx.plan.cluster_keys, tile.Sk) - 1
     span = visible_span(band_of(ctx, tile), ctx.plan.band, first, last)
-    if cutlass.const_expr(ctx.plan.whole_heads):
+    if cutlass.const_expr(ctx.plan.scope == Scope.KV_HEAD):
         # Which stores dQ of rows that see nothing, too.
         return Span(Int32(0) if tile.index == 0 else span.first, span.last)
     return span
@@ -259,7 +260,7 @@ def first_key(ctx: Any, tile: Tile) -> Int32:
 @cute.jit
 def group(ctx: Any) -> Int32:
     """Query heads of a tile."""
-    if cutlass.const_expr(ctx.plan.heads_apart):
+    if cutlass.const_expr(ctx.plan.scope == Scope.Q_HEAD):
         return Int32(1)
     return _group(ctx)
 
@@ -267,7 +268,7 @@ def group(ctx: Any) -> Int32:
 @cute.jit
 def kv_head_of(ctx: Any, tile: Tile) -> Int32:
     """Whose K and V the tile has."""
-    if cutlass.const_expr(ctx.plan.heads_apart):
+    if cutlass.const_expr(ctx.plan.scope == Scope.Q_HEAD):
         return tile.kv_head // _group(ctx)
     return tile.kv_head
 

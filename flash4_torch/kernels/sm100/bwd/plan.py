@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ....configs.types import SHARED_MEMORY, Features, Sm100Backward
+from ....configs.types import SHARED_MEMORY, Features, Scope, Sm100Backward
 from ...common.band import BandShape
 from ...common.bwd.dq_blocks import DqLanes
 from ...common.host import NUMERIC
@@ -262,14 +262,8 @@ class Plan(NamedTuple):
         return self.features.deterministic and self.features.right
 
     @property
-    def whole_heads(self) -> bool:
-        """Whether a CTA takes all tiles of a key head."""
-        return False
-
-    @property
-    def heads_apart(self) -> bool:
-        """Whether a tile is of one query head."""
-        return False
+    def scope(self) -> Scope:
+        return self.config.scope
 
     @property
     def lists_blocks(self) -> bool:

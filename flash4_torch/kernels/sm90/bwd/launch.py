@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 
-from ....configs.types import Features, Sm90Backward
+from ....configs.types import Features, Scope, Sm90Backward
 from ...common import host, tile_scheduler
 from ...common.attn_mask import MaskArgs
 from ...common.bwd.launch import compile_for_any, map_of
@@ -44,7 +44,7 @@ def backward(
     plan: cutlass.Constexpr,
     stream: cuda.CUstream,
 ) -> None:
-    """Launch dk, dv, and dq_acc += dq / scale; with `whole_heads` dk, dv and dq.
+    """Launch dk, dv, and dq_acc += dq / scale; with scope `KV_HEAD` dk, dv and dq.
 
     q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), dout (B, Sq, Hq, Dv), or packed (T, H, D); last
     stride 1, the others multiples of 8 elements, bases on 16 bytes. dk and dv like k and v, contiguous.
@@ -56,9 +56,9 @@ def backward(
     tables of that. dmask float32, the mask's gradient as it broadcasts, transposed, is added to. No size
     is 0.
 
-    With `heads_apart` dk and dv have a head for each query head, of which its group's are to be summed up.
+    With scope `Q_HEAD` dk and dv have a head for each query head, of which its group's are to be summed up.
 
-    With `whole_heads` dq_acc is (CTAs, Hq / Hk, blocks, floats), whatever it holds, of as many CTAs as the
+    With scope `KV_HEAD` dq_acc is (CTAs, Hq / Hk, blocks, floats), whatever it holds, of as many CTAs as the
     rule says, or as there are key heads; and dq is like q, contiguous.
     """
     plan.check()
@@ -86,7 +86,7 @@ def backward(
     if cutlass.const_expr(plan.dkv_via_dq_smem):
         dk_rows, dk_layout, dv_layout = ROWS, aside_layout(plan, plan.D), aside_layout(plan, plan.Dv)
     finished = None, None
-    if cutlass.const_expr(plan.whole_heads):
+    if cutlass.const_expr(plan.scope == Scope.KV_HEAD):
         queries = host.positions_first(dq)
         finished = map_of(store, queries, finished_layout(plan), WARP_ROWS, plan.blocks.piece_columns)
     peer_k = None
@@ -106,7 +106,7 @@ def backward(
     if cutlass.const_expr(plan.features.varlen):
         sequences = cu_seqlens_k.shape[0] - 1
     num_work = dkeys.shape[2] * sequences
-    if cutlass.const_expr(not plan.whole_heads):
+    if cutlass.const_expr(plan.scope != Scope.KV_HEAD):
         num_work = cute.ceil_div(params.max_seqlen, plan.cluster_keys) * num_work
     kernel = backward_kernel(
         maps,

@@ -8,6 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int16, Int32, Uint32
 
+from ....configs.types import Scope
 from ...common import ring, tile_scheduler
 from ...common.bwd import tiles
 from ...common.bwd.loads import barrier_of, batch_of, box, copy_statistics, finish_end, signal_end
@@ -37,7 +38,7 @@ def load(ctx: Context) -> None:
     while work_idx < shape.num_work:
         number = tile_scheduler.prefetch_work(ctx, shape.num_work)
         tile = _tile(ctx, shape, work_idx)
-        if cutlass.const_expr(ctx.plan.whole_heads):
+        if cutlass.const_expr(ctx.plan.scope == Scope.KV_HEAD):
             for _ in cutlass.range(shape.tiles_per_head, unroll=1):
                 at = _load_tile(ctx, at, tile)
                 tile = tile._replace(index=tile.index - 1)
@@ -54,7 +55,7 @@ def _tile(ctx: Context, shape: Shape, work_idx: Uint32) -> Tile:
 
     They read the same rows at the same time. Long ones, of all heads, come before shorter ones.
     """
-    if cutlass.const_expr(ctx.plan.whole_heads):
+    if cutlass.const_expr(ctx.plan.scope == Scope.KV_HEAD):
         return tiles.tile_of(ctx, shape, Uint32(0), work_idx)
     if cutlass.const_expr(not ctx.plan.heads_inner):
         return tiles.decode(ctx, shape, work_idx)

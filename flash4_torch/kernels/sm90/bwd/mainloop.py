@@ -14,6 +14,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import warp
 
+from ....configs.types import Scope
 from ...common import ring
 from ...common.bwd import tiles
 from ...common.bwd.tiles import Tile
@@ -60,7 +61,7 @@ def _tiles(ctx: Context, t: Thread) -> Cursors:
         ring.wait_full(ctx.load_q, at.q)
         _issue_scores(ctx, t, kv_at, at.q)
         ring.wait_full(ctx.load_v, kv_at)
-        if cutlass.const_expr(not plan.whole_heads):
+        if cutlass.const_expr(plan.scope != Scope.KV_HEAD):
             at = _blocks(ctx, t, tile, kv_at, at)
         elif is_last(tile):
             at = _blocks(replace(ctx, finishes=True), t, tile, kv_at, at)
@@ -103,7 +104,7 @@ def _tiles_overlapped(ctx: Context, t: Thread) -> Cursors:
     while tile.index >= 0:
         ring.wait_full(ctx.load_v, kv_at)
         next_at, next_tile = ring.after(kv_at, plan.config.kv_stages), tile
-        if cutlass.const_expr(not plan.whole_heads):
+        if cutlass.const_expr(plan.scope != Scope.KV_HEAD):
             next_tile, at = _blocks_overlapped(ctx, t, tile, kv_at, at)
         elif is_last(tile):
             next_tile, at = _blocks_overlapped(replace(ctx, finishes=True), t, tile, kv_at, at)

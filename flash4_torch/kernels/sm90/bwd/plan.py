@@ -16,7 +16,7 @@ it holds against every row of queries, of all query heads of the group, that see
     kept              which weights of a block dropout keeps, a bit each
     share_ds          dS of all keys, which is written and read by all warpgroups; `ds_stages`
 
-With `whole_heads` a CTA draws a key head, and takes its tiles one after another, the last one first. What
+With scope `KV_HEAD` a CTA draws a key head, and takes its tiles one after another, the last one first. What
 they add to dQ it keeps in a place of its own, to which the first tile, see `finish_dq`, adds its share.
 
 In a cluster two CTAs draw neighbouring tiles, a pair, and both visit every block that either tile sees: each
@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ....configs.types import SHARED_MEMORY, Features, Sm90Backward, tile_dim
+from ....configs.types import SHARED_MEMORY, Features, Scope, Sm90Backward, tile_dim
 from ...common.band import BandShape
 from ...common.bwd.dq_blocks import DqBlocks
 from ...common.host import NUMERIC
@@ -159,7 +159,7 @@ class Plan(NamedTuple):
         which visits all rows, comes last.
         """
         is_ordered = self.features.deterministic and self.features.right and not self.heads_inner
-        return is_ordered or self.whole_heads
+        return is_ordered or self.scope == Scope.KV_HEAD
 
     @property
     def load_warp_sends_order(self) -> bool:
@@ -170,17 +170,11 @@ class Plan(NamedTuple):
         the tile before has visited is told the same way.
         """
         num_words = self.features.deterministic and self.config.role_split and self.heads_inner
-        return self.whole_heads or (num_words and not self.features.varlen)
+        return self.scope == Scope.KV_HEAD or (num_words and not self.features.varlen)
 
     @property
-    def whole_heads(self) -> bool:
-        """Whether a CTA takes all tiles of a key head, and rounds their dQ at the first, which comes last."""
-        return self.config.whole_heads
-
-    @property
-    def heads_apart(self) -> bool:
-        """Whether a tile is of one query head, and makes its share of dK and dV."""
-        return self.config.heads_apart
+    def scope(self) -> Scope:
+        return self.config.scope
 
     @property
     def heads_inner(self) -> bool:
@@ -190,7 +184,7 @@ class Plan(NamedTuple):
     @property
     def alternates_direction(self) -> bool:
         """Whether every second tile visits its blocks in the opposite order; where no bound cuts one."""
-        return self.whole_heads and self.heads_inner and not self.features.right
+        return self.scope == Scope.KV_HEAD and self.heads_inner and not self.features.right
 
     @property
     def load_q_first(self) -> bool:
@@ -300,8 +294,7 @@ class Plan(NamedTuple):
         assert not c.next_tile or (c.kv_stages == 2 and not c.role_split)
         # The first tile has to visit all rows, and to be found where a head's tiles begin.
         others = f.left or f.mask or f.varlen or f.deterministic or c.role_split
-        assert not c.whole_heads or not others
-        assert not (c.whole_heads and c.heads_apart)
+        assert c.scope != Scope.KV_HEAD or not others
         assert not f.dmask or f.float_mask
         assert c.kv_stages in (1, 2) and c.ds_stages in (1, 2) and min(c.q_stages, c.do_stages) >= 1
         consumer, producer = self.registers

@@ -16,6 +16,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
+from ....configs.types import Scope
 from ...common.bwd import tiles
 from ...common.copies import evict_first
 from ...common.ring import Cursor
@@ -68,7 +69,7 @@ def add_dq(
         command = StoreCommand(sums_address(ctx, piece, work, n), Int64(0), Int64(0), Int64(0))
         if cutlass.const_expr(ctx.plan.features.deterministic):
             command = _ordered(ctx, command, piece, work, _block(ctx, work, n), n)
-        if cutlass.const_expr(ctx.plan.whole_heads):
+        if cutlass.const_expr(ctx.plan.scope == Scope.KV_HEAD):
             first = Int64(0) if was_visited(ctx, work, n) else Int64(FIRST)
             ends = ENDS if last and not ctx.plan.dkv_via_dq_smem else 0
             command = command._replace(target=command.target + first + ends)
@@ -80,7 +81,7 @@ def add_dq(
 def own_vector(ctx: Context, t: Thread, slot: Int32, i: cutlass.Constexpr) -> cute.Tensor:
     """The i-th four of a thread's numbers in a slot: those of a warp lie together where it rounds them."""
     vector = i * GROUP + t.index
-    if cutlass.const_expr(ctx.plan.whole_heads):
+    if cutlass.const_expr(ctx.plan.scope == Scope.KV_HEAD):
         vector = (t.index // WARP * (ctx.plan.blocks.registers // 4) + i) * WARP + t.lane
     place = ctx.sdQ[None, slot].iterator + vector * 4
     return cute.make_tensor(
@@ -101,7 +102,7 @@ def _block(ctx: Context, work: TileState, n: Int32) -> Int64:
     """Where it is in the workspaces, in blocks."""
     tile, count = work.tile, ctx.dq_acc.shape[-2]
     row = Int32(0)
-    if cutlass.const_expr(ctx.plan.whole_heads):
+    if cutlass.const_expr(ctx.plan.scope == Scope.KV_HEAD):
         own, _, _ = cute.arch.block_idx()
         row = (own - tile.kv_head) * tiles.group(ctx) + work.head
     else:
@@ -119,7 +120,7 @@ def was_visited(ctx: Context, work: TileState, n: Int32) -> Boolean:
 @cute.jit
 def send_gradient(ctx: Context, t: Thread, slot: Int32, what: cutlass.Constexpr, where: tuple) -> None:
     """Have a warpgroup's dK or dV stored, which lies in the slot as `slot_of` says."""
-    ends = ENDS if ctx.plan.whole_heads and what == DK else 0
+    ends = ENDS if ctx.plan.scope == Scope.KV_HEAD and what == DK else 0
     if t.index == 0:
         for i, word in enumerate((what + ends, *where)):
             cute.arch.store(ctx.commands + (slot * WORDS + i), Int64(word))
@@ -205,7 +206,7 @@ def _store_piece(ctx: Context, slot: Int32) -> Boolean:
         if cute.arch.lane_idx() == 0:
             if cutlass.const_expr(ctx.plan.features.deterministic):
                 wait_dq_semaphore(command)
-            if cutlass.const_expr(ctx.plan.whole_heads):
+            if cutlass.const_expr(ctx.plan.scope == Scope.KV_HEAD):
                 _store_of_whole_heads(ctx, slot, command)
             elif cutlass.const_expr(ctx.plan.dkv_via_dq_smem):
                 _store(ctx, slot, command)
@@ -225,7 +226,7 @@ def _store_piece(ctx: Context, slot: Int32) -> Boolean:
 @cute.jit
 def _wait_slot(ctx: Context, command: StoreCommand) -> None:
     """With two slots, until the one before is free."""
-    if cutlass.const_expr(ctx.plan.whole_heads):
+    if cutlass.const_expr(ctx.plan.scope == Scope.KV_HEAD):
         if (command.target & ENDS) != 0:
             # But for dV and dK, where those came last.
             cute.arch.cp_async_bulk_wait_group(2 if ctx.plan.dkv_via_dq_smem else 0, read=False)
