@@ -35,7 +35,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What is loaded when first looked at."""
+    """Imports a lazy name on first access."""
     if name == "warmup":
         return importlib.import_module(".ahead", __name__).warmup
     if name in ("integrations", "reference", "testing"):
@@ -44,5 +44,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """What is public, loaded or not, and nothing else."""
+    """The public names, imported yet or not, and nothing else."""
     return [*__all__, "__version__"]

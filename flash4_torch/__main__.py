@@ -45,7 +45,7 @@ FEATURE_WORDS = {
     "float-mask": "an attn_mask in the call's dtype",
     "deterministic": "deterministic gradients",
 }
-"""What a word of --features says of a call."""
+"""Meaning of each word of --features."""
 
 _FEATURES_EPILOG = "\n".join(
     [
@@ -69,7 +69,7 @@ _BENCH_EPILOG = f"""examples:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Guesses in its errors which word was meant."""
+    """An argument parser whose errors suggest the word that was meant."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -83,15 +83,15 @@ class _Parser(argparse.ArgumentParser):
         super().error(message)
 
     def _all_options(self) -> list[str]:
-        """Its own, and those of all commands: argparse leaves it to the first parser to refuse an option."""
+        """All options, of this parser and its commands: argparse lets the outer parser refuse an option."""
         helps = "".join(parser.format_help() for parser in (self, *self.commands))
         return re.findall(r"--[a-z][a-z-]*", helps)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command that `arguments` (default: the process's) name and returns the exit status.
+    """Runs the command named by `arguments` (default: the process's) and returns the exit status.
 
-    2 means a bad command line, as argparse has it, or a Flash4Error, whose sentence is on stderr.
+    Status 2 means a bad command line, as in argparse, or a Flash4Error, whose message is on stderr.
     """
     parser = _parser()
     options = parser.parse_args(arguments)
@@ -149,7 +149,7 @@ def _parser() -> _Parser:
 
 
 def _add_kernels(parser: argparse.ArgumentParser) -> None:
-    """What `ahead.warmup` takes."""
+    """Adds the arguments of `ahead.warmup`."""
     from . import ahead
 
     parser.add_argument("--arch", help="sm_90a, sm_100a or sm_103a; default: that of the GPU here")
@@ -197,7 +197,7 @@ def _head_dim(text: str) -> int | tuple[int, int]:
 
 
 def count(text: str) -> int:
-    """A whole number of at least 1 from the command line."""
+    """Parses a whole number of at least 1 from the command line."""
     if not re.fullmatch("[0-9]{1,9}", text) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
@@ -217,7 +217,7 @@ def _warmup(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    """Lines for kernels go to stderr: stdout has the manifest's path alone, for scripts."""
+    """Kernel lines go to stderr: stdout gets only the manifest's path, for scripts."""
     from . import ahead
 
     print(ahead.export(options.folder, **_chosen(options), runtime=options.runtime, log=sys.stderr))

@@ -1,4 +1,4 @@
-"""Compiling before the first call: into the cache (`warmup`), or into a folder to ship (`export`)."""
+"""Ahead-of-time compilation: into the cache (`warmup`), or into a folder to ship (`export`)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HEAD_DIMS = (64, 128)
 FEATURES = ("plain", "causal")
 MAX_D = 256
 MAX_GROUP = 1024
-"""More query heads to a key head than any model has; what is compiled for 64 serves all larger groups."""
+"""More query heads per KV head than any model has; kernels compiled for 64 serve all larger groups."""
 
 WORDS: dict[str, dict[str, object]] = {
     "plain": {},
@@ -46,7 +46,7 @@ WORDS: dict[str, dict[str, object]] = {
     "float-mask": {"mask": "", "scaled": True},
     "deterministic": {},
 }
-"""What each adds to `Features`; a float mask has the dtype of the call, deterministic are gradients."""
+"""Fields of `Features` that each word sets; a float mask has the call's dtype; deterministic: gradients."""
 
 
 def warmup(
@@ -60,31 +60,31 @@ def warmup(
     jobs: int | None = None,
     log: TextIO | None = None,
 ) -> list[Prepared]:
-    """Compiles the kernels that calls will ask for, so that none of them waits; needs no GPU.
+    """Compiles the kernels that later calls need, so that no call waits for the compiler; needs no GPU.
 
     Every combination of the arguments is prepared, for all sizes. Kernels go to FLASH4_CACHE_DIR.
 
     Args:
         arch: "sm_90a" for Hopper, "sm_100a" for Blackwell (B200), "sm_103a" for its Ultra (B300). Default:
             the current GPU's.
-        head_dims: D, or (D, Dv) where they differ; multiples of 8 up to 256, as other head sizes are padded.
+        head_dims: D, or (D, Dv) where they differ; multiples of 8 up to 256 (other head sizes are padded).
         dtypes: "bfloat16" and "float16".
         features: words joined by "+", such as "causal+dropout", of plain, causal, window, softcap, varlen,
             dropout, mask (boolean), float-mask (in the call's dtype) and deterministic.
-        groups: query heads to a key head, from 1 to 1024; what is compiled for 64 serves all larger ones.
-        gradients: also the kernels of the backward, where it has some.
-        jobs: processes that compile at the same time, at least 1. Default: one for each processor.
-        log: a text file that gets a line for each kernel as soon as it is there: which of how many, the
-            seconds that it took, its name, and about how long the others will take. Default: a progress
-            bar on stderr, where that is a terminal.
+        groups: query heads per KV head, from 1 to 1024; kernels compiled for 64 serve all larger groups.
+        gradients: also compile the backward's kernels, where it has some.
+        jobs: processes that compile at the same time, at least 1. Default: one per processor.
+        log: a text file that gets a line for each kernel as soon as it is there: its number and the total,
+            the seconds that it took, its name, and an estimate of the time left. Default: a progress bar on
+            stderr, if that is a terminal.
 
     Returns:
         The kernels, and the seconds that each took, 0.0 for those that were there before.
 
     Raises:
-        ArgumentError: an argument is none of the above (RangeError: of that type, but outside its range), or
-            the cache cannot be written to. Nothing has been compiled then.
-        CompileError: some kernels failed; the others are prepared all the same.
+        ArgumentError: an argument is not one of the above (RangeError: of that type, but outside its range),
+            or the cache cannot be written to. Nothing has been compiled then.
+        CompileError: some kernels failed; the others are prepared nevertheless.
     """
     keys = kernels(arch, head_dims, dtypes, features, groups, gradients)
     return pool.prepare(keys, _jobs(jobs), *_shown(log))
@@ -103,12 +103,12 @@ def export(
     runtime: bool = False,
     log: TextIO | None = None,
 ) -> Path:
-    """Writes the kernels that `warmup` would prepare to `folder`, for FLASH4_AOT_DIR to name.
+    """Writes the kernels that `warmup` would prepare to `folder`, which FLASH4_AOT_DIR can then name.
 
-    folder: made if there is none.
-    runtime: also copy the compiler's runtime library (43 MB), for machines that lack nvidia-cutlass-dsl.
-    Returns the path of the manifest. Raises what `warmup` raises, and ExportError where the folder cannot be
-    written to, which is found out before anything is compiled, or without a linker.
+    folder: created if it does not exist.
+    runtime: also copy the compiler's runtime library (43 MB), for machines without nvidia-cutlass-dsl.
+    Returns the path of the manifest. Raises the errors of `warmup`, and ExportError if the folder cannot be
+    written to (checked before anything is compiled) or if there is no linker.
     """
     keys = kernels(arch, head_dims, dtypes, features, groups, gradients)
     _check_switch("runtime", runtime)
@@ -127,7 +127,7 @@ def _jobs(jobs: int | None) -> int | None:
 
 
 def _shown(log: TextIO | None) -> tuple[Callable[..., None], ...]:
-    """What `pool.prepare` is to call meanwhile."""
+    """Callbacks for `pool.prepare`."""
     if log is None:
         return (Bar(sys.stderr) if sys.stderr.isatty() else _show_nothing,)
     if not hasattr(log, "write"):
@@ -141,7 +141,7 @@ def _show_nothing(done: int, total: int) -> None:
 
 
 def _writable(folder: str | PathLike[str]) -> Path:
-    """`folder`, made if need be and written to once. Raises ArgumentError and ExportError."""
+    """`folder`, created if necessary and probed with a write. Raises ArgumentError and ExportError."""
     name = fspath(folder) if isinstance(folder, (str, PathLike)) else None
     if not name or not isinstance(name, str):
         raise ArgumentError("folder", repr(folder), "it must be the path of a folder, a str or os.PathLike")
@@ -152,7 +152,7 @@ def _writable(folder: str | PathLike[str]) -> Path:
 
 
 def why_not_writable(folder: Path) -> str:
-    """Why files cannot be put into `folder`, which is made if need be; empty if they can."""
+    """The reason why `folder`, created if necessary, cannot be written to; empty if it can."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -169,7 +169,7 @@ def kernels(
     groups: Sequence[int],
     gradients: bool = True,
 ) -> list[Key]:
-    """Every kernel that a call with these properties can ask for, each once. Raises ArgumentError."""
+    """Every kernel that a call with these properties can need, each once. Raises ArgumentError."""
     target = TARGETS[checked(arch)]
     _check_switch("gradients", gradients)
     lists = {"head_dims": head_dims, "dtypes": dtypes, "features": features, "groups": groups}
@@ -187,7 +187,7 @@ def kernels(
 
 
 def features_of(head_dim: int | tuple[int, int], dtype: str, words: str) -> Features:
-    """`Features` from their names in `warmup`."""
+    """`Features` from the words of `warmup`."""
     sizes = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
     if len(sizes) != 2:
         raise ArgumentError("head_dims", repr(head_dim), "each must be D or a pair (D, Dv)")
@@ -226,7 +226,7 @@ def _group(group: object) -> int:
 
 
 def _whole_number(argument: str, value: object, limit: str) -> int:
-    """Python's own int, which alone makes a kernel's name: NumPy's and others have another repr."""
+    """The value as Python's own int: a kernel's name uses its repr, and NumPy's ints have another."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ArgumentError(argument, repr(value), limit)
     return int(value)
@@ -245,7 +245,7 @@ def _check_switch(argument: str, value: object) -> None:
 
 
 def _of(target: Target, features: Features, group: int) -> Iterator[tuple[str, tuple[object, ...]]]:
-    """The entries and what they are compiled for."""
+    """The forward's entries, each with the arguments that it is compiled for."""
     for reason in target.forward_configs.limits(features):
         raise RangeError("features", features, f"there is no kernel for {target.arch}: {reason}")
     for config in target.forward_configs.reachable(features, group):
@@ -255,7 +255,7 @@ def _of(target: Target, features: Features, group: int) -> Iterator[tuple[str, t
 
 
 def _of_gradients(target: Target, features: Features, group: int) -> Iterator[tuple[str, tuple[object, ...]]]:
-    """Of the inputs, and of a floating mask, too; with and without one that arrives at lse."""
+    """The backward's entries, without and with a floating mask's gradient, without and with one of lse."""
     for dmask in {False, features.float_mask}:
         asked = features._replace(dmask=dmask)
         if not target.backward_configs.limits(asked):

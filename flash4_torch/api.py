@@ -22,7 +22,7 @@ Window = tuple[int | None, int | None]
 
 
 class _Options(TypedDict, total=False):
-    """Keywords of `attention_varlen` that say nothing of what it returns."""
+    """Keywords of `attention_varlen` that do not affect its return type."""
 
     causal: bool
     window: Window
@@ -79,28 +79,28 @@ def attention(
 
     Args:
         q: (B, Sq, Hq, D), bfloat16, float16, float32 or float64, any strides.
-        k: (B, Sk, Hk, D); Hk divides Hq, and query head h reads key head h // (Hq // Hk) (GQA, MQA).
+        k: (B, Sk, Hk, D); Hk divides Hq, and query head h reads KV head h // (Hq // Hk) (GQA, MQA).
         v: (B, Sk, Hk, Dv).
         causal: row i sees keys up to i + Sk - Sq (aligned to the bottom right).
         window: (left, right), row i sees keys from i + Sk - Sq - left to i + Sk - Sq + right; None: no bound.
-        scale: what q k^T is multiplied by. Default: 1 / sqrt(D).
+        scale: factor on q k^T. Default: 1 / sqrt(D).
         softcap: c > 0 replaces a score x by c * tanh(x / c), before the mask. Default: 0, off.
         attn_mask: broadcastable to (B, Hq, Sq, Sk), never expanded in memory. Bool: True attends. Floating:
             added to the scores; it gets a gradient if it requires one.
-        dropout_p: probability of dropping a weight, from 0 to 1; the kept ones grow by 1 / (1 - dropout_p).
-            Torch's generator seeds it.
+        dropout_p: probability of dropping a weight, from 0 to 1; kept weights are multiplied by
+            1 / (1 - dropout_p). torch's generator seeds it.
         deterministic: bitwise repeatable gradients. Default: torch.are_deterministic_algorithms_enabled().
-        return_lse: also return the logarithm of each row's sum of exponentials.
+        return_lse: also return lse, the log-sum-exp of each row's scores.
 
     Returns:
         out (B, Sq, Hq, Dv), contiguous, in q's dtype; with `return_lse` (out, lse). lse (B, Hq, Sq) is the
-        natural log, float32 (float64 for float64 inputs), before dropout, and differentiable. A row that may
-        attend to nothing gives out 0, lse -inf and zero gradients.
+        natural log, float32 (float64 for float64 inputs), before dropout, and differentiable. A row without
+        a visible key gives out 0, lse -inf and zero gradients.
 
     Raises:
-        ArgumentError: an argument is out of its limits; the message names it, its value and the limit.
-        KeywordError: there is no such argument; the message names what serves instead.
-        BackendError: no backend serves the call; see `support`.
+        ArgumentError: an argument is outside its limits; the message names it, its value and the limit.
+        KeywordError: there is no such argument; the message says what to use instead.
+        BackendError: no backend can serve the call; see `support`.
         DoubleBackwardError: second derivatives were asked for.
 
     Under autocast q, k and v are cast to the autocast dtype. The algorithm is FlashAttention-4's; see
@@ -157,7 +157,7 @@ def _dense_call(
     deterministic: bool | None,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Band, dict[str, Any]]:
-    """The checked and completed arguments of a dense call."""
+    """Arguments of a dense call, checked and with defaults filled in."""
     check.tensors(q, k, v)
     q, k, v = ops.autocast_inputs(q, k, v)
     check.qkv(q, k, v, 4, "(B, S, H, D)")
@@ -223,17 +223,17 @@ def attention_varlen(
         v: (Tk, Hk, Dv).
         cu_seqlens_q: (B + 1,), int32 or int64; sequence b's queries begin at cu_seqlens_q[b] and end before
             cu_seqlens_q[b + 1]. It begins with 0, never decreases and ends with Tq; that is checked on the
-            CPU only, as a GPU's values would have to be waited for.
+            CPU only, because the host would have to wait for a GPU's values.
         cu_seqlens_k: (B + 1,), the same for k and v.
-        max_seqlen_q: length of the longest sequence of queries, or more; an int, or a 0-dim tensor (which the
-            host then waits for).
+        max_seqlen_q: length of the longest sequence of queries, or an upper bound; an int, or a 0-dim tensor
+            (the host then waits for its value).
         max_seqlen_k: the same for keys.
         causal, window, scale, softcap, dropout_p, deterministic: as in `attention`, within each sequence.
         return_lse: also return lse (Hq, Tq).
 
     Returns:
-        out (Tq, Hq, Dv), or (out, lse); equal to `attention` on each sequence by itself, and to its dropout
-        with sequences counted as batch entries.
+        out (Tq, Hq, Dv), or (out, lse); equal to `attention` on each sequence by itself. For dropout, each
+        sequence counts as a batch entry.
 
     Raises:
         ArgumentError, KeywordError: as in `attention`.
@@ -301,13 +301,13 @@ def support(
     return_lse: bool = False,
     **unknown: Any,
 ) -> dict[str, list[str]]:
-    """Who can serve `attention` with the same arguments, and why the others cannot.
+    """Backends that can serve `attention` with the same arguments, and the reasons why the others cannot.
 
     Returns:
-        For each backend, in order of priority, the sentences why it cannot serve the call; none if it can.
-        The first backend without a reason serves it; FLASH4_BACKEND is a reason against all others. If an
-        input requires a gradient, the backward's reasons are listed too, behind "backward: "; forward and
-        backward each choose their backend. Computes nothing.
+        A dict from each backend, in order of priority, to the sentences why it cannot serve the call; no
+        sentence if it can. The first backend without a reason serves the call; FLASH4_BACKEND is a reason
+        against all others. If an input requires a gradient, the backward's reasons are listed too, each with
+        the prefix "backward: "; forward and backward each choose their backend. Nothing is computed.
 
     Raises:
         ArgumentError, KeywordError: as in `attention`.
@@ -341,7 +341,7 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
     **unknown: Any,
 ) -> Tensor:
-    """torch.nn.functional.scaled_dot_product_attention, its exact contract, served by our backends.
+    """torch.nn.functional.scaled_dot_product_attention with its exact contract, served by our backends.
 
     Args:
         query: (..., Hq, L, E): heads before the sequence, unlike `attention`.
@@ -354,15 +354,15 @@ def scaled_dot_product_attention(
         enable_gqa: lets Hq be a multiple of H.
 
     Returns:
-        (..., Hq, L, Ev). A row that may attend to nothing gives 0, as torch's does.
+        (..., Hq, L, Ev). A row without a visible key gives 0, as torch's does.
 
     Raises:
-        ShapeError: key and value differ in length, where torch would read past the end.
+        ShapeError: key and value differ in length (torch would read past the end).
         RangeError: scale is NaN, or infinite in float32; dropout_p is NaN, negative or no float.
         LayoutError: a tensor is sparse, or in a library's own layout.
         DeviceError: attn_mask alone is a meta tensor.
-        KeywordError: there is no such argument; the message names what serves instead.
-        What torch's function raises for the same arguments, otherwise.
+        KeywordError: there is no such argument; the message says what to use instead.
+        Any error that torch's function raises for the same arguments, otherwise.
     """
     if unknown:
         raise no_argument(scaled_dot_product_attention, unknown)
@@ -384,7 +384,7 @@ def scaled_dot_product_attention(
     if all(isinstance(x, Tensor) for x in (query, key, value)):
         query, key, value = ops.autocast_inputs(query, key, value)
     if not _serves_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
-        # Torch's own function raises its own errors, and serves what no (B, S, H, D) can express.
+        # torch's function raises its own errors, and serves calls that have no (B, S, H, D) form.
         check.sdpa_extras(query, key, value, attn_mask, dropout_p)
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -401,7 +401,7 @@ def scaled_dot_product_attention(
         ops.draw_rng_state(q.device) if dropout_p > 0 else None,
         scale=check.scale(scale, q.shape[-1]),
         window_left=None,
-        # Top-left causal in bottom-right terms.
+        # Causal aligned to the top left, expressed as a bottom-right band.
         window_right=L - S if is_causal else None,
         softcap=0.0,
         dropout_p=float(dropout_p),
@@ -420,7 +420,7 @@ def _serves_sdpa(
     scale: float | None,
     enable_gqa: bool,
 ) -> bool:
-    """Whether the call is valid in torch's eyes and expressible as `attention`."""
+    """Whether torch would accept the call and `attention` can express it."""
     tensors = (query, key, value)
     if not all(isinstance(x, Tensor) and check.is_dense(x) and x.dim() >= 2 for x in tensors):
         return False
@@ -429,7 +429,7 @@ def _serves_sdpa(
     ):
         return False
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
-        # Torch takes what can be read as a number, 0-dim tensors for one.
+        # torch accepts whatever converts to a number, 0-dim tensors for example.
         return False
     if attn_mask is not None and not (isinstance(attn_mask, Tensor) and check.is_dense(attn_mask)):
         return False
@@ -463,12 +463,12 @@ def _heads_agree(heads: list[int], enable_gqa: bool) -> bool:
     Hq, Hk, Hv = heads
     if enable_gqa:
         return Hk == Hv and Hq % Hk == 0
-    # Compared, not in sets: sizes that are being traced have no hash.
+    # Compared one by one instead of in sets: symbolic sizes have no hash.
     return all(H in (1, Hq) for H in (Hk, Hv))
 
 
 def _heads_last(x: Tensor, batch: torch.Size, H: int | None = None) -> Tensor:
-    """(..., H, S, D), its batch and heads broadcast, as (B, S, H, D); a view up to four dimensions."""
+    """(..., H, S, D), with batch and heads broadcast, as (B, S, H, D); a view up to four dimensions."""
     x = x if x.dim() > 2 else x.unsqueeze(0)
     x = x.expand(*batch, H or x.shape[-3], *x.shape[-2:])
     x = x.unsqueeze(0) if x.dim() == 3 else x.flatten(0, -4)

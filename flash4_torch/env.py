@@ -1,4 +1,4 @@
-"""Every environment variable flash4_torch reads; nothing else looks at the environment."""
+"""Every environment variable that flash4_torch reads; no other module looks at the environment."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _PREFIX = "FLASH4_"
 
 @dataclass(frozen=True)
 class Variable:
-    """One environment variable; `get()` reads it anew, so tests and users may change it at any time.
+    """One environment variable; `get()` reads it afresh, so tests and users may change it at any time.
 
-    An empty one counts as unset. choices: all values that it takes; empty: any. is_folder: it names a folder.
+    An empty value counts as unset. choices: all allowed values; empty: any. is_folder: it names a folder.
     """
 
     name: str
@@ -26,7 +26,7 @@ class Variable:
     is_folder: bool = False
 
     def get(self) -> str:
-        """The value, or the default. Raises RangeError for a value that it cannot take."""
+        """The value, or the default. Raises RangeError for a value that is not allowed."""
         value = os.environ.get(self.name)
         if not value:
             return self.default
@@ -34,22 +34,22 @@ class Variable:
             limit = f"it must be one of {list(self.choices)}{hint(value, self.choices)}"
             raise RangeError(self.name, repr(value), limit)
         if self.is_folder and value[0] not in "/~":
-            # Code is loaded from it: in another working directory that would be somebody else's.
+            # Code is loaded from it: a relative path could name somebody else's in another directory.
             raise RangeError(self.name, repr(value), "it must be an absolute path, or begin with ~")
         return value
 
     def raw(self) -> str:
-        """What stands in the environment, unchecked; empty where it is unset."""
+        """The value in the environment, unchecked; empty if unset."""
         return os.environ.get(self.name, "")
 
     @cached_property
     def key(self) -> object:
-        """The name as `NAMES` has it."""
+        """The name as a key of `NAMES`."""
         return os.environ.encodekey(self.name)
 
 
 NAMES: Container[object] = os.environ._data  # type: ignore[attr-defined]
-"""What is in the environment at any time; asking it takes little of `get`'s time, for every call's sake."""
+"""The names that are set at the moment; every call tests membership, which is much cheaper than `get`."""
 
 BACKEND = Variable(
     "FLASH4_BACKEND",
@@ -100,7 +100,7 @@ ALL = (BACKEND, LOG, ARCH, CACHE_DIR, AOT_DIR, BENCH_FA3, EMULATOR_FLAGS)
 
 
 def misspelt() -> list[str]:
-    """A sentence for each variable in the environment that looks like one of ours and is none."""
+    """One sentence per variable in the environment that looks like one of ours but is not."""
     ours = {variable.name.removeprefix(_PREFIX): variable.name for variable in ALL}
     parts = [name.removeprefix(_PREFIX) for name in sorted(os.environ) if name.startswith(_PREFIX)]
     meant = {part: nearest(part, ours) for part in parts if part not in ours}
@@ -108,7 +108,7 @@ def misspelt() -> list[str]:
 
 
 def change(values: Mapping[str, str | None]) -> dict[str, str | None]:
-    """Sets variables, or removes them where the value is None; returns what they were, to change back."""
+    """Sets variables, or removes those whose value is None; returns the old values, to change back."""
     before = {name: os.environ.get(name) for name in values}
     for name, value in values.items():
         if value is None:

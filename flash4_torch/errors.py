@@ -1,6 +1,6 @@
-"""The errors flash4_torch has of its own.
+"""The errors that flash4_torch defines.
 
-What drops in for a function or module of torch's also raises torch's errors, where that is the contract.
+A drop-in for a function or module of torch also raises torch's errors where that is the contract.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str | None:
-    """The allowed word that `given` is most like, if it is like any."""
+    """The allowed word closest to `given`, if one is close."""
     from difflib import get_close_matches
 
     words = {word.lower(): word for word in allowed}
@@ -17,7 +17,7 @@ def nearest(given: str, allowed: Iterable[str]) -> str | None:
 
 
 def hint(given: str, allowed: Iterable[str]) -> str:
-    """The end of a limit's sentence: "; did you mean causal?", or nothing if no allowed word is like it."""
+    """Ending for a limit's sentence: "; did you mean causal?", or nothing if no allowed word is close."""
     near = nearest(given, allowed)
     return f"; did you mean {near}?" if near else ""
 
@@ -32,10 +32,10 @@ class ArgumentError(Flash4Error, ValueError):
     Attributes:
         argument: name of the offending argument.
         value: what was passed (a shape, a dtype, a number ...).
-        limit: the sentence that says what is allowed.
+        limit: sentence that says what is allowed.
     """
 
-    # No __init__: torch.compile traces the raising of an exception only if it has none.
+    # No __init__: torch.compile can trace a raise only if the exception class has none.
     def __str__(self) -> str:
         return f"{self.argument} is {self.value}, but {self.limit}"
 
@@ -57,11 +57,11 @@ class ShapeError(ArgumentError):
 
 
 class DtypeError(ArgumentError, TypeError):
-    """A tensor has a dtype that is not supported, or does not match its neighbours."""
+    """A tensor has a dtype that is not supported, or that does not match the other tensors."""
 
 
 class DeviceError(ArgumentError):
-    """Tensors of one call live on different devices, or on one that cannot serve."""
+    """Tensors of one call are on different devices, or on a device that cannot serve."""
 
 
 class RangeError(ArgumentError):
@@ -69,13 +69,13 @@ class RangeError(ArgumentError):
 
 
 class LayoutError(ArgumentError):
-    """A tensor is not dense memory with strides: sparse, nested or in a library's own layout."""
+    """A tensor is not dense strided memory, but sparse, nested or in a library's own layout."""
 
 
 class KeywordError(Flash4Error, TypeError):
     """A function has no argument of that name: `KeywordError(function, keyword, hint)`.
 
-    A TypeError because that is what Python raises for it.
+    It is a TypeError because that is what Python raises for an unknown keyword.
     """
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ class BackendError(Flash4Error, RuntimeError):
     """No backend (or not the forced one) can serve the call.
 
     Attributes:
-        reasons: for each backend that was asked, the sentences why it cannot.
+        reasons: for each backend that was asked, sentences why it cannot.
     """
 
     def __init__(self, asked: str, reasons: Mapping[str, Sequence[str]]):
@@ -117,7 +117,7 @@ class ExportError(Flash4Error, RuntimeError):
 
 
 class DoubleBackwardError(Flash4Error, RuntimeError):
-    """A gradient of a gradient was asked for; attention is differentiable once."""
+    """A gradient of a gradient was requested; attention is differentiable once."""
 
     def __str__(self) -> str:
         return (
@@ -127,7 +127,7 @@ class DoubleBackwardError(Flash4Error, RuntimeError):
 
 
 class ForwardModeError(Flash4Error, NotImplementedError):
-    """A forward-mode derivative was asked for. A NotImplementedError, as torch's own for a missing one is."""
+    """A forward-mode derivative was requested: a NotImplementedError, like torch's for a missing one."""
 
     def __str__(self) -> str:
         return (
@@ -147,4 +147,4 @@ class ScriptError(Flash4Error, NotImplementedError):
 
 
 class NothingReplacedWarning(UserWarning):
-    """`replace_attention` left alone what its caller may have meant."""
+    """`replace_attention` left modules alone that its caller may have meant."""

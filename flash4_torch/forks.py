@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 
 class Lock:
-    """A lock that a forked child finds open, whoever held it in the parent: the thread that would open it has
-    no copy there.
+    """A lock that is free in a forked child, whoever held it in the parent: the thread that would release it
+    does not exist there.
     """
 
     def __init__(self) -> None:
@@ -22,6 +22,6 @@ class Lock:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """A thread that forks in here closes in the child what it has opened, the lock from before."""
+        """Holds the lock. If a thread forks inside, its child releases the old lock, which it acquired."""
         with self._lock:
             yield

@@ -1,4 +1,4 @@
-"""What may attend to what, and how scores are changed: one object each, the same for every backend.
+"""The band of keys that each query row may attend to, one definition for every backend.
 
 Nothing here imports torch: `i` and `j` may be ints, tensors, or a kernel's registers.
 """
@@ -22,7 +22,7 @@ class Band(NamedTuple):
 
     @property
     def is_full(self) -> bool:
-        """True when the band hides nothing, whatever the sizes."""
+        """True when the band masks nothing, whatever the sizes."""
         return self.left is None and self.right is None
 
     @property
@@ -47,7 +47,7 @@ class Band(NamedTuple):
         return seen
 
     def keys(self, rows: range, Sq: int, Sk: int) -> range:
-        """The smallest range of keys that holds every key some row of `rows` sees."""
+        """The smallest range that holds every key that some row of `rows` sees."""
         shift = Sk - Sq
         first = 0 if self.left is None else max(0, rows.start + shift - self.left)
         last = Sk if self.right is None else min(Sk, rows.stop + shift + self.right)
@@ -61,7 +61,7 @@ class Band(NamedTuple):
         return left_ok and right_ok
 
     def pairs(self, Sq: int, Sk: int) -> int:
-        """How many (row, key) pairs are visible: what an attention kernel has to compute."""
+        """Number of visible (row, key) pairs: the scores that an attention kernel has to compute."""
         if self.is_full:
             return Sq * Sk
         below_right = _pairs_below(Sq, Sk, Sk - 1 if self.right is None else Sk - Sq + self.right)
@@ -71,7 +71,7 @@ class Band(NamedTuple):
 
 def _pairs_below(Sq: int, Sk: int, diagonal: int) -> int:
     """Pairs with 0 <= i < Sq, 0 <= j < Sk and j <= i + diagonal."""
-    # Row i sees clamp(i + diagonal + 1, 0, Sk) keys: zeros, then a ramp, then full rows.
+    # Row i sees clamp(i + diagonal + 1, 0, Sk) keys: empty rows, then a ramp, then full rows.
     ramp_start = min(max(-diagonal, 0), Sq)
     ramp_stop = min(max(Sk - diagonal, ramp_start), Sq)
     ramp = (ramp_stop - ramp_start) * (ramp_start + ramp_stop + 1) // 2 + diagonal * (ramp_stop - ramp_start)

@@ -1,4 +1,4 @@
-"""One attention call, described: `Spec` is static (a compile key), `Extent` holds the sizes of this call."""
+"""Description of one attention call: `Spec` is static (a compile key), `Extent` holds the call's sizes."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from .masks import Band
 
 
 class Spec(NamedTuple):
-    """What a kernel is specialised on. No size of a batch or a sequence ever enters it."""
+    """Properties that a kernel is specialised on. Batch sizes and sequence lengths never enter it."""
 
     device: str
     dtype: torch.dtype
     D: int
     Dv: int
     group: int
-    """Query heads per key head, Hq // Hk."""
+    """Query heads per KV head, Hq // Hk."""
     varlen: bool
     left: bool
     right: bool
     """Whether the band is bounded on that side."""
     softcap: bool
     mask: str
-    """'' for none, else the mask's dtype and which of its four dimensions broadcast, as in 'bool:11..'."""
+    """'' without a mask, else its dtype and which of its four dimensions broadcast, as in 'bool:11..'."""
     dropout: bool
     deterministic: bool
     capability: tuple[int, int] = (0, 0)
     """Compute capability of a CUDA device."""
     backward: bool = False
     dlse: bool = False
-    """Backward: a gradient arrives at lse."""
+    """Backward: lse has an incoming gradient."""
     dmask: bool = False
     """Backward: attn_mask wants a gradient."""
 
 
 class Extent(NamedTuple):
-    """Sizes; for varlen B counts sequences and Sq, Sk are the longest ones."""
+    """Sizes of a call; with varlen, B is the number of sequences and Sq, Sk are the longest lengths."""
 
     B: int
     Sq: int
@@ -48,7 +48,7 @@ class Extent(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Everything about a call but its tensors' data."""
+    """Everything about a call except its tensors' data."""
 
     spec: Spec
     extent: Extent
@@ -89,11 +89,11 @@ class Inputs(NamedTuple):
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     first_batch: int = 0
-    """What dropout adds to batch indices: a sequence of a varlen call counts as its own batch entry."""
+    """Offset of dropout's batch indices: each sequence of a varlen call counts as a batch entry."""
 
 
 class Saved(NamedTuple):
-    """What the backward gets on top of the inputs: the forward's results and their gradients."""
+    """Tensors that the backward gets in addition to the inputs: the forward's results and their gradients."""
 
     dout: Tensor
     dlse: Tensor | None
@@ -101,11 +101,11 @@ class Saved(NamedTuple):
     lse: Tensor
     mask_grad: bool = False
     lse_low: Tensor | None = None
-    """Floating attn_mask: what rounding has taken from lse."""
+    """Rounding error of lse (the part that rounding dropped), with a floating attn_mask."""
 
 
 def has_float_mask(attn_mask: Tensor | None) -> bool:
-    """Whether the mask is added to scores."""
+    """Whether the mask is added to the scores."""
     return attn_mask is not None and attn_mask.is_floating_point()
 
 

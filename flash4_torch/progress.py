@@ -1,4 +1,4 @@
-"""What a warm-up shows while it compiles: a line for each kernel, or a bar, and when the rest may be done."""
+"""Progress of a warm-up while it compiles: a line per kernel or a bar, and an estimate of the time left."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .compile import Key
 from .configs.types import Features
 
 _WIDTH = 40
-"""Characters of the bar."""
+"""Width of the bar in characters."""
 
 _KINDS = {
     **{target.forward: "forward" for target in TARGETS.values()},
@@ -21,11 +21,11 @@ _KINDS = {
     GROUP_REDUCE: "backward, dK and dV of groups",
     MASK_BLOCKS: "blocks of attn_mask",
 }
-"""The names of kernels by their entries."""
+"""Kernels' names by their entries."""
 
 
 class _Pace:
-    """How fast kernels have been made, and how long those that are left will take at that."""
+    """The rate at which kernels were compiled, and how long the remaining ones will take at that rate."""
 
     def __init__(self, done: int, total: int) -> None:
         self._start = time.monotonic()
@@ -41,7 +41,7 @@ class _Pace:
 
 
 class Lines:
-    """A line for each kernel, written when it is there, so that a log file shows it, too."""
+    """One line per kernel, written as soon as the kernel is there, so that a log file shows progress too."""
 
     def __init__(self, log: TextIO) -> None:
         self._log = log
@@ -49,13 +49,13 @@ class Lines:
         self._done = self._total = 0
 
     def begin(self, done: int, total: int) -> None:
-        """Says at the first call what is to be done; later ones change nothing."""
+        """The first call reports how much there is to do; later calls do nothing."""
         if self._pace is None:
             self._pace, self._total = _Pace(done, total), total
             self._write(f"{total} kernels: {done} in the cache, {total - done} to compile")
 
     def made(self, kernel: Key, took: float | str) -> None:
-        """took: seconds, or why it failed."""
+        """Reports one kernel. took: seconds, or the reason why it failed."""
         assert self._pace is not None
         self._done += 1
         result = "  failed" if isinstance(took, str) else f"{took:6.2f} s" if took else "in cache"
@@ -82,7 +82,7 @@ class Bar:
 
 
 def in_words(kernel: Key) -> str:
-    """A kernel's name for reading: what it computes, and in brackets how.
+    """A kernel's name for people: what it computes and, in parentheses, how.
 
     forward, bfloat16, D 64, causal (warpgroups 2, keys 128, kv stages 4, q stages 2)
     """
@@ -95,7 +95,7 @@ def in_words(kernel: Key) -> str:
 
 
 def _features(features: Features) -> str:
-    """The features in the words of `warmup`'s argument, where it has some."""
+    """The features, in the words of `warmup`'s argument where it has them."""
     f = features
     head_dim = f"D {f.D}" if f.D == f.Dv else f"D {f.D}, Dv {f.Dv}"
     band = {(False, True): "causal", (True, True): "window", (True, False): "window to the left"}
@@ -106,7 +106,7 @@ def _features(features: Features) -> str:
 
 
 def _fields(part: object) -> Iterator[str]:
-    """A named tuple's fields that are not their defaults: `kv stages 4`; switches: `pingpong`, `no tail`."""
+    """A named tuple's fields that differ from their defaults: `kv stages 4`, `pingpong`, `no ragged k`."""
     if not isinstance(part, tuple) or not hasattr(part, "_fields"):
         yield str(part)
         return

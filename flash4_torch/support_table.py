@@ -1,4 +1,4 @@
-"""The README's table of features by backend, from what the backends say.
+"""The README's table of features by backend, generated from the backends' own answers.
 
 python -m flash4_torch.support_table
 """
@@ -13,8 +13,8 @@ from . import backends
 from .masks import Band
 from .problem import Extent, Problem, Spec
 
-# Where each backend is at home; a GPU is described, not needed. The emulator serves only who asks and is
-# left out.
+# The device that each backend serves; a GPU is only described, not needed. The emulator serves only when
+# FLASH4_BACKEND asks for it and is left out.
 _DEVICES: dict[str, dict[str, Any]] = {
     "cpu": {"device": "cpu"},
     "sm90": {"device": "cuda", "capability": (9, 0)},
@@ -74,11 +74,11 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 def served(feature: str, backend: str) -> str:
-    """'yes', 'forward' if only that, or 'no'."""
+    """'yes', 'forward' if only the forward is served, or 'no'."""
     problem = _problem({**_DEVICES[backend], **FEATURES[feature]})
     forward = problem.spec._replace(dlse=False, dmask=False)
     backward = problem.spec._replace(backward=True)
-    # Its own word: what FLASH4_BACKEND asks for is no matter of the table.
+    # The backend's own answer: the table does not depend on FLASH4_BACKEND.
     why_not = next(b.why_not for b in backends.PRIORITY if b.name == backend)
     if why_not(problem._replace(spec=forward)):
         return "no"
@@ -93,7 +93,7 @@ def _problem(changes: dict[str, Any]) -> Problem:
 
 
 def markdown() -> str:
-    """The table: a row a feature, a column a backend in order of priority."""
+    """The table as markdown: one row per feature, one column per backend in order of priority."""
     names = [backend.name for backend in backends.PRIORITY if backend.name in _DEVICES]
     rows = [["feature", *names], ["---"] * (len(names) + 1)]
     rows += [[feature, *(served(feature, name) for name in names)] for feature in FEATURES]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from .sections import Section, Workload, bounded_backward
 from .types import SHARED_MEMORY, Features, Sm100Backward
 
 
@@ -83,6 +84,21 @@ def reachable(features: Features, group: int | None = None) -> tuple[Sm100Backwa
     """Every config that `backward` returns for some sizes; `group` is not used."""
     ragged = [False, True] if features.right or not features.varlen else [True]
     return tuple(_config(features)._replace(ragged_k=ragged_k) for ragged_k in ragged)
+
+
+_ORDERED, _ORDERED_IF_BOUNDED = 12, 32
+"""KV heads of a section of the deterministic backward: never timed here, those of Hopper."""
+
+
+def section(features: Features, config: Sm100Backward, work: Workload) -> Section:
+    """The order of tiles."""
+    if features.deterministic:
+        wanted = _ORDERED_IF_BOUNDED if features.left or features.right else _ORDERED
+        return Section(min(wanted, work.heads))
+    if not (features.left or features.right):
+        return Section(1)
+    tiles = -(-work.Sk // config.cluster_keys)
+    return bounded_backward(work, features.D, features.Dv, tiles, left=features.left)
 
 
 def limits(features: Features) -> list[str]:

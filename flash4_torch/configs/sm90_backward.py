@@ -8,9 +8,10 @@ kernels over FlashAttention-3's.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from . import sm90
+from .sections import Section, Workload, bounded_backward, evenly
 from .types import SHARED_MEMORY, Features, Scope, Sm90Backward
 
 
@@ -55,8 +56,8 @@ _TAKES: dict[str, Callable[[Features], bool]] = {
 _HEAVY = ("dropout", "bias", "softcap")
 _ALL = ("dropout", "mask", "softcap", "varlen")
 _IN_ORDER = ("right", "deterministic")
-_ASIDE = {"dkv_via_dq_smem": True, "heads_inner": True, "load_q_first": True}
-_STATIC = {**_ASIDE, "unroll_stages": True}
+_ASIDE: dict[str, Any] = {"dkv_via_dq_smem": True, "heads_inner": True, "load_q_first": True}
+_STATIC: dict[str, Any] = {**_ASIDE, "unroll_stages": True}
 
 _MANY = 4
 """Rows and sums of two stay in the cache: at D 128, causal S 1k, 2k, 4k, inside 1.33, 1.17, 1.09, apart 1.24,
@@ -150,6 +151,44 @@ def backward(
         config = _apart(row)
     ragged_k = not (end_hidden and features.right) and (features.varlen or Sk % config.cluster_keys != 0)
     return config._replace(ragged_k=ragged_k)
+
+
+_RUN_LENGTH, _TILES_IN_RUNS, _HEADS_INNER_IN_SECTION = 8, 32, 8
+"""With heads inner: tiles of a KV head that come together if it has up to 32 tiles, else KV heads of a section.
+The best of runs of 4 to 16 and of 4 to 32 heads, at S 2k and 8k."""
+_ORDERED, _ORDERED_IF_BOUNDED = 12, 32
+"""KV heads of a section of the deterministic backward, the fastest at S 4k: of 8 to 32, and of 16 to 64."""
+_ORDERED_FROM_LAST = {64: 64, 128: 48, 192: 24, 256: 32}
+"""By head sizes, where tiles with a bound to the right begin at the last block, each a block after another: two
+to three tiles of a head, or pairs of them, at a time."""
+
+
+def section(features: Features, config: Sm90Backward, work: Workload) -> Section:
+    """The order of tiles.
+
+    Rows and sums of all heads of a group do not stay in the cache. Then `run_length` tiles of one KV head come
+    together, which pass the same rows at the same time.
+    """
+    inner = config.heads_inner and not features.mask
+    if config.scope == Scope.KV_HEAD:
+        return Section(1)
+    if features.deterministic:
+        return Section(min(_ordered_heads(features, inner), work.heads))
+    if not (features.left or features.right):
+        return Section(1)
+    tiles = -(-work.Sk // config.cluster_keys)
+    if inner and work.group > 1:
+        if tiles <= _TILES_IN_RUNS:
+            return Section(1, run_length=_RUN_LENGTH)
+        return Section(evenly(work.heads, min(_HEADS_INNER_IN_SECTION, work.heads)))
+    return bounded_backward(work, features.D, features.Dv, tiles, left=features.left)
+
+
+def _ordered_heads(features: Features, inner: bool) -> int:
+    """KV heads of a section: its tiles wait for each other, and the more heads, the fewer tiles of one run."""
+    if features.right and inner:
+        return next(heads for D, heads in _ORDERED_FROM_LAST.items() if max(features.D, features.Dv) <= D)
+    return _ORDERED_IF_BOUNDED if features.left or features.right else _ORDERED
 
 
 def limits(features: Features) -> list[str]:

@@ -261,6 +261,7 @@ def test_the_kernel_agrees_that_it_can_run_every_config(target: Target) -> None:
 def test_sections_hold_heads_that_there_are(B: int, S: int, Hk: int, group: int, causal: bool) -> None:
     band = problem().band._replace(right=0 if causal else None)
     call = problem(backward=True, group=group, extent=Extent(B, S, S, Hk * group, Hk), band=band)
-    section = backward.params_of(SM90A, call, backward.config_of(SM90A, call, 132), 132)[5]
-    assert 1 <= section <= B * Hk or (causal and group > 1 and section < 0)
-    assert causal or section == 1
+    section = backward.params_of(SM90A, call, backward.config_of(SM90A, call, 132), 132)
+    assert 1 <= section.heads_per_section <= B * Hk
+    assert section.run_length == 0 or (causal and group > 1)
+    assert causal or section.heads_per_section == 1

@@ -137,7 +137,7 @@ def test_sums_have_an_order(name: str) -> None:
 @pytest.mark.parametrize("lengths", one_of(2, [(300, 300), (200, 450), (450, 130), (128, 128), (200, 264)]))
 def test_the_diagonal_hides_what_follows_the_last_key(name: str, lengths: tuple[int, int]) -> None:
     Sq, Sk = lengths
-    call = drawn(STATICS[name], Hk=2, lengths=((Sq,), (Sk,)), section=-1)
+    call = drawn(STATICS[name], Hk=2, lengths=((Sq,), (Sk,)), run_length=1)
     check_gradients(STATICS[name], call, run_backward(STATICS[name], call, schedule="late"))
 
 

@@ -56,7 +56,8 @@ class Call:
     softcap: float = 0.0
     left: int = 0
     right: int = 0
-    section: int = 2
+    heads_per_section: int = 2
+    run_length: int = 0
     num_sms: int = 2
     mask: Tensor | None = None
     p: float = 0.0
@@ -65,7 +66,17 @@ class Call:
     def __repr__(self) -> str:
         tensors = {"q": self.q, "k": self.k, "v": self.v, "dout": self.dout, "mask": self.mask}
         shapes = {name: (tuple(x.shape), x.stride()) for name, x in tensors.items() if x is not None}
-        names = ("lengths", "scale", "softcap", "left", "right", "section", "num_sms", "p")
+        names = (
+            "lengths",
+            "scale",
+            "softcap",
+            "left",
+            "right",
+            "heads_per_section",
+            "run_length",
+            "num_sms",
+            "p",
+        )
         return f"Call({shapes} { {name: getattr(self, name) for name in names} })"
 
 
@@ -105,7 +116,7 @@ def calls(draw: st.DrawFn, features: Features, *, whole: int = 1, packed: bool =
         softcap=draw(st.sampled_from([1.0, 7.5])) if features.softcap else 0.0,
         left=draw(st.integers(-200, 200)) if features.left else 0,
         right=right if features.right else 0,
-        section=draw(st.integers(1, 5)),
+        heads_per_section=draw(st.integers(1, 5)),
         num_sms=draw(st.integers(1, 4)),
         mask=draw(masks((B, Hq, Sq, Sk), features.mask)) if features.mask else None,
         p=draw(st.sampled_from([0.1, 0.5, 0.8])) if features.dropout else 0.0,

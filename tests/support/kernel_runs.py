@@ -162,7 +162,7 @@ def _launch(
     mask: Tensor | None,
     plan: MaskPlan | None,
     behind_mask: tuple[Tensor | None, ...],
-    longest: int,
+    max_seqlen: int,
     where: Where,
 ) -> None:
     features, config = kernel
@@ -171,8 +171,9 @@ def _launch(
     if features.varlen:
         ends = [torch.tensor([0, *torch.tensor(n).cumsum(0)], dtype=torch.int32) for n in call.lengths]
     byte, fraction = thresholds(call.p)
-    numbers = (call.scale, call.softcap, call.left, call.right, longest)
-    rule = (*numbers, call.section, call.num_sms, byte, fraction, 1.0 / (1.0 - call.p))
+    numbers = (call.scale, call.softcap, call.left, call.right, max_seqlen)
+    more = call.num_sms, byte, fraction, 1.0 / (1.0 - call.p), call.run_length
+    params = (*numbers, call.heads_per_section, *more)
     rng_state = call.rng_state if features.dropout else None
     with where as device:
         tables = None
@@ -184,7 +185,7 @@ def _launch(
         touched = (*before, mask, tables, *behind_mask, rng_state)
         with device.touching(*(x for x in touched if x is not None)):
             mask_args = None if plan is None else (mask, tables)
-            compiled(features, config)(*before, mask_args, *behind_mask, rng_state, rule)
+            compiled(features, config)(*before, mask_args, *behind_mask, rng_state, params)
     assert tile_counter.item() == 0
 
 
@@ -246,7 +247,7 @@ def gradients_are_right(kernel: Kernel, data: st.DataObject) -> None:
     features, config = kernel
     call = data.draw(calls(features, whole=1 if config.ragged_k else config.cluster_keys))
     if config.heads_inner and not features.mask:
-        call.section = data.draw(st.sampled_from([-3, -2, -1, 1, 2, 3]))
+        call.run_length = data.draw(st.integers(0, 3))
     found = run_backward(kernel, call, schedule="late")
     check_gradients(kernel, call, found)
     schedule, seed = data.draw(st.sampled_from(["eager", "fuzz"])), data.draw(st.integers(0, 9))
@@ -261,7 +262,7 @@ def gradients_are_right(kernel: Kernel, data: st.DataObject) -> None:
 def sums_have_an_order(kernel: Kernel) -> None:
     """The same bits of dQ where all tiles of a head run at once, a multiprocessor each."""
     lengths = ((300,), (900,))
-    call = drawn(kernel, lengths=lengths, num_sms=16, section=1, left=700, right=700)
+    call = drawn(kernel, lengths=lengths, num_sms=16, heads_per_section=1, left=700, right=700)
     late, *others = (
         run_backward(kernel, call, schedule=schedule, seed=seed).dq
         for schedule, seed in (("late", 0), ("fuzz", 0), ("fuzz", 1))

@@ -28,7 +28,7 @@ from flash4_torch.reference import tiled
 from flash4_torch.reference.dropout import Dropout
 from flash4_torch.reference.scoring import Scoring
 
-MULTIPROCESSORS = 132
+NUM_SMS = 132
 
 
 class OnCpu(Compiled):
@@ -99,7 +99,7 @@ def gpu(target: Target = SM90A) -> Iterator[Machine]:
             mock.patch.object(compile, "function", function),
             mock.patch.object(tile_counters, "counter", counter),
             mock.patch.object(tile_counters, "current_device", lambda: -1),
-            mock.patch.object(backend, "num_sms", lambda index: MULTIPROCESSORS),
+            mock.patch.object(backend, "num_sms", lambda index: NUM_SMS),
             mock.patch.object(fast_path, "_on_gpu", lambda x: True),
         ):
             yield machine
@@ -115,9 +115,9 @@ def _forget() -> None:
 
 def _forward(machine: Machine, features: Features, config: ForwardConfig, *args: Any) -> None:
     machine.launches.append(Launch(features, config, args))
-    q, k, v, out, lse, low, _, ends_q, ends_k, mask_args, rng_state, rule = args
+    q, k, v, out, lse, low, _, ends_q, ends_k, mask_args, rng_state, params = args
     _check(features, config, *args)
-    scale, softcap, left, right, longest, *_, drop_byte, drop_fraction, keep_scale = rule
+    scale, softcap, left, right, max_seqlen, *_, drop_byte, drop_fraction, keep_scale, _ = params
     p = (drop_byte + drop_fraction / 2**32) / 256
     assert keep_scale == (0.0 if p == 1.0 else 1.0 / (1.0 - p)) or abs(keep_scale * (1.0 - p) - 1.0) < 1e-9
     band = Band(left if features.left else None, right if features.right else None)
@@ -126,7 +126,7 @@ def _forward(machine: Machine, features: Features, config: ForwardConfig, *args:
     if features.varlen:
         spans = (starmap(slice, pairwise(ends.tolist())) for ends in (ends_q, ends_k))
         sequences = [(b, rows, keys) for b, (rows, keys) in enumerate(zip(*spans, strict=True))]
-        assert all(rows.stop - rows.start <= longest for _, rows, _ in sequences)
+        assert all(rows.stop - rows.start <= max_seqlen for _, rows, _ in sequences)
     for b, rows, keys in sequences:
         dropout = Dropout(rng_state, p, b) if features.dropout else None
         scoring = Scoring(scale, band, softcap if features.softcap else 0.0, mask, dropout)
@@ -153,7 +153,7 @@ def _check(
     ends_k: Tensor | None,
     mask_args: tuple[Tensor, Tensor] | None,
     rng_state: Tensor | None,
-    rule: tuple[Any, ...],
+    params: tuple[Any, ...],
 ) -> None:
     """What the kernel is promised."""
     for x in (q, k, v):
@@ -181,13 +181,13 @@ def _check(
         plan = forward.mask_plan(features.mask, config)
         assert tables.numel() == place(plan, *mask.shape).words and tables.dtype == torch.int32
     if not features.varlen:
-        hidden = features.right and rule[3] <= 0
+        hidden = features.right and params[3] <= 0
         tail = getattr(config, "ragged_k", True)
         assert tail or k.shape[1] % config.keys == 0 or hidden
-        assert rule[4] == Sq
-    assert rule[6] == MULTIPROCESSORS
-    assert rule[5] >= 1
-    assert rule[0] > 0.0 or features.scaled
+        assert params[4] == Sq
+    assert params[6] == NUM_SMS
+    assert params[5] >= 1
+    assert params[0] > 0.0 or features.scaled
 
 
 def _mask_blocks(machine: Machine, plan: MaskPlan, mask: Tensor, tables: Tensor) -> None:

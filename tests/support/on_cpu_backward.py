@@ -152,7 +152,7 @@ def _backward(launches: list[Launch], features: Features, config: BackwardConfig
         mask_args,
         *others,
     ) = args
-    dmask, state, rule = others
+    dmask, state, params = others
     assert counter.shape == (1,) and counter.dtype == torch.int32 and counter.item() == 0
     for x in (q, k, v, dout):
         check_rows(x, features.dtype, features.varlen)
@@ -168,8 +168,8 @@ def _backward(launches: list[Launch], features: Features, config: BackwardConfig
     assert (mask_args is not None) == bool(features.mask)
     assert (dmask is not None) == features.dmask
     assert (state is not None) == features.dropout
-    scale, softcap, left, right, longest, section, _, drop_byte, drop_fraction, _ = rule
-    assert section >= 1 and (scale > 0.0 or features.scaled)
+    scale, softcap, left, right, max_seqlen, heads_per_section, _, drop_byte, drop_fraction, _, _ = params
+    assert heads_per_section >= 1 and (scale > 0.0 or features.scaled)
     p = (drop_byte + drop_fraction / 2**32) / 256
     sums = sums_of(features.D, config)
     blocks = RowBlocks.of(sums)
@@ -198,7 +198,7 @@ def _backward(launches: list[Launch], features: Features, config: BackwardConfig
 
     dq = torch.zeros(*stats.shape[1:-1], count, blocks.columns)
     if ends_q is None or ends_k is None:
-        assert longest == k.shape[1]
+        assert max_seqlen == k.shape[1]
         end_hidden = features.right and right <= 0
         tail = getattr(config, "ragged_k", True)
         assert tail or k.shape[1] % config.cluster_keys == 0 or end_hidden
@@ -211,14 +211,14 @@ def _backward(launches: list[Launch], features: Features, config: BackwardConfig
     else:
         spans = (pairwise(ends.tolist()) for ends in (ends_q, ends_k))
         for b, ((i0, i1), (j0, j1)) in enumerate(zip(*spans, strict=True)):
-            assert j1 - j0 <= longest
+            assert j1 - j0 <= max_seqlen
             found = grads(b, slice(i0, i1), slice(j0, j1))
             dk[j0:j1], dv[j0:j1] = found.dk[0], found.dv[0]
             dq[:, at[i0:i1], : features.D] = found.dq[0].transpose(0, 1)
     if dq_whole is not None:
         # Sums lie in as many places as there are CTAs; what they hold before is of no matter.
         heads, group = k.shape[0] * k.shape[2], q.shape[2] // k.shape[2]
-        assert dq_acc.shape == (min(rule[6], heads), group, count // config.queries, blocks.floats)
+        assert dq_acc.shape == (min(params[6], heads), group, count // config.queries, blocks.floats)
         dq_whole.copy_(dq[..., at, : features.D].transpose(-3, -2))
         return
     assert not dq_acc.any()

@@ -14,36 +14,16 @@ import torch
 from torch import Tensor
 
 from ... import compile
+from ...configs.sections import Workload
 from ...configs.types import Features, Scope
 from ...kernels.common.bwd.dq_blocks import sums_of
 from ...kernels.common.bwd.row_blocks import GroupReducePlan, PostprocessPlan, PreprocessPlan, RowBlocks
 from ...kernels.common.mask_tables import MaskPlan
 from ...problem import Problem
 from . import forward
-from .params import LaunchParams, evenly, heads_per_section_of, launch_params
+from .params import LaunchParams, launch_params
 from .targets import GROUP_REDUCE, POSTPROCESS, PREPROCESS, BackwardConfig, Find, Target
 from .tensors import contiguous_strides
-
-_MOST_IN_SECTION = 32
-"""Key heads, before sections are made even."""
-_TILES_IN_SECTION, _FEWEST_IN_SECTION = 256, 16
-"""Where heads of 128 columns or fewer have a bound to the right: measured at S 256 to 16k, far more than the
-cache holds, and seldom 1 % faster than half or twice as many."""
-_TILES_EACH, _WIDE_TILES_EACH = 4, 1
-"""In a section, for each multiprocessor at least. Of wide heads, whose tiles come in pairs, the fastest or
-within 1 % of it at D 192 and 256, S 1k to 16k; four are 1 to 5 % slower."""
-
-
-_RUN, _TILES_IN_RUNS, _GROUPS_IN_SECTION = 8, 32, 8
-"""Tiles of a key head that come together where a group's heads are inside and a key head has up to so many
-tiles; if it has more, key heads in a section. Of runs of 4 to 16 and 4 to 32 heads the best, S 2k and 8k."""
-
-
-_ORDERED, _ORDERED_IF_BOUNDED = 12, 32
-"""Key heads in a section of the deterministic backward, the fastest at S 4k: of 8 to 32, and of 16 to 64."""
-_ORDERED_FROM_LAST = {64: 64, 128: 48, 192: 24, 256: 32}
-"""By head sizes, where tiles with a bound to the right begin at the last block, each a block behind another:
-two to three tiles of a head, or pairs of them, at a time."""
 
 
 class Kernels(NamedTuple):
@@ -183,41 +163,10 @@ def params_of(target: Target, problem: Problem, config: BackwardConfig, num_sms:
     if config.scope == Scope.Q_HEAD:
         spec, extent = problem.spec._replace(group=1), problem.extent._replace(Hk=problem.extent.Hq)
         problem = problem._replace(spec=spec, extent=extent)
-    heads_per_section = _heads_per_section(target, problem, config, num_sms)
-    return launch_params(problem, problem.extent.Sk, heads_per_section, num_sms)
-
-
-def _heads_per_section(target: Target, problem: Problem, config: BackwardConfig, num_sms: int) -> int:
-    """How many key heads take turns: long tiles come first while their rows and sums stay in the cache.
-
-    Those of a group's heads do not. Then n tiles of one key head come together, -n, which pass the same rows
-    at the same time.
-    """
     spec, extent = problem.spec, problem.extent
-    features, heads = features_of(problem), extent.B * extent.Hk
-    if config.scope == Scope.KV_HEAD:
-        return 1
-    if spec.deterministic:
-        return min(_ordered_heads(features, config), heads)
-    if not (features.left or features.right):
-        return 1
-    tiles = -(-extent.Sk // config.cluster_keys)
-    if config.heads_inner and not features.mask and spec.group > 1:
-        return -_RUN if tiles <= _TILES_IN_RUNS else evenly(heads, min(_GROUPS_IN_SECTION, heads))
-    if not features.left and max(spec.D, spec.Dv) <= 128:
-        wanted = min(max(_TILES_IN_SECTION // tiles, _FEWEST_IN_SECTION), _MOST_IN_SECTION)
-        return evenly(heads, min(wanted, heads))
-    row = (spec.D + spec.Dv) * spec.dtype.itemsize + spec.D * torch.float32.itemsize
-    each = spec.group * extent.Sq * row
-    fewest = num_sms * (_WIDE_TILES_EACH if max(spec.D, spec.Dv) > 128 else _TILES_EACH)
-    return heads_per_section_of(heads, each, target.l2_bytes, tiles, _MOST_IN_SECTION, fewest)
-
-
-def _ordered_heads(features: Features, config: BackwardConfig) -> int:
-    """Key heads in a section: tiles of one wait for each other, and the more heads, the fewer of them run."""
-    if features.right and config.heads_inner and not features.mask:
-        return next(heads for D, heads in _ORDERED_FROM_LAST.items() if max(features.D, features.Dv) <= D)
-    return _ORDERED_IF_BOUNDED if features.left or features.right else _ORDERED
+    work = Workload(extent.B * extent.Hk, spec.group, extent.Sq, extent.Sk, target.l2_bytes, num_sms)
+    section = target.backward_configs.section(features_of(problem), config, work)
+    return launch_params(problem, extent.Sk, section, num_sms)
 
 
 def mask_plan(dtype: str, config: BackwardConfig) -> MaskPlan:

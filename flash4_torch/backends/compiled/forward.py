@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ... import compile
+from ...configs.sections import Section, heads_that_fit
 from ...configs.types import LARGE_SOFTCAP, Features
 from ...kernels.common.mask_tables import MaskPlan
 from ...problem import Problem
-from .params import LaunchParams, dtype_name, heads_per_section_of, launch_params, mask_dtype
+from .params import LaunchParams, dtype_name, launch_params, mask_dtype
 from .targets import Find, ForwardConfig, Target
 from .tensors import padded
 
@@ -76,11 +77,11 @@ def config_of(target: Target, problem: Problem) -> ForwardConfig:
 
 
 def params_of(target: Target, problem: Problem, config: ForwardConfig, num_sms: int) -> LaunchParams:
-    heads_per_section = _heads_per_section(target, problem, config, num_sms)
-    return launch_params(problem, problem.extent.Sq, heads_per_section, num_sms)
+    section = _section(target, problem, config, num_sms)
+    return launch_params(problem, problem.extent.Sq, section, num_sms)
 
 
-def _heads_per_section(target: Target, problem: Problem, config: ForwardConfig, num_sms: int) -> int:
+def _section(target: Target, problem: Problem, config: ForwardConfig, num_sms: int) -> Section:
     """How many packs of heads take turns: long tiles come first while their K and V stay in the cache.
 
     Without a bound to the right all tiles are equally long, and heads follow one another. Long key heads do
@@ -89,9 +90,9 @@ def _heads_per_section(target: Target, problem: Problem, config: ForwardConfig, 
     spec, extent = problem.spec, problem.extent
     packs = -(-spec.group // config.pack_gqa)
     if not features_of(problem).right:
-        return 1 if extent.Sk <= _LONG else 2 * packs
+        return Section(1 if extent.Sk <= _LONG else 2 * packs)
     each = extent.Sk * (spec.D + spec.Dv) * spec.dtype.itemsize
     tiles = packs * -(-extent.Sq // config.queries)
     most, heads = max(_MOST_IN_SECTION // packs, 1), extent.B * extent.Hk
     fewest = _TILES_EACH * num_sms
-    return heads_per_section_of(heads, each, target.l2_bytes, tiles, most, fewest) * packs
+    return Section(heads_that_fit(heads, each, target.l2_bytes, tiles, most, fewest) * packs)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...configs.sections import Section
 from ...problem import Problem
 from ...reference.dropout import thresholds
 
@@ -28,9 +29,10 @@ class LaunchParams(NamedTuple):
     drop_byte: int
     drop_fraction: int
     keep_scale: float
+    run_length: int
 
 
-def launch_params(problem: Problem, max_seqlen: int, heads_per_section: int, num_sms: int) -> LaunchParams:
+def launch_params(problem: Problem, max_seqlen: int, section: Section, num_sms: int) -> LaunchParams:
     left, right = (0 if b is None else max(-FARTHEST, min(b, FARTHEST)) for b in problem.band)
     drop_byte, drop_fraction = thresholds(problem.dropout_p)
     return LaunchParams(
@@ -39,33 +41,13 @@ def launch_params(problem: Problem, max_seqlen: int, heads_per_section: int, num
         left=left,
         right=right,
         max_seqlen=max_seqlen,
-        heads_per_section=heads_per_section,
+        heads_per_section=section.heads,
         num_sms=num_sms,
         drop_byte=drop_byte,
         drop_fraction=drop_fraction,
         keep_scale=0.0 if problem.dropout_p >= 1.0 else 1.0 / (1.0 - problem.dropout_p),
+        run_length=section.run_length,
     )
-
-
-def heads_per_section_of(heads: int, each: int, cached: int, tiles: int, most: int, fewest: int) -> int:
-    """How many of the heads take turns, so that long tiles come first while what they share stays cached.
-
-    Args:
-        heads: key heads of all batch entries.
-        each: bytes that the tiles of one share.
-        cached: bytes that stay in the L2 cache.
-        tiles: of one.
-        most: before sections are made even.
-        fewest: tiles in a section; with fewer, some multiprocessors would idle where one ends.
-    """
-    enough = -(-fewest // tiles)
-    return evenly(heads, min(max(cached // each, enough), most, heads))
-
-
-def evenly(heads: int, wanted: int) -> int:
-    """A section's heads near those wanted, such that the last section is not much smaller than the others."""
-    near = range(-(-wanted * 3 // 4), min(wanted * 3 // 2, heads) + 1)
-    return min(near, key=lambda n: (-heads % n / n, abs(n - wanted)))
 
 
 def mask_dtype(problem: Problem) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from ... import compile
 from ...compile import arch as archs
 from ...configs import sm90, sm90_backward, sm100, sm100_backward, sm103
+from ...configs.sections import Section, Workload
 from ...configs.types import Features, Scope
 
 PREPROCESS = "flash4_torch.kernels.aux_kernels.bwd_preprocess:compile_preprocess"
@@ -58,11 +59,6 @@ class BackwardConfig(Protocol):
         ...
 
     @property
-    def heads_inner(self) -> bool:
-        """Whether a tile visits a block of rows of all heads of a group before the next, without a mask."""
-        ...
-
-    @property
     def scope(self) -> Scope:
         """What one work item covers."""
         ...
@@ -94,6 +90,9 @@ class BackwardTable(Protocol):
     ) -> BackwardConfig: ...
 
     def reachable(self, features: Features, group: int | None = None) -> tuple[BackwardConfig, ...]: ...
+
+    # A table takes its own configs only.
+    def section(self, features: Features, config: Any, work: Workload) -> Section: ...
 
     def limits(self, features: Features) -> list[str]: ...
 

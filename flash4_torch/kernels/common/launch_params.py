@@ -1,4 +1,4 @@
-"""What a launch is told besides its tensors."""
+"""The numbers that a launch takes besides its tensors."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ class LaunchParams(NamedTuple):
     left: Int32
     right: Int32
     max_seqlen: Int32
-    """Of what tiles are cut from, queries forward and keys backward: how many, or of the longest sequence."""
+    """Length of what tiles divide (queries forward, keys backward); of the longest sequence with varlen."""
     heads_per_section: Int32
-    """Heads, or packs of them, whose tiles are drawn together: what they read stays in the L2 cache.
-
-    -n: n tiles of one head are drawn together, where a backward's config has `heads_inner`.
-    """
+    """Heads, or packs of query heads, whose tiles are interleaved: what they read stays in the L2 cache."""
     num_sms: Int32
     drop_byte: Uint32
     drop_fraction: Uint32
     """The probability of dropping is (drop_byte + drop_fraction / 2**32) / 256."""
     keep_scale: Float32
+    run_length: Int32
+    """Backward with `heads_inner`: if not 0, as many tiles of one KV head follow one another, instead of sections."""
 
 
 def example_params() -> LaunchParams:
-    """Stands for any rule when a kernel is compiled."""
+    """Parameters that stand for any others when a kernel is compiled."""
     return LaunchParams(
         Float32(1.0),
         Float32(0.0),
@@ -44,4 +43,5 @@ def example_params() -> LaunchParams:
         Uint32(0),
         Uint32(0),
         Float32(1.0),
+        Int32(0),
     )

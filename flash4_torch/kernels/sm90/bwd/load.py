@@ -51,7 +51,7 @@ def load(ctx: Context) -> None:
 
 @cute.jit
 def _tile(ctx: Context, shape: Shape, work_idx: Uint32) -> Tile:
-    """With heads inside `heads_per_section` may be negative: so many tiles of one KV head come together.
+    """The work item's tile. `heads_inner`: with a `run_length` that many tiles of one KV head follow one another.
 
     They read the same rows at the same time. Long ones, of all heads, come before shorter ones.
     """
@@ -60,10 +60,10 @@ def _tile(ctx: Context, shape: Shape, work_idx: Uint32) -> Tile:
     if cutlass.const_expr(not ctx.plan.heads_inner):
         return tiles.decode(ctx, shape, work_idx)
     step, head = Uint32(0), Uint32(0)
-    if ctx.params.heads_per_section > 0:
+    if ctx.params.run_length == 0:
         step, head = tile_scheduler.decode_work(ctx, shape.tiles_per_head, shape.num_work, work_idx)
     else:
-        length, heads = Uint32(-ctx.params.heads_per_section), shape.num_work // shape.tiles_per_head
+        length, heads = Uint32(ctx.params.run_length), shape.num_work // shape.tiles_per_head
         run = work_idx // (length * heads)
         rest = work_idx - run * (length * heads)
         in_run = cutlass.min(length, shape.tiles_per_head - run * length)
