@@ -1,8 +1,8 @@
-"""Build entry point; metadata stands in pyproject.toml."""
+"""Build entry point; the metadata is in pyproject.toml."""
 
 from setuptools import find_packages, setup
 
-# The emulator's C++ sources live outside the package and are installed into it, to be compiled on first use.
+# The emulator's C++ sources are outside the package; they are installed into it and compiled on first use.
 EMULATOR_SOURCES = "flash4_torch.emulator.csrc"
 
 setup(

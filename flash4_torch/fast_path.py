@@ -1,20 +1,20 @@
-"""The short way from `attention` to a kernel, for calls that have been made before.
+"""The fast path from `attention` to a kernel, for calls like one that was made before.
 
-Arguments' checks, the dispatcher and the choice of a backend take several times as long as a launch. They
-look at no tensor's numbers, so for the same sizes, strides, dtypes and flags they end the same. The law here:
-the short way may only ever do what the long way would do. So it is taken
+Argument checks, the dispatcher and the choice of a backend take several times as long as a launch. They do
+not look at any tensor's values, so their result is the same for the same sizes, strides, dtypes and flags.
+The law here: the fast path may only do what the slow path would do. So it is taken if
 
-- if the long way has served a call of the same signature, and its backend could `prepare` a launch for it;
-- where nobody listens whom it would pass by: no tangent is asked for, no mode, subclass, transform, tracer or
-  profiler is at work, autocast would change no tensor, fresh memory is not filled (deterministic algorithms),
-  no environment variable or context chooses or observes a backend, no hook takes what autograd saves.
+- the slow path has served a call of the same signature, and its backend could `prepare` a launch for it;
+- no observer is active that it would bypass: no tangent is requested; no mode, subclass, transform, tracer or
+  profiler is active; autocast would change no tensor; fresh memory is not filled (deterministic algorithms);
+  no environment variable or context chooses or observes a backend; no hook takes the tensors autograd saves.
 
-An observer of operators that torch has no flag for is passed by: a `torch.profiler.ExecutionTraceObserver`
-by itself sees the first calls only. One that `torch.profiler.profile` is given sees all.
+An observer of operators for which torch has no flag is bypassed: a `torch.profiler.ExecutionTraceObserver`
+by itself sees only the first calls. One that is passed to `torch.profiler.profile` sees all.
 
-What is left are two allocations and the launch, with dropout its numbers' state, and autograd where gradients
-are wanted: `fast_path_gradients`. A
-kernel that somebody registers anew for `torch.ops.flash4.attention` is not seen from here.
+What remains is two allocations and the launch, with dropout also the RNG state, and autograd if gradients are
+needed (`fast_path_gradients`). A kernel that somebody else registers for `torch.ops.flash4.attention` is not
+seen from here.
 """
 
 from __future__ import annotations
@@ -44,19 +44,20 @@ from .ops.impl import CallOptions, dense_extent, describe
 from .problem import Inputs
 
 Signature = tuple[Any, ...]
-"""What the long way's decisions depend on, types last: True == 1 == 1.0, and they are not served alike."""
+"""Everything that the slow path's decisions depend on. Types come last: True == 1 == 1.0, and each is served
+differently."""
 
 _MOST = 1024
-"""Signatures that are remembered; after so many it starts anew."""
+"""Signatures to remember; when the memory is full, it is cleared."""
 _FLAG_TYPES = slice(-8, None)
-"""Where they are in a signature."""
+"""Place of the flags' types in a signature."""
 _WANTS_GRAD = 12
-"""Behind what tells of three tensors."""
+"""Index of `wants_grad` in a signature, after four entries for each of three tensors."""
 _PLAIN = frozenset({bool, int, float, type(None), tuple, list})
-"""Types whose equal values stay equal. A tensor among the flags would also be kept alive."""
+"""Flag types whose equal values stay equal. A tensor among the flags would also be kept alive."""
 
 FastCall = Callable[[Tensor, Tensor, Tensor], OutAndLse]
-"""What serves q, k and v."""
+"""A prepared call: q, k and v to out and lse."""
 
 _calls: dict[Signature, FastCall | None] = {}
 _on_gpu = attrgetter("is_cuda")
@@ -74,9 +75,9 @@ def lookup(
     dropout_p: Any,
     deterministic: Any,
 ) -> tuple[Signature | None, FastCall | None]:
-    """The call's signature, None if it must go the long way, and what serves it, if anything."""
+    """The call's signature (None if it must take the slow path), and the prepared call, if there is one."""
     if (
-        # Other tracers show themselves by their subclasses and modes.
+        # Other tracers are recognised by their subclasses and modes.
         is_dynamo_compiling()
         or not type(q) is type(k) is type(v) is Tensor
         or attn_mask is not None
@@ -92,8 +93,8 @@ def lookup(
         q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if (
             (q_at | k_at | v_at) % ALIGNMENT
-            # Zeros without memory, and numbers that are the negatives of those in memory: the dispatcher
-            # makes tensors of them. (Conjugates are complex, of which nothing is prepared.)
+            # Zero tensors without memory, and lazy negatives of the values in memory: the dispatcher
+            # materialises them. (Conjugates are complex, and no complex call is prepared.)
             or not (q_at and k_at and v_at)
             or q.is_neg()
             or k.is_neg()
@@ -101,7 +102,7 @@ def lookup(
         ):
             return None, None
         left, right = window
-        # Flat, and each flag by its name: tuples in tuples and a loop take a third longer.
+        # A flat tuple with each flag written out: nested tuples and a loop take a third longer.
         call = (
             q.shape, q.stride(), q.dtype, q.get_device(),
             k.shape, k.stride(), k.dtype, k.get_device(),
@@ -112,7 +113,7 @@ def lookup(
         )  # fmt: skip
         return call, _calls.get(call)
     except (TypeError, ValueError, RuntimeError):
-        # A flag that is no number, a tensor without strides: the long way has the words for it.
+        # A flag that is no number, or a tensor without strides: the slow path reports it.
         return None, None
 
 
@@ -124,18 +125,18 @@ def must_take_slow_path() -> bool:
         or _is_tracing()
         or _profiler_enabled()
         or forward_ad._current_level >= 0
-        or _get_deterministic_algorithms()  # which fill fresh memory
+        or _get_deterministic_algorithms()  # they fill fresh memory
         or not backends.is_plain()
     )
 
 
 def _casts(*tensors: Tensor) -> bool:
-    """Whether autocast would make copies in another dtype."""
+    """Whether autocast would copy any tensor into another dtype."""
     return any(new is not old for new, old in zip(autocast_inputs(*tensors), tensors, strict=True))
 
 
 def record(call: Signature, q: Tensor, k: Tensor, v: Tensor, options: CallOptions) -> None:
-    """After the long way has served a call: prepares those of the same signature."""
+    """Prepares calls of this signature, after the slow path has served one."""
     if not _PLAIN.issuperset(call[_FLAG_TYPES]) or call in _calls:
         return
     problem = describe(q, v, dense_extent(q, k), None, options)
@@ -159,5 +160,5 @@ def _with_rng_state(launch: Launch) -> FastCall:
 
 
 def clear() -> None:
-    """Empties the memory; the next call of every signature goes the long way."""
+    """Forgets all signatures; the next call of each takes the slow path."""
     _calls.clear()

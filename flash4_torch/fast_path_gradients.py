@@ -1,8 +1,8 @@
-"""The short way through autograd: `flash4_torch.fast_path`, for calls whose tensors require gradients.
+"""The fast path through autograd: `flash4_torch.fast_path`, for calls whose tensors require gradients.
 
-Its law is the same. The forward is prepared as one without gradients is, and saves what the long way saves.
-The backward is prepared where the long way has served one of the same strides, and launched where nobody
-listens; else it is the long way's own.
+The same law holds. The forward is prepared like one without gradients, and saves what the slow path saves.
+The backward is prepared once the slow path has served one with the same strides, and launched if no observer
+is active; otherwise the slow path's backward runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .ops.impl import CallOptions, backward_of, dense_extent, describe
 from .problem import Inputs, Saved
 
 _MOST = 64
-"""Combinations of strides that are remembered for a signature of the forward."""
+"""Combinations of strides to remember per signature of the forward."""
 
 Strides = tuple[tuple[int, ...], ...]
 
@@ -43,12 +43,12 @@ class FastAutograd:
         return results
 
     def lookup(self, dout: Tensor | None, dlse: Tensor | None, saved: tuple[Tensor, ...]) -> Strides | None:
-        """What the launch of a backward is known by; None if that must go the long way."""
+        """The key of a prepared backward; None if the backward must take the slow path."""
         if (
             is_dynamo_compiling()
             or dlse is not None
             or type(dout) is not Tensor
-            or is_grad_enabled()  # which asks for gradients of gradients
+            or is_grad_enabled()  # gradients of gradients are requested
             or self.must_take_slow_path()
         ):
             return None
@@ -57,14 +57,14 @@ class FastAutograd:
             dout_at = dout.data_ptr()
             pointers = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | dout_at
         except RuntimeError:
-            return None  # of a batch of gradients
-        # As in `fast_path.lookup`; what was saved has been looked at there.
+            return None  # a batch of gradients (vmap) has no pointer
+        # As in `fast_path.lookup`, which has already checked the saved tensors.
         if pointers % ALIGNMENT or not dout_at or dout.is_neg():
             return None
         return dout.stride(), q.stride(), k.stride(), v.stride(), out.stride(), lse.stride()
 
     def record(self, strides: Strides, dout: Tensor, saved: tuple[Tensor, ...]) -> None:
-        """After the long way has served a backward: prepares those of the same strides."""
+        """Prepares backwards with these strides, after the slow path has served one."""
         if strides in self.backwards or len(self.backwards) >= _MOST:
             return
         q, k, v, out, lse, _, _, rng_state = saved
@@ -79,7 +79,7 @@ class FastAutograd:
 def _forward(
     ctx: Any, q: Tensor, k: Tensor, v: Tensor, rng_state: Tensor | None, fast_autograd: FastAutograd
 ) -> tuple[Tensor, Tensor]:
-    """As `ops.autograd` has it, but for who launches."""
+    """The forward of `ops.autograd`, except that the prepared launch runs."""
     out, lse = fast_autograd.forward(q, k, v, rng_state)
     autograd.save_attention(ctx, (q, k, v, None, rng_state, *fast_autograd.options), (out, lse))
     ctx.fast_autograd = fast_autograd
@@ -101,5 +101,6 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
 
 
 _function: Any = autograd.function("attention", _forward, _backward)
-# Past what `Function.apply` looks for: a signature to bind, and transforms, which `fast_path.lookup` has ruled out.
+# Skips the checks of `Function.apply`: for a signature to bind, and for transforms, which `fast_path.lookup`
+# has ruled out.
 _apply = super(torch.autograd.Function, _function).apply

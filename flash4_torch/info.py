@@ -1,4 +1,4 @@
-"""What `python -m flash4_torch info` prints: versions, devices, backends, kernels, environment, cache."""
+"""The report of `python -m flash4_torch info`: versions, devices, backends, kernels, environment, cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Info = dict[str, Any]
 
 
 def collect() -> Info:
-    """Everything `text` prints, as plain data. Compiles and computes nothing; needs no GPU."""
+    """Everything that `text` prints, as plain data. Compiles and computes nothing; needs no GPU."""
     return {
         "versions": versions(),
         "devices": [cpu(), *gpus()],
@@ -42,7 +42,7 @@ def collect() -> Info:
 
 
 def what_is_wrong(variable: env.Variable) -> str | None:
-    """A sentence where the variable is set to what it cannot take, or names what is not there."""
+    """A sentence if the variable has a value that it cannot take, or names something that does not exist."""
     value = variable.raw()
     if not value:
         return None
@@ -64,7 +64,7 @@ def what_is_wrong(variable: env.Variable) -> str | None:
 
 
 def _may_hold_files(folder: Path) -> bool:
-    """Whether it can be written to, or be made; makes nothing."""
+    """Whether the folder can be written to, or could be created; creates nothing."""
     try:
         existing = next(path for path in (folder, *folder.parents) if path.exists())
     except OSError:
@@ -73,12 +73,12 @@ def _may_hold_files(folder: Path) -> bool:
 
 
 def complaints(info: Info) -> list[str]:
-    """Everything that `collect` found wrong with the environment, in sentences."""
+    """Everything that `collect` found wrong with the environment, as sentences."""
     return [*filter(None, (variable["wrong"] for variable in info["environment"])), *info["misspelt"]]
 
 
 def versions() -> dict[str, str]:
-    """What is installed, by name; nothing is imported for it."""
+    """Installed versions by name; nothing is imported to find them."""
     return {
         "flash4_torch": __version__,
         "python": platform.python_version(),
@@ -91,7 +91,7 @@ def versions() -> dict[str, str]:
 
 
 def installed(distribution: str) -> str:
-    """The version of a distribution, or that there is none."""
+    """The version of a distribution, or "not installed"."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -99,7 +99,7 @@ def installed(distribution: str) -> str:
 
 
 def kernel_cache() -> Info:
-    """Its folder, and how many kernels and bytes are there; `error` says why there is no such folder."""
+    """The cache's folder and its number of kernels and bytes; `error` says why there is no such folder."""
     try:
         files = cache.contents()
         sizes = [file.stat().st_size for file in files]
@@ -147,7 +147,7 @@ def gpus() -> list[Info]:
 
 
 def backends(device: str) -> dict[str, list[str]]:
-    """For a plain training call on `device`: each backend by priority, and why it cannot serve it, if so."""
+    """Each backend by priority, and the reasons, if any, why it cannot serve plain training on `device`."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     q, k, v = (torch.empty(1, 128, 1, 64, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
     try:
@@ -159,12 +159,12 @@ def backends(device: str) -> dict[str, list[str]]:
 
 
 def kernels() -> dict[str, str]:
-    """For each architecture that we have kernels for, how they were proven."""
+    """How our kernels were proven, for each architecture that has some."""
     return {arch: target.proven for arch, target in TARGETS.items()}
 
 
 def text(info: Info) -> str:
-    """`collect`'s result for reading."""
+    """The result of `collect` as readable text."""
     lines = ["versions"]
     lines += _aligned(list(info["versions"].items()))
     lines += ["", "devices"]

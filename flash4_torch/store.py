@@ -1,7 +1,7 @@
-"""Folders under FLASH4_CACHE_DIR that keep what was built: kernels, and the emulator's C++ parts.
+"""Folders under FLASH4_CACHE_DIR that keep build results: kernels, and the emulator's C++ parts.
 
-A file appears complete or not at all. It ends in a seal, a hash of its contents and of its name, and one that
-the seal does not fit, or that another user could have written, is not found.
+A file appears complete or not at all. It ends in a seal, a hash of its contents and of its name. A file whose
+seal does not match, or that another user could have written, is treated as missing.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _SEAL = len(_MAGIC) + hashlib.sha256().digest_size
 _PRIVATE = 0o700
 _READ_BY_ALL = 0o644
 _PREFIX = "flash4_torch-"
-"""Begins the names of temporary folders and unfinished files."""
+"""Prefix of temporary folders and unfinished files."""
 _STALE = 3600
-"""Seconds after which these are looked at: does their process live? By then it has locked its folder."""
+"""Age in seconds from which they are checked for a living process, which has locked its folder by then."""
 
 
 # Folders
 
 
 def folder(name: str) -> Path:
-    """The folder of that name, which need not exist. Raises RangeError."""
+    """The folder called `name`, which need not exist. Raises RangeError."""
     text = env.CACHE_DIR.get()
     try:
         return Path(text).expanduser() / name
@@ -45,7 +45,7 @@ def folder(name: str) -> Path:
 
 
 def writable(name: str) -> Path:
-    """The folder, made if it is not there. Raises RangeError where files cannot be kept in it."""
+    """The folder called `name`, created if it is missing. Raises RangeError if files cannot be kept in it."""
     path = folder(name)
     try:
         make_folder(path, _PRIVATE)
@@ -58,7 +58,7 @@ def writable(name: str) -> Path:
 
 
 def make_folder(path: Path, mode: int) -> None:
-    """With what is missing above it. Raises OSError, before anything is made if the path can be none."""
+    """Creates the folder and its missing parents. Raises OSError, before any if the path cannot be one."""
     with suppress(FileNotFoundError):
         os.stat(path)
     for missing in reversed([p for p in (path, *path.parents) if not os.path.isdir(p)]):
@@ -69,7 +69,7 @@ def make_folder(path: Path, mode: int) -> None:
 
 
 def why_distrusted(path: Path | int, owners: Collection[int] = ()) -> str:
-    """A sentence where others than this user, root and `owners` could have written a folder or an open file.
+    """A sentence if anybody but this user, root and `owners` could have written a folder or an open file.
 
     Raises OSError.
     """
@@ -86,7 +86,7 @@ def why_distrusted(path: Path | int, owners: Collection[int] = ()) -> str:
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """A file for reading. Raises OSError, also for what is not a file: a pipe would block."""
+    """A file opened for reading. Raises OSError, also for anything but a regular file: a pipe would block."""
     with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(f"{path} is not a file")
@@ -95,29 +95,30 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def loadable(path: Path, why_not: Callable[[BinaryIO], str]) -> Iterator[Path]:
-    """A path for dlopen that means the very file which `why_not` has read and found nothing against.
+    """A path for dlopen that is certain to name the very file that `why_not` has read and accepted.
 
-    Raises OSError, with the sentence if there is one. Without /proc or a temporary folder `path` has to do.
+    Raises OSError, with the sentence of `why_not` if there is one. Without /proc or a temporary folder it
+    falls back to `path`.
     """
     with opened(path) as file, ExitStack() as held:
         if why := why_not(file):
             raise OSError(f"{path}: {why}")
         link = path
         with suppress(OSError):
-            # A new folder each time: a path that dlopen has seen before is the library of that time to it.
+            # A new folder each time: for a path that it has seen before, dlopen returns the old library.
             link = held.enter_context(_private_folder(Path(tempfile.gettempdir()))) / path.name
             link.symlink_to(f"/proc/self/fd/{file.fileno()}")
         yield link if link.exists() else path
 
 
 def why_not_whole(file: BinaryIO, stem: str) -> str:
-    """A sentence where the file was written by others, or not to its end. Raises OSError."""
+    """A sentence if others could have written the file, or if it is incomplete. Raises OSError."""
     why = why_distrusted(file.fileno())
     return why or ("" if _is_sealed(file.read(), stem) else "it is damaged")
 
 
 def find(name: str, stem: str, suffixes: Sequence[str]) -> Path | None:
-    """The first of the files in that folder which is there, whole, and written by nobody else."""
+    """The first of the files in the folder `name` that exists, is complete, and that nobody else wrote."""
     try:
         place = folder(name)
         if why_distrusted(place):
@@ -149,19 +150,19 @@ def _seal(contents: bytes, stem: str) -> bytes:
 class Obtained(NamedTuple):
     path: Path
     why_temporary: str
-    """Empty where the file is kept."""
+    """Reason why the file is not kept; empty if it is."""
 
 
 @contextmanager
 def obtained(
     name: str, stem: str, suffixes: Sequence[str], build: Callable[[Path], Path]
 ) -> Iterator[Obtained]:
-    """A file of that folder, to be used within the context: found, or made by `build(private folder)`.
+    """A file of the folder `name`, to be used within the context: found, or made by `build(private folder)`.
 
     build: returns the file's path, which ends in one of `suffixes`.
 
-    One process builds, and others that ask meanwhile wait for it. What cannot be kept is temporary.
-    Raises what `build` raises, and OSError where there is no place at all to build in.
+    One process builds; others that ask for the same file meanwhile wait for it. A file that cannot be kept is
+    temporary. Raises the errors of `build`, and OSError if there is no place at all to build in.
     """
     found = find(name, stem, suffixes)
     if found is not None:
@@ -208,7 +209,7 @@ def _built(build: Callable[[Path], Path], private: Path, stem: str) -> Path:
 
 
 def write(path: Path, contents: bytes) -> None:
-    """Replaces the file at once, also for those that have it open, and for good. Raises OSError."""
+    """Replaces the file atomically, also while others have it open, and durably. Raises OSError."""
     descriptor, unfinished = tempfile.mkstemp(dir=path.parent, prefix=_PREFIX)
     try:
         with open(descriptor, "wb") as file:
@@ -225,10 +226,10 @@ def write(path: Path, contents: bytes) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Held by one process at a time; ends when its holder dies, and is not inherited by forks of it.
+    """A lock that one process holds at a time; it ends with its holder, and forks do not inherit it.
 
-    Where it cannot be had, or others could hold it for ever, it is gone without: at worst two processes build
-    the same. File systems without locks are such.
+    If the lock cannot be had (some file systems have none), or if other users could hold it forever, the
+    context runs without it: at worst two processes build the same file.
     """
     with ExitStack() as held:
         with suppress(OSError):
@@ -240,9 +241,9 @@ def locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def building(name: str) -> Iterator[Path]:
-    """A folder that nobody else sees, for the time of the context; in that of `name` only if need be.
+    """A private folder for the duration of the context; inside the folder `name` only if necessary.
 
-    For who may write somewhere above the cache could exchange what a compiler is about to read.
+    Anybody who may write to a parent of the cache could replace the files that a compiler is about to read.
     """
     try:
         place = Path(tempfile.gettempdir())
@@ -255,9 +256,9 @@ def building(name: str) -> Iterator[Path]:
 
 @contextmanager
 def _private_folder(place: Path) -> Iterator[Path]:
-    """Locked while its process lives, by which `_sweep` tells it from one that nobody will remove any more.
+    """A temporary folder, locked while its process lives, so that `_sweep` can recognise abandoned ones.
 
-    Not tempfile's own context: that would remove it at the end of every process that was forked meanwhile.
+    tempfile's own context would not do: it removes the folder at the end of every process forked meanwhile.
     """
     path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
     try:
@@ -270,7 +271,7 @@ def _private_folder(place: Path) -> Iterator[Path]:
 
 
 def _sweep(place: Path) -> None:
-    """Removes what processes that were killed have left there."""
+    """Removes the leftovers of killed processes from `place`."""
     for rest in place.glob(f"{_PREFIX}*"):
         with suppress(OSError), _descriptor(rest, os.O_RDONLY) as descriptor:
             status = os.fstat(descriptor)
@@ -281,7 +282,7 @@ def _sweep(place: Path) -> None:
 
 @contextmanager
 def _descriptor(path: Path, flags: int, mode: int = 0) -> Iterator[int]:
-    """Neither goes through a link at the end of the path nor waits for the other end of a pipe."""
+    """An open descriptor; opening neither follows a final symbolic link nor waits for a pipe's other end."""
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     try:
         yield descriptor

@@ -1,7 +1,8 @@
-"""Every test is repeatable: fixed seeds, and hypothesis draws the same examples each time.
+"""Every test is repeatable: fixed seeds, and hypothesis generates the same examples each time.
 
-The same, as long as the packages and the modules that are loaded are the same: hypothesis also draws numbers
-that it finds in their source. `--hypothesis-profile=fresh` draws anew in every run, to find what that hides.
+They stay the same as long as the packages and the modules that are loaded do: hypothesis also uses numbers
+that it finds in their source. `--hypothesis-profile=fresh` generates new examples in every run, to find what
+this misses.
 """
 
 from collections.abc import Iterator

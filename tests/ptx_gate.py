@@ -1,12 +1,12 @@
-"""Whether a change leaves the kernels as they are: compares their PTX, and tells which differ.
+"""Checks that a change leaves the kernels as they are: compares their PTX, and lists those that differ.
 
     python tests/ptx_gate.py COMMIT [GROUP ...]     all groups, or those whose names contain one of the words
 
-The kernels are those of the tests that read machine code, all that tests run in the emulator, which bring
-together every two settings that can meet, and the small ones around them that a warm-up compiles. They are
-compared by their places in these lists, so that names of fields and of entries may change. Names of symbols,
-line numbers, comments and sections for debuggers do not count. It exits with 1 if a kernel differs or is
-missing, takes about ten minutes for a tree on two cores, and keeps in build/ptx what it found of a commit.
+The kernels are those of the tests that read SASS, all that tests run in the emulator, which bring together
+every two settings that can meet, and the small ones around them that a warm-up compiles. They are compared by
+their places in these lists, so that names of fields and of entries may change. Names of symbols, line
+numbers, comments and sections for debuggers do not count. It exits with 1 if a kernel differs or is missing,
+takes about ten minutes for a tree on two cores, and keeps the PTX of a commit in build/ptx.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _DEBUG = re.compile(r"^\s*\.(loc|file|section)\b.*?$|^\s*//.*?$|\s*//[^\n]*$", r
 
 
 class _Done(BaseException):
-    """Ends a compilation when its PTX is there: what follows is no business of this script."""
+    """Ends a compilation when its PTX is there; this script needs no later stage."""
 
 
 def kernels() -> dict[str, list[Key]]:
@@ -70,7 +70,7 @@ def kernels() -> dict[str, list[Key]]:
 
 
 def ptx_of(key: Key) -> str:
-    """The PTX of a kernel, without what does not count."""
+    """The PTX of a kernel, without the parts that do not count."""
     entry, static, arch = key
     from flash4_torch.compile import jit
 
@@ -99,7 +99,7 @@ def ptx_of(key: Key) -> str:
 
 
 def without_names(ptx: str) -> str:
-    """Symbols are numbered in the order in which they come; debuggers' sections end the text."""
+    """PTX with its symbols numbered in order of appearance, up to the debuggers' sections at its end."""
     ptx = _DEBUG.sub("", ptx.split("\t.section\t.debug")[0])
     for i, name in enumerate(dict.fromkeys(_declared(ptx))):
         ptx = re.sub(rf"(?<![\w$%.]){re.escape(name)}(?![\w$])", f"symbol{i}", ptx)

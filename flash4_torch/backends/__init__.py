@@ -1,4 +1,4 @@
-"""Backends serve attention calls; `choose` picks one, `reasons` says why the others do not."""
+"""Backends serve attention calls; `choose` picks one, and `reasons` says why the others cannot."""
 
 from .base import ALIGNMENT, Backend, BackwardLaunch, Launch, OutAndLse, Prepares, Results
 from .dispatch import PRIORITY, choose, excluding, is_plain, observers, reasons

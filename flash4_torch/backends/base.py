@@ -1,4 +1,4 @@
-"""What a backend is: a name, the reasons why it cannot serve a problem, and the two directions."""
+"""The interface of a backend: a name, the reasons why it cannot serve a problem, forward and backward."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ OutAndLse = tuple[Tensor, Tensor]
 
 
 class Results(NamedTuple):
-    """What a forward computes."""
+    """Results of a forward."""
 
     out: Tensor
     lse: Tensor
     lse_low: Tensor | None = None
-    """With a floating attn_mask, what rounding has taken from lse: their sum is exact to twice the digits."""
+    """Rounding error of lse, with a floating attn_mask: lse + lse_low is exact to twice the digits."""
 
 
 Grads = tuple[Tensor, Tensor, Tensor, Tensor | None]
-"""(dq, dk, dv, dmask); dmask only when `Saved.mask_grad` asks for it."""
+"""(dq, dk, dv, dmask); dmask only if `Saved.mask_grad` requests it."""
 
 
 class Launch(Protocol):
-    """A forward with everything decided but the tensors."""
+    """A prepared forward: everything is decided except the tensors."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, rng_state: Tensor | None = None, /) -> OutAndLse: ...
 
@@ -34,11 +34,12 @@ class Launch(Protocol):
 BackwardLaunch = Callable[
     [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]
 ]
-"""A backward with everything decided but the tensors: (dout, q, k, v, out, lse, rng_state) to dq, dk, dv."""
+"""A prepared backward, with everything decided except the tensors: (dout, q, k, v, out, lse, rng_state) to
+dq, dk, dv."""
 
 
 ALIGNMENT = 16
-"""Bytes; what is prepared serves tensors that lie at multiples of them."""
+"""Bytes; prepared launches serve tensors whose addresses are multiples of it."""
 
 
 class Backend(Protocol):
@@ -47,7 +48,7 @@ class Backend(Protocol):
     name: str
 
     def why_not(self, problem: Problem) -> list[str]:
-        """Sentences why this backend cannot serve the problem; empty if it can. Looks at no tensor."""
+        """Sentences why this backend cannot serve the problem; empty if it can. No tensor is examined."""
         ...
 
     def forward(self, inputs: Inputs, problem: Problem) -> Results: ...
@@ -57,13 +58,13 @@ class Backend(Protocol):
 
 @runtime_checkable
 class Prepares(Backend, Protocol):
-    """A backend that can decide everything about a call once, for `flash4_torch.fast_path`."""
+    """A backend that can decide everything about a call in advance, for `flash4_torch.fast_path`."""
 
     def prepare(self, inputs: Inputs, problem: Problem) -> Launch | None:
-        """What `forward` does for these inputs and all others of their sizes, strides, dtype and device that
-        lie at multiples of 16 bytes; None where it depends on more than that."""
+        """`forward`, prepared for all inputs with the sizes, strides, dtype and device of these and addresses
+        that are multiples of 16 bytes; None if it depends on more than that."""
         ...
 
     def prepare_backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> BackwardLaunch | None:
-        """The same of `backward`, without a gradient of lse."""
+        """`backward`, prepared in the same way, without a gradient of lse."""
         ...

@@ -1,4 +1,4 @@
-"""PyTorch's own CPU flash kernel: full and causal attention, with masks; varlen a sequence at a time."""
+"""PyTorch's own CPU flash kernel: full and causal attention, with masks; varlen one sequence at a time."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 
 
 class Cpu:
-    """Varlen runs a sequence at a time; sequences that the kernel cannot serve (empty ones, causal ones with
-    more or fewer keys than queries) run tiled. So do calls with a score that is NaN or infinite: of those the
-    kernel makes zeros here and there, where NaN should go on."""
+    """The `cpu` backend.
+
+    Varlen runs one sequence at a time; sequences that the kernel cannot serve (empty ones, causal ones with
+    more or fewer keys than queries) run on `Tiled`. So do calls with a score that is NaN or infinite: the
+    kernel turns some of those into zeros where NaN should propagate."""
 
     name = "cpu"
 
@@ -70,7 +72,7 @@ class Cpu:
             return sequences.backward(saved, inputs, problem, self._or_tiled)
         dout = saved.dout
         if saved.lse_low is not None:
-            # The kernel's weights are exp(scores - lse). All of them multiply dout, which can have the rest.
+            # The kernel's weights are exp(scores - lse). They all multiply dout, which can take the factor.
             dout = dout * torch.exp(-saved.lse_low).transpose(1, 2)[..., None].to(dout.dtype)
         dout, q, k, v, out = heads_first(dout, inputs.q, inputs.k, inputs.v, saved.out)
         mask, lse = _added(inputs.attn_mask, q.dtype), saved.lse
@@ -88,7 +90,7 @@ class Cpu:
 
 
 def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """An attn_mask as the kernel takes it: floating, in the dtype of q or what that is summed in."""
+    """An attn_mask in the form that the kernel takes: floating, in q's dtype or the dtype of its sums."""
     if mask is None or mask.dtype == dtype:
         return mask
     if mask.dtype == torch.bool:
@@ -97,14 +99,14 @@ def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _is_odd(lse: Tensor, nothing: Tensor | None) -> bool:
-    """Whether a row that sees something has an lse of 0, an infinity or NaN: all that bad scores leave."""
+    """Whether a row that sees a key has an lse of 0, infinity or NaN, the only traces of bad scores."""
     if nothing is not None:
         lse = lse.masked_fill(nothing, 1.0)
     return math.isnan((lse / lse).sum().item())
 
 
 def _has_finite_scores(inputs: Inputs, problem: Problem) -> bool:
-    """Whether the largest numbers of q and k cannot make a score that is NaN or infinite, nor attn_mask."""
+    """Whether neither the largest elements of q and k nor attn_mask can make a score NaN or infinite."""
     largest = torch.finfo(working_dtype(inputs.q.dtype)).max
     q, k = (x.abs().amax().item() for x in (inputs.q, inputs.k))
     product = q * k * problem.spec.D
@@ -115,7 +117,7 @@ def _has_finite_scores(inputs: Inputs, problem: Problem) -> bool:
 
 
 def _sees_nothing(mask: Tensor, causal: bool, Sq: int) -> Tensor:
-    """Bool, broadcastable to (B, Hq, Sq): the rows for which mask, and causal if set, leave no key."""
+    """Rows for which the mask, and causal if set, leave no key: bool, broadcastable to (B, Hq, Sq)."""
     visible = mask != -torch.inf
     nothing = ~visible.any(-1)
     if causal:
@@ -124,7 +126,7 @@ def _sees_nothing(mask: Tensor, causal: bool, Sq: int) -> Tensor:
 
 
 def beyond_plain(problem: Problem) -> list[str]:
-    """What `problem` asks that none of PyTorch's fused kernels has."""
+    """Reasons why none of PyTorch's fused kernels can serve `problem`."""
     spec, why = problem.spec, []
     if spec.softcap:
         why.append(f"softcap is {problem.softcap}, and it has none")
@@ -133,7 +135,7 @@ def beyond_plain(problem: Problem) -> list[str]:
     if spec.dlse:
         why.append("it has no gradient for lse")
     if problem.scale < torch.finfo(torch.float32).tiny:
-        # It scales -inf too, which turns hidden keys into NaN or +inf; what float32 cannot hold counts as 0.
+        # It scales -inf too, which turns masked keys into NaN or +inf; values too small for float32 count as 0.
         why.append(f"scale is {problem.scale}, and its masks need a positive one")
     return why
 
@@ -143,5 +145,5 @@ def is_causal(problem: Problem) -> bool:
 
 
 def heads_first(*tensors: Tensor) -> list[Tensor]:
-    """(B, S, H, D) as views (B, H, S, D); copies only what has no unit stride along D."""
+    """(B, S, H, D) as views (B, H, S, D); copies only tensors without unit stride along D."""
     return [(t if t.stride(-1) == 1 else t.contiguous()).transpose(1, 2) for t in tensors]

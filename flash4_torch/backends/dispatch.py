@@ -1,4 +1,4 @@
-"""Who serves a call: the first backend, by priority, that has no reason not to."""
+"""The choice of a backend for a call: the first one, by priority, that has no reason not to serve it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PRIORITY: tuple[Backend, ...] = (
 
 Observer = Callable[[Problem, str], None]
 observers: list[Observer] = []
-"""Called with (problem, backend name) on every dispatch, from whatever thread serves it."""
+"""Functions called with (problem, backend name) on every dispatch, from the thread that serves it."""
 
 
 class _Excluded(threading.local):
@@ -36,13 +36,13 @@ class _Excluded(threading.local):
 
 
 _excluded = _Excluded()
-# Global names of this module: every call of the short way asks for them.
+# Module globals, because every call on the fast path reads them.
 _environment, _BACKEND, _LOG = env.NAMES, env.BACKEND.key, env.LOG.key
 _logged: set[tuple[object, ...]] = set()
 
 
 def reasons(problem: Problem) -> dict[str, list[str]]:
-    """For each backend, by priority, why it does not serve the problem; empty if it can.
+    """The reasons why each backend, by priority, does not serve the problem; empty if it can.
 
     Raises:
         RangeError: FLASH4_BACKEND names no backend.
@@ -60,7 +60,7 @@ def choose(problem: Problem) -> Backend:
 
     Raises:
         BackendError: none can, or the one that FLASH4_BACKEND forces cannot.
-        RangeError: FLASH4_BACKEND names no backend, or FLASH4_LOG has another value than it takes.
+        RangeError: FLASH4_BACKEND names no backend, or FLASH4_LOG has a value that it cannot take.
     """
     for backend in _candidates():
         if not backend.why_not(problem):
@@ -78,13 +78,13 @@ def _candidates() -> tuple[Backend, ...]:
 
 
 def is_plain() -> bool:
-    """Whether the choice depends on the problem alone, and nobody wants to hear of it."""
+    """Whether the choice depends on the problem alone, and no observer is active."""
     return not (observers or _excluded.names or _BACKEND in _environment or _LOG in _environment)
 
 
 @contextmanager
 def excluding(*names: str) -> Iterator[None]:
-    """Takes backends out of this thread's dispatch, for code that a backend itself would call back into."""
+    """Excludes backends from this thread's dispatch, for code through which a backend would call itself."""
     before = _excluded.names
     _excluded.names = (*before, *names)
     try:

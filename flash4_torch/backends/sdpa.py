@@ -1,4 +1,4 @@
-"""PyTorch's fused CUDA flash attention: what serves plain problems on a GPU that no kernel of ours serves."""
+"""PyTorch's fused CUDA flash attention, for plain problems on GPUs that none of our kernels serves."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Sdpa:
 
     def backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> Grads:
         dout, q, k, v, out = heads_first(saved.dout, inputs.q, inputs.k, inputs.v, saved.out)
-        # Without dropout the kernel does not read its generator's state.
+        # Without dropout the kernel does not read the RNG state.
         seed = offset = torch.empty((), dtype=torch.uint64, device=q.device)
         grads = _backward(
             dout,

@@ -1,4 +1,4 @@
-"""A varlen problem as dense problems, one for each sequence, for backends that know no better."""
+"""A varlen problem as dense problems, one per sequence, for backends without varlen of their own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..reference.scoring import working_dtype
 from .base import Backend, Grads, Results
 
 Serve = Callable[[Problem], Backend]
-"""Who serves a dense problem."""
+"""Choice of the backend for a dense problem."""
 
 
 def forward(inputs: Inputs, problem: Problem, serve: Serve) -> Results:

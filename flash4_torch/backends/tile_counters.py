@@ -1,8 +1,9 @@
-"""Counters from which the CTAs of a launch draw their tiles.
+"""Counters from which the CTAs of a launch claim work indices.
 
-A kernel finds its counter at 0 and leaves it so; launches that may overlap need different ones. Launches on
-one stream do not overlap, so they share a counter. A captured launch is replayed beside others on any stream,
-so it has one of its own, which belongs to the graph's memory and which the graph sets to 0 before the launch.
+A kernel finds its counter at 0 and leaves it at 0; launches that may overlap need different counters. Launches
+on one stream do not overlap, so they share a counter. A captured launch may be replayed concurrently with
+others on any stream, so it has its own counter in the graph's memory, which the graph sets to 0 before the
+launch.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from .. import forks
 _STREAMS = 256
 """Counters allocated together; torch itself has 65 streams a device."""
 _APART = 32
-"""Words from one counter to the next: no two in a sector of the cache."""
+"""Words from one counter to the next, so that no two share a cache sector."""
 
 _DEFAULT_STREAM = 0
-"""CUDA captures any stream but this one."""
+"""The only stream that CUDA cannot capture."""
 
 _of_stream: dict[tuple[int, int], Tensor] = {}
 _unused: dict[int, list[Tensor]] = {}
@@ -28,7 +29,7 @@ _giving_out = forks.Lock()
 
 
 def counter(index: int) -> Tensor:
-    """int32 (1,) on CUDA device `index`, for a launch on its current stream."""
+    """The counter, int32 (1,) on CUDA device `index`, for a launch on its current stream."""
     stream = _current_stream(index)
     if stream != _DEFAULT_STREAM and _is_capturing(index):
         return _zeros(index, 1)
@@ -47,10 +48,10 @@ def _give_out(key: tuple[int, int]) -> Tensor:
 
 
 def _block(index: int) -> list[Tensor]:
-    """Fresh counters, 0 for every stream.
+    """Fresh counters, which every stream sees as 0.
 
-    While torch.compile prepares a CUDA graph, what this thread allocates comes from the graph's memory, where
-    nothing may stay. What another thread allocates does not.
+    While torch.compile prepares a CUDA graph, this thread's allocations come from the graph's memory, where
+    nothing may stay; another thread's allocations do not.
     """
     with ThreadPoolExecutor(max_workers=1) as other_thread:
         words = other_thread.submit(_zeros, index, _STREAMS * _APART, wait=True).result()
@@ -74,7 +75,7 @@ def _current_stream(index: int) -> int:
 
 
 def _is_capturing(index: int) -> bool:
-    """Whether the current stream of that device, current itself or not, is being captured."""
+    """Whether the current stream of device `index`, which need not be the current device, is being captured."""
     if index == current_device():
         return torch._C._cuda_isCurrentStreamCapturing()
     with torch.cuda.device(index):

@@ -1,4 +1,4 @@
-"""The last resort: `reference.tiled` in plain torch. Any device, dtype and feature, O(S) memory."""
+"""The fallback: `reference.tiled` in plain torch. Any device, dtype and feature, O(S) memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Tiled:
 
 
 def scoring(inputs: Inputs, problem: Problem) -> Scoring:
-    """The problem's score rules with their tensors."""
+    """The problem's scoring, with its tensors."""
     dropout = None
     if inputs.rng_state is not None:
         dropout = Dropout(inputs.rng_state, problem.dropout_p, inputs.first_batch)

@@ -1,4 +1,4 @@
-"""Compiled kernels by name, from the first that has them: this process, an export, the disk, the compiler.
+"""Compiled kernels by name, from the first source that has them: this process, an export, disk, compiler.
 
     forward = function("flash4_torch.kernels.sm90.fwd.launch:compile_forward", (features, config), "sm_90a")
     forward(q, k, v, ...)
@@ -25,12 +25,12 @@ os.register_at_fork(after_in_child=_locks.clear)
 
 
 def function(entry: str, static: tuple[object, ...], arch: str) -> Function:
-    """The compiled kernel that `entry`, "package.module:function", makes as function(*static).
+    """The compiled kernel that `entry`, "package.module:function", returns for function(*static).
 
     static: hashable and plain: strings, numbers, None, and (named) tuples of these.
     arch: "sm_90a", "sm_100a" or "sm_103a".
 
-    It is called with torch tensors, launches on the current stream of their device, and keeps none of them.
+    The kernel takes torch tensors, launches on the current stream of their device, and keeps none of them.
     Raises CompileError.
     """
     found = _functions.get((entry, static, arch))

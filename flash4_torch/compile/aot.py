@@ -1,11 +1,11 @@
-"""Kernels as a folder to ship: shared libraries and `manifest.json`, used where FLASH4_AOT_DIR names it.
+"""Kernels as a folder to ship: shared libraries and `manifest.json`, used if FLASH4_AOT_DIR names it.
 
-Using it takes no compiler, only apache-tvm-ffi and libcute_dsl_runtime.so, which comes with
-nvidia-cutlass-dsl or was exported, too. What the folder lacks is looked for in the cache, as ever; but a
-folder that does not fit this installation raises: who ships kernels does not want them compiled after all.
+Using it needs no compiler, only apache-tvm-ffi and libcute_dsl_runtime.so, which comes with
+nvidia-cutlass-dsl or was exported too. A kernel that the folder lacks is looked up in the cache as usual; but
+a folder that does not fit this installation raises: whoever ships kernels does not want them compiled again.
 
-Nothing is loaded but what the manifest has the hash of, and nothing that others than the folder's owner could
-have written. The owner is trusted, since the user has named the folder.
+A file is loaded only if the manifest has its hash and nobody but the folder's owner could have written it. The
+owner is trusted, since the user has named the folder.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _SHARED = 0o755
 
 
 def export(folder: Path, keys: Iterable[Key], *, runtime: bool = False) -> Path:
-    """Adds the kernels to the folder, compiling what the cache lacks, and returns the manifest's path.
+    """Adds the kernels to the folder, compiling those missing in the cache, and returns the manifest's path.
 
     runtime: also copy libcute_dsl_runtime.so, 43 MB, for machines without nvidia-cutlass-dsl.
-    Raises CompileError, and ExportError where there is no linker, where the folder cannot be written to, and
-    where it has kernels that other versions made, or that are for another CPU.
+    Raises CompileError, and ExportError if there is no linker, if the folder cannot be written to, or if it
+    has kernels from other versions or for another CPU.
     """
     require_writable(folder)
     try:
@@ -54,7 +54,7 @@ def export(folder: Path, keys: Iterable[Key], *, runtime: bool = False) -> Path:
 
 
 def require_writable(folder: Path) -> None:
-    """Makes the folder if there is none. Raises ExportError where nothing can be added to it."""
+    """Creates the folder if it is missing. Raises ExportError if nothing can be added to it."""
     try:
         store.make_folder(folder, _SHARED)
         why = store.why_distrusted(folder)
@@ -77,7 +77,7 @@ def _to_add_to(folder: Path) -> Manifest:
 
 
 def _written(folder: Path, key: Key, before: Manifest) -> Kernel:
-    """What is there already is left alone: it may be in use, by the manifest that there is."""
+    """Writes one kernel. An existing file is left alone: it may be in use through the existing manifest."""
     kernel = Kernel(key.entry, repr(key.static), key.arch, "", key.digest, "", fingerprint(key.entry))
     known = before.kernels.get(kernel.name)
     if known and known.function == key.digest and _is_there(folder / known.file, known.sha256):
@@ -115,8 +115,8 @@ def _copied(source: Path, target: Path) -> str:
 def find(key: Key) -> Function | None:
     """The kernel from the folder that FLASH4_AOT_DIR names, or None if it names none or the folder lacks it.
 
-    Raises ExportError where the folder is not what was exported, or was exported by another version or for
-    another CPU, or could have been changed by others than its owner.
+    Raises ExportError if the folder differs from what was exported, was exported by another version or for
+    another CPU, or could have been changed by anybody but its owner.
     """
     name = env.AOT_DIR.get()
     if not name:
@@ -144,7 +144,7 @@ def _provide_runtime(folder: Path, sha256: str) -> None:
 
 @contextmanager
 def _exported(folder: Path, name: str, sha256: str) -> Iterator[Path]:
-    """What to load a file by, after a look at it; what goes wrong meanwhile is an ExportError."""
+    """The path to load a file by, after its check; any failure meanwhile is an ExportError."""
     try:
         with store.loadable(folder / name, partial(_why_not, folder, sha256)) as file:
             yield file
@@ -162,7 +162,7 @@ def _why_not(folder: Path, sha256: str, file: BinaryIO) -> str:
 
 
 def _require_trust(folder: Path, file: BinaryIO) -> None:
-    """Raises ExportError."""
+    """Raises ExportError if anybody but the folder's owner could have written the folder or the file."""
     owner = folder.stat().st_uid
     for path, name in ((folder, "the folder"), (file.fileno(), Path(str(file.name)).name)):
         if why := store.why_distrusted(path, owners=[owner]):
@@ -194,7 +194,10 @@ def _read(folder: Path) -> Manifest:
 
 
 def _why_it_does_not_fit(found: Manifest) -> str:
-    """The compiler's version counts only where it is installed: else the runtime in the folder is its own."""
+    """The reason why the manifest does not fit this machine; empty if it does.
+
+    The compiler's version counts only if it is installed; otherwise the folder's own runtime is used.
+    """
     theirs, ours = found.versions, versions()
     if theirs["machine"] != ours["machine"]:
         return f"it is for {theirs['machine']}, and this is {ours['machine']}"

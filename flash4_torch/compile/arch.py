@@ -1,4 +1,4 @@
-"""The GPU architectures that kernels are compiled for, by the names the compiler takes."""
+"""The GPU architectures that kernels are compiled for, by the compiler's names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from ..errors import RangeError
 
 BY_CAPABILITY = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
-"""Code for an 'a' architecture runs on that compute capability only."""
+"""Architectures by compute capability; code for an 'a' architecture runs on that capability only."""
 
 NAMES = tuple(BY_CAPABILITY.values())
 
@@ -23,7 +23,7 @@ def of_capability(capability: tuple[int, int]) -> str:
 
 
 def checked(arch: str | None) -> str:
-    """`arch` itself, or that of the current GPU for None. Raises RangeError where there is no such thing."""
+    """`arch` itself, or that of the current GPU for None. Raises RangeError if there is no such architecture."""
     if arch is None and torch.cuda.is_available():
         return of_capability(torch.cuda.get_device_capability())
     if arch not in NAMES:

@@ -1,7 +1,7 @@
-"""The folder that keeps compiled kernels: `kernels/` under FLASH4_CACHE_DIR, a file each.
+"""The folder that keeps compiled kernels: `kernels/` under FLASH4_CACHE_DIR, one file per kernel.
 
-A file is named by its kernel's digest. One that other versions made, or that was made on a CPU with other
-instructions, has another name.
+A file is named after its kernel's digest. Files from other versions, or from a CPU with other instructions,
+have other names.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _FOLDER = "kernels"
 
 
 def folder() -> Path:
-    """Need not exist. Raises RangeError where FLASH4_CACHE_DIR names none."""
+    """The cache's folder, which need not exist. Raises RangeError if FLASH4_CACHE_DIR names no folder."""
     return store.folder(_FOLDER)
 
 
 def find(digest: str) -> Path | None:
-    """The kernel's file, if it is there and whole."""
+    """The kernel's file, if it exists and is complete."""
     return store.find(_FOLDER, digest, SUFFIXES)
 
 
@@ -33,8 +33,8 @@ def find(digest: str) -> Path | None:
 def obtained(digest: str, build: Callable[[Path], Path]) -> Iterator[Path]:
     """The kernel's file, to be read within the context: found, or made by `build(folder)`.
 
-    One process builds, and others that ask meanwhile wait for it. Where the cache
-    cannot keep it, the file is a temporary one, and a warning says so.
+    One process builds; others that ask for the same kernel meanwhile wait for it. If the cache cannot keep
+    the file, it is temporary, and a warning says so.
     """
     with ExitStack() as held:
         try:
@@ -48,12 +48,12 @@ def obtained(digest: str, build: Callable[[Path], Path]) -> Iterator[Path]:
 
 
 def loadable(file: Path) -> AbstractContextManager[Path]:
-    """What to load `file` by, which is looked at once more: see `store.loadable`."""
+    """The path to load `file` by, after another check of the file: see `store.loadable`."""
     return store.loadable(file, partial(store.why_not_whole, stem=file.stem))
 
 
 def require_writable() -> None:
-    """Makes the folder if there is none. Raises RangeError where it cannot keep kernels."""
+    """Creates the folder if it is missing. Raises RangeError if it cannot keep kernels."""
     store.writable(_FOLDER)
 
 

@@ -1,4 +1,4 @@
-"""Compiling: a kernel's entry is called with what it is specialised on. No tensor is seen, nothing launched.
+"""Compilation: a kernel's entry is called with its static arguments. No tensor is used, nothing is launched.
 
 The compiler is imported only when something has to be compiled.
 """
@@ -22,16 +22,16 @@ _PACKAGES = "pip install 'flash4_torch[kernels]'"
 _OF_THE_COMPILER = r"(.*[./])?(cutlass|nvidia_cutlass_dsl|flash4_torch[./]kernels)\b"
 _COLORS = re.compile("\x1b\\[[0-9;]*m")
 _STAND_IN = "libflash4_no_gpu"
-"""Begins the name of the library that the emulator puts in the place of CUDA's."""
+"""Prefix of the library that the emulator puts in place of CUDA's."""
 
 _one_at_a_time = forks.Lock()
-"""The compiler has one target per process, and its tracing is not made for threads."""
+"""Lock around the compiler, which has one target per process and whose tracing is not thread-safe."""
 
 
 def build(key: Key, folder: Path) -> Path:
-    """Compiles the kernel of `key` into a file in `folder`, which exports it by the key's digest.
+    """Compiles the kernel of `key` into a file in `folder`, which exports it under the key's digest.
 
-    Takes one to three seconds. Neither the environment nor the compiler's settings are different afterwards.
+    This takes one to three seconds. The environment and the compiler's settings are the same afterwards.
     Raises CompileError, with the key in words.
     """
     object_file = folder / f"{key.digest}.o"
@@ -57,7 +57,7 @@ def resolve(entry: str) -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps warnings of the compiler, and those it raises at lines of kernels, from the user; no others."""
+    """Suppresses the compiler's warnings, also those that it raises at lines of kernels; no others."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=_OF_THE_COMPILER)
         yield
@@ -65,7 +65,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def _targeting(arch: str) -> Iterator[None]:
-    """Sets what CUTE_DSL_ARCH sets, which the compiler has read when it was imported."""
+    """Sets the target like CUTE_DSL_ARCH, which the compiler reads only when it is imported."""
     from cutlass.cutlass_dsl import CuTeDSL
 
     settings = CuTeDSL._get_dsl().envar

@@ -1,7 +1,7 @@
-"""What a compiled kernel is known by. No size of a call enters it.
+"""The identity of a compiled kernel. No size of a call enters it.
 
-A key in memory is (entry, static, arch). On disk, where other versions may have written, its digest also
-covers everything else that decides what is in the file.
+In memory a key is (entry, static, arch). On disk, where other versions may have written, its digest also
+covers everything else that determines the file's contents.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from . import library
 
 _PACKAGE = Path(__file__).parents[1]
 _LAYOUT = 1
-"""Raise it when what a kernel's file holds changes by this package's doing."""
+"""Version of the kernels' files; increase it when this package changes what they contain."""
 
 _MADE_BY = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
 
@@ -29,7 +29,7 @@ class Key(NamedTuple):
     entry: str
     """"package.module:function": called as function(*static), it returns the compiled kernel."""
     static: tuple[object, ...]
-    """Of strings, numbers, None, and tuples of these; named ones read best."""
+    """Strings, numbers, None, and tuples of these; named tuples read best."""
     arch: str
 
     def __str__(self) -> str:
@@ -37,7 +37,7 @@ class Key(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """32 hexadecimal digits, the same in every process and on every machine with such a CPU."""
+        """32 hexadecimal digits, the same in every process and on every machine with the same kind of CPU."""
         _refuse_what_has_no_lasting_name(self.static)
         return _hash(repr(tuple(self)), repr(versions()), fingerprint(self.entry))
 
@@ -54,7 +54,7 @@ def _in_words(part: object) -> str:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """What takes part in compiling, by name.
+    """Versions of everything that takes part in compiling, by name.
 
     CPU: its instruction set extensions; host code is compiled for the CPU that the compiler runs on.
     """
@@ -65,12 +65,12 @@ def versions() -> dict[str, str]:
 
 @functools.cache
 def fingerprint(entry: str) -> str:
-    """A hash of the sources of a kernel: all of kernels/, and the entry's module where that is elsewhere."""
+    """A hash of a kernel's sources: all of kernels/, and the entry's module if that is elsewhere."""
     return _hash_of_sources(entry)
 
 
 def is_edited(entry: str) -> bool:
-    """Whether the sources are others than `fingerprint` saw; what is loaded of them may be either."""
+    """Whether the sources have changed since `fingerprint` read them; loaded modules may be of either state."""
     return _hash_of_sources(entry) != fingerprint(entry)
 
 

@@ -1,7 +1,7 @@
-"""Kernels as files: linking what the compiler exports, and loading it without the compiler.
+"""Kernels as files: links what the compiler exports, and loads it without the compiler.
 
-A kernel is a shared library that exports one function of tvm-ffi's. Where no linker is installed it stays an
-object file, which only the compiler's own loader reads: the first call then takes half a second longer.
+A kernel is a shared library that exports one tvm-ffi function. Without an installed linker it stays an object
+file, which only the compiler's own loader reads: the first call then takes half a second longer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RUNTIME = "libcute_dsl_runtime.so"
 
 
 def link(object_file: Path) -> Path:
-    """The shared library made of `object_file`, beside it; the object file where nothing can link it."""
+    """The shared library linked from `object_file`, next to it; the object file itself without a linker."""
     target = object_file.with_suffix(".so")
     for linker in filter(None, map(shutil.which, _LINKERS)):
         command = [linker, "-shared", "-o", str(target), str(object_file)]
@@ -37,7 +37,7 @@ def link(object_file: Path) -> Path:
 def load(file: Path, name: str, provide_runtime: Callable[[], None] | None = None) -> Function:
     """The function `name` of a kernel's file, which may be deleted afterwards.
 
-    It is called with torch tensors and launches on the current stream of their device. Loading needs no GPU.
+    It takes torch tensors and launches on the current stream of their device. Loading needs no GPU.
     provide_runtime: loads the compiler's runtime library; default: the installed one.
     """
     import tvm_ffi
@@ -56,7 +56,7 @@ def _provide_installed_runtime() -> None:
 
 
 def make_visible(runtime: Path) -> None:
-    """Lets kernels find the functions of the runtime library; tvm-ffi, imported, does so for its own.
+    """Makes the functions of the runtime library visible to kernels; importing tvm-ffi does so for its own.
 
     Raises ImportError.
     """
@@ -68,9 +68,9 @@ def make_visible(runtime: Path) -> None:
 
 @functools.cache
 def installed_runtime() -> Path:
-    """.../cu12/lib/libcute_dsl_runtime.so, or that of the newest other flavor of CUDA that the driver serves.
+    """Path of libcute_dsl_runtime.so in cu*/lib, of the newest CUDA version that the driver supports.
 
-    So chooses the compiler, which is not imported for it. Raises ImportError.
+    The compiler makes the same choice, but is not imported for it. Raises ImportError.
     """
     spec = importlib.util.find_spec("nvidia_cutlass_dsl")
     found: dict[int, Path] = {}
@@ -85,7 +85,7 @@ def installed_runtime() -> Path:
 
 
 def _driver_version() -> float:
-    """The driver's major version of CUDA; without a driver all are equally good."""
+    """The driver's major CUDA version; infinity without a driver, which allows every version."""
     version = ctypes.c_int()
     try:
         failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))

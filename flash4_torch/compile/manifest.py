@@ -1,4 +1,4 @@
-"""What `manifest.json` of a folder of exported kernels says, and its form."""
+"""Contents and format of `manifest.json` in a folder of exported kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import reprlib
 from typing import Any, NamedTuple
 
 FORMAT = 2
-"""1 had neither the CPU nor the runtime library's hash."""
+"""Version of the format; 1 had neither the CPU nor the runtime library's hash."""
 
 _NEEDED = ("nvidia-cutlass-dsl", "machine", "CPU")
 _FILE = re.compile(r"[\w.-]+\.so", re.ASCII)
@@ -20,14 +20,14 @@ Name = tuple[str, str, str]
 class Kernel(NamedTuple):
     entry: str
     static: str
-    """The representation of `Key.static`."""
+    """repr of `Key.static`."""
     arch: str
     file: str
-    """The library's name, which lies in the folder itself."""
+    """Name of the library, which is in the folder itself."""
     function: str
     sha256: str
     sources: str
-    """The fingerprint of what it was compiled from."""
+    """Fingerprint of the sources that it was compiled from."""
 
     @property
     def name(self) -> Name:
@@ -36,9 +36,9 @@ class Kernel(NamedTuple):
 
 class Manifest(NamedTuple):
     versions: dict[str, str]
-    """What took part in compiling, and for which CPU."""
+    """Versions of everything that took part in compiling, and the CPU."""
     runtime: str
-    """The hash of the runtime library in the folder; empty where there is none."""
+    """Hash of the runtime library in the folder; empty if there is none."""
     kernels: dict[Name, Kernel]
 
     def text(self) -> str:
@@ -48,7 +48,7 @@ class Manifest(NamedTuple):
 
 
 def parse(text: bytes) -> Manifest:
-    """Raises ValueError with what is wrong, in words."""
+    """The manifest in `text`. Raises ValueError with a description of what is wrong."""
     try:
         document = json.loads(text)
     except RecursionError as error:
@@ -90,5 +90,5 @@ def _require(holds: bool, what: str, value: object, needed: str) -> None:
 
 
 def _short(value: object) -> str:
-    """A missing value is None here."""
+    """A short repr of the value; a missing one is None."""
     return reprlib.repr(value)

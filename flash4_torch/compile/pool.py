@@ -1,4 +1,4 @@
-"""Many kernels compiled at once, into the disk cache, by processes of their own."""
+"""Compilation of many kernels at once, into the disk cache, in separate processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .key import Key
 
 
 class Prepared(NamedTuple):
-    """A kernel in the cache, and how long it took to compile; 0.0 if it was there before."""
+    """A kernel in the cache, and its compile time in seconds; 0.0 if it was there before."""
 
     kernel: Key
     seconds: float
@@ -35,12 +35,12 @@ def prepare(
     progress: Callable[[int, int], None],
     made: Callable[[Key, float | str], None] = _ignore,
 ) -> list[Prepared]:
-    """Compiles what the cache lacks of `keys`, `jobs` at a time (default: as many as there are processors).
+    """Compiles the kernels of `keys` that the cache lacks, `jobs` at a time (default: one per processor).
 
-    progress: called with how many kernels are done, and of how many; first with those that were there before.
-    made: called with each kernel, those that were there before first, and the seconds that it took or the
-        sentence that says why it failed.
-    Raises CompileError when all others are done, and RangeError if the cache cannot be written to.
+    progress: called with the number of finished kernels and the total; first with those already there.
+    made: called with each kernel, those already there first, and the seconds that it took or the sentence
+        that says why it failed.
+    Raises CompileError after all others are done, and RangeError if the cache cannot be written to.
     """
     cache.require_writable()
     missing = [key for key in keys if cache.find(key.digest) is None]
@@ -64,9 +64,9 @@ def prepare(
 
 
 class _Workers:
-    """A process for each thread that asks; they end with the context.
+    """One process per calling thread; all end with the context.
 
-    Not multiprocessing's: those run the user's script once more in each, and fork what must not be forked.
+    Not multiprocessing: it would run the user's script again in each process, and fork unsafe state.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class _Workers:
             process.communicate()
 
     def compile(self, key: Key) -> float | str:
-        """How many seconds it took, or why it failed."""
+        """Compiles one kernel; returns the seconds that it took, or the reason why it failed."""
         process = self._process()
         assert process.stdin and process.stdout
         try:
@@ -104,9 +104,9 @@ class _Workers:
 
 
 def serve() -> None:
-    """A worker: keys come in pickled, times or reasons go out, until the other side closes."""
+    """Runs a worker: reads pickled keys and writes times or reasons, until the other side closes."""
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # What anybody prints is no answer.
+    os.dup2(2, 1)  # Output of print goes to stderr: it must not mix with the answers.
     while True:
         try:
             key = pickle.load(sys.stdin.buffer)

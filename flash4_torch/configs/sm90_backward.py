@@ -68,32 +68,32 @@ _Tiles = Sm90Backward
 TABLE = (
     # D   Dv   never, only
     Row(64, 64, _HEAVY, _IN_ORDER,
-        _Tiles(2, 128, kv_stages=2, ds_stages=2, round_weights=True, next_tile=True, heads_inner=True),
+        _Tiles(128, kv_stages=2, ds_stages=2, round_weights=True, next_tile=True, heads_inner=True),
         "causal S 4k: 0.78 of the speed in any order"),
     Row(64, 64, _HEAVY, (),
-        _Tiles(2, 128, kv_stages=2, ds_stages=2, round_weights=True, next_tile=True),
+        _Tiles(128, kv_stages=2, ds_stages=2, round_weights=True, next_tile=True),
         "full S 512, 1k, 4k, 16k: 1.12, 1.05, 1.00, 1.01; causal S 512, 4k, 16k: 1.19, 0.99, 0.98; "
         "one stage of dS 0 to 0.01 less, of K and V 0.02 to 0.1, blocks of 64 rows 0.15; whole heads full S "
         "256, 512, 1k: 1.56, 1.27, 1.03, else 1.18, 1.12, 1.06, causal S 256 to 2k: 1.71, 1.47, 1.21, 0.85, "
         "else 1.19, 1.20, 1.12, 1.03", alone=(512, 1024)),
-    Row(64, 64, (), (), _Tiles(2, 64, ds_stages=2, kv_stages=2, round_weights=True),
+    Row(64, 64, (), (), _Tiles(64, ds_stages=2, kv_stages=2, round_weights=True),
         "unmeasured: features that need registers", alone=(512, 512)),
     Row(96, 96, ("dropout", "mask"), _IN_ORDER,
-        _Tiles(2, 64, q_stages=3, do_stages=3, ds_stages=2, dq_stages=2, heads_inner=True),
+        _Tiles(64, q_stages=3, do_stages=3, ds_stages=2, dq_stages=2, heads_inner=True),
         "causal S 1k, 8k: 0.87, 0.88 of the speed in any order"),
     Row(96, 96, ("dropout", "mask", "right"), (),
-        _Tiles(2, 64, q_stages=3, do_stages=3, ds_stages=2, dq_stages=2, **_ASIDE),
+        _Tiles(64, q_stages=3, do_stages=3, ds_stages=2, dq_stages=2, **_ASIDE),
         "full S 1k: 1.04, 1.03 without the last three; causal less than without; whole heads S 256, 512: "
         "1.36, 1.06, else 1.06, 1.08", alone=(256, 0)),
-    Row(96, 96, ("dropout", "mask"), (), _Tiles(2, 64, ds_stages=2, dq_stages=2, **_STATIC),
+    Row(96, 96, ("dropout", "mask"), (), _Tiles(64, ds_stages=2, dq_stages=2, **_STATIC),
         "causal S 1k, 8k: 1.06, 1.03; three stages of Q and dO, head after head 1.03, 1.01; whole heads S "
         "256, 512: 1.52, 1.29, else 1.05, 1.09", alone=(0, 512)),
-    Row(96, 96, ("dropout", "dmask"), (), _Tiles(2, 64, q_stages=3, do_stages=3, ds_stages=2, dq_stages=2),
+    Row(96, 96, ("dropout", "dmask"), (), _Tiles(64, q_stages=3, do_stages=3, ds_stages=2, dq_stages=2),
         "S 8k: full 1.04, causal 1.02; two stages of K and V, one of dQ 1.00 and 0.95"),
     Row(128, 128, ("dropout", "mask"), ("softcap", "varlen", "right"),
-        _Tiles(2, 64, dq_stages=2, heads_inner=True),
+        _Tiles(64, dq_stages=2, heads_inner=True),
         "unmeasured: a copy for each stage spills, and so do heads apart"),
-    Row(128, 128, ("dropout", "mask"), (), _Tiles(2, 64, dq_stages=2, **_STATIC),
+    Row(128, 128, ("dropout", "mask"), (), _Tiles(64, dq_stages=2, **_STATIC),
         "full S 1k, 4k, 16k: 1.04, 1.04, 1.01, stages in registers 1.03, 1.00, 0.98; causal S 512, 1k, 2k, "
         "4k, 16k: 1.06, 1.04, 1.02, 1.01, 0.98 to 1.06, stages in registers and nothing skipped 1.05, 0.98, "
         "0.97, 0.97, 0.93 to 1.00; gradients through K and V causal 1.07, 1.02, 1.00, 1.00, 1.03; whole "
@@ -102,29 +102,29 @@ TABLE = (
         "1.02, 1.04, inside 1.21, 1.01, 0.98, 0.93, 0.92, 0.95; eight and 16 S 4k 1.03, 1.02, inside 0.82, "
         "0.78; full S 2k to 16k 1.06, 1.04, 1.03, 1.02, inside 1.11, 1.06, 1.03, 1.06",
         alone=(512, 512), apart=1024),
-    Row(128, 128, ("dropout", "dmask"), (), _Tiles(2, 64, dq_stages=2),
+    Row(128, 128, ("dropout", "dmask"), (), _Tiles(64, dq_stages=2),
         "full S 512, 4k, 16k: 1.07, 1.03, 1.01; causal 1.05, 0.99, 1.00; two stages of dS, one of dQ: "
         "0.97 at 16k; next_tile with one stage of dO 0.04 to 0.1 less, rounded weights 0.01"),
-    Row(128, 128, ("bias",), (), _Tiles(2, 64, ds_stages=2, round_weights=True),
+    Row(128, 128, ("bias",), (), _Tiles(64, ds_stages=2, round_weights=True),
         "unmeasured: products are serialised beside weights that are not rounded"),
     Row(192, 192, _ALL, _IN_ORDER,
-        _Tiles(2, 64, dq_stages=2, role_split=True, cluster=2, operands_in_regs=1, heads_inner=True),
+        _Tiles(64, dq_stages=2, role_split=True, cluster=2, v_in_regs=True, heads_inner=True),
         "causal S 1k, 4k, 16k: 0.87, 0.83, 0.96 of the speed in any order; one stage of dQ and two of dS, or "
         "with one of dO two of both, 0.75, 0.70, 0.74"),
-    Row(192, 192, _ALL, ("deterministic",), _Tiles(2, 64, dq_stages=2, role_split=True, cluster=2, operands_in_regs=1),
+    Row(192, 192, _ALL, ("deterministic",), _Tiles(64, dq_stages=2, role_split=True, cluster=2, v_in_regs=True),
         "full S 4k: 0.86 of the speed in any order; one stage of dQ, or one of dO and two of dQ, 0.73"),
-    Row(192, 192, _ALL, (), _Tiles(2, 64, ds_stages=2, role_split=True, cluster=2, operands_in_regs=1),
+    Row(192, 192, _ALL, (), _Tiles(64, ds_stages=2, role_split=True, cluster=2, v_in_regs=True),
         "S 8k: full 1.10, causal 1.04; V in shared memory 1.04 and 0.98, K in registers, too, 1.06 and 0.98; "
         "alone 0.77 and 0.72; five heads to a key head, apart, causal S 2k, 4k, 8k: 0.99, 1.01, 1.03, "
         "inside 1.00, 0.98, 1.00", apart=4096),
-    Row(256, 256, _ALL, _IN_ORDER, _Tiles(2, 64, do_stages=1, role_split=True, cluster=2, heads_inner=True),
+    Row(256, 256, _ALL, _IN_ORDER, _Tiles(64, do_stages=1, role_split=True, cluster=2, heads_inner=True),
         "causal S 1k, 4k, 16k: 0.86, 0.81, 0.88 of the speed in any order, head after head S 4k 0.66"),
-    Row(256, 256, _ALL, (), _Tiles(2, 64, do_stages=1, role_split=True, cluster=2),
+    Row(256, 256, _ALL, (), _Tiles(64, do_stages=1, role_split=True, cluster=2),
         "S 1k, 4k, 16k: full 1.11, 1.06, 1.07, causal 1.06, 1.10, 1.10; alone 0.90 and 0.84; four heads to a "
         "key head, apart, causal S 2k, 4k, 8k: 1.04, 1.07, 1.11, inside 1.09, 1.10, 1.08", apart=8192),
-    Row(192, 192, (), (), _Tiles(2, 64, role_split=True),
+    Row(192, 192, (), (), _Tiles(64, role_split=True),
         "unmeasured: dK and dV each take the registers of a warpgroup; gradients of masks, too"),
-    Row(256, 256, (), (), _Tiles(2, 64, do_stages=1, role_split=True, dq_passes=2),
+    Row(256, 256, (), (), _Tiles(64, do_stages=1, role_split=True, dq_passes=2),
         "unmeasured: of dQ only a quarter at a time fits beside them"),
 )
 # fmt: on

@@ -84,9 +84,6 @@ class Sm90Forward(NamedTuple):
     """The accumulator is rescaled only when a row's maximum grew by more than a factor of 2^8."""
     exp_quarters_before_pv: int = 0
     """Quarters of a block's exponentials that come before the wait for PV; 0 leaves it to ptxas."""
-    polynomial: int = 0
-    """Of every 16 weights of a row, how many are computed by a polynomial instead of the exponential unit:
-    none on Hopper, where every share of it was slower."""
     o_over_q: bool = False
     """O leaves through the shared memory of its own Q, where there is no room for a place of its own."""
     ragged_k: bool = True
@@ -164,6 +161,10 @@ class Sm100Forward(NamedTuple):
         return 2 * self.keys + self.q_tiles * tile_dim(features.Dv)
 
 
+WARPGROUPS = 2
+"""Consumer warpgroups of the Hopper backward: each takes 64 keys, with `role_split` both the same ones."""
+
+
 class Scope(str, Enum):
     """What one work item of the backward covers."""
 
@@ -180,8 +181,6 @@ class Scope(str, Enum):
 class Sm90Backward(NamedTuple):
     """Tiles and switches of the Hopper backward kernel."""
 
-    warpgroups: int
-    """Consumer warpgroups; each takes 64 keys, or, where `role_split`, both the same."""
     queries: int
     """Rows of queries in a block, 64 or 128."""
     q_stages: int = 2
@@ -192,8 +191,6 @@ class Sm90Backward(NamedTuple):
     """With two, no warpgroup waits for another one's dQ before it writes its dS; but where `role_split`."""
     dq_stages: int = 1
     """Of each warpgroup's dQ on its way to global memory, 1 or 2; 1 with more than one of `dq_passes`."""
-    scores_first: bool = True
-    """The next block's scores are issued before the wait for dQ, not behind it."""
     next_tile: bool = False
     """The first scores of the next tile are computed under this tile's epilogue; with two `kv_stages`."""
     heads_inner: bool = False
@@ -217,8 +214,8 @@ class Sm90Backward(NamedTuple):
     cluster: int = 1
     """CTAs that take neighbouring tiles, 1 or, where `role_split`, 2: each loads half of every Q and dO for both,
     and adds half of the columns of both tiles' dQ."""
-    operands_in_regs: int = 0
-    """Where `role_split`: with 1 V is an operand from registers, with 2 K, too; shared memory is read less."""
+    v_in_regs: bool = False
+    """With `role_split`: V is an operand from registers, so that SMEM is read less."""
     dq_passes: int = 1
     """With `role_split`: parts of its dQ that a warpgroup makes one after another, for want of registers."""
 
@@ -230,7 +227,7 @@ class Sm90Backward(NamedTuple):
     @property
     def keys(self) -> int:
         """Of a tile."""
-        return 64 if self.role_split else 64 * self.warpgroups
+        return 64 if self.role_split else 64 * WARPGROUPS
 
     @property
     def cluster_keys(self) -> int:
@@ -240,7 +237,7 @@ class Sm90Backward(NamedTuple):
     @property
     def dq_pieces(self) -> int:
         """In which a block of rows has its dQ added up."""
-        return self.warpgroups * self.cluster * self.dq_passes
+        return WARPGROUPS * self.cluster * self.dq_passes
 
     def shared_memory(self, features: Features) -> int:
         """Bytes: Q, dO, K, V and dS in their stages, dQ, two or three numbers of each row, and barriers.
@@ -250,7 +247,7 @@ class Sm90Backward(NamedTuple):
         """
         parts = max(64 * self.dq_pieces // self.queries, 1)  # ranges of dQ's columns
         D, Dv = -(-features.D // (16 * parts)) * 16 * parts, tile_dim(features.Dv)
-        dq = self.dq_stages * self.warpgroups * 64 * D // parts
+        dq = self.dq_stages * WARPGROUPS * 64 * D // parts
         rows = self.queries * (self.q_stages * D + self.do_stages * Dv)
         others = (self.cluster - 1) * D // self.cluster
         kv = self.kv_stages * self.keys * (D + Dv + others)

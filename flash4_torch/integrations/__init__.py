@@ -1,7 +1,7 @@
-"""Doors into other libraries; each is opt-in, and importing this package imports none of them.
+"""Integrations with other libraries; each is opt-in, and importing this package imports none of them.
 
-- `torch_sdpa`: `F.scaled_dot_product_attention` and stock modules, by torch's flash attention registry.
-- `transformers`: Hugging Face models, by `AttentionInterface`.
+- `torch_sdpa`: `F.scaled_dot_product_attention` and stock modules, through torch's flash attention registry.
+- `transformers`: Hugging Face models, through `AttentionInterface`.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Ours underneath `F.scaled_dot_product_attention`, by torch's registry of flash attention implementations.
+"""Our kernels behind `F.scaled_dot_product_attention`, through torch's flash attention registry.
 
     flash4_torch.integrations.torch_sdpa.register()
     torch.nn.attention.activate_flash_attention_impl("FLASH4")
     ...
     torch.nn.attention.restore_flash_attention_impl()
 
-While it is active, wherever torch chooses flash attention it runs ours: under
+While it is active, torch runs our kernels wherever it chooses flash attention: under
 `F.scaled_dot_product_attention`, stock `nn.MultiheadAttention`, `torch.nn.attention.varlen`, DTensor, and on
-CUDA `context_parallel`, whose ring knows the aten operators and no others. What torch keeps from flash
-attention (its rules about dtypes, masks and, on a CPU, dropout and Dv) it keeps from ours too;
+CUDA `context_parallel`, whose ring calls only the aten operators. Calls for which torch does not choose flash
+attention (by its rules about dtypes, masks and, on a CPU, dropout and Dv) do not reach our kernels either;
 `flash4_torch.attention` has no such limits.
 
 Nothing is registered or active on import.
@@ -40,7 +40,7 @@ Kernel = Callable[..., Any]
 
 
 def register(name: str = NAME) -> None:
-    """Lists `name` in `torch.nn.attention.list_flash_attention_impls()`, for the user to activate."""
+    """Adds `name` to `torch.nn.attention.list_flash_attention_impls()`, for the user to activate."""
     register_flash_attention_impl(name, register_fn=activate)
 
 
@@ -48,20 +48,20 @@ class Activation:
     """Keeps our kernels in torch's dispatcher until `remove()`."""
 
     def __init__(self, kernels: dict[str, dict[str, Kernel]]):
-        """`kernels`: for each dispatch key, the aten operators to replace and what replaces them."""
+        """Replaces aten operators. kernels: for each dispatch key, the operators' names and our functions."""
         self._library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
         for key, replacements in kernels.items():
             for name, ours in replacements.items():
                 _replace(self._library, name, key, ours)
 
     def remove(self) -> None:
-        """Gives torch its own kernels back; more than once does no harm."""
+        """Restores torch's own kernels; calling it again does no harm."""
         # The registrations live as long as the library object.
         self._library = None
 
 
 def activate() -> Activation:
-    """What torch calls on `activate_flash_attention_impl`."""
+    """Installs our kernels; torch calls this in `activate_flash_attention_impl`."""
     kernels = {"CPU": CPU_KERNELS}
     if torch.backends.cuda.is_built():
         kernels["CUDA"] = {name: k for name, k in CUDA_KERNELS.items() if hasattr(torch.ops.aten, name)}
@@ -69,7 +69,7 @@ def activate() -> Activation:
 
 
 class _Serving(threading.local):
-    """Whether this thread is inside one of our kernels."""
+    """A flag per thread: whether it is inside one of our kernels."""
 
     now = False
 
@@ -78,9 +78,9 @@ _serving = _Serving()
 
 
 def _replace(library: torch.library.Library, name: str, key: str, ours: Kernel) -> None:
-    """Puts `ours` in the place of torch's kernel, except for calls that come out of `ours`.
+    """Replaces torch's kernel by `ours`, except for calls made from inside `ours`.
 
-    Those come from our own backends that hand plain problems to torch's kernel: they get torch's kernel.
+    Those come from our backends that pass plain problems to torch's kernel: they get torch's kernel.
     """
     stock = _stock_kernel(name, key)
 
@@ -94,7 +94,7 @@ def _replace(library: torch.library.Library, name: str, key: str, ours: Kernel) 
             _serving.now = before
 
     with warnings.catch_warnings():
-        # Overriding is what the registry is for; torch's warning about it would reach users.
+        # Overriding is the purpose of the registry; torch's warning about it would reach users.
         warnings.simplefilter("ignore")
         library.impl(name, kernel, key, with_keyset=True)
 
@@ -127,12 +127,12 @@ def _swapped(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _laid_out_like(model: Tensor, result: Tensor) -> Tensor:
-    """`result` with the strides that torch's meta kernels promise of it: those of `empty_like(model)`."""
+    """`result` with the strides that torch's meta kernels promise: those of `empty_like(model)`."""
     promised = torch.empty_like(model)
     return result if result.stride() == promised.stride() else promised.copy_(result)
 
 
-# CPU: causal is aligned to the top left, there is no dropout, and lse lies as (B, S, H).
+# CPU: causal is aligned to the top left, there is no dropout, and lse is stored as (B, S, H).
 
 
 def _cpu_window(query: Tensor, key: Tensor, is_causal: bool) -> Window:
@@ -182,7 +182,7 @@ def _sdpa_cpu_backward(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
-    """aten::_scaled_dot_product_flash_attention_for_cpu_backward; gradients lie as (B, S, H, D)."""
+    """aten::_scaled_dot_product_flash_attention_for_cpu_backward; gradients are stored as (B, S, H, D)."""
     _refuse(dropout_p=dropout_p or None)
     dout, q, k, v, out = _swapped(grad_out, query, key, value, out)
     dq, dk, dv, _ = _attention_backward(
@@ -206,11 +206,11 @@ def _sdpa_cpu_backward(
     return _swapped(dq, dk, dv)
 
 
-# CUDA: causal is aligned to the bottom right, dropout's (seed, offset) travels from forward to backward.
+# CUDA: causal is aligned to the bottom right; dropout's (seed, offset) goes from forward to backward.
 
 
 def _cuda_window(is_causal: bool, left: int | None, right: int | None) -> Window:
-    """torch says -1 for an unbounded side; causal bounds the right one."""
+    """The window as ours: torch writes -1 for an unbounded side, and causal bounds the right one."""
     left, right = (None if side is None or side < 0 else side for side in (left, right))
     return left, 0 if is_causal else right
 
@@ -237,7 +237,7 @@ def _both_or_neither(cum_seq_q: Tensor | None, cum_seq_k: Tensor | None) -> None
 
 
 class _Call(NamedTuple):
-    """What the CUDA operators say about a call beside its tensors."""
+    """The arguments of the CUDA operators that describe a call, besides q, k and v."""
 
     cum_seq_q: Tensor | None
     cum_seq_k: Tensor | None

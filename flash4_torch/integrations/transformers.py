@@ -1,20 +1,21 @@
-"""Ours in Hugging Face models, by the `AttentionInterface` of transformers 5.
+"""Our attention in Hugging Face models, through the `AttentionInterface` of transformers 5.
 
     flash4_torch.integrations.transformers.register()
     model = AutoModelForCausalLM.from_config(config, attn_implementation="fa4")
     model.set_attn_implementation("fa4")
 
 Nothing is registered on import, and only importing this module imports transformers. The name is not "flash4"
-because transformers takes every name with "flash" in it for a kernel of its own to download.
+because transformers takes every name that contains "flash" for a kernel to download.
 
-Two functions are registered: the attention, and the mask that goes with it. Where transformers would spell a
-causal or sliding pattern out as a (B, 1, Sq, Sk) mask, our mask function returns a `BandMask`, which holds
-the window and one row of padding per batch entry.
+Two functions are registered: the attention, and the mask that goes with it. Where transformers would
+materialise a causal or sliding pattern as a (B, 1, Sq, Sk) mask, our mask function returns a `BandMask`,
+which holds the window and one row of padding per batch entry.
 
-A model that computes attention itself would misread such a mask, or its absence. `register` therefore makes
-transformers ask us, too, whether a model may have the name: when the model is built, and when its
-implementation is set. It is refused there with an ArgumentError (see `transformers_models`). What gets past
-that, such as a name written into the configuration of an existing model, is refused where the mask is made.
+A model that computes attention itself would misread such a mask, or its absence. `register` therefore adds
+our check to transformers' own of whether a model may have the name: when the model is built, and when its
+implementation is set. Such a model is refused with an ArgumentError (see `transformers_models`). Cases that
+this check misses, such as a name written into the configuration of an existing model, are refused where the
+mask is made.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ MaskFunction = Callable[[Any, Any, Any, Any], Any]
 Window = tuple[int | None, int | None]
 
 _TAKEN = ("flash", "sdpa", "flex_attention", "eager", "paged|", "/")
-"""What a name may not contain, because transformers gives it a meaning of its own."""
+"""Substrings that a name may not contain, because transformers gives them a meaning of their own."""
 
 _UNSUPPORTED = {
     "s_aux": "attention sinks",
@@ -65,20 +66,21 @@ _UNSUPPORTED = {
 
 
 _names: set[str] = set()
-"""The names that are registered."""
+"""Registered names."""
 
 _judged: dict[type, bool] = {}
-"""Whether None may be among the masks of a configuration class's models, if they may have ours."""
+"""Whether masks may be None for the models of a configuration class that may have our attention."""
 
 
 def register(name: str = NAME) -> str:
-    """Makes `name` an `attn_implementation`, and returns it.
+    """Registers `name` as an `attn_implementation`, and returns it.
 
-    From then on a model that would not call us, or would misread our masks, raises an ArgumentError when it
-    is built with that name (from_pretrained, from_config, the class itself) and when the name is set.
+    From then on a model that would not call our attention, or would misread our masks, raises an
+    ArgumentError when it is built with that name (from_pretrained, from_config, the class itself) and when
+    the name is set.
 
     Raises:
-        ArgumentError: transformers would take `name` for something else.
+        ArgumentError: `name` has another meaning in transformers.
     """
     for part in _TAKEN:
         if part in name:
@@ -100,7 +102,7 @@ def register(name: str = NAME) -> str:
 
 
 def _asking_us(decide: Callable[..., str]) -> Callable[..., str]:
-    """transformers' check of one model's implementation, and then ours."""
+    """Wraps transformers' check of one model's implementation, and adds ours after it."""
 
     @wraps(decide)
     def get_correct_attn_implementation(self: PreTrainedModel, *args: Any, **kwargs: Any) -> str:
@@ -113,7 +115,7 @@ def _asking_us(decide: Callable[..., str]) -> Callable[..., str]:
 
 
 def _asking_us_last(finish: Callable[..., None]) -> Callable[..., None]:
-    """The end of a model's construction, where its modules can be looked at."""
+    """Wraps the end of a model's construction, where its modules can be examined."""
 
     @wraps(finish)
     def post_init(self: PreTrainedModel) -> None:
@@ -125,10 +127,10 @@ def _asking_us_last(finish: Callable[..., None]) -> Callable[..., None]:
 
 
 def _asking_us_first(change: Callable[..., None]) -> Callable[..., None]:
-    """transformers' change of a whole model, before which every part is judged.
+    """Wraps transformers' change of a whole model's implementation; every part is judged before it.
 
-    transformers itself looks at one model per configuration, and leaves out, with a mere log line, what it
-    finds no attention function in.
+    transformers itself looks at one model per configuration, and skips, with only a log line, those in which
+    it finds no attention function.
     """
 
     @wraps(change)
@@ -148,7 +150,7 @@ def _asking_us_first(change: Callable[..., None]) -> Callable[..., None]:
 
 
 def _requested(config: Any, request: Any) -> Iterator[tuple[Any, Any]]:
-    """Each configuration in `config`, and what the request (a name or a dict) means for it."""
+    """Each configuration inside `config`, and the name that the request (a name or a dict) gives it."""
     nested = isinstance(request, dict)
     yield config, request.get("", config._attn_implementation) if nested else request
     for key in config.sub_configs:
@@ -164,7 +166,7 @@ def _judge(model_class: type, config: Any, name: str) -> Service:
 
 
 def _judge_late(config: Any) -> None:
-    """Judges a configuration that no model came with: it needs a class of models that call us."""
+    """Judges a configuration whose model was never checked: some model class of it must call us."""
     refusal = None
     for model_class in model_classes(type(config)):
         try:
@@ -192,19 +194,20 @@ def attention_forward(
     output_attentions: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """What a model's attention layer calls: (B, Sq, Hq, Dv) and, with `output_attentions`, the weights.
+    """The function that attention layers call: (B, Sq, Hq, Dv) and, with `output_attentions`, the weights.
 
     query (B, Hq, Sq, D), key (B, Hk, Sk, D), value (B, Hk, Sk, Dv), Hq a multiple of Hk; read in place.
-    attention_mask: 4-D, broadcastable to (B, Hq, Sq, Sk), bool (True attends) or floating (added). It says
-        all about who sees whom. Without one, `is_causal` (default: the module's) hides later positions, and
-        `sliding_window` n those n or more away; one query stands at the last key, several begin at the first.
+    attention_mask: 4-D, broadcastable to (B, Hq, Sq, Sk), bool (True attends) or floating (added). It alone
+        decides who sees whom. Without a mask, `is_causal` (default: the module's) masks later positions, and
+        `sliding_window` n masks those n or more away; a single query is aligned to the last key, several
+        begin at the first.
     position_bias: broadcastable to (B, Hq, Sq, Sk), floating, added to the scores; differentiable.
-    output_attentions: also return the weights after dropout, (B, Hq, Sq, Sk). A model that was asked for them
-        gets them also where its layers do not pass this on.
+    output_attentions: also return the weights after dropout, (B, Hq, Sq, Sk). A model that is asked for them
+        gets them even if its layers do not pass this argument on.
     cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: without a mask, B = 1 holds packed sequences.
 
     Raises:
-        ArgumentError: an argument that we do not serve (sinks, paged caches, sparse indices), by name.
+        ArgumentError: an argument that is not supported (sinks, paged caches, sparse indices), by name.
     """
     _refuse_unsupported(kwargs)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -213,7 +216,7 @@ def attention_forward(
         return _packed(q, k, v, causal, sliding_window, scaling, softcap, dropout, kwargs), None
     check.qkv(q, k, v, 4, "(B, S, H, D)")
     if q.shape[0] == 1:
-        # Models with learned queries have one batch entry of them for all.
+        # Models with learned queries have one batch entry of queries for all.
         q = q.expand(k.shape[0], -1, -1, -1)
     check.same_batch(q, k)
     mask, band = _mask_and_band(attention_mask, q.shape[1], k.shape[1], causal, sliding_window)
@@ -249,15 +252,15 @@ def make_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask of a forward pass, the smallest one that is right: None, `BandMask`, or (B, 1, Sq, Sk) bool.
+    """The mask of a forward pass, the smallest correct one: None, `BandMask`, or (B, 1, Sq, Sk) bool.
 
-    Query i stands at position q_offset + i (q_offset: an int, or a 0-dim tensor), key j at kv_offset + j, and
+    Query i is at position q_offset + i (q_offset: an int, or a 0-dim tensor), key j at kv_offset + j, and
     `mask_function(b, h, i, j)` tells whether position i sees position j. attention_mask is the padding,
-    (B, positions) bool, True for tokens; positions beyond it are padding. None is returned only where the
-    caller allows it and `attention_forward` takes it for the same.
+    (B, positions) bool, True for tokens; positions beyond it are padding. None is returned only if the caller
+    allows it and `attention_forward` gives it the same meaning.
 
     Raises:
-        ArgumentError: no model that has the `config` of this call would read the mask as it is meant.
+        ArgumentError: no model with the `config` of this call would read the mask correctly.
     """
     if (config := kwargs.get("config")) is not None:
         if type(config) not in _judged and not torch.compiler.is_compiling():
@@ -266,7 +269,7 @@ def make_mask(
         allow_is_causal_skip = allow_is_causal_skip and may_be_none
         allow_is_bidirectional_skip = allow_is_bidirectional_skip and may_be_none
     window = None if is_tracing(attention_mask) else _window_of(mask_function, local_size)
-    # A static cache keeps q_offset on the device: a mask of one row is not worth waiting for it.
+    # A static cache keeps q_offset on the device: a mask of one row is not worth a wait for it.
     decoding = q_length == 1 and isinstance(q_offset, Tensor)
     if window is None or decoding:
         return sdpa_mask(
@@ -286,7 +289,7 @@ def make_mask(
     band = _band(window, int(q_offset) - kv_offset, q_length, kv_length)
     tokens = _tokens(attention_mask, kv_offset, kv_length)
     if tokens is not None and bool(tokens[:, : kv_length + min(band.right or 0, 0)].all()):
-        # Only keys that no query sees are padding, such as the unused end of a static cache.
+        # The only padding is in keys that no query sees, such as the unused end of a static cache.
         tokens = None
     causal_is_enough = allow_is_causal_skip and band == _unmasked_band(q_length, kv_length, True, None)
     nothing_to_hide = allow_is_bidirectional_skip and band.is_full
@@ -301,7 +304,7 @@ def make_mask(
 class BandMask(Tensor):
     """A (B, 1, Sq, Sk) bool mask kept as a band and one row of padding.
 
-    `attention_forward` reads the two; to everybody else it is the whole mask, made by any operation on it.
+    `attention_forward` reads the two; any other operation materialises the whole mask.
     """
 
     keys: Tensor
@@ -310,16 +313,16 @@ class BandMask(Tensor):
 
     @staticmethod
     def __new__(cls, keys: Tensor, padded: bool, band: Band, q_length: int) -> BandMask:
-        """`keys` (B, 1, 1, Sk), True for tokens, all True unless `padded`."""
+        """Wraps `keys` (B, 1, 1, Sk), True for tokens, all True unless `padded`."""
         B, _, _, Sk = keys.shape
         self = Tensor._make_wrapper_subclass(cls, (B, 1, q_length, Sk), dtype=torch.bool, device=keys.device)
         self.keys, self.padded, self.band = keys, padded, band
         return self
 
     def whole(self) -> Tensor:
-        """(B, 1, Sq, Sk), contiguous."""
+        """The whole mask, (B, 1, Sq, Sk), contiguous."""
         B, _, Sq, Sk = self.shape
-        # Counted on `keys`, so that tracing, which has fake keys, gets fake positions.
+        # Computed from `keys`, so that tracing, which has fake keys, gets fake positions.
         rows, columns = (self.keys.new_ones(S, dtype=torch.int64).cumsum(0) - 1 for S in (Sq, Sk))
         return (
             (self.keys & self.band.visible(rows[:, None], columns, Sq, Sk)).expand(B, 1, Sq, Sk).contiguous()
@@ -342,22 +345,22 @@ class BandMask(Tensor):
         return BandMask(inner["keys"], *context, outer_size[2])
 
     def _stable_hash_for_caching(self) -> str:
-        """What torch.compile's cache knows the mask by; its own default fails for dynamic shapes."""
+        """The mask's key in torch.compile's cache, whose own default fails for dynamic shapes."""
         keys = self.keys
         sizes = f"{tuple(self.shape)} {tuple(keys.shape)} {keys.stride()}"
         return f"BandMask {sizes} {keys.device} {self.padded} {tuple(self.band)}"
 
 
 def _attentions_are_recorded() -> bool:
-    """Whether a model around this layer collects what its layers return as weights."""
-    # In compiled code transformers keeps a global in place of the context variable, which cannot be traced.
+    """Whether a model around this layer collects the weights that its layers return."""
+    # In compiled code transformers uses a global instead of the context variable, which cannot be traced.
     compiling = torch.compiler.is_compiling()
     collected = _active_collector.global_var if compiling else _active_collector.get()
     return collected is not None and any("attentions" in key for key in collected)
 
 
 def _refuse_to_be_added(terms: tuple[Any, ...]) -> None:
-    """A model that adds its mask to scores expects numbers, and would read the bools as 0 and 1."""
+    """Refuses to add the mask to scores: a model that does so expects numbers, and bools would be 0 and 1."""
     if any(isinstance(x, Tensor) and x.is_floating_point() for x in terms):
         raise ArgumentError(
             "attn_implementation",
@@ -379,7 +382,7 @@ def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
 def _mask_and_band(
     attention_mask: Tensor | None, Sq: int, Sk: int, causal: bool, sliding_window: int | None
 ) -> tuple[Tensor | None, Band]:
-    """attention_mask taken apart: what remains a mask, and what the band says."""
+    """attention_mask split into the part that stays a mask and the band."""
     if attention_mask is None:
         return None, _unmasked_band(Sq, Sk, causal, sliding_window)
     if isinstance(attention_mask, BandMask) and not torch.compiler.is_compiling():
@@ -390,16 +393,16 @@ def _mask_and_band(
 
 
 def _unmasked_band(Sq: int, Sk: int, causal: bool, sliding_window: int | None) -> Band:
-    """What a layer means that passes no mask: see `attention_forward`."""
+    """The band of a layer that passes no mask: see `attention_forward`."""
     first_row_at = Sk - 1 if Sq == 1 else 0
     reach = None if sliding_window is None else sliding_window - 1
     return _band((reach, 0 if causal else reach), first_row_at, Sq, Sk)
 
 
 def _band(window: Window, first_row_at: int, Sq: int, Sk: int) -> Band:
-    """The band of a window around each query's own position, where query 0 stands at key `first_row_at`.
+    """The band of a window around each query's own position, with query 0 at key `first_row_at`.
 
-    Bounds that hide nothing are dropped: backends serve an open side faster.
+    Bounds that mask nothing are dropped: backends serve an unbounded side faster.
     """
     shift = first_row_at - (Sk - Sq)
     left, right = window
@@ -427,7 +430,7 @@ def _packed(
     dropout: float,
     kwargs: dict[str, Any],
 ) -> Tensor:
-    """Sequences one after another in the only batch entry, (1, T, H, D)."""
+    """Attention over sequences packed one after another in the only batch entry, (1, T, H, D)."""
     if q.shape[0] != 1:
         raise ShapeError(
             "query", tuple(q.shape), "with cu_seq_lens_q all sequences are packed in one batch entry"
@@ -451,7 +454,7 @@ def _packed(
 
 
 def _tokens(attention_mask: Tensor | None, kv_offset: int, kv_length: int) -> Tensor | None:
-    """The padding of the keys at hand, (B, Sk)."""
+    """The padding mask of this call's keys, (B, Sk)."""
     if attention_mask is None:
         return None
     missing = max(0, kv_offset + kv_length - attention_mask.shape[1])
@@ -459,7 +462,7 @@ def _tokens(attention_mask: Tensor | None, kv_offset: int, kv_length: int) -> Te
 
 
 def _window_of(mask_function: MaskFunction, local_size: int | None) -> Window | None:
-    """The window that `mask_function` draws around a position, if it is one of transformers' plain ones."""
+    """The window that `mask_function` describes, if it is one of transformers' plain functions."""
     known: list[tuple[MaskFunction, Window]] = [
         (causal_mask_function, (None, 0)),
         (bidirectional_mask_function, (None, None)),
@@ -473,7 +476,7 @@ def _window_of(mask_function: MaskFunction, local_size: int | None) -> Window | 
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two functions are certainly equal: the same code over the same captured values."""
+    """Whether two functions are certainly equal: the same code with the same captured values."""
     if isinstance(a, FunctionType) and isinstance(b, FunctionType):
         return a.__code__ is b.__code__ and _same(_captured(a), _captured(b))
     if isinstance(a, tuple) and isinstance(b, tuple):

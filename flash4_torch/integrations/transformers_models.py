@@ -1,9 +1,9 @@
-"""Tells from a Hugging Face model's classes whether it calls a registered attention function.
+"""Decides from a Hugging Face model's classes whether it calls a registered attention function.
 
-transformers takes a registered name for every architecture, also for those that compute attention
+transformers accepts a registered name for every architecture, also for those that compute attention
 themselves. Such a model would add our bool masks to its scores, or leave out the causal mask that our None
-stands for, and say nothing. So a model class is looked at before it is built: the code of its methods, and of
-the modules that it names, tells whether an `AttentionInterface` is asked for a function. No list of
+stands for, without an error. So a model class is examined before it is built: the code of its methods, and of
+the modules that it names, shows whether it gets a function from an `AttentionInterface`. No list of
 architectures is needed, and code from the hub or from a notebook is judged in the same way.
 """
 
@@ -25,31 +25,31 @@ _logger = logging.get_logger(__name__)
 
 _MASK_MODULE = "transformers.masking_utils"
 _SCORES = {"softmax", "Softmax", "scaled_dot_product_attention", "multi_head_attention_forward"}
-"""Names that appear where attention is computed (and in routers and losses: never enough alone)."""
+"""Names that appear where attention is computed (and in routers and losses: alone they prove nothing)."""
 
 _CLAIMS = ("_supports_sdpa", "_supports_attention_backend")
-"""Flags of a model class that say it is right with SDPA's masks, whose form ours have: bool, or None."""
+"""Flags of a model class that claim it works with SDPA's masks, bool or None, which is our form too."""
 
 _UNSERVED = {"s_aux": "attention sinks", "indices": "sparse attention", "block_indices": "sparse attention"}
 _HANDED_OVER = {"s_aux": "sink", "indices": "index", "block_indices": "index"}
-"""How the parameter or submodule behind each keyword is called that our attention does not serve."""
+"""Name of the parameter or submodule behind each keyword that our attention does not serve."""
 
 
 class Service(NamedTuple):
-    """What a class of models that is right under our name does with us."""
+    """How a model class that is correct under our name uses our functions."""
 
     calls_us: bool
     reads_none: bool
-    """Whether it takes a mask of None as SDPA does: for what the attention's `is_causal` says."""
+    """Whether it reads a mask of None as SDPA does: the attention's `is_causal` decides."""
 
 
 def judge_class(model_class: type, name: str) -> Service:
-    """Judges whether a model of this class computes the right thing under `attn_implementation=name`.
+    """Judges whether a model of this class computes the right result under `attn_implementation=name`.
 
-    The parts of a model that are models themselves are judged on their own, when they are built.
+    Parts of a model that are models themselves are judged separately, when they are built.
 
     Raises:
-        ArgumentError: the class computes attention itself; says where, and what to use instead.
+        ArgumentError: the class computes attention itself; the message says where, and what to use instead.
     """
     code = _Reached(model_class)
     own = code.own_attention()
@@ -57,7 +57,7 @@ def judge_class(model_class: type, name: str) -> Service:
     if table := code.table_without(name):
         raise _refusal(model_class, name, f"takes its attention from {table}, which has no {name!r}")
     if not like_sdpa and code.dispatches:
-        # Parts that never see a mask do not matter.
+        # Parts that never get a mask do not matter.
         own = [m for m in own if code.looks[m].takes_mask]
     if own and not (like_sdpa and (code.dispatches or not code.makes_masks)):
         raise _refusal(model_class, name, f"computes its attention itself, in {_names(own)}")
@@ -69,10 +69,10 @@ def judge_class(model_class: type, name: str) -> Service:
 
 
 def judge_model(model: PreTrainedModel, name: str) -> None:
-    """Judges the modules of a model that is built, save the parts which are models themselves.
+    """Judges the modules of a built model, except the parts that are models themselves.
 
     Raises:
-        ArgumentError: one of them hands over something that our attention does not serve.
+        ArgumentError: one of them passes an argument that our attention does not serve.
     """
     looks: dict[type, _Look] = {}
     todo: list[nn.Module] = [model]
@@ -99,13 +99,13 @@ def _refusal(model_class: type, name: str, reason: str) -> ArgumentError:
 
 
 def _has(module: nn.Module, attribute: str) -> bool:
-    """Whether a module has a parameter or a submodule called so."""
+    """Whether a module has a parameter or a submodule with this in its name."""
     owned = [*module._parameters.items(), *module._modules.items()]
     return any(attribute in key and value is not None for key, value in owned)
 
 
 def model_classes(config_class: type) -> Iterator[type]:
-    """The loaded model classes whose configuration is of this class."""
+    """The loaded model classes whose configuration has this class."""
     todo: list[type] = [PreTrainedModel]
     while todo:
         model_class = todo.pop()
@@ -119,7 +119,7 @@ def _names(classes: list[type]) -> str:
 
 
 class _Look(NamedTuple):
-    """What the code of one class says."""
+    """Findings in the code of one class."""
 
     dispatches: bool
     computes_scores: bool
@@ -131,7 +131,7 @@ class _Look(NamedTuple):
 
 
 class _Reached:
-    """A model class and the modules that it is built from, save those which are models themselves."""
+    """A model class and the modules that it is built from, except those that are models themselves."""
 
     def __init__(self, model_class: type) -> None:
         self.looks = {model_class: _look(model_class)}
@@ -151,12 +151,12 @@ class _Reached:
         return any(look.makes_masks for look in self.looks.values())
 
     def own_attention(self) -> list[type]:
-        """Modules that compute attention without asking for a function; the likeliest come first."""
+        """Modules that compute attention without a registered function; the likeliest come first."""
         found = [m for m, look in self.looks.items() if not look.dispatches and _is_attention(m, look)]
         return sorted(found, key=lambda m: (not self.looks[m].computes_scores, m.__name__))
 
     def table_without(self, name: str) -> str | None:
-        """A table of attention modules by implementation that has no entry `name`."""
+        """A table of attention modules by implementation that has no entry for `name`."""
         tables = [t for look in self.looks.values() for t in look.tables.items()]
         return next((title for title, table in tables if "eager" in table and name not in table), None)
 
@@ -197,7 +197,7 @@ def _look(module: type) -> _Look:
             elif isinstance(thing, FunctionType) and thing.__module__ == _MASK_MODULE:
                 look = look._replace(makes_masks=True)
             elif isinstance(thing, FunctionType) and thing.__module__ == module.__module__ and not dispatches:
-                # What a dispatching method names is the fallback that it hands over.
+                # Not for a dispatching method: the function that it names is the fallback that it passes.
                 todo.append(thing)
     return look
 
@@ -211,13 +211,13 @@ def _is_table(thing: Any) -> bool:
 
 
 def _methods(module: type) -> Iterator[FunctionType]:
-    """The functions of a class that it has not overridden, up to torch's and transformers' own."""
+    """The functions of a class and its bases that are not overridden, up to torch's and transformers' own."""
     overridden: set[str] = set()
     for base in module.__mro__:
         if base in PreTrainedModel.__mro__ or base.__module__.partition(".")[0] == "torch":
             continue
         for name, thing in vars(base).items():
-            # _init_weights names the classes that it initialises, not those that the model has.
+            # _init_weights names the classes that it initialises, not those that the model uses.
             if name == "_init_weights" or name in overridden:
                 continue
             if isinstance(function := _unwrapped(thing), FunctionType):
@@ -243,14 +243,14 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 
 def _keywords_in(code: CodeType) -> Iterator[str]:
-    """The strings in tuples of constants: names of keywords in calls are among them."""
+    """The strings in constant tuples, which include the keyword names of calls."""
     for constant in code.co_consts:
         if isinstance(constant, tuple):
             yield from (word for word in constant if isinstance(word, str))
 
 
 def _globals_named(function: FunctionType, names: set[str]) -> Iterator[tuple[str, Any]]:
-    """What the names mean: globals, captured variables, and the attributes of modules among these."""
+    """The objects that the names refer to: globals, captured variables, and attributes of modules."""
     scope = dict(function.__globals__)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:

@@ -1,4 +1,4 @@
-"""What a call of nn.MultiheadAttention has to fulfil, and the stock module's own errors where it does not."""
+"""Requirements on a call of nn.MultiheadAttention, with the stock module's own errors for violations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from . import padding
 
 
 class Call(NamedTuple):
-    """The arguments of one forward, in its order and with its defaults."""
+    """Arguments of one forward, in its order and with its defaults."""
 
     query: Tensor
     key: Tensor
@@ -35,7 +35,7 @@ _FLAGS = ("need_weights", "average_attn_weights", "is_causal")
 
 
 def has_kinds(call: Call) -> bool:
-    """Whether tensors are dense or nested tensors and flags are bools, as in nearly every call."""
+    """Whether all tensors are dense or nested and all flags are bools, as in nearly every call."""
     return (
         _is_served(call.query)
         and _is_served(call.key)
@@ -47,7 +47,7 @@ def has_kinds(call: Call) -> bool:
 
 
 def check_kinds(call: Call) -> None:
-    """Raises ArgumentError for what is no such tensor, or no flag."""
+    """Raises ArgumentError for a tensor that is neither dense nor nested, and for a flag that is none."""
     for name, x in call._asdict().items():
         if name in _FLAGS:
             check_flag(name, x)
@@ -63,7 +63,7 @@ def _is_served(x: object) -> bool:
 
 
 def check_flag(name: str, value: object) -> None:
-    """Raises ArgumentError for what is not True or False; 1, 0 and numpy's are, but not as `is_causal`."""
+    """Raises ArgumentError unless True or False; 1, 0 and numpy's bools count, but not for `is_causal`."""
     if isinstance(value, (bool, torch.SymBool)):
         return
     is_theirs = type(value).__name__ in ("bool", "bool_") or (isinstance(value, int) and value in (0, 1))
@@ -72,7 +72,7 @@ def check_flag(name: str, value: object) -> None:
 
 
 def check_constructor(sizes: Mapping[str, object], flags: Mapping[str, object], dropout: object) -> None:
-    """Raises ArgumentError for arguments of a kind with which no module can be made, or only by accident."""
+    """Raises ArgumentError for arguments of a type that could make no module, or only by accident."""
     for name, size in sizes.items():
         default = " or None" if name in ("kdim", "vdim") else ""
         if not _is_int(size) and not (default and size is None):
@@ -92,17 +92,17 @@ def _is_int(value: Any) -> bool:
 
 
 def appended_keys(module: nn.MultiheadAttention) -> int:
-    """How many keys add_bias_kv and add_zero_attn put behind the S given ones."""
+    """Number of keys that add_bias_kv and add_zero_attn append to the S given ones."""
     return int(module.bias_k is not None) + int(module.add_zero_attn)
 
 
 def is_causal_by_rule(module: nn.MultiheadAttention, call: Call) -> bool:
-    """Whether `is_causal` replaces `attn_mask`. Appended keys are seen by every row, so there it cannot."""
+    """Whether `is_causal` replaces `attn_mask`. With appended keys it cannot, since every row sees them."""
     return call.is_causal and appended_keys(module) == 0
 
 
 def check(module: nn.MultiheadAttention, call: Call) -> None:
-    """Raises and warns as the stock module's forward, before anything is computed."""
+    """Raises and warns like the stock module's forward, before anything is computed."""
     padding.check_dtypes(call.key_padding_mask, call.attn_mask)
     F._mha_shape_check(  # type: ignore[attr-defined]
         call.query, call.key, call.value, call.key_padding_mask, call.attn_mask, module.num_heads
@@ -160,7 +160,7 @@ def _masks_fit(module: nn.MultiheadAttention, call: Call) -> bool:
 
 
 def _is_mask(mask: Tensor, call: Call, *shapes: tuple[int, ...]) -> bool:
-    # Tuples of unlike length are compared element by element, too, which torch.export would guard by.
+    # Tuples of different lengths are compared element by element too, and torch.export would add guards.
     fits = any(mask.dim() == len(shape) and mask.shape == shape for shape in shapes)
     return fits and mask.device == call.query.device
 
@@ -172,13 +172,13 @@ def _batch_and_length(module: nn.MultiheadAttention, x: Tensor) -> tuple[int, in
 
 
 def _ignores_attn_mask(module: nn.MultiheadAttention, call: Call) -> bool:
-    """Whether a mask of any size will do, because neither module reads it."""
+    """Whether a mask of any size is accepted, because neither module reads it."""
     stock_reads_it = call.need_weights or call.key_padding_mask is not None
     return is_causal_by_rule(module, call) and not stock_reads_it
 
 
 def _raise_as_stock(module: nn.MultiheadAttention, call: Call) -> NoReturn:
-    """Lets torch's own function find the fault, so that type and text are those of the torch in use."""
+    """Lets torch's own function find the fault, so that the error is that of the installed torch."""
     query, key, value = (
         x.transpose(0, 1) if module.batch_first and x.dim() == 3 else x
         for x in (call.query, call.key, call.value)

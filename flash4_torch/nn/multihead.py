@@ -29,18 +29,19 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     Memory is linear in the sequence lengths; `need_weights=True` adds the weights it returns and one tile.
     Dropout, padding, masks, `add_bias_kv`, `add_zero_attn`, `kdim`, `vdim`, unbatched and nested inputs,
-    autocast, torch.compile and torch.export work in training and in evaluation, by the same path.
+    autocast, torch.compile and torch.export work in training and in evaluation, on the same code path.
 
-    Where the stock module has several answers, depending on the path it takes, this one has one:
+    Some results of the stock module depend on the path that it takes; this module has one answer for each:
 
     - a query that may attend to nothing gets weights 0, and so the bias of `out_proj` (stock: that, or NaN);
     - `is_causal=True` means that row i sees keys 0 to i, and `attn_mask` is not read (stock reads it when
-      there is a `key_padding_mask` or weights are needed). Only with `add_bias_kv` or `add_zero_attn` is it
-      read, because every row sees the keys they append (stock may hide them);
+      there is a `key_padding_mask` or weights are needed). It is read only with `add_bias_kv` or
+      `add_zero_attn`, because every row sees the keys that they append (stock may mask them);
     - outputs are contiguous (stock: in training, with `batch_first=True`, transposed views);
-    - nested inputs are served in training, too, and nested keys may have other lengths than the queries.
+    - nested inputs work in training too, and nested keys may have other lengths than the queries.
 
-    torch.fx records it as one call, as it does stock's. It is not for torch.jit.script, which is deprecated.
+    torch.fx records the module as one call, as it does stock's. torch.jit.script, which is deprecated, is not
+    supported.
     """
 
     def __init__(
@@ -57,23 +58,23 @@ class MultiheadAttention(nn.MultiheadAttention):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ):
-        """A module of its own; `from_torch` and `replace_attention` take over one that exists.
+        """Creates a new module; `from_torch` and `replace_attention` convert an existing one.
 
         Args:
             embed_dim: width of queries and outputs, over all heads.
-            num_heads: how many heads share `embed_dim`, which it divides.
+            num_heads: number of heads that share `embed_dim`; it divides `embed_dim`.
             dropout: probability of dropping a weight in training. Default: 0.
             bias: whether the projections add biases. Default: True.
             add_bias_kv: whether a learned key and value follow the given ones. Default: False.
             add_zero_attn: whether a key and a value of zeros follow all others. Default: False.
             kdim: width of keys. Default: `embed_dim`.
             vdim: width of values. Default: `embed_dim`.
-            batch_first: whether batches come as (N, S, E), not as (S, N, E). Default: False.
-            device: where the parameters are. Default: torch's default device.
-            dtype: their dtype. Default: torch's default dtype.
+            batch_first: whether batches are (N, S, E) instead of (S, N, E). Default: False.
+            device: device of the parameters. Default: torch's default device.
+            dtype: dtype of the parameters. Default: torch's default dtype.
 
         Raises:
-            ArgumentError: an argument is of the wrong kind.
+            ArgumentError: an argument has the wrong type.
             ValueError, AssertionError: sizes are not positive, or `num_heads` does not divide `embed_dim`.
         """
         contract.check_constructor(
@@ -104,7 +105,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return f"flash4_torch, embed_dim={self.embed_dim}, num_heads={self.num_heads}"
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """What torch.jit.script asks of a module first."""
+        """The first thing that torch.jit.script calls on a module."""
         raise ScriptError
 
     @classmethod
@@ -112,7 +113,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         """A new module with the parameters, submodules, hooks, settings and training flag of `module`.
 
         Parameters, submodules and hooks are shared, not copied: optimizers, tied weights and the handles of
-        hooks stay valid. Raises TypeError if `module` is no nn.MultiheadAttention, or one with a forward of
+        hooks stay valid. Raises TypeError if `module` is not an nn.MultiheadAttention, or has a forward of
         its own, which would be lost.
         """
         if not has_stock_forward(module):
@@ -122,7 +123,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             )
         adopted = adopted_class(module, cls)
         new = adopted.__new__(adopted)
-        # Not module.__dict__: this state is without a compiled call, which would go on calling `module`.
+        # Not module.__dict__: __getstate__ leaves out a compiled call, which would go on calling `module`.
         new.__dict__.update(nn.Module.__getstate__(module))
         for own in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             new.__dict__[own] = copy.copy(module.__dict__[own])
@@ -130,12 +131,12 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
-        """What stock says, to all but those who would then call a fused kernel in our place.
+        """The stock value, except for callers that would then call a fused kernel instead of this module.
 
-        nn.TransformerEncoderLayer in evaluation, and what is written after it, asks nothing else of its
-        attention that this class could answer otherwise without lying to everybody.
+        nn.TransformerEncoderLayer in evaluation, and code modelled on it, reads no other property of its
+        attention that this class could change without giving every reader a wrong value.
         """
-        if is_dynamo_compiling():  # which cannot trace the question, and traces nobody else who asks
+        if is_dynamo_compiling():  # dynamo cannot trace the stack query, and traces no other reader
             return False
         return self.__dict__["_qkv_same_embed_dim"] and not _would_bypass(sys._getframe(1))
 
@@ -175,7 +176,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         Raises:
             AssertionError, RuntimeError: sizes or dtypes that do not fit; the stock module's own errors.
-            ArgumentError: a nested call outside these limits, or an argument of the wrong kind.
+            ArgumentError: a nested call outside these limits, or an argument of the wrong type.
         """
         call = Call(
             query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
@@ -190,7 +191,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         q, k, v = (self._heads(x) for x in self._project(query, key, value))
         by_rule = contract.is_causal_by_rule(self, call)
-        # Stock aligns causal to the top left, windows are aligned to the bottom right.
+        # Stock aligns causal to the top left; our windows are aligned to the bottom right.
         window_right = q.shape[1] - k.shape[1] if by_rule else None
         mask = padding.merge(
             key_padding_mask,
@@ -210,7 +211,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                     q, k, mask, rng_state, **scores, average_heads=average_attn_weights
                 )
         else:
-            # The public function knows a short way.
+            # The public function has a fast path.
             out = attention(
                 q,
                 k,
@@ -223,14 +224,14 @@ class MultiheadAttention(nn.MultiheadAttention):
         return self._assemble(out, weights, is_batched=query.dim() == 3)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
-        """The three input projections, (..., embed_dim) each; one product for what is the same tensor.
+        """The three input projections, (..., embed_dim) each; inputs that are the same tensor share one GEMM.
 
-        They are views of that product: torch's own helper copies them apart.
+        The projections are views of its result; torch's own helper copies them into separate tensors.
         """
         weight, bias = self.in_proj_weight, self.in_proj_bias
         weights_dtype = (self.q_proj_weight if weight is None else weight).dtype
         if bias is not None and bias.dtype != weights_dtype and self.batch_first and query.dim() == 3:
-            # Torch's linear adds such a bias to transposed inputs, which stock's are here, and to no others.
+            # torch's linear adds a bias of another dtype only to transposed inputs, which stock has here.
             unbiased = self._project_without_bias(query, key, value)
             return [(x + b).to(x.dtype) for x, b in zip(unbiased, bias.chunk(3), strict=True)]
         if weight is None:
@@ -253,15 +254,15 @@ class MultiheadAttention(nn.MultiheadAttention):
         return F._in_projection(query, key, value, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
 
     def _heads(self, x: Tensor) -> Tensor:
-        """A projection in the layout of the inputs as a view (N, S, H, D)."""
-        # Not unflatten, whose result has fixed sizes for torch.onnx.export without dynamo.
+        """A projection, in the layout of the inputs, as a view (N, S, H, D)."""
+        # Not unflatten: torch.onnx.export without dynamo would fix the sizes of its result.
         heads = x.view(*x.shape[:-1], self.num_heads, self.head_dim)
         if heads.dim() == 3:
             return heads[None]
         return heads if self.batch_first else heads.transpose(0, 1)
 
     def _append(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Keys or values (N, S, H, D) with the learned and the zero one behind, if the module has them."""
+        """Keys or values (N, S, H, D), followed by the learned and the zero one if the module has them."""
         N, _, H, D = x.shape
         appended = []
         if bias is not None:
@@ -271,7 +272,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return torch.cat([x, *appended], dim=1) if appended else x
 
     def _score_options(self, window_right: int | None) -> dict[str, Any]:
-        """What `ops.attention` and `ops.attention_weights` must be told alike."""
+        """Options that `ops.attention` and `ops.attention_weights` must share."""
         return {
             "scale": self.head_dim**-0.5,
             "window_left": None,
@@ -286,7 +287,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _assemble(
         self, out: Tensor, weights: Tensor | None, is_batched: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Output projection of (N, L, H, D), and the layout of the inputs."""
+        """The output projection of (N, L, H, D), returned in the layout of the inputs."""
         rows = out.flatten(2)
         if is_batched and not self.batch_first:
             rows = rows.transpose(0, 1).contiguous()
@@ -324,7 +325,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         out = query.rewrap(F.linear(out.flatten(1), self.out_proj.weight, self.out_proj.bias))
         if not call.need_weights:
             return out, None
-        # The weights of all sequences have one shape only when padded, and so has stock's answer.
+        # The weights of all sequences fit one tensor only when padded; stock pads them too.
         both_real = query.is_real()[:, None, :, None] & key.is_real()[:, None, None, :]
         weights = ops.attention_weights(
             query.padded(q),
@@ -338,7 +339,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
 
 def _would_bypass(asker: FrameType | None) -> bool:
-    """Whether the function that asks calls the fused encoder layer; wrappers' properties only pass it on."""
+    """Whether the calling function uses the fused encoder layer; properties of wrappers are skipped."""
     while asker is not None and asker.f_code.co_name == "_qkv_same_embed_dim":
         asker = asker.f_back
     return asker is not None and "_transformer_encoder_layer_fwd" in asker.f_code.co_names
@@ -358,7 +359,7 @@ def has_stock_forward(module: object) -> bool:
 
 
 def adopted_class(module: nn.Module, new: type[Self]) -> type[Self]:
-    """`new`, or a subclass of it with the properties that a parametrized `module` has in its own class."""
+    """`new`, or a subclass with the properties that a parametrized `module` has in its own class."""
     if not parametrize.is_parametrized(module):
         return new
     own = type(module)

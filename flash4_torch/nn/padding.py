@@ -1,4 +1,4 @@
-"""The two masks of nn.MultiheadAttention as the one that attention takes, no larger than it has to be.
+"""Merges the two masks of nn.MultiheadAttention into the one that attention takes, as small as possible.
 
 `nn.MultiheadAttention` has a key_padding_mask, (S,) or (N, S), and an attn_mask, (L, S) or (N * H, L, S);
 True means ignore, floats are added. `ops.attention` has one mask that broadcasts to (N, H, L, S), where True
@@ -15,7 +15,7 @@ from torch import Tensor
 def check_dtypes(key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> None:
     """Raises and warns about mask dtypes exactly as nn.MultiheadAttention does.
 
-    Torch's own check also turns a bool mask into a float one, 4 bytes for each one; it is given empty masks.
+    torch's own check also converts a bool mask to float, 4 bytes per element, so it is given empty masks.
     """
     if key_padding_mask is None and attn_mask is None:
         return
@@ -41,7 +41,7 @@ def merge(
 ) -> Tensor | None:
     """One 4-D mask for `ops.attention`, or None; the last `extra_keys` keys, not in the masks, stay visible.
 
-    Bool masks stay bool, and nothing is expanded before both masks are there: a key_padding_mask alone gives
+    Bool masks stay bool, and nothing is expanded unless both masks are given: a key_padding_mask alone gives
     (N, 1, 1, S), an attn_mask alone (1, 1, L, S) or (N, H, L, S).
     """
     padding, mask = _widen(key_padding_mask, extra_keys), _widen(attn_mask, extra_keys)

@@ -1,4 +1,4 @@
-"""Nested tensors as the packed sequences that `ops.attention_varlen` takes, and back."""
+"""Conversion of nested tensors to the packed sequences that `ops.attention_varlen` takes, and back."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Ragged:
 
     Attributes:
         values: the sequences one after the other, (T, E).
-        cu_seqlens: where each begins and the last one ends, int32 (N + 1,).
-        max_seqlen: the length of the longest.
+        cu_seqlens: start of each sequence and end of the last one, int32 (N + 1,).
+        max_seqlen: length of the longest sequence.
     """
 
     def __init__(self, name: str, nested: Tensor):
@@ -45,15 +45,15 @@ class Ragged:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """The length of each sequence; reads them back from the device for a jagged tensor."""
+        """Length of each sequence; for a jagged tensor this reads from the device."""
         if self._is_jagged:
             return self._nested.offsets().diff().tolist()
         return [sequence.shape[0] for sequence in self._nested.unbind()]
 
     def check_lengths_of(self, name: str, other: Ragged) -> None:
-        """Raises ShapeError unless `other`, named `name`, has this one's lengths.
+        """Raises ShapeError unless `other`, named `name`, has the same lengths as this one.
 
-        Those of jagged tensors that were made apart are read back from the device, which no graph can.
+        The lengths of jagged tensors that do not share offsets are read from the device, which no graph can.
         """
         if self._is_jagged and self._nested.shape[:2] == other._nested.shape[:2]:
             return
@@ -65,7 +65,7 @@ class Ragged:
             raise ShapeError(name, "a nested tensor of other lengths than key", "they must be the same")
 
     def rewrap(self, values: Tensor) -> Tensor:
-        """(T, E') as a nested tensor with the lengths and the layout of this one."""
+        """Values (T, E') as a nested tensor with the lengths and the layout of this one."""
         if self._is_jagged:
             return torch.nested.nested_tensor_from_jagged(
                 values,
@@ -76,7 +76,7 @@ class Ragged:
         return torch.nested.as_nested_tensor(list(values.split(self.lengths)))
 
     def padded(self, values: Tensor) -> Tensor:
-        """(T, H, D) as (N, max_seqlen, H, D), zeros behind each sequence."""
+        """(T, H, D) as (N, max_seqlen, H, D), with zeros after each sequence."""
         return pad_sequence(list(values.split(self.lengths)), batch_first=True)
 
     def is_real(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""`replace_attention`: this package's attention in every nn.MultiheadAttention of a finished model."""
+"""`replace_attention`: this package's attention in every nn.MultiheadAttention of an existing model."""
 
 from __future__ import annotations
 
@@ -22,31 +22,32 @@ def replace_attention(
 ) -> dict[str, MultiheadAttention]:
     """Turns the nn.MultiheadAttention modules of `model` into `MultiheadAttention`, in place.
 
-    The modules stay the same objects and only change their class. So everything that refers to one still
-    holds: other references to it, hooks and their handles, parameters in optimizers, tied weights,
-    `state_dict` keys, device, dtype, training flag. It works for a `model` that is itself such a module, and
-    `module.__class__ = nn.MultiheadAttention` undoes it.
+    The modules stay the same objects and only change their class. So everything that refers to one stays
+    valid: other references to it, hooks and their handles, parameters in optimizers, tied weights,
+    `state_dict` keys, device, dtype, training flag. `model` may itself be such a module.
+    `module.__class__ = nn.MultiheadAttention` undoes the swap.
 
-    Swapped is what is exactly an nn.MultiheadAttention, parametrized (torch.nn.utils.parametrize) or not.
-    Subclasses, and modules with a forward of their own put onto the instance, are left alone: their forward
-    would be lost. A compiled model may be swapped: all compiled code is dropped (torch.compiler.reset) and
-    compiled anew when it is next called. Swap before wrappers that change the class of modules themselves,
-    such as FSDP's fully_shard.
+    Only modules whose class is exactly nn.MultiheadAttention are swapped, parametrized
+    (torch.nn.utils.parametrize) or not. Subclasses, and modules with a forward set on the instance, are left
+    alone: their forward would be lost. A compiled model may be swapped: all compiled code is dropped
+    (torch.compiler.reset) and compiled again at the next call. Swap before applying wrappers that change the
+    class of modules themselves, such as FSDP's fully_shard.
 
     Args:
         model: any module.
         predicate: called as predicate(name, module) for each candidate, with names as in
-            `model.named_modules()`; only where it returns True the module is swapped. Default: everywhere.
+            `model.named_modules()`; a module is swapped only if it returns True. Default: swap all.
 
     Returns:
-        The swapped modules by name. One registered at several places is there under each of its names, and
-        swapped if `predicate` says so for any of them. Empty when called again.
+        The swapped modules by name. A module registered in several places appears under each of its names,
+        and is swapped if `predicate` returns True for any of them. Empty when called again.
 
     Raises:
-        ArgumentError: `model` is no module, or `predicate` no function that picks.
+        ArgumentError: `model` is not a module, or `predicate` is not a function of a name and a module that
+            returns True or False.
 
     Warns:
-        NothingReplacedWarning: `model` has no nn.MultiheadAttention, or some that are left alone.
+        NothingReplacedWarning: `model` has no nn.MultiheadAttention, or has some that are left alone.
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError("model", type(model).__name__, "it must be a torch.nn.Module")
@@ -86,7 +87,7 @@ def _check_predicate(predicate: object) -> None:
 def _chooses(predicate: Callable[[str, Any], Any], name: str, module: nn.Module) -> bool:
     answer = predicate(name, module)
     try:
-        # Text and tensors of one element have a truth, but nobody means it.
+        # Strings and tensors of one element have a truth value, but nobody means it.
         if not isinstance(answer, (str, bytes, Tensor)):
             return bool(answer)
     except (TypeError, ValueError, RuntimeError):  # an array of many truths
@@ -95,7 +96,7 @@ def _chooses(predicate: Callable[[str, Any], Any], name: str, module: nn.Module)
 
 
 def _warn_of_others(named: Mapping[str, nn.Module]) -> None:
-    """Says what may have been meant, but was left alone; nothing if all is as it should be."""
+    """Warns of modules that may have been meant but were left alone, or of a model that has none."""
     left = {
         name: module
         for name, module in named.items()
@@ -129,7 +130,7 @@ def _why_left(module: nn.Module) -> str:
 
 
 def _forget_compiled_code() -> None:
-    """Compiled code may have stock's forward inlined, and not every torch guards it by the module's class."""
+    """Drops compiled code, which may have stock's forward inlined; some torches do not guard on the class."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
 

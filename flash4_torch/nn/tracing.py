@@ -1,4 +1,4 @@
-"""What torch.fx sees of the module: one call of it, as it sees one of torch's own modules."""
+"""torch.fx support: tracing records one call of the module, as it does for torch's own modules."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .contract import Call
 
 
 def record(module: nn.Module, call: Call) -> Any:
-    """A call_module of `module` in the graph being recorded, where a tracer did not make it a leaf.
+    """Records a call_module of `module` in the traced graph, if the tracer has not made it a leaf.
 
-    Tracers take modules defined in torch.nn for leaves, and look into all others.
+    Tracers treat modules defined in torch.nn as leaves, and trace into all others.
 
     Raises:
         ArgumentError: the graph cannot have that call.
@@ -33,7 +33,7 @@ def record(module: nn.Module, call: Call) -> Any:
 
 
 def _as_written(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional arguments, and those keywords that differ from the defaults."""
+    """Positional arguments, and the keywords that differ from the defaults."""
     defaults = Call(call.query, call.key, call.value)
     changed = {
         name: given

@@ -1,7 +1,7 @@
 """The operators `torch.ops.flash4.*`: the only place that touches torch.library.
 
-The functions below are differentiable, compile, export, vmap and autocast. They check nothing that `api`
-checks; tensors are (B, S, H, D), or packed (T, H, D).
+The functions below support autograd, torch.compile, torch.export, vmap and autocast. They do not repeat the
+checks of `api`; tensors are (B, S, H, D), or packed (T, H, D).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def attention(
     dropout_p: float,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(out (B, Sq, Hq, Dv), lse (B, Hq, Sq)).
+    """Attention as (out (B, Sq, Hq, Dv), lse (B, Hq, Sq)).
 
-    The band is aligned to the bottom right and may be negative; `attn_mask` is 4-D or None; `rng_state` comes
-    from `draw_rng_state` exactly when dropout_p > 0.
+    The band is aligned to the bottom right and its bounds may be negative; `attn_mask` is 4-D or None;
+    `rng_state` comes from `draw_rng_state` exactly when dropout_p > 0.
     """
     q, k, v = autocast_inputs(q, k, v)
     rng_state = _beside(q, rng_state)
@@ -59,7 +59,7 @@ def attention_varlen(
     dropout_p: float,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(out (Tq, Hq, Dv), lse (Hq, Tq)) of packed sequences; the band is aligned in each of them."""
+    """Attention over packed sequences as (out (Tq, Hq, Dv), lse (Hq, Tq)); the band is aligned in each."""
     q, k, v = autocast_inputs(q, k, v)
     rng_state = _beside(q, rng_state)
     return autograd.attention_varlen(
@@ -93,7 +93,7 @@ def attention_weights(
     dropout_p: float,
     average_heads: bool,
 ) -> Tensor:
-    """The weights `attention` applies, after dropout: (B, Sq, Sk) averaged over heads, or (B, Hq, Sq, Sk)."""
+    """The weights of `attention`, after dropout: averaged over heads (B, Sq, Sk), else (B, Hq, Sq, Sk)."""
     q, k = autocast_inputs(q, k)
     return autograd.attention_weights(
         q, k, attn_mask, rng_state, scale, window_left, window_right, softcap, dropout_p, average_heads
@@ -101,7 +101,7 @@ def attention_weights(
 
 
 def is_recorded(*arguments: object) -> bool:
-    """Whether a proxy is among them, which stands for a tensor while torch.fx records what is called."""
+    """Whether a proxy is among the arguments: it stands for a tensor while torch.fx records the calls."""
     return any(isinstance(x, fx.Proxy) for x in arguments)
 
 
@@ -123,7 +123,7 @@ def _use_flop_formulas() -> None:
 
 
 def _stay_whole_in_inductor() -> None:
-    """Inductor refuses operators that have a decomposition too, where the environment has CI set."""
+    """Keeps Inductor from refusing our operators: with CI set, it refuses those with a decomposition."""
     from torch._inductor.lowering import FALLBACK_ALLOW_LIST
 
     FALLBACK_ALLOW_LIST.update(f"flash4::{name}" for name in schema.SCHEMAS)
@@ -135,7 +135,7 @@ after_import("torch._inductor.lowering", _stay_whole_in_inductor)
 
 
 def _beside(q: Tensor, rng_state: Tensor | None) -> Tensor | None:
-    """`rng_state` as it may meet `q`: replicated if that is a DTensor."""
+    """`rng_state` in a form that fits `q`: replicated if `q` is a DTensor."""
     if rng_state is None or not _dtensor_loaded:
         return rng_state
     from . import sharding

@@ -1,8 +1,8 @@
-"""Doing something once another module is loaded, without loading it.
+"""Callbacks that run once another module is imported, without importing it.
 
-Sharding rules need torch.distributed.tensor and FLOP formulas need torch.utils.flop_counter, which loads
-Triton: together a second of everybody's import time for what few use. Whoever uses them imports them, and
-that is when ours join.
+Sharding rules need torch.distributed.tensor, and FLOP formulas need torch.utils.flop_counter, which loads
+Triton: together a second of import time for features that few use. Code that uses them imports them, and our
+rules are registered at that moment.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 
 
 def after_import(name: str, action: Callable[[], None]) -> None:
-    """Calls `action` now if module `name` is loaded, and right after somebody loads or reloads it."""
+    """Calls `action` now if module `name` is loaded, and right after each later load or reload of it."""
     finder = _Finder(name, action)
-    # First this: another thread may load the module meanwhile.
+    # The finder goes in first: another thread may load the module meanwhile.
     sys.meta_path.insert(0, finder)
     if name in sys.modules:
         import_module(name)  # waits for a thread that has not loaded all of it
@@ -29,10 +29,10 @@ def after_import(name: str, action: Callable[[], None]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module as the finders behind it do, and lets the action follow each execution of it.
+    """Finds one module by asking the later finders, and runs the action after each execution of the module.
 
-    It stays where it is: who asks for a specification may only be looking, and a reloaded module has
-    forgotten what was registered with it.
+    It stays installed: a request for a spec need not lead to an import, and a reloaded module has lost what
+    was registered with it.
     """
 
     def __init__(self, name: str, action: Callable[[], None]):
@@ -43,7 +43,7 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        # Another that does as this one does may ask everybody again.
+        # Another finder that works like this one may ask all finders again.
         if fullname != self._name or hasattr(self._asking, "others"):
             return None
         self._asking.others = True
@@ -67,13 +67,13 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader:
-    """The loader of a module, but for what follows when it has executed the one that everybody imports."""
+    """A module's own loader, plus the action after it has executed the module in sys.modules."""
 
     def __init__(self, loader: Any, finder: _Finder):
         self._loader, self._finder = loader, finder
 
     def exec_module(self, module: ModuleType) -> None:
-        # Who asks the module for its source, or for files beside it, shall find nothing unusual.
+        # Code that asks the module for its source, or for files next to it, must find its usual loader.
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader

@@ -11,7 +11,7 @@ from torch import Tensor
 from . import schema
 
 _DEVICES = {"AutocastCPU": "cpu", "AutocastCUDA": "cuda"}
-# Asked once: torch.compile cannot trace the question.
+# Queried once: torch.compile cannot trace the query.
 _WITH_AUTOCAST = frozenset(
     device
     for device in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
@@ -25,12 +25,12 @@ _TENSORS = {
     "attention_varlen_backward": 0,
     "attention_weights_backward": 0,
 }
-"""How many leading arguments of each operator are cast. A backward computes in its inputs' dtypes, whatever
-autocast it is called under; without a rule its own products would be cast."""
+"""Number of leading arguments of each operator that are cast. A backward computes in its inputs' dtypes under
+any autocast; without a rule its own matmuls would be cast."""
 
 
 def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in the autocast dtype of their device if autocast is on there; float64 stays."""
+    """The tensors, cast to the autocast dtype of their device if autocast is on there; float64 stays."""
     if not tensors:
         return tensors
     device = tensors[0].device.type

@@ -1,10 +1,10 @@
 """Gradients of the operators.
 
 One pair of save and backward functions per operator serves two paths. Compiled and exported graphs hold the
-operator itself, whose `register_autograd` the AOTAutograd cache knows. In eager an `autograd.Function` wraps
-the operator, because that costs half the host time. It has two forms: the classic one, and one with
-`setup_context`, which torch.func needs and which binds its signature anew on every call (50 µs). Gradients
-have no gradient: the backward operators' own backward raises.
+operator itself, whose `register_autograd` the AOTAutograd cache knows. In eager mode an `autograd.Function`
+wraps the operator, because that costs half the host time. It has two forms: the classic one, and one with
+`setup_context`, which torch.func needs and which binds its signature on every call (50 µs). Gradients have no
+gradient: the backward of a backward operator raises.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _none(n: int) -> tuple[None, ...]:
 
 
 def _differentiable(name: str, save: Callable[..., None], grads: Callable[..., Grads]) -> Callable[..., Any]:
-    """Registers the operator's autograd and returns the function that takes the right path to it."""
+    """Registers the operator's autograd and returns the function that calls it by the right path."""
     op = getattr(schema, name)
     decomposed = decomposition.by_name.get(name)
     torch.library.register_autograd(f"flash4::{name}", grads, setup_context=save, lib=schema.LIBRARY)
@@ -89,12 +89,12 @@ def _differentiable(name: str, save: Callable[..., None], grads: Callable[..., G
     def call(*args: Any) -> Any:
         if torch.compiler.is_compiling():
             if torch.autograd.forward_ad._current_level >= 0:
-                # In a graph the operator would answer with a tangent of zeros.
+                # In a graph the operator would return a tangent of zeros.
                 raise ForwardModeError
             return op(*args)
         if torch._C._is_tracing() and decomposed is not None and torch.onnx.is_in_onnx_export():
             return decomposed(*args)
-        # What autograd.Function itself asks; there is no public way to.
+        # The query that autograd.Function itself makes; there is no public one.
         if torch._C._are_functorch_transforms_active():
             return transformed.apply(*args)
         return eager.apply(*args) if _wants_grad(args) else _below_autograd(op, args)
@@ -106,9 +106,9 @@ def _differentiable(name: str, save: Callable[..., None], grads: Callable[..., G
 def function(
     name: str, forward: Callable[..., Any], backward: Callable[..., Grads], **attributes: Any
 ) -> type[torch.autograd.Function]:
-    """An autograd.Function by the name of the operator, flash4_<name>.
+    """An autograd.Function named after the operator, flash4_<name>.
 
-    The class of its nodes, whose name profilers, anomaly mode and `grad_fn` tell, is made along with it.
+    The class of its nodes is made along with it; profilers, anomaly mode and `grad_fn` show its name.
     """
     methods = {
         "forward": staticmethod(forward),
@@ -121,13 +121,13 @@ def function(
 
 
 def _below_autograd(op: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """The operator without a look at its autograd, which is written in Python and costs 12 µs to say no."""
+    """Calls the operator below its autograd kernel, which is Python and takes 12 µs to find nothing to do."""
     with torch._C._AutoDispatchBelowAutograd():
         return op(*args)
 
 
 def _wants_grad(args: tuple[Any, ...]) -> bool:
-    """Whether a derivative is asked for: in reverse, or in forward mode, which autograd.Function refuses."""
+    """Whether a derivative is requested: reverse mode, or forward mode, which autograd.Function refuses."""
     if torch.autograd.forward_ad._current_level >= 0:
         return True
     return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)

@@ -1,4 +1,4 @@
-"""Checks of the public functions' arguments; each failure names the argument, its value and the limit."""
+"""Checks of the public functions' arguments; each error names the argument, its value and the limit."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _INDEX_DTYPES = (torch.int32, torch.int64)
 _DTYPES_SENTENCE = "it must be bfloat16, float16, float32 or float64"
 _FLOAT32 = torch.finfo(torch.float32)
-"""Scores are numbers of it, and so is what changes them."""
+"""The type of scores, and of the numbers that are applied to them."""
 _LARGEST_INT = (1 << 63) - 1
-"""What the operators' schemas can carry."""
+"""The largest integer that the operators' schemas can carry."""
 
 
 def tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -42,7 +42,7 @@ def _not_dense(name: str, x: Tensor, of_nested: str = "") -> LayoutError:
 
 
 def qkv(q: Tensor, k: Tensor, v: Tensor, rank: int, layout: str) -> None:
-    """q, k and v have one dtype, one device and the layout '(B, S, H, D)' or '(T, H, D)'."""
+    """Requires one dtype, one device and the layout '(B, S, H, D)' or '(T, H, D)' of q, k and v."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != rank:
             raise ShapeError(name, tuple(x.shape), f"it must be {layout}, {rank} dimensions")
@@ -70,7 +70,7 @@ def qkv(q: Tensor, k: Tensor, v: Tensor, rank: int, layout: str) -> None:
 
 
 def _if_heads_first(q: Tensor, k: Tensor) -> str:
-    """What to say of heads if they would fit had they stood before the sequence."""
+    """A hint for the error if the head counts would fit with heads before the sequence; else empty."""
     Hq, Hk = q.shape[-3], k.shape[-3]
     if Hk < 1 or Hq < 1 or Hq % Hk:
         return ""
@@ -86,7 +86,7 @@ def same_batch(q: Tensor, k: Tensor) -> None:
 
 
 def sdpa_lengths(key: Tensor, value: Tensor) -> None:
-    """(..., S, E) and (..., S, Ev) have the same S."""
+    """Requires the same S of key (..., S, E) and value (..., S, Ev)."""
     tensors = isinstance(key, Tensor) and isinstance(value, Tensor) and not (key.is_nested or value.is_nested)
     if tensors and key.dim() > 1 and value.dim() > 1 and key.shape[-2] != value.shape[-2]:
         raise ShapeError("value", tuple(value.shape), f"its length must be key's, {key.shape[-2]}")
@@ -95,7 +95,7 @@ def sdpa_lengths(key: Tensor, value: Tensor) -> None:
 def sdpa_extras(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float
 ) -> None:
-    """What torch's own function would answer with words of its insides, or with garbage."""
+    """Rejects arguments for which torch's own function gives an obscure internal error or garbage."""
     tensors = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
     for name, x in tensors.items():
         if isinstance(x, Tensor) and x.layout not in (torch.strided, torch.jagged):
@@ -108,7 +108,7 @@ def sdpa_extras(
 
 
 def is_flag(value: Any) -> bool:
-    # The symbolic one is a comparison of sizes that are being traced.
+    # A SymBool is a comparison of symbolic sizes under tracing.
     return isinstance(value, (bool, torch.SymBool))
 
 
@@ -149,7 +149,7 @@ def scale(value: float | None, D: int) -> float:
 def softcap(value: float) -> float:
     number = _number("softcap", value, 0.0, _FLOAT32.max)
     if 0.0 < number < _FLOAT32.tiny:
-        # Scores are divided by it.
+        # Scores are divided by softcap.
         raise RangeError("softcap", value, f"it must be 0, for none, or at least {_FLOAT32.tiny:.3g}")
     return number
 
@@ -171,7 +171,7 @@ def _number(name: str, value: Any, low: float, high: float) -> float:
 
 
 def _shown(value: Any) -> object:
-    """The number, unless nobody would read its digits (Python itself refuses to write thousands)."""
+    """The number for an error message; its bit length if it is huge (Python refuses thousands of digits)."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"an int of {value.bit_length()} bits"
     return value
@@ -205,7 +205,7 @@ def _broadcasts(mask: Tensor, full: tuple[int, ...]) -> bool:
 
 
 def cu_seqlens(name: str, lengths: Tensor, q: Tensor) -> None:
-    """What can be said of cumulative lengths without reading them; `cu_seqlens_values` reads them."""
+    """Checks cumulative lengths without reading their values; `cu_seqlens_values` reads them."""
     if not isinstance(lengths, Tensor):
         raise ArgumentError(name, type(lengths).__name__, "it must be a tensor")
     if not is_dense(lengths):
@@ -225,7 +225,7 @@ def same_sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
 
 
 def max_seqlen(name: str, value: int | Tensor) -> int:
-    """An int, from an int or a 0-dim tensor."""
+    """The value as an int, given as an int or a 0-dim tensor."""
     if isinstance(value, Tensor) and value.dim() == 0 and not value.is_floating_point():
         if value.is_meta:
             raise DeviceError(name, value.device, "it must be on a device, for its value is read")
@@ -244,9 +244,9 @@ def max_seqlen(name: str, value: int | Tensor) -> int:
 
 
 def cu_seqlens_values(name: str, lengths: Tensor, total: int, longest: int) -> None:
-    """Cumulative lengths rise from 0 to `total` in steps of at most `longest`.
+    """Requires cumulative lengths that rise from 0 to `total` in steps of at most `longest`.
 
-    Only read on the CPU: on a GPU that would wait for it.
+    They are read on the CPU only: reading them from a GPU would wait for it.
     """
     if lengths.device.type != "cpu":
         return

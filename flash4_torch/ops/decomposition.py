@@ -1,8 +1,8 @@
-"""The operators written in torch's own, for exporters to formats that have no such operator, such as ONNX.
+"""The operators written in torch's own, for exporters to formats without such an operator, such as ONNX.
 
-Sizes may be symbolic. Memory is O(Sq * Sk). The functions stand in torch's table of decompositions, where
+Sizes may be symbolic. Memory is O(Sq * Sk). The functions are in torch's table of decompositions, where
 torch.onnx.export looks. `ExportedProgram.run_decompositions()` does not look there, so graphs for torch keep
-the operators; `run_decompositions(flash4_torch.ops.decompositions)` takes them apart.
+the operators; `run_decompositions(flash4_torch.ops.decompositions)` decomposes them.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def _attention_varlen(
     window_right: int | None,
     *rest: Any,
 ) -> tuple[Tensor, Tensor]:
-    """All sequences as one, whose queries see the keys of their own sequence only."""
+    """All sequences as one, with a mask so that queries see only the keys of their own sequence."""
     sequence_q, i, lengths_q = _places(q, cu_seqlens_q)
     sequence_k, j, lengths_k = _places(k, cu_seqlens_k)
     seen = sequence_q[:, None] == sequence_k
     band = Band(window_left, window_right)
     if not band.is_full:
-        # Only the difference of the lengths counts.
+        # Only the difference of the lengths matters to the band.
         longer = (lengths_k - lengths_q)[sequence_q]
         seen = seen & band.visible((i + longer)[:, None], j, 0, 0)
     out, lse, _ = _attention(q[None], k[None], v[None], seen[None, None], rng_state, scale, None, None, *rest)
@@ -75,7 +75,7 @@ def _scores(
     softcap: float,
     dropout_p: float,
 ) -> Tensor:
-    """(B, Hq, Sq, Sk), -inf outside the band."""
+    """Scores (B, Hq, Sq, Sk), -inf outside the band."""
     if dropout_p > 0.0:
         raise ArgumentError(
             "dropout_p",
@@ -103,7 +103,7 @@ def _masked(scores: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _softmax(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights, 0 in rows of only -inf, and logsumexp, with what rounding has taken from it."""
+    """Weights (0 in rows of only -inf), lse, and lse_low, the rounding error of lse."""
     highest = scores.amax(-1, keepdim=True)
     highest = highest.masked_fill(highest == -torch.inf, 0.0)
     weights = torch.exp(scores - highest)
@@ -115,14 +115,14 @@ def _softmax(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _heads_first(x: Tensor, q: Tensor) -> Tensor:
-    """(B, S, Hk, D) as (B, Hq, S, D): query head h reads key head h // (Hq / Hk)."""
+    """(B, S, Hk, D) as (B, Hq, S, D): query head h reads KV head h // (Hq / Hk)."""
     group = q.shape[2] // x.shape[2]
     x = x.transpose(1, 2)
     return x if group == 1 else x[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2)
 
 
 def _places(x: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """For each packed token its sequence and its place in it, and the sequences' lengths."""
+    """Each packed token's sequence and its position in it, and the sequences' lengths."""
     token = torch.arange(x.shape[0], device=x.device)
     sequence = (token[:, None] >= cu_seqlens[1:]).sum(1)
     return sequence, token - cu_seqlens[sequence], cu_seqlens[1:] - cu_seqlens[:-1]
@@ -137,6 +137,6 @@ decompositions: dict[Any, Callable[..., Any]] = {}
 for _name, _function in by_name.items():
     _op = getattr(schema, _name)
     decompositions[_op] = _function
-    # With a meta function beside it, fake tensors do not take the decomposition for the operator.
+    # The meta function keeps fake tensors from using the decomposition for the operator.
     torch._decomp.register_decomposition(_op, type="meta")(fake.by_name[_name])
     torch._decomp.register_decomposition(_op)(_function)

@@ -1,4 +1,4 @@
-"""What the operators return without computing it: shapes, dtypes and strides, for tracing and FakeTensors."""
+"""Shapes, dtypes and strides of the operators' results, for tracing and FakeTensors; nothing is computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FLOP counts: the two (forward) or five (backward) products, over the visible pairs."""
+"""FLOP counts of the two (forward) or five (backward) matmuls, over the visible pairs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Shape = tuple[int, ...]
 
 
 def _products(Hq: int, pairs: int, D: int, Dv: int) -> tuple[int, int]:
-    """FLOPs of one product over D (q k^T) and of one over Dv (weights v)."""
+    """FLOPs of one matmul over D (q k^T) and of one over Dv (weights v)."""
     return 2 * Hq * pairs * D, 2 * Hq * pairs * Dv
 
 
@@ -33,7 +33,7 @@ def attention(
     *rest: Any,
     **kwargs: Any,
 ) -> int:
-    """Forward: q k^T and weights v over the pairs inside the band; an attn_mask hides none."""
+    """Forward: q k^T and weights v over the pairs inside the band; an attn_mask does not reduce the count."""
     over_D, over_Dv = _dense(q, k, v, window_left, window_right)
     return over_D + over_Dv
 
@@ -82,7 +82,7 @@ def attention_weights_backward(dweights: Any, *args: Any, **kwargs: Any) -> int:
 
 
 def attention_varlen(q: Shape, k: Shape, v: Shape, *rest: Any, **kwargs: Any) -> int:
-    """Forward; lengths are data, so sequences count as equally long and the band as open."""
+    """Forward; lengths are data, so sequences count as equally long and the band as unbounded."""
     over_D, over_Dv = _packed(q, k, v, rest[0])
     return over_D + over_Dv
 
@@ -101,7 +101,7 @@ def _packed(q: Shape, k: Shape, v: Shape, cu_seqlens: Shape) -> tuple[int, int]:
 
 
 def register() -> None:
-    """Makes torch.utils.flop_counter, which this imports, count our operators."""
+    """Registers our formulas with torch.utils.flop_counter, which this imports."""
     from torch.utils.flop_counter import register_flop_formula
 
     for formula in (

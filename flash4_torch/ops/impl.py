@@ -1,4 +1,4 @@
-"""The operators' implementations, one for every device: describe the problem, let a backend serve it."""
+"""The operators' implementations, the same for every device: describe the problem, let a backend serve it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .schema import LIBRARY
 
 
 class CallOptions(NamedTuple):
-    """The arguments that close every attention operator's schema, in its order."""
+    """The last arguments of every attention operator's schema, in its order."""
 
     scale: float
     window_left: int | None

@@ -1,4 +1,4 @@
-"""Keywords that a function does not have, because its neighbours in other libraries do."""
+"""Errors for keywords that our functions do not have but similar functions of other libraries do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SAME = (
     ("max_seqlen_q", "max_length_q"),
     ("max_seqlen_k", "max_length_k"),
 )
-"""Names of one thing, as we, flash-attn, PyTorch, Hugging Face, xformers and FlashInfer write them."""
+"""Synonyms, ours first: names in flash-attn, PyTorch, Hugging Face, xformers and FlashInfer."""
 
 _OTHERWISE = {
     "alibi_slopes": "give what it adds to the scores as attn_mask",
@@ -35,9 +35,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def hides_unknown(function: Function) -> Function:
-    """Shows a function's signature without the `**unknown` by which it sees keywords it does not have.
+    """Removes from a function's signature the `**unknown` that catches keywords it does not have.
 
-    It stays the same object: a wrapper would cost each call.
+    The function stays the same object: a wrapper would add time to each call.
     """
     signature = inspect.signature(function)
     shown = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
@@ -46,7 +46,7 @@ def hides_unknown(function: Function) -> Function:
 
 
 def no_argument(function: Callable[..., Any], unknown: Iterable[str]) -> KeywordError:
-    """The error for the first of the keywords that `function` does not have."""
+    """The error for the first of these keywords, which `function` does not have."""
     keyword = next(iter(unknown))
     takes = list(inspect.signature(function).parameters)
     return KeywordError(function.__name__, keyword, _hint(keyword, takes))

@@ -1,10 +1,10 @@
-"""The operators of namespace `flash4`: their schemas, the single source of truth.
+"""The schemas of the operators in namespace `flash4`: the single source of truth.
 
 Layouts: dense tensors are (B, S, H, D), lse is (B, Hq, Sq); packed ones are (T, H, D) and lse is (Hq, Tq).
 The band (window_left, window_right) is aligned to the bottom right and may be negative; causal is right = 0.
 `rng_state` is the int64 pair (seed, offset) on the tensors' device, present exactly when dropout_p > 0.
-`lse_low` is what rounding has taken from lse, (B, Hq, Sq) with a floating attn_mask, else (B, Hq, 0): next to
-a large mask lse alone does not tell how many keys a row attends to. The backward takes it if there is any.
+`lse_low` is the rounding error of lse, (B, Hq, Sq) with a floating attn_mask, else (B, Hq, 0): with a large
+mask, lse alone does not tell how many keys a row attends to. The backward uses it if it is given.
 Every result is freshly allocated and contiguous. `dmask` has no elements unless `mask_grad` asks for it.
 """
 
@@ -37,7 +37,7 @@ SCHEMAS = {
     ),
 }
 
-# The schemas' results depend on strides only through kernels that read any stride.
+# The results depend on strides only in that the kernels read any stride.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 LIBRARY = torch.library.Library("flash4", "DEF")

@@ -6,13 +6,13 @@
                 is a Partial sum there
 
 Packed (varlen) tensors shard over heads, dimension 1, with replicated cu_seqlens. With dropout everything is
-replicated: dropout masks are keyed by batch and head index, and shards count theirs from zero.
+replicated: dropout masks are keyed by batch and head index, and each shard counts its own from zero.
 
-This is not context parallelism: a sharded sequence is gathered. torch's `context_parallel` runs ours on CUDA
-once `integrations.torch_sdpa` is activated, because its ring calls the aten operators.
+This is not context parallelism: a sharded sequence is gathered. torch's `context_parallel` runs our kernels
+on CUDA once `integrations.torch_sdpa` is activated, because its ring calls the aten operators.
 
-Importing this module imports torch.distributed.tensor, which takes most of a second; so only those pay who
-have it loaded already.
+Importing this module imports torch.distributed.tensor, which takes most of a second; so it is imported only
+once that is loaded anyway.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
 from . import schema
 
 Dims = dict[str, int]
-"""Of the tensors that have it: at which dimension the axis lies, by the schema's names."""
+"""The dimension at which the axis lies, by the schema's names of the tensors that have it."""
 
 _DENSE_ROWS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 _LSE = ("lse", "lse_low", "dlse")
@@ -46,18 +46,18 @@ _AXES: dict[str, tuple[Dims, ...]] = {
 
 @cache
 def register() -> None:
-    """Teaches DTensor our operators; more than once does no harm."""
+    """Registers our operators with DTensor; calling it again does no harm."""
     for name, axes in _AXES.items():
         op = getattr(schema, name)
-        # `register_sharding` would do, but its cache of decisions does not look at dropout_p and mask_grad,
-        # and its rules cannot see how many shards the mesh makes of the heads.
+        # Not `register_sharding`: its cache of decisions ignores dropout_p and mask_grad, and its rules
+        # cannot see into how many shards the mesh splits the heads.
         DTensor._op_dispatcher.sharding_propagator.register_op_strategy(
             op, _Strategy(op, axes), RuntimeSchemaInfo(_first_rule(op), ["dropout_p", "mask_grad"])
         )
 
 
 def beside(q: Tensor, rng_state: Tensor) -> Tensor:
-    """`rng_state` as it may enter an operator with `q`: for a DTensor, the first rank's, replicated."""
+    """`rng_state` in a form that an operator takes with `q`: for a DTensor, the first rank's, replicated."""
     if not isinstance(q, DTensor) or isinstance(rng_state, DTensor):
         return rng_state
     mesh = q.device_mesh
@@ -65,12 +65,12 @@ def beside(q: Tensor, rng_state: Tensor) -> Tensor:
 
 
 def _first_rule(op: Any) -> int:
-    """Index of the first argument that is not a tensor: from there on all are rules of the call."""
+    """Index of the first argument that is not a tensor; all later ones are options of the call."""
     return [argument.name for argument in op._schema.arguments].index("scale")
 
 
 class _Strategy:
-    """Given the inputs' shapes, the acceptable placements of inputs and outputs."""
+    """The acceptable placements of inputs and outputs, given the inputs' shapes."""
 
     def __init__(self, op: Any, axes: tuple[Dims, ...]):
         self._arguments = [argument.name for argument in op._schema.arguments]
@@ -113,7 +113,7 @@ class _Strategy:
 
 
 def _heads_divide(specs: dict[str, Any]) -> bool:
-    """Whether every shard of q's heads finds all of its key heads in k's shard."""
+    """Whether every shard of q's heads finds all of its KV heads in k's shard."""
     heads_dim = len(specs["q"].shape) - 2
     shards = 1
     for i, placement in enumerate(specs["q"].placements):

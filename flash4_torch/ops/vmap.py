@@ -1,4 +1,4 @@
-"""torch.vmap over the operators: the mapped dimension joins the batch where it can, else there is a loop."""
+"""torch.vmap over the operators: the mapped dimension joins the batch where it can, else a loop runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Mapped = tuple[Any, Any]
 
 
 def _loop(op: Callable[..., Any], size: int, in_dims: InDims, args: Sequence[Any]) -> Mapped:
-    """One call per mapped entry: right for every operator, mask and dropout."""
+    """One call per mapped entry: correct for every operator, mask and dropout."""
     if size == 0:
         return _of_nothing(op, in_dims, args)
     results = []
@@ -29,7 +29,7 @@ def _loop(op: Callable[..., Any], size: int, in_dims: InDims, args: Sequence[Any
 
 
 def _of_nothing(op: Callable[..., Any], in_dims: InDims, args: Sequence[Any]) -> Mapped:
-    """Empty results of the shapes that one call without data would have."""
+    """Empty results, with the shapes that one call on meta tensors gives."""
 
     def one(a: Any, d: int | None) -> Any:
         if not isinstance(a, Tensor):
@@ -73,7 +73,7 @@ def _can_fold(in_dims: InDims, args: Sequence[Any], tensors: int) -> bool:
     leading = all(
         a is None or (d is not None and a.numel()) for a, d in zip(args[:tensors], in_dims, strict=False)
     )
-    # Folding renumbers the batch, which masks with a batch dimension and dropout would notice.
+    # Folding renumbers the batch, which would change masks with a batch dimension and dropout.
     attn_mask, rng_state = args[tensors], args[tensors + 1]
     mask_stays = attn_mask is None or (in_dims[tensors] is None and attn_mask.shape[0] == 1)
     return leading and mask_stays and rng_state is None and args[-1] is not True

@@ -20,12 +20,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor
 
 
 def attention_weights(q: Tensor, k: Tensor, scoring: Scoring) -> Tensor:
-    """The weights that `attention` applies to v, after dropout: (B, Hq, Sq, Sk)."""
+    """Weights that `attention` applies to v, after dropout: (B, Hq, Sq, Sk)."""
     return _dropped(_softmax(_scores(q, k, scoring))[0], scoring)
 
 
 def _per_query_head(x: Tensor, q: Tensor) -> Tensor:
-    """(B, S, Hk, D) as (B, Hq, S, D): query head h reads key head h // (Hq / Hk)."""
+    """(B, S, Hk, D) as (B, Hq, S, D): query head h reads KV head h // (Hq / Hk)."""
     return x.repeat_interleave(q.shape[2] // x.shape[2], dim=2).transpose(1, 2)
 
 
@@ -39,7 +39,7 @@ def _scores(q: Tensor, k: Tensor, scoring: Scoring) -> Tensor:
 
 
 def _softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
-    # A row of only -inf would give NaN and poison gradients even where it is masked out afterwards.
+    # A row of only -inf would give NaN and poison gradients even if it were masked out afterwards.
     nothing = (scores == -torch.inf).all(-1)
     scores = scores.masked_fill(nothing[..., None], 0.0)
     weights = torch.softmax(scores, -1).masked_fill(nothing[..., None], 0.0)

@@ -1,16 +1,17 @@
-"""Which attention weights dropout keeps: a pure function of (seed, offset, b, h, i, j).
+"""The dropout mask of attention weights: a pure function of (seed, offset, b, h, i, j).
 
-So the mask depends on no tiling, device or direction, and the backward recomputes it instead of storing it.
+So the mask does not depend on tiling, device or direction, and the backward recomputes it instead of loading
+it.
 
 The generator is Philox 4x32 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011) with
 7 rounds, the fewest that pass BigCrush. One call turns a 128-bit counter into four words of 32 bits: the
-upper halves of 32 numbers from 0 to 255, one for each of 32 weights. The lower halves are mixed of the same
-words. They decide on a weight only where the upper half of its number ties with p's, one in 16.
+upper halves of 32 numbers from 0 to 255, one for each of 32 weights. The lower halves are mixed from the same
+words. They matter to a weight only if the upper half of its number equals p's, which happens once in 16.
 
 The mapping, fixed for every kernel
 -----------------------------------
-Write i = ... i4 i3 i2 i1 i0 in bits, and j likewise. The 32 weights of a call are the ones that differ only
-in the bits i3, i1, i0, j3, j0:
+Write i = ... i4 i3 i2 i1 i0 in bits, and j likewise. The 32 weights of a call are those that differ only in
+the bits i3, i1, i0, j3, j0:
 
     counter = (j >> 4 : j2 j1,  i >> 4 : i2,  b * Hq + h,  offset)     key = (seed low, seed high)
     y0 .. y4 = w1 <<< 12,  w2 <<< 3,  w3 <<< 19,  w0 <<< 24,  w1 <<< 8
@@ -18,36 +19,36 @@ in the bits i3, i1, i0, j3, j0:
     number   = bit e of each of m0 .. m3, w0 .. w3, m0's counting 1, w3's 128;   e = i1 i0 j0 j3 i3 in binary
 
 (`x >> 4 : x2 x1` is `(x >> 4) * 4 + 2 * x2 + x1`, and `<<<` rotates a word to the left.) A number alone would
-quantise p to 1/256. So let p * 256 = t + f with a whole t, and x = y0 ^ y1 ^ y2: dropped is
+quantise p to 1/256. So let p * 256 = t + f with an integer t, and x = y0 ^ y1 ^ y2: a weight is dropped if
 `number < t + (x < f * 2**32)`. Each weight is dropped with probability exactly p, to 40 bits, for three
 instructions per 32 weights, which share x.
 
-What is guaranteed
-------------------
-Take a call's words for 128 independent random bits. All that is made of them are sums modulo 2, so ranks
-say what is independent, and a test counts them all:
+Guarantees
+----------
+Assume that a call's words are 128 independent random bits. Everything derived from them is a sum modulo 2, so
+matrix ranks decide independence, and a test counts them all. Independent are:
 
-- any two and any three of the 32 numbers, and all sets of four but 216 of 35960,
+- any two and any three of the 32 numbers, and all sets of four except 216 of 35960,
 - the upper halves of all 32 numbers,
-- x beside any two numbers, and beside any three but 128 of 4960.
+- x together with any two numbers, and together with any three except 128 of 4960.
 
-So beyond that, dependencies reach only weights that tie in the upper half, by the lower one; or, by x, those
-whose whole number is t.
+Beyond that, dependencies affect only weights whose upper half ties (through the lower half), and those whose
+whole number is t (through x).
 
 How to compare
 --------------
-The words need not be taken apart. Go up through the bits: what has been compared of a number is less than
-what has been of t (plus 1, where x says so) if two of three are true: the number's bit is 0, t's is 1, it was
-so without these bits. That is one instruction of a GPU for a bit of 32 numbers. And what comes of the lower
-halves can be rotated at once, instead of each of them.
+The words need not be unpacked. Go through the bits from the lowest: the part of a number compared so far is
+less than that of t (plus 1 where x < f * 2**32) if at least two of three hold: the number's bit is 0, t's bit
+is 1, it was less before this bit. That is one GPU instruction for one bit of 32 numbers. The lower halves'
+result is rotated once, instead of each mixed word.
 
-The 32 weights are chosen by what one GPU thread holds:
+The choice of the 32 weights follows from the fragment that one GPU thread holds:
 
 - wgmma accumulator, forward: rows r and r + 8 (i3), pairs of columns (j0), eight apart (j3 and up); the lane
-  fixes the rest. A thread holds 8 of the 32, which are a byte of the result, its lane's i1 and i0 say which.
-- the same accumulator of the transposed product (rows are keys, as in the backward): i0, i3 and j3 vary in
-  the thread. It holds 8 of the 32 again: half a byte for each i0, of those that its lane's i1 and j0 say.
-- they lie in an aligned 16 x 16 tile, the smallest one either MMA has.
+  fixes the rest. A thread holds 8 of the 32, one byte of the result, which its lane's i1 and i0 select.
+- the same accumulator of the transposed MMA (rows are keys, as in the backward): i0, i3 and j3 vary in the
+  thread. It again holds 8 of the 32: half a byte for each i0, selected by its lane's i1 and j0.
+- the 32 weights lie in an aligned 16 x 16 tile, the smallest tile of either MMA.
 """
 
 from __future__ import annotations
@@ -59,13 +60,13 @@ from torch import Tensor
 
 ROUNDS = 7
 BLOCK = 16
-"""Calls of the generator stay inside aligned BLOCK x BLOCK tiles of (i, j)."""
+"""Side of the aligned tiles of (i, j): a call of the generator stays inside one."""
 PLANES = 8
 """Bits of the number that decides on a weight."""
 ROTATIONS = (12, 3, 19, 24, 8)
-"""What turns w(k+1) into yk."""
+"""Left rotations that turn w(k+1) into yk."""
 TURN = 16
-"""What turns the mixed words into the lower halves."""
+"""Left rotation that turns the mixed words into the lower halves."""
 
 _LOW32 = 0xFFFFFFFF
 _SIGN = -(2**31)
@@ -76,16 +77,16 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 def philox(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor], rounds: int = ROUNDS
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox 4x32: four words out of four counter words and two key words.
+    """Philox 4x32: four words from four counter words and two key words.
 
-    All words are int64 tensors holding 32-bit values; they broadcast, so words that vary along few
+    All words are int64 tensors that hold 32-bit values; they broadcast, so words that vary along few
     dimensions stay small through the first rounds.
     """
     x0, x1, x2, x3 = counter
     k0, k1 = key
     for _ in range(rounds):
-        # The product of two 32-bit words wraps in int64, but its 64 bits are right. What x1 and x3 have above
-        # 32 bits is masked off where they are used.
+        # The product of two 32-bit words wraps in int64, but its 64 bits are right. The bits of x1 and x3
+        # above 32 are masked off where they are used.
         p0, p1 = x0 * _MULTIPLIERS[0], x2 * _MULTIPLIERS[1]
         x0, x1 = ((p1 >> 32) ^ x1 ^ k0) & _LOW32, p1
         x2, x3 = ((p0 >> 32) ^ x3 ^ k1) & _LOW32, p0
@@ -94,7 +95,7 @@ def philox(
 
 
 def thresholds(p: float) -> tuple[int, int]:
-    """p as (t, f): p = (t + f / 2**32) / 256, to 40 bits."""
+    """p as two integers (t, f): p = (t + f / 2**32) / 256, to 40 bits."""
     return divmod(round(p * 2**40), 2**32)
 
 
@@ -102,7 +103,7 @@ def thresholds(p: float) -> tuple[int, int]:
 class Dropout:
     """Dropout of one call: probability p, and the int64 pair (seed, offset) as a device tensor.
 
-    `first_batch` is added to batch indices: a sequence of a varlen call counts as its own batch entry.
+    `first_batch` is added to batch indices: each sequence of a varlen call counts as a batch entry.
     """
 
     rng_state: Tensor
@@ -111,11 +112,11 @@ class Dropout:
 
     @property
     def scale(self) -> float:
-        """What kept weights are multiplied by, 1 / (1 - p); 0 when nothing is kept."""
+        """Factor on kept weights, 1 / (1 - p); 0 when nothing is kept."""
         return 0.0 if self.p >= 1.0 else 1.0 / (1.0 - self.p)
 
     def keep(self, batch: range, Hq: int, rows: range, keys: range) -> Tensor:
-        """Bool (len(batch), Hq, len(rows), len(keys)), True where the weight is kept."""
+        """The mask, bool (len(batch), Hq, len(rows), len(keys)), True where the weight is kept."""
         device = self.rng_state.device
         seed, offset = self.rng_state[0], self.rng_state[1]
         i_words = _counter_words(rows, 2, device)[:, None]
@@ -131,11 +132,11 @@ class Dropout:
         return kept[:, :, i0 : i0 + len(rows), j0 : j0 + len(keys)]
 
     def _compare(self, words: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
-        """Int32 (heads, i >> 4 : i2, j >> 4 : j2 j1): the bit e says whether weight e is kept."""
+        """Keep bits, int32 (heads, i >> 4 : i2, j >> 4 : j2 j1): bit e says whether weight e is kept."""
         t, f = thresholds(self.p)
         high = [word.to(torch.int32) for word in words]
         turned = [_rotate(high[(k + 1) % 4], by) for k, by in enumerate(ROTATIONS)]
-        # Words are unsigned, torch's integers are not: both sides have their top bit inverted.
+        # The words are unsigned, torch's integers are not: the top bit is inverted on both sides.
         x = turned[0] ^ turned[1] ^ turned[2] ^ _SIGN
         kept = (x >= f + _SIGN).to(torch.int32).neg_()
         for k in range(4):
@@ -147,22 +148,22 @@ class Dropout:
 
 
 def _compare_bit(kept: Tensor, plane: Tensor, bit: int) -> Tensor:
-    """In place. The majority of the plane, of t's bit inverted, and of what the lower bits say."""
+    """The majority of the plane, t's bit inverted, and the lower bits' result; in place."""
     return kept.bitwise_and_(plane) if bit else kept.bitwise_or_(plane)
 
 
 def _rotate(word: Tensor, by: int) -> Tensor:
-    """Int32, to the left."""
+    """The int32 words, rotated to the left."""
     return (word << by).bitwise_or_((word >> 32 - by).bitwise_and_((1 << by) - 1))
 
 
 def _in_place(kept: Tensor) -> Tensor:
-    """Bool, the bits of (heads, i >> 4 : i2, j >> 4 : j2 j1) words in the order (heads, i, j)."""
+    """The bits of (heads, i >> 4 : i2, j >> 4 : j2 j1) words as bools in the order (heads, i, j)."""
     heads, rows, columns = kept.shape
-    # Words of 16 bits i0 j0 j3 i3, and of four of them, which differ in j2 and j1, one word: little-endian.
+    # Half words of 16 bits i0 j0 j3 i3; four of them, which differ in j2 and j1, make one word: little-endian.
     halves = kept.view(torch.int16).view(heads, rows, columns, 2).transpose(2, 3)
     fours = halves.flatten().view(torch.int64)
-    # j0 before i0: eight weights that differ in j2, j1, j0 are then bits of different bytes, in their order.
+    # j0 before i0: eight weights that differ in j2, j1, j0 are then bits of different bytes, in order.
     moved = (fours ^ (fours >> 4)) & 0x00F000F000F000F0
     fours ^= moved | (moved << 4)
     fours = fours.view(heads, rows // 2, 2, 2, columns // 4, 1, 1, 1)
@@ -175,5 +176,5 @@ def _in_place(kept: Tensor) -> Tensor:
 
 
 def _counter_words(span: range, each: int, device: torch.device) -> Tensor:
-    """Of the aligned tiles that hold `span`: so many `each`."""
+    """Counter words of the aligned tiles that cover `span`, `each` per tile."""
     return torch.arange(span.start // BLOCK * each, (span.stop + BLOCK - 1) // BLOCK * each, device=device)

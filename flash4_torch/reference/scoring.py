@@ -1,4 +1,4 @@
-"""The scores of a call: scale, softcap, mask and band in their one order, for any tile."""
+"""The scores of a call: scale, softcap, mask and band, always in this order, for any tile."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class Scoring:
     dropout: Dropout | None = None
 
     def cap(self, x: Tensor) -> Tensor:
-        """Softcap scaled products; the derivative is 1 - (result / softcap)^2."""
+        """Applies softcap to scaled q k^T; the derivative is 1 - (result / softcap)^2."""
         return x if self.softcap == 0.0 else torch.tanh(x / self.softcap) * self.softcap
 
     def biases(
         self, like: Tensor, Sq: int, Sk: int, batch: range, rows: range, keys: range
     ) -> Iterator[Tensor]:
-        """What is added to the capped scores (b, Hq, rows, keys) of one rectangle, in the dtype of `like`.
+        """Terms to add to the capped scores (b, Hq, rows, keys) of one rectangle, in the dtype of `like`.
 
-        The mask and the band, each broadcasting as it can: turning booleans into zeros and -inf then costs
-        little, and adding is several times faster than filling.
+        These are the mask and the band, each left broadcastable: converting booleans to zeros and -inf is
+        then cheap, and adding is several times faster than filling.
         """
         if self.attn_mask is not None:
             mask = mask_tile(self.attn_mask, batch, rows, keys)
@@ -62,5 +62,5 @@ def mask_tile(mask: Tensor, batch: range, rows: range, keys: range) -> Tensor:
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums are kept in: float64 for float64, else float32; the dtype of lse, too."""
+    """The dtype of sums and of lse: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -2,14 +2,14 @@
 
 The forward walks the keys of one block of rows and keeps, per row, a reference score `ref`, the sum of
 exp(score - ref) and the unnormalised output. The backward walks the rows of one block of keys and recomputes
-the weights from lse. Exponentials are taken in base 2, as exp2 is the instruction that exists.
+the weights from lse. Exponentials are taken in base 2, because exp2 is the instruction that exists.
 
 Two ideas of FlashAttention-4 are switches of `Tiling`:
 
 - conditional rescaling: `ref` follows the running maximum only once that has grown by more than a threshold.
   Until then a stale reference is exact, since output and sum share it; only the exponent range is used up.
-- polynomial exp2: 2^floor(x) times a degree-3 polynomial in x - floor(x), for the units that have more
-  multipliers than exponential functions. Its relative error, 8.8e-5, vanishes in a bfloat16 weight.
+- polynomial exp2: 2^floor(x) times a degree-3 polynomial in x - floor(x), for SMs that have more FMA
+  throughput than MUFU throughput. Its relative error, 8.8e-5, vanishes in a bfloat16 weight.
 
 The 'tiled' backend runs this file.
 """
@@ -43,21 +43,21 @@ def exp2_poly3(x: Tensor) -> Tensor:
 
 
 def tanh_over_(x: Tensor, c: float) -> Tensor:
-    """tanh(x / c) in the place of x: as exact as torch's, and on a CPU twice as fast."""
-    # e / (e + 2) with e = exp(2 x / c) - 1; where that would overflow the result has long been 1.
+    """tanh(x / c) in the place of x: as exact as torch's, and twice as fast on a CPU."""
+    # e / (e + 2) with e = exp(2 x / c) - 1; long before that overflows, the result is 1.
     e = x.mul_(2.0 / c).clamp_(max=80.0).expm1_()
     return e.div_(e + 2.0)
 
 
 @dataclass
 class RescaleCount:
-    """What conditional rescaling saved, counted in (row, key tile) steps after the first tile of a row."""
+    """Savings of conditional rescaling, counted in (row, key tile) steps after the first tile of a row."""
 
     steps: int = 0
     grown: int = 0
-    """Steps where the running maximum grew: where the plain online softmax changes its reference."""
+    """Steps in which the running maximum grew: there the plain online softmax changes its reference."""
     rescaled: int = 0
-    """Steps where it grew past the threshold, so that sum and output had to be multiplied."""
+    """Steps in which it grew past the threshold, so that sum and output had to be multiplied."""
 
     @property
     def skipped(self) -> float:
@@ -66,7 +66,7 @@ class RescaleCount:
 
 
 GPU_ELEMENTS = 1 << 25
-"""Scores held at once on a GPU: 128 MiB in float32, and a few times that for what is made of them."""
+"""Scores held at once on a GPU: 128 MiB in float32, and a few times that for the tensors made from them."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Tiling:
     """Tile sizes and the algorithm's switches.
 
     `rescale_threshold` is in base-2 units: 8 allows weights up to 2^8, 0 rescales at every new maximum.
-    `elements` bounds the scores held at once, over all heads of as many batch entries as fit.
+    `elements` bounds the scores held at once, over all heads of the batch entries that fit.
     """
 
     rows: int = 128
@@ -82,7 +82,7 @@ class Tiling:
     elements: int = 1 << 19
     rescale_threshold: float = 8.0
     exp2: Callable[[Tensor], Tensor] = torch.exp2_
-    """May work in place."""
+    """The exponential in base 2; it may work in place."""
 
     def exp(self, x: Tensor) -> Tensor:
         """e^x in the place of x."""
@@ -90,10 +90,10 @@ class Tiling:
 
     @classmethod
     def of(cls, q: Tensor, band: Band) -> Tiling:
-        """For few heads larger tiles, so that a step is worth its calls, but not where a window skips tiles.
+        """Larger tiles for few heads, so that a step is worth its calls, except where a window skips tiles.
 
-        A GPU's launches want much larger ones than a CPU's cache. The batch has no say, so that results do
-        not depend on it.
+        GPU launches need much larger tiles than a CPU's cache. The batch size does not matter, so that
+        results do not depend on it.
         """
         Hq, rows, keys = q.shape[2], cls.rows, cls.keys
         elements = cls.elements if q.device.type == "cpu" else GPU_ELEMENTS
@@ -108,18 +108,18 @@ class Tiling:
 
 
 def blocks(span: range, size: int) -> Iterator[range]:
-    """`span` cut into ranges of `size`, the last one shorter."""
+    """`span` split into ranges of `size`; the last one may be shorter."""
     for start in range(span.start, span.stop, size):
         yield range(start, min(start + size, span.stop))
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """One call's geometry: how (B, S, H, D) tensors are cut, and the scores of one tile.
+    """One call's geometry: how (B, S, H, D) tensors are split into tiles, and the scores of one tile.
 
-    What a tile holds is folded: one matrix for each batch entry and key head, (b * Hk, group * rows, ...).
-    Query heads that share a key head are further rows of it, so that GQA is a larger product and needs no
-    repeated keys. Masks and dropout see it unfolded, `per_head`.
+    A tile is folded: one matrix for each batch entry and KV head, (b * Hk, group * rows, ...). Query heads
+    that share a KV head are further rows of it, so that GQA is a larger matmul and needs no repeated keys.
+    Masks and dropout use the unfolded form, `per_head`.
     """
 
     q: Tensor
@@ -127,12 +127,12 @@ class Tiles:
     scoring: Scoring
 
     def rows_of(self, x: Tensor, batch: range, rows: range) -> Tensor:
-        """(b * Hk, group * rows, D), in the working dtype, of a (B, Sq, Hq, D) tensor."""
+        """Rows of a (B, Sq, Hq, D) tensor as (b * Hk, group * rows, D) in the working dtype."""
         part = x[batch.start : batch.stop, rows.start : rows.stop].to(working_dtype(x.dtype))
         return self.folded(part.transpose(1, 2))
 
     def keys_of(self, x: Tensor, batch: range, keys: range) -> Tensor:
-        """(b * Hk, keys, D), in the working dtype, of a (B, Sk, Hk, D) tensor."""
+        """Keys of a (B, Sk, Hk, D) tensor as (b * Hk, keys, D) in the working dtype."""
         part = x[batch.start : batch.stop, keys.start : keys.stop].to(working_dtype(x.dtype))
         return part.transpose(1, 2).flatten(0, 1)
 
@@ -168,17 +168,17 @@ class Tiles:
         if dropout is None:
             return None
         keep = dropout.keep(batch, self.q.shape[2], rows, keys)
-        # Bytes become numbers several times faster than booleans do.
+        # Bytes convert to floats several times faster than booleans do.
         return self.folded(keep.view(torch.uint8).to(working_dtype(self.q.dtype)).mul_(dropout.scale))
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Of one tile, (b * Hk, group * rows, keys)."""
+    """Scores of one tile, (b * Hk, group * rows, keys)."""
 
     masked: Tensor
     tanh: Tensor | None
-    """With softcap, the scores before the mask over softcap; their derivative is 1 - tanh^2."""
+    """With softcap, the scores before the mask, divided by softcap; their derivative is 1 - tanh^2."""
 
 
 def forward(
@@ -191,9 +191,9 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out (B, Sq, Hq, Dv) in q's dtype; lse (B, Hq, Sq), natural log, float32 (float64 for float64); lse_low.
 
-    lse_low, like lse, is what rounding has taken from it. Where scores are -1e9, because a large mask was
-    added to all of them, lse = max + log(sum) keeps nothing of the sum, and lse_low does.
-    q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv). `count` collects which rescales were skipped.
+    lse_low, shaped like lse, is the rounding error of lse. Where scores are -1e9, because a large mask was
+    added to all of them, lse = max + log(sum) keeps nothing of the sum, but lse_low does.
+    q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv). `count` counts the rescales that were skipped.
     """
     tiling = tiling or Tiling.of(q, scoring.band)
     (B, Sq, Hq, _), Sk, Dv = q.shape, k.shape[1], v.shape[3]
@@ -221,7 +221,7 @@ def forward(
 
 @dataclass
 class _OnlineSoftmax:
-    """The running state of a block of folded rows: reference score, sum of weights, unnormalised output."""
+    """Running state of a block of folded rows: reference score, sum of weights, unnormalised output."""
 
     ref: Tensor
     total: Tensor
@@ -232,13 +232,13 @@ class _OnlineSoftmax:
 
     @classmethod
     def empty(cls, q_rows: Tensor, Dv: int, tiling: Tiling, count: RescaleCount | None) -> _OnlineSoftmax:
-        # Until a row has seen a score its reference is the lowest finite number: -inf - -inf would be NaN.
+        # Before its first score a row's reference is the lowest finite number: -inf - -inf would be NaN.
         shape = q_rows.shape[:-1]
         ref = q_rows.new_full(shape, torch.finfo(q_rows.dtype).min)
         return cls(ref, q_rows.new_zeros(shape), q_rows.new_zeros(*shape, Dv), tiling, count)
 
     def step(self, scores: Tensor) -> Tensor:
-        """Takes in the next tile of scores and turns them in place into weights relative to `ref`."""
+        """Adds the next tile of scores, and turns them in place into weights relative to `ref`."""
         highest = torch.maximum(self.ref, scores.amax(-1))
         adopt = highest - self.ref > self.tiling.rescale_threshold / LOG2E
         self._tally(scores, adopt)
@@ -276,7 +276,7 @@ class _OnlineSoftmax:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Gradients in the inputs' dtypes and shapes; `dmask` only if it was asked for."""
+    """Gradients in the inputs' dtypes and shapes; `dmask` only if it was requested."""
 
     dq: Tensor
     dk: Tensor
@@ -300,7 +300,7 @@ def backward(
     """Gradients of q, k, v and, with `mask_grad`, of a floating attn_mask, from the forward's out and lse.
 
     dout (B, Sq, Hq, Dv); dlse (B, Hq, Sq) or None; lse_low the forward's, or None for zeros; the rest as in
-    `forward`. Weights come back as exp(scores - lse - lse_low), so nothing of size Sq * Sk is ever stored:
+    `forward`. Weights are recomputed as exp(scores - lse - lse_low), so nothing of size Sq * Sk is stored:
 
         ds = w * (dout v^T - rowsum(dout * out) + dlse)
         dv = w^T dout;   dq = scale * ds k;   dk = scale * ds^T q
@@ -351,19 +351,19 @@ def backward(
 def _below(
     scores: Tensor, tiles: Tiles, lse: Tensor, lse_low: Tensor | None, batch: slice, rows: slice
 ) -> Tensor:
-    """Scores less lse, in place: first what both may have in common, then what rounding took from lse."""
+    """scores - lse - lse_low, in place: lse first, as both may share a large part, then its rounding error."""
     scores.sub_(tiles.folded(lse[batch, :, rows, None]))
     return scores if lse_low is None else scores.sub_(tiles.folded(lse_low[batch, :, rows, None]))
 
 
 _FAITHFUL = 2.0**6
-"""Up to here what rounding takes from lse changes no weight by more than 4e-6."""
+"""Largest |lse| whose rounding error changes no weight by more than 4e-6."""
 
 
 def lse_low(q: Tensor, k: Tensor, lse: Tensor, scoring: Scoring, tiling: Tiling | None = None) -> Tensor:
-    """What rounding has taken from lse, shape and dtype of lse, where another kernel than `forward` made it.
+    """The rounding error of an lse that another kernel than `forward` computed, in lse's shape and dtype.
 
-    Scores are made again, in blocks of rows of which one has an lse above 64 or below -64; else it is 0.
+    Scores are recomputed for the blocks of rows in which some lse is above 64 or below -64; elsewhere it is 0.
     """
     low = torch.zeros_like(lse)
     is_large = (lse.abs() >= _FAITHFUL) & lse.isfinite()
@@ -387,7 +387,7 @@ def lse_low(q: Tensor, k: Tensor, lse: Tensor, scoring: Scoring, tiling: Tiling 
 
 
 def _rows_that_see(keys: range, scoring: Scoring, Sq: int, Sk: int, size: int) -> Iterator[range]:
-    """Blocks of rows of which at least one sees a key of `keys`."""
+    """Blocks of rows in which at least one row sees a key of `keys`."""
     for rows in blocks(range(Sq), size):
         seen = scoring.band.keys(rows, Sq, Sk)
         if max(seen.start, keys.start) < min(seen.stop, keys.stop):

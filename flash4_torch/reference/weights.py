@@ -1,6 +1,6 @@
-"""The attention weights themselves, for callers who want to look at them: a block of rows at a time.
+"""The attention weights themselves, for callers who want to see them, computed a block of rows at a time.
 
-Memory is the output plus one block: averaged over heads (B, Sq, Sk), else (B, Hq, Sq, Sk).
+Memory is the output (averaged over heads (B, Sq, Sk), else (B, Hq, Sq, Sk)) plus one block.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def backward(
 
 
 class _Block:
-    """One block of rows against all keys: its scores and softmax, and what they were made of."""
+    """One block of rows against all keys: its scores and softmax, and the tensors they were made from."""
 
     def __init__(self, tiles: Tiles, batch: range, rows: range):
         keys = range(tiles.k.shape[1])
@@ -91,7 +91,7 @@ class _Block:
 
 
 def _softmax_(scores: Tensor) -> Tensor:
-    """Softmax in the place of the scores; rows of only -inf give 0."""
+    """Softmax, in place of the scores; rows of only -inf give 0."""
     highest = scores.amax(-1, keepdim=True)
     weights = scores.sub_(highest.masked_fill_(highest == -torch.inf, 0.0)).mul_(LOG2E).exp2_()
     total = weights.sum(-1, keepdim=True)

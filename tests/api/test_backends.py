@@ -1,4 +1,4 @@
-"""Who serves a call, and that the answer is true."""
+"""Which backend serves a call, and that the answer of `support` is true."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_support_knows_what_is_forced(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [name for name, why in reasons.items() if not why] == [forced]
         for name, why in reasons.items():
             assert name == forced or f"FLASH4_BACKEND={forced} asks for another" in why
-    # What it cannot serve stays among its own reasons.
+    # Reasons of its own remain for a call that it cannot serve.
     assert "softcap is 2.0, and it has none" in flash4_torch.support(X, X, X, softcap=2.0)["cpu"]
     monkeypatch.setenv("FLASH4_BACKEND", "gpu")
     messages = []

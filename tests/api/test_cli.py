@@ -157,7 +157,7 @@ def test_info_says_who_serves_and_why_the_others_do_not() -> None:
 
 
 def test_info_says_whose_cuda_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several that may be installed: ptxas of one may spill where that of another does not."""
+    """Several CUDAs may be installed, and ptxas of one may spill where that of another does not."""
     monkeypatch.setattr(library, "installed_runtime", lambda: Path("/x/cu99/lib/libcute_dsl_runtime.so"))
     monkeypatch.setattr(key, "versions", key.versions.__wrapped__)
     assert info.versions()["CUDA (of nvidia-cutlass-dsl)"] == "cu99"
@@ -165,7 +165,7 @@ def test_info_says_whose_cuda_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_info_says_how_kernels_were_proven() -> None:
-    """What no GPU has run must say so."""
+    """Kernels that no GPU has run must say so."""
     proven = info.kernels()
     assert "timed on an H200" in proven["sm_90a"]
     for arch in proven.keys() - {"sm_90a"}:

@@ -31,7 +31,7 @@ def test_swapped_training_is_stock_training(tmp_path: Path, causal: bool) -> Non
             training.step()
         return training.result()
 
-    # An encoder is asked for one token in seven, so that it takes more of them for as steady a mean.
+    # An encoder is asked for one token in seven, so it needs more of them for as steady a mean.
     batch = 2 if causal else 16
     setup = Setup(16, heads=2, layers=1, context=32, batch=batch, steps=3, learning_rate=1e-3, causal=causal)
     results = {
@@ -55,7 +55,7 @@ def test_swapped_training_is_stock_training(tmp_path: Path, causal: bool) -> Non
 
 
 def test_times_are_compared_step_by_step() -> None:
-    """What slows two neighbouring steps alike changes nothing."""
+    """A slowdown of two neighbouring steps alike changes nothing."""
     import report
     from training import Result, Run
 

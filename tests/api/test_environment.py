@@ -65,7 +65,7 @@ def test_a_value_is_a_choice_or_named(variable: env.Variable, value: str) -> Non
 
 @given(variable=st.sampled_from([v for v in env.ALL if v.is_folder]), value=TEXT)
 def test_a_folder_is_absolute_or_named(variable: env.Variable, value: str) -> None:
-    """Kernels would be loaded from whatever working directory a process happens to have."""
+    """Otherwise kernels would be loaded from whatever working directory a process happens to have."""
     with environment(**{variable.name: value}):
         if value[0] in "/~":
             assert variable.get() == value

@@ -1,4 +1,4 @@
-"""The short way to a kernel: it does what the long way does, and only where nobody would notice it."""
+"""The fast path to a kernel: it does what the slow path does, only where nobody could tell the difference."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from flash4_torch.backends import tile_counters
 from flash4_torch.ops import impl
 from on_cpu import Machine, gpu
 
-# What torch says of its own tracer, when it is asked for and when forward mode loads it.
+# Torch's warning of its own tracer, when it is asked for and when forward mode loads it.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
 
@@ -53,7 +53,7 @@ class LongWay:
             self.calls += 1
             return choose(problem)
 
-        # What `remember` asks for is not a call.
+        # A choice that `record` asks for is not a call.
         monkeypatch.setattr(impl, "backends", type("Backends", (), {"choose": staticmethod(counting)}))
 
     def taken(self, call: Callable[[], Any]) -> bool:
@@ -267,7 +267,7 @@ def test_in_inference_mode_its_results_are_of_it(long_way: LongWay) -> None:
 
 
 def test_its_results_lie_where_the_inputs_do(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It allocates on the current device, which may be another: there it takes nothing."""
+    """It allocates on the current device; while that is another one, it allocates nothing there."""
     guards, current = torch._C._dynamo.guards, [0]
     allocate = guards._empty_strided_cpu
 
@@ -289,7 +289,7 @@ def test_its_results_lie_where_the_inputs_do(machine: Machine, monkeypatch: pyte
 
 
 def test_a_tangent_is_not_lost(machine: Machine) -> None:
-    """The long way refuses it."""
+    """The slow path refuses it."""
     attend(X)
     refused = pytest.raises(errors.ForwardModeError, match="no forward-mode derivative")
     with torch.autograd.forward_ad.dual_level(), refused:
@@ -354,7 +354,7 @@ WRONG: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("call", WRONG.values(), ids=WRONG)
 def test_errors_are_the_same(call: Callable[[], Any]) -> None:
-    """As the long way's, also after calls whose flags are equal as numbers."""
+    """Errors are those of the slow path, also after calls whose flags are equal as numbers."""
     with gpu(), mock.patch.object(fast_path, "lookup", lambda *call: (None, None)):
         expected = error_of(call)
     with gpu():
@@ -387,7 +387,7 @@ def test_its_memory_is_bounded_and_holds_no_tensors(
 
 
 def test_another_backend_is_left_alone() -> None:
-    """Without one that prepares launches, nothing changes."""
+    """Nothing changes without a backend that prepares launches."""
     fast_path.clear()
     with testing.backends_used() as used:
         for _ in range(3):

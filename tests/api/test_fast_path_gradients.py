@@ -1,4 +1,4 @@
-"""The short way through autograd: gradients as the long way gives them, and whoever listens is heard."""
+"""The fast path through autograd: gradients equal the slow path's, and no active observer is missed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def step() -> tuple[Tensor, ...]:
 
 
 def test_the_third_step_takes_it(long_way: LongWay) -> None:
-    """The first one's forward and the second one's backward are what others are prepared by."""
+    """The first step's forward and the second step's backward prepare the others."""
     assert [long_way.taken(step) for _ in range(4)] == [True, True, False, False]
     assert not long_way.taken(lambda: [x.sum() for x in step()])
 
@@ -102,7 +102,7 @@ def test_gradients_of_heads_apart_are_the_long_ways(machine: Machine) -> None:
 
 @pytest.mark.parametrize(("S", "turns"), [(200, True), (100, False)])
 def test_deterministic_steps_have_turns(machine: Machine, S: int, turns: bool) -> None:
-    """Unless a CTA has a whole head."""
+    """dQ is summed in order unless one CTA takes all tiles of a KV head."""
     q, k, v = (half(1, S, 2, 64).requires_grad_() for _ in range(3))
     for _ in range(3):
         flash4_torch.attention(q, k, v, deterministic=True).sum().backward()
@@ -151,7 +151,7 @@ def test_whoever_listens_is_not_passed_by(
 def test_numbers_that_are_not_in_memory_reach_the_kernel(
     long_way: LongWay, machine: Machine, unresolved: Callable[[Tensor], Tensor]
 ) -> None:
-    """What torch hands on as it is, the kernel gets as numbers."""
+    """The kernel gets plain numbers where torch hands a tensor on as it is."""
     prepared(long_way)
     dout = unresolved(half(1, 128, 2, 64))
     launched = len(machine.backwards)
@@ -197,7 +197,7 @@ def test_checkpoints_recompute(long_way: LongWay) -> None:
 
 
 def test_what_is_saved_may_lie_elsewhere(long_way: LongWay) -> None:
-    """Hooks take it away and bring back copies."""
+    """Hooks take saved tensors away and bring back copies."""
     prepared(long_way)
     wanted = step()
     with torch.autograd.graph.save_on_cpu():

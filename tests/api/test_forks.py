@@ -98,7 +98,7 @@ def test_a_forked_child_goes_on_without_the_threads_that_hold_locks(tmp_path: Pa
 
 
 def test_there_are_no_other_locks() -> None:
-    """Each has its place above: `forks.Lock`, or the dictionary that a fork empties."""
+    """Each lock has its place above: `forks.Lock`, or the dictionary that a fork empties."""
     found = {
         path.relative_to(PACKAGE).as_posix()
         for path in PACKAGE.rglob("*.py")

@@ -59,7 +59,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
     return x
 
 
-# Hypothesis writes no longer numbers.
+# Hypothesis cannot print longer numbers.
 ODD_NUMBERS = st.sampled_from(
     [x for x in (*garbage.NO_FLOAT32, *garbage.HUGE_SIZES, 1e-50, 5e-324, 2**62) if not abs(x) > 10**1000]
 )
@@ -106,7 +106,7 @@ NEARLY: list[Callable[[Tensor], Tensor]] = [
     lambda x: x.requires_grad_(),
     *(lambda x, dtype=dtype: x.to(dtype) for dtype in OTHER_DTYPES),
 ]
-"""What a tensor that fits becomes by a slip; it may fit still."""
+"""Slips that change a tensor that fits; it may still fit."""
 
 KEYWORDS = st.sampled_from(
     ["softmax_scale", "window_size", "is_causal", "causal", "mask", "xyz", "return_lse"]
@@ -115,7 +115,7 @@ KEYWORDS = st.sampled_from(
 
 @st.composite
 def spoilt(draw: st.DrawFn, good: Call, optional: tuple[str, ...]) -> Call:
-    """A good call with up to three arguments, given or not, made something else."""
+    """A good call with up to three arguments, given or not, replaced."""
     call = Call(good)
     names = st.sampled_from((*good, *optional))
     for name in draw(st.lists(names, min_size=1, max_size=3, unique=True)):
@@ -130,9 +130,9 @@ def spoilt(draw: st.DrawFn, good: Call, optional: tuple[str, ...]) -> Call:
 
 
 def outcome(function: Callable[..., Any], call: Call) -> tuple[Any, Exception | None]:
-    """What it returns, or what it raises."""
+    """The function's result, or the error that it raises."""
     with warnings.catch_warnings():
-        # Torch's own, of nested tensors and of masks' dtypes.
+        # Torch's own warnings, of nested tensors and of masks' dtypes.
         warnings.simplefilter("ignore")
         try:
             return function(**call), None
@@ -146,7 +146,7 @@ def assert_ours(error: Exception) -> None:
 
 
 def assert_close(actual: Tensor, exact: Tensor, peer: Tensor, what: str) -> None:
-    """The comparison is made where plain torch in the same dtype has a number at all."""
+    """Compares where plain torch in the same dtype has a number at all."""
     has_number = peer.isfinite() & exact.isfinite()
     assert actual.shape == exact.shape
     testing.assert_close_as_peer(actual[has_number], exact[has_number], peer[has_number], what=what)
@@ -228,7 +228,7 @@ def test_scaled_dot_product_attention(call: Call) -> None:
         return None
     mask = call.get("attn_mask")
     if expected is not None:
-        # Broadcasting knows no least rank; torch's function does.
+        # Broadcasting needs no minimum rank; torch's function does.
         assert isinstance(mask, Tensor) and mask.dim() < 2, expected
         peer = F.scaled_dot_product_attention(**{**call, "attn_mask": mask.expand(1, 1)})
     if result.is_meta or result.is_nested or float(call.get("dropout_p", 0.0)):
@@ -240,7 +240,7 @@ def test_scaled_dot_product_attention(call: Call) -> None:
 
 
 def _words(error: Exception | None) -> str:
-    """Without what tells a call by position from one by name."""
+    """The message, less the words that tell a call by position from one by name."""
     return re.sub(r" \(position \d\)", "", str(error))
 
 

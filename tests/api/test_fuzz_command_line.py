@@ -1,6 +1,6 @@
 """Any command line and any arguments of a warm-up: a right run, or an error of ours or of argparse.
 
-Nothing is compiled or measured: what would do so writes down what it was asked for, and is held to laws.
+Nothing is compiled or measured: stand-ins write down what they are asked for, and check it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ EXAMPLES = settings(
 )
 
 asked: list[tuple[list[Key], int | None]] = []
-"""What the compilers were asked for since the last call began."""
+"""Kernels and jobs that the compilers were asked for since the last call began."""
 
 
 def prepare(
@@ -60,7 +60,7 @@ def prepare(
 
 
 def plans() -> dict[str, Any]:
-    """The other classes that stand in kernels' names."""
+    """The other classes that occur in kernels' names."""
     from flash4_torch.kernels.common import mask_tables
     from flash4_torch.kernels.common.bwd import row_blocks
 
@@ -90,14 +90,14 @@ def seams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
 
 
-# Command lines: words with whether they are good where they stand.
+# Command lines: words, and whether they are good in their place.
 
 TEXT = st.text(st.characters(blacklist_characters="/.\0", blacklist_categories=("Cs",)), max_size=6)
-"""What names no folder outside of the test's own."""
+"""Text that names no folder outside of the test's own."""
 
 
 class Words(NamedTuple):
-    """What may stand somewhere, and what must not."""
+    """Words that may stand in some place, and words that must not."""
 
     good: Sequence[str] = ()
     bad: Sequence[str] = ()
@@ -208,7 +208,7 @@ def check_run(line: list[str], out: str) -> None:
 
 
 def check_refusal(status: int, out: str, err: str) -> None:
-    """Before anything was compiled or measured, with a last line that says why, in the caller's words."""
+    """Asserts refusal before any compilation or measurement, with a reason in the caller's words last."""
     assert status == 2 and out == "" and not asked
     assert re.search(r"^(python -m )?flash4_torch[a-z .]*: .{10}", err, re.MULTILINE), err
     assert not [text for text in _INTERNAL if text in err], err
@@ -283,13 +283,13 @@ GOOD: dict[str, Sequence[Any]] = {
 
 @st.composite
 def keywords(draw: st.DrawFn, names: Sequence[str]) -> dict[str, Any]:
-    """Good arguments, or, in one half, some that are anything."""
+    """Good arguments; in one half of the calls some are anything."""
     drawn = {"arch": "sm_90a", "head_dims": [64], "features": ["plain"]}
     spoilt = draw(st.booleans())
     for name in draw(st.lists(st.sampled_from(names), min_size=1, max_size=4, unique=True)):
         good = st.sampled_from(GOOD[name])
         drawn[name] = draw(st.one_of(good, ANYTHING) if spoilt else good)
-    # Without a name it would ask for the GPU's.
+    # With None, it would ask for the GPU's architecture.
     return drawn if drawn["arch"] is not None else drawn | {"arch": ""}
 
 

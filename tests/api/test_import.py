@@ -1,4 +1,4 @@
-"""What `import flash4_torch` costs and gives: our own modules, the public names, and nothing switched on."""
+"""Costs and effects of `import flash4_torch`: our own modules, the public names, and nothing switched on."""
 
 import json
 import subprocess
@@ -39,7 +39,7 @@ print(json.dumps({"new": new, "flash_attention_impl": current()}))
 
 
 def probe() -> dict[str, Any]:
-    """What a fresh interpreter that has torch loaded reports after importing us."""
+    """The report of a fresh interpreter with torch loaded, after it has imported us."""
     done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr == "", "importing is silent"
@@ -118,6 +118,6 @@ assert learned()
 
 
 def test_what_is_imported_later_still_learns_of_our_operators() -> None:
-    """Also after somebody has looked where it is, and when it is loaded anew."""
+    """It does so also after its spec has been looked up, and when it is reloaded."""
     done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

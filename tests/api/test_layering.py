@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = "flash4_torch"
 LEAVES = frozenset({"problem", "masks", "errors", "env", "forks", "processor", "store", "configs.types"})
 
-# What each layer may import of the package besides itself and the leaves.
+# Parts of the package that each layer may import besides itself and the leaves.
 MAY_IMPORT: dict[str, set[str]] = {
     **{leaf: set() for leaf in LEAVES},
     "configs": set(),
@@ -88,7 +88,7 @@ def uses(source: str, module: str, *, is_package: bool = False) -> Iterator[Use]
 
 
 def _origin(node: ast.ImportFrom, module: str, is_package: bool) -> str:
-    """The absolute name of what stands between `from` and `import`."""
+    """The absolute name of the module between `from` and `import`."""
     if not node.level:
         return node.module or ""
     up = node.level - is_package
@@ -157,7 +157,7 @@ def test_module_keeps_the_directions(path: Path) -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=module_name)
 def test_module_has_a_layer(path: Path) -> None:
-    """A new folder gets a line in MAY_IMPORT; until then the directions above would not hold it."""
+    """A new folder gets a line in MAY_IMPORT; until then the rules above would not apply to it."""
     name = module_name(path)
     assert name == PACKAGE or layer_of(name), f"{name} has no line in MAY_IMPORT or TOP"
 

@@ -1,4 +1,4 @@
-"""The README is true: its snippets run, and its table is what the backends say."""
+"""The README is true: its snippets run, and its table agrees with the backends."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ THREADS = 6
 
 @pytest.fixture
 def restless() -> Iterator[None]:
-    """Threads change places as often as they can."""
+    """Threads switch as often as they can."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -49,11 +49,11 @@ SHAPES = ((1, 40, 2, 16), (1, 40, 2, 32), (2, 24, 1, 16))
 CALLS: tuple[tuple[tuple[int, ...], dict[str, Any]], ...] = tuple(
     itertools.product(SHAPES, ({}, {"causal": True}, {"deterministic": True}))
 )
-"""Signatures: two threads begin with each three of them."""
+"""Call signatures: two threads begin with each three of them."""
 
 
 def steps(inputs: list[list[Tensor]], first: int) -> list[tuple[Tensor, ...]]:
-    """Out and gradients of all calls, from the first on, around the end, three times each."""
+    """Out and gradients of all calls, starting at `first` and wrapping around, each made three times."""
     found: dict[int, tuple[Tensor, ...]] = {}
     for i in (*range(first, len(CALLS)), *range(first)):
         for _ in range(3):
@@ -71,7 +71,7 @@ def assert_all_equal(results: list[list[tuple[Tensor, ...]]]) -> None:
 
 @pytest.mark.parametrize("backend", ["cpu", "prepared"])
 def test_first_calls_of_many_threads(restless: None, backend: str) -> None:
-    """By the short way too: each signature is prepared once, or more often, and always the same."""
+    """The fast path prepares each signature once, or more often, and always the same."""
     inputs = [[half(*shape).requires_grad_() for _ in "qkv"] for shape, _ in CALLS]
     tasks = [lambda first=first: steps(inputs, first) for first in (0, 0, 3, 3, 6, 6)]
     if backend == "cpu":
@@ -86,7 +86,7 @@ def test_first_calls_of_many_threads(restless: None, backend: str) -> None:
 
 
 def test_a_thread_forgets_while_others_call(restless: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory of the short way is emptied when it is full, whoever reads it."""
+    """The fast path's memory is emptied when it is full, whoever reads it."""
     monkeypatch.setattr(fast_path, "_MOST", 2)
     inputs = [[half(*shape).requires_grad_() for _ in "qkv"] for shape, _ in CALLS]
     with gpu():
@@ -97,7 +97,7 @@ def test_a_thread_forgets_while_others_call(restless: None, monkeypatch: pytest.
 
 
 def test_every_stream_has_one_counter(restless: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where threads ask for the first ones together, and for more than are allocated together."""
+    """It has, also where threads ask for the first ones at once, and for more than are allocated together."""
     own = threading.local()
     allocated: list[Tensor] = []
 

@@ -1,4 +1,4 @@
-"""What type checkers are told of the public functions. mypy reads this file, too: see pyproject.toml."""
+"""The public functions as type checkers see them. mypy reads this file, too: see pyproject.toml."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark measures what it says, compares like with like, and reports what its rows hold."""
+"""The benchmark measures what it claims, compares like with like, and reports the contents of its rows."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ from flash4_torch.errors import BackendError
 TINY = Cell(D=16, causal=True, S=24, B=2, Hq=4, Hk=2, dtype="float32")
 TWICE = Settings(rounds=2)
 
-# The folder also keeps results that are no run's of the benchmark.
+# The folder also holds results that no run of the benchmark wrote.
 RESULTS = [
     path
     for path in sorted((Path(command.__file__).parent / "results").glob("*.json"))
     if "sections" in json.loads(path.read_text())
 ]
 
-# Lengths for each D, group of heads, and where memory limits at 4.24 TB/s: TFLOP/s for each length, by hand.
+# Lengths for each D, mask and head group; then, where memory limits at 4.24 TB/s, TFLOP/s by hand.
 TABLE = """
 64 no 1: 256 512 1024 2048 4096 16384
 64 yes 1: 256 512 1024 2048 4096 16384
@@ -110,7 +110,7 @@ def test_flops_are_the_operators_own(causal: bool) -> None:
     with FlopCounterMode(display=False) as counter:
         flash4_torch.attention(q, k, v, causal=causal).backward(dout)
     counted = counter.get_flop_counts()["Global"]
-    # The operator counts the whole of the diagonal, a cell half of it.
+    # The operator counts the whole diagonal, a cell half of it.
     slack = 1 + 1 / 64 if causal else 1.0
     for direction, operator in (
         ("forward", torch.ops.flash4.attention),
@@ -248,7 +248,7 @@ def test_who_fails_or_is_wrong_is_left_out_and_named(
         "fa3": providers.fa3,
         "failing": lambda: Provider(_failing),
         "raw": lambda: Provider(providers.sdpa().forward, _gradients),
-        # The last, with which the others would be compared if it were right.
+        # The last one, which the others would be compared with if it were right.
         "wrong": lambda: Provider(_wrong),
         "sdpa": providers.sdpa,
     }.items():
@@ -267,7 +267,7 @@ def test_who_fails_or_is_wrong_is_left_out_and_named(
 
 
 def _gradients(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Any:
-    """A backward of its own, as FlashAttention-3's is."""
+    """A separate backward, as FlashAttention-3 has."""
     cell: Cell = rest[-1]
     leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
     return torch.autograd.grad(providers.sdpa().forward(*leaves, cell)[0], leaves, dout)
@@ -307,7 +307,7 @@ def test_a_window_is_ours_and_not_sdpas() -> None:
 
 
 class _Fa3:
-    """The two operators, with the names of their arguments, by torch."""
+    """FlashAttention-3's two operators, with the names of their arguments, made of torch's."""
 
     def __init__(self) -> None:
         self.rules: dict[str, Any] = {}
@@ -389,7 +389,7 @@ SPEEDS = st.floats(1.0, 1000.0)
 
 
 def _row(tflops: dict[str, float], **changes: Any) -> dict[str, Any]:
-    """A row as `measure` makes it, of contenders that take the same time each round."""
+    """A row as `measure` makes it, for contenders that take the same time each round."""
     first = next(iter(tflops.values()), 0.0)
     ratios = {name: dict.fromkeys(("median", "low", "high"), first / speed) for name, speed in tflops.items()}
     return {
@@ -594,7 +594,7 @@ def test_a_plot_has_a_panel_for_each_width_and_mask() -> None:
         for causal in (False, True)
         for S in (256, 512)
     ]
-    # One length is missing: the line passes over it.
+    # One length is missing: the line skips it.
     del rows[0]["tflops"]["fa3"]
     panels = [axes for axes in plots._speeds(rows).axes if axes.get_title()]
     assert [axes.get_title() for axes in panels] == [

@@ -1,4 +1,4 @@
-"""What kernels weigh is counted rightly, and the cycle model is the paper's."""
+"""Kernels' instructions are counted rightly, and the cycle model is the paper's."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_shared_bytes_belong_to_somebody(ptx: str, pipe: str, expected: str) -> 
 
 
 def test_a_kernel_that_can_be_counted_by_hand() -> None:
-    """One thread issues four products a turn and waits for them; four warps wait for that."""
+    """One thread issues four MMAs per iteration and waits for them; four warps wait for that."""
     turns = 3
     report = replace(LOOPS["tcgen05.mma m128n256k16"], turns=turns).launcher()(options=CHECKERS["races off"])
     weight = weigh(report)
@@ -142,8 +142,8 @@ def weight_of(**changes: object) -> Weight:
 
 
 PAPER = {
-    # M = N = d = 128: products, exponentials, and what shared memory moves, in KiB: three operands forward;
-    # backward eight, dS written, dQ written and read.
+    # M = N = d = 128: GEMMs, KiB that shared memory moves, and cycles of MMA, MUFU and shared memory, which
+    # moves three operands forward; backward eight, dS written, dQ written and read.
     "forward": (2, 3 * 32, Cycles(1024, 1024, 768, 0)),
     "backward": (5, 8 * 32 + 32 + 2 * 64, Cycles(2560, 1024, 3328, 0)),
 }
@@ -186,7 +186,7 @@ def cell(S: int, *, causal: bool = False) -> Cell:
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_flops_are_the_formulas(attend: emulated.Attend, direction: str) -> None:
-    """Of whole tiles; and a causal call does no more than a full one, nor less than it must."""
+    """FLOPs are those of whole tiles; a causal call does no more than a full one, nor less than it must."""
     full, causal = (
         sum(w.mma_flops for w in attend(cell(768, causal=causal), direction)) for causal in (False, True)
     )
@@ -205,7 +205,7 @@ def test_twice_the_heads_weigh_twice(attend: emulated.Attend, direction: str) ->
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_steady_part_doubles_with_the_blocks(attend: emulated.Attend, direction: str) -> None:
-    """A tile costs something once, and the same for every block that it visits: a n + b n * n for n tiles."""
+    """A tile has a fixed cost, and the same for every block that it visits: a n + b n * n for n tiles."""
     once, twice, four_times = (
         sum(weight.count(*ISSUED) for weight in attend(cell(S), direction)) for S in (256, 512, 1024)
     )
@@ -301,7 +301,7 @@ def test_recorded_numbers_are_of_every_cell_and_say_what_was_run() -> None:
         assert row["predicted_tflops"] == pytest.approx(entry.tflops(B200), abs=0.1)
         least = entry.cell.flops(entry.direction)
         done = sum(weight.mma_flops for weight in entry.launches)
-        # flash-attn-4 makes wide heads' scores twice.
+        # flash-attn-4 computes wide heads' scores twice.
         twice = entry.who == emulated.UPSTREAM and (entry.cell.D, entry.direction) == (256, "backward")
         assert least < done if entry.cell.causal or twice else done == least
 

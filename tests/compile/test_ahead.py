@@ -287,7 +287,7 @@ def test_a_script_runs_once_and_sees_a_bar_on_a_terminal_only(tmp_path: Path, lo
 
 @pytest.mark.parametrize("target", [SM100A, SM103A], ids=["sm_100a", "sm_103a"])
 def test_a_kernel_is_compiled_for_its_architecture(target: Target) -> None:
-    """Machine code for Blackwell names the one that it is for."""
+    """SASS for Blackwell names the architecture that it is for."""
     features = Features("bfloat16", 64, 64)
     entry, config = target.forward, target.forward_configs.forward(features, 4096, 4096)
     ((kernel, _),) = pool.prepare([Key(entry, (features, config), target.arch)], 1, silent)

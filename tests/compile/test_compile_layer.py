@@ -90,7 +90,7 @@ def test_a_kernel_is_compiled_once_kept_on_disk_and_loaded_from_there(folder: Pa
 
 
 def test_a_loaded_kernel_refuses_what_it_was_not_compiled_for(log: Path) -> None:
-    """So its code is there and runs; without a GPU that is as far as it goes."""
+    """This shows that its code is there and runs, as far as that goes without a GPU."""
     scale = layer.function(SCALE, (Scale(2.0, str(log)),), "sm_90a")
     with pytest.raises(ValueError, match="expected ndim=1"):
         scale(torch.zeros(2, 3))
@@ -102,7 +102,7 @@ def test_a_loaded_kernel_refuses_what_it_was_not_compiled_for(log: Path) -> None
 def test_code_is_for_the_architecture_that_was_asked_for(
     log: Path, variable: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever CUTE_DSL_ARCH says, and without a trace in the environment or the compiler's settings."""
+    """It is so, whatever CUTE_DSL_ARCH says, with no trace in the environment or the compiler's settings."""
     if variable:
         monkeypatch.setenv("CUTE_DSL_ARCH", variable)
     from cutlass.cutlass_dsl import CuTeDSL
@@ -116,7 +116,7 @@ def test_code_is_for_the_architecture_that_was_asked_for(
 
 
 def test_a_warm_first_call_is_short_and_imports_no_compiler(log: Path) -> None:
-    """Below a tenth of the cold one's time, of the processor's, as other tests may run beside this one.
+    """It takes below a tenth of the cold one's CPU time; CPU time, as other tests may run at the same time.
 
     It is 50 ms on an idle machine. Not counted are CUDA's bindings, which torch 2.13 imports and tvm-ffi does
     for older ones (50 ms), and a garbage collection that happens to fall into the call (80 ms with all of
@@ -168,7 +168,7 @@ def test_a_folder_that_cannot_be_written_to_costs_a_warning_only(
         assert [w.category for w in caught] == [RuntimeWarning]
 
 
-# What a key tells apart
+# What keys distinguish
 
 PLAIN = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=4), st.floats(allow_nan=False)),
@@ -281,7 +281,7 @@ def _must_not_build(folder: Path) -> Path:
 
 @given(contents=st.binary(min_size=1, max_size=200), data=st.data())
 def test_a_damaged_file_is_made_anew(contents: bytes, data: st.DataObject) -> None:
-    shutil.rmtree(cache.folder(), ignore_errors=True)  # of the example before
+    shutil.rmtree(cache.folder(), ignore_errors=True)  # left by the previous example
     with cache.obtained("a" * 32, _built(contents)) as file:
         whole = file.read_bytes()
     assert whole.startswith(contents)
@@ -384,7 +384,7 @@ def test_a_fork_in_the_middle_of_compiling_holds_up_neither_side(log: Path) -> N
     assert compilations(log) == 2
 
 
-# What goes wrong, and what is said of it
+# Errors and their messages
 
 
 def test_a_failure_names_the_kernel_and_may_be_tried_again(log: Path) -> None:
@@ -418,7 +418,7 @@ def test_reasons(entry: str, static: tuple[object, ...], reason: str) -> None:
 def test_a_kernel_whose_source_changes_meanwhile_is_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else another process would take the new code for what the old source makes."""
+    """Otherwise another process would take the new code for that of the old source."""
     source = """
         from pathlib import Path
         import compile_kernel

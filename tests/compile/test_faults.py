@@ -19,7 +19,7 @@ from fault_cases import CASES, IS_ROOT, Outcome
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    """Found out once for all tests of a run."""
+    """The outcomes of all faults, made once for all tests of a run."""
     found = folder_of_all_workers(tmp_path_factory) / "outcomes.json"
     with FileLock(found.with_suffix(".lock")):
         if not found.exists():

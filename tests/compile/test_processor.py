@@ -1,4 +1,4 @@
-"""What a CPU can do is part of what a kernel is known by: what is compiled for one may not run on another."""
+"""A CPU's extensions are part of a kernel's key: a kernel compiled for one CPU may not run on another."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def extensions() -> tuple[str, ...]:
 def test_only_extensions_that_compilers_use_count(
     description: Path, flags: list[str], count: int, mhz: float
 ) -> None:
-    """Neither their order does, nor what the system and the hypervisor add, nor the other cores."""
+    """Their order does not count, nor do additions by the system and the hypervisor, nor the other cores."""
     description.write_text(X86.format(mhz=mhz, flags=" ".join(["avx", *flags[:count]])))
     assert extensions() == tuple(sorted({"avx", *flags[:count]} & set(SELECTED)))
 
@@ -56,7 +56,7 @@ def test_other_machines_have_names_too(description: Path) -> None:
 
 
 def test_a_kernel_of_another_cpu_is_never_found(description: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is that of a CPU with fewer extensions: what the compiler tells apart, so does the key."""
+    """Nor is a kernel of a CPU with fewer extensions: the key distinguishes all that the compiler does."""
     monkeypatch.setattr(key, "versions", key.versions.__wrapped__)
     monkeypatch.setattr(processor, "extensions", processor.extensions.__wrapped__)
     digests = set()

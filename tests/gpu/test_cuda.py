@@ -1,4 +1,4 @@
-"""On a GPU: every feature against float64, the CPU's dropout masks, graphs, streams and devices."""
+"""Every feature on a GPU, against float64; the CPU's dropout masks, graphs, streams and devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a GPU that our kernels serve: they do, on the right stream and device, in graphs, by either way."""
+"""Our kernels on a GPU that they serve: the right stream and device, graphs, the fast and the slow path."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_the_short_way_launches_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_streams_that_overlap() -> None:
-    """Each launch leaves its counter at zero, and none draws from another's."""
+    """Each launch leaves its counter at zero, and none claims work from another's."""
     inputs = [qkv(1, 4096, 8) for _ in range(4)]
     expected = [flash4_torch.attention(*x, causal=True) for x in inputs]
     streams = [torch.cuda.Stream() for _ in inputs]
@@ -188,7 +188,7 @@ def test_graphs_give_their_memory_back() -> None:
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compiled(mode: str) -> None:
-    """In "reduce-overhead" torch makes CUDA graphs, and looks for memory that somebody keeps in them."""
+    """Torch makes CUDA graphs in "reduce-overhead", and looks for memory that somebody keeps in them."""
 
     @torch.compile(fullgraph=True, mode=mode)
     def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ def test_compiled(mode: str) -> None:
 def test_tensors_on_a_device_that_is_not_current() -> None:
     assert torch.cuda.current_device() == 0
     q, k, v = qkv(device="cuda:1")
-    for _ in range(2):  # the long way, then the short one
+    for _ in range(2):  # the slow path, then the fast one
         out = flash4_torch.attention(q, k, v, causal=True)
         assert out.device == q.device and torch.cuda.current_device() == 0
         assert_right(out, q, k, v, causal=True)

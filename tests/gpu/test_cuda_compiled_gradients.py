@@ -1,6 +1,6 @@
-"""On a GPU that our kernels serve, whatever the call: they compute its gradients, rightly and completely.
+"""Our kernels on a GPU that they serve compute the gradients of any call, rightly and completely.
 
-Sizes and layouts are drawn as for the forward.
+Sizes and layouts are generated as for the forward.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def assert_as_good_as_torch(
 
 
 def noise_of_stored(out: Tensor, dout: Tensor, q: Tensor, k: Tensor, scale: float | None) -> dict[str, float]:
-    """What out loses as it is stored, which enters the gradient of every score of its row.
+    """The rounding error of out as stored, which enters the gradient of every score of its row.
 
-    It shows where that is next to nothing, as for rows that see one key.
+    It shows where that gradient is next to nothing, as for rows that see one key.
     """
     if not (q.numel() and k.numel()):
         return {}
@@ -96,7 +96,7 @@ def test_gradients(form: Form, data: st.DataObject) -> None:
     wanted = list(inputs)
     if mask is not None and mask.is_floating_point() and data.draw(st.booleans()):
         wanted.append(mask.requires_grad_())
-        # A broadcast mask's gradient has no order of its sums.
+        # A broadcast mask's gradient is summed in no fixed order.
         kwargs["deterministic"] &= is_full(mask, *inputs[:2])
     state = testing.peek_rng_state("cuda")
     with testing.backends_used() as used, testing.poisoned_memory():
@@ -201,7 +201,7 @@ PLAIN = (
 
 
 def assert_equal_up_to_order(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> None:
-    """Of one kernel: dK and dV are summed in registers, dQ in memory, in any order."""
+    """Compares results of one kernel: dK and dV are summed in registers, dQ in memory, in any order."""
     assert torch.equal(ours[1], theirs[1]) and torch.equal(ours[2], theirs[2])
     assert_close_to(ours, theirs)
 
@@ -220,7 +220,7 @@ def test_deterministic_sums(form: Form) -> None:
         runs.append(torch.autograd.grad(out, inputs, dout))
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], run, strict=True))
-    # That kernel may visit blocks of rows in another order.
+    # The kernel without order may visit blocks of rows in another order.
     any_order = flash4_torch.attention(*inputs, **form.rules, deterministic=False)
     assert_close_to(torch.autograd.grad(any_order, inputs, dout), runs[0])
 
@@ -301,7 +301,7 @@ def test_compiled_steps(form: Form) -> None:
 
 @pytest.mark.parametrize(("D", "Dv", "S"), [(128, 128, 1100), (192, 128, 4200), (256, 256, 8200)])
 def test_many_heads_of_a_long_call(D: int, Dv: int, S: int) -> None:
-    """Of which each makes its share of dK and dV."""
+    """Each query head makes its share of dK and dV."""
     form = Form(D, Dv, FP16 if D == 192 else torch.bfloat16, causal=True)
     inputs, dout = trained(form, B=1, S=S, Hq=8)
 
@@ -323,7 +323,7 @@ def test_many_heads_of_a_long_call(D: int, Dv: int, S: int) -> None:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_many_heads_of_long_packed_sequences(deterministic: bool) -> None:
-    """Those of each sequence are as it has them alone."""
+    """The gradients of each sequence are those that it has alone."""
     lengths, form = [1, 1500, 0, 700, 65], Form(128, 128, causal=True)
     (q, k, v), dout = trained(form, B=1, S=sum(lengths), Hq=8)
     rows = [x[0].detach().requires_grad_() for x in (q, k, v)]

@@ -1,6 +1,6 @@
-"""On a GPU that our kernels serve, whatever the call: they serve it, rightly and the same each time.
+"""Our kernels on a GPU that they serve: they serve any call, rightly and the same each time.
 
-A kernel takes seconds to compile, so features are drawn from a list, and sizes and layouts freely.
+A kernel takes seconds to compile, so features come from a list, while sizes and layouts are generated freely.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 
 class Form(NamedTuple):
-    """What a call uses. mask: '' for none, 'bool', 'half' for a bias in the dtype of q, or 'float32'."""
+    """Features of a call. mask: '' for none, 'bool', 'half' for a bias in the dtype of q, or 'float32'."""
 
     D: int
     Dv: int
@@ -138,7 +138,7 @@ def laid_out(B: int, S: int, H: int, D: int, dtype: torch.dtype, layout: str) ->
 
 @st.composite
 def masks(draw: st.DrawFn, form: Form, sizes: Sizes) -> Tensor | None:
-    """Random hidden keys, any dimension broadcast; rows may see nothing at all."""
+    """Random masked keys, any dimension broadcast; rows may see nothing at all."""
     if not form.mask:
         return None
     B, Sq, Sk, Hq, _ = sizes
@@ -295,7 +295,7 @@ def test_packed_sequences(
 )
 @settings(max_examples=40)
 def test_the_dropout_mask_is_the_cpus(B: int, Sq: int, Sk: int, p: float, seed: int) -> None:
-    """Where all scores are 0 and v holds unit vectors, out shows which weights were kept."""
+    """All scores are 0 and v holds unit vectors, so out shows which weights were kept."""
     torch.manual_seed(seed)
     H, D = 2, 64
     state, generator = testing.peek_rng_state("cuda"), torch.cuda.get_rng_state()
@@ -392,7 +392,7 @@ def test_a_graph_drops_anew_at_each_replay() -> None:
     "form", [Form(64, 64, causal=True), Form(64, 64, mask="bool")], ids=["causal", "mask"]
 )
 def test_compiled_once_for_all_lengths(form: Form) -> None:
-    """torch.compile traces one graph, and every length in it is served by our kernel as eagerly."""
+    """torch.compile traces one graph, in which our kernel serves every length, as in eager mode."""
     graphs = 0
 
     def counting(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
@@ -420,7 +420,7 @@ ROOMY = bool(OURS) and torch.cuda.get_device_properties(0).total_memory > 40 << 
 @pytest.mark.skipif(not ROOMY, reason="needs 40 GB")
 @pytest.mark.parametrize(("Sq", "Sk"), [(1 << 18, 64), (64, 1 << 18)], ids=["queries", "keys"])
 def test_more_elements_than_32_bits_count(Sq: int, Sk: int) -> None:
-    """The last heads lie beyond; they alone, copied to the front, give the same."""
+    """The last heads lie beyond 32 bits; alone, copied to the front, they give the same."""
     H, last = 132, slice(130, 132)
     q, k, v = (torch.randn(1, S, H, 64, device="cuda", dtype=BF16) for S in (Sq, Sk, Sk))
     assert max(q.numel(), k.numel()) > 1 << 31

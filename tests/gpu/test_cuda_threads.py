@@ -1,4 +1,4 @@
-"""On a GPU that our kernels serve: threads, streams, captures and forks beside one another."""
+"""Threads, streams, captures and forks at the same time, on a GPU that our kernels serve."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Work:
         self.leaves = [x.clone().requires_grad_() for x in self.inputs]
         self.dout = torch.randn_like(self.inputs[0])
         self.deterministic = deterministic
-        # The short way in both directions is prepared by the first two.
+        # The first two steps prepare the fast path in both directions.
         *_, self.expected = (self.step() for _ in range(3))
         torch.cuda.synchronize()
 
@@ -47,7 +47,7 @@ class Work:
         return out.detach(), *torch.autograd.grad(out, self.leaves, self.dout)
 
     def check(self, found: tuple[Tensor, ...]) -> None:
-        """Bit for bit, but for sums of dQ that come in any order: these may be rounded otherwise."""
+        """Compares bit for bit, except sums of dQ in any order, which may be rounded otherwise."""
         for name, a, b in zip(("out", "dq", "dk", "dv"), found, self.expected, strict=False):
             if name == "dq" and not self.deterministic:
                 allowed = 2 * torch.finfo(a.dtype).eps * b.abs().max()
@@ -74,7 +74,7 @@ CALLS = {"steps": ("step", "step"), "steps beside forwards": ("step", "forward")
 @pytest.mark.parametrize("num_streams", [1, 2])
 @pytest.mark.parametrize("calls", CALLS.values(), ids=CALLS)
 def test_two_threads(calls: tuple[str, str], num_streams: int, deterministic: bool) -> None:
-    """On streams of their own, and on one. Gradients are launched from a third thread, autograd's own."""
+    """Threads have a stream each or share one. Gradients are launched from a third thread, autograd's."""
     works = [Work(*size, deterministic=deterministic) for size in ((1, 1024, 4, 64), (2, 777, 2, 64))]
     streams = [torch.cuda.Stream() for _ in range(num_streams)] * (3 - num_streams)
     tasks = [
@@ -145,7 +145,7 @@ def test_capture_while_another_thread_launches(call: str) -> None:
             began.wait(60)
             for _ in range(4):
                 graph = torch.cuda.CUDAGraph()
-                # Torch's default, "global", forbids other threads what any new allocation may do.
+                # Torch's default, "global", forbids other threads calls that any new allocation may make.
                 with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                     results = getattr(captured, call)()
                 graph.replay()
@@ -178,7 +178,7 @@ def call_in_child(
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_fork_with_cuda_initialised() -> None:
-    """A child's call on the CPU works; one on the GPU, by either way, gives torch's error, no hang."""
+    """A child's call on the CPU works; one on the GPU, by either path, gives torch's error, no hang."""
     on_cpu = torch.randn(1, 64, 2, 32)
     expected = flash4_torch.attention(on_cpu, on_cpu, on_cpu)
     prepared, other = (torch.randn(1, S, 2, 64, device="cuda", dtype=torch.bfloat16) for S in (256, 257))

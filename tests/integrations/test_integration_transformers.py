@@ -1,6 +1,6 @@
 """Hugging Face models on our attention: the same logits, gradients and generated tokens as eager attention.
 
-Models are tiny and randomly initialised. Rows of padding see nothing, and what a model puts there is not
+Models are tiny and randomly initialised. Rows of padding see nothing, and a model's outputs there are not
 compared; no other position depends on it.
 """
 
@@ -268,7 +268,7 @@ def test_an_existing_model_can_be_switched() -> None:
 
 
 def test_packed_sequences_do_not_see_each_other() -> None:
-    """By their position_ids alone, as a data collator without padding gives them."""
+    """Their position_ids alone separate them, as a data collator without padding gives these."""
     ids, _ = batch("none")
     positions = torch.tensor([[*range(5), *range(6)]]).expand(2, -1)
     for name in ("llama", "gemma2, softcap and sliding"):
@@ -313,7 +313,7 @@ def test_gradient_checkpointing_changes_nothing(reentrant: bool) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("whole", [True, False], ids=["the model", "each layer"])
 def test_compiled_models_are_the_same(whole: bool) -> None:
-    """Layer by layer, the mask is made outside of the graphs and enters them as it is."""
+    """If each layer is compiled, the mask is made outside of the graphs and enters them as it is."""
     ids, mask = batch("left")
     model = build(hf.AutoModelForCausalLM, DECODERS["llama"], FA4)
     plain = logits_and_grads(model, ids, mask, use_cache=False)
@@ -422,7 +422,7 @@ def test_the_mask_says_what_transformers_says(
     """Dynamic caches (past), sliding ones (which forget), static ones (with unused slots at the end)."""
     kv_offset = min(forgotten, past)
     kv_length = past - kv_offset + q_length + unused
-    # transformers' own shortcuts assume that its caches never make these of it.
+    # transformers' own shortcuts assume that its caches never make these cases.
     assume(name not in ("chunked", "custom") or (kv_offset == 0 and (q_length > 1 or unused == 0)))
     seen = past + q_length
     mask = {
@@ -461,7 +461,7 @@ def test_the_mask_says_what_transformers_says(
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_no_mask_is_made_for_a_new_static_cache(padded: bool) -> None:
-    """The unused slots are behind the last query, whether the padding mask tells of them or not."""
+    """The unused slots are after the last query, whether the padding mask covers them or not."""
     tokens = torch.ones(2, 5, dtype=torch.bool) if padded else None
     assert ours.make_mask(batch_size=2, q_length=5, kv_length=9, attention_mask=tokens) is None
 
@@ -480,7 +480,7 @@ def test_what_is_not_served_is_refused_by_name(argument: str) -> None:
 
 
 def test_a_model_with_sinks_is_refused() -> None:
-    """While it is loaded, not in a forward that may be compiled."""
+    """It is refused while it is loaded, not in a forward that may be compiled."""
     config = hf.GptOssConfig(**GQA, num_local_experts=2, num_experts_per_tok=1)
     with pytest.raises(
         ArgumentError, match=r"^attn_implementation is 'fa4', .* GptOss\w+ has attention sinks"
@@ -614,7 +614,7 @@ class Dispatching(nn.Module):
 
 
 class Computing(Dispatching):
-    """One that adds the mask to its own scores."""
+    """A user's attention that adds the mask to its own scores."""
 
     def forward(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
         q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
@@ -658,7 +658,7 @@ def test_models_of_users_are_judged_by_their_code() -> None:
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_mask_that_is_added_to_scores_says_so(in_place: bool) -> None:
-    """The last line of defence, for what no look at the classes finds."""
+    """This is the last line of defence, for models that no look at the classes finds."""
     mask = ours.make_mask(
         batch_size=2,
         q_length=5,
@@ -672,7 +672,7 @@ def test_a_mask_that_is_added_to_scores_says_so(in_place: bool) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "opt", "siglip"])
 def test_models_that_record_attentions_get_them(name: str) -> None:
-    """Also where the layers do not hand output_attentions on."""
+    """They get them also where the layers do not hand output_attentions on."""
     ids, mask = batch("right")
 
     def attentions(implementation: str) -> list[Tensor]:

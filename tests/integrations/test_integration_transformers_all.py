@@ -46,7 +46,7 @@ class Verdict(NamedTuple):
 
 
 def verdict(classes: list[type]) -> Verdict:
-    """What becomes of the first model class of an architecture that can be built and fed."""
+    """The verdict on the first model class of an architecture that can be built and fed."""
     reasons: list[str] = []
     try:
         for config in tiny_hf.small_configs(classes[0].config_class):
@@ -137,7 +137,7 @@ def _sdpa(model_class: type, config: Any) -> Any:
 
 @contextmanager
 def _calls() -> Iterator[list[Any]]:
-    """What reaches a backend of ours."""
+    """The calls that reach a backend of ours."""
     seen: list[Any] = []
 
     def observe(problem: Any, backend: str) -> None:

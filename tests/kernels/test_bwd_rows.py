@@ -1,4 +1,4 @@
-"""The kernels before and behind the backward's main one, in the emulator, against plain torch."""
+"""The kernels before and after the backward's main one, in the emulator, against plain torch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LENGTHS = st.one_of(st.sampled_from([1, 63, 64, 65, 127, 128, 129, 256]), st.int
 
 @st.composite
 def sequences(draw: st.DrawFn, varlen: bool) -> list[int]:
-    """Lengths; dense: the same for all of a batch."""
+    """Sequence lengths; the same for a whole batch if dense."""
     if not varlen:
         return [draw(LENGTHS)] * draw(st.integers(1, 2))
     few = st.lists(st.one_of(st.just(0), LENGTHS), min_size=1, max_size=4)
@@ -48,7 +48,7 @@ def sequences(draw: st.DrawFn, varlen: bool) -> list[int]:
 
 
 def test_packed_sequences_have_room() -> None:
-    """Also where each of them has a token more than whole blocks."""
+    """They have it also where each is one token longer than a multiple of the block."""
     for m in (64, 128):
         for lengths in ([1, 1, 1], [0, 0, m], [m + 1] * 5, [m - 1, 1, 2 * m, 0, 3]):
             count, rows = places(RowBlocks(m, 64), lengths, varlen=True)
@@ -143,7 +143,7 @@ def test_postprocess(
 @given(data=st.data())
 @settings(max_examples=4)
 def test_group_sums(D: int, Dv: int, varlen: bool, data: st.DataObject) -> None:
-    """In order, in float32, rounded once."""
+    """Groups are summed in order, in float32, and rounded once."""
     dtype = torch.bfloat16 if varlen else torch.float16
     plan = GroupReducePlan(str(dtype).removeprefix("torch."), D, Dv, varlen)
     lengths, group = data.draw(sequences(varlen)), data.draw(st.integers(1, 9))
@@ -158,7 +158,7 @@ def test_group_sums(D: int, Dv: int, varlen: bool, data: st.DataObject) -> None:
 
 
 def launch(compiled: Callable[[Any], Any], plan: Any, *args: Any) -> None:
-    """Raises for whatever the emulator finds wrong."""
+    """Runs a kernel, which raises for whatever the emulator finds wrong."""
     with emulate.device("sm_90a") as device:
         kernel = compiled(plan)
         with device.touching(*(x for x in args if isinstance(x, Tensor))):

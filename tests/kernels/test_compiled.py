@@ -1,4 +1,4 @@
-"""The backends of our kernels up to the launch: what reaches a kernel, and what becomes of its results."""
+"""The backends of our kernels up to the launch: a kernel's arguments, and the use of its results."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from test_matches_reference import NAMES, results_and_gradients
 HALVES = (torch.bfloat16, torch.float16)
 EACH_TARGET = pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 EACH_KERNEL = pytest.mark.parametrize("target", [SM90A, SM100A], ids=["sm_90a", "sm_100a"])
-"""Other targets share theirs."""
+"""Other targets share the kernels of these two."""
 
 
 @EACH_KERNEL
 @given(cases(HALVES), st.sampled_from([0.0, 0.0, 0.3, 1.0]), st.booleans())
 @settings(max_examples=150)
 def test_values_and_gradients(target: Target, case: Case, dropout_p: float, deterministic: bool) -> None:
-    """The kernels are told enough, and truly, whatever the call."""
+    """The kernels' arguments are complete and right, whatever the call."""
     dropout = {"dropout_p": dropout_p, "rng_state": testing.peek_rng_state()} if dropout_p else {}
     name = name_of(target)
     with gpu(target), testing.backends_used() as used, testing.poisoned_memory():
@@ -63,7 +63,7 @@ def test_values_and_gradients(target: Target, case: Case, dropout_p: float, dete
     assert out.is_contiguous() and lse.is_contiguous()
     exact = results_and_gradients(case, *case.exact(**dropout), *cotangents)
     peer = results_and_gradients(case, *case.exact(case.q.dtype, **dropout), *cotangents)
-    # What out loses as it is stored enters the gradient of every score of its row.
+    # The rounding error of out as stored enters the gradient of every score of its row.
     products, eps = (cotangents[0] * out).detach(), torch.finfo(case.q.dtype).eps
     noise = {"dmask": eps * products.norm().item()}
     if case.q.numel() and case.k.numel():
@@ -207,7 +207,7 @@ def test_masks_are_read_beforehand(shape: tuple[int, ...], dtype: torch.dtype) -
 
 
 def problem(target: Target = SM90A, **changes: Any) -> Problem:
-    """A plain call on the target's GPU but for some fields of its problem."""
+    """A plain call on the target's GPU, except for some fields of its problem."""
     x = torch.empty(2, 512, 8, 64, dtype=torch.bfloat16)
     plain = describe(x, x, dense_extent(x, x), None, CallOptions(0.125, None, None, 0.0, 0.0, False))
     of_spec = {name: changes.pop(name) for name in tuple(changes) if name in plain.spec._fields}
@@ -216,7 +216,7 @@ def problem(target: Target = SM90A, **changes: Any) -> Problem:
 
 
 def why_not(call: Problem, name: str = "sm90") -> list[str]:
-    """Of that backend."""
+    """The backend's reasons not to serve the call."""
     return dispatch.reasons(call)[name]
 
 
@@ -291,9 +291,9 @@ LENGTHS = st.one_of(st.integers(1, 4000), st.sampled_from([1 << 17, 1 << 20]))
 def test_sections_hold_whole_groups_that_fit_the_cache(
     B: int, S: int, Hk: int, group: int, causal: bool
 ) -> None:
-    """Or as many as keep all multiprocessors busy; never more than there are, or 48 heads.
+    """Sections may also be as large as keeps all SMs busy, but never above 48 heads or the heads there are.
 
-    Without a bound to the right one after another, long ones two by two.
+    Without a right bound, KV heads are taken one by one, and two by two if they are long.
     """
     band = problem().band._replace(right=0 if causal else None)
     call = problem(group=group, extent=Extent(B, S, S, Hk * group, Hk), band=band)
@@ -343,7 +343,7 @@ def test_nothing_is_launched_for_nothing(B: int, Sq: int, Sk: int) -> None:
 
 
 class Streams:
-    """A driver with current streams, and allocations to look at."""
+    """A stand-in for the driver, with current streams and a record of the allocations."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.current = {0: 11, 1: 11}
@@ -356,7 +356,7 @@ class Streams:
         monkeypatch.setattr(tile_counters, "_zeros", self.zeros)
 
     def zeros(self, index: int, n: int, wait: bool = False) -> torch.Tensor:
-        # What stays must not come from a graph's memory, so another thread allocates it, and waits for it.
+        # Counters that stay must not come from a graph's memory: another thread allocates them and waits.
         assert wait == (n > 1) == (threading.current_thread() is not threading.main_thread())
         self.allocations.append(n)
         return torch.zeros(n, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""The backward up to its launches: what reaches the kernels, and what it makes of their results."""
+"""The backward up to its launches: the kernels' arguments, and the use of their results."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_varlen(
 
 
 def launched(dout: Tensor | None = None, **kwargs: Any) -> Any:
-    """The main kernel's launch for q, k and v of which all are plain."""
+    """The main kernel's launch for plain q, k and v."""
     q, k, v = (half(2, 24, 4, 16).requires_grad_() for _ in range(3))
     with gpu() as machine:
         out = flash4_torch.attention(q, k, v, **kwargs)
@@ -92,7 +92,7 @@ def test_others_are(dout: Tensor) -> None:
 )
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 def test_masks_are_turned(shape: tuple[int, ...], copied: bool, dtype: torch.dtype) -> None:
-    """Queries become neighbours, if need be in a copy."""
+    """Masks are transposed so that queries are contiguous, if need be in a copy."""
     mask = torch.rand(shape).gt(0.3).to(dtype)
     turned, _ = launched(attn_mask=mask).args[13]
     assert torch.equal(turned, mask.expand(*turned.shape[:2], 24, turned.shape[2]).transpose(2, 3))
@@ -157,7 +157,7 @@ def test_whole_heads_are_short_and_keep_all_multiprocessors_busy(
 def test_many_query_heads_of_long_calls_are_apart(
     Hk: int, S: int, right: int | None, apart: bool, deterministic: bool
 ) -> None:
-    """Then sections are of query heads, as if none shared its keys."""
+    """Sections then consist of query heads, as if none shared its KV head."""
     flags: dict[str, Any] = {"backward": True, "D": 128, "Dv": 128, "deterministic": deterministic}
     flags["band"] = problem().band._replace(right=right)
     call = problem(**flags, group=12 // Hk, extent=Extent(2, S, S, 12, Hk))
@@ -249,7 +249,7 @@ def test_the_kernel_agrees_that_it_can_run_every_config(target: Target) -> None:
         for config in [] if table.limits(features) else table.reachable(features):
             plan = Plan(backward.main_features(features, config), config)
             plan.check()
-            # The kernels read what the host has sized and filled by these.
+            # The host sizes and fills by these plans what the kernels read.
             assert plan.mask == backward.mask_plan(mask, config)
             before, behind = backward.row_plans(features, config, dlse=False)
             assert (behind is None) == (config.scope == Scope.KV_HEAD)

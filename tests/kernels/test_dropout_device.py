@@ -43,7 +43,7 @@ def keep_of_tile(
     dtype: cutlass.Constexpr,
     tiles: cutlass.Constexpr,
 ) -> None:
-    """out (ROWS, tiles * N) float32 = dropped ones, from `row` and `column` on."""
+    """Fills out (ROWS, tiles * N), float32, with ones after dropout, from `row` and `column` on."""
     keep_kernel(rng_state, out, head, row, column, byte, fraction, transposed, dtype, tiles).launch(
         grid=(1, 1, 1), block=(32 * WARPS, 1, 1)
     )
@@ -83,14 +83,14 @@ def keep_kernel(
 
 
 def store(weights: cute.Tensor, out: cute.Tensor, row: Int32, column: Int32) -> None:
-    """As the lanes of a warp hold an accumulator."""
+    """Stores a fragment in the layout in which the lanes of a warp hold an accumulator."""
     for i in range(cute.size(weights)):
         out[row + 8 * (i // 2 % 2), column + 8 * (i // 4) + i % 2] = weights[i].to(Float32)
 
 
 @functools.cache
 def compiled(arch: str, N: int, transposed: bool, dtype: Any, tiles: int) -> Any:
-    """For an active device of that architecture."""
+    """The kernel compiled for an active device of that architecture."""
     state = cute.runtime.make_fake_compact_tensor(Int64, (2,), assumed_align=8)
     out = cute.runtime.make_fake_compact_tensor(
         Float32, (ROWS, tiles * N), stride_order=(1, 0), assumed_align=16

@@ -1,4 +1,4 @@
-"""2^x in the kernels: accuracy of the polynomial, what becomes of masked scores, which columns take it."""
+"""2^x in the kernels: accuracy of the polynomial, results of masked scores, columns that take it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def powers_kernel(
 
 @functools.cache
 def compiled(arch: str, exponent: Exponent, packed: bool) -> Any:
-    """For an active device of that architecture."""
+    """The kernel compiled for an active device of that architecture."""
     like = cute.runtime.make_fake_compact_tensor(Float32, (THREADS, COLUMNS), stride_order=(1, 0))
     return cute.compile(powers, like, like, exponent, packed, options=f"--gpu-arch {arch}")
 

@@ -1,4 +1,4 @@
-"""attn_mask in the tuned kernels: the tables made of it, and what a tile of scores becomes by them."""
+"""attn_mask in the tuned kernels: the tables made from it, and how they change a tile of scores."""
 
 import functools
 import itertools
@@ -40,7 +40,7 @@ def masks(draw, plan):
     gaps = [draw(st.sampled_from((0, 0, 1, 8))) for _ in order]
     memory = torch.empty([sizes[d] + gap for d, gap in zip(order, gaps, strict=True)])
     inside = memory[tuple(slice(sizes[d]) for d in order)]
-    # Whole blocks hidden, whole blocks plain, and holes in some of them.
+    # Fully masked blocks, full blocks, and blocks with holes.
     grid = torch.randint(0, 3, [*sizes[:2], -(-sizes[2] // plan.rows), -(-sizes[3] // plan.keys)])
     kind = grid.repeat_interleave(plan.rows, 2)[:, :, : sizes[2]].repeat_interleave(plan.keys, 3)[
         ..., : sizes[3]
@@ -74,7 +74,7 @@ def pairs(plan, mask):
 
 
 def kinds(plan, mask):
-    """(Bm, HB, MB, NB): whether a block is visible, whether it is mixed."""
+    """(Bm, HB, MB, NB): whether a block is visible, whether it is partial."""
 
     def any_in_block(flags):
         B, H, Sq, keys = flags.shape
@@ -105,7 +105,7 @@ def test_tables(arch, plan, data):
 
 
 def shown_by(bits, plan, Sk):
-    """The mask that the bits say; what they say beyond Sk must be nothing."""
+    """The mask that the bits encode; beyond Sk they must all be 0."""
     k = torch.arange(plan.keys)
     word = k // 128 * 4 + k % 8 // 2
     bit = k % 128 // 8 * 2 + k % 2

@@ -1,4 +1,4 @@
-"""What ptxas makes of the Blackwell backward: nothing spills, and the instructions are there."""
+"""The Blackwell backward as ptxas compiles it: nothing spills, and the instructions are there."""
 
 from __future__ import annotations
 
@@ -26,16 +26,18 @@ SCARCE = (
     Features("float16", 192, 128, scaled=True, mask="float16", dropout=True),
     Features("bfloat16", 256, 256, right=True, scaled=True, mask="float32", dropout=True, dmask=True),
 )
-"""Dropout and a mask leave wide heads few registers: what spilled most, and what spilled longest."""
+"""Dropout and a mask leave wide heads few registers: the one that
+spilled most, and the one that spilled longest."""
 ODD = Features("bfloat16", 80, 80, dropout=True), Features("float16", 112, 112, right=True, dropout=True)
-"""Copies of many boxes took the uniform registers, and an address that all roles share was spilled."""
+"""TMA copies of many boxes took the uniform registers, and an address that all roles share was spilled."""
 
 EVERY = 5 if EVERYTHING else 13
-"""Of so many uses of heads one is compiled, besides the plain ones: it takes seconds."""
+"""One of this many combinations of heads and features is compiled, besides the plain ones: each takes
+seconds."""
 
 
 def reachable() -> Iterator[Features]:
-    """What calls can ask for with these head sizes, by turns."""
+    """A rotating choice of the features that calls can ask for with these head sizes."""
     for i, (D, Dv) in enumerate((*HEADS, (192, 192))):
         for j, uses in enumerate((*USES, *MORE)):
             features = Features(("bfloat16", "float16")[(i + j) % 2], D, Dv)._replace(**uses)
@@ -45,7 +47,7 @@ def reachable() -> Iterator[Features]:
 
 
 def keys() -> list[Key]:
-    """Where Sk may end inside a tile: it takes more registers."""
+    """Kernels whose Sk may end inside a tile, which takes more registers."""
     return [
         Key(ENTRY, (f, config), ARCH)
         for f in reachable()

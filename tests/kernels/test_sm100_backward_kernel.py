@@ -99,7 +99,7 @@ FEW = few(STATICS, "full", "causal", "widest")
 
 
 @pytest.mark.parametrize("name", FEW)
-# No shrinking: a launch is slow, and says itself what is wrong.
+# No shrinking: a launch is slow, and its error says what is wrong.
 @settings(max_examples=examples(2, 3), phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(data=st.data())
 def test_values(name: str, data: st.DataObject) -> None:

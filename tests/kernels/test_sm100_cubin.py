@@ -1,4 +1,4 @@
-"""What ptxas makes of the Blackwell forward: nothing spills, memory suffices, the instructions are there."""
+"""The Blackwell forward as ptxas compiles it: nothing spills, memory suffices, the instructions are there."""
 
 from __future__ import annotations
 
@@ -41,16 +41,17 @@ FEW = (
     Features("bfloat16", 192, 128, right=True),
     Features("bfloat16", 64, 64, dropout=True),
 )
-"""What CI has time for."""
+"""The features that CI has time for."""
 ODD = (
     Features("bfloat16", 80, 80),
     Features("float16", 112, 112, right=True, dropout=True),
     Features("bfloat16", 96, 96, dropout=True),
 )
-"""What these spilled: an address that all roles share, where copies of many boxes took the uniform registers;
-the last one what dropout keeps."""
+"""These spilled an address that all roles share, as TMA copies of many boxes took the uniform registers;
+the last one spilled dropout's keep bits."""
 ULTRA = Features("bfloat16", 256, 256, dropout=True)
-"""On sm_103a, where Sk ends with a block: the first block's factor, which nothing needs, made it spill."""
+"""The first block's rescale factor, which nothing needs, made it spill
+on sm_103a, where Sk ends with a block."""
 Kernel = tuple[Features, Sm100Forward]
 
 
@@ -61,7 +62,7 @@ def features() -> list[Features]:
 
 
 def kernels() -> list[Kernel]:
-    """For long sequences, whose end is inside a tile."""
+    """Kernels for long sequences, whose end is inside a tile."""
     return [(f, sm100.forward(f, 4095, 4095)) for f in features()]
 
 

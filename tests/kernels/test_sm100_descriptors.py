@@ -1,4 +1,4 @@
-"""Descriptors of tcgen05 products, ours beside those that CuTe makes of the same layouts."""
+"""Descriptors of tcgen05.mma: ours next to those that CuTe makes from the same layouts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def describe(found: cute.Tensor, product: cutlass.Constexpr) -> None:
 
 @cute.kernel
 def describe_kernel(found: cute.Tensor, product: cutlass.Constexpr) -> None:
-    """found (2, 2, steps): of A and B, by each instruction, our descriptor and CuTe's."""
+    """found (2, 2, steps) = for A and B, by each instruction, our descriptor and CuTe's."""
     memory = SmemAllocator()
     dtype, matrices = NUMERIC[product.dtype], (product.a, product.b)
     modes = [OperandMajorMode.MN if matrix.along_rows else OperandMajorMode.K for matrix in matrices]
@@ -48,7 +48,7 @@ def describe_kernel(found: cute.Tensor, product: cutlass.Constexpr) -> None:
             word = Int64(low + matrix.step(k)) & 0xFFFFFFFF
             found[which, 0, k] = word | Int64(matrix.high) << 32
             found[which, 1, k] = tcgen05.smem_descriptor_to_int(fragment[None, 0, k].iterator)
-    if cute.arch.block_idx()[0] > 0:  # never: its text alone is wanted
+    if cute.arch.block_idx()[0] > 0:  # never true: only its PTX is wanted
         sums = cute.make_tensor(
             cute.make_ptr(Float32, 0, cute.AddressSpace.tmem, assumed_align=16),
             mma.make_fragment_C(mma.partition_shape_C((product.M, product.N))).layout,
@@ -57,7 +57,7 @@ def describe_kernel(found: cute.Tensor, product: cutlass.Constexpr) -> None:
 
 
 def allocate(memory: SmemAllocator, dtype: type, matrix: Matrix) -> cute.Tensor:
-    """The matrix as CuTe wants an operand: its second mode is summed over."""
+    """The matrix as CuTe wants an operand: its second mode is the one summed over."""
     if matrix.along_rows:
         layout = column_major_layout(dtype, matrix.columns, matrix.rows, 1)
     else:
@@ -67,12 +67,12 @@ def allocate(memory: SmemAllocator, dtype: type, matrix: Matrix) -> cute.Tensor:
 
 
 def square(M: int, N: int, depth: int, dtype: str = "bfloat16") -> MmaOp:
-    """Of S and dP: both operands along the heads."""
+    """The MMA of S and dP: both operands lie along the head dimension."""
     return MmaOp(dtype, M, N, Matrix(M, depth), Matrix(N, depth))
 
 
 def turned(M: int, N: int, depth: int, dtype: str = "bfloat16") -> MmaOp:
-    """Of dQ: both along rows."""
+    """The MMA of dQ: both operands lie along rows."""
     return MmaOp(dtype, M, N, Matrix(depth, M, True), Matrix(depth, N, True))
 
 
@@ -95,7 +95,10 @@ PRODUCTS = {
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_descriptors_are_cutes(name: str) -> None:
-    """Of two CTAs CuTe is given both halves of the operands, which lie otherwise: the instruction alone."""
+    """All descriptors equal CuTe's for one CTA, and the instruction's for two.
+
+    For two, CuTe is given both halves of the operands, which have another layout.
+    """
     product = PRODUCTS[name]
     found = torch.zeros(2, 2, product.steps, dtype=torch.int64)
     with launches() as asked, emulate.device("sm_100a"):
@@ -110,5 +113,5 @@ def test_descriptors_are_cutes(name: str) -> None:
 
 
 def used(matrix: Matrix) -> int:
-    """Bits that matter: one chunk along rows has no distance to the next one."""
+    """Bits that matter: a single chunk along rows has no stride to a next one."""
     return ~(0x3FFF << 16) if matrix.along_rows and matrix.columns == matrix.chunk else -1

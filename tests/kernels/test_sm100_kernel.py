@@ -81,7 +81,7 @@ FEW = few(STATICS, "plain", "causal", "pair")
 
 
 @pytest.mark.parametrize("name", FEW)
-# No shrinking: a launch is slow, and says itself what is wrong.
+# No shrinking: a launch is slow, and its error says what is wrong.
 @settings(max_examples=examples(2, 4), phases=(Phase.explicit, Phase.reuse, Phase.generate), deadline=None)
 @given(data=st.data())
 def test_values(name: str, data: st.DataObject) -> None:
@@ -99,9 +99,9 @@ def test_ptx_is_as_planned(name: str) -> None:
 @pytest.mark.parametrize("shift", [0, 1, 31])
 @pytest.mark.parametrize("name", ["causal", "odd sizes"])
 def test_bands_begin_anywhere_in_a_piece_of_columns(name: str, shift: int) -> None:
-    """Each piece is hidden from a warp, or visible to it, or looked at."""
+    """Each piece of columns is fully masked for a warp, full, or partial."""
     kernel = STATICS[name]
-    call = drawn(kernel, lengths=((140,), (300,)), right=shift - 191, left=193)  # few keys: each weighs
+    call = drawn(kernel, lengths=((140,), (300,)), right=shift - 191, left=193)  # few keys, so each counts
     check_results(kernel, call, run(kernel, call, schedule="late"))
 
 
@@ -138,7 +138,7 @@ def test_sequences_do_not_see_their_neighbours(poison: float) -> None:
 
 @pytest.mark.parametrize("p", [0.25, 0.7])
 def test_dropout_keeps_the_weights_that_the_reference_keeps(p: float) -> None:
-    """With one-hot values the weights themselves come out."""
+    """One-hot values make the output the weights themselves."""
     kernel = STATICS["dropout"]
     call = drawn(kernel, lengths=((130,) * 2, (64,) * 2), p=p, right=1000)
     call.v[:] = torch.eye(64)[:, None].to(call.v.dtype)

@@ -1,4 +1,4 @@
-"""Hand-issued tcgen05 products in the emulator."""
+"""Hand-issued tcgen05.mma in the emulator."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flash4_torch.kernels.sm100.umma import Matrix, MmaOp
 from flash4_torch.testing import emulate
 
 SUMS, OPERAND = 0, 256
-"""Columns of tensor memory."""
+"""TMEM columns."""
 
 
 @cute.jit
@@ -33,7 +33,7 @@ def multiply(a: cute.Tensor, b: cute.Tensor, c: cute.Tensor, plan: cutlass.Const
 
 @cute.kernel
 def multiply_kernel(a: cute.Tensor, b: cute.Tensor, c: cute.Tensor, plan: cutlass.Constexpr) -> None:
-    """c = a b^T by one product; what is stored along rows is given transposed, as it is stored."""
+    """c = a b^T by one MmaOp; an operand stored along rows is passed transposed, as it is stored."""
     thread, _, _ = cute.arch.thread_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     memory = SmemAllocator()

@@ -1,4 +1,4 @@
-"""What ptxas makes of the Hopper backward: nothing spills, and wgmmas overlap, whatever is asked for."""
+"""The Hopper backward as ptxas compiles it: nothing spills, and wgmmas overlap, whatever is asked for."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
 HEADS = ((64, 64), (128, 128), (256, 256), (192, 128), (96, 96), (40, 24))
 MORE: tuple[dict[str, object], ...] = (
-    {"deterministic": True},  # these two of all head sizes: rows of their own
+    {"deterministic": True},  # these two for all head sizes: they have table rows of their own
     {"deterministic": True, "right": True},
-    {"softcap": True, "scaled": True, "varlen": True, "right": True},  # of D 128
+    {"softcap": True, "scaled": True, "varlen": True, "right": True},  # for D 128
     {"mask": "float32", "scaled": True, "dmask": True},
 )
 ODD = Features("float16", 176, 176, varlen=True, right=True)
-"""Copies of eleven boxes took the uniform registers, and an address that all roles share was spilled."""
+"""TMA copies of eleven boxes took the uniform registers, and an address that all roles share was spilled."""
 
 EVERY = 3 if EVERYTHING else 7
-"""Of so many uses of heads one is compiled, besides those that rows ask for: it takes seconds."""
+"""One of this many combinations of heads and features is compiled, besides those of table rows: each
+takes seconds."""
 
 
 def reachable() -> Iterator[Features]:
-    """What calls can ask for with these head sizes, by turns."""
+    """A rotating choice of the features that calls can ask for with these head sizes."""
     for i, (D, Dv) in enumerate(HEADS):
         for j, uses in enumerate((*USES, *MORE)):
             features = Features(("bfloat16", "float16")[(i + j) % 2], D, Dv)._replace(**uses)
@@ -44,12 +45,12 @@ def reachable() -> Iterator[Features]:
 
 
 def main_kernels() -> list[Key]:
-    """Where Sk may end inside a tile: it takes more registers."""
+    """Kernels whose Sk may end inside a tile, which takes more registers."""
     return [
         Key(SM90A.backward, (f, config), SM90A.arch)
         for f in reachable()
         for config in configs.reachable(f)
-        # With whole heads deterministic kernels are the others.
+        # With one CTA for a KV head, deterministic kernels equal the others.
         if config.ragged_k and not (config.scope == Scope.KV_HEAD and (f.deterministic or f.D < 64))
     ]
 
@@ -80,7 +81,7 @@ def test_nothing_spills(compiled: dict[Key, cubin.Code]) -> None:
 
 
 def test_wgmmas_overlap(compiled: dict[Key, cubin.Code]) -> None:
-    """ptxas waits for each of them where it cannot tell that registers are left alone meanwhile."""
+    """ptxas waits for each wgmma where it cannot tell that its registers are left alone meanwhile."""
     serial = [str(key) for key, code in compiled.items() if code.wgmmas and code.signalled == code.wgmmas]
     assert not serial, "\n".join(serial)
 

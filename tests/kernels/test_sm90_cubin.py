@@ -1,4 +1,4 @@
-"""What ptxas makes of the Hopper forward: nothing spills, and wgmmas overlap, whatever is asked for."""
+"""The Hopper forward as ptxas compiles it: nothing spills, and wgmmas overlap, whatever is asked for."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ USES: tuple[dict[str, object], ...] = (
 )
 Kernel = tuple[Features, Sm90Forward]
 ODD = Features("bfloat16", 240, 240, mask="bool"), Sm90Forward(1, 80, 2, 1)
-"""Copies of 15 boxes took the uniform registers, and an address that all roles share was spilled."""
+"""TMA copies of 15 boxes took the uniform registers, and an address that all roles share was spilled."""
 
 
 def reachable() -> Iterator[Kernel]:
-    """Kernels that calls with these head sizes and features can ask for, dtypes in turn."""
+    """Kernels that calls with these head sizes and features can ask for, with alternating dtypes."""
     for i, (D, Dv) in enumerate(HEADS):
         for j, uses in enumerate(USES):
             features = Features(("bfloat16", "float16")[(i + j) % 2], D, Dv)._replace(**uses)
@@ -54,13 +54,13 @@ def reachable() -> Iterator[Kernel]:
 
 
 def room(kernel: Kernel) -> int:
-    """Registers that the table believes to be left."""
+    """Registers that the table counts as free."""
     features, config = kernel
     return sm90.available_registers(features, config) - sm90.registers(features, config)
 
 
 def covering() -> list[Kernel]:
-    """Of all reachable ones: for each config the tightest, for each use of each head size one by turns."""
+    """Selected kernels: for each config the tightest, for some features of each head size one by turns."""
     kernels = list(reachable())
     by_config: dict[Sm90Forward, list[Kernel]] = {}
     by_features: dict[Features, list[Kernel]] = {}
@@ -81,12 +81,12 @@ def keys() -> list[Key]:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[Kernel, cubin.Code]:
-    """Of every kernel in the covering set, and of one that is known to spill."""
+    """SASS of every kernel in the covering set, and of one that is known to spill."""
     return {key.static: code for key, code in compiled_files.codes(keys(), tmp_path_factory).items()}
 
 
 SPILLS = Features("bfloat16", 64, 64), Sm90Forward(3, 160, 2, 1)
-"""O and S take 112 registers of 160, P another 40; products wait for one another while registers move."""
+"""O and S take 112 registers of 160, P another 40; wgmmas wait for one another while registers move."""
 
 
 def test_a_spill_is_seen(compiled: dict[Kernel, cubin.Code]) -> None:
@@ -101,7 +101,7 @@ def test_nothing_that_can_be_asked_for_spills(compiled: dict[Kernel, cubin.Code]
 
 
 def test_wgmmas_overlap(compiled: dict[Kernel, cubin.Code]) -> None:
-    """ptxas waits for each of them where it cannot tell that registers are left alone meanwhile."""
+    """ptxas waits for each wgmma where it cannot tell that its registers are left alone meanwhile."""
     serial = {kernel for kernel, code in compiled.items() if code.signalled == code.wgmmas}
     assert serial == {SPILLS}, "\n".join(map(str, serial))
 

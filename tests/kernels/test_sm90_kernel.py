@@ -47,7 +47,7 @@ STATICS = {
     ),
     "half": static(96, 96, (2, 128, 3, 2), "float16", k_ahead=True, half_block=True, **CAUSAL),
     "narrow": static(128, 128, (3, 80, 2, 2), k_ahead=True, lazy_rescale=True, **CAUSAL),
-    "polynomial": static(128, 64, (2, 96, 2, 2), polynomial=4, **CAUSAL),
+    "polynomial": static(128, 64, (2, 96, 2, 2), **CAUSAL),
     "wide": static(256, 256, (2, 48, 2, 1), k_ahead=True, lazy_rescale=True, **CAUSAL),
     "O over Q": static(256, 256, (2, 80, 2, 1), k_ahead=True, lazy_rescale=True, o_over_q=True, **CAUSAL),
     "O over one of two Q": static(192, 64, (2, 96, 2, 2), o_over_q=True, **CAUSAL),
@@ -98,7 +98,7 @@ FEW = few(STATICS, "half", "turns, half", "pair")
 
 
 @pytest.mark.parametrize("name", FEW)
-# No shrinking: a launch is slow, and says itself what is wrong.
+# No shrinking: a launch is slow, and its error says what is wrong.
 @settings(max_examples=examples(2, 6), phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(data=st.data())
 def test_values(name: str, data: st.DataObject) -> None:
@@ -107,7 +107,7 @@ def test_values(name: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("p", [0.25, 0.7])
 def test_dropout_keeps_the_weights_that_the_reference_keeps(p: float) -> None:
-    """With one-hot values the weights themselves come out."""
+    """One-hot values make the output the weights themselves."""
     kernel = STATICS["dropout"]
     call = drawn(kernel, lengths=((130,) * 2, (64,) * 2), p=p)
     call.v[:] = torch.eye(64)[:, None].to(call.v.dtype)
@@ -133,7 +133,7 @@ def test_sequences_do_not_see_their_neighbours(name: str, poison: float) -> None
 
 
 def test_a_wrong_launch_is_found() -> None:
-    """The checks that the other tests rely on: memory beyond the tensors is not to be touched."""
+    """The other tests rely on this check: memory beyond the tensors must not be touched."""
     features, config = kernel = STATICS["one warpgroup"]
     call = drawn(kernel)
     out, lse = torch.empty(1, 150, 2, 64, dtype=torch.bfloat16), torch.empty(1, 2, 150)

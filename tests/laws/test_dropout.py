@@ -61,7 +61,7 @@ def rotated(word: int, by: int) -> int:
 
 
 def numbers_by_definition(w0: int, w1: int, w2: int, w3: int) -> tuple[tuple[int, ...], int]:
-    """Of a call's four words: the eight planes of the 32 numbers, from the lowest bit on, and x."""
+    """The eight bit planes of a call's 32 numbers, from the lowest bit up, and x, made of its four words."""
     y0, y1, y2 = rotated(w1, 12), rotated(w2, 3), rotated(w3, 19)
     y3, y4 = rotated(w0, 24), rotated(w1, 8)
     low = (w0 ^ y0 ^ y1, w1 ^ y1 ^ y2, w2 ^ y2 ^ y3, w3 ^ y3 ^ y4)
@@ -69,7 +69,7 @@ def numbers_by_definition(w0: int, w1: int, w2: int, w3: int) -> tuple[tuple[int
 
 
 def kept_by_definition(seed: int, offset: int, head: int, i: int, j: int, p: float) -> bool:
-    """One weight of the mapping that the module's docstring fixes for every kernel."""
+    """Whether a weight is kept, by the mapping that `reference.dropout` fixes for every kernel."""
     key = (seed & WORD, (seed >> 32) & WORD)
     columns, rows = (j >> 4) * 4 + ((j >> 1) & 3), (i >> 4) * 2 + (i >> 2 & 1)
     planes, x = numbers_by_definition(*philox_in_python((columns, rows, head, offset & WORD), key, 7))
@@ -81,7 +81,7 @@ def kept_by_definition(seed: int, offset: int, head: int, i: int, j: int, p: flo
 
 
 def forms() -> tuple[list[list[int]], list[int]]:
-    """Which of a call's 128 bits are summed in each bit of each number, and in each bit of x: as masks."""
+    """Masks of the call's 128 bits that are summed in each bit of each number, and in each bit of x."""
     numbers, xs = [[0] * 8 for _ in range(32)], [0] * 32
     for bit in range(128):
         planes, x = numbers_by_definition(*((1 << bit) >> 32 * n & WORD for n in range(4)))
@@ -93,7 +93,7 @@ def forms() -> tuple[list[list[int]], list[int]]:
 
 
 def rank(vectors: Iterable[int]) -> int:
-    """Over the integers modulo 2."""
+    """The rank over the integers modulo 2."""
     basis: list[int] = []
     for vector in vectors:
         for other in basis:
@@ -104,14 +104,17 @@ def rank(vectors: Iterable[int]) -> int:
 
 
 def test_numbers_of_a_call_are_independent() -> None:
-    """Any two and three, most sets of four; x beside any two. They are sums of random bits: ranks decide."""
+    """Any two or three numbers are independent, and most sets of four; so are x and any two numbers.
+
+    All are sums of random bits, so ranks decide.
+    """
     numbers, x = forms()
     assert rank(itertools.chain.from_iterable(plane[4:] for plane in numbers)) == 128
     assert rank(x) == 32
     dependent = {size: 0 for size in (2, 3, 4)}
     for size in dependent:
         for chosen in itertools.combinations(range(32), size):
-            # What the upper halves are is known: their bits drop out of the lower ones' sums.
+            # The upper halves are known, so their bits drop out of the sums of the lower halves.
             seen = sum(sum(numbers[e][4:]) for e in chosen)
             lower = (form & ~seen for e in chosen for form in numbers[e][:4])
             dependent[size] += rank(lower) < 4 * size
@@ -158,17 +161,17 @@ def test_nothing_is_kept_of_nothing(sizes: tuple[int, int, int, int]) -> None:
 
 @pytest.mark.parametrize("p", [0.0005, 0.003, 0.1, 0.25, 0.5, 0.9, 0.9995])
 def test_share_dropped(p: float) -> None:
-    """Over 2^22 weights, within five standard deviations; also for p that no byte can express."""
+    """The share over 2^22 weights is within five standard deviations, also for p that no byte can express."""
     kept = Dropout(torch.tensor([11, 3]), p).keep(range(4), 4, range(512), range(512))
     n = kept.numel()
-    # 32 weights share whether their threshold is one more: at most 32 * (1/256)^2 / 4 more variance.
+    # 32 weights share whether their threshold is one higher, which adds at most 32 * (1/256)^2 / 4 variance.
     deviation = math.sqrt(n * (p * (1 - p) + 1 / 8192))
     assert abs(n - int(kept.sum()) - n * p) < 5 * deviation
 
 
 @pytest.mark.parametrize("p", [0.5 / 256, 1.5 / 256, 0.3])
 def test_every_place_of_a_tile_is_dropped_as_often(p: float) -> None:
-    """Also where it takes the 33rd bit to decide: that has to be independent of each weight's own eight."""
+    """This holds also where the 33rd bit decides, which has to be independent of each weight's own eight."""
     dropped = ~Dropout(torch.tensor([2, 9]), p).keep(range(4), 4, range(1024), range(1024))
     shares = dropped.view(16, 64, 16, 64, 16).double().mean((0, 1, 3))
     assert (shares - p).abs().max() < 5 * math.sqrt(p * (1 - p) / 2**16)
@@ -193,17 +196,18 @@ def calls(p: float) -> Tensor:
 
 
 SHARES = [1 / 256, 8.5 / 256, 0.1, 0.9]
-"""The first two are of weights that tie in the upper half of their number: there the lower one decides."""
+"""The first two make weights tie in the upper half of their number, so that the lower half decides."""
 
 
 @pytest.mark.parametrize("p", SHARES)
 def test_pairs_and_triples_of_a_call_are_independent(p: float) -> None:
-    """All of them: products of two and of three have the mean 0 that independence gives them."""
+    """All products of two and of three standardised keep bits have the mean 0 that independence gives."""
     kept = (calls(p) - (1 - p)) / math.sqrt(p * (1 - p))
     n, odds = kept.shape[1], max(p / (1 - p), (1 - p) / p)
-    # Bernstein's bound, for a chance of e^-16; the products vary by 1, and odds^(factors / 2) at most.
+    # Bernstein's bound for a probability of e^-16; the products have variance 1 and are at most
+    # odds^(factors / 2).
     bound = {factors: math.sqrt(32 / n) + 16 * odds ** (factors / 2) / (3 * n) for factors in (2, 3)}
-    # Sharing x correlates two by at most this.
+    # Sharing x correlates two weights by at most this.
     shared = 1 / (4 * 256**2 * p * (1 - p))
     for e in range(1, 32):
         before = kept[:e]
@@ -215,10 +219,10 @@ def test_pairs_and_triples_of_a_call_are_independent(p: float) -> None:
 @pytest.mark.parametrize("p", SHARES)
 @pytest.mark.parametrize("size", [2, 4, 8, 32])
 def test_how_many_of_neighbouring_weights_are_kept(p: float, size: int) -> None:
-    """Binomially many, of sets of weights of a call: chi-square, within five standard deviations.
+    """Counts of kept weights within a call are binomial: chi-square, within five standard deviations.
 
-    x raises t for all 32 at once, so where f > 0 their number varies more than binomially: for p = 0.1 by
-    0.13 %, for p = 8.5 / 256 by 0.4 %, about what 2^17 calls let a variance vary by chance.
+    x raises t for all 32 weights at once, so where f > 0 their count varies more than binomially: by 0.13 %
+    for p = 0.1 and by 0.4 % for p = 8.5 / 256, about as much as a variance over 2^17 calls varies by chance.
     """
     counts = calls(p).view(-1, size, 2**17).sum(1).flatten().long().bincount(minlength=size + 1)
     chances = [math.comb(size, k) * (1 - p) ** k * p ** (size - k) for k in range(size + 1)]

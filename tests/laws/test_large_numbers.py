@@ -32,7 +32,7 @@ Grads = tuple[Tensor, ...]
 
 @contextmanager
 def served_by(server: str) -> Iterator[None]:
-    """Backends by their names, compiled kernels by an architecture's, in the emulator."""
+    """Selects a backend by its name, or the compiled kernels in the emulator by their architecture's name."""
     with mock.patch.dict("os.environ", {"FLASH4_BACKEND": "emulator" if server in ARCHS else server}):
         if server not in ARCHS:
             yield
@@ -48,7 +48,7 @@ def dtype_of(server: str) -> torch.dtype:
 
 
 def by_definition(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Torch's math path: scores in what q, k and mask promote to, the weights rounded to the dtype of v."""
+    """Torch's math path: scores in the dtype that q, k and mask promote to, weights rounded to v's dtype."""
     wide = torch.promote_types(q.dtype, mask.dtype)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     scores = (q.to(wide) @ k.to(wide).transpose(2, 3)) * q.shape[-1] ** -0.5 + mask
@@ -77,7 +77,7 @@ class Call:
 
 @st.composite
 def masked_calls(draw: st.DrawFn, may_be_causal: bool) -> Call:
-    """Some rows of the mask have a large number for all keys, or for some, or two of them."""
+    """Calls whose mask has rows with one large number for all keys or for some, or with two such numbers."""
     causal = may_be_causal and draw(st.booleans())
     Sq = draw(st.integers(2, 12))
     Sk = Sq if causal else draw(st.sampled_from([1, 2, 40, 130]))
@@ -97,7 +97,7 @@ def masked_calls(draw: st.DrawFn, may_be_causal: bool) -> Call:
 
 
 def noise(inputs: list[Tensor], dout: Tensor) -> float:
-    """What float32 makes of dP - delta where both are equal, as for a row that sees one key."""
+    """The float32 rounding error of dP - delta where both are equal, as for a row that sees one key."""
     q, k, v = (x.abs().double() for x in inputs)
     terms = (dout.abs().double().amax((1, 2)) * v.amax((1, 2))).sum(-1).max()
     of_sum = terms * max(q.max(), k.max()) * (dout.shape[1] / q.shape[-1]) ** 0.5
@@ -137,7 +137,7 @@ def test_finite_masks_of_any_size(server: str, call: Call) -> None:
 @pytest.mark.parametrize("arch", COMPILED)
 @pytest.mark.parametrize("hidden", [-torch.inf, LOWEST])
 def test_blocks_that_a_float_mask_leaves_alone(arch: str, hidden: float) -> None:
-    """Key padding: blocks in front of it have a softmax of their own."""
+    """Key padding leaves the blocks in front of it full, and those have a softmax of their own."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(1, S, 1, 64, generator=generator) for S in (150, 400, 400, 150))
     mask = torch.zeros(1, 1, 1, 400)
@@ -155,7 +155,7 @@ def test_finite_masks_of_any_size_in_kernels(arch: str, call: Call) -> None:
 @pytest.mark.parametrize("server", ["cpu", "tiled", *COMPILED])
 @pytest.mark.parametrize("number", [-1e9, LOWEST], ids=str)
 def test_rows_of_one_large_number_attend_to_all_keys_alike(server: str, number: float) -> None:
-    """So do they in the backward: a value's gradient is a share of dout, not dout."""
+    """The same holds in the backward: a value's gradient is a share of dout, not dout."""
     torch.manual_seed(0)
     dtype = dtype_of(server)
     q, k, v = (torch.randn(1, S, 1, 64).to(dtype).requires_grad_() for S in (3, 50, 50))
@@ -199,7 +199,7 @@ def check_capped(server: str, softcap: float, size: float) -> None:
     exact_results, exact = results_and_gradients(
         lambda *x: testing.reference(*x, softcap=softcap), [q, k, v], dout.double()
     )
-    # float32 rounds a large softcap times tanh as little as our kernels should.
+    # The peer of lse is float32: our kernels should round a large softcap times tanh as little as it does.
     wide, _ = results_and_gradients(
         lambda *x: testing.reference(*x, softcap=softcap, dtype=torch.float32), [q, k, v], dout.float()
     )
@@ -209,6 +209,6 @@ def check_capped(server: str, softcap: float, size: float) -> None:
     )
     testing.assert_close_as_peer(found[0], exact_results[0], plain[0], what="out")
     for name, ours, truth, plain in zip(("dq", "dk", "dv"), grads, exact, peer, strict=True):
-        # Plain torch makes NaN of 0 * inf where softcap is tiny.
+        # Plain torch gives NaN for 0 * inf where softcap is tiny.
         peer_or_exact = torch.where(plain.isnan(), truth, plain)
         testing.assert_close_as_peer(ours, truth, peer_or_exact, what=name)

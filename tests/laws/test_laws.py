@@ -72,7 +72,7 @@ def test_gqa_is_repeated_keys(case: Case) -> None:
 
 @given(cases(F64), st.integers(0, 40))
 def test_keys_split_in_two_merge_by_lse(case: Case, at: int) -> None:
-    """What split-KV and ring attention rely on."""
+    """Split-KV and ring attention rely on this."""
     Sq, Sk = case.q.shape[1], case.k.shape[1]
     at = min(at, Sk)
     band = Band(*case.kwargs["window"])._replace(**({"right": 0} if case.kwargs["causal"] else {}))

@@ -13,7 +13,7 @@ LENGTH = st.integers(0, 10)
 
 
 def visible(band: Band, Sq: int, Sk: int) -> list[list[bool]]:
-    """The sentence of the documentation, as a table."""
+    """The sentence in the documentation, as a table."""
     shift = Sk - Sq
     left = float("inf") if band.left is None else band.left
     right = float("inf") if band.right is None else band.right

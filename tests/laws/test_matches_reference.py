@@ -92,7 +92,7 @@ def test_gradcheck(case: Case, through_lse: bool) -> None:
 
     mask = case.kwargs["attn_mask"]
     if mask is not None and mask.requires_grad:
-        # Finite differences of -inf are NaN; what is hidden has no gradient anyway.
+        # Finite differences of -inf are NaN; masked scores have no gradient anyway.
         finite = torch.where(torch.isinf(mask), -1.0, mask).double().detach().requires_grad_()
         case.kwargs["attn_mask"] = finite
     inputs = tuple(x.detach().contiguous().requires_grad_() for x in case.differentiable)

@@ -61,7 +61,7 @@ def test_values_and_gradients(call: tuple[list[Tensor], dict[str, Any]]) -> None
     dout = torch.randn_like(out)
     gradients = [torch.autograd.grad(o, tensors, dout.to(o.dtype)) for o in (out, exact, peer)]
     for a, e, p in zip((out, *gradients[0]), (exact, *gradients[1]), (peer, *gradients[2]), strict=True):
-        # Torch serves the few elements of some calls in float32 throughout: one rounding of terms near 1.
+        # Torch computes some calls of few elements in float32 throughout: one rounding of terms near 1.
         testing.assert_close_as_peer(a, e.double(), p, noise=2 * torch.finfo(a.dtype).eps)
 
 

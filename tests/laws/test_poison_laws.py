@@ -1,9 +1,9 @@
 """A poisoned token, one with NaN or an infinity, poisons all that attends to it, on every backend.
 
-What must be poisoned is what the float64 reference poisons where each row is given the keys that it may
-attend to and no others. More may be, but little: a tile multiplies weights of 0 with what is hidden, and 0
-times NaN is NaN. So poison may reach hidden tokens of the same batch entry and key head, and nothing else. A
-poisoned query reaches no other query.
+The float64 reference, given for each row only the keys that it may attend to, defines what must be poisoned.
+Slightly more may be: a tile multiplies weights of 0 with masked tokens, and 0 times NaN is NaN. So poison may
+reach masked tokens of the same batch entry and KV head, and nothing else. A poisoned query reaches no other
+query.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 
 @dataclass(frozen=True)
 class Served:
-    """A backend, and the calls that are drawn for it."""
+    """A backend, and the calls that hypothesis generates for it."""
 
     environment: dict[str, str]
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
     head_sizes: tuple[int, ...] = (1, 8, 20)
     longest: int = 40
     shapes: tuple[str, ...] = ("full", "causal", "mask", "window", "packed", "packed causal")
-    """What says who sees whom."""
+    """Kinds of calls, each with its rule for the keys that a query sees."""
     are_square: bool = False
     """Whether causal calls have as many queries as keys."""
 
@@ -62,7 +62,7 @@ KERNELS = {
 
 @dataclass(frozen=True)
 class Poisoned:
-    """q, k and v, one of them with a poisoned token, and who sees whom: (Sq, Sk)."""
+    """q, k and v, one of which has a poisoned token, and the keys that each query sees: (Sq, Sk)."""
 
     tensors: dict[str, Tensor]
     visible: Tensor
@@ -120,7 +120,7 @@ def environment(values: dict[str, str]) -> Iterator[None]:
 
 
 def served(call: Poisoned, dout: Tensor) -> dict[str, Tensor]:
-    """What the backend makes of it, gradients included."""
+    """The backend's results, gradients included."""
     leaves = [x.clone().requires_grad_() for x in call.tensors.values()]
     with environment(call.environment):
         if call.is_packed:
@@ -142,7 +142,7 @@ def served(call: Poisoned, dout: Tensor) -> dict[str, Tensor]:
 
 
 def exact(call: Poisoned, dout: Tensor) -> dict[str, Tensor]:
-    """What the definition makes of it in float64 where no row is given what it may not attend to."""
+    """The definition's results in float64, with no row given a key that it may not attend to."""
     q, k, v = leaves = [x.double().requires_grad_() for x in call.tensors.values()]
     out = torch.zeros(*q.shape, dtype=torch.float64, requires_grad=True)
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float64)
@@ -157,7 +157,7 @@ def exact(call: Poisoned, dout: Tensor) -> dict[str, Tensor]:
 
 
 def within_reach(call: Poisoned, name: str, like: Tensor) -> Tensor:
-    """Bool, shaped like the result of that name: the most that may be poisoned."""
+    """A bool tensor shaped like the result of that name: the most that may be poisoned."""
     reach = torch.zeros_like(like, dtype=torch.bool)
     if name in ("dk", "dv"):
         reach[call.batch, :, call.head // call.group if call.where == "q" else call.head] = True
@@ -177,7 +177,7 @@ def assert_poison_spreads_as_it_must(call: Poisoned) -> None:
     for name in NAMES:
         is_poisoned, must_be = ~actual[name].isfinite(), ~expected[name].isfinite()
         if name == "lse":
-            # -inf is what a row without keys has.
+            # A row without keys has an lse of -inf.
             is_poisoned &= actual[name] != -torch.inf
             must_be &= expected[name] != -torch.inf
         missed, leaked = must_be & ~is_poisoned, is_poisoned & ~within_reach(call, name, is_poisoned)
@@ -209,7 +209,7 @@ def test_poison_reaches_what_attends_to_it_in_kernels(arch: str) -> None:
 
 @pytest.mark.parametrize("arch", KERNELS)
 def test_every_column_of_a_block_carries_poison(arch: str) -> None:
-    """Also those whose weights a polynomial makes, which would take NaN for a hidden key."""
+    """Columns whose exp2 is the polynomial do so, too, though it would take NaN for a masked key."""
     pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
     q, k, v = (torch.rand(1, S, 1, 64).bfloat16() for S in (3, 40, 40))
     with environment(KERNELS[arch].environment):
@@ -240,7 +240,7 @@ def test_a_poisoned_mask_poisons_its_rows(
 @pytest.mark.parametrize("Sk", [1, 5, 16, 33])
 def test_scores_that_overflow_are_poison(monkeypatch: pytest.MonkeyPatch, Sk: int) -> None:
     q, k, v = torch.randn(1, 7, 2, 8), torch.randn(1, Sk, 2, 8), torch.randn(1, Sk, 2, 8)
-    # Each of the first two products is beyond float32, and they have opposite signs.
+    # The first two terms of each score are both beyond float32, and they have opposite signs.
     q[0, 3], k[..., :2] = 1e30, torch.tensor([1e30, -1e30])
     poisoned = []
     for backend in ("cpu", "tiled"):
@@ -252,7 +252,7 @@ def test_scores_that_overflow_are_poison(monkeypatch: pytest.MonkeyPatch, Sk: in
 
 
 def test_rows_whose_lse_is_rightly_0_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Causal rows of zeros have it: padding, or weights that begin as zeros."""
+    """Causal rows of zeros have an lse of 0: padding, or model weights that are initialised to zero."""
     x = torch.randn(1, 4, 2, 8)
     x[0, 0] = 0.0
     expected, _ = testing.reference(x, x, x, causal=True)

@@ -1,4 +1,4 @@
-"""FlashAttention-4's algorithm as `reference.tiled` spells it: exact for any tiling, as lazy as claimed."""
+"""FlashAttention-4's algorithm in `reference.tiled`: exact for any tiling, rescaling as rarely as claimed."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_threshold_zero_rescales_whenever_the_maximum_grows() -> None:
 
 
 def test_rising_scores_do_rescale() -> None:
-    """Keys that each beat the last by more than the threshold leave nothing to skip."""
+    """Scores that each exceed the last by more than the threshold leave no rescale to skip."""
     q = torch.ones(1, 4, 1, 1)
     k = torch.arange(8.0).view(1, 8, 1, 1) * 20.0
     count = tiled.RescaleCount()

@@ -23,7 +23,7 @@ def test_it_is_refused_clearly(case: Case) -> None:
 
 
 def test_flags_of_numpy_and_0_and_1_are_flags() -> None:
-    """Stock takes them, and nobody can mean anything else."""
+    """Stock takes them, and they can mean nothing else."""
     ours, x = MultiheadAttention(8, 2, bias=1, batch_first=module.np.True_), torch.randn(2, 5, 8)
     for true, false in ((1, 0), (module.np.True_, module.np.False_)):
         out, weights = ours(x, x, x, need_weights=true, average_attn_weights=false)
@@ -76,7 +76,7 @@ OPTIONS: dict[str, Any] = {
 
 @st.composite
 def calls(draw: st.DrawFn) -> dict[str, Any]:
-    """A call of which every argument may be wrong, and most are right."""
+    """A call any of whose arguments may be wrong; most are right."""
 
     def one_of(values: tuple[Any, ...]) -> Any:
         return draw(st.sampled_from(values)) if draw(st.integers(0, 3)) == 0 else values[0]
@@ -112,7 +112,7 @@ def test_outcome_is_stocks_or_an_error_of_ours(
         if isinstance(actual, tuple):
             assert serves_more(call), expected
         else:
-            # Of two faults in a call either may be found first.
+            # Either of two faults in a call may be found first.
             assert isinstance(actual, (AssertionError, RuntimeError, IndexError)), (actual, expected)
         return
     assert isinstance(actual, tuple), (actual, expected)

@@ -1,4 +1,4 @@
-"""The module among others' code: peft, torch's transformers, torch.fx and torchvision."""
+"""The module together with others' code: peft, torch's transformers, torch.fx and torchvision."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Wrapper(nn.Module):
 def test_encoder_of_a_swapped_layer(
     calls: list[Tensor], wrap: Callable[[nn.Module], nn.Module], padded: bool
 ) -> None:
-    """Torch does not warn when it builds one, and does not compute it without the module."""
+    """Torch builds it without a warning, and does not compute it without calling the module."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     stock = nn.TransformerEncoder(layer, 2).eval()
     assert list(replace_attention(layer)) == ["self_attn"]

@@ -1,4 +1,4 @@
-"""MultiheadAttention against torch's own module: values, gradients, layouts, errors, memory, who calls it."""
+"""MultiheadAttention against torch's own module: values, gradients, layouts, errors, memory, callers."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_matches_stock(case: Case) -> None:
     assume(stock_serves(case))
     stock, ours = case.module(nn.MultiheadAttention), case.module(MultiheadAttention)
     call = case.call()
-    # The mask that is_causal promises, read: the definition that stock's is_causal paths approximate.
+    # Here the mask that is_causal promises is read: stock's is_causal paths approximate this definition.
     read = {name: x for name, x in call.items() if name != "is_causal"}
     expected, exact = run(stock, read), in_float64(stock, read)
     actual = run(ours, call)
@@ -465,7 +465,7 @@ def test_bad_unbatched_call_raises_as_stock(name: str, batch_first: bool) -> Non
 @pytest.mark.parametrize(
     ("case", "changes"),
     [
-        # Stock hides appended keys from early rows here and so does without the mask.
+        # Stock masks appended keys for early rows here, and so manages without the mask.
         (Case(mask="bool causal", bias_kv=True, need_weights=False), {"attn_mask": torch.zeros(1, 1)}),
         # Stock answers with a tensor without data.
         (Case(), {"attn_mask": torch.zeros(4, 5, device="meta", dtype=torch.float64)}),
@@ -544,7 +544,7 @@ def test_unlike_dtypes_are_as_in_stock(
 
 
 class Recorder:
-    """Stands before the functions of `ops` and keeps what they are called with."""
+    """Wraps the functions of `ops` and records the arguments of each call."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []

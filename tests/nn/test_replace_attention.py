@@ -254,7 +254,7 @@ class ForeignAttention(nn.MultiheadAttention):
 
 
 def patched() -> nn.Module:
-    """What libraries do that wrap the forward of an instance."""
+    """A module with its forward wrapped on the instance, as some libraries do."""
     module = nn.MultiheadAttention(4, 2)
     module.forward = module.forward
     return module

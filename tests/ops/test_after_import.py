@@ -1,4 +1,4 @@
-"""Doing something after an import: once each time that the module is executed, however it is found."""
+"""`after_import` runs an action once each time that the module is executed, however it is found."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Followed:
         after_import(NAME, self.act)
 
     def act(self) -> None:
-        # Actions import what they change.
+        # Actions import the module that they change.
         self.values.append(importlib.import_module(NAME).value)
 
 
@@ -40,7 +40,7 @@ def followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Follow
     file = tmp_path / f"{NAME}.py"
     file.write_text("import time\nvalue = 'half'\ntime.sleep(0.05)\nvalue = 'whole'\ndef f(): pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    # Python's own: pytest has a finder that serves as the loader of every module.
+    # Only Python's own finders: pytest has one that serves as the loader of every module.
     monkeypatch.setattr(sys, "meta_path", [finder for finder in sys.meta_path if isinstance(finder, type)])
     yield Followed()
     for name in (NAME, f"{NAME}_too"):
@@ -98,7 +98,7 @@ def test_a_module_that_is_nowhere_is_missed_as_before(followed: Followed) -> Non
 
 @pytest.mark.parametrize("loads_first", [False, True])
 def test_threads_that_import_at_once_find_it_done(followed: Followed, loads_first: bool) -> None:
-    """Whether it is followed before the first of them, or while they wait for one another."""
+    """The action may be registered before the first of them, or while they wait for one another."""
     together = threading.Barrier(4)
 
     def load() -> list[str]:
@@ -123,7 +123,7 @@ def test_threads_that_import_at_once_find_it_done(followed: Followed, loads_firs
 
 
 class Wrapping(MetaPathFinder):
-    """Asks everybody, as finders do that change what they find."""
+    """Asks all finders, as a finder does that changes what it finds."""
 
     asking = False
 
@@ -166,7 +166,7 @@ def test_others_of_the_same_loader_are_none_of_its_business(followed: Followed) 
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_another_that_wraps_is_respected(followed: Followed, place: int) -> None:
-    """Before or behind it; it acts once."""
+    """The other finder may stand before or after ours; the action runs once."""
     followed.follow()
     sys.meta_path.insert(place, Wrapping())
     importlib.import_module(NAME)

@@ -21,7 +21,7 @@ dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 
 
 def dense(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v and a mask that wants a gradient."""
+    """q, k, v and a mask that requires a gradient."""
     q, k, v = (torch.randn(B, S, H, D, dtype=dtype) for S, H in ((SQ, HQ), (SK, HK), (SK, HK)))
     tensors = q, k, v, torch.randn(1, HQ, SQ, SK)
     return tuple(x.requires_grad_() for x in tensors)
@@ -123,7 +123,7 @@ def test_off_inside_on(function: Function) -> None:
 
 @functions
 def test_backward_under_autocast_is_no_less_exact(function: Function) -> None:
-    """It must not lower what a backend computes in float32."""
+    """Autocast must not lower the precision of what a backend computes in float32."""
     arguments = dense()
     outside = gradients(under_autocast(function), arguments)
     with torch.autocast("cpu", torch.bfloat16):

@@ -1,4 +1,4 @@
-"""Activation checkpointing: what is saved is not computed again, and dropout drops the same weights again."""
+"""Activation checkpointing: saved results are not recomputed, and dropout drops the same weights again."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_gradients_are_those_without(dropout_p: float, use_reentrant: bool) -> N
 
 
 def selective(policy: CheckpointPolicy, dropout_p: float) -> Callable[..., Tensor]:
-    """`block`, of which the policy concerns attention and everything else is computed again."""
+    """`block` with the policy for its attention; everything else is recomputed."""
 
     def choose(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return policy if op == torch.ops.flash4.attention.default else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True): what eager computes, no recompiling, and one dropout for both directions."""
+"""torch.compile(fullgraph=True): eager's results, no recompilation, and one dropout for both directions."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_twenty_lengths_after_the_dynamic_one_recompile_nothing(call: str, backe
 
 
 def test_a_scale_that_changes() -> None:
-    """After its second value dynamo hands the function a symbol for it."""
+    """Dynamo hands the function a symbol for the scale after its second value."""
 
     def function(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float) -> Tensor:
         return flash4_torch.attention(q, k, v, scale=scale, softcap=softcap)
@@ -193,7 +193,7 @@ def test_second_derivatives_are_refused() -> None:
 
 
 def test_autograd_cache_serves_the_second_process() -> None:
-    """Seen from its counters: a miss that is saved, then, with dynamo's memory wiped, a hit."""
+    """Its counters show a miss that is saved, then, with dynamo's memory wiped, a hit."""
     seen = []
     with fresh_cache(), torch._functorch.config.patch(enable_autograd_cache=True):
         for _ in range(2):
@@ -217,7 +217,7 @@ def seeded(function: Callable[..., Any], seed: int, arguments: tuple[Any, ...]) 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_dropout(backend: str) -> None:
-    """With v the identity the result is the weights, so it shows which ones were dropped."""
+    """The result is the weights, as v is the identity, so it shows which ones were dropped."""
     S = 48
     q, k = (torch.randn(B, S, HQ, D, dtype=torch.float64, requires_grad=True) for _ in "qk")
     v = torch.eye(S, dtype=torch.float64)[None, :, None].repeat(B, 1, HQ, 1).requires_grad_()

@@ -19,7 +19,7 @@ KINDS = ("eager", "compiled")
 
 
 class Setting(NamedTuple):
-    """Where, and how large."""
+    """A communication library with its dtype, sizes and compiler."""
 
     library: str
     dtype: torch.dtype
@@ -28,7 +28,7 @@ class Setting(NamedTuple):
     D: int
     compiler: str
     error: float
-    """Of a gradient, relative, as sums are made in another order."""
+    """Relative error allowed in a gradient, as sums are made in another order."""
 
     def device(self, rank: int) -> torch.device:
         return torch.device("cuda", rank) if self.library == "nccl" else torch.device("cpu")

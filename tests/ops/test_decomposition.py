@@ -184,7 +184,7 @@ def test_program_takes_the_operators_apart(name: str) -> None:
     make, inputs, shapes = PROGRAMS[name]
     model = make()
     program = torch.export.export(model, inputs(6), dynamic_shapes=forwarded(model, shapes))
-    # What torch.onnx.export looks into, and what other exporters do not.
+    # torch.onnx.export reads this table; other exporters do not.
     table = torch._decomp.decomposition_table
     assert all(table[op] is not None for op in ops.decompositions)
     assert kernels(program) and kernels(program.run_decompositions()) == kernels(program)
@@ -202,7 +202,7 @@ def forwarded(model: nn.Module, shapes: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def warns_of_itself(test: Callable[..., None]) -> Callable[..., None]:
-    """The exporters use much of torch that torch deprecates, and warn of every size that they fix."""
+    """The exporters use much of torch that torch deprecates, and warn of every size that they freeze."""
     for kind in ("DeprecationWarning", "FutureWarning", "UserWarning", "torch.jit.TracerWarning"):
         test = pytest.mark.filterwarnings(f"ignore::{kind}")(test)
     return test

@@ -44,7 +44,7 @@ def grads(out: Tensor, lse: Tensor, inputs: list[Tensor]) -> list[Tensor]:
 def compare(
     tensors: list[Tensor], placements: list[Any], call: Callable[..., Any], collectives: bool
 ) -> None:
-    """`call` on sharded tensors gives what it gives on whole ones, with or without collectives."""
+    """Asserts that `call` gives the same on sharded tensors as on whole ones, with or without collectives."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_tensor
     from torch.distributed.tensor.debug import CommDebugMode
@@ -90,7 +90,7 @@ def check_heads_that_do_not_divide_are_gathered() -> None:
 
 
 def check_masks() -> None:
-    """Sharded along where the mask has the axis, replicated where it broadcasts; its gradient is complete."""
+    """The mask is sharded where it has the axis, replicated where it broadcasts; its gradient is complete."""
     from torch.distributed.tensor import Replicate, Shard
 
     for axis, full in ((0, (4, 4, 5, 7)), (1, (4, 4, 5, 7))):
@@ -111,7 +111,7 @@ def check_bool_mask() -> None:
 
 
 def check_dropout_is_that_of_the_whole() -> None:
-    """After the same call without dropout, whose decision to shard must not be remembered."""
+    """The call follows the same one without dropout, whose decision to shard must not be remembered."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -151,7 +151,7 @@ def check_varlen_heads() -> None:
 
 
 def check_no_shard_lacks_its_key_heads() -> None:
-    """On a (3, 2) mesh Hk = 4 divides over 2 ranks but not over 3; a fake process group needs no others."""
+    """Hk = 4 divides over 2 ranks of a (3, 2) mesh but not over 3; a fake process group needs one process."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor

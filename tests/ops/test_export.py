@@ -78,7 +78,7 @@ def saved_and_loaded(program: ExportedProgram, folder: Path) -> ExportedProgram:
 
 
 def calls(program: ExportedProgram) -> list[str]:
-    """The operators of ours that the program's graph calls."""
+    """Our operators that the program's graph calls."""
     targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
     return [target for target in targets if target.startswith("flash4.")]
 
@@ -105,7 +105,7 @@ def test_varlen(tmp_path: Path) -> None:
 
 
 def test_dropout_draws_in_the_graph(tmp_path: Path) -> None:
-    """The state is drawn by the program, not baked in: seeds govern it, and calls differ."""
+    """The program generates the RNG state, which is not baked in: seeds govern it, and calls differ."""
     model = Dense(dropout_p=0.5)
     loaded = saved_and_loaded(exported(model, dense_inputs(6), ({1: Dim("S")},)), tmp_path).module()
     (x,) = dense_inputs(9)

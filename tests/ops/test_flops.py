@@ -1,4 +1,4 @@
-"""FLOP counts for torch.utils.flop_counter: torch's own for full attention, else of the visible pairs."""
+"""FLOP counts for torch.utils.flop_counter: torch's own for full attention, else those of visible pairs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def dense(B: int, Sq: int, Sk: int, Hq: int, Hk: int, D: int, Dv: int) -> tuple[
 
 
 def visible_pairs(Sq: int, Sk: int, causal: bool, left: int | None, right: int | None) -> int:
-    """Counted one by one from the definition of `attention`'s band."""
+    """The number of visible pairs, counted one by one from the definition of `attention`'s band."""
     right = 0 if causal else right
     return sum(
         (left is None or j >= i + Sk - Sq - left) and (right is None or j <= i + Sk - Sq + right)
@@ -69,7 +69,7 @@ def test_windows_count_visible_pairs(
     left: int | None,
     right: int | None,
 ) -> None:
-    """Two products of a forward, three more over D and two more over Dv of a backward."""
+    """The forward has two GEMMs, the backward three more over D and two more over Dv."""
     B, (Hq, _) = 2, heads
     q, k, v = dense(B, Sq, Sk, *heads, D, Dv)
     call = lambda: flash4_torch.attention(q, k, v, causal=causal, window=(left, right))  # noqa: E731

@@ -34,7 +34,7 @@ def mapped(x: Tensor, dim: int | None) -> Tensor:
 
 
 def loop(function: Function, in_dims: InDims, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What vmap is short for."""
+    """The loop that vmap stands for."""
     results = [
         as_tuple(
             function(*(x if d is None else x.select(d, n) for x, d in zip(arguments, in_dims, strict=True)))
@@ -63,7 +63,7 @@ def assert_maps(function: Function, in_dims: InDims, arguments: tuple[Tensor, ..
 
 @st.composite
 def in_dims(draw: st.DrawFn, *ranks: int) -> InDims:
-    """For each argument where it is mapped, at least one of them somewhere."""
+    """The mapped dimension of each argument or None; at least one argument is mapped."""
     dims = tuple(draw(st.one_of(st.none(), st.integers(0, rank))) for rank in ranks)
     return dims if any(d is not None for d in dims) else (0, *dims[1:])
 
@@ -181,7 +181,7 @@ def test_vmap_asks_how_to_draw_dropout() -> None:
 
 @pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None)])
 def test_vmap_with_the_same_dropout(in_dims: InDims) -> None:
-    """Every entry sees the mask that a single call would draw."""
+    """Every entry sees the dropout mask that a single call would generate."""
     arguments = tuple(mapped(x, d) for x, d in zip(dense(), in_dims, strict=True))
 
     def reseeded(*xs: Tensor) -> tuple[Tensor, ...]:
@@ -291,7 +291,7 @@ loads_torchscript = pytest.mark.filterwarnings("ignore:`torch.jit.script:Depreca
 @calls
 @loads_torchscript
 def test_forward_mode_is_refused(call: str) -> None:
-    """Rather than to answer with a tangent of zeros."""
+    """The call is refused rather than answered with a tangent of zeros."""
     function, draw = CALLS[call]
     arguments = draw()
     with pytest.raises(ForwardModeError, match="no forward-mode derivative"):
@@ -316,7 +316,7 @@ def test_forward_mode_is_refused_in_a_compiled_graph(fullgraph: bool) -> None:
 
 @loads_torchscript
 def test_forward_mode_past_attention() -> None:
-    """A tangent that does not go through attention is nobody's business there."""
+    """A tangent that does not go through attention is not refused."""
     q, k, v = dense()
     shift = nn.Parameter(torch.zeros(()))
     _, tangent = jvp(lambda x: flash4_torch.attention(q, k, v).sum() + x, (shift,), (torch.ones(()),))

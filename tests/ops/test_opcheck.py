@@ -1,4 +1,4 @@
-"""The operators as torch.library sees them: its own checks pass, and fakes return what the real ones do."""
+"""The operators as torch.library sees them: its own checks pass, and fakes return like the real ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYOUTS = ("contiguous", "heads_first", "sliced")
 
 @dataclass(frozen=True)
 class CallOptions:
-    """What a call asks for beyond its q, k and v."""
+    """The options of a call besides its q, k and v."""
 
     mask: str = ""
     left: int | None = None
@@ -110,7 +110,7 @@ layouts = pytest.mark.parametrize("layout", LAYOUTS)
 
 
 def served(name: str, variant: str) -> CallOptions:
-    """The variant's rules as far as the operator knows them."""
+    """The variant's options, as far as the operator has them."""
     options = VARIANTS[variant]
     return CallOptions(**{**vars(options), "mask": ""}) if name == "attention_varlen" else options
 
@@ -150,7 +150,7 @@ def test_backward_operators_with_grad_refuse_a_second_derivative(name: str) -> N
 
 
 def strides(x: Tensor) -> list[int]:
-    """Those that lead anywhere; inductor looks at no others either."""
+    """Strides of dimensions longer than 1; inductor looks at no others either."""
     return [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1 and x.numel()]
 
 

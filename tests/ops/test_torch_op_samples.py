@@ -21,7 +21,7 @@ OPS = {op.name: op for op in op_db}
 
 
 def samples(name: str, dtype: torch.dtype) -> list[SampleInput]:
-    """Torch's samples, scaled from [-9, 9] to [-1, 1]: beyond, softmax only tells the largest score.
+    """Torch's samples, scaled from [-9, 9] to [-1, 1]: beyond, softmax shows only the largest score.
 
     They are made not to require gradients, because only those cover all the cases; the tests ask for the
     gradients nevertheless.

@@ -1,4 +1,4 @@
-"""What the compiled Blackwell kernels are made of, asserted on their PTX and on their machine code."""
+"""The instructions of the compiled Blackwell kernels, asserted on their PTX and on their SASS."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CLAIMED = re.compile(r"tcgen05\.alloc\.\S+\s+\[%\w+\], (%\w+);")
 
 
 def assert_ptx_is_as_planned(launch: Launch, plan: Any, ctas: int, stores: bool = True) -> None:
-    """Products, tensor memory and signals are of as many CTAs as planned, and roles have their registers."""
+    """MMAs, TMEM allocation and commits are for as many CTAs as planned, and roles have their registers."""
     ptx = launch.kernel.ptx
     of_ctas = ("mma", "commit", "alloc", "dealloc", "relinquish_alloc_permit")
     for name in of_ctas:
@@ -31,7 +31,7 @@ def assert_ptx_is_as_planned(launch: Launch, plan: Any, ctas: int, stores: bool 
 
 
 def assert_code_is_as_planned(code: cubin.Code, plan: Any, products: int, stores: bool = True) -> None:
-    """`products`: instructions of one round of them; `stores`: whether weights go to tensor memory."""
+    """`products`: the MMA instructions of one round; `stores`: whether weights are stored to TMEM."""
     kinds = code.kinds
     assert kinds["UTCHMMA"] >= products
     assert all(kinds[name] for name in ("UTCBAR", "UTCATOMSWS", "LDTM", "UTMALDG")), kinds

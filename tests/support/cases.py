@@ -1,4 +1,4 @@
-"""Drawing attention calls: sizes, dtypes, layouts and features for the property tests."""
+"""Strategies for attention calls: sizes, dtypes, layouts and features for the property tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAYOUTS = ("contiguous", "heads_first", "sliced", "broadcast_batch", "strided_la
 
 @dataclass
 class Case:
-    """One drawn call of `attention`: tensors that require grad, and keyword arguments."""
+    """One generated call of `attention`: tensors that require grad, and keyword arguments."""
 
     q: Tensor
     k: Tensor

@@ -23,7 +23,7 @@ def compile_scale(scale: Scale) -> Any:
 
 
 def compile_with_warnings(log: str) -> Any:
-    """Warns as the compiler does, at its own lines and at those of kernels, and once as somebody else."""
+    """Warns as the compiler does, at its own lines and at those of kernels, and once as other code."""
     _note(log)
     import compile_kernel
 
@@ -44,7 +44,7 @@ def compile_without(package: str) -> Any:
 
 
 def die_at_first(log: str) -> Any:
-    """As a process that is killed while it compiles; a later one succeeds."""
+    """Dies like a process that is killed while it compiles; a later one succeeds."""
     _note(log)
     if len(Path(log).read_text().splitlines()) == 1:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Kernels for tests of the compile layer, apart from their entries: naming those imports no compiler."""
+"""Kernels for tests of the compile layer, separate from their entries: naming those imports no compiler."""
 
 from typing import Any
 

@@ -20,7 +20,7 @@ def folder_of_all_workers(folders: pytest.TempPathFactory) -> Path:
 
 
 def codes(keys: Sequence[Key], folders: pytest.TempPathFactory) -> dict[Key, cubin.Code]:
-    """What is in each kernel's file."""
+    """The code in each kernel's file."""
     return {key: cubin.read(file)[0] for key, file in files(keys, folders).items()}
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._functorch import config
 
-# The cache's key holds the traced graph but not the Python of our gradients, and a stale entry would test it.
+# The cache's key holds the traced graph but not the Python of our gradients, so stale entries would be used.
 config.enable_autograd_cache = False
 
 

@@ -1,4 +1,4 @@
-"""Few calls of attention in which every two properties that a call can have meet."""
+"""A few calls of attention in which every two properties that a call can have occur together."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Value = tuple[str, Any]
 
 
 def covering() -> list[Case]:
-    """Every two values of different axes that can be together are so in some case."""
+    """Cases in which every two values of different axes that can occur together do so."""
     left = [(a, b) for a, b in combinations(_values(), 2) if _fit([a, b])]
     cases = []
     while left:
@@ -40,7 +40,7 @@ def covering() -> list[Case]:
 
 
 def name_of(case: Case) -> str:
-    """What is not plain about it."""
+    """The values of a case that differ from the plain ones."""
     special = [f"{axis}={case[axis]}" for axis, values in AXES.items() if case[axis] != values[0]]
     return " ".join(special).replace(", ", "x") or "plain"
 
@@ -50,7 +50,7 @@ def _values() -> list[Value]:
 
 
 def _fit(chosen: list[Value]) -> bool:
-    """One of each axis; packed sequences take no mask."""
+    """Whether the values can be one case: one of each axis, and no mask with packed sequences."""
     case = dict(chosen)
     return len(case) == len(chosen) and not (case.get("varlen") and case.get("mask"))
 

@@ -1,4 +1,4 @@
-"""What ptxas made of a kernel, read from the machine code in a compiled file; needs no disassembler."""
+"""Properties of a kernel's SASS, read from a compiled file without a disassembler."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 _CUDA = 190
-"""ELF's number of the machine."""
+"""ELF's machine number of CUDA."""
 _FRAME_SIZE, _REGISTER_COUNT = 0x11, 0x2F
-"""Of the entries of `.nv.info`: a kernel's symbol and the bytes of its stack, or its registers."""
+"""Kinds of `.nv.info` entries: a kernel's symbol and the bytes of its stack, or its registers."""
 _SIZED = 4
-"""Format of an entry that says how long it is."""
+"""Format of an entry that states its own length."""
 _INSTRUCTION = struct.Struct("<QQ")
-# The lowest 12 bits of an instruction; bits 9 to 11 of them say where its operands are.
+# The lowest 12 bits of an instruction; bits 9 to 11 of them tell where its operands are.
 _STORE_LOCAL, _LOAD_LOCAL = 0x387, 0x983
 _WGMMA = 0x1F0
 _KINDS = {
@@ -23,15 +23,15 @@ _KINDS = {
     **{"UTMALDG": 0x1B4, "UTMASTG": 0x1B5, "UBLKRED": 0x1BB},
     **{"FFMA2": 0x049, "FADD2": 0x04B, "FMUL2": 0x04A},
 }
-"""The lowest 9 bits of Blackwell's products, signals and claims of tensor memory, and ways to and from it;
-of copies by tensor maps and of sums in bulk; of arithmetic on pairs. As nvdisasm names them."""
+"""The lowest 9 bits of Blackwell's instructions, as nvdisasm names them: MMA, commit, allocation, load and
+store of TMEM; TMA copies by tensor maps and bulk reductions; arithmetic on pairs."""
 _SET_REGISTERS = 0x1C8
 _UNSIGNALLED = 7
-"""In the place of a scoreboard's number."""
+"""Value in the place of a scoreboard's number where there is none."""
 
 
 class Code(NamedTuple):
-    """What one kernel's code tells of how good it is."""
+    """Properties of one kernel's SASS that tell how good it is."""
 
     stack: int
     """Bytes of a thread's stack."""
@@ -39,17 +39,17 @@ class Code(NamedTuple):
     """Instructions that store to or load from it."""
     wgmmas: int
     signalled: int
-    """wgmmas whose end is waited for on its own; all of them where ptxas ran them one after another."""
+    """wgmmas that are waited for individually; all of them where ptxas serialises them."""
     kinds: dict[str, int]
-    """Instructions of Blackwell's, by nvdisasm's names."""
+    """Counts of Blackwell's instructions, by nvdisasm's names."""
     budgets: set[int]
-    """Registers of a thread that roles give back to or ask for."""
+    """Registers per thread that roles shrink to or ask for."""
     registers: int
-    """Of a thread as it is launched."""
+    """Registers per thread at launch."""
 
 
 def read(file: Path) -> list[Code]:
-    """One for each kernel in a compiled file."""
+    """The code of each kernel in a compiled file."""
     return [_code(cubin) for cubin in _cubins(file.read_bytes())]
 
 
@@ -91,7 +91,7 @@ def _code(cubin: bytes) -> Code:
 
 
 def _sum_of(wanted: int, info: bytes) -> int:
-    """Of the numbers of such entries."""
+    """The sum of the numbers in entries of the wanted kind."""
     at, total = 0, 0
     while at < len(info):
         form, kind, value = struct.unpack_from("<BBH", info, at)

@@ -1,4 +1,4 @@
-"""What CI has no time for: with FLASH4_TEST_ALL=1 in the environment tests run all of their cases."""
+"""Cases that CI has no time for: with FLASH4_TEST_ALL=1 in the environment tests run all of theirs."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ def one_of(number: int, cases: Sequence[Case]) -> list[Case]:
 
 
 def examples(few: int, all_of_them: int) -> int:
-    """How many hypothesis draws."""
+    """The number of examples that hypothesis generates."""
     return all_of_them if EVERYTHING else few

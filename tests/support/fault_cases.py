@@ -1,9 +1,9 @@
-"""Faults of the kernel cache, of the emulator's build cache and of exported folders, and what each comes to.
+"""Faults of the kernel cache, of the emulator's build cache and of exported folders, with their outcomes.
 
     python fault_cases.py [PART ...]    # prints {name: outcome} as JSON, of names that have these parts
 
 Every fault has a forked process of its own, so that a crash is an outcome. Kernels are tiny libraries that
-answer with a number; `planted` ones answer another and leave a mark when they are loaded.
+answer with a number; `planted` ones answer another number and leave a mark when they are loaded.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Libraries(NamedTuple):
 
 
 class Place:
-    """What a fault is done to: folders of its own, with everything whole at first."""
+    """The target of a fault: folders of its own, with everything intact at first."""
 
     def __init__(self, libraries: Libraries, root: Path):
         self.libraries, self.root, self.builds = libraries, root, 0
@@ -155,7 +155,7 @@ def fault(table: dict[str, tuple[Fault, str]], expected: str) -> Callable[[Fault
 
 
 def give_away(*paths: Path) -> None:
-    """To another user; without root's rights all that is ours is made to look like another's."""
+    """Gives paths to another user; without root's rights, all our files are made to look like another's."""
     if IS_ROOT:
         for path in paths:
             os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
@@ -403,7 +403,7 @@ def a_home_without_permission(p: Place) -> None:
 
 @fault(KERNELS, "works")
 def an_empty_variable(p: Place) -> Callable[[], bool]:
-    """It is none: what lies in the working directory is not for loading, and nothing is written there."""
+    """It counts as unset: files in the working directory are not loaded, and nothing is written there."""
     change(FLASH4_CACHE_DIR="", HOME=str(p.root / "home"))
     p.plant(p.root / "kernels" / p.file.name)
     return lambda: (p.root / "home").exists() and len(list((p.root / "kernels").iterdir())) == 1
@@ -458,7 +458,7 @@ def a_folder_of_another_user(p: Place) -> None:
 
 @fault(KERNELS, "works")
 def no_mask_for_new_files(p: Place) -> Callable[[], bool]:
-    """Folders and files come out as nobody else's all the same."""
+    """Folders and files are writable by nobody else all the same."""
     os.umask(0)
     shutil.rmtree(p.cache)
     return lambda: (p.cache.stat().st_mode | p.kernels.stat().st_mode | p.file.stat().st_mode) & 0o022 == 0
@@ -539,7 +539,7 @@ def a_disk_that_fails_while_reading(p: Place) -> None:
 
 @fault(KERNELS, "works")
 def a_build_that_is_killed(p: Place) -> Callable[[], bool]:
-    """What it leaves is removed by a later one, and meanwhile there is nothing in the cache."""
+    """A later build removes its leftovers; meanwhile there is nothing in the cache."""
     p.file.unlink()
     change(TMPDIR=str(p.root / "tmp"))
     (p.root / "tmp").mkdir()
@@ -566,7 +566,7 @@ def unfinished_files_of_dead_processes(p: Place) -> Callable[[], bool]:
 
 @fault(KERNELS, "works")
 def eight_processes_at_once(p: Place) -> Callable[[], bool]:
-    """One of them builds."""
+    """Only one of them builds."""
     p.file.unlink()
     log = p.root / "log"
 
@@ -592,7 +592,7 @@ def eight_processes_at_once(p: Place) -> Callable[[], bool]:
 
 @fault(KERNELS, "works")
 def a_second_kernel_under_the_same_descriptor(p: Place) -> Callable[[], bool]:
-    """dlopen takes a path that it has seen for the library that it has seen there."""
+    """dlopen takes a path that it has seen for the library that it has seen there before."""
     return lambda: layer.function(*KEY_2)() == OTHER and layer.function(*KEY)() == RIGHT
 
 
@@ -797,7 +797,7 @@ edits("what later versions may add", "works", lambda m: m.update(more=1))
 
 @fault(FOLDERS, "sentence")
 def a_library_outside_the_folder(p: Place) -> None:
-    """Planted with its hash in the manifest, which somebody else has written."""
+    """The library is planted, with its hash in the manifest, which somebody else has written."""
     p.plant(p.root / "evil.so", p.libraries.planted)
     checksum = aot.hashlib.sha256(p.libraries.planted).hexdigest()
     p.edit(lambda m: m["kernels"][0].update(file="../evil.so", sha256=checksum))
@@ -858,11 +858,11 @@ def an_exported_library_of_a_third_user(p: Place) -> None:
 
 @fault(FOLDERS, "root works")
 def a_folder_of_kernels_of_another_user(p: Place) -> None:
-    """Whom the user has named by naming it."""
+    """The user has named that owner by naming the folder."""
     give_away(p.exported, *p.exported.iterdir())
 
 
-# What lies in it
+# Its contents
 
 
 @fault(FOLDERS, "sentence")
@@ -899,7 +899,7 @@ def a_pipe_as_library(p: Place) -> None:
 
 @fault(FOLDERS, "sentence")
 def a_library_that_is_none(p: Place) -> None:
-    """With its own hash in the manifest."""
+    """The manifest has its hash."""
     p.exported_library.write_bytes(b"nonsense")
     p.edit(lambda m: m["kernels"][0].update(sha256=aot.hashlib.sha256(b"nonsense").hexdigest()))
 
@@ -933,7 +933,7 @@ def a_kernel_that_is_not_there(p: Place) -> Callable[[], bool]:
 
 
 def installed(path: Path | None) -> None:
-    """Lets that be the compiler's runtime library."""
+    """Makes the file the compiler's runtime library; None if none is installed."""
 
     def ask() -> Path:
         if path is None:
@@ -977,7 +977,7 @@ runtime("a runtime library that all may write", "sentence", lambda p, path: path
 
 @fault(FOLDERS, "sentence")
 def a_runtime_library_that_the_manifest_does_not_know(p: Place) -> None:
-    """And none is installed: it is not loaded."""
+    """The library is not loaded, although none is installed."""
     p.plant(p.exported / library.RUNTIME, p.libraries.planted)
 
     installed(None)
@@ -1030,7 +1030,7 @@ def an_export_of_the_same_again(p: Place) -> Callable[[], bool]:
 
 @fault(EXPORTS, "works")
 def an_export_that_mends_a_library(p: Place) -> Callable[[], bool]:
-    """Another file takes its place: who has the old one mapped keeps that."""
+    """A new file takes its place; processes that have the old one mapped keep it."""
     before = p.exported_library.stat().st_ino
     with p.exported_library.open("ab") as file:
         file.write(b"x")
@@ -1151,14 +1151,14 @@ def attempt_build(p: Place) -> bool:
 
 
 def try_it(p: Place, area: str, breaks: Fault) -> Outcome:
-    """Commits the fault in this process and says what came of it."""
+    """Commits the fault in this process and returns the outcome."""
     said: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             holds = breaks(p)
             if area == "export":
-                # What was exported comes from nowhere else.
+                # Exported kernels must come from nowhere else.
                 shutil.rmtree(p.cache, ignore_errors=True)
                 failing(jit, "build", 0)
             right = attempt_build(p) if area == "build" else attempt_kernel(p)
@@ -1221,7 +1221,7 @@ def main() -> None:
         change(FLASH4_CACHE_DIR=str(base))
         attempt_build(whole)
         (base / "build").chmod(0o755)
-        # While there are rights to read them: compiled kernels ask for these.
+        # Loaded while there are rights to read it: compiled kernels ask for the runtime library.
         library._provide_installed_runtime()
         names = [name for name in CASES if all(part in name for part in sys.argv[1:])]
         print(json.dumps({name: outcome_of(name, libraries, base) for name in names}))
@@ -1230,7 +1230,7 @@ def main() -> None:
 
 
 def _make_removable(remove: Any, path: str, _: Any) -> None:
-    """Without root's rights: what could not be listed, or what lies in there."""
+    """Removes a path that could not be listed, or that lies in such a folder, without root's rights."""
     os.chmod(os.path.dirname(path), 0o700)
     os.chmod(path, 0o700)
     shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)

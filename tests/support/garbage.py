@@ -1,4 +1,4 @@
-"""What no argument of an operator may be, by kind; each value with how a message calls it."""
+"""Values that no argument of an operator may have, by kind; each with its name in messages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def other_layouts(x: Tensor) -> dict[str, Tensor]:
 
 
 def nested(x: Tensor) -> dict[str, Tensor]:
-    """The tensors of (B, ...) as nested ones."""
+    """The entries of a (B, ...) tensor as nested tensors."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return {
@@ -42,7 +42,7 @@ def nested(x: Tensor) -> dict[str, Tensor]:
 
 
 def other_dtypes(x: Tensor) -> list[Tensor]:
-    """A float32 tensor in every dtype that attention has not."""
+    """A float32 tensor in every dtype that attention does not take."""
     dtypes = "bool uint8 uint16 uint32 int8 int16 int32 int64 complex64 complex128 float8_e4m3fn float8_e5m2"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -63,7 +63,7 @@ NO_TENSORS: dict[str, Any] = {
     "type": int,
     "object": object(),
 }
-"""Objects by the name of their type. None is another matter: it may mean something."""
+"""Objects by the name of their type. None is left out, as it may mean something."""
 
 NO_NUMBERS: list[Any] = [
     "1", b"1", True, False, 1j, [1.0], (1.0,), {}, np.float32(1), np.array(1.0), Decimal(1), Fraction(1, 2),
@@ -79,15 +79,15 @@ NO_FLAGS: list[Any] = [
     "no", "", "True", b"", 0, 1, 2, -1, 0.0, 1.0, math.nan, 1j, [], [0], (), {}, np.True_, np.array([1]),
     torch.tensor(True), torch.tensor([0, 1]), bool, object(),
 ]  # fmt: skip
-"""Neither True nor False, whatever Python takes them for. None is another matter."""
+"""Values that are neither True nor False, whatever Python takes them for. None is left out."""
 
 NO_SIZES: list[Any] = [
     "1", 1.0, math.nan, math.inf, True, False, 1j, [], [1], (1,), np.int64(1), torch.tensor(1), object(),
 ]  # fmt: skip
-"""Neither an int nor None."""
+"""Values that are neither an int nor None."""
 
 HUGE_SIZES: list[int] = [2**63, 2**64, 2**70, 10**400, 10**5000]
-"""More than operators can be told."""
+"""Sizes that are too large to pass to an operator."""
 
 NO_PAIRS: list[Any] = [
     3, -1, 1.5, None, True, "", "ab", b"ab", (), (1,), [1], (1, 2, 3), [None] * 4, {}, {1: 2, 3: 4}, {1, 2},

@@ -1,4 +1,4 @@
-"""Calls of one attention kernel, forward or backward, of any architecture, and what is right for them."""
+"""Calls of one attention kernel, forward or backward, of any architecture, and their right results."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from flash4_torch.reference.dropout import Dropout
 from flash4_torch.reference.scoring import Scoring
 
 Kernel = tuple[Features, Any]
-"""What it computes, and its config."""
+"""The features that a kernel computes, and its config."""
 
 
 def static(
     of: type[Any], D: int, Dv: int, tiles: tuple[int, ...], dtype: str = "bfloat16", **more: Any
 ) -> Kernel:
-    """A kernel with a config of that type; `more` are fields of either."""
+    """A kernel with a config of that type; `more` are fields of features or config."""
     of_config = {name: more.pop(name) for name in tuple(more) if name in of._fields}
     return Features(dtype, D, Dv, **more), of(*tiles, **of_config)
 
@@ -87,9 +87,9 @@ SHORT = st.integers(1, 20)
 
 @st.composite
 def calls(draw: st.DrawFn, features: Features, *, whole: int = 1, packed: bool = False) -> Call:
-    """What the host may ask of such a kernel.
+    """Calls that the host may make of such a kernel.
 
-    whole: of what Sk is a multiple, for a kernel that knows no end inside a block.
+    whole: a divisor of Sk, for a kernel that handles no end inside a block.
     packed: query heads share tiles, as they do for few queries.
     """
     Hk = draw(st.integers(1, 2))
@@ -103,7 +103,7 @@ def calls(draw: st.DrawFn, features: Features, *, whole: int = 1, packed: bool =
         lengths = tuple(n if any(n) else (5,) * B for n in lengths)
         Sq, Sk = max(lengths[0]), max(lengths[1])
         if whole > 1:
-            right = min(right, 0)  # which hides all that follows the last key
+            right = min(right, 0)  # masks all that follows the last key
     else:
         B, Sq, Sk = draw(st.integers(1, 2)), draw(length), draw(LENGTHS)
         Sk = -(-Sk // whole) * whole
@@ -125,7 +125,7 @@ def calls(draw: st.DrawFn, features: Features, *, whole: int = 1, packed: bool =
 
 
 def drawn(kernel: Kernel, Hk: int = 1, **changes: Any) -> Call:
-    """A plain call, of two query heads to each key head."""
+    """A plain call with two query heads for each KV head."""
     features, _ = kernel
     lengths = changes.pop("lengths", ((150,), (300,)))
     tensors = _tensors(features, 2 * Hk, Hk, lengths, changes.pop("seed", 0), heads_first=False)
@@ -149,7 +149,7 @@ def _tensors(
 
 @st.composite
 def masks(draw: st.DrawFn, full: tuple[int, int, int, int], dtype: str) -> Tensor:
-    """Any dimension may broadcast; whole stretches are hidden, others visible, others mixed."""
+    """A mask of which any dimension may broadcast; stretches of it are masked, visible or mixed."""
     shape = [draw(st.sampled_from([1, n])) for n in full]
     along = draw(st.sampled_from([2, 3]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
@@ -164,7 +164,7 @@ def masks(draw: st.DrawFn, full: tuple[int, int, int, int], dtype: str) -> Tenso
 
 
 def results(features: Features, call: Call, dtype: torch.dtype) -> Results:
-    """By definition, in `dtype`; a floating mask is taken as it is."""
+    """Results by definition, in `dtype`; a floating mask is taken as it is."""
     found = [
         attention(q, k, v, _scoring(features, call, b, call.mask))
         for b, (q, k, v, _) in enumerate(_sequences(features, call, *_in(dtype, call)))
@@ -175,7 +175,7 @@ def results(features: Features, call: Call, dtype: torch.dtype) -> Results:
 
 
 def gradients(features: Features, call: Call, dtype: torch.dtype) -> Gradients:
-    """By definition, in `dtype`."""
+    """Gradients by definition, in `dtype`."""
     *inputs, given = _in(dtype, call)
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     mask = call.mask
@@ -208,7 +208,7 @@ def check_gradients(kernel: Kernel, call: Call, found: Gradients) -> None:
 
 
 def noise(call: Call) -> float:
-    """Of dP - delta where both are equal, as for a row that sees one key: each is rounded to float32."""
+    """The error of dP - delta where both are equal, as for a row with one key: each is rounded to float32."""
     rows, heads = call.dout.shape[-3], call.dout.shape[-2]
     values = call.v.repeat_interleave(heads // call.v.shape[-2], -2)
     terms = (call.dout.abs().double().amax((-3, -2)) * values.abs().double().amax((-3, -2))).sum(-1).max()
@@ -218,9 +218,9 @@ def noise(call: Call) -> float:
 
 
 def noise_of_sums(features: Features, call: Call) -> float:
-    """Of the gradient of a broadcast mask: weights are rounded, and what is made of them may add up to 0.
+    """The error of a broadcast mask's gradient: weights are rounded, and what is made of them may sum to 0.
 
-    Three and a half times the deviation that numbers have which are each off by up to half an ulp.
+    It is three and a half times the deviation of numbers that are each off by up to half an ulp.
     """
     full = (call.q.shape[0], call.q.shape[2], call.q.shape[1], call.k.shape[1])
     each = gradients(features, replace(call, mask=call.mask.expand(full).clone()), torch.float64).dmask
@@ -251,7 +251,7 @@ def each_alone(call: Call, poison: float) -> Iterator[Alone]:
 
 
 def blind(kernel: Kernel) -> Call:
-    """A call of which no row sees a key: by its band or its mask, or for lack of a sequence with both."""
+    """A call in which no row sees a key: by its band or mask, or as no sequence has both queries and keys."""
     features, _ = kernel
     call = drawn(kernel, right=-400, left=-400)
     if features.mask:

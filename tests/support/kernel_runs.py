@@ -43,7 +43,7 @@ _LAUNCHES = {
     Sm100Forward: ("sm_100a", "sm100.fwd.launch", "compile_forward"),
     Sm100Backward: ("sm_100a", "sm100.bwd.launch", "compile_backward"),
 }
-"""By the type of a config: the architecture, and what compiles the kernel."""
+"""The architecture and the compile function of a kernel, by the type of its config."""
 
 
 @functools.cache
@@ -74,13 +74,13 @@ def emulated(kernel: Kernel, call: Call, **schedule: Any) -> Iterator[emulate.De
 
 
 Where = AbstractContextManager[Any]
-"""What a launch takes place in; gives what is told by `touching` which tensors it may touch."""
+"""A launch's context; it gives a device, whose `touching` names the tensors that the launch may touch."""
 
 
 def run(kernel: Kernel, call: Call, where: Where | None = None, **schedule: Any) -> Results:
     """A launch of the forward into memory full of NaN; raises for whatever the emulator finds wrong.
 
-    where: instead of a device with that schedule.
+    where: a context to use instead of a device with that schedule.
     """
     features, config = kernel
     q = call.q
@@ -191,7 +191,7 @@ def _launch(
 
 @contextmanager
 def launches() -> Iterator[list[Launch]]:
-    """What is asked for."""
+    """The launches that are requested meanwhile."""
     launch = emulate.Device.launch
     asked: list[Launch] = []
 
@@ -204,7 +204,7 @@ def launches() -> Iterator[list[Launch]]:
 
 
 def _stats(features: Features, call: Call, m: int) -> tuple[Tensor, list[int]]:
-    """What the preprocess makes, and where each sequence begins in it."""
+    """The row statistics that the preprocess makes, and where each sequence begins in them."""
     out, lse = results(features, call, torch.float64)
     delta = (out * call.dout.double()).sum(-1).transpose(-1, -2)
     rows = torch.stack([(lse * math.log2(math.e)).masked_fill(lse == -math.inf, math.inf), delta])
@@ -232,7 +232,7 @@ def _stats(features: Features, call: Call, m: int) -> tuple[Tensor, list[int]]:
 
 
 def is_right(kernel: Kernel, data: st.DataObject) -> None:
-    """The forward of a drawn call, whatever the schedule, and the same bits."""
+    """The forward of a generated call is right and has the same bits, whatever the schedule."""
     features, config = kernel
     call = data.draw(calls(features, whole=1 if config.ragged_k else config.keys, packed=config.pack_gqa > 1))
     found = run(kernel, call, schedule="late")
@@ -243,7 +243,7 @@ def is_right(kernel: Kernel, data: st.DataObject) -> None:
 
 
 def gradients_are_right(kernel: Kernel, data: st.DataObject) -> None:
-    """The backward of a drawn call, whatever the schedule: dK and dV, and in order dQ, with the same bits."""
+    """The backward of a generated call is right under any schedule; dK, dV and ordered dQ keep their bits."""
     features, config = kernel
     call = data.draw(calls(features, whole=1 if config.ragged_k else config.cluster_keys))
     if config.heads_inner and not features.mask:
@@ -260,7 +260,7 @@ def gradients_are_right(kernel: Kernel, data: st.DataObject) -> None:
 
 
 def sums_have_an_order(kernel: Kernel) -> None:
-    """The same bits of dQ where all tiles of a head run at once, a multiprocessor each."""
+    """dQ has the same bits where all tiles of a head run at once, each on an SM of its own."""
     lengths = ((300,), (900,))
     call = drawn(kernel, lengths=lengths, num_sms=16, heads_per_section=1, left=700, right=700)
     late, *others = (
@@ -271,7 +271,7 @@ def sums_have_an_order(kernel: Kernel) -> None:
 
 
 def blind_rows_are_zero(kernel: Kernel) -> None:
-    """Whatever the values."""
+    """Rows that see no key are 0, whatever the values."""
     call = blind(kernel)
     call.v.fill_(math.nan)
     out, lse = run(kernel, call)
@@ -283,7 +283,7 @@ def unseen_keys_have_no_gradient(kernel: Kernel) -> None:
 
 
 def sequences_are_alone(kernel: Kernel, poison: float) -> None:
-    """The forward of each is the same, whatever the others hold."""
+    """The forward of each sequence is the same, whatever the others hold."""
     call = _three_sequences(kernel, last=33)
     clean = run(kernel, call)
     for alone in each_alone(call, poison):
@@ -307,7 +307,7 @@ def _three_sequences(kernel: Kernel, last: int) -> Call:
 
 
 def every_tile_is_drawn_once(kernel: Kernel, tiles: int) -> None:
-    """Odd numbers of tiles leave a CTA of a pair without rows; on one multiprocessor it still is a pair."""
+    """Odd numbers of tiles leave a CTA of a pair without rows; on one SM it still is a pair."""
     _, config = kernel
     backward = isinstance(config, Sm90Backward | Sm100Backward)
     rows = config.keys if backward else config.queries

@@ -1,4 +1,4 @@
-"""Few of many kernels: such as have every setting, or bring together every two traits that can meet."""
+"""A few of many kernels that cover every setting, or every two traits that can occur together."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Family(NamedTuple):
     reachable: Callable[[Features], Iterable[Any]]
     """The configs that calls with such features can have."""
     special: Callable[[Kernel], Mapping[str, bool]]
-    """What its kernels can be besides what all can."""
+    """Traits that its kernels can have besides those of all families."""
 
     def traits(self, kernel: Kernel) -> set[str]:
-        """What is special about a kernel."""
+        """The traits of a kernel that are not plain."""
         features, config = kernel
         every = {name: bool(getattr(features, name)) for name in _FLAGS} | {
             "bool mask": features.mask == "bool",
@@ -39,7 +39,7 @@ class Family(NamedTuple):
         return {name for name, has in every.items() if has}
 
     def covering(self, known: Iterable[Kernel]) -> dict[str, Kernel]:
-        """Kernels, by their traits, that bring together every two that can meet, unless a known one does."""
+        """Kernels by their traits, in which every two that can occur together do, unless in a known one."""
         met = {pair for kernel in known for pair in self._pairs(kernel)}
         kernels = self._by_traits()
         chosen = _covering({name: set(self._pairs(kernel)) - met for name, kernel in kernels.items()})
@@ -49,7 +49,7 @@ class Family(NamedTuple):
         return combinations(sorted(self.traits(kernel)), 2)
 
     def _by_traits(self) -> dict[str, Kernel]:
-        """One kernel, the first, of each set of traits."""
+        """The first kernel with each set of traits."""
         found: dict[str, Kernel] = {}
         flags = ((False, True),) * len(_FLAGS)
         for (D, Dv), mask, *chosen in product(self.heads, ("", "bool", "float32"), *flags):
@@ -65,7 +65,7 @@ class Family(NamedTuple):
 
 
 def few(kernels: Mapping[str, Kernel], *always: str) -> dict[str, Kernel]:
-    """What CI has time for: `always`, and others that have every setting that any has; or all of them."""
+    """The kernels that CI has time for: `always`, and others to cover every setting; or all of them."""
     settings = {name: {(setting,) for setting in _settings(kernel)} for name, kernel in kernels.items()}
     met = {setting for name in always for setting in settings[name]}
     chosen = kernels if EVERYTHING else [*always, *_covering({n: s - met for n, s in settings.items()})]
@@ -73,7 +73,7 @@ def few(kernels: Mapping[str, Kernel], *always: str) -> dict[str, Kernel]:
 
 
 def _settings(kernel: Kernel) -> Iterator[str]:
-    """Of features and config, those that are not as they are by default."""
+    """The fields of features and config that differ from their defaults."""
     features, _ = kernel
     for part in kernel:
         for name, value in zip(part._fields, part, strict=True):
@@ -85,7 +85,7 @@ def _settings(kernel: Kernel) -> Iterator[str]:
 
 
 def _covering(left: Mapping[str, set[tuple[str, ...]]]) -> list[str]:
-    """Names, those with most that is new first, whose tuples are the tuples of all."""
+    """Names whose tuples are together all tuples, those with the most new ones first."""
     chosen: list[str] = []
     while True:
         name = max(left, key=lambda name: len(left[name]))

@@ -25,11 +25,12 @@ THREADS = 128
 
 
 def compile_visit(plan: MaskPlan, by_pairs: bool) -> Any:
-    """Call it as ((mask, tables), scores, out, first, last); scores and out (B, H, Sq, Sk) in float32,
-    filled up to whole tiles.
+    """A kernel to be called as ((mask, tables), scores, out, first, last).
+
+    scores and out are (B, H, Sq, Sk) in float32, padded to whole tiles.
 
     The scores of the visible blocks among `first <= n < last` are written to `out` with the mask applied.
-    by_pairs: fragments as wgmma has them; else a thread has a row.
+    by_pairs: fragments as wgmma has them; otherwise a thread has a row.
     """
     shape = tuple(cute.sym_int() for _ in range(4))
     scores, out = (

@@ -1,6 +1,6 @@
 """The host side of our kernels without a GPU: stand-ins take the place of the compiled ones.
 
-They hold the host to what kernels are promised, and compute from their arguments what kernels would.
+They assert what the host promises to kernels, and compute from their arguments what kernels would.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NUM_SMS = 132
 
 
 class OnCpu(Compiled):
-    """Takes the CPU for a GPU."""
+    """The backend of our kernels, which takes the CPU for a GPU."""
 
     def __init__(self, target: Target):
         super().__init__(name_of(target), target)
@@ -50,7 +50,7 @@ class OnCpu(Compiled):
 
 
 def name_of(target: Target) -> str:
-    """Of the backend."""
+    """Name of the target's backend."""
     return f"sm{target.capability[0]}0"
 
 
@@ -66,14 +66,14 @@ class Machine(NamedTuple):
     launches: list[Launch]
     backwards: list[on_cpu_backward.Launch]
     masks: list[MaskPlan]
-    """Of the kernel that reads masks beforehand."""
+    """Plans of the kernel that reads masks beforehand."""
     built: list[tuple[str, tuple[object, ...], str]]
-    """What the compile layer was asked for."""
+    """Kernels that the compile layer was asked for: entry, static arguments, architecture."""
 
 
 @contextmanager
 def gpu(target: Target = SM90A) -> Iterator[Machine]:
-    """Within it, attention on CPU tensors goes to the kernels of that GPU, else through tiled."""
+    """A context in which attention on CPU tensors goes to the kernels of that GPU, or else through tiled."""
     machine = Machine([], [], [], [])
 
     def function(entry: str, static: tuple[Any, ...], arch: str) -> compile.Function:
@@ -155,7 +155,7 @@ def _check(
     rng_state: Tensor | None,
     params: tuple[Any, ...],
 ) -> None:
-    """What the kernel is promised."""
+    """Asserts what the kernel is promised."""
     for x in (q, k, v):
         assert x.dim() == 4 - features.varlen and x.numel() > 0
         assert str(x.dtype) == f"torch.{features.dtype}" == str(out.dtype)

@@ -31,7 +31,7 @@ LOG2E = math.log2(math.e)
 
 
 class Launch(NamedTuple):
-    """Of the main kernel."""
+    """A launch of the main kernel."""
 
     features: Features
     config: BackwardConfig
@@ -126,7 +126,7 @@ def _group_sums(plan: GroupReducePlan, dk_parts: Tensor, dv_parts: Tensor, dk: T
 
 
 def check_rows(x: Tensor, dtype: str, varlen: bool) -> None:
-    """What the kernels are promised of q, k, v, out and dout."""
+    """Asserts what the kernels are promised of q, k, v, out and dout."""
     assert x.dim() == 4 - varlen and x.numel() > 0
     assert str(x.dtype) == f"torch.{dtype}"
     assert x.stride(-1) == 1 and all(s > 0 and s % 8 == 0 for s in x.stride()[:-1])
@@ -158,7 +158,7 @@ def _backward(launches: list[Launch], features: Features, config: BackwardConfig
         check_rows(x, features.dtype, features.varlen)
     assert (dq_whole is not None) == (config.scope == Scope.KV_HEAD)
     if config.scope == Scope.Q_HEAD:
-        # As many key heads as the gradients have.
+        # As many KV heads as the gradients have.
         k, v = (x.repeat_interleave(q.shape[-2] // x.shape[-2], -2) for x in (k, v))
     for grad, x in ((dk, k), (dv, v), *(((dq_whole, q),) if config.scope == Scope.KV_HEAD else ())):
         assert grad.shape == x.shape and grad.dtype == x.dtype and grad.is_contiguous()
@@ -190,7 +190,7 @@ def _backward(launches: list[Launch], features: Features, config: BackwardConfig
         x = [y if ends_q is None else y[None] for y in (q[rows], k[keys], v[keys], dout[rows])]
         q_, k_, v_, dout_ = (y.float() for y in x)
         lse, negative = (y if ends_q is None else y[None, :, rows] for y in (natural, -delta))
-        # Without an O, delta is what is subtracted as lse's gradient.
+        # O is given as zeros, so delta is passed as lse's gradient, which is subtracted.
         none = torch.zeros_like(dout_)
         return tiled.backward(
             dout_, negative, q_, k_, v_, none, lse, scoring, features.dmask, lse_low=lse_low
@@ -216,7 +216,7 @@ def _backward(launches: list[Launch], features: Features, config: BackwardConfig
             dk[j0:j1], dv[j0:j1] = found.dk[0], found.dv[0]
             dq[:, at[i0:i1], : features.D] = found.dq[0].transpose(0, 1)
     if dq_whole is not None:
-        # Sums lie in as many places as there are CTAs; what they hold before is of no matter.
+        # Each CTA has an accumulator of its own, whose contents before do not matter.
         heads, group = k.shape[0] * k.shape[2], q.shape[2] // k.shape[2]
         assert dq_acc.shape == (min(params[6], heads), group, count // config.queries, blocks.floats)
         dq_whole.copy_(dq[..., at, : features.D].transpose(-3, -2))
@@ -228,7 +228,7 @@ def _backward(launches: list[Launch], features: Features, config: BackwardConfig
 def _mask(
     features: Features, config: BackwardConfig, args: tuple[Tensor, Tensor], q: Tensor, k: Tensor
 ) -> Tensor:
-    """With queries as rows again."""
+    """The mask with queries as rows again."""
     mask, tables = args
     assert str(mask.dtype) == f"torch.{features.mask}" and mask.shape[3] == q.shape[1]
     assert mask.shape[2] in (1, k.shape[1]) and (mask.shape[3] == 1 or mask.stride(3) in (0, 1))
@@ -238,7 +238,7 @@ def _mask(
 
 
 def _add_dmask(dmask: Tensor, found: Tensor) -> None:
-    """dmask: keys as rows, of the mask's own size, cleared."""
+    """Adds to dmask, which has keys as rows and the mask's own size, and is cleared."""
     assert dmask.dtype == torch.float32 and not dmask.any()
     target = dmask.transpose(2, 3)
     assert target.is_contiguous()

@@ -1,4 +1,4 @@
-"""What of ours serves this machine's GPU."""
+"""The backend of our kernels for this machine's GPU."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ needs_ours = pytest.mark.skipif(
 
 
 def lacks_gradients(D: int, Dv: int, **features: Any) -> list[str]:
-    """Why our kernels for it have no gradients of such calls; empty if they have."""
+    """Reasons why our kernels for it have no gradients of such calls; empty if they have."""
     return _TARGET.backward_configs.limits(Features("bfloat16", D, Dv, **features)) if _TARGET else []

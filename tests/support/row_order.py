@@ -1,4 +1,4 @@
-"""The backward's workspaces, described once more: where each query row is, and in which order its sums."""
+"""The backward's workspaces, described once more: each query row's place, and the order of its dQ sums."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def ends_of(lengths: list[int]) -> Tensor:
 
 
 def places(blocks: RowBlocks, lengths: list[int], varlen: bool) -> tuple[int, Tensor]:
-    """How many rows of blocks a head has, and at which of them each row is; dense: of one sequence."""
+    """The number of a head's rows in blocks, and the place of each row among them; dense: of one sequence."""
     if not varlen:
         return blocks.count(lengths[0]) * blocks.queries, torch.arange(lengths[0])
     ends = ends_of(lengths).tolist()

@@ -1,4 +1,4 @@
-"""The Hopper forward kernels that calls can ask for, and few of them in which every two traits meet."""
+"""The Hopper forward kernels that calls can ask for, and a few in which every two traits meet."""
 
 from __future__ import annotations
 

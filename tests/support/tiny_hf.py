@@ -119,7 +119,7 @@ def model_classes() -> list[type]:
 
 
 def architectures() -> dict[str, list[type]]:
-    """By name of the configuration class: its model classes, those with most around them first."""
+    """The model classes by the name of their configuration class, those with the most around them first."""
     result: dict[str, list[type]] = {}
     for c in model_classes():
         result.setdefault(c.config_class.__name__, []).append(c)
@@ -129,7 +129,7 @@ def architectures() -> dict[str, list[type]]:
 
 
 def architecture(name: str) -> list[type]:
-    """The model classes of one configuration class, of whose package alone the models are imported."""
+    """The model classes of one configuration class; only the models of its package are imported."""
     package = getattr(hf, name).__module__.rpartition(".")[0]
     with quietly():
         for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
@@ -177,7 +177,7 @@ WAYS = [
 
 
 def small(value: Any, way: Way, name: str = "", around: dict[str, Any] | None = None) -> Any:
-    """A configuration's field, shrunk; `around` are the fields beside it."""
+    """A configuration's field, shrunk; `around` are the fields next to it."""
     around = around or {}
     if isinstance(value, dict):
         kept = {k: v for k, v in value.items() if k not in DERIVED and (way.per_layer or k not in PER_LAYER)}
@@ -247,7 +247,7 @@ def small_configs(config_class: type) -> Iterator[PreTrainedConfig]:
 
 
 def build(model_class: type, config: PreTrainedConfig, implementation: str) -> Any:
-    """A model with weights that make it matter who attends to whom; equal ones for every implementation."""
+    """A model whose weights, the same for every implementation, make it matter who attends to whom."""
     with quietly():
         with torch.device("meta"):
             parameters = sum(p.numel() for p in model_class._from_config(copy.deepcopy(config)).parameters())
@@ -310,7 +310,7 @@ REQUIRED: dict[str, Callable[[], Any]] = {
     "qformer_input_ids": lambda: tokens("none")[0],
     "mask": lambda: None,
 }
-"""What some models cannot do without, by the name of the argument."""
+"""Arguments that some models cannot do without, by name."""
 
 
 def inputs(model: Any, padding: str) -> Iterator[dict[str, Any]]:
@@ -427,7 +427,7 @@ def feed(model: Any, padding: str) -> dict[str, Any]:
 
 
 def floats(outputs: Any, mask: Tensor | None, padding: str) -> list[Tensor]:
-    """The floating outputs, without the rows of padding and what a model makes of these."""
+    """The floating outputs, without the rows of padding and what a model makes from them."""
     found: list[Tensor] = []
 
     def visit(value: Any) -> None:

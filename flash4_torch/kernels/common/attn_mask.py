@@ -18,6 +18,7 @@ and one that holds scores
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import cutlass
@@ -104,6 +105,11 @@ def make_mask(args: MaskArgs, plan: cutlass.Constexpr) -> Mask:
         bits = _compact(base, (Bm, Hm, Sqm, NB, 4 * plan.panels))
     blocks = _compact(base + at.blocks, (Bm, HB, MB, NB))
     return Mask(plan, values, bits, blocks, _compact(base + at.rank, (Bm, HB, MB, NB + 1)))
+
+
+def with_mask(ctx: Any, args: MaskArgs | None) -> Any:
+    """The context of one role, with the mask: built once for all, it would stay live from kernel entry and spill."""
+    return ctx if args is None else replace(ctx, mask=make_mask(args, ctx.plan.mask))
 
 
 def _compact(base: cute.Pointer, shape: tuple[Any, ...]) -> cute.Tensor:

@@ -88,6 +88,12 @@ def full_blocks(band: Band, shape: cutlass.Constexpr, first_row: Int32) -> Int32
 
 
 @cute.jit
+def partial_at_end(band: Band, shape: cutlass.Constexpr, first_row: Int32, top: Int32, count: Int32) -> Int32:
+    """How many of `count` blocks from block `top` down may be partial: at least one; only the right side counts."""
+    return cutlass.min(cutlass.max(top + 1 - full_blocks(band, shape, first_row), 1), count)
+
+
+@cute.jit
 def mask(band: Band, shape: cutlass.Constexpr, fragment: Fragment) -> None:
     """Scores outside of the band become -inf."""
     for r in cutlass.range_constexpr(len(fragment.rows)):

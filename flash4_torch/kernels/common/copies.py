@@ -56,5 +56,30 @@ def copy(
             cute.copy(atom, *box, tma_bar_ptr=full, **more)
 
 
+VECTOR = 8
+"""Elements of 16 bits that a lane copies at a time, 16 bytes."""
+
+
+@cute.jit
+def copy_vector(stage: cute.Tensor, row: Int32, target: cute.Tensor, chunk: Int32) -> None:
+    """One vector of a stage's row, the chunk-th, to the same place of a row in global memory."""
+    dtype = stage.element_type
+    atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=128)
+    registers = cute.make_rmem_tensor(VECTOR, dtype)
+    cute.copy(atom, cute.group_modes(cute.local_tile(stage, (1, VECTOR), (row, chunk)), 0, 2), registers)
+    cute.copy(atom, registers, cute.local_tile(target, (VECTOR,), (chunk,)))
+
+
+@cute.jit
+def copy_box(atom, source: cute.Tensor, target: cute.Tensor, **more) -> None:
+    """One TMA store by one lane, committed."""
+    s, g = cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(source, 0, 2), cute.group_modes(target, 0, 2)
+    )
+    with cute.arch.elect_one():  # which the DSL does for loads, not for stores
+        cute.copy(atom, s, g, **more)
+        cute.arch.cp_async_bulk_commit_group()
+
+
 def stage_bytes(staged: cute.Tensor) -> int:
     return cute.size_in_bytes(staged.element_type, cute.select(staged.layout, mode=[0, 1]))

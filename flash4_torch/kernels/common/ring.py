@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
+from cutlass.memory import SmemAllocator
 
 
 class Ring(NamedTuple):
@@ -32,6 +33,11 @@ class Cursor(NamedTuple):
 
     stage: Int32
     phase: Int32
+
+
+def allocate(memory: SmemAllocator, stages: int, peer: Int32 | None = None) -> Ring:
+    """A ring's barriers in shared memory, not yet initialised."""
+    return Ring(memory.allocate_array(Int64, stages), memory.allocate_array(Int64, stages), stages, peer)
 
 
 def start() -> Cursor:

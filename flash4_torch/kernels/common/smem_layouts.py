@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import warpgroup
+from cutlass.memory import SmemAllocator
 
 
 def row_major_layout(
@@ -28,6 +29,11 @@ def column_major_layout(
     atom = warpgroup.make_smem_layout_atom(kind, dtype)
     # All rows of one chunk of columns lie together: one box of the copy engine.
     return cute.tile_to_shape(atom, (columns, rows, stages), order=(1, 0, 2))
+
+
+def allocate(memory: SmemAllocator, dtype: type, layout: cute.ComposedLayout) -> cute.Tensor:
+    """A tensor of that layout, aligned as its swizzle wants it."""
+    return memory.allocate_tensor(dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
 
 
 def chunk_of(columns: int) -> int:

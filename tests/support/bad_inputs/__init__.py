@@ -1,4 +1,4 @@
-"""Bad inputs: one module for each public door, with the calls that it must refuse as its `CASES`."""
+"""Bad inputs: one module for each public function, with the calls that it must refuse as its `CASES`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _INTERNAL = (
     "invalid literal",
     "Traceback",
 )
-"""Pieces of messages in which Python or torch speaks of our insides, not of the caller's argument."""
+"""Pieces of messages in which Python or torch speaks of our internals, not of the caller's argument."""
 
 
 class Case(NamedTuple):
@@ -53,7 +53,7 @@ def check(case: Case) -> None:
 
 
 def assert_clear(message: str) -> None:
-    """No text of our insides or torch's is shown."""
+    """No text of our internals or torch's is shown."""
     shown = [text for text in _INTERNAL if text in message]
     assert not shown, f"{shown} in: {message}"
 

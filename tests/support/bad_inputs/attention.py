@@ -26,7 +26,7 @@ MASK = torch.rand(2, 2, 4, 4)
 
 
 class Row(NamedTuple):
-    """What is wrong in an otherwise good call, and the error it must meet."""
+    """A fault in an otherwise good call, and the error that it must raise."""
 
     changed: dict[str, Any]
     error: type[Exception]

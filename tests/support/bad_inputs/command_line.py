@@ -17,7 +17,7 @@ class Refused(Exception):
 
 
 def refused(command: Callable[[list[str]], int], *arguments: str) -> Callable[[], object]:
-    """A call of a command that raises what it prints where it refuses."""
+    """A call of a command that raises what the command prints where it refuses."""
 
     def made() -> object:
         out, err = io.StringIO(), io.StringIO()

@@ -151,7 +151,7 @@ def of_forward() -> Iterator[tuple[dict[str, Any], type[BaseException], str]]:
     for name in ("need_weights", "average_attn_weights", "is_causal"):
         for value in NO_FLAGS:
             yield {name: value}, ArgumentError, "it must be True or False"
-    # Sizes, and what else torch's own module says.
+    # Sizes, and the other errors of torch's own module.
     yield {"query": X[..., :6]}, AssertionError, "was expecting embedding dimension of 8, but got 6"
     yield {"query": X[0, 0]}, AssertionError, "query should be unbatched 2D or batched 3D tensor"
     yield {"query": X[None]}, AssertionError, "query should be unbatched 2D or batched 3D tensor"

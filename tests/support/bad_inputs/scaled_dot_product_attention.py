@@ -20,7 +20,7 @@ GOOD = {"query": X, "key": X, "value": X}
 def of_tensors() -> Iterator[Row]:
     for name in GOOD:
         for called, x in garbage.other_layouts(X).items():
-            # A matrix of another length is told first.
+            # A matrix of another length is reported first.
             if "sparse_coo" in called or "mkldnn" in called or name == "query":
                 yield Row({name: x}, LayoutError, f"{name} is {called}, but it must be a dense one")
         for value in [*garbage.NO_TENSORS.values(), None]:

@@ -13,6 +13,7 @@ from cutlass import Boolean, Int32, Uint32
 
 from ....configs.types import Scope
 from .. import attn_mask, ring, tile_scheduler
+from .. import band as bands
 from ..band import Band, Span, make_band, visible_span
 from ..ring import Cursor
 
@@ -131,6 +132,22 @@ def span_of(ctx: Any, tile: Tile) -> Span:
         # Which stores dQ of rows that see nothing, too.
         return Span(Int32(0) if tile.index == 0 else span.first, span.last)
     return span
+
+
+@cute.jit
+def full_span(ctx: Any, tile: Tile, band: Band, span: Span) -> Span:
+    """The blocks of the tile's span that neither the band nor the end of Sk makes partial."""
+    plan, first = ctx.plan, tile.index * ctx.plan.keys
+    start, end = span.first, span.last
+    if cutlass.const_expr(plan.band.left):
+        lowest = cutlass.max(first + plan.keys - 1 + band.lowest, 0)
+        start = cutlass.max(start, cute.ceil_div(lowest, plan.queries))
+    if cutlass.const_expr(plan.band.right):
+        end = cutlass.min(end, bands.full_blocks(band, plan.band, first))
+    if cutlass.const_expr(plan.config.ragged_k):
+        # Every block of such a tile has to mask the keys beyond the end.
+        start = span.last if first + plan.keys > tile.Sk else start
+    return Span(start, cutlass.max(start, end))
 
 
 class DqOrder(NamedTuple):

@@ -8,7 +8,6 @@ from cutlass import Boolean, Float32, Int32, Uint32
 
 from ...common import attn_mask, dropout, ring, scores
 from ...common import band as bands
-from ...common.band import Band, Span
 from ...common.bwd import tiles
 from ...common.bwd.dmask import add_dmask
 from ...common.bwd.loads import exact_lse
@@ -73,22 +72,7 @@ def _work(ctx: Context, t: Thread, tile: Tile, head: Int32) -> TileState:
     span, band = tiles.span_of(ctx, tile), tiles.band_of(ctx, tile)
     position = tile.index * ctx.plan.keys + t.key
     blocks = tiles.blocks_of(ctx, tile, span, head)
-    return TileState(tile, band, span, _full_span(ctx, tile, band, span), position, head, blocks)
-
-
-@cute.jit
-def _full_span(ctx: Context, tile: Tile, band: Band, span: Span) -> Span:
-    plan, first = ctx.plan, tile.index * ctx.plan.keys
-    start, end = span.first, span.last
-    if cutlass.const_expr(plan.band.left):
-        lowest = cutlass.max(first + plan.keys - 1 + band.lowest, 0)
-        start = cutlass.max(start, cute.ceil_div(lowest, plan.queries))
-    if cutlass.const_expr(plan.band.right):
-        end = cutlass.min(end, bands.full_blocks(band, plan.band, first))
-    if cutlass.const_expr(plan.config.ragged_k):
-        # All blocks have to hide keys beyond the end.
-        start = span.last if first + plan.keys > tile.Sk else start
-    return Span(start, end)
+    return TileState(tile, band, span, tiles.full_span(ctx, tile, band, span), position, head, blocks)
 
 
 @cute.jit

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import cpasync
 
 from ...common import ring
+from ...common.bwd.stores import store_box, store_rows
 from ...common.bwd.tiles import Tile
 from ...common.ring import Cursor, Ring
 from ...common.rounding import round_to
@@ -110,40 +110,8 @@ def _stage(ctx: Context, warp: Int32, gradient: Gradient) -> None:
 @cute.jit
 def _store(ctx: Context, warp: Int32, gradient: Gradient, tile: Tile) -> None:
     if cutlass.const_expr(ctx.plan.stores_by_tma):
-        _store_box(warp, gradient, tile)
+        store_box(ctx, gradient.atom, gradient.boxes, gradient.stage, tile, warp, WARP)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
     else:
-        _store_rows(ctx, warp, gradient, tile)
-
-
-@cute.jit
-def _store_box(warp: Int32, gradient: Gradient, tile: Tile) -> None:
-    """The copy engine leaves out rows beyond the end."""
-    stage = gradient.stage
-    keys, columns = (cute.size(stage, mode=[i]) for i in range(2))
-    box = (WARP, columns)
-    place = tile.index * (keys // WARP) + warp
-    rows = cute.local_tile(gradient.boxes[None, None, tile.kv_head, tile.batch], box, (place, 0))
-    piece = cute.local_tile(stage, box, (warp, 0))
-    s, g = cpasync.tma_partition(
-        gradient.atom, 0, cute.make_layout(1), cute.group_modes(piece, 0, 2), cute.group_modes(rows, 0, 2)
-    )
-    with cute.arch.elect_one():
-        cute.copy(gradient.atom, s, g)
-        cute.arch.cp_async_bulk_commit_group()
-    cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-
-@cute.jit
-def _store_rows(ctx: Context, warp: Int32, gradient: Gradient, tile: Tile) -> None:
-    """16 bytes a lane, rows of the sequence only; those of the next one follow."""
-    chunks = gradient.D // 8
-    atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), ctx.plan.dtype, num_bits_per_copy=128)
-    for e in cutlass.range(cute.arch.lane_idx(), WARP * chunks, WARP, unroll=1):
-        row, chunk = warp * WARP + e // chunks, e % chunks
-        j = tile.index * ctx.plan.keys + row
-        if j < tile.Sk:
-            source = cute.local_tile(gradient.stage, (1, 8), (row, chunk))
-            place = cute.local_tile(gradient.rows[tile.k_offset + j, tile.kv_head, None], (8,), (chunk,))
-            registers = cute.make_rmem_tensor(8, ctx.plan.dtype)
-            cute.copy(atom, cute.group_modes(source, 0, 2), registers)
-            cute.copy(atom, registers, place)
+        what = gradient.rows, gradient.D, gradient.stage
+        store_rows(ctx, *what, tile, warp, WARP, cute.arch.lane_idx())

@@ -28,15 +28,13 @@ its dS is free when dS here is: products of dQ read both.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from ...common import attn_mask, ring
+from ...common import attn_mask, ring, smem_layouts
 from ...common.bwd.tiles import WORK_TILE_WORDS
 from ...common.cta_pair import CtaPair, cluster_sync_exit, cluster_sync_init, make_cta_pair, peer_of
 from ...common.launch_params import LaunchParams
@@ -75,28 +73,30 @@ def backward_kernel(
     config = plan.config
     memory = SmemAllocator()
     peer = peer_of(plan.cluster_size)
-    sK, sV, sdS = (_allocate(memory, plan, layout) for layout in (layouts.k, layouts.v, layouts.ds))
+    sK, sV, sdS = (
+        smem_layouts.allocate(memory, plan.dtype, layout) for layout in (layouts.k, layouts.v, layouts.ds)
+    )
     sQ, sdO, sKt, sP, sOwndS, half_blocks = None, None, None, None, None, None
     if cutlass.const_expr(plan.cluster_size == 1):
-        sQ, sdO = (_allocate(memory, plan, layout) for layout in (layouts.q, layouts.do))
+        sQ, sdO = (smem_layouts.allocate(memory, plan.dtype, layout) for layout in (layouts.q, layouts.do))
     else:
-        sKt = _allocate(memory, plan, layouts.k_columns)
+        sKt = smem_layouts.allocate(memory, plan.dtype, layouts.k_columns)
         stages = cute.make_layout(
             (plan.queries // plan.cluster_size * max(plan.D, plan.Dv), config.half_block_stages)
         )
         half_blocks = memory.allocate_tensor(plan.dtype, stages, byte_alignment=1024)
     if cutlass.const_expr(plan.wide):
-        sP, sOwndS = (_allocate(memory, plan, layouts.weights) for _ in range(2))
+        sP, sOwndS = (smem_layouts.allocate(memory, plan.dtype, layouts.weights) for _ in range(2))
     piece = cute.make_layout((WARP * min(plan.D, PIECE), config.dq_slots, REDUCE_WARPS))
     sdQ = memory.allocate_tensor(Float32, piece, byte_alignment=1024)
     rows = cute.make_layout((plan.queries, config.q_stages))
     sLseLog2, sDelta = (memory.allocate_tensor(Float32, rows, 16) for _ in range(2))
-    load_q, load_do = _ring(memory, config.q_stages), _ring(memory, config.do_stages)
-    load_k, load_v = _ring(memory, config.kv_stages), _ring(memory, config.kv_stages)
-    sequence_end = _ring(memory, 1)
+    load_q, load_do = ring.allocate(memory, config.q_stages), ring.allocate(memory, config.do_stages)
+    load_k, load_v = ring.allocate(memory, config.kv_stages), ring.allocate(memory, config.kv_stages)
+    sequence_end = ring.allocate(memory, 1)
     if cutlass.const_expr(plan.cluster_size > 1):
         half_blocks = HalfBlocks(
-            _ring(memory, config.half_block_stages),
+            ring.allocate(memory, config.half_block_stages),
             half_blocks,
             *(layouts.q, layouts.do, layouts.q_columns, layouts.do_columns),
         )
@@ -167,22 +167,22 @@ def backward_kernel(
     )
     if warp < REDUCE_WARPS:
         cute.arch.setmaxregister_decrease(plan.registers.reduce)
-        reduce(_masked(ctx, mask_args), warp)
+        reduce(attn_mask.with_mask(ctx, mask_args), warp)
     elif warp < REDUCE_WARPS + COMPUTE_WARPS:
         cute.arch.setmaxregister_increase(plan.registers.compute)
-        compute(_masked(ctx, mask_args), warp - REDUCE_WARPS)
+        compute(attn_mask.with_mask(ctx, mask_args), warp - REDUCE_WARPS)
     else:
         cute.arch.setmaxregister_decrease(plan.registers.other)
         if warp == MMA_WARP:
             if cutlass.const_expr(plan.cluster_size == 1):
-                mma(_masked(ctx, mask_args))
+                mma(attn_mask.with_mask(ctx, mask_args))
             else:
-                mma_2cta(_masked(ctx, mask_args))
+                mma_2cta(attn_mask.with_mask(ctx, mask_args))
         elif warp == LOAD_WARP:
             if cutlass.const_expr(plan.cluster_size == 1):
-                load(_masked(ctx, mask_args))
+                load(attn_mask.with_mask(ctx, mask_args))
             else:
-                load_2cta(_masked(ctx, mask_args))
+                load_2cta(attn_mask.with_mask(ctx, mask_args))
 
     tmem.fence_before()
     cute.arch.sync_threads()
@@ -208,16 +208,3 @@ def _initialise(signals: Signals, plan: Plan, zero: Int32) -> None:
     with cute.arch.elect_one():
         for signal, count in zip(signals, arrivals, strict=True):
             cute.arch.mbarrier_init(signal + zero, count)
-
-
-def _masked(ctx: Context, args: attn_mask.MaskArgs | None) -> Context:
-    """For one role: what all would share, they would keep in registers from the beginning on, or spill."""
-    return ctx if args is None else replace(ctx, mask=attn_mask.make_mask(args, ctx.plan.mask))
-
-
-def _allocate(memory: SmemAllocator, plan: Plan, layout: cute.ComposedLayout) -> cute.Tensor:
-    return memory.allocate_tensor(plan.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
-
-
-def _ring(memory: SmemAllocator, stages: int) -> Ring:
-    return Ring(memory.allocate_array(Int64, stages), memory.allocate_array(Int64, stages), stages)

@@ -27,11 +27,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ....configs.types import SHARED_MEMORY, Features, Scope, Sm100Backward
-from ...common.band import BandShape
+from ....configs.types import SHARED_MEMORY, Sm100Backward
+from ...common.budget import Budget, always, registers_of
 from ...common.bwd.dq_blocks import DqLanes
-from ...common.host import NUMERIC
-from ...common.mask_tables import MaskPlan
+from ...common.bwd.plan import BackwardPlan
 from ...common.warps import GROUP, WARP, WARPS, registers_suffice
 from ..umma import DEPTH, Matrix, MmaOp
 
@@ -57,22 +56,30 @@ class Registers(NamedTuple):
     other: int
 
 
-_REGISTERS = Registers(144, 128, 96)
-_REGISTERS_OF_FEATURES = Registers(176, 64, 96)
-"""Where softcap, dropout or a floating mask takes them."""
-_REGISTERS_OF_WIDE = Registers(144, 112, 112)
-"""For wide heads without a mask: a compute thread has half as many queries."""
-_REGISTERS_OF_WIDE_DROPOUT = Registers(152, 96, 112)
-"""With dropout and softcap, or a mask."""
+_WITH_FEATURES = Registers(176, 64, 96)
+_BUDGETS = (
+    Budget(
+        lambda p: p.wide and (p.scarce or (p.features.dropout and p.features.softcap)),
+        Registers(152, 96, 112),
+        "wide heads: dropout with softcap or a mask",
+    ),
+    Budget(lambda p: p.wide and p.features.mask, Registers(144, 128, 96), "wide heads with a mask"),
+    Budget(
+        lambda p: p.wide, Registers(144, 112, 112), "wide heads: a compute thread has half as many queries"
+    ),
+    Budget(
+        lambda p: p.features.softcap or p.features.dropout or p.features.float_mask,
+        _WITH_FEATURES,
+        "softcap, dropout and float masks take registers of compute",
+    ),
+    Budget(always, Registers(144, 128, 96), "dQ of 64 columns in the reduce warps"),
+)
 
 
-class Plan(NamedTuple):
-    features: Features
+class Plan(BackwardPlan):
+    __slots__ = ()
+
     config: Sm100Backward
-
-    @property
-    def dtype(self) -> type:
-        return NUMERIC[self.features.dtype]
 
     @property
     def D(self) -> int:
@@ -85,36 +92,12 @@ class Plan(NamedTuple):
         return -(-self.features.Dv // step) * step
 
     @property
-    def queries(self) -> int:
-        return self.config.queries
-
-    @property
-    def keys(self) -> int:
-        return self.config.keys
-
-    @property
-    def cluster_size(self) -> int:
-        """Of a cluster."""
-        return self.config.cluster
-
-    @property
-    def cluster_keys(self) -> int:
-        """Of a ticket: a tile, or a cluster's tiles."""
-        return self.config.cluster_keys
-
-    @property
     def threads(self) -> int:
         return THREADS
 
     @property
     def registers(self) -> Registers:
-        f = self.features
-        if self.wide:
-            if self.scarce or (f.dropout and f.softcap):
-                return _REGISTERS_OF_WIDE_DROPOUT
-            return _REGISTERS if f.mask else _REGISTERS_OF_WIDE
-        heavy = f.softcap or f.dropout or f.float_mask
-        return _REGISTERS_OF_FEATURES if heavy else _REGISTERS
+        return registers_of(self, _BUDGETS)
 
     @property
     def scarce(self) -> bool:
@@ -124,7 +107,7 @@ class Plan(NamedTuple):
     @property
     def dq_together(self) -> int:
         """Columns of dQ that a thread holds: the sooner all are taken out, the sooner dP may follow."""
-        return PIECE if self.registers == _REGISTERS_OF_FEATURES else 2 * PIECE
+        return PIECE if self.registers == _WITH_FEATURES else 2 * PIECE
 
     @property
     def sums(self) -> DqLanes:
@@ -240,19 +223,6 @@ class Plan(NamedTuple):
     # Which blocks a tile visits, and what is hidden in them.
 
     @property
-    def band(self) -> BandShape:
-        """Of the transposed problem: rows are keys, and a bound to the right is one of queries on the left.
-
-        Rows of queries beyond the end need no mask: their lse is infinite.
-        """
-        return BandShape(self.features.right, self.features.left, False, self.queries)
-
-    @property
-    def mask(self) -> MaskPlan:
-        """How the tables of attn_mask, transposed, cut it into blocks: its rows are keys."""
-        return MaskPlan(self.features.mask, self.cluster_keys, self.queries)
-
-    @property
     def last_tile_first(self) -> bool:
         """Whether a head's last tile is drawn first, and adds its dQ first.
 
@@ -260,15 +230,6 @@ class Plan(NamedTuple):
         that has most blocks behind it. In any other order tiles would wait for it from their first block on.
         """
         return self.features.deterministic and self.features.right
-
-    @property
-    def scope(self) -> Scope:
-        return self.config.scope
-
-    @property
-    def lists_blocks(self) -> bool:
-        """Whether blocks that the mask hides are passed over. A fixed order of sums knows only the band."""
-        return bool(self.features.mask) and not self.features.deterministic
 
     @property
     def masks(self) -> bool:
@@ -284,11 +245,6 @@ class Plan(NamedTuple):
     def keeps_dtanh(self) -> bool:
         """Whether softcap's derivatives are made before a mask is added, which leaves no scores to tell."""
         return self.features.softcap and self.features.float_mask
-
-    @property
-    def stores_by_tma(self) -> bool:
-        """A tile of a varlen call may end inside the box; then rows are stored one by one."""
-        return not self.features.varlen
 
     @property
     def loaders(self) -> int:

@@ -13,8 +13,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from ...common import ring
-from ...common.bwd import tiles
+from ...common.bwd import dq_semaphore, tiles
 from ...common.bwd.dq_blocks import VECTOR
+from ...common.bwd.dq_semaphore import Step
 from ...common.bwd.tiles import Tile
 from ...common.ring import Cursor
 from ...common.warps import WARP
@@ -28,17 +29,6 @@ class Cursors(NamedTuple):
     kv: Cursor
     phase: Int32
     """Phase of the block's signals."""
-
-
-class DqSemaphore(NamedTuple):
-    """Of a block in sums of a fixed order."""
-
-    place: Int64
-    """Address of the count of what has been added to the block."""
-    awaited: Int32
-    """What it has to be, at least."""
-    counts: Int32
-    """What it grows by."""
 
 
 @cute.jit
@@ -78,9 +68,9 @@ def _add(ctx: Context, warp: Int32, tile: Tile, head: Int32, n: Int32, at: Curso
         band, part = ctx.cta_pair.rank * bands + warp % bands, warp // bands
     start = block * plan.sums.floats + Int64((band * plan.sums.columns + part * columns) * WARP)
     target = (ctx.dq_acc.iterator + start).toint()
-    order = None
+    step = None
     if cutlass.const_expr(plan.features.deterministic):
-        order = _semaphore_of(ctx, warp, tile, n, block)
+        step = _step_of(ctx, warp, tile, n, block)
 
     cute.arch.mbarrier_wait(ctx.signals.mma_dq, at.phase)
     tmem.fence_after()
@@ -93,13 +83,15 @@ def _add(ctx: Context, warp: Int32, tile: Tile, head: Int32, n: Int32, at: Curso
         tmem.wait_loads()
         if cutlass.const_expr(first + together >= columns):
             arrive(ctx, ctx.signals.reduce_dq)
-        if cutlass.const_expr(first == 0 and order is not None):
-            wait_dq_semaphore(order)
+        if cutlass.const_expr(first == 0 and step is not None):
+            if cute.arch.lane_idx() == 0:
+                dq_semaphore.wait(step.address, step.awaited)
         for i, piece in enumerate(pieces):
             column = first + sum(widths[:i])
             _copy_piece(ctx, warp, piece, target + column * (WARP * 4), column // PIECE)
-    if cutlass.const_expr(order is not None):
-        advance_dq_semaphore(order)
+    if cutlass.const_expr(step is not None):
+        if cute.arch.lane_idx() == 0:
+            dq_semaphore.advance(step.address, step.count)
 
 
 def _widths(columns: int) -> list[int]:
@@ -148,42 +140,8 @@ def _copied_since(number: int, pieces: int, slots: int) -> int:
 
 
 @cute.jit
-def _semaphore_of(ctx: Context, warp: Int32, tile: Tile, n: Int32, block: Int64) -> DqSemaphore:
-    """After the tile whose turn is before this one's, if that visits the block.
-
-    A block's number counts the pieces of all tiles up to the last one that has added to it; those that visit
-    a block are neighbours, and the first of them counts for those before.
-    """
-    order = tiles.order_of(ctx, tile)
-    follows = (order.before.first <= n) & (n < order.before.last)
-    earlier = order.number * ctx.plan.config.dq_pieces
+def _step_of(ctx: Context, warp: Int32, tile: Tile, n: Int32, block: Int64) -> Step:
     first = warp == 0
     if cutlass.const_expr(ctx.plan.cluster_size > 1):
         first = first & (ctx.cta_pair.rank == 0)
-    counts = Int32(1) + (earlier if first & ~follows else Int32(0))
-    return DqSemaphore((ctx.dq_semaphore.iterator + block).toint(), earlier if follows else Int32(0), counts)
-
-
-@cute.jit
-def wait_dq_semaphore(order: DqSemaphore) -> None:
-    if cute.arch.lane_idx() == 0:
-        seen = _count(order.place)
-        while seen < order.awaited:
-            seen = _count(order.place)
-        cute.arch.inline_ptx("fence.proxy.async;")
-
-
-@cute.jit
-def advance_dq_semaphore(order: DqSemaphore) -> None:
-    if cute.arch.lane_idx() == 0:
-        cute.arch.cp_async_bulk_wait_group(0, read=False)
-        cute.arch.inline_ptx(
-            "fence.proxy.async; red.release.gpu.global.add.s32 [{$r0}], {$r1};",
-            read_only_args=[order.place, order.counts],
-        )
-
-
-def _count(place: Int64) -> Int32:
-    return cute.arch.inline_ptx(
-        "ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[place]
-    )
+    return dq_semaphore.step_of(ctx, tiles.order_of(ctx, tile), n, block, first)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
-from cutlass.cute.nvgpu import cpasync
 
 from ...common import ring, rounding
+from ...common.fwd.stores import store_box, store_rows
 from ...common.fwd.tiles import Tile
 from ...common.ring import Cursor
 from ...common.smem_layouts import chunk_of
@@ -46,10 +46,12 @@ def epilogue(ctx: Context, own: CorrectionThread, tile: Tile, t: Int32, end_at: 
     if cutlass.const_expr(plan.stores_by_tma):
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
-        _store_box(ctx, own, piece, tile, t)
+        store_box(ctx, piece, tile, spans.first_query(ctx, tile, t), own.warp)
     else:
         cute.arch.sync_warp()
-        _store_rows(ctx, own, piece, tile, t)
+        first = spans.first_query(ctx, tile, t)
+        store_rows(ctx, piece, tile, first, own.warp, cute.arch.lane_idx())
+        cute.arch.sync_warp()
         if cutlass.const_expr(plan.config.o_over_q):
             cute.arch.fence_view_async_shared()  # the next Q comes by the copy engine
     if cutlass.const_expr(plan.config.o_over_q):
@@ -107,44 +109,3 @@ def _stage(
         target = cute.make_ptr(plan.dtype, at, cute.AddressSpace.smem, assumed_align=UNIT)
         source = cute.make_tensor(rounded.iterator + i, cute.make_layout(8))
         cute.autovec_copy(source, cute.make_tensor(target, cute.make_layout(8)))
-
-
-@cute.jit
-def _store_box(ctx: Context, own: CorrectionThread, piece: cute.Tensor, tile: Tile, t: Int32) -> None:
-    """The copy engine leaves out rows beyond the end."""
-    plan = ctx.plan
-    box_heads, box_positions = plan.store_box
-    row = own.warp * WARP
-    heads = tile.q_head_group * (plan.pack_gqa // box_heads) + row % plan.pack_gqa // box_heads
-    position = (spans.first_query(ctx, tile, t) + row // plan.pack_gqa) // box_positions
-    mO = ctx.maps.mO[None, None, tile.kv_head, tile.batch]
-    gO = cute.local_tile(mO, (plan.store_box, plan.Dv), ((heads, position), 0))
-    s, g = cpasync.tma_partition(
-        ctx.maps.store_o, 0, cute.make_layout(1), cute.group_modes(piece, 0, 2), cute.group_modes(gO, 0, 2)
-    )
-    with cute.arch.elect_one():  # which the DSL does for loads, not for stores
-        cute.copy(ctx.maps.store_o, s, g)
-        cute.arch.cp_async_bulk_commit_group()
-
-
-@cute.jit
-def _store_rows(ctx: Context, own: CorrectionThread, piece: cute.Tensor, tile: Tile, t: Int32) -> None:
-    """16 bytes a lane, rows of the sequence only; packed rows follow those of the sequence before."""
-    plan = ctx.plan
-    chunks = plan.features.Dv // 8
-    group = ctx.maps.mQ.shape[0][0]
-    atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), plan.dtype, num_bits_per_copy=128)
-    for e in cutlass.range(cute.arch.lane_idx(), WARP * chunks, WARP, unroll=1):
-        own_row, chunk = e // chunks, e % chunks
-        row = own.warp * WARP + own_row
-        i = spans.first_query(ctx, tile, t) + row // plan.pack_gqa
-        h = tile.q_head_group * plan.pack_gqa + row % plan.pack_gqa
-        if (i < tile.Sq) & (h < group):
-            source = cute.local_tile(piece, (1, 8), (own_row, chunk))
-            target = cute.local_tile(
-                ctx.out[tile.q_offset + i, tile.kv_head * group + h, None], (8,), (chunk,)
-            )
-            registers = cute.make_rmem_tensor(8, plan.dtype)
-            cute.copy(atom, cute.group_modes(source, 0, 2), registers)
-            cute.copy(atom, registers, target)
-    cute.arch.sync_warp()

@@ -11,11 +11,9 @@ Q, K, V -> load ==load_q===> mma ==s_p==> softmax ==scale==> correction ==s_p==>
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
@@ -74,14 +72,14 @@ def forward_kernel(
         sInverse=memory.allocate_tensor(Float32, numbers, byte_alignment=16),
         work_tile=memory.allocate_array(Int32, WORK_TILE_WORDS * TILE_STAGES),
         tmem_holder=memory.allocate_array(Int32),
-        tile=_ring(memory, TILE_STAGES),
-        load_q=_ring(memory, plan.q_tiles),
-        load_kv=_ring(memory, plan.config.kv_stages),
-        sequence_end=_ring(memory, 1),
-        s_p=_ring(memory, plan.q_tiles),
-        late=_ring(memory, plan.q_tiles),
-        o=_ring(memory, plan.q_tiles),
-        inverse=_ring(memory, plan.q_tiles),
+        tile=ring.allocate(memory, TILE_STAGES),
+        load_q=ring.allocate(memory, plan.q_tiles),
+        load_kv=ring.allocate(memory, plan.config.kv_stages),
+        sequence_end=ring.allocate(memory, 1),
+        s_p=ring.allocate(memory, plan.q_tiles),
+        late=ring.allocate(memory, plan.q_tiles),
+        o=ring.allocate(memory, plan.q_tiles),
+        inverse=ring.allocate(memory, plan.q_tiles),
         cta_pair=make_cta_pair(memory, peer_of(plan.cluster_size)),
         out=out,
         lse=lse,
@@ -107,15 +105,15 @@ def forward_kernel(
         cute.arch.setmaxregister_decrease(plan.registers.other)
         if warp == MMA_WARP:
             if _issues(ctx) == 1:
-                mma(_masked(ctx, mask_args))
+                mma(attn_mask.with_mask(ctx, mask_args))
         elif warp == LOAD_WARP:
-            load(_masked(ctx, mask_args))
+            load(attn_mask.with_mask(ctx, mask_args))
     elif warp >= CORRECTION_WARP:
         cute.arch.setmaxregister_decrease(plan.registers.correction)
-        correction(_masked(ctx, mask_args))
+        correction(attn_mask.with_mask(ctx, mask_args))
     elif warp < plan.q_tiles * WARPS:
         cute.arch.setmaxregister_increase(plan.registers.softmax)
-        softmax(_masked(ctx, mask_args), warp // WARPS if plan.q_tiles == 2 else Int32(0))
+        softmax(attn_mask.with_mask(ctx, mask_args), warp // WARPS if plan.q_tiles == 2 else Int32(0))
     else:
         cute.arch.setmaxregister_decrease(plan.registers.idle)
 
@@ -157,15 +155,6 @@ def _meet(cluster_size: cutlass.Constexpr) -> None:
         cute.arch.cluster_wait()
 
 
-def _masked(ctx: Context, args: attn_mask.MaskArgs | None) -> Context:
-    """For one role: what all would share, they would keep in registers from the beginning on, or spill."""
-    return ctx if args is None else replace(ctx, mask=attn_mask.make_mask(args, ctx.plan.mask))
-
-
 def _issues(ctx: Context) -> Int32 | int:
     """One warp issues the products of a pair, that of CTA 0."""
     return 1 if ctx.plan.cluster_size == 1 else Int32(1) - ctx.cta_pair.rank
-
-
-def _ring(memory: SmemAllocator, stages: int) -> Ring:
-    return Ring(memory.allocate_array(Int64, stages), memory.allocate_array(Int64, stages), stages)

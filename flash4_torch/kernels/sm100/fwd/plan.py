@@ -32,13 +32,12 @@ Edges, each with who arrives; `t` counts tiles:
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ....configs.types import SHARED_MEMORY, Features, Sm100Forward, may_pair, tile_dim
-from ...common.band import BandShape
+from ....configs.types import SHARED_MEMORY, Sm100Forward, may_pair
+from ...common.budget import Budget, always, registers_of
 from ...common.exponent import Exponent
-from ...common.host import NUMERIC
-from ...common.mask_tables import MaskPlan
+from ...common.fwd.plan import ForwardPlan
 from ...common.softmax import Method
 from ...common.warps import WARP, WARPS, registers_suffice
 from ..tmem import COLUMNS
@@ -70,26 +69,80 @@ class Registers(NamedTuple):
     """Of the second tile's softmax, where there is none; where there is one, what others have."""
 
 
-class Plan(NamedTuple):
-    features: Features
+def _is_banded(p: Plan) -> Any:
+    f = p.features
+    return f.left or f.right or f.varlen or f.mask
+
+
+def _is_exact(p: Plan) -> Any:
+    """Dropout of narrow heads without the polynomial."""
+    return p.features.dropout and p.D <= 64 and not p.config.polynomial
+
+
+def _drops(p: Plan) -> Any:
+    """Dropout that takes registers of softmax."""
+    f = p.features
+    middle = p.D <= 96 and f.mask != "bool" and (_is_banded(p) or p.config.polynomial)
+    narrow = p.D <= 64 or middle or (f.softcap and p.cluster_size > 1)
+    return f.dropout and narrow and not _is_exact(p)
+
+
+def _is_capped(p: Plan) -> Any:
+    f = p.features
+    return f.softcap and f.right and p.config.polynomial and not (f.left or f.varlen or f.mask or f.dropout)
+
+
+def _is_ragged(p: Plan) -> Any:
+    """The end of Sk is all that is masked."""
+    return p.config.ragged_k and not (_is_banded(p) or p.features.softcap)
+
+
+_BUDGETS = (
+    Budget(
+        lambda p: p.q_tiles == 1 and p.features.dropout and (p.cluster_size > 1 or _is_ragged(p)),
+        Registers(208, 128, 128, idle=24),
+        "one tile, dropout: CTA pairs, or only the end masked",
+    ),
+    Budget(
+        lambda p: p.q_tiles == 1 and p.features.dropout and p.features.float_mask,
+        Registers(224, 96, 96, idle=24),
+        "one tile, dropout beside a float mask",
+    ),
+    Budget(
+        lambda p: p.q_tiles == 1, Registers(240, 120, 120, idle=24), "one tile: the second one's are free"
+    ),
+    Budget(
+        lambda p: _is_exact(p) and not p.rows_may_be_masked and p.config.ragged_k,
+        Registers(200, 56, 56, idle=56),
+        "narrow dropout without the polynomial; the end of Sk masked",
+    ),
+    Budget(
+        lambda p: _is_exact(p) and not p.rows_may_be_masked,
+        Registers(192, 64, 64, idle=64),
+        "narrow dropout without the polynomial, nothing masked",
+    ),
+    Budget(
+        lambda p: _drops(p) or _is_capped(p) or (p.features.right and p.D > 128),
+        Registers(176, 80, 80, idle=80),
+        "correction spills with fewer: dropout, causal softcap, wide causal heads",
+    ),
+    Budget(always, Registers(184, 72, 72, idle=72), "what spills least elsewhere"),
+)
+"""Rows were found by compiling: neither more nor fewer registers for softmax are better throughout."""
+
+
+class Plan(ForwardPlan):
+    __slots__ = ()
+
     config: Sm100Forward
 
     @property
-    def dtype(self) -> type:
-        return NUMERIC[self.features.dtype]
+    def mma_rows(self) -> int:
+        return ROWS
 
     @property
-    def D(self) -> int:
-        """Head size of Q and K in shared memory."""
-        return tile_dim(self.features.D)
-
-    @property
-    def Dv(self) -> int:
-        return tile_dim(self.features.Dv)
-
-    @property
-    def keys(self) -> int:
-        return self.config.keys
+    def warp_rows(self) -> int:
+        return WARP
 
     @property
     def q_tiles(self) -> int:
@@ -101,62 +154,12 @@ class Plan(NamedTuple):
 
     @property
     def registers(self) -> Registers:
-        """What spills least, found by compiling: neither more nor fewer for softmax is better throughout."""
-        f = self.features
-        banded = f.left or f.right or f.varlen or f.mask
-        if self.q_tiles == 1:
-            ragged = self.config.ragged_k and not (banded or f.softcap)
-            if f.dropout and (self.cluster_size > 1 or ragged):
-                return Registers(208, 128, 128, idle=24)
-            if f.dropout and f.float_mask:
-                return Registers(224, 96, 96, idle=24)
-            return Registers(240, 120, 120, idle=24)
-        exact = f.dropout and self.D <= 64 and not self.config.polynomial
-        if exact and not self.rows_may_be_masked:
-            return (
-                Registers(200, 56, 56, idle=56) if self.config.ragged_k else Registers(192, 64, 64, idle=64)
-            )
-        middle = self.D <= 96 and f.mask != "bool" and (banded or self.config.polynomial)
-        drops = f.dropout and (self.D <= 64 or middle or (f.softcap and self.cluster_size > 1))
-        capped = f.softcap and f.right and self.config.polynomial and not (f.left or f.varlen or f.mask)
-        if (drops and not exact) or (capped and not f.dropout) or (f.right and self.D > 128):
-            return Registers(176, 80, 80, idle=80)
-        return Registers(184, 72, 72, idle=72)
+        return registers_of(self, _BUDGETS)
 
     @property
     def tile_readers(self) -> int:
         """Warps that read which tile it is, but for the one that issues products."""
         return (self.q_tiles + 1) * WARPS
-
-    @property
-    def pack_gqa(self) -> int:
-        return self.config.pack_gqa
-
-    @property
-    def tokens(self) -> int:
-        """Query positions of a tile of 128 rows: each stands for `pack_gqa` of them."""
-        return ROWS // self.pack_gqa
-
-    @property
-    def box(self) -> tuple[int, int]:
-        """Heads and positions of a tile's rows."""
-        return self.pack_gqa, self.tokens
-
-    @property
-    def store_box(self) -> tuple[int, int]:
-        """Heads and positions of a warp's rows."""
-        heads = min(self.pack_gqa, WARP)
-        return heads, WARP // heads
-
-    @property
-    def cluster_size(self) -> int:
-        """Of a cluster."""
-        return self.config.cluster
-
-    @property
-    def queries(self) -> int:
-        """Query positions of a ticket."""
-        return self.config.queries * self.cluster_size
 
     @property
     def scores(self) -> MmaOp:
@@ -191,10 +194,6 @@ class Plan(NamedTuple):
         return self.keys * max(self.D, self.Dv) // self.cluster_size
 
     @property
-    def band(self) -> BandShape:
-        return BandShape(self.features.left, self.features.right, self.config.ragged_k, self.keys)
-
-    @property
     def spans_differ(self) -> bool:
         """Whether tiles may visit different blocks."""
         return self.q_tiles > 1 and self.band.may_mask_rows
@@ -211,11 +210,6 @@ class Plan(NamedTuple):
         Beside a mask's or dropout's bits registers do not suffice for the branches.
         """
         return self.band.masks and not (self.features.mask or self.features.dropout)
-
-    @property
-    def mask(self) -> MaskPlan:
-        """How attn_mask's tables cut it into blocks."""
-        return MaskPlan(self.features.mask, self.config.queries, self.keys, self.pack_gqa)
 
     @property
     def softmax(self) -> Method:
@@ -236,16 +230,6 @@ class Plan(NamedTuple):
         """
         f = self.features
         return self.softmax._replace(subtracts_max_first=f.float_mask and (masked or f.dropout))
-
-    @property
-    def rows_may_be_masked(self) -> bool:
-        """Whether a block that is not skipped may be hidden from a whole row."""
-        return self.band.may_mask_rows or self.features.varlen or bool(self.features.mask)
-
-    @property
-    def stores_by_tma(self) -> bool:
-        """A tile of a varlen call may end inside the box; then rows are stored one by one."""
-        return not self.features.varlen
 
     def check(self) -> None:
         """Raises AssertionError for what would not run; `configs` never asks for it."""

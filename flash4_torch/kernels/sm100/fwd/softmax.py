@@ -89,8 +89,7 @@ def _blocks_partial_at_end(ctx: Context, t: SoftmaxThread, work: TileState, s_at
     if cutlass.const_expr(plan.band.masks):
         num_partial = Int32(1)
         if cutlass.const_expr(plan.band.right):
-            full = bands.full_blocks(work.band, plan.band, work.first)
-            num_partial = cutlass.min(cutlass.max(top + 1 - full, 1), count)
+            num_partial = bands.partial_at_end(work.band, plan.band, work.first, top, count)
         for i in cutlass.range(num_partial, unroll=1):
             s_at = _block(ctx, t, work, i, top - i, True, s_at)
     for i in cutlass.range(num_partial, count, unroll=1):

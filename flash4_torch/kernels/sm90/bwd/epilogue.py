@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import cpasync, warp
+from cutlass.cute.nvgpu import warp
 
 from ...common import ring
+from ...common.bwd.stores import store_box, store_rows
 from ...common.bwd.tiles import Tile
 from ...common.copies import evict_first
 from ...common.ring import Cursor
@@ -20,7 +21,7 @@ from ..warps import ROWS, WARP_ROWS
 from .context import Context
 from .plan import DONE
 from .state import Thread, other_slot
-from .store_dq import DK, DV, gradient_tile, send_gradient, slot_of, wait_empty
+from .store_commands import DK, DV, gradient_tile, send_gradient, slot_of, wait_empty
 
 
 @cute.jit
@@ -82,12 +83,14 @@ def store_gradients(ctx: Context, t: Thread, targets: tuple, tile: Tile) -> None
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         for target in targets:
-            _store_box(ctx, t, target.atom, target.boxes, target.stage, tile)
+            what = target.atom, target.boxes, target.stage
+            store_box(ctx, *what, tile, _own_warp(t), WARP_ROWS, **evict_first())
         cute.arch.cp_async_bulk_wait_group(0, read=True)
     else:
         cute.arch.sync_warp()
         for target in targets:
-            _store_rows(ctx, t, target.rows, target.D, target.stage, tile)
+            what = target.rows, target.D, target.stage
+            store_rows(ctx, *what, tile, _own_warp(t), WARP_ROWS, t.lane)
         cute.arch.fence_view_async_shared()  # the next K and V come by the copy engine
 
 
@@ -114,41 +117,6 @@ def _stage(
     copy = cute.make_tiled_copy_C(atom, wgmma.output_mma(plan.dtype, columns)).get_slice(t.index)
     rows = cute.local_tile(stage, (ROWS, columns), (place, 0))
     cute.copy(atom, copy.retile(rounded), copy.partition_D(rows))
-
-
-@cute.jit
-def _store_box(ctx: Context, t: Thread, atom, target: cute.Tensor, stage: cute.Tensor, tile: Tile) -> None:
-    """The copy engine leaves out rows beyond the end."""
-    box = (WARP_ROWS, cute.size(stage, mode=[1]))
-    own = _own_warp(t)
-    place = tile.index * (ctx.plan.keys // WARP_ROWS) + own
-    rows = cute.local_tile(target[None, None, tile.kv_head, tile.batch], box, (place, 0))
-    piece = cute.local_tile(stage, box, (own, 0))
-    s, g = cpasync.tma_partition(
-        atom, 0, cute.make_layout(1), cute.group_modes(piece, 0, 2), cute.group_modes(rows, 0, 2)
-    )
-    with cute.arch.elect_one():
-        cute.copy(atom, s, g, **evict_first())
-        cute.arch.cp_async_bulk_commit_group()
-
-
-@cute.jit
-def _store_rows(
-    ctx: Context, t: Thread, target: cute.Tensor, D: cutlass.Constexpr, stage: cute.Tensor, tile: Tile
-) -> None:
-    """16 bytes a lane, rows of the sequence only; those of the next one follow."""
-    chunks = D // 8
-    first = _own_warp(t) * WARP_ROWS
-    atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), ctx.plan.dtype, num_bits_per_copy=128)
-    for e in cutlass.range(t.lane, WARP_ROWS * chunks, WARP, unroll=1):
-        row, chunk = first + e // chunks, e % chunks
-        j = tile.index * ctx.plan.keys + row
-        if j < tile.Sk:
-            source = cute.local_tile(stage, (1, 8), (row, chunk))
-            place = cute.local_tile(target[tile.k_offset + j, tile.kv_head, None], (8,), (chunk,))
-            registers = cute.make_rmem_tensor(8, ctx.plan.dtype)
-            cute.copy(atom, cute.group_modes(source, 0, 2), registers)
-            cute.copy(atom, registers, place)
 
 
 def _own_warp(t: Thread) -> Int32:

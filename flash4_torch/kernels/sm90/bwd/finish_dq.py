@@ -16,8 +16,9 @@ from ...common.smem_layouts import chunk_of
 from ...common.warps import WARP
 from ..warps import WARP_ROWS
 from .context import Context
+from .dq_order import was_visited
 from .state import Thread, TileState
-from .store_dq import own_vector, send_dq, sums_address, wait_empty, was_visited
+from .store_commands import own_vector, send_dq, sums_address, wait_empty
 
 VECTOR = 16
 """Bytes that a lane copies at a time."""

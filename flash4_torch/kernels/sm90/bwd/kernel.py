@@ -11,27 +11,24 @@ Q, dO, lse, delta       ==load_v===>    |  ^
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from ...common import attn_mask, dropout, ring
+from ...common import attn_mask, dropout, ring, smem_layouts
 from ...common.bwd.tiles import WORK_TILE_WORDS
 from ...common.cta_pair import cluster_sync_exit, cluster_sync_init, make_cta_pair, peer_of
 from ...common.launch_params import LaunchParams
-from ...common.ring import Ring
 from ...common.warps import GROUP, WARP, WARPS
 from .context import Context, Layouts, Maps, Turned
 from .load import load
 from .mainloop import mainloop
-from .plan import Plan
 from .rng import dropout_bits
 from .role_split import ds_warpgroup, p_warpgroup
-from .store_dq import WORDS, store_loop
+from .store_commands import WORDS
+from .store_warp import store_loop
 
 
 @cute.kernel
@@ -60,21 +57,23 @@ def backward_kernel(
     config = plan.config
     memory = SmemAllocator()
     peer = peer_of(plan.cluster_size)
-    sQ, sdO, sK, sV, sdS = (_allocate(memory, plan, layout) for layout in layouts[:5])
+    sQ, sdO, sK, sV, sdS = (smem_layouts.allocate(memory, plan.dtype, layout) for layout in layouts[:5])
     piece = cute.make_layout((plan.blocks.registers * GROUP, plan.dq_slots))
     sdQ = memory.allocate_tensor(Float32, piece, byte_alignment=1024)
     sDtanh, sPeerdS, sPeerK, sPeerKt = None, None, None, None
     if cutlass.const_expr(plan.shares_dtanh):
-        sDtanh = _allocate(memory, plan, layouts.ds)
+        sDtanh = smem_layouts.allocate(memory, plan.dtype, layouts.ds)
     if cutlass.const_expr(plan.cluster_size > 1):
-        sPeerdS, sPeerK = (_allocate(memory, plan, layout) for layout in (layouts.ds, layouts.peer_k))
+        sPeerdS, sPeerK = (
+            smem_layouts.allocate(memory, plan.dtype, layout) for layout in (layouts.ds, layouts.peer_k)
+        )
         sPeerKt = _turned(sPeerK, turned.peer_k)
     # What is aligned to 1024 bytes comes before: nothing is lost between.
-    weights = _ring(memory, config.ds_stages) if config.role_split else None
-    exchange = _ring(memory, config.ds_stages) if plan.cluster_size > 1 else None
+    weights = ring.allocate(memory, config.ds_stages) if config.role_split else None
+    exchange = ring.allocate(memory, config.ds_stages) if plan.cluster_size > 1 else None
     keep_bits, sKeepBits = None, None
     if cutlass.const_expr(plan.features.dropout):
-        keep_bits = _ring(memory, config.q_stages)
+        keep_bits = ring.allocate(memory, config.q_stages)
         lanes = (WARP, dropout.words(plan.queries), plan.strips, config.q_stages)
         sKeepBits = memory.allocate_tensor(Uint32, cute.make_layout(lanes), 16)
     rows_of_q, sLse, sLseLow = cute.make_layout((plan.queries, config.q_stages)), None, None
@@ -100,15 +99,15 @@ def backward_kernel(
         sLse=sLse,
         sLseLow=sLseLow,
         sDelta=memory.allocate_tensor(Float32, cute.make_layout((plan.queries, config.do_stages)), 16),
-        load_q=_ring(memory, config.q_stages, peer),
-        load_do=_ring(memory, config.do_stages, peer),
-        load_k=_ring(memory, config.kv_stages),
-        load_v=_ring(memory, config.kv_stages),
-        share_ds=_ring(memory, config.ds_stages, peer),
+        load_q=ring.allocate(memory, config.q_stages, peer),
+        load_do=ring.allocate(memory, config.do_stages, peer),
+        load_k=ring.allocate(memory, config.kv_stages),
+        load_v=ring.allocate(memory, config.kv_stages),
+        share_ds=ring.allocate(memory, config.ds_stages, peer),
         weights=weights,
         exchange=exchange,
         cta_pair=make_cta_pair(memory, peer),
-        sequence_end=_ring(memory, 1),
+        sequence_end=ring.allocate(memory, 1),
         work_tile=memory.allocate_array(Int32, WORK_TILE_WORDS * config.kv_stages),
         sdQ=sdQ,
         commands=memory.allocate_array(Int64, WORDS * plan.dq_slots),
@@ -147,35 +146,22 @@ def backward_kernel(
     if group == 0:
         cute.arch.setmaxregister_decrease(plan.registers.producer)
         if warp == 0:
-            load(_masked(ctx, mask_args))
+            load(attn_mask.with_mask(ctx, mask_args))
         elif warp <= plan.store_warps:
             store_loop(ctx, warp - 1)
         elif cutlass.const_expr(plan.features.dropout):
-            dropout_bits(_masked(ctx, mask_args), warp - 1 - plan.store_warps)
+            dropout_bits(attn_mask.with_mask(ctx, mask_args), warp - 1 - plan.store_warps)
     else:
         cute.arch.setmaxregister_increase(plan.registers.consumer)
         if cutlass.const_expr(config.role_split):
             if group == 1:
-                p_warpgroup(_masked(ctx, mask_args))
+                p_warpgroup(attn_mask.with_mask(ctx, mask_args))
             else:
-                ds_warpgroup(_masked(ctx, mask_args))
+                ds_warpgroup(attn_mask.with_mask(ctx, mask_args))
         else:
-            mainloop(_masked(ctx, mask_args), group - 1)
+            mainloop(attn_mask.with_mask(ctx, mask_args), group - 1)
     cluster_sync_exit(plan.cluster_size)
-
-
-def _masked(ctx: Context, args: attn_mask.MaskArgs | None) -> Context:
-    """For one role: what all would share, they would keep in registers from the beginning on, or spill."""
-    return ctx if args is None else replace(ctx, mask=attn_mask.make_mask(args, ctx.plan.mask))
-
-
-def _allocate(memory: SmemAllocator, plan: Plan, layout: cute.ComposedLayout) -> cute.Tensor:
-    return memory.allocate_tensor(plan.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
 
 
 def _turned(x: cute.Tensor, layout: cute.ComposedLayout) -> cute.Tensor:
     return cute.make_tensor(x.iterator, layout.outer)
-
-
-def _ring(memory: SmemAllocator, stages: int, peer: Int32 | None = None) -> Ring:
-    return Ring(memory.allocate_array(Int64, stages), memory.allocate_array(Int64, stages), stages, peer)

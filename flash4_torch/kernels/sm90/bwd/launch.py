@@ -19,7 +19,7 @@ from ..warps import ROWS, WARP_ROWS
 from .context import Layouts, Maps, Turned
 from .kernel import backward_kernel
 from .plan import Plan
-from .store_dq import aside_layout, finished_layout
+from .store_commands import aside_layout, finished_layout
 
 
 @cute.jit

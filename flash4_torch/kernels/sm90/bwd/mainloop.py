@@ -28,7 +28,7 @@ from .epilogue import epilogue, epilogue_aside
 from .finish_dq import fetch_sums, finish_dq, is_last
 from .plan import SHARED
 from .state import Cursors, Thread, TileState, after_block, rows_at, slot_at, start
-from .store_dq import add_dq, send_end
+from .store_commands import add_dq, send_end
 from .weights import differentiate, dropped, mask_rows, recompute_p
 
 ALONE = 2
@@ -188,15 +188,13 @@ def _block(
     at: Cursors,
 ) -> Cursors:
     """Block n of a head, whose scores are under way; leaves those of the next one under way."""
-    config = ctx.plan.config
     dQ, after = _block_to_dq(ctx, t, work, n, add, masked, at, last == ALONE)
-    if cutlass.const_expr(last or not config.scores_first):
+    if cutlass.const_expr(last):
         wgmma.wait(0)
-    if cutlass.const_expr(not last):
+    else:
         ring.wait_full(ctx.load_q, after.q)
         _issue_scores(ctx, t, work.kv, after.q)
-        if cutlass.const_expr(config.scores_first):
-            wgmma.wait(1)
+        wgmma.wait(1)
     _add_dq(ctx, t, work, n, dQ, at, bool(last))
     return after
 

@@ -27,11 +27,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ....configs.types import SHARED_MEMORY, Features, Scope, Sm90Backward, tile_dim
-from ...common.band import BandShape
+from ....configs.types import SHARED_MEMORY, WARPGROUPS, Scope, Sm90Backward, tile_dim
+from ...common.budget import Budget, always, registers_of
 from ...common.bwd.dq_blocks import DqBlocks
-from ...common.host import NUMERIC
-from ...common.mask_tables import MaskPlan
+from ...common.bwd.plan import BackwardPlan
 from ...common.warps import GROUP, WARPS, registers_suffice
 from ..warps import ROWS, WARP_ROWS
 
@@ -52,19 +51,21 @@ class Registers(NamedTuple):
     producer: int
 
 
-# By consumer warpgroups.
-_REGISTERS = {1: Registers(240, 40), 2: Registers(240, 24), 3: Registers(160, 32)}
-_REGISTERS_OF_DRAWING_PRODUCERS = {1: Registers(216, 56), 2: Registers(232, 40)}
-_REGISTERS_WITH_DROPOUT_AND_MASK = {1: Registers(216, 56), 2: Registers(224, 56)}
+_BUDGETS = (
+    Budget(
+        lambda p: p.features.dropout and p.features.mask,
+        Registers(224, 56),
+        "RNG warps in the producer's warpgroup, and a mask's addresses there",
+    ),
+    Budget(lambda p: p.features.dropout, Registers(232, 40), "RNG warps in the producer's warpgroup"),
+    Budget(always, Registers(240, 24), "all that the load and store warps leave"),
+)
 
 
-class Plan(NamedTuple):
-    features: Features
+class Plan(BackwardPlan):
+    __slots__ = ()
+
     config: Sm90Backward
-
-    @property
-    def dtype(self) -> type:
-        return NUMERIC[self.features.dtype]
 
     @property
     def blocks(self) -> DqBlocks:
@@ -78,24 +79,6 @@ class Plan(NamedTuple):
     @property
     def Dv(self) -> int:
         return tile_dim(self.features.Dv)
-
-    @property
-    def queries(self) -> int:
-        return self.config.queries
-
-    @property
-    def keys(self) -> int:
-        return self.config.keys
-
-    @property
-    def cluster_size(self) -> int:
-        """Of a cluster."""
-        return self.config.cluster
-
-    @property
-    def cluster_keys(self) -> int:
-        """Of a ticket: a tile, or a cluster's tiles."""
-        return self.config.cluster_keys
 
     @property
     def q_share(self) -> tuple[int, int]:
@@ -114,7 +97,7 @@ class Plan(NamedTuple):
 
     @property
     def warpgroups(self) -> int:
-        return self.config.warpgroups
+        return WARPGROUPS
 
     @property
     def threads(self) -> int:
@@ -131,23 +114,7 @@ class Plan(NamedTuple):
 
     @property
     def registers(self) -> Registers:
-        of = _REGISTERS
-        if self.features.dropout:
-            of = _REGISTERS_WITH_DROPOUT_AND_MASK if self.features.mask else _REGISTERS_OF_DRAWING_PRODUCERS
-        return of[self.warpgroups]
-
-    @property
-    def band(self) -> BandShape:
-        """Of the transposed problem: rows are keys, and a bound to the right is one of queries on the left.
-
-        Rows of queries beyond the end need no mask: their lse is infinite.
-        """
-        return BandShape(self.features.right, self.features.left, False, self.queries)
-
-    @property
-    def mask(self) -> MaskPlan:
-        """How the tables of attn_mask, transposed, cut it into blocks: its rows are keys."""
-        return MaskPlan(self.features.mask, self.cluster_keys, self.queries)
+        return registers_of(self, _BUDGETS)
 
     @property
     def last_tile_first(self) -> bool:
@@ -171,10 +138,6 @@ class Plan(NamedTuple):
         """
         num_words = self.features.deterministic and self.config.role_split and self.heads_inner
         return self.scope == Scope.KV_HEAD or (num_words and not self.features.varlen)
-
-    @property
-    def scope(self) -> Scope:
-        return self.config.scope
 
     @property
     def heads_inner(self) -> bool:
@@ -202,11 +165,6 @@ class Plan(NamedTuple):
         return self.heads_inner and f.right and self.queries < self.keys and not (f.dropout or c.role_split)
 
     @property
-    def lists_blocks(self) -> bool:
-        """Whether blocks that the mask hides are passed over. A fixed order of sums knows only the band."""
-        return bool(self.features.mask) and not self.features.deterministic
-
-    @property
     def adds_rows_one_by_one(self) -> bool:
         """Whether a floating mask may be added to one of a thread's two keys after the other.
 
@@ -214,11 +172,6 @@ class Plan(NamedTuple):
         """
         wide = not self.config.role_split and max(self.D, self.Dv) == 128
         return wide and not self.features.dmask and not (self.band.left or self.band.right)
-
-    @property
-    def stores_by_tma(self) -> bool:
-        """A tile of a varlen call may end inside the box; then rows are stored one by one."""
-        return not self.features.varlen
 
     @property
     def dkv_via_dq_smem(self) -> bool:
@@ -284,7 +237,7 @@ class Plan(NamedTuple):
         assert c.queries in (64, 128)
         assert self.blocks.bands * self.blocks.parts == c.dq_pieces, "dQ is not shared out evenly"
         assert c.cluster in ((1, 2) if c.role_split else (1,)) and (c.role_split or c.dq_passes == 1)
-        assert not c.role_split or (c.warpgroups == 2 and c.queries == ROWS)
+        assert not c.role_split or c.queries == ROWS
         # What the other CTA loads could come before this one has zeroed the end of another sequence.
         assert c.cluster == 1 or not f.varlen
         assert c.dq_stages in (1, 2) and (c.dq_passes == 1 or c.dq_stages == 1)
@@ -298,5 +251,5 @@ class Plan(NamedTuple):
         assert not f.dmask or f.float_mask
         assert c.kv_stages in (1, 2) and c.ds_stages in (1, 2) and min(c.q_stages, c.do_stages) >= 1
         consumer, producer = self.registers
-        assert registers_suffice(self.threads, consumer * c.warpgroups + producer)
+        assert registers_suffice(self.threads, consumer * WARPGROUPS + producer)
         assert c.shared_memory(f) <= SHARED_MEMORY

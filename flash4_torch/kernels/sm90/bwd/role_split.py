@@ -32,7 +32,7 @@ from .epilogue import dk_target, dv_scale, dv_target, stage_gradient, store_grad
 from .mainloop import share
 from .plan import DONE
 from .state import Cursors, Thread, TileState, other_slot
-from .store_dq import add_dq, send_end
+from .store_commands import add_dq, send_end
 from .walk import each_block
 from .weights import Probs, differentiate, dropped, four_of, mask_rows, recompute_p, take_keep_bits
 
@@ -42,13 +42,10 @@ def p_warpgroup(ctx: Context) -> None:
     """The first warpgroup."""
     plan = ctx.plan
     S = wgmma.scores_accumulator(plan.dtype, plan.queries)
-    held = wgmma.held_fragment(plan.dtype, plan.D) if plan.config.operands_in_regs > 1 else None
-    t = _thread(S, None, wgmma.output_accumulator(plan.dtype, plan.Dv), held)
+    t = _thread(S, None, wgmma.output_accumulator(plan.dtype, plan.Dv))
     at, kv_at = _start(ctx, 0), ring.start()
     tile = tiles.read(ctx, kv_at)
     while tile.index >= 0:
-        if cutlass.const_expr(held is not None):
-            wgmma.hold(held, ctx.sK[None, None, kv_at.stage], t.index)
         _begin(ctx, t, kv_at, 0, at)
         at = each_block(ctx, t, tile, kv_at, at, _p_block, plan.masks)
         # dK leaves through K.
@@ -69,7 +66,7 @@ def ds_warpgroup(ctx: Context) -> None:
     """The second warpgroup."""
     plan = ctx.plan
     dP = wgmma.scores_accumulator(plan.dtype, plan.queries)
-    held = wgmma.held_fragment(plan.dtype, plan.Dv) if plan.config.operands_in_regs else None
+    held = wgmma.held_fragment(plan.dtype, plan.Dv) if plan.config.v_in_regs else None
     t = _thread(dP, wgmma.output_accumulator(plan.dtype, plan.D), None, held)
     at, kv_at = _start(ctx, 1), ring.start()
     tile = tiles.read(ctx, kv_at)
@@ -91,7 +88,7 @@ def ds_warpgroup(ctx: Context) -> None:
 
 
 def _thread(
-    S: cute.Tensor, dK: cute.Tensor | None, dV: cute.Tensor | None, held: cute.Tensor | None
+    S: cute.Tensor, dK: cute.Tensor | None, dV: cute.Tensor | None, held: cute.Tensor | None = None
 ) -> Thread:
     """Of either warpgroup: both hold all keys of the tile."""
     thread, _, _ = cute.arch.thread_idx()
@@ -111,7 +108,7 @@ def _p_block(
 ) -> Cursors:
     """Block n of a head, whose scores are under way; leaves those of the next one under way."""
     plan, after = ctx.plan, _after(ctx, at)
-    ahead = plan.config.scores_first and not last
+    ahead = not last
     mask = None
     if cutlass.const_expr(masked and plan.features.mask != ""):
         mask = mask_rows(ctx, t, work, n)
@@ -242,7 +239,9 @@ def _first_piece(ctx: Context) -> Int32:
     """Which range of dQ's columns is the first that this CTA adds."""
     config = ctx.plan.config
     return (
-        Int32(0) if ctx.plan.cluster_size == 1 else ctx.cta_pair.rank * (config.warpgroups * config.dq_passes)
+        Int32(0)
+        if ctx.plan.cluster_size == 1
+        else ctx.cta_pair.rank * (ctx.plan.warpgroups * config.dq_passes)
     )
 
 

@@ -6,7 +6,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from ...common import band as bands
 from ...common.bwd import tiles
 from ...common.bwd.tiles import Place, Tile
 from ...common.ring import Cursor
@@ -80,7 +79,7 @@ def _blocks_of_all_heads(
     first_full, first_partial = Int32(0), count
     if cutlass.const_expr(masks):
         # Both may lie behind the last block.
-        start, end = _full_span(ctx, work)
+        start, end = tiles.full_span(ctx, work.tile, work.band, work.span)
         first_full = cutlass.min(cutlass.max(span.last - end, 0) * heads, count)
         first_partial = cutlass.min(cutlass.max(span.last - start, 0) * heads, count)
     if cutlass.const_expr(masks and plan.partial_at_end):
@@ -189,7 +188,7 @@ def _blocks_partial_at_ends(
 ) -> tuple:
     """Blocks up to `last`, of which some of the first and the last ones have to be masked."""
     plan = ctx.plan
-    start, end = _full_span(ctx, work)
+    start, end = tiles.full_span(ctx, work.tile, work.band, work.span)
     start, end = cutlass.min(start, last), cutlass.min(end, last)
     if cutlass.const_expr(plan.partial_at_start):
         for n in cutlass.range(work.span.first, start, unroll=1):
@@ -216,7 +215,7 @@ def _blocks_partial_anywhere(
     block: cutlass.Constexpr,
 ) -> tuple:
     """Blocks up to position `last`, any of which may have to be masked."""
-    start, end = _full_span(ctx, work)
+    start, end = tiles.full_span(ctx, work.tile, work.band, work.span)
     for position in cutlass.range(work.blocks.span.first, last, unroll=1):
         n, partial = tiles.block_at(ctx, work.blocks, position)
         # A vote is known to be the same in all lanes, which keeps the products' addresses uniform.
@@ -226,21 +225,3 @@ def _blocks_partial_anywhere(
             at = block(ctx, t, work, n, accumulate, False, False, at)
         accumulate = Boolean(True)
     return at, accumulate
-
-
-@cute.jit
-def _full_span(ctx: Context, work: TileState) -> tuple:
-    """The first block that neither the band nor the end of Sk cuts, and the first one after those."""
-    plan, tile, span, band = ctx.plan, work.tile, work.span, work.band
-    first = tile.index * plan.keys
-    start, end = span.first, span.last
-    if cutlass.const_expr(plan.band.left):
-        lowest = cutlass.max(first + plan.keys - 1 + band.lowest, 0)
-        start = cutlass.max(start, cute.ceil_div(lowest, plan.queries))
-    if cutlass.const_expr(plan.band.right):
-        end = cutlass.min(end, bands.full_blocks(band, plan.band, first))
-    if cutlass.const_expr(plan.config.ragged_k):
-        # All blocks have to hide keys beyond the end.
-        ragged = first + plan.keys > tile.Sk
-        start = span.last if ragged else start
-    return start, cutlass.max(start, end)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import cpasync, warp
+from cutlass.cute.nvgpu import warp
 
 from ...common import ring, scores, softmax
+from ...common.fwd.stores import store_box, store_rows
 from ...common.fwd.tiles import Tile
 from ...common.ring import Cursor
 from ...common.rounding import round_to
 from ...common.warps import GROUP, WARP
 from .. import wgmma
-from ..warps import LANES, WARP_ROWS
+from ..warps import LANES
 from .context import Context
 from .plan import DONE
 from .state import Thread
@@ -53,10 +54,11 @@ def epilogue(ctx: Context, t: Thread, tile: Tile, q_at: Cursor) -> None:
     if cutlass.const_expr(plan.stores_by_tma):
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
-        _store_box(ctx, pieces[None, None, own_warp], tile, t, own_warp)
+        store_box(ctx, pieces[None, None, own_warp], tile, _first_position(ctx, tile, t), own_warp)
     else:
         cute.arch.sync_warp()
-        _store_rows(ctx, pieces[None, None, own_warp], tile, t, own_warp)
+        first = _first_position(ctx, tile, t)
+        store_rows(ctx, pieces[None, None, own_warp], tile, first, own_warp, t.lane)
         if cutlass.const_expr(plan.config.o_over_q):
             cute.arch.fence_view_async_shared()  # the next Q comes by the copy engine
         cute.arch.sync_warp()
@@ -91,46 +93,6 @@ def _store_lse(ctx: Context, ends: softmax.Final, tile: Tile, t: Thread) -> None
                 lse[tile.batch, head, i] = ends.lse[r]
                 if cutlass.const_expr(low is not None):
                     low[tile.batch, head, i] = ends.lse_low[r]
-
-
-@cute.jit
-def _store_box(ctx: Context, piece: cute.Tensor, tile: Tile, t: Thread, own_warp: Int32) -> None:
-    """The copy engine leaves out rows beyond the end."""
-    plan = ctx.plan
-    box_heads, box_positions = plan.store_box
-    row = own_warp * WARP_ROWS
-    heads = tile.q_head_group * (plan.pack_gqa // box_heads) + row % plan.pack_gqa // box_heads
-    position = (_first_position(ctx, tile, t) + row // plan.pack_gqa) // box_positions
-    mO = ctx.maps.mO[None, None, tile.kv_head, tile.batch]
-    gO = cute.local_tile(mO, (plan.store_box, plan.Dv), ((heads, position), 0))
-    s, g = cpasync.tma_partition(
-        ctx.maps.store_o, 0, cute.make_layout(1), cute.group_modes(piece, 0, 2), cute.group_modes(gO, 0, 2)
-    )
-    with cute.arch.elect_one():  # which the DSL does for loads, not for stores
-        cute.copy(ctx.maps.store_o, s, g)
-        cute.arch.cp_async_bulk_commit_group()
-
-
-@cute.jit
-def _store_rows(ctx: Context, piece: cute.Tensor, tile: Tile, t: Thread, own_warp: Int32) -> None:
-    """16 bytes a lane, rows of the sequence only; packed rows follow those of the sequence before."""
-    plan = ctx.plan
-    chunks = plan.features.Dv // 8
-    group = ctx.maps.mQ.shape[0][0]
-    atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), plan.dtype, num_bits_per_copy=128)
-    for e in cutlass.range(t.lane, WARP_ROWS * chunks, WARP, unroll=1):
-        own_row, chunk = e // chunks, e % chunks
-        row = own_warp * WARP_ROWS + own_row
-        i = _first_position(ctx, tile, t) + row // plan.pack_gqa
-        h = tile.q_head_group * plan.pack_gqa + row % plan.pack_gqa
-        if (i < tile.Sq) & (h < group):
-            source = cute.local_tile(piece, (1, 8), (own_row, chunk))
-            target = cute.local_tile(
-                ctx.out[tile.q_offset + i, tile.kv_head * group + h, None], (8,), (chunk,)
-            )
-            registers = cute.make_rmem_tensor(8, plan.dtype)
-            cute.copy(atom, cute.group_modes(source, 0, 2), registers)
-            cute.copy(atom, registers, target)
 
 
 def _first_position(ctx: Context, tile: Tile, t: Thread) -> Int32:

@@ -12,22 +12,20 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Int32, Uint32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from ...common import attn_mask, dropout, ring
+from ...common import attn_mask, dropout, ring, smem_layouts
 from ...common.cta_pair import cluster_sync_exit, cluster_sync_init, make_cta_pair, peer_of
 from ...common.fwd.launch import Maps
 from ...common.fwd.tiles import WORK_TILE_WORDS
 from ...common.launch_params import LaunchParams
-from ...common.ring import Ring
 from ...common.warps import GROUP, WARP, WARPS
 from ..warps import ROWS
 from .context import Context, Layouts
 from .load import load
 from .mainloop import mainloop
-from .plan import Plan
 from .rng import dropout_bits
 
 
@@ -61,22 +59,22 @@ def forward_kernel(
         sO = memory.allocate_tensor(plan.dtype, rows, byte_alignment=1024)
     keep_bits, sKeepBits = None, None
     if cutlass.const_expr(plan.features.dropout):
-        keep_bits = _ring(memory, plan.config.kv_stages)
+        keep_bits = ring.allocate(memory, plan.config.kv_stages)
         lanes = (WARP, dropout.words(plan.keys), plan.consumer_warps, plan.config.kv_stages)
         sKeepBits = memory.allocate_tensor(Uint32, cute.make_layout(lanes), 16)
     ctx = Context(
         plan=plan,
         params=params,
         maps=maps,
-        sQ=_allocate(memory, plan, layouts.q),
-        sK=_allocate(memory, plan, layouts.k),
-        sV=_allocate(memory, plan, layouts.v),
+        sQ=smem_layouts.allocate(memory, plan.dtype, layouts.q),
+        sK=smem_layouts.allocate(memory, plan.dtype, layouts.k),
+        sV=smem_layouts.allocate(memory, plan.dtype, layouts.v),
         sO=sO,
         output_layout=layouts.o,
-        load_q=_ring(memory, plan.config.q_stages),
-        load_k=_ring(memory, plan.config.kv_stages, peer),
-        load_v=_ring(memory, plan.config.kv_stages, peer),
-        sequence_end=_ring(memory, 1),
+        load_q=ring.allocate(memory, plan.config.q_stages),
+        load_k=ring.allocate(memory, plan.config.kv_stages, peer),
+        load_v=ring.allocate(memory, plan.config.kv_stages, peer),
+        sequence_end=ring.allocate(memory, 1),
         work_tile=memory.allocate_array(Int32, WORK_TILE_WORDS * plan.config.q_stages),
         keep_bits=keep_bits,
         sKeepBits=sKeepBits,
@@ -124,11 +122,3 @@ def forward_kernel(
 def _mainloop(ctx: Context, warpgroup: Int32) -> None:
     cute.arch.setmaxregister_increase(ctx.plan.registers.consumer)
     mainloop(ctx, warpgroup)
-
-
-def _allocate(memory: SmemAllocator, plan: Plan, layout: cute.ComposedLayout) -> cute.Tensor:
-    return memory.allocate_tensor(plan.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
-
-
-def _ring(memory: SmemAllocator, stages: int, peer: Int32 | None = None) -> Ring:
-    return Ring(memory.allocate_array(Int64, stages), memory.allocate_array(Int64, stages), stages, peer)

@@ -182,8 +182,8 @@ def _blocks_partial_at_end(
     """The blocks after the first one, where those that have to be masked come first."""
     plan, count, num_partial = ctx.plan, work.rows.count, Int32(1)
     if cutlass.const_expr(plan.band.right):
-        full = bands.full_blocks(work.band, plan.inner_band, work.rows.first)
-        num_partial = cutlass.min(cutlass.max(work.rows.top + 1 - full, 1), count)
+        first, top = work.rows.first, work.rows.top
+        num_partial = bands.partial_at_end(work.band, plan.inner_band, first, top, count)
         for i in cutlass.range(1, num_partial, unroll=1):
             k_at, v_at = _block(ctx, t, work, i, work.rows.top - i, True, q_at, k_at, v_at)
     for i in cutlass.range(num_partial, count, unroll=1):

@@ -19,11 +19,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ....configs.types import SHARED_MEMORY, Features, Sm90Forward, tile_dim
+from ....configs.types import SHARED_MEMORY, Sm90Forward
 from ...common.band import BandShape
-from ...common.exponent import Exponent
-from ...common.host import NUMERIC
-from ...common.mask_tables import MaskPlan
+from ...common.budget import Budget, always, registers_of
+from ...common.fwd.plan import ForwardPlan
 from ...common.softmax import Method
 from ...common.warps import GROUP, WARPS, registers_suffice
 from ..warps import LANES, ROWS, WARP_ROWS
@@ -42,32 +41,38 @@ class Registers(NamedTuple):
     rng_warp: int = 0
 
 
-# By consumer warpgroups.
-_REGISTERS = {1: Registers(232, 40), 2: Registers(232, 40), 3: Registers(160, 32), 4: Registers(112, 32)}
-_REGISTERS_BESIDE_DRAWERS = {1: Registers(208, 40, 96), 2: Registers(208, 40, 56), 3: Registers(112, 40, 96)}
-_REGISTERS_OF_DRAWING_PRODUCERS = {1: Registers(216, 56), 2: Registers(224, 56)}
+_BUDGETS = (
+    Budget(
+        lambda p: p.features.rng_warpgroup,
+        {1: Registers(208, 40, 96), 2: Registers(208, 40, 56), 3: Registers(112, 40, 96)},
+        "dropout: an RNG warpgroup of its own has a share",
+    ),
+    Budget(
+        lambda p: p.features.dropout,
+        {1: Registers(216, 56), 2: Registers(224, 56)},
+        "dropout with a wide O: RNG warps in the producer's warpgroup",
+    ),
+    Budget(
+        always,
+        {1: Registers(232, 40), 2: Registers(232, 40), 3: Registers(160, 32), 4: Registers(112, 32)},
+        "as many for the consumers as are left: the load warp does with few",
+    ),
+)
+"""By consumer warpgroups."""
 
 
-class Plan(NamedTuple):
-    features: Features
+class Plan(ForwardPlan):
+    __slots__ = ()
+
     config: Sm90Forward
 
     @property
-    def dtype(self) -> type:
-        return NUMERIC[self.features.dtype]
+    def mma_rows(self) -> int:
+        return ROWS
 
     @property
-    def D(self) -> int:
-        """Head size of Q and K in shared memory."""
-        return tile_dim(self.features.D)
-
-    @property
-    def Dv(self) -> int:
-        return tile_dim(self.features.Dv)
-
-    @property
-    def keys(self) -> int:
-        return self.config.keys
+    def warp_rows(self) -> int:
+        return WARP_ROWS
 
     @property
     def warpgroups(self) -> int:
@@ -83,11 +88,7 @@ class Plan(NamedTuple):
 
     @property
     def registers(self) -> Registers:
-        of = _REGISTERS
-        if self.features.dropout:
-            beside = self.features.rng_warpgroup
-            of = _REGISTERS_BESIDE_DRAWERS if beside else _REGISTERS_OF_DRAWING_PRODUCERS
-        return of[self.warpgroups]
+        return registers_of(self, _BUDGETS)[self.warpgroups]
 
     @property
     def rng_warps(self) -> int:
@@ -100,36 +101,6 @@ class Plan(NamedTuple):
     def q_readers(self) -> int:
         """Warps that read which tile it is."""
         return self.consumer_warps + self.rng_warps
-
-    @property
-    def pack_gqa(self) -> int:
-        return self.config.pack_gqa
-
-    @property
-    def tokens(self) -> int:
-        """Query positions of a warpgroup: each stands for `pack_gqa` rows."""
-        return ROWS // self.pack_gqa
-
-    @property
-    def box(self) -> tuple[int, int]:
-        """Heads and positions of a warpgroup's rows."""
-        return self.pack_gqa, self.tokens
-
-    @property
-    def store_box(self) -> tuple[int, int]:
-        """Heads and positions of a warp's rows."""
-        heads = min(self.pack_gqa, WARP_ROWS)
-        return heads, WARP_ROWS // heads
-
-    @property
-    def cluster_size(self) -> int:
-        """Of a cluster."""
-        return self.config.cluster
-
-    @property
-    def queries(self) -> int:
-        """Query positions of a ticket: a tile, or a cluster's tiles."""
-        return self.config.queries * self.cluster_size
 
     @property
     def k_share(self) -> tuple[int, int]:
@@ -160,10 +131,6 @@ class Plan(NamedTuple):
         return self.cluster_size > 1 and self.features.right and not self.config.next_tile
 
     @property
-    def band(self) -> BandShape:
-        return BandShape(self.features.left, self.features.right, self.config.ragged_k, self.keys)
-
-    @property
     def inner_band(self) -> BandShape:
         """Of all blocks but the first one: only that one may hold the end of Sk."""
         return self.band._replace(ragged_k=False)
@@ -183,33 +150,17 @@ class Plan(NamedTuple):
         return not (self.features.left or self.features.mask or self.config.half_block)
 
     @property
-    def mask(self) -> MaskPlan:
-        """How attn_mask's tables cut it into blocks."""
-        return MaskPlan(self.features.mask, self.config.queries, self.keys, self.pack_gqa)
-
-    @property
     def softmax(self) -> Method:
         return Method(
             LANES,
             self.rows_may_be_masked,
             self.config.lazy_rescale,
-            Exponent(self.config.polynomial, 16),
             subtracts_max_first=self.features.float_mask,
         )
 
     def softmax_of(self, masked: bool) -> Method:
         """The softmax of a block, which is right for large masks only where one may be."""
         return self.softmax._replace(subtracts_max_first=self.features.float_mask and masked)
-
-    @property
-    def rows_may_be_masked(self) -> bool:
-        """Whether a block that is not skipped may be hidden from a whole row."""
-        return self.band.may_mask_rows or self.features.varlen or bool(self.features.mask)
-
-    @property
-    def stores_by_tma(self) -> bool:
-        """A tile of a varlen call may end inside the box; then rows are stored one by one."""
-        return not self.features.varlen
 
     def check(self) -> None:
         """Raises AssertionError for what would not run; `configs` never asks for it."""

@@ -1,0 +1,63 @@
+"""The semaphore by which tiles add to dQ in a fixed order: an int32 for each block of query rows.
+
+A block's semaphore counts the pieces of all tiles up to the last one that has added to it. The tiles that visit a
+block are neighbours, and the first of them counts for those before, which do not visit it.
+
+No fence stands between the end of a bulk copy and the release: `cp.async.bulk.wait_group` makes the writes of the
+async proxy visible to the thread that waited, and the release is that thread's. The thread that acquires is about
+to write through the async proxy, so it fences between (PTX ISA, Memory Consistency Model: Proxies).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from .tiles import DqOrder
+
+
+class Step(NamedTuple):
+    """A piece's place in the order."""
+
+    address: Int64
+    """Address of the block's semaphore."""
+    awaited: Int32
+    """Its value before the piece may be added, at least."""
+    count: Int32
+    """What adding the piece advances it by."""
+
+
+@cute.jit
+def step_of(ctx: Any, order: DqOrder, n: Int32, block: Int64, is_first: Any) -> Step:
+    """The step of a piece of block n, which is number `block` in the workspaces, after the tile before in order.
+
+    is_first: whether it is the piece that counts for tiles which do not visit the block.
+    """
+    follows = (order.before.first <= n) & (n < order.before.last)
+    earlier = order.number * ctx.plan.config.dq_pieces
+    count = Int32(1) + (earlier if is_first & ~follows else Int32(0))
+    return Step((ctx.dq_semaphore.iterator + block).toint(), earlier if follows else Int32(0), count)
+
+
+@cute.jit
+def wait(address: Int64, awaited: Int32) -> None:
+    """Spins, by one thread, until all pieces before have been added."""
+    seen = _load(address)
+    while seen < awaited:
+        seen = _load(address)
+    cute.arch.inline_ptx("fence.proxy.async;")
+
+
+@cute.jit
+def advance(address: Int64, count: Int32) -> None:
+    """Waits, as the thread that issued them, until the bulk copies are in global memory, and counts them."""
+    cute.arch.cp_async_bulk_wait_group(0, read=False)
+    cute.arch.inline_ptx("red.release.gpu.global.add.s32 [{$r0}], {$r1};", read_only_args=[address, count])
+
+
+def _load(address: Int64) -> Int32:
+    return cute.arch.inline_ptx(
+        "ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address]
+    )

@@ -1,0 +1,95 @@
+"""The part of a forward kernel's plan that does not depend on the architecture."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ....configs.types import Features, tile_dim
+from ..band import BandShape
+from ..host import NUMERIC
+from ..mask_tables import MaskPlan
+
+
+class ForwardPlan(NamedTuple):
+    """Sizes of tiles, and what they may have to mask."""
+
+    features: Features
+    config: Any
+
+    @property
+    def dtype(self) -> type:
+        return NUMERIC[self.features.dtype]
+
+    @property
+    def D(self) -> int:
+        """Head size of Q and K in shared memory."""
+        return tile_dim(self.features.D)
+
+    @property
+    def Dv(self) -> int:
+        """Head size of V and O in shared memory."""
+        return tile_dim(self.features.Dv)
+
+    @property
+    def keys(self) -> int:
+        """Keys of a block."""
+        return self.config.keys
+
+    @property
+    def cluster_size(self) -> int:
+        """CTAs of a cluster."""
+        return self.config.cluster
+
+    @property
+    def queries(self) -> int:
+        """Query positions of a work item: the tiles of a CTA, or of a cluster."""
+        return self.config.queries * self.cluster_size
+
+    @property
+    def pack_gqa(self) -> int:
+        return self.config.pack_gqa
+
+    @property
+    def mma_rows(self) -> int:
+        """Rows of O that one TMA load of Q serves: those of an MMA."""
+        raise NotImplementedError
+
+    @property
+    def warp_rows(self) -> int:
+        """Rows of O that a warp stores."""
+        raise NotImplementedError
+
+    @property
+    def tokens(self) -> int:
+        """Query positions of an MMA's rows: each stands for `pack_gqa` of them."""
+        return self.mma_rows // self.pack_gqa
+
+    @property
+    def box(self) -> tuple[int, int]:
+        """Heads and positions of an MMA's rows: the box of a TMA load."""
+        return self.pack_gqa, self.tokens
+
+    @property
+    def store_box(self) -> tuple[int, int]:
+        """Heads and positions of a warp's rows: the box of a TMA store."""
+        heads = min(self.pack_gqa, self.warp_rows)
+        return heads, self.warp_rows // heads
+
+    @property
+    def band(self) -> BandShape:
+        return BandShape(self.features.left, self.features.right, self.config.ragged_k, self.keys)
+
+    @property
+    def mask(self) -> MaskPlan:
+        """How attn_mask's tables divide it into blocks."""
+        return MaskPlan(self.features.mask, self.config.queries, self.keys, self.pack_gqa)
+
+    @property
+    def rows_may_be_masked(self) -> bool:
+        """Whether a block that is not skipped may be masked for all of a row."""
+        return self.band.may_mask_rows or self.features.varlen or bool(self.features.mask)
+
+    @property
+    def stores_by_tma(self) -> bool:
+        """Whether O is stored by TMA. A tile of a varlen call may end inside the box: its rows go one by one."""
+        return not self.features.varlen

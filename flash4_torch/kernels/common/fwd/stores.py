@@ -1,0 +1,42 @@
+"""O on its way from a warp's rows in shared memory to global memory: by TMA, or row by row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from ..copies import VECTOR, copy_box, copy_vector
+from ..warps import WARP
+from .tiles import Tile
+
+
+@cute.jit
+def store_box(ctx: Any, piece: cute.Tensor, tile: Tile, first: Int32, warp: Int32) -> None:
+    """One TMA store, which leaves out rows beyond the end. `first`: query position of row 0 of the MMA."""
+    plan = ctx.plan
+    box_heads, box_positions = plan.store_box
+    row = warp * plan.warp_rows
+    heads = tile.q_head_group * (plan.pack_gqa // box_heads) + row % plan.pack_gqa // box_heads
+    position = (first + row // plan.pack_gqa) // box_positions
+    mO = ctx.maps.mO[None, None, tile.kv_head, tile.batch]
+    gO = cute.local_tile(mO, (plan.store_box, plan.Dv), ((heads, position), 0))
+    copy_box(ctx.maps.store_o, piece, gO)
+
+
+@cute.jit
+def store_rows(ctx: Any, piece: cute.Tensor, tile: Tile, first: Int32, warp: Int32, lane: Int32) -> None:
+    """16 bytes a lane, rows of the sequence only: in packed sequences those of the next one follow."""
+    plan = ctx.plan
+    chunks = plan.features.Dv // VECTOR
+    group = ctx.maps.mQ.shape[0][0]
+    for e in cutlass.range(lane, plan.warp_rows * chunks, WARP, unroll=1):
+        own_row, chunk = e // chunks, e % chunks
+        row = warp * plan.warp_rows + own_row
+        i = first + row // plan.pack_gqa
+        h = tile.q_head_group * plan.pack_gqa + row % plan.pack_gqa
+        if (i < tile.Sq) & (h < group):
+            target = ctx.out[tile.q_offset + i, tile.kv_head * group + h, None]
+            copy_vector(piece, own_row, target, chunk)
