@@ -135,7 +135,7 @@ def beyond_plain(problem: Problem) -> list[str]:
     if spec.dlse:
         why.append("it has no gradient for lse")
     if problem.scale < torch.finfo(torch.float32).tiny:
-        # It scales -inf too, which turns masked keys into NaN or +inf; values too small for float32 count as 0.
+        # It scales -inf too, which turns masked keys into NaN or +inf; a scale too small for float32 is 0.
         why.append(f"scale is {problem.scale}, and its masks need a positive one")
     return why
 

@@ -1,8 +1,8 @@
 """Our compiled kernels, run on CPU tensors by the emulator: slow, for tests and for work without a GPU.
 
-It serves only where FLASH4_BACKEND=emulator asks for it. FLASH4_ARCH says which GPU's kernels run, launched
-as that GPU's backend launches them, wherever they can serve; what is left is served by small kernels that are
-the same for every GPU.
+This backend serves only where FLASH4_BACKEND=emulator asks for it. FLASH4_ARCH names the GPU whose kernels
+run. Wherever those kernels can serve, they are launched exactly as that GPU's backend launches them;
+everything else goes to small kernels that are the same for every GPU.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MAX_D = 128
 _NEEDED = {"cutlass": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi"}
 _FARTHEST = 1 << 30
-"""The kernels' largest bound; a wider one bounds nothing."""
+"""The kernels' largest bound; a wider bound is no bound at all."""
 
 _one_at_a_time = forks.Lock()
-"""The DSL has one target and one runtime library per process."""
+"""The DSL has one target and one runtime library per process, so one thread compiles and launches at a time.
+"""
 
 
 class Emulator:
@@ -45,11 +46,11 @@ class Emulator:
             why.append(f"{' and '.join(missing)} must be installed (pip install 'flash4_torch[kernels]')")
         if spec.device != "cpu":
             why.append(f"the tensors are on {spec.device}, and it serves cpu")
-        # Only then does FLASH4_ARCH matter, right or wrong.
+        # FLASH4_ARCH is read only if this backend was asked for; otherwise a wrong value does not matter.
         return why + _no_kernels(problem) if asked else why
 
     def kernels(self, problem: Problem) -> str:
-        """Which kernels serve a problem, in words."""
+        """Names the kernels that serve a problem."""
         if _serves(problem):
             return f"the kernels for {_arch()}"
         return "the small kernel for any GPU"
@@ -82,7 +83,7 @@ class Emulator:
 
 
 class _Emulated(Compiled):
-    """The backend for the GPU that FLASH4_ARCH names, with the emulator in the GPU's place."""
+    """The backend of the GPU that FLASH4_ARCH names, with the emulator in place of the GPU."""
 
     def __init__(self) -> None:
         super().__init__("emulated", *TARGETS.values())
@@ -101,7 +102,7 @@ class _Emulated(Compiled):
         return backward.decide(self.target(problem), problem, _num_sms(), _launching)
 
     def counter(self, index: int) -> Tensor:
-        """The same for all launches: one that did not leave it at 0 would spoil the next."""
+        """One counter for all launches: a launch that does not leave it at 0 spoils the next one."""
         return self._counter
 
 
@@ -109,18 +110,19 @@ _emulated = _Emulated()
 
 
 def _target() -> Target | None:
-    """Of the architecture, if there are kernels of our own for it."""
+    """The target for the current architecture, or None if it has no kernels of its own."""
     return TARGETS.get(_arch())
 
 
 def _serves(problem: Problem) -> bool:
-    """Whether the architecture's own kernels do."""
+    """Whether the architecture's own kernels serve the problem."""
     target = _target()
     return target is not None and not limits(target, problem)
 
 
 def _no_kernels(problem: Problem) -> list[str]:
-    """Why neither the architecture's own kernels nor the kernel for every GPU can serve the problem."""
+    """Reasons why neither the architecture's own kernels nor the kernel for every GPU can serve the problem.
+    """
     target, small = _target(), _limits(problem)
     beyond = limits(target, problem) if target else ()
     if not small or (target and not beyond):
@@ -132,7 +134,7 @@ def _no_kernels(problem: Problem) -> list[str]:
 
 
 def _limits(problem: Problem) -> list[str]:
-    """Why the kernel for every GPU cannot serve the problem."""
+    """Reasons why the kernel for every GPU cannot serve the problem."""
     spec = problem.spec
     why = []
     if spec.dtype not in _DTYPES:
@@ -147,7 +149,7 @@ def _limits(problem: Problem) -> list[str]:
 
 
 def _arch() -> str:
-    """Of the active device, or of the one that a call would make."""
+    """The architecture of the active device, or of the one that a call would make."""
     from ..emulator import emulate
 
     device = emulate.active()
@@ -166,7 +168,7 @@ def _launching(entry: str, static: tuple[object, ...]) -> Function:
 
 
 def _launch(entry: str, static: tuple[object, ...], *args: Any) -> None:
-    """Compiles if need be and launches; raises EmulationError where the kernel does something wrong."""
+    """Compiles if needed and launches; raises EmulationError if the kernel does something wrong."""
     from ..emulator import emulate
 
     args = _detached(args)
@@ -178,20 +180,20 @@ def _launch(entry: str, static: tuple[object, ...], *args: Any) -> None:
 
 @functools.cache
 def _compiled(arch: str, entry: str, static: tuple[object, ...]) -> Function:
-    """The device of that architecture must be active."""
+    """The compiled function; a device of that architecture must be active."""
     with jit.quiet():
         return jit.resolve(entry)(*static)
 
 
 def _detached(args: Any) -> Any:
-    """DLPack refuses tensors that require a gradient."""
+    """The arguments with every tensor detached: DLPack refuses tensors that require a gradient."""
     if isinstance(args, tuple):
         return tuple(map(_detached, args))
     return args.detach() if isinstance(args, Tensor) else args
 
 
 def _tensors(args: Any) -> Iterator[Tensor]:
-    """All of them, in tuples too."""
+    """All tensors among the arguments, including those inside tuples."""
     if isinstance(args, Tensor):
         yield args
     elif isinstance(args, tuple):
@@ -200,12 +202,12 @@ def _tensors(args: Any) -> Iterator[Tensor]:
 
 
 def _unit_stride(tensor: Tensor) -> Tensor:
-    """As the kernels take it; DLPack refuses tensors that require a gradient."""
+    """The tensor with unit stride in its last dimension, as the kernels need it, and detached for DLPack."""
     return (tensor if tensor.stride(-1) == 1 else tensor.contiguous()).detach()
 
 
 def _run(direction: str, problem: Problem, *tensors: Tensor | None) -> None:
-    """Compiles if need be and launches; raises EmulationError where the kernel does something wrong."""
+    """Compiles if needed and launches; raises EmulationError if the kernel does something wrong."""
     from ..emulator import emulate
 
     s = problem.spec
@@ -218,7 +220,7 @@ def _run(direction: str, problem: Problem, *tensors: Tensor | None) -> None:
 
 @functools.cache
 def _compile(arch: str, direction: str, dtype: str, *static: Any) -> Any:
-    """The compiled kernels; the device of that architecture must be active."""
+    """The compiled kernels; a device of that architecture must be active."""
     from ..kernels.aux_kernels import rowwise
 
     *plan, dlse = static

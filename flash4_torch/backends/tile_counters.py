@@ -1,9 +1,9 @@
 """Counters from which the CTAs of a launch claim work indices.
 
-A kernel finds its counter at 0 and leaves it at 0; launches that may overlap need different counters. Launches
-on one stream do not overlap, so they share a counter. A captured launch may be replayed concurrently with
-others on any stream, so it has its own counter in the graph's memory, which the graph sets to 0 before the
-launch.
+A kernel finds its counter at 0 and leaves it at 0; launches that may overlap need different counters.
+Launches on one stream do not overlap, so they share a counter. A captured launch may be replayed concurrently
+with others on any stream, so it has its own counter in the graph's memory, which the graph sets to 0 before
+the launch.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _current_stream(index: int) -> int:
 
 
 def _is_capturing(index: int) -> bool:
-    """Whether the current stream of device `index`, which need not be the current device, is being captured."""
+    """Whether the current stream of device `index`, which may be another device, is being captured."""
     if index == current_device():
         return torch._C._cuda_isCurrentStreamCapturing()
     with torch.cuda.device(index):

@@ -4,8 +4,8 @@ Using it needs no compiler, only apache-tvm-ffi and libcute_dsl_runtime.so, whic
 nvidia-cutlass-dsl or was exported too. A kernel that the folder lacks is looked up in the cache as usual; but
 a folder that does not fit this installation raises: whoever ships kernels does not want them compiled again.
 
-A file is loaded only if the manifest has its hash and nobody but the folder's owner could have written it. The
-owner is trusted, since the user has named the folder.
+A file is loaded only if the manifest has its hash and nobody but the folder's owner could have written it.
+The owner is trusted, since the user has named the folder.
 """
 
 from __future__ import annotations

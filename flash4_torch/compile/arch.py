@@ -23,7 +23,7 @@ def of_capability(capability: tuple[int, int]) -> str:
 
 
 def checked(arch: str | None) -> str:
-    """`arch` itself, or that of the current GPU for None. Raises RangeError if there is no such architecture."""
+    """`arch` itself, or the current GPU's for None. Raises RangeError if there is no such architecture."""
     if arch is None and torch.cuda.is_available():
         return of_capability(torch.cuda.get_device_capability())
     if arch not in NAMES:

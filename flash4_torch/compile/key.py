@@ -70,7 +70,7 @@ def fingerprint(entry: str) -> str:
 
 
 def is_edited(entry: str) -> bool:
-    """Whether the sources have changed since `fingerprint` read them; loaded modules may be of either state."""
+    """Whether the sources have changed since `fingerprint` read them; loaded modules may be old or new."""
     return _hash_of_sources(entry) != fingerprint(entry)
 
 

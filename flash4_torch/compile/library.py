@@ -68,7 +68,7 @@ def make_visible(runtime: Path) -> None:
 
 @functools.cache
 def installed_runtime() -> Path:
-    """Path of libcute_dsl_runtime.so in cu*/lib, of the newest CUDA version that the driver supports.
+    """Path such as .../cu12/lib/libcute_dsl_runtime.so, for the newest CUDA that the driver supports.
 
     The compiler makes the same choice, but is not imported for it. Raises ImportError.
     """

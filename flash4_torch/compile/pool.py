@@ -66,7 +66,7 @@ def prepare(
 class _Workers:
     """One process per calling thread; all end with the context.
 
-    Not multiprocessing: it would run the user's script again in each process, and fork unsafe state.
+    Not multiprocessing: it would run the user's script again in each, or fork what must not be forked.
     """
 
     def __init__(self) -> None:

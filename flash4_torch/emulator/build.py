@@ -1,8 +1,8 @@
 """Compiles the C++ parts on first use and keeps them in the user's cache.
 
-An object file is kept under a hash of all that decides what is in it: its source, the headers that it
-includes, flags, compiler and the CPU's instructions. So nothing is ever stale, and editing a file compiles
-that file again and links.
+An object file is stored under a hash of everything that determines its contents: its source, the headers that
+it includes, the flags, the compiler and the CPU's instruction set. So nothing is ever stale, and editing a
+file recompiles that file only and links again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from flash4_torch import env, forks, processor, store
 from flash4_torch.emulator.errors import EmulatorError
 from flash4_torch.errors import RangeError
 
-# Arithmetic is as written; nobody reads floating-point exceptions and errno, which would keep loops scalar.
+# Arithmetic is done as written. Nobody reads floating-point exceptions or errno, which would keep loops
+# scalar.
 _ARITHMETIC = ("-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno")
 FLAGS = ("-O3", "-march=native", "-std=c++20", *_ARITHMETIC, "-fPIC", "-pthread", "-Wall", "-Wextra")
 COMPILERS_AT_ONCE = 2
@@ -34,30 +35,30 @@ _FOLDER = "build"
 _one_at_a_time = forks.Lock()
 
 _PACKAGE = Path(__file__).parents[1]
-# As installed, and as in a checkout.
+# The folders of an installed package and of a checkout.
 _SOURCE_FOLDERS = (_PACKAGE / "emulator" / "csrc", _PACKAGE.parent / "csrc_stubs" / "no_gpu")
 _unsaid = threading.Lock()
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
 class BuildError(EmulatorError):
-    """There is no C++ compiler, or it refused a source: the message carries what it said."""
+    """There is no C++ compiler, or it refused a source: the message contains its output."""
 
 
 def engine() -> Path:
-    """The shared object that executes PTX."""
+    """Path of the shared object that executes PTX."""
     sources = [path for path in sorted(source_folder().glob("*.cpp")) if path.name != "runtime.cpp"]
     return shared_object("libflash4_engine", sources)
 
 
 def runtime() -> Path:
-    """The shared object that takes the place of CuTe-DSL's runtime library."""
+    """Path of the shared object that takes the place of CuTe-DSL's runtime library."""
     names = ("runtime", "tensor_map", "reduce")
     return shared_object("libflash4_no_gpu_runtime", [source_folder() / f"{name}.cpp" for name in names])
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """Loads what was built, as it was built. Raises BuildError."""
+    """Loads a shared object that was built here. Raises BuildError."""
     try:
         with store.loadable(path, functools.partial(store.why_not_whole, stem=path.stem)) as same:
             return ctypes.CDLL(str(same))
@@ -93,7 +94,7 @@ def _object(command: Sequence[str], source: Path) -> Path:
 
 
 def _kept(stem: str, suffix: str, command: Sequence[str]) -> Path:
-    """The file in the cache that the compiler makes by `command`, made unless it is there."""
+    """The file in the cache that the compiler makes with `command`; it is compiled only if it is missing."""
 
     def build(folder: Path) -> Path:
         _run([*command, "-o", str(folder / (stem + suffix))])
@@ -101,7 +102,7 @@ def _kept(stem: str, suffix: str, command: Sequence[str]) -> Path:
 
     try:
         if store.find(_FOLDER, stem, (suffix,)) is None:
-            store.writable(_FOLDER)  # the compiler takes a minute: better known before
+            store.writable(_FOLDER)  # the compiler takes a minute, so find out first
             _say_once()
         with store.obtained(_FOLDER, stem, (suffix,), build) as (path, why_temporary):
             if why_temporary:
@@ -112,13 +113,16 @@ def _kept(stem: str, suffix: str, command: Sequence[str]) -> Path:
 
 
 def _say_once() -> None:
-    """Nobody should wonder what takes so long; the lock is never given back."""
+    """Prints once that the engine is being compiled, so that nobody wonders about the wait.
+
+    The lock is never released.
+    """
     if _unsaid.acquire(blocking=False):
         print("flash4_torch: compiling the emulator once, about a minute", file=sys.stderr, flush=True)
 
 
 def _with_headers(source: Path) -> list[Path]:
-    """`source` and every header of ours that it includes, directly or not."""
+    """`source` and every header of ours that it includes, directly or indirectly."""
     found = [source]
     for path in found:
         headers = (path.parent / name for name in _INCLUDE.findall(path.read_text()))
@@ -133,7 +137,7 @@ def _run(command: Sequence[str]) -> None:
 
 
 def compiler() -> str:
-    """The path of the C++ compiler; raises BuildError where there is none."""
+    """The path of the C++ compiler; raises BuildError if there is none."""
     for name in ("g++", "c++"):
         path = shutil.which(name)
         if path:

@@ -1,25 +1,25 @@
-"""Control flow of a kernel: where the lanes of a branch meet again, and which registers may share space.
+"""Control flow of a kernel: where the lanes of a branch reconverge, and which registers may share space.
 
 Both work on the graph of basic blocks. `reconvergence` gives each branch its immediate post-dominator.
 `assign` places registers in the register file of a warp.
 
-Why sharing is safe under divergence. A slot holds a value per lane, and an instruction writes only the lanes
-that execute it. So what happens to one lane's part of the file is decided by the instructions that this lane
-executes, in its order, as if it were alone: however lanes part, interleave and meet, ordinary liveness of one
-thread over the control-flow graph tells whether a lane still needs a value. Three things go beyond that:
+Sharing is safe under divergence. A slot holds one value per lane, and an instruction writes only the lanes
+that execute it. So one lane's part of the file depends only on the instructions that this lane executes, in
+its own order, as if it were alone: however lanes diverge, interleave and reconverge, the ordinary liveness of
+one thread over the control-flow graph tells whether a lane still needs a value. Three things go beyond that:
 
-- A guarded instruction may leave a lane's register as it was, so its definition does not end what the
-  register held before.
-- Some instructions read the registers of other lanes (shuffles, matrix products). Those lanes execute the
-  same instruction, so to them it is a use as well. It may write a lane before it has read another, and so may
-  one with several destinations: no two registers of one instruction share a slot, even if the one dies where
-  the other begins.
+- A guarded instruction may leave a lane's register unchanged, so its definition does not end the life of what
+  the register held before.
+- Some instructions read the registers of other lanes (shuffles, MMAs). Those lanes execute the same
+  instruction, so for them it is a use as well. It may write one lane before it has read another, and an
+  instruction with several destinations may do the same: no two registers of one instruction share a slot,
+  even if one dies where the other begins.
 - `wgmma.mma_async` uses its accumulators and operands after it was issued. They count as in use up to the
   `wgmma.wait_group 0` that follows, on every path. (The engine does all other work on registers at issue,
-  that of `tcgen05.ld` and `tcgen05.st` too.)
+  including that of `tcgen05.ld` and `tcgen05.st`.)
 
-Registers share a slot if the hulls of their uses and live ranges, in the order of the instructions, do not
-overlap.
+Two registers share a slot if the hulls of their uses and live ranges, in the order of the instructions, do
+not overlap.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from flash4_torch.emulator.ptx import (
     type_bytes,
 )
 
-NOWHERE = 0xFFFFFFFF  # the sides of a branch never meet; csrc_stubs/no_gpu/warp.cpp has the same number
+NOWHERE = 0xFFFFFFFF  # the sides of a branch never reconverge; csrc_stubs/no_gpu/warp.cpp has the same number
 EXIT = -1  # as a successor: the lane leaves the kernel
 
 LANES = 32
 _PREDICATE_BYTES = 4  # one bit per lane
-_LINE = 64  # the file's size and the beginning of what is not a predicate are multiples of it
+_LINE = 64  # the file's size and the start of the part after the predicates are multiples of it
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,10 @@ class Block:
 
 @dataclass(frozen=True)
 class Slots:
-    """Byte offsets of virtual registers in a warp's register file, and the bytes that they take.
+    """Byte offsets of virtual registers in a warp's register file, and the file's size in bytes.
 
-    A predicate takes 4 bytes, one bit per lane. Others take 32 lanes of 4, 8 or 16 bytes; 4 if narrower.
+    A predicate takes 4 bytes, one bit per lane. Other registers take 32 lanes of 4, 8 or 16 bytes; narrower
+    types take 4.
     """
 
     offset: dict[str, int]
@@ -93,7 +94,9 @@ def _kind(ins: Instruction) -> str:
 
 
 def _successors(kernel: Kernel, index: int, number: dict[int, int]) -> tuple[int, ...]:
-    """Where a lane can go from a block's last instruction. A trap ends the launch: it leads nowhere."""
+    """The blocks that a lane can reach from a block's last instruction; none for a trap, which ends the
+    launch.
+    """
     ins = kernel.instructions[index]
     kind = _kind(ins)
     after = [] if kind in _LEAVES and ins.guard is None else [number[index + 1]]
@@ -112,12 +115,12 @@ def _targets(ins: Instruction) -> list[str]:
 
 
 def reconvergence(kernel: Kernel) -> list[int]:
-    """For each instruction that is a guarded branch or a table branch where its lanes meet again: an index.
+    """The index of the instruction where the lanes of each guarded branch or table branch reconverge.
 
-    That is the first instruction of its block's immediate post-dominator, the first block that all ways from
-    here to the kernel's end have in common. NOWHERE if there is none, and for all other instructions.
-    Lanes that leave early are not waited for: ways to the end on which some lanes leave the kernel do not
-    count where the others can go on and leave later.
+    That is the first instruction of the immediate post-dominator of the branch's block: the first block that
+    all paths from here to the kernel's end have in common. It is NOWHERE if there is none, and for all other
+    instructions. Nobody waits for lanes that leave early: a path on which some lanes leave the kernel does
+    not count if the other lanes can go on and leave later.
     """
     graph = blocks(kernel)
     meeting = post_dominators(ways_to_the_end(kernel, graph))
@@ -131,7 +134,7 @@ def reconvergence(kernel: Kernel) -> list[int]:
 
 
 def ways_to_the_end(kernel: Kernel, graph: Sequence[Block]) -> list[tuple[int, ...]]:
-    """The successors of blocks, without exits from which lanes can stay away and yet come to the end."""
+    """The successors of blocks, without the exits that lanes can bypass and still reach the end."""
     leaves = {
         i for i, block in enumerate(graph) if block.successors == (EXIT,) and block.end - block.begin == 1
     }
@@ -158,7 +161,8 @@ def _reaches_exit(starts: Sequence[int], successors: Sequence[Sequence[int]], wi
 def post_dominators(successors: Sequence[Sequence[int]]) -> list[int | None]:
     """The immediate post-dominator of each node of a graph, given the successors of each (EXIT: the end).
 
-    None where only the end itself is common to all ways, and for nodes from which no way leads to the end.
+    It is None where only the end itself is common to all paths, and for nodes from which no path leads to the
+    end.
     """
     # Cooper, Harvey and Kennedy, "A Simple, Fast Dominance Algorithm", on the reversed graph.
     order = _towards_exit(successors)
@@ -211,13 +215,14 @@ def _towards_exit(successors: Sequence[Sequence[int]]) -> list[int]:
 
 @dataclass(frozen=True)
 class Access:
-    """The virtual registers, by name, that an instruction reads and writes; the guard is read."""
+    """The virtual registers, by name, that an instruction reads and writes; the guard counts as read."""
 
     reads: tuple[str, ...]
     writes: tuple[str, ...]
 
 
-# Instructions whose first operand is a register that they read. Those that begin with an address are plain.
+# Instructions whose first operand is a register that they read. Those that begin with an address need no
+# entry.
 _NO_DESTINATION = frozenset({"bra", "brx", "bar", "barrier", "nanosleep", "setmaxnreg", "wgmma", "pmevent"})
 
 
@@ -229,7 +234,7 @@ def access(ins: Instruction) -> Access:
         reads += _registers(operand)
     writes: list[Register] = []
     for operand in ins.operands[:count]:
-        # An address among them is read, wherever it stands.
+        # An address among the operands is read, wherever it stands.
         (reads if isinstance(operand, Address) else writes).extend(_registers(operand))
     if ins.opcode.startswith("wgmma.mma_async"):
         writes += _registers(ins.operands[0])
@@ -237,7 +242,7 @@ def access(ins: Instruction) -> Access:
 
 
 def _destinations(ins: Instruction) -> int:
-    """How many operands, from the first, are written."""
+    """The number of leading operands that are written."""
     if not ins.operands or not isinstance(ins.operands[0], Register | Vector | Pair):
         return 0
     if ins.opcode.startswith("tcgen05.ld.red"):
@@ -272,9 +277,9 @@ def _names(registers: Iterable[Register]) -> tuple[str, ...]:
 def assign(kernel: Kernel, *, compact: bool = True) -> Slots:
     """Places the registers that the kernel's instructions name.
 
-    compact: let registers of one width share space where no lane needs both. Without it each has its own, and
-    reading a register that nothing wrote gives what the file held at the start; with it, perhaps what another
-    register left.
+    compact: let registers of one width share space where no lane needs both. Without it each register has its
+    own space, and reading one that nothing wrote gives what the file held at the start; with it, possibly
+    what another register left there.
     """
     accesses = [access(ins) for ins in kernel.instructions]
     names = list(dict.fromkeys(name for a in accesses for name in (*a.reads, *a.writes)))
@@ -314,9 +319,9 @@ def _share(spans: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def _spans(kernel: Kernel, accesses: Sequence[Access], names: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """For each register the first and the last instruction at which it is named, live or in flight.
+    """The first and the last instruction at which each register is named, live or in flight.
 
-    Sets of registers are integers with one bit for each.
+    Sets of registers are integers with one bit per register.
     """
     bit = {name: 1 << i for i, name in enumerate(names)}
     reads = [_union(bit[name] for name in a.reads) for a in accesses]
@@ -347,7 +352,8 @@ def _union(sets: Iterable[int]) -> int:
 def _first_seen(walk: Iterable[tuple[int, int, range]], touched: Sequence[int]) -> dict[int, int]:
     """The instruction at which a walk of blocks first meets each register.
 
-    walk: of each block the instruction at the edge where it enters, the registers there, the instructions.
+    walk: for each block, the instruction at the edge where the walk enters, the registers there, the
+    instructions.
     """
     seen = 0
     result: dict[int, int] = {}
@@ -392,9 +398,9 @@ def _live(
 
 
 def _in_flight(kernel: Kernel, graph: Sequence[Block], touched: list[int]) -> tuple[list[int], list[int]]:
-    """The registers that matrix products may be using where each block begins and ends.
+    """The registers that MMAs may be using where each block begins and ends.
 
-    Adds what a wait completes to the registers that it touches.
+    Adds the registers that a wait completes to those that it touches.
     """
     starts = {i for i, ins in enumerate(kernel.instructions) if ins.opcode.startswith("wgmma.mma_async.")}
     waits = {i for i, ins in enumerate(kernel.instructions) if _waits_for_all(ins)}
@@ -421,7 +427,7 @@ def _in_flight(kernel: Kernel, graph: Sequence[Block], touched: list[int]) -> tu
 
 
 def _waits_for_all(ins: Instruction) -> bool:
-    """Whether it leaves no matrix product in flight; `wgmma.wait_group N` may leave N groups."""
+    """Whether the instruction leaves no MMA in flight; `wgmma.wait_group N` may leave N groups."""
     return ins.opcode.startswith("wgmma.wait_group") and ins.guard is None and ins.operands == (Immediate(0),)
 
 

@@ -6,7 +6,7 @@ import ctypes
 from typing import Any
 
 _CPU, _CUDA = 1, 2  # DLPack's device types
-# Where DLDevice, two int32 (type, ordinal), lies in the structure that a capsule of that name holds.
+# The offset of DLDevice, two int32 (type, ordinal), in the structure that a capsule of that name holds.
 _DEVICE_OFFSET = {b"dltensor": 8, b"dltensor_versioned": 40}
 
 _capsule_name = ctypes.pythonapi.PyCapsule_GetName
@@ -35,9 +35,9 @@ class DeviceTensor:
 
 
 def as_device(tensor: Any) -> Any:
-    """`tensor` as the emulated device's; it shares the memory.
+    """`tensor` as a tensor of the emulated device; it shares the memory.
 
-    Takes whatever has `__dlpack__` (a torch tensor, a NumPy array); raises ValueError unless that is in CPU
+    Takes anything with `__dlpack__` (a torch tensor, a NumPy array); raises ValueError unless it is in CPU
     memory.
     """
     if isinstance(tensor, DeviceTensor):
@@ -49,7 +49,7 @@ def as_device(tensor: Any) -> Any:
 
 
 def as_device_arguments(value: Any) -> Any:
-    """`value` with every tensor in it, in tuples and lists at any depth, as the device's."""
+    """`value` with every tensor in it, in tuples and lists at any depth, as the emulated device's."""
     if hasattr(value, "__dlpack__"):
         return as_device(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):

@@ -1,7 +1,8 @@
-"""What the emulator changes in CuTe-DSL while it is installed; nothing else here knows the DSL's inner parts.
+"""Everything that the emulator changes in CuTe-DSL while it is installed; only this module knows the DSL's
+internals.
 
-Written for the version of nvidia-cutlass-dsl that pyproject.toml names. The DSL is imported only when it is
-connected, and nobody needs it to run PTX of other origin.
+It is written for the version of nvidia-cutlass-dsl that pyproject.toml names. The DSL is imported only when
+it is connected; running PTX of other origin does not need it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from flash4_torch import env
 from flash4_torch.emulator.device import as_device_arguments
 
 L2_BYTES = 50 << 20
-_RUNTIME_PREFIXES = ("_cu", "cuda_dialect_", "CuteDSLRT_")  # of what host code calls in the runtime library
+_RUNTIME_PREFIXES = ("_cu", "cuda_dialect_", "CuteDSLRT_")  # of the functions that host code calls in the runtime library
 
 Calling = Callable[[], AbstractContextManager[None]]
 
@@ -36,9 +37,9 @@ def connect(
 ) -> ExitStack:
     """Connects the DSL to the stand-in `library`; closing the result disconnects it.
 
-    learn: is given the cubin and the PTX of every function that is compiled.
+    learn: receives the cubin and the PTX of every function that is compiled.
     calling: a context around every call of a compiled function.
-    device_attribute: a device attribute by CUDA's number.
+    device_attribute: returns a device attribute by CUDA's number.
     """
     with ExitStack() as changes:
         _change_settings(changes, library, arch)
@@ -56,12 +57,16 @@ def _replace(changes: ExitStack, owner: Any, **values: Any) -> None:
 
 
 def _change_settings(changes: ExitStack, library: str, arch: str) -> None:
-    """Line information lets reports name source lines; functions from the file cache would lack their PTX."""
+    """Changes the DSL's settings for the emulator.
+
+    Line information lets reports name source lines. Functions from the file cache would lack their PTX.
+    """
     cutlass_dsl = import_module("cutlass.cutlass_dsl.cutlass")
     for dsl in (cutlass_dsl.CuTeDSL, cutlass_dsl.CuteExperimentalDSL):
         settings = dsl._get_dsl().envar
         _replace(changes, settings, shared_libs=library, _arch=arch, lineinfo=True, disable_file_caching=True)
-    # The variables are for what reads them later, as other libraries do; the DSL remembers what it has read.
+    # The variables are for code that reads them later, such as other libraries; the DSL caches what it has
+    # read.
     forget = import_module("cutlass.base_dsl.env_manager").get_str_env_var.cache_clear
     changes.callback(forget)
     changes.callback(env.change, env.change({"CUTE_DSL_LIBS": library, "CUTE_DSL_ARCH": arch}))
@@ -77,7 +82,7 @@ def _change_compiling(changes: ExitStack, learn: Callable[[bytes, str], None]) -
         with tempfile.TemporaryDirectory() as folder:
             pipeline, cubin, ptx = _with_dumps(pipeline, Path(folder))
             compiled = original(self, module, pipeline, *args, **kwargs)
-            if cubin.exists():  # else it is host code alone
+            if cubin.exists():  # otherwise it is host code alone
                 learn(cubin.read_bytes(), ptx.read_text())
         _bind(compiled)
         return compiled
@@ -86,9 +91,9 @@ def _change_compiling(changes: ExitStack, learn: Callable[[bytes, str], None]) -
 
 
 def _bind(module: Any) -> None:
-    """Lets host code call the stand-in by names of its own.
+    """Lets host code call the stand-in under names of its own.
 
-    By the usual names it would find any runtime library that the process has loaded before.
+    Under the usual names it would find any runtime library that the process has loaded before.
     """
     table = import_module("cutlass._mlir.ir").SymbolTable
     for function in module.body.operations:
@@ -100,7 +105,8 @@ def _bind(module: Any) -> None:
 
 
 def _with_dumps(pipeline: str, folder: Path) -> tuple[str, Path, Path]:
-    """The pipeline made to write cubin and PTX to `folder`, if it writes none already; and their paths."""
+    """The pipeline extended to write cubin and PTX to `folder` (if it writes none already), and their paths.
+    """
     chip = re.search(r"cubin-chip=(\w+)", pipeline)
     paths = []
     for kind in ("cubin", "ptx"):
@@ -153,7 +159,7 @@ def _with_device_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _change_device(changes: ExitStack, num_sms: int, device_attribute: Callable[[int], int]) -> None:
-    """What the DSL asks of the CUDA driver itself, from Python."""
+    """Replaces what the DSL itself asks of the CUDA driver from Python."""
     compiled = import_module("cutlass.cutlass_dsl.cuda_jit_executor").CudaDialectJitCompiledFunction
     load = compiled._load_cuda_library
 

@@ -1,6 +1,6 @@
-"""An emulated device.
+"""An emulated device: CuTe-DSL compiles for it, and its launches run here.
 
-CuTe-DSL compiles for it, and what it launches runs here. `flash4_torch.testing.emulate` shows it to users.
+`flash4_torch.testing.emulate` is the public interface.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Device:
     """An emulated device: what its launches do, and the report of each.
 
     options: how launches run from now on; may be replaced between launches.
-    check: raise EmulationError after a launch with findings; else look at the reports.
+    check: raise EmulationError after a launch with findings; otherwise look at the reports.
     memory: (address, bytes) of the global memory that kernels may touch; empty: anything.
     transform: applied to every kernel before it runs, as mutation studies do.
-    around: the device whose place this one takes for a time; reports go to both.
+    around: the device that this one temporarily replaces; reports go to both.
     """
 
     arch: str
@@ -41,7 +41,7 @@ class Device:
 
     @contextmanager
     def touching(self, *tensors: Any) -> Iterator[None]:
-        """Inside the block kernels may touch these tensors' memory only (torch tensors of any strides)."""
+        """Restricts kernels inside the block to these tensors' memory (torch tensors of any strides)."""
         before, self.memory = self.memory, [_span(tensor) for tensor in tensors]
         try:
             yield
@@ -88,13 +88,13 @@ def device(
     """Inside the block CuTe-DSL compiles for an emulated device, and launches run on it.
 
     arch: "sm_90a", "sm_100a" or "sm_103a"; default: FLASH4_ARCH.
-    num_sms: how many SMs it has; persistent kernels launch as many CTAs. Default: 132 and 148.
+    num_sms: how many SMs it has; persistent kernels launch that many CTAs. Default: 132 for sm_90a, else 148.
     check: raise EmulationError for the first launch with findings.
-    gives_way: `device` blocks inside this one are allowed; they take its place, start from its architecture
-        and options, and their reports are also its.
+    gives_way: allow `device` blocks inside this one; they replace it, start from its architecture and
+    options, and add their reports to its own, too.
     options: the other fields of `Options`.
 
-    Functions must be compiled and called inside the block. Raises BuildError where the engine cannot be built
+    Functions must be compiled and called inside the block. Raises BuildError if the engine cannot be built
     (it needs g++), ImportError without nvidia-cutlass-dsl.
     """
     around = active()
@@ -126,7 +126,7 @@ _active: list[Device] = []
 
 @contextmanager
 def active_or_new() -> Iterator[Device]:
-    """The device of the `device` block that this is called in, or one for the time of this block."""
+    """The device of the surrounding `device` block, or a new one for the duration of this block."""
     if _active:
         yield _active[-1]
     else:
@@ -135,12 +135,12 @@ def active_or_new() -> Iterator[Device]:
 
 
 def active() -> Device | None:
-    """The device of the `device` block that this is called in."""
+    """The device of the surrounding `device` block, or None."""
     return _active[-1] if _active else None
 
 
 def _span(tensor: Any) -> tuple[int, int]:
-    """The memory from a tensor's first to its last element: address and bytes."""
+    """Address and size in bytes of the memory from a tensor's first to its last element."""
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), (last + 1) * tensor.element_size()
 

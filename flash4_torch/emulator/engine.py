@@ -32,17 +32,17 @@ class Options:
     """How to run a launch.
 
     schedule: "eager" does asynchronous work when it is issued, "late" as late as the program allows, "fuzz"
-    at moments that `seed` draws, as it draws whose turn it is.
-    races: check the order of accesses to shared and tensor memory.
-    strict: names of checks that correct programs may fail: "uninitialised" (reading shared or tensor memory
+    at random moments derived from `seed`, which also decides which warp runs next.
+    races: check the order of accesses to shared memory and TMEM.
+    strict: names of checks that correct programs may fail: "uninitialised" (reading shared memory or TMEM
     that nobody wrote), "wait_ld" (using what tcgen05.ld loads before tcgen05.wait::ld), "exit" (leaving
     before a bulk store has read its shared memory), "lanes" (a lane that speaks for its warp after
     tcgen05.wait without bar.warp.sync).
     compact: let PTX registers share space in the engine.
-    max_instructions: warp-instructions after which a launch counts as run away.
-    timeout: seconds of this machine's time after which a launch ends with a finding that says where every
-    warp is; None: none. Ctrl-C ends it at any time.
-    num_sms: how many SMs the device has, and so how many CTAs it holds at a time; None: as many as the
+    max_instructions: number of warp-instructions after which a launch counts as run away.
+    timeout: seconds of wall time on this machine after which a launch ends with a finding that says where
+    every warp is; None: no limit. Ctrl-C ends a launch at any time.
+    num_sms: how many SMs the device has, and so how many CTAs it holds at a time; None: that of the
     architecture's largest GPU, DEVICE_SMS.
     """
 
@@ -224,7 +224,7 @@ class Program:
         """Runs all CTAs and returns what was found and counted; raises for nothing that the kernel does.
 
         params: the kernel's parameters as the driver would pack them.
-        regions: (address, bytes) of the global memory that the kernel may touch besides its module's
+        regions: (address, bytes) of the global memory that the kernel may touch in addition to its module's
         variables; None: anything, so that a wrong address may end the process.
         Raises LaunchError for what the launch call of a GPU refuses.
         """
@@ -304,7 +304,7 @@ class Program:
         return Place(cta, rank, warp, ins.line, ins.text, ins.source)
 
     def _with_lines(self, message: str) -> str:
-        """The engine writes @op:N for the instruction with that index."""
+        """`message` with source lines: the engine writes @op:N for the instruction with index N."""
         head, *rest = message.split("@op:")
         for part in rest:
             digits = len(part) - len(part.lstrip("0123456789"))
@@ -322,7 +322,7 @@ def _run(handle: int, timeout: float | None) -> None:
 
 
 def _spans(regions: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Begins and ends of memory, ascending; what overlaps is one span."""
+    """Begins and ends of memory regions, ascending; overlapping regions are merged into one span."""
     spans: list[list[int]] = []
     for begin, size in sorted(regions):
         if spans and begin < spans[-1][1]:
@@ -333,7 +333,8 @@ def _spans(regions: Sequence[tuple[int, int]]) -> np.ndarray:
 
 
 def _register_cap(kernel: ptx.Kernel) -> int:
-    """The most registers a thread can have at launch, as far as the kernel tells; 0: it does not."""
+    """The largest register count per thread at launch that the kernel's directives allow; 0: they do not say.
+    """
     raised = [
         ins.operands[0].value
         for ins in kernel.instructions
@@ -369,11 +370,11 @@ def run_ptx(
 ) -> Report:
     """Runs the only kernel of a PTX text.
 
-    args: for each parameter a contiguous CPU tensor or NumPy array (its address is passed and it is the only
-    memory that the kernel may touch), or the parameter's bytes (`numpy.int32(3)` or `b"..."`).
+    args: for each parameter a contiguous CPU tensor or NumPy array (its address is passed, and the kernel may
+    touch no other memory than these), or the parameter's bytes (`numpy.int32(3)` or `b"..."`).
     check: raise EmulationError for findings.
-    Raises PtxError for a text that is not PTX, UnsupportedInstruction for what is beyond the emulator,
-    LaunchError for what no GPU would launch.
+    Raises PtxError for a text that is not PTX, UnsupportedInstruction for what the emulator does not
+    implement, LaunchError for what no GPU would launch.
     """
     module = ptx.parse(text)
     if len(module.kernels) != 1:

@@ -17,7 +17,7 @@ class PtxError(EmulatorError):
     """A PTX text that the parser cannot read.
 
     Attributes:
-        line: of the PTX text, counted from 1.
+        line: line of the PTX text, counted from 1.
         text: the offending piece of it.
     """
 
@@ -32,7 +32,7 @@ class UnsupportedInstruction(EmulatorError):
 
     Attributes:
         opcode: the instruction with its modifiers, and what is unsupported about it.
-        line: of the PTX text, counted from 1.
+        line: line of the PTX text, counted from 1.
         source: file and line of the kernel's source, where the PTX carries line information.
     """
 

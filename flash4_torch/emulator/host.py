@@ -5,9 +5,8 @@
     compiled(from_dlpack(cpu_tensor))
     host.uninstall()
 
-Functions must be compiled while the seam is installed: their host code is then bound to the stand-in, and the
-PTX of their kernels is known. Functions compiled at other times go where they always did, once the seam is
-uninstalled.
+Functions must be compiled while the seam is installed: only then is their host code bound to the stand-in and
+the PTX of their kernels known. Functions compiled at other times work as usual once the seam is uninstalled.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _LAUNCH_FAILURE = 719  # cudaErrorLaunchFailure
 
 @dataclass(frozen=True)
 class Device:
-    """What host code can ask of a device; `num_sms` is the default number of them."""
+    """What host code can ask of a device; `num_sms` is the default number of SMs."""
 
     major: int
     minor: int
@@ -67,9 +66,9 @@ class Launch:
     """One launch of a kernel.
 
     grid, block: in CTAs and threads. cluster: in CTAs.
-    smem_bytes: of dynamic shared memory.
+    smem_bytes: bytes of dynamic shared memory.
     cooperative: all CTAs must be resident at once.
-    programmatic: the kernel may start before the one ahead of it has ended (programmatic dependent launch).
+    programmatic: the kernel may start before the previous one has ended (programmatic dependent launch).
     args: the address of each parameter's value, valid during the launch.
     """
 
@@ -87,12 +86,12 @@ def install(run: Callable[[Launch], None], arch: str | None = None, num_sms: int
     """Sends launches to `run`, lets CuTe-DSL compile for `arch`, and lets CPU tensors pass for the device's.
 
     arch: "sm_90a", "sm_100a" or "sm_103a"; default: FLASH4_ARCH.
-    num_sms: how many SMs the device seems to have; default: 132 for sm_90a, else 148. Persistent
-    kernels launch that many CTAs, so a small number makes them quick to run.
+    num_sms: how many SMs the device seems to have; default: 132 for sm_90a, else 148. Persistent kernels
+    launch that many CTAs, so a small number makes them quick to run.
 
-    What `run` raises reaches whoever called the compiled function. A second call replaces what the first one
-    set. Raises RangeError for another architecture, BuildError where the C++ part cannot be built, and
-    ImportError without CuTe-DSL.
+    An exception that `run` raises reaches the caller of the compiled function. A second call replaces what
+    the first one set. Raises RangeError for another architecture, BuildError if the C++ part cannot be built,
+    and ImportError without CuTe-DSL.
     """
     arch = arch or env.ARCH.get()
     if arch not in tuple(ARCHITECTURES):
@@ -102,7 +101,7 @@ def install(run: Callable[[Launch], None], arch: str | None = None, num_sms: int
 
 
 def uninstall() -> None:
-    """Leaves CuTe-DSL as it was; functions compiled in between can be launched no more."""
+    """Restores CuTe-DSL; functions compiled while the seam was installed can no longer be launched."""
     if _seam.cache_info().currsize:
         _seam().disconnect()
 
@@ -133,7 +132,7 @@ _LaunchCallback = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.POINTER(_LaunchRecord)
 
 
 class _Seam:
-    """The stand-in for the runtime library, and what is known of the cubins that come through it."""
+    """The stand-in for the runtime library, and what is known of the cubins that pass through it."""
 
     def __init__(self) -> None:
         self._path = str(build.runtime())
@@ -145,7 +144,7 @@ class _Seam:
         self._loaded = [""]  # PTX by library number, which starts at 1 as 0 means failure
         self._kernels: dict[tuple[int, str], Kernel] = {}
         self._raised = threading.local()
-        # The library keeps only the addresses of these.
+        # The library keeps only the addresses of these, so they must stay alive.
         self._callbacks = (
             _LoadCallback(self._keeping_errors(self._load, 0)),
             _LaunchCallback(self._keeping_errors(self._launch, _LAUNCH_FAILURE)),
@@ -171,7 +170,7 @@ class _Seam:
         self._connection.close()
 
     def learn(self, cubin: bytes, ptx: str) -> None:
-        """Called with what each compilation makes."""
+        """Records the cubin and the PTX that each compilation makes."""
         self._ptx[_key(cubin)] = ptx
 
     def device_attribute(self, attribute: int) -> int:
@@ -182,7 +181,9 @@ class _Seam:
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """Around a call of a compiled function: an error that was kept replaces the CUDA error code."""
+        """A context around a call of a compiled function: an error that was kept replaces the CUDA error
+        code.
+        """
         self._forget_error()
         try:
             yield
@@ -202,7 +203,8 @@ class _Seam:
         self._library.flash4_set_error(b"")
 
     def _keeping_errors(self, action: Callable[..., int], failed: int) -> Callable[..., int]:
-        """`action` for C to call: keeps an error for `calling`, and its text for calls that bypass that."""
+        """`action` for C to call: keeps an error for `calling`, and its text for calls that bypass `calling`.
+        """
 
         def call(*args: Any) -> int:
             try:

@@ -1,4 +1,4 @@
-"""What the launch call of a GPU refuses.
+"""The launches that a GPU's launch call refuses.
 
 CUDA C++ Programming Guide: Technical Specifications per Compute Capability.
 """
@@ -16,7 +16,7 @@ MAX_GRID = (2**31 - 1, 65535, 65535)
 MAX_BLOCK = (1024, 1024, 64)
 MAX_BLOCK_THREADS = 1024
 MAX_CLUSTER = 16
-MAX_SHARED = 227 << 10  # bytes of a CTA, besides what the system keeps
+MAX_SHARED = 227 << 10  # bytes of a CTA, in addition to what the system reserves
 
 
 def refuse_impossible(

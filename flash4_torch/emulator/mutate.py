@@ -1,4 +1,5 @@
-"""Kernels with one synchronisation instruction less, to find out whether anything notices that it is missing.
+"""Kernels with one synchronisation instruction removed, to find out whether anything notices that it is
+missing.
 
     for index in candidates(kernel):
         program = Program(without(kernel, index), arch=100)
@@ -43,13 +44,15 @@ _SYNCHRONISATION = (
 def candidates(kernel: Kernel) -> list[int]:
     """Indices of the instructions that order or complete something.
 
-    Left out are instructions that also do something else: the initialisation of barriers, setmaxnreg, elect.
+    Instructions that also do something else are left out: the initialisation of barriers, setmaxnreg, elect.
     """
     return [i for i, ins in enumerate(kernel.instructions) if _is_one_of(ins, _SYNCHRONISATION)]
 
 
 def without(kernel: Kernel, index: int) -> Kernel:
-    """The kernel with one instruction replaced by `nop`, or a wait by what sets its predicate to true."""
+    """The kernel with one instruction replaced by `nop`, or a wait by an instruction that sets its predicate
+    to true.
+    """
     instructions = list(kernel.instructions)
     removed = instructions[index]
     if _is_one_of(removed, _WAITS):

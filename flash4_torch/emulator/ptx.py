@@ -1,8 +1,8 @@
 """PTX text as data: `parse` gives a module's kernels with their instructions, variables and parameters.
 
-It reads what compilers emit and what inline assembly holds: modules of kernels, without functions and calls.
-What it does not know is an error that names the line, never skipped. Names local to a `{ }` scope are made
-unique by a suffix (`p#3`).
+The parser reads what compilers emit and what inline assembly holds: modules of kernels, without functions and
+calls. Anything it does not know is an error that names the line; nothing is skipped. Names local to a `{ }`
+scope are made unique by a suffix (`p#3`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Immediate:
     kind: str = "int"
 
     def bits(self, width: int) -> int:
-        """The bits that the number has in an operand of `width` bytes, 4 or 8; in a predicate (0) its truth.
+        """The bits of the number in an operand of `width` bytes, 4 or 8; in a predicate (0) its truth value.
 
         A floating-point number is converted to the operand's width.
         """
@@ -117,8 +117,8 @@ class Instruction:
     """One instruction.
 
     opcode: with all modifiers.
-    line: of the PTX text, counted from 1.
-    source: file and line that the compiler attributes it to; of inlined code the innermost.
+    line: line of the PTX text, counted from 1.
+    source: file and line that the compiler attributes it to; for inlined code the innermost.
     text: as written, on one line.
     """
 
@@ -152,7 +152,9 @@ class Variable:
 
 @dataclass(frozen=True, eq=False)
 class GlobalVariable:
-    """A `.global` or `.const` variable and its storage, which kernels of the module share: bytes, aligned."""
+    """A `.global` or `.const` variable and its aligned storage in bytes, which the kernels of the module
+    share.
+    """
 
     name: str
     constant: bool
@@ -169,9 +171,9 @@ class Kernel:
 
     registers: virtual registers and their declared types.
     shared: the shared variables it can name, its own and those of the module that it uses.
-    labels: index of the instruction that each names.
+    labels: the index of the instruction that each label names.
     reqntid, maxntid, cluster: threads (CTAs of a cluster) by axis, as .reqntid, .maxntid, .reqnctapercluster
-        give them, or None.
+    give them, or None.
     minnctapersm, max_registers: as .minnctapersm and .maxnreg give them, or None.
     """
 
@@ -218,7 +220,7 @@ _NAME = r"[A-Za-z_$%][\w$]*"
 
 _COMMENT = re.compile(r'"[^"\n]*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
-# `.align` and the type come before the name; only arrays of scalars and scalars exist in what we read.
+# `.align` and the type come before the name; only scalars and arrays of scalars occur in the texts we read.
 _VARIABLE = rf"""(?P<variable>(?:\.(?P<linkage>visible|extern|weak)\s+)?
     \.(?P<space>shared|global|const|local)\s+ (?:\.align\s+(?P<align>\d+)\s+)? \.(?P<type>[a-z]\w*)\s+
     (?P<var_name>{_NAME})\s* (?P<dims>(?:\[\s*\w*\s*\]\s*)*) (?:=\s*(?P<initial>[^;]*))?;)"""
@@ -269,7 +271,7 @@ _BODY_ITEM = re.compile(
 
 _REGISTER_NAMES = re.compile(rf"\s*(?P<stem>{_NAME})(?:<(?P<count>\d+)>)?\s*")
 
-# An operand and the comma behind it; brackets and braces keep their commas.
+# An operand and the comma after it; brackets and braces keep their commas.
 _ITEM = re.compile(r"\s*((?:\[[^\]]*\]|\{[^}]*\}|[^,\[\]{}])+)(?:,|\Z)")
 
 _ADDRESS = re.compile(
@@ -296,7 +298,7 @@ _TYPES = {
 
 
 MAX_DIGITS = 1000  # of any number
-MAX_REGISTERS = 1 << 20  # virtual ones of a kernel
+MAX_REGISTERS = 1 << 20  # virtual registers of a kernel
 MAX_ALIGNMENT = 1 << 16
 MAX_PARAMETER_BYTES = 32764  # of all parameters (PTX ISA, Kernel Function Parameters)
 MAX_VARIABLE_BYTES = 1 << 30
@@ -308,7 +310,7 @@ def type_bytes(name: str) -> int:
 
 
 class _Text:
-    """The text without comments, and the lines of its positions."""
+    """The text without comments, and the line numbers of its positions."""
 
     def __init__(self, text: str):
         self.text = _COMMENT.sub(_without_comment, text)
@@ -330,7 +332,9 @@ def _without_comment(match: re.Match[str]) -> str:
 
 
 class _ModuleParser:
-    """Module scope; bodies are read by `_BodyParser` and finished once the files' names are known."""
+    """Parser of the module scope; `_BodyParser` reads bodies, which are finished once the files' names are
+    known.
+    """
 
     def __init__(self, text: str):
         self.text = _Text(text)
@@ -358,7 +362,7 @@ class _ModuleParser:
         return Module(self.headers["version"].strip(), target, kernels)
 
     def _item(self, match: re.Match[str]) -> int:
-        """Takes in one item and returns where the next begins."""
+        """Reads one item and returns where the next begins."""
         kind = match.lastgroup
         if kind == "header":
             self.headers[match["key"]] = match["value"]
@@ -426,7 +430,7 @@ def _first(numbers: tuple[int, ...] | None) -> int | None:
 
 
 def _all(pattern: re.Pattern[str], match: re.Match[str], group: str, text: _Text) -> Iterator[re.Match[str]]:
-    """Matches of `pattern` that fill a group of `match` but for white space and commas between them."""
+    """Matches of `pattern` that fill a group of `match` except for white space and commas between them."""
     position, end = match.span(group)
     while position < end:
         if text.text[position].isspace() or text.text[position] == ",":
@@ -461,7 +465,7 @@ def _size_of(type_name: str, text: _Text, position: int) -> int:
 
 
 def _alignment(match: re.Match[str], element: int, text: _Text) -> int:
-    """As declared, in bytes, or that of an element."""
+    """The declared alignment in bytes, or that of an element."""
     alignment = int(match["align"] or element)
     if alignment & (alignment - 1) or not 0 < alignment <= MAX_ALIGNMENT:
         text.fail(f"an alignment must be a power of two up to {MAX_ALIGNMENT}", match.start())
@@ -469,7 +473,7 @@ def _alignment(match: re.Match[str], element: int, text: _Text) -> int:
 
 
 def _counts(match: re.Match[str], text: _Text) -> list[int | None]:
-    """The numbers of elements in an array's brackets; None: it has empty ones."""
+    """The numbers of elements in an array's brackets; None for empty brackets."""
     counts: list[int | None] = []
     for number in re.findall(r"\[\s*(\w*)\s*\]", match["dims"]):
         if number and not _INTEGER.fullmatch(number):
@@ -527,7 +531,7 @@ def _aligned(size: int, alignment: int) -> np.ndarray:
 
 @dataclass
 class _Scope:
-    """Names of a `{ }`; `suffix` tells them from those of other scopes."""
+    """Names of a `{ }`; `suffix` distinguishes them from those of other scopes."""
 
     parent: _Scope | None
     suffix: str
@@ -544,7 +548,7 @@ class _Scope:
 
 
 class _Statement(NamedTuple):
-    """An instruction of which the operands are still to be read: labels may follow later."""
+    """An instruction whose operands are still to be read: labels may follow later."""
 
     match: re.Match[str]
     scope: _Scope
@@ -552,7 +556,9 @@ class _Statement(NamedTuple):
 
 
 class _BodyParser:
-    """A kernel's body: the constructor reads declarations and labels, `instructions` then the operands."""
+    """Parser of a kernel's body: the constructor reads declarations and labels, `instructions` then the
+    operands.
+    """
 
     def __init__(self, text: _Text, position: int):
         self.text = text
@@ -629,7 +635,10 @@ class _BodyParser:
         variables.append(_variable(match, self.text))
 
     def instructions(self, outer: set[str], files: dict[int, str]) -> tuple[Instruction, ...]:
-        """outer: names of parameters and of the module's variables; files: their names by number."""
+        """The body's instructions.
+
+        outer: names of parameters and of the module's variables; files: file names by number.
+        """
         self._outer = outer | {v.name for v in (*self.shared, *self.local)}
         result = [self._instruction(statement, files) for statement in self._statements]
         if self._falls_off(result):
@@ -751,7 +760,7 @@ class _BodyParser:
 
 
 def _immediate(text: str) -> Immediate | None:
-    """A number, or None for what is none."""
+    """A number, or None if the text is not one."""
     first = text[:1]
     if not (first.isdigit() or first in ("-", ".")):
         return None

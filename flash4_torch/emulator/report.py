@@ -1,4 +1,4 @@
-"""What a launch in the emulator came to: findings, and counts of what was executed."""
+"""The result of a launch in the emulator: findings, and counts of what was executed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ PIPES = ("alu", "fma", "mufu", "convert", "control", "memory", "sync", "async", 
 
 @dataclass(frozen=True)
 class Place:
-    """Where something happened: the warp, and the instruction in PTX and in the kernel's source.
+    """The place of an event: the warp, and the instruction in PTX and in the kernel's source.
 
-    cta: its index in the grid, where known; rank: in its cluster.
+    cta: index in the grid, where known; rank: index in its cluster.
     """
 
     cta: tuple[int, int, int] | None
@@ -84,12 +84,12 @@ class Counters:
 
 @dataclass(frozen=True)
 class Line:
-    """How often one PTX instruction was executed, by warp of the CTA, all CTAs together.
+    """How often one PTX instruction was executed, by warp of the CTA, summed over all CTAs.
 
-    shared_bytes: what it read and wrote of shared memory, itself or through the unit that it gave work to.
-    What several lanes ask for counts once. A tensor core reads an operand once an instruction, in both CTAs
-    of a pair.
-    shared_passes: how often the 32 banks had to be asked for that, conflicts included.
+    shared_bytes: bytes of shared memory that it read and wrote, itself or through the unit that it gave work
+    to. A byte that several lanes access counts once. A tensor core reads an operand once per instruction, in
+    both CTAs of a pair.
+    shared_passes: passes through the 32 banks that this took, conflicts included.
     """
 
     ptx_line: int

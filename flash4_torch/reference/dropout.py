@@ -160,7 +160,7 @@ def _rotate(word: Tensor, by: int) -> Tensor:
 def _in_place(kept: Tensor) -> Tensor:
     """The bits of (heads, i >> 4 : i2, j >> 4 : j2 j1) words as bools in the order (heads, i, j)."""
     heads, rows, columns = kept.shape
-    # Half words of 16 bits i0 j0 j3 i3; four of them, which differ in j2 and j1, make one word: little-endian.
+    # Words of 16 bits i0 j0 j3 i3; four of them, which differ in j2 and j1, make one word: little-endian.
     halves = kept.view(torch.int16).view(heads, rows, columns, 2).transpose(2, 3)
     fours = halves.flatten().view(torch.int64)
     # j0 before i0: eight weights that differ in j2, j1, j0 are then bits of different bytes, in order.

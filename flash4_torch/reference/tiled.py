@@ -351,7 +351,7 @@ def backward(
 def _below(
     scores: Tensor, tiles: Tiles, lse: Tensor, lse_low: Tensor | None, batch: slice, rows: slice
 ) -> Tensor:
-    """scores - lse - lse_low, in place: lse first, as both may share a large part, then its rounding error."""
+    """scores - lse - lse_low, in place: lse first, as both may share a large part, then its error."""
     scores.sub_(tiles.folded(lse[batch, :, rows, None]))
     return scores if lse_low is None else scores.sub_(tiles.folded(lse_low[batch, :, rows, None]))
 
@@ -363,7 +363,7 @@ _FAITHFUL = 2.0**6
 def lse_low(q: Tensor, k: Tensor, lse: Tensor, scoring: Scoring, tiling: Tiling | None = None) -> Tensor:
     """The rounding error of an lse that another kernel than `forward` computed, in lse's shape and dtype.
 
-    Scores are recomputed for the blocks of rows in which some lse is above 64 or below -64; elsewhere it is 0.
+    Scores are recomputed for blocks of rows in which some lse is above 64 or below -64; elsewhere it is 0.
     """
     low = torch.zeros_like(lse)
     is_large = (lse.abs() >= _FAITHFUL) & lse.isfinite()

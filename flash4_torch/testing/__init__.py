@@ -1,4 +1,5 @@
-"""What our tests use and what users may use to test us: exact results, a tolerance, poison, and who served.
+"""Helpers that our tests use and that users may use to test us: exact results, a tolerance, poison, who
+served.
 
 exact, _ = testing.reference(q, k, v, causal=True)
 peer, _ = testing.reference(q, k, v, causal=True, dtype=q.dtype)
@@ -28,7 +29,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> ModuleType:
-    """The emulator's front, which is loaded when first looked at."""
+    """Loads the emulator's public module when it is first accessed."""
     if name == "emulate":
         return importlib.import_module(".emulate", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Replaying dropout: the generator's state that a call will draw, and the mask that follows from a state."""
+"""Replaying dropout: the generator state that a call will take, and the mask that follows from a state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from ..reference.dropout import Dropout
 
 
 def peek_rng_state(device: torch.device | str = "cpu") -> Tensor:
-    """The int64 pair (seed, offset) that the next call with dropout draws; torch's generator stays put."""
+    """The int64 pair (seed, offset) that the next call with dropout will take; torch's generator does not
+    advance.
+    """
     device = torch.device(device)
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
@@ -18,8 +20,8 @@ def peek_rng_state(device: torch.device | str = "cpu") -> Tensor:
 
 
 def dropout_mask(rng_state: Tensor, B: int, Hq: int, Sq: int, Sk: int, p: float) -> Tensor:
-    """Bool (B, Hq, Sq, Sk): the weights that a call with this state and dropout_p = p keeps.
+    """Bool (B, Hq, Sq, Sk): the attention weights that a call with this state and dropout_p = p keeps.
 
-    For `attention_varlen` sequence b of the call is batch entry b here, with i and j counted from its start.
+    For `attention_varlen`, sequence b of the call is batch entry b here, with i and j counted from its start.
     """
     return Dropout(rng_state, p).keep(range(B), Hq, range(Sq), range(Sk))

@@ -7,13 +7,13 @@
 
 Inside the block every launch runs in the emulator, on CPU tensors; the first one that does something wrong
 raises `EmulationError`, which names the warp, the PTX line and the source line. `run_ptx` runs PTX of any
-origin. The same for a whole script, which may believe that it works on a GPU's tensors if it makes none
-itself:
+origin. A whole script can run the same way; it may act as if its tensors were on a GPU, provided that it
+makes no GPU tensors itself:
 
     python -m flash4_torch.testing.emulate --arch sm_90a script.py
 
-A script may also open devices of its own, as the first lines do: they start from the command's architecture
-and options, and what they launch is reported, too.
+A script may also open devices of its own, as in the first example: they start from the command's architecture
+and options, and their launches are reported, too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ __all__ = ["Device", "EmulationError", "Finding", "Options", "Report", "device",
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status.
 
-    1 if any launch had findings, else the script's own; 2, with a sentence on stderr, where it cannot run.
+    The status is 1 if any launch had findings, else the script's own; it is 2, with a sentence on stderr, if
+    the script cannot run.
     """
     given = _parser().parse_args(arguments)
     options = {
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(script: str, arguments: Sequence[str]) -> int:
-    """Runs it as Python would, and returns its exit status."""
+    """Runs the script as Python would, and returns its exit status."""
     argv, path = sys.argv, sys.path
     sys.argv, sys.path = [script, *arguments], [str(Path(script).resolve().parent), *path]
     try:
@@ -87,7 +88,7 @@ def _refuse(sentence: str) -> int:
 
 
 def table(report: Report, number: int = 0, lines: int = 0) -> str:
-    """A launch's counters for reading, and its `lines` most executed instructions."""
+    """A readable table of a launch's counters and its `lines` most executed instructions."""
     parts = [f"launch {number}: {report.kernel}", str(report.counters)]
     hottest = sorted(report.lines, key=lambda line: -sum(line.counts))[:lines]
     parts += [f"{sum(line.counts):>16,}  {line.ptx_line:>6}  {line.ptx}" for line in hottest]
@@ -95,7 +96,7 @@ def table(report: Report, number: int = 0, lines: int = 0) -> str:
 
 
 def summary(reports: Sequence[Report]) -> str:
-    """The findings of all launches; it comes last, where no counters bury it."""
+    """The findings of all launches; it is printed last, so that counters do not bury it."""
     if not reports:
         return "nothing was launched"
     wrong = [(number, report) for number, report in enumerate(reports) if report.findings]

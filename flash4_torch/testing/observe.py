@@ -1,4 +1,4 @@
-"""Looking at calls from outside: which backend served them, and whether they wrote all they allocated."""
+"""Observers of calls: which backend served them, and whether they wrote everything they allocated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _deterministic: Any = torch.utils.deterministic
 
 @contextmanager
 def backends_used() -> Iterator[Counter[tuple[str, str]]]:
-    """Counts, while open, every served call as (operator, backend name); threads of autograd included.
+    """Counts, while open, every served call as (operator, backend name), including those of autograd's
+    threads.
 
     Operators are 'attention', 'attention_varlen' and these with '_backward'.
     """

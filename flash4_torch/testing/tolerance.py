@@ -28,8 +28,9 @@ def reference(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of `flash4_torch.attention` by definition, computed and returned in `dtype`.
 
-    The arguments are `attention`'s. With dropout_p > 0 `rng_state` says which mask; see `peek_rng_state`.
-    Differentiable; needs O(Sq * Sk) memory. In the inputs' own `dtype` it is the peer to compare errors with.
+    The arguments are those of `attention`. With dropout_p > 0, `rng_state` selects the mask; see
+    `peek_rng_state`. The result is differentiable; it needs O(Sq * Sk) memory. In the inputs' own `dtype` it
+    is the peer to compare errors with.
     """
     dropout = None
     if dropout_p > 0:
@@ -52,10 +53,10 @@ def assert_close_as_peer(
 ) -> None:
     """max |actual - exact| <= factor * max |peer - exact| + rounding + noise.
 
-    `exact` is float64, `peer` plain torch's result in actual's dtype. Rounding is two units in the last place
-    of the largest exact value (a peer may be exact by luck), plus 16 of 1 in float32: a result
-    that cancels to zero still has the noise of its terms. (Of float64 results there is no exacter reference;
-    they get 1e-12.) `noise` is what else the caller can account for. Infinities must stand where exact's do;
+    `exact` is float64, `peer` is plain torch's result in actual's dtype. Rounding is two units in the last
+    place of the largest exact value (a peer may be exact by luck), plus 16 units of 1 in float32: a result
+    that cancels to zero still has the noise of its terms. (Float64 results have no more exact reference; they
+    get 1e-12.) `noise` is anything else the caller can account for. Infinities must stand where exact's do;
     NaN never passes.
 
     Raises:

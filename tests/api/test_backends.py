@@ -1,4 +1,4 @@
-"""Which backend serves a call, and that the answer of `support` is true."""
+"""The backend that serves a call, and the truth of the answers of `support`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of tiles: what they return is what they promise to, and it fits the machine."""
+"""The config tables: they return what they promise, and it fits the machine."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_there_are_tiles_that_fit_for_every_call(extras: dict[str, object], tabl
 
 
 def test_every_row_serves_somebody() -> None:
-    """A row that others shadow would be a lie about what runs."""
+    """A row that others shadow would misstate what runs."""
     served: set[Sm90Forward] = set()
     every: dict[str, object] = {"mask": "float32", "softcap": True, "dropout": True}
     capped: dict[str, object] = {"mask": "bool", "softcap": True}
@@ -158,7 +158,7 @@ def test_rows_that_differ_by_head_are_not_packed(extra: dict[str, object], table
     "extra", [{"varlen": True}, {"mask": "bool"}, {"dropout": True}], ids=["varlen", "mask", "dropout"]
 )
 def test_clusters_are_for_many_plain_tiles(extra: dict[str, object]) -> None:
-    """Tiles of one sequence that have the same blocks, and so many that an odd one does not count."""
+    """Clusters need tiles of one sequence with the same blocks, and so many that an odd one hardly counts."""
     wide = BARE._replace(D=256, Dv=256)
     assert sm90.forward(wide, 8192, 8192).cluster == 2
     assert sm90.forward(wide, 1, 8192).cluster == sm90.forward(wide, 1000, 8192).cluster == 1
@@ -204,5 +204,5 @@ def test_the_kernel_agrees_that_it_can_run_every_config(table: ModuleType) -> No
         for config in [] if table.limits(features) else table.reachable(features):
             plan = Plan(features, config)
             plan.check()
-            # The kernel reads the tables that the host has sized and filled by this.
+            # The host sizes and fills by this plan the tables that the kernel reads.
             assert plan.mask == mask_plan(mask, config)

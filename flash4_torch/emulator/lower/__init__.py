@@ -1,6 +1,6 @@
-"""From a parsed kernel to the engine's flat program.
+"""Lowers a parsed kernel to the engine's flat program.
 
-Operations, register offsets and what registers hold at the start.
+The program holds operations, register offsets and what registers hold at the start.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from flash4_torch.emulator.ptx import (
     type_bytes,
 )
 
-# What the system keeps at the start of a CTA's shared memory, from sm_90 on; kSharedBase in machine.h.
+# What the system reserves at the start of a CTA's shared memory, from sm_90 on; kSharedBase in machine.h.
 SHARED_BASE = 1024
 
 
@@ -56,9 +56,9 @@ class Lowered:
 
 
 def lower(kernel: Kernel, operations: Mapping[str, int], *, compact: bool = True) -> Lowered:
-    """`operations` are the engine's names and numbers.
+    """Lowers a kernel; `operations` maps the engine's operation names to their numbers.
 
-    Raises UnsupportedInstruction for what the engine does not have, PtxError for what is no PTX.
+    Raises UnsupportedInstruction for what the engine does not have, PtxError for what is not PTX.
     """
     lowerings = [_lowering_of(instruction, kernel) for instruction in kernel.instructions]
     context = _Context(kernel, compact)
@@ -97,9 +97,9 @@ def _begins(rows: list[list[int]]) -> np.ndarray:
 
 
 def _written(instruction: Instruction, regs: list[int], context: _Context) -> int:
-    """Bit i: the instruction writes regs[i], of the first 32.
+    """A bit mask of the first 32 registers: bit i is set if the instruction writes regs[i].
 
-    A register that is named twice counts where it comes first.
+    A register that is named twice counts at its first place.
     """
     offsets = {context.slots.offset[name] for name in control.access(instruction).writes}
     return sum(1 << i for i, reg in enumerate(regs[:32]) if reg in offsets and regs.index(reg) == i)
@@ -185,7 +185,7 @@ class _Context:
 
 
 def _width(type_name: str) -> int:
-    """Bytes of a lane of a register as `reg` counts them; of b128 16, which no instruction takes."""
+    """Bytes of a lane of a register as `reg` counts them; 16 for b128, which no instruction takes."""
     return 0 if type_name == "pred" else max(4, type_bytes(type_name))
 
 

@@ -1,7 +1,7 @@
-"""Arithmetic, logic, comparisons, moves, conversions and what the lanes of a warp exchange.
+"""Arithmetic, logic, comparisons, moves, conversions and the exchange between the lanes of a warp.
 
-An engine operation is named as the PTX instruction, without what does not matter: `.rn` where it is default,
-`.approx`, the sign of a type where the bits do not depend on it. Destinations come first.
+An engine operation is named after the PTX instruction, without what does not matter: `.rn` where it is the
+default, `.approx`, the sign of a type where the bits do not depend on it. Destinations come first.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def _bits(type_name: str) -> int:
 
 
 def _width(type_name: str) -> int:
-    """Bytes of a lane of its register."""
+    """Bytes of a lane of the type's register."""
     return 8 if _bits(type_name) == 64 else 4
 
 
 def _split(ins: Instruction) -> tuple[str, list[str], list[str]]:
-    """The mnemonic, the modifiers and the types, which come last, of an opcode."""
+    """Splits an opcode into the mnemonic, the modifiers and the types, which come last."""
     mnemonic, *rest = ins.opcode.split(".")
     first = len(rest)
     while first and (
@@ -63,20 +63,20 @@ def _bits_as_unsigned(type_name: str) -> str:
 
 
 def _regs(ins: Instruction, ctx: Context, *widths: int) -> list[int]:
-    """Registers of all operands; the last width is also that of any operands beyond."""
+    """Registers of all operands; the last width also applies to any further operands."""
     padded = [*widths, *widths[-1:] * (len(ins.operands) - len(widths))]
     return [ctx.reg(operand, width) for operand, width in zip(ins.operands, padded, strict=True)]
 
 
 def _predicate(operand: Operand, ctx: Context) -> tuple[int, int]:
-    """Register, and 1 if it is to be read negated."""
+    """The register, and 1 if it is to be read negated, else 0."""
     if isinstance(operand, Negated):
         return ctx.reg(operand.register, 0), 1
     return ctx.reg(operand, 0), 0
 
 
 def _two(operand: Operand) -> tuple[Operand, Operand | None]:
-    """The destinations of `a|b`, or of `a` alone."""
+    """The two destinations of `a|b`; for `a` alone the second is None."""
     return (operand.first, operand.second) if isinstance(operand, Pair) else (operand, None)
 
 
@@ -96,7 +96,7 @@ def arithmetic(ins: Instruction, ctx: Context) -> EngineOp:
     type_name = _one_type(types, ctx)
     if type_name not in _REAL:
         return _integer(ins, ctx, mnemonic, modifiers, type_name)
-    if mnemonic == "mad":  # what fma was called once
+    if mnemonic == "mad":  # an old name of fma
         mnemonic = "fma"
     if mnemonic in ("min", "max"):
         return _extremum(ins, ctx, mnemonic, modifiers, type_name)
@@ -264,7 +264,7 @@ def lookup(ins: Instruction, ctx: Context) -> EngineOp:
     return EngineOp("lop3.b32", [ctx.reg(o, 4) for o in registers], [ctx.integer(table, 0, 255)])
 
 
-# The selectors that the low two bits of c name.
+# The byte selectors that the low two bits of c choose.
 _PERMUTE_MODES = {
     "f4e": (0x3210, 0x4321, 0x5432, 0x6543),
     "b4e": (0x5670, 0x6701, 0x7012, 0x0123),
@@ -286,7 +286,7 @@ def permute_bytes(ins: Instruction, ctx: Context) -> EngineOp:
 
 # --- Comparison and selection
 
-# The engine's comparison, whether its sources are exchanged, whether its result is negated.
+# The engine's comparison, whether its sources are swapped, whether its result is negated.
 _INTEGER_COMPARISONS = {
     "eq": ("eq", False, False),
     "ne": ("eq", False, True),
@@ -296,7 +296,7 @@ _INTEGER_COMPARISONS = {
     "le": ("lt", True, True),
 }
 _UNSIGNED_NAMES = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
-# An unordered comparison, which holds if a source is NaN, negates the opposite ordered one.
+# An unordered comparison, which also holds if a source is NaN, is the negation of the opposite ordered one.
 _REAL_COMPARISONS = {
     "eq": ("eq", False, False),
     "ne": ("ne", False, False),
@@ -319,7 +319,7 @@ _COMBINATIONS = ("and", "or", "xor")
 class _Comparison:
     """What setp and set share: the engine's comparison, its sources and its attributes.
 
-    sources: the operands that are compared and, optionally, the predicate to combine with.
+    sources: the operands to compare and, optionally, the predicate to combine with.
     """
 
     def __init__(self, modifiers: list[str], type_name: str, sources: tuple[Operand, ...], ctx: Context):
@@ -408,7 +408,7 @@ def test_class(ins: Instruction, ctx: Context) -> EngineOp:
 
 # --- Moves
 
-# Bits to shift the engine's clock right by.
+# The shift to the right that makes each clock register from the engine's clock.
 _CLOCKS = {
     "%clock": 0,
     "%clock_hi": 32,
@@ -525,7 +525,7 @@ def _integer_to_integer(
     if modifiers:
         return EngineOp(f"cvt.sat.b{container}.{source}", regs, _limits(to))
     if _bits(to) < container:
-        # The value is cut to its type, whose sign then fills the register.
+        # The value is truncated to its type, whose sign then fills the register.
         if _bits(source) == 64 or (_bits(source) < _bits(to) and source[0] != to[0]):
             raise ctx.unsupported(f"a destination of {container} bits")
         source = to if _bits(to) <= _bits(source) else source
@@ -552,7 +552,7 @@ def _real_to_integer(ins: Instruction, ctx: Context, modifiers: set[str], to: st
 
 
 def _to_wide(ins: Instruction, ctx: Context, modifiers: set[str], to: str, source: str) -> EngineOp:
-    """To f32 or f64."""
+    """Lowers conversions to f32 or f64."""
     _only(modifiers, {"ftz", "sat", "rn", *_DIRECTED, *_TO_INTEGRAL}, ctx)
     regs = [ctx.reg(ins.operands[0], _width(to)), _source(ins, ctx, source)]
     integral = modifiers & set(_TO_INTEGRAL)
@@ -570,7 +570,7 @@ def _to_wide(ins: Instruction, ctx: Context, modifiers: set[str], to: str, sourc
 
 
 def _to_narrow(ins: Instruction, ctx: Context, modifiers: set[str], to: str, source: str) -> EngineOp:
-    """To the formats of 19 bits and less, one or two of them."""
+    """Lowers conversions of one or two elements to the formats of 19 bits or fewer."""
     _only(modifiers, {"ftz", "sat", "satfinite", "relu", *_ROUNDINGS, *_TO_INTEGRAL}, ctx)
     packed, elements = source not in _SOURCE_KINDS, 2 if to.endswith("x2") else 1
     sources = 1 if packed else elements

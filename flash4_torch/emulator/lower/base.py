@@ -1,6 +1,4 @@
-"""What lowering an instruction means.
-
-PTX names and operands become an engine operation, registers and numbers.
+"""The interface of lowering: a PTX opcode and its operands become an engine operation, registers and numbers.
 """
 
 from __future__ import annotations
@@ -16,9 +14,8 @@ NO_REGISTER = 0xFFFFFFFF
 
 @dataclass
 class EngineOp:
-    """One operation of the engine.
-
-    A registered name, register offsets and static numbers, in the handler's order.
+    """One operation of the engine: a registered name, register offsets and static numbers, in the handler's
+    order.
     """
 
     name: str
@@ -27,18 +24,18 @@ class EngineOp:
 
 
 class Context(Protocol):
-    """What a lowering function may ask about the kernel that it works for."""
+    """What a lowering function may ask about the kernel that it lowers."""
 
     def reg(self, operand: Operand, width: int) -> int:
         """The byte offset of an operand's register: `width` bytes a lane (4 or 8), or 0 for a predicate.
 
-        Immediates, special registers and symbols get a register that is set when the warp starts, and `_` one
-        that nobody reads. A sub-word type (b8, b16) lives in 4 bytes. Raises PtxError for a register of
+        Immediates, special registers and symbols get a register that is set when the warp starts; `_` gets
+        one that nobody reads. A sub-word type (b8, b16) lives in 4 bytes. Raises PtxError for a register of
         another width.
         """
 
     def address(self, address: Address, width: int) -> tuple[int, int]:
-        """(register offset, constant byte offset) of `[base+offset]`, the base being `width` bytes wide."""
+        """(register offset, constant byte offset) of `[base+offset]`; the base is `width` bytes wide."""
 
     def parameter(self, address: Address) -> int:
         """The byte offset within the launch's parameters of `[param_name+offset]`."""
@@ -53,7 +50,7 @@ class Context(Protocol):
         """The error to raise for an operand or modifier that the engine does not implement."""
 
     def malformed(self, why: str) -> Exception:
-        """The error to raise for what is no PTX."""
+        """The error to raise for what is not PTX."""
 
 
 Lowering = Callable[[Instruction, Context], EngineOp]
@@ -63,7 +60,7 @@ FAMILIES: dict[str, Lowering] = {}
 def family(*prefixes: str) -> Callable[[Lowering], Lowering]:
     """Registers a lowering function for all opcodes that equal a prefix or continue it with a dot.
 
-    Longest wins.
+    The longest prefix wins.
     """
 
     def register(function: Lowering) -> Lowering:

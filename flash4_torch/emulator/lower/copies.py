@@ -18,7 +18,7 @@ from flash4_torch.emulator.lower.memory import (
 )
 from flash4_torch.emulator.ptx import Address, Immediate, Instruction, Operand, Register
 
-COPY = -1  # where a reduction's number is expected
+COPY = -1  # stands where a reduction's number is expected
 
 _SHARED = {"shared::cta", "shared::cluster"}
 _COMPLETION = "mbarrier::complete_tx::bytes"

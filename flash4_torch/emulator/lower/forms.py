@@ -1,4 +1,4 @@
-"""How many operands an instruction takes, and of which kinds: lowering functions rely on it."""
+"""The number and kinds of operands that an instruction takes: lowering functions rely on this check."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from flash4_torch.emulator.ptx import (
     Vector,
 )
 
-# The kinds of operands, a letter each:
+# The kinds of operands, one letter each:
 #   D  a register to write, or `_`          S  a register, a number or a symbol to read
 #   P  D, or two of them as `a|b`           N  S, or `!a`
 #   V  D, or D's in braces                  X  S, or S's in braces
 #   A  an address                           R  registers in braces, or one, read and written
 #   I  an integer                           L  a label, T a table of them
-# An entry holds the forms of the opcodes that begin like this; the longest fitting beginning wins. An
-# instruction with L2::cache_hint has one operand more, a policy to read.
+# An entry holds the forms of the opcodes that begin with its key; the longest matching key wins. An
+# instruction
+# with L2::cache_hint has one more operand, a policy to read.
 _FORMS: Mapping[str, str] = {
     "add sub mul div rem addc subc copysign and or xor shl shr": "DSS",
     "mad fma madc sad dp4a slct prmt shf bfe": "DSSS",
@@ -115,7 +116,7 @@ _WORDS = {
 
 
 def check_form(ins: Instruction, kernel: Kernel) -> None:
-    """Raises PtxError unless the instruction has operands as its opcode takes them."""
+    """Raises PtxError unless the instruction has the operands that its opcode takes."""
     if ins.guard and ins.guard.register.type != "pred":
         raise _wrong(ins, f"the guard {ins.guard.register.name} is not a predicate")
     forms = [form.replace("-", "") for form in _forms_of(ins)]

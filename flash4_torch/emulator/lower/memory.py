@@ -61,10 +61,10 @@ SPACES = {
 }
 SCOPES = frozenset({"cta", "cluster", "gpu", "sys"})
 STRONG = frozenset({"volatile", "relaxed", "acquire", "release", "acq_rel", "mmio"})
-# They tell the caches what to expect, and there are none here.
+# These modifiers tell the caches what to expect, and there are no caches here.
 HINTS = re.compile(r"nc|ca|cg|cs|lu|cv|wb|wt|weak|unified|L[12]::\w+(::\w+)?|level::\w+(::\w+)?")
 VECTORS = frozenset({"v2", "v4", "v8"})
-VECTOR_BYTES = 16  # of a lane's access to shared memory; twice as many to global memory
+VECTOR_BYTES = 16  # for a lane's access to shared memory; twice as many to global memory
 TYPE = re.compile(r"(?P<kind>[busf]|bf)(?P<bits>8|16|32|64)")
 REDUCED_TYPES = {
     "u32": ElementType.U32,
@@ -80,7 +80,7 @@ REDUCED_TYPES = {
     "f32": ElementType.F32,
     "f64": ElementType.F64,
 }
-# Bytes of memory that one register of an atomic's type stands for, where it is not 4.
+# Bytes of memory per register of an atomic's type, where it is not 4.
 REGISTER_BYTES = {"f16": 2, "bf16": 2, "u64": 8, "b64": 8, "s64": 8, "f64": 8}
 
 
@@ -105,7 +105,7 @@ SHARED_WINDOW = 0x5A << 56  # kSharedWindow in csrc_stubs/no_gpu/memory.h
 
 
 def place_of(operand: Operand, space: Space, ctx: Context) -> tuple[Space, int, int]:
-    """State space, register and constant of an address; a shared address in 64 bits becomes a generic one."""
+    """State space, register and constant of an address; a 64-bit shared address becomes a generic one."""
     if (
         space is Space.SHARED
         and isinstance(operand, Address)
@@ -122,7 +122,7 @@ def elements(operand: Operand) -> Sequence[Operand]:
 
 
 def check_vector(ins: Instruction, operand: Operand, each: int, space: Space, ctx: Context) -> None:
-    """Raises unless the operand has as many elements, of `each` bytes, as the opcode says."""
+    """Raises unless the operand has the number of elements, of `each` bytes, that the opcode says."""
     count = max((int(m[1:]) for m in ins.opcode.split(".") if m in VECTORS), default=1)
     if len(elements(operand)) != count:
         raise ctx.malformed(f"{len(elements(operand))} registers where the opcode says {count}")
@@ -132,7 +132,7 @@ def check_vector(ins: Instruction, operand: Operand, each: int, space: Space, ct
 
 
 def _split_access(ins: Instruction, ctx: Context) -> tuple[Space, str, int, bool]:
-    """State space, kind and bits of the type, and whether the access is strong, of a load or store."""
+    """State space, kind and bits of the type, and whether the access is strong, for a load or store."""
     space, kind, bits, strong = Space.GENERIC, "", 0, False
     for modifier in ins.opcode.split(".")[1:]:
         if modifier in SPACES:
@@ -149,7 +149,7 @@ def _split_access(ins: Instruction, ctx: Context) -> tuple[Space, str, int, bool
 
 
 def _register_bits(operands: Sequence[Operand], ctx: Context) -> int | None:
-    """Bits of the registers of one access; None when they are all sinks or constants."""
+    """Bits of the registers of one access; None if they are all sinks or constants."""
     types = {o.type for o in operands if isinstance(o, Register) and o.type}
     if types & {"pred", "b128"}:
         raise ctx.malformed("a register that cannot be loaded and stored")
@@ -207,7 +207,8 @@ def store_zeros(ins: Instruction, ctx: Context) -> EngineOp:
 
 @family("atom", "red")
 def atomic(ins: Instruction, ctx: Context) -> EngineOp:
-    """All orderings and scopes are served by the strongest: see `acquire_flag` in memory.h."""
+    """Lowers an atomic; all orderings and scopes are served by the strongest: see `acquire_flag` in memory.h.
+    """
     parts = ins.opcode.split(".")[1:]
     space = next((SPACES[p] for p in parts if p in SPACES), Space.GENERIC)
     rest = [p for p in parts if not (p in SPACES or p in SCOPES or p in STRONG or p in VECTORS)]
@@ -309,11 +310,11 @@ def is_in_space(ins: Instruction, ctx: Context) -> EngineOp:
 
 @family("prefetch", "prefetchu", "applypriority", "cp.async.bulk.prefetch")
 def prefetch(ins: Instruction, ctx: Context) -> EngineOp:
-    """There are no caches."""
+    """A prefetch does nothing: there are no caches."""
     return EngineOp("nop")
 
 
 @family("createpolicy")
 def cache_policy(ins: Instruction, ctx: Context) -> EngineOp:
-    """Instructions with a cache policy ignore it."""
+    """A cache policy does nothing: instructions that take one ignore it."""
     return EngineOp("cvta.same", [ctx.reg(ins.operands[0], 8), ctx.reg(Immediate(0), 8)])

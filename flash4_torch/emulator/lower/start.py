@@ -38,7 +38,7 @@ class Init(NamedTuple):
 
 
 class RegisterStart:
-    """Gives out registers behind those of the kernel, one for each thing that they hold."""
+    """Allocates registers after those of the kernel, one for each distinct start value."""
 
     def __init__(self, first_free: int):
         self._end = first_free

@@ -41,20 +41,21 @@ def trap(ins: Instruction, ctx: Context) -> EngineOp:
 
 @family("nop")
 def nothing(ins: Instruction, ctx: Context) -> EngineOp:
-    """No instruction of PTX: where `mutate.without` has removed one."""
+    """A no-op that is not a PTX instruction: it stands where `mutate.without` has removed one."""
     return EngineOp("nop")
 
 
 @family("griddepcontrol", "fence", "membar")
 def fence(ins: Instruction, ctx: Context) -> EngineOp:
-    """A launch has no predecessor and no successor here, and the engine's memory is sequentially consistent.
+    """Lowers fences, which matter to the race checker only.
 
-    So fences matter to the race checker only.
+    A launch has no predecessor and no successor here, and the engine's memory is sequentially consistent.
     """
     if ins.opcode.startswith("fence.mbarrier_init"):
         return EngineOp("fence.mbarrier_init")
     if ins.opcode.startswith("fence.proxy.async"):
-        # Only shared memory is followed by proxy; a fence for global memory alone orders nothing there.
+        # The checker tracks proxies for shared memory only; a fence for global memory alone orders nothing
+        # there.
         if ins.opcode.endswith(".global"):
             return EngineOp("nop")
         return EngineOp("fence.proxy.async", attrs=[int(ins.opcode.endswith(".shared::cta"))])
@@ -119,7 +120,7 @@ def cluster_barrier(ins: Instruction, ctx: Context) -> EngineOp:
 
 
 def _place(ins: Instruction, operand: Operand, ctx: Context) -> tuple[int, int, int]:
-    """Register, offset and whether the address is generic (64 bits, no state space named)."""
+    """The register, the offset and whether the address is generic (64 bits, no state space named)."""
     assert isinstance(operand, Address)
     generic = not _SHARED & set(ins.opcode.split("."))
     register, offset = ctx.address(operand, 8 if generic else 4)
@@ -144,7 +145,7 @@ def invalidate(ins: Instruction, ctx: Context) -> EngineOp:
 def arrive(ins: Instruction, ctx: Context) -> EngineOp:
     known = {"arrive", "arrive_drop", "expect_tx", "noComplete", "release", "relaxed", "b64"}
     modifiers = check_modifiers(ins, known | _SCOPES | _SHARED, ctx)
-    # The state token is optional where the barrier may be another CTA's.
+    # The state token is optional where the barrier may belong to another CTA.
     has_state = not isinstance(ins.operands[0], Address)
     state = ctx.reg(ins.operands[0], 8) if has_state else NO_REGISTER
     place, *rest = ins.operands[1:] if has_state else ins.operands
@@ -172,7 +173,7 @@ def transaction(ins: Instruction, ctx: Context) -> EngineOp:
 
 @family("mbarrier.test_wait", "mbarrier.try_wait")
 def wait(ins: Instruction, ctx: Context) -> EngineOp:
-    """The suspend-time hint of try_wait has no meaning here."""
+    """Lowers a wait; the suspend-time hint of try_wait has no meaning here."""
     known = {"test_wait", "try_wait", "parity", "acquire", "relaxed", "b64"}
     modifiers = check_modifiers(ins, known | _SCOPES | _SHARED, ctx)
     complete, place, phase = ins.operands[:3]

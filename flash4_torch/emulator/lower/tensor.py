@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from flash4_torch.emulator.lower.base import Context, EngineOp, check_modifiers, family, one_of
 from flash4_torch.emulator.ptx import Address, Instruction, Negated, Operand, Register, Vector
 
-# Each in the order of the C++ enumeration that its comment names.
+# Each list is in the order of the C++ enumeration that its comment names.
 ELEMENTS = ("f16", "bf16", "tf32", "e4m3", "e5m2", "s8", "u8")  # Element, matrix.h
 ACCUMULATORS = ("f32", "f16", "s32")  # Accumulator, wgmma.cpp
 SHAPES = ("32x32b", "16x64b", "16x128b", "16x256b", "16x32bx2")  # Pattern, tmem_access.cpp
@@ -27,7 +27,7 @@ _WGMMA_K = {"f16": 16, "bf16": 16, "tf32": 8, "e4m3": 32, "e5m2": 32, "s8": 32, 
 
 
 def _elements(operand: Operand, ctx: Context) -> tuple[Operand, ...]:
-    """The operands in braces; a single one may stand without them."""
+    """The operands in braces; a single operand may stand without them."""
     if isinstance(operand, Vector):
         return operand.elements
     if isinstance(operand, Register):
@@ -59,7 +59,9 @@ def wgmma_synchronisation(ins: Instruction, ctx: Context) -> EngineOp:
 
 @family("wgmma.mma_async")
 def wgmma(ins: Instruction, ctx: Context) -> EngineOp:
-    """D, A as a descriptor or in registers, B, scale-d, then the signs and majors that its type allows."""
+    """Lowers wgmma: D, A (a descriptor or registers), B, scale-d, then the signs and majors that its type
+    allows.
+    """
     match = re.fullmatch(
         r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)\.(\w+)\.(\w+)\.(\w+)(\.satfinite)?", ins.opcode
     )
@@ -100,7 +102,8 @@ def wgmma(ins: Instruction, ctx: Context) -> EngineOp:
 def _signs_and_majors(
     rest: Sequence[Operand], in_registers: bool, element: str, ctx: Context
 ) -> tuple[int, int, int, int]:
-    """imm-scale-a and -b for floating point, imm-trans-a (of a descriptor) and -b for 16 bits."""
+    """imm-scale-a and -b for floating point, then imm-trans-a (if A is a descriptor) and -b for 16-bit types.
+    """
     values = [ctx.integer(operand) for operand in rest]
     signs = 0 if element in ("s8", "u8") else 2
     majors = (1 if in_registers else 2) if element in ("f16", "bf16") else 0
@@ -153,13 +156,15 @@ def wait(ins: Instruction, ctx: Context) -> EngineOp:
 
 @family("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync")
 def fence(ins: Instruction, ctx: Context) -> EngineOp:
-    """The tensor core's order here is that of issue, and the checker follows the barriers between threads."""
+    """A no-op: the tensor core works in issue order here, and the checker follows the barriers between
+    threads.
+    """
     return EngineOp("nop")
 
 
 @family("tcgen05.ld", "tcgen05.st")
 def move(ins: Instruction, ctx: Context) -> EngineOp:
-    """`ld d, [address]` or `st [address], a`; 16x32bx2 gives the distance of its second half besides."""
+    """Lowers `ld d, [address]` or `st [address], a`; 16x32bx2 also gives the distance of its second half."""
     loads = ins.opcode.startswith("tcgen05.ld")
     repeats = {f"x{1 << i}" for i in range(8)}
     halves = "pack::16b" if loads else "unpack::16b"
@@ -182,7 +187,10 @@ def move(ins: Instruction, ctx: Context) -> EngineOp:
 
 @family("tcgen05.ld.red")
 def load_reduced(ins: Instruction, ctx: Context) -> EngineOp:
-    """`ld.red d, least_or_greatest, [address]`, of each thread's own; 16x32bx2 as above. Of f32 only."""
+    """Lowers `ld.red d, min_or_max, [address]`, which reduces what each thread loads itself; f32 only.
+
+    16x32bx2 also gives the distance of its second half.
+    """
     shapes = {"32x32b", "16x32bx2"}
     repeats = {f"x{1 << i}" for i in range(1, 8)}
     known = {"ld", "red", "sync", "aligned", "f32", "min", "max", "abs", "NaN", *shapes, *repeats}
@@ -204,9 +212,9 @@ def load_reduced(ins: Instruction, ctx: Context) -> EngineOp:
 
 @family("tcgen05.mma")
 def mma(ins: Instruction, ctx: Context) -> EngineOp:
-    """`mma [d], a, b, idesc, {masks}, enable-input-d, scale-input-d`, A being a descriptor or an address.
+    """Lowers `mma [d], a, b, idesc, {masks}, enable-input-d, scale-input-d`; A is a descriptor or an address.
 
-    Collector usage is about reuse of operands inside the tensor core and changes nothing.
+    Collector usage concerns the reuse of operands inside the tensor core and changes nothing.
     """
     kinds = {f"kind::{kind}": i for i, kind in enumerate(KINDS)}
     collector = {f"collector::a::{use}" for use in ("fill", "use", "lastuse", "discard")}

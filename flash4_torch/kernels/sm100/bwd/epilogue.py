@@ -16,11 +16,10 @@ from ...common.rounding import round_to
 from ...common.warps import WARP, WARPS
 from .. import tmem
 from .context import Context
+from .plan import NamedBarrier
 from .signal import arrive
 from .stage import from_column, row_of, write
 
-STAGED = 1
-"""The first of two named barriers at which four warps have staged dV or dK."""
 AT_ONCE = 32
 """Columns that a thread holds."""
 
@@ -70,10 +69,10 @@ def store_gradient(
         cute.arch.fence_view_async_shared()
     cute.arch.sync_warp()
     if cutlass.const_expr(ctx.plan.wide):
-        cute.arch.barrier(barrier_id=STAGED + half, number_of_threads=WARPS * WARP)
+        cute.arch.barrier(barrier_id=NamedBarrier.STAGED + half, number_of_threads=WARPS * WARP)
         if warp < ctx.plan.keys // WARP:
             _store(ctx, warp, gradient, tile)
-        cute.arch.barrier(barrier_id=STAGED + half, number_of_threads=WARPS * WARP)
+        cute.arch.barrier(barrier_id=NamedBarrier.STAGED + half, number_of_threads=WARPS * WARP)
     else:
         _store(ctx, warp, gradient, tile)
     if cutlass.const_expr(not ctx.plan.stores_by_tma):

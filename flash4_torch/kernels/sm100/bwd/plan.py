@@ -25,6 +25,7 @@ query, has columns of its own where D leaves them, else it lies over dP^T.
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import NamedTuple
 
 from ....configs.types import SHARED_MEMORY, Sm100Backward
@@ -46,6 +47,13 @@ COMPUTE_WARPS = 2 * WARPS
 REDUCE_WARPS = WARPS
 PIECE = 32
 """Columns of dQ, at most, of a load of tensor memory and of a copy to global memory."""
+
+
+class NamedBarrier(IntEnum):
+    """The first of the hardware barriers of each use."""
+
+    STAGED = 1
+    """One for dV and one for dK: four warps have staged it."""
 
 
 class Registers(NamedTuple):

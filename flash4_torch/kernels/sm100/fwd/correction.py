@@ -14,7 +14,7 @@ from ..signal import arrive
 from . import spans
 from .context import Context
 from .epilogue import epilogue
-from .plan import RESCALED, SCALE, TILE_STAGES
+from .plan import RESCALED, TILE_STAGES, NamedBarrier
 from .spans import Spans
 from .state import CorrectionThread
 
@@ -57,7 +57,7 @@ def _rescale_blocks(ctx: Context, own: CorrectionThread, visited: Spans) -> None
 @cute.jit
 def _rescale(ctx: Context, own: CorrectionThread, t: cutlass.Constexpr) -> None:
     """Few blocks need it: only where a maximum of the warp's rows has grown by more than 2^8."""
-    cute.arch.barrier(barrier_id=SCALE + t * WARPS + own.warp, number_of_threads=2 * WARP)
+    cute.arch.barrier(barrier_id=NamedBarrier.RESCALE + t * WARPS + own.warp, number_of_threads=2 * WARP)
     factor = ctx.sScale[own.row, t]
     if cute.arch.vote_any_sync(factor < 1.0):
         # S is full, so the last PV is done.

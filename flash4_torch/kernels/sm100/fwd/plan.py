@@ -32,6 +32,7 @@ Edges, each with who arrives; `t` counts tiles:
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 from ....configs.types import SHARED_MEMORY, Sm100Forward, may_pair
@@ -50,13 +51,18 @@ CORRECTION_WARP = 8
 MMA_WARP = 12
 LOAD_WARP = 13
 LAST = 16
-SCALE = 1
-"""The first of the named barriers by which factors are handed over, one for each warp of softmax."""
 TILE_STAGES = 2
 LOADED = 32
 """Columns of S that a thread loads at a time."""
 RESCALED = 16
 """Columns of O: with 32 the correction warps' registers do not suffice."""
+
+
+class NamedBarrier(IntEnum):
+    """The first of the hardware barriers of each use."""
+
+    RESCALE = 1
+    """One for each softmax warp: the factors for O."""
 
 
 class Registers(NamedTuple):

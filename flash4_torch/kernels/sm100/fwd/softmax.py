@@ -20,7 +20,7 @@ from . import partial as partials
 from . import spans
 from .context import Context
 from .partial import PIECE, PartialBlock
-from .plan import LOADED, SCALE, TILE_STAGES
+from .plan import LOADED, TILE_STAGES, NamedBarrier
 from .state import SoftmaxThread, TileState
 
 
@@ -272,7 +272,7 @@ def _exp2_and_round(
 
 
 def _scale_barrier(t: SoftmaxThread) -> Int32:
-    return SCALE + t.q_tile * WARPS + cute.arch.make_warp_uniform(t.row // WARP)
+    return NamedBarrier.RESCALE + t.q_tile * WARPS + cute.arch.make_warp_uniform(t.row // WARP)
 
 
 @cute.jit

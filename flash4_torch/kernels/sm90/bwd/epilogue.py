@@ -19,7 +19,7 @@ from ...common.warps import WARP
 from .. import wgmma
 from ..warps import ROWS, WARP_ROWS
 from .context import Context
-from .plan import DONE
+from .plan import NamedBarrier
 from .state import Thread, other_slot
 from .store_commands import DK, DV, gradient_tile, send_gradient, slot_of, wait_empty
 
@@ -31,7 +31,7 @@ def epilogue(ctx: Context, t: Thread, tile: Tile, kv_at: Cursor) -> None:
     sK, sV = (x[None, None, kv_at.stage] for x in (ctx.sK, ctx.sV))
     # Other warpgroups read this one's K for their dQ, but nobody else reads its V.
     stage_gradient(ctx, t, t.dV, dv_scale(ctx), sV)
-    cute.arch.barrier(barrier_id=DONE, number_of_threads=plan.consumers)
+    cute.arch.barrier(barrier_id=NamedBarrier.K_READ, number_of_threads=plan.consumers)
     stage_gradient(ctx, t, t.dK, ctx.params.scale, sK)
     store_gradients(ctx, t, (dv_target(ctx, sV), dk_target(ctx, sK)), tile)
     ring.release(ctx.load_k, kv_at)

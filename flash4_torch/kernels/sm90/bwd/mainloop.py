@@ -26,7 +26,7 @@ from . import walk
 from .context import Context
 from .epilogue import epilogue, epilogue_aside
 from .finish_dq import fetch_sums, finish_dq, is_last
-from .plan import SHARED
+from .plan import NamedBarrier
 from .state import Cursors, Thread, TileState, after_block, rows_at, slot_at, start
 from .store_commands import add_dq, send_end
 from .weights import differentiate, dropped, mask_rows, recompute_p
@@ -165,7 +165,7 @@ def _masked_block(ctx: Context, t: Thread, work: TileState, n: Int32, add: Boole
     if not add:
         t.dK.fill(0.0)
         t.dV.fill(0.0)
-    cute.arch.barrier(barrier_id=SHARED, number_of_threads=ctx.plan.consumers)
+    cute.arch.barrier(barrier_id=NamedBarrier.DS_WRITTEN, number_of_threads=ctx.plan.consumers)
     dQ = wgmma.output_accumulator(ctx.plan.dtype, ctx.plan.blocks.piece_columns)
     _issue_dq(ctx, t, work, dQ, at.ds, True)
     _fetch_sums(ctx, t, work, n, at)
@@ -230,7 +230,7 @@ def _block_to_dq(
     share(ctx, t, dS, ctx.sdS[None, None, at.ds.stage])
     wgmma.accumulate(t.dK, dS, ctx.sQt[None, None, at.q.stage], add)
     cute.arch.fence_view_async_shared()
-    cute.arch.barrier(barrier_id=SHARED, number_of_threads=plan.consumers)
+    cute.arch.barrier(barrier_id=NamedBarrier.DS_WRITTEN, number_of_threads=plan.consumers)
 
     dQ = wgmma.output_accumulator(plan.dtype, plan.blocks.piece_columns)
     _issue_dq(ctx, t, work, dQ, at.ds, alone)

@@ -25,6 +25,7 @@ of them loads one half of the block into both.
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import NamedTuple
 
 from ....configs.types import SHARED_MEMORY, WARPGROUPS, Scope, Sm90Backward, tile_dim
@@ -34,14 +35,18 @@ from ...common.bwd.plan import BackwardPlan
 from ...common.warps import GROUP, WARPS, registers_suffice
 from ..warps import ROWS, WARP_ROWS
 
-SHARED = 1
-"""The named barrier at which all warpgroups have written their dS."""
-DONE = 2
-"""The one at which all have read K for the last time."""
-FULL = 3
-"""The first of those at which a warpgroup's dQ waits for a storing warp."""
-EMPTY = 9
-"""The first of those at which a warpgroup waits for room for its dQ."""
+
+class NamedBarrier(IntEnum):
+    """The first of the hardware barriers of each use."""
+
+    DS_WRITTEN = 1
+    """All warpgroups have written their dS."""
+    K_READ = 2
+    """All warpgroups have read K for the last time."""
+    DQ_FULL = 3
+    """One for each slot of dQ: a piece waits for a store warp."""
+    DQ_EMPTY = 9
+    """One for each slot of dQ: it has room."""
 
 
 class Registers(NamedTuple):

@@ -30,7 +30,7 @@ from ..warps import WARP_ROWS
 from .context import Context
 from .epilogue import dk_target, dv_scale, dv_target, stage_gradient, store_gradients
 from .mainloop import share
-from .plan import DONE
+from .plan import NamedBarrier
 from .state import Cursors, Thread, TileState, other_slot
 from .store_commands import add_dq, send_end
 from .walk import each_block
@@ -49,7 +49,7 @@ def p_warpgroup(ctx: Context) -> None:
         _begin(ctx, t, kv_at, 0, at)
         at = each_block(ctx, t, tile, kv_at, at, _p_block, plan.masks)
         # dK leaves through K.
-        cute.arch.barrier_arrive(barrier_id=DONE, number_of_threads=plan.consumers)
+        cute.arch.barrier_arrive(barrier_id=NamedBarrier.K_READ, number_of_threads=plan.consumers)
         ring.release(ctx.load_k, kv_at)
         # And dV through V, which has been read: of that the last dS was made.
         stage = ctx.sV[None, None, kv_at.stage]
@@ -77,7 +77,7 @@ def ds_warpgroup(ctx: Context) -> None:
         _begin(ctx, t, kv_at, 1, at)
         at = each_block(ctx, t, tile, kv_at, at, _ds_block, False)
         ring.release(ctx.load_v, kv_at)
-        cute.arch.barrier(barrier_id=DONE, number_of_threads=plan.consumers)
+        cute.arch.barrier(barrier_id=NamedBarrier.K_READ, number_of_threads=plan.consumers)
         stage = ctx.sK[None, None, kv_at.stage]
         stage_gradient(ctx, t, t.dK, ctx.params.scale, stage)
         store_gradients(ctx, t, (dk_target(ctx, stage),), tile)

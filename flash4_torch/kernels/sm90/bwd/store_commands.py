@@ -20,7 +20,7 @@ from ...common.warps import GROUP, WARP
 from ..warps import ROWS, WARP_ROWS
 from . import dq_order
 from .context import Context
-from .plan import EMPTY, FULL, Plan
+from .plan import NamedBarrier, Plan
 from .state import Thread, TileState, other_slot
 
 ENDS, FIRST = 1, 2
@@ -181,13 +181,13 @@ def read(ctx: Context, slot: Int32) -> StoreCommand:
 
 def wait_empty(slot: Int32) -> None:
     """By a warpgroup, for room for its next piece."""
-    cute.arch.barrier(barrier_id=EMPTY + slot, number_of_threads=GROUP + WARP)
+    cute.arch.barrier(barrier_id=NamedBarrier.DQ_EMPTY + slot, number_of_threads=GROUP + WARP)
 
 
 def arrive_full(slot: Int32) -> None:
     """By a warpgroup, of what it leaves to a storing warp."""
-    cute.arch.barrier_arrive(barrier_id=FULL + slot, number_of_threads=GROUP + WARP)
+    cute.arch.barrier_arrive(barrier_id=NamedBarrier.DQ_FULL + slot, number_of_threads=GROUP + WARP)
 
 
 def arrive_empty(slot: Int32) -> None:
-    cute.arch.barrier_arrive(barrier_id=EMPTY + slot, number_of_threads=GROUP + WARP)
+    cute.arch.barrier_arrive(barrier_id=NamedBarrier.DQ_EMPTY + slot, number_of_threads=GROUP + WARP)

@@ -17,7 +17,7 @@ from ...common.copies import evict_first
 from ...common.warps import GROUP, WARP, WARPS
 from ..warps import ROWS, WARP_ROWS
 from .context import Context
-from .plan import FULL
+from .plan import NamedBarrier
 from .state import other_slot
 from .store_commands import (
     DQ,
@@ -56,7 +56,7 @@ def store_loop(ctx: Context, store_warp: Int32) -> None:
 @cute.jit
 def _store_piece(ctx: Context, slot: Int32) -> Boolean:
     """Returns whether there was one."""
-    cute.arch.barrier(barrier_id=FULL + slot, number_of_threads=GROUP + WARP)
+    cute.arch.barrier(barrier_id=NamedBarrier.DQ_FULL + slot, number_of_threads=GROUP + WARP)
     command = read(ctx, slot)
     if command.target != 0:
         cute.arch.fence_view_async_shared()
@@ -99,7 +99,7 @@ def _store_block(ctx: Context, first: Int32) -> Boolean:
     """
     slots = [first + w for w in range(ctx.plan.warpgroups)]
     for slot in slots:
-        cute.arch.barrier(barrier_id=FULL + slot, number_of_threads=GROUP + WARP)
+        cute.arch.barrier(barrier_id=NamedBarrier.DQ_FULL + slot, number_of_threads=GROUP + WARP)
     commands = [read(ctx, slot) for slot in slots]
     if commands[0].target != 0:
         cute.arch.fence_view_async_shared()

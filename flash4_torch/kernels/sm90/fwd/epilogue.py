@@ -16,7 +16,7 @@ from ...common.warps import GROUP, WARP
 from .. import wgmma
 from ..warps import LANES
 from .context import Context
-from .plan import DONE
+from .plan import NamedBarrier
 from .state import Thread
 
 
@@ -42,7 +42,7 @@ def epilogue(ctx: Context, t: Thread, tile: Tile, q_at: Cursor) -> None:
 
     own_warp = cute.arch.make_warp_uniform(t.index // WARP)
     if cutlass.const_expr(plan.config.o_over_q):
-        cute.arch.barrier(barrier_id=DONE + t.warpgroup, number_of_threads=GROUP)
+        cute.arch.barrier(barrier_id=NamedBarrier.Q_READ + t.warpgroup, number_of_threads=GROUP)
     else:
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()

@@ -22,7 +22,7 @@ from .. import wgmma
 from ..warps import LANES
 from .context import Context
 from .epilogue import epilogue
-from .plan import WARP_SCHEDULER
+from .plan import NamedBarrier
 from .state import Thread, TileState, WarpgroupSlice
 
 
@@ -371,7 +371,7 @@ def _skip_both(ctx: Context, t: Thread, count: Int32, k_at: Cursor, v_at: Cursor
 @cute.jit
 def _warp_scheduler_wait(ctx: Context, t: Thread) -> None:
     if cutlass.const_expr(ctx.plan.config.pingpong):
-        cute.arch.barrier(barrier_id=WARP_SCHEDULER + t.warpgroup, number_of_threads=2 * GROUP)
+        cute.arch.barrier(barrier_id=NamedBarrier.WARP_SCHEDULER + t.warpgroup, number_of_threads=2 * GROUP)
 
 
 @cute.jit
@@ -379,4 +379,4 @@ def _warp_scheduler_arrive(ctx: Context, t: Thread) -> None:
     if cutlass.const_expr(ctx.plan.config.pingpong):
         after = t.warpgroup + 1
         after = Int32(0) if after == ctx.plan.warpgroups else after
-        cute.arch.barrier_arrive(barrier_id=WARP_SCHEDULER + after, number_of_threads=2 * GROUP)
+        cute.arch.barrier_arrive(barrier_id=NamedBarrier.WARP_SCHEDULER + after, number_of_threads=2 * GROUP)

@@ -17,6 +17,7 @@ of them loads one half of the block into both.
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import NamedTuple
 
 from ....configs.types import SHARED_MEMORY, Sm90Forward
@@ -27,10 +28,14 @@ from ...common.softmax import Method
 from ...common.warps import GROUP, WARPS, registers_suffice
 from ..warps import LANES, ROWS, WARP_ROWS
 
-WARP_SCHEDULER = 1
-"""The first of the named barriers by which warpgroups take turns."""
-DONE = 8
-"""The first of the named barriers at which a warpgroup's warps have all read Q."""
+
+class NamedBarrier(IntEnum):
+    """The first of the hardware barriers of each use."""
+
+    WARP_SCHEDULER = 1
+    """One for each consumer warpgroup: ping-pong."""
+    Q_READ = 8
+    """One for each consumer warpgroup: all of its warps have read Q."""
 
 
 class Registers(NamedTuple):
