@@ -84,7 +84,7 @@ def is_plain() -> bool:
 
 @contextmanager
 def excluding(*names: str) -> Iterator[None]:
-    """Excludes backends from this thread's dispatch, so that code called by a backend cannot call it again."""
+    """Excludes backends from this thread's dispatch, so that code called by one cannot call it back."""
     before = _excluded.names
     _excluded.names = (*before, *names)
     try:

@@ -121,8 +121,7 @@ def _serves(problem: Problem) -> bool:
 
 
 def _no_kernels(problem: Problem) -> list[str]:
-    """Reasons why neither the architecture's own kernels nor the kernel for every GPU can serve the problem.
-    """
+    """Reasons why neither the architecture's own kernels nor the kernel for every GPU can serve a problem."""
     target, small = _target(), _limits(problem)
     beyond = limits(target, problem) if target else ()
     if not small or (target and not beyond):

@@ -94,8 +94,9 @@ def _kind(ins: Instruction) -> str:
 
 
 def _successors(kernel: Kernel, index: int, number: dict[int, int]) -> tuple[int, ...]:
-    """The blocks that a lane can reach from a block's last instruction; none for a trap, which ends the
-    launch.
+    """The blocks that a lane can go to from a block's last instruction.
+
+    There are none for a trap: it ends the launch.
     """
     ins = kernel.instructions[index]
     kind = _kind(ins)

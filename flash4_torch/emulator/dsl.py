@@ -1,5 +1,4 @@
-"""Everything that the emulator changes in CuTe-DSL while it is installed; only this module knows the DSL's
-internals.
+"""Everything that the emulator changes in CuTe-DSL while installed; only this module knows its internals.
 
 It is written for the version of nvidia-cutlass-dsl that pyproject.toml names. The DSL is imported only when
 it is connected; running PTX of other origin does not need it.
@@ -21,7 +20,7 @@ from flash4_torch import env
 from flash4_torch.emulator.device import as_device_arguments
 
 L2_BYTES = 50 << 20
-_RUNTIME_PREFIXES = ("_cu", "cuda_dialect_", "CuteDSLRT_")  # of the functions that host code calls in the runtime library
+_RUNTIME_PREFIXES = ("_cu", "cuda_dialect_", "CuteDSLRT_")  # of the runtime library's functions
 
 Calling = Callable[[], AbstractContextManager[None]]
 
@@ -105,7 +104,7 @@ def _bind(module: Any) -> None:
 
 
 def _with_dumps(pipeline: str, folder: Path) -> tuple[str, Path, Path]:
-    """The pipeline extended to write cubin and PTX to `folder` (if it writes none already), and their paths.
+    """The pipeline extended to write cubin and PTX to `folder`, if it writes none already; and their paths.
     """
     chip = re.search(r"cubin-chip=(\w+)", pipeline)
     paths = []

@@ -333,8 +333,7 @@ def _spans(regions: Sequence[tuple[int, int]]) -> np.ndarray:
 
 
 def _register_cap(kernel: ptx.Kernel) -> int:
-    """The largest register count per thread at launch that the kernel's directives allow; 0: they do not say.
-    """
+    """The largest register count per thread at launch that the kernel's directives allow; 0: unknown."""
     raised = [
         ins.operands[0].value
         for ins in kernel.instructions

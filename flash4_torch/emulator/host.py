@@ -181,9 +181,7 @@ class _Seam:
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """A context around a call of a compiled function: an error that was kept replaces the CUDA error
-        code.
-        """
+        """A context around a call of a compiled function: a kept error replaces the CUDA error code."""
         self._forget_error()
         try:
             yield
@@ -203,8 +201,7 @@ class _Seam:
         self._library.flash4_set_error(b"")
 
     def _keeping_errors(self, action: Callable[..., int], failed: int) -> Callable[..., int]:
-        """`action` for C to call: keeps an error for `calling`, and its text for calls that bypass `calling`.
-        """
+        """`action` for C to call: keeps an error for `calling`, and its text for calls that bypass that."""
 
         def call(*args: Any) -> int:
             try:

@@ -1,5 +1,4 @@
-"""Kernels with one synchronisation instruction removed, to find out whether anything notices that it is
-missing.
+"""Kernels with one synchronisation instruction removed, to find out whether anything notices its absence.
 
     for index in candidates(kernel):
         program = Program(without(kernel, index), arch=100)
@@ -50,9 +49,7 @@ def candidates(kernel: Kernel) -> list[int]:
 
 
 def without(kernel: Kernel, index: int) -> Kernel:
-    """The kernel with one instruction replaced by `nop`, or a wait by an instruction that sets its predicate
-    to true.
-    """
+    """The kernel with one instruction replaced by `nop`, or a wait by what sets its predicate to true."""
     instructions = list(kernel.instructions)
     removed = instructions[index]
     if _is_one_of(removed, _WAITS):

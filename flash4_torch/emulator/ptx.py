@@ -152,9 +152,7 @@ class Variable:
 
 @dataclass(frozen=True, eq=False)
 class GlobalVariable:
-    """A `.global` or `.const` variable and its aligned storage in bytes, which the kernels of the module
-    share.
-    """
+    """A `.global` or `.const` variable; the kernels of the module share its storage (bytes, aligned)."""
 
     name: str
     constant: bool
@@ -332,9 +330,7 @@ def _without_comment(match: re.Match[str]) -> str:
 
 
 class _ModuleParser:
-    """Parser of the module scope; `_BodyParser` reads bodies, which are finished once the files' names are
-    known.
-    """
+    """Parser of the module scope; `_BodyParser` reads bodies. They are finished once file names are known."""
 
     def __init__(self, text: str):
         self.text = _Text(text)
@@ -556,8 +552,9 @@ class _Statement(NamedTuple):
 
 
 class _BodyParser:
-    """Parser of a kernel's body: the constructor reads declarations and labels, `instructions` then the
-    operands.
+    """Parser of a kernel's body.
+
+    The constructor reads declarations and labels; `instructions` then reads the operands.
     """
 
     def __init__(self, text: _Text, position: int):

@@ -1,5 +1,4 @@
-"""Helpers that our tests use and that users may use to test us: exact results, a tolerance, poison, who
-served.
+"""Test helpers for us and for users who test us: exact results, a tolerance, poison, and who served.
 
 exact, _ = testing.reference(q, k, v, causal=True)
 peer, _ = testing.reference(q, k, v, causal=True, dtype=q.dtype)

@@ -10,9 +10,7 @@ from ..reference.dropout import Dropout
 
 
 def peek_rng_state(device: torch.device | str = "cpu") -> Tensor:
-    """The int64 pair (seed, offset) that the next call with dropout will take; torch's generator does not
-    advance.
-    """
+    """The int64 pair (seed, offset) that the next call with dropout takes; torch's generator stays put."""
     device = torch.device(device)
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):

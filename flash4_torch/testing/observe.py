@@ -19,8 +19,7 @@ _deterministic: Any = torch.utils.deterministic
 
 @contextmanager
 def backends_used() -> Iterator[Counter[tuple[str, str]]]:
-    """Counts, while open, every served call as (operator, backend name), including those of autograd's
-    threads.
+    """Counts, while open, every served call as (operator, backend name), autograd's threads included.
 
     Operators are 'attention', 'attention_varlen' and these with '_backward'.
     """

@@ -54,10 +54,10 @@ def assert_close_as_peer(
     """max |actual - exact| <= factor * max |peer - exact| + rounding + noise.
 
     `exact` is float64, `peer` is plain torch's result in actual's dtype. Rounding is two units in the last
-    place of the largest exact value (a peer may be exact by luck), plus 16 units of 1 in float32: a result
-    that cancels to zero still has the noise of its terms. (Float64 results have no more exact reference; they
-    get 1e-12.) `noise` is anything else the caller can account for. Infinities must stand where exact's do;
-    NaN never passes.
+    place of the largest exact value (a peer may be exact by luck), plus 16 units in the last place of 1 in
+    float32: a result that cancels to zero still has the noise of its terms. (Float64 results have no more
+    exact reference; they get 1e-12.) `noise` is anything else the caller can account for. Infinities must
+    stand where exact's do; NaN never passes.
 
     Raises:
         AssertionError: with the error and the bound.

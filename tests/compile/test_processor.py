@@ -56,7 +56,7 @@ def test_other_machines_have_names_too(description: Path) -> None:
 
 
 def test_a_kernel_of_another_cpu_is_never_found(description: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is a kernel of a CPU with fewer extensions: the key distinguishes all that the compiler does."""
+    """A CPU with fewer extensions has other kernels: the key distinguishes all that the compiler does."""
     monkeypatch.setattr(key, "versions", key.versions.__wrapped__)
     monkeypatch.setattr(processor, "extensions", processor.extensions.__wrapped__)
     digests = set()

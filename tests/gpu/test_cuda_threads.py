@@ -24,7 +24,7 @@ pytestmark = needs_ours
 
 ROUNDS = 15
 PAUSE = 20_000_000
-"""Cycles, about 10 ms: long enough for a thread to queue its launches behind them."""
+"""Cycles, about 10 ms: long enough for a thread to queue its launches after them."""
 
 
 class Work:

@@ -19,8 +19,8 @@ from cases import Case, cases
 from flash4_torch import testing
 from flash4_torch.backends import dispatch, tile_counters
 from flash4_torch.backends.compiled import SM90A, SM100A, TARGETS, Target, backend, forward
-from flash4_torch.configs.sections import evenly
 from flash4_torch.compile import arch
+from flash4_torch.configs.sections import evenly
 from flash4_torch.ops.impl import CallOptions, dense_extent, describe
 from flash4_torch.problem import Extent, Problem
 from on_cpu import gpu, name_of

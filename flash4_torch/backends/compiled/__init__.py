@@ -1,9 +1,9 @@
-"""Our compiled kernels: from a call to a launch, the same way for every GPU.
+"""Our compiled kernels: from a call to a launch, in the same way for every GPU.
 
-The GPU gives a target: entries of kernels, and tables. The problem gives the features, the features and sizes
-a config; both together name the compiled kernel, and what is left of the call travels in a tuple of numbers,
-its rule. `forward` and `backward` make these choices, `tensors` sees to what the kernels may read, `backend`
-launches.
+The GPU determines a `Target`: kernel entries and config tables. The problem determines the `Features`;
+features and sizes determine a config; features and config together name the compiled kernel. The rest of the
+call goes into a tuple of numbers, `LaunchParams`. `forward` and `backward` make these choices, `tensors`
+provides tensors that the kernels can read, `backend` launches.
 """
 
 from .backend import Compiled, limits

@@ -1,4 +1,4 @@
-"""The backend: which calls it serves, and how it launches kernels for them."""
+"""The backend of our compiled kernels: the calls that it serves, and their launches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TO_COMPILE = {**_TO_RUN, "nvidia_cutlass_dsl": "nvidia-cutlass-dsl"}
 
 
 class Compiled:
-    """Serves the GPUs of its targets."""
+    """The backend that serves the GPUs of its targets."""
 
     def __init__(self, name: str, *targets: Target):
         self.name = name
@@ -116,7 +116,7 @@ class Compiled:
         return unpad(dq, D), unpad(dk, D), unpad(dv, Dv), dmask
 
     def prepare(self, inputs: Inputs, problem: Problem) -> Launch | None:
-        """`forward` for dense tensors without a mask, of these sizes and strides, that need no copy."""
+        """`forward`, prepared for dense tensors of these sizes and strides that need no copy, unmasked."""
         if not _is_plain(problem) or is_empty(inputs, problem) or not all(map(is_readable, inputs[:3])):
             return None
         import tvm_ffi
@@ -127,7 +127,7 @@ class Compiled:
         strides, lse_strides = contiguous_strides(shape), contiguous_strides(lse_shape)
         index, dtype, float32 = inputs.q.get_device(), spec.dtype, torch.float32
         function, _, numbers = self.kernel(problem, index)
-        # A tuple would be converted anew at every launch.
+        # A tuple would be converted again at every launch.
         params = tvm_ffi.convert(numbers)
         counter, current_device = tile_counters.counter, tile_counters.current_device
         empty = _empty_past_dispatcher(problem)
@@ -143,9 +143,9 @@ class Compiled:
         return launch
 
     def prepare_backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> BackwardLaunch | None:
-        """`backward` for what `prepare` prepares the forward for, without a gradient of lse.
+        """`backward`, prepared for the calls that `prepare` accepts, without a gradient of lse.
 
-        Only dout may need a copy: sums have expanded gradients.
+        Only dout may need a copy: the gradient of a sum is an expanded tensor.
         """
         read = (*inputs[:3], saved.out)
         if not _is_plain(problem) or problem.spec.dlse or is_empty(inputs, problem):
@@ -185,21 +185,21 @@ class Compiled:
     def _mask_args(
         self, problem: Problem, mask: Tensor | None, plan: MaskPlan
     ) -> tuple[Tensor, Tensor] | None:
-        """The mask, and the tables that a kernel before ours makes of it."""
+        """The mask, and the tables that the mask kernel computes from it before ours runs."""
         if mask is None:
             return None
         tables = mask.new_empty(mask_tables.place(plan, *mask.shape).words, dtype=torch.int32)
         self.find(problem)(MASK_BLOCKS, (plan,))(mask, tables)
         return mask, tables
 
-    # What the emulator has another of.
+    # The emulator's backend overrides the following methods.
 
     def target(self, problem: Problem) -> Target:
-        """What the problem's GPU is."""
+        """The target for the problem's GPU."""
         return self._targets[problem.spec.capability]
 
     def find(self, problem: Problem) -> Find:
-        """Where compiled kernels are had."""
+        """The function that gets compiled kernels."""
         return self.target(problem).find
 
     def kernel(self, problem: Problem, index: int) -> Kernel:
@@ -210,13 +210,13 @@ class Compiled:
         return _backward_kernels(self.target(problem), problem, index)
 
     def counter(self, index: int) -> Tensor:
-        """A launch's counter of tiles, int32 (1,) and 0."""
+        """The tile counter of a launch, int32 (1,), which is 0."""
         return tile_counters.counter(index)
 
 
 @lru_cache(maxsize=1024)
 def limits(target: Target, problem: Problem) -> tuple[str, ...]:
-    """Why the target's kernels cannot serve the problem, wherever it is."""
+    """The reasons why the target's kernels cannot serve the problem, on whatever device it is."""
     spec, extent = problem.spec, problem.extent
     why = []
     if spec.dtype not in _DTYPES:
@@ -232,18 +232,18 @@ def limits(target: Target, problem: Problem) -> tuple[str, ...]:
 
 @cache
 def _missing(exported: bool) -> list[str]:
-    """Packages that are needed and not installed; kernels that were exported need no compiler."""
+    """Required packages that are not installed; exported kernels need no compiler."""
     needed = _TO_RUN if exported else _TO_COMPILE
     return [package for module, package in needed.items() if not importlib.util.find_spec(module)]
 
 
 def _is_plain(problem: Problem) -> bool:
-    """Whether q, k, v and the state of dropout are all the tensors of the call."""
+    """Whether q, k, v and dropout's RNG state are the call's only tensors."""
     return not (problem.spec.varlen or problem.spec.mask)
 
 
 def _results(q: Tensor, v: Tensor, attn_mask: Tensor | None) -> Results:
-    """Room for out, lse and, with a floating mask, lse_low."""
+    """Uninitialised out, lse and, with a floating mask, lse_low."""
     *batch, Sq, Hq, _ = q.shape
     out = q.new_empty(*batch, Sq, Hq, v.shape[-1])
     lse = q.new_empty(*batch, Hq, Sq, dtype=torch.float32)
@@ -251,7 +251,7 @@ def _results(q: Tensor, v: Tensor, attn_mask: Tensor | None) -> Results:
 
 
 def _empty_past_dispatcher(problem: Problem) -> Empty:
-    """Allocates on the current device as torch's compiled graphs do."""
+    """An allocator on the current device, the one that torch's compiled graphs use."""
     empty: Empty = getattr(torch._C._dynamo.guards, f"_empty_strided_{problem.spec.device}")
     return empty
 
@@ -268,5 +268,5 @@ def _backward_kernels(target: Target, problem: Problem, index: int) -> Kernels:
 
 @cache
 def num_sms(index: int) -> int:
-    """Of CUDA device `index`."""
+    """Number of SMs of CUDA device `index`."""
     return torch.cuda.get_device_properties(index).multi_processor_count

@@ -1,8 +1,9 @@
-"""The backward: which kernels serve a call, what they are told, and where they put their sums.
+"""The backward: the kernels that serve a call, their parameters, and their workspace.
 
-The first makes two numbers of each query row and clears the sums of dQ, the main one adds to these and writes
-dK and dV, the third rounds dQ. Or the main one rounds it itself, when a head's last tile has added to it; or
-it writes dK and dV of each query head, of which a fourth makes those of key heads.
+The preprocess kernel computes two numbers per query row and clears the sums of dQ; the main kernel adds to
+these sums and writes dK and dV; the postprocess kernel rounds dQ. With scope KV_HEAD the main kernel rounds
+dQ itself, once a head's last tile has added to it. With scope Q_HEAD it writes dK and dV of each query head,
+from which the group reduction computes those of the KV heads.
 """
 
 from __future__ import annotations
@@ -27,27 +28,27 @@ from .tensors import contiguous_strides
 
 
 class Kernels(NamedTuple):
-    """The compiled kernels, and what they are told besides tensors."""
+    """The compiled kernels, and their parameters besides tensors."""
 
     preprocess: compile.Function
     main: compile.Function
     postprocess: compile.Function | None
-    """None where the main one rounds dQ."""
+    """None if the main kernel rounds dQ."""
     group_reduce: compile.Function | None
-    """None where the main one makes dK and dV of whole groups."""
+    """None if the main kernel computes dK and dV of whole groups."""
     config: BackwardConfig
     params: LaunchParams
     blocks: RowBlocks
     is_ordered: bool
     """Whether tiles wait for each other to add to dQ."""
     alone: tuple[int, int] | None
-    """How many CTAs take whole key heads, and of how many query heads each is."""
+    """With scope KV_HEAD, the number of CTAs and the query heads of each KV head."""
     row_stats: int
-    """Numbers of each query row in the workspace."""
+    """Numbers per query row in the workspace."""
 
 
 class Shapes(NamedTuple):
-    """What a call of these sizes allocates; dk_parts and dv_parts where each query head has its own."""
+    """Shapes that a call of these sizes allocates; dk_parts and dv_parts are used with scope Q_HEAD."""
 
     dq: tuple[int, ...]
     dk: tuple[int, ...]
@@ -55,15 +56,15 @@ class Shapes(NamedTuple):
     dk_parts: tuple[int, ...]
     dv_parts: tuple[int, ...]
     stats: tuple[int, ...]
-    """float32"""
+    """Statistics of the query rows, float32."""
     dq_acc: tuple[int, ...]
-    """float32"""
+    """Sums of dQ, float32."""
     dq_semaphore: tuple[int, ...]
-    """int32"""
+    """Semaphores of the dQ order, int32."""
 
 
 class Operands(NamedTuple):
-    """What the kernels read. Contiguous per row; see the kernels' `launch.backward`."""
+    """Tensors that the kernels read, with contiguous rows; see the kernels' `launch.backward`."""
 
     q: Tensor
     k: Tensor
@@ -76,20 +77,20 @@ class Operands(NamedTuple):
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     mask: tuple[Tensor, Tensor] | None = None
-    """Transposed, and its tables."""
+    """The transposed mask and its tables."""
     dmask: Tensor | None = None
-    """Transposed; the kernel adds to it."""
+    """The transposed gradient of the mask; the kernel adds to it."""
     rng_state: Tensor | None = None
 
 
 Empty = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
-"""Allocates by shape, strides and dtype."""
+"""Allocator that takes shape, strides and dtype."""
 Sequence = Callable[[Operands, Tensor], tuple[Tensor, Tensor, Tensor]]
-"""Takes the operands and the launch's tile counter, and launches all kernels; returns dq, dk and dv."""
+"""Function that launches all kernels, given the operands and a tile counter; returns dq, dk and dv."""
 
 
 def limits(target: Target, problem: Problem) -> list[str]:
-    """Why the target's table, or any kernel, has none for the problem."""
+    """The reasons why no kernel serves the problem: those of the target's table, and one for every target."""
     spec = problem.spec
     why = target.backward_configs.limits(features_of(problem)._replace(D=spec.D, Dv=spec.Dv))
     if spec.deterministic and spec.dmask and _mask_broadcasts(problem):
@@ -123,14 +124,14 @@ def decide(target: Target, problem: Problem, num_sms: int, find: Find) -> Kernel
 
 
 def main_features(features: Features, config: BackwardConfig) -> Features:
-    """What the main kernel is compiled for: with whole heads sums have an order without being told."""
+    """Features that the main kernel is compiled for: with scope KV_HEAD dQ is always summed in order."""
     return features._replace(deterministic=features.deterministic and config.scope != Scope.KV_HEAD)
 
 
 def row_plans(
     features: Features, config: BackwardConfig, *, dlse: bool
 ) -> tuple[PreprocessPlan, PostprocessPlan | None]:
-    """Of the kernels before and behind the main one."""
+    """Plans of the preprocess and postprocess kernels."""
     f, blocks = main_features(features, config), RowBlocks.of(sums_of(features.D, config))
     asked = f.varlen, dlse, f.deterministic, config.tmem_order, config.scope != Scope.KV_HEAD
     preprocess = PreprocessPlan(f.dtype, f.Dv, blocks, *asked, float_mask=f.float_mask)
@@ -153,7 +154,7 @@ def config_of(target: Target, problem: Problem, num_sms: int) -> BackwardConfig:
     end_hidden = problem.band.right is not None and problem.band.right <= 0
     tile = table.backward(features_of(problem), extent.Sk, end_hidden).cluster_keys
     heads, tiles = extent.B * extent.Hk, -(-extent.Sk // tile)
-    # A head each for nine tenths of the multiprocessors' time, at least.
+    # One KV head per SM at a time keeps the SMs busy for at least nine tenths of the time.
     even = 10 * heads >= 9 * num_sms * -(-heads // num_sms)
     alone = problem.spec.group * extent.Sq if even or tiles == 1 else 0
     return table.backward(features_of(problem), extent.Sk, end_hidden, alone, problem.spec.group)
@@ -170,14 +171,14 @@ def params_of(target: Target, problem: Problem, config: BackwardConfig, num_sms:
 
 
 def mask_plan(dtype: str, config: BackwardConfig) -> MaskPlan:
-    """How a transposed mask, whose rows are keys, is cut into blocks."""
+    """How a transposed mask, whose rows are keys, is divided into blocks."""
     return MaskPlan(dtype, config.cluster_keys, config.queries)
 
 
 def transposed(mask: Tensor, Sq: int) -> Tensor:
-    """The mask with keys as rows, and with all queries.
+    """The mask with keys as rows, expanded over all queries.
 
-    Copied where that makes queries neighbours, which are loaded together.
+    It is copied if queries would not be contiguous otherwise, because they are loaded together.
     """
     x = mask.transpose(2, 3)
     if x.shape[3] > 1 and x.stride(3) != 1:
@@ -186,7 +187,7 @@ def transposed(mask: Tensor, Sq: int) -> Tensor:
 
 
 def shapes_of(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, kernels: Kernels) -> Shapes:
-    """For q (B, Sq, Hq, D), or (T, Hq, D) and its lengths."""
+    """Shapes for q (B, Sq, Hq, D), or (T, Hq, D) with its cumulative lengths."""
     blocks = kernels.blocks
     if cu_seqlens_q is None:
         B, Sq, Hq, _ = q.shape
@@ -211,9 +212,9 @@ def shapes_of(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, kern
 def sequence(
     kernels: Kernels, shapes: Shapes, dtype: torch.dtype, scale: float, params: Any, empty: Empty
 ) -> Sequence:
-    """The backward's launches in their order, decided but for the tensors.
+    """The backward's launches in order, with everything decided except the tensors.
 
-    `params` is what the main kernel takes for `kernels.params`: that, or what it was converted to before.
+    `params` is `kernels.params`, or the object that it was converted to in advance.
     """
     preprocess, main, postprocess, group_reduce = kernels[:4]
     float32, int32, is_ordered = torch.float32, torch.int32, kernels.is_ordered

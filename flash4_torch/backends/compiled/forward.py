@@ -1,4 +1,4 @@
-"""The forward: which kernel serves a call, and what it is told besides tensors."""
+"""The forward: the kernel that serves a call, and its parameters besides tensors."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .targets import Find, ForwardConfig, Target
 from .tensors import padded
 
 _LONG = 8192
-"""Keys."""
+"""Keys beyond which tiles of two KV heads are interleaved even without a bound to the right."""
 _MOST_IN_SECTION = 32
-"""Packs of heads, before sections are made even."""
+"""Packs of heads in a section, before sections are made even."""
 _TILES_EACH = 4
-"""In a section, for each multiprocessor at least."""
+"""Tiles in a section for each SM, at least."""
 
 
 class Kernel(NamedTuple):
-    """A compiled kernel, and what it is told besides tensors."""
+    """A compiled kernel, its config, and its parameters besides tensors."""
 
     function: compile.Function
     config: ForwardConfig
@@ -36,13 +36,13 @@ def decide(target: Target, problem: Problem, num_sms: int, find: Find) -> Kernel
 
 
 def limits(target: Target, problem: Problem) -> list[str]:
-    """Why the target's table has no kernel for the problem."""
+    """The reasons why the target's table has no kernel for the problem."""
     spec = problem.spec
     return target.forward_configs.limits(features_of(problem)._replace(D=spec.D, Dv=spec.Dv))
 
 
 def features_of(problem: Problem) -> Features:
-    """What the kernel has to compute; a bound that hides nothing is none."""
+    """The features that the kernel must have; a bound that masks nothing does not count."""
     spec, band, extent = problem.spec, problem.band, problem.extent
     mask = mask_dtype(problem)
     return Features(
@@ -61,7 +61,7 @@ def features_of(problem: Problem) -> Features:
 
 
 def mask_plan(dtype: str, config: ForwardConfig) -> MaskPlan:
-    """How a mask of that dtype is cut into blocks: as the config's tiles are."""
+    """How a mask of that dtype is divided into blocks: like the config's tiles."""
     return MaskPlan(dtype, config.queries, config.keys, config.pack_gqa)
 
 
@@ -82,10 +82,10 @@ def params_of(target: Target, problem: Problem, config: ForwardConfig, num_sms: 
 
 
 def _section(target: Target, problem: Problem, config: ForwardConfig, num_sms: int) -> Section:
-    """How many packs of heads take turns: long tiles come first while their K and V stay in the cache.
+    """The section of packs of heads: long tiles come first while the section's K and V stay in the L2 cache.
 
-    Without a bound to the right all tiles are equally long, and heads follow one another. Long key heads do
-    so by twos: where all multiprocessors read the same K and V, D 64 is now and then slower by a tenth.
+    Without a bound to the right all tiles are equally long, and heads follow one another. Long KV heads follow
+    in pairs: when all SMs read the same K and V, D = 64 is sometimes 10 % slower.
     """
     spec, extent = problem.spec, problem.extent
     packs = -(-spec.group // config.pack_gqa)

@@ -1,4 +1,4 @@
-"""What all kernels are told alike."""
+"""Launch parameters that all kernels share."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from ...problem import Problem
 from ...reference.dropout import thresholds
 
 FARTHEST = 1 << 30
-"""The kernels' largest position and bound: sums of two stay within 32 bits."""
+"""The largest position and band bound of the kernels: sums of two fit in 32 bits."""
 _SMALLEST_SOFTCAP, _LARGEST_SOFTCAP = 2.0**-100, 2.0**100
-"""Beyond these all scores are capped, or none is; within them no product of a kernel is 0 or infinite."""
+"""Limits of softcap in a kernel: beyond them all scores are capped or none is; within them no intermediate
+product is 0 or infinite."""
 
 
 class LaunchParams(NamedTuple):
-    """The numbers of a launch: the fields of `kernels.common.launch_params.LaunchParams`, which says more."""
+    """Numbers of a launch; `kernels.common.launch_params.LaunchParams` documents the same fields."""
 
     scale: float
     softcap: float

@@ -1,4 +1,4 @@
-"""The GPUs that our kernels are for: what compiles them, which tiles they take, and how that was proven."""
+"""The GPUs that our kernels are for: their entries, their config tables, and how they were proven."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ GROUP_REDUCE = "flash4_torch.kernels.aux_kernels.bwd_group_reduce:compile_group_
 MASK_BLOCKS = "flash4_torch.kernels.aux_kernels.mask_blocks:compile_mask_blocks"
 
 Find = Callable[[str, tuple[object, ...]], compile.Function]
-"""From an entry and what it is compiled for to the kernel."""
+"""Function from an entry and its static arguments to the compiled kernel."""
 
 
 class ForwardConfig(Protocol):
-    """What the host reads of a forward kernel's config."""
+    """The part of a forward kernel's config that the host reads."""
 
     @property
     def queries(self) -> int:
@@ -31,41 +31,41 @@ class ForwardConfig(Protocol):
 
     @property
     def keys(self) -> int:
-        """Of a block."""
+        """Keys in a block."""
         ...
 
     @property
     def pack_gqa(self) -> int:
-        """Query heads of one key head that share a tile's rows."""
+        """Query heads of one KV head that share a tile's rows."""
         ...
 
 
 class BackwardConfig(Protocol):
-    """What the host reads of a backward kernel's config."""
+    """The part of a backward kernel's config that the host reads."""
 
     @property
     def queries(self) -> int:
-        """Rows of a block."""
+        """Query rows in a block."""
         ...
 
     @property
     def cluster_keys(self) -> int:
-        """Of the tiles that are drawn together."""
+        """Keys in the tiles that a cluster fetches together."""
         ...
 
     @property
     def tmem_order(self) -> bool:
-        """Whether dQ is summed up in the order of tensor memory."""
+        """Whether dQ is accumulated in TMEM order."""
         ...
 
     @property
     def scope(self) -> Scope:
-        """What one work item covers."""
+        """The part of the problem that one work item covers."""
         ...
 
 
 class ForwardTable(Protocol):
-    """A module of `configs`."""
+    """Interface of a module of `configs` for the forward."""
 
     def forward(
         self,
@@ -83,7 +83,7 @@ class ForwardTable(Protocol):
 
 
 class BackwardTable(Protocol):
-    """A module of `configs`."""
+    """Interface of a module of `configs` for the backward."""
 
     def backward(
         self, features: Features, Sk: int, end_hidden: bool = False, alone: int = 0, group: int = 1
@@ -91,7 +91,7 @@ class BackwardTable(Protocol):
 
     def reachable(self, features: Features, group: int | None = None) -> tuple[BackwardConfig, ...]: ...
 
-    # A table takes its own configs only.
+    # A table takes only its own configs.
     def section(self, features: Features, config: Any, work: Workload) -> Section: ...
 
     def limits(self, features: Features) -> list[str]: ...
@@ -99,16 +99,16 @@ class BackwardTable(Protocol):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Target:
-    """One architecture; each is one object, which is what its identity goes by."""
+    """One architecture; there is one object per architecture, and it compares by identity."""
 
     arch: str
     forward: str
-    """The entry of the kernel."""
+    """Entry of the forward kernel."""
     forward_configs: ForwardTable
     backward: str
     backward_configs: BackwardTable
     l2_bytes: int
-    """What stays in the L2 cache while the tiles that share it pass by."""
+    """Bytes that stay in the L2 cache while the tiles that share them run."""
     proven: str
 
     @property
@@ -116,7 +116,7 @@ class Target:
         return next(c for c, arch in archs.BY_CAPABILITY.items() if arch == self.arch)
 
     def find(self, entry: str, static: tuple[object, ...]) -> compile.Function:
-        """A compiled kernel."""
+        """The compiled kernel of an entry and its static arguments."""
         return compile.function(entry, static, self.arch)
 
 
@@ -136,11 +136,11 @@ SM100A = Target(
     forward_configs=sm100,
     backward="flash4_torch.kernels.sm100.bwd.launch:compile_backward",
     backward_configs=sm100_backward,
-    l2_bytes=50 << 20,  # as FlashAttention-4 has it, of 126 MB
+    l2_bytes=50 << 20,  # FlashAttention-4's value; the cache has 126 MB
     proven="run in the emulator; machine code read for registers and spills; never run on a GPU, never timed",
 )
 
 SM103A = replace(SM100A, arch="sm_103a", forward_configs=sm103)
 
 TARGETS = {target.arch: target for target in (SM90A, SM100A, SM103A)}
-"""By architecture."""
+"""Targets by architecture."""

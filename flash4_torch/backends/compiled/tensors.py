@@ -1,4 +1,4 @@
-"""What the kernels may read in place, and results of the shapes they write."""
+"""Which tensors the kernels can read in place, copies of the others, and the shapes of results."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from ...problem import Inputs, Problem
 
 _ALIGNMENT = 16
-"""Bytes; what the copy engine wants of addresses and strides, and eight of our elements."""
+"""Bytes; TMA requires it of addresses and strides. It is eight elements."""
 _STEP = _ALIGNMENT // 2
 
 
 def is_readable(x: Tensor) -> bool:
-    """Whether the copy engine reads `x` in place: rows of neighbours, at multiples of 16 bytes.
+    """Whether TMA can read `x` in place: contiguous rows, at multiples of 16 bytes.
 
-    A stride of 0, as `expand` makes it, is none that it promises to take.
+    A stride of 0, as `expand` makes it, is not one that TMA is documented to accept.
     """
     *outer, last = x.stride()
     in_steps = all(stride > 0 and stride % _STEP == 0 for stride in outer)
@@ -25,11 +25,11 @@ def is_readable(x: Tensor) -> bool:
 
 
 def readable(x: Tensor) -> Tensor:
-    """`x` itself if the copy engine reads it in place, else a copy; zeros fill its head size up to eights."""
+    """`x` itself if TMA can read it in place, else a copy, zero-padded to a multiple of 8 columns."""
     if is_readable(x):
         return x
     D = x.shape[-1]
-    # Not `contiguous`: that returns dimensions of 1 with the strides they have.
+    # Not `contiguous`: it keeps the strides of dimensions of size 1.
     copy = x.new_empty(*x.shape[:-1], padded(D))
     copy[..., :D] = x
     copy[..., D:] = 0.0
@@ -45,7 +45,7 @@ def unpad(x: Tensor, D: int) -> Tensor:
 
 
 def is_empty(inputs: Inputs, problem: Problem) -> bool:
-    """Whether there is nothing to attend from, or nothing to attend to."""
+    """Whether there are no queries or no keys."""
     return 0 in problem.extent or not (inputs.q.numel() and inputs.k.numel())
 
 

@@ -1,5 +1,4 @@
-"""The interface of lowering: a PTX opcode and its operands become an engine operation, registers and numbers.
-"""
+"""The interface of lowering: PTX opcode and operands become an engine operation, registers and numbers."""
 
 from __future__ import annotations
 
@@ -14,8 +13,9 @@ NO_REGISTER = 0xFFFFFFFF
 
 @dataclass
 class EngineOp:
-    """One operation of the engine: a registered name, register offsets and static numbers, in the handler's
-    order.
+    """One operation of the engine.
+
+    It has a registered name, register offsets and static numbers, in the handler's order.
     """
 
     name: str

@@ -207,8 +207,7 @@ def store_zeros(ins: Instruction, ctx: Context) -> EngineOp:
 
 @family("atom", "red")
 def atomic(ins: Instruction, ctx: Context) -> EngineOp:
-    """Lowers an atomic; all orderings and scopes are served by the strongest: see `acquire_flag` in memory.h.
-    """
+    """Lowers an atomic. The strongest ordering and scope serve all: see `acquire_flag` in memory.h."""
     parts = ins.opcode.split(".")[1:]
     space = next((SPACES[p] for p in parts if p in SPACES), Space.GENERIC)
     rest = [p for p in parts if not (p in SPACES or p in SCOPES or p in STRONG or p in VECTORS)]

@@ -59,9 +59,7 @@ def wgmma_synchronisation(ins: Instruction, ctx: Context) -> EngineOp:
 
 @family("wgmma.mma_async")
 def wgmma(ins: Instruction, ctx: Context) -> EngineOp:
-    """Lowers wgmma: D, A (a descriptor or registers), B, scale-d, then the signs and majors that its type
-    allows.
-    """
+    """Lowers wgmma: D, A (descriptor or registers), B, scale-d, then the signs and majors its type allows."""
     match = re.fullmatch(
         r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)\.(\w+)\.(\w+)\.(\w+)(\.satfinite)?", ins.opcode
     )
@@ -102,8 +100,7 @@ def wgmma(ins: Instruction, ctx: Context) -> EngineOp:
 def _signs_and_majors(
     rest: Sequence[Operand], in_registers: bool, element: str, ctx: Context
 ) -> tuple[int, int, int, int]:
-    """imm-scale-a and -b for floating point, then imm-trans-a (if A is a descriptor) and -b for 16-bit types.
-    """
+    """imm-scale-a and -b for floating point, then imm-trans-a (of a descriptor) and -b for 16-bit types."""
     values = [ctx.integer(operand) for operand in rest]
     signs = 0 if element in ("s8", "u8") else 2
     majors = (1 if in_registers else 2) if element in ("f16", "bf16") else 0
@@ -156,8 +153,9 @@ def wait(ins: Instruction, ctx: Context) -> EngineOp:
 
 @family("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync")
 def fence(ins: Instruction, ctx: Context) -> EngineOp:
-    """A no-op: the tensor core works in issue order here, and the checker follows the barriers between
-    threads.
+    """A no-op.
+
+    The tensor core works in issue order here, and the checker follows the barriers between threads.
     """
     return EngineOp("nop")
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import cutlass
 import cutlass.cute as cute
@@ -30,6 +30,7 @@ from .fragment import Fragment
 from .host import NUMERIC, strided
 from .mask_tables import PANEL, MaskPlan, place
 
+AnyContext = TypeVar("AnyContext")
 VECTOR = 16
 """Bytes of the widest load."""
 
@@ -107,7 +108,7 @@ def make_mask(args: MaskArgs, plan: cutlass.Constexpr) -> Mask:
     return Mask(plan, values, bits, blocks, _compact(base + at.rank, (Bm, HB, MB, NB + 1)))
 
 
-def with_mask(ctx: Any, args: MaskArgs | None) -> Any:
+def with_mask(ctx: AnyContext, args: MaskArgs | None) -> AnyContext:
     """The context of one role, with the mask: built once for all, it would stay live from kernel entry and spill."""
     return ctx if args is None else replace(ctx, mask=make_mask(args, ctx.plan.mask))
 

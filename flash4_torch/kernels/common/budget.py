@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 class Budget(NamedTuple):
     """A row: registers of a thread, by role, for the plans that `when` admits."""
 
-    when: Callable[[Any], Any]
+    when: Callable[[Any], object]
     registers: Any
     why: str
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -13,11 +13,31 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
 from . import ring
-from .cta_pair import share_work_idx
+from .cta_pair import CtaPair, share_work_idx
+from .launch_params import LaunchParams
 from .ring import Cursor
 
 
-def launch(kernel: Any, plan: Any, num_work: Int32, num_sms: Int32, stream: cuda.CUstream) -> None:
+class SchedulerPlan(Protocol):
+    """What the scheduler reads of a plan."""
+
+    @property
+    def cluster_size(self) -> int: ...
+
+    @property
+    def threads(self) -> int: ...
+
+
+class SchedulerContext(Protocol):
+    """What the scheduler reads of a context."""
+
+    plan: SchedulerPlan
+    params: LaunchParams
+    tile_counter: cute.Tensor
+    cta_pair: CtaPair | None
+
+
+def launch(kernel: Any, plan: SchedulerPlan, num_work: Int32, num_sms: Int32, stream: cuda.CUstream) -> None:
     """As many CTAs, or clusters of them, as the GPU has room for, or as there are tickets."""
     block, shared = (plan.threads, 1, 1), {"min_blocks_per_mp": 1, "stream": stream}
     if plan.cluster_size == 1:
@@ -29,14 +49,14 @@ def launch(kernel: Any, plan: Any, num_work: Int32, num_sms: Int32, stream: cuda
 
 
 @cute.jit
-def initial_work(ctx: Any) -> Uint32:
+def initial_work(ctx: SchedulerContext) -> Uint32:
     """The first tickets, one for each CTA or cluster, are not drawn."""
     own, _, _ = cute.arch.block_idx()
     return Uint32(own // ctx.plan.cluster_size)
 
 
 @cute.jit
-def prefetch_work(ctx: Any, num_work: Uint32) -> Uint32:
+def prefetch_work(ctx: SchedulerContext, num_work: Uint32) -> Uint32:
     """Ask for the next ticket: a number in lane 0 that takes a microsecond to arrive, so use it late.
 
     The counter is back at 0 after the launch: it runs from 0 to `num_work` - 1, and as many are drawn, of
@@ -56,7 +76,7 @@ def prefetch_work(ctx: Any, num_work: Uint32) -> Uint32:
 
 
 @cute.jit
-def await_work(ctx: Any, number: Uint32, at: Cursor):
+def await_work(ctx: SchedulerContext, number: Uint32, at: Cursor):
     """The ticket in all lanes, of both CTAs of a cluster, and the place of the next one's hand-over."""
     grid, _, _ = cute.arch.grid_dim()
     if cutlass.const_expr(ctx.plan.cluster_size == 1):
@@ -65,7 +85,7 @@ def await_work(ctx: Any, number: Uint32, at: Cursor):
 
 
 @cute.jit
-def decode_work(ctx: Any, tiles_per_head: Uint32, num_work: Uint32, work_idx: Uint32):
+def decode_work(ctx: SchedulerContext, tiles_per_head: Uint32, num_work: Uint32, work_idx: Uint32):
     """Which of a head's `tiles_per_head` tiles a ticket is, and of which head.
 
     Sections of heads follow one another; within one, the first tile of every head comes before the second.

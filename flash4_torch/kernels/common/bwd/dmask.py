@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import cutlass
 import cutlass.cute as cute
@@ -10,10 +10,19 @@ from cutlass import Float32, Int32
 
 from ..attn_mask import within
 from ..fragment import Fragment
+from .context import BackwardContext
+from .tiles import Tile
+
+
+class DmaskWork(Protocol):
+    """What a thread works on: a tile, and one of its query heads."""
+
+    tile: Tile
+    head: Int32
 
 
 @cute.jit
-def add_dmask(ctx: Any, work: Any, n: Int32, fragment: Fragment) -> None:
+def add_dmask(ctx: BackwardContext, work: DmaskWork, n: Int32, fragment: Fragment) -> None:
     """Its rows are keys; where the mask broadcasts, sums over what shares a number."""
     target, tile = ctx.dmask, work.tile
     Bm, Hm, Skm, Sqm = target.shape

@@ -18,7 +18,7 @@ and any range of columns of a band is one copy. Nothing here needs a compiler.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 ROWS = 64
 """Of a piece."""
@@ -113,7 +113,17 @@ class DqLanes(NamedTuple):
         return ((band * (self.columns // VECTOR) + j) * LANE_ROWS + row) * VECTOR + c
 
 
-def sums_of(D: int, config: Any) -> DqBlocks | DqLanes:
+class DqConfig(Protocol):
+    """What the layout depends on; that of wgmma accumulators on `dq_pieces`, that of TMEM on `column_step`, too."""
+
+    @property
+    def tmem_order(self) -> bool: ...
+
+    @property
+    def queries(self) -> int: ...
+
+
+def sums_of(D: int, config: DqConfig) -> DqBlocks | DqLanes:
     """How a backward kernel of that config adds up dQ, head size D."""
     if config.tmem_order:
         return DqLanes(D, config.queries, config.column_step)

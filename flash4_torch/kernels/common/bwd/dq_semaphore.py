@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
+from .context import BackwardContext
 from .tiles import DqOrder
 
 
@@ -30,7 +31,7 @@ class Step(NamedTuple):
 
 
 @cute.jit
-def step_of(ctx: Any, order: DqOrder, n: Int32, block: Int64, is_first: Any) -> Step:
+def step_of(ctx: BackwardContext, order: DqOrder, n: Int32, block: Int64, is_first: Any) -> Step:
     """The step of a piece of block n, which is number `block` in the workspaces, after the tile before in order.
 
     is_first: whether it is the piece that counts for tiles which do not visit the block.

@@ -15,6 +15,7 @@ from ....configs.types import Scope
 from .. import host
 from ..attn_mask import example_args
 from ..launch_params import example_params
+from .plan import BackwardPlan
 
 
 def map_of(op: Any, tensor: cute.Tensor, layout: cute.ComposedLayout, rows: int, columns: int) -> tuple:
@@ -25,7 +26,7 @@ def map_of(op: Any, tensor: cute.Tensor, layout: cute.ComposedLayout, rows: int,
     return tuple(cpasync.make_tiled_tma_atom(op, tensor, stage, tiler))[:2]
 
 
-def compile_for_any(backward: Any, plan: Any, floats: int) -> Any:
+def compile_for_any(backward: Any, plan: BackwardPlan, floats: int) -> Any:
     """`backward` compiled for any sizes and strides; `floats`: of a block's sums of dQ."""
     features = plan.features
     packed = 1 if features.varlen else 2

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -16,11 +14,14 @@ from .. import ring
 from ..ring import Cursor, Ring
 from ..warps import WARP
 from . import tiles
+from .context import BackwardContext
 from .tiles import WORK_TILE_WORDS, Tile
 
 
 @cute.jit
-def barrier_of(ctx: Any, edge: Ring, at: Cursor, left: Int32, rows: cutlass.Constexpr) -> cute.Pointer:
+def barrier_of(
+    ctx: BackwardContext, edge: Ring, at: Cursor, left: Int32, rows: cutlass.Constexpr
+) -> cute.Pointer:
     """Where the stage's copies arrive: of a packed sequence's end, at a barrier that this warp waits for."""
     if cutlass.const_expr(not ctx.plan.features.varlen):
         return edge.full + at.stage
@@ -30,7 +31,7 @@ def barrier_of(ctx: Any, edge: Ring, at: Cursor, left: Int32, rows: cutlass.Cons
 
 @cute.jit
 def finish_end(
-    ctx: Any,
+    ctx: BackwardContext,
     edge: Ring,
     at: Cursor,
     end_at: Cursor,
@@ -65,7 +66,7 @@ def zero_rows(stage: cute.Tensor, first: Int32) -> None:
 
 @cute.jit
 def copy_statistics(
-    ctx: Any,
+    ctx: BackwardContext,
     target: cute.Tensor,
     which: cutlass.Constexpr,
     tile: Tile,
@@ -90,7 +91,7 @@ def copy_statistics(
 
 
 @cute.jit
-def exact_lse(ctx: Any, tile: Tile, head: Int32, n: Int32) -> tuple[cute.Tensor, cute.Tensor]:
+def exact_lse(ctx: BackwardContext, tile: Tile, head: Int32, n: Int32) -> tuple[cute.Tensor, cute.Tensor]:
     """lse in natural units and lse_low, (queries,) each, of block n: in global memory."""
     shape, each = ctx.stats.shape, Int64(1)
     for size in shape[1:]:
@@ -101,7 +102,7 @@ def exact_lse(ctx: Any, tile: Tile, head: Int32, n: Int32) -> tuple[cute.Tensor,
 
 
 @cute.jit
-def signal_end(ctx: Any, at: Cursor) -> None:
+def signal_end(ctx: BackwardContext, at: Cursor) -> None:
     ring.wait_empty(ctx.load_k, at)
     with cute.arch.elect_one():
         cute.arch.store(ctx.work_tile + at.stage * WORK_TILE_WORDS, Int32(-1))
@@ -113,6 +114,6 @@ def box(rows: cute.Tensor, stage: cute.Tensor, n: Int32) -> cute.Tensor:
     return cute.local_tile(rows, tuple(cute.size(stage, mode=[i]) for i in range(2)), (n, 0))
 
 
-def batch_of(ctx: Any, batch: Int32) -> Int32:
+def batch_of(ctx: BackwardContext, batch: Int32) -> Int32:
     """Packed sequences are a batch of one."""
     return Int32(0) if ctx.plan.features.varlen else batch

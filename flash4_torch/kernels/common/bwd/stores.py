@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
 from ..copies import VECTOR, copy_box, copy_vector
 from ..warps import WARP
+from .context import BackwardContext
 from .tiles import Tile
 
 
 @cute.jit
 def store_box(
-    ctx: Any,
+    ctx: BackwardContext,
     atom,
     target: cute.Tensor,
     stage: cute.Tensor,
@@ -33,7 +32,7 @@ def store_box(
 
 @cute.jit
 def store_rows(
-    ctx: Any,
+    ctx: BackwardContext,
     target: cute.Tensor,
     D: cutlass.Constexpr,
     stage: cute.Tensor,

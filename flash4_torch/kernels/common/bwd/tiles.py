@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -16,6 +16,7 @@ from .. import attn_mask, ring, tile_scheduler
 from .. import band as bands
 from ..band import Band, Span, make_band, visible_span
 from ..ring import Cursor
+from .context import BackwardContext
 
 WORK_TILE_WORDS = 8
 """Words that describe a tile to the others."""
@@ -48,7 +49,7 @@ class Shape(NamedTuple):
 
 
 @cute.jit
-def shape(ctx: Any) -> Shape:
+def shape(ctx: BackwardContext) -> Shape:
     _, _, Hk, B = ctx.maps.mQ.shape if ctx.plan.scope == Scope.Q_HEAD else ctx.maps.mK.shape
     if cutlass.const_expr(ctx.plan.features.varlen):
         B = ctx.cu_seqlens_k.shape[0] - 1
@@ -60,7 +61,7 @@ def shape(ctx: Any) -> Shape:
 
 
 @cute.jit
-def decode(ctx: Any, shape: Shape, work_idx: Uint32) -> Tile:
+def decode(ctx: BackwardContext, shape: Shape, work_idx: Uint32) -> Tile:
     """Sections of heads one after another; within one, the first block of keys of every head comes first.
 
     With a causal mask the first block takes longest, so that what is left at the end is short. Where dQ is
@@ -71,7 +72,7 @@ def decode(ctx: Any, shape: Shape, work_idx: Uint32) -> Tile:
 
 
 @cute.jit
-def tile_of(ctx: Any, shape: Shape, step: Uint32, head: Uint32) -> Tile:
+def tile_of(ctx: BackwardContext, shape: Shape, step: Uint32, head: Uint32) -> Tile:
     """A key head's tile, of all batch entries' key heads, by when it is drawn among the head's."""
     batch = head // shape.kv_heads
     b = Int32(batch)
@@ -89,7 +90,7 @@ def tile_of(ctx: Any, shape: Shape, step: Uint32, head: Uint32) -> Tile:
 
 
 @cute.jit
-def write(ctx: Any, at: Cursor, tile: Tile) -> None:
+def write(ctx: BackwardContext, at: Cursor, tile: Tile) -> None:
     """By one lane; the arrival at the stage's barrier makes it visible."""
     work_tile = ctx.work_tile + at.stage * WORK_TILE_WORDS
     for i in cutlass.range_constexpr(len(tile)):
@@ -97,7 +98,7 @@ def write(ctx: Any, at: Cursor, tile: Tile) -> None:
 
 
 @cute.jit
-def read(ctx: Any, at: Cursor) -> Tile:
+def read(ctx: BackwardContext, at: Cursor) -> Tile:
     """Waits for the tile's K, too."""
     tile = read_by_one_lane(ctx, at)
     num_words = len(tile) if ctx.plan.features.varlen else _ESSENTIAL_WORDS
@@ -105,7 +106,7 @@ def read(ctx: Any, at: Cursor) -> Tile:
 
 
 @cute.jit
-def read_by_one_lane(ctx: Any, at: Cursor) -> Tile:
+def read_by_one_lane(ctx: BackwardContext, at: Cursor) -> Tile:
     """`read` where the others of the warp are not there."""
     ring.wait_full(ctx.load_k, at)
     work_tile = ctx.work_tile + at.stage * WORK_TILE_WORDS
@@ -116,14 +117,14 @@ def read_by_one_lane(ctx: Any, at: Cursor) -> Tile:
 
 
 @cute.jit
-def band_of(ctx: Any, tile: Tile) -> Band:
+def band_of(ctx: BackwardContext, tile: Tile) -> Band:
     """Turned round: rows are keys, and what they see are queries."""
     band = make_band(tile.Sq, tile.Sk, ctx.params.left, ctx.params.right)
     return Band(tile.Sq, -band.highest, -band.lowest)
 
 
 @cute.jit
-def span_of(ctx: Any, tile: Tile) -> Span:
+def span_of(ctx: BackwardContext, tile: Tile) -> Span:
     """The blocks of rows that the tile, or its pair, visits, of each query head: at least one."""
     first = first_key(ctx, tile)
     last = cutlass.min(first + ctx.plan.cluster_keys, tile.Sk) - 1
@@ -135,7 +136,7 @@ def span_of(ctx: Any, tile: Tile) -> Span:
 
 
 @cute.jit
-def full_span(ctx: Any, tile: Tile, band: Band, span: Span) -> Span:
+def full_span(ctx: BackwardContext, tile: Tile, band: Band, span: Span) -> Span:
     """The blocks of the tile's span that neither the band nor the end of Sk makes partial."""
     plan, first = ctx.plan, tile.index * ctx.plan.keys
     start, end = span.first, span.last
@@ -160,7 +161,7 @@ class DqOrder(NamedTuple):
 
 
 @cute.jit
-def order_of(ctx: Any, tile: Tile) -> DqOrder:
+def order_of(ctx: BackwardContext, tile: Tile) -> DqOrder:
     index, cluster_size = tile.index // ctx.plan.cluster_size, ctx.plan.cluster_size
     number, step = index, -1
     if cutlass.const_expr(ctx.plan.last_tile_first):
@@ -170,7 +171,7 @@ def order_of(ctx: Any, tile: Tile) -> DqOrder:
 
 
 @cute.jit
-def write_order(ctx: Any, at: Cursor, tile: Tile) -> None:
+def write_order(ctx: BackwardContext, at: Cursor, tile: Tile) -> None:
     """By the lane that has written the tile: over words of its message that nobody reads if not varlen."""
     order, work_tile = order_of(ctx, tile), ctx.work_tile + (at.stage * WORK_TILE_WORDS + _ESSENTIAL_WORDS)
     for i, word in enumerate((order.number, *order.before)):
@@ -178,7 +179,7 @@ def write_order(ctx: Any, at: Cursor, tile: Tile) -> None:
 
 
 @cute.jit
-def read_order(ctx: Any, at: Cursor) -> DqOrder:
+def read_order(ctx: BackwardContext, at: Cursor) -> DqOrder:
     """While the tile's K is held: `order_of`, without its numbers in registers, nor the tile's."""
     work_tile = ctx.work_tile + (at.stage * WORK_TILE_WORDS + _ESSENTIAL_WORDS)
     number, first, last = (cute.arch.load(work_tile + i, Int32) for i in range(3))
@@ -193,26 +194,26 @@ class Place(NamedTuple):
 
 
 @cute.jit
-def first_place(ctx: Any, tile: Tile, span: Span) -> Place:
+def first_place(ctx: BackwardContext, tile: Tile, span: Span) -> Place:
     """Where such a tile begins: rows that all tiles of a head see, if a mask bounds their first ones."""
     return Place(span.last - 1 if _goes_down(ctx, tile) else span.first, Int32(0))
 
 
 @cute.jit
-def last_block(ctx: Any, tile: Tile, span: Span) -> Int32:
+def last_block(ctx: BackwardContext, tile: Tile, span: Span) -> Int32:
     """Where it ends."""
     return span.first if _goes_down(ctx, tile) else span.last - 1
 
 
 @cute.jit
-def next_place(ctx: Any, tile: Tile, place: Place) -> Place:
+def next_place(ctx: BackwardContext, tile: Tile, place: Place) -> Place:
     h = place.h + 1
     done = h == group(ctx)
     n = place.n - 1 if _goes_down(ctx, tile) else place.n + 1
     return Place(n if done else place.n, Int32(0) if done else h)
 
 
-def _goes_down(ctx: Any, tile: Tile) -> Any:
+def _goes_down(ctx: BackwardContext, tile: Tile) -> Boolean | bool:
     """From the last block to the first one; or every second tile of whole heads the other way.
 
     Then a tile begins with the rows and sums that the one before has used last, which are still in the cache
@@ -229,11 +230,11 @@ class Blocks(NamedTuple):
 
     span: Span
     first_block: Int32
-    visible: Any = None
+    visible: attn_mask.BlockList | None = None
 
 
 @cute.jit
-def blocks_of(ctx: Any, tile: Tile, span: Span, head: Int32) -> Blocks:
+def blocks_of(ctx: BackwardContext, tile: Tile, span: Span, head: Int32) -> Blocks:
     """What the loading warp loads, and every consumer takes."""
     if cutlass.const_expr(not ctx.plan.lists_blocks):
         return Blocks(span, span.first)
@@ -246,7 +247,7 @@ def blocks_of(ctx: Any, tile: Tile, span: Span, head: Int32) -> Blocks:
 
 
 @cute.jit
-def block_at(ctx: Any, blocks: Blocks, position: Int32) -> tuple:
+def block_at(ctx: BackwardContext, blocks: Blocks, position: Int32) -> tuple:
     """The number of the block at a position, and whether the mask changes it."""
     if cutlass.const_expr(not ctx.plan.lists_blocks):
         return position, Boolean(ctx.mask is not None)
@@ -256,7 +257,7 @@ def block_at(ctx: Any, blocks: Blocks, position: Int32) -> tuple:
 
 
 @cute.jit
-def count_blocks(ctx: Any, tile: Tile) -> Int32:
+def count_blocks(ctx: BackwardContext, tile: Tile) -> Int32:
     """That a tile visits, of all heads of the group."""
     span, heads = span_of(ctx, tile), group(ctx)
     count = (span.last - span.first) * heads
@@ -269,13 +270,13 @@ def count_blocks(ctx: Any, tile: Tile) -> Int32:
 
 
 @cute.jit
-def first_key(ctx: Any, tile: Tile) -> Int32:
+def first_key(ctx: BackwardContext, tile: Tile) -> Int32:
     """Of the tile, or of its pair, which may have a second tile without keys."""
     return tile.index // ctx.plan.cluster_size * ctx.plan.cluster_keys
 
 
 @cute.jit
-def group(ctx: Any) -> Int32:
+def group(ctx: BackwardContext) -> Int32:
     """Query heads of a tile."""
     if cutlass.const_expr(ctx.plan.scope == Scope.Q_HEAD):
         return Int32(1)
@@ -283,20 +284,20 @@ def group(ctx: Any) -> Int32:
 
 
 @cute.jit
-def kv_head_of(ctx: Any, tile: Tile) -> Int32:
+def kv_head_of(ctx: BackwardContext, tile: Tile) -> Int32:
     """Whose K and V the tile has."""
     if cutlass.const_expr(ctx.plan.scope == Scope.Q_HEAD):
         return tile.kv_head // _group(ctx)
     return tile.kv_head
 
 
-def _group(ctx: Any) -> Int32:
+def _group(ctx: BackwardContext) -> Int32:
     """Query heads of a key head."""
     return ctx.maps.mQ.shape[2] // ctx.maps.mK.shape[2]
 
 
 @cute.jit
-def first_block(ctx: Any, tile: Tile) -> Int32:
+def first_block(ctx: BackwardContext, tile: Tile) -> Int32:
     """Where the sequence's rows begin in the workspaces, in blocks."""
     if cutlass.const_expr(ctx.plan.features.varlen):
         return tile.q_offset // ctx.plan.queries + tile.batch
@@ -304,7 +305,7 @@ def first_block(ctx: Any, tile: Tile) -> Int32:
 
 
 @cute.jit
-def row_of_workspace(ctx: Any, tile: Tile, head: Int32) -> Int32:
+def row_of_workspace(ctx: BackwardContext, tile: Tile, head: Int32) -> Int32:
     """Of workspaces (B, Hq, ...), or (Hq, ...) where sequences are packed."""
     if cutlass.const_expr(ctx.plan.features.varlen):
         return head

@@ -13,6 +13,7 @@ from cutlass import Float32, Int32, Int64
 from .. import host
 from ..attn_mask import example_args
 from ..launch_params import LaunchParams, example_params
+from .plan import ForwardPlan
 
 
 class Maps(NamedTuple):
@@ -32,7 +33,7 @@ class Maps(NamedTuple):
 
 
 def count_tiles(
-    q: cute.Tensor, maps: Maps, cu_seqlens_q: cute.Tensor | None, params: LaunchParams, plan: Any
+    q: cute.Tensor, maps: Maps, cu_seqlens_q: cute.Tensor | None, params: LaunchParams, plan: ForwardPlan
 ) -> Int32:
     """Tickets of a launch."""
     (group, _), _, Hk, _ = maps.mQ.shape
@@ -41,7 +42,7 @@ def count_tiles(
     return blocks * head_blocks * Hk * sequences
 
 
-def compile_for_any(forward: Any, plan: Any) -> Any:
+def compile_for_any(forward: Any, plan: ForwardPlan) -> Any:
     """`forward` compiled for any sizes and strides; call it with its arguments but `plan` and `stream`."""
     features = plan.features
     modes = 2 if features.varlen else 3

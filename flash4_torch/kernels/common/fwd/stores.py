@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
 from ..copies import VECTOR, copy_box, copy_vector
 from ..warps import WARP
+from .context import ForwardContext
 from .tiles import Tile
 
 
 @cute.jit
-def store_box(ctx: Any, piece: cute.Tensor, tile: Tile, first: Int32, warp: Int32) -> None:
+def store_box(ctx: ForwardContext, piece: cute.Tensor, tile: Tile, first: Int32, warp: Int32) -> None:
     """One TMA store, which leaves out rows beyond the end. `first`: query position of row 0 of the MMA."""
     plan = ctx.plan
     box_heads, box_positions = plan.store_box
@@ -27,7 +26,9 @@ def store_box(ctx: Any, piece: cute.Tensor, tile: Tile, first: Int32, warp: Int3
 
 
 @cute.jit
-def store_rows(ctx: Any, piece: cute.Tensor, tile: Tile, first: Int32, warp: Int32, lane: Int32) -> None:
+def store_rows(
+    ctx: ForwardContext, piece: cute.Tensor, tile: Tile, first: Int32, warp: Int32, lane: Int32
+) -> None:
     """16 bytes a lane, rows of the sequence only: in packed sequences those of the next one follow."""
     plan = ctx.plan
     chunks = plan.features.Dv // VECTOR

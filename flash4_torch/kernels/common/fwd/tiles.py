@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -14,6 +14,7 @@ from cutlass import Boolean, Int32, Uint32
 from .. import attn_mask, ring, tile_scheduler
 from ..band import Band, Span, make_band, visible_span
 from ..ring import Cursor, Ring
+from .context import ForwardContext
 
 WORK_TILE_WORDS = 8
 """Words that describe a tile."""
@@ -45,7 +46,7 @@ class Shape(NamedTuple):
 
 
 @cute.jit
-def shape(ctx: Any) -> Shape:
+def shape(ctx: ForwardContext) -> Shape:
     (group, _), _, Hk, B = ctx.maps.mQ.shape
     if cutlass.const_expr(ctx.plan.features.varlen):
         B = ctx.cu_seqlens_q.shape[0] - 1
@@ -55,7 +56,7 @@ def shape(ctx: Any) -> Shape:
 
 
 @cute.jit
-def decode(ctx: Any, shape: Shape, work_idx: Uint32, at: Cursor) -> Tile:
+def decode(ctx: ForwardContext, shape: Shape, work_idx: Uint32, at: Cursor) -> Tile:
     """Sections of heads one after another; within one, the last block of rows of every head comes first.
 
     With a causal mask the last block takes longest, so that what is left at the end is short. Of a pair the
@@ -86,7 +87,7 @@ def decode(ctx: Any, shape: Shape, work_idx: Uint32, at: Cursor) -> Tile:
 
 
 @cute.jit
-def write(ctx: Any, cursor: Cursor, tile: Tile) -> None:
+def write(ctx: ForwardContext, cursor: Cursor, tile: Tile) -> None:
     """By one lane; the arrival at the stage's barrier makes it visible."""
     work_tile = ctx.work_tile + cursor.stage * WORK_TILE_WORDS
     for i in cutlass.range_constexpr(WORK_TILE_WORDS):
@@ -94,13 +95,13 @@ def write(ctx: Any, cursor: Cursor, tile: Tile) -> None:
 
 
 @cute.jit
-def write_end(ctx: Any, cursor: Cursor) -> None:
+def write_end(ctx: ForwardContext, cursor: Cursor) -> None:
     """Instead of a tile, where there is none left."""
     cute.arch.store(ctx.work_tile + cursor.stage * WORK_TILE_WORDS, Int32(-1))
 
 
 @cute.jit
-def read(ctx: Any, edge: Ring, cursor: Cursor) -> Tile:
+def read(ctx: ForwardContext, edge: Ring, cursor: Cursor) -> Tile:
     """Waits for what else arrives at the edge, too."""
     ring.wait_full(edge, cursor)
     work_tile = ctx.work_tile + cursor.stage * WORK_TILE_WORDS
@@ -113,12 +114,12 @@ def read(ctx: Any, edge: Ring, cursor: Cursor) -> Tile:
 
 
 @cute.jit
-def band_of(ctx: Any, tile: Tile) -> Band:
+def band_of(ctx: ForwardContext, tile: Tile) -> Band:
     return make_band(tile.Sq, tile.Sk, ctx.params.left, ctx.params.right)
 
 
 @cute.jit
-def first_query(ctx: Any, tile: Tile) -> Int32:
+def first_query(ctx: ForwardContext, tile: Tile) -> Int32:
     """Of the tile, or of its pair, which may have a second tile without rows."""
     return tile.index // ctx.plan.cluster_size * ctx.plan.queries
 
@@ -131,11 +132,11 @@ class Blocks(NamedTuple):
 
     span: Span
     first_key_block: Int32
-    visible: Any = None
+    visible: attn_mask.BlockList | None = None
 
 
 @cute.jit
-def blocks_of(ctx: Any, tile: Tile) -> Blocks:
+def blocks_of(ctx: ForwardContext, tile: Tile) -> Blocks:
     """What the loading warp loads, and every consumer takes or passes."""
     first = first_query(ctx, tile)
     last = cutlass.min(first + ctx.plan.queries, tile.Sq) - 1
@@ -151,7 +152,7 @@ def blocks_of(ctx: Any, tile: Tile) -> Blocks:
 
 
 @cute.jit
-def own_span(ctx: Any, tile: Tile, blocks: Blocks, first: Int32, last: Int32) -> Span:
+def own_span(ctx: ForwardContext, tile: Tile, blocks: Blocks, first: Int32, last: Int32) -> Span:
     """Of the tile's positions, those that some row of `first <= i <= last` sees; at least one."""
     span, whole = visible_span(band_of(ctx, tile), ctx.plan.band, first, last), blocks.span
     if cutlass.const_expr(ctx.mask is not None):
@@ -161,7 +162,7 @@ def own_span(ctx: Any, tile: Tile, blocks: Blocks, first: Int32, last: Int32) ->
 
 
 @cute.jit
-def block_at(ctx: Any, blocks: Blocks, position: Int32) -> tuple:
+def block_at(ctx: ForwardContext, blocks: Blocks, position: Int32) -> tuple:
     """The number of the block at a position, and whether the mask changes it."""
     if cutlass.const_expr(ctx.mask is None):
         return position, Boolean(False)
@@ -171,6 +172,6 @@ def block_at(ctx: Any, blocks: Blocks, position: Int32) -> tuple:
 
 
 @cute.jit
-def query_head(ctx: Any, tile: Tile) -> Int32:
+def query_head(ctx: ForwardContext, tile: Tile) -> Int32:
     """The tile's first."""
     return tile.kv_head * ctx.maps.mQ.shape[0][0] + tile.q_head_group * ctx.plan.pack_gqa

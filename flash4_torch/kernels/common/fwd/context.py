@@ -1,0 +1,23 @@
+"""The part of a forward kernel's context that code for every architecture reads."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import cutlass.cute as cute
+
+from ..attn_mask import Mask
+from ..tile_scheduler import SchedulerContext
+from .launch import Maps
+from .plan import ForwardPlan
+
+
+class ForwardContext(SchedulerContext, Protocol):
+    plan: ForwardPlan
+    maps: Maps
+    work_tile: cute.Pointer
+    """`WORK_TILE_WORDS` words for each stage of the ring that announces tiles."""
+    out: cute.Tensor
+    cu_seqlens_q: cute.Tensor | None
+    cu_seqlens_k: cute.Tensor | None
+    mask: Mask | None
