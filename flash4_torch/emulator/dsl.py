@@ -64,8 +64,7 @@ def _change_settings(changes: ExitStack, library: str, arch: str) -> None:
     for dsl in (cutlass_dsl.CuTeDSL, cutlass_dsl.CuteExperimentalDSL):
         settings = dsl._get_dsl().envar
         _replace(changes, settings, shared_libs=library, _arch=arch, lineinfo=True, disable_file_caching=True)
-    # The variables are for code that reads them later, such as other libraries; the DSL caches what it has
-    # read.
+    # The variables are for code that reads them later, such as other libraries; the DSL caches what it reads.
     forget = import_module("cutlass.base_dsl.env_manager").get_str_env_var.cache_clear
     changes.callback(forget)
     changes.callback(env.change, env.change({"CUTE_DSL_LIBS": library, "CUTE_DSL_ARCH": arch}))
@@ -104,8 +103,7 @@ def _bind(module: Any) -> None:
 
 
 def _with_dumps(pipeline: str, folder: Path) -> tuple[str, Path, Path]:
-    """The pipeline extended to write cubin and PTX to `folder`, if it writes none already; and their paths.
-    """
+    """The pipeline, made to write cubin and PTX to `folder` if it writes none already; and their paths."""
     chip = re.search(r"cubin-chip=(\w+)", pipeline)
     paths = []
     for kind in ("cubin", "ptx"):

@@ -26,8 +26,7 @@ from flash4_torch.emulator.ptx import (
 #   A  an address                           R  registers in braces, or one, read and written
 #   I  an integer                           L  a label, T a table of them
 # An entry holds the forms of the opcodes that begin with its key; the longest matching key wins. An
-# instruction
-# with L2::cache_hint has one more operand, a policy to read.
+# instruction with L2::cache_hint has one more operand, a policy to read.
 _FORMS: Mapping[str, str] = {
     "add sub mul div rem addc subc copysign and or xor shl shr": "DSS",
     "mad fma madc sad dp4a slct prmt shf bfe": "DSSS",

@@ -54,8 +54,7 @@ def fence(ins: Instruction, ctx: Context) -> EngineOp:
     if ins.opcode.startswith("fence.mbarrier_init"):
         return EngineOp("fence.mbarrier_init")
     if ins.opcode.startswith("fence.proxy.async"):
-        # The checker tracks proxies for shared memory only; a fence for global memory alone orders nothing
-        # there.
+        # Proxies are tracked for shared memory only; a fence for global memory alone orders nothing there.
         if ins.opcode.endswith(".global"):
             return EngineOp("nop")
         return EngineOp("fence.proxy.async", attrs=[int(ins.opcode.endswith(".shared::cta"))])

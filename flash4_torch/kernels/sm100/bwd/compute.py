@@ -14,6 +14,7 @@ from ...common.bwd.loads import exact_lse
 from ...common.bwd.tiles import Tile
 from ...common.fragment import Fragment, row_fragment
 from ...common.ring import Cursor
+from ...common.role import role
 from ...common.rounding import round_to, widened
 from ...common.warps import WARP, WARPS
 from .. import tmem
@@ -32,6 +33,10 @@ PHILOX_QUERIES = 64
 """Queries for which dropout draws together."""
 
 
+@role(
+    produces=("compute_p", "compute_ds", "epilogue_dv", "epilogue_dk"),
+    consumes=("load_q", "load_k", "load_v", "mma_s", "mma_dp", "mma_dq", "mma_dv", "mma_dk"),
+)
 @cute.jit
 def compute(ctx: Context, warp: Int32) -> None:
     plan, half = ctx.plan, warp // WARPS

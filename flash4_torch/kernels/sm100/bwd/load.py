@@ -14,6 +14,7 @@ from ...common.bwd.loads import barrier_of, batch_of, box, copy_statistics, fini
 from ...common.bwd.tiles import Tile
 from ...common.copies import copy, stage_bytes
 from ...common.ring import Cursor, Ring
+from ...common.role import role
 from .context import Context
 
 
@@ -25,6 +26,7 @@ class Cursors(NamedTuple):
     end: Cursor
 
 
+@role(produces=("load_q", "load_do", "load_k", "load_v", "sequence_end"), consumes=("sequence_end",))
 @cute.jit
 def load(ctx: Context) -> None:
     """Every tile's K, V and number, then its blocks of rows from the first to the last, head after head."""

@@ -24,6 +24,7 @@ from ...common.bwd.loads import batch_of, copy_statistics, signal_end, zero_rows
 from ...common.bwd.tiles import Tile
 from ...common.copies import copy, stage_bytes
 from ...common.ring import Cursor
+from ...common.role import role
 from .context import Context
 
 
@@ -51,6 +52,7 @@ class Block(NamedTuple):
     n: Int32
 
 
+@role(produces=("load_q", "load_k", "load_v", "load_2cta", "sequence_end"), consumes=("sequence_end",))
 @cute.jit
 def load_2cta(ctx: Context) -> None:
     shape = tiles.shape(ctx)

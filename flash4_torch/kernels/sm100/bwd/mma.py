@@ -20,6 +20,7 @@ from ...common import ring
 from ...common.bwd import tiles
 from ...common.bwd.tiles import Tile
 from ...common.ring import Cursor
+from ...common.role import role
 from .context import Context
 from .issue import commit, issue_dk, issue_dp, issue_dq, issue_dv, issue_s, wait, word
 
@@ -37,6 +38,20 @@ class Cursors(NamedTuple):
     tile_phase: Int32
 
 
+@role(
+    produces=("mma_s", "mma_dp", "mma_dv", "mma_dk", "mma_dq"),
+    consumes=(
+        "load_q",
+        "load_do",
+        "load_k",
+        "load_v",
+        "compute_p",
+        "compute_ds",
+        "reduce_dq",
+        "epilogue_dv",
+        "epilogue_dk",
+    ),
+)
 @cute.jit
 def mma(ctx: Context) -> None:
     """All tiles, by one lane."""

@@ -17,6 +17,7 @@ from ...common import ring
 from ...common.bwd import tiles
 from ...common.bwd.tiles import Tile
 from ...common.ring import Cursor
+from ...common.role import role
 from .. import umma
 from ..umma import Matrix
 from .context import Context
@@ -34,6 +35,20 @@ class Cursors(NamedTuple):
     tile_phase: Int32
 
 
+@role(
+    produces=("mma_s", "mma_dp", "mma_dv", "mma_dk", "mma_dq"),
+    consumes=(
+        "load_2cta",
+        "load_q",
+        "load_k",
+        "load_v",
+        "compute_p",
+        "compute_ds",
+        "reduce_dq",
+        "epilogue_dv",
+        "epilogue_dk",
+    ),
+)
 @cute.jit
 def mma_2cta(ctx: Context) -> None:
     """All tiles, by one lane."""

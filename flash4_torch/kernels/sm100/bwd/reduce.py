@@ -18,6 +18,7 @@ from ...common.bwd.dq_blocks import VECTOR
 from ...common.bwd.dq_semaphore import Step
 from ...common.bwd.tiles import Tile
 from ...common.ring import Cursor
+from ...common.role import role
 from ...common.warps import WARP
 from .. import tmem
 from .context import Context
@@ -31,6 +32,7 @@ class Cursors(NamedTuple):
     """Phase of the block's signals."""
 
 
+@role(produces=("reduce_dq",), consumes=("load_k", "mma_dq"))
 @cute.jit
 def reduce(ctx: Context, warp: Int32) -> None:
     at = Cursors(ring.start(), Int32(0))

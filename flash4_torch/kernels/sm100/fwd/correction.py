@@ -8,6 +8,7 @@ from cutlass import Float32, Int32
 
 from ...common import ring
 from ...common.fwd import tiles
+from ...common.role import role
 from ...common.warps import GROUP, WARP, WARPS
 from .. import tmem
 from ..signal import arrive
@@ -19,6 +20,7 @@ from .spans import Spans
 from .state import CorrectionThread
 
 
+@role(produces=("s_p",), consumes=("tile", "o", "inverse", "load_q"))
 @cute.jit
 def correction(ctx: Context) -> None:
     thread, _, _ = cute.arch.thread_idx()

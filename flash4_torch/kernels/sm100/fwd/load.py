@@ -12,6 +12,7 @@ from ...common import copies, ring, tile_scheduler
 from ...common.fwd import tiles
 from ...common.fwd.tiles import Tile
 from ...common.ring import Cursor
+from ...common.role import role
 from .context import Context
 from .plan import TILE_STAGES
 
@@ -24,6 +25,7 @@ class Cursors(NamedTuple):
     end: Cursor
 
 
+@role(produces=("tile", "load_q", "load_kv", "sequence_end"), consumes=("sequence_end",))
 @cute.jit
 def load(ctx: Context) -> None:
     """Every tile's number and Q, then its blocks from the last to the first."""

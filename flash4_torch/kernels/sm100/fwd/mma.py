@@ -18,6 +18,7 @@ from ...common import ring
 from ...common.band import Span
 from ...common.fwd import tiles
 from ...common.ring import Cursor
+from ...common.role import role
 from .. import tmem, umma
 from . import spans
 from .context import Context
@@ -42,6 +43,7 @@ class Progress(NamedTuple):
     """A bit for each of the two tiles: of how many blocks it had, the lowest bit."""
 
 
+@role(produces=("s_p", "o"), consumes=("tile", "load_q", "load_kv", "s_p", "late"))
 @cute.jit
 def mma(ctx: Context) -> None:
     plan = ctx.plan

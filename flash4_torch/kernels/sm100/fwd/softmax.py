@@ -13,6 +13,7 @@ from ...common.fragment import row_fragment
 from ...common.fwd import tiles
 from ...common.fwd.tiles import Tile
 from ...common.ring import Cursor
+from ...common.role import role
 from ...common.warps import GROUP, WARP, WARPS
 from .. import tmem
 from ..signal import arrive
@@ -24,6 +25,7 @@ from .plan import LOADED, TILE_STAGES, NamedBarrier
 from .state import SoftmaxThread, TileState
 
 
+@role(produces=("s_p", "late", "inverse"), consumes=("tile", "s_p"))
 @cute.jit
 def softmax(ctx: Context, t: Int32) -> None:
     thread, _, _ = cute.arch.thread_idx()

@@ -15,6 +15,7 @@ from ...common.bwd.loads import barrier_of, batch_of, box, copy_statistics, fini
 from ...common.bwd.tiles import Place, Shape, Tile
 from ...common.copies import copy, evict_first, stage_bytes
 from ...common.ring import Cursor, Ring
+from ...common.role import role
 from .context import Context
 
 _KEYS_AT_ONCE = 12
@@ -29,6 +30,7 @@ class Cursors(NamedTuple):
     end: Cursor
 
 
+@role(produces=("load_q", "load_do", "load_k", "load_v", "sequence_end"), consumes=("sequence_end",))
 @cute.jit
 def load(ctx: Context) -> None:
     """Every tile's K, V and number, and its blocks of rows in the order in which consumers take them."""

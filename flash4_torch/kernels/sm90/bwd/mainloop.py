@@ -19,6 +19,7 @@ from ...common import ring
 from ...common.bwd import tiles
 from ...common.bwd.tiles import Tile
 from ...common.ring import Cursor
+from ...common.role import role
 from ...common.warps import GROUP
 from .. import wgmma
 from ..warps import ROWS
@@ -35,6 +36,7 @@ ALONE = 2
 """Instead of True for `_block`'s `last`: only the first warpgroup's keys take part in it."""
 
 
+@role(produces=("share_ds",), consumes=("load_q", "load_do", "load_k", "load_v", "keep_bits", "share_ds"))
 @cute.jit
 def mainloop(ctx: Context, warpgroup: Int32) -> None:
     plan = ctx.plan

@@ -9,10 +9,12 @@ from cutlass import Int32, Uint32
 from ...common import dropout, ring
 from ...common.bwd import tiles
 from ...common.ring import Cursor
+from ...common.role import role
 from ..warps import WARP_ROWS
 from .context import Context
 
 
+@role(produces=("keep_bits",), consumes=("load_k",))
 @cute.jit
 def dropout_bits(ctx: Context, rng_warp: Int32) -> None:
     """Every block that is loaded, strips of 16 keys of it: for each of the consumers' warps.

@@ -23,6 +23,7 @@ from cutlass.cute.nvgpu import warp
 from ...common import ring
 from ...common.bwd import tiles
 from ...common.ring import Cursor
+from ...common.role import role
 from ...common.rounding import round_to, widened
 from ...common.warps import GROUP, WARP
 from .. import wgmma
@@ -37,6 +38,10 @@ from .walk import each_block
 from .weights import Probs, differentiate, dropped, four_of, mask_rows, recompute_p, take_keep_bits
 
 
+@role(
+    produces=("weights",),
+    consumes=("load_q", "load_do", "load_k", "load_v", "keep_bits", "share_ds", "exchange"),
+)
 @cute.jit
 def p_warpgroup(ctx: Context) -> None:
     """The first warpgroup."""
@@ -61,6 +66,10 @@ def p_warpgroup(ctx: Context) -> None:
     send_end(ctx, t, _slot(at, 0))
 
 
+@role(
+    produces=("share_ds", "exchange"),
+    consumes=("load_q", "load_do", "load_k", "load_v", "keep_bits", "weights", "share_ds", "exchange"),
+)
 @cute.jit
 def ds_warpgroup(ctx: Context) -> None:
     """The second warpgroup."""

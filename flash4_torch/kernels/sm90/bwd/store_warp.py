@@ -14,6 +14,7 @@ from cutlass.cute.nvgpu import cpasync
 from ....configs.types import Scope
 from ...common.bwd import dq_semaphore
 from ...common.copies import evict_first
+from ...common.role import role
 from ...common.warps import GROUP, WARP, WARPS
 from ..warps import ROWS, WARP_ROWS
 from .context import Context
@@ -33,6 +34,7 @@ from .store_commands import (
 )
 
 
+@role()
 @cute.jit
 def store_loop(ctx: Context, store_warp: Int32) -> None:
     """A storing warp: all pieces of a warpgroup, or of several that take turns, or of every second block."""

@@ -12,6 +12,7 @@ from ...common import copies, ring, tile_scheduler
 from ...common.fwd import tiles
 from ...common.fwd.tiles import Tile
 from ...common.ring import Cursor
+from ...common.role import role
 from .context import Context
 
 
@@ -33,6 +34,7 @@ class Cursors(NamedTuple):
     end: Cursor
 
 
+@role(produces=("load_q", "load_k", "load_v", "sequence_end"), consumes=("sequence_end",))
 @cute.jit
 def load(ctx: Context) -> None:
     """Every tile's Q and number, then its blocks from the last to the first."""

@@ -16,6 +16,7 @@ from ...common.fragment import wgmma_fragment
 from ...common.fwd import tiles
 from ...common.fwd.tiles import Blocks, Tile
 from ...common.ring import Cursor, Ring
+from ...common.role import role
 from ...common.rounding import round_to
 from ...common.warps import GROUP, WARP, WARPS
 from .. import wgmma
@@ -26,6 +27,7 @@ from .plan import NamedBarrier
 from .state import Thread, TileState, WarpgroupSlice
 
 
+@role(consumes=("load_q", "load_k", "load_v", "keep_bits"))
 @cute.jit
 def mainloop(ctx: Context, warpgroup: Int32) -> None:
     plan = ctx.plan
