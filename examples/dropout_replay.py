@@ -1,4 +1,4 @@
-"""Dropout as a function of a seed and the position: draw its state first, and replay the very same mask.
+"""Dropout as a function of a seed and the position: read the RNG state first, and replay the same mask.
 
 python examples/dropout_replay.py
 """
@@ -14,7 +14,7 @@ def main() -> None:
     B, S, H, D, p = 2, 100, 4, 32, 0.25
     q, k, v = torch.randn(3, B, S, H, D)
 
-    state = testing.peek_rng_state(q.device)  # what the next call will draw
+    state = testing.peek_rng_state(q.device)  # the state that the next call will use
     out = flash4_torch.attention(q, k, v, dropout_p=p)
     again = flash4_torch.attention(q, k, v, dropout_p=p)
     print(f"the next call draws another mask: {not torch.equal(out, again)}")

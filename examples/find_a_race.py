@@ -4,7 +4,7 @@ python examples/find_a_race.py
 python -m flash4_torch.testing.emulate examples/find_a_race.py    # with counters, and all findings at the end
 
 Each thread writes a number to shared memory and reads its neighbour's. The first version forgets the barrier
-between the two: warps that read across their border may read what was there before.
+between the two: the last lane of a warp reads from the next warp, and may read the old value.
 """
 
 import cutlass
@@ -30,7 +30,7 @@ def rotate_kernel(x: cute.Tensor, y: cute.Tensor, forget_barrier: cutlass.Conste
 
 @cute.jit
 def rotate(x: cute.Tensor, y: cute.Tensor, forget_barrier: cutlass.Constexpr) -> None:
-    """y[i] = x[i + 1], around the end."""
+    """y[i] = x[i + 1], wrapping at the end."""
     rotate_kernel(x, y, forget_barrier).launch(grid=(1, 1, 1), block=(THREADS, 1, 1))
 
 

@@ -1,7 +1,7 @@
 """The text and the models of train_text.py: Python's documentation, and an nn.TransformerEncoder.
 
-A decoder is causal and predicts each next token. An encoder sees whole texts of different lengths, filled
-up with padding, and predicts the tokens that were replaced by a gap.
+A decoder is causal and predicts each next token. An encoder sees whole texts of different lengths, padded to
+one length, and predicts the tokens that were replaced by a gap.
 """
 
 import os
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 
 def documentation_paragraphs() -> list[str]:
-    """The English prose of Python's documentation topics, one string a paragraph, each once.
+    """The English prose of Python's documentation topics, one string per paragraph, each once.
 
-    Code, grammar rules and headings are left out, and the marks of emphasis and quotation are dropped.
+    Code, grammar rules and headings are left out, and marks of emphasis and quotation are removed.
     """
     blocks = "\n\n".join(text for _, text in sorted(topics.items())).split("\n\n")
     lines = [" ".join(block.split()).translate({ord(mark): None for mark in '*"`'}) for block in blocks]
@@ -30,14 +30,14 @@ def documentation_paragraphs() -> list[str]:
 
 
 def library_paragraphs() -> list[str]:
-    """The modules of Python's standard library, without their tests and packages: a hundred times as much."""
+    """The modules of Python's standard library, without tests and packages: a hundred times as much text."""
     files = sorted(Path(os.__file__).parent.glob("*.py"))
     text = "\n\n".join(file.read_text(encoding="utf-8") for file in files)
     return [block for block in text.split("\n\n") if block.isascii() and block.strip()]
 
 
 class Tokenizer:
-    """Frequent words are one token each; every other word is spelled in single characters."""
+    """A tokenizer with one token per frequent word; every other word is spelled in single characters."""
 
     def __init__(self, text: str, frequent: int = 2000) -> None:
         words = Counter(word for word in self._split(text) if len(word) > 1)
@@ -61,7 +61,7 @@ class Tokenizer:
 
 @dataclass
 class Corpus:
-    """Token streams of shape (T,): nine paragraphs in ten to train on, the tenth to validate on."""
+    """Token streams (T,): nine of ten paragraphs for training, the tenth for validation."""
 
     tokenizer: Tokenizer
     train: Tensor
@@ -78,12 +78,12 @@ class Corpus:
 
 
 class Batch(NamedTuple):
-    """What a model sees, and what it should say."""
+    """A model's inputs and its targets."""
 
     tokens: Tensor
-    """(B, S)"""
+    """(B, S)."""
     targets: Tensor
-    """(B, S), `IGNORED` where nothing is asked."""
+    """(B, S), `IGNORED` where there is no target."""
     padding: Tensor | None
     """(B, S), True where there is no text."""
 
@@ -94,22 +94,22 @@ class Batch(NamedTuple):
 
 IGNORED = -100
 GAPS = 0.15
-"""The share of tokens that an encoder has to find."""
+"""Share of tokens that an encoder has to predict."""
 
 
 def random_windows(stream: Tensor, batch: int, length: int, generator: torch.Generator) -> Tensor:
-    """Cut `batch` windows of `length` tokens, (B, length), at random places of a (T,) stream."""
+    """Takes `batch` windows of `length` tokens, (B, length), at random places of a (T,) stream."""
     starts = torch.randint(len(stream) - length, (batch, 1), generator=generator)
     return stream[starts + torch.arange(length)]
 
 
 def next_token_batch(windows: Tensor) -> Batch:
-    """Of windows (B, S + 1): each token is predicted from those before it."""
+    """A batch from windows (B, S + 1): each token is predicted from those before it."""
     return Batch(windows[:, :-1], windows[:, 1:], None)
 
 
 def gaps_batch(windows: Tensor, gap: int, generator: torch.Generator) -> Batch:
-    """Of windows (B, S): texts of half a window to a whole one, with tokens replaced by `gap`."""
+    """A batch from windows (B, S): texts of half a window to a whole one, with tokens replaced by `gap`."""
     B, S = windows.shape
     lengths = torch.randint(S // 2, S + 1, (B, 1), generator=generator)
     padding = torch.arange(S) >= lengths
@@ -154,14 +154,14 @@ class LanguageModel(nn.Module):
 
 
 def loss_of(model: Callable[..., Tensor], batch: Batch) -> Tensor:
-    """Mean cross entropy, in nats a token."""
+    """Mean cross entropy in nats per token."""
     logits = model(batch.tokens, batch.padding)
     return F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), ignore_index=IGNORED)
 
 
 @torch.no_grad()
 def continue_text(model: LanguageModel, tokenizer: Tokenizer, prompt: str, count: int) -> str:
-    """The prompt and `count` more tokens, drawn from the model's predictions sharpened a little."""
+    """The prompt and `count` more tokens, sampled from the model's predictions at a temperature of 0.6."""
     device = model.logits.weight.device
     context = model.position.num_embeddings
     tokens = torch.tensor([tokenizer.encode(prompt)], device=device)
@@ -174,7 +174,7 @@ def continue_text(model: LanguageModel, tokenizer: Tokenizer, prompt: str, count
 
 @torch.no_grad()
 def fill_gaps(model: LanguageModel, tokenizer: Tokenizer, tokens: Tensor, every: int = 7) -> str:
-    """Tokens (S,) as text, each `every`-th one as the model guesses it from all others, in brackets."""
+    """Tokens (S,) as text, with each `every`-th one in brackets, as the model guesses it from the others."""
     gap = len(tokenizer.tokens)
     asked = torch.arange(len(tokens)) % every == every - 1
     seen = tokens.masked_fill(asked, gap)[None].to(model.logits.weight.device)

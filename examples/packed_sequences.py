@@ -1,4 +1,4 @@
-"""Sequences of different lengths, packed one after another: no padding is stored, none is computed.
+"""Sequences of different lengths, packed one after another: no padding is stored or computed.
 
 python examples/packed_sequences.py
 """
@@ -22,7 +22,7 @@ def main() -> None:
     )
     packed.sum().backward()
 
-    # Padded: (B, S, H, D), and a mask that hides the padding.
+    # Padded: (B, S, H, D), and a mask over the padding.
     pq, pk, pv = pad_sequence(sequences, batch_first=True).unbind(2)
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     padded = flash4_torch.attention(pq, pk, pv, causal=True, attn_mask=mask[:, None, None])

@@ -1,4 +1,4 @@
-"""What train_text.py shows: the table, the comparison of the loss curves, the plot, and the raw numbers."""
+"""Output of train_text.py: the table, the comparison of the loss curves, the plot, and the raw numbers."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -16,7 +16,7 @@ STOCK, SWAPPED = "#8fb3d9", "#b3401f"
 
 @dataclass(frozen=True)
 class Comparison:
-    """A stock and a swapped run of the same mode and dropout, and how far apart they may be."""
+    """A stock and a swapped run of the same mode and dropout, and the tolerance between them."""
 
     run: Run
     stock: Result
@@ -31,7 +31,7 @@ class Comparison:
 
     @property
     def difference(self) -> float:
-        """Without dropout, of the curves, step by step; with it, the runs draw other masks: of their ends."""
+        """Largest difference of the curves, step by step; with dropout, whose masks differ, of their ends."""
         if self.run.dropout:
             pairs = [
                 (self.stock.final_loss, self.swapped.final_loss),
@@ -43,7 +43,7 @@ class Comparison:
 
     @property
     def time_ratios(self) -> list[float]:
-        """Quartiles of a swapped step's time over that of the stock step beside it."""
+        """Quartiles of the time of a swapped step over that of the adjacent stock step."""
         ratios = [a / b for a, b in zip(self.swapped.steps_ms, self.stock.steps_ms, strict=True)]
         quartiles: list[float] = torch.tensor(ratios).quantile(torch.tensor([0.25, 0.5, 0.75])).tolist()
         return quartiles
@@ -93,9 +93,9 @@ def _cells(run: Run, result: Result, setup: Setup) -> tuple[str, ...]:
 
 
 def save(path: Path, results: dict[Run, Result], setup: Setup) -> None:
-    """Everything as JSON: versions, the GPU if there is one, the setup, each run with its losses and times.
+    """Saves everything as JSON: versions, the GPU if there is one, the setup, each run's losses and times.
 
-    Files in flash4_torch/bench/results without `steps_ms` are of runs that followed one another.
+    Files without `steps_ms` in flash4_torch/bench/results are from runs that were made one after another.
     """
     report = {
         "versions": {"torch": torch.__version__, "flash4_torch": flash4_torch.__version__},
@@ -108,7 +108,7 @@ def save(path: Path, results: dict[Run, Result], setup: Setup) -> None:
 
 
 def plot(path: Path, comparisons: list[Comparison], setup: Setup) -> None:
-    """Loss curves of each pair, stock under swapped, beside the ratios of their step times."""
+    """Plots the loss curves of each pair, stock under swapped, next to the ratios of their step times."""
     figure = Figure(figsize=(13, 6.5), layout="constrained")
     panels = figure.subplot_mosaic([["0", "1", "times"], ["2", "3", "times"]], width_ratios=[1, 1, 1.1])
     for i, comparison in enumerate(comparisons):
@@ -134,7 +134,7 @@ def _plot_losses(axes: Axes, comparison: Comparison) -> None:
 
 
 def _plot_time_ratios(axes: Axes, comparisons: list[Comparison]) -> None:
-    """Quartiles as a bar and the median as its mark, with the medians of both in ms below."""
+    """Plots quartiles as a bar with a mark at the median, and the medians of both in ms below."""
     axes.axhline(1.0, color=STOCK, linewidth=3, label="stock")
     for place, comparison in enumerate(comparisons):
         low, median, high = comparison.time_ratios

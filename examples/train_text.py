@@ -4,8 +4,8 @@ A small causal nn.TransformerEncoder learns the English of Python's documentatio
 encoder of 100 million parameters learn the modules of Python's standard library. Each pair of runs has the
 same seed and the same order of data; the second calls flash4_torch.replace_attention(model) first. Pairs run
 eager and under torch.compile(fullgraph=True), without and with dropout. Without dropout the two loss curves
-must agree step by step. With dropout they draw different masks by design, so only their ends are compared.
-The two of a pair take turns, so that the ratio of their times tells of them and not of the machine's load.
+must agree step by step. With dropout they use different masks by design, so only their ends are compared.
+The two runs of a pair alternate, so that the ratio of their times does not depend on the machine's load.
 
     python examples/train_text.py            # under five minutes on two CPU cores; uses a GPU if there is one
     python examples/train_text.py --help
@@ -28,7 +28,7 @@ SMALL = (_DECODER, replace(_DECODER, causal=False))
 _LARGE = replace(_DECODER, learning_rate=3e-4, steps=300, library=True)
 LARGE = (
     replace(_LARGE, width=1024, heads=8, layers=8, context=2048, batch=8),
-    # At 3e-4 its loss jumps once; then rounding alone sets two stock runs, eager and compiled, 0.01 apart.
+    # At 3e-4 its loss jumps once; then rounding alone puts two stock runs, eager and compiled, 0.01 apart.
     replace(_LARGE, width=768, heads=12, layers=14, context=1024, batch=16, causal=False, learning_rate=1e-4),
 )
 
@@ -89,7 +89,7 @@ def train_all(setup: Setup) -> dict[Run, Result]:
 
 
 class Progress:
-    """A line that tells how far a pair is: again and again the same one on a terminal, else more of them."""
+    """The progress of a pair: one line that is rewritten on a terminal, several lines elsewhere."""
 
     def __init__(self, title: str, steps: int):
         self._title, self._steps = title, steps
@@ -121,7 +121,7 @@ def compare(results: dict[Run, Result], setup: Setup) -> list[Comparison]:
 
 
 def tolerance(run: Run, setup: Setup) -> float:
-    """How far apart two runs may be, in nats a token.
+    """The allowed difference of two runs, in nats per token.
 
     With dropout: five stock runs of the default size that differ only in their dropout masks ended within
     0.008 of each other. Without: rounding alone, in single precision or, on a GPU, bfloat16.
@@ -136,7 +136,7 @@ def sample(results: dict[Run, Result]) -> str:
 
 
 def verdict(results: dict[Run, Result], comparisons: list[Comparison], setup: Setup) -> int:
-    """Zero if every pair agrees, and swapped modules called our attention each time, and stock ones never."""
+    """Exit status: 0 if every pair agrees, and all swapped and no stock modules called our attention."""
     failures = [str(comparison) for comparison in comparisons if not comparison.agrees]
     for run, result in results.items():
         expected = setup.layers * setup.steps if run.swapped else 0

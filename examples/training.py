@@ -1,6 +1,6 @@
-"""The runs of train_text.py: a stock and a swapped one side by side, each in a process of its own.
+"""The runs of train_text.py: a stock and a swapped one side by side, each in its own process.
 
-None inherits memory, and the two take turns, step by step: what else the machine does slows both.
+No process inherits memory, and the two alternate step by step, so that other load on the machine slows both.
 """
 
 import os
@@ -42,7 +42,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Setup:
-    """What all runs of one comparison share."""
+    """Settings that all runs of one comparison share."""
 
     width: int
     heads: int
@@ -52,9 +52,9 @@ class Setup:
     steps: int
     learning_rate: float
     causal: bool = True
-    """A decoder, else an encoder."""
+    """Whether the model is a decoder, else an encoder."""
     library: bool = False
-    """Learns from the modules of Python's library instead of its documentation."""
+    """Whether it learns from the modules of Python's library instead of its documentation."""
     device: str = "cpu"
     seed: int = 0
 
@@ -67,7 +67,7 @@ class Setup:
         return "decoder" if self.causal else "encoder"
 
     def batch_of(self, windows: Tensor, tokenizer: Tokenizer, generator: torch.Generator) -> Batch:
-        """Of windows (B, S + 1)."""
+        """The batch made from windows (B, S + 1)."""
         if self.causal:
             return next_token_batch(windows)
         return gaps_batch(windows[:, :-1], len(tokenizer.tokens), generator)
@@ -75,7 +75,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Run:
-    """What one run is: stock nn.MultiheadAttention or ours, eager or compiled, with which dropout."""
+    """The kind of one run: stock nn.MultiheadAttention or ours, eager or compiled, and its dropout."""
 
     compiled: bool
     dropout: float
@@ -92,7 +92,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Result:
-    """What one run gave: losses in nats a token, time of each step after the warm-up in ms, memory in MiB."""
+    """Results of one run: losses in nats per token, step times after the warm-up in ms, memory in MiB."""
 
     losses: list[float]
     validation_loss: float
@@ -112,7 +112,7 @@ class Result:
 
 
 class Training:
-    """A run, step by step."""
+    """A run that advances step by step."""
 
     def __init__(self, setup: Setup, run: Run):
         self._setup, self._run = setup, run
@@ -129,7 +129,7 @@ class Training:
         self._calls = 0
 
     def step(self) -> float:
-        """The loss."""
+        """Makes one training step and returns its loss."""
         setup = self._setup
         if len(self._losses) == WARM_UP_STEPS:
             self._memory.reset()
@@ -169,16 +169,16 @@ class Training:
 
 
 class Trainee(Protocol):
-    """What takes turns: a training, begun in a step and over when its loss is asked for."""
+    """A training that can alternate with others: a step begins, and is over when its loss is requested."""
 
     def begin_step(self) -> Callable[[], float]: ...
 
 
 def take_turns(trainees: Sequence[Trainee], steps: int, report: Callable[[int, list[float]], None]) -> None:
-    """Steps one after another, the first of a round last in the next.
+    """Runs the trainees' steps one after another; the first of a round is the last of the next.
 
-    Warm-up steps, which are not timed and compile, run at the same time.
-    report: gets the number of steps that are done, and their last losses.
+    Warm-up steps, which compile and are not timed, run at the same time.
+    report: called with the number of finished steps, and their last losses.
     """
     for step in range(steps):
         if step < WARM_UP_STEPS:
@@ -192,7 +192,7 @@ def take_turns(trainees: Sequence[Trainee], steps: int, report: Callable[[int, l
 def train_side_by_side(
     setup: Setup, runs: Sequence[Run], report: Callable[[int, list[float]], None]
 ) -> dict[Run, Result]:
-    # Threads that spin while they wait make a step several times slower when something else wants the cores.
+    # Threads that spin while waiting make a step several times slower when something else needs the cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     with ExitStack() as stack:
         trainees = [stack.enter_context(InFreshProcess(setup, run)) for run in runs]
@@ -202,7 +202,7 @@ def train_side_by_side(
 
 
 class InFreshProcess:
-    """A training in a process of its own, which begins at once."""
+    """A training in its own process, which starts immediately."""
 
     def __init__(self, setup: Setup, run: Run):
         self._pool = ProcessPoolExecutor(
@@ -252,7 +252,7 @@ def build_model(setup: Setup, run: Run, tokens: int) -> LanguageModel:
 
 @torch.no_grad()
 def validate(model: LanguageModel, corpus: Corpus, setup: Setup) -> float:
-    """Mean loss over the validation stream, or its first windows, cut to the context's length."""
+    """Mean loss over the validation stream or its first windows, each as long as the context."""
     length, order = setup.context + 1, torch.Generator().manual_seed(setup.seed)
     stream = corpus.validation[: len(corpus.validation) // length * length]
     losses = []
@@ -275,15 +275,15 @@ def autocast(device: str) -> torch.autocast:
 
 
 def forward_calls(used: Counter[tuple[str, str]]) -> int:
-    """How often flash4_torch's attention ran forward, whichever backend served it."""
+    """Number of forward calls of flash4_torch's attention, on any backend."""
     return sum(count for (operator, _), count in used.items() if operator == "attention")
 
 
 class PeakMemory:
-    """Highest memory since reset(), in MiB above what was in use when the object was made.
+    """Peak memory since reset(), in MiB above the usage when the object was made.
 
-    On a GPU the allocator's peak; on a CPU the process's resident memory, which in a compiled run includes
-    what the compiler left loaded.
+    On a GPU this is the allocator's peak; on a CPU the process's resident memory, which in a compiled run
+    includes what the compiler left loaded.
     """
 
     def __init__(self, device: str) -> None:

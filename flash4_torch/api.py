@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from . import backends, fast_path, ops
-from .masks import Band
 from .ops import check
-from .ops.impl import CallOptions, dense_extent, describe
+from .ops.impl import dense_extent, describe
 from .ops.keywords import hides_unknown, no_argument
+from .problem import CallOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -130,17 +130,12 @@ def attention(
             deterministic=deterministic,
             return_lse=return_lse,
         )
-    q, k, v, attn_mask, band, options = _dense_call(
+    q, k, v, attn_mask, options = _dense_call(
         q, k, v, causal, window, scale, softcap, attn_mask, dropout_p, deterministic, return_lse
     )
-    rng_state = ops.draw_rng_state(q.device) if options["dropout_p"] > 0 else None
-    out, lse = ops.attention(
-        q, k, v, attn_mask, rng_state, window_left=band.left, window_right=band.right, **options
-    )
+    out, lse = ops.attention(q, k, v, attn_mask, _rng_state(q, options), options)
     if call is not None:
-        fast_path.record(
-            call, q, k, v, CallOptions(window_left=band.left, window_right=band.right, **options)
-        )
+        fast_path.record(call, q, k, v, options)
     return (out, lse) if return_lse else out
 
 
@@ -156,32 +151,44 @@ def _dense_call(
     dropout_p: float,
     deterministic: bool | None,
     return_lse: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Band, dict[str, Any]]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, CallOptions]:
     """Arguments of a dense call, checked and with defaults filled in."""
     check.tensors(q, k, v)
     q, k, v = ops.autocast_inputs(q, k, v)
     check.qkv(q, k, v, 4, "(B, S, H, D)")
     check.same_batch(q, k)
     attn_mask = check.attn_mask(attn_mask, q, k)
-    band = check.band(causal, window)
-    options = _options(q, scale, softcap, dropout_p, deterministic)
+    options = _options(q, causal, window, scale, softcap, dropout_p, deterministic)
     check.flag("return_lse", return_lse)
-    return q, k, v, attn_mask, band, options
+    return q, k, v, attn_mask, options
 
 
 def _options(
-    q: Tensor, scale: float | None, softcap: float, dropout_p: float, deterministic: bool | None
-) -> dict[str, Any]:
-    return {
-        "scale": check.scale(scale, q.shape[-1]),
-        "softcap": check.softcap(softcap),
-        "dropout_p": check.probability(dropout_p),
-        "deterministic": (
+    q: Tensor,
+    causal: bool,
+    window: Window,
+    scale: float | None,
+    softcap: float,
+    dropout_p: float,
+    deterministic: bool | None,
+) -> CallOptions:
+    band = check.band(causal, window)
+    return CallOptions(
+        scale=check.scale(scale, q.shape[-1]),
+        window_left=band.left,
+        window_right=band.right,
+        softcap=check.softcap(softcap),
+        dropout_p=check.probability(dropout_p),
+        deterministic=(
             torch.are_deterministic_algorithms_enabled()
             if deterministic is None
             else check.flag("deterministic", deterministic)
         ),
-    }
+    )
+
+
+def _rng_state(q: Tensor, options: CallOptions) -> Tensor | None:
+    return ops.draw_rng_state(q.device) if options.dropout_p > 0 else None
 
 
 @overload
@@ -266,8 +273,7 @@ def attention_varlen(
     check.cu_seqlens("cu_seqlens_q", cu_seqlens_q, q)
     check.cu_seqlens("cu_seqlens_k", cu_seqlens_k, q)
     check.same_sequences(cu_seqlens_q, cu_seqlens_k)
-    band = check.band(causal, window)
-    options = _options(q, scale, softcap, dropout_p, deterministic)
+    options = _options(q, causal, window, scale, softcap, dropout_p, deterministic)
     check.flag("return_lse", return_lse)
     out, lse = ops.attention_varlen(
         q,
@@ -275,12 +281,10 @@ def attention_varlen(
         v,
         cu_seqlens_q,
         cu_seqlens_k,
-        ops.draw_rng_state(q.device) if options["dropout_p"] > 0 else None,
-        max_seqlen_q=check.max_seqlen("max_seqlen_q", max_seqlen_q),
-        max_seqlen_k=check.max_seqlen("max_seqlen_k", max_seqlen_k),
-        window_left=band.left,
-        window_right=band.right,
-        **options,
+        _rng_state(q, options),
+        check.max_seqlen("max_seqlen_q", max_seqlen_q),
+        check.max_seqlen("max_seqlen_k", max_seqlen_k),
+        options,
     )
     return (out, lse) if return_lse else out
 
@@ -314,13 +318,12 @@ def support(
     """
     if unknown:
         raise no_argument(support, unknown)
-    q, k, v, attn_mask, band, options = _dense_call(
+    q, k, v, attn_mask, options = _dense_call(
         q, k, v, causal, window, scale, softcap, attn_mask, dropout_p, deterministic, return_lse
     )
     mask_grad = attn_mask is not None and attn_mask.requires_grad
     wants_grad = mask_grad or any(x.requires_grad for x in (q, k, v))
-    described = CallOptions(window_left=band.left, window_right=band.right, **options)
-    problem = describe(q, v, dense_extent(q, k), attn_mask, described)
+    problem = describe(q, v, dense_extent(q, k), attn_mask, options)
     reasons = backends.reasons(problem)
     if wants_grad:
         spec = problem.spec._replace(backward=True, dlse=return_lse, dmask=mask_grad)
@@ -393,20 +396,15 @@ def scaled_dot_product_attention(
     Hk = max(key.shape[-3], value.shape[-3]) if query.dim() > 2 else 1
     q, k, v = _heads_last(query, batch), _heads_last(key, batch, Hk), _heads_last(value, batch, Hk)
     L, S = q.shape[1], k.shape[1]
-    out, _ = ops.attention(
-        q,
-        k,
-        v,
-        None if attn_mask is None else _mask_4d(attn_mask, batch, query.dim()),
-        ops.draw_rng_state(q.device) if dropout_p > 0 else None,
+    options = CallOptions(
         scale=check.scale(scale, q.shape[-1]),
-        window_left=None,
         # Causal aligned to the top left, expressed as a bottom-right band.
         window_right=L - S if is_causal else None,
-        softcap=0.0,
         dropout_p=float(dropout_p),
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
+    mask = None if attn_mask is None else _mask_4d(attn_mask, batch, query.dim())
+    out, _ = ops.attention(q, k, v, mask, _rng_state(q, options), options)
     return out.transpose(1, 2).reshape(*query.shape[:-3] and batch, *query.shape[-3:-2], L, v.shape[-1])
 
 

@@ -40,8 +40,8 @@ from . import backends
 from .backends import ALIGNMENT, Launch, OutAndLse, Prepares
 from .fast_path_gradients import FastAutograd
 from .ops import autocast_inputs, draw_rng_state
-from .ops.impl import CallOptions, dense_extent, describe
-from .problem import Inputs
+from .ops.impl import dense_extent, describe
+from .problem import CallOptions, Inputs
 
 Signature = tuple[Any, ...]
 """Everything that the slow path's decisions depend on. Types come last: True == 1 == 1.0, and each is served

@@ -17,8 +17,8 @@ from torch.compiler import is_dynamo_compiling
 from . import backends
 from .backends import ALIGNMENT, BackwardLaunch, Launch, Prepares
 from .ops import autograd, draw_rng_state
-from .ops.impl import CallOptions, backward_of, dense_extent, describe
-from .problem import Inputs, Saved
+from .ops.impl import backward_of, dense_extent, describe
+from .problem import CallOptions, Inputs, Saved
 
 _MOST = 64
 """Combinations of strides to remember per signature of the forward."""

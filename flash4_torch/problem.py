@@ -37,6 +37,22 @@ class Spec(NamedTuple):
     """Backward: attn_mask wants a gradient."""
 
 
+class CallOptions(NamedTuple):
+    """Numbers and flags of a call, checked and completed: the last arguments of every operator's schema."""
+
+    scale: float
+    window_left: int | None = None
+    window_right: int | None = None
+    """The band, aligned to the bottom right; its bounds may be negative."""
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    deterministic: bool = False
+
+    @property
+    def band(self) -> Band:
+        return Band(self.window_left, self.window_right)
+
+
 class Extent(NamedTuple):
     """Sizes of a call; with varlen, B is the number of sequences and Sq, Sk are the longest lengths."""
 

@@ -1,1 +1,1 @@
-"""`python -m flash4_torch bench`: speed and memory against PyTorch's and others' attention; see README.md."""
+"""`python -m flash4_torch bench`: speed and memory against PyTorch's and others' attention. See README.md."""

@@ -1,4 +1,4 @@
-"""What is measured: cells, their arithmetic and unavoidable bytes, and the roof that follows from these."""
+"""The cells to measure, their FLOPs and unavoidable bytes, and the roof that follows from these."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .timing import compare
 DIRECTIONS = ("forward", "backward")
 
 TOKENS, HIDDEN = 32768, 2048
-"""B * S, and what Hq * D comes close to, of every cell on a GPU."""
+"""B * S, and the approximate Hq * D, of every cell on a GPU."""
 
 _LENGTHS = {
     64: (256, 512, 1024, 2048, 4096, 16384),
@@ -40,7 +40,7 @@ class Cell:
     Hk: int
     dtype: str = "bfloat16"
     window: int | None = None
-    """A causal cell's row i sees keys from i - window on; None: from the first."""
+    """Row i of a causal cell sees keys from i - window on; None: from the first key on."""
 
     def case(self) -> dict[str, Any]:
         """The fields as plain data."""
@@ -54,7 +54,7 @@ class Cell:
         return q, k, v, dout
 
     def flops(self, direction: str) -> float:
-        """Two matrix products forward, five backward; the causal half counts as exactly that."""
+        """FLOPs of two GEMMs forward, five backward; causal counts exactly half."""
         products = {"forward": 2, "backward": 5}[direction]
         return products * 2.0 * self.B * self.Hq * self._scores() * self.D
 
@@ -64,7 +64,7 @@ class Cell:
         return self.S**2 / (2 if self.causal else 1)
 
     def bytes(self, direction: str) -> int:
-        """q, k, v and out; backward also dout, dq, dk and dv. What belongs to a row, as lse, is left out."""
+        """Bytes of q, k, v and out; backward also dout, dq, dk and dv. Row data such as lse is left out."""
         forward = 2 * self.B * self.S * (self.Hq + self.Hk) * self.D * getattr(torch, self.dtype).itemsize
         return forward * {"forward": 1, "backward": 2}[direction]
 
@@ -90,7 +90,7 @@ def cpu_cells() -> Iterator[Cell]:
 
 
 def cells(settings: Settings) -> list[Cell]:
-    """The cells of this machine that `settings` selects; quick takes those of 1024 tokens a sequence."""
+    """The cells of this machine that `settings` selects; quick keeps those with S = 1024."""
     found = gpu_cells() if settings.on_gpu else cpu_cells()
     return [
         cell
@@ -100,13 +100,13 @@ def cells(settings: Settings) -> list[Cell]:
 
 
 class Roof(NamedTuple):
-    """What no kernel exceeds: FLOP/s of a large matrix product, bytes/s of a large copy, read and write."""
+    """Limits that no kernel exceeds: FLOP/s of a large GEMM, bytes/s of a large copy, read and write."""
 
     matmul: float
     copy: float
 
     def flops(self, cell: Cell, direction: str) -> float:
-        """FLOP/s that the slower of arithmetic and memory allows."""
+        """FLOP/s that the slower of compute and memory allows."""
         return min(self.matmul, self.copy * cell.flops(direction) / cell.bytes(direction))
 
 

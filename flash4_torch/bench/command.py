@@ -28,7 +28,7 @@ from .settings import Selection, Settings
 
 
 class Section(Protocol):
-    """A module, or an object like one."""
+    """A section: a module, or an object with the same attributes."""
 
     @property
     def TITLE(self) -> str: ...
@@ -54,7 +54,7 @@ _CELL_VALUES: Mapping[str, Sequence[str]] = {
     "feature": (*FEATURES, *module.CASES),
     "direction": tuple(dict.fromkeys(DIRECTIONS + feature_times.DIRECTIONS)),
 }
-"""What --cells may say of a case, where that is no number."""
+"""Values that --cells may give to fields that are not numbers."""
 _MOST_ROUNDS = 1000
 _NO_COMPILER = "--model compiles kernels: pip install 'flash4_torch[kernels]'"
 
@@ -143,12 +143,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _succeeded(measured: bool) -> int:
-    """The exit status: a selection that no case meets is no success."""
+    """The exit status; a selection that matches no case is a failure."""
     return 0 if measured else _refuse("no case is what --cells selects, so nothing was measured")
 
 
 def _why_not(options: argparse.Namespace) -> str:
-    """What is wrong with the options, found before anything is measured; empty if nothing is."""
+    """A sentence about wrong options, before anything is measured; empty if they are right."""
     try:
         Selection.parse(options.cells, _CELL_VALUES)
     except ValueError as error:

@@ -1,10 +1,10 @@
-"""How long kernels for Blackwell take to compile, ours and upstream's:
+"""Compile times of kernels for Blackwell, ours and upstream's:
 
     python -m flash4_torch.bench.compile_times --rounds 3 --out results.json
 
-Each sample is a process of its own, with everything imported and no cache. What is timed are the calls of
-`cute.compile`, in the emulator's seam, which asks for line information: tracing, lowering and assembling.
-No GPU is needed. Run it on a quiet machine, or with `--clock cpu`.
+Each sample is a separate process, with everything imported and no cache. The calls of `cute.compile` are
+timed under the emulator, which asks for line information: tracing, lowering and assembling. No GPU is needed.
+Run it on a quiet machine, or with `--clock cpu`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time
 
 
 class _Timed:
-    """`cute.compile`, with the seconds that each call took."""
+    """A wrapper of `cute.compile` that records the seconds of each call."""
 
     def __init__(self, compile: Any, clock: Callable[[], float]):
         self._compile, self._clock = compile, clock
@@ -62,9 +62,9 @@ def _timing(clock: str) -> Iterator[list[float]]:
 
 
 def sample(who: str, D: int, causal: bool, clock: str) -> dict[str, list[float]]:
-    """Seconds that each kernel took, by the direction that it belongs to, in a process that has none yet.
+    """Seconds that each kernel took, by its direction, in a process that has compiled none yet.
 
-    A direction that has no kernel is left out.
+    A direction without a kernel is left out.
     """
     cell = Cell(D, causal, S, B=1, Hq=1, Hk=1)
     seconds = {}
@@ -78,7 +78,7 @@ def sample(who: str, D: int, causal: bool, clock: str) -> dict[str, list[float]]
 
 
 def measure(rounds: int, clock: str, who: Sequence[str]) -> Iterator[Row]:
-    """A row for each direction, with a list of samples for each kernel of it; contenders take turns."""
+    """One row per direction, with a list of samples for each of its kernels; contenders alternate."""
     for D, causal in itertools.product(WIDTHS, (False, True)):
         samples: dict[str, list[dict[str, list[float]]]] = {name: [] for name in who}
         for _, name in itertools.product(range(rounds), who):
@@ -99,7 +99,7 @@ def _in_a_process(who: str, D: int, causal: bool, clock: str) -> dict[str, list[
 
 
 def text(rows: list[Row]) -> str:
-    """Medians: of the largest kernel of a direction, and of all that it needs."""
+    """A table of medians: of the largest kernel of a direction, and of all its kernels together."""
     lines = []
     for row in rows:
         medians = [statistics.median(samples) for samples in row["seconds"]]
@@ -112,7 +112,7 @@ def text(rows: list[Row]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Runs the command line and returns the exit status."""
     parser = argparse.ArgumentParser(prog=f"python -m {__spec__.name}", description=__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="samples of each kernel; default: %(default)s")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="default: %(default)s")

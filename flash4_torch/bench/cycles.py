@@ -1,8 +1,8 @@
-"""The cycle model of the FlashAttention-4 paper: how long an SM's units are busy with what a launch weighs.
+"""The cycle model of the FlashAttention-4 paper: how long an SM's units are busy, from a launch's counts.
 
-A launch takes as long as its busiest unit, as if all of them always worked at once, on all SMs alike.
-Latencies, waits, waves of CTAs and clocks under load are not in it. So a prediction is a bound that no kernel
-exceeds, of use to compare kernels of the same structure and to see what limits them.
+A launch takes as long as its busiest unit, as if all units always worked concurrently, on all SMs alike. The
+model leaves out latencies, waits, waves of CTAs and clocks under load. So a prediction is a bound that no
+kernel exceeds; it serves to compare kernels of the same structure and to see what limits them.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ LANES, PASS_BYTES = 32, 128
 
 
 class Machine(NamedTuple):
-    """What an SM does in a clock, and how many clocks there are."""
+    """An SM's throughput per clock, the number of SMs, and the clock rate."""
 
     arch: str
     flops: int
-    """Dense products of 16-bit numbers."""
+    """FLOPs of dense 16-bit MMAs per clock."""
     exponentials: int
     shared_bytes: int
     issues: int
-    """Warp instructions, one a quadrant."""
+    """Warp instructions per clock, one per quadrant."""
     num_sms: int
     hertz: float
     source: str
@@ -38,11 +38,11 @@ UNITS = ("mma", "mufu", "shared", "issue")
 
 
 class Cycles(NamedTuple):
-    """Clocks that the units of one SM are busy, as UNITS names them.
+    """Clocks that the units of one SM are busy, in the order of UNITS.
 
-    shared leaves out what arrives from global memory, as the paper does, and counts conflicts of banks.
-    issue, which the paper does not have, goes by the fullest quadrant and takes each instruction that is not
-    dropped for one slot.
+    shared leaves out copies from global memory, as the paper does, and includes bank conflicts. issue, which
+    the paper does not have, is that of the fullest quadrant, with one slot for each instruction that is not
+    dropped.
     """
 
     mma: float
@@ -59,7 +59,7 @@ class Cycles(NamedTuple):
 
 
 def cycles(weight: Weight, machine: Machine) -> Cycles:
-    """Of all that a launch does, on one SM."""
+    """Cycles of a whole launch, as if it ran on one SM."""
     passes = sum(weight.passes[kind] for kind in SHARED if kind != "copies in")
     return Cycles(
         mma=weight.mma_flops / machine.flops,
@@ -70,6 +70,6 @@ def cycles(weight: Weight, machine: Machine) -> Cycles:
 
 
 def flops_per_second(flops: float, launches: Sequence[Weight], machine: Machine) -> float:
-    """What `launches`, one after the other, reach at work that counts as `flops`, on all SMs."""
+    """FLOP/s that `launches`, one after the other on all SMs, reach for work that counts as `flops`."""
     busy = sum(max(cycles(weight, machine)) for weight in launches)
     return flops / busy * machine.num_sms * machine.hertz

@@ -1,4 +1,4 @@
-"""Who is weighed: attention by our kernels and by flash-attn-4's, run in the emulator, launch by launch."""
+"""Kernels whose instructions are counted: ours and flash-attn-4's, run in the emulator, launch by launch."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from .fa4_emulated import flash_attn_4
 from .instruction_counts import Weight, weigh
 
 Attend = Callable[[Cell, str], list[Weight]]
-"""What the launches of a cell weigh, in one direction. Raises LookupError, or BackendError, where there is no
-kernel for it that uses the tensor cores."""
+"""Function from a cell and a direction to the counts of its launches. Raises LookupError or BackendError if
+no kernel that uses the tensor cores serves the cell."""
 
 OURS, UPSTREAM = "flash4", "fa4"
 
 
 @contextmanager
 def ours(arch: str) -> Iterator[Attend]:
-    """The kernels that dispatch chooses on a GPU of that architecture."""
+    """Our kernels, as dispatch chooses them on a GPU of that architecture."""
     before = env.change({env.BACKEND.name: "emulator", env.ARCH.name: arch})
     try:
         with device(arch, races=False) as emulated:
 
             def attend(cell: Cell, direction: str) -> list[Weight]:
-                emulated.reports.clear()  # of a call that failed
+                emulated.reports.clear()  # drops those of a failed call
                 q, k, v, dout = (x.requires_grad_() for x in cell.inputs("cpu"))
                 out = api.attention(q, k, v, causal=cell.causal, deterministic=False)
                 weights = _taken(emulated)
@@ -43,7 +43,7 @@ def ours(arch: str) -> Iterator[Attend]:
 
 @contextmanager
 def upstream(arch: str) -> Iterator[Attend]:
-    """flash-attn-4's kernels, as it chooses them."""
+    """The kernels of flash-attn-4, as it chooses them."""
     emulated = Device(arch, Options(races=False))
     with flash_attn_4(emulated.launch, arch) as interface:
 
@@ -79,7 +79,7 @@ def _has_flash_attn_4() -> bool:
 
 
 def _taken(emulated: Device) -> list[Weight]:
-    """The launches since the last time. Raises where none of them used the tensor cores."""
+    """Counts of the launches since the last call. Raises LookupError if none used the tensor cores."""
     weights = [weigh(report) for report in emulated.reports]
     emulated.reports.clear()
     if not any(weight.mma_flops for weight in weights):

@@ -26,17 +26,17 @@ CHECKERS = {"races off": Options(races=False), "races on": Options(races=True)}
 
 
 class Launch(Protocol):
-    """Runs a kernel once."""
+    """A function that runs a kernel once."""
 
     def __call__(self, *, options: Options) -> Report: ...
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A kernel of `WARPS` warps that does `body` many times, between `start` and `end`.
+    """A kernel of `WARPS` warps that repeats `body` `turns` times, between `start` and `end`.
 
-    They find their thread's number in %t, the address of `shared_bytes` of shared memory in %base, and the
-    number of turns to go in %n.
+    %t holds the thread's index, %base the address of `shared_bytes` of shared memory, and %n the number of
+    iterations left.
     """
 
     registers: str
@@ -130,7 +130,7 @@ TILES = Loop(
     shared_bytes=32 * WARPS * 16,
 )
 
-# A warp's lanes write and read 4 bytes, 132 apart: no two are neighbours.
+# A warp's lanes write and read 4 bytes, 132 apart: no two are adjacent.
 SCATTERED = Loop(
     registers=".reg .b32 %to, %v;",
     start="mad.lo.u32 %to, %t, 132, %base;\nmov.b32 %v, %t;",
@@ -144,8 +144,8 @@ SCATTERED = Loop(
     shared_bytes=32 * WARPS * 132,
 )
 
-# Both operands are 128-byte rows of 64 bf16 numbers, swizzled, K-major: A at %base, B behind it. A step of
-# 16 in K is 32 bytes. They hold what unwritten memory holds.
+# Both operands are 128-byte rows of 64 bf16 numbers, swizzled, K-major: A at %base, B after it. A step of
+# 16 in K is 32 bytes. The operands are uninitialised.
 _ROWS = 1 << 16 | 64 << 32
 _DESCRIPTORS = """
     shr.u32 %t, %base, 4;
@@ -226,7 +226,7 @@ LOOPS = {
 
 
 def measure(settings: Settings) -> Iterator[Row]:
-    """One row for each kernel; none without a C++ compiler, and no attention without CuTe-DSL."""
+    """One row per kernel; no rows without a C++ compiler, and no attention without CuTe-DSL."""
     if not any(map(shutil.which, ("g++", "c++"))):
         return
     for name, loop in LOOPS.items():
@@ -238,7 +238,7 @@ def measure(settings: Settings) -> Iterator[Row]:
 
 
 def _attention(S: int, stack: ExitStack) -> Launch:
-    """The forward of one causal head in f32; `stack` closes the device that it is compiled for."""
+    """Forward of one causal head in f32; `stack` closes the device that it is compiled for."""
     from ..kernels.aux_kernels import rowwise
 
     D = 64

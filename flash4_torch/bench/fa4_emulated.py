@@ -1,4 +1,4 @@
-"""Kernels that others wrote, under the emulator: where they are installed, as we depend on none of them."""
+"""flash-attn-4's kernels in the emulator, if that package is installed; we do not depend on it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from .. import env
 from ..emulator import host
 
 Run = Callable[[host.Launch], None]
-ALIGNMENT = 256  # bytes, of memory that cudaMalloc gives
+ALIGNMENT = 256  # bytes; cudaMalloc aligns to this
 
 
 @contextmanager
 def flash_attn_4(run: Run, arch: str, num_sms: int | None = None) -> Iterator[ModuleType]:
-    """flash-attn-4's `interface` module, where `_flash_attn_fwd` and `_bwd` then take CPU tensors."""
+    """flash-attn-4's `interface` module; inside the context `_flash_attn_fwd` and `_bwd` take CPU tensors."""
     num_sms = num_sms or host.ARCHITECTURES[arch].num_sms
     before = env.change({"FLASH_ATTENTION_ARCH": arch, "FLASH_ATTENTION_NUM_SMS": str(num_sms)})
     try:
         with pretended_gpu(run, arch, num_sms), warnings.catch_warnings():
-            # The DSL warns of an argument that the kernels leave out where it is empty.
+            # The DSL warns about an argument that the kernels leave out when it is empty.
             warnings.filterwarnings("ignore", message="Argument aux_data")
             interface = importlib.import_module("flash_attn.cute.interface")
             _forget_device(interface)
@@ -37,14 +37,14 @@ def flash_attn_4(run: Run, arch: str, num_sms: int | None = None) -> Iterator[Mo
 
 
 def _forget_device(interface: ModuleType) -> None:
-    """What it asked about the device is remembered for good, but the next test may play another."""
+    """Clears flash-attn-4's caches of device properties: the next test may emulate another device."""
     interface._get_device_arch.cache_clear()
     importlib.import_module("flash_attn.cute.cute_dsl_utils").get_max_active_clusters.cache_clear()
 
 
 @contextmanager
 def pretended_gpu(run: Run, arch: str, num_sms: int | None = None) -> Iterator[None]:
-    """Installs the emulator, and lets torch code that wants a GPU have one: memory of "cuda" is the CPU's."""
+    """Installs the emulator, and makes torch report a GPU whose "cuda" memory is the CPU's."""
     device = host.ARCHITECTURES[arch]
     stream = SimpleNamespace(cuda_stream=0)
     properties = SimpleNamespace(
@@ -80,7 +80,7 @@ def pretended_gpu(run: Run, arch: str, num_sms: int | None = None) -> Iterator[N
 
 
 class _CudaOnCpu(TorchFunctionMode):
-    """Torch's functions with "cuda" replaced by "cpu"; what they make is aligned as CUDA's memory is."""
+    """torch's functions with "cuda" replaced by "cpu"; new tensors are aligned like CUDA memory."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.Tensor.cuda:

@@ -1,4 +1,4 @@
-"""Section `features`: what every feature costs, against torch's offer for it and against ours without it."""
+"""Section `features`: the cost of every feature, against torch's equivalent and against ours without it."""
 
 from __future__ import annotations
 

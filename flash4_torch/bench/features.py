@@ -1,4 +1,4 @@
-"""The features of attention, each as a pair of calls on the same inputs: ours, and what torch offers for it.
+"""The features of attention, each as a pair of calls on the same inputs: ours, and torch's equivalent.
 
 Sections `features` (time) and `memory` share them. To add a feature, add a row to FEATURES.
 """
@@ -23,7 +23,7 @@ DROPOUT_P = 0.1
 
 @dataclass(frozen=True)
 class Shape:
-    """Of q (B, S, H, D), k and v (B, S, Hk, D); Hk 0 means H."""
+    """Sizes of q (B, S, H, D), k and v (B, S, Hk, D); Hk 0 means H."""
 
     B: int
     S: int
@@ -41,7 +41,7 @@ class Shape:
 
 
 class Pair(NamedTuple):
-    """Two calls that give (B, S, H, D), or packed (T, H, D), and the tensors both are differentiable in."""
+    """Two calls that return (B, S, H, D), or packed (T, H, D), and the tensors to differentiate them by."""
 
     inputs: tuple[Tensor, ...]
     flash4: Callable[[], Tensor]
@@ -92,7 +92,7 @@ def _softcap(shape: Shape) -> Pair:
 
 
 def _capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """By definition: torch's SDPA has no softcap."""
+    """Softcap by its definition, as torch's SDPA has none."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     scores = torch.tanh(q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 / SOFTCAP)) * SOFTCAP
     return (torch.softmax(scores, -1) @ v).transpose(1, 2)
@@ -117,13 +117,13 @@ def _gqa(shape: Shape) -> Pair:
 
 
 def _varlen(shape: Shape) -> Pair:
-    """Four sequences of different lengths, B * S tokens together; torch gets them one by one."""
+    """Four sequences of different lengths, B * S tokens in all; torch gets them one by one."""
     T = shape.B * shape.S
     return _packed(shape, [0, T // 2, T // 2 + T // 4, T // 2 + T // 4 + T // 8, T])
 
 
 def _varlen_of_equals(shape: Shape) -> Pair:
-    """The sequences of a dense call, packed; torch gets them as that dense call."""
+    """The sequences of a dense call, packed; torch gets them as the dense call."""
     pair = _packed(shape, [b * shape.S for b in range(shape.B + 1)])
     dense = (shape.B, shape.S, shape.H, shape.D)
     return pair._replace(torch=lambda: _sdpa(*(x.view(dense) for x in pair.inputs)).flatten(0, 1))

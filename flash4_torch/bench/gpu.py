@@ -1,4 +1,4 @@
-"""What a GPU is doing, as nvidia-smi tells it. Nothing here changes a setting."""
+"""The state of a GPU, as nvidia-smi reports it. Nothing here changes a setting."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _QUERIES = {
 
 
 def state() -> dict[str, str]:
-    """Driver, clocks, power and temperature of torch's current device; empty if that cannot be told."""
+    """Driver, clocks, power and temperature of torch's current device; empty if nvidia-smi cannot tell."""
     if not torch.cuda.is_available():
         return {}
     card = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"

@@ -1,4 +1,4 @@
-"""Section `host`: microseconds a call at a size so small that only the way to the kernel is left."""
+"""Section `host`: microseconds per call at a size so small that only the path to the kernel matters."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import api, ops
+from ..problem import CallOptions
 from ..testing import backends_used
 from . import features, providers
 from .cases import Cell
@@ -38,23 +39,11 @@ def _operator(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return ops.attention(
-        q,
-        k,
-        v,
-        None,
-        None,
-        scale=q.shape[-1] ** -0.5,
-        window_left=None,
-        window_right=None,
-        softcap=0.0,
-        dropout_p=0.0,
-        deterministic=False,
-    )[0]
+    return ops.attention(q, k, v, None, None, CallOptions(scale=q.shape[-1] ** (-0.5)))[0]
 
 
 def _heads_first(attend: Callable[..., Tensor]) -> Attend:
-    """A function with heads before the sequence, used as one with heads after it, as ours is."""
+    """Adapts a function with heads before the sequence to our layout, with heads after it."""
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
@@ -63,7 +52,7 @@ def _heads_first(attend: Callable[..., Tensor]) -> Attend:
 
 
 class _Nothing(torch.autograd.Function):
-    """What a function written in Python costs that allocates results and gradients, and launches nothing."""
+    """A baseline: a Python function that allocates results and gradients, and launches nothing."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -86,9 +75,9 @@ CONTENDERS: dict[str, Attend] = {
 
 
 def measure(settings: Settings) -> Iterator[Row]:
-    """One row for each way to call and contender. Threads do not help at this size, so there is one.
+    """One row per way to call and contender. Threads do not help at this size, so there is one.
 
-    torch.compile needs a C++ compiler, without one its rows are left out.
+    torch.compile needs a C++ compiler; without one its rows are left out.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -109,12 +98,12 @@ def measure(settings: Settings) -> Iterator[Row]:
 
 
 def _cell(settings: Settings) -> Cell:
-    """A kernel takes less time than its call on either device."""
+    """The cell of this device, so small that the kernel takes less time than its call."""
     return _GPU_CELL if settings.on_gpu else _CPU_CELL
 
 
 def _peers(settings: Settings) -> dict[str, Attend]:
-    """The FlashAttentions of others, below their autograd functions; their forwards only."""
+    """Forwards of other FlashAttention packages, below their autograd functions."""
     found, missing = providers.available(settings.device)
     cell = _cell(settings)
     others = {name: provider for name, provider in found.items() if name in ("fa3", "fa4")}
@@ -157,7 +146,7 @@ def _rows(mode: str, calls: Mapping[str, Callable[[], Any]], settings: Settings)
         with backends_used() as used:
             call()
         served_by[name] = dict(used.keys())
-    # The host is what is timed, on machines with a GPU too.
+    # The host is timed, also on machines with a GPU.
     timer = CpuTimer(calls, settings.clock, torch.cuda.synchronize if settings.on_gpu else None)
     result = compare(calls, settings, timer)
     sdpa = result.seconds[_SDPA].median

@@ -1,10 +1,10 @@
-"""What a launch in the emulator weighs: warp instructions by class and role, shared bytes, FLOPs, waits.
+"""Counts of a launch in the emulator: warp instructions by class and role, SMEM bytes, FLOPs, waits.
 
-Instructions are PTX's. The class "dropped" holds what the assembler mostly makes nothing of: moves, packing
+Instructions are PTX instructions. The class "dropped" holds those that ptxas mostly removes: moves, packing
 and unpacking of registers, parameters (operands from the constant bank in SASS) and changes of address space.
-Everything else becomes about one instruction each, with exceptions on both sides: a negation folds into its
-user, a multiplication and an addition of addresses into one, a 64-bit operation splits into two. So totals of
-two kernels compare well, but a difference of a few percent between them means nothing.
+Every other instruction becomes about one SASS instruction, with exceptions on both sides: a negation folds
+into its user, a multiplication and an addition of addresses become one, a 64-bit operation splits into two.
+So totals of two kernels are comparable, but a difference of a few percent between them means nothing.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from typing import Any
 from ..emulator.report import Line, Report
 
 MATH = ("packed", "float", "max", "convert", "integer")
-"""What the pipes of multiplication and of everything else execute: "FMA+ALU"."""
+"""Classes that the FMA and ALU pipes execute: "FMA+ALU"."""
 CLASSES = ("mufu", *MATH, "tensor memory", "memory", "sync", "branch", "copy", "mma", "dropped")
 ISSUED = tuple(name for name in CLASSES if name != "dropped")
 SHARED = ("loads", "stores", "operands", "copies out", "copies across", "copies in")
-"""Of threads, of the tensor cores, of asynchronous copies to global memory, within a cluster, and from global
-memory."""
+"""Shared-memory accesses: loads and stores of threads, MMA operands, asynchronous copies to global memory,
+within a cluster, and from global memory."""
 ROLES = ("weights", "products", "accumulators", "loads", "stores", "other")
-"""Warps that make the exponentials; issue the products of fifth-generation tensor cores; read tensor memory
-without being either; load; store; and the rest."""
+"""Roles of warps: those that compute the exponentials; issue tcgen05.mma; read TMEM and are neither of these;
+load; store; and the rest."""
 
 QUADRANTS = 4
-"""Of an SM; warp w issues in quadrant w % 4."""
+"""Quadrants of an SM; warp w issues in quadrant w % 4."""
 
 _PACKED = re.compile(r"\.f32x2\b")
 _EXTREMUM = re.compile(r"(max|min)\.(\w+\.)*f32$")
 _DROPPED = re.compile(r"mov\b|cvta\b|ld\.param|ldu?\.const|pack\b|unpack\b")
 _WAITS = ("mbarrier.try_wait", "mbarrier.test_wait", "bar.sync", "barrier.sync", "barrier.cluster.wait")
 _BY_DEED = {"mma": "products", "tmem": "accumulators", "in": "loads", "out": "stores"}
-"""The first of these that a warp does gives its role, unless it makes exponentials."""
+"""Roles by activity; the first that a warp has decides, unless it computes exponentials."""
 _OF_PIPE = {
     "mufu": "mufu",
     "convert": "convert",
@@ -52,13 +52,13 @@ _OF_PIPE = {
 
 
 def opcode(ptx: str) -> str:
-    """Of an instruction as it is written: "add.rn.f32" of "@%p1 add.rn.f32 %f1, %f2, %f3;"."""
+    """Opcode of an instruction's text: "add.rn.f32" for "@%p1 add.rn.f32 %f1, %f2, %f3;"."""
     words = ptx.split()
     return words[1 if words[0].startswith("@") else 0].rstrip(";")
 
 
 def class_of(line: Line) -> str:
-    """One of CLASSES."""
+    """The class of a line's instruction, one of CLASSES."""
     code = opcode(line.ptx)
     if _DROPPED.match(code):
         return "dropped"
@@ -72,7 +72,7 @@ def class_of(line: Line) -> str:
 
 
 def shared_kind(line: Line) -> str:
-    """One of SHARED: whom a line's bytes of shared memory belong to."""
+    """The kind of a line's shared-memory access, one of SHARED."""
     code = opcode(line.ptx)
     if line.pipe == "mma":
         return "operands"
@@ -89,11 +89,11 @@ def shared_kind(line: Line) -> str:
 
 @dataclass(frozen=True)
 class Weight:
-    """Of one launch, or several; numbers of warp instructions unless said otherwise.
+    """Counts of one launch, or of several; warp instructions unless stated otherwise.
 
-    roles: by role and class. quadrants: issued by each quadrant of the SMs. warps: which play a role.
-    shared: bytes by kind, and passes: how often the banks must be asked for them, conflicts included.
-    waits: for barriers of all kinds, by role.
+    roles: by role and class. quadrants: issued by each quadrant of the SMs. warps: the warps of each role.
+    shared: SMEM bytes by kind. passes: passes through the banks for them, conflicts included.
+    waits: on barriers of all kinds, by role.
     """
 
     kernel: str
@@ -106,7 +106,7 @@ class Weight:
     mma_flops: int
 
     def count(self, *classes: str) -> int:
-        """Of these classes, all roles together."""
+        """Instructions of these classes, over all roles."""
         return sum(counts.get(name, 0) for counts in self.roles.values() for name in classes)
 
     @property
@@ -114,7 +114,7 @@ class Weight:
         return sum(self.shared.values())
 
     def row(self) -> dict[str, Any]:
-        """As plain data; `of_row` reads it."""
+        """The counts as plain data; `of_row` reads it."""
         return dict(vars(self))
 
     @classmethod
@@ -123,7 +123,7 @@ class Weight:
 
 
 def weigh(report: Report) -> Weight:
-    """What the launch came to that `report` is of."""
+    """The counts of the launch described by `report`."""
     lines = [line for line in report.lines if any(line.counts)]
     warps = range(len(report.lines[0].counts))
     classes = [class_of(line) for line in lines]
@@ -160,7 +160,7 @@ def _sum(counts: Iterable[Counter[str]]) -> dict[str, int]:
 
 
 def _roles(lines: list[Line], warps: int) -> list[str]:
-    """The role of each warp, by what it executes."""
+    """Each warp's role, derived from the instructions that it executes."""
     done = {name: [0] * warps for name in ("exp", *_BY_DEED)}
     for line in lines:
         for name in _deeds(line):
@@ -168,7 +168,7 @@ def _roles(lines: list[Line], warps: int) -> list[str]:
     most = max(done["exp"])
 
     def role(warp: int) -> str:
-        # A few, of a row's sum or statistics, do not make it one.
+        # A few exponentials, for a row's sum or statistics, are not enough for this role.
         if done["exp"][warp] and 4 * done["exp"][warp] > most:
             return "weights"
         for name, played in (
@@ -185,7 +185,7 @@ def _roles(lines: list[Line], warps: int) -> list[str]:
 
 
 def _deeds(line: Line) -> Iterator[str]:
-    """What is worth knowing of a line to tell the roles of the warps that execute it."""
+    """The activities that a line shows of the warps that execute it; they decide the warps' roles."""
     code = opcode(line.ptx)
     if code.startswith("ex2"):
         yield "exp"

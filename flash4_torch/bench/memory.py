@@ -1,4 +1,4 @@
-"""Section `memory`: peak memory of every feature against S, and the exponent of its growth: 1 is linear."""
+"""Section `memory`: peak memory of every feature over S, and the exponent of its growth (1 is linear)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _H, _D = 2, 32
 
 
 def measure(settings: Settings) -> Iterator[Row]:
-    """One row for each feature, direction and contender."""
+    """One row per feature, direction and contender."""
     for name in FEATURES:
         for direction in ("forward", "forward + backward"):
             for who in ("flash4", "torch"):
@@ -45,7 +45,7 @@ def measure(settings: Settings) -> Iterator[Row]:
 
 
 def _sizes(settings: Settings, who: str) -> list[int]:
-    """Torch stops where what is quadratic there still fits a small machine."""
+    """The lengths to measure; torch's end where its quadratic features still fit a small machine."""
     if settings.quick:
         return [1024, 2048, 4096]
     return [2048, 4096, 8192, 16384] if who == "flash4" else [1024, 2048, 4096]
@@ -61,7 +61,7 @@ def prepare(S: int, device: str, feature: str, direction: str, who: str) -> Call
 
 
 def exponent(sizes: list[int], peaks: list[float]) -> float:
-    """The slope of log(peak) over log(size), fitted by least squares; a peak is a page at least."""
+    """Slope of log(peak) over log(size), fitted by least squares; a peak counts as at least one page."""
     return statistics.linear_regression(
         [math.log(size) for size in sizes], [math.log(max(peak, _PAGE_MIB)) for peak in peaks]
     ).slope

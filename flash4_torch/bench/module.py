@@ -19,7 +19,7 @@ TITLE = "training step of MultiheadAttention, time and peak memory on top of the
 
 
 class Size(NamedTuple):
-    """embed_dim, heads, batch and sequence length."""
+    """Sizes of a module's input: embed_dim, heads, batch and sequence length."""
 
     E: int
     H: int
@@ -46,7 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
     "need_weights, dropout 0.1": {"need_weights": True, "dropout": 0.1},
 }
 _AT_EVERY_SIZE = ("plain", "causal", "dropout 0.1", "causal, dropout 0.1")
-"""The others at the first one only; torch's weights of 16384 keys would not fit."""
+"""Cases that run at every size; the others run at the first only: torch's 16384-key weights would not fit."""
 CLASSES = {"flash4": MultiheadAttention, "torch": nn.MultiheadAttention}
 
 
@@ -87,7 +87,7 @@ def prepare(
     causal: bool = False,
     padding: bool = False,
 ) -> Callable[[], Any]:
-    """The step of a self-attention module in training, on S random tokens that want gradients, too."""
+    """A training step of a self-attention module, on S random tokens that also require gradients."""
     dtype = usual_dtype(device)
     module = CLASSES[who](size.E, size.H, dropout=dropout, batch_first=True, device=device, dtype=dtype)
     x = torch.randn(size.B, S, size.E, device=device, dtype=dtype, requires_grad=True)

@@ -1,10 +1,10 @@
-"""Peak memory of one call, in a process of its own.
+"""Peak memory of one call, measured in a separate process.
 
-On a CPU it is the growth of the process's peak resident memory. That sees everything, buffers of libraries
-and the waste of the allocator included. But a peak never falls, and freed memory is used again. So each
-measurement gets a fresh process, forked from a server that has done nothing but import torch; it first runs
-the same call at a small size, for the code and the buffers that every size needs, and makes its inputs
-before it starts to count. On a GPU it is the growth of the allocator's peak.
+On a CPU it is the growth of the process's peak resident memory. That includes everything, also library
+buffers and allocator overhead. But a peak never falls, and freed memory is used again. So each measurement
+gets a fresh process, forked from a server that has only imported torch; it first runs the same call at a
+small size, to load the code and the buffers that every size needs, and makes its inputs before it starts to
+count. On a GPU it is the growth of the allocator's peak.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import torch
 from .settings import Settings
 
 Prepare = Callable[..., Callable[[], Any]]
-"""prepare(size, device, ...) makes the inputs and returns the call to measure. It is sent to the process."""
+"""prepare(size, device, ...) makes the inputs and returns the call to measure. It runs in the process."""
 
 
 def peak_mib(settings: Settings, prepare: Prepare, size: int, small: int, *arguments: Any) -> float:
-    """MiB that the call of `prepare(size, device, *arguments)` takes beside its inputs, with its results."""
+    """MiB that the call of `prepare(size, device, *arguments)` needs besides its inputs, results included."""
     if settings.on_gpu:
         return _peak_mib(settings, prepare, size, small, *arguments)
     context = get_context("forkserver")
@@ -42,7 +42,7 @@ def _peak_mib(settings: Settings, prepare: Prepare, size: int, small: int, *argu
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     before = _peak(settings)
-    # Held, as a caller would hold them, until the peak is read.
+    # Kept alive until the peak is read, as a caller would keep them.
     results = call()
     after = _peak(settings)
     del results

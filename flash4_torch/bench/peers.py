@@ -1,6 +1,6 @@
-"""Sections `forward` and `backward`: ours against every peer, cell by cell, under the cell's roof.
+"""Sections `forward` and `backward`: ours against every peer, cell by cell, relative to the cell's roof.
 
-`compare_cell` also times variants of one kernel against each other, in a script:
+In a script, `compare_cell` also times variants of one kernel against each other:
 
     q, k, v, _ = cell.inputs("cuda")
     row = compare_cell(cell, {"one": lambda: one(q, k, v), "other": lambda: other(q, k, v)}, Settings("cuda"))
@@ -30,7 +30,7 @@ from .timing import Call, compare
 _ROUNDS, _ROUNDS_IF_LONG, _LONG = 6, 3, 16384
 
 _TOLERANCE = 0.02
-"""Norm of the difference of two results over a result's; bfloat16 takes a quarter of it."""
+"""Norm of the difference of two results over the norm of one; bfloat16 rounding uses a quarter of it."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Peers:
         return f"attention, {self.direction}: TFLOP/s, and ours over the best peer's"
 
     def measure(self, settings: Settings) -> Iterator[Row]:
-        """One row for each cell. Roofs are measured before and after all of them; the higher one counts."""
+        """One row per cell. Roofs are measured before and after all cells; the higher one counts."""
         chosen = cells(settings) if settings.selection.takes({"direction": self.direction}) else []
         dtypes = {cell.dtype for cell in chosen}
         found, missing = providers.available(settings.device)
@@ -67,7 +67,7 @@ class Peers:
 
 
 def own_backend(settings: Settings) -> str:
-    """The backend of our own kernels for this GPU, if there is one; empty: dispatch chooses."""
+    """The backend of our own kernels for this GPU; empty if there is none, and dispatch chooses."""
     if not settings.on_gpu:
         return ""
     name = f"sm{torch.cuda.get_device_capability()[0]}0"
@@ -85,7 +85,7 @@ def _forced(backend: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Entry:
-    """The calls of the providers that serve a cell, why the others do not, and the backends of ours."""
+    """The calls of the providers that serve a cell, the reasons why others do not, and our backends."""
 
     calls: dict[str, Call]
     left_out: dict[str, str]
@@ -95,7 +95,8 @@ class Entry:
 def prepare(found: Mapping[str, Provider], cell: Cell, direction: str, device: str) -> Entry:
     """Makes the inputs and runs every provider once.
 
-    Who fails is left out, and so is who computes something else than the last one that does not, torch's.
+    A provider that fails is left out, and so is one whose result differs from the reference: the result of
+    the last provider that works, one of torch's.
     """
     inputs = cell.inputs(device)
     expected: tuple[Tensor, ...] = ()
@@ -103,13 +104,13 @@ def prepare(found: Mapping[str, Provider], cell: Cell, direction: str, device: s
     for name, provider in reversed(list(found.items())):
         try:
             with backends_used() as used, warnings.catch_warnings():
-                # Torch says at length why a forced backend does not serve.
+                # torch warns at length why a forced backend does not serve.
                 warnings.simplefilter("ignore")
                 call = provider.prepare(cell, direction, inputs)
                 result = call()
             _refuse_difference(result, expected or result)
             expected = expected or result
-        # Peers raise what they like.
+        # Peers raise errors of any type.
         except Exception as error:
             entry.left_out[name] = providers.sentence(error)
         else:
@@ -121,7 +122,7 @@ def prepare(found: Mapping[str, Provider], cell: Cell, direction: str, device: s
 def _refuse_difference(result: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
     for one, other in zip(result, expected, strict=True):
         difference = float((one.float() - other.float()).norm() / other.float().norm())
-        # Also refuses NaN.
+        # Written so that NaN is refused too.
         if not difference <= _TOLERANCE:
             raise ArithmeticError(f"its result differs from the others' by {difference:.2g}")
 
@@ -129,10 +130,10 @@ def _refuse_difference(result: tuple[Tensor, ...], expected: tuple[Tensor, ...])
 def compare_cell(
     cell: Cell, contenders: Mapping[str, Call], settings: Settings, direction: str = "forward"
 ) -> Row:
-    """Times calls that all compute `cell` in turn.
+    """Times calls that all compute `cell`, alternating between them.
 
     Returns the cell's fields and, by contender: `seconds` with quartiles, `tflops` of the median, and
-    `ratios`, how many times as fast as it the first contender is, from each round by itself.
+    `ratios`, the first contender's speed over this one's, computed round by round.
     """
     rounds = settings.rounds
     if settings.on_gpu and not rounds:
@@ -150,7 +151,7 @@ def compare_cell(
 
 
 def under_roof(cell: Cell, direction: str, before: Roof, after: Roof) -> Row:
-    """What a cell's row says of its roof."""
+    """The fields of a cell's row that describe its roof."""
     roof = Roof(*map(max, zip(before, after, strict=True)))
     return {
         "roof_tflops": roof.flops(cell, direction) / 1e12,

@@ -1,4 +1,4 @@
-"""Results as PNG, one figure per section."""
+"""Plots of results as PNG, one figure per section."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _emulator(rows: list[Row]) -> Figure:
 
 
 def _pairs(axes: Axes, labels: list[str], rows: list[Row]) -> None:
-    """Times of torch and ours side by side."""
+    """Bars with the times of torch and ours side by side."""
     for shift, who in ((-0.2, "torch"), (0.2, "flash4")):
         places = [place + shift for place in range(len(rows))]
         times = [1e3 * r["seconds"][who]["median"] for r in rows]

@@ -1,7 +1,7 @@
-"""`bench --model`: what kernels weigh beside upstream's, and what a GPU's cycle model makes of it.
+"""`bench --model`: instruction counts of our kernels and upstream's, and a GPU's cycle model of them.
 
-Nothing is timed, and no GPU is needed: the kernels run in the emulator. Upstream's numbers are read from
-`RECORDED` where it is not installed.
+Nothing is timed, and no GPU is needed: the kernels run in the emulator. If upstream is not installed, its
+numbers are read from `RECORDED`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ from .settings import Settings
 RECORDED = Path(__file__).parent / "results" / "blackwell-weights.json"
 
 SCORES = 128 * 128
-"""Of the unit in which tables give numbers: as many scores as a tile has, the hidden half of causal ones not
-counted."""
+"""Unit of the tables' numbers: the scores of one tile. The masked half of a causal call is not counted."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The section of one machine; numbers of a row are those of whole launches."""
+    """The section of one machine; a row's numbers are those of whole launches."""
 
     machine: str
 
@@ -42,7 +41,7 @@ class Prediction:
         return f"{self.machine}: weights of attention in the emulator, and a bound: predicted, never timed"
 
     def measure(self, settings: Settings) -> Iterator[Row]:
-        """A row for each cell, direction and contender."""
+        """One row per cell, direction and contender."""
         cases = [
             case
             for case in itertools.product(cells(settings), DIRECTIONS)
@@ -68,7 +67,7 @@ class Prediction:
         )
 
     def document(self, rows: list[Row]) -> str:
-        """JSON, with a row a line: what was run, and what the model says of it."""
+        """JSON with one row per line: what was run, and the model's prediction for it."""
         machine = MACHINES[self.machine]
         head = {
             "versions": info.versions() | {"flash-attn-4": _upstream_version(rows)},
@@ -93,7 +92,7 @@ def _upstream_version(rows: list[Row]) -> str:
 
 
 def cells(settings: Settings) -> list[Cell]:
-    """One head each, which is enough: the work of others is the same."""
+    """The selected cells, with one head each: more heads would repeat the same work."""
     widths, lengths = ((128,), (512,)) if settings.quick else ((64, 128, 256), (512, 1024, 2048))
     cases = itertools.product(widths, (False, True), lengths)
     found = [Cell(D, causal, S, B=1, Hq=1, Hk=1) for D, causal, S in cases]
@@ -101,19 +100,19 @@ def cells(settings: Settings) -> list[Cell]:
 
 
 def recorded(who: str, cases: Sequence[tuple[Cell, str]]) -> Iterator[Row]:
-    """The rows of these cells and directions that were written down."""
+    """The recorded rows of these cells and directions."""
     for row in json.loads(RECORDED.read_text())["rows"]:
         if row["who"] == who and (cell_of(row), row["direction"]) in cases:
             yield row | {"recorded": RECORDED.name}
 
 
 def cell_of(row: Row) -> Cell:
-    """That a row is of."""
+    """The cell of a row."""
     return Cell(**{field.name: row[field.name] for field in fields(Cell)})
 
 
 class Entry(NamedTuple):
-    """A row, read."""
+    """A parsed row."""
 
     cell: Cell
     direction: str
@@ -131,7 +130,7 @@ class Entry(NamedTuple):
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Cell by cell, ours first."""
+        """Sort key: cell by cell, ours first."""
         return DIRECTIONS.index(self.direction), self.cell.D, self.cell.causal, self.cell.S, self.who != OURS
 
     @property
@@ -139,14 +138,14 @@ class Entry(NamedTuple):
         return self.cell.flops("forward") / (4 * self.cell.D) / SCORES
 
     def each(self, total: float) -> float:
-        """A total, for one unit."""
+        """A total divided by the number of units."""
         return total / self.units
 
     def instructions(self, *classes: str) -> float:
         return self.each(sum(weight.count(*classes) for weight in self.launches))
 
     def cycles(self, machine: Machine) -> Cycles:
-        """Of all launches together, for one unit."""
+        """Cycles of all launches together, per unit."""
         each = (cycles(weight, machine) for weight in self.launches)
         return Cycles(*(self.each(sum(unit)) for unit in zip(*each, strict=True)))
 
@@ -178,7 +177,7 @@ _WEIGHTS: dict[str, Callable[[Entry], float]] = {
 
 
 def weights_table(entries: list[Entry]) -> str:
-    """All for a unit of scores; in brackets, ours over upstream's."""
+    """A table of the counts per unit of scores; in brackets, ours over upstream's."""
     upstream = {entry.case: entry for entry in entries if entry.who == UPSTREAM}
     lines = [
         [*entry.case, entry.who, *(_compared(entry, weight, upstream) for weight in _WEIGHTS.values())]
@@ -197,7 +196,7 @@ def _compared(
 
 
 def cycles_table(entries: list[Entry], machine: Machine) -> str:
-    """How long an SM's units are busy with a unit of scores, and the speed that the busiest one allows."""
+    """A table of the cycles that an SM's units need per unit of scores, and of the speed that they allow."""
     lines = []
     for entry in entries:
         busy = entry.cycles(machine)

@@ -1,4 +1,4 @@
-"""Who is timed: ours, FlashAttention-3 and -4 where installed, torch's SDPA. To add one, add a row."""
+"""The contenders: ours, FlashAttention-3 and -4 if installed, torch's SDPA. To add one, add a row."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from .cases import Cell
 from .timing import Call
 
 Forward = Callable[[Tensor, Tensor, Tensor, Cell], tuple[Tensor, Tensor | None]]
-"""(q, k, v, cell) -> (out, lse); lse None where only autograd knows it"""
+"""(q, k, v, cell) -> (out, lse); lse is None where only autograd has it."""
 
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Cell], tuple[Tensor, ...]]
-"""(dout, q, k, v, out, lse, cell) -> (dq, dk, dv)"""
+"""(dout, q, k, v, out, lse, cell) -> (dq, dk, dv)."""
 
 
 @dataclass(frozen=True)
 class Provider:
-    """Attention on (B, S, H, D); without a `backward` of its own it goes through autograd."""
+    """Attention on (B, S, H, D); without its own `backward` it goes through autograd."""
 
     forward: Forward
     backward: Backward | None = None
@@ -53,7 +53,7 @@ def flash4() -> Provider:
 
 
 def sdpa() -> Provider:
-    """Torch's own choice among its backends."""
+    """torch's SDPA, with torch's own choice among its backends."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, cell: Cell) -> tuple[Tensor, None]:
         if cell.window is not None:
@@ -134,7 +134,7 @@ ON_GPU: dict[str, Callable[[], Provider]] = {
 
 
 def available(device: str) -> tuple[dict[str, Provider], dict[str, str]]:
-    """The providers of a device by name, and of those that could not be loaded the reason."""
+    """The providers of a device by name, and the reasons for those that could not be loaded."""
     providers, missing = {}, {}
     for name, load in (ON_GPU if device.startswith("cuda") else ON_CPU).items():
         try:
@@ -145,18 +145,18 @@ def available(device: str) -> tuple[dict[str, Provider], dict[str, str]]:
 
 
 def sentence(error: Exception) -> str:
-    """An error in one line, not too long."""
+    """An error in one line of limited length."""
     if isinstance(error, BackendError):
         return "; ".join(f"{name}: {why}" for name, reasons in error.reasons.items() for why in reasons)
     return f"{type(error).__name__}: {' '.join(str(error).split())[:240]}"
 
 
 def versions() -> dict[str, str]:
-    """What the peers are, by name."""
+    """Versions of the peers by name."""
     library = Path(env.BENCH_FA3.get())
     return {
         "cuDNN": str(torch.backends.cudnn.version() if torch.cuda.is_available() else "none"),
         "flash-attn-4": info.installed("flash-attn-4"),
-        # Where it lies is this machine's own affair.
+        # Only the last two parts: the rest of the path concerns this machine alone.
         "FlashAttention-3": "/".join(library.parts[-2:]) or info.installed("flash_attn_3"),
     }

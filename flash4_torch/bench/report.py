@@ -12,7 +12,7 @@ Row = dict[str, Any]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Columns as wide as their widest entry; numbers to the right, words to the left."""
+    """A table with columns as wide as their widest entry; numbers right-aligned, words left-aligned."""
     cells = [list(head), *([plain(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     right = [all(_is_number(cell) for cell in column[1:]) for column in zip(*cells, strict=True)]
@@ -27,7 +27,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def plain(cell: object) -> str:
-    """As a table says it."""
+    """The text of a cell in a table."""
     if isinstance(cell, bool):
         return "yes" if cell else "no"
     return str(cell)

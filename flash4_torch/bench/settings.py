@@ -1,4 +1,4 @@
-"""What all sections of a benchmark run share."""
+"""Settings that all sections of a benchmark run share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .report import plain
 
 @dataclass(frozen=True)
 class Selection:
-    """Which cases to measure: for a case's field, the values wanted, as text; of a bool 'yes' or 'no'."""
+    """The cases to measure: the wanted values of a case's fields, as text; bools are 'yes' or 'no'."""
 
     wanted: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
@@ -22,12 +22,12 @@ class Selection:
 
     @classmethod
     def parse(cls, words: Sequence[str], known: Mapping[str, Sequence[str]] | None = None) -> Selection:
-        """From words as 'S=1024,4096'.
+        """Parses words such as 'S=1024,4096'.
 
-        known: all values that a field takes; the others take whole numbers. Default: fields take any value.
+        known: all values of a field; fields not in it take whole numbers. Default: fields take any value.
 
         Raises:
-            ValueError: a word is not of that form, names no field, or gives one a value that it cannot have.
+            ValueError: a word has another form, names no field, or gives a field a value that it cannot have.
         """
         wanted = {}
         for word in words:
@@ -44,26 +44,26 @@ class Selection:
 
     @staticmethod
     def _limit(value: str, choices: Sequence[str] | None) -> str:
-        """What a value must be, if it is not that."""
+        """The limit that a value violates; empty if it is allowed."""
         if choices is None:
             return "" if re.fullmatch("[0-9]{1,9}", value) else "a whole number"
         return "" if value in choices else f"one of {', '.join(choices)}{hint(value, choices)}"
 
     def takes(self, case: Mapping[str, object]) -> bool:
-        """Whether every field that is both selected by and in the case has a wanted value."""
+        """Whether every selected field that the case has contains a wanted value."""
         return all(plain(case[name]) in values for name, values in self.wanted.items() if name in case)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """`quick`: fewer and smaller cases. `clock`: 'wall', or 'cpu' for the time the process has on CPUs."""
+    """Settings of a run. quick: fewer, smaller cases. clock: 'wall', or 'cpu' for the process's CPU time."""
 
     device: str = "cpu"
     threads: int = 1
     quick: bool = False
     clock: str = "wall"
     rounds: int | None = None
-    """How often each contender is timed in a comparison; None: as often as `budget` allows."""
+    """Number of times that each contender is timed in a comparison; None: as often as `budget` allows."""
     selection: Selection = Selection()
 
     @property
@@ -77,5 +77,5 @@ class Settings:
 
 
 def usual_dtype(device: str) -> torch.dtype:
-    """What models run in on a device: bfloat16 on a GPU, float32 on a CPU."""
+    """The usual dtype of models on a device: bfloat16 on a GPU, float32 on a CPU."""
     return torch.bfloat16 if device.startswith("cuda") else torch.float32

@@ -1,4 +1,4 @@
-"""What sections `forward` and `backward` say of their rows: the table, the means, the roofs, the remarks."""
+"""Text of sections `forward` and `backward`: the table of their rows, the means, the roofs, the remarks."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from .report import Row, table
 
 
 def best_peer(row: Row) -> str:
-    """The fastest contender but ours; empty if there is none."""
+    """Name of the fastest contender except ours; empty if there is none."""
     return max(row["tflops"].keys() - {OURS}, key=row["tflops"].__getitem__, default="")
 
 
 def versus_best(row: Row) -> dict[str, float] | None:
-    """Our speed over the best peer's, with quartiles; None where one of the two is missing."""
+    """Our speed over the best peer's, with quartiles; None if one of the two is missing."""
     return row["ratios"].get(best_peer(row)) if OURS in row["tflops"] else None
 
 
 def report(rows: list[Row]) -> str:
-    """Everything to read of a section's rows."""
+    """The full text for a section's rows."""
     names = _contenders(rows)
     head = [*_CASE, *names, "best peer", "ratio", "quartiles", "roof", "of roof"]
     lines = [[*_case(row), *_speeds(row, names), *_verdict(row)] for row in rows]
@@ -30,7 +30,7 @@ def report(rows: list[Row]) -> str:
 
 
 def table_of(rows: list[Row]) -> str:
-    """Only the speeds, in TFLOP/s: for contenders of any name, the fastest last."""
+    """A table of the speeds only, in TFLOP/s, for contenders of any name; the last column is the fastest."""
     names = _contenders(rows)
     lines = [
         [*_case(row), *_speeds(row, names), max(row["tflops"], key=row["tflops"].__getitem__)] for row in rows
@@ -39,7 +39,7 @@ def table_of(rows: list[Row]) -> str:
 
 
 def line(row: Row) -> str:
-    """One row in one line, to watch a run by."""
+    """One row in one line, to follow a run."""
     case = " ".join(f"{name}={value}" for name, value in zip(_CASE, _case(row), strict=True))
     return f"  {case}: {', '.join(f'{name} {_number(speed)}' for name, speed in row['tflops'].items())}"
 
@@ -55,7 +55,7 @@ def _case(row: Row) -> list[Any]:
 
 
 def _contenders(rows: list[Row]) -> list[str]:
-    """In the order of the first row that has them."""
+    """Contenders in the order of the first row that has them."""
     return list(dict.fromkeys(name for row in rows for name in row["tflops"]))
 
 
@@ -79,7 +79,7 @@ def _verdict(row: Row) -> list[str]:
 
 
 def means(rows: list[Row]) -> list[str]:
-    """Geometric means of the ratios by D, GQA apart, and of all; and in how many cells ours is not behind."""
+    """Geometric means of the ratios by D (GQA separate) and overall, and how many cells are at 1 or more."""
     groups: dict[str, list[float]] = {}
     for row in rows:
         ratio = versus_best(row)
@@ -102,7 +102,7 @@ def _mean(name: str, ratios: list[float]) -> str:
 
 
 def _roofs(rows: list[Row]) -> list[str]:
-    """As measured before and after, once for each dtype."""
+    """The roofs as measured before and after, once per dtype."""
     measured = {row["dtype"]: (row["matmul_tflops"], row["copy_tbs"]) for row in rows}
     return [
         f"{dtype}: matrix product{_numbers(matmul, 'TFLOP/s')}, copy{_numbers(copy, 'TB/s')}"

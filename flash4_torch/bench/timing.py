@@ -1,4 +1,4 @@
-"""Timing contenders against each other on a machine that other people use, too."""
+"""Timing of contenders against each other, on a machine that may have other work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHORTEST_SAMPLE = 1e-3
 _BATCH = 5
 _REST = 0.02
 _QUEUEING_CYCLES = 10_000_000
-"""Some five milliseconds, in which the host queues a batch, of short backward calls on a slow host, too."""
+"""About five milliseconds, enough for the host to queue a batch, even of short backwards on a slow host."""
 
 
 class Spread(NamedTuple):
@@ -39,33 +39,33 @@ class Spread(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """What `compare` measured, in seconds a call."""
+    """Results of `compare`, in seconds per call."""
 
     batches: dict[str, list[list[float]]]
-    """For each contender and round, its samples."""
+    """Samples of each contender and round."""
 
     @property
     def seconds(self) -> dict[str, Spread]:
         return {name: Spread.of(list(chain(*batches))) for name, batches in self.batches.items()}
 
     def ratio(self, this: str, other: str) -> Spread:
-        """Time of this / time of other, round by round: what slows down a whole round cancels out."""
+        """Time of this / time of other, round by round: a slowdown of a whole round cancels out."""
         pairs = zip(self.batches[this], self.batches[other], strict=True)
         return Spread.of([statistics.median(a) / statistics.median(b) for a, b in pairs])
 
 
 class Timer(Protocol):
     def samples(self, call: Call) -> list[float]:
-        """Seconds that calls took, of one or a few in a row."""
+        """Seconds per call: samples of one call or of a few in a row."""
         ...
 
 
 def compare(contenders: Mapping[str, Call], settings: Settings, timer: Timer | None = None) -> Comparison:
-    """Times the contenders in turn, `settings.rounds` times or within `settings.budget`, in shuffled order.
+    """Times the contenders in shuffled order, `settings.rounds` times or within `settings.budget`.
 
-    On a CPU a sample is one call, or as many as make a millisecond. On a GPU the device rests before each
-    batch of calls, so that the one before leaves it no heat; the first of a batch is dropped, events time
-    the others.
+    On a CPU a sample is one call, or enough calls for a millisecond. On a GPU the device rests before each
+    batch of calls, so that the previous batch's heat has no effect; the first call of a batch is dropped, and
+    events time the others.
     """
     for call in contenders.values():
         call()
@@ -84,15 +84,15 @@ def compare(contenders: Mapping[str, Call], settings: Settings, timer: Timer | N
 
 
 def _is_enough(rounds: int, elapsed: float, budget: float) -> bool:
-    """Quartiles want seven rounds; what is very slow has to do with three."""
+    """Whether the rounds suffice: quartiles need seven, but very slow comparisons make do with three."""
     return rounds >= (7 if elapsed < 5 * budget else 3) and elapsed > budget
 
 
 class CpuTimer:
     def __init__(self, contenders: Mapping[str, Call], clock: str, settle: Call | None = None):
-        """Chooses how many calls make a sample: the same number for all contenders.
+        """Chooses the number of calls in a sample, the same for all contenders.
 
-        `settle`, if any, is waited for before every sample: calls may leave work to a device.
+        `settle`, if given, is called before every sample: calls may leave work on a device.
         """
         self._clock = time.process_time if clock == "cpu" else time.perf_counter
         self._settle = settle or (lambda: None)
@@ -113,7 +113,7 @@ class GpuTimer:
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(_BATCH)]
         torch.cuda.synchronize()
         time.sleep(_REST)
-        # The device is kept busy meanwhile: what a launch costs the host is section host's to say.
+        # The device is kept busy while the host queues the batch: host time belongs to section `host`.
         torch.cuda._sleep(_QUEUEING_CYCLES)
         for begin, end in events:
             begin.record()

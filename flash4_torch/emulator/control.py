@@ -222,8 +222,7 @@ class Access:
     writes: tuple[str, ...]
 
 
-# Instructions whose first operand is a register that they read. Those that begin with an address need no
-# entry.
+# Instructions whose first operand is a register that they read. Those that begin with an address are plain.
 _NO_DESTINATION = frozenset({"bra", "brx", "bar", "barrier", "nanosleep", "setmaxnreg", "wgmma", "pmevent"})
 
 

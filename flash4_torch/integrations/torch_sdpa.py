@@ -27,6 +27,7 @@ from torch.nn.attention import register_flash_attention_impl
 
 from .. import ops
 from ..errors import ArgumentError
+from ..problem import CallOptions
 
 NAME = "FLASH4"
 
@@ -259,8 +260,8 @@ class _Call(NamedTuple):
             return _attention_backward(*saved, None, None, rng_state, *self._options(), False)[:3]
         return _attention_varlen_backward(*saved, *self._sequences(rng_state), *self._options())
 
-    def _options(self) -> tuple[Any, ...]:
-        return self.scale, *self.window, 0.0, self.dropout_p, _deterministic()
+    def _options(self) -> CallOptions:
+        return CallOptions(self.scale, *self.window, dropout_p=self.dropout_p, deterministic=_deterministic())
 
     def _sequences(self, rng_state: Tensor | None) -> tuple[Any, ...]:
         return self.cum_seq_q, self.cum_seq_k, rng_state, self.max_q, self.max_k

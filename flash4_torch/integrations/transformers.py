@@ -44,6 +44,7 @@ from ..api import attention_varlen
 from ..errors import ArgumentError, ShapeError
 from ..masks import Band
 from ..ops import check
+from ..problem import CallOptions
 from .transformers_models import Service, judge_class, judge_model, model_classes
 
 NAME = "fa4"
@@ -223,19 +224,19 @@ def attention_forward(
     if position_bias is not None:
         mask = _biased(position_bias, mask)
     mask = check.attn_mask(mask, q, k)
-    options: dict[str, Any] = {
-        "scale": check.scale(scaling, q.shape[3]),
-        "window_left": band.left,
-        "window_right": band.right,
-        "softcap": check.softcap(softcap or 0.0),
-        "dropout_p": check.probability(dropout),
-    }
+    options = CallOptions(
+        scale=check.scale(scaling, q.shape[3]),
+        window_left=band.left,
+        window_right=band.right,
+        softcap=check.softcap(softcap or 0.0),
+        dropout_p=check.probability(dropout),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
     rng_state = ops.draw_rng_state(q.device) if dropout > 0.0 else None
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    out, _ = ops.attention(q, k, v, mask, rng_state, deterministic=deterministic, **options)
+    out, _ = ops.attention(q, k, v, mask, rng_state, options)
     if not (output_attentions or _attentions_are_recorded()):
         return out, None
-    return out, ops.attention_weights(q, k, mask, rng_state, average_heads=False, **options)
+    return out, ops.attention_weights(q, k, mask, rng_state, options, False)
 
 
 def make_mask(

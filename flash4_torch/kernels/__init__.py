@@ -1,1 +1,2 @@
-"""Device code in CuTe-DSL. Imports cutlass, never torch; nothing above imports it before it is needed."""
+"""Device code in CuTe-DSL. It imports cutlass, never torch; no other package imports it before it is needed.
+"""

@@ -6,7 +6,7 @@ import copy
 import sys
 from collections.abc import Sequence
 from types import FrameType
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize
 from .. import ops
 from ..api import attention
 from ..errors import ScriptError
+from ..problem import CallOptions
 from . import contract, padding, tracing
 from .contract import Call
 from .ragged import Ragged
@@ -200,16 +201,14 @@ class MultiheadAttention(nn.MultiheadAttention):
             contract.appended_keys(self),
         )
         k, v = self._append(k, self.bias_k), self._append(v, self.bias_v)
-        scores = self._score_options(window_right)
+        options = self._options(window_right)
         weights = None
         if need_weights or window_right:
             q, k, v = ops.autocast_inputs(q, k, v)
             rng_state = self._draw_rng_state(q)
-            out, _ = ops.attention(q, k, v, mask, rng_state, **scores, deterministic=_deterministic())
+            out, _ = ops.attention(q, k, v, mask, rng_state, options)
             if need_weights:
-                weights = ops.attention_weights(
-                    q, k, mask, rng_state, **scores, average_heads=average_attn_weights
-                )
+                weights = ops.attention_weights(q, k, mask, rng_state, options, average_attn_weights)
         else:
             # The public function has a fast path.
             out = attention(
@@ -217,9 +216,9 @@ class MultiheadAttention(nn.MultiheadAttention):
                 k,
                 v,
                 causal=by_rule,
-                scale=scores["scale"],
+                scale=options.scale,
                 attn_mask=mask,
-                dropout_p=scores["dropout_p"],
+                dropout_p=options.dropout_p,
             )
         return self._assemble(out, weights, is_batched=query.dim() == 3)
 
@@ -271,15 +270,14 @@ class MultiheadAttention(nn.MultiheadAttention):
             appended.append(x.new_zeros(N, 1, H, D))
         return torch.cat([x, *appended], dim=1) if appended else x
 
-    def _score_options(self, window_right: int | None) -> dict[str, Any]:
-        """Options that `ops.attention` and `ops.attention_weights` must share."""
-        return {
-            "scale": self.head_dim**-0.5,
-            "window_left": None,
-            "window_right": window_right,
-            "softcap": 0.0,
-            "dropout_p": self.dropout if self.training else 0.0,
-        }
+    def _options(self, window_right: int | None) -> CallOptions:
+        """Options of a call, which the weights of `need_weights` share."""
+        return CallOptions(
+            scale=self.head_dim**-0.5,
+            window_right=window_right,
+            dropout_p=self.dropout if self.training else 0.0,
+            deterministic=_deterministic(),
+        )
 
     def _draw_rng_state(self, x: Tensor) -> Tensor | None:
         return ops.draw_rng_state(x.device) if self.training and self.dropout else None
@@ -308,7 +306,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         )
         q, k, v = ops.autocast_inputs(q, k, v)
 
-        scores = self._score_options(None)
+        options = self._options(None)
         rng_state = self._draw_rng_state(q)
         out, _ = ops.attention_varlen(
             q,
@@ -317,10 +315,9 @@ class MultiheadAttention(nn.MultiheadAttention):
             query.cu_seqlens,
             key.cu_seqlens,
             rng_state,
-            max_seqlen_q=query.max_seqlen,
-            max_seqlen_k=key.max_seqlen,
-            **scores,
-            deterministic=_deterministic(),
+            query.max_seqlen,
+            key.max_seqlen,
+            options,
         )
         out = query.rewrap(F.linear(out.flatten(1), self.out_proj.weight, self.out_proj.bias))
         if not call.need_weights:
@@ -332,8 +329,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             key.padded(k),
             both_real,
             rng_state,
-            **scores,
-            average_heads=call.average_attn_weights,
+            options,
+            call.average_attn_weights,
         )
         return out, weights
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor, fx
 
+from ..problem import CallOptions
 from . import autograd, fake, impl, schema, vmap
 from .after_import import after_import
 from .autocast import autocast_inputs
@@ -21,24 +22,14 @@ def attention(
     v: Tensor,
     attn_mask: Tensor | None,
     rng_state: Tensor | None,
-    *,
-    scale: float,
-    window_left: int | None,
-    window_right: int | None,
-    softcap: float,
-    dropout_p: float,
-    deterministic: bool,
+    options: CallOptions,
 ) -> tuple[Tensor, Tensor]:
     """Attention as (out (B, Sq, Hq, Dv), lse (B, Hq, Sq)).
 
-    The band is aligned to the bottom right and its bounds may be negative; `attn_mask` is 4-D or None;
-    `rng_state` comes from `draw_rng_state` exactly when dropout_p > 0.
+    q, k and v come from `autocast_inputs`; `attn_mask` is 4-D or None; `rng_state` comes from
+    `draw_rng_state` exactly when dropout_p > 0.
     """
-    q, k, v = autocast_inputs(q, k, v)
-    rng_state = _beside(q, rng_state)
-    out, lse, _ = autograd.attention(
-        q, k, v, attn_mask, rng_state, scale, window_left, window_right, softcap, dropout_p, deterministic
-    )
+    out, lse, _ = autograd.attention(q, k, v, attn_mask, _beside(q, rng_state), *options)
     return out, lse
 
 
@@ -49,35 +40,13 @@ def attention_varlen(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     rng_state: Tensor | None,
-    *,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    scale: float,
-    window_left: int | None,
-    window_right: int | None,
-    softcap: float,
-    dropout_p: float,
-    deterministic: bool,
+    options: CallOptions,
 ) -> tuple[Tensor, Tensor]:
     """Attention over packed sequences as (out (Tq, Hq, Dv), lse (Hq, Tq)); the band is aligned in each."""
-    q, k, v = autocast_inputs(q, k, v)
-    rng_state = _beside(q, rng_state)
-    return autograd.attention_varlen(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        rng_state,
-        max_seqlen_q,
-        max_seqlen_k,
-        scale,
-        window_left,
-        window_right,
-        softcap,
-        dropout_p,
-        deterministic,
-    )
+    sequences = cu_seqlens_q, cu_seqlens_k, _beside(q, rng_state), max_seqlen_q, max_seqlen_k
+    return autograd.attention_varlen(q, k, v, *sequences, *options)
 
 
 def attention_weights(
@@ -85,19 +54,12 @@ def attention_weights(
     k: Tensor,
     attn_mask: Tensor | None,
     rng_state: Tensor | None,
-    *,
-    scale: float,
-    window_left: int | None,
-    window_right: int | None,
-    softcap: float,
-    dropout_p: float,
+    options: CallOptions,
     average_heads: bool,
 ) -> Tensor:
     """The weights of `attention`, after dropout: averaged over heads (B, Sq, Sk), else (B, Hq, Sq, Sk)."""
-    q, k = autocast_inputs(q, k)
-    return autograd.attention_weights(
-        q, k, attn_mask, rng_state, scale, window_left, window_right, softcap, dropout_p, average_heads
-    )
+    *scores, _ = options
+    return autograd.attention_weights(q, k, attn_mask, rng_state, *scores, average_heads)
 
 
 def is_recorded(*arguments: object) -> bool:
@@ -144,6 +106,7 @@ def _beside(q: Tensor, rng_state: Tensor | None) -> Tensor | None:
 
 
 __all__ = [
+    "CallOptions",
     "attention",
     "attention_varlen",
     "attention_weights",

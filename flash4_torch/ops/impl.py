@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import backends
 from ..backends.tiled import scoring
 from ..masks import Band
-from ..problem import Extent, Inputs, Problem, Saved, Spec, has_float_mask, mask_key
+from ..problem import CallOptions, Extent, Inputs, Problem, Saved, Spec, has_float_mask, mask_key
 from ..reference import tiled, weights
 from ..reference.dropout import Dropout
 from ..reference.scoring import Scoring
@@ -18,23 +18,12 @@ from .check import cu_seqlens_values
 from .schema import LIBRARY
 
 
-class CallOptions(NamedTuple):
-    """The last arguments of every attention operator's schema, in its order."""
-
-    scale: float
-    window_left: int | None
-    window_right: int | None
-    softcap: float
-    dropout_p: float
-    deterministic: bool
-
-
 def describe(
     q: Tensor, v: Tensor, extent: Extent, attn_mask: Tensor | None, options: CallOptions, varlen: bool = False
 ) -> Problem:
     """The forward problem of a call."""
     device = q.device
-    band = Band(options.window_left, options.window_right)
+    band = options.band
     spec = Spec(
         device=device.type,
         dtype=q.dtype,

@@ -178,7 +178,7 @@ class Scores:
 
     masked: Tensor
     tanh: Tensor | None
-    """With softcap, the scores before the mask, divided by softcap; their derivative is 1 - tanh^2."""
+    """Softcap only: the scores before the mask, divided by softcap; their derivative is 1 - tanh^2."""
 
 
 def forward(

@@ -14,7 +14,7 @@ import numpy as np
 class Format:
     """A binary format.
 
-    bits: in all; mantissa: stored bits of the significand.
+    bits: total bits; mantissa: stored bits of the significand.
     least, most: exponents of the smallest and the largest normal number.
     """
 
@@ -25,7 +25,7 @@ class Format:
 
     @property
     def nan(self) -> int:
-        """The NaN that arithmetic gives."""
+        """The NaN that arithmetic produces."""
         return (1 << (self.bits - 1)) - 1
 
     @property
@@ -50,7 +50,7 @@ class Format:
         return math.copysign(math.ldexp(significand, self.least - self.mantissa + max(field, 1) - 1), sign)
 
     def encode(self, x: float) -> int:
-        """The code of a number that the format has."""
+        """The code of a number that the format can represent."""
         if math.isnan(x):
             return self.nan
         sign = int(math.copysign(1, x) < 0) << (self.bits - 1)
@@ -64,7 +64,7 @@ class Format:
         return sign | ((exponent - self.least) << self.mantissa) + int(count)
 
     def round(self, x: Fraction, mode: str = "rn") -> float:
-        """The number of the format that PTX's rounding `mode` takes x to; x is not 0."""
+        """The number of the format that PTX's rounding `mode` rounds x to; x is not 0."""
         magnitude, negative = abs(x), x < 0
         exponent = magnitude.numerator.bit_length() - magnitude.denominator.bit_length()
         exponent -= magnitude < Fraction(2) ** exponent
@@ -117,7 +117,7 @@ def _exact(operation: str, sources: Sequence[float]) -> Fraction:
 
 
 def _special(operation: str, sources: Sequence[float], mode: str) -> float | None:
-    """The result where it is a zero, an infinity or NaN for other reasons than rounding; else None."""
+    """The result if it is a zero, an infinity or NaN for reasons other than rounding; else None."""
     if operation == "fma":
         product = _special("mul", sources[:2], mode)
         if product is None:
@@ -150,7 +150,7 @@ def _zero(a: float, b: float, mode: str) -> float:
 
 
 def codes(to: Format, rng: np.random.Generator, count: int) -> np.ndarray:
-    """Codes of a format (count,): any bits at all, numbers of similar size, and the remarkable ones."""
+    """Codes of a format (count,): arbitrary bits, numbers of similar size, and the remarkable ones."""
     anything = rng.integers(0, 1 << to.bits, count, np.uint64)
     bias = (to.infinity >> to.mantissa) // 2
     fields = rng.integers(bias - 6, bias + 6, count).astype(np.uint64)
@@ -183,7 +183,7 @@ def codes(to: Format, rng: np.random.Generator, count: int) -> np.ndarray:
 
 
 def expected(to: Format, function: Callable[..., float], *sources: np.ndarray) -> np.ndarray:
-    """Codes of the results of a function of numbers, by element."""
+    """Codes of a function's results, element by element."""
     rows = zip(*(map(int, s) for s in sources), strict=True)
     return np.array([to.encode(function(*map(to.decode, row))) for row in rows], to.dtype)
 

@@ -1,4 +1,4 @@
-"""Runs a few PTX instructions once for every element of some arrays, and draws such arrays."""
+"""Runs a few PTX instructions once for every element of some arrays, and generates such arrays."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flash4_torch.emulator.engine import run_ptx
 LANES = 32
 
 drawn = st.integers(0, 2**32 - 1).map(np.random.default_rng)
-# Both a warp of which only some lanes run, and whole ones.
+# Both a warp in which only some lanes run, and whole warps.
 counts = st.sampled_from([7, 32, 77])
 few = settings(max_examples=4, derandomize=True, deadline=None)
 
@@ -21,7 +21,7 @@ def evaluate(body: str, sources: list[np.ndarray], *results: type) -> list[np.nd
 
     sources: arrays (n,) of 2, 4 or 8 bytes an element; bool gives a predicate.
     results: their dtypes; bool for a predicate.
-    Unless n is a multiple of 32, the last warp runs with some of its lanes only.
+    Unless n is a multiple of 32, the last warp runs with only some of its lanes.
     """
     n = len(sources[0])
     inputs = [a.astype(np.uint32) if a.dtype == bool else np.ascontiguousarray(a) for a in sources]
@@ -94,7 +94,7 @@ def unsigned(bits: int) -> type:
 
 
 def integers(rng: np.random.Generator, n: int, bits: int) -> np.ndarray:
-    """Any bits at all, small numbers of either sign, and single bits."""
+    """Arbitrary bits, small numbers of either sign, and single bits."""
     top = (1 << bits) - 1
     anything = rng.integers(0, top, n, np.uint64, endpoint=True)
     small = rng.integers(-3, 4, n).astype(np.uint64) & np.uint64(top)

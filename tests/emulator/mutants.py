@@ -1,4 +1,4 @@
-"""What notices that a kernel lacks a synchronisation instruction: subjects of such studies, and a judge."""
+"""Subjects and a judge for studies of whether anything notices a missing synchronisation instruction."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from flash4_torch.emulator.report import EmulationError, Report
 from kernels import Case
 
 Run = Callable[[], list[Tensor]]
-# The model does without these: what tcgen05.ld loads is there at once, and the order of the tensor core's
-# work is not in doubt. So they are counted apart.
+# The model works without these: what tcgen05.ld loads is there at once, and the order of the tensor core's
+# work is always known. So they are counted separately.
 APART = ("tcgen05.wait::ld", "tcgen05.fence")
-# Ten times what the largest original executes, as some mutants run for ever.
+# The limit is ten times what the largest original executes, as some mutants run for ever.
 _ALWAYS = {"strict": frozenset({"exit", "lanes"}), "max_instructions": 50_000_000}
 LATE, EAGER = (Options(schedule=name, **_ALWAYS) for name in ("late", "eager"))
 FUZZ = [Options(schedule="fuzz", seed=seed, **_ALWAYS) for seed in range(48)]
@@ -32,7 +32,7 @@ class Bench:
     """Runs launches like a device, with some kernels replaced by mutants.
 
     memory: (address, bytes) that the kernels may touch; empty: anything.
-    executed: of each kernel launched, how often warps have executed each instruction, in all launches.
+    executed: for each kernel launched, how often warps have executed each instruction, in all launches.
     """
 
     arch: str
@@ -60,7 +60,7 @@ class Bench:
         report.raise_findings()
 
     def mutate(self, kernel: host.Kernel, index: int) -> None:
-        """From now on `kernel` lacks the instruction with that index, and no other kernel lacks any."""
+        """Makes `kernel` lack the instruction with that index from now on, and no other kernel lack any."""
         mutant = without(self.programs[kernel].kernel, index)
         self.mutants = {kernel: Program(mutant, arch=self.number)}
 
@@ -83,10 +83,10 @@ class Bench:
 class Subject:
     """Kernels that are launched together, on one set of inputs.
 
-    prepare: from a bench, a context that gives a function, which runs them on fresh inputs and returns what
-        they made.
-    tolerance: how far outputs may be from the original's; more than 0 where floats are summed in the order of
-        arrival.
+    prepare: maps a bench to a context that gives a function; this runs the kernels on fresh inputs and
+    returns their results.
+    tolerance: how far outputs may be from the original's; above 0 where floats are summed in the order of
+    arrival.
     """
 
     name: str
@@ -122,7 +122,7 @@ def subject_of(case: Case, arch: str) -> Subject:
 
 @dataclass(frozen=True)
 class Judge:
-    """Tells a mutant from the original by findings, by outputs or by an exception."""
+    """Distinguishes the mutant from the original by findings, by outputs or by an exception."""
 
     subject: Subject
     bench: Bench
@@ -143,7 +143,7 @@ class Judge:
         return None if same else "output"
 
     def detects(self, kernel: host.Kernel, index: int, schedules: list[Options]) -> str | None:
-        """What tells the mutant without that instruction from the original first, or None."""
+        """The first difference between the original and the mutant without that instruction, or None."""
         self.bench.mutate(kernel, index)
         try:
             return next(filter(None, map(self.differs, schedules)), None)
@@ -153,7 +153,7 @@ class Judge:
 
 @contextmanager
 def judge_of(subject: Subject) -> Iterator[Judge]:
-    """A judge for the time of the block; the original has run once, eagerly."""
+    """A judge for the duration of the block; the original has run once, eagerly."""
     bench = Bench(subject.arch)
     with subject.prepare(bench) as run:
         yield Judge(subject, bench, run, run())

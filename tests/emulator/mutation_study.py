@@ -1,12 +1,13 @@
-"""Which synchronisation instructions of which kernels can be deleted without anything noticing?
+"""Study: which synchronisation instructions of which kernels can be deleted without anything noticing?
 
-    PYTHONPATH=.:tests/support:tests/emulator python tests/emulator/mutation_study.py result.json [part of a name ...]
+    PYTHONPATH=.:tests/support:tests/emulator python tests/emulator/mutation_study.py result.json [part ...]
 
-First the originals must run without findings, and with the same outputs, in 50 schedules. Then every
-instruction that the original executes and that `mutate.candidates` names is deleted, one at a time.
-Our attention kernels for sm_100a are among them, and
-flash-attn-4's where it is installed. Survivors keep the reason that an earlier result.json
-gives for them: those are written by hand, as is the list of tcgen05.fence that a kernel does not need.
+Only kernels with one of the parts in their names are studied; without any, all are. First the originals must
+run in 50 schedules without findings and with the same outputs. Then every instruction that the original
+executes and that `mutate.candidates` names is deleted, one at a time. Our attention kernels for sm_100a are
+among the subjects, and flash-attn-4's where it is installed. Survivors keep the reason that an earlier
+result.json gives for them: reasons are written by hand, as is the list of tcgen05.fence instructions that a
+kernel does not need.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def subjects() -> Iterator[Subject]:
 
 
 class Place(NamedTuple):
-    """Where our launches take place."""
+    """The device that our launches run on: a bench and the tensors touched last."""
 
     bench: Bench
     touched: list[Tensor]
@@ -115,10 +116,10 @@ class Place(NamedTuple):
 
 
 def own(name: str, D: int, uses: dict[str, bool]) -> Subject:
-    """Ours for sm_100a; every CTA, or pair, works on several tiles, of many blocks and of one."""
+    """Our kernel for sm_100a; every CTA, or CTA pair, works on several tiles, of many blocks and of one."""
     features, forward = Features("bfloat16", D, D, **uses), name == "forward"
     sizes = ((512, 768), (300, 100)) if forward else ((256, 768), (100, 600))
-    # The forward's serves both sizes, and more than one tile of queries.
+    # The forward's config serves both sizes, and more than one tile of queries.
     config = (
         sm100.forward(features, sizes[0][0], sizes[1][1], end_hidden=True)
         if forward
@@ -142,7 +143,7 @@ def own(name: str, D: int, uses: dict[str, bool]) -> Subject:
             results = []
             for call in calls:
                 results += [x for x in act(kernel, call, nullcontext(place)) if x is not None]
-                # dQ's sums before they are rounded, which would hide that their order is another.
+                # The sums of dQ before rounding, which would hide a different order.
                 results += [x for x in place.touched if features.deterministic and x.dtype == torch.float32]
             return results
 
@@ -151,7 +152,7 @@ def own(name: str, D: int, uses: dict[str, bool]) -> Subject:
         finally:
             host.uninstall()
 
-    # Sums of dQ come in any order.
+    # dQ is summed in any order.
     tolerance = 0.0 if forward or features.deterministic else 0.02
     words = [f"D={D}", *uses]
     shape = f"B=1 Hq=4 Hk=2, Sq x Sk: {' and '.join(f'{Sq} x {Sk}' for Sq, Sk in sizes)}"
@@ -160,7 +161,7 @@ def own(name: str, D: int, uses: dict[str, bool]) -> Subject:
 
 
 def one_block(call: Call) -> Call:
-    """With a query head to each key head, so that a tile of keys has one block."""
+    """The call with one query head per KV head, so that a tile of keys has one block."""
     Hk = call.k.shape[2]
     return replace(call, q=call.q[:, :, :Hk].contiguous(), dout=call.dout[:, :, :Hk].contiguous())
 
@@ -168,7 +169,7 @@ def one_block(call: Call) -> Call:
 def attention(
     arch: str, name: str, act: Callable[..., list[Tensor]], causal: bool, tolerance: float = 0.0
 ) -> Subject:
-    """flash-attn-4 at a size at which every CTA works on several tiles; outputs are NaN before."""
+    """flash-attn-4 at a size at which every CTA works on several tiles; outputs hold NaN before."""
     B, Sq, Sk, Hq, Hk, D = 1, 512, 768, 2, 1, 128
 
     @contextmanager
@@ -239,7 +240,7 @@ def study_kernel(
     ]
     for index in sorted(executed.intersection(every)):
         instruction = program.instructions[index]
-        # What the eager schedule never reaches is reached seldom in the others.
+        # What the eager schedule never reaches, the others reach seldom.
         by = judge.detects(kernel, index, MUTANTS if once[index] else ORIGINALS)
         apart = next((name for name in APART if instruction.opcode.startswith(name)), None)
         counts = row["apart"][apart] if apart else row
@@ -268,7 +269,7 @@ def survivor(instruction: Instruction, times: int, reasons: dict[str, str]) -> d
 
 
 def reasons(row: dict[str, Any], known: Rows) -> dict[str, str]:
-    """What an earlier study of this kernel says of its survivors, by PTX line and source."""
+    """The reasons that an earlier study of this kernel gives for its survivors, by PTX line and source."""
     same = same_kernel(row, known)
     return {f"{s['line']} {s['source']}": s["reason"] for r in same for s in r["survivors"]}
 
@@ -278,7 +279,7 @@ def same_kernel(row: dict[str, Any], known: Rows) -> Rows:
 
 
 def short_name(kernel: str) -> str:
-    """The name without what the DSL mangles into it of the arguments."""
+    """The name without what the DSL mangles into it from the arguments."""
     return kernel.removeprefix("kernel_").removeprefix("cutlass_").split("_object_at_")[0].split("_tensor")[0]
 
 

@@ -2,7 +2,7 @@
 
     PYTHONPATH=.:tests/emulator python -m pytest -p on_gpu tests/emulator/test_memory.py
 
-Needs an NVIDIA GPU of sm_90a and cuda-python. Tests of what the emulator reports are skipped, and those of
+Needs an NVIDIA GPU of sm_90a and cuda-python. Tests of the emulator's findings are skipped, and tests of
 instructions that the GPU does not have fail. A test that breaks the GPU's context ends the process: with
 pytest-xdist (`-n 4`) the others go on.
 """
@@ -32,7 +32,7 @@ def call(function: Any, *args: Any) -> Any:
 
 
 class DeviceArrays:
-    """Copies of arrays on the device; addresses in tensor maps follow them there."""
+    """Copies of arrays on the device; addresses in tensor maps are translated to them."""
 
     def __init__(self, arrays: Sequence[np.ndarray]):
         self.arrays = arrays
@@ -86,7 +86,7 @@ def run_on_gpu(
     options: Any = None,
     check: bool = True,
 ) -> Report:
-    """As `engine.run_ptx`; the report is empty."""
+    """Runs like `engine.run_ptx`, on the GPU; the report is empty."""
     if not check:
         pytest.skip("findings are the emulator's")
     (kernel,) = ptx.parse(text).kernels

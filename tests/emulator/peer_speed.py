@@ -1,10 +1,10 @@
-"""How fast does the emulator run flash-attn-4?
+"""Measures how fast the emulator runs flash-attn-4.
 
     PYTHONPATH=.:tests/emulator python tests/emulator/peer_speed.py [sm_90a or sm_100a]
 
 Prints a line for each launch of a causal forward and backward of B=1 S=2048 H=4 D=128: seconds of CPU time,
-million warp instructions a second, GFLOP/s of the tensor cores. The second round has everything compiled and
-lowered.
+million warp instructions a second, GFLOP/s of the tensor cores. In the second round everything is already
+compiled and lowered.
 """
 
 from __future__ import annotations

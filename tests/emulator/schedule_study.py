@@ -1,10 +1,11 @@
-"""Do our kernels for sm_100a give the same bits, and no finding, whatever the schedule?
+"""Study: do our kernels for sm_100a give the same bits, and no finding, whatever the schedule?
 
-    PYTHONPATH=.:tests/support:tests/emulator python tests/emulator/schedule_study.py result.json [part of a name ...]
+    PYTHONPATH=.:tests/support:tests/emulator python tests/emulator/schedule_study.py result.json [part ...]
 
-Each runs eagerly, late and under 48 fuzz seeds, with race checks, and what `strict` names "exit" and "lanes".
-dQ of all kernels but deterministic ones, and dmask where rows of a mask are shared, are sums in any order:
-for these the largest difference is recorded.
+Only kernels with one of the parts in their names are studied; without any, all are. Each runs eagerly, late
+and under 48 fuzz seeds, with race checks and with `strict` "exit" and "lanes". dQ of all kernels but
+deterministic ones, and dmask where rows of a mask are shared, are sums in any order: for these the largest
+difference is recorded.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def study(direction: str, name: str, D: int, uses: dict[str, Any]) -> dict[str, Any]:
-    """Raises for any finding, and where bits differ that may not."""
+    """Runs one kernel; raises for any finding, and where bits differ that must not."""
     features, forward = Features("bfloat16", D, D, **uses), direction == "forward"
     config = sm100.forward(features, 300, 500) if forward else sm100_backward.backward(features, 500)
     kernel: Kernel = (features, config)
@@ -96,7 +97,7 @@ def study(direction: str, name: str, D: int, uses: dict[str, Any]) -> dict[str, 
 
 
 def call_of(kernel: Kernel) -> Call:
-    """Both CTAs, or pairs, have several tiles; rings wrap."""
+    """A call in which both CTAs, or CTA pairs, have several tiles; rings wrap."""
     features, config = kernel
     pairs = isinstance(config, Sm100Backward) and config.cluster > 1
     changes: dict[str, Any] = {"lengths": ((300,), (500,)), "num_sms": 4 if pairs else 2}

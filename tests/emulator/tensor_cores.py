@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 SHARED_BYTES = 192 * 1024
-K_BYTES = 32  # of one instruction
+K_BYTES = 32  # bytes of K of one instruction
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ FORMATS = {
 
 
 def random_operand(element: str, rows: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """(bits [rows, K], the numbers that they mean in f64 [rows, K])."""
+    """(bits [rows, K], the f64 values that they encode [rows, K])."""
     generator = torch.Generator().manual_seed(seed)
     form = FORMATS[element]
     if form.torch_type is None:  # tf32: the tensor core ignores the low 13 bits
@@ -70,7 +70,7 @@ class Layout:
     """How an operand lies in shared memory (PTX ISA, Canonical Layouts of matrix descriptors).
 
     gap: bytes added to both strides; a multiple of 1024.
-    step: which 32 bytes of K in a swizzled row, K-major only.
+    step: index of the 32 bytes of K in a swizzled row, K-major only.
     """
 
     swizzle: str
@@ -119,7 +119,7 @@ class Layout:
         return (int(offsets.max()) // 1024 + 1) * 1024
 
     def wgmma_descriptor(self, at: int, rows: int, size: int) -> int:
-        """For an operand at a byte offset of dynamic shared memory, whose address the kernel adds."""
+        """Descriptor of an operand at a byte offset of dynamic shared memory; the kernel adds its address."""
         code = {"none": 0, "128B": 1, "64B": 2, "32B": 3}[self.swizzle]
         return self._fields(at, rows, size) | code << 62
 
@@ -133,13 +133,13 @@ class Layout:
 
 
 def steps(swizzle: str) -> int:
-    """How many K steps a swizzled row holds."""
+    """The number of K steps in a swizzled row."""
     return max(SWIZZLES[swizzle][0] // K_BYTES, 1)
 
 
-SWIZZLED_K = Layout("128B", False)  # as most kernels have it
+SWIZZLED_K = Layout("128B", False)  # the layout of most kernels
 
-# Copies the image of shared memory that %source points to; %base is where it goes.
+# Copies the image of shared memory that %source points to, to %base.
 COPY_IMAGE = (
     """
     .reg .b32 %base, %tid, %at, %x<5>;

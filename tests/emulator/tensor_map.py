@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# By NumPy type, as tensormap.replace numbers its .elemtype; bfloat16 has no NumPy type and is given by name.
+# Numbers of NumPy types for tensormap.replace's .elemtype; bfloat16 has no NumPy type and is given by name.
 ELEMENT_TYPES = {
     "uint8": 0,
     "uint16": 1,
@@ -24,7 +24,7 @@ ELEMENT_TYPES = {
     "float64": 9,
     "bfloat16": 10,
 }
-SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # by bytes of a row
+SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # keys: bytes of a row
 MAX_RANK = 5
 MAP_BYTES = 128
 
@@ -33,7 +33,7 @@ MAP_BYTES = 128
 class TensorMap:
     """A tensor and the box that one copy moves.
 
-    address: of the first element.
+    address: address of the first element.
     element: name of the type.
     sizes, box: elements by dimension.
     strides: bytes, for the dimensions from 1 on.
@@ -86,7 +86,7 @@ class TensorMap:
         return words.view(np.uint8)
 
     def places(self, start: Sequence[int]) -> Iterator[tuple[int, int | None]]:
-        """For each element of the box at `start`: its byte in the tile, and in the tensor (None: outside).
+        """The byte in the tile of each element of the box at `start`, and in the tensor (None: outside).
 
         The tile lies at a multiple of 1024 bytes. PTX ISA, "Swizzling modes".
         """
@@ -100,9 +100,9 @@ class TensorMap:
 
 
 def swizzle(byte: int, span: int, atom: int = 16) -> int:
-    """Where a byte of a tile lies: chunks of `atom` bytes are exchanged within `span` bytes.
+    """The place of a byte of a tile: chunks of `atom` bytes are exchanged within `span` bytes.
 
-    The number of its 128-byte line, as far as it fits, says with which.
+    The number of its 128-byte line, modulo the number of chunks, selects the chunk to exchange with.
     """
     chunks = max(span // atom, 1)
     return byte ^ (byte // 128 % chunks) * atom
@@ -116,7 +116,7 @@ def aligned_bytes(count: int, alignment: int = 128) -> np.ndarray:
 
 
 def random_bytes(count: int, seed: int) -> np.ndarray:
-    """At a multiple of 128 bytes."""
+    """Random bytes at a multiple of 128 bytes."""
     array = aligned_bytes(count)
     array[:] = np.random.default_rng(seed).integers(0, 256, count, np.uint8)
     return array

@@ -21,7 +21,7 @@ TYPES = ("u16", "s16", "u32", "s32", "u64", "s64")
 def expected(
     function: Callable[..., int], kinds: list[str], sources: list[np.ndarray], bits: int
 ) -> np.ndarray:
-    """The low bits of a function's results, of sources read as numbers of the given types."""
+    """The low bits of a function's results, from sources read as numbers of the given types."""
     rows = zip(*(map(int, s) for s in sources), strict=True)
     results = [function(*map(number, row, kinds)) for row in rows]
     return np.array([r & ((1 << bits) - 1) for r in results], unsigned(bits))
@@ -30,7 +30,7 @@ def expected(
 def check(
     body: str, function: Callable[..., int], kinds: list[str], to: str, rng: np.random.Generator, n: int
 ) -> None:
-    """`body` has the sources %s0, ... and the destination %d0 written as {}."""
+    """Checks `body`, which has the sources %s0, ... and the destination %d0 written as {}."""
     sources = [integers(rng, n, bits_of(kind)) for kind in kinds]
     registers = ", ".join(["%d0", *(f"%s{i}" for i in range(len(kinds)))])
     (got,) = evaluate(body.format(registers), sources, unsigned(bits_of(to)))
@@ -38,7 +38,7 @@ def check(
 
 
 def quotient(a: int, b: int) -> int:
-    """Rounded towards zero. What a division by zero gives is not specified: all ones here."""
+    """The quotient rounded towards zero. Division by zero is not specified: all ones here."""
     if b == 0:
         return -1
     return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
@@ -238,7 +238,7 @@ def test_counts_of_bits(bits, rng, n):
 @settings(few, max_examples=12)
 @given(drawn, counts, st.integers(0, 80), st.integers(0, 80))
 def test_bit_field_extract(kind, rng, n, position, length):
-    """Bits beyond the top are the field's top bit if the type is signed, and else zero."""
+    """Bits beyond the top repeat the field's top bit if the type is signed, and are zero otherwise."""
     bits = bits_of(kind)
 
     def extract(a: int) -> int:
@@ -408,7 +408,7 @@ def test_vectors_may_drop_parts():
 
 
 def test_immediates_fit_their_register():
-    """A negative number in a 16-bit register has zeros above, which wider reads of the register may see."""
+    """A negative 16-bit number has zeros above it in its register, which wider reads may see."""
     body = (
         ".reg .b16 %h; mov.b16 %h, -2; cvt.u32.u16 %d0, %h; mov.b32 %d1, {%h, %h}; mov.b32 %d2, 0f3F800000;"
     )

@@ -97,7 +97,7 @@ def test_half_precision_rounds_the_exact_result_once(operation, kind, clamp, rng
 @pytest.mark.parametrize("kind", ["f16", "bf16"])
 @pytest.mark.parametrize("tiny", [2.0**-24, 2.0**-20, 2.0**-60, 2.0**-110])
 def test_half_precision_sees_what_lies_far_below_a_tie(kind, tiny):
-    """The product lies half-way between two numbers, and the third source decides, beyond f32 and f64."""
+    """The product a * b lies half-way between two numbers; the third source decides, beyond f32 and f64."""
     half = FORMATS[kind]
     if tiny < 2.0 ** (half.least - half.mantissa):
         tiny = 2.0 ** (half.least - half.mantissa)
@@ -135,7 +135,7 @@ def test_mixed_precision_takes_half_precision_as_exact(operation, kind, mode, rn
 
 # --- Functions
 
-# The relative error that PTX allows, or an absolute one; and the interval that it allows it for.
+# The relative (or an absolute) error that PTX allows, and the interval that it allows it for.
 APPROXIMATE = {
     "ex2": (lambda x: 2.0**x, 2.0**-22, (-120.0, 120.0)),
     "lg2": (math.log2, 2.0**-22, (2.0**-100, 2.0**100)),
@@ -221,12 +221,12 @@ def test_half_precision_functions(name, kind, rng, n):
 @few
 @given(drawn, counts)
 def test_square_root_rounds_once(mode, rng, n):
-    """The root of a square of 12 bits is exact; next to it the direction shows."""
+    """The root of a 12-bit number's square is exact; next to it the rounding direction shows."""
     roots = rng.integers(1 << 11, 1 << 12, n).astype(np.float64)
     delta = rng.integers(-1, 2, n)
     x = (roots**2 + delta).astype(np.float32)
     (got,) = evaluate(f"sqrt.{mode}.f32 %d0, %s0;", [x], np.uint32)
-    # In f64 the root is close enough to tell on which side of an f32 it lies.
+    # The root in f64 is close enough to tell on which side of an f32 it lies.
     exact = np.sqrt(x.astype(np.float64))
     nearest = exact.astype(np.float32)
     down = np.where(nearest > exact, np.nextafter(nearest, np.float32(0)), nearest)
@@ -252,7 +252,7 @@ def extreme(larger: bool, nan_wins: bool, *sources: float) -> float:
 @few
 @given(drawn, counts)
 def test_min_max_f32(name, sources, nan_wins, ftz, rng, n):
-    """NaN loses unless .NaN, and -0 is less than +0."""
+    """NaN loses unless .NaN is given, and -0 is less than +0."""
     arrays = [codes(F32, rng, n) for _ in range(sources)]
     opcode = f"{name}{'.ftz' * ftz}{'.NaN' * nan_wins}.f32"
     (got,) = evaluate(f"{opcode} {registers(sources)};", arrays, np.uint32)

@@ -19,7 +19,7 @@ schedules = pytest.mark.parametrize("options", SCHEDULES, ids=lambda o: f"{o.sch
 
 
 def kernel(body: str, directives: str = "") -> str:
-    """%i: thread, %warp, %rank: of the CTA; %first: thread 0; %lead: lane 0; %bar, %buffer: shared addresses.
+    """%i: thread, %warp, %rank: the CTA's; %first: thread 0; %lead: lane 0; %bar, %buffer: shared addresses.
 
     %out: the thread's own eight bytes of the array, all CTAs one after the other.
     """
@@ -55,7 +55,7 @@ def kernel(body: str, directives: str = "") -> str:
 def launch(
     body: str, *, warps: int = 1, ctas: int = 1, options: Options | None = None, directives: str = ""
 ) -> tuple[np.ndarray, Report]:
-    """The array (ctas, threads, 2) uint32, which held 99, and the report."""
+    """The array (ctas, threads, 2) uint32, which held 99 before, and the report."""
     out = np.full((ctas, 32 * warps, 2), 99, np.uint32)
     report = run_ptx(
         kernel(body, directives),
@@ -76,7 +76,7 @@ def run(body: str, **how: Any) -> np.ndarray:
 
 
 def finding(body: str, **how: Any) -> tuple[str, str, str]:
-    """Of the only finding: kind, message, instruction."""
+    """The kind, message and instruction of the only finding."""
     _, report = launch(body, **how)
     (found,) = report.findings
     return found.kind, found.message, found.at.ptx
@@ -108,7 +108,7 @@ def observed(body: str, init: int) -> str:
             3,
             0b001,
         ),
-        # .noComplete: the phase must not end with it, the next arrival may end it.
+        # .noComplete: this arrival must not end the phase, the next one may.
         (
             """mbarrier.arrive.noComplete.shared.b64 %state, [%bar], 2; TEST
             mbarrier.arrive.shared.b64 _, [%bar]; TEST""",
@@ -124,7 +124,7 @@ def observed(body: str, init: int) -> str:
             1,
             0b001,
         ),
-        # mbarrier.arrive.expect_tx: announces first, so its own arrival does not end the phase.
+        # mbarrier.arrive.expect_tx: it announces first, so its own arrival does not end the phase.
         (
             """mbarrier.arrive.expect_tx.shared.b64 _, [%bar], 16; TEST
             mbarrier.complete_tx.relaxed.cta.shared.b64 [%bar], 16; TEST""",
@@ -140,14 +140,14 @@ def observed(body: str, init: int) -> str:
         ),
         # Parity: the phase after the next has the parity of phase 0 again.
         ("mbarrier.arrive.shared.b64 _, [%bar]; TEST mbarrier.arrive.shared.b64 _, [%bar]; TEST", 1, 0b10),
-        # mbarrier.arrive_drop: also lowers what later phases expect.
+        # mbarrier.arrive_drop: it also lowers the count that later phases expect.
         (
             """mbarrier.arrive_drop.shared.b64 _, [%bar]; TEST mbarrier.arrive.shared.b64 _, [%bar]; TEST
             mbarrier.arrive.shared.b64 _, [%bar]; TEST mbarrier.arrive.shared.b64 _, [%bar]; TEST""",
             2,
             0b0101,
         ),
-        # mbarrier.inval: what was a barrier may be initialised again.
+        # mbarrier.inval: a former barrier may be initialised again.
         (
             """mbarrier.arrive.shared.b64 _, [%bar]; TEST mbarrier.inval.shared.b64 [%bar];
             mbarrier.init.shared.b64 [%bar], 1; TEST""",
@@ -162,7 +162,7 @@ def test_phases_end_when_all_has_arrived(body: str, init: int, seen: int) -> Non
 
 
 def test_a_phase_may_be_named_by_its_state() -> None:
-    """PTX ISA, mbarrier.test_wait: the state is of the current phase or the one before."""
+    """PTX ISA, mbarrier.test_wait: the state is that of the current phase or the one before."""
     out = run(
         """
         @!%first bra END;
@@ -251,13 +251,13 @@ FENCE = "fence.mbarrier_init.release.cluster;"
 @schedules
 @pytest.mark.parametrize("how", ["release", "relaxed"])
 def test_a_barrier_of_another_cta(how: str, options: Options) -> None:
-    """mbarrier.arrive with .shared::cluster; a relaxed barrier.cluster.arrive relies on the fence before."""
+    """mbarrier.arrive with .shared::cluster; relaxed barrier.cluster.arrive relies on the fence before it."""
     out = run(REMOTE.format(fence=FENCE, how=how), ctas=2, options=options)
     assert (out[:, :, 0] == [[0], [1]]).all()
 
 
 def test_initialisation_is_made_visible_to_other_ctas() -> None:
-    """fence.mbarrier_init, or the barrier may not be there yet for the other CTA."""
+    """fence.mbarrier_init is needed, or the barrier may not be there yet for the other CTA."""
     kind, message, instruction = finding(REMOTE.format(fence="", how="release"), ctas=2)
     assert kind == "mbarrier-init" and "fence.mbarrier_init" in message and "mbarrier.arrive" in instruction
 
@@ -418,7 +418,7 @@ def test_misused_named_barriers_are_reported(body: str, kind: str, says: str) ->
 
 @schedules
 def test_cluster_barriers_wait_for_all_ctas(options: Options) -> None:
-    """In each of three rounds a CTA reads what its neighbour wrote in that round."""
+    """A CTA reads, in each of three rounds, what its neighbour wrote in that round."""
     out = run(
         """
         mov.u32 %z, 0;
@@ -503,14 +503,14 @@ def test_cluster_barriers_do_not_wait_for_threads_that_have_exited(options: Opti
     ],
 )
 def test_misused_cluster_barriers_are_reported(body: str, kind: str, says: str) -> None:
-    """PTX ISA, barrier.cluster: arrive and wait take turns; .aligned needs the whole warp."""
+    """PTX ISA, barrier.cluster: arrive and wait alternate; .aligned needs the whole warp."""
     found, message, _ = finding(body, ctas=2)
     assert (found, says in message) == (kind, True), message
 
 
 # --- setmaxnreg
 
-EIGHT_WARPS = ".maxnreg 168"  # 8 warps of 168 registers a thread
+EIGHT_WARPS = ".maxnreg 168"  # 8 warps with 168 registers a thread
 
 
 def hand_over(dec: int, inc: int) -> str:
@@ -543,7 +543,7 @@ def test_more_registers_than_there_are_is_a_deadlock(options: Options) -> None:
     assert instruction.startswith("setmaxnreg.inc")
 
 
-# At launch a thread has no more registers than the least .inc asks for: 32. Other warps must give some away.
+# At launch a thread has only the registers that the least .inc asks for: 32. Other warps must release some.
 RAISE_TWICE = """
     setp.eq.u32 %p, %warp, 0;
     @!%p exit;

@@ -1,4 +1,4 @@
-"""Control flow and slots: post-dominators by their definition, slots by executing with and without them."""
+"""Control flow and slots: post-dominators by definition, slots by executing with and without sharing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def parse_body(body: str) -> ptx.Kernel:
 
 
 def reachable(successors: Sequence[Sequence[int]], start: int, without: int | None = None) -> set[int]:
-    """Nodes, and EXIT, on ways from `start` that do not touch `without`."""
+    """Nodes, and EXIT, on paths from `start` that do not touch `without`."""
     seen: set[int] = set()
     work = [start]
     while work:
@@ -45,7 +45,7 @@ def reachable(successors: Sequence[Sequence[int]], start: int, without: int | No
 
 
 def expected_post_dominators(successors: Sequence[Sequence[int]]) -> list[int | None]:
-    """By definition: a node that every way to the end passes, and the nearest of those."""
+    """Post-dominators by definition: nodes that every path to the end passes, and the nearest of those."""
     result: list[int | None] = []
     for node in range(len(successors)):
         reaches = reachable(successors, node)
@@ -54,7 +54,7 @@ def expected_post_dominators(successors: Sequence[Sequence[int]]) -> list[int | 
             for other in reaches - {node, EXIT}
             if EXIT in reaches and EXIT not in reachable(successors, node, without=other)
         ]
-        # The nearest is passed before all others: without it none of them is reached.
+        # The nearest is passed before all others: without it, none of them is reached.
         nearest = [a for a in common if not (set(common) - {a}) & reachable(successors, node, without=a)]
         result.append(nearest[0] if nearest else None)
     return result
@@ -235,7 +235,7 @@ def test_matrix_products_keep_their_registers_until_the_wait(body: str, shared: 
     assert shares(body, "%r1", "%r2") is shared
 
 
-# Programs to execute: their instructions with what they read and write, and where they branch to.
+# Programs to execute: their instructions with what they read and write, and their branch targets.
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Node:
-    """Steps, and then: a guarded branch to `target` (none: a return) before the next node, or not guarded."""
+    """Steps, then a jump to `target` (None: a return); it is guarded if the next node is the alternative."""
 
     steps: tuple[Step, ...]
     target: int | None
@@ -274,7 +274,7 @@ class Node:
 
 
 def random_program(rng: random.Random) -> list[Node]:
-    """Few uses for each of many registers: those are the ones that share."""
+    """A program with few uses for each of many registers: those are the ones that share."""
     count = rng.randint(1, 7)
     nodes = [
         Node(random_steps(rng), rng.choice([None, *range(count + 1)]), rng.random() < 0.6)
@@ -311,10 +311,10 @@ def render(program: list[Node]) -> ptx.Kernel:
 
 
 class Lane:
-    """One lane's part of the register file, and beside it registers that share nothing.
+    """One lane's part of the register file, next to registers that share nothing.
 
     Every write makes a new value, in both. Reading compares them where the lane has written the register.
-    Matrix products read and write when a wait completes them, as late as they may.
+    MMAs read and write when a wait completes them, as late as they may.
     """
 
     def __init__(self, offset: dict[str, int]):

@@ -82,7 +82,7 @@ def test_integers_to_real_numbers_round_once(source, mode, rng, n):
 @few
 @given(drawn, counts)
 def test_real_numbers_to_integers_saturate(source, mode, rng, n):
-    """NaN becomes 0, or the integer with only its top bit set where either side has 64 bits."""
+    """NaN becomes 0, or the integer with only its top bit set if either side has 64 bits."""
     of = FORMATS[source]
     a = codes(of, rng, n)
     a[::3] = [of.encode(of.round(Fraction(float(x)))) for x in rng.normal(0, 100, len(a[::3]))]
@@ -167,7 +167,7 @@ def test_every_half_converts_exactly(kind):
 def test_narrowing_rounds_once(to, source, mode, rng, n):
     narrow, of = FORMATS[to], FORMATS[source]
     a = codes(of, rng, n)
-    # Numbers about the middle between two of the narrow format.
+    # Numbers around the middle between two numbers of the narrow format.
     middle = [
         of.encode(narrow.decode(int(x)) * (1 + 2.0 ** -(narrow.mantissa + 1)))
         for x in codes(narrow, rng, len(a[::2]))
@@ -228,7 +228,8 @@ def test_tf32_clears_the_low_bits(mode, rng, n):
     assert_same(got, np.array([convert(F32.decode(int(x))) for x in a], np.uint32), a)
 
 
-# --- fp8 and smaller. Finite codes count up with the numbers that they mean, so a table is the whole format.
+# --- fp8 and smaller. Finite codes are in the order of the numbers they encode, so a table is the whole
+# format.
 
 
 def table(mantissa: int, least: int, largest: int) -> list[Fraction]:
@@ -240,7 +241,7 @@ def table(mantissa: int, least: int, largest: int) -> list[Fraction]:
     ]
 
 
-# Codes of finite numbers, the code of NaN.
+# Codes of finite numbers, and the code of NaN.
 SMALL = {
     "e4m3": (table(3, -6, 0x7E), 0x7F),
     "e5m2": (table(2, -14, 0x7B), 0x7F),
@@ -252,7 +253,7 @@ SIGN = {"e4m3": 0x80, "e5m2": 0x80, "e2m1": 0x8, "e2m3": 0x20, "e3m2": 0x20}
 
 
 def nearest_code(kind: str, x: float, relu: bool) -> int:
-    """To nearest, ties to the even code; beyond the largest number, that number."""
+    """The nearest code, ties to the even code; beyond the largest number, that number."""
     numbers, nan = SMALL[kind]
     if math.isnan(x):
         return nan

@@ -1,4 +1,4 @@
-"""Lanes that part and meet again (warp.cpp): programs against an interpreter that runs one lane at a time.
+"""Lanes that diverge and reconverge (warp.cpp): programs against an interpreter that runs one lane at a time.
 
 PTX ISA: Control Flow Instructions; bar.warp.sync; Special Registers.
 """
@@ -103,7 +103,7 @@ class If:
 
 @dataclass(frozen=True)
 class Loop:
-    """As many rounds as the variable's lowest two bits said at first."""
+    """A loop; its number of rounds is the initial value of the variable's lowest two bits."""
 
     variable: int
     body: tuple[Statement, ...]
@@ -111,7 +111,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Break:
-    """Out of the innermost loop; means nothing outside of loops."""
+    """Leaves the innermost loop; means nothing outside of loops."""
 
     condition: Condition
 
@@ -180,7 +180,10 @@ def store() -> str:
 
 
 def render(program: tuple[Statement, ...]) -> str:
-    """All lanes of a warp are together again after each outermost statement: an aligned barrier shows it."""
+    """Renders a program as PTX.
+
+    All lanes of a warp are together again after each outermost statement: an aligned barrier shows it.
+    """
     writer = Writer()
     body = "\n".join(writer.statement(statement, "") + "\nbar.sync 0;" for statement in program)
     loads = " ".join(f"ld.global.u32 %v{i}, [%mine+{4 * i}];" for i in range(VARIABLES))
@@ -205,7 +208,7 @@ def render(program: tuple[Statement, ...]) -> str:
 
 
 class Left(Exception):
-    """The lane has executed Exit."""
+    """Raised when the lane has executed Exit."""
 
 
 def walk(block: tuple[Statement, ...], values: list[int], in_loop: bool = False) -> bool:
@@ -251,7 +254,7 @@ def test_structured_programs_run_as_lane_by_lane(program: tuple[Statement, ...],
 @schedules
 @pytest.mark.parametrize("leave", ["@%odd exit;", "@%odd bra END;"])
 def test_barriers_do_not_wait_for_lanes_that_left_in_a_loop(leave: str, options: Options) -> None:
-    """The other lanes meet behind the branch and behind the loop."""
+    """The other lanes reconverge after the branch and after the loop."""
     out = run(
         f"""
         mov.u32 %y, 0;
@@ -278,7 +281,7 @@ def test_barriers_do_not_wait_for_lanes_that_left_in_a_loop(leave: str, options:
 
 @schedules
 def test_lanes_of_both_sides_wait_for_each_other(options: Options) -> None:
-    """PTX ISA, bar.warp.sync: orders the accesses of the participating threads. They meet behind it."""
+    """PTX ISA, bar.warp.sync: orders the accesses of the participating threads. They reconverge after it."""
     out = run(
         """
         @%odd bra ODD;
@@ -305,7 +308,7 @@ def test_lanes_of_both_sides_wait_for_each_other(options: Options) -> None:
 @schedules
 @pytest.mark.parametrize("skip", ["", "bra SECOND;"])
 def test_lanes_meet_where_the_warp_barrier_is_the_last_of_a_branch(skip: str, options: Options) -> None:
-    """Released lanes may be at the meeting point at once, where the aligned barrier needs them all."""
+    """Released lanes may be at the reconvergence point at once, where the aligned barrier needs them all."""
     out = run(
         f"""
         @%odd bra ODD;
@@ -409,7 +412,7 @@ def test_wrong_table_branches_are_named(index: str, kind: str) -> None:
     assert kinds(TABLE.format(index=index)) == [kind]
 
 
-# --- forward progress: lanes of a warp that have parted all get their turns
+# --- forward progress: lanes of a warp that have diverged are all scheduled eventually
 
 WAITS_IN_WARP = {
     "volatile load": (
@@ -445,7 +448,7 @@ WAITS_IN_WARP = {
 def test_a_lane_may_wait_for_another_of_its_warp(
     publish: str, poll: str, waiter_falls_through: bool, options: Options
 ) -> None:
-    """Whichever side runs first: one lane publishes, the 31 others poll."""
+    """One lane publishes, the 31 others poll, whichever side runs first."""
     waits = f"WAITS: {poll} @%p bra WAITS; bra END;"
     publishes = f"PUBLISHES: {publish} bra END;"
     first, second = (waits, publishes) if waiter_falls_through else (publishes, waits)
@@ -514,7 +517,7 @@ SPECIALS = [
 
 
 def special_registers(grid: tuple, cluster: tuple, block: tuple) -> Iterator[list[int]]:
-    """What each thread reads, by CTA (x fastest) and thread."""
+    """The values that each thread reads, by CTA (x fastest) and thread."""
     for cz, cy, cx in itertools.product(*map(range, grid[::-1])):
         cta = (cx, cy, cz)
         within = [c % n for c, n in zip(cta, cluster, strict=True)]

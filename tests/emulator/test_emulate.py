@@ -1,4 +1,4 @@
-"""flash4_torch.testing.emulate, the face for kernel authors: devices, reports, command line, example."""
+"""flash4_torch.testing.emulate, the interface for kernel authors: devices, reports, command line, example."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_device_is_as_large_as_it_is_said_to_be():
 
 
 def test_a_kernel_may_read_its_modules_variables():
-    """PTX ISA, .global: they belong to the module, so no argument of the launch points to them."""
+    """PTX ISA, .global: such variables belong to the module, so no argument of the launch points to them."""
     text = """
         .version 8.8
         .target sm_90a
@@ -123,7 +123,7 @@ def test_bad_options_are_named(arch, options, word):
 
 
 def test_the_kernel_may_be_transformed():
-    """Without its store the kernel leaves the output as it was."""
+    """A kernel without its store leaves the output as it was."""
     from flash4_torch.emulator import mutate
 
     with emulate.device("sm_90a") as device:
@@ -155,7 +155,10 @@ def test_command_line_prints_a_table(tmp_path):
 
 @pytest.fixture
 def script(tmp_path):
-    """Launches once, on a device of its own, imports what lies beside it, and ends with the status given."""
+    """A script that launches once on its own device.
+
+    It imports what lies next to it, and ends with the status given.
+    """
     (tmp_path / "beside_the_script.py").write_text("BEYOND = 1 << 20\n")
     path = tmp_path / "script.py"
     path.write_text(

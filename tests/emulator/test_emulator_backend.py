@@ -1,7 +1,8 @@
 """FLASH4_BACKEND=emulator.
 
-Attention on CPU tensors by our compiled kernels, with gradients, for every architecture: the whole way of a
-call on such a GPU, but for the GPU. What kernels for one GPU do not serve, small ones for any GPU do.
+Attention on CPU tensors by our compiled kernels, with gradients, for every architecture: a call takes the
+same path as on such a GPU, except for the GPU itself. Problems that the kernels for one GPU do not serve go
+to small kernels for any GPU.
 """
 
 from typing import Any
@@ -22,7 +23,7 @@ from flash4_torch.testing import emulate
 
 ARCHS = tuple(TARGETS)
 EACH = ("sm_90a", "sm_100a")
-"""Whose kernels differ; on sm_103a those of sm_100a run, with other tiles."""
+"""The architectures whose kernels differ; sm_103a runs those of sm_100a, with other tiles."""
 HEADS = ((1, 1), (4, 2), (3, 1))
 
 
@@ -37,12 +38,12 @@ def tensors(dtype, B, Sq, Sk, Hq, Hk, D, Dv):
 
 
 def gradients(results, inputs):
-    """Of a sum of all results with weights that differ everywhere."""
+    """Gradients of a sum of all results with weights that differ everywhere."""
     total = sum((r.double() * torch.linspace(-1, 1, r.numel()).view(r.shape)).sum() for r in results)
     return torch.autograd.grad(total, inputs)
 
 
-# Head sizes and flags are compiled in: few of them, so that few kernels are compiled.
+# Head sizes and flags are compile-time constants: there are few of them, so that few kernels are compiled.
 @pytest.mark.parametrize("arch", EACH)
 @pytest.mark.parametrize(
     ("dtype", "D", "Dv", "flags"),
@@ -61,7 +62,7 @@ def test_matches_the_exact_result(arch, dtype, D, Dv, flags, B, Sq, Sk, heads):
         out, lse = flash4_torch.attention(*inputs, return_lse=True, **flags)
         ours = gradients((out, torch.where(lse.isinf(), 0, lse)), inputs)
     assert {name for _, name in used} == {"emulator"}
-    # The forward's kernel, and those of the backward: three; or two, of whole heads or small ones.
+    # One forward kernel and the backward's: three of them, or two for scope "kv_head" or small kernels.
     assert len(device.reports) == (3 if dtype == torch.float32 or arch == "sm_90a" else 4)
     assert sum("preprocess_kernel" in report.kernel for report in device.reports) == (dtype != torch.float32)
 
@@ -77,7 +78,7 @@ def test_matches_the_exact_result(arch, dtype, D, Dv, flags, B, Sq, Sk, heads):
 
 @pytest.mark.parametrize("schedule", ["late", "fuzz"])
 def test_schedules_give_the_same_bits(schedule):
-    """Of the small kernels."""
+    """The small kernels give the same bits under all schedules."""
     inputs = tensors(torch.float32, 2, 70, 90, 2, 1, 32, 32)
     results = []
     for options in ({}, {"schedule": schedule, "seed": 5}):
@@ -98,7 +99,7 @@ def test_the_architecture_comes_from_the_environment(monkeypatch):
 @pytest.mark.parametrize(("dtype", "launches"), [(torch.bfloat16, 1), (torch.float32, 2)])
 @pytest.mark.parametrize("arch", EACH)
 def test_varlen_is_a_loop(arch, dtype, launches):
-    """Of small kernels; one of ours serves all sequences."""
+    """A loop over sequences launches small kernels; one launch of our own kernel serves all sequences."""
     q, k, v = (t[0].detach() for t in tensors(dtype, 1, 60, 60, 2, 2, 32, 32))
     ends = torch.tensor([0, 17, 17, 60], dtype=torch.int32)
     with emulate.device(arch) as device:
@@ -146,7 +147,7 @@ def test_what_it_does_not_serve_is_named(monkeypatch, arch, call, word):
         flash4_torch.attention(*inputs, **call)
 
 
-# What a call can use, and how many kernels it launches.
+# The arguments that a call can use, and how many kernels it launches.
 CALLS: dict[str, tuple[dict[str, Any], int]] = {
     "causal": ({"causal": True}, 1),
     "window, softcap": ({"window": (40, 3), "softcap": 3.0}, 1),
@@ -164,7 +165,7 @@ SIZES = {"B": 2, "Sq": 90, "Sk": 150, "Hq": 4, "Hk": 2, "D": 64, "Dv": 64}
 
 
 def attention_of(arch, q, k, v, seed=0, **kwargs):
-    """(out, lse) of that GPU's kernel; the state of the generator that dropout uses follows from `seed`."""
+    """(out, lse) of that GPU's kernel; `seed` determines the state of the generator that dropout uses."""
     torch.manual_seed(seed)
     with emulate.device(arch, num_sms=3, schedule="late"), torch.no_grad():
         return flash4_torch.attention(q, k, v, return_lse=True, **kwargs)
@@ -211,7 +212,7 @@ def test_linear_in_v(arch, call, seed):
     q, k, v = (x.detach() for x in tensors(torch.bfloat16, **SIZES))
     other = torch.randn(v.shape).bfloat16()
     out, lse = attention_of(arch, q, k, v, seed, **kwargs)
-    # Twice and half are exact.
+    # Scaling by two or one half is exact.
     for factor in (2.0, -0.5):
         scaled, same_lse = attention_of(arch, q, k, factor * v, seed, **kwargs)
         assert torch.equal(scaled, factor * out) and torch.equal(lse, same_lse)
@@ -292,7 +293,7 @@ def test_one_launch_serves_all_sequences(arch, q_lengths, k_lengths, p):
 def test_the_log_says_whose_kernels_serve(monkeypatch, capsys, dtype, kernels):
     monkeypatch.setenv(env.LOG.name, "backend")
     monkeypatch.setenv(env.ARCH.name, "sm_100a")
-    # Sizes that no other test has: a problem is logged once.
+    # No other test has these sizes: a problem is logged once.
     flash4_torch.attention(*(x.detach() for x in tensors(dtype, 1, 3, 19, 1, 1, 32, 32)))
     assert capsys.readouterr().err.endswith(
         f" serves attention forward B=1 Sq=3 Sk=19 Hq=1 Hk=1 D=32 Dv=32 {dtype} on cpu by {kernels}\n"

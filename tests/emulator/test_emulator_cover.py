@@ -1,7 +1,7 @@
 """Every two properties of a call together, through `attention` and its gradients, by real kernels' PTX.
 
-Without a GPU: the emulator runs the kernels that a GPU of that architecture would, under a schedule of the
-case's, and raises for a race, a deadlock or an access out of bounds.
+No GPU is needed: the emulator runs the kernels that a GPU of that architecture would run, under a schedule
+that depends on the case, and raises for a race, a deadlock or an access out of bounds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NAMES = ("dq", "dk", "dv", "dmask")
 
 
 class Drawn(NamedTuple):
-    """A call's tensors and rules; what stands for its lengths if it is packed."""
+    """A call's tensors and rules; `lengths` holds its sequence lengths if it is packed."""
 
     inputs: list[Tensor]
     mask: Tensor | None
@@ -46,7 +46,7 @@ class Drawn(NamedTuple):
 
 
 def _runs() -> Iterator[tuple[str, Case]]:
-    """Most of them on what no GPU at hand can run; elsewhere they try this test, too."""
+    """Most runs are for sm_100a, as no GPU at hand can run it; elsewhere a few cases try this test, too."""
     for arch in TARGETS:
         yield from ((arch, case) for case in one_of(8 if arch == "sm_100a" else len(CASES), CASES))
 
@@ -68,7 +68,8 @@ def drawn(case: Case) -> Drawn:
         shapes = [(1, Sq, Hq, D), (1, Sk, Hk, D), (1, Sk, Hk, Dv)]
     mask = None
     if case["mask"]:
-        # Of whole stretches of keys, so that some blocks are hidden and others are all visible.
+        # The mask covers whole runs of keys, so that some blocks are fully masked and others are fully
+        # visible.
         seen = torch.rand(1, Hq, Sq, -(-Sk // 16)).gt(0.3).repeat_interleave(16, 3)[..., :Sk]
         mask = seen
         if case["mask"] == "float":
@@ -92,7 +93,7 @@ def ours(call: Drawn) -> tuple[Tensor, Tensor]:
 
 
 def defined(call: Drawn, state: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The same by definition, in `dtype`, a sequence at a time."""
+    """The same results by definition, in `dtype`, one sequence at a time."""
     left, right = call.rules["window"]
     band, p = Band(left, 0 if call.rules["causal"] else right), call.rules["dropout_p"]
     mask = call.mask if call.mask is None or call.mask.dtype == torch.bool else call.mask.to(dtype)
@@ -132,14 +133,14 @@ def test_values_and_gradients(arch: str, case: Case, monkeypatch: pytest.MonkeyP
         dlse = torch.randn(results[1].shape) if case["dlse"] else None
         found = gradients(results, call, dout, dlse)
     masks = 2 * bool(case["mask"])
-    # Of a forward and three of a backward the last one is not needed by whole heads.
+    # One forward and three backward kernels; scope "kv_head" does not need the last one.
     assert len(device.reports) - masks in (3, 4), "other kernels have served"
     assert sum("preprocess_kernel" in report.kernel for report in device.reports) == 1
 
     exact, peer = (defined(call, state, dtype) for dtype in (torch.float64, results[0].dtype))
     for name, a, e, p in zip(("out", "lse"), results, exact, peer, strict=True):
         testing.assert_close_as_peer(a, e, p, what=name)
-    # What out loses as it is stored enters the gradient of every score of its row.
+    # The rounding error of the stored out enters the gradient of every score of its row.
     products, eps = (results[0].double() * dout.double()).detach(), torch.finfo(dout.dtype).eps
     of_row = eps / 2 * products.abs().sum(-1).max().item() * call.inputs[0].shape[-1] ** -0.5
     q, k = (x.detach().abs().max().item() for x in call.inputs[:2])

@@ -1,4 +1,4 @@
-"""Gradients by the kernels of every GPU in the emulator, the whole way of a call on it."""
+"""Gradients by every GPU's kernels in the emulator; a call takes the same path as on that GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> None:
 SIZES = {"B": 2, "Sq": 90, "Sk": 150, "Hq": 4, "Hk": 2, "D": 64, "Dv": 64}
 BIAS = torch.linspace(-2, 2, 90 * 150).view(90, 150).sin()
 EACH_ARCH = pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-# What a call can use, and how many kernels its backward launches.
+# The arguments that a call can use, and how many kernels its backward launches.
 CALLS: dict[str, tuple[dict[str, Any], int]] = {
     "full": ({}, 3),
     "causal": ({"causal": True}, 3),
@@ -58,7 +58,7 @@ def drawn(**call: Any) -> tuple[list[Tensor], dict[str, Any]]:
 
 
 def gradients(results: tuple[Tensor, ...], inputs: list[Tensor]) -> tuple[Tensor, ...]:
-    """Of a sum of all results with weights that differ everywhere."""
+    """Gradients of a sum of all results with weights that differ everywhere."""
     finite = [torch.where(r.isinf(), 0, r).double() for r in results]
     total = sum((r * torch.linspace(-1, 1, r.numel()).view(r.shape)).sum() for r in finite)
     return torch.autograd.grad(total, inputs)  # type: ignore[arg-type]
@@ -90,7 +90,7 @@ def test_gradients(arch: str, name: str) -> None:
         gradients(testing.reference(*inputs, **kwargs, **more, dtype=t), wanted)
         for t in (torch.float64, inputs[0].dtype)
     )
-    # What out loses as it is stored enters the sums of a mask's gradient.
+    # The rounding error of the stored out enters the sums of a mask's gradient.
     stored = torch.finfo(inputs[0].dtype).eps * results[0].double().norm().item()
     for name, a, e, p in zip(("dq", "dk", "dv", "dmask"), ours, exact, peer, strict=False):
         testing.assert_close_as_peer(a, e.double(), p, what=name, noise=stored if name == "dmask" else 0.0)
@@ -100,7 +100,7 @@ def test_gradients(arch: str, name: str) -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("schedule", ["late", "fuzz"])
 def test_schedules(arch: str, schedule: str, deterministic: bool) -> None:
-    """Sums are the same up to their order, and deterministic ones altogether."""
+    """Gradients are the same except for the order of sums; deterministic ones are the same bit for bit."""
     torch.manual_seed(0)
     inputs, kwargs = drawn(B=1, Hq=2, Hk=1, causal=True, deterministic=deterministic)
     found = []
@@ -116,7 +116,7 @@ def test_schedules(arch: str, schedule: str, deterministic: bool) -> None:
 
 @EACH_ARCH
 def test_linear_in_the_gradient_of_out(arch: str) -> None:
-    """Twice and half are exact; the sums' order is that of one multiprocessor."""
+    """Scaling by two or one half is exact; with one SM the order of the sums is fixed."""
     torch.manual_seed(0)
     inputs, kwargs = drawn(B=1, Hq=2, Hk=1, window=(60, 20))
     with emulate.device(arch, num_sms=1):

@@ -1,4 +1,4 @@
-"""What the lanes of a warp exchange, against PTX's description of each.
+"""The exchange between the lanes of a warp, against PTX's description of each instruction.
 
 PTX ISA: shfl.sync, vote.sync, match.sync, redux.sync, elect.sync.
 """
@@ -140,7 +140,7 @@ def test_redux_f32(name, absolute, nan_wins, rng):
 
 @pytest.mark.parametrize("first", [0, 3])
 def test_elect_chooses_one_lane(first):
-    """PTX leaves open which; the engine takes the lowest that takes part."""
+    """PTX leaves open which lane is elected; the engine takes the lowest that takes part."""
     body = f"""
     .reg .pred %in; .reg .b32 %lane;
     mov.u32 %lane, %laneid;
@@ -169,7 +169,7 @@ INSTRUCTIONS = (
 
 @pytest.mark.parametrize("instruction", INSTRUCTIONS)
 def test_members_execute_together(instruction):
-    """A member mask that names a lane which does not come, or leaves out one that does, is an error."""
+    """A member mask that names an absent lane, or omits a present one, is an error."""
     body = """
     .reg .pred %p, %in; .reg .b32 %lane;
     mov.u32 %lane, %laneid; mov.pred %p, 0; mov.u32 %d0, 0;

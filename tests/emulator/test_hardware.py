@@ -1,4 +1,4 @@
-"""What compares the emulator with a GPU, as far as it works without one; and the recorded comparison."""
+"""The comparison of the emulator with a GPU, as far as it works without one; and the recorded comparison."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_recorded_launches_have_their_memory_and_machine_code(recording: Recordi
 
 
 def test_pointers_move_to_the_memory_of_the_gpu(recording: Recording) -> None:
-    """Also those in tensor maps, which begin with one; nothing else in the parameters changes."""
+    """Pointers in tensor maps move, too (a map begins with one); nothing else in the parameters changes."""
     for step in recording.steps:
         buffers = [replay.Buffer(torch.zeros(1 << 20, dtype=torch.uint8)) for _ in step.regions]
         for launch in step.launches:
@@ -85,7 +85,7 @@ def test_comparison_finds_a_changed_byte(recording: Recording) -> None:
 )
 def test_neighbours_are_one_ulp_apart(dtype: torch.dtype, value: float) -> None:
     x = torch.tensor([value], dtype=dtype)
-    with np.errstate(over="ignore"):  # the largest one's neighbour is infinite
+    with np.errstate(over="ignore"):  # the neighbour of the largest number is infinite
         up = torch.from_numpy(np.nextafter(x.numpy(), NUMPY[dtype](np.inf)))
         down = torch.from_numpy(np.nextafter(x.numpy(), NUMPY[dtype](-np.inf)))
     assert ulps_apart(x, up).item() == ulps_apart(x, down).item() == 1

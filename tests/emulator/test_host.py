@@ -72,7 +72,7 @@ def shift_twice(source: cute.Tensor, target: cute.Tensor, by: cutlass.Float32) -
 
 
 class Shifter:
-    """Functions of one name for every `factor`, which the name does not tell."""
+    """Functions with the same name for every `factor`: the name does not contain it."""
 
     def __init__(self, factor: float):
         self.factor = factor
@@ -94,7 +94,7 @@ def launches() -> Iterator[list[host.Launch]]:
 
 
 def pointer(launch: host.Launch, parameter: int) -> int:
-    """The first eight bytes of a parameter: where a tensor of static layout begins."""
+    """The first eight bytes of a parameter: the address of a tensor of static layout."""
     return ctypes.c_uint64.from_address(launch.args[parameter]).value
 
 
@@ -104,7 +104,7 @@ def compiled(function: Any, flavour: str, *args: Any) -> Any:
 
 
 def as_argument(tensor: torch.Tensor, flavour: str) -> Any:
-    """TVM-FFI takes tensors as they are."""
+    """The tensor as an argument; TVM-FFI takes tensors as they are."""
     return tensor if flavour else from_dlpack(tensor)
 
 
@@ -160,7 +160,7 @@ def test_one_function_launches_two_kernels(launches: list[host.Launch]) -> None:
 def test_kernels_of_one_name_keep_their_own_ptx(flavour: str, launches: list[host.Launch]) -> None:
     host.install(launches.append, "sm_100a")
     tensor = torch.zeros(1)
-    # All are compiled before one is loaded, so that the last one's files would be found for each.
+    # All are compiled before one is loaded; otherwise the last one's files would be found for each.
     functions = [compiled(Shifter(factor), flavour, tensor) for factor in (3.0, 5.0, 3.0)]
     for function in functions:
         function(as_argument(tensor, flavour))
@@ -192,7 +192,7 @@ def test_an_error_reaches_the_caller(flavour: str, launches: list[host.Launch]) 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
 def test_threads_get_their_own_errors(flavour: str, launches: list[host.Launch]) -> None:
-    """As torch's backward runs in threads of its own."""
+    """Errors stay in the thread that made them: torch's backward runs in threads of its own."""
 
     def run(launch: host.Launch) -> None:
         raise ValueError(str(ctypes.c_float.from_address(launch.args[2]).value))
@@ -242,7 +242,7 @@ def test_uninstalling_leaves_the_dsl_as_it_was(launches: list[host.Launch]) -> N
 
 
 def test_install_works_before_the_dsl_is_imported() -> None:
-    """And takes its architecture from FLASH4_ARCH."""
+    """The architecture then comes from FLASH4_ARCH."""
     script = """
 import sys
 from flash4_torch.emulator import host
@@ -358,7 +358,7 @@ def test_tensor_maps_can_be_made_by_the_driver_call(
     sizes, strides, box = zip(*dimensions, strict=True)
     strides = tuple(16 * stride for stride in strides[1:])
     expected = TensorMap(address, element, sizes, strides, box, swizzle).encode().view(np.uint32)
-    expected[2] &= ~np.uint32(0x40002)  # set in every map that host code writes; nothing depends on them
+    expected[2] &= ~np.uint32(0x40002)  # set in every map that host code writes; nothing depends on it
 
     made = np.zeros(32, np.uint32)
     rank = len(sizes)

@@ -1,4 +1,4 @@
-"""Every kernel in `kernels`: right, the same bits in whatever order things happen, and without a finding."""
+"""Every kernel in `kernels` is right, gives the same bits in any order of events, and has no finding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPTIONS = (
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """NaN is equal to itself as bits."""
+    """The tensor's bits, in which NaN is equal to itself."""
     return tensor.contiguous().view(torch.uint8).clone()
 
 
@@ -27,7 +27,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def test_results_do_not_depend_on_the_schedule(arch: str, case: Case) -> None:
     expected = case.reference(*case.arguments())
     first: list[torch.Tensor] = []
-    with device(arch) as emulated:  # it raises for findings
+    with device(arch) as emulated:  # raises for findings
         compiled = case.compile(arch)
         for options in OPTIONS:
             emulated.options = options

@@ -1,7 +1,8 @@
-"""`run_ptx` runs whatever text, arguments and options it gets, or raises an error that says what is wrong.
+"""`run_ptx` runs any text, arguments and options it gets, or raises an error that says what is wrong.
 
-A form is an opcode with operands. Those that are tried are right ones with an operand less or more, or with
-one of another kind, width or value in its place. FLASH4_TEST_ALL=1 tries all of them, else a sample.
+A form is an opcode with operands. The tests try right forms with one operand added or removed, or with an
+operand of another kind, width or value in place of one. FLASH4_TEST_ALL=1 tries all of them, otherwise a
+sample is tried.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ OURS = (PtxError, UnsupportedInstruction, EmulationError, LaunchError)
 SAMPLE = 2000
 BRIEF = Options(max_instructions=5000, timeout=20)
 
-# In the order of flash4_torch/emulator/lower: right forms, and opcodes that lack a modifier they need.
+# Right forms in the order of flash4_torch/emulator/lower, and opcodes that lack a modifier they need.
 RIGHT = """
 add.u32 %r1, %r2, 3
 add.sat.s32 %r1, %r2, %r3
@@ -294,7 +295,7 @@ DECLARED = """
 .reg .b32 %r<8>; .reg .b64 %d<8>; .reg .b16 %h<4>; .reg .pred %p<4>; .reg .b128 %q<2>; .reg .f32
 %f<5>; .reg .f64 %e<4>; .shared .align 128 .b8 buffer[1024];
 """
-# Addresses that are some, so that what is not refused does its work.
+# Valid addresses, so that whatever is not refused does its work.
 START = """
 ld.param.u64 %d1, [data]; mov.u32 %r1, buffer; mov.b32 %r2, 1; mov.b32 %r3, 0; add.u32 %r4, %r1,
 512; mov.b64 %d2, 8; mov.b64 %d3, 0; mov.b64 %d4, 1; mov.b16 %h1, 1; mov.b16 %h2, 2; setp.eq.u32
@@ -309,7 +310,7 @@ def kernel(body: str, arch: str) -> str:
 
 
 def rights() -> list[tuple[str, list[str]]]:
-    """Right forms: opcodes and operands."""
+    """The right forms: opcodes and operands."""
     forms = []
     for text in RIGHT.strip().splitlines():
         opcode, _, operands = text.strip().partition(" ")
@@ -331,7 +332,7 @@ def wrongs() -> Iterator[str]:
 
 
 def outcome(body: str) -> str:
-    """What comes of a kernel: "runs", or the name of an error, one of OURS."""
+    """The outcome of a kernel: "runs", or the name of an error, one of OURS."""
     arch = "sm_90a" if body.startswith("wgmma") else "sm_100a"
     try:
         run_ptx(kernel(body, arch), [np.zeros(64, np.uint32)], options=BRIEF)
@@ -342,7 +343,7 @@ def outcome(body: str) -> str:
 
 @pytest.mark.parametrize("form", rights(), ids=lambda form: form[0])
 def test_right_forms_are_taken(form: tuple[str, list[str]]) -> None:
-    """They may do something wrong, as there is no tensor map and no product to wait for."""
+    """A right form may still misbehave at run time: there is no tensor map and no MMA to wait for."""
     opcode, operands = form
     assert outcome(f"{opcode} {', '.join(operands)};") in ("runs", "EmulationError")
 
@@ -361,7 +362,7 @@ def test_wrong_forms_are_refused_or_run() -> None:
     assert counts["PtxError"] > counts["runs"]
 
 
-# --- texts that are no PTX
+# --- texts that are not PTX
 
 ODD = st.one_of(
     st.sampled_from(
@@ -541,7 +542,7 @@ def test_options_that_mean_nothing(options: dict[str, Any]) -> None:
 )
 @pytest.mark.parametrize("address", [0, 8, 2**47, 2**63])
 def test_wild_pointers_are_found(access: str, address: int) -> None:
-    """Also where nobody has said what memory is the kernel's, and where it has no tensor at all."""
+    """Wild pointers are found even if no regions are given, and if the kernel has no tensor at all."""
     text = kernel(f"mov.u64 %d1, {address}; {access};", "sm_90a")
     with pytest.raises(EmulationError, match="in no tensor"):
         run_ptx(text, [bytes(8)])

@@ -67,7 +67,10 @@ ACCESSES = [
 
 @functools.cache
 def copying_kernel(bits: int, count: int, space: str) -> str:
-    """Each lane moves a vector to `out` through shared memory, at places from `write` and `read`."""
+    """A kernel in which each lane moves a vector to `out` through shared memory.
+
+    The places come from `write` and `read`.
+    """
     vector, size = VECTORS[count], bits * count // 8
     names = [f"%v{i}" for i in range(count)]
     registers = names[0] if count == 1 else "{" + ", ".join(names) + "}"
@@ -140,7 +143,7 @@ def numpy_type(ptx_type: str) -> np.dtype:
     [(f"{sign}{bits}", r) for sign in "su" for bits in (8, 16, 32) for r in (16, 32, 64) if bits <= r],
 )
 def test_narrow_elements_are_extended(element: str, register: int, space: str) -> None:
-    """PTX ISA, "Operand Size Exceeding Instruction-Type Size": by sign for signed types, else with zeros."""
+    """PTX ISA, "Operand Size Exceeding Instruction-Type Size": extended by sign if signed, else by zeros."""
     source = np.array([-5]).astype(numpy_type(element))
     out = np.zeros(1, np.uint64)
     place = "[%in]" if space == "global" else "[value]"
@@ -430,7 +433,7 @@ def test_bfloat16_sums_round_to_nearest_even() -> None:
     ],
 )
 def test_vector_sums(opcode: str, count: int) -> None:
-    """Each element is an atomic of its own; the last spelling is the one of the ISA's examples."""
+    """Each element is an atomic of its own; the last spelling is that of the ISA's examples."""
     source = np.random.default_rng(2).standard_normal((LANES, count)).astype(np.float32)
     out = aligned_bytes(16).view(np.float32)
     names = ", ".join(["%a", "%b", "%c", "%d"][:count])
@@ -453,7 +456,7 @@ def test_vector_sums(opcode: str, count: int) -> None:
 
 
 def test_global_f32_sums_flush_subnormal_numbers() -> None:
-    """PTX ISA, red: atomic f32 addition in global memory flushes, in shared memory it does not."""
+    """PTX ISA, red: atomic f32 addition flushes subnormals in global memory but not in shared memory."""
     tiny = np.float32(1e-40)
     source, out = np.array([tiny], np.float32), np.zeros(2, np.float32)
     run(
@@ -488,7 +491,7 @@ def fragment(matrix: np.ndarray, transposed: bool) -> np.ndarray:
 def test_matrices_go_to_registers_and_back(count: int, transposed: bool) -> None:
     rng = np.random.default_rng(count)
     matrices = rng.integers(0, 1 << 16, (count, 8, 8), np.uint16)
-    rows = rng.permutation(32)[: 8 * count]  # of 16 bytes each, where lane i's address points
+    rows = rng.permutation(32)[: 8 * count]  # rows of 16 bytes each, where lane i's address points
     names = ", ".join(f"%m{i}" for i in range(count))
     trans = ".trans" if transposed else ""
     places = np.resize(rows, LANES).astype(np.uint32) * 16

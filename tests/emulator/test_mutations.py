@@ -92,7 +92,10 @@ def test_a_mutant_differs_in_one_instruction_which_keeps_its_guard() -> None:
 
 
 def test_a_wait_that_is_gone_has_succeeded() -> None:
-    """And all else that is gone does nothing: without the arrival the wait could not end."""
+    """A removed wait counts as successful; every other removed instruction does nothing.
+
+    Without the arrival the wait could not end.
+    """
     original = kernel(TRY_ONCE)
     _, arrive, wait = candidates(original)
     mutant = without(without(original, arrive), wait)
@@ -122,8 +125,9 @@ def test_every_wait_at_the_cluster_barrier_needs_an_arrive() -> None:
         run_ptx(text.replace(both, both + "barrier.cluster.wait;\n"), cluster=(2, 1, 1), grid=(2, 1, 1))
 
 
-# What the study (mutation_study.py) found that nothing notices: a bar.warp.sync that another one follows, and
-# the loader's last waits, which are implied by what the storing warps wait for.
+# The study (mutation_study.py) found that nothing notices these: a bar.warp.sync that another one follows,
+# and
+# the load warp's last waits, which are implied by what the store warps wait for.
 @pytest.mark.parametrize(
     ("case", "arch", "unnoticed"),
     [
@@ -155,7 +159,7 @@ def test_a_missing_instruction_is_noticed(case: Case, arch: str, unnoticed: list
 
 
 def test_a_lane_that_speaks_too_early_is_noticed() -> None:
-    """Our forward for sm_100a without one of its bar.warp.syncs, of which eight are needed."""
+    """Our forward for sm_100a without one of its bar.warp.syncs; it needs eight of them."""
     (subject,) = (s for s in subjects() if s.name == "forward, D=64")
     with judge_of(subject) as judge:
         assert judge.differs(LATE) is None

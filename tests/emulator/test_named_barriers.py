@@ -16,7 +16,7 @@ SCHEDULES = [Options(), Options(schedule="late"), *(Options(schedule="fuzz", see
 
 
 def kernel(rounds: int, barrier: str, aligned: str) -> str:
-    """Reads a word for each round and thread, and writes whether all, whether any, and how many are not 0."""
+    """Reads a word for each round and thread; writes whether all, whether any, and how many are not 0."""
     body = "\n".join(
         f"""
         ld.global.b32 %word, [%from + {4 * i * THREADS}];

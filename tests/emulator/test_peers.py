@@ -1,7 +1,8 @@
-"""Kernels that others wrote run right in the emulator, and without a finding: opt-in, for we depend on none.
+"""Kernels that others wrote run correctly in the emulator and without a finding.
 
-flash-attn-4 is tested where it can be imported (the optional dependencies `peers`), NVIDIA's CuTe-DSL
-examples where FLASH4_CUTLASS_EXAMPLES names the folder examples/python/CuTeDSL of a CUTLASS checkout.
+The tests are opt-in, as we depend on none of these kernels. flash-attn-4 is tested where it can be imported
+(the optional dependencies `peers`), NVIDIA's CuTe-DSL examples where FLASH4_CUTLASS_EXAMPLES names the folder
+examples/python/CuTeDSL of a CUTLASS checkout.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from flash4_torch.emulator import host
 from flash4_torch.testing import assert_close_as_peer, reference
 from flash4_torch.testing.emulate import Device, Options
 
-# Of what they import and of what they pass: their matter.
+# Warnings about what they import and pass are not our concern.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 ARCHS = sorted(host.ARCHITECTURES)
@@ -70,7 +71,7 @@ class Shape:
         return f"{name}{'-causal' * self.causal}-{str(self.dtype).removeprefix('torch.')}"
 
     def draw(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q (B, Sq, Hq, D), k and v (B, Sk, Hk, D), dout like q."""
+        """Random q (B, Sq, Hq, D), k and v (B, Sk, Hk, D), and dout like q."""
         D, Sq, Sk, Hq, Hk, B = self.D, self.Sq, self.Sk, self.Hq, self.Hk, self.B
         shapes = [(B, Sq, Hq, D), (B, Sk, Hk, D), (B, Sk, Hk, D), (B, Sq, Hq, D)]
         q, k, v, dout = (torch.randn(shape).to(self.dtype) for shape in shapes)
@@ -87,7 +88,7 @@ SHAPES = [
     Shape(256, 256, 256, Hq=2, Hk=1),
     Shape(256, 130, 190, causal=True, dtype=torch.float16),
 ]
-# Their backward sums dQ up in an order that only the deterministic mode fixes.
+# Their backward sums dQ in an order that only the deterministic mode fixes.
 SMALL = [Shape(64, 130, 130, Hq=2, Hk=1, causal=True), Shape(128, 128, 256, Hq=1, Hk=1)]
 
 
@@ -104,7 +105,7 @@ def attend(
 
 
 def plain(shape: Shape, inputs: tuple[Tensor, ...], dtype: torch.dtype) -> list[Tensor]:
-    """The same by plain torch in `dtype`."""
+    """The same results by plain torch in `dtype`."""
     q, k, v = (x.to(dtype).requires_grad_() for x in inputs[:3])
     out, lse = reference(q, k, v, causal=shape.causal, dtype=dtype)
     gradients = torch.autograd.grad(out, (q, k, v), inputs[3].to(dtype))
@@ -149,9 +150,10 @@ def test_flash_attn_4_gives_the_same_bits_in_fifty_schedules(arch: str, shape: S
 
 @needs_flash_attn_4
 def test_flash_attn_4_copies_queries_without_a_proxy_fence() -> None:
-    """Where the query heads of a key head do not divide a tile, cp.async brings q, which tcgen05.mma reads.
+    """cp.async loads q, which tcgen05.mma reads, if the query heads of a KV head do not divide a tile.
 
-    PTX ISA, "Async proxy": what one proxy writes and the other reads needs a fence.proxy.async between.
+    PTX ISA, "Async proxy": data that one proxy writes and the other reads needs a fence.proxy.async in
+    between.
     """
     shape = Shape(64, 129, 130, Hq=3, Hk=1, causal=True)
     device = Device("sm_100a", LATE, check=False)
@@ -174,7 +176,7 @@ needs_examples = pytest.mark.skipif(not EXAMPLES, reason="FLASH4_CUTLASS_EXAMPLE
 
 
 def run_example(path: str, arguments: str, device: Device) -> None:
-    """Runs an example as a script: it draws inputs, launches and compares by itself."""
+    """Runs an example as a script: it makes its inputs, launches and compares by itself."""
     assert EXAMPLES
     script = Path(EXAMPLES) / path
     places = [str(script.parent), EXAMPLES, str(Path(EXAMPLES) / "cute")]
@@ -235,9 +237,9 @@ def test_primitives(name: str) -> None:
 
 
 BACKWARD = "--s_q 256 --s_k 256 --h_q 1 --h_k 1 --d 64"
-# Examples that do what the PTX ISA does not allow, with a finding's kind and an instruction that it names.
+# Examples that violate the PTX ISA, with a finding's kind and an instruction that it names.
 WRONG = [
-    # Tensor memory is given back when the epilogue is done, but the last product into it may not be.
+    # TMEM is freed when the epilogue is done, but the last MMA into it may not be.
     ("cute/blackwell/kernel/attention/fmha/fmha_bwd", BACKWARD, "tmem", "tcgen05.mma"),
     # The CTA whose shared memory is read may have exited: no cluster barrier comes before its end.
     ("experimental/primitives/mapa", "", "exited", "ld"),

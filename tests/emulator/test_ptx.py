@@ -1,4 +1,4 @@
-"""The PTX parser: each construct by a small text, numbers by laws."""
+"""The PTX parser: each construct by a small text, numbers by general laws."""
 
 from __future__ import annotations
 
@@ -398,7 +398,7 @@ def test_error_texts() -> None:
 
 
 def test_long_texts_parse_fast() -> None:
-    """0.3 s are usual; the limit leaves room for slow machines, none for work that grows with the square."""
+    """0.3 s is usual; the limit leaves room for slow machines, but not for quadratic work."""
     body = "add.s32 %r1, %r2, 3;\n@%p1 ld.global.v2.b32 {%r1, %r2}, [%rd1+16];\n"
     begin = time.process_time()
     assert len(parse_body(body * 10_000 + "ret;").instructions) == 20_001

@@ -1,4 +1,4 @@
-"""The race checker, both ways: a kernel in order is silent; without one synchronisation it is found out.
+"""The race checker, both ways: an ordered kernel gives no finding; without one synchronisation it gives one.
 
 Order is what the PTX ISA calls causality order (section "Memory Consistency Model", with its proxies), and
 asynchronous work completes as its section "Asynchronous Operations" says.
@@ -120,7 +120,7 @@ class Law:
 
 
 def wait(barrier: str, parity: str | int, label: str, mark: str = "", guard: str = "") -> str:
-    """Waits for a phase; `guard` is the predicate of the threads that do."""
+    """Waits for a phase; `guard` is the predicate of the threads that wait."""
     skip = f"@!{guard} bra {label}_END;" if guard else ""
     return f"""
     {skip}
@@ -574,7 +574,7 @@ WGMMA = [
         warps=4,
     ),
     Law(
-        # PTX ISA, wgmma.commit_group: a group is the warpgroup's, not the warp's.
+        # PTX ISA, wgmma.commit_group: a group belongs to the warpgroup, not to the warp.
         "one warp may wait for the products of all four",
         ("wgmma.mma_async", "st.shared.u32"),
         f"""
@@ -591,7 +591,7 @@ WGMMA = [
     ),
 ]
 
-# %tmem: 32 columns of tensor memory, from the first lane that the warp may use.
+# %tmem: 32 columns of TMEM, from the first lane that the warp may use.
 ALLOCATE = """
     @%w0 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%slot], 32;
     @%w0 tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;
@@ -752,7 +752,7 @@ def test_order_is_silent(law: Law, options: Options) -> None:
 
 @each_law
 def test_missing_order_names_both_accesses(law: Law) -> None:
-    """In the eager schedule, where nothing ever goes wrong in fact."""
+    """The schedule is eager, in which nothing ever goes wrong in fact."""
     report = run(out_of_order(law.body), SCHEDULES[0], arch=law.arch, warps=law.warps, ctas=law.ctas)
     assert any(names(finding, *law.pair) and law.says in finding.message for finding in report.findings)
 
@@ -846,7 +846,7 @@ def test_copies_of_one_phase_must_not_overlap(options: Options) -> None:
 
 @each_schedule
 def test_parts_of_a_word_are_apart(options: Options) -> None:
-    """Bytes, not words, are what accesses share."""
+    """Accesses share bytes, not words."""
     body = """
         mad.lo.u32 %c, %lane, 6, %buffer;
         @%w0 st.shared.u16 [%c], 1;
@@ -860,7 +860,7 @@ def test_parts_of_a_word_are_apart(options: Options) -> None:
 
 @each_schedule
 def test_lanes_of_a_warp_do_not_race(options: Options) -> None:
-    """Order within an instruction is not checked, nor is that within one piece of asynchronous work."""
+    """Order within an instruction is not checked, nor within one piece of asynchronous work."""
     body = """
         @%w0 st.shared.u32 [%buffer], %lane;
         @%w0 cp.async.ca.shared.global [%buffer+4], [%data], 4;
@@ -870,7 +870,7 @@ def test_lanes_of_a_warp_do_not_race(options: Options) -> None:
 
 
 def test_a_lane_that_speaks_for_loads_of_its_warp() -> None:
-    """Whether an aligned wait orders the lanes is left open: not so with strict "lanes"."""
+    """PTX leaves open whether an aligned wait orders the lanes; with strict "lanes" it does not."""
     body = f"""
         {INIT_BARRIERS}
         {ALLOCATE}
@@ -894,7 +894,7 @@ def test_a_lane_that_speaks_for_loads_of_its_warp() -> None:
 
 @each_schedule
 def test_freed_tensor_memory_starts_afresh(options: Options) -> None:
-    """All 512 columns, twice: tcgen05.alloc itself waits for the one who had them before."""
+    """All 512 columns, twice: tcgen05.alloc itself waits until the previous owner has freed them."""
     allocate = "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%c], 512;"
     body = f"""
         .reg .pred %idle;
@@ -939,7 +939,7 @@ def test_races_can_be_left_unchecked() -> None:
 
 @pytest.mark.parametrize("ordered", [True, False])
 def test_long_kernels(ordered: bool) -> None:
-    """What was written long ago still counts, whatever has been synchronised since."""
+    """A write from long ago still counts, whatever has been synchronised since."""
     barrier = "bar.sync 0;" if ordered else ""
     findings = run(
         f"""
@@ -969,7 +969,7 @@ WARPS = 3
 
 @dataclass(frozen=True)
 class Access:
-    """By one lane, or each by its own when `lane` is None: lane i then touches the i-th word."""
+    """An access by one lane, or by every lane if `lane` is None: lane i then touches the i-th word."""
 
     warp: int
     lane: int | None
@@ -991,7 +991,7 @@ class Access:
         return f"{guard} ld.shared.u{width} %a, {place};"
 
     def by_lane(self) -> list[Access]:
-        """Those of the two lanes that the checker must tell apart, here the first and the second."""
+        """The accesses of the two lanes that the checker must distinguish, here the first and the second."""
         if self.lane is not None:
             return [self]
         return [Access(self.warp, lane, self.kind, 4 * lane, 4) for lane in range(2)]
@@ -1004,7 +1004,7 @@ class Access:
 
 @dataclass(frozen=True)
 class Barrier:
-    """Of one warp bar.warp.sync."""
+    """A barrier of the given warps; for one warp it is bar.warp.sync."""
 
     warps: tuple[int, ...]
 
@@ -1061,7 +1061,7 @@ def racing(events: list[Event]) -> set[frozenset[int]]:
 @settings(max_examples=150)
 @given(EVENTS, st.sampled_from(SCHEDULES))
 def test_agrees_with_brute_force(events: list[Event], options: Options) -> None:
-    """No finding is false, and where there is a race there is a finding."""
+    """No finding is false, and if there is a race there is a finding."""
     body = "\n".join(f"    {event.ptx()}" for event in events)
     text = kernel(body)
     first_line = text[: text.index(body)].count("\n") + 1
@@ -1120,7 +1120,7 @@ def test_a_readers_fence_covers_its_own_memory(space: str) -> None:
 
 
 def test_a_fence_of_both_ctas_memory_is_for_each_its_own() -> None:
-    """One instruction writes half of its words in each CTA; what is found in one is not true of the other."""
+    """One instruction writes half of its words in each CTA; a finding in one does not hold for the other."""
     body = f"""
         setp.lt.u32 %off, %lane, 16;
         selp.b32 %a, %mine, %a, %off;

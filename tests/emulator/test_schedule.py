@@ -1,4 +1,4 @@
-"""Who runs when (schedule.cpp), and what a launch comes to (engine.py, report.py)."""
+"""The order of execution (schedule.cpp), and the result of a launch (engine.py, report.py)."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_a_deadlock_at_the_clusters_barrier_is_described(options: Options) -> No
     ],
 )
 def test_polling_in_vain_is_a_deadlock(poll: str, options: Options) -> None:
-    """Atomic operations that change nothing, too."""
+    """Polling by atomic operations that change nothing counts, too."""
     body = f"@!%first exit; WAIT: {poll} setp.eq.u32 %p, %x, 0; @%p bra WAIT;"
     found = finding(body, options=Options(options.schedule, races=False))
     assert found.kind == "deadlock" and "poll" in found.message
@@ -146,7 +146,7 @@ def test_a_launch_that_runs_away_is_stopped(options: Options) -> None:
 @schedules
 @pytest.mark.parametrize("peeks", [1, 40])
 def test_a_peek_may_come_back_false(peeks: int, options: Options) -> None:
-    """PTX ISA, mbarrier.try_wait: it may return false; here the program must go on to what ends the phase."""
+    """PTX ISA, mbarrier.try_wait: it may return false; the program must then go on to what ends the phase."""
     out = run(
         f"""
         @!%first bra END;
@@ -202,7 +202,7 @@ STORE = """
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_stores_are_waited_for_where_that_is_asked(strict: bool) -> None:
-    """Hardware keeps a CTA's shared memory until its bulk stores are done, so only "exit" finds fault."""
+    """Hardware keeps a CTA's shared memory until its bulk stores are done, so only "exit" reports this."""
     options = Options(schedule="late", strict=frozenset({"exit"} if strict else ()))
     waits = STORE.replace("WAIT", "@%first cp.async.bulk.wait_group.read 0;")
     assert launch(waits, options=options)[1].findings == []

@@ -17,7 +17,8 @@ EVERY_LANE = "true"
 def accesses(address: str, vector: str = "", lanes: str = EVERY_LANE) -> dict[str, Line]:
     """A store and a load of one warp: their lines.
 
-    address: PTX that makes %a, an offset in bytes, of the lane's number %lane. vector: "", ".v2" or ".v4".
+    address: PTX that computes %a, an offset in bytes, from the lane's number %lane. vector: "", ".v2" or
+    ".v4".
     lanes: PTX that sets %p in the lanes that take part.
     """
     registers = {"": "%x", ".v2": "{%x, %y}", ".v4": "{%x, %y, %z, %w}"}[vector]
@@ -62,7 +63,7 @@ def accesses(address: str, vector: str = "", lanes: str = EVERY_LANE) -> dict[st
         pytest.param("mul.lo.u32 %a, %lane, 144;", ".v4", 512, 4, id="16 bytes further each row"),
         pytest.param("shl.b32 %a, %lane, 7;", ".v4", 512, 32, id="16 bytes of each row"),
         pytest.param(
-            # Eight lanes meet in the same four banks, though all 32 together spread over the banks.
+            # Eight lanes access the same four banks, though all 32 together spread over the banks.
             "and.b32 %a, %lane, 7; shl.b32 %a, %a, 7; shr.u32 %x, %lane, 3; mad.lo.u32 %a, %x, 16, %a;",
             ".v4",
             512,
@@ -95,7 +96,7 @@ def loop(name: str, turns: int) -> Report:
 @pytest.mark.parametrize(
     ("name", "operation", "expected"),
     [
-        # A and B, 32 bytes of K each: by one thread, or by the four warps, of which the first answers for B.
+        # A and B, 32 bytes of K each: by one thread, or by the four warps, where B counts for the first warp.
         ("tcgen05.mma m128n256k16", "tcgen05.mma", [4 * 32 * (128 + 256), 0, 0, 0]),
         ("wgmma m64n256k16", "wgmma.mma_async", [4 * 32 * (16 + 256)] + 3 * [4 * 32 * 16]),
     ],
@@ -148,7 +149,7 @@ WAIT:
 
 
 def test_of_all_warps() -> None:
-    """Every thread writes 16 bytes and reads its neighbour's, without conflicts."""
+    """Counts of all warps: every thread writes 16 bytes and reads its neighbour's, without conflicts."""
     lines = {line.ptx[:9]: line for line in loop("16-byte shared memory accesses, barriers", 3).lines}
     for name in ("st.shared", "ld.shared"):
         assert lines[name].shared_bytes == WARPS * (3 * 512,)

@@ -24,8 +24,8 @@ from tensor_cores import (
 )
 
 THREADS = LANES = 128
-COLUMNS = 272  # of tensor memory that the kernels fill and read back
-A_COLUMN = 256  # where A lies when it is in tensor memory
+COLUMNS = 272  # TMEM columns that the kernels fill and read back
+A_COLUMN = 256  # the column of A when it is in TMEM
 NO_IMAGE = np.zeros((1, SHARED_BYTES), np.uint8)
 SCHEDULES = st.sampled_from(["eager", "late", "fuzz"])
 WAIT_LOAD = "tcgen05.wait::ld.sync.aligned;"
@@ -33,11 +33,11 @@ WAIT_STORE = "tcgen05.wait::st.sync.aligned;"
 
 
 def kernel(body: str, *, ctas: int = 1, columns: int = 512, free: bool = True) -> str:
-    """Fills shared and tensor memory from parameters, runs `body`, and writes tensor memory back.
+    """Fills shared memory and TMEM from parameters, runs `body`, and writes TMEM back.
 
-    In the body %t is the tensor memory address, %lane that of the warp's first lane, %elected holds in one
-    thread of the cluster, %a and %b are the descriptors, %e the number `enable`, %mask0... the masks, `done`
-    an mbarrier for one arrival.
+    In the body %t is the TMEM address, %lane that of the warp's first lane, %elected holds in one thread of
+    the cluster, %a and %b are the descriptors, %e the number `enable`, %mask0... the masks, `done` an
+    mbarrier for one arrival.
     """
     group = f"cta_group::{ctas}"
     sync = (
@@ -47,7 +47,7 @@ def kernel(body: str, *, ctas: int = 1, columns: int = 512, free: bool = True) -
     registers = "{" + ", ".join(f"%v{i}" for i in range(16)) + "}"
 
     def each(lines: list[str]) -> str:
-        """The lines for every 16 columns, with %row at their first."""
+        """The lines repeated for every 16 columns, with %row at the first of them."""
         pieces = []
         for column in range(0, COLUMNS, 16):
             pieces += [line.replace("COLUMN", str(column)) for line in lines]
@@ -126,7 +126,7 @@ def kernel(body: str, *, ctas: int = 1, columns: int = 512, free: bool = True) -
 
 
 def committed(instruction: str, ctas: int) -> str:
-    """One thread issues; all of the cluster wait."""
+    """One thread issues the instruction; all threads of the cluster wait for it."""
     multicast, mask = (".multicast::cluster", ", %both") if ctas == 2 else ("", "")
     kind = f"cta_group::{ctas}.mbarrier::arrive::one.shared::cluster{multicast}.b64"
     commit = f"tcgen05.commit.{kind} [done]{mask};"
@@ -152,7 +152,7 @@ def launch(
     options: Options | None = None,
     check: bool = True,
 ) -> Report:
-    """`tensor` [CTAs, 128, COLUMNS] holds what tensor memory holds, before and after."""
+    """Runs a kernel; `tensor` [CTAs, 128, COLUMNS] holds the contents of TMEM, before and after."""
     ctas = tensor.shape[0]
     return run_ptx(
         text,
@@ -183,7 +183,7 @@ def kinds(report: Report) -> set[str]:
     return {finding.kind for finding in report.findings}
 
 
-# --- products
+# --- MMAs
 
 TYPES = {"f16": ("f16", "bf16"), "tf32": ("tf32",), "f8f6f4": ("e4m3", "e5m2"), "i8": ("u8", "s8")}
 CODES = {"f16": 0, "bf16": 1, "tf32": 2, "e4m3": 0, "e5m2": 1, "u8": 0, "s8": 1}
@@ -193,7 +193,7 @@ OUTPUT_TYPES = {"f16": np.float16, "f32": np.float32, "s32": np.int32}
 
 @dataclass(frozen=True)
 class Case:
-    """One product; `a_layout` None puts A into tensor memory."""
+    """One MMA; `a_layout` None puts A into TMEM."""
 
     m: int = 128
     n: int = 64
@@ -275,7 +275,7 @@ def operands(case: Case, tensor: np.ndarray) -> tuple[np.ndarray, tuple[int, int
 def run(
     case: Case, options: Options | None = None, check: bool = True, body: str = ""
 ) -> tuple[Report, np.ndarray]:
-    """Runs the product and compares all of tensor memory with what NumPy makes of it."""
+    """Runs the MMA and compares all of TMEM with NumPy's result."""
     tensor = random_tensor(case.ctas, case.seed)
     image, descriptors, product = operands(case, tensor)
     at = places(case)
@@ -367,7 +367,7 @@ def test_counters() -> None:
     ("case", "kind"),
     [
         (Case(n=24), "descriptor"),  # M = 128 takes multiples of 16
-        (Case(kind="tf32"), "descriptor"),  # of bf16
+        (Case(kind="tf32"), "descriptor"),  # multiple of bf16's
         (Case(a_layout=Layout("128B", False, gap=1 << 17)), "out-of-bounds"),
     ],
 )
@@ -423,7 +423,10 @@ REGISTERS = {"32x32b": 1, "16x64b": 1, "16x128b": 2, "16x256b": 4, "16x32bx2": 1
 
 
 def pattern(shape: str, repeat: int, halves: bool, split: int) -> tuple[np.ndarray, np.ndarray]:
-    """(lane in the warp, column) of each thread's registers, [128, registers]; of 16-bit halves the lower."""
+    """(lane in the warp, column) of each thread's registers, [128, registers].
+
+    If a register holds two 16-bit halves, this is the place of the lower one.
+    """
     thread_bits, register_bits = PATTERNS[shape]
     registers = REGISTERS[shape] * repeat
     register_bits = list(register_bits) or [(0, 1)]
@@ -443,7 +446,7 @@ def pattern(shape: str, repeat: int, halves: bool, split: int) -> tuple[np.ndarr
 
 @st.composite
 def moves(draw: st.DrawFn) -> tuple[str, int, bool, int, int, int]:
-    """(shape, repeat, halves, split, first lane of the warp's, column)"""
+    """A random move: (shape, repeat, halves, split, first lane of the warp's, column)."""
     shape = draw(st.sampled_from(sorted(PATTERNS)))
     halves = draw(st.booleans())
     width = {"16x64b": 2, "16x128b": 4, "16x256b": 8}.get(shape, 1) * (2 if halves else 1)
@@ -523,7 +526,7 @@ SPECIAL = np.array([0.0, -0.0, np.inf, -np.inf, np.nan], np.float32).view(np.uin
 def test_loads_that_reduce(
     shape: str, repeat: int, maximum: bool, absolute: bool, nan: bool, schedule: str
 ) -> None:
-    """Tensor memory of sm_103a: what is loaded, and in the column behind it its least or greatest."""
+    """TMEM of sm_103a: the loaded values, and in the column after them their minimum or maximum."""
     split = repeat + 3 if shape == "16x32bx2" else 0
     tensor = random_tensor(1, 0)
     tensor[0, ::3, ::5] = np.random.default_rng(1).choice(SPECIAL, tensor[0, ::3, ::5].shape)
@@ -531,7 +534,7 @@ def test_loads_that_reduce(
     values = expected[where((shape, repeat, False, split, 0, 7))]
     floats = values.view(np.float32)
     floats = np.abs(floats) if absolute else floats
-    # +0 is more than -0; a NaN is what all of them must be, or one, where asked for.
+    # +0 is more than -0; all values must be NaN for a NaN result or, if .NaN is given, one of them.
     order = np.where(floats == 0, np.where(np.signbit(floats), -1e-45, 1e-45).astype(np.float32), floats)
     lost = np.nan if nan else (-np.inf if maximum else np.inf)
     order = np.where(np.isnan(order), lost, order)
@@ -607,8 +610,8 @@ def found(body: str = "", **options: object) -> Report:
             "@%first tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [slot], 32;",
             "tmem",
         ),  # relinquished
-        ("@%first tcgen05.dealloc.cta_group::1.sync.aligned.b32 %t, 256;", "tmem"),  # a part
-        ("tcgen05.ld.sync.aligned.32x32b.x1.b32 {%w0}, [%t];", "tmem"),  # lanes of another warp
+        ("@%first tcgen05.dealloc.cta_group::1.sync.aligned.b32 %t, 256;", "tmem"),  # only a part
+        ("tcgen05.ld.sync.aligned.32x32b.x1.b32 {%w0}, [%t];", "tmem"),  # another warp's lanes
         ("tcgen05.ld.sync.aligned.32x32b.x2.b32 {%w0, %w1}, [%lane+511];", "tmem"),
         ("@%elected tcgen05.ld.sync.aligned.32x32b.x1.b32 {%w0}, [%lane];", "tcgen05"),  # not the whole warp
         ("@%elected tcgen05.cp.cta_group::2.128x128b [%t], %a;", "tcgen05"),  # no pair
@@ -717,7 +720,7 @@ def test_use_before_the_wait_is_found_on_request() -> None:
 
 @pytest.mark.parametrize("schedule", ["eager", "late", "fuzz"])
 def test_product_read_without_waiting_is_found(schedule: str) -> None:
-    """A race where the product was done in time; else the CTA was gone before it."""
+    """A race if the MMA was done in time; otherwise the CTA exits before it is done."""
     issue, _ = committed(Case().text, 1).split("WAIT:")
     report, _ = run(Case(), Options(schedule=schedule), check=False, body=issue)
     assert kinds(report) & {"race", "exit-pending"}

@@ -1,4 +1,4 @@
-"""The layout of tensor maps: what CuTe-DSL's compiled host code writes is what `TensorMap.encode` writes."""
+"""The layout of tensor maps: CuTe-DSL's compiled host code writes the same bytes as `TensorMap.encode`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cutlass.cute.runtime import from_dlpack
 from flash4_torch.emulator import host
 from tensor_map import TensorMap
 
-MAP_WORDS = 16  # host code writes half of the map
+MAP_WORDS = 16  # host code writes only half of the map
 
 
 @cute.kernel

@@ -26,7 +26,7 @@ all_schedules = pytest.mark.parametrize("options", SCHEDULES, ids=lambda o: o.sc
 
 
 def kernel(body: str, params: str, arch: str = "sm_100a", declarations: str = "") -> str:
-    """A kernel whose thread 0 has set up two mbarriers; its parameters are addresses, of tensor maps too."""
+    """A kernel whose thread 0 has set up two mbarriers; parameters are addresses, also of tensor maps."""
     names = params.split(", ")
     declared = ", ".join(f".param .u64 {name}" for name in names)
     loads = "\n".join(f".reg .b64 %{name};\n ld.param.u64 %{name}, [{name}];" for name in names)
@@ -96,7 +96,7 @@ def findings(body: str, params: str, *arrays: np.ndarray, **options: object) -> 
 
 @st.composite
 def boxes(draw: st.DrawFn) -> tuple[TensorMap, np.ndarray, list[int]]:
-    """A map, its tensor's bytes and where a copy begins; boxes reach outside on all sides."""
+    """A map, its tensor's bytes and where a copy begins; boxes extend outside on all sides."""
     element = draw(st.sampled_from(sorted(ELEMENT_TYPES)))
     width = 2 if element == "bfloat16" else np.dtype(element).itemsize
     swizzle = draw(st.sampled_from([0, 32, 64, 128]))
@@ -116,7 +116,7 @@ def boxes(draw: st.DrawFn) -> tuple[TensorMap, np.ndarray, list[int]]:
 
 
 def coordinates(start: list[int]) -> tuple[str, str]:
-    """Instructions that put the coordinates into registers, and the list of these."""
+    """Instructions that put the coordinates into registers, and the list of these registers."""
     names = [f"%c{d}" for d in range(len(start))]
     return "".join(f"mov.b32 {n}, {s};\n" for n, s in zip(names, start, strict=True)), ", ".join(names)
 
@@ -158,7 +158,7 @@ def test_a_box_is_loaded(options: Options, case: tuple[TensorMap, np.ndarray, li
 @settings(max_examples=25)
 @given(case=boxes())
 def test_a_box_is_stored(options: Options, case: tuple[TensorMap, np.ndarray, list[int]]) -> None:
-    """Rows outside the tensor are not written; of rows inside, whole 16-byte chunks are, as an H200 does."""
+    """Rows outside the tensor are not written; rows inside are, in whole 16-byte chunks, as on an H200."""
     map_, tensor, start = case
     start = [max(s, 0) for s in start]
     moves, names = coordinates(start)
@@ -224,7 +224,7 @@ def test_a_box_is_reduced(operation: str, element: str) -> None:
 
 
 def small_map(tensor: np.ndarray, swizzle_row: int = 0) -> TensorMap:
-    """Of 8 rows of 128 bytes."""
+    """A map of 8 rows of 128 bytes."""
     return TensorMap(tensor.ctypes.data, "uint8", (128, 8), (128,), (128, 8), swizzle_row)
 
 
@@ -240,7 +240,7 @@ STORE = "@%one cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%map,
 
 
 def dump(size: int, to: str = "%p", tile: str = "%tile") -> str:
-    """Writes a tile out, to the place of the CTA in `out`."""
+    """Writes a tile to the CTA's place in `out`."""
     return f"""
     mad.wide.u32 %p, %rank, {size}, %out;
     @%one cp.async.bulk.global.shared::cta.bulk_group [{to}], [{tile}], {size};
@@ -369,7 +369,7 @@ def test_what_the_engine_lacks_is_refused(instruction: str) -> None:
 
 @pytest.mark.parametrize("element, nan", [("float16", 0x7FF7), ("bfloat16", 0x7FF7), ("float32", 0x7FF77FF7)])
 def test_elements_outside_may_read_as_nan(element: str, nan: int) -> None:
-    """The pattern is what an H200 gives."""
+    """The pattern is the one that an H200 gives."""
     tensor, kind = random_bytes(1024, seed=5), np.uint32 if nan > 0xFFFF else np.uint16
     map_ = TensorMap(tensor.ctypes.data, element, (8, 4), (64,), (16, 8), fill_nan=True)
     out = aligned_bytes(map_.box_bytes)
@@ -388,7 +388,7 @@ def test_elements_outside_may_read_as_nan(element: str, nan: int) -> None:
 
 
 def test_a_map_of_tf32_rounds() -> None:
-    """To nearest, as an H200 does; ties are not tried."""
+    """Values are rounded to nearest, as on an H200; ties are not tested."""
     tensor, out = random_bytes(1024, seed=7), aligned_bytes(1024)
     map_ = TensorMap(tensor.ctypes.data, "float32", (32, 8), (128,), (32, 8)).encode()
     map_.view(np.uint32)[2] |= 1 << 16
@@ -399,7 +399,7 @@ def test_a_map_of_tf32_rounds() -> None:
 
 
 def test_swizzle_of_32_byte_chunks() -> None:
-    """As CuTe writes it: Swizzle<2, 5, 2> of bytes."""
+    """The swizzle as CuTe writes it: Swizzle<2, 5, 2> of bytes."""
     tensor, out = random_bytes(1024, seed=5), aligned_bytes(1024)
     map_ = TensorMap(tensor.ctypes.data, "uint8", (128, 8), (128,), (128, 8), 128, atom=32)
     run(f"{expect(1024)} {load()} {wait()} {dump(1024)}", "map, tensor, out", map_.encode(), tensor, out)
@@ -407,7 +407,7 @@ def test_swizzle_of_32_byte_chunks() -> None:
 
 
 def test_fields_of_a_map_are_replaced_in_shared_memory() -> None:
-    """A map made by tensormap.replace is published, and used, as the one that the host encodes."""
+    """A map made by tensormap.replace is published and used like one that the host encodes."""
     tensor, out, made = random_bytes(4096, seed=4), aligned_bytes(512), aligned_bytes(128)
     target = TensorMap(tensor.ctypes.data, "float16", (60, 30), (128,), (32, 8), 64)
     blank = TensorMap(0, "uint8", (1, 1), (16,), (1, 1)).encode()
@@ -453,7 +453,7 @@ def test_fields_of_a_map_are_replaced_in_shared_memory() -> None:
 
 @all_schedules
 def test_bulk_copies_to_several_ctas_and_between_them(options: Options) -> None:
-    """Global memory to both CTAs, and then from each one to the other."""
+    """Global memory to both CTAs, and then from each CTA to the other."""
     source, out = random_bytes(512, seed=6), aligned_bytes(1024).reshape(2, 512)
     run(
         f"""
@@ -616,7 +616,7 @@ def test_a_late_store_reads_what_is_there_then() -> None:
 
 @all_schedules
 def test_a_store_that_all_lanes_issue_is_done_once_for_all(options: Options) -> None:
-    """Every lane may wait for it, here the last one, which then overwrites the tile."""
+    """Every lane may wait for the store, here the last one, which then overwrites the tile."""
     source, tensor = random_bytes(1024, seed=11), aligned_bytes(1024)
     report = run(
         f"""
@@ -679,7 +679,7 @@ def test_lanes_copy_asynchronously(size: int, cache: str, end: str, options: Opt
     if arrives:
         finish = f"cp.async.mbarrier.{end}.shared.b64 [%bar];"
     start = ""
-    if end == "arrive":  # raises the count that is expected by what it adds
+    if end == "arrive":  # raises the expected count by what it adds
         finish += "@%one mbarrier.arrive.shared.b64 _, [%bar];"
     elif end == "arrive.noinc":
         start = "@%one mbarrier.inval.shared.b64 [%bar]; @%one mbarrier.init.shared.b64 [%bar], 32;"

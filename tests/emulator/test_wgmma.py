@@ -24,7 +24,7 @@ PAIRS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One product; `repeats` issues it that many times into the same accumulators."""
+    """One wgmma; `repeats` issues it that many times into the same accumulators."""
 
     n: int
     accumulator: str = "f32"
@@ -53,7 +53,7 @@ class Case:
 def kernel(
     case: Case, *, fence: str = "wgmma.fence.sync.aligned;", after_issue: str = "", after_mma: str = ""
 ) -> str:
-    """Copies the operands to shared memory, multiplies, and writes every thread's accumulators out."""
+    """Copies the operands to shared memory, issues the wgmma, and writes every thread's accumulators out."""
     accumulators = [f"%d{i}" for i in range(case.registers)]
     a = "%a" if case.a_layout else "{%f0, %f1, %f2, %f3}"
     shape = f"m64n{case.n}k{FORMATS[case.a].k}.{case.accumulator}.{case.a}.{case.b}"
@@ -116,7 +116,7 @@ def a_fragments(bits: np.ndarray) -> np.ndarray:
 def run(
     case: Case, options: Options | None = None, check: bool = True, **changes: str
 ) -> tuple[np.ndarray, np.ndarray, Report]:
-    """(D [64, N], what NumPy makes of it, the report)."""
+    """(D [64, N], NumPy's result, the report)."""
     a_bits, a = random_operand(case.a, M, case.seed)
     b_bits, b = random_operand(case.b, case.n, case.seed + 1)
     image = np.zeros(SHARED_BYTES, np.uint8)
@@ -240,8 +240,8 @@ def test_missing_first_fence_is_found() -> None:
     ("instruction", "found"),
     [
         ("add.f32 %d5, %d5, %d5;", True),
-        ("add.u32 %x1, %d5, %d5;", False),  # of no wgmma
-        ("mov.b32 %d5, %d6;", False),  # a copy of what was fenced
+        ("add.u32 %x1, %d5, %d5;", False),  # not a register of any wgmma
+        ("mov.b32 %d5, %d6;", False),  # a copy of a fenced register
         ("add.u32 %x1, %x0, %x0; mov.b32 %d5, %x1;", True),
     ],
 )
@@ -253,7 +253,7 @@ def test_writing_an_accumulator_after_the_fence_is_found(instruction: str, found
 
 
 def test_late_products_land_at_the_wait() -> None:
-    """What the program writes to an accumulator in between is lost."""
+    """A value that the program writes to an accumulator in between is lost."""
     case = Case(n=8, scale_d=False)
     result, expected, report = run(case, Options(schedule="late"), check=False, after_issue="mov.b32 %d0, 0;")
     assert kinds(report) == {"wgmma-register"}

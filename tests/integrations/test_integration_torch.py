@@ -24,7 +24,7 @@ from torch.nn.attention.varlen import varlen_attn
 from flash4_torch import backends, ops
 from flash4_torch.errors import ArgumentError
 from flash4_torch.integrations import torch_sdpa
-from flash4_torch.problem import Problem
+from flash4_torch.problem import CallOptions, Problem
 
 PLAIN = {"scale": 0.3, "window_left": None, "softcap": 0.0, "deterministic": False}
 
@@ -181,7 +181,7 @@ def test_our_own_function_ends_while_the_route_is_active() -> None:
     q, k, v = (normal(1, 16, 2, 8, seed=s).requires_grad_() for s in range(3))
 
     def attend() -> list[Tensor]:
-        out, _ = ops.attention(q, k, v, None, None, window_right=0, dropout_p=0.0, **PLAIN)
+        out, _ = ops.attention(q, k, v, None, None, CallOptions(window_right=0, **PLAIN))
         return with_grads(out, q, k, v)
 
     alone = attend()
@@ -238,12 +238,12 @@ def test_cuda_forward_and_backward_are_our_attention(
         v,
         None,
         rng_state.view(torch.int64) if dropout_p else None,
-        scale=0.3,
-        window_left=None if left == -1 else left,
-        window_right=0 if causal else None,
-        softcap=0.0,
-        dropout_p=dropout_p,
-        deterministic=False,
+        CallOptions(
+            scale=0.3,
+            window_left=None if left == -1 else left,
+            window_right=0 if causal else None,
+            dropout_p=dropout_p,
+        ),
     )
     assert_same(through_aten, [lse, *with_grads(ours, q, k, v)], 1e-5)
 

@@ -603,7 +603,7 @@ def test_mask_is_as_small_as_it_can_be(
     case.module(MultiheadAttention)(**case.call())
     reached = recorder.calls[0][1][3]
     assert (reached if reached is None else (tuple(reached.shape), reached.dtype)) == expected
-    assert recorder.calls[0][2]["window_right"] == (-1 if "causal" in mask else None)
+    assert recorder.calls[0][1][5].window_right == (-1 if "causal" in mask else None)
 
 
 # torch's transformer modules call it, whatever their fast paths

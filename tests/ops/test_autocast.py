@@ -12,10 +12,11 @@ from torch import Tensor, nn
 import flash4_torch
 from compiling import assert_same, compiled, results_and_gradients
 from flash4_torch import ops
+from flash4_torch.problem import CallOptions
 
 B, SQ, SK, HQ, HK, D = 2, 5, 7, 4, 2, 8
 
-RULES = {"scale": 0.3, "window_left": None, "window_right": 0, "softcap": 0.0, "dropout_p": 0.0}
+OPTIONS = CallOptions(scale=0.3, window_right=0)
 
 dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 
@@ -52,15 +53,15 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def operator(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.ops.flash4.attention.default(q, k, v, mask, None, *RULES.values(), False)
+    return torch.ops.flash4.attention.default(q, k, v, mask, None, *OPTIONS)
 
 
 def inner(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    return ops.attention(q, k, v, mask, None, **RULES, deterministic=False)
+    return ops.attention(*ops.autocast_inputs(q, k, v), mask, None, OPTIONS)
 
 
 def weights(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    return ops.attention_weights(q, k, mask, None, **RULES, average_heads=True)
+    return ops.attention_weights(*ops.autocast_inputs(q, k), mask, None, OPTIONS, True)
 
 
 Function = Callable[..., Any]

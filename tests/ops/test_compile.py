@@ -15,6 +15,7 @@ import flash4_torch
 from compiling import assert_same, compiled, results_and_gradients
 from flash4_torch import ops, testing
 from flash4_torch.errors import ShapeError
+from flash4_torch.problem import CallOptions
 
 # torch 2.11's inductor imports a module that uses TorchScript.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
@@ -80,18 +81,7 @@ def sdpa_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def weights(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
-    return ops.attention_weights(
-        q,
-        k,
-        mask[None],
-        None,
-        scale=0.3,
-        window_left=None,
-        window_right=0,
-        softcap=0.0,
-        dropout_p=0.0,
-        average_heads=True,
-    )
+    return ops.attention_weights(q, k, mask[None], None, CallOptions(scale=0.3, window_right=0), True)
 
 
 Call = tuple[Callable[..., Any], Callable[..., tuple[Any, ...]]]

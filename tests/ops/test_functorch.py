@@ -16,6 +16,7 @@ from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vmap
 import flash4_torch
 from flash4_torch import ops, testing
 from flash4_torch.errors import DoubleBackwardError, ForwardModeError
+from flash4_torch.problem import CallOptions
 
 B, SQ, SK, HQ, HK, D = 2, 5, 7, 4, 2, 8
 ENTRIES = 3
@@ -95,18 +96,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def weights(q: Tensor, k: Tensor) -> Tensor:
-    return ops.attention_weights(
-        q,
-        k,
-        None,
-        None,
-        scale=0.3,
-        window_left=None,
-        window_right=0,
-        softcap=0.0,
-        dropout_p=0.0,
-        average_heads=True,
-    )
+    return ops.attention_weights(q, k, None, None, CallOptions(scale=0.3, window_right=0), True)
 
 
 def dropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

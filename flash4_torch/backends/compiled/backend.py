@@ -116,7 +116,7 @@ class Compiled:
         return unpad(dq, D), unpad(dk, D), unpad(dv, Dv), dmask
 
     def prepare(self, inputs: Inputs, problem: Problem) -> Launch | None:
-        """`forward`, prepared for dense tensors of these sizes and strides that need no copy, unmasked."""
+        """`forward`, prepared for dense, unmasked tensors of these sizes and strides if none needs a copy."""
         if not _is_plain(problem) or is_empty(inputs, problem) or not all(map(is_readable, inputs[:3])):
             return None
         import tvm_ffi

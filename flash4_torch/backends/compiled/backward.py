@@ -1,9 +1,9 @@
 """The backward: the kernels that serve a call, their parameters, and their workspace.
 
-The preprocess kernel computes two numbers per query row and clears the sums of dQ; the main kernel adds to
-these sums and writes dK and dV; the postprocess kernel rounds dQ. With scope KV_HEAD the main kernel rounds
-dQ itself, once a head's last tile has added to it. With scope Q_HEAD it writes dK and dV of each query head,
-from which the group reduction computes those of the KV heads.
+The preprocess kernel computes two numbers per query row (four with a floating mask) and clears the sums of
+dQ; the main kernel adds to these sums and writes dK and dV; the postprocess kernel rounds dQ. With scope
+KV_HEAD the main kernel rounds dQ itself, once a head's last tile has added to it. With scope Q_HEAD it writes
+dK and dV of each query head, from which the group reduction computes those of the KV heads.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Kernels(NamedTuple):
     is_ordered: bool
     """Whether tiles wait for each other to add to dQ."""
     alone: tuple[int, int] | None
-    """With scope KV_HEAD, the number of CTAs and the query heads of each KV head."""
+    """Scope KV_HEAD: the number of CTAs, and the query heads of each KV head; None with other scopes."""
     row_stats: int
     """Numbers per query row in the workspace."""
 
@@ -90,7 +90,7 @@ Sequence = Callable[[Operands, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 def limits(target: Target, problem: Problem) -> list[str]:
-    """The reasons why no kernel serves the problem: those of the target's table, and one for every target."""
+    """The reasons why no kernel serves the problem: those of the target's table, and one of all targets."""
     spec = problem.spec
     why = target.backward_configs.limits(features_of(problem)._replace(D=spec.D, Dv=spec.Dv))
     if spec.deterministic and spec.dmask and _mask_broadcasts(problem):

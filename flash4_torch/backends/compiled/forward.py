@@ -84,8 +84,8 @@ def params_of(target: Target, problem: Problem, config: ForwardConfig, num_sms: 
 def _section(target: Target, problem: Problem, config: ForwardConfig, num_sms: int) -> Section:
     """The section of packs of heads: long tiles come first while the section's K and V stay in the L2 cache.
 
-    Without a bound to the right all tiles are equally long, and heads follow one another. Long KV heads follow
-    in pairs: when all SMs read the same K and V, D = 64 is sometimes 10 % slower.
+    Without a bound to the right all tiles are equally long, and heads follow one another. Long KV heads
+    follow in pairs: when all SMs read the same K and V, D = 64 is sometimes 10 % slower.
     """
     spec, extent = problem.spec, problem.extent
     packs = -(-spec.group // config.pack_gqa)

@@ -1,4 +1,4 @@
-"""Which tensors the kernels can read in place, copies of the others, and the shapes of results."""
+"""Tensors that the kernels can read: in place if possible, else as padded copies; unpadded results."""
 
 from __future__ import annotations
 

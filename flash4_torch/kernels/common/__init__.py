@@ -1,1 +1,1 @@
-"""Device code that every kernel shares."""
+"""Device code that all kernels share."""

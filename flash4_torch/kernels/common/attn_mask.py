@@ -1,17 +1,18 @@
-"""attn_mask on the device: which blocks of keys a tile visits, and what the mask does to its scores.
+"""attn_mask on the device: the blocks of keys that a tile visits, and what the mask does to its scores.
 
-`kernels.aux_kernels.mask_blocks` has written the tables of `mask_tables` before. A role then does
+An earlier kernel, `kernels.aux_kernels.mask_blocks`, writes the tables of `mask_tables`. A role that loads
+then does
 
     mask = make_mask(args, plan)
     blocks = visible_blocks(mask, batch, head, block, span.first, span.last)  # once a tile
     for i in range(blocks.count):
-        n, mixed = block_at(blocks, i)  # from the last to the first; load block n of K and V
+        n, partial = block_at(blocks, i)  # from the last to the first; load block n of K and V
 
-and one that holds scores
+and a role that holds scores does
 
     own = rows_of(mask, batch, heads, rows, lane % 4)  # once a tile
     words = words_of(own, n)  # early: the bits of a bool mask come from memory
-    if mixed:
+    if partial:
         apply(mask, own, words, n, fragment)
 """
 
@@ -36,12 +37,12 @@ VECTOR = 16
 
 
 class MaskArgs(NamedTuple):
-    """What a kernel is given."""
+    """A mask and its tables, as a kernel receives them."""
 
     mask: cute.Tensor
     """(Bm, Hm, Sqm, Sk); the first three dimensions are full or 1. Any strides: 0 where Sk is expanded."""
     tables: cute.Tensor
-    """Words of int32, as many as `mask_tables.place` says."""
+    """Words of int32; `mask_tables.place` says how many."""
 
 
 class Mask(NamedTuple):
@@ -59,12 +60,12 @@ class Mask(NamedTuple):
 
 
 class BlockList(NamedTuple):
-    """The visible blocks of a tile. `entries` is one word for each, 2 n + mixed, in ascending order."""
+    """The visible blocks of a tile. `entries` has a word for each, 2 n + partial, in ascending order."""
 
     count: Int32
     entries: cute.Tensor
     last: Int32
-    """Where the last one stands in `entries`."""
+    """Index of the tile's last block in `entries`."""
 
 
 class Block(NamedTuple):
@@ -74,20 +75,20 @@ class Block(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Where a thread's rows lie in the mask."""
+    """A thread's rows of the mask."""
 
     values: tuple[cute.Tensor, ...]
     """(Sk,) for each row."""
     bits: tuple[cute.Tensor, ...]
-    """(NB, words) for each row: the words that the thread needs of a block; none if the mask is floating."""
+    """(NB, words) for each row: the words of a block that the thread needs; empty if the mask is floating."""
     aligned: Boolean
     """Floating masks: whether `run` keys of a row can be loaded at once."""
     run: int
-    """How many neighbouring keys a thread has, at most 16 bytes of them."""
+    """Number of neighbouring keys that a thread has, at most 16 bytes of them."""
 
 
 def example_args(plan: MaskPlan) -> MaskArgs:
-    """Stands for any mask when a kernel is compiled."""
+    """A mask and tables that stand for any others when a kernel is compiled."""
     mask = strided(NUMERIC[plan.dtype], 4)
     tables = cute.runtime.make_fake_compact_tensor(Int32, (cute.sym_int64(),), assumed_align=VECTOR)
     return MaskArgs(mask, tables)
@@ -101,7 +102,7 @@ def make_mask(args: MaskArgs, plan: cutlass.Constexpr) -> Mask:
     base = args.tables.iterator
     values, bits = args.mask, None
     if cutlass.const_expr(plan.dtype == "bool"):
-        # A byte each; the DSL's Boolean would be a bit in registers.
+        # A byte per key; the DSL's Boolean would be a bit in registers.
         values = cute.make_tensor(cute.recast_ptr(values.iterator, dtype=cutlass.Uint8), values.layout)
         bits = _compact(base, (Bm, Hm, Sqm, NB, 4 * plan.panels))
     blocks = _compact(base + at.blocks, (Bm, HB, MB, NB))
@@ -109,12 +110,15 @@ def make_mask(args: MaskArgs, plan: cutlass.Constexpr) -> Mask:
 
 
 def with_mask(ctx: AnyContext, args: MaskArgs | None) -> AnyContext:
-    """The context of one role, with the mask: built once for all, it would stay live from kernel entry and spill."""
+    """The context of one role, with the mask.
+
+    It is built per role: built once for all, it would stay live from kernel entry and spill (ptxas.md, P15).
+    """
     return ctx if args is None else replace(ctx, mask=make_mask(args, ctx.plan.mask))
 
 
 def _compact(base: cute.Pointer, shape: tuple[Any, ...]) -> cute.Tensor:
-    """The last dimension is the fastest; strides are 64 bits wide."""
+    """A contiguous tensor: the last dimension is the fastest, and strides are 64 bits wide."""
     strides: list[Any] = [1]
     for size in reversed(shape[1:]):
         strides.append(Int64(size) * strides[-1])
@@ -125,7 +129,7 @@ def _compact(base: cute.Pointer, shape: tuple[Any, ...]) -> cute.Tensor:
 def visible_blocks(
     mask: Mask, batch: Int32, head: Int32, block: Int32, first: Int32, last: Int32
 ) -> BlockList:
-    """The blocks `first <= n < last` of keys that the mask leaves to a tile of queries.
+    """The blocks `first <= n < last` of keys that the mask leaves visible to a tile of queries.
 
     head: any of the tile's. block: the tile's position among the queries, in tiles.
     """
@@ -138,7 +142,7 @@ def visible_blocks(
 
 @cute.jit
 def positions(mask: Mask, batch: Int32, head: Int32, block: Int32, span: Span) -> Span:
-    """Where the visible blocks of a narrower span stand among the entries of the tile's list."""
+    """The positions of a narrower span's visible blocks among the entries of the tile's list."""
     b, h = within(batch, mask.blocks.shape[0]), within(head // mask.plan.heads, mask.blocks.shape[1])
     rank = mask.rank[b, h, within(block, mask.blocks.shape[2]), None]
     return Span(rank[span.first], rank[span.last])
@@ -146,7 +150,9 @@ def positions(mask: Mask, batch: Int32, head: Int32, block: Int32, span: Span) -
 
 @cute.jit
 def block_at(blocks: BlockList, i: Int32) -> Block:
-    """The i-th visible block from the last one down. Beyond the list no error, and any number for n."""
+    """The i-th visible block, counted from the last one down. An i beyond the list is no error; n is then any
+    number.
+    """
     entry = blocks.entries[cutlass.max(blocks.last - i, 0)]
     return Block(entry >> 1, (entry & 1) != 0)
 
@@ -159,10 +165,10 @@ def rows_of(
     rows: tuple[Int32, ...],
     pair: Int32 | None = None,
 ) -> Rows:
-    """Where the mask of a thread's rows lies; those beyond the end are read as the last one.
+    """The mask of a thread's rows; rows beyond the end are read as the last one.
 
-    heads, rows: query head and query of each row. pair: which two of every eight keys are the thread's,
-    lane % 4 for a wgmma accumulator; None: all are.
+    heads, rows: query head and query of each row. pair: which two of every eight keys are the thread's, lane
+    % 4 for a wgmma accumulator; None: all are.
     """
     Bm, Hm, Sqm, _ = mask.values.shape
     values, bits = [], []
@@ -181,7 +187,7 @@ def rows_of(
 
 @cute.jit
 def words_of(own: Rows, n: Int32) -> tuple[cute.Tensor, ...]:
-    """The bits of block n for each row, to be loaded early; nothing if the mask is floating."""
+    """The bits of block n for each row, to be loaded early; empty if the mask is floating."""
     words = []
     for r in cutlass.range_constexpr(len(own.bits)):
         row = own.bits[r][n, None]
@@ -204,12 +210,12 @@ def apply(
     fragment: Fragment,
     one_by_one: cutlass.Constexpr = False,
 ) -> None:
-    """Hide scores of block n, or add to them; for a floating mask they are scaled, in natural units.
+    """Mask scores of block n, or add to them; for a floating mask they are already scaled, in natural units.
 
-    one_by_one: a floating mask's keys that are no neighbours are read row after row, for want of registers.
+    one_by_one: keys of a floating mask that are not neighbours are read row after row, for lack of registers.
 
-    The fragment's column 0 is the first of the thread's keys in the block. Keys beyond Sk get something or
-    other; a block in which no mask changes anything (`partial` is false) needs no call.
+    The fragment's column 0 is the first of the thread's keys in the block. Scores of keys beyond Sk become
+    arbitrary; a block in which the mask changes nothing (`partial` is false) needs no call.
     """
     if cutlass.const_expr(mask.plan.dtype == "bool"):
         _mask_out(words, fragment)
@@ -241,9 +247,11 @@ def _add(mask: Mask, own: Rows, n: Int32, fragment: Fragment) -> None:
 
 @cute.jit
 def _add_one_by_one(mask: Mask, own: Rows, n: Int32, fragment: Fragment) -> None:
-    """Branches by votes: of those that ask for the same compilers would make one, with all sums behind it.
+    """Add by branches on votes: the compiler would merge branches on one condition, and put all sums after
+    them.
 
-    Then every number would have a register there, and where keys are read one by one, every key's offset.
+    Then every number would have a register there, and so would every key's offset, where keys are read one by
+    one.
     """
     rows = range(len(own.values))
     aligned = own.aligned & ((n + 1) * mask.plan.keys <= mask.values.shape[3])
@@ -275,9 +283,10 @@ def _add_keys(own: Rows, fragment: Fragment, rows: Sequence[int], Sk: Int32) -> 
 
 @cute.jit
 def add_by_steps(mask: Mask, own: Rows, fragment: Fragment) -> None:
-    """As `apply`, a floating mask to one row of neighbouring keys, from one number's place to the next's.
+    """Add a floating mask to one row of neighbouring keys, like `apply`, stepping from one number's address
+    to the next.
 
-    For rows whose numbers seldom lie side by side: these have no loads of several, nor a branch for them.
+    It is for rows whose numbers are seldom contiguous: there are no vector loads, nor a branch for them.
     """
     row, scores, Sk = own.values[0], fragment.values, mask.values.shape[3]
     each = row.element_type.width // 8
@@ -291,7 +300,9 @@ def add_by_steps(mask: Mask, own: Rows, fragment: Fragment) -> None:
 
 
 def vector_at(start: cute.Pointer, size: int, numeric: Any = None) -> cute.Tensor:
-    """`size` neighbours as one load; `start` is a multiple of their bytes."""
+    """A view of `size` neighbours, which one instruction loads or stores; `start` is a multiple of their
+    bytes.
+    """
     numeric = numeric or start.dtype
     align = size * numeric.width // 8
     pointer = cute.make_ptr(numeric, start.toint(), cute.AddressSpace.gmem, assumed_align=align)
@@ -299,8 +310,8 @@ def vector_at(start: cute.Pointer, size: int, numeric: Any = None) -> cute.Tenso
 
 
 def is_aligned(values: cute.Tensor, size: int) -> Boolean:
-    """Whether the keys of a row are neighbours, and each row begins at a multiple of `size` of them."""
-    # A dimension of 1 has any stride, and no one uses it.
+    """Whether the keys of a row are neighbours, and each row begins at a multiple of `size` keys."""
+    # A dimension of 1 may have any stride, which is never used.
     pairs = zip(values.shape[:3], values.stride[:3], strict=True)
     b, h, i = (cutlass.select_(n > 1, stride, Int64(0)) for n, stride in pairs)
     odd = values.iterator.toint() & (size * values.element_type.width // 8 - 1) | (b | h | i) & (size - 1)
@@ -308,5 +319,5 @@ def is_aligned(values: cute.Tensor, size: int) -> Boolean:
 
 
 def within(index: Int32, size: Int32) -> Int32:
-    """Where a dimension that is full or 1 is read; the last index stands for those beyond."""
+    """The index to read in a dimension that is full or 1: the last index stands for those beyond."""
     return cutlass.min(index, size - 1)

@@ -1,4 +1,4 @@
-"""Which keys the rows of a tile may see, and hiding the others: the device's side of `masks.Band`."""
+"""The keys that the rows of a tile see, and masking of all others: the device side of `masks.Band`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Span(NamedTuple):
 
 
 class Band(NamedTuple):
-    """The band of one sequence in rows and keys, with what is static about it."""
+    """The band of one sequence, in rows and keys; `BandShape` has what is static about it."""
 
     Sk: Int32
     lowest: Int32
@@ -33,17 +33,19 @@ def make_band(Sq: Int32, Sk: Int32, left: Int32, right: Int32) -> Band:
 
 
 class BandShape(NamedTuple):
-    """What is static: which sides are bounded, whether to hide what follows Sk, and a block's keys."""
+    """The static part of a band: which sides are bounded, whether to mask the keys after Sk, and a block's
+    keys.
+    """
 
     left: bool
     right: bool
     ragged_k: bool
-    """Whether Sk may end inside a block and nothing else hides what follows."""
+    """Whether Sk may end inside a block and nothing else masks the keys after it."""
     keys: int
 
     @property
     def may_mask_rows(self) -> bool:
-        """Whether a row may find all of a block hidden."""
+        """Whether all of a block may be masked for a row."""
         return self.left or self.right
 
     @property
@@ -53,9 +55,9 @@ class BandShape(NamedTuple):
 
 @cute.jit
 def visible_span(band: Band, shape: cutlass.Constexpr, first_row: Int32, last_row: Int32) -> Span:
-    """The blocks that hold every key some row of `first_row <= i <= last_row` sees, and at least one.
+    """The blocks that hold every key that some row of `first_row <= i <= last_row` sees; at least one block.
 
-    Where no row sees a key, all of that block is hidden: kernels need no path of its own for such rows.
+    Where no row sees a key, all of that block is masked, so kernels need no separate path for such rows.
     """
     first, last = Int32(0), band.Sk
     if cutlass.const_expr(shape.left):
@@ -83,19 +85,21 @@ def is_partial(band: Band, shape: cutlass.Constexpr, n: Int32, first_row: Int32,
 
 @cute.jit
 def full_blocks(band: Band, shape: cutlass.Constexpr, first_row: Int32) -> Int32:
-    """How many blocks, from the first one, `is_partial` leaves alone, where only the right side cuts."""
+    """The number of full blocks, from block 0 on, where only the right bound makes blocks partial."""
     return cutlass.max(first_row + band.highest + 1, 0) // shape.keys
 
 
 @cute.jit
 def partial_at_end(band: Band, shape: cutlass.Constexpr, first_row: Int32, top: Int32, count: Int32) -> Int32:
-    """How many of `count` blocks from block `top` down may be partial: at least one; only the right side counts."""
+    """How many of `count` blocks from block `top` down may be partial, at least one; only the right bound
+    counts.
+    """
     return cutlass.min(cutlass.max(top + 1 - full_blocks(band, shape, first_row), 1), count)
 
 
 @cute.jit
 def mask(band: Band, shape: cutlass.Constexpr, fragment: Fragment) -> None:
-    """Scores outside of the band become -inf."""
+    """Set the scores outside of the band to -inf."""
     for r in cutlass.range_constexpr(len(fragment.rows)):
         # Bounds relative to the thread's first key leave one comparison with a constant for each score.
         above = Int32(1 << 30)

@@ -1,4 +1,4 @@
-"""Register budgets by role: a table of a kernel's plan, read from the top."""
+"""Register budgets by role: tables of a kernel's plan, whose first row that admits the plan applies."""
 
 from __future__ import annotations
 

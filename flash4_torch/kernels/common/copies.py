@@ -1,4 +1,4 @@
-"""Loading by the copy engine, and the end of a packed sequence."""
+"""TMA copies, 16-byte copies by lanes, and zeros after the end of a packed sequence."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from cutlass.cute.nvgpu import cpasync
 from .warps import WARP
 
 _EVICT_FIRST = 0x12F0000000000000
-"""The cache policy that CUTLASS calls so (`TMA::CacheHintSm90`)."""
+"""The L2 cache policy that CUTLASS calls EVICT_FIRST (`TMA::CacheHintSm90`)."""
 
 AT_ONCE = 4
-"""Boxes whose addresses and coordinates, in eight uniform registers each, leave room for what roles share."""
+"""Boxes without a loop: their addresses and coordinates take eight uniform registers each, and this many
+leave room for what all roles share (ptxas.md, P13)."""
 
 
 def evict_first() -> dict[str, Int64]:
-    """Of a copy whose bytes are not needed again soon: they are the first to leave the L2 cache."""
+    """Arguments of a copy whose bytes are not needed again soon: they are the first to leave the L2 cache."""
     return {"cache_policy": Int64(_EVICT_FIRST)}
 
 
 @cute.jit
 def zero_keys(values: cute.Tensor, first: Int32) -> None:
-    """Zero the keys from `first` on of a stage (Dv, keys), 16 bytes a lane."""
+    """Zero the keys from `first` on in a stage (Dv, keys), 16 bytes a lane."""
     Dv, keys = values.shape
     chunks = cute.size(Dv) // 8
     zeros = cute.make_rmem_tensor((8, 1), values.element_type)
@@ -42,7 +43,7 @@ def copy(
     at_once: cutlass.Constexpr = AT_ONCE,
     **more,
 ) -> None:
-    """More boxes than `at_once` come by a loop."""
+    """A TMA load that arrives at `full`; more boxes than `at_once` are issued in a loop."""
     s, g = cpasync.tma_partition(
         atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(source, 0, 2)
     )
@@ -62,7 +63,7 @@ VECTOR = 8
 
 @cute.jit
 def copy_vector(stage: cute.Tensor, row: Int32, target: cute.Tensor, chunk: Int32) -> None:
-    """One vector of a stage's row, the chunk-th, to the same place of a row in global memory."""
+    """Copy one vector of a stage's row, the chunk-th, to the same place of a row in global memory."""
     dtype = stage.element_type
     atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=128)
     registers = cute.make_rmem_tensor(VECTOR, dtype)
@@ -72,11 +73,11 @@ def copy_vector(stage: cute.Tensor, row: Int32, target: cute.Tensor, chunk: Int3
 
 @cute.jit
 def copy_box(atom, source: cute.Tensor, target: cute.Tensor, **more) -> None:
-    """One TMA store by one lane, committed."""
+    """Issue one TMA store by one lane, and commit it."""
     s, g = cpasync.tma_partition(
         atom, 0, cute.make_layout(1), cute.group_modes(source, 0, 2), cute.group_modes(target, 0, 2)
     )
-    with cute.arch.elect_one():  # which the DSL does for loads, not for stores
+    with cute.arch.elect_one():  # the DSL does that for loads, not for stores
         cute.copy(atom, s, g, **more)
         cute.arch.cp_async_bulk_commit_group()
 

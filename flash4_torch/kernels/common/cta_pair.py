@@ -1,4 +1,4 @@
-"""Two CTAs of a cluster, which load for each other: how they start, draw tiles together, and end."""
+"""Two CTAs of a cluster, which load for each other: how they start, fetch work together, and exit."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ _WORK_IDX_BYTES = 4
 
 class CtaPair(NamedTuple):
     rank: Int32
-    """0 for the CTA that draws for both."""
+    """0 for the CTA that fetches work for both."""
     work_ring: Ring
-    """One stage: the ticket that CTA 0 hands to both loading warps. Its `empty` counts in CTA 0 only."""
+    """One stage: the work index that CTA 0 hands to both load warps. Its `empty` barrier counts in CTA 0
+    only."""
     work_idx: cute.Pointer
 
 
 def peer_of(cluster_size: int) -> Int32 | None:
-    """Rank of the other CTA, if there is one."""
+    """Rank of the peer CTA, if there is one."""
     return None if cluster_size == 1 else cute.arch.block_idx_in_cluster() ^ 1
 
 
@@ -37,7 +38,7 @@ def make_cta_pair(memory: SmemAllocator, peer: Int32 | None) -> CtaPair | None:
 
 @cute.jit
 def cluster_sync_init(cluster_size: cutlass.Constexpr) -> None:
-    """Barriers are initialised and a fence has followed: nobody uses them before, in either CTA."""
+    """Wait until barriers are initialised, which a fence has followed: neither CTA uses them earlier."""
     if cutlass.const_expr(cluster_size == 1):
         cute.arch.sync_threads()
     else:
@@ -47,7 +48,7 @@ def cluster_sync_init(cluster_size: cutlass.Constexpr) -> None:
 
 @cute.jit
 def cluster_sync_exit(cluster_size: cutlass.Constexpr) -> None:
-    """A CTA that has left has no barrier at which the other one could arrive."""
+    """Wait for the peer before exit: a CTA that has exited has no barrier at which the peer could arrive."""
     if cutlass.const_expr(cluster_size > 1):
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
@@ -55,7 +56,7 @@ def cluster_sync_exit(cluster_size: cutlass.Constexpr) -> None:
 
 @cute.jit
 def share_work_idx(cta_pair: CtaPair, number: Uint32, at: Cursor) -> Uint32:
-    """The number in lane 0 of CTA 0's loading warp, in all lanes of both."""
+    """The number that lane 0 of CTA 0's load warp holds, in all lanes of both CTAs' load warps."""
     number, lane = Int32(cute.arch.shuffle_sync(number, 0)), cute.arch.lane_idx()
     if cta_pair.rank == 0:
         ring.wait_empty(cta_pair.work_ring, at)

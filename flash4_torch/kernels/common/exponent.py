@@ -1,9 +1,9 @@
-"""2^x of scores: by the special function unit, or for a share of the columns by a polynomial.
+"""2^x of scores: by MUFU, or for a share of the columns by a polynomial.
 
-The polynomial is what FlashAttention-4 uses. x = n + f with a whole n and f in [0, 1); 2^f is a polynomial of
-degree 3 with relative error 8.8e-5, a fortieth of half a unit in bfloat16's last place; n is added to its
-exponent. It costs 8 instructions, or 5 where two numbers share one; a share pays where the special function
-unit is what limits the kernel.
+The polynomial is the one that FlashAttention-4 uses. x = n + f with a whole n and f in [0, 1); 2^f is a
+polynomial of degree 3 with relative error 8.8e-5, a fortieth of half a unit in bfloat16's last place; n is
+added to its exponent. It costs 8 instructions, or 5 where two numbers share one; a share pays where MUFU is
+what limits the kernel.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from cutlass import Float32, Int32
 from cutlass._mlir.dialects import llvm
 
 COEFFICIENTS = (1.0, 0.695146143436, 0.227564394474, 0.077119089663)
-"""Of f^0, f^1, f^2, f^3."""
+"""Coefficients of f^0, f^1, f^2, f^3."""
 LOWEST = -127.0
-"""Of anything up to here the polynomial gives 0."""
+"""The polynomial gives 0 for any x up to this."""
 
 _MAGIC = 12582912.0
-"""2^23 + 2^22: a sum with it has no bits behind the point, and the whole number in its lowest bits."""
+"""2^23 + 2^22: a sum with it has no fraction bits, and has the whole number in its lowest bits."""
 
 
 class Exponent(NamedTuple):
-    """Which columns of a row take the polynomial: the last `count` of every `period`; by default none.
+    """The columns of a row that take the polynomial: the last `count` of every `period`; by default none.
 
-    A function of the column alone, so that results do not depend on which mask a kernel applies.
+    The choice depends on the column alone, so that results do not depend on which mask a kernel applies.
     """
 
     count: int = 0
@@ -35,13 +35,13 @@ class Exponent(NamedTuple):
     def of(self, x: Float32, column: int) -> Float32:
         """2^x for x <= 127, 0 for -inf; `column` is static. Below 2^-126 results are 0 or inexact.
 
-        The polynomial takes NaN for -inf. A row with a NaN has NaN for its maximum, which makes NaN of its
-        other columns.
+        The polynomial takes NaN for -inf. But a row with a NaN has NaN for its maximum, which makes NaN of
+        its other columns.
         """
         return polynomial(x) if self._by_polynomial(column) else cute.math.exp2(x, fastmath=True)
 
     def of_pair(self, x: tuple[Float32, Float32], column: int) -> tuple[Float32, Float32]:
-        """Of columns `column` and `column + 1`, with packed arithmetic: from sm_100a on."""
+        """2^x of columns `column` and `column + 1`, with packed arithmetic: from sm_100a on."""
         if self._by_polynomial(column) and self._by_polynomial(column + 1):
             return polynomial_pair(x)
         return self.of(x[0], column), self.of(x[1], column + 1)
@@ -77,7 +77,7 @@ def _scaled(x: Float32, shifted: Float32) -> Float32:
 
 
 def _add_down(x: Float32, y: Float32) -> Float32:
-    """Rounded towards minus infinity."""
+    """x + y, rounded towards minus infinity."""
     return cute.arch.inline_ptx(
         "add.rm.ftz.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, y]
     )

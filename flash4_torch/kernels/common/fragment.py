@@ -1,4 +1,4 @@
-"""What one thread holds of a tile of scores, whatever instruction made them."""
+"""The part of a tile of scores that one thread holds, whatever instruction made it."""
 
 from __future__ import annotations
 

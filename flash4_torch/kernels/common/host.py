@@ -1,4 +1,4 @@
-"""What the host's side of kernels shares: types, views, and tensors that stand for any others."""
+"""Host-side helpers of the kernels: types, views, and tensors that stand for any others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUMERIC = {
 
 
 def positions_first(x: cute.Tensor) -> cute.Tensor:
-    """(S, D, H, B) of a (B, S, H, D) or packed (S, H, D) tensor, which is a batch of one."""
+    """A (S, D, H, B) view of a (B, S, H, D) or packed (S, H, D) tensor, which is a batch of one."""
     if cute.rank(x) == 3:
         S, H, D = x.shape
         s, h, d = x.stride
@@ -30,7 +30,8 @@ def any_sizes(count: int) -> tuple[Any, ...]:
 
 
 def rows(dtype: type, shape: tuple[Any, ...]) -> cute.Tensor:
-    """Stands for a tensor that the copy engine takes: bases, and strides but the last, which is 1, in eights.
+    """A stand-in for any tensor that TMA takes: 16-byte aligned, strides multiples of 8 but for the last,
+    which is 1.
 
     It may have more elements than 32 bits count.
     """
@@ -39,14 +40,14 @@ def rows(dtype: type, shape: tuple[Any, ...]) -> cute.Tensor:
 
 
 def strided(dtype: type, modes: int) -> cute.Tensor:
-    """Stands for a tensor of any strides."""
+    """A stand-in for any tensor of any strides."""
     stride = tuple(cute.sym_int64() for _ in range(modes))
     align = max(dtype.width // 8, 1)
     return cute.runtime.make_fake_tensor(dtype, any_sizes(modes), stride, assumed_align=align)
 
 
 def compact(dtype: type, shape: tuple[Any, ...]) -> cute.Tensor:
-    """Stands for a contiguous tensor."""
+    """A stand-in for any contiguous tensor."""
     order = tuple(range(len(shape) - 1, -1, -1))
     return cute.runtime.make_fake_compact_tensor(
         dtype, shape, stride_order=order, assumed_align=dtype.width // 8
@@ -54,7 +55,8 @@ def compact(dtype: type, shape: tuple[Any, ...]) -> cute.Tensor:
 
 
 def by_kv_head(x: cute.Tensor, k: cute.Tensor) -> cute.Tensor:
-    """((group, S), D, Hk, B): the query heads of a key head and the positions, as rows of a tile."""
+    """A ((group, S), D, Hk, B) view: the query heads of a KV head and the positions are the rows of a tile.
+    """
     x, Hk = positions_first(x), k.shape[cute.rank(k) - 2]
     S, D, Hq, B = x.shape
     s, d, h, b = x.stride
@@ -65,7 +67,7 @@ def by_kv_head(x: cute.Tensor, k: cute.Tensor) -> cute.Tensor:
 
 
 def tensor_map(op, tensor: cute.Tensor, layout: cute.ComposedLayout, tiler, parts: int = 1) -> tuple:
-    """For a stage, or one of its parts: `tiler` is what one copy brings."""
+    """The TMA atom and tensor for a stage, or for one of its `parts`: `tiler` is what one copy brings."""
     stage = cute.select(layout, mode=[0, 1])
     if parts > 1:
         stage = cute.get(cute.zipped_divide(stage, tiler), mode=[0])

@@ -18,7 +18,7 @@ class LaunchParams(NamedTuple):
     left: Int32
     right: Int32
     max_seqlen: Int32
-    """Length of what tiles divide (queries forward, keys backward); of the longest sequence with varlen."""
+    """Length of what tiles divide (queries forward, keys backward); with varlen, of the longest sequence."""
     heads_per_section: Int32
     """Heads, or packs of query heads, whose tiles are interleaved: what they read stays in the L2 cache."""
     num_sms: Int32
@@ -27,7 +27,8 @@ class LaunchParams(NamedTuple):
     """The probability of dropping is (drop_byte + drop_fraction / 2**32) / 256."""
     keep_scale: Float32
     run_length: Int32
-    """Backward with `heads_inner`: if not 0, as many tiles of one KV head follow one another, instead of sections."""
+    """Backward with `heads_inner`: if not 0, this many tiles of one KV head follow one another, instead of
+    sections."""
 
 
 def example_params() -> LaunchParams:

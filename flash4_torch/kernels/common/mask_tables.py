@@ -1,17 +1,18 @@
 """The tables that describe an attn_mask to the kernels: where they lie in one buffer of 32-bit words.
 
-For a mask (Bm, Hm, Sqm, Sk), whose first three dimensions may be 1, there are three, one behind the other:
+For a mask (Bm, Hm, Sqm, Sk), whose first three dimensions may be 1, there are three tables, one after the
+other:
 
     bits    (Bm, Hm, Sqm, NB, panels, 4)  bool masks only: which keys a row sees, 128 keys to a panel
-    blocks  (Bm, HB, MB, NB)              the visible blocks in ascending order, as 2 n + mixed
+    blocks  (Bm, HB, MB, NB)              the visible blocks in ascending order, as 2 n + partial
     rank    (Bm, HB, MB, NB + 1)          rank[n] = how many visible blocks come before block n
 
 A block is a tile of the kernel: `rows` queries of `heads` heads by `keys` keys. It is visible if any of its
-pairs is, and mixed if the mask hides a pair or adds something other than 0. Keys beyond Sk count for neither,
-and their bits are 0.
+query-key pairs is, and partial if the mask masks a pair or adds something other than 0. Keys beyond Sk count
+for neither, and their bits are 0.
 
-Word p of a panel holds the keys k of the panel with k % 8 // 2 == p, in bit 2 (k // 8) + k % 2: what a thread
-of a wgmma accumulator needs is one word.
+Word p of a panel holds the keys k of the panel with k % 8 // 2 == p, in bit 2 (k // 8) + k % 2: a thread of a
+wgmma accumulator needs one word.
 
 Nothing here needs a compiler: hosts use it with ints, kernels with registers.
 """
@@ -28,9 +29,9 @@ class MaskPlan(NamedTuple):
     """What the kernels that write and read the tables are compiled for."""
 
     dtype: str
-    """Of the mask: "bool", "bfloat16", "float16" or "float32"."""
+    """Dtype of the mask: "bool", "bfloat16", "float16" or "float32"."""
     rows: int
-    """Queries in a block, any number; takes one if Sqm is 1, which makes the same tables faster."""
+    """Queries in a block, any number; if Sqm is 1, one makes the same tables faster."""
     keys: int
     """Keys in a block, a multiple of 16 up to 256."""
     heads: int = 1
@@ -42,7 +43,7 @@ class MaskPlan(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Sizes of the tables, and the word each starts at; ints, or a kernel's registers."""
+    """Sizes of the tables, and the word at which each starts; ints, or a kernel's registers."""
 
     HB: Any
     MB: Any
@@ -51,7 +52,7 @@ class Tables(NamedTuple):
     blocks: Any
     rank: Any
     words: Any
-    """Of the whole buffer."""
+    """Words of the whole buffer."""
 
 
 def place(plan: MaskPlan, Bm: Any, Hm: Any, Sqm: Any, Sk: Any) -> Tables:

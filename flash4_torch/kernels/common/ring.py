@@ -11,7 +11,7 @@ from cutlass.memory import SmemAllocator
 
 
 class Ring(NamedTuple):
-    """`stages` barriers that say full, and as many that say empty.
+    """`stages` full barriers and `stages` empty barriers.
 
     Where two CTAs of a cluster fill their stages together, each has such a ring, and a stage of it is empty
     once the readers in both have released it.
@@ -95,6 +95,6 @@ def initialise(ring: Ring, readers: cutlass.Constexpr, writers: cutlass.Constexp
 
 @cute.jit
 def place(count: Int32, stages: cutlass.Constexpr) -> Cursor:
-    """Where one is after `count` steps from the start."""
+    """The cursor after `count` steps from the start."""
     rounds = count // stages
     return Cursor(count - rounds * stages, rounds & 1)

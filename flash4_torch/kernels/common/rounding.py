@@ -1,4 +1,4 @@
-"""Between float32 registers and registers of 16-bit numbers."""
+"""Conversions between float32 registers and registers of 16-bit numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def round_to(values: cute.Tensor, target: cute.Tensor) -> None:
 
 @cute.jit
 def widened(numbers: cute.Tensor) -> cute.Tensor:
-    """16-bit registers as float32."""
+    """16-bit registers, widened to float32."""
     count = cute.size(numbers)
     wide = cute.make_rmem_tensor(count, Float32)
     pairs = cute.recast_tensor(numbers, cutlass.Uint32)

@@ -1,4 +1,4 @@
-"""What becomes of the product q k^T before it is masked."""
+"""What becomes of S = Q K^T before it is masked: scaling and softcap."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ LOG2E = math.log2(math.e)
 
 
 _SERIES = (-17.0 / 315.0, 2.0 / 15.0, -1.0 / 3.0)
-"""Coefficients of y^6, y^4 and y^2 in tanh(y) / y - 1; what follows is below 4e-7 up to `_SERIES_END`."""
+"""Coefficients of y^6, y^4 and y^2 in tanh(y) / y - 1; the terms left out are below 4e-7 up to
+`_SERIES_END`."""
 _SERIES_END = 0.25
 
 
 def unit(features: Features) -> float:
-    """One natural unit in the units of scaled scores: those of base 2, but natural ones with a floating mask.
+    """One natural unit, in the units of scaled scores: base 2, but natural units with a floating mask.
 
     A floating mask is added in natural units: log2(e) times its lowest finite values would be infinite.
     """
@@ -28,13 +29,13 @@ def unit(features: Features) -> float:
 
 
 def softmax_scale(params: LaunchParams, features: Features) -> Float32:
-    """What the softmax still has to multiply scores by to have them in base 2."""
+    """The factor by which the softmax still has to multiply scores to have them in base 2."""
     return Float32(LOG2E / unit(features)) if features.scaled else params.scale * LOG2E
 
 
 @cute.jit
 def scale_and_cap(scores: cute.Tensor, params: LaunchParams, features: cutlass.Constexpr) -> None:
-    """Scale, and cap, products in place; where `scaled` is not set that is left to the softmax."""
+    """Scale, and cap, scores in place; where `scaled` is not set, scaling is left to the softmax."""
     factor = params.scale * unit(features)
     if cutlass.const_expr(features.softcap):
         # tanh(y) = 1 - 2 / (exp(2 y) + 1): right at both ends, where exp gives 0 and inf.
@@ -55,7 +56,8 @@ def scale_and_cap(scores: cute.Tensor, params: LaunchParams, features: cutlass.C
 
 
 def tanh_near_zero(y: Float32) -> tuple[Boolean, Float32]:
-    """Whether y is small enough for the series of tanh, not if it is NaN; and by it tanh(y) / y - 1."""
+    """Whether y is small enough for the series of tanh (false for NaN), and tanh(y) / y - 1 by that series.
+    """
     square, excess = y * y, Float32(0.0)
     for coefficient in _SERIES:
         excess = (excess + coefficient) * square

@@ -1,4 +1,4 @@
-"""Layouts of 16-bit matrices in shared memory, as the copy engine fills them and tensor cores read them."""
+"""Layouts of 16-bit matrices in shared memory, as TMA fills them and tensor cores read them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cutlass.memory import SmemAllocator
 def row_major_layout(
     dtype: type, rows: int, columns: int, stages: int, part: int | None = None
 ) -> cute.ComposedLayout:
-    """(rows, columns, stages), swizzled as widely as the columns allow; columns are a multiple of 16.
+    """(rows, columns, stages), with the widest swizzle that the columns allow; columns are a multiple of 16.
 
     `part`: columns that are to be an operand of their own.
     """
@@ -23,19 +23,19 @@ def row_major_layout(
 def column_major_layout(
     dtype: type, columns: int, rows: int, stages: int, part: int | None = None
 ) -> cute.ComposedLayout:
-    """(columns, rows, stages), contiguous along the columns: the same memory as of `row_major_layout`."""
+    """(columns, rows, stages), contiguous along the columns: the same memory as `row_major_layout`'s."""
     kinds = warpgroup.SmemLayoutAtomKind
     kind = {64: kinds.MN_SW128, 32: kinds.MN_SW64, 16: kinds.MN_SW32}[chunk_of(part or columns)]
     atom = warpgroup.make_smem_layout_atom(kind, dtype)
-    # All rows of one chunk of columns lie together: one box of the copy engine.
+    # All rows of one chunk of columns lie together: one box of a TMA copy.
     return cute.tile_to_shape(atom, (columns, rows, stages), order=(1, 0, 2))
 
 
 def allocate(memory: SmemAllocator, dtype: type, layout: cute.ComposedLayout) -> cute.Tensor:
-    """A tensor of that layout, aligned as its swizzle wants it."""
+    """A tensor of that layout, aligned as its swizzle requires."""
     return memory.allocate_tensor(dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
 
 
 def chunk_of(columns: int) -> int:
-    """Columns that lie together, as many as a swizzle spans."""
+    """Columns of a chunk, which lie together: as many as a swizzle spans."""
     return next(chunk for chunk in (64, 32, 16) if columns % chunk == 0)

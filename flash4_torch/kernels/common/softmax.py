@@ -1,12 +1,12 @@
 """Online softmax over a thread's fragments of scores, in base 2.
 
-With `scale` = softmax scale * log2(e), a row's weights are 2^(scale * (score - max)); the maximum is that of
-the scores seen so far, so that sums and the accumulated output only have to be multiplied when it moves. Any
-reference in the maximum's place gives the same quotient, hence `lazy_rescale`: the maximum stays as it is
-until it would grow by more than 2^8, which costs no accuracy and leaves out nearly all multiplications.
+With `scale` = softmax scale * log2(e), a row's attention weights are 2^(scale * (score - max)). `max` is the
+maximum of the scores seen so far, so sums and the accumulated output are only multiplied when it moves. Any
+reference in its place gives the same quotient, hence `lazy_rescale`: the maximum stays as it is until weights
+would exceed 2^8, which costs no accuracy and leaves out nearly all multiplications.
 
-A NaN among a row's scores becomes its maximum, and +inf makes NaN of the row: what attends to a poisoned key
-is poisoned, whichever columns take the polynomial.
+A NaN among a row's scores becomes its maximum, and +inf makes NaN of the row: a row that attends to a
+poisoned key is poisoned, whichever columns take the polynomial.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .exponent import Exponent
 
 LN2 = math.log(2.0)
 CHAINS = 4
-"""Independent chains of a row's maximum and sum: a single one would wait for itself."""
+"""Independent chains of a row's maximum and sum: a single chain would wait for its own results."""
 RESCALE_THRESHOLD_LOG2 = 8.0
 """log2 of how far a row may outgrow its reference before it is rescaled."""
 
 
 class Method(NamedTuple):
-    """What is static about a softmax."""
+    """The static part of a softmax."""
 
     lanes: int
     """Neighbouring lanes that share a row, a power of two."""
@@ -38,14 +38,17 @@ class Method(NamedTuple):
     lazy_rescale: bool = False
     exponent: Exponent = Exponent()
     packed: bool = False
-    """Maxima of three numbers, and weights by `exp2_packed`, two to an instruction: from sm_100a on."""
+    """Whether maxima are of three numbers, and weights come by `exp2_packed`, two to an instruction: from
+    sm_100a on."""
     subtracts_max_first: bool = False
-    """The maximum is subtracted before scores are scaled: for scores so large that scaling them rounds away
-    what makes them differ, as beside a floating mask."""
+    """Whether the maximum is subtracted before scores are scaled: for scores so large that scaling rounds
+    away what makes them differ, as with a floating mask."""
 
 
 class Rows(NamedTuple):
-    """The running state of a thread's rows, each (R,) float32 registers; sums are this thread's part only."""
+    """The running state of a thread's rows, each (R,) float32 registers; `row_sum` is this thread's part
+    only.
+    """
 
     row_max: cute.Tensor
     row_sum: cute.Tensor
@@ -56,7 +59,7 @@ def make_rows(count: int) -> Rows:
 
 
 def reset(rows: Rows) -> None:
-    """Nothing seen yet: the first block may then be a further one like any other."""
+    """Nothing seen yet: the first block may then be treated as a further one."""
     rows.row_max.fill(-Float32.inf)
     rows.row_sum.fill(0.0)
 
@@ -65,23 +68,25 @@ class NextBlock(NamedTuple):
     """How a further block enters a softmax, each (R,)."""
 
     factors: cute.Tensor
-    """For what has been accumulated before it."""
+    """Factors for what has been accumulated before it."""
     offsets: cute.Tensor
-    """What is subtracted from its scores: in base 2, or with `subtracts_max_first` in their own units."""
+    """Numbers subtracted from its scores: in base 2, or with `subtracts_max_first` in the scores' own
+    units."""
 
 
 class MaxUpdate(NamedTuple):
     """How a block raises the references of rows, each (R,)."""
 
     delta_log2: cute.Tensor
-    """The reference before it less the one from it on, in base 2."""
+    """The reference before the block minus the one from the block on, in base 2."""
     offsets: cute.Tensor
-    """What is subtracted from its scores: in base 2, or with `subtracts_max_first` in their own units."""
+    """Numbers subtracted from its scores: in base 2, or with `subtracts_max_first` in the scores' own
+    units."""
 
 
 @cute.jit
 def first_block(scores: cute.Tensor, rows: Rows, scale: Float32, method: cutlass.Constexpr) -> None:
-    """The first block: `scores` (R, C) become weights in place."""
+    """Turn the first block's `scores` (R, C) into weights, in place."""
     for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
         row_max = _across(_maximum(scores, r, method), method.lanes)
         rows.row_max[r] = row_max
@@ -91,14 +96,14 @@ def first_block(scores: cute.Tensor, rows: Rows, scale: Float32, method: cutlass
 
 @cute.jit
 def next_block(scores: cute.Tensor, rows: Rows, scale: Float32, method: cutlass.Constexpr) -> NextBlock:
-    """A further block's maxima, and sums rescaled for them; its weights follow by `exp2_columns`."""
+    """Update the maxima for a further block and rescale the sums; its weights follow by `exp2_columns`."""
     update = update_max(scores, rows, scale, method)
     return NextBlock(rescale_row_sum(rows, update), update.offsets)
 
 
 @cute.jit
 def update_max(scores: cute.Tensor, rows: Rows, scale: Float32, method: cutlass.Constexpr) -> MaxUpdate:
-    """A block's maxima. If it is a further one, `rescale_row_sum` has to follow."""
+    """Update the maxima for a block. If it is a further one, `rescale_row_sum` has to follow."""
     R = cute.size(scores, mode=[0])
     delta_log2, offsets = cute.make_rmem_tensor(R, Float32), cute.make_rmem_tensor(R, Float32)
     for r in cutlass.range_constexpr(R):
@@ -116,7 +121,7 @@ def update_max(scores: cute.Tensor, rows: Rows, scale: Float32, method: cutlass.
 
 @cute.jit
 def rescale_row_sum(rows: Rows, update: MaxUpdate) -> cute.Tensor:
-    """Factors for what was accumulated before the block; the sums are multiplied by them."""
+    """Multiply the sums by factors for what was accumulated before the block, and return the factors."""
     factors = cute.make_rmem_tensor(cute.size(update.delta_log2), Float32)
     for r in cutlass.range_constexpr(cute.size(factors)):
         factors[r] = cute.math.exp2(update.delta_log2[r], fastmath=True)
@@ -134,14 +139,16 @@ def exp2_columns(
     first: cutlass.Constexpr,
     last: cutlass.Constexpr,
 ) -> None:
-    """Columns `first <= c < last` of a further block become weights."""
+    """Turn columns `first <= c < last` of a further block into weights."""
     for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
         rows.row_sum[r] += _exp2_row(scores, r, block.offsets[r], scale, method, first, last)
 
 
 @cute.jit
 def rescale_output(accumulator: cute.Tensor, factors: cute.Tensor, method: cutlass.Constexpr) -> None:
-    """Multiply the rows of `accumulator` (R, C); a lazy one only if a row of the warp needs it."""
+    """Multiply the rows of `accumulator` (R, C) by `factors`; with `lazy_rescale` only if a row of the warp
+    needs it.
+    """
     needed = Boolean(True)
     if cutlass.const_expr(method.lazy_rescale):
         lowest = factors[0]
@@ -155,14 +162,14 @@ def rescale_output(accumulator: cute.Tensor, factors: cute.Tensor, method: cutla
 
 
 class Final(NamedTuple):
-    """What is left of rows, each (R,)."""
+    """Results of finished rows, each (R,)."""
 
     inverse: cute.Tensor
     """Factors that normalise the output; 0 for rows that see nothing."""
     lse: cute.Tensor
     """Natural logarithms of the sums of exponentials; -inf for rows that see nothing."""
     lse_low: cute.Tensor | None
-    """With `subtracts_max_first`: what rounding has taken from lse."""
+    """What rounding has taken from lse; only with `subtracts_max_first`."""
 
 
 @cute.jit
@@ -230,7 +237,7 @@ def _offset(reference: Float32, scale: Float32, method: Method) -> Float32:
 
 
 def _larger(x: Float32, y: Float32) -> Float32:
-    """NaN if one of them is."""
+    """The larger number; NaN if one of them is NaN."""
     return cute.arch.fmax(x, y, nan=True)
 
 
@@ -248,7 +255,7 @@ def _exp2_row(
     first: cutlass.Constexpr,
     last: cutlass.Constexpr,
 ) -> Float32:
-    """Some columns of row r become weights; returns their sum."""
+    """Turn some columns of row r into weights, and return their sum."""
     chains = [Float32(0.0)] * CHAINS
     for c in cutlass.range_constexpr(first, last):
         if cutlass.const_expr(method.subtracts_max_first):
@@ -264,7 +271,7 @@ CtaPair = tuple[Float32, Float32]
 
 
 def begin_packed_sum(rows: Rows) -> tuple[CtaPair, ...]:
-    """Packed rows: chains of the sum of one row for `exp2_packed` to add to; `end_packed_sum` joins them."""
+    """Packed rows: chains of one row's sum for `exp2_packed` to add to; `end_packed_sum` joins them."""
     zero = Float32(0.0)
     return (rows.row_sum[0], zero), *((zero, zero),) * (CHAINS // 2 - 1)
 
@@ -279,7 +286,8 @@ def exp2_packed(
     first: cutlass.Constexpr,
     last: cutlass.Constexpr,
 ) -> tuple[CtaPair, ...]:
-    """Packed rows: columns `first <= c < last` of one row (1, C) become weights, added to its sums."""
+    """Packed rows: turn columns `first <= c < last` of one row (1, C) into weights, and add them to its sums.
+    """
     chains, offset = list(sums), -update.offsets[0]
     for c in cutlass.range_constexpr(first, last, 2):
         x = scores[0, c], scores[0, c + 1]

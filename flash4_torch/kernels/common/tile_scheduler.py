@@ -1,6 +1,7 @@
-"""CTAs that stay for the whole launch, and the tickets by which they, or pairs of them, draw tiles.
+"""Persistent CTAs, and the work indices by which they, or CTA pairs, fetch tiles.
 
-`ctx` is what every role of a kernel may use: its plan, rule, tickets and pair.
+A CTA stays for the whole launch. `ctx` is the context of a kernel's roles; `SchedulerContext` is what is read
+of it here.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class SchedulerContext(Protocol):
 
 
 def launch(kernel: Any, plan: SchedulerPlan, num_work: Int32, num_sms: Int32, stream: cuda.CUstream) -> None:
-    """As many CTAs, or clusters of them, as the GPU has room for, or as there are tickets."""
+    """Launch as many CTAs, or clusters of them, as the GPU has room for, or as there are work items."""
     block, shared = (plan.threads, 1, 1), {"min_blocks_per_mp": 1, "stream": stream}
     if plan.cluster_size == 1:
         kernel.launch(grid=(cutlass.min(num_work, num_sms), 1, 1), block=block, **shared)
@@ -50,17 +51,17 @@ def launch(kernel: Any, plan: SchedulerPlan, num_work: Int32, num_sms: Int32, st
 
 @cute.jit
 def initial_work(ctx: SchedulerContext) -> Uint32:
-    """The first tickets, one for each CTA or cluster, are not drawn."""
+    """The first work index of this CTA or cluster, which is not fetched from the counter."""
     own, _, _ = cute.arch.block_idx()
     return Uint32(own // ctx.plan.cluster_size)
 
 
 @cute.jit
 def prefetch_work(ctx: SchedulerContext, num_work: Uint32) -> Uint32:
-    """Ask for the next ticket: a number in lane 0 that takes a microsecond to arrive, so use it late.
+    """Ask for the next work index: a number in lane 0 that takes a microsecond to arrive, so use it late.
 
-    The counter is back at 0 after the launch: it runs from 0 to `num_work` - 1, and as many are drawn, of
-    which the last one of every CTA, or cluster, is too high.
+    The counter is back at 0 after the launch: it runs from 0 to `num_work` - 1, and `num_work` numbers are
+    fetched, of which the last one of every CTA, or cluster, is too high.
     """
     number = Uint32(0)
     draws = cute.arch.lane_idx() == 0
@@ -77,7 +78,8 @@ def prefetch_work(ctx: SchedulerContext, num_work: Uint32) -> Uint32:
 
 @cute.jit
 def await_work(ctx: SchedulerContext, number: Uint32, at: Cursor):
-    """The ticket in all lanes, of both CTAs of a cluster, and the place of the next one's hand-over."""
+    """The work index in all lanes, of both CTAs of a cluster, and the cursor for handing over the next one.
+    """
     grid, _, _ = cute.arch.grid_dim()
     if cutlass.const_expr(ctx.plan.cluster_size == 1):
         return cute.arch.shuffle_sync(number, 0) + Uint32(grid), at
@@ -86,7 +88,7 @@ def await_work(ctx: SchedulerContext, number: Uint32, at: Cursor):
 
 @cute.jit
 def decode_work(ctx: SchedulerContext, tiles_per_head: Uint32, num_work: Uint32, work_idx: Uint32):
-    """Which of a head's `tiles_per_head` tiles a ticket is, and of which head.
+    """The tile that a work index stands for, among a head's `tiles_per_head`, and its head.
 
     Sections of heads follow one another; within one, the first tile of every head comes before the second.
     """

@@ -1,4 +1,4 @@
-"""How threads are grouped."""
+"""Groups of threads, and the registers that they may have."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ WARPS = GROUP // WARP
 
 
 def registers_suffice(threads: int, wanted: int) -> bool:
-    """Whether warpgroups may have `wanted` registers a thread, all of them together.
+    """Whether warpgroups may have `wanted` registers a thread, summed over the warpgroups.
 
-    There are 65536, over the warps of each quarter, floored to 8 a thread at launch; a kernel that asks for
-    more than were given out waits for ever.
+    There are 65536, divided among the warps of each quarter of an SM, and floored to 8 a thread at launch; a
+    kernel that asks for more than were given out waits forever.
     """
     at_launch, groups = min(65536 // threads // 8 * 8, 255), threads // GROUP
     return wanted <= at_launch * groups + groups

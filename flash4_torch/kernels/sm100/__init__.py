@@ -1,1 +1,1 @@
-"""Device code for Blackwell, sm_100a: tensor-memory accumulators, products issued by one thread."""
+"""Device code for Blackwell, sm_100a: accumulators in TMEM, MMAs issued by one thread."""

@@ -1,4 +1,4 @@
-"""Arriving at the barriers that the products wait for."""
+"""Arrivals at the barriers that MMAs wait for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cutlass._mlir.dialects import nvvm
 
 @cute.jit
 def arrive(barrier: cute.Pointer, cluster_size: cutlass.Constexpr) -> None:
-    """One arrival of this warp, after what all of its lanes did; of a pair in CTA 0."""
+    """One arrival of this warp, after what all of its lanes did; in a CTA pair, at CTA 0's barrier."""
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         if cutlass.const_expr(cluster_size == 1):

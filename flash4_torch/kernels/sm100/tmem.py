@@ -1,8 +1,8 @@
-"""Tensor memory: 128 lanes of 512 columns of 32 bits. A warp reaches the 32 lanes of its place among four.
+"""Tensor memory (TMEM): 128 lanes of 512 columns of 32 bits. A warp reaches 32 lanes, by its index modulo 4.
 
-Addresses are 32 bits, lane and column. What a thread loads or stores is some columns of its own lane. Loads
-and stores are asynchronous: `wait_loads` and `wait_stores`; before and after barriers that tell other
-threads, or the tensor core, stand `fence_before` and `fence_after`.
+Addresses are 32 bits, lane and column. A thread loads and stores columns of its own lane. Loads and stores
+are asynchronous: `wait_loads` and `wait_stores` await them. `fence_before` stands before a barrier that
+signals other threads, or the tensor core, and `fence_after` stands after it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from cutlass._mlir.dialects import arith, llvm, nvvm
 
 COLUMNS = 512
 LANE = 1 << 16
-"""From one lane to the next."""
+"""Distance of the addresses of neighbouring lanes."""
 WARP_LANES = 32
 
 
 @cute.jit
 def allocate(holder: cute.Pointer, cluster_size: cutlass.Constexpr = 1) -> None:
-    """All of it, by one warp, so that it starts at address 0, which `holder` in shared memory gets, too.
+    """Allocate all of TMEM, by one warp, so that it starts at address 0, which `holder` in SMEM gets, too.
 
-    Other CTAs that want some wait until it is free.
+    Columns are then constants (ptxas.md, P14). Other CTAs that want TMEM wait until it is free.
     """
     cute.arch.alloc_tmem(COLUMNS, holder, is_two_cta=cluster_size == 2)
     cute.arch.relinquish_tmem_alloc_permit(is_two_cta=cluster_size == 2)
@@ -31,19 +31,19 @@ def allocate(holder: cute.Pointer, cluster_size: cutlass.Constexpr = 1) -> None:
 
 @cute.jit
 def free(cluster_size: cutlass.Constexpr = 1) -> None:
-    """By the warp that allocated it, when nobody uses it any more."""
+    """Free TMEM, by the warp that allocated it, when nobody uses it any more."""
     pointer = cute.make_ptr(Int32, 0, cute.AddressSpace.tmem, assumed_align=16)
     cute.arch.dealloc_tmem(pointer, COLUMNS, is_two_cta=cluster_size == 2)
 
 
 @cute.jit
 def own_lanes(column: Int32, warp: Int32) -> Int32:
-    """The address of a column in the lanes that a warp reaches."""
+    """Address of a column in the lanes that a warp reaches."""
     return column + warp % 4 * (WARP_LANES * LANE)
 
 
 def load(address: Int32, values: cute.Tensor) -> None:
-    """Neighbouring columns of the thread's lane to float32 registers, as many as a power of two."""
+    """Load neighbouring columns of the thread's lane, a power of two of them, to float32 registers."""
     count = cute.size(values)
     kind = ir.VectorType.get([count], Int32.mlir_type)
     words = nvvm.tcgen05_ld(kind, nvvm.Tcgen05LdStShape.SHAPE_32X32B, _pointer(address))
@@ -53,7 +53,7 @@ def load(address: Int32, values: cute.Tensor) -> None:
 
 
 def store(address: Int32, values: cute.Tensor) -> None:
-    """Registers of 32 bits, as many as a power of two, to neighbouring columns of the thread's lane."""
+    """Store registers of 32 bits, a power of two of them, to neighbouring columns of the thread's lane."""
     count = cute.size(values)
     words = llvm.mlir_undef(ir.VectorType.get([count], Int32.mlir_type))
     for i in range(count):
@@ -71,12 +71,12 @@ def wait_stores() -> None:
 
 
 def fence_before() -> None:
-    """Between work on tensor memory and the synchronisation that tells of it."""
+    """Stands between work on TMEM and the synchronisation that signals it."""
     nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.BEFORE_THREAD_SYNC)
 
 
 def fence_after() -> None:
-    """Between that synchronisation and work on tensor memory."""
+    """Stands between that synchronisation and further work on TMEM."""
     nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC)
 
 

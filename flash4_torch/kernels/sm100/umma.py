@@ -1,12 +1,12 @@
-"""Products of the fifth-generation tensor core: operands, descriptors, and issuing them by one thread.
+"""MMAs of the fifth-generation tensor core (tcgen05): operands, descriptors, and issuing by one thread.
 
 PTX ISA: TensorCore 5th Generation Family Instructions, Matrix and Instruction Descriptors. The high word of
 an operand's descriptor and the whole instruction descriptor are known when a kernel is compiled; a GEMM is
-one block of assembly that adds constants to the operands' low words. A CTA's products are done in order.
+one block of assembly that adds constants to the operands' low words. A CTA's MMAs complete in order.
 
-    S = Product("bfloat16", 128, 128, a=Matrix(128, 128), b=Matrix(128, 128))
+    S = MmaOp("bfloat16", 128, 128, a=Matrix(128, 128), b=Matrix(128, 128))
     with cute.arch.elect_one():
-        issue(S, tmem, word(S.a, sQ), word(S.b, sK), False)
+        issue(S, tmem_address, word(S.a, sQ), word(S.b, sK), False)
         commit(full)
 """
 
@@ -22,54 +22,54 @@ from cutlass.cute.nvgpu import tcgen05
 from ..common.smem_layouts import chunk_of
 
 DEPTH = 16
-"""What one instruction sums over, in 16-bit numbers."""
+"""Depth of one instruction: the number of 16-bit elements that it sums over."""
 BYTES = 2
-"""Of a number."""
+"""Bytes of an element."""
 UNIT = 16
-"""Bytes in which descriptors count."""
+"""Bytes of the unit in which descriptors count."""
 
 _ROWS = 8
-"""Of a swizzled group."""
+"""Rows of a swizzled group."""
 _VERSION = 1 << 14
 _SWIZZLE = {64: 2 << 29, 32: 4 << 29, 16: 6 << 29}
-"""By columns of a chunk, 128, 64 and 32 bytes."""
+"""Swizzle bits by columns of a chunk, which are 128, 64 and 32 bytes."""
 _FLOAT32_SUMS = 1 << 4
 _BFLOAT16 = (1 << 7) | (1 << 10)
 _A_ALONG_ROWS, _B_ALONG_ROWS = 1 << 15, 1 << 16
 
 
 class Matrix(NamedTuple):
-    """rows x columns of 16-bit numbers in shared memory, as `smem_layouts` lays them out: chunks of columns.
+    """rows x columns of 16-bit elements in SMEM, as `smem_layouts` lays them out: chunks of columns.
 
-    Row-major and column-major layouts of the same sizes are the same memory, so one matrix serves as an
+    Row-major and column-major layouts of the same sizes are the same memory, so one matrix serves both as an
     operand whose columns are summed over and as one whose rows are.
     """
 
     rows: int
     columns: int
     along_rows: bool = False
-    """Whether the product sums over rows: A or B are then stored transposed ("MN-major")."""
+    """Whether the MMA sums over rows: A or B is then stored transposed ("MN-major")."""
     part: int | None = None
-    """Columns that chunks have to divide, if not all of them."""
+    """Number of columns that a chunk has to divide; None: all of them."""
 
     @property
     def chunk(self) -> int:
-        """Columns that lie together."""
+        """Columns of a chunk, which lie together."""
         return chunk_of(self.part or self.columns)
 
     @property
     def depth(self) -> int:
-        """What a product sums over."""
+        """Number of elements that an MMA sums over."""
         return self.rows if self.along_rows else self.columns
 
     @property
     def units(self) -> int:
-        """Size in the units of descriptors: what lies between one stage's low word and the next one's."""
+        """Size in the units of descriptors: the distance from one stage's low word to the next one's."""
         return self.rows * self.columns * BYTES // UNIT
 
     @property
     def high(self) -> int:
-        """The high word of its descriptor: from one group of rows to the next, version and swizzle."""
+        """High word of its descriptor: the distance between groups of rows, version and swizzle."""
         return self.group | _VERSION | _SWIZZLE[self.chunk]
 
     @property
@@ -83,7 +83,7 @@ class Matrix(NamedTuple):
         return self.rows * self.chunk * BYTES // UNIT
 
     def step(self, k: int) -> int:
-        """What is added to the low word for the k-th instruction's part of the sum."""
+        """Offset of the k-th instruction's part of the sum, which is added to the low word."""
         if self.along_rows:
             return k * DEPTH // _ROWS * self.group
         chunk, column = divmod(k * DEPTH, self.chunk)
@@ -91,27 +91,27 @@ class Matrix(NamedTuple):
 
 
 class MmaOp(NamedTuple):
-    """M x N of A B^T, both M x K and N x K in this notation whichever way they are stored.
+    """An M x N MMA, A B^T: in this notation A is M x K and B is N x K, whichever way they are stored.
 
-    With two CTAs M and N are those of the pair: each CTA has half of the rows of A, of B and of the sums.
+    With two CTAs, M and N are those of the pair: each has half of the rows of A, of B and of the accumulator.
     """
 
     dtype: str
     M: int
     N: int
     a: Matrix | None
-    """A CTA's own; None: in tensor memory, two numbers to a column."""
+    """The CTA's own part of A; None: A lies in TMEM, two elements to a column."""
     b: Matrix
     cluster_size: int = 1
 
     @property
     def steps(self) -> int:
-        """Instructions."""
+        """Number of instructions."""
         return self.b.depth // DEPTH
 
     @property
     def descriptor(self) -> int:
-        """Of the instruction."""
+        """The instruction descriptor."""
         types = _FLOAT32_SUMS | (_BFLOAT16 if self.dtype == "bfloat16" else 0)
         turned = _A_ALONG_ROWS if self.a is not None and self.a.along_rows else 0
         turned |= _B_ALONG_ROWS if self.b.along_rows else 0
@@ -119,7 +119,7 @@ class MmaOp(NamedTuple):
 
 
 def word(matrix: Matrix, start: cute.Pointer) -> Int32:
-    """The low word of the descriptor: where it starts, and the distance of chunks where they matter."""
+    """Low word of the descriptor: the start address, and the distance between chunks where it matters."""
     leading = matrix.chunk_units if matrix.along_rows else 1
     return Int32(start.toint()) // UNIT + (leading << 16)
 
@@ -134,18 +134,18 @@ def issue(
     last: int | None = None,
     a_step: Callable[[int], int] = lambda k: k * DEPTH // 2,
 ) -> None:
-    """Instructions `first <= k < last` of a product, by one thread.
+    """Issue instructions `first <= k < last` of an MMA, by one thread.
 
     Args:
-        sums: tensor-memory address of the M x N float32 sums.
-        a, b: low words of the operands' descriptors, or for A in tensor memory its address.
-        add: whether to add to the sums that are there; a Python bool or a Boolean.
-        a_step: for A in tensor memory, at which column the k-th instruction's part starts.
+        sums: TMEM address of the M x N float32 accumulator.
+        a, b: low words of the operands' descriptors; for A in TMEM, its address.
+        add: whether to add to what the accumulator holds; a Python bool or a Boolean.
+        a_step: for A in TMEM, the column at which the k-th instruction's part starts.
     """
     A, B, in_tmem = product.a, product.b, product.a is None
     lines = [
         "{ .reg .pred add; .reg .b32 sums, at, kind, low, high_a, high_b; .reg .b64 a, b;",
-        "mov.b32 sums, {$r0}; mov.b32 at, {$r1};",  # an address is no immediate
+        "mov.b32 sums, {$r0}; mov.b32 at, {$r1};",  # an address cannot be an immediate
         f"mov.b32 kind, {product.descriptor:#x}; mov.b32 high_b, {B.high:#x};",
         "setp.ne.b32 add, {$r3}, 0;",
     ]
@@ -164,7 +164,7 @@ def issue(
 
 
 def commit(barrier: cute.Pointer, cluster_size: int = 1) -> None:
-    """All products issued so far by this thread arrive there when they are done, with two CTAs in both."""
+    """All MMAs issued so far by this thread arrive at the barrier when done; with two CTAs, in both."""
     if cluster_size == 1:
         tcgen05.commit(barrier)
     else:

@@ -1,11 +1,11 @@
-"""What a warpgroup's accumulators give each of its threads."""
+"""How the rows of a warpgroup's accumulator lie among its warps and lanes."""
 
 from __future__ import annotations
 
 from ..common.warps import WARPS
 
 ROWS = 64
-"""Rows of one wgmma, and of a consumer warpgroup: queries forward, keys backward. A quarter is a warp's."""
+"""Rows of one wgmma, and of a consumer warpgroup: queries forward, keys backward. A warp has a quarter."""
 WARP_ROWS = ROWS // WARPS
 LANES = 4
 """Neighbouring lanes that share a row of an accumulator."""

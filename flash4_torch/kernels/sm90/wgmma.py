@@ -1,4 +1,4 @@
-"""Warpgroup products."""
+"""Warpgroup MMAs (wgmma): operands, accumulators, issue and wait."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 from .warps import ROWS
 
 DEPTH = 16
-"""What one wgmma sums over, in 16-bit numbers."""
+"""Elements of 16 bits that one wgmma sums over: its K."""
 
 
 def scores_mma(dtype: type, columns: int) -> cute.TiledMma:
-    """64 x columns of A B^T, both in shared memory, both contiguous along the sum."""
+    """64 x columns of A B^T. Both operands are in SMEM, contiguous along the summed dimension."""
     k = OperandMajorMode.K
     source = warpgroup.OperandSource.SMEM
     return cute.make_tiled_mma(warpgroup.MmaF16BF16Op(dtype, Float32, (ROWS, columns, DEPTH), source, k, k))
 
 
 def output_mma(dtype: type, columns: int) -> cute.TiledMma:
-    """64 x columns of A B, A in registers, B in shared memory and contiguous along its columns."""
+    """64 x columns of A B. A is in registers, B in SMEM and contiguous along its columns."""
     source = warpgroup.OperandSource.RMEM
     op = warpgroup.MmaF16BF16Op(
         dtype, Float32, (ROWS, columns, DEPTH), source, OperandMajorMode.K, OperandMajorMode.MN
@@ -30,14 +30,14 @@ def output_mma(dtype: type, columns: int) -> cute.TiledMma:
 
 
 def held_mma(dtype: type, columns: int) -> cute.TiledMma:
-    """64 x columns of A B^T, A in registers, B in shared memory and contiguous along the sum."""
+    """64 x columns of A B^T. A is in registers, B in SMEM and contiguous along the summed dimension."""
     k = OperandMajorMode.K
     source = warpgroup.OperandSource.RMEM
     return cute.make_tiled_mma(warpgroup.MmaF16BF16Op(dtype, Float32, (ROWS, columns, DEPTH), source, k, k))
 
 
 def transposed_mma(dtype: type, columns: int) -> cute.TiledMma:
-    """64 x columns of A B, both in shared memory, both contiguous along their 64 rows and the columns."""
+    """64 x columns of A B. Both operands are in SMEM, A contiguous along its 64 rows, B along its columns."""
     mn = OperandMajorMode.MN
     source = warpgroup.OperandSource.SMEM
     return cute.make_tiled_mma(warpgroup.MmaF16BF16Op(dtype, Float32, (ROWS, columns, DEPTH), source, mn, mn))
@@ -64,7 +64,7 @@ def held_fragment(dtype: type, depth: int) -> cute.Tensor:
 
 @cute.jit
 def hold(A: cute.Tensor, sA: cute.Tensor, thread: Int32) -> None:
-    """Load it from shared memory."""
+    """Load a `held_fragment` from shared memory."""
     atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), sA.element_type)
     copy = cute.make_tiled_copy_A(atom, held_mma(sA.element_type, 8)).get_slice(thread)
     cute.copy(atom, copy.partition_S(sA), copy.retile(A))
@@ -84,7 +84,7 @@ def scores_of_held(S: cute.Tensor, A: cute.Tensor, sB: cute.Tensor) -> None:
 
 @cute.jit
 def accumulate(O: cute.Tensor, P: cute.Tensor, sV: cute.Tensor, add) -> None:
-    """Issue O = P V, or O += P V where `add`; P is in registers, sV (Dv, keys) in shared memory."""
+    """Issue O = P V, or O += P V if `add`; P is in registers, sV (Dv, keys) in shared memory."""
     mma = output_mma(sV.element_type, cute.size(sV, mode=[0]))
     B = mma.make_fragment_B(mma.get_slice(0).partition_B(sV))
     warpgroup.fence()
@@ -96,9 +96,9 @@ def accumulate(O: cute.Tensor, P: cute.Tensor, sV: cute.Tensor, add) -> None:
 
 @cute.jit
 def transposed(C: cute.Tensor, sA: cute.Tensor, sB: cute.Tensor, add: cutlass.Constexpr = False) -> None:
-    """Issue C = A^T B, or C += A^T B where `add`.
+    """Issue C = A^T B, or C += A^T B if `add`.
 
-    sA is (64, depth) and sB (columns, depth), contiguous along their first mode.
+    sA is a (64, depth) view of A^T, sB a (columns, depth) view of B^T, contiguous along their first mode.
     """
     mma = transposed_mma(sA.element_type, cute.size(sB, mode=[0]))
     part = mma.get_slice(0)
@@ -112,16 +112,17 @@ def transposed(C: cute.Tensor, sA: cute.Tensor, sB: cute.Tensor, add: cutlass.Co
 
 
 def wait(pending: int) -> None:
-    """Until at most `pending` of the committed products are under way."""
+    """Wait until at most `pending` of the committed wgmma groups are in flight."""
     warpgroup.wait_group(pending)
 
 
 @cute.jit
 def wait_after(sums: cute.Tensor) -> None:
-    """Until no product is under way, but not before `sums`, none of which is negative, have been computed.
+    """Wait until no wgmma is in flight, but not before `sums`, none of them negative, have been computed.
 
-    Left alone, ptxas moves the wait up, before the exponentials that are to hide the product. It does not
-    move it over another synchronisation, and that of the warp takes its mask, all lanes, from the sums.
+    Left alone, ptxas moves the wait up, ahead of the exponentials that should overlap the wgmma. It does not
+    move the wait over another synchronisation: here a `bar.warp.sync`, whose mask (all lanes) depends on the
+    sums (ptxas.md, P5).
     """
     lowest = sums[0]
     for i in cutlass.range_constexpr(1, cute.size(sums)):
@@ -145,7 +146,7 @@ def output_accumulator(dtype: type, columns: int) -> cute.Tensor:
 
 
 def weights_fragment(dtype: type, columns: int) -> cute.Tensor:
-    """Registers for P as an operand; their order is that of the accumulator of scores."""
+    """Registers for P as an A operand, in the register order of the scores' accumulator."""
     mma = output_mma(dtype, 8)
     return cute.make_rmem_tensor(mma.partition_shape_A((ROWS, columns)), dtype)
 

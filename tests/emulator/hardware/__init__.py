@@ -1,4 +1,4 @@
-"""The emulator's sm_90a half against a Hopper GPU: the same machine code, launches and memory on both.
+"""The emulator's sm_90a half against a Hopper GPU: the same compiled kernels, launches and memory on both.
 
 Where CuTe-DSL is installed, with or without a GPU, launches run in the emulator and are recorded:
 
@@ -10,7 +10,7 @@ compared:
 
     PYTHONPATH=tests python -m emulator.hardware.replay recording.pkl result.json
 
-A recording holds the cubin that the DSL made of the very PTX that the emulator ran, each launch's parameters,
-and all memory that these point to, as it was before and after. So every launch starts from the same bytes on
-both sides.
+A recording holds the cubin that the DSL made from the very PTX that the emulator ran, each launch's
+parameters, and all memory that these point to, before and after. So every launch starts from the same bytes
+on both sides.
 """

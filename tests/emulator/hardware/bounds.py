@@ -1,9 +1,9 @@
 """How far roundings that PTX leaves open can take the GPU's results from the emulator's.
 
-Open are the approximations (ex2, lg2, rcp, tanh, ...), where PTX states an error and the emulator rounds
-correctly, and order and width of the sums inside a matrix product. Where such a value is then rounded to 16
-bits, a tiny difference may carry it to the neighbouring number: one unit in the last place, and that is what
-the bounds of attention mostly consist of.
+PTX leaves two things open: the approximations (ex2, lg2, rcp, tanh, ...), for which it states an error and
+the emulator rounds correctly, and the order and width of the sums inside an MMA. Where such a value is then
+rounded to 16 bits, a tiny difference may carry it to the neighbouring number: one unit in the last place. The
+bounds of attention mostly consist of that.
 """
 
 from __future__ import annotations
@@ -15,23 +15,26 @@ from torch import Tensor
 
 from .recording import Bound
 
-# The largest unit in the last place of numbers about 1 and above: what a changed rounding moves.
+# The largest unit in the last place of numbers about 1 and above: the size of a changed rounding.
 STEP = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-23}
-# Relative error of what a few approximations make, each of which is off by up to 2^-22.
+# Relative error of a few approximations together, each of which is off by up to 2^-22.
 APPROXIMATE = 2.0**-19
 
 
 def sums(terms: int) -> float:
     """How far two sums of that many fp32 terms can differ, relative to the sum of their sizes.
 
-    The emulator rounds after each term. Hopper (hopper.py) cuts 17 terms at 2^-25 of the largest, and their
-    sum at 2^-23.
+    The emulator rounds after each term. Hopper (hopper.py) truncates 17 terms at 2^-25 of the largest, and
+    their sum at 2^-23.
     """
     return terms * 2.0**-23
 
 
 def approximations(x: Tensor) -> Bound:
-    """For the rows of the kernel of that name: errors that PTX states, and the emulator's own rounding."""
+    """Bounds for the rows of the kernel `approximations`.
+
+    They cover the errors that PTX states and the emulator's own rounding.
+    """
     z = x.double()
     rows = [
         2**-22 * z.exp2(),
@@ -50,7 +53,7 @@ def approximations(x: Tensor) -> Bound:
 
 
 def product(a: Tensor, b: Tensor) -> Bound:
-    """For A B^T in fp32 by wgmma; a (M, K), b (N, K)."""
+    """The bound of A B^T in fp32 by wgmma; a (M, K), b (N, K)."""
     sizes = a.double().abs() @ b.double().abs().T
     return Bound(sums(a.shape[1]) * sizes.max().item(), "order and width of wgmma's sums")
 
@@ -60,7 +63,7 @@ class Attention:
     """An attention call and its exact results.
 
     q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), dout (B, Sq, Hq, Dv).
-    inner: the type that probabilities and their gradients are rounded to before the second product.
+    inner: the type that P and dS are rounded to before the second GEMM.
     """
 
     q: Tensor

@@ -13,7 +13,7 @@ _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def compared(theirs: Tensor, ours: Tensor, bound: Bound) -> dict[str, Any]:
-    """Of the GPU's result and the emulator's, flat, element by element; NaN is equal to NaN."""
+    """Compares the GPU's result with the emulator's, flat, element by element; NaN equals NaN."""
     figures = differences(theirs, ours)
     answer = {"dtype": str(ours.dtype).removeprefix("torch."), "elements": ours.numel(), **figures}
     if not figures["differing"]:
@@ -24,7 +24,7 @@ def compared(theirs: Tensor, ours: Tensor, bound: Bound) -> dict[str, Any]:
 
 
 def differences(x: Tensor, y: Tensor) -> dict[str, Any]:
-    """How many elements differ, and how much: absolutely, relatively, in units in the last place."""
+    """How many elements differ, and by how much: absolutely, relatively, in units in the last place."""
     differs = ~equal(x, y)
     if not differs.any():
         return {"differing": 0}
@@ -44,7 +44,7 @@ def equal(x: Tensor, y: Tensor) -> Tensor:
 
 
 def ulps_apart(x: Tensor, y: Tensor) -> Tensor:
-    """How many values of their type are between x and y, plus one; integers count themselves."""
+    """The number of values of their type between x and y, plus one; for integers their difference."""
     return (_rank(x) - _rank(y)).abs()
 
 

@@ -22,7 +22,7 @@ from .recording import Bound
 ROUNDING = "_rounding"
 APPROXIMATIONS = "errors of ex2, lg2 and rcp, and one rounding of the result"
 REASON = "wgmma's sums and errors of ex2, lg2 and rcp, each of which can change a rounding to 16 bits"
-PRODUCTS = ("forward", "backward")  # the parts of flash-attn-4 that multiply matrices; the others are exact
+PRODUCTS = ("forward", "backward")  # the parts of flash-attn-4 that execute MMAs; the others are exact
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,7 +64,7 @@ def small_kernel(recorder: Recorder, case: Case) -> None:
 
 
 def rounding_products() -> Iterator[Case]:
-    """GEMMs of the package of kernels, whose own numbers are exact, on numbers that are not."""
+    """The GEMMs of the package of kernels, whose own inputs give exact results, on inputs that do not."""
     for case in all_cases(ARCH):
         if case.name in ("hopper_gemm_k_major", "hopper_gemm_both_turned", "hopper_gemm_a_in_registers"):
             yield replace(case, name=case.name + ROUNDING, make=_with_noise(case.make), rtol=1e-4, atol=1e-3)
@@ -79,7 +79,7 @@ def _with_noise(make: Callable[[], tuple[Any, ...]]) -> Callable[[], tuple[Any, 
 
 
 def bound_of(case: Case, arguments: tuple[Any, ...]) -> Callable[[str], Bound]:
-    """By the argument's name; case.rtol says whether the kernel's results are exact."""
+    """The bound by the argument's name; case.rtol says whether the kernel's results are exact."""
     if case.rtol == 0:
         return lambda name: Bound()
     if case.name == "approximations":
@@ -91,7 +91,7 @@ def bound_of(case: Case, arguments: tuple[Any, ...]) -> Callable[[str], Bound]:
 
 
 def model_of(case: Case, arguments: tuple[Any, ...]) -> Tensor | None:
-    """Of the third argument, a GEMM's result that is not exact."""
+    """A model of the third argument, if it is a GEMM's result that is not exact."""
     return hopper.product(*_factors(case, arguments)) if case.name.endswith(ROUNDING) else None
 
 
@@ -182,7 +182,7 @@ def _flash_attn_4_call(recorder: Recorder, interface: Any, call: Call) -> None:
 
 
 def _part(kernel: str) -> str:
-    """What a kernel of flash-attn-4 does, by its name."""
+    """The part of flash-attn-4 that a kernel belongs to, from its name."""
     parts = {
         "Preprocess": "before backward",
         "Postprocess": "after backward",
@@ -195,7 +195,7 @@ def _part(kernel: str) -> str:
 def _attention_bounds(
     outputs: dict[str, Tensor], off: dict[str, float], scale: float
 ) -> Callable[[str], Bound]:
-    """Of results, and of the fp32 sums that become gradients later, which have other names and shapes."""
+    """Bounds of results, and of the fp32 sums that become gradients later (with other names and shapes)."""
     sums = max(off["dq"] / scale, off["dk"] / scale, off["dv"])
 
     def bound(name: str) -> Bound:

@@ -1,4 +1,4 @@
-"""An emulated device that records all it takes to repeat on a GPU what it did."""
+"""An emulated device that records everything needed to repeat its launches on a GPU."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Ran:
 
 @dataclass
 class Known:
-    """A tensor and its name; what exact arithmetic and a model of the GPU make of it, if that is known."""
+    """A tensor and its name, with the exact result and the result of a model of the GPU, where known."""
 
     name: str
     tensor: Tensor
@@ -54,9 +54,9 @@ class Known:
 
 @dataclass
 class Recorder:
-    """An emulated device that remembers what ran since it was last told to `forget`.
+    """An emulated device that remembers what ran since `forget` was last called.
 
-    known: tensors by their storage's address, which being here saves from reuse.
+    known: tensors by their storage's address; being here saves them from reuse.
     """
 
     packages: Sequence[str] = PACKAGES
@@ -70,7 +70,7 @@ class Recorder:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Inside, the seam tells of the cubins that the DSL makes, and of all tensors that are passed."""
+        """Inside, the seam reports the cubins that the DSL makes and all tensors that are passed."""
         connect, convert = dsl.connect, dsl.as_device_arguments
 
         def connect_and_learn(*, learn: Callable[[bytes, str], None], **rest: Any) -> ExitStack:
@@ -93,7 +93,7 @@ class Recorder:
     def remember(
         self, name: str, tensor: Tensor, exact: Tensor | None = None, model: Tensor | None = None
     ) -> None:
-        """The first name that memory gets is the one in the recording."""
+        """Names a tensor's memory; the first name that memory gets is the one in the recording."""
         self.known.setdefault(tensor.untyped_storage().data_ptr(), Known(name, tensor, exact, model))
 
     def _remember_all(self, value: Any) -> None:
@@ -174,7 +174,7 @@ def _rms(result: Tensor, exact: Tensor | None) -> float | None:
 
 
 def _storage_of(address: int, storages: dict[int, bytes]) -> int | None:
-    """The storage that the address is in, whose end counts as well."""
+    """The storage that contains the address; its end counts as well."""
     return next((start for start, data in storages.items() if start <= address <= start + len(data)), None)
 
 

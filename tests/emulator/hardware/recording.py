@@ -30,9 +30,9 @@ class Bound:
 class Region:
     """A tensor's memory; `before` and `after` the launches are keys of `Recording.contents`.
 
-    address: where it was, as pointers' alignment may matter.
+    address: where the memory was, as the alignment of pointers may matter.
     model: a key of `Recording.contents`: the result that a model of the GPU's sums gives, if there is one.
-    error: the root mean square of what the emulator's result is from the exact one's, if that is known.
+    error: the root mean square of the difference between the emulator's result and the exact one, if known.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Launch:
 
     cubin: a key of `Recording.contents`. shared: bytes of dynamic shared memory.
     params: the bytes of each parameter.
-    pointers: (parameter, offset, region, distance) for each address among those.
+    pointers: (parameter, offset, region, distance) for each address among the parameters.
     """
 
     kernel: str
@@ -69,7 +69,7 @@ class Launch:
 
 @dataclass
 class Step:
-    """Launches, one after the other, and the memory that they share."""
+    """Launches that follow each other, and the memory that they share."""
 
     name: str
     launches: list[Launch]
@@ -78,7 +78,7 @@ class Step:
 
 @dataclass
 class Recording:
-    """contents: cubins and memory by their hash, each kept once and compressed."""
+    """All recorded steps; `contents` holds cubins and memory by hash, each stored once and compressed."""
 
     versions: dict[str, str]
     steps: list[Step] = field(default_factory=list)
@@ -98,7 +98,7 @@ class Recording:
         return zlib.decompress(self.contents[key])
 
     def tensor(self, key: str, dtype: torch.dtype) -> Tensor:
-        """Flat."""
+        """The stored memory as a flat tensor."""
         data = bytearray(self.bytes(key))
         return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
 

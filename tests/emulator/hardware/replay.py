@@ -1,4 +1,4 @@
-"""Runs recorded launches on a GPU, and says in JSON how their results differ from the emulator's."""
+"""Runs recorded launches on a GPU and reports in JSON how their results differ from the emulator's."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from torch import Tensor
 from .comparison import compared, differences
 from .recording import Launch, Recording, Region, Step
 
-SECONDS_A_STEP = 60  # the first one also starts CUDA
-ALIGNMENT = 512  # bytes: of what torch allocates on a GPU
+SECONDS_A_STEP = 60  # the first step also starts CUDA
+ALIGNMENT = 512  # bytes: alignment of what torch allocates on a GPU
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,7 +60,7 @@ def versions(path: Path) -> dict[str, Any]:
 
 
 def replayed_elsewhere(path: Path, number: int) -> dict[str, Any]:
-    """In a process of its own, because a kernel that fails or hangs spoils the process."""
+    """Replays a step in a process of its own, because a kernel that fails or hangs spoils the process."""
     step = _recording(path).steps[number]
     try:
         outcome = _submit(path, number).result(SECONDS_A_STEP)
@@ -111,14 +111,17 @@ def replayed(path: Path, number: int) -> dict[str, Any]:
 
 
 def touched(recording: Recording, region: Region, result: Tensor) -> bool:
-    """By the emulator or by the GPU."""
+    """Whether the emulator or the GPU changed the region."""
     return region.before != region.after or not torch.equal(
         result, recording.tensor(region.before, torch.uint8)
     )
 
 
 def compare(recording: Recording, region: Region, result: Tensor) -> dict[str, Any]:
-    """The GPU's result, in bytes, with the emulator's, and the emulator's with other expectations."""
+    """Compares the GPU's result, in bytes, with the emulator's.
+
+    Also compares the emulator's result with the model's and gives its distance from the exact one.
+    """
     ours = recording.tensor(region.after, region.dtype)
     answer = {"name": region.name, **compared(result.view(region.dtype), ours, region.bound)}
     if region.model is not None:
@@ -168,7 +171,7 @@ _functions: dict[tuple[str, str], Any] = {}
 
 
 def _function(recording: Recording, launch: Launch) -> Any:
-    """The kernel, allowed as much shared memory and as large a cluster as it asks for."""
+    """The kernel, allowed to use the shared memory and the cluster size that it asks for."""
     key = launch.cubin, launch.kernel
     if key not in _functions:
         library = call(driver.cuModuleLoadData, recording.bytes(launch.cubin))

@@ -34,13 +34,14 @@ FP8 = {torch.float8_e4m3fn: cutlass.Float8E4M3FN, torch.float8_e5m2: cutlass.Flo
 class Case:
     """One kernel with one set of static choices.
 
-    host: the `@cute.jit` function that launches; it takes what `make` makes, then `constants` by name.
-    make: draws the arguments from torch's global generator. Outputs are the last of them, filled with
-        `poison`, or with what the kernel accumulates onto.
-    reference: from the arguments as they were before the launch, what the last ones hold after it.
-    archs: for which it compiles.
+    host: the `@cute.jit` function that launches; it takes the arguments that `make` makes, then `constants`
+    by name.
+    make: makes the arguments with torch's global generator. Outputs come last; they hold `poison`, or the
+    values that the kernel accumulates onto.
+    reference: maps the arguments as they were before the launch to what the last ones hold after it.
+    archs: the architectures for which it compiles.
     constants: `cutlass.Constexpr` arguments.
-    rtol, atol: how far from the reference a result may be; by default it is the same, bit for bit.
+    rtol, atol: how far from the reference a result may be; by default it must be the same, bit for bit.
     """
 
     name: str
@@ -53,7 +54,7 @@ class Case:
     atol: float = 0.0
 
     def arguments(self, seed: int = 0) -> tuple[Any, ...]:
-        """CPU tensors, Python numbers, and what the DSL takes as it is; the same for the same seed."""
+        """CPU tensors, Python numbers, and DSL objects as they are; equal for equal seeds."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return self.make()
@@ -73,7 +74,7 @@ class Case:
         )
 
     def check(self, arguments: tuple[Any, ...], expected: tuple[Tensor, ...]) -> None:
-        """Raise AssertionError unless the last arguments hold what is expected."""
+        """Raise AssertionError unless the last arguments hold the expected values."""
         outputs = arguments[len(arguments) - len(expected) :]
         for output, wanted in zip(outputs, expected, strict=True):
             torch.testing.assert_close(
@@ -85,7 +86,10 @@ class Case:
 
 
 def as_cute(argument: Any) -> Any:
-    """Tensors count as a GPU's: only from global memory does the DSL have asynchronous copies."""
+    """The argument as the DSL takes it.
+
+    A tensor counts as a GPU's: the DSL has asynchronous copies from global memory only.
+    """
     if isinstance(argument, Tensor):
         if argument.dtype in FP8:
             tensor = from_dlpack(as_device(argument.view(torch.uint8)), assumed_align=16)
@@ -98,12 +102,12 @@ def as_cute(argument: Any) -> Any:
 
 
 def poison(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """An output to be: NaN, or for integers a value that no kernel writes."""
+    """A future output: NaN, or for integers a value that no kernel writes."""
     return torch.full(shape, float("nan") if dtype.is_floating_point else 99, dtype=dtype)
 
 
 def all_cases(arch: str | None = None) -> Iterator[Case]:
-    """The cases of all modules here, those for `arch` if given."""
+    """The cases of all modules here, or only those for `arch` if it is given."""
     for module in pkgutil.iter_modules(__path__):
         for case in importlib.import_module(f"{__name__}.{module.name}").CASES:
             if arch is None or arch in case.archs:

@@ -1,4 +1,4 @@
-"""The package's small attention kernel, `kernels.aux_kernels.rowwise`, on a few shapes of calls."""
+"""The package's small attention kernel, `kernels.aux_kernels.rowwise`, on calls of a few shapes."""
 
 from __future__ import annotations
 

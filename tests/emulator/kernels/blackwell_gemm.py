@@ -1,6 +1,7 @@
-"""C = A B^T by tcgen05: A in shared or tensor memory, one CTA or two, many accumulators, two ways to store.
+"""C = A B^T by tcgen05: A in shared memory or TMEM, one CTA or two, many accumulators, two ways to store.
 
-Warps 0 to 3 store, warp 4 issues the products, warp 5 loads. A cluster, of one or two CTAs, does many tiles.
+Warps 0 to 3 are store warps, warp 4 issues the MMAs, warp 5 is the load warp. A cluster, of one or two CTAs,
+computes many tiles.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LOADER = 5
 THREADS = 6 * WARP
 STAGES = 3
 STORED = 1  # a named barrier
-LANE = 1 << 16  # from one lane of tensor memory to the next, counted in 32-bit values
+LANE = 1 << 16  # from one TMEM lane to the next, counted in 32-bit values
 WIDTH = 32  # columns that a thread holds at a time
 STEP = 64  # of the inner dimension, in a stage
 
@@ -35,13 +36,13 @@ STEP = 64  # of the inner dimension, in a stage
 class Plan:
     """What is fixed when a kernel is compiled.
 
-    m, n, k: of the product, in whole tiles and steps.
-    rows, columns: of a tile of C; the CTAs of a cluster share its rows.
-    ctas: in a cluster.
-    clusters: how many share the tiles.
-    accumulators: how many tiles may be in tensor memory at once.
-    a_in_tmem: the storing warps first put 2 A there; each cluster then owns one row of tiles.
-    by_tma: C goes through shared memory; else straight from registers.
+    m, n, k: sizes of the GEMM, in whole tiles and steps.
+    rows, columns: sizes of a tile of C; the CTAs of a cluster share its rows.
+    ctas: CTAs in a cluster.
+    clusters: number of clusters that share the tiles.
+    accumulators: how many tiles may be in TMEM at once.
+    a_in_tmem: the store warps first put 2 A there; each cluster then owns one row of tiles.
+    by_tma: C goes through shared memory; otherwise straight from registers.
     """
 
     m: int = 256
@@ -77,38 +78,38 @@ class Plan:
 
     @property
     def own_rows(self) -> int:
-        """Rows of a tile in one CTA: a lane each, or if they are 64 two lanes each, with half the columns."""
+        """Rows of a tile in one CTA: one lane each, or for 64 rows two lanes each, with half the columns."""
         return self.rows // self.ctas
 
     @property
     def own_columns(self) -> int:
-        """Columns of tensor memory that one accumulator takes."""
+        """TMEM columns that one accumulator takes."""
         return self.columns * self.own_rows // 128
 
     @property
     def tmem_columns(self) -> int:
-        """To allocate, for the accumulators and then, if it is there, 16-bit A: a power of two."""
+        """TMEM columns to allocate, for the accumulators and then 16-bit A if it is there: a power of two."""
         needed = self.accumulators * self.own_columns + (self.k // 2 if self.a_in_tmem else 0)
         return 1 << (needed - 1).bit_length()
 
 
 @dataclass(frozen=True)
 class Barriers:
-    """An array each, over stages or accumulators.
+    """One array of mbarriers per purpose, over stages or accumulators.
 
-    Those of the first CTA serve the cluster, save that products arrive at `empty` and `product` in each.
+    Those of the first CTA serve the cluster, except that MMAs arrive at `empty` and `product` in each CTA.
     """
 
-    full: cute.Pointer  # one arrival, by the first CTA's loader, and the bytes of all loads
-    empty: cute.Pointer  # one arrival, of the products that read a stage
-    product: cute.Pointer  # one arrival, of the products that make up a tile of C
-    drained: cute.Pointer  # every storing warp of the cluster
-    a_ready: cute.Pointer  # every storing warp of the cluster, once
+    full: cute.Pointer  # one arrival, by the first CTA's load warp, and the bytes of all loads
+    empty: cute.Pointer  # one arrival, by the MMAs that read a stage
+    product: cute.Pointer  # one arrival, by the MMAs that make up a tile of C
+    drained: cute.Pointer  # every store warp of the cluster
+    a_ready: cute.Pointer  # every store warp of the cluster, once
 
 
 @cute.jit
 def gemm(a: cute.Tensor, b: cute.Tensor, c: cute.Tensor, plan: cutlass.Constexpr) -> None:
-    """c = a b^T, or 2 a b^T with a in tensor memory; a is (m, k), b is (n, k), c is (m, n)."""
+    """c = a b^T, or 2 a b^T with a in TMEM; a is (m, k), b is (n, k), c is (m, n)."""
     assert not plan.a_in_tmem or plan.clusters == plan.tiles_m
     source = tcgen05.OperandSource.TMEM if plan.a_in_tmem else tcgen05.OperandSource.SMEM
     majors = LayoutEnum.from_tensor(a).mma_major_mode(), LayoutEnum.from_tensor(b).mma_major_mode()
@@ -221,7 +222,7 @@ def initialise(barriers: Barriers, plan: cutlass.Constexpr) -> None:
 
 @cute.jit
 def load_tiles(mma, load_a, mA, sA, load_b, mB, sB, barriers, cluster, rank, plan: cutlass.Constexpr) -> None:
-    """One warp of every CTA brings its share of A and B, stage after stage."""
+    """One warp of every CTA loads its share of A and B, stage after stage."""
     share = mma.get_slice(rank)
     tB, gB = partition(load_b, sB, share.partition_B(cute.local_tile(mB, plan.tiler[1:], (None, None))))
     size = stage_bytes(sB)
@@ -242,14 +243,14 @@ def load_tiles(mma, load_a, mA, sA, load_b, mB, sB, barriers, cluster, rank, pla
                 cute.copy(load_a, gA[None, tile % plan.tiles_m, step], tA[None, stage], tma_bar_ptr=full)
             cute.copy(load_b, gB[None, tile // plan.tiles_m, step], tB[None, stage], tma_bar_ptr=full)
             count += 1
-    for _ in cutlass.range(STAGES, unroll=1):  # no product may arrive at the barrier of a CTA that is gone
+    for _ in cutlass.range(STAGES, unroll=1):  # no MMA may arrive at the barrier of a CTA that is gone
         cute.arch.mbarrier_wait(barriers.empty + count % STAGES, count // STAGES % 2 ^ 1)
         count += 1
 
 
 @cute.jit
 def multiply_tiles(mma, tA, sA, sB, tmem, barriers, cluster, plan: cutlass.Constexpr) -> None:
-    """One warp of the first CTA issues the products of the whole cluster."""
+    """One warp of the first CTA issues the MMAs of the whole cluster."""
     rB = mma.make_fragment_B(sB)
     if cutlass.const_expr(plan.a_in_tmem):
         shape = mma.partition_shape_A((plan.rows, plan.k))
@@ -285,7 +286,7 @@ def multiply_tiles(mma, tA, sA, sB, tmem, barriers, cluster, plan: cutlass.Const
 
 @cute.jit
 def store_tiles(c, store_c, mC, sC, tmem, barriers, cluster, rank, thread, plan: cutlass.Constexpr) -> None:
-    """Four warps of every CTA take its rows of each finished tile out of tensor memory."""
+    """Four warps of every CTA read its rows of each finished tile from TMEM and store them."""
     done = Int32(0)
     for tile in cutlass.range(cluster, plan.tiles, plan.clusters, unroll=1):
         slot = done % plan.accumulators
@@ -309,7 +310,7 @@ def store_tiles(c, store_c, mC, sC, tmem, barriers, cluster, rank, thread, plan:
 
 @cute.jit
 def store_part(values, store_c, mC, sC, corner, buffer, thread, plan: cutlass.Constexpr) -> None:
-    """Round 32 columns and store them, once the store before last has read its buffer."""
+    """Round 32 columns and store them, once the store before the last has read its buffer."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     if warp == 0:
         cute.arch.cp_async_bulk_wait_group(1, read=True)
@@ -324,7 +325,7 @@ def store_part(values, store_c, mC, sC, corner, buffer, thread, plan: cutlass.Co
         tC, gC = cpasync.tma_partition(
             store_c, 0, cute.make_layout(1), cute.group_modes(sC, 0, 2), cute.group_modes(tiles, 0, 2)
         )
-        with cute.arch.elect_one():  # which the DSL does for loads, not for stores
+        with cute.arch.elect_one():  # the DSL elects a lane for loads, not for stores
             cute.copy(store_c, tC[None, buffer], gC[None, corner[0], corner[1]])
             cute.arch.cp_async_bulk_commit_group()
 
@@ -384,7 +385,7 @@ def stage_bytes(smem: cute.Tensor) -> int:
 
 
 def commit(barrier: cute.Pointer, plan: Plan) -> None:
-    """Let the products issued so far arrive, when they are done, in every CTA of the cluster."""
+    """Let the MMAs issued so far arrive, when they are done, in every CTA of the cluster."""
     with cute.arch.elect_one():
         if plan.ctas == 2:
             tcgen05.commit(barrier, 0b11, plan.group)
@@ -393,7 +394,7 @@ def commit(barrier: cute.Pointer, plan: Plan) -> None:
 
 
 def arrive_at_first(barrier: cute.Pointer, plan: Plan) -> None:
-    """One arrival a warp, in the first CTA of the cluster; what it did to tensor memory comes before."""
+    """One arrival per warp, in the first CTA of the cluster, ordered after the warp's accesses to TMEM."""
     fence_before()
     cute.arch.sync_warp()
     with cute.arch.elect_one():
@@ -401,7 +402,7 @@ def arrive_at_first(barrier: cute.Pointer, plan: Plan) -> None:
 
 
 def synchronise(plan: Plan) -> None:
-    """All threads of the cluster."""
+    """Synchronise all threads of the cluster."""
     if plan.ctas == 2:
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
@@ -410,12 +411,12 @@ def synchronise(plan: Plan) -> None:
 
 
 def fence_before() -> None:
-    """Between work on tensor memory and the synchronisation that tells of it."""
+    """The fence between work on TMEM and the synchronisation that signals it."""
     cute.arch.inline_ptx("tcgen05.fence::before_thread_sync;")
 
 
 def fence_after() -> None:
-    """Between that synchronisation and work on tensor memory."""
+    """The fence between that synchronisation and the work on TMEM that follows it."""
     cute.arch.inline_ptx("tcgen05.fence::after_thread_sync;")
 
 
@@ -426,7 +427,10 @@ def case(
     b_turned: bool = False,
     **plan: object,
 ) -> Case:
-    """A turned operand is contiguous along M or N. Products and sums are exact in fp32 in any order."""
+    """One GEMM; a turned operand is contiguous along M or N.
+
+    All products of elements and their sums are exact in fp32 in any order.
+    """
     chosen = Plan(**plan)
 
     def operand(rows: int, turned: bool) -> Tensor:

@@ -23,7 +23,7 @@ THREADS = 128
 def multicast(x: cute.Tensor, y: cute.Tensor, ctas: cutlass.Constexpr) -> None:
     """y[r] = (r + 1) x for the CTA of each rank r; x (M, 32), y (ctas, M, 32), float32.
 
-    Each CTA of the cluster loads its share of every tile and sends it to all of them.
+    Each CTA of the cluster loads its share of every tile and multicasts it to all of them.
     """
     layout = smem_layout(SmemLayoutAtomKind.K_SW128, Float32, (ROWS, COLUMNS, STAGES))
     load, mX = cpasync.make_tiled_tma_atom(
@@ -78,12 +78,12 @@ def multicast_kernel(load, mX, y, layout, ctas: cutlass.Constexpr) -> None:
             for i in cutlass.range(thread, ROWS * COLUMNS, THREADS):
                 row, column = i // COLUMNS, i % COLUMNS
                 y[rank, tile * ROWS + row, column] = sX[row, column, stage] * (rank + 1).to(Float32)
-            # Every CTA's next load overwrites this stage here too, so each has to know.
+            # Every CTA's next load overwrites this stage here too, so each of them must be told.
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 for peer in cutlass.range_constexpr(ctas):
                     cute.arch.mbarrier_arrive(empty + stage, peer)
-    # A CTA that has left has no barrier to arrive at.
+    # A CTA that has exited has no barrier to arrive at.
     cute.arch.cluster_arrive()
     cute.arch.cluster_wait()
 
@@ -107,7 +107,7 @@ def exchange_kernel(x: cute.Tensor, y: cute.Tensor) -> None:
     peer_inbox = cute.arch.map_dsmem_ptr(inbox.iterator, rank ^ 1)
     peer_result = cute.arch.map_dsmem_ptr(result.iterator, rank ^ 1)
 
-    # A CTA may write into another one's shared memory only once that one runs.
+    # A CTA may write into another CTA's shared memory only once that one runs.
     cute.arch.cluster_arrive()
     cute.arch.cluster_wait()
     cute.arch.inline_ptx(
@@ -176,7 +176,7 @@ def hand_over_kernel(x: cute.Tensor, y: cute.Tensor) -> None:
 
 @cute.jit
 def cluster_sum(x: cute.Tensor, y: cute.Tensor) -> None:
-    """y[i] = the sum of x[i], found by every CTA; x (groups, ctas, 128), y (groups, ctas), float32.
+    """y[i] = the sum of x[i], computed by every CTA; x (groups, ctas, 128), y (groups, ctas), float32.
 
     Each warp sums by shuffles, each CTA in shared memory, and each sends its sum to all asynchronously.
     """

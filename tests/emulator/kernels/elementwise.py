@@ -38,9 +38,9 @@ def scale_add_kernel(a: Float32, x: cute.Tensor, y: cute.Tensor) -> None:
 
 @cute.jit
 def diverge(x: cute.Tensor, y: cute.Tensor) -> None:
-    """y (2, n): how many steps of Collatz's rule take x[i], positive int32, to 1, and how many tripled it.
+    """y (2, n): Collatz's rule on x[i], positive int32. y starts as 0.
 
-    For odd i the second is negated. y starts as 0.
+    y[0] counts the steps that take x[i] to 1, y[1] those that tripled; for odd i the second is negated.
     """
     diverge_kernel(x, y).launch(grid=(1, 1, 1), block=(cute.size(x), 1, 1))
 
@@ -54,7 +54,7 @@ def diverge_kernel(x: cute.Tensor, y: cute.Tensor) -> None:
             value = value // 2
         else:
             value = 3 * value + 1
-            # In memory, so that the compiler keeps the branch.
+            # The update is in memory, so that the compiler keeps the branch.
             y[1, i] = y[1, i] + 1
         steps += 1
     y[0, i] = steps
@@ -127,7 +127,7 @@ def across_lanes_expected(x: Tensor, y: Tensor) -> tuple[Tensor]:
 def integers(a: cute.Tensor, b: cute.Tensor, y: cute.Tensor) -> None:
     """Rows of y (20, n) int32: integer operations on a (n), and on b (n), which is never 0.
 
-    The DSL's quotients are rounded down, but its remainders have the sign of the dividend.
+    The DSL rounds quotients down, but its remainders have the sign of the dividend.
     """
     integers_kernel(a, b, y).launch(grid=(1, 1, 1), block=(cute.size(a), 1, 1))
 
@@ -168,7 +168,7 @@ def integers_expected(a: Tensor, b: Tensor, y: Tensor) -> tuple[Tensor]:
 
 
 def integer_results(p: int, q: int) -> list[int]:
-    """In Python's integers, each taken modulo 2**32 at the end."""
+    """The expected results in Python's integers, each taken modulo 2**32 at the end."""
     u, v, low = p % 2**32, q % 2**32, q & 7
     operand_bytes = u.to_bytes(4, "little") + v.to_bytes(4, "little")
     x, field = (p << 3) % 2**32, (1 << low) - 1
@@ -198,14 +198,14 @@ def integer_results(p: int, q: int) -> list[int]:
 
 
 def nonzero_integers(n: int) -> Tensor:
-    """Of all magnitudes and both signs."""
+    """Integers of all magnitudes and both signs, none of them 0."""
     x = torch.randint(-(2**31), 2**31, (n,)) >> torch.randint(0, 31, (n,))
     return torch.where(x == 0, 1, x).to(torch.int32)
 
 
 @cute.jit
 def approximations(x: cute.Tensor, y: cute.Tensor) -> None:
-    """Rows of y (9, n): functions of x (n) float32, positive, as the special function unit has them."""
+    """Rows of y (9, n): approximate functions of x (n) float32, positive, as the MUFU computes them."""
     approximations_kernel(x, y).launch(grid=(1, 1, 1), block=(cute.size(x), 1, 1))
 
 
@@ -261,7 +261,7 @@ def rounded_functions_expected(x: Tensor, y: Tensor) -> tuple[Tensor]:
 
 @cute.jit
 def extremes(x: cute.Tensor, y: cute.Tensor) -> None:
-    """Rows of y (6, n): of x (3, n) float32 with NaN and infinities, the largest, smallest, chosen."""
+    """Rows of y (6, n): largest, smallest and selected of x (3, n) float32 with NaN and infinities."""
     extremes_kernel(x, y).launch(grid=(1, 1, 1), block=(x.shape[1], 1, 1))
 
 
@@ -294,7 +294,7 @@ def extremes_expected(x: Tensor, y: Tensor) -> tuple[Tensor]:
 
 @cute.jit
 def conversions(x: cute.Tensor, integral: cute.Tensor, y: cute.Tensor) -> None:
-    """y (n) float32 in each of its rows: x (n) float32 through another type and back.
+    """Each row of y (n) float32: x (n) float32 converted to another type and back.
 
     integral (4, n) int32: x rounded towards 0, to nearest, up, and as an unsigned number.
     """
@@ -368,7 +368,7 @@ def atomics_kernel(x: cute.Tensor, counts: cute.Tensor, sums: cute.Tensor) -> No
     cute.arch.atomic_xor(place + 3, value)
     cute.arch.atomic_or(place + 4, value)
     cute.arch.red(place + 5, Int32(1), op="add", dtype=Int32, sem="relaxed", scope="gpu")
-    # A counter made of compare-and-swap: every thread gets a turn.
+    # A counter made of compare-and-swap: every thread succeeds eventually.
     expected, done = Int32(0), False
     while not done:
         found = cute.arch.atomic_cas(place + 6, cmp=expected, val=expected + 2)
@@ -392,7 +392,7 @@ def atomics_expected(x: Tensor, counts: Tensor, sums: Tensor) -> tuple[Tensor, T
 
 
 def special(*shape: int) -> Tensor:
-    """Numbers among which are NaN, infinities, zeros and equal ones."""
+    """Numbers that include NaN, infinities, zeros and equal ones."""
     values = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, 1.0, -1.5, 1e30, -3e-20])
     return values[torch.randint(0, len(values), shape)]
 
@@ -436,7 +436,7 @@ CASES = (
         approximations,
         lambda: (torch.rand(64) * 3 + 0.01, poison(9, 64)),
         approximations_expected,
-        rtol=2**-10,  # of tanh; the others are far better
+        rtol=2**-10,  # for tanh; the others are far better
         atol=1e-6,
     ),
     case(

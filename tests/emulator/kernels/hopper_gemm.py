@@ -1,6 +1,6 @@
-"""C = A B^T by wgmma: A in shared memory or in registers, tiles drawn from a counter, two ways to store.
+"""C = A B^T by wgmma: A in shared memory or registers, tiles claimed from a counter, two ways to store.
 
-Warpgroup 0 loads, by its first warp; warpgroups 1 and 2 have 64 rows of every tile each.
+The first warp of warpgroup 0 loads; warpgroups 1 and 2 have 64 rows of every tile each.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ ROWS = 128  # of a tile of C
 OWN_ROWS = ROWS // CONSUMERS
 STEP = 64  # of the inner dimension, in a stage
 STAGES = 3
-TICKETS = 2  # tiles that may have been drawn ahead
-STORED = 1  # a named barrier for each consuming warpgroup, from this one on
+TICKETS = 2  # tiles that may be claimed ahead
+STORED = 1  # a named barrier for each consumer warpgroup, from this one on
 
 
 @dataclass(frozen=True)
 class Plan:
     """What is fixed when a kernel is compiled.
 
-    m, n, k: of the product, in whole tiles and steps.
-    columns: of a tile of C.
-    ctas: how many share the tiles.
-    a_in_registers: 2 A is multiplied, from registers.
-    by_tma: C goes through shared memory; else straight from registers.
+    m, n, k: sizes of the GEMM, in whole tiles and steps.
+    columns: columns of a tile of C.
+    ctas: number of CTAs that share the tiles.
+    a_in_registers: the GEMM takes 2 A, from registers.
+    by_tma: C goes through shared memory; otherwise straight from registers.
     """
 
     m: int = 256
@@ -71,13 +71,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class Rings:
-    """Arrays in shared memory: over stages for A and B, over `TICKETS` for the numbers of tiles."""
+    """Arrays in shared memory: over stages for A and B, over `TICKETS` for the work indices of tiles."""
 
-    full: cute.Pointer  # one arrival, by the loader, and the bytes of both loads
-    empty: cute.Pointer  # every consuming warp
+    full: cute.Pointer  # one arrival, by the load warp, and the bytes of both loads
+    empty: cute.Pointer  # every consumer warp
     ticket: cute.Pointer
-    drawn: cute.Pointer  # one arrival, by the loader
-    taken: cute.Pointer  # every consuming warp
+    drawn: cute.Pointer  # one arrival, by the load warp
+    taken: cute.Pointer  # every consumer warp
 
 
 @cute.jit
@@ -86,7 +86,7 @@ def gemm(
 ) -> None:
     """c = a b^T, or 2 a b^T with a in registers; a is (m, k), b is (n, k), c is (m, n).
 
-    counter: one int32, zero before; tiles plus CTAs after, as each CTA learns by a draw that none is left.
+    counter: one int32, 0 before; tiles plus CTAs after, as each CTA's last claim finds no tile left.
     """
     a_layout, b_layout = LayoutEnum.from_tensor(a), LayoutEnum.from_tensor(b)
     source = warpgroup.OperandSource.RMEM if plan.a_in_registers else warpgroup.OperandSource.SMEM
@@ -175,7 +175,7 @@ def initialise(rings: Rings) -> None:
 
 @cute.jit
 def load_tiles(load_a, mA, sA, load_b, mB, sB, counter, rings, plan: cutlass.Constexpr) -> None:
-    """One warp draws tiles, tells the consumers which, and loads their operands stage after stage."""
+    """One warp claims tiles, sends their indices to the consumers, and loads operands stage by stage."""
     tA, gA = partition(load_a, sA, cute.local_tile(mA, plan.tiler[::2], (None, None)))
     tB, gB = partition(load_b, sB, cute.local_tile(mB, plan.tiler[1:], (None, None)))
     size = stage_bytes(sA) + stage_bytes(sB)
@@ -199,7 +199,7 @@ def load_tiles(load_a, mA, sA, load_b, mB, sB, counter, rings, plan: cutlass.Con
 
 @cute.jit
 def draw(counter: cute.Tensor) -> Int32:
-    """The next number, the same in all lanes."""
+    """Claims the next work index; it is the same in all lanes."""
     number = Int32(0)
     if cute.arch.lane_idx() == 0:
         number = cute.arch.atomic_add(counter.iterator, Int32(1))
@@ -226,7 +226,7 @@ def take(draws: Int32, rings: Rings) -> Int32:
 
 @cute.jit
 def consume_tiles(mma, sA, sB, c, store_c, mC, sC, rings, thread, group, plan: cutlass.Constexpr) -> None:
-    """Two warpgroups multiply and store tile after tile; `thread` and `group` count within them."""
+    """Two warpgroups compute and store tile after tile; `thread` and `group` count within them."""
     count, draws = Int32(0), Int32(0)
     tile = take(draws, rings)
     while tile < plan.tiles:
@@ -246,7 +246,10 @@ def consume_tiles(mma, sA, sB, c, store_c, mC, sC, rings, thread, group, plan: c
 
 @cute.jit
 def multiply(mma, sA, sB, rings, count, thread, group, plan: cutlass.Constexpr) -> cute.Tensor:
-    """A tile's sums, from the stages after `count`. One product stays in flight if A's registers need not."""
+    """A tile's accumulators, from the stages after `count`.
+
+    One wgmma group stays in flight, unless A is in registers.
+    """
     part = mma.get_slice(group * GROUP)
     sums = cute.make_rmem_tensor(mma.partition_shape_C(plan.tiler[:2]), Float32)
     rB = mma.make_fragment_B(part.partition_B(sB))
@@ -291,7 +294,7 @@ def doubled(mma: cute.TiledMma, sA: cute.Tensor, thread: Int32) -> cute.Tensor:
 
 @cute.jit
 def store_rounded(mma, sums, store_c, mC, sC, corner, thread, group, plan: cutlass.Constexpr) -> None:
-    """Each warpgroup stores its rows by itself, once its store before has read their buffer."""
+    """Each warpgroup stores its own rows, once its previous store has read their buffer."""
     leading = cute.arch.make_warp_uniform(thread % GROUP // WARP) == 0
     if leading:
         cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -306,14 +309,14 @@ def store_rounded(mma, sums, store_c, mC, sC, corner, thread, group, plan: cutla
     cute.arch.barrier(barrier_id=STORED + group, number_of_threads=GROUP)
     if leading:
         tC, gC = partition(store_c, sC, cute.local_tile(mC, (OWN_ROWS, plan.columns), (None, None)))
-        with cute.arch.elect_one():  # which the DSL does for loads, not for stores
+        with cute.arch.elect_one():  # the DSL elects a lane for loads, not for stores
             cute.copy(store_c, tC[None, group], gC[None, corner[0] * CONSUMERS + group, corner[1]])
             cute.arch.cp_async_bulk_commit_group()
 
 
 @cute.jit
 def arrive(barrier: cute.Pointer) -> None:
-    """One arrival a warp, after all its lanes."""
+    """One arrival per warp, after all of its lanes."""
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(barrier)
@@ -339,7 +342,10 @@ def stage_bytes(smem: cute.Tensor) -> int:
 def case(
     name: str, dtype: torch.dtype = torch.float16, a_turned: bool = False, b_turned: bool = False, **plan: int
 ) -> Case:
-    """A turned operand is contiguous along M or N. Products and sums are exact in fp32 in any order."""
+    """One GEMM; a turned operand is contiguous along M or N.
+
+    All products of elements and their sums are exact in fp32 in any order.
+    """
     chosen = Plan(**plan)
 
     def operand(rows: int, turned: bool) -> Tensor:

@@ -1,6 +1,6 @@
 """Asynchronous copies and the barriers that order them: TMA, bulk copies, cp.async; ldmatrix and stmatrix.
 
-The DSL elects a lane for each TMA instruction itself, so a whole warp issues it, commits it and waits for it.
+The DSL itself elects a lane for each TMA instruction, so a whole warp issues it, commits it and waits for it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ STORED = 1  # a named barrier
 
 
 class Ring(NamedTuple):
-    """A tile of any rank has 64 rows, by which is meant all modes but the second, and up to 64 columns.
+    """The static choices of `ring`.
 
-    A turned load or store transposes each tile.
+    A tile of any rank has 64 rows (all modes but the second together) and up to 64 columns. A turned load or
+    store transposes each tile.
     """
 
     dtype: Any
@@ -51,7 +52,10 @@ def ring(x: cute.Tensor, y: cute.Tensor, plan: cutlass.Constexpr) -> None:
 
 
 def smem_layout(kind: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
-    """A tile in shared memory: swizzled as `kind` says, or plain rows for None; further modes follow."""
+    """Layout of a tile in shared memory: swizzled as `kind` says, or plain rows for None.
+
+    Further modes follow.
+    """
     if kind is None:
         return cute.make_ordered_layout(shape, order=(1, 0, *range(2, len(shape))))
     return cute.tile_to_shape(make_smem_layout_atom(kind, dtype), shape, order=tuple(range(len(shape))))
@@ -109,7 +113,10 @@ def ring_kernel(load, mX, store, mY, staged, single, plan: cutlass.Constexpr) ->
 
 @cute.jit
 def produce(load, gX, tX, full, empty, first, tiles, step, size: cutlass.Constexpr) -> None:
-    """Fill stage after stage, each once it is empty; of a fresh barrier the phase before has passed."""
+    """Fill stage after stage, each once it is empty.
+
+    A fresh barrier counts as having completed the phase before its first.
+    """
     count = Int32(0)
     for tile in cutlass.range(first, tiles, step):
         stage, phase = count % STAGES, count // STAGES % 2
@@ -139,13 +146,13 @@ def reordered(tensor: cute.Tensor, modes: list[int]) -> cute.Tensor:
 
 
 def as_matrix(tile: cute.Tensor) -> cute.Tensor:
-    """(64, columns), the rows in order of address."""
+    """The tile as (64, columns), with rows in address order."""
     rank = cute.rank(tile)
     return cute.group_modes(reordered(tile, [0, *range(2, rank), 1]), 0, rank - 1) if rank > 2 else tile
 
 
 def fragments(dtype: Any) -> cute.TiledMma:
-    """Four warps over 64 rows: the matrix instructions whose fragments ldmatrix and stmatrix move."""
+    """Four warps over 64 rows: the MMAs whose fragments ldmatrix and stmatrix move."""
     return cute.make_tiled_mma(
         warp.MmaF16BF16Op(dtype, Float32, (16, 8, 16)), (4, 1, 1), permutation_mnk=(64, 16, 16)
     )
@@ -163,7 +170,7 @@ def load_matrices(tile: cute.Tensor, turned: bool, thread: Int32) -> cute.Tensor
 
 
 def store_matrices(values: cute.Tensor, tile: cute.Tensor, turned: bool, thread: Int32) -> None:
-    """Write what `load_matrices` gave: for 16 rows an accumulator has the order of an A operand."""
+    """Write what `load_matrices` returned: for 16 rows an accumulator has the order of an A operand."""
     target = reordered(tile, [1, 0]) if turned else tile
     atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(turned, 4), tile.element_type)
     mma = fragments(tile.element_type)
@@ -280,7 +287,7 @@ def grouped_copies_kernel(x: cute.Tensor, y: cute.Tensor, depth: cutlass.Constex
     for row in cutlass.range(rows):
         cute.arch.cp_async_wait_group(depth - 2)
         cute.arch.sync_threads()
-        # All threads have read row - 1, whose stage this takes.
+        # All threads have read row - 1, whose stage this load reuses.
         if row + depth - 1 < rows:
             ahead = row + depth - 1
             cute.copy(load, pieces[None, ahead * CONSUMERS + thread], buffer[None, thread, ahead % depth])
@@ -291,7 +298,7 @@ def grouped_copies_kernel(x: cute.Tensor, y: cute.Tensor, depth: cutlass.Constex
 
 @cute.jit
 def signalled_copies(x: cute.Tensor, y: cute.Tensor) -> None:
-    """y = 1 - x, (rows * 128): a warp copies rows by cp.async, whose arrival tells the other four warps."""
+    """y = 1 - x, (rows * 128): a warp copies rows by cp.async, whose arrival signals the other four warps."""
     signalled_copies_kernel(x, y).launch(grid=(1, 1, 1), block=(CONSUMERS + WARP, 1, 1))
 
 
@@ -329,9 +336,9 @@ def signalled_copies_kernel(x: cute.Tensor, y: cute.Tensor) -> None:
 
 
 def make_ring(shape: tuple[int, ...], tiler: tuple[int, ...], dtype: torch.dtype, *, whole: bool) -> Any:
-    """x of `shape`, y of that shape or, for `whole`, of all tiles, where what lies beyond x can be seen.
+    """x of `shape`; y of that shape or, if `whole`, of all tiles, which shows what lies beyond x.
 
-    In both the second mode is the contiguous one.
+    The second mode is contiguous in both.
     """
 
     def make() -> tuple[Tensor, ...]:
@@ -372,7 +379,7 @@ TORCH = {Float16: torch.float16, BFloat16: torch.bfloat16, Float32: torch.float3
 
 
 def integers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Small enough that sums are exact, in whatever order."""
+    """Integers so small that sums are exact in any order."""
     return torch.randint(-8, 9, shape).to(dtype)
 
 

@@ -17,7 +17,7 @@ THREADS = 64
 def take_turns(x: cute.Tensor, turn: cute.Tensor, y: cute.Tensor) -> None:
     """y += the rows of x (ctas, n), added in order; turn (1) int32 counts from 0 to the number of CTAs.
 
-    Float32 addition does not associate, so the result tells the order.
+    Float32 addition is not associative, so the result reveals the order.
     """
     take_turns_kernel(x, turn, y).launch(grid=(x.shape[0], 1, 1), block=(THREADS, 1, 1))
 

@@ -1,1 +1,1 @@
-"""The backward kernel. Read plan, launch, kernel, load, mma, compute, reduce, epilogue; then pairs."""
+"""The backward kernel. Read plan, launch, kernel, load, mma, compute, reduce, epilogue; then *_2cta."""

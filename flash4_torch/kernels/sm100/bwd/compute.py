@@ -1,4 +1,4 @@
-"""The compute warps: scores to weights, and these with dP to dS; a thread has a key and half the queries."""
+"""The compute warps: scores to P, and P with dP to dS; a thread has a key and half of a block's queries."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MASKED = 16
 """Queries whose mask is loaded together, where it is to be added."""
 FOUR = 4
 PHILOX_QUERIES = 64
-"""Queries for which dropout draws together."""
+"""Queries whose keep bits are generated together."""
 
 
 @role(
@@ -63,7 +63,7 @@ def _tile(ctx: Context, t: Thread, tile: Tile, at: Cursors) -> Cursors:
         for position in cutlass.range(work.blocks.span.first, work.blocks.span.last, unroll=1):
             n, partial = tiles.block_at(ctx, work.blocks, position)
             at = _block(ctx, t, work, n, partial, at)
-    # Half of the warps store dV, which is there first; the others store dK.
+    # Half of the warps store dV, which is complete first; the others store dK.
     if t.warp < WARPS:
         store_gradient(ctx, t.warp, dv_of(ctx, at.kv), tile, at.kv, at.tile_phase)
         ring.release(ctx.load_k, at.kv)
@@ -100,7 +100,7 @@ def _block(ctx: Context, t: Thread, work: TileState, n: Int32, partial: Boolean,
 
     cute.arch.mbarrier_wait(signals.mma_dp, at.phase)
     if cutlass.const_expr(plan.dq_apart):
-        # The products of the block before have read its dS.
+        # The MMAs of the block before have read its dS.
         cute.arch.mbarrier_wait(signals.mma_dq, at.phase ^ 1)
     tmem.fence_after()
     _differentiate(ctx, t, work, n, probs, own + plan.dp_at, at.q)
@@ -110,7 +110,7 @@ def _block(ctx: Context, t: Thread, work: TileState, n: Int32, partial: Boolean,
 
 
 def _fence_ds(cluster_size: int) -> None:
-    """Makes dS in shared memory visible to the products. In a pair half of it is in the other CTA's."""
+    """Makes dS in SMEM visible to the MMAs. In a CTA pair half of it is in the peer's SMEM."""
     if cluster_size > 1:
         cute.arch.fence_proxy("async.shared", space="cluster")
     else:
@@ -119,7 +119,7 @@ def _fence_ds(cluster_size: int) -> None:
 
 @cute.jit
 def _arrive(ctx: Context, signal: cute.Pointer) -> None:
-    """One arrival of this warp, when its stores to tensor memory are done."""
+    """One arrival of this warp, when its stores to TMEM are done."""
     tmem.wait_stores()
     arrive(ctx, signal)
 
@@ -136,7 +136,7 @@ def _recompute_p(
     place: Int32,
     q_at: Cursor,
 ) -> Probs:
-    """Scores become weights, which take their place in tensor memory in 16 bits."""
+    """Scores become P, which takes their place in TMEM in 16 bits; for wide heads it goes to SMEM."""
     plan = ctx.plan
     own = plan.own_queries
     S, P = cute.make_rmem_tensor(own, Float32), cute.make_rmem_tensor(own, plan.dtype)
@@ -163,7 +163,7 @@ def _recompute_part(
     lse: cute.Tensor,
     start: cutlass.Constexpr,
 ) -> None:
-    """Those of some queries, from the thread's `start`-th on."""
+    """P of some queries, from the thread's `start`-th on."""
     plan, features = ctx.plan, ctx.plan.features
     S, dtanh, count = probs.P, probs.dtanh, cute.size(P)
     for first in cutlass.range_constexpr(0, count, PART):
@@ -191,7 +191,7 @@ def _recompute_part(
             for e, number in enumerate(x):
                 S[i + j + e] = cute.math.exp2(number, fastmath=True)
         if cutlass.const_expr(features.softcap):
-            # By fours: what would wait for all of them, spills.
+            # By fours: what would wait for all of them spills (ptxas.md, P18).
             round_to(four, _part(P, i, FOUR))
             if cutlass.const_expr(dtanh_of_four is not None):
                 _multiply(four, dtanh_of_four)
@@ -213,7 +213,9 @@ def _recompute_part(
 def _differentiate(
     ctx: Context, t: Thread, work: TileState, n: Int32, probs: Probs, place: Int32, q_at: Cursor
 ) -> None:
-    """dS = P (dP - delta), with respect to scaled scores: over dP in tensor memory, and in shared memory."""
+    """dS = P (dP - delta), with respect to scaled scores: over dP in TMEM, or for wide heads in SMEM, for dK;
+    and in SMEM for dQ.
+    """
     plan, features = ctx.plan, ctx.plan.features
     delta = _numbers(ctx.sDelta, t, q_at)
     # The addresses of dmask take registers, and so do softcap's derivatives.
@@ -247,14 +249,15 @@ def _differentiate(
 
 @cute.jit
 def _share(ctx: Context, t: Thread, block: Int32, column: cutlass.Constexpr, dS: cute.Tensor) -> None:
-    """Write dS where dQ of its queries is made, of a pair maybe in the other CTA."""
+    """Write dS where dQ of its queries is computed: in a CTA pair maybe in the peer."""
     plan = ctx.plan
     if cutlass.const_expr(plan.cluster_size == 1):
         write(from_column(row_of(ctx.sdS, t.key), t.first), column, dS)
     else:
         own, own_rank = plan.queries // plan.cluster_size, ctx.cta_pair.rank
         if cutlass.const_expr(plan.scarce):
-            # The same by the tile's number: what is asked of the CTA itself is kept in all roles, and spills.
+            # The same, from the tile's index: the rank itself is kept in a register in all roles, and spills
+            # (ptxas.md, P15).
             own_rank = block % plan.cluster_size
         row = row_of(ctx.sdS, own_rank * plan.keys + t.key)
         row, rank = from_column(row, t.first % own), t.first // own
@@ -265,7 +268,7 @@ def _share(ctx: Context, t: Thread, block: Int32, column: cutlass.Constexpr, dS:
 
 
 def _less(gradients: tuple, offsets: tuple, ctx: Context) -> tuple:
-    """dP, as dropout scales it, less delta."""
+    """dP, as dropout scales it, minus delta."""
     if ctx.plan.features.dropout:
         return cute.arch.fma_packed_f32x2(gradients, (ctx.params.keep_scale, ctx.params.keep_scale), offsets)
     return cute.arch.add_packed_f32x2(gradients, offsets)
@@ -277,7 +280,7 @@ def _keep_bits(ctx: Context, t: Thread, work: TileState, n: Int32) -> tuple:
     row = dropout.KeyLane.at(t.philox, work.position, philox_row, cute.arch.lane_idx())
     first = t.first // PHILOX_QUERIES * PHILOX_QUERIES
     keep_bits = row.keep_bits(n * ctx.plan.queries + first)
-    # Of 64 that are drawn together a thread may have 32.
+    # A thread may have 32 of the 64 queries whose bits are generated together.
     return (
         keep_bits
         if ctx.plan.own_queries == PHILOX_QUERIES
@@ -287,7 +290,7 @@ def _keep_bits(ctx: Context, t: Thread, work: TileState, n: Int32) -> tuple:
 
 @cute.jit
 def _subtract_lse(S: cute.Tensor, lse: cute.Tensor, scale: Float32, start: cutlass.Constexpr) -> None:
-    """Scores, of the thread's queries from its `start`-th on, become exponents: times `scale`, less lse."""
+    """Scores, of the thread's queries from its `start`-th on, become exponents: times `scale`, minus lse."""
     for i in cutlass.range_constexpr(0, cute.size(S), FOUR):
         offsets = _load_four(lse, start + i)
         for j in cutlass.range_constexpr(0, FOUR, 2):
@@ -300,7 +303,7 @@ def _subtract_lse(S: cute.Tensor, lse: cute.Tensor, scale: Float32, start: cutla
 def _subtract_exact_lse(S: cute.Tensor, exact: tuple, query: Int32) -> None:
     """Scores in natural units, of queries from `query` of a block on, become exponents.
 
-    lse and lse_low come from global memory, as the mask does: shared memory has no room for more numbers.
+    lse and lse_low come from global memory, as the mask does: SMEM has no room for more numbers.
     """
     scale = Float32(scores.LOG2E)
     for i in cutlass.range_constexpr(0, cute.size(S), FOUR):
@@ -324,7 +327,7 @@ def _keep_dtanh(ctx: Context, S: cute.Tensor, dtanh: cute.Tensor) -> None:
 
 @cute.jit
 def _dtanh_of(ctx: Context, S: cute.Tensor) -> cute.Tensor:
-    """Derivatives of capped scores; 0 where they are hidden."""
+    """Derivatives of capped scores; 0 where they are masked."""
     inverse = 1.0 / (ctx.params.softcap * scores.unit(ctx.plan.features))
     dtanh_of_four = cute.make_rmem_tensor(cute.size(S), Float32)
     for i in cutlass.range_constexpr(cute.size(S)):
@@ -343,7 +346,7 @@ def _multiply(values: cute.Tensor, others: cute.Tensor) -> None:
 
 @cute.jit
 def _mask_rows(ctx: Context, t: Thread, work: TileState, n: Int32) -> tuple:
-    """What attn_mask says of the thread's key: where, and what has been loaded of it for the block."""
+    """attn_mask for the thread's key: where its row lies, and the words loaded of it for the block."""
     rows = attn_mask.rows_of(ctx.mask, work.tile.batch, (work.head,), (work.position,))
     words = attn_mask.words_of(rows, n)
     for row in words:
@@ -390,10 +393,10 @@ def _add_mask(
     place: Int32,
     start: cutlass.Constexpr,
 ) -> None:
-    """Where the scores were, in a rolled loop: unrolled, all numbers' places live at once, and spill.
+    """Add the mask to the scores in TMEM, in a rolled loop; the sums become exponents.
 
-    The sums become exponents. Not the branch alone keeps them apart: of a body without a loop the assembler
-    makes predicates.
+    Unrolled, the addresses of all numbers of the mask are live at once, and spill (ptxas.md, P21). The branch
+    alone does not confine them: ptxas turns a body without a loop into predicates (ptxas.md, P19).
     """
     exact = exact_lse(ctx, work.tile, work.head, n)
     tmem.store(place, S)
@@ -419,7 +422,7 @@ def _part(values: cute.Tensor, first: int, count: int = PART) -> cute.Tensor:
 def _fragment(
     ctx: Context, t: Thread, work: TileState, n: Int32, values: cute.Tensor, first: int
 ) -> Fragment:
-    """The thread's queries from the `first` on."""
+    """Fragment of the thread's queries from the `first` on."""
     count = cute.size(values)
     row = cute.make_tensor(values.iterator, cute.make_layout((1, count), stride=(0, 1)))
     return Fragment(row, (work.position,), n * ctx.plan.queries + t.first, tuple(range(first, first + count)))

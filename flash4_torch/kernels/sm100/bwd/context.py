@@ -1,4 +1,4 @@
-"""What the roles share: shared memory, rings, and what the launch was given."""
+"""Context of the roles: SMEM, rings, and the launch's arguments."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .plan import Plan
 
 
 class Maps(NamedTuple):
-    """Copy atoms of the copy engine, and the tensors that they copy from or to, all (S, D, H, B)."""
+    """TMA copy atoms, and the tensors that they copy from or to, all (S, D, H, B)."""
 
     load_q: Any
-    """Of a pair: half of a block's rows."""
+    """CTA pair: half of a block's rows."""
     mQ: Any
     load_do: Any
     mdO: Any
@@ -31,12 +31,12 @@ class Maps(NamedTuple):
     store_dv: Any
     mdV: Any
     load_q_columns: Any
-    """Of a pair: half of a block's columns, and the like."""
+    """CTA pair: half of a block's columns, likewise below."""
     load_do_columns: Any
     load_k_columns: Any
-    """Of both tiles' keys."""
+    """CTA pair: half of the columns of both tiles' keys."""
     end_q: Any
-    """Of packed sequences in pairs: the same loads, which arrive in the CTA that asks."""
+    """Packed sequences in CTA pairs: the same loads, which arrive in the CTA that issues them."""
     end_do: Any
     end_k: Any
     end_v: Any
@@ -46,7 +46,7 @@ class Maps(NamedTuple):
 
 
 class Layouts(NamedTuple):
-    """Of shared memory."""
+    """SMEM layouts."""
 
     q: Any
     do: Any
@@ -60,10 +60,10 @@ class Layouts(NamedTuple):
 
 
 class Signals(NamedTuple):
-    """Barriers that turn once a block, or, the last five, once a tile; with who arrives."""
+    """Barriers that complete a phase once a block, or, the last five, once a tile; with who arrives."""
 
     mma_s: cute.Pointer
-    """The products."""
+    """The MMAs."""
     compute_p: cute.Pointer
     """Every compute warp: it has read S and written P."""
     mma_dp: cute.Pointer
@@ -73,21 +73,21 @@ class Signals(NamedTuple):
     reduce_dq: cute.Pointer
     """Every reduce warp: it has read dQ."""
     mma_dv: cute.Pointer
-    """The products of dV, and all others that read V."""
+    """The MMAs of dV, and all others that read V."""
     mma_dk: cute.Pointer
-    """All products of the tile."""
+    """All MMAs of the tile."""
     epilogue_dv: cute.Pointer
     """The four warps that have read dV."""
     epilogue_dk: cute.Pointer
     load_2cta: cute.Pointer
-    """Of a pair, in CTA 0: both K, and half of the columns of both, as so many arrivals as the plan says."""
+    """CTA pair, in CTA 0: both K, and half of the columns of both; `Plan.key_loads` arrivals."""
 
 
 class HalfBlocks(NamedTuple):
-    """Of a pair, half blocks of Q and dO, each for one product, in one ring, in the order of products."""
+    """CTA pair: half blocks of Q and dO, each for one MMA, in one ring, in the order of the MMAs."""
 
     ring: Ring
-    """Full in CTA 0 only, for the shares of both."""
+    """Full in CTA 0 only, for the half blocks of both CTAs."""
     stages: cute.Tensor
     """(elements, stages)"""
     q: Any
@@ -109,18 +109,18 @@ class Context:
     sdO: cute.Tensor | None
     """(queries, Dv, do_stages)"""
     half_blocks: HalfBlocks | None
-    """In their place, of a pair."""
+    """CTA pair: in the place of `sQ` and `sdO`."""
     sK: cute.Tensor
     """(keys, D, kv_stages)"""
     sV: cute.Tensor
     """(keys, Dv, kv_stages)"""
     sdS: cute.Tensor
-    """(keys, queries), of a pair (both tiles' keys, own queries): what dQ is made of."""
+    """(keys, queries), in a CTA pair (both tiles' keys, own queries): operand of dQ."""
     sP: cute.Tensor | None
-    """(keys, queries) for wide heads, and so `sOwndS`: what dV and dK are made of."""
+    """(keys, queries) for wide heads, and so `sOwndS`: operands of dV and dK."""
     sOwndS: cute.Tensor | None
     sKt: cute.Tensor | None
-    """Of a pair: (both tiles' keys, D / 2)"""
+    """CTA pair: (both tiles' keys, D / 2)"""
     sLseLog2: cute.Tensor
     """(queries, q_stages), negated, in base 2; -infinite where a row attends to nothing."""
     sDelta: cute.Tensor
@@ -130,7 +130,7 @@ class Context:
     load_k: Ring
     load_v: Ring
     sequence_end: Ring
-    """One stage: rows that the loading warp waits for itself, as other sequences' follow them."""
+    """One stage: rows that the load warp itself waits for, as other sequences' rows follow them."""
     signals: Signals
     cta_pair: CtaPair | None
     work_tile: cute.Pointer

@@ -1,4 +1,4 @@
-"""A tile's end: dK and dV in 16 bits leave through the shared memory of their own K and V."""
+"""End of a tile: dK and dV leave in 16 bits through the SMEM of their own K and V."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from .signal import arrive
 from .stage import from_column, row_of, write
 
 AT_ONCE = 32
-"""Columns that a thread holds."""
+"""Columns that a thread holds at a time."""
 
 
 class Gradient(NamedTuple):
     """dK or dV: where it is, and where it goes."""
 
     at: int
-    """First column of tensor memory."""
+    """First TMEM column."""
     scale: Float32
     made: cute.Pointer
-    """Signals."""
+    """`made` and `taken` are signals: MMAs have completed it; the warps have read it."""
     taken: cute.Pointer
     edge: Ring
     stage: cute.Tensor
-    """Of K or V."""
+    """Stage of K or V."""
     D: int
     atom: Any
     boxes: cute.Tensor
@@ -60,7 +60,7 @@ def dv_of(ctx: Context, at: Cursor) -> Gradient:
 def store_gradient(
     ctx: Context, warp: Int32, gradient: Gradient, tile: Tile, at: Cursor, phase: Int32
 ) -> None:
-    """By four warps; each stores its 32 keys by itself. For wide heads two have them, and one stores."""
+    """Store a gradient by four warps, each its 32 keys. For wide heads two warps have them, one stores."""
     half, warp = warp // WARPS, warp % WARPS
     cute.arch.mbarrier_wait(gradient.made, phase)
     tmem.fence_after()
@@ -76,13 +76,13 @@ def store_gradient(
     else:
         _store(ctx, warp, gradient, tile)
     if cutlass.const_expr(not ctx.plan.stores_by_tma):
-        cute.arch.fence_view_async_shared()  # the next K and V come by the copy engine
+        cute.arch.fence_view_async_shared()  # the next K and V come by TMA
     ring.release(gradient.edge, at)
 
 
 @cute.jit
 def _stage(ctx: Context, warp: Int32, gradient: Gradient) -> None:
-    """Scale, round, and write the warp's rows."""
+    """Scale and round the warp's rows, and write them to SMEM."""
     columns, lane = cute.size(gradient.stage, mode=[1]), warp * WARP + cute.arch.lane_idx()
     source = tmem.own_lanes(Int32(gradient.at), warp)
     row, wide, begin = row_of(gradient.stage, lane % ctx.plan.keys), ctx.plan.wide, Int32(0)

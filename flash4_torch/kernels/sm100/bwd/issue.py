@@ -1,4 +1,4 @@
-"""The five products of a block, each issued by one thread, of a pair for both CTAs."""
+"""The five MMAs of a block, each issued by one thread; in a CTA pair, for both CTAs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .context import Context
 
 @cute.jit
 def issue_s(ctx: Context, kv: Cursor, q: Int32) -> None:
-    """S^T = K Q^T, over P^T of the block before, behind its dV."""
+    """S^T = K Q^T, over P^T of the block before, after its dV."""
     product = ctx.plan.op_s
     umma.issue(product, Int32(ctx.plan.s_at), word(product.a, ctx.sK, kv), q, False)
     commit(ctx, ctx.signals.mma_s)
@@ -66,16 +66,16 @@ def _issue_of_weights(
 
 
 def commit(ctx: Context, barrier: cute.Pointer) -> None:
-    """All products issued so far arrive there when they are done."""
+    """All MMAs issued so far arrive at the barrier when they are done."""
     umma.commit(barrier, ctx.plan.cluster_size)
 
 
 def word(matrix: Matrix, staged: cute.Tensor, at: Cursor) -> Int32:
-    """The descriptor's low word of a stage."""
+    """Low word of a stage's descriptor."""
     return umma.word(matrix, staged.iterator) + at.stage * matrix.units
 
 
 def wait(signal: cute.Pointer, phase: Int32) -> None:
-    """For other warps, to go on with what they have done to tensor memory."""
+    """Wait for other warps, to go on with what they have done to TMEM."""
     cute.arch.mbarrier_wait(signal, phase)
     tmem.fence_after()

@@ -1,29 +1,29 @@
-"""The backward kernel: shared memory, barriers, and who takes which role.
+"""The backward kernel: SMEM, barriers, and the warps' roles.
 
-                tickets (global)
+                tile_counter (global)
                    |
 K, V            -> load ==load_k====> mma --mma_s, mma_dp--------> compute --> epilogue -> dK, dV
                         ==load_v====>     <-compute_p, compute_ds-         <--mma_dv, mma_dk
 Q, lse, delta,          ==load_q====>     --mma_dq-----> reduce -> dQ, summed up in global memory
 dO                      ==load_do===>     <-reduce_dq---
 
-Double lines are rings of stages. The others are single barriers that turn once a block, or once a tile, so
-that everybody knows their phase from counting blocks; where nothing says that a place is free again, an edge
-further on implies it:
+Double lines are rings of stages. The others are single barriers that complete a phase once a block, or once a
+tile, so that everybody knows their phase from counting blocks. Where nothing signals that a place is free
+again, an edge further on implies it:
 
-    load_k, load_v   by the compute warps that have stored dK, dV through them; K's message by all readers
-    load_q           by the products of dK, which wait for dS and thereby for who reads lse and delta
-    load_do          by the products of dV and dP
-    S                by P, which its readers write: S of the next block is issued behind dV of this one
+    load_k, load_v   by the compute warps that have stored dK, dV through them; the work tile by all readers
+    load_q           by the MMAs of dK, which wait for dS and thereby for whoever reads lse and delta
+    load_do          by the MMAs of dV and dP
+    S                by P, which its readers write: S of the next block is issued after dV of this one
     P                by S of the next block
-    dP, dS, dQ       dS by the products of dK and dQ; dQ by `reduce_dq`, before what lies there next is issued
-    dS in shared     by `mma_dq`; where dQ lies over dP by the next `mma_dp`, which is issued behind it
+    dP, dS, dQ       dS by the MMAs of dK and dQ; dQ by `reduce_dq`, before what lies there next is issued
+    dS in SMEM       by `mma_dq`; where dQ lies over dP, by the next `mma_dp`, which is issued after it
     dV, dK           by `epilogue_dv`, `epilogue_dk`, before the first block of the next tile
 
-Of a pair, K, V, Q and dO arrive, and compute, reduce and epilogue do, at the barriers of CTA 0; products
-arrive in both CTAs. The message, lse and delta are each CTA's own, and so are the edges that say empty: a
-stage that the other CTA fills anew has been read by a product of both. What is written into the other CTA as
-its dS is free when dS here is: products of dQ read both.
+In a CTA pair, K, V, Q and dO arrive at the barriers of CTA 0, and so do compute, reduce and epilogue; MMAs
+arrive in both CTAs. The work tile, lse and delta are each CTA's own, and so are the edges that signal empty:
+a stage that the peer fills anew has been read by an MMA of both. What is written into the peer as its dS is
+free when dS here is: the MMAs of dQ read both.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def backward_kernel(
     if warp == 0:
         zero = Int32(0)
         if cutlass.const_expr(plan.scarce):
-            # The grid has one row, which the assembler does not know: else it would keep the addresses for
-            # all roles from here on, and spill them.
+            # The grid has one row, which ptxas does not know: else it would keep the addresses for all roles
+            # from here on, and spill them (ptxas.md, P16).
             _, zero, _ = cute.arch.block_idx()
         _initialise_ring(load_q, zero, 1)
         _initialise_ring(load_do, zero, 1)
@@ -193,7 +193,7 @@ def backward_kernel(
 
 
 def _mma_reads(plan: Plan, cta_pair: CtaPair | None) -> Int32 | int:
-    """One warp issues the products of a pair, that of CTA 0."""
+    """1 in a CTA whose MMA warp reads tiles, else 0: one warp, in CTA 0, issues the MMAs of a CTA pair."""
     return 1 if plan.cluster_size == 1 else Int32(1) - cta_pair.rank
 
 
@@ -202,7 +202,7 @@ def _initialise_ring(edge: Ring, zero: Int32, readers: Int32 | int, writers: int
 
 
 def _initialise(signals: Signals, plan: Plan, zero: Int32) -> None:
-    """Those that the products wait for count the warps of both CTAs, in CTA 0."""
+    """Initialise the signals; those that MMAs wait for count the warps of both CTAs, in CTA 0."""
     compute, reduce, storing = (plan.cluster_size * n for n in (COMPUTE_WARPS, REDUCE_WARPS, WARPS))
     arrivals = Signals(1, compute, 1, compute, 1, reduce, 1, 1, storing, storing, plan.key_loads)
     with cute.arch.elect_one():

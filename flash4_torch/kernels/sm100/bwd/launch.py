@@ -48,11 +48,11 @@ def backward(
     """Launch dk, dv, and dq_acc += dq / scale.
 
     q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), dout (B, Sq, Hq, Dv), or packed (T, H, D); last
-    stride 1, the others multiples of 8 elements, bases on 16 bytes. dk and dv like k and v, contiguous.
-    stats (2 or 4, B, Hq, Sp) or (2, Hq, Tp) float32, negated: -lse in base 2, -infinite where there is no row
-    or where one attends to nothing, and dlse - rowsum(out * dout); with a floating mask also -lse in
-    natural units, and -lse_low in base 2. dq_acc (B, Hq, blocks, floats) or (Hq,
-    blocks, floats) float32, in the order of `dq_blocks.DqLanes`. tickets int32 (1,), zero before and after.
+    stride 1, the others multiples of 8 elements, bases aligned to 16 bytes. dk and dv like k and v,
+    contiguous. stats (2 or 4, B, Hq, Sp) or (2, Hq, Tp) float32, negated: -lse in base 2, -infinite where
+    there is no row or where one attends to nothing, and dlse - rowsum(out * dout); with a float mask also
+    -lse in natural units, and -lse_low in base 2. dq_acc (B, Hq, blocks, floats) or (Hq, blocks, floats)
+    float32, in the order of `dq_blocks.DqLanes`. tile_counter int32 (1,), zero before and after.
     dq_semaphore int32 (B, Hq, blocks) or (Hq, blocks), zero before. mask: attn_mask.transpose(2, 3), its last
     dimension full, and the tables of that. dmask float32, the mask's gradient as it broadcasts, transposed,
     is added to. No size is 0.
@@ -131,6 +131,6 @@ def _layout(plan: Plan, matrix: Matrix) -> cute.ComposedLayout:
 
 
 def compile_backward(features: Features, config: Sm100Backward) -> Any:
-    """`backward` compiled for any sizes and strides; call it with its arguments but `plan` and `stream`."""
+    """`backward` compiled for any sizes and strides. Call it with its arguments but `plan` and `stream`."""
     plan = Plan(features, config)
     return compile_for_any(backward, plan, plan.sums.floats)

@@ -1,4 +1,4 @@
-"""The loading warp: draws tiles and keeps K, V, Q and dO coming."""
+"""The load warp: claims tiles and keeps K, V, Q and dO coming."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Cursors(NamedTuple):
 @role(produces=("load_q", "load_do", "load_k", "load_v", "sequence_end"), consumes=("sequence_end",))
 @cute.jit
 def load(ctx: Context) -> None:
-    """Every tile's K, V and number, then its blocks of rows from the first to the last, head after head."""
+    """All tiles: each one's K, V and work tile, then its blocks of rows, first to last, head after head."""
     shape = tiles.shape(ctx)
     at = Cursors(ring.start(), ring.start(), ring.start(), ring.start(), ring.start())
     work_idx = tile_scheduler.initial_work(ctx)
@@ -73,7 +73,7 @@ def _load_keys(
     tile: Tile,
     tells: cutlass.Constexpr,
 ) -> Cursor:
-    """K or V of the tile; rows beyond the end are zeros. `tells`: which tile it is comes with it."""
+    """K or V of the tile; rows beyond the end are zeros. `tells`: the work tile comes with it, too."""
     ring.wait_empty(edge, at)
     left = tile.Sk - tile.index * ctx.plan.keys
     full = barrier_of(ctx, edge, at, left, ctx.plan.keys)

@@ -1,12 +1,13 @@
-"""The loading warp of each CTA of a pair: its own K and V, half of the columns of both K, shares of blocks.
+"""The load warp of each CTA of a pair: its own K and V, half of the columns of both K, half blocks of rows.
 
-Every product of a pair takes half of the rows of its second factor from each CTA. So Q is loaded twice, half
-of a block's rows for S and half of its columns for dK, and dO likewise for dP and dV: shares of the same
-bytes, in one ring, in the order of the products. All but lse and delta arrive at the barriers of CTA 0, whose
-thread issues the products.
+Every MMA of a pair takes half of the rows of its second operand from each CTA. So Q is loaded twice, half of
+a block's rows for S and half of its columns for dK, and dO likewise for dP and dV: half blocks of equal
+size, in one ring, in the order of the MMAs. All but lse and delta arrive at the barriers of CTA 0, whose
+thread issues the MMAs.
 
-CTA 0 expects the bytes of both. Of packed sequences each expects its own, as the end of a sequence is another
-matter: its copy arrives at a barrier here, what follows the end is zeroed, then this warp arrives in CTA 0.
+CTA 0 expects the bytes of both. With packed sequences each CTA expects its own, as the end of a sequence
+takes another path: its copy arrives at a barrier here, what follows the end is zeroed, then this warp arrives
+in CTA 0.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ class Cursors(NamedTuple):
 
 
 class Source(NamedTuple):
-    """What a copy takes, and how."""
+    """Source of a copy: its atoms, and the tensor that it reads."""
 
     atom: Any
     to_here: Any
-    """The same for the end of a packed sequence, which arrives in this CTA."""
+    """The same atom for the end of a packed sequence, which arrives in this CTA."""
     matrix: cute.Tensor
 
 
 class Block(NamedTuple):
-    """Of a query head."""
+    """A block of rows of a query head."""
 
     head: Int32
     n: Int32
@@ -70,7 +71,7 @@ def load_2cta(ctx: Context) -> None:
 
 @cute.jit
 def _load_tile(ctx: Context, at: Cursors, tile: Tile) -> Cursors:
-    """Q by columns comes one block later: dK follows S of the next block."""
+    """Load a tile. Q by columns comes one block later, as dK follows S of the next block."""
     at = _load_keys(ctx, at, tile)
     span, heads = tiles.span_of(ctx, tile), tiles.group(ctx)
     before, started = Block(Int32(0), Int32(0)), Boolean(False)
@@ -92,7 +93,7 @@ def _load_tile(ctx: Context, at: Cursors, tile: Tile) -> Cursors:
 
 @cute.jit
 def _load_keys(ctx: Context, at: Cursors, tile: Tile) -> Cursors:
-    """K, half of the columns of both K, and which tile it is; then V."""
+    """The work tile, K, and half of the columns of both K; then V."""
     maps, kv, head, end = ctx.maps, at.kv, tile.kv_head, at.end
     ring.wait_empty(ctx.load_k, kv)
     with cute.arch.elect_one():
@@ -142,7 +143,7 @@ def _load_q_columns(ctx: Context, at: Cursors, tile: Tile, block: Block) -> Curs
 
 @cute.jit
 def _load_do(ctx: Context, at: Cursors, tile: Tile, block: Block) -> Cursors:
-    """For dV, then for dP."""
+    """dO for dV, by columns, then for dP, by rows."""
     maps, half_blocks = ctx.maps, ctx.half_blocks
     source = Source(maps.load_do_columns, maps.end_do_columns, maps.mdO)
     at = _load_half_block(ctx, at, tile, block, source, half_blocks.do_columns, (block.n, ctx.cta_pair.rank))
@@ -170,7 +171,7 @@ def _load_half_block(
 
 @cute.jit
 def _expect(ctx: Context, full: cute.Pointer, size: cutlass.Constexpr) -> None:
-    """What both CTAs load arrives in the first one."""
+    """Expect a copy's bytes, unless sequences are packed: what both CTAs load arrives in CTA 0."""
     if cutlass.const_expr(not ctx.plan.features.varlen):
         if ctx.cta_pair.rank == 0:
             with cute.arch.elect_one():
@@ -190,7 +191,7 @@ def _copy(
     full: cute.Pointer,
     end_at: Cursor,
 ) -> Cursor:
-    """The box at `place` of the sequence's rows, which are `count` from the `first` on."""
+    """Copy the box at `place` of the sequence's rows, which are `count` rows from `first` on."""
     box = tuple(cute.size(stage, mode=[i]) for i in range(2))
     rows = source.matrix[None, None, head, batch_of(ctx, tile.batch)]
     if cutlass.const_expr(not ctx.plan.features.varlen):
@@ -211,7 +212,7 @@ def _copy(
 def _copy_end(
     ctx: Context, atom, box: cute.Tensor, stage: cute.Tensor, left: Int32, full: cute.Pointer, at: Cursor
 ) -> Cursor:
-    """Zero what follows the end: weights there are 0, but 0 times infinity or NaN is not."""
+    """Copy an end and zero what follows it: weights there are 0, but 0 times infinity or NaN is not."""
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(ctx.sequence_end.full, cute.size(stage) * 2)
     copy(atom, box, stage, ctx.sequence_end.full)

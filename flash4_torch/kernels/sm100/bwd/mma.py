@@ -1,11 +1,11 @@
-"""The thread that issues the products, five for every block of rows.
+"""The MMA thread, which issues five MMAs for every block of rows.
 
     a tile begins with   S(0) dP(0) dV(0) S(1)
     block i              dK(i) dQ(i) dV(i+1) dP(i+1) S(i+2)
 
-While dQ(i) is taken out of tensor memory, dV(i+1) has work for the tensor core; while dP becomes dS, S has;
-while S becomes P, dK and dQ. Where dQ has columns of its own, dP(i+1) comes before it. All products are done
-in the order in which they are issued, which is what keeps P until dV has read it, and dS until dK has.
+While dQ(i) is taken out of TMEM, dV(i+1) keeps the tensor core busy; while dP becomes dS, S does; while S
+becomes P, dK and dQ do. Where dQ has columns of its own, dP(i+1) comes before it. All MMAs complete in the
+order in which they are issued, which is what keeps P until dV has read it, and dS until dK has.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from .issue import commit, issue_dk, issue_dp, issue_dq, issue_dv, issue_s, wait
 class Cursors(NamedTuple):
     kv: Cursor
     q: Cursor
-    """Of the block whose dK comes next."""
+    """Cursor of the block whose dK comes next."""
     next_q: Cursor
-    """Of the one whose S comes next."""
+    """Cursor of the block whose S comes next."""
     do: Cursor
-    """Of the one whose dP and dV come next."""
+    """Cursor of the block whose dP and dV come next."""
     phase: Int32
     """Phase of the signals of the block whose dK comes next."""
     tile_phase: Int32
@@ -142,6 +142,6 @@ def _next_dv(ctx: Context, at: Cursors, add: Boolean) -> None:
 
 
 def _release_do(ctx: Context, at: Cursors) -> Cursors:
-    """When both of its products are done."""
+    """Release dO when both of its MMAs are done."""
     commit(ctx, ctx.load_do.empty + at.do.stage)
     return at._replace(do=ring.after(at.do, ctx.plan.config.do_stages))

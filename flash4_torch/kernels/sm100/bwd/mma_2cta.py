@@ -1,8 +1,8 @@
-"""The thread that issues the products of a pair, in CTA 0: in the order of `mma`, of shares in that order.
+"""The MMA thread of a CTA pair, in CTA 0: MMAs in the order of `mma`, half blocks in the order shown.
 
 a tile begins with   S(0) dP(0) dV(0) S(1)
 block i              dK(i) dQ(i) dV(i+1) dP(i+1) S(i+2)
-shares               q(0) dov(0) dop(0) q(1) | qk(0) dov(1) dop(1) q(2) | qk(1) ...
+half blocks          q(0) dov(0) dop(0) q(1) | qk(0) dov(1) dop(1) q(2) | qk(1) ...
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from .issue import commit, issue_dk, issue_dp, issue_dq, issue_dv, issue_s, wait
 class Cursors(NamedTuple):
     kv: Cursor
     numbers: Cursor
-    """Of the block whose dK comes next."""
+    """Cursor of the block whose dK comes next."""
     half_block: Cursor
-    """Of the next product."""
+    """Cursor of the next MMA's half block."""
     phase: Int32
     """Phase of the signals of the block whose dK comes next."""
     tile_phase: Int32
@@ -77,7 +77,7 @@ def _tile(ctx: Context, tile: Tile, at: Cursors) -> Cursors:
     ring.wait_full(ctx.load_v, at.kv)
     if cutlass.const_expr(not ctx.plan.dq_apart):
         wait(signals.reduce_dq, at.phase ^ 1)
-    # The first dP need not wait for weights as dV does, whose share comes before.
+    # The first dP need not wait for P as dV does, whose half block comes before.
     second = at._replace(half_block=ring.after(at.half_block, stages))
     ring.wait_full(ctx.half_blocks.ring, second.half_block)
     issue_dp(ctx, at.kv, _word(ctx, ctx.plan.rows_of_do, second))
@@ -144,7 +144,7 @@ def _release(ctx: Context, at: Cursors) -> Cursors:
 
 
 def _word(ctx: Context, matrix: Matrix, at: Cursors) -> Int32:
-    """The descriptor's low word of a share."""
+    """Low word of a half block's descriptor."""
     stages = ctx.half_blocks.stages
     size = cute.size(stages, mode=[0]) * umma.BYTES // umma.UNIT
     return umma.word(matrix, stages.iterator) + at.half_block.stage * size

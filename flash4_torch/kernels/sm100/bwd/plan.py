@@ -1,26 +1,26 @@
-"""Who does what, with how many registers, in how much shared and tensor memory.
+"""Roles of the warps, their registers, shared memory (SMEM) and tensor memory (TMEM).
 
-A CTA stays for the whole launch and draws tiles from a counter: blocks of 128 keys of one key head, each of
-which it holds against every row of queries, of all query heads of the group, that sees one of them.
+A CTA stays for the whole launch and claims tiles from a counter: a tile is 128 keys of one KV head. It visits
+every row of queries, of all query heads of the group, that sees one of its keys.
 
-    warps 0 to 3     reduce: take dQ out of tensor memory and have it added to global memory, 32 rows each
-    warps 4 to 11    compute: scores to weights, then to dS, a thread a key and half of a block's queries;
+    warps 0 to 3     reduce: take dQ out of TMEM and have it added to global memory, 32 rows each
+    warps 4 to 11    compute: scores to P, then to dS; a thread has a key and half of a block's queries;
                      at a tile's end the first four store dV, the others dK
     warp 12          mma: issues S^T = K Q^T, dP^T = V dO^T, dV += P^T dO, dK += dS^T Q and dQ = dS K
-    warp 13          load: draws tiles, loads K and V, then Q and dO block after block
+    warp 13          load: claims tiles, loads K and V, then Q and dO block after block
 
     load_k, load_v    K and V of a tile, and which tile it is; `kv_stages` each. dK and dV leave through them
     load_q, load_do   blocks of rows; lse and delta come with Q
 
-Two CTAs of a cluster draw neighbouring tiles, a pair, and both visit every block that either tile sees.
-Products take 256 rows then, or for wide heads 128, half from each CTA, and are issued in CTA 0. Each CTA has
-dQ of half of the rows, made of both tiles' dS: its compute warps write the other half of their dS into the
-other CTA. Where heads are wide, a CTA has 64 keys; both halves of its lanes have all of them, with half of
-the columns each, so that P^T and dS^T go through shared memory.
+The two CTAs of a pair claim neighbouring tiles, and both visit every block that either tile sees. MMAs then
+have 256 rows, or for wide heads 128, half from each CTA, and are issued in CTA 0. Each CTA has dQ of half of
+the rows, computed from both tiles' dS: its compute warps write the other half of their dS into the peer.
+Where heads are wide, a CTA has 64 keys; both halves of its lanes have all of them, with half of the columns
+each, so that P^T and dS^T go through SMEM.
 
-Tensor memory, 512 columns: S^T, dP^T, dV and dK, a lane a key. P^T in 16 bits lies over S^T, dS^T over dP^T:
-each half of the compute warps overwrites its own 64 columns, and only when it has read them. dQ, a lane a
-query, has columns of its own where D leaves them, else it lies over dP^T.
+TMEM, 512 columns: S^T, dP^T, dV and dK, one key per lane. P^T in 16 bits lies over S^T, dS^T over dP^T: each
+half of the compute warps overwrites its own 64 columns, and only when it has read them. dQ, one query per
+lane, has columns of its own where D leaves them, else it lies over dP^T.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ...common.warps import GROUP, WARP, WARPS, registers_suffice
 from ..umma import DEPTH, Matrix, MmaOp
 
 LANES = 128
-"""Of tensor memory: the keys of a tile, and the queries of a block."""
+"""TMEM lanes: the keys of a tile, and the queries of a block."""
 COLUMNS = 512
 HALF = 64
 """Queries of a block that a compute thread has."""
@@ -46,18 +46,18 @@ THREADS = 16 * WARP
 COMPUTE_WARPS = 2 * WARPS
 REDUCE_WARPS = WARPS
 PIECE = 32
-"""Columns of dQ, at most, of a load of tensor memory and of a copy to global memory."""
+"""Columns of dQ, at most, of a load from TMEM and of a copy to global memory."""
 
 
 class NamedBarrier(IntEnum):
-    """The first of the hardware barriers of each use."""
+    """First hardware barrier of each use."""
 
     STAGED = 1
-    """One for dV and one for dK: four warps have staged it."""
+    """One barrier for dV and one for dK: four warps have staged it."""
 
 
 class Registers(NamedTuple):
-    """Of a thread, by role."""
+    """Registers of a thread, by role."""
 
     compute: int
     reduce: int
@@ -91,7 +91,7 @@ class Plan(BackwardPlan):
 
     @property
     def D(self) -> int:
-        """Head size of Q and K in shared memory."""
+        """Head size of Q and K in SMEM."""
         return self.sums.columns
 
     @property
@@ -109,12 +109,15 @@ class Plan(BackwardPlan):
 
     @property
     def scarce(self) -> bool:
-        """Whether what all roles would keep is made anew: beside a mask it spills, elsewhere the new does."""
+        """Whether values that all roles would keep are computed anew (ptxas.md, P15 and P16).
+
+        Next to a mask, keeping them spills; elsewhere, computing them anew does.
+        """
         return self.wide and self.features.dropout and bool(self.features.mask)
 
     @property
     def dq_together(self) -> int:
-        """Columns of dQ that a thread holds: the sooner all are taken out, the sooner dP may follow."""
+        """Columns of dQ that a thread holds: the sooner all are read from TMEM, the sooner dP may follow."""
         return PIECE if self.registers == _WITH_FEATURES else 2 * PIECE
 
     @property
@@ -123,15 +126,15 @@ class Plan(BackwardPlan):
 
     @property
     def wide(self) -> bool:
-        """Whether a CTA has 64 keys: each half of the lanes has all of them, and half of the columns."""
+        """Whether a CTA has 64 keys: each half of its lanes has all of them, and half of the columns."""
         return self.keys == LANES // 2
 
     @property
     def own_queries(self) -> int:
-        """Of a block, those of a compute thread."""
+        """Queries of a block that a compute thread has."""
         return self.queries // 4 if self.wide else self.queries // 2
 
-    # Columns of tensor memory.
+    # Columns of TMEM.
 
     @property
     def s_at(self) -> int:
@@ -151,12 +154,12 @@ class Plan(BackwardPlan):
 
     @property
     def dq_columns(self) -> int:
-        """Of tensor memory; of a pair each CTA has half of the rows, and each half of its lanes half of D."""
+        """TMEM columns of dQ. In a CTA pair, each CTA has half of the rows, each half of its lanes half of D."""
         return self.D // self.cluster_size
 
     @property
     def dq_apart(self) -> bool:
-        """Whether dQ has columns of its own: then the next dP^T need not wait until it is taken out."""
+        """Whether dQ has columns of its own: the next dP^T then need not wait until dQ is taken out."""
         return self._after_dk + self.dq_columns <= COLUMNS
 
     @property
@@ -168,16 +171,16 @@ class Plan(BackwardPlan):
         return self.dk_at + self._columns(self.D)
 
     def _columns(self, N: int) -> int:
-        """Of sums of N columns whose rows are keys."""
+        """TMEM columns of an accumulator of N columns whose rows are keys."""
         return N // 2 if self.wide else N
 
     @staticmethod
     def weights_at(step: int) -> int:
-        """Where the part of P^T, or dS^T, that the `step`-th instruction takes starts in its columns."""
+        """Column, among those of P^T or dS^T, at which the `step`-th instruction's part starts."""
         half, step = divmod(step, HALF // DEPTH)
         return half * HALF + step * DEPTH // 2
 
-    # Products. Of a pair each CTA has half of the rows of both factors.
+    # MMAs. In a CTA pair each CTA has half of the rows of both operands.
 
     @property
     def op_s(self) -> MmaOp:
@@ -222,20 +225,21 @@ class Plan(BackwardPlan):
 
     @property
     def _weights(self) -> Matrix | None:
-        """P^T and dS^T of the own keys: in tensor memory, unless both halves of its lanes need them."""
+        """P^T and dS^T of the CTA's own keys: in TMEM (None), unless both halves of its lanes need them."""
         return Matrix(self.keys, self.queries) if self.wide else None
 
     def _product(self, own_rows: int, N: int, a: Matrix | None, b: Matrix) -> MmaOp:
         return MmaOp(self.features.dtype, own_rows * self.cluster_size, N, a, b, self.cluster_size)
 
-    # Which blocks a tile visits, and what is hidden in them.
+    # Which blocks a tile visits, and what is masked in them.
 
     @property
     def last_tile_first(self) -> bool:
-        """Whether a head's last tile is drawn first, and adds its dQ first.
+        """Whether a head's last tile is claimed first, and adds its dQ first.
 
-        Each tile of a band with a right side begins at another block: the last one to get there is the one
-        that has most blocks behind it. In any other order tiles would wait for it from their first block on.
+        Each tile of a band with a right bound begins at another block: the tile that reaches a block last is
+        the one that has visited most blocks before. In any other order tiles would wait for it from their
+        first block on.
         """
         return self.features.deterministic and self.features.right
 
@@ -245,25 +249,29 @@ class Plan(BackwardPlan):
 
     @property
     def queries_together(self) -> int:
-        """Queries whose scores a thread holds: with softcap and a mask half of its own."""
+        """Queries whose scores a thread holds: half of its own with softcap and a mask, unless `wide`."""
         halves = self.features.softcap and self.features.mask and not self.wide
         return self.own_queries // 2 if halves else self.own_queries
 
     @property
     def keeps_dtanh(self) -> bool:
-        """Whether softcap's derivatives are made before a mask is added, which leaves no scores to tell."""
+        """Whether softcap's derivatives are computed before a mask is added: it leaves no capped scores."""
         return self.features.softcap and self.features.float_mask
 
     @property
     def loaders(self) -> int:
-        """Warps that arrive at what they fill in CTA 0: that of CTA 0 for both, but of packed sequences each,
-        when what follows the end is zeroed.
+        """Load warps that arrive at the stages that they fill in CTA 0: CTA 0's for both CTAs.
+
+        With packed sequences both arrive, each when what follows the end is zeroed.
         """
         return self.cluster_size if self.features.varlen else 1
 
     @property
     def key_loads(self) -> int:
-        """Arrivals with K of a pair: of packed sequences one for K, one for half of the columns of both."""
+        """Arrivals with K in a CTA pair.
+
+        With packed sequences each load warp arrives twice: with its K, and with half of both K's columns.
+        """
         return 2 * self.loaders if self.features.varlen else 1
 
     def check(self) -> None:

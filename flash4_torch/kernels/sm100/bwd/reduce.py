@@ -1,7 +1,7 @@
-"""The reduce warps: dQ out of tensor memory, through shared memory, added up in global memory.
+"""The reduce warps: take dQ out of TMEM, and through SMEM add it up in global memory.
 
-Each warp has 32 rows, of a pair half of their columns, and nothing to do with the others: its copies are its
-own, 32 columns each.
+Each warp has 32 rows, in a CTA pair half of their columns, and is independent of the others: its copies are
+its own, 32 columns each.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def _tile(ctx: Context, warp: Int32, tile: Tile, at: Cursors) -> Cursors:
 
 @cute.jit
 def _add(ctx: Context, warp: Int32, tile: Tile, head: Int32, n: Int32, at: Cursors) -> None:
-    """The warp's rows of block n."""
+    """Add the warp's rows of block n."""
     plan, columns = ctx.plan, ctx.plan.dq_columns
     row, count = tiles.row_of_workspace(ctx, tile, head), ctx.dq_acc.shape[-2]
     block = Int64(row) * count + (tiles.first_block(ctx, tile) + n)
-    # Of a pair: the CTA's half of the rows, in each half of the lanes half of the columns.
+    # In a CTA pair: the CTA's half of the rows, in each half of the lanes half of the columns.
     bands, part = REDUCE_WARPS // plan.cluster_size, Int32(0)
     band = warp
     if cutlass.const_expr(plan.cluster_size > 1):
@@ -97,7 +97,7 @@ def _add(ctx: Context, warp: Int32, tile: Tile, head: Int32, n: Int32, at: Curso
 
 
 def _widths(columns: int) -> list[int]:
-    """Powers of two up to a piece, which make up the columns, a multiple of 16."""
+    """Powers of two, at most a piece, whose sum is `columns`, a multiple of 16."""
     whole, rest = divmod(columns, PIECE)
     return [PIECE] * whole + [rest] * (rest > 0)
 
@@ -106,7 +106,7 @@ def _widths(columns: int) -> list[int]:
 def _copy_piece(
     ctx: Context, warp: Int32, piece: cute.Tensor, target: Int64, number: cutlass.Constexpr
 ) -> None:
-    """Have it added to global memory. Slots are taken in turn, from the first one in every block."""
+    """Have a piece added to global memory. Slots are used round-robin, from the first one in every block."""
     slots, columns = ctx.plan.config.dq_slots, cute.size(piece)
     stage, lane = ctx.sdQ[None, number % slots, warp].iterator, cute.arch.lane_idx()
     if lane == 0:
@@ -129,12 +129,12 @@ def _copy_piece(
 
 
 def _pieces(ctx: Context) -> int:
-    """Of a block."""
+    """Pieces of a block."""
     return -(-ctx.plan.dq_columns // PIECE)
 
 
 def _copied_since(number: int, pieces: int, slots: int) -> int:
-    """How many pieces have followed the last one in the slot of the `number`-th of a block."""
+    """How many pieces have followed the last one in the slot of a block's `number`-th piece."""
     if number >= slots:
         return slots - 1
     last = max(range(number, pieces, slots))

@@ -1,4 +1,4 @@
-"""Arriving at the barriers that the products wait for."""
+"""Arrivals at the barriers that MMAs wait for."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from .context import Context
 
 
 def arrive(ctx: Context, barrier: cute.Pointer) -> None:
-    """One arrival of this warp, after what all of its lanes did to tensor memory; of a pair in CTA 0."""
+    """One arrival of this warp, after what all of its lanes did to TMEM; in a CTA pair, at CTA 0's barrier."""
     tmem.fence_before()
     signal.arrive(barrier, ctx.plan.cluster_size)

@@ -1,4 +1,4 @@
-"""A thread's row of a matrix in shared memory, in the layouts of `smem_layouts`."""
+"""A thread's row of a matrix in SMEM, in the layouts of `smem_layouts`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from cutlass import Int32, Uint32
 from ...common.smem_layouts import chunk_of
 
 VECTOR = 16
-"""Bytes of a store; a swizzle moves whole ones."""
+"""Bytes of a store, a vector; a swizzle moves whole vectors."""
 BYTES = 2
-"""Of a number."""
+"""Bytes of an element."""
 
 
 class Row(NamedTuple):
@@ -21,19 +21,22 @@ class Row(NamedTuple):
     """Address of its first vector, swizzled."""
     rows: int
     chunk: int
-    """Columns that lie together; chunks follow one another, all rows each."""
+    """Columns that lie together; chunks follow one another, each with all rows."""
     remote: bool = False
-    """Whether the address is one of the cluster's."""
+    """Whether the address is one of the cluster's (shared::cluster)."""
 
 
 @cute.jit
 def write(row: Row, column: cutlass.Constexpr, numbers: cute.Tensor) -> None:
-    """16-bit registers, a multiple of 8, from a column on that is one."""
+    """Write 16-bit registers, a multiple of 8 of them, from a column on that is a multiple of 8, too.
+
+    Only stores to the peer CTA are inline assembly: elsewhere it would spill (ptxas.md, P24).
+    """
     each = VECTOR // BYTES
     words = cute.recast_tensor(numbers, Uint32)
     for i in cutlass.range_constexpr(0, cute.size(numbers), each):
         chunk, inside = divmod(column + i, row.chunk)
-        # The start's lowest bits are 0 but for the swizzle's.
+        # The start's lowest bits are 0 except for the swizzle's.
         place = (row.start ^ inside * BYTES) + chunk * row.rows * row.chunk * BYTES
         if cutlass.const_expr(row.remote):
             cute.arch.inline_ptx(
@@ -47,24 +50,28 @@ def write(row: Row, column: cutlass.Constexpr, numbers: cute.Tensor) -> None:
 
 
 def row_of(stage: cute.Tensor, row: Int32) -> Row:
-    """stage: (rows, columns), its start a multiple of 1024 bytes."""
+    """The row of a stage (rows, columns), whose start is a multiple of 1024 bytes."""
     rows, columns = (cute.size(stage, mode=[i]) for i in range(2))
     chunk = chunk_of(columns)
     offset = row * (chunk * BYTES)
-    # Eight rows of 128 bytes, or as many as are as long, have their vectors in different orders.
+    # Successive 128 bytes, one row or several shorter ones, have their vectors in different orders: eight
+    # orders for rows of 128 bytes.
     swizzle = offset >> 3 & chunk * BYTES - VECTOR
     return Row(Int32(stage.iterator.toint()) + (offset | swizzle), rows, chunk)
 
 
 def from_column(row: Row, column: Int32) -> Row:
-    """The row from a column on, a multiple of 32 of which chunks, of 64, hold none or all of what follows."""
+    """The row from a column on, a multiple of 32.
+
+    What is written there either begins a chunk, which has at most 64 columns, or ends within the same one.
+    """
     chunk, inside = column // row.chunk, column % row.chunk
     start = (row.start ^ inside * BYTES) + chunk * (row.rows * row.chunk * BYTES)
     return row._replace(start=start)
 
 
 def in_cta(row: Row, rank: Int32) -> Row:
-    """The row of a CTA of the cluster."""
+    """The same row in another CTA of the cluster."""
     start = cute.arch.inline_ptx(
         "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};",
         write_only_types=[Int32],

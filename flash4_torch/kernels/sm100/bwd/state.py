@@ -1,4 +1,4 @@
-"""A compute thread, its cursors, and a tile and its weights as it sees them."""
+"""A compute thread, its cursors, and a tile and its P as the thread sees them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ...common.ring import Cursor
 
 
 class Thread(NamedTuple):
-    """Where a thread is."""
+    """Place of a thread."""
 
     warp: Int32
-    """Of the compute warps."""
+    """Index among the compute warps."""
     key: Int32
-    """In the tile."""
+    """Index of its key in the tile."""
     first: Int32
-    """Of its queries in a block."""
+    """First of its queries in a block."""
     column: Int32
-    """Of S, from which on it has those."""
+    """Column of S at which these begin."""
     philox: dropout.Dropout | None
-    """What dropout keeps."""
+    """Philox state, which generates keep bits."""
 
 
 class Cursors(NamedTuple):
@@ -43,19 +43,19 @@ class TileState(NamedTuple):
     band: Band
     span: Span
     whole: Span
-    """Blocks that neither the band nor the end of Sk cuts."""
+    """Full blocks: neither the band nor the end of Sk makes them partial."""
     position: Int32
-    """Of the thread's key."""
+    """Position of the thread's key."""
     head: Int32
     blocks: Blocks
 
 
 class Probs(NamedTuple):
-    """Of the scores of a thread's queries: what dS needs."""
+    """P of a thread's queries, as dS needs it."""
 
     P: cute.Tensor
-    """float32, and times softcap's derivatives; with `dtanh` 16 bits, and without them."""
+    """float32, times softcap's derivatives; where `dtanh` is not None, 16 bits and without them."""
     dtanh: cute.Tensor | None
     """Softcap's derivatives, 16 bits, where a mask is added."""
     keep_bits: tuple | None
-    """Two words of which weights dropout keeps."""
+    """Dropout's keep bits, two words."""

@@ -1,4 +1,4 @@
-"""What the roles share: shared memory, rings, and what the launch was given."""
+"""Context of the roles: SMEM, rings, and the launch's arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .plan import Plan
 
 
 class Layouts(NamedTuple):
-    """Of shared memory; K and V of one stage."""
+    """SMEM layouts; those of K and V have one stage."""
 
     q: Any
     k: Any
@@ -35,13 +35,13 @@ class Context:
     sQ: cute.Tensor
     """(128, D, q_tiles)"""
     sKV: cute.Pointer
-    """`kv_stages` times K or V, as `layouts` say."""
+    """`kv_stages` times K or V, laid out as `layouts` says."""
     sO: cute.Tensor
-    """(128 * Dv, q_tiles), elements: the correction warps' rows of O, 32 after 32, as `layouts.o` says."""
+    """(128 * Dv, q_tiles), elements: rows of O, 32 for each correction warp, laid out as `layouts.o` says."""
     sScale: cute.Tensor
-    """(128, q_tiles) float32: what O is multiplied by."""
+    """(128, q_tiles) float32: factors that rescale O."""
     sInverse: cute.Tensor
-    """(128, q_tiles) float32: what it is normalised by."""
+    """(128, q_tiles) float32: factors that normalise O."""
     work_tile: cute.Pointer
     """`WORK_TILE_WORDS` words for each stage of `tile`."""
     tmem_holder: cute.Pointer
@@ -49,7 +49,7 @@ class Context:
     load_q: Ring
     load_kv: Ring
     sequence_end: Ring
-    """One stage: values that the loading warp waits for itself, as other sequences' follow them."""
+    """One stage: values that the load warp itself waits for, as other sequences' values follow them."""
     s_p: Ring
     late: Ring
     o: Ring

@@ -1,4 +1,4 @@
-"""The correction warps: rescale O where softmax says so, and at a tile's end hand it on; 32 rows a warp."""
+"""The correction warps: rescale O where softmax asks for it, store it at a tile's end; 32 rows per warp."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def correction(ctx: Context) -> None:
     tile = tiles.read(ctx, ctx.tile, at)
     while tile.index >= 0:
         _rescale_blocks(ctx, own, spans.spans_of(ctx, tile))
-        tile = tiles.read(ctx, ctx.tile, at)  # again: registers are scarce in between
+        tile = tiles.read(ctx, ctx.tile, at)  # again: few registers in between (ptxas.md, P17)
         for t in cutlass.range(ctx.plan.q_tiles, unroll=1):
             epilogue(ctx, own, tile, t, end_at)
         ring.release(ctx.tile, at)
@@ -43,7 +43,7 @@ def correction(ctx: Context) -> None:
 
 @cute.jit
 def _rescale_blocks(ctx: Context, own: CorrectionThread, visited: Spans) -> None:
-    """In the order in which the products are issued; what a tile begins with needs no rescaling."""
+    """Rescale in the order in which MMAs are issued; the first block of a tile needs no rescaling."""
     whole = visited.whole
     for i in cutlass.range(1, whole.last - whole.first, unroll=1):
         position = whole.last - 1 - i
@@ -58,7 +58,7 @@ def _rescale_blocks(ctx: Context, own: CorrectionThread, visited: Spans) -> None
 
 @cute.jit
 def _rescale(ctx: Context, own: CorrectionThread, t: cutlass.Constexpr) -> None:
-    """Few blocks need it: only where a maximum of the warp's rows has grown by more than 2^8."""
+    """Rescale O of a tile. Few blocks need it: only where row_max of a row has grown by more than 2^8."""
     cute.arch.barrier(barrier_id=NamedBarrier.RESCALE + t * WARPS + own.warp, number_of_threads=2 * WARP)
     factor = ctx.sScale[own.row, t]
     if cute.arch.vote_any_sync(factor < 1.0):

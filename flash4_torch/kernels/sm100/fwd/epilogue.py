@@ -1,4 +1,4 @@
-"""A tile's end: every correction warp normalises its 32 rows of O and stores them, through shared memory."""
+"""End of a tile: each correction warp normalises its 32 rows of O and stores them through SMEM."""
 
 from __future__ import annotations
 
@@ -53,23 +53,23 @@ def epilogue(ctx: Context, own: CorrectionThread, tile: Tile, t: Int32, end_at: 
         store_rows(ctx, piece, tile, first, own.warp, cute.arch.lane_idx())
         cute.arch.sync_warp()
         if cutlass.const_expr(plan.config.o_over_q):
-            cute.arch.fence_view_async_shared()  # the next Q comes by the copy engine
+            cute.arch.fence_view_async_shared()  # the next Q comes by TMA
     if cutlass.const_expr(plan.config.o_over_q):
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         ring.release(ctx.load_q, at)
 
 
 def _piece(ctx: Context, own: CorrectionThread, t: Int32) -> cute.Tensor:
-    """(32, Dv) in shared memory: the warp's rows."""
+    """The warp's rows in SMEM, (32, Dv)."""
     layout = ctx.layouts.o
     start = cute.recast_ptr(ctx.sO[None, t].iterator, layout.inner)
     return cute.make_tensor(start, layout.outer)[None, None, own.warp]
 
 
 def _row(ctx: Context, own: CorrectionThread, t: Int32) -> Int32:
-    """Where the thread's row starts in shared memory, what the swizzle adds to it included.
+    """SMEM address at which the thread's row starts, including what the swizzle adds to it.
 
-    The swizzle flips bits from the fourth on by those from the seventh on; rows start where the former are 0.
+    The swizzle flips the bits from bit 4 on by those from bit 7 on; rows start where the former are 0.
     """
     pitch = umma.BYTES * chunk_of(ctx.plan.Dv)
     lane = cute.arch.lane_idx()
@@ -90,7 +90,7 @@ def _stage(
     row: Int32,
     column: cutlass.Constexpr,
 ) -> None:
-    """Some columns of a row, normalised and rounded, 16 bytes at a time."""
+    """Normalise some columns of a row, round them, and write them to SMEM, 16 bytes at a time."""
     plan = ctx.plan
     for i in cutlass.range_constexpr(0, RESCALED, 2):
         pair = (values[i], values[i + 1])
@@ -98,7 +98,7 @@ def _stage(
     if cutlass.const_expr(plan.rows_may_be_masked):
         if hidden:
             for i in cutlass.range_constexpr(RESCALED):
-                # Hidden values may be anything, NaN too.
+                # Masked values may be anything, also NaN.
                 values[i] = values[i] if inverse != 0.0 else Float32(0.0)
     rounded = cute.make_rmem_tensor(RESCALED, plan.dtype)
     rounding.round_to(values, rounded)

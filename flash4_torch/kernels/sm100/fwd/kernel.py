@@ -1,6 +1,6 @@
-"""The forward kernel: shared memory, barriers, and who takes which role; `plan` says what each edge means.
+"""The forward kernel: SMEM, barriers, and the warps' roles; `plan` explains each edge.
 
-         tickets (global)
+         tile_counter (global)
             |
            load ==tile=====> everybody
 Q, K, V -> load ==load_q===> mma ==s_p==> softmax ==scale==> correction ==s_p==> mma
@@ -127,8 +127,8 @@ def forward_kernel(
 @cute.jit
 def _initialise(ctx: Context) -> None:
     plan = ctx.plan
-    # The grid has one row, which the assembler does not know: else it would keep the addresses for all roles
-    # from here on, and spill them.
+    # The grid has one row, which ptxas does not know: else it would keep the addresses for all roles from
+    # here on, and spill them (ptxas.md, P16).
     _, zero, _ = cute.arch.block_idx()
 
     def initialise(edge: Ring, readers: Int32 | int, writers: int = 1) -> None:
@@ -147,7 +147,10 @@ def _initialise(ctx: Context) -> None:
 
 @cute.jit
 def _meet(cluster_size: cutlass.Constexpr) -> None:
-    """All threads, of a pair those of both CTAs: neither may use what the other has not, or no longer."""
+    """Synchronise all threads, in a CTA pair those of both CTAs.
+
+    Neither CTA may use what the other does not have yet, or no longer has.
+    """
     if cutlass.const_expr(cluster_size == 1):
         cute.arch.sync_threads()
     else:
@@ -156,5 +159,5 @@ def _meet(cluster_size: cutlass.Constexpr) -> None:
 
 
 def _issues(ctx: Context) -> Int32 | int:
-    """One warp issues the products of a pair, that of CTA 0."""
+    """1 in a CTA that issues MMAs, else 0: one warp, in CTA 0, issues those of a CTA pair."""
     return 1 if ctx.plan.cluster_size == 1 else Int32(1) - ctx.cta_pair.rank

@@ -42,9 +42,9 @@ def forward(
     """Launch out = dropout(softmax(scores)) v and lse = logsumexp(scores).
 
     q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), out (B, Sq, Hq, Dv), or packed (T, H, D); last
-    stride 1, the others multiples of 8 elements, bases on 16 bytes. lse (B, Hq, Sq) or (Hq, T) float32,
-    contiguous; with a floating mask lse_low, too: what rounding has taken from lse. tickets int32 (1,), zero
-    before and after. No size is 0.
+    stride 1, the others multiples of 8 elements, bases aligned to 16 bytes. lse (B, Hq, Sq) or (Hq, T)
+    float32, contiguous; with a float mask also lse_low: what rounding has taken from lse. tile_counter int32
+    (1,), zero before and after. No size is 0.
     """
     plan.check()
     heads, keys = host.by_kv_head(q, k), host.positions_first(k)

@@ -1,4 +1,4 @@
-"""The loading warp: draws tiles and keeps Q, K and V coming."""
+"""The load warp: claims tiles and keeps Q, K and V coming."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Cursors(NamedTuple):
 @role(produces=("tile", "load_q", "load_kv", "sequence_end"), consumes=("sequence_end",))
 @cute.jit
 def load(ctx: Context) -> None:
-    """Every tile's number and Q, then its blocks from the last to the first."""
+    """All tiles: each one's work tile and Q, then its blocks from the last to the first."""
     shape = tiles.shape(ctx)
     at = Cursors(ring.start(), ring.start(), ring.start(), ring.start(), ring.start())
     work_idx = tile_scheduler.initial_work(ctx)
@@ -49,7 +49,7 @@ def load(ctx: Context) -> None:
 
 @cute.jit
 def _wait_for_all(ctx: Context, at: Cursor) -> None:
-    """Until the last products have arrived here: those of the other CTA could find that this one has left."""
+    """Wait until the last MMAs have arrived here: the peer's could otherwise find that this CTA has left."""
     for _ in cutlass.range(ctx.load_kv.stages, unroll=1):
         ring.wait_empty(ctx.load_kv, at)
         at = ring.after(at, ctx.load_kv.stages)
@@ -57,7 +57,7 @@ def _wait_for_all(ctx: Context, at: Cursor) -> None:
 
 @cute.jit
 def _tile(ctx: Context, tile: Tile, at: Cursors) -> Cursors:
-    """In the order in which the products ask for it: Q of the first tile, K, Q of the second, V, K, V, ..."""
+    """A tile, in the order in which MMAs need it: Q of the first tile, K, Q of the second, V, K, V, ..."""
     ring.wait_empty(ctx.tile, at.tile)
     with cute.arch.elect_one():
         tiles.write(ctx, at.tile, tile)
@@ -80,7 +80,7 @@ def _tile(ctx: Context, tile: Tile, at: Cursors) -> Cursors:
 
 @cute.jit
 def _expect(ctx: Context, full: cute.Pointer, size: cutlass.Constexpr) -> None:
-    """What both CTAs of a pair load arrives in the first one."""
+    """Expect a copy's bytes: what both CTAs of a pair load arrives in CTA 0."""
     if cutlass.const_expr(ctx.plan.cluster_size == 1):
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, size)
@@ -91,7 +91,7 @@ def _expect(ctx: Context, full: cute.Pointer, size: cutlass.Constexpr) -> None:
 
 @cute.jit
 def _load_q(ctx: Context, at: Cursor, tile: Tile, t: cutlass.Constexpr) -> None:
-    """One box; rows beyond the end are zeros, or another sequence's. `at` gives the phase of all tiles."""
+    """Q in one box; rows beyond the end are zeros, or another sequence's. `at` has the phase of all tiles."""
     ring.wait_empty(ctx.load_q, Cursor(Int32(t), at.phase))
     full = ctx.load_q.full + t
     _expect(ctx, full, copies.stage_bytes(ctx.sQ))
@@ -147,13 +147,13 @@ def _load_v(ctx: Context, at: Cursor, end_at: Cursor, tile: Tile, n: Int32):
 
 
 def _stage(ctx: Context, layout: cute.ComposedLayout, at: Cursor) -> cute.Tensor:
-    """(keys, D, 1) or (Dv, keys, 1), of a pair half of the keys, or of Dv."""
+    """A stage of K or V, (keys, D, 1) or (Dv, keys, 1); in a CTA pair half of the keys, or of Dv."""
     start = ctx.sKV + at.stage * ctx.plan.kv_elements
     return cute.make_tensor(cute.recast_ptr(start, layout.inner), layout.outer)
 
 
 def _rank(ctx: Context) -> Int32 | int:
-    """Which half of a block this CTA loads."""
+    """Half of a block that this CTA loads, 0 or 1."""
     return 0 if ctx.plan.cluster_size == 1 else ctx.cta_pair.rank
 
 

@@ -1,9 +1,9 @@
-"""The issuing warp: S = Q K^T and O += P V of both tiles, by one thread.
+"""The MMA warp: one thread issues S = Q K^T and O += P V of both tiles.
 
     QK0 QK1  PV0 QK0' PV1 QK1'  PV0' QK0'' PV1' QK1''  ..
 
-While softmax makes weights of one tile's scores, the tensor core works for the other tile. A product that
-overwrites what the one before it reads needs no barrier: all are done in order.
+While softmax turns one tile's scores into P, the tensor core works for the other tile. An MMA that overwrites
+what the one before it reads needs no barrier: all complete in order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .spans import Spans
 
 
 class Operands(NamedTuple):
-    """Low words of descriptors, for the first stage or tile."""
+    """Low words of the operands' descriptors, for the first stage or tile."""
 
     q: Int32
     k: Int32
@@ -35,12 +35,12 @@ class Operands(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """Since the launch, from which follows where one is in each ring."""
+    """Counts since the launch, from which the cursor in each ring follows."""
 
     tiles: Int32
     loads: Int32
     phases: Int32
-    """A bit for each of the two tiles: of how many blocks it had, the lowest bit."""
+    """One bit for each of the two tiles: the lowest bit of its number of blocks."""
 
 
 @role(produces=("s_p", "o"), consumes=("tile", "load_q", "load_kv", "s_p", "late"))
@@ -58,8 +58,8 @@ def mma(ctx: Context) -> None:
     while tile.index >= 0:
         ring.release(ctx.tile, at)
         visited = spans.spans_of(ctx, tile)
-        # Tensor memory starts at 0, which the assembler does not know: else it would keep the descriptors of
-        # all instructions that read Q from tile to tile, and spill them.
+        # TMEM starts at 0, which ptxas does not know: else it would keep the descriptors of all instructions
+        # that read Q from tile to tile, and spill them (ptxas.md, P16).
         operands = Operands(words.q + cute.arch.load(ctx.tmem_holder, Int32), words.k, words.v)
         with cute.arch.elect_one():
             _tile(ctx, operands, visited, done)
@@ -74,11 +74,12 @@ def mma(ctx: Context) -> None:
 
 @cute.jit
 def _tile(ctx: Context, operands: Operands, visited: Spans, done: Progress) -> None:
-    """QK of the first block, then PV of each block and QK of the next one."""
+    """QK^T of the first block, then PV of each block and QK^T of the next one."""
     plan, whole = ctx.plan, visited.whole
     at, phases = ring.place(done.loads, plan.config.kv_stages), done.phases
     ring.wait_full(ctx.load_kv, at)
-    for t in cutlass.range_constexpr(plan.q_tiles):  # in a loop, ptxas 13 dies of it for D 192
+    # Unrolled: CUDA 13's ptxas fails on the rolled loop at D 192 (ptxas.md, P27).
+    for t in cutlass.range_constexpr(plan.q_tiles):
         ring.wait_full(ctx.load_q, Cursor(Int32(t), done.tiles & 1))
         _scores(ctx, operands, visited.own[t], whole.last - 1, Int32(t), at)
     umma.commit(ctx.load_kv.empty + at.stage, plan.cluster_size)
@@ -89,7 +90,7 @@ def _tile(ctx: Context, operands: Operands, visited: Spans, done: Progress) -> N
 
 @cute.jit
 def _block(ctx: Context, operands: Operands, visited: Spans, position: Int32, at: Cursor, phases: Int32):
-    """PV of the block at a position, and QK of the one that comes next, if one does."""
+    """PV of the block at a position, and QK^T of the one that comes next, if there is one."""
     plan = ctx.plan
     k_at = ring.after(at, plan.config.kv_stages)
     ring.wait_full(ctx.load_kv, at)
@@ -108,7 +109,7 @@ def _block(ctx: Context, operands: Operands, visited: Spans, position: Int32, at
 
 @cute.jit
 def _scores(ctx: Context, operands: Operands, own: Span, position: Int32, t: Int32, at: Cursor) -> None:
-    """S of a tile, which was read before the last PV; with the last one Q is free."""
+    """S of a tile. The S before it was read before the last PV was issued; the last S of a tile frees Q."""
     plan = ctx.plan
     if spans.visits(ctx, own, position):
         q, word = operands.q + t * plan.scores.a.units, operands.k + at.stage * _stage_units(ctx)
@@ -123,7 +124,7 @@ def _scores(ctx: Context, operands: Operands, own: Span, position: Int32, t: Int
 def _output(
     ctx: Context, operands: Operands, own: Span, position: Int32, t: Int32, at: Cursor, phases: Int32
 ) -> Int32:
-    """O += P V of a tile, as soon as the early part of P is there."""
+    """O += P V of a tile, issued as soon as the early part of P is there."""
     plan = ctx.plan
     if spans.visits(ctx, own, position):
         o, p, phase = plan.o_columns[0] + t * plan.Dv, t * plan.keys, phases >> t & 1

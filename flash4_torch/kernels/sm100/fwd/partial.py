@@ -1,4 +1,4 @@
-"""Blocks that the band cuts: pieces of a warp's columns are hidden, or visible, or to be looked at."""
+"""Blocks that the band makes partial: each piece of a warp's columns is masked, visible, or to be checked."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from ...common.band import Band
 from ...common.fragment import row_fragment
 
 PIECE = 32
-"""Scores of a row, and weights that are rounded and stored together."""
+"""Columns of a piece: scores of a row, and the weights that are rounded and stored together."""
 
 
 class Columns(NamedTuple):
-    """Of a block, `first <= c < last`."""
+    """Columns `first <= c < last` of a block."""
 
     first: Int32
     last: Int32
 
 
 class PartialBlock(NamedTuple):
-    """Of one warp's rows; the same for all of its lanes."""
+    """Columns that one warp's rows see; the same for all of its lanes."""
 
     visible: Columns
-    """By some of the rows."""
+    """Columns that some of the rows see."""
     full: Columns
-    """By all of them."""
+    """Columns that all of them see."""
 
 
 @cute.jit
 def partial_block(
     band: Band, shape: cutlass.Constexpr, first_row: Int32, last_row: Int32, key: Int32
 ) -> PartialBlock:
-    """Rows `first_row <= i <= last_row`, and the block that begins at `key`."""
+    """The block that begins at `key`, as rows `first_row <= i <= last_row` see it."""
     first, full_first = Int32(0), Int32(0)
     last, full_last = Int32(shape.keys), Int32(shape.keys)
     if cutlass.const_expr(shape.ragged_k or shape.right):
@@ -65,7 +65,7 @@ def mask(
     key: Int32,
     begin: cutlass.Constexpr,
 ) -> None:
-    """A thread's piece of scores: what its row does not see becomes -inf."""
+    """Mask a thread's piece of scores: what its row does not see becomes -inf."""
     values = cute.make_tensor(scores.iterator + begin, cute.make_layout((1, PIECE)))
     if is_visible(block, begin):
         if cute.arch.vote_any_sync((begin + PIECE > block.full.last) | (begin < block.full.first)):

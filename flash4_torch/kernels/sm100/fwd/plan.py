@@ -1,33 +1,35 @@
-"""Who does what, with how many registers, in how much shared and tensor memory.
+"""Roles of the warps, their registers, shared memory (SMEM), tensor memory (TMEM), and edges between roles.
 
-A CTA stays for the whole launch and draws two tiles of 128 query rows, or one, at a time from a counter:
+A CTA stays for the whole launch. From a counter it claims one work item after another: two tiles of 128 query
+rows, or one.
 
-    warps 0 to 3, 4 to 7    softmax of the first and of the second tile, a row to a thread; lse
-    warps 8 to 11           correction: rescale O where a maximum has grown, at the end normalise and store it
-    warp 12                 issues S = Q K^T and O += P V of both tiles
-    warp 13                 draws tiles, loads Q, K and V by TMA
+    warps 0 to 3, 4 to 7    softmax of the first and of the second tile, one row per thread; lse
+    warps 8 to 11           correction: rescale O where row_max has grown; at the end normalise and store it
+    warp 12                 mma: issues S = Q K^T and O += P V of both tiles
+    warp 13                 load: claims tiles, loads Q, K and V by TMA
     warps 14, 15            idle
 
-Two CTAs of a cluster draw together: products take 256 rows then, 128 from each CTA, and half of K's rows and
-of V's columns from each, and are issued in CTA 0. There Q, K and V of both arrive, and `s_p` and `late` count
-the warps of both; what products say, they say in both.
+The two CTAs of a pair claim tiles together. MMAs then have 256 rows, 128 from each CTA, take half of K's rows
+and of V's columns from each, and are issued in CTA 0. Q, K and V of both CTAs arrive there, and `s_p` and
+`late` count the warps of both; MMAs signal in both.
 
-Tensor memory, in columns of 32 bits: S of each tile, over whose first half P is written once S was read, then
-O of each tile.
+TMEM, in columns of 32 bits: S of each tile, then O of each tile. P is written over the first half of its S
+once S has been read.
 
 Edges, each with who arrives; `t` counts tiles:
 
-    tile        which tile it is; the loading warp, and every warp that has read it
-    load_q[t]   Q; TMA, and the products that read it (with `o_over_q` the correction warps, after O has left)
-    load_kv     K and V by turns; TMA, and the products that read it
-    s_p[t]      full: the product S; empty: 4 softmax warps, which have read S and written the early part of
-                P, and 4 correction warps, which have rescaled O, or read it out for good before the first
-                block. PV and the next QK follow: the tensor core works in order, so S and P share columns
+    tile        which tile it is; the load warp, and every warp that has read it
+    load_q[t]   Q; TMA, and the MMAs that read it (with `o_over_q` the correction warps, after O has left)
+    load_kv     K and V alternately; TMA, and the MMAs that read them
+    s_p[t]      full: the MMA of S; empty: 4 softmax warps, which have read S and written the early part of
+                P, and 4 correction warps, which have rescaled O, or before the first block have read the
+                previous tile's O. PV and the next QK^T follow: MMAs complete in order, so S and P share
+                columns
     late[t]     the rest of P; 4 softmax warps. Empty when S is full again, as that comes after PV
     o[t]        O is complete: the last PV. Free when the correction warps arrive at the next tile's `s_p`
     scale[t]    a factor for each row of O, by named barriers of one softmax and one correction warp. The slot
                 is free when the next S is full: the correction warp arrived at `s_p` before it
-    inverse[t]  one over each row's sum; 4 softmax warps, and 4 correction warps that have read it
+    inverse[t]  one over each row_sum; 4 softmax warps, and 4 correction warps that have read it
 """
 
 from __future__ import annotations
@@ -45,9 +47,9 @@ from ..tmem import COLUMNS
 from ..umma import Matrix, MmaOp
 
 ROWS = 128
-"""Of a tile: a lane of tensor memory and a thread of softmax each."""
+"""Rows of a tile: each has a TMEM lane and a softmax thread."""
 CORRECTION_WARP = 8
-"""The first of its warps."""
+"""First of the correction warps."""
 MMA_WARP = 12
 LOAD_WARP = 13
 LAST = 16
@@ -55,24 +57,24 @@ TILE_STAGES = 2
 LOADED = 32
 """Columns of S that a thread loads at a time."""
 RESCALED = 16
-"""Columns of O: with 32 the correction warps' registers do not suffice."""
+"""Columns of O that a thread takes at a time: with 32, registers do not suffice (ptxas.md, P18)."""
 
 
 class NamedBarrier(IntEnum):
-    """The first of the hardware barriers of each use."""
+    """First hardware barrier of each use."""
 
     RESCALE = 1
-    """One for each softmax warp: the factors for O."""
+    """One barrier for each softmax warp: the factors for O."""
 
 
 class Registers(NamedTuple):
-    """Of a thread, by role."""
+    """Registers of a thread, by role."""
 
     softmax: int
     correction: int
     other: int
     idle: int
-    """Of the second tile's softmax, where there is none; where there is one, what others have."""
+    """The second tile's softmax warps, where there is no second tile; elsewhere the same as `other`."""
 
 
 def _is_banded(p: Plan) -> Any:
@@ -86,7 +88,7 @@ def _is_exact(p: Plan) -> Any:
 
 
 def _drops(p: Plan) -> Any:
-    """Dropout that takes registers of softmax."""
+    """Dropout that needs registers in softmax."""
     f = p.features
     middle = p.D <= 96 and f.mask != "bool" and (_is_banded(p) or p.config.polynomial)
     narrow = p.D <= 64 or middle or (f.softcap and p.cluster_size > 1)
@@ -99,7 +101,7 @@ def _is_capped(p: Plan) -> Any:
 
 
 def _is_ragged(p: Plan) -> Any:
-    """The end of Sk is all that is masked."""
+    """Only the end of Sk is masked."""
     return p.config.ragged_k and not (_is_banded(p) or p.features.softcap)
 
 
@@ -134,7 +136,7 @@ _BUDGETS = (
     ),
     Budget(always, Registers(184, 72, 72, idle=72), "what spills least elsewhere"),
 )
-"""Rows were found by compiling: neither more nor fewer registers for softmax are better throughout."""
+"""Rows were found by compiling: more or fewer registers for softmax are not always better (ptxas.md, P25)."""
 
 
 class Plan(ForwardPlan):
@@ -164,7 +166,7 @@ class Plan(ForwardPlan):
 
     @property
     def tile_readers(self) -> int:
-        """Warps that read which tile it is, but for the one that issues products."""
+        """Warps that read which tile it is, besides the one that issues MMAs."""
         return (self.q_tiles + 1) * WARPS
 
     @property
@@ -182,12 +184,12 @@ class Plan(ForwardPlan):
 
     @property
     def early_steps(self) -> int:
-        """Instructions of that product that do with the early part of P."""
+        """Instructions of PV that need only the early part of P."""
         return self.config.early // 16
 
     @property
     def s_columns(self) -> tuple[int, ...]:
-        """Where each tile's S, and then its P, is in tensor memory."""
+        """First TMEM column of each tile's S, and then of its P."""
         return tuple(t * self.keys for t in range(self.q_tiles))
 
     @property
@@ -196,7 +198,7 @@ class Plan(ForwardPlan):
 
     @property
     def kv_elements(self) -> int:
-        """Of a stage."""
+        """Elements of one stage."""
         return self.keys * max(self.D, self.Dv) // self.cluster_size
 
     @property
@@ -211,9 +213,9 @@ class Plan(ForwardPlan):
 
     @property
     def skips_pieces(self) -> bool:
-        """Whether a warp takes pieces of a block for hidden or visible at once, and makes no hidden weights.
+        """Whether a warp takes pieces of a block as masked or visible at once; it computes no masked weights.
 
-        Beside a mask's or dropout's bits registers do not suffice for the branches.
+        Registers do not suffice for these branches next to a mask's or dropout's bits (ptxas.md, P25).
         """
         return self.band.masks and not (self.features.mask or self.features.dropout)
 
@@ -230,9 +232,9 @@ class Plan(ForwardPlan):
         )
 
     def softmax_of(self, masked: bool) -> Method:
-        """The softmax of a block, which is right for large masks only where one may be.
+        """The softmax of a block, which is right for large masks (`subtracts_max_first`) only where one may be.
 
-        Beside dropout all blocks share one: two of them spill at D 256.
+        With dropout all blocks share one softmax: two of them spill at D 256.
         """
         f = self.features
         return self.softmax._replace(subtracts_max_first=f.float_mask and (masked or f.dropout))

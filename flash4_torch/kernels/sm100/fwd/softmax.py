@@ -1,4 +1,4 @@
-"""A softmax warpgroup: scores to weights, a row to a thread, block after block, tile after tile; and lse."""
+"""A softmax warpgroup: scores to P, one row per thread, block after block, tile after tile; and lse."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _blocks(ctx: Context, t: SoftmaxThread, work: TileState, s_at: Cursor) -> Cu
 
 @cute.jit
 def _blocks_partial_at_end(ctx: Context, t: SoftmaxThread, work: TileState, s_at: Cursor) -> Cursor:
-    """Blocks from the last one down, where those that have to be masked come first."""
+    """Blocks from the last one down; those that have to be masked come first."""
     plan, top, count, num_partial = ctx.plan, work.own.last - 1, work.own.last - work.own.first, Int32(0)
     if cutlass.const_expr(plan.band.masks):
         num_partial = Int32(1)
@@ -101,7 +101,7 @@ def _blocks_partial_at_end(ctx: Context, t: SoftmaxThread, work: TileState, s_at
 
 @cute.jit
 def _blocks_partial_anywhere(ctx: Context, t: SoftmaxThread, work: TileState, s_at: Cursor) -> Cursor:
-    """Blocks from the last one down, where any of them may have to be masked."""
+    """Blocks from the last one down; any of them may have to be masked."""
     plan, top = ctx.plan, work.own.last - 1
     for i in cutlass.range(work.own.last - work.own.first, unroll=1):
         n, partial = tiles.block_at(ctx, work.blocks, top - i)
@@ -123,7 +123,7 @@ def _block(
     masked: cutlass.Constexpr,
     s_at: Cursor,
 ) -> Cursor:
-    """The i-th block, number n: S to P, and how to rescale O if it is not the first."""
+    """The i-th block, number n: S to P, and the factors that rescale O, unless it is the first."""
     plan = ctx.plan
     words = _mask_words(ctx, work, n) if masked else ()
     keep_bits = _keep_bits(ctx, work, n)
@@ -177,7 +177,7 @@ def _load_scores(ctx: Context, t: SoftmaxThread) -> cute.Tensor:
 
 @cute.jit
 def _add_mask(ctx: Context, t: SoftmaxThread, work: TileState, n: Int32) -> None:
-    """Scale the scores, and add a floating mask to them, where they are: registers hold no row of both."""
+    """Scale scores and add a float mask in TMEM: registers do not hold a row of both (ptxas.md, P21)."""
     plan = ctx.plan
     for piece in cutlass.range(plan.keys // PIECE, unroll=1):
         begin, S = piece * PIECE, cute.make_rmem_tensor(PIECE, Float32)
@@ -193,7 +193,7 @@ def _add_mask(ctx: Context, t: SoftmaxThread, work: TileState, n: Int32) -> None
 
 @cute.jit
 def _partial_block(ctx: Context, t: SoftmaxThread, work: TileState, n: Int32) -> PartialBlock:
-    """What the band hides of block n from the rows of the thread's warp."""
+    """What the band masks of block n in the rows of the thread's warp."""
     plan = ctx.plan
     row = cute.arch.make_warp_uniform(t.row // WARP) * WARP
     first, last = work.first + row // plan.pack_gqa, work.first + (row + WARP - 1) // plan.pack_gqa
@@ -202,7 +202,7 @@ def _partial_block(ctx: Context, t: SoftmaxThread, work: TileState, n: Int32) ->
 
 @cute.jit
 def _mask(ctx: Context, work: TileState, S: cute.Tensor, n: Int32, words) -> None:
-    """What a bool mask and the band hide."""
+    """Apply a bool mask and the band."""
     plan = ctx.plan
     values = cute.make_tensor(S.iterator, cute.make_layout((1, plan.keys)))
     fragment = row_fragment(values, work.position, n * plan.keys)
@@ -214,14 +214,14 @@ def _mask(ctx: Context, work: TileState, S: cute.Tensor, n: Int32, words) -> Non
 
 @cute.jit
 def _mask_words(ctx: Context, work: TileState, n: Int32):
-    """What is loaded of the mask before the scores are there."""
+    """Words of the mask, loaded before the scores are there."""
     if cutlass.const_expr(ctx.plan.features.mask):
         return attn_mask.words_of(work.mask, n)
     return ()
 
 
 def _keep_bits(ctx: Context, work: TileState, n: Int32) -> tuple:
-    """Which weights of a block dropout keeps, a word for each piece: drawn before the scores are there."""
+    """Dropout's keep bits of a block, a word for each piece, generated before the scores are there."""
     if not ctx.plan.features.dropout:
         return ()
     first = n * ctx.plan.keys
@@ -240,9 +240,9 @@ def _exp2_piece(
     keep_bits: tuple,
     seen: Boolean | None,
 ) -> tuple:
-    """A piece of the weights, two to a column, over the scores that all have been read; and the sums.
+    """Write a piece of P, two elements to a column, over scores that all have been read; return the sums.
 
-    seen: None where every warp sees something of it.
+    seen: whether the warp sees something of the piece; None: every warp takes it as seen.
     """
     rounded = cute.make_rmem_tensor(PIECE, ctx.plan.dtype)
     if cutlass.const_expr(seen is None) or seen:
@@ -279,8 +279,8 @@ def _scale_barrier(t: SoftmaxThread) -> Int32:
 
 @cute.jit
 def _finish(ctx: Context, t: SoftmaxThread, at: Cursor, end_at: Cursor) -> None:
-    """What normalises O, for the correction warps, and lse."""
-    plan, tile = ctx.plan, tiles.read(ctx, ctx.tile, at)  # again: registers are scarce in between
+    """Write what normalises O, for the correction warps, and lse."""
+    plan, tile = ctx.plan, tiles.read(ctx, ctx.tile, at)  # again: few registers in between (ptxas.md, P17)
     scale = scores.softmax_scale(ctx.params, plan.features)
     keep_scale = ctx.params.keep_scale if plan.features.dropout else Float32(1.0)
     ends = online.finalize(t.rows, scale, keep_scale, plan.softmax)

@@ -1,4 +1,4 @@
-"""Which blocks of keys the tiles of a CTA visit: all of them together, and each by itself."""
+"""Blocks of keys that the tiles of a CTA visit: all of them together, and each by itself."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .context import Context
 
 
 class Spans(NamedTuple):
-    """Positions of blocks, counted down by every role."""
+    """Positions of blocks, which every role counts down."""
 
     whole: Span
     own: tuple[Span, ...]
-    """Of each tile; at least one block."""
+    """Span of each tile: at least one block."""
 
 
 @cute.jit
@@ -33,7 +33,7 @@ def spans_of(ctx: Context, tile: Tile) -> Spans:
 
 @cute.jit
 def own_span(ctx: Context, tile: Tile, blocks: Blocks, t: Int32) -> Span:
-    """Of the t-th tile of 128 rows."""
+    """Span of the t-th tile of 128 rows."""
     if cutlass.const_expr(not ctx.plan.spans_differ):
         return blocks.span
     first = first_query(ctx, tile, t)
@@ -42,7 +42,7 @@ def own_span(ctx: Context, tile: Tile, blocks: Blocks, t: Int32) -> Span:
 
 @cute.jit
 def of(ctx: Context, visited: Spans, t: Int32) -> Span:
-    """Of one of two tiles."""
+    """Span of one of the two tiles."""
     if cutlass.const_expr(not ctx.plan.spans_differ):
         return visited.whole
     first, second = visited.own

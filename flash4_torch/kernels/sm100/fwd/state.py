@@ -13,22 +13,22 @@ from ...common.fwd.tiles import Blocks
 
 class CorrectionThread(NamedTuple):
     row: Int32
-    """Of each tile's 128."""
+    """Row among each tile's 128."""
     warp: Int32
-    """Among four."""
+    """Index among the four correction warps."""
     lanes: Int32
-    """Tensor-memory address of the warp's lanes."""
+    """TMEM address of the warp's lanes."""
 
 
 class SoftmaxThread(NamedTuple):
     """A thread of a softmax warpgroup, and what it keeps in registers."""
 
     q_tile: Int32
-    """Which of the tiles."""
+    """Index of its tile."""
     row: Int32
-    """Of its 128."""
+    """Row among the tile's 128."""
     lanes: Int32
-    """Tensor-memory address of its warp's lanes of S."""
+    """TMEM address of its warp's lanes of S."""
     rows: softmax.Rows
     philox: dropout.Dropout | None
 
@@ -41,9 +41,9 @@ class TileState(NamedTuple):
     own: Span
     first: Int32
     last: Int32
-    """Query positions of its 128 rows."""
+    """First and last query position of its 128 rows."""
     position: Int32
-    """Of the thread's row."""
+    """Query position of the thread's row."""
     mask: attn_mask.Rows | None
     philox_row: dropout.QueryLane | None
-    """What dropout keeps of the row."""
+    """Philox state of the row, which generates dropout's keep bits."""

@@ -1,4 +1,4 @@
-"""What the roles share: shared memory, rings, and what the launch was given."""
+"""What all roles share: shared memory, rings, and the arguments of the launch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .plan import Plan
 
 
 class Layouts(NamedTuple):
-    """Of shared memory."""
+    """Layouts in shared memory."""
 
     q: Any
     k: Any
@@ -38,14 +38,14 @@ class Context:
     sV: cute.Tensor
     """(Dv, keys, kv_stages)"""
     sO: cute.Tensor | None
-    """(64 * Dv, warpgroups): where they leave their rows of O, as `output_layout` says, if not over Q."""
+    """(64 * Dv, warpgroups): each warpgroup's rows of O in `output_layout`; None if they overwrite Q."""
     output_layout: cute.ComposedLayout
     """(16, Dv, warps of a warpgroup)"""
     load_q: Ring
     load_k: Ring
     load_v: Ring
     sequence_end: Ring
-    """One stage: values that the loading warp waits for itself, as other sequences' follow them."""
+    """One stage. The load warp itself waits for V at a packed sequence's end, as another sequence's follows."""
     work_tile: cute.Pointer
     """`WORK_TILE_WORDS` words for each stage of Q."""
     keep_bits: Ring | None

@@ -1,4 +1,4 @@
-"""A tile's end: normalise O, store it and lse."""
+"""The end of a tile: normalise O, store O and lse."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .state import Thread
 
 @cute.jit
 def epilogue(ctx: Context, t: Thread, tile: Tile, q_at: Cursor) -> None:
-    """Every warp stores its 16 rows by itself, through its own piece of shared memory."""
+    """Normalise and store. Every warp stores its 16 rows by itself, through its own piece of shared memory."""
     plan = ctx.plan
     scale = scores.softmax_scale(ctx.params, plan.features)
     keep_scale = ctx.params.keep_scale if plan.features.dropout else Float32(1.0)
@@ -35,7 +35,7 @@ def epilogue(ctx: Context, t: Thread, tile: Tile, q_at: Cursor) -> None:
         for c in cutlass.range_constexpr(cute.size(values, mode=[1])):
             values[r, c] = values[r, c] * inverse[r]
             if cutlass.const_expr(plan.rows_may_be_masked):
-                # Hidden values may be anything, NaN too.
+                # O of a row that sees nothing may be anything, NaN too.
                 values[r, c] = values[r, c] if inverse[r] != 0.0 else Float32(0.0)
     rounded = cute.make_rmem_tensor(t.O.layout, plan.dtype)
     round_to(t.O, rounded)
@@ -60,7 +60,7 @@ def epilogue(ctx: Context, t: Thread, tile: Tile, q_at: Cursor) -> None:
         first = _first_position(ctx, tile, t)
         store_rows(ctx, pieces[None, None, own_warp], tile, first, own_warp, t.lane)
         if cutlass.const_expr(plan.config.o_over_q):
-            cute.arch.fence_view_async_shared()  # the next Q comes by the copy engine
+            cute.arch.fence_view_async_shared()  # the next Q arrives by TMA
         cute.arch.sync_warp()
     if cutlass.const_expr(plan.config.o_over_q):
         cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -1,11 +1,11 @@
-"""The forward kernel: shared memory, barriers, and who takes which role.
+"""The forward kernel: shared memory, barriers, and which warps take which role.
 
-         tickets (global)
+       tile_counter (global)
             |
-Q, K, V -> load ==load_q==> mainloop (warpgroup 1, 2, ..) -> epilogue -> O, lse
-                ==load_k==>
-                ==load_v==>
-           draw ==kept====>         and draw reads from load_q which tile it is
+Q, K, V -> load ==load_q====> mainloop (warpgroup 1, 2, ..) -> epilogue -> O, lse
+                ==load_k====>
+                ==load_v====>
+            rng ==keep_bits=>         and rng reads the work tile from load_q
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The host's side of the forward: tensor maps, grid, and compiling for any sizes."""
+"""The host side of the forward kernel: tensor maps, grid, and compiling for any sizes."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def forward(
 ) -> None:
     """Launch out = dropout(softmax(scores)) v and lse = logsumexp(scores).
 
-    q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), out (B, Sq, Hq, Dv), or packed (T, H, D); last
-    stride 1, the others multiples of 8 elements, bases on 16 bytes. lse (B, Hq, Sq) or (Hq, T) float32,
-    contiguous; with a floating mask lse_low, too: what rounding has taken from lse. tickets int32 (1,), zero
-    before and after. No size is 0.
+    q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), out (B, Sq, Hq, Dv), or packed (T, H, D). The last
+    stride is 1, the others are multiples of 8 elements, and bases are aligned to 16 bytes. lse (B, Hq, Sq) or
+    (Hq, T) float32, contiguous; with a float mask lse_low as well: what rounding took from lse. tile_counter
+    int32 (1,), zero before and after. No size is 0.
     """
     plan.check()
     heads, keys = host.by_kv_head(q, k), host.positions_first(k)
@@ -84,5 +84,5 @@ def forward(
 
 
 def compile_forward(features: Features, config: Sm90Forward) -> Any:
-    """`forward` compiled for any sizes and strides; call it with its arguments but `plan` and `stream`."""
+    """`forward` compiled for any sizes and strides; call it with all arguments except `plan` and `stream`."""
     return compile_for_any(forward, Plan(features, config))

@@ -1,4 +1,4 @@
-"""The loading warp: draws tiles and keeps Q, K and V coming."""
+"""The load warp: claims tiles and loads Q, K and V ahead of the consumers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .context import Context
 
 
 class Block(NamedTuple):
-    """A block of keys still to be loaded."""
+    """A block of keys whose K or V is still to be loaded."""
 
     n: Int32
     kv_head: Int32
@@ -37,7 +37,7 @@ class Cursors(NamedTuple):
 @role(produces=("load_q", "load_k", "load_v", "sequence_end"), consumes=("sequence_end",))
 @cute.jit
 def load(ctx: Context) -> None:
-    """Every tile's Q and number, then its blocks from the last to the first."""
+    """Load every tile's Q, with the work tile, then its blocks of K and V from the last to the first."""
     shape = tiles.shape(ctx)
     at = Cursors(ring.start(), ring.start(), ring.start(), ring.start(), ring.start())
     owed, owes = Block(Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)), Boolean(False)
@@ -48,7 +48,7 @@ def load(ctx: Context) -> None:
         if tiles.first_query(ctx, tile) < tile.Sq:
             k_at, v_at, end_at = at.k, at.v, at.end
             if cutlass.const_expr(ctx.plan.config.o_over_q and ctx.plan.config.q_stages == 1):
-                # Q's place is free only after this V was used.
+                # O leaves through Q's only stage, which is free only after this V was used.
                 if owes:
                     v_at, end_at = _load_v(ctx, v_at, end_at, owed)
                     owes = Boolean(False)
@@ -76,7 +76,7 @@ def load(ctx: Context) -> None:
 
 @cute.jit
 def _load_q(ctx: Context, at: Cursor, tile: Tile) -> None:
-    """One box for each warpgroup; rows beyond the end are zeros, or another sequence's."""
+    """Load a box of Q for each warpgroup; rows beyond the end are zeros, or another sequence's."""
     ring.wait_empty(ctx.load_q, at)
     full = ctx.load_q.full + at.stage
     warpgroups = ctx.plan.warpgroups
@@ -116,7 +116,7 @@ def _load_v(ctx: Context, at: Cursor, end_at: Cursor, block: Block):
     )
     gV = cute.local_tile(mV, (ctx.plan.Dv, ctx.plan.keys), (0, block.n))
     if ctx.plan.features.varlen and left < ctx.plan.keys:
-        # The next sequence's values follow. Their weights are 0, but 0 times infinity or NaN is not.
+        # The next sequence's V follows. Its weights are 0, but 0 times infinity or NaN is not 0.
         arrived = ctx.sequence_end.full
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(arrived, copies.stage_bytes(ctx.sV))
@@ -152,7 +152,7 @@ def _copy_share(
     full: cute.Pointer,
     share: cutlass.Constexpr,
 ) -> None:
-    """Each CTA of a cluster copies its share for all of them; it arrives at the barriers `full` of all."""
+    """Copy this CTA's share to every CTA of the cluster, where it arrives at the `full` barrier."""
     if cutlass.const_expr(ctx.plan.cluster_size == 1):
         copies.copy(atom, source, target, full)
     else:
@@ -163,5 +163,5 @@ def _copy_share(
 
 
 def _batch(ctx: Context, batch: Int32) -> Int32:
-    """Packed sequences are a batch of one."""
+    """The index along the batch dimension: packed sequences are a batch of one."""
     return Int32(0) if ctx.plan.features.varlen else batch

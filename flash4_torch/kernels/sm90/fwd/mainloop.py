@@ -1,7 +1,7 @@
-"""A consumer warpgroup: S = Q K^T, softmax, O += P V, block after block, tile after tile.
+"""A consumer warpgroup's mainloop: S = Q K^T, softmax, O += P V, block after block, tile after tile.
 
-While one block's scores become weights, the tensor cores work on the block before: QK of block i and PV of
-block i - 1 are issued together, and only QK is waited for before the softmax.
+During the softmax of one block, the tensor cores work on the block before: QK of block i and PV of block i - 1
+are issued together, and the softmax waits for QK only.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def mainloop(ctx: Context, warpgroup: Int32) -> None:
 
 @cute.jit
 def _tiles(ctx: Context, t: Thread) -> None:
-    """One tile after the other."""
+    """Process one tile after the other."""
     plan = ctx.plan
     q_at, k_at, v_at = ring.start(), ring.start(), ring.start()
     tile = tiles.read(ctx, ctx.load_q, q_at)
@@ -78,17 +78,17 @@ def _tiles(ctx: Context, t: Thread) -> None:
 
 @cute.jit
 def _tiles_overlapped(ctx: Context, t: Thread) -> None:
-    """The next tile's first scores are under way while this tile is normalised and stored.
+    """Process tiles with the next tile's first scores in flight while this tile is normalised and stored.
 
-    Products that a branch skips could not stay under way: after the last tile scores are made of what is left
-    in shared memory, and not used.
+    A wgmma that a branch skips could not stay in flight (ptxas.md, P1). So scores are computed after the last
+    tile, too, from whatever is left in shared memory, and are not used.
     """
     plan = ctx.plan
     q_at, k_at, v_at = ring.start(), ring.start(), ring.start()
     tile = tiles.read(ctx, ctx.load_q, q_at)
     slice_ = _slice(ctx, t, tile, tiles.blocks_of(ctx, tile))
     if cutlass.const_expr(plan.features.varlen):
-        # A CTA may draw no tile that has rows.
+        # A CTA may claim no tile that has rows.
         if tile.index >= 0:
             k_at = _await_first_k(ctx, t, slice_, k_at)
     else:
@@ -114,7 +114,7 @@ def _tiles_overlapped(ctx: Context, t: Thread) -> None:
 
 @cute.jit
 def _await_first_k(ctx: Context, t: Thread, slice_: WarpgroupSlice, k_at: Cursor) -> Cursor:
-    """Where K of the warpgroup's first block is, once it is there."""
+    """The cursor of the warpgroup's first K, after waiting for it."""
     k_at = _skip_k(ctx, t, slice_.before, k_at)
     ring.wait_full(ctx.load_k, k_at)
     return k_at
@@ -149,7 +149,7 @@ def _work(ctx: Context, t: Thread, tile: Tile, blocks: Blocks, slice_: Warpgroup
 
 @cute.jit
 def _blocks(ctx: Context, t: Thread, work: TileState, q_at: Cursor, k_at: Cursor, v_at: Cursor):
-    """All blocks, of which the first one's scores are there; leaves the last PV under way, its V held."""
+    """Process all blocks, given the first one's scores; leaves the last PV in flight and its V unreleased."""
     plan = ctx.plan
     ring.release(ctx.load_k, k_at)
     k_at = ring.after(k_at, plan.config.kv_stages)
@@ -181,7 +181,7 @@ def _blocks(ctx: Context, t: Thread, work: TileState, q_at: Cursor, k_at: Cursor
 def _blocks_partial_at_end(
     ctx: Context, t: Thread, work: TileState, q_at: Cursor, k_at: Cursor, v_at: Cursor
 ):
-    """The blocks after the first one, where those that have to be masked come first."""
+    """Process the blocks after the first one, where those that have to be masked come first."""
     plan, count, num_partial = ctx.plan, work.rows.count, Int32(1)
     if cutlass.const_expr(plan.band.right):
         first, top = work.rows.first, work.rows.top
@@ -197,13 +197,13 @@ def _blocks_partial_at_end(
 def _blocks_partial_anywhere(
     ctx: Context, t: Thread, work: TileState, q_at: Cursor, k_at: Cursor, v_at: Cursor
 ):
-    """The blocks after the first one, where any of them may have to be masked."""
+    """Process the blocks after the first one, where any of them may have to be masked."""
     plan = ctx.plan
     for i in cutlass.range(1, work.rows.count, unroll=1):
         n, partial = tiles.block_at(ctx, work.blocks, work.rows.top - i)
         partial = partial | bands.is_partial(work.band, plan.inner_band, n, work.rows.first, work.rows.last)
-        # The branch is round all of a block: one between its products would have to wait for both.
-        # A vote is known to be the same in all lanes, which keeps the products' addresses uniform.
+        # The branch encloses a whole block: one between its wgmmas would have to wait for both (ptxas.md, P1).
+        # ptxas knows a vote to be uniform, which keeps the wgmmas' addresses in uniform registers (P7).
         if cute.arch.vote_any_sync(partial):
             k_at, v_at = _block(ctx, t, work, i, n, True, q_at, k_at, v_at)
         else:
@@ -223,7 +223,7 @@ def _block(
     k_at: Cursor,
     v_at: Cursor,
 ):
-    """QK of the i-th block, number n, under PV of the one before."""
+    """Process the i-th block, number n, up to its P; its QK and softmax overlap PV of the block before."""
     plan = ctx.plan
     ring.wait_full(ctx.load_k, k_at)
     _warp_scheduler_wait(ctx, t)
@@ -262,7 +262,7 @@ def _issue_scores(ctx: Context, t: Thread, q_at: Cursor, k_at: Cursor) -> None:
 
 @cute.jit
 def _first_scores(ctx: Context, t: Thread, work: TileState, q_at: Cursor, k_at: Cursor) -> None:
-    """The first block's scores, or their lower half."""
+    """Compute the first block's scores, or their lower half."""
     plan = ctx.plan
     if cutlass.const_expr(plan.config.half_block):
         if work.half_block:
@@ -301,7 +301,7 @@ def _finish_scores(ctx: Context, t: Thread, work: TileState, S: cute.Tensor, n: 
 
 @cute.jit
 def _mask_words(ctx: Context, work: TileState, n: Int32):
-    """What is loaded of the mask before the scores are there."""
+    """The words of the mask for block n, loaded before the scores are ready."""
     if cutlass.const_expr(ctx.plan.features.mask):
         return attn_mask.words_of(work.mask, n)
     return ()
@@ -309,7 +309,7 @@ def _mask_words(ctx: Context, work: TileState, n: Int32):
 
 @cute.jit
 def _round_weights(ctx: Context, t: Thread, at: Cursor) -> None:
-    """S becomes P, the next product's operand; `at` is where its V will be, and what dropout keeps of it."""
+    """Round S to P, the operand of the next PV, and drop; `at` is the cursor of its V and of its keep bits."""
     round_to(t.S, t.P)
     if cutlass.const_expr(ctx.plan.features.dropout):
         ring.wait_full(ctx.keep_bits, at)
@@ -331,7 +331,7 @@ def _own_q(ctx: Context, t: Thread, at: Cursor) -> cute.Tensor:
 
 @cute.jit
 def _skip_k(ctx: Context, t: Thread, count: Int32, at: Cursor) -> Cursor:
-    """Let `count` blocks of K go by: a stage is released only after it was seen full, or phases would mix."""
+    """Skip `count` blocks of K. A stage is released only after it was seen full, or phases would mix."""
     if cutlass.const_expr(ctx.plan.band.may_mask_rows):
         for _ in cutlass.range(count, unroll=1):
             ring.wait_full(ctx.load_k, at)
@@ -344,7 +344,7 @@ def _skip_k(ctx: Context, t: Thread, count: Int32, at: Cursor) -> Cursor:
 
 @cute.jit
 def _skip_bits(ctx: Context, count: Int32, at: Cursor) -> Cursor:
-    """Let go by what dropout keeps of `count` blocks."""
+    """Skip the keep bits of `count` blocks."""
     if cutlass.const_expr(ctx.plan.features.dropout and ctx.plan.band.may_mask_rows):
         at = _skip(ctx.keep_bits, count, at)
     return at
@@ -352,7 +352,7 @@ def _skip_bits(ctx: Context, count: Int32, at: Cursor) -> Cursor:
 
 @cute.jit
 def _skip(edge: Ring, count: Int32, at: Cursor) -> Cursor:
-    """Let `count` stages go by."""
+    """Skip `count` stages."""
     for _ in cutlass.range(count, unroll=1):
         ring.wait_full(edge, at)
         ring.release(edge, at)
@@ -362,7 +362,7 @@ def _skip(edge: Ring, count: Int32, at: Cursor) -> Cursor:
 
 @cute.jit
 def _skip_both(ctx: Context, t: Thread, count: Int32, k_at: Cursor, v_at: Cursor):
-    """Let `count` blocks of K and V go by, in the order in which they are loaded."""
+    """Skip `count` blocks of K and V, in the order in which they are loaded."""
     for _ in cutlass.range(count, unroll=1):
         k_at = _skip_k(ctx, t, Int32(1), k_at)
         _skip_bits(ctx, Int32(1), v_at)

@@ -1,18 +1,18 @@
 """Who does what, with how many registers, in how much shared memory.
 
-A CTA stays for the whole launch and draws tiles of query rows from a counter:
+A CTA is persistent and claims tiles of query rows from a counter:
 
-    warp 0 of warpgroup 0    draws tiles, loads Q, K and V by TMA
+    warp 0 of warpgroup 0    the load warp: claims tiles, loads Q, K and V by TMA
     warpgroups 1, 2, ...     64 rows each: S = Q K^T, softmax, O += P V; each warp stores its 16 rows of O
-    one more, with dropout   draws the numbers that say which weights are kept; where a wide O leaves no
-                             registers for it, warps 1, 2 and 3 of warpgroup 0 do
+    one more, with dropout   RNG warps: generate the keep bits. If a wide O leaves no registers for this
+                             warpgroup, warps 1, 2 and 3 of warpgroup 0 are the RNG warps
 
-    load_q   Q of a tile, and which tile it is; `q_stages`, so that the next tile's Q arrives under this one
+    load_q           Q of a tile, and the work tile; `q_stages`, so that the next Q arrives during this tile
     load_k, load_v   blocks of keys, from the last to the first; `kv_stages` each
-    kept     which weights of a block dropout keeps, a bit each; a stage for each one of V
+    keep_bits        a bit for each weight of a block: whether dropout keeps it; a stage for each one of V
 
-In a cluster two CTAs draw neighbouring tiles, a pair, and both visit every block that either tile sees: each
-of them loads one half of the block into both.
+In a cluster the two CTAs claim a pair of neighbouring tiles, and both visit every block that either tile sees:
+each CTA loads one half of the block into both.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..warps import LANES, ROWS, WARP_ROWS
 
 
 class NamedBarrier(IntEnum):
-    """The first of the hardware barriers of each use."""
+    """The id of each use's first hardware barrier."""
 
     WARP_SCHEDULER = 1
     """One for each consumer warpgroup: ping-pong."""
@@ -39,7 +39,7 @@ class NamedBarrier(IntEnum):
 
 
 class Registers(NamedTuple):
-    """Of a thread, by role."""
+    """Registers of a thread, by role."""
 
     consumer: int
     producer: int
@@ -63,7 +63,7 @@ _BUDGETS = (
         "as many for the consumers as are left: the load warp does with few",
     ),
 )
-"""By consumer warpgroups."""
+"""Rows whose registers depend on the number of consumer warpgroups."""
 
 
 class Plan(ForwardPlan):
@@ -97,52 +97,52 @@ class Plan(ForwardPlan):
 
     @property
     def rng_warps(self) -> int:
-        """Warps that draw for dropout."""
+        """Warps that generate the keep bits."""
         if self.features.rng_warpgroup:
             return WARPS
         return WARPS - 1 if self.features.dropout else 0
 
     @property
     def q_readers(self) -> int:
-        """Warps that read which tile it is."""
+        """Warps that read the work tile."""
         return self.consumer_warps + self.rng_warps
 
     @property
     def k_share(self) -> tuple[int, int]:
-        """Keys and columns of a block of K that a CTA loads."""
+        """Keys and columns of a block of K that each CTA loads."""
         return self._share(self.keys, self.D)
 
     @property
     def v_share(self) -> tuple[int, int]:
-        """Columns and keys of a block of V that a CTA loads."""
+        """Columns and keys of a block of V that each CTA loads."""
         keys, columns = self._share(self.keys, self.Dv)
         return columns, keys
 
     def _share(self, keys: int, columns: int) -> tuple[int, int]:
-        """Columns are shared out where they fill whole copies, of 64 each: fewer copies than by keys."""
+        """A share is a range of columns if these fill whole copies of 64: fewer copies than ranges of keys take."""
         if columns % (64 * self.cluster_size) == 0:
             return keys, columns // self.cluster_size
         return keys // self.cluster_size, columns
 
     @property
     def skipped(self) -> int:
-        """Blocks that a warpgroup may have to pass over before its first one."""
+        """Blocks that a warpgroup may have to skip before its first one."""
         others = self.tokens * (self.warpgroups * self.cluster_size - 1)
         return -(-others // self.keys) if self.features.right else 0
 
     @property
     def skips_both(self) -> bool:
-        """Whether V is passed over together with K; then any number of blocks may be."""
+        """Whether V is skipped together with K; then any number of blocks may be skipped."""
         return self.cluster_size > 1 and self.features.right and not self.config.next_tile
 
     @property
     def inner_band(self) -> BandShape:
-        """Of all blocks but the first one: only that one may hold the end of Sk."""
+        """The band of all blocks but the first one: only that one may hold the end of Sk."""
         return self.band._replace(ragged_k=False)
 
     @property
     def columns_before_wait(self) -> int:
-        """How many of a thread's columns of a block become weights before the wait for PV."""
+        """Number of a thread's columns in a block that are exponentiated before the wait for PV."""
         columns, quarters = self.keys // 4, self.config.exp_quarters_before_pv
         return columns * quarters // 16 * 4 if quarters else columns
 
@@ -150,7 +150,7 @@ class Plan(ForwardPlan):
     def only_end_is_partial(self) -> bool:
         """Whether only blocks at the right end may have to be masked: these then have a loop of their own.
 
-        Not with `half`: ptxas would serialise the products.
+        Not with `half_block`: ptxas would serialise the wgmmas (ptxas.md, P2).
         """
         return not (self.features.left or self.features.mask or self.config.half_block)
 
@@ -164,11 +164,11 @@ class Plan(ForwardPlan):
         )
 
     def softmax_of(self, masked: bool) -> Method:
-        """The softmax of a block, which is right for large masks only where one may be."""
+        """The softmax of a block. Only a masked one is made exact for large float masks (`subtracts_max_first`)."""
         return self.softmax._replace(subtracts_max_first=self.features.float_mask and masked)
 
     def check(self) -> None:
-        """Raises AssertionError for what would not run; `configs` never asks for it."""
+        """Raise AssertionError for a plan that would not run; `configs` never asks for one."""
         f, c = self.features, self.config
         assert f.D % 8 == 0 and f.Dv % 8 == 0 and 8 <= min(f.D, f.Dv) and max(f.D, f.Dv) <= 256
         assert c.keys % 16 == 0 and 16 <= c.keys <= 256
@@ -176,8 +176,8 @@ class Plan(ForwardPlan):
         assert not c.o_over_q or self.Dv <= self.D
         assert not (f.dropout and c.pack_gqa > 1), "dropout's random numbers follow unpacked rows"
         assert not c.half_block or (f.right and not f.mask)
-        # A warpgroup passes over K before it passes over V, with `next_tile` even while it holds another V;
-        # with `k_ahead` the last V before a K is not needed for that K to come.
+        # A warpgroup skips K before it skips V, with `next_tile` even while it holds another V. With `k_ahead`
+        # a K arrives without waiting for the last V before it.
         assert self.skips_both or self.skipped <= c.kv_stages - c.next_tile + c.k_ahead
         assert c.cluster in (1, 2)
         if c.cluster > 1:

@@ -1,4 +1,4 @@
-"""The drawing warps: which weights dropout keeps, for the warps that make them."""
+"""The RNG warps, which generate dropout's keep bits for the warps that apply them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from .context import Context
 @role(produces=("keep_bits",), consumes=("load_q",))
 @cute.jit
 def dropout_bits(ctx: Context, rng_warp: Int32) -> None:
-    """Every block that is loaded, strips of 16 rows of it: for each of the consumers' warps.
+    """Generate the keep bits of every block that is loaded, in strips of 16 rows for each consumer warp.
 
-    Drawing warps take turns, from block to block. A turn is four strips, and where that comes out even the
-    same four of the second half of the warps: calls of the generator are long chains, several fill the gaps.
+    The work goes round the RNG warps, from block to block, in units of four strips. If that divides evenly, a
+    unit has the same four of the second half of the consumer warps, too: calls of the generator are long chains
+    of dependent instructions, and several calls fill the gaps.
     """
     plan = ctx.plan
     philox = dropout.load(ctx.rng_state, ctx.params.drop_byte, ctx.params.drop_fraction)
@@ -56,6 +57,6 @@ def dropout_bits(ctx: Context, rng_warp: Int32) -> None:
 
 @cute.jit
 def _head(ctx: Context, tile: Tile) -> Int32:
-    """Counted through the batch; for varlen, through the sequences."""
+    """The tile's first query head, counted through the batch; for varlen, through the sequences."""
     query_heads = ctx.maps.mQ.shape[0][0] * ctx.maps.mQ.shape[2]
     return tile.batch * query_heads + tiles.query_head(ctx, tile)

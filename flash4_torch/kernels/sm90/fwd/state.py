@@ -1,4 +1,4 @@
-"""A thread of a consumer warpgroup, its share of a tile, and the tile as it sees it."""
+"""The state of a consumer thread: its registers, its warpgroup's slice of a tile, and the tile as it sees it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..warps import LANES, WARP_ROWS
 
 
 class Thread(NamedTuple):
-    """A thread of a warpgroup, and what it keeps in registers."""
+    """A thread of a consumer warpgroup, and what it keeps in registers."""
 
     warpgroup: Int32
     index: Int32
@@ -30,27 +30,28 @@ class Thread(NamedTuple):
 
     @property
     def row(self) -> Int32:
-        """The first of its two rows among the warpgroup's 64; the other one is eight further on."""
+        """The first of its two rows among the warpgroup's 64; the second is eight rows further on."""
         return self.index // WARP * WARP_ROWS + self.lane // LANES
 
 
 class WarpgroupSlice(NamedTuple):
-    """What of a tile is this warpgroup's: query positions `first` to `last`, and some of its blocks.
+    """A warpgroup's part of a tile: query positions `first` to `last`, and `count` of the tile's blocks.
 
-    Of the tile's blocks, counted down, `before` and `after` are hidden from all its rows; it passes them.
+    Blocks are counted down. The warpgroup skips the `before` blocks ahead of its own and the `after` blocks that
+    follow them: they are masked for all of its rows.
     """
 
     first: Int32
     last: Int32
     top: Int32
-    """Position of the block it begins with, counting down."""
+    """Position of the block that it begins with, counting down."""
     before: Int32
     count: Int32
     after: Int32
 
 
 class TileState(NamedTuple):
-    """A tile, as a thread sees it."""
+    """A tile as one thread sees it."""
 
     tile: Tile
     rows: WarpgroupSlice
@@ -59,5 +60,5 @@ class TileState(NamedTuple):
     positions: tuple[Int32, Int32]
     """Query positions of the thread's rows."""
     half_block: Boolean
-    """Whether the first block's upper half is hidden."""
+    """Whether the first block's upper half is masked."""
     mask: attn_mask.Rows | None
