@@ -61,8 +61,9 @@ BACKEND = Variable(
 LOG = Variable(
     "FLASH4_LOG",
     "",
-    "'backend' prints to stderr, once per distinct problem, which backend serves it. Empty: silent.",
-    choices=("backend",),
+    "'backend' prints to stderr, once per distinct problem, which backend serves it; 'config' prints in "
+    "addition which row of the tables, which config, plan and launch. Empty: silent.",
+    choices=("backend", "config"),
 )
 ARCH = Variable(
     "FLASH4_ARCH",

@@ -57,6 +57,15 @@ class Backend(Protocol):
 
 
 @runtime_checkable
+class Explains(Protocol):
+    """A backend that chooses among configs of kernels."""
+
+    def explain(self, problem: Problem) -> list[str]:
+        """Lines that say how it serves the problem."""
+        ...
+
+
+@runtime_checkable
 class Prepares(Backend, Protocol):
     """A backend that can decide everything about a call in advance, for `flash4_torch.fast_path`."""
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from .. import env
 from ..errors import BackendError
 from ..problem import Problem
-from .base import Backend
+from .base import Backend, Explains
 from .compiled import SM90A, SM100A, SM103A, Compiled
 from .cpu import Cpu
 from .emulator import Emulator
@@ -96,7 +96,10 @@ def excluding(*names: str) -> Iterator[None]:
 def _announce(problem: Problem, backend: Backend) -> None:
     for observer in observers:
         observer(problem, backend.name)
-    if env.LOG.get() == "backend" and (key := (*problem, backend.name)) not in _logged:
+    log = env.LOG.get()
+    if log and (key := (*problem, backend.name, log)) not in _logged:
         _logged.add(key)
         how = f" by {backend.kernels(problem)}" if isinstance(backend, Emulator) else ""
         print(f"flash4_torch: {backend.name} serves {problem}{how}", file=sys.stderr)
+        if log == "config" and isinstance(backend, Explains):
+            print(*(f"    {line}" for line in backend.explain(problem)), sep="\n", file=sys.stderr)

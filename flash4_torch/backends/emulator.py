@@ -55,6 +55,9 @@ class Emulator:
             return f"the kernels for {_arch()}"
         return "the small kernel for any GPU"
 
+    def explain(self, problem: Problem) -> list[str]:
+        return _emulated.explain(problem) if _serves(problem) else []
+
     def forward(self, inputs: Inputs, problem: Problem) -> Results:
         if _serves(problem):
             return _emulated.forward(inputs, problem)
@@ -94,6 +97,9 @@ class _Emulated(Compiled):
 
     def find(self, problem: Problem) -> Find:
         return _launching
+
+    def sms(self) -> int:
+        return _num_sms()
 
     def kernel(self, problem: Problem, index: int) -> forward.Kernel:
         return forward.decide(self.target(problem), problem, _num_sms(), _launching)

@@ -33,7 +33,7 @@ class Key(NamedTuple):
     arch: str
 
     def __str__(self) -> str:
-        return f"{self.entry}({', '.join(map(_in_words, self.static))}) for {self.arch}"
+        return f"{self.entry}({', '.join(map(in_words, self.static))}) for {self.arch}"
 
     @property
     def digest(self) -> str:
@@ -42,7 +42,7 @@ class Key(NamedTuple):
         return _hash(repr(tuple(self)), repr(versions()), fingerprint(self.entry))
 
 
-def _in_words(part: object) -> str:
+def in_words(part: object) -> str:
     """A named tuple without the fields that have their defaults."""
     if not isinstance(part, tuple) or not hasattr(part, "_fields"):
         return repr(part)

@@ -1,1 +1,1 @@
-"""Which tiles and switches a kernel is compiled with: readable tables, tested without a GPU."""
+"""The tiles and switches that a kernel is compiled with: readable tables, tested without a GPU."""

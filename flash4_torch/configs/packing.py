@@ -1,4 +1,4 @@
-"""Query heads of one key head that share a tile's rows: how many, where there are few queries."""
+"""How many query heads of one KV head share a tile's rows, where there are few queries (`pack_gqa`)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ MAX_PACK = 64
 
 
 def may_pack(features: Features) -> bool:
-    """Dropout's numbers and a mask's rows follow single heads."""
+    """Whether heads may be packed: dropout's keep bits and a mask's rows follow single heads."""
     return not features.dropout and not features.mask
 
 
 def possible_packs(features: Features, group: int | None) -> list[int]:
-    """Whatever `best_pack` returns for some sizes; with `group`, for that many heads a key head."""
+    """All that `best_pack` returns for some sizes; with `group`, for that many query heads of a KV head."""
     if not may_pack(features):
         return [1]
     most = MAX_PACK if group is None else cover(group)
@@ -23,7 +23,7 @@ def possible_packs(features: Features, group: int | None) -> list[int]:
 
 
 def best_pack(features: Features, rows: int, Sq: int, group: int) -> int:
-    """How many heads to a tile of so many rows give the fewest tiles; of equals the fewest heads."""
+    """The number of heads in a tile of `rows` rows for the fewest tiles; of equals the fewest heads."""
     if not may_pack(features) or Sq >= rows:
         return 1
 

@@ -1,7 +1,7 @@
 """The order in which CTAs fetch tiles of several heads: sections of heads, sized for the L2 cache.
 
-Sections follow one another. Within one, the first tile of every head comes before the second, so that the long
-tiles of a causal call come first, while what the section's tiles share stays in the cache.
+Sections follow one another. Within one, the first tile of every head comes before the second, so that the
+long tiles of a causal call come first, while what the section's tiles share stays in the cache.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class Section(NamedTuple):
     heads: int
     """KV heads, or packs of query heads, of a section."""
     run_length: int = 0
-    """If not 0, there are no sections: as many tiles of one KV head come together."""
+    """If not 0, there are no sections: this many tiles of one KV head follow one another."""
 
 
 class Workload(NamedTuple):
@@ -28,7 +28,7 @@ class Workload(NamedTuple):
     Sq: int
     Sk: int
     l2_bytes: int
-    """Bytes that stay in the L2 cache while the tiles that share them pass by."""
+    """Bytes that stay in the L2 cache while all tiles that share them run."""
     num_sms: int
 
 
@@ -54,19 +54,19 @@ def evenly(heads: int, wanted: int) -> int:
 
 
 _FLOAT32 = 4
-"""Bytes."""
+"""Bytes of a float32."""
 _MOST_HEADS = 32
-"""KV heads, before sections are made even."""
+"""KV heads of a section, before sections are made even."""
 _TILES, _FEWEST_HEADS = 256, 16
-"""Heads of up to 128 columns with a bound to the right: measured at S 256 to 16k. Far more than the cache holds,
-and seldom 1 % faster than half or twice as many."""
+"""Tiles of a section, and its fewest heads, up to 128 columns with a right bound: measured at S 256 to 16k.
+Far more than the cache holds, and seldom 1 % faster than half or twice as many."""
 _TILES_PER_SM, _WIDE_TILES_PER_SM = 4, 1
-"""The fewest tiles of a section. Wide heads have tiles in pairs: the fastest, or within 1 % of it, at D 192 and
-256, S 1k to 16k; four are 1 to 5 % slower."""
+"""The fewest tiles of a section for each SM. One for wide heads, whose tiles come in pairs: the fastest, or
+within 1 % of it, at D 192 and 256, S 1k to 16k; four are 1 to 5 % slower."""
 
 
 def bounded_backward(work: Workload, D: int, Dv: int, tiles: int, *, left: bool) -> Section:
-    """The section of a backward whose band has bounds; 16-bit dtypes. `tiles`: of a head."""
+    """The section of a backward whose band has bounds, for 16-bit dtypes. `tiles`: tiles of a head."""
     if not left and max(D, Dv) <= 128:
         wanted = min(max(_TILES // tiles, _FEWEST_HEADS), _MOST_HEADS)
         return Section(evenly(work.heads, min(wanted, work.heads)))

@@ -1,8 +1,8 @@
 """The Blackwell forward kernel's tiles: which to take for which call, and why.
 
 `TABLE` is read from the top: the first row that admits the call serves it. Nothing here was ever timed: there
-was no Blackwell to time it on. Rows are chosen by what shared and tensor memory hold, by what a tile costs in
-the units of a multiprocessor, and by the constants with which FlashAttention-4 was tuned.
+was no Blackwell to time it on. Rows are chosen by what shared memory and TMEM hold, by what a tile costs in
+the units of an SM, and by the constants with which FlashAttention-4 was tuned.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ MAX_D = 256
 
 
 class Row(NamedTuple):
-    """Head sizes up to (D, Dv); None: whatever the call has."""
+    """A row for head sizes up to (D, Dv). None: whatever the call has."""
 
     D: int
     Dv: int
     rows: int | None
-    """Up to so many query rows that share keys: Sq, times the heads of a group where these are packed."""
+    """Up to this many query rows that share keys: Sq, times the heads of a group where these are packed."""
     right: bool | None
     """Whether the band is bounded to the right, as it is for causal calls."""
     config: Sm100Forward
     why: str
 
     def admits(self, features: Features, Sq: int, rows: int) -> bool:
-        """Whether for so many query positions. One CTA of a pair alone would have none."""
+        """Whether the row serves that many query positions; one CTA of a pair alone would have none."""
         alone = self.config.cluster > 1 and Sq <= self.config.queries
         return self.admits_features(features) and not alone and (self.rows is None or rows <= self.rows)
 
@@ -57,21 +57,21 @@ TABLE = (
     Row(128, 128, None, False, _Tiles(2, 6, polynomial=6, cluster=2),
         "never timed: shared memory is read a third less"),
     Row(128, 128, None, False, _Tiles(2, 3, polynomial=6),
-        "never timed: the most stages beside two tiles of Q and O; exponentials as FlashAttention-4"),
-    Row(128, 128, None, True, _Tiles(2, 3), "never timed, as full ones"),
+        "never timed: the most stages next to two tiles of Q and O; exponentials as FlashAttention-4"),
+    Row(128, 128, None, True, _Tiles(2, 3), "never timed, as for full masks"),
 
     Row(192, 128, 128, None, _Tiles(1, 3), "never timed, as for 64"),
     Row(192, 128, None, False, _Tiles(2, 5, polynomial=6, o_over_q=True, cluster=2),
-        "never timed, as for 128; and the stages of half a block fit in more often"),
+        "never timed, as for 128; and stages of half a block fit in more often"),
     Row(192, 128, None, False, _Tiles(2, 2, polynomial=6, o_over_q=True),
-        "never timed: the most stages beside two tiles of Q"),
-    Row(192, 128, None, True, _Tiles(2, 2, polynomial=2, o_over_q=True), "never timed, as full ones"),
+        "never timed: the most stages next to two tiles of Q"),
+    Row(192, 128, None, True, _Tiles(2, 2, polynomial=2, o_over_q=True), "never timed, as for full masks"),
 
     Row(256, 256, None, False, _Tiles(1, 5, polynomial=6, o_over_q=True, cluster=2),
         "never timed, as for 128"),
     Row(256, 256, None, None, _Tiles(1, 2, polynomial=6, o_over_q=True),
-        "never timed: a second tile has no room for its O in tensor memory"),
-    Row(256, 256, None, None, _Tiles(1, 1), "never timed: Dv > D, so that O has to have a place of its own"),
+        "never timed: a second tile has no room for its O in TMEM"),
+    Row(256, 256, None, None, _Tiles(1, 1), "never timed: Dv > D, so that O needs room of its own"),
 )
 # fmt: on
 
@@ -90,14 +90,19 @@ def forward(
         features: what the kernel computes.
         Sq: query positions; of the longest sequence if varlen, like Sk.
         Sk: key positions.
-        group: query heads of each key head.
+        group: query heads of each KV head.
         seen: how many keys a row sees at most, by its window. Default: Sk.
-        end_hidden: whether the band hides everything beyond the last key, as for causal calls.
+        end_hidden: whether the band masks everything beyond the last key, as for causal calls.
     """
-    rows = Sq * cover(group) if may_pack(features) else Sq
-    config = _beside(features, next(row for row in TABLE if row.admits(features, Sq, rows)).config)
+    config = _beside(features, row(features, Sq, Sk, group, seen).config)
     ragged_k = not (end_hidden and features.right) and (features.varlen or Sk % config.keys != 0)
     return config._replace(ragged_k=ragged_k, pack_gqa=best_pack(features, config.rows, Sq, group))
+
+
+def row(features: Features, Sq: int, Sk: int, group: int = 1, seen: int | None = None) -> Row:
+    """The row that serves a call: see `forward`."""
+    rows = Sq * cover(group) if may_pack(features) else Sq
+    return next(r for r in TABLE if r.admits(features, Sq, rows))
 
 
 def limits(features: Features) -> list[str]:
@@ -109,7 +114,7 @@ def limits(features: Features) -> list[str]:
 
 
 def reachable(features: Features, group: int | None = None) -> tuple[Sm100Forward, ...]:
-    """Every config that `forward` returns for some sizes; with `group`, for that many heads a key head."""
+    """Every config that `forward` returns for some sizes; with `group`, for that many heads of a KV head."""
     ragged = [False, True] if features.right or not features.varlen else [True]
     found = {
         _beside(features, row.config)._replace(ragged_k=ragged_k, pack_gqa=pack_gqa): None
@@ -121,7 +126,7 @@ def reachable(features: Features, group: int | None = None) -> tuple[Sm100Forwar
 
 
 def _beside(features: Features, config: Sm100Forward) -> Sm100Forward:
-    """With one tile the exponential unit is not what limits, and the polynomial's registers are dropout's."""
+    """The config, without the polynomial for dropout with one tile: MUFU does not limit, registers do."""
     return config._replace(polynomial=0) if features.dropout and config.q_tiles == 1 else config
 
 
@@ -134,7 +139,7 @@ def _rows_until_one_admits_all(features: Features) -> Iterator[Row]:
 
 
 def fits(features: Features, config: Sm100Forward) -> bool:
-    """Whether it may be a pair, shared memory has room for it, tensor memory for O, and Q's place for O."""
+    """Whether it may be a pair, SMEM has room for it, TMEM for O, and Q's place for O."""
     return (
         (config.cluster == 1 or may_pair(features))
         and config.shared_memory(features) <= SHARED_MEMORY

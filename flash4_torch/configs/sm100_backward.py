@@ -1,8 +1,8 @@
 """The Blackwell backward kernel's configs: which to take for which call, and why.
 
 `TABLE` is read from the top: the first row that admits the call serves it. No row was ever timed: there was
-no such GPU. What they rest on is said in the last column: what fits into 227 KB of shared memory and the 512
-columns of tensor memory, and what tensor cores and shared memory take by their documented rates.
+no such GPU. The last column says what a row rests on: what fits into 227 KB of shared memory and the 512
+columns of TMEM, and what tensor cores and shared memory take by their documented rates.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .types import SHARED_MEMORY, Features, Sm100Backward
 
 
 class Row(NamedTuple):
-    """Head sizes above `above` and up to (D, Dv)."""
+    """A row for head sizes above `above` and up to (D, Dv)."""
 
     above: int
     D: int
@@ -22,7 +22,7 @@ class Row(NamedTuple):
     config: Sm100Backward
     why: str
     plain: bool = False
-    """Whether it leaves features that take registers to others."""
+    """Whether the row leaves features that take registers to other rows."""
 
     def admits(self, features: Features) -> bool:
         return (
@@ -43,22 +43,22 @@ _Tiles = Sm100Backward
 TABLE = (
     # above D   Dv
     Row(0, 64, 64, _Tiles(do_stages=2, kv_stages=2),
-        "never timed: all in twos fits, so that the next tile's K and V arrive under this one"),
+        "never timed: two stages of everything fit, so that the next tile's K and V arrive under this one"),
     Row(0, 96, 96, _Tiles(do_stages=2),
         "never timed: two blocks of dO fit, but not two tiles of K and V"),
     Row(96, 128, 128, _Tiles(cluster=2, half_block_stages=5, dq_slots=1),
-        "never timed: shared memory is what limits one CTA; of two each reads half of Q and dO, and adds "
-        "half of dQ. They exchange 16 KB of dS a block", plain=True),
+        "never timed: SMEM limits one CTA; each of two reads half of Q and dO, adds half of dQ; "
+        "16 KB of dS a block cross", plain=True),
     Row(0, 128, 128, _Tiles(),
-        "never timed: S of the next block is made before dK of this one, which takes two blocks of Q; for a "
-        "second one of dO there is no room"),
+        "never timed: S of the next block comes before dK of this one: two stages of Q; "
+        "no room for a second one of dO"),
     Row(0, 192, 128, _Tiles(cluster=2, keys=64, half_block_stages=4, dq_slots=1),
-        "never timed: dK and dV of 128 keys leave no columns for S, dP and dQ beside each other; of 64 in "
-        "each CTA of a pair, with products of 128 rows, they do, at the tensor cores' full rate"),
+        "never timed: dK, dV of 128 keys leave no TMEM for S, dP, dQ; of 64 a CTA they do: "
+        "pairs with 128-row MMAs, full rate"),
     Row(0, 192, 192, _Tiles(cluster=2, keys=64, half_block_stages=3, dq_slots=1), "never timed: as above"),
     Row(0, 256, 256, _Tiles(cluster=2, keys=64, half_block_stages=2, dq_slots=1),
-        "never timed: as above; all 512 columns, and of half blocks of Q and dO only two fit. Two kernels, "
-        "one for dQ, would take seven products for these five"),
+        "never timed: as above; all 512 columns; only two half-block stages fit; "
+        "two kernels, one for dQ: 7 MMAs, not 5"),
 )
 # fmt: on
 
@@ -71,9 +71,9 @@ def backward(
     Args:
         features: what the kernel computes.
         Sk: key positions; of the longest sequence if varlen.
-        end_hidden: whether the band hides everything beyond the last key, as for causal calls.
-        alone: not used: no CTA takes whole heads.
-        group: not used: a tile is of all query heads that share its keys.
+        end_hidden: whether the band masks everything beyond the last key, as for causal calls.
+        alone: not used: the scope is never `kv_head`.
+        group: not used: a tile serves all query heads that share its keys.
     """
     config = _config(features)
     ragged_k = not (end_hidden and features.right) and (features.varlen or Sk % config.cluster_keys != 0)
@@ -87,7 +87,12 @@ def reachable(features: Features, group: int | None = None) -> tuple[Sm100Backwa
 
 
 _ORDERED, _ORDERED_IF_BOUNDED = 12, 32
-"""KV heads of a section of the deterministic backward: never timed here, those of Hopper."""
+"""KV heads of a section of the deterministic backward: never timed here, but taken from Hopper."""
+
+
+def row(features: Features, alone: int = 0) -> Row:
+    """The row that serves a call: see `backward`."""
+    return next(r for r in TABLE if r.admits(features))
 
 
 def section(features: Features, config: Sm100Backward, work: Workload) -> Section:
@@ -102,7 +107,7 @@ def section(features: Features, config: Sm100Backward, work: Workload) -> Sectio
 
 
 def limits(features: Features) -> list[str]:
-    """Sentences that say why no config serves the features; none where one does."""
+    """Why no config serves the features, as sentences; none where one does."""
     if any(row.admits(features) for row in TABLE):
         return []
     D, Dv = max(row.D for row in TABLE), max(row.Dv for row in TABLE)
@@ -110,4 +115,4 @@ def limits(features: Features) -> list[str]:
 
 
 def _config(features: Features) -> Sm100Backward:
-    return next(row.config for row in TABLE if row.admits(features))
+    return row(features).config

@@ -1,15 +1,15 @@
 """The forward's tiles on Blackwell Ultra: those of `configs.sm100`, without the polynomial.
 
-Its exponential unit is twice as fast, and no longer what a tile waits for. Never timed either.
+Its MUFU is twice as fast, and no longer what a tile waits for. Never timed either.
 """
 
 from __future__ import annotations
 
 from . import sm100
-from .sm100 import limits
+from .sm100 import limits, row
 from .types import Features, Sm100Forward
 
-__all__ = ["forward", "limits", "reachable"]
+__all__ = ["forward", "limits", "reachable", "row"]
 
 
 def forward(
@@ -25,7 +25,7 @@ def forward(
 
 
 def reachable(features: Features, group: int | None = None) -> tuple[Sm100Forward, ...]:
-    """Every config that `forward` returns for some sizes; with `group`, for that many heads a key head."""
+    """Every config that `forward` returns for some sizes; with `group`, for that many heads of a KV head."""
     return tuple(dict.fromkeys(map(_exact, sm100.reachable(features, group))))
 
 

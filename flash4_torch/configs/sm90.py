@@ -1,7 +1,8 @@
 """The Hopper forward kernel's tiles: which to take for which call, and why.
 
-`TABLE` is read from the top: the first row that admits the call serves it. What a row was measured at stands
-in its last column: bfloat16, 32k tokens of hidden size 2048 on an H200, throughput over the best peer's.
+`TABLE` is read from the top: the first row that admits the call serves it. The last column of a row says what
+it was measured at: bfloat16, 32k tokens of hidden size 2048 on an H200, throughput relative to the best
+peer's.
 """
 
 from __future__ import annotations
@@ -16,27 +17,27 @@ _REGISTERS = {1: 216, 2: 240, 3: 160, 4: 112}
 _REGISTERS_WITH_DROPOUT = {1: 208, 2: 208}
 _REGISTERS_WITH_DROPOUT_AND_WIDE_O = {1: 216, 2: 224}
 _TEMPORARIES = 28
-"""Registers next to O, S and P: the tightest plans that do not spill leave as many."""
+"""Registers next to O, S and P: the tightest plans that do not spill leave this many."""
 _BOOL_MASK_TEMPORARIES = 4
 _SOFTCAP_TEMPORARIES = 4
 _DROPOUT_TEMPORARIES = 4
 
 MAX_D = 256
 _QUERIES_OF_CLUSTERS = 1024
-"""So many at least: a tile without a partner leaves half a cluster idle."""
+"""The fewest queries for clusters: a tile without a partner leaves half a cluster idle."""
 
 
 class Row(NamedTuple):
-    """Head sizes up to (D, Dv); None: whatever the call has."""
+    """A row for head sizes up to (D, Dv). None: whatever the call has."""
 
     D: int
     Dv: int
     rows: int | None
-    """Up to so many query rows that share keys: Sq, times the heads of a group where these are packed."""
+    """Up to this many query rows that share keys: Sq, times the heads of a group where these are packed."""
     right: bool | None
     """Whether the band is bounded to the right, as it is for causal calls."""
     keys: int | None
-    """A row of queries sees up to so many keys."""
+    """A query row sees up to this many keys."""
     config: Sm90Forward
     why: str
 
@@ -75,7 +76,7 @@ TABLE = (
     Row(64, 64, None, None, None, _Tiles(3, 112, 3, 2, pingpong=True),
         "features that need registers: below 128 keys, above two warpgroups"),
     Row(64, 64, None, None, None, _Tiles(2, 128, 4, 2, next_tile=True, k_ahead=True, lazy_rescale=True),
-        "dropout: 1.03 to 1.1 of unconditional; and features that need many registers"),
+        "dropout: 1.03 to 1.1 of that without lazy_rescale; and features that need many registers"),
 
     Row(96, 96, 64, None, None, _Tiles(1, 128, 3, 2), "unmeasured, as for 64"),
     Row(96, 96, None, False, 3072, _Tiles(2, 128, 3, 2, pingpong=True, next_tile=True, k_ahead=True),
@@ -85,9 +86,9 @@ TABLE = (
     Row(96, 96, 128, None, None, _Tiles(2, 128, 3, 2, k_ahead=True), "unmeasured, as for 64"),
     Row(96, 96, None, False, None,
         _Tiles(3, 96, 3, 2, next_tile=True, k_ahead=True, lazy_rescale=True, exp_quarters_before_pv=2),
-        "S 8k: 1.01; left to the assembler 1.00, 3 quarters 0.99, two warpgroups 0.95"),
+        "S 8k: 1.01; the wait left to ptxas 1.00, 3 quarters 0.99, two warpgroups 0.95"),
     Row(96, 96, None, True, None, _Tiles(3, 112, 2, 2, k_ahead=True, pingpong=True, lazy_rescale=True),
-        "S 8k: 1.02, unconditional 1.016"),
+        "S 8k: 1.02, without lazy_rescale 1.016"),
     Row(96, 96, None, None, None, _Tiles(2, 128, 3, 2, k_ahead=True),
         "features that need registers"),
 
@@ -96,9 +97,9 @@ TABLE = (
         "S 256 and 512: 1.05 and 1.12"),
     Row(128, 128, None, False, 3072,
         _Tiles(2, 128, 2, 2, next_tile=True, k_ahead=True, exp_quarters_before_pv=1),
-        "S 1k and 2k: 1.08 and 1.05; left to the assembler 0.002 less, 2 quarters 0.04"),
+        "S 1k and 2k: 1.08 and 1.05; the wait left to ptxas 0.002 less, 2 quarters 0.04"),
     Row(128, 128, None, True, 3072, _Tiles(2, 128, 2, 2, pingpong=True, next_tile=True, k_ahead=True),
-        "S 256 to 2k: 1.00, 1.14, 1.07, 1.01; at 256 memory is the limit; 192 x 80 0.03 less"),
+        "S 256 to 2k: 1.00, 1.14, 1.07, 1.01; at 256 memory is the limit; tiles of 192 x 80 0.03 less"),
     Row(128, 128, None, True, 6144,
         _Tiles(2, 128, 2, 2, pingpong=True, next_tile=True, k_ahead=True, cluster=2),
         "S 4k: 1.005; without clusters 0.999, but 16k 0.99"),
@@ -107,11 +108,11 @@ TABLE = (
         "full S 4k to 16k: 1.03 to 1.06; causal S 16k: 1.01, 128 keys 0.99"),
     Row(128, 128, None, None, None,
         _Tiles(2, 128, 2, 2, next_tile=True, k_ahead=True, lazy_rescale=True, o_over_q=True),
-        "dropout, whose bits take the room that O would have; with pingpong 0.99"),
+        "dropout, whose keep bits take the room that O would have; with pingpong 0.99"),
 
     Row(192, 128, 64, None, None, _Tiles(1, 112, 2, 2), "unmeasured, as for 64"),
     Row(192, 128, None, None, None, _Tiles(2, 112, 2, 1, k_ahead=True),
-        "unmeasured: the most keys in two stages beside Q and O"),
+        "unmeasured: the most keys in two stages next to Q and O"),
 
     Row(192, 192, 64, None, None, _Tiles(1, 112, 2, 1), "unmeasured, as for 64"),
     Row(192, 192, None, None, None,
@@ -133,7 +134,7 @@ TABLE = (
     Row(256, 256, None, None, None, _Tiles(2, 48, 2, 1, k_ahead=True, lazy_rescale=True),
         "features that need registers, or Dv > D"),
     Row(256, 256, None, None, None, _Tiles(2, 32, 2, 1, k_ahead=True, lazy_rescale=True),
-        "dropout beside a floating mask"),
+        "dropout with a floating mask"),
 )
 # fmt: on
 
@@ -152,16 +153,21 @@ def forward(
         features: what the kernel computes.
         Sq: query positions; of the longest sequence if varlen, like Sk.
         Sk: key positions.
-        group: query heads of each key head.
+        group: query heads of each KV head.
         seen: how many keys a row sees at most, by its window. Default: Sk.
-        end_hidden: whether the band hides everything beyond the last key, as for causal calls.
+        end_hidden: whether the band masks everything beyond the last key, as for causal calls.
     """
+    served_by = row(features, Sq, Sk, group, seen)
+    ragged_k = not (end_hidden and features.right) and (features.varlen or Sk % served_by.config.keys != 0)
+    config = served_by.config if Sq >= _QUERIES_OF_CLUSTERS else served_by.config._replace(cluster=1)
+    return _completed(features, config, ragged_k, best_pack(features, config.rows, Sq, group))
+
+
+def row(features: Features, Sq: int, Sk: int, group: int = 1, seen: int | None = None) -> Row:
+    """The row that serves a call: see `forward`."""
     seen = Sk if seen is None else min(seen, Sk)
     rows = Sq * cover(group) if may_pack(features) else Sq
-    row = next(row for row in TABLE if row.admits(features, rows, seen))
-    ragged_k = not (end_hidden and features.right) and (features.varlen or Sk % row.config.keys != 0)
-    config = row.config if Sq >= _QUERIES_OF_CLUSTERS else row.config._replace(cluster=1)
-    return _completed(features, config, ragged_k, best_pack(features, row.config.rows, Sq, group))
+    return next(r for r in TABLE if r.admits(features, rows, seen))
 
 
 def limits(features: Features) -> list[str]:
@@ -172,7 +178,7 @@ def limits(features: Features) -> list[str]:
 
 
 def reachable(features: Features, group: int | None = None) -> tuple[Sm90Forward, ...]:
-    """Every config that `forward` returns for some sizes; with `group`, for that many heads a key head."""
+    """Every config that `forward` returns for some sizes; with `group`, for that many heads of a KV head."""
     packs = possible_packs(features, group)
     ragged = [False, True] if features.right or not features.varlen else [True]
     found = {
@@ -196,9 +202,9 @@ def _rows_until_one_admits_all(features: Features) -> Iterator[Row]:
 def _completed(features: Features, config: Sm90Forward, ragged_k: bool, pack_gqa: int) -> Sm90Forward:
     """A row's config for one call.
 
-    Beside a left bound or a mask a warpgroup may pass over so many blocks that they would hold up the next
-    tile, and a mask's bits are read for whole blocks. A cluster's two tiles have one sequence and no mask.
-    With dropout a wait left to the assembler is faster (D 192: by 7 %).
+    With a left bound or a mask a warpgroup may skip so many blocks that they would hold up the next tile, and
+    a mask's bits are read for whole blocks. A cluster's two tiles have one sequence and no mask. With dropout
+    a wait that is left to ptxas is faster (D 192: by 7 %).
     """
     return config._replace(
         cluster=1 if features.varlen or features.mask or features.dropout else config.cluster,
@@ -211,7 +217,7 @@ def _completed(features: Features, config: Sm90Forward, ragged_k: bool, pack_gqa
 
 
 def fits(features: Features, config: Sm90Forward) -> bool:
-    """Whether the machine has room for it: in shared memory, in registers, and in Q's place for O."""
+    """Whether the GPU has room for it: in shared memory, in registers, and in Q's place for O."""
     return (
         config.shared_memory(features) <= SHARED_MEMORY
         and registers(features, config) <= available_registers(features, config)
@@ -220,7 +226,7 @@ def fits(features: Features, config: Sm90Forward) -> bool:
 
 
 def available_registers(features: Features, config: Sm90Forward) -> int:
-    """What `registers` may come to: about what a consumer's thread has; 0 for too many warpgroups."""
+    """The most that `registers` may be: about what a consumer's thread has; 0 for too many warpgroups."""
     of = _REGISTERS
     if features.dropout:
         of = _REGISTERS_WITH_DROPOUT if features.rng_warpgroup else _REGISTERS_WITH_DROPOUT_AND_WIDE_O
@@ -230,7 +236,7 @@ def available_registers(features: Features, config: Sm90Forward) -> int:
 def registers(features: Features, config: Sm90Forward) -> int:
     """Registers that a consumer's thread needs, about: O and S in float32, P in 16 bits, temporaries.
 
-    64 rows are 128 threads' work, so each column costs half a register, P's a quarter.
+    64 rows are 128 threads' work, so each column costs half a register, one of P a quarter.
     """
     columns = tile_dim(features.Dv) // 2 + config.keys // 2 + config.keys // 4
     extras = (
@@ -242,7 +248,7 @@ def registers(features: Features, config: Sm90Forward) -> int:
 
 
 def _bias(features: Features, config: Sm90Forward) -> int:
-    """Registers of a floating mask, loaded before the scores that it changes: fitted to what spilled."""
+    """Registers of a floating mask, loaded before the scores that it is added to: fitted to what spilled."""
     if features.mask in ("", "bool"):
         return 0
     return (config.keys - 16) * 3 // 4 + 48 * config.o_over_q

@@ -1,8 +1,9 @@
 """The Hopper backward kernel's tiles: which to take for which call, and why.
 
-`TABLE` is read from the top: the first row that admits the call serves it. What a row was measured at stands
-in its last column, or that it was not: bfloat16, 32k tokens of hidden size 2048 on an H200, throughput of all
-kernels over FlashAttention-3's.
+`TABLE` is read from the top: the first row that admits the call serves it. The last column of a row says what
+it was measured at, or that it was not: bfloat16, 32k tokens of hidden size 2048 on an H200, throughput of all
+kernels relative to FlashAttention-3's. Where it cites NOTES.md, see "Table rows" in
+`kernels/sm90/bwd/NOTES.md`.
 """
 
 from __future__ import annotations
@@ -16,22 +17,22 @@ from .types import SHARED_MEMORY, Features, Scope, Sm90Backward
 
 
 class Row(NamedTuple):
-    """Head sizes up to (D, Dv)."""
+    """A row for head sizes up to (D, Dv)."""
 
     D: int
     Dv: int
     never: tuple[str, ...]
-    """Features that it does not take: names of `_TAKES`."""
+    """Features that the row does not take: names of `_TAKES`."""
     only: tuple[str, ...]
-    """Features without which it is not taken."""
+    """Features without which the row is not taken."""
     config: Sm90Backward
     why: str
     alone: tuple[int, int] = (0, 0)
-    """Query rows of a key head up to which CTAs take whole heads, if there are heads enough: without a bound
+    """Query rows of a KV head up to which the scope is `kv_head`, if there are heads enough: without a bound
     to the right, and with one. 0: never."""
     apart: int = 0
-    """Key positions from which, with a bound to the right alone, `_MANY` query heads or more that share a key
-    head have tiles of their own. 0: never."""
+    """Key positions from which the scope is `q_head`, with a bound to the right alone and `_MANY` or more
+    query heads for each KV head. 0: never."""
 
     def admits(self, features: Features) -> bool:
         return (
@@ -60,8 +61,8 @@ _ASIDE: dict[str, Any] = {"dkv_via_dq_smem": True, "heads_inner": True, "load_q_
 _STATIC: dict[str, Any] = {**_ASIDE, "unroll_stages": True}
 
 _MANY = 4
-"""Rows and sums of two stay in the cache: at D 128, causal S 1k, 2k, 4k, inside 1.33, 1.17, 1.09, apart 1.24,
-1.13, 1.08."""
+"""The fewest query heads of a KV head for scope `q_head`. Rows and sums of two stay in the cache: at D 128,
+causal S 1k, 2k, 4k, `heads_inner` has 1.33, 1.17, 1.09, scope `q_head` 1.24, 1.13, 1.08."""
 
 # fmt: off
 _Tiles = Sm90Backward
@@ -72,10 +73,8 @@ TABLE = (
         "causal S 4k: 0.78 of the speed in any order"),
     Row(64, 64, _HEAVY, (),
         _Tiles(128, kv_stages=2, ds_stages=2, round_weights=True, next_tile=True),
-        "full S 512, 1k, 4k, 16k: 1.12, 1.05, 1.00, 1.01; causal S 512, 4k, 16k: 1.19, 0.99, 0.98; "
-        "one stage of dS 0 to 0.01 less, of K and V 0.02 to 0.1, blocks of 64 rows 0.15; whole heads full S "
-        "256, 512, 1k: 1.56, 1.27, 1.03, else 1.18, 1.12, 1.06, causal S 256 to 2k: 1.71, 1.47, 1.21, 0.85, "
-        "else 1.19, 1.20, 1.12, 1.03", alone=(512, 1024)),
+        "full S 512 to 16k: 1.12 to 1.00, causal 1.19 to 0.98; scope kv_head S 256: 1.56 and 1.71 (NOTES.md)",
+        alone=(512, 1024)),
     Row(64, 64, (), (), _Tiles(64, ds_stages=2, kv_stages=2, round_weights=True),
         "unmeasured: features that need registers", alone=(512, 512)),
     Row(96, 96, ("dropout", "mask"), _IN_ORDER,
@@ -83,49 +82,41 @@ TABLE = (
         "causal S 1k, 8k: 0.87, 0.88 of the speed in any order"),
     Row(96, 96, ("dropout", "mask", "right"), (),
         _Tiles(64, q_stages=3, do_stages=3, ds_stages=2, dq_stages=2, **_ASIDE),
-        "full S 1k: 1.04, 1.03 without the last three; causal less than without; whole heads S 256, 512: "
-        "1.36, 1.06, else 1.06, 1.08", alone=(256, 0)),
+        "full S 1k: 1.04, without the last three 1.03, but causal more; scope kv_head S 256: 1.36 (NOTES.md)",
+        alone=(256, 0)),
     Row(96, 96, ("dropout", "mask"), (), _Tiles(64, ds_stages=2, dq_stages=2, **_STATIC),
-        "causal S 1k, 8k: 1.06, 1.03; three stages of Q and dO, head after head 1.03, 1.01; whole heads S "
-        "256, 512: 1.52, 1.29, else 1.05, 1.09", alone=(0, 512)),
+        "causal S 1k, 8k: 1.06, 1.03, head after head 1.03, 1.01; scope kv_head S 256, 512: 1.52, 1.29 (NOTES.md)",
+        alone=(0, 512)),
     Row(96, 96, ("dropout", "dmask"), (), _Tiles(64, q_stages=3, do_stages=3, ds_stages=2, dq_stages=2),
         "S 8k: full 1.04, causal 1.02; two stages of K and V, one of dQ 1.00 and 0.95"),
     Row(128, 128, ("dropout", "mask"), ("softcap", "varlen", "right"),
         _Tiles(64, dq_stages=2, heads_inner=True),
-        "unmeasured: a copy for each stage spills, and so do heads apart"),
+        "unmeasured: unroll_stages spills, and so does scope q_head"),
     Row(128, 128, ("dropout", "mask"), (), _Tiles(64, dq_stages=2, **_STATIC),
-        "full S 1k, 4k, 16k: 1.04, 1.04, 1.01, stages in registers 1.03, 1.00, 0.98; causal S 512, 1k, 2k, "
-        "4k, 16k: 1.06, 1.04, 1.02, 1.01, 0.98 to 1.06, stages in registers and nothing skipped 1.05, 0.98, "
-        "0.97, 0.97, 0.93 to 1.00; gradients through K and V causal 1.07, 1.02, 1.00, 1.00, 1.03; whole "
-        "heads full S 256, 512, 1k: 1.63, 1.13, 0.81, else 1.16, 1.12, 1.04, causal 1.65, 1.40, 0.92, else "
-        "1.02, 1.05, 1.03; four heads to a key head, apart, causal S 512 to 16k: 1.18, 1.13, 1.08, 1.04, "
-        "1.02, 1.04, inside 1.21, 1.01, 0.98, 0.93, 0.92, 0.95; eight and 16 S 4k 1.03, 1.02, inside 0.82, "
-        "0.78; full S 2k to 16k 1.06, 1.04, 1.03, 1.02, inside 1.11, 1.06, 1.03, 1.06",
+        "full S 1k, 4k, 16k: 1.04, 1.04, 1.01; causal S 512 to 4k: 1.06 to 1.01, 16k: 0.98 to 1.06 (NOTES.md)",
         alone=(512, 512), apart=1024),
     Row(128, 128, ("dropout", "dmask"), (), _Tiles(64, dq_stages=2),
-        "full S 512, 4k, 16k: 1.07, 1.03, 1.01; causal 1.05, 0.99, 1.00; two stages of dS, one of dQ: "
-        "0.97 at 16k; next_tile with one stage of dO 0.04 to 0.1 less, rounded weights 0.01"),
+        "full S 512, 4k, 16k: 1.07, 1.03, 1.01; causal 1.05, 0.99, 1.00; other switches are slower (NOTES.md)"),
     Row(128, 128, ("bias",), (), _Tiles(64, ds_stages=2, round_weights=True),
-        "unmeasured: products are serialised beside weights that are not rounded"),
+        "unmeasured: next to weights that are not rounded, wgmmas are serialised"),
     Row(192, 192, _ALL, _IN_ORDER,
         _Tiles(64, dq_stages=2, role_split=True, cluster=2, v_in_regs=True, heads_inner=True),
-        "causal S 1k, 4k, 16k: 0.87, 0.83, 0.96 of the speed in any order; one stage of dQ and two of dS, or "
-        "with one of dO two of both, 0.75, 0.70, 0.74"),
+        "causal S 1k, 4k, 16k: 0.87, 0.83, 0.96 of the speed in any order; two stages of dS 0.75, 0.70, 0.74 "
+        "(NOTES.md)"),
     Row(192, 192, _ALL, ("deterministic",), _Tiles(64, dq_stages=2, role_split=True, cluster=2, v_in_regs=True),
         "full S 4k: 0.86 of the speed in any order; one stage of dQ, or one of dO and two of dQ, 0.73"),
     Row(192, 192, _ALL, (), _Tiles(64, ds_stages=2, role_split=True, cluster=2, v_in_regs=True),
-        "S 8k: full 1.10, causal 1.04; V in shared memory 1.04 and 0.98, K in registers, too, 1.06 and 0.98; "
-        "alone 0.77 and 0.72; five heads to a key head, apart, causal S 2k, 4k, 8k: 0.99, 1.01, 1.03, "
-        "inside 1.00, 0.98, 1.00", apart=4096),
+        "S 8k: full 1.10, causal 1.04; V in SMEM 1.04 and 0.98, one CTA alone 0.77 and 0.72 (NOTES.md)",
+        apart=4096),
     Row(256, 256, _ALL, _IN_ORDER, _Tiles(64, do_stages=1, role_split=True, cluster=2, heads_inner=True),
         "causal S 1k, 4k, 16k: 0.86, 0.81, 0.88 of the speed in any order, head after head S 4k 0.66"),
     Row(256, 256, _ALL, (), _Tiles(64, do_stages=1, role_split=True, cluster=2),
-        "S 1k, 4k, 16k: full 1.11, 1.06, 1.07, causal 1.06, 1.10, 1.10; alone 0.90 and 0.84; four heads to a "
-        "key head, apart, causal S 2k, 4k, 8k: 1.04, 1.07, 1.11, inside 1.09, 1.10, 1.08", apart=8192),
+        "S 1k, 4k, 16k: full 1.11, 1.06, 1.07, causal 1.06, 1.10, 1.10; one CTA alone 0.90 and 0.84 (NOTES.md)",
+        apart=8192),
     Row(192, 192, (), (), _Tiles(64, role_split=True),
         "unmeasured: dK and dV each take the registers of a warpgroup; gradients of masks, too"),
     Row(256, 256, (), (), _Tiles(64, do_stages=1, role_split=True, dq_passes=2),
-        "unmeasured: of dQ only a quarter at a time fits beside them"),
+        "unmeasured: only a quarter of dQ at a time fits next to dK and dV"),
 )
 # fmt: on
 
@@ -138,36 +129,45 @@ def backward(
     Args:
         features: what the kernel computes.
         Sk: key positions; of the longest sequence if varlen.
-        end_hidden: whether the band hides everything beyond the last key, as for causal calls.
-        alone: query rows of a key head, of all query heads that share it, if there are heads enough for each
-            CTA to take whole ones; else 0.
-        group: query heads of a key head.
+        end_hidden: whether the band masks everything beyond the last key, as for causal calls.
+        alone: query rows of a KV head, of all query heads that share it, if there are heads enough for scope
+            `kv_head`, where each CTA takes whole ones; else 0.
+        group: query heads of a KV head.
     """
-    row, whole = _row(features), _row_of_whole_heads(features)
-    config = row.config
-    if whole is not None and 0 < alone <= whole.alone[features.right]:
-        config = _whole(whole)
-    elif group >= _MANY and _may_be_apart(row, features) and Sk >= row.apart:
-        config = _apart(row)
+    config = _config(row(features, alone), features, Sk, alone, group)
     ragged_k = not (end_hidden and features.right) and (features.varlen or Sk % config.cluster_keys != 0)
     return config._replace(ragged_k=ragged_k)
 
 
 _RUN_LENGTH, _TILES_IN_RUNS, _HEADS_INNER_IN_SECTION = 8, 32, 8
-"""With heads inner: tiles of a KV head that come together if it has up to 32 tiles, else KV heads of a section.
-The best of runs of 4 to 16 and of 4 to 32 heads, at S 2k and 8k."""
+"""For `heads_inner`: tiles of a KV head that follow one another if it has up to 32 tiles, else KV heads of a
+section. The best of runs of 4 to 16 and of 4 to 32 heads, at S 2k and 8k."""
 _ORDERED, _ORDERED_IF_BOUNDED = 12, 32
 """KV heads of a section of the deterministic backward, the fastest at S 4k: of 8 to 32, and of 16 to 64."""
 _ORDERED_FROM_LAST = {64: 64, 128: 48, 192: 24, 256: 32}
-"""By head sizes, where tiles with a bound to the right begin at the last block, each a block after another: two
-to three tiles of a head, or pairs of them, at a time."""
+"""The same by head sizes, where tiles with a right bound begin at the last block, each a block after another:
+two to three tiles of a head, or pairs of them, at a time."""
+
+
+def row(features: Features, alone: int = 0) -> Row:
+    """The row that serves a call: see `backward`."""
+    whole = _row_of_whole_heads(features)
+    return whole if whole is not None and 0 < alone <= whole.alone[features.right] else _row(features)
+
+
+def _config(served_by: Row, features: Features, Sk: int, alone: int, group: int) -> Sm90Backward:
+    if served_by is _row_of_whole_heads(features) and 0 < alone <= served_by.alone[features.right]:
+        return _whole(served_by)
+    if group >= _MANY and _may_be_apart(served_by, features) and Sk >= served_by.apart:
+        return _apart(served_by)
+    return served_by.config
 
 
 def section(features: Features, config: Sm90Backward, work: Workload) -> Section:
     """The order of tiles.
 
-    Rows and sums of all heads of a group do not stay in the cache. Then `run_length` tiles of one KV head come
-    together, which pass the same rows at the same time.
+    Rows and sums of all heads of a group do not stay in the cache. Then `run_length` tiles of one KV head
+    follow one another, and visit the same rows at the same time.
     """
     inner = config.heads_inner and not features.mask
     if config.scope == Scope.KV_HEAD:
@@ -185,7 +185,9 @@ def section(features: Features, config: Sm90Backward, work: Workload) -> Section
 
 
 def _ordered_heads(features: Features, inner: bool) -> int:
-    """KV heads of a section: its tiles wait for each other, and the more heads, the fewer tiles of one run."""
+    """KV heads of a section: its tiles wait for each other, and the more heads, the fewer tiles of each at a
+    time.
+    """
     if features.right and inner:
         return next(heads for D, heads in _ORDERED_FROM_LAST.items() if max(features.D, features.Dv) <= D)
     return _ORDERED_IF_BOUNDED if features.left or features.right else _ORDERED
@@ -209,9 +211,10 @@ def reachable(features: Features, group: int | None = None) -> tuple[Sm90Backwar
 
 
 def _row_of_whole_heads(features: Features) -> Row | None:
-    """The row whose tiles CTAs take if they may: the first tile of a head has to see all that others see.
+    """The row for scope `kv_head`, where that may be: the first tile of a head has to see all that others
+    see.
 
-    Sums have an order then, which no row need see to.
+    Sums have an order then anyway, so the row need not provide one.
     """
     row = _row(features._replace(deterministic=False))
     none = features.left or features.mask or features.varlen or not row.alone[features.right]

@@ -25,8 +25,7 @@ from flash4_torch import env, forks, processor, store
 from flash4_torch.emulator.errors import EmulatorError
 from flash4_torch.errors import RangeError
 
-# Arithmetic is done as written; floating-point exceptions and errno, which nobody reads, would keep loops
-# scalar.
+# Arithmetic is as written; FP exceptions and errno, which nobody reads, would keep loops scalar.
 _ARITHMETIC = ("-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno")
 FLAGS = ("-O3", "-march=native", "-std=c++20", *_ARITHMETIC, "-fPIC", "-pthread", "-Wall", "-Wextra")
 COMPILERS_AT_ONCE = 2

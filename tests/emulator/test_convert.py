@@ -228,8 +228,7 @@ def test_tf32_clears_the_low_bits(mode, rng, n):
     assert_same(got, np.array([convert(F32.decode(int(x))) for x in a], np.uint32), a)
 
 
-# --- fp8 and smaller. Finite codes are in the order of the numbers they encode, so a table is the whole
-# format.
+# --- fp8 and smaller. Finite codes count up with the numbers they encode, so a table is the whole format.
 
 
 def table(mantissa: int, least: int, largest: int) -> list[Fraction]:

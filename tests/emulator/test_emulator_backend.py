@@ -300,6 +300,23 @@ def test_the_log_says_whose_kernels_serve(monkeypatch, capsys, dtype, kernels):
     )
 
 
+@pytest.mark.parametrize(
+    ("arch", "D", "words"),
+    [
+        ("sm_90a", 64, ("Sm90Forward(", "Sm90Backward(", "Registers(consumer=")),
+        ("sm_100a", 128, ("Sm100Forward(", "Sm100Backward(", "Registers(compute=")),
+    ],
+)
+def test_the_log_tells_the_row_and_the_plan(monkeypatch, capsys, arch, D, words):
+    monkeypatch.setenv(env.LOG.name, "config")
+    monkeypatch.setenv(env.ARCH.name, arch)
+    q, k, v = tensors(torch.bfloat16, 1, 3, 21, 1, 1, D, D)
+    flash4_torch.attention(q, k, v).sum().backward()
+    printed = capsys.readouterr().err
+    assert all(word in printed for word in (*words, f"of {arch}: ", "bytes of shared memory", "threads"))
+    assert printed.count("    launch: heads_per_section=") == 2
+
+
 def test_serves_nobody_who_has_not_asked(monkeypatch):
     monkeypatch.delenv(env.BACKEND.name)
     inputs = tensors(torch.bfloat16, 1, 5, 5, 1, 1, 32, 32)

@@ -68,8 +68,7 @@ def drawn(case: Case) -> Drawn:
         shapes = [(1, Sq, Hq, D), (1, Sk, Hk, D), (1, Sk, Hk, Dv)]
     mask = None
     if case["mask"]:
-        # The mask covers whole runs of keys, so that some blocks are fully masked and others are fully
-        # visible.
+        # The mask covers runs of 16 keys, so that some blocks are fully masked and others fully visible.
         seen = torch.rand(1, Hq, Sq, -(-Sk // 16)).gt(0.3).repeat_interleave(16, 3)[..., :Sk]
         mask = seen
         if case["mask"] == "float":

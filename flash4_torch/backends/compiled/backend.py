@@ -17,6 +17,7 @@ from .. import tile_counters
 from ..base import BackwardLaunch, Grads, Launch, OutAndLse, Results
 from . import backward, forward
 from .backward import Empty, Kernels, Operands
+from .explain import explain
 from .forward import Kernel
 from .params import FARTHEST, mask_dtype
 from .targets import MASK_BLOCKS, Find, Target
@@ -192,7 +193,15 @@ class Compiled:
         self.find(problem)(MASK_BLOCKS, (plan,))(mask, tables)
         return mask, tables
 
+    def explain(self, problem: Problem) -> list[str]:
+        """The row, config, plan and launch that serve the problem, a line each."""
+        return explain(self.target(problem), problem, self.sms())
+
     # The emulator's backend overrides the following methods.
+
+    def sms(self) -> int:
+        """SMs of the current device."""
+        return num_sms(torch.cuda.current_device())
 
     def target(self, problem: Problem) -> Target:
         """The target for the problem's GPU."""

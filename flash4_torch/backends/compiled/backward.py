@@ -23,7 +23,7 @@ from ...kernels.common.mask_tables import MaskPlan
 from ...problem import Problem
 from . import forward
 from .params import LaunchParams, launch_params
-from .targets import GROUP_REDUCE, POSTPROCESS, PREPROCESS, BackwardConfig, Find, Target
+from .targets import GROUP_REDUCE, POSTPROCESS, PREPROCESS, BackwardConfig, Find, Row, Target
 from .tensors import contiguous_strides
 
 
@@ -150,14 +150,29 @@ def features_of(problem: Problem) -> Features:
 
 
 def config_of(target: Target, problem: Problem, num_sms: int) -> BackwardConfig:
+    extent, alone = problem.extent, _alone(target, problem, num_sms)
+    return target.backward_configs.backward(
+        features_of(problem), extent.Sk, _end_hidden(problem), alone, problem.spec.group
+    )
+
+
+def row_of(target: Target, problem: Problem, num_sms: int) -> Row:
+    """The table's row that serves the problem."""
+    return target.backward_configs.row(features_of(problem), _alone(target, problem, num_sms))
+
+
+def _end_hidden(problem: Problem) -> bool:
+    return problem.band.right is not None and problem.band.right <= 0
+
+
+def _alone(target: Target, problem: Problem, num_sms: int) -> int:
+    """Query rows of a KV head, if there are heads enough for each CTA to take whole ones; else 0."""
     extent, table = problem.extent, target.backward_configs
-    end_hidden = problem.band.right is not None and problem.band.right <= 0
-    tile = table.backward(features_of(problem), extent.Sk, end_hidden).cluster_keys
+    tile = table.backward(features_of(problem), extent.Sk, _end_hidden(problem)).cluster_keys
     heads, tiles = extent.B * extent.Hk, -(-extent.Sk // tile)
     # One KV head per SM at a time keeps the SMs busy for at least nine tenths of the time.
     even = 10 * heads >= 9 * num_sms * -(-heads // num_sms)
-    alone = problem.spec.group * extent.Sq if even or tiles == 1 else 0
-    return table.backward(features_of(problem), extent.Sk, end_hidden, alone, problem.spec.group)
+    return problem.spec.group * extent.Sq if even or tiles == 1 else 0
 
 
 def params_of(target: Target, problem: Problem, config: BackwardConfig, num_sms: int) -> LaunchParams:

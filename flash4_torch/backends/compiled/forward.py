@@ -10,7 +10,7 @@ from ...configs.types import LARGE_SOFTCAP, Features
 from ...kernels.common.mask_tables import MaskPlan
 from ...problem import Problem
 from .params import LaunchParams, dtype_name, launch_params, mask_dtype
-from .targets import Find, ForwardConfig, Target
+from .targets import Find, ForwardConfig, Row, Target
 from .tensors import padded
 
 _LONG = 8192
@@ -67,13 +67,22 @@ def mask_plan(dtype: str, config: ForwardConfig) -> MaskPlan:
 
 def config_of(target: Target, problem: Problem) -> ForwardConfig:
     band, extent = problem.band, problem.extent
-    seen = None
-    if band.left is not None and band.right is not None:
-        seen = max(band.left + band.right + 1, 1)
     end_hidden = band.right is not None and band.right <= 0
     return target.forward_configs.forward(
-        features_of(problem), extent.Sq, extent.Sk, problem.spec.group, seen, end_hidden
+        features_of(problem), extent.Sq, extent.Sk, problem.spec.group, _seen(problem), end_hidden
     )
+
+
+def row_of(target: Target, problem: Problem) -> Row:
+    """The table's row that serves the problem."""
+    extent, group = problem.extent, problem.spec.group
+    return target.forward_configs.row(features_of(problem), extent.Sq, extent.Sk, group, _seen(problem))
+
+
+def _seen(problem: Problem) -> int | None:
+    """The most keys that a row sees, if the window bounds them on both sides."""
+    left, right = problem.band
+    return None if left is None or right is None else max(left + right + 1, 1)
 
 
 def params_of(target: Target, problem: Problem, config: ForwardConfig, num_sms: int) -> LaunchParams:

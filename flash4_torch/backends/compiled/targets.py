@@ -29,6 +29,8 @@ class ForwardConfig(Protocol):
         """Query positions in a tile."""
         ...
 
+    def shared_memory(self, features: Features) -> int: ...
+
     @property
     def keys(self) -> int:
         """Keys in a block."""
@@ -48,6 +50,8 @@ class BackwardConfig(Protocol):
         """Query rows in a block."""
         ...
 
+    def shared_memory(self, features: Features) -> int: ...
+
     @property
     def cluster_keys(self) -> int:
         """Keys in the tiles that a cluster fetches together."""
@@ -62,6 +66,19 @@ class BackwardConfig(Protocol):
     def scope(self) -> Scope:
         """The part of the problem that one work item covers."""
         ...
+
+
+class Row(Protocol):
+    """What is read of a table's row."""
+
+    @property
+    def D(self) -> int: ...
+
+    @property
+    def Dv(self) -> int: ...
+
+    @property
+    def why(self) -> str: ...
 
 
 class ForwardTable(Protocol):
@@ -79,6 +96,8 @@ class ForwardTable(Protocol):
 
     def reachable(self, features: Features, group: int | None = None) -> tuple[ForwardConfig, ...]: ...
 
+    def row(self, features: Features, Sq: int, Sk: int, group: int = 1, seen: int | None = None) -> Row: ...
+
     def limits(self, features: Features) -> list[str]: ...
 
 
@@ -93,6 +112,8 @@ class BackwardTable(Protocol):
 
     # A table takes only its own configs.
     def section(self, features: Features, config: Any, work: Workload) -> Section: ...
+
+    def row(self, features: Features, alone: int = 0) -> Row: ...
 
     def limits(self, features: Features) -> list[str]: ...
 

@@ -1,7 +1,7 @@
-"""dK and dV of key heads, from those that each query head of a group made.
+"""dK and dV of KV heads, summed up from those of each query head of a group.
 
-Heads of a group lie side by side, so that a sum takes as many vectors, D or Dv apart. A thread has one vector
-of dK or dV, of whose terms it loads four at a time and adds them up in their order.
+Heads of a group lie side by side, so that a sum takes one vector of each head, D or Dv apart. A thread has
+one vector of dK or dV: it loads four of its terms at a time and adds them up in their order.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ def group_reduce_kernel(
 def _sum_up(
     parts: cute.Tensor, target: cute.Tensor, rows: Int64, group: Int32, number: Int64, D: cutlass.Constexpr
 ) -> None:
-    """The number-th vector of all rows."""
+    """Sum up the number-th vector of all rows."""
     dtype, row = target.element_type, number // (D // VECTOR)
     if row < rows:
-        # The first vector of a row's group lies where all rows before it have had `group` of each.
+        # The group's first vector: each row before it has had `group` times as many vectors.
         source = parts.iterator + (number + row * (group - 1) * (D // VECTOR)) * VECTOR
         sums = cute.make_rmem_tensor(VECTOR, Float32)
         sums.fill(0.0)
@@ -96,7 +96,7 @@ def _sum_up(
 
 
 def compile_group_reduce(plan: GroupReducePlan) -> Any:
-    """`group_reduce` compiled for any sizes; call it with its arguments but `plan` and `stream`."""
+    """`group_reduce` compiled for any sizes; call it with its arguments except `plan` and `stream`."""
     modes = 2 if plan.varlen else 3
     dk_parts, dv_parts, dk, dv = (
         host.rows(host.NUMERIC[plan.dtype], (*host.any_sizes(modes), D)) for D in (plan.D, plan.Dv) * 2

@@ -1,9 +1,9 @@
-"""The backward's sums of dQ, scaled, rounded and in their places.
+"""The backward's sums of dQ: scaled, rounded and stored where dQ belongs.
 
 A CTA has a block of rows of one head. In Hopper's order a thread has what a thread of the main kernel added
 up: of every 8 columns two of each of two rows. Four neighbouring lanes have all columns of these rows; they
-exchange words until each has 8 neighbouring columns, 16 bytes. In the order of tensor memory those are two
-loads; eight lanes have neighbouring rows, and four such groups neighbouring columns.
+exchange words until each has 8 neighbouring columns, 16 bytes. In TMEM's order those are two loads; eight
+lanes have neighbouring rows, and four such groups neighbouring columns.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..common.bwd.query_blocks import QueryBlock, heads_and_blocks, own_block
 from ..common.bwd.row_blocks import CHUNK, VECTOR, PostprocessPlan
 
 LANES = 4
-"""Neighbouring lanes that have whole rows between them."""
+"""Neighbouring lanes that hold whole rows together."""
 GROUP = 8
 """Neighbouring rows whose vectors of four floats a load takes together, 128 bytes."""
 DEPTH = 8
@@ -78,7 +78,7 @@ def _rows_of_lanes(
     scale: Float32,
     plan: cutlass.Constexpr,
 ) -> None:
-    """A warp has 16 rows, by eights, of four chunks at a time."""
+    """TMEM's order: a warp has 16 rows, eight at a time, of four chunks at a time."""
     blocks = plan.blocks
     row, chunk = thread // 32 * (2 * GROUP) + thread % GROUP, thread % 32 // GROUP
     for first in cutlass.range_constexpr(0, blocks.chunks, LANES):
@@ -104,7 +104,7 @@ def _rows_of_fragments(
     plan: cutlass.Constexpr,
 ) -> None:
     blocks = plan.blocks
-    # Two rows of 4 chunks each, or one of 2 chunks: four words to exchange.
+    # Four words to exchange: 4 chunks of one row at a time, or 2 chunks of both rows together.
     together = LANES if blocks.chunks % LANES == 0 else LANES // 2
     step = max(DEPTH // together, 1) * together
     for first in cutlass.range_constexpr(0, blocks.chunks, step):
@@ -121,7 +121,7 @@ def _rows_of_fragments(
 
 
 def _row(thread: Int32) -> Int32:
-    """In the block."""
+    """The thread's upper row in the block."""
     return thread // 32 * 16 + thread % 32 // LANES
 
 
@@ -134,7 +134,7 @@ def _load(source: cute.Pointer, chunk: int, thread: Int32, scale: Float32, plan:
 
 
 def _rounded(first: Float32, second: Float32, scale: Float32, plan: PostprocessPlan) -> Uint32:
-    """Scaled, in a word."""
+    """Two numbers, scaled and rounded, in a word."""
     return cute.arch.inline_ptx(
         f"{_ROUND[plan.dtype]} {{$w0}}, {{$r0}}, {{$r1}};",
         write_only_types=[Uint32],
@@ -143,7 +143,7 @@ def _rounded(first: Float32, second: Float32, scale: Float32, plan: PostprocessP
 
 
 def _exchange(words: list, thread: Int32) -> cute.Tensor:
-    """Of four lanes with four words each, lane l gets the l-th word of each."""
+    """Transpose the words of four lanes, four words each: lane l gets the l-th word of each."""
     for distance in (1, 2):
         odd = (thread & distance) != 0
         for i in range(LANES):
@@ -175,7 +175,7 @@ def _store(
 
 
 def compile_postprocess(plan: PostprocessPlan) -> Any:
-    """`postprocess` compiled for any sizes; call it with its arguments but `plan` and `stream`."""
+    """`postprocess` compiled for any sizes; call it with its arguments except `plan` and `stream`."""
     modes = 3 if plan.varlen else 4
     dq_acc = host.rows(Float32, host.any_sizes(modes))
     dq = host.rows(host.NUMERIC[plan.dtype], (*host.any_sizes(modes - 1), plan.D))

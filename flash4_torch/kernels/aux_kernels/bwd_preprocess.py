@@ -1,8 +1,8 @@
-"""What the backward needs of each query row before it starts, and empty places for its sums.
+"""Statistics of each query row that the backward needs before it starts, and cleared sums of dQ.
 
-A CTA has a block of rows of one head. A few lanes share a row of O and dO, 16 bytes each at a time, and add
-up what they have of its product; meanwhile the CTA clears the block's sums of dQ. The kernel is as fast as
-memory if enough loads are under way: rows are taken together as long as that is `DEPTH` loads a lane.
+A CTA has a block of rows of one head. A few lanes share a row of O and dO, 16 bytes each at a time, and each
+sums up its part of their dot product; meanwhile the CTA clears the block's sums of dQ. The kernel is as fast
+as memory if enough loads are in flight: rows are taken together up to `DEPTH` loads a lane.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Shape(NamedTuple):
     """How warps are laid over rows."""
 
     lanes: int
-    """Lanes side by side on a row."""
+    """Neighbouring lanes on a row."""
     turns: int
     """Loads of each lane to cover a row."""
     rows: int
     """Rows of a lane in a part."""
     parts: int
-    """Of a block."""
+    """Parts of a block."""
 
     def row(self, part: int, r: int, warp: Int32, lane: Int32) -> Int32:
         return ((part * self.rows + r) * WARPS + warp) * (WARP // self.lanes) + lane // self.lanes
@@ -77,9 +77,9 @@ def preprocess(
     out, dout (B, Sq, Hq, Dv) or packed (T, Hq, Dv); last stride 1, the others multiples of 8 elements, bases
     on 16 bytes. lse, lse_low, dlse (B, Hq, Sq) or (Hq, T) float32, contiguous. With n blocks of m rows a
     head, as `row_blocks` lays them out: stats float32 (2 or 4, B, Hq, n * m), dq_acc float32 (B, Hq, n, m *
-    columns), dq_semaphore int32 (B, Hq, n); packed: without B. stats is (inf, 0, inf, 0) where no row is, and for
-    rows that see nothing; all of it is `negated` where the plan says so. dq_acc and dq_semaphore are None where it
-    does not ask for them. No size is 0.
+    columns), dq_semaphore int32 (B, Hq, n); packed: without B. stats is (inf, 0, inf, 0) where no row is, and
+    for rows that see nothing; all of it is `negated` where the plan says so. dq_acc and dq_semaphore are None
+    where it does not ask for them. No size is 0.
     """
     B, Hq, count = heads_and_blocks(out, cu_seqlens_q, plan.blocks)
     preprocess_kernel(out, dout, lse, lse_low, dlse, stats, dq_acc, dq_semaphore, cu_seqlens_q, plan).launch(
@@ -136,7 +136,7 @@ def _signed(total: Float32, dlse: Float32, plan: PreprocessPlan) -> Float32:
 
 
 def _own_stats(stats: cute.Tensor, own: QueryBlock, plan: PreprocessPlan) -> tuple[cute.Tensor, ...]:
-    """(m,) each of lse in base 2 and delta, and of lse and lse_low."""
+    """The block's numbers, (m,) each: lse in base 2 and delta; with a floating mask also lse and lse_low."""
     each = Int64(1)
     for n in stats.shape[1:]:
         each = each * n
@@ -151,7 +151,7 @@ def _per_row(own: QueryBlock, r: Int32, plan: PreprocessPlan) -> tuple:
 
 
 def _load(x: cute.Tensor, own: QueryBlock, rows: list, lane: Int32, plan: PreprocessPlan) -> cute.Tensor:
-    """(8, turns, rows); a lane that has nothing of a row in the last turn loads the row's end."""
+    """The lane's numbers, (8, turns, rows); in the last turn a lane with nothing of a row loads its end."""
     shape = shape_of(plan)
     loaded = cute.make_rmem_tensor((STEP, shape.turns, shape.rows), x.element_type)
     for r, row in enumerate(rows):
@@ -164,7 +164,7 @@ def _load(x: cute.Tensor, own: QueryBlock, rows: list, lane: Int32, plan: Prepro
 
 
 def _product(o: cute.Tensor, do: cute.Tensor, lane: Int32, plan: PreprocessPlan) -> Float32:
-    """Of a row, known to all of its lanes."""
+    """The row's rowsum(O * dO), in all of its lanes."""
     shape = shape_of(plan)
     total = Float32(0.0)
     for t in range(shape.turns):
@@ -191,7 +191,7 @@ def _clear(dq_acc: cute.Tensor, own: QueryBlock, thread: Int32, plan: Preprocess
 
 
 def compile_preprocess(plan: PreprocessPlan) -> Any:
-    """`preprocess` compiled for any sizes and strides; call it with its arguments but `plan` and `stream`."""
+    """`preprocess` compiled for any sizes and strides; call it without its arguments `plan` and `stream`."""
     modes = 3 if plan.varlen else 4
     dtype = host.NUMERIC[plan.dtype]
     rows = [host.rows(dtype, (*host.any_sizes(modes - 1), plan.Dv)) for _ in range(2)]

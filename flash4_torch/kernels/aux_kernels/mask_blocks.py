@@ -2,9 +2,9 @@
 
 A CTA has the rows of one block of queries and goes through all keys, `THREADS` blocks of keys at a time. A
 warp takes some of these blocks and a few rows: every lane loads 16 bytes of each row, so that a warp's loads
-lie side by side. Ballots say what its blocks hold, shared memory gathers it over the rows, and a running
-count over the threads, one block each, lists the visible ones. Rows that do not start at a multiple of 16
-bytes, and any whose keys do not lie side by side, are loaded one key at a time.
+lie side by side. Ballots tell what the warp's blocks hold, shared memory gathers that over the rows, and a
+running count over the threads, one block each, lists the visible blocks. Rows that do not start at a multiple
+of 16 bytes, and rows whose keys are not contiguous, are loaded one key at a time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Shape(NamedTuple):
     step: int
     """Keys of a lane's load."""
     lanes: int
-    """Lanes side by side on a block."""
+    """Neighbouring lanes on a block."""
     turns: int
     """Loads of each lane to cover a block."""
     rows: int
@@ -49,7 +49,7 @@ class Shape(NamedTuple):
 
 def shape_of(plan: MaskPlan) -> Shape:
     if plan.dtype == "bool":
-        # Lanes on a panel of 128 keys, whatever of it belongs to the block: they put its words together.
+        # Lanes cover whole panels of 128 keys, even if the block ends inside: they make its words together.
         return Shape(16, plan.panels * PANEL // 16, 1, min(DEPTH, plan.rows))
     step = 4 if plan.dtype == "float32" else 8
     vectors = plan.keys // step
@@ -62,8 +62,8 @@ def compile_mask_blocks(plan: MaskPlan) -> Any:
     """The kernel for any sizes and strides; call it as (mask, tables).
 
     mask (Bm, Hm, Sqm, Sk): of the plan's dtype, each of the first three dimensions full or 1, Sk in full (as
-    a view of stride 0 where it broadcasts). tables: int32, as many as `mask_tables.place` says, 16-byte
-    aligned. No size may be 0. Runs on the current stream.
+    a view of stride 0 where it broadcasts). tables: int32, 16-byte aligned; `mask_tables.place` gives their
+    size. No size may be 0. Runs on the current stream.
     """
     assert plan.keys % 16 == 0 and 16 <= plan.keys <= 256
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
@@ -118,7 +118,7 @@ def _examine(
     aligned: Boolean,
     state: cute.Tensor,
 ) -> None:
-    """What the blocks from `first` on hold, in `state`, and their bits."""
+    """Find out what the blocks from `first` on hold, in `state`, and write the bits of a bool mask."""
     plan = mask.plan
     shape = shape_of(plan)
     _, Hm, Sqm, _ = mask.values.shape
@@ -149,7 +149,8 @@ def _look(
 ) -> tuple[Boolean, Boolean]:
     """A lane's keys of block n in a few rows from `row` on: whether any is visible, whether any is changed.
 
-    lane: among those on the block. end: of the rows. Keys and rows beyond the end are loaded as the last one.
+    lane: index among the lanes on the block. end: end of the rows. Keys and rows beyond the end are loaded as
+    the last one.
     """
     rows = shape_of(mask.plan).rows
     seen, changed = Boolean(False), Boolean(False)
@@ -168,7 +169,7 @@ def _look(
 def _load_vectors(
     mask: Mask, batch: Int32, head: Int32, row: Int32, end: Int32, n: Int32, lane: Int32, rows: int
 ) -> cute.Tensor:
-    """(step, turns, rows)"""
+    """The lane's keys, (step, turns, rows)."""
     shape = shape_of(mask.plan)
     last = _end(mask, n) - shape.step
     loaded = cute.make_rmem_tensor((shape.step, shape.turns, rows), mask.values.element_type)
@@ -181,7 +182,7 @@ def _load_vectors(
 
 
 def _load_keys(mask: Mask, batch: Int32, head: Int32, row: Int32, n: Int32, lane: Int32) -> cute.Tensor:
-    """(step, turns, 1)"""
+    """The lane's keys of one row, (step, turns, 1), loaded one by one."""
     shape = shape_of(mask.plan)
     source = mask.values[batch, head, row, None]
     loaded = cute.make_rmem_tensor((shape.step, shape.turns, 1), mask.values.element_type)
@@ -198,7 +199,7 @@ def _key(plan: MaskPlan, n: Int32, lane: Int32, turn: int) -> Int32:
 
 
 def _end(mask: Mask, n: Int32) -> Int32:
-    """Of the keys of block n."""
+    """The end of the keys of block n."""
     return cutlass.min((n + 1) * mask.plan.keys, mask.values.shape[3])
 
 
@@ -213,7 +214,7 @@ def _judge(
     lane: Int32,
     loaded: cute.Tensor,
 ) -> tuple[Boolean, Boolean]:
-    """What `_look` gives, of loaded rows; stores their bits."""
+    """What `_look` returns, from loaded rows; stores the bits of a bool mask."""
     shape = shape_of(mask.plan)
     rows = loaded.shape[2]
     inside = _end(mask, n) - _key(mask.plan, n, lane, 0)
@@ -238,7 +239,7 @@ def _judge(
 
 
 def _spread(count: Int32) -> Uint32:
-    """The lowest `count` of 16 keys: key k is bit 8 (k % 8 // 2) + 2 (k // 8) + k % 2."""
+    """A mask of the lowest `count` of 16 keys: key k is bit 8 (k % 8 // 2) + 2 (k // 8) + k % 2."""
     keys = (Uint32(1) << Uint32(count)) - 1
     result = Uint32(0)
     for p in range(4):
@@ -248,7 +249,7 @@ def _spread(count: Int32) -> Uint32:
 
 
 def _gather(words: cute.Tensor) -> Uint32:
-    """Which of 16 bytes are not 0, in the order of `_spread`."""
+    """A bit for each of 16 bytes, whether it is not 0, in the order of `_spread`."""
     marks = [((w & 0x7F7F7F7F) + 0x7F7F7F7F | w) & 0x80808080 for w in (words[i] for i in range(4))]
     # Bits 0 and 2 of each byte: a key of the first eight, and the one eight further.
     low, high = (marks[i] >> 7 | marks[i + 2] >> 5 for i in range(2))
@@ -257,13 +258,13 @@ def _gather(words: cute.Tensor) -> Uint32:
 
 
 def _transpose(own: Uint32, lane: Int32) -> Uint32:
-    """From lanes' 16 keys to panels' words: of 8 lanes, lanes 2 p and 2 p + 1 get word p.
+    """Words of panels from lanes' 16 keys: among 8 lanes, lanes 2 p and 2 p + 1 get word p.
 
     own: byte p has the lane's four bits of word p.
     """
     own = own << Uint32(4 * (lane & 1))
     own = own | cute.arch.shuffle_sync_bfly(own, 1)
-    # What is left are four bytes of four pairs of lanes, a square, which two exchanges turn over.
+    # What is left is a square, four bytes of four pairs of lanes, which two exchanges transpose.
     other = cute.arch.shuffle_sync_bfly(own, 2)
     own = Uint32(cute.arch.prmt(own, other, cutlass.select_((lane & 2) == 0, Int32(0x6240), Int32(0x3715))))
     other = cute.arch.shuffle_sync_bfly(own, 4)
@@ -280,7 +281,9 @@ def _list(
     counts: cute.Tensor,
     total: Int32,
 ) -> Int32:
-    """Put the visible ones of the blocks from `first` on behind `total` others; returns how many now."""
+    """Append the visible ones of the blocks from `first` on to `total` others; returns how many there are
+    now.
+    """
     thread, _, _ = cute.arch.thread_idx()
     warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
     visible = (found & _VISIBLE) != 0

@@ -1,13 +1,14 @@
-"""Attention with one thread to a row: everything the tuned kernels compute, in a form to be read.
+"""Attention with one thread per row, in a form to be read: bands, softcap, groups of heads, all gradients.
 
-A block of `THREADS` threads takes as many rows. The rows they are matched with come in tiles of `TILE`
-through shared memory, and each thread goes through the tile row by row, all in float32:
+It has no attn_mask, no dropout and no packed sequences. A block of `THREADS` threads takes `THREADS` rows.
+The rows they are matched with come in tiles of `TILE` through shared memory, and each thread goes through the
+tile row by row, all in float32:
 
     forward   thread = query row; keys and values are staged; the running maximum and sum are its own
     backward  thread = query row; keys and values are staged; writes delta and dq
               thread = key row; the query heads that share it and their rows are staged; writes dk and dv
 
-So no thread waits for another but at the tile's edges, nothing is added atomically, and the results do not
+So threads wait for each other only at the tile's edges, nothing is added atomically, and the results do not
 depend on the order in which blocks run. It is slow on purpose, and serves where no tuned kernel does yet.
 """
 
@@ -28,7 +29,7 @@ from ..common.scores import tanh_near_zero
 LOG2E = math.log2(math.e)
 THREADS = 64
 TILE = 32
-# Rows live in registers. Asked for one block per multiprocessor, ptxas gives each thread all that it can.
+# Rows live in registers. Asked for one block per SM, ptxas gives each thread as many as it can.
 LAUNCH = {"block": (THREADS, 1, 1), "min_blocks_per_mp": 1}
 
 
@@ -55,7 +56,7 @@ class RowwiseParams(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Of one launch: Sk - Sq is `shift`, Hq // Hk is `group`."""
+    """Sizes of one launch: `shift` is Sk - Sq, `group` is Hq // Hk."""
 
     Sq: Int32
     Sk: Int32
@@ -64,7 +65,7 @@ class Sizes(NamedTuple):
 
 
 class Score(NamedTuple):
-    """A score in base-2 units, and its derivative by the product of the two rows, in natural units."""
+    """A score in base-2 units, and its derivative with respect to the rows' dot product, in natural units."""
 
     value: Float32
     slope: Float32
@@ -124,17 +125,17 @@ def backward(
 
 
 def compile_forward(dtype: str, plan: Plan) -> Any:
-    """`forward` compiled for any sizes and strides; call it as (q, k, v, out, lse, rule, stream).
+    """`forward` compiled for any sizes and strides; call it as (q, k, v, out, lse, params, stream).
 
-    dtype: as torch and the DSL name it: "bfloat16", "float16", "float32". Tensors are passed by DLPack, the
-    rule as a tuple of numbers, the stream as its handle.
+    dtype: as torch and the DSL name it: "bfloat16", "float16", "float32". Tensors are passed by DLPack,
+    params as a tuple of numbers, the stream as its handle.
     """
     q, k, v, out = (_rows(dtype, D) for D in (plan.D, plan.D, plan.Dv, plan.Dv))
     return cute.compile(forward, q, k, v, out, _per_row(), _params(), plan, _stream(), options=_OPTIONS)
 
 
 def compile_backward(dtype: str, plan: Plan, *, dlse: bool = False) -> Any:
-    """`backward` compiled like the forward; call it with all of its arguments but `plan`."""
+    """`backward` compiled like the forward; call it with all of its arguments except `plan`."""
     q, k, v, out, dout, dq, dk, dv = (
         _rows(dtype, D) for D in (plan.D, plan.D, plan.Dv, plan.Dv, plan.Dv, plan.D, plan.D, plan.Dv)
     )
@@ -147,7 +148,7 @@ _OPTIONS = "--enable-tvm-ffi"
 
 
 def _rows(dtype: str, D: int) -> cute.Tensor:
-    """Stands for any (B, S, H, D) tensor with unit last stride."""
+    """A stand-in for any (B, S, H, D) tensor with unit last stride."""
     numeric = NUMERIC[dtype]
     shape = (cute.sym_int(), cute.sym_int(), cute.sym_int(), D)
     stride = (cute.sym_int64(), cute.sym_int64(), cute.sym_int64(), 1)
@@ -155,7 +156,7 @@ def _rows(dtype: str, D: int) -> cute.Tensor:
 
 
 def _per_row() -> cute.Tensor:
-    """Stands for any contiguous (B, H, S) tensor in float32."""
+    """A stand-in for any contiguous (B, H, S) tensor in float32."""
     shape = (cute.sym_int(), cute.sym_int(), cute.sym_int())
     return cute.runtime.make_fake_compact_tensor(Float32, shape, stride_order=(2, 1, 0), assumed_align=4)
 
@@ -373,7 +374,7 @@ def _zeros(D: int) -> cute.Tensor:
 
 
 def _dot(x, tile, j, D: int) -> Float32:
-    """The product of the thread's row and row `j` of a tile."""
+    """The dot product of the thread's row and row `j` of a tile."""
     total = Float32(0.0)
     for d in range(D):
         total = total + x[d] * tile[j, d]
@@ -414,7 +415,7 @@ def _visible(row: Int32, key: Int32, size: Sizes, params: RowwiseParams, plan: P
 
 
 def _keys_seen_by(first_row: Int32, size: Sizes, params: RowwiseParams, plan: Plan) -> tuple[Int32, Int32]:
-    """From where to where some row of the block may see keys."""
+    """Bounds `first <= j < last` of the keys that some row of the block may see."""
     first, last = Int32(0), size.Sk
     if plan.left:
         first = cutlass.max(first, first_row + size.shift - params.left)
@@ -424,7 +425,7 @@ def _keys_seen_by(first_row: Int32, size: Sizes, params: RowwiseParams, plan: Pl
 
 
 def _rows_that_see(first_key: Int32, size: Sizes, params: RowwiseParams, plan: Plan) -> tuple[Int32, Int32]:
-    """From where to where rows may see some key of the block."""
+    """Bounds `first <= i < last` of the rows that may see some key of the block."""
     first, last = Int32(0), size.Sq
     if plan.right:
         first = cutlass.max(first, first_key - size.shift - params.right)

@@ -1,24 +1,25 @@
 """Dropout in the kernels: the mask of `reference.dropout`, whose docstring fixes the mapping, bit for bit.
 
-A tile of weights lies in a wgmma accumulator: lane l of a warp holds rows l // 4 and l // 4 + 8 of the warp's
-16, and columns 2 (l % 4) + 8 j + (0, 1). Warps that have nothing else to do draw for those that weigh: eight
-lanes for a strip of 16 rows and 32 columns. Each makes two words, whose bits belong to four other lanes, and
-leaves them in shared memory such that a matrix load brings every lane its own.
+A tile of attention weights lies in a wgmma accumulator: lane l of a warp holds rows l // 4 and l // 4 + 8 of
+the warp's 16, and columns 2 (l % 4) + 8 j + (0, 1). RNG warps, which have nothing else to do, generate the
+keep bits for the warps that hold the weights: eight lanes for a strip of 16 rows and 32 columns. Each makes
+two words, whose bits belong to four other lanes, and leaves them in shared memory such that one ldmatrix
+brings every lane its own.
 
-    dropout = load(rng_state, params.drop_byte, params.drop_fraction)   once per drawing thread
+    dropout = load(rng_state, params.drop_byte, params.drop_fraction)   once per thread that generates
     rows = QueryRows.at(dropout, row, head, lane)                   for 16 rows of queries
-    rows.draw(key, strip, kept)                                     kept (32, words(N)) in shared memory
-    QueryRows.drop(weights, take(kept, lane))                       by the lane that holds the weights
+    rows.generate(key, strip, keep_bits)                            keep_bits (32, words(N)) in shared memory
+    QueryRows.drop(weights, take(keep_bits, lane))                  by the lane that holds the weights
 
-In tensor memory a lane is a row. A lane that holds 64 queries of one key makes two words and exchanges them
-with three others, which takes less than leaving the numbers to warps with nothing else to do:
+In TMEM a lane is a row. A lane that holds 64 queries of one key makes two words and exchanges them with three
+others, which takes less than leaving the numbers to RNG warps:
 
     row = KeyLane.at(dropout, key, head, lane)                      for a key
-    KeyLane.drop(weights, row.kept(query))                          of 32 or 64 queries
+    KeyLane.drop(weights, row.keep_bits(query))                     of 32 or 64 queries
     row = QueryLane.at(dropout, query, head, lane)                  for a query
-    QueryLane.drop(weights, row.kept(key))                          of 32 keys
+    QueryLane.drop(weights, row.keep_bits(key))                     of 32 keys
 
-Weights are only zeroed; 1 / (1 - p) belongs into a factor that something is multiplied by anyway.
+Weights are only zeroed; 1 / (1 - p) belongs into a factor that is applied anyway.
 """
 
 from __future__ import annotations
@@ -33,52 +34,52 @@ from cutlass._mlir.dialects import nvvm
 
 ROUNDS = 7
 BLOCK = 16
-"""Calls of the generator stay inside aligned BLOCK x BLOCK tiles."""
+"""Side of aligned tiles: a call of Philox stays inside one."""
 PLANES = 8
 """Bits of the number that decides on a weight."""
 ROTATIONS = (12, 3, 19, 24, 8)
-"""Of the words that the lower halves of numbers are mixed of."""
+"""Left rotations of the words from which the lower halves of numbers are mixed."""
 TURN = 16
-"""From where they are mixed to the weights that they decide on."""
+"""Left rotation from where lower halves are mixed to the weights that they decide on."""
 STRIP = 2 * BLOCK
 """Columns of a strip."""
 STRIP_LANES = 8
-"""Neighbouring lanes that draw a strip."""
+"""Neighbouring lanes that generate one strip."""
 WARP_STRIPS = 32 // STRIP_LANES
-"""That a warp draws at a time."""
+"""Strips that a warp generates at a time."""
 
 Words = tuple[Uint32, Uint32, Uint32, Uint32]
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
-_MAJORITY = 0xE8  # of three bits, as lop3's table
-_SUM = 0x96  # of three bits, modulo 2
-_CHOICE = 0xCA  # of the second or the third bit, by the first
+_MAJORITY = 0xE8  # lop3 table: the majority of three bits
+_SUM = 0x96  # lop3 table: the sum of three bits, modulo 2
+_CHOICE = 0xCA  # lop3 table: the second or the third bit, chosen by the first
 _LOW_HALVES = 0x0F0F0F0F
-"""Of bytes."""
+"""Lower halves of bytes."""
 _EVEN_BITS = 0x55555555
 _LOW_PAIRS = 0x03030303
-"""Of bits, in bytes."""
+"""Lowest pairs of bits in bytes."""
 _SIGN = 8
-"""Added to a byte's index in a selector: its top bit, eight times."""
+"""Added to a byte's index in a prmt selector: its top bit, eight times."""
 _MATRIX = 2 * STRIP
-"""Columns whose bits are a matrix, 8 rows of 16 bytes, of which a load brings every lane a word."""
+"""Columns whose bits are a matrix, 8 rows of 16 bytes, of which an ldmatrix brings every lane a word."""
 
 
 class Dropout(NamedTuple):
-    """What all weights of a call share."""
+    """Numbers that all weights of a call share."""
 
     keys: tuple[tuple[Uint32, Uint32], ...]
-    """Of each round."""
+    """Philox keys of each round."""
     offset: Uint32
     fraction: Uint32
     limit: tuple[Uint32, ...]
-    """The bits of t inverted, from the lowest on, each of them 32 times; all 0 for t = 256."""
+    """Inverted bits of t, from the lowest on, each of them 32 times; all 0 for t = 256."""
     some: Uint32
     """All ones, but 0 for t = 256, where nothing is kept."""
 
     def keep_bits(self, keys: Uint32, queries: Uint32, head: Uint32) -> Uint32:
-        """Which of 32 weights are kept."""
+        """A bit for each of 32 weights: whether it is kept."""
         words = self.words(keys, queries, head)
         turned = [_rotate(words[(k + 1) % 4], by) for k, by in enumerate(ROTATIONS)]
         carry = cute.arch.lop3(turned[0], turned[1], turned[2], _SUM)
@@ -92,19 +93,22 @@ class Dropout(NamedTuple):
         return keep_bits
 
     def words(self, keys: Uint32, queries: Uint32, head: Uint32) -> Words:
-        """One call of the generator, 16 bytes; its counter is made of j, of i, and b * Hq + h."""
+        """One call of Philox, 16 bytes; its counter is made of j, of i, of b * Hq + h, and of the offset."""
         x0, x1, x2, x3 = keys, queries, head, self.offset
         for k0, k1 in self.keys:
             high0, low0 = _product(x0, _MULTIPLIERS[0])
             high1, low1 = _product(x2, _MULTIPLIERS[1])
-            # What is the same in all calls of a loop is combined first, outside of it.
+            # Operands that are the same in all calls of a loop are combined first, outside of it.
             x0, x1, x2, x3 = high1 ^ (x1 ^ k0), low1, high0 ^ (x3 ^ k1), low0
         return x0, x1, x2, x3
 
 
 @cute.jit
 def load(rng_state: cute.Tensor, byte: Uint32, fraction: Uint32) -> Dropout:
-    """rng_state: int64 (2,), seed and offset. byte, fraction: `thresholds(p)` of the reference."""
+    """The state of a call.
+
+    rng_state: int64 (2,), seed and offset. byte, fraction: `thresholds(p)` of the reference.
+    """
     k0, k1, offset = (_uniform(Uint32(word)) for word in (rng_state[0], rng_state[0] >> 32, rng_state[1]))
     keys = tuple(
         (k0 + Uint32(r * _WEYL[0] % 2**32), k1 + Uint32(r * _WEYL[1] % 2**32)) for r in range(ROUNDS)
@@ -115,17 +119,17 @@ def load(rng_state: cute.Tensor, byte: Uint32, fraction: Uint32) -> Dropout:
 
 
 def words(N: int) -> int:
-    """How many words of 32 bits say which of a lane's weights are kept, for N columns."""
+    """Number of 32-bit words that hold a lane's keep bits, for N columns."""
     return -(-N // _MATRIX)
 
 
 def strips(N: int) -> int:
-    """How many strips N columns are; the last one may be half used."""
+    """Number of strips in N columns; the last one may be half used."""
     return -(-N // STRIP)
 
 
 def take(keep_bits: cute.Tensor, lane: Int32) -> cute.Tensor:
-    """Registers with a lane's words of `keep_bits`, (32, words(N)) in shared memory."""
+    """A lane's words of `keep_bits`, (32, words(N)) in shared memory, loaded to registers."""
     count = cute.size(keep_bits, mode=[1])
     taken = cute.make_rmem_tensor(count, Uint32)
     for n in range(count):
@@ -136,14 +140,14 @@ def take(keep_bits: cute.Tensor, lane: Int32) -> cute.Tensor:
 
 
 class QueryRows(NamedTuple):
-    """16 rows of queries that a lane draws for, or its share of them; columns are keys.
+    """16 rows of queries that a lane generates for, or its share of them; columns are keys.
 
     Of every block of 16 columns its share are the weights with its own i2, j2 and j1.
     """
 
     dropout: Dropout
     block: Uint32
-    """The rows' part of the counter."""
+    """The rows' part of Philox's counter."""
     head: Uint32
     half: Uint32
     """i2"""
@@ -152,15 +156,15 @@ class QueryRows(NamedTuple):
 
     @classmethod
     def at(cls, dropout: Dropout, row: Int32, head: Int32, lane: Int32) -> QueryRows:
-        """row: the first, a multiple of 16. head: b * Hq + h; for varlen b counts sequences."""
+        """row: the first row, a multiple of 16. head: b * Hq + h; for varlen b counts sequences."""
         quarter, half = Uint32(lane) % 4, Uint32(lane) // 4 % 2
         return cls(dropout, (Uint32(row) >> 3) + half, Uint32(head), half, quarter)
 
     def generate(self, column: Int32, strip: Uint32, keep_bits: cute.Tensor) -> None:
-        """A strip, the `strip`-th of the tile whose first column is `column`, a multiple of 16."""
+        """Generate a strip, the `strip`-th of the tile whose first column is `column`, a multiple of 16."""
         first = (Uint32(column) >> 2) + 8 * strip + self.quarter
         even, odd = (self.dropout.keep_bits(first + 4 * n, self.block, self.head) for n in range(2))
-        # Numbers of 16 bits, a byte of each block, for the lanes with i1 i0 = 0, 1 and 2, 3.
+        # 16-bit numbers, a byte of each block, for the lanes with i1 i0 = 0, 1 and 2, 3.
         low, high = (_permute(even, odd, Uint32(_selector(s))) for s in ((0, 4, 1, 5), (2, 6, 3, 7)))
         pairs = cute.make_tensor(
             cute.recast_ptr(keep_bits.iterator, dtype=Uint64), cute.make_layout((2, 2, 4, 4))
@@ -169,7 +173,7 @@ class QueryRows(NamedTuple):
 
     @staticmethod
     def place(pair: int, column: int) -> tuple[int, int, int]:
-        """Word, byte and bit of a weight: 0 or 1, a `column` of the lane's `pair` of neighbouring ones."""
+        """Word, byte and bit of the weight in `column`, 0 or 1, of the lane's `pair` of adjacent columns."""
         block, inside = divmod(pair, 4)
         word, byte = divmod(block, 4)
         return word, byte, 4 * column + inside
@@ -178,7 +182,8 @@ class QueryRows(NamedTuple):
     def drop(cls, weights: cute.Tensor, keep_bits: cute.Tensor) -> None:
         """Zero what is not kept of a lane's N / 2 numbers of 16 or 32 bits, a flat register tensor.
 
-        In the accumulator's order: two columns of two rows of each 8 columns. kept: what `take` gave.
+        Numbers are in the accumulator's order: two columns of two rows of each 8 columns. keep_bits: what
+        `take` returned.
         """
         together = 32 // weights.element_type.width
         count = cute.size(weights) // together
@@ -186,7 +191,7 @@ class QueryRows(NamedTuple):
         for i in range(count):
             pair, columns = (i, (0, 1)) if together == 2 else (i // 2, (i % 2,) * 2)
             places = [cls.place(pair, column) for column in columns]
-            # Each bit becomes the top one of its byte, and that is then repeated over half of the target.
+            # Each bit becomes the top one of its byte, which prmt then repeats over half of the target.
             flags = (keep_bits[word] << (7 - bit) for word, _, bit in places)
             first, second = (byte | _SIGN for _, byte, _ in places)
             selector = _selector((first, first, 4 + second, 4 + second))
@@ -194,7 +199,7 @@ class QueryRows(NamedTuple):
 
 
 class KeyRows(QueryRows):
-    """The transposed product: rows are keys, columns are queries."""
+    """The transposed MMA: rows are keys, columns are queries."""
 
     @classmethod
     def at(cls, dropout: Dropout, row: Int32, head: Int32, lane: Int32) -> KeyRows:
@@ -204,7 +209,7 @@ class KeyRows(QueryRows):
     def generate(self, column: Int32, strip: Uint32, keep_bits: cute.Tensor) -> None:
         first = (Uint32(column) >> 3) + 4 * strip + self.half
         even, odd = (self.dropout.keep_bits(self.block, first + 2 * n, self.head) for n in range(2))
-        # Numbers of 16 bits, i0 and then the block, for i1 = 0, 1 and the lanes with j0 = 0 and with j0 = 1.
+        # 16-bit numbers, i0 and then the block, for i1 = 0, 1 and the lanes with j0 = 0 and with j0 = 1.
         low = cute.arch.lop3(Uint32(_LOW_HALVES), even, odd << 4, _CHOICE)
         high = cute.arch.lop3(Uint32(_LOW_HALVES), even >> 4, odd, _CHOICE)
         words = cute.make_tensor(keep_bits.iterator, cute.make_layout((4, 2, 2, 2, 4)))
@@ -224,13 +229,13 @@ class KeyRows(QueryRows):
 class KeyLane(NamedTuple):
     """The key that a lane has; the warp has 32 neighbouring ones, the first of them a multiple of 32.
 
-    What a call decides on belongs to the four lanes with the same j2 and j1. Each of them makes the calls of
-    one block of 16 queries out of four.
+    A call decides on weights of the four lanes with the same j2 and j1. Each of them makes the calls of one
+    block of 16 queries out of four.
     """
 
     dropout: Dropout
     keys: Uint32
-    """The key's part of the counter."""
+    """The key's part of Philox's counter."""
     head: Uint32
     lane: Int32
 
@@ -240,7 +245,7 @@ class KeyLane(NamedTuple):
         return cls(dropout, Uint32(key >> 4 << 2 | key >> 1 & 3), Uint32(head), lane)
 
     def keep_bits(self, query: Int32) -> tuple[Uint32, Uint32]:
-        """Which of the 64 weights from a query on, a multiple of 64, are kept."""
+        """Keep bits of the 64 weights from a query on, a multiple of 64."""
         j3, j0 = self.lane >> 3 & 1, self.lane & 1
         first = Uint32((query >> 4) + 2 * j3 + j0) * 2
         own = [self.dropout.keep_bits(self.keys, first + i2, self.head) for i2 in range(2)]
@@ -263,7 +268,7 @@ class KeyLane(NamedTuple):
 
     @classmethod
     def drop(cls, weights: cute.Tensor, keep_bits: tuple[Uint32, Uint32], first: int = 0) -> None:
-        """Zero what is not kept of numbers of 16 or 32 bits, those of queries from the `first` on."""
+        """Zero what is not kept of numbers of 16 or 32 bits, those of the queries from the `first` on."""
         each = 32 // weights.element_type.width
         count = cute.size(weights) // each
         targets = cute.make_tensor(cute.recast_ptr(weights.iterator, dtype=Uint32), cute.make_layout(count))
@@ -271,7 +276,7 @@ class KeyLane(NamedTuple):
             word, byte, bit = cls.place(first + each * i)
             last = byte + each - 1
             selector = Uint32(_selector((byte | _SIGN, byte | _SIGN, last | _SIGN, last | _SIGN)))
-            # The bit becomes the top one of its byte, and that is then repeated.
+            # The bit becomes the top one of its byte, which prmt then repeats.
             flags = keep_bits[word] << (7 - bit)
             targets[i] = targets[i] & _permute(flags, flags, selector)
 
@@ -279,13 +284,13 @@ class KeyLane(NamedTuple):
 class QueryLane(NamedTuple):
     """The query that a lane has; the warp has 32 neighbouring ones, the first of them a multiple of 32.
 
-    What a call decides on belongs to the eight lanes with the same i2. Of 32 keys each of them makes one
-    call, and keeps four bits of its own and of the seven others' words.
+    A call decides on weights of the eight lanes with the same i2. For 32 keys each of them makes one call,
+    and keeps four bits of its own word and of each of the seven others'.
     """
 
     dropout: Dropout
     queries: Uint32
-    """The query's part of the counter."""
+    """The query's part of Philox's counter."""
     head: Uint32
     lane: Int32
 
@@ -295,12 +300,13 @@ class QueryLane(NamedTuple):
         return cls(dropout, Uint32(query >> 4 << 1 | query >> 2 & 1), Uint32(head), lane)
 
     def keep_bits(self, key: Int32) -> Uint32:
-        """Which of the 32 weights from a key on, a multiple of 32, are kept."""
+        """Keep bits of the 32 weights from a key on, a multiple of 32."""
         i0, i1, i3 = (self.lane >> n & 1 for n in (0, 1, 3))
         keys = Uint32(((key >> 4) + i3) * 4 + 2 * i1 + i0)
         word = self.dropout.keep_bits(keys, self.queries, self.head)
-        # Bits of a word stand for i1, i0, j0, j3 and i3, from the highest one; those that are not the lane's
-        # own are given for those of another lane's word that are, and then tell of whose word they are.
+        # A bit's index in a word is made of i1, i0, j0, j3 and i3, from the highest one. Bits that are not
+        # the lane's own are exchanged for bits of another lane's word that are; their part of the index then
+        # tells whose word they come from.
         other = cute.arch.shuffle_sync_bfly(word, 2)
         word = _permute(word, other, Uint32(cutlass.select_(i1 == 0, Int32(0x5410), Int32(0x3276))))
         other = cute.arch.shuffle_sync_bfly(word, 1)
@@ -324,7 +330,7 @@ class QueryLane(NamedTuple):
         )
         for i in range(STRIP // 2):
             (byte, bit), (_, next_bit) = cls.place(2 * i), cls.place(2 * i + 1)
-            # Each bit becomes the top one of its byte, and that is then repeated over half of the pair.
+            # Each bit becomes the top one of its byte, which prmt then repeats over half of the pair.
             first, second = byte | _SIGN, 4 + byte | _SIGN
             selector = Uint32(_selector((first, first, second, second)))
             pairs[i] = pairs[i] & _permute(keep_bits << (7 - bit), keep_bits << (7 - next_bit), selector)
@@ -335,23 +341,23 @@ def _selector(bytes_: Iterable[int]) -> int:
 
 
 def _permute(low: Uint32, high: Uint32, selector: Uint32) -> Uint32:
-    """Bytes chosen of eight."""
+    """Four bytes chosen from the eight of `low` and `high`."""
     return Uint32(
         nvvm.prmt(low.ir_value(), selector.ir_value(), nvvm.PermuteMode.DEFAULT, hi=high.ir_value())
     )
 
 
 def _rotate(word: Uint32, by: int) -> Uint32:
-    """To the left."""
+    """The word rotated to the left."""
     return word << by | word >> (32 - by)
 
 
 def _product(x: Uint32, factor: int) -> tuple[Uint32, Uint32]:
-    """The high and the low word."""
+    """The high and the low word of x * factor."""
     product = Uint64(x) * Uint64(factor)
     return Uint32(product >> 32), Uint32(product)
 
 
 def _uniform(word: Uint32) -> Uint32:
-    """The same word in all lanes, in a register that they share: the lanes' own ones are few."""
+    """The same word in all lanes, in a uniform register: the lanes' own registers are few (ptxas.md, P11)."""
     return Uint32(cute.arch.warp_redux_sync(word, "or"))

@@ -30,8 +30,8 @@ def any_sizes(count: int) -> tuple[Any, ...]:
 
 
 def rows(dtype: type, shape: tuple[Any, ...]) -> cute.Tensor:
-    """A stand-in for any tensor that TMA takes: 16-byte aligned, strides multiples of 8 but for the last,
-    which is 1.
+    """A stand-in for any tensor that TMA takes: 16-byte aligned, strides multiples of 8 but the last, which
+    is 1.
 
     It may have more elements than 32 bits count.
     """
@@ -55,8 +55,7 @@ def compact(dtype: type, shape: tuple[Any, ...]) -> cute.Tensor:
 
 
 def by_kv_head(x: cute.Tensor, k: cute.Tensor) -> cute.Tensor:
-    """A ((group, S), D, Hk, B) view: the query heads of a KV head and the positions are the rows of a tile.
-    """
+    """A ((group, S), D, Hk, B) view: query heads of a KV head and positions are the rows of a tile."""
     x, Hk = positions_first(x), k.shape[cute.rank(k) - 2]
     S, D, Hq, B = x.shape
     s, d, h, b = x.stride

@@ -4,7 +4,8 @@
     @cute.jit
     def mma(ctx: Context) -> None:
 
-A role sees no other pipeline of the context: a kernel that uses one which its role does not name is not compiled.
+A role sees no other pipeline of the context: a kernel whose role uses one that it does not name fails to
+compile.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ AnyContext = TypeVar("AnyContext")
 def role(
     *, produces: tuple[str, ...] = (), consumes: tuple[str, ...] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a function the context with these pipelines only: rings of the context, and barriers of its `signals`."""
+    """Give a function the context with these pipelines only.
+
+    Pipelines are the rings of the context, and the barriers of its `signals`.
+    """
     names = frozenset(produces + consumes)
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:

@@ -56,8 +56,7 @@ def scale_and_cap(scores: cute.Tensor, params: LaunchParams, features: cutlass.C
 
 
 def tanh_near_zero(y: Float32) -> tuple[Boolean, Float32]:
-    """Whether y is small enough for the series of tanh (false for NaN), and tanh(y) / y - 1 by that series.
-    """
+    """Whether y is small enough for tanh's series (false for NaN), and tanh(y) / y - 1 by that series."""
     square, excess = y * y, Float32(0.0)
     for coefficient in _SERIES:
         excess = (excess + coefficient) * square

@@ -286,8 +286,7 @@ def exp2_packed(
     first: cutlass.Constexpr,
     last: cutlass.Constexpr,
 ) -> tuple[CtaPair, ...]:
-    """Packed rows: turn columns `first <= c < last` of one row (1, C) into weights, and add them to its sums.
-    """
+    """Packed rows: turn columns `first <= c < last` of one row (1, C) into weights; adds them to its sums."""
     chains, offset = list(sums), -update.offsets[0]
     for c in cutlass.range_constexpr(first, last, 2):
         x = scores[0, c], scores[0, c + 1]

@@ -78,8 +78,7 @@ def prefetch_work(ctx: SchedulerContext, num_work: Uint32) -> Uint32:
 
 @cute.jit
 def await_work(ctx: SchedulerContext, number: Uint32, at: Cursor):
-    """The work index in all lanes, of both CTAs of a cluster, and the cursor for handing over the next one.
-    """
+    """The work index in all lanes, of both CTAs of a cluster, and the cursor of the next one's hand-over."""
     grid, _, _ = cute.arch.grid_dim()
     if cutlass.const_expr(ctx.plan.cluster_size == 1):
         return cute.arch.shuffle_sync(number, 0) + Uint32(grid), at

@@ -86,9 +86,9 @@ def _backends() -> Iterator[Case]:
 
 def _logs() -> Iterator[Case]:
     for call in ATTENDING:
-        yield _case(env.LOG, "anything", call, "it must be one of ['backend']")
+        yield _case(env.LOG, "anything", call, "it must be one of ['backend', 'config']")
     for value in ("backends", "BACKEND", "1", "true", "0", "debug", "backend,all"):
-        yield _case(env.LOG, value, attend, "it must be one of ['backend']")
+        yield _case(env.LOG, value, attend, "it must be one of ['backend', 'config']")
 
 
 def _archs() -> Iterator[Case]:

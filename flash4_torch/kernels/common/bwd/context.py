@@ -20,6 +20,8 @@ class BackwardMaps(Protocol):
 
 
 class BackwardContext(SchedulerContext, Protocol):
+    """The fields of a backward kernel's context that code for every architecture reads."""
+
     plan: BackwardPlan
     maps: BackwardMaps
     work_tile: cute.Pointer

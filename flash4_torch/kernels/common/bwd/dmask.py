@@ -23,7 +23,7 @@ class DmaskWork(Protocol):
 
 @cute.jit
 def add_dmask(ctx: BackwardContext, work: DmaskWork, n: Int32, fragment: Fragment) -> None:
-    """Its rows are keys; where the mask broadcasts, sums over what shares a number."""
+    """Add a fragment whose rows are keys; where the mask broadcasts, all that shares a number is summed."""
     target, tile = ctx.dmask, work.tile
     Bm, Hm, Skm, Sqm = target.shape
     for r in cutlass.range_constexpr(len(fragment.rows)):

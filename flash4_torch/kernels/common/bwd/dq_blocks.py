@@ -1,15 +1,16 @@
 """How dQ is summed up in global memory: blocks of query rows in float32, in the order of accumulators.
 
-A block is `queries` rows of one head. With Hopper's accumulators it is cut into `pieces` that are added one
-by one: bands of 64 rows with all columns, or, where there is one band, ranges of columns. A piece is what one
-warpgroup holds as the accumulator of a 64 x `piece_columns` product; its floats lie as the threads hold them:
+A block is `queries` rows of one head. In the order of Hopper's accumulators it is divided into `pieces`,
+which are added one by one: bands of 64 rows with all columns, or, where there is one band, ranges of columns.
+A piece is what one warpgroup holds as the accumulator of a 64 x `piece_columns` MMA; its floats lie as the
+threads hold them:
 
     float ((piece * registers / 4 + j) * 128 + thread) * 4 + c    is register 4 j + c of that thread,
 
 row `thread // 32 * 16 + thread % 32 // 4 + 8 * (c // 2)` and column `8 * j + thread % 4 * 2 + c % 2` of the
-piece: it is one copy of neighbouring bytes, and a warp leaves 512 of them at once.
+piece. So a piece is one copy of neighbouring bytes, and a warp stores 512 of them at once.
 
-In tensor memory a thread has neighbouring columns of one row, and a warp 32 rows, a band. There
+In TMEM a thread has neighbouring columns of one row, and a warp has 32 rows, a band. There
 
     float ((band * columns / 4 + j) * 32 + row % 32) * 4 + c      is column 4 j + c of the row,
 
@@ -21,19 +22,19 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 ROWS = 64
-"""Of a piece."""
+"""Rows of a piece."""
 THREADS = 128
-"""That hold a piece."""
+"""Threads that hold a piece."""
 
 
 LANE_ROWS = 32
-"""Of a band in tensor memory's order."""
+"""Rows of a band in TMEM's order."""
 VECTOR = 4
 """Neighbouring floats of a row in that order."""
 
 
 class DqBlocks(NamedTuple):
-    """In the order of Hopper's accumulators."""
+    """Blocks of dQ in the order of Hopper's accumulators."""
 
     D: int
     """Head size of q."""
@@ -47,12 +48,12 @@ class DqBlocks(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Ranges of columns."""
+        """Ranges of columns of a band."""
         return max(self.pieces // self.bands, 1)
 
     @property
     def columns(self) -> int:
-        """D, filled up so that every part is a multiple of 16 columns."""
+        """D, padded so that every part is a multiple of 16 columns."""
         return -(-self.D // (16 * self.parts)) * 16 * self.parts
 
     @property
@@ -61,21 +62,21 @@ class DqBlocks(NamedTuple):
 
     @property
     def filled_parts(self) -> int:
-        """Parts that have columns of q, and not only what fills up."""
+        """Parts that have columns of q, and not only padding."""
         return -(-self.D // self.piece_columns)
 
     @property
     def registers(self) -> int:
-        """Of a piece, in each thread."""
+        """Registers of a piece, in each thread."""
         return ROWS * self.piece_columns // THREADS
 
     @property
     def floats(self) -> int:
-        """Of a block."""
+        """Floats of a block."""
         return self.queries * self.columns
 
     def place(self, row: int, column: int) -> int:
-        """Where a number of the block lies."""
+        """Index in the block of the number at this row and column."""
         band, row = divmod(row, ROWS)
         part, column = divmod(column, self.piece_columns)
         warp, row = divmod(row, 16)
@@ -87,34 +88,34 @@ class DqBlocks(NamedTuple):
 
 
 class DqLanes(NamedTuple):
-    """In the order of tensor memory."""
+    """Blocks of dQ in TMEM's order."""
 
     D: int
     """Head size of q."""
     queries: int
     """Rows of a block, a multiple of 32."""
     step: int = 16
-    """Of which columns are a multiple."""
+    """`columns` is a multiple of this."""
 
     @property
     def columns(self) -> int:
-        """D, filled up."""
+        """D, padded."""
         return -(-self.D // self.step) * self.step
 
     @property
     def floats(self) -> int:
-        """Of a block."""
+        """Floats of a block."""
         return self.queries * self.columns
 
     def place(self, row: int, column: int) -> int:
-        """Where a number of the block lies."""
+        """Index in the block of the number at this row and column."""
         band, row = divmod(row, LANE_ROWS)
         j, c = divmod(column, VECTOR)
         return ((band * (self.columns // VECTOR) + j) * LANE_ROWS + row) * VECTOR + c
 
 
 class DqConfig(Protocol):
-    """What the layout depends on; that of wgmma accumulators on `dq_pieces`, that of TMEM on `column_step`, too."""
+    """What the layout depends on: with wgmma's order `dq_pieces`, too, with TMEM's `column_step`."""
 
     @property
     def tmem_order(self) -> bool: ...
@@ -124,7 +125,7 @@ class DqConfig(Protocol):
 
 
 def sums_of(D: int, config: DqConfig) -> DqBlocks | DqLanes:
-    """How a backward kernel of that config adds up dQ, head size D."""
+    """The layout in which a backward kernel of that config sums up dQ, for head size D."""
     if config.tmem_order:
         return DqLanes(D, config.queries, config.column_step)
     return DqBlocks(D, config.queries, config.dq_pieces)

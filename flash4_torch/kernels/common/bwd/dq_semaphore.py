@@ -1,11 +1,12 @@
 """The semaphore by which tiles add to dQ in a fixed order: an int32 for each block of query rows.
 
-A block's semaphore counts the pieces of all tiles up to the last one that has added to it. The tiles that visit a
-block are neighbours, and the first of them counts for those before, which do not visit it.
+A block's semaphore counts the pieces of all tiles up to the last one that has added to it. The tiles that
+visit a block are neighbours, and the first of them also counts for the tiles before it, which do not visit
+the block.
 
-No fence stands between the end of a bulk copy and the release: `cp.async.bulk.wait_group` makes the writes of the
-async proxy visible to the thread that waited, and the release is that thread's. The thread that acquires is about
-to write through the async proxy, so it fences between (PTX ISA, Memory Consistency Model: Proxies).
+No fence stands between the end of a bulk copy and the release: `cp.async.bulk.wait_group` makes the writes of
+the async proxy visible to the thread that waited, and the release is that thread's. The thread that acquires
+is about to write through the async proxy, so it fences between (PTX ISA, Memory Consistency Model: Proxies).
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ class Step(NamedTuple):
     address: Int64
     """Address of the block's semaphore."""
     awaited: Int32
-    """Its value before the piece may be added, at least."""
+    """The semaphore's least value at which the piece may be added."""
     count: Int32
-    """What adding the piece advances it by."""
+    """How far adding the piece advances the semaphore."""
 
 
 @cute.jit
 def step_of(ctx: BackwardContext, order: DqOrder, n: Int32, block: Int64, is_first: Any) -> Step:
-    """The step of a piece of block n, which is number `block` in the workspaces, after the tile before in order.
+    """The step of a piece of block n, which is number `block` in the workspaces, after the previous tile in
+    dQ order.
 
     is_first: whether it is the piece that counts for tiles which do not visit the block.
     """
@@ -44,7 +46,7 @@ def step_of(ctx: BackwardContext, order: DqOrder, n: Int32, block: Int64, is_fir
 
 @cute.jit
 def wait(address: Int64, awaited: Int32) -> None:
-    """Spins, by one thread, until all pieces before have been added."""
+    """Spin, in one thread, until all earlier pieces have been added."""
     seen = _load(address)
     while seen < awaited:
         seen = _load(address)
@@ -53,7 +55,7 @@ def wait(address: Int64, awaited: Int32) -> None:
 
 @cute.jit
 def advance(address: Int64, count: Int32) -> None:
-    """Waits, as the thread that issued them, until the bulk copies are in global memory, and counts them."""
+    """Wait, in the thread that issued them, until the bulk copies are in global memory, and count them."""
     cute.arch.cp_async_bulk_wait_group(0, read=False)
     cute.arch.inline_ptx("red.release.gpu.global.add.s32 [{$r0}], {$r1};", read_only_args=[address, count])
 

@@ -1,4 +1,4 @@
-"""What the hosts of backward kernels do alike: maps of the copy engine, and compiling for any sizes.
+"""Host code that backward kernels share: TMA maps, and compiling for any sizes.
 
 `plan` is what a kernel is compiled for.
 """
@@ -19,7 +19,7 @@ from .plan import BackwardPlan
 
 
 def map_of(op: Any, tensor: cute.Tensor, layout: cute.ComposedLayout, rows: int, columns: int) -> tuple:
-    """A copy atom, and the tensor as it takes it, for rows of a stage, `columns` of each."""
+    """The TMA atom, and the tensor as it takes it, for `rows` rows of a stage, `columns` columns of each."""
     stage, tiler = cute.select(layout, mode=[0, 1]), (rows, columns)
     if tiler != tuple(cute.size(stage, mode=[i]) for i in range(2)):
         stage = cute.get(cute.zipped_divide(stage, tiler), mode=[0])
@@ -27,7 +27,7 @@ def map_of(op: Any, tensor: cute.Tensor, layout: cute.ComposedLayout, rows: int,
 
 
 def compile_for_any(backward: Any, plan: BackwardPlan, floats: int) -> Any:
-    """`backward` compiled for any sizes and strides; `floats`: of a block's sums of dQ."""
+    """`backward` compiled for any sizes and strides; `floats`: floats of a block of dQ's sums."""
     features = plan.features
     packed = 1 if features.varlen else 2
     q, k, v, dout, dk, dv = (

@@ -1,6 +1,7 @@
-"""What loading warps of the backward do alike: a packed sequence's end, lse and delta, and the last message.
+"""Code that load warps of the backward share: a packed sequence's end, lse and delta, and the end of all
+work.
 
-`ctx` is what every role of a kernel may use.
+`ctx` is the context of a kernel's roles.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .tiles import WORK_TILE_WORDS, Tile
 def barrier_of(
     ctx: BackwardContext, edge: Ring, at: Cursor, left: Int32, rows: cutlass.Constexpr
 ) -> cute.Pointer:
-    """Where the stage's copies arrive: of a packed sequence's end, at a barrier that this warp waits for."""
+    """The barrier where the stage's copies arrive: at a packed sequence's end, one that this warp awaits."""
     if cutlass.const_expr(not ctx.plan.features.varlen):
         return edge.full + at.stage
     to_end = (ctx.sequence_end.full.toint() - edge.full.toint()) // 8
@@ -74,7 +75,7 @@ def copy_statistics(
     n: Int32,
     full: cute.Pointer,
 ) -> None:
-    """By one lane."""
+    """Copy one number of each row of block n, `stats[which]`, to shared memory; called by one lane."""
     shape = ctx.stats.shape
     row = Int64(tiles.row_of_workspace(ctx, tile, head))
     if cutlass.const_expr(which):
@@ -92,7 +93,7 @@ def copy_statistics(
 
 @cute.jit
 def exact_lse(ctx: BackwardContext, tile: Tile, head: Int32, n: Int32) -> tuple[cute.Tensor, cute.Tensor]:
-    """lse in natural units and lse_low, (queries,) each, of block n: in global memory."""
+    """lse in natural units and lse_low of block n, (queries,) each, in global memory."""
     shape, each = ctx.stats.shape, Int64(1)
     for size in shape[1:]:
         each = each * size
@@ -103,6 +104,7 @@ def exact_lse(ctx: BackwardContext, tile: Tile, head: Int32, n: Int32) -> tuple[
 
 @cute.jit
 def signal_end(ctx: BackwardContext, at: Cursor) -> None:
+    """Signal the end of all work: a work tile of -1, instead of a further tile."""
     ring.wait_empty(ctx.load_k, at)
     with cute.arch.elect_one():
         cute.arch.store(ctx.work_tile + at.stage * WORK_TILE_WORDS, Int32(-1))
@@ -110,10 +112,10 @@ def signal_end(ctx: BackwardContext, at: Cursor) -> None:
 
 
 def box(rows: cute.Tensor, stage: cute.Tensor, n: Int32) -> cute.Tensor:
-    """As many rows as fill a stage."""
+    """The n-th box of rows, as many rows as fill a stage."""
     return cute.local_tile(rows, tuple(cute.size(stage, mode=[i]) for i in range(2)), (n, 0))
 
 
 def batch_of(ctx: BackwardContext, batch: Int32) -> Int32:
-    """Packed sequences are a batch of one."""
+    """Index of the batch entry in tensors: packed sequences are a batch of one."""
     return Int32(0) if ctx.plan.features.varlen else batch

@@ -48,21 +48,25 @@ class BackwardPlan(NamedTuple):
     def band(self) -> BandShape:
         """The band of the transposed problem: rows are keys, and its right bound is the queries' left one.
 
-        Rows of queries beyond the end need no mask: their lse is infinite.
+        Query rows beyond the end need no mask: their lse is infinite.
         """
         return BandShape(self.features.right, self.features.left, False, self.queries)
 
     @property
     def mask(self) -> MaskPlan:
-        """How the tables of attn_mask, transposed, divide it into blocks: its rows are keys."""
+        """How attn_mask's tables divide the transposed mask, whose rows are keys, into blocks."""
         return MaskPlan(self.features.mask, self.cluster_keys, self.queries)
 
     @property
     def lists_blocks(self) -> bool:
-        """Whether blocks that the mask hides are skipped. A fixed order of sums knows the band only."""
+        """Whether fully masked blocks are skipped where attn_mask says so. A fixed dQ order knows the band
+        only.
+        """
         return bool(self.features.mask) and not self.features.deterministic
 
     @property
     def stores_by_tma(self) -> bool:
-        """Whether dK and dV are stored by TMA. A varlen tile may end inside the box: its rows go one by one."""
+        """Whether dK and dV are stored by TMA. A varlen tile may end inside the box: its rows are stored
+        singly.
+        """
         return not self.features.varlen

@@ -1,4 +1,4 @@
-"""Which rows a CTA of the backward's small kernels has: a block of queries of one head."""
+"""The rows of a CTA in the backward's small kernels: a block of queries of one head."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ class QueryBlock(NamedTuple):
     """0 for packed sequences."""
     head: Int32
     first: Int32
-    """The tensors' row that is the block's first one."""
+    """Index in the tensors of the block's first row."""
     count: Int32
-    """Rows of the sequence from there on; more than the block has, or none, or less than that."""
+    """Rows of the sequence from there on: more than the block has, or fewer; none, or even a negative
+    number."""
     number: Int64
-    """Of the block, among those of all heads and batch entries."""
+    """Index of the block among those of all heads and batch entries."""
 
     def row(self, r: Int32) -> Int32:
-        """The tensors' row that is the block's r-th, some existing one where that does not exist."""
+        """Index in the tensors of the block's row r; of some existing row where that one does not exist."""
         return cutlass.max(self.first + cutlass.min(r, self.count - 1), 0)
 
     def has(self, r: Int32) -> Boolean:
@@ -39,9 +40,10 @@ def heads_and_blocks(x: cute.Tensor, cu_seqlens: cute.Tensor | None, blocks: Row
 
 @cute.jit
 def own_block(x: cute.Tensor, cu_seqlens: cute.Tensor | None, blocks: cutlass.Constexpr) -> QueryBlock:
-    """That of this CTA, of a grid of as many as `heads_and_blocks` multiply to.
+    """The block of this CTA, in a grid with a CTA for each block of each head and batch entry
+    (`heads_and_blocks`).
 
-    Neighbours have the same rows of neighbouring heads, which lie side by side.
+    Neighbouring CTAs have the same rows of neighbouring heads, which lie side by side.
     """
     group, _, _ = cute.arch.block_idx()
     _, Hq, count = heads_and_blocks(x, cu_seqlens, blocks)
@@ -59,7 +61,7 @@ def own_block(x: cute.Tensor, cu_seqlens: cute.Tensor | None, blocks: cutlass.Co
 
 @cute.jit
 def _sequence_of(block: Int32, cu_seqlens: cute.Tensor, blocks: cutlass.Constexpr) -> Int32:
-    """The last sequence that begins at that block or before: of each 32 candidates a lane asks one."""
+    """The last sequence that begins at that block or before: every round tests 32 candidates, one a lane."""
     lane = cute.arch.lane_idx()
     low, high = Int32(0), cu_seqlens.shape[0] - 1
     while high - low > 1:

@@ -1,11 +1,10 @@
 """How the backward's workspaces lie in memory, by blocks of query rows of one head.
 
-Three kernels share them. Of every block there are, in float32, two or four numbers of each row and the sums
-of dQ, in the order that `dq_blocks` gives them, and for the deterministic backward an int32, whose turn it
-is.
+Three kernels share them. Each block has, in float32, two or four numbers of each row and the sums of dQ, in
+the order that `dq_blocks` gives, and for the deterministic backward an int32, the dQ semaphore.
 
-Rows are filled up to whole blocks. Packed sequences begin at whole blocks: sequence b, whose first token is
-`start`, at block start // queries + b, which leaves each of them room enough.
+Rows are padded to whole blocks. Packed sequences begin at whole blocks: sequence b, whose first token is
+`start`, at block start // queries + b, which leaves room enough for each of them.
 
 Nothing here needs a compiler: hosts use it with ints, kernels with registers.
 """
@@ -17,18 +16,18 @@ from typing import Any, NamedTuple
 from .dq_blocks import LANE_ROWS, ROWS, THREADS, DqBlocks, DqLanes
 
 CHUNK = 8
-"""Columns of which a thread has two, of two rows."""
+"""Columns of which a thread has two, in each of two rows."""
 VECTOR = 4
-"""Floats: those."""
+"""Floats that a thread has of a chunk."""
 
 
 class RowBlocks(NamedTuple):
     queries: int
     """Rows of a block, a multiple of 64."""
     columns: int
-    """Of the sums of a row: D, filled up to at least a multiple of 16."""
+    """Columns of dQ's sums: D, padded to at least a multiple of 16."""
     tmem_order: bool = False
-    """Whether dQ is summed up in the order of tensor memory."""
+    """Whether dQ is summed up in TMEM's order."""
 
     @classmethod
     def of(cls, sums: DqBlocks | DqLanes) -> RowBlocks:
@@ -40,12 +39,12 @@ class RowBlocks(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        """Of a row."""
+        """Chunks of a row."""
         return self.columns // CHUNK
 
     @property
     def floats(self) -> int:
-        """Of a block's sums."""
+        """Floats of a block's sums."""
         return self.queries * self.columns
 
     def count(self, Sq: Any) -> Any:
@@ -61,35 +60,37 @@ class RowBlocks(NamedTuple):
         return start // self.queries + b
 
     def vector(self, band: Any, chunk: Any, thread: Any) -> Any:
-        """Where in its block the four floats start that a thread of 128 has of a chunk, in Hopper's order.
+        """Index in its block of the four floats that a thread of 128 has of a chunk, in Hopper's order.
 
-        Pieces of columns follow one another, so it makes no difference here in how many of them a band is.
+        Pieces of columns follow one another, so it makes no difference here how many of them a band has.
         """
         return ((band * self.chunks + chunk) * THREADS + thread) * VECTOR
 
     def lane_vector(self, row: Any, j: Any) -> Any:
-        """Where in its block the j-th four columns of a row start, in the order of tensor memory."""
+        """Index in its block of the j-th four columns of a row, in TMEM's order."""
         band = row // LANE_ROWS
         return ((band * (self.columns // VECTOR) + j) * LANE_ROWS + row % LANE_ROWS) * VECTOR
 
 
 class PreprocessPlan(NamedTuple):
-    """What the kernel before the backward's main one is compiled for."""
+    """What the preprocess kernel is compiled for."""
 
     dtype: str
     Dv: int
     blocks: RowBlocks
     varlen: bool = False
     dlse: bool = False
-    """A gradient arrives at lse."""
+    """Whether a gradient arrives at lse."""
     is_ordered: bool = False
-    """Sums are added in turns: deterministic."""
+    """Whether dQ is summed up in a fixed order: deterministic."""
     negated: bool = False
-    """Both numbers of a row change sign: what is then added, packed instructions do not subtract."""
+    """Whether the numbers of a row change sign, so that the main kernel adds them: packed instructions do not
+    subtract."""
     clears: bool = True
-    """The sums of dQ."""
+    """Whether the kernel clears the sums of dQ."""
     float_mask: bool = False
-    """A floating mask was added: lse in natural units and what its rounding took are two numbers more."""
+    """Whether a floating mask was added. Then each row has two numbers more: lse in natural units, and what
+    its rounding took (lse_low)."""
 
     @property
     def stats(self) -> int:
@@ -98,7 +99,7 @@ class PreprocessPlan(NamedTuple):
 
 
 class PostprocessPlan(NamedTuple):
-    """What the kernel behind the main one is compiled for."""
+    """What the postprocess kernel is compiled for."""
 
     dtype: str
     D: int
@@ -107,7 +108,7 @@ class PostprocessPlan(NamedTuple):
 
 
 class GroupReducePlan(NamedTuple):
-    """What the kernel that adds up dK and dV of a group's heads is compiled for."""
+    """What the group-reduce kernel, which sums up dK and dV of a group's heads, is compiled for."""
 
     dtype: str
     D: int

@@ -1,4 +1,4 @@
-"""dK and dV on their way from a warp's rows in shared memory to global memory: by TMA, or row by row."""
+"""Stores of dK and dV, from a warp's rows in shared memory to global memory: by TMA, or row by row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def store_box(
     rows: cutlass.Constexpr,
     **more,
 ) -> None:
-    """One TMA store of a warp's `rows` keys, which leaves out rows beyond the end."""
+    """One TMA store of a warp's `rows` keys; TMA leaves out rows beyond the end."""
     box = (rows, cute.size(stage, mode=[1]))
     place = tile.index * (ctx.plan.keys // rows) + warp
     own = cute.local_tile(target[None, None, tile.kv_head, tile.batch], box, (place, 0))
@@ -41,7 +41,7 @@ def store_rows(
     rows: cutlass.Constexpr,
     lane: Int32,
 ) -> None:
-    """16 bytes a lane, rows of the sequence only: those of the next one follow."""
+    """Store 16 bytes a lane, of the sequence's rows only: those of the next sequence follow."""
     chunks, first = D // VECTOR, warp * rows
     for e in cutlass.range(lane, rows * chunks, WARP, unroll=1):
         row, chunk = first + e // chunks, e % chunks

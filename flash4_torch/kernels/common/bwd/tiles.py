@@ -1,6 +1,6 @@
-"""A tile of keys, of the backward: in which order tiles are drawn, and how the loading warp tells others.
+"""Tiles of keys, in the backward: in which order they are fetched, and how the load warp passes them on.
 
-`ctx` is what every role of a kernel may use: its plan, rule, maps, message and edges.
+`ctx` is the context of a kernel's roles.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from ..ring import Cursor
 from .context import BackwardContext
 
 WORK_TILE_WORDS = 8
-"""Words that describe a tile to the others."""
+"""Words of a work tile, by which the load warp describes a tile to the other roles."""
 _ESSENTIAL_WORDS = 3
-"""Of them, what is not known without, unless sequences are packed."""
+"""Leading words of a work tile that are always needed; the others only where sequences are packed."""
 
 
 class Tile(NamedTuple):
-    """Which keys, of whom. `index` is -1 where there is no further tile."""
+    """A tile's keys, and whose they are. `index` is -1 where there is no further tile."""
 
     index: Int32
     """Position of the keys, in tiles."""
     kv_head: Int32
-    """With heads apart the query head, whose own dK and dV are made: see `kv_head_of`."""
+    """KV head; with scope `q_head` the query head, which has a dK and dV of its own: see `kv_head_of`."""
     batch: Int32
     q_offset: Int32
-    """Where the sequence begins in packed rows; 0 if not varlen."""
+    """The packed row at which the sequence begins; 0 if not varlen."""
     Sq: Int32
     k_offset: Int32
     Sk: Int32
 
 
 class Shape(NamedTuple):
-    """How many tiles there are of a head, and are drawn in all; in clusters pairs of tiles."""
+    """The tiles of a head, and all work items; in clusters, pairs of tiles."""
 
     tiles_per_head: Uint32
     kv_heads: Uint32
     num_work: Uint32
-    """With whole heads of each head one."""
+    """Work items; with scope `kv_head`, one for each head."""
 
 
 @cute.jit
@@ -62,10 +62,11 @@ def shape(ctx: BackwardContext) -> Shape:
 
 @cute.jit
 def decode(ctx: BackwardContext, shape: Shape, work_idx: Uint32) -> Tile:
-    """Sections of heads one after another; within one, the first block of keys of every head comes first.
+    """The tile of a work index: sections of heads one after another, in each the first keys of every head
+    first.
 
-    With a causal mask the first block takes longest, so that what is left at the end is short. Where dQ is
-    summed up in order, tiles wait only for such as were drawn before: see `Plan.last_tile_first`.
+    With a causal mask the first block of keys takes longest, so that what is left at the end is short. Where
+    dQ is summed up in order, tiles wait only for tiles that were fetched earlier: see `Plan.last_tile_first`.
     """
     step, head = tile_scheduler.decode_work(ctx, shape.tiles_per_head, shape.num_work, work_idx)
     return tile_of(ctx, shape, step, head)
@@ -73,7 +74,7 @@ def decode(ctx: BackwardContext, shape: Shape, work_idx: Uint32) -> Tile:
 
 @cute.jit
 def tile_of(ctx: BackwardContext, shape: Shape, step: Uint32, head: Uint32) -> Tile:
-    """A key head's tile, of all batch entries' key heads, by when it is drawn among the head's."""
+    """The `step`-th tile to be fetched of a KV head; `head` counts the KV heads of all batch entries."""
     batch = head // shape.kv_heads
     b = Int32(batch)
     q_offset, k_offset = Int32(0), Int32(0)
@@ -91,7 +92,7 @@ def tile_of(ctx: BackwardContext, shape: Shape, step: Uint32, head: Uint32) -> T
 
 @cute.jit
 def write(ctx: BackwardContext, at: Cursor, tile: Tile) -> None:
-    """By one lane; the arrival at the stage's barrier makes it visible."""
+    """Write the work tile, by one lane; the arrival at the stage's barrier makes it visible."""
     work_tile = ctx.work_tile + at.stage * WORK_TILE_WORDS
     for i in cutlass.range_constexpr(len(tile)):
         cute.arch.store(work_tile + i, tile[i])
@@ -99,7 +100,7 @@ def write(ctx: BackwardContext, at: Cursor, tile: Tile) -> None:
 
 @cute.jit
 def read(ctx: BackwardContext, at: Cursor) -> Tile:
-    """Waits for the tile's K, too."""
+    """Read the work tile; waits for the tile's K, too."""
     tile = read_by_one_lane(ctx, at)
     num_words = len(tile) if ctx.plan.features.varlen else _ESSENTIAL_WORDS
     return Tile(*map(cute.arch.make_warp_uniform, tile[:num_words]), *tile[num_words:])
@@ -107,7 +108,7 @@ def read(ctx: BackwardContext, at: Cursor) -> Tile:
 
 @cute.jit
 def read_by_one_lane(ctx: BackwardContext, at: Cursor) -> Tile:
-    """`read` where the others of the warp are not there."""
+    """`read` by one lane, without the others of its warp."""
     ring.wait_full(ctx.load_k, at)
     work_tile = ctx.work_tile + at.stage * WORK_TILE_WORDS
     words = [cute.arch.load(work_tile + i, Int32) for i in range(len(Tile._fields))]
@@ -118,7 +119,7 @@ def read_by_one_lane(ctx: BackwardContext, at: Cursor) -> Tile:
 
 @cute.jit
 def band_of(ctx: BackwardContext, tile: Tile) -> Band:
-    """Turned round: rows are keys, and what they see are queries."""
+    """The band of the transposed problem: rows are keys, and they see queries."""
     band = make_band(tile.Sq, tile.Sk, ctx.params.left, ctx.params.right)
     return Band(tile.Sq, -band.highest, -band.lowest)
 
@@ -130,7 +131,7 @@ def span_of(ctx: BackwardContext, tile: Tile) -> Span:
     last = cutlass.min(first + ctx.plan.cluster_keys, tile.Sk) - 1
     span = visible_span(band_of(ctx, tile), ctx.plan.band, first, last)
     if cutlass.const_expr(ctx.plan.scope == Scope.KV_HEAD):
-        # Which stores dQ of rows that see nothing, too.
+        # The first tile, which rounds and stores dQ, does so for rows that see nothing, too.
         return Span(Int32(0) if tile.index == 0 else span.first, span.last)
     return span
 
@@ -152,12 +153,12 @@ def full_span(ctx: BackwardContext, tile: Tile, band: Band, span: Span) -> Span:
 
 
 class DqOrder(NamedTuple):
-    """When a tile, or pair, adds to its head's dQ, where sums have an order."""
+    """A tile's, or pair's, place in the order of its head's dQ sums, where these have one."""
 
     number: Int32
-    """How many of the sequence's tiles, or pairs, have their turn before."""
+    """How many of the sequence's tiles, or pairs, come before it."""
     before: Span
-    """What the one just before visits; nothing if there is none."""
+    """Blocks that the one just before visits; none if there is no such one."""
 
 
 @cute.jit
@@ -172,7 +173,7 @@ def order_of(ctx: BackwardContext, tile: Tile) -> DqOrder:
 
 @cute.jit
 def write_order(ctx: BackwardContext, at: Cursor, tile: Tile) -> None:
-    """By the lane that has written the tile: over words of its message that nobody reads if not varlen."""
+    """Write the dQ order, by the lane that wrote the tile, over words that nobody reads if not varlen."""
     order, work_tile = order_of(ctx, tile), ctx.work_tile + (at.stage * WORK_TILE_WORDS + _ESSENTIAL_WORDS)
     for i, word in enumerate((order.number, *order.before)):
         cute.arch.store(work_tile + i, word)
@@ -180,14 +181,14 @@ def write_order(ctx: BackwardContext, at: Cursor, tile: Tile) -> None:
 
 @cute.jit
 def read_order(ctx: BackwardContext, at: Cursor) -> DqOrder:
-    """While the tile's K is held: `order_of`, without its numbers in registers, nor the tile's."""
+    """`order_of`, read while the tile's K is held: neither its numbers nor the tile's stay in registers."""
     work_tile = ctx.work_tile + (at.stage * WORK_TILE_WORDS + _ESSENTIAL_WORDS)
     number, first, last = (cute.arch.load(work_tile + i, Int32) for i in range(3))
     return DqOrder(number, Span(first, last))
 
 
 class Place(NamedTuple):
-    """Block n of one of the group's heads, where a tile visits the block of all heads before the next one."""
+    """Block n of head h of the group, for tiles that visit a block of all heads before the next block."""
 
     n: Int32
     h: Int32
@@ -195,13 +196,15 @@ class Place(NamedTuple):
 
 @cute.jit
 def first_place(ctx: BackwardContext, tile: Tile, span: Span) -> Place:
-    """Where such a tile begins: rows that all tiles of a head see, if a mask bounds their first ones."""
+    """The place where such a tile begins: at rows that all tiles of a head see, if a mask bounds their first
+    ones.
+    """
     return Place(span.last - 1 if _goes_down(ctx, tile) else span.first, Int32(0))
 
 
 @cute.jit
 def last_block(ctx: BackwardContext, tile: Tile, span: Span) -> Int32:
-    """Where it ends."""
+    """The block where such a tile ends."""
     return span.first if _goes_down(ctx, tile) else span.last - 1
 
 
@@ -214,9 +217,10 @@ def next_place(ctx: BackwardContext, tile: Tile, place: Place) -> Place:
 
 
 def _goes_down(ctx: BackwardContext, tile: Tile) -> Boolean | bool:
-    """From the last block to the first one; or every second tile of whole heads the other way.
+    """Whether a tile goes from its last block to the first one; with `alternates_direction` every second one
+    does.
 
-    Then a tile begins with the rows and sums that the one before has used last, which are still in the cache
+    Then a tile begins with the rows and sums that the tile before has used last, which are still in the cache
     where there is no room for all of them.
     """
     return tile.index % 2 == 0 if ctx.plan.alternates_direction else True
@@ -235,14 +239,14 @@ class Blocks(NamedTuple):
 
 @cute.jit
 def blocks_of(ctx: BackwardContext, tile: Tile, span: Span, head: Int32) -> Blocks:
-    """What the loading warp loads, and every consumer takes."""
+    """The blocks that the load warp loads, and every consumer takes."""
     if cutlass.const_expr(not ctx.plan.lists_blocks):
         return Blocks(span, span.first)
     visible = attn_mask.visible_blocks(
         ctx.mask, tile.batch, head, tile.index // ctx.plan.cluster_size, span.first, span.last
     )
     bottom = visible.last + 1 - visible.count
-    # If none is visible, one is visited all the same; its scores will be hidden.
+    # If none is visible, one is visited all the same; all of its scores are masked.
     return Blocks(Span(bottom, bottom + cutlass.max(visible.count, 1)), span.first, visible)
 
 
@@ -258,7 +262,7 @@ def block_at(ctx: BackwardContext, blocks: Blocks, position: Int32) -> tuple:
 
 @cute.jit
 def count_blocks(ctx: BackwardContext, tile: Tile) -> Int32:
-    """That a tile visits, of all heads of the group."""
+    """The number of blocks that a tile visits, over all heads of the group."""
     span, heads = span_of(ctx, tile), group(ctx)
     count = (span.last - span.first) * heads
     if cutlass.const_expr(ctx.plan.lists_blocks):
@@ -271,7 +275,7 @@ def count_blocks(ctx: BackwardContext, tile: Tile) -> Int32:
 
 @cute.jit
 def first_key(ctx: BackwardContext, tile: Tile) -> Int32:
-    """Of the tile, or of its pair, which may have a second tile without keys."""
+    """The first key of the tile, or of its pair, which may have a second tile without keys."""
     return tile.index // ctx.plan.cluster_size * ctx.plan.cluster_keys
 
 
@@ -285,20 +289,20 @@ def group(ctx: BackwardContext) -> Int32:
 
 @cute.jit
 def kv_head_of(ctx: BackwardContext, tile: Tile) -> Int32:
-    """Whose K and V the tile has."""
+    """The KV head whose K and V the tile has."""
     if cutlass.const_expr(ctx.plan.scope == Scope.Q_HEAD):
         return tile.kv_head // _group(ctx)
     return tile.kv_head
 
 
 def _group(ctx: BackwardContext) -> Int32:
-    """Query heads of a key head."""
+    """Query heads of a KV head."""
     return ctx.maps.mQ.shape[2] // ctx.maps.mK.shape[2]
 
 
 @cute.jit
 def first_block(ctx: BackwardContext, tile: Tile) -> Int32:
-    """Where the sequence's rows begin in the workspaces, in blocks."""
+    """The block of the workspaces at which the sequence's rows begin."""
     if cutlass.const_expr(ctx.plan.features.varlen):
         return tile.q_offset // ctx.plan.queries + tile.batch
     return Int32(0)
@@ -306,7 +310,7 @@ def first_block(ctx: BackwardContext, tile: Tile) -> Int32:
 
 @cute.jit
 def row_of_workspace(ctx: BackwardContext, tile: Tile, head: Int32) -> Int32:
-    """Of workspaces (B, Hq, ...), or (Hq, ...) where sequences are packed."""
+    """Row in workspaces (B, Hq, ...), or (Hq, ...) where sequences are packed."""
     if cutlass.const_expr(ctx.plan.features.varlen):
         return head
     return tile.batch * ctx.maps.mQ.shape[2] + head

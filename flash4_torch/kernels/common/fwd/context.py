@@ -13,6 +13,8 @@ from .plan import ForwardPlan
 
 
 class ForwardContext(SchedulerContext, Protocol):
+    """The fields of a forward kernel's context that code for every architecture reads."""
+
     plan: ForwardPlan
     maps: Maps
     work_tile: cute.Pointer

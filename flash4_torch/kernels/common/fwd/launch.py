@@ -1,4 +1,4 @@
-"""What the hosts of forward kernels do alike: maps, counting tiles, and compiling for any sizes.
+"""Host code that forward kernels share: TMA maps, counting work items, and compiling for any sizes.
 
 `plan` is what a kernel is compiled for.
 """
@@ -17,7 +17,7 @@ from .plan import ForwardPlan
 
 
 class Maps(NamedTuple):
-    """Copy atoms of the copy engine, and the tensors that they copy from or to.
+    """TMA atoms, and the tensors that they copy from or to.
 
     mQ and mO ((group, S), D, Hk, B), mK (S, D, Hk, B), mV (Dv, S, Hk, B).
     """
@@ -35,7 +35,7 @@ class Maps(NamedTuple):
 def count_tiles(
     q: cute.Tensor, maps: Maps, cu_seqlens_q: cute.Tensor | None, params: LaunchParams, plan: ForwardPlan
 ) -> Int32:
-    """Tickets of a launch."""
+    """Work items of a launch."""
     (group, _), _, Hk, _ = maps.mQ.shape
     sequences = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     blocks, head_blocks = cute.ceil_div(params.max_seqlen, plan.queries), cute.ceil_div(group, plan.pack_gqa)
@@ -43,7 +43,7 @@ def count_tiles(
 
 
 def compile_for_any(forward: Any, plan: ForwardPlan) -> Any:
-    """`forward` compiled for any sizes and strides; call it with its arguments but `plan` and `stream`."""
+    """`forward` compiled for any sizes and strides; call it with its arguments except `plan` and `stream`."""
     features = plan.features
     modes = 2 if features.varlen else 3
     q, k, v, out = (

@@ -61,7 +61,7 @@ class ForwardPlan(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Query positions of an MMA's rows: each stands for `pack_gqa` of them."""
+        """Query positions of an MMA's rows: each position is `pack_gqa` of the rows."""
         return self.mma_rows // self.pack_gqa
 
     @property
@@ -91,5 +91,5 @@ class ForwardPlan(NamedTuple):
 
     @property
     def stores_by_tma(self) -> bool:
-        """Whether O is stored by TMA. A tile of a varlen call may end inside the box: its rows go one by one."""
+        """Whether O is stored by TMA. A varlen tile may end inside the box: its rows are stored singly."""
         return not self.features.varlen

@@ -1,4 +1,4 @@
-"""O on its way from a warp's rows in shared memory to global memory: by TMA, or row by row."""
+"""Stores of O, from a warp's rows in shared memory to global memory: by TMA, or row by row."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def store_box(ctx: ForwardContext, piece: cute.Tensor, tile: Tile, first: Int32,
 def store_rows(
     ctx: ForwardContext, piece: cute.Tensor, tile: Tile, first: Int32, warp: Int32, lane: Int32
 ) -> None:
-    """16 bytes a lane, rows of the sequence only: in packed sequences those of the next one follow."""
+    """Store 16 bytes a lane, of the sequence's rows only: those of a next packed sequence may follow."""
     plan = ctx.plan
     chunks = plan.features.Dv // VECTOR
     group = ctx.maps.mQ.shape[0][0]

@@ -1,6 +1,6 @@
-"""A tile of query rows: in which order tiles are drawn, and how the loading warp tells the others.
+"""Tiles of query rows: in which order they are fetched, and how the load warp passes them on.
 
-`ctx` is what every role of a forward kernel may use.
+`ctx` is the context of a forward kernel's roles.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from ..ring import Cursor, Ring
 from .context import ForwardContext
 
 WORK_TILE_WORDS = 8
-"""Words that describe a tile."""
+"""Words of a work tile, by which the load warp describes a tile to the other roles."""
 
 
 class Tile(NamedTuple):
-    """Which rows, of whom. `index` is -1 where there is no further tile."""
+    """A tile's rows, and whose they are. `index` is -1 where there is no further tile."""
 
     index: Int32
     """Position of the rows, in tiles."""
     q_head_group: Int32
-    """Which `pack_gqa` of the query heads of key head `kv_head`."""
+    """Index of a group of `pack_gqa` query heads, among those of KV head `kv_head`."""
     kv_head: Int32
     batch: Int32
     q_offset: Int32
-    """Where the sequence begins in packed rows; 0 if not varlen."""
+    """The packed row at which the sequence begins; 0 if not varlen."""
     Sq: Int32
     k_offset: Int32
     Sk: Int32
 
 
 class Shape(NamedTuple):
-    """How many tiles of each kind there are; in clusters pairs of tiles."""
+    """The number of tiles of each kind; in clusters, of pairs of tiles."""
 
     tiles_per_head: Uint32
     q_head_groups: Uint32
@@ -57,10 +57,11 @@ def shape(ctx: ForwardContext) -> Shape:
 
 @cute.jit
 def decode(ctx: ForwardContext, shape: Shape, work_idx: Uint32, at: Cursor) -> Tile:
-    """Sections of heads one after another; within one, the last block of rows of every head comes first.
+    """The tile of a work index: sections of heads one after another, in each the last rows of every head
+    first.
 
-    With a causal mask the last block takes longest, so that what is left at the end is short. Of a pair the
-    second tile takes longer, so the CTAs of a cluster take it in turns.
+    With a causal mask the last block of rows takes longest, so that what is left at the end is short. The
+    second tile of a pair takes longer than the first, so the CTAs of a cluster alternate between them.
     """
     step, head = tile_scheduler.decode_work(ctx, shape.tiles_per_head, shape.num_work, work_idx)
     owner = head // shape.q_head_groups
@@ -88,7 +89,7 @@ def decode(ctx: ForwardContext, shape: Shape, work_idx: Uint32, at: Cursor) -> T
 
 @cute.jit
 def write(ctx: ForwardContext, cursor: Cursor, tile: Tile) -> None:
-    """By one lane; the arrival at the stage's barrier makes it visible."""
+    """Write the work tile, by one lane; the arrival at the stage's barrier makes it visible."""
     work_tile = ctx.work_tile + cursor.stage * WORK_TILE_WORDS
     for i in cutlass.range_constexpr(WORK_TILE_WORDS):
         cute.arch.store(work_tile + i, tile[i])
@@ -96,13 +97,13 @@ def write(ctx: ForwardContext, cursor: Cursor, tile: Tile) -> None:
 
 @cute.jit
 def write_end(ctx: ForwardContext, cursor: Cursor) -> None:
-    """Instead of a tile, where there is none left."""
+    """Write, instead of a work tile, that there is none left."""
     cute.arch.store(ctx.work_tile + cursor.stage * WORK_TILE_WORDS, Int32(-1))
 
 
 @cute.jit
 def read(ctx: ForwardContext, edge: Ring, cursor: Cursor) -> Tile:
-    """Waits for what else arrives at the edge, too."""
+    """Read the work tile; waits for whatever else arrives at the edge, too."""
     ring.wait_full(edge, cursor)
     work_tile = ctx.work_tile + cursor.stage * WORK_TILE_WORDS
     words = [
@@ -120,7 +121,7 @@ def band_of(ctx: ForwardContext, tile: Tile) -> Band:
 
 @cute.jit
 def first_query(ctx: ForwardContext, tile: Tile) -> Int32:
-    """Of the tile, or of its pair, which may have a second tile without rows."""
+    """The first query of the tile, or of its pair, which may have a second tile without rows."""
     return tile.index // ctx.plan.cluster_size * ctx.plan.queries
 
 
@@ -137,7 +138,7 @@ class Blocks(NamedTuple):
 
 @cute.jit
 def blocks_of(ctx: ForwardContext, tile: Tile) -> Blocks:
-    """What the loading warp loads, and every consumer takes or passes."""
+    """The blocks that the load warp loads, and every consumer takes or skips."""
     first = first_query(ctx, tile)
     last = cutlass.min(first + ctx.plan.queries, tile.Sq) - 1
     span = visible_span(band_of(ctx, tile), ctx.plan.band, first, last)
@@ -147,13 +148,13 @@ def blocks_of(ctx: ForwardContext, tile: Tile) -> Blocks:
         ctx.mask, tile.batch, query_head(ctx, tile), tile.index, span.first, span.last
     )
     bottom = visible.last + 1 - visible.count
-    # If none is visible, one is visited all the same; its scores will be hidden.
+    # If none is visible, one is visited all the same; all of its scores are masked.
     return Blocks(Span(bottom, bottom + cutlass.max(visible.count, 1)), span.first, visible)
 
 
 @cute.jit
 def own_span(ctx: ForwardContext, tile: Tile, blocks: Blocks, first: Int32, last: Int32) -> Span:
-    """Of the tile's positions, those that some row of `first <= i <= last` sees; at least one."""
+    """Those of the tile's positions that some row of `first <= i <= last` sees; at least one."""
     span, whole = visible_span(band_of(ctx, tile), ctx.plan.band, first, last), blocks.span
     if cutlass.const_expr(ctx.mask is not None):
         span = attn_mask.positions(ctx.mask, tile.batch, query_head(ctx, tile), tile.index, span)
@@ -173,5 +174,5 @@ def block_at(ctx: ForwardContext, blocks: Blocks, position: Int32) -> tuple:
 
 @cute.jit
 def query_head(ctx: ForwardContext, tile: Tile) -> Int32:
-    """The tile's first."""
+    """The tile's first query head."""
     return tile.kv_head * ctx.maps.mQ.shape[0][0] + tile.q_head_group * ctx.plan.pack_gqa

@@ -154,7 +154,7 @@ class Plan(BackwardPlan):
 
     @property
     def dq_columns(self) -> int:
-        """TMEM columns of dQ. In a CTA pair, each CTA has half of the rows, each half of its lanes half of D."""
+        """TMEM columns of dQ. In a CTA pair: half of the rows per CTA, half of D per half of its lanes."""
         return self.D // self.cluster_size
 
     @property
@@ -270,7 +270,7 @@ class Plan(BackwardPlan):
     def key_loads(self) -> int:
         """Arrivals with K in a CTA pair.
 
-        With packed sequences each load warp arrives twice: with its K, and with half of both K's columns.
+        With packed sequences each load warp arrives twice: with its K, with half of the columns of both K.
         """
         return 2 * self.loaders if self.features.varlen else 1
 

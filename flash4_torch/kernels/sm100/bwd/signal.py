@@ -9,6 +9,6 @@ from .context import Context
 
 
 def arrive(ctx: Context, barrier: cute.Pointer) -> None:
-    """One arrival of this warp, after what all of its lanes did to TMEM; in a CTA pair, at CTA 0's barrier."""
+    """One arrival of this warp, after what all its lanes did to TMEM; in a CTA pair, at CTA 0's barrier."""
     tmem.fence_before()
     signal.arrive(barrier, ctx.plan.cluster_size)

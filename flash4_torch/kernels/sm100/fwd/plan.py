@@ -136,7 +136,7 @@ _BUDGETS = (
     ),
     Budget(always, Registers(184, 72, 72, idle=72), "what spills least elsewhere"),
 )
-"""Rows were found by compiling: more or fewer registers for softmax are not always better (ptxas.md, P25)."""
+"""Rows were found by compiling: neither more nor fewer for softmax are better throughout (ptxas.md, P25)."""
 
 
 class Plan(ForwardPlan):
@@ -232,7 +232,7 @@ class Plan(ForwardPlan):
         )
 
     def softmax_of(self, masked: bool) -> Method:
-        """The softmax of a block, which is right for large masks (`subtracts_max_first`) only where one may be.
+        """The softmax of a block, right for large masks (`subtracts_max_first`) only where one may be.
 
         With dropout all blocks share one softmax: two of them spill at D 256.
         """

@@ -1,4 +1,4 @@
-"""What the roles share: shared memory, rings, and what the launch was given."""
+"""What all roles share: shared memory, rings, and the arguments of the launch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .plan import Plan
 
 
 class Maps(NamedTuple):
-    """Copy atoms of the copy engine, and the tensors that they copy from or to, all (S, D, H, B)."""
+    """TMA copy atoms, and the tensors that they copy from or to, all (S, D, H, B)."""
 
     load_q: Any
     mQ: Any
@@ -32,11 +32,11 @@ class Maps(NamedTuple):
     store_dq: Any
     mdQ: Any
     load_peer_k: Any
-    """Half of the columns of the other CTA's K."""
+    """Half of the columns of the peer CTA's K."""
 
 
 class Layouts(NamedTuple):
-    """Of shared memory."""
+    """Layouts in shared memory."""
 
     q: Any
     do: Any
@@ -77,18 +77,18 @@ class Context:
     sdS: cute.Tensor
     """(queries, keys, ds_stages), contiguous along the queries."""
     sPeerdS: cute.Tensor | None
-    """The same of the other CTA's keys."""
+    """The same for the peer CTA's keys."""
     sDtanh: cute.Tensor | None
-    """The same of softcap's derivatives."""
+    """The same for softcap's derivative."""
     sPeerK: cute.Tensor | None
-    """(keys, D / 2, kv_stages) of the other CTA's keys: the columns that this one makes dQ of."""
+    """(keys, D / 2, kv_stages) of the peer CTA's keys: the columns for which this CTA computes dQ."""
     sPeerKt: cute.Tensor | None
     sLseLog2: cute.Tensor
     """(queries, q_stages), in base 2; infinite where a row sees nothing."""
     sLse: cute.Tensor | None
-    """The same in natural units, for blocks that a floating mask changes."""
+    """The same in natural units, for blocks that a float mask changes."""
     sLseLow: cute.Tensor | None
-    """What rounding has taken from `sLse`, in base 2."""
+    """What rounding took from `sLse`, in base 2."""
     sDelta: cute.Tensor
     """(queries, do_stages)"""
     load_q: Ring
@@ -96,21 +96,22 @@ class Context:
     load_k: Ring
     load_v: Ring
     share_ds: Ring
-    """Of its barriers only those that say empty are used where a named barrier says full."""
+    """Only its empty barriers are used where a named barrier (DS_WRITTEN) signals full."""
     weights: Ring | None
-    """P, in the place of dS: only its barriers that say full are used."""
+    """P, in the place of dS: only its full barriers are used."""
     exchange: Ring | None
-    """The other CTA's dS: only its barriers that say full are used."""
+    """The peer CTA's dS: only its full barriers are used."""
     cta_pair: CtaPair | None
-    """What the CTAs of a cluster share besides."""
+    """What else the CTAs of a cluster share."""
     sequence_end: Ring
-    """One stage: rows that the loading warp waits for itself, as other sequences' follow them."""
+    """One stage: rows at a packed sequence's end, which the load warp itself waits for, as another sequence's
+    follow."""
     work_tile: cute.Pointer
     """`WORK_TILE_WORDS` words for each stage of K."""
     sdQ: cute.Tensor
     """(floats of a piece, dq_slots), in the order of `dq_blocks`."""
     commands: cute.Pointer
-    """`WORDS` of 64 bits for each slot of dQ: see `store_dq`."""
+    """`WORDS` words of 64 bits for each slot of dQ: see store_commands.py."""
     keep_bits: Ring | None
     sKeepBits: cute.Tensor | None
     """(32, words, strips of 16 keys, q_stages): see `dropout.take`."""
@@ -127,4 +128,4 @@ class Context:
     dmask: cute.Tensor | None
     rng_state: cute.Tensor | None
     finishes: bool = False
-    """For a tile that rounds dQ, which has code of its own."""
+    """Whether this is the context of a tile that rounds dQ, which has code of its own."""

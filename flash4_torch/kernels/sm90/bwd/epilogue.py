@@ -1,4 +1,4 @@
-"""A tile's end: dK and dV in 16 bits leave through the shared memory of their own K and V, or of dQ."""
+"""The end of a tile: dK and dV leave, in 16 bits, through the SMEM of their own K and V, or of dQ."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from .store_commands import DK, DV, gradient_tile, send_gradient, slot_of, wait_
 
 @cute.jit
 def epilogue(ctx: Context, t: Thread, tile: Tile, kv_at: Cursor) -> None:
-    """Every warp stores its 16 keys by itself."""
+    """Store dV and dK through the stages of V and K. Every warp stores its 16 keys by itself."""
     plan = ctx.plan
     sK, sV = (x[None, None, kv_at.stage] for x in (ctx.sK, ctx.sV))
-    # Other warpgroups read this one's K for their dQ, but nobody else reads its V.
+    # Other warpgroups read this one's K for their dQ, but no other reads its V.
     stage_gradient(ctx, t, t.dV, dv_scale(ctx), sV)
     cute.arch.barrier(barrier_id=NamedBarrier.K_READ, number_of_threads=plan.consumers)
     stage_gradient(ctx, t, t.dK, ctx.params.scale, sK)
@@ -40,9 +40,9 @@ def epilogue(ctx: Context, t: Thread, tile: Tile, kv_at: Cursor) -> None:
 
 @cute.jit
 def epilogue_aside(ctx: Context, t: Thread, kv_at: Cursor, slot: Int32) -> None:
-    """A warpgroup's dV and dK leave through its two slots of dQ; `slot` is and stays the next one."""
+    """Store a warpgroup's dV and dK through its two slots of dQ; `slot` is and stays the next one."""
     where = gradient_tile(ctx, kv_at)
-    # All that reads K and V has ended. The loading warp may write its next message, too.
+    # All reads of K and V have ended. The load warp may write its next work tile, too.
     ring.release(ctx.load_k, kv_at)
     ring.release(ctx.load_v, kv_at)
     plan = ctx.plan
@@ -55,7 +55,7 @@ def epilogue_aside(ctx: Context, t: Thread, kv_at: Cursor, slot: Int32) -> None:
 
 
 class Target(NamedTuple):
-    """Where a staged gradient goes."""
+    """The destination of a staged gradient."""
 
     atom: Any
     boxes: cute.Tensor
@@ -78,7 +78,7 @@ def dv_scale(ctx: Context) -> Float32:
 
 @cute.jit
 def store_gradients(ctx: Context, t: Thread, targets: tuple, tile: Tile) -> None:
-    """What the warp has staged, until shared memory may be used again."""
+    """Store what the warp has staged, and wait until shared memory may be used again."""
     if cutlass.const_expr(ctx.plan.stores_by_tma):
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
@@ -91,14 +91,14 @@ def store_gradients(ctx: Context, t: Thread, targets: tuple, tile: Tile) -> None
         for target in targets:
             what = target.rows, target.D, target.stage
             store_rows(ctx, *what, tile, _own_warp(t), WARP_ROWS, t.lane)
-        cute.arch.fence_view_async_shared()  # the next K and V come by the copy engine
+        cute.arch.fence_view_async_shared()  # the next K and V arrive by TMA
 
 
 @cute.jit
 def stage_gradient(
     ctx: Context, t: Thread, gradient: cute.Tensor, scale: Float32, stage: cute.Tensor
 ) -> None:
-    """Scale, round, and write the warpgroup's rows of a stage."""
+    """Scale and round a gradient, and write it as the warpgroup's rows of a stage."""
     _stage(ctx, t, gradient, scale, stage, t.warpgroup)
 
 
@@ -106,7 +106,7 @@ def stage_gradient(
 def _stage(
     ctx: Context, t: Thread, gradient: cute.Tensor, scale: Float32, stage: cute.Tensor, place: Int32
 ) -> None:
-    """Scale, round, and write as the place-th 64 rows of a stage."""
+    """Scale and round a gradient, and write it as the `place`-th 64 rows of a stage."""
     plan = ctx.plan
     for i in cutlass.range_constexpr(cute.size(gradient)):
         gradient[i] = gradient[i] * scale
@@ -120,5 +120,5 @@ def _stage(
 
 
 def _own_warp(t: Thread) -> Int32:
-    """Among the warps of all warpgroups."""
+    """This warp's index among the warps of all consumer warpgroups."""
     return t.warpgroup * (ROWS // WARP_ROWS) + cute.arch.make_warp_uniform(t.index // WARP)

@@ -1,7 +1,7 @@
-"""dQ where a CTA takes whole heads: the first tile, which comes last, fetches what others have added up.
+"""The end of dQ with scope `KV_HEAD`: the first tile, which comes last, fetches what others have added up.
 
-A thread fetches what it has left itself at other tiles. What its warp has rounded takes the place of that,
-for a storing warp.
+A thread fetches the numbers that it has left itself at other tiles. The numbers that its warp has rounded
+take their place in shared memory, for a store warp.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from .store_commands import own_vector, send_dq, sums_address, wait_empty
 VECTOR = 16
 """Bytes that a lane copies at a time."""
 COLUMNS = 8
-"""That they are, rounded."""
+"""Columns that these bytes hold, rounded to 16 bits."""
 
 
 @cute.jit
 def is_last(tile: Tile) -> Boolean:
-    """Whether it is drawn as its head's last one: a vote, which is known to be the same in all lanes."""
+    """Whether the tile is its head's last one, by a vote, which ptxas knows to be uniform (ptxas.md, P7)."""
     return cute.arch.vote_any_sync(tile.index == 0)
 
 
 @cute.jit
 def fetch_sums(ctx: Context, t: Thread, slot: Int32, piece: Int32, work: TileState, n: Int32) -> None:
-    """Begin to fetch what tiles before have added up of a piece of block n; zeros if none has."""
+    """Begin to fetch what earlier tiles have added up of a piece of block n; zeros if none has."""
     wait_empty(slot)
     size = Int32(VECTOR) if was_visited(ctx, work, n) else Int32(0)
     target = own_vector(ctx, t, slot, 0).iterator.toint()
@@ -49,7 +49,7 @@ def fetch_sums(ctx: Context, t: Thread, slot: Int32, piece: Int32, work: TileSta
 
 @cute.jit
 def finish_dq(ctx: Context, t: Thread, dQ: cute.Tensor, slot: Int32, work: TileState, n: Int32) -> None:
-    """Add to a piece what was fetched, scale, round, and have it stored."""
+    """Add the fetched sums to a piece, scale it, round it, and have it stored."""
     cute.arch.inline_ptx("cp.async.wait_all;")
     for i in cutlass.range_constexpr(ctx.plan.blocks.registers // 4):
         fetched = cute.make_rmem_tensor(4, Float32)
@@ -65,9 +65,9 @@ def finish_dq(ctx: Context, t: Thread, dQ: cute.Tensor, slot: Int32, work: TileS
 
 @cute.jit
 def _stage(ctx: Context, t: Thread, slot: Int32, rounded: cute.Tensor) -> None:
-    """A warp's 16 rows, over what its lanes have fetched, as `finished_layout` has them."""
+    """Write a warp's 16 rows over what its lanes have fetched, in `finished_layout`."""
     words, chunk = cute.recast_tensor(rounded, Uint32), chunk_of(ctx.plan.blocks.piece_columns)
-    vectors = chunk // COLUMNS  # of a row of a chunk
+    vectors = chunk // COLUMNS  # in a row of a chunk
     row, half = t.lane % WARP_ROWS, t.lane // WARP_ROWS
     start = own_vector(ctx, t, slot, 0).iterator.toint() - t.lane * VECTOR + row * (vectors * VECTOR)
     swizzle = (half ^ row // (8 // vectors) % vectors) * VECTOR

@@ -1,12 +1,12 @@
-"""The backward kernel: shared memory, barriers, and who takes which role.
+"""The backward kernel: shared memory, barriers, and which warps take which role.
 
-                tickets (global)
+              tile_counter (global)
                    |
 K, V            -> load ==load_k===> mainloop (warpgroup 1, 2, ..) -> epilogue -> dK, dV
 Q, dO, lse, delta       ==load_v===>    |  ^
                         ==load_q===>    |  share_ds: dS of all warpgroups' keys
                         ==load_do==>    v
-                                     store_dq -> dQ, summed up in global memory; `dkv_via_dq_smem`: dK, dV
+                                  store warps -> dQ, summed up in global memory; `dkv_via_dq_smem`: dK, dV
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def backward_kernel(
             smem_layouts.allocate(memory, plan.dtype, layout) for layout in (layouts.ds, layouts.peer_k)
         )
         sPeerKt = _turned(sPeerK, turned.peer_k)
-    # What is aligned to 1024 bytes comes before: nothing is lost between.
+    # Buffers aligned to 1024 bytes come first, so that alignment wastes nothing between them.
     weights = ring.allocate(memory, config.ds_stages) if config.role_split else None
     exchange = ring.allocate(memory, config.ds_stages) if plan.cluster_size > 1 else None
     keep_bits, sKeepBits = None, None

@@ -1,4 +1,4 @@
-"""The host's side of the backward: tensor maps, grid, and compiling for any sizes."""
+"""The host side of the backward kernel: tensor maps, grid, and compiling for any sizes."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ def backward(
 ) -> None:
     """Launch dk, dv, and dq_acc += dq / scale; with scope `KV_HEAD` dk, dv and dq.
 
-    q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), dout (B, Sq, Hq, Dv), or packed (T, H, D); last
-    stride 1, the others multiples of 8 elements, bases on 16 bytes. dk and dv like k and v, contiguous.
-    stats (2 or 4, B, Hq, Sp) or (2, Hq, Tp) float32: lse in base 2, infinite where there is no row or where
-    one attends to nothing, and rowsum(out * dout) - dlse; with a floating mask also lse in natural
-    units, and lse_low in base 2. dq_acc (B, Hq, blocks, floats) or (Hq, blocks, floats)
-    float32, in the order of `dq_blocks`. tickets int32 (1,), zero before and after. dq_semaphore int32 (B, Hq,
-    blocks) or (Hq, blocks), zero before. mask: attn_mask.transpose(2, 3), its last dimension full, and the
-    tables of that. dmask float32, the mask's gradient as it broadcasts, transposed, is added to. No size
+    q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), dout (B, Sq, Hq, Dv), or packed (T, H, D). The last
+    stride is 1, the others are multiples of 8 elements, and bases are aligned to 16 bytes. dk and dv are like
+    k and v, contiguous. stats (2 or 4, B, Hq, Sp) or (2, Hq, Tp) float32: lse in base 2, infinite where there
+    is no row or where a row attends to nothing, and rowsum(out * dout) - dlse; with a float mask also lse in
+    natural units, and lse_low in base 2. dq_acc (B, Hq, blocks, floats) or (Hq, blocks, floats) float32, in
+    the layout of `dq_blocks`. tile_counter int32 (1,), zero before and after. dq_semaphore int32 (B, Hq,
+    blocks) or (Hq, blocks), zero before. mask: attn_mask.transpose(2, 3), its last dimension full, and its
+    tables. dmask float32: the mask's gradient, transposed and as the mask broadcasts, is added to it. No size
     is 0.
 
-    With scope `Q_HEAD` dk and dv have a head for each query head, of which its group's are to be summed up.
+    With scope `Q_HEAD` dk and dv have a head for each query head; those of a group are to be summed up.
 
-    With scope `KV_HEAD` dq_acc is (CTAs, Hq / Hk, blocks, floats), whatever it holds, of as many CTAs as the
-    rule says, or as there are key heads; and dq is like q, contiguous.
+    With scope `KV_HEAD` dq_acc is (CTAs, Hq / Hk, blocks, floats) with any contents. The number of CTAs is
+    `params.num_sms`, or that of the batch's KV heads if there are fewer. dq is like q, contiguous.
     """
     plan.check()
     rows, grads, keys, values, dkeys, dvalues = map(host.positions_first, (q, dout, k, v, dk, dv))

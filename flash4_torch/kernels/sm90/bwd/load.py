@@ -1,4 +1,4 @@
-"""The loading warp: draws tiles and keeps K, V, Q and dO coming."""
+"""The load warp: claims tiles and loads K, V, Q and dO ahead of the consumers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ...common.role import role
 from .context import Context
 
 _KEYS_AT_ONCE = 12
-"""Boxes of K, once a tile: those of D 96 and 192 were timed so."""
+"""Most boxes of K or V to issue without a loop, once a tile: those of D 96 and 192 were timed so."""
 
 
 class Cursors(NamedTuple):
@@ -33,7 +33,7 @@ class Cursors(NamedTuple):
 @role(produces=("load_q", "load_do", "load_k", "load_v", "sequence_end"), consumes=("sequence_end",))
 @cute.jit
 def load(ctx: Context) -> None:
-    """Every tile's K, V and number, and its blocks of rows in the order in which consumers take them."""
+    """Load every tile's K and V, with the work tile, and its blocks of rows in the consumers' order."""
     shape = tiles.shape(ctx)
     at = Cursors(ring.start(), ring.start(), ring.start(), ring.start(), ring.start())
     work_idx = tile_scheduler.initial_work(ctx)
@@ -53,9 +53,10 @@ def load(ctx: Context) -> None:
 
 @cute.jit
 def _tile(ctx: Context, shape: Shape, work_idx: Uint32) -> Tile:
-    """The work item's tile. `heads_inner`: with a `run_length` that many tiles of one KV head follow one another.
+    """The tile of a work item.
 
-    They read the same rows at the same time. Long ones, of all heads, come before shorter ones.
+    With `heads_inner` and a `run_length`, that many tiles of one KV head follow one another. They read the
+    same rows at the same time. Longer tiles, of all heads, come before shorter ones.
     """
     if cutlass.const_expr(ctx.plan.scope == Scope.KV_HEAD):
         return tiles.tile_of(ctx, shape, Uint32(0), work_idx)
@@ -84,7 +85,7 @@ def _load_tile(ctx: Context, at: Cursors, tile: Tile) -> Cursors:
     if cutlass.const_expr(ctx.plan.heads_inner):
         place, count = tiles.first_place(ctx, tile, span), (span.last - span.first) * heads
         if cutlass.const_expr(ctx.plan.load_q_first):
-            # Both in one loop: their code twice would take registers that this warp has not.
+            # One loop for both: with the code twice this warp would run out of registers (ptxas.md, P23).
             for e in cutlass.range(count + 1, unroll=1):
                 if e == 1:
                     end_at = _load_keys_and_values(ctx, at.kv, end_at, tile)
@@ -117,7 +118,7 @@ def _load_place(
 def _load_block(
     ctx: Context, q_at: Cursor, do_at: Cursor, end_at: Cursor, tile: Tile, head: Int32, n: Int32
 ) -> tuple[Cursor, Cursor, Cursor]:
-    """Q and dO."""
+    """Load block n of Q and of dO."""
     of_scores = ((ctx.sLseLog2, 0),)
     if cutlass.const_expr(ctx.plan.features.float_mask):
         of_scores = (*of_scores, (ctx.sLse, 2), (ctx.sLseLow, 3))
@@ -146,7 +147,7 @@ def _load_keys(
     tile: Tile,
     tells: cutlass.Constexpr,
 ) -> Cursor:
-    """K or V of the tile; rows beyond the end are zeros. `tells`: which tile it is comes with it."""
+    """Load K or V of the tile; rows beyond the end are zeros. `tells`: the work tile comes with it."""
     ring.wait_empty(edge, at)
     left = tile.Sk - tile.index * ctx.plan.keys
     full = barrier_of(ctx, edge, at, left, ctx.plan.keys)
@@ -175,7 +176,7 @@ def _load_keys(
 def _load_rows(
     ctx: Context, edge: Ring, at: Cursor, end_at: Cursor, what: tuple, tile: Tile, head: Int32, n: Int32
 ) -> Cursor:
-    """Block n of Q or dO, and of what there is of lse or delta."""
+    """Load block n of Q or dO, and of the row statistics that come with it: lse or delta."""
     atom, source, target, share, statistics = what
     ring.wait_empty(edge, at)
     left = tile.Sq - n * ctx.plan.queries
@@ -192,7 +193,7 @@ def _load_rows(
     if cutlass.const_expr(ctx.plan.cluster_size == 1):
         copy(atom, rows, stage, full)
     else:
-        # Half of it for both CTAs; it arrives at the barriers `full` of both.
+        # Half of the block for both CTAs; it arrives at the `full` barriers of both.
         half = (0, ctx.cta_pair.rank) if share[0] == ctx.plan.queries else (ctx.cta_pair.rank, 0)
         part, place = (cute.local_tile(x, share, half) for x in (rows, stage))
         copy(atom, part, place, full, mcast_mask=Int16((1 << ctx.plan.cluster_size) - 1))

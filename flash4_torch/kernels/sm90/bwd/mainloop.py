@@ -1,8 +1,8 @@
-"""A consumer warpgroup: five products for every block of rows, tile after tile.
+"""A consumer warpgroup's mainloop: five GEMMs for every block of rows, tile after tile.
 
-Keys are the rows of all its accumulators, so that P^T and dS^T are operands from registers. The tensor cores
-have work while it computes weights: dP^T is under way while S^T becomes P^T, dV while dP^T becomes dS^T, and
-the next block's S^T while dQ is left for the warp that has it added.
+Keys are the rows of the accumulators of S^T, dP^T, dK and dV, so that P^T and dS^T are operands from
+registers. The tensor cores have work during the arithmetic: dP^T is in flight while S^T becomes P^T, dV while
+dP^T becomes dS^T, and the next block's S^T while dQ is handed to the store warp that has it added.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .store_commands import add_dq, send_end
 from .weights import differentiate, dropped, mask_rows, recompute_p
 
 ALONE = 2
-"""Instead of True for `_block`'s `last`: only the first warpgroup's keys take part in it."""
+"""A value of `_block`'s `last`, instead of True: only the first warpgroup's keys take part in the block."""
 
 
 @role(produces=("share_ds",), consumes=("load_q", "load_do", "load_k", "load_v", "keep_bits", "share_ds"))
@@ -54,7 +54,7 @@ def mainloop(ctx: Context, warpgroup: Int32) -> None:
 
 @cute.jit
 def _tiles(ctx: Context, t: Thread) -> Cursors:
-    """One tile after the other."""
+    """Process one tile after the other."""
     plan = ctx.plan
     kv_at = ring.start()
     at = start(ctx, t)
@@ -80,24 +80,24 @@ def _tiles(ctx: Context, t: Thread) -> Cursors:
 
 @cute.jit
 def _blocks(ctx: Context, t: Thread, tile: Tile, kv_at: Cursor, at: Cursors) -> Cursors:
-    """All that the tile visits; the scores of the first one are under way."""
+    """Process all blocks that the tile visits; the scores of the first one are in flight."""
     at, work, n, accumulate = walk.all_but_the_last(ctx, t, tile, kv_at, at, _block, ctx.plan.masks)
     return _last_block(ctx, t, work, n, accumulate, at)
 
 
 @cute.jit
 def _tiles_overlapped(ctx: Context, t: Thread) -> Cursors:
-    """The next tile's first scores are under way while this tile's dK and dV are stored.
+    """Process tiles with the next tile's first scores in flight while this tile's dK and dV are stored.
 
-    Products that a branch skips could not stay under way: after the last tile scores are made of what is left
-    in shared memory, and not used.
+    A wgmma that a branch skips could not stay in flight (ptxas.md, P1). So scores are computed after the last
+    tile, too, from whatever is left in shared memory, and are not used.
     """
     plan = ctx.plan
     kv_at = ring.start()
     at = start(ctx, t)
     tile = tiles.read(ctx, kv_at)
     if cutlass.const_expr(plan.features.varlen):
-        # A CTA may draw no tile that has keys.
+        # A CTA may claim no tile that has keys.
         if tile.index >= 0:
             ring.wait_full(ctx.load_q, at.q)
     else:
@@ -122,7 +122,7 @@ def _tiles_overlapped(ctx: Context, t: Thread) -> Cursors:
 def _blocks_overlapped(
     ctx: Context, t: Thread, tile: Tile, kv_at: Cursor, at: Cursors
 ) -> tuple[Tile, Cursors]:
-    """`_blocks`; leaves the next tile's first scores under way, and returns which that is."""
+    """Do as `_blocks` does, but leave the next tile's first scores in flight; returns that tile."""
     plan = ctx.plan
     at, work, n, accumulate = walk.all_but_the_last(ctx, t, tile, kv_at, at, _block, plan.masks)
     dQ, after = _block_to_dq(ctx, t, work, n, accumulate, plan.masks, at)
@@ -145,7 +145,7 @@ def _issue_scores(ctx: Context, t: Thread, kv_at: Cursor, q_at: Cursor) -> None:
 def _last_block(
     ctx: Context, t: Thread, work: TileState, n: Int32, accumulate: Boolean, at: Cursors
 ) -> Cursors:
-    """If only the first warpgroup sees something of it, only its keys take part."""
+    """Process the last block. If only the first warpgroup sees something of it, only its keys take part."""
     if cutlass.const_expr(not ctx.plan.skip_masked_half):
         return _block(ctx, t, work, n, accumulate, ctx.plan.masks, True, at)
     first_of_others = work.tile.index * ctx.plan.keys + ROWS
@@ -161,7 +161,7 @@ def _last_block(
 
 @cute.jit
 def _masked_block(ctx: Context, t: Thread, work: TileState, n: Int32, add: Boolean, at: Cursors) -> Cursors:
-    """By a warpgroup that sees nothing of a tile's last block: it has its columns of dQ to make."""
+    """Process a tile's last block, of which the warpgroup sees nothing: it still computes its part of dQ."""
     # Its scores were issued with the block before, and their registers are needed.
     wgmma.wait(0)
     if not add:
@@ -189,7 +189,7 @@ def _block(
     last: cutlass.Constexpr,
     at: Cursors,
 ) -> Cursors:
-    """Block n of a head, whose scores are under way; leaves those of the next one under way."""
+    """Process block n of a head, whose scores are in flight; leaves those of the next one in flight."""
     dQ, after = _block_to_dq(ctx, t, work, n, add, masked, at, last == ALONE)
     if cutlass.const_expr(last):
         wgmma.wait(0)
@@ -212,13 +212,14 @@ def _block_to_dq(
     at: Cursors,
     alone: cutlass.Constexpr = False,
 ) -> tuple:
-    """Everything but the end of dQ, which is left under way."""
+    """Process a block up to dQ, which is left in flight; returns dQ and the next block's cursors."""
     plan = ctx.plan
     mask = None
     if cutlass.const_expr(masked and plan.features.mask != ""):
         mask = mask_rows(ctx, t, work, n)
     ring.wait_full(ctx.load_do, rows_at(at))
-    # Products that cross the loop's edge have to be waited for alone: ptxas serialises everything otherwise.
+    # A wgmma that crosses the loop's edge has to be waited for alone: ptxas serialises everything otherwise
+    # (ptxas.md, P3).
     wgmma.wait(0)
     dP = wgmma.scores_accumulator(plan.dtype, plan.queries)
     wgmma.scores(dP, _own(ctx.sV[None, None, work.kv.stage], t), ctx.sdO[None, None, rows_at(at).stage])
@@ -236,7 +237,7 @@ def _block_to_dq(
 
     dQ = wgmma.output_accumulator(plan.dtype, plan.blocks.piece_columns)
     _issue_dq(ctx, t, work, dQ, at.ds, alone)
-    # With dK and the next scores under way together ptxas finds too few registers.
+    # With dK and the next scores in flight together, ptxas finds too few registers (ptxas.md, P4).
     wgmma.wait(1)
     ring.release(ctx.load_do, rows_at(at))
     ring.release(ctx.load_q, at.q)
@@ -245,7 +246,7 @@ def _block_to_dq(
 
 @cute.jit
 def _fetch_sums(ctx: Context, t: Thread, work: TileState, n: Int32, at: Cursors) -> None:
-    """If the block's dQ will be complete."""
+    """Begin to fetch the sums of dQ, if this tile completes them."""
     if cutlass.const_expr(ctx.finishes):
         fetch_sums(ctx, t, slot_at(ctx, t, at), t.warpgroup, work, n)
 
@@ -265,7 +266,7 @@ def _add_dq(
 
 @cute.jit
 def share(ctx: Context, t: Thread, dS: cute.Tensor, stage: cute.Tensor) -> None:
-    """Write the own keys' dS where every warpgroup reads it."""
+    """Write dS of the warpgroup's own keys where every warpgroup reads it."""
     turned = cute.make_tensor(stage.iterator, cute.select(stage.layout, [1, 0]))
     atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), ctx.plan.dtype)
     mma = wgmma.scores_mma(ctx.plan.dtype, ctx.plan.queries)
@@ -278,7 +279,7 @@ def share(ctx: Context, t: Thread, dS: cute.Tensor, stage: cute.Tensor) -> None:
 def _issue_dq(
     ctx: Context, t: Thread, work: TileState, dQ: cute.Tensor, ds_at: Cursor, alone: cutlass.Constexpr
 ) -> None:
-    """The warpgroup's piece of dQ = dS K. `alone`: of the first warpgroup's keys."""
+    """Issue the warpgroup's piece of dQ = dS K. `alone`: from the first warpgroup's keys only."""
     blocks, w = ctx.plan.blocks, t.warpgroup
     dS, keys = ctx.sdS[None, None, ds_at.stage], ctx.sKt[None, None, work.kv.stage]
     if cutlass.const_expr(blocks.bands > 1):

@@ -1,26 +1,27 @@
 """Who does what, with how many registers, in how much shared memory.
 
-A CTA stays for the whole launch and draws tiles from a counter: blocks of keys of one key head, each of which
-it holds against every row of queries, of all query heads of the group, that sees one of them.
+A CTA is persistent and claims tiles from a counter. A tile is a block of keys of one KV head, which the CTA
+processes against every row of queries, of all query heads of the group, that sees one of these keys.
 
-    warp 0 of warpgroup 0    draws tiles, loads K and V, then Q and dO block after block
-    warps 1, 2, 3 of it      add dQ to global memory, one for each consumer warpgroup; with dropout, one for
-                             all, and the others draw. With `dkv_via_dq_smem` they store dK and dV, too
+    warp 0 of warpgroup 0    the load warp: claims tiles, loads K and V, then Q and dO block after block
+    warps 1, 2, 3 of it      store warps: add dQ to global memory, one for each consumer warpgroup; with
+                             dropout one for all, and the others are RNG warps, which generate the keep bits.
+                             With `dkv_via_dq_smem` store warps store dK and dV, too
     warpgroups 1, 2, ...     64 keys each: S^T = K Q^T, dP^T = V dO^T, dV += P^T dO, dK += dS^T Q, together
-                             dQ = dS K; at the end each stores dK and dV. With `role_split`, see `wide`, two of
-                             them share 64 keys
+                             dQ = dS K; at the end each stores dK and dV. With `role_split`, see
+                             role_split.py, two of them share 64 keys
 
-    load_k, load_v    K and V of a tile, and which tile it is; `kv_stages` each. dK and dV leave through them,
-                      or with `dkv_via_dq_smem` through the slots of dQ
-    load_q, load_do   blocks of rows, with what the preprocess made of them: lse with Q, delta with dO
-    kept              which weights of a block dropout keeps, a bit each
+    load_k, load_v    K and V of a tile, and the work tile; `kv_stages` each. dK and dV leave through their
+                      stages, or with `dkv_via_dq_smem` through the slots of dQ
+    load_q, load_do   blocks of rows, with the results of the preprocess kernel: lse with Q, delta with dO
+    keep_bits         a bit for each weight of a block: whether dropout keeps it
     share_ds          dS of all keys, which is written and read by all warpgroups; `ds_stages`
 
-With scope `KV_HEAD` a CTA draws a key head, and takes its tiles one after another, the last one first. What
-they add to dQ it keeps in a place of its own, to which the first tile, see `finish_dq`, adds its share.
+With scope `KV_HEAD` a CTA claims a KV head, and processes its tiles one after another, the last one first. It
+keeps their sums of dQ in a workspace of its own, to which the first tile, see finish_dq.py, adds its share.
 
-In a cluster two CTAs draw neighbouring tiles, a pair, and both visit every block that either tile sees: each
-of them loads one half of the block into both.
+In a cluster the two CTAs claim a pair of neighbouring tiles, and both visit every block that either tile
+sees: each CTA loads one half of the block into both.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from ..warps import ROWS, WARP_ROWS
 
 
 class NamedBarrier(IntEnum):
-    """The first of the hardware barriers of each use."""
+    """The id of each use's first hardware barrier."""
 
     DS_WRITTEN = 1
     """All warpgroups have written their dS."""
@@ -50,7 +51,7 @@ class NamedBarrier(IntEnum):
 
 
 class Registers(NamedTuple):
-    """Of a thread, by role."""
+    """Registers of a thread, by role."""
 
     consumer: int
     producer: int
@@ -87,7 +88,7 @@ class Plan(BackwardPlan):
 
     @property
     def q_share(self) -> tuple[int, int]:
-        """Rows and columns of a block of Q that a CTA loads."""
+        """Rows and columns of a block of Q that each CTA loads."""
         return self._share(self.D)
 
     @property
@@ -95,7 +96,7 @@ class Plan(BackwardPlan):
         return self._share(self.Dv)
 
     def _share(self, columns: int) -> tuple[int, int]:
-        """Columns are shared out where they fill whole copies, of 64 each: fewer copies than by rows."""
+        """A share is a range of columns if that fills whole copies, of 64 each: fewer copies than by rows."""
         if columns % (64 * self.cluster_size) == 0:
             return self.queries, columns // self.cluster_size
         return self.queries // self.cluster_size, columns
@@ -110,7 +111,7 @@ class Plan(BackwardPlan):
 
     @property
     def consumers(self) -> int:
-        """Threads."""
+        """Threads of all consumer warpgroups."""
         return self.warpgroups * GROUP
 
     @property
@@ -123,66 +124,68 @@ class Plan(BackwardPlan):
 
     @property
     def last_tile_first(self) -> bool:
-        """Whether a head's last tile is drawn first, and adds its dQ first.
+        """Whether a head's last tile is claimed first, and adds its dQ first.
 
-        Each tile of a band with a right side begins at another block: the last one to get there is the one
-        that has most blocks behind it. In any other order tiles would wait for it from their first block on.
-        With heads inside all begin at the last block, and the longest first. Of whole heads the first tile,
-        which visits all rows, comes last.
+        In a band with a right bound each tile begins at another block: the tile that reaches a block last is
+        the one that has visited most blocks before it. In any other order tiles would wait for it from their
+        first block on. With `heads_inner` all tiles begin at the last block, and the longest comes first.
+        With scope `KV_HEAD` the first tile, which visits all rows, comes last.
         """
         is_ordered = self.features.deterministic and self.features.right and not self.heads_inner
         return is_ordered or self.scope == Scope.KV_HEAD
 
     @property
     def load_warp_sends_order(self) -> bool:
-        """Whether the loading warp finds out when a tile may add its dQ, and tells it beside the tile.
+        """Whether the load warp finds out when a tile may add its dQ, and sends this with the work tile.
 
-        Of who adds only thread 0 wants to know: where the tile's numbers are used by a thread alone, ptxas
-        takes them, and the pairs' loops, for different in each. With whole heads there are no turns, but what
-        the tile before has visited is told the same way.
+        Among the threads that add, only thread 0 needs it: if a single thread uses the tile's numbers, ptxas
+        takes them, and the loops of CTA pairs, for different in each thread (ptxas.md, P8). With scope
+        `KV_HEAD` there is no dQ order, but what the tile before has visited is sent the same way.
         """
         num_words = self.features.deterministic and self.config.role_split and self.heads_inner
         return self.scope == Scope.KV_HEAD or (num_words and not self.features.varlen)
 
     @property
     def heads_inner(self) -> bool:
-        """Whether a block is visited of all heads before the next; a mask's blocks differ among heads."""
+        """Whether a block is visited for all heads before the next; a mask's blocks differ among heads."""
         return self.config.heads_inner and not self.features.mask
 
     @property
     def alternates_direction(self) -> bool:
-        """Whether every second tile visits its blocks in the opposite order; where no bound cuts one."""
+        """Whether every second tile visits its blocks in reverse order; not if a bound makes one partial."""
         return self.scope == Scope.KV_HEAD and self.heads_inner and not self.features.right
 
     @property
     def load_q_first(self) -> bool:
-        """Whether a tile's first rows are loaded before its keys; where one loop loads all."""
+        """Whether a tile's first Q and dO are loaded before its K and V; only where one loop loads all."""
         return self.config.load_q_first and self.heads_inner
 
     @property
     def skip_masked_half(self) -> bool:
-        """Whether a warpgroup asks, at a tile's last block, if it sees nothing of it.
+        """Whether a warpgroup checks if it sees nothing of a tile's last block, and then leaves it out.
 
-        Of a causal tile's first rows only the first warpgroup sees something. Not with dropout: who leaves a
-        block out would have to take its numbers all the same.
+        Only the first warpgroup sees something of a causal tile's first rows. Not with dropout: a warpgroup
+        that leaves a block out would have to take its keep bits all the same.
         """
         f, c = self.features, self.config
         return self.heads_inner and f.right and self.queries < self.keys and not (f.dropout or c.role_split)
 
     @property
     def adds_rows_one_by_one(self) -> bool:
-        """Whether a floating mask may be added to one of a thread's two keys after the other.
+        """Whether a float mask may be added to one of a thread's two keys after the other.
 
-        At D 128 offsets of all keys do not fit beside what products hold. With a bound ptxas finds room.
+        At D 128 the offsets of all keys do not fit next to the registers that wgmmas hold. With a bound ptxas
+        finds room (ptxas.md, P20).
         """
         wide = not self.config.role_split and max(self.D, self.Dv) == 128
         return wide and not self.features.dmask and not (self.band.left or self.band.right)
 
     @property
     def dkv_via_dq_smem(self) -> bool:
-        """Whether storing warps store dK and dV, too: a warpgroup leaves them where it leaves its dQ.
+        """Whether store warps store dK and dV, too: a warpgroup leaves them in its slots of dQ.
 
-        There is room for as many columns of 16 bits as dQ has of 32 bits, half of them a warpgroup's.
+        A slot has room for twice as many columns of 16 bits as its piece of dQ has of 32 bits: where a piece
+        is half of dQ's columns, for as many as dQ has.
         """
         fits = 2 * ROWS * max(self.D, self.Dv) <= 4 * GROUP * self.blocks.registers
         asked = self.config.dkv_via_dq_smem and fits
@@ -190,40 +193,40 @@ class Plan(BackwardPlan):
 
     @property
     def shares_dtanh(self) -> bool:
-        """Whether a second warpgroup needs softcap's derivatives apart from the weights, for dmask."""
+        """Whether the second warpgroup needs softcap's derivative (dtanh) separate from P, for dmask."""
         return self.config.role_split and self.features.softcap and self.features.dmask
 
     @property
     def strips(self) -> int:
-        """Of 16 keys: as many warps make a tile's weights."""
+        """Strips of 16 keys in a tile: one for each warp that computes P."""
         return self.keys // WARP_ROWS
 
     @property
     def dq_slots(self) -> int:
-        """Pieces of dQ on their way to global memory: slot w, and w + warpgroups, is of warpgroup w."""
+        """Slots for pieces of dQ on their way to global memory: w and w + warpgroups are warpgroup w's."""
         return self.warpgroups * self.config.dq_stages
 
     @property
     def rng_warps(self) -> int:
-        """Warps that draw for dropout: those of the producer that have nothing else to do."""
+        """Warps that generate the keep bits: those of the producer warpgroup with nothing else to do."""
         return WARPS - 1 - self.store_warps if self.features.dropout else 0
 
     @property
     def store_warps(self) -> int:
-        """Warps that have dQ added to global memory, in the producer's warpgroup, too."""
+        """Warps that have dQ added to global memory; they are in the producer warpgroup, too."""
         return 1 if self.features.dropout else self.warpgroups
 
     @property
     def stores_by_blocks(self) -> bool:
-        """Whether a storing warp takes the pieces of all warpgroups of every second block.
+        """Whether a store warp takes the pieces of all warpgroups, of every second block.
 
-        In order it waits until sums are there. That takes about as long as a block.
+        If sums have an order, it waits until they are in global memory. That takes about as long as a block.
         """
         return self.features.deterministic and self.store_warps == self.config.dq_stages == 2
 
     @property
     def partial_at_start(self) -> bool:
-        """Whether the first blocks of a head may have to be masked, or all of a tile's."""
+        """Whether a head's first blocks, or all blocks of a tile, may have to be masked."""
         return self.band.left or self.config.ragged_k
 
     @property
@@ -235,7 +238,7 @@ class Plan(BackwardPlan):
         return self.partial_at_start or self.partial_at_end or bool(self.features.mask)
 
     def check(self) -> None:
-        """Raises AssertionError for what would not run; `configs` never asks for it."""
+        """Raise AssertionError for a plan that would not run; `configs` never asks for one."""
         f, c = self.features, self.config
         assert f.D % 8 == 0 and f.Dv % 8 == 0 and 8 <= min(f.D, f.Dv)
         assert max(f.D, f.Dv) <= (256 if c.role_split else 128)
@@ -243,14 +246,14 @@ class Plan(BackwardPlan):
         assert self.blocks.bands * self.blocks.parts == c.dq_pieces, "dQ is not shared out evenly"
         assert c.cluster in ((1, 2) if c.role_split else (1,)) and (c.role_split or c.dq_passes == 1)
         assert not c.role_split or c.queries == ROWS
-        # What the other CTA loads could come before this one has zeroed the end of another sequence.
+        # The peer's loads could arrive before this CTA has zeroed the end of another sequence.
         assert c.cluster == 1 or not f.varlen
         assert c.dq_stages in (1, 2) and (c.dq_passes == 1 or c.dq_stages == 1)
         assert not c.load_q_first or (c.heads_inner and not c.role_split)
         assert not c.dkv_via_dq_smem or (c.dq_stages == 2 and not c.role_split and not c.next_tile)
         assert not c.unroll_stages or (c.q_stages == c.do_stages == 2 and not c.role_split)
         assert not c.next_tile or (c.kv_stages == 2 and not c.role_split)
-        # The first tile has to visit all rows, and to be found where a head's tiles begin.
+        # With scope `KV_HEAD` the first tile has to visit all rows, and to lie where a head's tiles begin.
         others = f.left or f.mask or f.varlen or f.deterministic or c.role_split
         assert c.scope != Scope.KV_HEAD or not others
         assert not f.dmask or f.float_mask

@@ -1,4 +1,4 @@
-"""The drawing warps: which weights dropout keeps, for the warps that make them."""
+"""The RNG warps, which generate dropout's keep bits for the warps that apply them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .context import Context
 @role(produces=("keep_bits",), consumes=("load_k",))
 @cute.jit
 def dropout_bits(ctx: Context, rng_warp: Int32) -> None:
-    """Every block that is loaded, strips of 16 keys of it: for each of the consumers' warps.
+    """Generate the keep bits of every block that is loaded, in strips of 16 keys for each consumer warp.
 
-    Drawing warps take turns at four strips, from block to block.
+    The work goes round the RNG warps, from block to block, in units of four strips.
     """
     plan = ctx.plan
     philox = dropout.load(ctx.rng_state, ctx.params.drop_byte, ctx.params.drop_fraction)
@@ -52,7 +52,10 @@ def dropout_bits(ctx: Context, rng_warp: Int32) -> None:
 def _block_bits(
     ctx: Context, philox: dropout.Dropout, philox_row: Int32, first: Int32, n: Int32, turn: Int32, at: Cursor
 ) -> Int32:
-    """Block n of a head, number `philox_row`, for keys from `first` on; returns the warp's turn in the next."""
+    """Generate block n of a head, number `philox_row`, for keys from `first` on.
+
+    Returns the first unit of this RNG warp in the next block.
+    """
     plan, lane = ctx.plan, cute.arch.lane_idx()
     strips = dropout.strips(plan.queries)
     turns = plan.strips * strips // dropout.WARP_STRIPS

@@ -1,16 +1,16 @@
 """Two warpgroups that share 64 keys of wide heads, whose dK and dV one of them could not hold.
 
-The first makes weights and dV, the second dS and dK, and each of them some columns of dQ:
+The first computes P and dV, the second dS and dK, and each of them some columns of dQ:
 
     first    S^T = K Q^T    P^T ------.   dV += P^T dO     dQ = dS K
     second   dP^T = V dO^T            '-> dS^T             dK += dS^T Q     dQ = dS K
 
-P lies where dS will, in shared memory: a lane of the second reads what the same lane of the first wrote, and
-writes dS in its place. So the two are out of step, and products of one are under way under arithmetic of the
-other.
+P lies in shared memory where dS will lie: a lane of the second warpgroup reads what the same lane of the
+first wrote, and writes dS in its place. So the two are out of step, and wgmmas of one overlap arithmetic of
+the other.
 
-In a cluster each CTA sends its dS to the other one, and makes half of the columns of what both tiles give to
-dQ: there are half as many additions to global memory, which limit a CTA of 64 keys.
+In a cluster each CTA sends its dS to its peer, and computes half of the columns of what both tiles add to dQ:
+this halves the additions to global memory, which limit a CTA of 64 keys.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from .weights import Probs, differentiate, dropped, four_of, mask_rows, recomput
 )
 @cute.jit
 def p_warpgroup(ctx: Context) -> None:
-    """The first warpgroup."""
+    """The first warpgroup: P and dV."""
     plan = ctx.plan
     S = wgmma.scores_accumulator(plan.dtype, plan.queries)
     t = _thread(S, None, wgmma.output_accumulator(plan.dtype, plan.Dv))
@@ -53,10 +53,10 @@ def p_warpgroup(ctx: Context) -> None:
     while tile.index >= 0:
         _begin(ctx, t, kv_at, 0, at)
         at = each_block(ctx, t, tile, kv_at, at, _p_block, plan.masks)
-        # dK leaves through K.
+        # dK leaves through the stage of K.
         cute.arch.barrier_arrive(barrier_id=NamedBarrier.K_READ, number_of_threads=plan.consumers)
         ring.release(ctx.load_k, kv_at)
-        # And dV through V, which has been read: of that the last dS was made.
+        # dV leaves through the stage of V, which has been read: the last dS was computed from it.
         stage = ctx.sV[None, None, kv_at.stage]
         stage_gradient(ctx, t, t.dV, dv_scale(ctx), stage)
         store_gradients(ctx, t, (dv_target(ctx, stage),), tile)
@@ -72,7 +72,7 @@ def p_warpgroup(ctx: Context) -> None:
 )
 @cute.jit
 def ds_warpgroup(ctx: Context) -> None:
-    """The second warpgroup."""
+    """The second warpgroup: dS and dK."""
     plan = ctx.plan
     dP = wgmma.scores_accumulator(plan.dtype, plan.queries)
     held = wgmma.held_fragment(plan.dtype, plan.Dv) if plan.config.v_in_regs else None
@@ -99,7 +99,7 @@ def ds_warpgroup(ctx: Context) -> None:
 def _thread(
     S: cute.Tensor, dK: cute.Tensor | None, dV: cute.Tensor | None, held: cute.Tensor | None = None
 ) -> Thread:
-    """Of either warpgroup: both hold all keys of the tile."""
+    """A thread of either warpgroup: both hold all keys of the tile."""
     thread, _, _ = cute.arch.thread_idx()
     return Thread(Int32(0), thread % GROUP, S, dK, dV, held)
 
@@ -115,7 +115,7 @@ def _p_block(
     last: cutlass.Constexpr,
     at: Cursors,
 ) -> Cursors:
-    """Block n of a head, whose scores are under way; leaves those of the next one under way."""
+    """Process block n of a head, whose scores are in flight; leaves those of the next one in flight."""
     plan, after = ctx.plan, _after(ctx, at)
     ahead = not last
     mask = None
@@ -143,7 +143,7 @@ def _ds_block(
     last: cutlass.Constexpr,
     at: Cursors,
 ) -> Cursors:
-    """Block n of a head, whose dP is under way; leaves that of the next one under way."""
+    """Process block n of a head, whose dP is in flight; leaves that of the next one in flight."""
     plan, after = ctx.plan, _after(ctx, at)
     wgmma.wait(0)
     probs = _take(ctx, t, at)
@@ -173,7 +173,7 @@ def _finish(
     at: Cursors,
     after: Cursors,
 ) -> None:
-    """The warpgroup's dQ, under which its dV or dK ends; and, `ahead` of dQ's end or not, the next block."""
+    """Compute dQ, during which dV or dK ends, and begin the next block: before the end of dQ if `ahead`."""
     plan, passes = ctx.plan, ctx.plan.config.dq_passes
     ring.wait_full(ctx.share_ds, at.ds)
     for i in cutlass.range_constexpr(passes):
@@ -201,7 +201,7 @@ def _start(ctx: Context, warpgroup: int) -> Cursors:
 
 
 def _slot(at: Cursors, warpgroup: int) -> Int32:
-    """In which the warpgroup leaves its dQ."""
+    """The slot in which the warpgroup leaves its dQ."""
     return Int32(warpgroup) if at.dq is None else at.dq
 
 
@@ -231,7 +231,7 @@ def _begin(ctx: Context, t: Thread, kv_at: Cursor, warpgroup: cutlass.Constexpr,
 def _issue_dq(
     ctx: Context, work: TileState, place: cutlass.Constexpr, first: cutlass.Constexpr, at: Cursors
 ) -> cute.Tensor:
-    """A piece of dQ = dS K, the `place`-th of this CTA's: of the own keys, then of the other CTA's."""
+    """Issue the `place`-th piece of this CTA's dQ = dS K: from its own keys, then from the peer's."""
     columns = ctx.plan.blocks.piece_columns
     dQ, box = wgmma.output_accumulator(ctx.plan.dtype, columns), (columns, ctx.plan.keys)
     keys, own = ctx.sKt[None, None, work.kv.stage], ctx.sdS[None, None, at.ds.stage]
@@ -245,7 +245,7 @@ def _issue_dq(
 
 
 def _first_piece(ctx: Context) -> Int32:
-    """Which range of dQ's columns is the first that this CTA adds."""
+    """The first range of dQ's columns that this CTA adds."""
     config = ctx.plan.config
     return (
         Int32(0)
@@ -256,7 +256,7 @@ def _first_piece(ctx: Context) -> Int32:
 
 @cute.jit
 def _hand_over(ctx: Context, t: Thread, probs: Probs, at: Cursors) -> None:
-    """The first warpgroup's weights to the second; for dS they may have softcap's derivatives in them."""
+    """Hand P from the first warpgroup to the second, times softcap's derivative unless that is separate."""
     P, features = probs.P, ctx.plan.features
     if cutlass.const_expr(ctx.plan.shares_dtanh):
         share(ctx, t, probs.dtanh, ctx.sDtanh[None, None, at.ds.stage])
@@ -273,7 +273,7 @@ def _hand_over(ctx: Context, t: Thread, probs: Probs, at: Cursors) -> None:
 
 @cute.jit
 def _take(ctx: Context, t: Thread, at: Cursors) -> Probs:
-    """What the first warpgroup has handed over, and what dropout keeps."""
+    """What the first warpgroup has handed over, and the keep bits."""
     dtanh, keep_bits = None, None
     if cutlass.const_expr(ctx.plan.features.dropout):
         keep_bits = take_keep_bits(ctx, t, at.q)
@@ -286,7 +286,7 @@ def _take(ctx: Context, t: Thread, at: Cursors) -> Probs:
 
 @cute.jit
 def _shared(ctx: Context, t: Thread, stage: cute.Tensor) -> cute.Tensor:
-    """What `share` wrote, in the same registers."""
+    """What `share` wrote, loaded in the same register order."""
     found = cute.make_rmem_tensor(t.S.layout, ctx.plan.dtype)
     turned = cute.make_tensor(stage.iterator, cute.select(stage.layout, [1, 0]))
     atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), ctx.plan.dtype)
@@ -297,7 +297,7 @@ def _shared(ctx: Context, t: Thread, stage: cute.Tensor) -> cute.Tensor:
 
 @cute.jit
 def _send(ctx: Context, t: Thread, ds_at: Cursor) -> None:
-    """The warp's 16 keys of dS to the other CTA, from which as many are to come."""
+    """Send dS of the warp's 16 keys to the peer CTA, and expect as many bytes from it."""
     count = 2 * WARP_ROWS * ctx.plan.queries
     offset = cute.arch.make_warp_uniform(t.index // WARP) * count
     source, target = (x[None, None, ds_at.stage].iterator.toint() for x in (ctx.sdS, ctx.sPeerdS))

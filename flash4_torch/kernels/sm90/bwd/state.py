@@ -1,4 +1,4 @@
-"""What a consumer warpgroup works on: registers, a tile and a head, and its places in the rings."""
+"""What a consumer warpgroup works on: registers, a tile and a head, and its cursors in the rings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .context import Context
 
 
 class Thread(NamedTuple):
-    """A thread of a warpgroup, and what it keeps in registers from block to block."""
+    """A thread of a consumer warpgroup, and what it keeps in registers from block to block."""
 
     warpgroup: Int32
     index: Int32
@@ -27,7 +27,7 @@ class Thread(NamedTuple):
     dK: cute.Tensor
     dV: cute.Tensor
     held: cute.Tensor | None = None
-    """K or V, where they are operands from registers."""
+    """V, where it is an operand from registers (`v_in_regs`)."""
 
     @property
     def lane(self) -> Int32:
@@ -35,21 +35,21 @@ class Thread(NamedTuple):
 
     @property
     def row(self) -> Int32:
-        """The first of its two keys among the warpgroup's 64; the other one is eight further on."""
+        """The first of its two keys among the warpgroup's 64; the second is eight keys further on."""
         return self.index // WARP * WARP_ROWS + self.lane // LANES
 
 
 class TileState(NamedTuple):
-    """A tile and one of its query heads, as a thread sees it."""
+    """A tile and one of its query heads, as one thread sees them."""
 
     tile: Tile
     kv: Cursor
     band: Band
     span: Span
     order: tiles.DqOrder | None
-    """If sums have an order, and the tile's message does not tell it."""
+    """The dQ order, if sums have one and the work tile does not bring it."""
     positions: tuple[Int32, Int32]
-    """Of the thread's keys."""
+    """Positions of the thread's keys."""
     head: Int32
     blocks: Blocks
 
@@ -57,15 +57,15 @@ class TileState(NamedTuple):
 class Cursors(NamedTuple):
     q: Cursor
     do: Cursor | None
-    """None if it is always where that of Q is."""
+    """None if it always equals the cursor of Q."""
     ds: Cursor
     dq: Int32 | None = None
-    """The slot in which the warpgroup leaves its dQ; None where `role_split` and there is but one, or if it is the
-    one that belongs to the stage of Q."""
+    """The slot in which the warpgroup leaves its dQ. None if it has only one, with `role_split`, or if the
+    slot is the one that belongs to the stage of Q."""
 
 
 def start(ctx: Context, t: Thread) -> Cursors:
-    """With stages known to the compiler as few cursors as will do."""
+    """The first cursors; with `unroll_stages` as few as possible (ptxas.md, P12)."""
     config, together = ctx.plan.config, ctx.plan.config.unroll_stages
     do = None if together else ring.start()
     slots_too = together and config.dq_stages == config.q_stages
@@ -74,7 +74,7 @@ def start(ctx: Context, t: Thread) -> Cursors:
 
 @cute.jit
 def after_block(ctx: Context, at: Cursors) -> Cursors:
-    """For the next block."""
+    """The cursors of the next block."""
     config = ctx.plan.config
     q, do, dq = ring.after(at.q, config.q_stages), None, None
     if cutlass.const_expr(at.do is not None):
@@ -85,7 +85,7 @@ def after_block(ctx: Context, at: Cursors) -> Cursors:
 
 
 def at_stage(at: Cursors, stage: int) -> Cursors:
-    """Where the stage of Q is known to be that one."""
+    """The cursors where the stage of Q is a constant."""
     return at._replace(q=Cursor(stage, at.q.phase))
 
 
@@ -94,7 +94,7 @@ def at_any_stage(at: Cursors) -> Cursors:
 
 
 def rows_at(at: Cursors) -> Cursor:
-    """Of dO."""
+    """The cursor of dO."""
     return at.q if at.do is None else at.do
 
 
@@ -104,7 +104,7 @@ def slot_at(ctx: Context, t: Thread, at: Cursors) -> Int32:
 
 @cute.jit
 def other_slot(ctx: Context, slot: Int32) -> Int32:
-    """Of the same warpgroup, if it has two."""
+    """The same warpgroup's other slot, or this one if it has only one."""
     if cutlass.const_expr(ctx.plan.config.dq_stages == 1):
         return slot
     return slot + ctx.plan.warpgroups if slot < ctx.plan.warpgroups else slot - ctx.plan.warpgroups

@@ -1,7 +1,7 @@
-"""What consumers leave to the store warps: pieces of dQ, dK and dV in shared memory, and a command for each.
+"""The hand-over from consumers to store warps: pieces of dQ, dK and dV in shared memory, each with a command.
 
-With `dkv_via_dq_smem` consumers leave dK and dV there, too: a tile's end waits for nothing but room, and the next
-K and V are on their way.
+dK and dV are handed over only with `dkv_via_dq_smem`: then a tile's end waits for nothing but room, and the
+next K and V are on their way.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from .plan import NamedBarrier, Plan
 from .state import Thread, TileState, other_slot
 
 ENDS, FIRST = 1, 2
-"""With whole heads added to a target, an address that is a multiple of 16: a tile's last piece, before whose
-successor all sums have to be there; the first one of its place, which has nothing to be added to."""
+"""Flags in a target (an address, multiple of 16) with scope `KV_HEAD`. ENDS: a tile's last piece; all sums
+have to be complete before the next one. FIRST: a place's first piece, which has nothing to be added to."""
 DV, DK, DQ = 4, 8, 12
-"""Targets that are no address: what lies there is a gradient of keys, or dQ, rounded, of each warp's rows."""
+"""Targets that are no addresses: the slot holds dV or dK, or dQ, rounded, each warp's rows by themselves."""
 WORDS = 4
-"""Of 64 bits, that tell a storing warp what to do with a piece."""
+"""Words of 64 bits in a store command."""
 
 
 class StoreCommand(NamedTuple):
-    """Four words. The last three belong to sums in a fixed order, or say where a gradient goes."""
+    """Four words for a store warp. The last three are for ordered sums, or say where a gradient goes."""
 
     target: Int64
-    """Address of the piece's sums; 0: there are no more."""
+    """Address of the piece's sums, with `ENDS` and `FIRST`; or `DV`, `DK` or `DQ`; 0: there are no more."""
     semaphore: Int64
     """Address of the block's semaphore, with sums in a fixed order; see `dq_semaphore.Step`."""
     awaited: Int64
@@ -54,7 +54,7 @@ def add_dq(
     n: Int32,
     last: cutlass.Constexpr = False,
 ) -> None:
-    """Have a warpgroup's piece of block n of a query head added, in the order of `dq_blocks`."""
+    """Have a warpgroup's piece of dQ, block n of a query head, added, in the layout of `dq_blocks`."""
     wait_empty(slot)
     for i in cutlass.range_constexpr(ctx.plan.blocks.registers // 4):
         own = cute.make_tensor(dQ.iterator + 4 * i, cute.make_layout(4))
@@ -74,7 +74,7 @@ def add_dq(
 
 @cute.jit
 def own_vector(ctx: Context, t: Thread, slot: Int32, i: cutlass.Constexpr) -> cute.Tensor:
-    """The i-th four of a thread's numbers in a slot: those of a warp lie together where it rounds them."""
+    """The i-th four of a thread's numbers in a slot; a warp's lie together where it rounds them."""
     vector = i * GROUP + t.index
     if cutlass.const_expr(ctx.plan.scope == Scope.KV_HEAD):
         vector = (t.index // WARP * (ctx.plan.blocks.registers // 4) + i) * WARP + t.lane
@@ -86,7 +86,7 @@ def own_vector(ctx: Context, t: Thread, slot: Int32, i: cutlass.Constexpr) -> cu
 
 @cute.jit
 def sums_address(ctx: Context, piece: Int32, work: TileState, n: Int32) -> Int64:
-    """The address of a piece of block n."""
+    """The address of a piece's sums in block n."""
     blocks = ctx.plan.blocks
     start = block_index(ctx, work, n) * blocks.floats + piece * (blocks.registers * GROUP)
     return (ctx.dq_acc.iterator + start).toint()
@@ -94,7 +94,7 @@ def sums_address(ctx: Context, piece: Int32, work: TileState, n: Int32) -> Int64
 
 @cute.jit
 def block_index(ctx: Context, work: TileState, n: Int32) -> Int64:
-    """Where it is in the workspaces, in blocks."""
+    """The place of block n in the workspaces, in blocks."""
     tile, count = work.tile, ctx.dq_acc.shape[-2]
     row = Int32(0)
     if cutlass.const_expr(ctx.plan.scope == Scope.KV_HEAD):
@@ -107,7 +107,7 @@ def block_index(ctx: Context, work: TileState, n: Int32) -> Int64:
 
 @cute.jit
 def send_gradient(ctx: Context, t: Thread, slot: Int32, what: cutlass.Constexpr, where: tuple) -> None:
-    """Have a warpgroup's dK or dV stored, which lies in the slot as `slot_of` says."""
+    """Have a warpgroup's dK or dV stored, which lies in the slot in the layout of `slot_of`."""
     ends = ENDS if ctx.plan.scope == Scope.KV_HEAD and what == DK else 0
     if t.index == 0:
         for i, word in enumerate((what + ends, *where)):
@@ -117,7 +117,7 @@ def send_gradient(ctx: Context, t: Thread, slot: Int32, what: cutlass.Constexpr,
 
 @cute.jit
 def send_dq(ctx: Context, t: Thread, slot: Int32, work: TileState, n: Int32) -> None:
-    """Have a warpgroup's piece of block n stored, which lies in the slot as `finished_layout` says."""
+    """Have a warpgroup's finished piece of block n stored, which lies in the slot in `finished_layout`."""
     if t.index == 0:
         for i, word in enumerate((DQ, n, work.head, work.tile.batch)):
             cute.arch.store(ctx.commands + (slot * WORDS + i), Int64(word))
@@ -126,7 +126,10 @@ def send_dq(ctx: Context, t: Thread, slot: Int32, work: TileState, n: Int32) -> 
 
 @cute.jit
 def gradient_tile(ctx: Context, kv_at: Cursor) -> tuple:
-    """The tile's block, key head and batch, once more: `tile`'s own numbers stay in uniform registers."""
+    """The tile's index, KV head and batch, read once more from shared memory.
+
+    So `tile`'s own numbers stay in uniform registers (ptxas.md, P8).
+    """
     work_tile = ctx.work_tile + kv_at.stage * tiles.WORK_TILE_WORDS
     return tuple(cute.arch.load(work_tile + i, Int32) for i in range(3))
 
@@ -140,7 +143,7 @@ def slot_of(ctx: Context, slot: Int32, columns: cutlass.Constexpr) -> cute.Tenso
 
 
 def finished_layout(plan: Plan) -> cute.ComposedLayout:
-    """Of a warp's rows of a piece, at the start of where the warp's sums were."""
+    """The layout of a warp's rounded rows of a piece, which begin where the warp's sums began."""
     return cute.select(row_major_layout(plan.dtype, WARP_ROWS, plan.blocks.piece_columns, 1), mode=[0, 1])
 
 
@@ -150,7 +153,7 @@ def aside_layout(plan: Plan, columns: int) -> cute.ComposedLayout:
 
 @cute.jit
 def send_end(ctx: Context, t: Thread, slot: Int32) -> None:
-    """After a warpgroup's last piece; `slot` is the next one's."""
+    """Signal, after a warpgroup's last piece, that there are no more; `slot` is the next one's."""
     _end(ctx, t, slot)
     if cutlass.const_expr(ctx.plan.stores_by_blocks):
         _end(ctx, t, other_slot(ctx, slot))
@@ -166,7 +169,7 @@ def _end(ctx: Context, t: Thread, slot: Int32) -> None:
 
 @cute.jit
 def write(ctx: Context, slot: Int32, command: StoreCommand) -> None:
-    """By one thread; the barrier makes it visible."""
+    """Write a command, by one thread; the barrier makes it visible."""
     for i in cutlass.range_constexpr(WORDS if ctx.plan.features.deterministic else 1):
         cute.arch.store(ctx.commands + (slot * WORDS + i), command[i])
 
@@ -180,12 +183,12 @@ def read(ctx: Context, slot: Int32) -> StoreCommand:
 
 
 def wait_empty(slot: Int32) -> None:
-    """By a warpgroup, for room for its next piece."""
+    """Wait, by a warpgroup, until there is room for its next piece."""
     cute.arch.barrier(barrier_id=NamedBarrier.DQ_EMPTY + slot, number_of_threads=GROUP + WARP)
 
 
 def arrive_full(slot: Int32) -> None:
-    """By a warpgroup, of what it leaves to a storing warp."""
+    """Signal, by a warpgroup, that it has left a piece to a store warp."""
     cute.arch.barrier_arrive(barrier_id=NamedBarrier.DQ_FULL + slot, number_of_threads=GROUP + WARP)
 
 

@@ -1,7 +1,7 @@
-"""The store warps: they add pieces of dQ to global memory, and store finished dQ, dK and dV.
+"""The store warps, which add pieces of dQ to global memory, and store finished dQ, dK and dV.
 
-A warpgroup that added its registers itself would wait for the L2 cache. TMA adds a whole piece at once, and the
-warp that issued it is the only one that waits.
+A warpgroup that added its registers itself would wait for the L2 cache. TMA adds a whole piece at once, and
+the warp that issued it is the only one that waits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .store_commands import (
 @role()
 @cute.jit
 def store_loop(ctx: Context, store_warp: Int32) -> None:
-    """A storing warp: all pieces of a warpgroup, or of several that take turns, or of every second block."""
+    """Store all pieces of one warpgroup, of several that alternate, or of every second block."""
     plan, more = ctx.plan, Boolean(True)
     if cutlass.const_expr(plan.stores_by_blocks):
         for w in cutlass.range_constexpr(plan.warpgroups):
@@ -57,7 +57,7 @@ def store_loop(ctx: Context, store_warp: Int32) -> None:
 
 @cute.jit
 def _store_piece(ctx: Context, slot: Int32) -> Boolean:
-    """Returns whether there was one."""
+    """Store or add the piece in a slot; returns whether there was one."""
     cute.arch.barrier(barrier_id=NamedBarrier.DQ_FULL + slot, number_of_threads=GROUP + WARP)
     command = read(ctx, slot)
     if command.target != 0:
@@ -84,20 +84,20 @@ def _store_piece(ctx: Context, slot: Int32) -> Boolean:
 
 @cute.jit
 def _wait_slot(ctx: Context, command: StoreCommand) -> None:
-    """With two slots, until the one before is free."""
+    """Wait until this slot has been read or, with two slots, the one before."""
     if cutlass.const_expr(ctx.plan.scope == Scope.KV_HEAD):
         if (command.target & ENDS) != 0:
-            # But for dV and dK, where those came last.
+            # After a tile's last piece, wait for all sums, but not for dV and dK where those came last.
             cute.arch.cp_async_bulk_wait_group(2 if ctx.plan.dkv_via_dq_smem else 0, read=False)
     cute.arch.cp_async_bulk_wait_group(ctx.plan.config.dq_stages - 1, read=True)
 
 
 @cute.jit
 def _store_block(ctx: Context, first: Int32) -> Boolean:
-    """The pieces of all warpgroups, in slots from `first` on; returns whether there were some.
+    """Add the pieces of all warpgroups, in slots from `first` on; returns whether there were some.
 
-    It takes as long until sums are there, and the next tile may add its own, as a block takes. Meanwhile the
-    other storing warp has the next block.
+    The sums take as long as a block to reach global memory, after which the next tile may add its own.
+    Meanwhile the other store warp has the next block.
     """
     slots = [first + w for w in range(ctx.plan.warpgroups)]
     for slot in slots:
@@ -123,7 +123,7 @@ def _store_block(ctx: Context, first: Int32) -> Boolean:
 
 @cute.jit
 def _add(ctx: Context, slot: Int32, command: StoreCommand) -> None:
-    """By one thread."""
+    """Add the piece in a slot to its sums, by one thread."""
     cute.arch.inline_ptx(
         "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32"
         f" [{{$r0}}], [{{$r1}}], {ctx.plan.blocks.registers * GROUP * 4};",
@@ -133,7 +133,7 @@ def _add(ctx: Context, slot: Int32, command: StoreCommand) -> None:
 
 @cute.jit
 def _store(ctx: Context, slot: Int32, command: StoreCommand) -> None:
-    """By one thread: dQ, dK or dV."""
+    """Add dQ, or store dK or dV, by one thread."""
     if command.target > DQ:
         _add(ctx, slot, command)
     else:
@@ -142,7 +142,7 @@ def _store(ctx: Context, slot: Int32, command: StoreCommand) -> None:
 
 @cute.jit
 def _store_of_whole_heads(ctx: Context, slot: Int32, command: StoreCommand) -> None:
-    """By one thread: sums of dQ, dQ itself, dK or dV."""
+    """Add or write sums of dQ, or store dQ itself, dK or dV, by one thread, with scope `KV_HEAD`."""
     command = StoreCommand(command.target & ~ENDS, *command[1:])
     if command.target > DQ:
         _add_or_write(ctx, slot, command)
@@ -154,12 +154,12 @@ def _store_of_whole_heads(ctx: Context, slot: Int32, command: StoreCommand) -> N
 
 @cute.jit
 def _store_finished(ctx: Context, slot: Int32) -> None:
-    """By one thread, for each warp. The copy engine leaves out rows and columns beyond the end."""
+    """Store rounded dQ, by one thread, for each warp. TMA leaves out rows and columns beyond the end."""
     plan, blocks, layout = ctx.plan, ctx.plan.blocks, finished_layout(ctx.plan)
     n, head, batch = (Int32(cute.arch.load(ctx.commands + (slot * WORDS + i), Int64)) for i in (1, 2, 3))
     piece = slot if slot < plan.warpgroups else slot - plan.warpgroups
     band, part = piece // blocks.parts, piece % blocks.parts
-    # If D fills one part only, a tile's number along D counts for nothing: part 1 would be stored as part 0.
+    # If D fills one part only, the tile coordinate along D has no effect: part 1 would be stored as part 0.
     if cutlass.const_expr(blocks.filled_parts == blocks.parts) or part < blocks.filled_parts:
         for w in cutlass.range_constexpr(WARPS):
             start = ctx.sdQ[None, slot].iterator + w * (blocks.registers * WARP)
@@ -170,7 +170,7 @@ def _store_finished(ctx: Context, slot: Int32) -> None:
 
 @cute.jit
 def _add_or_write(ctx: Context, slot: Int32, command: StoreCommand) -> None:
-    """By one thread."""
+    """Add the piece in a slot to its sums or, if it is the first one there, write it, by one thread."""
     if (command.target & FIRST) == 0:
         _add(ctx, slot, command)
     else:
@@ -183,7 +183,7 @@ def _add_or_write(ctx: Context, slot: Int32, command: StoreCommand) -> None:
 
 @cute.jit
 def _store_gradient(ctx: Context, slot: Int32, command: StoreCommand) -> None:
-    """By one thread. The copy engine leaves out rows beyond the end."""
+    """Store dK or dV, by one thread. TMA leaves out rows beyond the end."""
     block, head, batch = (Int32(cute.arch.load(ctx.commands + (slot * WORDS + i), Int64)) for i in (1, 2, 3))
     warpgroups = ctx.plan.warpgroups
     place = block * warpgroups + (slot if slot < warpgroups else slot - warpgroups)
@@ -197,7 +197,7 @@ def _store_gradient(ctx: Context, slot: Int32, command: StoreCommand) -> None:
 
 @cute.jit
 def _store_rows(atom, stage: cute.Tensor, target: cute.Tensor, row: Int32, column: Int32) -> None:
-    """The box of the stage's size with these coordinates, in boxes."""
+    """Store a stage to the box of its size at these coordinates, which count boxes."""
     rows = cute.local_tile(target, tuple(cute.size(stage, mode=[i]) for i in range(2)), (row, column))
     s, g = cpasync.tma_partition(
         atom, 0, cute.make_layout(1), cute.group_modes(stage, 0, 2), cute.group_modes(rows, 0, 2)

@@ -1,4 +1,4 @@
-"""Which blocks of rows a tile visits, in which order, and which of them have to be masked."""
+"""The walk over a tile's blocks of rows: which it visits, in which order, and which have to be masked."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def each_block(
     block: cutlass.Constexpr,
     masks: cutlass.Constexpr,
 ) -> Cursors:
-    """`block` for all blocks of all heads of the group; the very last one has no successor to begin with."""
+    """Call `block` for all blocks of all heads of the group; the very last one has no next block to begin."""
     at, work, n, accumulate = all_but_the_last(ctx, t, tile, kv_at, at, block, masks)
     return block(ctx, t, work, n, accumulate, masks, True, at)
 
@@ -39,7 +39,7 @@ def all_but_the_last(
     block: cutlass.Constexpr,
     masks: cutlass.Constexpr,
 ) -> tuple:
-    """`each_block` without the last one; returns which it is, and whether there were others.
+    """Do as `each_block` does, without the last block; returns that block, and whether there were others.
 
     `masks`: whether `block` has to know which blocks are masked.
     """
@@ -71,14 +71,14 @@ def _blocks_of_all_heads(
     block: cutlass.Constexpr,
     masks: cutlass.Constexpr,
 ) -> tuple:
-    """The same from the last block to the first one, each of all heads: one loop for all plain blocks."""
+    """The same with `heads_inner`: each block for all heads before the next, one loop for all full blocks."""
     plan, heads = ctx.plan, tiles.group(ctx)
     work = _work(ctx, t, tile, kv_at, Int32(0))
     span, accumulate = work.span, Boolean(False)
     place, count = tiles.first_place(ctx, tile, span), (span.last - span.first) * heads - 1
     first_full, first_partial = Int32(0), count
     if cutlass.const_expr(masks):
-        # Both may lie behind the last block.
+        # Both may lie after the last block.
         start, end = tiles.full_span(ctx, work.tile, work.band, work.span)
         first_full = cutlass.min(cutlass.max(span.last - end, 0) * heads, count)
         first_partial = cutlass.min(cutlass.max(span.last - start, 0) * heads, count)
@@ -106,7 +106,7 @@ def _blocks_down(
     block: cutlass.Constexpr,
     masked: cutlass.Constexpr,
 ) -> tuple:
-    """So many blocks, from a place on."""
+    """Process `count` blocks, from `place` on."""
     for _ in cutlass.range(count, unroll=1):
         own = _of_head(ctx, work, place.h)
         if cutlass.const_expr(masked):
@@ -119,14 +119,14 @@ def _blocks_down(
 
 @cute.jit
 def _of_head(ctx: Context, work: TileState, h: Int32) -> TileState:
-    """The tile's work for another head of the group."""
+    """The tile's state for another head of the group."""
     head = work.tile.kv_head * tiles.group(ctx) + h
     return TileState(work.tile, work.kv, work.band, work.span, work.order, work.positions, head, work.blocks)
 
 
 @cute.jit
 def _work(ctx: Context, t: Thread, tile: Tile, kv_at: Cursor, h: Int32) -> TileState:
-    """For the h-th query head of the tile's group."""
+    """The tile's state for the h-th query head of its group."""
     plan = ctx.plan
     first = tile.index * plan.keys + t.warpgroup * ROWS + t.row
     positions, head = (first, first + 8), tile.kv_head * tiles.group(ctx) + h
@@ -147,7 +147,7 @@ def _full_block(
     at: Cursors,
     block: cutlass.Constexpr,
 ) -> Cursors:
-    """Of those that nothing cuts; with `unroll_stages` one of two copies of its code."""
+    """Process a full block; with `unroll_stages` in one of two copies of the code (ptxas.md, P12)."""
     if cutlass.const_expr(not ctx.plan.config.unroll_stages or ctx.finishes):
         return block(ctx, t, work, n, accumulate, False, False, at)
     after = at
@@ -168,7 +168,7 @@ def _blocks_full(
     at: Cursors,
     block: cutlass.Constexpr,
 ) -> tuple:
-    """Blocks up to position `last`."""
+    """Process blocks up to position `last`, all of them as full blocks."""
     for position in cutlass.range(work.blocks.span.first, last, unroll=1):
         n, _ = tiles.block_at(ctx, work.blocks, position)
         at = _full_block(ctx, t, work, n, accumulate, at, block)
@@ -186,7 +186,7 @@ def _blocks_partial_at_ends(
     at: Cursors,
     block: cutlass.Constexpr,
 ) -> tuple:
-    """Blocks up to `last`, of which some of the first and the last ones have to be masked."""
+    """Process blocks up to `last`, where some of the first and of the last ones have to be masked."""
     plan = ctx.plan
     start, end = tiles.full_span(ctx, work.tile, work.band, work.span)
     start, end = cutlass.min(start, last), cutlass.min(end, last)
@@ -214,11 +214,12 @@ def _blocks_partial_anywhere(
     at: Cursors,
     block: cutlass.Constexpr,
 ) -> tuple:
-    """Blocks up to position `last`, any of which may have to be masked."""
+    """Process blocks up to position `last`, any of which may have to be masked."""
     start, end = tiles.full_span(ctx, work.tile, work.band, work.span)
     for position in cutlass.range(work.blocks.span.first, last, unroll=1):
         n, partial = tiles.block_at(ctx, work.blocks, position)
-        # A vote is known to be the same in all lanes, which keeps the products' addresses uniform.
+        # ptxas knows a vote to be uniform, which keeps the wgmmas' addresses in uniform registers
+        # (ptxas.md, P7).
         if cute.arch.vote_any_sync(partial | (n < start) | (n >= end)):
             at = block(ctx, t, work, n, accumulate, True, False, at)
         else:

@@ -1,4 +1,4 @@
-"""What a thread makes of scores and dP: weights and dS, with all that masks, softcap and dropout ask for."""
+"""P and dS, which a thread computes from scores and dP, with masks, softcap and dropout."""
 
 from __future__ import annotations
 
@@ -22,24 +22,27 @@ from .state import Thread, TileState
 
 
 class MaskRows(NamedTuple):
-    """What attn_mask says of a thread's keys, and what has been loaded of it for a block."""
+    """The rows of attn_mask for a thread's keys, and the words loaded from them for a block."""
 
     rows: attn_mask.Rows
     words: tuple
 
 
 class Probs(NamedTuple):
-    """Of a block's scores, in the order of their registers: what its dS needs, besides S itself."""
+    """What a block's dS needs besides S itself, in the register order of the scores."""
 
     P: cute.Tensor
     dtanh: cute.Tensor | None
-    """Of softcap, 16 bits."""
+    """Softcap's derivative, in 16 bits."""
     keep_bits: cute.Tensor | None
 
 
 @cute.jit
 def mask_rows(ctx: Context, t: Thread, work: TileState, n: Int32) -> MaskRows:
-    """Found anew for every block: it would hold registers that products under way need."""
+    """The mask's rows and words, found anew for every block.
+
+    Kept, they would hold registers that wgmmas in flight need (ptxas.md, P17).
+    """
     heads = (work.head, work.head)
     rows = attn_mask.rows_of(ctx.mask, work.tile.batch, heads, work.positions, t.lane % LANES)
     return MaskRows(rows, attn_mask.words_of(rows, n))
@@ -55,7 +58,7 @@ def recompute_p(
     mask: MaskRows | None,
     masked: cutlass.Constexpr,
 ) -> Probs:
-    """Scores become weights, in place too."""
+    """Turn scores into P: rounded in the result, and unrounded in their place."""
     plan = ctx.plan
     features = plan.features if masked else plan.features.without_float_mask
     P, dtanh, keep_bits = wgmma.weights_fragment(plan.dtype, plan.queries), None, None
@@ -92,7 +95,7 @@ def recompute_p(
 
 @cute.jit
 def take_keep_bits(ctx: Context, t: Thread, q_at: Cursor) -> cute.Tensor:
-    """Which of the thread's weights dropout keeps. Its ring turns with that of Q."""
+    """The keep bits of the thread's weights. Their ring advances with that of Q."""
     ring.wait_full(ctx.keep_bits, q_at)
     own_warp = t.warpgroup * WARPS + t.index // WARP
     keep_bits = dropout.take(ctx.sKeepBits[None, None, own_warp, q_at.stage], t.lane)
@@ -102,7 +105,7 @@ def take_keep_bits(ctx: Context, t: Thread, q_at: Cursor) -> cute.Tensor:
 
 @cute.jit
 def _dtanh(ctx: Context, t: Thread, dtanh: cute.Tensor, features: cutlass.Constexpr) -> None:
-    """Derivatives of the capped scores."""
+    """Derivatives of the capped scores, rounded to 16 bits."""
     inverse = 1.0 / (ctx.params.softcap * scores.unit(features))
     for j in cutlass.range_constexpr(cute.size(t.S) // 4):
         values = cute.make_rmem_tensor(4, Float32)
@@ -114,7 +117,7 @@ def _dtanh(ctx: Context, t: Thread, dtanh: cute.Tensor, features: cutlass.Conste
 
 @cute.jit
 def dropped(ctx: Context, probs: Probs) -> cute.Tensor:
-    """The weights that dropout leaves."""
+    """P after dropout."""
     if cutlass.const_expr(not ctx.plan.features.dropout):
         return probs.P
     dropped = wgmma.weights_fragment(ctx.plan.dtype, ctx.plan.queries)
@@ -128,7 +131,7 @@ def dropped(ctx: Context, probs: Probs) -> cute.Tensor:
 def differentiate(
     ctx: Context, t: Thread, work: TileState, n: Int32, do_at: Cursor, probs: Probs, dP: cute.Tensor
 ) -> cute.Tensor:
-    """dS = P (dP - delta), with respect to scaled scores."""
+    """dS = P (dP - delta), the gradient with respect to scaled scores."""
     features = ctx.plan.features
     dS = wgmma.weights_fragment(ctx.plan.dtype, ctx.plan.queries)
     if cutlass.const_expr(features.dropout):
@@ -169,7 +172,7 @@ def _mask_rows_beyond_end(fragment: Fragment, Sk: Int32) -> None:
 
 @cute.jit
 def columns_of(numbers: cute.Tensor, t: Thread) -> cute.Tensor:
-    """Of one number for each of a block's columns the thread's own: (2, C / 2) in shared memory."""
+    """The thread's own part of one number per column of a block: (2, C / 2) in shared memory."""
     start = (numbers.iterator + 2 * (t.lane % LANES)).toint()
     pairs = cute.make_ptr(Float32, start, cute.AddressSpace.smem, assumed_align=8)
     return cute.make_tensor(pairs, cute.make_layout((2, cute.size(numbers) // 8), stride=(1, 8)))
@@ -177,7 +180,10 @@ def columns_of(numbers: cute.Tensor, t: Thread) -> cute.Tensor:
 
 @cute.jit
 def _pair(columns: cute.Tensor, j: cutlass.Constexpr) -> cute.Tensor:
-    """Loaded where it is needed: all at once would take registers that products under way hold."""
+    """The j-th two columns, loaded where they are needed.
+
+    All at once would take registers that wgmmas in flight hold (ptxas.md, P18).
+    """
     loaded = cute.make_rmem_tensor(2, Float32)
     cute.autovec_copy(columns[None, j], loaded)
     return loaded

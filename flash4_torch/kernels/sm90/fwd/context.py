@@ -45,7 +45,8 @@ class Context:
     load_k: Ring
     load_v: Ring
     sequence_end: Ring
-    """One stage. The load warp itself waits for V at a packed sequence's end, as another sequence's follows."""
+    """One stage: V at a packed sequence's end, which the load warp itself waits for, as another sequence's V
+    follows."""
     work_tile: cute.Pointer
     """`WORK_TILE_WORDS` words for each stage of Q."""
     keep_bits: Ring | None

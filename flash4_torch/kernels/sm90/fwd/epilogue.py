@@ -22,7 +22,7 @@ from .state import Thread
 
 @cute.jit
 def epilogue(ctx: Context, t: Thread, tile: Tile, q_at: Cursor) -> None:
-    """Normalise and store. Every warp stores its 16 rows by itself, through its own piece of shared memory."""
+    """Normalise and store O. Every warp stores its 16 rows by itself, through its own piece of SMEM."""
     plan = ctx.plan
     scale = scores.softmax_scale(ctx.params, plan.features)
     keep_scale = ctx.params.keep_scale if plan.features.dropout else Float32(1.0)

@@ -84,5 +84,5 @@ def forward(
 
 
 def compile_forward(features: Features, config: Sm90Forward) -> Any:
-    """`forward` compiled for any sizes and strides; call it with all arguments except `plan` and `stream`."""
+    """`forward` compiled for any sizes and strides; call it with its arguments but `plan` and `stream`."""
     return compile_for_any(forward, Plan(features, config))

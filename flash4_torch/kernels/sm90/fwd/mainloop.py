@@ -1,7 +1,7 @@
 """A consumer warpgroup's mainloop: S = Q K^T, softmax, O += P V, block after block, tile after tile.
 
-During the softmax of one block, the tensor cores work on the block before: QK of block i and PV of block i - 1
-are issued together, and the softmax waits for QK only.
+During the softmax of one block the tensor cores work on the block before: QK of block i and PV of block
+i - 1 are issued together, and the softmax waits for QK only.
 """
 
 from __future__ import annotations
@@ -202,8 +202,8 @@ def _blocks_partial_anywhere(
     for i in cutlass.range(1, work.rows.count, unroll=1):
         n, partial = tiles.block_at(ctx, work.blocks, work.rows.top - i)
         partial = partial | bands.is_partial(work.band, plan.inner_band, n, work.rows.first, work.rows.last)
-        # The branch encloses a whole block: one between its wgmmas would have to wait for both (ptxas.md, P1).
-        # ptxas knows a vote to be uniform, which keeps the wgmmas' addresses in uniform registers (P7).
+        # The branch encloses a whole block: one between its wgmmas would have to wait for both (ptxas.md,
+        # P1). ptxas knows a vote to be uniform, which keeps the wgmmas' addresses in uniform registers (P7).
         if cute.arch.vote_any_sync(partial):
             k_at, v_at = _block(ctx, t, work, i, n, True, q_at, k_at, v_at)
         else:
@@ -309,7 +309,7 @@ def _mask_words(ctx: Context, work: TileState, n: Int32):
 
 @cute.jit
 def _round_weights(ctx: Context, t: Thread, at: Cursor) -> None:
-    """Round S to P, the operand of the next PV, and drop; `at` is the cursor of its V and of its keep bits."""
+    """Round S to P, the operand of the next PV, and apply dropout. `at`: cursor of its V and keep bits."""
     round_to(t.S, t.P)
     if cutlass.const_expr(ctx.plan.features.dropout):
         ring.wait_full(ctx.keep_bits, at)

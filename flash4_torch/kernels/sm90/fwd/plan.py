@@ -11,8 +11,8 @@ A CTA is persistent and claims tiles of query rows from a counter:
     load_k, load_v   blocks of keys, from the last to the first; `kv_stages` each
     keep_bits        a bit for each weight of a block: whether dropout keeps it; a stage for each one of V
 
-In a cluster the two CTAs claim a pair of neighbouring tiles, and both visit every block that either tile sees:
-each CTA loads one half of the block into both.
+In a cluster the two CTAs claim a pair of neighbouring tiles, and both visit every block that either tile
+sees: each CTA loads one half of the block into both.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Plan(ForwardPlan):
         return columns, keys
 
     def _share(self, keys: int, columns: int) -> tuple[int, int]:
-        """A share is a range of columns if these fill whole copies of 64: fewer copies than ranges of keys take."""
+        """A share is a range of columns if that fills whole copies, of 64 each: fewer copies than by keys."""
         if columns % (64 * self.cluster_size) == 0:
             return keys, columns // self.cluster_size
         return keys // self.cluster_size, columns
@@ -164,7 +164,7 @@ class Plan(ForwardPlan):
         )
 
     def softmax_of(self, masked: bool) -> Method:
-        """The softmax of a block. Only a masked one is made exact for large float masks (`subtracts_max_first`)."""
+        """The softmax of a block, which is right for a float mask's large numbers only if `masked`."""
         return self.softmax._replace(subtracts_max_first=self.features.float_mask and masked)
 
     def check(self) -> None:
@@ -176,8 +176,8 @@ class Plan(ForwardPlan):
         assert not c.o_over_q or self.Dv <= self.D
         assert not (f.dropout and c.pack_gqa > 1), "dropout's random numbers follow unpacked rows"
         assert not c.half_block or (f.right and not f.mask)
-        # A warpgroup skips K before it skips V, with `next_tile` even while it holds another V. With `k_ahead`
-        # a K arrives without waiting for the last V before it.
+        # A warpgroup skips K before it skips V, with `next_tile` even while it holds another V.
+        # With `k_ahead` a K arrives without waiting for the last V before it.
         assert self.skips_both or self.skipped <= c.kv_stages - c.next_tile + c.k_ahead
         assert c.cluster in (1, 2)
         if c.cluster > 1:

@@ -20,8 +20,8 @@ def dropout_bits(ctx: Context, rng_warp: Int32) -> None:
     """Generate the keep bits of every block that is loaded, in strips of 16 rows for each consumer warp.
 
     The work goes round the RNG warps, from block to block, in units of four strips. If that divides evenly, a
-    unit has the same four of the second half of the consumer warps, too: calls of the generator are long chains
-    of dependent instructions, and several calls fill the gaps.
+    unit has the same four of the second half of the consumer warps, too: a call of the generator is a long
+    chain of dependent instructions, and several calls fill the gaps.
     """
     plan = ctx.plan
     philox = dropout.load(ctx.rng_state, ctx.params.drop_byte, ctx.params.drop_fraction)

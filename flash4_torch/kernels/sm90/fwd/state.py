@@ -1,4 +1,4 @@
-"""The state of a consumer thread: its registers, its warpgroup's slice of a tile, and the tile as it sees it."""
+"""A thread of a consumer warpgroup, its warpgroup's slice of a tile, and the tile as the thread sees it."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Thread(NamedTuple):
 class WarpgroupSlice(NamedTuple):
     """A warpgroup's part of a tile: query positions `first` to `last`, and `count` of the tile's blocks.
 
-    Blocks are counted down. The warpgroup skips the `before` blocks ahead of its own and the `after` blocks that
-    follow them: they are masked for all of its rows.
+    Blocks are counted down. The warpgroup skips the `before` blocks ahead of its own and the `after` blocks
+    that follow them: they are masked for all of its rows.
     """
 
     first: Int32

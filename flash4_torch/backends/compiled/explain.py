@@ -1,0 +1,43 @@
+"""What FLASH4_LOG=config prints: the table's row, the config, the plan and the launch that serve a problem."""
+
+from __future__ import annotations
+
+import importlib.util
+from importlib import import_module
+
+from ...compile.key import in_words
+from ...problem import Problem
+from . import backward, forward
+from .targets import BackwardConfig, ForwardConfig, Target
+
+
+def explain(target: Target, problem: Problem, num_sms: int) -> list[str]:
+    """One line each; nothing is compiled."""
+    config: BackwardConfig | ForwardConfig
+    if problem.spec.backward:
+        config = chosen = backward.config_of(target, problem, num_sms)
+        features = backward.main_features(backward.features_of(problem), chosen)
+        row, entry = backward.row_of(target, problem, num_sms), target.backward
+        params = backward.params_of(target, problem, chosen, num_sms)
+    else:
+        config = tiles = forward.config_of(target, problem)
+        features = forward.features_of(problem)
+        row, entry = forward.row_of(target, problem), target.forward
+        params = forward.params_of(target, problem, tiles, num_sms)
+    launch = f"heads_per_section={params.heads_per_section}, run_length={params.run_length}, {num_sms} SMs"
+    return [
+        f"row D <= {row.D}, Dv <= {row.Dv} of {target.arch}: {row.why}",
+        f"{in_words(features)}",
+        f"{in_words(config)}: {config.shared_memory(features)} bytes of shared memory",
+        *_plan(entry, features, config),
+        f"launch: {launch}",
+    ]
+
+
+def _plan(entry: str, features: object, config: object) -> list[str]:
+    """Threads and registers, where the compiler is installed that the plan imports."""
+    if not importlib.util.find_spec("cutlass"):
+        return []
+    room = entry.partition(":")[0].rpartition(".")[0]
+    plan = import_module(f"{room}.plan").Plan(features, config)
+    return [f"plan: {plan.threads} threads, {in_words(plan.registers)}, clusters of {plan.cluster_size}"]
