@@ -82,28 +82,30 @@ TABLE = (
         "causal S 1k, 8k: 0.87, 0.88 of the speed in any order"),
     Row(96, 96, ("dropout", "mask", "right"), (),
         _Tiles(64, q_stages=3, do_stages=3, ds_stages=2, dq_stages=2, **_ASIDE),
-        "full S 1k: 1.04, without the last three 1.03, but causal more; scope kv_head S 256: 1.36 (NOTES.md)",
-        alone=(256, 0)),
+        "full S 1k: 1.04, without the last three switches 1.03, but causal more; "
+        "scope kv_head S 256: 1.36 (NOTES.md)", alone=(256, 0)),
     Row(96, 96, ("dropout", "mask"), (), _Tiles(64, ds_stages=2, dq_stages=2, **_STATIC),
-        "causal S 1k, 8k: 1.06, 1.03, head after head 1.03, 1.01; scope kv_head S 256, 512: 1.52, 1.29 (NOTES.md)",
-        alone=(0, 512)),
+        "causal S 1k, 8k: 1.06, 1.03, head after head 1.03, 1.01; "
+        "scope kv_head S 256, 512: 1.52, 1.29 (NOTES.md)", alone=(0, 512)),
     Row(96, 96, ("dropout", "dmask"), (), _Tiles(64, q_stages=3, do_stages=3, ds_stages=2, dq_stages=2),
         "S 8k: full 1.04, causal 1.02; two stages of K and V, one of dQ 1.00 and 0.95"),
     Row(128, 128, ("dropout", "mask"), ("softcap", "varlen", "right"),
         _Tiles(64, dq_stages=2, heads_inner=True),
         "unmeasured: unroll_stages spills, and so does scope q_head"),
     Row(128, 128, ("dropout", "mask"), (), _Tiles(64, dq_stages=2, **_STATIC),
-        "full S 1k, 4k, 16k: 1.04, 1.04, 1.01; causal S 512 to 4k: 1.06 to 1.01, 16k: 0.98 to 1.06 (NOTES.md)",
+        "full S 1k, 4k, 16k: 1.04, 1.04, 1.01; causal S 512 to 4k: 1.06 to 1.01, 16k: 0.98 to 1.06 "
+        "(NOTES.md)",
         alone=(512, 512), apart=1024),
     Row(128, 128, ("dropout", "dmask"), (), _Tiles(64, dq_stages=2),
-        "full S 512, 4k, 16k: 1.07, 1.03, 1.01; causal 1.05, 0.99, 1.00; other switches are slower (NOTES.md)"),
+        "full S 512, 4k, 16k: 1.07, 1.03, 1.01; causal 1.05, 0.99, 1.00; other switches less (NOTES.md)"),
     Row(128, 128, ("bias",), (), _Tiles(64, ds_stages=2, round_weights=True),
         "unmeasured: next to weights that are not rounded, wgmmas are serialised"),
     Row(192, 192, _ALL, _IN_ORDER,
         _Tiles(64, dq_stages=2, role_split=True, cluster=2, v_in_regs=True, heads_inner=True),
         "causal S 1k, 4k, 16k: 0.87, 0.83, 0.96 of the speed in any order; two stages of dS 0.75, 0.70, 0.74 "
         "(NOTES.md)"),
-    Row(192, 192, _ALL, ("deterministic",), _Tiles(64, dq_stages=2, role_split=True, cluster=2, v_in_regs=True),
+    Row(192, 192, _ALL, ("deterministic",),
+        _Tiles(64, dq_stages=2, role_split=True, cluster=2, v_in_regs=True),
         "full S 4k: 0.86 of the speed in any order; one stage of dQ, or one of dO and two of dQ, 0.73"),
     Row(192, 192, _ALL, (), _Tiles(64, ds_stages=2, role_split=True, cluster=2, v_in_regs=True),
         "S 8k: full 1.10, causal 1.04; V in SMEM 1.04 and 0.98, one CTA alone 0.77 and 0.72 (NOTES.md)",
@@ -111,8 +113,8 @@ TABLE = (
     Row(256, 256, _ALL, _IN_ORDER, _Tiles(64, do_stages=1, role_split=True, cluster=2, heads_inner=True),
         "causal S 1k, 4k, 16k: 0.86, 0.81, 0.88 of the speed in any order, head after head S 4k 0.66"),
     Row(256, 256, _ALL, (), _Tiles(64, do_stages=1, role_split=True, cluster=2),
-        "S 1k, 4k, 16k: full 1.11, 1.06, 1.07, causal 1.06, 1.10, 1.10; one CTA alone 0.90 and 0.84 (NOTES.md)",
-        apart=8192),
+        "S 1k, 4k, 16k: full 1.11, 1.06, 1.07, causal 1.06, 1.10, 1.10; one CTA alone 0.90 and 0.84 "
+        "(NOTES.md)", apart=8192),
     Row(192, 192, (), (), _Tiles(64, role_split=True),
         "unmeasured: dK and dV each take the registers of a warpgroup; gradients of masks, too"),
     Row(256, 256, (), (), _Tiles(64, do_stages=1, role_split=True, dq_passes=2),
@@ -140,12 +142,12 @@ def backward(
 
 
 _RUN_LENGTH, _TILES_IN_RUNS, _HEADS_INNER_IN_SECTION = 8, 32, 8
-"""For `heads_inner`: tiles of a KV head that follow one another if it has up to 32 tiles, else KV heads of a
+"""Tiles of a KV head that follow one another with `heads_inner`, if it has up to 32 tiles; else KV heads of a
 section. The best of runs of 4 to 16 and of 4 to 32 heads, at S 2k and 8k."""
 _ORDERED, _ORDERED_IF_BOUNDED = 12, 32
 """KV heads of a section of the deterministic backward, the fastest at S 4k: of 8 to 32, and of 16 to 64."""
 _ORDERED_FROM_LAST = {64: 64, 128: 48, 192: 24, 256: 32}
-"""The same by head sizes, where tiles with a right bound begin at the last block, each a block after another:
+"""The same by head sizes, where tiles with a right bound begin at the last block, one block after another:
 two to three tiles of a head, or pairs of them, at a time."""
 
 
@@ -185,9 +187,7 @@ def section(features: Features, config: Sm90Backward, work: Workload) -> Section
 
 
 def _ordered_heads(features: Features, inner: bool) -> int:
-    """KV heads of a section: its tiles wait for each other, and the more heads, the fewer tiles of each at a
-    time.
-    """
+    """KV heads of a section: its tiles wait for each other; the more heads, the fewer of each at a time."""
     if features.right and inner:
         return next(heads for D, heads in _ORDERED_FROM_LAST.items() if max(features.D, features.Dv) <= D)
     return _ORDERED_IF_BOUNDED if features.left or features.right else _ORDERED
@@ -211,8 +211,7 @@ def reachable(features: Features, group: int | None = None) -> tuple[Sm90Backwar
 
 
 def _row_of_whole_heads(features: Features) -> Row | None:
-    """The row for scope `kv_head`, where that may be: the first tile of a head has to see all that others
-    see.
+    """The row for scope `kv_head`, if it may be: the first tile of a head has to see all that others see.
 
     Sums have an order then anyway, so the row need not provide one.
     """

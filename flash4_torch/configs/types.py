@@ -1,5 +1,6 @@
-"""What a kernel is compiled for: `Features` say what it computes, a config how. No size of a call is part of
-them.
+"""What a kernel is compiled for: `Features` say what it computes, a config how.
+
+No size of a call is part of either.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Sm90Forward(NamedTuple):
     half_block: bool = False
     """The block on the diagonal may be half as wide."""
     lazy_rescale: bool = False
-    """O is rescaled only when a row's maximum has grown so far that weights exceed 2^8."""
+    """O is rescaled only when a row's maximum has grown so far that weights would exceed 2^8."""
     exp_quarters_before_pv: int = 0
     """Quarters of a block's exponentials that come before the wait for PV; 0 leaves the wait to ptxas."""
     o_over_q: bool = False
@@ -184,8 +185,7 @@ class Scope(str, Enum):
 
 
 class Sm90Backward(NamedTuple):
-    """Tiles and switches of the Hopper backward kernel; `configs.sm90_backward` says which to take and why.
-    """
+    """Tiles and switches of the Hopper backward kernel; `configs.sm90_backward` says which to take."""
 
     queries: int
     """Query rows in a block, 64 or 128."""
@@ -225,8 +225,7 @@ class Sm90Backward(NamedTuple):
     v_in_regs: bool = False
     """V is an operand from registers, so that SMEM is read less; only with `role_split`."""
     dq_passes: int = 1
-    """Parts of its dQ that a warpgroup makes one after another, for lack of registers; only with
-    `role_split`."""
+    """Parts of its dQ that a warpgroup makes one after another, to save registers; only with `role_split`."""
 
     @property
     def tmem_order(self) -> bool:
@@ -276,8 +275,7 @@ class Sm100Backward(NamedTuple):
     kv_stages: int = 1
     """Stages of K and V; with two, those of the next tile arrive under this one."""
     dq_slots: int = 2
-    """Slots for pieces of 32 columns of dQ on their way to global memory, for each of the four warps that add
-    it."""
+    """Slots for pieces of 32 columns of dQ on their way to global memory, for each of four reduce warps."""
     ragged_k: bool = True
     """Sk may end inside a tile."""
     cluster: int = 1
@@ -304,9 +302,7 @@ class Sm100Backward(NamedTuple):
 
     @property
     def column_step(self) -> int:
-        """Head sizes are padded with zeros in SMEM to a multiple of this, so that two CTAs can split the
-        columns.
-        """
+        """Head sizes are zero-padded in SMEM to a multiple of this, for two CTAs to split the columns."""
         return {(1, 128): 16, (2, 128): 128, (2, 64): 64}[self.cluster, self.keys]
 
     @property
@@ -316,9 +312,7 @@ class Sm100Backward(NamedTuple):
 
     @property
     def dq_pieces(self) -> int:
-        """Pieces in which a block of rows has its dQ added up: bands of 32 rows, or in a CTA pair halves of
-        bands.
-        """
+        """Pieces in which a block of rows adds up dQ: bands of 32 rows, or in a CTA pair halves of bands."""
         return self.queries // 32 * self.cluster
 
     def shared_memory(self, features: Features) -> int:

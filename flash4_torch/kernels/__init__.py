@@ -1,1 +1,1 @@
-"""Device code in CuTe-DSL. It imports cutlass, never torch; no other package imports it before it is needed."""
+"""Device code in CuTe-DSL. It imports cutlass, never torch; no other package imports it before it has to."""

@@ -281,9 +281,7 @@ def _list(
     counts: cute.Tensor,
     total: Int32,
 ) -> Int32:
-    """Append the visible ones of the blocks from `first` on to `total` others; returns how many there are
-    now.
-    """
+    """Append the visible ones of the blocks from `first` on to `total` others; returns the new total."""
     thread, _, _ = cute.arch.thread_idx()
     warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
     visible = (found & _VISIBLE) != 0

@@ -150,9 +150,7 @@ def positions(mask: Mask, batch: Int32, head: Int32, block: Int32, span: Span) -
 
 @cute.jit
 def block_at(blocks: BlockList, i: Int32) -> Block:
-    """The i-th visible block, counted from the last one down. An i beyond the list is no error; n is then any
-    number.
-    """
+    """The i-th visible block, from the last one down. Past the list's end n is arbitrary, not an error."""
     entry = blocks.entries[cutlass.max(blocks.last - i, 0)]
     return Block(entry >> 1, (entry & 1) != 0)
 

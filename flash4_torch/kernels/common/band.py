@@ -33,9 +33,7 @@ def make_band(Sq: Int32, Sk: Int32, left: Int32, right: Int32) -> Band:
 
 
 class BandShape(NamedTuple):
-    """The static part of a band: which sides are bounded, whether to mask the keys after Sk, and a block's
-    keys.
-    """
+    """The static part of a band: which sides are bounded, whether to mask keys after Sk, a block's keys."""
 
     left: bool
     right: bool
@@ -91,9 +89,7 @@ def full_blocks(band: Band, shape: cutlass.Constexpr, first_row: Int32) -> Int32
 
 @cute.jit
 def partial_at_end(band: Band, shape: cutlass.Constexpr, first_row: Int32, top: Int32, count: Int32) -> Int32:
-    """How many of `count` blocks from block `top` down may be partial, at least one; only the right bound
-    counts.
-    """
+    """How many of `count` blocks from block `top` down may be partial by the right bound: at least one."""
     return cutlass.min(cutlass.max(top + 1 - full_blocks(band, shape, first_row), 1), count)
 
 

@@ -30,8 +30,7 @@ def any_sizes(count: int) -> tuple[Any, ...]:
 
 
 def rows(dtype: type, shape: tuple[Any, ...]) -> cute.Tensor:
-    """A stand-in for any tensor that TMA takes: 16-byte aligned, strides multiples of 8 but the last, which
-    is 1.
+    """A stand-in for any tensor that TMA takes: aligned to 16 bytes, strides in eights but for the last, 1.
 
     It may have more elements than 32 bits count.
     """

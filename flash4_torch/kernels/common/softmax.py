@@ -46,9 +46,7 @@ class Method(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The running state of a thread's rows, each (R,) float32 registers; `row_sum` is this thread's part
-    only.
-    """
+    """The running state of a thread's rows, each (R,) float32 registers; sums are this thread's part only."""
 
     row_max: cute.Tensor
     row_sum: cute.Tensor
@@ -146,9 +144,7 @@ def exp2_columns(
 
 @cute.jit
 def rescale_output(accumulator: cute.Tensor, factors: cute.Tensor, method: cutlass.Constexpr) -> None:
-    """Multiply the rows of `accumulator` (R, C) by `factors`; with `lazy_rescale` only if a row of the warp
-    needs it.
-    """
+    """Multiply the rows of `accumulator` (R, C); with `lazy_rescale` only if a row of the warp needs it."""
     needed = Boolean(True)
     if cutlass.const_expr(method.lazy_rescale):
         lowest = factors[0]

@@ -33,10 +33,10 @@ class Step(NamedTuple):
 
 @cute.jit
 def step_of(ctx: BackwardContext, order: DqOrder, n: Int32, block: Int64, is_first: Any) -> Step:
-    """The step of a piece of block n, which is number `block` in the workspaces, after the previous tile in
-    dQ order.
+    """The step of a piece of block n, after the previous tile in dQ order.
 
-    is_first: whether it is the piece that counts for tiles which do not visit the block.
+    block: number of the block in the workspaces. is_first: whether it is the piece that counts for tiles
+    which do not visit the block.
     """
     follows = (order.before.first <= n) & (n < order.before.last)
     earlier = order.number * ctx.plan.config.dq_pieces

@@ -62,11 +62,11 @@ def shape(ctx: BackwardContext) -> Shape:
 
 @cute.jit
 def decode(ctx: BackwardContext, shape: Shape, work_idx: Uint32) -> Tile:
-    """The tile of a work index: sections of heads one after another, in each the first keys of every head
-    first.
+    """The tile of a work index.
 
-    With a causal mask the first block of keys takes longest, so that what is left at the end is short. Where
-    dQ is summed up in order, tiles wait only for tiles that were fetched earlier: see `Plan.last_tile_first`.
+    Sections of heads follow one another; within one, the first block of keys of every head comes first. With
+    a causal mask this block takes longest, so that what is left at the end is short. Where dQ is summed up in
+    order, tiles wait only for tiles that were fetched earlier: see `Plan.last_tile_first`.
     """
     step, head = tile_scheduler.decode_work(ctx, shape.tiles_per_head, shape.num_work, work_idx)
     return tile_of(ctx, shape, step, head)
@@ -158,7 +158,7 @@ class DqOrder(NamedTuple):
     number: Int32
     """How many of the sequence's tiles, or pairs, come before it."""
     before: Span
-    """Blocks that the one just before visits; none if there is no such one."""
+    """Blocks that the tile just before visits; none if there is no such tile."""
 
 
 @cute.jit
@@ -196,7 +196,7 @@ class Place(NamedTuple):
 
 @cute.jit
 def first_place(ctx: BackwardContext, tile: Tile, span: Span) -> Place:
-    """The place where such a tile begins: at rows that all tiles of a head see, if a mask bounds their first
+    """The place where such a tile begins: rows that all tiles of a head see, if a mask bounds their first
     ones.
     """
     return Place(span.last - 1 if _goes_down(ctx, tile) else span.first, Int32(0))
@@ -217,8 +217,7 @@ def next_place(ctx: BackwardContext, tile: Tile, place: Place) -> Place:
 
 
 def _goes_down(ctx: BackwardContext, tile: Tile) -> Boolean | bool:
-    """Whether a tile goes from its last block to the first one; with `alternates_direction` every second one
-    does.
+    """Whether a tile goes from its last block to its first; `alternates_direction`: every second one does.
 
     Then a tile begins with the rows and sums that the tile before has used last, which are still in the cache
     where there is no room for all of them.

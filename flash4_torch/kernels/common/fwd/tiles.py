@@ -57,11 +57,11 @@ def shape(ctx: ForwardContext) -> Shape:
 
 @cute.jit
 def decode(ctx: ForwardContext, shape: Shape, work_idx: Uint32, at: Cursor) -> Tile:
-    """The tile of a work index: sections of heads one after another, in each the last rows of every head
-    first.
+    """The tile of a work index.
 
-    With a causal mask the last block of rows takes longest, so that what is left at the end is short. The
-    second tile of a pair takes longer than the first, so the CTAs of a cluster alternate between them.
+    Sections of heads follow one another; within one, the last block of rows of every head comes first. With a
+    causal mask this block takes longest, so that what is left at the end is short. The second tile of a pair
+    takes longer than the first, so the CTAs of a cluster alternate between them.
     """
     step, head = tile_scheduler.decode_work(ctx, shape.tiles_per_head, shape.num_work, work_idx)
     owner = head // shape.q_head_groups
