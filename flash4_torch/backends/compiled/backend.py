@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from functools import cache, lru_cache
+from collections.abc import Callable
+from functools import cache, lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from ...problem import Inputs, Problem, Saved, has_float_mask
 from .. import tile_counters
 from ..base import BackwardLaunch, Grads, Launch, OutAndLse, Results
 from . import backward, forward
-from .backward import Empty, Kernels, Operands
+from .backward import Allocator, Kernels, Operands
 from .explain import explain
 from .forward import Kernel
 from .params import FARTHEST, mask_dtype
@@ -106,10 +107,10 @@ class Compiled:
                 rng_state=inputs.rng_state,
             )
 
-            def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-                return q.new_empty(shape, dtype=dtype)
+            def allocator(shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Tensor]:
+                return partial(q.new_empty, shape, dtype=dtype)
 
-            launch = backward.sequence(kernels, shapes, q.dtype, problem.scale, kernels.params, empty)
+            launch = backward.sequence(kernels, shapes, q.dtype, problem.scale, kernels.params, allocator)
             dq, dk, dv = launch(operands, self.counter(q.get_device()))
         D, Dv = problem.spec.D, problem.spec.Dv
         if dmask is not None and inputs.attn_mask is not None:
@@ -124,20 +125,20 @@ class Compiled:
 
         spec = problem.spec
         B, Sq, _, Hq, _ = problem.extent
-        shape, lse_shape = (B, Sq, Hq, spec.Dv), (B, Hq, Sq)
-        strides, lse_strides = contiguous_strides(shape), contiguous_strides(lse_shape)
-        index, dtype, float32 = inputs.q.get_device(), spec.dtype, torch.float32
+        index = inputs.q.get_device()
         function, _, numbers = self.kernel(problem, index)
         # A tuple would be converted again at every launch.
         params = tvm_ffi.convert(numbers)
         counter, current_device = tile_counters.counter, tile_counters.current_device
-        empty = _empty_past_dispatcher(problem)
+        allocator = _past_dispatcher(spec.device)
+        new_out = allocator((B, Sq, Hq, spec.Dv), spec.dtype)
+        new_lse = allocator((B, Hq, Sq), torch.float32)
 
         def launch(q: Tensor, k: Tensor, v: Tensor, rng_state: Tensor | None = None) -> OutAndLse:
             if current_device() != index:
                 with torch.cuda.device(index):
                     return launch(q, k, v, rng_state)
-            out, lse = empty(shape, strides, dtype), empty(lse_shape, lse_strides, float32)
+            out, lse = new_out(), new_lse()
             function(q, k, v, out, lse, None, counter(index), None, None, None, rng_state, params)
             return out, lse
 
@@ -160,7 +161,7 @@ class Compiled:
         shapes = backward.shapes_of(*inputs[:3], None, kernels)
         params = tvm_ffi.convert(kernels.params)
         launch_all = backward.sequence(
-            kernels, shapes, problem.spec.dtype, problem.scale, params, _empty_past_dispatcher(problem)
+            kernels, shapes, problem.spec.dtype, problem.scale, params, _past_dispatcher(problem.spec.device)
         )
         copied = not is_readable(saved.dout)
         counter, current_device = tile_counters.counter, tile_counters.current_device
@@ -259,10 +260,10 @@ def _results(q: Tensor, v: Tensor, attn_mask: Tensor | None) -> Results:
     return Results(out, lse, torch.empty_like(lse) if has_float_mask(attn_mask) else None)
 
 
-def _empty_past_dispatcher(problem: Problem) -> Empty:
-    """An allocator on the current device, the one that torch's compiled graphs use."""
-    empty: Empty = getattr(torch._C._dynamo.guards, f"_empty_strided_{problem.spec.device}")
-    return empty
+def _past_dispatcher(device: str) -> Allocator:
+    """Allocates on the current device as torch's compiled graphs do."""
+    empty = getattr(torch._C._dynamo.guards, f"_empty_strided_{device}")
+    return lambda shape, dtype: partial(empty, shape, contiguous_strides(shape), dtype)
 
 
 @lru_cache(maxsize=1024)

@@ -24,7 +24,6 @@ from ...problem import Problem
 from . import forward
 from .params import LaunchParams, launch_params
 from .targets import GROUP_REDUCE, POSTPROCESS, PREPROCESS, BackwardConfig, Find, Row, Target
-from .tensors import contiguous_strides
 
 
 class Kernels(NamedTuple):
@@ -83,8 +82,8 @@ class Operands(NamedTuple):
     rng_state: Tensor | None = None
 
 
-Empty = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
-"""Allocator that takes shape, strides and dtype."""
+Allocator = Callable[[tuple[int, ...], torch.dtype], Callable[[], Tensor]]
+"""Takes a contiguous tensor's shape and dtype, and returns what allocates one."""
 Sequence = Callable[[Operands, Tensor], tuple[Tensor, Tensor, Tensor]]
 """Function that launches all kernels, given the operands and a tile counter; returns dq, dk and dv."""
 
@@ -225,27 +224,29 @@ def shapes_of(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, kern
 
 
 def sequence(
-    kernels: Kernels, shapes: Shapes, dtype: torch.dtype, scale: float, params: Any, empty: Empty
+    kernels: Kernels, shapes: Shapes, dtype: torch.dtype, scale: float, params: Any, allocator: Allocator
 ) -> Sequence:
-    """The backward's launches in order, with everything decided except the tensors.
+    """The backward's launches in their order, with everything decided but the tensors.
 
-    `params` is `kernels.params`, or the object that it was converted to in advance.
+    `params` is what the main kernel takes for `kernels.params`: that, or what it was converted to before.
     """
     preprocess, main, postprocess, group_reduce = kernels[:4]
-    float32, int32, is_ordered = torch.float32, torch.int32, kernels.is_ordered
-    dq_at, dk_at, dv_at, dk_parts_at, dv_parts_at, stats_at, acc_at, semaphore_at = (
-        (shape, contiguous_strides(shape)) for shape in shapes
-    )
+    new_dq, new_dk, new_dv = (allocator(shape, dtype) for shape in shapes[:3])
+    new_stats, new_dq_acc = allocator(shapes.stats, torch.float32), allocator(shapes.dq_acc, torch.float32)
+    new_semaphore, new_parts = None, None
+    if kernels.is_ordered:
+        new_semaphore = allocator(shapes.dq_semaphore, torch.int32)
+    if group_reduce is not None:
+        new_parts = allocator(shapes.dk_parts, dtype), allocator(shapes.dv_parts, dtype)
 
     def launch(x: Operands, tile_counter: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, out, dout, lse, lse_low, dlse, ends_q, ends_k, mask, dmask, rng_state = x
-        stats, dq_acc = empty(*stats_at, float32), empty(*acc_at, float32)
-        semaphore = empty(*semaphore_at, int32) if is_ordered else None
-        dq, dk, dv = empty(*dq_at, dtype), empty(*dk_at, dtype), empty(*dv_at, dtype)
+        stats, dq_acc, dq, dk, dv = new_stats(), new_dq_acc(), new_dq(), new_dk(), new_dv()
+        semaphore = None if new_semaphore is None else new_semaphore()
         cleared, rounded = (None, dq) if postprocess is None else (dq_acc, None)
         dk_made, dv_made = dk, dv
-        if group_reduce is not None:
-            dk_made, dv_made = empty(*dk_parts_at, dtype), empty(*dv_parts_at, dtype)
+        if new_parts is not None:
+            dk_made, dv_made = (new() for new in new_parts)
         preprocess(out, dout, lse, lse_low, dlse, stats, cleared, semaphore, ends_q)
         more = (ends_q, ends_k, mask, dmask, rng_state, params)
         main(q, k, v, dout, stats, dq_acc, rounded, dk_made, dv_made, tile_counter, semaphore, *more)
