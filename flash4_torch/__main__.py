@@ -181,7 +181,7 @@ def _add_kernels(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=count,
         default=(1,),
-        help="query heads to a key head, for GQA and MQA; 64 serves all larger ones, too; default: 1",
+        help="query heads to a KV head, for GQA and MQA; 64 serves all larger ones, too; default: 1",
     )
     parser.add_argument(
         "--no-gradients", dest="gradients", action="store_false", help="leave out the backward's kernels"

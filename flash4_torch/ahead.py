@@ -219,7 +219,7 @@ def _size(size: object) -> int:
 
 
 def _group(group: object) -> int:
-    found = _whole_number("groups", group, "each must be an int, the query heads to a key head")
+    found = _whole_number("groups", group, "each must be an int, the query heads to a KV head")
     if not 1 <= found <= MAX_GROUP:
         raise RangeError("groups", found, f"each must be from 1 to {MAX_GROUP}")
     return found
@@ -267,11 +267,11 @@ def _of_gradients_of(
 ) -> Iterator[tuple[str, tuple[object, ...]]]:
     for config in target.backward_configs.reachable(features, group):
         for dlse in (False, True):
-            before, behind = backward.row_plans(features, config, dlse=dlse)
-            yield PREPROCESS, (before,)
+            preprocess, postprocess = backward.row_plans(features, config, dlse=dlse)
+            yield PREPROCESS, (preprocess,)
         yield target.backward, (backward.main_features(features, config), config)
-        if behind is not None:
-            yield POSTPROCESS, (behind,)
+        if postprocess is not None:
+            yield POSTPROCESS, (postprocess,)
         if config.scope == Scope.Q_HEAD:
             yield GROUP_REDUCE, (backward.group_reduce_plan(features),)
         if features.mask:

@@ -41,7 +41,7 @@ class Sdpa:
                 f"D is {spec.D} and Dv is {spec.Dv}; it needs them equal, a multiple of 8, up to {_MAX_D}"
             )
         if spec.group != 1:
-            why.append(f"each key head serves {spec.group} query heads, and it needs one")
+            why.append(f"each KV head serves {spec.group} query heads, and it needs one")
         if spec.deterministic and spec.backward:
             why.append("its backward is not deterministic")
         if spec.capability < (8, 0):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .instruction_counts import SHARED, Weight
+from .instruction_counts import SHARED, Counts
 
 LANES, PASS_BYTES = 32, 128
 
@@ -58,7 +58,7 @@ class Cycles(NamedTuple):
         return Cycles(*(cycles / units for cycles in self))
 
 
-def cycles(weight: Weight, machine: Machine) -> Cycles:
+def cycles(weight: Counts, machine: Machine) -> Cycles:
     """Cycles of a whole launch, as if it ran on one SM."""
     passes = sum(weight.passes[kind] for kind in SHARED if kind != "copies in")
     return Cycles(
@@ -69,7 +69,7 @@ def cycles(weight: Weight, machine: Machine) -> Cycles:
     )
 
 
-def flops_per_second(flops: float, launches: Sequence[Weight], machine: Machine) -> float:
+def flops_per_second(flops: float, launches: Sequence[Counts], machine: Machine) -> float:
     """FLOP/s that `launches`, one after the other on all SMs, reach for work that counts as `flops`."""
     busy = sum(max(cycles(weight, machine)) for weight in launches)
     return flops / busy * machine.num_sms * machine.hertz

@@ -10,9 +10,9 @@ from .. import api, env
 from ..testing.emulate import Device, Options, device
 from .cases import Cell
 from .fa4_emulated import flash_attn_4
-from .instruction_counts import Weight, weigh
+from .instruction_counts import Counts, count_instructions
 
-Attend = Callable[[Cell, str], list[Weight]]
+Attend = Callable[[Cell, str], list[Counts]]
 """Function from a cell and a direction to the counts of its launches. Raises LookupError or BackendError if
 no kernel that uses the tensor cores serves the cell."""
 
@@ -26,7 +26,7 @@ def ours(arch: str) -> Iterator[Attend]:
     try:
         with device(arch, races=False) as emulated:
 
-            def attend(cell: Cell, direction: str) -> list[Weight]:
+            def attend(cell: Cell, direction: str) -> list[Counts]:
                 emulated.reports.clear()  # drops those of a failed call
                 q, k, v, dout = (x.requires_grad_() for x in cell.inputs("cpu"))
                 out = api.attention(q, k, v, causal=cell.causal, deterministic=False)
@@ -47,7 +47,7 @@ def upstream(arch: str) -> Iterator[Attend]:
     emulated = Device(arch, Options(races=False))
     with flash_attn_4(emulated.launch, arch) as interface:
 
-        def attend(cell: Cell, direction: str) -> list[Weight]:
+        def attend(cell: Cell, direction: str) -> list[Counts]:
             emulated.reports.clear()
             q, k, v, dout = cell.inputs("cpu")
             out, lse, *_ = interface._flash_attn_fwd(q, k, v, causal=cell.causal, return_lse=True)
@@ -78,9 +78,9 @@ def _has_flash_attn_4() -> bool:
         return False
 
 
-def _taken(emulated: Device) -> list[Weight]:
+def _taken(emulated: Device) -> list[Counts]:
     """Counts of the launches since the last call. Raises LookupError if none used the tensor cores."""
-    weights = [weigh(report) for report in emulated.reports]
+    weights = [count_instructions(report) for report in emulated.reports]
     emulated.reports.clear()
     if not any(weight.mma_flops for weight in weights):
         raise LookupError(f"no kernel for the tensor cores of {emulated.arch} serves this")

@@ -88,7 +88,7 @@ def shared_kind(line: Line) -> str:
 
 
 @dataclass(frozen=True)
-class Weight:
+class Counts:
     """Counts of one launch, or of several; warp instructions unless stated otherwise.
 
     roles: by role and class. quadrants: issued by each quadrant of the SMs. warps: the warps of each role.
@@ -118,11 +118,11 @@ class Weight:
         return dict(vars(self))
 
     @classmethod
-    def of_row(cls, row: dict[str, Any]) -> Weight:
+    def of_row(cls, row: dict[str, Any]) -> Counts:
         return cls(**row)
 
 
-def weigh(report: Report) -> Weight:
+def count_instructions(report: Report) -> Counts:
     """The counts of the launch described by `report`."""
     lines = [line for line in report.lines if any(line.counts)]
     warps = range(len(report.lines[0].counts))
@@ -139,7 +139,7 @@ def weigh(report: Report) -> Weight:
             waits[warp] += is_wait * line.counts[warp]
     roles = _roles(lines, len(warps))
     playing = {role: [warp for warp in warps if roles[warp] == role] for role in ROLES if role in roles}
-    return Weight(
+    return Counts(
         kernel=report.kernel.partition("_object_at_")[0],
         roles={role: _sum(by_warp[warp] for warp in group) for role, group in playing.items()},
         warps=playing,

@@ -19,7 +19,7 @@ from . import emulated
 from .cases import DIRECTIONS, Cell
 from .cycles import MACHINES, UNITS, Cycles, Machine, cycles, flops_per_second
 from .emulated import OURS, UPSTREAM
-from .instruction_counts import ISSUED, MATH, Weight
+from .instruction_counts import ISSUED, MATH, Counts
 from .providers import sentence
 from .report import Row, table
 from .settings import Settings
@@ -63,7 +63,7 @@ class Prediction:
             remarks.append(f"{UPSTREAM} is not installed: its numbers are those recorded in {RECORDED.name}")
         machine = MACHINES[self.machine]
         return "\n\n".join(
-            filter(None, [weights_table(known), cycles_table(known, machine), "\n".join(remarks)])
+            filter(None, [counts_table(known), cycles_table(known, machine), "\n".join(remarks)])
         )
 
     def document(self, rows: list[Row]) -> str:
@@ -117,11 +117,11 @@ class Entry(NamedTuple):
     cell: Cell
     direction: str
     who: str
-    launches: list[Weight]
+    launches: list[Counts]
 
     @classmethod
     def of(cls, row: Row) -> Entry:
-        launches = [Weight.of_row(launch) for launch in row["launches"]]
+        launches = [Counts.of_row(launch) for launch in row["launches"]]
         return cls(cell_of(row), row["direction"], row["who"], launches)
 
     @property
@@ -176,7 +176,7 @@ _WEIGHTS: dict[str, Callable[[Entry], float]] = {
 }
 
 
-def weights_table(entries: list[Entry]) -> str:
+def counts_table(entries: list[Entry]) -> str:
     """A table of the counts per unit of scores; in brackets, ours over upstream's."""
     upstream = {entry.case: entry for entry in entries if entry.who == UPSTREAM}
     lines = [

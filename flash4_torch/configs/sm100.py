@@ -82,7 +82,7 @@ def forward(
     Sk: int,
     group: int = 1,
     seen: int | None = None,
-    end_hidden: bool = False,
+    end_masked: bool = False,
 ) -> Sm100Forward:
     """The config of a call.
 
@@ -95,7 +95,7 @@ def forward(
         end_hidden: whether the band masks everything beyond the last key, as for causal calls.
     """
     config = _beside(features, row(features, Sq, Sk, group, seen).config)
-    ragged_k = not (end_hidden and features.right) and (features.varlen or Sk % config.keys != 0)
+    ragged_k = not (end_masked and features.right) and (features.varlen or Sk % config.keys != 0)
     return config._replace(ragged_k=ragged_k, pack_gqa=best_pack(features, config.rows, Sq, group))
 
 

@@ -64,7 +64,7 @@ TABLE = (
 
 
 def backward(
-    features: Features, Sk: int, end_hidden: bool = False, alone: int = 0, group: int = 1
+    features: Features, Sk: int, end_masked: bool = False, kv_head_rows: int = 0, group: int = 1
 ) -> Sm100Backward:
     """The config of a call that `limits` has nothing against.
 
@@ -76,7 +76,7 @@ def backward(
         group: not used: a tile serves all query heads that share its keys.
     """
     config = _config(features)
-    ragged_k = not (end_hidden and features.right) and (features.varlen or Sk % config.cluster_keys != 0)
+    ragged_k = not (end_masked and features.right) and (features.varlen or Sk % config.cluster_keys != 0)
     return config._replace(ragged_k=ragged_k)
 
 
@@ -90,7 +90,7 @@ _ORDERED, _ORDERED_IF_BOUNDED = 12, 32
 """KV heads of a section of the deterministic backward: never timed here, but taken from Hopper."""
 
 
-def row(features: Features, alone: int = 0) -> Row:
+def row(features: Features, kv_head_rows: int = 0) -> Row:
     """The row that serves a call: see `backward`."""
     return next(r for r in TABLE if r.admits(features))
 

@@ -18,10 +18,10 @@ def forward(
     Sk: int,
     group: int = 1,
     seen: int | None = None,
-    end_hidden: bool = False,
+    end_masked: bool = False,
 ) -> Sm100Forward:
     """The config of a call: see `configs.sm100.forward`."""
-    return _exact(sm100.forward(features, Sq, Sk, group, seen, end_hidden))
+    return _exact(sm100.forward(features, Sq, Sk, group, seen, end_masked))
 
 
 def reachable(features: Features, group: int | None = None) -> tuple[Sm100Forward, ...]:

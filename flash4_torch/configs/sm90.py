@@ -145,7 +145,7 @@ def forward(
     Sk: int,
     group: int = 1,
     seen: int | None = None,
-    end_hidden: bool = False,
+    end_masked: bool = False,
 ) -> Sm90Forward:
     """The config of a call.
 
@@ -158,7 +158,7 @@ def forward(
         end_hidden: whether the band masks everything beyond the last key, as for causal calls.
     """
     served_by = row(features, Sq, Sk, group, seen)
-    ragged_k = not (end_hidden and features.right) and (features.varlen or Sk % served_by.config.keys != 0)
+    ragged_k = not (end_masked and features.right) and (features.varlen or Sk % served_by.config.keys != 0)
     config = served_by.config if Sq >= _QUERIES_OF_CLUSTERS else served_by.config._replace(cluster=1)
     return _completed(features, config, ragged_k, best_pack(features, config.rows, Sq, group))
 

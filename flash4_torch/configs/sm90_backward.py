@@ -27,10 +27,10 @@ class Row(NamedTuple):
     """Features without which the row is not taken."""
     config: Sm90Backward
     why: str
-    alone: tuple[int, int] = (0, 0)
+    kv_head_rows: tuple[int, int] = (0, 0)
     """Query rows of a KV head up to which the scope is `kv_head`, if there are heads enough: without a bound
     to the right, and with one. 0: never."""
-    apart: int = 0
+    q_head_keys: int = 0
     """Key positions from which the scope is `q_head`, with a bound to the right alone and `_MANY` or more
     query heads for each KV head. 0: never."""
 
@@ -57,8 +57,8 @@ _TAKES: dict[str, Callable[[Features], bool]] = {
 _HEAVY = ("dropout", "bias", "softcap")
 _ALL = ("dropout", "mask", "softcap", "varlen")
 _IN_ORDER = ("right", "deterministic")
-_ASIDE: dict[str, Any] = {"dkv_via_dq_smem": True, "heads_inner": True, "load_q_first": True}
-_STATIC: dict[str, Any] = {**_ASIDE, "unroll_stages": True}
+_VIA_DQ: dict[str, Any] = {"dkv_via_dq_smem": True, "heads_inner": True, "load_q_first": True}
+_UNROLLED: dict[str, Any] = {**_VIA_DQ, "unroll_stages": True}
 
 _MANY = 4
 """The fewest query heads of a KV head for scope `q_head`. Rows and sums of two stay in the cache: at D 128,
@@ -74,28 +74,28 @@ TABLE = (
     Row(64, 64, _HEAVY, (),
         _Tiles(128, kv_stages=2, ds_stages=2, round_weights=True, next_tile=True),
         "full S 512 to 16k: 1.12 to 1.00, causal 1.19 to 0.98; scope kv_head S 256: 1.56 and 1.71 (NOTES.md)",
-        alone=(512, 1024)),
+        kv_head_rows=(512, 1024)),
     Row(64, 64, (), (), _Tiles(64, ds_stages=2, kv_stages=2, round_weights=True),
-        "unmeasured: features that need registers", alone=(512, 512)),
+        "unmeasured: features that need registers", kv_head_rows=(512, 512)),
     Row(96, 96, ("dropout", "mask"), _IN_ORDER,
         _Tiles(64, q_stages=3, do_stages=3, ds_stages=2, dq_stages=2, heads_inner=True),
         "causal S 1k, 8k: 0.87, 0.88 of the speed in any order"),
     Row(96, 96, ("dropout", "mask", "right"), (),
-        _Tiles(64, q_stages=3, do_stages=3, ds_stages=2, dq_stages=2, **_ASIDE),
+        _Tiles(64, q_stages=3, do_stages=3, ds_stages=2, dq_stages=2, **_VIA_DQ),
         "full S 1k: 1.04, without the last three switches 1.03, but causal more; "
-        "scope kv_head S 256: 1.36 (NOTES.md)", alone=(256, 0)),
-    Row(96, 96, ("dropout", "mask"), (), _Tiles(64, ds_stages=2, dq_stages=2, **_STATIC),
+        "scope kv_head S 256: 1.36 (NOTES.md)", kv_head_rows=(256, 0)),
+    Row(96, 96, ("dropout", "mask"), (), _Tiles(64, ds_stages=2, dq_stages=2, **_UNROLLED),
         "causal S 1k, 8k: 1.06, 1.03, head after head 1.03, 1.01; "
-        "scope kv_head S 256, 512: 1.52, 1.29 (NOTES.md)", alone=(0, 512)),
+        "scope kv_head S 256, 512: 1.52, 1.29 (NOTES.md)", kv_head_rows=(0, 512)),
     Row(96, 96, ("dropout", "dmask"), (), _Tiles(64, q_stages=3, do_stages=3, ds_stages=2, dq_stages=2),
         "S 8k: full 1.04, causal 1.02; two stages of K and V, one of dQ 1.00 and 0.95"),
     Row(128, 128, ("dropout", "mask"), ("softcap", "varlen", "right"),
         _Tiles(64, dq_stages=2, heads_inner=True),
         "unmeasured: unroll_stages spills, and so does scope q_head"),
-    Row(128, 128, ("dropout", "mask"), (), _Tiles(64, dq_stages=2, **_STATIC),
+    Row(128, 128, ("dropout", "mask"), (), _Tiles(64, dq_stages=2, **_UNROLLED),
         "full S 1k, 4k, 16k: 1.04, 1.04, 1.01; causal S 512 to 4k: 1.06 to 1.01, 16k: 0.98 to 1.06 "
         "(NOTES.md)",
-        alone=(512, 512), apart=1024),
+        kv_head_rows=(512, 512), q_head_keys=1024),
     Row(128, 128, ("dropout", "dmask"), (), _Tiles(64, dq_stages=2),
         "full S 512, 4k, 16k: 1.07, 1.03, 1.01; causal 1.05, 0.99, 1.00; other switches less (NOTES.md)"),
     Row(128, 128, ("bias",), (), _Tiles(64, ds_stages=2, round_weights=True),
@@ -109,12 +109,12 @@ TABLE = (
         "full S 4k: 0.86 of the speed in any order; one stage of dQ, or one of dO and two of dQ, 0.73"),
     Row(192, 192, _ALL, (), _Tiles(64, ds_stages=2, role_split=True, cluster=2, v_in_regs=True),
         "S 8k: full 1.10, causal 1.04; V in SMEM 1.04 and 0.98, one CTA alone 0.77 and 0.72 (NOTES.md)",
-        apart=4096),
+        q_head_keys=4096),
     Row(256, 256, _ALL, _IN_ORDER, _Tiles(64, do_stages=1, role_split=True, cluster=2, heads_inner=True),
         "causal S 1k, 4k, 16k: 0.86, 0.81, 0.88 of the speed in any order, head after head S 4k 0.66"),
     Row(256, 256, _ALL, (), _Tiles(64, do_stages=1, role_split=True, cluster=2),
         "S 1k, 4k, 16k: full 1.11, 1.06, 1.07, causal 1.06, 1.10, 1.10; one CTA alone 0.90 and 0.84 "
-        "(NOTES.md)", apart=8192),
+        "(NOTES.md)", q_head_keys=8192),
     Row(192, 192, (), (), _Tiles(64, role_split=True),
         "unmeasured: dK and dV each take the registers of a warpgroup; gradients of masks, too"),
     Row(256, 256, (), (), _Tiles(64, do_stages=1, role_split=True, dq_passes=2),
@@ -124,7 +124,7 @@ TABLE = (
 
 
 def backward(
-    features: Features, Sk: int, end_hidden: bool = False, alone: int = 0, group: int = 1
+    features: Features, Sk: int, end_masked: bool = False, kv_head_rows: int = 0, group: int = 1
 ) -> Sm90Backward:
     """The config of a call.
 
@@ -136,8 +136,8 @@ def backward(
             `kv_head`, where each CTA takes whole ones; else 0.
         group: query heads of a KV head.
     """
-    config = _config(row(features, alone), features, Sk, alone, group)
-    ragged_k = not (end_hidden and features.right) and (features.varlen or Sk % config.cluster_keys != 0)
+    config = _config(row(features, kv_head_rows), features, Sk, kv_head_rows, group)
+    ragged_k = not (end_masked and features.right) and (features.varlen or Sk % config.cluster_keys != 0)
     return config._replace(ragged_k=ragged_k)
 
 
@@ -151,17 +151,21 @@ _ORDERED_FROM_LAST = {64: 64, 128: 48, 192: 24, 256: 32}
 two to three tiles of a head, or pairs of them, at a time."""
 
 
-def row(features: Features, alone: int = 0) -> Row:
+def row(features: Features, kv_head_rows: int = 0) -> Row:
     """The row that serves a call: see `backward`."""
-    whole = _row_of_whole_heads(features)
-    return whole if whole is not None and 0 < alone <= whole.alone[features.right] else _row(features)
+    kv_head_row = _kv_head_row(features)
+    return (
+        kv_head_row
+        if kv_head_row is not None and 0 < kv_head_rows <= kv_head_row.kv_head_rows[features.right]
+        else _row(features)
+    )
 
 
-def _config(served_by: Row, features: Features, Sk: int, alone: int, group: int) -> Sm90Backward:
-    if served_by is _row_of_whole_heads(features) and 0 < alone <= served_by.alone[features.right]:
-        return _whole(served_by)
-    if group >= _MANY and _may_be_apart(served_by, features) and Sk >= served_by.apart:
-        return _apart(served_by)
+def _config(served_by: Row, features: Features, Sk: int, kv_head_rows: int, group: int) -> Sm90Backward:
+    if served_by is _kv_head_row(features) and 0 < kv_head_rows <= served_by.kv_head_rows[features.right]:
+        return _kv_head_config(served_by)
+    if group >= _MANY and _may_be_q_head(served_by, features) and Sk >= served_by.q_head_keys:
+        return _q_head_config(served_by)
     return served_by.config
 
 
@@ -201,34 +205,34 @@ def limits(features: Features) -> list[str]:
 def reachable(features: Features, group: int | None = None) -> tuple[Sm90Backward, ...]:
     """Every config that `backward` returns for some sizes, and for that group or any."""
     ragged = [False, True] if features.right or not features.varlen else [True]
-    row, whole = _row(features), _row_of_whole_heads(features)
+    row, kv_head_row = _row(features), _kv_head_row(features)
     configs = [row.config]
-    if whole is not None:
-        configs.append(_whole(whole))
-    if (group or _MANY) >= _MANY and _may_be_apart(row, features):
-        configs.append(_apart(row))
+    if kv_head_row is not None:
+        configs.append(_kv_head_config(kv_head_row))
+    if (group or _MANY) >= _MANY and _may_be_q_head(row, features):
+        configs.append(_q_head_config(row))
     return tuple(config._replace(ragged_k=ragged_k) for config in configs for ragged_k in ragged)
 
 
-def _row_of_whole_heads(features: Features) -> Row | None:
+def _kv_head_row(features: Features) -> Row | None:
     """The row for scope `kv_head`, if it may be: the first tile of a head has to see all that others see.
 
     Sums have an order then anyway, so the row need not provide one.
     """
     row = _row(features._replace(deterministic=False))
-    none = features.left or features.mask or features.varlen or not row.alone[features.right]
+    none = features.left or features.mask or features.varlen or not row.kv_head_rows[features.right]
     return None if none else row
 
 
-def _whole(row: Row) -> Sm90Backward:
+def _kv_head_config(row: Row) -> Sm90Backward:
     return row.config._replace(scope=Scope.KV_HEAD, heads_inner=True)
 
 
-def _may_be_apart(row: Row, features: Features) -> bool:
-    return bool(row.apart) and features.right and not (features.left or features.mask)
+def _may_be_q_head(row: Row, features: Features) -> bool:
+    return bool(row.q_head_keys) and features.right and not (features.left or features.mask)
 
 
-def _apart(row: Row) -> Sm90Backward:
+def _q_head_config(row: Row) -> Sm90Backward:
     return row.config._replace(scope=Scope.Q_HEAD)
 
 

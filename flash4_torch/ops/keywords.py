@@ -26,7 +26,7 @@ _SAME = (
 _OTHERWISE = {
     "alibi_slopes": "give what it adds to the scores as attn_mask",
     "block_mask": "causal, window and attn_mask say who sees whom",
-    "enable_gqa": "query heads may always be a multiple of key heads",
+    "enable_gqa": "query heads may always be a multiple of KV heads",
     "return_attn_probs": "the weights are never stored; return_lse=True gives their logarithmic sums",
     "score_mod": "scale, softcap and attn_mask are what changes scores",
 }

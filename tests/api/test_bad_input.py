@@ -32,7 +32,7 @@ DENSE: dict[str, tuple[dict[str, Any], type[ArgumentError], str, str]] = {
     "D is 0": ({"q": X[..., :0], "k": X[..., :0]}, ShapeError, "q, v", "at least 1"),
     "no heads": ({"q": X[:, :, :0]}, ShapeError, "q", "positive multiple of k's 2"),
     "heads do not divide": ({"q": X.repeat(1, 1, 2, 1)[:, :, :3]}, ShapeError, "q", "multiple of k's 2"),
-    "fewer query heads than key heads": ({"q": X[:, :, :1]}, ShapeError, "q", "multiple of k's 2"),
+    "fewer query heads than KV heads": ({"q": X[:, :, :1]}, ShapeError, "q", "multiple of k's 2"),
     "NaN scale": ({"scale": float("nan")}, RangeError, "scale", "finite"),
     "infinite scale": ({"scale": float("inf")}, RangeError, "scale", "finite"),
     "scale is text": ({"scale": "1"}, ArgumentError, "scale", "number"),

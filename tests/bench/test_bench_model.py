@@ -21,10 +21,10 @@ from flash4_torch.bench.instruction_counts import (
     ISSUED,
     QUADRANTS,
     SHARED,
-    Weight,
+    Counts,
     class_of,
+    count_instructions,
     shared_kind,
-    weigh,
 )
 from flash4_torch.bench.prediction import RECORDED, Entry, Prediction
 from flash4_torch.bench.settings import Selection, Settings
@@ -95,7 +95,7 @@ def test_a_kernel_that_can_be_counted_by_hand() -> None:
     """One thread issues four MMAs per iteration and waits for them; four warps wait for that."""
     turns = 3
     report = replace(LOOPS["tcgen05.mma m128n256k16"], turns=turns).launcher()(options=CHECKERS["races off"])
-    weight = weigh(report)
+    weight = count_instructions(report)
     assert weight.mma_flops == turns * 4 * 2 * 128 * 256 * 16
     assert weight.warps == {"products": list(range(WARPS))}  # the guard differs by lane
     assert weight.count("mma") == turns * 4 * WARPS
@@ -103,7 +103,7 @@ def test_a_kernel_that_can_be_counted_by_hand() -> None:
     assert weight.waits == {"products": WARPS * (1 + 2 * turns)}
     issued = report.counters.instructions - weight.count("dropped")
     assert sum(weight.quadrants) == weight.count(*ISSUED) == issued
-    assert Weight.of_row(json.loads(json.dumps(weight.row()))) == weight
+    assert Counts.of_row(json.loads(json.dumps(weight.row()))) == weight
 
 
 def test_roles_by_what_warps_do() -> None:
@@ -117,7 +117,7 @@ def test_roles_by_what_warps_do() -> None:
     }
     lines = [Line(1, ptx, None, pipe, counts, counts, counts) for ptx, (pipe, counts) in done.items()]
     report = replace(_empty_report(), lines=lines)
-    weight = weigh(report)
+    weight = count_instructions(report)
     assert weight.warps == {
         "weights": [0, 1],
         "products": [3],
@@ -135,9 +135,9 @@ def _empty_report() -> Report:
     return replace(LOOPS["arithmetic"], turns=1).launcher()(options=CHECKERS["races off"])
 
 
-def weight_of(**changes: object) -> Weight:
+def weight_of(**changes: object) -> Counts:
     empty = dict.fromkeys(SHARED, 0)
-    weight = Weight("k", {"weights": {}}, {"weights": [0]}, [0] * QUADRANTS, empty, empty, {"weights": 0}, 0)
+    weight = Counts("k", {"weights": {}}, {"weights": [0]}, [0] * QUADRANTS, empty, empty, {"weights": 0}, 0)
     return replace(weight, **changes)
 
 
@@ -220,7 +220,7 @@ def small(who: str) -> Callable[[str], object]:
     def contender(arch: str) -> Iterator[emulated.Attend]:
         assert arch == "sm_100a"
 
-        def attend(cell: Cell, direction: str) -> list[Weight]:
+        def attend(cell: Cell, direction: str) -> list[Counts]:
             if who == emulated.OURS and direction == "backward":
                 raise LookupError("none yet")
             factor = {emulated.OURS: 3, emulated.UPSTREAM: 4}[who]
@@ -315,7 +315,7 @@ def test_a_sample_has_every_compilation_by_direction(monkeypatch: pytest.MonkeyP
 
     @contextmanager
     def contender(arch: str) -> Iterator[emulated.Attend]:
-        def attend(cell: Cell, direction: str) -> list[Weight]:
+        def attend(cell: Cell, direction: str) -> list[Counts]:
             names = {"forward": ["f"], "backward": ["before", "main", "after"]}[direction]
             assert [cute.compile(name) for name in names] == [name.upper() for name in names]
             return []

@@ -121,7 +121,7 @@ def own(name: str, D: int, uses: dict[str, bool]) -> Subject:
     sizes = ((512, 768), (300, 100)) if forward else ((256, 768), (100, 600))
     # The forward's config serves both sizes, and more than one tile of queries.
     config = (
-        sm100.forward(features, sizes[0][0], sizes[1][1], end_hidden=True)
+        sm100.forward(features, sizes[0][0], sizes[1][1], end_masked=True)
         if forward
         else sm100_backward.backward(features, 768)
     )

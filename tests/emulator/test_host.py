@@ -284,7 +284,7 @@ test_host.shift_cooperatively(from_dlpack(torch.zeros(9)), from_dlpack(torch.zer
     assert result.stdout == "launched\n", result.stderr
 
 
-def test_the_number_of_multiprocessors_is_told(launches: list[host.Launch]) -> None:
+def test_the_number_of_sms_is_told(launches: list[host.Launch]) -> None:
     host.install(launches.append, "sm_100a", num_sms=6)
     hardware = cutlass.utils.HardwareInfo()
     assert hardware.get_device_multiprocessor_count() == 6

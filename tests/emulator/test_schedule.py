@@ -268,7 +268,7 @@ def test_more_ctas_than_the_device_holds_cannot(arch: int) -> None:
     assert found.kind == "deadlock" and "poll" in found.message
 
 
-def test_a_device_holds_as_many_ctas_as_it_has_multiprocessors() -> None:
+def test_a_device_holds_as_many_ctas_as_it_has_sms() -> None:
     small = Options(num_sms=3)
     assert run(GRID_BARRIER.format(poll=LOAD_POLL, ctas=3), ctas=3, options=small)[:1].tolist() == [3]
     assert finding(GRID_BARRIER.format(poll=LOAD_POLL, ctas=4), ctas=4, options=small).kind == "deadlock"

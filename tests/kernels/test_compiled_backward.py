@@ -134,7 +134,7 @@ def test_sums_in_any_order_are_not_deterministic(mask: str, served: bool) -> Non
         *[(119, 256, True), (118, 256, False), (1, 128, True), (1, 129, False)],
     ],
 )
-def test_whole_heads_are_short_and_keep_all_multiprocessors_busy(
+def test_whole_heads_are_short_and_keep_all_sms_busy(
     heads: int, S: int, whole: bool, deterministic: bool
 ) -> None:
     extent = Extent(heads, S, S, 1, 1)
@@ -210,7 +210,7 @@ SIZES = st.one_of(st.integers(1, 300), st.sampled_from([1024, 16384]), st.intege
     Dv=st.integers(1, 32),
     flags=st.tuples(*[st.booleans()] * 3),
     Sk=SIZES,
-    end_hidden=st.booleans(),
+    end_masked=st.booleans(),
     alone=st.sampled_from([0, 1, 256, 1024, 5000]),
     group=st.sampled_from([1, 1, 3, 4]),
 )
@@ -220,7 +220,7 @@ def test_what_is_chosen_is_reachable_and_fits(
     Dv: int,
     flags: tuple[bool, ...],
     Sk: int,
-    end_hidden: bool,
+    end_masked: bool,
     alone: int,
     group: int,
 ) -> None:
@@ -228,10 +228,10 @@ def test_what_is_chosen_is_reachable_and_fits(
     features = Features("bfloat16", 8 * D, 8 * Dv, varlen, left, right)
     if configs.limits(features):
         return
-    config = configs.backward(features, Sk, end_hidden, alone, group)
+    config = configs.backward(features, Sk, end_masked, alone, group)
     assert config in configs.reachable(features, group) and config in configs.reachable(features)
     assert config.shared_memory(features) <= SHARED_MEMORY
-    assert config.ragged_k == (not (end_hidden and right) and (varlen or Sk % config.cluster_keys != 0))
+    assert config.ragged_k == (not (end_masked and right) and (varlen or Sk % config.cluster_keys != 0))
 
 
 @EACH_KERNEL

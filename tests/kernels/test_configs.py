@@ -54,15 +54,15 @@ def test_what_is_chosen_is_reachable(
     Sk: int,
     group: int,
     seen: int | None,
-    end_hidden: bool,
+    end_masked: bool,
 ) -> None:
     if table.limits(features):
         return
-    config = table.forward(features, Sq, Sk, group, seen, end_hidden)
+    config = table.forward(features, Sq, Sk, group, seen, end_masked)
     assert config in table.reachable(features)
     assert config in table.reachable(features, group)
     assert config.ragged_k == (
-        not (end_hidden and features.right) and (features.varlen or Sk % config.keys != 0)
+        not (end_masked and features.right) and (features.varlen or Sk % config.keys != 0)
     )
     if table is sm90:
         assert not (config.next_tile and (config.half_block or features.left or features.mask))

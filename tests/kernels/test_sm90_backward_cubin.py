@@ -92,8 +92,8 @@ def test_the_table_is_covered() -> None:
         row.config for row in configs.TABLE
     }
     assert sum(config.scope == Scope.Q_HEAD for config in configs_of) == sum(
-        bool(row.apart) for row in configs.TABLE
+        bool(row.q_head_keys) for row in configs.TABLE
     )
     assert sum(config.scope == Scope.KV_HEAD for config in configs_of) == sum(
-        any(row.alone) for row in configs.TABLE
+        any(row.kv_head_rows) for row in configs.TABLE
     )

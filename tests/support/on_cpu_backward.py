@@ -199,9 +199,9 @@ def _backward(launches: list[Launch], features: Features, config: BackwardConfig
     dq = torch.zeros(*stats.shape[1:-1], count, blocks.columns)
     if ends_q is None or ends_k is None:
         assert max_seqlen == k.shape[1]
-        end_hidden = features.right and right <= 0
+        end_masked = features.right and right <= 0
         tail = getattr(config, "ragged_k", True)
-        assert tail or k.shape[1] % config.cluster_keys == 0 or end_hidden
+        assert tail or k.shape[1] % config.cluster_keys == 0 or end_masked
         found = grads(0, slice(None), slice(None))
         dk.copy_(found.dk)
         dv.copy_(found.dv)

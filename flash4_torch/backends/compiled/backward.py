@@ -40,7 +40,7 @@ class Kernels(NamedTuple):
     blocks: RowBlocks
     is_ordered: bool
     """Whether tiles wait for each other to add to dQ."""
-    alone: tuple[int, int] | None
+    cta_sums: tuple[int, int] | None
     """Scope KV_HEAD: the number of CTAs, and the query heads of each KV head; None with other scopes."""
     row_stats: int
     """Numbers per query row in the workspace."""
@@ -149,25 +149,25 @@ def features_of(problem: Problem) -> Features:
 
 
 def config_of(target: Target, problem: Problem, num_sms: int) -> BackwardConfig:
-    extent, alone = problem.extent, _alone(target, problem, num_sms)
+    extent, kv_head_rows = problem.extent, _kv_head_rows(target, problem, num_sms)
     return target.backward_configs.backward(
-        features_of(problem), extent.Sk, _end_hidden(problem), alone, problem.spec.group
+        features_of(problem), extent.Sk, _end_masked(problem), kv_head_rows, problem.spec.group
     )
 
 
 def row_of(target: Target, problem: Problem, num_sms: int) -> Row:
     """The table's row that serves the problem."""
-    return target.backward_configs.row(features_of(problem), _alone(target, problem, num_sms))
+    return target.backward_configs.row(features_of(problem), _kv_head_rows(target, problem, num_sms))
 
 
-def _end_hidden(problem: Problem) -> bool:
+def _end_masked(problem: Problem) -> bool:
     return problem.band.right is not None and problem.band.right <= 0
 
 
-def _alone(target: Target, problem: Problem, num_sms: int) -> int:
+def _kv_head_rows(target: Target, problem: Problem, num_sms: int) -> int:
     """Query rows of a KV head, if there are heads enough for each CTA to take whole ones; else 0."""
     extent, table = problem.extent, target.backward_configs
-    tile = table.backward(features_of(problem), extent.Sk, _end_hidden(problem)).cluster_keys
+    tile = table.backward(features_of(problem), extent.Sk, _end_masked(problem)).cluster_keys
     heads, tiles = extent.B * extent.Hk, -(-extent.Sk // tile)
     # One KV head per SM at a time keeps the SMs busy for at least nine tenths of the time.
     even = 10 * heads >= 9 * num_sms * -(-heads // num_sms)
@@ -218,7 +218,7 @@ def shapes_of(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, kern
         dk_parts=(*k.shape[:-2], Hq, k.shape[-1]),
         dv_parts=(*v.shape[:-2], Hq, v.shape[-1]),
         stats=(kernels.row_stats, *heads, count * blocks.queries),
-        dq_acc=(*(kernels.alone or heads), count, blocks.floats),
+        dq_acc=(*(kernels.cta_sums or heads), count, blocks.floats),
         dq_semaphore=(*heads, count),
     )
 

@@ -1,4 +1,4 @@
-"""What FLASH4_LOG=config prints: the table's row, the config, the plan and the launch that serve a problem."""
+"""What FLASH4_LOG=config prints: the row of a table, the config, the plan and the launch of a problem."""
 
 from __future__ import annotations
 

@@ -67,9 +67,9 @@ def mask_plan(dtype: str, config: ForwardConfig) -> MaskPlan:
 
 def config_of(target: Target, problem: Problem) -> ForwardConfig:
     band, extent = problem.band, problem.extent
-    end_hidden = band.right is not None and band.right <= 0
+    end_masked = band.right is not None and band.right <= 0
     return target.forward_configs.forward(
-        features_of(problem), extent.Sq, extent.Sk, problem.spec.group, _seen(problem), end_hidden
+        features_of(problem), extent.Sq, extent.Sk, problem.spec.group, _seen(problem), end_masked
     )
 
 

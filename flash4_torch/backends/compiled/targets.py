@@ -91,7 +91,7 @@ class ForwardTable(Protocol):
         Sk: int,
         group: int = 1,
         seen: int | None = None,
-        end_hidden: bool = False,
+        end_masked: bool = False,
     ) -> ForwardConfig: ...
 
     def reachable(self, features: Features, group: int | None = None) -> tuple[ForwardConfig, ...]: ...
@@ -105,7 +105,7 @@ class BackwardTable(Protocol):
     """Interface of a module of `configs` for the backward."""
 
     def backward(
-        self, features: Features, Sk: int, end_hidden: bool = False, alone: int = 0, group: int = 1
+        self, features: Features, Sk: int, end_masked: bool = False, kv_head_rows: int = 0, group: int = 1
     ) -> BackwardConfig: ...
 
     def reachable(self, features: Features, group: int | None = None) -> tuple[BackwardConfig, ...]: ...
@@ -113,7 +113,7 @@ class BackwardTable(Protocol):
     # A table takes only its own configs.
     def section(self, features: Features, config: Any, work: Workload) -> Section: ...
 
-    def row(self, features: Features, alone: int = 0) -> Row: ...
+    def row(self, features: Features, kv_head_rows: int = 0) -> Row: ...
 
     def limits(self, features: Features) -> list[str]: ...
 
@@ -158,7 +158,7 @@ SM100A = Target(
     backward="flash4_torch.kernels.sm100.bwd.launch:compile_backward",
     backward_configs=sm100_backward,
     l2_bytes=50 << 20,  # FlashAttention-4's value; the cache has 126 MB
-    proven="run in the emulator; machine code read for registers and spills; never run on a GPU, never timed",
+    proven="run in the emulator; SASS read for registers and spills; never run on a GPU, never timed",
 )
 
 SM103A = replace(SM100A, arch="sm_103a", forward_configs=sm103)

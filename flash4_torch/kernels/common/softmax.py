@@ -263,10 +263,10 @@ def _exp2_row(
     return (chains[0] + chains[1]) + (chains[2] + chains[3])
 
 
-CtaPair = tuple[Float32, Float32]
+FloatPair = tuple[Float32, Float32]
 
 
-def begin_packed_sum(rows: Rows) -> tuple[CtaPair, ...]:
+def begin_packed_sum(rows: Rows) -> tuple[FloatPair, ...]:
     """Packed rows: chains of one row's sum for `exp2_packed` to add to; `end_packed_sum` joins them."""
     zero = Float32(0.0)
     return (rows.row_sum[0], zero), *((zero, zero),) * (CHAINS // 2 - 1)
@@ -275,13 +275,13 @@ def begin_packed_sum(rows: Rows) -> tuple[CtaPair, ...]:
 @cute.jit
 def exp2_packed(
     scores: cute.Tensor,
-    sums: tuple[CtaPair, ...],
+    sums: tuple[FloatPair, ...],
     update: MaxUpdate,
     scale: Float32,
     method: cutlass.Constexpr,
     first: cutlass.Constexpr,
     last: cutlass.Constexpr,
-) -> tuple[CtaPair, ...]:
+) -> tuple[FloatPair, ...]:
     """Packed rows: turn columns `first <= c < last` of one row (1, C) into weights; adds them to its sums."""
     chains, offset = list(sums), -update.offsets[0]
     for c in cutlass.range_constexpr(first, last, 2):
@@ -297,6 +297,6 @@ def exp2_packed(
     return tuple(chains)
 
 
-def end_packed_sum(rows: Rows, sums: tuple[CtaPair, ...]) -> None:
+def end_packed_sum(rows: Rows, sums: tuple[FloatPair, ...]) -> None:
     total = cute.arch.add_packed_f32x2(*sums)
     rows.row_sum[0] = total[0] + total[1]

@@ -125,7 +125,7 @@ def word(matrix: Matrix, start: cute.Pointer) -> Int32:
 
 
 def issue(
-    product: MmaOp,
+    op: MmaOp,
     sums: Int32,
     a: Int32,
     b: Int32,
@@ -142,21 +142,21 @@ def issue(
         add: whether to add to what the accumulator holds; a Python bool or a Boolean.
         a_step: for A in TMEM, the column at which the k-th instruction's part starts.
     """
-    A, B, in_tmem = product.a, product.b, product.a is None
+    A, B, in_tmem = op.a, op.b, op.a is None
     lines = [
         "{ .reg .pred add; .reg .b32 sums, at, kind, low, high_a, high_b; .reg .b64 a, b;",
         "mov.b32 sums, {$r0}; mov.b32 at, {$r1};",  # an address cannot be an immediate
-        f"mov.b32 kind, {product.descriptor:#x}; mov.b32 high_b, {B.high:#x};",
+        f"mov.b32 kind, {op.descriptor:#x}; mov.b32 high_b, {B.high:#x};",
         "setp.ne.b32 add, {$r3}, 0;",
     ]
     if A is not None:
         lines.append(f"mov.b32 high_a, {A.high:#x};")
-    for k in range(first, product.steps if last is None else last):
+    for k in range(first, op.steps if last is None else last):
         lines.append(f"add.u32 low, {{$r2}}, {B.step(k)}; mov.b64 b, {{low, high_b}};")
         if A is not None:
             lines.append(f"add.u32 low, at, {A.step(k)}; mov.b64 a, {{low, high_a}};")
         source = f"[at + {a_step(k)}]" if in_tmem else "a"
-        kind = f"tcgen05.mma.cta_group::{product.cluster_size}.kind::f16"
+        kind = f"tcgen05.mma.cta_group::{op.cluster_size}.kind::f16"
         lines.append(f"{kind} [sums], {source}, b, kind, add;")
         if k == first and add is not True:
             lines.append("setp.eq.b32 add, kind, kind;")

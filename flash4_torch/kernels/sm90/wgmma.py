@@ -29,7 +29,7 @@ def output_mma(dtype: type, columns: int) -> cute.TiledMma:
     return cute.make_tiled_mma(op)
 
 
-def held_mma(dtype: type, columns: int) -> cute.TiledMma:
+def regs_mma(dtype: type, columns: int) -> cute.TiledMma:
     """64 x columns of A B^T. A is in registers, B in SMEM and contiguous along the summed dimension."""
     k = OperandMajorMode.K
     source = warpgroup.OperandSource.RMEM
@@ -57,23 +57,23 @@ def scores(S: cute.Tensor, sQ: cute.Tensor, sK: cute.Tensor) -> None:
     warpgroup.commit_group()
 
 
-def held_fragment(dtype: type, depth: int) -> cute.Tensor:
-    """Registers for a (64, depth) operand of `scores_of_held`."""
-    return cute.make_rmem_tensor(held_mma(dtype, 8).partition_shape_A((ROWS, depth)), dtype)
+def operand_fragment(dtype: type, depth: int) -> cute.Tensor:
+    """Registers for a (64, depth) operand of `scores_from_regs`."""
+    return cute.make_rmem_tensor(regs_mma(dtype, 8).partition_shape_A((ROWS, depth)), dtype)
 
 
 @cute.jit
-def hold(A: cute.Tensor, sA: cute.Tensor, thread: Int32) -> None:
-    """Load a `held_fragment` from shared memory."""
+def load_operand(A: cute.Tensor, sA: cute.Tensor, thread: Int32) -> None:
+    """Load a `operand_fragment` from shared memory."""
     atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), sA.element_type)
-    copy = cute.make_tiled_copy_A(atom, held_mma(sA.element_type, 8)).get_slice(thread)
+    copy = cute.make_tiled_copy_A(atom, regs_mma(sA.element_type, 8)).get_slice(thread)
     cute.copy(atom, copy.partition_S(sA), copy.retile(A))
 
 
 @cute.jit
-def scores_of_held(S: cute.Tensor, A: cute.Tensor, sB: cute.Tensor) -> None:
+def scores_from_regs(S: cute.Tensor, A: cute.Tensor, sB: cute.Tensor) -> None:
     """Issue S = A B^T; sB is (columns, depth) in shared memory."""
-    mma = held_mma(sB.element_type, cute.size(sB, mode=[0]))
+    mma = regs_mma(sB.element_type, cute.size(sB, mode=[0]))
     B = mma.make_fragment_B(mma.get_slice(0).partition_B(sB))
     warpgroup.fence()
     for step in cutlass.range_constexpr(cute.size(A, mode=[2])):
@@ -145,7 +145,7 @@ def output_accumulator(dtype: type, columns: int) -> cute.Tensor:
     return cute.make_rmem_tensor(mma.partition_shape_C((ROWS, columns)), Float32)
 
 
-def weights_fragment(dtype: type, columns: int) -> cute.Tensor:
+def p_fragment(dtype: type, columns: int) -> cute.Tensor:
     """Registers for P as an A operand, in the register order of the scores' accumulator."""
     mma = output_mma(dtype, 8)
     return cute.make_rmem_tensor(mma.partition_shape_A((ROWS, columns)), dtype)

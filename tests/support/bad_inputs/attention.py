@@ -151,7 +151,7 @@ KEYWORDS = {
     "return_softmax_lse": "it is called 'return_lse' here",
     "return_attn_probs": "the weights are never stored; return_lse=True gives their logarithmic sums",
     "alibi_slopes": "give what it adds to the scores as attn_mask",
-    "enable_gqa": "query heads may always be a multiple of key heads",
+    "enable_gqa": "query heads may always be a multiple of KV heads",
     "block_mask": "causal, window and attn_mask say who sees whom",
     "score_mod": "scale, softcap and attn_mask are what changes scores",
     "causul": "did you mean 'causal'?",

@@ -14,16 +14,16 @@ from .context import Context
 @cute.jit
 def issue_s(ctx: Context, kv: Cursor, q: Int32) -> None:
     """S^T = K Q^T, over P^T of the block before, after its dV."""
-    product = ctx.plan.op_s
-    umma.issue(product, Int32(ctx.plan.s_at), word(product.a, ctx.sK, kv), q, False)
+    op = ctx.plan.op_s
+    umma.issue(op, Int32(ctx.plan.s_at), word(op.a, ctx.sK, kv), q, False)
     commit(ctx, ctx.signals.mma_s)
 
 
 @cute.jit
 def issue_dp(ctx: Context, kv: Cursor, do: Int32) -> None:
     """dP^T = V dO^T."""
-    product = ctx.plan.op_dp
-    umma.issue(product, Int32(ctx.plan.dp_at), word(product.a, ctx.sV, kv), do, False)
+    op = ctx.plan.op_dp
+    umma.issue(op, Int32(ctx.plan.dp_at), word(op.a, ctx.sV, kv), do, False)
     commit(ctx, ctx.signals.mma_dp)
 
 
@@ -44,25 +44,25 @@ def issue_dk(ctx: Context, q: Int32, add: Boolean) -> None:
 @cute.jit
 def issue_dq(ctx: Context, keys: Int32) -> None:
     """dQ = dS K."""
-    product = ctx.plan.op_dq
-    umma.issue(product, Int32(ctx.plan.dq_at), umma.word(product.a, ctx.sdS.iterator), keys, False)
+    op = ctx.plan.op_dq
+    umma.issue(op, Int32(ctx.plan.dq_at), umma.word(op.a, ctx.sdS.iterator), keys, False)
     commit(ctx, ctx.signals.mma_dq)
 
 
 def _issue_of_weights(
     ctx: Context,
-    product: MmaOp,
+    op: MmaOp,
     at: int,
     weights_at: int,
     staged: cute.Tensor | None,
     b: Int32,
     add: Boolean,
 ) -> None:
-    if product.a is None:
+    if op.a is None:
         a = Int32(weights_at)
-        umma.issue(product, Int32(at), a, b, add, a_step=ctx.plan.weights_at)
+        umma.issue(op, Int32(at), a, b, add, a_step=ctx.plan.weights_at)
     else:
-        umma.issue(product, Int32(at), umma.word(product.a, staged.iterator), b, add)
+        umma.issue(op, Int32(at), umma.word(op.a, staged.iterator), b, add)
 
 
 def commit(ctx: Context, barrier: cute.Pointer) -> None:

@@ -71,14 +71,14 @@ def _load_keys(
     source: cute.Tensor,
     target: cute.Tensor,
     tile: Tile,
-    tells: cutlass.Constexpr,
+    announces_tile: cutlass.Constexpr,
 ) -> Cursor:
-    """K or V of the tile; rows beyond the end are zeros. `tells`: the work tile comes with it, too."""
+    """K or V of the tile; rows beyond the end are zeros. `announces_tile`: its work tile comes with it."""
     ring.wait_empty(edge, at)
     left = tile.Sk - tile.index * ctx.plan.keys
     full = barrier_of(ctx, edge, at, left, ctx.plan.keys)
     with cute.arch.elect_one():
-        if cutlass.const_expr(tells):
+        if cutlass.const_expr(announces_tile):
             tiles.write(ctx, at, tile)
         cute.arch.mbarrier_arrive_and_expect_tx(full, stage_bytes(target))
     rows = cute.domain_offset((tile.k_offset, 0), source[None, None, tile.kv_head, batch_of(ctx, tile.batch)])

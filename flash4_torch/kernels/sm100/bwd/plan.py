@@ -184,24 +184,24 @@ class Plan(BackwardPlan):
 
     @property
     def op_s(self) -> MmaOp:
-        return self._product(self.keys, self.queries, Matrix(self.keys, self.D), self.rows_of_q)
+        return self._op(self.keys, self.queries, Matrix(self.keys, self.D), self.rows_of_q)
 
     @property
     def op_dp(self) -> MmaOp:
-        return self._product(self.keys, self.queries, Matrix(self.keys, self.Dv), self.rows_of_do)
+        return self._op(self.keys, self.queries, Matrix(self.keys, self.Dv), self.rows_of_do)
 
     @property
     def op_dv(self) -> MmaOp:
-        return self._product(self.keys, self.Dv, self._weights, self.columns_of_do)
+        return self._op(self.keys, self.Dv, self._weights, self.columns_of_do)
 
     @property
     def op_dk(self) -> MmaOp:
-        return self._product(self.keys, self.D, self._weights, self.columns_of_q)
+        return self._op(self.keys, self.D, self._weights, self.columns_of_q)
 
     @property
     def op_dq(self) -> MmaOp:
         own = self.queries // self.cluster_size
-        return self._product(own, self.D, Matrix(self.cluster_keys, own, True), self.columns_of_k)
+        return self._op(own, self.D, Matrix(self.cluster_keys, own, True), self.columns_of_k)
 
     @property
     def rows_of_q(self) -> Matrix:
@@ -228,7 +228,7 @@ class Plan(BackwardPlan):
         """P^T and dS^T of the CTA's own keys: in TMEM (None), unless both halves of its lanes need them."""
         return Matrix(self.keys, self.queries) if self.wide else None
 
-    def _product(self, own_rows: int, N: int, a: Matrix | None, b: Matrix) -> MmaOp:
+    def _op(self, own_rows: int, N: int, a: Matrix | None, b: Matrix) -> MmaOp:
         return MmaOp(self.features.dtype, own_rows * self.cluster_size, N, a, b, self.cluster_size)
 
     # Which blocks a tile visits, and what is masked in them.

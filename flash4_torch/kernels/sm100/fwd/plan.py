@@ -172,14 +172,14 @@ class Plan(ForwardPlan):
     @property
     def scores(self) -> MmaOp:
         """S = Q K^T."""
-        return self._product(self.keys, Matrix(ROWS, self.D), Matrix(self.keys // self.cluster_size, self.D))
+        return self._op(self.keys, Matrix(ROWS, self.D), Matrix(self.keys // self.cluster_size, self.D))
 
     @property
     def output(self) -> MmaOp:
         """O += P V."""
-        return self._product(self.Dv, None, Matrix(self.keys, self.Dv // self.cluster_size, along_rows=True))
+        return self._op(self.Dv, None, Matrix(self.keys, self.Dv // self.cluster_size, along_rows=True))
 
-    def _product(self, N: int, a: Matrix | None, b: Matrix) -> MmaOp:
+    def _op(self, N: int, a: Matrix | None, b: Matrix) -> MmaOp:
         return MmaOp(self.features.dtype, ROWS * self.cluster_size, N, a, b, self.cluster_size)
 
     @property

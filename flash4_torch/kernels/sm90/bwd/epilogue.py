@@ -39,7 +39,7 @@ def epilogue(ctx: Context, t: Thread, tile: Tile, kv_at: Cursor) -> None:
 
 
 @cute.jit
-def epilogue_aside(ctx: Context, t: Thread, kv_at: Cursor, slot: Int32) -> None:
+def epilogue_via_dq_smem(ctx: Context, t: Thread, kv_at: Cursor, slot: Int32) -> None:
     """Store a warpgroup's dV and dK through its two slots of dQ; `slot` is and stays the next one."""
     where = gradient_tile(ctx, kv_at)
     # All reads of K and V have ended. The load warp may write its next work tile, too.

@@ -19,7 +19,7 @@ from ..warps import ROWS, WARP_ROWS
 from .context import Layouts, Maps, Turned
 from .kernel import backward_kernel
 from .plan import Plan
-from .store_commands import aside_layout, finished_layout
+from .store_commands import finished_layout, gradient_layout
 
 
 @cute.jit
@@ -84,7 +84,7 @@ def backward(
     shared = load if not paired else cpasync.CopyBulkTensorTileG2SMulticastOp()
     dk_rows, dk_layout, dv_layout = WARP_ROWS, layouts.k, layouts.v
     if cutlass.const_expr(plan.dkv_via_dq_smem):
-        dk_rows, dk_layout, dv_layout = ROWS, aside_layout(plan, plan.D), aside_layout(plan, plan.Dv)
+        dk_rows, dk_layout, dv_layout = ROWS, gradient_layout(plan, plan.D), gradient_layout(plan, plan.Dv)
     finished = None, None
     if cutlass.const_expr(plan.scope == Scope.KV_HEAD):
         queries = host.positions_first(dq)

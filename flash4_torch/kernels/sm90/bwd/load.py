@@ -145,15 +145,15 @@ def _load_keys(
     source: cute.Tensor,
     target: cute.Tensor,
     tile: Tile,
-    tells: cutlass.Constexpr,
+    announces_tile: cutlass.Constexpr,
 ) -> Cursor:
-    """Load K or V of the tile; rows beyond the end are zeros. `tells`: the work tile comes with it."""
+    """Load K or V of the tile; rows beyond the end are zeros. `announces_tile`: with its work tile."""
     ring.wait_empty(edge, at)
     left = tile.Sk - tile.index * ctx.plan.keys
     full = barrier_of(ctx, edge, at, left, ctx.plan.keys)
-    others = stage_bytes(ctx.sPeerK) if tells and ctx.sPeerK is not None else 0
+    others = stage_bytes(ctx.sPeerK) if announces_tile and ctx.sPeerK is not None else 0
     with cute.arch.elect_one():
-        if cutlass.const_expr(tells):
+        if cutlass.const_expr(announces_tile):
             tiles.write(ctx, at, tile)
             if cutlass.const_expr(ctx.plan.load_warp_sends_order):
                 tiles.write_order(ctx, at, tile)

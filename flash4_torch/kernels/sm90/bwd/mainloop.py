@@ -25,7 +25,7 @@ from .. import wgmma
 from ..warps import ROWS
 from . import walk
 from .context import Context
-from .epilogue import epilogue, epilogue_aside
+from .epilogue import epilogue, epilogue_via_dq_smem
 from .finish_dq import fetch_sums, finish_dq, is_last
 from .plan import NamedBarrier
 from .state import Cursors, Thread, TileState, after_block, rows_at, slot_at, start
@@ -70,7 +70,7 @@ def _tiles(ctx: Context, t: Thread) -> Cursors:
         else:
             at = _blocks(ctx, t, tile, kv_at, at)
         if cutlass.const_expr(plan.dkv_via_dq_smem):
-            epilogue_aside(ctx, t, kv_at, slot_at(ctx, t, at))
+            epilogue_via_dq_smem(ctx, t, kv_at, slot_at(ctx, t, at))
         else:
             epilogue(ctx, t, tile, kv_at)
         kv_at = ring.after(kv_at, plan.config.kv_stages)

@@ -23,7 +23,7 @@ def dropout_bits(ctx: Context, rng_warp: Int32) -> None:
     """
     plan = ctx.plan
     philox = dropout.load(ctx.rng_state, ctx.params.drop_byte, ctx.params.drop_fraction)
-    heads, turn = tiles.group(ctx), rng_warp
+    heads, strip_group = tiles.group(ctx), rng_warp
     kv_at, at = ring.start(), ring.start()
     tile = tiles.read(ctx, kv_at)
     while tile.index >= 0:
@@ -33,7 +33,7 @@ def dropout_bits(ctx: Context, rng_warp: Int32) -> None:
             place = tiles.first_place(ctx, tile, span)
             for _ in cutlass.range((span.last - span.first) * heads, unroll=1):
                 philox_row = tile.batch * ctx.maps.mQ.shape[2] + tile.kv_head * heads + place.h
-                turn = _block_bits(ctx, philox, philox_row, first, place.n, turn, at)
+                strip_group = _block_bits(ctx, philox, philox_row, first, place.n, strip_group, at)
                 at, place = ring.after(at, plan.config.q_stages), tiles.next_place(ctx, tile, place)
         else:
             for h in cutlass.range(heads, unroll=1):
@@ -42,7 +42,7 @@ def dropout_bits(ctx: Context, rng_warp: Int32) -> None:
                 philox_row = tile.batch * ctx.maps.mQ.shape[2] + head
                 for position in cutlass.range(blocks.span.first, blocks.span.last, unroll=1):
                     n, _ = tiles.block_at(ctx, blocks, position)
-                    turn = _block_bits(ctx, philox, philox_row, first, n, turn, at)
+                    strip_group = _block_bits(ctx, philox, philox_row, first, n, strip_group, at)
                     at = ring.after(at, plan.config.q_stages)
         kv_at = ring.after(kv_at, plan.config.kv_stages)
         tile = tiles.read(ctx, kv_at)
@@ -50,7 +50,13 @@ def dropout_bits(ctx: Context, rng_warp: Int32) -> None:
 
 @cute.jit
 def _block_bits(
-    ctx: Context, philox: dropout.Dropout, philox_row: Int32, first: Int32, n: Int32, turn: Int32, at: Cursor
+    ctx: Context,
+    philox: dropout.Dropout,
+    philox_row: Int32,
+    first: Int32,
+    n: Int32,
+    strip_group: Int32,
+    at: Cursor,
 ) -> Int32:
     """Generate block n of a head, number `philox_row`, for keys from `first` on.
 
@@ -58,13 +64,13 @@ def _block_bits(
     """
     plan, lane = ctx.plan, cute.arch.lane_idx()
     strips = dropout.strips(plan.queries)
-    turns = plan.strips * strips // dropout.WARP_STRIPS
+    strip_groups = plan.strips * strips // dropout.WARP_STRIPS
     ring.wait_empty(ctx.keep_bits, at)
-    while turn < turns:
-        place = Uint32(turn * dropout.WARP_STRIPS + lane // dropout.STRIP_LANES)
+    while strip_group < strip_groups:
+        place = Uint32(strip_group * dropout.WARP_STRIPS + lane // dropout.STRIP_LANES)
         warp, strip = Int32(place // strips), place % strips
         rows = dropout.KeyRows.at(philox, first + warp * WARP_ROWS, philox_row, lane)
         rows.generate(n * plan.queries, strip, ctx.sKeepBits[None, None, warp, at.stage])
-        turn += plan.rng_warps
+        strip_group += plan.rng_warps
     ring.fill(ctx.keep_bits, at)
-    return turn - turns
+    return strip_group - strip_groups

@@ -75,14 +75,14 @@ def ds_warpgroup(ctx: Context) -> None:
     """The second warpgroup: dS and dK."""
     plan = ctx.plan
     dP = wgmma.scores_accumulator(plan.dtype, plan.queries)
-    held = wgmma.held_fragment(plan.dtype, plan.Dv) if plan.config.v_in_regs else None
-    t = _thread(dP, wgmma.output_accumulator(plan.dtype, plan.D), None, held)
+    v_regs = wgmma.operand_fragment(plan.dtype, plan.Dv) if plan.config.v_in_regs else None
+    t = _thread(dP, wgmma.output_accumulator(plan.dtype, plan.D), None, v_regs)
     at, kv_at = _start(ctx, 1), ring.start()
     tile = tiles.read(ctx, kv_at)
     while tile.index >= 0:
         ring.wait_full(ctx.load_v, kv_at)
-        if cutlass.const_expr(held is not None):
-            wgmma.hold(held, ctx.sV[None, None, kv_at.stage], t.index)
+        if cutlass.const_expr(v_regs is not None):
+            wgmma.load_operand(v_regs, ctx.sV[None, None, kv_at.stage], t.index)
         _begin(ctx, t, kv_at, 1, at)
         at = each_block(ctx, t, tile, kv_at, at, _ds_block, False)
         ring.release(ctx.load_v, kv_at)
@@ -97,11 +97,11 @@ def ds_warpgroup(ctx: Context) -> None:
 
 
 def _thread(
-    S: cute.Tensor, dK: cute.Tensor | None, dV: cute.Tensor | None, held: cute.Tensor | None = None
+    S: cute.Tensor, dK: cute.Tensor | None, dV: cute.Tensor | None, v_regs: cute.Tensor | None = None
 ) -> Thread:
     """A thread of either warpgroup: both hold all keys of the tile."""
     thread, _, _ = cute.arch.thread_idx()
-    return Thread(Int32(0), thread % GROUP, S, dK, dV, held)
+    return Thread(Int32(0), thread % GROUP, S, dK, dV, v_regs)
 
 
 @cute.jit
@@ -221,8 +221,8 @@ def _begin(ctx: Context, t: Thread, kv_at: Cursor, warpgroup: cutlass.Constexpr,
     else:
         ring.wait_full(ctx.load_do, at.do)
         keys, rows = ctx.sV[None, None, kv_at.stage], ctx.sdO[None, None, at.do.stage]
-    if cutlass.const_expr(t.held is not None):
-        wgmma.scores_of_held(t.S, t.held, rows)
+    if cutlass.const_expr(t.v_regs is not None):
+        wgmma.scores_from_regs(t.S, t.v_regs, rows)
     else:
         wgmma.scores(t.S, keys, rows)
 
@@ -261,7 +261,7 @@ def _hand_over(ctx: Context, t: Thread, probs: Probs, at: Cursors) -> None:
     if cutlass.const_expr(ctx.plan.shares_dtanh):
         share(ctx, t, probs.dtanh, ctx.sDtanh[None, None, at.ds.stage])
     elif cutlass.const_expr(features.softcap):
-        P = wgmma.weights_fragment(ctx.plan.dtype, ctx.plan.queries)
+        P = wgmma.p_fragment(ctx.plan.dtype, ctx.plan.queries)
         for j in cutlass.range_constexpr(cute.size(P) // 4):
             dtanh, weights = widened(four_of(probs.dtanh, j)), four_of(t.S, j)
             for i in cutlass.range_constexpr(4):

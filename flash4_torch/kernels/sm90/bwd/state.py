@@ -26,7 +26,7 @@ class Thread(NamedTuple):
     S: cute.Tensor
     dK: cute.Tensor
     dV: cute.Tensor
-    held: cute.Tensor | None = None
+    v_regs: cute.Tensor | None = None
     """V, where it is an operand from registers (`v_in_regs`)."""
 
     @property

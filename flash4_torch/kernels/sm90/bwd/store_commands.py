@@ -137,7 +137,7 @@ def gradient_tile(ctx: Context, kv_at: Cursor) -> tuple:
 @cute.jit
 def slot_of(ctx: Context, slot: Int32, columns: cutlass.Constexpr) -> cute.Tensor:
     """A slot as 64 rows of a gradient in 16 bits."""
-    layout = aside_layout(ctx.plan, columns)
+    layout = gradient_layout(ctx.plan, columns)
     pointer = cute.recast_ptr(ctx.sdQ[None, slot].iterator, layout.inner, ctx.plan.dtype)
     return cute.make_tensor(pointer, layout.outer)
 
@@ -147,7 +147,7 @@ def finished_layout(plan: Plan) -> cute.ComposedLayout:
     return cute.select(row_major_layout(plan.dtype, WARP_ROWS, plan.blocks.piece_columns, 1), mode=[0, 1])
 
 
-def aside_layout(plan: Plan, columns: int) -> cute.ComposedLayout:
+def gradient_layout(plan: Plan, columns: int) -> cute.ComposedLayout:
     return cute.select(row_major_layout(plan.dtype, ROWS, columns, 1), mode=[0, 1])
 
 

@@ -66,7 +66,7 @@ def _store_piece(ctx: Context, slot: Int32) -> Boolean:
             if cutlass.const_expr(ctx.plan.features.deterministic):
                 dq_semaphore.wait(command.semaphore, Int32(command.awaited))
             if cutlass.const_expr(ctx.plan.scope == Scope.KV_HEAD):
-                _store_of_whole_heads(ctx, slot, command)
+                _store_kv_head(ctx, slot, command)
             elif cutlass.const_expr(ctx.plan.dkv_via_dq_smem):
                 _store(ctx, slot, command)
             else:
@@ -141,7 +141,7 @@ def _store(ctx: Context, slot: Int32, command: StoreCommand) -> None:
 
 
 @cute.jit
-def _store_of_whole_heads(ctx: Context, slot: Int32, command: StoreCommand) -> None:
+def _store_kv_head(ctx: Context, slot: Int32, command: StoreCommand) -> None:
     """Add or write sums of dQ, or store dQ itself, dK or dV, by one thread, with scope `KV_HEAD`."""
     command = StoreCommand(command.target & ~ENDS, *command[1:])
     if command.target > DQ:

@@ -61,10 +61,10 @@ def recompute_p(
     """Turn scores into P: rounded in the result, and unrounded in their place."""
     plan = ctx.plan
     features = plan.features if masked else plan.features.without_float_mask
-    P, dtanh, keep_bits = wgmma.weights_fragment(plan.dtype, plan.queries), None, None
+    P, dtanh, keep_bits = wgmma.p_fragment(plan.dtype, plan.queries), None, None
     scores.scale_and_cap(t.S, ctx.params, features)
     if cutlass.const_expr(features.softcap):
-        dtanh = wgmma.weights_fragment(plan.dtype, plan.queries)
+        dtanh = wgmma.p_fragment(plan.dtype, plan.queries)
         _dtanh(ctx, t, dtanh, features)
     if cutlass.const_expr(masked):
         fragment = wgmma_fragment(t.S, work.positions, n * plan.queries, t.lane)
@@ -120,7 +120,7 @@ def dropped(ctx: Context, probs: Probs) -> cute.Tensor:
     """P after dropout."""
     if cutlass.const_expr(not ctx.plan.features.dropout):
         return probs.P
-    dropped = wgmma.weights_fragment(ctx.plan.dtype, ctx.plan.queries)
+    dropped = wgmma.p_fragment(ctx.plan.dtype, ctx.plan.queries)
     for i in cutlass.range_constexpr(cute.size(dropped)):
         dropped[i] = probs.P[i]
     dropout.KeyRows.drop(dropped, probs.keep_bits)
@@ -133,7 +133,7 @@ def differentiate(
 ) -> cute.Tensor:
     """dS = P (dP - delta), the gradient with respect to scaled scores."""
     features = ctx.plan.features
-    dS = wgmma.weights_fragment(ctx.plan.dtype, ctx.plan.queries)
+    dS = wgmma.p_fragment(ctx.plan.dtype, ctx.plan.queries)
     if cutlass.const_expr(features.dropout):
         dropout.KeyRows.drop(dP, probs.keep_bits)
     delta = columns_of(ctx.sDelta[None, do_at.stage], t)

@@ -37,7 +37,7 @@ def mainloop(ctx: Context, warpgroup: Int32) -> None:
         thread % GROUP,
         wgmma.scores_accumulator(plan.dtype, plan.keys),
         wgmma.output_accumulator(plan.dtype, plan.Dv),
-        wgmma.weights_fragment(plan.dtype, plan.keys),
+        wgmma.p_fragment(plan.dtype, plan.keys),
         softmax.make_rows(2),
     )
     if cutlass.const_expr(plan.config.pingpong):
@@ -156,14 +156,14 @@ def _blocks(ctx: Context, t: Thread, work: TileState, q_at: Cursor, k_at: Cursor
     n, _ = tiles.block_at(ctx, work.blocks, work.rows.top)
     if cutlass.const_expr(plan.config.half_block):
         if work.half_block:
-            _first_weights(ctx, t, work, _lower_half(t.S), n)
+            _first_p(ctx, t, work, _lower_half(t.S), n)
             for i in cutlass.range_constexpr(cute.size(t.S) // 2, cute.size(t.S)):
                 t.S[i] = Float32(0.0)
         else:
-            _first_weights(ctx, t, work, t.S, n)
+            _first_p(ctx, t, work, t.S, n)
     else:
-        _first_weights(ctx, t, work, t.S, n)
-    _round_weights(ctx, t, _skip_bits(ctx, work.rows.before, v_at))
+        _first_p(ctx, t, work, t.S, n)
+    _round_p(ctx, t, _skip_bits(ctx, work.rows.before, v_at))
     if cutlass.const_expr(plan.band.may_mask_rows and not plan.skips_both):
         v_at = _skip(ctx.load_v, work.rows.before, v_at)
     if cutlass.const_expr(plan.only_end_is_partial):
@@ -249,7 +249,7 @@ def _block(
     if cutlass.const_expr(early < columns):
         softmax.exp2_columns(values, t.rows, block, scale, method, early, columns)
     k_at, v_at = ring.after(k_at, plan.config.kv_stages), ring.after(v_at, plan.config.kv_stages)
-    _round_weights(ctx, t, v_at)
+    _round_p(ctx, t, v_at)
     return k_at, v_at
 
 
@@ -280,7 +280,7 @@ def _first_scores(ctx: Context, t: Thread, work: TileState, q_at: Cursor, k_at: 
 
 
 @cute.jit
-def _first_weights(ctx: Context, t: Thread, work: TileState, S: cute.Tensor, n: Int32) -> None:
+def _first_p(ctx: Context, t: Thread, work: TileState, S: cute.Tensor, n: Int32) -> None:
     _finish_scores(ctx, t, work, S, n, ctx.plan.band, _mask_words(ctx, work, n))
     scale = scores.softmax_scale(ctx.params, ctx.plan.features)
     softmax.first_block(wgmma.rows_of(S), t.rows, scale, ctx.plan.softmax)
@@ -308,7 +308,7 @@ def _mask_words(ctx: Context, work: TileState, n: Int32):
 
 
 @cute.jit
-def _round_weights(ctx: Context, t: Thread, at: Cursor) -> None:
+def _round_p(ctx: Context, t: Thread, at: Cursor) -> None:
     """Round S to P, the operand of the next PV, and apply dropout. `at`: cursor of its V and keep bits."""
     round_to(t.S, t.P)
     if cutlass.const_expr(ctx.plan.features.dropout):

@@ -29,7 +29,7 @@ def dropout_bits(ctx: Context, rng_warp: Int32) -> None:
     strips = dropout.strips(plan.keys)
     halves = 2 if plan.consumer_warps * strips % (2 * dropout.WARP_STRIPS) == 0 else 1
     warps = plan.consumer_warps // halves
-    turns, turn = warps * strips // dropout.WARP_STRIPS, rng_warp
+    groups, group = warps * strips // dropout.WARP_STRIPS, rng_warp
     q_at, at = ring.start(), ring.start()
     tile = tiles.read(ctx, ctx.load_q, q_at)
     while tile.index >= 0:
@@ -40,15 +40,15 @@ def dropout_bits(ctx: Context, rng_warp: Int32) -> None:
         for i in cutlass.range(span.last - span.first, unroll=1):
             n, _ = tiles.block_at(ctx, blocks, span.last - 1 - i)
             ring.wait_empty(ctx.keep_bits, at)
-            while turn < turns:
-                place = Uint32(turn * dropout.WARP_STRIPS + lane // dropout.STRIP_LANES)
+            while group < groups:
+                place = Uint32(group * dropout.WARP_STRIPS + lane // dropout.STRIP_LANES)
                 warp, strip = Int32(place // strips), place % strips
                 for half in cutlass.range_constexpr(halves):
                     of = warp + half * warps
                     rows = dropout.QueryRows.at(philox, first + of * WARP_ROWS, head, lane)
                     rows.generate(n * plan.keys, strip, ctx.sKeepBits[None, None, of, at.stage])
-                turn += plan.rng_warps
-            turn -= turns
+                group += plan.rng_warps
+            group -= groups
             ring.fill(ctx.keep_bits, at)
             at = ring.after(at, plan.config.kv_stages)
         q_at = ring.after(q_at, plan.config.q_stages)
