@@ -120,4 +120,4 @@ def _fields(part: object) -> Iterator[str]:
         elif value is False and defaults.get(field) is True:
             yield f"no {name}"
         elif not isinstance(value, bool) and (field, value) not in defaults.items():
-            yield str(value) if isinstance(value, str) else f"{name} {value}"
+            yield str(value).replace("_", " ") if isinstance(value, str) else f"{name} {value}"

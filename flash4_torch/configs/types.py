@@ -183,6 +183,13 @@ class Scope(str, Enum):
     """A tile of keys against one query head. A group's dK and dV are summed up afterwards. Rows and sums of
     dQ stay in the L2 cache where those of a whole group would not."""
 
+    # As a plain string, so that a key's text is a literal.
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+    def __str__(self) -> str:
+        return self.value
+
 
 class Sm90Backward(NamedTuple):
     """Tiles and switches of the Hopper backward kernel; `configs.sm90_backward` says which to take."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import flash4_torch
+from flash4_torch.problem import CallOptions
 from on_cpu import gpu
 
 X = torch.randn(1, 8, 2, 16).bfloat16().requires_grad_()
@@ -23,8 +24,7 @@ def varlen(x: Tensor) -> Tensor:
 
 
 def weights(x: Tensor) -> Tensor:
-    rules = {"window_left": None, "window_right": None, "softcap": 0.0, "dropout_p": 0.0}
-    return flash4_torch.ops.attention_weights(x, x, None, None, scale=1.0, **rules, average_heads=False)
+    return flash4_torch.ops.attention_weights(x, x, None, None, CallOptions(scale=1.0), False)
 
 
 def dense(x: Tensor) -> Tensor:
