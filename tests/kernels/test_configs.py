@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flash4_torch.backends.compiled.forward import mask_plan
-from flash4_torch.configs import sm90, sm100, sm103
+from flash4_torch.configs import sm90, sm90_backward, sm100, sm100_backward, sm103
 from flash4_torch.configs.types import Features, Sm90Forward
 
 HEAD_DIMS = range(8, 257, 8)
@@ -131,6 +131,12 @@ def test_dropout_takes_no_polynomial_beside_one_tile() -> None:
     features = BARE._replace(D=256, Dv=256, dropout=True)
     assert sm100.forward(features, 4096, 4096).polynomial == 0 < sm100.forward(BARE, 4096, 4096).polynomial
     assert {c.polynomial > 0 for c in sm100.reachable(features)} == {False}
+
+
+def test_a_why_is_one_line() -> None:
+    """What was measured for a row stands in the NOTES; a why is a sentence that fits beside it."""
+    rows = [row for table in (sm90, sm100, sm90_backward, sm100_backward) for row in table.TABLE]
+    assert not [row.why for row in rows if not 0 < len(row.why) <= 120]
 
 
 def first(features: Features, rows: int, keys: int) -> sm90.Row:

@@ -63,7 +63,7 @@ def kernels_of_rows() -> list[Key]:
             for entry, plan in ((PREPROCESS, before), (POSTPROCESS, behind)):
                 if plan is not None:
                     found[Key(entry, (plan,), SM90A.arch)] = None
-    return one_of(4, list(found))
+    return one_of(7, list(found))
 
 
 def keys() -> list[Key]:
