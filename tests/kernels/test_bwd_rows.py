@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from everything import examples
 from flash4_torch.kernels.common.bwd.dq_blocks import DqBlocks, DqLanes
 from flash4_torch.kernels.common.bwd.row_blocks import (
     GroupReducePlan,
@@ -59,7 +60,7 @@ def test_packed_sequences_have_room() -> None:
 @pytest.mark.parametrize("queries", [64, 128])
 @pytest.mark.parametrize(("D", "Dv"), HEADS, ids=str)
 @given(data=st.data())
-@settings(max_examples=4)
+@settings(max_examples=examples(2, 4))
 def test_preprocess(D: int, Dv: int, queries: int, varlen: bool, data: st.DataObject) -> None:
     dtype = "float16" if queries == 64 else "bfloat16"
     with_dlse = turns_wanted = queries == 64
@@ -121,7 +122,7 @@ def test_both_descriptions_of_blocks_agree(of_sums: DqBlocks | DqLanes) -> None:
 @pytest.mark.parametrize("queries", [64, 128])
 @pytest.mark.parametrize(("D", "Dv"), HEADS, ids=str)
 @given(data=st.data())
-@settings(max_examples=4)
+@settings(max_examples=examples(2, 4))
 def test_postprocess(
     D: int, Dv: int, queries: int, tmem_order: bool, varlen: bool, data: st.DataObject
 ) -> None:
@@ -141,7 +142,7 @@ def test_postprocess(
 @pytest.mark.parametrize("varlen", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize(("D", "Dv"), HEADS, ids=str)
 @given(data=st.data())
-@settings(max_examples=4)
+@settings(max_examples=examples(2, 4))
 def test_group_sums(D: int, Dv: int, varlen: bool, data: st.DataObject) -> None:
     """Groups are summed in order, in float32, and rounded once."""
     dtype = torch.bfloat16 if varlen else torch.float16

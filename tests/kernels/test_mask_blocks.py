@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+from everything import examples
 from flash4_torch.kernels.aux_kernels.mask_blocks import compile_mask_blocks
 from flash4_torch.kernels.common.mask_tables import MaskPlan, place
 from flash4_torch.testing import emulate
@@ -116,7 +117,7 @@ def shown_by(bits, plan, Sk):
 
 @pytest.mark.parametrize("by_pairs", [True, False], ids=("wgmma", "row"))
 @pytest.mark.parametrize("plan", [plan for plan in PLANS if plan.rows * plan.heads == TILE_ROWS], ids=str)
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=examples(3, 8), deadline=None, derandomize=True)
 @given(data=st.data())
 def test_a_tile_of_scores(by_pairs, plan, data):
     mask, (B, H, Sq) = data.draw(masks(plan))

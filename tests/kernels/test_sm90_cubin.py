@@ -65,7 +65,7 @@ def is_tight(kernel: Kernel) -> bool:
 
 
 def tightest() -> list[Kernel]:
-    """For each config the kernel with the fewest free registers, at an Sk that ends inside a tile."""
+    """Kernels with the fewest free registers, one for each config; their Sk may end inside a tile."""
     by_config: dict[Sm90Forward, list[Kernel]] = {}
     for kernel in reachable():
         if kernel[1].ragged_k:

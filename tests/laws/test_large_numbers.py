@@ -146,7 +146,7 @@ def test_blocks_that_a_float_mask_leaves_alone(arch: str, hidden: float) -> None
 
 
 @pytest.mark.parametrize("arch", COMPILED)
-@settings(max_examples=40 if EVERYTHING else 2)
+@settings(max_examples=40 if EVERYTHING else 1)
 @given(call=masked_calls(may_be_causal=EVERYTHING))
 def test_finite_masks_of_any_size_in_kernels(arch: str, call: Call) -> None:
     check_masked(arch, call)
@@ -179,7 +179,7 @@ def test_softcap_of_any_size(softcap: float, size: float) -> None:
 
 
 @pytest.mark.parametrize("arch", COMPILED if EVERYTHING else COMPILED[:1])
-@settings(max_examples=40 if EVERYTHING else 2)
+@settings(max_examples=40 if EVERYTHING else 1)
 @given(softcap=CAPS if EVERYTHING else LARGE_CAPS, size=st.sampled_from([0.1, 1.0, 30.0]))
 def test_softcap_of_any_size_in_kernels(arch: str, softcap: float, size: float) -> None:
     check_capped(arch, softcap, size)

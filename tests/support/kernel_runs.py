@@ -15,6 +15,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from everything import examples
 from flash4_torch import testing
 from flash4_torch.compile import jit
 from flash4_torch.configs.types import Features, Scope, Sm90Backward, Sm90Forward, Sm100Backward, Sm100Forward
@@ -265,7 +266,7 @@ def sums_have_an_order(kernel: Kernel) -> None:
     call = drawn(kernel, lengths=lengths, num_sms=16, heads_per_section=1, left=700, right=700)
     late, *others = (
         run_backward(kernel, call, schedule=schedule, seed=seed).dq
-        for schedule, seed in (("late", 0), ("fuzz", 0), ("fuzz", 1))
+        for schedule, seed in [("late", 0), ("fuzz", 0), ("fuzz", 1)][: examples(2, 3)]
     )
     assert all(torch.equal(late, other) for other in others)
 
