@@ -12,10 +12,6 @@ constexpr int kRows = 8, kRowBytes = 16;
 
 using Matrix = uint16_t[kRows][kRows];
 
-void need_whole_warp(Mask mask, const char* what) {
-    if (mask != kAllLanes) throw Fault("divergence", std::string(what) + " by a part of the warp only");
-}
-
 void to_fragment(const Matrix& matrix, bool transposed, uint32_t* lanes) {
     for (int lane = 0; lane < kLanes; ++lane) {
         const int r = lane / 4, c = lane % 4 * 2;

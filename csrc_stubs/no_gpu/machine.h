@@ -181,6 +181,11 @@ inline __attribute__((always_inline)) void for_lanes(Mask mask, Body&& body) {
 }
 inline int first_lane(Mask mask) { return __builtin_ctz(mask); }
 
+// Throws unless all lanes execute the instruction, which is an aligned one.
+inline void need_whole_warp(Mask mask, const char* what) {
+    if (mask != kAllLanes) throw Fault("divergence", std::string(what) + " by a part of the warp only");
+}
+
 struct NamedBarrier {
     uint32_t expected = 0;  // threads; 0 while nobody is at it
     uint32_t arrived = 0;

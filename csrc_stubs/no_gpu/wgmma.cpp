@@ -6,15 +6,12 @@
 
 #include "async.h"
 #include "banks.h"
-#include "matrix.h"
-#include "number.h"
+#include "fragment.h"
 
 namespace flash4 {
 namespace {
 
-enum class Accumulator : uint8_t { F32, F16, S32 };
-
-constexpr uint32_t kRows = 16;  // of a warp
+constexpr uint32_t kRows = kFragmentRows;  // of a warp
 
 // reg: accumulators, A (four registers or a descriptor), descriptor of B, scale-d.
 // attr: N, element of A, of B, accumulator, A in registers, negate A, negate B, A MN-major, B MN-major, saturate.
@@ -36,7 +33,7 @@ struct Shape {
           b_mn(op.attr[8]),
           saturate(op.attr[9]) {}
 
-    uint32_t accumulators() const { return n / (accumulator == Accumulator::F16 ? 4 : 2); }
+    uint32_t accumulators() const { return accumulator_registers(accumulator, n); }
     uint32_t a_registers() const { return a_in_registers ? 4 : 1; }
 };
 
@@ -49,79 +46,6 @@ struct Job {
     bool accumulate;
 };
 
-using Sums = float[kRows][kTileRows];
-
-// A lane's part of D comes in pairs of neighbouring columns (PTX ISA, wgmma: matrix fragment for D). The pairs number p
-// of all lanes, lane after lane, are a block of 8 rows by 8 columns.
-using Pairs = float[2 * kLanes];
-
-float* block_row(Sums& sums, uint32_t p, uint32_t row) { return &sums[p % 2 * 8 + row][p / 2 * 8]; }
-
-void load_pairs(Warp& warp, const Op& op, Accumulator type, uint32_t p, Pairs& pairs) {
-    if (type == Accumulator::F16) {
-        const uint32_t* both = warp.u32(op.reg[p]);
-        for (int lane = 0; lane < kLanes; ++lane) {
-            pairs[2 * lane] = number::from_f16(static_cast<uint16_t>(both[lane]));
-            pairs[2 * lane + 1] = number::from_f16(static_cast<uint16_t>(both[lane] >> 16));
-        }
-    } else {
-        const float *first = warp.f32(op.reg[2 * p]), *second = warp.f32(op.reg[2 * p + 1]);
-        for (int lane = 0; lane < kLanes; ++lane) {
-            pairs[2 * lane] = first[lane];
-            pairs[2 * lane + 1] = second[lane];
-        }
-    }
-}
-
-void store_pairs(Warp& warp, const Op& op, Accumulator type, uint32_t p, const Pairs& pairs) {
-    if (type == Accumulator::F16) {
-        uint32_t* both = warp.u32(op.reg[p]);
-        for (int lane = 0; lane < kLanes; ++lane)
-            both[lane] = number::to_f16(pairs[2 * lane]) | uint32_t{number::to_f16(pairs[2 * lane + 1])} << 16;
-    } else {
-        float *first = warp.f32(op.reg[2 * p]), *second = warp.f32(op.reg[2 * p + 1]);
-        for (int lane = 0; lane < kLanes; ++lane) {
-            first[lane] = pairs[2 * lane];
-            second[lane] = pairs[2 * lane + 1];
-        }
-    }
-}
-
-void add_pairs(Warp& warp, const Op& op, const Shape& shape, bool accumulate, uint32_t p, const Pairs& pairs) {
-    for (int half = 0; half < 2; ++half) {
-        int32_t* d = warp.s32(op.reg[2 * p + static_cast<uint32_t>(half)]);
-        for (int lane = 0; lane < kLanes; ++lane)
-            d[lane] = add_integer(accumulate ? d[lane] : 0, pairs[2 * lane + half], shape.saturate);
-    }
-}
-
-void load_sums(Warp& warp, const Op& op, const Shape& shape, Sums& sums) {
-    alignas(64) Pairs pairs;
-    for (uint32_t p = 0; p < shape.n / 4; ++p) {
-        load_pairs(warp, op, shape.accumulator, p, pairs);
-        for (uint32_t row = 0; row < 8; ++row) std::memcpy(block_row(sums, p, row), pairs + 8 * row, 8 * sizeof(float));
-    }
-}
-
-void store_sums(Warp& warp, const Op& op, const Shape& shape, bool accumulate, Sums& sums) {
-    alignas(64) Pairs pairs;
-    for (uint32_t p = 0; p < shape.n / 4; ++p) {
-        for (uint32_t row = 0; row < 8; ++row) std::memcpy(pairs + 8 * row, block_row(sums, p, row), 8 * sizeof(float));
-        if (shape.accumulator == Accumulator::S32) add_pairs(warp, op, shape, accumulate, p, pairs);
-        else store_pairs(warp, op, shape.accumulator, p, pairs);
-    }
-}
-
-// Fragment of A: register j holds 4 bytes of row lane / 4 (+ 8 for odd j), at byte 4 * (lane % 4) (+ 16 for j of 2 and
-// 3).
-void read_fragment(Warp& warp, const uint32_t* registers, Element element, Tile& tile) {
-    uint32_t words[kRows * kTileWords];
-    for (uint32_t j = 0; j < 4; ++j)
-        for (uint32_t lane = 0; lane < kLanes; ++lane)
-            words[(lane / 4 + j % 2 * 8) * kTileWords + lane % 4 + j / 2 * 4] = warp.u32(registers[j])[lane];
-    spread(element, words, 1, kTileWords, kRows, tile.value);
-}
-
 void perform(const Job& job) {
     static thread_local Tile a, b;
     alignas(64) static thread_local Sums sums;
@@ -130,15 +54,18 @@ void perform(const Job& job) {
     const Op& op = *job.op;
     const Shape shape(op);
     const uint32_t first = warp.index % 4 * kRows;
-    if (shape.a_in_registers) read_fragment(warp, op.reg + shape.accumulators(), shape.a, a);
+    if (shape.a_in_registers) read_fragment(warp, op.reg + shape.accumulators(), shape.a, kRows, kTileBytes, a);
     else gather(job.ticket, cta, wgmma_matrix(job.a), shape.a, shape.a_mn, {.first = first, .count = kRows}, a);
     gather(job.ticket, cta, wgmma_matrix(job.b), shape.b, shape.b_mn, {.first = 0, .count = shape.n}, b);
     if (shape.negate_a != shape.negate_b) negate(a, shape.a);
-    if (job.accumulate && shape.accumulator != Accumulator::S32) load_sums(warp, op, shape, sums);
+    if (job.accumulate && shape.accumulator != Accumulator::S32)
+        load_sums(warp, op.reg, shape.accumulator, shape.n, sums);
     else std::memset(sums, 0, sizeof sums);
     for (uint32_t row = 0; row < kRows; row += 4)
         multiply_add(a.value + row, b.value, tile_k(shape.a), shape.n, sums[row]);
-    store_sums(warp, op, shape, job.accumulate, sums);
+    if (shape.accumulator == Accumulator::S32)
+        add_integer_sums(warp, op.reg, job.accumulate, shape.saturate, shape.n, sums);
+    else store_sums(warp, op.reg, shape.accumulator, shape.n, sums);
 }
 
 void require_whole_warp(const Warp& warp, Mask mask) {

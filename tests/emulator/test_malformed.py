@@ -214,6 +214,8 @@ mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r4], 1
 mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%r4], 16
 mbarrier.try_wait.parity.shared::cta.b64 %p1, [%r4], 0, 1000
 mbarrier.test_wait.shared::cta.b64 %p1, [%r4], %d2
+mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%f1, %f2, %f3, %f4}, {%r1, %r2, %r3, %r4}, {%r1, %r2}, {%f1, %f2, %f3, %f4}
+mma.sync.aligned.m16n8k8.row.col.f16.f16.f16.f16 {%r1, %r2}, {%r1, %r2}, {%r1}, {%r3, %r4}
 wgmma.fence.sync.aligned
 wgmma.commit_group.sync.aligned
 wgmma.wait_group.sync.aligned 0
@@ -237,8 +239,8 @@ BARE = """
 add mul.wide mad shl.pred shf.b32 setp setp.and.u32 set.u32 slct.u32 testp.f32 cvt cvt.u32
 cvt.foo.bar shfl.sync.b32 vote.sync.pred match.any.sync redux.sync.u32 isspacep ld ld.global atom
 atom.add red.async st.async ldmatrix prmt.b32.f4e.b4e cp.async.bulk.tensor cp.async.bulk
-cp.reduce.async.bulk cp.reduce.async.bulk.tensor.1d tensormap.replace wgmma.mma_async tcgen05.ld
-tcgen05.mma tcgen05.commit bar barrier barrier.cluster mbarrier.arrive fence
+cp.reduce.async.bulk cp.reduce.async.bulk.tensor.1d tensormap.replace mma.sync wgmma.mma_async
+tcgen05.ld tcgen05.mma tcgen05.commit bar barrier barrier.cluster mbarrier.arrive fence
 """
 OTHERS = [
     "%r1",

@@ -82,6 +82,7 @@ _FORMS: Mapping[str, str] = {
     "mbarrier.init mbarrier.expect_tx mbarrier.complete_tx": "AS",
     "mbarrier.arrive mbarrier.arrive_drop": "A AS DA DAS",
     "mbarrier.test_wait mbarrier.try_wait": "DAS DASS",
+    "mma.sync": "VXXX",
     "wgmma.fence wgmma.commit_group": "-",
     "wgmma.wait_group": "I",
     "wgmma.mma_async": "RXSS RXSSI RXSSII RXSSIII RXSSIIII",

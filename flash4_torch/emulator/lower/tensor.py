@@ -1,4 +1,8 @@
-"""Tensor cores. PTX ISA: Asynchronous Warpgroup Level Matrix Instructions; TensorCore 5th Generation."""
+"""Tensor cores.
+
+PTX ISA: Warp Level Matrix Instructions; Asynchronous Warpgroup Level Matrix Instructions; TensorCore 5th
+Generation.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from flash4_torch.emulator.ptx import Address, Instruction, Negated, Operand, Re
 
 # Each list is in the order of the C++ enumeration that its comment names.
 ELEMENTS = ("f16", "bf16", "tf32", "e4m3", "e5m2", "s8", "u8")  # Element, matrix.h
-ACCUMULATORS = ("f32", "f16", "s32")  # Accumulator, wgmma.cpp
+ACCUMULATORS = ("f32", "f16", "s32")  # Accumulator, fragment.h
 SHAPES = ("32x32b", "16x64b", "16x128b", "16x256b", "16x32bx2")  # Pattern, tmem_access.cpp
 KINDS = ("f16", "tf32", "f8f6f4", "i8")  # Kind, tcgen05.cpp
 COPIES = (  # Spread, tcgen05.cpp
@@ -23,7 +27,8 @@ COPIES = (  # Spread, tcgen05.cpp
 
 _REGISTERS_A_REPEAT = {"32x32b": 1, "16x64b": 1, "16x128b": 2, "16x256b": 4, "16x32bx2": 1}
 _GROUPS = {"cta_group::1": 1, "cta_group::2": 2}
-_WGMMA_K = {"f16": 16, "bf16": 16, "tf32": 8, "e4m3": 32, "e5m2": 32, "s8": 32, "u8": 32}
+_K_OF_32_BYTES = {"f16": 16, "bf16": 16, "tf32": 8, "e4m3": 32, "e5m2": 32, "s8": 32, "u8": 32}
+_FP8 = {"e4m3", "e5m2"}
 
 
 def _elements(operand: Operand, ctx: Context) -> tuple[Operand, ...]:
@@ -47,6 +52,40 @@ def _place(operand: Operand, width: int, ctx: Context) -> tuple[int, int]:
     return ctx.address(operand, width)
 
 
+# --- mma.sync
+
+_WARP_MMA_ELEMENTS = {"f32": {"f16", "bf16", "tf32", *_FP8}, "f16": {"f16", *_FP8}}
+
+
+@family("mma.sync")
+def warp_mma(ins: Instruction, ctx: Context) -> EngineOp:
+    """Lowers `mma.sync d, a, b, c`: floating-point types, M 16, N 8, 16 or 32 bytes of K."""
+    match = re.fullmatch(r"mma\.sync\.aligned\.m16n8k(\d+)\.row\.col\.(\w+)\.(\w+)\.(\w+)\.(\w+)", ins.opcode)
+    if not match:
+        raise ctx.unsupported("this form of mma.sync")
+    k, accumulator, a, b, c = match.groups()
+    if accumulator != c or not {a, b} <= _WARP_MMA_ELEMENTS.get(accumulator, set()):
+        raise ctx.unsupported("these types of mma.sync")
+    if a != b and not {a, b} <= _FP8:
+        raise ctx.malformed(f"A is .{a} and B is .{b}")
+    k_bytes = {_K_OF_32_BYTES[a]: 32, _K_OF_32_BYTES[a] // 2: 16}.get(int(k))
+    if k_bytes is None:
+        raise ctx.malformed(
+            f"K is {k}; for .{a} {_K_OF_32_BYTES[a] // 2} and {_K_OF_32_BYTES[a]} are possible"
+        )
+    accumulators = 2 if accumulator == "f16" else 4
+    counts = {"D": accumulators, "A": k_bytes // 8, "B": k_bytes // 16, "C": accumulators}
+    regs = []
+    for (name, count), operand in zip(counts.items(), ins.operands, strict=True):
+        registers = _elements(operand, ctx)
+        if len(registers) != count:
+            raise ctx.malformed(f"{len(registers)} registers of {name} where the opcode says {count}")
+        regs += [ctx.reg(register, 4) for register in registers]
+    return EngineOp(
+        "mma.sync", regs, [k_bytes, ELEMENTS.index(a), ELEMENTS.index(b), ACCUMULATORS.index(accumulator)]
+    )
+
+
 # --- wgmma
 
 
@@ -68,7 +107,12 @@ def wgmma(ins: Instruction, ctx: Context) -> EngineOp:
     n, k, accumulator, a, b, saturate = match.groups()
     if int(n) not in range(8, 257, 8):
         raise ctx.malformed("N must be a multiple of 8 from 8 to 256")
-    if a not in ELEMENTS or b not in ELEMENTS or accumulator not in ACCUMULATORS or int(k) != _WGMMA_K[a]:
+    if (
+        a not in ELEMENTS
+        or b not in ELEMENTS
+        or accumulator not in ACCUMULATORS
+        or int(k) != _K_OF_32_BYTES[a]
+    ):
         raise ctx.unsupported("these types of wgmma.mma_async")
     d, a_operand, descriptor, scale_d, *rest = ins.operands
     accumulators = _elements(d, ctx)
