@@ -156,7 +156,12 @@ struct LaneCopy {
 // How many bytes a lane reads; none when it ignores its source.
 uint32_t source_bytes(Warp& warp, const Op& op, int lane, uint32_t bytes) {
     if (op.reg[3] != kNoRegister && warp.predicate(op.reg[3]) >> lane & 1) return 0;
-    return op.reg[2] == kNoRegister ? bytes : std::min(bytes, warp.u32(op.reg[2])[lane]);
+    if (op.reg[2] == kNoRegister) return bytes;
+    const uint32_t reads = warp.u32(op.reg[2])[lane];
+    if (reads > bytes)
+        throw Fault("unsupported", "cp.async of " + std::to_string(bytes) + " bytes from " + std::to_string(reads) +
+                                       ": what it copies is undefined");
+    return reads;
 }
 
 // reg: destination, source, bytes to read or kNoRegister, predicate that ignores the source or kNoRegister.

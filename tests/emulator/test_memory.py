@@ -532,6 +532,37 @@ def test_matrices_go_to_registers_and_back(count: int, transposed: bool) -> None
     np.testing.assert_array_equal(back, buffer)
 
 
+@pytest.mark.parametrize("instruction", ["ldmatrix", "stmatrix"])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_only_the_lanes_of_rows_give_addresses(count: int, instruction: str) -> None:
+    """Lanes from 8 times the number of matrices on may hold anything; all others must name rows."""
+    names = "{" + ", ".join("%x" for _ in range(count)) + "}"
+    operands = f"{names}, [%y]" if instruction == "ldmatrix" else f"[%y], {names}"
+    for rows, expected in ((8 * count, []), (8 * count - 1, ["out-of-bounds"])):
+        body = f"""
+            setp.lt.u32 %row, %lane, {rows};
+            selp.b32 %y, %buffer, 1, %row;
+            {instruction}.sync.aligned.m8n8.x{count}.shared.b16 {operands};
+        """
+        found = findings(body, np.zeros(1, np.uint32), params="in", declarations=".reg .pred %row;")
+        assert [finding.partition(":")[0] for finding in found] == expected
+
+
+@pytest.mark.parametrize(
+    "instruction",
+    [
+        "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%x}, [%buffer];",
+        "stmatrix.sync.aligned.m8n8.x1.shared.b16 [%buffer], {%x};",
+        "movmatrix.sync.aligned.m8n8.trans.b16 %x, %y;",
+    ],
+)
+def test_part_of_a_warp_moves_no_matrix(instruction: str) -> None:
+    """These instructions are aligned ones: all lanes of the warp execute them."""
+    body = f"setp.lt.u32 %low, %lane, 31; @%low {instruction}"
+    (found,) = findings(body, np.zeros(1, np.uint32), params="in", declarations=".reg .pred %low;")
+    assert found == f"divergence: {instruction.partition('.')[0]} by a part of the warp only"
+
+
 def test_a_matrix_is_transposed_across_lanes() -> None:
     matrix = np.arange(64, dtype=np.uint16).reshape(8, 8)
     out = np.zeros_like(matrix)

@@ -141,6 +141,13 @@ STORE_BULK = """
 """
 STORE_BULK_DONE = "@%lead1 cp.async.bulk.wait_group 0;"
 
+# %c: the lane's row of 16 bytes in the buffer; %word: the same in global memory.
+ROWS = """
+    mad.lo.u32 %c, %lane, 16, %buffer;
+    mad.wide.u32 %word, %lane, 16, %data;
+"""
+LOAD_MATRICES = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%a, %b, %d, %i}, [%c];"
+
 NO_FENCE = "no fence.proxy.async lies between"
 
 THREADS = [
@@ -361,6 +368,16 @@ LANES = [
         """,
     ),
     Law(
+        "a matrix that a warp loads together",
+        ("ldmatrix", "st.shared"),
+        f"""
+        {ROWS}
+        @%w0 st.shared.u32 [%c], %lane;
+        ~bar.sync 0;
+        @%w1 {LOAD_MATRICES}
+        """,
+    ),
+    Law(
         "shuffles, votes and elections order nothing",
         ("ld.shared", "st.shared"),
         """
@@ -496,6 +513,46 @@ COPIES = [
         cp.async.commit_group;
         ~cp.async.wait_group 0;
         @%w0 ld.shared.u32 %a, [%mine];
+        cp.async.wait_all;
+        """,
+    ),
+    Law(
+        "cp.async.wait_group lets the newest groups go on",
+        ("cp.async", "ld.shared.u32 %b"),
+        """
+        @%w0 cp.async.ca.shared.global [%mine], [%word], 4;
+        cp.async.commit_group;
+        @%w0 cp.async.ca.shared.global [%mine+128], [%word+128], 4;
+        cp.async.commit_group;
+        cp.async.wait_group 1;
+        @%w0 ld.shared.u32 %a, [%mine];
+        ~cp.async.wait_group 0;
+        @%w0 ld.shared.u32 %b, [%mine+128];
+        cp.async.wait_all;
+        """,
+    ),
+    Law(
+        "cp.async has landed for the warp that waits for it, and for others after a barrier",
+        ("cp.async", "ldmatrix"),
+        f"""
+        {ROWS}
+        @%w0 cp.async.cg.shared.global [%c], [%word], 16;
+        cp.async.commit_group;
+        cp.async.wait_group 0;
+        ~bar.sync 0;
+        @%w1 {LOAD_MATRICES}
+        """,
+    ),
+    Law(
+        "cp.async fills what all have read",
+        ("cp.async", "ldmatrix"),
+        f"""
+        {ROWS}
+        @%w0 st.shared.v4.u32 [%c], {{0, 0, 0, 0}};
+        bar.sync 0;
+        @%w1 {LOAD_MATRICES}
+        ~bar.sync 0;
+        @%w0 cp.async.cg.shared.global [%c], [%word], 16;
         cp.async.wait_all;
         """,
     ),

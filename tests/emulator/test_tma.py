@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flash4_torch.emulator.engine import Options, run_ptx
-from flash4_torch.emulator.errors import UnsupportedInstruction
+from flash4_torch.emulator.errors import PtxError, UnsupportedInstruction
 from flash4_torch.emulator.report import Report
 from tensor_map import ELEMENT_TYPES, TensorMap, aligned_bytes, random_bytes, swizzle
 
@@ -711,6 +711,112 @@ def test_lanes_copy_asynchronously(size: int, cache: str, end: str, options: Opt
     for lane in range(LANES):
         expected[lane, min(32 - lane, size) if lane != 3 else 0 :] = 0
     np.testing.assert_array_equal(out.reshape(LANES, size), expected)
+
+
+def copy_some_bytes(size: int, reads: str) -> str:
+    """A warp fills the tile with `old`, copies a piece of `source` per lane over it, and stores the tile."""
+    return f"""
+        mad.wide.u32 %p, %lane, {2 * size}, %old;
+        mad.lo.u32 %x, %lane, {2 * size}, %tile;
+        cp.async.ca.shared.global [%x], [%p], {size};
+        cp.async.ca.shared.global [%x+{size}], [%p+{size}], {size};
+        cp.async.wait_all;
+        bar.warp.sync -1;
+        mad.wide.u32 %p, %lane, 4, %places;
+        ld.global.u32 %x, [%p];
+        mad.lo.u32 %x, %x, {size}, %tile;
+        mad.wide.u32 %p, %lane, 4, %reads;
+        ld.global.u32 %y, [%p];
+        setp.eq.u32 %none, %y, 0;
+        mad.wide.u32 %p, %lane, {size}, %source;
+        selp.b64 %p, -{size}, %p, %none;
+        cp.async.ca.shared.global [%x], [%p], {size}, {reads};
+        cp.async.wait_all;
+        fence.proxy.async.shared::cta;
+        bar.warp.sync -1;
+        @%one cp.async.bulk.global.shared::cta.bulk_group [%out], [%tile], {2 * LANES * size};
+        {COMMIT_AND_WAIT}
+        """
+
+
+@settings(max_examples=20)
+@given(st.sampled_from([4, 8, 16]), st.booleans(), st.data(), st.sampled_from(SCHEDULES))
+def test_bytes_that_are_not_read_are_zeros(
+    size: int, immediate: bool, data: st.DataObject, options: Options
+) -> None:
+    """Each lane reads up to `size` bytes; one that reads none may name any address as its source."""
+    count = 1 if immediate else LANES
+    drawn = data.draw(st.lists(st.integers(0, size), min_size=count, max_size=count), label="reads")
+    reads = np.resize(np.array(drawn, np.uint32), LANES)
+    places = np.array(data.draw(st.permutations(range(2 * LANES)), label="places")[:LANES], np.uint32)
+    source, old = random_bytes(LANES * size, seed=size), random_bytes(2 * LANES * size, seed=size + 1)
+    out = aligned_bytes(old.size)
+    run(
+        copy_some_bytes(size, str(drawn[0]) if immediate else "%y"),
+        "source, old, reads, places, out",
+        source,
+        old,
+        reads,
+        places,
+        out,
+        options=options,
+        declarations=".reg .pred %none;",
+    )
+    expected = old.reshape(-1, size).copy()
+    copied = np.arange(size) < reads[:, None]
+    expected[places] = np.where(copied, source.reshape(-1, size), 0)
+    np.testing.assert_array_equal(out.reshape(-1, size), expected)
+
+
+@pytest.mark.parametrize(
+    ("instruction", "says"),
+    [
+        ("cp.async.cg.shared.global [%tile], [%out], 8", "8 bytes; possible: 16"),
+        ("cp.async.ca.shared.global [%tile], [%out], 12", "12 bytes; possible: 4, 8, 16"),
+        ("cp.async.ca.shared.global [%tile], [%out], 32", "32 bytes; possible: 4, 8, 16"),
+        ("cp.async.shared.global [%tile], [%out], 16", r"one of \.ca, \.cg"),
+        ("cp.async.ca.cg.shared.global [%tile], [%out], 16", r"one of \.ca, \.cg"),
+        ("cp.async.ca.global [%tile], [%out], 16", r"one of \.shared, \.shared::cta"),
+        ("cp.async.ca.shared [%tile], [%out], 16", r"one of \.global"),
+        ("cp.async.ca.shared.global [%tile], [%out]", "2 operands"),
+        ("cp.async.wait_group %x", "operand 1 must be an integer"),
+        ("cp.async.wait_group -1", "an integer from 0"),
+        ("cp.async.wait_all 0", "1 operands"),
+    ],
+)
+def test_malformed_forms_of_cp_async(instruction: str, says: str) -> None:
+    with pytest.raises(PtxError, match=says):
+        run(f"{instruction};", "out", aligned_bytes(64))
+
+
+@pytest.mark.parametrize(
+    "instruction",
+    [
+        "cp.async.ca.shared::cluster.global [%tile], [%out], 16",
+        "cp.async.wait_group.read 0",
+        "cp.async.commit_group.shared",
+    ],
+)
+def test_modifiers_that_cp_async_lacks(instruction: str) -> None:
+    with pytest.raises(UnsupportedInstruction, match="modifier"):
+        run(f"{instruction};", "out", aligned_bytes(64))
+
+
+@pytest.mark.parametrize(
+    ("operands", "kind"),
+    [
+        ("[%tile], [%out], 16, 17", "unsupported"),
+        ("[%tile], [%out+56], 16, 8", "misaligned"),
+        ("[%tile+8], [%out], 16", "misaligned"),
+        ("[%tile], [%out+64], 16", "out-of-bounds"),
+        ("[%tile], [%out+64], 16, 1", "out-of-bounds"),
+        ("[%tile+65536], [%out], 16", "out-of-bounds"),
+    ],
+)
+def test_wrong_copies_of_cp_async_are_found(operands: str, kind: str) -> None:
+    body = f"cp.async.ca.shared.global {operands}; cp.async.wait_all;"
+    report = run(body, "out", aligned_bytes(64), check=False)
+    assert [finding.kind for finding in report.findings] == [kind]
 
 
 PIPELINE = """

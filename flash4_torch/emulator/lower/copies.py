@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from enum import IntEnum
 
-from flash4_torch.emulator.lower.base import NO_REGISTER, Context, EngineOp, check_modifiers, family
+from flash4_torch.emulator.lower.base import NO_REGISTER, Context, EngineOp, check_modifiers, family, one_of
 from flash4_torch.emulator.lower.memory import (
     REDUCED_TYPES,
     SPACES,
@@ -160,13 +160,16 @@ def bulk_wait(ins: Instruction, ctx: Context) -> EngineOp:
 @family("cp.async")
 def async_copy(ins: Instruction, ctx: Context) -> EngineOp:
     known = {"async", "ca", "cg", "shared", "shared::cta", "global", "L2::cache_hint"}
-    check_modifiers(ins, known | {f"L2::{n}B" for n in (64, 128, 256)}, ctx)
+    modifiers = check_modifiers(ins, known | {f"L2::{n}B" for n in (64, 128, 256)}, ctx)
+    sizes = {"ca": (4, 8, 16), "cg": (16,)}[one_of(("ca", "cg"), modifiers, ctx)]
+    one_of(("shared", "shared::cta"), modifiers, ctx)
+    one_of(("global",), modifiers, ctx)
     operands = _Operands(ins, ctx)
     to, to_offset = operands.address(Space.SHARED)
     source, source_offset = operands.address(Space.GLOBAL)
-    size = ctx.integer(operands.next(), 4, 16)
-    if size not in (4, 8, 16):
-        raise ctx.malformed(f"{size} bytes; 4, 8 and 16 are possible")
+    size = ctx.integer(operands.next())
+    if size not in sizes:
+        raise ctx.malformed(f"{size} bytes; possible: {', '.join(map(str, sizes))}")
     ignores = (
         bool(operands.left) and isinstance(operands.left[0], Register) and operands.left[0].type == "pred"
     )
@@ -178,16 +181,19 @@ def async_copy(ins: Instruction, ctx: Context) -> EngineOp:
 
 @family("cp.async.commit_group")
 def async_commit(ins: Instruction, ctx: Context) -> EngineOp:
+    check_modifiers(ins, {"async", "commit_group"}, ctx)
     return EngineOp("cp.async.commit")
 
 
 @family("cp.async.wait_group")
 def async_wait(ins: Instruction, ctx: Context) -> EngineOp:
+    check_modifiers(ins, {"async", "wait_group"}, ctx)
     return EngineOp("cp.async.wait", attrs=[ctx.integer(ins.operands[0], 0)])
 
 
 @family("cp.async.wait_all")
 def async_wait_all(ins: Instruction, ctx: Context) -> EngineOp:
+    check_modifiers(ins, {"async", "wait_all"}, ctx)
     return EngineOp("cp.async.wait_all")
 
 
