@@ -29,6 +29,7 @@ class _Options(TypedDict, total=False):
     scale: float | None
     softcap: float
     dropout_p: float
+    sinks: Tensor | None
     deterministic: bool | None
 
 
@@ -70,6 +71,7 @@ def attention(
     scale: float | None = None,
     softcap: float = 0.0,
     attn_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     deterministic: bool | None = None,
     return_lse: bool = False,
@@ -87,6 +89,8 @@ def attention(
         softcap: c > 0 replaces a score x by c * tanh(x / c), before the mask. Default: 0, off.
         attn_mask: broadcastable to (B, Hq, Sq, Sk), never expanded in memory. Bool: True attends. Floating:
             added to the scores; it gets a gradient if it requires one.
+        sinks: (Hq,), floating. One more score in every row's softmax, of a key whose value is 0: what a row
+            gives to it, no key gets. It is neither scaled, capped nor masked, and gets a gradient.
         dropout_p: probability of dropping a weight, from 0 to 1; kept weights are multiplied by
             1 / (1 - dropout_p). torch's generator seeds it.
         deterministic: bitwise repeatable gradients. Default: torch.are_deterministic_algorithms_enabled().
@@ -94,8 +98,8 @@ def attention(
 
     Returns:
         out (B, Sq, Hq, Dv), contiguous, in q's dtype; with `return_lse` (out, lse). lse (B, Hq, Sq) is the
-        natural log, float32 (float64 for float64 inputs), before dropout, and differentiable. A row without
-        a visible key gives out 0, lse -inf and zero gradients.
+        natural log, float32 (float64 for float64 inputs), before dropout, and differentiable; it counts the
+        sinks. A row without a visible key gives out 0, lse -inf (with sinks the sink) and zero gradients.
 
     Raises:
         ArgumentError: an argument is outside its limits; the message names it, its value and the limit.
@@ -109,15 +113,15 @@ def attention(
     if unknown:
         raise no_argument(attention, unknown)
     call, launch = fast_path.lookup(
-        q, k, v, attn_mask, window, causal, scale, softcap, dropout_p, deterministic
+        q, k, v, attn_mask, sinks, window, causal, scale, softcap, dropout_p, deterministic
     )
     if launch is not None and (return_lse is False or return_lse is True):
         out, lse = launch(q, k, v)
         return (out, lse) if return_lse else out
-    if has_torch_function((q, k, v, attn_mask)) and ops.is_recorded(q, k, v, attn_mask):
+    if has_torch_function((q, k, v, attn_mask, sinks)) and ops.is_recorded(q, k, v, attn_mask, sinks):
         return handle_torch_function(
             attention,
-            (q, k, v, attn_mask),
+            (q, k, v, attn_mask, sinks),
             q,
             k,
             v,
@@ -126,14 +130,15 @@ def attention(
             scale=scale,
             softcap=softcap,
             attn_mask=attn_mask,
+            sinks=sinks,
             dropout_p=dropout_p,
             deterministic=deterministic,
             return_lse=return_lse,
         )
     q, k, v, attn_mask, options = _dense_call(
-        q, k, v, causal, window, scale, softcap, attn_mask, dropout_p, deterministic, return_lse
+        q, k, v, causal, window, scale, softcap, attn_mask, sinks, dropout_p, deterministic, return_lse
     )
-    out, lse = ops.attention(q, k, v, attn_mask, _rng_state(q, options), options)
+    out, lse = ops.attention(q, k, v, attn_mask, sinks, _rng_state(q, options), options)
     if call is not None:
         fast_path.record(call, q, k, v, options)
     return (out, lse) if return_lse else out
@@ -148,6 +153,7 @@ def _dense_call(
     scale: float | None,
     softcap: float,
     attn_mask: Tensor | None,
+    sinks: Tensor | None,
     dropout_p: float,
     deterministic: bool | None,
     return_lse: bool,
@@ -158,6 +164,7 @@ def _dense_call(
     check.qkv(q, k, v, 4, "(B, S, H, D)")
     check.same_batch(q, k)
     attn_mask = check.attn_mask(attn_mask, q, k)
+    check.sinks(sinks, q)
     options = _options(q, causal, window, scale, softcap, dropout_p, deterministic)
     check.flag("return_lse", return_lse)
     return q, k, v, attn_mask, options
@@ -217,6 +224,7 @@ def attention_varlen(
     window: Window = (None, None),
     scale: float | None = None,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     deterministic: bool | None = None,
     return_lse: bool = False,
@@ -235,7 +243,8 @@ def attention_varlen(
         max_seqlen_q: length of the longest sequence of queries, or an upper bound; an int, or a 0-dim tensor
             (the host then waits for its value).
         max_seqlen_k: the same for keys.
-        causal, window, scale, softcap, dropout_p, deterministic: as in `attention`, within each sequence.
+        causal, window, scale, softcap, sinks, dropout_p, deterministic: as in `attention`, within each
+            sequence.
         return_lse: also return lse (Hq, Tq).
 
     Returns:
@@ -247,7 +256,7 @@ def attention_varlen(
     """
     if unknown:
         raise no_argument(attention_varlen, unknown)
-    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, sinks)
     if has_torch_function(tensors) and ops.is_recorded(*tensors):
         return handle_torch_function(
             attention_varlen,
@@ -263,6 +272,7 @@ def attention_varlen(
             window=window,
             scale=scale,
             softcap=softcap,
+            sinks=sinks,
             dropout_p=dropout_p,
             deterministic=deterministic,
             return_lse=return_lse,
@@ -273,6 +283,7 @@ def attention_varlen(
     check.cu_seqlens("cu_seqlens_q", cu_seqlens_q, q)
     check.cu_seqlens("cu_seqlens_k", cu_seqlens_k, q)
     check.same_sequences(cu_seqlens_q, cu_seqlens_k)
+    check.sinks(sinks, q)
     options = _options(q, causal, window, scale, softcap, dropout_p, deterministic)
     check.flag("return_lse", return_lse)
     out, lse = ops.attention_varlen(
@@ -281,6 +292,7 @@ def attention_varlen(
         v,
         cu_seqlens_q,
         cu_seqlens_k,
+        sinks,
         _rng_state(q, options),
         check.max_seqlen("max_seqlen_q", max_seqlen_q),
         check.max_seqlen("max_seqlen_k", max_seqlen_k),
@@ -300,6 +312,7 @@ def support(
     scale: float | None = None,
     softcap: float = 0.0,
     attn_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     deterministic: bool | None = None,
     return_lse: bool = False,
@@ -319,11 +332,12 @@ def support(
     if unknown:
         raise no_argument(support, unknown)
     q, k, v, attn_mask, options = _dense_call(
-        q, k, v, causal, window, scale, softcap, attn_mask, dropout_p, deterministic, return_lse
+        q, k, v, causal, window, scale, softcap, attn_mask, sinks, dropout_p, deterministic, return_lse
     )
     mask_grad = attn_mask is not None and attn_mask.requires_grad
-    wants_grad = mask_grad or any(x.requires_grad for x in (q, k, v))
-    problem = describe(q, v, dense_extent(q, k), attn_mask, options)
+    sinks_grad = sinks is not None and sinks.requires_grad
+    wants_grad = mask_grad or sinks_grad or any(x.requires_grad for x in (q, k, v))
+    problem = describe(q, v.shape[-1], dense_extent(q, k), attn_mask, sinks, options)
     reasons = backends.reasons(problem)
     if wants_grad:
         spec = problem.spec._replace(backward=True, dlse=return_lse, dmask=mask_grad)
@@ -404,7 +418,7 @@ def scaled_dot_product_attention(
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     mask = None if attn_mask is None else _mask_4d(attn_mask, batch, query.dim())
-    out, _ = ops.attention(q, k, v, mask, _rng_state(q, options), options)
+    out, _ = ops.attention(q, k, v, mask, None, _rng_state(q, options), options)
     return out.transpose(1, 2).reshape(*query.shape[:-3] and batch, *query.shape[-3:-2], L, v.shape[-1])
 
 

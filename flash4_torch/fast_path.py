@@ -68,6 +68,7 @@ def lookup(
     k: Any,
     v: Any,
     attn_mask: Any,
+    sinks: Any,
     window: Any,
     causal: Any,
     scale: Any,
@@ -81,6 +82,7 @@ def lookup(
         is_dynamo_compiling()
         or not type(q) is type(k) is type(v) is Tensor
         or attn_mask is not None
+        or sinks is not None
         or not _on_gpu(q)
         or must_take_slow_path()
         or (_is_any_autocast_enabled() and _casts(q, k, v))
@@ -139,7 +141,7 @@ def record(call: Signature, q: Tensor, k: Tensor, v: Tensor, options: CallOption
     """Prepares calls of this signature, after the slow path has served one."""
     if not _PLAIN.issuperset(call[_FLAG_TYPES]) or call in _calls:
         return
-    problem = describe(q, v, dense_extent(q, k), None, options)
+    problem = describe(q, v.shape[-1], dense_extent(q, k), None, None, options)
     backend = backends.choose(problem)
     launch = backend.prepare(Inputs(q, k, v), problem) if isinstance(backend, Prepares) else None
     fast_call: FastCall | None = launch

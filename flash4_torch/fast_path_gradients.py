@@ -67,8 +67,9 @@ class FastAutograd:
         """Prepares backwards with these strides, after the slow path has served one."""
         if strides in self.backwards or len(self.backwards) >= _MOST:
             return
-        q, k, v, out, lse, _, _, rng_state = saved
-        problem = backward_of(describe(q, v, dense_extent(q, k), None, self.options), None)
+        q, k, v, out, lse, _, _, _, rng_state = saved
+        forward = describe(q, v.shape[-1], dense_extent(q, k), None, None, self.options)
+        problem = backward_of(forward, None)
         backend, launch = backends.choose(problem), None
         if isinstance(backend, Prepares):
             inputs = Inputs(q, k, v, rng_state=rng_state)
@@ -81,7 +82,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """The forward of `ops.autograd`, except that the prepared launch runs."""
     out, lse = fast_autograd.forward(q, k, v, rng_state)
-    autograd.save_attention(ctx, (q, k, v, None, rng_state, *fast_autograd.options), (out, lse))
+    autograd.save_attention(ctx, (q, k, v, None, None, rng_state, *fast_autograd.options), (out, lse))
     ctx.fast_autograd = fast_autograd
     return out, lse
 
@@ -92,12 +93,12 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
     strides = fast_autograd.lookup(dout, dlse, saved)
     launch = None if strides is None else fast_autograd.backwards.get(strides)
     if launch is not None and dout is not None:
-        q, k, v, out, lse, _, _, rng_state = saved
+        q, k, v, out, lse, _, _, _, rng_state = saved
         return *launch(dout, q, k, v, out, lse, rng_state), None, None
     grads = autograd.attention_grads(ctx, dout, dlse)
     if strides is not None and dout is not None:
         fast_autograd.record(strides, dout, saved)
-    return grads[:5]
+    return *grads[:3], None, None
 
 
 _function: Any = autograd.function("attention", _forward, _backward)

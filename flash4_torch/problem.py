@@ -28,6 +28,8 @@ class Spec(NamedTuple):
     """'' without a mask, else its dtype and which of its four dimensions broadcast, as in 'bool:11..'."""
     dropout: bool
     deterministic: bool
+    sinks: str = ""
+    """'' without sinks, else their dtype."""
     capability: tuple[int, int] = (0, 0)
     """Compute capability of a CUDA device."""
     backward: bool = False
@@ -35,6 +37,8 @@ class Spec(NamedTuple):
     """Backward: lse has an incoming gradient."""
     dmask: bool = False
     """Backward: attn_mask wants a gradient."""
+    weights: bool = False
+    """The attention weights are wanted, or with `backward` their gradient, instead of what they make of v."""
 
 
 class CallOptions(NamedTuple):
@@ -82,6 +86,7 @@ class Problem(NamedTuple):
                 f"window=({self.band.left}, {self.band.right})": not self.band.is_full,
                 f"softcap={self.softcap}": s.softcap,
                 f"attn_mask {s.mask}": bool(s.mask),
+                f"sinks {s.sinks}": bool(s.sinks),
                 f"dropout_p={self.dropout_p}": s.dropout,
                 "deterministic": s.deterministic,
                 "gradient of lse": s.dlse,
@@ -89,7 +94,7 @@ class Problem(NamedTuple):
             }.items()
             if on
         ]
-        direction = "backward" if s.backward else "forward"
+        direction = ("weights " if s.weights else "") + ("backward" if s.backward else "forward")
         sizes = f"B={e.B} Sq={e.Sq} Sk={e.Sk} Hq={e.Hq} Hk={e.Hk} D={s.D} Dv={s.Dv}"
         return " ".join([f"{what} {direction} {sizes} {s.dtype} on {s.device}", *features])
 
@@ -101,6 +106,7 @@ class Inputs(NamedTuple):
     k: Tensor
     v: Tensor
     attn_mask: Tensor | None = None
+    sinks: Tensor | None = None
     rng_state: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
@@ -120,6 +126,16 @@ class Saved(NamedTuple):
     """Rounding error of lse (the part that rounding dropped), with a floating attn_mask."""
 
 
+class SavedWeights(NamedTuple):
+    """Tensors that the weights need in addition to q, k and what masks them, and those of their backward."""
+
+    lse: Tensor
+    lse_low: Tensor | None
+    average_heads: bool
+    dweights: Tensor | None = None
+    mask_grad: bool = False
+
+
 def has_float_mask(attn_mask: Tensor | None) -> bool:
     """Whether the mask is added to the scores."""
     return attn_mask is not None and attn_mask.is_floating_point()
@@ -129,5 +145,9 @@ def mask_key(attn_mask: Tensor | None) -> str:
     """A mask's identity in a compile key: its dtype, and '1' for each dimension it broadcasts over."""
     if attn_mask is None:
         return ""
-    dtype = str(attn_mask.dtype).removeprefix("torch.")
-    return f"{dtype}:{''.join('1' if n == 1 else '.' for n in attn_mask.shape)}"
+    return f"{dtype_key(attn_mask)}:{''.join('1' if n == 1 else '.' for n in attn_mask.shape)}"
+
+
+def dtype_key(x: Tensor | None) -> str:
+    """The dtype's name in a compile key, '' without a tensor."""
+    return "" if x is None else str(x.dtype).removeprefix("torch.")

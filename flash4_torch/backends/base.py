@@ -7,7 +7,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from ..problem import Inputs, Problem, Saved
+from ..problem import Inputs, Problem, Saved, SavedWeights
+from ..reference.weights import WeightsGradients
 
 OutAndLse = tuple[Tensor, Tensor]
 
@@ -21,8 +22,16 @@ class Results(NamedTuple):
     """Rounding error of lse, with a floating attn_mask: lse + lse_low is exact to twice the digits."""
 
 
-Grads = tuple[Tensor, Tensor, Tensor, Tensor | None]
-"""(dq, dk, dv, dmask); dmask only if `Saved.mask_grad` requests it."""
+class Grads(NamedTuple):
+    """Results of a backward."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dmask: Tensor | None = None
+    """Only if `Saved.mask_grad` requests it."""
+    dsinks: Tensor | None = None
+    """With sinks."""
 
 
 class Launch(Protocol):
@@ -54,6 +63,22 @@ class Backend(Protocol):
     def forward(self, inputs: Inputs, problem: Problem) -> Results: ...
 
     def backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> Grads: ...
+
+    def weights(self, saved: SavedWeights, inputs: Inputs, problem: Problem) -> Tensor:
+        """The attention weights after dropout, in q's dtype; v is not read."""
+        ...
+
+    def weights_backward(self, saved: SavedWeights, inputs: Inputs, problem: Problem) -> WeightsGradients: ...
+
+
+class WithoutWeights:
+    """Base of backends that compute no attention weights; their `why_not` says so."""
+
+    def weights(self, saved: SavedWeights, inputs: Inputs, problem: Problem) -> Tensor:
+        raise AssertionError("it is not chosen for weights")
+
+    def weights_backward(self, saved: SavedWeights, inputs: Inputs, problem: Problem) -> WeightsGradients:
+        raise AssertionError("it is not chosen for weights")
 
 
 @runtime_checkable

@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from ..problem import Inputs, Problem, Saved, has_float_mask
-from ..reference import tiled
+from ..reference import sinks, tiled
 from ..reference.scoring import working_dtype
 from . import sequences
-from .base import Grads, Results
-from .tiled import Tiled, scoring
+from .base import Grads, Results, WithoutWeights
+from .tiled import Tiled, scoring, sinks_gradient
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-class Cpu:
+class Cpu(WithoutWeights):
     """The `cpu` backend.
 
     Varlen runs one sequence at a time; sequences that the kernel cannot serve (empty ones, causal ones with
@@ -31,6 +31,8 @@ class Cpu:
         spec, band, extent = problem.spec, problem.band, problem.extent
         if spec.device != "cpu":
             return [f"the tensors are on {spec.device}, and it serves cpu"]
+        if spec.weights:
+            return ["it has no attention weights"]
         why = beyond_plain(problem)
         if spec.D != spec.Dv:
             why.append(f"D is {spec.D} and Dv is {spec.Dv}, and it needs them equal")
@@ -65,7 +67,8 @@ class Cpu:
         low = None
         if has_float_mask(inputs.attn_mask):
             low = tiled.lse_low(inputs.q, inputs.k, lse, scoring(inputs, problem))
-        return Results(out.transpose(1, 2).contiguous(), lse, low)
+        results = Results(out.transpose(1, 2).contiguous(), lse, low)
+        return results if inputs.sinks is None else Results(*sinks.join(*results, inputs.sinks))
 
     def backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> Grads:
         if problem.spec.varlen:
@@ -83,7 +86,7 @@ class Cpu:
             dout, q, k, v, out, lse, 0.0, is_causal(problem), attn_mask=mask, scale=problem.scale
         )
         dq, dk, dv = (g.transpose(1, 2).contiguous() for g in grads)
-        return dq, dk, dv, None
+        return Grads(dq, dk, dv, None, sinks_gradient(saved, inputs))
 
     def _or_tiled(self, problem: Problem) -> Cpu | Tiled:
         return Tiled() if self.why_not(problem) else self

@@ -17,10 +17,12 @@ from torch import Tensor
 
 from .. import env, forks
 from ..compile import Function, jit
-from ..problem import Inputs, Problem, Saved
+from ..problem import Inputs, Problem, Saved, SavedWeights
+from ..reference.weights import WeightsGradients
 from . import sequences
 from .base import Grads, Results
 from .compiled import TARGETS, Compiled, Target, backward, forward, limits
+from .compiled import weights as weights_launch
 from .compiled.targets import Find
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -82,7 +84,13 @@ class Emulator:
             dlse = None if saved.dlse is None else saved.dlse.contiguous().detach()
             delta = torch.empty_like(lse)
             _run("backward", problem, q, k, v, out, lse, dout, dlse, delta, dq, dk, dv)
-        return dq, dk, dv, None
+        return Grads(dq, dk, dv)
+
+    def weights(self, saved: SavedWeights, inputs: Inputs, problem: Problem) -> Tensor:
+        return _emulated.weights(saved, inputs, problem)
+
+    def weights_backward(self, saved: SavedWeights, inputs: Inputs, problem: Problem) -> WeightsGradients:
+        return _emulated.weights_backward(saved, inputs, problem)
 
 
 class _Emulated(Compiled):
@@ -103,6 +111,9 @@ class _Emulated(Compiled):
 
     def kernel(self, problem: Problem, index: int) -> forward.Kernel:
         return forward.decide(self.target(problem), problem, _num_sms(), _launching)
+
+    def weights_kernel(self, problem: Problem, average_heads: bool) -> weights_launch.Kernel:
+        return weights_launch.decide(self.target(problem), problem, average_heads, _launching)
 
     def backward_kernels(self, problem: Problem, index: int) -> backward.Kernels:
         return backward.decide(self.target(problem), problem, _num_sms(), _launching)
@@ -150,6 +161,10 @@ def _limits(problem: Problem) -> list[str]:
         why.append("it takes no attn_mask")
     if spec.dropout:
         why.append("it has no dropout")
+    if spec.sinks:
+        why.append("it has no sinks")
+    if spec.weights:
+        why.append("it has no attention weights")
     return why
 
 

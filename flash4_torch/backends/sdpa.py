@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 
 from ..problem import Inputs, Problem, Saved
-from .base import Grads, Results
+from ..reference import sinks
+from .base import Grads, Results, WithoutWeights
 from .cpu import beyond_plain, heads_first, is_causal
+from .tiled import sinks_gradient
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
@@ -15,13 +17,15 @@ _DTYPES = (torch.float16, torch.bfloat16)
 _MAX_D = 256
 
 
-class Sdpa:
+class Sdpa(WithoutWeights):
     name = "sdpa"
 
     def why_not(self, problem: Problem) -> list[str]:
         spec = problem.spec
         if spec.device != "cuda":
             return [f"the tensors are on {spec.device}, and it serves cuda"]
+        if spec.weights:
+            return ["it has no attention weights"]
         why = beyond_plain(problem)
         band, extent = problem.band, problem.extent
         if spec.varlen:
@@ -53,7 +57,8 @@ class Sdpa:
     def forward(self, inputs: Inputs, problem: Problem) -> Results:
         q, k, v = heads_first(inputs.q, inputs.k, inputs.v)
         out, lse, *_ = _forward(q, k, v, 0.0, is_causal(problem), scale=problem.scale)
-        return Results(out.transpose(1, 2).contiguous(), lse.contiguous())
+        results = Results(out.transpose(1, 2).contiguous(), lse.contiguous())
+        return results if inputs.sinks is None else Results(*sinks.join(*results, inputs.sinks))
 
     def backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> Grads:
         dout, q, k, v, out = heads_first(saved.dout, inputs.q, inputs.k, inputs.v, saved.out)
@@ -77,4 +82,4 @@ class Sdpa:
             scale=problem.scale,
         )
         dq, dk, dv = (g.transpose(1, 2).contiguous() for g in grads)
-        return dq, dk, dv, None
+        return Grads(dq, dk, dv, None, sinks_gradient(saved, inputs))

@@ -28,13 +28,18 @@ def forward(inputs: Inputs, problem: Problem, serve: Serve) -> Results:
 def backward(saved: Saved, inputs: Inputs, problem: Problem, serve: Serve) -> Grads:
     q, k, v = inputs.q, inputs.k, inputs.v
     dq, dk, dv = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    dsinks = None if inputs.sinks is None else torch.zeros_like(inputs.sinks, dtype=saved.lse.dtype)
     for b, rows, keys in _sequences(inputs):
         dense, sequence = _dense(inputs, problem, b, rows, keys)
         dlse = None if saved.dlse is None else saved.dlse[None, :, rows]
         of_rows = Saved(saved.dout[None, rows], dlse, saved.out[None, rows], saved.lse[None, :, rows])
         grads = serve(dense).backward(of_rows, sequence, dense)
         dq[rows], dk[keys], dv[keys] = grads[0][0], grads[1][0], grads[2][0]
-    return dq, dk, dv, None
+        if dsinks is not None and grads.dsinks is not None:
+            dsinks += grads.dsinks
+    if dsinks is not None and inputs.sinks is not None:
+        dsinks = dsinks.to(inputs.sinks.dtype)
+    return Grads(dq, dk, dv, None, dsinks)
 
 
 def _sequences(inputs: Inputs) -> Iterator[tuple[int, slice, slice]]:
@@ -51,4 +56,4 @@ def _dense(inputs: Inputs, problem: Problem, b: int, rows: slice, keys: slice) -
     extent = Extent(1, rows.stop - rows.start, keys.stop - keys.start, inputs.q.shape[1], inputs.k.shape[1])
     dense = problem._replace(spec=problem.spec._replace(varlen=False), extent=extent)
     q, k, v = inputs.q[None, rows], inputs.k[None, keys], inputs.v[None, keys]
-    return dense, Inputs(q, k, v, None, inputs.rng_state, first_batch=b)
+    return dense, Inputs(q, k, v, None, inputs.sinks, inputs.rng_state, first_batch=b)

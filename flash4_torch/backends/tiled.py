@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from ..problem import Inputs, Problem, Saved, has_float_mask
-from ..reference import tiled
+from torch import Tensor
+
+from ..problem import Inputs, Problem, Saved, SavedWeights, has_float_mask
+from ..reference import sinks, tiled, weights
 from ..reference.dropout import Dropout
 from ..reference.scoring import Scoring
+from ..reference.weights import WeightsGradients
 from . import sequences
 from .base import Grads, Results
 
@@ -19,7 +22,8 @@ class Tiled:
     def forward(self, inputs: Inputs, problem: Problem) -> Results:
         if problem.spec.varlen:
             return sequences.forward(inputs, problem, lambda dense: self)
-        out, lse, low = tiled.forward(inputs.q, inputs.k, inputs.v, scoring(inputs, problem))
+        scores = scoring(inputs, problem)
+        out, lse, low = tiled.forward(inputs.q, inputs.k, inputs.v, scores, sinks=inputs.sinks)
         return Results(out, lse, low if has_float_mask(inputs.attn_mask) else None)
 
     def backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> Grads:
@@ -37,7 +41,35 @@ class Tiled:
             mask_grad=saved.mask_grad,
             lse_low=saved.lse_low,
         )
-        return grads.dq, grads.dk, grads.dv, grads.dmask
+        return Grads(grads.dq, grads.dk, grads.dv, grads.dmask, sinks_gradient(saved, inputs))
+
+    def weights(self, saved: SavedWeights, inputs: Inputs, problem: Problem) -> Tensor:
+        return weights.forward(
+            inputs.q, inputs.k, saved.lse, saved.lse_low, scoring(inputs, problem), saved.average_heads
+        )
+
+    def weights_backward(self, saved: SavedWeights, inputs: Inputs, problem: Problem) -> WeightsGradients:
+        if saved.dweights is None:
+            raise AssertionError("a backward carries dweights")
+        return weights.backward(
+            saved.dweights,
+            inputs.q,
+            inputs.k,
+            saved.lse,
+            saved.lse_low,
+            scoring(inputs, problem),
+            saved.average_heads,
+            saved.mask_grad,
+            inputs.sinks,
+        )
+
+
+def sinks_gradient(saved: Saved, inputs: Inputs) -> Tensor | None:
+    """The gradient of the sinks, if there are any."""
+    if inputs.sinks is None:
+        return None
+    delta = sinks.delta(saved.dout, saved.out, saved.dlse, saved.lse.dtype)
+    return sinks.gradient(delta, saved.lse, inputs.sinks)
 
 
 def scoring(inputs: Inputs, problem: Problem) -> Scoring:

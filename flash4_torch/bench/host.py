@@ -33,13 +33,13 @@ _GPU_CELL = Cell(D=64, causal=False, S=128, B=1, Hq=2, Hk=2)
 
 def _operator(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     out: Tensor = torch.ops.flash4.attention.default(
-        q, k, v, None, None, q.shape[-1] ** -0.5, None, None, 0.0, 0.0, False
+        q, k, v, None, None, None, q.shape[-1] ** -0.5, None, None, 0.0, 0.0, False
     )[0]
     return out
 
 
 def _function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return ops.attention(q, k, v, None, None, CallOptions(scale=q.shape[-1] ** (-0.5)))[0]
+    return ops.attention(q, k, v, None, None, None, CallOptions(scale=q.shape[-1] ** (-0.5)))[0]
 
 
 def _heads_first(attend: Callable[..., Tensor]) -> Attend:

@@ -41,6 +41,8 @@ class Features(NamedTuple):
     """Gradients only: the gradient of a floating attn_mask is wanted, too."""
     large_softcap: bool = False
     """softcap is above `LARGE_SOFTCAP`: tanh near 0 comes from its series."""
+    sinks: str = ""
+    """Forward only: '' for none, else the dtype of the sinks: "bfloat16", "float16", "float32"."""
 
     @property
     def float_mask(self) -> bool:

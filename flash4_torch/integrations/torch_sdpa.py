@@ -160,6 +160,7 @@ def _sdpa_cpu(
         *_swapped(query, key, value),
         _cpu_mask(attn_mask),
         None,
+        None,
         _scale(query, scale),
         *_cpu_window(query, key, is_causal),
         0.0,
@@ -186,7 +187,7 @@ def _sdpa_cpu_backward(
     """aten::_scaled_dot_product_flash_attention_for_cpu_backward; gradients are stored as (B, S, H, D)."""
     _refuse(dropout_p=dropout_p or None)
     dout, q, k, v, out = _swapped(grad_out, query, key, value, out)
-    dq, dk, dv, _ = _attention_backward(
+    dq, dk, dv, *_ = _attention_backward(
         dout,
         None,
         q,
@@ -196,6 +197,7 @@ def _sdpa_cpu_backward(
         logsumexp.contiguous(),
         None,
         _cpu_mask(attn_mask),
+        None,
         None,
         _scale(query, scale),
         *_cpu_window(query, key, is_causal),
@@ -251,20 +253,20 @@ class _Call(NamedTuple):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rng_state: Tensor | None) -> tuple[Tensor, Tensor]:
         """(out, lse) of dense (B, S, H, D) or, with cum_seq, ragged (T, H, D)."""
         if self.cum_seq_q is None:
-            return _attention(q, k, v, None, rng_state, *self._options())[:2]
+            return _attention(q, k, v, None, None, rng_state, *self._options())[:2]
         return _attention_varlen(q, k, v, *self._sequences(rng_state), *self._options())
 
     def backward(self, *saved: Tensor | None, rng_state: Tensor | None) -> tuple[Tensor, ...]:
         """(dq, dk, dv); `saved` is (dout, dlse, q, k, v, out, lse)."""
         if self.cum_seq_q is None:
-            return _attention_backward(*saved, None, None, rng_state, *self._options(), False)[:3]
-        return _attention_varlen_backward(*saved, *self._sequences(rng_state), *self._options())
+            return _attention_backward(*saved, None, None, None, rng_state, *self._options(), False)[:3]
+        return _attention_varlen_backward(*saved, *self._sequences(rng_state), *self._options())[:3]
 
     def _options(self) -> CallOptions:
         return CallOptions(self.scale, *self.window, dropout_p=self.dropout_p, deterministic=_deterministic())
 
     def _sequences(self, rng_state: Tensor | None) -> tuple[Any, ...]:
-        return self.cum_seq_q, self.cum_seq_k, rng_state, self.max_q, self.max_k
+        return self.cum_seq_q, self.cum_seq_k, None, rng_state, self.max_q, self.max_k
 
 
 def _flash_forward(

@@ -56,8 +56,6 @@ _TAKEN = ("flash", "sdpa", "flex_attention", "eager", "paged|", "/")
 """Substrings that a name may not contain, because transformers gives them a meaning of their own."""
 
 _UNSUPPORTED = {
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
     "cache": "a paged cache",
     "block_table": "a paged cache",
     "indices": "sparse attention",
@@ -192,6 +190,7 @@ def attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     position_bias: Tensor | None = None,
+    s_aux: Tensor | None = None,
     output_attentions: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -203,23 +202,26 @@ def attention_forward(
         `sliding_window` n masks those n or more away; a single query is aligned to the last key, several
         begin at the first.
     position_bias: broadcastable to (B, Hq, Sq, Sk), floating, added to the scores; differentiable.
+    s_aux: (Hq,), attention sinks; differentiable.
     output_attentions: also return the weights after dropout, (B, Hq, Sq, Sk). A model that is asked for them
         gets them even if its layers do not pass this argument on.
     cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: without a mask, B = 1 holds packed sequences.
 
     Raises:
-        ArgumentError: an argument that is not supported (sinks, paged caches, sparse indices), by name.
+        ArgumentError: an argument that is not supported (paged caches, sparse indices), by name.
     """
     _refuse_unsupported(kwargs)
+    sinks = kwargs.get("sinks") if s_aux is None else s_aux
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     q, k, v = ops.autocast_inputs(*(x.transpose(1, 2) for x in (query, key, value)))
     if attention_mask is None and kwargs.get("cu_seq_lens_q") is not None:
-        return _packed(q, k, v, causal, sliding_window, scaling, softcap, dropout, kwargs), None
+        return _packed(q, k, v, causal, sliding_window, scaling, softcap, sinks, dropout, kwargs), None
     check.qkv(q, k, v, 4, "(B, S, H, D)")
     if q.shape[0] == 1:
         # Models with learned queries have one batch entry of queries for all.
         q = q.expand(k.shape[0], -1, -1, -1)
     check.same_batch(q, k)
+    check.sinks(sinks, q)
     mask, band = _mask_and_band(attention_mask, q.shape[1], k.shape[1], causal, sliding_window)
     if position_bias is not None:
         mask = _biased(position_bias, mask)
@@ -233,10 +235,11 @@ def attention_forward(
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     rng_state = ops.draw_rng_state(q.device) if dropout > 0.0 else None
-    out, _ = ops.attention(q, k, v, mask, rng_state, options)
-    if not (output_attentions or _attentions_are_recorded()):
-        return out, None
-    return out, ops.attention_weights(q, k, mask, rng_state, options, False)
+    scored_by = mask, sinks, rng_state
+    if output_attentions or _attentions_are_recorded():
+        out, _, weights = ops.attention_and_weights(q, k, v, *scored_by, options, False)
+        return out, weights
+    return ops.attention(q, k, v, *scored_by, options)[0], None
 
 
 def make_mask(
@@ -428,6 +431,7 @@ def _packed(
     sliding_window: int | None,
     scaling: float | None,
     softcap: float | None,
+    sinks: Tensor | None,
     dropout: float,
     kwargs: dict[str, Any],
 ) -> Tensor:
@@ -449,6 +453,7 @@ def _packed(
         window=(reach, 0 if causal else reach),
         scale=scaling,
         softcap=softcap or 0.0,
+        sinks=sinks,
         dropout_p=dropout,
     )
     return out[None]

@@ -205,10 +205,13 @@ class MultiheadAttention(nn.MultiheadAttention):
         weights = None
         if need_weights or window_right:
             q, k, v = ops.autocast_inputs(q, k, v)
-            rng_state = self._draw_rng_state(q)
-            out, _ = ops.attention(q, k, v, mask, rng_state, options)
+            scored_by = mask, None, self._draw_rng_state(q)
             if need_weights:
-                weights = ops.attention_weights(q, k, mask, rng_state, options, average_attn_weights)
+                out, _, weights = ops.attention_and_weights(
+                    q, k, v, *scored_by, options, average_attn_weights
+                )
+            else:
+                out, _ = ops.attention(q, k, v, *scored_by, options)
         else:
             # The public function has a fast path.
             out = attention(
@@ -306,33 +309,22 @@ class MultiheadAttention(nn.MultiheadAttention):
         )
         q, k, v = ops.autocast_inputs(q, k, v)
 
-        options = self._options(None)
+        options, weights = self._options(None), None
         rng_state = self._draw_rng_state(q)
-        out, _ = ops.attention_varlen(
-            q,
-            k,
-            v,
-            query.cu_seqlens,
-            key.cu_seqlens,
-            rng_state,
-            query.max_seqlen,
-            key.max_seqlen,
-            options,
-        )
-        out = query.rewrap(F.linear(out.flatten(1), self.out_proj.weight, self.out_proj.bias))
-        if not call.need_weights:
-            return out, None
-        # The weights of all sequences fit one tensor only when padded; stock pads them too.
-        both_real = query.is_real()[:, None, :, None] & key.is_real()[:, None, None, :]
-        weights = ops.attention_weights(
-            query.padded(q),
-            key.padded(k),
-            both_real,
-            rng_state,
-            options,
-            call.average_attn_weights,
-        )
-        return out, weights
+        if call.need_weights:
+            # The weights of all sequences fit one tensor only when padded; stock pads them too.
+            real = query.is_real()
+            both_real = real[:, None, :, None] & key.is_real()[:, None, None, :]
+            padded = query.padded(q), key.padded(k), key.padded(v)
+            scored_by = both_real, None, rng_state
+            out, _, weights = ops.attention_and_weights(
+                *padded, *scored_by, options, call.average_attn_weights
+            )
+            out = out[real]
+        else:
+            sequences = query.cu_seqlens, key.cu_seqlens, None, rng_state, query.max_seqlen, key.max_seqlen
+            out, _ = ops.attention_varlen(q, k, v, *sequences, options)
+        return query.rewrap(F.linear(out.flatten(1), self.out_proj.weight, self.out_proj.bias)), weights
 
 
 def _would_bypass(asker: FrameType | None) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor, fx
 
-from ..problem import CallOptions
+from ..problem import CallOptions, has_float_mask
 from . import autograd, fake, impl, schema, vmap
 from .after_import import after_import
 from .autocast import autocast_inputs
@@ -21,15 +21,16 @@ def attention(
     k: Tensor,
     v: Tensor,
     attn_mask: Tensor | None,
+    sinks: Tensor | None,
     rng_state: Tensor | None,
     options: CallOptions,
 ) -> tuple[Tensor, Tensor]:
     """Attention as (out (B, Sq, Hq, Dv), lse (B, Hq, Sq)).
 
-    q, k and v come from `autocast_inputs`; `attn_mask` is 4-D or None; `rng_state` comes from
-    `draw_rng_state` exactly when dropout_p > 0.
+    q, k and v come from `autocast_inputs`; `attn_mask` is 4-D or None; `sinks` is (Hq,) or None; `rng_state`
+    comes from `draw_rng_state` exactly when dropout_p > 0.
     """
-    out, lse, _ = autograd.attention(q, k, v, attn_mask, _beside(q, rng_state), *options)
+    out, lse, _ = autograd.attention(q, k, v, attn_mask, sinks, _beside(q, rng_state), *options)
     return out, lse
 
 
@@ -39,27 +40,37 @@ def attention_varlen(
     v: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
+    sinks: Tensor | None,
     rng_state: Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     options: CallOptions,
 ) -> tuple[Tensor, Tensor]:
     """Attention over packed sequences as (out (Tq, Hq, Dv), lse (Hq, Tq)); the band is aligned in each."""
-    sequences = cu_seqlens_q, cu_seqlens_k, _beside(q, rng_state), max_seqlen_q, max_seqlen_k
+    sequences = cu_seqlens_q, cu_seqlens_k, sinks, _beside(q, rng_state), max_seqlen_q, max_seqlen_k
     return autograd.attention_varlen(q, k, v, *sequences, *options)
 
 
-def attention_weights(
+def attention_and_weights(
     q: Tensor,
     k: Tensor,
+    v: Tensor,
     attn_mask: Tensor | None,
+    sinks: Tensor | None,
     rng_state: Tensor | None,
     options: CallOptions,
     average_heads: bool,
-) -> Tensor:
-    """The weights of `attention`, after dropout: averaged over heads (B, Sq, Sk), else (B, Hq, Sq, Sk)."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`attention` as (out, lse, weights), which share lse.
+
+    The weights are those after dropout: averaged over heads (B, Sq, Sk), else (B, Hq, Sq, Sk).
+    """
+    scored_by = attn_mask, sinks, _beside(q, rng_state)
+    out, lse, low = autograd.attention(q, k, v, *scored_by, *options)
     *scores, _ = options
-    return autograd.attention_weights(q, k, attn_mask, rng_state, *scores, average_heads)
+    # The weights have gradients of their own, in which lse is a function of q and k.
+    saved = lse.detach(), low.detach() if has_float_mask(attn_mask) else None
+    return out, lse, autograd.attention_weights(q, k, *saved, *scored_by, *scores, average_heads)
 
 
 def is_recorded(*arguments: object) -> bool:
@@ -108,8 +119,8 @@ def _beside(q: Tensor, rng_state: Tensor | None) -> Tensor | None:
 __all__ = [
     "CallOptions",
     "attention",
+    "attention_and_weights",
     "attention_varlen",
-    "attention_weights",
     "autocast_inputs",
     "autograd",
     "decompositions",

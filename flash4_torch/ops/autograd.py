@@ -24,48 +24,50 @@ Grads = tuple[Tensor | None, ...]
 
 
 def save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, attn_mask, rng_state, *options = inputs
+    q, k, v, attn_mask, sinks, rng_state, *options = inputs
     out, lse, *low = output
     lse_low = low[0] if has_float_mask(attn_mask) else None
-    ctx.save_for_backward(q, k, v, out, lse, lse_low, attn_mask, rng_state)
+    ctx.save_for_backward(q, k, v, out, lse, lse_low, attn_mask, sinks, rng_state)
     ctx.options = options
     ctx.set_materialize_grads(False)
 
 
 def attention_grads(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None = None) -> Grads:
-    q, k, v, out, lse, lse_low, attn_mask, rng_state = ctx.saved_tensors
+    q, k, v, out, lse, lse_low, attn_mask, sinks, rng_state = ctx.saved_tensors
     mask_grad = ctx.needs_input_grad[3]
     dout = torch.zeros_like(out) if dout is None else dout
-    dq, dk, dv, dmask = attention_backward(
-        dout, dlse, q, k, v, out, lse, lse_low, attn_mask, rng_state, *ctx.options, mask_grad
+    dq, dk, dv, dmask, dsinks = attention_backward(
+        dout, dlse, q, k, v, out, lse, lse_low, attn_mask, sinks, rng_state, *ctx.options, mask_grad
     )
-    return dq, dk, dv, dmask if mask_grad else None, *_none(7)
+    return dq, dk, dv, dmask if mask_grad else None, None if sinks is None else dsinks, *_none(7)
 
 
 def _save_varlen(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cu_seqlens_q, cu_seqlens_k, rng_state, *options = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k, rng_state)
+    q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, rng_state, *options = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k, sinks, rng_state)
     ctx.options = options
     ctx.set_materialize_grads(False)
 
 
 def _varlen_grads(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Grads:
-    q, k, v, out, lse, *others = ctx.saved_tensors
+    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, sinks, rng_state = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
-    grads = attention_varlen_backward(dout, dlse, q, k, v, out, lse, *others, *ctx.options)
-    return *grads, *_none(11)
+    others = (cu_seqlens_q, cu_seqlens_k, sinks, rng_state)
+    dq, dk, dv, dsinks = attention_varlen_backward(dout, dlse, q, k, v, out, lse, *others, *ctx.options)
+    return dq, dk, dv, None, None, None if sinks is None else dsinks, *_none(9)
 
 
 def _save_weights(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    q, k, attn_mask, rng_state, *options = inputs
-    ctx.save_for_backward(q, k, attn_mask, rng_state)
-    ctx.options = options
+    *tensors, _, _, _, _, _, _ = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.options = inputs[len(tensors) :]
 
 
 def _weights_grads(ctx: Any, dweights: Tensor) -> Grads:
-    mask_grad = ctx.needs_input_grad[2]
-    dq, dk, dmask = attention_weights_backward(dweights, *ctx.saved_tensors, *ctx.options, mask_grad)
-    return dq, dk, dmask if mask_grad else None, *_none(7)
+    mask_grad, has_sinks = ctx.needs_input_grad[4], ctx.saved_tensors[5] is not None
+    grads = attention_weights_backward(dweights, *ctx.saved_tensors, *ctx.options, mask_grad)
+    dq, dk, dmask, dsinks = grads
+    return dq, dk, None, None, dmask if mask_grad else None, dsinks if has_sinks else None, *_none(7)
 
 
 def _none(n: int) -> tuple[None, ...]:

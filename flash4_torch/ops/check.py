@@ -199,6 +199,23 @@ def attn_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     return mask[(None,) * (4 - mask.dim())]
 
 
+def sinks(values: Tensor | None, q: Tensor) -> Tensor | None:
+    """Checks attention sinks, (Hq,) for q (..., Hq, D)."""
+    if values is None:
+        return None
+    if not isinstance(values, Tensor):
+        raise ArgumentError("sinks", type(values).__name__, "it must be a tensor or None")
+    if not is_dense(values):
+        raise _not_dense("sinks", values)
+    if values.dtype not in DTYPES:
+        raise DtypeError("sinks", values.dtype, "it must be floating: a score per query head")
+    if values.device != q.device:
+        raise DeviceError("sinks", values.device, f"it must be on q's device, {q.device}")
+    if tuple(values.shape) != (q.shape[-2],):
+        raise ShapeError("sinks", tuple(values.shape), f"it must be (Hq,) = ({q.shape[-2]},)")
+    return values
+
+
 def _broadcasts(mask: Tensor, full: tuple[int, ...]) -> bool:
     sizes = (1,) * (4 - mask.dim()) + tuple(mask.shape)
     return len(sizes) == 4 and all(n in (1, m) for n, m in zip(sizes, full, strict=True))

@@ -21,10 +21,16 @@ from . import fake, schema
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, rng_state: Tensor | None, *options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None,
+    sinks: Tensor | None,
+    rng_state: Tensor | None,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     *scoring, _ = options
-    weights, lse, lse_low = _softmax(_masked(_scores(q, k, *scoring), attn_mask))
+    weights, lse, lse_low = _softmax(_masked(_scores(q, k, *scoring), attn_mask), sinks)
     out = weights @ _heads_first(v, q).to(weights.dtype)
     if not has_float_mask(attn_mask):
         lse_low = lse.new_empty(*lse.shape[:2], 0)
@@ -37,6 +43,7 @@ def _attention_varlen(
     v: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
+    sinks: Tensor | None,
     rng_state: Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
@@ -54,16 +61,24 @@ def _attention_varlen(
         # Only the difference of the lengths matters to the band.
         longer = (lengths_k - lengths_q)[sequence_q]
         seen = seen & band.visible((i + longer)[:, None], j, 0, 0)
-    out, lse, _ = _attention(q[None], k[None], v[None], seen[None, None], rng_state, scale, None, None, *rest)
+    dense = q[None], k[None], v[None], seen[None, None], sinks, rng_state
+    out, lse, _ = _attention(*dense, scale, None, None, *rest)
     return out[0], lse[0]
 
 
 def _attention_weights(
-    q: Tensor, k: Tensor, attn_mask: Tensor | None, rng_state: Tensor | None, *scoring_and_average: Any
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    lse_low: Tensor | None,
+    attn_mask: Tensor | None,
+    sinks: Tensor | None,
+    rng_state: Tensor | None,
+    *scoring_and_average: Any,
 ) -> Tensor:
     *scoring, average_heads = scoring_and_average
-    weights, _, _ = _softmax(_masked(_scores(q, k, *scoring), attn_mask))
-    return (weights.mean(1) if average_heads else weights).to(q.dtype)
+    weights, _, _ = _softmax(_masked(_scores(q, k, *scoring), attn_mask), sinks)
+    return (weights.mean(1) if average_heads else weights).to(q.dtype).contiguous()
 
 
 def _scores(
@@ -102,8 +117,13 @@ def _masked(scores: Tensor, mask: Tensor | None) -> Tensor:
     return scores + mask.to(scores.dtype)
 
 
-def _softmax(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Weights (0 in rows of only -inf), lse, and lse_low, the rounding error of lse."""
+    if sinks is not None:
+        # One more key, whose weight is left out in the end.
+        column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        weights, lse, low = _softmax(torch.cat([scores, column], -1), None)
+        return weights[..., :-1], lse, low
     highest = scores.amax(-1, keepdim=True)
     highest = highest.masked_fill(highest == -torch.inf, 0.0)
     weights = torch.exp(scores - highest)

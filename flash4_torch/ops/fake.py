@@ -32,9 +32,10 @@ def _attention_backward(
     lse: Tensor,
     lse_low: Tensor | None,
     attn_mask: Tensor | None,
+    sinks: Tensor | None,
     *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _like(q), _like(k), _like(v), _mask_like(q, attn_mask, rest[-1])
+) -> tuple[Tensor, ...]:
+    return _like(q), _like(k), _like(v), _mask_like(q, attn_mask, rest[-1]), _sinks_like(q, sinks)
 
 
 def _attention_varlen(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -43,9 +44,19 @@ def _attention_varlen(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tens
 
 
 def _attention_varlen_backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _like(q), _like(k), _like(v)
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    sinks: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    return _like(q), _like(k), _like(v), _sinks_like(q, sinks)
 
 
 def _attention_weights(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
@@ -56,9 +67,16 @@ def _attention_weights(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
 
 
 def _attention_weights_backward(
-    dweights: Tensor, q: Tensor, k: Tensor, attn_mask: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _like(q), _like(k), _mask_like(q, attn_mask, rest[-1])
+    dweights: Tensor,
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    lse_low: Tensor | None,
+    attn_mask: Tensor | None,
+    sinks: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    return _like(q), _like(k), _mask_like(q, attn_mask, rest[-1]), _sinks_like(q, sinks)
 
 
 def _like(x: Tensor) -> Tensor:
@@ -67,6 +85,10 @@ def _like(x: Tensor) -> Tensor:
 
 def _mask_like(q: Tensor, attn_mask: Tensor | None, mask_grad: bool) -> Tensor:
     return _like(attn_mask) if mask_grad and attn_mask is not None else q.new_empty(0)
+
+
+def _sinks_like(q: Tensor, sinks: Tensor | None) -> Tensor:
+    return q.new_empty(0) if sinks is None else _like(sinks)
 
 
 by_name: dict[str, Callable[..., Any]] = {

@@ -26,6 +26,7 @@ def attention(
     k: Shape,
     v: Shape,
     attn_mask: Any,
+    sinks: Any,
     rng_state: Any,
     scale: float,
     window_left: int | None,
@@ -48,6 +49,7 @@ def attention_backward(
     lse: Any,
     lse_low: Any,
     attn_mask: Any,
+    sinks: Any,
     rng_state: Any,
     scale: float,
     window_left: int | None,
@@ -63,7 +65,10 @@ def attention_backward(
 def attention_weights(
     q: Shape,
     k: Shape,
+    lse: Any,
+    lse_low: Any,
     attn_mask: Any,
+    sinks: Any,
     rng_state: Any,
     scale: float,
     window_left: int | None,
@@ -77,7 +82,7 @@ def attention_weights(
 
 def attention_weights_backward(dweights: Any, *args: Any, **kwargs: Any) -> int:
     """q k^T again, dq and dk."""
-    q, k, _, _, _, window_left, window_right, *_ = args
+    q, k, _, _, _, _, _, _, window_left, window_right, *_ = args
     return 3 * _dense(q, k, k, window_left, window_right)[0]
 
 

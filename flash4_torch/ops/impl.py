@@ -9,17 +9,31 @@ from torch import Tensor
 
 from .. import backends
 from ..backends.tiled import scoring
-from ..masks import Band
-from ..problem import CallOptions, Extent, Inputs, Problem, Saved, Spec, has_float_mask, mask_key
-from ..reference import tiled, weights
-from ..reference.dropout import Dropout
-from ..reference.scoring import Scoring
+from ..problem import (
+    CallOptions,
+    Extent,
+    Inputs,
+    Problem,
+    Saved,
+    SavedWeights,
+    Spec,
+    dtype_key,
+    has_float_mask,
+    mask_key,
+)
+from ..reference import tiled
 from .check import cu_seqlens_values
 from .schema import LIBRARY
 
 
 def describe(
-    q: Tensor, v: Tensor, extent: Extent, attn_mask: Tensor | None, options: CallOptions, varlen: bool = False
+    q: Tensor,
+    Dv: int,
+    extent: Extent,
+    attn_mask: Tensor | None,
+    sinks: Tensor | None,
+    options: CallOptions,
+    varlen: bool = False,
 ) -> Problem:
     """The forward problem of a call."""
     device = q.device
@@ -28,7 +42,7 @@ def describe(
         device=device.type,
         dtype=q.dtype,
         D=q.shape[-1],
-        Dv=v.shape[-1],
+        Dv=Dv,
         group=extent.Hq // extent.Hk,
         varlen=varlen,
         left=band.left is not None,
@@ -37,6 +51,7 @@ def describe(
         mask=mask_key(attn_mask),
         dropout=options.dropout_p > 0.0,
         deterministic=options.deterministic,
+        sinks=dtype_key(sinks),
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
     )
     return Problem(spec, extent, options.scale, band, options.softcap, options.dropout_p)
@@ -55,10 +70,16 @@ def backward_of(problem: Problem, dlse: Tensor | None, mask_grad: bool = False) 
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, rng_state: Tensor | None, *options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None,
+    sinks: Tensor | None,
+    rng_state: Tensor | None,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    problem = describe(q, v, dense_extent(q, k), attn_mask, CallOptions(*options))
-    out, lse, low = backends.choose(problem).forward(Inputs(q, k, v, attn_mask, rng_state), problem)
+    problem = describe(q, v.shape[-1], dense_extent(q, k), attn_mask, sinks, CallOptions(*options))
+    out, lse, low = backends.choose(problem).forward(Inputs(q, k, v, attn_mask, sinks, rng_state), problem)
     return out, lse, lse.new_empty(*lse.shape[:2], 0) if low is None else low
 
 
@@ -72,18 +93,19 @@ def _attention_backward(
     lse: Tensor,
     lse_low: Tensor | None,
     attn_mask: Tensor | None,
+    sinks: Tensor | None,
     rng_state: Tensor | None,
     *options_and_mask_grad: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     *options, mask_grad = options_and_mask_grad
-    forward = describe(q, v, dense_extent(q, k), attn_mask, CallOptions(*options))
+    forward = describe(q, v.shape[-1], dense_extent(q, k), attn_mask, sinks, CallOptions(*options))
     problem = backward_of(forward, dlse, mask_grad)
-    inputs = Inputs(q, k, v, attn_mask, rng_state)
+    inputs = Inputs(q, k, v, attn_mask, sinks, rng_state)
     if lse_low is None and has_float_mask(attn_mask):
         lse_low = tiled.lse_low(q, k, lse, scoring(inputs, problem))
     saved = Saved(dout, dlse, out, lse, mask_grad, lse_low)
-    dq, dk, dv, dmask = backends.choose(problem).backward(saved, inputs, problem)
-    return dq, dk, dv, q.new_empty(0) if dmask is None else dmask
+    dq, dk, dv, *others = backends.choose(problem).backward(saved, inputs, problem)
+    return dq, dk, dv, *(q.new_empty(0) if x is None else x for x in others)
 
 
 def _attention_varlen(
@@ -92,6 +114,7 @@ def _attention_varlen(
     v: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
+    sinks: Tensor | None,
     rng_state: Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
@@ -100,8 +123,8 @@ def _attention_varlen(
     cu_seqlens_values("cu_seqlens_q", cu_seqlens_q, q.shape[0], max_seqlen_q)
     cu_seqlens_values("cu_seqlens_k", cu_seqlens_k, k.shape[0], max_seqlen_k)
     extent = _varlen_extent(q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
-    problem = describe(q, v, extent, None, CallOptions(*options), varlen=True)
-    inputs = Inputs(q, k, v, None, rng_state, cu_seqlens_q, cu_seqlens_k)
+    problem = describe(q, v.shape[-1], extent, None, sinks, CallOptions(*options), varlen=True)
+    inputs = Inputs(q, k, v, None, sinks, rng_state, cu_seqlens_q, cu_seqlens_k)
     out, lse, _ = backends.choose(problem).forward(inputs, problem)
     return out, lse
 
@@ -116,42 +139,61 @@ def _attention_varlen_backward(
     lse: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
+    sinks: Tensor | None,
     rng_state: Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     *options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     extent = _varlen_extent(q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
-    problem = backward_of(describe(q, v, extent, None, CallOptions(*options), varlen=True), dlse)
-    inputs = Inputs(q, k, v, None, rng_state, cu_seqlens_q, cu_seqlens_k)
-    dq, dk, dv, _ = backends.choose(problem).backward(Saved(dout, dlse, out, lse), inputs, problem)
-    return dq, dk, dv
+    forward = describe(q, v.shape[-1], extent, None, sinks, CallOptions(*options), varlen=True)
+    problem = backward_of(forward, dlse)
+    inputs = Inputs(q, k, v, None, sinks, rng_state, cu_seqlens_q, cu_seqlens_k)
+    grads = backends.choose(problem).backward(Saved(dout, dlse, out, lse), inputs, problem)
+    return grads.dq, grads.dk, grads.dv, q.new_empty(0) if grads.dsinks is None else grads.dsinks
 
 
-def _weights_scoring(
+def _attention_weights(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    lse_low: Tensor | None,
     attn_mask: Tensor | None,
+    sinks: Tensor | None,
     rng_state: Tensor | None,
-    scale: float,
-    window_left: int | None,
-    window_right: int | None,
-    softcap: float,
-    dropout_p: float,
-) -> Scoring:
-    dropout = None if rng_state is None else Dropout(rng_state, dropout_p)
-    return Scoring(scale, Band(window_left, window_right), softcap, attn_mask, dropout)
-
-
-def _attention_weights(q: Tensor, k: Tensor, *scores_and_average: Any) -> Tensor:
+    *scores_and_average: Any,
+) -> Tensor:
     *scores, average_heads = scores_and_average
-    return weights.forward(q, k, _weights_scoring(*scores), average_heads)
+    problem = _weights_problem(q, k, attn_mask, sinks, scores)
+    inputs = Inputs(q, k, k, attn_mask, sinks, rng_state)
+    saved = SavedWeights(lse, lse_low, average_heads)
+    return backends.choose(problem).weights(saved, inputs, problem)
 
 
 def _attention_weights_backward(
-    dweights: Tensor, q: Tensor, k: Tensor, *scores_and_flags: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+    dweights: Tensor,
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    lse_low: Tensor | None,
+    attn_mask: Tensor | None,
+    sinks: Tensor | None,
+    rng_state: Tensor | None,
+    *scores_and_flags: Any,
+) -> tuple[Tensor, ...]:
     *scores, average_heads, mask_grad = scores_and_flags
-    grads = weights.backward(dweights, q, k, _weights_scoring(*scores), average_heads, mask_grad)
-    return grads.dq, grads.dk, q.new_empty(0) if grads.dmask is None else grads.dmask
+    problem = backward_of(_weights_problem(q, k, attn_mask, sinks, scores), None, mask_grad)
+    inputs = Inputs(q, k, k, attn_mask, sinks, rng_state)
+    saved = SavedWeights(lse, lse_low, average_heads, dweights, mask_grad)
+    grads = backends.choose(problem).weights_backward(saved, inputs, problem)
+    return grads.dq, grads.dk, *(q.new_empty(0) if x is None else x for x in (grads.dmask, grads.dsinks))
+
+
+def _weights_problem(
+    q: Tensor, k: Tensor, attn_mask: Tensor | None, sinks: Tensor | None, scores: list[Any]
+) -> Problem:
+    forward = describe(q, q.shape[-1], dense_extent(q, k), attn_mask, sinks, CallOptions(*scores))
+    return forward._replace(spec=forward.spec._replace(weights=True))
 
 
 for _name, _kernel in {

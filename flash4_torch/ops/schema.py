@@ -5,7 +5,9 @@ The band (window_left, window_right) is aligned to the bottom right and may be n
 `rng_state` is the int64 pair (seed, offset) on the tensors' device, present exactly when dropout_p > 0.
 `lse_low` is the rounding error of lse, (B, Hq, Sq) with a floating attn_mask, else (B, Hq, 0): with a large
 mask, lse alone does not tell how many keys a row attends to. The backward uses it if it is given.
-Every result is freshly allocated and contiguous. `dmask` has no elements unless `mask_grad` asks for it.
+`sinks` (Hq,) is one more score in every row's softmax, of a key without a value; lse counts it.
+Every result is freshly allocated and contiguous. `dmask` has no elements unless `mask_grad` asks for it, nor
+has `dsinks` without sinks.
 """
 
 from __future__ import annotations
@@ -14,26 +16,30 @@ import torch
 
 _SCORES = "float scale, SymInt? window_left, SymInt? window_right, float softcap, float dropout_p"
 _RULES = f"{_SCORES}, bool deterministic"
-_DENSE = f"Tensor? attn_mask, Tensor? rng_state, {_RULES}"
+_DENSE = f"Tensor? attn_mask, Tensor? sinks, Tensor? rng_state, {_RULES}"
 _VARLEN = (
-    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? rng_state, "
+    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? sinks, Tensor? rng_state, "
     f"SymInt max_seqlen_q, SymInt max_seqlen_k, {_RULES}"
 )
-_WEIGHTS = f"Tensor? attn_mask, Tensor? rng_state, {_SCORES}, bool average_heads"
+_WEIGHTS = (
+    "Tensor q, Tensor k, Tensor lse, Tensor? lse_low, "
+    f"Tensor? attn_mask, Tensor? sinks, Tensor? rng_state, {_SCORES}, bool average_heads"
+)
 _SAVED = "Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 _DENSE_SAVED = f"{_SAVED}, Tensor? lse_low"
 
 SCHEMAS = {
     "attention": f"(Tensor q, Tensor k, Tensor v, {_DENSE}) -> (Tensor out, Tensor lse, Tensor lse_low)",
     "attention_backward": (
-        f"({_DENSE_SAVED}, {_DENSE}, bool mask_grad) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)"
+        f"({_DENSE_SAVED}, {_DENSE}, bool mask_grad) "
+        "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask, Tensor dsinks)"
     ),
     "attention_varlen": f"(Tensor q, Tensor k, Tensor v, {_VARLEN}) -> (Tensor out, Tensor lse)",
-    "attention_varlen_backward": f"({_SAVED}, {_VARLEN}) -> (Tensor dq, Tensor dk, Tensor dv)",
-    "attention_weights": f"(Tensor q, Tensor k, {_WEIGHTS}) -> Tensor weights",
+    "attention_varlen_backward": f"({_SAVED}, {_VARLEN}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
+    "attention_weights": f"({_WEIGHTS}) -> Tensor weights",
     "attention_weights_backward": (
-        f"(Tensor dweights, Tensor q, Tensor k, {_WEIGHTS}, bool mask_grad) "
-        "-> (Tensor dq, Tensor dk, Tensor dmask)"
+        f"(Tensor dweights, {_WEIGHTS}, bool mask_grad) "
+        "-> (Tensor dq, Tensor dk, Tensor dmask, Tensor dsinks)"
     ),
 }
 

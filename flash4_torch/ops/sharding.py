@@ -4,6 +4,7 @@
     out         like q                 lse Shard(0) or Shard(1)
     attn_mask   sharded along with q; along a dimension it broadcasts over it is replicated, and its gradient
                 is a Partial sum there
+    sinks       Shard(0) along heads; along the batch replicated, and their gradient is a Partial sum
 
 Packed (varlen) tensors shard over heads, dimension 1, with replicated cu_seqlens. With dropout everything is
 replicated: dropout masks are keyed by batch and head index, and each shard counts its own from zero.
@@ -33,8 +34,9 @@ Dims = dict[str, int]
 _DENSE_ROWS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 _LSE = ("lse", "lse_low", "dlse")
 _BATCH: Dims = dict.fromkeys((*_DENSE_ROWS, *_LSE, "attn_mask", "dmask"), 0)
-_HEADS: Dims = dict.fromkeys(_DENSE_ROWS, 2) | dict.fromkeys((*_LSE, "attn_mask", "dmask"), 1)
-_PACKED_HEADS: Dims = dict.fromkeys(_DENSE_ROWS, 1) | dict.fromkeys(("lse", "dlse"), 0)
+_SINKS: Dims = {"sinks": 0, "dsinks": 0}
+_HEADS: Dims = dict.fromkeys(_DENSE_ROWS, 2) | dict.fromkeys((*_LSE, "attn_mask", "dmask"), 1) | _SINKS
+_PACKED_HEADS: Dims = dict.fromkeys(_DENSE_ROWS, 1) | dict.fromkeys(("lse", "dlse"), 0) | _SINKS
 
 _AXES: dict[str, tuple[Dims, ...]] = {
     "attention": (_BATCH, _HEADS),
@@ -104,6 +106,10 @@ class _Strategy:
             if name == "dmask" and not given["mask_grad"]:
                 return Replicate()
             if name == "dmask" and mask_broadcasts:
+                return Partial()
+            if name == "dsinks" and "sinks" not in inputs:
+                return Replicate()
+            if name == "dsinks" and name not in dims:
                 return Partial()
             if name not in dims or (name == "attn_mask" and mask_broadcasts):
                 return Replicate()

@@ -74,9 +74,10 @@ def _can_fold(in_dims: InDims, args: Sequence[Any], tensors: int) -> bool:
         a is None or (d is not None and a.numel()) for a, d in zip(args[:tensors], in_dims, strict=False)
     )
     # Folding renumbers the batch, which would change masks with a batch dimension and dropout.
-    attn_mask, rng_state = args[tensors], args[tensors + 1]
+    attn_mask, sinks, rng_state = args[tensors : tensors + 3]
     mask_stays = attn_mask is None or (in_dims[tensors] is None and attn_mask.shape[0] == 1)
-    return leading and mask_stays and rng_state is None and args[-1] is not True
+    # One gradient of the sinks is for the whole batch.
+    return leading and mask_stays and sinks is None and rng_state is None and args[-1] is not True
 
 
 for _name, _tensors in {

@@ -8,20 +8,23 @@ from torch import Tensor
 from .scoring import Scoring
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """out = dropout(softmax(scores)) v and lse = logsumexp(scores), computed in the dtype of the inputs.
 
     q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv) with Hk dividing Hq; returns out (B, Sq, Hq, Dv) and
-    lse (B, Hq, Sq), natural log. A row that attends to nothing gives 0, lse = -inf and no gradient.
+    lse (B, Hq, Sq), natural log. A row that attends to nothing gives 0, lse = -inf and no gradient. sinks
+    (Hq,) are the scores of one more key of every head, whose value is 0; lse counts it.
     Differentiable any number of times.
     """
-    weights, lse = _softmax(_scores(q, k, scoring))
+    weights, lse = _softmax(_scores(q, k, scoring), sinks)
     return _dropped(weights, scoring).matmul(_per_query_head(v, q)).transpose(1, 2), lse
 
 
-def attention_weights(q: Tensor, k: Tensor, scoring: Scoring) -> Tensor:
+def attention_weights(q: Tensor, k: Tensor, scoring: Scoring, sinks: Tensor | None = None) -> Tensor:
     """Weights that `attention` applies to v, after dropout: (B, Hq, Sq, Sk)."""
-    return _dropped(_softmax(_scores(q, k, scoring))[0], scoring)
+    return _dropped(_softmax(_scores(q, k, scoring), sinks)[0], scoring)
 
 
 def _per_query_head(x: Tensor, q: Tensor) -> Tensor:
@@ -38,7 +41,11 @@ def _scores(q: Tensor, k: Tensor, scoring: Scoring) -> Tensor:
     return scores
 
 
-def _softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
+def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    if sinks is not None:
+        column = sinks[:, None, None].expand(*scores.shape[:-1], 1)
+        weights, lse = _softmax(torch.cat([scores, column.to(scores.dtype)], -1), None)
+        return weights[..., :-1], lse
     # A row of only -inf would give NaN and poison gradients even if it were masked out afterwards.
     nothing = (scores == -torch.inf).all(-1)
     scores = scores.masked_fill(nothing[..., None], 0.0)

@@ -188,12 +188,14 @@ def forward(
     scoring: Scoring,
     tiling: Tiling | None = None,
     count: RescaleCount | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out (B, Sq, Hq, Dv) in q's dtype; lse (B, Hq, Sq), natural log, float32 (float64 for float64); lse_low.
 
     lse_low, shaped like lse, is the rounding error of lse. Where scores are -1e9, because a large mask was
     added to all of them, lse = max + log(sum) keeps nothing of the sum, but lse_low does.
     q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv). `count` counts the rescales that were skipped.
+    sinks (Hq,) are a first key of every head, whose value is 0.
     """
     tiling = tiling or Tiling.of(q, scoring.band)
     (B, Sq, Hq, _), Sk, Dv = q.shape, k.shape[1], v.shape[3]
@@ -205,6 +207,8 @@ def forward(
         for rows in blocks(range(Sq), tiling.rows):
             q_rows = tiles.scaled_rows(batch, rows)
             state = _OnlineSoftmax.empty(q_rows, Dv, tiling, count)
+            if sinks is not None:
+                state.begin_with(tiles.folded(sinks[None, :, None].expand(len(batch), -1, len(rows))))
             for keys in blocks(scoring.band.keys(rows, Sq, Sk), tiling.keys):
                 scores = tiles.scores(q_rows, tiles.keys_of(k, batch, keys), batch, rows, keys)
                 weights = state.step(scores.masked)
@@ -236,6 +240,11 @@ class _OnlineSoftmax:
         shape = q_rows.shape[:-1]
         ref = q_rows.new_full(shape, torch.finfo(q_rows.dtype).min)
         return cls(ref, q_rows.new_zeros(shape), q_rows.new_zeros(*shape, Dv), tiling, count)
+
+    def begin_with(self, sink: Tensor) -> None:
+        """Makes `sink`, a score for each row, the first key, of value 0."""
+        self.ref = torch.maximum(self.ref, sink.to(self.ref.dtype))
+        self.total = torch.where(sink == -torch.inf, 0.0, torch.ones_like(self.total))
 
     def step(self, scores: Tensor) -> Tensor:
         """Adds the next tile of scores, and turns them in place into weights relative to `ref`."""
@@ -327,7 +336,7 @@ def backward(
                 span = slice(rows.start, rows.stop)
                 q_rows, dout_rows = tiles.scaled_rows(batch, rows), tiles.rows_of(dout, batch, rows)
                 scores = tiles.scores(q_rows, k_keys, batch, rows, keys)
-                weights = tiling.exp(_below(scores.masked, tiles, lse, lse_low, at, span))
+                weights = tiling.exp(below(scores.masked, tiles, lse, lse_low, at, span))
                 ds = dout_rows @ v_keys.transpose(1, 2)
                 applied = weights
                 if (kept := tiles.kept(batch, rows, keys)) is not None:
@@ -348,7 +357,7 @@ def backward(
     return Gradients(dq.to(q.dtype), dk, dv, None if dmask is None or mask is None else dmask.to(mask.dtype))
 
 
-def _below(
+def below(
     scores: Tensor, tiles: Tiles, lse: Tensor, lse_low: Tensor | None, batch: slice, rows: slice
 ) -> Tensor:
     """scores - lse - lse_low, in place: lse first, as both may share a large part, then its error."""
@@ -360,7 +369,14 @@ _FAITHFUL = 2.0**6
 """Largest |lse| whose rounding error changes no weight by more than 4e-6."""
 
 
-def lse_low(q: Tensor, k: Tensor, lse: Tensor, scoring: Scoring, tiling: Tiling | None = None) -> Tensor:
+def lse_low(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    scoring: Scoring,
+    tiling: Tiling | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """The rounding error of an lse that another kernel than `forward` computed, in lse's shape and dtype.
 
     Scores are recomputed for blocks of rows in which some lse is above 64 or below -64; elsewhere it is 0.
@@ -378,9 +394,11 @@ def lse_low(q: Tensor, k: Tensor, lse: Tensor, scoring: Scoring, tiling: Tiling 
             if not is_large[at, :, span].any():
                 continue
             q_rows, total = tiles.scaled_rows(batch, rows), torch.zeros_like(lse[at, :, span])
+            if sinks is not None:
+                total += tiling.exp(sinks[:, None].to(lse.dtype) - lse[at, :, span])
             for keys in blocks(scoring.band.keys(rows, Sq, Sk), tiling.keys):
                 scores = tiles.scores(q_rows, tiles.keys_of(k, batch, keys), batch, rows, keys)
-                weights = tiling.exp(_below(scores.masked, tiles, lse, None, at, span))
+                weights = tiling.exp(below(scores.masked, tiles, lse, None, at, span))
                 total += tiles.per_head(weights.sum(-1), len(rows))
             low[at, :, span] = total.log_().masked_fill_(~is_large[at, :, span], 0.0)
     return low

@@ -22,6 +22,7 @@ def reference(
     scale: float | None = None,
     softcap: float = 0.0,
     attn_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
@@ -40,7 +41,10 @@ def reference(
     band: Band = check.band(causal, window)
     mask = check.attn_mask(attn_mask, q, k)
     scoring = Scoring(check.scale(scale, q.shape[-1]), band, check.softcap(softcap), mask, dropout)
-    return attention(q.to(dtype), k.to(dtype), v.to(dtype), scoring)
+    check.sinks(sinks, q)
+    return attention(
+        q.to(dtype), k.to(dtype), v.to(dtype), scoring, None if sinks is None else sinks.to(dtype)
+    )
 
 
 def assert_close_as_peer(

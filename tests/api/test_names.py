@@ -24,7 +24,7 @@ def varlen(x: Tensor) -> Tensor:
 
 
 def weights(x: Tensor) -> Tensor:
-    return flash4_torch.ops.attention_weights(x, x, None, None, CallOptions(scale=1.0), False)
+    return flash4_torch.ops.attention_and_weights(x, x, x, None, None, None, CallOptions(scale=1.0), False)[2]
 
 
 def dense(x: Tensor) -> Tensor:

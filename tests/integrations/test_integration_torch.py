@@ -181,7 +181,7 @@ def test_our_own_function_ends_while_the_route_is_active() -> None:
     q, k, v = (normal(1, 16, 2, 8, seed=s).requires_grad_() for s in range(3))
 
     def attend() -> list[Tensor]:
-        out, _ = ops.attention(q, k, v, None, None, CallOptions(window_right=0, **PLAIN))
+        out, _ = ops.attention(q, k, v, None, None, None, CallOptions(window_right=0, **PLAIN))
         return with_grads(out, q, k, v)
 
     alone = attend()

@@ -69,6 +69,9 @@ STATICS = {
         256, 256, (2, 64, 2, 1), pingpong=True, k_ahead=True, o_over_q=True, cluster=2, **CAUSAL
     ),
     "pair, packed": static(64, 64, (1, 64, 2, 2), k_ahead=True, pack_gqa=4, cluster=2, **CAUSAL),
+    "sinks": static(64, 64, (2, 128, 2, 2), sinks="bfloat16", lazy_rescale=True, **CAUSAL),
+    "sinks, packed": static(128, 64, (1, 80, 2, 2), "float16", sinks="float32", pack_gqa=4, varlen=True),
+    "sinks, float32 mask": static(64, 64, (2, 64, 2, 2), sinks="float32", mask="float32", scaled=True),
     "softcap": static(64, 64, (2, 128, 2, 2), softcap=True, scaled=True, **WINDOW),
     "scaled": static(96, 40, (2, 80, 2, 2), "float16", scaled=True, next_tile=True, k_ahead=True),
     "bool mask": static(64, 64, (2, 128, 2, 2), mask="bool"),
@@ -142,4 +145,6 @@ def test_a_wrong_launch_is_found() -> None:
     with emulate.device("sm_90a") as device, device.touching(call.q, call.k, call.v, out, tile_counter):
         function = compiled(features, config)
         with pytest.raises(emulate.EmulationError, match="out-of-bounds"):
-            function(call.q, call.k, call.v, out, lse, None, tile_counter, None, None, None, None, params)
+            function(
+                call.q, call.k, call.v, out, lse, None, tile_counter, None, None, None, None, None, params
+            )

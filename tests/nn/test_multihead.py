@@ -548,7 +548,7 @@ class Recorder:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
-        for name in ("attention", "attention_varlen", "attention_weights"):
+        for name in ("attention", "attention_varlen", "attention_and_weights"):
             monkeypatch.setattr(ops, name, self._recorded(name, getattr(ops, name)))
 
     def _recorded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -559,7 +559,7 @@ class Recorder:
         return call
 
     def attentions(self) -> int:
-        return sum(name != "attention_weights" for name, *_ in self.calls)
+        return len(self.calls)
 
 
 @pytest.fixture

@@ -53,15 +53,15 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def operator(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.ops.flash4.attention.default(q, k, v, mask, None, *OPTIONS)
+    return torch.ops.flash4.attention.default(q, k, v, mask, None, None, *OPTIONS)
 
 
 def inner(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    return ops.attention(*ops.autocast_inputs(q, k, v), mask, None, OPTIONS)
+    return ops.attention(*ops.autocast_inputs(q, k, v), mask, None, None, OPTIONS)
 
 
 def weights(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    return ops.attention_weights(*ops.autocast_inputs(q, k), mask, None, OPTIONS, True)
+    return ops.attention_and_weights(*ops.autocast_inputs(q, k, v), mask, None, None, OPTIONS, True)[2]
 
 
 Function = Callable[..., Any]

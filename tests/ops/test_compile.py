@@ -80,8 +80,9 @@ def sdpa_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return flash4_torch.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
 
 
-def weights(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
-    return ops.attention_weights(q, k, mask[None], None, CallOptions(scale=0.3, window_right=0), True)
+def weights(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+    options = CallOptions(scale=0.3, window_right=0)
+    return ops.attention_and_weights(q, k, v, mask[None], None, None, options, True)
 
 
 Call = tuple[Callable[..., Any], Callable[..., tuple[Any, ...]]]
@@ -94,7 +95,7 @@ CALLS: dict[str, Call] = {
     "varlen": (varlen, packed),
     "sdpa, causal": (sdpa_causal, heads_first),
     "sdpa, mask": (sdpa_masked, lambda: (*heads_first(), float_mask())),
-    "weights": (weights, lambda: (*dense()[:2], float_mask())),
+    "weights": (weights, lambda: (*dense(), float_mask())),
 }
 
 

@@ -63,8 +63,11 @@ def test_dense(data: st.DataObject) -> None:
         for S, heads, width in ((Sq, Hk * group, D), (Sk, Hk, D), (Sk, Hk, 3))
     )
     mask, scoring = data.draw(masks(B, Hk * group, Sq, Sk)), data.draw(scorings())
-    compare("attention", q, k, v, mask, None, *scoring, False)
-    compare("attention_weights", q, k, mask, None, *scoring, data.draw(st.booleans()))
+    sinks = torch.randn(Hk * group, dtype=dtype) if data.draw(st.booleans()) else None
+    compare("attention", q, k, v, mask, sinks, None, *scoring, False)
+    _, lse, low = FLASH4.attention.default(q, k, v, mask, sinks, None, *scoring, False)
+    low = low if low.numel() else None
+    compare("attention_weights", q, k, lse, low, mask, sinks, None, *scoring, data.draw(st.booleans()))
 
 
 @given(st.data())
@@ -76,14 +79,17 @@ def test_varlen(data: st.DataObject) -> None:
     )
     q, k, v = (torch.randn(T, heads, D, dtype=torch.float64) for T, heads in ((Tq, 4), (Tk, 2), (Tk, 2)))
     if Tk:
-        compare("attention_varlen", q, k, v, *cu, None, 4, 4, *data.draw(scorings()), False)
+        sinks = torch.randn(4, dtype=torch.float64) if data.draw(st.booleans()) else None
+        compare("attention_varlen", q, k, v, *cu, sinks, None, 4, 4, *data.draw(scorings()), False)
 
 
 def test_dropout_is_refused() -> None:
     q = torch.randn(1, 2, H, D)
     state = ops.draw_rng_state(q.device)
     with pytest.raises(ArgumentError, match=r"dropout_p is 0\.5, .* eval\(\)"):
-        ops.decompositions[FLASH4.attention.default](q, q, q, None, state, 1.0, None, None, 0.0, 0.5, False)
+        ops.decompositions[FLASH4.attention.default](
+            q, q, q, None, None, state, 1.0, None, None, 0.0, 0.5, False
+        )
 
 
 # Exported programs

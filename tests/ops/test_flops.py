@@ -13,7 +13,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flash4_torch
 from flash4_torch import ops
-from flash4_torch.problem import CallOptions
 
 lengths = st.integers(1, 24)
 heads = st.tuples(st.integers(1, 2), st.integers(1, 3)).map(lambda n: (n[0] * n[1], n[0]))
@@ -102,7 +101,10 @@ def test_weights_count_one_product_and_three_backward() -> None:
     q, k, _ = dense(2, 5, 7, 4, 2, 8, 8)
 
     def weights() -> Tensor:
-        return ops.attention_weights(q, k, None, None, CallOptions(scale=1.0), False)
+        lse = q.new_zeros(2, 4, 5)
+        return ops.autograd.attention_weights(
+            q, k, lse, None, None, None, None, 1.0, None, None, 0.0, 0.0, False
+        )
 
     one = 2 * 2 * 4 * 5 * 7 * 8
     assert flops(weights) == one

@@ -96,7 +96,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def weights(q: Tensor, k: Tensor) -> Tensor:
-    return ops.attention_weights(q, k, None, None, CallOptions(scale=0.3, window_right=0), True)
+    options = CallOptions(scale=0.3, window_right=0)
+    return ops.attention_and_weights(q, k, k, None, None, None, options, True)[2]
 
 
 def dropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 from cases import Case, cases, laid_out
 from flash4_torch import ops
 from flash4_torch.errors import DoubleBackwardError
+from flash4_torch.reference.scoring import working_dtype
 
 FORWARD = ("attention", "attention_varlen", "attention_weights")
 LAYOUTS = ("contiguous", "heads_first", "sliced")
@@ -31,6 +32,7 @@ class CallOptions:
     right: int | None = None
     softcap: float = 0.0
     dropout_p: float = 0.0
+    sinks: bool = False
     flag: bool = False
     """`deterministic`, or `average_heads` of the weights."""
 
@@ -42,12 +44,18 @@ class CallOptions:
     def rng_state(self) -> Tensor | None:
         return torch.tensor([5, 7]) if self.dropout_p else None
 
+    @property
+    def scored_by(self) -> tuple[Tensor | None, Tensor | None]:
+        """The sinks of four heads, and the RNG state."""
+        return torch.randn(4).requires_grad_() if self.sinks else None, self.rng_state
+
 
 VARIANTS = {
     "plain": CallOptions(),
     "window, softcap": CallOptions(left=2, right=-1, softcap=2.0, flag=True),
     "bool mask": CallOptions(mask="bool", right=0),
     "float mask, dropout": CallOptions(mask="float", dropout_p=0.3, flag=True),
+    "sinks": CallOptions(sinks=True, right=0),
 }
 
 
@@ -64,15 +72,15 @@ def forward_arguments(name: str, options: CallOptions, layout: str) -> tuple[Any
             for seed, (T, H, D) in enumerate([(5, 4, 8), (7, 2, 8), (7, 2, 6)])
         )
         lengths = torch.tensor([0, 3, 3, 5]), torch.tensor([0, 4, 6, 7])
-        return q, k, v, *lengths, options.rng_state, 3, 4, *options.arguments
+        return q, k, v, *lengths, *options.scored_by, 3, 4, *options.arguments
     q, k, v = (
         laid_out((2, S, H, D), torch.float32, layout, seed)
         for seed, (S, H, D) in enumerate([(5, 4, 8), (7, 2, 8), (7, 2, 6)])
     )
     mask = attn_mask(options.mask, (1, 4, 5, 7))
     if name == "attention_weights":
-        return q, k, mask, options.rng_state, *options.arguments
-    return q, k, v, mask, options.rng_state, *options.arguments
+        return q, k, torch.randn(2, 4, 5) + 2.0, None, mask, *options.scored_by, *options.arguments
+    return q, k, v, mask, *options.scored_by, *options.arguments
 
 
 def backward_arguments(name: str, forward: tuple[Any, ...], layout: str) -> tuple[Any, ...]:
@@ -80,7 +88,7 @@ def backward_arguments(name: str, forward: tuple[Any, ...], layout: str) -> tupl
     forward = without_grad(forward)
     results = operator(name)(*forward)
     if name == "attention_weights":
-        return torch.randn_like(results), *forward, forward[2] is not None and forward[2].dtype != torch.bool
+        return torch.randn_like(results), *forward, forward[4] is not None and forward[4].dtype != torch.bool
     out, lse, *low = results
     low = [x if x.numel() else None for x in low]
     if out.dim() == 4:
@@ -176,10 +184,12 @@ def test_fakes_of_dense_operators(case: Case, dropout_p: float, flag: bool) -> N
     mask = case.kwargs["attn_mask"]
     mask = None if mask is None else mask[(None,) * (4 - mask.dim())]
     rng_state = ops.draw_rng_state(case.q.device) if dropout_p else None
-    options = (mask, rng_state, 0.3, *band_of(case), case.kwargs["softcap"], dropout_p, flag)
+    options = (0.3, *band_of(case), case.kwargs["softcap"], dropout_p, flag)
+    options = (mask, case.kwargs["sinks"], rng_state, *options)
+    lse = case.q.new_zeros(*case.q.shape[:3], dtype=working_dtype(case.q.dtype)).transpose(1, 2)
     for name, inputs in {
         "attention": (case.q, case.k, case.v),
-        "attention_weights": (case.q, case.k),
+        "attention_weights": (case.q, case.k, lse, None),
     }.items():
         arguments = without_grad((*inputs, *options))
         assert_fake_is_like_real(name, arguments)
@@ -193,7 +203,7 @@ def test_fakes_of_varlen_operators(case: Case, cuts: list[int], dropout_p: float
     lengths = (torch.tensor([0, *sorted(min(cut, T) for cut in cuts), T]) for T in (Tq, Tk))
     rng_state = ops.draw_rng_state(q.device) if dropout_p else None
     options = (0.3, *band_of(case), case.kwargs["softcap"], dropout_p, False)
-    arguments = (q, k, v, *lengths, rng_state, Tq, Tk, *options)
+    arguments = (q, k, v, *lengths, case.kwargs["sinks"], rng_state, Tq, Tk, *options)
     assert_fake_is_like_real("attention_varlen", arguments)
     backward = backward_arguments("attention_varlen", arguments, "contiguous")
     assert_fake_is_like_real("attention_varlen_backward", backward)

@@ -26,8 +26,8 @@ class Case:
 
     @property
     def differentiable(self) -> list[Tensor]:
-        mask = self.kwargs.get("attn_mask")
-        return [self.q, self.k, self.v, *([mask] if mask is not None and mask.requires_grad else [])]
+        more = (self.kwargs.get(name) for name in ("attn_mask", "sinks"))
+        return [self.q, self.k, self.v, *(x for x in more if x is not None and x.requires_grad)]
 
     def exact(self, dtype: torch.dtype = torch.float64, **more: Any) -> tuple[Tensor, Tensor]:
         return reference(self.q, self.k, self.v, **self.kwargs, **more, dtype=dtype)
@@ -90,6 +90,17 @@ def masks(draw: st.DrawFn, full: tuple[int, int, int, int], dtype: torch.dtype) 
 
 
 @st.composite
+def sinks(draw: st.DrawFn, Hq: int, dtype: torch.dtype) -> Tensor | None:
+    """None, or (Hq,) numbers that require grad."""
+    size = draw(st.sampled_from([None, None, 1.0, 20.0]))
+    if size is None:
+        return None
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    values = size * torch.randn(Hq, generator=generator, dtype=torch.float64)
+    return values.to(draw(st.sampled_from([dtype, torch.float32]))).requires_grad_()
+
+
+@st.composite
 def cases(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES, **fixed: Any) -> Case:
     """Calls of `attention` over every feature but dropout; `fixed` pins keyword arguments."""
     B, Sq, Sk, Hq, Hk, D, Dv = draw(sizes())
@@ -103,6 +114,7 @@ def cases(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES, **fix
         "scale": draw(st.sampled_from([None, 0.3, -0.7])),
         "softcap": draw(st.sampled_from([0.0, 0.0, 1.5])),
         "attn_mask": draw(masks((B, Hq, Sq, Sk), dtype)),
+        "sinks": draw(sinks(Hq, dtype)),
     }
     return Case(
         laid_out((B, Sq, Hq, D), dtype, draw(layout), seed),

@@ -62,6 +62,7 @@ class Call:
     mask: Tensor | None = None
     p: float = 0.0
     rng_state: Tensor | None = None
+    sinks: Tensor | None = None
 
     def __repr__(self) -> str:
         tensors = {"q": self.q, "k": self.k, "v": self.v, "dout": self.dout, "mask": self.mask}
@@ -121,6 +122,7 @@ def calls(draw: st.DrawFn, features: Features, *, whole: int = 1, packed: bool =
         mask=draw(masks((B, Hq, Sq, Sk), features.mask)) if features.mask else None,
         p=draw(st.sampled_from([0.1, 0.5, 0.8])) if features.dropout else 0.0,
         rng_state=torch.tensor([draw(st.integers(0, 1 << 40)), draw(st.integers(0, 99))]),
+        sinks=draw(sinks(features, Hq)),
     )
 
 
@@ -130,6 +132,8 @@ def drawn(kernel: Kernel, Hk: int = 1, **changes: Any) -> Call:
     lengths = changes.pop("lengths", ((150,), (300,)))
     tensors = _tensors(features, 2 * Hk, Hk, lengths, changes.pop("seed", 0), heads_first=False)
     more = {"softcap": 3.0 if features.softcap else 0.0, "rng_state": torch.tensor([5, 7])} | changes
+    if features.sinks:
+        more["sinks"] = torch.linspace(-1.0, 2.0, 2 * Hk).to(getattr(torch, features.sinks))
     return Call(*tensors, lengths, features.D**-0.5, **more)
 
 
@@ -163,10 +167,22 @@ def masks(draw: st.DrawFn, full: tuple[int, int, int, int], dtype: str) -> Tenso
     return bias.masked_fill(~seen, -math.inf).to(getattr(torch, dtype))
 
 
+@st.composite
+def sinks(draw: st.DrawFn, features: Features, Hq: int) -> Tensor | None:
+    """The sinks of a kernel that takes some: near the scores, far from them, or none of a head."""
+    if not features.sinks:
+        return None
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    values = draw(st.sampled_from([1.0, 30.0])) * torch.randn(Hq, generator=generator)
+    if draw(st.booleans()):
+        values[0] = -math.inf
+    return values.to(getattr(torch, features.sinks))
+
+
 def results(features: Features, call: Call, dtype: torch.dtype) -> Results:
     """Results by definition, in `dtype`; a floating mask is taken as it is."""
     found = [
-        attention(q, k, v, _scoring(features, call, b, call.mask))
+        attention(q, k, v, _scoring(features, call, b, call.mask), _sinks(call, dtype))
         for b, (q, k, v, _) in enumerate(_sequences(features, call, *_in(dtype, call)))
     ]
     if not features.varlen:
@@ -261,6 +277,10 @@ def blind(kernel: Kernel) -> Call:
     if features.varlen and not (features.left or features.right):
         return drawn(kernel, lengths=((150, 0), (0, 300)))
     return call
+
+
+def _sinks(call: Call, dtype: torch.dtype) -> Tensor | None:
+    return None if call.sinks is None else call.sinks.to(dtype)
 
 
 def _in(dtype: torch.dtype, call: Call) -> list[Tensor]:

@@ -94,7 +94,7 @@ def run(kernel: Kernel, call: Call, where: Where | None = None, **schedule: Any)
     low = torch.full_like(lse, math.nan) if features.float_mask else None
     tensors = (q, call.k, call.v, out, lse, low)
     where = where or emulated(kernel, call, **schedule)
-    _launch(kernel, call, tensors, (), mask, plan, (), max(call.lengths[0]), where)
+    _launch(kernel, call, tensors, (), mask, plan, (), max(call.lengths[0]), where, (call.sinks,))
     assert low is None or not low.isnan().any()
     return Results(out, lse)
 
@@ -165,6 +165,7 @@ def _launch(
     behind_mask: tuple[Tensor | None, ...],
     max_seqlen: int,
     where: Where,
+    behind_rng_state: tuple[Tensor | None, ...] = (),
 ) -> None:
     features, config = kernel
     tile_counter = torch.zeros(1, dtype=torch.int32)
@@ -183,10 +184,11 @@ def _launch(
             with device.touching(mask, tables):
                 compiled_tables(plan)(mask, tables)
         before = (*tensors, tile_counter, *behind_tile_counter, *ends)
-        touched = (*before, mask, tables, *behind_mask, rng_state)
+        touched = (*before, mask, tables, *behind_mask, rng_state, *behind_rng_state)
         with device.touching(*(x for x in touched if x is not None)):
             mask_args = None if plan is None else (mask, tables)
-            compiled(features, config)(*before, mask_args, *behind_mask, rng_state, params)
+            others = (*behind_mask, rng_state, *behind_rng_state)
+            compiled(features, config)(*before, mask_args, *others, params)
     assert tile_counter.item() == 0
 
 

@@ -18,13 +18,14 @@ import on_cpu_backward
 from flash4_torch import compile, fast_path
 from flash4_torch.backends import dispatch, tile_counters
 from flash4_torch.backends.compiled import MASK_BLOCKS, SM90A, Compiled, Target, backend, forward
-from flash4_torch.backends.compiled.targets import ForwardConfig
+from flash4_torch.backends.compiled.targets import WEIGHTS, ForwardConfig
 from flash4_torch.backends.tiled import Tiled
 from flash4_torch.configs.types import Features
 from flash4_torch.kernels.common.mask_tables import MaskPlan, place
 from flash4_torch.masks import Band
 from flash4_torch.problem import Problem
 from flash4_torch.reference import tiled
+from flash4_torch.reference import weights as reference_weights
 from flash4_torch.reference.dropout import Dropout
 from flash4_torch.reference.scoring import Scoring
 
@@ -85,6 +86,8 @@ def gpu(target: Target = SM90A) -> Iterator[Machine]:
         if entry == MASK_BLOCKS:
             return lambda mask, tables: _mask_blocks(machine, *static, mask, tables)
         assert arch == target.arch
+        if entry == WEIGHTS:
+            return lambda *args: _weights(*static, *args)
         if entry != target.forward:
             return on_cpu_backward.stand_in(target, machine.backwards, entry, static)
         return lambda *args: _forward(machine, *static, *args)
@@ -111,11 +114,12 @@ def _forget() -> None:
     fast_path.clear()
     backend._kernel.cache_clear()
     backend._backward_kernels.cache_clear()
+    backend._weights_kernel.cache_clear()
 
 
 def _forward(machine: Machine, features: Features, config: ForwardConfig, *args: Any) -> None:
     machine.launches.append(Launch(features, config, args))
-    q, k, v, out, lse, low, _, ends_q, ends_k, mask_args, rng_state, params = args
+    q, k, v, out, lse, low, _, ends_q, ends_k, mask_args, rng_state, sinks, params = args
     _check(features, config, *args)
     scale, softcap, left, right, max_seqlen, *_, drop_byte, drop_fraction, keep_scale, _ = params
     p = (drop_byte + drop_fraction / 2**32) / 256
@@ -131,12 +135,34 @@ def _forward(machine: Machine, features: Features, config: ForwardConfig, *args:
         dropout = Dropout(rng_state, p, b) if features.dropout else None
         scoring = Scoring(scale, band, softcap if features.softcap else 0.0, mask, dropout)
         if features.varlen:
-            results = tiled.forward(q[None, rows], k[None, keys], v[None, keys], scoring)
+            results = tiled.forward(q[None, rows], k[None, keys], v[None, keys], scoring, sinks=sinks)
             out[rows], lse[:, rows] = results[0][0], results[1][0]
         else:
-            for result, exact in zip((out, lse, low), tiled.forward(q, k, v, scoring), strict=True):
+            results = tiled.forward(q, k, v, scoring, sinks=sinks)
+            for result, exact in zip((out, lse, low), results, strict=True):
                 if result is not None:
                     result.copy_(exact)
+
+
+def _weights(features: Features, average_heads: bool, *args: Any) -> None:
+    q, k, lse, low, weights, mask_args, rng_state, params = args
+    B, Sq, Hq, _ = q.shape
+    Sk = k.shape[1]
+    for x in (q, k):
+        on_cpu_backward.check_rows(x, features.dtype, False)
+    assert weights.shape == ((B, Sq, Sk) if average_heads else (B, Hq, Sq, Sk)) and weights.is_contiguous()
+    assert weights.dtype == q.dtype and q.shape[-1] == k.shape[-1] == features.D and not features.sinks
+    for x in (lse, low):
+        assert x is None or (x.shape == (B, Hq, Sq) and x.is_contiguous() and x.dtype == torch.float32)
+    assert (low is not None) == features.float_mask and (rng_state is not None) == features.dropout
+    assert (mask_args is not None) == bool(features.mask)
+    scale, softcap, left, right, *_, drop_byte, drop_fraction, _, _ = params
+    p = (drop_byte + drop_fraction / 2**32) / 256
+    band = Band(left if features.left else None, right if features.right else None)
+    mask = mask_args[0] if mask_args else None
+    dropout = Dropout(rng_state, p) if features.dropout else None
+    scoring = Scoring(scale, band, softcap if features.softcap else 0.0, mask, dropout)
+    weights.copy_(reference_weights.forward(q, k, lse, low, scoring, average_heads))
 
 
 def _check(
@@ -153,6 +179,7 @@ def _check(
     ends_k: Tensor | None,
     mask_args: tuple[Tensor, Tensor] | None,
     rng_state: Tensor | None,
+    sinks: Tensor | None,
     params: tuple[Any, ...],
 ) -> None:
     """Asserts what the kernel is promised."""
@@ -174,6 +201,10 @@ def _check(
     for ends in (ends_q, ends_k):
         assert ends is None or (ends.dtype == torch.int32 and ends.is_contiguous())
     assert (rng_state is not None) == features.dropout
+    assert (sinks is not None) == bool(features.sinks)
+    if sinks is not None:
+        assert str(sinks.dtype) == f"torch.{features.sinks}"
+        assert sinks.shape == (Hq,) and sinks.is_contiguous()
     assert (mask_args is not None) == bool(features.mask)
     if mask_args:
         mask, tables = mask_args

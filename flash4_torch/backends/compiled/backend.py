@@ -13,10 +13,13 @@ from torch import Tensor
 from ... import env
 from ...kernels.common import mask_tables
 from ...kernels.common.mask_tables import MaskPlan
-from ...problem import Inputs, Problem, Saved, has_float_mask
+from ...problem import Inputs, Problem, Saved, SavedWeights, has_float_mask
+from ...reference.weights import WeightsGradients
 from .. import tile_counters
 from ..base import BackwardLaunch, Grads, Launch, OutAndLse, Results
+from ..tiled import sinks_gradient
 from . import backward, forward
+from . import weights as weights_launch
 from .backward import Allocator, Kernels, Operands
 from .explain import explain
 from .forward import Kernel
@@ -56,7 +59,10 @@ class Compiled:
         out, lse, low = _results(q, v, inputs.attn_mask)
         if is_empty(inputs, problem):
             low = None if low is None else low.zero_()
-            return Results(unpad(out.zero_(), problem.spec.Dv), lse.fill_(-math.inf), low)
+            lse.fill_(-math.inf)
+            if inputs.sinks is not None:
+                lse.copy_(inputs.sinks[:, None].expand(lse.shape))
+            return Results(unpad(out.zero_(), problem.spec.Dv), lse, low)
         index = q.get_device()
         kernel = self.kernel(problem, index)
         mask = inputs.attn_mask
@@ -74,6 +80,7 @@ class Compiled:
             lengths(inputs.cu_seqlens_k),
             self._mask_args(problem, mask, forward.mask_plan(mask_dtype(problem), kernel.config)),
             inputs.rng_state,
+            None if inputs.sinks is None else inputs.sinks.contiguous(),
             kernel.params,
         )
         return Results(unpad(out, problem.spec.Dv), lse, low)
@@ -83,8 +90,11 @@ class Compiled:
         mask, dmask = inputs.attn_mask, None
         if mask is not None and saved.mask_grad:
             dmask = mask.new_zeros(mask.shape, dtype=torch.float32)
+        dsinks = None if inputs.sinks is None else torch.zeros_like(inputs.sinks)
         if is_empty(inputs, problem):
             dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
+            if dsinks is not None:
+                dsinks = sinks_gradient(saved, inputs)
         else:
             kernels = self.backward_kernels(problem, q.get_device())
             ends_q, ends_k = lengths(inputs.cu_seqlens_q), lengths(inputs.cu_seqlens_k)
@@ -111,11 +121,41 @@ class Compiled:
                 return partial(q.new_empty, shape, dtype=dtype)
 
             launch = backward.sequence(kernels, shapes, q.dtype, problem.scale, kernels.params, allocator)
-            dq, dk, dv = launch(operands, self.counter(q.get_device()))
+            dq, dk, dv, stats = launch(operands, self.counter(q.get_device()))
+            if inputs.sinks is not None:
+                dsinks = backward.sinks_gradient(stats, inputs.sinks, kernels)
         D, Dv = problem.spec.D, problem.spec.Dv
         if dmask is not None and inputs.attn_mask is not None:
             dmask = dmask.to(inputs.attn_mask.dtype)
-        return unpad(dq, D), unpad(dk, D), unpad(dv, Dv), dmask
+        return Grads(unpad(dq, D), unpad(dk, D), unpad(dv, Dv), dmask, dsinks)
+
+    def weights(self, saved: SavedWeights, inputs: Inputs, problem: Problem) -> Tensor:
+        return self._weigh(inputs, saved, problem, saved.average_heads)
+
+    def weights_backward(self, saved: SavedWeights, inputs: Inputs, problem: Problem) -> WeightsGradients:
+        return weights_launch.backward(saved, inputs, problem, partial(self._weigh, average_heads=False))
+
+    def _weigh(self, inputs: Inputs, saved: SavedWeights, problem: Problem, average_heads: bool) -> Tensor:
+        q, k = readable(inputs.q), readable(inputs.k)
+        B, Sq, Sk, Hq, _ = problem.extent
+        result = q.new_empty((B, Sq, Sk) if average_heads else (B, Hq, Sq, Sk))
+        if not result.numel():
+            return result
+        kernel = self.weights_kernel(problem, average_heads)
+        mask = inputs.attn_mask
+        if mask is not None:
+            mask = mask.expand(*mask.shape[:3], Sk)
+        kernel.function(
+            q,
+            k,
+            saved.lse.contiguous(),
+            None if saved.lse_low is None else saved.lse_low.contiguous(),
+            result,
+            self._mask_args(problem, mask, kernel.mask_plan),
+            inputs.rng_state if problem.spec.dropout else None,
+            kernel.params,
+        )
+        return result
 
     def prepare(self, inputs: Inputs, problem: Problem) -> Launch | None:
         """`forward`, prepared for dense, unmasked tensors of these sizes and strides if none needs a copy."""
@@ -139,7 +179,7 @@ class Compiled:
                 with torch.cuda.device(index):
                     return launch(q, k, v, rng_state)
             out, lse = new_out(), new_lse()
-            function(q, k, v, out, lse, None, counter(index), None, None, None, rng_state, params)
+            function(q, k, v, out, lse, None, counter(index), None, None, None, rng_state, None, params)
             return out, lse
 
         return launch
@@ -180,7 +220,7 @@ class Compiled:
                     return launch(dout, q, k, v, out, lse, rng_state)
             if copied:
                 dout = readable(dout)
-            return launch_all(Operands(q, k, v, out, dout, lse, rng_state=rng_state), counter(index))
+            return launch_all(Operands(q, k, v, out, dout, lse, rng_state=rng_state), counter(index))[:3]
 
         return launch
 
@@ -219,6 +259,10 @@ class Compiled:
     def backward_kernels(self, problem: Problem, index: int) -> Kernels:
         return _backward_kernels(self.target(problem), problem, index)
 
+    def weights_kernel(self, problem: Problem, average_heads: bool) -> weights_launch.Kernel:
+        """The kernel that computes the weights."""
+        return _weights_kernel(self.target(problem), problem, average_heads)
+
     def counter(self, index: int) -> Tensor:
         """The tile counter of a launch, int32 (1,), which is 0."""
         return tile_counters.counter(index)
@@ -231,7 +275,12 @@ def limits(target: Target, problem: Problem) -> tuple[str, ...]:
     why = []
     if spec.dtype not in _DTYPES:
         why.append(f"the dtype is {spec.dtype}, and it serves bfloat16 and float16")
-    why += (backward if spec.backward else forward).limits(target, problem)
+    if spec.weights:
+        why += weights_launch.limits(problem)
+    else:
+        why += (backward if spec.backward else forward).limits(target, problem)
+    if spec.sinks not in _MASK_DTYPES or spec.sinks == "bool":
+        why.append(f"sinks are {spec.sinks}, and it takes up to float32")
     if mask_dtype(problem) not in _MASK_DTYPES:
         why.append(f"attn_mask is {mask_dtype(problem)}, and it takes bool and up to float32")
     blocks = max(extent.Sq, extent.Sk if spec.backward else 0) // 64 + 1
@@ -249,7 +298,7 @@ def _missing(exported: bool) -> list[str]:
 
 def _is_plain(problem: Problem) -> bool:
     """Whether q, k, v and dropout's RNG state are the call's only tensors."""
-    return not (problem.spec.varlen or problem.spec.mask)
+    return not (problem.spec.varlen or problem.spec.mask or problem.spec.sinks or problem.spec.weights)
 
 
 def _results(q: Tensor, v: Tensor, attn_mask: Tensor | None) -> Results:
@@ -274,6 +323,11 @@ def _kernel(target: Target, problem: Problem, index: int) -> Kernel:
 @lru_cache(maxsize=1024)
 def _backward_kernels(target: Target, problem: Problem, index: int) -> Kernels:
     return backward.decide(target, problem, num_sms(index), target.find)
+
+
+@lru_cache(maxsize=1024)
+def _weights_kernel(target: Target, problem: Problem, average_heads: bool) -> weights_launch.Kernel:
+    return weights_launch.decide(target, problem, average_heads, target.find)
 
 
 @cache

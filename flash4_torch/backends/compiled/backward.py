@@ -8,6 +8,7 @@ dK and dV of each query head, from which the group reduction computes those of t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,6 +25,8 @@ from ...problem import Problem
 from . import forward
 from .params import LaunchParams, launch_params
 from .targets import GROUP_REDUCE, POSTPROCESS, PREPROCESS, BackwardConfig, Find, Row, Target
+
+LOG2E = math.log2(math.e)
 
 
 class Kernels(NamedTuple):
@@ -84,8 +87,9 @@ class Operands(NamedTuple):
 
 Allocator = Callable[[tuple[int, ...], torch.dtype], Callable[[], Tensor]]
 """Takes a contiguous tensor's shape and dtype, and returns what allocates one."""
-Sequence = Callable[[Operands, Tensor], tuple[Tensor, Tensor, Tensor]]
-"""Function that launches all kernels, given the operands and a tile counter; returns dq, dk and dv."""
+Sequence = Callable[[Operands, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
+"""Function that launches all kernels, given the operands and a tile counter; returns dq, dk, dv and the
+statistics of the query rows."""
 
 
 def limits(target: Target, problem: Problem) -> list[str]:
@@ -145,7 +149,8 @@ def group_reduce_plan(features: Features) -> GroupReducePlan:
 
 def features_of(problem: Problem) -> Features:
     spec = problem.spec
-    return forward.features_of(problem)._replace(deterministic=spec.deterministic, dmask=spec.dmask)
+    # lse counts the sinks, which is all that the kernels need.
+    return forward.features_of(problem)._replace(deterministic=spec.deterministic, dmask=spec.dmask, sinks="")
 
 
 def config_of(target: Target, problem: Problem, num_sms: int) -> BackwardConfig:
@@ -187,6 +192,15 @@ def params_of(target: Target, problem: Problem, config: BackwardConfig, num_sms:
 def mask_plan(dtype: str, config: BackwardConfig) -> MaskPlan:
     """How a transposed mask, whose rows are keys, is divided into blocks."""
     return MaskPlan(dtype, config.cluster_keys, config.queries)
+
+
+def sinks_gradient(stats: Tensor, sinks: Tensor, kernels: Kernels) -> Tensor:
+    """dsinks (Hq,) from the statistics of the query rows: minus a sink's weight, times delta, in all rows."""
+    # Rows that are only padding have delta 0 and a sink's weight of 0.
+    sign = -1.0 if kernels.config.tmem_order else 1.0
+    lse_log2, delta = stats[0], stats[1]
+    weights = torch.exp2(sinks.float()[:, None] * LOG2E - sign * lse_log2)
+    return (weights * delta).sum(-1).view(-1, len(sinks)).sum(0).mul_(-sign).to(sinks.dtype)
 
 
 def transposed(mask: Tensor, Sq: int) -> Tensor:
@@ -239,7 +253,7 @@ def sequence(
     if group_reduce is not None:
         new_parts = allocator(shapes.dk_parts, dtype), allocator(shapes.dv_parts, dtype)
 
-    def launch(x: Operands, tile_counter: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def launch(x: Operands, tile_counter: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         q, k, v, out, dout, lse, lse_low, dlse, ends_q, ends_k, mask, dmask, rng_state = x
         stats, dq_acc, dq, dk, dv = new_stats(), new_dq_acc(), new_dq(), new_dk(), new_dv()
         semaphore = None if new_semaphore is None else new_semaphore()
@@ -254,6 +268,6 @@ def sequence(
             postprocess(dq_acc, dq, ends_q, scale)
         if group_reduce is not None:
             group_reduce(dk_made, dv_made, dk, dv)
-        return dq, dk, dv
+        return dq, dk, dv, stats
 
     return launch

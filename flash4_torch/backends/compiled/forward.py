@@ -57,6 +57,7 @@ def features_of(problem: Problem) -> Features:
         mask=mask,
         dropout=spec.dropout,
         large_softcap=problem.softcap > LARGE_SOFTCAP,
+        sinks=spec.sinks,
     )
 
 

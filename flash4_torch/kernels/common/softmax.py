@@ -22,6 +22,7 @@ from cutlass._mlir.dialects import nvvm
 from .exponent import Exponent
 
 LN2 = math.log(2.0)
+LOG2E = math.log2(math.e)
 CHAINS = 4
 """Independent chains of a row's maximum and sum: a single chain would wait for its own results."""
 RESCALE_THRESHOLD_LOG2 = 8.0
@@ -169,22 +170,55 @@ class Final(NamedTuple):
 
 
 @cute.jit
-def finalize(rows: Rows, scale: Float32, keep_scale: Float32, method: cutlass.Constexpr) -> Final:
+def finalize(
+    rows: Rows, scale: Float32, keep_scale: Float32, method: cutlass.Constexpr, sinks: tuple = ()
+) -> Final:
+    """sinks: for each row, the score of one more key, whose value is 0; in natural units."""
     R = cute.size(rows.row_max)
     inverse, lse, low = (cute.make_rmem_tensor(R, Float32) for _ in range(3))
     for r in cutlass.range_constexpr(R):
         row_sum, row_max = rows.row_sum[r], rows.row_max[r]
         for step in cutlass.range_constexpr(_steps(method.lanes)):
             row_sum = row_sum + cute.arch.shuffle_sync_bfly(row_sum, 1 << step)
+        factor, max_scale = keep_scale, scale
+        if cutlass.const_expr(len(sinks) > 0):
+            row_max, row_sum, share = _with_sink(row_max, row_sum, sinks[r], scale, method)
+            factor, max_scale = keep_scale * share, 1.0
         inverse[r], lse[r], low[r] = Float32(0.0), -Float32.inf, Float32(0.0)
         # Weights relative to a maximum of +inf may all be 0.
         if (row_sum != 0.0) | (row_max == Float32.inf):
-            inverse[r] = keep_scale * cute.arch.rcp_approx(row_sum)
+            inverse[r] = factor * cute.arch.rcp_approx(row_sum)
             if cutlass.const_expr(method.subtracts_max_first):
                 lse[r], low[r] = _sum_and_error(row_max, cute.math.log2(row_sum, fastmath=True) * LN2)
             else:
-                lse[r] = (row_max * scale + cute.math.log2(row_sum, fastmath=True)) * LN2
+                lse[r] = (row_max * max_scale + cute.math.log2(row_sum, fastmath=True)) * LN2
     return Final(inverse, lse, low if method.subtracts_max_first else None)
+
+
+class _WithSink(NamedTuple):
+    """A row that has one more key."""
+
+    row_max: Float32
+    """In base 2, or in natural units with `subtracts_max_first`."""
+    row_sum: Float32
+    share: Float32
+    """Factor for what was summed up before."""
+
+
+@cute.jit
+def _with_sink(
+    row_max: Float32, row_sum: Float32, sink: Float32, scale: Float32, method: cutlass.Constexpr
+) -> _WithSink:
+    to_log2 = 1.0
+    if cutlass.const_expr(method.subtracts_max_first):
+        to_log2 = LOG2E
+    else:
+        row_max, sink = row_max * scale, sink * LOG2E
+    highest = _larger(row_max, sink)
+    reference = cutlass.select_(highest == -Float32.inf, Float32(0.0), highest)
+    share = cute.math.exp2((row_max - reference) * to_log2, fastmath=True)
+    weight = cute.math.exp2((sink - reference) * to_log2, fastmath=True)
+    return _WithSink(highest, row_sum * share + weight, share)
 
 
 def _sum_and_error(x: Float32, y: Float32) -> tuple[Float32, Float32]:

@@ -23,3 +23,4 @@ class ForwardContext(SchedulerContext, Protocol):
     cu_seqlens_q: cute.Tensor | None
     cu_seqlens_k: cute.Tensor | None
     mask: Mask | None
+    sinks: cute.Tensor | None

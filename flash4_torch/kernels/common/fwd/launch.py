@@ -56,6 +56,7 @@ def compile_for_any(forward: Any, plan: ForwardPlan) -> Any:
     cu_seqlens = host.compact(Int32, host.any_sizes(1)) if features.varlen else None
     rng_state = host.compact(Int64, (2,)) if features.dropout else None
     mask = example_args(plan.mask) if features.mask else None
+    sinks = host.compact(host.NUMERIC[features.sinks], host.any_sizes(1)) if features.sinks else None
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    tensors = (q, k, v, out, lse, lse_low, tile_counter, cu_seqlens, cu_seqlens, mask, rng_state)
+    tensors = (q, k, v, out, lse, lse_low, tile_counter, cu_seqlens, cu_seqlens, mask, rng_state, sinks)
     return cute.compile(forward, *tensors, example_params(), plan, stream, options="--enable-tvm-ffi")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Uint32
+from cutlass import Boolean, Float32, Int32, Uint32
 
 from .. import attn_mask, ring, tile_scheduler
 from ..band import Band, Span, make_band, visible_span
@@ -170,6 +170,16 @@ def block_at(ctx: ForwardContext, blocks: Blocks, position: Int32) -> tuple:
     n, partial = attn_mask.block_at(blocks.visible, blocks.visible.last - position)
     nothing = blocks.visible.count <= 0
     return blocks.first_key_block if nothing else n, partial | nothing
+
+
+@cute.jit
+def sinks_of(ctx: ForwardContext, tile: Tile, rows: tuple[Int32, ...]) -> tuple[Float32, ...]:
+    """The sinks of a tile's rows, by their position in the tile; none if there are no sinks."""
+    if cutlass.const_expr(ctx.sinks is None):
+        return ()
+    group, head = ctx.maps.mQ.shape[0][0], tile.kv_head * ctx.maps.mQ.shape[0][0]
+    h = (tile.q_head_group * ctx.plan.pack_gqa + row % ctx.plan.pack_gqa for row in rows)
+    return tuple(ctx.sinks[head + cutlass.min(i, group - 1)].to(Float32) for i in h)
 
 
 @cute.jit

@@ -63,3 +63,5 @@ class Context:
     cu_seqlens_k: cute.Tensor | None
     mask: attn_mask.Mask | None
     rng_state: cute.Tensor | None
+    sinks: cute.Tensor | None
+    """(Hq,)"""

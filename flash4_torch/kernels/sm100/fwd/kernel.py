@@ -45,6 +45,7 @@ def forward_kernel(
     cu_seqlens_k: cute.Tensor | None,
     mask_args: attn_mask.MaskArgs | None,
     rng_state: cute.Tensor | None,
+    sinks: cute.Tensor | None,
     params: LaunchParams,
     plan: cutlass.Constexpr,
 ) -> None:
@@ -89,6 +90,7 @@ def forward_kernel(
         cu_seqlens_k=cu_seqlens_k,
         mask=None,
         rng_state=rng_state,
+        sinks=sinks,
     )
     if warp == LOAD_WARP:
         _initialise(ctx)

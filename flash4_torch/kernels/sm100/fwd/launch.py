@@ -35,6 +35,7 @@ def forward(
     cu_seqlens_k: cute.Tensor | None,
     mask: MaskArgs | None,
     rng_state: cute.Tensor | None,
+    sinks: cute.Tensor | None,
     params: LaunchParams,
     plan: cutlass.Constexpr,
     stream: cuda.CUstream,
@@ -43,8 +44,8 @@ def forward(
 
     q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), out (B, Sq, Hq, Dv), or packed (T, H, D); last
     stride 1, the others multiples of 8 elements, bases aligned to 16 bytes. lse (B, Hq, Sq) or (Hq, T)
-    float32, contiguous; with a float mask also lse_low: what rounding has taken from lse. tile_counter int32
-    (1,), zero before and after. No size is 0.
+    float32, contiguous; with a float mask also lse_low: what rounding has taken from lse; sinks (Hq,), which
+    lse counts. tile_counter int32 (1,), zero before and after. No size is 0.
     """
     plan.check()
     heads, keys = host.by_kv_head(q, k), host.positions_first(k)
@@ -77,6 +78,7 @@ def forward(
         cu_seqlens_k,
         mask,
         rng_state,
+        sinks,
         params,
         plan,
     )

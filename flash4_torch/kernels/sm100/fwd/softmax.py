@@ -283,7 +283,8 @@ def _finish(ctx: Context, t: SoftmaxThread, at: Cursor, end_at: Cursor) -> None:
     plan, tile = ctx.plan, tiles.read(ctx, ctx.tile, at)  # again: few registers in between (ptxas.md, P17)
     scale = scores.softmax_scale(ctx.params, plan.features)
     keep_scale = ctx.params.keep_scale if plan.features.dropout else Float32(1.0)
-    ends = online.finalize(t.rows, scale, keep_scale, plan.softmax)
+    sinks = tiles.sinks_of(ctx, tile, (t.row,))
+    ends = online.finalize(t.rows, scale, keep_scale, plan.softmax, sinks)
     ring.wait_empty(ctx.inverse, end_at)
     ctx.sInverse[t.row, t.q_tile] = ends.inverse[0]
     ring.fill(ctx.inverse, end_at)

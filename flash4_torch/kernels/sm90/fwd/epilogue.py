@@ -9,7 +9,7 @@ from cutlass.cute.nvgpu import warp
 
 from ...common import ring, scores, softmax
 from ...common.fwd.stores import store_box, store_rows
-from ...common.fwd.tiles import Tile
+from ...common.fwd.tiles import Tile, sinks_of
 from ...common.ring import Cursor
 from ...common.rounding import round_to
 from ...common.warps import GROUP, WARP
@@ -26,7 +26,8 @@ def epilogue(ctx: Context, t: Thread, tile: Tile, q_at: Cursor) -> None:
     plan = ctx.plan
     scale = scores.softmax_scale(ctx.params, plan.features)
     keep_scale = ctx.params.keep_scale if plan.features.dropout else Float32(1.0)
-    ends = softmax.finalize(t.rows, scale, keep_scale, plan.softmax)
+    sinks = sinks_of(ctx, tile, (t.row, t.row + 8))
+    ends = softmax.finalize(t.rows, scale, keep_scale, plan.softmax, sinks)
     inverse = ends.inverse
     _store_lse(ctx, ends, tile, t)
 

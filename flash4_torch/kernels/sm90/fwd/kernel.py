@@ -41,6 +41,7 @@ def forward_kernel(
     cu_seqlens_k: cute.Tensor | None,
     mask_args: attn_mask.MaskArgs | None,
     rng_state: cute.Tensor | None,
+    sinks: cute.Tensor | None,
     params: LaunchParams,
     plan: cutlass.Constexpr,
 ) -> None:
@@ -87,6 +88,7 @@ def forward_kernel(
         cu_seqlens_k=cu_seqlens_k,
         mask=mask,
         rng_state=rng_state,
+        sinks=sinks,
     )
     if warp == 0:
         ring.initialise(ctx.load_q, plan.q_readers)

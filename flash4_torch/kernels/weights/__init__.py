@@ -1,0 +1,1 @@
+"""The attention weights themselves: one kernel for every architecture with TMA."""

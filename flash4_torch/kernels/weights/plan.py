@@ -1,0 +1,93 @@
+"""Who does what in the weights kernel, and in how much shared memory.
+
+A CTA has a tile of queries by keys, of one batch entry, and goes through query heads:
+
+    warps 0 to 7    32 queries by 64 keys each: S = Q K^T by warp-level MMAs, P = exp(S - lse), dropout;
+                    sums of P over the heads, or P of each head, go to global memory
+    warp 8          the load warp: Q and K by TMA, a chunk of up to 64 columns at a time
+
+    load_qk         chunks of Q and K; `stages` of them
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ...configs.types import Features, tile_dim
+from ..common.band import BandShape
+from ..common.host import NUMERIC
+from ..common.mask_tables import MaskPlan
+from ..common.smem_layouts import chunk_of
+from ..common.warps import WARP
+
+MMA_ROWS = 16
+"""Rows of a warp-level MMA."""
+_CHUNK = 64
+"""Columns that the widest swizzle spans."""
+_STAGES_BYTES = 160 * 1024
+
+
+class WeightsPlan(NamedTuple):
+    """What the kernel is compiled for; `Dv` and `varlen` of the features are not read."""
+
+    features: Features
+    average: bool
+    """Whether weights are averaged over the heads."""
+
+    @property
+    def dtype(self) -> type:
+        return NUMERIC[self.features.dtype]
+
+    @property
+    def warp_grid(self) -> tuple[int, int]:
+        """Warps along the queries and along the keys of a tile."""
+        return 4, 2
+
+    @property
+    def warp_tile(self) -> tuple[int, int]:
+        """Queries and keys of a warp."""
+        return 32, 64
+
+    @property
+    def queries(self) -> int:
+        return self.warp_grid[0] * self.warp_tile[0]
+
+    @property
+    def keys(self) -> int:
+        return self.warp_grid[1] * self.warp_tile[1]
+
+    @property
+    def consumer_warps(self) -> int:
+        return self.warp_grid[0] * self.warp_grid[1]
+
+    @property
+    def threads(self) -> int:
+        return (self.consumer_warps + 1) * WARP
+
+    @property
+    def chunk(self) -> int:
+        """Columns of Q and K in a stage."""
+        D = tile_dim(self.features.D)
+        return _CHUNK if D > _CHUNK else chunk_of(D)
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.features.D // self.chunk)
+
+    @property
+    def stage_bytes(self) -> int:
+        return 2 * (self.queries + self.keys) * self.chunk
+
+    @property
+    def stages(self) -> int:
+        return min(8, _STAGES_BYTES // self.stage_bytes)
+
+    @property
+    def band(self) -> BandShape:
+        """The band, for a warp's keys; keys beyond Sk are not stored, whatever their weights."""
+        return BandShape(self.features.left, self.features.right, False, self.warp_tile[1])
+
+    @property
+    def mask(self) -> MaskPlan:
+        """How attn_mask's tables divide it into blocks: a block has the keys of a warp."""
+        return MaskPlan(self.features.mask, self.queries, self.warp_tile[1])
