@@ -10,15 +10,19 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from . import backends, fast_path, ops
+from .fast_path import Door
 from .ops import check
 from .ops.impl import dense_extent, describe
 from .ops.keywords import hides_unknown, no_argument
-from .problem import CallOptions
+from .problem import CallOptions, Inputs
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 Window = tuple[int | None, int | None]
+
+_DENSE, _VARLEN = Door("attention"), Door("attention_varlen", varlen=True)
+_SDPA = Door("scaled_dot_product_attention", heads_first=True, out_heads_first=True)
 
 
 class _Options(TypedDict, total=False):
@@ -112,11 +116,12 @@ def attention(
     """
     if unknown:
         raise no_argument(attention, unknown)
-    call, launch = fast_path.lookup(
-        q, k, v, attn_mask, sinks, window, causal, scale, softcap, dropout_p, deterministic
-    )
-    if launch is not None and (return_lse is False or return_lse is True):
-        out, lse = launch(q, k, v)
+    signature, call = None, None
+    if type(window) is tuple:
+        flags = (*window, causal, scale, softcap, dropout_p, deterministic)
+        signature, call = fast_path.lookup(_DENSE, q, k, v, (attn_mask, sinks), flags)
+    if call is not None and (return_lse is False or return_lse is True):
+        out, lse = call(q, k, v, attn_mask, sinks)
         return (out, lse) if return_lse else out
     if has_torch_function((q, k, v, attn_mask, sinks)) and ops.is_recorded(q, k, v, attn_mask, sinks):
         return handle_torch_function(
@@ -139,8 +144,7 @@ def attention(
         q, k, v, causal, window, scale, softcap, attn_mask, sinks, dropout_p, deterministic, return_lse
     )
     out, lse = ops.attention(q, k, v, attn_mask, sinks, _rng_state(q, options), options)
-    if call is not None:
-        fast_path.record(call, q, k, v, options)
+    fast_path.record(signature, _DENSE, Inputs(q, k, v, attn_mask, sinks), options)
     return (out, lse) if return_lse else out
 
 
@@ -256,6 +260,14 @@ def attention_varlen(
     """
     if unknown:
         raise no_argument(attention_varlen, unknown)
+    signature, call = None, None
+    others = (cu_seqlens_q, cu_seqlens_k, sinks)
+    if type(window) is tuple:
+        flags = (*window, causal, scale, softcap, dropout_p, deterministic, max_seqlen_q, max_seqlen_k)
+        signature, call = fast_path.lookup(_VARLEN, q, k, v, others, flags)
+    if call is not None and (return_lse is False or return_lse is True):
+        out, lse = call(q, k, v, *others)
+        return (out, lse) if return_lse else out
     tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, sinks)
     if has_torch_function(tensors) and ops.is_recorded(*tensors):
         return handle_torch_function(
@@ -286,18 +298,14 @@ def attention_varlen(
     check.sinks(sinks, q)
     options = _options(q, causal, window, scale, softcap, dropout_p, deterministic)
     check.flag("return_lse", return_lse)
-    out, lse = ops.attention_varlen(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        sinks,
-        _rng_state(q, options),
+    max_seqlens = (
         check.max_seqlen("max_seqlen_q", max_seqlen_q),
         check.max_seqlen("max_seqlen_k", max_seqlen_k),
-        options,
     )
+    sequences = (*others, _rng_state(q, options), *max_seqlens)
+    out, lse = ops.attention_varlen(q, k, v, *sequences, options)
+    inputs = Inputs(q, k, v, None, sinks, None, cu_seqlens_q, cu_seqlens_k)
+    fast_path.record(signature, _VARLEN, inputs, options, max_seqlens)
     return (out, lse) if return_lse else out
 
 
@@ -383,6 +391,12 @@ def scaled_dot_product_attention(
     """
     if unknown:
         raise no_argument(scaled_dot_product_attention, unknown)
+    signature, call = fast_path.lookup(
+        _SDPA, query, key, value, (attn_mask, None), (dropout_p, is_causal, scale, enable_gqa)
+    )
+    if call is not None:
+        out: Tensor = call(query, key, value, attn_mask, None)[0]
+        return out
     tensors = (query, key, value, attn_mask)
     if has_torch_function(tensors) and ops.is_recorded(*tensors):
         return handle_torch_function(
@@ -419,7 +433,14 @@ def scaled_dot_product_attention(
     )
     mask = None if attn_mask is None else _mask_4d(attn_mask, batch, query.dim())
     out, _ = ops.attention(q, k, v, mask, None, _rng_state(q, options), options)
+    if all(_is_transposed(x, y) for x, y in ((q, query), (k, key), (v, value))):
+        fast_path.record(signature, _SDPA, Inputs(q, k, v, mask), options)
     return out.transpose(1, 2).reshape(*query.shape[:-3] and batch, *query.shape[-3:-2], L, v.shape[-1])
+
+
+def _is_transposed(x: Tensor, heads_first: Tensor) -> bool:
+    """Whether `x` is the other tensor with dimensions swapped, and nothing was broadcast."""
+    return heads_first.dim() == 4 and x.shape == heads_first.transpose(1, 2).shape
 
 
 def _serves_sdpa(

@@ -1,6 +1,6 @@
 """Backends serve attention calls; `choose` picks one, and `reasons` says why the others cannot."""
 
-from .base import ALIGNMENT, Backend, BackwardLaunch, Launch, OutAndLse, Prepares, Results
+from .base import ALIGNMENT, Backend, BackwardLaunch, Launch, Prepares, Results, WeightsLaunch
 from .dispatch import PRIORITY, choose, excluding, is_plain, observers, reasons
 
 __all__ = [
@@ -9,9 +9,9 @@ __all__ = [
     "Backend",
     "BackwardLaunch",
     "Launch",
-    "OutAndLse",
     "Prepares",
     "Results",
+    "WeightsLaunch",
     "choose",
     "excluding",
     "is_plain",

@@ -10,8 +10,6 @@ from torch import Tensor
 from ..problem import Inputs, Problem, Saved, SavedWeights
 from ..reference.weights import WeightsGradients
 
-OutAndLse = tuple[Tensor, Tensor]
-
 
 class Results(NamedTuple):
     """Results of a forward."""
@@ -34,17 +32,12 @@ class Grads(NamedTuple):
     """With sinks."""
 
 
-class Launch(Protocol):
-    """A prepared forward: everything is decided except the tensors."""
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, rng_state: Tensor | None = None, /) -> OutAndLse: ...
-
-
-BackwardLaunch = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]
-]
-"""A prepared backward, with everything decided except the tensors: (dout, q, k, v, out, lse, rng_state) to
-dq, dk, dv."""
+Launch = Callable[[Inputs], Results]
+"""A prepared forward: everything is decided except the tensors."""
+BackwardLaunch = Callable[[Saved, Inputs], Grads]
+"""A prepared backward."""
+WeightsLaunch = Callable[[SavedWeights, Inputs], Tensor]
+"""Prepared attention weights."""
 
 
 ALIGNMENT = 16
@@ -95,10 +88,14 @@ class Prepares(Backend, Protocol):
     """A backend that can decide everything about a call in advance, for `flash4_torch.fast_path`."""
 
     def prepare(self, inputs: Inputs, problem: Problem) -> Launch | None:
-        """`forward`, prepared for all inputs with the sizes, strides, dtype and device of these and addresses
-        that are multiples of 16 bytes; None if it depends on more than that."""
+        """`forward`, prepared for all inputs of the sizes, strides, dtype and device of these, if their q, k
+        and v lie at multiples of 16 bytes; None if it depends on more."""
         ...
 
     def prepare_backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> BackwardLaunch | None:
-        """`backward`, prepared in the same way, without a gradient of lse."""
+        """`backward`, prepared in the same way, without a gradient of lse or of the mask."""
+        ...
+
+    def prepare_weights(self, inputs: Inputs, problem: Problem, average_heads: bool) -> WeightsLaunch | None:
+        """`weights`, prepared in the same way."""
         ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from ..problem import Inputs, Problem, Saved, has_float_mask
 from ..reference import sinks, tiled
 from ..reference.scoring import working_dtype
 from . import sequences
-from .base import Grads, Results, WithoutWeights
+from .base import BackwardLaunch, Grads, Launch, Results, WithoutWeights
 from .tiled import Tiled, scoring, sinks_gradient
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -87,6 +88,16 @@ class Cpu(WithoutWeights):
         )
         dq, dk, dv = (g.transpose(1, 2).contiguous() for g in grads)
         return Grads(dq, dk, dv, None, sinks_gradient(saved, inputs))
+
+    def prepare(self, inputs: Inputs, problem: Problem) -> Launch | None:
+        # The values of cumulative lengths are checked in every call.
+        return None if problem.spec.varlen else partial(self.forward, problem=problem)
+
+    def prepare_backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> BackwardLaunch | None:
+        return partial(self.backward, problem=problem)
+
+    def prepare_weights(self, inputs: Inputs, problem: Problem, average_heads: bool) -> None:
+        return None
 
     def _or_tiled(self, problem: Problem) -> Cpu | Tiled:
         return Tiled() if self.why_not(problem) else self

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from ..problem import Inputs, Problem, Saved, SavedWeights, has_float_mask
@@ -10,7 +12,7 @@ from ..reference.dropout import Dropout
 from ..reference.scoring import Scoring
 from ..reference.weights import WeightsGradients
 from . import sequences
-from .base import Grads, Results
+from .base import BackwardLaunch, Grads, Launch, Results, WeightsLaunch
 
 
 class Tiled:
@@ -47,6 +49,15 @@ class Tiled:
         return weights.forward(
             inputs.q, inputs.k, saved.lse, saved.lse_low, scoring(inputs, problem), saved.average_heads
         )
+
+    def prepare(self, inputs: Inputs, problem: Problem) -> Launch | None:
+        return None if problem.spec.varlen else partial(self.forward, problem=problem)
+
+    def prepare_backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> BackwardLaunch | None:
+        return partial(self.backward, problem=problem)
+
+    def prepare_weights(self, inputs: Inputs, problem: Problem, average_heads: bool) -> WeightsLaunch:
+        return partial(self.weights, problem=problem)
 
     def weights_backward(self, saved: SavedWeights, inputs: Inputs, problem: Problem) -> WeightsGradients:
         if saved.dweights is None:

@@ -39,12 +39,13 @@ from transformers.masking_utils import (
 from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import _active_collector
 
-from .. import ops
+from .. import fast_path, ops
 from ..api import attention_varlen
 from ..errors import ArgumentError, ShapeError
+from ..fast_path import Door
 from ..masks import Band
 from ..ops import check
-from ..problem import CallOptions
+from ..problem import CallOptions, Inputs
 from .transformers_models import Service, judge_class, judge_model, model_classes
 
 NAME = "fa4"
@@ -63,6 +64,8 @@ _UNSUPPORTED = {
     "head_mask": "masked heads",
 }
 
+
+_DOOR = Door("transformers", heads_first=True)
 
 _names: set[str] = set()
 """Registered names."""
@@ -213,6 +216,14 @@ def attention_forward(
     _refuse_unsupported(kwargs)
     sinks = kwargs.get("sinks") if s_aux is None else s_aux
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    signature = None
+    if position_bias is None and not (output_attentions or kwargs.get("cu_seq_lens_q") is not None):
+        mask, masking = _plain_mask(attention_mask)
+        flags = (dropout, scaling, causal, sliding_window, softcap, *masking)
+        if not _attentions_are_recorded():
+            signature, call = fast_path.lookup(_DOOR, query, key, value, (mask, sinks), flags)
+            if call is not None:
+                return call(query, key, value, mask, sinks)[0], None
     q, k, v = ops.autocast_inputs(*(x.transpose(1, 2) for x in (query, key, value)))
     if attention_mask is None and kwargs.get("cu_seq_lens_q") is not None:
         return _packed(q, k, v, causal, sliding_window, scaling, softcap, sinks, dropout, kwargs), None
@@ -239,7 +250,10 @@ def attention_forward(
     if output_attentions or _attentions_are_recorded():
         out, _, weights = ops.attention_and_weights(q, k, v, *scored_by, options, False)
         return out, weights
-    return ops.attention(q, k, v, *scored_by, options)[0], None
+    out, _ = ops.attention(q, k, v, *scored_by, options)
+    if q.shape[0] == query.shape[0]:
+        fast_path.record(signature, _DOOR, Inputs(q, k, v, mask, sinks), options)
+    return out, None
 
 
 def make_mask(
@@ -394,6 +408,13 @@ def _mask_and_band(
     if attention_mask.dim() != 4:
         raise ShapeError("attention_mask", tuple(attention_mask.shape), "it must have 4 dimensions")
     return attention_mask, Band()
+
+
+def _plain_mask(attention_mask: Tensor | None) -> tuple[Tensor | None, tuple[Any, ...]]:
+    """The tensor of a mask, and what else it consists of."""
+    if type(attention_mask) is BandMask:
+        return attention_mask.keys if attention_mask.padded else None, ("band", *attention_mask.band)
+    return attention_mask, ()
 
 
 def _unmasked_band(Sq: int, Sk: int, causal: bool, sliding_window: int | None) -> Band:

@@ -15,13 +15,15 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.utils import parametrize
 
 from .. import ops
-from ..api import attention
+from ..attend import attend
 from ..errors import ScriptError
+from ..fast_path import Door
 from ..problem import CallOptions
 from . import contract, padding, tracing
 from .contract import Call
 from .ragged import Ragged
 
+_DOOR = Door("MultiheadAttention")
 Self = TypeVar("Self", bound="MultiheadAttention")
 
 
@@ -201,29 +203,9 @@ class MultiheadAttention(nn.MultiheadAttention):
             contract.appended_keys(self),
         )
         k, v = self._append(k, self.bias_k), self._append(v, self.bias_v)
-        options = self._options(window_right)
-        weights = None
-        if need_weights or window_right:
-            q, k, v = ops.autocast_inputs(q, k, v)
-            scored_by = mask, None, self._draw_rng_state(q)
-            if need_weights:
-                out, _, weights = ops.attention_and_weights(
-                    q, k, v, *scored_by, options, average_attn_weights
-                )
-            else:
-                out, _ = ops.attention(q, k, v, *scored_by, options)
-        else:
-            # The public function has a fast path.
-            out = attention(
-                q,
-                k,
-                v,
-                causal=by_rule,
-                scale=options.scale,
-                attn_mask=mask,
-                dropout_p=options.dropout_p,
-            )
-        return self._assemble(out, weights, is_batched=query.dim() == 3)
+        average_heads = average_attn_weights if need_weights else None
+        out, _, *weights = attend(_DOOR, q, k, v, mask, None, self._options(window_right), average_heads)
+        return self._assemble(out, weights[0] if weights else None, is_batched=query.dim() == 3)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
         """The three input projections, (..., embed_dim) each; inputs that are the same tensor share one GEMM.

@@ -57,6 +57,27 @@ def describe(
     return Problem(spec, extent, options.scale, band, options.softcap, options.dropout_p)
 
 
+def describe_inputs(
+    inputs: Inputs, options: CallOptions, max_seqlens: tuple[int, int] | None = None
+) -> Problem:
+    """The forward problem of a call's tensors; `max_seqlens` of queries and keys make it varlen."""
+    q, k, v, mask, sinks = inputs[:5]
+    extent = dense_extent(q, k) if max_seqlens is None else _packed_extent(inputs, max_seqlens)
+    return describe(q, v.shape[-1], extent, mask, sinks, options, max_seqlens is not None)
+
+
+def _packed_extent(inputs: Inputs, max_seqlens: tuple[int, int]) -> Extent:
+    if inputs.cu_seqlens_q is None:
+        raise AssertionError("a varlen call carries cu_seqlens")
+    return _varlen_extent(inputs.q, inputs.k, inputs.cu_seqlens_q, *max_seqlens)
+
+
+def weights_of(problem: Problem) -> Problem:
+    """The problem of the weights of a call; what is made of v does not matter to it."""
+    spec = problem.spec._replace(weights=True, Dv=problem.spec.D, deterministic=False)
+    return problem._replace(spec=spec)
+
+
 def dense_extent(q: Tensor, k: Tensor) -> Extent:
     return Extent(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
 
@@ -192,8 +213,7 @@ def _attention_weights_backward(
 def _weights_problem(
     q: Tensor, k: Tensor, attn_mask: Tensor | None, sinks: Tensor | None, scores: list[Any]
 ) -> Problem:
-    forward = describe(q, q.shape[-1], dense_extent(q, k), attn_mask, sinks, CallOptions(*scores))
-    return forward._replace(spec=forward.spec._replace(weights=True))
+    return weights_of(describe(q, q.shape[-1], dense_extent(q, k), attn_mask, sinks, CallOptions(*scores)))
 
 
 for _name, _kernel in {

@@ -74,16 +74,15 @@ def test_the_second_call_takes_it(long_way: LongWay) -> None:
     assert not long_way.taken(lambda: flash4_torch.attention(other, other, other))
 
 
-@given(
-    cases((torch.bfloat16, torch.float16), attn_mask=None), st.booleans(), st.sampled_from((0.0, 0.3, 1.0))
-)
+@given(cases((torch.bfloat16, torch.float16)), st.booleans(), st.sampled_from((0.0, 0.3, 1.0)))
 @settings(max_examples=150)
 def test_it_launches_what_the_long_way_does(case: Case, return_lse: bool, dropout_p: float) -> None:
     tensors = [x.detach() for x in (case.q, case.k, case.v)]
+    kwargs = {name: x.detach() if isinstance(x, Tensor) else x for name, x in case.kwargs.items()}
 
     def call() -> Any:
         torch.manual_seed(1)
-        return flash4_torch.attention(*tensors, **case.kwargs, return_lse=return_lse, dropout_p=dropout_p)
+        return flash4_torch.attention(*tensors, **kwargs, return_lse=return_lse, dropout_p=dropout_p)
 
     with gpu() as machine:
         first, second = call(), call()
@@ -94,13 +93,24 @@ def test_it_launches_what_the_long_way_does(case: Case, return_lse: bool, dropou
         assert not a.numel() or a.data_ptr() != b.data_ptr()
     if machine.launches:
         long, short = machine.launches
-        assert long[:2] == short[:2] and long.args[11:] == short.args[11:]
-        assert long.args[5] is short.args[5] is None
-        assert long.args[7:10] == short.args[7:10] == (None,) * 3
-        states = [launch.args[10] for launch in (long, short)]
-        assert torch.equal(*states) if dropout_p else states == [None, None]
-        for a, b in zip(long.args[:5], short.args[:5], strict=True):
-            assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+        assert long[:2] == short[:2] and long.args[12] == short.args[12]
+        assert long.args[7:9] == short.args[7:9] == (None,) * 2
+        for i in (9, 10, 11):  # the mask and its tables, dropout's state, sinks
+            assert_same(long.args[i], short.args[i])
+        assert (long.args[10] is not None) == bool(dropout_p)
+        for a, b in zip(long.args[:6], short.args[:6], strict=True):
+            assert (a is None) == (b is None)
+            assert a is None or (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+
+
+def assert_same(a: Any, b: Any) -> None:
+    if isinstance(a, tuple):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_same(x, y)
+    else:
+        assert (a is None) == (b is None)
+        assert a is None or (torch.equal(a, b) and a.stride() == b.stride() and a.dtype == b.dtype)
 
 
 X = half(1, 128, 2, 64)
@@ -134,7 +144,7 @@ def test_another_call_goes_the_long_way(long_way: LongWay, call: Callable[[], An
     assert long_way.taken(call)
 
 
-@pytest.mark.parametrize("call", [ANOTHER_CALL[n] for n in ("mask", "odd base")])
+@pytest.mark.parametrize("call", [ANOTHER_CALL[n] for n in ("odd base",)])
 def test_some_calls_always_do(long_way: LongWay, call: Callable[[], Any]) -> None:
     assert all(long_way.taken(call) for _ in range(3))
 
@@ -387,9 +397,9 @@ def test_its_memory_is_bounded_and_holds_no_tensors(
 
 
 def test_another_backend_is_left_alone() -> None:
-    """Nothing changes without a backend that prepares launches."""
+    """The CPU's own backend serves the prepared calls, too, and is seen to."""
     fast_path.clear()
     with testing.backends_used() as used:
         for _ in range(3):
             attend(X.float())
-    assert used == {("attention", "cpu"): 3} and not fast_path._calls
+    assert used == {("attention", "cpu"): 3}

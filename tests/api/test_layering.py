@@ -23,9 +23,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels.aux_kernels": {"kernels.common"},
     "kernels.sm90": {"kernels.common"},
     "kernels.sm100": {"kernels.common"},
+    "kernels.weights": {"kernels.common"},
     "backends": {
         "kernels.sm90",
         "kernels.sm100",
+        "kernels.weights",
         "kernels.aux_kernels",
         "kernels.common",
         "compile",
@@ -34,11 +36,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         "reference",
     },
     "ops": {"backends", "reference"},
-    "fast_path_gradients": {"ops", "backends"},
-    "fast_path": {"fast_path_gradients", "ops", "backends"},
+    "fast_path": {"ops", "backends"},
+    "attend": {"fast_path", "ops"},
     "api": {"fast_path", "ops", "backends"},
-    "nn": {"api", "ops"},
-    "integrations": {"api", "ops"},
+    "nn": {"attend", "fast_path", "ops"},
+    "integrations": {"api", "fast_path", "ops"},
     "testing": {"api", "ops", "backends", "emulator", "reference"},
 }
 # The package's front and its tools, which nothing below imports: "" is flash4_torch/__init__.py.

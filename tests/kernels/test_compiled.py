@@ -21,8 +21,8 @@ from flash4_torch.backends import dispatch, tile_counters
 from flash4_torch.backends.compiled import SM90A, SM100A, TARGETS, Target, backend, forward
 from flash4_torch.compile import arch
 from flash4_torch.configs.sections import evenly
-from flash4_torch.ops.impl import CallOptions, dense_extent, describe
-from flash4_torch.problem import Extent, Problem
+from flash4_torch.ops.impl import CallOptions, describe_inputs
+from flash4_torch.problem import Extent, Inputs, Problem
 from on_cpu import gpu, name_of
 from test_laws import packed
 from test_matches_reference import NAMES, results_and_gradients
@@ -171,6 +171,7 @@ def test_what_it_does_not_is(layout: Any) -> None:
         ({"deterministic": True}, {}),
         ({"attn_mask": torch.ones(64, dtype=torch.bool)}, {"mask": "bool"}),
         ({"attn_mask": torch.ones(64)}, {"mask": "float32", "scaled": True}),
+        ({"sinks": torch.ones(2).bfloat16()}, {"sinks": "bfloat16"}),
     ],
     ids=str,
 )
@@ -185,6 +186,7 @@ def test_only_what_a_call_uses_is_compiled_in(kwargs: dict[str, Any], expected: 
         "Dv": 32,
         "varlen": False,
         "mask": "",
+        "sinks": "",
         **bare,
         **expected,
     }
@@ -209,7 +211,7 @@ def test_masks_are_read_beforehand(shape: tuple[int, ...], dtype: torch.dtype) -
 def problem(target: Target = SM90A, **changes: Any) -> Problem:
     """A plain call on the target's GPU, except for some fields of its problem."""
     x = torch.empty(2, 512, 8, 64, dtype=torch.bfloat16)
-    plain = describe(x, x, dense_extent(x, x), None, CallOptions(0.125, None, None, 0.0, 0.0, False))
+    plain = describe_inputs(Inputs(x, x, x), CallOptions(0.125, None, None, 0.0, 0.0, False))
     of_spec = {name: changes.pop(name) for name in tuple(changes) if name in plain.spec._fields}
     spec = plain.spec._replace(**{"device": "cuda", "capability": target.capability, **of_spec})
     return plain._replace(spec=spec, **changes)

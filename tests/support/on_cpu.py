@@ -103,7 +103,6 @@ def gpu(target: Target = SM90A) -> Iterator[Machine]:
             mock.patch.object(tile_counters, "counter", counter),
             mock.patch.object(tile_counters, "current_device", lambda: -1),
             mock.patch.object(backend, "num_sms", lambda index: NUM_SMS),
-            mock.patch.object(fast_path, "_on_gpu", lambda x: True),
         ):
             yield machine
     finally:

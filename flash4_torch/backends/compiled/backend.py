@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable
 from functools import cache, lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ... import env
-from ...kernels.common import mask_tables
 from ...kernels.common.mask_tables import MaskPlan
 from ...problem import Inputs, Problem, Saved, SavedWeights, has_float_mask
 from ...reference.weights import WeightsGradients
 from .. import tile_counters
-from ..base import BackwardLaunch, Grads, Launch, OutAndLse, Results
+from ..base import BackwardLaunch, Grads, Launch, Results, WeightsLaunch
 from ..tiled import sinks_gradient
 from . import backward, forward
 from . import weights as weights_launch
-from .backward import Allocator, Kernels, Operands
+from .backward import Kernels
 from .explain import explain
 from .forward import Kernel
-from .params import FARTHEST, mask_dtype
-from .targets import MASK_BLOCKS, Find, Target
-from .tensors import contiguous_strides, is_empty, is_readable, lengths, readable, unpad
+from .masks import Read, View, over_keys, reader, transposed
+from .params import FARTHEST, LaunchParams, mask_dtype
+from .targets import BackwardConfig, Find, ForwardConfig, Target
+from .tensors import Allocator, allocator_like, is_empty, is_readable, past_dispatcher, readable, unpad
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _MASK_DTYPES = ("", "bool", "bfloat16", "float16", "float32")
@@ -56,183 +56,155 @@ class Compiled:
 
     def forward(self, inputs: Inputs, problem: Problem) -> Results:
         q, k, v = (readable(x) for x in inputs[:3])
-        out, lse, low = _results(q, v, inputs.attn_mask)
+        shapes = forward.shapes_of(q, v)
         if is_empty(inputs, problem):
-            low = None if low is None else low.zero_()
-            lse.fill_(-math.inf)
-            if inputs.sinks is not None:
-                lse.copy_(inputs.sinks[:, None].expand(lse.shape))
-            return Results(unpad(out.zero_(), problem.spec.Dv), lse, low)
+            return _of_nothing(inputs, problem, shapes)
         index = q.get_device()
-        kernel = self.kernel(problem, index)
-        mask = inputs.attn_mask
-        if mask is not None:
-            mask = mask.expand(*mask.shape[:3], problem.extent.Sk)
-        kernel.function(
-            q,
-            k,
-            v,
-            out,
-            lse,
-            low,
-            self.counter(index),
-            lengths(inputs.cu_seqlens_q),
-            lengths(inputs.cu_seqlens_k),
-            self._mask_args(problem, mask, forward.mask_plan(mask_dtype(problem), kernel.config)),
-            inputs.rng_state,
-            None if inputs.sinks is None else inputs.sinks.contiguous(),
-            kernel.params,
-        )
-        return Results(unpad(out, problem.spec.Dv), lse, low)
+        kernel, allocator = self.kernel(problem, index), allocator_like(q)
+        read_mask = self._mask_reader(inputs, problem, kernel.config, allocator)
+        launch = forward.sequence(kernel, shapes, q.dtype, kernel.params, read_mask, allocator)
+        results = launch(inputs._replace(q=q, k=k, v=v), self.counter(index))
+        return results._replace(out=unpad(results.out, problem.spec.Dv))
 
     def backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> Grads:
+        if is_empty(inputs, problem):
+            return _grads_of_nothing(saved, inputs)
         q, k, v, out, dout = (readable(x) for x in (*inputs[:3], saved.out, saved.dout))
         mask, dmask = inputs.attn_mask, None
         if mask is not None and saved.mask_grad:
             dmask = mask.new_zeros(mask.shape, dtype=torch.float32)
-        dsinks = None if inputs.sinks is None else torch.zeros_like(inputs.sinks)
-        if is_empty(inputs, problem):
-            dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
-            if dsinks is not None:
-                dsinks = sinks_gradient(saved, inputs)
-        else:
-            kernels = self.backward_kernels(problem, q.get_device())
-            ends_q, ends_k = lengths(inputs.cu_seqlens_q), lengths(inputs.cu_seqlens_k)
-            shapes = backward.shapes_of(q, k, v, ends_q, kernels)
-            if mask is not None:
-                mask = backward.transposed(mask, problem.extent.Sq)
-            operands = Operands(
-                q,
-                k,
-                v,
-                out,
-                dout,
-                lse=saved.lse.contiguous(),
-                lse_low=None if saved.lse_low is None else saved.lse_low.contiguous(),
-                dlse=None if saved.dlse is None else saved.dlse.contiguous(),
-                cu_seqlens_q=ends_q,
-                cu_seqlens_k=ends_k,
-                mask=self._mask_args(problem, mask, backward.mask_plan(mask_dtype(problem), kernels.config)),
-                dmask=None if dmask is None else dmask.transpose(2, 3),
-                rng_state=inputs.rng_state,
-            )
-
-            def allocator(shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Tensor]:
-                return partial(q.new_empty, shape, dtype=dtype)
-
-            launch = backward.sequence(kernels, shapes, q.dtype, problem.scale, kernels.params, allocator)
-            dq, dk, dv, stats = launch(operands, self.counter(q.get_device()))
-            if inputs.sinks is not None:
-                dsinks = backward.sinks_gradient(stats, inputs.sinks, kernels)
+        index = q.get_device()
+        kernels, allocator = self.backward_kernels(problem, index), allocator_like(q)
+        readable_inputs = inputs._replace(q=q, k=k, v=v)
+        launch = backward.sequence(
+            kernels,
+            backward.shapes_of(q, k, v, inputs.cu_seqlens_q, kernels),
+            q.dtype,
+            problem.scale,
+            kernels.params,
+            self._transposed_mask_reader(inputs, problem, kernels.config, allocator),
+            allocator,
+        )
+        readable_saved = saved._replace(
+            dout=dout,
+            out=out,
+            lse=saved.lse.contiguous(),
+            lse_low=None if saved.lse_low is None else saved.lse_low.contiguous(),
+            dlse=None if saved.dlse is None else saved.dlse.contiguous(),
+        )
+        grads = launch(readable_saved, readable_inputs, dmask, self.counter(index))
         D, Dv = problem.spec.D, problem.spec.Dv
-        if dmask is not None and inputs.attn_mask is not None:
-            dmask = dmask.to(inputs.attn_mask.dtype)
-        return Grads(unpad(dq, D), unpad(dk, D), unpad(dv, Dv), dmask, dsinks)
+        if dmask is not None and mask is not None:
+            dmask = dmask.to(mask.dtype)
+        return Grads(unpad(grads.dq, D), unpad(grads.dk, D), unpad(grads.dv, Dv), dmask, grads.dsinks)
 
     def weights(self, saved: SavedWeights, inputs: Inputs, problem: Problem) -> Tensor:
-        return self._weigh(inputs, saved, problem, saved.average_heads)
+        return self._weigh(saved, inputs, problem, saved.average_heads)
 
     def weights_backward(self, saved: SavedWeights, inputs: Inputs, problem: Problem) -> WeightsGradients:
         return weights_launch.backward(saved, inputs, problem, partial(self._weigh, average_heads=False))
 
-    def _weigh(self, inputs: Inputs, saved: SavedWeights, problem: Problem, average_heads: bool) -> Tensor:
+    def _weigh(self, saved: SavedWeights, inputs: Inputs, problem: Problem, average_heads: bool) -> Tensor:
         q, k = readable(inputs.q), readable(inputs.k)
-        B, Sq, Sk, Hq, _ = problem.extent
-        result = q.new_empty((B, Sq, Sk) if average_heads else (B, Hq, Sq, Sk))
-        if not result.numel():
-            return result
+        allocator = allocator_like(q)
+        shape = weights_launch.shape_of(problem, average_heads)
+        if 0 in shape:
+            return allocator(shape, q.dtype)()
         kernel = self.weights_kernel(problem, average_heads)
-        mask = inputs.attn_mask
-        if mask is not None:
-            mask = mask.expand(*mask.shape[:3], Sk)
-        kernel.function(
-            q,
-            k,
-            saved.lse.contiguous(),
-            None if saved.lse_low is None else saved.lse_low.contiguous(),
-            result,
-            self._mask_args(problem, mask, kernel.mask_plan),
-            inputs.rng_state if problem.spec.dropout else None,
-            kernel.params,
-        )
-        return result
+        read_mask = self._reader(problem, kernel.mask_plan, inputs, over_keys(problem.extent.Sk), allocator)
+        launch = weights_launch.sequence(kernel, shape, q.dtype, kernel.params, read_mask, allocator)
+        lse_low = None if saved.lse_low is None else saved.lse_low.contiguous()
+        readable_saved = saved._replace(lse=saved.lse.contiguous(), lse_low=lse_low)
+        rng_state = inputs.rng_state if problem.spec.dropout else None
+        return launch(readable_saved, inputs._replace(q=q, k=k, rng_state=rng_state))
 
     def prepare(self, inputs: Inputs, problem: Problem) -> Launch | None:
-        """`forward`, prepared for dense, unmasked tensors of these sizes and strides if none needs a copy."""
-        if not _is_plain(problem) or is_empty(inputs, problem) or not all(map(is_readable, inputs[:3])):
+        """`forward`, prepared for tensors of these sizes and strides if none of q, k and v needs a copy."""
+        if is_empty(inputs, problem) or not all(map(is_readable, inputs[:3])):
             return None
-        import tvm_ffi
-
-        spec = problem.spec
-        B, Sq, _, Hq, _ = problem.extent
-        index = inputs.q.get_device()
-        function, _, numbers = self.kernel(problem, index)
-        # A tuple would be converted again at every launch.
-        params = tvm_ffi.convert(numbers)
+        index, allocator = inputs.q.get_device(), past_dispatcher(problem.spec.device)
+        kernel = self.kernel(problem, index)
+        read_mask = self._mask_reader(inputs, problem, kernel.config, allocator)
+        shapes, params = forward.shapes_of(inputs.q, inputs.v), _converted(kernel.params)
+        run = forward.sequence(kernel, shapes, problem.spec.dtype, params, read_mask, allocator)
         counter, current_device = tile_counters.counter, tile_counters.current_device
-        allocator = _past_dispatcher(spec.device)
-        new_out = allocator((B, Sq, Hq, spec.Dv), spec.dtype)
-        new_lse = allocator((B, Hq, Sq), torch.float32)
 
-        def launch(q: Tensor, k: Tensor, v: Tensor, rng_state: Tensor | None = None) -> OutAndLse:
+        def launch(inputs: Inputs) -> Results:
             if current_device() != index:
                 with torch.cuda.device(index):
-                    return launch(q, k, v, rng_state)
-            out, lse = new_out(), new_lse()
-            function(q, k, v, out, lse, None, counter(index), None, None, None, rng_state, None, params)
-            return out, lse
+                    return run(inputs, counter(index))
+            return run(inputs, counter(index))
 
         return launch
 
     def prepare_backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> BackwardLaunch | None:
-        """`backward`, prepared for the calls that `prepare` accepts, without a gradient of lse.
+        """`backward`, prepared for the calls that `prepare` accepts, without gradients of lse and attn_mask.
 
         Only dout may need a copy: the gradient of a sum is an expanded tensor.
         """
-        read = (*inputs[:3], saved.out)
-        if not _is_plain(problem) or problem.spec.dlse or is_empty(inputs, problem):
+        if is_empty(inputs, problem) or problem.spec.dlse or problem.spec.dmask:
             return None
-        if not all(map(is_readable, read)) or not saved.lse.is_contiguous():
+        if not all(map(is_readable, (*inputs[:3], saved.out))) or not saved.lse.is_contiguous():
             return None
-        import tvm_ffi
-
-        index = inputs.q.get_device()
+        index, allocator = inputs.q.get_device(), past_dispatcher(problem.spec.device)
         kernels = self.backward_kernels(problem, index)
-        shapes = backward.shapes_of(*inputs[:3], None, kernels)
-        params = tvm_ffi.convert(kernels.params)
-        launch_all = backward.sequence(
-            kernels, shapes, problem.spec.dtype, problem.scale, params, _past_dispatcher(problem.spec.device)
+        run = backward.sequence(
+            kernels,
+            backward.shapes_of(*inputs[:3], inputs.cu_seqlens_q, kernels),
+            problem.spec.dtype,
+            problem.scale,
+            _converted(kernels.params),
+            self._transposed_mask_reader(inputs, problem, kernels.config, allocator),
+            allocator,
         )
         copied = not is_readable(saved.dout)
         counter, current_device = tile_counters.counter, tile_counters.current_device
 
-        def launch(
-            dout: Tensor,
-            q: Tensor,
-            k: Tensor,
-            v: Tensor,
-            out: Tensor,
-            lse: Tensor,
-            rng_state: Tensor | None,
-        ) -> tuple[Tensor, Tensor, Tensor]:
+        def launch(saved: Saved, inputs: Inputs) -> Grads:
             if current_device() != index:
                 with torch.cuda.device(index):
-                    return launch(dout, q, k, v, out, lse, rng_state)
+                    return launch(saved, inputs)
             if copied:
-                dout = readable(dout)
-            return launch_all(Operands(q, k, v, out, dout, lse, rng_state=rng_state), counter(index))[:3]
+                saved = saved._replace(dout=readable(saved.dout))
+            return run(saved, inputs, None, counter(index))
 
         return launch
 
-    def _mask_args(
-        self, problem: Problem, mask: Tensor | None, plan: MaskPlan
-    ) -> tuple[Tensor, Tensor] | None:
-        """The mask, and the tables that the mask kernel computes from it before ours runs."""
-        if mask is None:
+    def prepare_weights(self, inputs: Inputs, problem: Problem, average_heads: bool) -> WeightsLaunch | None:
+        """`weights`, prepared for the calls that `prepare` accepts, after whose launch it runs."""
+        if is_empty(inputs, problem) or not all(map(is_readable, inputs[:2])):
             return None
-        tables = mask.new_empty(mask_tables.place(plan, *mask.shape).words, dtype=torch.int32)
-        self.find(problem)(MASK_BLOCKS, (plan,))(mask, tables)
-        return mask, tables
+        index, allocator = inputs.q.get_device(), past_dispatcher(problem.spec.device)
+        kernel = self.weights_kernel(problem, average_heads)
+        read_mask = self._reader(problem, kernel.mask_plan, inputs, over_keys(problem.extent.Sk), allocator)
+        shape, params = weights_launch.shape_of(problem, average_heads), _converted(kernel.params)
+        run = weights_launch.sequence(kernel, shape, problem.spec.dtype, params, read_mask, allocator)
+        current_device = tile_counters.current_device
+
+        def launch(saved: SavedWeights, inputs: Inputs) -> Tensor:
+            if current_device() != index:
+                with torch.cuda.device(index):
+                    return run(saved, inputs)
+            return run(saved, inputs)
+
+        return launch
+
+    def _mask_reader(
+        self, inputs: Inputs, problem: Problem, config: ForwardConfig, allocator: Allocator
+    ) -> Read:
+        plan = forward.mask_plan(mask_dtype(problem), config)
+        return self._reader(problem, plan, inputs, over_keys(problem.extent.Sk), allocator)
+
+    def _transposed_mask_reader(
+        self, inputs: Inputs, problem: Problem, config: BackwardConfig, allocator: Allocator
+    ) -> Read:
+        plan = backward.mask_plan(mask_dtype(problem), config)
+        return self._reader(problem, plan, inputs, transposed(problem.extent.Sq), allocator)
+
+    def _reader(
+        self, problem: Problem, plan: MaskPlan, inputs: Inputs, view: View, allocator: Allocator
+    ) -> Read:
+        return reader(self.find(problem), plan, inputs.attn_mask, view, allocator)
 
     def explain(self, problem: Problem) -> list[str]:
         """The row, config, plan and launch that serve the problem, a line each."""
@@ -296,23 +268,28 @@ def _missing(exported: bool) -> list[str]:
     return [package for module, package in needed.items() if not importlib.util.find_spec(module)]
 
 
-def _is_plain(problem: Problem) -> bool:
-    """Whether q, k, v and dropout's RNG state are the call's only tensors."""
-    return not (problem.spec.varlen or problem.spec.mask or problem.spec.sinks or problem.spec.weights)
+def _of_nothing(inputs: Inputs, problem: Problem, shapes: forward.Shapes) -> Results:
+    """Results of a call without queries or without keys."""
+    q, sinks = inputs.q, inputs.sinks
+    lse = q.new_full(shapes.lse, -math.inf, dtype=torch.float32)
+    if sinks is not None:
+        lse = lse.copy_(sinks[:, None].expand(lse.shape))
+    low = torch.zeros_like(lse) if has_float_mask(inputs.attn_mask) else None
+    return Results(q.new_zeros(*shapes.out[:-1], problem.spec.Dv), lse, low)
 
 
-def _results(q: Tensor, v: Tensor, attn_mask: Tensor | None) -> Results:
-    """Uninitialised out, lse and, with a floating mask, lse_low."""
-    *batch, Sq, Hq, _ = q.shape
-    out = q.new_empty(*batch, Sq, Hq, v.shape[-1])
-    lse = q.new_empty(*batch, Hq, Sq, dtype=torch.float32)
-    return Results(out, lse, torch.empty_like(lse) if has_float_mask(attn_mask) else None)
+def _grads_of_nothing(saved: Saved, inputs: Inputs) -> Grads:
+    dq, dk, dv = (x.new_zeros(x.shape) for x in inputs[:3])
+    mask = inputs.attn_mask
+    dmask = mask.new_zeros(mask.shape) if mask is not None and saved.mask_grad else None
+    return Grads(dq, dk, dv, dmask, sinks_gradient(saved, inputs))
 
 
-def _past_dispatcher(device: str) -> Allocator:
-    """Allocates on the current device as torch's compiled graphs do."""
-    empty = getattr(torch._C._dynamo.guards, f"_empty_strided_{device}")
-    return lambda shape, dtype: partial(empty, shape, contiguous_strides(shape), dtype)
+def _converted(params: LaunchParams) -> Any:
+    """Parameters as a launch takes them fastest: a tuple would be converted again every time."""
+    import tvm_ffi
+
+    return tvm_ffi.convert(params)
 
 
 @lru_cache(maxsize=1024)

@@ -21,10 +21,13 @@ from ...configs.types import Features, Scope
 from ...kernels.common.bwd.dq_blocks import sums_of
 from ...kernels.common.bwd.row_blocks import GroupReducePlan, PostprocessPlan, PreprocessPlan, RowBlocks
 from ...kernels.common.mask_tables import MaskPlan
-from ...problem import Problem
+from ...problem import Inputs, Problem, Saved
+from ..base import Grads
 from . import forward
+from .masks import Read
 from .params import LaunchParams, launch_params
 from .targets import GROUP_REDUCE, POSTPROCESS, PREPROCESS, BackwardConfig, Find, Row, Target
+from .tensors import Allocator, lengths
 
 LOG2E = math.log2(math.e)
 
@@ -65,31 +68,9 @@ class Shapes(NamedTuple):
     """Semaphores of the dQ order, int32."""
 
 
-class Operands(NamedTuple):
-    """Tensors that the kernels read, with contiguous rows; see the kernels' `launch.backward`."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    dout: Tensor
-    lse: Tensor
-    lse_low: Tensor | None = None
-    dlse: Tensor | None = None
-    cu_seqlens_q: Tensor | None = None
-    cu_seqlens_k: Tensor | None = None
-    mask: tuple[Tensor, Tensor] | None = None
-    """The transposed mask and its tables."""
-    dmask: Tensor | None = None
-    """The transposed gradient of the mask; the kernel adds to it."""
-    rng_state: Tensor | None = None
-
-
-Allocator = Callable[[tuple[int, ...], torch.dtype], Callable[[], Tensor]]
-"""Takes a contiguous tensor's shape and dtype, and returns what allocates one."""
-Sequence = Callable[[Operands, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
-"""Function that launches all kernels, given the operands and a tile counter; returns dq, dk, dv and the
-statistics of the query rows."""
+Sequence = Callable[[Saved, Inputs, Tensor | None, Tensor], Grads]
+"""Function that launches all kernels, given readable tensors, the mask's gradient, to which the main kernel
+adds, and a tile counter."""
 
 
 def limits(target: Target, problem: Problem) -> list[str]:
@@ -203,17 +184,6 @@ def sinks_gradient(stats: Tensor, sinks: Tensor, kernels: Kernels) -> Tensor:
     return (weights * delta).sum(-1).view(-1, len(sinks)).sum(0).mul_(-sign).to(sinks.dtype)
 
 
-def transposed(mask: Tensor, Sq: int) -> Tensor:
-    """The mask with keys as rows, expanded over all queries.
-
-    It is copied if queries would not be contiguous otherwise, because they are loaded together.
-    """
-    x = mask.transpose(2, 3)
-    if x.shape[3] > 1 and x.stride(3) != 1:
-        return x.contiguous()
-    return x.expand(*x.shape[:3], Sq)
-
-
 def shapes_of(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, kernels: Kernels) -> Shapes:
     """Shapes for q (B, Sq, Hq, D), or (T, Hq, D) with its cumulative lengths."""
     blocks = kernels.blocks
@@ -238,11 +208,18 @@ def shapes_of(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, kern
 
 
 def sequence(
-    kernels: Kernels, shapes: Shapes, dtype: torch.dtype, scale: float, params: Any, allocator: Allocator
+    kernels: Kernels,
+    shapes: Shapes,
+    dtype: torch.dtype,
+    scale: float,
+    params: Any,
+    read_mask: Read,
+    allocator: Allocator,
 ) -> Sequence:
     """The backward's launches in their order, with everything decided but the tensors.
 
     `params` is what the main kernel takes for `kernels.params`: that, or what it was converted to before.
+    `read_mask` takes the mask as the forward gets it.
     """
     preprocess, main, postprocess, group_reduce = kernels[:4]
     new_dq, new_dk, new_dv = (allocator(shape, dtype) for shape in shapes[:3])
@@ -253,8 +230,10 @@ def sequence(
     if group_reduce is not None:
         new_parts = allocator(shapes.dk_parts, dtype), allocator(shapes.dv_parts, dtype)
 
-    def launch(x: Operands, tile_counter: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        q, k, v, out, dout, lse, lse_low, dlse, ends_q, ends_k, mask, dmask, rng_state = x
+    def launch(saved: Saved, inputs: Inputs, dmask: Tensor | None, tile_counter: Tensor) -> Grads:
+        dout, dlse, out, lse, _, lse_low = saved
+        q, k, v, mask, sinks, rng_state, ends_q, ends_k, _ = inputs
+        ends_q, ends_k = lengths(ends_q), lengths(ends_k)
         stats, dq_acc, dq, dk, dv = new_stats(), new_dq_acc(), new_dq(), new_dk(), new_dv()
         semaphore = None if new_semaphore is None else new_semaphore()
         cleared, rounded = (None, dq) if postprocess is None else (dq_acc, None)
@@ -262,12 +241,14 @@ def sequence(
         if new_parts is not None:
             dk_made, dv_made = (new() for new in new_parts)
         preprocess(out, dout, lse, lse_low, dlse, stats, cleared, semaphore, ends_q)
-        more = (ends_q, ends_k, mask, dmask, rng_state, params)
+        dmask_rows = None if dmask is None else dmask.transpose(2, 3)
+        more = (ends_q, ends_k, read_mask(mask), dmask_rows, rng_state, params)
         main(q, k, v, dout, stats, dq_acc, rounded, dk_made, dv_made, tile_counter, semaphore, *more)
         if postprocess is not None:
             postprocess(dq_acc, dq, ends_q, scale)
         if group_reduce is not None:
             group_reduce(dk_made, dv_made, dk, dv)
-        return dq, dk, dv, stats
+        dsinks = None if sinks is None else sinks_gradient(stats, sinks, kernels)
+        return Grads(dq, dk, dv, dmask, dsinks)
 
     return launch

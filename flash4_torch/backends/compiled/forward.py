@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from ... import compile
 from ...configs.sections import Section, heads_that_fit
 from ...configs.types import LARGE_SOFTCAP, Features
 from ...kernels.common.mask_tables import MaskPlan
-from ...problem import Problem
+from ...problem import Inputs, Problem, has_float_mask
+from ..base import Results
+from .masks import Read
 from .params import LaunchParams, dtype_name, launch_params, mask_dtype
 from .targets import Find, ForwardConfig, Row, Target
-from .tensors import padded
+from .tensors import Allocator, lengths, padded
 
 _LONG = 8192
 """Keys beyond which tiles of two KV heads are interleaved even without a bound to the right."""
@@ -29,10 +35,59 @@ class Kernel(NamedTuple):
     params: LaunchParams
 
 
+class Shapes(NamedTuple):
+    """Shapes of a call's results."""
+
+    out: tuple[int, ...]
+    lse: tuple[int, ...]
+
+
 def decide(target: Target, problem: Problem, num_sms: int, find: Find) -> Kernel:
     features, config = features_of(problem), config_of(target, problem)
     function = find(target.forward, (features, config))
     return Kernel(function, config, params_of(target, problem, config, num_sms))
+
+
+Sequence = Callable[[Inputs, Tensor], Results]
+"""Function that launches the kernel, given readable tensors and a tile counter."""
+
+
+def sequence(
+    kernel: Kernel, shapes: Shapes, dtype: torch.dtype, params: Any, read_mask: Read, allocator: Allocator
+) -> Sequence:
+    """The forward's launches, with everything decided but the tensors.
+
+    `params` is what the kernel takes for `kernel.params`: that, or what it was converted to before.
+    """
+    function = kernel.function
+    new_out, new_lse = allocator(shapes.out, dtype), allocator(shapes.lse, torch.float32)
+
+    def launch(x: Inputs, tile_counter: Tensor) -> Results:
+        out, lse, sinks = new_out(), new_lse(), x.sinks
+        low = new_lse() if has_float_mask(x.attn_mask) else None
+        function(
+            x.q,
+            x.k,
+            x.v,
+            out,
+            lse,
+            low,
+            tile_counter,
+            lengths(x.cu_seqlens_q),
+            lengths(x.cu_seqlens_k),
+            read_mask(x.attn_mask),
+            x.rng_state,
+            sinks if sinks is None else sinks.contiguous(),
+            params,
+        )
+        return Results(out, lse, low)
+
+    return launch
+
+
+def shapes_of(q: Tensor, v: Tensor) -> Shapes:
+    *batch, Sq, Hq, _ = q.shape
+    return Shapes((*batch, Sq, Hq, v.shape[-1]), (*batch, Hq, Sq))
 
 
 def limits(target: Target, problem: Problem) -> list[str]:

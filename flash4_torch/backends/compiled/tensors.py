@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ...problem import Inputs, Problem
+
+Allocator = Callable[[tuple[int, ...], torch.dtype], Callable[[], Tensor]]
+"""Takes a contiguous tensor's shape and dtype, and returns what allocates one."""
 
 _ALIGNMENT = 16
 """Bytes; TMA requires it of addresses and strides. It is eight elements."""
@@ -49,8 +54,22 @@ def is_empty(inputs: Inputs, problem: Problem) -> bool:
     return 0 in problem.extent or not (inputs.q.numel() and inputs.k.numel())
 
 
+def allocator_like(x: Tensor) -> Allocator:
+    """Allocates where `x` is, by the dispatcher, which observers see."""
+    return lambda shape, dtype: partial(x.new_empty, shape, dtype=dtype)
+
+
+def past_dispatcher(device: str) -> Allocator:
+    """Allocates on the current device as torch's compiled graphs do."""
+    empty = getattr(torch._C._dynamo.guards, f"_empty_strided_{device}")
+    return lambda shape, dtype: partial(empty, shape, contiguous_strides(shape), dtype)
+
+
 def lengths(cu_seqlens: Tensor | None) -> Tensor | None:
-    return None if cu_seqlens is None else cu_seqlens.to(torch.int32).contiguous()
+    """Cumulative lengths as the kernels read them."""
+    if cu_seqlens is None or (cu_seqlens.dtype == torch.int32 and cu_seqlens.is_contiguous()):
+        return cu_seqlens
+    return cu_seqlens.to(torch.int32).contiguous()
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

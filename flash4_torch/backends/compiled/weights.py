@@ -15,9 +15,12 @@ from ...kernels.weights.plan import WeightsPlan
 from ...problem import Inputs, Problem, SavedWeights
 from ...reference import sinks
 from ...reference.weights import WeightsGradients
+from ..base import WeightsLaunch
 from .forward import features_of
+from .masks import Read
 from .params import LaunchParams, launch_params
 from .targets import WEIGHTS, Find, Target
+from .tensors import Allocator
 
 _MAX_D = 256
 _ELEMENTS = 1 << 28
@@ -50,7 +53,33 @@ def decide(target: Target, problem: Problem, average_heads: bool, find: Find) ->
     return Kernel(find(WEIGHTS, (features, average_heads)), plan.mask, params)
 
 
-Weigh = Callable[[Inputs, SavedWeights, Problem], Tensor]
+def shape_of(problem: Problem, average_heads: bool) -> tuple[int, ...]:
+    """The shape of the weights."""
+    B, Sq, Sk, Hq, _ = problem.extent
+    return (B, Sq, Sk) if average_heads else (B, Hq, Sq, Sk)
+
+
+def sequence(
+    kernel: Kernel,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    params: Any,
+    read_mask: Read,
+    allocator: Allocator,
+) -> WeightsLaunch:
+    """The launches, with everything decided but the tensors, which are readable; see `forward.sequence`."""
+    function, new_weights = kernel.function, allocator(shape, dtype)
+
+    def launch(saved: SavedWeights, x: Inputs) -> Tensor:
+        weights = new_weights()
+        read = read_mask(x.attn_mask)
+        function(x.q, x.k, saved.lse, saved.lse_low, weights, read, x.rng_state, params)
+        return weights
+
+    return launch
+
+
+Weigh = Callable[[SavedWeights, Inputs, Problem], Tensor]
 """Function that launches the kernel of each head's weights, (B, Hq, Sq, Sk)."""
 
 
@@ -73,11 +102,11 @@ def backward(saved: SavedWeights, inputs: Inputs, problem: Problem, weigh: Weigh
         lse_low = None if saved.lse_low is None else saved.lse_low[at]
         own = saved._replace(lse=saved.lse[at], lse_low=lse_low)
         of_part = problem._replace(extent=problem.extent._replace(B=at.stop - at.start))
-        weights = weigh(part, own, _without_dropout(of_part))
+        weights = weigh(own, part, _without_dropout(of_part))
         dw = saved.dweights[at]
         dw = (dw[:, None] / Hq if saved.average_heads else dw).expand_as(weights)
         if problem.spec.dropout:
-            kept = weigh(part, own, of_part)
+            kept = weigh(own, part, of_part)
             # A kept weight of 0 has no gradient, whatever becomes of dw.
             dw = torch.where(kept != 0, dw / (1.0 - problem.dropout_p), 0.0)
         if inputs.sinks is not None:

@@ -1,4 +1,4 @@
-"""The fast path from `attention` to a kernel, for calls like one that was made before.
+"""The fast path from a public function to a kernel, for calls like one that was made before.
 
 Argument checks, the dispatcher and the choice of a backend take several times as long as a launch. They do
 not look at any tensor's values, so their result is the same for the same sizes, strides, dtypes and flags.
@@ -15,12 +15,18 @@ by itself sees only the first calls. One that is passed to `torch.profiler.profi
 What remains is two allocations and the launch, with dropout also the RNG state, and autograd if gradients are
 needed (`fast_path_gradients`). A kernel that somebody else registers for `torch.ops.flash4.attention` is not
 seen from here.
+
+A function that takes this path looks a call up, and records it after the slow path has served it:
+
+    signature, call = fast_path.lookup(DOOR, q, k, v, others, flags)
+    if call is not None:
+        return call(q, k, v, *others)
+    ...
+    fast_path.record(signature, DOOR, inputs, options)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, is_grad_enabled
@@ -36,12 +42,13 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd import _profiler_enabled, forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from . import backends
-from .backends import ALIGNMENT, Launch, OutAndLse, Prepares
-from .fast_path_gradients import FastAutograd
-from .ops import autocast_inputs, draw_rng_state
-from .ops.impl import dense_extent, describe
-from .problem import CallOptions, Inputs
+from .. import backends
+from ..backends import ALIGNMENT, Launch, Prepares, WeightsLaunch
+from ..ops import autocast_inputs
+from ..ops.impl import describe_inputs, weights_of
+from ..problem import CallOptions, Inputs, Problem
+from .calls import Door, FastCall
+from .gradients import FastAutograd
 
 Signature = tuple[Any, ...]
 """Everything that the slow path's decisions depend on. Types come last: True == 1 == 1.0, and each is served
@@ -49,48 +56,34 @@ differently."""
 
 _MOST = 1024
 """Signatures to remember; when the memory is full, it is cleared."""
-_FLAG_TYPES = slice(-8, None)
-"""Place of the flags' types in a signature."""
-_WANTS_GRAD = 12
-"""Index of `wants_grad` in a signature, after four entries for each of three tensors."""
-_PLAIN = frozenset({bool, int, float, type(None), tuple, list})
+_PLAIN = frozenset({bool, int, float, str, type(None), tuple, list})
 """Flag types whose equal values stay equal. A tensor among the flags would also be kept alive."""
 
-FastCall = Callable[[Tensor, Tensor, Tensor], OutAndLse]
-"""A prepared call: q, k and v to out and lse."""
+_WANTS_GRAD = 13
+"""Index of `wants_grad` in a signature, after the door and four entries for each of three tensors."""
+_FLAG_TYPES = 16
+"""Index of the flags' types, after the other tensors and the flags."""
 
 _calls: dict[Signature, FastCall | None] = {}
-_on_gpu = attrgetter("is_cuda")
 
 
 def lookup(
-    q: Any,
-    k: Any,
-    v: Any,
-    attn_mask: Any,
-    sinks: Any,
-    window: Any,
-    causal: Any,
-    scale: Any,
-    softcap: Any,
-    dropout_p: Any,
-    deterministic: Any,
+    door: Door, q: Any, k: Any, v: Any, others: tuple[Any, ...], flags: tuple[Any, ...]
 ) -> tuple[Signature | None, FastCall | None]:
-    """The call's signature (None if it must take the slow path), and the prepared call, if there is one."""
+    """The call's signature (None if it must take the slow path), and the prepared call, if there is one.
+
+    others: the tensors besides q, k and v, or None in their place. flags: everything else, all of it scalars.
+    """
     if (
         # Other tracers are recognised by their subclasses and modes.
         is_dynamo_compiling()
         or not type(q) is type(k) is type(v) is Tensor
-        or attn_mask is not None
-        or sinks is not None
-        or not _on_gpu(q)
         or must_take_slow_path()
         or (_is_any_autocast_enabled() and _casts(q, k, v))
     ):
         return None, None
-    wants_grad = is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if wants_grad and _top_saved_tensors_default_hooks(True) is not None:
-        return None, None
+    may_need_grad = is_grad_enabled()
+    wants_grad = may_need_grad and (q.requires_grad or k.requires_grad or v.requires_grad)
     try:
         q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if (
@@ -103,15 +96,24 @@ def lookup(
             or v.is_neg()
         ):
             return None, None
-        left, right = window
-        # A flat tuple with each flag written out: nested tuples and a loop take a third longer.
+        more: tuple[Any, ...] = ()
+        for x in others:
+            if x is None:
+                more += (None,)
+                continue
+            if type(x) is not Tensor or not x.data_ptr() or x.is_neg():
+                return None, None
+            needs_grad = may_need_grad and x.requires_grad
+            wants_grad = wants_grad or needs_grad
+            more += ((x.shape, x.stride(), x.dtype, x.get_device(), needs_grad),)
+        if wants_grad and _top_saved_tensors_default_hooks(True) is not None:
+            return None, None
+        # A flat tuple: nested tuples take longer.
         call = (
-            q.shape, q.stride(), q.dtype, q.get_device(),
+            door, q.shape, q.stride(), q.dtype, q.get_device(),
             k.shape, k.stride(), k.dtype, k.get_device(),
             v.shape, v.stride(), v.dtype, v.get_device(),
-            wants_grad, left, right, causal, scale, softcap, dropout_p, deterministic,
-            type(window), type(left), type(right),
-            type(causal), type(scale), type(softcap), type(dropout_p), type(deterministic),
+            wants_grad, more, flags, *map(type, flags),
         )  # fmt: skip
         return call, _calls.get(call)
     except (TypeError, ValueError, RuntimeError):
@@ -137,28 +139,58 @@ def _casts(*tensors: Tensor) -> bool:
     return any(new is not old for new, old in zip(autocast_inputs(*tensors), tensors, strict=True))
 
 
-def record(call: Signature, q: Tensor, k: Tensor, v: Tensor, options: CallOptions) -> None:
-    """Prepares calls of this signature, after the slow path has served one."""
-    if not _PLAIN.issuperset(call[_FLAG_TYPES]) or call in _calls:
+def record(
+    call: Signature | None,
+    door: Door,
+    inputs: Inputs,
+    options: CallOptions,
+    max_seqlens: tuple[int, int] | None = None,
+    average_heads: bool | None = None,
+) -> None:
+    """Prepares calls of this signature, after the slow path has served one.
+
+    inputs: the tensors in the backends' layout; no RNG state is needed. max_seqlens: of a varlen call.
+    average_heads: None if the call does not return weights.
+    """
+    if call is None or call in _calls or not _PLAIN.issuperset(call[_FLAG_TYPES:]):
         return
-    problem = describe(q, v.shape[-1], dense_extent(q, k), None, None, options)
-    backend = backends.choose(problem)
-    launch = backend.prepare(Inputs(q, k, v), problem) if isinstance(backend, Prepares) else None
-    fast_call: FastCall | None = launch
-    if launch is not None and call[_WANTS_GRAD]:
-        fast_call = FastAutograd(launch, options, must_take_slow_path)
-    elif launch is not None and problem.spec.dropout:
-        fast_call = _with_rng_state(launch)
     if len(_calls) >= _MOST:
         _calls.clear()
-    _calls[call] = fast_call
+    _calls[call] = _prepared(call, door, inputs, options, max_seqlens, average_heads)
 
 
-def _with_rng_state(launch: Launch) -> FastCall:
-    def drawn(q: Tensor, k: Tensor, v: Tensor) -> OutAndLse:
-        return launch(q, k, v, draw_rng_state(q.device))
+def _prepared(
+    call: Signature,
+    door: Door,
+    inputs: Inputs,
+    options: CallOptions,
+    max_seqlens: tuple[int, int] | None,
+    average_heads: bool | None,
+) -> FastCall | None:
+    mask = inputs.attn_mask
+    wants_grad = call[_WANTS_GRAD]
+    if wants_grad and mask is not None and mask.requires_grad:
+        return None
+    problem = describe_inputs(inputs, options, max_seqlens)
+    launch = _launch(problem, inputs)
+    if launch is None:
+        return None
+    weigh: WeightsLaunch | None = None
+    if average_heads is not None:
+        of_weights = weights_of(problem)
+        backend = backends.choose(of_weights)
+        if isinstance(backend, Prepares):
+            weigh = backend.prepare_weights(inputs, of_weights, average_heads)
+        if weigh is None:
+            return None
+    if wants_grad:
+        return FastAutograd(door, launch, weigh, bool(average_heads), options, problem, must_take_slow_path)
+    return FastCall(door, launch, weigh, bool(average_heads), options)
 
-    return drawn
+
+def _launch(problem: Problem, inputs: Inputs) -> Launch | None:
+    backend = backends.choose(problem)
+    return backend.prepare(inputs, problem) if isinstance(backend, Prepares) else None
 
 
 def clear() -> None:

@@ -1,0 +1,60 @@
+"""A call's attn_mask, as the kernels take it: a view, and the tables that another kernel makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ...kernels.common import mask_tables
+from ...kernels.common.mask_tables import MaskPlan
+from .targets import MASK_BLOCKS, Find
+from .tensors import Allocator
+
+MaskArgs = tuple[Tensor, Tensor]
+"""The mask and its tables."""
+Read = Callable[[Tensor | None], MaskArgs | None]
+"""Function that launches the kernel that makes the tables of a mask."""
+View = Callable[[Tensor], Tensor]
+
+
+def reader(find: Find, plan: MaskPlan, mask: Tensor | None, view: View, allocator: Allocator) -> Read:
+    """What reads masks of this one's sizes and strides; `view` gives the attention kernel's view of one."""
+    if mask is None:
+        return lambda mask: None
+    words = mask_tables.place(plan, *view(mask).shape).words
+    examine, new_tables = find(MASK_BLOCKS, (plan,)), allocator((words,), torch.int32)
+
+    def read(mask: Tensor | None) -> MaskArgs | None:
+        if mask is None:
+            raise AssertionError("the call has a mask")
+        seen, tables = view(mask), new_tables()
+        examine(seen, tables)
+        return seen, tables
+
+    return read
+
+
+def over_keys(Sk: int) -> View:
+    """The view of the forward: all keys, with a stride of 0 where the mask broadcasts over them."""
+
+    def view(mask: Tensor) -> Tensor:
+        return mask if mask.shape[3] == Sk else mask.expand(*mask.shape[:3], Sk)
+
+    return view
+
+
+def transposed(Sq: int) -> View:
+    """The view of the backward: keys as rows, expanded over all queries.
+
+    It is copied if queries would not be contiguous otherwise, because they are loaded together.
+    """
+
+    def view(mask: Tensor) -> Tensor:
+        x = mask.transpose(2, 3)
+        if x.shape[3] > 1 and x.stride(3) != 1:
+            return x.contiguous()
+        return x if x.shape[3] == Sq else x.expand(*x.shape[:3], Sq)
+
+    return view

@@ -1,0 +1,175 @@
+"""The fast path through autograd: `flash4_torch.fast_path`, for calls whose tensors require gradients.
+
+The same law holds. The forward is prepared like one without gradients, and saves what the slow path saves.
+The backward is prepared once the slow path has served one with the same strides, and launched if no observer
+is active; otherwise the slow path's backward runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch.compiler import is_dynamo_compiling
+
+from .. import backends
+from ..backends import ALIGNMENT, BackwardLaunch, Launch, Prepares, WeightsLaunch
+from ..ops import autograd
+from ..ops.impl import backward_of
+from ..problem import CallOptions, Inputs, Problem, Saved
+from .calls import Door, FastCall
+
+_MOST = 64
+"""Combinations of strides to remember per signature of the forward."""
+
+Strides = tuple[tuple[int, ...], ...]
+Grads = tuple[Tensor | None, ...]
+
+
+class FastAutograd(FastCall):
+    """The calls of one signature, forward and backward."""
+
+    __slots__ = ("backwards", "must_take_slow_path", "options", "problem")
+
+    def __init__(
+        self,
+        door: Door,
+        launch: Launch,
+        weigh: WeightsLaunch | None,
+        average_heads: bool,
+        options: CallOptions,
+        problem: Problem,
+        must_take_slow_path: Callable[[], bool],
+    ):
+        super().__init__(door, launch, weigh, average_heads, options)
+        self.options = options
+        self.problem = problem
+        self.must_take_slow_path = must_take_slow_path
+        self.backwards: dict[Strides, BackwardLaunch | None] = {}
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
+        apply = _dense if self.weigh is None else _with_weights
+        results: tuple[Tensor, ...] = (_varlen if self.door.varlen else apply)(q, k, v, *others, self)
+        return results
+
+    def lookup(self, dout: Tensor | None, more: Grads, saved: tuple[Tensor, ...]) -> Strides | None:
+        """The key of a prepared backward; None if the backward must take the slow path."""
+        if (
+            is_dynamo_compiling()
+            or type(dout) is not Tensor
+            or any(x is not None for x in more)
+            or is_grad_enabled()  # gradients of gradients are requested
+            or self.must_take_slow_path()
+        ):
+            return None
+        q, k, v, out, lse, *_ = saved
+        try:
+            dout_at = dout.data_ptr()
+            pointers = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | dout_at
+        except RuntimeError:
+            return None  # a batch of gradients (vmap) has no pointer
+        # As in `fast_path.lookup`, which has already checked the saved tensors.
+        if pointers % ALIGNMENT or not dout_at or dout.is_neg():
+            return None
+        return dout.stride(), q.stride(), k.stride(), v.stride(), out.stride(), lse.stride()
+
+    def record(self, strides: Strides, saved: Saved, inputs: Inputs) -> None:
+        """Prepares backwards with these strides, after the slow path has served one."""
+        if strides in self.backwards or len(self.backwards) >= _MOST:
+            return
+        problem = backward_of(self.problem, None)
+        backend, launch = backends.choose(problem), None
+        if isinstance(backend, Prepares):
+            launch = backend.prepare_backward(saved, inputs, problem)
+        self.backwards[strides] = launch
+
+
+def _forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+    """The forward of `ops.autograd`, except that the prepared launch runs."""
+    *tensors, call = args
+    inputs = call.inputs(*tensors)
+    out, lse, low, weights = call.run(inputs)
+    ctx.save_for_backward(
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        out,
+        lse,
+        low,
+        inputs.attn_mask,
+        inputs.sinks,
+        inputs.rng_state,
+        inputs.cu_seqlens_q,
+        inputs.cu_seqlens_k,
+    )
+    ctx.call = call
+    ctx.options = call.options
+    ctx.set_materialize_grads(False)
+    if call.door.out_heads_first:
+        out = out.transpose(1, 2)
+    return (out, lse) if weights is None else (out, lse, weights)
+
+
+def _backward(ctx: Any, dout: Tensor | None, *more: Tensor | None) -> Grads:
+    call: FastAutograd = ctx.call
+    q, k, v, out, lse, low, mask, sinks, rng_state, ends_q, ends_k = ctx.saved_tensors
+    if dout is not None and call.door.out_heads_first:
+        dout = dout.transpose(1, 2)
+    strides = call.lookup(dout, more, (q, k, v, out, lse))
+    launch = None if strides is None else call.backwards.get(strides)
+    inputs = Inputs(q, k, v, mask, sinks, rng_state, ends_q, ends_k)
+    grads: Grads
+    if launch is not None and dout is not None:
+        found = launch(Saved(dout, None, out, lse, False, low), inputs)
+        grads = found.dq, found.dk, found.dv, found.dsinks
+    else:
+        grads = _slow(call, dout, more, Saved(out, None, out, lse, False, low), inputs)
+        if strides is not None and dout is not None:
+            call.record(strides, Saved(dout, None, out, lse, False, low), inputs)
+    dq, dk, dv, dsinks = grads
+    if call.door.heads_first:
+        dq, dk, dv = (None if x is None else x.transpose(1, 2) for x in (dq, dk, dv))
+    return dq, dk, dv, *(None,) * (2 if call.door.varlen else 1), dsinks, None
+
+
+def _slow(call: FastAutograd, dout: Tensor | None, more: Grads, saved: Saved, inputs: Inputs) -> Grads:
+    """Gradients of q, k, v and the sinks by the operators."""
+    q, k, v, mask, sinks, rng_state, ends_q, ends_k, _ = inputs
+    dlse, *of_weights = more
+    dweights = of_weights[0] if of_weights else None
+    grads: list[Tensor | None] = [None] * 4
+    scored_by = sinks, rng_state
+    if dout is not None or dlse is not None or dweights is None:
+        given = torch.zeros_like(saved.out) if dout is None else dout
+        before = given, dlse, q, k, v, saved.out, saved.lse
+        if call.door.varlen:
+            sequences = ends_q, ends_k, *scored_by, call.problem.extent.Sq, call.problem.extent.Sk
+            grads = [*autograd.attention_varlen_backward(*before, *sequences, *call.options)]
+        else:
+            masked_by = saved.lse_low, mask, *scored_by
+            found = autograd.attention_backward(*before, *masked_by, *call.options, False)
+            grads = [*found[:3], found[4]]
+    if dweights is not None:
+        *scores, _ = call.options
+        dq, dk, _, dsinks = autograd.attention_weights_backward(
+            dweights, q, k, saved.lse, saved.lse_low, mask, *scored_by, *scores, call.average_heads, False
+        )
+        grads = [_sum(a, b) for a, b in zip(grads, (dq, dk, None, dsinks), strict=True)]
+    return *grads[:3], None if sinks is None else grads[3]
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return a if b is None else b if a is None else a + b
+
+
+def _apply_of(name: str) -> Callable[..., Any]:
+    function: Any = autograd.function(name, _forward, _backward)
+    # Skips the checks of `Function.apply`: for a signature to bind, and for transforms, which
+    # `fast_path.lookup` has ruled out.
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply
+    return apply
+
+
+_dense, _with_weights, _varlen = map(_apply_of, ("attention", "attention_and_weights", "attention_varlen"))
