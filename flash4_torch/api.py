@@ -83,6 +83,8 @@ def attention(
         v: (B, Sk, Hk, Dv).
         causal: row i sees keys up to i + Sk - Sq (aligned to the bottom right).
         window: (left, right), row i sees keys from i + Sk - Sq - left to i + Sk - Sq + right; None: no bound.
+            A negative bound leaves out the diagonal: (None, -1) is all keys before it, (-1, 3) the three
+            after it. left + right must be at least 0, and right too if causal, which is right = 0.
         scale: factor on q k^T. Default: 1 / sqrt(D).
         softcap: c > 0 replaces a score x by c * tanh(x / c), before the mask. Default: 0, off.
         attn_mask: broadcastable to (B, Hq, Sq, Sk), never expanded in memory. Bool: True attends. Floating:

@@ -21,6 +21,7 @@ _FLOAT32 = torch.finfo(torch.float32)
 """The type of scores, and of the numbers that are applied to them."""
 _LARGEST_INT = (1 << 63) - 1
 """The largest integer that the operators' schemas can carry."""
+_NO_BOUND = "None is no bound, which flash-attn 2 and 3 write as -1"
 
 
 def tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -119,7 +120,7 @@ def flag(name: str, value: bool) -> bool:
 
 
 def band(causal: bool, window: tuple[int | None, int | None]) -> Band:
-    """`causal` and `window` as one band."""
+    """`causal` and `window` as one band. It may lie beside the diagonal, but must hold some diagonal."""
     flag("causal", causal)
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise ArgumentError(
@@ -130,13 +131,18 @@ def band(causal: bool, window: tuple[int | None, int | None]) -> Band:
             continue
         if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
             raise ArgumentError(f"window's {side}", reprlib.repr(size), "it must be an int or None")
-        if size < 0:
-            limit = "it must be at least 0; None is unbounded, which flash-attn writes as -1"
-            raise RangeError(f"window's {side}", _shown(size), limit)
-        if isinstance(size, int) and size > _LARGEST_INT:
-            raise RangeError(f"window's {side}", _shown(size), "it must be below 2**63; None is unbounded")
+        if isinstance(size, int) and abs(size) > _LARGEST_INT:
+            limit = "below 2**63" if size > 0 else "above -2**63"
+            raise RangeError(f"window's {side}", _shown(size), f"it must be {limit}; None is unbounded")
     left, right = window
-    return Band(left, 0 if causal else right)
+    if causal:
+        if right is not None and right < 0:
+            raise RangeError("window's right", right, f"causal=True is a right bound of 0; {_NO_BOUND}")
+        right = 0
+    if left is not None and right is not None and left + right < 0:
+        limit = "left + right (0 if causal) must be at least 0, or no row sees a key"
+        raise RangeError("window", tuple(window), f"{limit}; {_NO_BOUND}")
+    return Band(left, right)
 
 
 def scale(value: float | None, D: int) -> float:

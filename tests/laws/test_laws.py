@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 import flash4_torch
-from cases import Case, cases, finite_sum
+from cases import Case, cases, finite_sum, windows
 from flash4_torch import testing
 from flash4_torch.masks import Band
 
@@ -97,11 +97,26 @@ def test_keys_split_in_two_merge_by_lse(case: Case, at: int) -> None:
                 window=(None, None),
             )
         )
+    assert_merges(parts, attend(case))
+
+
+def assert_merges(parts: list[tuple[Tensor, Tensor]], whole: tuple[Tensor, Tensor]) -> None:
+    """(out, lse) over two disjoint sets of keys add up, weighted by their lse, to those over their union."""
     lse = torch.logaddexp(parts[0][1], parts[1][1])
     shares = [torch.exp(part_lse - lse).nan_to_num().transpose(1, 2)[..., None] for _, part_lse in parts]
-    out, whole_lse = attend(case)
-    assert_same(out, parts[0][0] * shares[0] + parts[1][0] * shares[1])
-    assert_same(whole_lse, lse)
+    assert_same(whole[0], parts[0][0] * shares[0] + parts[1][0] * shares[1])
+    assert_same(whole[1], lse)
+
+
+@given(cases(F64, causal=False), st.integers(-50, 50))
+def test_bands_beside_each_other_merge_by_lse(case: Case, at: int) -> None:
+    """A window is cut between two diagonals: one part ends where the other begins."""
+    left, right = case.kwargs["window"]
+    at = max(at, -50 if left is None else -left)
+    at = min(at, 50 if right is None else right - 1)
+    assume(left is None or left + at >= 0)
+    parts = [attend(case, window=(left, at)), attend(case, window=(-at - 1, right))]
+    assert_merges(parts, attend(case))
 
 
 @given(cases(F64, attn_mask=None, window=(None, None), causal=True))
@@ -167,10 +182,10 @@ def packed(draw: st.DrawFn) -> tuple[list[int], list[int], dict[str, Any]]:
     """Lengths of queries and keys of up to four sequences, empty ones included, and keyword arguments."""
     B = draw(st.integers(0, 4))
     length = st.integers(0, 20)
-    bound = st.one_of(st.none(), st.integers(0, 20))
+    causal = draw(st.booleans())
     kwargs = {
-        "causal": draw(st.booleans()),
-        "window": (draw(bound), draw(bound)),
+        "causal": causal,
+        "window": draw(windows(causal, most=20)),
         "softcap": draw(st.sampled_from([0.0, 2.0])),
         "dropout_p": draw(st.sampled_from([0.0, 0.3])),
     }
