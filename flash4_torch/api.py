@@ -39,12 +39,11 @@ class _DenseOptions(_Options, total=False):
 class _Sequences(TypedDict):
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
-    max_seqlen_q: int | Tensor
-    max_seqlen_k: int | Tensor
 
 
-class _VarlenOptions(_Options, _Sequences):
-    pass
+class _VarlenOptions(_Options, _Sequences, total=False):
+    max_seqlen_q: int | Tensor | None
+    max_seqlen_k: int | Tensor | None
 
 
 @overload
@@ -213,8 +212,8 @@ def attention_varlen(
     *,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    max_seqlen_q: int | Tensor,
-    max_seqlen_k: int | Tensor,
+    max_seqlen_q: int | Tensor | None = None,
+    max_seqlen_k: int | Tensor | None = None,
     causal: bool = False,
     window: Window = (None, None),
     scale: float | None = None,
@@ -235,8 +234,10 @@ def attention_varlen(
             CPU only, because the host would have to wait for a GPU's values.
         cu_seqlens_k: (B + 1,), the same for k and v.
         max_seqlen_q: length of the longest sequence of queries, or an upper bound; an int, or a 0-dim tensor
-            (the host then waits for its value).
-        max_seqlen_k: the same for keys.
+            (the host then waits for its value). Default: Tq, for which nobody has to wait. A GPU's kernels
+            look for tiles up to this length in every sequence, so that of B equally long ones all but one
+            tile in B are then empty; results do not change beyond rounding.
+        max_seqlen_k: the same for keys; default Tk.
         causal, window, scale, softcap, dropout_p, deterministic: as in `attention`, within each sequence.
         return_lse: also return lse (Hq, Tq).
 
@@ -284,8 +285,8 @@ def attention_varlen(
         cu_seqlens_q,
         cu_seqlens_k,
         _rng_state(q, options),
-        check.max_seqlen("max_seqlen_q", max_seqlen_q),
-        check.max_seqlen("max_seqlen_k", max_seqlen_k),
+        check.max_seqlen("max_seqlen_q", max_seqlen_q, q.shape[0]),
+        check.max_seqlen("max_seqlen_k", max_seqlen_k, k.shape[0]),
         options,
     )
     return (out, lse) if return_lse else out

@@ -230,8 +230,10 @@ def same_sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
         raise ShapeError("cu_seqlens_q, cu_seqlens_k", shapes, "they must describe equally many sequences")
 
 
-def max_seqlen(name: str, value: int | Tensor) -> int:
-    """The value as an int, given as an int or a 0-dim tensor."""
+def max_seqlen(name: str, value: int | Tensor | None, total: int) -> int:
+    """The value as an int, given as an int, a 0-dim tensor, or None for `total`, the packed length."""
+    if value is None:
+        return total
     if isinstance(value, Tensor) and value.dim() == 0 and not value.is_floating_point():
         if value.is_meta:
             raise DeviceError(name, value.device, "it must be on a device, for its value is read")
@@ -241,7 +243,7 @@ def max_seqlen(name: str, value: int | Tensor) -> int:
             torch._check(value >= 0)
             return value
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise ArgumentError(name, reprlib.repr(value), "it must be an int or a 0-dim tensor")
+        raise ArgumentError(name, reprlib.repr(value), "it must be an int, a 0-dim tensor or None")
     if value < 0:
         raise RangeError(name, _shown(value), "it must be at least 0")
     if isinstance(value, int) and value > _LARGEST_INT:

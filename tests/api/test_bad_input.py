@@ -88,7 +88,7 @@ VARLEN: dict[str, tuple[dict[str, Any], type[ArgumentError], str, str]] = {
     ),
     "max_seqlen too small": ({"max_seqlen_k": 4}, RangeError, "max_seqlen_k", "longest sequence has 5"),
     "negative max_seqlen": ({"max_seqlen_q": -1}, RangeError, "max_seqlen_q", "at least 0"),
-    "max_seqlen float": ({"max_seqlen_q": 5.0}, ArgumentError, "max_seqlen_q", "int or a 0-dim tensor"),
+    "max_seqlen float": ({"max_seqlen_q": 5.0}, ArgumentError, "max_seqlen_q", "int, a 0-dim tensor or None"),
 }
 
 

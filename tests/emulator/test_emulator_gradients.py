@@ -147,9 +147,13 @@ def test_gqa_is_repeated_keys(arch: str) -> None:
     q_lengths=st.lists(st.integers(0, 140), min_size=1, max_size=4),
     k_lengths=st.lists(st.integers(0, 140), min_size=4, max_size=4),
     p=st.sampled_from([0.0, 0.4]),
+    says=st.booleans(),
 )
-def test_packed_sequences_are_alone(arch: str, q_lengths: list[int], k_lengths: list[int], p: float) -> None:
+def test_packed_sequences_are_alone(
+    arch: str, q_lengths: list[int], k_lengths: list[int], p: float, says: bool
+) -> None:
     k_lengths = k_lengths[: len(q_lengths)]
+    longest = {"max_seqlen_q": max(q_lengths), "max_seqlen_k": max(k_lengths)} if says else {}
     lengths = (q_lengths, 4), (k_lengths, 2), (k_lengths, 2)
     inputs = [torch.randn(sum(n), H, 64).bfloat16().requires_grad_() for n, H in lengths]
     ends = [torch.tensor([0, *torch.tensor(n).cumsum(0)]) for n in (q_lengths, k_lengths)]
@@ -160,8 +164,7 @@ def test_packed_sequences_are_alone(arch: str, q_lengths: list[int], k_lengths: 
             *inputs,
             cu_seqlens_q=ends[0],
             cu_seqlens_k=ends[1],
-            max_seqlen_q=max(q_lengths),
-            max_seqlen_k=max(k_lengths),
+            **longest,
             return_lse=True,
             **more,
         )

@@ -179,7 +179,10 @@ def test_inputs_stay_as_they_were(case: Case) -> None:
 
 @st.composite
 def packed(draw: st.DrawFn) -> tuple[list[int], list[int], dict[str, Any]]:
-    """Lengths of queries and keys of up to four sequences, empty ones included, and keyword arguments."""
+    """Lengths of queries and keys of up to four sequences, empty ones included, and keyword arguments.
+
+    The longest lengths are given, given as an upper bound, or left out.
+    """
     B = draw(st.integers(0, 4))
     length = st.integers(0, 20)
     causal = draw(st.booleans())
@@ -189,7 +192,11 @@ def packed(draw: st.DrawFn) -> tuple[list[int], list[int], dict[str, Any]]:
         "softcap": draw(st.sampled_from([0.0, 2.0])),
         "dropout_p": draw(st.sampled_from([0.0, 0.3])),
     }
-    return [draw(length) for _ in range(B)], [draw(length) for _ in range(B)], kwargs
+    q_lengths, k_lengths = ([draw(length) for _ in range(B)] for _ in "qk")
+    for name, lengths in (("max_seqlen_q", q_lengths), ("max_seqlen_k", k_lengths)):
+        if draw(st.booleans()):
+            kwargs[name] = max(lengths, default=0) + draw(st.sampled_from([0, 0, 7]))
+    return q_lengths, k_lengths, kwargs
 
 
 @given(packed(), st.sampled_from([torch.int32, torch.int64]))
@@ -209,20 +216,19 @@ def test_varlen_is_a_loop(problem: tuple[list[int], list[int], dict[str, Any]], 
             v,
             cu_seqlens_q=torch.tensor([0, *torch.tensor(q_lengths).cumsum(0)], dtype=dtype),
             cu_seqlens_k=torch.tensor([0, *torch.tensor(k_lengths).cumsum(0)], dtype=dtype),
-            max_seqlen_q=max(q_lengths, default=0),
-            max_seqlen_k=max(k_lengths, default=0),
             return_lse=True,
             **kwargs,
         )
         dout, dlse = torch.randn_like(out), torch.randn_like(lse)
         gradients = torch.autograd.grad((out * dout).sum() + finite_sum(lse, dlse), (q, k, v))
+    definition = {name: x for name, x in kwargs.items() if not name.startswith("max_")}
     outs, lses = [], []
     for b, (qs, ks, vs) in enumerate(
         zip(q.split(q_lengths), k.split(k_lengths), v.split(k_lengths), strict=True)
     ):
         # Sequence b replays dropout as batch entry b.
         batch = [x[None].expand(b + 1, *x.shape) for x in (qs, ks, vs)]
-        one, one_lse = testing.reference(*batch, **kwargs, rng_state=rng_state)
+        one, one_lse = testing.reference(*batch, **definition, rng_state=rng_state)
         outs.append(one[b])
         lses.append(one_lse[b])
     expected = torch.cat(outs) if outs else torch.empty_like(out)
