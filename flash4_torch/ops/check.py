@@ -145,11 +145,11 @@ def band(causal: bool, window: tuple[int | None, int | None]) -> Band:
     return Band(left, right)
 
 
-def scale(value: float | None, D: int) -> float:
+def scale(value: float | None, D: int, name: str = "scale") -> float:
     """The given scale, or 1 / sqrt(D)."""
     if value is None:
         return 1.0 / math.sqrt(D)
-    return _number("scale", value, -_FLOAT32.max, _FLOAT32.max)
+    return _number(name, value, -_FLOAT32.max, _FLOAT32.max)
 
 
 def softcap(value: float) -> float:

@@ -37,6 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "fast_path_gradients": {"ops", "backends"},
     "fast_path": {"fast_path_gradients", "ops", "backends"},
     "api": {"fast_path", "ops", "backends"},
+    "flash_attn": {"api", "ops"},
     "nn": {"api", "ops"},
     "integrations": {"api", "ops"},
     "testing": {"api", "ops", "backends", "emulator", "reference"},
