@@ -15,7 +15,7 @@ from .api import attention, attention_varlen, scaled_dot_product_attention, supp
 from .nn import MultiheadAttention, replace_attention
 
 if TYPE_CHECKING:
-    from . import integrations, testing
+    from . import flash_attn, integrations, testing
     from .ahead import warmup
 
 __version__ = "0.1.0.dev0"
@@ -25,6 +25,7 @@ __all__ = [
     "attention",
     "attention_varlen",
     "errors",
+    "flash_attn",
     "integrations",
     "replace_attention",
     "scaled_dot_product_attention",
@@ -38,7 +39,7 @@ def __getattr__(name: str) -> Any:
     """Imports a lazy name on first access."""
     if name == "warmup":
         return importlib.import_module(".ahead", __name__).warmup
-    if name in ("integrations", "reference", "testing"):
+    if name in ("flash_attn", "integrations", "reference", "testing"):
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

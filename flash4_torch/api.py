@@ -44,12 +44,11 @@ class _DenseOptions(_Options, total=False):
 class _Sequences(TypedDict):
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
-    max_seqlen_q: int | Tensor
-    max_seqlen_k: int | Tensor
 
 
-class _VarlenOptions(_Options, _Sequences):
-    pass
+class _VarlenOptions(_Options, _Sequences, total=False):
+    max_seqlen_q: int | Tensor | None
+    max_seqlen_k: int | Tensor | None
 
 
 @overload
@@ -89,6 +88,8 @@ def attention(
         v: (B, Sk, Hk, Dv).
         causal: row i sees keys up to i + Sk - Sq (aligned to the bottom right).
         window: (left, right), row i sees keys from i + Sk - Sq - left to i + Sk - Sq + right; None: no bound.
+            A negative bound leaves out the diagonal: (None, -1) is all keys before it, (-1, 3) the three
+            after it. left + right must be at least 0, and right too if causal, which is right = 0.
         scale: factor on q k^T. Default: 1 / sqrt(D).
         softcap: c > 0 replaces a score x by c * tanh(x / c), before the mask. Default: 0, off.
         attn_mask: broadcastable to (B, Hq, Sq, Sk), never expanded in memory. Bool: True attends. Floating:
@@ -222,8 +223,8 @@ def attention_varlen(
     *,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    max_seqlen_q: int | Tensor,
-    max_seqlen_k: int | Tensor,
+    max_seqlen_q: int | Tensor | None = None,
+    max_seqlen_k: int | Tensor | None = None,
     causal: bool = False,
     window: Window = (None, None),
     scale: float | None = None,
@@ -245,8 +246,10 @@ def attention_varlen(
             CPU only, because the host would have to wait for a GPU's values.
         cu_seqlens_k: (B + 1,), the same for k and v.
         max_seqlen_q: length of the longest sequence of queries, or an upper bound; an int, or a 0-dim tensor
-            (the host then waits for its value).
-        max_seqlen_k: the same for keys.
+            (the host then waits for its value). Default: Tq, for which nobody has to wait. A GPU's kernels
+            look for tiles up to this length in every sequence, so that of B equally long ones all but one
+            tile in B are then empty; results do not change beyond rounding.
+        max_seqlen_k: the same for keys; default Tk.
         causal, window, scale, softcap, sinks, dropout_p, deterministic: as in `attention`, within each
             sequence.
         return_lse: also return lse (Hq, Tq).
@@ -299,8 +302,8 @@ def attention_varlen(
     options = _options(q, causal, window, scale, softcap, dropout_p, deterministic)
     check.flag("return_lse", return_lse)
     max_seqlens = (
-        check.max_seqlen("max_seqlen_q", max_seqlen_q),
-        check.max_seqlen("max_seqlen_k", max_seqlen_k),
+        check.max_seqlen("max_seqlen_q", max_seqlen_q, q.shape[0]),
+        check.max_seqlen("max_seqlen_k", max_seqlen_k, k.shape[0]),
     )
     sequences = (*others, _rng_state(q, options), *max_seqlens)
     out, lse = ops.attention_varlen(q, k, v, *sequences, options)

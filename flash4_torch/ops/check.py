@@ -21,6 +21,7 @@ _FLOAT32 = torch.finfo(torch.float32)
 """The type of scores, and of the numbers that are applied to them."""
 _LARGEST_INT = (1 << 63) - 1
 """The largest integer that the operators' schemas can carry."""
+_NO_BOUND = "None is no bound, which flash-attn 2 and 3 write as -1"
 
 
 def tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -119,7 +120,7 @@ def flag(name: str, value: bool) -> bool:
 
 
 def band(causal: bool, window: tuple[int | None, int | None]) -> Band:
-    """`causal` and `window` as one band."""
+    """`causal` and `window` as one band. It may lie beside the diagonal, but must hold some diagonal."""
     flag("causal", causal)
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise ArgumentError(
@@ -130,20 +131,25 @@ def band(causal: bool, window: tuple[int | None, int | None]) -> Band:
             continue
         if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
             raise ArgumentError(f"window's {side}", reprlib.repr(size), "it must be an int or None")
-        if size < 0:
-            limit = "it must be at least 0; None is unbounded, which flash-attn writes as -1"
-            raise RangeError(f"window's {side}", _shown(size), limit)
-        if isinstance(size, int) and size > _LARGEST_INT:
-            raise RangeError(f"window's {side}", _shown(size), "it must be below 2**63; None is unbounded")
+        if isinstance(size, int) and abs(size) > _LARGEST_INT:
+            limit = "below 2**63" if size > 0 else "above -2**63"
+            raise RangeError(f"window's {side}", _shown(size), f"it must be {limit}; None is unbounded")
     left, right = window
-    return Band(left, 0 if causal else right)
+    if causal:
+        if right is not None and right < 0:
+            raise RangeError("window's right", right, f"causal=True is a right bound of 0; {_NO_BOUND}")
+        right = 0
+    if left is not None and right is not None and left + right < 0:
+        limit = "left + right (0 if causal) must be at least 0, or no row sees a key"
+        raise RangeError("window", tuple(window), f"{limit}; {_NO_BOUND}")
+    return Band(left, right)
 
 
-def scale(value: float | None, D: int) -> float:
+def scale(value: float | None, D: int, name: str = "scale") -> float:
     """The given scale, or 1 / sqrt(D)."""
     if value is None:
         return 1.0 / math.sqrt(D)
-    return _number("scale", value, -_FLOAT32.max, _FLOAT32.max)
+    return _number(name, value, -_FLOAT32.max, _FLOAT32.max)
 
 
 def softcap(value: float) -> float:
@@ -199,20 +205,20 @@ def attn_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     return mask[(None,) * (4 - mask.dim())]
 
 
-def sinks(values: Tensor | None, q: Tensor) -> Tensor | None:
+def sinks(values: Tensor | None, q: Tensor, name: str = "sinks") -> Tensor | None:
     """Checks attention sinks, (Hq,) for q (..., Hq, D)."""
     if values is None:
         return None
     if not isinstance(values, Tensor):
-        raise ArgumentError("sinks", type(values).__name__, "it must be a tensor or None")
+        raise ArgumentError(name, type(values).__name__, "it must be a tensor or None")
     if not is_dense(values):
-        raise _not_dense("sinks", values)
+        raise _not_dense(name, values)
     if values.dtype not in DTYPES:
-        raise DtypeError("sinks", values.dtype, "it must be floating: a score per query head")
+        raise DtypeError(name, values.dtype, "it must be floating: a score per query head")
     if values.device != q.device:
-        raise DeviceError("sinks", values.device, f"it must be on q's device, {q.device}")
+        raise DeviceError(name, values.device, f"it must be on q's device, {q.device}")
     if tuple(values.shape) != (q.shape[-2],):
-        raise ShapeError("sinks", tuple(values.shape), f"it must be (Hq,) = ({q.shape[-2]},)")
+        raise ShapeError(name, tuple(values.shape), f"it must be (Hq,) = ({q.shape[-2]},)")
     return values
 
 
@@ -241,8 +247,10 @@ def same_sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
         raise ShapeError("cu_seqlens_q, cu_seqlens_k", shapes, "they must describe equally many sequences")
 
 
-def max_seqlen(name: str, value: int | Tensor) -> int:
-    """The value as an int, given as an int or a 0-dim tensor."""
+def max_seqlen(name: str, value: int | Tensor | None, total: int) -> int:
+    """The value as an int, given as an int, a 0-dim tensor, or None for `total`, the packed length."""
+    if value is None:
+        return total
     if isinstance(value, Tensor) and value.dim() == 0 and not value.is_floating_point():
         if value.is_meta:
             raise DeviceError(name, value.device, "it must be on a device, for its value is read")
@@ -252,7 +260,7 @@ def max_seqlen(name: str, value: int | Tensor) -> int:
             torch._check(value >= 0)
             return value
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise ArgumentError(name, reprlib.repr(value), "it must be an int or a 0-dim tensor")
+        raise ArgumentError(name, reprlib.repr(value), "it must be an int, a 0-dim tensor or None")
     if value < 0:
         raise RangeError(name, _shown(value), "it must be at least 0")
     if isinstance(value, int) and value > _LARGEST_INT:

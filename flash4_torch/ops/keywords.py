@@ -23,6 +23,9 @@ _SAME = (
 )
 """Synonyms, ours first: names in flash-attn, PyTorch, Hugging Face, xformers and FlashInfer."""
 
+_BUT = {"window_size": ", and a bound of -1 is one: None is none"}
+"""What else differs about a synonym."""
+
 _OTHERWISE = {
     "alibi_slopes": "give what it adds to the scores as attn_mask",
     "block_mask": "causal, window and attn_mask say who sees whom",
@@ -56,7 +59,7 @@ def _hint(keyword: str, takes: list[str]) -> str:
     for names in _SAME:
         ours = [name for name in names if name in takes]
         if keyword in names and ours:
-            return f"it is called {ours[0]!r} here"
+            return f"it is called {ours[0]!r} here{_BUT.get(keyword, '')}"
     if keyword in _OTHERWISE:
         return _OTHERWISE[keyword]
     near = nearest(keyword, takes)

@@ -44,7 +44,13 @@ DENSE: dict[str, tuple[dict[str, Any], type[ArgumentError], str, str]] = {
     "NaN dropout": ({"dropout_p": float("nan")}, RangeError, "dropout_p", "from 0.0 to 1.0"),
     "window is a number": ({"window": 3}, ArgumentError, "window", "pair"),
     "window of three": ({"window": (1, 2, 3)}, ArgumentError, "window", "pair"),
-    "window of -1": ({"window": (-1, 0)}, RangeError, "window's left", "None is unbounded"),
+    "empty window": ({"window": (-1, 0)}, RangeError, "window", "left + right"),
+    "causal and a negative right": (
+        {"causal": True, "window": (None, -1)},
+        RangeError,
+        "window's right",
+        "causal=True is a right bound of 0",
+    ),
     "window of floats": ({"window": (None, 1.5)}, ArgumentError, "window's right", "int or None"),
     "mask is a list": ({"attn_mask": [True]}, ArgumentError, "attn_mask", "tensor or None"),
     "integer mask": ({"attn_mask": torch.ones(4, 4, dtype=torch.int8)}, DtypeError, "attn_mask", "bool"),
@@ -82,7 +88,7 @@ VARLEN: dict[str, tuple[dict[str, Any], type[ArgumentError], str, str]] = {
     ),
     "max_seqlen too small": ({"max_seqlen_k": 4}, RangeError, "max_seqlen_k", "longest sequence has 5"),
     "negative max_seqlen": ({"max_seqlen_q": -1}, RangeError, "max_seqlen_q", "at least 0"),
-    "max_seqlen float": ({"max_seqlen_q": 5.0}, ArgumentError, "max_seqlen_q", "int or a 0-dim tensor"),
+    "max_seqlen float": ({"max_seqlen_q": 5.0}, ArgumentError, "max_seqlen_q", "int, a 0-dim tensor or None"),
 }
 
 

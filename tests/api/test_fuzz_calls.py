@@ -89,7 +89,7 @@ ANYTHING = st.one_of(
     ATOMS,
     st.lists(ATOMS, max_size=3),
     st.tuples(ATOMS, ATOMS),
-    st.tuples(st.one_of(st.none(), st.integers(0, 5)), st.one_of(st.none(), st.integers(0, 5))),
+    st.tuples(st.one_of(st.none(), st.integers(-2, 5)), st.one_of(st.none(), st.integers(-2, 5))),
 )
 
 NEARLY: list[Callable[[Tensor], Tensor]] = [

@@ -15,6 +15,7 @@ PUBLIC = [
     "attention",
     "attention_varlen",
     "errors",
+    "flash_attn",
     "integrations",
     "replace_attention",
     "scaled_dot_product_attention",
@@ -59,7 +60,12 @@ def test_import_loads_only_our_own_modules_and_leaves_torch_as_it_was() -> None:
 
 
 def test_integrations_are_loaded_on_demand() -> None:
-    heavy = ("flash4_torch.integrations.", "flash4_torch.bench", "flash4_torch.testing")
+    heavy = (
+        "flash4_torch.integrations.",
+        "flash4_torch.bench",
+        "flash4_torch.flash_attn",
+        "flash4_torch.testing",
+    )
     assert [name for name in probe()["new"] if name.startswith(heavy)] == []
 
 

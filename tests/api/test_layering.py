@@ -39,6 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "fast_path": {"ops", "backends"},
     "attend": {"fast_path", "ops"},
     "api": {"fast_path", "ops", "backends"},
+    "flash_attn": {"api", "ops"},
     "nn": {"attend", "fast_path", "ops"},
     "integrations": {"api", "fast_path", "ops"},
     "testing": {"api", "ops", "backends", "emulator", "reference"},

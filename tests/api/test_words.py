@@ -24,6 +24,7 @@ DOCUMENTS = sorted(
         *ROOT.glob("*.md"),
         *(ROOT / "flash4_torch").rglob("*.md"),
         *(ROOT / "csrc_stubs").rglob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
     )
 )
 

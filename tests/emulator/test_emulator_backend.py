@@ -107,6 +107,8 @@ def test_varlen_is_a_loop(arch, dtype, launches):
             q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=43, max_seqlen_k=43, causal=True
         )
         assert len(device.reports) == launches
+        unsaid = flash4_torch.attention_varlen(q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, causal=True)
+        assert len(device.reports) == 2 * launches and torch.equal(unsaid, out)
         for start, stop in ((0, 17), (17, 60)):
             alone = flash4_torch.attention(*(t[None, start:stop] for t in (q, k, v)), causal=True)
             assert torch.equal(out[start:stop], alone[0])

@@ -33,10 +33,10 @@ CALLS: dict[str, tuple[dict[str, Any], int]] = {
     "window": ({"window": (40, 3)}, 3),
     "wide heads": ({"D": 128, "Dv": 128, "causal": True}, 3),
     "widest heads": ({"D": 256, "Dv": 256, "B": 1, "Hq": 2, "Hk": 1}, 3),
-    "small heads": ({"D": 40, "Dv": 13}, 3),
+    "small heads, keys after the diagonal": ({"D": 40, "Dv": 13, "window": (-20, 90)}, 3),
     "float16": ({"dtype": torch.float16}, 3),
     "deterministic": ({"deterministic": True}, 3),
-    "softcap": ({"window": (40, 3), "softcap": 3.0}, 3),
+    "softcap, keys before the diagonal": ({"window": (70, -9), "softcap": 3.0}, 3),
     "negative scale": ({"scale": -0.2}, 3),
     "bool mask": ({"attn_mask": torch.arange(150)[None] % 7 > 1}, 4),
     "bool mask of rows": ({"attn_mask": BIAS > 0.3, "causal": True}, 4),
@@ -147,9 +147,13 @@ def test_gqa_is_repeated_keys(arch: str) -> None:
     q_lengths=st.lists(st.integers(0, 140), min_size=1, max_size=4),
     k_lengths=st.lists(st.integers(0, 140), min_size=4, max_size=4),
     p=st.sampled_from([0.0, 0.4]),
+    says=st.booleans(),
 )
-def test_packed_sequences_are_alone(arch: str, q_lengths: list[int], k_lengths: list[int], p: float) -> None:
+def test_packed_sequences_are_alone(
+    arch: str, q_lengths: list[int], k_lengths: list[int], p: float, says: bool
+) -> None:
     k_lengths = k_lengths[: len(q_lengths)]
+    longest = {"max_seqlen_q": max(q_lengths), "max_seqlen_k": max(k_lengths)} if says else {}
     lengths = (q_lengths, 4), (k_lengths, 2), (k_lengths, 2)
     inputs = [torch.randn(sum(n), H, 64).bfloat16().requires_grad_() for n, H in lengths]
     ends = [torch.tensor([0, *torch.tensor(n).cumsum(0)]) for n in (q_lengths, k_lengths)]
@@ -160,8 +164,7 @@ def test_packed_sequences_are_alone(arch: str, q_lengths: list[int], k_lengths: 
             *inputs,
             cu_seqlens_q=ends[0],
             cu_seqlens_k=ends[1],
-            max_seqlen_q=max(q_lengths),
-            max_seqlen_k=max(k_lengths),
+            **longest,
             return_lse=True,
             **more,
         )

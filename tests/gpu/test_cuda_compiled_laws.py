@@ -60,6 +60,8 @@ FORMS = (
     Form(64, 64, FP16, causal=True, softcap=1.5),
     Form(64, 64, window=(130, 20)),
     Form(64, 64, FP16, window=(70, None)),
+    Form(64, 64, window=(130, -20)),
+    Form(64, 64, FP16, window=(-9, None)),
     Form(64, 64, scale=-0.7),
     Form(64, 64, mask="bool"),
     Form(64, 64, causal=True, mask="half"),

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 import flash4_torch
-from cases import Case, cases, finite_sum
+from cases import Case, cases, finite_sum, windows
 from flash4_torch import testing
 from flash4_torch.masks import Band
 
@@ -97,11 +97,26 @@ def test_keys_split_in_two_merge_by_lse(case: Case, at: int) -> None:
                 window=(None, None),
             )
         )
+    assert_merges(parts, attend(case))
+
+
+def assert_merges(parts: list[tuple[Tensor, Tensor]], whole: tuple[Tensor, Tensor]) -> None:
+    """(out, lse) over two disjoint sets of keys add up, weighted by their lse, to those over their union."""
     lse = torch.logaddexp(parts[0][1], parts[1][1])
     shares = [torch.exp(part_lse - lse).nan_to_num().transpose(1, 2)[..., None] for _, part_lse in parts]
-    out, whole_lse = attend(case)
-    assert_same(out, parts[0][0] * shares[0] + parts[1][0] * shares[1])
-    assert_same(whole_lse, lse)
+    assert_same(whole[0], parts[0][0] * shares[0] + parts[1][0] * shares[1])
+    assert_same(whole[1], lse)
+
+
+@given(cases(F64, causal=False), st.integers(-50, 50))
+def test_bands_beside_each_other_merge_by_lse(case: Case, at: int) -> None:
+    """A window is cut between two diagonals: one part ends where the other begins."""
+    left, right = case.kwargs["window"]
+    at = max(at, -50 if left is None else -left)
+    at = min(at, 50 if right is None else right - 1)
+    assume(left is None or left + at >= 0)
+    parts = [attend(case, window=(left, at)), attend(case, window=(-at - 1, right))]
+    assert_merges(parts, attend(case))
 
 
 @given(cases(F64, attn_mask=None, window=(None, None), causal=True))
@@ -164,17 +179,24 @@ def test_inputs_stay_as_they_were(case: Case) -> None:
 
 @st.composite
 def packed(draw: st.DrawFn) -> tuple[list[int], list[int], dict[str, Any]]:
-    """Lengths of queries and keys of up to four sequences, empty ones included, and keyword arguments."""
+    """Lengths of queries and keys of up to four sequences, empty ones included, and keyword arguments.
+
+    The longest lengths are given, given as an upper bound, or left out.
+    """
     B = draw(st.integers(0, 4))
     length = st.integers(0, 20)
-    bound = st.one_of(st.none(), st.integers(0, 20))
+    causal = draw(st.booleans())
     kwargs = {
-        "causal": draw(st.booleans()),
-        "window": (draw(bound), draw(bound)),
+        "causal": causal,
+        "window": draw(windows(causal, most=20)),
         "softcap": draw(st.sampled_from([0.0, 2.0])),
         "dropout_p": draw(st.sampled_from([0.0, 0.3])),
     }
-    return [draw(length) for _ in range(B)], [draw(length) for _ in range(B)], kwargs
+    q_lengths, k_lengths = ([draw(length) for _ in range(B)] for _ in "qk")
+    for name, lengths in (("max_seqlen_q", q_lengths), ("max_seqlen_k", k_lengths)):
+        if draw(st.booleans()):
+            kwargs[name] = max(lengths, default=0) + draw(st.sampled_from([0, 0, 7]))
+    return q_lengths, k_lengths, kwargs
 
 
 @given(packed(), st.sampled_from([torch.int32, torch.int64]))
@@ -194,20 +216,19 @@ def test_varlen_is_a_loop(problem: tuple[list[int], list[int], dict[str, Any]], 
             v,
             cu_seqlens_q=torch.tensor([0, *torch.tensor(q_lengths).cumsum(0)], dtype=dtype),
             cu_seqlens_k=torch.tensor([0, *torch.tensor(k_lengths).cumsum(0)], dtype=dtype),
-            max_seqlen_q=max(q_lengths, default=0),
-            max_seqlen_k=max(k_lengths, default=0),
             return_lse=True,
             **kwargs,
         )
         dout, dlse = torch.randn_like(out), torch.randn_like(lse)
         gradients = torch.autograd.grad((out * dout).sum() + finite_sum(lse, dlse), (q, k, v))
+    definition = {name: x for name, x in kwargs.items() if not name.startswith("max_")}
     outs, lses = [], []
     for b, (qs, ks, vs) in enumerate(
         zip(q.split(q_lengths), k.split(k_lengths), v.split(k_lengths), strict=True)
     ):
         # Sequence b replays dropout as batch entry b.
         batch = [x[None].expand(b + 1, *x.shape) for x in (qs, ks, vs)]
-        one, one_lse = testing.reference(*batch, **kwargs, rng_state=rng_state)
+        one, one_lse = testing.reference(*batch, **definition, rng_state=rng_state)
         outs.append(one[b])
         lses.append(one_lse[b])
     expected = torch.cat(outs) if outs else torch.empty_like(out)

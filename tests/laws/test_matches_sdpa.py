@@ -13,7 +13,7 @@ from torch import Tensor
 
 import flash4_torch
 from cases import FLOAT_DTYPES
-from flash4_torch import testing
+from flash4_torch import env, testing
 
 
 @st.composite
@@ -141,3 +141,20 @@ def test_dropout_follows_the_generator() -> None:
     torch.manual_seed(1)
     assert torch.equal(first, call())
     assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "tiled"])
+@given(Sq=st.integers(1, 30), Sk=st.integers(1, 30))
+@settings(max_examples=30)
+def test_causal_as_torch_aligns_it_is_a_window(backend: str, Sq: int, Sk: int) -> None:
+    """Row i sees keys up to i if the right bound is Sq - Sk, of either sign."""
+    q, k, v = (torch.randn(2, S, 2, 8, requires_grad=True) for S in (Sq, Sk, Sk))
+    dout = torch.randn(2, Sq, 2, 8)
+    peer = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True)
+    wanted = [peer.transpose(1, 2), *torch.autograd.grad(peer, (q, k, v), dout.transpose(1, 2))]
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(env.BACKEND.name, backend)
+        out = flash4_torch.attention(q, k, v, window=(None, Sq - Sk))
+        found = [out, *torch.autograd.grad(out, (q, k, v), dout)]
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

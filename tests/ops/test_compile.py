@@ -57,7 +57,7 @@ def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tenso
 
 
 def varlen(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, longest: int | Tensor = 5
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, longest: int | Tensor | None = 5
 ) -> tuple[Tensor, Tensor]:
     return flash4_torch.attention_varlen(
         q,
@@ -129,9 +129,14 @@ GROWING: dict[str, Call] = {
     "causal": (causal, lambda n: dense(n, n + 1)),
     "float mask": (masked, lambda n: (*dense(n, n + 1), float_mask(n, n + 1))),
     "varlen": (varlen, lambda n: (*packed(n), n)),
+    "varlen, longest left out": (lambda *inputs: varlen(*inputs, None), packed),
     "sdpa, causal": (sdpa_causal, lambda n: heads_first(n, n + 1)),
     "window": (
         lambda q, k, v, n: flash4_torch.attention(q, k, v, window=(n, 2 * n)),
+        lambda n: (*dense(), n),
+    ),
+    "window before the diagonal": (
+        lambda q, k, v, n: flash4_torch.attention(q, k, v, window=(2 * n, -n // 4)),
         lambda n: (*dense(), n),
     ),
 }

@@ -46,16 +46,8 @@ class Packed(Dense):
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         q, k, v = self.project(x).unflatten(-1, (3, H, D)).unbind(-3)
-        longest = x.shape[0]
         out = flash4_torch.attention_varlen(
-            q,
-            k,
-            v,
-            cu_seqlens_q=lengths,
-            cu_seqlens_k=lengths,
-            max_seqlen_q=longest,
-            max_seqlen_k=longest,
-            **self.options,
+            q, k, v, cu_seqlens_q=lengths, cu_seqlens_k=lengths, **self.options
         )
         return out.flatten(-2)
 

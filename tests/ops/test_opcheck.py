@@ -10,10 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.library import opcheck
 from torch.utils._pytree import tree_map_only
 
+import flash4_torch
 from cases import Case, cases, laid_out
 from flash4_torch import ops
 from flash4_torch.errors import DoubleBackwardError
@@ -207,3 +208,17 @@ def test_fakes_of_varlen_operators(case: Case, cuts: list[int], dropout_p: float
     assert_fake_is_like_real("attention_varlen", arguments)
     backward = backward_arguments("attention_varlen", arguments, "contiguous")
     assert_fake_is_like_real("attention_varlen_backward", backward)
+
+
+def test_lengths_that_are_left_out_need_no_values() -> None:
+    """A fake tensor raises if its values are read, which on a GPU would be where the host waits."""
+    with FakeTensorMode():
+        x, ends = torch.empty(7, 2, 8), torch.tensor([0, 3, 7])
+        calls: list[dict[str, Any]] = [{}, {"max_seqlen_k": 4}, {"max_seqlen_q": 4, "return_lse": True}]
+        for lengths in calls:
+            results = flash4_torch.attention_varlen(x, x, x, cu_seqlens_q=ends, cu_seqlens_k=ends, **lengths)
+            assert (results[0] if "return_lse" in lengths else results).shape == x.shape
+        with pytest.raises(DataDependentOutputException):
+            flash4_torch.attention_varlen(
+                x, x, x, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=ends.diff().max()
+            )

@@ -101,16 +101,26 @@ def sinks(draw: st.DrawFn, Hq: int, dtype: torch.dtype) -> Tensor | None:
 
 
 @st.composite
+def windows(draw: st.DrawFn, causal: bool, most: int = 45) -> tuple[int | None, int | None]:
+    """A band that holds some diagonal: the main one if causal, else perhaps only others beside it."""
+    bound = st.one_of(st.none(), st.integers(0, most), st.integers(0 if causal else -most // 3, most))
+    left, right = draw(bound), draw(bound)
+    if left is not None and right is not None and left + right < 0:
+        return -left, -right
+    return left, right
+
+
+@st.composite
 def cases(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES, **fixed: Any) -> Case:
     """Calls of `attention` over every feature but dropout; `fixed` pins keyword arguments."""
     B, Sq, Sk, Hq, Hk, D, Dv = draw(sizes())
     dtype = draw(st.sampled_from(dtypes))
     layout = st.sampled_from(LAYOUTS)
     seed = draw(st.integers(0, 999))
-    bound = st.one_of(st.none(), st.integers(0, 45))
+    causal = draw(st.booleans())
     kwargs = {
-        "causal": draw(st.booleans()),
-        "window": (draw(bound), draw(bound)),
+        "causal": causal,
+        "window": draw(windows(fixed.get("causal", causal))),
         "scale": draw(st.sampled_from([None, 0.3, -0.7])),
         "softcap": draw(st.sampled_from([0.0, 0.0, 1.5])),
         "attn_mask": draw(masks((B, Hq, Sq, Sk), dtype)),

@@ -128,14 +128,21 @@ def of_windows() -> Iterator[Row]:
     wrong: list[tuple[type[Exception], str, list[Any]]] = [
         (ArgumentError, "but it must be an int or None", garbage.NO_SIZES),
         (RangeError, "but it must be below 2**63; None is unbounded", garbage.HUGE_SIZES),
-        (RangeError, "but it must be at least 0; None is unbounded", [-1, -5, -(2**63), -(10**5000)]),
+        (RangeError, "but it must be above -2**63; None is unbounded", [-x for x in garbage.HUGE_SIZES]),
     ]
     for error, words, values in wrong:
         for value in values:
             yield Row({"window": (value, None)}, error, words)
             yield Row({"window": (None, value)}, error, words)
-    words = "window's left is -1, but it must be at least 0; None is unbounded, which flash-attn writes as -1"
-    yield Row({"window": (-1, -1)}, RangeError, words)
+    none = "None is no bound, which flash-attn 2 and 3 write as -1"
+    words = f"but left + right (0 if causal) must be at least 0, or no row sees a key; {none}"
+    for window in ((-1, -1), (-1, 0), (0, -1), (3, -4), (-(2**62), 2**62 - 1)):
+        yield Row({"window": window}, RangeError, f"window is {window}, {words}")
+    for window in ((-1, None), (-7, 5)):
+        yield Row({"window": window, "causal": True}, RangeError, f"window is {window}, {words}")
+    for window in ((None, -1), (-1, -1), (128, -1)):
+        words = f"window's right is -1, but causal=True is a right bound of 0; {none}"
+        yield Row({"window": window, "causal": True}, RangeError, words)
 
 
 KEYWORDS = {
@@ -143,7 +150,7 @@ KEYWORDS = {
     "sm_scale": "it is called 'scale' here",
     "scaling": "it is called 'scale' here",
     "is_causal": "it is called 'causal' here",
-    "window_size": "it is called 'window' here",
+    "window_size": "it is called 'window' here, and a bound of -1 is one: None is none",
     "sliding_window": "it is called 'window' here",
     "soft_cap": "it is called 'softcap' here",
     "dropout": "it is called 'dropout_p' here",

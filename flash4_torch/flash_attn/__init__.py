@@ -1,0 +1,47 @@
+"""flash-attn's functions, served by `attention` and `attention_varlen`: a program changes its imports.
+
+    from flash4_torch.flash_attn import flash_attn_func                      # before: from flash_attn
+    from flash4_torch.flash_attn.bert_padding import unpad_input, pad_input  # before: flash_attn.bert_padding
+
+Names, order, defaults and results are flash-attn 2.8's. Arguments that only flash-attn 3 or FlashAttention-4
+(flash_attn.cute) has are keywords. Both have another order after v: give those arguments by name. Any device,
+dtype and head size that `attention` takes will do. What differs:
+
+- window_size: -1 is no bound, as in flash-attn 2 and 3, and so is None, as in FlashAttention-4. Sizes that
+  these read differently are an error: those below -1, and -1 beside None. `attention` takes negative bounds.
+- return_attn_probs=True returns (out, softmax_lse, S_dmask), as 2.8 does; without dropout S_dmask is empty
+  there, too. With dropout it would hold all weights: that is an error. flash-attn 3 returns no S_dmask.
+- return_lse=True returns (out, lse), as FlashAttention-4 does, which returns a pair without it, too.
+- lse is differentiable, and -inf for a row that sees no key, where flash-attn 2 has +inf.
+- alibi_slopes takes the memory of a mask: (B or 1, Hq, 1, Sk) numbers if causal, else (B or 1, Hq, Sq, Sk).
+  Packed sequences have no mask, so there it is an error.
+- max_seqlen_q and max_seqlen_k may be left out, as in FlashAttention-4; `attention_varlen` says at what cost.
+- deterministic=False leaves the choice to torch.are_deterministic_algorithms_enabled().
+- Dropout follows torch.manual_seed, but drops other weights than flash-attn does.
+- num_splits, pack_gqa, sm_margin, min_seqlen_k, seqlen_k_per_split, scheduler_metadata and
+  disable_scheduler_metadata do not change what is computed: they are taken and have no effect.
+- learnable_sink is served by flash_attn_func and flash_attn_varlen_func; with alibi_slopes the bias is whole.
+- block_table, page_table, seqused_q, seqused_k, score_mod, score_mod_bwd, mask_mod,
+  aux_tensors, aux_scalars, block_sparse_tensors, block_sparse_tensors_bwd, qv, gather_kv_indices,
+  attention_chunk, q_descale, k_descale and v_descale are not served: all but their defaults is an error.
+
+There is no flash_attn_with_kvcache.
+"""
+
+from .functions import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+]
