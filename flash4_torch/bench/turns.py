@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ _SHORTEST_SAMPLE = 2e-3
 _MOST_CALLS = 10
 """Few enough that their kernels fit a GPU's queue, so that the host never waits for a free place in it."""
 _WARM_UP_CALLS = 3
+_LONG_CALL = 0.05
 _PEEK_EVERY = 4
 """Rounds between two looks at the limits: each look is another chance to stop at a lucky moment."""
 
@@ -117,11 +119,18 @@ class Stopwatch:
 
     def __init__(self, calls: Mapping[str, Call], settings: Settings):
         """Calls everyone a few times and chooses the number of calls in a batch."""
-        self._settle = torch.cuda.synchronize if settings.on_gpu else lambda: None
+        self._settle = partial(torch.cuda.synchronize, settings.device) if settings.on_gpu else lambda: None
         self._clock = time.process_time if settings.clock == "cpu" else time.perf_counter
         self._calls = 1
-        once = min(self.sample(call).whole for call in calls.values() for _ in range(_WARM_UP_CALLS))
+        once = min(map(self._warm_up, calls.values()))
         self._calls = max(1, min(_MOST_CALLS, math.ceil(_SHORTEST_SAMPLE / max(once, 1e-9))))
+
+    def _warm_up(self, call: Call) -> float:
+        """The shortest of a few calls, of one if it is long."""
+        shortest = self.sample(call).whole
+        if shortest > _LONG_CALL:
+            return shortest
+        return min(shortest, *(self.sample(call).whole for _ in range(_WARM_UP_CALLS - 1)))
 
     def sample(self, call: Call) -> Sample:
         self._settle()
