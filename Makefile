@@ -36,7 +36,7 @@ lint: $(FOR_TEST)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-sanitize: $(INSTALLED)
+sanitize: $(FOR_TEST)
 	PYTHON=$(BIN)/python tests/emulator/sanitize.sh
 
 # From scratch each time: nothing that is no longer pinned stays behind.

@@ -6,12 +6,15 @@ same seed and the same order of data; the second calls flash4_torch.replace_atte
 eager and under torch.compile(fullgraph=True), without and with dropout. Without dropout the two loss curves
 must agree step by step. With dropout they use different masks by design, so only their ends are compared.
 The two runs of a pair alternate, so that the ratio of their times does not depend on the machine's load.
+Compiled pairs are left out where there is no C++ compiler.
 
     python examples/train_text.py            # under five minutes on two CPU cores; uses a GPU if there is one
     python examples/train_text.py --help
 """
 
 import argparse
+import os
+import shutil
 import sys
 import time
 from dataclasses import replace
@@ -47,9 +50,9 @@ def compare_attention(setup: Setup, folder: Path) -> int:
     save(picture.with_suffix(".json"), results, setup)
     print(f"\n{table(results, setup)}\n")
     print("\n".join(map(str, comparisons)))
-    print("\nTime of a swapped step over that of the stock step beside it, median and quartiles:")
+    print("\nSwapped over stock: time of neighbouring steps, median and quartiles; peak memory:")
     print("\n".join(comparison.speed for comparison in comparisons))
-    print(f"\nA swapped model, compiled and without dropout, writes:\n{sample(results)}\n")
+    print(f"\nA swapped model, trained without dropout, writes:\n{sample(results)}\n")
     print(f"{time.perf_counter() - start:.0f} s in all; plot in {picture}, numbers beside it")
     return verdict(results, comparisons, setup)
 
@@ -79,13 +82,21 @@ def chosen_setups(args: argparse.Namespace) -> list[Setup]:
 
 
 def train_all(setup: Setup) -> dict[Run, Result]:
-    pairs = list(product((False, True), (0.0, 0.1)))
+    pairs = list(product(modes(), (0.0, 0.1)))
     results: dict[Run, Result] = {}
     for number, (compiled, dropout) in enumerate(pairs, start=1):
         runs = [Run(compiled, dropout, swapped) for swapped in (False, True)]
         progress = Progress(f"{number}/{len(pairs)} {runs[0].mode}, dropout {dropout}", setup.steps)
         results |= train_side_by_side(setup, runs, progress)
     return results
+
+
+def modes() -> tuple[bool, ...]:
+    """Eager, and compiled where torch.compile finds the C++ compiler that it needs."""
+    if any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))):
+        return False, True
+    print("no C++ compiler, so nothing is compiled: c++, g++ or clang++ would do", file=sys.stderr)
+    return (False,)
 
 
 class Progress:
@@ -132,7 +143,8 @@ def tolerance(run: Run, setup: Setup) -> float:
 
 
 def sample(results: dict[Run, Result]) -> str:
-    return results[Run(compiled=True, dropout=0.0, swapped=True)].sample
+    """Text by the last swapped model without dropout: the compiled one, if there is one."""
+    return [result.sample for run, result in results.items() if run.swapped and not run.dropout][-1]
 
 
 def verdict(results: dict[Run, Result], comparisons: list[Comparison], setup: Setup) -> int:

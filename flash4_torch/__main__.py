@@ -64,7 +64,10 @@ _FEATURES_EPILOG = "\n".join(
 _BENCH_EPILOG = f"""examples:
   {_COMMAND} bench --quick
   {_COMMAND} bench forward backward --cells D=64,128 causal=yes --out results.json --plot plots/
+  {_COMMAND} bench swap --cells dtype=bfloat16 compiled=no
   {_COMMAND} bench --model b200
+
+The exit status is 1 where section swap finds a swapped module slower than stock, or wrong.
 """
 
 

@@ -17,7 +17,7 @@ import torch
 from .. import info
 from ..ahead import why_not_writable
 from ..errors import hint
-from . import emulator, feature_times, gpu, host, memory, module, providers
+from . import emulator, feature_times, gpu, host, memory, module, providers, swap, swap_cases
 from .cases import DIRECTIONS
 from .cycles import MACHINES
 from .features import FEATURES
@@ -46,16 +46,25 @@ SECTIONS: Mapping[str, Section] = {
     "host": host,
     "module": module,
     "emulator": emulator,
+    "swap": swap,
 }
+BY_NAME_ONLY = ("swap",)
+"""Sections that take longer than all others together."""
 
 _CELL_VALUES: Mapping[str, Sequence[str]] = {
     "causal": ("yes", "no"),
     "dtype": ("bfloat16", "float16", "float32"),
     "feature": (*FEATURES, *module.CASES),
     "direction": tuple(dict.fromkeys(DIRECTIONS + feature_times.DIRECTIONS)),
+    "mode": swap_cases.MODES,
+    "mask": swap_cases.MASKS,
+    "dropout": swap_cases.DROPOUTS,
+    "need_weights": ("yes", "no"),
+    "compiled": ("yes", "no"),
 }
 """Values that --cells may give to fields that are not numbers."""
 _MOST_ROUNDS = 1000
+_MOST_SECONDS = 24 * 60 * 60
 _NO_COMPILER = "--model compiles kernels: pip install 'flash4_torch[kernels]'"
 
 
@@ -64,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "sections",
         nargs="*",
         metavar="section",
-        help=f"what to measure: {', '.join(SECTIONS)}; default: all",
+        help=f"what to measure: {', '.join(SECTIONS)}; default: all but swap",
     )
     parser.add_argument("--quick", action="store_true", help="fewer and smaller cases, shorter timings")
     parser.add_argument(
@@ -95,6 +104,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "6 (3 where S is 16384 or more) for forward and backward on a GPU",
     )
     parser.add_argument(
+        "--budget",
+        type=_whole_number,
+        default=Settings.swap_seconds,
+        metavar="SECONDS",
+        help="swap begins no cell after so many seconds, and divides them among its cells; default: 600",
+    )
+    parser.add_argument(
         "--model",
         choices=MACHINES,
         help="instead: what a GPU that is not here would be busy with, predicted from runs in the emulator",
@@ -117,20 +133,26 @@ def _path(text: str) -> Path:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command and returns the exit status."""
+    """Runs the command and returns the exit status: 1 if `swap` finds a swapped module slower or wrong."""
     if sentence := _why_not(options):
         return _refuse(sentence)
     selection = Selection.parse(options.cells)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     settings = Settings(
-        options.device, options.threads, options.quick, options.clock, options.rounds, selection
+        options.device,
+        options.threads,
+        options.quick,
+        options.clock,
+        options.rounds,
+        selection,
+        options.budget,
     )
     if options.model:
         return _predict(options.model, settings, options.out)
     started = gpu.state()
     results: dict[str, list[Row]] = {}
-    for name in options.sections or SECTIONS:
+    for name in options.sections or [name for name in SECTIONS if name not in BY_NAME_ONLY]:
         results[name] = _run_section(SECTIONS[name], settings)
         # After each section: a later one may fail.
         if options.out:
@@ -139,7 +161,10 @@ def run(options: argparse.Namespace) -> int:
         from . import plots
 
         plots.draw(results, options.plot)
-    return _succeeded(any(results.values()))
+    swapped = results.get("swap", [])
+    if len(results) == 1 and swapped and all(row["state"] == swap.LEFT_OUT for row in swapped):
+        return _refuse("every cell was left out, so nothing was measured")
+    return _succeeded(any(results.values())) or int(any(map(swap.fails, swapped)))
 
 
 def _succeeded(measured: bool) -> int:
@@ -158,6 +183,7 @@ def _why_not(options: argparse.Namespace) -> str:
         or _why_no_device(options.device)
         or _why_no_threads(options.threads)
         or _why_no_rounds(options.rounds)
+        or _why_no_budget(options.budget)
         or _why_no_plots(options.plot)
         or _why_no_results(options.out)
         or ("" if not options.model or find_spec("cutlass") else _NO_COMPILER)
@@ -197,6 +223,13 @@ def _why_no_rounds(rounds: int | None) -> str:
     if rounds is not None and rounds > _MOST_ROUNDS:
         return f"--rounds is {rounds}, but it must be at most {_MOST_ROUNDS}"
     return ""
+
+
+def _why_no_budget(seconds: int) -> str:
+    if 1 <= seconds <= _MOST_SECONDS:
+        return ""
+    limit = "at least 1" if seconds < 1 else f"at most {_MOST_SECONDS}"
+    return f"--budget is {seconds}, but it must be {limit}"
 
 
 def _why_no_plots(folder: Path | None) -> str:
@@ -262,6 +295,7 @@ def _document(
             "clock": settings.clock,
             "rounds": settings.rounds,
             "cells": settings.selection.wanted,
+            "budget": settings.swap_seconds,
         },
         "gpu": {"before": started, "after": gpu.state()},
         "sections": results,

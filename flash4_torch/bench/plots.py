@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from matplotlib import colormaps
 from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
-from .report import Row
+from . import swap
+from .report import Row, plain
 
 _COLORS = {"flash4": "#b3401f", "torch": "#8fb3d9", "sdpa": "#8fb3d9"}
 _OTHERS = ("#6b8e6b", "#c9a45c", "#8c7aa9", "#4f7f94", "#a3a3a3")
@@ -124,6 +128,91 @@ def _emulator(rows: list[Row]) -> Figure:
     return figure
 
 
+_RATIOS = LogNorm(0.5, 2.0)
+_REDS_TO_BLUES = colormaps["RdBu"]
+
+
+def _swap(rows: list[Row]) -> Figure:
+    """A heat map for each mode: blue where the swapped module is faster."""
+    groups = _grouped(rows, lambda r: r["mode"])
+    heights = [len(_kinds(group)) for group in groups.values()]
+    columns = max(len(_columns(group)) for group in groups.values())
+    size = (max(7.0, 3.0 + 0.55 * columns), 1.0 + sum(1.1 + 0.24 * height for height in heights))
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(len(groups), 1, squeeze=False, height_ratios=[h + 4 for h in heights]).flat
+    for axes, (mode, group) in zip(panels, groups.items(), strict=True):
+        _heat_map(axes, group)
+        axes.set_ylabel(mode, fontsize=11, fontweight="bold")
+    timed = sum(row["state"] == swap.TIMED for row in rows)
+    slow = sum(map(swap.fails, rows))
+    figure.suptitle(
+        "nn.MultiheadAttention: stock's time over the swapped module's, blue where the swap is faster\n"
+        f"{timed} of {len(rows)} cells timed, {slow} below {swap.LIMIT} or wrong (framed); "
+        "?: either side is possible; -: left out",
+        fontsize=10,
+    )
+    return figure
+
+
+def _heat_map(axes: Axes, rows: list[Row]) -> None:
+    """Ratios by kind of call, and by how it runs, dtype and size."""
+    kinds, columns = _kinds(rows), _columns(rows)
+    for row in rows:
+        x, y = columns.index(_column(row)), kinds.index(_kind(row))
+        text, color = _shown(row)
+        axes.add_patch(Rectangle((x, y), 1, 1, facecolor=color, edgecolor="white", linewidth=0.5))
+        dark = sum(weight * channel for weight, channel in zip((0.3, 0.6, 0.1), color, strict=False)) < 0.5
+        axes.text(
+            x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=7, color="white" if dark else "black"
+        )
+        if swap.fails(row):
+            frame = Rectangle((x + 0.04, y + 0.06), 0.92, 0.88, fill=False, edgecolor="black", linewidth=1.2)
+            axes.add_patch(frame)
+    for x, (*kind, _) in enumerate(columns):
+        if x == 0 or kind != list(columns[x - 1][:2]):
+            axes.axvline(x, color="black", linewidth=1)
+            how, dtype = kind
+            axes.text(x + 0.1, -0.25, f"{dtype}\n{how}", fontsize=8)
+    axes.set_xlim(0, len(columns))
+    axes.set_ylim(len(kinds), 0)
+    axes.set_xticks([x + 0.5 for x in range(len(columns))], [c[-1].replace(" ", "\n") for c in columns])
+    axes.set_xlabel("embed_dim / heads, batch x sequence", fontsize=8)
+    axes.set_yticks([y + 0.5 for y in range(len(kinds))], kinds)
+    axes.tick_params(axis="x", labelsize=7, length=0)
+    axes.tick_params(axis="y", labelsize=8, length=0)
+    axes.spines[:].set_visible(False)
+
+
+def _shown(row: Row) -> tuple[str, tuple[float, float, float, float]]:
+    """A cell's text and colour."""
+    if row["state"] != swap.TIMED:
+        return ("-" if row["state"] == swap.LEFT_OUT else "wrong"), (0.9, 0.9, 0.9, 1.0)
+    ratio = swap.ratio_of(row).median
+    uncertain = "?" if swap.mark(row) == "?" else ""
+    return f"{ratio:.2f}{uncertain}", _REDS_TO_BLUES(float(_RATIOS(min(max(ratio, 0.5), 2.0))))
+
+
+def _kinds(rows: list[Row]) -> list[str]:
+    return list(dict.fromkeys(map(_kind, rows)))
+
+
+def _kind(row: Row) -> str:
+    dropout = f", dropout {row['dropout']}" if row["dropout"] != "0" else ""
+    weights = ", weights" if row["need_weights"] else ""
+    return f"{'no' if row['mask'] == 'none' else plain(row['mask'])} mask{dropout}{weights}"
+
+
+def _columns(rows: list[Row]) -> list[tuple[str, str, str]]:
+    """How, dtype and size of each column, the sizes of one dtype together."""
+    found = list(dict.fromkeys(map(_column, rows)))
+    kinds = list(dict.fromkeys(column[:2] for column in found))
+    return sorted(found, key=lambda column: kinds.index(column[:2]))
+
+
+def _column(row: Row) -> tuple[str, str, str]:
+    return "compiled" if row["compiled"] else "eager", row["dtype"], swap.size_of(row)
+
+
 def _pairs(axes: Axes, labels: list[str], rows: list[Row]) -> None:
     """Bars with the times of torch and ours side by side."""
     for shift, who in ((-0.2, "torch"), (0.2, "flash4")):
@@ -154,4 +243,5 @@ _FIGURES: dict[str, Callable[[list[Row]], Figure]] = {
     "host": _host,
     "module": _module,
     "emulator": _emulator,
+    "swap": _swap,
 }

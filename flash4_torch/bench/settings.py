@@ -18,7 +18,10 @@ class Selection:
 
     wanted: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
-    FIELDS = ("D", "causal", "S", "Hk", "dtype", "feature", "direction")
+    FIELDS = (
+        *("D", "causal", "S", "Hk", "dtype", "feature", "direction"),
+        *("E", "mode", "mask", "dropout", "need_weights", "compiled"),
+    )
 
     @classmethod
     def parse(cls, words: Sequence[str], known: Mapping[str, Sequence[str]] | None = None) -> Selection:
@@ -65,6 +68,8 @@ class Settings:
     rounds: int | None = None
     """Number of times that each contender is timed in a comparison; None: as often as `budget` allows."""
     selection: Selection = Selection()
+    swap_seconds: int = 600
+    """Seconds for all cells of section `swap`."""
 
     @property
     def on_gpu(self) -> bool:

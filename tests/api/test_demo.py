@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from everything import EVERYTHING
 
@@ -67,9 +73,86 @@ def test_times_are_compared_step_by_step() -> None:
     swapped = result(*(r * 10.0 * x for r, x in zip((0.7, 0.9, 0.5, 0.8, 1.1), load, strict=True)))
     comparison = report.Comparison(Run(False, 0.0, False), stock, swapped, 1.0)
     assert comparison.time_ratios == pytest.approx([0.7, 0.8, 0.9])
-    assert "0.80 [0.70, 0.90]" in comparison.speed
+    assert "time 0.80 [0.70, 0.90]" in comparison.speed
     alone = report.Comparison(Run(False, 0.0, False), result(2.0), result(1.0), 1.0)
     assert alone.time_ratios == [0.5] * 3
+
+
+def test_memory_is_compared() -> None:
+    import report
+    from training import Result, Run, Setup
+
+    def result(peak_mib: float) -> Result:
+        return Result([1.0], 1.0, 1.0, [1.0], peak_mib, 0, 0, "", 10**6)
+
+    pairs = [
+        report.Comparison(Run(False, dropout, False), result(200.0), result(200.0 * ratio), 1.0)
+        for dropout, ratio in ((0.0, 0.9), (0.1, 0.5))
+    ]
+    assert "memory 0.90" in pairs[0].speed and "memory 0.50" in pairs[1].speed
+    setup = Setup(16, heads=2, layers=1, context=32, batch=2, steps=3, learning_rate=1e-3)
+    assert report.headline(pairs, setup).endswith("1.00 of stock's time, 0.50 to 0.90 of its memory")
+    nothing = report.Comparison(Run(False, 0.0, False), result(0.0), result(0.0), 1.0)
+    assert nothing.memory_ratio == 1.0
+
+
+def test_nothing_is_compiled_without_a_compiler(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import train_text
+    from training import Result, Run, Setup
+
+    def trained(setup: Setup, runs: list[Run], report: Any) -> dict[Run, Result]:
+        return {run: Result([1.0], 1.0, 1.0, [1.0], 0.0, 0, 0, str(run), 0) for run in runs}
+
+    monkeypatch.setattr(train_text, "train_side_by_side", trained)
+    for compiler, compiled in (("/usr/bin/c++", True), (None, False)):
+        monkeypatch.setattr(train_text.shutil, "which", lambda name, found=compiler: found)
+        results = train_text.train_all(train_text.SMALL[0])
+        assert len(results) == 4 * (1 + compiled) and any(run.compiled for run in results) == compiled
+        assert train_text.sample(results) == str(Run(compiled, dropout=0.0, swapped=True))
+        assert ("no C++ compiler" in capsys.readouterr().err) != compiled
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def brought_by(extra: str) -> set[str]:
+    """The packages that flash4_torch with `extra` brings to this machine, torch and its own left out."""
+    names, waiting = set(), [Requirement(f"flash4_torch[{extra}]")]
+    while waiting:
+        wanted = waiting.pop()
+        for text in metadata.requires(wanted.name) or ():
+            needed = Requirement(text)
+            extras = wanted.extras or {""}
+            if needed.marker and not any(needed.marker.evaluate({"extra": name}) for name in extras):
+                continue
+            name = canonicalize_name(needed.name)
+            if name not in names and name != "torch":
+                names.add(name)
+                waiting.append(needed)
+    return names
+
+
+def test_the_demo_brings_no_tools_and_only_what_is_pinned() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {canonicalize_name(line.partition("==")[0]) for line in lines if "==" in line}
+    brought = brought_by("demo")
+    assert "matplotlib" in brought <= pinned
+    tools = {"pytest", "ruff", "mypy", "hypothesis", "pre-commit", "transformers", "nvidia-cutlass-dsl"}
+    assert not brought & tools and tools & brought_by("test")
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+@pytest.mark.parametrize("target", ["demo", "test", "lint", "sanitize"])
+def test_make_installs_what_a_target_needs_and_no_more(target: str, tmp_path: Path) -> None:
+    """A dry run, in a folder without a virtual environment."""
+    command = ["make", "--dry-run", "--directory", str(ROOT), target, f"VENV={tmp_path}/venv"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (install,) = (line for line in printed.splitlines() if "--editable" in line)
+    assert "--constraint constraints.txt" in install
+    extras = install.rpartition("[")[2].strip("]'").split(",")
+    assert set(extras) - {"kernels"} == ({"demo"} if target == "demo" else {"test", "demo", "dev"})
 
 
 def test_turns_alternate_and_only_warm_up_overlaps() -> None:

@@ -154,14 +154,15 @@ def test_selection_takes_what_it_names() -> None:
     [
         (
             ["nonsense"],
-            "unknown section nonsense; there are forward, backward, features, memory, host, module, emulator",
+            "unknown section nonsense; there are forward, backward, features, memory, host, module, "
+            "emulator, swap",
         ),
         (["--threads", "0"], "--threads is 0, but it must be at least 1"),
         (["--rounds", "1"], "--rounds is 1, but it must be at least 2"),
         (
             ["--cells", "D=64", "B=2"],
             "--cells is 'B=2', but it must be NAME=VALUE,... with one of "
-            "D, causal, S, Hk, dtype, feature, direction",
+            "D, causal, S, Hk, dtype, feature, direction, E, mode, mask, dropout, need_weights, compiled",
         ),
         (["--device", "cuda"], "--device is cuda, but torch sees no GPU"),
         (["--plot", "here"], "--plot needs matplotlib: pip install 'flash4_torch[demo]'"),
@@ -217,6 +218,7 @@ def test_bench_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixtu
         "clock": "wall",
         "rounds": 2,
         "cells": {"S": ["24"]},
+        "budget": 600,
     }
     assert info.versions().items() <= document["versions"].items()
     assert {"cuDNN", "flash-attn-4", "FlashAttention-3"} <= set(document["versions"])

@@ -117,10 +117,13 @@ def _bench() -> Iterator[tuple[list[str], str]]:
     for text in COUNTS[1:]:
         yield ["--threads", text], "argument --threads"
         yield ["--rounds", text], "argument --rounds"
+        yield ["--budget", text], "argument --budget"
     yield ["--threads", "0"], "--threads is 0, but it must be at least 1"
     yield ["--threads", "100000"], "--threads is 100000, but it must be at most"
     yield ["--rounds", "1"], "--rounds is 1, but it must be at least 2"
     yield ["--rounds", "100000000"], "--rounds is 100000000, but it must be at most"
+    yield ["--budget", "0"], "--budget is 0, but it must be at least 1"
+    yield ["--budget", "86401"], "--budget is 86401, but it must be at most 86400"
     for text in ("nope", "", "gpu", "CPU", "cpu:0", "cuda:", "cuda:-1", "cuda:x", "mps", "meta"):
         yield ["--device", text], f"--device is {text!r}, but it must be cpu, cuda or cuda:N"
     for text in ("wall-clock", "", "gpu"):
@@ -147,6 +150,8 @@ def _bench() -> Iterator[tuple[list[str], str]]:
     ):
         yield ["--cells", word], f"--cells is {word!r}, but "
     for word in ("causal=maybe", "causal=True", "dtype=fp8", "dtype=torch.float16", "direction=both"):
+        yield ["--cells", word], f"--cells is {word!r}, but "
+    for word in ("mode=train", "mask=padding,causal+padding", "dropout=0.0", "compiled=True", "E=64x"):
         yield ["--cells", word], f"--cells is {word!r}, but "
     yield ["--cells", "feature=nope"], "--cells is 'feature=nope', but "
     for option in ("--out", "--plot"):

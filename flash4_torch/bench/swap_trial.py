@@ -1,0 +1,180 @@
+"""One cell of section `swap`: a stock module, ours with its parameters, their calls, and what is right."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import MultiheadAttention
+from ..testing import assert_close_as_peer, dropout_mask
+from .swap_cases import SwapCase
+
+Results = tuple[Tensor | None, ...]
+"""Output, weights or None, and in training the gradients of the input and of the parameters."""
+
+NAMES = ("stock", "flash4")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Both modules of a cell, which share their parameters, and the arguments of their calls."""
+
+    case: SwapCase
+    modules: dict[str, Callable[..., Any]]
+    stock: nn.MultiheadAttention
+    x: Tensor
+    dout: Tensor
+    arguments: dict[str, Any]
+
+    @property
+    def calls(self) -> dict[str, Callable[[], Results]]:
+        return {who: partial(self.call, who) for who in self.modules}
+
+    def call(self, who: str) -> Results:
+        """A whole call: the forward, and in training also the gradients."""
+        if self.case.mode == "evaluation":
+            with torch.no_grad():
+                results: Results = self.modules[who](self.x, self.x, self.x, **self.arguments)
+                return results
+        return self._with_gradients(*self.modules[who](self.x, self.x, self.x, **self.arguments))
+
+    def _with_gradients(self, out: Tensor, weights: Tensor | None) -> Results:
+        inputs = (self.x, *self.stock.parameters())
+        return out, weights, *torch.autograd.grad(out, inputs, self.dout)
+
+    def call_and_replay(self, who: str) -> tuple[Results, Tensor | None]:
+        """A call's results, and which weights ours kept: bool (B, H, S, S), None without dropout."""
+        if not (self.case.mode == "training" and self.stock.dropout):
+            return self.call(who), None
+        out, weights = self.modules[who](self.x, self.x, self.x, **self.arguments)
+        B, S = self.x.shape[:2]
+        kept = dropout_mask(saved_rng_state(out), B, self.stock.num_heads, S, S, self.stock.dropout)
+        return self._with_gradients(out, weights), kept
+
+    def definition(self, dtype: torch.dtype, kept: Tensor | None) -> Results:
+        """The results by plain torch in `dtype`, which materialises the weights."""
+        module = copy.deepcopy(self.stock).to(dtype)
+        x = self.x.detach().to(dtype).requires_grad_()
+        with torch.set_grad_enabled(self.case.mode == "training"):
+            heads = F.linear(x, module.in_proj_weight, module.in_proj_bias)
+            q, k, v = heads.unflatten(-1, (3, module.num_heads, module.head_dim)).permute(2, 0, 3, 1, 4)
+            scores = q @ k.transpose(2, 3) * module.head_dim**-0.5
+            if (mask := self.arguments.get("attn_mask")) is not None:
+                scores = scores + _as_bias(mask, dtype)
+            if (mask := self.arguments.get("key_padding_mask")) is not None:
+                scores = scores + _as_bias(mask, dtype)[:, None, None]
+            weights = scores.softmax(-1)
+            if kept is not None:
+                weights = weights * kept / (1 - module.dropout)
+            out = module.out_proj((weights @ v).transpose(1, 2).flatten(2))
+            averaged = weights.mean(1) if self.case.need_weights else None
+            if self.case.mode == "evaluation":
+                return out, averaged
+            return out, averaged, *torch.autograd.grad(out, (x, *module.parameters()), self.dout.to(dtype))
+
+    def what_differs(self) -> dict[str, str]:
+        """A sentence for each module whose results are further from exact ones than twice plain torch's are.
+
+        Stock's own dropout masks cannot be replayed; with dropout only ours is compared.
+        """
+        ours, kept = self.call_and_replay("flash4")
+        found = {"flash4": ours} if kept is not None else {"flash4": ours, "stock": self.call("stock")}
+        exact = self.definition(torch.float64, kept)
+        peer = self.definition(self.x.dtype, kept)
+        return {
+            who: sentence
+            for who, results in found.items()
+            if (sentence := self._differs(results, exact, peer))
+        }
+
+    def _differs(self, results: Results, exact: Results, peer: Results) -> str:
+        gradients = ("input", *(name for name, _ in self.stock.named_parameters()))
+        names = ("output", "weights", *(f"gradient of {name}" for name in gradients))[: len(exact)]
+        for name, a, e, p in zip(names, results, exact, peer, strict=True):
+            if a is None or e is None or p is None:
+                continue
+            try:
+                assert_close_as_peer(a, e, p, what=name)
+            except AssertionError as error:
+                return str(error)
+        return ""
+
+
+def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as what is added to the scores."""
+    if mask.is_floating_point():
+        return mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf)
+
+
+def prepare(case: SwapCase, device: str) -> Trial:
+    """Makes the modules and random inputs of a cell, the same ones whenever it is called."""
+    if case.compiled:
+        # A function is compiled for a few kinds of calls only before torch gives up.
+        torch.compiler.reset()
+    torch.manual_seed(0)
+    size, dtype = case.size, getattr(torch, case.dtype)
+    training = case.mode == "training"
+    stock = nn.MultiheadAttention(
+        size.E, size.H, dropout=float(case.dropout), batch_first=True, device=device, dtype=dtype
+    ).train(training)
+    for bias in (stock.in_proj_bias, stock.out_proj.bias):
+        nn.init.normal_(bias, std=0.02)
+    modules: dict[str, Callable[..., Any]] = dict(
+        zip(NAMES, (stock, MultiheadAttention.from_torch(stock)), strict=True)
+    )
+    if case.compiled:
+        modules = {
+            who: torch.compile(module, fullgraph=True, dynamic=False) for who, module in modules.items()
+        }
+    x = torch.randn(size.B, size.S, size.E, device=device, dtype=dtype, requires_grad=training)
+    arguments = {"need_weights": case.need_weights} | _masks(case, device)
+    return Trial(case, modules, stock, x, torch.randn_like(x), arguments)
+
+
+def _masks(case: SwapCase, device: str) -> dict[str, Any]:
+    """The masks, in the form that torch's documentation gives them; every row may attend to key 0."""
+    _, _, B, S = case.size
+    dtype = getattr(torch, case.dtype)
+    later = torch.ones(S, S, dtype=torch.bool, device=device).triu(1)
+    padding = torch.arange(S, device=device) >= torch.linspace(S // 2 + 1, S, B, device=device)[:, None]
+    if case.mask == "causal":
+        mask = nn.Transformer.generate_square_subsequent_mask(S, torch.device(device), dtype)
+        return {"attn_mask": mask, "is_causal": True}
+    if case.mask == "padding":
+        return {"key_padding_mask": padding}
+    if case.mask == "padding+causal":
+        # Both bool: torch warns of masks of two kinds.
+        return {"key_padding_mask": padding, "attn_mask": later, "is_causal": True}
+    if case.mask == "float":
+        return {"attn_mask": torch.randn(S, S, device=device, dtype=dtype)}
+    if case.mask == "bool":
+        mask = torch.rand(S, S, device=device) < 0.3
+        mask[:, 0] = False
+        return {"attn_mask": mask}
+    return {}
+
+
+def saved_rng_state(out: Tensor) -> Tensor:
+    """The state (seed, offset) of the dropout that made `out`, as autograd's graph saved it.
+
+    Under torch.compile nobody can tell it before the call.
+    """
+    waiting, seen = [out.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for saved in getattr(node, "saved_tensors", ()):
+            if saved is not None and saved.dtype == torch.int64 and saved.shape == (2,):
+                return saved
+        waiting += [next_node for next_node, _ in node.next_functions]
+    raise LookupError("autograd saved no state of dropout")
