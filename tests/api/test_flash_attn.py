@@ -194,7 +194,7 @@ def test_causal_slopes_need_the_memory_of_one_row() -> None:
     ):
         options = {"causal": causal, "window": (None, right)}
         assert alibi(slopes, X, X[:, :3], options, None).attn_mask.shape == (1, 2, rows, 3)
-        assert alibi(each, X, X[:, :3], options).attn_mask.shape == (2, 2, rows, 3)
+        assert alibi(each, X, X[:, :3], options, None).attn_mask.shape == (2, 2, rows, 3)
 
 
 def test_plain_calls_are_torchs() -> None:
