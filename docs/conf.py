@@ -20,7 +20,7 @@ extensions = [
     "repository_links",
     "signatures",
 ]
-exclude_patterns = ["extensions"]
+exclude_patterns = ["extensions", "static"]
 # Until that page is there.
 suppress_warnings = [] if Path(__file__).with_name("migrating.md").exists() else ["toc.not_readable"]
 nitpicky = True
@@ -47,6 +47,8 @@ napoleon_use_rtype = False
 maximum_signature_line_length = 90
 
 html_theme = "furo"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_title = project
 html_show_sphinx = False
 html_copy_source = False

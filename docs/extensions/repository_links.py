@@ -1,7 +1,7 @@
-"""Pages that include Markdown from elsewhere in the repository, with links that work in both places.
+"""Links to files of the repository, from pages and from the Markdown that pages include.
 
-A README links to its neighbours by relative paths. Where a page includes it, each of these paths becomes the
-page that includes the neighbour, or else the file itself, which the site then offers for download.
+A README links to its neighbours by relative paths, which work where it lies. On the site each of them becomes
+the page that includes the neighbour, or else the file itself, offered for download.
 """
 
 from __future__ import annotations
@@ -42,8 +42,12 @@ def setup(app: Sphinx) -> dict[str, bool]:
     docs = Path(app.srcdir)
     including = pages(docs)
 
-    def relink(_: Sphinx, path: Path, parent: str, content: list[str]) -> None:
+    def relink_page(_: Sphinx, name: str, content: list[str]) -> None:
+        content[0] = relinked(content[0], (docs / name).parent, docs, including)
+
+    def relink_included(_: Sphinx, path: Path, parent: str, content: list[str]) -> None:
         content[0] = relinked(content[0], (docs / path).parent, docs, including)
 
-    app.connect("include-read", relink)
+    app.connect("source-read", relink_page)
+    app.connect("include-read", relink_included)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
