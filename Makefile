@@ -1,6 +1,7 @@
 # make demo   train a small language model with stock and with swapped attention, and compare
-# make test   ruff, mypy and the test suite
+# make test   ruff, mypy, the documentation and the test suite
 # make lint   ruff and mypy only
+# make docs   build the documentation into build/docs; a warning is an error
 # make sanitize  the emulator's tests with its engine under AddressSanitizer and UndefinedBehaviorSanitizer
 # make clean  remove everything that make, the tests and the demo have written
 #
@@ -21,20 +22,23 @@ FOR_TEST := $(VENV)/installed-by-$(subst /,-,$(PYTHON))
 COMMA := ,
 DEMO := demo$(if $(wildcard /dev/nvidia[0-9]*),$(COMMA)kernels)
 
-.PHONY: demo test lint sanitize clean
+.PHONY: demo test lint docs sanitize clean
 
 demo: $(FOR_DEMO)
 	$(BIN)/python examples/train_text.py
 
 # One thread a worker: two workers on two cores would otherwise fight over four threads. Neighbouring tests
 # share compiled kernels: each worker takes its part of them in order, then what the other has left.
-test: lint
+test: lint docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 lint: $(FOR_TEST)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+docs: $(FOR_TEST)
+	$(BIN)/sphinx-build -W --keep-going -n -q docs build/docs
 
 sanitize: $(FOR_TEST)
 	PYTHON=$(BIN)/python tests/emulator/sanitize.sh
@@ -50,7 +54,7 @@ $(FOR_DEMO): $(MADE)
 	touch $@
 
 $(FOR_TEST): $(MADE)
-	$(INSTALL) --no-build-isolation --editable '.[test,demo,dev]'
+	$(INSTALL) --no-build-isolation --editable '.[test,demo,dev,docs]'
 	touch $@ $(FOR_DEMO)
 
 clean:

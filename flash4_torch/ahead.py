@@ -105,10 +105,18 @@ def export(
 ) -> Path:
     """Writes the kernels that `warmup` would prepare to `folder`, which FLASH4_AOT_DIR can then name.
 
-    folder: created if it does not exist.
-    runtime: also copy the compiler's runtime library (43 MB), for machines without nvidia-cutlass-dsl.
-    Returns the path of the manifest. Raises the errors of `warmup`, and ExportError if the folder cannot be
-    written to (checked before anything is compiled) or if there is no linker.
+    Args:
+        folder: created if it does not exist.
+        runtime: also copy the compiler's runtime library (43 MB), for machines without nvidia-cutlass-dsl.
+        arch, head_dims, dtypes, features, groups, gradients, jobs, log: as in `warmup`.
+
+    Returns:
+        The path of the manifest.
+
+    Raises:
+        ArgumentError, CompileError: as in `warmup`.
+        ExportError: the folder cannot be written to (checked before anything is compiled), or there is no
+            linker.
     """
     keys = kernels(arch, head_dims, dtypes, features, groups, gradients)
     _check_switch("runtime", runtime)

@@ -390,7 +390,7 @@ def scaled_dot_product_attention(
         LayoutError: a tensor is sparse, or in a library's own layout.
         DeviceError: attn_mask alone is a meta tensor.
         KeywordError: there is no such argument; the message says what to use instead.
-        Any error that torch's function raises for the same arguments, otherwise.
+        Exception: any error that torch's function raises for the same arguments, otherwise.
     """
     if unknown:
         raise no_argument(scaled_dot_product_attention, unknown)

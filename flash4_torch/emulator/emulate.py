@@ -23,11 +23,12 @@ from flash4_torch.emulator.report import Report
 class Device:
     """An emulated device: what its launches do, and the report of each.
 
-    options: how launches run from now on; may be replaced between launches.
-    check: raise EmulationError after a launch with findings; otherwise look at the reports.
-    memory: (address, bytes) of the global memory that kernels may touch; empty: anything.
-    transform: applied to every kernel before it runs, as mutation studies do.
-    around: the device that this one temporarily replaces; reports go to both.
+    Attributes:
+        options: how launches run from now on; may be replaced between launches.
+        check: raise EmulationError after a launch with findings; otherwise look at the reports.
+        memory: (address, bytes) of the global memory that kernels may touch; empty: anything.
+        transform: applied to every kernel before it runs, as mutation studies do.
+        around: the device that this one temporarily replaces; reports go to both.
     """
 
     arch: str
@@ -87,15 +88,20 @@ def device(
 ) -> Iterator[Device]:
     """Inside the block CuTe-DSL compiles for an emulated device, and launches run on it.
 
-    arch: "sm_90a", "sm_100a" or "sm_103a"; default: FLASH4_ARCH.
-    num_sms: how many SMs it has; persistent kernels launch that many CTAs. Default: 132 for sm_90a, else 148.
-    check: raise EmulationError for the first launch with findings.
-    gives_way: allow `device` blocks inside this one; they replace it, start from its architecture and
-    options, and add their reports to its own, too.
-    options: the other fields of `Options`.
+    Functions must be compiled and called inside the block.
 
-    Functions must be compiled and called inside the block. Raises BuildError if the engine cannot be built
-    (it needs g++), ImportError without nvidia-cutlass-dsl.
+    Args:
+        arch: "sm_90a", "sm_100a" or "sm_103a"; default: FLASH4_ARCH.
+        num_sms: how many SMs it has; persistent kernels launch that many CTAs. Default: 132 for sm_90a, else
+            148.
+        check: raise EmulationError for the first launch with findings.
+        gives_way: allow `device` blocks inside this one; they replace it, start from its architecture and
+            options, and add their reports to its own, too.
+        options: the other fields of `Options`.
+
+    Raises:
+        BuildError: the engine cannot be built (it needs g++).
+        ImportError: nvidia-cutlass-dsl is not installed.
     """
     around = active()
     if around and not around.gives_way:

@@ -31,19 +31,20 @@ DEVICE_SMS = {90: 132, 100: 148, 103: 148}
 class Options:
     """How to run a launch.
 
-    schedule: "eager" does asynchronous work when it is issued, "late" as late as the program allows, "fuzz"
-    at random moments derived from `seed`, which also decides which warp runs next.
-    races: check the order of accesses to shared memory and TMEM.
-    strict: names of checks that correct programs may fail: "uninitialised" (reading shared memory or TMEM
-    that nobody wrote), "wait_ld" (using what tcgen05.ld loads before tcgen05.wait::ld), "exit" (leaving
-    before a bulk store has read its shared memory), "lanes" (a lane that speaks for its warp after
-    tcgen05.wait without bar.warp.sync).
-    compact: let PTX registers share space in the engine.
-    max_instructions: number of warp-instructions after which a launch counts as run away.
-    timeout: seconds of wall time on this machine after which a launch ends with a finding that says where
-    every warp is; None: no limit. Ctrl-C ends a launch at any time.
-    num_sms: how many SMs the device has, and so how many CTAs it holds at a time; None: that of the
-    architecture's largest GPU, DEVICE_SMS.
+    Attributes:
+        schedule: "eager" does asynchronous work when it is issued, "late" as late as the program allows,
+            "fuzz" at random moments derived from `seed`, which also decides which warp runs next.
+        races: check the order of accesses to shared memory and TMEM.
+        strict: names of checks that correct programs may fail: "uninitialised" (reading shared memory or TMEM
+            that nobody wrote), "wait_ld" (using what tcgen05.ld loads before tcgen05.wait::ld), "exit"
+            (leaving before a bulk store has read its shared memory), "lanes" (a lane that speaks for its warp
+            after tcgen05.wait without bar.warp.sync).
+        compact: let PTX registers share space in the engine.
+        max_instructions: number of warp-instructions after which a launch counts as run away.
+        timeout: seconds of wall time on this machine after which a launch ends with a finding that says where
+            every warp is; None: no limit. Ctrl-C ends a launch at any time.
+        num_sms: how many SMs the device has, and so how many CTAs it holds at a time; None: that of the
+            architecture's largest GPU, DEVICE_SMS.
     """
 
     schedule: str = "eager"
@@ -369,11 +370,15 @@ def run_ptx(
 ) -> Report:
     """Runs the only kernel of a PTX text.
 
-    args: for each parameter a contiguous CPU tensor or NumPy array (its address is passed, and the kernel may
-    touch no other memory than these), or the parameter's bytes (`numpy.int32(3)` or `b"..."`).
-    check: raise EmulationError for findings.
-    Raises PtxError for a text that is not PTX, UnsupportedInstruction for what the emulator does not
-    implement, LaunchError for what no GPU would launch.
+    Args:
+        args: for each parameter a contiguous CPU tensor or NumPy array (its address is passed, and the kernel
+            may touch no other memory than these), or the parameter's bytes (`numpy.int32(3)` or `b"..."`).
+        check: raise EmulationError for findings.
+
+    Raises:
+        PtxError: a text that is not PTX.
+        UnsupportedInstruction: an instruction that the emulator does not implement.
+        LaunchError: a launch that no GPU would accept.
     """
     module = ptx.parse(text)
     if len(module.kernels) != 1:

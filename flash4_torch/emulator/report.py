@@ -12,7 +12,9 @@ PIPES = ("alu", "fma", "mufu", "convert", "control", "memory", "sync", "async", 
 class Place:
     """The place of an event: the warp, and the instruction in PTX and in the kernel's source.
 
-    cta: index in the grid, where known; rank: index in its cluster.
+    Attributes:
+        cta: index in the grid, where known.
+        rank: index in its cluster.
     """
 
     cta: tuple[int, int, int] | None
@@ -86,10 +88,11 @@ class Counters:
 class Line:
     """How often one PTX instruction was executed, by warp of the CTA, summed over all CTAs.
 
-    shared_bytes: bytes of shared memory that it read and wrote, itself or through the unit that it gave work
-    to. A byte that several lanes access counts once. A tensor core reads an operand once per instruction, in
-    both CTAs of a pair.
-    shared_passes: passes through the 32 banks that this took, conflicts included.
+    Attributes:
+        shared_bytes: bytes of shared memory that it read and wrote, itself or through the unit that it gave
+            work to. A byte that several lanes access counts once. A tensor core reads an operand once per
+            instruction, in both CTAs of a pair.
+        shared_passes: passes through the 32 banks that this took, conflicts included.
     """
 
     ptx_line: int

@@ -1,4 +1,4 @@
-"""Our kernels behind `F.scaled_dot_product_attention`, through torch's flash attention registry.
+"""Our kernels behind `F.scaled_dot_product_attention`, through torch's flash attention registry::
 
     flash4_torch.integrations.torch_sdpa.register()
     torch.nn.attention.activate_flash_attention_impl("FLASH4")

@@ -1,4 +1,4 @@
-"""Our attention in Hugging Face models, through the `AttentionInterface` of transformers 5.
+"""Our attention in Hugging Face models, through the `AttentionInterface` of transformers 5::
 
     flash4_torch.integrations.transformers.register()
     model = AutoModelForCausalLM.from_config(config, attn_implementation="fa4")

@@ -171,10 +171,10 @@ class MultiheadAttention(nn.MultiheadAttention):
             is_causal: a promise that `attn_mask` is the causal mask and need not be read. Default: False.
 
         Returns:
-            The output, shaped like `query`, and the weights or None: (N, L, S), with
+            The output, shaped like `query`, and the weights or None. Weights are (N, L, S), with
             `average_attn_weights=False` (N, num_heads, L, S), both without N if unbatched.
 
-        If `batch_first`, query, key and value may be nested tensors (N, *, E) of one layout, without masks,
+        If `batch_first`, query, key and value may be nested tensors `(N, *, E)` of one layout, without masks,
         `add_bias_kv` and `add_zero_attn`. Then the output is nested and the weights are padded with zeros.
 
         Raises:

@@ -11,7 +11,7 @@ words. They matter to a weight only if the upper half of its number equals p's, 
 The mapping, fixed for every kernel
 -----------------------------------
 Write i = ... i4 i3 i2 i1 i0 in bits, and j likewise. The 32 weights of a call are those that differ only in
-the bits i3, i1, i0, j3, j0:
+the bits i3, i1, i0, j3, j0::
 
     counter = (j >> 4 : j2 j1,  i >> 4 : i2,  b * Hq + h,  offset)     key = (seed low, seed high)
     y0 .. y4 = w1 <<< 12,  w2 <<< 3,  w3 <<< 19,  w0 <<< 24,  w1 <<< 8

@@ -14,9 +14,12 @@ from .dropout import Dropout
 
 @dataclass(frozen=True)
 class Scoring:
-    """How a call turns q k^T into attention weights.
+    """How a call turns q k^T into attention weights::
 
-        x = scale * q k^T;   x = softcap * tanh(x / softcap);   x = x + attn_mask;   x = -inf outside band
+        x = scale * q k^T
+        x = softcap * tanh(x / softcap)
+        x = x + attn_mask
+        x = -inf outside band
 
     `attn_mask`, bool (True attends) or floating, is 4-D and broadcasts to (B, Hq, Sq, Sk); softcap 0 is off.
     """

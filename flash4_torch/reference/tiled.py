@@ -55,7 +55,7 @@ class RescaleCount:
 
     steps: int = 0
     grown: int = 0
-    """Steps in which the running maximum grew: there the plain online softmax changes its reference."""
+    """Steps in which the running maximum grew; there the plain online softmax changes its reference."""
     rescaled: int = 0
     """Steps in which it grew past the threshold, so that sum and output had to be multiplied."""
 
@@ -309,7 +309,7 @@ def backward(
     """Gradients of q, k, v and, with `mask_grad`, of a floating attn_mask, from the forward's out and lse.
 
     dout (B, Sq, Hq, Dv); dlse (B, Hq, Sq) or None; lse_low the forward's, or None for zeros; the rest as in
-    `forward`. Weights are recomputed as exp(scores - lse - lse_low), so nothing of size Sq * Sk is stored:
+    `forward`. Weights are recomputed as exp(scores - lse - lse_low), so nothing of size Sq * Sk is stored::
 
         ds = w * (dout v^T - rowsum(dout * out) + dlse)
         dv = w^T dout;   dq = scale * ds k;   dk = scale * ds^T q

@@ -1,8 +1,10 @@
 """Test helpers for us and for users who test us: exact results, a tolerance, poison, and who served.
 
-exact, _ = testing.reference(q, k, v, causal=True)
-peer, _ = testing.reference(q, k, v, causal=True, dtype=q.dtype)
-testing.assert_close_as_peer(flash4_torch.attention(q, k, v, causal=True), exact, peer)
+A result is right if its error is at most twice that of plain torch::
+
+    exact, _ = testing.reference(q, k, v, causal=True)
+    peer, _ = testing.reference(q, k, v, causal=True, dtype=q.dtype)
+    testing.assert_close_as_peer(flash4_torch.attention(q, k, v, causal=True), exact, peer)
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Run CuTe-DSL kernels without a GPU: their compiled PTX is executed on the CPU and checked while it runs.
+"""Run CuTe-DSL kernels without a GPU: their compiled PTX is executed on the CPU and checked while it runs::
 
     with emulate.device("sm_100a", schedule="late") as device:
         compiled = cute.compile(host_function, from_dlpack(a), from_dlpack(b))
@@ -8,7 +8,7 @@
 Inside the block every launch runs in the emulator, on CPU tensors; the first one that does something wrong
 raises `EmulationError`, which names the warp, the PTX line and the source line. `run_ptx` runs PTX of any
 origin. A whole script can run the same way; it may act as if its tensors were on a GPU, provided that it
-makes no GPU tensors itself:
+makes no GPU tensors itself::
 
     python -m flash4_torch.testing.emulate --arch sm_90a script.py
 

@@ -55,7 +55,7 @@ def assert_close_as_peer(
     what: str = "result",
     noise: float = 0.0,
 ) -> None:
-    """max |actual - exact| <= factor * max |peer - exact| + rounding + noise.
+    """`max |actual - exact| <= factor * max |peer - exact| + rounding + noise`.
 
     `exact` is float64, `peer` is plain torch's result in actual's dtype. Rounding is two units in the last
     place of the largest exact value (a peer may be exact by luck), plus 16 units in the last place of 1 in

@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(
-    path for folder in ("flash4_torch", "tests", "examples") for path in (ROOT / folder).rglob("*.py")
+    path for folder in ("flash4_torch", "tests", "examples", "docs") for path in (ROOT / folder).rglob("*.py")
 )
 DOCUMENTS = sorted(
     path

@@ -1,0 +1,34 @@
+"""Signatures that can be read: of overloaded functions and of dataclasses."""
+
+from __future__ import annotations
+
+from sphinx.application import Sphinx
+from sphinx.pycode import ModuleAnalyzer
+
+_OVERLOADED = "flash4_torch.api"
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    analyzer = ModuleAnalyzer.for_module(_OVERLOADED)
+    analyzer.analyze()
+    # The last overload takes any flags, so it returns what any of them does.
+    results = {name: str(overloads[-1].return_annotation) for name, overloads in analyzer.overloads.items()}
+    # autodoc takes the same analyzer, and would list overloads in place of the signature with all keywords.
+    analyzer.overloads.clear()
+
+    def readable(
+        _: Sphinx,
+        kind: str,
+        name: str,
+        obj: object,
+        options: object,
+        signature: str | None,
+        result: str | None,
+    ) -> tuple[str | None, str | None]:
+        if kind == "function" and getattr(obj, "__module__", None) == _OVERLOADED:
+            result = results.get(name.rpartition(".")[2], result)
+        # Sphinx cannot parse what dataclasses show for a default_factory.
+        return signature and signature.replace("<factory>", "..."), result
+
+    app.connect("autodoc-process-signature", readable)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
