@@ -24,7 +24,7 @@ from .calls import Door, FastCall
 _MOST = 64
 """Combinations of strides to remember per signature of the forward."""
 
-Strides = tuple[tuple[int, ...], ...]
+Strides = tuple[int, ...]
 Grads = tuple[Tensor | None, ...]
 
 
@@ -54,8 +54,11 @@ class FastAutograd(FastCall):
         results: tuple[Tensor, ...] = (_varlen if self.door.varlen else apply)(q, k, v, *others, self)
         return results
 
-    def lookup(self, dout: Tensor | None, more: Grads, saved: tuple[Tensor, ...]) -> Strides | None:
-        """The key of a prepared backward; None if the backward must take the slow path."""
+    def lookup(self, dout: Tensor | None, more: Grads) -> Strides | None:
+        """The key of a prepared backward; None if the backward must take the slow path.
+
+        Saved tensors are laid out as the forward's signature says.
+        """
         if (
             is_dynamo_compiling()
             or type(dout) is not Tensor
@@ -64,16 +67,14 @@ class FastAutograd(FastCall):
             or self.must_take_slow_path()
         ):
             return None
-        q, k, v, out, lse, *_ = saved
         try:
             dout_at = dout.data_ptr()
-            pointers = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | dout_at
         except RuntimeError:
             return None  # a batch of gradients (vmap) has no pointer
-        # As in `fast_path.lookup`, which has already checked the saved tensors.
-        if pointers % ALIGNMENT or not dout_at or dout.is_neg():
+        # As in `fast_path.lookup`, which has already checked the other tensors.
+        if dout_at % ALIGNMENT or not dout_at or dout.is_neg():
             return None
-        return dout.stride(), q.stride(), k.stride(), v.stride(), out.stride(), lse.stride()
+        return dout.stride()
 
     def record(self, strides: Strides, saved: Saved, inputs: Inputs) -> None:
         """Prepares backwards with these strides, after the slow path has served one."""
@@ -117,7 +118,7 @@ def _backward(ctx: Any, dout: Tensor | None, *more: Tensor | None) -> Grads:
     q, k, v, out, lse, low, mask, sinks, rng_state, ends_q, ends_k = ctx.saved_tensors
     if dout is not None and call.door.out_heads_first:
         dout = dout.transpose(1, 2)
-    strides = call.lookup(dout, more, (q, k, v, out, lse))
+    strides = call.lookup(dout, more)
     launch = None if strides is None else call.backwards.get(strides)
     inputs = Inputs(q, k, v, mask, sinks, rng_state, ends_q, ends_k)
     grads: Grads

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flash4_torch import compile
 from flash4_torch.backends.compiled import GROUP_REDUCE, POSTPROCESS, PREPROCESS, Target, backward
-from flash4_torch.backends.compiled.targets import BackwardConfig
+from flash4_torch.backends.compiled.targets import SINKS_GRADIENT, BackwardConfig
 from flash4_torch.configs.types import Features, Scope
 from flash4_torch.kernels.common.bwd.dq_blocks import sums_of
 from flash4_torch.kernels.common.bwd.row_blocks import (
@@ -19,6 +19,7 @@ from flash4_torch.kernels.common.bwd.row_blocks import (
     PostprocessPlan,
     PreprocessPlan,
     RowBlocks,
+    SinksPlan,
 )
 from flash4_torch.kernels.common.mask_tables import place
 from flash4_torch.masks import Band
@@ -45,6 +46,8 @@ def stand_in(target: Target, launches: list[Launch], entry: str, static: tuple[A
         return lambda *args: _postprocess(*static, *args)
     if entry == GROUP_REDUCE:
         return lambda *args: _group_sums(*static, *args)
+    if entry == SINKS_GRADIENT:
+        return lambda *args: _sinks_gradient(*static, *args)
     assert entry == target.backward
     return lambda *args: _backward(launches, *static, *args)
 
@@ -123,6 +126,15 @@ def _group_sums(plan: GroupReducePlan, dk_parts: Tensor, dv_parts: Tensor, dk: T
         check_rows(parts, plan.dtype, plan.varlen)
         assert grad.is_contiguous() and parts.is_contiguous() and grad.shape[-1] == D
         grad.copy_(parts.unflatten(-2, (grad.shape[-2], -1)).float().sum(-2))
+
+
+def _sinks_gradient(plan: SinksPlan, stats: Tensor, sinks: Tensor, dsinks: Tensor) -> None:
+    assert stats.is_contiguous() and stats.dim() == 4 - plan.varlen
+    for x in (sinks, dsinks):
+        assert x.shape == (stats.shape[-2],) and x.is_contiguous() and str(x.dtype) == f"torch.{plan.dtype}"
+    lse, delta = (-stats if plan.negated else stats)[:2]
+    terms = torch.exp2(sinks.float()[:, None] * LOG2E - lse) * delta
+    dsinks.copy_(-terms.sum(-1).reshape(-1, len(sinks)).sum(0))
 
 
 def check_rows(x: Tensor, dtype: str, varlen: bool) -> None:

@@ -3,12 +3,12 @@
 The preprocess kernel computes two numbers per query row (four with a floating mask) and clears the sums of
 dQ; the main kernel adds to these sums and writes dK and dV; the postprocess kernel rounds dQ. With scope
 KV_HEAD the main kernel rounds dQ itself, once a head's last tile has added to it. With scope Q_HEAD it writes
-dK and dV of each query head, from which the group reduction computes those of the KV heads.
+dK and dV of each query head, from which the group reduction computes those of the KV heads. The gradients of
+sinks need nothing but the two numbers of each row.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,17 +19,21 @@ from ... import compile
 from ...configs.sections import Workload
 from ...configs.types import Features, Scope
 from ...kernels.common.bwd.dq_blocks import sums_of
-from ...kernels.common.bwd.row_blocks import GroupReducePlan, PostprocessPlan, PreprocessPlan, RowBlocks
+from ...kernels.common.bwd.row_blocks import (
+    GroupReducePlan,
+    PostprocessPlan,
+    PreprocessPlan,
+    RowBlocks,
+    SinksPlan,
+)
 from ...kernels.common.mask_tables import MaskPlan
 from ...problem import Inputs, Problem, Saved
 from ..base import Grads
 from . import forward
 from .masks import Read
 from .params import LaunchParams, launch_params
-from .targets import GROUP_REDUCE, POSTPROCESS, PREPROCESS, BackwardConfig, Find, Row, Target
+from .targets import GROUP_REDUCE, POSTPROCESS, PREPROCESS, SINKS_GRADIENT, BackwardConfig, Find, Row, Target
 from .tensors import Allocator, lengths
-
-LOG2E = math.log2(math.e)
 
 
 class Kernels(NamedTuple):
@@ -41,6 +45,7 @@ class Kernels(NamedTuple):
     """None if the main kernel rounds dQ."""
     group_reduce: compile.Function | None
     """None if the main kernel computes dK and dV of whole groups."""
+    sinks_gradient: compile.Function | None
     config: BackwardConfig
     params: LaunchParams
     blocks: RowBlocks
@@ -98,6 +103,9 @@ def decide(target: Target, problem: Problem, num_sms: int, find: Find) -> Kernel
         find(target.backward, (features, config)),
         None if postprocess is None else find(POSTPROCESS, (postprocess,)),
         find(GROUP_REDUCE, (group_reduce_plan(features),)) if config.scope == Scope.Q_HEAD else None,
+        find(SINKS_GRADIENT, (sinks_plan(problem.spec.sinks, features, config),))
+        if problem.spec.sinks
+        else None,
         config,
         params_of(target, problem, config, num_sms),
         preprocess.blocks,
@@ -126,6 +134,10 @@ def row_plans(
 
 def group_reduce_plan(features: Features) -> GroupReducePlan:
     return GroupReducePlan(features.dtype, features.D, features.Dv, features.varlen)
+
+
+def sinks_plan(dtype: str, features: Features, config: BackwardConfig) -> SinksPlan:
+    return SinksPlan(dtype, features.varlen, config.tmem_order)
 
 
 def features_of(problem: Problem) -> Features:
@@ -175,15 +187,6 @@ def mask_plan(dtype: str, config: BackwardConfig) -> MaskPlan:
     return MaskPlan(dtype, config.cluster_keys, config.queries)
 
 
-def sinks_gradient(stats: Tensor, sinks: Tensor, kernels: Kernels) -> Tensor:
-    """dsinks (Hq,) from the statistics of the query rows: minus a sink's weight, times delta, in all rows."""
-    # Rows that are only padding have delta 0 and a sink's weight of 0.
-    sign = -1.0 if kernels.config.tmem_order else 1.0
-    lse_log2, delta = stats[0], stats[1]
-    weights = torch.exp2(sinks.float()[:, None] * LOG2E - sign * lse_log2)
-    return (weights * delta).sum(-1).view(-1, len(sinks)).sum(0).mul_(-sign).to(sinks.dtype)
-
-
 def shapes_of(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, kernels: Kernels) -> Shapes:
     """Shapes for q (B, Sq, Hq, D), or (T, Hq, D) with its cumulative lengths."""
     blocks = kernels.blocks
@@ -221,7 +224,7 @@ def sequence(
     `params` is what the main kernel takes for `kernels.params`: that, or what it was converted to before.
     `read_mask` takes the mask as the forward gets it.
     """
-    preprocess, main, postprocess, group_reduce = kernels[:4]
+    preprocess, main, postprocess, group_reduce, sinks_gradient = kernels[:5]
     new_dq, new_dk, new_dv = (allocator(shape, dtype) for shape in shapes[:3])
     new_stats, new_dq_acc = allocator(shapes.stats, torch.float32), allocator(shapes.dq_acc, torch.float32)
     new_semaphore, new_parts = None, None
@@ -248,7 +251,10 @@ def sequence(
             postprocess(dq_acc, dq, ends_q, scale)
         if group_reduce is not None:
             group_reduce(dk_made, dv_made, dk, dv)
-        dsinks = None if sinks is None else sinks_gradient(stats, sinks, kernels)
+        dsinks = None
+        if sinks_gradient is not None and sinks is not None:
+            dsinks = torch.empty_like(sinks, memory_format=torch.contiguous_format)
+            sinks_gradient(stats, sinks.contiguous(), dsinks)
         return Grads(dq, dk, dv, dmask, dsinks)
 
     return launch

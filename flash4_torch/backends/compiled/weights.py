@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ... import compile
 from ...configs.sections import Section
+from ...configs.weights import MASK_BLOCK
 from ...kernels.common.mask_tables import MaskPlan
-from ...kernels.weights.plan import WeightsPlan
 from ...problem import Inputs, Problem, SavedWeights
 from ...reference import sinks
 from ...reference.weights import WeightsGradients
@@ -48,9 +48,9 @@ def limits(problem: Problem) -> list[str]:
 def decide(target: Target, problem: Problem, average_heads: bool, find: Find) -> Kernel:
     # What the weights do not depend on is left out, so that one kernel serves all of it.
     features = features_of(problem)._replace(Dv=0, sinks="")
-    plan = WeightsPlan(features, average_heads)
     params = launch_params(problem, problem.extent.Sq, Section(1), 1)
-    return Kernel(find(WEIGHTS, (features, average_heads)), plan.mask, params)
+    mask_plan = MaskPlan(features.mask, *MASK_BLOCK)
+    return Kernel(find(WEIGHTS, (features, average_heads)), mask_plan, params)
 
 
 def shape_of(problem: Problem, average_heads: bool) -> tuple[int, ...]:

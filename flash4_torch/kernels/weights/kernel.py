@@ -11,6 +11,7 @@ from cutlass import Boolean, Int32, Uint32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
+from ...configs.weights import KEYS, QUERIES, WARP_TILE
 from ..common import attn_mask, dropout, ring, smem_layouts
 from ..common.band import make_band
 from ..common.launch_params import LaunchParams
@@ -40,7 +41,7 @@ def weights_kernel(
     memory = SmemAllocator()
     sKeepBits = None
     if cutlass.const_expr(plan.features.dropout):
-        words = (WARP, dropout.words(plan.warp_tile[1]), plan.warp_tile[0] // MMA_ROWS, plan.consumer_warps)
+        words = (WARP, dropout.words(WARP_TILE[1]), WARP_TILE[0] // MMA_ROWS, plan.consumer_warps)
         sKeepBits = memory.allocate_tensor(Uint32, cute.make_layout(words), 16)
     ctx = Context(
         plan=plan,
@@ -83,12 +84,12 @@ def _tile(maps: Maps, params: LaunchParams, plan: cutlass.Constexpr) -> Tile:
         batch, first_head = rest // Hq, rest % Hq
         end_head = first_head + 1
     band = make_band(Int32(Sq), Int32(Sk), params.left, params.right)
-    first, last = query_block * plan.queries, cutlass.min((query_block + 1) * plan.queries, Sq) - 1
+    first, last = query_block * QUERIES, cutlass.min((query_block + 1) * QUERIES, Sq) - 1
     visible = Boolean(True)
     if cutlass.const_expr(plan.features.right):
-        visible = visible & (key_block * plan.keys <= last + band.highest)
+        visible = visible & (key_block * KEYS <= last + band.highest)
     if cutlass.const_expr(plan.features.left):
-        visible = visible & ((key_block + 1) * plan.keys > first + band.lowest)
+        visible = visible & ((key_block + 1) * KEYS > first + band.lowest)
     return Tile(query_block, key_block, batch, first_head, end_head, band, visible)
 
 
@@ -101,8 +102,8 @@ def clear(ctx: Context, warp: Int32) -> None:
     else:
         target = ctx.weights[tile.batch, tile.first_head, None, None]
     Sq, Sk = target.shape
-    first, last = tile.query_block * plan.queries, cutlass.min((tile.query_block + 1) * plan.queries, Sq)
-    start, end = tile.key_block * plan.keys, cutlass.min((tile.key_block + 1) * plan.keys, Sk)
+    first, last = tile.query_block * QUERIES, cutlass.min((tile.query_block + 1) * QUERIES, Sq)
+    start, end = tile.key_block * KEYS, cutlass.min((tile.key_block + 1) * KEYS, Sk)
     zero, step = plan.dtype(0.0), plan.consumer_warps
     for row in cutlass.range(first + warp, last, step, unroll=1):
         for key in cutlass.range(start + cute.arch.lane_idx(), end, WARP, unroll=1):

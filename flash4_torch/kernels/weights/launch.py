@@ -11,6 +11,7 @@ from cutlass import Float32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from ...configs.types import Features
+from ...configs.weights import KEYS, QUERIES
 from ..common import host
 from ..common.attn_mask import MaskArgs, example_args
 from ..common.launch_params import LaunchParams, example_params
@@ -41,17 +42,17 @@ def attention_weights(
     """
     queries, keys = host.positions_first(q), host.positions_first(k)
     layouts = (
-        row_major_layout(plan.dtype, plan.queries, plan.chunk, plan.stages),
-        row_major_layout(plan.dtype, plan.keys, plan.chunk, plan.stages),
+        row_major_layout(plan.dtype, QUERIES, plan.chunk, plan.stages),
+        row_major_layout(plan.dtype, KEYS, plan.chunk, plan.stages),
     )
     op = cpasync.CopyBulkTensorTileG2SOp()
     maps = Maps(
-        *host.tensor_map(op, queries, layouts[0], (plan.queries, plan.chunk)),
-        *host.tensor_map(op, keys, layouts[1], (plan.keys, plan.chunk)),
+        *host.tensor_map(op, queries, layouts[0], (QUERIES, plan.chunk)),
+        *host.tensor_map(op, keys, layouts[1], (KEYS, plan.chunk)),
     )
     B, Sq, Hq, _ = q.shape
     across = B if cutlass.const_expr(plan.average) else B * Hq
-    grid = (cute.ceil_div(k.shape[1], plan.keys), cute.ceil_div(Sq, plan.queries), across)
+    grid = (cute.ceil_div(k.shape[1], KEYS), cute.ceil_div(Sq, QUERIES), across)
     weights_kernel(maps, layouts, weights, lse, lse_low, mask, rng_state, params, plan).launch(
         grid=grid, block=(plan.threads, 1, 1), stream=stream, min_blocks_per_mp=1
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 
+from ...configs.weights import KEYS, QUERIES
 from ..common import copies, ring
 from ..common.role import role
 from .context import Context
@@ -23,8 +24,8 @@ def load(ctx: Context) -> None:
             full = ctx.load_qk.full + at.stage
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, plan.stage_bytes)
-            gQ = cute.local_tile(mQ, (plan.queries, plan.chunk), (tile.query_block, chunk))
-            gK = cute.local_tile(mK, (plan.keys, plan.chunk), (tile.key_block, chunk))
+            gQ = cute.local_tile(mQ, (QUERIES, plan.chunk), (tile.query_block, chunk))
+            gK = cute.local_tile(mK, (KEYS, plan.chunk), (tile.key_block, chunk))
             copies.copy(ctx.maps.load_q, gQ, ctx.sQ[None, None, at.stage], full)
             copies.copy(ctx.maps.load_k, gK, ctx.sK[None, None, at.stage], full)
             at = ring.after(at, plan.stages)

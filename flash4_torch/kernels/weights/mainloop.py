@@ -9,6 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 from cutlass.cute.nvgpu import warp as warp_ops
 
+from ...configs.weights import QUERIES, WARP_GRID, WARP_TILE
 from ..common import attn_mask, dropout, ring, scores
 from ..common import band as bands
 from ..common.fragment import Fragment, wgmma_fragment
@@ -53,7 +54,7 @@ def mainloop(ctx: Context, warp: Int32) -> None:
             low = _lse_of(ctx, t, ctx.lse_low, head)
         at = _scores(ctx, t, at)
         for m in cutlass.range_constexpr(len(t.S)):
-            fragment = wgmma_fragment(t.S[m], t.rows[m], t.key_block * plan.warp_tile[1], t.lane)
+            fragment = wgmma_fragment(t.S[m], t.rows[m], t.key_block * WARP_TILE[1], t.lane)
             _mask(ctx, t, fragment, m, head)
             _weights(ctx, fragment, lse[m], None if low is None else low[m])
             if cutlass.const_expr(plan.features.dropout):
@@ -67,7 +68,7 @@ def mainloop(ctx: Context, warp: Int32) -> None:
     if cutlass.const_expr(plan.average):
         factor = ctx.params.keep_scale / Float32(ctx.maps.mQ.shape[2])
         for m in cutlass.range_constexpr(len(t.S)):
-            fragment = wgmma_fragment(t.sums[m], t.rows[m], t.key_block * plan.warp_tile[1], t.lane)
+            fragment = wgmma_fragment(t.sums[m], t.rows[m], t.key_block * WARP_TILE[1], t.lane)
             _store(ctx, fragment, ctx.weights[tile.batch, None, None], factor)
 
 
@@ -80,10 +81,10 @@ def _mma(ctx: Context) -> cute.TiledMma:
 @cute.jit
 def _thread(ctx: Context, warp: Int32) -> Thread:
     plan, tile = ctx.plan, ctx.tile
-    queries, keys = plan.warp_tile
+    queries, keys = WARP_TILE
     lane = cute.arch.lane_idx()
-    along_keys = plan.warp_grid[1]
-    first = tile.query_block * plan.queries + warp // along_keys * queries
+    along_keys = WARP_GRID[1]
+    first = tile.query_block * QUERIES + warp // along_keys * queries
     mmas = queries // MMA_ROWS
     rows = tuple(
         (first + m * MMA_ROWS + lane // 4, first + m * MMA_ROWS + lane // 4 + 8) for m in range(mmas)
@@ -98,7 +99,7 @@ def _thread(ctx: Context, warp: Int32) -> Thread:
 def _scores(ctx: Context, t: Thread, at: Cursor) -> Cursor:
     """S = Q K^T; returns the cursor of the next head's first chunk."""
     plan, mma = ctx.plan, _mma(ctx)
-    queries, keys = plan.warp_tile
+    queries, keys = WARP_TILE
     atom = cute.make_copy_atom(warp_ops.LdMatrix8x8x16bOp(False, 4), plan.dtype)
     lanes = mma.get_slice(t.lane)
     copy_q, copy_k = cute.make_tiled_copy_A(atom, mma), cute.make_tiled_copy_B(atom, mma)
@@ -108,11 +109,9 @@ def _scores(ctx: Context, t: Thread, at: Cursor) -> Cursor:
     for _ in cutlass.range(plan.chunks, unroll=1):
         ring.wait_full(ctx.load_qk, at)
         own_q = cute.local_tile(
-            ctx.sQ[None, None, at.stage], (queries, plan.chunk), (t.warp // plan.warp_grid[1], 0)
+            ctx.sQ[None, None, at.stage], (queries, plan.chunk), (t.warp // WARP_GRID[1], 0)
         )
-        own_k = cute.local_tile(
-            ctx.sK[None, None, at.stage], (keys, plan.chunk), (t.warp % plan.warp_grid[1], 0)
-        )
+        own_k = cute.local_tile(ctx.sK[None, None, at.stage], (keys, plan.chunk), (t.warp % WARP_GRID[1], 0))
         q_regs = lanes.make_fragment_A(lanes.partition_A(own_q))
         k_regs = lanes.make_fragment_B(lanes.partition_B(own_k))
         q_source, k_source = q_lanes.partition_S(own_q), k_lanes.partition_S(own_k)
@@ -168,14 +167,13 @@ def _weights(ctx: Context, fragment: Fragment, lse: tuple, low: tuple | None) ->
 @cute.jit
 def _generate_keep_bits(ctx: Context, t: Thread, philox: dropout.Dropout, head: Int32) -> None:
     """Generate the warp's keep bits of a head, strip by strip: eight lanes have one."""
-    plan = ctx.plan
-    strips = dropout.strips(plan.warp_tile[1])
+    strips = dropout.strips(WARP_TILE[1])
     slot = t.lane // dropout.STRIP_LANES
     m, strip = slot // strips, Uint32(slot % strips)
     row = t.rows[0][0] - t.lane // 4 + m * MMA_ROWS
     rows = dropout.QueryRows.at(philox, row, ctx.tile.batch * ctx.maps.mQ.shape[2] + head, t.lane)
     cute.arch.sync_warp()
-    rows.generate(t.key_block * plan.warp_tile[1], strip, ctx.sKeepBits[None, None, m, t.warp])
+    rows.generate(t.key_block * WARP_TILE[1], strip, ctx.sKeepBits[None, None, m, t.warp])
     cute.arch.sync_warp()
 
 

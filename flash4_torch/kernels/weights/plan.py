@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...configs.types import Features, tile_dim
+from ...configs.weights import KEYS, MASK_BLOCK, QUERIES, WARP_GRID, WARP_TILE
 from ..common.band import BandShape
 from ..common.host import NUMERIC
 from ..common.mask_tables import MaskPlan
@@ -39,26 +40,8 @@ class WeightsPlan(NamedTuple):
         return NUMERIC[self.features.dtype]
 
     @property
-    def warp_grid(self) -> tuple[int, int]:
-        """Warps along the queries and along the keys of a tile."""
-        return 4, 2
-
-    @property
-    def warp_tile(self) -> tuple[int, int]:
-        """Queries and keys of a warp."""
-        return 32, 64
-
-    @property
-    def queries(self) -> int:
-        return self.warp_grid[0] * self.warp_tile[0]
-
-    @property
-    def keys(self) -> int:
-        return self.warp_grid[1] * self.warp_tile[1]
-
-    @property
     def consumer_warps(self) -> int:
-        return self.warp_grid[0] * self.warp_grid[1]
+        return WARP_GRID[0] * WARP_GRID[1]
 
     @property
     def threads(self) -> int:
@@ -76,7 +59,7 @@ class WeightsPlan(NamedTuple):
 
     @property
     def stage_bytes(self) -> int:
-        return 2 * (self.queries + self.keys) * self.chunk
+        return 2 * (QUERIES + KEYS) * self.chunk
 
     @property
     def stages(self) -> int:
@@ -85,9 +68,9 @@ class WeightsPlan(NamedTuple):
     @property
     def band(self) -> BandShape:
         """The band, for a warp's keys; keys beyond Sk are not stored, whatever their weights."""
-        return BandShape(self.features.left, self.features.right, False, self.warp_tile[1])
+        return BandShape(self.features.left, self.features.right, False, WARP_TILE[1])
 
     @property
     def mask(self) -> MaskPlan:
         """How attn_mask's tables divide it into blocks: a block has the keys of a warp."""
-        return MaskPlan(self.features.mask, self.queries, self.warp_tile[1])
+        return MaskPlan(self.features.mask, *MASK_BLOCK)

@@ -114,3 +114,13 @@ class GroupReducePlan(NamedTuple):
     D: int
     Dv: int
     varlen: bool = False
+
+
+class SinksPlan(NamedTuple):
+    """What the kernel of the sinks' gradients is compiled for."""
+
+    dtype: str
+    """Dtype of the sinks and of their gradients."""
+    varlen: bool = False
+    negated: bool = False
+    """Whether the preprocess kernel has changed the sign of its numbers."""
