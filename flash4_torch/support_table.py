@@ -20,6 +20,7 @@ _DEVICES: dict[str, dict[str, Any]] = {
     "sm90": {"device": "cuda", "capability": (9, 0)},
     "sm100": {"device": "cuda", "capability": (10, 0)},
     "sdpa": {"device": "cuda", "capability": (9, 0)},
+    "efficient": {"device": "cuda", "capability": (9, 0)},
     "tiled": {"device": "cpu"},
 }
 
@@ -57,8 +58,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "empty batch or sequence": {"extent": _PLAIN.extent._replace(Sk=0)},
     "sliding window": {"left": True, "right": True, "band": Band(128, 0)},
     "softcap": {"softcap": 30.0},
-    "attn_mask, bool or float": {"mask": "bool:.11."},
+    "attn_mask, bool": {"mask": "bool:.11."},
+    "attn_mask, float": {"mask": "float32:.11."},
     "gradient of a float attn_mask": {"mask": "float32:1...", "dmask": True},
+    "sinks": {"sinks": "bfloat16"},
     "dropout": {"dropout": True, "dropout_p": 0.1},
     "gradient of lse": {"dlse": True},
     "GQA, MQA": {"group": 4, "extent": _PLAIN.extent._replace(Hk=2)},
@@ -69,6 +72,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "D not a multiple of 8": {"D": 60, "Dv": 60},
     "D ≠ Dv": {"Dv": 128},
     "D > 256": {"D": 320, "Dv": 320},
+    "attention weights (`need_weights`)": {"weights": True},
     "deterministic gradients": {"deterministic": True},
 }
 

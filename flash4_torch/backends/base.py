@@ -29,7 +29,7 @@ class Grads(NamedTuple):
     dmask: Tensor | None = None
     """Only if `Saved.mask_grad` requests it."""
     dsinks: Tensor | None = None
-    """With sinks."""
+    """Only with sinks."""
 
 
 Launch = Callable[[Inputs], Results]

@@ -60,7 +60,7 @@ class Cpu(WithoutWeights):
         mask, causal = _added(inputs.attn_mask, q.dtype), is_causal(problem)
         out, lse = _forward(q, k, v, 0.0, causal, attn_mask=mask, scale=problem.scale)
         lse = lse.contiguous()
-        nothing = None if mask is None else _sees_nothing(mask, causal, problem.extent.Sq)
+        nothing = None if mask is None else sees_nothing(mask, causal, problem.extent.Sq)
         if _is_odd(lse, nothing) and not _has_finite_scores(inputs, problem):
             return Tiled().forward(inputs, problem)
         if nothing is not None:
@@ -130,12 +130,12 @@ def _has_finite_scores(inputs: Inputs, problem: Problem) -> bool:
     return product < largest and product * problem.scale < largest
 
 
-def _sees_nothing(mask: Tensor, causal: bool, Sq: int) -> Tensor:
+def sees_nothing(mask: Tensor, causal: bool, Sq: int) -> Tensor:
     """Rows for which the mask, and causal if set, leave no key: bool, broadcastable to (B, Hq, Sq)."""
     visible = mask != -torch.inf
     nothing = ~visible.any(-1)
     if causal:
-        nothing = nothing | (visible.byte().argmax(-1) > torch.arange(Sq))
+        nothing = nothing | (visible.byte().argmax(-1) > torch.arange(Sq, device=mask.device))
     return nothing
 
 

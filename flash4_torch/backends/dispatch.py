@@ -13,6 +13,7 @@ from ..problem import Problem
 from .base import Backend, Explains
 from .compiled import SM90A, SM100A, SM103A, Compiled
 from .cpu import Cpu
+from .efficient import Efficient
 from .emulator import Emulator
 from .sdpa import Sdpa
 from .tiled import Tiled
@@ -22,6 +23,7 @@ PRIORITY: tuple[Backend, ...] = (
     Compiled("sm90", SM90A),
     Compiled("sm100", SM100A, SM103A),
     Sdpa(),
+    Efficient(),
     Tiled(),
     Emulator(),
 )

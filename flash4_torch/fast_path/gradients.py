@@ -76,6 +76,23 @@ class FastAutograd(FastCall):
             return None
         return dout.stride()
 
+    def gradients(self, dout: Tensor | None, more: Grads, saved: Saved, inputs: Inputs) -> Grads:
+        """Gradients of q, k, v and the sinks, from those of out and `more`: of lse and, if any, the weights.
+
+        `saved` has the forward's results.
+        """
+        strides = self.lookup(dout, more)
+        if strides is None or dout is None:
+            return _slow(self, dout, more, saved, inputs)
+        saved = saved._replace(dout=dout)
+        launch = self.backwards.get(strides)
+        if launch is not None:
+            found = launch(saved, inputs)
+            return found.dq, found.dk, found.dv, found.dsinks
+        grads = _slow(self, dout, more, saved, inputs)
+        self.record(strides, saved, inputs)
+        return grads
+
     def record(self, strides: Strides, saved: Saved, inputs: Inputs) -> None:
         """Prepares backwards with these strides, after the slow path has served one."""
         if strides in self.backwards or len(self.backwards) >= _MOST:
@@ -118,18 +135,8 @@ def _backward(ctx: Any, dout: Tensor | None, *more: Tensor | None) -> Grads:
     q, k, v, out, lse, low, mask, sinks, rng_state, ends_q, ends_k = ctx.saved_tensors
     if dout is not None and call.door.out_heads_first:
         dout = dout.transpose(1, 2)
-    strides = call.lookup(dout, more)
-    launch = None if strides is None else call.backwards.get(strides)
     inputs = Inputs(q, k, v, mask, sinks, rng_state, ends_q, ends_k)
-    grads: Grads
-    if launch is not None and dout is not None:
-        found = launch(Saved(dout, None, out, lse, False, low), inputs)
-        grads = found.dq, found.dk, found.dv, found.dsinks
-    else:
-        grads = _slow(call, dout, more, Saved(out, None, out, lse, False, low), inputs)
-        if strides is not None and dout is not None:
-            call.record(strides, Saved(dout, None, out, lse, False, low), inputs)
-    dq, dk, dv, dsinks = grads
+    dq, dk, dv, dsinks = call.gradients(dout, more, Saved(out, None, out, lse, False, low), inputs)
     if call.door.heads_first:
         dq, dk, dv = (None if x is None else x.transpose(1, 2) for x in (dq, dk, dv))
     return dq, dk, dv, *(None,) * (2 if call.door.varlen else 1), dsinks, None

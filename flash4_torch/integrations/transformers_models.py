@@ -30,8 +30,8 @@ _SCORES = {"softmax", "Softmax", "scaled_dot_product_attention", "multi_head_att
 _CLAIMS = ("_supports_sdpa", "_supports_attention_backend")
 """Flags of a model class that claim it works with SDPA's masks, bool or None, which is our form too."""
 
-_UNSERVED = {"s_aux": "attention sinks", "indices": "sparse attention", "block_indices": "sparse attention"}
-_HANDED_OVER = {"s_aux": "sink", "indices": "index", "block_indices": "index"}
+_UNSERVED = {"indices": "sparse attention", "block_indices": "sparse attention"}
+_HANDED_OVER = {"indices": "index", "block_indices": "index"}
 """Name of the parameter or submodule behind each keyword that our attention does not serve."""
 
 

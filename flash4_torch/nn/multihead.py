@@ -15,11 +15,11 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.utils import parametrize
 
 from .. import ops
-from ..attend import attend
+from ..attend import attend, known_call
 from ..errors import ScriptError
 from ..fast_path import Door
 from ..problem import CallOptions
-from . import contract, padding, tracing
+from . import contract, padding, prepared, tracing
 from .contract import Call
 from .ragged import Ragged
 
@@ -190,6 +190,12 @@ class MultiheadAttention(nn.MultiheadAttention):
             contract.check_kinds(call)
         if query.is_nested or key.is_nested or value.is_nested:
             return self._forward_nested(call)
+        signature = None
+        if type(self) is MultiheadAttention:
+            parameters = prepared.parameters_of(self)
+            signature, known = prepared.lookup(self, call, parameters)
+            if known is not None:
+                return prepared.run(known, call, parameters)
         contract.check(self, call)
 
         q, k, v = (self._heads(x) for x in self._project(query, key, value))
@@ -204,7 +210,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         )
         k, v = self._append(k, self.bias_k), self._append(v, self.bias_v)
         average_heads = average_attn_weights if need_weights else None
-        out, _, *weights = attend(_DOOR, q, k, v, mask, None, self._options(window_right), average_heads)
+        asked = (_DOOR, q, k, v, mask, None, self._options(window_right), average_heads)
+        out, _, *weights = attend(*asked)
+        if signature is not None:
+            prepared.record(signature, known_call(*asked), self.num_heads, self.batch_first, not by_rule)
         return self._assemble(out, weights[0] if weights else None, is_batched=query.dim() == 3)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:

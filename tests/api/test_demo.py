@@ -152,7 +152,7 @@ def test_make_installs_what_a_target_needs_and_no_more(target: str, tmp_path: Pa
     (install,) = (line for line in printed.splitlines() if "--editable" in line)
     assert "--constraint constraints.txt" in install
     extras = install.rpartition("[")[2].strip("]'").split(",")
-    assert set(extras) - {"kernels"} == ({"demo"} if target == "demo" else {"test", "demo", "dev"})
+    assert set(extras) - {"kernels"} == ({"demo"} if target == "demo" else {"test", "demo", "dev", "docs"})
 
 
 def test_turns_alternate_and_only_warm_up_overlaps() -> None:

@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels.aux_kernels": {"kernels.common"},
     "kernels.sm90": {"kernels.common"},
     "kernels.sm100": {"kernels.common"},
-    "kernels.weights": {"kernels.common"},
+    "kernels.weights": {"kernels.common", "configs"},
     "backends": {
         "kernels.sm90",
         "kernels.sm100",

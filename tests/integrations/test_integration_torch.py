@@ -237,6 +237,7 @@ def test_cuda_forward_and_backward_are_our_attention(
         k,
         v,
         None,
+        None,
         rng_state.view(torch.int64) if dropout_p else None,
         CallOptions(
             scale=0.3,

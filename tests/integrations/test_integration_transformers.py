@@ -58,6 +58,9 @@ SLIDING = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_atten
 
 DECODERS: dict[str, Callable[[], Any]] = {
     "llama": lambda: hf.LlamaConfig(**GQA),
+    "gpt-oss, sinks, sliding": lambda: hf.GptOssConfig(
+        **GQA, sliding_window=4, num_local_experts=2, num_experts_per_tok=1, initializer_range=0.3
+    ),
     "mistral, sliding": lambda: hf.MistralConfig(**GQA, sliding_window=4),
     "gemma2, softcap and sliding": lambda: hf.Gemma2Config(
         **GQA, **SLIDING, attn_logit_softcapping=0.5, query_pre_attn_scalar=8
@@ -472,23 +475,11 @@ def test_names_that_transformers_would_take_for_its_own_are_refused(name: str) -
         ours.register(name)
 
 
-@pytest.mark.parametrize("argument", ["s_aux", "sinks", "cache", "block_table", "indices", "block_indices"])
+@pytest.mark.parametrize("argument", ["cache", "block_table", "indices", "block_indices"])
 def test_what_is_not_served_is_refused_by_name(argument: str) -> None:
     q = heads(3, 4, 0)
     with pytest.raises(ArgumentError, match=f"^{argument} is"):
         ours.attention_forward(layer(), q, q, q, None, **{argument: torch.ones(4)})
-
-
-def test_a_model_with_sinks_is_refused() -> None:
-    """It is refused while it is loaded, not in a forward that may be compiled."""
-    config = hf.GptOssConfig(**GQA, num_local_experts=2, num_experts_per_tok=1)
-    with pytest.raises(
-        ArgumentError, match=r"^attn_implementation is 'fa4', .* GptOss\w+ has attention sinks"
-    ):
-        hf.AutoModelForCausalLM.from_config(config, attn_implementation=FA4)
-    model = hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    with pytest.raises(ArgumentError, match="attention sinks"):
-        model.set_attn_implementation(FA4)
 
 
 ON_ITS_OWN: dict[str, Callable[[], Any]] = {

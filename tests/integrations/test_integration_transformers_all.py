@@ -244,7 +244,14 @@ def _other_tokens(model: Any, eager: Any) -> str | None:
 FEW: dict[str, list[str]] = {
     "served": [
         # decoders, also with experts, latent heads, a window or a recurrent part
-        *("LlamaConfig", "OPTConfig", "MixtralConfig", "DeepseekV3Config", "Gemma3TextConfig"),
+        *(
+            "LlamaConfig",
+            "OPTConfig",
+            "MixtralConfig",
+            "DeepseekV3Config",
+            "Gemma3TextConfig",
+            "GptOssConfig",
+        ),
         # encoders
         *("BertConfig", "ModernBertConfig", "AlbertConfig"),
         # encoders and decoders
@@ -267,8 +274,8 @@ FEW: dict[str, list[str]] = {
         *("DebertaV2Config", "XLNetConfig"),
         # calls us for a part of its layers only
         *("LongT5Config", "InformerConfig"),
-        # sinks, sparse attention
-        *("GptOssConfig", "DeepseekV32Config"),
+        # sparse attention
+        "DeepseekV32Config",
         # several parts
         *("BlipConfig", "GroupViTConfig"),
     ],

@@ -85,6 +85,7 @@ def test_varlen(
         for lengths, H, d in ((q_lengths, 4, 8), (k_lengths, 2, 8), (k_lengths, 2, 5))
     )
     ends = [torch.tensor([0, *torch.tensor(n).cumsum(0)], dtype=dtype) for n in (q_lengths, k_lengths)]
+    longest = {f"max_seqlen_{x}": max(n, default=0) for x, n in (("q", q_lengths), ("k", k_lengths))}
 
     def run() -> Any:
         torch.manual_seed(3)
@@ -94,10 +95,8 @@ def test_varlen(
             v,
             cu_seqlens_q=ends[0],
             cu_seqlens_k=ends[1],
-            max_seqlen_q=max(q_lengths, default=0),
-            max_seqlen_k=max(k_lengths, default=0),
             return_lse=True,
-            **kwargs,
+            **longest | kwargs,
         )
 
     with gpu(target), testing.backends_used() as used, testing.poisoned_memory():

@@ -38,6 +38,7 @@ def test_varlen(
         for lengths, H, d in ((q_lengths, 4, 8), (k_lengths, 2, 8), (k_lengths, 2, 5))
     ]
     ends = [torch.tensor([0, *torch.tensor(n).cumsum(0)], dtype=dtype) for n in (q_lengths, k_lengths)]
+    longest = {f"max_seqlen_{x}": max(n, default=0) for x, n in (("q", q_lengths), ("k", k_lengths))}
     dout, dlse = torch.randn(sum(q_lengths), 4, 5).bfloat16(), torch.randn(4, sum(q_lengths))
 
     def gradients() -> Any:
@@ -46,10 +47,8 @@ def test_varlen(
             *inputs,
             cu_seqlens_q=ends[0],
             cu_seqlens_k=ends[1],
-            max_seqlen_q=max(q_lengths, default=0),
-            max_seqlen_k=max(k_lengths, default=0),
             return_lse=True,
-            **{**kwargs, "deterministic": deterministic},
+            **{**longest, **kwargs, "deterministic": deterministic},
         )
         return torch.autograd.grad((out, lse), inputs, (dout, dlse))
 

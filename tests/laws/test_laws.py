@@ -36,7 +36,7 @@ def test_linear_in_v(case: Case) -> None:
     assert_same(together, 2.0 * attend(case)[0] - 3.0 * attend(case, v=other)[0])
 
 
-@given(cases(F64))
+@given(cases(F64, sinks=None))
 def test_weights_sum_to_one(case: Case) -> None:
     out, lse = attend(case, v=torch.ones_like(case.v))
     attends = torch.isfinite(lse).to(out.dtype).transpose(1, 2)[..., None]
@@ -70,7 +70,7 @@ def test_gqa_is_repeated_keys(case: Case) -> None:
         assert_same(a, b)
 
 
-@given(cases(F64), st.integers(0, 40))
+@given(cases(F64, sinks=None), st.integers(0, 40))
 def test_keys_split_in_two_merge_by_lse(case: Case, at: int) -> None:
     """Split-KV and ring attention rely on this."""
     Sq, Sk = case.q.shape[1], case.k.shape[1]
@@ -108,7 +108,7 @@ def assert_merges(parts: list[tuple[Tensor, Tensor]], whole: tuple[Tensor, Tenso
     assert_same(whole[1], lse)
 
 
-@given(cases(F64, causal=False), st.integers(-50, 50))
+@given(cases(F64, causal=False, sinks=None), st.integers(-50, 50))
 def test_bands_beside_each_other_merge_by_lse(case: Case, at: int) -> None:
     """A window is cut between two diagonals: one part ends where the other begins."""
     left, right = case.kwargs["window"]
@@ -152,7 +152,8 @@ def test_rows_without_keys_are_zero_and_pass_no_gradient(case: Case) -> None:
     Sq, Sk = case.q.shape[1], case.k.shape[1]
     hidden = torch.zeros(max(Sq, 1), 1, dtype=torch.bool)[:Sq]
     out, lse = attend(case, attn_mask=hidden if Sq != 1 else hidden[:1])
-    assert (out == 0).all() and (lse == -torch.inf).all()
+    sinks = case.kwargs["sinks"]
+    assert (out == 0).all() and (lse == (-torch.inf if sinks is None else sinks[:, None].double())).all()
     loss = out.sum() + finite_sum(lse, torch.ones_like(lse))
     for gradient in torch.autograd.grad(loss, (case.q, case.k, case.v)):
         assert (gradient == 0).all()

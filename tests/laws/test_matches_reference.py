@@ -80,13 +80,17 @@ def test_long_sequences_cross_every_tile(
         testing.assert_close_as_peer(a, e.double(), p, what=name)
 
 
+def needs_grad(x: torch.Tensor | None) -> bool:
+    return x is not None and x.requires_grad
+
+
 @given(cases(dtypes=(torch.float64,)), st.booleans())
 @settings(max_examples=25)
 def test_gradcheck(case: Case, through_lse: bool) -> None:
     def call(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         kwargs = dict(case.kwargs)
-        if len(inputs) == 4:
-            kwargs["attn_mask"] = inputs[3]
+        names = [name for name in ("attn_mask", "sinks") if needs_grad(kwargs[name])]
+        kwargs |= dict(zip(names, inputs[3:], strict=True))
         out, lse = flash4_torch.attention(*inputs[:3], **kwargs, return_lse=True)
         return (out, lse.masked_fill(torch.isinf(lse), 0.0)) if through_lse else (out,)
 
@@ -95,5 +99,7 @@ def test_gradcheck(case: Case, through_lse: bool) -> None:
         # Finite differences of -inf are NaN; masked scores have no gradient anyway.
         finite = torch.where(torch.isinf(mask), -1.0, mask).double().detach().requires_grad_()
         case.kwargs["attn_mask"] = finite
+    if case.kwargs["sinks"] is not None:
+        case.kwargs["sinks"] = case.kwargs["sinks"].detach().double().requires_grad_()
     inputs = tuple(x.detach().contiguous().requires_grad_() for x in case.differentiable)
     assert torch.autograd.gradcheck(call, inputs, fast_mode=True)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import flash4_torch
-from flash4_torch import ops
+from flash4_torch import fast_path, ops
 from flash4_torch.errors import ArgumentError, ScriptError
-from flash4_torch.nn import MultiheadAttention, replace_attention
+from flash4_torch.nn import MultiheadAttention, prepared, replace_attention
 
 
 @pytest.fixture
@@ -28,7 +28,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
         return call
 
-    for name in ("attention", "attention_varlen"):
+    # Prepared calls do not pass by here.
+    for module in (fast_path, prepared):
+        monkeypatch.setattr(module, "lookup", lambda *call: (None, None))
+    for name in ("attention", "attention_varlen", "attention_and_weights"):
         monkeypatch.setattr(ops, name, counted(getattr(ops, name)))
     return seen
 

@@ -18,9 +18,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations, parametrize
 
 import flash4_torch
-from flash4_torch import ops
+from flash4_torch import fast_path, ops
 from flash4_torch.errors import NothingReplacedWarning
-from flash4_torch.nn import MultiheadAttention, replace_attention
+from flash4_torch.nn import MultiheadAttention, prepared, replace_attention
 
 
 def transformer(**options: Any) -> nn.Transformer:
@@ -40,13 +40,19 @@ NAMES = [
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Grows by one for each attention that ours computes."""
     seen: list[Tensor] = []
-    attention = ops.attention
 
-    def counted(q: Tensor, *args: Any, **options: Any) -> Any:
-        seen.append(q)
-        return attention(q, *args, **options)
+    def counted(attention: Callable[..., Any]) -> Callable[..., Any]:
+        def call(q: Tensor, *args: Any, **options: Any) -> Any:
+            seen.append(q)
+            return attention(q, *args, **options)
 
-    monkeypatch.setattr(ops, "attention", counted)
+        return call
+
+    # Prepared calls do not pass by here.
+    for module in (fast_path, prepared):
+        monkeypatch.setattr(module, "lookup", lambda *call: (None, None))
+    for name in ("attention", "attention_and_weights"):
+        monkeypatch.setattr(ops, name, counted(getattr(ops, name)))
     return seen
 
 

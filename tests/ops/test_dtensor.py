@@ -33,7 +33,7 @@ def qkv(B: int = 4, Sq: int = 5, Sk: int = 7, Hq: int = 4, Hk: int = 2) -> list[
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, right: int | None = 0) -> Any:
-    return ops.attention(q, k, v, mask, None, PLAIN._replace(window_right=right))
+    return ops.attention(q, k, v, mask, None, None, PLAIN._replace(window_right=right))
 
 
 def grads(out: Tensor, lse: Tensor, inputs: list[Tensor]) -> list[Tensor]:
@@ -125,7 +125,7 @@ def check_dropout_is_that_of_the_whole() -> None:
     attend(*sharded)
 
     def drop(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> Any:
-        return ops.attention(q, k, v, None, state, PLAIN._replace(dropout_p=0.5))
+        return ops.attention(q, k, v, None, None, state, PLAIN._replace(dropout_p=0.5))
 
     whole = drop(*tensors, rng_state)
     results = drop(*sharded, beside(sharded[0], rng_state))
@@ -145,7 +145,7 @@ def check_varlen_heads() -> None:
     def packed(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> Any:
         sizes = {"max_seqlen_q": 7, "max_seqlen_k": 8}
         return ops.attention_varlen(
-            q, k, v, cu_q, cu_k, None, **sizes, options=PLAIN._replace(window_right=0)
+            q, k, v, cu_q, cu_k, None, None, **sizes, options=PLAIN._replace(window_right=0)
         )
 
     compare([*tensors, *lengths], [Shard(1)] * 3 + [Replicate()] * 2, packed, collectives=False)

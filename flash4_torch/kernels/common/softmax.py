@@ -173,7 +173,7 @@ class Final(NamedTuple):
 def finalize(
     rows: Rows, scale: Float32, keep_scale: Float32, method: cutlass.Constexpr, sinks: tuple = ()
 ) -> Final:
-    """sinks: for each row, the score of one more key, whose value is 0; in natural units."""
+    """Finish the rows; `sinks` are their scores of one more key, whose value is 0, in natural units."""
     R = cute.size(rows.row_max)
     inverse, lse, low = (cute.make_rmem_tensor(R, Float32) for _ in range(3))
     for r in cutlass.range_constexpr(R):
@@ -199,7 +199,7 @@ class _WithSink(NamedTuple):
     """A row that has one more key."""
 
     row_max: Float32
-    """In base 2, or in natural units with `subtracts_max_first`."""
+    """Maximum in base 2, or in natural units with `subtracts_max_first`."""
     row_sum: Float32
     share: Float32
     """Factor for what was summed up before."""

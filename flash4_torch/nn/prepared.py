@@ -1,0 +1,225 @@
+"""The module's own fast path: self-attention like an earlier call's, from the input to the output projection.
+
+The law is that of `flash4_torch.fast_path`, on which this rests: what was decided for a call holds for all
+calls with the same sizes, strides, dtypes and flags, and nobody must be able to tell that it is not decided
+again. With gradients, the projections and the attention are one node of autograd.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, is_grad_enabled, nn
+from torch._C import _is_any_autocast_enabled
+from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch.compiler import is_dynamo_compiling
+
+from ..fast_path import FastAutograd, FastCall, must_take_slow_path
+from ..ops import autograd
+from ..problem import Inputs, Saved
+from . import padding
+from .contract import Call
+
+Signature = tuple[Any, ...]
+
+_MOST = 1024
+"""Signatures to remember; when the memory is full, it is cleared."""
+_WANTS_GRAD = 3
+"""Index of `wants_grad` in a signature."""
+_TENSORS = (Tensor, nn.Parameter)
+
+
+class Prepared(NamedTuple):
+    """A call's attention, and what the module does around it."""
+
+    attention: FastCall
+    num_heads: int
+    batch_first: bool
+    reads_attn_mask: bool
+    wants_grad: bool
+
+    def heads(self, qkv: Tensor) -> tuple[Tensor, ...]:
+        """q, k and v (N, S, H, D), views of the projection."""
+        S, N, width = qkv.shape
+        heads = qkv.view(S, N, 3, self.num_heads, width // (3 * self.num_heads))
+        return (heads if self.batch_first else heads.transpose(0, 1)).unbind(2)
+
+    def rows(self, out: Tensor) -> Tensor:
+        """out (N, S, H, D) in the layout of the module's inputs, (..., embed_dim)."""
+        rows = out.flatten(2)
+        return rows if self.batch_first else rows.transpose(0, 1).contiguous()
+
+
+_calls: dict[Signature, Prepared] = {}
+
+
+class _Parameters(NamedTuple):
+    in_proj_weight: Any
+    in_proj_bias: Any
+    out_proj_weight: Any
+    out_proj_bias: Any
+
+
+def parameters_of(module: nn.MultiheadAttention) -> _Parameters:
+    return _Parameters(
+        module.in_proj_weight, module.in_proj_bias, module.out_proj.weight, module.out_proj.bias
+    )
+
+
+def lookup(
+    module: nn.MultiheadAttention, call: Call, parameters: _Parameters
+) -> tuple[Signature | None, Prepared | None]:
+    """The call's signature (None if it must take the slow path), and the prepared call, if there is one."""
+    query = call.query
+    if (
+        is_dynamo_compiling()
+        or not (query is call.key is call.value)
+        or type(query) is not Tensor
+        or query.dim() != 3
+        or must_take_slow_path()
+        or _is_any_autocast_enabled()
+        or not _is_usual(module, call, parameters)
+    ):
+        return None, None
+    may_need_grad, wants_grad = is_grad_enabled(), False
+    tensors: tuple[Any, ...] = ()
+    for x in (query, call.key_padding_mask, call.attn_mask, *parameters):
+        if x is None:
+            tensors += (None,)
+            continue
+        if type(x) not in _TENSORS or not x.data_ptr() or x.is_neg():
+            return None, None
+        needs_grad = may_need_grad and x.requires_grad
+        wants_grad = wants_grad or needs_grad
+        tensors += ((x.shape, x.stride(), x.dtype, x.get_device(), needs_grad),)
+    if wants_grad and _top_saved_tensors_default_hooks(True) is not None:
+        return None, None
+    dropout = module.dropout if module.training else 0.0
+    flags = (call.need_weights, call.average_attn_weights, call.is_causal, dropout)
+    signature = (
+        tensors,
+        flags,
+        tuple(map(type, flags)),
+        wants_grad,
+        module.num_heads,
+        module.batch_first,
+    )
+    try:
+        return signature, _calls.get(signature)
+    except TypeError:
+        return None, None
+
+
+def _is_usual(module: nn.MultiheadAttention, call: Call, parameters: _Parameters) -> bool:
+    """Whether the module does nothing to its projections, and the call causes no warning."""
+    weight, bias, *_ = parameters
+    padding_mask, mask = call.key_padding_mask, call.attn_mask
+    return (
+        weight is not None
+        and (bias is None or bias.dtype == weight.dtype)
+        and module.bias_k is None
+        and not module.add_zero_attn
+        and (padding_mask is None or mask is None or padding_mask.dtype == mask.dtype)
+    )
+
+
+def record(
+    signature: Signature,
+    attention: FastCall | None,
+    num_heads: int,
+    batch_first: bool,
+    reads_attn_mask: bool,
+) -> None:
+    """Remembers a call that the slow path has served, and its attention if that is prepared."""
+    if attention is None:
+        return
+    wants_grad: bool = signature[_WANTS_GRAD]
+    if wants_grad and not isinstance(attention, FastAutograd):
+        return  # only the output projection has gradients
+    if len(_calls) >= _MOST:
+        _calls.clear()
+    _calls[signature] = Prepared(attention, num_heads, batch_first, reads_attn_mask, wants_grad)
+
+
+def clear() -> None:
+    """Forgets all signatures."""
+    _calls.clear()
+
+
+def run(prepared: Prepared, call: Call, parameters: _Parameters) -> tuple[Tensor, Tensor | None]:
+    """The module's output and the weights, or None."""
+    mask = padding.merge(
+        call.key_padding_mask, call.attn_mask if prepared.reads_attn_mask else None, prepared.num_heads, 0
+    )
+    if prepared.wants_grad:
+        found: tuple[Tensor, ...] = _apply(call.query, *parameters, mask, prepared)
+        return found[0], found[1] if len(found) > 1 else None
+    weight, bias, out_weight, out_bias = parameters
+    attention = prepared.attention
+    heads = prepared.heads(F.linear(call.query, weight, bias))
+    out, _, _, weights = attention.run(attention.inputs(*heads, mask, None))
+    return F.linear(prepared.rows(out), out_weight, out_bias), weights
+
+
+def _forward(ctx: Any, x: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    weight, bias, out_weight, out_bias, mask, prepared = others
+    attention: FastCall = prepared.attention
+    inputs = attention.inputs(*prepared.heads(F.linear(x, weight, bias)), mask, None)
+    out, lse, low, weights = attention.run(inputs)
+    ctx.save_for_backward(x, weight, bias, out_weight, *inputs[:4], inputs.rng_state, out, lse, low)
+    ctx.prepared = prepared
+    ctx.set_materialize_grads(False)
+    y = F.linear(prepared.rows(out), out_weight, out_bias)
+    return (y,) if weights is None else (y, weights)
+
+
+def _backward(ctx: Any, dy: Tensor | None, dweights: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    x, weight, bias, out_weight, q, k, v, mask, rng_state, out, lse, low = ctx.saved_tensors
+    prepared: Prepared = ctx.prepared
+    if is_grad_enabled():
+        # Second derivatives are refused by the attention's own gradients, which therefore need a graph.
+        q, k, v = prepared.heads(F.linear(x, weight, bias))
+    inputs = Inputs(q, k, v, mask, None, rng_state)
+    saved = Saved(out, None, out, lse, False, low)
+    needs_x, needs_weight, needs_bias, needs_out_weight, needs_out_bias, *_ = ctx.needs_input_grad
+    dx = dweight = dbias = dout_weight = dout_bias = dout = None
+    if dy is not None:
+        dy_rows = dy.flatten(0, 1)
+        if needs_out_weight:
+            dout_weight = dy_rows.t() @ prepared.rows(out).flatten(0, 1)
+        if needs_out_bias:
+            dout_bias = dy_rows.sum(0)
+        dout = (dy_rows @ out_weight).view(*dy.shape[:2], prepared.num_heads, -1)
+        dout = dout if prepared.batch_first else dout.transpose(0, 1)
+    if needs_x or needs_weight or needs_bias:
+        grads = _attention_grads(prepared.attention, dout, dweights, saved, inputs)
+        dqkv = torch.cat([g.flatten(2) for g in grads], -1)
+        if not prepared.batch_first:
+            dqkv = dqkv.transpose(0, 1)
+        rows = dqkv.flatten(0, 1)
+        if needs_x:
+            dx = (rows @ weight).view(x.shape)
+        if needs_weight:
+            dweight = rows.t() @ x.flatten(0, 1)
+        if needs_bias:
+            dbias = rows.sum(0)
+    return dx, dweight, dbias, dout_weight, dout_bias, None, None
+
+
+def _attention_grads(
+    attention: FastCall, dout: Tensor | None, dweights: Tensor | None, saved: Saved, inputs: Inputs
+) -> tuple[Tensor, ...]:
+    """dq, dk and dv."""
+    if not isinstance(attention, FastAutograd):
+        raise AssertionError("an attention that needs gradients has them prepared")
+    dq, dk, dv, _ = attention.gradients(dout, (None, dweights), saved, inputs)
+    if dq is None or dk is None or dv is None:
+        raise AssertionError("q, k and v have gradients")
+    return dq, dk, dv
+
+
+_function: Any = autograd.function("MultiheadAttention", _forward, _backward)
+# Skips the checks of `Function.apply`, for which `lookup` stands.
+_apply = super(torch.autograd.Function, _function).apply

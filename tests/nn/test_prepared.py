@@ -1,0 +1,197 @@
+"""The module's fast path: its later calls have the results of the first, and nobody can tell them apart."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flash4_torch
+from flash4_torch import fast_path, testing
+from flash4_torch.errors import DoubleBackwardError
+from flash4_torch.nn import prepared
+from on_cpu import gpu
+
+E, H, N, S = 16, 2, 2, 5
+
+
+def module(
+    batch_first: bool = True, dtype: torch.dtype = torch.float32, **more: Any
+) -> nn.MultiheadAttention:
+    torch.manual_seed(0)
+    return flash4_torch.MultiheadAttention(E, H, batch_first=batch_first, dtype=dtype, **more)
+
+
+def an_input(batch_first: bool = True, dtype: torch.dtype = torch.float32) -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn((N, S, E) if batch_first else (S, N, E)).to(dtype)
+
+
+@pytest.fixture(autouse=True)
+def nothing_prepared() -> None:
+    prepared.clear()
+    fast_path.clear()
+
+
+@st.composite
+def masks(draw: st.DrawFn) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 9)))
+    found: dict[str, Any] = {}
+    if (kind := draw(st.sampled_from(["", "bool", "float"]))) != "":
+        hidden = torch.rand(N, S, generator=generator) < 0.3
+        found["key_padding_mask"] = hidden if kind == "bool" else hidden.float() * -2.0
+    bools = ["bool", "heads", "causal"]
+    others = {"": ["float", *bools], "bool": bools, "float": ["float"]}
+    if (kind := draw(st.sampled_from(["", *others[kind]]))) != "":
+        shape = (N * H, S, S) if kind == "heads" else (S, S)
+        hidden = torch.rand(shape, generator=generator) < 0.3
+        found["attn_mask"] = hidden.float() * -2.0 if kind == "float" else hidden
+        if kind == "causal":
+            found["attn_mask"] = torch.ones(S, S, dtype=torch.bool).triu(1)
+            found["is_causal"] = True
+    return found
+
+
+@given(
+    call=masks(),
+    batch_first=st.booleans(),
+    bias=st.booleans(),
+    dropout=st.sampled_from([0.0, 0.3]),
+    weights=st.sampled_from([None, True, False]),
+    on_gpu=st.booleans(),
+    frozen=st.sampled_from(["", "input", "in_proj", "out_proj", "all"]),
+)
+@settings(max_examples=80)
+def test_later_steps_are_the_first(
+    call: dict[str, Any],
+    batch_first: bool,
+    bias: bool,
+    dropout: float,
+    weights: bool | None,
+    on_gpu: bool,
+    frozen: str,
+) -> None:
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    attention = module(batch_first, dtype, bias=bias, dropout=dropout)
+    x = an_input(batch_first, dtype).requires_grad_(frozen != "input")
+    if frozen in ("in_proj", "all"):
+        attention.in_proj_weight.requires_grad_(False)
+    if frozen in ("out_proj", "all"):
+        attention.out_proj.requires_grad_(False)
+    wanted = [p for p in (x, *attention.parameters()) if p.requires_grad]
+    flags = {"need_weights": weights is not None, "average_attn_weights": bool(weights)}
+
+    def step() -> list[Tensor]:
+        torch.manual_seed(2)
+        out, found = attention(x, x, x, **call, **flags)
+        total = (out * torch.linspace(-1, 1, out.numel()).view(out.shape).to(dtype)).sum()
+        if found is not None:
+            total = total + (found * torch.linspace(-1, 1, found.numel()).view(found.shape)).sum()
+        return [out, *([] if found is None else [found]), *torch.autograd.grad(total, wanted)]
+
+    with gpu() if on_gpu else contextlib.nullcontext():
+        first, *later = [step() for _ in range(4)]
+    for one in later:
+        for a, b in zip(first, one, strict=True):
+            assert a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+            # The sums of bias gradients, and matmuls, may be of other layouts.
+            torch.testing.assert_close(a, b, rtol=2e-2 if on_gpu else 1e-5, atol=2e-2 if on_gpu else 1e-6)
+
+
+def is_taken(call: Callable[[], Any]) -> bool:
+    seen: list[bool] = []
+    run = prepared.run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepared, "run", lambda *args: seen.append(True) or run(*args))
+        call()
+    return bool(seen)
+
+
+def test_the_second_call_takes_it() -> None:
+    attention, x = module().eval(), an_input()
+    with torch.no_grad():
+        assert [is_taken(lambda: attention(x, x, x)) for _ in range(3)] == [False, True, True]
+        assert not is_taken(lambda: attention(x, x, x.clone()))
+        assert not is_taken(lambda: attention(x[:, :3], x[:, :3], x[:, :3]))
+        with torch.autocast("cpu"):
+            assert not is_taken(lambda: attention(x, x, x))
+    attention.train()
+    assert [is_taken(lambda: attention(x, x, x)[0].sum().backward()) for _ in range(3)] == [False, True, True]
+
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "observed",
+    [Mode, testing.backends_used, lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)],
+)
+def test_observers_see_the_operators(observed: Callable[[], Any]) -> None:
+    attention, x = module(), an_input()
+    for _ in range(2):
+        attention(x, x, x)
+    with observed():
+        assert not is_taken(lambda: attention(x, x, x))
+
+
+def test_other_modules_do_not_take_it() -> None:
+    class Own(flash4_torch.MultiheadAttention):
+        pass
+
+    x = an_input()
+    for attention in (
+        Own(E, H, batch_first=True),
+        module(add_bias_kv=True),
+        module(add_zero_attn=True),
+        module(kdim=E, vdim=7),
+    ):
+        values = x[..., :7].contiguous() if attention.vdim == 7 else x
+        assert not any(is_taken(lambda a=attention, v=values: a(x, x, v)) for _ in range(3))
+
+
+def test_second_derivatives_raise_as_before() -> None:
+    attention, x = module(), an_input().requires_grad_()
+    for _ in range(4):
+        out, _ = attention(x, x, x)
+        (dx,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        with pytest.raises(DoubleBackwardError):
+            dx.sum().backward()
+
+
+def test_wrong_calls_raise_as_before() -> None:
+    attention, x = module(), an_input()
+    for _ in range(3):
+        attention(x, x, x)
+        with pytest.raises(flash4_torch.errors.ArgumentError, match="need_weights"):
+            attention(x, x, x, need_weights="yes")
+        with pytest.raises((RuntimeError, AssertionError)):
+            attention(x, x, x, key_padding_mask=torch.zeros(N, S + 1, dtype=torch.bool))
+
+
+def test_its_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared, "_MOST", 3)
+    attention = module().eval()
+    for length in range(1, 9):
+        x = torch.randn(1, length, E)
+        attention(x, x, x)
+        assert len(prepared._calls) <= 3
+
+
+def test_parameters_that_are_replaced_are_seen() -> None:
+    attention, x = module().eval(), an_input()
+    with torch.no_grad():
+        before = [attention(x, x, x)[0] for _ in range(3)][-1]
+        attention.out_proj.weight = nn.Parameter(2 * attention.out_proj.weight)
+        attention.out_proj.bias = nn.Parameter(2 * attention.out_proj.bias)
+        torch.testing.assert_close(attention(x, x, x)[0], 2 * before)
+        attention.out_proj.bias = None
+        assert attention(x, x, x)[0].shape == before.shape
