@@ -43,6 +43,8 @@ FEATURE_WORDS = {
     "dropout": "dropout_p > 0",
     "mask": "a boolean attn_mask",
     "float-mask": "an attn_mask in the call's dtype",
+    "sinks": "attention sinks in the call's dtype",
+    "weights": "attention weights, for need_weights=True",
     "deterministic": "deterministic gradients",
 }
 """Meaning of each word of --features."""

@@ -16,10 +16,13 @@ from .backends.compiled import (
     MASK_BLOCKS,
     POSTPROCESS,
     PREPROCESS,
+    SINKS_GRADIENT,
     TARGETS,
+    WEIGHTS,
     Target,
     backward,
     forward,
+    weights,
 )
 from .compile import Key, aot, pool
 from .compile.arch import checked
@@ -44,9 +47,12 @@ WORDS: dict[str, dict[str, object]] = {
     "dropout": {"dropout": True},
     "mask": {"mask": "bool"},
     "float-mask": {"mask": "", "scaled": True},
+    "sinks": {"sinks": ""},
+    "weights": {},
     "deterministic": {},
 }
-"""Fields of `Features` that each word sets; a float mask has the call's dtype; deterministic: gradients."""
+"""Fields of `Features` that each word sets; float masks and sinks have the call's dtype; deterministic:
+gradients; weights: the attention weights, too."""
 
 
 def warmup(
@@ -70,7 +76,8 @@ def warmup(
         head_dims: D, or (D, Dv) where they differ; multiples of 8 up to 256 (other head sizes are padded).
         dtypes: "bfloat16" and "float16".
         features: words joined by "+", such as "causal+dropout", of plain, causal, window, softcap, varlen,
-            dropout, mask (boolean), float-mask (in the call's dtype) and deterministic.
+            dropout, mask (boolean), float-mask and sinks (both in the call's dtype), weights (for
+            `need_weights=True`) and deterministic.
         groups: query heads per KV head, from 1 to 1024; kernels compiled for 64 serve all larger groups.
         gradients: also compile the backward's kernels, where it has some.
         jobs: processes that compile at the same time, at least 1. Default: one per processor.
@@ -186,10 +193,11 @@ def kernels(
     found: dict[Key, None] = {}
     for D, dtype, words, group in product(head_dims, dtypes, features, map(_group, groups)):
         chosen = features_of(D, dtype, words)
-        entries = list(_of(target, chosen, group))
+        entries, asked = list(_of(target, chosen, group)), words.split("+")
+        if "weights" in asked:
+            entries += _of_weights(chosen)
         if gradients:
-            ordered = "deterministic" in words.split("+")
-            entries += _of_gradients(target, chosen._replace(deterministic=ordered), group)
+            entries += _of_gradients(target, chosen._replace(deterministic="deterministic" in asked), group)
         found |= {Key(entry, static, target.arch): None for entry, static in entries}
     return list(found)
 
@@ -214,8 +222,8 @@ def features_of(head_dim: int | tuple[int, int], dtype: str, words: str) -> Feat
             limit = f"each must be one of {', '.join(WORDS)}{hint(word, WORDS)}"
             raise RangeError("features", repr(word), limit)
         chosen |= WORDS[word]
-        if word == "float-mask":
-            chosen["mask"] = dtype
+        if word in ("float-mask", "sinks"):
+            chosen["mask" if word == "float-mask" else word] = dtype
     return Features(dtype, D, Dv)._replace(**chosen)  # type: ignore[arg-type]
 
 
@@ -262,12 +270,22 @@ def _of(target: Target, features: Features, group: int) -> Iterator[tuple[str, t
             yield MASK_BLOCKS, (forward.mask_plan(features.mask, config),)
 
 
+def _of_weights(features: Features) -> Iterator[tuple[str, tuple[object, ...]]]:
+    own = weights.features_of_weights(features)
+    yield from ((WEIGHTS, (own, average_heads)) for average_heads in (True, False))
+    if own.mask:
+        yield MASK_BLOCKS, (weights.mask_plan(own.mask),)
+
+
 def _of_gradients(target: Target, features: Features, group: int) -> Iterator[tuple[str, tuple[object, ...]]]:
     """The backward's entries, without and with a floating mask's gradient, without and with one of lse."""
     for dmask in {False, features.float_mask}:
-        asked = features._replace(dmask=dmask)
+        asked = features._replace(dmask=dmask, sinks="")
         if not target.backward_configs.limits(asked):
             yield from _of_gradients_of(target, asked, group)
+            if features.sinks:
+                for config in target.backward_configs.reachable(asked, group):
+                    yield SINKS_GRADIENT, (backward.sinks_plan(features.sinks, asked, config),)
 
 
 def _of_gradients_of(

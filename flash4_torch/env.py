@@ -56,7 +56,7 @@ BACKEND = Variable(
     "",
     "Force one backend (cpu, sm90, sm100, sdpa, tiled, emulator); a call it cannot serve raises instead of "
     "going elsewhere. Empty: the first in order of priority that can serve.",
-    choices=("cpu", "sm90", "sm100", "sdpa", "tiled", "emulator"),
+    choices=("cpu", "sm90", "sm100", "sdpa", "efficient", "tiled", "emulator"),
 )
 LOG = Variable(
     "FLASH4_LOG",

@@ -6,7 +6,15 @@ import time
 from collections.abc import Iterator
 from typing import TextIO
 
-from .backends.compiled import GROUP_REDUCE, MASK_BLOCKS, POSTPROCESS, PREPROCESS, TARGETS
+from .backends.compiled import (
+    GROUP_REDUCE,
+    MASK_BLOCKS,
+    POSTPROCESS,
+    PREPROCESS,
+    SINKS_GRADIENT,
+    TARGETS,
+    WEIGHTS,
+)
 from .compile import Key
 from .configs.types import Features
 
@@ -19,6 +27,8 @@ _KINDS = {
     PREPROCESS: "backward, row sums before it",
     POSTPROCESS: "backward, dQ after it",
     GROUP_REDUCE: "backward, dK and dV of groups",
+    SINKS_GRADIENT: "backward, gradients of sinks",
+    WEIGHTS: "attention weights",
     MASK_BLOCKS: "blocks of attn_mask",
 }
 """Kernels' names by their entries."""

@@ -15,7 +15,8 @@ from . import sequences
 from .base import BackwardLaunch, Grads, Launch, Results, WithoutWeights
 from .tiled import Tiled, scoring, sinks_gradient
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+# torch's own binding, which takes half the time of `torch.ops`.
+_forward = torch._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 

@@ -17,6 +17,8 @@ from .tiled import GPU_ELEMENTS, LOG2E, Scores, Tiles, below, blocks
 
 _CPU_ELEMENTS = 1 << 20
 """Scores held at once."""
+_AT_ONCE = 1 << 22
+"""Scores held at once where all of them are."""
 
 
 class WeightsGradients(NamedTuple):
@@ -36,6 +38,8 @@ def forward(
     lse, lse_low: (B, Hq, Sq), of `attention` with the same arguments.
     """
     (B, Sq, Hq, _), Sk = q.shape, k.shape[1]
+    if _is_small(q, k, scoring):
+        return _at_once(q, k, lse, lse_low, scoring, average_heads)
     weights = q.new_empty((B, Sq, Sk) if average_heads else (B, Hq, Sq, Sk))
     for block in _Block.of(q, k, lse, lse_low, scoring):
         applied = block.weights if block.kept is None else block.weights * block.kept
@@ -43,6 +47,33 @@ def forward(
             applied = applied.mean(1)
         weights[block.batch.start : block.batch.stop, ..., block.rows.start : block.rows.stop, :] = applied
     return weights
+
+
+def _is_small(q: Tensor, k: Tensor, scoring: Scoring) -> bool:
+    """Whether a plain call has so few scores that blocks would be nothing but overhead."""
+    (B, Sq, Hq, _), (_, Sk, Hk, _) = q.shape, k.shape
+    plain = scoring.band.is_full and not scoring.softcap and scoring.dropout is None and Hq == Hk
+    return plain and q.device.type == "cpu" and 0 < B * Hq * Sq * Sk <= _AT_ONCE
+
+
+def _at_once(
+    q: Tensor, k: Tensor, lse: Tensor, lse_low: Tensor | None, scoring: Scoring, average_heads: bool
+) -> Tensor:
+    work = working_dtype(q.dtype)
+    scores = q.to(work).transpose(1, 2) @ k.to(work).permute(0, 2, 3, 1)
+    scores.mul_(scoring.scale)
+    mask = scoring.attn_mask
+    if mask is not None:
+        if mask.dtype == torch.bool:
+            scores.masked_fill_(~mask, -torch.inf)
+        else:
+            scores += mask
+        lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+    scores.sub_(lse[..., None])
+    if lse_low is not None:
+        scores.sub_(lse_low[..., None])
+    weights = scores.exp_()
+    return (weights.mean(1) if average_heads else weights).to(q.dtype)
 
 
 def backward(

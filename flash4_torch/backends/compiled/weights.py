@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ... import compile
 from ...configs.sections import Section
+from ...configs.types import Features
 from ...configs.weights import MASK_BLOCK
 from ...kernels.common.mask_tables import MaskPlan
 from ...problem import Inputs, Problem, SavedWeights
@@ -46,11 +47,19 @@ def limits(problem: Problem) -> list[str]:
 
 
 def decide(target: Target, problem: Problem, average_heads: bool, find: Find) -> Kernel:
-    # What the weights do not depend on is left out, so that one kernel serves all of it.
-    features = features_of(problem)._replace(Dv=0, sinks="")
+    features = features_of_weights(features_of(problem))
     params = launch_params(problem, problem.extent.Sq, Section(1), 1)
-    mask_plan = MaskPlan(features.mask, *MASK_BLOCK)
-    return Kernel(find(WEIGHTS, (features, average_heads)), mask_plan, params)
+    return Kernel(find(WEIGHTS, (features, average_heads)), mask_plan(features.mask), params)
+
+
+def features_of_weights(features: Features) -> Features:
+    """Features without what the weights do not depend on, so that one kernel serves all of it."""
+    return features._replace(Dv=0, sinks="", varlen=False)
+
+
+def mask_plan(dtype: str) -> MaskPlan:
+    """How a mask of that dtype is divided into blocks."""
+    return MaskPlan(dtype, *MASK_BLOCK)
 
 
 def shape_of(problem: Problem, average_heads: bool) -> tuple[int, ...]:
