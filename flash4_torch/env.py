@@ -54,7 +54,7 @@ NAMES: Container[object] = os.environ._data  # type: ignore[attr-defined]
 BACKEND = Variable(
     "FLASH4_BACKEND",
     "",
-    "Force one backend (cpu, sm90, sm100, sdpa, tiled, emulator); a call it cannot serve raises instead of "
+    "Force one backend (cpu, sm90, sm100, sdpa, efficient, tiled, emulator); a call it cannot serve raises instead of "
     "going elsewhere. Empty: the first in order of priority that can serve.",
     choices=("cpu", "sm90", "sm100", "sdpa", "efficient", "tiled", "emulator"),
 )

@@ -70,7 +70,12 @@ ATTENDING = (attend, attend_backward, attend_varlen, attend_as_torch, attend_in_
 
 def _backends() -> Iterator[Case]:
     for call in ATTENDING:
-        yield _case(env.BACKEND, "nope", call, "one of ['cpu', 'sm90', 'sm100', 'sdpa', 'tiled', 'emulator']")
+        yield _case(
+            env.BACKEND,
+            "nope",
+            call,
+            "one of ['cpu', 'sm90', 'sm100', 'sdpa', 'efficient', 'tiled', 'emulator']",
+        )
     for value, words in {
         "TILED": "did you mean tiled?",
         " tiled": "did you mean tiled?",
