@@ -54,8 +54,8 @@ NAMES: Container[object] = os.environ._data  # type: ignore[attr-defined]
 BACKEND = Variable(
     "FLASH4_BACKEND",
     "",
-    "Force one backend (cpu, sm90, sm100, sdpa, efficient, tiled, emulator); a call it cannot serve raises instead of "
-    "going elsewhere. Empty: the first in order of priority that can serve.",
+    "Force one backend (cpu, sm90, sm100, sdpa, efficient, tiled, emulator); a call it cannot serve raises "
+    "instead of going elsewhere. Empty: the first in order of priority that can serve.",
     choices=("cpu", "sm90", "sm100", "sdpa", "efficient", "tiled", "emulator"),
 )
 LOG = Variable(
