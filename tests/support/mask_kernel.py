@@ -17,7 +17,7 @@ from flash4_torch.kernels.common.attn_mask import (
     visible_blocks,
     words_of,
 )
-from flash4_torch.kernels.common.fragment import Fragment, wgmma_fragment
+from flash4_torch.kernels.common.fragment import Fragment, mma_fragment
 from flash4_torch.kernels.common.mask_tables import MaskPlan
 
 TILE_ROWS = 64
@@ -88,7 +88,7 @@ def visit_kernel(
         words = words_of(own, n)
         registers = cute.make_rmem_tensor(plan.keys // 2 if by_pairs else plan.keys, Float32)
         if cutlass.const_expr(by_pairs):
-            fragment = wgmma_fragment(registers, rows, n * plan.keys, lane)
+            fragment = mma_fragment(registers, rows, n * plan.keys, lane)
         else:
             values = cute.make_tensor(registers.iterator, cute.make_layout((1, plan.keys)))
             fragment = Fragment(values, rows, n * plan.keys, tuple(range(plan.keys)))

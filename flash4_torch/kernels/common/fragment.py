@@ -24,10 +24,13 @@ class Fragment(NamedTuple):
     """C static numbers: column c is key `key + offsets[c]`."""
 
 
-def wgmma_fragment(
+def mma_fragment(
     accumulator: cute.Tensor, rows: tuple[Int32, ...], first_key: Int32, lane: Int32
 ) -> Fragment:
-    """The scores of one 64 x N wgmma accumulator: lane `l` holds columns 2 (l % 4) + 8 j + (0, 1)."""
+    """The scores of a 64 x N wgmma accumulator, or a 16 x N one of warp-level MMAs.
+
+    Lane `l` holds columns 2 (l % 4) + 8 j + (0, 1).
+    """
     N = cute.size(accumulator) // 2
     pairs = cute.make_layout((2, N // 2), stride=(1, 4))
     values = cute.make_tensor(

@@ -19,7 +19,7 @@ from ..common.warps import WARP
 from .context import Context, Maps, Tile
 from .load import load
 from .mainloop import mainloop
-from .plan import MMA_ROWS
+from .plan import CONSUMER_REGISTERS, MMA_ROWS, PRODUCER_REGISTERS
 
 
 @cute.kernel
@@ -64,13 +64,16 @@ def weights_kernel(
         for atom in (maps.load_q, maps.load_k):
             cpasync.prefetch_descriptor(atom)
     cute.arch.sync_threads()
-    if ctx.tile.visible:
-        if warp == plan.consumer_warps:
+    if warp >= plan.consumer_warps:
+        cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+        if ctx.tile.visible & (warp == plan.consumer_warps):
             load(ctx)
-        else:
+    else:
+        cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+        if ctx.tile.visible:
             mainloop(ctx, warp)
-    elif warp < plan.consumer_warps:
-        clear(ctx, warp)
+        else:
+            clear(ctx, warp)
 
 
 @cute.jit

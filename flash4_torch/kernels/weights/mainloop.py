@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import warp as warp_ops
 from ...configs.weights import QUERIES, WARP_GRID, WARP_TILE
 from ..common import attn_mask, dropout, ring, scores
 from ..common import band as bands
-from ..common.fragment import Fragment, wgmma_fragment
+from ..common.fragment import Fragment, mma_fragment
 from ..common.ring import Cursor
 from ..common.role import role
 from ..common.rounding import round_to
@@ -54,7 +54,7 @@ def mainloop(ctx: Context, warp: Int32) -> None:
             low = _lse_of(ctx, t, ctx.lse_low, head)
         at = _scores(ctx, t, at)
         for m in cutlass.range_constexpr(len(t.S)):
-            fragment = wgmma_fragment(t.S[m], t.rows[m], t.key_block * WARP_TILE[1], t.lane)
+            fragment = mma_fragment(t.S[m], t.rows[m], t.key_block * WARP_TILE[1], t.lane)
             _mask(ctx, t, fragment, m, head)
             _weights(ctx, fragment, lse[m], None if low is None else low[m])
             if cutlass.const_expr(plan.features.dropout):
@@ -68,7 +68,7 @@ def mainloop(ctx: Context, warp: Int32) -> None:
     if cutlass.const_expr(plan.average):
         factor = ctx.params.keep_scale / Float32(ctx.maps.mQ.shape[2])
         for m in cutlass.range_constexpr(len(t.S)):
-            fragment = wgmma_fragment(t.sums[m], t.rows[m], t.key_block * WARP_TILE[1], t.lane)
+            fragment = mma_fragment(t.sums[m], t.rows[m], t.key_block * WARP_TILE[1], t.lane)
             _store(ctx, fragment, ctx.weights[tile.batch, None, None], factor)
 
 

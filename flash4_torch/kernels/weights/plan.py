@@ -5,6 +5,7 @@ A CTA has a tile of queries by keys, of one batch entry, and goes through query 
     warps 0 to 7    32 queries by 64 keys each: S = Q K^T by warp-level MMAs, P = exp(S - lse), dropout;
                     sums of P over the heads, or P of each head, go to global memory
     warp 8          the load warp: Q and K by TMA, a chunk of up to 64 columns at a time
+    warps 9 to 11   nothing
 
     load_qk         chunks of Q and K; `stages` of them
 """
@@ -19,13 +20,15 @@ from ..common.band import BandShape
 from ..common.host import NUMERIC
 from ..common.mask_tables import MaskPlan
 from ..common.smem_layouts import chunk_of
-from ..common.warps import WARP
+from ..common.warps import GROUP, WARP
 
 MMA_ROWS = 16
 """Rows of a warp-level MMA."""
 _CHUNK = 64
 """Columns that the widest swizzle spans."""
 _STAGES_BYTES = 160 * 1024
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
+"""Registers of a thread."""
 
 
 class WeightsPlan(NamedTuple):
@@ -45,7 +48,8 @@ class WeightsPlan(NamedTuple):
 
     @property
     def threads(self) -> int:
-        return (self.consumer_warps + 1) * WARP
+        """A warpgroup has the load warp: registers are shared out by warpgroups."""
+        return self.consumer_warps * WARP + GROUP
 
     @property
     def chunk(self) -> int:

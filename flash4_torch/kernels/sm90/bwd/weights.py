@@ -11,7 +11,7 @@ from cutlass import Float32, Int32
 from ...common import attn_mask, dropout, ring, scores
 from ...common import band as bands
 from ...common.bwd.dmask import add_dmask
-from ...common.fragment import Fragment, wgmma_fragment
+from ...common.fragment import Fragment, mma_fragment
 from ...common.ring import Cursor
 from ...common.rounding import round_to, widened
 from ...common.warps import WARP, WARPS
@@ -67,7 +67,7 @@ def recompute_p(
         dtanh = wgmma.p_fragment(plan.dtype, plan.queries)
         _dtanh(ctx, t, dtanh, features)
     if cutlass.const_expr(masked):
-        fragment = wgmma_fragment(t.S, work.positions, n * plan.queries, t.lane)
+        fragment = mma_fragment(t.S, work.positions, n * plan.queries, t.lane)
         if cutlass.const_expr(features.mask):
             one_by_one = plan.adds_rows_one_by_one
             attn_mask.apply(ctx.mask, mask.rows, mask.words, n, fragment, one_by_one)
@@ -147,7 +147,7 @@ def differentiate(
                 gradient = gradient * ctx.params.keep_scale
             dP[4 * j + i] = weights[i] * (gradient - of_column[i % 2])
     if cutlass.const_expr(features.dmask):
-        add_dmask(ctx, work, n, wgmma_fragment(dP, work.positions, n * ctx.plan.queries, t.lane))
+        add_dmask(ctx, work, n, mma_fragment(dP, work.positions, n * ctx.plan.queries, t.lane))
     for j in cutlass.range_constexpr(cute.size(dP) // 4):
         if cutlass.const_expr(probs.dtanh is not None):
             dtanh = widened(four_of(probs.dtanh, j))

@@ -12,7 +12,7 @@ from cutlass import Boolean, Float32, Int32
 
 from ...common import attn_mask, dropout, ring, scores, softmax
 from ...common import band as bands
-from ...common.fragment import wgmma_fragment
+from ...common.fragment import mma_fragment
 from ...common.fwd import tiles
 from ...common.fwd.tiles import Blocks, Tile
 from ...common.ring import Cursor, Ring
@@ -292,7 +292,7 @@ def _finish_scores(ctx: Context, t: Thread, work: TileState, S: cute.Tensor, n: 
     plan = ctx.plan
     scores.scale_and_cap(S, ctx.params, plan.features)
     if cutlass.const_expr(band is not None):
-        fragment = wgmma_fragment(S, work.positions, n * plan.keys, t.lane)
+        fragment = mma_fragment(S, work.positions, n * plan.keys, t.lane)
         if cutlass.const_expr(plan.features.mask):
             attn_mask.apply(ctx.mask, work.mask, words, n, fragment)
         if cutlass.const_expr(band.masks):

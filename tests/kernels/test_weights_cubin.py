@@ -1,0 +1,56 @@
+"""The weights kernel as ptxas compiles it: nothing spills, and its registers suffice."""
+
+from __future__ import annotations
+
+import pytest
+
+import compiled_files
+import cubin
+from everything import one_of
+from flash4_torch.backends.compiled import WEIGHTS
+from flash4_torch.compile import Key
+from flash4_torch.configs.types import Features
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+from flash4_torch.kernels.common.warps import registers_suffice
+from flash4_torch.kernels.weights.plan import CONSUMER_REGISTERS, PRODUCER_REGISTERS, WeightsPlan
+
+BAND = {"left": True, "right": True}
+USES: tuple[dict[str, object], ...] = (
+    {"mask": "float32", "scaled": True, "dropout": True, **BAND},
+    {},
+    {"dropout": True, "right": True},
+    {"mask": "bool", "dropout": True, **BAND},
+    {"softcap": True, "scaled": True, "large_softcap": True, "mask": "bfloat16", **BAND},
+    {"right": True},
+)
+KEYS = [
+    Key(WEIGHTS, (Features("bfloat16", D, 0)._replace(**uses), average), arch)
+    for uses in USES
+    for D in (64, 256)
+    for arch in ("sm_90a", "sm_100a")
+    for average in (True, False)
+]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, cubin.Code]:
+    return compiled_files.codes(one_of(5, KEYS), tmp_path_factory)
+
+
+def allowed(key: Key) -> int:
+    """Spilling instructions that are left: two, in averaged weights with all that a score may need."""
+    features, average = key.static
+    return 2 if features.large_softcap and features.float_mask and average and features.D > 64 else 0
+
+
+def test_nothing_spills(compiled: dict[Key, cubin.Code]) -> None:
+    spilling = {key: code for key, code in compiled.items() if code.spills > allowed(key)}
+    assert not spilling, "\n".join(map(str, spilling.items()))
+
+
+def test_registers_suffice(compiled: dict[Key, cubin.Code]) -> None:
+    wanted = 2 * CONSUMER_REGISTERS + PRODUCER_REGISTERS
+    for key, code in compiled.items():
+        assert code.budgets == {CONSUMER_REGISTERS, PRODUCER_REGISTERS}
+        assert registers_suffice(WeightsPlan(*key.static).threads, wanted)
