@@ -211,13 +211,11 @@ def _backward(ctx: Any, dy: Tensor | None, dweights: Tensor | None = None) -> tu
 def _attention_grads(
     attention: FastCall, dout: Tensor | None, dweights: Tensor | None, saved: Saved, inputs: Inputs
 ) -> tuple[Tensor, ...]:
-    """dq, dk and dv."""
+    """dq, dk and dv; zeros where nothing that was made of them has a gradient."""
     if not isinstance(attention, FastAutograd):
         raise AssertionError("an attention that needs gradients has them prepared")
-    dq, dk, dv, _ = attention.gradients(dout, (None, dweights), saved, inputs)
-    if dq is None or dk is None or dv is None:
-        raise AssertionError("q, k and v have gradients")
-    return dq, dk, dv
+    found = attention.gradients(dout, (None, dweights), saved, inputs)[:3]
+    return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(inputs[:3], found, strict=True))
 
 
 _function: Any = autograd.function("MultiheadAttention", _forward, _backward)

@@ -67,6 +67,7 @@ def masks(draw: st.DrawFn) -> dict[str, Any]:
     weights=st.sampled_from([None, True, False]),
     on_gpu=st.booleans(),
     frozen=st.sampled_from(["", "input", "in_proj", "out_proj", "all"]),
+    of_weights_alone=st.booleans(),
 )
 @settings(max_examples=80)
 def test_later_steps_are_the_first(
@@ -77,6 +78,7 @@ def test_later_steps_are_the_first(
     weights: bool | None,
     on_gpu: bool,
     frozen: str,
+    of_weights_alone: bool,
 ) -> None:
     dtype = torch.bfloat16 if on_gpu else torch.float32
     attention = module(batch_first, dtype, bias=bias, dropout=dropout)
@@ -93,8 +95,11 @@ def test_later_steps_are_the_first(
         out, found = attention(x, x, x, **call, **flags)
         total = (out * torch.linspace(-1, 1, out.numel()).view(out.shape).to(dtype)).sum()
         if found is not None:
-            total = total + (found * torch.linspace(-1, 1, found.numel()).view(found.shape)).sum()
-        return [out, *([] if found is None else [found]), *torch.autograd.grad(total, wanted)]
+            of_weights = (found * torch.linspace(-1, 1, found.numel()).view(found.shape)).sum()
+            alone = of_weights_alone and of_weights.requires_grad
+            total = of_weights if alone else total + of_weights
+        grads = torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True)
+        return [out, *([] if found is None else [found]), *grads]
 
     with gpu() if on_gpu else contextlib.nullcontext():
         first, *later = [step() for _ in range(4)]
