@@ -44,9 +44,11 @@ def merge(
     Bool masks stay bool, and nothing is expanded unless both masks are given: a key_padding_mask alone gives
     (N, 1, 1, S), an attn_mask alone (1, 1, L, S) or (N, H, L, S).
     """
+    if key_padding_mask is None and attn_mask is None:
+        return None
     padding, mask = _widen(key_padding_mask, extra_keys), _widen(attn_mask, extra_keys)
     if padding is not None:
-        padding = torch.atleast_2d(padding)[:, None, None]
+        padding = (padding if padding.dim() == 2 else padding[None])[:, None, None]
     if mask is not None:
         mask = mask[None, None] if mask.dim() == 2 else _split_heads(mask, num_heads)
     ignored = _both(padding, mask)

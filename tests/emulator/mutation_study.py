@@ -34,6 +34,7 @@ from flash4_torch.configs.types import Features
 from flash4_torch.emulator import host
 from flash4_torch.emulator.mutate import candidates
 from flash4_torch.emulator.ptx import Instruction
+from flash4_torch.kernels.weights.launch import compile_weights
 from kernel_calls import Call, Kernel, drawn
 from kernel_runs import run, run_backward
 from kernels import blackwell_gemm, cluster, hopper_gemm, pipeline, semaphore
@@ -95,6 +96,8 @@ def subjects() -> Iterator[Subject]:
         yield own("backward", D, uses)
     yield own("forward", 128, {})
     yield own("backward", 128, {"right": True, "deterministic": True})
+    for arch in OURS:
+        yield weights(arch)
     if importlib.util.find_spec("flash_attn"):
         for arch in OURS:
             # The forward for sm_100a is persistent only where all tiles cost the same.
@@ -158,6 +161,33 @@ def own(name: str, D: int, uses: dict[str, bool]) -> Subject:
     shape = f"B=1 Hq=4 Hk=2, Sq x Sk: {' and '.join(f'{Sq} x {Sk}' for Sq, Sk in sizes)}"
     shape += "" if forward else "; 100 x 900 with Hq=2"
     return Subject(f"{name}, {', '.join(words)}", "sm_100a", shape, prepare, tolerance)
+
+
+def weights(arch: str) -> Subject:
+    """The weights kernel with dropout; its ring of chunks goes round more than once."""
+    features = Features("bfloat16", 128, 0, right=True, dropout=True)
+    q, k = (torch.randn(1, 130, heads, 128, generator=torch.manual_seed(0)).bfloat16() for heads in (6, 2))
+    lse, rng_state = torch.full((1, 6, 130), 5.0), torch.tensor([5, 7])
+    params = (128**-0.5, 0.0, 0, 0, 130, 1, 1, 25, 0, 1.1, 0)
+
+    @contextmanager
+    def prepare(bench: Bench) -> Iterator[Run]:
+        host.install(bench.launch, bench.arch)
+        try:
+            compiled = compile_weights(features, True)
+
+            def run_once() -> list[Tensor]:
+                result = torch.full((1, 130, 130), torch.nan, dtype=torch.bfloat16)
+                tensors = (q, k, lse, result, rng_state)
+                bench.memory = [(x.data_ptr(), x.untyped_storage().nbytes()) for x in tensors]
+                compiled(q, k, lse, None, result, None, rng_state, params)
+                return [result]
+
+            yield run_once
+        finally:
+            host.uninstall()
+
+    return Subject("weights, D=128, right, dropout", arch, "B=1 Hq=6 Hk=2, 130 x 130", prepare)
 
 
 def one_block(call: Call) -> Call:
