@@ -572,7 +572,8 @@ def test_stored_results_can_be_read() -> None:
     assert RESULTS
     for path in RESULTS:
         for name, rows in json.loads(path.read_text())["sections"].items():
-            assert command.SECTIONS[name].text(rows).count("\n") >= len(rows) + 1
+            lines = len(rows) // 5 if name == "swap" else len(rows)  # five sizes to a line
+            assert command.SECTIONS[name].text(rows).count("\n") >= lines + 1
 
 
 def test_plots_of_stored_results(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ KEYS = [
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, cubin.Code]:
-    return compiled_files.codes(one_of(5, KEYS), tmp_path_factory)
+    return compiled_files.codes(one_of(9, KEYS), tmp_path_factory)
 
 
 def allowed(key: Key) -> int:

@@ -108,7 +108,7 @@ def replace_dropout(scoring: Scoring) -> Scoring:
     return Scoring(scoring.scale, scoring.band, scoring.softcap, scoring.attn_mask)
 
 
-@pytest.mark.parametrize(("name", "arch", "average"), one_of(5, STATICS))
+@pytest.mark.parametrize(("name", "arch", "average"), one_of(9, STATICS))
 @given(data=st.data())
 @settings(max_examples=examples(2, 12))
 def test_weights_are_right_whatever_the_schedule(
