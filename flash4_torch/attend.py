@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from . import fast_path, ops
@@ -9,46 +11,39 @@ from .fast_path import Door, FastCall
 from .problem import CallOptions, Inputs
 
 
-def known_call(
-    door: Door,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None,
-    sinks: Tensor | None,
-    options: CallOptions,
-    average_heads: bool | None = None,
-) -> FastCall | None:
-    """What `attend` would call now, if that is prepared."""
-    return fast_path.lookup(door, q, k, v, (attn_mask, sinks), (*options, average_heads))[1]
+class Request(NamedTuple):
+    """An attention call; its tensors are (B, S, H, D)."""
 
+    door: Door
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    attn_mask: Tensor | None
+    options: CallOptions
+    average_heads: bool | None = None
+    """True or False: the weights are returned, too, averaged or of each head."""
 
-def attend(
-    door: Door,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None,
-    sinks: Tensor | None,
-    options: CallOptions,
-    average_heads: bool | None = None,
-) -> tuple[Tensor, ...]:
-    """(out, lse), or with `average_heads` of True or False also the weights, averaged or of each head.
+    def prepared(self) -> FastCall | None:
+        """What serves the call by the fast path, if it is prepared."""
+        return self._lookup()[1]
 
-    q, k and v are laid out as the door says; the other arguments are those of `ops.attention_and_weights`.
-    """
-    others = attn_mask, sinks
-    signature, call = fast_path.lookup(door, q, k, v, others, (*options, average_heads))
-    if call is not None:
-        return call(q, k, v, *others)
-    q, k, v = ops.autocast_inputs(q, k, v)
-    if door.heads_first:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    rng_state = ops.draw_rng_state(q.device) if options.dropout_p > 0.0 else None
-    results: tuple[Tensor, ...]
-    if average_heads is None:
-        results = ops.attention(q, k, v, *others, rng_state, options)
-    else:
-        results = ops.attention_and_weights(q, k, v, *others, rng_state, options, average_heads)
-    fast_path.record(signature, door, Inputs(q, k, v, *others), options, average_heads=average_heads)
-    return results
+    def served(self) -> tuple[Tensor, ...]:
+        """(out, lse), or (out, lse, weights)."""
+        signature, call = self._lookup()
+        if call is not None:
+            return call(self.q, self.k, self.v, self.attn_mask, None)
+        q, k, v = ops.autocast_inputs(self.q, self.k, self.v)
+        rng_state = ops.draw_rng_state(q.device) if self.options.dropout_p > 0.0 else None
+        scored_by = self.attn_mask, None, rng_state
+        results: tuple[Tensor, ...]
+        if self.average_heads is None:
+            results = ops.attention(q, k, v, *scored_by, self.options)
+        else:
+            results = ops.attention_and_weights(q, k, v, *scored_by, self.options, self.average_heads)
+        inputs = Inputs(q, k, v, self.attn_mask)
+        fast_path.record(signature, self.door, inputs, self.options, average_heads=self.average_heads)
+        return results
+
+    def _lookup(self) -> tuple[fast_path.Signature | None, FastCall | None]:
+        flags = (*self.options, self.average_heads)
+        return fast_path.lookup(self.door, self.q, self.k, self.v, (self.attn_mask, None), flags)

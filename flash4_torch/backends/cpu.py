@@ -44,12 +44,7 @@ class Cpu(WithoutWeights):
             if not band.is_full and not band.is_causal:
                 why.append(f"the window is {tuple(band)}, and it serves full and causal sequences")
             return why
-        is_top_left_causal = band.left is None and band.right == extent.Sq - extent.Sk
-        if not is_top_left_causal and not band.hides_nothing(extent.Sq, extent.Sk):
-            why.append(
-                f"the window is {tuple(band)} for Sq={extent.Sq}, Sk={extent.Sk}, "
-                "and it serves full attention, and causal aligned to the top left"
-            )
+        why += not_top_left(problem)
         if 0 in extent:
             why.append("the problem is empty, and PyTorch's kernel divides by its sizes")
         return why
@@ -157,6 +152,18 @@ def beyond_plain(problem: Problem) -> list[str]:
 
 def is_causal(problem: Problem) -> bool:
     return not problem.band.hides_nothing(problem.extent.Sq, problem.extent.Sk)
+
+
+def not_top_left(problem: Problem) -> list[str]:
+    """The reason if a dense problem is neither full nor causal aligned to the top left."""
+    band, extent = problem.band, problem.extent
+    is_top_left_causal = band.left is None and band.right == extent.Sq - extent.Sk
+    if is_top_left_causal or band.hides_nothing(extent.Sq, extent.Sk):
+        return []
+    return [
+        f"the window is {tuple(band)} for Sq={extent.Sq}, Sk={extent.Sk}, "
+        "and it serves full attention, and causal aligned to the top left"
+    ]
 
 
 def heads_first(*tensors: Tensor) -> list[Tensor]:

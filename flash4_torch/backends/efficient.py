@@ -9,7 +9,7 @@ from torch import Tensor
 from ..problem import Inputs, Problem, Saved
 from ..reference import sinks
 from .base import Grads, Results, WithoutWeights
-from .cpu import beyond_plain, heads_first, is_causal, sees_nothing
+from .cpu import beyond_plain, heads_first, is_causal, not_top_left, sees_nothing
 from .tiled import sinks_gradient
 
 _forward = torch.ops.aten._scaled_dot_product_efficient_attention.default
@@ -36,22 +36,15 @@ class Efficient(WithoutWeights):
     name = "efficient"
 
     def why_not(self, problem: Problem) -> list[str]:
-        spec, band, extent = problem.spec, problem.band, problem.extent
+        spec, extent = problem.spec, problem.extent
         if spec.device != "cuda":
             return [f"the tensors are on {spec.device}, and it serves cuda"]
         if spec.weights:
             return ["it has no attention weights"]
         why = beyond_plain(problem)
-        if spec.varlen:
-            why.append("it has no varlen")
         if spec.mask and not spec.mask.startswith("bool"):
             why.append(f"attn_mask is {spec.mask.partition(':')[0]}, and large numbers in it are not exact")
-        is_top_left = band.left is None and band.right == extent.Sq - extent.Sk
-        if not spec.varlen and not is_top_left and not band.hides_nothing(extent.Sq, extent.Sk):
-            why.append(
-                f"the window is {tuple(band)} for Sq={extent.Sq}, Sk={extent.Sk}, "
-                "and it serves full attention, and causal aligned to the top left"
-            )
+        why += ["it has no varlen"] if spec.varlen else not_top_left(problem)
         if spec.dtype not in _DTYPES:
             why.append(f"the dtype is {spec.dtype}, and it serves float32, float16 and bfloat16")
         step = _ALIGNMENT // spec.dtype.itemsize
@@ -79,7 +72,7 @@ class Efficient(WithoutWeights):
 
     def backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> Grads:
         q, k, v = _per_query_head(inputs, problem)
-        dout, out = heads_first(saved.dout, saved.out)
+        dout, out = heads_first(aligned(saved.dout), saved.out)
         Sq = problem.extent.Sq
         # The kernel's own lse of a row that sees nothing is 0, as is that of padding.
         lse = F.pad(saved.lse.masked_fill(saved.lse == -torch.inf, 0.0), (0, -Sq % _LSE_STEP))
@@ -110,9 +103,16 @@ class Efficient(WithoutWeights):
 
 def _per_query_head(inputs: Inputs, problem: Problem) -> list[Tensor]:
     """q, k and v as (B, Hq, S, D)."""
-    q, k, v = heads_first(*inputs[:3])
+    q, k, v = heads_first(*map(aligned, inputs[:3]))
     group = problem.spec.group
     return [q, k, v] if group == 1 else [q, *(x.repeat_interleave(group, 1) for x in (k, v))]
+
+
+def aligned(x: Tensor) -> Tensor:
+    """`x` itself if its rows begin at multiples of 16 bytes, else a copy: the kernel takes no others."""
+    steps = [x.data_ptr(), *(stride * x.element_size() for stride in x.stride()[:-1])]
+    is_aligned = all(step % _ALIGNMENT == 0 for step in steps)
+    return x if is_aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def _sum_of_group(grad: Tensor, problem: Problem) -> Tensor:

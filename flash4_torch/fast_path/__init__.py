@@ -12,9 +12,9 @@ The law here: the fast path may only do what the slow path would do. So it is ta
 An observer of operators for which torch has no flag is bypassed: a `torch.profiler.ExecutionTraceObserver`
 by itself sees only the first calls. One that is passed to `torch.profiler.profile` sees all.
 
-What remains is two allocations and the launch, with dropout also the RNG state, and autograd if gradients are
-needed (`fast_path_gradients`). A kernel that somebody else registers for `torch.ops.flash4.attention` is not
-seen from here.
+What remains is the allocation of results and the launch, with a mask that of its tables, too, with dropout
+the RNG state, and autograd if gradients are needed (`gradients`). A kernel that somebody else registers for
+`torch.ops.flash4.attention` is not seen from here.
 
 A function that takes this path looks a call up, and records it after the slow path has served it:
 
@@ -56,7 +56,7 @@ differently."""
 
 _MOST = 1024
 """Signatures to remember; when the memory is full, it is cleared."""
-_PLAIN = frozenset({bool, int, float, str, type(None), tuple, list})
+_PLAIN = frozenset({bool, int, float, str, type(None)})
 """Flag types whose equal values stay equal. A tensor among the flags would also be kept alive."""
 
 _WANTS_GRAD = 13

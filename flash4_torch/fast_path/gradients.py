@@ -123,7 +123,6 @@ def _forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         inputs.cu_seqlens_k,
     )
     ctx.call = call
-    ctx.options = call.options
     ctx.set_materialize_grads(False)
     if call.door.out_heads_first:
         out = out.transpose(1, 2)

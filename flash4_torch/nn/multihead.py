@@ -15,7 +15,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.utils import parametrize
 
 from .. import ops
-from ..attend import attend, known_call
+from ..attend import Request
 from ..errors import ScriptError
 from ..fast_path import Door
 from ..problem import CallOptions
@@ -210,10 +210,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         )
         k, v = self._append(k, self.bias_k), self._append(v, self.bias_v)
         average_heads = average_attn_weights if need_weights else None
-        asked = (_DOOR, q, k, v, mask, None, self._options(window_right), average_heads)
-        out, _, *weights = attend(*asked)
+        request = Request(_DOOR, q, k, v, mask, self._options(window_right), average_heads)
+        out, _, *weights = request.served()
         if signature is not None:
-            prepared.record(signature, known_call(*asked), self.num_heads, self.batch_first, not by_rule)
+            prepared.record(signature, request.prepared(), self.num_heads, self.batch_first, not by_rule)
         return self._assemble(out, weights[0] if weights else None, is_batched=query.dim() == 3)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:

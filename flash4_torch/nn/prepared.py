@@ -172,6 +172,8 @@ def _forward(ctx: Any, x: Tensor, *others: Any) -> tuple[Tensor, ...]:
     ctx.prepared = prepared
     ctx.set_materialize_grads(False)
     y = F.linear(prepared.rows(out), out_weight, out_bias)
+    # `linear` of three dimensions is a view, and autograd forbids to change a function's views in place.
+    y = torch.ops.aten._unsafe_view.default(y, y.shape)
     return (y,) if weights is None else (y, weights)
 
 

@@ -9,7 +9,12 @@ from hypothesis import given
 import flash4_torch
 from cases import Case, cases
 from flash4_torch import backends, support_table, testing
+from flash4_torch.backends import efficient
+from flash4_torch.backends.compiled import SM90A
+from flash4_torch.backends.compiled.explain import explain
 from flash4_torch.errors import BackendError, RangeError
+from flash4_torch.ops.impl import describe_inputs, weights_of
+from flash4_torch.problem import CallOptions, Inputs
 
 
 def first_able(reasons: dict[str, list[str]], backward: bool) -> str:
@@ -157,3 +162,21 @@ def test_the_table_of_features_asks_no_environment(monkeypatch: pytest.MonkeyPat
     table = support_table.markdown()
     monkeypatch.setenv("FLASH4_BACKEND", "cpu")
     assert support_table.markdown() == table
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_efficient_kernel_gets_aligned_rows(dtype: torch.dtype) -> None:
+    """It takes no others; what is aligned is not copied."""
+    room = torch.randn(2, 6, 3, 19).to(dtype)
+    for x in (room[..., :16], room[:, 1:, :, 1:17], torch.randn(2, 6, 3, 16).to(dtype)):
+        found = efficient.aligned(x)
+        assert torch.equal(found, x) and found.data_ptr() % 16 == 0
+        assert all(stride * x.element_size() % 16 == 0 for stride in found.stride()[:-1])
+        assert efficient.aligned(found) is found
+
+
+def test_the_log_explains_weights() -> None:
+    x = torch.randn(1, 130, 2, 16).bfloat16()
+    problem = weights_of(describe_inputs(Inputs(x, x, x), CallOptions(0.25)))
+    assert str(problem).startswith("attention weights forward")
+    assert explain(SM90A, problem, 132)[-1] == "tiles of 128 queries by 128 keys"

@@ -172,6 +172,18 @@ def test_second_derivatives_raise_as_before() -> None:
             dx.sum().backward()
 
 
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_results_may_be_changed_in_place(batch_first: bool) -> None:
+    attention, x = module(batch_first), an_input(batch_first).requires_grad_()
+    grads = []
+    for _ in range(3):
+        out, weights = attention(x, x, x)
+        out += x
+        weights *= 2
+        grads.append(torch.autograd.grad(out.sum() + weights.square().sum(), x)[0])
+    torch.testing.assert_close(grads[0], grads[2])
+
+
 def test_wrong_calls_raise_as_before() -> None:
     attention, x = module(), an_input()
     for _ in range(3):

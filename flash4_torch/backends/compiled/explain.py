@@ -6,14 +6,18 @@ import importlib.util
 from importlib import import_module
 
 from ...compile.key import in_words
+from ...configs.weights import KEYS, QUERIES
 from ...problem import Problem
-from . import backward, forward
+from . import backward, forward, weights
 from .targets import BackwardConfig, ForwardConfig, Target
 
 
 def explain(target: Target, problem: Problem, num_sms: int) -> list[str]:
     """One line each; nothing is compiled."""
     config: BackwardConfig | ForwardConfig
+    if problem.spec.weights:
+        own = weights.features_of_weights(forward.features_of(problem))
+        return [in_words(own), f"tiles of {QUERIES} queries by {KEYS} keys"]
     if problem.spec.backward:
         config = chosen = backward.config_of(target, problem, num_sms)
         features = backward.main_features(backward.features_of(problem), chosen)
