@@ -1,6 +1,6 @@
 """Backends serve attention calls; `choose` picks one, and `reasons` says why the others cannot."""
 
-from .base import ALIGNMENT, Backend, BackwardLaunch, Launch, Prepares, Results, WeightsLaunch
+from .base import ALIGNMENT, Backend, BackwardLaunch, Launch, Prepares, Results, Shares
 from .dispatch import PRIORITY, choose, excluding, is_plain, observers, reasons
 
 __all__ = [
@@ -11,7 +11,7 @@ __all__ = [
     "Launch",
     "Prepares",
     "Results",
-    "WeightsLaunch",
+    "Shares",
     "choose",
     "excluding",
     "is_plain",

@@ -18,6 +18,8 @@ class Results(NamedTuple):
     lse: Tensor
     lse_low: Tensor | None = None
     """Rounding error of lse, with a floating attn_mask: lse + lse_low is exact to twice the digits."""
+    weights: Tensor | None = None
+    """Attention weights, if the launch was prepared with them."""
 
 
 class Grads(NamedTuple):
@@ -98,4 +100,13 @@ class Prepares(Backend, Protocol):
 
     def prepare_weights(self, inputs: Inputs, problem: Problem, average_heads: bool) -> WeightsLaunch | None:
         """`weights`, prepared in the same way."""
+        ...
+
+
+@runtime_checkable
+class Shares(Prepares, Protocol):
+    """A backend that can compute output and weights in one go."""
+
+    def prepare_both(self, inputs: Inputs, problem: Problem, average_heads: bool) -> Launch | None:
+        """`forward` and `weights`, prepared in the same way; None if they take turns."""
         ...

@@ -13,11 +13,15 @@ from ..reference import sinks, tiled
 from ..reference.scoring import working_dtype
 from . import sequences
 from .base import BackwardLaunch, Grads, Launch, Results, WithoutWeights
-from .tiled import Tiled, scoring, sinks_gradient
+from .tiled import Tiled, prepare_both, scoring, sinks_gradient
 
 # torch's own binding, which takes half the time of `torch.ops`.
 _forward = torch._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+_FLOATING = torch.bfloat16, torch.float16, torch.float32, torch.float64
+_ADDED = {dtype: tuple(torch.tensor([0.0, -torch.inf], dtype=dtype).unbind()) for dtype in _FLOATING}
+"""What a bool mask adds to scores where it is True, and where it is False."""
 
 
 class Cpu(WithoutWeights):
@@ -56,7 +60,10 @@ class Cpu(WithoutWeights):
         mask, causal = _added(inputs.attn_mask, q.dtype), is_causal(problem)
         out, lse = _forward(q, k, v, 0.0, causal, attn_mask=mask, scale=problem.scale)
         lse = lse.contiguous()
-        nothing = None if mask is None else sees_nothing(mask, causal, problem.extent.Sq)
+        nothing = None
+        if inputs.attn_mask is not None:
+            nothing = sees_nothing(inputs.attn_mask, causal, problem.extent.Sq)
+            nothing = nothing if nothing.any() else None
         if _is_odd(lse, nothing) and not _has_finite_scores(inputs, problem):
             return Tiled().forward(inputs, problem)
         if nothing is not None:
@@ -65,7 +72,7 @@ class Cpu(WithoutWeights):
         if has_float_mask(inputs.attn_mask):
             low = tiled.lse_low(inputs.q, inputs.k, lse, scoring(inputs, problem))
         results = Results(out.transpose(1, 2).contiguous(), lse, low)
-        return results if inputs.sinks is None else Results(*sinks.join(*results, inputs.sinks))
+        return results if inputs.sinks is None else Results(*sinks.join(*results[:3], inputs.sinks))
 
     def backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> Grads:
         if problem.spec.varlen:
@@ -92,6 +99,9 @@ class Cpu(WithoutWeights):
     def prepare_backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> BackwardLaunch | None:
         return partial(self.backward, problem=problem)
 
+    def prepare_both(self, inputs: Inputs, problem: Problem, average_heads: bool) -> Launch | None:
+        return prepare_both(inputs, problem, average_heads)
+
     def prepare_weights(self, inputs: Inputs, problem: Problem, average_heads: bool) -> None:
         return None
 
@@ -104,7 +114,8 @@ def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if mask is None or mask.dtype == dtype:
         return mask
     if mask.dtype == torch.bool:
-        return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -torch.inf)
+        nothing, hidden = _ADDED[dtype]
+        return torch.where(mask, nothing, hidden)
     return mask.to(working_dtype(dtype))
 
 
@@ -128,7 +139,7 @@ def _has_finite_scores(inputs: Inputs, problem: Problem) -> bool:
 
 def sees_nothing(mask: Tensor, causal: bool, Sq: int) -> Tensor:
     """Rows for which the mask, and causal if set, leave no key: bool, broadcastable to (B, Hq, Sq)."""
-    visible = mask != -torch.inf
+    visible = mask if mask.dtype == torch.bool else mask != -torch.inf
     nothing = ~visible.any(-1)
     if causal:
         nothing = nothing | (visible.byte().argmax(-1) > torch.arange(Sq, device=mask.device))

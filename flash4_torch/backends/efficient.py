@@ -68,7 +68,7 @@ class Efficient(WithoutWeights):
         if bias is not None:
             lse.masked_fill_(sees_nothing(bias, causal, problem.extent.Sq), -torch.inf)
         results = Results(out.transpose(1, 2).contiguous(), lse)
-        return results if inputs.sinks is None else Results(*sinks.join(*results, inputs.sinks))
+        return results if inputs.sinks is None else Results(*sinks.join(*results[:3], inputs.sinks))
 
     def backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> Grads:
         q, k, v = _per_query_head(inputs, problem)

@@ -58,7 +58,7 @@ class Sdpa(WithoutWeights):
         q, k, v = heads_first(inputs.q, inputs.k, inputs.v)
         out, lse, *_ = _forward(q, k, v, 0.0, is_causal(problem), scale=problem.scale)
         results = Results(out.transpose(1, 2).contiguous(), lse.contiguous())
-        return results if inputs.sinks is None else Results(*sinks.join(*results, inputs.sinks))
+        return results if inputs.sinks is None else Results(*sinks.join(*results[:3], inputs.sinks))
 
     def backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> Grads:
         dout, q, k, v, out = heads_first(saved.dout, inputs.q, inputs.k, inputs.v, saved.out)

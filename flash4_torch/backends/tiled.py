@@ -7,7 +7,7 @@ from functools import partial
 from torch import Tensor
 
 from ..problem import Inputs, Problem, Saved, SavedWeights, has_float_mask
-from ..reference import sinks, tiled, weights
+from ..reference import at_once, sinks, tiled, weights
 from ..reference.dropout import Dropout
 from ..reference.scoring import Scoring
 from ..reference.weights import WeightsGradients
@@ -25,6 +25,8 @@ class Tiled:
         if problem.spec.varlen:
             return sequences.forward(inputs, problem, lambda dense: self)
         scores = scoring(inputs, problem)
+        if inputs.sinks is None and at_once.is_small(inputs.q, inputs.k, scores):
+            return Results(*at_once.forward(inputs.q, inputs.k, inputs.v, scores))
         out, lse, low = tiled.forward(inputs.q, inputs.k, inputs.v, scores, sinks=inputs.sinks)
         return Results(out, lse, low if has_float_mask(inputs.attn_mask) else None)
 
@@ -53,6 +55,9 @@ class Tiled:
     def prepare(self, inputs: Inputs, problem: Problem) -> Launch | None:
         return None if problem.spec.varlen else partial(self.forward, problem=problem)
 
+    def prepare_both(self, inputs: Inputs, problem: Problem, average_heads: bool) -> Launch | None:
+        return prepare_both(inputs, problem, average_heads)
+
     def prepare_backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> BackwardLaunch | None:
         return partial(self.backward, problem=problem)
 
@@ -73,6 +78,19 @@ class Tiled:
             saved.mask_grad,
             inputs.sinks,
         )
+
+
+def prepare_both(inputs: Inputs, problem: Problem, average_heads: bool) -> Launch | None:
+    """Output and weights of small calls on a CPU."""
+    is_small = at_once.is_small(inputs.q, inputs.k, scoring(inputs, problem))
+    if problem.spec.varlen or inputs.sinks is not None or not is_small:
+        return None
+
+    def launch(inputs: Inputs) -> Results:
+        q, k, v, *_ = inputs
+        return Results(*at_once.forward(q, k, v, scoring(inputs, problem), average_heads))
+
+    return launch
 
 
 def sinks_gradient(saved: Saved, inputs: Inputs) -> Tensor | None:

@@ -2,7 +2,8 @@
 
 Argument checks, the dispatcher and the choice of a backend take several times as long as a launch. They do
 not look at any tensor's values, so their result is the same for the same sizes, strides, dtypes and flags.
-The law here: the fast path may only do what the slow path would do. So it is taken if
+The law here: the fast path may only do what the slow path would do (output and weights of a small call on a
+CPU, which it computes in one go, may differ by a rounding). So it is taken if
 
 - the slow path has served a call of the same signature, and its backend could `prepare` a launch for it;
 - no observer is active that it would bypass: no tangent is requested; no mode, subclass, transform, tracer or
@@ -30,25 +31,19 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, is_grad_enabled
-from torch._C import (
-    _are_functorch_transforms_active,
-    _get_deterministic_algorithms,
-    _is_any_autocast_enabled,
-    _is_torch_function_mode_enabled,
-    _is_tracing,
-    _len_torch_dispatch_stack,
-)
+from torch._C import _is_any_autocast_enabled
 from torch._C._autograd import _top_saved_tensors_default_hooks
-from torch.autograd import _profiler_enabled, forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from .. import backends
-from ..backends import ALIGNMENT, Launch, Prepares, WeightsLaunch
+from ..backends import ALIGNMENT, Launch, Prepares, Shares
 from ..ops import autocast_inputs
 from ..ops.impl import describe_inputs, weights_of
 from ..problem import CallOptions, Inputs, Problem
-from .calls import Door, FastCall
+from . import graphs
+from .calls import Door, FastCall, in_turn
 from .gradients import FastAutograd
+from .slow_path import must_take_slow_path
 
 Signature = tuple[Any, ...]
 """Everything that the slow path's decisions depend on. Types come last: True == 1 == 1.0, and each is served
@@ -121,19 +116,6 @@ def lookup(
         return None, None
 
 
-def must_take_slow_path() -> bool:
-    return (
-        _len_torch_dispatch_stack() > 0
-        or _is_torch_function_mode_enabled()
-        or _are_functorch_transforms_active()
-        or _is_tracing()
-        or _profiler_enabled()
-        or forward_ad._current_level >= 0
-        or _get_deterministic_algorithms()  # they fill fresh memory
-        or not backends.is_plain()
-    )
-
-
 def _casts(*tensors: Tensor) -> bool:
     """Whether autocast would copy any tensor into another dtype."""
     return any(new is not old for new, old in zip(autocast_inputs(*tensors), tensors, strict=True))
@@ -172,27 +154,34 @@ def _prepared(
     if wants_grad and mask is not None and mask.requires_grad:
         return None
     problem = describe_inputs(inputs, options, max_seqlens)
-    launch = _launch(problem, inputs)
+    launch = _launch(problem, inputs, average_heads)
     if launch is None:
         return None
-    weigh: WeightsLaunch | None = None
-    if average_heads is not None:
-        of_weights = weights_of(problem)
-        backend = backends.choose(of_weights)
-        if isinstance(backend, Prepares):
-            weigh = backend.prepare_weights(inputs, of_weights, average_heads)
-        if weigh is None:
-            return None
     if wants_grad:
-        return FastAutograd(door, launch, weigh, bool(average_heads), options, problem, must_take_slow_path)
-    return FastCall(door, launch, weigh, bool(average_heads), options)
+        return FastAutograd(door, launch, average_heads, options, problem)
+    return FastCall(door, launch, options)
 
 
-def _launch(problem: Problem, inputs: Inputs) -> Launch | None:
+def _launch(problem: Problem, inputs: Inputs, average_heads: bool | None) -> Launch | None:
     backend = backends.choose(problem)
-    return backend.prepare(inputs, problem) if isinstance(backend, Prepares) else None
+    if not isinstance(backend, Prepares):
+        return None
+    if average_heads is None:
+        return backend.prepare(inputs, problem)
+    if isinstance(backend, Shares):
+        both = backend.prepare_both(inputs, problem, average_heads)
+        if both is not None:
+            return both
+    of_weights = weights_of(problem)
+    weigher = backends.choose(of_weights)
+    forward = backend.prepare(inputs, problem)
+    weigh = None
+    if isinstance(weigher, Prepares):
+        weigh = weigher.prepare_weights(inputs, of_weights, average_heads)
+    return None if forward is None or weigh is None else in_turn(forward, weigh, average_heads)
 
 
 def clear() -> None:
     """Forgets all signatures; the next call of each takes the slow path."""
     _calls.clear()
+    graphs.clear()

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..backends import Launch, WeightsLaunch
+from ..backends.base import Launch, Results, WeightsLaunch
 from ..ops import draw_rng_state
 from ..problem import CallOptions, Inputs, SavedWeights
 
@@ -30,24 +30,15 @@ class FastCall:
     sinks; it returns (out, lse), or (out, lse, weights).
     """
 
-    __slots__ = ("average_heads", "door", "has_dropout", "launch", "weigh")
+    __slots__ = ("door", "has_dropout", "launch")
 
-    def __init__(
-        self,
-        door: Door,
-        launch: Launch,
-        weigh: WeightsLaunch | None,
-        average_heads: bool,
-        options: CallOptions,
-    ):
+    def __init__(self, door: Door, launch: Launch, options: CallOptions):
         self.door = door
         self.launch = launch
-        self.weigh = weigh
-        self.average_heads = average_heads
         self.has_dropout = options.dropout_p > 0.0
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
-        out, lse, _, weights = self.run(self.inputs(q, k, v, *others))
+        out, lse, _, weights = self.launch(self.inputs(q, k, v, *others))
         if self.door.out_heads_first:
             out = out.transpose(1, 2)
         return (out, lse) if weights is None else (out, lse, weights)
@@ -66,9 +57,12 @@ class FastCall:
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         return Inputs(q, k, v, mask, sinks, rng_state)
 
-    def run(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """out, lse, lse_low and the weights, as backends return them."""
-        out, lse, low = self.launch(inputs)
-        if self.weigh is None:
-            return out, lse, low, None
-        return out, lse, low, self.weigh(SavedWeights(lse, low, self.average_heads), inputs)
+
+def in_turn(forward: Launch, weigh: WeightsLaunch, average_heads: bool) -> Launch:
+    """A launch of output and weights, one after the other."""
+
+    def launch(inputs: Inputs) -> Results:
+        out, lse, low, _ = forward(inputs)
+        return Results(out, lse, low, weigh(SavedWeights(lse, low, average_heads), inputs))
+
+    return launch

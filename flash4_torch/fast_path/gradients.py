@@ -15,11 +15,12 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from .. import backends
-from ..backends import ALIGNMENT, BackwardLaunch, Launch, Prepares, WeightsLaunch
+from ..backends import ALIGNMENT, BackwardLaunch, Launch, Prepares
 from ..ops import autograd
 from ..ops.impl import backward_of
 from ..problem import CallOptions, Inputs, Problem, Saved
 from .calls import Door, FastCall
+from .slow_path import must_take_slow_path
 
 _MOST = 64
 """Combinations of strides to remember per signature of the forward."""
@@ -31,26 +32,24 @@ Grads = tuple[Tensor | None, ...]
 class FastAutograd(FastCall):
     """The calls of one signature, forward and backward."""
 
-    __slots__ = ("backwards", "must_take_slow_path", "options", "problem")
+    __slots__ = ("average_heads", "backwards", "options", "problem")
 
     def __init__(
         self,
         door: Door,
         launch: Launch,
-        weigh: WeightsLaunch | None,
-        average_heads: bool,
+        average_heads: bool | None,
         options: CallOptions,
         problem: Problem,
-        must_take_slow_path: Callable[[], bool],
     ):
-        super().__init__(door, launch, weigh, average_heads, options)
+        super().__init__(door, launch, options)
+        self.average_heads = average_heads
         self.options = options
         self.problem = problem
-        self.must_take_slow_path = must_take_slow_path
         self.backwards: dict[Strides, BackwardLaunch | None] = {}
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
-        apply = _dense if self.weigh is None else _with_weights
+        apply = _dense if self.average_heads is None else _with_weights
         results: tuple[Tensor, ...] = (_varlen if self.door.varlen else apply)(q, k, v, *others, self)
         return results
 
@@ -64,7 +63,7 @@ class FastAutograd(FastCall):
             or type(dout) is not Tensor
             or any(x is not None for x in more)
             or is_grad_enabled()  # gradients of gradients are requested
-            or self.must_take_slow_path()
+            or must_take_slow_path()
         ):
             return None
         try:
@@ -108,7 +107,7 @@ def _forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
     """The forward of `ops.autograd`, except that the prepared launch runs."""
     *tensors, call = args
     inputs = call.inputs(*tensors)
-    out, lse, low, weights = call.run(inputs)
+    out, lse, low, weights = call.launch(inputs)
     ctx.save_for_backward(
         inputs.q,
         inputs.k,
@@ -161,7 +160,16 @@ def _slow(call: FastAutograd, dout: Tensor | None, more: Grads, saved: Saved, in
     if dweights is not None:
         *scores, _ = call.options
         dq, dk, _, dsinks = autograd.attention_weights_backward(
-            dweights, q, k, saved.lse, saved.lse_low, mask, *scored_by, *scores, call.average_heads, False
+            dweights,
+            q,
+            k,
+            saved.lse,
+            saved.lse_low,
+            mask,
+            *scored_by,
+            *scores,
+            bool(call.average_heads),
+            False,
         )
         grads = [_sum(a, b) for a, b in zip(grads, (dq, dk, None, dsinks), strict=True)]
     return *grads[:3], None if sinks is None else grads[3]

@@ -159,7 +159,7 @@ def run(prepared: Prepared, call: Call, parameters: _Parameters) -> tuple[Tensor
     weight, bias, out_weight, out_bias = parameters
     attention = prepared.attention
     heads = prepared.heads(F.linear(call.query, weight, bias))
-    out, _, _, weights = attention.run(attention.inputs(*heads, mask, None))
+    out, _, _, weights = attention.launch(attention.inputs(*heads, mask, None))
     return F.linear(prepared.rows(out), out_weight, out_bias), weights
 
 
@@ -167,7 +167,7 @@ def _forward(ctx: Any, x: Tensor, *others: Any) -> tuple[Tensor, ...]:
     weight, bias, out_weight, out_bias, mask, prepared = others
     attention: FastCall = prepared.attention
     inputs = attention.inputs(*prepared.heads(F.linear(x, weight, bias)), mask, None)
-    out, lse, low, weights = attention.run(inputs)
+    out, lse, low, weights = attention.launch(inputs)
     ctx.save_for_backward(x, weight, bias, out_weight, *inputs[:4], inputs.rng_state, out, lse, low)
     ctx.prepared = prepared
     ctx.set_materialize_grads(False)

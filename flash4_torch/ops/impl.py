@@ -100,7 +100,8 @@ def _attention(
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     problem = describe(q, v.shape[-1], dense_extent(q, k), attn_mask, sinks, CallOptions(*options))
-    out, lse, low = backends.choose(problem).forward(Inputs(q, k, v, attn_mask, sinks, rng_state), problem)
+    inputs = Inputs(q, k, v, attn_mask, sinks, rng_state)
+    out, lse, low, _ = backends.choose(problem).forward(inputs, problem)
     return out, lse, lse.new_empty(*lse.shape[:2], 0) if low is None else low
 
 
@@ -146,7 +147,7 @@ def _attention_varlen(
     extent = _varlen_extent(q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
     problem = describe(q, v.shape[-1], extent, None, sinks, CallOptions(*options), varlen=True)
     inputs = Inputs(q, k, v, None, sinks, rng_state, cu_seqlens_q, cu_seqlens_k)
-    out, lse, _ = backends.choose(problem).forward(inputs, problem)
+    out, lse, *_ = backends.choose(problem).forward(inputs, problem)
     return out, lse
 
 

@@ -53,10 +53,15 @@ The choice of the 32 weights follows from the fragment that one GPU thread holds
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from .. import forks
 
 ROUNDS = 7
 BLOCK = 16
@@ -72,6 +77,35 @@ _LOW32 = 0xFFFFFFFF
 _SIGN = -(2**31)
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
+
+_SMALL = 1 << 22
+"""Weights of a call whose mask is remembered, a byte each."""
+
+
+class _Masks:
+    """The masks of the last small calls on a CPU: at most `COUNT`, and `WEIGHTS` in all."""
+
+    COUNT = 256
+    WEIGHTS = 1 << 25
+
+    def __init__(self) -> None:
+        self._masks: dict[tuple[Any, ...], Tensor] = {}
+        self._weights = 0
+        self._lock = forks.Lock()
+
+    def of(self, call: tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor:
+        """The mask of a call, made now if it is not among them."""
+        with self._lock.held():
+            mask = self._masks.get(call)
+            if mask is None:
+                mask = self._masks[call] = make()
+                self._weights += mask.numel()
+            while len(self._masks) > self.COUNT or self._weights > self.WEIGHTS:
+                self._weights -= self._masks.pop(next(iter(self._masks))).numel()
+            return mask
+
+
+_masks = _Masks()
 
 
 def philox(
@@ -130,6 +164,23 @@ class Dropout:
         kept = tiles.view(len(batch), Hq, BLOCK * (len(i_words) // 2), BLOCK * (len(j_words) // 4))
         i0, j0 = rows.start % BLOCK, keys.start % BLOCK
         return kept[:, :, i0 : i0 + len(rows), j0 : j0 + len(keys)]
+
+    def factors(self, keep: Tensor, dtype: torch.dtype) -> Tensor:
+        """What a mask multiplies weights by: `scale` or 0."""
+        # Bytes convert to floats several times faster than booleans do.
+        return keep.view(torch.uint8).to(dtype).mul_(self.scale)
+
+    def tile(self, sizes: tuple[int, int, int, int], batch: range, rows: range, keys: range) -> Tensor:
+        """`keep` of a tile, all heads, of a call whose B, Hq, Sq and Sk are `sizes`.
+
+        A small call's mask on a CPU is made whole and remembered: the backward asks for it again.
+        """
+        if self.rng_state.device.type != "cpu" or math.prod(sizes) > _SMALL:
+            return self.keep(batch, sizes[1], rows, keys)
+        call = (*self.rng_state.tolist(), self.p, self.first_batch, *sizes)
+        B, Hq, Sq, Sk = sizes
+        whole = _masks.of(call, lambda: self.keep(range(B), Hq, range(Sq), range(Sk)).contiguous())
+        return whole[batch.start : batch.stop, :, rows.start : rows.stop, keys.start : keys.stop]
 
     def _compare(self, words: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
         """Keep bits, int32 (heads, i >> 4 : i2, j >> 4 : j2 j1): bit e says whether weight e is kept."""

@@ -167,9 +167,9 @@ class Tiles:
         dropout = self.scoring.dropout
         if dropout is None:
             return None
-        keep = dropout.keep(batch, self.q.shape[2], rows, keys)
-        # Bytes convert to floats several times faster than booleans do.
-        return self.folded(keep.view(torch.uint8).to(working_dtype(self.q.dtype)).mul_(dropout.scale))
+        B, Sq, Hq, _ = self.q.shape
+        keep = dropout.tile((B, Hq, Sq, self.k.shape[1]), batch, rows, keys)
+        return self.folded(dropout.factors(keep, working_dtype(self.q.dtype)))
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,10 @@ def on_gpu(case: Case) -> Case:
         return torch.as_strided(storage, x.shape, x.stride(), x.storage_offset()).detach()
 
     kwargs = dict(case.kwargs)
-    if kwargs["attn_mask"] is not None:
-        kwargs["attn_mask"] = kwargs["attn_mask"].detach().cuda()
-        kwargs["attn_mask"].requires_grad_(kwargs["attn_mask"].is_floating_point())
+    for name in ("attn_mask", "sinks"):
+        if kwargs[name] is not None:
+            kwargs[name] = kwargs[name].detach().cuda()
+            kwargs[name].requires_grad_(kwargs[name].is_floating_point())
     return Case(*(move(x).requires_grad_() for x in (case.q, case.k, case.v)), kwargs)
 
 

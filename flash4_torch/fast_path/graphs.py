@@ -1,0 +1,179 @@
+"""The fast path of compiled graphs: Inductor's code calls the functions here instead of the operators.
+
+In an operator's call the dispatcher, its autograd kernel, the description of the problem and the choice of a
+backend take several times as long as a launch. In a graph that Inductor compiled there is nothing left for
+them to do but the last, whose result is the same for the same sizes, strides, dtypes and options. The law is
+that of `flash4_torch.fast_path`: wherever somebody might tell the difference, the operator is called.
+
+The functions are attributes of `torch.ops.flash4`, a name that every compiled graph can resolve, also one
+from Inductor's cache on disk. Graphs in C++ (AOTInductor) call the operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import backends
+from ..backends import ALIGNMENT, Prepares
+from ..ops import schema
+from ..ops.after_import import after_import
+from ..ops.impl import backward_of, describe_inputs, weights_of
+from ..problem import CallOptions, Inputs, Saved, SavedWeights
+from .slow_path import must_take_slow_path
+
+Results = tuple[Tensor, ...]
+Launch = Callable[..., Results]
+"""What serves an operator's calls of one signature, given their arguments."""
+Prepare = Callable[..., Launch | None]
+"""Makes the launch for calls like one, from its arguments and results; None if there is none."""
+
+_MOST = 1024
+"""Signatures to remember; when the memory is full, it is cleared."""
+_launches: dict[tuple[Any, ...], Launch | None] = {}
+
+
+def clear() -> None:
+    """Forgets all signatures."""
+    _launches.clear()
+
+
+def _direct(op: Any, prepare: Prepare) -> Callable[..., Any]:
+    """The operator as compiled graphs call it."""
+
+    def call(*args: Any) -> Any:
+        key = None if must_take_slow_path() else _signature(op, args)
+        if key is None:
+            return op(*args)
+        launch = _launches.get(key)
+        if launch is not None:
+            return launch(*args)
+        results = op(*args)
+        if key not in _launches:
+            if len(_launches) >= _MOST:
+                _launches.clear()
+            _launches[key] = prepare(results, *args)
+        return results
+
+    return call
+
+
+def _signature(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Everything that decides how the call is served; None if that is not enough."""
+    key: list[Any] = [op]
+    for x in args:
+        if isinstance(x, Tensor):
+            at = x.data_ptr() if type(x) is Tensor else 0
+            if at % ALIGNMENT or not at or x.is_neg():
+                return None
+            key += x.shape, x.stride(), x.dtype, x.get_device()
+        else:
+            key.append(x)
+    return tuple(key)
+
+
+def _attention(results: Results, *args: Any) -> Launch | None:
+    q, k, v, attn_mask, sinks, rng_state, *options = args
+    inputs = Inputs(q, k, v, attn_mask, sinks, rng_state)
+    problem = describe_inputs(inputs, CallOptions(*options))
+    backend = backends.choose(problem)
+    run = backend.prepare(inputs, problem) if isinstance(backend, Prepares) else None
+    if run is None:
+        return None
+    # Without a floating mask it has no elements, and all calls share it.
+    launch, no_low = run, results[2]
+
+    def attention(*args: Any) -> Results:
+        out, lse, low, _ = launch(Inputs(*args[:6]))
+        return out, lse, no_low if low is None else low
+
+    return attention
+
+
+def _attention_backward(results: Results, *args: Any) -> Launch | None:
+    dout, dlse, q, k, v, out, lse, low, *masked_by = args
+    attn_mask, sinks, rng_state, *options, mask_grad = masked_by
+    if dlse is not None or mask_grad or (low is None and _is_float(attn_mask)):
+        return None
+    inputs = Inputs(q, k, v, attn_mask, sinks, rng_state)
+    problem = backward_of(describe_inputs(inputs, CallOptions(*options)), None)
+    backend = backends.choose(problem)
+    run = None
+    if isinstance(backend, Prepares):
+        run = backend.prepare_backward(Saved(dout, None, out, lse, False, low), inputs, problem)
+    if run is None:
+        return None
+    launch, no_dmask, no_dsinks = run, *results[3:]
+
+    def backward(*args: Any) -> Results:
+        dout, _, q, k, v, out, lse, low, attn_mask, sinks, rng_state, *_ = args
+        saved = Saved(dout, None, out, lse, False, low)
+        found = launch(saved, Inputs(q, k, v, attn_mask, sinks, rng_state))
+        return found.dq, found.dk, found.dv, no_dmask, no_dsinks if found.dsinks is None else found.dsinks
+
+    return backward
+
+
+def _attention_weights(results: Tensor, *args: Any) -> Launch | None:
+    q, k, lse, low, attn_mask, sinks, rng_state, *scores, average_heads = args
+    inputs = Inputs(q, k, k, attn_mask, sinks, rng_state)
+    problem = weights_of(describe_inputs(inputs, CallOptions(*scores)))
+    backend = backends.choose(problem)
+    run = None
+    if isinstance(backend, Prepares) and lse.is_contiguous() and (low is None or low.is_contiguous()):
+        run = backend.prepare_weights(inputs, problem, average_heads)
+    if run is None:
+        return None
+    launch = run
+
+    def weights(*args: Any) -> Any:
+        q, k, lse, low, attn_mask, sinks, rng_state, *_ = args
+        saved = SavedWeights(lse, low, average_heads)
+        return launch(saved, Inputs(q, k, k, attn_mask, sinks, rng_state))
+
+    return weights
+
+
+def _is_float(mask: Tensor | None) -> bool:
+    return mask is not None and mask.is_floating_point()
+
+
+_PREPARES: dict[str, Prepare] = {
+    "attention": _attention,
+    "attention_backward": _attention_backward,
+    "attention_weights": _attention_weights,
+}
+
+
+def _in_inductor() -> None:
+    """Teaches Inductor which function to call for an operator."""
+    from torch._inductor import ir, lowering
+    from torch._inductor.virtualized import V
+
+    def lower(op: Any, direct: str) -> None:
+        class Direct(ir.FallbackKernel):
+            def __init__(self, *args: Any, **kwargs: Any):
+                super().__init__(*args, **kwargs)
+                if not (V.graph.cpp_wrapper or getattr(V.graph, "fx_wrapper", False)):
+                    self.python_kernel_name = direct
+
+        def handler(*args: Any, **kwargs: Any) -> Any:
+            found = Direct.create(op, *args, **kwargs)
+            return torch.utils._pytree.tree_map(
+                lambda x: ir.TensorBox.create(x) if isinstance(x, ir.IRNode) else x, found
+            )
+
+        exact_strides = lowering.tag_to_layout_constraint(torch.Tag.needs_exact_strides)
+        lowering.make_fallback(op, layout_constraint=exact_strides, warn=False)
+        lowering.lowerings[op] = handler
+
+    for name in _PREPARES:
+        lower(getattr(schema, name), f"torch.ops.flash4.direct_{name}")
+
+
+for _name, _prepare in _PREPARES.items():
+    setattr(torch.ops.flash4, f"direct_{_name}", _direct(getattr(schema, _name), _prepare))
+after_import("torch._inductor.lowering", _in_inductor)
