@@ -114,7 +114,7 @@ class Recording(torch.utils._python_dispatch.TorchDispatchMode):
 
 WATCHERS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "backends_used": testing.backends_used,
-    "profiler": lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+    "profiler": lambda: torch.profiler.profile(acc_events=True),
     "dispatch mode": Recording,
 }
 
