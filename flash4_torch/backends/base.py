@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -110,3 +111,20 @@ class Shares(Prepares, Protocol):
     def prepare_both(self, inputs: Inputs, problem: Problem, average_heads: bool) -> Launch | None:
         """`forward` and `weights`, prepared in the same way; None if they take turns."""
         ...
+
+
+class DecidesNothing:
+    """Base of backends in plain torch: a prepared call does what an unprepared one does, and only that."""
+
+    forward: Callable[..., Results]
+    backward: Callable[..., Grads]
+
+    def prepare(self, inputs: Inputs, problem: Problem) -> Launch | None:
+        # The values of cumulative lengths are checked in every call.
+        return None if problem.spec.varlen else partial(self.forward, problem=problem)
+
+    def prepare_backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> BackwardLaunch | None:
+        return partial(self.backward, problem=problem)
+
+    def prepare_weights(self, inputs: Inputs, problem: Problem, average_heads: bool) -> WeightsLaunch | None:
+        return None

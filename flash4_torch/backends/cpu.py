@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from ..problem import Inputs, Problem, Saved, has_float_mask
 from ..reference import sinks, tiled
 from ..reference.scoring import working_dtype
 from . import sequences
-from .base import BackwardLaunch, Grads, Launch, Results, WithoutWeights
+from .base import DecidesNothing, Grads, Launch, Results, WithoutWeights
 from .tiled import Tiled, prepare_both, scoring, sinks_gradient
 
 # torch's own binding, which takes half the time of `torch.ops`.
@@ -24,7 +23,7 @@ _ADDED = {dtype: tuple(torch.tensor([0.0, -torch.inf], dtype=dtype).unbind()) fo
 """What a bool mask adds to scores where it is True, and where it is False."""
 
 
-class Cpu(WithoutWeights):
+class Cpu(DecidesNothing, WithoutWeights):
     """The `cpu` backend.
 
     Varlen runs one sequence at a time; sequences that the kernel cannot serve (empty ones, causal ones with
@@ -92,18 +91,8 @@ class Cpu(WithoutWeights):
         dq, dk, dv = (g.transpose(1, 2).contiguous() for g in grads)
         return Grads(dq, dk, dv, None, sinks_gradient(saved, inputs))
 
-    def prepare(self, inputs: Inputs, problem: Problem) -> Launch | None:
-        # The values of cumulative lengths are checked in every call.
-        return None if problem.spec.varlen else partial(self.forward, problem=problem)
-
-    def prepare_backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> BackwardLaunch | None:
-        return partial(self.backward, problem=problem)
-
     def prepare_both(self, inputs: Inputs, problem: Problem, average_heads: bool) -> Launch | None:
         return prepare_both(inputs, problem, average_heads)
-
-    def prepare_weights(self, inputs: Inputs, problem: Problem, average_heads: bool) -> None:
-        return None
 
     def _or_tiled(self, problem: Problem) -> Cpu | Tiled:
         return Tiled() if self.why_not(problem) else self

@@ -12,10 +12,10 @@ from ..reference.dropout import Dropout
 from ..reference.scoring import Scoring
 from ..reference.weights import WeightsGradients
 from . import sequences
-from .base import BackwardLaunch, Grads, Launch, Results, WeightsLaunch
+from .base import DecidesNothing, Grads, Launch, Results, WeightsLaunch
 
 
-class Tiled:
+class Tiled(DecidesNothing):
     name = "tiled"
 
     def why_not(self, problem: Problem) -> list[str]:
@@ -52,14 +52,8 @@ class Tiled:
             inputs.q, inputs.k, saved.lse, saved.lse_low, scoring(inputs, problem), saved.average_heads
         )
 
-    def prepare(self, inputs: Inputs, problem: Problem) -> Launch | None:
-        return None if problem.spec.varlen else partial(self.forward, problem=problem)
-
     def prepare_both(self, inputs: Inputs, problem: Problem, average_heads: bool) -> Launch | None:
         return prepare_both(inputs, problem, average_heads)
-
-    def prepare_backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> BackwardLaunch | None:
-        return partial(self.backward, problem=problem)
 
     def prepare_weights(self, inputs: Inputs, problem: Problem, average_heads: bool) -> WeightsLaunch:
         return partial(self.weights, problem=problem)
