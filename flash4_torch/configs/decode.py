@@ -27,10 +27,15 @@ def rows(max_seqlen_q: int, group: int) -> int:
     return next((number for number in ROWS if max_seqlen_q * group <= number), ROWS[-1])
 
 
+def ctas_per_sm(stage_bytes: int) -> int:
+    """CTAs that share an SM: two, if each then has stages enough."""
+    return CTAS_PER_SM if TWO_CTAS_BYTES // stage_bytes >= LEAST_STAGES else 1
+
+
 def stages(stage_bytes: int) -> int:
-    """Stages of K and V: as many as let two CTAs share an SM, if these suffice."""
-    shared = TWO_CTAS_BYTES // stage_bytes
-    return min(shared if shared >= LEAST_STAGES else ONE_CTA_BYTES // stage_bytes, MOST_STAGES)
+    """Stages of K and V, as many as there is room for."""
+    room = ONE_CTA_BYTES if ctas_per_sm(stage_bytes) == 1 else TWO_CTAS_BYTES
+    return min(room // stage_bytes, MOST_STAGES)
 
 
 def num_splits(tiles: int, max_seqlen_k: int, num_sms: int) -> int:

@@ -83,8 +83,16 @@ class DecodePlan(NamedTuple):
         return self.Dv // self.key_warps // self.strip
 
     @property
+    def stage_bytes(self) -> int:
+        return 2 * KEYS * (self.D + self.Dv)
+
+    @property
     def stages(self) -> int:
-        return decode.stages(2 * KEYS * (self.D + self.Dv))
+        return decode.stages(self.stage_bytes)
+
+    @property
+    def ctas_per_sm(self) -> int:
+        return decode.ctas_per_sm(self.stage_bytes)
 
     @property
     def band(self) -> BandShape:
