@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 import decode_calls
-from decode_calls import Cache, Call, Kernel, calls, check_results, make_cache, run
+from decode_calls import Cache, Call, Kernel, Results, calls, check_results, make_cache, run
 from everything import examples, one_of
 from flash4_torch.configs import decode
 from flash4_torch.configs.types import Features
@@ -41,9 +44,9 @@ KERNELS = [
 ]
 
 
-@pytest.mark.parametrize(("arch", "name", "kernel"), one_of(17, KERNELS))
+@pytest.mark.parametrize(("arch", "name", "kernel"), one_of(25, KERNELS))
 @given(data=st.data())
-@settings(max_examples=examples(4, 12))
+@settings(max_examples=examples(3, 12))
 def test_results_are_right_whatever_the_schedule(
     arch: str, name: str, kernel: Kernel, data: st.DataObject
 ) -> None:
@@ -73,7 +76,9 @@ def test_any_page_number_is_safe(arch: str) -> None:
     """Whatever the table holds, the launch reads nothing but its tensors and ends."""
     call = one_sequence(SMALL, tokens=2, keys=200, num_splits=3)
     call.cache.table.fill_(7)
-    call.cache.table[0, ::2] = torch.tensor(decode_calls.GARBAGE).repeat(9)[: call.cache.table[0, ::2].numel()]
+    call.cache.table[0, ::2] = torch.tensor(decode_calls.GARBAGE).repeat(9)[
+        : call.cache.table[0, ::2].numel()
+    ]
     run(arch, PAGED, call)
 
 
@@ -107,7 +112,7 @@ def test_pages_may_be_far_apart() -> None:
     check_results(SMALL, call, found)
 
 
-@pytest.mark.parametrize("rows", one_of(2, decode.ROWS))
+@pytest.mark.parametrize("rows", one_of(3, decode.ROWS))
 @pytest.mark.parametrize(("D", "Dv"), [(64, 64), *one_of(3, [(192, 128), (32, 96), (16, 256)])])
 def test_no_bank_conflicts(rows: int, D: int, Dv: int) -> None:
     """Copies and matrix loads take the fewest passes through the banks that their bytes need."""
@@ -116,7 +121,9 @@ def test_no_bank_conflicts(rows: int, D: int, Dv: int) -> None:
     with emulate.device("sm_90a") as device:
         decode_calls.launch(device, Kernel(features, rows, True, True), call)
     moved = [
-        line for line in device.reports[-1].lines if line.ptx.startswith(("cp.async.cg", "ldmatrix", "stmatrix"))
+        line
+        for line in device.reports[-1].lines
+        if line.ptx.startswith(("cp.async.cg", "ldmatrix", "stmatrix"))
     ]
     assert len(moved) > 3
     for line in moved:
@@ -124,73 +131,90 @@ def test_no_bank_conflicts(rows: int, D: int, Dv: int) -> None:
 
 
 INVARIANT = {
-    "plain": SMALL,
     "window, softcap, sinks": Features(
         "float16", 72, 96, left=True, right=True, softcap=True, scaled=True, sinks="float32"
     ),
+    "plain": SMALL,
 }
 
 
-def split_up(draw: st.DrawFn, tokens: int) -> list[int]:
-    """Ends of chunks of tokens, from 0 to all of them."""
-    inside = draw(st.sets(st.integers(1, max(tokens - 1, 1)), max_size=3))
-    return sorted({0, tokens} | {end for end in inside if end < tokens})
+@dataclass(frozen=True)
+class Tokens:
+    """The last tokens of one sequence, and how its keys are split."""
 
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None
+    left: int
+    split_keys: int
 
-@pytest.mark.parametrize(("name", "arch"), one_of(3, [(n, a) for n in INVARIANT for a in ARCHS]))
-@given(data=st.data())
-@settings(max_examples=examples(5, 20))
-def test_a_row_has_the_same_bits_in_any_batch(name: str, arch: str, data: st.DataObject) -> None:
-    """Tokens at the end of a sequence: all at once, in chunks among other sequences, or one by one."""
-    draw, features = data.draw, INVARIANT[name]
-    group, Hk, Sk = draw(st.integers(1, 6)), draw(st.integers(1, 2)), draw(st.integers(1, 400))
-    tokens, split_keys = draw(st.integers(1, min(Sk, 40))), draw(st.sampled_from([64, 128, 192]))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
-    dtype = getattr(torch, features.dtype)
-    q, k, v = (
-        torch.randn(shape, generator=generator).to(dtype)
-        for shape in ((tokens, Hk * group, features.D), (Sk, Hk, features.D), (Sk, Hk, features.Dv))
-    )
-    sinks = torch.randn(Hk * group, generator=generator) if features.sinks else None
-    left = draw(st.integers(0, 300))
-
-    def launched(ends: list[int], rows: int, neighbours: int, paged: bool = True, splits: bool = True):
-        """Results of the tokens, which are sequences of their own from each end on."""
-        chunks = list(zip(ends, ends[1:], strict=False))
-        lengths = [Sk - tokens + end for _, end in chunks]
-        others = [torch.randint(0, 500, (), generator=generator).item() for _ in range(neighbours)]
-        qs = [q[start:end] for start, end in chunks] + [q[:3] for _ in others]
-        ks = [k[:n] for n in lengths] + [torch.randn(n, Hk, features.D).to(dtype) for n in others]
-        vs = [v[:n] for n in lengths] + [torch.randn(n, Hk, features.Dv).to(dtype) for n in others]
-        page_size = draw(decode_calls.PAGE_SIZES) if paged else None
-        cache = make_cache(ks, vs, generator, draw(st.sampled_from(decode_calls.LAYOUTS)), page_size)
-        needed = -(-max(map(len, ks)) // split_keys)
-        num_splits = max(needed, 1) + draw(st.integers(0, 2)) if splits else 1
+    def results(
+        self, draw: st.DrawFn, arch: str, kernel: Kernel, ends: Sequence[int], neighbours: Sequence[int] = ()
+    ) -> Results:
+        """Results of a launch in which a sequence ends at each of `ends`, next to others of some lengths."""
+        q, k, v = [], [], []
+        for start, end in pairwise(ends):
+            keys = len(self.k) - len(self.q) + end
+            q.append(self.q[start:end])
+            k.append(self.k[:keys])
+            v.append(self.v[:keys])
+        for length in neighbours:
+            q.append(self.q[:3])
+            k.append(torch.randn(length, *self.k.shape[1:]).to(self.k.dtype))
+            v.append(torch.randn(length, *self.v.shape[1:]).to(self.v.dtype))
+        generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+        page_size = draw(decode_calls.PAGE_SIZES) if kernel.paged else None
+        layout, more = draw(st.sampled_from(decode_calls.LAYOUTS)), draw(st.integers(0, 2))
+        needed = decode.invariant_splits(max(map(len, k)), self.split_keys)
         call = Call(
-            tuple(qs),
-            tuple(ks),
-            tuple(vs),
-            cache,
+            tuple(q),
+            tuple(k),
+            tuple(v),
+            make_cache(k, v, generator, layout, page_size),
             scale=0.2,
             softcap=5.0,
-            left=left,
-            sinks=sinks,
-            num_splits=num_splits,
-            split_keys=split_keys,
+            left=self.left,
+            sinks=self.sinks,
+            num_splits=needed + more if kernel.splits else 1,
+            split_keys=self.split_keys,
             more_tokens=draw(st.integers(0, 9)),
         )
-        kernel = Kernel(features, rows, paged, splits)
-        schedule = draw(st.sampled_from(["late", "fuzz"]))
-        out, lse = run(arch, kernel, call, schedule=schedule, seed=draw(st.integers(0, 9)))
-        return out[:tokens], lse[:, :tokens]
+        out, lse = run(arch, kernel, call, schedule="fuzz", seed=draw(st.integers(0, 9)))
+        return Results(out[: len(self.q)], lse[:, : len(self.q)])
 
-    whole = launched([0, tokens], 64, neighbours=1)
-    once_more = [
-        launched(split_up(draw, tokens), 32, neighbours=2),
-        launched(list(range(tokens + 1)), 16, neighbours=0, paged=False),
+
+@st.composite
+def last_tokens(draw: st.DrawFn, features: Features) -> Tokens:
+    group, Hk, Sk = draw(st.integers(1, 6)), draw(st.integers(1, 2)), draw(st.integers(1, 400))
+    Sq = draw(st.integers(1, min(Sk, 40)))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+    shapes = (Sq, Hk * group, features.D), (Sk, Hk, features.D), (Sk, Hk, features.Dv)
+    tensors = (torch.randn(shape, generator=generator) for shape in shapes)
+    return Tokens(
+        *(x.to(getattr(torch, features.dtype)) for x in tensors),
+        sinks=torch.randn(Hk * group, generator=generator) if features.sinks else None,
+        left=draw(st.integers(0, 300)),
+        split_keys=draw(st.sampled_from([64, 128, 192])),
+    )
+
+
+@pytest.mark.parametrize(("name", "arch"), one_of(4, [(name, arch) for name in INVARIANT for arch in ARCHS]))
+@given(data=st.data())
+@settings(max_examples=examples(4, 20))
+def test_a_row_has_the_same_bits_in_any_batch(name: str, arch: str, data: st.DataObject) -> None:
+    """Tokens at once, in chunks among other sequences, or one by one; in tiles and splits of any number."""
+    features, draw = INVARIANT[name], data.draw
+    tokens = draw(last_tokens(features))
+    count, lengths = len(tokens.q), st.lists(st.integers(0, 500), max_size=2)
+    whole = tokens.results(draw, arch, Kernel(features, 64, True, True), [0, count], draw(lengths))
+    chunks = sorted({0, count, *draw(st.sets(st.integers(0, count), max_size=3))})
+    each = range(count + 1)
+    others = [
+        tokens.results(draw, arch, Kernel(features, 32, True, True), chunks, draw(lengths)),
+        tokens.results(draw, arch, Kernel(features, 16, False, True), each),
     ]
-    if Sk <= split_keys:
-        once_more.append(launched(list(range(tokens + 1)), 16, neighbours=0, splits=False))
-    for out, lse in once_more:
-        assert torch.equal(out, whole[0])
-        assert torch.equal(lse, whole[1])
+    if len(tokens.k) <= tokens.split_keys:
+        others.append(tokens.results(draw, arch, Kernel(features, 16, True, False), each))
+    for found in others:
+        assert torch.equal(found.out, whole.out) and torch.equal(found.lse, whole.lse)

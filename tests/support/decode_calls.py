@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from hypothesis import strategies as st
@@ -101,7 +102,8 @@ def make_cache(
     if page_size is None:
         table = torch.arange(len(k))[:, None]
     else:
-        table = torch.randperm(pages, generator=generator)[: len(k) * blocks].view(len(k), blocks)
+        # The first and the last page, to which page numbers are clamped, are nobody's.
+        table = 1 + torch.randperm(pages - 2, generator=generator).view(len(k), blocks)
     for cache, parts in zip(caches, (k, v), strict=True):
         for b, part in enumerate(parts):
             j = torch.arange(len(part))
@@ -181,7 +183,18 @@ def run(arch: str, kernel: Kernel, call: Call, **schedule: Any) -> Results:
     return found
 
 
-def launch(device: emulate.Device, kernel: Kernel, call: Call) -> Results:
+class Place(Protocol):
+    """A device that launches run on: emulated, or a bench of mutants."""
+
+    @property
+    def arch(self) -> str: ...
+
+    def touching(self, *tensors: Tensor) -> AbstractContextManager[None]:
+        """Restricts launches inside the block to these tensors' memory."""
+        ...
+
+
+def launch(device: Place, kernel: Kernel, call: Call) -> Results:
     """A launch on an emulated device."""
     features, (k, v, table) = kernel.features, call.cache
     q = torch.cat(call.q)

@@ -1,7 +1,7 @@
 """The decode kernel: shared memory, and which rows and keys a CTA has.
 
 Q, K, V -> load -> mainloop -> epilogue -> out, lse
-                                       \\-> partial_out, partial_lse -> merge, in a tile's last CTA -> out, lse
+                                        -> partial_out, partial_lse -> merge (in the last CTA) -> out, lse
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ from .plan import PARTS
 
 
 @cute.kernel
-def decode_kernel(
-    tensors: Tensors, layouts: tuple, params: DecodeParams, plan: cutlass.Constexpr
-) -> None:
+def decode_kernel(tensors: Tensors, layouts: tuple, params: DecodeParams, plan: cutlass.Constexpr) -> None:
     thread, _, _ = cute.arch.thread_idx()
     tile = _tile(tensors, params, plan)
     if tile.has_work:

@@ -40,15 +40,15 @@ def decode(
     """Launch out = softmax(scores) V and lse of each query token over the keys that the cache has of it.
 
     q (T, Hq, D) and out (T, Hq, Dv) are packed; sequence b has tokens cu_seqlens_q[b] to
-    cu_seqlens_q[b + 1] - 1, of which the first params.max_seqlen_q get results, and the last one is aligned
-    to its last key. k (pages, page_size, Hk, D) and v (pages, page_size, Hk, Dv): key j of sequence b is row
+    cu_seqlens_q[b + 1] - 1, at most params.max_seqlen_q of them, and the last one is aligned to its last key.
+    More would get no results. k (pages, page_size, Hk, D) and v (pages, page_size, Hk, Dv): key j of sequence b is row
     j % page_size of page block_table[b, j // page_size]; without a table it is row j of page b. Of these,
     out and q the last stride is 1, the others are multiples of 8 elements, and bases are aligned to 16 bytes.
     block_table (B, blocks) has any strides, cu_seqlens_q (B + 1,) and seqused_k (B,) are contiguous; all are
-    int32 and read on the device only, so that a CUDA graph may replay the launch with other numbers in them.
+    int32 and read on the device only: a CUDA graph may replay the launch with other numbers in them.
 
-    A sequence has seqused_k[b] keys, but no more than blocks * page_size. Nothing of the cache or the table is
-    read for keys that no token sees; page numbers are clamped to those that exist. A token that sees no key
+    A sequence has seqused_k[b] keys, at most blocks * page_size. Nothing of the cache or the table is read
+    for keys that no token sees; page numbers are clamped to those that exist. A token that sees no key
     has out 0 and lse -inf. lse (Hq, T) float32, contiguous, natural logarithm. sinks (Hq,) are scores of one
     more key of every head, whose value is 0; lse counts it.
 
@@ -59,8 +59,9 @@ def decode(
     plan.splits these are None.
 
     If params.split_keys is not 0, and splits * split_keys is at least the number of keys of every sequence,
-    a row's bits depend on its q, its keys and values, its sink and its number of visible keys alone.
-    No size is 0 but pages, blocks and max_seqlen_q.
+    a row's bits depend on its q, its keys and values and their positions, and its sink alone: not on
+    plan.rows, page_size, the table, the number of splits, and what else is in the launch.
+    No size is 0 but those of the cache and the table. B and the tiles of all KV heads are at most 65535.
     """
     tensors = Tensors(
         q,

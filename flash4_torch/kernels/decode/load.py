@@ -17,7 +17,7 @@ _BYTES = 2
 
 
 class Place(NamedTuple):
-    """Where in the cache a lane's key of a block is; lanes l and l + 16 have the same one."""
+    """The place in the cache of a lane's key of a block; lanes l and l + 16 have the same one."""
 
     page: Int32
     row: Int32

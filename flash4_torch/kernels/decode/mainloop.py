@@ -28,7 +28,7 @@ class Thread(NamedTuple):
     """The sequence's rows, which may be after the last one."""
     S: cute.Tensor
     """Scores of the warp's keys, then weights."""
-    O: cute.Tensor  # noqa: E741
+    O: cute.Tensor
     """The warp's columns of the output, strip by strip."""
     parts: tuple[Rows, ...]
     """The softmax of each part of the warp's keys, with one maximum for all."""
@@ -39,7 +39,7 @@ def make_thread(ctx: Context) -> Thread:
     plan, mma = ctx.plan, _mma(ctx.plan)
     row = ctx.tile.first_row + ctx.row_warp * MMA_ROWS + ctx.lane // 4
     S = cute.make_rmem_tensor(mma.partition_shape_C((MMA_ROWS, plan.warp_keys)), Float32)
-    O = cute.make_rmem_tensor(MMA_ROWS * plan.strip * plan.strips // WARP, Float32)  # noqa: E741
+    O = cute.make_rmem_tensor(MMA_ROWS * plan.strip * plan.strips // WARP, Float32)
     first = softmax.make_rows(2)
     parts = (first, *(Rows(first.row_max, softmax.make_rows(2).row_sum) for _ in range(1, plan.parts)))
     for part in parts:
@@ -157,7 +157,7 @@ def _add_pv(ctx: Context, t: Thread, weights: cute.Tensor, stage: Int32) -> None
     for i in cutlass.range_constexpr(plan.strips):
         strip = ctx.key_warp + i * plan.key_warps
         own_v = cute.local_tile(ctx.sV[None, None, stage], (plan.strip, KEYS), (strip, 0))
-        O = cute.make_tensor(t.O.iterator + i * cute.size(sums), sums)  # noqa: E741
+        O = cute.make_tensor(t.O.iterator + i * cute.size(sums), sums)
         b = lanes.make_fragment_B(lanes.partition_B(own_v))
         from_b, to_b = load_b.partition_S(own_v), load_b.retile(b)
         for k in cutlass.range_constexpr(KEYS // 16):

@@ -37,7 +37,7 @@ class DecodePlan(NamedTuple):
     rows: int
     """Rows of a tile, one of `configs.decode.ROWS`."""
     paged: bool
-    """Whether a block table says where the keys are; otherwise a sequence's keys are a cache's batch entry."""
+    """Whether a block table says where keys are; otherwise a sequence's keys are an entry of the cache."""
     splits: bool
     """Whether there may be more splits than one."""
 
