@@ -186,15 +186,16 @@ class Tokens:
 
 @st.composite
 def last_tokens(draw: st.DrawFn, features: Features) -> Tokens:
-    group, Hk, Sk = draw(st.integers(1, 6)), draw(st.integers(1, 2)), draw(st.integers(1, 400))
-    Sq = draw(st.integers(1, min(Sk, 40)))
+    group, Hk = draw(st.integers(1, 6)), draw(st.integers(1, 2))
+    Sk = draw(st.one_of(st.integers(100, 400), st.integers(1, 400)))
+    Sq = draw(st.integers(min(Sk, 5), min(Sk, 40)))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
     shapes = (Sq, Hk * group, features.D), (Sk, Hk, features.D), (Sk, Hk, features.Dv)
     tensors = (torch.randn(shape, generator=generator) for shape in shapes)
     return Tokens(
         *(x.to(getattr(torch, features.dtype)) for x in tensors),
         sinks=torch.randn(Hk * group, generator=generator) if features.sinks else None,
-        left=draw(st.integers(0, 300)),
+        left=draw(st.one_of(st.integers(100, 400), st.integers(0, 300))),
         split_keys=draw(st.sampled_from([64, 128, 192])),
     )
 

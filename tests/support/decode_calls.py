@@ -141,9 +141,10 @@ def calls(draw: st.DrawFn, kernel: Kernel) -> Call:
     """Calls that a host may make of such a kernel."""
     features = kernel.features
     Hk, group = draw(st.integers(1, 2)), draw(st.integers(1, 5))
-    lengths = draw(st.lists(st.tuples(st.integers(0, 12), LENGTHS), min_size=1, max_size=3))
-    if not any(Sq for Sq, _ in lengths):
-        lengths[0] = (1, lengths[0][1])
+    # One sequence at least has several splits, if there are any.
+    lengths = [(draw(st.integers(1, 12)), draw(st.integers(129, 330)))]
+    lengths += draw(st.lists(st.tuples(st.integers(0, 12), LENGTHS), max_size=2))
+    lengths = draw(st.permutations(lengths))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
     dtype = getattr(torch, features.dtype)
     q, k, v = (
@@ -162,7 +163,7 @@ def calls(draw: st.DrawFn, kernel: Kernel) -> Call:
         left=draw(st.integers(-20, 200)) if features.left else 0,
         right=draw(st.one_of(st.just(0), st.integers(-100, 20))) if features.right else 0,
         sinks=draw(sinks(features, Hk * group)),
-        num_splits=draw(st.integers(1, 7)) if kernel.splits else 1,
+        num_splits=draw(st.integers(2, 7)) if kernel.splits else 1,
         split_keys=draw(st.sampled_from([0, 64, 128])) if kernel.splits else 0,
         more_tokens=draw(st.integers(0, 2)),
     )

@@ -40,12 +40,12 @@ def decode(
     """Launch out = softmax(scores) V and lse of each query token over the keys that the cache has of it.
 
     q (T, Hq, D) and out (T, Hq, Dv) are packed; sequence b has tokens cu_seqlens_q[b] to
-    cu_seqlens_q[b + 1] - 1, at most params.max_seqlen_q of them, and the last one is aligned to its last key.
-    More would get no results. k (pages, page_size, Hk, D) and v (pages, page_size, Hk, Dv): key j of sequence b is row
-    j % page_size of page block_table[b, j // page_size]; without a table it is row j of page b. Of these,
-    out and q the last stride is 1, the others are multiples of 8 elements, and bases are aligned to 16 bytes.
-    block_table (B, blocks) has any strides, cu_seqlens_q (B + 1,) and seqused_k (B,) are contiguous; all are
-    int32 and read on the device only: a CUDA graph may replay the launch with other numbers in them.
+    cu_seqlens_q[b + 1] - 1, at most params.max_seqlen_q of them (more get no results), and the last one is
+    aligned to its last key. k (pages, page_size, Hk, D) and v (pages, page_size, Hk, Dv): key j of sequence b
+    is row j % page_size of page block_table[b, j // page_size]; without a table it is row j of page b. Of q,
+    k, v and out the last stride is 1, the others are multiples of 8 elements, and bases are aligned to 16
+    bytes. block_table (B, blocks) has any strides, cu_seqlens_q (B + 1,) and seqused_k (B,) are contiguous;
+    all are int32 and read on the device only: a CUDA graph may replay the launch with other numbers in them.
 
     A sequence has seqused_k[b] keys, at most blocks * page_size. Nothing of the cache or the table is read
     for keys that no token sees; page numbers are clamped to those that exist. A token that sees no key
