@@ -24,10 +24,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels.sm90": {"kernels.common"},
     "kernels.sm100": {"kernels.common"},
     "kernels.weights": {"kernels.common", "configs"},
+    "kernels.decode": {"kernels.common", "configs"},
     "backends": {
         "kernels.sm90",
         "kernels.sm100",
         "kernels.weights",
+        "kernels.decode",
         "kernels.aux_kernels",
         "kernels.common",
         "compile",

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -27,8 +28,10 @@ import cutlass
 import torch
 from torch import Tensor
 
+import decode_calls
 from flash4_torch import info
 from flash4_torch.bench.fa4_emulated import flash_attn_4
+from flash4_torch.configs import decode as decode_configs
 from flash4_torch.configs import sm100, sm100_backward
 from flash4_torch.configs.types import Features
 from flash4_torch.emulator import host
@@ -98,6 +101,8 @@ def subjects() -> Iterator[Subject]:
     yield own("backward", 128, {"right": True, "deterministic": True})
     for arch in OURS:
         yield weights(arch)
+        for rows in decode_configs.ROWS:
+            yield decode(arch, rows)
     if importlib.util.find_spec("flash_attn"):
         for arch in OURS:
             # The forward for sm_100a is persistent only where all tiles cost the same.
@@ -110,6 +115,10 @@ class Place(NamedTuple):
 
     bench: Bench
     touched: list[Tensor]
+
+    @property
+    def arch(self) -> str:
+        return self.bench.arch
 
     @contextmanager
     def touching(self, *tensors: Tensor) -> Iterator[None]:
@@ -188,6 +197,29 @@ def weights(arch: str) -> Subject:
             host.uninstall()
 
     return Subject("weights, D=128, right, dropout", arch, "B=1 Hq=6 Hk=2, 130 x 130", prepare)
+
+
+def decode(arch: str, rows: int) -> Subject:
+    """The decode kernel; its ring goes round twice in each of two splits, and one sequence has one split."""
+    kernel = decode_calls.Kernel(Features("bfloat16", 128, 128, right=True), rows, True, True)
+    generator = torch.manual_seed(0)
+    q, k, v = (
+        tuple(torch.randn(n, heads, 128, generator=generator).bfloat16() for n in lengths)
+        for lengths, heads in (((5, 1), 4), ((700, 40), 2), ((700, 40), 2))
+    )
+    cache = decode_calls.make_cache(k, v, generator, "rows", 16)
+    call = decode_calls.Call(q, k, v, cache, 128**-0.5, num_splits=2)
+
+    @contextmanager
+    def prepare(bench: Bench) -> Iterator[Run]:
+        host.install(bench.launch, bench.arch)
+        try:
+            yield lambda: list(decode_calls.launch(Place(bench, []), kernel, call))
+        finally:
+            host.uninstall()
+
+    shape = "B=2 Hq=4 Hk=2, 5 x 700 and 1 x 40, 2 splits"
+    return Subject(f"decode, {rows} rows, D=128, right", arch, shape, prepare)
 
 
 def one_block(call: Call) -> Call:
@@ -310,7 +342,8 @@ def same_kernel(row: dict[str, Any], known: Rows) -> Rows:
 
 def short_name(kernel: str) -> str:
     """The name without what the DSL mangles into it from the arguments."""
-    return kernel.removeprefix("kernel_").removeprefix("cutlass_").split("_object_at_")[0].split("_tensor")[0]
+    plain = kernel.removeprefix("kernel_").removeprefix("cutlass_")
+    return re.split("_object_at_|_[Tt]ensor", plain)[0]
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flash4_torch.backends.compiled.forward import mask_plan
-from flash4_torch.configs import sm90, sm90_backward, sm100, sm100_backward, sm103
+from flash4_torch.configs import decode, sm90, sm90_backward, sm100, sm100_backward, sm103
 from flash4_torch.configs.types import Features, Sm90Forward
 
 HEAD_DIMS = range(8, 257, 8)
@@ -213,3 +213,35 @@ def test_the_kernel_agrees_that_it_can_run_every_config(table: ModuleType) -> No
             plan.check()
             # The host sizes and fills by this plan the tables that the kernel reads.
             assert plan.mask == mask_plan(mask, config)
+
+
+@given(SIZES, GROUPS)
+def test_decode_tiles_hold_the_rows_of_few_tokens(max_seqlen_q: int, group: int) -> None:
+    rows, needed = decode.rows(max_seqlen_q, group), max_seqlen_q * group
+    assert rows in decode.ROWS
+    assert rows == decode.ROWS[-1] if needed > decode.ROWS[-1] else needed <= rows < max(2 * needed, 17)
+
+
+@given(st.integers(8, 256), st.integers(8, 256))
+def test_decode_has_stages_and_room_for_them(D: int, Dv: int) -> None:
+    """Two blocks are in flight while a third one is read, and stages fit into what a CTA may have."""
+    stage_bytes = 2 * decode.KEYS * (D + Dv)
+    stages, ctas = decode.stages(stage_bytes), decode.ctas_per_sm(stage_bytes)
+    assert stages >= decode.LEAST_STAGES
+    assert ctas * stages * stage_bytes <= decode.ONE_CTA_BYTES
+
+
+@given(SIZES, SIZES, st.integers(1, 200))
+def test_decode_splits_fill_the_gpu_once(tiles: int, max_seqlen_k: int, num_sms: int) -> None:
+    splits = decode.num_splits(tiles, max_seqlen_k, num_sms)
+    ctas, blocks = num_sms * decode.CTAS_PER_SM, -(-max_seqlen_k // decode.KEYS)
+    assert 1 <= splits <= blocks
+    assert splits == 1 or splits * tiles <= ctas
+    assert splits == blocks or (splits + 1) * tiles > ctas
+
+
+@given(SIZES, st.integers(1, 100))
+def test_invariant_splits_hold_every_key(max_seqlen_k: int, blocks: int) -> None:
+    split_keys = blocks * decode.KEYS
+    splits = decode.invariant_splits(max_seqlen_k, split_keys)
+    assert (splits - 1) * split_keys < max_seqlen_k <= splits * split_keys

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cutlass.cute as cute
+from cutlass import Int32
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
@@ -39,3 +40,14 @@ def allocate(memory: SmemAllocator, dtype: type, layout: cute.ComposedLayout) ->
 def chunk_of(columns: int) -> int:
     """Columns of a chunk, which lie together: as many as a swizzle spans."""
     return next(chunk for chunk in (64, 32, 16) if columns % chunk == 0)
+
+
+def vector_address(stage: cute.Tensor, row: Int32, vector: Int32) -> Int32:
+    """SMEM address of a row's vector of 16 bytes in a stage (rows, columns) of `row_major_layout`."""
+    rows, columns = (cute.size(stage, mode=[i]) for i in range(2))
+    row_bytes = chunk_of(columns) * 2
+    vectors = row_bytes // 16
+    inside = row * row_bytes
+    # A swizzle flips the bits that number a vector by the bits from 7 on.
+    swizzled = inside + ((vector % vectors) * 16 ^ (inside >> 3 & row_bytes - 16))
+    return Int32(stage.iterator.toint()) + vector // vectors * (rows * row_bytes) + swizzled

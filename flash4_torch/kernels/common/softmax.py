@@ -103,19 +103,53 @@ def next_block(scores: cute.Tensor, rows: Rows, scale: Float32, method: cutlass.
 @cute.jit
 def update_max(scores: cute.Tensor, rows: Rows, scale: Float32, method: cutlass.Constexpr) -> MaxUpdate:
     """Update the maxima for a block. If it is a further one, `rescale_row_sum` has to follow."""
-    R = cute.size(scores, mode=[0])
-    delta_log2, offsets = cute.make_rmem_tensor(R, Float32), cute.make_rmem_tensor(R, Float32)
-    for r in cutlass.range_constexpr(R):
-        before = rows.row_max[r]
-        row_max = _larger(before, _across(_maximum(scores, r, method), method.lanes))
-        if cutlass.const_expr(method.lazy_rescale):
-            # A first maximum of -inf is always replaced: inf and NaN do not compare.
-            row_max = before if (row_max - before) * scale <= RESCALE_THRESHOLD_LOG2 else row_max
-        reference = _reference(row_max, method)
-        delta_log2[r] = (before - reference) * scale
-        offsets[r] = _offset(reference, scale, method)
-        rows.row_max[r] = row_max
-    return MaxUpdate(delta_log2, offsets)
+    update = _make_update(cute.size(scores, mode=[0]))
+    for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+        _raise_max(rows, r, _across(_maximum(scores, r, method), method.lanes), scale, update, method)
+    return update
+
+
+@cute.jit
+def block_max(scores: cute.Tensor, method: cutlass.Constexpr) -> cute.Tensor:
+    """The maxima (R,) of a block's rows, or of the part of them that the row's lanes have."""
+    maxima = cute.make_rmem_tensor(cute.size(scores, mode=[0]), Float32)
+    for r in cutlass.range_constexpr(cute.size(maxima)):
+        maxima[r] = _across(_maximum(scores, r, method), method.lanes)
+    return maxima
+
+
+@cute.jit
+def raise_max(maxima: cute.Tensor, rows: Rows, scale: Float32, method: cutlass.Constexpr) -> MaxUpdate:
+    """`update_max` for a block whose maxima (R,) are known."""
+    update = _make_update(cute.size(maxima))
+    for r in cutlass.range_constexpr(cute.size(maxima)):
+        _raise_max(rows, r, maxima[r], scale, update, method)
+    return update
+
+
+def _make_update(count: int) -> MaxUpdate:
+    return MaxUpdate(cute.make_rmem_tensor(count, Float32), cute.make_rmem_tensor(count, Float32))
+
+
+@cute.jit
+def _raise_max(
+    rows: Rows,
+    r: cutlass.Constexpr,
+    row_max: Float32,
+    scale: Float32,
+    update: MaxUpdate,
+    method: cutlass.Constexpr,
+) -> None:
+    """Update the reference of row r by a block's maximum."""
+    before = rows.row_max[r]
+    row_max = larger(before, row_max)
+    if cutlass.const_expr(method.lazy_rescale):
+        # A first maximum of -inf is always replaced: inf and NaN do not compare.
+        row_max = before if (row_max - before) * scale <= RESCALE_THRESHOLD_LOG2 else row_max
+    reference = _reference(row_max, method)
+    update.delta_log2[r] = (before - reference) * scale
+    update.offsets[r] = _offset(reference, scale, method)
+    rows.row_max[r] = row_max
 
 
 @cute.jit
@@ -214,11 +248,25 @@ def _with_sink(
         to_log2 = LOG2E
     else:
         row_max, sink = row_max * scale, sink * LOG2E
-    highest = _larger(row_max, sink)
+    highest = larger(row_max, sink)
     reference = cutlass.select_(highest == -Float32.inf, Float32(0.0), highest)
     share = cute.math.exp2((row_max - reference) * to_log2, fastmath=True)
     weight = cute.math.exp2((sink - reference) * to_log2, fastmath=True)
     return _WithSink(highest, row_sum * share + weight, share)
+
+
+@cute.jit
+def join_sink(lse: Float32, sink: Float32) -> tuple[Float32, Float32]:
+    """The share of a finished row's weights next to a sink, and the lse of both, in natural units."""
+    highest = larger(lse, sink)
+    reference = cutlass.select_(highest == -Float32.inf, Float32(0.0), highest)
+    weight = cute.math.exp2((lse - reference) * LOG2E, fastmath=True)
+    total = weight + cute.math.exp2((sink - reference) * LOG2E, fastmath=True)
+    share, joined = Float32(0.0), -Float32.inf
+    if total != 0.0:
+        share = weight * cute.arch.rcp_approx(total)
+        joined = highest + cute.math.log2(total, fastmath=True) * LN2
+    return share, joined
 
 
 def _sum_and_error(x: Float32, y: Float32) -> tuple[Float32, Float32]:
@@ -242,15 +290,15 @@ def _maximum(scores: cute.Tensor, r: cutlass.Constexpr, method: cutlass.Constexp
             chains[i] = _maximum_of_three(chains[i], scores[r, c], scores[r, c + 1])
     else:
         for c in cutlass.range_constexpr(CHAINS, C):
-            chains[c % CHAINS] = _larger(chains[c % CHAINS], scores[r, c])
-    return _larger(_larger(chains[0], chains[1]), _larger(chains[2], chains[3]))
+            chains[c % CHAINS] = larger(chains[c % CHAINS], scores[r, c])
+    return larger(larger(chains[0], chains[1]), larger(chains[2], chains[3]))
 
 
 @cute.jit
 def _across(row_max: Float32, lanes: cutlass.Constexpr) -> Float32:
     """The maximum of the neighbouring lanes that share a row."""
     for step in cutlass.range_constexpr(_steps(lanes)):
-        row_max = _larger(row_max, cute.arch.shuffle_sync_bfly(row_max, 1 << step))
+        row_max = larger(row_max, cute.arch.shuffle_sync_bfly(row_max, 1 << step))
     return row_max
 
 
@@ -266,7 +314,7 @@ def _offset(reference: Float32, scale: Float32, method: Method) -> Float32:
     return reference if method.subtracts_max_first else reference * scale
 
 
-def _larger(x: Float32, y: Float32) -> Float32:
+def larger(x: Float32, y: Float32) -> Float32:
     """The larger number; NaN if one of them is NaN."""
     return cute.arch.fmax(x, y, nan=True)
 

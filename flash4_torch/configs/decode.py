@@ -1,0 +1,51 @@
+"""Tiles and splits of the decode kernel, on every architecture; none of these numbers was measured on a GPU.
+
+Decoding is bound by HBM, so what counts is how many bytes of K and V an SM has in flight: Little's law asks
+for 35 KB (4.5 TB/s over 132 SMs, a microsecond of latency).
+"""
+
+from __future__ import annotations
+
+WARPS = 4
+KEYS = 64
+"""Keys in a block: the order of sums, and so the bits of a result, depend on it."""
+MMA_ROWS = 16
+"""Rows of a warp-level MMA."""
+ROWS = (16, 32, 64)
+"""Rows that a tile may have: query tokens times the query heads of a KV head."""
+TWO_CTAS_BYTES, ONE_CTA_BYTES = 98 * 1024, 196 * 1024
+"""SMEM for stages of K and V where two CTAs share an SM, and where a CTA has it for itself."""
+LEAST_STAGES, MOST_STAGES = 3, 8
+CTAS_PER_SM = 2
+SPLIT_KEYS = 2048
+"""Keys of a split whose result must not depend on a batch: the longer, the fewer splits have to be merged;
+the shorter, the more SMs serve one long sequence."""
+
+
+def rows(max_seqlen_q: int, group: int) -> int:
+    """Rows of a tile: the fewest that hold a sequence's rows of one KV head, or the most there are."""
+    return next((number for number in ROWS if max_seqlen_q * group <= number), ROWS[-1])
+
+
+def ctas_per_sm(stage_bytes: int) -> int:
+    """CTAs that share an SM: two, if each then has stages enough."""
+    return CTAS_PER_SM if TWO_CTAS_BYTES // stage_bytes >= LEAST_STAGES else 1
+
+
+def stages(stage_bytes: int) -> int:
+    """Stages of K and V, as many as there is room for."""
+    room = ONE_CTA_BYTES if ctas_per_sm(stage_bytes) == 1 else TWO_CTAS_BYTES
+    return min(room // stage_bytes, MOST_STAGES)
+
+
+def num_splits(tiles: int, max_seqlen_k: int, num_sms: int) -> int:
+    """Splits that fill the SMs, if `tiles` tiles of rows share them: at least one, at most one for a block.
+
+    tiles: those of all heads and sequences. max_seqlen_k: a bound on the keys of a sequence.
+    """
+    return max(1, min(num_sms * CTAS_PER_SM // max(tiles, 1), -(-max_seqlen_k // KEYS)))
+
+
+def invariant_splits(max_seqlen_k: int, split_keys: int = SPLIT_KEYS) -> int:
+    """Splits of `split_keys` keys, a multiple of `KEYS`, that hold any sequence up to `max_seqlen_k` keys."""
+    return max(1, -(-max_seqlen_k // split_keys))

@@ -1,0 +1,96 @@
+"""What all warps share, and the tile of a CTA."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+
+from ..common.band import Band, Span
+from .params import DecodeParams
+from .plan import DecodePlan
+
+
+class Tensors(NamedTuple):
+    """Tensors in global memory; see `launch.decode` for their shapes."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    block_table: cute.Tensor | None
+    cu_seqlens_q: cute.Tensor
+    seqused_k: cute.Tensor
+    sinks: cute.Tensor | None
+    out: cute.Tensor
+    lse: cute.Tensor
+    partial_out: cute.Tensor | None
+    partial_lse: cute.Tensor | None
+    counters: cute.Tensor | None
+
+
+class Tile(NamedTuple):
+    """A CTA's rows and keys."""
+
+    batch: Int32
+    kv_head: Int32
+    group: Int32
+    """Query heads of a KV head."""
+    first_token: Int32
+    """Place of the sequence's first token among all."""
+    first_row: Int32
+    num_rows: Int32
+    """Rows of the sequence; row r is token r / group and query head r % group of the KV head."""
+    tokens: tuple[Int32, Int32]
+    """First and last token that the tile has rows of."""
+    band: Band
+    keys: tuple[Int32, Int32]
+    """Keys from the first to the last that a row sees, `keys[0] <= j < keys[1]`."""
+    blocks: Span
+    """This CTA's blocks of keys."""
+    split: Int32
+    splits: Span
+    """Splits that have blocks."""
+    has_work: Boolean
+    """Whether the CTA has rows and blocks."""
+
+    @property
+    def num_splits(self) -> Int32:
+        return self.splits.last - self.splits.first
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every warp may use."""
+
+    plan: DecodePlan
+    params: DecodeParams
+    tensors: Tensors
+    tile: Tile
+    warp: Int32
+    lane: Int32
+    sQ: cute.Tensor
+    """(rows, D)"""
+    sK: cute.Tensor
+    """(keys, D, stages)"""
+    sV: cute.Tensor
+    """(Dv, keys, stages)"""
+    sP: cute.Tensor | None
+    """(rows, keys): weights, where warps divide a block's keys."""
+    sMax: cute.Tensor | None
+    """(rows, warps that share them)"""
+    sSum: cute.Tensor | None
+    """(lanes of a row, rows, parts)"""
+    sCount: cute.Tensor | None
+    """(1,): how many CTAs of the tile were done before this one."""
+
+    @property
+    def row_warp(self) -> Int32:
+        """Number of the warp's 16 rows."""
+        return self.warp // self.plan.key_warps
+
+    @property
+    def key_warp(self) -> Int32:
+        """Place of the warp among those that share its rows."""
+        return self.warp % self.plan.key_warps

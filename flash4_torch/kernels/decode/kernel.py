@@ -1,0 +1,137 @@
+"""The decode kernel: shared memory, and which rows and keys a CTA has.
+
+Q, K, V -> load -> mainloop -> epilogue -> out, lse
+                                        -> partial_out, partial_lse -> merge (in the last CTA) -> out, lse
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+from cutlass.memory import SmemAllocator
+
+from ...configs.decode import KEYS
+from ..common import smem_layouts
+from ..common.band import Span, make_band, visible_span
+from ..common.warps import WARP
+from .context import Context, Tensors, Tile
+from .epilogue import epilogue
+from .mainloop import mainloop, make_thread
+from .merge import is_last, merge
+from .params import DecodeParams
+from .plan import PARTS
+
+
+@cute.kernel
+def decode_kernel(tensors: Tensors, layouts: tuple, params: DecodeParams, plan: cutlass.Constexpr) -> None:
+    thread, _, _ = cute.arch.thread_idx()
+    tile = _tile(tensors, params, plan)
+    if tile.has_work:
+        memory = SmemAllocator()
+        sQ = smem_layouts.allocate(memory, plan.dtype, layouts[0])[None, None, 0]
+        sK = smem_layouts.allocate(memory, plan.dtype, layouts[1])
+        sV = smem_layouts.allocate(memory, plan.dtype, layouts[2])
+        sP, sMax, sSum, sCount = None, None, None, None
+        if cutlass.const_expr(plan.key_warps > 1):
+            sP = smem_layouts.allocate(memory, plan.dtype, layouts[3])[None, None, 0]
+            sMax = memory.allocate_tensor(Float32, cute.make_layout((plan.rows, plan.key_warps)), 16)
+            sSum = memory.allocate_tensor(Float32, cute.make_layout((4, plan.rows, PARTS)), 16)
+        if cutlass.const_expr(plan.splits):
+            sCount = memory.allocate_tensor(Uint32, cute.make_layout(1), 16)
+        ctx = Context(
+            plan=plan,
+            params=params,
+            tensors=tensors,
+            tile=tile,
+            warp=cute.arch.make_warp_uniform(cute.arch.warp_idx()),
+            lane=thread % WARP,
+            sQ=sQ,
+            sK=sK,
+            sV=sV,
+            sP=sP,
+            sMax=sMax,
+            sSum=sSum,
+            sCount=sCount,
+        )
+        t = make_thread(ctx)
+        mainloop(ctx, t)
+        epilogue(ctx, t)
+        if cutlass.const_expr(plan.splits):
+            if tile.num_splits > 1:
+                if is_last(ctx, thread):
+                    merge(ctx, thread)
+
+
+@cute.jit
+def _tile(tensors: Tensors, params: DecodeParams, plan: cutlass.Constexpr) -> Tile:
+    """The CTA's tile: splits follow one another, then tiles of rows, KV heads, and sequences."""
+    split, y, batch = cute.arch.block_idx()
+    num_splits, heads_and_tiles, _ = cute.arch.grid_dim()
+    Hk = Int32(tensors.k.shape[2])
+    tiles = heads_and_tiles // Hk
+    kv_head, index = y // tiles, y % tiles
+    group = Int32(tensors.q.shape[1]) // Hk
+    first_token = tensors.cu_seqlens_q[batch]
+    Sq = tensors.cu_seqlens_q[batch + 1] - first_token
+    Sk = _keys_of(tensors, batch, plan)
+    first_row, num_rows = index * plan.rows, Sq * group
+    last_row = cutlass.max(cutlass.min(first_row + plan.rows, num_rows) - 1, first_row)
+    tokens = first_row // group, last_row // group
+    band = make_band(Sq, Sk, params.left, params.right)
+    keys = [Int32(0), Sk]
+    if cutlass.const_expr(plan.features.left):
+        keys[0] = cutlass.max(tokens[0] + band.lowest, 0)
+    if cutlass.const_expr(plan.features.right):
+        keys[1] = cutlass.min(tokens[1] + band.highest + 1, Sk)
+    visible = visible_span(band, plan.band, *tokens)
+    blocks, splits = visible, Span(Int32(0), Int32(1))
+    if cutlass.const_expr(plan.splits):
+        splits, blocks = _share(visible, split, num_splits, params.split_keys)
+    has_work = (first_row < num_rows) & (splits.first <= split) & (split < splits.last)
+    return Tile(
+        batch,
+        kv_head,
+        group,
+        first_token,
+        first_row,
+        num_rows,
+        tokens,
+        band,
+        tuple(keys),
+        blocks,
+        split,
+        splits,
+        has_work,
+    )
+
+
+@cute.jit
+def _keys_of(tensors: Tensors, batch: Int32, plan: cutlass.Constexpr) -> Int32:
+    """The keys of a sequence, which are at most those that there is room for."""
+    room = Int64(tensors.k.shape[1])
+    if cutlass.const_expr(plan.paged):
+        room = room * Int64(tensors.block_table.shape[1])
+    used = Int64(cutlass.max(tensors.seqused_k[batch], 0))
+    return Int32(cutlass.min(used, room))
+
+
+@cute.jit
+def _share(visible: Span, split: Int32, num_splits: Int32, split_keys: Int32) -> tuple[Span, Span]:
+    """The splits of the visible blocks, and the blocks of one of them."""
+    count = visible.last - visible.first
+    last = cutlass.min(num_splits, count)
+    each = count // last
+    longer = count - each * last
+    splits = Span(Int32(0), last)
+    begin = visible.first + split * each + cutlass.min(split, longer)
+    end = begin + each + (Int32(1) if split < longer else Int32(0))
+    if split_keys > 0:
+        length, final = split_keys // KEYS, num_splits - 1
+        splits = Span(
+            cutlass.min(visible.first // length, final), cutlass.min((visible.last - 1) // length, final) + 1
+        )
+        begin = cutlass.max(visible.first, split * length)
+        # The last split has all that is left: too few splits cost the law of `split_keys`, not keys.
+        end = visible.last if split == final else cutlass.min(visible.last, (split + 1) * length)
+    return splits, Span(begin, end)

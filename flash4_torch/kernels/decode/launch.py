@@ -1,0 +1,118 @@
+"""The host side of the decode kernel: grid, and compiling for any sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from ...configs.decode import KEYS
+from ...configs.types import Features
+from ..common import host
+from ..common.smem_layouts import column_major_layout, row_major_layout
+from .context import Tensors
+from .kernel import decode_kernel
+from .params import DecodeParams, example_params
+from .plan import DecodePlan
+
+
+@cute.jit
+def decode(
+    q: cute.Tensor,
+    k: cute.Tensor,
+    v: cute.Tensor,
+    block_table: cute.Tensor | None,
+    cu_seqlens_q: cute.Tensor,
+    seqused_k: cute.Tensor,
+    sinks: cute.Tensor | None,
+    out: cute.Tensor,
+    lse: cute.Tensor,
+    partial_out: cute.Tensor | None,
+    partial_lse: cute.Tensor | None,
+    counters: cute.Tensor | None,
+    params: DecodeParams,
+    plan: cutlass.Constexpr,
+    stream: cuda.CUstream,
+) -> None:
+    """Launch out = softmax(scores) V and lse of each query token over the keys that the cache has of it.
+
+    q (T, Hq, D) and out (T, Hq, Dv) are packed; sequence b has tokens cu_seqlens_q[b] to
+    cu_seqlens_q[b + 1] - 1, at most params.max_seqlen_q of them (more get no results), and the last one is
+    aligned to its last key. k (pages, page_size, Hk, D) and v (pages, page_size, Hk, Dv): key j of sequence b
+    is row j % page_size of page block_table[b, j // page_size]; without a table it is row j of page b. Of q,
+    k, v and out the last stride is 1, the others are multiples of 8 elements, and bases are aligned to 16
+    bytes. block_table (B, blocks) has any strides, cu_seqlens_q (B + 1,) and seqused_k (B,) are contiguous;
+    all are int32 and read on the device only: a CUDA graph may replay the launch with other numbers in them.
+
+    A sequence has seqused_k[b] keys, at most blocks * page_size. Nothing of the cache or the table is read
+    for keys that no token sees; page numbers are clamped to those that exist. A token that sees no key
+    has out 0 and lse -inf. lse (Hq, T) float32, contiguous, natural logarithm. sinks (Hq,) are scores of one
+    more key of every head, whose value is 0; lse counts it.
+
+    With plan.splits, partial_out (splits, T, Hq, Dv) and partial_lse (splits, Hq, T), float32 and contiguous,
+    give the number of splits at most, and have anything in them before and after; counters, int32, has one
+    number for each tile of each KV head of each sequence, B * Hk * ceil(max_seqlen_q * Hq / Hk / plan.rows)
+    or more of them, which are 0 before and after. Launches that may overlap need different ones. Without
+    plan.splits these are None.
+
+    If params.split_keys is not 0, and splits * split_keys is at least the number of keys of every sequence,
+    a row's bits depend on its q, its keys and values and their positions, and its sink alone: not on
+    plan.rows, page_size, the table, the number of splits, and what else is in the launch.
+    No size is 0 but those of the cache and the table. B and the tiles of all KV heads are at most 65535.
+    """
+    tensors = Tensors(
+        q,
+        k,
+        v,
+        block_table,
+        cu_seqlens_q,
+        seqused_k,
+        sinks,
+        out,
+        lse,
+        partial_out,
+        partial_lse,
+        counters,
+    )
+    layouts = (
+        row_major_layout(plan.dtype, plan.rows, plan.D, 1),
+        row_major_layout(plan.dtype, KEYS, plan.D, plan.stages),
+        column_major_layout(plan.dtype, plan.Dv, KEYS, plan.stages),
+        row_major_layout(plan.dtype, plan.rows, KEYS, 1),
+    )
+    Hk = k.shape[2]
+    tiles = cute.ceil_div(params.max_seqlen_q * (q.shape[1] // Hk), plan.rows)
+    splits = partial_lse.shape[0] if cutlass.const_expr(plan.splits) else 1
+    decode_kernel(tensors, layouts, params, plan).launch(
+        grid=(splits, Hk * tiles, seqused_k.shape[0]),
+        block=(plan.threads, 1, 1),
+        stream=stream,
+        min_blocks_per_mp=1,
+    )
+
+
+def compile_decode(features: Features, rows: int, paged: bool, splits: bool) -> Any:
+    """`decode` compiled for any sizes; call it with its arguments except `plan` and `stream`."""
+    plan = DecodePlan(features, rows, paged, splits)
+    T, Hq, B = (cute.sym_int() for _ in range(3))
+    pages, page_size, Hk = host.any_sizes(3)
+    q, out = (host.rows(plan.dtype, (T, Hq, D)) for D in (features.D, features.Dv))
+    k, v = (host.rows(plan.dtype, (pages, page_size, Hk, D)) for D in (features.D, features.Dv))
+    table = host.strided(Int32, 2) if paged else None
+    cu_seqlens_q, seqused_k = host.compact(Int32, host.any_sizes(1)), host.compact(Int32, (B,))
+    sinks = host.compact(host.NUMERIC[features.sinks], (Hq,)) if features.sinks else None
+    lse = host.compact(Float32, (Hq, T))
+    partial = (None, None, None)
+    if splits:
+        num_splits = cute.sym_int()
+        partial = (
+            host.compact(Float32, (num_splits, T, Hq, features.Dv)),
+            host.compact(Float32, (num_splits, Hq, T)),
+            host.compact(Int32, host.any_sizes(1)),
+        )
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    tensors = (q, k, v, table, cu_seqlens_q, seqused_k, sinks, out, lse, *partial)
+    return cute.compile(decode, *tensors, example_params(), plan, stream, options="--enable-tvm-ffi")

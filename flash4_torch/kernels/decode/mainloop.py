@@ -1,0 +1,194 @@
+"""The loop over a split's blocks of keys: scores, online softmax, and O, by warp-level MMAs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import warp as warp_ops
+
+from ...configs.decode import KEYS, MMA_ROWS
+from ..common import band as bands
+from ..common import scores, softmax
+from ..common.fragment import mma_fragment
+from ..common.rounding import round_to
+from ..common.softmax import Rows
+from ..common.warps import WARP
+from .context import Context
+from .load import load_block, load_q, locate
+from .plan import DecodePlan
+
+
+class Thread(NamedTuple):
+    """A thread's registers: of two rows, eight apart, those columns that four lanes share."""
+
+    rows: tuple[Int32, Int32]
+    """The sequence's rows, which may be after the last one."""
+    S: cute.Tensor
+    """Scores of the warp's keys, then weights."""
+    O: cute.Tensor
+    """The warp's columns of the output, strip by strip."""
+    parts: tuple[Rows, ...]
+    """The softmax of each part of the warp's keys, with one maximum for all."""
+
+
+def make_thread(ctx: Context) -> Thread:
+    """Registers that have seen nothing yet."""
+    plan, mma = ctx.plan, _mma(ctx.plan)
+    row = ctx.tile.first_row + ctx.row_warp * MMA_ROWS + ctx.lane // 4
+    S = cute.make_rmem_tensor(mma.partition_shape_C((MMA_ROWS, plan.warp_keys)), Float32)
+    O = cute.make_rmem_tensor(MMA_ROWS * plan.strip * plan.strips // WARP, Float32)
+    first = softmax.make_rows(2)
+    parts = (first, *(Rows(first.row_max, softmax.make_rows(2).row_sum) for _ in range(1, plan.parts)))
+    for part in parts:
+        softmax.reset(part)
+    O.fill(0.0)
+    return Thread((row, row + 8), S, O, parts)
+
+
+@cute.jit
+def mainloop(ctx: Context, t: Thread) -> None:
+    """Go through the split's blocks, and load `stages` - 1 blocks ahead."""
+    stages, blocks = ctx.plan.stages, ctx.tile.blocks
+    # All of these look-ups are under way before one of them is waited for.
+    places = [locate(ctx, blocks.first + i) for i in range(stages)]
+    load_q(ctx)
+    for i in cutlass.range_constexpr(stages - 1):
+        if blocks.first + i < blocks.last:
+            load_block(ctx, blocks.first + i, places[i], Int32(i))
+        cute.arch.cp_async_commit_group()
+    place, stage, freed = places[stages - 1], Int32(0), Int32(stages - 1)
+    for n in cutlass.range(blocks.first, blocks.last, unroll=1):
+        cute.arch.cp_async_wait_group(stages - 2)
+        # What other warps copied is there, and they have read the block before this one.
+        cute.arch.sync_threads()
+        if n + stages - 1 < blocks.last:
+            load_block(ctx, n + stages - 1, place, freed)
+        cute.arch.cp_async_commit_group()
+        place = locate(ctx, n + stages)
+        _block(ctx, t, n, stage)
+        freed = stage
+        stage = Int32(0) if stage + 1 == stages else stage + 1
+
+
+@cute.jit
+def _block(ctx: Context, t: Thread, n: Int32, stage: Int32) -> None:
+    plan, tile = ctx.plan, ctx.tile
+    _scores(ctx, t, stage)
+    scores.scale_and_cap(t.S, ctx.params, plan.features)
+    first_key = n * KEYS + ctx.key_warp * plan.warp_keys
+    tokens = tuple(row // tile.group for row in t.rows)
+    fragment = mma_fragment(t.S, tokens, first_key, ctx.lane)
+    if bands.is_partial(tile.band, plan.band, n, *tile.tokens):
+        bands.mask(tile.band, plan.band, fragment)
+    scale, method = scores.softmax_scale(ctx.params, plan.features), plan.softmax
+    maxima = softmax.block_max(fragment.values, method)
+    if cutlass.const_expr(plan.key_warps > 1):
+        _share_maxima(ctx, maxima)
+    update = softmax.raise_max(maxima, t.parts[0], scale, method)
+    columns = plan.warp_keys // 4 // plan.parts
+    for i in cutlass.range_constexpr(plan.parts):
+        factors = softmax.rescale_row_sum(t.parts[i], update)
+        block = softmax.NextBlock(factors, update.offsets)
+        own = i * columns, (i + 1) * columns
+        softmax.exp2_columns(fragment.values, t.parts[i], block, scale, method, *own)
+    softmax.rescale_output(values_of(t.O), factors, method)
+    weights = cute.make_rmem_tensor(t.S.layout, plan.dtype)
+    round_to(t.S, weights)
+    _add_pv(ctx, t, weights, stage)
+
+
+def values_of(accumulator: cute.Tensor) -> cute.Tensor:
+    """A (rows, columns) view of a warp-level MMA's accumulator."""
+    return mma_fragment(accumulator, (), Int32(0), Int32(0)).values
+
+
+def _mma(plan: DecodePlan) -> cute.TiledMma:
+    """The MMA of one warp: 16 rows, and 16 columns, as many as an ldmatrix brings."""
+    op = warp_ops.MmaF16BF16Op(plan.dtype, Float32, (16, 8, 16))
+    return cute.make_tiled_mma(op, (1, 1, 1), permutation_mnk=(16, 16, 16))
+
+
+@cute.jit
+def _scores(ctx: Context, t: Thread, stage: Int32) -> None:
+    """S = Q K^T of the warp's rows and keys."""
+    plan, mma = ctx.plan, _mma(ctx.plan)
+    own_q = cute.local_tile(ctx.sQ, (MMA_ROWS, plan.D), (ctx.row_warp, 0))
+    own_k = cute.local_tile(ctx.sK[None, None, stage], (plan.warp_keys, plan.D), (ctx.key_warp, 0))
+    t.S.fill(0.0)
+    lanes = mma.get_slice(ctx.lane)
+    atom = cute.make_copy_atom(warp_ops.LdMatrix8x8x16bOp(False, 4), plan.dtype)
+    load_a = cute.make_tiled_copy_A(atom, mma).get_slice(ctx.lane)
+    load_b = cute.make_tiled_copy_B(atom, mma).get_slice(ctx.lane)
+    a, b = lanes.make_fragment_A(lanes.partition_A(own_q)), lanes.make_fragment_B(lanes.partition_B(own_k))
+    from_a, from_b, to_a, to_b = (
+        load_a.partition_S(own_q),
+        load_b.partition_S(own_k),
+        load_a.retile(a),
+        load_b.retile(b),
+    )
+    for k in cutlass.range_constexpr(plan.D // 16):
+        cute.copy(atom, from_a[None, None, k], to_a[None, None, k])
+        cute.copy(atom, from_b[None, None, k], to_b[None, None, k])
+        cute.gemm(mma, t.S, a[None, None, k], b[None, None, k], t.S)
+
+
+@cute.jit
+def _add_pv(ctx: Context, t: Thread, weights: cute.Tensor, stage: Int32) -> None:
+    """O += P V of the warp's rows and columns; P of the rows' other warps comes through shared memory."""
+    plan, mma = ctx.plan, _mma(ctx.plan)
+    lanes = mma.get_slice(ctx.lane)
+    if cutlass.const_expr(plan.key_warps > 1):
+        own_p = cute.local_tile(ctx.sP, (MMA_ROWS, KEYS), (ctx.row_warp, 0))
+        _share_weights(ctx, weights)
+        a = lanes.make_fragment_A(lanes.partition_A(own_p))
+        atom = cute.make_copy_atom(warp_ops.LdMatrix8x8x16bOp(False, 4), plan.dtype)
+        load_a = cute.make_tiled_copy_A(atom, mma).get_slice(ctx.lane)
+        cute.copy(atom, load_a.partition_S(own_p), load_a.retile(a))
+    else:
+        # S has its registers in the order in which an operand has them.
+        shape = mma.partition_shape_A((MMA_ROWS, KEYS))
+        a = cute.make_tensor(weights.iterator, cute.make_layout(shape))
+    atom = cute.make_copy_atom(warp_ops.LdMatrix8x8x16bOp(True, 4), plan.dtype)
+    load_b = cute.make_tiled_copy_B(atom, mma).get_slice(ctx.lane)
+    sums = cute.make_layout(mma.partition_shape_C((MMA_ROWS, plan.strip)))
+    for i in cutlass.range_constexpr(plan.strips):
+        strip = ctx.key_warp + i * plan.key_warps
+        own_v = cute.local_tile(ctx.sV[None, None, stage], (plan.strip, KEYS), (strip, 0))
+        O = cute.make_tensor(t.O.iterator + i * cute.size(sums), sums)
+        b = lanes.make_fragment_B(lanes.partition_B(own_v))
+        from_b, to_b = load_b.partition_S(own_v), load_b.retile(b)
+        for k in cutlass.range_constexpr(KEYS // 16):
+            cute.copy(atom, from_b[None, None, k], to_b[None, None, k])
+            cute.gemm(mma, O, a[None, None, k], b[None, None, k], O)
+
+
+@cute.jit
+def _share_maxima(ctx: Context, maxima: cute.Tensor) -> None:
+    """Raise maxima of the warp's keys to those of the whole block."""
+    row, key_warp, sMax = ctx.row_warp * MMA_ROWS + ctx.lane // 4, ctx.key_warp, ctx.sMax
+    if ctx.lane % 4 == 0:
+        for r in cutlass.range_constexpr(2):
+            sMax[row + 8 * r, key_warp] = maxima[r]
+    sync_rows(ctx)
+    for r in cutlass.range_constexpr(2):
+        for w in cutlass.range_constexpr(ctx.plan.key_warps):
+            maxima[r] = softmax.larger(maxima[r], sMax[row + 8 * r, w])
+
+
+@cute.jit
+def _share_weights(ctx: Context, weights: cute.Tensor) -> None:
+    """Give the warp's weights to the other warps of its rows."""
+    plan = ctx.plan
+    target = cute.local_tile(ctx.sP, (MMA_ROWS, plan.warp_keys), (ctx.row_warp, ctx.key_warp))
+    atom = cute.make_copy_atom(warp_ops.StMatrix8x8x16bOp(False, 4), plan.dtype)
+    store = cute.make_tiled_copy_C(atom, _mma(plan)).get_slice(ctx.lane)
+    cute.copy(atom, store.retile(weights), store.partition_D(target))
+    sync_rows(ctx)
+
+
+def sync_rows(ctx: Context) -> None:
+    """Wait for the warps that share these 16 rows."""
+    cute.arch.barrier(barrier_id=ctx.row_warp + 1, number_of_threads=ctx.plan.key_warps * WARP)

@@ -1,0 +1,103 @@
+"""Who does what in the decode kernel, and in how much shared memory.
+
+A CTA has a tile of rows of one sequence and one KV head, and a split of the keys that they see. A row is a
+query token and a query head of the KV head's group. Four warps do the same work, block of keys after block:
+
+    load      each warp starts copies of 16 keys of K and V, `stages` - 1 blocks ahead
+    mainloop  tile of 16 rows: S of 16 keys each, then PV of a quarter of the columns each
+              tile of 32 rows: two pairs of warps, which divide 16 rows in this way
+              tile of 64 rows: 16 rows each, of which a warp does everything
+
+The order in which a row's sums are added up is the same in all three: over blocks; in a block for PV by key,
+and for sums of weights by four lanes in each of four parts of the keys. So is that of splits.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ...configs import decode
+from ...configs.decode import KEYS, MMA_ROWS, WARPS
+from ...configs.types import Features, tile_dim
+from ..common.band import BandShape
+from ..common.host import NUMERIC
+from ..common.softmax import Method
+from ..common.warps import WARP
+
+CHUNK = 64
+"""Columns that the widest swizzle spans."""
+PARTS = 4
+"""Parts of a block's keys whose weights are summed up separately: as many as warps that may divide it."""
+
+
+class DecodePlan(NamedTuple):
+    """What the kernel is compiled for; `varlen` of the features is not read."""
+
+    features: Features
+    rows: int
+    """Rows of a tile, one of `configs.decode.ROWS`."""
+    paged: bool
+    """Whether a block table says where keys are; otherwise a sequence's keys are an entry of the cache."""
+    splits: bool
+    """Whether there may be more splits than one."""
+
+    @property
+    def dtype(self) -> type:
+        return NUMERIC[self.features.dtype]
+
+    @property
+    def threads(self) -> int:
+        return WARPS * WARP
+
+    @property
+    def key_warps(self) -> int:
+        """Warps that share 16 rows: they divide a block's keys, and then the columns of O."""
+        return WARPS * MMA_ROWS // self.rows
+
+    @property
+    def warp_keys(self) -> int:
+        return KEYS // self.key_warps
+
+    @property
+    def parts(self) -> int:
+        """Parts of a block's keys that a warp has."""
+        return PARTS // self.key_warps
+
+    @property
+    def D(self) -> int:
+        return tile_dim(self.features.D)
+
+    @property
+    def Dv(self) -> int:
+        """Columns of V in shared memory: warps that share rows divide each chunk of a swizzle among them."""
+        features = self.features
+        return tile_dim(features.Dv) if self.key_warps == 1 else -(-features.Dv // CHUNK) * CHUNK
+
+    @property
+    def strip(self) -> int:
+        """Columns of O side by side that a warp has; its next ones are `key_warps` strips further."""
+        return self.Dv if self.key_warps == 1 else CHUNK // self.key_warps
+
+    @property
+    def strips(self) -> int:
+        return self.Dv // self.key_warps // self.strip
+
+    @property
+    def stage_bytes(self) -> int:
+        return 2 * KEYS * (self.D + self.Dv)
+
+    @property
+    def stages(self) -> int:
+        return decode.stages(self.stage_bytes)
+
+    @property
+    def ctas_per_sm(self) -> int:
+        return decode.ctas_per_sm(self.stage_bytes)
+
+    @property
+    def band(self) -> BandShape:
+        return BandShape(self.features.left, self.features.right, True, KEYS)
+
+    @property
+    def softmax(self) -> Method:
+        return Method(lanes=4, may_be_fully_masked=True, lazy_rescale=True)

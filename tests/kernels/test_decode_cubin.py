@@ -1,0 +1,39 @@
+"""The decode kernel as ptxas compiles it: nothing spills."""
+
+from __future__ import annotations
+
+import pytest
+
+import compiled_files
+import cubin
+from everything import one_of
+from flash4_torch.compile import Key
+from flash4_torch.configs import decode
+from flash4_torch.configs.types import Features
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+
+ENTRY = "flash4_torch.kernels.decode.launch:compile_decode"
+BAND = {"left": True, "right": True}
+SOFTCAP = {"softcap": True, "scaled": True, "large_softcap": True}
+HEADS = ((256, 256), (128, 128), (64, 64), (192, 128), (96, 96), (8, 256))
+USES: tuple[dict[str, object], ...] = ({**SOFTCAP, **BAND, "sinks": "float32"}, {"right": True}, {})
+KEYS = [
+    Key(ENTRY, (Features(("bfloat16", "float16")[i % 2], *heads)._replace(**uses), rows, paged, splits), arch)
+    for splits in (True, False)
+    for paged in (True, False)
+    for i, heads in enumerate(HEADS)
+    for uses in USES
+    for rows in decode.ROWS[::-1]
+    for arch in ("sm_90a", "sm_100a")
+]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, cubin.Code]:
+    return compiled_files.codes(one_of(107, KEYS), tmp_path_factory)
+
+
+def test_nothing_spills(compiled: dict[Key, cubin.Code]) -> None:
+    spilling = {key: code for key, code in compiled.items() if code.spills or code.stack}
+    assert not spilling, "\n".join(map(str, spilling.items()))

@@ -1,0 +1,221 @@
+"""The decode kernel in the emulator, with its race checks: any cache, any split, the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import decode_calls
+from decode_calls import Cache, Call, Kernel, Results, calls, check_results, make_cache, run
+from everything import examples, one_of
+from flash4_torch.configs import decode
+from flash4_torch.configs.types import Features
+from flash4_torch.testing import emulate
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+
+ARCHS = ("sm_90a", "sm_100a")
+BAND = {"left": True, "right": True}
+FEATURES = {
+    "plain": Features("bfloat16", 64, 64),
+    "causal": Features("float16", 128, 128, right=True),
+    "window, sinks": Features("bfloat16", 96, 40, sinks="bfloat16", **BAND),
+    "softcap": Features("bfloat16", 72, 136, softcap=True, scaled=True, right=True),
+    "wide": Features("bfloat16", 256, 256, left=True),
+    "large softcap, sinks": Features(
+        "float16", 8, 200, softcap=True, scaled=True, large_softcap=True, sinks="float32", **BAND
+    ),
+    "scaled": Features("bfloat16", 192, 128, scaled=True, right=True),
+}
+KERNELS = [
+    (arch, name, Kernel(features, rows, paged, splits))
+    for paged in (True, False)
+    for splits in (True, False)
+    for rows in decode.ROWS
+    for name, features in FEATURES.items()
+    for arch in ARCHS
+]
+
+
+@pytest.mark.parametrize(("arch", "name", "kernel"), one_of(25, KERNELS))
+@given(data=st.data())
+@settings(max_examples=examples(3, 12))
+def test_results_are_right_whatever_the_schedule(
+    arch: str, name: str, kernel: Kernel, data: st.DataObject
+) -> None:
+    call = data.draw(calls(kernel))
+    found = run(arch, kernel, call, schedule="late")
+    check_results(kernel.features, call, found)
+    again = run(arch, kernel, call, schedule="fuzz", seed=data.draw(st.integers(0, 9)))
+    assert torch.equal(found.out, again.out) and torch.equal(found.lse, again.lse)
+
+
+SMALL = Features("bfloat16", 64, 64, right=True)
+PAGED = Kernel(SMALL, 16, True, True)
+
+
+def one_sequence(features: Features, tokens: int, keys: int, page_size: int = 16, **more: object) -> Call:
+    """A call of two heads for each of two KV heads."""
+    generator, dtype = torch.Generator().manual_seed(keys), getattr(torch, features.dtype)
+    q, k, v = (
+        (torch.randn(shape, generator=generator).to(dtype),)
+        for shape in ((tokens, 4, features.D), (keys, 2, features.D), (keys, 2, features.Dv))
+    )
+    return Call(q, k, v, make_cache(k, v, generator, "rows", page_size), features.D**-0.5, **more)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_any_page_number_is_safe(arch: str) -> None:
+    """Whatever the table holds, the launch reads nothing but its tensors and ends."""
+    call = one_sequence(SMALL, tokens=2, keys=200, num_splits=3)
+    call.cache.table.fill_(7)
+    call.cache.table[0, ::2] = torch.tensor(decode_calls.GARBAGE).repeat(9)[
+        : call.cache.table[0, ::2].numel()
+    ]
+    run(arch, PAGED, call)
+
+
+@given(left=st.integers(0, 150), right=st.integers(-150, 0), num_splits=st.integers(1, 4))
+@settings(max_examples=examples(4, 20))
+def test_keys_that_no_token_sees_are_not_read(left: int, right: int, num_splits: int) -> None:
+    """Neither they nor their places in the table matter."""
+    kernel = PAGED._replace(features=SMALL._replace(left=True))
+    call = one_sequence(kernel.features, 3, 300, 1, left=left, right=right, num_splits=num_splits)
+    clean = run("sm_90a", kernel, call)
+    first, last = max(297 - left, 0), max(299 + right, 0)
+    hidden = torch.ones(call.cache.table.shape[1], dtype=torch.bool)
+    hidden[first : last + 1] = False
+    call.cache.table[0, hidden] = torch.tensor(decode_calls.GARBAGE).repeat(99)[: int(hidden.sum())].int()
+    found = run("sm_90a", kernel, call)
+    assert torch.equal(found.out, clean.out) and torch.equal(found.lse, clean.lse)
+
+
+def test_pages_may_be_far_apart() -> None:
+    """Pages are more than 2**31 elements from each other; memory in between is never touched."""
+    call = one_sequence(SMALL, tokens=1, keys=40, page_size=32, num_splits=2)
+    k, v, table = call.cache
+    far, room = 2**31 + 64, 5 * 2**31
+    wide = []
+    for x in (k, v):
+        empty = torch.empty(room, dtype=x.dtype)
+        places = empty.as_strided((len(x), *x.shape[1:]), (far, *x.stride()[1:]))
+        places.copy_(x)
+        wide.append(places)
+    found = run("sm_90a", PAGED, replace(call, cache=Cache(*wide, table)))
+    check_results(SMALL, call, found)
+
+
+@pytest.mark.parametrize("rows", one_of(3, decode.ROWS))
+@pytest.mark.parametrize(("D", "Dv"), [(64, 64), *one_of(3, [(192, 128), (32, 96), (16, 256)])])
+def test_no_bank_conflicts(rows: int, D: int, Dv: int) -> None:
+    """Copies and matrix loads take the fewest passes through the banks that their bytes need."""
+    features = SMALL._replace(D=D, Dv=Dv)
+    call = one_sequence(features, tokens=9, keys=200, num_splits=2)
+    with emulate.device("sm_90a") as device:
+        decode_calls.launch(device, Kernel(features, rows, True, True), call)
+    moved = [
+        line
+        for line in device.reports[-1].lines
+        if line.ptx.startswith(("cp.async.cg", "ldmatrix", "stmatrix"))
+    ]
+    assert len(moved) > 3
+    for line in moved:
+        assert sum(line.shared_passes) * 128 == sum(line.shared_bytes), line.ptx
+
+
+INVARIANT = {
+    "window, softcap, sinks": Features(
+        "float16", 72, 96, left=True, right=True, softcap=True, scaled=True, sinks="float32"
+    ),
+    "plain": SMALL,
+}
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The last tokens of one sequence, and how its keys are split."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None
+    left: int
+    split_keys: int
+
+    def results(
+        self, draw: st.DrawFn, arch: str, kernel: Kernel, ends: Sequence[int], neighbours: Sequence[int] = ()
+    ) -> Results:
+        """Results of a launch in which a sequence ends at each of `ends`, next to others of some lengths."""
+        q, k, v = [], [], []
+        for start, end in pairwise(ends):
+            keys = len(self.k) - len(self.q) + end
+            q.append(self.q[start:end])
+            k.append(self.k[:keys])
+            v.append(self.v[:keys])
+        for length in neighbours:
+            q.append(self.q[:3])
+            k.append(torch.randn(length, *self.k.shape[1:]).to(self.k.dtype))
+            v.append(torch.randn(length, *self.v.shape[1:]).to(self.v.dtype))
+        generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+        page_size = draw(decode_calls.PAGE_SIZES) if kernel.paged else None
+        layout, more = draw(st.sampled_from(decode_calls.LAYOUTS)), draw(st.integers(0, 2))
+        needed = decode.invariant_splits(max(map(len, k)), self.split_keys)
+        call = Call(
+            tuple(q),
+            tuple(k),
+            tuple(v),
+            make_cache(k, v, generator, layout, page_size),
+            scale=0.2,
+            softcap=5.0,
+            left=self.left,
+            sinks=self.sinks,
+            num_splits=needed + more if kernel.splits else 1,
+            split_keys=self.split_keys,
+            more_tokens=draw(st.integers(0, 9)),
+        )
+        out, lse = run(arch, kernel, call, schedule="fuzz", seed=draw(st.integers(0, 9)))
+        return Results(out[: len(self.q)], lse[:, : len(self.q)])
+
+
+@st.composite
+def last_tokens(draw: st.DrawFn, features: Features) -> Tokens:
+    group, Hk = draw(st.integers(1, 6)), draw(st.integers(1, 2))
+    Sk = draw(st.one_of(st.integers(100, 400), st.integers(1, 400)))
+    Sq = draw(st.integers(min(Sk, 5), min(Sk, 40)))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+    shapes = (Sq, Hk * group, features.D), (Sk, Hk, features.D), (Sk, Hk, features.Dv)
+    tensors = (torch.randn(shape, generator=generator) for shape in shapes)
+    return Tokens(
+        *(x.to(getattr(torch, features.dtype)) for x in tensors),
+        sinks=torch.randn(Hk * group, generator=generator) if features.sinks else None,
+        left=draw(st.one_of(st.integers(100, 400), st.integers(0, 300))),
+        split_keys=draw(st.sampled_from([64, 128, 192])),
+    )
+
+
+@pytest.mark.parametrize(("name", "arch"), one_of(4, [(name, arch) for name in INVARIANT for arch in ARCHS]))
+@given(data=st.data())
+@settings(max_examples=examples(4, 20))
+def test_a_row_has_the_same_bits_in_any_batch(name: str, arch: str, data: st.DataObject) -> None:
+    """Tokens at once, in chunks among other sequences, or one by one; in tiles and splits of any number."""
+    features, draw = INVARIANT[name], data.draw
+    tokens = draw(last_tokens(features))
+    count, lengths = len(tokens.q), st.lists(st.integers(0, 500), max_size=2)
+    whole = tokens.results(draw, arch, Kernel(features, 64, True, True), [0, count], draw(lengths))
+    chunks = sorted({0, count, *draw(st.sets(st.integers(0, count), max_size=3))})
+    each = range(count + 1)
+    others = [
+        tokens.results(draw, arch, Kernel(features, 32, True, True), chunks, draw(lengths)),
+        tokens.results(draw, arch, Kernel(features, 16, False, True), each),
+    ]
+    if len(tokens.k) <= tokens.split_keys:
+        others.append(tokens.results(draw, arch, Kernel(features, 16, True, False), each))
+    for found in others:
+        assert torch.equal(found.out, whole.out) and torch.equal(found.lse, whole.lse)

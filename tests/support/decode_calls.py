@@ -1,0 +1,238 @@
+"""Calls of the decode kernel over caches of any kind, their launches in the emulator, and right results."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flash4_torch import testing
+from flash4_torch.compile import jit
+from flash4_torch.configs.types import Features
+from flash4_torch.masks import Band
+from flash4_torch.reference.attention import attention
+from flash4_torch.reference.scoring import Scoring
+from flash4_torch.testing import emulate
+from kernel_calls import sinks
+from kernel_runs import launches
+
+LENGTHS = st.one_of(st.sampled_from([0, 1, 16, 63, 64, 65, 128, 191, 193]), st.integers(0, 330))
+PAGE_SIZES = st.one_of(st.sampled_from([1, 16, 64]), st.integers(1, 130))
+LAYOUTS = ("rows", "heads", "both", "padded")
+"""Pages of rows of heads, of heads of rows, with K and V side by side, or with gaps."""
+_SM_BYTES, _RESERVED_BYTES = 228 * 1024, 1024
+"""Shared memory of an SM, and what of it each CTA loses."""
+GARBAGE = (-1, 2**31 - 1, -(2**31), 5)
+
+
+class Kernel(NamedTuple):
+    """What a kernel is compiled for, besides its architecture."""
+
+    features: Features
+    rows: int
+    paged: bool
+    splits: bool
+
+
+class Cache(NamedTuple):
+    """Keys and values of sequences, with NaN all around them; without a table a page is a sequence."""
+
+    k: Tensor
+    v: Tensor
+    table: Tensor | None
+
+
+class Results(NamedTuple):
+    out: Tensor
+    lse: Tensor
+
+
+@dataclass(repr=False)
+class Call:
+    """A launch: sequences of query tokens, and what their caches hold."""
+
+    q: tuple[Tensor, ...]
+    """(Sq, Hq, D) of each sequence."""
+    k: tuple[Tensor, ...]
+    """(Sk, Hk, D) of each sequence."""
+    v: tuple[Tensor, ...]
+    cache: Cache
+    scale: float
+    softcap: float = 0.0
+    left: int = 0
+    right: int = 0
+    sinks: Tensor | None = None
+    num_splits: int = 1
+    split_keys: int = 0
+    more_tokens: int = 0
+    """How far max_seqlen_q is above the longest sequence."""
+
+    def __repr__(self) -> str:
+        lengths = [(len(q), len(k)) for q, k in zip(self.q, self.k, strict=True)]
+        cache = [(tuple(x.shape), x.stride()) for x in self.cache if x is not None]
+        names = ("scale", "softcap", "left", "right", "sinks", "num_splits", "split_keys", "more_tokens")
+        return f"Call({lengths}, {self.q[0].shape}, {cache}, { {n: getattr(self, n) for n in names} })"
+
+
+@functools.cache
+def compiled(arch: str, kernel: Kernel) -> Any:
+    from flash4_torch.kernels.decode.launch import compile_decode
+
+    with jit.quiet():
+        return compile_decode(*kernel)
+
+
+def make_cache(
+    k: Sequence[Tensor], v: Sequence[Tensor], generator: torch.Generator, layout: str, page_size: int | None
+) -> Cache:
+    """A cache of these sequences in pages at random places, or without pages if page_size is None."""
+    room = max(len(x) for x in k) + int(torch.randint(0, 9, (), generator=generator))
+    size = max(room, 1) if page_size is None else page_size
+    blocks = 1 if page_size is None else -(-room // size) + 1
+    pages = len(k) + 1 if page_size is None else len(k) * blocks + 2
+    (_, Hk, D), Dv = k[0].shape, v[0].shape[-1]
+    caches = _storage(layout, (pages, size, Hk), (D, Dv), k[0].dtype)
+    if page_size is None:
+        table = torch.arange(len(k))[:, None]
+    else:
+        # The first and the last page, to which page numbers are clamped, are nobody's.
+        table = 1 + torch.randperm(pages - 2, generator=generator).view(len(k), blocks)
+    for cache, parts in zip(caches, (k, v), strict=True):
+        for b, part in enumerate(parts):
+            j = torch.arange(len(part))
+            cache[table[b, j // size], j % size] = part
+    if page_size is None:
+        return Cache(*caches, None)
+    for b, part in enumerate(k):
+        used = -(-len(part) // size)
+        table[b, used:] = torch.tensor(GARBAGE).repeat(blocks)[: blocks - used]
+    wide = torch.full((len(k), blocks + 3), 2**30, dtype=torch.int32)
+    wide[:, 2 : 2 + blocks] = table
+    return Cache(*caches, wide[:, 2 : 2 + blocks])
+
+
+def _storage(
+    layout: str, shape: tuple[int, int, int], widths: tuple[int, int], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    pages, size, Hk = shape
+    if layout == "both":
+        both = torch.full((*shape, sum(widths)), math.nan, dtype=dtype)
+        return both[..., : widths[0]], both[..., widths[0] :]
+
+    def make(width: int) -> Tensor:
+        if layout == "heads":
+            return torch.full((pages, Hk, size, width), math.nan, dtype=dtype).transpose(1, 2)
+        gap = 1 if layout == "padded" else 0
+        x = torch.full((pages, size + gap, Hk + gap, width + 8 * gap), math.nan, dtype=dtype)
+        return x[:, :size, :Hk, :width]
+
+    return make(widths[0]), make(widths[1])
+
+
+@st.composite
+def calls(draw: st.DrawFn, kernel: Kernel) -> Call:
+    """Calls that a host may make of such a kernel."""
+    features = kernel.features
+    Hk, group = draw(st.integers(1, 2)), draw(st.integers(1, 5))
+    # One sequence at least has several splits, if there are any.
+    lengths = [(draw(st.integers(1, 12)), draw(st.integers(129, 330)))]
+    lengths += draw(st.lists(st.tuples(st.integers(0, 12), LENGTHS), max_size=2))
+    lengths = draw(st.permutations(lengths))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+    dtype = getattr(torch, features.dtype)
+    q, k, v = (
+        tuple(torch.randn(n[which], H, D, generator=generator).to(dtype) for n in lengths)
+        for which, H, D in ((0, Hk * group, features.D), (1, Hk, features.D), (1, Hk, features.Dv))
+    )
+    page_size = draw(PAGE_SIZES) if kernel.paged else None
+    scales = [0.0, -0.1, 0.2] if features.scaled else [features.D**-0.5, 0.5]
+    return Call(
+        q,
+        k,
+        v,
+        make_cache(k, v, generator, draw(st.sampled_from(LAYOUTS)), page_size),
+        scale=draw(st.sampled_from(scales)),
+        softcap=draw(st.sampled_from([1.0, 7.5])) if features.softcap else 0.0,
+        left=draw(st.integers(-20, 200)) if features.left else 0,
+        right=draw(st.one_of(st.just(0), st.integers(-100, 20))) if features.right else 0,
+        sinks=draw(sinks(features, Hk * group)),
+        num_splits=draw(st.integers(2, 7)) if kernel.splits else 1,
+        split_keys=draw(st.sampled_from([0, 64, 128])) if kernel.splits else 0,
+        more_tokens=draw(st.integers(0, 2)),
+    )
+
+
+def shared_memory(kernel: Kernel) -> int:
+    """Bytes of shared memory that a CTA may ask for, so that as many share an SM as its plan says."""
+    from flash4_torch.kernels.decode.plan import DecodePlan
+
+    return _SM_BYTES // DecodePlan(*kernel).ctas_per_sm - _RESERVED_BYTES
+
+
+def run(arch: str, kernel: Kernel, call: Call, **schedule: Any) -> Results:
+    """A launch into memory full of NaN; raises for whatever the emulator finds wrong."""
+    with launches() as asked, emulate.device(arch, **schedule) as device:
+        found = launch(device, kernel, call)
+    assert asked[-1].smem_bytes <= shared_memory(kernel), "the stages leave too little shared memory"
+    return found
+
+
+class Place(Protocol):
+    """A device that launches run on: emulated, or a bench of mutants."""
+
+    @property
+    def arch(self) -> str: ...
+
+    def touching(self, *tensors: Tensor) -> AbstractContextManager[None]:
+        """Restricts launches inside the block to these tensors' memory."""
+        ...
+
+
+def launch(device: Place, kernel: Kernel, call: Call) -> Results:
+    """A launch on an emulated device."""
+    features, (k, v, table) = kernel.features, call.cache
+    q = torch.cat(call.q)
+    (T, Hq, _), Hk = q.shape, k.shape[2]
+    cu_seqlens_q = torch.tensor([0, *torch.tensor([len(x) for x in call.q]).cumsum(0)], dtype=torch.int32)
+    seqused_k = torch.tensor([len(x) for x in call.k], dtype=torch.int32)
+    out, lse = torch.full((T, Hq, features.Dv), math.nan, dtype=q.dtype), torch.full((Hq, T), math.nan)
+    max_seqlen_q = max(len(x) for x in call.q) + call.more_tokens
+    tiles = -(-max_seqlen_q * (Hq // Hk) // kernel.rows)
+    partial: tuple[Tensor | None, ...] = (None, None, None)
+    if kernel.splits:
+        partial = (
+            torch.full((call.num_splits, T, Hq, features.Dv), math.nan),
+            torch.full((call.num_splits, Hq, T), math.nan),
+            torch.zeros(len(call.q) * Hk * tiles, dtype=torch.int32),
+        )
+    params = (call.scale, call.softcap, call.left, call.right, max_seqlen_q, call.split_keys)
+    tensors = (q, k, v, table, cu_seqlens_q, seqused_k, call.sinks, out, lse, *partial)
+    with device.touching(*(x for x in tensors if x is not None)):
+        compiled(device.arch, kernel)(*tensors, params)
+    assert partial[2] is None or not partial[2].any(), "the counters are not back at 0"
+    return Results(out, lse)
+
+
+def results(features: Features, call: Call, dtype: torch.dtype) -> Results:
+    """Results by definition, in `dtype`."""
+    band = Band(call.left if features.left else None, call.right if features.right else None)
+    scoring = Scoring(call.scale, band, call.softcap)
+    own = None if call.sinks is None else call.sinks.to(dtype)
+    found = [
+        attention(*(x[None].to(dtype) for x in tensors), scoring, own)
+        for tensors in zip(call.q, call.k, call.v, strict=True)
+    ]
+    return Results(torch.cat([out[0] for out, _ in found]), torch.cat([lse[0] for _, lse in found], 1))
+
+
+def check_results(features: Features, call: Call, found: Results) -> None:
+    exact, peer = (results(features, call, dtype) for dtype in (torch.float64, call.q[0].dtype))
+    for name, result, truth, plain in zip(Results._fields, found, exact, peer, strict=True):
+        testing.assert_close_as_peer(result, truth, plain, what=name)
