@@ -31,7 +31,7 @@ KEYS = [
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, cubin.Code]:
-    return compiled_files.codes(one_of(107, KEYS), tmp_path_factory)
+    return compiled_files.codes(one_of(150, KEYS), tmp_path_factory)
 
 
 def test_nothing_spills(compiled: dict[Key, cubin.Code]) -> None:

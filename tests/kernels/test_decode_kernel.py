@@ -44,7 +44,7 @@ KERNELS = [
 ]
 
 
-@pytest.mark.parametrize(("arch", "name", "kernel"), one_of(25, KERNELS))
+@pytest.mark.parametrize(("arch", "name", "kernel"), one_of(37, KERNELS))
 @given(data=st.data())
 @settings(max_examples=examples(3, 12))
 def test_results_are_right_whatever_the_schedule(
@@ -83,7 +83,7 @@ def test_any_page_number_is_safe(arch: str) -> None:
 
 
 @given(left=st.integers(0, 150), right=st.integers(-150, 0), num_splits=st.integers(1, 4))
-@settings(max_examples=examples(4, 20))
+@settings(max_examples=examples(3, 20))
 def test_keys_that_no_token_sees_are_not_read(left: int, right: int, num_splits: int) -> None:
     """Neither they nor their places in the table matter."""
     kernel = PAGED._replace(features=SMALL._replace(left=True))
@@ -202,7 +202,7 @@ def last_tokens(draw: st.DrawFn, features: Features) -> Tokens:
 
 @pytest.mark.parametrize(("name", "arch"), one_of(4, [(name, arch) for name in INVARIANT for arch in ARCHS]))
 @given(data=st.data())
-@settings(max_examples=examples(4, 20))
+@settings(max_examples=examples(3, 20))
 def test_a_row_has_the_same_bits_in_any_batch(name: str, arch: str, data: st.DataObject) -> None:
     """Tokens at once, in chunks among other sequences, or one by one; in tiles and splits of any number."""
     features, draw = INVARIANT[name], data.draw
