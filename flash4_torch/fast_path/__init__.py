@@ -35,14 +35,13 @@ from torch._C import _is_any_autocast_enabled
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.compiler import is_dynamo_compiling
 
-from .. import backends
-from ..backends import ALIGNMENT, Launch, Prepares, Shares
+from ..backends import ALIGNMENT, Launch, Shares
 from ..ops import autocast_inputs
 from ..ops.impl import describe_inputs, weights_of
 from ..problem import CallOptions, Inputs, Problem
 from . import graphs
 from .calls import Door, FastCall, in_turn
-from .gradients import FastAutograd
+from .gradients import FastAutograd, prepares
 from .slow_path import must_take_slow_path
 
 Signature = tuple[Any, ...]
@@ -91,7 +90,7 @@ def lookup(
             or v.is_neg()
         ):
             return None, None
-        more: tuple[Any, ...] = ()
+        more: tuple[Any, ...] = ("autocast",) if _is_any_autocast_enabled() else ()
         for x in others:
             if x is None:
                 more += (None,)
@@ -163,8 +162,8 @@ def _prepared(
 
 
 def _launch(problem: Problem, inputs: Inputs, average_heads: bool | None) -> Launch | None:
-    backend = backends.choose(problem)
-    if not isinstance(backend, Prepares):
+    backend = prepares(problem)
+    if backend is None:
         return None
     if average_heads is None:
         return backend.prepare(inputs, problem)
@@ -173,11 +172,8 @@ def _launch(problem: Problem, inputs: Inputs, average_heads: bool | None) -> Lau
         if both is not None:
             return both
     of_weights = weights_of(problem)
-    weigher = backends.choose(of_weights)
-    forward = backend.prepare(inputs, problem)
-    weigh = None
-    if isinstance(weigher, Prepares):
-        weigh = weigher.prepare_weights(inputs, of_weights, average_heads)
+    forward, weigher = backend.prepare(inputs, problem), prepares(of_weights)
+    weigh = None if weigher is None else weigher.prepare_weights(inputs, of_weights, average_heads)
     return None if forward is None or weigh is None else in_turn(forward, weigh, average_heads)
 
 

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
+from torch._C import _is_any_autocast_enabled
 from torch.compiler import is_dynamo_compiling
 
 from .. import backends
 from ..backends import ALIGNMENT, BackwardLaunch, Launch, Prepares
+from ..backends.base import DecidesNothing
 from ..ops import autograd
 from ..ops.impl import backward_of
 from ..problem import CallOptions, Inputs, Problem, Saved
@@ -26,7 +28,19 @@ _MOST = 64
 """Combinations of strides to remember per signature of the forward."""
 
 Strides = tuple[int, ...]
+"""Those of dout; -1 follows under autocast."""
 Grads = tuple[Tensor | None, ...]
+
+
+def prepares(problem: Problem) -> Prepares | None:
+    """The backend that serves the problem, if it can prepare calls.
+
+    Below the operators there is no autocast; here there may be, and it would change calls into torch.
+    """
+    backend = backends.choose(problem)
+    if isinstance(backend, DecidesNothing) and _is_any_autocast_enabled():
+        return None
+    return backend if isinstance(backend, Prepares) else None
 
 
 class FastAutograd(FastCall):
@@ -73,7 +87,7 @@ class FastAutograd(FastCall):
         # As in `fast_path.lookup`, which has already checked the other tensors.
         if dout_at % ALIGNMENT or not dout_at or dout.is_neg():
             return None
-        return dout.stride()
+        return (*dout.stride(), -1) if _is_any_autocast_enabled() else dout.stride()
 
     def gradients(self, dout: Tensor | None, more: Grads, saved: Saved, inputs: Inputs) -> Grads:
         """Gradients of q, k, v and the sinks, from those of out and `more`: of lse and, if any, the weights.
@@ -97,10 +111,10 @@ class FastAutograd(FastCall):
         if strides in self.backwards or len(self.backwards) >= _MOST:
             return
         problem = backward_of(self.problem, None)
-        backend, launch = backends.choose(problem), None
-        if isinstance(backend, Prepares):
-            launch = backend.prepare_backward(saved, inputs, problem)
-        self.backwards[strides] = launch
+        backend = prepares(problem)
+        self.backwards[strides] = (
+            None if backend is None else backend.prepare_backward(saved, inputs, problem)
+        )
 
 
 def _forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:

@@ -24,6 +24,7 @@ from flash4_torch import compile, env, forks
 from flash4_torch.backends import emulator, tile_counters
 from flash4_torch.compile import Key, jit
 from flash4_torch.emulator import build
+from flash4_torch.reference import dropout
 
 source = Path(sys.argv[1]) / "answer.cpp"
 source.write_text('extern "C" int answer() { return 42; }')
@@ -54,12 +55,14 @@ CALLS = {
     "build": builds,
     "jit": lambda: jit.build(key, Path(tempfile.mkdtemp(dir=sys.argv[1]))).stem == key.digest,
     "function": lambda: compile.function(*key) == "loaded",
+    "dropout": lambda: dropout.Dropout(q.long().view(-1)[:2], 0.5).tile((1,) * 4, *[range(1)] * 3).all() <= 1,
 }
 LOCKS = {
     "emulator": emulator._one_at_a_time.held,
     "tile_counters": tile_counters._giving_out.held,
     "build": build._one_at_a_time.held,
     "jit": jit._one_at_a_time.held,
+    "dropout": dropout._masks._lock.held,
     "function": lambda: compile._locks.setdefault(key, threading.Lock()),
 }
 
@@ -93,8 +96,8 @@ def test_a_forked_child_goes_on_without_the_threads_that_hold_locks(tmp_path: Pa
     command = [sys.executable, "-c", path + CODE, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    lines = ["emulator 0", "tile_counters 0", "build 0", "jit 0", "function 0", "parent 0"]
-    assert done.stdout.splitlines() == lines, done.stderr
+    names = ("emulator", "tile_counters", "build", "jit", "function", "dropout", "parent")
+    assert done.stdout.splitlines() == [f"{name} 0" for name in names], done.stderr
 
 
 def test_there_are_no_other_locks() -> None:
@@ -106,4 +109,5 @@ def test_there_are_no_other_locks() -> None:
         if isinstance(node, ast.Attribute) and node.attr in ("Lock", "RLock", "Condition", "Semaphore")
     }
     users = {"backends/emulator.py", "backends/tile_counters.py", "emulator/build.py", "compile/jit.py"}
+    users |= {"reference/dropout.py"}
     assert found == {"forks.py", "compile/__init__.py", *users}

@@ -212,3 +212,19 @@ def test_parameters_that_are_replaced_are_seen() -> None:
         torch.testing.assert_close(attention(x, x, x)[0], 2 * before)
         attention.out_proj.bias = None
         assert attention(x, x, x)[0].shape == before.shape
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_a_call_that_plain_torch_serves_is_the_same_under_autocast(dropout_p: float) -> None:
+    q, k, v = (torch.randn(2, 16, 2, 16).bfloat16().requires_grad_() for _ in range(3))
+
+    def results() -> tuple[torch.Tensor, ...]:
+        torch.manual_seed(0)
+        out = flash4_torch.attention(q, k, v, softcap=5.0, dropout_p=dropout_p)
+        return out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))
+
+    expected = results()
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(3):
+            assert all(map(torch.equal, results(), expected))
+    assert all(map(torch.equal, results(), expected))
