@@ -113,8 +113,8 @@ class Shares(Prepares, Protocol):
         ...
 
 
-class DecidesNothing:
-    """Base of backends in plain torch: a prepared call does what an unprepared one does, and only that."""
+class CallsTorch:
+    """Base of backends made of calls into torch: nothing about a call can be decided in advance."""
 
     forward: Callable[..., Results]
     backward: Callable[..., Grads]

@@ -11,7 +11,7 @@ from ..problem import Inputs, Problem, Saved, has_float_mask
 from ..reference import sinks, tiled
 from ..reference.scoring import working_dtype
 from . import sequences
-from .base import DecidesNothing, Grads, Launch, Results, WithoutWeights
+from .base import CallsTorch, Grads, Launch, Results, WithoutWeights
 from .tiled import Tiled, prepare_both, scoring, sinks_gradient
 
 # torch's own binding, which takes half the time of `torch.ops`.
@@ -23,7 +23,7 @@ _ADDED = {dtype: tuple(torch.tensor([0.0, -torch.inf], dtype=dtype).unbind()) fo
 """What a bool mask adds to scores where it is True, and where it is False."""
 
 
-class Cpu(DecidesNothing, WithoutWeights):
+class Cpu(CallsTorch, WithoutWeights):
     """The `cpu` backend.
 
     Varlen runs one sequence at a time; sequences that the kernel cannot serve (empty ones, causal ones with

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..problem import Inputs, Problem, Saved
 from ..reference import sinks
-from .base import DecidesNothing, Grads, Results, WithoutWeights
+from .base import CallsTorch, Grads, Results, WithoutWeights
 from .cpu import beyond_plain, heads_first, is_causal, not_top_left, sees_nothing
 from .tiled import sinks_gradient
 
@@ -26,7 +26,7 @@ _MOST = 65535
 """Batch entries and heads: the kernel's grid has no more."""
 
 
-class Efficient(DecidesNothing, WithoutWeights):
+class Efficient(CallsTorch, WithoutWeights):
     """The `efficient` backend.
 
     Causal is aligned to the top left. A row that attends to nothing gives 0, but its lse has to be mended. KV

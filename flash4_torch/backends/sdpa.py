@@ -6,7 +6,7 @@ import torch
 
 from ..problem import Inputs, Problem, Saved
 from ..reference import sinks
-from .base import DecidesNothing, Grads, Results, WithoutWeights
+from .base import CallsTorch, Grads, Results, WithoutWeights
 from .cpu import beyond_plain, heads_first, is_causal
 from .tiled import sinks_gradient
 
@@ -17,7 +17,7 @@ _DTYPES = (torch.float16, torch.bfloat16)
 _MAX_D = 256
 
 
-class Sdpa(DecidesNothing, WithoutWeights):
+class Sdpa(CallsTorch, WithoutWeights):
     name = "sdpa"
 
     def why_not(self, problem: Problem) -> list[str]:

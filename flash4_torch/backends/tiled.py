@@ -12,10 +12,10 @@ from ..reference.dropout import Dropout
 from ..reference.scoring import Scoring
 from ..reference.weights import WeightsGradients
 from . import sequences
-from .base import DecidesNothing, Grads, Launch, Results, WeightsLaunch
+from .base import CallsTorch, Grads, Launch, Results, WeightsLaunch
 
 
-class Tiled(DecidesNothing):
+class Tiled(CallsTorch):
     name = "tiled"
 
     def why_not(self, problem: Problem) -> list[str]:

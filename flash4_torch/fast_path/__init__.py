@@ -2,10 +2,11 @@
 
 Argument checks, the dispatcher and the choice of a backend take several times as long as a launch. They do
 not look at any tensor's values, so their result is the same for the same sizes, strides, dtypes and flags.
-The law here: the fast path may only do what the slow path would do (output and weights of a small call on a
-CPU, which it computes in one go, may differ by a rounding). So it is taken if
+The law here: the fast path may only do what the slow path would do. One exception differs by a rounding: it
+computes output and weights of a small call on a CPU in one go. So it is taken if
 
-- the slow path has served a call of the same signature, and its backend could `prepare` a launch for it;
+- the slow path has served a call of the same signature, and its backend could `prepare` a launch for it
+  (calls that return weights take it from the first one on, so that they repeat bit for bit);
 - no observer is active that it would bypass: no tangent is requested; no mode, subclass, transform, tracer or
   profiler is active; autocast would change no tensor; fresh memory is not filled (deterministic algorithms);
   no environment variable or context chooses or observes a backend; no hook takes the tensors autograd saves.
@@ -41,8 +42,8 @@ from ..ops.impl import describe_inputs, weights_of
 from ..problem import CallOptions, Inputs, Problem
 from . import graphs
 from .calls import Door, FastCall, in_turn
-from .gradients import FastAutograd, prepares
-from .slow_path import must_take_slow_path
+from .conditions import must_take_slow_path, prepares
+from .gradients import FastAutograd
 
 Signature = tuple[Any, ...]
 """Everything that the slow path's decisions depend on. Types come last: True == 1 == 1.0, and each is served
@@ -128,7 +129,7 @@ def record(
     max_seqlens: tuple[int, int] | None = None,
     average_heads: bool | None = None,
 ) -> None:
-    """Prepares calls of this signature, after the slow path has served one.
+    """Prepares calls of this signature, after the slow path has served one or at least checked it.
 
     inputs: the tensors in the backends' layout; no RNG state is needed. max_seqlens: of a varlen call.
     average_heads: None if the call does not return weights.

@@ -15,14 +15,12 @@ from torch import Tensor, is_grad_enabled
 from torch._C import _is_any_autocast_enabled
 from torch.compiler import is_dynamo_compiling
 
-from .. import backends
-from ..backends import ALIGNMENT, BackwardLaunch, Launch, Prepares
-from ..backends.base import DecidesNothing
+from ..backends import ALIGNMENT, BackwardLaunch, Launch
 from ..ops import autograd
 from ..ops.impl import backward_of
 from ..problem import CallOptions, Inputs, Problem, Saved
 from .calls import Door, FastCall
-from .slow_path import must_take_slow_path
+from .conditions import must_take_slow_path, prepares
 
 _MOST = 64
 """Combinations of strides to remember per signature of the forward."""
@@ -30,17 +28,6 @@ _MOST = 64
 Strides = tuple[int, ...]
 """Those of dout; -1 follows under autocast."""
 Grads = tuple[Tensor | None, ...]
-
-
-def prepares(problem: Problem) -> Prepares | None:
-    """The backend that serves the problem, if it can prepare calls.
-
-    Below the operators there is no autocast; here there may be, and it would change calls into torch.
-    """
-    backend = backends.choose(problem)
-    if isinstance(backend, DecidesNothing) and _is_any_autocast_enabled():
-        return None
-    return backend if isinstance(backend, Prepares) else None
 
 
 class FastAutograd(FastCall):

@@ -6,7 +6,8 @@ them to do but the last, whose result is the same for the same sizes, strides, d
 that of `flash4_torch.fast_path`: wherever somebody might tell the difference, the operator is called.
 
 The functions are attributes of `torch.ops.flash4`, a name that every compiled graph can resolve, also one
-from Inductor's cache on disk. Graphs in C++ (AOTInductor) call the operators.
+from Inductor's cache on disk. Graphs in C++ (AOTInductor) call the operators, and so do calls of packed
+sequences and gradients of weights.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _is_any_autocast_enabled
 
-from .. import backends
-from ..backends import ALIGNMENT, Prepares
+from ..backends import ALIGNMENT
 from ..ops import schema
 from ..ops.after_import import after_import
 from ..ops.impl import backward_of, describe_inputs, weights_of
-from ..problem import CallOptions, Inputs, Saved, SavedWeights
-from .slow_path import must_take_slow_path
+from ..problem import CallOptions, Inputs, Saved, SavedWeights, has_float_mask
+from .conditions import must_take_slow_path, prepares
 
 Results = tuple[Tensor, ...]
 Launch = Callable[..., Results]
@@ -45,7 +46,9 @@ def _direct(op: Any, prepare: Prepare) -> Callable[..., Any]:
     """The operator as compiled graphs call it."""
 
     def call(*args: Any) -> Any:
-        key = None if must_take_slow_path() else _signature(op, args)
+        # Graphs run without autocast, except a backward inside a context that its forward was not in.
+        is_watched = must_take_slow_path() or _is_any_autocast_enabled()
+        key = None if is_watched else _signature(op, args)
         if key is None:
             return op(*args)
         launch = _launches.get(key)
@@ -79,12 +82,12 @@ def _attention(results: Results, *args: Any) -> Launch | None:
     q, k, v, attn_mask, sinks, rng_state, *options = args
     inputs = Inputs(q, k, v, attn_mask, sinks, rng_state)
     problem = describe_inputs(inputs, CallOptions(*options))
-    backend = backends.choose(problem)
-    run = backend.prepare(inputs, problem) if isinstance(backend, Prepares) else None
-    if run is None:
+    backend = prepares(problem)
+    launch = None if backend is None else backend.prepare(inputs, problem)
+    if launch is None:
         return None
     # Without a floating mask it has no elements, and all calls share it.
-    launch, no_low = run, results[2]
+    no_low = results[2]
 
     def attention(*args: Any) -> Results:
         out, lse, low, _ = launch(Inputs(*args[:6]))
@@ -96,17 +99,17 @@ def _attention(results: Results, *args: Any) -> Launch | None:
 def _attention_backward(results: Results, *args: Any) -> Launch | None:
     dout, dlse, q, k, v, out, lse, low, *masked_by = args
     attn_mask, sinks, rng_state, *options, mask_grad = masked_by
-    if dlse is not None or mask_grad or (low is None and _is_float(attn_mask)):
+    if dlse is not None or mask_grad or (low is None and has_float_mask(attn_mask)):
+        return None
+    if low is not None and not low.is_contiguous():
         return None
     inputs = Inputs(q, k, v, attn_mask, sinks, rng_state)
     problem = backward_of(describe_inputs(inputs, CallOptions(*options)), None)
-    backend = backends.choose(problem)
-    run = None
-    if isinstance(backend, Prepares):
-        run = backend.prepare_backward(Saved(dout, None, out, lse, False, low), inputs, problem)
-    if run is None:
+    backend, saved = prepares(problem), Saved(dout, None, out, lse, False, low)
+    launch = None if backend is None else backend.prepare_backward(saved, inputs, problem)
+    if launch is None:
         return None
-    launch, no_dmask, no_dsinks = run, *results[3:]
+    no_dmask, no_dsinks = results[3:]
 
     def backward(*args: Any) -> Results:
         dout, _, q, k, v, out, lse, low, attn_mask, sinks, rng_state, *_ = args
@@ -121,13 +124,12 @@ def _attention_weights(results: Tensor, *args: Any) -> Launch | None:
     q, k, lse, low, attn_mask, sinks, rng_state, *scores, average_heads = args
     inputs = Inputs(q, k, k, attn_mask, sinks, rng_state)
     problem = weights_of(describe_inputs(inputs, CallOptions(*scores)))
-    backend = backends.choose(problem)
-    run = None
-    if isinstance(backend, Prepares) and lse.is_contiguous() and (low is None or low.is_contiguous()):
-        run = backend.prepare_weights(inputs, problem, average_heads)
-    if run is None:
+    if not lse.is_contiguous() or not (low is None or low.is_contiguous()):
         return None
-    launch = run
+    backend = prepares(problem)
+    launch = None if backend is None else backend.prepare_weights(inputs, problem, average_heads)
+    if launch is None:
+        return None
 
     def weights(*args: Any) -> Any:
         q, k, lse, low, attn_mask, sinks, rng_state, *_ = args
@@ -135,10 +137,6 @@ def _attention_weights(results: Tensor, *args: Any) -> Launch | None:
         return launch(saved, Inputs(q, k, k, attn_mask, sinks, rng_state))
 
     return weights
-
-
-def _is_float(mask: Tensor | None) -> bool:
-    return mask is not None and mask.is_floating_point()
 
 
 _PREPARES: dict[str, Prepare] = {

@@ -95,14 +95,16 @@ class _Masks:
 
     def of(self, call: tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor:
         """The mask of a call, made now if it is not among them."""
-        with self._lock.held():
-            mask = self._masks.get(call)
-            if mask is None:
-                mask = self._masks[call] = make()
-                self._weights += mask.numel()
-            while len(self._masks) > self.COUNT or self._weights > self.WEIGHTS:
-                self._weights -= self._masks.pop(next(iter(self._masks))).numel()
-            return mask
+        mask = self._masks.get(call)
+        if mask is None:
+            mask = make()
+            with self._lock.held():
+                if call not in self._masks:
+                    self._masks[call] = mask
+                    self._weights += mask.numel()
+                while len(self._masks) > self.COUNT or self._weights > self.WEIGHTS:
+                    self._weights -= self._masks.pop(next(iter(self._masks))).numel()
+        return mask
 
 
 _masks = _Masks()

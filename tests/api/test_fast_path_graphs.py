@@ -148,6 +148,17 @@ def test_a_forced_backend_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert used == {("attention", "tiled"): 1}
 
 
+def test_autocast_does_not_reach_what_the_operator_calls() -> None:
+    q, k, v = (x.bfloat16() for x in qkv())
+    rng_state = testing.peek_rng_state("cpu")
+    args = (q, k, v, None, None, rng_state, 0.3, None, None, 5.0, 0.3, False)
+    expected = OPERATORS["attention"](*args)
+    for _ in range(2):
+        assert_same_bits(DIRECT["attention"](*args), expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same_bits(DIRECT["attention"](*args), expected)
+
+
 def test_the_memory_is_bounded_and_holds_no_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "_MOST", 4)
     for S in range(1, 12):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import flash4_torch
 from flash4_torch import testing
+from flash4_torch.reference import dropout as dropout_module
 from flash4_torch.reference.dropout import Dropout, philox, thresholds
 
 WORD = 0xFFFFFFFF
@@ -272,3 +273,32 @@ def test_torchs_generator_rules() -> None:
     torch.manual_seed(3)
     assert torch.equal(flash4_torch.attention(q, q, q, dropout_p=0.5), first)
     assert not torch.equal(first, second)
+
+
+@given(st.integers(0, 99), st.tuples(*[st.integers(1, 40)] * 2), st.integers(1, 3), st.data())
+def test_a_tile_is_a_part_of_the_mask(seed: int, sizes: tuple[int, int], B: int, data: st.DataObject) -> None:
+    rng_state, (Sq, Sk) = torch.tensor([seed, 7]), sizes
+    ends = [sorted(data.draw(st.tuples(*[st.integers(0, n)] * 2))) for n in (B, Sq, Sk)]
+    batch, rows, keys = (range(*pair) for pair in ends)
+    for first_batch in (0, 1, 0):
+        dropout = Dropout(rng_state, 0.3, first_batch)
+        tile = dropout.tile((B, 2, Sq, Sk), batch, rows, keys)
+        whole = dropout.keep(range(B), 2, range(Sq), range(Sk))
+        assert torch.equal(tile, whole[batch.start : batch.stop, :, rows.start : rows.stop][..., keys])
+
+
+def test_small_masks_are_made_once_and_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks, made = dropout_module._Masks(), []
+    monkeypatch.setattr(dropout_module, "_masks", masks)
+    keep = Dropout.keep
+    monkeypatch.setattr(Dropout, "keep", lambda self, *spans: made.append(spans) or keep(self, *spans))
+    every = (range(2), range(16), range(16))
+    for _ in range(2):
+        Dropout(torch.tensor([1, 2]), 0.3).tile((2, 3, 16, 16), *every)
+    assert len(made) == 1
+    for offset in range(masks.COUNT + 5):
+        Dropout(torch.tensor([1, offset]), 0.3).tile((1, 1, 2, 2), range(1), range(2), range(2))
+    assert len(masks._masks) == masks.COUNT
+    monkeypatch.setattr(masks, "WEIGHTS", 100)
+    Dropout(torch.tensor([9, 9]), 0.3).tile((1, 1, 5, 5), range(1), range(5), range(5))
+    assert sum(x.numel() for x in masks._masks.values()) == masks._weights <= 100

@@ -1,0 +1,63 @@
+"""`reference.at_once`: the same results as tile by tile, in any number of parts."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flash4_torch.masks import Band
+from flash4_torch.reference import at_once, tiled, weights
+from flash4_torch.reference.dropout import Dropout
+from flash4_torch.reference.scoring import Scoring
+
+BOUND = st.none() | st.integers(-2, 9)
+BANDS = st.one_of(st.builds(Band, BOUND, st.none()), st.builds(Band, st.none(), BOUND))
+
+
+@given(
+    st.tuples(*[st.integers(1, n) for n in (4, 12, 12, 3)]),
+    BANDS,
+    st.sampled_from(["", "bool", "float"]),
+    st.sampled_from([None, 0.0, 0.3, 1.0]),
+    st.booleans(),
+    st.integers(1, 3),
+)
+def test_parts_of_a_batch_equal_tiles(
+    sizes: tuple[int, int, int, int], band: Band, mask: str, p: float | None, average: bool, entries: int
+) -> None:
+    B, Sq, Sk, H = sizes
+    generator = torch.Generator().manual_seed(sum(sizes))
+    q, k, v = (torch.randn(B, S, H, 4, generator=generator, dtype=torch.float64) for S in (Sq, Sk, Sk))
+    seen = torch.rand(B, 1, Sq, Sk, generator=generator) < 0.5
+    added = torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)
+    dropout = None if p is None else Dropout(torch.tensor([5, 7]), p)
+    scoring = Scoring(0.4, band, 0.0, {"": None, "bool": seen, "float": added}[mask], dropout)
+    assert at_once.is_small(q, k, scoring)
+    with mock.patch.object(at_once, "_MOST", entries * Sq * Sk * H):
+        found = at_once.forward(q, k, v, scoring, average)
+        without = at_once.forward(q, k, v, scoring)
+    out, lse, low = tiled.forward(q, k, v, scoring)
+    shown = weights.forward(q, k, lse, low, scoring, average)
+    for actual, expected in ((found.out, out), (found.lse, lse), (found.weights, shown)):
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+        assert actual is not None and actual.is_contiguous()
+    assert without.weights is None and torch.equal(without.out, found.out)
+
+
+@given(st.integers(0, 99), st.sampled_from([-1e9, 1e7, 0.0]))
+def test_lse_and_its_error_are_exact_together(seed: int, size: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(2, 9, 2, 8, generator=generator) for _ in range(3))
+    mask = torch.full((1, 1, 9, 9), size)
+    found = at_once.forward(q, k, v, Scoring(0.3, attn_mask=mask))
+    exact = at_once.forward(q.double(), k.double(), v.double(), Scoring(0.3))
+    assert found.lse_low is not None
+    # Scores next to a large mask keep few digits; what is left of them is summed up exactly.
+    scores = (q * 0.3).transpose(1, 2) @ k.permute(0, 2, 3, 1) + mask
+    together = found.lse.double() + found.lse_low.double()
+    torch.testing.assert_close(together, scores.double().logsumexp(-1), rtol=0.0, atol=1e-6)
+    if size == 0.0:
+        torch.testing.assert_close(together, exact.lse, rtol=1e-5, atol=1e-5)
