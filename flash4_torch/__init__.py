@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import errors
 from .api import attention, attention_varlen, scaled_dot_product_attention, support
+from .kvcache import attention_kvcache
 from .nn import MultiheadAttention, replace_attention
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "MultiheadAttention",
     "attention",
+    "attention_kvcache",
     "attention_varlen",
     "errors",
     "flash_attn",

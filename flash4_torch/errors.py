@@ -126,6 +126,16 @@ class DoubleBackwardError(Flash4Error, RuntimeError):
         )
 
 
+class NoGradientError(Flash4Error, RuntimeError):
+    """A gradient was requested of a function that has none: `NoGradientError(function)`."""
+
+    def __str__(self) -> str:
+        return (
+            f"flash4_torch.{self.args[0]} has no gradient: call it under torch.no_grad(), "
+            "or train with flash4_torch.attention or attention_varlen."
+        )
+
+
 class ForwardModeError(Flash4Error, NotImplementedError):
     """A forward-mode derivative was requested: a NotImplementedError, like torch's for a missing one."""
 

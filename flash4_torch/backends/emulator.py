@@ -41,15 +41,9 @@ class Emulator:
 
     def why_not(self, problem: Problem) -> list[str]:
         spec = problem.spec
-        asked = env.BACKEND.get() == self.name
-        why = [] if asked else [f"it serves only where {env.BACKEND.name}={self.name} asks for it"]
-        missing = [package for module, package in _NEEDED.items() if not importlib.util.find_spec(module)]
-        if missing:
-            why.append(f"{' and '.join(missing)} must be installed (pip install 'flash4_torch[kernels]')")
-        if spec.device != "cpu":
-            why.append(f"the tensors are on {spec.device}, and it serves cpu")
+        why = why_not_emulated(spec.device)
         # FLASH4_ARCH is read only if this backend was asked for; otherwise a wrong value does not matter.
-        return why + _no_kernels(problem) if asked else why
+        return why + _no_kernels(problem) if _is_asked_for() else why
 
     def kernels(self, problem: Problem) -> str:
         """Names the kernels that serve a problem."""
@@ -104,19 +98,19 @@ class _Emulated(Compiled):
         return TARGETS[_arch()]
 
     def find(self, problem: Problem) -> Find:
-        return _launching
+        return emulated_find
 
     def sms(self) -> int:
-        return _num_sms()
+        return emulated_num_sms()
 
     def kernel(self, problem: Problem, index: int) -> forward.Kernel:
-        return forward.decide(self.target(problem), problem, _num_sms(), _launching)
+        return forward.decide(self.target(problem), problem, emulated_num_sms(), emulated_find)
 
     def weights_kernel(self, problem: Problem, average_heads: bool) -> weights_launch.Kernel:
-        return weights_launch.decide(self.target(problem), problem, average_heads, _launching)
+        return weights_launch.decide(self.target(problem), problem, average_heads, emulated_find)
 
     def backward_kernels(self, problem: Problem, index: int) -> backward.Kernels:
-        return backward.decide(self.target(problem), problem, _num_sms(), _launching)
+        return backward.decide(self.target(problem), problem, emulated_num_sms(), emulated_find)
 
     def counter(self, index: int) -> Tensor:
         """One counter for all launches: a launch that does not leave it at 0 spoils the next one."""
@@ -124,6 +118,21 @@ class _Emulated(Compiled):
 
 
 _emulated = _Emulated()
+
+
+def why_not_emulated(device: str) -> list[str]:
+    """The reasons why the emulator runs nothing for tensors on that kind of device."""
+    why = [] if _is_asked_for() else [f"it serves only where {env.BACKEND.name}={Emulator.name} asks for it"]
+    missing = [package for module, package in _NEEDED.items() if not importlib.util.find_spec(module)]
+    if missing:
+        why.append(f"{' and '.join(missing)} must be installed (pip install 'flash4_torch[kernels]')")
+    if device != "cpu":
+        why.append(f"the tensors are on {device}, and it serves cpu")
+    return why
+
+
+def _is_asked_for() -> bool:
+    return env.BACKEND.get() == Emulator.name
 
 
 def _target() -> Target | None:
@@ -176,14 +185,16 @@ def _arch() -> str:
     return device.arch if device else env.ARCH.get()
 
 
-def _num_sms() -> int:
+def emulated_num_sms() -> int:
+    """SMs of the emulated GPU."""
     from ..emulator import emulate, host
 
     device = emulate.active()
     return (device and device.options.num_sms) or host.ARCHITECTURES[_arch()].num_sms
 
 
-def _launching(entry: str, static: tuple[object, ...]) -> Function:
+def emulated_find(entry: str, static: tuple[object, ...]) -> Function:
+    """The kernel of an entry and its static arguments; calling it runs it in the emulator."""
     return functools.partial(_launch, entry, static)
 
 

@@ -24,6 +24,7 @@ _DEFAULT_STREAM = 0
 """The only stream that CUDA cannot capture."""
 
 _of_stream: dict[tuple[int, int], Tensor] = {}
+_many_of_stream: dict[tuple[int, int, int], Tensor] = {}
 _unused: dict[int, list[Tensor]] = {}
 _giving_out = forks.Lock()
 
@@ -38,6 +39,22 @@ def counter(index: int) -> Tensor:
     return _give_out(key) if found is None else found
 
 
+def counters(index: int, number: int) -> Tensor:
+    """`number` counters or more, int32, for a launch on the current stream of CUDA device `index`."""
+    stream, bits = _current_stream(index), (number - 1).bit_length()
+    if stream != _DEFAULT_STREAM and _is_capturing(index):
+        return _zeros(index, number)
+    key = index, stream, bits
+    found = _many_of_stream.get(key)
+    if found is None:
+        with _giving_out.held():
+            if key not in _many_of_stream:
+                # Fewer ones stay where they are: launches under way may use them.
+                _many_of_stream[key] = _fresh(index, 1 << bits)
+            found = _many_of_stream[key]
+    return found
+
+
 def _give_out(key: tuple[int, int]) -> Tensor:
     with _giving_out.held():
         if key not in _of_stream:
@@ -48,14 +65,18 @@ def _give_out(key: tuple[int, int]) -> Tensor:
 
 
 def _block(index: int) -> list[Tensor]:
+    words = _fresh(index, _STREAMS * _APART)
+    return [words[i : i + 1] for i in range(0, len(words), _APART)]
+
+
+def _fresh(index: int, number: int) -> Tensor:
     """Fresh counters, which every stream sees as 0.
 
     While torch.compile prepares a CUDA graph, this thread's allocations come from the graph's memory, where
     nothing may stay; another thread's allocations do not.
     """
     with ThreadPoolExecutor(max_workers=1) as other_thread:
-        words = other_thread.submit(_zeros, index, _STREAMS * _APART, wait=True).result()
-    return [words[i : i + 1] for i in range(0, len(words), _APART)]
+        return other_thread.submit(_zeros, index, number, wait=True).result()
 
 
 def _zeros(index: int, n: int, wait: bool = False) -> Tensor:

@@ -6,6 +6,8 @@ for 35 KB (4.5 TB/s over 132 SMs, a microsecond of latency).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 WARPS = 4
 KEYS = 64
 """Keys in a block: the order of sums, and so the bits of a result, depend on it."""
@@ -49,3 +51,12 @@ def num_splits(tiles: int, max_seqlen_k: int, num_sms: int) -> int:
 def invariant_splits(max_seqlen_k: int, split_keys: int = SPLIT_KEYS) -> int:
     """Splits of `split_keys` keys, a multiple of `KEYS`, that hold any sequence up to `max_seqlen_k` keys."""
     return max(1, -(-max_seqlen_k // split_keys))
+
+
+class DecodeForm(NamedTuple):
+    paged: bool
+    splits: bool
+    ragged: bool
+    lengths: bool
+    causal_flags: bool = False
+    cache_dtype: str = ""

@@ -268,16 +268,17 @@ def max_seqlen(name: str, value: int | Tensor | None, total: int) -> int:
     return value
 
 
-def cu_seqlens_values(name: str, lengths: Tensor, total: int, longest: int) -> None:
-    """Requires cumulative lengths that rise from 0 to `total` in steps of at most `longest`.
+def cu_seqlens_values(name: str, lengths: Tensor, total: int, longest: int, *, padded: bool = False) -> None:
+    """Requires cumulative lengths that rise from 0 to `total`, if `padded` below, in steps up to `longest`.
 
     They are read on the CPU only: reading them from a GPU would wait for it.
     """
     if lengths.device.type != "cpu":
         return
     values = lengths.tolist()
-    if values[0] != 0 or values[-1] != total:
-        raise RangeError(name, values, f"it must begin with 0 and end with the packed length, {total}")
+    if values[0] != 0 or (values[-1] > total if padded else values[-1] != total):
+        end = f"{'at most ' if padded else ''}the packed length, {total}"
+        raise RangeError(name, values, f"it must begin with 0 and end with {end}")
     steps = [b - a for a, b in pairwise(values)]
     if any(step < 0 for step in steps):
         raise RangeError(name, values, "it must not decrease: a sequence cannot have a negative length")

@@ -13,6 +13,7 @@ from flash4_torch import ahead, testing
 PUBLIC = [
     "MultiheadAttention",
     "attention",
+    "attention_kvcache",
     "attention_varlen",
     "errors",
     "flash_attn",

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ...configs.sections import Section
+from ...masks import Band
 from ...problem import Problem
 from ...reference.dropout import thresholds
 
@@ -34,11 +35,11 @@ class LaunchParams(NamedTuple):
 
 
 def launch_params(problem: Problem, max_seqlen: int, section: Section, num_sms: int) -> LaunchParams:
-    left, right = (0 if b is None else max(-FARTHEST, min(b, FARTHEST)) for b in problem.band)
+    left, right = kernel_band(problem.band)
     drop_byte, drop_fraction = thresholds(problem.dropout_p)
     return LaunchParams(
         scale=problem.scale,
-        softcap=min(max(problem.softcap, _SMALLEST_SOFTCAP), _LARGEST_SOFTCAP),
+        softcap=kernel_softcap(problem.softcap),
         left=left,
         right=right,
         max_seqlen=max_seqlen,
@@ -49,6 +50,16 @@ def launch_params(problem: Problem, max_seqlen: int, section: Section, num_sms: 
         keep_scale=0.0 if problem.dropout_p >= 1.0 else 1.0 / (1.0 - problem.dropout_p),
         run_length=section.run_length,
     )
+
+
+def kernel_band(band: Band) -> tuple[int, int]:
+    """A band's bounds in 32 bits; those that there are not are 0, and kernels do not read them."""
+    left, right = (0 if b is None else max(-FARTHEST, min(b, FARTHEST)) for b in band)
+    return left, right
+
+
+def kernel_softcap(softcap: float) -> float:
+    return min(max(softcap, _SMALLEST_SOFTCAP), _LARGEST_SOFTCAP)
 
 
 def mask_dtype(problem: Problem) -> str:

@@ -16,6 +16,7 @@ PREPROCESS = "flash4_torch.kernels.aux_kernels.bwd_preprocess:compile_preprocess
 POSTPROCESS = "flash4_torch.kernels.aux_kernels.bwd_postprocess:compile_postprocess"
 GROUP_REDUCE = "flash4_torch.kernels.aux_kernels.bwd_group_reduce:compile_group_reduce"
 SINKS_GRADIENT = "flash4_torch.kernels.aux_kernels.bwd_sinks:compile_sinks_gradient"
+DECODE = "flash4_torch.kernels.decode.launch:compile_decode"
 WEIGHTS = "flash4_torch.kernels.weights.launch:compile_weights"
 MASK_BLOCKS = "flash4_torch.kernels.aux_kernels.mask_blocks:compile_mask_blocks"
 

@@ -1,0 +1,199 @@
+"""The backend of our compiled kernels for attention over a KV cache: its limits, and its launches."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import env
+from ...configs import decode
+from ...configs.decode import DecodeForm
+from ...configs.types import LARGE_SOFTCAP, Features
+from ...kvcache_problem import CacheInputs, CacheProblem
+from .. import tile_counters
+from ..compiled.backend import missing_packages, num_sms
+from ..compiled.params import FARTHEST, dtype_name, kernel_band, kernel_softcap
+from ..compiled.targets import DECODE, Find, Target
+from ..compiled.tensors import is_readable, lengths, readable
+
+_DTYPES = (torch.bfloat16, torch.float16)
+_STEP, _MAX_D = 8, 256
+_ALIGNMENT = 16
+"""Bytes."""
+_MOST_CTAS = 65535
+"""CTAs along the second and third dimension of a grid."""
+
+
+class Kernel(NamedTuple):
+    """What serves a problem."""
+
+    features: Features
+    rows: int
+    num_splits: int
+    split_keys: int
+    form: DecodeForm
+
+
+class DecodeParams(NamedTuple):
+    """Numbers of a launch; `kernels.decode.params.DecodeParams` documents the same fields."""
+
+    scale: float
+    softcap: float
+    left: int
+    right: int
+    max_seqlen_q: int
+    split_keys: int
+
+
+class Compiled:
+    """The backend that serves the GPUs of its targets."""
+
+    def __init__(self, name: str, *targets: Target):
+        self.name = name
+        self._targets = {target.capability: target for target in targets}
+
+    def why_not(self, problem: CacheProblem) -> list[str]:
+        spec = problem.spec
+        if spec.device != "cuda":
+            return [f"the tensors are on {spec.device}, and it serves cuda"]
+        why = []
+        if spec.capability not in self._targets:
+            served = " and ".join(map(str, self._targets))
+            why.append(f"the GPU's compute capability is {spec.capability}, and it serves {served}")
+        if missing := missing_packages(exported=bool(env.AOT_DIR.get())):
+            why.append(f"{' and '.join(missing)} must be installed (pip install 'flash4_torch[kernels]')")
+        return [*why, *limits(problem)]
+
+    def attend(self, inputs: CacheInputs, problem: CacheProblem, out: Tensor, lse: Tensor) -> None:
+        if not (problem.extent.B and out.numel()):
+            return
+        index = inputs.q.get_device()
+        kernel = decide(problem, self.sms(index))
+        function = self.find(problem)(DECODE, (kernel.features, kernel.rows, kernel.form))
+        target = out if is_readable(out) else torch.empty_like(out, memory_format=torch.contiguous_format)
+        partial: tuple[Tensor | None, ...] = (None, None, None)
+        if kernel.form.splits:
+            partial = (
+                lse.new_empty(kernel.num_splits, *out.shape),
+                lse.new_empty(kernel.num_splits, *lse.shape),
+                self.counters(index, _tiles(problem, kernel.rows)),
+            )
+        causal, sinks, table = inputs.causal, inputs.sinks, inputs.block_table
+        function(
+            readable(inputs.q),
+            _canonical(inputs.k_cache),
+            _canonical(inputs.v_cache),
+            table,
+            lengths(inputs.cu_seqlens_q),
+            lengths(inputs.seqused_k),
+            lengths(causal) if kernel.form.causal_flags else None,
+            sinks if sinks is None else sinks.contiguous(),
+            inputs.k_scale,
+            inputs.v_scale,
+            target,
+            lse,
+            *partial,
+            params_of(problem, kernel.split_keys),
+        )
+        if target is not out:
+            out.copy_(target)
+
+    # The emulator's backend overrides the following methods.
+
+    def find(self, problem: CacheProblem) -> Find:
+        """The function that gets compiled kernels."""
+        return self._targets[problem.spec.capability].find
+
+    def sms(self, index: int) -> int:
+        return num_sms(index)
+
+    def counters(self, index: int, number: int) -> Tensor:
+        """Counters of tiles, int32, which are 0."""
+        return tile_counters.counters(index, number)
+
+
+@lru_cache(maxsize=1024)
+def limits(problem: CacheProblem) -> tuple[str, ...]:
+    """The reasons why the kernel cannot serve the problem, on whatever device it is."""
+    spec, extent = problem.spec, problem.extent
+    why = []
+    if spec.dtype not in _DTYPES:
+        why.append(f"the dtype is {spec.dtype}, and it serves bfloat16 and float16")
+    for name, D in (("D", spec.D), ("Dv", spec.Dv)):
+        if D % _STEP or D > _MAX_D:
+            why.append(f"{name} is {D}, and it serves multiples of {_STEP} up to {_MAX_D}")
+    if not spec.aligned:
+        why.append("rows of the cache are not contiguous at multiples of 16 bytes")
+    if spec.sinks not in ("", "bfloat16", "float16", "float32"):
+        why.append(f"sinks are {spec.sinks}, and it takes up to float32")
+    if max(extent.max_seqlen_k, extent.T) > FARTHEST:
+        why.append(f"the sizes are {tuple(extent)}, and it counts positions in 32 bits")
+    elif max(extent.B, _tiles(problem, decode.ROWS[-1]) // max(extent.B, 1)) > _MOST_CTAS:
+        why.append(f"the sizes are {tuple(extent)}, and a grid has up to {_MOST_CTAS} of each")
+    return tuple(why)
+
+
+@lru_cache(maxsize=4096)
+def decide(problem: CacheProblem, num_sms: int) -> Kernel:
+    """The kernel, and how it divides the keys."""
+    spec, extent = problem.spec, problem.extent
+    rows = decode.rows(extent.max_seqlen_q, spec.group)
+    most = max(1, -(-extent.max_seqlen_k // decode.KEYS))
+    split_keys = 0
+    if spec.batch_invariant:
+        split_keys, num_splits = decode.SPLIT_KEYS, decode.invariant_splits(extent.max_seqlen_k)
+    elif problem.num_splits:
+        num_splits = min(problem.num_splits, most)
+    else:
+        num_splits = decode.num_splits(_tiles(problem, rows), extent.max_seqlen_k, num_sms)
+    form = DecodeForm(
+        paged=spec.paged,
+        splits=num_splits > 1,
+        ragged=spec.ragged,
+        lengths=spec.lengths,
+        causal_flags=spec.causal_flags and problem.band.right is not None,
+        cache_dtype="" if spec.cache_dtype == spec.dtype else dtype_name(spec.cache_dtype),
+    )
+    return Kernel(features_of(problem), rows, num_splits, split_keys, form)
+
+
+def features_of(problem: CacheProblem) -> Features:
+    """The features that the kernel must have; a bound that masks nothing does not count."""
+    spec, band, extent = problem.spec, problem.band, problem.extent
+    return Features(
+        dtype=dtype_name(spec.dtype),
+        D=spec.D,
+        Dv=spec.Dv,
+        left=band.left is not None and band.left < extent.max_seqlen_k - 1,
+        right=band.right is not None and band.right < extent.max_seqlen_q - 1,
+        softcap=spec.softcap,
+        scaled=spec.softcap or problem.scale <= 0.0,
+        large_softcap=problem.softcap > LARGE_SOFTCAP,
+        sinks=spec.sinks,
+    )
+
+
+def _canonical(cache: Tensor) -> Tensor:
+    """The cache with strides that the kernel accepts, also of dimensions of size 1."""
+    step = _ALIGNMENT // cache.element_size()
+    if all(stride % step == 0 for stride in cache.stride()[:-1]):
+        return cache
+    strides = [0 if size == 1 else stride for size, stride in zip(cache.shape, cache.stride(), strict=True)]
+    return cache.as_strided(cache.shape, [*strides[:-1], 1])
+
+
+def params_of(problem: CacheProblem, split_keys: int) -> DecodeParams:
+    softcap = kernel_softcap(problem.softcap)
+    return DecodeParams(
+        problem.scale, softcap, *kernel_band(problem.band), problem.extent.max_seqlen_q, split_keys
+    )
+
+
+def _tiles(problem: CacheProblem, rows: int) -> int:
+    """Tiles of rows of all KV heads and sequences."""
+    extent = problem.extent
+    return extent.B * extent.Hk * math.ceil(extent.max_seqlen_q * problem.spec.group / rows)

@@ -1,0 +1,30 @@
+"""Our compiled kernels, run on CPU tensors by the emulator, where FLASH4_BACKEND=emulator asks for it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...kvcache_problem import CacheProblem
+from ..compiled.targets import Find
+from ..emulator import emulated_find, emulated_num_sms, why_not_emulated
+from .compiled import Compiled, limits
+
+
+class Emulator(Compiled):
+    """The backend of the GPU that FLASH4_ARCH names, with the emulator in place of the GPU."""
+
+    def __init__(self) -> None:
+        super().__init__("emulator")
+
+    def why_not(self, problem: CacheProblem) -> list[str]:
+        return why_not_emulated(problem.spec.device) or list(limits(problem))
+
+    def find(self, problem: CacheProblem) -> Find:
+        return emulated_find
+
+    def sms(self, index: int) -> int:
+        return emulated_num_sms()
+
+    def counters(self, index: int, number: int) -> Tensor:
+        return torch.zeros(number, dtype=torch.int32)

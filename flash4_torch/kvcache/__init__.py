@@ -1,0 +1,11 @@
+"""Attention for serving: over KV caches, paged or dense.
+
+    out = attention_kvcache(q, k_cache, v_cache, block_table=table, seqused_k=lengths, causal=True)
+
+Lengths and tables stay on the device: no call waits for them, and a CUDA graph may be replayed after they
+have changed. There are no gradients.
+"""
+
+from .attend import attention_kvcache
+
+__all__ = ["attention_kvcache"]

@@ -1,0 +1,175 @@
+"""Checks of arguments about KV caches; each error names the argument, its value and the limit."""
+
+from __future__ import annotations
+
+import reprlib
+
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError, DeviceError, DtypeError, LayoutError, RangeError, ShapeError
+from ..ops.check import is_dense
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FLOAT8 = torch.float8_e4m3fn
+
+
+def tensors(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        _tensor(name, x)
+
+
+def _tensor(name: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise ArgumentError(name, type(x).__name__, "it must be a tensor")
+    if not is_dense(x):
+        raise LayoutError(name, x.layout, "it must be dense, strided memory")
+
+
+def caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    """Requires caches that fit q (T, Hq, D) or (B, Sq, Hq, D), and each other."""
+    if q.dim() not in (3, 4):
+        raise ShapeError("q", tuple(q.shape), "it must be (T, Hq, D) or (B, Sq, Hq, D)")
+    if q.dtype not in DTYPES:
+        raise DtypeError("q", q.dtype, "it must be bfloat16, float16 or float32")
+    pair(k_cache, v_cache)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.dtype not in (q.dtype, FLOAT8):
+            raise DtypeError(name, cache.dtype, f"it must have q's dtype, {q.dtype}, or be float8_e4m3fn")
+        if cache.device != q.device:
+            raise DeviceError(name, cache.device, f"it must be on q's device, {q.device}")
+    if q.shape[-1] != k_cache.shape[-1]:
+        raise ShapeError("k_cache", tuple(k_cache.shape), f"its last dimension must be q's, {q.shape[-1]}")
+    Hq, Hk = q.shape[-2], k_cache.shape[2]
+    if Hk < 1 or Hq < 1 or Hq % Hk:
+        hint = (
+            "; caches are (pages, page_size, Hk, D): transpose(1, 2) makes that of (pages, Hk, page_size, D)"
+        )
+        raise ShapeError(
+            "q", tuple(q.shape), f"its {Hq} heads must be a positive multiple of k_cache's {Hk}{hint}"
+        )
+
+
+def pair(k_cache: Tensor, v_cache: Tensor) -> None:
+    """Requires caches (pages, page_size, Hk, D) and (pages, page_size, Hk, Dv) of one dtype."""
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.dim() != 4 or 0 in cache.shape[1:]:
+            limit = "it must be (pages, page_size, Hk, D), or (B, S, Hk, D) without block_table, of no size 0"
+            raise ShapeError(name, tuple(cache.shape), limit)
+    if k_cache.shape[:3] != v_cache.shape[:3]:
+        limit = f"all but its last dimension must be k_cache's, {tuple(k_cache.shape[:3])}"
+        raise ShapeError("v_cache", tuple(v_cache.shape), limit)
+    if k_cache.dtype != v_cache.dtype:
+        raise DtypeError("v_cache", v_cache.dtype, f"it must have k_cache's dtype, {k_cache.dtype}")
+
+
+def sequences(
+    q: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    seqused_k: Tensor | None,
+) -> int:
+    """The number of sequences, on which all arguments must agree."""
+    if block_table is not None:
+        integers("block_table", block_table, q)
+        if block_table.dim() != 2:
+            raise ShapeError("block_table", tuple(block_table.shape), "it must be (B, blocks)")
+        if seqused_k is None:
+            raise ArgumentError("seqused_k", None, "with block_table it must say how many keys there are")
+    B = k_cache.shape[0] if block_table is None else block_table.shape[0]
+    whose = "k_cache's first dimension" if block_table is None else "block_table's rows"
+    if q.dim() == 4:
+        if cu_seqlens_q is not None:
+            raise ArgumentError("cu_seqlens_q", _shape(cu_seqlens_q), "it goes with packed q, (T, Hq, D)")
+        if q.shape[0] != B:
+            raise ShapeError("q", tuple(q.shape), f"its batch size must be {B}, {whose}")
+    else:
+        if cu_seqlens_q is None:
+            raise ArgumentError("cu_seqlens_q", None, "packed q, (T, Hq, D), needs it")
+        lengths("cu_seqlens_q", cu_seqlens_q, q, B + 1, f"(B + 1,), with B = {B}, {whose}")
+    if seqused_k is not None:
+        lengths("seqused_k", seqused_k, q, B, f"(B,), with B = {B}, {whose}")
+    return B
+
+
+def lengths(name: str, x: Tensor, q: Tensor, number: int, shape: str) -> None:
+    """Requires that many int32 on q's device; nobody reads them here."""
+    integers(name, x, q)
+    if x.dim() != 1 or x.shape[0] != number:
+        raise ShapeError(name, tuple(x.shape), f"it must be {shape}")
+
+
+def integers(name: str, x: Tensor, q: Tensor) -> None:
+    _tensor(name, x)
+    if x.dtype != torch.int32:
+        raise DtypeError(name, x.dtype, "it must be int32")
+    if x.device != q.device:
+        raise DeviceError(name, x.device, f"it must be on q's device, {q.device}")
+
+
+def causal_flags(causal: bool | Tensor, B: int, q: Tensor) -> Tensor | None:
+    """The flags as int32, or None for a bool."""
+    if not isinstance(causal, Tensor):
+        return None
+    if causal.dtype not in (torch.bool, torch.int32):
+        raise DtypeError("causal", causal.dtype, "it must be a bool, or a tensor of bool or int32")
+    if causal.shape != (B,):
+        raise ShapeError("causal", tuple(causal.shape), f"it must be a bool, or (B,) = ({B},)")
+    if causal.device != q.device:
+        raise DeviceError("causal", causal.device, f"it must be on q's device, {q.device}")
+    return causal.to(torch.int32)
+
+
+def cache_scale(name: str, value: Tensor | None, cache: Tensor, B: int, Hk: int) -> Tensor | None:
+    """The scale as a view (B, Hk); None only if the cache has no 8-bit numbers."""
+    if cache.dtype != FLOAT8:
+        if value is not None:
+            limit = f"it goes with a float8 cache, and this one is {cache.dtype}"
+            raise ArgumentError(name, _shape(value), limit)
+        return None
+    if value is None:
+        return torch.ones((), device=cache.device).expand(B, Hk)
+    _tensor(name, value)
+    if value.dtype != torch.float32:
+        raise DtypeError(name, value.dtype, "it must be float32")
+    if value.device != cache.device:
+        raise DeviceError(name, value.device, f"it must be on the cache's device, {cache.device}")
+    if tuple(value.shape) not in ((), (1,), (Hk,), (B, Hk), (B, 1)):
+        raise ShapeError(name, tuple(value.shape), f"it must be (), (Hk,) or (B, Hk), ({B}, {Hk})")
+    return value.expand(B, Hk)
+
+
+def num_splits(value: int | None) -> int:
+    """The number, or 0 for the backend's choice."""
+    if value is None:
+        return 0
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise ArgumentError("num_splits", reprlib.repr(value), "it must be an int or None")
+    if not 1 <= value <= 1 << 30:
+        raise RangeError("num_splits", value, "it must be from 1 to 2**30; None leaves it to us")
+    return value
+
+
+def out(target: Tensor, q: Tensor, v_cache: Tensor) -> Tensor:
+    """The tensor to write to."""
+    _tensor("out", target)
+    shape = (*q.shape[:-1], v_cache.shape[-1])
+    if tuple(target.shape) != shape:
+        raise ShapeError("out", tuple(target.shape), f"it must be {shape}")
+    if target.dtype != q.dtype:
+        raise DtypeError("out", target.dtype, f"it must have q's dtype, {q.dtype}")
+    if target.device != q.device:
+        raise DeviceError("out", target.device, f"it must be on q's device, {q.device}")
+    if q.dim() == 4 and not _is_viewable(target):
+        limit = "its first two dimensions must be one: flatten(0, 1) must be a view"
+        raise LayoutError("out", target.stride(), limit)
+    return target
+
+
+def _is_viewable(x: Tensor) -> bool:
+    return 0 in x.shape[:2] or x.shape[0] == 1 or x.shape[1] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
+
+
+def _shape(x: object) -> object:
+    return f"a tensor {tuple(x.shape)}" if isinstance(x, Tensor) else reprlib.repr(x)
