@@ -22,6 +22,9 @@ _PACKAGE = Path(__file__).parents[1]
 _LAYOUT = 1
 """Version of the kernels' files; increase it when this package changes what they contain."""
 
+CONFIGS = ("decode", "types", "weights")
+"""Modules of configs/ that kernels import; numbers of others enter `static`."""
+
 _MADE_BY = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
 
 
@@ -65,7 +68,7 @@ def versions() -> dict[str, str]:
 
 @functools.cache
 def fingerprint(entry: str) -> str:
-    """A hash of a kernel's sources: all of kernels/, and the entry's module if that is elsewhere."""
+    """A hash of a kernel's sources: kernels/, `CONFIGS`, and the entry's module if that is elsewhere."""
     return _hash_of_sources(entry)
 
 
@@ -75,7 +78,8 @@ def is_edited(entry: str) -> bool:
 
 
 def _hash_of_sources(entry: str) -> str:
-    files = [*sorted((_PACKAGE / "kernels").rglob("*.py")), _PACKAGE / "configs" / "types.py"]
+    configs = [_PACKAGE / "configs" / f"{name}.py" for name in CONFIGS]
+    files = [*sorted((_PACKAGE / "kernels").rglob("*.py")), *configs]
     module = entry.partition(":")[0]
     if not module.startswith("flash4_torch.kernels."):
         spec = importlib.util.find_spec(module)

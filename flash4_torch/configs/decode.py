@@ -8,6 +8,24 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+
+class DecodeForm(NamedTuple):
+    """The tensors that a launch of the decode kernel has, and how K and V are stored."""
+
+    paged: bool
+    """Whether a block table says where keys are; otherwise sequence b has entry b of the cache."""
+    splits: bool
+    """Whether keys may be split among CTAs."""
+    ragged: bool
+    """Whether cu_seqlens_q says which tokens a sequence has; otherwise all have max_seqlen_q of them."""
+    lengths: bool
+    """Whether seqused_k says how many keys a sequence has; otherwise as many as there is room for."""
+    causal_flags: bool = False
+    """Whether a flag of each sequence says if the right bound holds for it."""
+    cache_dtype: str = ""
+    """The cache's dtype; '' for that of Q."""
+
+
 WARPS = 4
 KEYS = 64
 """Keys in a block: the order of sums, and so the bits of a result, depend on it."""
@@ -51,12 +69,3 @@ def num_splits(tiles: int, max_seqlen_k: int, num_sms: int) -> int:
 def invariant_splits(max_seqlen_k: int, split_keys: int = SPLIT_KEYS) -> int:
     """Splits of `split_keys` keys, a multiple of `KEYS`, that hold any sequence up to `max_seqlen_k` keys."""
     return max(1, -(-max_seqlen_k // split_keys))
-
-
-class DecodeForm(NamedTuple):
-    paged: bool
-    splits: bool
-    ragged: bool
-    lengths: bool
-    causal_flags: bool = False
-    cache_dtype: str = ""

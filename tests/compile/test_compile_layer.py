@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shutil
@@ -214,7 +215,8 @@ def test_what_has_no_lasting_name_is_refused(part: Any) -> None:
 
 
 def _another_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, text in (("kernels/sm90/fwd.py", "x = 1"), ("configs/types.py", "")):
+    configs = {f"configs/{name}.py": "" for name in key.CONFIGS}
+    for name, text in {"kernels/sm90/fwd.py": "x = 1", **configs}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(key, "_PACKAGE", tmp_path)
@@ -251,7 +253,19 @@ def test_a_change_of_any_source_changes_the_fingerprint(
         seen.add(key.fingerprint("flash4_torch.kernels.a:f"))
     file.rename(file.with_name("other.py"))
     seen.add(key.fingerprint("flash4_torch.kernels.a:f"))
-    assert len(seen) == 4
+    assert len(seen) == 3 + len(key.CONFIGS)
+
+
+def test_every_config_that_kernels_import_is_hashed() -> None:
+    kernels = Path(key.__file__).parents[1] / "kernels"
+    found = set()
+    for file in kernels.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                package, _, module = node.module.partition(".")
+                if package == "configs":
+                    found |= {module} if module else {alias.name for alias in node.names}
+    assert found == set(key.CONFIGS)
 
 
 def test_architectures_by_capability() -> None:

@@ -201,7 +201,8 @@ def weights(arch: str) -> Subject:
 
 def decode(arch: str, rows: int) -> Subject:
     """The decode kernel; its ring goes round twice in each of two splits, and one sequence has one split."""
-    kernel = decode_calls.Kernel(Features("bfloat16", 128, 128, right=True), rows, True, True)
+    form = decode_configs.DecodeForm(paged=True, splits=True, ragged=True, lengths=True)
+    kernel = decode_calls.Kernel(Features("bfloat16", 128, 128, right=True), rows, form)
     generator = torch.manual_seed(0)
     q, k, v = (
         tuple(torch.randn(n, heads, 128, generator=generator).bfloat16() for n in lengths)

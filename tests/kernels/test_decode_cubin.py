@@ -9,6 +9,7 @@ import cubin
 from everything import one_of
 from flash4_torch.compile import Key
 from flash4_torch.configs import decode
+from flash4_torch.configs.decode import DecodeForm
 from flash4_torch.configs.types import Features
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
@@ -18,10 +19,15 @@ BAND = {"left": True, "right": True}
 SOFTCAP = {"softcap": True, "scaled": True, "large_softcap": True}
 HEADS = ((256, 256), (128, 128), (64, 64), (192, 128), (96, 96), (8, 256))
 USES: tuple[dict[str, object], ...] = ({**SOFTCAP, **BAND, "sinks": "float32"}, {"right": True}, {})
+FORMS = (
+    DecodeForm(paged=True, splits=True, ragged=True, lengths=True),
+    DecodeForm(paged=False, splits=True, ragged=False, lengths=False),
+    DecodeForm(paged=True, splits=False, ragged=True, lengths=True),
+    DecodeForm(paged=False, splits=False, ragged=False, lengths=True),
+)
 KEYS = [
-    Key(ENTRY, (Features(("bfloat16", "float16")[i % 2], *heads)._replace(**uses), rows, paged, splits), arch)
-    for splits in (True, False)
-    for paged in (True, False)
+    Key(ENTRY, (Features(("bfloat16", "float16")[i % 2], *heads)._replace(**uses), rows, form), arch)
+    for form in FORMS
     for i, heads in enumerate(HEADS)
     for uses in USES
     for rows in decode.ROWS[::-1]

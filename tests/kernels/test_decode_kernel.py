@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -16,6 +16,7 @@ import decode_calls
 from decode_calls import Cache, Call, Kernel, Results, calls, check_results, make_cache, run
 from everything import examples, one_of
 from flash4_torch.configs import decode
+from flash4_torch.configs.decode import DecodeForm
 from flash4_torch.configs.types import Features
 from flash4_torch.testing import emulate
 
@@ -34,17 +35,23 @@ FEATURES = {
     ),
     "scaled": Features("bfloat16", 192, 128, scaled=True, right=True),
 }
-KERNELS = [
-    (arch, name, Kernel(features, rows, paged, splits))
-    for paged in (True, False)
+FORMS = [
+    DecodeForm(paged, splits, ragged, lengths)
+    for paged, lengths in ((True, True), (False, True), (False, False))
+    for ragged in (True, False)
     for splits in (True, False)
+]
+KERNELS = [
+    (arch, name, Kernel(features, rows, form._replace(causal_flags=flags)))
+    for form in FORMS
     for rows in decode.ROWS
     for name, features in FEATURES.items()
+    for flags in {False, features.right}
     for arch in ARCHS
 ]
 
 
-@pytest.mark.parametrize(("arch", "name", "kernel"), one_of(37, KERNELS))
+@pytest.mark.parametrize(("arch", "name", "kernel"), one_of(89, KERNELS))
 @given(data=st.data())
 @settings(max_examples=examples(3, 12))
 def test_results_are_right_whatever_the_schedule(
@@ -58,7 +65,8 @@ def test_results_are_right_whatever_the_schedule(
 
 
 SMALL = Features("bfloat16", 64, 64, right=True)
-PAGED = Kernel(SMALL, 16, True, True)
+FORM = DecodeForm(paged=True, splits=True, ragged=True, lengths=True)
+PAGED = Kernel(SMALL, 16, FORM)
 
 
 def one_sequence(features: Features, tokens: int, keys: int, page_size: int = 16, **more: object) -> Call:
@@ -80,6 +88,34 @@ def test_any_page_number_is_safe(arch: str) -> None:
         : call.cache.table[0, ::2].numel()
     ]
     run(arch, PAGED, call)
+
+
+ANY_INT32 = st.one_of(st.integers(-3, 300), st.integers(-(2**31), 2**31 - 1))
+
+
+@pytest.mark.parametrize("paged", [True, False])
+@given(tokens=st.lists(ANY_INT32, min_size=3, max_size=3), keys=st.lists(ANY_INT32, min_size=2, max_size=2))
+@example(tokens=[0, 2**31 - 1, 5], keys=[2**31 - 1, -1])
+@example(tokens=[-9, 3, -(2**31)], keys=[300, 2**31 - 1])
+@settings(max_examples=examples(3, 30))
+def test_any_lengths_are_safe(paged: bool, tokens: list[int], keys: list[int]) -> None:
+    """Whatever the lengths are, the launch touches nothing but its tensors and ends."""
+    one = one_sequence(SMALL, tokens=3, keys=200, num_splits=2)
+    q, k, v = ((x[0], x[0]) for x in (one.q, one.k, one.v))
+    cache = make_cache(k, v, torch.Generator().manual_seed(0), "rows", 16 if paged else None)
+    kernel, call = PAGED._replace(form=FORM._replace(paged=paged)), replace(one, q=q, k=k, v=v, cache=cache)
+    with emulate.device("sm_90a") as device:
+        numbers = (torch.tensor(x, dtype=torch.int32) for x in (tokens, keys))
+        decode_calls.launch(device, kernel, call, **dict(zip(("tokens", "keys"), numbers, strict=True)))
+
+
+def test_an_empty_cache_has_no_keys() -> None:
+    call = one_sequence(SMALL, tokens=2, keys=0, num_splits=2)
+    k, v, _ = call.cache
+    empty = replace(call, cache=Cache(k[:0], v[:0], torch.zeros(1, 3, dtype=torch.int32)))
+    with emulate.device("sm_90a") as device:
+        out, lse = decode_calls.launch(device, PAGED, empty, keys=torch.tensor([40], dtype=torch.int32))
+    assert not out.any() and (lse == -torch.inf).all()
 
 
 @given(left=st.integers(0, 150), right=st.integers(-150, 0), num_splits=st.integers(1, 4))
@@ -119,7 +155,7 @@ def test_no_bank_conflicts(rows: int, D: int, Dv: int) -> None:
     features = SMALL._replace(D=D, Dv=Dv)
     call = one_sequence(features, tokens=9, keys=200, num_splits=2)
     with emulate.device("sm_90a") as device:
-        decode_calls.launch(device, Kernel(features, rows, True, True), call)
+        decode_calls.launch(device, Kernel(features, rows, FORM), call)
     moved = [
         line
         for line in device.reports[-1].lines
@@ -164,7 +200,7 @@ class Tokens:
             k.append(torch.randn(length, *self.k.shape[1:]).to(self.k.dtype))
             v.append(torch.randn(length, *self.v.shape[1:]).to(self.v.dtype))
         generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
-        page_size = draw(decode_calls.PAGE_SIZES) if kernel.paged else None
+        page_size = draw(decode_calls.PAGE_SIZES) if kernel.form.paged else None
         layout, more = draw(st.sampled_from(decode_calls.LAYOUTS)), draw(st.integers(0, 2))
         needed = decode.invariant_splits(max(map(len, k)), self.split_keys)
         call = Call(
@@ -176,9 +212,9 @@ class Tokens:
             softcap=5.0,
             left=self.left,
             sinks=self.sinks,
-            num_splits=needed + more if kernel.splits else 1,
+            num_splits=needed + more if kernel.form.splits else 1,
             split_keys=self.split_keys,
-            more_tokens=draw(st.integers(0, 9)),
+            more_tokens=draw(st.integers(0, 9)) if kernel.form.ragged else 0,
         )
         out, lse = run(arch, kernel, call, schedule="fuzz", seed=draw(st.integers(0, 9)))
         return Results(out[: len(self.q)], lse[:, : len(self.q)])
@@ -208,14 +244,14 @@ def test_a_row_has_the_same_bits_in_any_batch(name: str, arch: str, data: st.Dat
     features, draw = INVARIANT[name], data.draw
     tokens = draw(last_tokens(features))
     count, lengths = len(tokens.q), st.lists(st.integers(0, 500), max_size=2)
-    whole = tokens.results(draw, arch, Kernel(features, 64, True, True), [0, count], draw(lengths))
+    whole = tokens.results(draw, arch, Kernel(features, 64, FORM), [0, count], draw(lengths))
     chunks = sorted({0, count, *draw(st.sets(st.integers(0, count), max_size=3))})
     each = range(count + 1)
     others = [
-        tokens.results(draw, arch, Kernel(features, 32, True, True), chunks, draw(lengths)),
-        tokens.results(draw, arch, Kernel(features, 16, False, True), each),
+        tokens.results(draw, arch, Kernel(features, 32, FORM), chunks, draw(lengths)),
+        tokens.results(draw, arch, Kernel(features, 16, FORM._replace(paged=False, ragged=False)), each),
     ]
     if len(tokens.k) <= tokens.split_keys:
-        others.append(tokens.results(draw, arch, Kernel(features, 16, True, False), each))
+        others.append(tokens.results(draw, arch, Kernel(features, 16, FORM._replace(splits=False)), each))
     for found in others:
         assert torch.equal(found.out, whole.out) and torch.equal(found.lse, whole.lse)

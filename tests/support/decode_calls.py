@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flash4_torch import testing
 from flash4_torch.compile import jit
+from flash4_torch.configs.decode import DecodeForm
 from flash4_torch.configs.types import Features
 from flash4_torch.masks import Band
 from flash4_torch.reference.attention import attention
@@ -37,8 +38,7 @@ class Kernel(NamedTuple):
 
     features: Features
     rows: int
-    paged: bool
-    splits: bool
+    form: DecodeForm
 
 
 class Cache(NamedTuple):
@@ -73,12 +73,15 @@ class Call:
     split_keys: int = 0
     more_tokens: int = 0
     """How far max_seqlen_q is above the longest sequence."""
+    causal: tuple[int, ...] = ()
+    """A flag of each sequence; without them the right bound holds for all."""
 
     def __repr__(self) -> str:
         lengths = [(len(q), len(k)) for q, k in zip(self.q, self.k, strict=True)]
         cache = [(tuple(x.shape), x.stride()) for x in self.cache if x is not None]
         names = ("scale", "softcap", "left", "right", "sinks", "num_splits", "split_keys", "more_tokens")
-        return f"Call({lengths}, {self.q[0].shape}, {cache}, { {n: getattr(self, n) for n in names} })"
+        rest = {name: getattr(self, name) for name in (*names, "causal")}
+        return f"Call({lengths}, {self.q[0].shape}, {cache}, {rest})"
 
 
 @functools.cache
@@ -90,10 +93,18 @@ def compiled(arch: str, kernel: Kernel) -> Any:
 
 
 def make_cache(
-    k: Sequence[Tensor], v: Sequence[Tensor], generator: torch.Generator, layout: str, page_size: int | None
+    k: Sequence[Tensor],
+    v: Sequence[Tensor],
+    generator: torch.Generator,
+    layout: str,
+    page_size: int | None,
+    spare: int = 9,
 ) -> Cache:
-    """A cache of these sequences in pages at random places, or without pages if page_size is None."""
-    room = max(len(x) for x in k) + int(torch.randint(0, 9, (), generator=generator))
+    """A cache of these sequences in pages at random places, or without pages if page_size is None.
+
+    There is room for fewer than `spare` keys more than the longest one has.
+    """
+    room = max(len(x) for x in k) + int(torch.randint(0, spare, (), generator=generator))
     size = max(room, 1) if page_size is None else page_size
     blocks = 1 if page_size is None else -(-room // size) + 1
     pages = len(k) + 1 if page_size is None else len(k) * blocks + 2
@@ -139,11 +150,14 @@ def _storage(
 @st.composite
 def calls(draw: st.DrawFn, kernel: Kernel) -> Call:
     """Calls that a host may make of such a kernel."""
-    features = kernel.features
+    features, form = kernel.features, kernel.form
     Hk, group = draw(st.integers(1, 2)), draw(st.integers(1, 5))
     # One sequence at least has several splits, if there are any.
     lengths = [(draw(st.integers(1, 12)), draw(st.integers(129, 330)))]
     lengths += draw(st.lists(st.tuples(st.integers(0, 12), LENGTHS), max_size=2))
+    lengths = [
+        (n if form.ragged else lengths[0][0], keys if form.lengths else lengths[0][1]) for n, keys in lengths
+    ]
     lengths = draw(st.permutations(lengths))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
     dtype = getattr(torch, features.dtype)
@@ -151,21 +165,22 @@ def calls(draw: st.DrawFn, kernel: Kernel) -> Call:
         tuple(torch.randn(n[which], H, D, generator=generator).to(dtype) for n in lengths)
         for which, H, D in ((0, Hk * group, features.D), (1, Hk, features.D), (1, Hk, features.Dv))
     )
-    page_size = draw(PAGE_SIZES) if kernel.paged else None
+    page_size = draw(PAGE_SIZES) if form.paged else None
     scales = [0.0, -0.1, 0.2] if features.scaled else [features.D**-0.5, 0.5]
     return Call(
         q,
         k,
         v,
-        make_cache(k, v, generator, draw(st.sampled_from(LAYOUTS)), page_size),
+        make_cache(k, v, generator, draw(st.sampled_from(LAYOUTS)), page_size, 9 if form.lengths else 1),
         scale=draw(st.sampled_from(scales)),
         softcap=draw(st.sampled_from([1.0, 7.5])) if features.softcap else 0.0,
         left=draw(st.integers(-20, 200)) if features.left else 0,
         right=draw(st.one_of(st.just(0), st.integers(-100, 20))) if features.right else 0,
         sinks=draw(sinks(features, Hk * group)),
-        num_splits=draw(st.integers(2, 7)) if kernel.splits else 1,
-        split_keys=draw(st.sampled_from([0, 64, 128])) if kernel.splits else 0,
-        more_tokens=draw(st.integers(0, 2)),
+        num_splits=draw(st.integers(2, 7)) if form.splits else 1,
+        split_keys=draw(st.sampled_from([0, 64, 128])) if form.splits else 0,
+        more_tokens=draw(st.integers(0, 2)) if form.ragged else 0,
+        causal=tuple(draw(st.sampled_from([0, 1, -1])) for _ in q) if form.causal_flags else (),
     )
 
 
@@ -195,40 +210,54 @@ class Place(Protocol):
         ...
 
 
-def launch(device: Place, kernel: Kernel, call: Call) -> Results:
-    """A launch on an emulated device."""
-    features, (k, v, table) = kernel.features, call.cache
+def launch(
+    device: Place, kernel: Kernel, call: Call, *, tokens: Tensor | None = None, keys: Tensor | None = None
+) -> Results:
+    """A launch on an emulated device, with other cu_seqlens_q (`tokens`) and seqused_k (`keys`) if given."""
+    (features, _, form), (k, v, table) = kernel, call.cache
     q = torch.cat(call.q)
     (T, Hq, _), Hk = q.shape, k.shape[2]
-    cu_seqlens_q = torch.tensor([0, *torch.tensor([len(x) for x in call.q]).cumsum(0)], dtype=torch.int32)
-    seqused_k = torch.tensor([len(x) for x in call.k], dtype=torch.int32)
+    cu_seqlens_q, seqused_k = None, None
+    if form.ragged:
+        own = _int32([0, *torch.tensor([len(x) for x in call.q]).cumsum(0)])
+        cu_seqlens_q = own if tokens is None else tokens
+    if form.lengths:
+        seqused_k = _int32([len(x) for x in call.k]) if keys is None else keys
+    causal = _int32(call.causal) if form.causal_flags else None
     out, lse = torch.full((T, Hq, features.Dv), math.nan, dtype=q.dtype), torch.full((Hq, T), math.nan)
     max_seqlen_q = max(len(x) for x in call.q) + call.more_tokens
     tiles = -(-max_seqlen_q * (Hq // Hk) // kernel.rows)
     partial: tuple[Tensor | None, ...] = (None, None, None)
-    if kernel.splits:
+    if form.splits:
         partial = (
             torch.full((call.num_splits, T, Hq, features.Dv), math.nan),
             torch.full((call.num_splits, Hq, T), math.nan),
             torch.zeros(len(call.q) * Hk * tiles, dtype=torch.int32),
         )
     params = (call.scale, call.softcap, call.left, call.right, max_seqlen_q, call.split_keys)
-    tensors = (q, k, v, table, cu_seqlens_q, seqused_k, call.sinks, out, lse, *partial)
+    tensors = (
+        *(q, k, v, table, cu_seqlens_q, seqused_k, causal, call.sinks, None, None),
+        *(out, lse, *partial),
+    )
     with device.touching(*(x for x in tensors if x is not None)):
         compiled(device.arch, kernel)(*tensors, params)
     assert partial[2] is None or not partial[2].any(), "the counters are not back at 0"
     return Results(out, lse)
 
 
+def _int32(numbers: Sequence[Any]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
 def results(features: Features, call: Call, dtype: torch.dtype) -> Results:
     """Results by definition, in `dtype`."""
-    band = Band(call.left if features.left else None, call.right if features.right else None)
-    scoring = Scoring(call.scale, band, call.softcap)
     own = None if call.sinks is None else call.sinks.to(dtype)
-    found = [
-        attention(*(x[None].to(dtype) for x in tensors), scoring, own)
-        for tensors in zip(call.q, call.k, call.v, strict=True)
-    ]
+    found = []
+    flags = call.causal or (1,) * len(call.q)
+    for causal, *tensors in zip(flags, call.q, call.k, call.v, strict=True):
+        right = call.right if features.right and causal else None
+        scoring = Scoring(call.scale, Band(call.left if features.left else None, right), call.softcap)
+        found.append(attention(*(x[None].to(dtype) for x in tensors), scoring, own))
     return Results(torch.cat([out[0] for out, _ in found]), torch.cat([lse[0] for _, lse in found], 1))
 
 

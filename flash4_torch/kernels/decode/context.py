@@ -20,9 +20,12 @@ class Tensors(NamedTuple):
     k: cute.Tensor
     v: cute.Tensor
     block_table: cute.Tensor | None
-    cu_seqlens_q: cute.Tensor
-    seqused_k: cute.Tensor
+    cu_seqlens_q: cute.Tensor | None
+    seqused_k: cute.Tensor | None
+    causal: cute.Tensor | None
     sinks: cute.Tensor | None
+    k_scale: cute.Tensor | None
+    v_scale: cute.Tensor | None
     out: cute.Tensor
     lse: cute.Tensor
     partial_out: cute.Tensor | None

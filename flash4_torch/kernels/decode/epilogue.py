@@ -27,7 +27,7 @@ def epilogue(ctx: Context, t: Thread) -> None:
     for r in cutlass.range_constexpr(2):
         row, own = t.rows[r], values[r, None]
         if row < ctx.tile.num_rows:
-            if cutlass.const_expr(ctx.plan.splits):
+            if cutlass.const_expr(ctx.plan.form.splits):
                 if ctx.tile.num_splits > 1:
                     _store_partial(ctx, own, final.lse[r], row)
                 else:

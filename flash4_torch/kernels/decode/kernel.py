@@ -6,6 +6,8 @@ Q, K, V -> load -> mainloop -> epilogue -> out, lse
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
@@ -22,6 +24,9 @@ from .merge import is_last, merge
 from .params import DecodeParams
 from .plan import PARTS
 
+NO_BOUND = 1 << 30
+"""More keys than a sequence has."""
+
 
 @cute.kernel
 def decode_kernel(tensors: Tensors, layouts: tuple, params: DecodeParams, plan: cutlass.Constexpr) -> None:
@@ -37,7 +42,7 @@ def decode_kernel(tensors: Tensors, layouts: tuple, params: DecodeParams, plan: 
             sP = smem_layouts.allocate(memory, plan.dtype, layouts[3])[None, None, 0]
             sMax = memory.allocate_tensor(Float32, cute.make_layout((plan.rows, plan.key_warps)), 16)
             sSum = memory.allocate_tensor(Float32, cute.make_layout((4, plan.rows, PARTS)), 16)
-        if cutlass.const_expr(plan.splits):
+        if cutlass.const_expr(plan.form.splits):
             sCount = memory.allocate_tensor(Uint32, cute.make_layout(1), 16)
         ctx = Context(
             plan=plan,
@@ -57,7 +62,7 @@ def decode_kernel(tensors: Tensors, layouts: tuple, params: DecodeParams, plan: 
         t = make_thread(ctx)
         mainloop(ctx, t)
         epilogue(ctx, t)
-        if cutlass.const_expr(plan.splits):
+        if cutlass.const_expr(plan.form.splits):
             if tile.num_splits > 1:
                 if is_last(ctx, thread):
                     merge(ctx, thread)
@@ -68,17 +73,15 @@ def _tile(tensors: Tensors, params: DecodeParams, plan: cutlass.Constexpr) -> Ti
     """The CTA's tile: splits follow one another, then tiles of rows, KV heads, and sequences."""
     split, y, batch = cute.arch.block_idx()
     num_splits, heads_and_tiles, _ = cute.arch.grid_dim()
+    first_token, Sq, Sk, right = _sequence(tensors, params, batch, plan)
     Hk = Int32(tensors.k.shape[2])
     tiles = heads_and_tiles // Hk
     kv_head, index = y // tiles, y % tiles
     group = Int32(tensors.q.shape[1]) // Hk
-    first_token = tensors.cu_seqlens_q[batch]
-    Sq = tensors.cu_seqlens_q[batch + 1] - first_token
-    Sk = _keys_of(tensors, batch, plan)
     first_row, num_rows = index * plan.rows, Sq * group
     last_row = cutlass.max(cutlass.min(first_row + plan.rows, num_rows) - 1, first_row)
     tokens = first_row // group, last_row // group
-    band = make_band(Sq, Sk, params.left, params.right)
+    band = make_band(Sq, Sk, params.left, right)
     keys = [Int32(0), Sk]
     if cutlass.const_expr(plan.features.left):
         keys[0] = cutlass.max(tokens[0] + band.lowest, 0)
@@ -105,14 +108,41 @@ def _tile(tensors: Tensors, params: DecodeParams, plan: cutlass.Constexpr) -> Ti
     )
 
 
+class _Sequence(NamedTuple):
+    """A sequence's numbers, which are safe whatever the tensors hold."""
+
+    first_token: Int32
+    Sq: Int32
+    Sk: Int32
+    right: Int32
+    """The bound on the right, `NO_BOUND` where a flag lifts it."""
+
+
 @cute.jit
-def _keys_of(tensors: Tensors, batch: Int32, plan: cutlass.Constexpr) -> Int32:
-    """The keys of a sequence, which are at most those that there is room for."""
+def _sequence(tensors: Tensors, params: DecodeParams, batch: Int32, plan: cutlass.Constexpr) -> _Sequence:
+    form, T = plan.form, Int32(tensors.q.shape[0])
+    # None of these loads waits for another one.
+    first, end = batch * params.max_seqlen_q, (batch + 1) * params.max_seqlen_q
+    if cutlass.const_expr(form.ragged):
+        first, end = tensors.cu_seqlens_q[batch], tensors.cu_seqlens_q[batch + 1]
+    used, is_causal = Int32(NO_BOUND), Int32(1)
+    if cutlass.const_expr(form.lengths):
+        used = tensors.seqused_k[batch]
+    if cutlass.const_expr(form.causal_flags):
+        is_causal = tensors.causal[batch]
     room = Int64(tensors.k.shape[1])
-    if cutlass.const_expr(plan.paged):
+    if cutlass.const_expr(form.paged):
         room = room * Int64(tensors.block_table.shape[1])
-    used = Int64(cutlass.max(tensors.seqused_k[batch], 0))
-    return Int32(cutlass.min(used, room))
+    if tensors.k.shape[0] == 0:
+        room = Int64(0)
+    Sk = Int32(cutlass.min(Int64(cutlass.max(used, 0)), room))
+    if cutlass.const_expr(form.ragged):
+        first = cutlass.min(cutlass.max(first, 0), T)
+        end = cutlass.min(cutlass.max(end, first), T)
+    right = params.right
+    if cutlass.const_expr(form.causal_flags):
+        right = params.right if is_causal != 0 else Int32(NO_BOUND)
+    return _Sequence(first, end - first, Sk, right)
 
 
 @cute.jit

@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ...configs.decode import KEYS
+from ...configs.decode import KEYS, DecodeForm
 from ...configs.types import Features
 from ..common import host
 from ..common.smem_layouts import column_major_layout, row_major_layout
@@ -25,9 +25,12 @@ def decode(
     k: cute.Tensor,
     v: cute.Tensor,
     block_table: cute.Tensor | None,
-    cu_seqlens_q: cute.Tensor,
-    seqused_k: cute.Tensor,
+    cu_seqlens_q: cute.Tensor | None,
+    seqused_k: cute.Tensor | None,
+    causal: cute.Tensor | None,
     sinks: cute.Tensor | None,
+    k_scale: cute.Tensor | None,
+    v_scale: cute.Tensor | None,
     out: cute.Tensor,
     lse: cute.Tensor,
     partial_out: cute.Tensor | None,
@@ -40,23 +43,26 @@ def decode(
     """Launch out = softmax(scores) V and lse of each query token over the keys that the cache has of it.
 
     q (T, Hq, D) and out (T, Hq, Dv) are packed; sequence b has tokens cu_seqlens_q[b] to
-    cu_seqlens_q[b + 1] - 1, at most params.max_seqlen_q of them (more get no results), and the last one is
-    aligned to its last key. k (pages, page_size, Hk, D) and v (pages, page_size, Hk, Dv): key j of sequence b
+    cu_seqlens_q[b + 1] - 1, at most params.max_seqlen_q of them (more get no results); without cu_seqlens_q
+    it has params.max_seqlen_q tokens from b * params.max_seqlen_q on. Its last token is aligned to its last
+    key. k (pages, page_size, Hk, D) and v (pages, page_size, Hk, Dv): key j of sequence b
     is row j % page_size of page block_table[b, j // page_size]; without a table it is row j of page b. Of q,
     k, v and out the last stride is 1, the others are multiples of 8 elements, and bases are aligned to 16
-    bytes. block_table (B, blocks) has any strides, cu_seqlens_q (B + 1,) and seqused_k (B,) are contiguous;
-    all are int32 and read on the device only: a CUDA graph may replay the launch with other numbers in them.
+    bytes. block_table (B, blocks) has any strides, cu_seqlens_q (B + 1,), seqused_k (B,) and causal (B,) are
+    contiguous; all are int32 and read on the device only: a CUDA graph may replay the launch with other
+    numbers in them. Whatever they hold, nothing is read or written outside of the tensors.
 
-    A sequence has seqused_k[b] keys, at most blocks * page_size. Nothing of the cache or the table is read
-    for keys that no token sees; page numbers are clamped to those that exist. A token that sees no key
-    has out 0 and lse -inf. lse (Hq, T) float32, contiguous, natural logarithm. sinks (Hq,) are scores of one
+    A sequence has seqused_k[b] keys, at most blocks * page_size, which is their number without seqused_k.
+    Nothing of the cache or the table is read for keys that no token sees; page numbers are clamped to those
+    that exist. Where causal[b] is 0, params.right is no bound for that sequence. A token that sees no key has
+    out 0 and lse -inf. lse (Hq, T) float32, contiguous, natural logarithm. sinks (Hq,) are scores of one
     more key of every head, whose value is 0; lse counts it.
 
-    With plan.splits, partial_out (splits, T, Hq, Dv) and partial_lse (splits, Hq, T), float32 and contiguous,
+    With splits, partial_out (splits, T, Hq, Dv) and partial_lse (splits, Hq, T), float32 and contiguous,
     give the number of splits at most, and have anything in them before and after; counters, int32, has one
     number for each tile of each KV head of each sequence, B * Hk * ceil(max_seqlen_q * Hq / Hk / plan.rows)
     or more of them, which are 0 before and after. Launches that may overlap need different ones. Without
-    plan.splits these are None.
+    splits these are None.
 
     If params.split_keys is not 0, and splits * split_keys is at least the number of keys of every sequence,
     a row's bits depend on its q, its keys and values and their positions, and its sink alone: not on
@@ -70,7 +76,10 @@ def decode(
         block_table,
         cu_seqlens_q,
         seqused_k,
+        causal,
         sinks,
+        k_scale,
+        v_scale,
         out,
         lse,
         partial_out,
@@ -85,28 +94,36 @@ def decode(
     )
     Hk = k.shape[2]
     tiles = cute.ceil_div(params.max_seqlen_q * (q.shape[1] // Hk), plan.rows)
-    splits = partial_lse.shape[0] if cutlass.const_expr(plan.splits) else 1
+    splits = partial_lse.shape[0] if cutlass.const_expr(plan.form.splits) else 1
+    B = q.shape[0] // params.max_seqlen_q
+    if cutlass.const_expr(plan.form.ragged):
+        B = cu_seqlens_q.shape[0] - 1
     decode_kernel(tensors, layouts, params, plan).launch(
-        grid=(splits, Hk * tiles, seqused_k.shape[0]),
+        grid=(splits, Hk * tiles, B),
         block=(plan.threads, 1, 1),
         stream=stream,
         min_blocks_per_mp=1,
     )
 
 
-def compile_decode(features: Features, rows: int, paged: bool, splits: bool) -> Any:
-    """`decode` compiled for any sizes; call it with its arguments except `plan` and `stream`."""
-    plan = DecodePlan(features, rows, paged, splits)
+def compile_decode(features: Features, rows: int, form: DecodeForm) -> Any:
+    """`decode` compiled for any sizes; call it with its arguments except `plan` and `stream`.
+
+    Tensors that the form leaves out are None. `varlen` of the features is not read.
+    """
+    plan = DecodePlan(features, rows, form)
     T, Hq, B = (cute.sym_int() for _ in range(3))
     pages, page_size, Hk = host.any_sizes(3)
     q, out = (host.rows(plan.dtype, (T, Hq, D)) for D in (features.D, features.Dv))
     k, v = (host.rows(plan.dtype, (pages, page_size, Hk, D)) for D in (features.D, features.Dv))
-    table = host.strided(Int32, 2) if paged else None
-    cu_seqlens_q, seqused_k = host.compact(Int32, host.any_sizes(1)), host.compact(Int32, (B,))
+    table = host.strided(Int32, 2) if form.paged else None
+    cu_seqlens_q = host.compact(Int32, host.any_sizes(1)) if form.ragged else None
+    seqused_k = host.compact(Int32, (B,)) if form.lengths else None
+    causal = host.compact(Int32, (B,)) if form.causal_flags else None
     sinks = host.compact(host.NUMERIC[features.sinks], (Hq,)) if features.sinks else None
     lse = host.compact(Float32, (Hq, T))
     partial = (None, None, None)
-    if splits:
+    if form.splits:
         num_splits = cute.sym_int()
         partial = (
             host.compact(Float32, (num_splits, T, Hq, features.Dv)),
@@ -114,5 +131,8 @@ def compile_decode(features: Features, rows: int, paged: bool, splits: bool) -> 
             host.compact(Int32, host.any_sizes(1)),
         )
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    tensors = (q, k, v, table, cu_seqlens_q, seqused_k, sinks, out, lse, *partial)
+    tensors = (
+        *(q, k, v, table, cu_seqlens_q, seqused_k, causal, sinks, None, None),
+        *(out, lse, *partial),
+    )
     return cute.compile(decode, *tensors, example_params(), plan, stream, options="--enable-tvm-ffi")

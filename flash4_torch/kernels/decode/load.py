@@ -40,7 +40,7 @@ def load_q(ctx: Context) -> None:
 def locate(ctx: Context, n: Int32) -> Place:
     """Look up the lane's key of block n, some time before it is loaded."""
     tile, key = ctx.tile, n * KEYS + ctx.warp * MMA_ROWS + ctx.lane % MMA_ROWS
-    if cutlass.const_expr(not ctx.plan.paged):
+    if cutlass.const_expr(not ctx.plan.form.paged):
         return Place(tile.batch, key)
     table, page = ctx.tensors.block_table, Int32(0)
     page_size = Uint32(ctx.tensors.k.shape[1])

@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...configs import decode
-from ...configs.decode import KEYS, MMA_ROWS, WARPS
+from ...configs.decode import KEYS, MMA_ROWS, WARPS, DecodeForm
 from ...configs.types import Features, tile_dim
 from ..common.band import BandShape
 from ..common.host import NUMERIC
@@ -36,10 +36,7 @@ class DecodePlan(NamedTuple):
     features: Features
     rows: int
     """Rows of a tile, one of `configs.decode.ROWS`."""
-    paged: bool
-    """Whether a block table says where keys are; otherwise a sequence's keys are an entry of the cache."""
-    splits: bool
-    """Whether there may be more splits than one."""
+    form: DecodeForm
 
     @property
     def dtype(self) -> type:
