@@ -123,12 +123,17 @@ _emulated = _Emulated()
 def why_not_emulated(device: str) -> list[str]:
     """The reasons why the emulator runs nothing for tensors on that kind of device."""
     why = [] if _is_asked_for() else [f"it serves only where {env.BACKEND.name}={Emulator.name} asks for it"]
-    missing = [package for module, package in _NEEDED.items() if not importlib.util.find_spec(module)]
-    if missing:
+    if missing := _missing():
         why.append(f"{' and '.join(missing)} must be installed (pip install 'flash4_torch[kernels]')")
     if device != "cpu":
         why.append(f"the tensors are on {device}, and it serves cpu")
     return why
+
+
+@functools.cache
+def _missing() -> list[str]:
+    """Required packages that are not installed."""
+    return [package for module, package in _NEEDED.items() if not importlib.util.find_spec(module)]
 
 
 def _is_asked_for() -> bool:
