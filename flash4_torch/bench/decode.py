@@ -125,7 +125,8 @@ Attend = Callable[[_Tensors], Tensor]
 
 def _contenders(cell: Cell, dtype: torch.dtype, settings: Settings) -> tuple[dict[str, Call], dict[str, str]]:
     """Calls that all compute the cell, and the reasons for those that cannot or compute something else."""
-    device, left_out = settings.device, {}
+    device = settings.device
+    left_out: dict[str, str] = {}
     number = max(1, min(8, -(-_CACHED_BYTES // cell.bytes(dtype.itemsize)))) if settings.on_gpu else 1
     sets = [_tensors(cell, dtype, device) for _ in range(number)]
     tables = {page: _table(cell, page, device) for page in _PAGE_SIZES if cell.S % page == 0}

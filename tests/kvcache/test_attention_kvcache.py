@@ -20,6 +20,7 @@ from decode_calls import LAYOUTS, make_cache
 from everything import examples
 from flash4_torch.backends.kvcache import gathered
 from flash4_torch.errors import ArgumentError, BackendError, KeywordError, NoGradientError
+from flash4_torch.fast_path import kvcache as fast_path
 
 attend = flash4_torch.attention_kvcache
 INT = torch.int32
@@ -109,6 +110,31 @@ def test_bits_depend_on_the_sequence_alone(data: st.DataObject, call: CacheCall)
 
 def _bfloat16(parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(x.float().bfloat16() for x in parts)
+
+
+@given(call=cache_calls((torch.float32, torch.bfloat16)), data=st.data())
+@settings(max_examples=examples(15, 200))
+def test_later_calls_are_like_the_first(call: CacheCall, data: st.DataObject) -> None:
+    """They take the fast path, and read the lengths and the table that there are then."""
+    fast_path.clear()
+    first, later = call.run_unwatched(), call.run_unwatched()
+    prepared = isinstance(call.causal, bool)
+    assert any(fast_path._calls.values()) == prepared
+    assert all(map(torch.equal, later, first))
+    b = data.draw(st.integers(0, len(call.k) - 1))
+    length = data.draw(st.integers(0, len(call.k[b])))
+    k, v = ((*x[:b], x[b][:length], *x[b + 1 :]) for x in (call.k, call.v))
+    found = replace(call, k=k, v=v).run_unwatched()
+    check_results(replace(call, k=k, v=v), found)
+    assert sum(found is not None for found in fast_path._calls.values()) == prepared
+
+
+def test_later_calls_look_at_lengths_too() -> None:
+    call = one_sequence(3, 20)
+    for _ in range(2):
+        call.run_unwatched()
+    with pytest.raises(ArgumentError, match="seqused_k is"):
+        call.run_unwatched(seqused_k=torch.tensor([99], dtype=INT))
 
 
 def test_nothing_of_no_sequence_is_touched() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +16,18 @@ from ...configs.decode import DecodeForm
 from ...configs.types import LARGE_SOFTCAP, Features
 from ...kvcache_problem import CacheInputs, CacheProblem
 from .. import tile_counters
-from ..compiled.backend import missing_packages, num_sms
+from ..compiled.backend import converted, missing_packages, num_sms
 from ..compiled.params import FARTHEST, dtype_name, kernel_band, kernel_softcap
 from ..compiled.targets import DECODE, Find, Target
-from ..compiled.tensors import is_readable, lengths, readable
+from ..compiled.tensors import (
+    Allocator,
+    allocator_like,
+    is_readable,
+    lengths,
+    past_dispatcher,
+    readable,
+)
+from .base import CacheLaunch
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _STEP, _MAX_D = 8, 256
@@ -68,39 +77,74 @@ class Compiled:
             why.append(f"{' and '.join(missing)} must be installed (pip install 'flash4_torch[kernels]')")
         return [*why, *limits(problem)]
 
-    def attend(self, inputs: CacheInputs, problem: CacheProblem, out: Tensor, lse: Tensor) -> None:
-        if not (problem.extent.B and out.numel()):
-            return
-        index = inputs.q.get_device()
+    def attend(self, inputs: CacheInputs, problem: CacheProblem, out: Tensor | None) -> tuple[Tensor, Tensor]:
+        q = readable(inputs.q)
+        target = out if out is None or is_readable(out) else torch.empty_like(q.new_empty(out.shape))
+        launch = self._sequence(inputs, problem, allocator_like(q), lambda params: params)
+        results = launch(inputs._replace(q=q), target)
+        if target is out or out is None:
+            return results
+        return out.copy_(results[0]), results[1]
+
+    def prepare(self, inputs: CacheInputs, problem: CacheProblem) -> CacheLaunch | None:
+        """`attend`, prepared for tensors of these sizes and strides, unless q needs a copy."""
+        if not is_readable(inputs.q):
+            return None
+        run = self._sequence(inputs, problem, past_dispatcher(problem.spec.device), converted)
+        index, current_device = inputs.q.get_device(), tile_counters.current_device
+
+        def launch(inputs: CacheInputs, out: Tensor | None) -> tuple[Tensor, Tensor]:
+            if current_device() != index:
+                with torch.cuda.device(index):
+                    return run(inputs, out)
+            return run(inputs, out)
+
+        return launch
+
+    def _sequence(
+        self,
+        inputs: CacheInputs,
+        problem: CacheProblem,
+        allocator: Allocator,
+        convert: Callable[[DecodeParams], Any],
+    ) -> CacheLaunch:
+        """The launch, with everything decided but the tensors; q and out are readable."""
+        spec, extent, index = problem.spec, problem.extent, inputs.q.get_device()
+        shape, lse_shape = (extent.T, extent.Hq, spec.Dv), (extent.Hq, extent.T)
+        new_out, new_lse = allocator(shape, spec.dtype), allocator(lse_shape, torch.float32)
+        if not (extent.B and extent.T and extent.max_seqlen_q):
+            return lambda x, out: (new_out() if out is None else out, new_lse())
         kernel = decide(problem, self.sms(index))
         function = self.find(problem)(DECODE, (kernel.features, kernel.rows, kernel.form))
-        target = out if is_readable(out) else torch.empty_like(out, memory_format=torch.contiguous_format)
-        partial: tuple[Tensor | None, ...] = (None, None, None)
-        if kernel.form.splits:
-            partial = (
-                lse.new_empty(kernel.num_splits, *out.shape),
-                lse.new_empty(kernel.num_splits, *lse.shape),
-                self.counters(index, _tiles(problem, kernel.rows)),
+        form, params = kernel.form, convert(params_of(problem, kernel.split_keys))
+        new_partial = [allocator((kernel.num_splits, *x), torch.float32) for x in (shape, lse_shape)]
+        canonical_k, canonical_v = _canonical(inputs.k_cache), _canonical(inputs.v_cache)
+        number, counters, nothing = _tiles(problem, kernel.rows), self.counters, (None, None, None)
+
+        def launch(x: CacheInputs, out: Tensor | None) -> tuple[Tensor, Tensor]:
+            out, lse, sinks = new_out() if out is None else out, new_lse(), x.sinks
+            partial: Any = nothing
+            if form.splits:
+                partial = new_partial[0](), new_partial[1](), counters(index, number)
+            function(
+                x.q,
+                canonical_k(x.k_cache),
+                canonical_v(x.v_cache),
+                x.block_table,
+                lengths(x.cu_seqlens_q),
+                lengths(x.seqused_k),
+                lengths(x.causal) if form.causal_flags else None,
+                sinks if sinks is None else sinks.contiguous(),
+                x.k_scale,
+                x.v_scale,
+                out,
+                lse,
+                *partial,
+                params,
             )
-        causal, sinks, table = inputs.causal, inputs.sinks, inputs.block_table
-        function(
-            readable(inputs.q),
-            _canonical(inputs.k_cache),
-            _canonical(inputs.v_cache),
-            table,
-            lengths(inputs.cu_seqlens_q),
-            lengths(inputs.seqused_k),
-            lengths(causal) if kernel.form.causal_flags else None,
-            sinks if sinks is None else sinks.contiguous(),
-            inputs.k_scale,
-            inputs.v_scale,
-            target,
-            lse,
-            *partial,
-            params_of(problem, kernel.split_keys),
-        )
-        if target is not out:
-            out.copy_(target)
+            return out, lse
+
+        return launch
 
     # The emulator's backend overrides the following methods.
 
@@ -177,13 +221,14 @@ def features_of(problem: CacheProblem) -> Features:
     )
 
 
-def _canonical(cache: Tensor) -> Tensor:
-    """The cache with strides that the kernel accepts, also of dimensions of size 1."""
+def _canonical(cache: Tensor) -> Callable[[Tensor], Tensor]:
+    """What gives caches of these sizes strides that the kernel accepts, also of dimensions of size 1."""
     step = _ALIGNMENT // cache.element_size()
     if all(stride % step == 0 for stride in cache.stride()[:-1]):
-        return cache
-    strides = [0 if size == 1 else stride for size, stride in zip(cache.shape, cache.stride(), strict=True)]
-    return cache.as_strided(cache.shape, [*strides[:-1], 1])
+        return lambda x: x
+    shape = tuple(cache.shape)
+    strides = [0 if size == 1 else stride for size, stride in zip(shape, cache.stride(), strict=True)]
+    return lambda x: x.as_strided(shape, (*strides[:-1], 1))
 
 
 def params_of(problem: CacheProblem, split_keys: int) -> DecodeParams:

@@ -14,6 +14,7 @@ from ...masks import Band
 from ...problem import Extent, Inputs, Problem, Spec, dtype_key, mask_key
 from .. import dispatch
 from ..base import Results
+from .base import CacheLaunch
 
 
 class Gathered:
@@ -24,11 +25,17 @@ class Gathered:
             return ["batch_invariant is True, and torch's kernels may choose their sums by the batch"]
         return []
 
-    def attend(self, inputs: CacheInputs, problem: CacheProblem, out: Tensor, lse: Tensor) -> None:
-        if problem.spec.device == "cpu":
-            _by_sequence(inputs, problem, out, lse)
-        else:
-            _all_at_once(inputs, problem, out, lse)
+    def attend(self, inputs: CacheInputs, problem: CacheProblem, out: Tensor | None) -> tuple[Tensor, Tensor]:
+        q, extent = inputs.q, problem.extent
+        if out is None:
+            out = q.new_empty(extent.T, extent.Hq, problem.spec.Dv)
+        lse = q.new_empty(extent.Hq, extent.T, dtype=torch.float32)
+        if extent.B and extent.T and extent.max_seqlen_q:
+            (_by_sequence if problem.spec.device == "cpu" else _all_at_once)(inputs, problem, out, lse)
+        return out, lse
+
+    def prepare(self, inputs: CacheInputs, problem: CacheProblem) -> CacheLaunch:
+        return lambda inputs, out: self.attend(inputs, problem, out)
 
 
 def _by_sequence(inputs: CacheInputs, problem: CacheProblem, out: Tensor, lse: Tensor) -> None:
@@ -38,8 +45,9 @@ def _by_sequence(inputs: CacheInputs, problem: CacheProblem, out: Tensor, lse: T
     lengths = [room] * B if inputs.seqused_k is None else inputs.seqused_k.tolist()
     causal = [True] * B if inputs.causal is None else inputs.causal.tolist()
     if _is_one_batch(inputs, problem, lengths):
-        cached = (x[:B, : lengths[0]] for x in (inputs.k_cache, inputs.v_cache))
-        results = _attend(inputs.q.view(B, Sq, *inputs.q.shape[1:]), *cached, problem.band, inputs, problem)
+        k, v = (x[:B, : lengths[0]] for x in (inputs.k_cache, inputs.v_cache))
+        q = inputs.q.view(B, Sq, *inputs.q.shape[1:])
+        results = _attend(q, k, v, problem.band, inputs, problem)
         out.copy_(results.out.flatten(0, 1))
         lse.copy_(results.lse.transpose(0, 1).flatten(1, 2))
         return
@@ -141,8 +149,6 @@ def _all_at_once(inputs: CacheInputs, problem: CacheProblem, out: Tensor, lse: T
     """Write the rows of all tokens; nothing waits for a length."""
     B, T, Sq, room = *problem.extent[:3], _room(inputs)
     Sk = min(problem.extent.max_seqlen_k, room)
-    if not (B and T and Sq):
-        return
     device = inputs.q.device
     token, key = torch.arange(Sq, device=device), torch.arange(Sk, device=device)
     if inputs.cu_seqlens_q is None:
