@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import errors
 from .api import attention, attention_varlen, scaled_dot_product_attention, support
+from .kvcache import append_kvcache, merge_states
 from .nn import MultiheadAttention, replace_attention
 
 if TYPE_CHECKING:
@@ -22,11 +23,13 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "MultiheadAttention",
+    "append_kvcache",
     "attention",
     "attention_varlen",
     "errors",
     "flash_attn",
     "integrations",
+    "merge_states",
     "replace_attention",
     "scaled_dot_product_attention",
     "support",

@@ -126,6 +126,16 @@ class DoubleBackwardError(Flash4Error, RuntimeError):
         )
 
 
+class NoGradientError(Flash4Error, RuntimeError):
+    """A gradient was requested of a function that has none: `NoGradientError(function)`."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.args[0]} has no gradient, because it serves inference. Call it under torch.no_grad(), "
+            "or train with flash4_torch.attention."
+        )
+
+
 class ForwardModeError(Flash4Error, NotImplementedError):
     """A forward-mode derivative was requested: a NotImplementedError, like torch's for a missing one."""
 

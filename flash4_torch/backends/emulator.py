@@ -104,19 +104,19 @@ class _Emulated(Compiled):
         return TARGETS[_arch()]
 
     def find(self, problem: Problem) -> Find:
-        return _launching
+        return launching
 
     def sms(self) -> int:
         return _num_sms()
 
     def kernel(self, problem: Problem, index: int) -> forward.Kernel:
-        return forward.decide(self.target(problem), problem, _num_sms(), _launching)
+        return forward.decide(self.target(problem), problem, _num_sms(), launching)
 
     def weights_kernel(self, problem: Problem, average_heads: bool) -> weights_launch.Kernel:
-        return weights_launch.decide(self.target(problem), problem, average_heads, _launching)
+        return weights_launch.decide(self.target(problem), problem, average_heads, launching)
 
     def backward_kernels(self, problem: Problem, index: int) -> backward.Kernels:
-        return backward.decide(self.target(problem), problem, _num_sms(), _launching)
+        return backward.decide(self.target(problem), problem, _num_sms(), launching)
 
     def counter(self, index: int) -> Tensor:
         """One counter for all launches: a launch that does not leave it at 0 spoils the next one."""
@@ -183,7 +183,8 @@ def _num_sms() -> int:
     return (device and device.options.num_sms) or host.ARCHITECTURES[_arch()].num_sms
 
 
-def _launching(entry: str, static: tuple[object, ...]) -> Function:
+def launching(entry: str, static: tuple[object, ...]) -> Function:
+    """A kernel that is compiled and launched in the emulator."""
     return functools.partial(_launch, entry, static)
 
 

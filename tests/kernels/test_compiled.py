@@ -266,9 +266,9 @@ def test_reasons(changes: dict[str, Any], words: str) -> None:
 @pytest.fixture
 def asked_anew() -> Iterator[None]:
     """The backend forgets which packages are missing, before and after."""
-    backend._missing.cache_clear()
+    backend.missing.cache_clear()
     yield
-    backend._missing.cache_clear()
+    backend.missing.cache_clear()
 
 
 @pytest.mark.usefixtures("asked_anew")
@@ -280,7 +280,7 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASH4_AOT_DIR", "/kernels")
     assert why_not(problem()) == []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    backend._missing.cache_clear()
+    backend.missing.cache_clear()
     (reason,) = why_not(problem())
     assert reason.startswith("apache-tvm-ffi must be installed")
 

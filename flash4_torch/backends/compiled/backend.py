@@ -50,8 +50,8 @@ class Compiled:
         if target is None:
             served = " and ".join(map(str, self._targets))
             why.append(f"the GPU's compute capability is {spec.capability}, and it serves {served}")
-        if missing := _missing(exported=bool(env.AOT_DIR.get())):
-            why.append(f"{' and '.join(missing)} must be installed (pip install 'flash4_torch[kernels]')")
+        if absent := missing(exported=bool(env.AOT_DIR.get())):
+            why.append(f"{' and '.join(absent)} must be installed (pip install 'flash4_torch[kernels]')")
         return [*why, *limits(target or next(iter(self._targets.values())), problem)]
 
     def forward(self, inputs: Inputs, problem: Problem) -> Results:
@@ -262,7 +262,7 @@ def limits(target: Target, problem: Problem) -> tuple[str, ...]:
 
 
 @cache
-def _missing(exported: bool) -> list[str]:
+def missing(exported: bool) -> list[str]:
     """Required packages that are not installed; exported kernels need no compiler."""
     needed = _TO_RUN if exported else _TO_COMPILE
     return [package for module, package in needed.items() if not importlib.util.find_spec(module)]

@@ -17,6 +17,8 @@ POSTPROCESS = "flash4_torch.kernels.aux_kernels.bwd_postprocess:compile_postproc
 GROUP_REDUCE = "flash4_torch.kernels.aux_kernels.bwd_group_reduce:compile_group_reduce"
 SINKS_GRADIENT = "flash4_torch.kernels.aux_kernels.bwd_sinks:compile_sinks_gradient"
 WEIGHTS = "flash4_torch.kernels.weights.launch:compile_weights"
+APPEND_KVCACHE = "flash4_torch.kernels.aux_kernels.append_kvcache:compile_append"
+MERGE_STATES = "flash4_torch.kernels.aux_kernels.merge_states:compile_merge"
 MASK_BLOCKS = "flash4_torch.kernels.aux_kernels.mask_blocks:compile_mask_blocks"
 
 Find = Callable[[str, tuple[object, ...]], compile.Function]

@@ -1,0 +1,1 @@
+"""KV caches: who serves a call, with what."""
