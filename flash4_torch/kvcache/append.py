@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, TypedDict, overload
+
 import torch
 from torch import Tensor
 
@@ -10,9 +12,60 @@ from ..ops import check, kvcache_append
 from . import arguments
 from .arguments import FLOAT8
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 _INT32, _INDEX = (torch.int32,), (torch.int32, torch.int64)
 
 
+class _Options(TypedDict, total=False):
+    """Keywords that do not affect the return type."""
+
+    slot_mapping: Tensor | None
+    block_table: Tensor | None
+    seqused_k: Tensor | None
+    cu_seqlens: Tensor | None
+    positions: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
+    interleaved: bool
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+
+
+@overload
+def append_kvcache(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    q: None = None,
+    q_out: None = None,
+    **options: Unpack[_Options],
+) -> None: ...
+@overload
+def append_kvcache(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    q: Tensor,
+    q_out: Tensor | None = None,
+    **options: Unpack[_Options],
+) -> Tensor: ...
+@overload
+def append_kvcache(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    q: Tensor | None,
+    q_out: Tensor | None = None,
+    **options: Unpack[_Options],
+) -> Tensor | None: ...
 def append_kvcache(
     k: Tensor,
     v: Tensor,

@@ -30,7 +30,8 @@ def merge_states(outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor
         ArgumentError: an argument is outside its limits; the message names it, its value and the limit.
         NoGradientError: in a backward.
     """
-    parts, part_lses = _listed("outs", outs), _listed("lses", lses)
+    is_listed = not (isinstance(outs, Tensor) and isinstance(lses, Tensor))
+    parts, part_lses = _listed("outs", outs, is_listed), _listed("lses", lses, is_listed)
     first = parts[0]
     arguments.tensor("outs", first)
     arguments.dtype("outs", first, check.DTYPES)
@@ -57,10 +58,10 @@ def merge_states(outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor
     return kvcache_append.merge_states(parts, part_lses)
 
 
-def _listed(name: str, x: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    """Tensors with a first dimension of parts."""
+def _listed(name: str, x: Tensor | Sequence[Tensor], split: bool) -> list[Tensor]:
+    """Tensors with a first dimension of parts; a tensor is split if the other argument is a list."""
     if isinstance(x, Tensor):
-        return [x]
+        return list(x.split(1)) if split and x.dim() and x.shape[0] else [x]
     if not isinstance(x, (list, tuple)) or not x:
         value = type(x).__name__ if not isinstance(x, (list, tuple)) else "empty"
         raise ArgumentError(name, value, "it must be a tensor, or a list or tuple of at least one")
