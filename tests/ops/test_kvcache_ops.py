@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
 import flash4_torch
+from everything import one_of
 from flash4_torch import env
 from flash4_torch.errors import BackendError, NoGradientError
 from flash4_torch.testing import emulate
@@ -97,7 +98,7 @@ def inputs(tokens: int = T) -> tuple[Tensor, ...]:
     return q, k, v, torch.zeros(PAGES, HK, SIZE, 2 * D).bfloat16(), slots, torch.arange(tokens), *rotary()
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", one_of(2, ["aot_eager", "inductor"]))
 def test_a_step_compiles_as_one_graph(backend: str) -> None:
     """It gives eager's results and leaves the same cache, for any number of tokens."""
     torch._dynamo.reset()
