@@ -82,7 +82,7 @@ def warmup(
         features: words joined by "+", such as "causal+dropout", of plain, causal, window, softcap, varlen,
             dropout, mask (boolean), float-mask and sinks (both in the call's dtype), weights (for
             `need_weights=True`), kvcache (`append_kvcache` by int64 slots, by pages and to dense caches, of
-            this dtype or scaled float8, by slots also with rotary of whole heads; `merge_states`) and
+            this dtype or scaled float8, by slots also with rotary of all columns; `merge_states`) and
             deterministic.
         groups: query heads per KV head, from 1 to 1024; kernels compiled for 64 serve all larger groups.
         gradients: also compile the backward's kernels, where it has some.
