@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import TextIO
 
 from .backends.compiled import (
+    APPEND_KVCACHE,
     GROUP_REDUCE,
     MASK_BLOCKS,
+    MERGE_STATES,
     POSTPROCESS,
     PREPROCESS,
     SINKS_GRADIENT,
@@ -24,6 +26,7 @@ from .backends.compiled import (
     forward,
     weights,
 )
+from .backends.kvcache import append, merge
 from .compile import Key, aot, pool
 from .compile.arch import checked
 from .compile.pool import Prepared
@@ -49,10 +52,11 @@ WORDS: dict[str, dict[str, object]] = {
     "float-mask": {"mask": "", "scaled": True},
     "sinks": {"sinks": ""},
     "weights": {},
+    "kvcache": {},
     "deterministic": {},
 }
 """Fields of `Features` that each word sets; float masks and sinks have the call's dtype; deterministic:
-gradients; weights: the attention weights, too."""
+gradients; weights: the attention weights, too; kvcache: what is done around a KV cache, too."""
 
 
 def warmup(
@@ -77,7 +81,9 @@ def warmup(
         dtypes: "bfloat16" and "float16".
         features: words joined by "+", such as "causal+dropout", of plain, causal, window, softcap, varlen,
             dropout, mask (boolean), float-mask and sinks (both in the call's dtype), weights (for
-            `need_weights=True`) and deterministic.
+            `need_weights=True`), kvcache (`append_kvcache` by int64 slots, by pages and to dense caches, of
+            this dtype or scaled float8, by slots also with rotary of all columns; `merge_states`) and
+            deterministic.
         groups: query heads per KV head, from 1 to 1024; kernels compiled for 64 serve all larger groups.
         gradients: also compile the backward's kernels, where it has some.
         jobs: processes that compile at the same time, at least 1. Default: one per processor.
@@ -196,6 +202,8 @@ def kernels(
         entries, asked = list(_of(target, chosen, group)), words.split("+")
         if "weights" in asked:
             entries += _of_weights(chosen)
+        if "kvcache" in asked:
+            entries += _of_kvcache(chosen)
         if gradients:
             entries += _of_gradients(target, chosen._replace(deterministic="deterministic" in asked), group)
         found |= {Key(entry, static, target.arch): None for entry, static in entries}
@@ -275,6 +283,12 @@ def _of_weights(features: Features) -> Iterator[tuple[str, tuple[object, ...]]]:
     yield from ((WEIGHTS, (own, average_heads)) for average_heads in (True, False))
     if own.mask:
         yield MASK_BLOCKS, (weights.mask_plan(own.mask),)
+
+
+def _of_kvcache(features: Features) -> Iterator[tuple[str, tuple[object, ...]]]:
+    dtype, D, Dv = features.dtype, features.D, features.Dv
+    yield from ((APPEND_KVCACHE, (plan,)) for plan in append.common_plans(dtype, D, Dv))
+    yield from ((MERGE_STATES, (plan,)) for plan in merge.common_plans(dtype, Dv))
 
 
 def _of_gradients(target: Target, features: Features, group: int) -> Iterator[tuple[str, tuple[object, ...]]]:
