@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,16 @@ def in_pages(call: Call, page_size: int, layout: str = "rows", seed: int = 0) ->
     if seed % 2:
         table = table.T.contiguous().T
     return PagedCall(call, k, v, table, torch.tensor(call.lengths[1], dtype=torch.int32))
+
+
+def far_apart(paged: PagedCall) -> PagedCall:
+    """The same call, with its pages more elements apart than 32 bits count."""
+    return replace(paged, k=_far(paged.k), v=_far(paged.v))
+
+
+def _far(cache: Tensor) -> Tensor:
+    empty = torch.empty(len(cache) * FAR, dtype=cache.dtype)
+    return empty.as_strided(cache.shape, (FAR, *cache.stride()[1:])).copy_(cache)
 
 
 @st.composite
