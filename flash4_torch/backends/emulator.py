@@ -95,7 +95,7 @@ class _Emulated(Compiled):
         self._counter = torch.zeros(1, dtype=torch.int32)
 
     def target(self, problem: Problem) -> Target:
-        return TARGETS[_arch()]
+        return emulated_target()
 
     def find(self, problem: Problem) -> Find:
         return emulated_find
@@ -188,6 +188,11 @@ def _arch() -> str:
 
     device = emulate.active()
     return device.arch if device else env.ARCH.get()
+
+
+def emulated_target() -> Target:
+    """The target whose kernels the emulator runs."""
+    return TARGETS[_arch()]
 
 
 def emulated_num_sms() -> int:

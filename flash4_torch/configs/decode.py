@@ -37,6 +37,8 @@ TWO_CTAS_BYTES, ONE_CTA_BYTES = 98 * 1024, 196 * 1024
 """SMEM for stages of K and V where two CTAs share an SM, and where a CTA has it for itself."""
 LEAST_STAGES, MOST_STAGES = 3, 8
 CTAS_PER_SM = 2
+MOST_TOKENS = 64
+"""Tokens of a sequence up to which this kernel, which splits keys, serves where the forward could."""
 SPLIT_KEYS = 2048
 """Keys of a split whose result must not depend on a batch: the longer, the fewer splits have to be merged;
 the shorter, the more SMs serve one long sequence."""

@@ -77,6 +77,20 @@ def test_lengths_are_clamped(kernel: Kernel, longest: int, page_size: int) -> No
 
 
 @EACH_KERNEL
+@pytest.mark.parametrize("least", one_of(2, [10, 9, 41]))
+def test_sequences_with_few_queries_are_left_alone(kernel: Kernel, least: int) -> None:
+    """Sequences of 40 and 9 queries, of which those with fewer than `least` stay what they were."""
+    paged = two_sequences(kernel, (50, 70))
+    whole, found = run_paged(kernel, paged), run_paged(kernel, paged, min_seqlen_q=least)
+    for rows, Sq in ((slice(40), 40), (slice(40, 49), 9)):
+        if least <= Sq:
+            assert torch.equal(found.out[rows], whole.out[rows])
+            assert torch.equal(found.lse[:, rows], whole.lse[:, rows])
+        else:
+            assert found.out[rows].isnan().all() and found.lse[:, rows].isnan().all()
+
+
+@EACH_KERNEL
 def test_pages_may_be_far_apart(kernel: Kernel) -> None:
     """Pages are more than 2**31 elements from each other; memory in between is never touched."""
     paged = in_pages(drawn(kernel, lengths=((9,), (33,))), 32)

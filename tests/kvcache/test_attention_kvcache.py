@@ -17,8 +17,9 @@ from torch.library import opcheck
 import flash4_torch
 from cache_calls import CacheCall, cache_calls, check_results
 from decode_calls import LAYOUTS, make_cache
-from everything import examples
+from everything import examples, one_of
 from flash4_torch.backends.kvcache import gathered
+from flash4_torch.configs import decode
 from flash4_torch.errors import ArgumentError, BackendError, KeywordError, NoGradientError
 from flash4_torch.fast_path import kvcache as fast_path
 
@@ -46,6 +47,20 @@ def test_results_of_the_kernel_are_right(call: CacheCall) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLASH4_BACKEND", "emulator")
         patch.setenv("FLASH4_ARCH", "sm_90a")
+        check_results(call, call.run())
+
+
+@pytest.mark.parametrize("arch", one_of(2, ["sm_90a", "sm_100a"]))
+@given(call=cache_calls((torch.bfloat16,), multiple=8, most_keys=150, float8=False, page_sizes=[16, 48]))
+@settings(max_examples=examples(2, 40))
+def test_many_tokens_and_few_are_served_together(arch: str, call: CacheCall) -> None:
+    """Sequences with many tokens go to the forward kernel, the others to the one that splits keys."""
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    call = replace(call, causal=bool(torch.as_tensor(call.causal).any()), sinks=None, softcap=0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "MOST_TOKENS", 2)
+        patch.setenv("FLASH4_BACKEND", "emulator")
+        patch.setenv("FLASH4_ARCH", arch)
         check_results(call, call.run())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,6 +136,7 @@ def cache_calls(
     multiple: int = 1,
     most_keys: int = 90,
     float8: bool = True,
+    page_sizes: Sequence[int] = (),
 ) -> CacheCall:
     """Calls with any sequences, caches and options; head sizes are multiples of `multiple`."""
     dtype = draw(st.sampled_from(dtypes))
@@ -153,7 +155,8 @@ def cache_calls(
         k, v = (tuple((3 * x).to(FLOAT8) for x in parts) for parts in (k, v))
         shape = draw(st.sampled_from([(), (Hk,), (len(lengths), Hk)]))
         scales = torch.rand(shape, generator=generator) + 0.1, torch.rand(shape, generator=generator) + 0.1
-    page_size = draw(st.one_of(st.none(), st.sampled_from([1, 16, 32]), st.integers(1, 70)))
+    any_size = st.one_of(st.none(), st.sampled_from([1, 16, 32]), st.integers(1, 70))
+    page_size = draw(st.sampled_from(page_sizes) if page_sizes else any_size)
     cache = make_cache(k, v, generator, draw(st.sampled_from(LAYOUTS)), page_size)
     causal: bool | Tensor = draw(st.booleans())
     left = draw(st.one_of(st.none(), st.integers(0, 50)))

@@ -66,7 +66,7 @@ def dense(kernel: Kernel) -> Kernel:
     return kernel[0]._replace(page_box=0), kernel[1]
 
 
-def run_paged(kernel: Kernel, paged: PagedCall, **schedule: Any) -> Results:
+def run_paged(kernel: Kernel, paged: PagedCall, min_seqlen_q: int = 0, **schedule: Any) -> Results:
     """A launch into memory full of NaN; raises for whatever the emulator finds wrong."""
     features, config = kernel
     call = paged.call
@@ -77,9 +77,9 @@ def run_paged(kernel: Kernel, paged: PagedCall, **schedule: Any) -> Results:
     byte, fraction = thresholds(0.0)
     numbers = (call.scale, call.softcap, call.left, call.right, max(call.lengths[0]))
     params = (*numbers, call.heads_per_section, call.num_sms, byte, fraction, 1.0, 0)
-    pages = paged.table, paged.seqused_k
+    pages = paged.table, paged.seqused_k, min_seqlen_q
     tensors = (call.q, paged.k, paged.v, out, lse, None, tile_counter, ends_q)
-    touched = (*tensors, *pages, call.sinks)
+    touched = (*tensors, *pages[:2], call.sinks)
     with (
         emulated(kernel, call, **schedule) as device,
         device.touching(*(x for x in touched if x is not None)),

@@ -149,8 +149,10 @@ Sequence = Callable[
 """Function of the tensors above, out (T, Hq, Dv), lse (Hq, T) and tile_counter, which launches the kernel."""
 
 
-def sequence(kernel: Kernel) -> Sequence:
+def sequence(kernel: Kernel, min_seqlen_q: int = 0) -> Sequence:
     """The launch, with everything decided but the tensors.
+
+    min_seqlen_q: sequences with fewer queries are left alone.
 
     It writes out, of q's dtype, and lse, float32, natural logarithm; either may have any strides. Rows of no
     sequence are left alone. tile_counter: int32 (1,), which is 0 before and after.
@@ -188,7 +190,7 @@ def sequence(kernel: Kernel) -> Sequence:
             None,
             tile_counter,
             lengths(cu_seqlens_q),
-            (block_table.to(torch.int32), lengths(seqused_k)),
+            (block_table.to(torch.int32), lengths(seqused_k), min_seqlen_q),
             None,
             None,
             None if sinks is None else sinks.contiguous(),

@@ -15,7 +15,9 @@ from ...configs import decode
 from ...configs.decode import DecodeForm
 from ...configs.types import LARGE_SOFTCAP, Features
 from ...kvcache_problem import CacheInputs, CacheProblem
+from ...problem import Extent, Problem, Spec
 from .. import tile_counters
+from ..compiled import paged
 from ..compiled.backend import converted, missing_packages, num_sms
 from ..compiled.params import FARTHEST, dtype_name, kernel_band, kernel_softcap
 from ..compiled.targets import DECODE, Find, Target
@@ -56,6 +58,10 @@ class DecodeParams(NamedTuple):
     right: int
     max_seqlen_q: int
     split_keys: int
+
+
+Launch = Callable[[CacheInputs, Tensor, Tensor], None]
+"""Function that writes out and lse of some sequences."""
 
 
 class Compiled:
@@ -109,23 +115,48 @@ class Compiled:
         convert: Callable[[DecodeParams], Any],
     ) -> CacheLaunch:
         """The launch, with everything decided but the tensors; q and out are readable."""
-        spec, extent, index = problem.spec, problem.extent, inputs.q.get_device()
-        shape, lse_shape = (extent.T, extent.Hq, spec.Dv), (extent.Hq, extent.T)
-        new_out, new_lse = allocator(shape, spec.dtype), allocator(lse_shape, torch.float32)
+        spec, extent = problem.spec, problem.extent
+        new_out = allocator((extent.T, extent.Hq, spec.Dv), spec.dtype)
+        new_lse = allocator((extent.Hq, extent.T), torch.float32)
         if not (extent.B and extent.T and extent.max_seqlen_q):
             return lambda x, out: (new_out() if out is None else out, new_lse())
+        if not forwards(problem, self.target(problem)):
+            launches = [self._decode(inputs, problem, allocator, convert)]
+        else:
+            launches = [self._forward(inputs, problem)]
+            if spec.ragged:
+                launches.append(self._decode(inputs, with_few_tokens(problem), allocator, convert))
+
+        def launch(x: CacheInputs, out: Tensor | None) -> tuple[Tensor, Tensor]:
+            out, lse = new_out() if out is None else out, new_lse()
+            for one in launches:
+                one(x, out, lse)
+            return out, lse
+
+        return launch
+
+    def _decode(
+        self,
+        inputs: CacheInputs,
+        problem: CacheProblem,
+        allocator: Allocator,
+        convert: Callable[[DecodeParams], Any],
+    ) -> Launch:
+        """The launch that splits keys, of sequences with up to max_seqlen_q tokens."""
+        spec, extent, index = problem.spec, problem.extent, inputs.q.get_device()
         kernel = decide(problem, self.sms(index))
         function = self.find(problem)(DECODE, (kernel.features, kernel.rows, kernel.form))
         form, params = kernel.form, convert(params_of(problem, kernel.split_keys))
-        new_partial = [allocator((kernel.num_splits, *x), torch.float32) for x in (shape, lse_shape)]
+        shapes = (extent.T, extent.Hq, spec.Dv), (extent.Hq, extent.T)
+        new_partial = [allocator((kernel.num_splits, *shape), torch.float32) for shape in shapes]
         canonical_k, canonical_v = _canonical(inputs.k_cache), _canonical(inputs.v_cache)
         number, counters, nothing = _tiles(problem, kernel.rows), self.counters, (None, None, None)
 
-        def launch(x: CacheInputs, out: Tensor | None) -> tuple[Tensor, Tensor]:
-            out, lse, sinks = new_out() if out is None else out, new_lse(), x.sinks
+        def launch(x: CacheInputs, out: Tensor, lse: Tensor) -> None:
             partial: Any = nothing
             if form.splits:
                 partial = new_partial[0](), new_partial[1](), counters(index, number)
+            sinks = x.sinks
             function(
                 x.q,
                 canonical_k(x.k_cache),
@@ -142,15 +173,37 @@ class Compiled:
                 *partial,
                 params,
             )
-            return out, lse
+
+        return launch
+
+    def _forward(self, inputs: CacheInputs, problem: CacheProblem) -> Launch:
+        """The launch of the forward kernel, of sequences with many tokens."""
+        target, index = self.target(problem), inputs.q.get_device()
+        kernel = paged.decide(target, paged_problem(problem), self.sms(index), self.find(problem))
+        run = paged.sequence(kernel, decode.MOST_TOKENS + 1)
+        B, Sq, counter = problem.extent.B, problem.extent.max_seqlen_q, self.counters
+        canonical_k, canonical_v = _canonical(inputs.k_cache), _canonical(inputs.v_cache)
+
+        def launch(x: CacheInputs, out: Tensor, lse: Tensor) -> None:
+            ends, table, used = x.cu_seqlens_q, x.block_table, x.seqused_k
+            if table is None or used is None:
+                raise AssertionError("a paged call has a table and lengths")
+            if ends is None:
+                ends = torch.arange(0, (B + 1) * Sq, Sq, dtype=torch.int32, device=x.q.device)
+            caches = canonical_k(x.k_cache), canonical_v(x.v_cache)
+            run(x.q, *caches, table, ends, used, x.sinks, out, lse, counter(index, 1))
 
         return launch
 
     # The emulator's backend overrides the following methods.
 
+    def target(self, problem: CacheProblem) -> Target:
+        """The target for the problem's GPU."""
+        return self._targets[problem.spec.capability]
+
     def find(self, problem: CacheProblem) -> Find:
         """The function that gets compiled kernels."""
-        return self._targets[problem.spec.capability].find
+        return self.target(problem).find
 
     def sms(self, index: int) -> int:
         return num_sms(index)
@@ -179,6 +232,47 @@ def limits(problem: CacheProblem) -> tuple[str, ...]:
     elif max(extent.B, _tiles(problem, decode.ROWS[-1]) // max(extent.B, 1)) > _MOST_CTAS:
         why.append(f"the sizes are {tuple(extent)}, and a grid has up to {_MOST_CTAS} of each")
     return tuple(why)
+
+
+def forwards(problem: CacheProblem, target: Target) -> bool:
+    """Whether sequences with many tokens go to the forward kernel, which is faster with these.
+
+    Its sums depend on its tiles, so with `batch_invariant` there is one kernel for all.
+    """
+    spec = problem.spec
+    if not spec.paged or spec.batch_invariant or problem.extent.max_seqlen_q <= decode.MOST_TOKENS:
+        return False
+    return not paged.limits(target, paged_problem(problem))
+
+
+def with_few_tokens(problem: CacheProblem) -> CacheProblem:
+    """The problem without sequences that have many tokens."""
+    extent = problem.extent._replace(max_seqlen_q=decode.MOST_TOKENS)
+    return problem._replace(spec=problem.spec._replace(ragged=True), extent=extent)
+
+
+def paged_problem(problem: CacheProblem) -> paged.PagedProblem:
+    """The problem as the forward kernels have it."""
+    spec, extent = problem.spec, problem.extent
+    packed = Spec(
+        device=spec.device,
+        dtype=spec.dtype,
+        D=spec.D,
+        Dv=spec.Dv,
+        group=spec.group,
+        varlen=True,
+        left=problem.band.left is not None,
+        right=problem.band.right is not None,
+        softcap=spec.softcap,
+        mask="",
+        dropout=False,
+        deterministic=False,
+        sinks=spec.sinks,
+        capability=spec.capability,
+    )
+    sizes = Extent(extent.B, extent.max_seqlen_q, extent.max_seqlen_k, extent.Hq, extent.Hk)
+    dense = Problem(packed, sizes, problem.scale, problem.band, problem.softcap, 0.0)
+    return paged.PagedProblem(dense, extent.page_size, spec.cache_dtype, spec.aligned, spec.causal_flags)
 
 
 @lru_cache(maxsize=4096)

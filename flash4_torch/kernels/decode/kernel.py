@@ -139,6 +139,7 @@ def _sequence(tensors: Tensors, params: DecodeParams, batch: Int32, plan: cutlas
     if cutlass.const_expr(form.ragged):
         first = cutlass.min(cutlass.max(first, 0), T)
         end = cutlass.min(cutlass.max(end, first), T)
+        end = end if end - first <= params.max_seqlen_q else first
     right = params.right
     if cutlass.const_expr(form.causal_flags):
         right = params.right if is_causal != 0 else Int32(NO_BOUND)

@@ -42,10 +42,10 @@ def decode(
 ) -> None:
     """Launch out = softmax(scores) V and lse of each query token over the keys that the cache has of it.
 
-    q (T, Hq, D) and out (T, Hq, Dv) are packed; sequence b has tokens cu_seqlens_q[b] to
-    cu_seqlens_q[b + 1] - 1, at most params.max_seqlen_q of them (more get no results); without cu_seqlens_q
-    it has params.max_seqlen_q tokens from b * params.max_seqlen_q on. Its last token is aligned to its last
-    key. k (pages, page_size, Hk, D) and v (pages, page_size, Hk, Dv): key j of sequence b
+    q (T, Hq, D) and out (T, Hq, Dv) are packed; sequence b has tokens cu_seqlens_q[b] to cu_seqlens_q[b + 1]
+    - 1; if these are more than params.max_seqlen_q, it gets no results, and another launch may serve it.
+    Without cu_seqlens_q it has params.max_seqlen_q tokens from b * params.max_seqlen_q on. Its last token is
+    aligned to its last key. k (pages, page_size, Hk, D) and v (pages, page_size, Hk, Dv): key j of sequence b
     is row j % page_size of page block_table[b, j // page_size]; without a table it is row j of page b. Of q,
     k, v and out the last stride is 1, the others are multiples of 8 elements, and bases are aligned to 16
     bytes. block_table (B, blocks) has any strides, cu_seqlens_q (B + 1,), seqused_k (B,) and causal (B,) are

@@ -27,6 +27,8 @@ class PageArgs(NamedTuple):
     """(B, blocks) int32 of any strides: key j of sequence b is in page block_table[b, j // page_size]."""
     seqused_k: cute.Tensor
     """(B,) int32, contiguous"""
+    min_seqlen_q: Int32
+    """Sequences with fewer queries are left to another launch."""
 
 
 class Pages(NamedTuple):
@@ -34,6 +36,7 @@ class Pages(NamedTuple):
 
     block_table: cute.Tensor
     seqused_k: cute.Tensor
+    min_seqlen_q: Int32
     room: Int32
     """Keys that a row of the table has room for; the device would have to keep the product."""
 
@@ -93,7 +96,7 @@ def compile_for_any(forward: Any, plan: ForwardPlan) -> Any:
     cu_seqlens = host.compact(Int32, host.any_sizes(1)) if features.varlen else None
     sequences_k = cu_seqlens
     if plan.paged:
-        sequences_k = PageArgs(host.strided(Int32, 2), host.compact(Int32, host.any_sizes(1)))
+        sequences_k = PageArgs(host.strided(Int32, 2), host.compact(Int32, host.any_sizes(1)), Int32(0))
     rng_state = host.compact(Int64, (2,)) if features.dropout else None
     mask = example_args(plan.mask) if features.mask else None
     sinks = host.compact(host.NUMERIC[features.sinks], host.any_sizes(1)) if features.sinks else None

@@ -75,6 +75,7 @@ def decode(ctx: ForwardContext, shape: Shape, work_idx: Uint32, at: Cursor) -> T
     if cutlass.const_expr(ctx.plan.paged):
         q_offset = ctx.cu_seqlens_q[b]
         Sq, Sk = ctx.cu_seqlens_q[b + 1] - q_offset, _keys_in_pages(ctx, b)
+        Sq = Sq if Sq >= ctx.pages.min_seqlen_q else Int32(0)
     elif cutlass.const_expr(ctx.plan.features.varlen):
         q_offset, k_offset = ctx.cu_seqlens_q[b], ctx.cu_seqlens_k[b]
         Sq, Sk = ctx.cu_seqlens_q[b + 1] - q_offset, ctx.cu_seqlens_k[b + 1] - k_offset
