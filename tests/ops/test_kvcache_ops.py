@@ -14,6 +14,7 @@ import flash4_torch
 from everything import one_of
 from flash4_torch import env
 from flash4_torch.errors import BackendError, NoGradientError
+from flash4_torch.reference import kvcache as reference
 from flash4_torch.testing import emulate
 
 # torch 2.11's inductor imports a module that uses TorchScript.
@@ -151,6 +152,20 @@ def test_a_backward_is_refused_by_name() -> None:
         out, lse = flash4_torch.merge_states(given, lses)
         with pytest.raises(NoGradientError, match="merge_states has no gradient"):
             (out.sum() + lse.sum()).backward()
+
+
+def test_autograd_notices_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that some backward needs may not change unseen, by whichever kernel."""
+    x = torch.randn(T, HK, D, dtype=torch.bfloat16, requires_grad=True)
+    q, slots, angle = x * 1.0, torch.arange(T), rotary()[0]
+    product = q * q
+    monkeypatch.setattr(reference, "append", lambda call: None)
+    where = {"slot_mapping": slots, "positions": slots, "cos": angle, "sin": angle}
+    flash4_torch.append_kvcache(rows(), rows(), *caches(), q=q, q_out=q, **where)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+    with torch.inference_mode():
+        flash4_torch.append_kvcache(rows(), rows(), *caches(), slot_mapping=slots)
 
 
 def test_a_compiled_graph_refuses_gradients_at_once() -> None:
