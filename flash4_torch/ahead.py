@@ -13,6 +13,7 @@ from typing import TextIO
 
 from .backends.compiled import (
     APPEND_KVCACHE,
+    DECODE,
     GROUP_REDUCE,
     MASK_BLOCKS,
     MERGE_STATES,
@@ -24,12 +25,15 @@ from .backends.compiled import (
     Target,
     backward,
     forward,
+    paged,
     weights,
 )
 from .backends.kvcache import append, merge
+from .backends.kvcache import compiled as kvcache
 from .compile import Key, aot, pool
 from .compile.arch import checked
 from .compile.pool import Prepared
+from .configs.decode import ROWS
 from .configs.types import Features, Scope
 from .errors import ArgumentError, ExportError, RangeError, hint
 from .progress import Bar, Lines
@@ -81,9 +85,9 @@ def warmup(
         dtypes: "bfloat16" and "float16".
         features: words joined by "+", such as "causal+dropout", of plain, causal, window, softcap, varlen,
             dropout, mask (boolean), float-mask and sinks (both in the call's dtype), weights (for
-            `need_weights=True`), kvcache (`append_kvcache` by int64 slots, by pages and to dense caches, of
-            this dtype or scaled float8, by slots also with rotary of all columns; `merge_states`) and
-            deterministic.
+            `need_weights=True`), kvcache (`attention_kvcache` over pages of 16, 64, 256 and dense caches, of
+            this dtype or float8; `append_kvcache` to these by int64 slots, by table and lengths, by slots
+            also with rotary of all columns; `merge_states`) and deterministic.
         groups: query heads per KV head, from 1 to 1024; kernels compiled for 64 serve all larger groups.
         gradients: also compile the backward's kernels, where it has some.
         jobs: processes that compile at the same time, at least 1. Default: one per processor.
@@ -203,7 +207,7 @@ def kernels(
         if "weights" in asked:
             entries += _of_weights(chosen)
         if "kvcache" in asked:
-            entries += _of_kvcache(chosen)
+            entries += _of_kvcache(target, chosen, group)
         if gradients:
             entries += _of_gradients(target, chosen._replace(deterministic="deterministic" in asked), group)
         found |= {Key(entry, static, target.arch): None for entry, static in entries}
@@ -285,10 +289,15 @@ def _of_weights(features: Features) -> Iterator[tuple[str, tuple[object, ...]]]:
         yield MASK_BLOCKS, (weights.mask_plan(own.mask),)
 
 
-def _of_kvcache(features: Features) -> Iterator[tuple[str, tuple[object, ...]]]:
+def _of_kvcache(target: Target, features: Features, group: int) -> Iterator[tuple[str, tuple[object, ...]]]:
     dtype, D, Dv = features.dtype, features.D, features.Dv
     yield from ((APPEND_KVCACHE, (plan,)) for plan in append.common_plans(dtype, D, Dv))
     yield from ((MERGE_STATES, (plan,)) for plan in merge.common_plans(dtype, Dv))
+    # One token alone sees all keys before it, causal or not.
+    for each in {features, features._replace(right=False)}:
+        yield from ((DECODE, (each, rows, form)) for rows, form in product(ROWS, kvcache.common_forms()))
+    if not target.forward_configs.limits(features):
+        yield from ((target.forward, static) for static in paged.common_kernels(target, features, group))
 
 
 def _of_gradients(target: Target, features: Features, group: int) -> Iterator[tuple[str, tuple[object, ...]]]:

@@ -92,7 +92,7 @@ def _is_aligned(cache: Tensor) -> bool:
     """Whether rows are contiguous and begin at multiples of 16 bytes; strides of one entry do not count."""
     step = _ALIGNMENT // cache.element_size()
     strides = [stride for size, stride in zip(cache.shape, cache.stride(), strict=True) if size > 1]
-    in_steps = all(stride % step == 0 for stride in strides[:-1])
+    in_steps = all(stride > 0 and stride % step == 0 for stride in strides[:-1])
     return in_steps and cache.stride(-1) == 1 and cache.data_ptr() % _ALIGNMENT == 0
 
 

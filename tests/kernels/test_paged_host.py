@@ -15,6 +15,8 @@ from flash4_torch.backends.compiled import SM90A, TARGETS, Target, forward, page
 from flash4_torch.backends.compiled.paged import PagedProblem
 from flash4_torch.configs import sm90
 from flash4_torch.configs.types import widest_box
+from flash4_torch.kvcache_problem import CacheInputs, CacheOptions
+from flash4_torch.ops.kvcache import describe
 from flash4_torch.problem import CallOptions
 from flash4_torch.testing import emulate
 from kernel_calls import Results, check_results, drawn
@@ -27,7 +29,7 @@ CAUSAL = CallOptions(0.125, window_right=0)
 
 
 def tensors(page_size: int = 32, D: int = 64, Dv: int = 64, **changes: Any) -> dict[str, Any]:
-    """Arguments of `paged.describe` that it serves."""
+    """Arguments of `described` that it serves."""
     cache = torch.zeros(5, page_size, 2, D + Dv, dtype=torch.bfloat16)
     return {
         "q": torch.zeros(100, 4, D, dtype=torch.bfloat16),
@@ -38,6 +40,26 @@ def tensors(page_size: int = 32, D: int = 64, Dv: int = 64, **changes: Any) -> d
         "options": CAUSAL,
         **changes,
     }
+
+
+def described(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    sinks: torch.Tensor | None,
+    options: CallOptions,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+) -> PagedProblem:
+    """The problem of a call of `attention_kvcache`."""
+    B = len(block_table)
+    ends, lengths = torch.zeros(B + 1, dtype=torch.int32), torch.zeros(B, dtype=torch.int32)
+    inputs = CacheInputs(q, k_cache, v_cache, block_table, ends, lengths, None, sinks)
+    longest = len(q) if max_seqlen_q is None else max_seqlen_q
+    room = k_cache.shape[1] * block_table.shape[1] if max_seqlen_k is None else max_seqlen_k
+    numbers = options.scale, options.window_left, options.window_right, options.softcap
+    return paged.problem_of(describe(inputs, CacheOptions(longest, room, *numbers)))
 
 
 @EACH_TARGET
@@ -61,7 +83,7 @@ def test_every_page_has_a_kernel(
 ) -> None:
     """Its boxes divide pages and blocks, and it is one that the table names."""
     options = CallOptions(0.1, window_right=right, softcap=softcap)
-    problem = paged.describe(
+    problem = described(
         **tensors(page_size, D, Dv, options=options), max_seqlen_q=lengths[0], max_seqlen_k=lengths[1]
     )
     assert not paged.limits(target, problem)
@@ -88,7 +110,7 @@ def test_tiles_for_pages_are_chosen_for_larger_boxes(found: Any, page_box: int) 
 
 
 def problem_of(**changes: Any) -> PagedProblem:
-    return paged.describe(**tensors(**changes))
+    return described(**tensors(**changes))
 
 
 def half(*shape: int) -> torch.Tensor:
@@ -128,7 +150,7 @@ def launch(
 ) -> None:
     """A launch as a backend makes it."""
     call = given.call
-    problem = paged.describe(
+    problem = described(
         call.q, given.k, given.v, given.table, call.sinks, options, max_seqlen_q=max(call.lengths[0])
     )
     assert not paged.limits(target, problem)

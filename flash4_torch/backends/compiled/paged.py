@@ -1,6 +1,6 @@
 """The forward over a paged cache, for many query tokens: the kernel that serves a call, and its launch.
 
-    problem = describe(q, k_cache, v_cache, block_table, sinks, options, max_seqlen_q)
+    problem = problem_of(cache_problem)
     if not limits(target, problem):
         launch = sequence(decide(target, problem, num_sms, target.find))
         launch(q, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, sinks, out, lse, tile_counter)
@@ -17,14 +17,15 @@ lacks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...configs.types import widest_box
-from ...problem import CallOptions, Extent, Problem, Spec, dtype_key
+from ...configs.types import Features, widest_box
+from ...kvcache_problem import CacheProblem
+from ...problem import Extent, Problem, Spec
 from . import forward
 from .forward import Kernel
 from .params import FARTHEST
@@ -50,52 +51,28 @@ class PagedProblem(NamedTuple):
     """Whether some sequences are causal and others not."""
 
 
-def describe(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    sinks: Tensor | None,
-    options: CallOptions,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    causal_flags: bool = False,
-    capability: tuple[int, int] = (0, 0),
-) -> PagedProblem:
-    """The problem of checked tensors.
-
-    Args:
-        max_seqlen_q: a bound on the queries of a sequence. Default: all of them.
-        max_seqlen_k: a bound on the keys of a sequence. Default: blocks * page_size.
-    """
-    (T, Hq, D), (_, page_size, Hk, _), (B, blocks) = q.shape, k_cache.shape, block_table.shape
-    room = blocks * page_size
-    spec = Spec(
-        device=q.device.type,
-        dtype=q.dtype,
-        D=D,
-        Dv=v_cache.shape[-1],
-        group=Hq // max(Hk, 1),
+def problem_of(problem: CacheProblem) -> PagedProblem:
+    """The problem as the forward kernels have it."""
+    spec, extent = problem.spec, problem.extent
+    packed = Spec(
+        device=spec.device,
+        dtype=spec.dtype,
+        D=spec.D,
+        Dv=spec.Dv,
+        group=spec.group,
         varlen=True,
-        left=options.window_left is not None,
-        right=options.window_right is not None,
-        softcap=options.softcap != 0.0,
+        left=problem.band.left is not None,
+        right=problem.band.right is not None,
+        softcap=spec.softcap,
         mask="",
         dropout=False,
         deterministic=False,
-        sinks=dtype_key(sinks),
-        capability=capability,
+        sinks=spec.sinks,
+        capability=spec.capability,
     )
-    extent = Extent(
-        B,
-        T if max_seqlen_q is None else max_seqlen_q,
-        room if max_seqlen_k is None else min(max_seqlen_k, room),
-        Hq,
-        Hk,
-    )
-    problem = Problem(spec, extent, options.scale, options.band, options.softcap, dropout_p=0.0)
-    in_place = not k_cache.numel() or (is_readable(k_cache) and is_readable(v_cache))
-    return PagedProblem(problem, page_size, k_cache.dtype, in_place, causal_flags)
+    sizes = Extent(extent.B, extent.max_seqlen_q, extent.max_seqlen_k, extent.Hq, extent.Hk)
+    dense = Problem(packed, sizes, problem.scale, problem.band, problem.softcap, 0.0)
+    return PagedProblem(dense, extent.page_size, spec.cache_dtype, spec.aligned, spec.causal_flags)
 
 
 def limits(target: Target, paged: PagedProblem) -> list[str]:
@@ -141,6 +118,16 @@ def config_of(target: Target, paged: PagedProblem) -> ForwardConfig:
         forward.seen(problem),
         band.right is not None and band.right <= 0,
     )
+
+
+def common_kernels(
+    target: Target, features: Features, group: int
+) -> Iterator[tuple[Features, ForwardConfig]]:
+    """What the forward kernels are compiled for where pages have 16, 64 or 256 keys."""
+    for page_size in (16, 64, 256):
+        asked = features._replace(varlen=True, page_box=widest_box(page_size))
+        for config in target.forward_configs.reachable(asked, group):
+            yield asked._replace(page_box=widest_box(page_size, config.keys)), config
 
 
 Sequence = Callable[

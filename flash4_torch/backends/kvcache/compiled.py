@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,6 @@ from ...configs import decode
 from ...configs.decode import DecodeForm
 from ...configs.types import LARGE_SOFTCAP, Features
 from ...kvcache_problem import CacheInputs, CacheProblem
-from ...problem import Extent, Problem, Spec
 from .. import tile_counters
 from ..compiled import paged
 from ..compiled.backend import converted, missing_packages, num_sms
@@ -179,7 +179,7 @@ class Compiled:
     def _forward(self, inputs: CacheInputs, problem: CacheProblem) -> Launch:
         """The launch of the forward kernel, of sequences with many tokens."""
         target, index = self.target(problem), inputs.q.get_device()
-        kernel = paged.decide(target, paged_problem(problem), self.sms(index), self.find(problem))
+        kernel = paged.decide(target, paged.problem_of(problem), self.sms(index), self.find(problem))
         run = paged.sequence(kernel, decode.MOST_TOKENS + 1)
         B, Sq, counter = problem.extent.B, problem.extent.max_seqlen_q, self.counters
         canonical_k, canonical_v = _canonical(inputs.k_cache), _canonical(inputs.v_cache)
@@ -234,6 +234,13 @@ def limits(problem: CacheProblem) -> tuple[str, ...]:
     return tuple(why)
 
 
+def common_forms() -> Iterator[DecodeForm]:
+    """Forms of the calls that serving engines make: paged and dense, of one token or packed ones."""
+    for splits, cache_dtype in product((False, True), ("", dtype_name(torch.float8_e4m3fn))):
+        form = DecodeForm(False, splits, ragged=False, lengths=True, cache_dtype=cache_dtype)
+        yield from (form, form._replace(paged=True), form._replace(paged=True, ragged=True))
+
+
 def forwards(problem: CacheProblem, target: Target) -> bool:
     """Whether sequences with many tokens go to the forward kernel, which is faster with these.
 
@@ -242,37 +249,13 @@ def forwards(problem: CacheProblem, target: Target) -> bool:
     spec = problem.spec
     if not spec.paged or spec.batch_invariant or problem.extent.max_seqlen_q <= decode.MOST_TOKENS:
         return False
-    return not paged.limits(target, paged_problem(problem))
+    return not paged.limits(target, paged.problem_of(problem))
 
 
 def with_few_tokens(problem: CacheProblem) -> CacheProblem:
     """The problem without sequences that have many tokens."""
     extent = problem.extent._replace(max_seqlen_q=decode.MOST_TOKENS)
     return problem._replace(spec=problem.spec._replace(ragged=True), extent=extent)
-
-
-def paged_problem(problem: CacheProblem) -> paged.PagedProblem:
-    """The problem as the forward kernels have it."""
-    spec, extent = problem.spec, problem.extent
-    packed = Spec(
-        device=spec.device,
-        dtype=spec.dtype,
-        D=spec.D,
-        Dv=spec.Dv,
-        group=spec.group,
-        varlen=True,
-        left=problem.band.left is not None,
-        right=problem.band.right is not None,
-        softcap=spec.softcap,
-        mask="",
-        dropout=False,
-        deterministic=False,
-        sinks=spec.sinks,
-        capability=spec.capability,
-    )
-    sizes = Extent(extent.B, extent.max_seqlen_q, extent.max_seqlen_k, extent.Hq, extent.Hk)
-    dense = Problem(packed, sizes, problem.scale, problem.band, problem.softcap, 0.0)
-    return paged.PagedProblem(dense, extent.page_size, spec.cache_dtype, spec.aligned, spec.causal_flags)
 
 
 @lru_cache(maxsize=4096)
@@ -318,10 +301,10 @@ def features_of(problem: CacheProblem) -> Features:
 def _canonical(cache: Tensor) -> Callable[[Tensor], Tensor]:
     """What gives caches of these sizes strides that the kernel accepts, also of dimensions of size 1."""
     step = _ALIGNMENT // cache.element_size()
-    if all(stride % step == 0 for stride in cache.stride()[:-1]):
+    if all(stride > 0 and stride % step == 0 for stride in cache.stride()[:-1]):
         return lambda x: x
     shape = tuple(cache.shape)
-    strides = [0 if size == 1 else stride for size, stride in zip(shape, cache.stride(), strict=True)]
+    strides = [step if size == 1 else stride for size, stride in zip(shape, cache.stride(), strict=True)]
     return lambda x: x.as_strided(shape, (*strides[:-1], 1))
 
 
