@@ -137,12 +137,14 @@ def cache_calls(
     most_keys: int = 90,
     float8: bool = True,
     page_sizes: Sequence[int] = (),
+    most_tokens: int = 6,
 ) -> CacheCall:
     """Calls with any sequences, caches and options; head sizes are multiples of `multiple`."""
     dtype = draw(st.sampled_from(dtypes))
     Hk, group = draw(st.integers(1, 2)), draw(st.integers(1, 4))
     D, Dv = (multiple * draw(st.integers(1, max(1, 40 // multiple))) for _ in range(2))
-    lengths = draw(st.lists(st.tuples(st.integers(0, 6), st.integers(0, most_keys)), min_size=1, max_size=4))
+    each = st.tuples(st.integers(0, most_tokens), st.integers(0, most_keys))
+    lengths = draw(st.lists(each, min_size=1, max_size=4))
     if not any(Sq for Sq, _ in lengths):
         lengths[0] = (1, lengths[0][1])
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
