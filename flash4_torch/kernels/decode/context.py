@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Float32, Int32
 
 from ..common.band import Band, Span
 from .params import DecodeParams
@@ -57,6 +57,8 @@ class Tile(NamedTuple):
     """Splits that have blocks."""
     has_work: Boolean
     """Whether the CTA has rows and blocks."""
+    k_scale: Float32
+    v_scale: Float32
 
     @property
     def num_splits(self) -> Int32:
@@ -76,9 +78,11 @@ class Context:
     sQ: cute.Tensor
     """(rows, D)"""
     sK: cute.Tensor
-    """(keys, D, stages)"""
+    """(keys, D, stages); of FP8 numbers two are one: (keys, D / 2, stages)"""
     sV: cute.Tensor
-    """(Dv, keys, stages)"""
+    """(Dv, keys, stages), or (Dv / 2, keys, stages)"""
+    sFactor: cute.Tensor | None
+    """(rows,): factors of scores, where rows of Q are scaled"""
     sP: cute.Tensor | None
     """(rows, keys): weights, where warps divide a block's keys."""
     sMax: cute.Tensor | None

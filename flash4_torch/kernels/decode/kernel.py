@@ -34,16 +34,18 @@ def decode_kernel(tensors: Tensors, layouts: tuple, params: DecodeParams, plan: 
     tile = _tile(tensors, params, plan)
     if tile.has_work:
         memory = SmemAllocator()
-        sQ = smem_layouts.allocate(memory, plan.dtype, layouts[0])[None, None, 0]
-        sK = smem_layouts.allocate(memory, plan.dtype, layouts[1])
-        sV = smem_layouts.allocate(memory, plan.dtype, layouts[2])
-        sP, sMax, sSum, sCount = None, None, None, None
+        sQ = smem_layouts.allocate(memory, plan.mma_dtype, layouts[0])[None, None, 0]
+        sK = smem_layouts.allocate(memory, plan.mma_dtype, layouts[1])
+        sV = smem_layouts.allocate(memory, plan.mma_dtype, layouts[2])
+        sP, sMax, sSum, sCount, sFactor = None, None, None, None, None
         if cutlass.const_expr(plan.key_warps > 1):
-            sP = smem_layouts.allocate(memory, plan.dtype, layouts[3])[None, None, 0]
+            sP = smem_layouts.allocate(memory, plan.mma_dtype, layouts[3])[None, None, 0]
             sMax = memory.allocate_tensor(Float32, cute.make_layout((plan.rows, plan.key_warps)), 16)
             sSum = memory.allocate_tensor(Float32, cute.make_layout((4, plan.rows, PARTS)), 16)
         if cutlass.const_expr(plan.form.splits):
             sCount = memory.allocate_tensor(Uint32, cute.make_layout(1), 16)
+        if cutlass.const_expr(plan.scales_q):
+            sFactor = memory.allocate_tensor(Float32, cute.make_layout(plan.rows), 16)
         ctx = Context(
             plan=plan,
             params=params,
@@ -54,6 +56,7 @@ def decode_kernel(tensors: Tensors, layouts: tuple, params: DecodeParams, plan: 
             sQ=sQ,
             sK=sK,
             sV=sV,
+            sFactor=sFactor,
             sP=sP,
             sMax=sMax,
             sSum=sSum,
@@ -77,6 +80,9 @@ def _tile(tensors: Tensors, params: DecodeParams, plan: cutlass.Constexpr) -> Ti
     Hk = Int32(tensors.k.shape[2])
     tiles = heads_and_tiles // Hk
     kv_head, index = y // tiles, y % tiles
+    k_scale, v_scale = Float32(1.0), Float32(1.0)
+    if cutlass.const_expr(plan.is_fp8):
+        k_scale, v_scale = tensors.k_scale[batch, kv_head], tensors.v_scale[batch, kv_head]
     group = Int32(tensors.q.shape[1]) // Hk
     first_row, num_rows = index * plan.rows, Sq * group
     last_row = cutlass.max(cutlass.min(first_row + plan.rows, num_rows) - 1, first_row)
@@ -105,6 +111,8 @@ def _tile(tensors: Tensors, params: DecodeParams, plan: cutlass.Constexpr) -> Ti
         split,
         splits,
         has_work,
+        k_scale,
+        v_scale,
     )
 
 

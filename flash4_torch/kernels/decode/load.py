@@ -12,9 +12,6 @@ from ...configs.decode import KEYS, MMA_ROWS
 from ..common import copies
 from .context import Context
 
-_BYTES = 2
-"""Bytes of an element."""
-
 
 class Place(NamedTuple):
     """The place in the cache of a lane's key of a block; lanes l and l + 16 have the same one."""
@@ -65,7 +62,7 @@ def load_block(ctx: Context, n: Int32, place: Place, stage: Int32) -> None:
         (ctx.tensors.v, by_key, plan.features.Dv),
     ):
         start = _address(cache, place.page, place.row, tile.kv_head)
-        copies.gather_rows(staged, own, start, keys, columns)
+        copies.gather_rows(staged, own, start, keys, columns * plan.cache_dtype.width // 16)
 
 
 def _address(x: cute.Tensor, *place: Int32) -> Int64:
@@ -73,4 +70,4 @@ def _address(x: cute.Tensor, *place: Int32) -> Int64:
     offset = Int64(0)
     for i, stride in zip(place, x.stride, strict=False):
         offset += Int64(i) * Int64(stride)
-    return Int64(x.iterator.toint()) + offset * _BYTES
+    return Int64(x.iterator.toint()) + offset * (x.element_type.width // 8)
