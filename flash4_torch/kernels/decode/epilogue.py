@@ -62,7 +62,7 @@ def _finalize(ctx: Context, t: Thread) -> Final:
 @cute.jit
 def _store(ctx: Context, values: cute.Tensor, lse: Float32, row: Int32) -> None:
     """Store the thread's columns of a row, and the row's lse."""
-    plan, (token, head) = ctx.plan, place_of(ctx, row)
+    plan, (token, head) = ctx.plan, ctx.place_of(row)
     share, lse = with_sink(ctx, lse, head)
     rounded = cute.make_rmem_tensor(cute.size(values), plan.dtype)
     for c in cutlass.range_constexpr(cute.size(values)):
@@ -81,7 +81,7 @@ def _store(ctx: Context, values: cute.Tensor, lse: Float32, row: Int32) -> None:
 
 @cute.jit
 def _store_partial(ctx: Context, values: cute.Tensor, lse: Float32, row: Int32) -> None:
-    plan, split, (token, head) = ctx.plan, ctx.tile.split, place_of(ctx, row)
+    plan, split, (token, head) = ctx.plan, ctx.tile.split, ctx.place_of(row)
     start, width = ctx.tensors.partial_out[split, token, head, None].iterator, _width(plan)
     ordered = _side_by_side(values, plan)
     for j in cutlass.range_constexpr(cute.size(values) // width):
@@ -118,12 +118,6 @@ def _column(ctx: Context, j: int) -> Int32:
     strip, inside = divmod(4 * width * j, plan.strip)
     first = (strip * plan.key_warps + ctx.key_warp) * plan.strip
     return first + inside + width * (ctx.lane % 4)
-
-
-def place_of(ctx: Context, row: Int32) -> tuple[Int32, Int32]:
-    """The token, among all sequences', and the query head of a row."""
-    tile = ctx.tile
-    return tile.first_token + row // tile.group, tile.kv_head * tile.group + row % tile.group
 
 
 @cute.jit

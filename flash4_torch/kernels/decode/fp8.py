@@ -25,12 +25,12 @@ from ..common.rounding import round_to, widened
 from ..common.warps import WARP
 from .context import Context
 
-GROUP = 16
-"""Columns of a k-step of an MMA: 16 bytes of a key, and two vectors of Q."""
+STEP = 16
+"""Columns of a step of an MMA: 16 bytes of a key, 32 of a row of Q."""
 _LANES = 8
 """Lanes that load a row of Q."""
 _WORDS = 8
-"""32-bit words of a group of Q."""
+"""32-bit words of so many columns of Q."""
 _LARGEST_LOG2 = 14
 """Numbers of a row of Q are scaled to less than twice 2 to this power."""
 _BIAS, _MANTISSA = 127, 7
@@ -39,21 +39,21 @@ _BIAS, _MANTISSA = 127, 7
 
 @cute.jit
 def fetch_q(ctx: Context) -> cute.Tensor:
-    """Start to load the thread's part (words, groups, passes) of the tile's rows of Q into registers."""
+    """Start to load the thread's part (words, steps, passes) of the tile's rows of Q into registers."""
     plan, tile, q = ctx.plan, ctx.tile, ctx.tensors.q
-    groups = -(-plan.D // (GROUP * _LANES))
-    words = cute.make_rmem_tensor((_WORDS, groups, plan.rows // MMA_ROWS), Uint32)
+    steps = -(-plan.D // (STEP * _LANES))
+    words = cute.make_rmem_tensor((_WORDS, steps, plan.rows // MMA_ROWS), Uint32)
     words.fill(0)
     for i in cutlass.range_constexpr(plan.rows // MMA_ROWS):
         row = tile.first_row + _row(ctx, i)
-        token, head = row // tile.group, row % tile.group
         if row < tile.num_rows:
-            start = q[tile.first_token + token, tile.kv_head * tile.group + head, None].iterator
-            for j in cutlass.range_constexpr(groups):
-                group = ctx.lane % _LANES + j * _LANES
-                if group < plan.D // GROUP:
+            token, head = ctx.place_of(row)
+            start = q[token, head, None].iterator
+            for j in cutlass.range_constexpr(steps):
+                step = ctx.lane % _LANES + j * _LANES
+                if step < plan.D // STEP:
                     for half in cutlass.range_constexpr(2):
-                        source = vector_at(start + (group * GROUP + half * 8), 4, Uint32)
+                        source = vector_at(start + (step * STEP + half * 8), 4, Uint32)
                         own = cute.make_rmem_tensor(4, Uint32)
                         cute.autovec_copy(source, own)
                         for w in cutlass.range_constexpr(4):
@@ -65,25 +65,25 @@ def fetch_q(ctx: Context) -> cute.Tensor:
 def store_q(ctx: Context, words: cute.Tensor) -> None:
     """Store these parts in the order that K asks for, as float16, with the factors of the rows' scores."""
     plan, sQ, sFactor = ctx.plan, ctx.sQ, ctx.sFactor
-    groups = cute.size(words, mode=[1])
+    steps = cute.size(words, mode=[1])
     for i in cutlass.range_constexpr(plan.rows // MMA_ROWS):
         row = _row(ctx, i)
         if cutlass.const_expr(plan.scales_q):
             shrink, grow = _factors(words[None, None, i])
-            for j in cutlass.range_constexpr(groups):
+            for j in cutlass.range_constexpr(steps):
                 _to_float16(words[None, j, i], shrink)
             if ctx.lane % _LANES == 0:
                 sFactor[row] = grow * ctx.tile.k_scale
-        for j in cutlass.range_constexpr(groups):
-            group = ctx.lane % _LANES + j * _LANES
-            if group < plan.D // GROUP:
+        for j in cutlass.range_constexpr(steps):
+            step = ctx.lane % _LANES + j * _LANES
+            if step < plan.D // STEP:
                 for half in cutlass.range_constexpr(2):
                     # Even pairs of columns come first, then odd ones.
                     vector = cute.make_rmem_tensor(8, Float16)
                     pairs = cute.recast_tensor(vector, Uint32)
                     for w in cutlass.range_constexpr(4):
                         pairs[w] = words[half + 2 * w, j, i]
-                    target = cute.local_tile(sQ, (1, 8), (row, 2 * group + half))
+                    target = cute.local_tile(sQ, (1, 8), (row, 2 * step + half))
                     cute.autovec_copy(vector, cute.group_modes(target, 0, 2))
 
 
@@ -145,7 +145,7 @@ def scores(ctx: Context, S: cute.Tensor, mma: cute.TiledMma, stage: Int32) -> No
         lanes.make_fragment_A(lanes.partition_A(own_q)),
         lanes.make_fragment_B(lanes.partition_B(own_k)),
     )
-    b = cute.make_rmem_tensor(mma.partition_shape_B((plan.warp_keys, GROUP)), Float16)
+    b = cute.make_rmem_tensor(mma.partition_shape_B((plan.warp_keys, STEP)), Float16)
     wide, narrow = cute.recast_tensor(b, Uint32), cute.recast_tensor(bytes_, Uint32)
     from_a, from_b, to_a, to_b = (
         load_a.partition_S(own_q),
@@ -153,7 +153,7 @@ def scores(ctx: Context, S: cute.Tensor, mma: cute.TiledMma, stage: Int32) -> No
         load_a.retile(a),
         load_b.retile(bytes_),
     )
-    for k in cutlass.range_constexpr(plan.D // GROUP):
+    for k in cutlass.range_constexpr(plan.D // STEP):
         if cutlass.const_expr(k % 2 == 0):
             cute.copy(atom, from_b[None, None, k // 2], to_b[None, None, k // 2])
         cute.copy(atom, from_a[None, None, k], to_a[None, None, k])
@@ -183,18 +183,18 @@ def add_pv(ctx: Context, O: cute.Tensor, weights: cute.Tensor, mma: cute.TiledMm
     lanes = tall.get_slice(ctx.lane)
     atom = cute.make_copy_atom(warp_ops.LdMatrix8x8x16bOp(True, 4), Float16)
     load_b = cute.make_tiled_copy_B(atom, tall).get_slice(ctx.lane)
-    shape = cute.make_layout(mma.partition_shape_C((MMA_ROWS, GROUP)))
-    b = cute.make_rmem_tensor(mma.partition_shape_B((GROUP, GROUP)), Float16)
+    shape = cute.make_layout(mma.partition_shape_C((MMA_ROWS, STEP)))
+    b = cute.make_rmem_tensor(mma.partition_shape_B((STEP, STEP)), Float16)
     wide = cute.recast_tensor(b, Uint32)
     for i in cutlass.range_constexpr(plan.strips):
-        first = (ctx.key_warp + i * plan.key_warps) * (plan.strip // GROUP)
-        for j in cutlass.range_constexpr(plan.strip // GROUP):
-            own_v = cute.local_tile(ctx.sV[None, None, stage], (GROUP // 2, KEYS), (first + j, 0))
-            sums = cute.make_tensor(O.iterator + (i * plan.strip // GROUP + j) * cute.size(shape), shape)
+        first = (ctx.key_warp + i * plan.key_warps) * (plan.strip // STEP)
+        for j in cutlass.range_constexpr(plan.strip // STEP):
+            own_v = cute.local_tile(ctx.sV[None, None, stage], (STEP // 2, KEYS), (first + j, 0))
+            sums = cute.make_tensor(O.iterator + (i * plan.strip // STEP + j) * cute.size(shape), shape)
             bytes_ = lanes.make_fragment_B(lanes.partition_B(own_v))
             narrow = cute.recast_tensor(bytes_, Uint32)
             from_b, to_b = load_b.partition_S(own_v), load_b.retile(bytes_)
-            for k in cutlass.range_constexpr(KEYS // GROUP):
+            for k in cutlass.range_constexpr(KEYS // STEP):
                 if cutlass.const_expr(k % 2 == 0):
                     cute.copy(atom, from_b[None, None, k // 2], to_b[None, None, k // 2])
                 for half in cutlass.range_constexpr(2):

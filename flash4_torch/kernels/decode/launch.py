@@ -15,7 +15,7 @@ from ..common import host
 from ..common.smem_layouts import column_major_layout, row_major_layout
 from .context import Tensors
 from .kernel import decode_kernel
-from .params import DecodeParams, example_params
+from .params import DecodeParams, example_params, make_divisors
 from .plan import DecodePlan
 
 
@@ -98,12 +98,14 @@ def decode(
         row_major_layout(plan.mma_dtype, plan.rows, KEYS, 1),
     )
     Hk = k.shape[2]
-    tiles = cute.ceil_div(params.max_seqlen_q * (q.shape[1] // Hk), plan.rows)
+    group = q.shape[1] // Hk
+    tiles = cute.ceil_div(params.max_seqlen_q * group, plan.rows)
     splits = partial_lse.shape[0] if cutlass.const_expr(plan.form.splits) else 1
     B = q.shape[0] // params.max_seqlen_q
     if cutlass.const_expr(plan.form.ragged):
         B = cu_seqlens_q.shape[0] - 1
-    decode_kernel(tensors, layouts, params, plan).launch(
+    divisors = make_divisors(group, tiles, k.shape[1], splits, params.split_keys)
+    decode_kernel(tensors, layouts, params, divisors, plan).launch(
         grid=(splits, Hk * tiles, B),
         block=(plan.threads, 1, 1),
         stream=stream,

@@ -90,7 +90,7 @@ def _block(ctx: Context, t: Thread, n: Int32, stage: Int32) -> None:
         _scores(ctx, t, stage)
     scores.scale_and_cap(t.S, ctx.params, plan.features)
     first_key = n * KEYS + ctx.key_warp * plan.warp_keys
-    tokens = tuple(row // tile.group for row in t.rows)
+    tokens = tuple(row // ctx.divisors.group for row in t.rows)
     fragment = mma_fragment(t.S, tokens, first_key, ctx.lane)
     if bands.is_partial(tile.band, plan.band, n, *tile.tokens):
         bands.mask(tile.band, plan.band, fragment)
