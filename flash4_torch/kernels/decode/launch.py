@@ -15,7 +15,7 @@ from ..common import host
 from ..common.smem_layouts import column_major_layout, row_major_layout
 from .context import Tensors
 from .kernel import decode_kernel
-from .params import DecodeParams, example_params
+from .params import DecodeParams, example_params, make_divisors
 from .plan import DecodePlan
 
 
@@ -58,6 +58,11 @@ def decode(
     out 0 and lse -inf. lse (Hq, T) float32, contiguous, natural logarithm. sinks (Hq,) are scores of one
     more key of every head, whose value is 0; lse counts it.
 
+    An FP8 cache (plan.form.cache_dtype) has k and v of float8_e4m3fn, strides of whole multiples of 16
+    elements, and k_scale and v_scale (B, Hk), float32, of any strides: k and v stand for their products with
+    them. D and Dv are multiples of 16 then. NaN stays NaN. Rows of Q and weights become float16, a row of
+    bfloat16 after a power of two has scaled its largest number to 2**14 or more.
+
     With splits, partial_out (splits, T, Hq, Dv) and partial_lse (splits, Hq, T), float32 and contiguous,
     give the number of splits at most, and have anything in them before and after; counters, int32, has one
     number for each tile of each KV head of each sequence, B * Hk * ceil(max_seqlen_q * Hq / Hk / plan.rows)
@@ -87,18 +92,20 @@ def decode(
         counters,
     )
     layouts = (
-        row_major_layout(plan.dtype, plan.rows, plan.D, 1),
-        row_major_layout(plan.dtype, KEYS, plan.D, plan.stages),
-        column_major_layout(plan.dtype, plan.Dv, KEYS, plan.stages),
-        row_major_layout(plan.dtype, plan.rows, KEYS, 1),
+        row_major_layout(plan.mma_dtype, plan.rows, plan.D, 1),
+        row_major_layout(plan.mma_dtype, KEYS, plan.k_columns, plan.stages),
+        column_major_layout(plan.mma_dtype, plan.v_columns, KEYS, plan.stages),
+        row_major_layout(plan.mma_dtype, plan.rows, KEYS, 1),
     )
     Hk = k.shape[2]
-    tiles = cute.ceil_div(params.max_seqlen_q * (q.shape[1] // Hk), plan.rows)
+    group = q.shape[1] // Hk
+    tiles = cute.ceil_div(params.max_seqlen_q * group, plan.rows)
     splits = partial_lse.shape[0] if cutlass.const_expr(plan.form.splits) else 1
     B = q.shape[0] // params.max_seqlen_q
     if cutlass.const_expr(plan.form.ragged):
         B = cu_seqlens_q.shape[0] - 1
-    decode_kernel(tensors, layouts, params, plan).launch(
+    divisors = make_divisors(group, tiles, k.shape[1], splits, params.split_keys)
+    decode_kernel(tensors, layouts, params, divisors, plan).launch(
         grid=(splits, Hk * tiles, B),
         block=(plan.threads, 1, 1),
         stream=stream,
@@ -115,12 +122,13 @@ def compile_decode(features: Features, rows: int, form: DecodeForm) -> Any:
     T, Hq, B = (cute.sym_int() for _ in range(3))
     pages, page_size, Hk = host.any_sizes(3)
     q, out = (host.rows(plan.dtype, (T, Hq, D)) for D in (features.D, features.Dv))
-    k, v = (host.rows(plan.dtype, (pages, page_size, Hk, D)) for D in (features.D, features.Dv))
+    k, v = (host.rows(plan.cache_dtype, (pages, page_size, Hk, D)) for D in (features.D, features.Dv))
     table = host.strided(Int32, 2) if form.paged else None
     cu_seqlens_q = host.compact(Int32, host.any_sizes(1)) if form.ragged else None
     seqused_k = host.compact(Int32, (B,)) if form.lengths else None
     causal = host.compact(Int32, (B,)) if form.causal_flags else None
     sinks = host.compact(host.NUMERIC[features.sinks], (Hq,)) if features.sinks else None
+    scales = [host.strided(Float32, 2) if plan.is_fp8 else None for _ in range(2)]
     lse = host.compact(Float32, (Hq, T))
     partial = (None, None, None)
     if form.splits:
@@ -132,7 +140,7 @@ def compile_decode(features: Features, rows: int, form: DecodeForm) -> Any:
         )
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     tensors = (
-        *(q, k, v, table, cu_seqlens_q, seqused_k, causal, sinks, None, None),
+        *(q, k, v, table, cu_seqlens_q, seqused_k, causal, sinks, *scales),
         *(out, lse, *partial),
     )
     return cute.compile(decode, *tensors, example_params(), plan, stream, options="--enable-tvm-ffi")

@@ -12,7 +12,7 @@ from ..common.rounding import round_to
 from ..common.scores import LOG2E
 from ..common.softmax import LN2
 from .context import Context
-from .epilogue import place_of, with_sink
+from .epilogue import with_sink
 
 VECTOR = 4
 """Columns that a thread merges at once, 16 bytes of a part."""
@@ -54,7 +54,7 @@ def merge(ctx: Context, thread: Int32) -> None:
 @cute.jit
 def _merge_vector(ctx: Context, row: Int32, vector: Int32) -> None:
     """Merge some columns of a row; a split in which the row sees nothing changes no bit."""
-    splits, (token, head) = ctx.tile.splits, place_of(ctx, row)
+    splits, (token, head) = ctx.tile.splits, ctx.place_of(row)
     row_max = -Float32.inf
     for split in cutlass.range(splits.first, splits.last, unroll=DEPTH):
         row_max = softmax.larger(row_max, ctx.tensors.partial_lse[split, head, token])
