@@ -102,24 +102,27 @@ def record(
     inputs: CacheInputs,
     options: CacheOptions,
     shape: tuple[int, ...],
+    out: Tensor | None,
 ) -> None:
     """Prepares calls of this signature, after the slow path has served one.
 
-    inputs: packed, with scales of heads. shape: that of out as the caller gets it.
+    inputs, out: packed, with scales of heads. shape: that of out as the caller gets it.
     """
     if signature is None or signature in _calls or not _PLAIN.issuperset(map(type, flags)):
         return
     if len(_calls) >= _MOST:
         _calls.clear()
-    _calls[signature] = _prepared(inputs, options, shape)
+    _calls[signature] = _prepared(inputs, options, shape, out)
 
 
-def _prepared(inputs: CacheInputs, options: CacheOptions, shape: tuple[int, ...]) -> CacheCall | None:
+def _prepared(
+    inputs: CacheInputs, options: CacheOptions, shape: tuple[int, ...], out: Tensor | None
+) -> CacheCall | None:
     problem = describe(inputs, options)
     backend = backends.choose(problem)
     if inputs.causal is not None or not isinstance(backend, backends.PreparesCache):
         return None
-    launch = backend.prepare(inputs, problem)
+    launch = backend.prepare(inputs, problem, out)
     if launch is None:
         return None
     if problem.spec.device == "cpu":

@@ -145,7 +145,7 @@ def attention_kvcache(
     common.flag("return_lse", return_lse)
     into = None if out is None else check.out(out, q, v_cache).view(*packed.shape[:2], v_cache.shape[-1])
     result, lse = ops.attention_kvcache(inputs, options, into)
-    fast_path.record(signature, flags, inputs, options, (*q.shape[:-1], v_cache.shape[-1]))
+    fast_path.record(signature, flags, inputs, options, (*q.shape[:-1], v_cache.shape[-1]), into)
     if q.dim() == 4:
         result = result.view(*q.shape[:3], v_cache.shape[-1])
         lse = lse.view(q.shape[2], *q.shape[:2]).transpose(0, 1)

@@ -35,7 +35,7 @@ class CacheBackend(Protocol):
 class PreparesCache(CacheBackend, Protocol):
     """A backend that can decide everything about a call in advance, for `flash4_torch.fast_path.kvcache`."""
 
-    def prepare(self, inputs: CacheInputs, problem: CacheProblem) -> CacheLaunch | None:
-        """`attend`, prepared for tensors of the sizes, strides, dtypes and device of these, if q, caches and
-        `out` lie at multiples of 16 bytes; None if it depends on more."""
+    def prepare(self, inputs: CacheInputs, problem: CacheProblem, out: Tensor | None) -> CacheLaunch | None:
+        """`attend`, prepared for tensors of the sizes, strides, dtypes, device and remainder of the address
+        by 16 of these; None if it depends on more."""
         ...

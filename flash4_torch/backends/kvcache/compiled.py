@@ -32,7 +32,6 @@ from ..compiled.tensors import (
 from .base import CacheLaunch
 
 _DTYPES = (torch.bfloat16, torch.float16)
-_STEP, _MAX_D = 8, 256
 _ALIGNMENT = 16
 """Bytes."""
 _MOST_CTAS = 65535
@@ -85,27 +84,19 @@ class Compiled:
 
     def attend(self, inputs: CacheInputs, problem: CacheProblem, out: Tensor | None) -> tuple[Tensor, Tensor]:
         q = readable(inputs.q)
-        target = out if out is None or is_readable(out) else torch.empty_like(q.new_empty(out.shape))
+        # A copy of all of `out`: rows of no sequence keep what they have.
+        target = None if out is None else readable(out)
         launch = self._sequence(inputs, problem, allocator_like(q), lambda params: params)
         results = launch(inputs._replace(q=q), target)
         if target is out or out is None:
             return results
         return out.copy_(results[0]), results[1]
 
-    def prepare(self, inputs: CacheInputs, problem: CacheProblem) -> CacheLaunch | None:
-        """`attend`, prepared for tensors of these sizes and strides, unless q needs a copy."""
-        if not is_readable(inputs.q):
+    def prepare(self, inputs: CacheInputs, problem: CacheProblem, out: Tensor | None) -> CacheLaunch | None:
+        """`attend`, prepared for tensors of these sizes and strides, unless q or `out` needs a copy."""
+        if not is_readable(inputs.q) or not (out is None or is_readable(out)):
             return None
-        run = self._sequence(inputs, problem, past_dispatcher(problem.spec.device), converted)
-        index, current_device = inputs.q.get_device(), tile_counters.current_device
-
-        def launch(inputs: CacheInputs, out: Tensor | None) -> tuple[Tensor, Tensor]:
-            if current_device() != index:
-                with torch.cuda.device(index):
-                    return run(inputs, out)
-            return run(inputs, out)
-
-        return launch
+        return self._sequence(inputs, problem, past_dispatcher(problem.spec.device), converted)
 
     def _sequence(
         self,
@@ -127,7 +118,12 @@ class Compiled:
             if spec.ragged:
                 launches.append(self._decode(inputs, with_few_tokens(problem), allocator, convert))
 
+        index, current_device = inputs.q.get_device(), self.current_device
+
         def launch(x: CacheInputs, out: Tensor | None) -> tuple[Tensor, Tensor]:
+            if current_device() != index:
+                with torch.cuda.device(index):
+                    return launch(x, out)
             out, lse = new_out() if out is None else out, new_lse()
             for one in launches:
                 one(x, out, lse)
@@ -208,6 +204,10 @@ class Compiled:
     def sms(self, index: int) -> int:
         return num_sms(index)
 
+    def current_device(self) -> int:
+        """The index of this thread's device."""
+        return tile_counters.current_device()
+
     def counters(self, index: int, number: int) -> Tensor:
         """Counters of tiles, int32, which are 0."""
         return tile_counters.counters(index, number)
@@ -220,9 +220,7 @@ def limits(problem: CacheProblem) -> tuple[str, ...]:
     why = []
     if spec.dtype not in _DTYPES:
         why.append(f"the dtype is {spec.dtype}, and it serves bfloat16 and float16")
-    for name, D in (("D", spec.D), ("Dv", spec.Dv)):
-        if D % _STEP or D > _MAX_D:
-            why.append(f"{name} is {D}, and it serves multiples of {_STEP} up to {_MAX_D}")
+    why += decode.limits(features_of(problem), form_of(problem, splits=True))
     if not spec.aligned:
         why.append("rows of the cache are not contiguous at multiples of 16 bytes")
     if spec.sinks not in ("", "bfloat16", "float16", "float32"):
@@ -234,11 +232,12 @@ def limits(problem: CacheProblem) -> tuple[str, ...]:
     return tuple(why)
 
 
-def common_forms() -> Iterator[DecodeForm]:
+def common_forms(features: Features) -> Iterator[DecodeForm]:
     """Forms of the calls that serving engines make: paged and dense, of one token or packed ones."""
-    for splits, cache_dtype in product((False, True), ("", dtype_name(torch.float8_e4m3fn))):
+    for splits, cache_dtype in product((False, True), ("", decode.FP8)):
         form = DecodeForm(False, splits, ragged=False, lengths=True, cache_dtype=cache_dtype)
-        yield from (form, form._replace(paged=True), form._replace(paged=True, ragged=True))
+        if not decode.limits(features, form):
+            yield from (form, form._replace(paged=True), form._replace(paged=True, ragged=True))
 
 
 def forwards(problem: CacheProblem, target: Target) -> bool:
@@ -271,15 +270,21 @@ def decide(problem: CacheProblem, num_sms: int) -> Kernel:
         num_splits = min(problem.num_splits, most)
     else:
         num_splits = decode.num_splits(_tiles(problem, rows), extent.max_seqlen_k, num_sms)
-    form = DecodeForm(
+    form = form_of(problem, splits=num_splits > 1)
+    return Kernel(features_of(problem), rows, num_splits, split_keys, form)
+
+
+def form_of(problem: CacheProblem, *, splits: bool) -> DecodeForm:
+    """The tensors of a launch."""
+    spec = problem.spec
+    return DecodeForm(
         paged=spec.paged,
-        splits=num_splits > 1,
+        splits=splits,
         ragged=spec.ragged,
         lengths=spec.lengths,
         causal_flags=spec.causal_flags and problem.band.right is not None,
         cache_dtype="" if spec.cache_dtype == spec.dtype else dtype_name(spec.cache_dtype),
     )
-    return Kernel(features_of(problem), rows, num_splits, split_keys, form)
 
 
 def features_of(problem: CacheProblem) -> Features:

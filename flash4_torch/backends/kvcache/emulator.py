@@ -10,6 +10,9 @@ from ..compiled.targets import Find, Target
 from ..emulator import emulated_find, emulated_num_sms, emulated_target, why_not_emulated
 from .compiled import Compiled, limits
 
+_CPU = -1
+"""Index of the device of CPU tensors."""
+
 
 class Emulator(Compiled):
     """The backend of the GPU that FLASH4_ARCH names, with the emulator in place of the GPU."""
@@ -28,6 +31,9 @@ class Emulator(Compiled):
 
     def sms(self, index: int) -> int:
         return emulated_num_sms()
+
+    def current_device(self) -> int:
+        return _CPU
 
     def counters(self, index: int, number: int) -> Tensor:
         return torch.zeros(number, dtype=torch.int32)

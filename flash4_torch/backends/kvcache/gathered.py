@@ -34,7 +34,7 @@ class Gathered:
             (_by_sequence if problem.spec.device == "cpu" else _all_at_once)(inputs, problem, out, lse)
         return out, lse
 
-    def prepare(self, inputs: CacheInputs, problem: CacheProblem) -> CacheLaunch:
+    def prepare(self, inputs: CacheInputs, problem: CacheProblem, out: Tensor | None) -> CacheLaunch:
         return lambda inputs, out: self.attend(inputs, problem, out)
 
 

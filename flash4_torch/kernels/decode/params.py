@@ -22,7 +22,7 @@ class DecodeParams(NamedTuple):
     left: Int32
     right: Int32
     max_seqlen_q: Int32
-    """Tokens of the longest sequence, later ones have no result; without cu_seqlens_q those of each one."""
+    """The most tokens of a sequence that has results; without cu_seqlens_q those of each one."""
     split_keys: Int32
     """0: the blocks that a tile sees are divided evenly among splits. Else a multiple of 64: split s has keys
     from s * split_keys on, so that results do not depend on what else the launch does."""
