@@ -291,7 +291,7 @@ def _microseconds(row: Row, name: str) -> str:
 
 
 def _means(rows: list[Row]) -> list[str]:
-    """For each of our contenders the geometric mean of its ratios, and how many cells are at 1 or more."""
+    """Geometric means of the ratios of each of our contenders, and how many cells are at 1 or more."""
     names = list(dict.fromkeys(name for row in rows for name in row["ratios"]))
     ratios = {n: [row["ratios"][n]["median"] for row in rows if n in row["ratios"]] for n in names}
     return [
