@@ -47,6 +47,9 @@ LEAST_STAGES, MOST_STAGES = 3, 8
 CTAS_PER_SM = 2
 MOST_TOKENS = 64
 """Tokens of a sequence up to which this kernel, which splits keys, serves where the forward could."""
+LEAST_BLOCKS = 4
+"""Blocks that a split has at least, if its sequence has several: shorter ones cost more in the merge than
+they save. Splits of a fixed length may be shorter."""
 SPLIT_KEYS = 2048
 """Keys of a split whose result must not depend on a batch: the longer, the fewer splits have to be merged;
 the shorter, the more SMs serve one long sequence."""
@@ -82,11 +85,13 @@ def stages(stage_bytes: int, other_bytes: int) -> int:
 
 
 def num_splits(tiles: int, max_seqlen_k: int, num_sms: int) -> int:
-    """Splits that fill the SMs, if `tiles` tiles of rows share them: at least one, at most one for a block.
+    """Splits that fill the SMs, if `tiles` tiles of rows share them: a bound, of which the kernel takes fewer
+    where a sequence is so short that they had less than `LEAST_BLOCKS` blocks.
 
     tiles: those of all heads and sequences. max_seqlen_k: a bound on the keys of a sequence.
     """
-    return max(1, min(num_sms * CTAS_PER_SM // max(tiles, 1), -(-max_seqlen_k // KEYS)))
+    blocks = -(-max_seqlen_k // KEYS)
+    return max(1, min(num_sms * CTAS_PER_SM // max(tiles, 1), blocks // LEAST_BLOCKS))
 
 
 def invariant_splits(max_seqlen_k: int, split_keys: int = SPLIT_KEYS) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flash4_torch import testing
 from flash4_torch.compile import jit
-from flash4_torch.configs.decode import DecodeForm
+from flash4_torch.configs.decode import KEYS, LEAST_BLOCKS, DecodeForm
 from flash4_torch.configs.types import Features
 from flash4_torch.masks import Band
 from flash4_torch.reference.attention import attention
@@ -161,8 +161,10 @@ def calls(draw: st.DrawFn, kernel: Kernel) -> Call:
     """Calls that a host may make of such a kernel."""
     features, form = kernel.features, kernel.form
     Hk, group = draw(st.integers(1, 2)), draw(st.integers(1, 5))
+    split_keys = draw(st.sampled_from([0, 64, 128])) if form.splits else 0
     # One sequence at least has several splits, if there are any.
-    lengths = [(draw(st.integers(1, 12)), draw(st.integers(129, 330)))]
+    least = 1 + 2 * (split_keys or KEYS * LEAST_BLOCKS) if form.splits else 1
+    lengths = [(draw(st.integers(1, 12)), draw(st.integers(least, least + 200)))]
     lengths += draw(st.lists(st.tuples(st.integers(0, 12), LENGTHS), max_size=2))
     lengths = [
         (n if form.ragged else lengths[0][0], keys if form.lengths else lengths[0][1]) for n, keys in lengths
@@ -191,7 +193,7 @@ def calls(draw: st.DrawFn, kernel: Kernel) -> Call:
         right=draw(st.one_of(st.just(0), st.integers(-100, 20))) if features.right else 0,
         sinks=draw(sinks(features, Hk * group)),
         num_splits=draw(st.integers(2, 7)) if form.splits else 1,
-        split_keys=draw(st.sampled_from([0, 64, 128])) if form.splits else 0,
+        split_keys=split_keys,
         more_tokens=draw(st.integers(0, 2)) if form.ragged else 0,
         causal=tuple(draw(st.sampled_from([0, 1, -1])) for _ in q) if form.causal_flags else (),
         **sizes,
@@ -235,13 +237,44 @@ class Place(Protocol):
         ...
 
 
+class Partial(NamedTuple):
+    """Results of splits, and counters; None without splits."""
+
+    out: Tensor | None
+    lse: Tensor | None
+    counters: Tensor | None
+
+
+def make_partial(kernel: Kernel, call: Call) -> Partial:
+    """NaN where results of splits may be stored, and counters of 0."""
+    if not kernel.form.splits:
+        return Partial(None, None, None)
+    (_, Hq, _), Hk, T = call.q[0].shape, call.k[0].shape[1], sum(len(x) for x in call.q)
+    tiles = -(-_max_seqlen_q(call) * (Hq // Hk) // kernel.rows)
+    return Partial(
+        torch.full((call.num_splits, T, Hq, kernel.features.Dv), math.nan),
+        torch.full((call.num_splits, Hq, T), math.nan),
+        torch.zeros(len(call.q) * Hk * tiles, dtype=torch.int32),
+    )
+
+
+def _max_seqlen_q(call: Call) -> int:
+    return max(len(x) for x in call.q) + call.more_tokens
+
+
 def launch(
-    device: Place, kernel: Kernel, call: Call, *, tokens: Tensor | None = None, keys: Tensor | None = None
+    device: Place,
+    kernel: Kernel,
+    call: Call,
+    *,
+    tokens: Tensor | None = None,
+    keys: Tensor | None = None,
+    partial: Partial | None = None,
 ) -> Results:
     """A launch on an emulated device, with other cu_seqlens_q (`tokens`) and seqused_k (`keys`) if given."""
     (features, _, form), (k, v, table) = kernel, call.cache
     q = torch.cat(call.q)
-    (T, Hq, _), Hk = q.shape, k.shape[2]
+    T, Hq, _ = q.shape
     cu_seqlens_q, seqused_k = None, None
     if form.ragged:
         own = _int32([0, *torch.tensor([len(x) for x in call.q]).cumsum(0)])
@@ -250,23 +283,15 @@ def launch(
         seqused_k = _int32([len(x) for x in call.k]) if keys is None else keys
     causal = _int32(call.causal) if form.causal_flags else None
     out, lse = torch.full((T, Hq, features.Dv), math.nan, dtype=q.dtype), torch.full((Hq, T), math.nan)
-    max_seqlen_q = max(len(x) for x in call.q) + call.more_tokens
-    tiles = -(-max_seqlen_q * (Hq // Hk) // kernel.rows)
-    partial: tuple[Tensor | None, ...] = (None, None, None)
-    if form.splits:
-        partial = (
-            torch.full((call.num_splits, T, Hq, features.Dv), math.nan),
-            torch.full((call.num_splits, Hq, T), math.nan),
-            torch.zeros(len(call.q) * Hk * tiles, dtype=torch.int32),
-        )
-    params = (call.scale, call.softcap, call.left, call.right, max_seqlen_q, call.split_keys)
+    partial = partial or make_partial(kernel, call)
+    params = (call.scale, call.softcap, call.left, call.right, _max_seqlen_q(call), call.split_keys)
     tensors = (
         *(q, k, v, table, cu_seqlens_q, seqused_k, causal, call.sinks, call.k_scale, call.v_scale),
         *(out, lse, *partial),
     )
     with device.touching(*(x for x in tensors if x is not None)):
         compiled(device.arch, kernel)(*tensors, params)
-    assert partial[2] is None or not partial[2].any(), "the counters are not back at 0"
+    assert partial.counters is None or not partial.counters.any(), "the counters are not back at 0"
     return Results(out, lse)
 
 

@@ -13,6 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.memory import SmemAllocator
 
+from ...configs.decode import LEAST_BLOCKS
 from ..common import smem_layouts
 from ..common.band import Span, make_band, visible_span
 from ..common.warps import WARP
@@ -156,11 +157,14 @@ def _sequence(tensors: Tensors, params: DecodeParams, batch: Int32, plan: cutlas
 def _share(visible: Span, split: Int32, divisors: Divisors, split_keys: Int32) -> tuple[Span, Span]:
     """The splits of the visible blocks, and the blocks of one of them."""
     count, num_splits = visible.last - visible.first, divisors.splits.divisor
-    last, each = cutlass.min(num_splits, count), cutlass.max(count // divisors.splits, 1)
-    longer = count - each * last
+    last = cutlass.max(cutlass.min(num_splits, count // LEAST_BLOCKS), 1)
+    each = cutlass.max(count // divisors.splits, LEAST_BLOCKS)
+    longer = cutlass.max(count - each * last, 0)
     splits = Span(Int32(0), last)
     begin = visible.first + split * each + cutlass.min(split, longer)
     end = begin + each + (Int32(1) if split < longer else Int32(0))
+    # Two splits of the least length may leave three blocks over.
+    end = visible.last if split == last - 1 else end
     if split_keys > 0:
         by, final = divisors.split_blocks, num_splits - 1
         splits = Span(

@@ -63,11 +63,11 @@ def decode(
     them. D and Dv are multiples of 16 then. NaN stays NaN. Rows of Q and weights become float16, a row of
     bfloat16 after a power of two has scaled its largest number to 2**14 or more.
 
-    With splits, partial_out (splits, T, Hq, Dv) and partial_lse (splits, Hq, T), float32 and contiguous,
-    give the number of splits at most, and have anything in them before and after; counters, int32, has one
-    number for each tile of each KV head of each sequence, B * Hk * ceil(max_seqlen_q * Hq / Hk / plan.rows)
-    or more of them, which are 0 before and after. Launches that may overlap need different ones. Without
-    splits these are None.
+    With splits, partial_out (splits, T, Hq, Dv) and partial_lse (splits, Hq, T), float32 and contiguous, give
+    the number of splits at most (a sequence has fewer if they were shorter than LEAST_BLOCKS blocks), and
+    have anything in them before and after; counters, int32, has one number for each tile of each KV head of
+    each sequence, B * Hk * ceil(max_seqlen_q * Hq / Hk / plan.rows) or more of them, which are 0 before and
+    after. Launches that may overlap need different ones. Without splits these are None.
 
     If params.split_keys is not 0, and splits * split_keys is at least the number of keys of every sequence,
     a row's bits depend on its q, its keys and values and their positions, and its sink alone: not on
