@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import errors
 from .api import attention, attention_varlen, scaled_dot_product_attention, support
-from .kvcache import attention_kvcache
+from .kvcache import append_kvcache, attention_kvcache, merge_states
 from .nn import MultiheadAttention, replace_attention
 
 if TYPE_CHECKING:
@@ -23,12 +23,14 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "MultiheadAttention",
+    "append_kvcache",
     "attention",
     "attention_kvcache",
     "attention_varlen",
     "errors",
     "flash_attn",
     "integrations",
+    "merge_states",
     "replace_attention",
     "scaled_dot_product_attention",
     "support",

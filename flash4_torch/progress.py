@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from typing import TextIO
 
 from .backends.compiled import (
+    APPEND_KVCACHE,
     GROUP_REDUCE,
     MASK_BLOCKS,
+    MERGE_STATES,
     POSTPROCESS,
     PREPROCESS,
     SINKS_GRADIENT,
@@ -30,6 +32,8 @@ _KINDS = {
     SINKS_GRADIENT: "backward, gradients of sinks",
     WEIGHTS: "attention weights",
     MASK_BLOCKS: "blocks of attn_mask",
+    APPEND_KVCACHE: "append to a KV cache",
+    MERGE_STATES: "merge of partial results",
 }
 """Kernels' names by their entries."""
 

@@ -12,12 +12,14 @@ from flash4_torch import ahead, testing
 
 PUBLIC = [
     "MultiheadAttention",
+    "append_kvcache",
     "attention",
     "attention_kvcache",
     "attention_varlen",
     "errors",
     "flash_attn",
     "integrations",
+    "merge_states",
     "replace_attention",
     "scaled_dot_product_attention",
     "support",

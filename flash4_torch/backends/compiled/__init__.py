@@ -8,8 +8,10 @@ provides tensors that the kernels can read, `backend` launches.
 
 from .backend import Compiled, limits
 from .targets import (
+    APPEND_KVCACHE,
     GROUP_REDUCE,
     MASK_BLOCKS,
+    MERGE_STATES,
     POSTPROCESS,
     PREPROCESS,
     SINKS_GRADIENT,
@@ -22,8 +24,10 @@ from .targets import (
 )
 
 __all__ = [
+    "APPEND_KVCACHE",
     "GROUP_REDUCE",
     "MASK_BLOCKS",
+    "MERGE_STATES",
     "POSTPROCESS",
     "PREPROCESS",
     "SINKS_GRADIENT",

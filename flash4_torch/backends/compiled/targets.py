@@ -18,6 +18,8 @@ GROUP_REDUCE = "flash4_torch.kernels.aux_kernels.bwd_group_reduce:compile_group_
 SINKS_GRADIENT = "flash4_torch.kernels.aux_kernels.bwd_sinks:compile_sinks_gradient"
 DECODE = "flash4_torch.kernels.decode.launch:compile_decode"
 WEIGHTS = "flash4_torch.kernels.weights.launch:compile_weights"
+APPEND_KVCACHE = "flash4_torch.kernels.aux_kernels.append_kvcache:compile_append"
+MERGE_STATES = "flash4_torch.kernels.aux_kernels.merge_states:compile_merge"
 MASK_BLOCKS = "flash4_torch.kernels.aux_kernels.mask_blocks:compile_mask_blocks"
 
 Find = Callable[[str, tuple[object, ...]], compile.Function]

@@ -8,6 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
+from ..sequences import sequence_of
 from .row_blocks import RowBlocks
 
 
@@ -53,22 +54,7 @@ def own_block(x: cute.Tensor, cu_seqlens: cute.Tensor | None, blocks: cutlass.Co
     if cutlass.const_expr(cu_seqlens is None):
         first = block * blocks.queries
         return QueryBlock(batch, head, first, x.shape[1] - first, number)
-    b = _sequence_of(block, cu_seqlens, blocks)
+    b = sequence_of(block, cu_seqlens, blocks)
     start, end = cu_seqlens[b], cu_seqlens[b + 1]
     first = start + (block - blocks.first(start, b)) * blocks.queries
     return QueryBlock(batch, head, first, end - first, number)
-
-
-@cute.jit
-def _sequence_of(block: Int32, cu_seqlens: cute.Tensor, blocks: cutlass.Constexpr) -> Int32:
-    """The last sequence that begins at that block or before: every round tests 32 candidates, one a lane."""
-    lane = cute.arch.lane_idx()
-    low, high = Int32(0), cu_seqlens.shape[0] - 1
-    while high - low > 1:
-        step = (high - low + 31) // 32
-        b = low + lane * step
-        begun = (b < high) & (blocks.first(cu_seqlens[cutlass.min(b, high - 1)], b) <= block)
-        skipped = cute.arch.popc(cute.arch.vote_ballot_sync(begun)) * step
-        high = cutlass.min(high, low + skipped)
-        low = low + skipped - step
-    return low

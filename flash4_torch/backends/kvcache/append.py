@@ -1,0 +1,107 @@
+"""New keys and values, appended to a KV cache: the kernel that serves a call, and its launch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...kernels.common.kvcache import AppendPlan, RotaryPlan
+from ...reference import kvcache as reference
+from ...reference.kvcache import FLOAT8, Append
+from ..compiled.params import dtype_name
+from ..compiled.targets import APPEND_KVCACHE
+from .choice import find_kernels, launch_on
+from .layout import copied_to_rows, in_rows
+
+_DTYPES = (torch.bfloat16, torch.float16)
+_STEP = 8
+"""Elements of K, V, Q and caches that a thread moves at a time."""
+_MAX_D = 1024
+_MOST_TOKENS = (1 << 31) - 1
+
+
+def append(x: Append) -> None:
+    """Appends by the backend that serves the call.
+
+    Raises:
+        BackendError: FLASH4_BACKEND forces one that cannot.
+    """
+    if not x.k.shape[0] * x.k.shape[1]:
+        return
+    plan = plan_of(x)
+    written = _written(x, plan.rotary)
+    find = find_kernels("append_kvcache", x.k.device, limits(x, written))
+    if find is None:
+        reference.append(x)
+        return
+    kernel = find(APPEND_KVCACHE, (plan,))
+    k, v = (copied_to_rows(rows, _STEP) for rows in (x.k, x.v))
+    q = None if x.q_out is None or x.q is None else copied_to_rows(x.q, _STEP)
+    k_cache, v_cache, q_out, cos, sin = written
+    if x.k_cache.dtype == FLOAT8 and k_cache is not None and v_cache is not None:
+        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+    where = x.slot_mapping, x.block_table, x.seqused_k, x.cu_seqlens
+    rotary = x.positions, cos, sin
+    launch_on(x.k.device, kernel, k, v, k_cache, v_cache, *where, *rotary, x.k_scale, x.v_scale, q, q_out)
+
+
+def _written(x: Append, rotary: RotaryPlan | None) -> tuple[Tensor | None, ...]:
+    """The caches, q_out, cos and sin as the kernel takes them; None for those that are not there, or that it
+    cannot take."""
+    step = rotary.vector if rotary else 1
+    tensors = (x.k_cache, _STEP), (x.v_cache, _STEP), (x.q_out, _STEP), (x.cos, step), (x.sin, step)
+    return tuple(None if tensor is None else in_rows(tensor, step) for tensor, step in tensors)
+
+
+def limits(x: Append, written: tuple[Tensor | None, ...]) -> list[str]:
+    """The reasons why the kernel cannot serve the call, on whatever device it is."""
+    why = []
+    n, S, _, D = x.k.shape
+    Dv = x.v.shape[-1]
+    if x.k.dtype not in _DTYPES:
+        why.append(f"the dtype is {x.k.dtype}, and it serves bfloat16 and float16")
+    if D % _STEP or Dv % _STEP or max(D, Dv) > _MAX_D:
+        why.append(f"D is {D} and Dv is {Dv}, and it serves multiples of {_STEP} up to {_MAX_D}")
+    if n * S > _MOST_TOKENS:
+        why.append(f"there are {n * S} tokens, and it counts them in 32 bits")
+    given = (x.k_cache, x.v_cache, x.q_out, x.cos, x.sin)
+    for name, tensor, found in zip(
+        ("k_cache", "v_cache", "q_out", "cos", "sin"), given, written, strict=True
+    ):
+        if tensor is not None and found is None:
+            why.append(f"rows of {name} are not contiguous, or do not begin at whole vectors")
+    if not (x.k_cache.numel() and x.v_cache.numel()):
+        why.append("it takes no empty cache")
+    if x.cos is not None:
+        R, step = 2 * x.cos.shape[1], _STEP if x.interleaved else 2 * _STEP
+        if R % step or not R:
+            why.append(f"{R} columns are rotated, and it serves multiples of {step}")
+        if x.cos.dtype not in (*_DTYPES, torch.float32):
+            why.append(f"cos and sin are {x.cos.dtype}, and it serves 16 bits and float32")
+    return why
+
+
+def plan_of(x: Append) -> AppendPlan:
+    """What the kernel is compiled for."""
+    float8 = x.k_cache.dtype == FLOAT8
+    return AppendPlan(
+        dtype=dtype_name(x.k.dtype),
+        D=x.k.shape[-1],
+        Dv=x.v.shape[-1],
+        cache_dtype=dtype_name(FLOAT8) if float8 else "",
+        slots="" if x.slot_mapping is None else dtype_name(x.slot_mapping.dtype),
+        paged=x.block_table is not None,
+        packed=x.cu_seqlens is not None,
+        k_scaled=x.k_scale is not None,
+        v_scaled=x.v_scale is not None,
+        rotary=_rotary(x),
+    )
+
+
+def _rotary(x: Append) -> RotaryPlan | None:
+    if x.cos is None:
+        return None
+    positions = "" if x.positions is None else dtype_name(x.positions.dtype)
+    return RotaryPlan(
+        2 * x.cos.shape[1], x.interleaved, dtype_name(x.cos.dtype), positions, x.q_out is not None
+    )

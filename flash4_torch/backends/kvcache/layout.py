@@ -1,0 +1,30 @@
+"""Tensors as kernels read and write them in place: rows side by side in memory, at multiples of a vector."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def in_rows(x: Tensor, step: int) -> Tensor | None:
+    """`x` if its rows are contiguous and begin at multiples of `step` elements, which is also the address's
+    alignment; else None.
+
+    It is a view of `x` where dimensions of size 1 have other strides, which are never used.
+    """
+    *sizes, _ = x.shape
+    *strides, last = x.stride()
+    if last != 1 or x.data_ptr() % (step * x.element_size()):
+        return None
+    if any(stride % step for stride in strides):
+        if any(stride % step and size > 1 for size, stride in zip(sizes, strides, strict=True)):
+            return None
+        even = [0 if size == 1 else stride for size, stride in zip(sizes, strides, strict=True)]
+        return x.as_strided(x.shape, (*even, 1))
+    return x
+
+
+def copied_to_rows(x: Tensor, step: int) -> Tensor:
+    """`x` in rows, if need be as a copy."""
+    found = in_rows(x, step)
+    # Not `contiguous`: it keeps the strides of dimensions of size 1, and the address of what is contiguous.
+    return x.new_empty(x.shape).copy_(x) if found is None else found

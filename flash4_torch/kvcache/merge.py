@@ -1,0 +1,78 @@
+"""`merge_states`: the checks of its arguments, and the call of the operator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError, DtypeError, ShapeError
+from ..ops import check, kvcache_append
+from . import arguments
+
+
+def merge_states(outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Results of attention over disjoint sets of keys, merged into the result over all of them.
+
+    Args:
+        outs: results for the same queries, N of them: a tensor (N, T, Hq, Dv) or (N, B, Sq, Hq, Dv), or a
+            sequence of N tensors (T, Hq, Dv) or (B, Sq, Hq, Dv); bfloat16, float16, float32 or float64, any
+            strides.
+        lses: their log-sum-exps, natural: (N, Hq, T) or (N, B, Hq, Sq), or a sequence of N; float32 (float64
+            for float64). -inf says that there are no keys, and that out does not count, whatever it holds.
+
+    Returns:
+        (out, lse), contiguous, in the dtypes of outs and lses. A row without keys has out 0 and lse -inf; a
+        part that has all keys of a row is the result.
+
+    Raises:
+        ArgumentError: an argument is outside its limits; the message names it, its value and the limit.
+        NoGradientError: in a backward.
+    """
+    parts, part_lses = _listed("outs", outs), _listed("lses", lses)
+    first = parts[0]
+    arguments.tensor("outs", first)
+    arguments.dtype("outs", first, check.DTYPES)
+    if first.dim() not in (4, 5):
+        raise ShapeError("outs", _shown(first, outs), f"{_each(outs)} must be (T, Hq, Dv) or (B, Sq, Hq, Dv)")
+    if len(part_lses) != len(parts):
+        raise ArgumentError("lses", len(part_lses), f"there must be as many as outs, {len(parts)}")
+    for x in parts[1:]:
+        arguments.tensor("outs", x, device=first.device, of="the first one")
+        if x.dtype != first.dtype:
+            raise DtypeError("outs", x.dtype, f"all must have the first one's dtype, {first.dtype}")
+        if x.shape != first.shape:
+            limit = f"all must have the first one's shape, {_shown(first, outs)}"
+            raise ShapeError("outs", _shown(x, outs), limit)
+    dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
+    *batch, S, Hq, _ = first.shape
+    wanted = (*batch, Hq, S)
+    for lse in part_lses:
+        arguments.tensor("lses", lse, device=first.device, of="outs")
+        arguments.dtype("lses", lse, (dtype,))
+        if tuple(lse.shape) != wanted:
+            limit = f"{_each(lses)} must be {'(B, Hq, Sq)' if first.dim() == 5 else '(Hq, T)'} of outs"
+            raise ShapeError("lses", _shown(lse, lses), limit)
+    return kvcache_append.merge_states(parts, part_lses)
+
+
+def _listed(name: str, x: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    """Tensors with a first dimension of parts."""
+    if isinstance(x, Tensor):
+        return [x]
+    if not isinstance(x, (list, tuple)) or not x:
+        value = type(x).__name__ if not isinstance(x, (list, tuple)) else "empty"
+        raise ArgumentError(name, value, "it must be a tensor, or a list or tuple of at least one")
+    for one in x:
+        arguments.tensor(name, one)
+    return [one[None] for one in x]
+
+
+def _shown(x: Tensor, given: Tensor | Sequence[Tensor]) -> tuple[int, ...]:
+    """The shape of a part as the caller knows it."""
+    return tuple(x.shape if isinstance(given, Tensor) else x.shape[1:])
+
+
+def _each(given: Tensor | Sequence[Tensor]) -> str:
+    return "after the number of parts it" if isinstance(given, Tensor) else "each"

@@ -1,0 +1,99 @@
+"""The kernel that merges partial results, in the emulator, against exact sums."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from everything import examples, one_of
+from flash4_torch.compile import jit
+from flash4_torch.kernels.common.kvcache import MergePlan
+from flash4_torch.testing import emulate
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+
+ARCHS = ("sm_90a", "sm_100a")
+PLANS = (
+    MergePlan("bfloat16", 128, 2),
+    MergePlan("float32", 40, 1),
+    MergePlan("float16", 8, 3),
+    MergePlan("bfloat16", 256, 1),
+    MergePlan("float32", 512, 2),
+)
+
+
+@functools.cache
+def compiled(arch: str, plan: MergePlan) -> Any:
+    from flash4_torch.kernels.aux_kernels.merge_states import compile_merge
+
+    with jit.quiet():
+        return compile_merge(plan)
+
+
+def run(
+    arch: str, plan: MergePlan, outs: tuple[Tensor, ...], lses: tuple[Tensor, ...], **schedule: Any
+) -> tuple[Tensor, Tensor]:
+    """A launch into memory full of NaN; raises for whatever the emulator finds wrong."""
+    _, B, Sq, Hq, Dv = outs[0].shape
+    out, lse = torch.full((B, Sq, Hq, Dv), math.nan, dtype=outs[0].dtype), torch.full((B, Hq, Sq), math.nan)
+    touched = [x for x in (*outs, *lses, out, lse) if x.numel()]
+    with emulate.device(arch, **schedule) as device, device.touching(*touched):
+        compiled(arch, plan)(outs, lses, out, lse)
+    return out, lse
+
+
+def parts(draw: st.DrawFn, plan: MergePlan) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Parts with gaps between rows, some of which have no keys and NaN for a result."""
+    torch.manual_seed(draw(st.integers(0, 999)))
+    B, Sq, Hq = (draw(st.integers(1, most)) for most in (2, 7, 5))
+    counts = [draw(st.integers(0, 6)) for _ in range(plan.tensors)]
+    spread = draw(st.sampled_from([0.1, 3.0, 60.0]))
+    gap = draw(st.sampled_from([0, 1]))
+    outs, lses = [], []
+    for n in counts:
+        wide = torch.full((n, B, Sq, Hq + gap, plan.Dv + 8 * gap), math.nan)
+        wide[..., :Hq, : plan.Dv] = torch.randn(n, B, Sq, Hq, plan.Dv)
+        out = wide.to(getattr(torch, plan.dtype))[..., :Hq, : plan.Dv]
+        lse = spread * torch.randn(n, B, Sq, Hq).transpose(2, 3)
+        has_no_keys = torch.rand(lse.shape) < draw(st.sampled_from([0.0, 0.3, 1.0]))
+        lse[has_no_keys] = -math.inf
+        out[has_no_keys.transpose(2, 3)] = math.nan
+        outs.append(out)
+        lses.append(lse if gap else lse.contiguous())
+    return tuple(outs), tuple(lses)
+
+
+@pytest.mark.parametrize(("arch", "plan"), one_of(3, [(a, p) for p in PLANS for a in ARCHS]), ids=str)
+@given(data=st.data())
+@settings(max_examples=examples(6, 30))
+def test_results_are_those_over_all_keys(arch: str, plan: MergePlan, data: st.DataObject) -> None:
+    outs, lses = parts(data.draw, plan)
+    out, lse = run(arch, plan, outs, lses, schedule="late")
+    exact_lse = torch.cat(lses).double().logsumexp(0)
+    weights = (torch.cat(lses).double() - exact_lse.where(exact_lse.isfinite(), 0.0)).exp()
+    weights = weights.transpose(2, 3)[..., None]
+    terms = weights * torch.cat(outs).double().where(weights != 0.0, 0.0)
+    exact, size = terms.sum(0), terms.abs().sum(0)
+    error = torch.finfo(out.dtype).eps / 2 * exact.abs() * 1.0001 + 4e-6 * size + 1e-7
+    assert ((out.double() - exact).abs() <= error).all()
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=1e-6)
+    again = run(arch, plan, outs, lses, schedule="fuzz", seed=data.draw(st.integers(0, 9)))
+    assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_one_part_with_keys_is_the_result(arch: str) -> None:
+    """It has the same bits, wherever it is among parts without keys."""
+    plan = PLANS[0]
+    outs = torch.randn(5, 1, 3, 2, plan.Dv).bfloat16()
+    lses = torch.full((5, 1, 2, 3), -math.inf)
+    lses[3] = 7 * torch.randn(1, 2, 3)
+    out, lse = run(arch, plan, (outs[:2], outs[2:]), (lses[:2], lses[2:]))
+    assert torch.equal(out, outs[3]) and torch.equal(lse, lses[3])
