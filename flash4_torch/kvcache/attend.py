@@ -58,7 +58,7 @@ def attention_kvcache(
 
     Args:
         q: (T, Hq, D), bfloat16, float16 or float32, the tokens of all sequences packed; or (B, Sq, Hq, D).
-        k_cache: (pages, page_size, Hk, D) with block_table, else (B, S, Hk, D), in q's dtype or
+        k_cache: (pages, page_size, Hk, D) with block_table, else (B or more, S, Hk, D), in q's dtype or
             float8_e4m3fn; any strides, a view of a cache that interleaves K and V too. Hk divides Hq.
         v_cache: the same with Dv columns.
         seqused_k: (B,), int32, keys of each sequence, those of the new tokens included. Default, only
@@ -68,7 +68,7 @@ def attention_kvcache(
             not exist are read as the nearest that does.
         cu_seqlens_q: (B + 1,), int32, for packed q: sequence b has tokens cu_seqlens_q[b] to
             cu_seqlens_q[b + 1] - 1, none if both are equal. Rows of `out` after the last one are not written.
-        max_seqlen_q: most tokens of a sequence, or a bound. Default: T.
+        max_seqlen_q: most tokens of a sequence of packed q, or a bound. Default: T.
         max_seqlen_k: most keys of a sequence, or a bound, by which the work is divided. Default: what there
             is room for.
         causal: token i sees keys up to i + Sk - Sq. A tensor (B,), bool or int32, says so for each sequence;
@@ -108,11 +108,10 @@ def attention_kvcache(
     B = check.sequences(q, k_cache, block_table, cu_seqlens_q, seqused_k)
     room = k_cache.shape[1] if block_table is None else k_cache.shape[1] * block_table.shape[1]
     packed = q if q.dim() == 3 else q.flatten(0, 1)
-    most = q.shape[0] if q.dim() == 3 else q.shape[1]
     flags = check.causal_flags(causal, B, q)
     band = common.band(True if isinstance(causal, Tensor) else causal, window)
     options = CacheOptions(
-        max_seqlen_q=common.max_seqlen("max_seqlen_q", max_seqlen_q, most),
+        max_seqlen_q=check.max_seqlen_q(max_seqlen_q, q),
         max_seqlen_k=common.max_seqlen("max_seqlen_k", max_seqlen_k, room),
         scale=common.scale(scale, q.shape[-1]),
         window_left=band.left,

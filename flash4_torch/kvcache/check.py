@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, DeviceError, DtypeError, LayoutError, RangeError, ShapeError
-from ..ops.check import is_dense
+from ..ops.check import is_dense, max_seqlen
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FLOAT8 = torch.float8_e4m3fn
@@ -77,27 +77,28 @@ def sequences(
             raise ShapeError("block_table", tuple(block_table.shape), "it must be (B, blocks)")
         if seqused_k is None:
             raise ArgumentError("seqused_k", None, "with block_table it must say how many keys there are")
-    B = k_cache.shape[0] if block_table is None else block_table.shape[0]
-    whose = "k_cache's first dimension" if block_table is None else "block_table's rows"
     if q.dim() == 4:
+        B, whose = q.shape[0], "q's batch size"
         if cu_seqlens_q is not None:
             raise ArgumentError("cu_seqlens_q", _shape(cu_seqlens_q), "it goes with packed q, (T, Hq, D)")
-        if q.shape[0] != B:
-            raise ShapeError("q", tuple(q.shape), f"its batch size must be {B}, {whose}")
     else:
         if cu_seqlens_q is None:
             raise ArgumentError("cu_seqlens_q", None, "packed q, (T, Hq, D), needs it")
-        lengths("cu_seqlens_q", cu_seqlens_q, q, B + 1, f"(B + 1,), with B = {B}, {whose}")
+        integers("cu_seqlens_q", cu_seqlens_q, q)
+        if cu_seqlens_q.dim() != 1 or cu_seqlens_q.shape[0] < 1:
+            raise ShapeError("cu_seqlens_q", tuple(cu_seqlens_q.shape), "it must be (B + 1,)")
+        B, whose = cu_seqlens_q.shape[0] - 1, "which cu_seqlens_q has one more of"
+    if block_table is not None and block_table.shape[0] != B:
+        limit = f"it must be (B, blocks), with B = {B}, {whose}"
+        raise ShapeError("block_table", tuple(block_table.shape), limit)
+    if block_table is None and k_cache.shape[0] < B:
+        limit = f"without block_table it must have an entry for each of B = {B} sequences, {whose}"
+        raise ShapeError("k_cache", tuple(k_cache.shape), limit)
     if seqused_k is not None:
-        lengths("seqused_k", seqused_k, q, B, f"(B,), with B = {B}, {whose}")
+        integers("seqused_k", seqused_k, q)
+        if tuple(seqused_k.shape) != (B,):
+            raise ShapeError("seqused_k", tuple(seqused_k.shape), f"it must be (B,), with B = {B}, {whose}")
     return B
-
-
-def lengths(name: str, x: Tensor, q: Tensor, number: int, shape: str) -> None:
-    """Requires that many int32 on q's device; nobody reads them here."""
-    integers(name, x, q)
-    if x.dim() != 1 or x.shape[0] != number:
-        raise ShapeError(name, tuple(x.shape), f"it must be {shape}")
 
 
 def integers(name: str, x: Tensor, q: Tensor) -> None:
@@ -106,6 +107,16 @@ def integers(name: str, x: Tensor, q: Tensor) -> None:
         raise DtypeError(name, x.dtype, "it must be int32")
     if x.device != q.device:
         raise DeviceError(name, x.device, f"it must be on q's device, {q.device}")
+
+
+def max_seqlen_q(value: int | None, q: Tensor) -> int:
+    """The most tokens of a sequence: a bound if q is packed, else their number."""
+    if q.dim() == 3:
+        return max_seqlen("max_seqlen_q", value, q.shape[0])
+    if value is not None and value != q.shape[1]:
+        limit = f"q (B, Sq, Hq, D) has {q.shape[1]} tokens of each sequence"
+        raise RangeError("max_seqlen_q", reprlib.repr(value), limit)
+    return q.shape[1]
 
 
 def causal_flags(causal: bool | Tensor, B: int, q: Tensor) -> Tensor | None:

@@ -20,6 +20,10 @@ _SAME = (
     ("cu_seqlens_k", "cu_seq_lens_k"),
     ("max_seqlen_q", "max_length_q"),
     ("max_seqlen_k", "max_length_k"),
+    ("block_table", "page_table", "block_tables"),
+    ("seqused_k", "cache_seqlens", "seq_lens", "context_lens"),
+    ("k_scale", "k_descale"),
+    ("v_scale", "v_descale"),
 )
 """Synonyms, ours first: names in flash-attn, PyTorch, Hugging Face, xformers and FlashInfer."""
 

@@ -55,7 +55,7 @@ def attention_kvcache(
 def describe(inputs: CacheInputs, options: CacheOptions) -> CacheProblem:
     """The problem of a call."""
     q, k_cache, v_cache = inputs[:3]
-    (T, Hq, D), (pages, page_size, Hk, _) = q.shape, k_cache.shape
+    (T, Hq, D), (_, page_size, Hk, _) = q.shape, k_cache.shape
     paged, device = inputs.block_table is not None, q.device
     spec = CacheSpec(
         device=device.type,
@@ -74,10 +74,11 @@ def describe(inputs: CacheInputs, options: CacheOptions) -> CacheProblem:
         aligned=_is_aligned(k_cache) and _is_aligned(v_cache),
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
     )
+    Sq, cu_seqlens_q = options.max_seqlen_q, inputs.cu_seqlens_q
     extent = CacheExtent(
-        B=pages if inputs.block_table is None else inputs.block_table.shape[0],
+        B=T // max(Sq, 1) if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1,
         T=T,
-        max_seqlen_q=options.max_seqlen_q,
+        max_seqlen_q=Sq,
         max_seqlen_k=options.max_seqlen_k,
         Hq=Hq,
         Hk=Hk,

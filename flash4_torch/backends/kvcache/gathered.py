@@ -126,7 +126,8 @@ def _attend(
 
 def _all_at_once(inputs: CacheInputs, problem: CacheProblem, out: Tensor, lse: Tensor) -> None:
     """Write the rows of all tokens; nothing waits for a length."""
-    B, T, Sq, Sk = *problem.extent[:2], problem.extent.max_seqlen_q, problem.extent.max_seqlen_k
+    B, T, Sq, room = *problem.extent[:3], _room(inputs)
+    Sk = min(problem.extent.max_seqlen_k, room)
     if not (B and T and Sq):
         return
     device = inputs.q.device
@@ -135,18 +136,19 @@ def _all_at_once(inputs: CacheInputs, problem: CacheProblem, out: Tensor, lse: T
         start, count = torch.arange(B, device=device) * Sq, torch.full((B,), Sq, device=device)
     else:
         start, count = inputs.cu_seqlens_q[:-1].long(), inputs.cu_seqlens_q.diff().long()
-    room = _room(inputs)
     if inputs.seqused_k is None:
         length = torch.full((B,), room, device=device)
     else:
-        length = inputs.seqused_k.long().clamp(0, min(room, Sk))
+        length = inputs.seqused_k.long().clamp(0, Sk)
     q = inputs.q[(start[:, None] + token).clamp(max=T - 1)]
-    k, v = (_padded(x, inputs.block_table, key) for x in (inputs.k_cache, inputs.v_cache))
-    exists = key < length[:, None]
-    every = slice(None)
-    k = _scaled(k, inputs.k_scale, every)
-    # What nobody has written may be NaN, which a weight of 0 does not make 0.
-    v = _scaled(v, inputs.v_scale, every).masked_fill(~exists[:, :, None, None], 0.0)
+    exists, every = key < length[:, None], slice(None)
+    # What nobody has written may be NaN, which neither a mask nor a weight of 0 takes away.
+    k, v = (
+        _scaled(_padded(x, inputs.block_table, B, key), scale, every).masked_fill(
+            ~exists[..., None, None], 0.0
+        )
+        for x, scale in ((inputs.k_cache, inputs.k_scale), (inputs.v_cache, inputs.v_scale))
+    )
     mask = exists[:, None, None, :] & _visible(problem, inputs.causal, token, key, length - count)
     results = _attend(q, k, v, Band(None, None), inputs, problem, mask)
     packed = torch.arange(T, device=device)
@@ -158,10 +160,10 @@ def _all_at_once(inputs: CacheInputs, problem: CacheProblem, out: Tensor, lse: T
     lse.copy_(torch.where(is_token, results.lse.transpose(0, 1)[:, entry, row], lse))
 
 
-def _padded(cache: Tensor, table: Tensor | None, key: Tensor) -> Tensor:
+def _padded(cache: Tensor, table: Tensor | None, B: int, key: Tensor) -> Tensor:
     """Keys of all sequences up to the bound, (B, Sk, Hk, D); those that do not exist may be anything."""
     if table is None:
-        return cache[:, : len(key)]
+        return cache[:B, : len(key)]
     pages, page_size = cache.shape[:2]
     return cache[table[:, key // page_size].clamp(0, pages - 1), key % page_size]
 

@@ -1,0 +1,232 @@
+"""`attention_kvcache` against the definition: any cache, any lengths, every backend that runs here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.library import opcheck
+
+import flash4_torch
+from cache_calls import CacheCall, cache_calls, check_results
+from decode_calls import LAYOUTS, make_cache
+from everything import examples
+from flash4_torch.backends.kvcache import gathered
+from flash4_torch.errors import ArgumentError, BackendError, KeywordError, NoGradientError
+
+attend = flash4_torch.attention_kvcache
+INT = torch.int32
+
+
+@given(call=cache_calls())
+@settings(max_examples=examples(30, 400))
+def test_results_are_right(call: CacheCall) -> None:
+    check_results(call, call.run())
+
+
+@given(call=cache_calls())
+@settings(max_examples=examples(20, 400))
+def test_results_are_right_where_no_host_knows_the_lengths(call: CacheCall) -> None:
+    with mock.patch.object(gathered, "_by_sequence", gathered._all_at_once):
+        check_results(call, call.run())
+
+
+@given(call=cache_calls((torch.bfloat16, torch.float16), multiple=8, most_keys=150, float8=False))
+@settings(max_examples=examples(4, 60))
+def test_results_of_the_kernel_are_right(call: CacheCall) -> None:
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLASH4_BACKEND", "emulator")
+        patch.setenv("FLASH4_ARCH", "sm_90a")
+        check_results(call, call.run())
+
+
+@given(data=st.data(), call=cache_calls((torch.float32, torch.bfloat16)))
+@settings(max_examples=examples(15, 200))
+def test_equally_many_tokens_need_no_cu_seqlens(data: st.DataObject, call: CacheCall) -> None:
+    """(B, Sq, Hq, D) gives what the same tokens give packed, with `out` and without."""
+    Sq = min(map(len, call.q))
+    call = replace(call, q=tuple(q[len(q) - Sq :] for q in call.q), padding=0)
+    if not Sq:
+        return
+    B, (_, Hq, D), Dv = len(call.q), call.q[0].shape, call.v[0].shape[-1]
+    packed, packed_lse = call.run()
+    q = torch.cat(call.q).view(B, Sq, Hq, D)
+    given_out = {}
+    if data.draw(st.booleans()):
+        given_out = {"out": torch.full((B, Sq, Hq + 1, Dv + 3), torch.nan).to(q.dtype)[:, :, :Hq, :Dv]}
+    out, lse = attend(q, *call.cache[:2], **call.arguments(), **given_out)
+    assert torch.equal(out.flatten(0, 1), packed)
+    assert torch.equal(lse.transpose(0, 1).reshape(Hq, B * Sq), packed_lse)
+    assert not given_out or out is given_out["out"]
+
+
+def one_sequence(Sq: int, Sk: int, dtype: torch.dtype = torch.float32) -> CacheCall:
+    q, k, v = ((torch.randn(S, H, 16).to(dtype),) for S, H in ((Sq, 4), (Sk, 2), (Sk, 2)))
+    return CacheCall(q, k, v, make_cache(k, v, torch.Generator().manual_seed(0), "rows", 16), causal=True)
+
+
+@given(data=st.data(), call=cache_calls((torch.bfloat16,)))
+@settings(max_examples=examples(12, 200))
+def test_bits_depend_on_the_sequence_alone(data: st.DataObject, call: CacheCall) -> None:
+    """Tokens at once, in chunks, in another cache and beside other sequences give the same bits."""
+    call = replace(
+        call, causal=True, window=(call.window[0], None), scales=None, options={"batch_invariant": True}
+    )
+    if call.cache.k.dtype != torch.bfloat16:
+        call = replace(call, k=_bfloat16(call.k), v=_bfloat16(call.v))
+    b = data.draw(st.sampled_from([b for b, q in enumerate(call.q) if len(q)]))
+    q, k, v = call.q[b], call.k[b], call.v[b]
+    Sq, Sk = len(q), len(k)
+    q = q[max(0, Sq - Sk) :]
+    Sq = len(q)
+    ends = sorted({Sq, *data.draw(st.lists(st.integers(1, max(Sq, 1)), max_size=3))})
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 9)))
+
+    def run(qs: list[Tensor], ks: list[Tensor], vs: list[Tensor]) -> tuple[Tensor, Tensor]:
+        page_size = data.draw(st.one_of(st.none(), st.integers(1, 40)))
+        cache = make_cache(ks, vs, generator, data.draw(st.sampled_from(LAYOUTS)), page_size)
+        return replace(call, q=tuple(qs), k=tuple(ks), v=tuple(vs), cache=cache).run()
+
+    if not Sq:
+        return
+    whole, whole_lse = run([q], [k], [v])
+    chunks = [(start, end, Sk - Sq + end) for start, end in pairwise([0, *ends])]
+    parts, parts_lse = run(
+        [q[start:end] for start, end, _ in chunks] + [call.q[0]],
+        [k[:keys] for *_, keys in chunks] + [call.k[0]],
+        [v[:keys] for *_, keys in chunks] + [call.v[0]],
+    )
+    assert torch.equal(parts[:Sq], whole) and torch.equal(parts_lse[:, :Sq], whole_lse)
+
+
+def _bfloat16(parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(x.float().bfloat16() for x in parts)
+
+
+def test_nothing_of_no_sequence_is_touched() -> None:
+    """Rows of `out` after the last token, and those of sequences without tokens, stay as they are."""
+    call = one_sequence(3, 20)
+    q = torch.cat([*call.q, torch.randn(2, 4, 16)])
+    out = torch.full((5, 4, 16), 7.0)
+    attend(q, *call.cache[:2], out=out, cu_seqlens_q=torch.tensor([0, 3], dtype=INT), **call.arguments())
+    assert (out[3:] == 7.0).all() and not (out[:3] == 7.0).any()
+
+
+def test_no_sequences() -> None:
+    k = torch.randn(3, 16, 2, 8)
+    table, none = torch.zeros(0, 4, dtype=INT), torch.zeros(0, dtype=INT)
+    out, lse = attend(torch.randn(0, 2, 4, 8), k, k, block_table=table, seqused_k=none, return_lse=True)
+    assert out.shape == (0, 2, 4, 8) and lse.shape == (0, 4, 2)
+
+
+def test_a_full_dense_cache_needs_no_lengths() -> None:
+    q, k, v = torch.randn(2, 3, 4, 8), torch.randn(2, 9, 2, 8), torch.randn(2, 9, 2, 24)
+    expected = flash4_torch.attention(q, k, v, causal=True)
+    torch.testing.assert_close(attend(q, k, v, causal=True), expected)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("given_out", [True, False])
+def test_torch_library_accepts_the_operators(packed: bool, given_out: bool) -> None:
+    call = one_sequence(3, 20)
+    inputs: list[Any] = [call.q[0], *call.cache, call.cu_seqlens_q if packed else None, call.lengths]
+    options = (3, 32, 0.25, None, 0, 0.0, 0, False)
+    arguments = (*inputs, None, torch.randn(4), None, None, *options)
+    if given_out:
+        opcheck(torch.ops.flash4.attention_kvcache_out.default, (*arguments, torch.empty(3, 4, 16)))
+    else:
+        opcheck(torch.ops.flash4.attention_kvcache.default, arguments)
+
+
+def test_compiled_graphs_have_no_breaks() -> None:
+    call = one_sequence(3, 20)
+
+    def step(
+        q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, out: Tensor
+    ) -> tuple[Tensor, ...]:
+        _, lse = attend(q, k, v, block_table=table, seqused_k=lengths, causal=True, out=out, return_lse=True)
+        return out * 2, lse
+
+    arguments = (call.q[0][None], *call.cache, call.lengths)
+    shape = (1, 3, 4, 16)
+    expected, found = torch.zeros(shape), torch.zeros(shape)
+    eager = step(*arguments, expected)
+    compiled = torch.compile(step, fullgraph=True)(*arguments, found)
+    assert torch.equal(found, expected)
+    assert all(map(torch.equal, compiled, eager))
+
+
+def test_a_gradient_is_refused_by_name() -> None:
+    call = one_sequence(3, 20)
+    out, _ = attend(call.q[0][None].requires_grad_(), *call.cache[:2], **call.arguments())
+    with pytest.raises(NoGradientError, match="attention_kvcache has no gradient"):
+        out.sum().backward()
+
+
+Q, K, TABLE = torch.randn(2, 1, 4, 8), torch.randn(5, 16, 2, 8), torch.zeros(2, 3, dtype=INT)
+LENGTHS = torch.tensor([3, 40], dtype=INT)
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "rank of q": ({"q": torch.randn(4, 8)}, "q is"),
+    "dtype of q": ({"q": Q.double()}, "q is"),
+    "dtype of a cache": ({"k_cache": K.half(), "v_cache": K.half()}, "k_cache is"),
+    "dtypes of caches": ({"v_cache": K.half()}, "v_cache is"),
+    "D": ({"q": torch.randn(2, 1, 4, 16)}, "k_cache is"),
+    "heads": ({"q": torch.randn(2, 1, 3, 8)}, "q is .* transpose"),
+    "pages": ({"v_cache": torch.randn(5, 8, 2, 8)}, "v_cache is"),
+    "batch": ({"q": torch.randn(3, 1, 4, 8)}, "block_table is"),
+    "entries": ({"block_table": None, "q": torch.randn(6, 1, 4, 8), "seqused_k": None}, "k_cache is"),
+    "tokens": ({"max_seqlen_q": 3}, "max_seqlen_q is 3"),
+    "no lengths": ({"seqused_k": None}, "seqused_k is"),
+    "lengths' shape": ({"seqused_k": LENGTHS[:1]}, "seqused_k is"),
+    "lengths' dtype": ({"seqused_k": LENGTHS.long()}, "seqused_k is"),
+    "too many keys": ({"seqused_k": torch.tensor([3, 49], dtype=INT)}, "seqused_k is .* 48"),
+    "negative keys": ({"seqused_k": torch.tensor([3, -1], dtype=INT)}, "seqused_k is"),
+    "table's dtype": ({"block_table": TABLE.long()}, "block_table is"),
+    "no such page": ({"block_table": TABLE + 5}, "block_table is"),
+    "cu_seqlens_q of equal ones": ({"cu_seqlens_q": torch.tensor([0, 1, 2], dtype=INT)}, "cu_seqlens_q is"),
+    "packed without them": ({"q": torch.randn(2, 4, 8)}, "cu_seqlens_q is None"),
+    "causal": ({"causal": torch.ones(3, dtype=torch.bool)}, "causal is"),
+    "scale of a cache": ({"k_scale": torch.ones(())}, "k_scale is"),
+    "num_splits": ({"num_splits": 0}, "num_splits is 0"),
+    "out": ({"out": torch.empty(2, 1, 4, 9)}, "out is"),
+    "sinks": ({"sinks": torch.zeros(3)}, "sinks is"),
+    "window": ({"window": (-3, 1)}, "window is"),
+    "bound": ({"max_seqlen_k": 39}, "seqused_k is .* 39"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_named(name: str) -> None:
+    arguments, message = BAD[name]
+    good = {"q": Q, "k_cache": K, "v_cache": K, "block_table": TABLE, "seqused_k": LENGTHS}
+    attend(**good)
+    with pytest.raises(ArgumentError, match=message):
+        attend(**(good | arguments))
+
+
+def test_another_librarys_keyword_is_explained() -> None:
+    with pytest.raises(KeywordError, match="it is called 'block_table' here"):
+        attend(Q, K, K, page_table=TABLE, seqused_k=LENGTHS)
+
+
+def test_a_forced_backend_that_cannot_serve_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH4_BACKEND", "sm90")
+    with pytest.raises(BackendError, match=r"attention_kvcache B=2 .* pages of 16"):
+        attend(Q, K, K, block_table=TABLE, seqused_k=LENGTHS)
+
+
+def test_a_backend_of_other_calls_serves_gathered_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = attend(Q, K, K, block_table=TABLE, seqused_k=LENGTHS)
+    monkeypatch.setenv("FLASH4_BACKEND", "tiled")
+    with flash4_torch.testing.backends_used() as used:
+        found = attend(Q, K, K, block_table=TABLE, seqused_k=LENGTHS)
+    assert {name for _, name in used} == {"tiled"}
+    torch.testing.assert_close(found, expected)
