@@ -25,6 +25,8 @@ class Gathered:
         return []
 
     def attend(self, inputs: CacheInputs, problem: CacheProblem, out: Tensor, lse: Tensor) -> None:
+        if problem.extent.T == 0:
+            return
         if problem.spec.device == "cpu":
             _by_sequence(inputs, problem, out, lse)
         else:
