@@ -46,6 +46,7 @@ from ..fast_path import Door
 from ..masks import Band
 from ..ops import check
 from ..problem import CallOptions, Inputs
+from . import transformers_serving
 from .transformers_models import Service, judge_class, judge_model, model_classes
 
 NAME = "fa4"
@@ -90,6 +91,7 @@ def register(name: str = NAME) -> str:
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, make_mask)
     if not _names:
+        transformers_serving.install(_names)
         PreTrainedModel.get_correct_attn_implementation = _asking_us(  # type: ignore[method-assign]
             PreTrainedModel.get_correct_attn_implementation
         )
