@@ -3,6 +3,7 @@
     flash4_torch.integrations.transformers.register()
     model = AutoModelForCausalLM.from_config(config, attn_implementation="fa4")
     model.set_attn_implementation("fa4")
+    model.generate_batch(prompts)         # continuous batching: see `transformers_serving`
 
 Nothing is registered on import, and only importing this module imports transformers. The name is not "flash4"
 because transformers takes every name that contains "flash" for a kernel to download.

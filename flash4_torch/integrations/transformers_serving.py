@@ -39,7 +39,7 @@ def install(names: Collection[str]) -> None:
     AttentionInterface.register(SERVED, flash_attention_forward)
     AttentionMaskInterface.register(SERVED, flash_attention_mask)
     hub_kernels.load_and_register_attn_kernel = _having_ours(hub_kernels.load_and_register_attn_kernel)
-    ContinuousBatchingManager.switch_to_cb_friendly_attn = _switching(
+    ContinuousBatchingManager.switch_to_cb_friendly_attn = _switching(  # type: ignore[method-assign]
         ContinuousBatchingManager.switch_to_cb_friendly_attn, names
     )
 

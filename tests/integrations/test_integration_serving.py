@@ -99,7 +99,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
 @pytest.fixture(autouse=True)
 def _memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where psutil is missing, transformers takes a CPU to have no memory."""
+    """A CPU has memory: transformers finds none where psutil is missing."""
     memory = torch.device("cpu"), 1 << 30, 0, 0
     monkeypatch.setattr(cache, "get_device_and_memory_breakdown", lambda: memory)
 
