@@ -45,6 +45,7 @@ FEATURE_WORDS = {
     "float-mask": "an attn_mask in the call's dtype",
     "sinks": "attention sinks in the call's dtype",
     "weights": "attention weights, for need_weights=True",
+    "kvcache": "append_kvcache as serving engines call it, and merge_states",
     "deterministic": "deterministic gradients",
 }
 """Meaning of each word of --features."""

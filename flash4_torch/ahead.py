@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import TextIO
 
 from .backends.compiled import (
+    APPEND_KVCACHE,
+    DECODE,
     GROUP_REDUCE,
     MASK_BLOCKS,
+    MERGE_STATES,
     POSTPROCESS,
     PREPROCESS,
     SINKS_GRADIENT,
@@ -22,11 +25,15 @@ from .backends.compiled import (
     Target,
     backward,
     forward,
+    paged,
     weights,
 )
+from .backends.kvcache import append, merge
+from .backends.kvcache import compiled as kvcache
 from .compile import Key, aot, pool
 from .compile.arch import checked
 from .compile.pool import Prepared
+from .configs.decode import ROWS
 from .configs.types import Features, Scope
 from .errors import ArgumentError, ExportError, RangeError, hint
 from .progress import Bar, Lines
@@ -49,10 +56,11 @@ WORDS: dict[str, dict[str, object]] = {
     "float-mask": {"mask": "", "scaled": True},
     "sinks": {"sinks": ""},
     "weights": {},
+    "kvcache": {},
     "deterministic": {},
 }
 """Fields of `Features` that each word sets; float masks and sinks have the call's dtype; deterministic:
-gradients; weights: the attention weights, too."""
+gradients; weights: the attention weights, too; kvcache: what is done around a KV cache, too."""
 
 
 def warmup(
@@ -77,7 +85,9 @@ def warmup(
         dtypes: "bfloat16" and "float16".
         features: words joined by "+", such as "causal+dropout", of plain, causal, window, softcap, varlen,
             dropout, mask (boolean), float-mask and sinks (both in the call's dtype), weights (for
-            `need_weights=True`) and deterministic.
+            `need_weights=True`), kvcache (`attention_kvcache` over pages of 16, 64, 256 and dense caches, of
+            this dtype or float8; `append_kvcache` to these by int64 slots, by table and lengths, by slots
+            also with rotary of all columns; `merge_states`) and deterministic.
         groups: query heads per KV head, from 1 to 1024; kernels compiled for 64 serve all larger groups.
         gradients: also compile the backward's kernels, where it has some.
         jobs: processes that compile at the same time, at least 1. Default: one per processor.
@@ -196,6 +206,8 @@ def kernels(
         entries, asked = list(_of(target, chosen, group)), words.split("+")
         if "weights" in asked:
             entries += _of_weights(chosen)
+        if "kvcache" in asked:
+            entries += _of_kvcache(target, chosen, group)
         if gradients:
             entries += _of_gradients(target, chosen._replace(deterministic="deterministic" in asked), group)
         found |= {Key(entry, static, target.arch): None for entry, static in entries}
@@ -275,6 +287,17 @@ def _of_weights(features: Features) -> Iterator[tuple[str, tuple[object, ...]]]:
     yield from ((WEIGHTS, (own, average_heads)) for average_heads in (True, False))
     if own.mask:
         yield MASK_BLOCKS, (weights.mask_plan(own.mask),)
+
+
+def _of_kvcache(target: Target, features: Features, group: int) -> Iterator[tuple[str, tuple[object, ...]]]:
+    dtype, D, Dv = features.dtype, features.D, features.Dv
+    yield from ((APPEND_KVCACHE, (plan,)) for plan in append.common_plans(dtype, D, Dv))
+    yield from ((MERGE_STATES, (plan,)) for plan in merge.common_plans(dtype, Dv))
+    # One token alone sees all keys before it, causal or not.
+    for each in {features, features._replace(right=False)}:
+        yield from ((DECODE, (each, rows, form)) for rows, form in product(ROWS, kvcache.common_forms(each)))
+    if not target.forward_configs.limits(features):
+        yield from ((target.forward, static) for static in paged.common_kernels(target, features, group))
 
 
 def _of_gradients(target: Target, features: Features, group: int) -> Iterator[tuple[str, tuple[object, ...]]]:

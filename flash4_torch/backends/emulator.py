@@ -95,7 +95,7 @@ class _Emulated(Compiled):
         self._counter = torch.zeros(1, dtype=torch.int32)
 
     def target(self, problem: Problem) -> Target:
-        return TARGETS[_arch()]
+        return emulated_target()
 
     def find(self, problem: Problem) -> Find:
         return emulated_find
@@ -123,12 +123,17 @@ _emulated = _Emulated()
 def why_not_emulated(device: str) -> list[str]:
     """The reasons why the emulator runs nothing for tensors on that kind of device."""
     why = [] if _is_asked_for() else [f"it serves only where {env.BACKEND.name}={Emulator.name} asks for it"]
-    missing = [package for module, package in _NEEDED.items() if not importlib.util.find_spec(module)]
-    if missing:
+    if missing := _missing():
         why.append(f"{' and '.join(missing)} must be installed (pip install 'flash4_torch[kernels]')")
     if device != "cpu":
         why.append(f"the tensors are on {device}, and it serves cpu")
     return why
+
+
+@functools.cache
+def _missing() -> list[str]:
+    """Required packages that are not installed."""
+    return [package for module, package in _NEEDED.items() if not importlib.util.find_spec(module)]
 
 
 def _is_asked_for() -> bool:
@@ -183,6 +188,11 @@ def _arch() -> str:
 
     device = emulate.active()
     return device.arch if device else env.ARCH.get()
+
+
+def emulated_target() -> Target:
+    """The target whose kernels the emulator runs."""
+    return TARGETS[_arch()]
 
 
 def emulated_num_sms() -> int:

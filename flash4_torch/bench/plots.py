@@ -213,6 +213,32 @@ def _column(row: Row) -> tuple[str, str, str]:
     return "compiled" if row["compiled"] else "eager", row["dtype"], swap.size_of(row)
 
 
+def _decode(rows: list[Row]) -> Figure:
+    groups = _grouped(rows, lambda r: (r["Hq"], r["Hk"], r["D"], r["Sq"], r["B"]))
+    names = list(dict.fromkeys(name for r in rows for name in r["tbs"] if "float8" not in name))
+    columns = 4
+    height = -(-len(groups) // columns)
+    figure = Figure(figsize=(3.6 * columns, 2.7 * height), layout="constrained")
+    panels = figure.subplots(height, columns, squeeze=False).flat
+    for axes, ((Hq, Hk, D, Sq, B), group) in zip(panels, groups.items(), strict=False):
+        for i, name in enumerate(names):
+            points = [(r["S"], r["tbs"][name]) for r in group if name in r["tbs"]]
+            style = "o-" if name in _COLORS else "o--"
+            axes.plot(
+                [S for S, _ in points], [y for _, y in points], style, color=_color(name, i), label=name
+            )
+        axes.plot([r["S"] for r in group], [r["copy_tbs"] for r in group], "k:", label="copy")
+        axes.set_title(f"{Hq}/{Hk} heads, D={D}, {B} x {Sq} tokens", fontsize=9)
+        axes.set_xscale("log", base=2)
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("keys")
+        axes.set_ylabel("TB/s of K and V")
+        axes.grid(alpha=0.3)
+    labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(*labels, loc="outside lower center", ncols=len(names) + 1, frameon=False)
+    return figure
+
+
 def _pairs(axes: Axes, labels: list[str], rows: list[Row]) -> None:
     """Bars with the times of torch and ours side by side."""
     for shift, who in ((-0.2, "torch"), (0.2, "flash4")):
@@ -244,4 +270,5 @@ _FIGURES: dict[str, Callable[[list[Row]], Figure]] = {
     "module": _module,
     "emulator": _emulator,
     "swap": _swap,
+    "decode": _decode,
 }

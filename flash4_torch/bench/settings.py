@@ -19,7 +19,7 @@ class Selection:
     wanted: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     FIELDS = (
-        *("D", "causal", "S", "Hk", "dtype", "feature", "direction"),
+        *("D", "causal", "S", "Hk", "dtype", "feature", "direction", "B", "Sq"),
         *("E", "mode", "mask", "dropout", "need_weights", "compiled"),
     )
 

@@ -40,6 +40,12 @@ class Row(NamedTuple):
     """A query row sees up to this many keys."""
     config: Sm90Forward
     why: str
+    in_boxes: Sm90Forward | None = None
+    """Instead of `config`, if `config.keys` would divide a page's keys into boxes of 16; never timed."""
+
+    def tiles(self, features: Features) -> Sm90Forward:
+        """The config, for a block of keys from pages perhaps another one."""
+        return self.in_boxes or self.config if features.page_box > 16 else self.config
 
     def admits(self, features: Features, rows: int, keys: int) -> bool:
         return (
@@ -53,7 +59,7 @@ class Row(NamedTuple):
             features.D <= self.D
             and features.Dv <= self.Dv
             and self.right in (None, features.right)
-            and fits(features, self.config)
+            and fits(features, self.tiles(features))
         )
 
 
@@ -88,7 +94,8 @@ TABLE = (
         _Tiles(3, 96, 3, 2, next_tile=True, k_ahead=True, lazy_rescale=True, exp_quarters_before_pv=2),
         "S 8k: 1.01; the wait left to ptxas 1.00, 3 quarters 0.99, two warpgroups 0.95"),
     Row(96, 96, None, True, None, _Tiles(3, 112, 2, 2, k_ahead=True, pingpong=True, lazy_rescale=True),
-        "S 8k: 1.02, without lazy_rescale 1.016"),
+        "S 8k: 1.02, without lazy_rescale 1.016",
+        _Tiles(3, 96, 3, 2, next_tile=True, k_ahead=True, lazy_rescale=True, exp_quarters_before_pv=2)),
     Row(96, 96, None, None, None, _Tiles(2, 128, 3, 2, k_ahead=True),
         "features that need registers"),
 
@@ -105,26 +112,32 @@ TABLE = (
         "S 4k: 1.005; without clusters 0.999, but 16k 0.99"),
     Row(128, 128, 128, None, None, _Tiles(2, 128, 2, 2, k_ahead=True), "unmeasured, as for 64"),
     Row(128, 128, None, None, None, _Tiles(3, 80, 2, 2, pingpong=True, k_ahead=True, lazy_rescale=True),
-        "full S 4k to 16k: 1.03 to 1.06; causal S 16k: 1.01, 128 keys 0.99"),
+        "full S 4k to 16k: 1.03 to 1.06; causal S 16k: 1.01, 128 keys 0.99",
+        _Tiles(2, 128, 2, 2, pingpong=True, next_tile=True, k_ahead=True)),
     Row(128, 128, None, None, None,
         _Tiles(2, 128, 2, 2, next_tile=True, k_ahead=True, lazy_rescale=True, o_over_q=True),
         "dropout, whose keep bits take the room that O would have; with pingpong 0.99"),
 
     Row(192, 128, 64, None, None, _Tiles(1, 112, 2, 2), "unmeasured, as for 64"),
     Row(192, 128, None, None, None, _Tiles(2, 112, 2, 1, k_ahead=True),
-        "unmeasured: the most keys in two stages next to Q and O"),
+        "unmeasured: the most keys in two stages next to Q and O",
+        _Tiles(2, 96, 2, 1, k_ahead=True)),
 
     Row(192, 192, 64, None, None, _Tiles(1, 112, 2, 1), "unmeasured, as for 64"),
     Row(192, 192, None, None, None,
         _Tiles(2, 80, 2, 2, next_tile=True, k_ahead=True, lazy_rescale=True, o_over_q=True,
                exp_quarters_before_pv=2),
-        "full S 1k and 8k: 1.10 and 1.03; causal: 1.09 and 1.00; 112 keys, one stage of Q 0.01 to 0.08 less"),
+        "full S 1k and 8k: 1.10 and 1.03; causal: 1.09 and 1.00; 112 keys, one stage of Q 0.01 to 0.08 less",
+        _Tiles(2, 64, 2, 2, next_tile=True, k_ahead=True, lazy_rescale=True, o_over_q=True,
+               exp_quarters_before_pv=2)),
     Row(192, 192, None, None, None, _Tiles(2, 80, 2, 1, k_ahead=True, lazy_rescale=True),
-        "features that need registers, or Dv > D"),
+        "features that need registers, or Dv > D",
+        _Tiles(2, 64, 2, 1, k_ahead=True, lazy_rescale=True)),
 
     Row(256, 256, 64, None, None, _Tiles(1, 80, 2, 1), "unmeasured, as for 64"),
     Row(256, 256, None, None, None, _Tiles(2, 80, 2, 1, k_ahead=True, lazy_rescale=True),
-        "unmeasured: small D or Dv"),
+        "unmeasured: small D or Dv",
+        _Tiles(2, 64, 2, 1, k_ahead=True, lazy_rescale=True)),
     Row(256, 256, None, None, 3072,
         _Tiles(2, 64, 2, 1, pingpong=True, k_ahead=True, lazy_rescale=True, o_over_q=True),
         "S 1k: full 1.02, causal 1.05; without pingpong or with 80 keys 0.01 less, with clusters 0.03"),
@@ -150,7 +163,7 @@ def forward(
     """The config of a call.
 
     Args:
-        features: what the kernel computes.
+        features: what the kernel computes; its `page_box` is `widest_box` of the page size.
         Sq: query positions; of the longest sequence if varlen, like Sk.
         Sk: key positions.
         group: query heads of each KV head.
@@ -158,8 +171,9 @@ def forward(
         end_hidden: whether the band masks everything beyond the last key, as for causal calls.
     """
     served_by = row(features, Sq, Sk, group, seen)
-    ragged_k = not (end_masked and features.right) and (features.varlen or Sk % served_by.config.keys != 0)
-    config = served_by.config if Sq >= _QUERIES_OF_CLUSTERS else served_by.config._replace(cluster=1)
+    tiles = served_by.tiles(features)
+    ragged_k = not (end_masked and features.right) and (features.varlen or Sk % tiles.keys != 0)
+    config = tiles if Sq >= _QUERIES_OF_CLUSTERS else tiles._replace(cluster=1)
     return _completed(features, config, ragged_k, best_pack(features, config.rows, Sq, group))
 
 
@@ -182,7 +196,7 @@ def reachable(features: Features, group: int | None = None) -> tuple[Sm90Forward
     packs = possible_packs(features, group)
     ragged = [False, True] if features.right or not features.varlen else [True]
     found = {
-        _completed(features, row.config._replace(cluster=cluster), ragged_k, pack_gqa): None
+        _completed(features, row.tiles(features)._replace(cluster=cluster), ragged_k, pack_gqa): None
         for row in _rows_until_one_admits_all(features)
         for cluster in sorted({1, row.config.cluster})
         for ragged_k in ragged
@@ -204,12 +218,12 @@ def _completed(features: Features, config: Sm90Forward, ragged_k: bool, pack_gqa
 
     With a left bound or a mask a warpgroup may skip so many blocks that they would hold up the next tile, and
     a mask's bits are read for whole blocks. A cluster's two tiles have one sequence and no mask. With dropout
-    a wait that is left to ptxas is faster (D 192: by 7 %).
+    a wait that is left to ptxas is faster (D 192: by 7 %). With pages ptxas serialises half blocks.
     """
     return config._replace(
         cluster=1 if features.varlen or features.mask or features.dropout else config.cluster,
         next_tile=config.next_tile and not (features.left or features.mask),
-        half_block=config.half_block and not features.mask,
+        half_block=config.half_block and not features.mask and not features.page_box,
         exp_quarters_before_pv=0 if features.dropout else config.exp_quarters_before_pv,
         ragged_k=ragged_k,
         pack_gqa=pack_gqa,

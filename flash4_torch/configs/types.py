@@ -5,6 +5,7 @@ No size of a call is part of either.
 
 from __future__ import annotations
 
+import math
 from enum import Enum
 from typing import NamedTuple
 
@@ -43,6 +44,10 @@ class Features(NamedTuple):
     """softcap is above `LARGE_SOFTCAP`: tanh near 0 comes from its series."""
     sinks: str = ""
     """Forward only: '' for none, else the dtype of the sinks: "bfloat16", "float16", "float32"."""
+    page_box: int = 0
+    """Forward only: 0 without pages, else packed queries (`varlen`) find keys and values in pages by a block
+    table. A block of keys is loaded in boxes of this many, 16, 32, 64 or 128: it divides the keys of a block
+    and those of a page, so that no box crosses into another page."""
 
     @property
     def float_mask(self) -> bool:
@@ -350,6 +355,11 @@ def may_pair(features: Features) -> bool:
     """
     f = features
     return not (f.left or f.right or f.varlen or f.mask) and tile_dim(f.Dv) % 32 == 0
+
+
+def widest_box(page_size: int, keys: int = 128) -> int:
+    """The most keys of a box that divides a page, and a block of `keys` keys: a power of two, at most 128."""
+    return math.gcd(page_size, keys, 128)
 
 
 def tile_bits(keys: int) -> int:

@@ -2,17 +2,72 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any, TypedDict, overload
+
 import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, DtypeError, ShapeError
 from ..ops import check, kvcache_append
+from ..ops.keywords import hides_unknown, no_argument
 from . import arguments
 from .arguments import FLOAT8
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _INT32, _INDEX = (torch.int32,), (torch.int32, torch.int64)
 
 
+class _Options(TypedDict, total=False):
+    """Keywords that do not affect the return type."""
+
+    slot_mapping: Tensor | None
+    block_table: Tensor | None
+    seqused_k: Tensor | None
+    cu_seqlens: Tensor | None
+    positions: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
+    interleaved: bool
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+
+
+@overload
+def append_kvcache(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    q: None = None,
+    q_out: None = None,
+    **options: Unpack[_Options],
+) -> None: ...
+@overload
+def append_kvcache(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    q: Tensor,
+    q_out: Tensor | None = None,
+    **options: Unpack[_Options],
+) -> Tensor: ...
+@overload
+def append_kvcache(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    q: Tensor | None,
+    q_out: Tensor | None = None,
+    **options: Unpack[_Options],
+) -> Tensor | None: ...
+@hides_unknown
 def append_kvcache(
     k: Tensor,
     v: Tensor,
@@ -31,7 +86,8 @@ def append_kvcache(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     q_out: Tensor | None = None,
-) -> Tensor | None:
+    **unknown: Any,
+) -> Any:
     """Writes new keys and values into a KV cache, and rotates them and their queries on the way.
 
     Either slot_mapping says where each token goes, or seqused_k does, and then token i of sequence b becomes
@@ -71,8 +127,11 @@ def append_kvcache(
 
     Raises:
         ArgumentError: an argument is outside its limits; the message names it, its value and the limit.
+        KeywordError: there is no such argument; the message says what to use instead.
         NoGradientError: in a backward; the caches have no history.
     """
+    if unknown:
+        raise no_argument(append_kvcache, unknown)
     _check_rows(k, v, k_cache, v_cache)
     sequences = _check_places(k, k_cache, slot_mapping, block_table, seqused_k, cu_seqlens)
     _check_rotary(k, slot_mapping, q, positions, cos, sin, q_out)

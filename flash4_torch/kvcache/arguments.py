@@ -11,7 +11,7 @@ from ..ops import check
 FLOAT8 = torch.float8_e4m3fn
 
 
-def tensor(name: str, x: Tensor, *, device: torch.device | None = None, of: str = "k") -> None:
+def tensor(name: str, x: Tensor, *, device: torch.device | None = None, of: str = "k's") -> None:
     """Requires a dense tensor, on the device of the argument `of`."""
     if not isinstance(x, Tensor):
         raise ArgumentError(name, type(x).__name__, "it must be a tensor")
@@ -19,7 +19,7 @@ def tensor(name: str, x: Tensor, *, device: torch.device | None = None, of: str 
         value = "a nested tensor" if x.is_nested else f"a tensor of layout {x.layout}"
         raise LayoutError(name, value, "it must be a dense one, of torch.strided")
     if device is not None and x.device != device:
-        raise DeviceError(name, x.device, f"it must be on {of}'s device, {device}")
+        raise DeviceError(name, x.device, f"it must be on {of} device, {device}")
 
 
 def dtype(name: str, x: Tensor, allowed: tuple[torch.dtype, ...]) -> None:

@@ -6,6 +6,7 @@ from typing import Any, Literal, overload
 
 from torch import Tensor
 
+from ..fast_path import kvcache as fast_path
 from ..kvcache_problem import CacheInputs, CacheOptions
 from ..ops import check as common
 from ..ops import kvcache as ops
@@ -102,13 +103,22 @@ def attention_kvcache(
     """
     if unknown:
         raise no_argument(attention_kvcache, unknown)
+    tensors = (q, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, sinks, k_scale, v_scale, out)
+    signature = None
+    flags: tuple[Any, ...] = ()
+    if type(window) is tuple:
+        flags = (max_seqlen_q, max_seqlen_k, causal, *window, scale, softcap, num_splits, batch_invariant)
+        signature, call = fast_path.lookup(tensors, flags)
+        if call is not None and (return_lse is False or return_lse is True):
+            result, lse = call(*tensors)
+            return (result, lse) if return_lse else result
     check.tensors(q, k_cache, v_cache)
     check.caches(q, k_cache, v_cache)
     Hk = k_cache.shape[2]
     B = check.sequences(q, k_cache, block_table, cu_seqlens_q, seqused_k)
     room = k_cache.shape[1] if block_table is None else k_cache.shape[1] * block_table.shape[1]
     packed = q if q.dim() == 3 else q.flatten(0, 1)
-    flags = check.causal_flags(causal, B, q)
+    causal_flags = check.causal_flags(causal, B, q)
     band = common.band(True if isinstance(causal, Tensor) else causal, window)
     options = CacheOptions(
         max_seqlen_q=check.max_seqlen_q(max_seqlen_q, q),
@@ -127,7 +137,7 @@ def attention_kvcache(
         block_table,
         cu_seqlens_q,
         seqused_k,
-        flags,
+        causal_flags,
         common.sinks(sinks, q),
         check.cache_scale("k_scale", k_scale, k_cache, B, Hk),
         check.cache_scale("v_scale", v_scale, v_cache, B, Hk),
@@ -135,6 +145,7 @@ def attention_kvcache(
     common.flag("return_lse", return_lse)
     into = None if out is None else check.out(out, q, v_cache).view(*packed.shape[:2], v_cache.shape[-1])
     result, lse = ops.attention_kvcache(inputs, options, into)
+    fast_path.record(signature, flags, inputs, options, (*q.shape[:-1], v_cache.shape[-1]), into)
     if q.dim() == 4:
         result = result.view(*q.shape[:3], v_cache.shape[-1])
         lse = lse.view(q.shape[2], *q.shape[:2]).transpose(0, 1)

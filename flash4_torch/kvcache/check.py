@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError, DeviceError, DtypeError, LayoutError, RangeError, ShapeError
 from ..ops.check import is_dense, max_seqlen
+from ..ops.kvcache import scale_of_heads
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FLOAT8 = torch.float8_e4m3fn
@@ -140,7 +141,7 @@ def cache_scale(name: str, value: Tensor | None, cache: Tensor, B: int, Hk: int)
             raise ArgumentError(name, _shape(value), limit)
         return None
     if value is None:
-        return torch.ones((), device=cache.device).expand(B, Hk)
+        return scale_of_heads(value, cache, B, Hk)
     _tensor(name, value)
     if value.dtype != torch.float32:
         raise DtypeError(name, value.dtype, "it must be float32")
@@ -148,7 +149,7 @@ def cache_scale(name: str, value: Tensor | None, cache: Tensor, B: int, Hk: int)
         raise DeviceError(name, value.device, f"it must be on the cache's device, {cache.device}")
     if tuple(value.shape) not in ((), (1,), (Hk,), (B, Hk), (B, 1)):
         raise ShapeError(name, tuple(value.shape), f"it must be (), (Hk,) or (B, Hk), ({B}, {Hk})")
-    return value.expand(B, Hk)
+    return scale_of_heads(value, cache, B, Hk)
 
 
 def num_splits(value: int | None) -> int:

@@ -30,49 +30,41 @@ def merge_states(outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor
         ArgumentError: an argument is outside its limits; the message names it, its value and the limit.
         NoGradientError: in a backward.
     """
-    parts, part_lses = _listed("outs", outs), _listed("lses", lses)
-    first = parts[0]
-    arguments.tensor("outs", first)
+    is_listed = not (isinstance(outs, Tensor) and isinstance(lses, Tensor))
+    parts, part_lses = _listed("outs", outs, is_listed), _listed("lses", lses, is_listed)
+    first, drop = parts[0], int(is_listed)
+    shape, prefix = tuple(first.shape[drop:]), "each must be (" if is_listed else "it must be (N, "
     arguments.dtype("outs", first, check.DTYPES)
     if first.dim() not in (4, 5):
-        raise ShapeError("outs", _shown(first, outs), f"{_each(outs)} must be (T, Hq, Dv) or (B, Sq, Hq, Dv)")
+        raise ShapeError("outs", shape, f"{prefix}T, Hq, Dv) or {prefix[prefix.index('(') :]}B, Sq, Hq, Dv)")
     if len(part_lses) != len(parts):
         raise ArgumentError("lses", len(part_lses), f"there must be as many as outs, {len(parts)}")
     for x in parts[1:]:
-        arguments.tensor("outs", x, device=first.device, of="the first one")
+        arguments.tensor("outs", x, device=first.device, of="the first one's")
         if x.dtype != first.dtype:
             raise DtypeError("outs", x.dtype, f"all must have the first one's dtype, {first.dtype}")
         if x.shape != first.shape:
-            limit = f"all must have the first one's shape, {_shown(first, outs)}"
-            raise ShapeError("outs", _shown(x, outs), limit)
+            raise ShapeError("outs", tuple(x.shape[drop:]), f"all must have the first one's shape, {shape}")
     dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
-    *batch, S, Hq, _ = first.shape
+    *batch, S, Hq, _ = shape
     wanted = (*batch, Hq, S)
     for lse in part_lses:
-        arguments.tensor("lses", lse, device=first.device, of="outs")
+        arguments.tensor("lses", lse, device=first.device, of="outs'")
         arguments.dtype("lses", lse, (dtype,))
-        if tuple(lse.shape) != wanted:
-            limit = f"{_each(lses)} must be {'(B, Hq, Sq)' if first.dim() == 5 else '(Hq, T)'} of outs"
-            raise ShapeError("lses", _shown(lse, lses), limit)
+        if tuple(lse.shape[drop:]) != wanted:
+            letters = "B, Hq, Sq)" if first.dim() == 5 else "Hq, T)"
+            raise ShapeError("lses", tuple(lse.shape[drop:]), f"{prefix}{letters} = {wanted}")
     return kvcache_append.merge_states(parts, part_lses)
 
 
-def _listed(name: str, x: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    """Tensors with a first dimension of parts."""
+def _listed(name: str, x: Tensor | Sequence[Tensor], split: bool) -> list[Tensor]:
+    """Tensors with a first dimension of parts; a tensor is split if the other argument is a list."""
     if isinstance(x, Tensor):
-        return [x]
+        arguments.tensor(name, x)
+        return list(x.split(1)) if split and x.dim() and x.shape[0] else [x]
     if not isinstance(x, (list, tuple)) or not x:
         value = type(x).__name__ if not isinstance(x, (list, tuple)) else "empty"
         raise ArgumentError(name, value, "it must be a tensor, or a list or tuple of at least one")
     for one in x:
         arguments.tensor(name, one)
     return [one[None] for one in x]
-
-
-def _shown(x: Tensor, given: Tensor | Sequence[Tensor]) -> tuple[int, ...]:
-    """The shape of a part as the caller knows it."""
-    return tuple(x.shape if isinstance(given, Tensor) else x.shape[1:])
-
-
-def _each(given: Tensor | Sequence[Tensor]) -> str:
-    return "after the number of parts it" if isinstance(given, Tensor) else "each"

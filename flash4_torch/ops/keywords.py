@@ -20,12 +20,17 @@ _SAME = (
     ("cu_seqlens_k", "cu_seq_lens_k"),
     ("max_seqlen_q", "max_length_q"),
     ("max_seqlen_k", "max_length_k"),
-    ("block_table", "page_table", "block_tables"),
-    ("seqused_k", "cache_seqlens", "seq_lens", "context_lens"),
+    ("block_table", "page_table", "block_tables", "page_tables"),
+    ("seqused_k", "cache_seqlens", "seq_lens", "kv_lens", "context_lens"),
+    ("slot_mapping", "out_cache_loc", "slots"),
+    ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k_new", "query_start_loc"),
+    ("cos", "rotary_cos"),
+    ("sin", "rotary_sin"),
+    ("interleaved", "rotary_interleaved"),
     ("k_scale", "k_descale"),
     ("v_scale", "v_descale"),
 )
-"""Synonyms, ours first: names in flash-attn, PyTorch, Hugging Face, xformers and FlashInfer."""
+"""Synonyms, ours first: names in flash-attn, PyTorch, Hugging Face, xformers, FlashInfer, vLLM and SGLang."""
 
 _BUT = {"window_size": ", and a bound of -1 is one: None is none"}
 """What else differs about a synonym."""

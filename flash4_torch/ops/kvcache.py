@@ -92,11 +92,16 @@ def _is_aligned(cache: Tensor) -> bool:
     """Whether rows are contiguous and begin at multiples of 16 bytes; strides of one entry do not count."""
     step = _ALIGNMENT // cache.element_size()
     strides = [stride for size, stride in zip(cache.shape, cache.stride(), strict=True) if size > 1]
-    in_steps = all(stride % step == 0 for stride in strides[:-1])
+    in_steps = all(stride > 0 and stride % step == 0 for stride in strides[:-1])
     return in_steps and cache.stride(-1) == 1 and cache.data_ptr() % _ALIGNMENT == 0
 
 
-def _check_values(inputs: CacheInputs, options: CacheOptions) -> None:
+def scale_of_heads(scale: Tensor | None, cache: Tensor, B: int, Hk: int) -> Tensor:
+    """The scale (), (Hk,) or (B, Hk) of a float8 cache as a view (B, Hk)."""
+    return (torch.ones((), device=cache.device) if scale is None else scale).expand(B, Hk)
+
+
+def check_values(inputs: CacheInputs, options: CacheOptions) -> None:
     """Requires lengths and page numbers that fit, on a CPU; a GPU's kernels clamp theirs."""
     cu_seqlens_q, seqused_k, table = inputs.cu_seqlens_q, inputs.seqused_k, inputs.block_table
     if inputs.q.device.type != "cpu":
@@ -116,39 +121,27 @@ def _check_values(inputs: CacheInputs, options: CacheOptions) -> None:
             raise RangeError("block_table", table.tolist(), f"page numbers must be from 0 to {pages - 1}")
 
 
-def _attend(inputs: CacheInputs, options: CacheOptions, out: Tensor) -> Tensor:
-    _check_values(inputs, options)
-    lse = inputs.q.new_empty(_lse_shape(inputs.q), dtype=torch.float32)
+def _attend(inputs: CacheInputs, options: CacheOptions, out: Tensor | None) -> tuple[Tensor, Tensor]:
+    check_values(inputs, options)
     problem = describe(inputs, options)
-    backends.choose(problem).attend(inputs, problem, out, lse)
-    return lse
+    return backends.choose(problem).attend(inputs, problem, out)
 
 
 def _attention_kvcache(*arguments: Any) -> tuple[Tensor, Tensor]:
-    inputs, options = CacheInputs(*arguments[:_TENSORS]), CacheOptions(*arguments[_TENSORS:])
-    out = inputs.q.new_empty(_out_shape(inputs.q, inputs.v_cache))
-    return out, _attend(inputs, options, out)
+    return _attend(CacheInputs(*arguments[:_TENSORS]), CacheOptions(*arguments[_TENSORS:]), None)
 
 
 def _attention_kvcache_out(*arguments: Any) -> Tensor:
     *others, out = arguments
-    return _attend(CacheInputs(*others[:_TENSORS]), CacheOptions(*others[_TENSORS:]), out)
+    return _attend(CacheInputs(*others[:_TENSORS]), CacheOptions(*others[_TENSORS:]), out)[1]
 
 
 def _fake_attention_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(_out_shape(q, v_cache)), _fake_attention_kvcache_out(q)
+    return q.new_empty(*q.shape[:2], v_cache.shape[-1]), _fake_attention_kvcache_out(q)
 
 
 def _fake_attention_kvcache_out(q: Tensor, *rest: Any) -> Tensor:
-    return q.new_empty(_lse_shape(q), dtype=torch.float32)
-
-
-def _out_shape(q: Tensor, v_cache: Tensor) -> tuple[int, ...]:
-    return *q.shape[:2], v_cache.shape[-1]
-
-
-def _lse_shape(q: Tensor) -> tuple[int, int]:
-    return q.shape[1], q.shape[0]
+    return q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
 
 def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ..backends.kvcache import append as append_backend
 from ..backends.kvcache import merge as merge_backend
@@ -44,8 +45,15 @@ _merge_states = torch.ops.flash4.merge_states.default
 
 
 def append_kvcache(*arguments: Any) -> None:
-    """The operator on detached tensors: what it writes has no history."""
-    _append_kvcache(*(x.detach() if isinstance(x, Tensor) else x for x in arguments))
+    """The operator below autograd: what it writes has no history."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        _append_kvcache(*(x.detach() if isinstance(x, Tensor) else x for x in arguments))
+    else:
+        with torch._C._AutoDispatchBelowAutograd():
+            _append_kvcache(*arguments)
+        # Kernels write unseen: autograd has to know where a tensor that it saved has changed.
+        written = (arguments[2], arguments[3], arguments[-1])
+        increment_version([x for x in written if x is not None and not x.is_inference()])
 
 
 def without_gradient(function: str, x: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:

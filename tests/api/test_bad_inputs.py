@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from bad_inputs import Case, attention, attention_varlen, check, scaled_dot_product_attention
+from bad_inputs import (
+    Case,
+    append_kvcache,
+    attention,
+    attention_varlen,
+    check,
+    merge_states,
+    scaled_dot_product_attention,
+)
 
-CASES = (*attention.CASES, *attention_varlen.CASES, *scaled_dot_product_attention.CASES)
+DOORS = (attention, attention_varlen, scaled_dot_product_attention, append_kvcache, merge_states)
+CASES = [case for door in DOORS for case in door.CASES]
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])

@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "fast_path": {"ops", "backends"},
     "attend": {"fast_path", "ops"},
     "api": {"fast_path", "ops", "backends"},
-    "kvcache": {"ops", "backends"},
+    "kvcache": {"fast_path", "ops", "backends"},
     "flash_attn": {"api", "kvcache", "ops"},
     "nn": {"attend", "fast_path", "ops"},
     "integrations": {"api", "fast_path", "flash_attn", "kvcache", "ops"},

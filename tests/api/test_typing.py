@@ -64,6 +64,24 @@ def test_wrong_calls_are_told_before_they_are_made() -> None:
         flash4_torch.attention_varlen(X[0], X[0], X[0])  # type: ignore[call-overload]
 
 
+def test_q_says_what_append_kvcache_returns() -> None:
+    caches = X.new_zeros(2, 3, 4, 2, 8)
+    where = torch.arange(4)[None]
+    angles = torch.ones(4, 2)
+    q = X if X.shape[0] == 1 else None
+    flash4_torch.append_kvcache(X, X, *caches, slot_mapping=where)
+    turned = flash4_torch.append_kvcache(
+        X, X, *caches, slot_mapping=where, positions=where, cos=angles, sin=angles, q=X
+    )
+    either = flash4_torch.append_kvcache(
+        X, X, *caches, slot_mapping=where, positions=where, cos=angles, sin=angles, q=q
+    )
+    assert_type(turned, Tensor)
+    assert_type(either, Tensor | None)
+    assert_type(flash4_torch.merge_states(X[None], X[None, ..., 0].mT), tuple[Tensor, Tensor])
+    assert isinstance(turned, Tensor) and isinstance(either, Tensor)
+
+
 def test_the_others() -> None:
     assert_type(flash4_torch.support(X, X, X), dict[str, list[str]])
     assert_type(flash4_torch.scaled_dot_product_attention(X, X, X), Tensor)

@@ -155,14 +155,15 @@ def test_selection_takes_what_it_names() -> None:
         (
             ["nonsense"],
             "unknown section nonsense; there are forward, backward, features, memory, host, module, "
-            "emulator, swap",
+            "emulator, decode, swap",
         ),
         (["--threads", "0"], "--threads is 0, but it must be at least 1"),
         (["--rounds", "1"], "--rounds is 1, but it must be at least 2"),
         (
-            ["--cells", "D=64", "B=2"],
-            "--cells is 'B=2', but it must be NAME=VALUE,... with one of "
-            "D, causal, S, Hk, dtype, feature, direction, E, mode, mask, dropout, need_weights, compiled",
+            ["--cells", "D=64", "C=2"],
+            "--cells is 'C=2', but it must be NAME=VALUE,... with one of "
+            "D, causal, S, Hk, dtype, feature, direction, B, Sq, E, mode, mask, dropout, need_weights, "
+            "compiled",
         ),
         (["--device", "cuda"], "--device is cuda, but torch sees no GPU"),
         (["--plot", "here"], "--plot needs matplotlib: pip install 'flash4_torch[demo]'"),

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from importlib import metadata
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,8 +102,8 @@ def subjects() -> Iterator[Subject]:
     yield own("backward", 128, {"right": True, "deterministic": True})
     for arch in OURS:
         yield weights(arch)
-        for rows in decode_configs.ROWS:
-            yield decode(arch, rows)
+        for rows, cache_dtype in product(decode_configs.ROWS, ("", decode_configs.FP8)):
+            yield decode(arch, rows, cache_dtype)
     if importlib.util.find_spec("flash_attn"):
         for arch in OURS:
             # The forward for sm_100a is persistent only where all tiles cost the same.
@@ -199,17 +200,23 @@ def weights(arch: str) -> Subject:
     return Subject("weights, D=128, right, dropout", arch, "B=1 Hq=6 Hk=2, 130 x 130", prepare)
 
 
-def decode(arch: str, rows: int) -> Subject:
+def decode(arch: str, rows: int, cache_dtype: str) -> Subject:
     """The decode kernel; its ring goes round twice in each of two splits, and one sequence has one split."""
-    form = decode_configs.DecodeForm(paged=True, splits=True, ragged=True, lengths=True)
+    form = decode_configs.DecodeForm(
+        paged=True, splits=True, ragged=True, lengths=True, cache_dtype=cache_dtype
+    )
     kernel = decode_calls.Kernel(Features("bfloat16", 128, 128, right=True), rows, form)
     generator = torch.manual_seed(0)
     q, k, v = (
         tuple(torch.randn(n, heads, 128, generator=generator).bfloat16() for n in lengths)
         for lengths, heads in (((5, 1), 4), ((700, 40), 2), ((700, 40), 2))
     )
+    scales = {}
+    if cache_dtype:
+        k, v = (tuple(x.to(decode_calls.FP8) for x in parts) for parts in (k, v))
+        scales = {name: torch.full((2, 2), 0.5) for name in ("k_scale", "v_scale")}
     cache = decode_calls.make_cache(k, v, generator, "rows", 16)
-    call = decode_calls.Call(q, k, v, cache, 128**-0.5, num_splits=2)
+    call = decode_calls.Call(q, k, v, cache, 128**-0.5, num_splits=2, **scales)
 
     @contextmanager
     def prepare(bench: Bench) -> Iterator[Run]:
@@ -220,7 +227,8 @@ def decode(arch: str, rows: int) -> Subject:
             host.uninstall()
 
     shape = "B=2 Hq=4 Hk=2, 5 x 700 and 1 x 40, 2 splits"
-    return Subject(f"decode, {rows} rows, D=128, right", arch, shape, prepare)
+    name = ", ".join(["decode", *filter(None, [cache_dtype]), f"{rows} rows", "D=128", "right"])
+    return Subject(name, arch, shape, prepare)
 
 
 def one_block(call: Call) -> Call:

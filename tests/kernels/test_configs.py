@@ -222,22 +222,31 @@ def test_decode_tiles_hold_the_rows_of_few_tokens(max_seqlen_q: int, group: int)
     assert rows == decode.ROWS[-1] if needed > decode.ROWS[-1] else needed <= rows < max(2 * needed, 17)
 
 
-@given(st.integers(8, 256), st.integers(8, 256))
-def test_decode_has_stages_and_room_for_them(D: int, Dv: int) -> None:
+@given(st.integers(8, 256), st.integers(8, 256), st.sampled_from(decode.ROWS))
+def test_decode_has_stages_and_room_for_them(D: int, Dv: int, rows: int) -> None:
     """Two blocks are in flight while a third one is read, and stages fit into what a CTA may have."""
-    stage_bytes = 2 * decode.KEYS * (D + Dv)
-    stages, ctas = decode.stages(stage_bytes), decode.ctas_per_sm(stage_bytes)
+    stage_bytes, q_bytes = 2 * decode.KEYS * (D + Dv), 2 * rows * D
+    stages, ctas = decode.stages(stage_bytes, q_bytes), decode.ctas_per_sm(stage_bytes, q_bytes)
     assert stages >= decode.LEAST_STAGES
-    assert ctas * stages * stage_bytes <= decode.ONE_CTA_BYTES
+    assert ctas * (stages * stage_bytes + q_bytes) <= decode.ONE_CTA_BYTES
+
+
+@given(st.integers(1, 300), st.integers(1, 300), st.sampled_from(["", decode.FP8, "float8_e5m2"]))
+def test_decode_states_its_limits(D: int, Dv: int, cache_dtype: str) -> None:
+    """Rows of the cache are whole vectors of 16 bytes, of at most 256 numbers."""
+    form = decode.DecodeForm(True, True, True, True, cache_dtype=cache_dtype)
+    number = 1 if cache_dtype else 2
+    served = max(D, Dv) <= 256 and D * number % 16 == Dv * number % 16 == 0 and cache_dtype != "float8_e5m2"
+    assert bool(decode.limits(BARE._replace(D=D, Dv=Dv), form)) != served
 
 
 @given(SIZES, SIZES, st.integers(1, 200))
 def test_decode_splits_fill_the_gpu_once(tiles: int, max_seqlen_k: int, num_sms: int) -> None:
     splits = decode.num_splits(tiles, max_seqlen_k, num_sms)
     ctas, blocks = num_sms * decode.CTAS_PER_SM, -(-max_seqlen_k // decode.KEYS)
-    assert 1 <= splits <= blocks
-    assert splits == 1 or splits * tiles <= ctas
-    assert splits == blocks or (splits + 1) * tiles > ctas
+    assert splits >= 1
+    assert splits == 1 or (splits * tiles <= ctas and splits * decode.LEAST_BLOCKS <= blocks)
+    assert (splits + 1) * decode.LEAST_BLOCKS > blocks or (splits + 1) * tiles > ctas
 
 
 @given(SIZES, st.integers(1, 100))

@@ -24,6 +24,8 @@ FORMS = (
     DecodeForm(paged=False, splits=True, ragged=False, lengths=False),
     DecodeForm(paged=True, splits=False, ragged=True, lengths=True),
     DecodeForm(paged=False, splits=False, ragged=False, lengths=True),
+    DecodeForm(paged=True, splits=True, ragged=True, lengths=True, cache_dtype=decode.FP8),
+    DecodeForm(paged=False, splits=False, ragged=True, lengths=True, cache_dtype=decode.FP8),
 )
 KEYS = [
     Key(ENTRY, (Features(("bfloat16", "float16")[i % 2], *heads)._replace(**uses), rows, form), arch)
@@ -32,6 +34,7 @@ KEYS = [
     for uses in USES
     for rows in decode.ROWS[::-1]
     for arch in ("sm_90a", "sm_100a")
+    if not decode.limits(Features("bfloat16", *heads), form)
 ]
 
 

@@ -51,7 +51,19 @@ KERNELS = [
 ]
 
 
-@pytest.mark.parametrize(("arch", "name", "kernel"), one_of(89, KERNELS))
+def in_fp8(kernel: Kernel) -> Kernel:
+    """The kernel for an FP8 cache, whose head sizes are multiples of 16."""
+    features = kernel.features
+    sizes = {"D": -(-features.D // 16) * 16, "Dv": -(-features.Dv // 16) * 16}
+    return kernel._replace(
+        features=features._replace(**sizes), form=kernel.form._replace(cache_dtype=decode.FP8)
+    )
+
+
+KERNELS_FP8 = [(arch, name, in_fp8(kernel)) for arch, name, kernel in KERNELS]
+
+
+@pytest.mark.parametrize(("arch", "name", "kernel"), [*one_of(113, KERNELS), *one_of(149, KERNELS_FP8)])
 @given(data=st.data())
 @settings(max_examples=examples(3, 12))
 def test_results_are_right_whatever_the_schedule(
@@ -69,20 +81,28 @@ FORM = DecodeForm(paged=True, splits=True, ragged=True, lengths=True)
 PAGED = Kernel(SMALL, 16, FORM)
 
 
-def one_sequence(features: Features, tokens: int, keys: int, page_size: int = 16, **more: object) -> Call:
+def one_sequence(kernel: Kernel, tokens: int, keys: int, page_size: int = 16, **more: object) -> Call:
     """A call of two heads for each of two KV heads."""
+    features, cache_dtype = kernel.features, kernel.form.cache_dtype
     generator, dtype = torch.Generator().manual_seed(keys), getattr(torch, features.dtype)
+    of_cache = getattr(torch, cache_dtype) if cache_dtype else dtype
     q, k, v = (
-        (torch.randn(shape, generator=generator).to(dtype),)
-        for shape in ((tokens, 4, features.D), (keys, 2, features.D), (keys, 2, features.Dv))
+        (torch.randn(shape, generator=generator).to(dtype).to(kind),)
+        for kind, *shape in (
+            (dtype, tokens, 4, features.D),
+            (of_cache, keys, 2, features.D),
+            (of_cache, keys, 2, features.Dv),
+        )
     )
+    if cache_dtype:
+        more = {"k_scale": torch.tensor([[0.5, 1.1]]), "v_scale": torch.tensor([[3.0, 0.7]]), **more}
     return Call(q, k, v, make_cache(k, v, generator, "rows", page_size), features.D**-0.5, **more)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_any_page_number_is_safe(arch: str) -> None:
     """Whatever the table holds, the launch reads nothing but its tensors and ends."""
-    call = one_sequence(SMALL, tokens=2, keys=200, num_splits=3)
+    call = one_sequence(PAGED, tokens=2, keys=600, num_splits=3)
     call.cache.table.fill_(7)
     call.cache.table[0, ::2] = torch.tensor(decode_calls.GARBAGE).repeat(9)[
         : call.cache.table[0, ::2].numel()
@@ -100,7 +120,7 @@ ANY_INT32 = st.one_of(st.integers(-3, 300), st.integers(-(2**31), 2**31 - 1))
 @settings(max_examples=examples(3, 30))
 def test_any_lengths_are_safe(paged: bool, tokens: list[int], keys: list[int]) -> None:
     """Whatever the lengths are, the launch touches nothing but its tensors and ends."""
-    one = one_sequence(SMALL, tokens=3, keys=200, num_splits=2)
+    one = one_sequence(PAGED, tokens=3, keys=200, num_splits=2)
     q, k, v = ((x[0], x[0]) for x in (one.q, one.k, one.v))
     cache = make_cache(k, v, torch.Generator().manual_seed(0), "rows", 16 if paged else None)
     kernel, call = PAGED._replace(form=FORM._replace(paged=paged)), replace(one, q=q, k=k, v=v, cache=cache)
@@ -110,7 +130,7 @@ def test_any_lengths_are_safe(paged: bool, tokens: list[int], keys: list[int]) -
 
 
 def test_an_empty_cache_has_no_keys() -> None:
-    call = one_sequence(SMALL, tokens=2, keys=0, num_splits=2)
+    call = one_sequence(PAGED, tokens=2, keys=0, num_splits=2)
     k, v, _ = call.cache
     empty = replace(call, cache=Cache(k[:0], v[:0], torch.zeros(1, 3, dtype=torch.int32)))
     with emulate.device("sm_90a") as device:
@@ -118,24 +138,24 @@ def test_an_empty_cache_has_no_keys() -> None:
     assert not out.any() and (lse == -torch.inf).all()
 
 
-@given(left=st.integers(0, 150), right=st.integers(-150, 0), num_splits=st.integers(1, 4))
+@given(left=st.integers(0, 600), right=st.integers(-150, 0), num_splits=st.integers(1, 4))
 @settings(max_examples=examples(3, 20))
 def test_keys_that_no_token_sees_are_not_read(left: int, right: int, num_splits: int) -> None:
     """Neither they nor their places in the table matter."""
     kernel = PAGED._replace(features=SMALL._replace(left=True))
-    call = one_sequence(kernel.features, 3, 300, 1, left=left, right=right, num_splits=num_splits)
+    call = one_sequence(kernel, 3, 700, 1, left=left, right=right, num_splits=num_splits)
     clean = run("sm_90a", kernel, call)
-    first, last = max(297 - left, 0), max(299 + right, 0)
+    first, last = max(697 - left, 0), max(699 + right, 0)
     hidden = torch.ones(call.cache.table.shape[1], dtype=torch.bool)
     hidden[first : last + 1] = False
-    call.cache.table[0, hidden] = torch.tensor(decode_calls.GARBAGE).repeat(99)[: int(hidden.sum())].int()
+    call.cache.table[0, hidden] = torch.tensor(decode_calls.GARBAGE).repeat(200)[: int(hidden.sum())].int()
     found = run("sm_90a", kernel, call)
     assert torch.equal(found.out, clean.out) and torch.equal(found.lse, clean.lse)
 
 
 def test_pages_may_be_far_apart() -> None:
     """Pages are more than 2**31 elements from each other; memory in between is never touched."""
-    call = one_sequence(SMALL, tokens=1, keys=40, page_size=32, num_splits=2)
+    call = one_sequence(PAGED, tokens=1, keys=40, page_size=32, num_splits=2)
     k, v, table = call.cache
     far, room = 2**31 + 64, 5 * 2**31
     wide = []
@@ -148,14 +168,15 @@ def test_pages_may_be_far_apart() -> None:
     check_results(SMALL, call, found)
 
 
+@pytest.mark.parametrize("cache_dtype", ["", decode.FP8])
 @pytest.mark.parametrize("rows", one_of(3, decode.ROWS))
 @pytest.mark.parametrize(("D", "Dv"), [(64, 64), *one_of(3, [(192, 128), (32, 96), (16, 256)])])
-def test_no_bank_conflicts(rows: int, D: int, Dv: int) -> None:
+def test_no_bank_conflicts(rows: int, D: int, Dv: int, cache_dtype: str) -> None:
     """Copies and matrix loads take the fewest passes through the banks that their bytes need."""
-    features = SMALL._replace(D=D, Dv=Dv)
-    call = one_sequence(features, tokens=9, keys=200, num_splits=2)
+    kernel = Kernel(SMALL._replace(D=D, Dv=Dv), rows, FORM._replace(cache_dtype=cache_dtype))
+    call = one_sequence(kernel, tokens=9, keys=200, num_splits=2)
     with emulate.device("sm_90a") as device:
-        decode_calls.launch(device, Kernel(features, rows, FORM), call)
+        decode_calls.launch(device, kernel, call)
     moved = [
         line
         for line in device.reports[-1].lines
@@ -164,6 +185,50 @@ def test_no_bank_conflicts(rows: int, D: int, Dv: int) -> None:
     assert len(moved) > 3
     for line in moved:
         assert sum(line.shared_passes) * 128 == sum(line.shared_bytes), line.ptx
+
+
+@given(keys=st.integers(0, 1400), num_splits=st.integers(2, 9))
+@settings(max_examples=examples(4, 40))
+def test_splits_are_not_shorter_than_they_are_worth(keys: int, num_splits: int) -> None:
+    """A sequence has as many splits as there may be, if each has LEAST_BLOCKS blocks."""
+    call = one_sequence(PAGED, tokens=1, keys=keys, num_splits=num_splits)
+    partial = decode_calls.make_partial(PAGED, call)
+    with emulate.device("sm_90a") as device:
+        found = decode_calls.launch(device, PAGED, call, partial=partial)
+    check_results(SMALL, call, found)
+    blocks = -(-keys // decode.KEYS)
+    splits = max(min(num_splits, blocks // decode.LEAST_BLOCKS), 1)
+    stored = int((~partial.lse.isnan()).any(-1).any(-1).sum())
+    assert stored == (splits if splits > 1 else 0)
+
+
+FP8 = in_fp8(PAGED)
+
+
+@given(in_k=st.booleans(), head=st.integers(0, 1), key=st.integers(0, 99), column=st.integers(0, 63))
+@settings(max_examples=examples(3, 20))
+def test_nan_of_an_fp8_cache_stays_nan(in_k: bool, head: int, key: int, column: int) -> None:
+    call = one_sequence(FP8, tokens=1, keys=100, num_splits=2)
+    (k,), (v,) = call.k, call.v
+    (k if in_k else v).view(torch.uint8)[key, head, column] = 0xFF
+    cache = make_cache([k], [v], torch.Generator().manual_seed(0), "rows", 16)
+    found = run("sm_90a", FP8, replace(call, cache=cache))
+    nan = torch.zeros_like(found.out, dtype=torch.bool)
+    nan[:, 2 * head : 2 * head + 2, slice(None) if in_k else column] = True
+    assert torch.equal(found.out.isnan(), nan) and torch.equal(found.lse.isnan()[:, 0], nan.all(-1)[0])
+
+
+@given(powers=st.lists(st.integers(-126, 120), min_size=4, max_size=4), seed=st.integers(0, 99))
+@settings(max_examples=examples(4, 30))
+def test_any_q_fits_an_fp8_cache(powers: list[int], seed: int) -> None:
+    """Rows of bfloat16 may be larger and smaller than any float16, also next to each other."""
+    generator = torch.Generator().manual_seed(seed)
+    call = one_sequence(FP8, tokens=1, keys=70)
+    sizes = torch.tensor(powers, dtype=torch.float64).exp2()[None, :, None]
+    q = ((torch.randn(1, 4, 64, generator=generator) * sizes).bfloat16(),)
+    kernel = FP8._replace(features=FP8.features._replace(right=False))
+    for one in (replace(call, q=q), replace(call, q=q, scale=2.0**-120)):
+        check_results(kernel.features, one, run("sm_90a", kernel, one))
 
 
 INVARIANT = {
@@ -203,11 +268,17 @@ class Tokens:
         page_size = draw(decode_calls.PAGE_SIZES) if kernel.form.paged else None
         layout, more = draw(st.sampled_from(decode_calls.LAYOUTS)), draw(st.integers(0, 2))
         needed = decode.invariant_splits(max(map(len, k)), self.split_keys)
+        sizes = {}
+        if kernel.form.cache_dtype:
+            k, v = ([x.to(decode_calls.FP8) for x in parts] for parts in (k, v))
+            own = torch.linspace(0.3, 1.2, self.k.shape[1])
+            sizes = {name: own.expand(len(k), -1) for name in ("k_scale", "v_scale")}
         call = Call(
             tuple(q),
             tuple(k),
             tuple(v),
             make_cache(k, v, generator, layout, page_size),
+            **sizes,
             scale=0.2,
             softcap=5.0,
             left=self.left,
@@ -236,22 +307,29 @@ def last_tokens(draw: st.DrawFn, features: Features) -> Tokens:
     )
 
 
-@pytest.mark.parametrize(("name", "arch"), one_of(4, [(name, arch) for name in INVARIANT for arch in ARCHS]))
+INVARIANT_CASES = [(name, arch, cache) for name in INVARIANT for arch in ARCHS for cache in ("", decode.FP8)]
+
+
+@pytest.mark.parametrize(("name", "arch", "cache_dtype"), one_of(5, INVARIANT_CASES))
 @given(data=st.data())
-@settings(max_examples=examples(3, 20))
-def test_a_row_has_the_same_bits_in_any_batch(name: str, arch: str, data: st.DataObject) -> None:
+@settings(max_examples=examples(2, 20))
+def test_a_row_has_the_same_bits_in_any_batch(
+    name: str, arch: str, cache_dtype: str, data: st.DataObject
+) -> None:
     """Tokens at once, in chunks among other sequences, or one by one; in tiles and splits of any number."""
-    features, draw = INVARIANT[name], data.draw
+    kernel, draw = Kernel(INVARIANT[name], 64, FORM), data.draw
+    kernel = in_fp8(kernel) if cache_dtype else kernel
+    features, _, form = kernel
     tokens = draw(last_tokens(features))
     count, lengths = len(tokens.q), st.lists(st.integers(0, 500), max_size=2)
-    whole = tokens.results(draw, arch, Kernel(features, 64, FORM), [0, count], draw(lengths))
+    whole = tokens.results(draw, arch, kernel, [0, count], draw(lengths))
     chunks = sorted({0, count, *draw(st.sets(st.integers(0, count), max_size=3))})
     each = range(count + 1)
     others = [
-        tokens.results(draw, arch, Kernel(features, 32, FORM), chunks, draw(lengths)),
-        tokens.results(draw, arch, Kernel(features, 16, FORM._replace(paged=False, ragged=False)), each),
+        tokens.results(draw, arch, Kernel(features, 32, form), chunks, draw(lengths)),
+        tokens.results(draw, arch, Kernel(features, 16, form._replace(paged=False, ragged=False)), each),
     ]
     if len(tokens.k) <= tokens.split_keys:
-        others.append(tokens.results(draw, arch, Kernel(features, 16, FORM._replace(splits=False)), each))
+        others.append(tokens.results(draw, arch, Kernel(features, 16, form._replace(splits=False)), each))
     for found in others:
         assert torch.equal(found.out, whole.out) and torch.equal(found.lse, whole.lse)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -17,11 +18,21 @@ from torch.library import opcheck
 import flash4_torch
 from cache_calls import CacheCall, cache_calls, check_results
 from decode_calls import LAYOUTS, make_cache
-from everything import examples
+from everything import examples, one_of
+from flash4_torch import ahead
+from flash4_torch.backends.compiled import SM90A, Target
+from flash4_torch.backends.compiled.targets import Find
+from flash4_torch.backends.kvcache import compiled as kernels
 from flash4_torch.backends.kvcache import gathered
+from flash4_torch.compile import Key
+from flash4_torch.configs import decode
 from flash4_torch.errors import ArgumentError, BackendError, KeywordError, NoGradientError
+from flash4_torch.fast_path import kvcache as fast_path
+from flash4_torch.kvcache_problem import CacheInputs, CacheOptions, CacheProblem
+from flash4_torch.ops.kvcache import describe
 
 attend = flash4_torch.attention_kvcache
+HALF = (torch.bfloat16, torch.float16)
 INT = torch.int32
 
 
@@ -38,13 +49,32 @@ def test_results_are_right_where_no_host_knows_the_lengths(call: CacheCall) -> N
         check_results(call, call.run())
 
 
-@given(call=cache_calls((torch.bfloat16, torch.float16), multiple=8, most_keys=150, float8=False))
+@given(
+    call=st.one_of(
+        cache_calls(HALF, multiple=8, most_keys=150, float8=False),
+        cache_calls(HALF, multiple=16, most_keys=150),
+    )
+)
 @settings(max_examples=examples(4, 60))
 def test_results_of_the_kernel_are_right(call: CacheCall) -> None:
     pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLASH4_BACKEND", "emulator")
         patch.setenv("FLASH4_ARCH", "sm_90a")
+        check_results(call, call.run())
+
+
+@pytest.mark.parametrize("arch", one_of(2, ["sm_90a", "sm_100a"]))
+@given(call=cache_calls((torch.bfloat16,), multiple=8, most_keys=150, float8=False, page_sizes=[16, 48]))
+@settings(max_examples=examples(2, 40))
+def test_many_tokens_and_few_are_served_together(arch: str, call: CacheCall) -> None:
+    """Sequences with many tokens go to the forward kernel, the others to the one that splits keys."""
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    call = replace(call, causal=bool(torch.as_tensor(call.causal).any()), sinks=None, softcap=0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "MOST_TOKENS", 2)
+        patch.setenv("FLASH4_BACKEND", "emulator")
+        patch.setenv("FLASH4_ARCH", arch)
         check_results(call, call.run())
 
 
@@ -111,13 +141,46 @@ def _bfloat16(parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(x.float().bfloat16() for x in parts)
 
 
-def test_nothing_of_no_sequence_is_touched() -> None:
-    """Rows of `out` after the last token, and those of sequences without tokens, stay as they are."""
+@given(call=cache_calls((torch.float32, torch.bfloat16)), data=st.data())
+@settings(max_examples=examples(15, 200))
+def test_later_calls_are_like_the_first(call: CacheCall, data: st.DataObject) -> None:
+    """They take the fast path, and read the lengths and the table that there are then."""
+    fast_path.clear()
+    first, later = call.run_unwatched(), call.run_unwatched()
+    prepared = isinstance(call.causal, bool)
+    assert any(fast_path._calls.values()) == prepared
+    assert all(map(torch.equal, later, first))
+    b = data.draw(st.integers(0, len(call.k) - 1))
+    length = data.draw(st.integers(0, len(call.k[b])))
+    k, v = ((*x[:b], x[b][:length], *x[b + 1 :]) for x in (call.k, call.v))
+    found = replace(call, k=k, v=v).run_unwatched()
+    check_results(replace(call, k=k, v=v), found)
+    assert sum(found is not None for found in fast_path._calls.values()) == prepared
+
+
+def test_later_calls_look_at_lengths_too() -> None:
     call = one_sequence(3, 20)
-    q = torch.cat([*call.q, torch.randn(2, 4, 16)])
-    out = torch.full((5, 4, 16), 7.0)
-    attend(q, *call.cache[:2], out=out, cu_seqlens_q=torch.tensor([0, 3], dtype=INT), **call.arguments())
-    assert (out[3:] == 7.0).all() and not (out[:3] == 7.0).any()
+    for _ in range(2):
+        call.run_unwatched()
+    with pytest.raises(ArgumentError, match="seqused_k is"):
+        call.run_unwatched(seqused_k=torch.tensor([99], dtype=INT))
+
+
+@pytest.mark.parametrize("columns", [16, 17])
+@pytest.mark.parametrize("backend", ["", "emulator"])
+def test_nothing_of_no_sequence_is_touched(
+    backend: str, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of `out` after the last token stay as they are, also where a kernel cannot write in place."""
+    if backend:
+        pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+        monkeypatch.setenv("FLASH4_BACKEND", backend)
+    call = one_sequence(3, 20, torch.bfloat16)
+    q = torch.cat([*call.q, torch.randn(2, 4, 16).bfloat16()])
+    for _ in range(2):
+        out = torch.full((5, 4, columns), 7.0).bfloat16()[..., :16]
+        attend(q, *call.cache[:2], out=out, cu_seqlens_q=torch.tensor([0, 3], dtype=INT), **call.arguments())
+        assert (out[3:] == 7.0).all() and not (out[:3] == 7.0).any()
 
 
 def test_no_sequences() -> None:
@@ -230,3 +293,55 @@ def test_a_backend_of_other_calls_serves_gathered_keys(monkeypatch: pytest.Monke
         found = attend(Q, K, K, block_table=TABLE, seqused_k=LENGTHS)
     assert {name for _, name in used} == {"tiled"}
     torch.testing.assert_close(found, expected)
+
+
+@given(
+    Sq=st.sampled_from([1, 3, 20, 100, 3000]),
+    B=st.sampled_from([1, 40]),
+    group=st.sampled_from([1, 4, 16]),
+    page_size=st.sampled_from([None, 16, 64, 256]),
+    packed=st.booleans(),
+    float8=st.booleans(),
+    batch_invariant=st.booleans(),
+)
+@settings(max_examples=examples(40, 300))
+def test_warm_up_knows_every_kernel(
+    Sq: int, B: int, group: int, page_size: int | None, packed: bool, float8: bool, batch_invariant: bool
+) -> None:
+    """What calls over common caches find is what `warmup` compiles for their words."""
+    q = torch.empty(B * Sq, 2 * group, 64, dtype=torch.bfloat16)
+    table = None if page_size is None else torch.empty(B, 4096 // page_size, dtype=INT)
+    shape = (B, 4096, 2, 64) if page_size is None else (9, page_size, 2, 64)
+    cache = torch.empty(shape, dtype=torch.float8_e4m3fn if float8 else q.dtype)
+    packed = packed and page_size is not None
+    ends = torch.empty(B + 1, dtype=INT) if packed else None
+    inputs = CacheInputs(q, cache, cache, table, ends, torch.empty(B, dtype=INT))
+    options = CacheOptions(Sq, 4096, 0.125, window_right=0, batch_invariant=batch_invariant)
+    backend, problem = Finding(), describe(inputs, options)
+    assert not kernels.limits(problem)
+    assert backend.prepare(inputs, problem, None) is not None
+    known = {(key.entry, key.static) for key in _known(group)}
+    assert backend.found and known.issuperset(backend.found)
+
+
+@functools.cache
+def _known(group: int) -> list[Key]:
+    words = ["causal+kvcache", "plain+kvcache"]
+    return ahead.kernels("sm_90a", [64], ["bfloat16"], words, [group], gradients=False)
+
+
+class Finding(kernels.Compiled):
+    """The backend of a Hopper GPU, which notes the kernels that it looks for."""
+
+    def __init__(self) -> None:
+        super().__init__("sm90", SM90A)
+        self.found: list[tuple[str, tuple[object, ...]]] = []
+
+    def target(self, problem: CacheProblem) -> Target:
+        return SM90A
+
+    def find(self, problem: CacheProblem) -> Find:
+        return lambda entry, static: self.found.append((entry, static))
+
+    def sms(self, index: int) -> int:
+        return 132

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flash4_torch import testing
 from flash4_torch.compile import jit
-from flash4_torch.configs.decode import DecodeForm
+from flash4_torch.configs.decode import KEYS, LEAST_BLOCKS, DecodeForm
 from flash4_torch.configs.types import Features
 from flash4_torch.masks import Band
 from flash4_torch.reference.attention import attention
@@ -30,6 +30,7 @@ LAYOUTS = ("rows", "heads", "both", "padded")
 """Pages of rows of heads, of heads of rows, with K and V side by side, or with gaps."""
 _SM_BYTES, _RESERVED_BYTES = 228 * 1024, 1024
 """Shared memory of an SM, and what of it each CTA loses."""
+FP8 = torch.float8_e4m3fn
 GARBAGE = (-1, 2**31 - 1, -(2**31), 5)
 
 
@@ -75,12 +76,15 @@ class Call:
     """How far max_seqlen_q is above the longest sequence."""
     causal: tuple[int, ...] = ()
     """A flag of each sequence; without them the right bound holds for all."""
+    k_scale: Tensor | None = None
+    """(B, Hk): what numbers of an FP8 cache, and of `k`, are multiplied by."""
+    v_scale: Tensor | None = None
 
     def __repr__(self) -> str:
         lengths = [(len(q), len(k)) for q, k in zip(self.q, self.k, strict=True)]
         cache = [(tuple(x.shape), x.stride()) for x in self.cache if x is not None]
         names = ("scale", "softcap", "left", "right", "sinks", "num_splits", "split_keys", "more_tokens")
-        rest = {name: getattr(self, name) for name in (*names, "causal")}
+        rest = {name: getattr(self, name) for name in (*names, "causal", "k_scale", "v_scale")}
         return f"Call({lengths}, {self.q[0].shape}, {cache}, {rest})"
 
 
@@ -108,7 +112,9 @@ def make_cache(
     size = max(room, 1) if page_size is None else page_size
     blocks = 1 if page_size is None else -(-room // size) + 1
     pages = len(k) + 1 if page_size is None else len(k) * blocks + 2
-    (_, Hk, D), Dv = k[0].shape, v[0].shape[-1]
+    (_, Hk, D), Dv, dtype = k[0].shape, v[0].shape[-1], k[0].dtype
+    if dtype == FP8:
+        k, v = ([x.view(torch.uint8) for x in parts] for parts in (k, v))
     caches = _storage(layout, (pages, size, Hk), (D, Dv), k[0].dtype)
     if page_size is None:
         table = torch.arange(len(k))[:, None]
@@ -119,6 +125,7 @@ def make_cache(
         for b, part in enumerate(parts):
             j = torch.arange(len(part))
             cache[table[b, j // size], j % size] = part
+    caches = tuple(x.view(dtype) for x in caches)
     if page_size is None:
         return Cache(*caches, None)
     for b, part in enumerate(k):
@@ -133,15 +140,17 @@ def _storage(
     layout: str, shape: tuple[int, int, int], widths: tuple[int, int], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     pages, size, Hk = shape
+    # A byte is a number of FP8.
+    nothing, vector = (0x7F, 16) if dtype == torch.uint8 else (math.nan, 8)
     if layout == "both":
-        both = torch.full((*shape, sum(widths)), math.nan, dtype=dtype)
+        both = torch.full((*shape, sum(widths)), nothing, dtype=dtype)
         return both[..., : widths[0]], both[..., widths[0] :]
 
     def make(width: int) -> Tensor:
         if layout == "heads":
-            return torch.full((pages, Hk, size, width), math.nan, dtype=dtype).transpose(1, 2)
+            return torch.full((pages, Hk, size, width), nothing, dtype=dtype).transpose(1, 2)
         gap = 1 if layout == "padded" else 0
-        x = torch.full((pages, size + gap, Hk + gap, width + 8 * gap), math.nan, dtype=dtype)
+        x = torch.full((pages, size + gap, Hk + gap, width + vector * gap), nothing, dtype=dtype)
         return x[:, :size, :Hk, :width]
 
     return make(widths[0]), make(widths[1])
@@ -152,8 +161,10 @@ def calls(draw: st.DrawFn, kernel: Kernel) -> Call:
     """Calls that a host may make of such a kernel."""
     features, form = kernel.features, kernel.form
     Hk, group = draw(st.integers(1, 2)), draw(st.integers(1, 5))
+    split_keys = draw(st.sampled_from([0, 64, 128])) if form.splits else 0
     # One sequence at least has several splits, if there are any.
-    lengths = [(draw(st.integers(1, 12)), draw(st.integers(129, 330)))]
+    least = 1 + 2 * (split_keys or KEYS * LEAST_BLOCKS) if form.splits else 1
+    lengths = [(draw(st.integers(1, 12)), draw(st.integers(least, least + 200)))]
     lengths += draw(st.lists(st.tuples(st.integers(0, 12), LENGTHS), max_size=2))
     lengths = [
         (n if form.ragged else lengths[0][0], keys if form.lengths else lengths[0][1]) for n, keys in lengths
@@ -165,6 +176,10 @@ def calls(draw: st.DrawFn, kernel: Kernel) -> Call:
         tuple(torch.randn(n[which], H, D, generator=generator).to(dtype) for n in lengths)
         for which, H, D in ((0, Hk * group, features.D), (1, Hk, features.D), (1, Hk, features.Dv))
     )
+    sizes = {}
+    if form.cache_dtype:
+        k, v = (tuple(x.to(FP8) for x in parts) for parts in (k, v))
+        sizes = {name: draw(cache_scales(len(q), Hk)) for name in ("k_scale", "v_scale")}
     page_size = draw(PAGE_SIZES) if form.paged else None
     scales = [0.0, -0.1, 0.2] if features.scaled else [features.D**-0.5, 0.5]
     return Call(
@@ -178,10 +193,22 @@ def calls(draw: st.DrawFn, kernel: Kernel) -> Call:
         right=draw(st.one_of(st.just(0), st.integers(-100, 20))) if features.right else 0,
         sinks=draw(sinks(features, Hk * group)),
         num_splits=draw(st.integers(2, 7)) if form.splits else 1,
-        split_keys=draw(st.sampled_from([0, 64, 128])) if form.splits else 0,
+        split_keys=split_keys,
         more_tokens=draw(st.integers(0, 2)) if form.ragged else 0,
         causal=tuple(draw(st.sampled_from([0, 1, -1])) for _ in q) if form.causal_flags else (),
+        **sizes,
     )
+
+
+@st.composite
+def cache_scales(draw: st.DrawFn, B: int, Hk: int) -> Tensor:
+    """Scales of an FP8 cache (B, Hk): one for all, one of each head, or any, in any order in memory."""
+    shape = draw(st.sampled_from([(1, 1), (1, Hk), (B, Hk)]))
+    numbers = st.lists(
+        st.sampled_from([0.03, 1.0, 1.7]), min_size=shape[0] * shape[1], max_size=shape[0] * shape[1]
+    )
+    x = torch.tensor(draw(numbers)).view(shape[::-1]).T
+    return x.expand(B, Hk)
 
 
 def shared_memory(kernel: Kernel) -> int:
@@ -210,13 +237,44 @@ class Place(Protocol):
         ...
 
 
+class Partial(NamedTuple):
+    """Results of splits, and counters; None without splits."""
+
+    out: Tensor | None
+    lse: Tensor | None
+    counters: Tensor | None
+
+
+def make_partial(kernel: Kernel, call: Call) -> Partial:
+    """NaN where results of splits may be stored, and counters of 0."""
+    if not kernel.form.splits:
+        return Partial(None, None, None)
+    (_, Hq, _), Hk, T = call.q[0].shape, call.k[0].shape[1], sum(len(x) for x in call.q)
+    tiles = -(-_max_seqlen_q(call) * (Hq // Hk) // kernel.rows)
+    return Partial(
+        torch.full((call.num_splits, T, Hq, kernel.features.Dv), math.nan),
+        torch.full((call.num_splits, Hq, T), math.nan),
+        torch.zeros(len(call.q) * Hk * tiles, dtype=torch.int32),
+    )
+
+
+def _max_seqlen_q(call: Call) -> int:
+    return max(len(x) for x in call.q) + call.more_tokens
+
+
 def launch(
-    device: Place, kernel: Kernel, call: Call, *, tokens: Tensor | None = None, keys: Tensor | None = None
+    device: Place,
+    kernel: Kernel,
+    call: Call,
+    *,
+    tokens: Tensor | None = None,
+    keys: Tensor | None = None,
+    partial: Partial | None = None,
 ) -> Results:
     """A launch on an emulated device, with other cu_seqlens_q (`tokens`) and seqused_k (`keys`) if given."""
     (features, _, form), (k, v, table) = kernel, call.cache
     q = torch.cat(call.q)
-    (T, Hq, _), Hk = q.shape, k.shape[2]
+    T, Hq, _ = q.shape
     cu_seqlens_q, seqused_k = None, None
     if form.ragged:
         own = _int32([0, *torch.tensor([len(x) for x in call.q]).cumsum(0)])
@@ -225,23 +283,15 @@ def launch(
         seqused_k = _int32([len(x) for x in call.k]) if keys is None else keys
     causal = _int32(call.causal) if form.causal_flags else None
     out, lse = torch.full((T, Hq, features.Dv), math.nan, dtype=q.dtype), torch.full((Hq, T), math.nan)
-    max_seqlen_q = max(len(x) for x in call.q) + call.more_tokens
-    tiles = -(-max_seqlen_q * (Hq // Hk) // kernel.rows)
-    partial: tuple[Tensor | None, ...] = (None, None, None)
-    if form.splits:
-        partial = (
-            torch.full((call.num_splits, T, Hq, features.Dv), math.nan),
-            torch.full((call.num_splits, Hq, T), math.nan),
-            torch.zeros(len(call.q) * Hk * tiles, dtype=torch.int32),
-        )
-    params = (call.scale, call.softcap, call.left, call.right, max_seqlen_q, call.split_keys)
+    partial = partial or make_partial(kernel, call)
+    params = (call.scale, call.softcap, call.left, call.right, _max_seqlen_q(call), call.split_keys)
     tensors = (
-        *(q, k, v, table, cu_seqlens_q, seqused_k, causal, call.sinks, None, None),
+        *(q, k, v, table, cu_seqlens_q, seqused_k, causal, call.sinks, call.k_scale, call.v_scale),
         *(out, lse, *partial),
     )
     with device.touching(*(x for x in tensors if x is not None)):
         compiled(device.arch, kernel)(*tensors, params)
-    assert partial[2] is None or not partial[2].any(), "the counters are not back at 0"
+    assert partial.counters is None or not partial.counters.any(), "the counters are not back at 0"
     return Results(out, lse)
 
 
@@ -254,10 +304,14 @@ def results(features: Features, call: Call, dtype: torch.dtype) -> Results:
     own = None if call.sinks is None else call.sinks.to(dtype)
     found = []
     flags = call.causal or (1,) * len(call.q)
-    for causal, *tensors in zip(flags, call.q, call.k, call.v, strict=True):
+    for b, (causal, q, k, v) in enumerate(zip(flags, call.q, call.k, call.v, strict=True)):
+        tensors = [q.to(dtype), k.to(dtype), v.to(dtype)]
+        for i, scale in ((1, call.k_scale), (2, call.v_scale)):
+            if scale is not None:
+                tensors[i] = tensors[i] * scale[b, :, None].to(dtype)
         right = call.right if features.right and causal else None
         scoring = Scoring(call.scale, Band(call.left if features.left else None, right), call.softcap)
-        found.append(attention(*(x[None].to(dtype) for x in tensors), scoring, own))
+        found.append(attention(*(x[None] for x in tensors), scoring, own))
     return Results(torch.cat([out[0] for out, _ in found]), torch.cat([lse[0] for _, lse in found], 1))
 
 

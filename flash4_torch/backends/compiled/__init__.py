@@ -9,6 +9,7 @@ provides tensors that the kernels can read, `backend` launches.
 from .backend import Compiled, limits
 from .targets import (
     APPEND_KVCACHE,
+    DECODE,
     GROUP_REDUCE,
     MASK_BLOCKS,
     MERGE_STATES,
@@ -25,6 +26,7 @@ from .targets import (
 
 __all__ = [
     "APPEND_KVCACHE",
+    "DECODE",
     "GROUP_REDUCE",
     "MASK_BLOCKS",
     "MERGE_STATES",

@@ -23,7 +23,7 @@ from .backward import Kernels
 from .explain import explain
 from .forward import Kernel
 from .masks import Read, View, over_keys, reader, transposed
-from .params import FARTHEST, LaunchParams, mask_dtype
+from .params import FARTHEST, mask_dtype
 from .targets import BackwardConfig, Find, ForwardConfig, Target
 from .tensors import Allocator, allocator_like, is_empty, is_readable, past_dispatcher, readable, unpad
 
@@ -125,7 +125,7 @@ class Compiled:
         index, allocator = inputs.q.get_device(), past_dispatcher(problem.spec.device)
         kernel = self.kernel(problem, index)
         read_mask = self._mask_reader(inputs, problem, kernel.config, allocator)
-        shapes, params = forward.shapes_of(inputs.q, inputs.v), _converted(kernel.params)
+        shapes, params = forward.shapes_of(inputs.q, inputs.v), converted(kernel.params)
         run = forward.sequence(kernel, shapes, problem.spec.dtype, params, read_mask, allocator)
         counter, current_device = tile_counters.counter, tile_counters.current_device
 
@@ -153,7 +153,7 @@ class Compiled:
             backward.shapes_of(*inputs[:3], inputs.cu_seqlens_q, kernels),
             problem.spec.dtype,
             problem.scale,
-            _converted(kernels.params),
+            converted(kernels.params),
             self._transposed_mask_reader(inputs, problem, kernels.config, allocator),
             allocator,
         )
@@ -177,7 +177,7 @@ class Compiled:
         index, allocator = inputs.q.get_device(), past_dispatcher(problem.spec.device)
         kernel = self.weights_kernel(problem, average_heads)
         read_mask = self._reader(problem, kernel.mask_plan, inputs, over_keys(problem.extent.Sk), allocator)
-        shape, params = weights_launch.shape_of(problem, average_heads), _converted(kernel.params)
+        shape, params = weights_launch.shape_of(problem, average_heads), converted(kernel.params)
         run = weights_launch.sequence(kernel, shape, problem.spec.dtype, params, read_mask, allocator)
         current_device = tile_counters.current_device
 
@@ -285,7 +285,7 @@ def _grads_of_nothing(saved: Saved, inputs: Inputs) -> Grads:
     return Grads(dq, dk, dv, dmask, sinks_gradient(saved, inputs))
 
 
-def _converted(params: LaunchParams) -> Any:
+def converted(params: tuple[Any, ...]) -> Any:
     """Parameters as a launch takes them fastest: a tuple would be converted again every time."""
     import tvm_ffi
 

@@ -125,17 +125,17 @@ def config_of(target: Target, problem: Problem) -> ForwardConfig:
     band, extent = problem.band, problem.extent
     end_masked = band.right is not None and band.right <= 0
     return target.forward_configs.forward(
-        features_of(problem), extent.Sq, extent.Sk, problem.spec.group, _seen(problem), end_masked
+        features_of(problem), extent.Sq, extent.Sk, problem.spec.group, seen(problem), end_masked
     )
 
 
 def row_of(target: Target, problem: Problem) -> Row:
     """The table's row that serves the problem."""
     extent, group = problem.extent, problem.spec.group
-    return target.forward_configs.row(features_of(problem), extent.Sq, extent.Sk, group, _seen(problem))
+    return target.forward_configs.row(features_of(problem), extent.Sq, extent.Sk, group, seen(problem))
 
 
-def _seen(problem: Problem) -> int | None:
+def seen(problem: Problem) -> int | None:
     """The most keys that a row sees, if the window bounds them on both sides."""
     left, right = problem.band
     return None if left is None or right is None else max(left + right + 1, 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -96,6 +98,20 @@ def plan_of(x: Append) -> AppendPlan:
         v_scaled=x.v_scale is not None,
         rotary=_rotary(x),
     )
+
+
+def common_plans(dtype: str, D: int, Dv: int) -> Iterator[AppendPlan]:
+    """Kernels for the calls that serving engines make: by slots, rotated here or before, by pages, and to a
+    dense cache."""
+    rotary = RotaryPlan(D, False, dtype, "int64", True)
+    for cache_dtype in ("", dtype_name(FLOAT8)):
+        is_scaled = cache_dtype != ""
+        plan = AppendPlan(dtype, D, Dv, cache_dtype, k_scaled=is_scaled, v_scaled=is_scaled)
+        yield plan._replace(slots="int64")
+        if not D % (2 * _STEP):
+            yield plan._replace(slots="int64", rotary=rotary)
+        yield plan._replace(paged=True)
+        yield plan
 
 
 def _rotary(x: Append) -> RotaryPlan | None:

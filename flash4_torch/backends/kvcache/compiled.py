@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,13 +17,21 @@ from ...configs.decode import DecodeForm
 from ...configs.types import LARGE_SOFTCAP, Features
 from ...kvcache_problem import CacheInputs, CacheProblem
 from .. import tile_counters
-from ..compiled.backend import missing_packages, num_sms
+from ..compiled import paged
+from ..compiled.backend import converted, missing_packages, num_sms
 from ..compiled.params import FARTHEST, dtype_name, kernel_band, kernel_softcap
 from ..compiled.targets import DECODE, Find, Target
-from ..compiled.tensors import is_readable, lengths, readable
+from ..compiled.tensors import (
+    Allocator,
+    allocator_like,
+    is_readable,
+    lengths,
+    past_dispatcher,
+    readable,
+)
+from .base import CacheLaunch
 
 _DTYPES = (torch.bfloat16, torch.float16)
-_STEP, _MAX_D = 8, 256
 _ALIGNMENT = 16
 """Bytes."""
 _MOST_CTAS = 65535
@@ -49,6 +59,10 @@ class DecodeParams(NamedTuple):
     split_keys: int
 
 
+Launch = Callable[[CacheInputs, Tensor, Tensor], None]
+"""Function that writes out and lse of some sequences."""
+
+
 class Compiled:
     """The backend that serves the GPUs of its targets."""
 
@@ -68,48 +82,131 @@ class Compiled:
             why.append(f"{' and '.join(missing)} must be installed (pip install 'flash4_torch[kernels]')")
         return [*why, *limits(problem)]
 
-    def attend(self, inputs: CacheInputs, problem: CacheProblem, out: Tensor, lse: Tensor) -> None:
-        if not (problem.extent.B and out.numel()):
-            return
-        index = inputs.q.get_device()
+    def attend(self, inputs: CacheInputs, problem: CacheProblem, out: Tensor | None) -> tuple[Tensor, Tensor]:
+        q = readable(inputs.q)
+        # A copy of all of `out`: rows of no sequence keep what they have.
+        target = None if out is None else readable(out)
+        launch = self._sequence(inputs, problem, allocator_like(q), lambda params: params)
+        results = launch(inputs._replace(q=q), target)
+        if target is out or out is None:
+            return results
+        return out.copy_(results[0]), results[1]
+
+    def prepare(self, inputs: CacheInputs, problem: CacheProblem, out: Tensor | None) -> CacheLaunch | None:
+        """`attend`, prepared for tensors of these sizes and strides, unless q or `out` needs a copy."""
+        if not is_readable(inputs.q) or not (out is None or is_readable(out)):
+            return None
+        return self._sequence(inputs, problem, past_dispatcher(problem.spec.device), converted)
+
+    def _sequence(
+        self,
+        inputs: CacheInputs,
+        problem: CacheProblem,
+        allocator: Allocator,
+        convert: Callable[[DecodeParams], Any],
+    ) -> CacheLaunch:
+        """The launch, with everything decided but the tensors; q and out are readable."""
+        spec, extent = problem.spec, problem.extent
+        new_out = allocator((extent.T, extent.Hq, spec.Dv), spec.dtype)
+        new_lse = allocator((extent.Hq, extent.T), torch.float32)
+        if not (extent.B and extent.T and extent.max_seqlen_q):
+            return lambda x, out: (new_out() if out is None else out, new_lse())
+        if not forwards(problem, self.target(problem)):
+            launches = [self._decode(inputs, problem, allocator, convert)]
+        else:
+            launches = [self._forward(inputs, problem)]
+            if spec.ragged:
+                launches.append(self._decode(inputs, with_few_tokens(problem), allocator, convert))
+
+        index, current_device = inputs.q.get_device(), self.current_device
+
+        def launch(x: CacheInputs, out: Tensor | None) -> tuple[Tensor, Tensor]:
+            if current_device() != index:
+                with torch.cuda.device(index):
+                    return launch(x, out)
+            out, lse = new_out() if out is None else out, new_lse()
+            for one in launches:
+                one(x, out, lse)
+            return out, lse
+
+        return launch
+
+    def _decode(
+        self,
+        inputs: CacheInputs,
+        problem: CacheProblem,
+        allocator: Allocator,
+        convert: Callable[[DecodeParams], Any],
+    ) -> Launch:
+        """The launch that splits keys, of sequences with up to max_seqlen_q tokens."""
+        spec, extent, index = problem.spec, problem.extent, inputs.q.get_device()
         kernel = decide(problem, self.sms(index))
         function = self.find(problem)(DECODE, (kernel.features, kernel.rows, kernel.form))
-        target = out if is_readable(out) else torch.empty_like(out, memory_format=torch.contiguous_format)
-        partial: tuple[Tensor | None, ...] = (None, None, None)
-        if kernel.form.splits:
-            partial = (
-                lse.new_empty(kernel.num_splits, *out.shape),
-                lse.new_empty(kernel.num_splits, *lse.shape),
-                self.counters(index, _tiles(problem, kernel.rows)),
+        form, params = kernel.form, convert(params_of(problem, kernel.split_keys))
+        shapes = (extent.T, extent.Hq, spec.Dv), (extent.Hq, extent.T)
+        new_partial = [allocator((kernel.num_splits, *shape), torch.float32) for shape in shapes]
+        canonical_k, canonical_v = _canonical(inputs.k_cache), _canonical(inputs.v_cache)
+        number, counters, nothing = _tiles(problem, kernel.rows), self.counters, (None, None, None)
+
+        def launch(x: CacheInputs, out: Tensor, lse: Tensor) -> None:
+            partial: Any = nothing
+            if form.splits:
+                partial = new_partial[0](), new_partial[1](), counters(index, number)
+            sinks = x.sinks
+            function(
+                x.q,
+                canonical_k(x.k_cache),
+                canonical_v(x.v_cache),
+                x.block_table,
+                lengths(x.cu_seqlens_q),
+                lengths(x.seqused_k),
+                lengths(x.causal) if form.causal_flags else None,
+                sinks if sinks is None else sinks.contiguous(),
+                x.k_scale,
+                x.v_scale,
+                out,
+                lse,
+                *partial,
+                params,
             )
-        causal, sinks, table = inputs.causal, inputs.sinks, inputs.block_table
-        function(
-            readable(inputs.q),
-            _canonical(inputs.k_cache),
-            _canonical(inputs.v_cache),
-            table,
-            lengths(inputs.cu_seqlens_q),
-            lengths(inputs.seqused_k),
-            lengths(causal) if kernel.form.causal_flags else None,
-            sinks if sinks is None else sinks.contiguous(),
-            inputs.k_scale,
-            inputs.v_scale,
-            target,
-            lse,
-            *partial,
-            params_of(problem, kernel.split_keys),
-        )
-        if target is not out:
-            out.copy_(target)
+
+        return launch
+
+    def _forward(self, inputs: CacheInputs, problem: CacheProblem) -> Launch:
+        """The launch of the forward kernel, of sequences with many tokens."""
+        target, index = self.target(problem), inputs.q.get_device()
+        kernel = paged.decide(target, paged.problem_of(problem), self.sms(index), self.find(problem))
+        run = paged.sequence(kernel, decode.MOST_TOKENS + 1)
+        B, Sq, counter = problem.extent.B, problem.extent.max_seqlen_q, self.counters
+        canonical_k, canonical_v = _canonical(inputs.k_cache), _canonical(inputs.v_cache)
+
+        def launch(x: CacheInputs, out: Tensor, lse: Tensor) -> None:
+            ends, table, used = x.cu_seqlens_q, x.block_table, x.seqused_k
+            if table is None or used is None:
+                raise AssertionError("a paged call has a table and lengths")
+            if ends is None:
+                ends = torch.arange(0, (B + 1) * Sq, Sq, dtype=torch.int32, device=x.q.device)
+            caches = canonical_k(x.k_cache), canonical_v(x.v_cache)
+            run(x.q, *caches, table, ends, used, x.sinks, out, lse, counter(index, 1))
+
+        return launch
 
     # The emulator's backend overrides the following methods.
 
+    def target(self, problem: CacheProblem) -> Target:
+        """The target for the problem's GPU."""
+        return self._targets[problem.spec.capability]
+
     def find(self, problem: CacheProblem) -> Find:
         """The function that gets compiled kernels."""
-        return self._targets[problem.spec.capability].find
+        return self.target(problem).find
 
     def sms(self, index: int) -> int:
         return num_sms(index)
+
+    def current_device(self) -> int:
+        """The index of this thread's device."""
+        return tile_counters.current_device()
 
     def counters(self, index: int, number: int) -> Tensor:
         """Counters of tiles, int32, which are 0."""
@@ -123,9 +220,7 @@ def limits(problem: CacheProblem) -> tuple[str, ...]:
     why = []
     if spec.dtype not in _DTYPES:
         why.append(f"the dtype is {spec.dtype}, and it serves bfloat16 and float16")
-    for name, D in (("D", spec.D), ("Dv", spec.Dv)):
-        if D % _STEP or D > _MAX_D:
-            why.append(f"{name} is {D}, and it serves multiples of {_STEP} up to {_MAX_D}")
+    why += decode.limits(features_of(problem), form_of(problem, splits=True))
     if not spec.aligned:
         why.append("rows of the cache are not contiguous at multiples of 16 bytes")
     if spec.sinks not in ("", "bfloat16", "float16", "float32"):
@@ -135,6 +230,31 @@ def limits(problem: CacheProblem) -> tuple[str, ...]:
     elif max(extent.B, _tiles(problem, decode.ROWS[-1]) // max(extent.B, 1)) > _MOST_CTAS:
         why.append(f"the sizes are {tuple(extent)}, and a grid has up to {_MOST_CTAS} of each")
     return tuple(why)
+
+
+def common_forms(features: Features) -> Iterator[DecodeForm]:
+    """Forms of the calls that serving engines make: paged and dense, of one token or packed ones."""
+    for splits, cache_dtype in product((False, True), ("", decode.FP8)):
+        form = DecodeForm(False, splits, ragged=False, lengths=True, cache_dtype=cache_dtype)
+        if not decode.limits(features, form):
+            yield from (form, form._replace(paged=True), form._replace(paged=True, ragged=True))
+
+
+def forwards(problem: CacheProblem, target: Target) -> bool:
+    """Whether sequences with many tokens go to the forward kernel, which is faster with these.
+
+    Its sums depend on its tiles, so with `batch_invariant` there is one kernel for all.
+    """
+    spec = problem.spec
+    if not spec.paged or spec.batch_invariant or problem.extent.max_seqlen_q <= decode.MOST_TOKENS:
+        return False
+    return not paged.limits(target, paged.problem_of(problem))
+
+
+def with_few_tokens(problem: CacheProblem) -> CacheProblem:
+    """The problem without sequences that have many tokens."""
+    extent = problem.extent._replace(max_seqlen_q=decode.MOST_TOKENS)
+    return problem._replace(spec=problem.spec._replace(ragged=True), extent=extent)
 
 
 @lru_cache(maxsize=4096)
@@ -150,15 +270,21 @@ def decide(problem: CacheProblem, num_sms: int) -> Kernel:
         num_splits = min(problem.num_splits, most)
     else:
         num_splits = decode.num_splits(_tiles(problem, rows), extent.max_seqlen_k, num_sms)
-    form = DecodeForm(
+    form = form_of(problem, splits=num_splits > 1)
+    return Kernel(features_of(problem), rows, num_splits, split_keys, form)
+
+
+def form_of(problem: CacheProblem, *, splits: bool) -> DecodeForm:
+    """The tensors of a launch."""
+    spec = problem.spec
+    return DecodeForm(
         paged=spec.paged,
-        splits=num_splits > 1,
+        splits=splits,
         ragged=spec.ragged,
         lengths=spec.lengths,
         causal_flags=spec.causal_flags and problem.band.right is not None,
         cache_dtype="" if spec.cache_dtype == spec.dtype else dtype_name(spec.cache_dtype),
     )
-    return Kernel(features_of(problem), rows, num_splits, split_keys, form)
 
 
 def features_of(problem: CacheProblem) -> Features:
@@ -177,13 +303,14 @@ def features_of(problem: CacheProblem) -> Features:
     )
 
 
-def _canonical(cache: Tensor) -> Tensor:
-    """The cache with strides that the kernel accepts, also of dimensions of size 1."""
+def _canonical(cache: Tensor) -> Callable[[Tensor], Tensor]:
+    """What gives caches of these sizes strides that the kernel accepts, also of dimensions of size 1."""
     step = _ALIGNMENT // cache.element_size()
-    if all(stride % step == 0 for stride in cache.stride()[:-1]):
-        return cache
-    strides = [0 if size == 1 else stride for size, stride in zip(cache.shape, cache.stride(), strict=True)]
-    return cache.as_strided(cache.shape, [*strides[:-1], 1])
+    if all(stride > 0 and stride % step == 0 for stride in cache.stride()[:-1]):
+        return lambda x: x
+    shape = tuple(cache.shape)
+    strides = [step if size == 1 else stride for size, stride in zip(shape, cache.stride(), strict=True)]
+    return lambda x: x.as_strided(shape, (*strides[:-1], 1))
 
 
 def params_of(problem: CacheProblem, split_keys: int) -> DecodeParams:

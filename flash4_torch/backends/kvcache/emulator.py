@@ -6,9 +6,12 @@ import torch
 from torch import Tensor
 
 from ...kvcache_problem import CacheProblem
-from ..compiled.targets import Find
-from ..emulator import emulated_find, emulated_num_sms, why_not_emulated
+from ..compiled.targets import Find, Target
+from ..emulator import emulated_find, emulated_num_sms, emulated_target, why_not_emulated
 from .compiled import Compiled, limits
+
+_CPU = -1
+"""Index of the device of CPU tensors."""
 
 
 class Emulator(Compiled):
@@ -20,11 +23,17 @@ class Emulator(Compiled):
     def why_not(self, problem: CacheProblem) -> list[str]:
         return why_not_emulated(problem.spec.device) or list(limits(problem))
 
+    def target(self, problem: CacheProblem) -> Target:
+        return emulated_target()
+
     def find(self, problem: CacheProblem) -> Find:
         return emulated_find
 
     def sms(self, index: int) -> int:
         return emulated_num_sms()
+
+    def current_device(self) -> int:
+        return _CPU
 
     def counters(self, index: int, number: int) -> Tensor:
         return torch.zeros(number, dtype=torch.int32)

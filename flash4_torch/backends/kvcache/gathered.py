@@ -14,6 +14,7 @@ from ...masks import Band
 from ...problem import Extent, Inputs, Problem, Spec, dtype_key, mask_key
 from .. import dispatch
 from ..base import Results
+from .base import CacheLaunch
 
 
 class Gathered:
@@ -24,13 +25,17 @@ class Gathered:
             return ["batch_invariant is True, and torch's kernels may choose their sums by the batch"]
         return []
 
-    def attend(self, inputs: CacheInputs, problem: CacheProblem, out: Tensor, lse: Tensor) -> None:
-        if problem.extent.T == 0:
-            return
-        if problem.spec.device == "cpu":
-            _by_sequence(inputs, problem, out, lse)
-        else:
-            _all_at_once(inputs, problem, out, lse)
+    def attend(self, inputs: CacheInputs, problem: CacheProblem, out: Tensor | None) -> tuple[Tensor, Tensor]:
+        q, extent = inputs.q, problem.extent
+        if out is None:
+            out = q.new_empty(extent.T, extent.Hq, problem.spec.Dv)
+        lse = q.new_empty(extent.Hq, extent.T, dtype=torch.float32)
+        if extent.B and extent.T and extent.max_seqlen_q:
+            (_by_sequence if problem.spec.device == "cpu" else _all_at_once)(inputs, problem, out, lse)
+        return out, lse
+
+    def prepare(self, inputs: CacheInputs, problem: CacheProblem, out: Tensor | None) -> CacheLaunch:
+        return lambda inputs, out: self.attend(inputs, problem, out)
 
 
 def _by_sequence(inputs: CacheInputs, problem: CacheProblem, out: Tensor, lse: Tensor) -> None:
@@ -39,6 +44,13 @@ def _by_sequence(inputs: CacheInputs, problem: CacheProblem, out: Tensor, lse: T
     room = _room(inputs)
     lengths = [room] * B if inputs.seqused_k is None else inputs.seqused_k.tolist()
     causal = [True] * B if inputs.causal is None else inputs.causal.tolist()
+    if _is_one_batch(inputs, problem, lengths):
+        k, v = (x[:B, : lengths[0]] for x in (inputs.k_cache, inputs.v_cache))
+        q = inputs.q.view(B, Sq, *inputs.q.shape[1:])
+        results = _attend(q, k, v, problem.band, inputs, problem)
+        out.copy_(results.out.flatten(0, 1))
+        lse.copy_(results.lse.transpose(0, 1).flatten(1, 2))
+        return
     for b in range(B):
         tokens = slice(starts[b], min(starts[b + 1], starts[b] + Sq))
         if tokens.stop <= tokens.start:
@@ -51,6 +63,13 @@ def _by_sequence(inputs: CacheInputs, problem: CacheProblem, out: Tensor, lse: T
         else:
             results = _attend(q, k, v, band, inputs, problem)
             out[tokens], lse[:, tokens] = results.out[0], results.lse[0]
+
+
+def _is_one_batch(inputs: CacheInputs, problem: CacheProblem, lengths: list[int]) -> bool:
+    """Whether the tensors are a batch of sequences of one length as they are."""
+    one_form = inputs.block_table is None and inputs.cu_seqlens_q is None and inputs.causal is None
+    plain = not problem.spec.batch_invariant and inputs.k_cache.dtype == inputs.q.dtype
+    return one_form and plain and len(inputs.q) > 0 and len(set(lengths)) == 1 and lengths[0] >= 0
 
 
 def _one_by_one(
@@ -130,8 +149,6 @@ def _all_at_once(inputs: CacheInputs, problem: CacheProblem, out: Tensor, lse: T
     """Write the rows of all tokens; nothing waits for a length."""
     B, T, Sq, room = *problem.extent[:3], _room(inputs)
     Sk = min(problem.extent.max_seqlen_k, room)
-    if not (B and T and Sq):
-        return
     device = inputs.q.device
     token, key = torch.arange(Sq, device=device), torch.arange(Sk, device=device)
     if inputs.cu_seqlens_q is None:

@@ -11,16 +11,21 @@ def in_rows(x: Tensor, step: int) -> Tensor | None:
 
     It is a view of `x` where dimensions of size 1 have other strides, which are never used.
     """
-    *sizes, _ = x.shape
     *strides, last = x.stride()
     if last != 1 or x.data_ptr() % (step * x.element_size()):
         return None
-    if any(stride % step for stride in strides):
-        if any(stride % step and size > 1 for size, stride in zip(sizes, strides, strict=True)):
-            return None
-        even = [0 if size == 1 else stride for size, stride in zip(sizes, strides, strict=True)]
-        return x.as_strided(x.shape, (*even, 1))
+    for stride in strides:
+        if stride % step:
+            return _with_even_strides(x, strides, step)
     return x
+
+
+def _with_even_strides(x: Tensor, strides: list[int], step: int) -> Tensor | None:
+    """A view whose strides are multiples of `step` where only dimensions of size 1 have others; else None."""
+    pairs = list(zip(x.shape, strides, strict=False))
+    if any(stride % step and size > 1 for size, stride in pairs):
+        return None
+    return x.as_strided(x.shape, (*(0 if size == 1 else stride for size, stride in pairs), 1))
 
 
 def copied_to_rows(x: Tensor, step: int) -> Tensor:

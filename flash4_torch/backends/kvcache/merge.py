@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -62,3 +62,8 @@ def limits(parts: Tensor) -> list[str]:
 def plan_of(parts: Sequence[Tensor]) -> MergePlan:
     """What the kernel is compiled for."""
     return MergePlan(dtype_name(parts[0].dtype), parts[0].shape[-1], len(parts))
+
+
+def common_plans(dtype: str, Dv: int) -> Iterator[MergePlan]:
+    """Kernels for parts that are stacked, and for two of them that are not."""
+    yield from (MergePlan(dtype, Dv, tensors) for tensors in (1, 2))

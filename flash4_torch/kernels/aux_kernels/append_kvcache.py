@@ -151,7 +151,7 @@ def append(
     page does not exist is skipped: nothing is written.
 
     positions (T,), by default the keys' places in their sequences, are clamped to the rows of cos and sin
-    (positions, columns / 2), whose last stride is 1; the other and bases are multiples of `RotaryPlan.vector`.
+    (positions, columns / 2), whose last stride is 1; the other and bases are multiples of rotary.vector.
     k_scale and v_scale (sequences, Hk), float32, any strides: numbers of 8-bit caches are to be multiplied by
     them; with slots all tokens count as those of sequence 0. Numbers beyond +-448 become that.
 

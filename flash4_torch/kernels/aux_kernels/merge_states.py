@@ -48,8 +48,8 @@ def merge(
     outs: tensors (N, B, Sq, Hq, Dv), each with parts of its own; lses, one for each of them: (N, B, Hq, Sq),
     float32, natural logarithm, any strides. out (B, Sq, Hq, Dv) is contiguous; of the parts the last stride
     is 1, the others are multiples of 16 bytes, as are bases. lse (B, Hq, Sq), float32, contiguous. A part
-    whose lse is -inf has no weight, whatever it holds; without others out is 0 and lse -inf. One part alone
-    keeps its bits. B * Sq * Hq is below 2**31, and no size is 0 but N.
+    whose lse is -inf has no weight, whatever it holds; without others out is 0 and lse -inf. If one part has
+    all keys, it is the result. B * Sq * Hq is below 2**31, and no size is 0 but N.
     """
     vectors = plan.Dv // _vector_size(out.element_type)
     rows = Int64(out.shape[0]) * out.shape[1] * out.shape[2]
@@ -94,18 +94,15 @@ def merge_kernel(
                 start = parts[n, batch, position, head, None].iterator + vector * size
                 _add(sums, start, part_lses[n, batch, head, position], size)
         total = sums.total[0]
-        # One part alone has weight 1, and keeps its bits.
-        inverse, merged = Float32(1.0), reference
-        if total != 1.0:
-            inverse = Float32(1.0) / total
-            merged = reference + cute.math.log2(total, fastmath=True) * LN2
+        # One part alone has weight 1, whose inverse and logarithm are exact.
+        inverse = Float32(1.0) / total
         for i in cutlass.range_constexpr(size):
             product = sums.values[i] * inverse
             sums.values[i] = product if total != 0.0 else Float32(0.0)
         target = vector_at(out[batch, position, head, None].iterator + vector * size, size)
         _store(sums.values, target)
         if vector == 0:
-            lse[batch, head, position] = merged
+            lse[batch, head, position] = reference + cute.math.log2(total, fastmath=True) * LN2
 
 
 @cute.jit

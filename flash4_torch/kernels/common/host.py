@@ -30,11 +30,11 @@ def any_sizes(count: int) -> tuple[Any, ...]:
 
 
 def rows(dtype: type, shape: tuple[Any, ...]) -> cute.Tensor:
-    """A stand-in for any tensor that TMA takes: aligned to 16 bytes, strides in eights but for the last, 1.
+    """A stand-in for any tensor that TMA takes: aligned to 16 bytes, as are strides but for the last, 1.
 
     It may have more elements than 32 bits count.
     """
-    stride = (*(cute.sym_int64(divisibility=8) for _ in shape[1:]), 1)
+    stride = (*(cute.sym_int64(divisibility=max(8, 128 // dtype.width)) for _ in shape[1:]), 1)
     return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=16)
 
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Float32, Int32
 
 from ..common.band import Band, Span
-from .params import DecodeParams
+from .params import DecodeParams, Divisors
 from .plan import DecodePlan
 
 
@@ -38,13 +38,11 @@ class Tile(NamedTuple):
 
     batch: Int32
     kv_head: Int32
-    group: Int32
-    """Query heads of a KV head."""
     first_token: Int32
     """Place of the sequence's first token among all."""
     first_row: Int32
     num_rows: Int32
-    """Rows of the sequence; row r is token r / group and query head r % group of the KV head."""
+    """Rows of the sequence; row r is token r / group and query head r % group of the KV head's group."""
     tokens: tuple[Int32, Int32]
     """First and last token that the tile has rows of."""
     band: Band
@@ -57,6 +55,8 @@ class Tile(NamedTuple):
     """Splits that have blocks."""
     has_work: Boolean
     """Whether the CTA has rows and blocks."""
+    k_scale: Float32
+    v_scale: Float32
 
     @property
     def num_splits(self) -> Int32:
@@ -69,6 +69,7 @@ class Context:
 
     plan: DecodePlan
     params: DecodeParams
+    divisors: Divisors
     tensors: Tensors
     tile: Tile
     warp: Int32
@@ -76,9 +77,11 @@ class Context:
     sQ: cute.Tensor
     """(rows, D)"""
     sK: cute.Tensor
-    """(keys, D, stages)"""
+    """(keys, D, stages); of FP8 numbers two are one: (keys, D / 2, stages)"""
     sV: cute.Tensor
-    """(Dv, keys, stages)"""
+    """(Dv, keys, stages), or (Dv / 2, keys, stages)"""
+    sFactor: cute.Tensor | None
+    """(rows,): factors of scores, where rows of Q are scaled"""
     sP: cute.Tensor | None
     """(rows, keys): weights, where warps divide a block's keys."""
     sMax: cute.Tensor | None
@@ -87,6 +90,12 @@ class Context:
     """(lanes of a row, rows, parts)"""
     sCount: cute.Tensor | None
     """(1,): how many CTAs of the tile were done before this one."""
+
+    def place_of(self, row: Int32) -> tuple[Int32, Int32]:
+        """The token, among all sequences', and the query head of a row."""
+        tile, group = self.tile, self.divisors.group
+        token, head = divmod(row, group)
+        return tile.first_token + token, tile.kv_head * group.divisor + head
 
     @property
     def row_warp(self) -> Int32:

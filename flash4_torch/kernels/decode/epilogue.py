@@ -13,6 +13,7 @@ from ..common.rounding import round_to
 from ..common.softmax import Final, Rows
 from .context import Context
 from .mainloop import Thread, sync_rows, values_of
+from .plan import DecodePlan
 
 
 @cute.jit
@@ -20,9 +21,12 @@ def epilogue(ctx: Context, t: Thread) -> None:
     """Store results if the tile has one split, else this split's part of them in float32."""
     final, values = _finalize(ctx, t), values_of(t.O)
     for r in cutlass.range_constexpr(2):
+        factor = final.inverse[r]
+        if cutlass.const_expr(ctx.plan.is_fp8):
+            factor = factor * ctx.tile.v_scale
         for c in cutlass.range_constexpr(cute.size(values, mode=[1])):
             # O of a row that sees nothing may be anything, NaN too.
-            product = values[r, c] * final.inverse[r]
+            product = values[r, c] * factor
             values[r, c] = product if final.inverse[r] != 0.0 else Float32(0.0)
     for r in cutlass.range_constexpr(2):
         row, own = t.rows[r], values[r, None]
@@ -57,19 +61,19 @@ def _finalize(ctx: Context, t: Thread) -> Final:
 
 @cute.jit
 def _store(ctx: Context, values: cute.Tensor, lse: Float32, row: Int32) -> None:
-    """Store the thread's columns of a row, in pairs, and the row's lse."""
-    plan, (token, head) = ctx.plan, place_of(ctx, row)
+    """Store the thread's columns of a row, and the row's lse."""
+    plan, (token, head) = ctx.plan, ctx.place_of(row)
     share, lse = with_sink(ctx, lse, head)
     rounded = cute.make_rmem_tensor(cute.size(values), plan.dtype)
     for c in cutlass.range_constexpr(cute.size(values)):
         values[c] = values[c] * share
-    round_to(values, rounded)
-    start = ctx.tensors.out[token, head, None].iterator
-    for j in cutlass.range_constexpr(cute.size(values) // 2):
+    round_to(_side_by_side(values, plan), rounded)
+    start, width = ctx.tensors.out[token, head, None].iterator, _width(plan)
+    for j in cutlass.range_constexpr(cute.size(values) // width):
         column = _column(ctx, j)
         if column < plan.features.Dv:
-            pair = cute.make_tensor(rounded.iterator + 2 * j, cute.make_layout(2))
-            cute.autovec_copy(pair, vector_at(start + column, 2))
+            part = cute.make_tensor(rounded.iterator + width * j, cute.make_layout(width))
+            cute.autovec_copy(part, vector_at(start + column, width))
     target = ctx.tensors.lse
     if (ctx.key_warp == 0) & (ctx.lane % 4 == 0):
         target[head, token] = lse
@@ -77,31 +81,43 @@ def _store(ctx: Context, values: cute.Tensor, lse: Float32, row: Int32) -> None:
 
 @cute.jit
 def _store_partial(ctx: Context, values: cute.Tensor, lse: Float32, row: Int32) -> None:
-    plan, split, (token, head) = ctx.plan, ctx.tile.split, place_of(ctx, row)
-    start = ctx.tensors.partial_out[split, token, head, None].iterator
-    for j in cutlass.range_constexpr(cute.size(values) // 2):
+    plan, split, (token, head) = ctx.plan, ctx.tile.split, ctx.place_of(row)
+    start, width = ctx.tensors.partial_out[split, token, head, None].iterator, _width(plan)
+    ordered = _side_by_side(values, plan)
+    for j in cutlass.range_constexpr(cute.size(values) // width):
         column = _column(ctx, j)
         if column < plan.features.Dv:
-            pair = cute.make_rmem_tensor(2, Float32)
-            pair[0], pair[1] = values[2 * j], values[2 * j + 1]
-            cute.autovec_copy(pair, vector_at(start + column, 2))
+            part = cute.make_rmem_tensor(width, Float32)
+            for c in cutlass.range_constexpr(width):
+                part[c] = ordered[width * j + c]
+            cute.autovec_copy(part, vector_at(start + column, width))
     target = ctx.tensors.partial_lse
     if (ctx.key_warp == 0) & (ctx.lane % 4 == 0):
         target[split, head, token] = lse
 
 
+def _width(plan: DecodePlan) -> int:
+    """Columns side by side that a thread has of O; lanes of a row have the next ones."""
+    return 4 if plan.is_fp8 else 2
+
+
+@cute.jit
+def _side_by_side(values: cute.Tensor, plan: cutlass.Constexpr) -> cute.Tensor:
+    """The thread's columns of a row in their order, where even and odd ones alternate as operands."""
+    ordered = values
+    if cutlass.const_expr(plan.is_fp8):
+        ordered = cute.make_rmem_tensor(cute.size(values), Float32)
+        for c in cutlass.range_constexpr(cute.size(values)):
+            ordered[c] = values[c // 4 * 4 + (0, 2, 1, 3)[c % 4]]
+    return ordered
+
+
 def _column(ctx: Context, j: int) -> Int32:
-    """The column of O that the first number of the thread's pair j belongs to."""
-    plan = ctx.plan
-    strip, inside = divmod(8 * j, plan.strip)
+    """The column of O that the first of the thread's j-th columns side by side is."""
+    plan, width = ctx.plan, _width(ctx.plan)
+    strip, inside = divmod(4 * width * j, plan.strip)
     first = (strip * plan.key_warps + ctx.key_warp) * plan.strip
-    return first + inside + 2 * (ctx.lane % 4)
-
-
-def place_of(ctx: Context, row: Int32) -> tuple[Int32, Int32]:
-    """The token, among all sequences', and the query head of a row."""
-    tile = ctx.tile
-    return tile.first_token + row // tile.group, tile.kv_head * tile.group + row % tile.group
+    return first + inside + width * (ctx.lane % 4)
 
 
 @cute.jit

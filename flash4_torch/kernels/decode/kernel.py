@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.memory import SmemAllocator
 
-from ...configs.decode import KEYS
+from ...configs.decode import LEAST_BLOCKS
 from ..common import smem_layouts
 from ..common.band import Span, make_band, visible_span
 from ..common.warps import WARP
@@ -21,7 +21,7 @@ from .context import Context, Tensors, Tile
 from .epilogue import epilogue
 from .mainloop import mainloop, make_thread
 from .merge import is_last, merge
-from .params import DecodeParams
+from .params import DecodeParams, Divisors
 from .plan import PARTS
 
 NO_BOUND = 1 << 30
@@ -29,24 +29,29 @@ NO_BOUND = 1 << 30
 
 
 @cute.kernel
-def decode_kernel(tensors: Tensors, layouts: tuple, params: DecodeParams, plan: cutlass.Constexpr) -> None:
+def decode_kernel(
+    tensors: Tensors, layouts: tuple, params: DecodeParams, divisors: Divisors, plan: cutlass.Constexpr
+) -> None:
     thread, _, _ = cute.arch.thread_idx()
-    tile = _tile(tensors, params, plan)
+    tile = _tile(tensors, params, divisors, plan)
     if tile.has_work:
         memory = SmemAllocator()
-        sQ = smem_layouts.allocate(memory, plan.dtype, layouts[0])[None, None, 0]
-        sK = smem_layouts.allocate(memory, plan.dtype, layouts[1])
-        sV = smem_layouts.allocate(memory, plan.dtype, layouts[2])
-        sP, sMax, sSum, sCount = None, None, None, None
+        sQ = smem_layouts.allocate(memory, plan.mma_dtype, layouts[0])[None, None, 0]
+        sK = smem_layouts.allocate(memory, plan.mma_dtype, layouts[1])
+        sV = smem_layouts.allocate(memory, plan.mma_dtype, layouts[2])
+        sP, sMax, sSum, sCount, sFactor = None, None, None, None, None
         if cutlass.const_expr(plan.key_warps > 1):
-            sP = smem_layouts.allocate(memory, plan.dtype, layouts[3])[None, None, 0]
+            sP = smem_layouts.allocate(memory, plan.mma_dtype, layouts[3])[None, None, 0]
             sMax = memory.allocate_tensor(Float32, cute.make_layout((plan.rows, plan.key_warps)), 16)
             sSum = memory.allocate_tensor(Float32, cute.make_layout((4, plan.rows, PARTS)), 16)
         if cutlass.const_expr(plan.form.splits):
             sCount = memory.allocate_tensor(Uint32, cute.make_layout(1), 16)
+        if cutlass.const_expr(plan.scales_q):
+            sFactor = memory.allocate_tensor(Float32, cute.make_layout(plan.rows), 16)
         ctx = Context(
             plan=plan,
             params=params,
+            divisors=divisors,
             tensors=tensors,
             tile=tile,
             warp=cute.arch.make_warp_uniform(cute.arch.warp_idx()),
@@ -54,6 +59,7 @@ def decode_kernel(tensors: Tensors, layouts: tuple, params: DecodeParams, plan: 
             sQ=sQ,
             sK=sK,
             sV=sV,
+            sFactor=sFactor,
             sP=sP,
             sMax=sMax,
             sSum=sSum,
@@ -69,16 +75,16 @@ def decode_kernel(tensors: Tensors, layouts: tuple, params: DecodeParams, plan: 
 
 
 @cute.jit
-def _tile(tensors: Tensors, params: DecodeParams, plan: cutlass.Constexpr) -> Tile:
+def _tile(tensors: Tensors, params: DecodeParams, divisors: Divisors, plan: cutlass.Constexpr) -> Tile:
     """The CTA's tile: splits follow one another, then tiles of rows, KV heads, and sequences."""
     split, y, batch = cute.arch.block_idx()
-    num_splits, heads_and_tiles, _ = cute.arch.grid_dim()
     first_token, Sq, Sk, right = _sequence(tensors, params, batch, plan)
-    Hk = Int32(tensors.k.shape[2])
-    tiles = heads_and_tiles // Hk
-    kv_head, index = y // tiles, y % tiles
-    group = Int32(tensors.q.shape[1]) // Hk
-    first_row, num_rows = index * plan.rows, Sq * group
+    kv_head, index = divmod(y, divisors.tiles)
+    k_scale, v_scale = Float32(1.0), Float32(1.0)
+    if cutlass.const_expr(plan.is_fp8):
+        k_scale, v_scale = tensors.k_scale[batch, kv_head], tensors.v_scale[batch, kv_head]
+    group = divisors.group
+    first_row, num_rows = index * plan.rows, Sq * group.divisor
     last_row = cutlass.max(cutlass.min(first_row + plan.rows, num_rows) - 1, first_row)
     tokens = first_row // group, last_row // group
     band = make_band(Sq, Sk, params.left, right)
@@ -89,12 +95,11 @@ def _tile(tensors: Tensors, params: DecodeParams, plan: cutlass.Constexpr) -> Ti
         keys[1] = cutlass.min(tokens[1] + band.highest + 1, Sk)
     visible = visible_span(band, plan.band, *tokens)
     # Where one split has all blocks, this hides from ptxas how they follow from the rows (ptxas.md, P16).
-    splits, blocks = _share(visible, split, num_splits, params.split_keys)
+    splits, blocks = _share(visible, split, divisors, params.split_keys)
     has_work = (first_row < num_rows) & (splits.first <= split) & (split < splits.last)
     return Tile(
         batch,
         kv_head,
-        group,
         first_token,
         first_row,
         num_rows,
@@ -105,6 +110,8 @@ def _tile(tensors: Tensors, params: DecodeParams, plan: cutlass.Constexpr) -> Ti
         split,
         splits,
         has_work,
+        k_scale,
+        v_scale,
     )
 
 
@@ -139,6 +146,7 @@ def _sequence(tensors: Tensors, params: DecodeParams, batch: Int32, plan: cutlas
     if cutlass.const_expr(form.ragged):
         first = cutlass.min(cutlass.max(first, 0), T)
         end = cutlass.min(cutlass.max(end, first), T)
+        end = end if end - first <= params.max_seqlen_q else first
     right = params.right
     if cutlass.const_expr(form.causal_flags):
         right = params.right if is_causal != 0 else Int32(NO_BOUND)
@@ -146,21 +154,23 @@ def _sequence(tensors: Tensors, params: DecodeParams, batch: Int32, plan: cutlas
 
 
 @cute.jit
-def _share(visible: Span, split: Int32, num_splits: Int32, split_keys: Int32) -> tuple[Span, Span]:
+def _share(visible: Span, split: Int32, divisors: Divisors, split_keys: Int32) -> tuple[Span, Span]:
     """The splits of the visible blocks, and the blocks of one of them."""
-    count = visible.last - visible.first
-    last = cutlass.min(num_splits, count)
-    each = count // last
-    longer = count - each * last
+    count, num_splits = visible.last - visible.first, divisors.splits.divisor
+    last = cutlass.max(cutlass.min(num_splits, count // LEAST_BLOCKS), 1)
+    each = cutlass.max(count // divisors.splits, LEAST_BLOCKS)
+    longer = cutlass.max(count - each * last, 0)
     splits = Span(Int32(0), last)
     begin = visible.first + split * each + cutlass.min(split, longer)
     end = begin + each + (Int32(1) if split < longer else Int32(0))
+    # Two splits of the least length may leave three blocks over.
+    end = visible.last if split == last - 1 else end
     if split_keys > 0:
-        length, final = split_keys // KEYS, num_splits - 1
+        by, final = divisors.split_blocks, num_splits - 1
         splits = Span(
-            cutlass.min(visible.first // length, final), cutlass.min((visible.last - 1) // length, final) + 1
+            cutlass.min(visible.first // by, final), cutlass.min((visible.last - 1) // by, final) + 1
         )
-        begin = cutlass.max(visible.first, split * length)
+        begin = cutlass.max(visible.first, split * by.divisor)
         # The last split has all that is left: too few splits cost the law of `split_keys`, not keys.
-        end = visible.last if split == final else cutlass.min(visible.last, (split + 1) * length)
+        end = visible.last if split == final else cutlass.min(visible.last, (split + 1) * by.divisor)
     return splits, Span(begin, end)

@@ -15,7 +15,7 @@ from ..common import host
 from ..common.smem_layouts import column_major_layout, row_major_layout
 from .context import Tensors
 from .kernel import decode_kernel
-from .params import DecodeParams, example_params
+from .params import DecodeParams, example_params, make_divisors
 from .plan import DecodePlan
 
 
@@ -42,10 +42,10 @@ def decode(
 ) -> None:
     """Launch out = softmax(scores) V and lse of each query token over the keys that the cache has of it.
 
-    q (T, Hq, D) and out (T, Hq, Dv) are packed; sequence b has tokens cu_seqlens_q[b] to
-    cu_seqlens_q[b + 1] - 1, at most params.max_seqlen_q of them (more get no results); without cu_seqlens_q
-    it has params.max_seqlen_q tokens from b * params.max_seqlen_q on. Its last token is aligned to its last
-    key. k (pages, page_size, Hk, D) and v (pages, page_size, Hk, Dv): key j of sequence b
+    q (T, Hq, D) and out (T, Hq, Dv) are packed; sequence b has tokens cu_seqlens_q[b] to cu_seqlens_q[b + 1]
+    - 1; if these are more than params.max_seqlen_q, it gets no results, and another launch may serve it.
+    Without cu_seqlens_q it has params.max_seqlen_q tokens from b * params.max_seqlen_q on. Its last token is
+    aligned to its last key. k (pages, page_size, Hk, D) and v (pages, page_size, Hk, Dv): key j of sequence b
     is row j % page_size of page block_table[b, j // page_size]; without a table it is row j of page b. Of q,
     k, v and out the last stride is 1, the others are multiples of 8 elements, and bases are aligned to 16
     bytes. block_table (B, blocks) has any strides, cu_seqlens_q (B + 1,), seqused_k (B,) and causal (B,) are
@@ -58,11 +58,16 @@ def decode(
     out 0 and lse -inf. lse (Hq, T) float32, contiguous, natural logarithm. sinks (Hq,) are scores of one
     more key of every head, whose value is 0; lse counts it.
 
-    With splits, partial_out (splits, T, Hq, Dv) and partial_lse (splits, Hq, T), float32 and contiguous,
-    give the number of splits at most, and have anything in them before and after; counters, int32, has one
-    number for each tile of each KV head of each sequence, B * Hk * ceil(max_seqlen_q * Hq / Hk / plan.rows)
-    or more of them, which are 0 before and after. Launches that may overlap need different ones. Without
-    splits these are None.
+    An FP8 cache (plan.form.cache_dtype) has k and v of float8_e4m3fn, strides of whole multiples of 16
+    elements, and k_scale and v_scale (B, Hk), float32, of any strides: k and v stand for their products with
+    them. D and Dv are multiples of 16 then. NaN stays NaN. Rows of Q and weights become float16, a row of
+    bfloat16 after a power of two has scaled its largest number to 2**14 or more.
+
+    With splits, partial_out (splits, T, Hq, Dv) and partial_lse (splits, Hq, T), float32 and contiguous, give
+    the number of splits at most (a sequence has fewer if they were shorter than LEAST_BLOCKS blocks), and
+    have anything in them before and after; counters, int32, has one number for each tile of each KV head of
+    each sequence, B * Hk * ceil(max_seqlen_q * Hq / Hk / plan.rows) or more of them, which are 0 before and
+    after. Launches that may overlap need different ones. Without splits these are None.
 
     If params.split_keys is not 0, and splits * split_keys is at least the number of keys of every sequence,
     a row's bits depend on its q, its keys and values and their positions, and its sink alone: not on
@@ -87,18 +92,20 @@ def decode(
         counters,
     )
     layouts = (
-        row_major_layout(plan.dtype, plan.rows, plan.D, 1),
-        row_major_layout(plan.dtype, KEYS, plan.D, plan.stages),
-        column_major_layout(plan.dtype, plan.Dv, KEYS, plan.stages),
-        row_major_layout(plan.dtype, plan.rows, KEYS, 1),
+        row_major_layout(plan.mma_dtype, plan.rows, plan.D, 1),
+        row_major_layout(plan.mma_dtype, KEYS, plan.k_columns, plan.stages),
+        column_major_layout(plan.mma_dtype, plan.v_columns, KEYS, plan.stages),
+        row_major_layout(plan.mma_dtype, plan.rows, KEYS, 1),
     )
     Hk = k.shape[2]
-    tiles = cute.ceil_div(params.max_seqlen_q * (q.shape[1] // Hk), plan.rows)
+    group = q.shape[1] // Hk
+    tiles = cute.ceil_div(params.max_seqlen_q * group, plan.rows)
     splits = partial_lse.shape[0] if cutlass.const_expr(plan.form.splits) else 1
     B = q.shape[0] // params.max_seqlen_q
     if cutlass.const_expr(plan.form.ragged):
         B = cu_seqlens_q.shape[0] - 1
-    decode_kernel(tensors, layouts, params, plan).launch(
+    divisors = make_divisors(group, tiles, k.shape[1], splits, params.split_keys)
+    decode_kernel(tensors, layouts, params, divisors, plan).launch(
         grid=(splits, Hk * tiles, B),
         block=(plan.threads, 1, 1),
         stream=stream,
@@ -115,12 +122,13 @@ def compile_decode(features: Features, rows: int, form: DecodeForm) -> Any:
     T, Hq, B = (cute.sym_int() for _ in range(3))
     pages, page_size, Hk = host.any_sizes(3)
     q, out = (host.rows(plan.dtype, (T, Hq, D)) for D in (features.D, features.Dv))
-    k, v = (host.rows(plan.dtype, (pages, page_size, Hk, D)) for D in (features.D, features.Dv))
+    k, v = (host.rows(plan.cache_dtype, (pages, page_size, Hk, D)) for D in (features.D, features.Dv))
     table = host.strided(Int32, 2) if form.paged else None
     cu_seqlens_q = host.compact(Int32, host.any_sizes(1)) if form.ragged else None
     seqused_k = host.compact(Int32, (B,)) if form.lengths else None
     causal = host.compact(Int32, (B,)) if form.causal_flags else None
     sinks = host.compact(host.NUMERIC[features.sinks], (Hq,)) if features.sinks else None
+    scales = [host.strided(Float32, 2) if plan.is_fp8 else None for _ in range(2)]
     lse = host.compact(Float32, (Hq, T))
     partial = (None, None, None)
     if form.splits:
@@ -132,7 +140,7 @@ def compile_decode(features: Features, rows: int, form: DecodeForm) -> Any:
         )
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     tensors = (
-        *(q, k, v, table, cu_seqlens_q, seqused_k, causal, sinks, None, None),
+        *(q, k, v, table, cu_seqlens_q, seqused_k, causal, sinks, *scales),
         *(out, lse, *partial),
     )
     return cute.compile(decode, *tensors, example_params(), plan, stream, options="--enable-tvm-ffi")

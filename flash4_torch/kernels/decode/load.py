@@ -6,14 +6,11 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Int32, Int64
 
 from ...configs.decode import KEYS, MMA_ROWS
 from ..common import copies
 from .context import Context
-
-_BYTES = 2
-"""Bytes of an element."""
 
 
 class Place(NamedTuple):
@@ -30,8 +27,7 @@ def load_q(ctx: Context) -> None:
     if ctx.warp * MMA_ROWS < plan.rows:
         first = tile.first_row + ctx.warp * MMA_ROWS
         row = cutlass.min(first + ctx.lane % MMA_ROWS, tile.num_rows - 1)
-        token, head = row // tile.group, row % tile.group
-        start = _address(q, tile.first_token + token, tile.kv_head * tile.group + head)
+        start = _address(q, *ctx.place_of(row))
         rows = Int32(0), tile.num_rows - first
         copies.gather_rows(ctx.sQ, ctx.warp * MMA_ROWS, start, rows, plan.features.D)
 
@@ -43,12 +39,11 @@ def locate(ctx: Context, n: Int32) -> Place:
     if cutlass.const_expr(not ctx.plan.form.paged):
         return Place(tile.batch, key)
     table, page = ctx.tensors.block_table, Int32(0)
-    page_size = Uint32(ctx.tensors.k.shape[1])
-    block = Int32(Uint32(key) // page_size)
+    block, row = divmod(key, ctx.divisors.page_size)
     if (tile.keys[0] <= key) & (key < tile.keys[1]):
         page = table[tile.batch, block]
     page = cutlass.max(cutlass.min(page, ctx.tensors.k.shape[0] - 1), 0)
-    return Place(page, key - block * Int32(page_size))
+    return Place(page, row)
 
 
 @cute.jit
@@ -65,7 +60,7 @@ def load_block(ctx: Context, n: Int32, place: Place, stage: Int32) -> None:
         (ctx.tensors.v, by_key, plan.features.Dv),
     ):
         start = _address(cache, place.page, place.row, tile.kv_head)
-        copies.gather_rows(staged, own, start, keys, columns)
+        copies.gather_rows(staged, own, start, keys, columns * plan.cache_dtype.width // 16)
 
 
 def _address(x: cute.Tensor, *place: Int32) -> Int64:
@@ -73,4 +68,4 @@ def _address(x: cute.Tensor, *place: Int32) -> Int64:
     offset = Int64(0)
     for i, stride in zip(place, x.stride, strict=False):
         offset += Int64(i) * Int64(stride)
-    return Int64(x.iterator.toint()) + offset * _BYTES
+    return Int64(x.iterator.toint()) + offset * (x.element_type.width // 8)

@@ -16,6 +16,7 @@ from ..common.fragment import mma_fragment
 from ..common.rounding import round_to
 from ..common.softmax import Rows
 from ..common.warps import WARP
+from . import fp8
 from .context import Context
 from .load import load_block, load_q, locate
 from .plan import DecodePlan
@@ -54,11 +55,17 @@ def mainloop(ctx: Context, t: Thread) -> None:
     stages, blocks = ctx.plan.stages, ctx.tile.blocks
     # All of these look-ups are under way before one of them is waited for.
     places = [locate(ctx, blocks.first + i) for i in range(stages)]
-    load_q(ctx)
+    q = None
+    if cutlass.const_expr(ctx.plan.is_fp8):
+        q = fp8.fetch_q(ctx)
+    else:
+        load_q(ctx)
     for i in cutlass.range_constexpr(stages - 1):
         if blocks.first + i < blocks.last:
             load_block(ctx, blocks.first + i, places[i], Int32(i))
         cute.arch.cp_async_commit_group()
+    if cutlass.const_expr(ctx.plan.is_fp8):
+        fp8.store_q(ctx, q)
     place, stage, freed = places[stages - 1], Int32(0), Int32(stages - 1)
     for n in cutlass.range(blocks.first, blocks.last, unroll=1):
         cute.arch.cp_async_wait_group(stages - 2)
@@ -76,10 +83,14 @@ def mainloop(ctx: Context, t: Thread) -> None:
 @cute.jit
 def _block(ctx: Context, t: Thread, n: Int32, stage: Int32) -> None:
     plan, tile = ctx.plan, ctx.tile
-    _scores(ctx, t, stage)
+    if cutlass.const_expr(plan.is_fp8):
+        fp8.scores(ctx, t.S, _mma(plan), stage)
+        fp8.apply_factors(ctx, values_of(t.S))
+    else:
+        _scores(ctx, t, stage)
     scores.scale_and_cap(t.S, ctx.params, plan.features)
     first_key = n * KEYS + ctx.key_warp * plan.warp_keys
-    tokens = tuple(row // tile.group for row in t.rows)
+    tokens = tuple(row // ctx.divisors.group for row in t.rows)
     fragment = mma_fragment(t.S, tokens, first_key, ctx.lane)
     if bands.is_partial(tile.band, plan.band, n, *tile.tokens):
         bands.mask(tile.band, plan.band, fragment)
@@ -95,9 +106,13 @@ def _block(ctx: Context, t: Thread, n: Int32, stage: Int32) -> None:
         own = i * columns, (i + 1) * columns
         softmax.exp2_columns(fragment.values, t.parts[i], block, scale, method, *own)
     softmax.rescale_output(values_of(t.O), factors, method)
-    weights = cute.make_rmem_tensor(t.S.layout, plan.dtype)
+    weights = cute.make_rmem_tensor(t.S.layout, plan.mma_dtype)
     round_to(t.S, weights)
-    _add_pv(ctx, t, weights, stage)
+    whole = _share_weights(ctx, weights)
+    if cutlass.const_expr(plan.is_fp8):
+        fp8.add_pv(ctx, t.O, whole, _mma(plan), stage)
+    else:
+        _add_pv(ctx, t, whole, stage)
 
 
 def values_of(accumulator: cute.Tensor) -> cute.Tensor:
@@ -107,7 +122,7 @@ def values_of(accumulator: cute.Tensor) -> cute.Tensor:
 
 def _mma(plan: DecodePlan) -> cute.TiledMma:
     """The MMA of one warp: 16 rows, and 16 columns, as many as an ldmatrix brings."""
-    op = warp_ops.MmaF16BF16Op(plan.dtype, Float32, (16, 8, 16))
+    op = warp_ops.MmaF16BF16Op(plan.mma_dtype, Float32, (16, 8, 16))
     return cute.make_tiled_mma(op, (1, 1, 1), permutation_mnk=(16, 16, 16))
 
 
@@ -137,20 +152,9 @@ def _scores(ctx: Context, t: Thread, stage: Int32) -> None:
 
 @cute.jit
 def _add_pv(ctx: Context, t: Thread, weights: cute.Tensor, stage: Int32) -> None:
-    """O += P V of the warp's rows and columns; P of the rows' other warps comes through shared memory."""
+    """O += P V of the warp's rows and columns, for weights (an operand) of all keys of the block."""
     plan, mma = ctx.plan, _mma(ctx.plan)
     lanes = mma.get_slice(ctx.lane)
-    if cutlass.const_expr(plan.key_warps > 1):
-        own_p = cute.local_tile(ctx.sP, (MMA_ROWS, KEYS), (ctx.row_warp, 0))
-        _share_weights(ctx, weights)
-        a = lanes.make_fragment_A(lanes.partition_A(own_p))
-        atom = cute.make_copy_atom(warp_ops.LdMatrix8x8x16bOp(False, 4), plan.dtype)
-        load_a = cute.make_tiled_copy_A(atom, mma).get_slice(ctx.lane)
-        cute.copy(atom, load_a.partition_S(own_p), load_a.retile(a))
-    else:
-        # S has its registers in the order in which an operand has them.
-        shape = mma.partition_shape_A((MMA_ROWS, KEYS))
-        a = cute.make_tensor(weights.iterator, cute.make_layout(shape))
     atom = cute.make_copy_atom(warp_ops.LdMatrix8x8x16bOp(True, 4), plan.dtype)
     load_b = cute.make_tiled_copy_B(atom, mma).get_slice(ctx.lane)
     sums = cute.make_layout(mma.partition_shape_C((MMA_ROWS, plan.strip)))
@@ -162,7 +166,7 @@ def _add_pv(ctx: Context, t: Thread, weights: cute.Tensor, stage: Int32) -> None
         from_b, to_b = load_b.partition_S(own_v), load_b.retile(b)
         for k in cutlass.range_constexpr(KEYS // 16):
             cute.copy(atom, from_b[None, None, k], to_b[None, None, k])
-            cute.gemm(mma, O, a[None, None, k], b[None, None, k], O)
+            cute.gemm(mma, O, weights[None, None, k], b[None, None, k], O)
 
 
 @cute.jit
@@ -179,14 +183,26 @@ def _share_maxima(ctx: Context, maxima: cute.Tensor) -> None:
 
 
 @cute.jit
-def _share_weights(ctx: Context, weights: cute.Tensor) -> None:
-    """Give the warp's weights to the other warps of its rows."""
-    plan = ctx.plan
-    target = cute.local_tile(ctx.sP, (MMA_ROWS, plan.warp_keys), (ctx.row_warp, ctx.key_warp))
-    atom = cute.make_copy_atom(warp_ops.StMatrix8x8x16bOp(False, 4), plan.dtype)
-    store = cute.make_tiled_copy_C(atom, _mma(plan)).get_slice(ctx.lane)
-    cute.copy(atom, store.retile(weights), store.partition_D(target))
-    sync_rows(ctx)
+def _share_weights(ctx: Context, weights: cute.Tensor) -> cute.Tensor:
+    """The warp's rows of P as an operand, after warps that share them have exchanged theirs."""
+    plan, mma = ctx.plan, _mma(ctx.plan)
+    # S has its registers in the order in which an operand has them.
+    a = cute.make_tensor(
+        weights.iterator, cute.make_layout(mma.partition_shape_A((MMA_ROWS, plan.warp_keys)))
+    )
+    if cutlass.const_expr(plan.key_warps > 1):
+        target = cute.local_tile(ctx.sP, (MMA_ROWS, plan.warp_keys), (ctx.row_warp, ctx.key_warp))
+        atom = cute.make_copy_atom(warp_ops.StMatrix8x8x16bOp(False, 4), plan.mma_dtype)
+        store = cute.make_tiled_copy_C(atom, mma).get_slice(ctx.lane)
+        cute.copy(atom, store.retile(weights), store.partition_D(target))
+        sync_rows(ctx)
+        own_p = cute.local_tile(ctx.sP, (MMA_ROWS, KEYS), (ctx.row_warp, 0))
+        lanes = mma.get_slice(ctx.lane)
+        a = lanes.make_fragment_A(lanes.partition_A(own_p))
+        atom = cute.make_copy_atom(warp_ops.LdMatrix8x8x16bOp(False, 4), plan.mma_dtype)
+        load_a = cute.make_tiled_copy_A(atom, mma).get_slice(ctx.lane)
+        cute.copy(atom, load_a.partition_S(own_p), load_a.retile(a))
+    return a
 
 
 def sync_rows(ctx: Context) -> None:

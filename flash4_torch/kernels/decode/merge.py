@@ -12,12 +12,12 @@ from ..common.rounding import round_to
 from ..common.scores import LOG2E
 from ..common.softmax import LN2
 from .context import Context
-from .epilogue import place_of, with_sink
+from .epilogue import with_sink
 
 VECTOR = 4
 """Columns that a thread merges at once, 16 bytes of a part."""
-DEPTH = 4
-"""Loads of a thread in flight."""
+DEPTH = 8
+"""Splits whose parts a thread loads at a time."""
 
 
 @cute.jit
@@ -54,22 +54,22 @@ def merge(ctx: Context, thread: Int32) -> None:
 @cute.jit
 def _merge_vector(ctx: Context, row: Int32, vector: Int32) -> None:
     """Merge some columns of a row; a split in which the row sees nothing changes no bit."""
-    splits, (token, head) = ctx.tile.splits, place_of(ctx, row)
-    row_max = -Float32.inf
-    for split in cutlass.range(splits.first, splits.last, unroll=DEPTH):
-        row_max = softmax.larger(row_max, ctx.tensors.partial_lse[split, head, token])
-    reference = Float32(0.0) if row_max == -Float32.inf else row_max
-    total, values = Float32(0.0), cute.make_rmem_tensor(VECTOR, Float32)
+    splits, (token, head) = ctx.tile.splits, ctx.place_of(row)
+    row_max, total, values = -Float32.inf, Float32(0.0), cute.make_rmem_tensor(VECTOR, Float32)
     values.fill(0.0)
     for split in cutlass.range(splits.first, splits.last, unroll=DEPTH):
         lse = ctx.tensors.partial_lse[split, head, token]
-        weight = cute.math.exp2((lse - reference) * LOG2E, fastmath=True)
-        total = total + weight
         own = cute.make_rmem_tensor(VECTOR, Float32)
         start = ctx.tensors.partial_out[split, token, head, None].iterator + vector * VECTOR
         cute.autovec_copy(vector_at(start, VECTOR), own)
+        highest = softmax.larger(row_max, lse)
+        reference = Float32(0.0) if highest == -Float32.inf else highest
+        factor = cute.math.exp2((row_max - reference) * LOG2E, fastmath=True)
+        weight = cute.math.exp2((lse - reference) * LOG2E, fastmath=True)
+        row_max, total = highest, total * factor + weight
         for c in cutlass.range_constexpr(VECTOR):
-            values[c] = values[c] + weight * own[c]
+            values[c] = values[c] * factor + weight * own[c]
+    reference = Float32(0.0) if row_max == -Float32.inf else row_max
     # One split alone has weight 1: its results are those of a launch with one split, bit for bit.
     inverse, lse = Float32(1.0), reference
     if total != 1.0:

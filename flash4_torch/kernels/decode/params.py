@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import cutlass
+import cutlass.cute as cute
 from cutlass import Float32, Int32
+
+from ...configs.decode import KEYS
 
 
 class DecodeParams(NamedTuple):
@@ -18,10 +22,29 @@ class DecodeParams(NamedTuple):
     left: Int32
     right: Int32
     max_seqlen_q: Int32
-    """Tokens of the longest sequence, later ones have no result; without cu_seqlens_q those of each one."""
+    """The most tokens of a sequence that has results; without cu_seqlens_q those of each one."""
     split_keys: Int32
     """0: the blocks that a tile sees are divided evenly among splits. Else a multiple of 64: split s has keys
     from s * split_keys on, so that results do not depend on what else the launch does."""
+
+
+class Divisors(NamedTuple):
+    """Sizes of one launch, ready for numbers from 0 on to be divided by them without a division."""
+
+    group: cute.FastDivmodDivisorV2
+    """Query heads of a KV head."""
+    tiles: cute.FastDivmodDivisorV2
+    """Tiles of rows of a KV head and sequence."""
+    page_size: cute.FastDivmodDivisorV2
+    splits: cute.FastDivmodDivisorV2
+    split_blocks: cute.FastDivmodDivisorV2
+    """Blocks of a split, if params.split_keys says so."""
+
+
+def make_divisors(group: Int32, tiles: Int32, page_size: Int32, splits: Int32, split_keys: Int32) -> Divisors:
+    """The divisors, on the host; 0 becomes 1."""
+    sizes = group, tiles, page_size, splits, split_keys // KEYS
+    return Divisors(*(cute.fast_divmod_create_divisor_v2(cutlass.max(Int32(x), 1)) for x in sizes))
 
 
 def example_params() -> DecodeParams:

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from cutlass import Float8E4M3FN, Float16
+
 from ...configs import decode
 from ...configs.decode import KEYS, MMA_ROWS, WARPS, DecodeForm
 from ...configs.types import Features, tile_dim
@@ -29,6 +31,10 @@ CHUNK = 64
 PARTS = 4
 """Parts of a block's keys whose weights are summed up separately: as many as warps that may divide it."""
 
+_ALIGNMENT = 1024
+"""Bytes that swizzled memory begins at multiples of."""
+_COUNT_BYTES = 32
+
 
 class DecodePlan(NamedTuple):
     """What the kernel is compiled for; `varlen` of the features is not read."""
@@ -41,6 +47,25 @@ class DecodePlan(NamedTuple):
     @property
     def dtype(self) -> type:
         return NUMERIC[self.features.dtype]
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether K and V are FP8 numbers, and not of Q's dtype."""
+        return self.form.cache_dtype != ""
+
+    @property
+    def cache_dtype(self) -> type:
+        return Float8E4M3FN if self.is_fp8 else self.dtype
+
+    @property
+    def mma_dtype(self) -> type:
+        """Operands of the MMAs; each 16-bit number of K and V in shared memory, too, or two FP8 numbers."""
+        return Float16 if self.is_fp8 else self.dtype
+
+    @property
+    def scales_q(self) -> bool:
+        """Whether rows of Q are scaled to fit into the MMAs' dtype."""
+        return self.mma_dtype is not self.dtype
 
     @property
     def threads(self) -> int:
@@ -67,8 +92,24 @@ class DecodePlan(NamedTuple):
     @property
     def Dv(self) -> int:
         """Columns of V in shared memory: warps that share rows divide each chunk of a swizzle among them."""
-        features = self.features
-        return tile_dim(features.Dv) if self.key_warps == 1 else -(-features.Dv // CHUNK) * CHUNK
+        if self.key_warps > 1:
+            return -(-self.features.Dv // CHUNK) * CHUNK
+        return tile_dim(self.features.Dv // self._packed) * self._packed
+
+    @property
+    def _packed(self) -> int:
+        """Numbers of K or V in 16 bits."""
+        return 2 if self.is_fp8 else 1
+
+    @property
+    def k_columns(self) -> int:
+        """16-bit columns of K in shared memory."""
+        return tile_dim(self.features.D // self._packed)
+
+    @property
+    def v_columns(self) -> int:
+        """16-bit columns of V in shared memory."""
+        return self.Dv // self._packed
 
     @property
     def strip(self) -> int:
@@ -81,15 +122,23 @@ class DecodePlan(NamedTuple):
 
     @property
     def stage_bytes(self) -> int:
-        return 2 * KEYS * (self.D + self.Dv)
+        return 2 * KEYS * (self.k_columns + self.v_columns)
+
+    @property
+    def other_bytes(self) -> int:
+        """Bytes of shared memory besides the stages, at most."""
+        q, p = (-(-2 * self.rows * columns // _ALIGNMENT) * _ALIGNMENT for columns in (self.D, KEYS))
+        # Floats of a row: maxima, sums, factor.
+        numbers = 4 * self.rows * (self.key_warps + 4 * PARTS + 1)
+        return q + _COUNT_BYTES + (p + numbers if self.key_warps > 1 else 4 * self.rows)
 
     @property
     def stages(self) -> int:
-        return decode.stages(self.stage_bytes)
+        return decode.stages(self.stage_bytes, self.other_bytes)
 
     @property
     def ctas_per_sm(self) -> int:
-        return decode.ctas_per_sm(self.stage_bytes)
+        return decode.ctas_per_sm(self.stage_bytes, self.other_bytes)
 
     @property
     def band(self) -> BandShape:

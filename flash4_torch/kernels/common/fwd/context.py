@@ -8,7 +8,7 @@ import cutlass.cute as cute
 
 from ..attn_mask import Mask
 from ..tile_scheduler import SchedulerContext
-from .launch import Maps
+from .launch import Maps, Pages
 from .plan import ForwardPlan
 
 
@@ -22,5 +22,7 @@ class ForwardContext(SchedulerContext, Protocol):
     out: cute.Tensor
     cu_seqlens_q: cute.Tensor | None
     cu_seqlens_k: cute.Tensor | None
+    pages: Pages | None
+    """Instead of `cu_seqlens_k`, if keys are in pages."""
     mask: Mask | None
     sinks: cute.Tensor | None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
@@ -15,11 +16,36 @@ from ..attn_mask import example_args
 from ..launch_params import LaunchParams, example_params
 from .plan import ForwardPlan
 
+MOST_KEYS = 1 << 30
+"""Keys of a sequence in pages, at most: sums of two positions fit in 32 bits."""
+
+
+class PageArgs(NamedTuple):
+    """A launch's argument that says which keys of a cache each sequence has."""
+
+    block_table: cute.Tensor
+    """(B, blocks) int32 of any strides: key j of sequence b is in page block_table[b, j // page_size]."""
+    seqused_k: cute.Tensor
+    """(B,) int32, contiguous"""
+    min_seqlen_q: Int32
+    """Sequences with fewer queries are left to another launch."""
+
+
+class Pages(NamedTuple):
+    """The same as the kernel takes it."""
+
+    block_table: cute.Tensor
+    seqused_k: cute.Tensor
+    min_seqlen_q: Int32
+    room: Int32
+    """Keys that a row of the table has room for; the device would have to keep the product."""
+
 
 class Maps(NamedTuple):
     """TMA atoms, and the tensors that they copy from or to.
 
-    mQ and mO ((group, S), D, Hk, B), mK (S, D, Hk, B), mV (Dv, S, Hk, B).
+    mQ and mO ((group, S), D, Hk, B), mK (S, D, Hk, B), mV (Dv, S, Hk, B); with pages, S of K and V is
+    the number of a page's keys, and B the number of pages.
     """
 
     load_q: Any
@@ -30,6 +56,14 @@ class Maps(NamedTuple):
     mV: Any
     store_o: Any
     mO: Any
+
+
+def in_kernel(sequences_k: cute.Tensor | PageArgs | None, k: cute.Tensor) -> cute.Tensor | Pages | None:
+    """cu_seqlens_k or pages, as a kernel takes them."""
+    if not isinstance(sequences_k, PageArgs):
+        return sequences_k
+    room = Int64(k.shape[1]) * Int64(sequences_k.block_table.shape[1])
+    return Pages(*sequences_k, Int32(cutlass.min(room, Int64(MOST_KEYS))))
 
 
 def count_tiles(
@@ -46,17 +80,26 @@ def compile_for_any(forward: Any, plan: ForwardPlan) -> Any:
     """`forward` compiled for any sizes and strides; call it with its arguments except `plan` and `stream`."""
     features = plan.features
     modes = 2 if features.varlen else 3
+    of_cache = 3 if plan.paged else modes
     q, k, v, out = (
-        host.rows(plan.dtype, (*host.any_sizes(modes), D))
-        for D in (features.D, features.D, features.Dv, features.Dv)
+        host.rows(plan.dtype, (*host.any_sizes(n), D))
+        for n, D in (
+            (modes, features.D),
+            (of_cache, features.D),
+            (of_cache, features.Dv),
+            (modes, features.Dv),
+        )
     )
     lse = host.compact(Float32, host.any_sizes(modes))
     lse_low = host.compact(Float32, host.any_sizes(modes)) if features.float_mask else None
     tile_counter = host.compact(Int32, (1,))
     cu_seqlens = host.compact(Int32, host.any_sizes(1)) if features.varlen else None
+    sequences_k = cu_seqlens
+    if plan.paged:
+        sequences_k = PageArgs(host.strided(Int32, 2), host.compact(Int32, host.any_sizes(1)), Int32(0))
     rng_state = host.compact(Int64, (2,)) if features.dropout else None
     mask = example_args(plan.mask) if features.mask else None
     sinks = host.compact(host.NUMERIC[features.sinks], host.any_sizes(1)) if features.sinks else None
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    tensors = (q, k, v, out, lse, lse_low, tile_counter, cu_seqlens, cu_seqlens, mask, rng_state, sinks)
+    tensors = (q, k, v, out, lse, lse_low, tile_counter, cu_seqlens, sequences_k, mask, rng_state, sinks)
     return cute.compile(forward, *tensors, example_params(), plan, stream, options="--enable-tvm-ffi")

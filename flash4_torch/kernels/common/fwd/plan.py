@@ -90,6 +90,23 @@ class ForwardPlan(NamedTuple):
         return self.band.may_mask_rows or self.features.varlen or bool(self.features.mask)
 
     @property
+    def paged(self) -> bool:
+        """Whether keys and values are in pages."""
+        return self.features.page_box > 0
+
+    @property
+    def page_boxes(self) -> int:
+        """Boxes that a block of keys of a paged cache comes in."""
+        return self.keys // self.features.page_box
+
+    def check_pages(self) -> None:
+        """Raise AssertionError for pages that the kernel does not load."""
+        f = self.features
+        if self.paged:
+            assert f.page_box in (16, 32, 64, 128) and self.keys % f.page_box == 0
+            assert f.varlen and self.cluster_size == 1 and not (f.mask or f.dropout)
+
+    @property
     def stores_by_tma(self) -> bool:
         """Whether O is stored by TMA. A varlen tile may end inside the box: its rows are stored singly."""
         return not self.features.varlen

@@ -72,7 +72,11 @@ def decode(ctx: ForwardContext, shape: Shape, work_idx: Uint32, at: Cursor) -> T
     b = Int32(batch)
     q_offset, k_offset = Int32(0), Int32(0)
     Sq, Sk = ctx.maps.mQ.shape[0][1], ctx.maps.mK.shape[0]
-    if cutlass.const_expr(ctx.plan.features.varlen):
+    if cutlass.const_expr(ctx.plan.paged):
+        q_offset = ctx.cu_seqlens_q[b]
+        Sq, Sk = ctx.cu_seqlens_q[b + 1] - q_offset, _keys_in_pages(ctx, b)
+        Sq = Sq if Sq >= ctx.pages.min_seqlen_q else Int32(0)
+    elif cutlass.const_expr(ctx.plan.features.varlen):
         q_offset, k_offset = ctx.cu_seqlens_q[b], ctx.cu_seqlens_k[b]
         Sq, Sk = ctx.cu_seqlens_q[b + 1] - q_offset, ctx.cu_seqlens_k[b + 1] - k_offset
     return Tile(
@@ -85,6 +89,12 @@ def decode(ctx: ForwardContext, shape: Shape, work_idx: Uint32, at: Cursor) -> T
         k_offset,
         Sk,
     )
+
+
+@cute.jit
+def _keys_in_pages(ctx: ForwardContext, batch: Int32) -> Int32:
+    """The keys of a sequence, at most those that its row of the table has room for."""
+    return cutlass.min(cutlass.max(ctx.pages.seqused_k[batch], 0), ctx.pages.room)
 
 
 @cute.jit

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 
 from ...common import attn_mask
 from ...common.cta_pair import CtaPair
-from ...common.fwd.launch import Maps
+from ...common.fwd.launch import Maps, Pages
 from ...common.launch_params import LaunchParams
 from ...common.ring import Ring
 from .plan import Plan
@@ -61,6 +61,8 @@ class Context:
     tile_counter: cute.Tensor
     cu_seqlens_q: cute.Tensor | None
     cu_seqlens_k: cute.Tensor | None
+    pages: Pages | None
+    """Instead of `cu_seqlens_k`, if keys are in pages."""
     mask: attn_mask.Mask | None
     rng_state: cute.Tensor | None
     sinks: cute.Tensor | None

@@ -9,7 +9,8 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from ...common import copies, ring, tile_scheduler
-from ...common.fwd import tiles
+from ...common.fwd import pages, tiles
+from ...common.fwd.pages import Places
 from ...common.fwd.tiles import Tile
 from ...common.ring import Cursor
 from ...common.role import role
@@ -66,16 +67,24 @@ def _tile(ctx: Context, tile: Tile, at: Cursors) -> Cursors:
     span = blocks.span
     n, _ = tiles.block_at(ctx, blocks, span.last - 1)
     q_at, kv_at, end_at = at.q, at.kv, at.end
+    places = _look_up(ctx, tile, n)
     _load_q(ctx, q_at, tile, 0)
-    kv_at = _load_k(ctx, kv_at, tile, n)
+    kv_at = _load_k(ctx, kv_at, tile, n, places)
     for t in cutlass.range_constexpr(1, ctx.plan.q_tiles):
         _load_q(ctx, q_at, tile, t)
-    kv_at, end_at = _load_v(ctx, kv_at, end_at, tile, n)
+    next_places = _look_up(ctx, tile, n - 1)
+    kv_at, end_at = _load_v(ctx, kv_at, end_at, tile, n, places)
     for i in cutlass.range(1, span.last - span.first, unroll=1):
         n, _ = tiles.block_at(ctx, blocks, span.last - 1 - i)
-        kv_at = _load_k(ctx, kv_at, tile, n)
-        kv_at, end_at = _load_v(ctx, kv_at, end_at, tile, n)
+        places, next_places = next_places, _look_up(ctx, tile, n - 1)
+        kv_at = _load_k(ctx, kv_at, tile, n, places)
+        kv_at, end_at = _load_v(ctx, kv_at, end_at, tile, n, places)
     return Cursors(at.work_idx, ring.after(at.tile, TILE_STAGES), ring.after(q_at, 1), kv_at, end_at)
+
+
+def _look_up(ctx: Context, tile: Tile, n: Int32) -> Places | tuple[()]:
+    """The places of block n's boxes, if keys are in pages."""
+    return pages.look_up(ctx, tile, n) if ctx.plan.paged else ()
 
 
 @cute.jit
@@ -104,35 +113,40 @@ def _load_q(ctx: Context, at: Cursor, tile: Tile, t: cutlass.Constexpr) -> None:
 
 
 @cute.jit
-def _load_k(ctx: Context, at: Cursor, tile: Tile, n: Int32) -> Cursor:
+def _load_k(ctx: Context, at: Cursor, tile: Tile, n: Int32, places: Places | tuple[()]) -> Cursor:
     ring.wait_empty(ctx.load_kv, at)
     full, stage = ctx.load_kv.full + at.stage, _stage(ctx, ctx.layouts.k, at)
     _expect(ctx, full, copies.stage_bytes(stage))
-    mK = cute.domain_offset(
-        (tile.k_offset, 0), ctx.maps.mK[None, None, tile.kv_head, _batch(ctx, tile.batch)]
-    )
-    gK = cute.local_tile(
-        mK, (ctx.plan.scores.b.rows, ctx.plan.D), (n * ctx.plan.cluster_size + _rank(ctx), 0)
-    )
-    copies.copy(ctx.maps.load_k, gK, stage[None, None, 0], full)
+    if cutlass.const_expr(ctx.plan.paged):
+        own = stage[None, None, 0]
+        pages.copy_block(ctx, ctx.maps.load_k, ctx.maps.mK, own, tile.kv_head, places, full, 0)
+    else:
+        mK = cute.domain_offset(
+            (tile.k_offset, 0), ctx.maps.mK[None, None, tile.kv_head, _batch(ctx, tile.batch)]
+        )
+        gK = cute.local_tile(
+            mK, (ctx.plan.scores.b.rows, ctx.plan.D), (n * ctx.plan.cluster_size + _rank(ctx), 0)
+        )
+        copies.copy(ctx.maps.load_k, gK, stage[None, None, 0], full)
     return ring.after(at, ctx.load_kv.stages)
 
 
 @cute.jit
-def _load_v(ctx: Context, at: Cursor, end_at: Cursor, tile: Tile, n: Int32):
+def _load_v(ctx: Context, at: Cursor, end_at: Cursor, tile: Tile, n: Int32, places: Places | tuple[()]):
     ring.wait_empty(ctx.load_kv, at)
     full, left = ctx.load_kv.full + at.stage, tile.Sk - n * ctx.plan.keys
-    stage = _stage(ctx, ctx.layouts.v, at)
-    mV = cute.domain_offset(
-        (0, tile.k_offset), ctx.maps.mV[None, None, tile.kv_head, _batch(ctx, tile.batch)]
-    )
-    gV = cute.local_tile(mV, (ctx.plan.output.b.columns, ctx.plan.keys), (_rank(ctx), n))
+    stage, gV = _stage(ctx, ctx.layouts.v, at), None
+    if cutlass.const_expr(not ctx.plan.paged):
+        mV = cute.domain_offset(
+            (0, tile.k_offset), ctx.maps.mV[None, None, tile.kv_head, _batch(ctx, tile.batch)]
+        )
+        gV = cute.local_tile(mV, (ctx.plan.output.b.columns, ctx.plan.keys), (_rank(ctx), n))
     if ctx.plan.features.varlen and left < ctx.plan.keys:
         # The next sequence's values follow. Their weights are 0, but 0 times infinity or NaN is not.
         arrived = ctx.sequence_end.full
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(arrived, copies.stage_bytes(stage))
-        copies.copy(ctx.maps.load_v, gV, stage[None, None, 0], arrived)
+        _copy_v(ctx, gV, stage[None, None, 0], tile, places, arrived)
         ring.wait_full(ctx.sequence_end, end_at)
         copies.zero_keys(stage[None, None, 0], left)
         cute.arch.fence_view_async_shared()
@@ -142,8 +156,24 @@ def _load_v(ctx: Context, at: Cursor, end_at: Cursor, tile: Tile, n: Int32):
         end_at = ring.after(end_at, 1)
     else:
         _expect(ctx, full, copies.stage_bytes(stage))
-        copies.copy(ctx.maps.load_v, gV, stage[None, None, 0], full)
+        _copy_v(ctx, gV, stage[None, None, 0], tile, places, full)
     return ring.after(at, ctx.load_kv.stages), end_at
+
+
+@cute.jit
+def _copy_v(
+    ctx: Context,
+    gV: cute.Tensor | None,
+    stage: cute.Tensor,
+    tile: Tile,
+    places: Places | tuple[()],
+    full: cute.Pointer,
+) -> None:
+    """Copy a block's V, which is `gV` unless it is in pages."""
+    if cutlass.const_expr(ctx.plan.paged):
+        pages.copy_block(ctx, ctx.maps.load_v, ctx.maps.mV, stage, tile.kv_head, places, full, 1)
+    else:
+        copies.copy(ctx.maps.load_v, gV, stage, full)
 
 
 def _stage(ctx: Context, layout: cute.ComposedLayout, at: Cursor) -> cute.Tensor:

@@ -202,6 +202,21 @@ class Plan(ForwardPlan):
         return self.keys * max(self.D, self.Dv) // self.cluster_size
 
     @property
+    def k_rows(self) -> int:
+        """Keys that one copy of K brings: a CTA's part of a block, or a box of a page."""
+        return self.features.page_box or self.scores.b.rows
+
+    @property
+    def v_rows(self) -> int:
+        """Keys that one copy of V brings."""
+        return self.features.page_box or self.keys
+
+    @property
+    def boxes(self) -> int:
+        """Copies that bring a stage."""
+        return self.page_boxes if self.paged else 1
+
+    @property
     def spans_differ(self) -> bool:
         """Whether tiles may visit different blocks."""
         return self.q_tiles > 1 and self.band.may_mask_rows
@@ -250,6 +265,7 @@ class Plan(ForwardPlan):
         assert c.cluster == 1 or (c.cluster == 2 and may_pair(f) and c.pack_gqa == 1)
         assert not (f.dropout and c.pack_gqa > 1), "dropout's random numbers follow unpacked rows"
         assert not c.o_over_q or self.Dv <= self.D
+        self.check_pages()
         assert c.tensor_memory(f) <= COLUMNS
         softmax, correction, other, idle = self.registers
         second = softmax if self.q_tiles == 2 else idle

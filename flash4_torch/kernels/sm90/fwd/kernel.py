@@ -18,7 +18,7 @@ from cutlass.memory import SmemAllocator
 
 from ...common import attn_mask, dropout, ring, smem_layouts
 from ...common.cta_pair import cluster_sync_exit, cluster_sync_init, make_cta_pair, peer_of
-from ...common.fwd.launch import Maps
+from ...common.fwd.launch import Maps, Pages
 from ...common.fwd.tiles import WORK_TILE_WORDS
 from ...common.launch_params import LaunchParams
 from ...common.warps import GROUP, WARP, WARPS
@@ -38,7 +38,7 @@ def forward_kernel(
     lse_low: cute.Tensor | None,
     tile_counter: cute.Tensor,
     cu_seqlens_q: cute.Tensor | None,
-    cu_seqlens_k: cute.Tensor | None,
+    sequences_k: cute.Tensor | Pages | None,
     mask_args: attn_mask.MaskArgs | None,
     rng_state: cute.Tensor | None,
     sinks: cute.Tensor | None,
@@ -85,7 +85,8 @@ def forward_kernel(
         lse_low=lse_low,
         tile_counter=tile_counter,
         cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
+        cu_seqlens_k=None if plan.paged else sequences_k,
+        pages=sequences_k if plan.paged else None,
         mask=mask,
         rng_state=rng_state,
         sinks=sinks,

@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import cpasync
 from ....configs.types import Features, Sm90Forward
 from ...common import host, tile_scheduler
 from ...common.attn_mask import MaskArgs
-from ...common.fwd.launch import Maps, compile_for_any, count_tiles
+from ...common.fwd.launch import Maps, PageArgs, compile_for_any, count_tiles, in_kernel
 from ...common.launch_params import LaunchParams
 from ...common.smem_layouts import column_major_layout, row_major_layout
 from ...common.warps import WARPS
@@ -32,7 +32,7 @@ def forward(
     lse_low: cute.Tensor | None,
     tile_counter: cute.Tensor,
     cu_seqlens_q: cute.Tensor | None,
-    cu_seqlens_k: cute.Tensor | None,
+    sequences_k: cute.Tensor | PageArgs | None,
     mask: MaskArgs | None,
     rng_state: cute.Tensor | None,
     sinks: cute.Tensor | None,
@@ -46,6 +46,11 @@ def forward(
     stride is 1, the others are multiples of 8 elements, and bases are aligned to 16 bytes. lse (B, Hq, Sq) or
     (Hq, T) float32, contiguous; with a float mask lse_low as well: what rounding took from lse. sinks (Hq,)
     are counted by lse. tile_counter int32 (1,), zero before and after. No size is 0.
+
+    With pages, `sequences_k` are `PageArgs` instead of cu_seqlens_k, and k (pages, page_size, Hk, D) and v
+    (pages, page_size, Hk, Dv) have the keys of packed queries. A sequence has seqused_k[b] keys, at least 0
+    and at most blocks * page_size. page_size is a multiple of `features.page_box`. Page numbers are clamped
+    to those that exist; the table is not read for keys that a sequence lacks.
     """
     plan.check()
     heads, keys = host.by_kv_head(q, k), host.positions_first(k)
@@ -62,8 +67,8 @@ def forward(
     shared = load if plan.cluster_size == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
     maps = Maps(
         *host.tensor_map(load, heads, layouts.q, (plan.box, plan.D)),
-        *host.tensor_map(shared, keys, layouts.k, plan.k_share, plan.cluster_size),
-        *host.tensor_map(shared, values, layouts.v, plan.v_share, plan.cluster_size),
+        *host.tensor_map(shared, keys, layouts.k, plan.k_share, plan.shares),
+        *host.tensor_map(shared, values, layouts.v, plan.v_share, plan.shares),
         *host.tensor_map(store, outputs, layouts.o, (plan.store_box, plan.Dv)),
     )
     tiles = count_tiles(q, maps, cu_seqlens_q, params, plan)
@@ -75,7 +80,7 @@ def forward(
         lse_low,
         tile_counter,
         cu_seqlens_q,
-        cu_seqlens_k,
+        in_kernel(sequences_k, k),
         mask,
         rng_state,
         sinks,

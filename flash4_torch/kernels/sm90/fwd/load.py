@@ -9,7 +9,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int16, Int32
 
 from ...common import copies, ring, tile_scheduler
-from ...common.fwd import tiles
+from ...common.fwd import pages, tiles
+from ...common.fwd.pages import Places
 from ...common.fwd.tiles import Tile
 from ...common.ring import Cursor
 from ...common.role import role
@@ -24,6 +25,8 @@ class Block(NamedTuple):
     batch: Int32
     k_offset: Int32
     Sk: Int32
+    places: Places | tuple[()] = ()
+    """Places of its boxes, if keys are in pages."""
 
 
 class Cursors(NamedTuple):
@@ -40,7 +43,7 @@ def load(ctx: Context) -> None:
     """Load every tile's Q, with the work tile, then its blocks of K and V from the last to the first."""
     shape = tiles.shape(ctx)
     at = Cursors(ring.start(), ring.start(), ring.start(), ring.start(), ring.start())
-    owed, owes = Block(Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)), Boolean(False)
+    owed, owes = _no_block(ctx), Boolean(False)
     work_idx = tile_scheduler.initial_work(ctx)
     while work_idx < shape.num_work:
         number = tile_scheduler.prefetch_work(ctx, shape.num_work)
@@ -55,9 +58,11 @@ def load(ctx: Context) -> None:
             _load_q(ctx, at.q, tile)
             blocks = tiles.blocks_of(ctx, tile)
             span = blocks.span
+            places = _look_up(ctx, tile, span.last - 1)
             for i in cutlass.range(span.last - span.first, unroll=1):
                 n, _ = tiles.block_at(ctx, blocks, span.last - 1 - i)
-                block = Block(n, tile.kv_head, tile.batch, tile.k_offset, tile.Sk)
+                block = Block(n, tile.kv_head, tile.batch, tile.k_offset, tile.Sk, places)
+                places = _look_up(ctx, tile, n - 1)
                 _load_k(ctx, k_at, block)
                 k_at = ring.after(k_at, ctx.plan.config.kv_stages)
                 if cutlass.const_expr(ctx.plan.config.k_ahead):
@@ -72,6 +77,16 @@ def load(ctx: Context) -> None:
     if owes:
         _load_v(ctx, at.v, at.end, owed)
     _signal_end(ctx, at.q)
+
+
+def _no_block(ctx: Context) -> Block:
+    places = Places(Int32(0), Int32(0)) if ctx.plan.paged else ()
+    return Block(Int32(0), Int32(0), Int32(0), Int32(0), Int32(0), places)
+
+
+def _look_up(ctx: Context, tile: Tile, n: Int32) -> Places | tuple[()]:
+    """The places of block n's boxes, if keys are in pages."""
+    return pages.look_up(ctx, tile, n) if ctx.plan.paged else ()
 
 
 @cute.jit
@@ -99,28 +114,33 @@ def _load_k(ctx: Context, at: Cursor, block: Block) -> None:
     full = ctx.load_k.full + at.stage
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(full, copies.stage_bytes(ctx.sK))
-    mK = cute.domain_offset(
-        (block.k_offset, 0), ctx.maps.mK[None, None, block.kv_head, _batch(ctx, block.batch)]
-    )
-    gK = cute.local_tile(mK, (ctx.plan.keys, ctx.plan.D), (block.n, 0))
-    _copy_share(ctx, ctx.maps.load_k, gK, ctx.sK[None, None, at.stage], full, ctx.plan.k_share)
+    if cutlass.const_expr(ctx.plan.paged):
+        stage = ctx.sK[None, None, at.stage]
+        pages.copy_block(ctx, ctx.maps.load_k, ctx.maps.mK, stage, block.kv_head, block.places, full, 0)
+    else:
+        mK = cute.domain_offset(
+            (block.k_offset, 0), ctx.maps.mK[None, None, block.kv_head, _batch(ctx, block.batch)]
+        )
+        gK = cute.local_tile(mK, (ctx.plan.keys, ctx.plan.D), (block.n, 0))
+        _copy_share(ctx, ctx.maps.load_k, gK, ctx.sK[None, None, at.stage], full, ctx.plan.k_share)
 
 
 @cute.jit
 def _load_v(ctx: Context, at: Cursor, end_at: Cursor, block: Block):
     ring.wait_empty(ctx.load_v, at)
     full, left = ctx.load_v.full + at.stage, block.Sk - block.n * ctx.plan.keys
-    stage = ctx.sV[None, None, at.stage]
-    mV = cute.domain_offset(
-        (0, block.k_offset), ctx.maps.mV[None, None, block.kv_head, _batch(ctx, block.batch)]
-    )
-    gV = cute.local_tile(mV, (ctx.plan.Dv, ctx.plan.keys), (0, block.n))
+    stage, gV = ctx.sV[None, None, at.stage], None
+    if cutlass.const_expr(not ctx.plan.paged):
+        mV = cute.domain_offset(
+            (0, block.k_offset), ctx.maps.mV[None, None, block.kv_head, _batch(ctx, block.batch)]
+        )
+        gV = cute.local_tile(mV, (ctx.plan.Dv, ctx.plan.keys), (0, block.n))
     if ctx.plan.features.varlen and left < ctx.plan.keys:
         # The next sequence's V follows. Its weights are 0, but 0 times infinity or NaN is not 0.
         arrived = ctx.sequence_end.full
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(arrived, copies.stage_bytes(ctx.sV))
-        _copy_share(ctx, ctx.maps.load_v, gV, stage, arrived, ctx.plan.v_share)
+        _copy_v(ctx, block, gV, stage, arrived)
         ring.wait_full(ctx.sequence_end, end_at)
         copies.zero_keys(stage, left)
         cute.arch.fence_view_async_shared()
@@ -131,8 +151,19 @@ def _load_v(ctx: Context, at: Cursor, end_at: Cursor, block: Block):
     else:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, copies.stage_bytes(ctx.sV))
-        _copy_share(ctx, ctx.maps.load_v, gV, stage, full, ctx.plan.v_share)
+        _copy_v(ctx, block, gV, stage, full)
     return ring.after(at, ctx.plan.config.kv_stages), end_at
+
+
+@cute.jit
+def _copy_v(
+    ctx: Context, block: Block, gV: cute.Tensor | None, stage: cute.Tensor, full: cute.Pointer
+) -> None:
+    """Copy a block's V, which is `gV` unless it is in pages."""
+    if cutlass.const_expr(ctx.plan.paged):
+        pages.copy_block(ctx, ctx.maps.load_v, ctx.maps.mV, stage, block.kv_head, block.places, full, 1)
+    else:
+        _copy_share(ctx, ctx.maps.load_v, gV, stage, full, ctx.plan.v_share)
 
 
 @cute.jit

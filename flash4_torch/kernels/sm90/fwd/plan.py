@@ -109,17 +109,24 @@ class Plan(ForwardPlan):
 
     @property
     def k_share(self) -> tuple[int, int]:
-        """Keys and columns of a block of K that each CTA loads."""
+        """Keys and columns of a block of K that each CTA loads, or that a box of a page has."""
         return self._share(self.keys, self.D)
 
     @property
     def v_share(self) -> tuple[int, int]:
-        """Columns and keys of a block of V that each CTA loads."""
+        """Columns and keys of a block of V that each CTA loads, or that a box of a page has."""
         keys, columns = self._share(self.keys, self.Dv)
         return columns, keys
 
+    @property
+    def shares(self) -> int:
+        """Shares that a block of K or of V consists of."""
+        return self.page_boxes if self.paged else self.cluster_size
+
     def _share(self, keys: int, columns: int) -> tuple[int, int]:
-        """A share is a range of columns if that fills whole copies, of 64 each: fewer copies than by keys."""
+        """A CTA's share is a range of columns if that fills whole copies, of 64 each: fewer than by keys."""
+        if self.paged:
+            return self.features.page_box, columns
         if columns % (64 * self.cluster_size) == 0:
             return keys, columns // self.cluster_size
         return keys // self.cluster_size, columns
@@ -180,6 +187,7 @@ class Plan(ForwardPlan):
         # With `k_ahead` a K arrives without waiting for the last V before it.
         assert self.skips_both or self.skipped <= c.kv_stages - c.next_tile + c.k_ahead
         assert c.cluster in (1, 2)
+        self.check_pages()
         if c.cluster > 1:
             assert not (f.varlen or f.mask or f.dropout)
         if c.next_tile:

@@ -1,0 +1,191 @@
+"""The forward over a paged cache, for many query tokens: the kernel that serves a call, and its launch.
+
+    problem = problem_of(cache_problem)
+    if not limits(target, problem):
+        launch = sequence(decide(target, problem, num_sms, target.find))
+        launch(q, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, sinks, out, lse, tile_counter)
+
+The tensors: q (T, Hq, D) packed; k_cache (pages, page_size, Hk, D) and v_cache (pages, page_size, Hk, Dv), in
+which key j of sequence b is row j % page_size of page block_table[b, j // page_size]; block_table (B, blocks)
+and seqused_k (B,), integers that only the device reads, as cu_seqlens_q (B + 1,); sinks (Hq,) or None.
+
+A sequence has seqused_k[b] keys, at least 0 and at most blocks * page_size; its last query is aligned to its
+last key. Page numbers are clamped to those that exist. Nothing is read of the table for keys that a sequence
+lacks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...configs.types import Features, widest_box
+from ...kvcache_problem import CacheProblem
+from ...problem import Extent, Problem, Spec
+from . import forward
+from .forward import Kernel
+from .params import FARTHEST
+from .targets import Find, ForwardConfig, Target
+from .tensors import is_readable, lengths, readable
+
+_DTYPES = (torch.bfloat16, torch.float16)
+_STEP = 16
+"""Page sizes are multiples of it: keys of the smallest box."""
+_MOST_TILES = (1 << 31) - 1
+
+
+class PagedProblem(NamedTuple):
+    """Everything about a call except its tensors' data."""
+
+    problem: Problem
+    """The same call with packed keys; `extent.Sq` and `extent.Sk` bound the lengths of all sequences."""
+    page_size: int
+    cache_dtype: torch.dtype
+    in_place: bool
+    """Whether TMA can read the pages where they are."""
+    causal_flags: bool = False
+    """Whether some sequences are causal and others not."""
+
+
+def problem_of(problem: CacheProblem) -> PagedProblem:
+    """The problem as the forward kernels have it."""
+    spec, extent = problem.spec, problem.extent
+    packed = Spec(
+        device=spec.device,
+        dtype=spec.dtype,
+        D=spec.D,
+        Dv=spec.Dv,
+        group=spec.group,
+        varlen=True,
+        left=problem.band.left is not None,
+        right=problem.band.right is not None,
+        softcap=spec.softcap,
+        mask="",
+        dropout=False,
+        deterministic=False,
+        sinks=spec.sinks,
+        capability=spec.capability,
+    )
+    sizes = Extent(extent.B, extent.max_seqlen_q, extent.max_seqlen_k, extent.Hq, extent.Hk)
+    dense = Problem(packed, sizes, problem.scale, problem.band, problem.softcap, 0.0)
+    return PagedProblem(dense, extent.page_size, spec.cache_dtype, spec.aligned, spec.causal_flags)
+
+
+def limits(target: Target, paged: PagedProblem) -> list[str]:
+    """The reasons why the target's forward kernels cannot serve the problem; none of them depends on data."""
+    spec, extent, why = paged.problem.spec, paged.problem.extent, []
+    if spec.dtype not in _DTYPES:
+        why.append(f"the dtype is {spec.dtype}, and it serves bfloat16 and float16")
+    if paged.cache_dtype != spec.dtype:
+        why.append(f"the cache is {paged.cache_dtype}, and it serves caches of q's dtype, {spec.dtype}")
+    if paged.page_size % _STEP:
+        why.append(f"the page size is {paged.page_size}, and it serves multiples of {_STEP}")
+    if paged.causal_flags:
+        why.append("causal is a tensor, and it serves one flag for all sequences")
+    if not paged.in_place:
+        why.append("it reads pages in place: columns side by side, all else at multiples of 16 bytes")
+    if spec.mask or spec.dropout:
+        why.append("attn_mask or dropout is given, and with pages it serves neither")
+    if spec.sinks and spec.sinks not in ("bfloat16", "float16", "float32"):
+        why.append(f"sinks are {spec.sinks}, and it takes up to float32")
+    why += target.forward_configs.limits(forward.features_of(paged.problem)._replace(D=spec.D, Dv=spec.Dv))
+    if max(extent) > FARTHEST or extent.B * extent.Hq * (extent.Sq // 64 + 1) > _MOST_TILES:
+        why.append(f"the sizes are {tuple(extent)}, and it counts positions and tiles in 32 bits")
+    return why
+
+
+def decide(target: Target, paged: PagedProblem, num_sms: int, find: Find) -> Kernel:
+    """The kernel that serves a problem without `limits`, and its parameters."""
+    config = config_of(target, paged)
+    page_box = widest_box(paged.page_size, config.keys)
+    features = forward.features_of(paged.problem)._replace(page_box=page_box)
+    params = forward.params_of(target, paged.problem, config, num_sms)
+    return Kernel(find(target.forward, (features, config)), config, params)
+
+
+def config_of(target: Target, paged: PagedProblem) -> ForwardConfig:
+    problem = paged.problem
+    band, extent = problem.band, problem.extent
+    return target.forward_configs.forward(
+        forward.features_of(problem)._replace(page_box=widest_box(paged.page_size)),
+        extent.Sq,
+        extent.Sk,
+        problem.spec.group,
+        forward.seen(problem),
+        band.right is not None and band.right <= 0,
+    )
+
+
+def common_kernels(
+    target: Target, features: Features, group: int
+) -> Iterator[tuple[Features, ForwardConfig]]:
+    """What the forward kernels are compiled for where pages have 16, 64 or 256 keys."""
+    for page_size in (16, 64, 256):
+        asked = features._replace(varlen=True, page_box=widest_box(page_size))
+        for config in target.forward_configs.reachable(asked, group):
+            yield asked._replace(page_box=widest_box(page_size, config.keys)), config
+
+
+Sequence = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor], None
+]
+"""Function of the tensors above, out (T, Hq, Dv), lse (Hq, T) and tile_counter, which launches the kernel."""
+
+
+def sequence(kernel: Kernel, min_seqlen_q: int = 0) -> Sequence:
+    """The launch, with everything decided but the tensors.
+
+    min_seqlen_q: sequences with fewer queries are left alone.
+
+    It writes out, of q's dtype, and lse, float32, natural logarithm; either may have any strides. Rows of no
+    sequence are left alone. tile_counter: int32 (1,), which is 0 before and after.
+    """
+    function, params = kernel.function, kernel.params
+
+    def launch(
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_table: Tensor,
+        cu_seqlens_q: Tensor,
+        seqused_k: Tensor,
+        sinks: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        tile_counter: Tensor,
+    ) -> None:
+        if not q.numel() or not seqused_k.numel():
+            return
+        if not k_cache.numel() or not block_table.numel():
+            out.zero_()
+            lse.fill_(-math.inf)
+            if sinks is not None:
+                lse.copy_(sinks[:, None].expand(lse.shape))
+            return
+        own_out = out if is_readable(out) else out.contiguous()
+        own_lse = lse if lse.is_contiguous() else lse.contiguous()
+        function(
+            readable(q),
+            k_cache,
+            v_cache,
+            own_out,
+            own_lse,
+            None,
+            tile_counter,
+            lengths(cu_seqlens_q),
+            (block_table.to(torch.int32), lengths(seqused_k), min_seqlen_q),
+            None,
+            None,
+            None if sinks is None else sinks.contiguous(),
+            params,
+        )
+        if own_out is not out:
+            out.copy_(own_out)
+        if own_lse is not lse:
+            lse.copy_(own_lse)
+
+    return launch
