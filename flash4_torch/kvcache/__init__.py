@@ -1,6 +1,5 @@
 """Attention for serving: over KV caches, paged or dense, and what is done around it.
 
-    append_kvcache(k, v, k_cache, v_cache, block_table=table, seqused_k=lengths_before)
     out = attention_kvcache(q, k_cache, v_cache, block_table=table, seqused_k=lengths, causal=True)
 
 Lengths and tables stay on the device: no call waits for them, and a CUDA graph may be replayed after they

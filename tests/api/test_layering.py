@@ -201,6 +201,8 @@ def test_source_is_python_3_10(path: Path) -> None:
         ("api", "from .nn import MultiheadAttention"),
         ("api", "from . import __version__"),
         ("ops.impl", "from ..api import attention"),
+        ("kvcache.append", "from ..kernels.common import kvcache"),
+        ("backends.kvcache.append", "from ...kvcache import arguments"),
         ("nn.multihead", "from .. import backends"),
         ("nn.multihead", "from ..integrations import transformers"),
         ("nn.multihead", "import os\nos.environ['X']"),
