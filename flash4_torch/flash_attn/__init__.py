@@ -1,4 +1,4 @@
-"""flash-attn's functions, served by `attention` and `attention_varlen`: a program changes its imports.
+"""flash-attn's functions, served by ours: a program changes its imports.
 
     from flash4_torch.flash_attn import flash_attn_func                      # before: from flash_attn
     from flash4_torch.flash_attn.bert_padding import unpad_input, pad_input  # before: flash_attn.bert_padding
@@ -20,12 +20,22 @@ dtype and head size that `attention` takes will do. What differs:
 - Dropout follows torch.manual_seed, but drops other weights than flash-attn does.
 - num_splits, pack_gqa, sm_margin, min_seqlen_k, seqlen_k_per_split, scheduler_metadata and
   disable_scheduler_metadata do not change what is computed: they are taken and have no effect.
-- learnable_sink is served by flash_attn_func and flash_attn_varlen_func; with alibi_slopes the bias is whole.
-- block_table, page_table, seqused_q, seqused_k, score_mod, score_mod_bwd, mask_mod,
-  aux_tensors, aux_scalars, block_sparse_tensors, block_sparse_tensors_bwd, qv, gather_kv_indices,
-  attention_chunk, q_descale, k_descale and v_descale are not served: all but their defaults is an error.
+- learnable_sink is served by flash_attn_func, flash_attn_varlen_func and flash_attn_with_kvcache; with
+  alibi_slopes the bias is whole.
+- seqused_q, cache_leftpad, score_mod, score_mod_bwd, mask_mod, aux_tensors, aux_scalars,
+  block_sparse_tensors, block_sparse_tensors_bwd, qv, gather_kv_indices, attention_chunk and q_descale are
+  not served: all but their defaults is an error.
 
-There is no flash_attn_with_kvcache.
+KV caches, in flash_attn_with_kvcache and, with block_table or seqused_k, in flash_attn_varlen_func:
+
+- They serve inference: a gradient, dropout_p and alibi_slopes are errors.
+- Caches are of q's dtype or float8_e4m3fn; k_descale and v_descale are (), (Hk,) or (B, Hk). q is never
+  float8.
+- Pages may have any size. page_table is block_table; learnable_sink, sinks and s_aux are one thing.
+- num_splits=0 leaves the number to us. In flash_attn_varlen_func 1, FlashAttention-4's default, is 1 here,
+  too.
+- Lengths, tables and cu_seqlens are int32 on q's device, and no host waits for them. On a GPU a new key
+  without a place is not stored, and lengths are clamped to the room there is; on a CPU these are errors.
 """
 
 from .functions import (
@@ -36,6 +46,7 @@ from .functions import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+from .kvcache import flash_attn_with_kvcache
 
 __all__ = [
     "flash_attn_func",
@@ -44,4 +55,5 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
 ]

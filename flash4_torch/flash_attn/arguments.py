@@ -15,6 +15,8 @@ from ..ops.keywords import no_argument
 
 Window = tuple[int | None, int | None]
 
+NO_WINDOW = (-1, -1)
+
 _SPEED = (
     "num_splits",
     "pack_gqa",
@@ -26,15 +28,23 @@ _SPEED = (
 )
 """Arguments about how to compute, which do not change what is computed."""
 
+_OPTIONS = {
+    "scale": "softmax_scale",
+    "window": "window_size",
+    "k_scale": "k_descale",
+    "v_scale": "v_descale",
+}
+"""Our names of options over KV caches, and flash-attn's."""
+
 _NO_MODS = "functions of scores are not served; softcap is, and flash4_torch.attention takes an attn_mask"
-_NO_PAGES = "paged KV caches are not served"
-_NO_FLOAT8 = "float8 is not served"
+_CACHES = "flash_attn_varlen_func and flash_attn_with_kvcache take it, for a cache"
 _UNSERVED: dict[str, str] = {
     "learnable_sink": "flash_attn_func and flash_attn_varlen_func take it",
-    "block_table": _NO_PAGES,
-    "page_table": _NO_PAGES,
+    "block_table": _CACHES,
+    "page_table": _CACHES,
+    "cache_leftpad": "a sequence's keys begin with the first row of its entry or pages",
     "seqused_q": "sequences end where cu_seqlens_q says",
-    "seqused_k": "sequences end where cu_seqlens_k says",
+    "seqused_k": "flash_attn_varlen_func takes it",
     "score_mod": _NO_MODS,
     "score_mod_bwd": _NO_MODS,
     "mask_mod": _NO_MODS,
@@ -45,9 +55,9 @@ _UNSERVED: dict[str, str] = {
     "qv": "latent attention with absorbed weights is not served",
     "gather_kv_indices": "a choice of keys for each query is not served",
     "attention_chunk": "chunks of attention are not served",
-    "q_descale": _NO_FLOAT8,
-    "k_descale": _NO_FLOAT8,
-    "v_descale": _NO_FLOAT8,
+    "q_descale": "q is not served in float8; caches are",
+    "k_descale": _CACHES,
+    "v_descale": _CACHES,
 }
 """Arguments that change the results in a way that we cannot serve, and why."""
 
@@ -57,13 +67,19 @@ def refuse(function: Callable[..., Any], others: Mapping[str, Any]) -> None:
     for name, value in others.items():
         if name in _UNSERVED:
             if not (value is None or (name == "attention_chunk" and value == 0)):
-                raise ArgumentError(name, _shown(value), f"it must be left out: {_UNSERVED[name]}")
+                raise ArgumentError(name, shown(value), f"it must be left out: {_UNSERVED[name]}")
         elif name not in _SPEED:
             raise no_argument(function, [name])
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else reprlib.repr(value)
+
+
+def renamed(error: ArgumentError, names: Mapping[str, str]) -> ArgumentError:
+    """The same error about the argument as it is called here: our name for it is replaced by flash-attn's."""
+    name = (_OPTIONS | dict(names)).get(error.argument, error.argument)
+    return type(error)(name, error.value, error.limit)
 
 
 class Options(NamedTuple):
@@ -98,6 +114,15 @@ class Options(NamedTuple):
             "deterministic": check.flag("deterministic", self.deterministic) or None,
             "return_lse": True,
         }
+
+    def ours_without_dropout(self) -> dict[str, Any]:
+        """Keywords of `attention_kvcache`."""
+        ours = self.ours()
+        if ours.pop("dropout_p") > 0.0:
+            limit = "with block_table or seqused_k it must be 0: they serve inference"
+            raise ArgumentError("dropout_p", self.dropout_p, limit)
+        del ours["deterministic"], ours["return_lse"]
+        return ours
 
     def results(self, out: Tensor, lse: Tensor) -> Any:
         if self.return_attn_probs:
@@ -176,7 +201,14 @@ def learnable_sink(sinks: Tensor | None, q: Tensor) -> Tensor | None:
 def no_alibi(slopes: Tensor | None) -> None:
     if slopes is not None:
         limit = "it must be None: packed sequences take no bias"
-        raise ArgumentError("alibi_slopes", _shown(slopes), limit)
+        raise ArgumentError("alibi_slopes", shown(slopes), limit)
+
+
+def no_descale(**scales: Tensor | None) -> None:
+    for name, value in scales.items():
+        if value is not None:
+            limit = "it must be None: it belongs to a float8 cache, with block_table or seqused_k"
+            raise ArgumentError(name, shown(value), limit)
 
 
 def unpacked(name: str, tensor: Tensor, layout: str) -> tuple[Tensor, ...]:

@@ -9,9 +9,8 @@ from torch import Tensor
 from ..api import attention, attention_varlen
 from ..ops.keywords import hides_unknown
 from . import arguments
-from .arguments import Options, Window, alibi, no_alibi, refuse, unpacked
-
-NO_WINDOW = (-1, -1)
+from .arguments import NO_WINDOW, Options, Window, alibi, no_alibi, no_descale, refuse, unpacked
+from .kvcache import attend_to_packed
 
 
 @hides_unknown
@@ -152,7 +151,7 @@ def flash_attn_varlen_func(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     max_seqlen_q: int | Tensor | None = None,
     max_seqlen_k: int | Tensor | None = None,
     dropout_p: float = 0.0,
@@ -167,6 +166,10 @@ def flash_attn_varlen_func(
     *,
     return_lse: bool = False,
     learnable_sink: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    page_table: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     **others: Any,
 ) -> Any:
     """Attention over B packed sequences of different lengths, each by itself.
@@ -180,16 +183,25 @@ def flash_attn_varlen_func(
         max_seqlen_q: length of the longest sequence of queries, or an upper bound; default Tq.
         max_seqlen_k: the same for keys; default Tk.
         alibi_slopes: must be None.
-        block_table: must be None.
+        block_table: (B, blocks), int32, for inference: k and v are pages, (pages, page_size, Hk, D), and key
+            j of sequence b is row j % page_size of page block_table[b, j // page_size].
         dropout_p, ..., learnable_sink: as in `flash_attn_func`, within each sequence.
+        seqused_k: (B,), int32, for inference: how many keys each sequence has, the first ones of those that
+            cu_seqlens_k gives it, or of its pages. Without a table k may also be (B, S, Hk, D) then;
+            cu_seqlens_k is None if k is not packed. Default: as many as cu_seqlens_k says.
+        page_table: flash-attn 3's name of block_table.
+        k_descale: float32, (), (Hk,) or (B, Hk), for pages or entries in float8_e4m3fn: what keys are
+            multiplied by.
+        v_descale: the same for values.
 
     Returns:
         out (Tq, Hq, Dv), or (out, lse), or (out, lse, empty). lse is (Hq, Tq).
 
     Raises:
         ArgumentError, KeywordError: as in `flash_attn_func`.
+        NoGradientError: a gradient was requested with block_table or seqused_k.
     """
-    refuse(flash_attn_varlen_func, {"block_table": block_table, **others})
+    refuse(flash_attn_varlen_func, others)
     no_alibi(alibi_slopes)
     options = Options(
         dropout_p,
@@ -201,15 +213,36 @@ def flash_attn_varlen_func(
         return_attn_probs,
         return_lse,
     )
+    sinks = arguments.learnable_sink(learnable_sink, q)
+    if not (block_table is None and page_table is None and seqused_k is None):
+        out, lse = attend_to_packed(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            seqused_k=seqused_k,
+            block_table=block_table,
+            page_table=page_table,
+            k_scale=k_descale,
+            v_scale=v_descale,
+            sinks=sinks,
+            num_splits=others.get("num_splits") or None,
+            **options.ours_without_dropout(),
+        )
+        return options.results(out, lse)
+    no_descale(k_descale=k_descale, v_descale=v_descale)
     out, lse = attention_varlen(
         q,
         k,
         v,
         cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
+        cu_seqlens_k=cu_seqlens_k,  # type: ignore[arg-type]  # None is an error there.
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
-        sinks=arguments.learnable_sink(learnable_sink, q),
+        sinks=sinks,
         **options.ours(),
     )
     return options.results(out, lse)

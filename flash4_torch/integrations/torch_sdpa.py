@@ -11,6 +11,9 @@ CUDA `context_parallel`, whose ring calls only the aten operators. Calls for whi
 attention (by its rules about dtypes, masks and, on a CPU, dropout and Dv) do not reach our kernels either;
 `flash4_torch.attention` has no such limits.
 
+With block_table, seqused_k or num_splits `varlen_attn` and `varlen_attn_out` run `attention_kvcache`.
+What torch promises of num_splits=1, bits that do not depend on the batch, holds: it is `batch_invariant`.
+
 Nothing is registered or active on import.
 """
 
@@ -27,6 +30,8 @@ from torch.nn.attention import register_flash_attention_impl
 
 from .. import ops
 from ..errors import ArgumentError
+from ..kvcache import attention_kvcache
+from ..kvcache.packed import packed_as_pages
 from ..problem import CallOptions
 
 NAME = "FLASH4"
@@ -269,6 +274,46 @@ class _Call(NamedTuple):
         return self.cum_seq_q, self.cum_seq_k, None, rng_state, self.max_q, self.max_k
 
 
+class _Cache(NamedTuple):
+    """The arguments of the CUDA forward that describe a KV cache."""
+
+    seqused_k: Tensor | None
+    block_table: Tensor | None
+    num_splits: int | None
+
+    @property
+    def is_asked_for(self) -> bool:
+        return any(value is not None for value in self)
+
+    def forward(
+        self, call: _Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """(out, lse) of (B, S, H, D) or, with cum_seq_q, (T, H, D); k and v may be pages."""
+        if call.dropout_p > 0.0:
+            limit = "with seqused_k, block_table or num_splits it must be 0: they serve inference"
+            raise ArgumentError("dropout_p", call.dropout_p, limit)
+        table, lengths = self.block_table, self.seqused_k
+        if table is None and call.cum_seq_k is not None:
+            k, v, table, lengths = packed_as_pages(k, v, call.cum_seq_k, call.max_k, lengths)
+        result, lse = attention_kvcache(
+            q,
+            k,
+            v,
+            seqused_k=lengths,
+            block_table=table,
+            cu_seqlens_q=call.cum_seq_q,
+            max_seqlen_q=call.max_q,
+            max_seqlen_k=call.max_k,
+            window=call.window,
+            scale=call.scale,
+            num_splits=self.num_splits or None,
+            batch_invariant=self.num_splits == 1,
+            out=out,
+            return_lse=True,
+        )
+        return result, lse.contiguous()
+
+
 def _flash_forward(
     query: Tensor,
     key: Tensor,
@@ -288,27 +333,34 @@ def _flash_forward(
     alibi_slopes: Tensor | None = None,
     block_table: Tensor | None = None,
     num_splits: int | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """aten::_flash_attention_forward: dense (B, S, H, D), or ragged (T, H, D) with both cum_seq."""
-    _refuse(
-        return_debug_mask=return_debug_mask or None,
-        seqused_k=seqused_k,
-        alibi_slopes=alibi_slopes,
-        block_table=block_table,
-        num_splits=num_splits,
-    )
-    _both_or_neither(cum_seq_q, cum_seq_k)
+    """aten::_flash_attention_forward: dense (B, S, H, D), or ragged (T, H, D) with both cum_seq.
+
+    out: what the result is written to, which the operator itself does not have.
+    """
+    _refuse(return_debug_mask=return_debug_mask or None, alibi_slopes=alibi_slopes)
     window = _cuda_window(is_causal, window_size_left, window_size_right)
     call = _Call(cum_seq_q, cum_seq_k, max_q, max_k, _scale(query, scale), window, dropout_p)
-    rng_state = _draw_rng_state(query, dropout_p)
-    out, lse = call.forward(query, key, value, rng_state)
-    return _laid_out_like(query, out), lse, *_auxiliary(query, rng_state)
+    cache, rng_state = _Cache(seqused_k, block_table, num_splits), None
+    if cache.is_asked_for:
+        # A dense result is written in one piece, as not every `out` can be.
+        into = out if query.dim() == 3 else None
+        result, lse = cache.forward(call, query, key, value, into)
+    else:
+        _both_or_neither(cum_seq_q, cum_seq_k)
+        rng_state = _draw_rng_state(query, dropout_p)
+        result, lse = call.forward(query, key, value, rng_state)
+    if out is None:
+        out = _laid_out_like(query, result)
+    elif out is not result:
+        out.copy_(result)
+    return out, lse, *_auxiliary(query, rng_state)
 
 
 def _flash_forward_inplace(out: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """aten::_flash_attention_forward_no_dropout_inplace: `_flash_forward` into `out`, returning lse."""
-    result, lse, *_ = _flash_forward(*args, **kwargs)
-    out.copy_(result)
+    _, lse, *_ = _flash_forward(*args, **kwargs, out=out)
     return lse
 
 

@@ -3,6 +3,7 @@
     flash4_torch.integrations.transformers.register()
     model = AutoModelForCausalLM.from_config(config, attn_implementation="fa4")
     model.set_attn_implementation("fa4")
+    model.generate_batch(prompts)         # continuous batching: see `transformers_serving`
 
 Nothing is registered on import, and only importing this module imports transformers. The name is not "flash4"
 because transformers takes every name that contains "flash" for a kernel to download.
@@ -46,6 +47,7 @@ from ..fast_path import Door
 from ..masks import Band
 from ..ops import check
 from ..problem import CallOptions, Inputs
+from . import transformers_serving
 from .transformers_models import Service, judge_class, judge_model, model_classes
 
 NAME = "fa4"
@@ -90,6 +92,7 @@ def register(name: str = NAME) -> str:
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, make_mask)
     if not _names:
+        transformers_serving.install(_names)
         PreTrainedModel.get_correct_attn_implementation = _asking_us(  # type: ignore[method-assign]
             PreTrainedModel.get_correct_attn_implementation
         )

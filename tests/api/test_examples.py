@@ -7,6 +7,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -41,3 +42,15 @@ def test_hugging_face(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(differences(text)) == 1 and max(differences(text)) < 1e-5
     # One for the logits, then eight tokens, in each of two layers; none by eager.
     assert "calls of flash4_torch's attention: 18" in text
+
+
+def test_hugging_face_serving(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    from transformers.generation.continuous_batching import cache
+
+    # transformers takes a CPU to have no memory where psutil is missing.
+    memory = torch.device("cpu"), 1 << 30, 0, 0
+    monkeypatch.setattr(cache, "get_device_and_memory_breakdown", lambda: memory)
+    text = printed("hugging_face_serving", capsys)
+    assert "tokens of 4 requests: 32" in text
+    assert "by eager attention: True" in text

@@ -21,6 +21,7 @@ from flash4_torch.backends import dispatch
 from flash4_torch.errors import ArgumentError, DtypeError, KeywordError, RangeError, ShapeError
 from flash4_torch.flash_attn.arguments import alibi
 from flash4_torch.flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
+from flash_attn_definition import by_definition
 
 SHARED = {
     "dropout_p": 0.0,
@@ -44,7 +45,26 @@ SIGNATURES: dict[str, dict[str, Any]] = {
     "flash_attn_varlen_func": {**QKV, **LENGTHS, **LONGEST, **SHARED, "block_table": None},
     "flash_attn_varlen_kvpacked_func": {**Q, "kv": NONE, **LENGTHS, **LONGEST, **SHARED},
     "flash_attn_varlen_qkvpacked_func": {"qkv": NONE, "cu_seqlens": NONE, "max_seqlen": None, **SHARED},
-}
+    "flash_attn_with_kvcache": {
+        "q": NONE, "k_cache": NONE, "v_cache": NONE, "k": None, "v": None, "rotary_cos": None,
+        "rotary_sin": None, "cache_seqlens": None, "cache_batch_idx": None, "cache_leftpad": None,
+        "block_table": None, "softmax_scale": None, "causal": False, "window_size": (-1, -1),
+        "softcap": 0.0, "rotary_interleaved": True, "alibi_slopes": None, "num_splits": 0,
+        "return_softmax_lse": False,
+    },
+}  # fmt: skip
+# What these take besides, by name.
+KEYWORDS: dict[str, list[str]] = {
+    **{name: ["return_lse"] for name in SIGNATURES},
+    "flash_attn_func": ["return_lse", "learnable_sink"],
+    "flash_attn_varlen_func": [
+        "return_lse", "learnable_sink", "seqused_k", "page_table", "k_descale", "v_descale",
+    ],
+    "flash_attn_with_kvcache": [
+        "page_table", "cu_seqlens_q", "cu_seqlens_k_new", "max_seqlen_q", "rotary_seqlens", "k_descale",
+        "v_descale", "learnable_sink", "sinks", "s_aux", "out",
+    ],
+}  # fmt: skip
 # What the other versions take after v, with their defaults; window_size has two.
 VERSION_3 = {
     "softmax_scale": None, "causal": False, "qv": None, "q_descale": None, "k_descale": None,
@@ -73,8 +93,7 @@ def test_signatures(name: str) -> None:
     parameters = inspect.signature(getattr(flash_attn, name)).parameters.values()
     positional = {p.name: p.default for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
     assert list(positional.items()) == list(SIGNATURES[name].items())
-    more = ["learnable_sink"] if name in BOTH else []
-    assert [p.name for p in parameters if p.kind is not p.POSITIONAL_OR_KEYWORD] == ["return_lse", *more]
+    assert [p.name for p in parameters if p.kind is not p.POSITIONAL_OR_KEYWORD] == KEYWORDS[name]
     assert sorted(flash_attn.__all__) == sorted(SIGNATURES)
 
 
@@ -117,33 +136,6 @@ def calls(draw: st.DrawFn) -> tuple[dict[str, Tensor], dict[str, Any]]:
         sinks = torch.randn(Hk * group, generator=generator, dtype=torch.float64, requires_grad=True)
         tensors["learnable_sink"] = sinks
     return tensors, flags
-
-
-def by_definition(
-    q: Tensor, k: Tensor, v: Tensor, flags: dict[str, Any], learnable_sink: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) from flash-attn's documentation, with whole score matrices and torch's softmax."""
-    Sq, Sk = q.shape[1], k.shape[1]
-    group, scale = q.shape[2] // k.shape[2], flags["softmax_scale"] or q.shape[3] ** -0.5
-    k, v = (x.repeat_interleave(group, 2) for x in (k, v))
-    scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
-    if flags["softcap"]:
-        scores = flags["softcap"] * torch.tanh(scores / flags["softcap"])
-    distance = torch.arange(Sq)[:, None] + Sk - Sq - torch.arange(Sk)
-    if flags["alibi_slopes"] is not None:
-        scores = scores - flags["alibi_slopes"].double().view(-1, q.shape[2], 1, 1) * distance.abs()
-    left, right = flags["window_size"]
-    right = 0 if flags["causal"] else right
-    hidden = torch.zeros(Sq, Sk, dtype=torch.bool)
-    hidden |= distance > left if left not in (None, -1) else False
-    hidden |= -distance > right if right not in (None, -1) else False
-    scores = scores.masked_fill(hidden, -torch.inf)
-    if learnable_sink is not None:
-        column = learnable_sink[:, None, None].expand(*scores.shape[:-1], 1)
-        scores = torch.cat([scores, column], -1)
-        return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1)[..., :-1], v), scores.logsumexp(-1)
-    weights = scores.masked_fill(hidden.all(1)[:, None], 0.0).softmax(-1).masked_fill(hidden, 0.0)
-    return torch.einsum("bhij,bjhd->bihd", weights, v), scores.logsumexp(-1)
 
 
 def gradients(out: Tensor, lse: Tensor, inputs: list[Tensor]) -> tuple[Tensor, ...]:
@@ -308,6 +300,7 @@ UNSERVED = {
     **dict.fromkeys(("score_mod", "score_mod_bwd", "mask_mod"), lambda *args: args),
     **dict.fromkeys(("aux_tensors", "aux_scalars", "block_sparse_tensors", "block_sparse_tensors_bwd"), ()),
     **dict.fromkeys(("gather_kv_indices", "page_table", "seqused_q", "seqused_k"), torch.ones(2).int()),
+    "cache_leftpad": torch.ones(2).int(),
     "attention_chunk": 8,
 }
 
@@ -315,6 +308,8 @@ UNSERVED = {
 @pytest.mark.parametrize("name", UNSERVED)
 def test_what_is_not_served_is_named(name: str) -> None:
     for function, inputs in zip(BOTH, ((X, X, X), (P, P, P, ENDS, ENDS)), strict=True):
+        if name in KEYWORDS[function]:
+            continue
         with pytest.raises(ArgumentError, match=f"^{name} is .*, but it must be left out: ") as caught:
             getattr(flash_attn, function)(*inputs, **{name: UNSERVED[name]})
         assert caught.value.argument == name
@@ -325,7 +320,12 @@ def test_what_is_not_served_is_named(name: str) -> None:
         "learnable_sink",
     }
     speed = ("num_splits", "pack_gqa", "sm_margin", "min_seqlen_k", "seqlen_k_per_split")
-    assert taken == {*UNSERVED, *speed, "scheduler_metadata", "disable_scheduler_metadata"}
+    assert {*taken, "cache_leftpad"} == {
+        *UNSERVED,
+        *speed,
+        "scheduler_metadata",
+        "disable_scheduler_metadata",
+    }
 
 
 # name: (arguments, error, argument it names, a piece of its limit)
@@ -384,11 +384,9 @@ def test_wrong_tensors_are_named(function: str, call: tuple[Any, ...], words: st
     assert str(caught.value) == words
 
 
-@pytest.mark.parametrize("name", ["alibi_slopes", "block_table"])
-def test_packed_sequences_take_no_bias_and_no_pages(name: str) -> None:
-    with pytest.raises(ArgumentError, match=f"{name} is a tensor \\(2,\\), but it must be") as caught:
-        flash_attn.flash_attn_varlen_func(P, P, P, ENDS, ENDS, **{name: torch.ones(2)})
-    assert caught.value.argument == name
+def test_packed_sequences_take_no_bias() -> None:
+    with pytest.raises(ArgumentError, match="alibi_slopes is a tensor \\(2,\\), but it must be"):
+        flash_attn.flash_attn_varlen_func(P, P, P, ENDS, ENDS, alibi_slopes=torch.ones(2))
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
@@ -398,7 +396,7 @@ def test_unknown_keywords_are_named(name: str) -> None:
     for keyword, words in {
         "scale": "it is called 'softmax_scale' here",
         "window": "it is called 'window_size' here",
-        "return_softmax_lse": "it is called 'return_lse' here",
+        **({} if "cache" in name else {"return_softmax_lse": "it is called 'return_lse' here"}),
         "causul": "did you mean 'causal'?",
     }.items():
         with pytest.raises(KeywordError, match=f"^{name} has no argument '{keyword}'; ") as caught:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +24,7 @@ from torch.nn.attention import (
 )
 from torch.nn.attention.varlen import varlen_attn
 
-from flash4_torch import backends, ops
+from flash4_torch import attention_kvcache, backends, ops
 from flash4_torch.errors import ArgumentError
 from flash4_torch.integrations import torch_sdpa
 from flash4_torch.problem import CallOptions, Problem
@@ -301,21 +304,150 @@ def test_varlen_attn_out_writes_into_out() -> None:
         assert torch.equal(out, varlen_attn(q, k, v, ends, ends, 4, 4))
 
 
+Sizes = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), min_size=1, max_size=4)
+Splits = st.sampled_from([None, 0, 1, 3])
+
+
+def by_mask(q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int]) -> Tensor:
+    """Attention of one sequence, (S, H, D), aligned to the bottom right, 0 for rows that see nothing."""
+    q, k, v = (x.transpose(0, 1) for x in (q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)))
+    distance = torch.arange(k.shape[1]) - torch.arange(q.shape[1])[:, None] - (k.shape[1] - q.shape[1])
+    left, right = (99 if side == -1 else side for side in window)
+    mask = (distance >= -left) & (distance <= right)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask) if k.shape[1] else torch.zeros_like(q)
+    return out.masked_fill(~mask.any(1)[:, None], 0.0).transpose(0, 1)
+
+
+@pytest.mark.skipif(
+    "seqused_k" not in inspect.signature(varlen_attn).parameters,
+    reason="PyTorch before 2.13 has no caches in varlen_attn; the operator's own arguments are tested below",
+)
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(Sizes, st.integers(1, 5), st.sampled_from([(-1, -1), (-1, 0), (3, 0), (2, 2)]), Splits)
+def test_varlen_attn_over_pages_is_each_sequence_by_itself(
+    sizes: list[tuple[int, int]], page_size: int, window: tuple[int, int], num_splits: int | None
+) -> None:
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn_out
+
+    tokens, keys = zip(*sizes, strict=True)
+    table, pages, parts = paged(keys, page_size)
+    q, ends = normal(sum(tokens), 4, 8, seed=0), cumulative(tokens)
+    options = {"window_size": window, "enable_gqa": True, "block_table": table, "num_splits": num_splits}
+    call = (q, *pages, ends, None, max(tokens), max(keys))
+    out = torch.full_like(q, torch.nan)
+    lengths = torch.tensor(keys, dtype=torch.int32)
+    with cuda_operators_on_cpu():
+        found, lse = varlen_attn(*call, seqused_k=lengths, return_aux=AuxRequest(lse=True), **options)
+        into, same = varlen_attn_out(
+            out, *call, seqused_k=lengths, return_aux=AuxRequest(lse=True), **options
+        )
+    assert into is out and torch.equal(out, found) and torch.equal(lse, same)
+    assert lse.shape == (4, sum(tokens))
+    wanted = [by_mask(x, k, v, window) for x, (k, v) in zip(q.split(tokens), parts, strict=True)]
+    assert_same([found], [torch.cat(wanted)], 1e-5)
+
+
+def cumulative(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+
+def paged(
+    lengths: Sequence[int], page_size: int
+) -> tuple[Tensor, tuple[Tensor, Tensor], list[tuple[Tensor, Tensor]]]:
+    """The block table, the caches in shuffled pages, whose other rows are NaN, and each sequence's (k, v)."""
+    blocks = max(1, *(-(-n // page_size) for n in lengths)) if lengths else 1
+    number = len(lengths) * blocks
+    table = torch.randperm(number, generator=torch.Generator().manual_seed(7)).view(-1, blocks).int()
+    caches = torch.full((2, number, page_size, 2, 8), torch.nan)
+    parts = []
+    for b, n in enumerate(lengths):
+        part = normal(2, n, 2, 8, seed=10 + b)
+        for j in range(n):
+            caches[:, table[b, j // page_size], j % page_size] = part[:, j]
+        parts.append((part[0], part[1]))
+    return table, (caches[0], caches[1]), parts
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(Sizes, st.data(), st.booleans(), Splits)
+def test_cuda_forward_over_packed_and_dense_caches(
+    sizes: list[tuple[int, int]], data: st.DataObject, causal: bool, num_splits: int | None
+) -> None:
+    """The first seqused_k keys of each sequence count, packed or dense."""
+    tokens, room = zip(*sizes, strict=True)
+    dense = data.draw(st.booleans())
+    if dense:
+        tokens, room = (max(tokens),) * len(tokens), (max(1, *room, 1),) * len(room)
+    used = [data.draw(st.integers(0, n)) for n in room]
+    q, k, v = (
+        normal(sum(n), H, 8, seed=seed) for seed, (n, H) in enumerate(((tokens, 4), (room, 2), (room, 2)))
+    )
+    ends: list[Tensor | None] = [cumulative(tokens), cumulative(room)]
+    given_q, given_k, given_v = q, k, v
+    if dense:
+        B, ends = len(sizes), [None, None]
+        given_q, given_k, given_v = (x.view(B, -1, *x.shape[1:]) for x in (q, k, v))
+    call = (given_q, given_k, given_v, *ends, max(tokens), max(room), 0.0, causal, False)
+    lengths = torch.tensor(used, dtype=torch.int32)
+    kernels = torch_sdpa.CUDA_KERNELS
+    out, lse, *_ = kernels["_flash_attention_forward"](*call, seqused_k=lengths, num_splits=num_splits)
+    into = torch.full_like(given_q, torch.nan)
+    same = kernels["_flash_attention_forward_no_dropout_inplace"](
+        into, *call, seqused_k=lengths, num_splits=num_splits
+    )
+    assert torch.equal(into, out) and torch.equal(same, lse)
+    assert lse.is_contiguous() and lse.shape == ((B, 4, max(tokens)) if dense else (4, sum(tokens)))
+    wanted = [
+        by_mask(x, ks[:n], vs[:n], (-1, 0) if causal else (-1, -1))
+        for x, ks, vs, n in zip(q.split(tokens), k.split(room), v.split(room), used, strict=True)
+    ]
+    assert_same([out.reshape(-1, 4, 8)], [torch.cat(wanted)], 1e-5)
+
+
+@pytest.mark.skipif(
+    "num_splits" not in str(torch.ops.aten._flash_attention_forward.default._schema),
+    reason="PyTorch before 2.13 has no num_splits",
+)
+def test_one_split_asks_for_bits_that_do_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch promises so of num_splits=1; gradients are those of any other call."""
+    asked: list[bool] = []
+
+    def attend(*args: Any, batch_invariant: bool, **kwargs: Any) -> Any:
+        asked.append(batch_invariant)
+        return attention_kvcache(*args, batch_invariant=batch_invariant, **kwargs)
+
+    monkeypatch.setattr(torch_sdpa, "attention_kvcache", attend)
+    q, k, v = (normal(7, 2, 8, seed=s).requires_grad_() for s in range(3))
+    ends = cumulative([3, 4])
+    with cuda_operators_on_cpu():
+        results = []
+        for splits in ({}, {"num_splits": 1}, {"num_splits": 2}):
+            out, *_ = torch.ops.aten._flash_attention_forward(
+                q, k, v, ends, ends, 4, 4, 0.0, True, False, **splits
+            )
+            results.append(with_grads(out, q, k, v))
+    assert asked == [True, False]
+    assert_same(results[1], results[0], 1e-5)
+    assert_same(results[2], results[0], 1e-5)
+
+
 REFUSED = {
     "return_debug_mask": {"return_debug_mask": True},
-    "seqused_k": {"seqused_k": torch.ones(1, dtype=torch.int32)},
+    "seqused_k": {"block_table": torch.zeros(1, 1, dtype=torch.int32)},
+    "dropout_p": {"num_splits": 2, "dropout_p": 0.5},
     "alibi_slopes": {"alibi_slopes": torch.ones(2)},
     "cum_seq_k": {"cum_seq_q": torch.tensor([0, 2], dtype=torch.int32)},
-    "block_table": {"block_table": torch.zeros(1, 1, dtype=torch.int32)},
-    "num_splits": {"num_splits": 2},
+    "block_table": {"block_table": torch.zeros(1, 1), "seqused_k": torch.ones(1, dtype=torch.int32)},
+    "num_splits": {"num_splits": -1},
 }
 
 
 @pytest.mark.parametrize("argument", REFUSED)
 def test_what_is_not_served_is_refused_by_name(argument: str) -> None:
     q = torch.ones(1, 2, 2, 4)
-    call = {"cum_seq_q": None, "cum_seq_k": None, "return_debug_mask": False, **REFUSED[argument]}
+    call = {"cum_seq_q": None, "cum_seq_k": None, "return_debug_mask": False, "dropout_p": 0.0}
+    call |= REFUSED[argument]
     with pytest.raises(ArgumentError, match=f"^{argument} is"):
         torch_sdpa.CUDA_KERNELS["_flash_attention_forward"](
-            q, q, q, max_q=2, max_k=2, dropout_p=0.0, is_causal=False, **call
+            q, q, q, max_q=2, max_k=2, is_causal=False, **call
         )
