@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kvcache": {"fast_path", "ops", "backends"},
     "flash_attn": {"api", "kvcache", "ops"},
     "nn": {"attend", "fast_path", "ops"},
-    "integrations": {"api", "fast_path", "flash_attn", "kvcache", "ops"},
+    "integrations": {"api", "fast_path", "flash_attn", "kvcache", "ops", "backends"},
     "testing": {"api", "ops", "backends", "emulator", "reference"},
 }
 # The package's front and its tools, which nothing below imports: "" is flash4_torch/__init__.py.

@@ -51,7 +51,8 @@ def test_files_are_the_package_and_the_emulators_sources(wheel: Path) -> None:
         found = {name for name in archive.namelist() if ".dist-info/" not in name}
         about = {name.partition(".dist-info/")[2] for name in archive.namelist()} - {""}
     assert found == expected
-    assert about == {"METADATA", "RECORD", "WHEEL", "licenses/LICENSE", "top_level.txt"}
+    files = {"METADATA", "RECORD", "WHEEL", "licenses/LICENSE", "top_level.txt", "entry_points.txt"}
+    assert about == files
 
 
 USE = """
