@@ -183,7 +183,7 @@ def attend_to_packed(
             k, v, table, lengths = packed_as_pages(k, v, cu_seqlens_k, max_seqlen_k, seqused_k)
         elif lengths is None and cu_seqlens_k is not None:
             lengths = cu_seqlens_k.diff().to(torch.int32)
-        return attention_kvcache(
+        results: tuple[Tensor, Tensor] = attention_kvcache(
             q,
             k,
             v,
@@ -195,6 +195,7 @@ def attend_to_packed(
             return_lse=True,
             **options,
         )
+        return results
     except ArgumentError as error:
         raise arguments.renamed(error, {"sinks": "learnable_sink", "block_table": name}) from error
 

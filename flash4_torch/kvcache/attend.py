@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 from torch import Tensor
 
@@ -13,20 +13,48 @@ from ..ops import kvcache as ops
 from ..ops.keywords import hides_unknown, no_argument
 from . import check
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 Window = tuple[int | None, int | None]
 
 
+class _Options(TypedDict, total=False):
+    """Keywords that do not affect the return type."""
+
+    seqused_k: Tensor | None
+    block_table: Tensor | None
+    cu_seqlens_q: Tensor | None
+    max_seqlen_q: int | Tensor | None
+    max_seqlen_k: int | Tensor | None
+    causal: bool | Tensor
+    window: Window
+    scale: float | None
+    softcap: float
+    sinks: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    num_splits: int | None
+    batch_invariant: bool
+    out: Tensor | None
+
+
 @overload
 def attention_kvcache(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, return_lse: Literal[False] = False, **options: Any
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[_Options],
 ) -> Tensor: ...
 @overload
 def attention_kvcache(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, return_lse: Literal[True], **options: Any
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, return_lse: Literal[True], **options: Unpack[_Options]
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention_kvcache(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, return_lse: bool, **options: Any
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, return_lse: bool, **options: Unpack[_Options]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @hides_unknown
 def attention_kvcache(
@@ -37,8 +65,8 @@ def attention_kvcache(
     seqused_k: Tensor | None = None,
     block_table: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
+    max_seqlen_q: int | Tensor | None = None,
+    max_seqlen_k: int | Tensor | None = None,
     causal: bool | Tensor = False,
     window: Window = (None, None),
     scale: float | None = None,
@@ -69,7 +97,8 @@ def attention_kvcache(
             not exist are read as the nearest that does.
         cu_seqlens_q: (B + 1,), int32, for packed q: sequence b has tokens cu_seqlens_q[b] to
             cu_seqlens_q[b + 1] - 1, none if both are equal. Rows of `out` after the last one are not written.
-        max_seqlen_q: most tokens of a sequence of packed q, or a bound. Default: T.
+        max_seqlen_q: most tokens of a sequence of packed q, or a bound: an int, or a 0-dim tensor (the host
+            then waits for its value). Default: T.
         max_seqlen_k: most keys of a sequence, or a bound, by which the work is divided. Default: what there
             is room for.
         causal: token i sees keys up to i + Sk - Sq. A tensor (B,), bool or int32, says so for each sequence;

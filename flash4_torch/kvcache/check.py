@@ -110,7 +110,7 @@ def integers(name: str, x: Tensor, q: Tensor) -> None:
         raise DeviceError(name, x.device, f"it must be on q's device, {q.device}")
 
 
-def max_seqlen_q(value: int | None, q: Tensor) -> int:
+def max_seqlen_q(value: int | Tensor | None, q: Tensor) -> int:
     """The most tokens of a sequence: a bound if q is packed, else their number."""
     if q.dim() == 3:
         return max_seqlen("max_seqlen_q", value, q.shape[0])
