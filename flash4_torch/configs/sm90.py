@@ -21,6 +21,8 @@ _TEMPORARIES = 28
 _BOOL_MASK_TEMPORARIES = 4
 _SOFTCAP_TEMPORARIES = 4
 _DROPOUT_TEMPORARIES = 4
+_PAGED_SOFTCAP_TEMPORARIES = 4
+"""Beside softcap: a bounded tile has no half blocks with pages, and 192 x 128 at D 64 spilled."""
 
 MAX_D = 256
 _QUERIES_OF_CLUSTERS = 1024
@@ -257,6 +259,7 @@ def registers(features: Features, config: Sm90Forward) -> int:
         _BOOL_MASK_TEMPORARIES * (features.mask == "bool")
         + _SOFTCAP_TEMPORARIES * features.softcap
         + _DROPOUT_TEMPORARIES * features.dropout
+        + _PAGED_SOFTCAP_TEMPORARIES * (features.softcap and features.page_box > 0)
     )
     return columns + _TEMPORARIES + extras + _bias(features, config)
 

@@ -71,7 +71,7 @@ def test_lengths_are_clamped(kernel: Kernel, longest: int, page_size: int) -> No
     """A sequence has no fewer keys than none, and no more than its row of the table has room for."""
     paged = two_sequences(kernel, (0, longest), page_size)
     paged = replace(paged, table=paged.table[:, : longest // page_size].contiguous())
-    beyond = torch.tensor([-1, 2**31 - 1], dtype=torch.int32)
+    beyond = torch.tensor([-(2**31), 2**31 - 1], dtype=torch.int32)
     found = run_paged(kernel, replace(paged, seqused_k=beyond), schedule="late")
     assert same(found, run_paged(kernel, paged))
 

@@ -54,9 +54,13 @@ def _far(cache: Tensor) -> Tensor:
 
 @st.composite
 def paged_calls(draw: st.DrawFn, kernel: Kernel) -> PagedCall:
-    """Calls that a host may make of such a kernel."""
+    """Calls that a host may make of such a kernel; some sequence has several blocks of keys."""
     features, config = kernel
-    call = draw(calls(features, whole=1 if config.ragged_k else config.keys, packed=config.pack_gqa > 1))
+    whole = 1 if config.ragged_k else config.keys
+    several = calls(features, whole=whole, packed=config.pack_gqa > 1).filter(
+        lambda call: any(Sq > 0 and Sk > config.keys for Sq, Sk in zip(*call.lengths, strict=True))
+    )
+    call = draw(several)
     page_size = features.page_box * draw(st.sampled_from([1, 1, 2, 3, 5]))
     return in_pages(call, page_size, draw(st.sampled_from(LAYOUTS)), draw(st.integers(0, 999)))
 
