@@ -1,0 +1,313 @@
+"""Tracing: a user's function of one score, run once on numbers without data, becomes a program.
+
+Nothing of its source is read. Tensors that it captures, wherever it keeps them (closures, partial, attributes
+of objects and modules), become arguments, and so do its Python numbers, unless they decide on the course of
+Python itself or are an exponent or an integer above 2**53: functions that do the same have the same program.
+"""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import os
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType, TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch._decomp import get_decompositions
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..errors import ArgumentError, DeviceError, DtypeError, TraceError
+from .build import Builder, Free, Lane, Number, Symbol, Unsupported, translate
+from .program import Program
+
+aten = torch.ops.aten
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = get_decompositions(
+    [
+        aten.silu,
+        aten.softplus,
+        aten.leaky_relu,
+        aten.elu,
+        aten.hardtanh,
+        aten.hardsigmoid,
+        aten.hardswish,
+        aten.log_sigmoid_forward,
+        aten.gelu,
+        aten.lerp,
+        aten.addcmul,
+        aten.addcdiv,
+        aten.logit,
+        aten.tanh_backward,
+        aten.sigmoid_backward,
+        aten.threshold_backward,
+        aten.isneginf,
+        aten.isposinf,
+    ]
+)
+"""Operations that consist of others of the table."""
+
+SCORE, MASK = "score_mod", "mask_mod"
+
+
+class Traced(NamedTuple):
+    """A function's program, and the arguments that it takes from this function."""
+
+    program: Program
+    tensors: tuple[Tensor, ...]
+    scalars: tuple[float, ...]
+
+
+def trace(
+    function: Callable[..., Any],
+    kind: str,
+    device: torch.device,
+    score_dtype: torch.dtype = torch.float32,
+    extra: Sequence[Tensor] = (),
+) -> Traced:
+    """The program of a score_mod or, with `kind` MASK, of a mask_mod.
+
+    The function gets 0-dim tensors: the score in `score_dtype` (score_mod only), then b, h, q_idx and kv_idx,
+    int32; then `extra`, tensors that are arguments rather than captured.
+    """
+    dtypes = [score_dtype] * (kind == SCORE) + [torch.int32] * 4
+    graph = _graph(function, kind, device, dtypes, extra)
+    builder = Builder(dtypes)
+    lanes = [Lane(Symbol("input", i), dtype) for i, dtype in enumerate(dtypes)]
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    beside = placeholders[len(dtypes) :]
+    try:
+        (result,) = translate(graph.graph, builder, [*lanes, *map(Free, beside)])
+    except Unsupported as error:
+        where = _line_of(function, device, dtypes, extra, graph.graph, error.node)
+        raise TraceError(kind, name(function), str(error.node.target), error.reason, where) from None
+    program = builder.finish([_result(result, builder, kind, score_dtype)])
+    given = dict(zip(beside, extra, strict=True))
+    return Traced(program, _tensors(graph, builder.free, given, device), tuple(builder.values))
+
+
+def name(function: Callable[..., Any]) -> str:
+    """The function's name for messages."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__qualname__", type(function).__qualname__)
+
+
+def _graph(
+    function: Callable[..., Any],
+    kind: str,
+    device: torch.device,
+    dtypes: list[torch.dtype],
+    extra: Sequence[Tensor],
+) -> fx.GraphModule:
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with fake, torch.no_grad():
+            numbers = [torch.zeros((), dtype=dtype, device=device) for dtype in dtypes]
+            beside = [torch.empty_like(x) for x in extra]
+
+            def checked(*arguments: Tensor) -> Tensor:
+                with Indexing():
+                    result = function(*arguments)
+                if not isinstance(result, Tensor):
+                    raise ArgumentError(
+                        kind, f"a function that returns {result!r:.60}", "it must return a tensor"
+                    )
+                return result
+
+            return make_fx(checked, DECOMPOSITIONS)(*numbers, *beside)
+    except (ArgumentError, TraceError):
+        raise
+    except _Forbidden as error:
+        raise TraceError(kind, name(function), *error.args, _innermost(error.__traceback__)) from None
+    except Exception as error:
+        operation = _data_dependence(error)
+        if operation is None:
+            raise
+        reason = "it needs a value on the host, but a score has none while it is traced; torch.where chooses"
+        where = _innermost(error.__traceback__)
+        raise TraceError(kind, name(function), operation, reason, where) from None
+
+
+def _data_dependence(error: Exception) -> str | None:
+    """The operation that needs data, if that is the error's cause."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+        is_item = "_local_scalar_dense" in str(error.func)
+        return "a tensor's value (bool(), int(), float(), item() or `if`)" if is_item else str(error.func)
+    if isinstance(error, GuardOnDataDependentSymNode) or "data-dependent" in str(error):
+        return "a tensor's value"
+    return None
+
+
+class _Forbidden(Exception):
+    """A call that the modes below refuse: `_Forbidden(operation, reason)`."""
+
+
+class Indexing(TorchFunctionMode):
+    """Indices may be 0-dim tensors, which torch itself would read on the host; nothing is printed."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function in _PRINTS:
+            raise _Forbidden("printing or formatting", "a score has no value while it is traced")
+        if function is Tensor.__getitem__:
+            indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(_is_number(x) for x in indices):
+                return element(args[0], indices)
+        return function(*args, **(kwargs or {}))
+
+
+_PRINTS = frozenset((Tensor.__repr__, Tensor.__format__))
+
+
+def _is_number(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dim() == 0 and index.dtype != torch.bool
+
+
+def element(x: Tensor, indices: tuple[Any, ...]) -> Tensor:
+    """x[indices], where 0-dim tensors are indices that no host reads."""
+    taken = sum(1 for index in indices if index is not None and index is not Ellipsis)
+    full: list[Any] = []
+    for index in indices:
+        full += [slice(None)] * (x.dim() - taken) if index is Ellipsis else [index]
+    is_plain = all(map(_is_number, full))
+    view = x if is_plain else x[tuple(slice(None) if _is_number(index) else index for index in full)]
+    positions: list[Tensor | None] = []
+    for index in full:
+        if _is_number(index):
+            positions.append(index)
+        elif not isinstance(index, int):
+            positions.append(None)
+    return aten.index.Tensor(view, positions)
+
+
+def _result(result: Any, builder: Builder, kind: str, score_dtype: torch.dtype) -> Lane:
+    """What the function returns, as a value of the program."""
+    if isinstance(result, Number):
+        result = builder.number(result, result.dtype or score_dtype)
+    if isinstance(result, Free):
+        value: Tensor = result.node.meta["val"]
+        result = builder.add("gather", (builder.tensor(result),), value.dtype, value.shape)
+    if result.shape:
+        limit = "it must return a 0-dim tensor, from 0-dim score and indices"
+        raise ArgumentError(kind, f"a function that returns a tensor of shape {result.shape}", limit)
+    if kind == MASK:
+        if result.dtype != torch.bool:
+            raise DtypeError(kind, f"a function that returns {result.dtype}", "it must return torch.bool")
+        return result
+    if not result.dtype.is_floating_point:
+        raise DtypeError(kind, f"a function that returns {result.dtype}", "it must return a floating score")
+    return builder.converted(result, score_dtype)
+
+
+def _tensors(
+    graph: fx.GraphModule, nodes: list[fx.Node], given: dict[fx.Node, Tensor], device: torch.device
+) -> tuple[Tensor, ...]:
+    """The tensors of a call, computed from the captured ones in torch, with their gradients."""
+    known: dict[fx.Node, Tensor] = dict(given)
+
+    def value(node: fx.Node) -> Tensor:
+        if node not in known:
+            if node.op == "get_attr":
+                known[node] = getattr(graph, str(node.target))
+            else:
+                args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+                known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        return known[node]
+
+    return tuple(_on(value(node), device) for node in nodes)
+
+
+def _on(x: Tensor, device: torch.device) -> Tensor:
+    if x.device == device:
+        return x
+    if x.dim() == 0 and x.device.type == "cpu":
+        return x.to(device)
+    raise DeviceError("a captured tensor", x.device, f"it must be on the queries' device, {device}")
+
+
+class _Until(TorchDispatchMode):
+    """Stops at the n-th call of an operation, with the user's line."""
+
+    def __init__(self, target: Any, n: int) -> None:
+        super().__init__()
+        self.target, self.left = target, n
+        self.where = ""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is self.target:
+            if self.left == 0:
+                self.where = _calling(sys._getframe())
+                raise _Forbidden
+            self.left -= 1
+        return function(*args, **(kwargs or {}))
+
+
+def _line_of(
+    function: Callable[..., Any],
+    device: torch.device,
+    dtypes: list[torch.dtype],
+    extra: Sequence[Tensor],
+    graph: fx.Graph,
+    culprit: fx.Node,
+) -> str:
+    """The user's line that calls the operation of a node, found by running the function once more."""
+    calls = [node for node in graph.nodes if node.op == "call_function" and node.target == culprit.target]
+    until = _Until(culprit.target, calls.index(culprit))
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        numbers = [torch.zeros((), dtype=dtype, device=device) for dtype in dtypes]
+        beside = [torch.empty_like(x) for x in extra]
+        try:
+            with until, Indexing():
+                function(*numbers, *beside)
+        except _Forbidden:
+            return until.where
+    code = getattr(function, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else "its line is not known"
+
+
+_OURS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+
+
+def _is_users(filename: str) -> bool:
+    return not filename.startswith(_OURS)
+
+
+def _shown(filename: str, line: int) -> str:
+    text = linecache.getline(filename, line).strip()
+    return f"{filename}:{line}: {text}" if text else f"{filename}:{line}"
+
+
+def _calling(frame: FrameType | None) -> str:
+    """The innermost of the user's lines that led to a frame."""
+    while frame is not None and not _is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "its line is not known" if frame is None else _shown(frame.f_code.co_filename, frame.f_lineno)
+
+
+def _innermost(traceback: TracebackType | None) -> str:
+    """The innermost of the user's lines in a traceback."""
+    where = "its line is not known"
+    while traceback is not None:
+        filename = traceback.tb_frame.f_code.co_filename
+        if _is_users(filename):
+            where = _shown(filename, traceback.tb_lineno)
+        traceback = traceback.tb_next
+    return where
+
+
+def always_true(program: Program) -> bool:
+    """Whether a mask program hides nothing."""
+    node = program.node(program.outputs[0])
+    return node is not None and node.op == "constant" and bool(node.args[0])
