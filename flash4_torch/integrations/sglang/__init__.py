@@ -11,8 +11,8 @@ SGLang lets no plugin serve the draft model: name another backend for it with
 --speculative-draft-attention-backend.
 
 **SGLang's engine has not been run with this backend**, for it does not start without a GPU's libraries. The
-plugin loader, the registry, the pools of tokens and the layers of SGLang 0.5.23 have been, on a CPU. The tests
-here use objects that stand for SGLang's batches, pools and layers.
+plugin loader, the registry, the pools of tokens and the layers of SGLang 0.5.23 have been, on a CPU. Tests
+use objects that stand for SGLang's batches, pools and layers.
 """
 
 from __future__ import annotations
