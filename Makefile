@@ -26,6 +26,8 @@ DEMO := demo$(if $(wildcard /dev/nvidia[0-9]*),$(COMMA)kernels)
 # The oldest and the newest vLLM that goes with a torch that we support, and one between them.
 VLLM := 0.20.0 0.26.0 0.33.0
 SERVING := build/serving
+# make test-serving ALL= runs a case of each kind.
+ALL ?= 1
 
 .PHONY: demo test lint docs sanitize test-serving clean
 
@@ -51,6 +53,7 @@ sanitize: $(FOR_TEST)
 test-serving: $(FOR_TEST) $(SERVING)/common $(VLLM:%=$(SERVING)/vllm-%)
 	for version in $(VLLM); do \
 		PYTHONPATH=$(CURDIR)/$(SERVING)/vllm-$$version:$(CURDIR)/$(SERVING)/common OMP_NUM_THREADS=1 \
+			FLASH4_TEST_ALL=$(ALL) \
 			$(BIN)/python -m pytest tests/serving || exit 1; \
 	done
 
