@@ -50,12 +50,11 @@ docs: $(FOR_TEST)
 sanitize: $(FOR_TEST)
 	PYTHON=$(BIN)/python tests/emulator/sanitize.sh
 
-test-serving: $(FOR_TEST) $(SERVING)/common $(VLLM:%=$(SERVING)/vllm-%)
-	for version in $(VLLM); do \
-		PYTHONPATH=$(CURDIR)/$(SERVING)/vllm-$$version:$(CURDIR)/$(SERVING)/common OMP_NUM_THREADS=1 \
-			FLASH4_TEST_ALL=$(ALL) \
-			$(BIN)/python -m pytest tests/serving || exit 1; \
-	done
+test-serving: $(VLLM:%=test-vllm-%)
+
+test-vllm-%: $(FOR_TEST) $(SERVING)/common $(SERVING)/vllm-%
+	PYTHONPATH=$(CURDIR)/$(SERVING)/vllm-$*:$(CURDIR)/$(SERVING)/common OMP_NUM_THREADS=1 \
+		FLASH4_TEST_ALL=$(ALL) $(BIN)/python -m pytest tests/serving
 
 $(SERVING)/common: tests/serving/requirements.txt
 	rm -rf $@
