@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from matplotlib import colormaps
@@ -28,10 +28,7 @@ def draw(results: dict[str, list[Row]], folder: Path) -> None:
 def _speeds(rows: list[Row]) -> Figure:
     groups = _grouped(rows, lambda r: (r["dtype"], r["D"], r["Hq"] // r["Hk"], r["causal"]))
     names = list(dict.fromkeys(name for r in rows for name in r["tflops"]))
-    columns = 4
-    height = -(-len(groups) // columns)
-    figure = Figure(figsize=(3.6 * columns, 2.7 * height), layout="constrained")
-    panels = figure.subplots(height, columns, squeeze=False).flat
+    figure, panels = _panels(len(groups))
     for axes, ((dtype, D, gqa, causal), group) in zip(panels, groups.items(), strict=False):
         for i, name in enumerate(names):
             points = [(r["S"], r["tflops"][name]) for r in group if name in r["tflops"]]
@@ -47,6 +44,13 @@ def _speeds(rows: list[Row]) -> Figure:
     labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(*labels, loc="outside lower center", ncols=len(names) + 1, frameon=False)
     return figure
+
+
+def _panels(number: int, columns: int = 4) -> tuple[Figure, Iterator[Axes]]:
+    """A figure with room for that many small plots, and their axes."""
+    height = -(-number // columns)
+    figure = Figure(figsize=(3.6 * columns, 2.7 * height), layout="constrained")
+    return figure, iter(figure.subplots(height, columns, squeeze=False).flat)
 
 
 def _memory(rows: list[Row]) -> Figure:
@@ -216,10 +220,7 @@ def _column(row: Row) -> tuple[str, str, str]:
 def _decode(rows: list[Row]) -> Figure:
     groups = _grouped(rows, lambda r: (r["Hq"], r["Hk"], r["D"], r["Sq"], r["B"]))
     names = list(dict.fromkeys(name for r in rows for name in r["tbs"] if "float8" not in name))
-    columns = 4
-    height = -(-len(groups) // columns)
-    figure = Figure(figsize=(3.6 * columns, 2.7 * height), layout="constrained")
-    panels = figure.subplots(height, columns, squeeze=False).flat
+    figure, panels = _panels(len(groups))
     for axes, ((Hq, Hk, D, Sq, B), group) in zip(panels, groups.items(), strict=False):
         for i, name in enumerate(names):
             points = [(r["S"], r["tbs"][name]) for r in group if name in r["tbs"]]

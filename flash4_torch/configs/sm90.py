@@ -22,7 +22,7 @@ _BOOL_MASK_TEMPORARIES = 4
 _SOFTCAP_TEMPORARIES = 4
 _DROPOUT_TEMPORARIES = 4
 _PAGED_SOFTCAP_TEMPORARIES = 4
-"""Beside softcap: a bounded tile has no half blocks with pages, and 192 x 128 at D 64 spilled."""
+"""Softcap and pages: a bounded tile has no half blocks there, and 192 x 128 at D 64 spilled."""
 
 MAX_D = 256
 _QUERIES_OF_CLUSTERS = 1024

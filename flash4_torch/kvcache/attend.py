@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
+import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ..fast_path import kvcache as fast_path
 from ..kvcache_problem import CacheInputs, CacheOptions
@@ -140,6 +142,7 @@ def attention_kvcache(
         signature, call = fast_path.lookup(tensors, flags)
         if call is not None and (return_lse is False or return_lse is True):
             result, lse = call(*tensors)
+            _note_change(out)
             return (result, lse) if return_lse else result
     check.tensors(q, k_cache, v_cache)
     check.caches(q, k_cache, v_cache)
@@ -174,9 +177,16 @@ def attention_kvcache(
     common.flag("return_lse", return_lse)
     into = None if out is None else check.out(out, q, v_cache).view(*packed.shape[:2], v_cache.shape[-1])
     result, lse = ops.attention_kvcache(inputs, options, into)
+    _note_change(out)
     fast_path.record(signature, flags, inputs, options, (*q.shape[:-1], v_cache.shape[-1]), into)
     if q.dim() == 4:
         result = result.view(*q.shape[:3], v_cache.shape[-1])
         lse = lse.view(q.shape[2], *q.shape[:2]).transpose(0, 1)
     result = result if out is None else out
     return (result, lse) if return_lse else result
+
+
+def _note_change(out: Tensor | None) -> None:
+    """Tells autograd that `out` has changed: kernels write unseen, and something may have saved it."""
+    if out is not None and not torch.compiler.is_compiling() and not out.is_inference():
+        increment_version(out)

@@ -7,48 +7,37 @@ import reprlib
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, DeviceError, DtypeError, LayoutError, RangeError, ShapeError
-from ..ops.check import is_dense, max_seqlen
+from ..errors import ArgumentError, DtypeError, LayoutError, RangeError, ShapeError
+from ..ops.check import max_seqlen
 from ..ops.kvcache import scale_of_heads
+from . import arguments
+from .arguments import FLOAT8
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-FLOAT8 = torch.float8_e4m3fn
 
 
 def tensors(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        _tensor(name, x)
-
-
-def _tensor(name: str, x: object) -> None:
-    if not isinstance(x, Tensor):
-        raise ArgumentError(name, type(x).__name__, "it must be a tensor")
-    if not is_dense(x):
-        raise LayoutError(name, x.layout, "it must be dense, strided memory")
+        arguments.tensor(name, x)
 
 
 def caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
     """Requires caches that fit q (T, Hq, D) or (B, Sq, Hq, D), and each other."""
     if q.dim() not in (3, 4):
         raise ShapeError("q", tuple(q.shape), "it must be (T, Hq, D) or (B, Sq, Hq, D)")
-    if q.dtype not in DTYPES:
-        raise DtypeError("q", q.dtype, "it must be bfloat16, float16 or float32")
+    arguments.dtype("q", q, DTYPES)
     pair(k_cache, v_cache)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        arguments.tensor(name, cache, device=q.device, of="q's")
         if cache.dtype not in (q.dtype, FLOAT8):
             raise DtypeError(name, cache.dtype, f"it must have q's dtype, {q.dtype}, or be float8_e4m3fn")
-        if cache.device != q.device:
-            raise DeviceError(name, cache.device, f"it must be on q's device, {q.device}")
     if q.shape[-1] != k_cache.shape[-1]:
         raise ShapeError("k_cache", tuple(k_cache.shape), f"its last dimension must be q's, {q.shape[-1]}")
     Hq, Hk = q.shape[-2], k_cache.shape[2]
     if Hk < 1 or Hq < 1 or Hq % Hk:
-        hint = (
-            "; caches are (pages, page_size, Hk, D): transpose(1, 2) makes that of (pages, Hk, page_size, D)"
-        )
-        raise ShapeError(
-            "q", tuple(q.shape), f"its {Hq} heads must be a positive multiple of k_cache's {Hk}{hint}"
-        )
+        hint = "(pages, page_size, Hk, D): transpose(1, 2) makes that of (pages, Hk, page_size, D)"
+        limit = f"its {Hq} heads must be a positive multiple of the {Hk} of k_cache, {hint}"
+        raise ShapeError("q", tuple(q.shape), limit)
 
 
 def pair(k_cache: Tensor, v_cache: Tensor) -> None:
@@ -103,11 +92,9 @@ def sequences(
 
 
 def integers(name: str, x: Tensor, q: Tensor) -> None:
-    _tensor(name, x)
-    if x.dtype != torch.int32:
-        raise DtypeError(name, x.dtype, "it must be int32")
-    if x.device != q.device:
-        raise DeviceError(name, x.device, f"it must be on q's device, {q.device}")
+    """Requires int32 on q's device; nobody reads them here."""
+    arguments.tensor(name, x, device=q.device, of="q's")
+    arguments.dtype(name, x, (torch.int32,))
 
 
 def max_seqlen_q(value: int | Tensor | None, q: Tensor) -> int:
@@ -124,12 +111,9 @@ def causal_flags(causal: bool | Tensor, B: int, q: Tensor) -> Tensor | None:
     """The flags as int32, or None for a bool."""
     if not isinstance(causal, Tensor):
         return None
-    if causal.dtype not in (torch.bool, torch.int32):
-        raise DtypeError("causal", causal.dtype, "it must be a bool, or a tensor of bool or int32")
-    if causal.shape != (B,):
-        raise ShapeError("causal", tuple(causal.shape), f"it must be a bool, or (B,) = ({B},)")
-    if causal.device != q.device:
-        raise DeviceError("causal", causal.device, f"it must be on q's device, {q.device}")
+    arguments.tensor("causal", causal, device=q.device, of="q's")
+    arguments.dtype("causal", causal, (torch.bool, torch.int32))
+    arguments.shape("causal", causal, (B,), "a bool, or (B,)")
     return causal.to(torch.int32)
 
 
@@ -140,15 +124,11 @@ def cache_scale(name: str, value: Tensor | None, cache: Tensor, B: int, Hk: int)
             limit = f"it goes with a float8 cache, and this one is {cache.dtype}"
             raise ArgumentError(name, _shape(value), limit)
         return None
-    if value is None:
-        return scale_of_heads(value, cache, B, Hk)
-    _tensor(name, value)
-    if value.dtype != torch.float32:
-        raise DtypeError(name, value.dtype, "it must be float32")
-    if value.device != cache.device:
-        raise DeviceError(name, value.device, f"it must be on the cache's device, {cache.device}")
-    if tuple(value.shape) not in ((), (1,), (Hk,), (B, Hk), (B, 1)):
-        raise ShapeError(name, tuple(value.shape), f"it must be (), (Hk,) or (B, Hk), ({B}, {Hk})")
+    if value is not None:
+        arguments.tensor(name, value, device=cache.device, of="the cache's")
+        arguments.dtype(name, value, (torch.float32,))
+        if tuple(value.shape) not in ((), (1,), (Hk,), (B, Hk), (B, 1)):
+            raise ShapeError(name, tuple(value.shape), f"it must be (), (Hk,) or (B, Hk), ({B}, {Hk})")
     return scale_of_heads(value, cache, B, Hk)
 
 
@@ -165,14 +145,9 @@ def num_splits(value: int | None) -> int:
 
 def out(target: Tensor, q: Tensor, v_cache: Tensor) -> Tensor:
     """The tensor to write to."""
-    _tensor("out", target)
-    shape = (*q.shape[:-1], v_cache.shape[-1])
-    if tuple(target.shape) != shape:
-        raise ShapeError("out", tuple(target.shape), f"it must be {shape}")
-    if target.dtype != q.dtype:
-        raise DtypeError("out", target.dtype, f"it must have q's dtype, {q.dtype}")
-    if target.device != q.device:
-        raise DeviceError("out", target.device, f"it must be on q's device, {q.device}")
+    arguments.tensor("out", target, device=q.device, of="q's")
+    arguments.dtype("out", target, (q.dtype,))
+    arguments.shape("out", target, (*q.shape[:-1], v_cache.shape[-1]), "like q, with Dv columns")
     if q.dim() == 4 and not _is_viewable(target):
         limit = "its first two dimensions must be one: flatten(0, 1) must be a view"
         raise LayoutError("out", target.stride(), limit)

@@ -22,6 +22,7 @@ from flash4_torch.backends.compiled import TARGETS, Target
 from flash4_torch.bench import (
     cases,
     command,
+    decode,
     feature_times,
     features,
     gpu,
@@ -696,3 +697,23 @@ def test_memory_section_prepares_every_feature() -> None:
             assert memory.prepare(64, "cpu", name, "forward", who)().shape[-1] == 32
             out, gradients = memory.prepare(64, "cpu", name, "forward + backward", who)()
             assert len(gradients) == 3 and out.shape[-1] == 32
+
+
+def test_decode_measures_whom_it_names() -> None:
+    """Contenders over the same keys, in pages too, agree; float8 is timed beside them."""
+    chosen = Selection.parse(["B=1", "Sq=1"])
+    (row,) = decode.measure(Settings("cpu", quick=True, rounds=2, selection=chosen))
+    ours = {"flash4", "flash4 page 16", "flash4 page 256", "flash4 invariant", "flash4 float8"}
+    assert row["seconds"].keys() == {"sdpa"} | ours and not row["left_out"]
+    assert row["best_peer"] == "sdpa" and row["ratios"].keys() == ours
+    text = decode.text([row])
+    assert "8/2" in text and "geometric mean" in text and "copy" in text
+
+
+def test_decode_leaves_out_whoever_attends_to_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = decode.attention_kvcache
+    monkeypatch.setattr(decode, "attention_kvcache", lambda q, k, v, **more: right(q, k, k, **more))
+    chosen = Selection.parse(["B=1", "Sq=1"])
+    (row,) = decode.measure(Settings("cpu", quick=True, rounds=2, selection=chosen))
+    assert row["seconds"].keys() == {"sdpa", "flash4 float8"}
+    assert all("differs" in why for why in row["left_out"].values())

@@ -186,6 +186,7 @@ def test_only_what_a_call_uses_is_compiled_in(kwargs: dict[str, Any], expected: 
         "varlen": False,
         "mask": "",
         "sinks": "",
+        "page_box": 0,
         **bare,
         **expected,
     }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import product
 
 import pytest
 
@@ -11,14 +12,17 @@ import cubin
 from everything import one_of
 from flash4_torch.backends.compiled import SM90A, SM100A
 from flash4_torch.compile import Key
+from flash4_torch.configs import sm90, sm100
 from flash4_torch.configs.types import Features, Sm90Forward, widest_box
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
-BAND = {"left": True, "right": True}
-SOFTCAP = {"softcap": True, "scaled": True, "large_softcap": True}
+CAUSAL = {"right": True}
+SOFTCAP = {"softcap": True, "scaled": True}
 HEADS = ((128, 128), (64, 64), (256, 256), (96, 96), (192, 128), (192, 192), (40, 240))
-USES: tuple[dict[str, object], ...] = ({"right": True}, {**SOFTCAP, **BAND, "sinks": "float32"}, {})
+USES: tuple[dict[str, object], ...] = (CAUSAL, {**SOFTCAP, **CAUSAL, "sinks": "float32"}, {})
+WIDE_SOFTCAP = {**SOFTCAP, **CAUSAL, "left": True, "sinks": "float32", "large_softcap": True}
+"""It spills on Blackwell, with packed keys as well."""
 PAGE_SIZES = (16, 64, 256)
 TIGHT = Key(
     SM90A.forward,
@@ -32,20 +36,27 @@ TIGHT = Key(
 64 bits, and spilled it."""
 
 
-def keys() -> Iterator[Key]:
+def hopper() -> Iterator[Key]:
     """Kernels that calls can ask for, with alternating dtypes."""
-    for heads in HEADS:
-        for i, uses in enumerate(USES):
-            features = Features(("bfloat16", "float16")[i % 2], *heads, varlen=True)._replace(**uses)
-            for page_size in PAGE_SIZES:
-                for target in (SM90A, SM100A):
-                    widest = features._replace(page_box=widest_box(page_size))
-                    for config in target.forward_configs.reachable(widest, 1):
-                        own = features._replace(page_box=widest_box(page_size, config.keys))
-                        yield Key(target.forward, (own, config), target.arch)
+    for features, page_size in product(_features((*USES, WIDE_SOFTCAP)), PAGE_SIZES):
+        for config in sm90.reachable(features._replace(page_box=widest_box(page_size)), 1):
+            own = features._replace(page_box=widest_box(page_size, config.keys))
+            yield Key(SM90A.forward, (own, config), SM90A.arch)
 
 
-KEYS = list(dict.fromkeys([TIGHT, *one_of(97, list(keys()))]))
+def blackwell() -> Iterator[Key]:
+    """Kernels for long sequences, whose end is inside a tile."""
+    for features, page_size in product(_features(USES), PAGE_SIZES):
+        own = features._replace(page_box=widest_box(page_size))
+        yield Key(SM100A.forward, (own, sm100.forward(own, 4095, 4095)), SM100A.arch)
+
+
+def _features(uses: Sequence[dict[str, object]]) -> Iterator[Features]:
+    for (D, Dv), (i, use) in product(HEADS, enumerate(uses)):
+        yield Features(("bfloat16", "float16")[i % 2], D, Dv, varlen=True)._replace(**use)
+
+
+KEYS = list(dict.fromkeys([TIGHT, *one_of(97, list(hopper())), *one_of(37, list(blackwell()))]))
 
 
 @pytest.fixture(scope="module")

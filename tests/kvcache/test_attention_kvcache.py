@@ -183,6 +183,17 @@ def test_nothing_of_no_sequence_is_touched(
         assert (out[3:] == 7.0).all() and not (out[:3] == 7.0).any()
 
 
+def test_autograd_notices_that_out_has_changed() -> None:
+    call = one_sequence(3, 20)
+    for _ in range(2):
+        out, w = torch.zeros(1, 3, 4, 16), torch.ones(16, requires_grad=True)
+        product = (out * w).sum()
+        with torch.no_grad():
+            attend(call.q[0][None], *call.cache[:2], out=out, **call.arguments())
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
+
+
 def test_no_sequences() -> None:
     k = torch.randn(3, 16, 2, 8)
     table, none = torch.zeros(0, 4, dtype=INT), torch.zeros(0, dtype=INT)

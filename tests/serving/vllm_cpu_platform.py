@@ -28,8 +28,11 @@ class Platform(CpuPlatform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
-        """The CPU's, but the worker stays in this process, where a test can watch it."""
+        """The CPU's, but the worker stays in this process, and the cache's dtype is the backend's affair."""
+        cache = vllm_config.cache_config
+        cache_dtype, cache.cache_dtype = cache.cache_dtype, "auto"
         super().check_and_update_config(vllm_config)
+        cache.cache_dtype = cache_dtype
         vllm_config.parallel_config.distributed_executor_backend = "uni"
 
     @classmethod

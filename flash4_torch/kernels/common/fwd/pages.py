@@ -13,12 +13,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
 from .. import copies
-from ..smem_layouts import chunk_of
 from .context import ForwardContext
 from .tiles import Tile
-
-_COPIES, _BOXES = 8, 4
-"""Copies, and boxes, without a loop: more take registers that a load warp of 32 does not have."""
 
 
 class Places(NamedTuple):
@@ -61,9 +57,7 @@ def copy_block(
     keys, page_box = cute.size(stage, mode=[key_mode]), ctx.plan.features.page_box
     tile = _in_order(page_box, cute.size(stage, mode=[1 - key_mode]), key_mode)
     page = cutlass.max(cutlass.min(places.page, cache.shape[3] - 1), 0)
-    columns = cute.size(stage, mode=[1 - key_mode])
-    unroll = min(max(_COPIES // (columns // chunk_of(columns)), 1), _BOXES)
-    for i in cutlass.range(keys // page_box, unroll=unroll):
+    for i in cutlass.range(keys // page_box, unroll=ctx.plan.boxes_at_once):
         own_page, own_box = cute.arch.shuffle_sync(page, i), cute.arch.shuffle_sync(places.box, i)
         source = cute.local_tile(cache[None, None, kv_head, own_page], tile, _in_order(own_box, 0, key_mode))
         target = cute.local_tile(stage, tile, _in_order(i, 0, key_mode))

@@ -8,6 +8,10 @@ from ....configs.types import Features, tile_dim
 from ..band import BandShape
 from ..host import NUMERIC
 from ..mask_tables import MaskPlan
+from ..smem_layouts import chunk_of
+
+_MOST_AT_ONCE = 4
+"""Boxes without a loop."""
 
 
 class ForwardPlan(NamedTuple):
@@ -98,6 +102,17 @@ class ForwardPlan(NamedTuple):
     def page_boxes(self) -> int:
         """Boxes that a block of keys of a paged cache comes in."""
         return self.keys // self.features.page_box
+
+    @property
+    def copies_at_once(self) -> int:
+        """Copies of boxes without a loop; their addresses and coordinates take registers (ptxas.md, P13)."""
+        raise NotImplementedError
+
+    @property
+    def boxes_at_once(self) -> int:
+        """Boxes without a loop, whose places are broadcast together: their latencies overlap."""
+        copies_each = max(n // chunk_of(n) for n in (self.D, self.Dv))
+        return min(max(self.copies_at_once // copies_each, 1), _MOST_AT_ONCE)
 
     def check_pages(self) -> None:
         """Raise AssertionError for pages that the kernel does not load."""

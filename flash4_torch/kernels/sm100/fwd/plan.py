@@ -202,6 +202,11 @@ class Plan(ForwardPlan):
         return self.keys * max(self.D, self.Dv) // self.cluster_size
 
     @property
+    def copies_at_once(self) -> int:
+        """Four: with more, or with other numbers for K and V, addresses that all roles share are spilled."""
+        return 4
+
+    @property
     def k_rows(self) -> int:
         """Keys that one copy of K brings: a CTA's part of a block, or a box of a page."""
         return self.features.page_box or self.scores.b.rows

@@ -119,6 +119,10 @@ class Plan(ForwardPlan):
         return columns, keys
 
     @property
+    def copies_at_once(self) -> int:
+        return 8
+
+    @property
     def shares(self) -> int:
         """Shares that a block of K or of V consists of."""
         return self.page_boxes if self.paged else self.cluster_size
