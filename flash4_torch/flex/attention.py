@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, DeviceError, DtypeError, ShapeError
+from ..flex_problem import Mods
 from ..ops import CallOptions, autocast_inputs, check
 from ..ops import flex as ops
 from ..reference.scoring import working_dtype
@@ -114,12 +115,12 @@ def flex_attention(
 
 def traced(
     q: Tensor, k: Tensor, score_mod: Mod | None, mask_mod: Mod | None, block_mask: BlockMask | None = None
-) -> ops.Mods:
+) -> Mods:
     """The operator's arguments for functions and a block mask, with q (B, Sq, Hq, D) and k (B, Sk, Hk, D)."""
     # Tracing needs make_fx, which not every import of the package should load.
     from .trace import MASK, SCORE, always_true, trace
 
-    mods = ops.Mods()
+    mods = Mods()
     if block_mask is not None:
         mods = _with_blocks(mods, block_mask, q, k)
     if score_mod is not None:
@@ -143,7 +144,7 @@ def _function(name: str, function: Any) -> Mod:
     return function
 
 
-def _with_blocks(mods: ops.Mods, block_mask: BlockMask, q: Tensor, k: Tensor) -> ops.Mods:
+def _with_blocks(mods: Mods, block_mask: BlockMask, q: Tensor, k: Tensor) -> Mods:
     rows, keys = block_mask.BLOCK_SIZE
     counts, indices = block_mask.kv_num_blocks, block_mask.kv_indices
     full = block_mask.full_kv_num_blocks, block_mask.full_kv_indices

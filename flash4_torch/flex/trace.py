@@ -11,17 +11,19 @@ import functools
 import linecache
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 from torch._decomp import get_decompositions
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map
 
 from ..errors import ArgumentError, DeviceError, DtypeError, TraceError
 from .build import Builder, Free, Lane, Number, Symbol, Unsupported, translate
@@ -76,7 +78,8 @@ def trace(
     int32; then `extra`, tensors that are arguments rather than captured.
     """
     dtypes = [score_dtype] * (kind == SCORE) + [torch.int32] * 4
-    graph = _graph(function, kind, device, dtypes, extra)
+    foreign = Foreign()
+    graph = _graph(function, kind, device, dtypes, extra, foreign)
     builder = Builder(dtypes)
     lanes = [Lane(Symbol("input", i), dtype) for i, dtype in enumerate(dtypes)]
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
@@ -88,7 +91,9 @@ def trace(
         raise TraceError(kind, name(function), str(error.node.target), error.reason, where) from None
     program = builder.finish([_result(result, builder, kind, score_dtype)])
     given = dict(zip(beside, extra, strict=True))
-    return Traced(program, _tensors(graph, builder.free, given, device), tuple(builder.values))
+    tensors = _tensors(graph, builder.free, given, foreign, device)
+    _fix_sizes(program, tensors)
+    return Traced(program, tensors, tuple(builder.values))
 
 
 def name(function: Callable[..., Any]) -> str:
@@ -104,15 +109,15 @@ def _graph(
     device: torch.device,
     dtypes: list[torch.dtype],
     extra: Sequence[Tensor],
+    foreign: Foreign,
 ) -> fx.GraphModule:
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with fake, torch.no_grad():
+        with _alone(device) as fake:
             numbers = [torch.zeros((), dtype=dtype, device=device) for dtype in dtypes]
-            beside = [torch.empty_like(x) for x in extra]
+            beside = [stand_in(x) for x in extra]
 
             def checked(*arguments: Tensor) -> Tensor:
-                with Indexing():
+                with Indexing(fake, foreign):
                     result = function(*arguments)
                 if not isinstance(result, Tensor):
                     raise ArgumentError(
@@ -151,12 +156,65 @@ class _Forbidden(Exception):
     """A call that the modes below refuse: `_Forbidden(operation, reason)`."""
 
 
+@contextmanager
+def _alone(device: torch.device) -> Iterator[FakeTensorMode]:
+    """A mode of fake tensors, without gradients, autocast and the modes of whoever traces or records us."""
+    with (
+        _disable_current_modes(),
+        torch.autocast(device.type, enabled=False),
+        torch.no_grad(),
+        FakeTensorMode(allow_non_fake_inputs=True) as fake,
+    ):
+        yield fake
+
+
+def stand_in(x: Tensor) -> Tensor:
+    """A tensor like `x` in the current mode, of known sizes if those of x are symbols."""
+    return torch.empty([_known_size(n) for n in x.shape], dtype=x.dtype, device=x.device)
+
+
+def _known_size(n: Any) -> int:
+    hint = n if isinstance(n, int) else n.node.hint
+    return int(n) if hint is None else int(hint)
+
+
+class Foreign:
+    """Captured tensors of another mode, as torch.export and AOTAutograd have them, and their stand-ins."""
+
+    def __init__(self) -> None:
+        self._stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
+        self._originals: dict[int, Tensor] = {}
+
+    def replaced(self, x: Any, fake: FakeTensorMode) -> Any:
+        """The stand-in of a foreign tensor, any other value itself."""
+        from torch._subclasses.functional_tensor import FunctionalTensor
+
+        is_fake = isinstance(x, FakeTensor) and x.fake_mode is not fake
+        if not is_fake and not isinstance(x, FunctionalTensor):
+            return x
+        if id(x) not in self._stand_ins:
+            with disable_proxy_modes_tracing():
+                made = stand_in(x)
+            self._stand_ins[id(x)] = x, made
+            self._originals[id(made)] = x
+        return self._stand_ins[id(x)][1]
+
+    def original(self, x: Tensor) -> Tensor:
+        """The tensor that `x` stands for, or x."""
+        return self._originals.get(id(x), x)
+
+
 class Indexing(TorchFunctionMode):
     """Indices may be 0-dim tensors, which torch itself would read on the host; nothing is printed."""
+
+    def __init__(self, fake: FakeTensorMode, foreign: Foreign) -> None:
+        super().__init__()
+        self.fake, self.foreign = fake, foreign
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        args, kwargs = tree_map(lambda x: self.foreign.replaced(x, self.fake), (args, kwargs))
         if function in _PRINTS:
             raise _Forbidden("printing or formatting", "a score has no value while it is traced")
         if function is Tensor.__getitem__:
@@ -210,7 +268,11 @@ def _result(result: Any, builder: Builder, kind: str, score_dtype: torch.dtype) 
 
 
 def _tensors(
-    graph: fx.GraphModule, nodes: list[fx.Node], given: dict[fx.Node, Tensor], device: torch.device
+    graph: fx.GraphModule,
+    nodes: list[fx.Node],
+    given: dict[fx.Node, Tensor],
+    foreign: Foreign,
+    device: torch.device,
 ) -> tuple[Tensor, ...]:
     """The tensors of a call, computed from the captured ones in torch, with their gradients."""
     known: dict[fx.Node, Tensor] = dict(given)
@@ -218,13 +280,31 @@ def _tensors(
     def value(node: fx.Node) -> Tensor:
         if node not in known:
             if node.op == "get_attr":
-                known[node] = getattr(graph, str(node.target))
+                known[node] = foreign.original(getattr(graph, str(node.target)))
             else:
-                args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+                args, kwargs = fx.map_arg((node.args, node.kwargs), source)
                 known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         return known[node]
 
+    def source(node: fx.Node) -> Tensor:
+        x = value(node)
+        # The recorded operation may depend on the sizes that were known; a guard holds symbols to them.
+        tuple(map(int, x.shape))
+        return x
+
     return tuple(_on(value(node), device) for node in nodes)
+
+
+def _fix_sizes(program: Program, tensors: tuple[Tensor, ...]) -> None:
+    """Holds symbolic sizes to those of the arrays that a program takes from its tensors."""
+    for node in program.nodes:
+        if node.op == "gather" and node.shape:
+            source, *positions = node.args
+            x = tensors[source.value - program.first_tensor]
+            positions += [None] * (x.dim() - len(positions))
+            sizes = [int(n) for n, position in zip(x.shape, positions, strict=True) if position is None]
+            if sizes != list(node.shape):
+                raise AssertionError("the captured tensor's sizes are those that were traced")
 
 
 def _on(x: Tensor, device: torch.device) -> Tensor:
@@ -265,11 +345,11 @@ def _line_of(
     """The user's line that calls the operation of a node, found by running the function once more."""
     calls = [node for node in graph.nodes if node.op == "call_function" and node.target == culprit.target]
     until = _Until(culprit.target, calls.index(culprit))
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    with _alone(device) as fake:
         numbers = [torch.zeros((), dtype=dtype, device=device) for dtype in dtypes]
-        beside = [torch.empty_like(x) for x in extra]
+        beside = [stand_in(x) for x in extra]
         try:
-            with until, Indexing():
+            with until, Indexing(fake, Foreign()):
                 function(*numbers, *beside)
         except _Forbidden:
             return until.where
@@ -305,6 +385,11 @@ def _innermost(traceback: TracebackType | None) -> str:
             where = _shown(filename, traceback.tb_lineno)
         traceback = traceback.tb_next
     return where
+
+
+def is_identity(program: Program) -> bool:
+    """Whether a score program returns the score as it is."""
+    return program.outputs[0].value == 0
 
 
 def always_true(program: Program) -> bool:

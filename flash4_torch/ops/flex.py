@@ -1,29 +1,26 @@
 """The operators of programmable attention: schema, implementation, fake, autograd.
 
-q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv). `score_mod` and `mask_mod` are texts of programs
-(`flex.program`), or empty; `captured` and `scalars` are the former's arguments, then the latter's. A table
-of blocks, of q_block rows and kv_block keys, is kv_num_blocks (B or 1, Hq or 1, rows of blocks) and
-kv_indices (.., .., rows, columns), int32, and the same of full blocks, which mask_mod does not mask. out is
+q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), then what `flex_problem.Mods` holds. out is
 (B, Sq, Hq, Dv); lse (B, Hq, Sq), natural, and its rounding error lse_low, float32 (float64 for float64).
 `wanted` says which of score_mod's tensors get a gradient; the others' have no elements.
 """
 
 from __future__ import annotations
 
-import itertools
+import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..backends import flex as backends
+from ..backends.flex.tiled import program_of
 from ..errors import DoubleBackwardError
-from ..flex.program import Program, parse
-from ..problem import CallOptions
-from ..reference import flex as reference
-from ..reference.dropout import Dropout
-from ..reference.scoring import Scoring, working_dtype
+from ..flex_problem import FlexInputs, FlexProblem, FlexSaved, FlexSpec, Mods
+from ..problem import CallOptions, Extent, dtype_key
+from ..reference.scoring import working_dtype
 from .autocast import DEVICES, casting
 from .schema import LIBRARY
 
@@ -49,23 +46,6 @@ SCHEMAS = {
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 
-class Mods(NamedTuple):
-    """What is done to the scores of a call beside its options: arguments of the operators, in their order."""
-
-    captured: Sequence[Tensor] = ()
-    kv_num_blocks: Tensor | None = None
-    kv_indices: Tensor | None = None
-    full_kv_num_blocks: Tensor | None = None
-    full_kv_indices: Tensor | None = None
-    sinks: Tensor | None = None
-    rng_state: Tensor | None = None
-    score_mod: str = ""
-    mask_mod: str = ""
-    scalars: Sequence[float] = ()
-    q_block: int = 1
-    kv_block: int = 1
-
-
 _MODS, _SCALARS = len(Mods._fields), Mods._fields.index("scalars")
 
 
@@ -79,47 +59,56 @@ def flex_attention(
 
 
 @lru_cache(maxsize=256)
-def _program(text: str) -> Program:
-    return parse(text)
+def _key_of(text: str) -> str:
+    """The key of a program from its text, '' without one."""
+    return hashlib.sha256(text.encode()).hexdigest() if text else ""
 
 
 def _split(rest: Sequence[Any]) -> tuple[Mods, CallOptions]:
     return Mods(*rest[:_MODS]), CallOptions(*rest[_MODS:])
 
 
-def described(q: Tensor, mods: Mods, options: CallOptions) -> reference.Flex:
-    """A call's scores, with its tensors."""
-    dropout = None if mods.rng_state is None else Dropout(mods.rng_state, options.dropout_p)
-    scoring = Scoring(options.scale, options.band, options.softcap, None, dropout)
-    table, captured, scalars = None, iter(mods.captured), iter(mods.scalars)
-
-    def mod(text: str) -> reference.Mod | None:
-        if not text:
-            return None
-        program = _program(text)
-        tensors = tuple(itertools.islice(captured, len(program.tensors)))
-        numbers = tuple(itertools.islice(scalars, len(program.scalars)))
-        return reference.Mod(program, tensors, numbers, q.device)
-
-    if mods.kv_num_blocks is not None and mods.kv_indices is not None:
-        lists = mods.kv_num_blocks, mods.kv_indices, mods.full_kv_num_blocks, mods.full_kv_indices
-        table = reference.Blocks.of(*lists, (mods.q_block, mods.kv_block))
-    return reference.Flex(scoring, mod(mods.score_mod), mod(mods.mask_mod), table)
+def describe(inputs: FlexInputs, options: CallOptions) -> FlexProblem:
+    """The forward problem of a call."""
+    q, k, v, mods = inputs
+    (B, Sq, Hq, D), Sk, Hk = q.shape, k.shape[1], k.shape[2]
+    spec = FlexSpec(
+        device=q.device.type,
+        dtype=q.dtype,
+        D=D,
+        Dv=v.shape[-1],
+        group=Hq // Hk,
+        score_mod=_key_of(mods.score_mod),
+        mask_mod=_key_of(mods.mask_mod),
+        block=None if mods.kv_num_blocks is None else (mods.q_block, mods.kv_block),
+        full_blocks=mods.full_kv_num_blocks is not None,
+        left=options.window_left is not None,
+        right=options.window_right is not None,
+        softcap=options.softcap != 0.0,
+        dropout=options.dropout_p > 0.0,
+        deterministic=options.deterministic,
+        sinks=dtype_key(mods.sinks),
+        capability=torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else (0, 0),
+    )
+    extent = Extent(B, Sq, Sk, Hq, Hk)
+    return FlexProblem(spec, extent, options.scale, options.band, options.softcap, options.dropout_p)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     mods, options = _split(rest)
-    return reference.forward(q, k, v, described(q, mods, options), mods.sinks)
+    inputs = FlexInputs(q, k, v, mods)
+    problem = describe(inputs, options)
+    return backends.choose(problem).forward(inputs, problem)
 
 
 def _backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Any, ...]:
-    # Deriving needs make_fx, which not every import of the package should load.
-    from ..flex.derive import derivative
-
     (q, k, v, out, lse, low), rest, wanted = arguments[:6], arguments[6:-1], arguments[-1]
     mods, options = _split(rest)
-    saved = out, lse, low, described(q, mods, options), derivative, wanted, mods.sinks
-    grads = reference.backward(dout, dlse, q, k, v, *saved)
+    inputs, saved = FlexInputs(q, k, v, mods), FlexSaved(dout, dlse, out, lse, low)
+    problem = describe(inputs, options)
+    spec = problem.spec._replace(backward=True, dlse=dlse is not None, dcaptured=tuple(wanted))
+    problem = problem._replace(spec=spec)
+    grads = backends.choose(problem).backward(saved, inputs, problem)
     others = [grads.dsinks, *grads.dcaptured]
     dsinks, *dcaptured = (q.new_empty(0) if x is None else x for x in others)
     return grads.dq, grads.dk, grads.dv, dsinks, dcaptured
@@ -157,7 +146,7 @@ def _grads(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None)
     mods = Mods(captured, *tensors, *ctx.beside)
     wants = list(ctx.needs_input_grad[3])
     # The tensors of mask_mod come last: a mask has no gradient.
-    of_score = len(_program(mods.score_mod).tensors) if mods.score_mod else 0
+    of_score = len(program_of(mods.score_mod).tensors) if mods.score_mod else 0
     wanted = [bool(x) for x in wants[:of_score]]
     dout = torch.zeros_like(out) if dout is None else dout
     saved = q, k, v, out, lse, low

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..flex.program import Node, Program
+from ..flex_problem import FlexGradients
 from ..masks import Band
 from . import programs
 from . import sinks as attention_sinks
@@ -224,17 +225,6 @@ def forward(
             lse[at, :, span] = tiles.per_head(row_lse, len(rows))
             low[at, :, span] = tiles.per_head(row_low, len(rows))
     return out, lse, low
-
-
-class FlexGradients(NamedTuple):
-    """Gradients in the inputs' dtypes and shapes."""
-
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    dcaptured: list[Tensor | None]
-    """For each tensor of score_mod; None where none is wanted."""
-    dsinks: Tensor | None
 
 
 def backward(

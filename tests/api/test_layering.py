@@ -13,6 +13,7 @@ LEAVES = frozenset(
     {
         "problem",
         "kvcache_problem",
+        "flex_problem",
         "masks",
         "errors",
         "env",
@@ -52,6 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "emulator",
         "configs",
         "reference",
+        "flex",
     },
     "ops": {"backends", "flex", "reference"},
     "fast_path": {"ops", "backends"},

@@ -13,8 +13,9 @@ from torch.nn.attention.flex_attention import BlockMask
 
 import flash4_torch
 from flash4_torch.flex.attention import traced
+from flash4_torch.flex_problem import Mods
 from flash4_torch.ops import CallOptions, draw_rng_state
-from flash4_torch.ops.flex import Mods, flex_attention
+from flash4_torch.ops.flex import flex_attention
 from flash4_torch.reference.attention import attention as definition
 from flash4_torch.reference.dropout import Dropout
 from flash4_torch.reference.scoring import Scoring
