@@ -12,7 +12,7 @@ from ..errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from ..flex_problem import Mods
 from ..ops import CallOptions, autocast_inputs, check
 from ..ops import flex as ops
-from ..reference.scoring import working_dtype
+from ..ops.flex_functions import recorded_flex_attention, with_functions
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -102,11 +102,14 @@ def flex_attention(
     query, key, value = autocast_inputs(query, key, value)
     B = query.shape[0]
     q, k, v = (x.expand(B, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
-    mods = traced(q, k, score_mod, None if block_mask is None else block_mask.mask_mod, block_mask)
-    options = CallOptions(
-        scale=check.scale(scale, q.shape[-1]), deterministic=torch.are_deterministic_algorithms_enabled()
-    )
-    out, lse = ops.flex_attention(q, k, v, mods, options)
+    scale = check.scale(scale, q.shape[-1])
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    mask_mod = None if block_mask is None else block_mask.mask_mod
+    if torch.compiler.is_dynamo_compiling():
+        out, lse = _recorded(q, k, v, score_mod, mask_mod, block_mask, scale, deterministic)
+    else:
+        mods = traced(q, k, score_mod, mask_mod, block_mask)
+        out, lse = ops.flex_attention(q, k, v, mods, CallOptions(scale, deterministic=deterministic))
     out = out.transpose(1, 2)
     if query.is_contiguous():
         out = out.contiguous()
@@ -117,25 +120,39 @@ def traced(
     q: Tensor, k: Tensor, score_mod: Mod | None, mask_mod: Mod | None, block_mask: BlockMask | None = None
 ) -> Mods:
     """The operator's arguments for functions and a block mask, with q (B, Sq, Hq, D) and k (B, Sk, Hk, D)."""
-    # Tracing needs make_fx, which not every import of the package should load.
-    from .trace import MASK, SCORE, always_true, trace
-
-    mods = Mods()
-    if block_mask is not None:
-        mods = _with_blocks(mods, block_mask, q, k)
+    mods = Mods() if block_mask is None else _with_blocks(block_mask, q, k)
     if score_mod is not None:
-        of_score = trace(_function("score_mod", score_mod), SCORE, q.device, working_dtype(q.dtype))
-        text = of_score.program.text()
-        mods = mods._replace(score_mod=text, captured=of_score.tensors, scalars=of_score.scalars)
+        score_mod = _function("score_mod", score_mod)
     if mask_mod is not None:
-        of_mask = trace(_function("mask_mod", mask_mod), MASK, q.device)
-        if not always_true(of_mask.program):
-            mods = mods._replace(
-                mask_mod=of_mask.program.text(),
-                captured=(*mods.captured, *(x.detach() for x in of_mask.tensors)),
-                scalars=(*mods.scalars, *of_mask.scalars),
-            )
-    return mods
+        mask_mod = _function("mask_mod", mask_mod)
+    return with_functions(mods, q, score_mod, mask_mod)
+
+
+def _unchanged(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return score
+
+
+def _everything(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return b.new_ones((), dtype=torch.bool)
+
+
+def _recorded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: Mod | None,
+    mask_mod: Mod | None,
+    block_mask: BlockMask | None,
+    scale: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    """The call as torch.compile records it."""
+    score_mod = _unchanged if score_mod is None else _function("score_mod", score_mod)
+    mask_mod = _everything if mask_mod is None else _function("mask_mod", mask_mod)
+    mods = Mods() if block_mask is None else _with_blocks(block_mask, q, k)
+    lists = mods.kv_num_blocks, mods.kv_indices, mods.full_kv_num_blocks, mods.full_kv_indices
+    blocks = (*lists, mods.q_block, mods.kv_block, mask_mod)
+    return recorded_flex_attention(q, k, v, score_mod, blocks, scale, {"deterministic": deterministic})
 
 
 def _function(name: str, function: Any) -> Mod:
@@ -144,7 +161,7 @@ def _function(name: str, function: Any) -> Mod:
     return function
 
 
-def _with_blocks(mods: Mods, block_mask: BlockMask, q: Tensor, k: Tensor) -> Mods:
+def _with_blocks(block_mask: BlockMask, q: Tensor, k: Tensor) -> Mods:
     rows, keys = block_mask.BLOCK_SIZE
     counts, indices = block_mask.kv_num_blocks, block_mask.kv_indices
     full = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
@@ -165,7 +182,7 @@ def _with_blocks(mods: Mods, block_mask: BlockMask, q: Tensor, k: Tensor) -> Mod
         if x is not None and not (x.shape[0] in (1, B) and x.shape[1] in (1, Hq)):
             limit = f"its batch and heads must be (B or 1, Hq or 1), with B = {B}, Hq = {Hq}"
             raise ShapeError("block_mask", tuple(x.shape[:2]), limit)
-    return mods._replace(
+    return Mods(
         kv_num_blocks=lists[0],
         kv_indices=lists[1],
         full_kv_num_blocks=lists[2],

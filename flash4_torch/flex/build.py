@@ -219,13 +219,19 @@ def _live(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _refuse_side_effects(node: fx.Node) -> None:
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(node.target, torch._ops.OpOverload):
         raise Unsupported(node, "it is no operation of torch.ops")
+    if reason := side_effect(node.target):
+        raise Unsupported(node, reason)
+
+
+def side_effect(target: torch._ops.OpOverload) -> str:
+    """Why an operation does more than compute a result, '' if it does not."""
     if target._schema.is_mutable:
-        raise Unsupported(node, "it changes a tensor in place; make a new tensor instead")
+        return "it changes a tensor in place; make a new tensor instead"
     if torch.Tag.nondeterministic_seeded in target.tags:
-        raise Unsupported(node, "it generates random numbers, and a backward would get others")
+        return "it generates random numbers, and a backward would get others"
+    return ""
 
 
 _RENAMED = {

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 from torch._decomp import get_decompositions
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
@@ -77,8 +77,25 @@ def trace(
     The function gets 0-dim tensors: the score in `score_dtype` (score_mod only), then b, h, q_idx and kv_idx,
     int32; then `extra`, tensors that are arguments rather than captured.
     """
+    foreign = Foreign(score_dtype)
+    try:
+        return _trace(function, kind, device, score_dtype, extra, foreign)
+    except Exception:
+        if not foreign.has_symbols:
+            raise
+    # A symbol decides on a shape or on the course of Python: another size needs another program.
+    return _trace(function, kind, device, score_dtype, extra, Foreign(score_dtype, fixed=True))
+
+
+def _trace(
+    function: Callable[..., Any],
+    kind: str,
+    device: torch.device,
+    score_dtype: torch.dtype,
+    extra: Sequence[Tensor],
+    foreign: Foreign,
+) -> Traced:
     dtypes = [score_dtype] * (kind == SCORE) + [torch.int32] * 4
-    foreign = Foreign()
     graph = _graph(function, kind, device, dtypes, extra, foreign)
     builder = Builder(dtypes)
     lanes = [Lane(Symbol("input", i), dtype) for i, dtype in enumerate(dtypes)]
@@ -87,7 +104,7 @@ def trace(
     try:
         (result,) = translate(graph.graph, builder, [*lanes, *map(Free, beside)])
     except Unsupported as error:
-        where = _line_of(function, device, dtypes, extra, graph.graph, error.node)
+        where = _line_of(function, device, dtypes, extra, foreign, graph.graph, error.node)
         raise TraceError(kind, name(function), str(error.node.target), error.reason, where) from None
     program = builder.finish([_result(result, builder, kind, score_dtype)])
     given = dict(zip(beside, extra, strict=True))
@@ -100,7 +117,8 @@ def name(function: Callable[..., Any]) -> str:
     """The function's name for messages."""
     while isinstance(function, functools.partial):
         function = function.func
-    return getattr(function, "__qualname__", type(function).__qualname__)
+    label: str = getattr(function, "label", "")
+    return label or getattr(function, "__qualname__", type(function).__qualname__)
 
 
 def _graph(
@@ -111,13 +129,17 @@ def _graph(
     extra: Sequence[Tensor],
     foreign: Foreign,
 ) -> fx.GraphModule:
+    outer = get_proxy_mode()
     try:
         with _alone(device) as fake:
             numbers = [torch.zeros((), dtype=dtype, device=device) for dtype in dtypes]
             beside = [stand_in(x) for x in extra]
 
             def checked(*arguments: Tensor) -> Tensor:
-                with Indexing(fake, foreign):
+                if (mode := get_proxy_mode()) is not None:
+                    # All sizes in here are known: symbols are another tracer's, who records what they give.
+                    mode.__sym_dispatch__ = _call if outer is None else outer.__sym_dispatch__  # type: ignore[method-assign, assignment]
+                with Indexing(fake, foreign, device):
                     result = function(*arguments)
                 if not isinstance(result, Tensor):
                     raise ArgumentError(
@@ -129,13 +151,14 @@ def _graph(
     except (ArgumentError, TraceError):
         raise
     except _Forbidden as error:
-        raise TraceError(kind, name(function), *error.args, _innermost(error.__traceback__)) from None
+        where = _where(function) or _innermost(error.__traceback__)
+        raise TraceError(kind, name(function), *error.args, where) from None
     except Exception as error:
         operation = _data_dependence(error)
         if operation is None:
             raise
         reason = "it needs a value on the host, but a score has none while it is traced; torch.where chooses"
-        where = _innermost(error.__traceback__)
+        where = _where(function) or _innermost(error.__traceback__)
         raise TraceError(kind, name(function), operation, reason, where) from None
 
 
@@ -154,6 +177,10 @@ def _data_dependence(error: Exception) -> str | None:
 
 class _Forbidden(Exception):
     """A call that the modes below refuse: `_Forbidden(operation, reason)`."""
+
+
+def _call(function: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return function(*args, **kwargs)
 
 
 @contextmanager
@@ -179,42 +206,65 @@ def _known_size(n: Any) -> int:
 
 
 class Foreign:
-    """Captured tensors of another mode, as torch.export and AOTAutograd have them, and their stand-ins."""
+    """What a function captures of another tracer, as torch.export and AOTAutograd have it, and stand-ins.
 
-    def __init__(self) -> None:
-        self._stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
-        self._originals: dict[int, Tensor] = {}
+    These are tensors of another mode, and symbolic sizes, for which 0-dim tensors stand in, or with `fixed`
+    the numbers that they are now.
+    """
 
-    def replaced(self, x: Any, fake: FakeTensorMode) -> Any:
-        """The stand-in of a foreign tensor, any other value itself."""
-        from torch._subclasses.functional_tensor import FunctionalTensor
+    def __init__(self, score_dtype: torch.dtype, fixed: bool = False) -> None:
+        self.score_dtype, self.fixed, self.has_symbols = score_dtype, fixed, False
+        self._stand_ins: dict[int, tuple[Any, Any]] = {}
+        self._originals: dict[int, Any] = {}
 
-        is_fake = isinstance(x, FakeTensor) and x.fake_mode is not fake
-        if not is_fake and not isinstance(x, FunctionalTensor):
+    def replaced(self, x: Any, fake: FakeTensorMode, device: torch.device) -> Any:
+        """The stand-in of a foreign value, any other value itself."""
+        is_symbol = isinstance(x, (torch.SymInt, torch.SymFloat))
+        if is_symbol and self.fixed:
+            return int(x) if isinstance(x, torch.SymInt) else float(x)
+        if not is_symbol and not _is_foreign(x, fake):
             return x
+        self.has_symbols |= is_symbol
         if id(x) not in self._stand_ins:
             with disable_proxy_modes_tracing():
-                made = stand_in(x)
+                made = torch.empty((), dtype=self._dtype(x), device=device) if is_symbol else stand_in(x)
             self._stand_ins[id(x)] = x, made
             self._originals[id(made)] = x
         return self._stand_ins[id(x)][1]
 
-    def original(self, x: Tensor) -> Tensor:
-        """The tensor that `x` stands for, or x."""
-        return self._originals.get(id(x), x)
+    def _dtype(self, symbol: Any) -> torch.dtype:
+        # A number's dtype never widens that of a tensor, and indices are int32.
+        return torch.int32 if isinstance(symbol, torch.SymInt) else self.score_dtype
+
+    def original(self, x: Tensor, device: torch.device) -> Tensor:
+        """What `x` stands for as a tensor, or x."""
+        found = self._originals.get(id(x), x)
+        if isinstance(found, Tensor):
+            return found
+        return torch.scalar_tensor(found, dtype=self._dtype(found), device=device)
+
+
+def _is_foreign(x: Any, fake: FakeTensorMode) -> bool:
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return isinstance(x, FunctionalTensor) or (isinstance(x, FakeTensor) and x.fake_mode is not fake)
 
 
 class Indexing(TorchFunctionMode):
     """Indices may be 0-dim tensors, which torch itself would read on the host; nothing is printed."""
 
-    def __init__(self, fake: FakeTensorMode, foreign: Foreign) -> None:
+    def __init__(self, fake: FakeTensorMode, foreign: Foreign, device: torch.device) -> None:
         super().__init__()
-        self.fake, self.foreign = fake, foreign
+        self.fake, self.foreign, self.device = fake, foreign, device
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = tree_map(lambda x: self.foreign.replaced(x, self.fake), (args, kwargs))
+        if function in _SIZES or getattr(function, "__name__", "").startswith("sym_"):
+            return function(*args, **(kwargs or {}))
+        args, kwargs = tree_map(
+            lambda x: self.foreign.replaced(x, self.fake, self.device), (args, kwargs or {})
+        )
         if function in _PRINTS:
             raise _Forbidden("printing or formatting", "a score has no value while it is traced")
         if function is Tensor.__getitem__:
@@ -224,6 +274,7 @@ class Indexing(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+_SIZES = frozenset((Tensor.shape.__get__, Tensor.size, Tensor.numel))  # type: ignore[attr-defined]
 _PRINTS = frozenset((Tensor.__repr__, Tensor.__format__))
 
 
@@ -280,7 +331,7 @@ def _tensors(
     def value(node: fx.Node) -> Tensor:
         if node not in known:
             if node.op == "get_attr":
-                known[node] = foreign.original(getattr(graph, str(node.target)))
+                known[node] = foreign.original(getattr(graph, str(node.target)), device)
             else:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), source)
                 known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
@@ -339,6 +390,7 @@ def _line_of(
     device: torch.device,
     dtypes: list[torch.dtype],
     extra: Sequence[Tensor],
+    foreign: Foreign,
     graph: fx.Graph,
     culprit: fx.Node,
 ) -> str:
@@ -349,12 +401,17 @@ def _line_of(
         numbers = [torch.zeros((), dtype=dtype, device=device) for dtype in dtypes]
         beside = [stand_in(x) for x in extra]
         try:
-            with until, Indexing(fake, Foreign()):
+            with until, Indexing(fake, foreign, device):
                 function(*numbers, *beside)
         except _Forbidden:
-            return until.where
+            return _where(function) or until.where
     code = getattr(function, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else "its line is not known"
+
+
+def _where(function: Callable[..., Any]) -> str:
+    """The user's line that a recorded function runs, '' for any other function."""
+    return getattr(function, "where", "")
 
 
 _OURS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)

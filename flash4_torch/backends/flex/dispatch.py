@@ -1,4 +1,4 @@
-"""The choice of a backend for programmable attention: the first one without a reason not to serve the call."""
+"""The choice of a backend for programmable attention: the first one without a reason not to serve a call."""
 
 from __future__ import annotations
 
