@@ -15,7 +15,7 @@ from ..ops import flex as ops
 from ..ops.flex_functions import recorded_flex_attention, with_functions
 
 if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
+    from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 Mod = Callable[..., Tensor]
 """score_mod(score, b, h, q_idx, kv_idx) or mask_mod(b, h, q_idx, kv_idx), of 0-dim tensors."""
@@ -32,6 +32,8 @@ def flex_attention(
     enable_gqa: bool = ...,
     return_lse: Literal[False] = ...,
     kernel_options: dict[str, Any] | None = ...,
+    *,
+    return_aux: None = ...,
 ) -> Tensor: ...
 @overload
 def flex_attention(
@@ -45,7 +47,22 @@ def flex_attention(
     *,
     return_lse: Literal[True],
     kernel_options: dict[str, Any] | None = ...,
+    return_aux: None = ...,
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Mod | None = ...,
+    block_mask: BlockMask | None = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    return_lse: Literal[False] = ...,
+    kernel_options: dict[str, Any] | None = ...,
+    *,
+    return_aux: AuxRequest,
+) -> tuple[Tensor, AuxOutput]: ...
 @overload
 def flex_attention(
     query: Tensor,
@@ -57,7 +74,9 @@ def flex_attention(
     enable_gqa: bool = ...,
     return_lse: bool = ...,
     kernel_options: dict[str, Any] | None = ...,
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    *,
+    return_aux: AuxRequest | None = ...,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...
 def flex_attention(
     query: Tensor,
     key: Tensor,
@@ -68,6 +87,8 @@ def flex_attention(
     enable_gqa: bool = False,
     return_lse: bool = False,
     kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
 ) -> Any:
     """`torch.nn.attention.flex_attention.flex_attention`, in O(S) memory without compiling anything.
 
@@ -84,10 +105,12 @@ def flex_attention(
         enable_gqa: query heads h // (Hq // Hk) share a KV head.
         return_lse: also return lse, the log-sum-exp of each row's scores.
         kernel_options: torch's, which are hints for its kernels; nothing of them is used.
+        return_aux: torch's newer spelling of `return_lse`: AuxRequest(lse=True). It has no max_scores here.
 
     Returns:
         out (B, Hq, Sq, Dv) in query's dtype; with `return_lse` (out, lse), lse (B, Hq, Sq) natural, float32
-        (float64 for float64), differentiable. A row that sees nothing gives out 0, lse -inf and no gradient.
+        (float64 for float64), differentiable; with `return_aux` (out, AuxOutput(lse)). A row that sees
+        nothing gives out 0, lse -inf and no gradient.
 
     Raises:
         ArgumentError: an argument is outside its limits.
@@ -99,6 +122,11 @@ def flex_attention(
     """
     _check(query, key, value, enable_gqa, kernel_options)
     check.flag("return_lse", return_lse)
+    if return_aux is not None:
+        if return_lse:
+            raise ArgumentError("return_lse", return_lse, "it must be False beside return_aux")
+        if return_aux.max_scores:
+            raise ArgumentError("return_aux", return_aux, "max_scores is not computed; it must be False")
     query, key, value = autocast_inputs(query, key, value)
     B = query.shape[0]
     q, k, v = (x.expand(B, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
@@ -113,6 +141,10 @@ def flex_attention(
     out = out.transpose(1, 2)
     if query.is_contiguous():
         out = out.contiguous()
+    if return_aux is not None:
+        from torch.nn.attention.flex_attention import AuxOutput
+
+        return out, AuxOutput(lse=lse if return_aux.lse else None)
     return (out, lse) if return_lse else out
 
 

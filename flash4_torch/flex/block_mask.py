@@ -59,7 +59,11 @@ def create_block_mask(
     Raises:
         ArgumentError: an argument is outside its limits.
         TraceError: mask_mod cannot be traced.
+
+    In a compiled function torch's own makes it, which the compiler fuses with the mask.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return _recorded(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, separate_full_blocks)
     # Both need much of torch that not every import of the package should load.
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -91,6 +95,24 @@ def create_block_mask(
             partial = state != EMPTY
         lists = (*_ordered(partial), *full, *_ordered(partial.transpose(-1, -2)), *full_q)
     return BlockMask((Q_LEN, KV_LEN), *lists, BLOCK_SIZE=(block[0], block[1]), mask_mod=mask_mod)
+
+
+def _recorded(
+    mask_mod: Callable[..., Tensor],
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device | str | None,
+    BLOCK_SIZE: int | tuple[int, int],
+    separate_full_blocks: bool,
+) -> BlockMask:
+    """torch's block mask, whose steps Dynamo can record."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    # torch 2.11 does not have the last one.
+    last = {} if separate_full_blocks else {"separate_full_blocks": False}
+    return create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, **last)
 
 
 def _positive(name: str, size: Any) -> None:

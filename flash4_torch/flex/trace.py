@@ -12,7 +12,7 @@ import linecache
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
@@ -186,9 +186,10 @@ def _call(function: Callable[..., Any], types: Any, args: tuple[Any, ...], kwarg
 @contextmanager
 def _alone(device: torch.device) -> Iterator[FakeTensorMode]:
     """A mode of fake tensors, without gradients, autocast and the modes of whoever traces or records us."""
+    has_autocast = torch.amp.is_autocast_available(device.type)
     with (
         _disable_current_modes(),
-        torch.autocast(device.type, enabled=False),
+        torch.autocast(device.type, enabled=False) if has_autocast else nullcontext(),
         torch.no_grad(),
         FakeTensorMode(allow_non_fake_inputs=True) as fake,
     ):

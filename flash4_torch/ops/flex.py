@@ -21,6 +21,7 @@ from ..errors import DoubleBackwardError
 from ..flex_problem import FlexInputs, FlexProblem, FlexSaved, FlexSpec, Mods
 from ..problem import CallOptions, Extent, dtype_key
 from ..reference.scoring import working_dtype
+from .after_import import after_import
 from .autocast import DEVICES, casting
 from .schema import LIBRARY
 
@@ -180,3 +181,12 @@ for _name, _kernel, _fake, _autograd, _n in (
     for _key, _device in DEVICES.items():
         _op = getattr(torch.ops.flash4, _name).default
         LIBRARY.impl(_name, casting(_op, _n, _device), _key)
+
+
+def _use_flop_formulas() -> None:
+    from . import flops
+
+    flops.register(flops.FLEX)
+
+
+after_import("torch.utils.flop_counter", _use_flop_formulas)

@@ -19,7 +19,7 @@ from flash4_torch.ops.flex import flex_attention
 from flash4_torch.reference.attention import attention as definition
 from flash4_torch.reference.dropout import Dropout
 from flash4_torch.reference.scoring import Scoring
-from flex_mods import H, Mod
+from flex_mods import H, Mod, Parts
 
 
 def tensors(Sq: int, Sk: int, Hk: int = 2, D: int = 4, Dv: int = 6, B: int = 2) -> list[Tensor]:
@@ -39,40 +39,6 @@ def same(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...], wanted: list[Tens
         torch.testing.assert_close(x, y, rtol=1e-8, atol=1e-9)
 
 
-class Parts:
-    """Score mods and masks to compose; tensors are their parameters."""
-
-    def __init__(self) -> None:
-        self.slopes = torch.randn(H, dtype=torch.float64).requires_grad_()
-        self.table = torch.randn(H, 80, dtype=torch.float64).requires_grad_()
-        self.gain = torch.rand((), dtype=torch.float64).requires_grad_()
-        self.learned = [self.slopes, self.table, self.gain]
-        self.document = torch.arange(80) // 11
-
-    def score_mod(self, names: list[str], number: float) -> Mod:
-        def modify(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            for name in names:
-                score = getattr(self, name)(score, number, b, h, i, j)
-            return score
-
-        return modify
-
-    def alibi(self, score: Tensor, number: float, b: Any, h: Any, i: Any, j: Any) -> Tensor:
-        return score + self.slopes[h] * (j - i) * number
-
-    def cap(self, score: Tensor, number: float, b: Any, h: Any, i: Any, j: Any) -> Tensor:
-        return torch.tanh(score / number) * number
-
-    def bias(self, score: Tensor, number: float, b: Any, h: Any, i: Any, j: Any) -> Tensor:
-        return score + self.table[h, (i - j).abs()]
-
-    def gained(self, score: Tensor, number: float, b: Any, h: Any, i: Any, j: Any) -> Tensor:
-        return torch.where((i + b) % 2 == 0, score * self.gain.exp(), score - number)
-
-    def same_document(self, score: Tensor, number: float, b: Any, h: Any, i: Any, j: Any) -> Tensor:
-        return torch.where(self.document[i] == self.document[j], score, -float("inf"))
-
-
 def windowed(width: int) -> Mod:
     return lambda b, h, i, j: ((i - j).abs() <= width) & (j != 5 * h)
 
@@ -84,12 +50,11 @@ MASKS: dict[str, Mod | None] = {
     "nothing": lambda b, h, i, j: (i < 0) & (j < 0),
     "some rows": lambda b, h, i, j: (i % 3 == b) & (j <= i + 4),
 }
-NAMES = ["alibi", "cap", "bias", "gained", "same_document"]
 
 
 @settings(max_examples=25)
 @given(
-    names=st.lists(st.sampled_from(NAMES), max_size=3),
+    names=st.lists(st.sampled_from(Parts.NAMES), max_size=3),
     number=st.sampled_from([0.5, 1.0, 3.0]),
     mask=st.sampled_from(sorted(MASKS)),
     lengths=st.sampled_from([(1, 1), (17, 33), (33, 17), (40, 40)]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -209,6 +209,63 @@ MODS: list[Callable[[int], MadeMod]] = [
     rope_part,
     factored,
 ]
+
+
+class Parts:
+    """Score mods to compose; tensors are their parameters, for up to 80 queries and keys."""
+
+    NAMES = ("alibi", "cap", "bias", "gained", "same_document")
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        self.slopes = torch.randn(H).to(dtype).requires_grad_()
+        self.table = torch.randn(H, 80).to(dtype).requires_grad_()
+        self.gain = torch.rand(()).to(dtype).requires_grad_()
+        self.document = torch.arange(80) // 11
+
+    @property
+    def learned(self) -> list[Tensor]:
+        return [self.slopes, self.table, self.gain]
+
+    def exact(self) -> Parts:
+        """The same parameters in float64, with gradients of their own."""
+        copy = Parts()
+        for name in ("slopes", "table", "gain"):
+            setattr(copy, name, getattr(self, name).detach().double().requires_grad_())
+        return copy
+
+    def score_mod(self, names: Sequence[str], number: float) -> Mod:
+        def modify(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            for name in names:
+                score = getattr(self, name)(score, number, b, h, i, j)
+            return score
+
+        return modify
+
+    def alibi(self, score: Tensor, number: float, b: Any, h: Any, i: Any, j: Any) -> Tensor:
+        return score + self.slopes[h] * (j - i) * number
+
+    def cap(self, score: Tensor, number: float, b: Any, h: Any, i: Any, j: Any) -> Tensor:
+        return torch.tanh(score / number) * number
+
+    def bias(self, score: Tensor, number: float, b: Any, h: Any, i: Any, j: Any) -> Tensor:
+        return score + self.table[h, (i - j).abs()]
+
+    def gained(self, score: Tensor, number: float, b: Any, h: Any, i: Any, j: Any) -> Tensor:
+        return torch.where((i + b) % 2 == 0, score * self.gain.exp(), score - number)
+
+    def same_document(self, score: Tensor, number: float, b: Any, h: Any, i: Any, j: Any) -> Tensor:
+        return torch.where(self.document[i] == self.document[j], score, -float("inf"))
+
+
+def drawn_mask(width: int, period: int, length: int) -> Mod:
+    """A band or a comb or a part of documents; every query sees the key at its own place, and the first."""
+    document = torch.arange(512) // length
+    return lambda b, h, i, j: (
+        (i == j)
+        | (j == 0)
+        | (((i - j).abs() <= width) & ((i + j + h) % period == 0))
+        | ((document[i] == document[j]) & (i >= j + b))
+    )
 
 
 def torchs(q: Tensor, k: Tensor, v: Tensor, score_mod: Mod, block_mask: Any) -> tuple[Tensor, Tensor]:
