@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import ArgumentError, DeviceError, DtypeError, TraceError
 from .build import Builder, Free, Lane, Number, Symbol, Unsupported, translate
@@ -77,14 +77,14 @@ def trace(
     The function gets 0-dim tensors: the score in `score_dtype` (score_mod only), then b, h, q_idx and kv_idx,
     int32; then `extra`, tensors that are arguments rather than captured.
     """
-    foreign = Foreign(score_dtype)
+    foreign = Foreign()
     try:
         return _trace(function, kind, device, score_dtype, extra, foreign)
     except Exception:
         if not foreign.has_symbols:
             raise
     # A symbol decides on a shape or on the course of Python: another size needs another program.
-    return _trace(function, kind, device, score_dtype, extra, Foreign(score_dtype, fixed=True))
+    return _trace(function, kind, device, score_dtype, extra, Foreign(fixed=True))
 
 
 def _trace(
@@ -213,36 +213,55 @@ class Foreign:
     the numbers that they are now.
     """
 
-    def __init__(self, score_dtype: torch.dtype, fixed: bool = False) -> None:
-        self.score_dtype, self.fixed, self.has_symbols = score_dtype, fixed, False
-        self._stand_ins: dict[int, tuple[Any, Any]] = {}
-        self._originals: dict[int, Any] = {}
+    def __init__(self, fixed: bool = False) -> None:
+        self.fixed, self.has_symbols = fixed, False
+        self._stand_ins: dict[Any, tuple[Any, Tensor]] = {}
+        self._originals: dict[int, tuple[Any, Tensor]] = {}
 
-    def replaced(self, x: Any, fake: FakeTensorMode, device: torch.device) -> Any:
-        """The stand-in of a foreign value, any other value itself."""
-        is_symbol = isinstance(x, (torch.SymInt, torch.SymFloat))
-        if is_symbol and self.fixed:
+    def replaced(self, arguments: Any, fake: FakeTensorMode, device: torch.device, indexes: bool) -> Any:
+        """Arguments of a call with stand-ins for what is foreign; `indexes` if symbols are indices."""
+        values, spec = tree_flatten(arguments)
+        values = [self._known(x, fake) for x in values]
+        if any(map(_is_symbol, values)):
+            self.has_symbols = True
+            tensors = [x for x in values if isinstance(x, Tensor)]
+            values = [
+                self._number(x, [] if indexes else tensors, device) if _is_symbol(x) else x for x in values
+            ]
+        return tree_unflatten(values, spec)
+
+    def _known(self, x: Any, fake: FakeTensorMode) -> Any:
+        if self.fixed and _is_symbol(x):
             return int(x) if isinstance(x, torch.SymInt) else float(x)
-        if not is_symbol and not _is_foreign(x, fake):
-            return x
-        self.has_symbols |= is_symbol
-        if id(x) not in self._stand_ins:
-            with disable_proxy_modes_tracing():
-                made = torch.empty((), dtype=self._dtype(x), device=device) if is_symbol else stand_in(x)
-            self._stand_ins[id(x)] = x, made
-            self._originals[id(made)] = x
-        return self._stand_ins[id(x)][1]
+        return self._stand_in(x, id(x), lambda: stand_in(x)) if _is_foreign(x, fake) else x
 
-    def _dtype(self, symbol: Any) -> torch.dtype:
-        # A number's dtype never widens that of a tensor, and indices are int32.
-        return torch.int32 if isinstance(symbol, torch.SymInt) else self.score_dtype
+    def _number(self, x: Any, beside: list[Tensor], device: torch.device) -> Tensor:
+        """A symbol as a tensor of the dtype that a Python number has in an operation with `beside`."""
+        example: Any = 1 if isinstance(x, torch.SymInt) else 1.0
+        dtype = torch.tensor(example).dtype
+        if beside:
+            common = functools.reduce(torch.promote_types, (y.dtype for y in beside))
+            dtype = torch.result_type(torch.empty(1, dtype=common, device="meta"), example)
+        return self._stand_in(x, (id(x), dtype), lambda: torch.empty((), dtype=dtype, device=device))
+
+    def _stand_in(self, x: Any, key: Any, make: Callable[[], Tensor]) -> Tensor:
+        if key not in self._stand_ins:
+            with disable_proxy_modes_tracing():
+                made = make()
+            self._stand_ins[key] = x, made
+            self._originals[id(made)] = x, made
+        return self._stand_ins[key][1]
 
     def original(self, x: Tensor, device: torch.device) -> Tensor:
         """What `x` stands for as a tensor, or x."""
-        found = self._originals.get(id(x), x)
-        if isinstance(found, Tensor):
-            return found
-        return torch.scalar_tensor(found, dtype=self._dtype(found), device=device)
+        found, _ = self._originals.get(id(x), (x, x))
+        return (
+            found if isinstance(found, Tensor) else torch.scalar_tensor(found, dtype=x.dtype, device=device)
+        )
+
+
+def _is_symbol(x: Any) -> bool:
+    return isinstance(x, (torch.SymInt, torch.SymFloat))
 
 
 def _is_foreign(x: Any, fake: FakeTensorMode) -> bool:
@@ -263,9 +282,8 @@ class Indexing(TorchFunctionMode):
     ) -> Any:
         if function in _SIZES or getattr(function, "__name__", "").startswith("sym_"):
             return function(*args, **(kwargs or {}))
-        args, kwargs = tree_map(
-            lambda x: self.foreign.replaced(x, self.fake, self.device), (args, kwargs or {})
-        )
+        indexes = function is Tensor.__getitem__
+        args, kwargs = self.foreign.replaced((args, kwargs or {}), self.fake, self.device, indexes)
         if function in _PRINTS:
             raise _Forbidden("printing or formatting", "a score has no value while it is traced")
         if function is Tensor.__getitem__:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import fresh_cache
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import flash4_torch
+from everything import EVERYTHING
 from flex_mods import H
+
+# torch 2.11's inductor imports a module that uses TorchScript.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 
 
 class Biased(nn.Module):
@@ -23,8 +32,11 @@ class Biased(nn.Module):
         self.gain = 0.5
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: Any = None) -> Any:
+        S = q.shape[2]
+
         def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return score * self.gain + self.table[h, (i - j).abs()]
+            near = torch.where(i - j < S // 2, 0.1 * S, 0.0)
+            return score * self.gain + self.table.exp()[h, (i - j).abs()] + near
 
         return flash4_torch.flex_attention(q, k, v, score_mod, block_mask, return_lse=True)
 
@@ -52,13 +64,105 @@ def masked(S: int) -> Any:
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_graphs_do_not_break(backend: str) -> None:
-    """Gradients of what a function captures come through, too, and a new length may compile once more."""
+    """Gradients of what a function captures come through, too, and new lengths compile once."""
+    torch._dynamo.reset()
+    model, counter = Biased(), CompileCounterWithBackend(backend)
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for S in (20, 33, 41, 18):
+        agree(model, compiled, S)
+    assert counter.frame_count == 2
+    agree(model, compiled, 33, masked(33))
+    assert counter.frame_count == 3
+
+
+@pytest.mark.skipif(not EVERYTHING, reason="a C++ compiler takes half a minute; FLASH4_TEST_ALL=1 runs it")
+def test_inductor_agrees() -> None:
     torch._dynamo.reset()
     model = Biased()
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
-    agree(model, compiled, 20)
-    agree(model, compiled, 33)
-    agree(model, compiled, 33, masked(33))
+    with fresh_cache():
+        agree(model, torch.compile(model, fullgraph=True), 20, masked(20))
+
+
+def test_compiled_functions_make_block_masks() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        S = q.shape[2]
+        block_mask = flash4_torch.create_block_mask(
+            lambda b, h, i, j: (i - j) % 5 < 3, None, None, S, S, q.device, 16
+        )
+        return flash4_torch.flex_attention(q, k, v, None, block_mask)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    for S in (20, 33):
+        inputs = call(S)
+        torch.testing.assert_close(compiled(*inputs), attend(*inputs))
+
+
+def test_a_size_that_decides_on_a_shape_is_fixed() -> None:
+    """Another one is another program, and compiles again."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        S = q.shape[2]
+
+        def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            ramp = torch.arange(S, dtype=torch.float64) / S
+            return score + (ramp[i] - ramp).abs().sum()
+
+        return flash4_torch.flex_attention(q, k, v, score_mod)
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attend, backend=counter, fullgraph=True, dynamic=True)
+    for S in (5, 7):
+        inputs = call(S)
+        torch.testing.assert_close(compiled(*inputs), attend(*inputs))
+    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("strict", [True, False])
+# The exporter reads a deprecated attribute of its own.
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_exported_programs_serve_other_lengths(strict: bool) -> None:
+    model, S = Biased(), torch.export.Dim("S", min=4, max=60)
+    inputs = [x.detach() for x in call(20)]
+    exported = torch.export.export(model, tuple(inputs), dynamic_shapes=[{2: S}] * 3, strict=strict)
+    names = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
+    assert names.count("flash4.flex_attention.default") == 1
+    inputs = [x.detach() for x in call(37)]
+    for x, y in zip(exported.module()(*inputs), model(*inputs), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+def bessel(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return torch.special.i0(score)  # here
+
+
+def gambles(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return score * torch.rand((), dtype=torch.float64)  # here
+
+
+@pytest.mark.parametrize("function, operation", [(bessel, "aten.i0.default"), (gambles, "aten.rand.default")])
+def test_what_cannot_be_traced_is_named_with_its_line(function: Any, operation: str) -> None:
+    """In a compiled function, too, whose line Dynamo has kept."""
+    torch._dynamo.reset()
+    compiled = torch.compile(flash4_torch.flex_attention, backend="eager", fullgraph=True)
+    with pytest.raises(Unsupported) as caught:
+        compiled(*call(9), function)
+    message = str(caught.value)
+    assert "TraceError" in message and operation in message and function.__name__ in message
+    assert Path(__file__).name in message and "# here" in message
+
+
+def test_fakes_and_meta_tensors_compute_nothing() -> None:
+    q = torch.randn(2, H, 12, 8)
+    slopes = torch.rand(H)
+    with FakeTensorMode() as mode:
+        fake, learned = mode.from_tensor(q), torch.empty(H, requires_grad=True)
+        out = flash4_torch.flex_attention(fake, fake, fake, lambda score, b, h, i, j: score * learned[h])
+    assert isinstance(out, FakeTensor) and out.shape == q.shape and out.requires_grad
+    q, slopes = q.to("meta"), slopes.to("meta")
+    out = flash4_torch.flex_attention(q, q, q, lambda score, b, h, i, j: score * slopes[h])
+    assert out.is_meta and out.shape == q.shape
 
 
 def test_recomputed_activations_agree() -> None:
