@@ -127,5 +127,5 @@ class FlexGradients(NamedTuple):
     dk: Tensor
     dv: Tensor
     dcaptured: list[Tensor | None]
-    """For each tensor of score_mod; None where none is wanted."""
+    """Gradients of the tensors of score_mod, None where none is wanted."""
     dsinks: Tensor | None

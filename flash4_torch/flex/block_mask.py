@@ -79,7 +79,7 @@ def create_block_mask(
         raise ArgumentError("BLOCK_SIZE", BLOCK_SIZE, "it must be an int or a pair of rows and keys")
     for size in block:
         _positive("BLOCK_SIZE", size)
-    where = torch.device(device or torch.accelerator.current_accelerator() or "cpu")
+    where = torch.device(device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
     if where.type == "cuda" and where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
     with torch.no_grad():

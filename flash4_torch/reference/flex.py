@@ -28,7 +28,7 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 
 @dataclass(frozen=True)
 class Blocks:
-    """Which blocks of scores are empty, partial or full."""
+    """A table that says which blocks of scores are empty, partial or full."""
 
     state: Tensor
     """(B or 1, Hq or 1, blocks of rows, blocks of keys), uint8."""
@@ -166,7 +166,7 @@ class FlexTiles(Tiles):
         ]
 
     def visible(self, lanes: list[Tensor], batch: range, rows: range, keys: range) -> Visible:
-        """Which scores of a tile the blocks, mask_mod and the band show."""
+        """The scores of a tile that the blocks, mask_mod and the band show."""
         table, mod, band = self.flex.blocks, self.flex.mask_mod, self.flex.scoring.band
         Sq, Sk = self.q.shape[1], self.k.shape[1]
         mask: Tensor | None = None
