@@ -17,6 +17,7 @@ from ...configs.decode import LEAST_BLOCKS
 from ..common import smem_layouts
 from ..common.band import Span, make_band, visible_span
 from ..common.warps import WARP
+from . import wide
 from .context import Context, Tensors, Tile
 from .epilogue import epilogue
 from .mainloop import mainloop, make_thread
@@ -65,8 +66,12 @@ def decode_kernel(
             sSum=sSum,
             sCount=sCount,
         )
-        t = make_thread(ctx)
-        mainloop(ctx, t)
+        if cutlass.const_expr(plan.form.wgmma):
+            t = wide.make_thread(ctx)
+            wide.mainloop(ctx, t)
+        else:
+            t = make_thread(ctx)
+            mainloop(ctx, t)
         epilogue(ctx, t)
         if cutlass.const_expr(plan.form.splits):
             if tile.num_splits > 1:
