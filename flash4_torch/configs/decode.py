@@ -100,30 +100,32 @@ def may_use_wgmma(form: DecodeForm, max_seqlen_q: int, group: int) -> bool:
     return not form.cache_dtype and max_seqlen_q * group > WARPGROUP_ROWS // 2
 
 
-def ctas_per_sm(stage_bytes: int, other_bytes: int, rows: int = 0) -> int:
-    """CTAs that share an SM: two, if each then has stages enough next to what else it has in SMEM.
-
-    A tile of two warpgroups has the SM for itself: 16 warps would have 128 registers a thread.
-    """
-    if rows > WARPGROUP_ROWS:
-        return 1
-    return CTAS_PER_SM if (TWO_CTAS_BYTES - other_bytes) // stage_bytes >= LEAST_STAGES else 1
+def most_ctas_per_sm(rows: int) -> int:
+    """CTAs that may share an SM: two warpgroups have it for themselves, as 16 warps would have 128 registers
+    a thread."""
+    return CTAS_PER_SM if rows <= WARPGROUP_ROWS else 1
 
 
-def stages(stage_bytes: int, other_bytes: int, rows: int = 0) -> int:
+def ctas_per_sm(stage_bytes: int, other_bytes: int, rows: int) -> int:
+    """CTAs that share an SM: two, if each then has stages enough next to what else it has in SMEM."""
+    has_room = (TWO_CTAS_BYTES - other_bytes) // stage_bytes >= LEAST_STAGES
+    return most_ctas_per_sm(rows) if has_room else 1
+
+
+def stages(stage_bytes: int, other_bytes: int, rows: int) -> int:
     """Stages of K and V, as many as there is room for."""
     room = ONE_CTA_BYTES if ctas_per_sm(stage_bytes, other_bytes, rows) == 1 else TWO_CTAS_BYTES
     return min((room - other_bytes) // stage_bytes, MOST_STAGES)
 
 
-def num_splits(tiles: int, max_seqlen_k: int, num_sms: int, ctas_per_sm: int = CTAS_PER_SM) -> int:
+def num_splits(tiles: int, max_seqlen_k: int, num_sms: int, rows: int) -> int:
     """Splits that fill the SMs, if `tiles` tiles of rows share them: a bound, of which the kernel takes fewer
     where a sequence is so short that they had less than `LEAST_BLOCKS` blocks.
 
     tiles: those of all heads and sequences. max_seqlen_k: a bound on the keys of a sequence.
     """
-    blocks = -(-max_seqlen_k // KEYS)
-    return max(1, min(num_sms * ctas_per_sm // max(tiles, 1), blocks // LEAST_BLOCKS))
+    blocks, ctas = -(-max_seqlen_k // KEYS), num_sms * most_ctas_per_sm(rows)
+    return max(1, min(ctas // max(tiles, 1), blocks // LEAST_BLOCKS))
 
 
 def invariant_splits(max_seqlen_k: int, split_keys: int = SPLIT_KEYS) -> int:
