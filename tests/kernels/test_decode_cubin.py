@@ -46,7 +46,7 @@ KEYS_WGMMA = [
     for rows in decode.wgmma_rows(features)[::-1]
 ]
 GROUPS = 6
-"""Groups of wgmmas in the code: S of the first block; S and PV of a masked one, and of another; the last PV."""
+"""Groups of wgmmas in the code: S of the first block, S and PV of masked ones and of others, the last PV."""
 
 
 @pytest.fixture(scope="module")

@@ -109,9 +109,7 @@ def one_sequence(kernel: Kernel, tokens: int, keys: int, page_size: int = 16, **
     return Call(q, k, v, make_cache(k, v, generator, "rows", page_size), features.D**-0.5, **more)
 
 
-@pytest.mark.parametrize(
-    ("arch", "kernel"), [*((arch, PAGED) for arch in ARCHS), ("sm_90a", BY_WGMMA)], ids=str
-)
+@pytest.mark.parametrize(("arch", "kernel"), [*((arch, PAGED) for arch in ARCHS), ("sm_90a", BY_WGMMA)])
 def test_any_page_number_is_safe(arch: str, kernel: Kernel) -> None:
     """Whatever the table holds, the launch reads nothing but its tensors and ends."""
     call = one_sequence(kernel, tokens=2, keys=600, num_splits=3)
@@ -181,13 +179,14 @@ def test_pages_may_be_far_apart() -> None:
     check_results(SMALL, call, found)
 
 
-FORMS_IN_SMEM = [
-    *((rows, FORM._replace(cache_dtype=cache)) for cache in ("", decode.FP8) for rows in decode.ROWS),
-    *((rows, FORM._replace(wgmma=True)) for rows in (128, 64)),
+IN_FP8 = FORM._replace(cache_dtype=decode.FP8)
+IN_SMEM = [
+    *((rows, form) for form in (FORM, IN_FP8) for rows in one_of(3, decode.ROWS)),
+    *((rows, BY_WGMMA.form) for rows in one_of(2, (128, 64))),
 ]
 
 
-@pytest.mark.parametrize(("rows", "form"), one_of(3, FORMS_IN_SMEM), ids=str)
+@pytest.mark.parametrize(("rows", "form"), IN_SMEM)
 @pytest.mark.parametrize(("D", "Dv"), [(64, 64), *one_of(3, [(192, 128), (32, 96), (16, 256)])])
 def test_no_bank_conflicts(rows: int, form: DecodeForm, D: int, Dv: int) -> None:
     """Copies and matrix loads take the fewest passes through the banks that their bytes need."""

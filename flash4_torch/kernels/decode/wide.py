@@ -1,14 +1,15 @@
 """Tiles of many rows by warpgroup MMAs (wgmma), on GPUs that have them: 64 rows for each warpgroup.
 
-A warp has 16 rows of its warpgroup's accumulators, in the registers in which warp-level MMAs would have them, so
-softmax and epilogue are those of all tiles. K, V and Q come from shared memory, P from registers.
+A warp has 16 rows of its warpgroup's accumulators, in the registers in which warp-level MMAs would have
+them, so softmax and epilogue are those of all tiles. Q, K and V come from shared memory, P from registers.
 
-    load      K of a block, and V of the block before it, are one group of copies; of two warpgroups one copies
-              K and the other V
-    mainloop  S of a block is in flight together with PV of the block before it; the softmax overlaps that PV
+    load      K of a block and V of the block before it are one group of copies; with two warpgroups, one
+              copies K and the other V
+    mainloop  S of a block is in flight together with PV of the block before it, which its softmax overlaps
 
-Tensor cores add up in an order of their own here, which makes other bits than in tiles of warp-level MMAs. FP8
-caches have no such tiles: bytes would have to be widened in shared memory.
+These MMAs add up in an order of their own, so bits differ from those of other tiles: launches that must be
+batch invariant do not take them. Nor do those over FP8 caches, whose bytes become float16 in registers, where
+no wgmma takes K and V from.
 """
 
 from __future__ import annotations
@@ -47,9 +48,7 @@ class _Step(NamedTuple):
 def make_thread(ctx: Context) -> Thread:
     """Registers that have seen nothing yet."""
     dtype = ctx.plan.dtype
-    return thread_of(
-        ctx, wgmma.scores_accumulator(dtype, KEYS), wgmma.output_accumulator(dtype, ctx.plan.Dv)
-    )
+    return thread_of(ctx, wgmma.scores_accumulator(dtype, KEYS), wgmma.output_accumulator(dtype, ctx.plan.Dv))
 
 
 @cute.jit
