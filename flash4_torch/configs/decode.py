@@ -47,7 +47,7 @@ ROWS = (16, 32, 64)
 WARPGROUP_ROWS = 64
 """Rows of a warpgroup MMA."""
 _WGMMA_ROWS = (64, 128)
-_SMALL_BYTES = 1024
+_SMALL_BYTES = 2048
 """More than a CTA with warpgroup MMAs has in SMEM besides Q, K and V."""
 TWO_CTAS_BYTES, ONE_CTA_BYTES = 113 * 1024, 227 * 1024
 """SMEM of a CTA where two share an SM, and where it has the SM for itself."""

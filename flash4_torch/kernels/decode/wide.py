@@ -34,11 +34,11 @@ class _Step(NamedTuple):
     """A block's stages, and the places in the cache of what is copied next."""
 
     stage: Int32
-    """The block's."""
+    """The stage of the block itself."""
     before: Int32
-    """That of the block before it, which takes the next K."""
+    """The stage of the block before it, which takes the next K."""
     before_that: Int32
-    """That of the block before that one, which takes the next V."""
+    """The stage of the block before that one, which takes the next V."""
     place: Place
     """The place of the next K; with two warpgroups that of K or V, whichever the thread copies."""
     place_before: Place
