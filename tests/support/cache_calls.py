@@ -136,7 +136,7 @@ def cache_calls(
     multiple: int = 1,
     most_keys: int = 90,
     float8: bool = True,
-    page_sizes: Sequence[int] = (),
+    page_sizes: Sequence[int | None] = (),
     most_tokens: int = 6,
     most_columns: int = 40,
 ) -> CacheCall:

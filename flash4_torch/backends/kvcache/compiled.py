@@ -184,11 +184,13 @@ class Compiled:
         canonical_k, canonical_v = _canonical(inputs.k_cache), _canonical(inputs.v_cache)
 
         def launch(x: CacheInputs, out: Tensor, lse: Tensor) -> None:
-            ends, table, used = x.cu_seqlens_q, x.block_table, x.seqused_k
-            if table is None or used is None:
-                raise AssertionError("a paged call has a table and lengths")
+            ends, table, used, device = x.cu_seqlens_q, x.block_table, x.seqused_k, x.q.device
             if ends is None:
-                ends = torch.arange(0, (B + 1) * Sq, Sq, dtype=torch.int32, device=x.q.device)
+                ends = torch.arange(0, (B + 1) * Sq, Sq, dtype=torch.int32, device=device)
+            if table is None:
+                table = torch.arange(B, dtype=torch.int32, device=device)[:, None]
+            if used is None:
+                used = torch.full((B,), x.k_cache.shape[1], dtype=torch.int32, device=device)
             caches = canonical_k(x.k_cache), canonical_v(x.v_cache)
             run(x.q, *caches, table, ends, used, x.sinks, out, lse, counter(index, 1))
 
@@ -252,7 +254,7 @@ def forwards(problem: CacheProblem, target: Target) -> bool:
     Its sums depend on its tiles, so with `batch_invariant` there is one kernel for all.
     """
     spec = problem.spec
-    if not spec.paged or spec.batch_invariant or problem.extent.max_seqlen_q <= decode.MOST_TOKENS:
+    if spec.batch_invariant or problem.extent.max_seqlen_q <= decode.MOST_TOKENS:
         return False
     return not paged.limits(target, paged.problem_of(problem))
 
