@@ -6,13 +6,14 @@ for 35 KB (4.5 TB/s over 132 SMs, a microsecond of latency).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from .types import Features
+from .types import Features, tile_dim
 
 
 class DecodeForm(NamedTuple):
-    """The tensors that a launch of the decode kernel has, and how K and V are stored."""
+    """The tensors that a launch of the decode kernel has, how K and V are stored, and what multiplies."""
 
     paged: bool
     """Whether a block table says where keys are; otherwise sequence b has entry b of the cache."""
@@ -28,6 +29,8 @@ class DecodeForm(NamedTuple):
     """The cache's dtype, `FP8`; '' for that of Q."""
     clusters: bool = False
     """Whether several clusters share the keys of a tile; they have `CLUSTER` CTAs then."""
+    wgmma: bool = False
+    """Whether warpgroup MMAs multiply, in tiles of `wgmma_rows`; else warp-level ones, in tiles of `ROWS`."""
 
 
 FP8 = "float8_e4m3fn"
@@ -45,6 +48,11 @@ MMA_ROWS = 16
 """Rows of a warp-level MMA."""
 ROWS = (16, 32, 64)
 """Rows that a tile may have: query tokens times the query heads of a KV head."""
+WARPGROUP_ROWS = 64
+"""Rows of a warpgroup MMA."""
+_WGMMA_ROWS = (64, 128)
+_SMALL_BYTES = 1024
+"""More than a CTA with warpgroup MMAs has in SMEM besides Q, K and V."""
 TWO_CTAS_BYTES, ONE_CTA_BYTES = 113 * 1024, 227 * 1024
 """SMEM of a CTA where two share an SM, and where it has the SM for itself."""
 LEAST_STAGES, MOST_STAGES = 3, 8
@@ -74,25 +82,51 @@ def limits(features: Features, form: DecodeForm) -> list[str]:
     return found
 
 
-def rows(max_seqlen_q: int, group: int) -> int:
+def rows(max_seqlen_q: int, group: int, choice: Sequence[int] = ROWS) -> int:
     """Rows of a tile: the fewest that hold a sequence's rows of one KV head, or the most there are."""
-    return next((number for number in ROWS if max_seqlen_q * group <= number), ROWS[-1])
+    return next((number for number in choice if max_seqlen_q * group <= number), choice[-1])
 
 
-def ctas_per_sm(stage_bytes: int, other_bytes: int) -> int:
+def wgmma_rows(features: Features) -> tuple[int, ...]:
+    """Rows that a tile may have with warpgroup MMAs: so many that K and V have stages next to Q."""
+    D, Dv = tile_dim(features.D), tile_dim(features.Dv)
+    return tuple(
+        number
+        for number in _WGMMA_ROWS
+        if stages(2 * KEYS * (D + Dv), 2 * number * D + _SMALL_BYTES, number) >= LEAST_STAGES
+    )
+
+
+def may_use_wgmma(form: DecodeForm, max_seqlen_q: int, group: int) -> bool:
+    """Whether warpgroup MMAs are faster, if the GPU has them and the launch need not be batch invariant.
+
+    Tiles of up to 32 rows are bound by memory. An FP8 cache is widened to float16 in registers, where
+    warpgroup MMAs take none of K and V from.
+    """
+    return not form.cache_dtype and max_seqlen_q * group > WARPGROUP_ROWS // 2
+
+
+def most_ctas_per_sm(rows: int) -> int:
+    """CTAs that may share an SM: two warpgroups have it for themselves, as 16 warps would have 128 registers
+    a thread."""
+    return CTAS_PER_SM if rows <= WARPGROUP_ROWS else 1
+
+
+def ctas_per_sm(stage_bytes: int, other_bytes: int, rows: int) -> int:
     """CTAs that share an SM: two, if each then has stages enough next to what else it has in SMEM."""
-    return CTAS_PER_SM if (TWO_CTAS_BYTES - other_bytes) // stage_bytes >= LEAST_STAGES else 1
+    has_room = (TWO_CTAS_BYTES - other_bytes) // stage_bytes >= LEAST_STAGES
+    return most_ctas_per_sm(rows) if has_room else 1
 
 
-def stages(stage_bytes: int, other_bytes: int) -> int:
+def stages(stage_bytes: int, other_bytes: int, rows: int) -> int:
     """Stages of K and V, as many as there is room for."""
-    room = ONE_CTA_BYTES if ctas_per_sm(stage_bytes, other_bytes) == 1 else TWO_CTAS_BYTES
+    room = ONE_CTA_BYTES if ctas_per_sm(stage_bytes, other_bytes, rows) == 1 else TWO_CTAS_BYTES
     return min((room - other_bytes) // stage_bytes, MOST_STAGES)
 
 
 def num_splits(tiles: int, max_seqlen_k: int, num_sms: int) -> int:
-    """Splits that fill the SMs, if `tiles` tiles of rows share them: a bound, of which the kernel takes fewer
-    where a sequence is so short that they had less than `LEAST_BLOCKS` blocks.
+    """Splits that give nearly every SM a CTA, if `tiles` tiles of rows share them: a bound, of which the
+    kernel takes fewer where a sequence is so short that they had less than `LEAST_BLOCKS` blocks.
 
     tiles: those of all heads and sequences. max_seqlen_k: a bound on the keys of a sequence.
     """

@@ -215,19 +215,24 @@ def test_the_kernel_agrees_that_it_can_run_every_config(table: ModuleType) -> No
             assert plan.mask == mask_plan(mask, config)
 
 
-@given(SIZES, GROUPS)
-def test_decode_tiles_hold_the_rows_of_few_tokens(max_seqlen_q: int, group: int) -> None:
-    rows, needed = decode.rows(max_seqlen_q, group), max_seqlen_q * group
-    assert rows in decode.ROWS
-    assert rows == decode.ROWS[-1] if needed > decode.ROWS[-1] else needed <= rows < max(2 * needed, 17)
+@given(SIZES, GROUPS, st.sampled_from([decode.ROWS, (64,), (64, 128)]))
+def test_decode_tiles_hold_the_rows_of_few_tokens(
+    max_seqlen_q: int, group: int, choice: tuple[int, ...]
+) -> None:
+    rows, needed = decode.rows(max_seqlen_q, group, choice), max_seqlen_q * group
+    assert rows in choice
+    assert rows == choice[-1] if needed > choice[-1] else needed <= rows < max(2 * needed, choice[0] + 1)
 
 
-@given(st.integers(8, 256), st.integers(8, 256), st.sampled_from(decode.ROWS))
-def test_decode_has_stages_and_room_for_them(D: int, Dv: int, rows: int) -> None:
+@given(st.integers(8, 256), st.integers(8, 256), st.data())
+def test_decode_has_stages_and_room_for_them(D: int, Dv: int, data: st.DataObject) -> None:
     """Two blocks are in flight while a third one is read, and stages fit into what a CTA may have."""
+    rows = data.draw(st.sampled_from(sorted({*decode.ROWS, *decode.wgmma_rows(BARE._replace(D=D, Dv=Dv))})))
     stage_bytes, q_bytes = 2 * decode.KEYS * (D + Dv), 2 * rows * D
-    stages, ctas = decode.stages(stage_bytes, q_bytes), decode.ctas_per_sm(stage_bytes, q_bytes)
+    stages, ctas = decode.stages(stage_bytes, q_bytes, rows), decode.ctas_per_sm(stage_bytes, q_bytes, rows)
     assert stages >= decode.LEAST_STAGES
+    # 65536 registers, and up to 255 a thread.
+    assert ctas * max(rows, 64) * 2 * 255 <= 65536
     assert ctas * (stages * stage_bytes + q_bytes) <= decode.ONE_CTA_BYTES
 
 

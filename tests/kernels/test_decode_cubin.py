@@ -36,13 +36,32 @@ KEYS = [
     for arch in ("sm_90a", "sm_100a")
     if not decode.limits(Features("bfloat16", *heads), form)
 ]
+KEYS_WGMMA = [
+    Key(ENTRY, (features, rows, form._replace(wgmma=True)), "sm_90a")
+    for form in FORMS
+    if not form.cache_dtype
+    for i, heads in enumerate(HEADS)
+    for uses in USES
+    for features in [Features(("bfloat16", "float16")[i % 2], *heads)._replace(**uses)]
+    for rows in decode.wgmma_rows(features)[::-1]
+]
+GROUPS = 6
+"""Groups of wgmmas in the code: S of the first block, S and PV of masked ones and of others, the last PV."""
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, cubin.Code]:
-    return compiled_files.codes(one_of(150, KEYS), tmp_path_factory)
+    return compiled_files.codes([*one_of(150, KEYS), *one_of(66, KEYS_WGMMA)], tmp_path_factory)
 
 
 def test_nothing_spills(compiled: dict[Key, cubin.Code]) -> None:
     spilling = {key: code for key, code in compiled.items() if code.spills or code.stack}
     assert not spilling, "\n".join(map(str, spilling.items()))
+
+
+def test_wgmmas_stay_in_flight(compiled: dict[Key, cubin.Code]) -> None:
+    """Groups are waited for, not wgmmas one by one, as where ptxas serialises them."""
+    by_wgmma = {key: code for key, code in compiled.items() if code.wgmmas}
+    assert by_wgmma
+    waiting = {key: code for key, code in by_wgmma.items() if code.signalled > GROUPS}
+    assert not waiting, "\n".join(map(str, waiting.items()))

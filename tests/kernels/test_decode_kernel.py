@@ -61,9 +61,19 @@ def in_fp8(kernel: Kernel) -> Kernel:
 
 
 KERNELS_FP8 = [(arch, name, in_fp8(kernel)) for arch, name, kernel in KERNELS]
+KERNELS_WGMMA = [
+    ("sm_90a", name, Kernel(features, rows, form._replace(causal_flags=flags, wgmma=True)))
+    for name, features in FEATURES.items()
+    for flags in {False, features.right}
+    for form in FORMS
+    for rows in decode.wgmma_rows(features)
+]
 
 
-@pytest.mark.parametrize(("arch", "name", "kernel"), [*one_of(281, KERNELS), *one_of(373, KERNELS_FP8)])
+@pytest.mark.parametrize(
+    ("arch", "name", "kernel"),
+    [*one_of(281, KERNELS), *one_of(373, KERNELS_FP8), *one_of(187, KERNELS_WGMMA)],
+)
 @given(data=st.data())
 @settings(max_examples=examples(3, 12))
 def test_results_are_right_whatever_the_schedule(
@@ -79,6 +89,7 @@ def test_results_are_right_whatever_the_schedule(
 SMALL = Features("bfloat16", 64, 64, right=True)
 FORM = DecodeForm(paged=True, cluster=8, ragged=True, lengths=True, clusters=True)
 PAGED = Kernel(SMALL, 16, FORM)
+BY_WGMMA = Kernel(SMALL, 128, FORM._replace(wgmma=True))
 
 
 def one_sequence(kernel: Kernel, tokens: int, keys: int, page_size: int = 16, **more: object) -> Call:
@@ -99,15 +110,15 @@ def one_sequence(kernel: Kernel, tokens: int, keys: int, page_size: int = 16, **
     return Call(q, k, v, make_cache(k, v, generator, "rows", page_size), features.D**-0.5, **more)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-def test_any_page_number_is_safe(arch: str) -> None:
+@pytest.mark.parametrize(("arch", "kernel"), [*((arch, PAGED) for arch in ARCHS), ("sm_90a", BY_WGMMA)])
+def test_any_page_number_is_safe(arch: str, kernel: Kernel) -> None:
     """Whatever the table holds, the launch reads nothing but its tensors and ends."""
-    call = one_sequence(PAGED, tokens=2, keys=600, num_splits=3)
+    call = one_sequence(kernel, tokens=2, keys=600, num_splits=3)
     call.cache.table.fill_(7)
     call.cache.table[0, ::2] = torch.tensor(decode_calls.GARBAGE).repeat(9)[
         : call.cache.table[0, ::2].numel()
     ]
-    run(arch, PAGED, call)
+    run(arch, kernel, call)
 
 
 ANY_INT32 = st.one_of(st.integers(-3, 300), st.integers(-(2**31), 2**31 - 1))
@@ -138,11 +149,12 @@ def test_an_empty_cache_has_no_keys() -> None:
     assert not out.any() and (lse == -torch.inf).all()
 
 
+@pytest.mark.parametrize("kernel", [PAGED, BY_WGMMA], ids=["mma", "wgmma"])
 @given(left=st.integers(0, 600), right=st.integers(-150, 0), num_splits=st.integers(1, 4))
 @settings(max_examples=examples(3, 20))
-def test_keys_that_no_token_sees_are_not_read(left: int, right: int, num_splits: int) -> None:
+def test_keys_that_no_token_sees_are_not_read(kernel: Kernel, left: int, right: int, num_splits: int) -> None:
     """Neither they nor their places in the table matter."""
-    kernel = PAGED._replace(features=SMALL._replace(left=True))
+    kernel = kernel._replace(features=SMALL._replace(left=True))
     call = one_sequence(kernel, 3, 700, 1, left=left, right=right, num_splits=num_splits)
     clean = run("sm_90a", kernel, call)
     first, last = max(697 - left, 0), max(699 + right, 0)
@@ -168,12 +180,18 @@ def test_pages_may_be_far_apart() -> None:
     check_results(SMALL, call, found)
 
 
-@pytest.mark.parametrize("cache_dtype", ["", decode.FP8])
-@pytest.mark.parametrize("rows", one_of(3, decode.ROWS))
+IN_FP8 = FORM._replace(cache_dtype=decode.FP8)
+IN_SMEM = [
+    *((rows, form) for form in (FORM, IN_FP8) for rows in one_of(3, decode.ROWS)),
+    *((rows, BY_WGMMA.form) for rows in one_of(2, (128, 64))),
+]
+
+
+@pytest.mark.parametrize(("rows", "form"), IN_SMEM)
 @pytest.mark.parametrize(("D", "Dv"), [(64, 64), *one_of(3, [(192, 128), (32, 96), (16, 256)])])
-def test_no_bank_conflicts(rows: int, D: int, Dv: int, cache_dtype: str) -> None:
+def test_no_bank_conflicts(rows: int, form: DecodeForm, D: int, Dv: int) -> None:
     """Copies and matrix loads take the fewest passes through the banks that their bytes need."""
-    kernel = Kernel(SMALL._replace(D=D, Dv=Dv), rows, FORM._replace(cache_dtype=cache_dtype))
+    kernel = Kernel(SMALL._replace(D=D, Dv=Dv), rows, form)
     call = one_sequence(kernel, tokens=9, keys=200, num_splits=2)
     with emulate.device("sm_90a") as device:
         decode_calls.launch(device, kernel, call)

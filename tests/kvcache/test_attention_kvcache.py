@@ -65,7 +65,9 @@ def test_results_of_the_kernel_are_right(call: CacheCall) -> None:
 
 
 @pytest.mark.parametrize("arch", one_of(2, ["sm_90a", "sm_100a"]))
-@given(call=cache_calls((torch.bfloat16,), multiple=8, most_keys=150, float8=False, page_sizes=[16, None, 48]))
+@given(
+    call=cache_calls((torch.bfloat16,), multiple=8, most_keys=150, float8=False, page_sizes=[16, None, 48])
+)
 @settings(max_examples=examples(3, 40))
 def test_many_tokens_and_few_are_served_together(arch: str, call: CacheCall) -> None:
     """Sequences with many tokens go to the forward kernel, the others to the one that splits keys."""

@@ -160,7 +160,9 @@ def _storage(
 def calls(draw: st.DrawFn, kernel: Kernel) -> Call:
     """Calls that a host may make of such a kernel."""
     features, form = kernel.features, kernel.form
-    Hk, group = draw(st.integers(1, 2)), draw(st.integers(1, 5))
+    # Two warpgroups have rows, and a sequence several tiles of two warpgroups.
+    most_heads = 20 if form.wgmma else 5
+    Hk, group = draw(st.integers(1, 2)), draw(st.integers(1, most_heads))
     split_keys = draw(st.sampled_from([0, 64, 128])) if form.cluster > 1 else 0
     # One sequence at least has several splits, if there are any.
     least = 1 + 2 * (split_keys or KEYS * LEAST_BLOCKS) if form.cluster > 1 else 1

@@ -141,7 +141,7 @@ class Compiled:
     ) -> Launch:
         """The launch that splits keys, of sequences with up to max_seqlen_q tokens."""
         spec, extent, index = problem.spec, problem.extent, inputs.q.get_device()
-        kernel = decide(problem, self.sms(index))
+        kernel = decide(self.target(problem), problem, self.sms(index))
         function = self.find(problem)(DECODE, (kernel.features, kernel.rows, kernel.form))
         form, params = kernel.form, convert(params_of(problem, kernel))
         _, clusters = decode.clusters(kernel.num_splits)
@@ -237,6 +237,15 @@ def limits(problem: CacheProblem) -> tuple[str, ...]:
     return tuple(why)
 
 
+def common_kernels(target: Target, features: Features) -> Iterator[tuple[Features, int, DecodeForm]]:
+    """What the kernels of common calls are compiled for, on a target."""
+    for form in common_forms(features):
+        yield from ((features, rows, form) for rows in decode.ROWS)
+        if target.has_wgmma and not form.cache_dtype:
+            by_wgmma = form._replace(wgmma=True)
+            yield from ((features, rows, by_wgmma) for rows in decode.wgmma_rows(features))
+
+
 def common_forms(features: Features) -> Iterator[DecodeForm]:
     """Forms of the calls that serving engines make: paged and dense, of one token or packed ones."""
     for splits, cache_dtype in product((1, 2, 4, decode.CLUSTER, 2 * decode.CLUSTER), ("", decode.FP8)):
@@ -266,10 +275,14 @@ def with_few_tokens(problem: CacheProblem) -> CacheProblem:
 
 
 @lru_cache(maxsize=4096)
-def decide(problem: CacheProblem, num_sms: int) -> Kernel:
+def decide(target: Target, problem: CacheProblem, num_sms: int) -> Kernel:
     """The kernel, and how it divides the keys."""
-    spec, extent = problem.spec, problem.extent
-    rows = decode.rows(extent.max_seqlen_q, spec.group)
+    spec, extent, features = problem.spec, problem.extent, features_of(problem)
+    # Bits must not depend on the rows of a tile, and warpgroup MMAs add up in an order of their own.
+    wgmma = target.has_wgmma and not spec.batch_invariant
+    wgmma = wgmma and decode.may_use_wgmma(form_of(problem, 1), extent.max_seqlen_q, spec.group)
+    choice = decode.wgmma_rows(features) if wgmma else decode.ROWS
+    rows = decode.rows(extent.max_seqlen_q, spec.group, choice)
     most = max(1, -(-extent.max_seqlen_k // decode.KEYS))
     split_keys = 0
     if spec.batch_invariant:
@@ -278,8 +291,8 @@ def decide(problem: CacheProblem, num_sms: int) -> Kernel:
         num_splits = min(problem.num_splits, most)
     else:
         num_splits = decode.num_splits(_tiles(problem, rows), extent.max_seqlen_k, num_sms)
-    form = form_of(problem, num_splits)
-    return Kernel(features_of(problem), rows, num_splits, split_keys, form)
+    form = form_of(problem, num_splits)._replace(wgmma=wgmma)
+    return Kernel(features, rows, num_splits, split_keys, form)
 
 
 def form_of(problem: CacheProblem, num_splits: int) -> DecodeForm:

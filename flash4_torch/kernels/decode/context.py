@@ -8,6 +8,7 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
+from ...configs.decode import MMA_ROWS, WARPS
 from ..common.band import Band, Span
 from .params import DecodeParams, Divisors
 from .plan import DecodePlan
@@ -109,6 +110,15 @@ class Context:
     def row_warp(self) -> Int32:
         """Number of the warp's 16 rows."""
         return self.warp // self.plan.key_warps
+
+    @property
+    def warpgroup(self) -> Int32:
+        return self.warp // WARPS if self.plan.warpgroups > 1 else Int32(0)
+
+    @property
+    def copied_keys(self) -> Int32:
+        """The first of the 16 keys of a block that the warp copies."""
+        return (self.warp % WARPS if self.plan.warpgroups > 1 else self.warp) * MMA_ROWS
 
     @property
     def key_warp(self) -> Int32:

@@ -55,7 +55,9 @@ def _finalize(ctx: Context, t: Thread) -> Final:
         sync_rows(ctx)
         sums = [[ctx.sSum[lane, row + 8 * r, i] for i in range(4)] for r in range(2)]
     for r in cutlass.range_constexpr(2):
-        total[r] = (sums[r][0] + sums[r][1]) + (sums[r][2] + sums[r][3])
+        total[r] = sums[r][0]
+        if cutlass.const_expr(len(sums[r]) > 1):
+            total[r] = (sums[r][0] + sums[r][1]) + (sums[r][2] + sums[r][3])
     scale = scores.softmax_scale(ctx.params, plan.features)
     return softmax.finalize(Rows(row_max, total), scale, Float32(1.0), plan.softmax)
 

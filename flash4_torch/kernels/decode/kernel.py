@@ -18,9 +18,10 @@ from ...configs.decode import LEAST_BLOCKS
 from ..common import smem_layouts
 from ..common.band import Span, make_band, visible_span
 from ..common.warps import WARP
+from . import mainloop as narrow
+from . import wide
 from .context import Context, Tensors, Tile
 from .epilogue import epilogue
-from .mainloop import mainloop, make_thread
 from .merge import merge
 from .params import DecodeParams, Divisors
 from .plan import PARTS, VECTOR
@@ -73,9 +74,9 @@ def decode_kernel(
             sLse=sLse,
             sCount=sCount,
         )
-        t = make_thread(ctx)
+        t = (wide if plan.form.wgmma else narrow).make_thread(ctx)
         if tile.has_work:
-            mainloop(ctx, t)
+            (wide if plan.form.wgmma else narrow).mainloop(ctx, t)
             epilogue(ctx, t)
         if cutlass.const_expr(plan.form.cluster > 1):
             if tile.merges:

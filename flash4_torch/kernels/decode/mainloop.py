@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import warp as warp_ops
 from ...configs.decode import KEYS, MMA_ROWS
 from ..common import band as bands
 from ..common import scores, softmax
-from ..common.fragment import mma_fragment
+from ..common.fragment import Fragment, mma_fragment
 from ..common.rounding import round_to
 from ..common.softmax import Rows
 from ..common.warps import WARP
@@ -38,9 +38,14 @@ class Thread(NamedTuple):
 def make_thread(ctx: Context) -> Thread:
     """Registers that have seen nothing yet."""
     plan, mma = ctx.plan, _mma(ctx.plan)
-    row = ctx.tile.first_row + ctx.row_warp * MMA_ROWS + ctx.lane // 4
     S = cute.make_rmem_tensor(mma.partition_shape_C((MMA_ROWS, plan.warp_keys)), Float32)
-    O = cute.make_rmem_tensor(MMA_ROWS * plan.strip * plan.strips // WARP, Float32)
+    return thread_of(ctx, S, cute.make_rmem_tensor(MMA_ROWS * plan.strip * plan.strips // WARP, Float32))
+
+
+def thread_of(ctx: Context, S: cute.Tensor, O: cute.Tensor) -> Thread:
+    """Registers with these accumulators that have seen nothing yet."""
+    plan = ctx.plan
+    row = ctx.tile.first_row + ctx.row_warp * MMA_ROWS + ctx.lane // 4
     first = softmax.make_rows(2)
     parts = (first, *(Rows(first.row_max, softmax.make_rows(2).row_sum) for _ in range(1, plan.parts)))
     for part in parts:
@@ -89,11 +94,30 @@ def _block(ctx: Context, t: Thread, n: Int32, stage: Int32) -> None:
     else:
         _scores(ctx, t, stage)
     scores.scale_and_cap(t.S, ctx.params, plan.features)
-    first_key = n * KEYS + ctx.key_warp * plan.warp_keys
-    tokens = tuple(row // ctx.divisors.group for row in t.rows)
-    fragment = mma_fragment(t.S, tokens, first_key, ctx.lane)
+    fragment = fragment_of(ctx, t, n)
     if bands.is_partial(tile.band, plan.band, n, *tile.tokens):
         bands.mask(tile.band, plan.band, fragment)
+    factors = to_weights(ctx, t, fragment)
+    softmax.rescale_output(values_of(t.O), factors, plan.softmax)
+    weights = cute.make_rmem_tensor(t.S.layout, plan.mma_dtype)
+    round_to(t.S, weights)
+    whole = _share_weights(ctx, weights)
+    if cutlass.const_expr(plan.is_fp8):
+        fp8.add_pv(ctx, t.O, whole, _mma(plan), stage)
+    else:
+        _add_pv(ctx, t, whole, stage)
+
+
+def fragment_of(ctx: Context, t: Thread, n: Int32) -> Fragment:
+    """The thread's scores of block n."""
+    tokens = tuple(row // ctx.divisors.group for row in t.rows)
+    return mma_fragment(t.S, tokens, n * KEYS + ctx.key_warp * ctx.plan.warp_keys, ctx.lane)
+
+
+@cute.jit
+def to_weights(ctx: Context, t: Thread, fragment: Fragment) -> cute.Tensor:
+    """Turn scores into weights, in place, and return the factors (R,) of what was summed up before."""
+    plan = ctx.plan
     scale, method = scores.softmax_scale(ctx.params, plan.features), plan.softmax
     maxima = softmax.block_max(fragment.values, method)
     if cutlass.const_expr(plan.key_warps > 1):
@@ -105,14 +129,7 @@ def _block(ctx: Context, t: Thread, n: Int32, stage: Int32) -> None:
         block = softmax.NextBlock(factors, update.offsets)
         own = i * columns, (i + 1) * columns
         softmax.exp2_columns(fragment.values, t.parts[i], block, scale, method, *own)
-    softmax.rescale_output(values_of(t.O), factors, method)
-    weights = cute.make_rmem_tensor(t.S.layout, plan.mma_dtype)
-    round_to(t.S, weights)
-    whole = _share_weights(ctx, weights)
-    if cutlass.const_expr(plan.is_fp8):
-        fp8.add_pv(ctx, t.O, whole, _mma(plan), stage)
-    else:
-        _add_pv(ctx, t, whole, stage)
+    return factors
 
 
 def values_of(accumulator: cute.Tensor) -> cute.Tensor:

@@ -10,6 +10,9 @@ query token and a query head of the KV head's group. Four warps do the same work
 
 The order in which a row's sums are added up is the same in all three: over blocks; in a block for PV by key,
 and for sums of weights by four lanes in each of four parts of the keys. So is that of splits.
+
+With warpgroup MMAs (`form.wgmma`; see wide.py) the order is another one, and a tile has 64 rows, or 128 and
+two warpgroups, one of which loads K and the other V.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from typing import NamedTuple
 from cutlass import Float8E4M3FN, Float16
 
 from ...configs import decode
-from ...configs.decode import CHUNK, KEYS, MMA_ROWS, WARPS, DecodeForm
+from ...configs.decode import CHUNK, KEYS, MMA_ROWS, WARPGROUP_ROWS, WARPS, DecodeForm
 from ...configs.types import Features, tile_dim
 from ..common.band import BandShape
 from ..common.host import NUMERIC
@@ -42,7 +45,7 @@ class DecodePlan(NamedTuple):
 
     features: Features
     rows: int
-    """Rows of a tile, one of `configs.decode.ROWS`."""
+    """Rows of a tile, one of `configs.decode.ROWS` or `configs.decode.wgmma_rows`."""
     form: DecodeForm
 
     @property
@@ -69,13 +72,21 @@ class DecodePlan(NamedTuple):
         return self.mma_dtype is not self.dtype
 
     @property
+    def warpgroups(self) -> int:
+        return max(self.rows // WARPGROUP_ROWS, 1)
+
+    @property
+    def warps(self) -> int:
+        return WARPS * self.warpgroups
+
+    @property
     def threads(self) -> int:
-        return WARPS * WARP
+        return self.warps * WARP
 
     @property
     def key_warps(self) -> int:
         """Warps that share 16 rows: they divide a block's keys, and then the columns of O."""
-        return WARPS * MMA_ROWS // self.rows
+        return self.warps * MMA_ROWS // self.rows
 
     @property
     def warp_keys(self) -> int:
@@ -84,7 +95,7 @@ class DecodePlan(NamedTuple):
     @property
     def parts(self) -> int:
         """Parts of a block's keys that a warp has."""
-        return PARTS // self.key_warps
+        return 1 if self.form.wgmma else PARTS // self.key_warps
 
     @property
     def D(self) -> int:
@@ -145,11 +156,11 @@ class DecodePlan(NamedTuple):
 
     @property
     def stages(self) -> int:
-        return decode.stages(self.stage_bytes, self.other_bytes)
+        return decode.stages(self.stage_bytes, self.other_bytes, self.rows)
 
     @property
     def ctas_per_sm(self) -> int:
-        return decode.ctas_per_sm(self.stage_bytes, self.other_bytes)
+        return decode.ctas_per_sm(self.stage_bytes, self.other_bytes, self.rows)
 
     @property
     def band(self) -> BandShape:
