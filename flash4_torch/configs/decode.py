@@ -17,8 +17,8 @@ class DecodeForm(NamedTuple):
 
     paged: bool
     """Whether a block table says where keys are; otherwise sequence b has entry b of the cache."""
-    splits: bool
-    """Whether keys may be split among CTAs."""
+    cluster: int
+    """CTAs of a cluster, which share the keys of a tile: 1, 2, 4 or 8."""
     ragged: bool
     """Whether cu_seqlens_q says which tokens a sequence has; otherwise all have max_seqlen_q of them."""
     lengths: bool
@@ -27,6 +27,8 @@ class DecodeForm(NamedTuple):
     """Whether a flag of each sequence says if the right bound holds for it."""
     cache_dtype: str = ""
     """The cache's dtype, `FP8`; '' for that of Q."""
+    clusters: bool = False
+    """Whether several clusters share the keys of a tile; they have `CLUSTER` CTAs then."""
     wgmma: bool = False
     """Whether warpgroup MMAs multiply, in tiles of `wgmma_rows`; else warp-level ones, in tiles of `ROWS`."""
 
@@ -38,6 +40,8 @@ _VECTOR = 16
 
 
 WARPS = 4
+CHUNK = 64
+"""Columns that the widest swizzle spans."""
 KEYS = 64
 """Keys in a block: the order of sums, and so the bits of a result, depend on it."""
 MMA_ROWS = 16
@@ -55,7 +59,9 @@ LEAST_STAGES, MOST_STAGES = 3, 8
 CTAS_PER_SM = 2
 MOST_TOKENS = 64
 """Tokens of a sequence up to which this kernel, which splits keys, serves where the forward could."""
-LEAST_BLOCKS = 4
+CLUSTER = 8
+"""CTAs of the largest cluster that every GPU launches."""
+LEAST_BLOCKS = 2
 """Blocks that a split has at least, if its sequence has several: shorter ones cost more in the merge than
 they save. Splits of a fixed length may be shorter."""
 SPLIT_KEYS = 2048
@@ -118,14 +124,25 @@ def stages(stage_bytes: int, other_bytes: int, rows: int) -> int:
     return min((room - other_bytes) // stage_bytes, MOST_STAGES)
 
 
-def num_splits(tiles: int, max_seqlen_k: int, num_sms: int, rows: int) -> int:
-    """Splits that fill the SMs, if `tiles` tiles of rows share them: a bound, of which the kernel takes fewer
-    where a sequence is so short that they had less than `LEAST_BLOCKS` blocks.
+def num_splits(tiles: int, max_seqlen_k: int, num_sms: int) -> int:
+    """Splits that give nearly every SM a CTA, if `tiles` tiles of rows share them: a bound, of which the
+    kernel takes fewer where a sequence is so short that they had less than `LEAST_BLOCKS` blocks.
 
     tiles: those of all heads and sequences. max_seqlen_k: a bound on the keys of a sequence.
     """
-    blocks, ctas = -(-max_seqlen_k // KEYS), num_sms * most_ctas_per_sm(rows)
-    return max(1, min(ctas // max(tiles, 1), blocks // LEAST_BLOCKS))
+    blocks = -(-max_seqlen_k // KEYS)
+    return max(1, min(-(-num_sms * 7 // (8 * max(tiles, 1))), blocks // LEAST_BLOCKS))
+
+
+def clusters(num_splits: int) -> tuple[int, int]:
+    """CTAs of a cluster, and clusters, that share up to so many splits of a tile."""
+    size = next((size for size in (1, 2, 4, CLUSTER) if size >= num_splits), CLUSTER)
+    return size, -(-num_splits // size)
+
+
+def part_columns(Dv: int) -> int:
+    """Columns of a row of a cluster's part of the results: of 16 rows or 64, the columns in the kernel."""
+    return -(-Dv // CHUNK) * CHUNK
 
 
 def invariant_splits(max_seqlen_k: int, split_keys: int = SPLIT_KEYS) -> int:

@@ -36,10 +36,10 @@ FEATURES = {
     "scaled": Features("bfloat16", 192, 128, scaled=True, right=True),
 }
 FORMS = [
-    DecodeForm(paged, splits, ragged, lengths)
+    DecodeForm(paged, cluster, ragged, lengths, clusters=clusters)
     for paged, lengths in ((True, True), (False, True), (False, False))
     for ragged in (True, False)
-    for splits in (True, False)
+    for cluster, clusters in ((8, True), (1, False), (4, False), (2, False), (8, False))
 ]
 KERNELS = [
     (arch, name, Kernel(features, rows, form._replace(causal_flags=flags)))
@@ -71,7 +71,8 @@ KERNELS_WGMMA = [
 
 
 @pytest.mark.parametrize(
-    ("arch", "name", "kernel"), [*one_of(113, KERNELS), *one_of(149, KERNELS_FP8), *one_of(75, KERNELS_WGMMA)]
+    ("arch", "name", "kernel"),
+    [*one_of(281, KERNELS), *one_of(373, KERNELS_FP8), *one_of(187, KERNELS_WGMMA)],
 )
 @given(data=st.data())
 @settings(max_examples=examples(3, 12))
@@ -86,7 +87,7 @@ def test_results_are_right_whatever_the_schedule(
 
 
 SMALL = Features("bfloat16", 64, 64, right=True)
-FORM = DecodeForm(paged=True, splits=True, ragged=True, lengths=True)
+FORM = DecodeForm(paged=True, cluster=8, ragged=True, lengths=True, clusters=True)
 PAGED = Kernel(SMALL, 16, FORM)
 BY_WGMMA = Kernel(SMALL, 128, FORM._replace(wgmma=True))
 
@@ -204,10 +205,10 @@ def test_no_bank_conflicts(rows: int, form: DecodeForm, D: int, Dv: int) -> None
         assert sum(line.shared_passes) * 128 == sum(line.shared_bytes), line.ptx
 
 
-@given(keys=st.integers(0, 1400), num_splits=st.integers(2, 9))
+@given(keys=st.integers(0, 3000), num_splits=st.integers(2, 26))
 @settings(max_examples=examples(4, 40))
 def test_splits_are_not_shorter_than_they_are_worth(keys: int, num_splits: int) -> None:
-    """A sequence has as many splits as there may be, if each has LEAST_BLOCKS blocks."""
+    """A sequence has as many splits as there may be, if each has LEAST_BLOCKS blocks, and their clusters."""
     call = one_sequence(PAGED, tokens=1, keys=keys, num_splits=num_splits)
     partial = decode_calls.make_partial(PAGED, call)
     with emulate.device("sm_90a") as device:
@@ -215,8 +216,8 @@ def test_splits_are_not_shorter_than_they_are_worth(keys: int, num_splits: int) 
     check_results(SMALL, call, found)
     blocks = -(-keys // decode.KEYS)
     splits = max(min(num_splits, blocks // decode.LEAST_BLOCKS), 1)
-    stored = int((~partial.lse.isnan()).any(-1).any(-1).sum())
-    assert stored == (splits if splits > 1 else 0)
+    stored, clusters = int((~partial.lse.isnan()).flatten(1).any(-1).sum()), -(-splits // decode.CLUSTER)
+    assert stored == (clusters if clusters > 1 else 0)
 
 
 FP8 = in_fp8(PAGED)
@@ -300,7 +301,7 @@ class Tokens:
             softcap=5.0,
             left=self.left,
             sinks=self.sinks,
-            num_splits=needed + more if kernel.form.splits else 1,
+            num_splits=needed + more if kernel.form.clusters else needed,
             split_keys=self.split_keys,
             more_tokens=draw(st.integers(0, 9)) if kernel.form.ragged else 0,
         )
@@ -346,7 +347,8 @@ def test_a_row_has_the_same_bits_in_any_batch(
         tokens.results(draw, arch, Kernel(features, 32, form), chunks, draw(lengths)),
         tokens.results(draw, arch, Kernel(features, 16, form._replace(paged=False, ragged=False)), each),
     ]
-    if len(tokens.k) <= tokens.split_keys:
-        others.append(tokens.results(draw, arch, Kernel(features, 16, form._replace(splits=False)), each))
+    cluster, clusters = decode.clusters(decode.invariant_splits(len(tokens.k), tokens.split_keys))
+    own = Kernel(features, 16, form._replace(cluster=cluster, clusters=clusters > 1))
+    others.append(tokens.results(draw, arch, own, each))
     for found in others:
         assert torch.equal(found.out, whole.out) and torch.equal(found.lse, whole.lse)

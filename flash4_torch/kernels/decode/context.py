@@ -56,6 +56,9 @@ class Tile(NamedTuple):
     """Splits that have blocks."""
     has_work: Boolean
     """Whether the CTA has rows and blocks."""
+    merges: Boolean
+    """Whether the CTA takes part in a merge: its cluster has some of the tile's splits, and not the only one.
+    """
     k_scale: Float32
     v_scale: Float32
 
@@ -89,8 +92,13 @@ class Context:
     """(rows, warps that share them)"""
     sSum: cute.Tensor | None
     """(lanes of a row, rows, parts)"""
+    sO: cute.Tensor | None
+    """(4, threads, vectors): each thread's columns of O in their order, two rows in turn; in the place of K
+    and V."""
+    sLse: cute.Tensor | None
+    """(rows,): lse of O's rows."""
     sCount: cute.Tensor | None
-    """(1,): how many CTAs of the tile were done before this one."""
+    """(1,): how many clusters were done with this part of the tile before this one."""
 
     def place_of(self, row: Int32) -> tuple[Int32, Int32]:
         """The token, among all sequences', and the query head of a row."""

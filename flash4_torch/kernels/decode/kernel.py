@@ -1,7 +1,8 @@
 """The decode kernel: shared memory, and which rows and keys a CTA has.
 
 Q, K, V -> load -> mainloop -> epilogue -> out, lse
-                                        -> partial_out, partial_lse -> merge (in the last CTA) -> out, lse
+                                        -> shared memory -> merge (in the cluster) -> out, lse
+        -> partial_out, partial_lse -> merge (in the last cluster) -> out, lse
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from ...configs.decode import LEAST_BLOCKS
 from ..common import smem_layouts
 from ..common.band import Span, make_band, visible_span
 from ..common.warps import WARP
+from . import mainloop as narrow
 from . import wide
 from .context import Context, Tensors, Tile
 from .epilogue import epilogue
-from .mainloop import mainloop, make_thread
-from .merge import is_last, merge
+from .merge import merge
 from .params import DecodeParams, Divisors
-from .plan import PARTS
+from .plan import PARTS, VECTOR
 
 NO_BOUND = 1 << 30
 """More keys than a sequence has."""
@@ -35,17 +36,22 @@ def decode_kernel(
 ) -> None:
     thread, _, _ = cute.arch.thread_idx()
     tile = _tile(tensors, params, divisors, plan)
-    if tile.has_work:
+    if tile.has_work | tile.merges:
         memory = SmemAllocator()
         sQ = smem_layouts.allocate(memory, plan.mma_dtype, layouts[0])[None, None, 0]
         sK = smem_layouts.allocate(memory, plan.mma_dtype, layouts[1])
         sV = smem_layouts.allocate(memory, plan.mma_dtype, layouts[2])
-        sP, sMax, sSum, sCount, sFactor = None, None, None, None, None
+        sP, sMax, sSum, sO, sLse, sCount, sFactor = None, None, None, None, None, None, None
         if cutlass.const_expr(plan.key_warps > 1):
             sP = smem_layouts.allocate(memory, plan.mma_dtype, layouts[3])[None, None, 0]
             sMax = memory.allocate_tensor(Float32, cute.make_layout((plan.rows, plan.key_warps)), 16)
             sSum = memory.allocate_tensor(Float32, cute.make_layout((4, plan.rows, PARTS)), 16)
-        if cutlass.const_expr(plan.form.splits):
+        if cutlass.const_expr(plan.form.cluster > 1):
+            # K and V have been read when O is stored in their place.
+            place = cute.make_ptr(Float32, sK.iterator.toint(), cute.AddressSpace.smem, assumed_align=16)
+            sO = cute.make_tensor(place, cute.make_layout((VECTOR, plan.threads, plan.vectors)))
+            sLse = memory.allocate_tensor(Float32, cute.make_layout(plan.rows), 16)
+        if cutlass.const_expr(plan.form.clusters):
             sCount = memory.allocate_tensor(Uint32, cute.make_layout(1), 16)
         if cutlass.const_expr(plan.scales_q):
             sFactor = memory.allocate_tensor(Float32, cute.make_layout(plan.rows), 16)
@@ -64,19 +70,17 @@ def decode_kernel(
             sP=sP,
             sMax=sMax,
             sSum=sSum,
+            sO=sO,
+            sLse=sLse,
             sCount=sCount,
         )
-        if cutlass.const_expr(plan.form.wgmma):
-            t = wide.make_thread(ctx)
-            wide.mainloop(ctx, t)
-        else:
-            t = make_thread(ctx)
-            mainloop(ctx, t)
-        epilogue(ctx, t)
-        if cutlass.const_expr(plan.form.splits):
-            if tile.num_splits > 1:
-                if is_last(ctx, thread):
-                    merge(ctx, thread)
+        t = (wide if plan.form.wgmma else narrow).make_thread(ctx)
+        if tile.has_work:
+            (wide if plan.form.wgmma else narrow).mainloop(ctx, t)
+            epilogue(ctx, t)
+        if cutlass.const_expr(plan.form.cluster > 1):
+            if tile.merges:
+                merge(ctx, t.rows)
 
 
 @cute.jit
@@ -101,7 +105,13 @@ def _tile(tensors: Tensors, params: DecodeParams, divisors: Divisors, plan: cutl
     visible = visible_span(band, plan.band, *tokens)
     # Where one split has all blocks, this hides from ptxas how they follow from the rows (ptxas.md, P16).
     splits, blocks = _share(visible, split, divisors, params.split_keys)
-    has_work = (first_row < num_rows) & (splits.first <= split) & (split < splits.last)
+    has_rows = first_row < num_rows
+    has_work = has_rows & (splits.first <= split) & (split < splits.last)
+    merges, cluster = cutlass.Boolean(False), plan.form.cluster
+    if cutlass.const_expr(cluster > 1):
+        first = split // cluster * cluster
+        shared = (splits.first < first + cluster) & (first < splits.last)
+        merges = has_rows & shared & (splits.last - splits.first > 1)
     return Tile(
         batch,
         kv_head,
@@ -115,6 +125,7 @@ def _tile(tensors: Tensors, params: DecodeParams, divisors: Divisors, plan: cutl
         split,
         splits,
         has_work,
+        merges,
         k_scale,
         v_scale,
     )
@@ -168,7 +179,7 @@ def _share(visible: Span, split: Int32, divisors: Divisors, split_keys: Int32) -
     splits = Span(Int32(0), last)
     begin = visible.first + split * each + cutlass.min(split, longer)
     end = begin + each + (Int32(1) if split < longer else Int32(0))
-    # Two splits of the least length may leave three blocks over.
+    # Splits of the least length may leave blocks over.
     end = visible.last if split == last - 1 else end
     if split_keys > 0:
         by, final = divisors.split_blocks, num_splits - 1

@@ -26,6 +26,8 @@ class DecodeParams(NamedTuple):
     split_keys: Int32
     """0: the blocks that a tile sees are divided evenly among splits. Else a multiple of 64: split s has keys
     from s * split_keys on, so that results do not depend on what else the launch does."""
+    num_splits: Int32
+    """The most splits of a tile."""
 
 
 class Divisors(NamedTuple):
@@ -49,4 +51,4 @@ def make_divisors(group: Int32, tiles: Int32, page_size: Int32, splits: Int32, s
 
 def example_params() -> DecodeParams:
     """Parameters that stand for any others when a kernel is compiled."""
-    return DecodeParams(Float32(1.0), Float32(0.0), Int32(0), Int32(0), Int32(1), Int32(0))
+    return DecodeParams(Float32(1.0), Float32(0.0), Int32(0), Int32(0), Int32(1), Int32(0), Int32(1))

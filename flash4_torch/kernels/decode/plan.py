@@ -22,17 +22,18 @@ from typing import NamedTuple
 from cutlass import Float8E4M3FN, Float16
 
 from ...configs import decode
-from ...configs.decode import KEYS, MMA_ROWS, WARPGROUP_ROWS, WARPS, DecodeForm
+from ...configs.decode import CHUNK, KEYS, MMA_ROWS, WARPGROUP_ROWS, WARPS, DecodeForm
 from ...configs.types import Features, tile_dim
 from ..common.band import BandShape
 from ..common.host import NUMERIC
 from ..common.softmax import Method
 from ..common.warps import WARP
 
-CHUNK = 64
-"""Columns that the widest swizzle spans."""
 PARTS = 4
 """Parts of a block's keys whose weights are summed up separately: as many as warps that may divide it."""
+
+VECTOR = 4
+"""Columns of O that a thread merges at once, 16 bytes."""
 
 _ALIGNMENT = 1024
 """Bytes that swizzled memory begins at multiples of."""
@@ -132,6 +133,16 @@ class DecodePlan(NamedTuple):
         return self.Dv // self.key_warps // self.strip
 
     @property
+    def row_columns(self) -> int:
+        """Columns of O that a thread has of each of its two rows."""
+        return self.strip * self.strips // 4
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of O that a thread has of its two rows."""
+        return 2 * self.row_columns // VECTOR
+
+    @property
     def stage_bytes(self) -> int:
         return 2 * KEYS * (self.k_columns + self.v_columns)
 
@@ -139,9 +150,9 @@ class DecodePlan(NamedTuple):
     def other_bytes(self) -> int:
         """Bytes of shared memory besides the stages, at most."""
         q, p = (-(-2 * self.rows * columns // _ALIGNMENT) * _ALIGNMENT for columns in (self.D, KEYS))
-        # Floats of a row: maxima, sums, factor.
-        numbers = 4 * self.rows * (self.key_warps + 4 * PARTS + 1)
-        return q + _COUNT_BYTES + (p + numbers if self.key_warps > 1 else 4 * self.rows)
+        # Floats of a row: lse and factor; maxima and sums.
+        numbers, shared = 4 * self.rows * 2, 4 * self.rows * (self.key_warps + 4 * PARTS)
+        return q + _COUNT_BYTES + numbers + (p + shared if self.key_warps > 1 else 0)
 
     @property
     def stages(self) -> int:
