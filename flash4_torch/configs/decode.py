@@ -124,14 +124,18 @@ def stages(stage_bytes: int, other_bytes: int, rows: int) -> int:
     return min((room - other_bytes) // stage_bytes, MOST_STAGES)
 
 
-def num_splits(tiles: int, max_seqlen_k: int, num_sms: int) -> int:
-    """Splits that give nearly every SM a CTA, if `tiles` tiles of rows share them: a bound, of which the
-    kernel takes fewer where a sequence is so short that they had less than `LEAST_BLOCKS` blocks.
+def num_splits(tiles: int, max_seqlen_k: int, num_sms: int, rows: int) -> int:
+    """Splits that give nearly every SM a CTA, if `tiles` tiles of `rows` rows share them: a bound, of which
+    the kernel takes fewer where a sequence is so short that they had less than `LEAST_BLOCKS` blocks.
 
+    CTAs that have an SM for themselves are not more than SMs: a few of them would wait for all others' end.
     tiles: those of all heads and sequences. max_seqlen_k: a bound on the keys of a sequence.
     """
-    blocks = -(-max_seqlen_k // KEYS)
-    return max(1, min(-(-num_sms * 7 // (8 * max(tiles, 1))), blocks // LEAST_BLOCKS))
+    blocks, tiles = -(-max_seqlen_k // KEYS), max(tiles, 1)
+    fewest = -(-num_sms * 7 // (8 * tiles))
+    if most_ctas_per_sm(rows) == 1:
+        fewest = min(fewest, num_sms // tiles)
+    return max(1, min(fewest, blocks // LEAST_BLOCKS))
 
 
 def clusters(num_splits: int) -> tuple[int, int]:

@@ -248,10 +248,18 @@ def test_decode_states_its_limits(D: int, Dv: int, cache_dtype: str) -> None:
 @given(SIZES, SIZES, st.integers(1, 200))
 def test_decode_splits_give_nearly_every_sm_a_cta(tiles: int, max_seqlen_k: int, num_sms: int) -> None:
     """They are the fewest that do, or all that are long enough."""
-    splits = decode.num_splits(tiles, max_seqlen_k, num_sms)
+    splits = decode.num_splits(tiles, max_seqlen_k, num_sms, 64)
     least, blocks = num_sms * 7 / 8, -(-max_seqlen_k // decode.KEYS)
     assert splits == 1 or ((splits - 1) * tiles < least and splits * decode.LEAST_BLOCKS <= blocks)
     assert (splits + 1) * decode.LEAST_BLOCKS > blocks or splits * tiles >= least
+
+
+@given(SIZES, SIZES, st.integers(1, 200))
+def test_decode_splits_that_need_an_sm_run_at_once(tiles: int, max_seqlen_k: int, num_sms: int) -> None:
+    """No CTA of two warpgroups waits for another one's end, if some number of splits allows that."""
+    splits, more = (decode.num_splits(tiles, max_seqlen_k, num_sms, rows) for rows in (128, 64))
+    assert splits == 1 or splits * tiles <= num_sms
+    assert splits == more or (splits < more and (splits + 1) * tiles > num_sms)
 
 
 @given(st.integers(1, 1000))

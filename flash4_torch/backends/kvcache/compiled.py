@@ -290,7 +290,7 @@ def decide(target: Target, problem: CacheProblem, num_sms: int) -> Kernel:
     elif problem.num_splits:
         num_splits = min(problem.num_splits, most)
     else:
-        num_splits = decode.num_splits(_tiles(problem, rows), extent.max_seqlen_k, num_sms)
+        num_splits = decode.num_splits(_tiles(problem, rows), extent.max_seqlen_k, num_sms, rows)
     form = form_of(problem, num_splits)._replace(wgmma=wgmma)
     return Kernel(features, rows, num_splits, split_keys, form)
 
