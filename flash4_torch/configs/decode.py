@@ -27,8 +27,11 @@ class DecodeForm(NamedTuple):
     """Whether a flag of each sequence says if the right bound holds for it."""
     cache_dtype: str = ""
     """The cache's dtype, `FP8`; '' for that of Q."""
-    clusters: bool = False
-    """Whether several clusters share the keys of a tile; they have `CLUSTER` CTAs then."""
+    parts: bool = False
+    """Whether a tile's results may have several parts in global memory, of clusters with `CLUSTER` CTAs or of
+    groups."""
+    groups: bool = False
+    """Whether a CTA has whole groups of splits of a fixed length; clusters have one CTA then."""
     wgmma: bool = False
     """Whether warpgroup MMAs multiply, in tiles of `wgmma_rows`; else warp-level ones, in tiles of `ROWS`."""
 
@@ -64,9 +67,12 @@ CLUSTER = 8
 LEAST_BLOCKS = 2
 """Blocks that a split has at least, if its sequence has several: shorter ones cost more in the merge than
 they save. Splits of a fixed length may be shorter."""
-SPLIT_KEYS = 2048
-"""Keys of a split whose result must not depend on a batch: the longer, the fewer splits have to be merged;
-the shorter, the more SMs serve one long sequence."""
+GROUP = CLUSTER
+"""Splits of a group, which are merged first: those of a cluster."""
+SPLIT_KEYS, SHORT_SPLITS, LONGER = 256, 2 * GROUP, 4
+"""Keys of each of the first `SHORT_SPLITS` splits where results must not depend on a batch, and how many
+times as many the others have: the longer splits are, the fewer have to be merged; the shorter, the more SMs
+serve one sequence."""
 
 
 def limits(features: Features, form: DecodeForm) -> list[str]:
@@ -150,5 +156,22 @@ def part_columns(Dv: int) -> int:
 
 
 def invariant_splits(max_seqlen_k: int, split_keys: int = SPLIT_KEYS) -> int:
-    """Splits of `split_keys` keys, a multiple of `KEYS`, that hold any sequence up to `max_seqlen_k` keys."""
-    return max(1, -(-max_seqlen_k // split_keys))
+    """Splits of a fixed length that hold any sequence up to `max_seqlen_k` keys.
+
+    split_keys: keys of a short one, a multiple of `KEYS`.
+    """
+    longer = max_seqlen_k - SHORT_SPLITS * split_keys
+    if longer <= 0:
+        return max(1, -(-max_seqlen_k // split_keys))
+    return SHORT_SPLITS + -(-longer // (LONGER * split_keys))
+
+
+def group_ctas(tiles: int, groups: int, num_sms: int) -> int:
+    """CTAs that share the groups of a tile, or 0 if their splits are for clusters, which keep more SMs busy.
+
+    One CTA for each tile balances best, if there are tiles enough; else each takes a group in turn.
+    """
+    least = num_sms * 7 // 8
+    if tiles >= least:
+        return 1
+    return min(groups, -(-num_sms * CTAS_PER_SM // tiles)) if tiles * groups >= least else 0

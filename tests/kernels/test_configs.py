@@ -273,4 +273,16 @@ def test_clusters_of_decode_hold_the_splits(num_splits: int) -> None:
 def test_invariant_splits_hold_every_key(max_seqlen_k: int, blocks: int) -> None:
     split_keys = blocks * decode.KEYS
     splits = decode.invariant_splits(max_seqlen_k, split_keys)
-    assert (splits - 1) * split_keys < max_seqlen_k <= splits * split_keys
+
+    def keys(number: int) -> int:
+        longer = max(number - decode.SHORT_SPLITS, 0)
+        return split_keys * (number - longer + decode.LONGER * longer)
+
+    assert keys(splits - 1) < max_seqlen_k <= keys(splits)
+
+
+@given(SIZES, st.integers(1, 100), st.integers(1, 200))
+def test_groups_keep_nearly_every_sm_busy_or_are_left_to_clusters(tiles: int, groups: int, sms: int) -> None:
+    ctas = decode.group_ctas(tiles, groups, sms)
+    assert ctas <= groups
+    assert tiles * ctas >= min(sms * 7 // 8, tiles * groups) if ctas else tiles * groups < sms

@@ -36,10 +36,18 @@ FEATURES = {
     "scaled": Features("bfloat16", 192, 128, scaled=True, right=True),
 }
 FORMS = [
-    DecodeForm(paged, cluster, ragged, lengths, clusters=clusters)
+    DecodeForm(paged, cluster, ragged, lengths, parts=clusters)
     for paged, lengths in ((True, True), (False, True), (False, False))
     for ragged in (True, False)
     for cluster, clusters in ((8, True), (1, False), (4, False), (2, False), (8, False))
+]
+IN_GROUPS = [
+    (arch, name, Kernel(features, rows, form._replace(groups=True, parts=True)))
+    for form in FORMS
+    if form.cluster == 1
+    for rows in decode.ROWS
+    for name, features in FEATURES.items()
+    for arch in ARCHS
 ]
 KERNELS = [
     (arch, name, Kernel(features, rows, form._replace(causal_flags=flags)))
@@ -60,7 +68,7 @@ def in_fp8(kernel: Kernel) -> Kernel:
     )
 
 
-KERNELS_FP8 = [(arch, name, in_fp8(kernel)) for arch, name, kernel in KERNELS]
+KERNELS_FP8 = [(arch, name, in_fp8(kernel)) for arch, name, kernel in [*KERNELS, *IN_GROUPS]]
 KERNELS_WGMMA = [
     ("sm_90a", name, Kernel(features, rows, form._replace(causal_flags=flags, wgmma=True)))
     for name, features in FEATURES.items()
@@ -72,7 +80,7 @@ KERNELS_WGMMA = [
 
 @pytest.mark.parametrize(
     ("arch", "name", "kernel"),
-    [*one_of(281, KERNELS), *one_of(373, KERNELS_FP8), *one_of(187, KERNELS_WGMMA)],
+    [*one_of(281, KERNELS), *one_of(373, KERNELS_FP8), *one_of(187, KERNELS_WGMMA), *one_of(83, IN_GROUPS)],
 )
 @given(data=st.data())
 @settings(max_examples=examples(3, 12))
@@ -87,7 +95,7 @@ def test_results_are_right_whatever_the_schedule(
 
 
 SMALL = Features("bfloat16", 64, 64, right=True)
-FORM = DecodeForm(paged=True, cluster=8, ragged=True, lengths=True, clusters=True)
+FORM = DecodeForm(paged=True, cluster=8, ragged=True, lengths=True, parts=True)
 PAGED = Kernel(SMALL, 16, FORM)
 BY_WGMMA = Kernel(SMALL, 128, FORM._replace(wgmma=True))
 
@@ -301,7 +309,7 @@ class Tokens:
             softcap=5.0,
             left=self.left,
             sinks=self.sinks,
-            num_splits=needed + more if kernel.form.clusters else needed,
+            num_splits=1 + more if kernel.form.groups else needed + more * kernel.form.parts,
             split_keys=self.split_keys,
             more_tokens=draw(st.integers(0, 9)) if kernel.form.ragged else 0,
         )
@@ -312,7 +320,7 @@ class Tokens:
 @st.composite
 def last_tokens(draw: st.DrawFn, features: Features) -> Tokens:
     group, Hk = draw(st.integers(1, 6)), draw(st.integers(1, 2))
-    Sk = draw(st.one_of(st.integers(100, 400), st.integers(1, 400)))
+    Sk = draw(st.one_of(st.integers(520, 700), st.integers(1, 400)))
     Sq = draw(st.integers(min(Sk, 5), min(Sk, 40)))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
     shapes = (Sq, Hk * group, features.D), (Sk, Hk, features.D), (Sk, Hk, features.Dv)
@@ -348,7 +356,8 @@ def test_a_row_has_the_same_bits_in_any_batch(
         tokens.results(draw, arch, Kernel(features, 16, form._replace(paged=False, ragged=False)), each),
     ]
     cluster, clusters = decode.clusters(decode.invariant_splits(len(tokens.k), tokens.split_keys))
-    own = Kernel(features, 16, form._replace(cluster=cluster, clusters=clusters > 1))
-    others.append(tokens.results(draw, arch, own, each))
+    own = Kernel(features, 16, form._replace(cluster=cluster, parts=clusters > 1))
+    grouped = Kernel(features, draw(st.sampled_from(decode.ROWS)), form._replace(cluster=1, groups=True))
+    others += [tokens.results(draw, arch, own, each), tokens.results(draw, arch, grouped, chunks)]
     for found in others:
         assert torch.equal(found.out, whole.out) and torch.equal(found.lse, whole.lse)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flash4_torch import testing
 from flash4_torch.compile import jit
-from flash4_torch.configs.decode import KEYS, LEAST_BLOCKS, DecodeForm, part_columns
+from flash4_torch.configs.decode import GROUP, KEYS, LEAST_BLOCKS, DecodeForm, invariant_splits, part_columns
 from flash4_torch.configs.types import Features
 from flash4_torch.masks import Band
 from flash4_torch.reference.attention import attention
@@ -163,9 +163,10 @@ def calls(draw: st.DrawFn, kernel: Kernel) -> Call:
     # Two warpgroups have rows, and a sequence several tiles of two warpgroups.
     most_heads = 20 if form.wgmma else 5
     Hk, group = draw(st.integers(1, 2)), draw(st.integers(1, most_heads))
-    split_keys = draw(st.sampled_from([0, 64, 128])) if form.cluster > 1 else 0
+    splits_keys = form.cluster > 1 or form.groups
+    split_keys = draw(st.sampled_from([64, 128] if form.groups else [0, 64, 128])) if splits_keys else 0
     # One sequence at least has several splits, if there are any.
-    least = 1 + 2 * (split_keys or KEYS * LEAST_BLOCKS) if form.cluster > 1 else 1
+    least = 1 + 2 * (split_keys or KEYS * LEAST_BLOCKS) if splits_keys else 1
     lengths = [(draw(st.integers(1, 12)), draw(st.integers(least, least + 200)))]
     lengths += draw(st.lists(st.tuples(st.integers(0, 12), LENGTHS), max_size=2))
     lengths = [
@@ -204,7 +205,9 @@ def calls(draw: st.DrawFn, kernel: Kernel) -> Call:
 
 def _num_splits(draw: st.DrawFn, form: DecodeForm) -> int:
     """Splits that such a kernel may be launched with."""
-    if form.clusters:
+    if form.groups:
+        return draw(st.integers(1, 3))
+    if form.parts:
         return draw(st.integers(form.cluster + 1, 3 * form.cluster))
     return draw(st.integers(form.cluster // 2 + 1, form.cluster))
 
@@ -256,15 +259,17 @@ class Partial(NamedTuple):
 
 def make_partial(kernel: Kernel, call: Call) -> Partial:
     """NaN where results of splits may be stored, and counters of 0."""
-    if not kernel.form.clusters:
+    if not kernel.form.parts:
         return Partial(None, None, None)
     (_, Hq, _), Hk, T = call.q[0].shape, call.k[0].shape[1], sum(len(x) for x in call.q)
-    cluster = kernel.form.cluster
-    clusters = -(-call.num_splits // cluster)
+    cluster, keys = kernel.form.cluster, max(map(len, call.k))
+    parts = -(-call.num_splits // cluster)
+    if kernel.form.groups:
+        parts = -(-invariant_splits(keys, call.split_keys) // GROUP)
     tiles = -(-_max_seqlen_q(call) * (Hq // Hk) // kernel.rows)
     return Partial(
-        torch.full((clusters, T, Hq, part_columns(kernel.features.Dv)), math.nan),
-        torch.full((clusters, cluster, Hq, T), math.nan),
+        torch.full((parts, T, Hq, part_columns(kernel.features.Dv)), math.nan),
+        torch.full((parts, cluster, Hq, T), math.nan),
         torch.zeros(len(call.q) * Hk * tiles * cluster, dtype=torch.int32),
     )
 

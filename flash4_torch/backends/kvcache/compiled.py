@@ -46,6 +46,8 @@ class Kernel(NamedTuple):
     num_splits: int
     split_keys: int
     form: DecodeForm
+    parts: int
+    """Of a tile's results, in global memory."""
 
 
 class DecodeParams(NamedTuple):
@@ -144,16 +146,15 @@ class Compiled:
         kernel = decide(self.target(problem), problem, self.sms(index))
         function = self.find(problem)(DECODE, (kernel.features, kernel.rows, kernel.form))
         form, params = kernel.form, convert(params_of(problem, kernel))
-        _, clusters = decode.clusters(kernel.num_splits)
         shapes = (extent.T, extent.Hq, decode.part_columns(spec.Dv)), (form.cluster, extent.Hq, extent.T)
-        new_partial = [allocator((clusters, *shape), torch.float32) for shape in shapes]
+        new_partial = [allocator((kernel.parts, *shape), torch.float32) for shape in shapes]
         canonical_k, canonical_v = _canonical(inputs.k_cache), _canonical(inputs.v_cache)
         number, counters = _tiles(problem, kernel.rows) * form.cluster, self.counters
         nothing = (None, None, None)
 
         def launch(x: CacheInputs, out: Tensor, lse: Tensor) -> None:
             partial: Any = nothing
-            if form.clusters:
+            if form.parts:
                 partial = new_partial[0](), new_partial[1](), counters(index, number)
             sinks = x.sinks
             function(
@@ -251,7 +252,7 @@ def common_forms(features: Features) -> Iterator[DecodeForm]:
     for splits, cache_dtype in product((1, 2, 4, decode.CLUSTER, 2 * decode.CLUSTER), ("", decode.FP8)):
         cluster, clusters = decode.clusters(splits)
         form = DecodeForm(
-            False, cluster, ragged=False, lengths=True, cache_dtype=cache_dtype, clusters=clusters > 1
+            False, cluster, ragged=False, lengths=True, cache_dtype=cache_dtype, parts=clusters > 1
         )
         if not decode.limits(features, form):
             yield from (form, form._replace(paged=True), form._replace(paged=True, ragged=True))
@@ -283,16 +284,19 @@ def decide(target: Target, problem: CacheProblem, num_sms: int) -> Kernel:
     wgmma = wgmma and decode.may_use_wgmma(form_of(problem, 1), extent.max_seqlen_q, spec.group)
     choice = decode.wgmma_rows(features) if wgmma else decode.ROWS
     rows = decode.rows(extent.max_seqlen_q, spec.group, choice)
-    most = max(1, -(-extent.max_seqlen_k // decode.KEYS))
-    split_keys = 0
+    tiles, split_keys = _tiles(problem, rows), 0
     if spec.batch_invariant:
         split_keys, num_splits = decode.SPLIT_KEYS, decode.invariant_splits(extent.max_seqlen_k)
+        groups = -(-num_splits // decode.GROUP)
+        if ctas := decode.group_ctas(tiles, groups, num_sms):
+            form = form_of(problem, 1)._replace(parts=True, groups=True)
+            return Kernel(features, rows, ctas, split_keys, form, groups)
     elif problem.num_splits:
-        num_splits = min(problem.num_splits, most)
+        num_splits = min(problem.num_splits, max(1, -(-extent.max_seqlen_k // decode.KEYS)))
     else:
-        num_splits = decode.num_splits(_tiles(problem, rows), extent.max_seqlen_k, num_sms, rows)
-    form = form_of(problem, num_splits)._replace(wgmma=wgmma)
-    return Kernel(features, rows, num_splits, split_keys, form)
+        num_splits = decode.num_splits(tiles, extent.max_seqlen_k, num_sms, rows)
+    form, (_, parts) = form_of(problem, num_splits)._replace(wgmma=wgmma), decode.clusters(num_splits)
+    return Kernel(features, rows, num_splits, split_keys, form, parts)
 
 
 def form_of(problem: CacheProblem, num_splits: int) -> DecodeForm:
@@ -305,7 +309,7 @@ def form_of(problem: CacheProblem, num_splits: int) -> DecodeForm:
         lengths=spec.lengths,
         causal_flags=spec.causal_flags and problem.band.right is not None,
         cache_dtype="" if spec.cache_dtype == spec.dtype else dtype_name(spec.cache_dtype),
-        clusters=clusters > 1,
+        parts=clusters > 1,
     )
 
 

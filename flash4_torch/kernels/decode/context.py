@@ -50,10 +50,11 @@ class Tile(NamedTuple):
     keys: tuple[Int32, Int32]
     """Keys from the first to the last that a row sees, `keys[0] <= j < keys[1]`."""
     blocks: Span
-    """This CTA's blocks of keys."""
+    """Blocks of this CTA's split; where it has groups, those of the tile."""
     split: Int32
+    """This CTA's split; where it has groups, its first one."""
     splits: Span
-    """Splits that have blocks."""
+    """Splits that have blocks, or groups that have."""
     has_work: Boolean
     """Whether the CTA has rows and blocks."""
     merges: Boolean

@@ -20,6 +20,22 @@ from .plan import VECTOR, DecodePlan
 @cute.jit
 def epilogue(ctx: Context, t: Thread) -> None:
     """Store results if the tile has one split, else put this split's part of them into shared memory."""
+    lse, values = normalise(ctx, t), values_of(t.O)
+    if cutlass.const_expr(ctx.plan.form.cluster > 1):
+        if ctx.tile.merges:
+            # Every warp has read the last block, whose place O takes.
+            cute.arch.sync_threads()
+            for r in cutlass.range_constexpr(2):
+                _share(ctx, values[r, None], lse[r], r)
+        else:
+            _store_rows(ctx, t, values, lse)
+    else:
+        _store_rows(ctx, t, values, lse)
+
+
+@cute.jit
+def normalise(ctx: Context, t: Thread) -> cute.Tensor:
+    """Finish the rows of O, and return their lse (2,)."""
     final, values = _finalize(ctx, t), values_of(t.O)
     for r in cutlass.range_constexpr(2):
         factor = final.inverse[r]
@@ -29,16 +45,7 @@ def epilogue(ctx: Context, t: Thread) -> None:
             # O of a row that sees nothing may be anything, NaN too.
             product = values[r, c] * factor
             values[r, c] = product if final.inverse[r] != 0.0 else Float32(0.0)
-    if cutlass.const_expr(ctx.plan.form.cluster > 1):
-        if ctx.tile.merges:
-            # Every warp has read the last block, whose place O takes.
-            cute.arch.sync_threads()
-            for r in cutlass.range_constexpr(2):
-                _share(ctx, values[r, None], final.lse[r], r)
-        else:
-            _store_rows(ctx, t, values, final.lse)
-    else:
-        _store_rows(ctx, t, values, final.lse)
+    return final.lse
 
 
 @cute.jit
@@ -66,17 +73,17 @@ def _finalize(ctx: Context, t: Thread) -> Final:
 def _store_rows(ctx: Context, t: Thread, values: cute.Tensor, lse: cute.Tensor) -> None:
     for r in cutlass.range_constexpr(2):
         if t.rows[r] < ctx.tile.num_rows:
-            _store(ctx, values[r, None], lse[r], t.rows[r])
+            store_row(ctx, values[r, None], lse[r], t.rows[r])
 
 
 @cute.jit
-def _store(ctx: Context, values: cute.Tensor, lse: Float32, row: Int32) -> None:
+def store_row(ctx: Context, values: cute.Tensor, lse: Float32, row: Int32) -> None:
     """Store the thread's columns of a row, and the row's lse."""
     token, head = ctx.place_of(row)
     share, lse = with_sink(ctx, lse, head)
     for c in cutlass.range_constexpr(cute.size(values)):
         values[c] = values[c] * share
-    ordered, width = _side_by_side(values, ctx.plan), _width(ctx.plan)
+    ordered, width = ordered_row(values, ctx.plan), _width(ctx.plan)
     for j in cutlass.range_constexpr(cute.size(values) // width):
         store_columns(ctx, ordered, j, width * j, token, head)
     target = ctx.tensors.lse
@@ -109,7 +116,7 @@ def store_vector(ctx: Context, values: cute.Tensor, m: Int32, token: Int32, head
 @cute.jit
 def _share(ctx: Context, values: cute.Tensor, lse: Float32, r: cutlass.Constexpr) -> None:
     """Put the thread's columns of its row r into shared memory, and the row's lse."""
-    ordered, thread = _side_by_side(values, ctx.plan), ctx.warp * WARP + ctx.lane
+    ordered, thread = ordered_row(values, ctx.plan), ctx.warp * WARP + ctx.lane
     for m in cutlass.range_constexpr(cute.size(values) // VECTOR):
         vector = cute.make_rmem_tensor(VECTOR, Float32)
         for c in cutlass.range_constexpr(VECTOR):
@@ -126,7 +133,7 @@ def _width(plan: DecodePlan) -> int:
 
 
 @cute.jit
-def _side_by_side(values: cute.Tensor, plan: cutlass.Constexpr) -> cute.Tensor:
+def ordered_row(values: cute.Tensor, plan: cutlass.Constexpr) -> cute.Tensor:
     """The thread's columns of a row in their order, where even and odd ones alternate as operands."""
     ordered = values
     if cutlass.const_expr(plan.is_fp8):

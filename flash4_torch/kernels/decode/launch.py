@@ -65,16 +65,20 @@ def decode(
 
     A tile has up to params.num_splits splits (fewer if they were shorter than LEAST_BLOCKS blocks). With
     plan.form.cluster = 1 it has one; else CTAs of a cluster have a split each, and merge them in shared
-    memory. More splits than that are those of several clusters, if plan.form.clusters says so: partial_out
+    memory. More splits than that are those of several clusters, if plan.form.parts says so: partial_out
     (clusters, T, Hq, Dv rounded up to 64) and partial_lse (clusters, plan.form.cluster, Hq, T), float32 and
     contiguous, have anything in them before and after; counters, int32, has a number for each rank in a
     cluster and each tile of each KV head of each sequence, plan.form.cluster * B * Hk * ceil(max_seqlen_q *
     Hq / Hk / plan.rows) or more of them, which are 0 before and after. Launches that may overlap need
-    different ones. With one cluster these are None.
+    different ones. Without parts these are None.
 
-    If params.split_keys is not 0, and params.num_splits * split_keys is at least the number of keys of every
-    sequence, a row's bits depend on its q, its keys and values and their positions, and its sink alone: not
-    on plan.rows, page_size, the table, the number of splits, and what else is in the launch.
+    With plan.form.groups, params.split_keys is not 0, params.num_splits is the number of CTAs that deal the
+    groups of a tile among them, and instead of clusters, partial_out and partial_lse have groups.
+
+    If params.split_keys is not 0, and there are splits or groups enough for the keys of every sequence
+    (`configs.decode.invariant_splits`), a row's bits depend on its q, its keys and values and their
+    positions, and its sink alone: not on plan.rows, page_size, the table, the number of splits, who merges
+    them, and what else is in the launch.
     No size is 0 but those of the cache and the table. B and the tiles of all KV heads are at most 65535.
     """
     tensors = Tensors(
@@ -104,7 +108,7 @@ def decode(
     group = q.shape[1] // Hk
     tiles = cute.ceil_div(params.max_seqlen_q * group, plan.rows)
     cluster = plan.form.cluster
-    splits = params.num_splits if cutlass.const_expr(cluster > 1) else 1
+    splits = params.num_splits if cutlass.const_expr(cluster > 1 or plan.form.groups) else 1
     B = q.shape[0] // params.max_seqlen_q
     if cutlass.const_expr(plan.form.ragged):
         B = cu_seqlens_q.shape[0] - 1
@@ -136,11 +140,11 @@ def compile_decode(features: Features, rows: int, form: DecodeForm) -> Any:
     scales = [host.strided(Float32, 2) if plan.is_fp8 else None for _ in range(2)]
     lse = host.compact(Float32, (Hq, T))
     partial = (None, None, None)
-    if form.clusters:
-        clusters = cute.sym_int()
+    if form.parts:
+        parts = cute.sym_int()
         partial = (
-            host.compact(Float32, (clusters, T, Hq, part_columns(features.Dv))),
-            host.compact(Float32, (clusters, form.cluster, Hq, T)),
+            host.compact(Float32, (parts, T, Hq, part_columns(features.Dv))),
+            host.compact(Float32, (parts, form.cluster, Hq, T)),
             host.compact(Int32, host.any_sizes(1)),
         )
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)

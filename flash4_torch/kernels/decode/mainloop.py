@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import cutlass
@@ -12,6 +13,7 @@ from cutlass.cute.nvgpu import warp as warp_ops
 from ...configs.decode import KEYS, MMA_ROWS
 from ..common import band as bands
 from ..common import scores, softmax
+from ..common.band import Span
 from ..common.fragment import Fragment, mma_fragment
 from ..common.rounding import round_to
 from ..common.softmax import Rows
@@ -20,6 +22,8 @@ from . import fp8
 from .context import Context
 from .load import load_block, load_q, locate
 from .plan import DecodePlan
+
+AfterBlock = Callable[[Int32], None]
 
 
 class Thread(NamedTuple):
@@ -36,28 +40,34 @@ class Thread(NamedTuple):
 
 
 def make_thread(ctx: Context) -> Thread:
-    """Registers that have seen nothing yet."""
+    """Registers of the thread; see `begin_split`."""
     plan, mma = ctx.plan, _mma(ctx.plan)
     S = cute.make_rmem_tensor(mma.partition_shape_C((MMA_ROWS, plan.warp_keys)), Float32)
     return thread_of(ctx, S, cute.make_rmem_tensor(MMA_ROWS * plan.strip * plan.strips // WARP, Float32))
 
 
 def thread_of(ctx: Context, S: cute.Tensor, O: cute.Tensor) -> Thread:
-    """Registers with these accumulators that have seen nothing yet."""
+    """Registers with these accumulators; see `begin_split`."""
     plan = ctx.plan
     row = ctx.tile.first_row + ctx.row_warp * MMA_ROWS + ctx.lane // 4
     first = softmax.make_rows(2)
     parts = (first, *(Rows(first.row_max, softmax.make_rows(2).row_sum) for _ in range(1, plan.parts)))
-    for part in parts:
-        softmax.reset(part)
-    O.fill(0.0)
     return Thread((row, row + 8), S, O, parts)
 
 
+def begin_split(t: Thread) -> None:
+    """Registers that have seen nothing yet."""
+    for part in t.parts:
+        softmax.reset(part)
+    t.O.fill(0.0)
+
+
 @cute.jit
-def mainloop(ctx: Context, t: Thread) -> None:
-    """Go through the split's blocks, and load `stages` - 1 blocks ahead."""
-    stages, blocks = ctx.plan.stages, ctx.tile.blocks
+def mainloop(
+    ctx: Context, t: Thread, blocks: Span, after_block: cutlass.Constexpr[AfterBlock | None] = None
+) -> None:
+    """Go through blocks, load `stages` - 1 of them ahead, and call `after_block` with the number of each."""
+    stages = ctx.plan.stages
     # All of these look-ups are under way before one of them is waited for.
     places = [locate(ctx, blocks.first + i) for i in range(stages)]
     q = None
@@ -81,6 +91,8 @@ def mainloop(ctx: Context, t: Thread) -> None:
         cute.arch.cp_async_commit_group()
         place = locate(ctx, n + stages)
         _block(ctx, t, n, stage)
+        if cutlass.const_expr(after_block is not None):
+            after_block(n)
         freed = stage
         stage = Int32(0) if stage + 1 == stages else stage + 1
 

@@ -1,4 +1,4 @@
-"""The merge of a tile's splits: in their cluster, and by the last cluster if there are several."""
+"""The merge of a tile's splits: in their cluster, and of several clusters' parts by the last one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .epilogue import store_vector, with_sink
 from .plan import VECTOR
 
 DEPTH = 8
-"""Clusters whose parts a thread loads at a time."""
+"""Parts that a thread loads at a time."""
 
 
 @cute.jit
@@ -37,23 +37,19 @@ def merge(ctx: Context, rows: tuple[Int32, Int32]) -> None:
         number, row = rank + i, rows[0] + (rank + i) % 2 * 8
         if (number < plan.vectors) & (row < tile.num_rows):
             lse, values = _merge_cluster(ctx, number, tile.split - rank)
-            if cutlass.const_expr(plan.form.clusters):
+            if cutlass.const_expr(plan.form.parts):
                 if clusters.last - clusters.first > 1:
-                    _store_part(ctx, lse, values, row, number, rank)
+                    store_part(ctx, lse, values, row, number, tile.split // cluster, rank)
                 else:
                     _store(ctx, lse, values, row, number)
             else:
                 _store(ctx, lse, values, row, number)
     # Others may still read this CTA's part.
     cute.arch.cluster_arrive()
-    if cutlass.const_expr(plan.form.clusters):
+    if cutlass.const_expr(plan.form.parts):
         if clusters.last - clusters.first > 1:
-            if _is_last(ctx, rank, clusters.last - clusters.first):
-                for i in cutlass.range_constexpr(0, plan.vectors, cluster):
-                    number, row = rank + i, rows[0] + (rank + i) % 2 * 8
-                    if (number < plan.vectors) & (row < tile.num_rows):
-                        lse, values = _merge_clusters(ctx, row, number, clusters, rank)
-                        _store(ctx, lse, values, row, number)
+            if is_last(ctx, rank, clusters.last - clusters.first):
+                merge_parts(ctx, rows, clusters, rank)
     cute.arch.cluster_wait()
 
 
@@ -77,8 +73,8 @@ def _merge_cluster(ctx: Context, number: Int32, first_split: Int32) -> tuple[Flo
         parts.append((part_lse, part))
     row_max, total, values = _nothing()
     for part_lse, part in parts:
-        row_max, total = _add(row_max, total, values, part_lse[0], part)
-    return _finish(row_max, total, values), values
+        row_max, total = add(row_max, total, values, part_lse[0], part)
+    return finish(row_max, total, values), values
 
 
 def _remote(own: cute.Pointer, rank: int, size: int) -> cute.Tensor:
@@ -87,37 +83,38 @@ def _remote(own: cute.Pointer, rank: int, size: int) -> cute.Tensor:
 
 
 @cute.jit
-def _merge_clusters(
-    ctx: Context, row: Int32, number: Int32, clusters: Span, rank: Int32
-) -> tuple[Float32, cute.Tensor]:
-    """Merge the parts of a vector that clusters have stored."""
-    token, head = ctx.place_of(row)
-    row_max, total, values = _nothing()
-    for cluster in cutlass.range(clusters.first, clusters.last, unroll=DEPTH):
-        lse = ctx.tensors.partial_lse[cluster, rank, head, token]
-        part = cute.make_rmem_tensor(VECTOR, Float32)
-        cute.autovec_copy(_place(ctx, cluster, token, head, number), part)
-        row_max, total = _add(row_max, total, values, lse, part)
-    return _finish(row_max, total, values), values
+def merge_parts(ctx: Context, rows: tuple[Int32, Int32], parts: Span, rank: Int32) -> None:
+    """Merge and store those vectors of the tile whose parts this rank has."""
+    for i in cutlass.range_constexpr(0, ctx.plan.vectors, ctx.plan.form.cluster):
+        number, row = rank + i, rows[0] + (rank + i) % 2 * 8
+        if (number < ctx.plan.vectors) & (row < ctx.tile.num_rows):
+            token, head = ctx.place_of(row)
+            row_max, total, values = _nothing()
+            for part in cutlass.range(parts.first, parts.last, unroll=DEPTH):
+                lse = ctx.tensors.partial_lse[part, rank, head, token]
+                own = cute.make_rmem_tensor(VECTOR, Float32)
+                cute.autovec_copy(_place(ctx, part, token, head, number), own)
+                row_max, total = add(row_max, total, values, lse, own)
+            _store(ctx, finish(row_max, total, values), values, row, number)
 
 
 @cute.jit
-def _store_part(
-    ctx: Context, lse: Float32, values: cute.Tensor, row: Int32, number: Int32, rank: Int32
+def store_part(
+    ctx: Context, lse: Float32, values: cute.Tensor, row: Int32, number: Int32, part: Int32, rank: Int32
 ) -> None:
-    """Store the cluster's part of a vector for the last cluster. A rank's vectors are all of one row."""
-    (token, head), cluster = ctx.place_of(row), ctx.tile.split // ctx.plan.form.cluster
-    cute.autovec_copy(values, _place(ctx, cluster, token, head, number))
-    target = ctx.tensors.partial_lse
-    if (number == rank) & (ctx.key_warp == 0) & (ctx.lane % 4 == 0):
-        target[cluster, rank, head, token] = lse
+    """Store a part of a vector. In a cluster all vectors of a rank are of one row, else they are of two."""
+    token, head = ctx.place_of(row)
+    cute.autovec_copy(values, _place(ctx, part, token, head, number))
+    target, is_first = ctx.tensors.partial_lse, number < max(ctx.plan.form.cluster, 2)
+    if is_first & (ctx.key_warp == 0) & (ctx.lane % 4 == 0):
+        target[part, rank, head, token] = lse
 
 
-def _place(ctx: Context, cluster: Int32, token: Int32, head: Int32, number: Int32) -> cute.Tensor:
+def _place(ctx: Context, part: Int32, token: Int32, head: Int32, number: Int32) -> cute.Tensor:
     """The place of a vector among the parts: of a row, lanes and warps follow one another."""
     lanes = 4 * ctx.plan.key_warps
     vector = number // 2 * lanes + ctx.key_warp * 4 + ctx.lane % 4
-    return vector_at(ctx.tensors.partial_out[cluster, token, head, None].iterator + vector * VECTOR, VECTOR)
+    return vector_at(ctx.tensors.partial_out[part, token, head, None].iterator + vector * VECTOR, VECTOR)
 
 
 @cute.jit
@@ -141,21 +138,30 @@ def _nothing() -> tuple[Float32, Float32, cute.Tensor]:
 
 
 @cute.jit
-def _add(
+def add(
     row_max: Float32, total: Float32, values: cute.Tensor, lse: Float32, part: cute.Tensor
 ) -> tuple[Float32, Float32]:
-    """Add a part to `values`; one in which the row sees nothing changes no bit."""
+    """Add a part to `values`; one in which the row sees nothing changes no bit.
+
+    What is fused is said, so that all kernels that merge give the same bits.
+    """
     highest = softmax.larger(row_max, lse)
     reference = cutlass.select_(highest == -Float32.inf, Float32(0.0), highest)
     factor = cute.math.exp2((row_max - reference) * LOG2E, fastmath=True)
     weight = cute.math.exp2((lse - reference) * LOG2E, fastmath=True)
-    for c in cutlass.range_constexpr(VECTOR):
-        values[c] = values[c] * factor + weight * part[c]
-    return highest, total * factor + weight
+    for c in cutlass.range_constexpr(cute.size(values)):
+        values[c] = _fma(weight, part[c], values[c] * factor)
+    return highest, _fma(total, factor, weight)
+
+
+def _fma(x: Float32, y: Float32, z: Float32) -> Float32:
+    return cute.arch.inline_ptx(
+        "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Float32], read_only_args=[x, y, z]
+    )
 
 
 @cute.jit
-def _finish(row_max: Float32, total: Float32, values: cute.Tensor) -> Float32:
+def finish(row_max: Float32, total: Float32, values: cute.Tensor) -> Float32:
     """Normalise the values, and return their lse.
 
     A part alone has weight 1: what is left of it is the same, bit for bit.
@@ -164,18 +170,18 @@ def _finish(row_max: Float32, total: Float32, values: cute.Tensor) -> Float32:
     if total != 1.0:
         reference = cutlass.select_(row_max == -Float32.inf, Float32(0.0), row_max)
         inverse = cute.arch.rcp_approx(total)
-        lse = reference + cute.math.log2(total, fastmath=True) * LN2
-    for c in cutlass.range_constexpr(VECTOR):
+        lse = _fma(cute.math.log2(total, fastmath=True), Float32(LN2), reference)
+    for c in cutlass.range_constexpr(cute.size(values)):
         values[c] = cutlass.select_(total != 0.0, values[c] * inverse, Float32(0.0))
     return lse
 
 
 @cute.jit
-def _is_last(ctx: Context, rank: Int32, clusters: Int32) -> Boolean:
-    """Whether this part of the tile is stored by all other clusters; counts this one's as stored.
+def is_last(ctx: Context, rank: Int32, number: Int32) -> Boolean:
+    """Whether the other ones of `number` CTAs of this rank have stored their parts; counts this one.
 
     The barrier puts all threads' stores before the count, which releases them to the GPU. It is back at 0
-    after the last cluster.
+    after the last one.
     """
     cute.arch.sync_threads()
     _, y, _ = cute.arch.block_idx()
@@ -186,7 +192,7 @@ def _is_last(ctx: Context, rank: Int32, clusters: Int32) -> Boolean:
         sCount[0] = cute.arch.inline_ptx(
             "atom.acq_rel.gpu.global.inc.u32 {$w0}, [{$r0}], {$r1};",
             write_only_types=[Uint32],
-            read_only_args=[counter.toint(), Uint32(clusters - 1)],
+            read_only_args=[counter.toint(), Uint32(number - 1)],
         )
     cute.arch.sync_threads()
-    return Int32(sCount[0]) == clusters - 1
+    return Int32(sCount[0]) == number - 1

@@ -24,10 +24,11 @@ class DecodeParams(NamedTuple):
     max_seqlen_q: Int32
     """The most tokens of a sequence that has results; without cu_seqlens_q those of each one."""
     split_keys: Int32
-    """0: the blocks that a tile sees are divided evenly among splits. Else a multiple of 64: split s has keys
-    from s * split_keys on, so that results do not depend on what else the launch does."""
+    """0: the blocks that a tile sees are divided evenly among splits. Else a multiple of 64: the keys of the
+    first splits, where each split has a fixed length (see splits.py), so that results do not depend on what
+    else the launch does."""
     num_splits: Int32
-    """The most splits of a tile."""
+    """The most splits of a tile; where a CTA has groups, the CTAs of a tile."""
 
 
 class Divisors(NamedTuple):
@@ -40,7 +41,7 @@ class Divisors(NamedTuple):
     page_size: cute.FastDivmodDivisorV2
     splits: cute.FastDivmodDivisorV2
     split_blocks: cute.FastDivmodDivisorV2
-    """Blocks of a split, if params.split_keys says so."""
+    """Blocks of params.split_keys."""
 
 
 def make_divisors(group: Int32, tiles: Int32, page_size: Int32, splits: Int32, split_keys: Int32) -> Divisors:

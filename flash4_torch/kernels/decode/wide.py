@@ -23,6 +23,7 @@ from cutlass import Int32
 from ...configs.decode import KEYS, WARPGROUP_ROWS
 from ..common import band as bands
 from ..common import scores, softmax
+from ..common.band import Span
 from ..common.rounding import round_to
 from ..sm90 import wgmma
 from .context import Context
@@ -46,15 +47,15 @@ class _Step(NamedTuple):
 
 
 def make_thread(ctx: Context) -> Thread:
-    """Registers that have seen nothing yet."""
+    """Registers of the thread; see `begin_split`."""
     dtype = ctx.plan.dtype
     return thread_of(ctx, wgmma.scores_accumulator(dtype, KEYS), wgmma.output_accumulator(dtype, ctx.plan.Dv))
 
 
 @cute.jit
-def mainloop(ctx: Context, t: Thread) -> None:
+def mainloop(ctx: Context, t: Thread, blocks: Span) -> None:
     """Go through the split's blocks, and load `stages` - 1 blocks of K and `stages` - 2 of V ahead."""
-    stages, blocks = ctx.plan.stages, ctx.tile.blocks
+    stages = ctx.plan.stages
     P = wgmma.p_fragment(ctx.plan.dtype, KEYS)
     # All of these look-ups are under way before one of them is waited for.
     places = [_locate(ctx, blocks.first + i) for i in range(stages)]
