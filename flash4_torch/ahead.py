@@ -33,7 +33,6 @@ from .backends.kvcache import compiled as kvcache
 from .compile import Key, aot, pool
 from .compile.arch import checked
 from .compile.pool import Prepared
-from .configs.decode import ROWS
 from .configs.types import Features, Scope
 from .errors import ArgumentError, ExportError, RangeError, hint
 from .progress import Bar, Lines
@@ -295,7 +294,7 @@ def _of_kvcache(target: Target, features: Features, group: int) -> Iterator[tupl
     yield from ((MERGE_STATES, (plan,)) for plan in merge.common_plans(dtype, Dv))
     # One token alone sees all keys before it, causal or not.
     for each in {features, features._replace(right=False)}:
-        yield from ((DECODE, (each, rows, form)) for rows, form in product(ROWS, kvcache.common_forms(each)))
+        yield from ((DECODE, static) for static in kvcache.common_kernels(target, each))
     if not target.forward_configs.limits(features):
         yield from ((target.forward, static) for static in paged.common_kernels(target, features, group))
 

@@ -104,6 +104,8 @@ def subjects() -> Iterator[Subject]:
         yield weights(arch)
         for rows, cache_dtype in product(decode_configs.ROWS, ("", decode_configs.FP8)):
             yield decode(arch, rows, cache_dtype)
+    for rows in decode_configs.wgmma_rows(Features("bfloat16", 128, 128)):
+        yield decode("sm_90a", rows, wgmma=True)
     if importlib.util.find_spec("flash_attn"):
         for arch in OURS:
             # The forward for sm_100a is persistent only where all tiles cost the same.
@@ -200,16 +202,18 @@ def weights(arch: str) -> Subject:
     return Subject("weights, D=128, right, dropout", arch, "B=1 Hq=6 Hk=2, 130 x 130", prepare)
 
 
-def decode(arch: str, rows: int, cache_dtype: str) -> Subject:
+def decode(arch: str, rows: int, cache_dtype: str = "", *, wgmma: bool = False) -> Subject:
     """The decode kernel; its ring goes round twice in each of two splits, and one sequence has one split."""
     form = decode_configs.DecodeForm(
-        paged=True, splits=True, ragged=True, lengths=True, cache_dtype=cache_dtype
+        paged=True, cluster=4, ragged=True, lengths=True, cache_dtype=cache_dtype, wgmma=wgmma
     )
+    # Each warpgroup has rows.
+    Hq = 40 if wgmma else 4
     kernel = decode_calls.Kernel(Features("bfloat16", 128, 128, right=True), rows, form)
     generator = torch.manual_seed(0)
     q, k, v = (
         tuple(torch.randn(n, heads, 128, generator=generator).bfloat16() for n in lengths)
-        for lengths, heads in (((5, 1), 4), ((700, 40), 2), ((700, 40), 2))
+        for lengths, heads in (((5, 1), Hq), ((700, 40), 2), ((700, 40), 2))
     )
     scales = {}
     if cache_dtype:
@@ -226,8 +230,9 @@ def decode(arch: str, rows: int, cache_dtype: str) -> Subject:
         finally:
             host.uninstall()
 
-    shape = "B=2 Hq=4 Hk=2, 5 x 700 and 1 x 40, 2 splits"
-    name = ", ".join(["decode", *filter(None, [cache_dtype]), f"{rows} rows", "D=128", "right"])
+    shape = f"B=2 Hq={Hq} Hk=2, 5 x 700 and 1 x 40, 2 splits"
+    kind = [cache_dtype or ("wgmma" if wgmma else "")]
+    name = ", ".join(["decode", *filter(None, kind), f"{rows} rows", "D=128", "right"])
     return Subject(name, arch, shape, prepare)
 
 

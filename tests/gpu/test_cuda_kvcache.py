@@ -51,7 +51,7 @@ def on_gpu(call: CacheCall) -> tuple[Tensor, Tensor]:
 
 
 @needs_ours
-@given(call=cache_calls(HALF, multiple=8, most_keys=2000, most_tokens=150))
+@given(call=cache_calls(HALF, multiple=16, most_keys=2000, most_tokens=150, most_columns=128))
 @SLOW
 def test_results_are_right(call: CacheCall) -> None:
     with pytest.MonkeyPatch.context() as patch:

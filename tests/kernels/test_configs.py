@@ -215,42 +215,74 @@ def test_the_kernel_agrees_that_it_can_run_every_config(table: ModuleType) -> No
             assert plan.mask == mask_plan(mask, config)
 
 
-@given(SIZES, GROUPS)
-def test_decode_tiles_hold_the_rows_of_few_tokens(max_seqlen_q: int, group: int) -> None:
-    rows, needed = decode.rows(max_seqlen_q, group), max_seqlen_q * group
-    assert rows in decode.ROWS
-    assert rows == decode.ROWS[-1] if needed > decode.ROWS[-1] else needed <= rows < max(2 * needed, 17)
+@given(SIZES, GROUPS, st.sampled_from([decode.ROWS, (64,), (64, 128)]))
+def test_decode_tiles_hold_the_rows_of_few_tokens(
+    max_seqlen_q: int, group: int, choice: tuple[int, ...]
+) -> None:
+    rows, needed = decode.rows(max_seqlen_q, group, choice), max_seqlen_q * group
+    assert rows in choice
+    assert rows == choice[-1] if needed > choice[-1] else needed <= rows < max(2 * needed, choice[0] + 1)
 
 
-@given(st.integers(8, 256), st.integers(8, 256), st.sampled_from(decode.ROWS))
-def test_decode_has_stages_and_room_for_them(D: int, Dv: int, rows: int) -> None:
+@given(st.integers(8, 256), st.integers(8, 256), st.data())
+def test_decode_has_stages_and_room_for_them(D: int, Dv: int, data: st.DataObject) -> None:
     """Two blocks are in flight while a third one is read, and stages fit into what a CTA may have."""
+    rows = data.draw(st.sampled_from(sorted({*decode.ROWS, *decode.wgmma_rows(BARE._replace(D=D, Dv=Dv))})))
     stage_bytes, q_bytes = 2 * decode.KEYS * (D + Dv), 2 * rows * D
-    stages, ctas = decode.stages(stage_bytes, q_bytes), decode.ctas_per_sm(stage_bytes, q_bytes)
+    stages, ctas = decode.stages(stage_bytes, q_bytes, rows), decode.ctas_per_sm(stage_bytes, q_bytes, rows)
     assert stages >= decode.LEAST_STAGES
+    # 65536 registers, and up to 255 a thread.
+    assert ctas * max(rows, 64) * 2 * 255 <= 65536
     assert ctas * (stages * stage_bytes + q_bytes) <= decode.ONE_CTA_BYTES
 
 
 @given(st.integers(1, 300), st.integers(1, 300), st.sampled_from(["", decode.FP8, "float8_e5m2"]))
 def test_decode_states_its_limits(D: int, Dv: int, cache_dtype: str) -> None:
     """Rows of the cache are whole vectors of 16 bytes, of at most 256 numbers."""
-    form = decode.DecodeForm(True, True, True, True, cache_dtype=cache_dtype)
+    form = decode.DecodeForm(True, 8, True, True, cache_dtype=cache_dtype)
     number = 1 if cache_dtype else 2
     served = max(D, Dv) <= 256 and D * number % 16 == Dv * number % 16 == 0 and cache_dtype != "float8_e5m2"
     assert bool(decode.limits(BARE._replace(D=D, Dv=Dv), form)) != served
 
 
 @given(SIZES, SIZES, st.integers(1, 200))
-def test_decode_splits_fill_the_gpu_once(tiles: int, max_seqlen_k: int, num_sms: int) -> None:
-    splits = decode.num_splits(tiles, max_seqlen_k, num_sms)
-    ctas, blocks = num_sms * decode.CTAS_PER_SM, -(-max_seqlen_k // decode.KEYS)
-    assert splits >= 1
-    assert splits == 1 or (splits * tiles <= ctas and splits * decode.LEAST_BLOCKS <= blocks)
-    assert (splits + 1) * decode.LEAST_BLOCKS > blocks or (splits + 1) * tiles > ctas
+def test_decode_splits_give_nearly_every_sm_a_cta(tiles: int, max_seqlen_k: int, num_sms: int) -> None:
+    """They are the fewest that do, or all that are long enough."""
+    splits = decode.num_splits(tiles, max_seqlen_k, num_sms, 64)
+    least, blocks = num_sms * 7 / 8, -(-max_seqlen_k // decode.KEYS)
+    assert splits == 1 or ((splits - 1) * tiles < least and splits * decode.LEAST_BLOCKS <= blocks)
+    assert (splits + 1) * decode.LEAST_BLOCKS > blocks or splits * tiles >= least
+
+
+@given(SIZES, SIZES, st.integers(1, 200))
+def test_decode_splits_that_need_an_sm_run_at_once(tiles: int, max_seqlen_k: int, num_sms: int) -> None:
+    """No CTA of two warpgroups waits for another one's end, if some number of splits allows that."""
+    splits, more = (decode.num_splits(tiles, max_seqlen_k, num_sms, rows) for rows in (128, 64))
+    assert splits == 1 or splits * tiles <= num_sms
+    assert splits == more or (splits < more and (splits + 1) * tiles > num_sms)
+
+
+@given(st.integers(1, 1000))
+def test_clusters_of_decode_hold_the_splits(num_splits: int) -> None:
+    size, number = decode.clusters(num_splits)
+    assert (number - 1) * size < num_splits <= number * size
+    assert size == decode.CLUSTER if number > 1 else size < 2 * num_splits
 
 
 @given(SIZES, st.integers(1, 100))
 def test_invariant_splits_hold_every_key(max_seqlen_k: int, blocks: int) -> None:
     split_keys = blocks * decode.KEYS
     splits = decode.invariant_splits(max_seqlen_k, split_keys)
-    assert (splits - 1) * split_keys < max_seqlen_k <= splits * split_keys
+
+    def keys(number: int) -> int:
+        longer = max(number - decode.SHORT_SPLITS, 0)
+        return split_keys * (number - longer + decode.LONGER * longer)
+
+    assert keys(splits - 1) < max_seqlen_k <= keys(splits)
+
+
+@given(SIZES, st.integers(1, 100), st.integers(1, 200))
+def test_groups_keep_nearly_every_sm_busy_or_are_left_to_clusters(tiles: int, groups: int, sms: int) -> None:
+    ctas = decode.group_ctas(tiles, groups, sms)
+    assert ctas <= groups
+    assert tiles * ctas >= min(sms * 7 // 8, tiles * groups) if ctas else tiles * groups < sms

@@ -20,12 +20,16 @@ SOFTCAP = {"softcap": True, "scaled": True, "large_softcap": True}
 HEADS = ((256, 256), (128, 128), (64, 64), (192, 128), (96, 96), (8, 256))
 USES: tuple[dict[str, object], ...] = ({**SOFTCAP, **BAND, "sinks": "float32"}, {"right": True}, {})
 FORMS = (
-    DecodeForm(paged=True, splits=True, ragged=True, lengths=True),
-    DecodeForm(paged=False, splits=True, ragged=False, lengths=False),
-    DecodeForm(paged=True, splits=False, ragged=True, lengths=True),
-    DecodeForm(paged=False, splits=False, ragged=False, lengths=True),
-    DecodeForm(paged=True, splits=True, ragged=True, lengths=True, cache_dtype=decode.FP8),
-    DecodeForm(paged=False, splits=False, ragged=True, lengths=True, cache_dtype=decode.FP8),
+    DecodeForm(paged=True, cluster=8, ragged=True, lengths=True, parts=True),
+    DecodeForm(paged=False, cluster=4, ragged=False, lengths=False),
+    DecodeForm(paged=True, cluster=1, ragged=True, lengths=True),
+    DecodeForm(paged=False, cluster=1, ragged=False, lengths=True),
+    DecodeForm(paged=True, cluster=8, ragged=True, lengths=True, cache_dtype=decode.FP8, parts=True),
+    DecodeForm(paged=False, cluster=1, ragged=True, lengths=True, cache_dtype=decode.FP8),
+    DecodeForm(paged=True, cluster=1, ragged=True, lengths=True, parts=True, groups=True),
+    DecodeForm(
+        paged=True, cluster=1, ragged=True, lengths=True, cache_dtype=decode.FP8, parts=True, groups=True
+    ),
 )
 KEYS = [
     Key(ENTRY, (Features(("bfloat16", "float16")[i % 2], *heads)._replace(**uses), rows, form), arch)
@@ -36,13 +40,32 @@ KEYS = [
     for arch in ("sm_90a", "sm_100a")
     if not decode.limits(Features("bfloat16", *heads), form)
 ]
+KEYS_WGMMA = [
+    Key(ENTRY, (features, rows, form._replace(wgmma=True)), "sm_90a")
+    for form in FORMS
+    if not form.cache_dtype
+    for i, heads in enumerate(HEADS)
+    for uses in USES
+    for features in [Features(("bfloat16", "float16")[i % 2], *heads)._replace(**uses)]
+    for rows in decode.wgmma_rows(features)[::-1]
+]
+GROUPS = 6
+"""Groups of wgmmas in the code: S of the first block, S and PV of masked ones and of others, the last PV."""
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, cubin.Code]:
-    return compiled_files.codes(one_of(150, KEYS), tmp_path_factory)
+    return compiled_files.codes([*one_of(150, KEYS), *one_of(66, KEYS_WGMMA)], tmp_path_factory)
 
 
 def test_nothing_spills(compiled: dict[Key, cubin.Code]) -> None:
     spilling = {key: code for key, code in compiled.items() if code.spills or code.stack}
     assert not spilling, "\n".join(map(str, spilling.items()))
+
+
+def test_wgmmas_stay_in_flight(compiled: dict[Key, cubin.Code]) -> None:
+    """Groups are waited for, not wgmmas one by one, as where ptxas serialises them."""
+    by_wgmma = {key: code for key, code in compiled.items() if code.wgmmas}
+    assert by_wgmma
+    waiting = {key: code for key, code in by_wgmma.items() if code.signalled > GROUPS}
+    assert not waiting, "\n".join(map(str, waiting.items()))

@@ -36,10 +36,18 @@ FEATURES = {
     "scaled": Features("bfloat16", 192, 128, scaled=True, right=True),
 }
 FORMS = [
-    DecodeForm(paged, splits, ragged, lengths)
+    DecodeForm(paged, cluster, ragged, lengths, parts=clusters)
     for paged, lengths in ((True, True), (False, True), (False, False))
     for ragged in (True, False)
-    for splits in (True, False)
+    for cluster, clusters in ((8, True), (1, False), (4, False), (2, False), (8, False))
+]
+IN_GROUPS = [
+    (arch, name, Kernel(features, rows, form._replace(groups=True, parts=True)))
+    for form in FORMS
+    if form.cluster == 1
+    for rows in decode.ROWS
+    for name, features in FEATURES.items()
+    for arch in ARCHS
 ]
 KERNELS = [
     (arch, name, Kernel(features, rows, form._replace(causal_flags=flags)))
@@ -60,10 +68,20 @@ def in_fp8(kernel: Kernel) -> Kernel:
     )
 
 
-KERNELS_FP8 = [(arch, name, in_fp8(kernel)) for arch, name, kernel in KERNELS]
+KERNELS_FP8 = [(arch, name, in_fp8(kernel)) for arch, name, kernel in [*KERNELS, *IN_GROUPS]]
+KERNELS_WGMMA = [
+    ("sm_90a", name, Kernel(features, rows, form._replace(causal_flags=flags, wgmma=True)))
+    for name, features in FEATURES.items()
+    for flags in {False, features.right}
+    for form in FORMS
+    for rows in decode.wgmma_rows(features)
+]
 
 
-@pytest.mark.parametrize(("arch", "name", "kernel"), [*one_of(113, KERNELS), *one_of(149, KERNELS_FP8)])
+@pytest.mark.parametrize(
+    ("arch", "name", "kernel"),
+    [*one_of(281, KERNELS), *one_of(373, KERNELS_FP8), *one_of(187, KERNELS_WGMMA), *one_of(83, IN_GROUPS)],
+)
 @given(data=st.data())
 @settings(max_examples=examples(3, 12))
 def test_results_are_right_whatever_the_schedule(
@@ -77,8 +95,9 @@ def test_results_are_right_whatever_the_schedule(
 
 
 SMALL = Features("bfloat16", 64, 64, right=True)
-FORM = DecodeForm(paged=True, splits=True, ragged=True, lengths=True)
+FORM = DecodeForm(paged=True, cluster=8, ragged=True, lengths=True, parts=True)
 PAGED = Kernel(SMALL, 16, FORM)
+BY_WGMMA = Kernel(SMALL, 128, FORM._replace(wgmma=True))
 
 
 def one_sequence(kernel: Kernel, tokens: int, keys: int, page_size: int = 16, **more: object) -> Call:
@@ -99,15 +118,15 @@ def one_sequence(kernel: Kernel, tokens: int, keys: int, page_size: int = 16, **
     return Call(q, k, v, make_cache(k, v, generator, "rows", page_size), features.D**-0.5, **more)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-def test_any_page_number_is_safe(arch: str) -> None:
+@pytest.mark.parametrize(("arch", "kernel"), [*((arch, PAGED) for arch in ARCHS), ("sm_90a", BY_WGMMA)])
+def test_any_page_number_is_safe(arch: str, kernel: Kernel) -> None:
     """Whatever the table holds, the launch reads nothing but its tensors and ends."""
-    call = one_sequence(PAGED, tokens=2, keys=600, num_splits=3)
+    call = one_sequence(kernel, tokens=2, keys=600, num_splits=3)
     call.cache.table.fill_(7)
     call.cache.table[0, ::2] = torch.tensor(decode_calls.GARBAGE).repeat(9)[
         : call.cache.table[0, ::2].numel()
     ]
-    run(arch, PAGED, call)
+    run(arch, kernel, call)
 
 
 ANY_INT32 = st.one_of(st.integers(-3, 300), st.integers(-(2**31), 2**31 - 1))
@@ -138,11 +157,12 @@ def test_an_empty_cache_has_no_keys() -> None:
     assert not out.any() and (lse == -torch.inf).all()
 
 
+@pytest.mark.parametrize("kernel", [PAGED, BY_WGMMA], ids=["mma", "wgmma"])
 @given(left=st.integers(0, 600), right=st.integers(-150, 0), num_splits=st.integers(1, 4))
 @settings(max_examples=examples(3, 20))
-def test_keys_that_no_token_sees_are_not_read(left: int, right: int, num_splits: int) -> None:
+def test_keys_that_no_token_sees_are_not_read(kernel: Kernel, left: int, right: int, num_splits: int) -> None:
     """Neither they nor their places in the table matter."""
-    kernel = PAGED._replace(features=SMALL._replace(left=True))
+    kernel = kernel._replace(features=SMALL._replace(left=True))
     call = one_sequence(kernel, 3, 700, 1, left=left, right=right, num_splits=num_splits)
     clean = run("sm_90a", kernel, call)
     first, last = max(697 - left, 0), max(699 + right, 0)
@@ -168,12 +188,18 @@ def test_pages_may_be_far_apart() -> None:
     check_results(SMALL, call, found)
 
 
-@pytest.mark.parametrize("cache_dtype", ["", decode.FP8])
-@pytest.mark.parametrize("rows", one_of(3, decode.ROWS))
+IN_FP8 = FORM._replace(cache_dtype=decode.FP8)
+IN_SMEM = [
+    *((rows, form) for form in (FORM, IN_FP8) for rows in one_of(3, decode.ROWS)),
+    *((rows, BY_WGMMA.form) for rows in one_of(2, (128, 64))),
+]
+
+
+@pytest.mark.parametrize(("rows", "form"), IN_SMEM)
 @pytest.mark.parametrize(("D", "Dv"), [(64, 64), *one_of(3, [(192, 128), (32, 96), (16, 256)])])
-def test_no_bank_conflicts(rows: int, D: int, Dv: int, cache_dtype: str) -> None:
+def test_no_bank_conflicts(rows: int, form: DecodeForm, D: int, Dv: int) -> None:
     """Copies and matrix loads take the fewest passes through the banks that their bytes need."""
-    kernel = Kernel(SMALL._replace(D=D, Dv=Dv), rows, FORM._replace(cache_dtype=cache_dtype))
+    kernel = Kernel(SMALL._replace(D=D, Dv=Dv), rows, form)
     call = one_sequence(kernel, tokens=9, keys=200, num_splits=2)
     with emulate.device("sm_90a") as device:
         decode_calls.launch(device, kernel, call)
@@ -187,10 +213,10 @@ def test_no_bank_conflicts(rows: int, D: int, Dv: int, cache_dtype: str) -> None
         assert sum(line.shared_passes) * 128 == sum(line.shared_bytes), line.ptx
 
 
-@given(keys=st.integers(0, 1400), num_splits=st.integers(2, 9))
+@given(keys=st.integers(0, 3000), num_splits=st.integers(2, 26))
 @settings(max_examples=examples(4, 40))
 def test_splits_are_not_shorter_than_they_are_worth(keys: int, num_splits: int) -> None:
-    """A sequence has as many splits as there may be, if each has LEAST_BLOCKS blocks."""
+    """A sequence has as many splits as there may be, if each has LEAST_BLOCKS blocks, and their clusters."""
     call = one_sequence(PAGED, tokens=1, keys=keys, num_splits=num_splits)
     partial = decode_calls.make_partial(PAGED, call)
     with emulate.device("sm_90a") as device:
@@ -198,8 +224,8 @@ def test_splits_are_not_shorter_than_they_are_worth(keys: int, num_splits: int) 
     check_results(SMALL, call, found)
     blocks = -(-keys // decode.KEYS)
     splits = max(min(num_splits, blocks // decode.LEAST_BLOCKS), 1)
-    stored = int((~partial.lse.isnan()).any(-1).any(-1).sum())
-    assert stored == (splits if splits > 1 else 0)
+    stored, clusters = int((~partial.lse.isnan()).flatten(1).any(-1).sum()), -(-splits // decode.CLUSTER)
+    assert stored == (clusters if clusters > 1 else 0)
 
 
 FP8 = in_fp8(PAGED)
@@ -283,7 +309,7 @@ class Tokens:
             softcap=5.0,
             left=self.left,
             sinks=self.sinks,
-            num_splits=needed + more if kernel.form.splits else 1,
+            num_splits=1 + more if kernel.form.groups else needed + more * kernel.form.parts,
             split_keys=self.split_keys,
             more_tokens=draw(st.integers(0, 9)) if kernel.form.ragged else 0,
         )
@@ -294,7 +320,7 @@ class Tokens:
 @st.composite
 def last_tokens(draw: st.DrawFn, features: Features) -> Tokens:
     group, Hk = draw(st.integers(1, 6)), draw(st.integers(1, 2))
-    Sk = draw(st.one_of(st.integers(100, 400), st.integers(1, 400)))
+    Sk = draw(st.one_of(st.integers(520, 700), st.integers(1, 400)))
     Sq = draw(st.integers(min(Sk, 5), min(Sk, 40)))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
     shapes = (Sq, Hk * group, features.D), (Sk, Hk, features.D), (Sk, Hk, features.Dv)
@@ -329,7 +355,9 @@ def test_a_row_has_the_same_bits_in_any_batch(
         tokens.results(draw, arch, Kernel(features, 32, form), chunks, draw(lengths)),
         tokens.results(draw, arch, Kernel(features, 16, form._replace(paged=False, ragged=False)), each),
     ]
-    if len(tokens.k) <= tokens.split_keys:
-        others.append(tokens.results(draw, arch, Kernel(features, 16, form._replace(splits=False)), each))
+    cluster, clusters = decode.clusters(decode.invariant_splits(len(tokens.k), tokens.split_keys))
+    own = Kernel(features, 16, form._replace(cluster=cluster, parts=clusters > 1))
+    grouped = Kernel(features, draw(st.sampled_from(decode.ROWS)), form._replace(cluster=1, groups=True))
+    others += [tokens.results(draw, arch, own, each), tokens.results(draw, arch, grouped, chunks)]
     for found in others:
         assert torch.equal(found.out, whole.out) and torch.equal(found.lse, whole.lse)

@@ -20,7 +20,7 @@ from cache_calls import CacheCall, cache_calls, check_results
 from decode_calls import LAYOUTS, make_cache
 from everything import examples, one_of
 from flash4_torch import ahead
-from flash4_torch.backends.compiled import SM90A, Target
+from flash4_torch.backends.compiled import SM90A, TARGETS, Target
 from flash4_torch.backends.compiled.targets import Find
 from flash4_torch.backends.kvcache import compiled as kernels
 from flash4_torch.backends.kvcache import gathered
@@ -64,9 +64,27 @@ def test_results_of_the_kernel_are_right(call: CacheCall) -> None:
         check_results(call, call.run())
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_many_heads_of_a_kv_head_are_right(batch_invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token of 100 query heads fills two warpgroups, or tiles of fewer rows where bits are fixed."""
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    monkeypatch.setenv("FLASH4_BACKEND", "emulator")
+    monkeypatch.setenv("FLASH4_ARCH", "sm_90a")
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        tuple(torch.randn(S, H, 64, generator=generator).bfloat16() for S in lengths)
+        for lengths, H in (((1, 1), 100), ((300, 70), 1), ((300, 70), 1))
+    )
+    cache = make_cache(k, v, generator, "rows", 48)
+    call = CacheCall(q, k, v, cache, causal=True, options={"batch_invariant": batch_invariant})
+    check_results(call, call.run())
+
+
 @pytest.mark.parametrize("arch", one_of(2, ["sm_90a", "sm_100a"]))
-@given(call=cache_calls((torch.bfloat16,), multiple=8, most_keys=150, float8=False, page_sizes=[16, 48]))
-@settings(max_examples=examples(2, 40))
+@given(
+    call=cache_calls((torch.bfloat16,), multiple=8, most_keys=150, float8=False, page_sizes=[16, None, 48])
+)
+@settings(max_examples=examples(3, 40))
 def test_many_tokens_and_few_are_served_together(arch: str, call: CacheCall) -> None:
     """Sequences with many tokens go to the forward kernel, the others to the one that splits keys."""
     pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
@@ -333,6 +351,30 @@ def test_warm_up_knows_every_kernel(
     assert backend.prepare(inputs, problem, None) is not None
     known = {(key.entry, key.static) for key in _known(group)}
     assert backend.found and known.issuperset(backend.found)
+
+
+@given(
+    Sq=st.integers(1, 20),
+    group=st.integers(1, 130),
+    D=st.sampled_from([64, 128, 256]),
+    float8=st.booleans(),
+    batch_invariant=st.booleans(),
+    num_splits=st.integers(0, 3),
+)
+@settings(max_examples=examples(40, 300))
+def test_wgmma_multiplies_many_rows_whose_bits_may_differ(
+    Sq: int, group: int, D: int, float8: bool, batch_invariant: bool, num_splits: int
+) -> None:
+    """Batch-invariant calls have the kernels whose tiles of any rows give the same bits."""
+    q = torch.empty(2 * Sq, 2 * group, D, dtype=torch.bfloat16)
+    cache = torch.empty(2, 512, 2, D, dtype=torch.float8_e4m3fn if float8 else q.dtype)
+    options = CacheOptions(Sq, 512, 0.125, num_splits=num_splits, batch_invariant=batch_invariant)
+    problem = describe(CacheInputs(q, cache, cache, seqused_k=torch.empty(2, dtype=INT)), options)
+    for target in TARGETS.values():
+        kernel = kernels.decide(target, problem, 132)
+        may = target is SM90A and Sq * group > 32 and not (float8 or batch_invariant)
+        assert kernel.form.wgmma == may
+        assert kernel.rows in (decode.wgmma_rows(kernel.features) if may else decode.ROWS)
 
 
 @functools.cache

@@ -136,13 +136,14 @@ def cache_calls(
     multiple: int = 1,
     most_keys: int = 90,
     float8: bool = True,
-    page_sizes: Sequence[int] = (),
+    page_sizes: Sequence[int | None] = (),
     most_tokens: int = 6,
+    most_columns: int = 40,
 ) -> CacheCall:
     """Calls with any sequences, caches and options; head sizes are multiples of `multiple`."""
     dtype = draw(st.sampled_from(dtypes))
     Hk, group = draw(st.integers(1, 2)), draw(st.integers(1, 4))
-    D, Dv = (multiple * draw(st.integers(1, max(1, 40 // multiple))) for _ in range(2))
+    D, Dv = (multiple * draw(st.integers(1, max(1, most_columns // multiple))) for _ in range(2))
     each = st.tuples(st.integers(0, most_tokens), st.integers(0, most_keys))
     lengths = draw(st.lists(each, min_size=1, max_size=4))
     if not any(Sq for Sq, _ in lengths):
@@ -165,7 +166,7 @@ def cache_calls(
     right = None if causal else draw(st.one_of(st.none(), st.integers(0, 9)))
     if draw(st.booleans()):
         causal, right = torch.rand(len(lengths), generator=generator) < 0.5, None
-    options: dict[str, Any] = {"num_splits": draw(st.one_of(st.none(), st.integers(1, 5)))}
+    options: dict[str, Any] = {"num_splits": draw(st.one_of(st.none(), st.integers(1, 20)))}
     if draw(st.booleans()):
         options["max_seqlen_k"] = max(max(Sk for _, Sk in lengths), 1)
     return CacheCall(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flash4_torch import testing
 from flash4_torch.compile import jit
-from flash4_torch.configs.decode import KEYS, LEAST_BLOCKS, DecodeForm
+from flash4_torch.configs.decode import GROUP, KEYS, LEAST_BLOCKS, DecodeForm, invariant_splits, part_columns
 from flash4_torch.configs.types import Features
 from flash4_torch.masks import Band
 from flash4_torch.reference.attention import attention
@@ -160,10 +160,13 @@ def _storage(
 def calls(draw: st.DrawFn, kernel: Kernel) -> Call:
     """Calls that a host may make of such a kernel."""
     features, form = kernel.features, kernel.form
-    Hk, group = draw(st.integers(1, 2)), draw(st.integers(1, 5))
-    split_keys = draw(st.sampled_from([0, 64, 128])) if form.splits else 0
+    # Two warpgroups have rows, and a sequence several tiles of two warpgroups.
+    most_heads = 20 if form.wgmma else 5
+    Hk, group = draw(st.integers(1, 2)), draw(st.integers(1, most_heads))
+    splits_keys = form.cluster > 1 or form.groups
+    split_keys = draw(st.sampled_from([64, 128] if form.groups else [0, 64, 128])) if splits_keys else 0
     # One sequence at least has several splits, if there are any.
-    least = 1 + 2 * (split_keys or KEYS * LEAST_BLOCKS) if form.splits else 1
+    least = 1 + 2 * (split_keys or KEYS * LEAST_BLOCKS) if splits_keys else 1
     lengths = [(draw(st.integers(1, 12)), draw(st.integers(least, least + 200)))]
     lengths += draw(st.lists(st.tuples(st.integers(0, 12), LENGTHS), max_size=2))
     lengths = [
@@ -192,12 +195,21 @@ def calls(draw: st.DrawFn, kernel: Kernel) -> Call:
         left=draw(st.integers(-20, 200)) if features.left else 0,
         right=draw(st.one_of(st.just(0), st.integers(-100, 20))) if features.right else 0,
         sinks=draw(sinks(features, Hk * group)),
-        num_splits=draw(st.integers(2, 7)) if form.splits else 1,
+        num_splits=_num_splits(draw, form),
         split_keys=split_keys,
         more_tokens=draw(st.integers(0, 2)) if form.ragged else 0,
         causal=tuple(draw(st.sampled_from([0, 1, -1])) for _ in q) if form.causal_flags else (),
         **sizes,
     )
+
+
+def _num_splits(draw: st.DrawFn, form: DecodeForm) -> int:
+    """Splits that such a kernel may be launched with."""
+    if form.groups:
+        return draw(st.integers(1, 3))
+    if form.parts:
+        return draw(st.integers(form.cluster + 1, 3 * form.cluster))
+    return draw(st.integers(form.cluster // 2 + 1, form.cluster))
 
 
 @st.composite
@@ -247,14 +259,18 @@ class Partial(NamedTuple):
 
 def make_partial(kernel: Kernel, call: Call) -> Partial:
     """NaN where results of splits may be stored, and counters of 0."""
-    if not kernel.form.splits:
+    if not kernel.form.parts:
         return Partial(None, None, None)
     (_, Hq, _), Hk, T = call.q[0].shape, call.k[0].shape[1], sum(len(x) for x in call.q)
+    cluster, keys = kernel.form.cluster, max(map(len, call.k))
+    parts = -(-call.num_splits // cluster)
+    if kernel.form.groups:
+        parts = -(-invariant_splits(keys, call.split_keys) // GROUP)
     tiles = -(-_max_seqlen_q(call) * (Hq // Hk) // kernel.rows)
     return Partial(
-        torch.full((call.num_splits, T, Hq, kernel.features.Dv), math.nan),
-        torch.full((call.num_splits, Hq, T), math.nan),
-        torch.zeros(len(call.q) * Hk * tiles, dtype=torch.int32),
+        torch.full((parts, T, Hq, part_columns(kernel.features.Dv)), math.nan),
+        torch.full((parts, cluster, Hq, T), math.nan),
+        torch.zeros(len(call.q) * Hk * tiles * cluster, dtype=torch.int32),
     )
 
 
@@ -284,7 +300,15 @@ def launch(
     causal = _int32(call.causal) if form.causal_flags else None
     out, lse = torch.full((T, Hq, features.Dv), math.nan, dtype=q.dtype), torch.full((Hq, T), math.nan)
     partial = partial or make_partial(kernel, call)
-    params = (call.scale, call.softcap, call.left, call.right, _max_seqlen_q(call), call.split_keys)
+    params = (
+        call.scale,
+        call.softcap,
+        call.left,
+        call.right,
+        _max_seqlen_q(call),
+        call.split_keys,
+        call.num_splits,
+    )
     tensors = (
         *(q, k, v, table, cu_seqlens_q, seqused_k, causal, call.sinks, call.k_scale, call.v_scale),
         *(out, lse, *partial),

@@ -1,4 +1,4 @@
-"""The forward over a paged cache, for many query tokens: the kernel that serves a call, and its launch.
+"""The forward over a cache, for many query tokens: the kernel that serves a call, and its launch.
 
     problem = problem_of(cache_problem)
     if not limits(target, problem):
@@ -11,7 +11,7 @@ and seqused_k (B,), integers that only the device reads, as cu_seqlens_q (B + 1,
 
 A sequence has seqused_k[b] keys, at least 0 and at most blocks * page_size; its last query is aligned to its
 last key. Page numbers are clamped to those that exist. Nothing is read of the table for keys that a sequence
-lacks.
+lacks. A cache without pages is one in which each sequence has one page.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class PagedProblem(NamedTuple):
     problem: Problem
     """The same call with packed keys; `extent.Sq` and `extent.Sk` bound the lengths of all sequences."""
     page_size: int
+    """0: a page holds all keys of a sequence, and its last box may reach beyond it."""
     cache_dtype: torch.dtype
     in_place: bool
     """Whether TMA can read the pages where they are."""
@@ -72,7 +73,8 @@ def problem_of(problem: CacheProblem) -> PagedProblem:
     )
     sizes = Extent(extent.B, extent.max_seqlen_q, extent.max_seqlen_k, extent.Hq, extent.Hk)
     dense = Problem(packed, sizes, problem.scale, problem.band, problem.softcap, 0.0)
-    return PagedProblem(dense, extent.page_size, spec.cache_dtype, spec.aligned, spec.causal_flags)
+    page_size = extent.page_size if spec.paged else 0
+    return PagedProblem(dense, page_size, spec.cache_dtype, spec.aligned, spec.causal_flags)
 
 
 def limits(target: Target, paged: PagedProblem) -> list[str]:
@@ -123,7 +125,7 @@ def config_of(target: Target, paged: PagedProblem) -> ForwardConfig:
 def common_kernels(
     target: Target, features: Features, group: int
 ) -> Iterator[tuple[Features, ForwardConfig]]:
-    """What the forward kernels are compiled for where pages have 16, 64 or 256 keys."""
+    """What the forward kernels are compiled for where pages have 16, 64 or 256 keys, or there are none."""
     for page_size in (16, 64, 256):
         asked = features._replace(varlen=True, page_box=widest_box(page_size))
         for config in target.forward_configs.reachable(asked, group):

@@ -135,6 +135,8 @@ class Target:
     backward_configs: BackwardTable
     l2_bytes: int
     """Bytes that stay in the L2 cache while the tiles that share them run."""
+    has_wgmma: bool = False
+    """Whether there are warpgroup MMAs."""
     proven: str
 
     @property
@@ -153,6 +155,7 @@ SM90A = Target(
     backward="flash4_torch.kernels.sm90.bwd.launch:compile_backward",
     backward_configs=sm90_backward,
     l2_bytes=32 << 20,
+    has_wgmma=True,
     proven="tested and timed on an H200; run in the emulator",
 )
 

@@ -46,6 +46,8 @@ class Kernel(NamedTuple):
     num_splits: int
     split_keys: int
     form: DecodeForm
+    parts: int
+    """Of a tile's results, in global memory."""
 
 
 class DecodeParams(NamedTuple):
@@ -57,6 +59,7 @@ class DecodeParams(NamedTuple):
     right: int
     max_seqlen_q: int
     split_keys: int
+    num_splits: int
 
 
 Launch = Callable[[CacheInputs, Tensor, Tensor], None]
@@ -140,17 +143,18 @@ class Compiled:
     ) -> Launch:
         """The launch that splits keys, of sequences with up to max_seqlen_q tokens."""
         spec, extent, index = problem.spec, problem.extent, inputs.q.get_device()
-        kernel = decide(problem, self.sms(index))
+        kernel = decide(self.target(problem), problem, self.sms(index))
         function = self.find(problem)(DECODE, (kernel.features, kernel.rows, kernel.form))
-        form, params = kernel.form, convert(params_of(problem, kernel.split_keys))
-        shapes = (extent.T, extent.Hq, spec.Dv), (extent.Hq, extent.T)
-        new_partial = [allocator((kernel.num_splits, *shape), torch.float32) for shape in shapes]
+        form, params = kernel.form, convert(params_of(problem, kernel))
+        shapes = (extent.T, extent.Hq, decode.part_columns(spec.Dv)), (form.cluster, extent.Hq, extent.T)
+        new_partial = [allocator((kernel.parts, *shape), torch.float32) for shape in shapes]
         canonical_k, canonical_v = _canonical(inputs.k_cache), _canonical(inputs.v_cache)
-        number, counters, nothing = _tiles(problem, kernel.rows), self.counters, (None, None, None)
+        number, counters = _tiles(problem, kernel.rows) * form.cluster, self.counters
+        nothing = (None, None, None)
 
         def launch(x: CacheInputs, out: Tensor, lse: Tensor) -> None:
             partial: Any = nothing
-            if form.splits:
+            if form.parts:
                 partial = new_partial[0](), new_partial[1](), counters(index, number)
             sinks = x.sinks
             function(
@@ -181,11 +185,13 @@ class Compiled:
         canonical_k, canonical_v = _canonical(inputs.k_cache), _canonical(inputs.v_cache)
 
         def launch(x: CacheInputs, out: Tensor, lse: Tensor) -> None:
-            ends, table, used = x.cu_seqlens_q, x.block_table, x.seqused_k
-            if table is None or used is None:
-                raise AssertionError("a paged call has a table and lengths")
+            ends, table, used, device = x.cu_seqlens_q, x.block_table, x.seqused_k, x.q.device
             if ends is None:
-                ends = torch.arange(0, (B + 1) * Sq, Sq, dtype=torch.int32, device=x.q.device)
+                ends = torch.arange(0, (B + 1) * Sq, Sq, dtype=torch.int32, device=device)
+            if table is None:
+                table = torch.arange(B, dtype=torch.int32, device=device)[:, None]
+            if used is None:
+                used = torch.full((B,), x.k_cache.shape[1], dtype=torch.int32, device=device)
             caches = canonical_k(x.k_cache), canonical_v(x.v_cache)
             run(x.q, *caches, table, ends, used, x.sinks, out, lse, counter(index, 1))
 
@@ -220,7 +226,7 @@ def limits(problem: CacheProblem) -> tuple[str, ...]:
     why = []
     if spec.dtype not in _DTYPES:
         why.append(f"the dtype is {spec.dtype}, and it serves bfloat16 and float16")
-    why += decode.limits(features_of(problem), form_of(problem, splits=True))
+    why += decode.limits(features_of(problem), form_of(problem, 1))
     if not spec.aligned:
         why.append("rows of the cache are not contiguous at multiples of 16 bytes")
     if spec.sinks not in ("", "bfloat16", "float16", "float32"):
@@ -232,10 +238,22 @@ def limits(problem: CacheProblem) -> tuple[str, ...]:
     return tuple(why)
 
 
+def common_kernels(target: Target, features: Features) -> Iterator[tuple[Features, int, DecodeForm]]:
+    """What the kernels of common calls are compiled for, on a target."""
+    for form in common_forms(features):
+        yield from ((features, rows, form) for rows in decode.ROWS)
+        if target.has_wgmma and not form.cache_dtype:
+            by_wgmma = form._replace(wgmma=True)
+            yield from ((features, rows, by_wgmma) for rows in decode.wgmma_rows(features))
+
+
 def common_forms(features: Features) -> Iterator[DecodeForm]:
     """Forms of the calls that serving engines make: paged and dense, of one token or packed ones."""
-    for splits, cache_dtype in product((False, True), ("", decode.FP8)):
-        form = DecodeForm(False, splits, ragged=False, lengths=True, cache_dtype=cache_dtype)
+    for splits, cache_dtype in product((1, 2, 4, decode.CLUSTER, 2 * decode.CLUSTER), ("", decode.FP8)):
+        cluster, clusters = decode.clusters(splits)
+        form = DecodeForm(
+            False, cluster, ragged=False, lengths=True, cache_dtype=cache_dtype, parts=clusters > 1
+        )
         if not decode.limits(features, form):
             yield from (form, form._replace(paged=True), form._replace(paged=True, ragged=True))
 
@@ -246,7 +264,7 @@ def forwards(problem: CacheProblem, target: Target) -> bool:
     Its sums depend on its tiles, so with `batch_invariant` there is one kernel for all.
     """
     spec = problem.spec
-    if not spec.paged or spec.batch_invariant or problem.extent.max_seqlen_q <= decode.MOST_TOKENS:
+    if spec.batch_invariant or problem.extent.max_seqlen_q <= decode.MOST_TOKENS:
         return False
     return not paged.limits(target, paged.problem_of(problem))
 
@@ -258,32 +276,40 @@ def with_few_tokens(problem: CacheProblem) -> CacheProblem:
 
 
 @lru_cache(maxsize=4096)
-def decide(problem: CacheProblem, num_sms: int) -> Kernel:
+def decide(target: Target, problem: CacheProblem, num_sms: int) -> Kernel:
     """The kernel, and how it divides the keys."""
-    spec, extent = problem.spec, problem.extent
-    rows = decode.rows(extent.max_seqlen_q, spec.group)
-    most = max(1, -(-extent.max_seqlen_k // decode.KEYS))
-    split_keys = 0
+    spec, extent, features = problem.spec, problem.extent, features_of(problem)
+    # Bits must not depend on the rows of a tile, and warpgroup MMAs add up in an order of their own.
+    wgmma = target.has_wgmma and not spec.batch_invariant
+    wgmma = wgmma and decode.may_use_wgmma(form_of(problem, 1), extent.max_seqlen_q, spec.group)
+    choice = decode.wgmma_rows(features) if wgmma else decode.ROWS
+    rows = decode.rows(extent.max_seqlen_q, spec.group, choice)
+    tiles, split_keys = _tiles(problem, rows), 0
     if spec.batch_invariant:
         split_keys, num_splits = decode.SPLIT_KEYS, decode.invariant_splits(extent.max_seqlen_k)
+        groups = -(-num_splits // decode.GROUP)
+        if ctas := decode.group_ctas(tiles, groups, num_sms):
+            form = form_of(problem, 1)._replace(parts=True, groups=True)
+            return Kernel(features, rows, ctas, split_keys, form, groups)
     elif problem.num_splits:
-        num_splits = min(problem.num_splits, most)
+        num_splits = min(problem.num_splits, max(1, -(-extent.max_seqlen_k // decode.KEYS)))
     else:
-        num_splits = decode.num_splits(_tiles(problem, rows), extent.max_seqlen_k, num_sms)
-    form = form_of(problem, splits=num_splits > 1)
-    return Kernel(features_of(problem), rows, num_splits, split_keys, form)
+        num_splits = decode.num_splits(tiles, extent.max_seqlen_k, num_sms, rows)
+    form, (_, parts) = form_of(problem, num_splits)._replace(wgmma=wgmma), decode.clusters(num_splits)
+    return Kernel(features, rows, num_splits, split_keys, form, parts)
 
 
-def form_of(problem: CacheProblem, *, splits: bool) -> DecodeForm:
-    """The tensors of a launch."""
-    spec = problem.spec
+def form_of(problem: CacheProblem, num_splits: int) -> DecodeForm:
+    """The tensors of a launch, and how CTAs share a tile."""
+    spec, (cluster, clusters) = problem.spec, decode.clusters(num_splits)
     return DecodeForm(
         paged=spec.paged,
-        splits=splits,
+        cluster=cluster,
         ragged=spec.ragged,
         lengths=spec.lengths,
         causal_flags=spec.causal_flags and problem.band.right is not None,
         cache_dtype="" if spec.cache_dtype == spec.dtype else dtype_name(spec.cache_dtype),
+        parts=clusters > 1,
     )
 
 
@@ -313,11 +339,10 @@ def _canonical(cache: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda x: x.as_strided(shape, (*strides[:-1], 1))
 
 
-def params_of(problem: CacheProblem, split_keys: int) -> DecodeParams:
-    softcap = kernel_softcap(problem.softcap)
-    return DecodeParams(
-        problem.scale, softcap, *kernel_band(problem.band), problem.extent.max_seqlen_q, split_keys
-    )
+def params_of(problem: CacheProblem, kernel: Kernel) -> DecodeParams:
+    softcap, band = kernel_softcap(problem.softcap), kernel_band(problem.band)
+    tokens, splits = problem.extent.max_seqlen_q, (kernel.split_keys, kernel.num_splits)
+    return DecodeParams(problem.scale, softcap, *band, tokens, *splits)
 
 
 def _tiles(problem: CacheProblem, rows: int) -> int:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
+from ...configs.decode import MMA_ROWS, WARPS
 from ..common.band import Band, Span
 from .params import DecodeParams, Divisors
 from .plan import DecodePlan
@@ -49,12 +50,16 @@ class Tile(NamedTuple):
     keys: tuple[Int32, Int32]
     """Keys from the first to the last that a row sees, `keys[0] <= j < keys[1]`."""
     blocks: Span
-    """This CTA's blocks of keys."""
+    """Blocks of this CTA's split; where it has groups, those of the tile."""
     split: Int32
+    """This CTA's split; where it has groups, its first one."""
     splits: Span
-    """Splits that have blocks."""
+    """Splits that have blocks, or groups that have."""
     has_work: Boolean
     """Whether the CTA has rows and blocks."""
+    merges: Boolean
+    """Whether the CTA takes part in a merge: its cluster has some of the tile's splits, and not the only one.
+    """
     k_scale: Float32
     v_scale: Float32
 
@@ -88,8 +93,13 @@ class Context:
     """(rows, warps that share them)"""
     sSum: cute.Tensor | None
     """(lanes of a row, rows, parts)"""
+    sO: cute.Tensor | None
+    """(4, threads, vectors): each thread's columns of O in their order, two rows in turn; in the place of K
+    and V."""
+    sLse: cute.Tensor | None
+    """(rows,): lse of O's rows."""
     sCount: cute.Tensor | None
-    """(1,): how many CTAs of the tile were done before this one."""
+    """(1,): how many clusters were done with this part of the tile before this one."""
 
     def place_of(self, row: Int32) -> tuple[Int32, Int32]:
         """The token, among all sequences', and the query head of a row."""
@@ -101,6 +111,15 @@ class Context:
     def row_warp(self) -> Int32:
         """Number of the warp's 16 rows."""
         return self.warp // self.plan.key_warps
+
+    @property
+    def warpgroup(self) -> Int32:
+        return self.warp // WARPS if self.plan.warpgroups > 1 else Int32(0)
+
+    @property
+    def copied_keys(self) -> Int32:
+        """The first of the 16 keys of a block that the warp copies."""
+        return (self.warp % WARPS if self.plan.warpgroups > 1 else self.warp) * MMA_ROWS
 
     @property
     def key_warp(self) -> Int32:

@@ -11,14 +11,31 @@ from ..common import scores, softmax
 from ..common.attn_mask import vector_at
 from ..common.rounding import round_to
 from ..common.softmax import Final, Rows
+from ..common.warps import WARP
 from .context import Context
 from .mainloop import Thread, sync_rows, values_of
-from .plan import DecodePlan
+from .plan import VECTOR, DecodePlan
 
 
 @cute.jit
 def epilogue(ctx: Context, t: Thread) -> None:
-    """Store results if the tile has one split, else this split's part of them in float32."""
+    """Store results if the tile has one split, else put this split's part of them into shared memory."""
+    lse, values = normalise(ctx, t), values_of(t.O)
+    if cutlass.const_expr(ctx.plan.form.cluster > 1):
+        if ctx.tile.merges:
+            # Every warp has read the last block, whose place O takes.
+            cute.arch.sync_threads()
+            for r in cutlass.range_constexpr(2):
+                _share(ctx, values[r, None], lse[r], r)
+        else:
+            _store_rows(ctx, t, values, lse)
+    else:
+        _store_rows(ctx, t, values, lse)
+
+
+@cute.jit
+def normalise(ctx: Context, t: Thread) -> cute.Tensor:
+    """Finish the rows of O, and return their lse (2,)."""
     final, values = _finalize(ctx, t), values_of(t.O)
     for r in cutlass.range_constexpr(2):
         factor = final.inverse[r]
@@ -28,16 +45,7 @@ def epilogue(ctx: Context, t: Thread) -> None:
             # O of a row that sees nothing may be anything, NaN too.
             product = values[r, c] * factor
             values[r, c] = product if final.inverse[r] != 0.0 else Float32(0.0)
-    for r in cutlass.range_constexpr(2):
-        row, own = t.rows[r], values[r, None]
-        if row < ctx.tile.num_rows:
-            if cutlass.const_expr(ctx.plan.form.splits):
-                if ctx.tile.num_splits > 1:
-                    _store_partial(ctx, own, final.lse[r], row)
-                else:
-                    _store(ctx, own, final.lse[r], row)
-            else:
-                _store(ctx, own, final.lse[r], row)
+    return final.lse
 
 
 @cute.jit
@@ -54,46 +62,69 @@ def _finalize(ctx: Context, t: Thread) -> Final:
         sync_rows(ctx)
         sums = [[ctx.sSum[lane, row + 8 * r, i] for i in range(4)] for r in range(2)]
     for r in cutlass.range_constexpr(2):
-        total[r] = (sums[r][0] + sums[r][1]) + (sums[r][2] + sums[r][3])
+        total[r] = sums[r][0]
+        if cutlass.const_expr(len(sums[r]) > 1):
+            total[r] = (sums[r][0] + sums[r][1]) + (sums[r][2] + sums[r][3])
     scale = scores.softmax_scale(ctx.params, plan.features)
     return softmax.finalize(Rows(row_max, total), scale, Float32(1.0), plan.softmax)
 
 
 @cute.jit
-def _store(ctx: Context, values: cute.Tensor, lse: Float32, row: Int32) -> None:
+def _store_rows(ctx: Context, t: Thread, values: cute.Tensor, lse: cute.Tensor) -> None:
+    for r in cutlass.range_constexpr(2):
+        if t.rows[r] < ctx.tile.num_rows:
+            store_row(ctx, values[r, None], lse[r], t.rows[r])
+
+
+@cute.jit
+def store_row(ctx: Context, values: cute.Tensor, lse: Float32, row: Int32) -> None:
     """Store the thread's columns of a row, and the row's lse."""
-    plan, (token, head) = ctx.plan, ctx.place_of(row)
+    token, head = ctx.place_of(row)
     share, lse = with_sink(ctx, lse, head)
-    rounded = cute.make_rmem_tensor(cute.size(values), plan.dtype)
     for c in cutlass.range_constexpr(cute.size(values)):
         values[c] = values[c] * share
-    round_to(_side_by_side(values, plan), rounded)
-    start, width = ctx.tensors.out[token, head, None].iterator, _width(plan)
+    ordered, width = ordered_row(values, ctx.plan), _width(ctx.plan)
     for j in cutlass.range_constexpr(cute.size(values) // width):
-        column = _column(ctx, j)
-        if column < plan.features.Dv:
-            part = cute.make_tensor(rounded.iterator + width * j, cute.make_layout(width))
-            cute.autovec_copy(part, vector_at(start + column, width))
+        store_columns(ctx, ordered, j, width * j, token, head)
     target = ctx.tensors.lse
     if (ctx.key_warp == 0) & (ctx.lane % 4 == 0):
         target[head, token] = lse
 
 
 @cute.jit
-def _store_partial(ctx: Context, values: cute.Tensor, lse: Float32, row: Int32) -> None:
-    plan, split, (token, head) = ctx.plan, ctx.tile.split, ctx.place_of(row)
-    start, width = ctx.tensors.partial_out[split, token, head, None].iterator, _width(plan)
-    ordered = _side_by_side(values, plan)
-    for j in cutlass.range_constexpr(cute.size(values) // width):
-        column = _column(ctx, j)
-        if column < plan.features.Dv:
-            part = cute.make_rmem_tensor(width, Float32)
-            for c in cutlass.range_constexpr(width):
-                part[c] = ordered[width * j + c]
-            cute.autovec_copy(part, vector_at(start + column, width))
-    target = ctx.tensors.partial_lse
+def store_columns(
+    ctx: Context, values: cute.Tensor, j: Int32, first: cutlass.Constexpr, token: Int32, head: Int32
+) -> None:
+    """Store the thread's j-th columns side by side of a row, which are those of `values` from `first` on."""
+    plan, width, column = ctx.plan, _width(ctx.plan), _column(ctx, j)
+    if column < plan.features.Dv:
+        own, rounded = cute.make_rmem_tensor(width, Float32), cute.make_rmem_tensor(width, plan.dtype)
+        for c in cutlass.range_constexpr(width):
+            own[c] = values[first + c]
+        round_to(own, rounded)
+        cute.autovec_copy(rounded, vector_at(ctx.tensors.out[token, head, None].iterator + column, width))
+
+
+@cute.jit
+def store_vector(ctx: Context, values: cute.Tensor, m: Int32, token: Int32, head: Int32) -> None:
+    """Store the thread's m-th vector of a row."""
+    width = _width(ctx.plan)
+    for i in cutlass.range_constexpr(VECTOR // width):
+        store_columns(ctx, values, m * (VECTOR // width) + i, width * i, token, head)
+
+
+@cute.jit
+def _share(ctx: Context, values: cute.Tensor, lse: Float32, r: cutlass.Constexpr) -> None:
+    """Put the thread's columns of its row r into shared memory, and the row's lse."""
+    ordered, thread = ordered_row(values, ctx.plan), ctx.warp * WARP + ctx.lane
+    for m in cutlass.range_constexpr(cute.size(values) // VECTOR):
+        vector = cute.make_rmem_tensor(VECTOR, Float32)
+        for c in cutlass.range_constexpr(VECTOR):
+            vector[c] = ordered[VECTOR * m + c]
+        cute.autovec_copy(vector, ctx.sO[None, thread, 2 * m + r])
+    sLse = ctx.sLse
     if (ctx.key_warp == 0) & (ctx.lane % 4 == 0):
-        target[split, head, token] = lse
+        sLse[ctx.row_warp * MMA_ROWS + 8 * r + ctx.lane // 4] = lse
 
 
 def _width(plan: DecodePlan) -> int:
@@ -102,7 +133,7 @@ def _width(plan: DecodePlan) -> int:
 
 
 @cute.jit
-def _side_by_side(values: cute.Tensor, plan: cutlass.Constexpr) -> cute.Tensor:
+def ordered_row(values: cute.Tensor, plan: cutlass.Constexpr) -> cute.Tensor:
     """The thread's columns of a row in their order, where even and odd ones alternate as operands."""
     ordered = values
     if cutlass.const_expr(plan.is_fp8):
@@ -112,10 +143,10 @@ def _side_by_side(values: cute.Tensor, plan: cutlass.Constexpr) -> cute.Tensor:
     return ordered
 
 
-def _column(ctx: Context, j: int) -> Int32:
+def _column(ctx: Context, j: Int32) -> Int32:
     """The column of O that the first of the thread's j-th columns side by side is."""
     plan, width = ctx.plan, _width(ctx.plan)
-    strip, inside = divmod(4 * width * j, plan.strip)
+    strip, inside = 4 * width * j // plan.strip, 4 * width * j % plan.strip
     first = (strip * plan.key_warps + ctx.key_warp) * plan.strip
     return first + inside + width * (ctx.lane % 4)
 

@@ -1,7 +1,8 @@
 """The decode kernel: shared memory, and which rows and keys a CTA has.
 
 Q, K, V -> load -> mainloop -> epilogue -> out, lse
-                                        -> partial_out, partial_lse -> merge (in the last CTA) -> out, lse
+                                        -> shared memory -> merge (in the cluster) -> out, lse
+        -> partial_out, partial_lse -> merge (in the last cluster) -> out, lse
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.memory import SmemAllocator
 
-from ...configs.decode import LEAST_BLOCKS
 from ..common import smem_layouts
-from ..common.band import Span, make_band, visible_span
+from ..common.band import make_band, visible_span
 from ..common.warps import WARP
+from . import groups, splits, wide
+from . import mainloop as narrow
 from .context import Context, Tensors, Tile
 from .epilogue import epilogue
-from .mainloop import mainloop, make_thread
-from .merge import is_last, merge
+from .mainloop import begin_split
+from .merge import merge
 from .params import DecodeParams, Divisors
-from .plan import PARTS
+from .plan import PARTS, VECTOR
 
 NO_BOUND = 1 << 30
 """More keys than a sequence has."""
@@ -34,17 +36,22 @@ def decode_kernel(
 ) -> None:
     thread, _, _ = cute.arch.thread_idx()
     tile = _tile(tensors, params, divisors, plan)
-    if tile.has_work:
+    if tile.has_work | tile.merges:
         memory = SmemAllocator()
         sQ = smem_layouts.allocate(memory, plan.mma_dtype, layouts[0])[None, None, 0]
         sK = smem_layouts.allocate(memory, plan.mma_dtype, layouts[1])
         sV = smem_layouts.allocate(memory, plan.mma_dtype, layouts[2])
-        sP, sMax, sSum, sCount, sFactor = None, None, None, None, None
+        sP, sMax, sSum, sO, sLse, sCount, sFactor = None, None, None, None, None, None, None
         if cutlass.const_expr(plan.key_warps > 1):
             sP = smem_layouts.allocate(memory, plan.mma_dtype, layouts[3])[None, None, 0]
             sMax = memory.allocate_tensor(Float32, cute.make_layout((plan.rows, plan.key_warps)), 16)
             sSum = memory.allocate_tensor(Float32, cute.make_layout((4, plan.rows, PARTS)), 16)
-        if cutlass.const_expr(plan.form.splits):
+        if cutlass.const_expr(plan.form.cluster > 1):
+            # K and V have been read when O is stored in their place.
+            place = cute.make_ptr(Float32, sK.iterator.toint(), cute.AddressSpace.smem, assumed_align=16)
+            sO = cute.make_tensor(place, cute.make_layout((VECTOR, plan.threads, plan.vectors)))
+            sLse = memory.allocate_tensor(Float32, cute.make_layout(plan.rows), 16)
+        if cutlass.const_expr(plan.form.parts):
             sCount = memory.allocate_tensor(Uint32, cute.make_layout(1), 16)
         if cutlass.const_expr(plan.scales_q):
             sFactor = memory.allocate_tensor(Float32, cute.make_layout(plan.rows), 16)
@@ -63,15 +70,21 @@ def decode_kernel(
             sP=sP,
             sMax=sMax,
             sSum=sSum,
+            sO=sO,
+            sLse=sLse,
             sCount=sCount,
         )
-        t = make_thread(ctx)
-        mainloop(ctx, t)
-        epilogue(ctx, t)
-        if cutlass.const_expr(plan.form.splits):
-            if tile.num_splits > 1:
-                if is_last(ctx, thread):
-                    merge(ctx, thread)
+        t = (wide if plan.form.wgmma else narrow).make_thread(ctx)
+        if tile.has_work:
+            if cutlass.const_expr(plan.form.groups):
+                groups.run(ctx, t)
+            else:
+                begin_split(t)
+                (wide if plan.form.wgmma else narrow).mainloop(ctx, t, tile.blocks)
+                epilogue(ctx, t)
+        if cutlass.const_expr(plan.form.cluster > 1):
+            if tile.merges:
+                merge(ctx, t.rows)
 
 
 @cute.jit
@@ -94,9 +107,24 @@ def _tile(tensors: Tensors, params: DecodeParams, divisors: Divisors, plan: cutl
     if cutlass.const_expr(plan.features.right):
         keys[1] = cutlass.min(tokens[1] + band.highest + 1, Sk)
     visible = visible_span(band, plan.band, *tokens)
-    # Where one split has all blocks, this hides from ptxas how they follow from the rows (ptxas.md, P16).
-    splits, blocks = _share(visible, split, divisors, params.split_keys)
-    has_work = (first_row < num_rows) & (splits.first <= split) & (split < splits.last)
+    has_rows = first_row < num_rows
+    if cutlass.const_expr(plan.form.groups):
+        shares, blocks = splits.groups(visible, divisors, tensors.partial_lse.shape[0]), visible
+        # Groups are dealt to CTAs in turn.
+        ctas = cute.arch.grid_dim()[0]
+        behind = split - shares.first % ctas
+        split = shares.first + (behind if behind >= 0 else behind + ctas)
+    else:
+        # Where one split has all blocks, this hides from ptxas how they follow from the rows (ptxas.md, P16).
+        shares, blocks = splits.even(visible, split, divisors)
+        if params.split_keys > 0:
+            shares, blocks = splits.fixed(visible, split, divisors)
+    has_work = has_rows & (shares.first <= split) & (split < shares.last)
+    merges, cluster = cutlass.Boolean(False), plan.form.cluster
+    if cutlass.const_expr(cluster > 1):
+        first = split // cluster * cluster
+        shared = (shares.first < first + cluster) & (first < shares.last)
+        merges = has_rows & shared & (shares.last - shares.first > 1)
     return Tile(
         batch,
         kv_head,
@@ -108,8 +136,9 @@ def _tile(tensors: Tensors, params: DecodeParams, divisors: Divisors, plan: cutl
         tuple(keys),
         blocks,
         split,
-        splits,
+        shares,
         has_work,
+        merges,
         k_scale,
         v_scale,
     )
@@ -151,26 +180,3 @@ def _sequence(tensors: Tensors, params: DecodeParams, batch: Int32, plan: cutlas
     if cutlass.const_expr(form.causal_flags):
         right = params.right if is_causal != 0 else Int32(NO_BOUND)
     return _Sequence(first, end - first, Sk, right)
-
-
-@cute.jit
-def _share(visible: Span, split: Int32, divisors: Divisors, split_keys: Int32) -> tuple[Span, Span]:
-    """The splits of the visible blocks, and the blocks of one of them."""
-    count, num_splits = visible.last - visible.first, divisors.splits.divisor
-    last = cutlass.max(cutlass.min(num_splits, count // LEAST_BLOCKS), 1)
-    each = cutlass.max(count // divisors.splits, LEAST_BLOCKS)
-    longer = cutlass.max(count - each * last, 0)
-    splits = Span(Int32(0), last)
-    begin = visible.first + split * each + cutlass.min(split, longer)
-    end = begin + each + (Int32(1) if split < longer else Int32(0))
-    # Two splits of the least length may leave three blocks over.
-    end = visible.last if split == last - 1 else end
-    if split_keys > 0:
-        by, final = divisors.split_blocks, num_splits - 1
-        splits = Span(
-            cutlass.min(visible.first // by, final), cutlass.min((visible.last - 1) // by, final) + 1
-        )
-        begin = cutlass.max(visible.first, split * by.divisor)
-        # The last split has all that is left: too few splits cost the law of `split_keys`, not keys.
-        end = visible.last if split == final else cutlass.min(visible.last, (split + 1) * by.divisor)
-    return splits, Span(begin, end)

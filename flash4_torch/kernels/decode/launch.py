@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ...configs.decode import KEYS, DecodeForm
+from ...configs.decode import KEYS, DecodeForm, part_columns
 from ...configs.types import Features
 from ..common import host
 from ..common.smem_layouts import column_major_layout, row_major_layout
@@ -63,15 +63,22 @@ def decode(
     them. D and Dv are multiples of 16 then. NaN stays NaN. Rows of Q and weights become float16, a row of
     bfloat16 after a power of two has scaled its largest number to 2**14 or more.
 
-    With splits, partial_out (splits, T, Hq, Dv) and partial_lse (splits, Hq, T), float32 and contiguous, give
-    the number of splits at most (a sequence has fewer if they were shorter than LEAST_BLOCKS blocks), and
-    have anything in them before and after; counters, int32, has one number for each tile of each KV head of
-    each sequence, B * Hk * ceil(max_seqlen_q * Hq / Hk / plan.rows) or more of them, which are 0 before and
-    after. Launches that may overlap need different ones. Without splits these are None.
+    A tile has up to params.num_splits splits (fewer if they were shorter than LEAST_BLOCKS blocks). With
+    plan.form.cluster = 1 it has one; else CTAs of a cluster have a split each, and merge them in shared
+    memory. More splits than that are those of several clusters, if plan.form.parts says so: partial_out
+    (clusters, T, Hq, Dv rounded up to 64) and partial_lse (clusters, plan.form.cluster, Hq, T), float32 and
+    contiguous, have anything in them before and after; counters, int32, has a number for each rank in a
+    cluster and each tile of each KV head of each sequence, plan.form.cluster * B * Hk * ceil(max_seqlen_q *
+    Hq / Hk / plan.rows) or more of them, which are 0 before and after. Launches that may overlap need
+    different ones. Without parts these are None.
 
-    If params.split_keys is not 0, and splits * split_keys is at least the number of keys of every sequence,
-    a row's bits depend on its q, its keys and values and their positions, and its sink alone: not on
-    plan.rows, page_size, the table, the number of splits, and what else is in the launch.
+    With plan.form.groups, params.split_keys is not 0, params.num_splits is the number of CTAs that deal the
+    groups of a tile among them, and instead of clusters, partial_out and partial_lse have groups.
+
+    If params.split_keys is not 0, and there are splits or groups enough for the keys of every sequence
+    (`configs.decode.invariant_splits`), a row's bits depend on its q, its keys and values and their
+    positions, and its sink alone: not on plan.rows, page_size, the table, the number of splits, who merges
+    them, and what else is in the launch.
     No size is 0 but those of the cache and the table. B and the tiles of all KV heads are at most 65535.
     """
     tensors = Tensors(
@@ -100,14 +107,16 @@ def decode(
     Hk = k.shape[2]
     group = q.shape[1] // Hk
     tiles = cute.ceil_div(params.max_seqlen_q * group, plan.rows)
-    splits = partial_lse.shape[0] if cutlass.const_expr(plan.form.splits) else 1
+    cluster = plan.form.cluster
+    splits = params.num_splits if cutlass.const_expr(cluster > 1 or plan.form.groups) else 1
     B = q.shape[0] // params.max_seqlen_q
     if cutlass.const_expr(plan.form.ragged):
         B = cu_seqlens_q.shape[0] - 1
     divisors = make_divisors(group, tiles, k.shape[1], splits, params.split_keys)
     decode_kernel(tensors, layouts, params, divisors, plan).launch(
-        grid=(splits, Hk * tiles, B),
+        grid=(cute.ceil_div(splits, cluster) * cluster, Hk * tiles, B),
         block=(plan.threads, 1, 1),
+        cluster=(cluster, 1, 1),
         stream=stream,
         min_blocks_per_mp=1,
     )
@@ -131,11 +140,11 @@ def compile_decode(features: Features, rows: int, form: DecodeForm) -> Any:
     scales = [host.strided(Float32, 2) if plan.is_fp8 else None for _ in range(2)]
     lse = host.compact(Float32, (Hq, T))
     partial = (None, None, None)
-    if form.splits:
-        num_splits = cute.sym_int()
+    if form.parts:
+        parts = cute.sym_int()
         partial = (
-            host.compact(Float32, (num_splits, T, Hq, features.Dv)),
-            host.compact(Float32, (num_splits, Hq, T)),
+            host.compact(Float32, (parts, T, Hq, part_columns(features.Dv))),
+            host.compact(Float32, (parts, form.cluster, Hq, T)),
             host.compact(Int32, host.any_sizes(1)),
         )
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)

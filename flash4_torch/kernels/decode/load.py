@@ -35,7 +35,7 @@ def load_q(ctx: Context) -> None:
 @cute.jit
 def locate(ctx: Context, n: Int32) -> Place:
     """Look up the lane's key of block n, some time before it is loaded."""
-    tile, key = ctx.tile, n * KEYS + ctx.warp * MMA_ROWS + ctx.lane % MMA_ROWS
+    tile, key = ctx.tile, n * KEYS + ctx.copied_keys + ctx.lane % MMA_ROWS
     if cutlass.const_expr(not ctx.plan.form.paged):
         return Place(tile.batch, key)
     table, page = ctx.tensors.block_table, Int32(0)
@@ -49,18 +49,33 @@ def locate(ctx: Context, n: Int32) -> Place:
 @cute.jit
 def load_block(ctx: Context, n: Int32, place: Place, stage: Int32) -> None:
     """Start to copy block n of K and V; keys that no row sees are 0, whatever the cache has there."""
-    plan, tile = ctx.plan, ctx.tile
-    own = ctx.warp * MMA_ROWS
-    first = n * KEYS + own
-    keys = tile.keys[0] - first, tile.keys[1] - first
+    load_k(ctx, n, place, stage)
+    load_v(ctx, n, place, stage)
+
+
+@cute.jit
+def load_k(ctx: Context, n: Int32, place: Place, stage: Int32) -> None:
+    """Start to copy the warp's keys of K's block n."""
+    _load(ctx, ctx.tensors.k, ctx.sK[None, None, stage], ctx.plan.features.D, n, place)
+
+
+@cute.jit
+def load_v(ctx: Context, n: Int32, place: Place, stage: Int32) -> None:
+    """Start to copy the warp's keys of V's block n."""
     values = ctx.sV[None, None, stage]
     by_key = cute.make_tensor(values.iterator, cute.select(values.layout, [1, 0]))
-    for cache, staged, columns in (
-        (ctx.tensors.k, ctx.sK[None, None, stage], plan.features.D),
-        (ctx.tensors.v, by_key, plan.features.Dv),
-    ):
-        start = _address(cache, place.page, place.row, tile.kv_head)
-        copies.gather_rows(staged, own, start, keys, columns * plan.cache_dtype.width // 16)
+    _load(ctx, ctx.tensors.v, by_key, ctx.plan.features.Dv, n, place)
+
+
+@cute.jit
+def _load(
+    ctx: Context, cache: cute.Tensor, staged: cute.Tensor, columns: cutlass.Constexpr, n: Int32, place: Place
+) -> None:
+    plan, tile = ctx.plan, ctx.tile
+    first = n * KEYS + ctx.copied_keys
+    keys = tile.keys[0] - first, tile.keys[1] - first
+    start = _address(cache, place.page, place.row, tile.kv_head)
+    copies.gather_rows(staged, ctx.copied_keys, start, keys, columns * plan.cache_dtype.width // 16)
 
 
 def _address(x: cute.Tensor, *place: Int32) -> Int64:

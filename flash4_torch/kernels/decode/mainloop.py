@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import cutlass
@@ -12,7 +13,8 @@ from cutlass.cute.nvgpu import warp as warp_ops
 from ...configs.decode import KEYS, MMA_ROWS
 from ..common import band as bands
 from ..common import scores, softmax
-from ..common.fragment import mma_fragment
+from ..common.band import Span
+from ..common.fragment import Fragment, mma_fragment
 from ..common.rounding import round_to
 from ..common.softmax import Rows
 from ..common.warps import WARP
@@ -20,6 +22,8 @@ from . import fp8
 from .context import Context
 from .load import load_block, load_q, locate
 from .plan import DecodePlan
+
+AfterBlock = Callable[[Int32], None]
 
 
 class Thread(NamedTuple):
@@ -36,23 +40,34 @@ class Thread(NamedTuple):
 
 
 def make_thread(ctx: Context) -> Thread:
-    """Registers that have seen nothing yet."""
+    """Registers of the thread; see `begin_split`."""
     plan, mma = ctx.plan, _mma(ctx.plan)
-    row = ctx.tile.first_row + ctx.row_warp * MMA_ROWS + ctx.lane // 4
     S = cute.make_rmem_tensor(mma.partition_shape_C((MMA_ROWS, plan.warp_keys)), Float32)
-    O = cute.make_rmem_tensor(MMA_ROWS * plan.strip * plan.strips // WARP, Float32)
+    return thread_of(ctx, S, cute.make_rmem_tensor(MMA_ROWS * plan.strip * plan.strips // WARP, Float32))
+
+
+def thread_of(ctx: Context, S: cute.Tensor, O: cute.Tensor) -> Thread:
+    """Registers with these accumulators; see `begin_split`."""
+    plan = ctx.plan
+    row = ctx.tile.first_row + ctx.row_warp * MMA_ROWS + ctx.lane // 4
     first = softmax.make_rows(2)
     parts = (first, *(Rows(first.row_max, softmax.make_rows(2).row_sum) for _ in range(1, plan.parts)))
-    for part in parts:
-        softmax.reset(part)
-    O.fill(0.0)
     return Thread((row, row + 8), S, O, parts)
 
 
+def begin_split(t: Thread) -> None:
+    """Registers that have seen nothing yet."""
+    for part in t.parts:
+        softmax.reset(part)
+    t.O.fill(0.0)
+
+
 @cute.jit
-def mainloop(ctx: Context, t: Thread) -> None:
-    """Go through the split's blocks, and load `stages` - 1 blocks ahead."""
-    stages, blocks = ctx.plan.stages, ctx.tile.blocks
+def mainloop(
+    ctx: Context, t: Thread, blocks: Span, after_block: cutlass.Constexpr[AfterBlock | None] = None
+) -> None:
+    """Go through blocks, load `stages` - 1 of them ahead, and call `after_block` with the number of each."""
+    stages = ctx.plan.stages
     # All of these look-ups are under way before one of them is waited for.
     places = [locate(ctx, blocks.first + i) for i in range(stages)]
     q = None
@@ -76,6 +91,8 @@ def mainloop(ctx: Context, t: Thread) -> None:
         cute.arch.cp_async_commit_group()
         place = locate(ctx, n + stages)
         _block(ctx, t, n, stage)
+        if cutlass.const_expr(after_block is not None):
+            after_block(n)
         freed = stage
         stage = Int32(0) if stage + 1 == stages else stage + 1
 
@@ -89,11 +106,30 @@ def _block(ctx: Context, t: Thread, n: Int32, stage: Int32) -> None:
     else:
         _scores(ctx, t, stage)
     scores.scale_and_cap(t.S, ctx.params, plan.features)
-    first_key = n * KEYS + ctx.key_warp * plan.warp_keys
-    tokens = tuple(row // ctx.divisors.group for row in t.rows)
-    fragment = mma_fragment(t.S, tokens, first_key, ctx.lane)
+    fragment = fragment_of(ctx, t, n)
     if bands.is_partial(tile.band, plan.band, n, *tile.tokens):
         bands.mask(tile.band, plan.band, fragment)
+    factors = to_weights(ctx, t, fragment)
+    softmax.rescale_output(values_of(t.O), factors, plan.softmax)
+    weights = cute.make_rmem_tensor(t.S.layout, plan.mma_dtype)
+    round_to(t.S, weights)
+    whole = _share_weights(ctx, weights)
+    if cutlass.const_expr(plan.is_fp8):
+        fp8.add_pv(ctx, t.O, whole, _mma(plan), stage)
+    else:
+        _add_pv(ctx, t, whole, stage)
+
+
+def fragment_of(ctx: Context, t: Thread, n: Int32) -> Fragment:
+    """The thread's scores of block n."""
+    tokens = tuple(row // ctx.divisors.group for row in t.rows)
+    return mma_fragment(t.S, tokens, n * KEYS + ctx.key_warp * ctx.plan.warp_keys, ctx.lane)
+
+
+@cute.jit
+def to_weights(ctx: Context, t: Thread, fragment: Fragment) -> cute.Tensor:
+    """Turn scores into weights, in place, and return the factors (R,) of what was summed up before."""
+    plan = ctx.plan
     scale, method = scores.softmax_scale(ctx.params, plan.features), plan.softmax
     maxima = softmax.block_max(fragment.values, method)
     if cutlass.const_expr(plan.key_warps > 1):
@@ -105,14 +141,7 @@ def _block(ctx: Context, t: Thread, n: Int32, stage: Int32) -> None:
         block = softmax.NextBlock(factors, update.offsets)
         own = i * columns, (i + 1) * columns
         softmax.exp2_columns(fragment.values, t.parts[i], block, scale, method, *own)
-    softmax.rescale_output(values_of(t.O), factors, method)
-    weights = cute.make_rmem_tensor(t.S.layout, plan.mma_dtype)
-    round_to(t.S, weights)
-    whole = _share_weights(ctx, weights)
-    if cutlass.const_expr(plan.is_fp8):
-        fp8.add_pv(ctx, t.O, whole, _mma(plan), stage)
-    else:
-        _add_pv(ctx, t, whole, stage)
+    return factors
 
 
 def values_of(accumulator: cute.Tensor) -> cute.Tensor:

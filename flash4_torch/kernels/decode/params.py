@@ -24,8 +24,11 @@ class DecodeParams(NamedTuple):
     max_seqlen_q: Int32
     """The most tokens of a sequence that has results; without cu_seqlens_q those of each one."""
     split_keys: Int32
-    """0: the blocks that a tile sees are divided evenly among splits. Else a multiple of 64: split s has keys
-    from s * split_keys on, so that results do not depend on what else the launch does."""
+    """0: the blocks that a tile sees are divided evenly among splits. Else a multiple of 64: the keys of the
+    first splits, where each split has a fixed length (see splits.py), so that results do not depend on what
+    else the launch does."""
+    num_splits: Int32
+    """The most splits of a tile; where a CTA has groups, the CTAs of a tile."""
 
 
 class Divisors(NamedTuple):
@@ -38,7 +41,7 @@ class Divisors(NamedTuple):
     page_size: cute.FastDivmodDivisorV2
     splits: cute.FastDivmodDivisorV2
     split_blocks: cute.FastDivmodDivisorV2
-    """Blocks of a split, if params.split_keys says so."""
+    """Blocks of params.split_keys."""
 
 
 def make_divisors(group: Int32, tiles: Int32, page_size: Int32, splits: Int32, split_keys: Int32) -> Divisors:
@@ -49,4 +52,4 @@ def make_divisors(group: Int32, tiles: Int32, page_size: Int32, splits: Int32, s
 
 def example_params() -> DecodeParams:
     """Parameters that stand for any others when a kernel is compiled."""
-    return DecodeParams(Float32(1.0), Float32(0.0), Int32(0), Int32(0), Int32(1), Int32(0))
+    return DecodeParams(Float32(1.0), Float32(0.0), Int32(0), Int32(0), Int32(1), Int32(0), Int32(1))

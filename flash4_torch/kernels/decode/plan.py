@@ -10,6 +10,9 @@ query token and a query head of the KV head's group. Four warps do the same work
 
 The order in which a row's sums are added up is the same in all three: over blocks; in a block for PV by key,
 and for sums of weights by four lanes in each of four parts of the keys. So is that of splits.
+
+With warpgroup MMAs (`form.wgmma`; see wide.py) the order is another one, and a tile has 64 rows, or 128 and
+two warpgroups, one of which loads K and the other V.
 """
 
 from __future__ import annotations
@@ -19,17 +22,18 @@ from typing import NamedTuple
 from cutlass import Float8E4M3FN, Float16
 
 from ...configs import decode
-from ...configs.decode import KEYS, MMA_ROWS, WARPS, DecodeForm
+from ...configs.decode import CHUNK, KEYS, MMA_ROWS, WARPGROUP_ROWS, WARPS, DecodeForm
 from ...configs.types import Features, tile_dim
 from ..common.band import BandShape
 from ..common.host import NUMERIC
 from ..common.softmax import Method
 from ..common.warps import WARP
 
-CHUNK = 64
-"""Columns that the widest swizzle spans."""
 PARTS = 4
 """Parts of a block's keys whose weights are summed up separately: as many as warps that may divide it."""
+
+VECTOR = 4
+"""Columns of O that a thread merges at once, 16 bytes."""
 
 _ALIGNMENT = 1024
 """Bytes that swizzled memory begins at multiples of."""
@@ -41,7 +45,7 @@ class DecodePlan(NamedTuple):
 
     features: Features
     rows: int
-    """Rows of a tile, one of `configs.decode.ROWS`."""
+    """Rows of a tile, one of `configs.decode.ROWS` or `configs.decode.wgmma_rows`."""
     form: DecodeForm
 
     @property
@@ -68,13 +72,21 @@ class DecodePlan(NamedTuple):
         return self.mma_dtype is not self.dtype
 
     @property
+    def warpgroups(self) -> int:
+        return max(self.rows // WARPGROUP_ROWS, 1)
+
+    @property
+    def warps(self) -> int:
+        return WARPS * self.warpgroups
+
+    @property
     def threads(self) -> int:
-        return WARPS * WARP
+        return self.warps * WARP
 
     @property
     def key_warps(self) -> int:
         """Warps that share 16 rows: they divide a block's keys, and then the columns of O."""
-        return WARPS * MMA_ROWS // self.rows
+        return self.warps * MMA_ROWS // self.rows
 
     @property
     def warp_keys(self) -> int:
@@ -83,7 +95,7 @@ class DecodePlan(NamedTuple):
     @property
     def parts(self) -> int:
         """Parts of a block's keys that a warp has."""
-        return PARTS // self.key_warps
+        return 1 if self.form.wgmma else PARTS // self.key_warps
 
     @property
     def D(self) -> int:
@@ -121,6 +133,16 @@ class DecodePlan(NamedTuple):
         return self.Dv // self.key_warps // self.strip
 
     @property
+    def row_columns(self) -> int:
+        """Columns of O that a thread has of each of its two rows."""
+        return self.strip * self.strips // 4
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of O that a thread has of its two rows."""
+        return 2 * self.row_columns // VECTOR
+
+    @property
     def stage_bytes(self) -> int:
         return 2 * KEYS * (self.k_columns + self.v_columns)
 
@@ -128,17 +150,17 @@ class DecodePlan(NamedTuple):
     def other_bytes(self) -> int:
         """Bytes of shared memory besides the stages, at most."""
         q, p = (-(-2 * self.rows * columns // _ALIGNMENT) * _ALIGNMENT for columns in (self.D, KEYS))
-        # Floats of a row: maxima, sums, factor.
-        numbers = 4 * self.rows * (self.key_warps + 4 * PARTS + 1)
-        return q + _COUNT_BYTES + (p + numbers if self.key_warps > 1 else 4 * self.rows)
+        # Floats of a row: lse and factor; maxima and sums.
+        numbers, shared = 4 * self.rows * 2, 4 * self.rows * (self.key_warps + 4 * PARTS)
+        return q + _COUNT_BYTES + numbers + (p + shared if self.key_warps > 1 else 0)
 
     @property
     def stages(self) -> int:
-        return decode.stages(self.stage_bytes, self.other_bytes)
+        return decode.stages(self.stage_bytes, self.other_bytes, self.rows)
 
     @property
     def ctas_per_sm(self) -> int:
-        return decode.ctas_per_sm(self.stage_bytes, self.other_bytes)
+        return decode.ctas_per_sm(self.stage_bytes, self.other_bytes, self.rows)
 
     @property
     def band(self) -> BandShape:

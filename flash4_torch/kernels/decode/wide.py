@@ -1,0 +1,167 @@
+"""Tiles of many rows by warpgroup MMAs (wgmma), on GPUs that have them: 64 rows for each warpgroup.
+
+A warp has 16 rows of its warpgroup's accumulators, in the registers in which warp-level MMAs would have
+them, so softmax and epilogue are those of all tiles. Q, K and V come from shared memory, P from registers.
+
+    load      K of a block and V of the block before it are one group of copies; with two warpgroups, one
+              copies K and the other V
+    mainloop  S of a block is in flight together with PV of the block before it, which its softmax overlaps
+
+These MMAs add up in an order of their own, so bits differ from those of other tiles: launches that must be
+batch invariant do not take them. Nor do those over FP8 caches, whose bytes become float16 in registers, where
+no wgmma takes K and V from.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from ...configs.decode import KEYS, WARPGROUP_ROWS
+from ..common import band as bands
+from ..common import scores, softmax
+from ..common.band import Span
+from ..common.rounding import round_to
+from ..sm90 import wgmma
+from .context import Context
+from .load import Place, load_k, load_q, load_v, locate
+from .mainloop import Thread, fragment_of, thread_of, to_weights, values_of
+
+
+class _Step(NamedTuple):
+    """A block's stages, and the places in the cache of what is copied next."""
+
+    stage: Int32
+    """The stage of the block itself."""
+    before: Int32
+    """The stage of the block before it, which takes the next K."""
+    before_that: Int32
+    """The stage of the block before that one, which takes the next V."""
+    place: Place
+    """The place of the next K; with two warpgroups that of K or V, whichever the thread copies."""
+    place_before: Place
+    """The place of the next V."""
+
+
+def make_thread(ctx: Context) -> Thread:
+    """Registers of the thread; see `begin_split`."""
+    dtype = ctx.plan.dtype
+    return thread_of(ctx, wgmma.scores_accumulator(dtype, KEYS), wgmma.output_accumulator(dtype, ctx.plan.Dv))
+
+
+@cute.jit
+def mainloop(ctx: Context, t: Thread, blocks: Span) -> None:
+    """Go through the split's blocks, and load `stages` - 1 blocks of K and `stages` - 2 of V ahead."""
+    stages = ctx.plan.stages
+    P = wgmma.p_fragment(ctx.plan.dtype, KEYS)
+    # All of these look-ups are under way before one of them is waited for.
+    places = [_locate(ctx, blocks.first + i) for i in range(stages)]
+    load_q(ctx)
+    for i in cutlass.range_constexpr(stages - 1):
+        stage = Int32(i)
+        _load(ctx, blocks.first + i, places[i], places[max(i - 1, 0)], stage, stage - 1, i > 0)
+    at = _Step(Int32(0), Int32(stages - 1), Int32(stages - 2), places[stages - 1], places[stages - 2])
+    place = _start_step(ctx, blocks.first, at)
+    wgmma.scores(t.S, _own_q(ctx), ctx.sK[None, None, at.stage])
+    wgmma.wait(0)
+    _softmax(ctx, t, blocks.first, True)
+    round_to(t.S, P)
+    for n in cutlass.range(blocks.first + 1, blocks.last, unroll=1):
+        at = _after(ctx, at, place)
+        place = _start_step(ctx, n, at)
+        partial = bands.is_partial(ctx.tile.band, ctx.plan.band, n, *ctx.tile.tokens)
+        # The branch encloses whole blocks, by a vote, for wgmmas in flight (ptxas.md, P1 and P7).
+        if cute.arch.vote_any_sync(partial):
+            _block(ctx, t, P, n, at, True)
+        else:
+            _block(ctx, t, P, n, at, False)
+    _await_copies(ctx)
+    wgmma.accumulate(t.O, P, ctx.sV[None, None, at.stage], True)
+    wgmma.wait(0)
+
+
+@cute.jit
+def _block(ctx: Context, t: Thread, P: cute.Tensor, n: Int32, at: _Step, masked: cutlass.Constexpr) -> None:
+    """S and P of block n, and PV of the one before it."""
+    wgmma.scores(t.S, _own_q(ctx), ctx.sK[None, None, at.stage])
+    wgmma.accumulate(t.O, P, ctx.sV[None, None, at.before], True)
+    wgmma.wait(1)
+    factors = _softmax(ctx, t, n, masked)
+    wgmma.wait_after(t.parts[0].row_sum)
+    softmax.rescale_output(values_of(t.O), factors, ctx.plan.softmax)
+    round_to(t.S, P)
+
+
+@cute.jit
+def _softmax(ctx: Context, t: Thread, n: Int32, masked: cutlass.Constexpr) -> cute.Tensor:
+    """Turn the scores of block n into weights, and return the factors of what was summed up before."""
+    scores.scale_and_cap(t.S, ctx.params, ctx.plan.features)
+    fragment = fragment_of(ctx, t, n)
+    if cutlass.const_expr(masked):
+        bands.mask(ctx.tile.band, ctx.plan.band, fragment)
+    return to_weights(ctx, t, fragment)
+
+
+@cute.jit
+def _start_step(ctx: Context, n: Int32, at: _Step) -> Place:
+    """Wait for K of block n and V of the one before it, and start copies; the result is the place after."""
+    _await_copies(ctx)
+    _load(ctx, n + ctx.plan.stages - 1, at.place, at.place_before, at.before, at.before_that, True)
+    return _locate(ctx, n + ctx.plan.stages)
+
+
+@cute.jit
+def _after(ctx: Context, at: _Step, place: Place) -> _Step:
+    after = Int32(0) if at.stage + 1 == ctx.plan.stages else at.stage + 1
+    return _Step(after, at.stage, at.before, place, at.place)
+
+
+@cute.jit
+def _await_copies(ctx: Context) -> None:
+    """Wait until all warps have what wgmmas read next, and have read what copies overwrite next."""
+    cute.arch.cp_async_wait_group(ctx.plan.stages - 2)
+    # Copies by threads are writes of the generic proxy, and wgmmas read through the asynchronous one.
+    cute.arch.fence_view_async_shared()
+    cute.arch.sync_threads()
+
+
+def _locate(ctx: Context, n: Int32) -> Place:
+    """The place of what the thread copies in the step that copies K of block n."""
+    return locate(ctx, n - ctx.warpgroup if ctx.plan.warpgroups > 1 else n)
+
+
+@cute.jit
+def _load(
+    ctx: Context,
+    n: Int32,
+    place: Place,
+    place_before: Place,
+    k_stage: Int32,
+    v_stage: Int32,
+    with_v: cutlass.Constexpr,
+) -> None:
+    """Start to copy K of block n and V of the one before it, if they are the split's."""
+    last = ctx.tile.blocks.last
+    if cutlass.const_expr(ctx.plan.warpgroups > 1):
+        if ctx.warpgroup == 0:
+            if n < last:
+                load_k(ctx, n, place, k_stage)
+        else:
+            if cutlass.const_expr(with_v):
+                if n - 1 < last:
+                    load_v(ctx, n - 1, place, v_stage)
+    else:
+        if n < last:
+            load_k(ctx, n, place, k_stage)
+        if cutlass.const_expr(with_v):
+            if n - 1 < last:
+                load_v(ctx, n - 1, place_before, v_stage)
+    cute.arch.cp_async_commit_group()
+
+
+def _own_q(ctx: Context) -> cute.Tensor:
+    """The warpgroup's rows of Q."""
+    return cute.local_tile(ctx.sQ, (WARPGROUP_ROWS, ctx.plan.D), (ctx.warpgroup, 0))
