@@ -195,9 +195,15 @@ def translate(graph: fx.Graph, builder: Builder, placeholders: Sequence[Value]) 
         elif node.op == "get_attr":
             known[node] = attributes.setdefault(node.target, Free(node))
         elif node.op == "call_function":
-            _refuse_side_effects(node)
-            if node in live:
+            target = known.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
+            # Only a derivative's graph may change a value that it has computed itself.
+            changes = not builder.lifts and isinstance(target, Lane) and node.target in _IN_PLACE
+            if not changes:
+                _refuse_side_effects(node)
+            if node in live or changes:
                 known[node] = _Translation(builder, node, known).value()
+            if changes:
+                known[node.args[0]] = known[node]
     return [known.get(x, x) for x in _outputs(graph)]
 
 
@@ -234,6 +240,7 @@ def side_effect(target: torch._ops.OpOverload) -> str:
     return ""
 
 
+_IN_PLACE = frozenset([torch.ops.aten.masked_fill_.Scalar, torch.ops.aten.masked_fill_.Tensor])
 _RENAMED = {
     "remainder": "remainder",
     "bitwise_left_shift": "bitwise_left_shift",
@@ -283,7 +290,10 @@ class _Translation:
         if self.op in _COPIES or (self.op == "detach" and not self.builder.lifts):
             return self.args[0]
         if not _has_lane([*self.args, *self.kwargs.values()]):
-            return Free(self.node) if self.builder.lifts else self._folded()
+            if _all_numbers(self.args):
+                return self._folded()
+            if not any(isinstance(x, Number) and x.dtype for x in self.args):
+                return Free(self.node)
         op = _RENAMED.get(self.op, self.op)
         if op in _CONVERSIONS:
             return self.builder.converted(self.lane(0), self.dtype)
@@ -308,8 +318,8 @@ class _Translation:
             return self._add("view", [self.lane(0)])
         raise Unsupported(self.node, "it is none of the operations that a kernel has for each score")
 
-    def _made(self) -> Number | None:
-        """The number that a call makes a tensor of."""
+    def _made(self) -> Value:
+        """What a call makes of a number: a tensor of one value, None for any other call."""
         args = self.args
         value: Any = None
         if self.op == "scalar_tensor":
@@ -318,8 +328,13 @@ class _Translation:
             value = Number(_MADE_LIKE[self.op])
         elif self.op in ("full", "full_like", "new_full"):
             value = args[-1]
-        is_number = isinstance(value, Number) and (self.shape == () or _has_lane(args))
-        return Number(value.value, self.dtype) if is_number else None
+        if not isinstance(value, Number):
+            return None
+        if self.shape == ():
+            return Number(value.value, self.dtype)
+        if not _has_lane(args):
+            return None
+        return self._add("expand", [self.builder.number(value, self.dtype)])
 
     def _folded(self) -> Number:
         """The number that an operation makes of numbers."""
@@ -483,6 +498,12 @@ def _has_lane(values: Any) -> bool:
     if isinstance(values, (list, tuple)) and not isinstance(values, (Lane, Number, Free)):
         return any(_has_lane(x) for x in values)
     return isinstance(values, Lane)
+
+
+def _all_numbers(args: Sequence[Value]) -> bool:
+    """Whether an operation is one of numbers, at least one of which was a tensor."""
+    made = [x for x in args if isinstance(x, Number)]
+    return any(x.dtype for x in made) and not any(isinstance(x, (Free, list)) for x in args)
 
 
 def _example(x: Value) -> Any:

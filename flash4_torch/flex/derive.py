@@ -15,8 +15,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from ..errors import TraceError
 from ..reference.programs import values
-from .build import Lane, Symbol, resumed, translate
+from .build import Lane, Symbol, Unsupported, resumed, translate
 from .program import Node, Program, Ref
 from .trace import DECOMPOSITIONS
 
@@ -91,7 +92,13 @@ def _derivative(program: Program, wanted: tuple[bool, ...]) -> Derivative:
     for i in gathers:
         node = program.nodes[i]
         lanes.append(Lane(Symbol("node", i), getattr(torch, node.dtype), node.shape))
-    found = translate(graph.graph, builder, lanes)
+    try:
+        found = translate(graph.graph, builder, lanes)
+    except Unsupported as error:
+        where = "its derivative was to be derived"
+        raise TraceError(
+            "score_mod", "in the backward", str(error.node.target), error.reason, where
+        ) from None
     outputs = [builder.unrounded(x) if isinstance(x, Lane) else builder.number(x, score_dtype) for x in found]
     indices: dict[int, int] = {}
     for i in differentiable:

@@ -40,8 +40,14 @@ def everything(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return (i >= 0) & (j >= 0)
 
 
+def slanted(length: int, shift: int) -> Any:
+    """Documents that begin elsewhere in each batch entry and head."""
+    return lambda b, h, i, j: (i + shift * h) // length == (j + 2 * shift * b) // length
+
+
 masks = st.one_of(
     st.builds(drawn_mask, st.integers(0, 60), st.integers(1, 2), st.integers(1, 90)),
+    st.builds(slanted, st.integers(1, 40), st.integers(1, 9)),
     st.sampled_from([nothing, everything]),
 )
 sizes = st.tuples(
