@@ -290,7 +290,7 @@ class _Translation:
         if self.op in _COPIES or (self.op == "detach" and not self.builder.lifts):
             return self.args[0]
         if not _has_lane([*self.args, *self.kwargs.values()]):
-            if _all_numbers(self.args):
+            if not self.builder.lifts or _all_numbers(self.args):
                 return self._folded()
             if not any(isinstance(x, Number) and x.dtype for x in self.args):
                 return Free(self.node)

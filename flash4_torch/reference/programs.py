@@ -110,7 +110,7 @@ def _value(node: Node, known: list[Tensor], ranks: list[int], lanes: int) -> Ten
 
 
 def _power(program: Program, node: Node, known: list[Tensor]) -> Tensor | None:
-    """x to a power that is a constant: unlike a tensor's, torch differentiates it at 0 and below."""
+    """x to a power that is a constant, and stays one when torch differentiates it."""
     x, y = node.args
     exponent = program.node(y)
     if exponent is None or exponent.op != "constant":

@@ -124,6 +124,16 @@ def test_every_function_has_a_reference_and_a_derivative(op: str) -> None:
     assert torch.allclose(slope.expand(1, 1, 1, 6).flatten(), expected.double(), rtol=1e-13)
 
 
+def test_constant_exponents_stay_constant() -> None:
+    """A derivative holds no power of a computed exponent, which would need a logarithm of the score."""
+    program = scored(lambda score, b, h, i, j: score**3 + (score + 1) ** 2).program
+    for found in (program, derivative(program, ()).program):
+        for node in found.nodes:
+            if node.op == "pow":
+                exponent = found.node(node.args[1])
+                assert exponent is not None and exponent.op == "constant"
+
+
 def branches(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     if score > 0:  # here
         return score
@@ -162,6 +172,14 @@ def bessel(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return torch.special.i0(score) + allowed  # here
 
 
+def indexes_sums(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return score + (TABLE[h] * TABLE[j])[i]  # here
+
+
+def masks_by_rows(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return score + TABLE[0, torch.arange(2) + i].sum()  # here
+
+
 def sorts(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return TABLE[h].sort()[0][0] + score  # here
 
@@ -178,6 +196,8 @@ def sorts(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         (counts, "a tensor's value"),
         (bessel, "aten.i0.default"),
         (sorts, "aten.sort.default"),
+        (indexes_sums, "aten.index.Tensor"),
+        (masks_by_rows, "aten.index.Tensor"),
     ],
 )
 def test_what_cannot_be_traced_is_named_with_its_line(function: Mod, operation: str) -> None:
