@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -46,7 +47,7 @@ class FlexSpec(NamedTuple):
     """Query heads per KV head, Hq // Hk."""
     score_mod: str
     mask_mod: str
-    """Keys of the programs, '' without one."""
+    """Texts of the programs, '' without one."""
     block: tuple[int, int] | None
     """Rows and keys of a block, None without a table of blocks."""
     full_blocks: bool
@@ -83,8 +84,8 @@ class FlexProblem(NamedTuple):
         features = [
             name
             for name, on in {
-                f"score_mod {s.score_mod[:8]}": bool(s.score_mod),
-                f"mask_mod {s.mask_mod[:8]}": bool(s.mask_mod),
+                f"score_mod {_key(s.score_mod)}": bool(s.score_mod),
+                f"mask_mod {_key(s.mask_mod)}": bool(s.mask_mod),
                 f"blocks of {s.block}": s.block is not None,
                 f"window=({self.band.left}, {self.band.right})": not self.band.is_full,
                 f"softcap={self.softcap}": s.softcap,
@@ -99,6 +100,11 @@ class FlexProblem(NamedTuple):
         direction = "backward" if s.backward else "forward"
         sizes = f"B={e.B} Sq={e.Sq} Sk={e.Sk} Hq={e.Hq} Hk={e.Hk} D={s.D} Dv={s.Dv}"
         return " ".join([f"flex_attention {direction} {sizes} {s.dtype} on {s.device}", *features])
+
+
+def _key(text: str) -> str:
+    """The first digits of a program's key."""
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 class FlexInputs(NamedTuple):

@@ -11,7 +11,7 @@ MAX_PACK = 64
 
 def may_pack(features: Features) -> bool:
     """Whether heads may be packed: dropout's keep bits and a mask's rows follow single heads."""
-    return not features.dropout and not features.mask
+    return not features.dropout and not features.lists_blocks
 
 
 def possible_packs(features: Features, group: int | None) -> list[int]:

@@ -21,6 +21,8 @@ _TEMPORARIES = 28
 _BOOL_MASK_TEMPORARIES = 4
 _SOFTCAP_TEMPORARIES = 4
 _DROPOUT_TEMPORARIES = 4
+_MOD_TEMPORARIES = 24
+"""Programs: never measured."""
 _PAGED_SOFTCAP_TEMPORARIES = 4
 """Softcap and pages: a bounded tile has no half blocks there, and 192 x 128 at D 64 spilled."""
 
@@ -223,9 +225,9 @@ def _completed(features: Features, config: Sm90Forward, ragged_k: bool, pack_gqa
     a wait that is left to ptxas is faster (D 192: by 7 %). With pages ptxas serialises half blocks.
     """
     return config._replace(
-        cluster=1 if features.varlen or features.mask or features.dropout else config.cluster,
-        next_tile=config.next_tile and not (features.left or features.mask),
-        half_block=config.half_block and not features.mask and not features.page_box,
+        cluster=1 if features.varlen or features.lists_blocks or features.dropout else config.cluster,
+        next_tile=config.next_tile and not (features.left or features.lists_blocks),
+        half_block=config.half_block and not features.lists_blocks and not features.page_box,
         exp_quarters_before_pv=0 if features.dropout else config.exp_quarters_before_pv,
         ragged_k=ragged_k,
         pack_gqa=pack_gqa,
@@ -259,6 +261,7 @@ def registers(features: Features, config: Sm90Forward) -> int:
         _BOOL_MASK_TEMPORARIES * (features.mask == "bool")
         + _SOFTCAP_TEMPORARIES * features.softcap
         + _DROPOUT_TEMPORARIES * features.dropout
+        + _MOD_TEMPORARIES * any(features.mods)
         + _PAGED_SOFTCAP_TEMPORARIES * (features.softcap and features.page_box > 0)
     )
     return columns + _TEMPORARIES + extras + _bias(features, config)

@@ -5,6 +5,7 @@ No size of a call is part of either.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from enum import Enum
 from typing import NamedTuple
@@ -17,6 +18,21 @@ SHARED_MEMORY = 227 * 1024
 _BARRIERS_AND_ALIGNMENT = 2048
 _BARRIERS = 1024
 """Bytes for barriers where stages are multiples of 1024 bytes: backward kernels, and Blackwell's forward."""
+
+
+class Mods(NamedTuple):
+    """What programs do to scores. In a key's text there are hashes of programs, which may be long."""
+
+    score_mod: str = ""
+    mask_mod: str = ""
+    """Texts of programs (`flex.program`), or ''."""
+    blocks: str = ""
+    """'' without a block mask. "rows": a block of the kernel's keys lies inside of one of the mask's, so that
+    rows have one state each; "scores": it may not."""
+
+    def __repr__(self) -> str:
+        keys = (hashlib.sha256(text.encode()).hexdigest()[:32] if text else "" for text in self[:2])
+        return f"Mods{(*keys, self.blocks)!r}"
 
 
 class Features(NamedTuple):
@@ -48,6 +64,18 @@ class Features(NamedTuple):
     """Forward only: 0 without pages, else packed queries (`varlen`) find keys and values in pages by a block
     table. A block of keys is loaded in boxes of this many, 16, 32, 64 or 128: it divides the keys of a block
     and those of a page, so that no box crosses into another page."""
+    mods: Mods = Mods()
+    """Forward only: score_mod, mask_mod and a block mask."""
+
+    @property
+    def lists_blocks(self) -> bool:
+        """Whether a table lists the blocks of keys that a tile visits."""
+        return bool(self.mask or self.mods.blocks)
+
+    @property
+    def large_scores(self) -> bool:
+        """Whether scores are in natural units and may have any size: a floating mask or score_mod made them."""
+        return self.float_mask or bool(self.mods.score_mod)
 
     @property
     def float_mask(self) -> bool:
@@ -354,7 +382,7 @@ def may_pair(features: Features) -> bool:
     Each holds V for half of O's columns, and an MMA takes columns by 32s.
     """
     f = features
-    return not (f.left or f.right or f.varlen or f.mask) and tile_dim(f.Dv) % 32 == 0
+    return not (f.left or f.right or f.varlen or f.lists_blocks) and tile_dim(f.Dv) % 32 == 0
 
 
 def widest_box(page_size: int, keys: int = 128) -> int:

@@ -7,9 +7,7 @@ q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), then what `flex_problem.M
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -59,12 +57,6 @@ def flex_attention(
     return out, lse
 
 
-@lru_cache(maxsize=256)
-def _key_of(text: str) -> str:
-    """The key of a program from its text, '' without one."""
-    return hashlib.sha256(text.encode()).hexdigest() if text else ""
-
-
 def _split(rest: Sequence[Any]) -> tuple[Mods, CallOptions]:
     return Mods(*rest[:_MODS]), CallOptions(*rest[_MODS:])
 
@@ -79,8 +71,8 @@ def describe(inputs: FlexInputs, options: CallOptions) -> FlexProblem:
         D=D,
         Dv=v.shape[-1],
         group=Hq // Hk,
-        score_mod=_key_of(mods.score_mod),
-        mask_mod=_key_of(mods.mask_mod),
+        score_mod=mods.score_mod,
+        mask_mod=mods.mask_mod,
         block=None if mods.kv_num_blocks is None else (mods.q_block, mods.kv_block),
         full_blocks=mods.full_kv_num_blocks is not None,
         left=options.window_left is not None,

@@ -9,13 +9,14 @@ from ...errors import BackendError
 from ...flex_problem import FlexProblem
 from ..dispatch import observers
 from .base import FlexBackend
+from ..compiled import SM90A, SM100A, SM103A
+from .compiled import Compiled, Emulated
 from .tiled import Tiled
-from .unwritten import Unwritten
 
 PRIORITY: tuple[FlexBackend, ...] = (
-    Unwritten("sm90"),
-    Unwritten("sm100"),
-    Unwritten("emulator"),
+    Compiled("sm90", SM90A),
+    Compiled("sm100", SM100A, SM103A),
+    Emulated(),
     Tiled(),
 )
 _logged: set[tuple[FlexProblem, str]] = set()

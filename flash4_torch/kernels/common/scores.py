@@ -21,11 +21,11 @@ _SERIES_END = 0.25
 
 
 def unit(features: Features) -> float:
-    """One natural unit, in the units of scaled scores: base 2, but natural units with a floating mask.
+    """One natural unit, in the units of scaled scores: base 2, but natural units with a floating mask or score_mod.
 
     A floating mask is added in natural units: log2(e) times its lowest finite values would be infinite.
     """
-    return 1.0 if features.float_mask else LOG2E
+    return 1.0 if features.large_scores else LOG2E
 
 
 def softmax_scale(params: LaunchParams, features: Features) -> Float32:

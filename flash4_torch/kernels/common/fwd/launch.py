@@ -11,8 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from .. import host
-from ..attn_mask import example_args
+from .. import attn_mask, host, mods
 from ..launch_params import LaunchParams, example_params
 from .plan import ForwardPlan
 
@@ -91,14 +90,16 @@ def compile_for_any(forward: Any, plan: ForwardPlan) -> Any:
         )
     )
     lse = host.compact(Float32, host.any_sizes(modes))
-    lse_low = host.compact(Float32, host.any_sizes(modes)) if features.float_mask else None
+    lse_low = host.compact(Float32, host.any_sizes(modes)) if features.large_scores else None
     tile_counter = host.compact(Int32, (1,))
     cu_seqlens = host.compact(Int32, host.any_sizes(1)) if features.varlen else None
     sequences_k = cu_seqlens
     if plan.paged:
         sequences_k = PageArgs(host.strided(Int32, 2), host.compact(Int32, host.any_sizes(1)), Int32(0))
     rng_state = host.compact(Int64, (2,)) if features.dropout else None
-    mask = example_args(plan.mask) if features.mask else None
+    mask = attn_mask.example_args(plan.mask) if features.mask else None
+    if any(features.mods):
+        mask = mods.example_args(plan)
     sinks = host.compact(host.NUMERIC[features.sinks], host.any_sizes(1)) if features.sinks else None
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     tensors = (q, k, v, out, lse, lse_low, tile_counter, cu_seqlens, sequences_k, mask, rng_state, sinks)

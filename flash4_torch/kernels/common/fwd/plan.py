@@ -85,13 +85,14 @@ class ForwardPlan(NamedTuple):
 
     @property
     def mask(self) -> MaskPlan:
-        """How attn_mask's tables divide it into blocks."""
+        """How the tables of attn_mask or a block mask divide keys into blocks."""
         return MaskPlan(self.features.mask, self.config.queries, self.keys, self.pack_gqa)
 
     @property
     def rows_may_be_masked(self) -> bool:
         """Whether a block that is not skipped may be masked for all of a row."""
-        return self.band.may_mask_rows or self.features.varlen or bool(self.features.mask)
+        f = self.features
+        return self.band.may_mask_rows or f.varlen or bool(f.mask) or any(f.mods)
 
     @property
     def paged(self) -> bool:
@@ -119,7 +120,7 @@ class ForwardPlan(NamedTuple):
         f = self.features
         if self.paged:
             assert f.page_box in (16, 32, 64, 128) and self.keys % f.page_box == 0
-            assert f.varlen and self.cluster_size == 1 and not (f.mask or f.dropout)
+            assert f.varlen and self.cluster_size == 1 and not (f.mask or f.dropout or any(f.mods))
 
     @property
     def stores_by_tma(self) -> bool:

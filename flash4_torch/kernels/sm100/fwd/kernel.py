@@ -11,6 +11,8 @@ Q, K, V -> load ==load_q===> mma ==s_p==> softmax ==scale==> correction ==s_p==>
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -22,6 +24,7 @@ from ...common.cta_pair import make_cta_pair, peer_of
 from ...common.fwd.launch import Maps, Pages
 from ...common.fwd.tiles import WORK_TILE_WORDS
 from ...common.launch_params import LaunchParams
+from ...common.mods import ModArgs, visited
 from ...common.ring import Ring
 from ...common.warps import WARPS
 from .. import tmem
@@ -43,7 +46,7 @@ def forward_kernel(
     tile_counter: cute.Tensor,
     cu_seqlens_q: cute.Tensor | None,
     sequences_k: cute.Tensor | Pages | None,
-    mask_args: attn_mask.MaskArgs | None,
+    mask_args: attn_mask.MaskArgs | ModArgs | None,
     rng_state: cute.Tensor | None,
     sinks: cute.Tensor | None,
     params: LaunchParams,
@@ -90,6 +93,7 @@ def forward_kernel(
         cu_seqlens_k=None if plan.paged else sequences_k,
         pages=sequences_k if plan.paged else None,
         mask=None,
+        mods=None,
         rng_state=rng_state,
         sinks=sinks,
     )
@@ -108,15 +112,15 @@ def forward_kernel(
         cute.arch.setmaxregister_decrease(plan.registers.other)
         if warp == MMA_WARP:
             if _issues(ctx) == 1:
-                mma(attn_mask.with_mask(ctx, mask_args))
+                mma(_with_mask(ctx, mask_args))
         elif warp == LOAD_WARP:
-            load(attn_mask.with_mask(ctx, mask_args))
+            load(_with_mask(ctx, mask_args))
     elif warp >= CORRECTION_WARP:
         cute.arch.setmaxregister_decrease(plan.registers.correction)
-        correction(attn_mask.with_mask(ctx, mask_args))
+        correction(_with_mask(ctx, mask_args))
     elif warp < plan.q_tiles * WARPS:
         cute.arch.setmaxregister_increase(plan.registers.softmax)
-        softmax(attn_mask.with_mask(ctx, mask_args), warp // WARPS if plan.q_tiles == 2 else Int32(0))
+        softmax(_with_mask(ctx, mask_args), warp // WARPS if plan.q_tiles == 2 else Int32(0))
     else:
         cute.arch.setmaxregister_decrease(plan.registers.idle)
 
@@ -125,6 +129,13 @@ def forward_kernel(
     tmem.fence_after()
     if warp == MMA_WARP:
         tmem.free(plan.cluster_size)
+
+
+def _with_mask(ctx: Context, args: attn_mask.MaskArgs | ModArgs | None) -> Context:
+    """The context of one role, with attn_mask, or with score_mod, mask_mod and a block mask."""
+    if any(ctx.plan.features.mods):
+        return replace(ctx, mods=args, mask=visited(args, ctx.plan.mask))
+    return attn_mask.with_mask(ctx, args)
 
 
 @cute.jit

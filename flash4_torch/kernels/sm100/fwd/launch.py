@@ -15,6 +15,7 @@ from ...common import host, tile_scheduler
 from ...common.attn_mask import MaskArgs
 from ...common.fwd.launch import Maps, PageArgs, compile_for_any, count_tiles, in_kernel
 from ...common.launch_params import LaunchParams
+from ...common.mods import ModArgs
 from ...common.smem_layouts import column_major_layout, row_major_layout
 from ...common.warps import WARP, WARPS
 from .context import Layouts
@@ -33,7 +34,7 @@ def forward(
     tile_counter: cute.Tensor,
     cu_seqlens_q: cute.Tensor | None,
     sequences_k: cute.Tensor | PageArgs | None,
-    mask: MaskArgs | None,
+    mask: MaskArgs | ModArgs | None,
     rng_state: cute.Tensor | None,
     sinks: cute.Tensor | None,
     params: LaunchParams,
@@ -44,7 +45,7 @@ def forward(
 
     q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), out (B, Sq, Hq, Dv), or packed (T, H, D); last
     stride 1, the others multiples of 8 elements, bases aligned to 16 bytes. lse (B, Hq, Sq) or (Hq, T)
-    float32, contiguous; with a float mask also lse_low: what rounding has taken from lse; sinks (Hq,), which
+    float32, contiguous; with a float mask or score_mod also lse_low: what rounding has taken from lse; sinks (Hq,), which
     lse counts. tile_counter int32 (1,), zero before and after. No size is 0.
 
     With pages, `sequences_k` are `PageArgs` instead of cu_seqlens_k, and k (pages, page_size, Hk, D) and v

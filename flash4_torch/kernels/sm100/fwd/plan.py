@@ -79,7 +79,7 @@ class Registers(NamedTuple):
 
 def _is_banded(p: Plan) -> Any:
     f = p.features
-    return f.left or f.right or f.varlen or f.mask
+    return f.left or f.right or f.varlen or f.lists_blocks
 
 
 def _is_exact(p: Plan) -> Any:
@@ -229,7 +229,7 @@ class Plan(ForwardPlan):
     @property
     def only_end_is_partial(self) -> bool:
         """Whether only blocks at the right end may have to be masked: these then have a loop of their own."""
-        return not (self.features.left or self.features.mask)
+        return not (self.features.left or self.features.lists_blocks)
 
     @property
     def skips_pieces(self) -> bool:
@@ -237,7 +237,8 @@ class Plan(ForwardPlan):
 
         Registers do not suffice for these branches next to a mask's or dropout's bits (ptxas.md, P25).
         """
-        return self.band.masks and not (self.features.mask or self.features.dropout)
+        f = self.features
+        return self.band.masks and not (f.mask or f.dropout or any(f.mods))
 
     @property
     def softmax(self) -> Method:
@@ -248,7 +249,7 @@ class Plan(ForwardPlan):
             lazy_rescale=True,
             exponent=exponent,
             packed=True,
-            subtracts_max_first=self.features.float_mask,
+            subtracts_max_first=self.features.large_scores,
         )
 
     def softmax_of(self, masked: bool) -> Method:
@@ -257,7 +258,8 @@ class Plan(ForwardPlan):
         With dropout all blocks share one softmax: two of them spill at D 256.
         """
         f = self.features
-        return self.softmax._replace(subtracts_max_first=f.float_mask and (masked or f.dropout))
+        large = bool(f.mods.score_mod) or (f.float_mask and (masked or f.dropout))
+        return self.softmax._replace(subtracts_max_first=large)
 
     def check(self) -> None:
         """Raises AssertionError for what would not run; `configs` never asks for it."""

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from ...common import attn_mask, dropout, ring, rounding, scores
+from ...common import attn_mask, dropout, mods, ring, rounding, scores
 from ...common import band as bands
 from ...common import softmax as online
 from ...common.fragment import row_fragment
@@ -56,10 +56,13 @@ def _work(ctx: Context, t: SoftmaxThread, tile: Tile) -> TileState:
     plan = ctx.plan
     blocks = tiles.blocks_of(ctx, tile)
     first = spans.first_query(ctx, tile, t.q_tile)
-    position, mask, philox_row = first + t.row // plan.pack_gqa, None, None
+    position, mask, own_mods, philox_row = first + t.row // plan.pack_gqa, None, None, None
     if cutlass.const_expr(plan.features.mask):
         head = tiles.query_head(ctx, tile) + t.row % plan.pack_gqa
         mask = attn_mask.rows_of(ctx.mask, tile.batch, (head,), (position,))
+    if cutlass.const_expr(any(plan.features.mods)):
+        head = tiles.query_head(ctx, tile) + t.row % plan.pack_gqa
+        own_mods = mods.rows_of(ctx.mods, plan, tile.batch, (head,), (position,))
     if cutlass.const_expr(plan.features.dropout):
         heads = ctx.maps.mQ.shape[0][0] * ctx.maps.mQ.shape[2]
         head = tile.batch * heads + tiles.query_head(ctx, tile)
@@ -72,6 +75,7 @@ def _work(ctx: Context, t: SoftmaxThread, tile: Tile) -> TileState:
         spans.last_query(ctx, tile, first),
         position,
         mask,
+        own_mods,
         philox_row,
     )
 
@@ -135,6 +139,8 @@ def _block(
     S = _load_scores(ctx, t)
     if cutlass.const_expr(not biased):
         scores.scale_and_cap(S, ctx.params, plan.features)
+    if cutlass.const_expr(any(plan.features.mods)):
+        _modify(ctx, work, S, n, masked)
     seen = (None,) * (plan.keys // PIECE)
     if cutlass.const_expr(masked):
         if cutlass.const_expr(plan.skips_pieces):
@@ -198,6 +204,17 @@ def _partial_block(ctx: Context, t: SoftmaxThread, work: TileState, n: Int32) ->
     row = cute.arch.make_warp_uniform(t.row // WARP) * WARP
     first, last = work.first + row // plan.pack_gqa, work.first + (row + WARP - 1) // plan.pack_gqa
     return partials.partial_block(work.band, plan.band, first, last, n * plan.keys)
+
+
+@cute.jit
+def _modify(ctx: Context, work: TileState, S: cute.Tensor, n: Int32, masked: cutlass.Constexpr) -> None:
+    """Apply score_mod, and mask_mod where it may mask something of block n."""
+    plan = ctx.plan
+    values = cute.make_tensor(S.iterator, cute.make_layout((1, plan.keys)))
+    fragment = row_fragment(values, work.position, n * plan.keys)
+    mods.modify(ctx.mods, plan, work.mods, fragment)
+    if cutlass.const_expr(masked or not plan.features.mods.blocks):
+        mods.mask(ctx.mods, plan, work.mods, n * plan.keys, fragment)
 
 
 @cute.jit

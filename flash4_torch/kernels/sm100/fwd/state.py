@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from cutlass import Int32
 
-from ...common import attn_mask, dropout, softmax
+from ...common import attn_mask, dropout, mods, softmax
 from ...common.band import Band, Span
 from ...common.fwd.tiles import Blocks
 
@@ -45,5 +45,6 @@ class TileState(NamedTuple):
     position: Int32
     """Query position of the thread's row."""
     mask: attn_mask.Rows | None
+    mods: mods.Rows | None
     philox_row: dropout.QueryLane | None
     """Philox state of the row, which generates dropout's keep bits."""

@@ -11,6 +11,7 @@ from ...common import attn_mask
 from ...common.cta_pair import CtaPair
 from ...common.fwd.launch import Maps, Pages
 from ...common.launch_params import LaunchParams
+from ...common.mods import ModArgs
 from ...common.ring import Ring
 from .plan import Plan
 
@@ -63,6 +64,8 @@ class Context:
     pages: Pages | None
     """Instead of `cu_seqlens_k`, if keys are in pages."""
     mask: attn_mask.Mask | None
+    """Of attn_mask or a block mask."""
+    mods: ModArgs | None
     rng_state: cute.Tensor | None
     sinks: cute.Tensor | None
     """(Hq,)"""

@@ -21,6 +21,7 @@ from ...common.cta_pair import cluster_sync_exit, cluster_sync_init, make_cta_pa
 from ...common.fwd.launch import Maps, Pages
 from ...common.fwd.tiles import WORK_TILE_WORDS
 from ...common.launch_params import LaunchParams
+from ...common.mods import ModArgs, visited
 from ...common.warps import GROUP, WARP, WARPS
 from ..warps import ROWS
 from .context import Context, Layouts
@@ -39,7 +40,7 @@ def forward_kernel(
     tile_counter: cute.Tensor,
     cu_seqlens_q: cute.Tensor | None,
     sequences_k: cute.Tensor | Pages | None,
-    mask_args: attn_mask.MaskArgs | None,
+    mask_args: attn_mask.MaskArgs | ModArgs | None,
     rng_state: cute.Tensor | None,
     sinks: cute.Tensor | None,
     params: LaunchParams,
@@ -49,8 +50,10 @@ def forward_kernel(
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     group = cute.arch.make_warp_uniform(thread // GROUP)
 
-    mask = None
-    if cutlass.const_expr(mask_args is not None):
+    mask, mods = None, None
+    if cutlass.const_expr(any(plan.features.mods)):
+        mods, mask = mask_args, visited(mask_args, plan.mask)
+    elif cutlass.const_expr(mask_args is not None):
         mask = attn_mask.make_mask(mask_args, plan.mask)
     memory = SmemAllocator()
     peer = peer_of(plan.cluster_size)
@@ -88,6 +91,7 @@ def forward_kernel(
         cu_seqlens_k=None if plan.paged else sequences_k,
         pages=sequences_k if plan.paged else None,
         mask=mask,
+        mods=mods,
         rng_state=rng_state,
         sinks=sinks,
     )

@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from ...common import attn_mask, dropout, ring, scores, softmax
+from ...common import attn_mask, dropout, mods, ring, scores, softmax
 from ...common import band as bands
 from ...common.fragment import mma_fragment
 from ...common.fwd import tiles
@@ -136,7 +136,7 @@ def _work(ctx: Context, t: Thread, tile: Tile, blocks: Blocks, slice_: Warpgroup
     band = tiles.band_of(ctx, tile)
     rows = (t.row, t.row + 8)
     positions = tuple(slice_.first + row // plan.pack_gqa for row in rows)
-    half_block, mask = Boolean(False), None
+    half_block, mask, own_mods = Boolean(False), None, None
     if cutlass.const_expr(plan.config.half_block):
         seen = cutlass.min(band.Sk, slice_.last + band.highest + 1)
         half_block = seen - slice_.top * plan.keys <= plan.keys // 2
@@ -144,7 +144,11 @@ def _work(ctx: Context, t: Thread, tile: Tile, blocks: Blocks, slice_: Warpgroup
         head = tiles.query_head(ctx, tile)
         heads = tuple(head + row % plan.pack_gqa for row in rows)
         mask = attn_mask.rows_of(ctx.mask, tile.batch, heads, positions, t.lane % LANES)
-    return TileState(tile, slice_, band, blocks, positions, half_block, mask)
+    if cutlass.const_expr(any(plan.features.mods)):
+        head = tiles.query_head(ctx, tile)
+        heads = tuple(head + row % plan.pack_gqa for row in rows)
+        own_mods = mods.rows_of(ctx.mods, plan, tile.batch, heads, positions)
+    return TileState(tile, slice_, band, blocks, positions, half_block, mask, own_mods)
 
 
 @cute.jit
@@ -288,9 +292,14 @@ def _first_p(ctx: Context, t: Thread, work: TileState, S: cute.Tensor, n: Int32)
 
 @cute.jit
 def _finish_scores(ctx: Context, t: Thread, work: TileState, S: cute.Tensor, n: Int32, band, words) -> None:
-    """Scale the scores of block n, and mask them unless `band` is None."""
+    """Scale and modify the scores of block n, and mask them unless `band` is None."""
     plan = ctx.plan
     scores.scale_and_cap(S, ctx.params, plan.features)
+    if cutlass.const_expr(any(plan.features.mods)):
+        of_mods = mma_fragment(S, work.positions, n * plan.keys, t.lane)
+        mods.modify(ctx.mods, plan, work.mods, of_mods)
+        if cutlass.const_expr(band is not None or not plan.features.mods.blocks):
+            mods.mask(ctx.mods, plan, work.mods, n * plan.keys, of_mods)
     if cutlass.const_expr(band is not None):
         fragment = mma_fragment(S, work.positions, n * plan.keys, t.lane)
         if cutlass.const_expr(plan.features.mask):

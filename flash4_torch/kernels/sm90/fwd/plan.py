@@ -163,7 +163,7 @@ class Plan(ForwardPlan):
 
         Not with `half_block`: ptxas would serialise the wgmmas (ptxas.md, P2).
         """
-        return not (self.features.left or self.features.mask or self.config.half_block)
+        return not (self.features.left or self.features.lists_blocks or self.config.half_block)
 
     @property
     def softmax(self) -> Method:
@@ -171,12 +171,14 @@ class Plan(ForwardPlan):
             LANES,
             self.rows_may_be_masked,
             self.config.lazy_rescale,
-            subtracts_max_first=self.features.float_mask,
+            subtracts_max_first=self.features.large_scores,
         )
 
     def softmax_of(self, masked: bool) -> Method:
         """The softmax of a block, which is right for a float mask's large numbers only if `masked`."""
-        return self.softmax._replace(subtracts_max_first=self.features.float_mask and masked)
+        f = self.features
+        large = bool(f.mods.score_mod) or (f.float_mask and masked)
+        return self.softmax._replace(subtracts_max_first=large)
 
     def check(self) -> None:
         """Raise AssertionError for a plan that would not run; `configs` never asks for one."""
@@ -186,16 +188,16 @@ class Plan(ForwardPlan):
         assert c.pack_gqa in (1, 2, 4, 8, 16, 32, 64)
         assert not c.o_over_q or self.Dv <= self.D
         assert not (f.dropout and c.pack_gqa > 1), "dropout's random numbers follow unpacked rows"
-        assert not c.half_block or (f.right and not f.mask)
+        assert not c.half_block or (f.right and not f.lists_blocks)
         # A warpgroup skips K before it skips V, with `next_tile` even while it holds another V.
         # With `k_ahead` a K arrives without waiting for the last V before it.
         assert self.skips_both or self.skipped <= c.kv_stages - c.next_tile + c.k_ahead
         assert c.cluster in (1, 2)
         self.check_pages()
         if c.cluster > 1:
-            assert not (f.varlen or f.mask or f.dropout)
+            assert not (f.varlen or f.lists_blocks or f.dropout)
         if c.next_tile:
-            assert c.q_stages > 1 and not f.left and not f.mask and not c.half_block
+            assert c.q_stages > 1 and not f.left and not f.lists_blocks and not c.half_block
         consumer, producer, rng_warp = self.registers
         assert registers_suffice(self.threads, consumer * c.warpgroups + producer + rng_warp)
         assert c.shared_memory(f) <= SHARED_MEMORY

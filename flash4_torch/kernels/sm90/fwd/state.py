@@ -7,7 +7,7 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from ...common import attn_mask, softmax
+from ...common import attn_mask, mods, softmax
 from ...common.band import Band
 from ...common.fwd.tiles import Blocks, Tile
 from ...common.warps import WARP
@@ -62,3 +62,4 @@ class TileState(NamedTuple):
     half_block: Boolean
     """Whether the first block's upper half is masked."""
     mask: attn_mask.Rows | None
+    mods: mods.Rows | None

@@ -1,0 +1,149 @@
+"""What a kernel computes of a program, and once for what: equal nodes once, each as seldom as possible.
+
+Nothing here needs a compiler; `programs` makes expressions of it.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import IntEnum
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from ...flex import table
+from ...flex.program import Node, Program, Ref, parse, refs
+
+MOST_NUMBERS = 1024
+"""Numbers that a program computes for each score, at most: they are code for every score of a tile."""
+DTYPES = frozenset(
+    ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
+)
+LIBRARY = (table.FLOATING - {"sqrt", "rsqrt", "reciprocal"}) | {"atan2"}
+"""Functions that kernels have in float32."""
+
+
+class Level(IntEnum):
+    """What a value is computed once for."""
+
+    TILE = 0
+    ROW = 1
+    COLUMN = 2
+    SCORE = 3
+
+
+class Lowering(NamedTuple):
+    """A program without equal nodes, and what each of its values depends on."""
+
+    program: Program
+    levels: tuple[Level, ...]
+
+    def nodes(self, level: Level) -> list[int]:
+        """Numbers of the nodes that are computed once for each `level`."""
+        first = self.program.first_node
+        return [first + i for i in range(len(self.program.nodes)) if self.levels[first + i] == level]
+
+    def kept(self, level: Level) -> list[int]:
+        """Numbers of the values of `level` that are read at later levels, or are results; no tensors."""
+        program = self.program
+        first, needed = program.first_node, {ref.value for ref in program.outputs}
+        for i, node in enumerate(program.nodes):
+            if self.levels[first + i] > level:
+                needed |= {ref.value for ref in refs(node.args)}
+        tensors = range(program.first_tensor, program.first_scalar)
+        return [n for n in sorted(needed) if self.levels[n] == level and n not in tensors]
+
+    def shape(self, number: int) -> tuple[int, ...]:
+        node = self.program.node(Ref(number))
+        return () if node is None else node.shape
+
+    def dtype(self, number: int) -> str:
+        program = self.program
+        if number < program.first_tensor:
+            return program.inputs[number]
+        if number < program.first_scalar:
+            return program.tensors[number - program.first_tensor].dtype
+        if number < program.first_node:
+            return program.scalars[number - program.first_scalar]
+        return program.nodes[number - program.first_node].dtype
+
+
+@lru_cache(maxsize=256)
+def lower(text: str, packed: bool) -> Lowering:
+    """The lowering of a program; `packed`: rows of a tile may be of several heads."""
+    program = _without_copies(parse(text))
+    lanes = [Level.TILE, Level.ROW if packed else Level.TILE, Level.ROW, Level.COLUMN]
+    levels = [Level.SCORE] * (len(program.inputs) - len(lanes)) + lanes
+    levels += [Level.TILE] * (len(program.tensors) + len(program.scalars))
+    for node in program.nodes:
+        found = {levels[ref.value] for ref in refs(node.args)}
+        mixed = {Level.ROW, Level.COLUMN} <= found
+        levels.append(Level.SCORE if mixed else max(found, default=Level.TILE))
+    return Lowering(program, tuple(levels))
+
+
+def _without_copies(program: Program) -> Program:
+    """The program with each node once, and without nodes that change nothing."""
+    first = program.first_node
+    number = {n: n for n in range(first)}
+    made: dict[Node, int] = {}
+
+    def renamed(arg: Any) -> Any:
+        if isinstance(arg, Ref):
+            return Ref(number[arg.value])
+        return tuple(map(renamed, arg)) if isinstance(arg, tuple) else arg
+
+    for i, node in enumerate(program.nodes):
+        own = node._replace(args=renamed(node.args))
+        if node.op == "detach":
+            number[first + i] = own.args[0].value
+        else:
+            # A bool equals a number: what is written tells them apart.
+            number[first + i] = made.setdefault(_Key((repr(own), own)), first + len(made))
+    nodes = tuple(key.node for key in made)
+    return program._replace(nodes=nodes, outputs=renamed(program.outputs))
+
+
+class _Key(NamedTuple):
+    pair: tuple[str, Node]
+
+    @property
+    def node(self) -> Node:
+        return self.pair[1]
+
+
+def limits(name: str, program: Program) -> list[str]:
+    """Why kernels cannot compute a program, whose function has that name."""
+    why = []
+    numbers = sum(math.prod(node.shape) for node in program.nodes)
+    if numbers > MOST_NUMBERS:
+        why.append(f"{name} computes {numbers} numbers for each score, and kernels compute {MOST_NUMBERS}")
+    dtypes = {*program.inputs, *program.scalars, *(t.dtype for t in program.tensors)}
+    dtypes |= {node.dtype for node in program.nodes}
+    if unknown := sorted(dtypes - DTYPES):
+        why.append(f"{name} has values of {', '.join(unknown)}, and kernels have {', '.join(sorted(DTYPES))}")
+    for node in program.nodes:
+        operand = next((_dtype_of(program, ref) for ref in refs(node.args)), node.dtype)
+        if operand == "float64" and node.op in LIBRARY:
+            why.append(f"{name} computes {node.op} in float64, and kernels do so in float32")
+        if node.op == "pow" and is_integer(node.dtype) and not _is_small_power(program, node):
+            why.append(f"{name} computes an integer's power, whose exponent must be known and from 0 to 64")
+    return why
+
+
+def _dtype_of(program: Program, ref: Ref) -> str:
+    return Lowering(program, ()).dtype(ref.value)
+
+
+def is_integer(dtype: str) -> bool:
+    return dtype.startswith(("int", "uint"))
+
+
+def _is_small_power(program: Program, node: Node) -> bool:
+    exponent = constant(program, node.args[1])
+    return exponent is not None and exponent in range(65)
+
+
+def constant(program: Program, ref: Ref) -> Any:
+    """The number that a constant node has, None for anything else."""
+    node = program.node(ref)
+    return node.args[0] if node is not None and node.op == "constant" else None

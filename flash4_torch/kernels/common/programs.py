@@ -1,0 +1,498 @@
+"""Programs of score_mod and mask_mod as expressions over scores: the device side of `flex.program`.
+
+A value is computed once for all that it depends on: once a tile, once a row of the tile, once a column of a block, or
+for each score. Equal nodes are computed once. Nothing branches: what is hidden is computed, too, with indices clamped
+into their tensors.
+
+    tile = begin(lowering, arguments, batch, heads, positions)  # once a tile
+    apply(lowering, arguments, tile, rows, keys, score_at, put)  # each block
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Float64, Int32
+from cutlass._mlir.dialects import arith
+
+from ...flex import table
+from ...flex.program import Node, Program, Ref
+from .lowering import LIBRARY, Level, Lowering, constant, is_integer
+
+TYPES: dict[str, Any] = {
+    "bool": Boolean,
+    "uint8": cutlass.Uint8,
+    "int8": cutlass.Int8,
+    "int16": cutlass.Int16,
+    "int32": Int32,
+    "int64": cutlass.Int64,
+    # Numbers of 16 bits are kept as float32 and rounded after each operation.
+    "float16": Float32,
+    "bfloat16": Float32,
+    "float32": Float32,
+    "float64": Float64,
+}
+"""Types of values in registers."""
+STORED: dict[str, Any] = {
+    **TYPES,
+    "float16": cutlass.Float16,
+    "bfloat16": cutlass.BFloat16,
+}
+"""Types of captured tensors' elements in memory."""
+PASSED: dict[str, Any] = {
+    **TYPES,
+    **dict.fromkeys(("uint8", "int8", "int16"), Int32),
+}
+"""Types of scalars as arguments of a kernel."""
+Values = tuple[Any, ...]
+"""Numbers of one value in row-major order: one, or those of an array."""
+Known = dict[int, Values]
+
+
+class Arguments(NamedTuple):
+    """A program's tensors, of at least one dimension each, and scalars."""
+
+    tensors: tuple[cute.Tensor, ...]
+    scalars: tuple[Any, ...]
+
+
+class Tile(NamedTuple):
+    """Values that scores of a tile share."""
+
+    everywhere: tuple[Any, ...]
+    rows: tuple[tuple[Any, ...], ...]
+    """For each row of a thread."""
+
+
+def begin(
+    lowering: Lowering,
+    arguments: Arguments,
+    batch: Int32,
+    heads: Sequence[Int32],
+    positions: Sequence[Int32],
+) -> Tile:
+    """Everything that depends on rows alone: their heads and query positions."""
+    program, kept_rows = lowering.program, lowering.kept(Level.ROW)
+    b, h, q_idx, _ = range(len(program.inputs) - 4, len(program.inputs))
+    shared: Known = {b: (batch,)}
+    for i, (dtype, scalar) in enumerate(zip(program.scalars, arguments.scalars, strict=True)):
+        shared[program.first_scalar + i] = (_passed(dtype, scalar),)
+    if lowering.levels[h] == Level.TILE:
+        shared[h] = (heads[0],)
+    _compute(lowering, arguments, Level.TILE, shared)
+    rows = []
+    for head, position in zip(heads, positions, strict=True):
+        known = {**shared, q_idx: (position,)}
+        known.setdefault(h, (head,))
+        _compute(lowering, arguments, Level.ROW, known)
+        rows.append(_flat(known, kept_rows))
+    return Tile(_flat(shared, lowering.kept(Level.TILE)), tuple(rows))
+
+
+def apply(
+    lowering: Lowering,
+    arguments: Arguments,
+    tile: Tile,
+    rows: int,
+    keys: Iterable[Int32],
+    score_at: Callable[[int, int], Any],
+    put: Callable[[int, int, Any], None],
+) -> None:
+    """Call `put(row, column, result)` for each score; `keys` are the columns' positions."""
+    program = lowering.program
+    kv_idx, has_score = len(program.inputs) - 1, len(program.inputs) > 4
+    shared = _unflat(lowering, Level.TILE, tile.everywhere)
+    of_rows = [_unflat(lowering, Level.ROW, tile.rows[r]) for r in range(rows)]
+    (output,) = program.outputs
+    for c, key in enumerate(keys):
+        column = {**shared, kv_idx: (key,)}
+        _compute(lowering, arguments, Level.COLUMN, column)
+        for r in range(rows):
+            known = {**column, **of_rows[r]}
+            if has_score:
+                known[0] = (score_at(r, c),)
+            _compute(lowering, arguments, Level.SCORE, known)
+            put(r, c, known[output.value][0])
+
+
+def _flat(known: Known, numbers: Iterable[int]) -> tuple[Any, ...]:
+    return tuple(x for n in numbers for x in known[n])
+
+
+def _unflat(lowering: Lowering, level: Level, flat: tuple[Any, ...]) -> Known:
+    left = iter(flat)
+    return {n: tuple(itertools.islice(left, math.prod(lowering.shape(n)))) for n in lowering.kept(level)}
+
+
+def _compute(lowering: Lowering, arguments: Arguments, level: Level, known: Known) -> None:
+    """Add the values of the level's nodes."""
+    program = lowering.program
+    for number in lowering.nodes(level):
+        node = program.nodes[number - program.first_node]
+        known[number] = _value(lowering, node, arguments, known)
+
+
+def _value(lowering: Lowering, node: Node, arguments: Arguments, known: Known) -> Values:
+    program, count = lowering.program, math.prod(node.shape)
+    if node.op == "constant":
+        return (_typed(node.dtype, node.args[0]),)
+    if node.op == "gather":
+        return _gather(program, node, arguments, known)
+    operands = [
+        None if arg is None else known[arg.value] for arg in node.args if arg is None or isinstance(arg, Ref)
+    ]
+    shapes = [
+        () if arg is None else lowering.shape(arg.value)
+        for arg in node.args
+        if arg is None or isinstance(arg, Ref)
+    ]
+    if node.op == "view":
+        return operands[0]
+    if node.op == "sum":
+        return _sum(node, operands[0], shapes[0])
+    if node.op == "pow" and (exponent := constant(program, node.args[1])) is not None:
+        return tuple(_rounded(node.dtype, _power(node.dtype, x, exponent)) for x in operands[0])
+    source = lowering.dtype(node.args[0].value)
+    found = []
+    for place in range(count):
+        own = [
+            None if x is None else x[_at(node.shape, shape, place)]
+            for x, shape in zip(operands, shapes, strict=True)
+        ]
+        found.append(_number(node, source, own))
+    return tuple(found)
+
+
+def _at(shape: tuple[int, ...], own: tuple[int, ...], place: int) -> int:
+    """The place in an operand of sizes `own` that is broadcast to a place in an array of sizes `shape`."""
+    index, step, of_own = 0, 1, 1
+    for size, own_size in zip(reversed(shape), itertools.chain(reversed(own), itertools.repeat(1))):
+        index += (place // step % size if own_size > 1 else 0) * of_own
+        step, of_own = step * size, of_own * own_size
+    return index
+
+
+def _sum(node: Node, x: Values, shape: tuple[int, ...]) -> Values:
+    """Sums over some dimensions, in the order of the elements."""
+    _, dims, _ = node.args
+    totals: dict[tuple[int, ...], Any] = {}
+    for place, coordinate in enumerate(itertools.product(*map(range, shape))):
+        kept = tuple(0 if dim in dims else i for dim, i in enumerate(coordinate))
+        totals[kept] = totals[kept] + x[place] if kept in totals else x[place]
+    zero = _typed(node.dtype, 0)
+    return tuple(_rounded(node.dtype, x) for x in totals.values()) or (zero,) * math.prod(node.shape)
+
+
+def _gather(program: Program, node: Node, arguments: Arguments, known: Known) -> Values:
+    source, *positions = node.args
+    place = source.value - program.first_tensor
+    tensor, rank = arguments.tensors[place], program.tensors[place].rank
+    if node.dtype == "bool":
+        # A byte an element; the DSL's Boolean would be a bit in registers.
+        tensor = cute.make_tensor(cute.recast_ptr(tensor.iterator, dtype=cutlass.Uint8), tensor.layout)
+    positions += [None] * (rank - len(positions))
+    fixed = [
+        None if p is None else _index(known[p.value][0] if isinstance(p, Ref) else p, tensor.shape[dim])
+        for dim, p in enumerate(positions)
+    ]
+    found = []
+    for own in itertools.product(*map(range, node.shape)):
+        rest = iter(own)
+        coordinate = tuple(next(rest) if i is None else i for i in fixed) or (0,)
+        x = tensor[coordinate]
+        found.append(Boolean(x != 0) if node.dtype == "bool" else x.to(TYPES[node.dtype]))
+    return tuple(found)
+
+
+def _index(index: Any, size: Any) -> Any:
+    """An index that is not negative and below the size."""
+    if isinstance(index, int):
+        index = Int32(index)
+    wide = type(index) if type(index).width > 32 else Int32
+    index, size = index.to(wide), wide(size)
+    index = cutlass.select_(index < 0, index + size, index)
+    return Int32(cutlass.max(cutlass.min(index, size - 1), wide(0)))
+
+
+def _typed(dtype: str, number: Any) -> Any:
+    kind = TYPES[dtype]
+    if kind is Boolean:
+        return Boolean(bool(number))
+    return _rounded(dtype, kind(float(number) if dtype.startswith(("float", "bfloat")) else int(number)))
+
+
+def _passed(dtype: str, scalar: Any) -> Any:
+    return _rounded(dtype, scalar.to(TYPES[dtype]))
+
+
+def _rounded(dtype: str, x: Any) -> Any:
+    """A result in the type of its dtype, rounded to it."""
+    kind = TYPES[dtype]
+    x = x if type(x) is kind else kind(x)
+    return x.to(STORED[dtype]).to(Float32) if dtype in ("float16", "bfloat16") else x
+
+
+def _number(node: Node, source: str, operands: list[Any]) -> Any:
+    """One number of an operation's result; `source` is the dtype of its operands."""
+    op, dtype = node.op, node.dtype
+    if op == "expand":
+        return operands[0]
+    if op == "convert":
+        return _converted(operands[0], source, dtype)
+    if op == "where":
+        return _rounded(dtype, cutlass.select_(*operands))
+    if op == "clamp":
+        x, lowest, highest = operands
+        x = x if lowest is None else _larger(x, lowest)
+        return _rounded(dtype, x if highest is None else _smaller(_rounded(dtype, x), highest))
+    if op in table.COMPARISONS:
+        return _rounded(dtype, _COMPARE[op](*operands))
+    if op in table.LOGIC:
+        return _rounded(dtype, _LOGIC[op](*(_is_true(x) for x in operands)))
+    if op in LIBRARY:
+        return _rounded(dtype, _LIBRARY[op](*operands))
+    functions = _BOOLEAN if dtype == "bool" else _INTEGER if is_integer(dtype) else _FLOATING
+    return _rounded(dtype, (functions.get(op) or _ANY[op])(*operands))
+
+
+def _is_true(x: Any) -> Any:
+    return x if type(x) is Boolean else x != type(x)(0)
+
+
+def _converted(x: Any, source: str, dtype: str) -> Any:
+    if dtype == "bool":
+        return _rounded(dtype, _is_true(x))
+    if source == "bool":
+        kind = TYPES[dtype]
+        return _rounded(dtype, cutlass.select_(x, kind(1), kind(0)))
+    if dtype in ("uint8", "int8", "int16") and not is_integer(source):
+        # torch's conversion of a number out of range wraps around.
+        x = x.to(Int32)
+    return _rounded(dtype, x)
+
+
+def _larger(x: Any, y: Any) -> Any:
+    """The larger number; NaN if one of them is NaN."""
+    if type(x) is Float32:
+        return cute.arch.fmax(x, y, nan=True)
+    return cutlass.select_((x > y) | (x != x), x, y)
+
+
+def _smaller(x: Any, y: Any) -> Any:
+    if type(x) is Float32:
+        return -cute.arch.fmax(-x, -y, nan=True)
+    return cutlass.select_((x < y) | (x != x), x, y)
+
+
+def _with(function: Callable[..., Any], x: Any, y: Any) -> Any:
+    """An MLIR operation on two integers."""
+    return type(x)(function(x.ir_value(), y.ir_value()))
+
+
+def _quotient(x: Any, y: Any) -> Any:
+    return _with(arith.divsi if type(x).signed else arith.divui, x, y)
+
+
+def _rest(x: Any, y: Any) -> Any:
+    return _with(arith.remsi if type(x).signed else arith.remui, x, y)
+
+
+def _is_off(rest: Any, y: Any) -> Any:
+    """Whether a division rounded towards 0 has to be one less to be rounded down."""
+    zero = type(y)(0)
+    return (rest != zero) & ((rest < zero) != (y < zero))
+
+
+def _int_div_floor(x: Any, y: Any) -> Any:
+    quotient = _quotient(x, y)
+    return cutlass.select_(_is_off(x - quotient * y, y), quotient - type(x)(1), quotient)
+
+
+def _int_remainder(x: Any, y: Any) -> Any:
+    rest = _rest(x, y)
+    return cutlass.select_(_is_off(rest, y), rest + y, rest)
+
+
+def _float_remainder(x: Any, y: Any) -> Any:
+    rest = _float_rest(x, y)
+    return cutlass.select_(_is_off(rest, y), rest + y, rest)
+
+
+def _float_rest(x: Any, y: Any) -> Any:
+    return type(x)(arith.remf(x.ir_value(), y.ir_value()))
+
+
+def _float_div_floor(x: Any, y: Any) -> Any:
+    """torch's: the quotient of what a remainder leaves, which is whole but for rounding."""
+    kind, rest = type(x), _float_rest(x, y)
+    whole = (x - rest) / y
+    whole = cutlass.select_(_is_off(rest, y), whole - kind(1), whole)
+    down = cute.math.floor(whole)
+    down = cutlass.select_(whole - down > kind(0.5), down + kind(1), down)
+    return cutlass.select_(y == kind(0), x / y, down)
+
+
+def _shift_left(x: Any, y: Any) -> Any:
+    kind = type(x)
+    fits = (y >= kind(0)) & (y < kind(kind.width))
+    return cutlass.select_(fits, _with(arith.shli, x, cutlass.select_(fits, y, kind(0))), kind(0))
+
+
+def _shift_right(x: Any, y: Any) -> Any:
+    kind = type(x)
+    most = kind(kind.width - 1)
+    own = cutlass.select_((y >= kind(0)) & (y < kind(kind.width)), y, most)
+    shifted = _with(arith.shrsi if kind.signed else arith.shrui, x, own)
+    return shifted if kind.signed else cutlass.select_(own == y, shifted, kind(0))
+
+
+def _sign(x: Any) -> Any:
+    kind = type(x)
+    one, zero = kind(1), kind(0)
+    negative = cutlass.select_(x < zero, zero - one, zero)
+    return cutlass.select_(x > zero, one, negative)
+
+
+def _sigmoid(x: Any) -> Any:
+    return Float32(1.0) / (Float32(1.0) + cute.math.exp(-x))
+
+
+def _sin_and_cos(x: Any, quarters: int) -> Any:
+    """sin(x + quarters * pi / 2) in float32, by its series; exact to rounding up to 2^27 at least.
+
+    The library's function for large numbers has an array in local memory.
+    """
+    wide = x.to(Float64)
+    turns = cute.math.roundeven(wide * Float64(2.0 / math.pi))
+    rest = (wide - turns * Float64(math.pi / 2.0)).to(Float32)
+    quarter = (turns.to(cutlass.Int64) + quarters).to(Int32) & 3
+    square = rest * rest
+    sine, cosine = (
+        _series(square, [(-1.0) ** n / math.factorial(2 * n + odd) for n in range(6)]) for odd in (1, 0)
+    )
+    found = cutlass.select_((quarter & 1) == 1, cosine, sine * rest)
+    return cutlass.select_(quarter >= 2, -found, found)
+
+
+def _series(x: Any, coefficients: Sequence[float]) -> Any:
+    result = Float32(coefficients[-1])
+    for coefficient in reversed(coefficients[:-1]):
+        result = result * x + Float32(coefficient)
+    return result
+
+
+def _power(dtype: str, x: Any, exponent: Any) -> Any:
+    """A power with a known exponent, by the operations that torch has for it."""
+    kind = type(x)
+    if is_integer(dtype):
+        result = kind(1)
+        for _ in range(int(exponent)):
+            result = _rounded(dtype, result * x)
+        return result
+    known: dict[float, Callable[[], Any]] = {
+        0.0: lambda: kind(1.0),
+        0.5: lambda: cute.math.sqrt(x),
+        1.0: lambda: x,
+        2.0: lambda: x * x,
+        3.0: lambda: x * x * x,
+        -0.5: lambda: kind(1.0) / cute.math.sqrt(x),
+        -1.0: lambda: kind(1.0) / x,
+        -2.0: lambda: kind(1.0) / (x * x),
+    }
+    made = known.get(float(exponent))
+    return cute.math.pow(x, kind(float(exponent))) if made is None else made()
+
+
+_COMPARE: dict[str, Callable[..., Any]] = {
+    "eq": lambda x, y: x == y,
+    "ne": lambda x, y: x != y,
+    "lt": lambda x, y: x < y,
+    "le": lambda x, y: x <= y,
+    "gt": lambda x, y: x > y,
+    "ge": lambda x, y: x >= y,
+}
+_LOGIC: dict[str, Callable[..., Any]] = {
+    "logical_and": lambda x, y: x & y,
+    "logical_or": lambda x, y: x | y,
+    "logical_xor": lambda x, y: x ^ y,
+    "logical_not": lambda x: x ^ Boolean(True),
+}
+_LIBRARY: dict[str, Callable[..., Any]] = {
+    "exp": cute.math.exp,
+    "exp2": cute.math.exp2,
+    "expm1": cute.math.expm1,
+    "log": cute.math.log,
+    "log2": cute.math.log2,
+    "log1p": cute.math.log1p,
+    "log10": cute.math.log10,
+    "tanh": cute.math.tanh,
+    "sigmoid": _sigmoid,
+    "erf": cute.math.erf,
+    "sin": lambda x: _sin_and_cos(x, 0),
+    "cos": lambda x: _sin_and_cos(x, 1),
+    "tan": lambda x: _sin_and_cos(x, 0) / _sin_and_cos(x, 1),
+    "sinh": cute.math.sinh,
+    "cosh": cute.math.cosh,
+    "asin": cute.math.asin,
+    "acos": cute.math.acos,
+    "atan": cute.math.atan,
+    "atan2": cute.math.atan2,
+}
+"""Functions in float32."""
+_ANY: dict[str, Callable[..., Any]] = {
+    "add": lambda x, y: x + y,
+    "sub": lambda x, y: x - y,
+    "mul": lambda x, y: x * y,
+    "maximum": _larger,
+    "minimum": _smaller,
+    "abs": lambda x: cutlass.select_(x < type(x)(0), -x, x),
+    "neg": lambda x: -x,
+    "sign": _sign,
+    "relu": lambda x: _larger(x, type(x)(0)),
+}
+_INTEGER: dict[str, Callable[..., Any]] = {
+    "div_floor": _int_div_floor,
+    "div_trunc": _quotient,
+    "remainder": _int_remainder,
+    "fmod": _rest,
+    "bitwise_and": lambda x, y: x & y,
+    "bitwise_or": lambda x, y: x | y,
+    "bitwise_xor": lambda x, y: x ^ y,
+    "bitwise_not": lambda x: x ^ type(x)(-1 if type(x).signed else 255),
+    "bitwise_left_shift": _shift_left,
+    "bitwise_right_shift": _shift_right,
+    **dict.fromkeys(("floor", "ceil", "round", "trunc"), lambda x: x),
+}
+_FLOATING: dict[str, Callable[..., Any]] = {
+    "abs": lambda x: cute.math.abs(x),
+    "div": lambda x, y: x / y,
+    "div_floor": _float_div_floor,
+    "div_trunc": lambda x, y: cute.math.trunc(x / y),
+    "remainder": _float_remainder,
+    "fmod": _float_rest,
+    "pow": cute.math.pow,
+    "reciprocal": lambda x: type(x)(1.0) / x,
+    "sqrt": cute.math.sqrt,
+    "rsqrt": lambda x: type(x)(1.0) / cute.math.sqrt(x),
+    "floor": cute.math.floor,
+    "ceil": cute.math.ceil,
+    "round": cute.math.roundeven,
+    "trunc": cute.math.trunc,
+}
+_BOOLEAN: dict[str, Callable[..., Any]] = {
+    "add": lambda x, y: x | y,
+    "mul": lambda x, y: x & y,
+    "maximum": lambda x, y: x | y,
+    "minimum": lambda x, y: x & y,
+    "bitwise_and": lambda x, y: x & y,
+    "bitwise_or": lambda x, y: x | y,
+    "bitwise_xor": lambda x, y: x ^ y,
+    "bitwise_not": lambda x: x ^ Boolean(True),
+    "abs": lambda x: x,
+    "neg": lambda x: x ^ Boolean(True),
+}
