@@ -74,7 +74,7 @@ class Features(NamedTuple):
 
     @property
     def large_scores(self) -> bool:
-        """Whether scores are in natural units and may have any size: a floating mask or score_mod made them."""
+        """Whether scores are in natural units and of any size: after a floating mask or score_mod."""
         return self.float_mask or bool(self.mods.score_mod)
 
     @property

@@ -16,7 +16,7 @@ from ...kernels.common import lowering
 from ...problem import Problem, Spec
 from ...reference.flex import EMPTY, FULL, Blocks
 from .. import tile_counters
-from ..compiled import SM90A, SM100A, SM103A, TARGETS, Target, forward, limits
+from ..compiled import TARGETS, Target, forward, limits
 from ..compiled.backend import missing_packages, num_sms
 from ..compiled.targets import Find, ForwardConfig
 from ..compiled.tensors import readable, unpad
@@ -191,15 +191,15 @@ def arguments(inputs: FlexInputs, problem: FlexProblem, config: ForwardConfig) -
         for mod in found
         for dtype, value in zip(mod.program.scalars, mod.scalars, strict=True)
     )
-    blocks = flex.blocks
+    blocks, of_blocks = flex.blocks, None
     if blocks is not None:
         if flex.mask_mod is None:
             blocks = Blocks(torch.where(blocks.state == EMPTY, EMPTY, FULL).to(torch.uint8), blocks.size)
         Sq, Sk = problem.extent.Sq, problem.extent.Sk
-        blocks = tables(blocks, Sq, Sk, config.queries, config.keys)
-    if not found and blocks is None:
+        of_blocks = tables(blocks, Sq, Sk, config.queries, config.keys)
+    if not found and of_blocks is None:
         return None
-    return tensors or None, scalars or None, blocks
+    return tensors or None, scalars or None, of_blocks
 
 
 def _element(x: Tensor) -> Tensor:

@@ -7,9 +7,9 @@ import sys
 from ... import env
 from ...errors import BackendError
 from ...flex_problem import FlexProblem
+from ..compiled import SM90A, SM100A, SM103A
 from ..dispatch import observers
 from .base import FlexBackend
-from ..compiled import SM90A, SM100A, SM103A
 from .compiled import Compiled, Emulated
 from .tiled import Tiled
 

@@ -1,4 +1,4 @@
-"""A block mask's lists as the tables by which kernels visit blocks of keys: see `kernels.common.mask_tables`."""
+"""A block mask's lists as tables by which kernels visit blocks of keys: see `kernels.common.mask_tables`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Tables(NamedTuple):
 
 
 def tables(blocks: Blocks, Sq: int, Sk: int, queries: int, keys: int) -> Tables:
-    """The tables for tiles of `queries` rows and blocks of `keys` keys, whatever the mask's own blocks are."""
+    """The tables for tiles of `queries` rows and blocks of `keys` keys; the mask's own may be any."""
     rows, columns = _spans(Sq, queries, blocks.size[0]), _spans(Sk, keys, blocks.size[1])
     shown = _count(blocks.state != EMPTY, rows, columns)
     full = _count(blocks.state == FULL, rows, columns)

@@ -1,4 +1,4 @@
-"""score_mod, mask_mod and block masks on the device: which blocks a tile visits, and what becomes of its scores.
+"""score_mod, mask_mod and block masks on the device: blocks that a tile visits, and what is done to scores.
 
 A role that holds scores does
 
@@ -19,8 +19,8 @@ from . import programs
 from .attn_mask import Mask, within
 from .fragment import Fragment
 from .host import any_sizes, compact, strided
-from .mask_tables import MaskPlan
 from .lowering import Lowering, lower
+from .mask_tables import MaskPlan
 from .programs import Arguments
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -132,10 +132,8 @@ def mask(args: ModArgs, plan: Any, own: Rows, first_key: Int32, fragment: Fragme
     def put(r: int, c: int, shown: Boolean | None) -> None:
         if blocks:
             found = state(r, c)
-            if shown is None:
-                shown = found != EMPTY
-            else:
-                shown = (found == FULL) | ((found == PARTIAL) & shown)
+            listed = found != EMPTY
+            shown = listed if shown is None else listed & (shown | (found == FULL))
         scores[r, c] = cutlass.select_(shown, scores[r, c], -Float32.inf)
 
     if found is not None:

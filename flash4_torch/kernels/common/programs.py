@@ -1,8 +1,8 @@
 """Programs of score_mod and mask_mod as expressions over scores: the device side of `flex.program`.
 
-A value is computed once for all that it depends on: once a tile, once a row of the tile, once a column of a block, or
-for each score. Equal nodes are computed once. Nothing branches: what is hidden is computed, too, with indices clamped
-into their tensors.
+A value is computed once for all that it depends on: once a tile, once a row of the tile, once a column of a
+block, or for each score. Equal nodes are computed once. Nothing branches: what is hidden is computed, too,
+with indices clamped into their tensors.
 
     tile = begin(lowering, arguments, batch, heads, positions)  # once a tile
     apply(lowering, arguments, tile, rows, keys, score_at, put)  # each block
@@ -171,7 +171,8 @@ def _value(lowering: Lowering, node: Node, arguments: Arguments, known: Known) -
 def _at(shape: tuple[int, ...], own: tuple[int, ...], place: int) -> int:
     """The place in an operand of sizes `own` that is broadcast to a place in an array of sizes `shape`."""
     index, step, of_own = 0, 1, 1
-    for size, own_size in zip(reversed(shape), itertools.chain(reversed(own), itertools.repeat(1))):
+    own = (1,) * (len(shape) - len(own)) + own
+    for size, own_size in zip(reversed(shape), reversed(own), strict=True):
         index += (place // step % size if own_size > 1 else 0) * of_own
         step, of_own = step * size, of_own * own_size
     return index

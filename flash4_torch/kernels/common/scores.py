@@ -21,9 +21,10 @@ _SERIES_END = 0.25
 
 
 def unit(features: Features) -> float:
-    """One natural unit, in the units of scaled scores: base 2, but natural units with a floating mask or score_mod.
+    """One natural unit, in the units of scaled scores: base 2, but natural units where scores may be large.
 
-    A floating mask is added in natural units: log2(e) times its lowest finite values would be infinite.
+    A floating mask is added in natural units: log2(e) times its lowest finite values would be infinite. So
+    might be what score_mod makes.
     """
     return 1.0 if features.large_scores else LOG2E
 
