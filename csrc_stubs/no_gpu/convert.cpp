@@ -174,7 +174,16 @@ uint32_t stride_of(FormatName name) {
 }
 
 // What a source register holds: an f32, an f64, an integer, or packed elements of a narrow format.
-enum class SourceKind { F32, F64, S8, S16, S32, U8, U16, U32, Packed };
+enum class SourceKind { F32, F64, S8, S16, S32, S64, U8, U16, U32, U64, Packed };
+
+// An integer with as many bits as a double has, the lowest of which stands for all that were dropped: rounded to fewer
+// bits it gives what the integer itself does.
+double sticky(uint64_t magnitude) {
+    constexpr uint64_t dropped = 0x7ff;
+    if (magnitude >> 53 && magnitude & dropped) magnitude = (magnitude & ~dropped) | (dropped + 1);
+    return static_cast<double>(magnitude);
+}
+
 double source_value(Warp& w, uint32_t reg, int lane, SourceKind kind, FormatName name, int element) {
     switch (kind) {
         case SourceKind::F32: return std::bit_cast<float>(w.u32(reg)[lane]);
@@ -182,9 +191,14 @@ double source_value(Warp& w, uint32_t reg, int lane, SourceKind kind, FormatName
         case SourceKind::S8: return S8::load(w.u32(reg)[lane]);
         case SourceKind::S16: return S16::load(w.u32(reg)[lane]);
         case SourceKind::S32: return S32::load(w.u32(reg)[lane]);
+        case SourceKind::S64: {
+            const auto x = static_cast<int64_t>(w.u64(reg)[lane]);
+            return x < 0 ? -sticky(-static_cast<uint64_t>(x)) : sticky(x);
+        }
         case SourceKind::U8: return U8::load(w.u32(reg)[lane]);
         case SourceKind::U16: return U16::load(w.u32(reg)[lane]);
         case SourceKind::U32: return U32::load(w.u32(reg)[lane]);
+        case SourceKind::U64: return sticky(w.u64(reg)[lane]);
         case SourceKind::Packed: return number::decode(w.u32(reg)[lane] >> (stride_of(name) * element), name);
     }
     return 0;

@@ -178,6 +178,22 @@ def test_narrowing_rounds_once(to, source, mode, rng, n):
     assert_same(got, np.array(want, narrow.dtype), a)
 
 
+@pytest.mark.parametrize("source", ["s64", "u64"])
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+@few
+@given(drawn, counts)
+def test_wide_integers_are_rounded_once(kind, source, rng, n):
+    to = FORMATS[kind]
+    # Next to the middle between two numbers: a double in between would round to the middle first.
+    middle = 2 * rng.integers(1 << to.mantissa, 2 << to.mantissa, n) + 1
+    a = (middle << rng.integers(0, 61 - to.mantissa, n)) + rng.integers(-1, 2, n)
+    if source == "s64":
+        a *= rng.choice([-1, 1], n)
+    (got,) = evaluate(f"cvt.rn.{kind}.{source} %d0, %s0;", [a], to.dtype)
+    want = [to.encode(narrowed(to, "rn", int(x))) for x in a]
+    assert_same(got, np.array(want, to.dtype), a)
+
+
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("mode", ["rn", "rz"])
 @pytest.mark.parametrize("kind", ["f16", "bf16"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -14,13 +16,14 @@ from flash4_torch import testing
 from flash4_torch.backends import flex as backends
 from flash4_torch.errors import BackendError, RangeError
 from flash4_torch.flex.attention import traced
+from flash4_torch.flex.program import parse
 from flash4_torch.flex_problem import FlexInputs, FlexProblem
 from flash4_torch.masks import Band
 from flash4_torch.ops import CallOptions
 from flash4_torch.ops.flex import describe, flex_attention
 from flex_mods import H, Mod
 
-UNWRITTEN = ("sm90", "sm100", "emulator")
+KERNELS = ("sm90", "sm100", "emulator")
 
 
 def tensors(Sq: int = 9, Sk: int = 11, D: int = 8, Dv: int = 6) -> list[Tensor]:
@@ -40,8 +43,9 @@ def call() -> Tensor:
 
 def test_plain_torch_serves_and_the_others_say_why_not() -> None:
     reasons = backends.reasons(problem())
-    assert list(reasons) == [*UNWRITTEN, "tiled"] and reasons["tiled"] == []
-    assert all("no kernels for score_mod" in reasons[name][0] for name in UNWRITTEN)
+    assert list(reasons) == [*KERNELS, "tiled"] and reasons["tiled"] == []
+    assert all("the tensors are on cpu, and it serves cuda" in reasons[name] for name in KERNELS[:2])
+    assert any("FLASH4_BACKEND=emulator asks for it" in sentence for sentence in reasons["emulator"])
 
 
 def test_observers_hear_of_both_directions() -> None:
@@ -50,13 +54,32 @@ def test_observers_hear_of_both_directions() -> None:
     assert used == {("flex_attention", "tiled"): 1, ("flex_attention_backward", "tiled"): 1}
 
 
-@pytest.mark.parametrize("name", UNWRITTEN)
-def test_a_forced_backend_without_kernels_is_an_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", KERNELS[:2])
+def test_a_forced_backend_that_cannot_serve_is_an_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else serves the call silently."""
     monkeypatch.setenv("FLASH4_BACKEND", name)
-    with pytest.raises(BackendError, match="no kernels for score_mod"):
+    with pytest.raises(BackendError, match="the tensors are on cpu"):
         call()
     assert any("asks for another" in sentence for sentence in backends.reasons(problem())["tiled"])
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_what_kernels_lack_is_said(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    monkeypatch.setenv("FLASH4_BACKEND", "emulator")
+    monkeypatch.setenv("FLASH4_ARCH", arch)
+
+    def reasons(score_mod: Mod, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> str:
+        found = problem(score_mod)
+        found = found._replace(spec=found.spec._replace(dtype=dtype, **changes))
+        return " ".join(backends.reasons(found)["emulator"])
+
+    doubles = torch.randn(5, dtype=torch.float64)
+    assert reasons(lambda score, b, h, i, j: score * i) == ""
+    assert "the dtype is torch.float32" in reasons(lambda score, b, h, i, j: score * i, torch.float32)
+    assert "no kernels for gradients" in reasons(lambda score, b, h, i, j: score * i, backward=True)
+    assert "exp in float64" in reasons(lambda score, b, h, i, j: score * doubles[i].exp())
+    assert "serves up to 256" in reasons(lambda score, b, h, i, j: score * i, D=264)
 
 
 @pytest.mark.parametrize("name", ["cpu", "sdpa", "tiled"])
@@ -77,7 +100,7 @@ def test_the_log_names_the_programs(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     q, k, v = tensors(7, 13)
     mods = traced(q, k, lambda score, b, h, i, j: score + i, lambda b, h, i, j: i != j)
     flex_attention(q, k, v, mods, CallOptions(0.5, 3))
-    key = describe(FlexInputs(q, k, v, mods), CallOptions(0.5)).spec.score_mod[:8]
+    key = parse(describe(FlexInputs(q, k, v, mods), CallOptions(0.5)).spec.score_mod).key[:8]
     logged = capsys.readouterr().err
     assert "tiled serves flex_attention forward B=2 Sq=7 Sk=13" in logged
     assert f"score_mod {key} mask_mod" in logged and "window=(3, None)" in logged

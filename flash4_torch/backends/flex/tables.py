@@ -22,31 +22,38 @@ class Tables(NamedTuple):
 
 def tables(blocks: Blocks, Sq: int, Sk: int, queries: int, keys: int) -> Tables:
     """The tables for tiles of `queries` rows and blocks of `keys` keys; the mask's own may be any."""
-    rows, columns = _spans(Sq, queries, blocks.size[0]), _spans(Sk, keys, blocks.size[1])
+    device = blocks.state.device
+    rows = _Spans.of(Sq, queries, blocks.size[0], device)
+    columns = _Spans.of(Sk, keys, blocks.size[1], device)
     shown = _count(blocks.state != EMPTY, rows, columns)
     full = _count(blocks.state == FULL, rows, columns)
-    heights, widths = (torch.tensor([b - a for a, b in spans]) for spans in (rows, columns))
-    area = (heights[:, None] * widths).to(shown)
+    area = (rows.last - rows.first)[:, None] * (columns.last - columns.first)
     is_visible = shown > 0
     rank = torch.nn.functional.pad(is_visible.cumsum(-1, dtype=torch.int32), (1, 0))
-    NB = len(columns)
+    NB = rank.shape[-1] - 1
     # What is not visible goes to one more column.
     places = torch.where(is_visible, rank[..., :-1], NB).long()
-    entries = 2 * torch.arange(NB, dtype=torch.int32, device=shown.device) + (full < area)
+    entries = 2 * torch.arange(NB, dtype=torch.int32, device=device) + (full < area)
     listed = rank.new_zeros(*places.shape[:-1], NB + 1).scatter_(-1, places, entries.to(torch.int32))
     return Tables(listed[..., :NB].contiguous(), rank, blocks.state, *blocks.size)
 
 
-def _spans(size: int, tile: int, block: int) -> list[tuple[int, int]]:
-    """The mask's blocks that each tile overlaps, first and last + 1."""
-    return [(start // block, (min(start + tile, size) - 1) // block + 1) for start in range(0, size, tile)]
+class _Spans(NamedTuple):
+    """The mask's blocks that each tile overlaps, `first <= n < last`, made on the device: nothing waits."""
+
+    first: Tensor
+    last: Tensor
+
+    @classmethod
+    def of(cls, size: int, tile: int, block: int, device: torch.device) -> _Spans:
+        starts = torch.arange(0, size, tile, device=device)
+        return cls(starts // block, ((starts + tile).clamp(max=size) - 1) // block + 1)
 
 
-def _count(of: Tensor, rows: list[tuple[int, int]], columns: list[tuple[int, int]]) -> Tensor:
-    """How many blocks of each tile are True, int32."""
+def _count(of: Tensor, rows: _Spans, columns: _Spans) -> Tensor:
+    """The number of True blocks that each tile overlaps, int32."""
     for dim, spans in ((-2, rows), (-1, columns)):
         sums = of.cumsum(dim, dtype=torch.int32)
         before = torch.cat([torch.zeros_like(sums.narrow(dim, 0, 1)), sums], dim)
-        first, last = (torch.tensor(x, device=of.device) for x in zip(*spans, strict=True))
-        of = before.index_select(dim, last) - before.index_select(dim, first)
+        of = before.index_select(dim, spans.last) - before.index_select(dim, spans.first)
     return of

@@ -466,8 +466,11 @@ class _Format(IntEnum):
 
 
 # `SourceKind` in csrc_stubs/no_gpu/convert.cpp.
-_SOURCE_KINDS = {"f32": 0, "f64": 1, "s8": 2, "s16": 3, "s32": 4, "u8": 5, "u16": 6, "u32": 7}
-_PACKED_SOURCE = 8
+_SOURCE_KINDS = {
+    name: kind
+    for kind, name in enumerate(("f32", "f64", "s8", "s16", "s32", "s64", "u8", "u16", "u32", "u64"))
+}
+_PACKED_SOURCE = len(_SOURCE_KINDS)
 _TO_INTEGRAL = {"rni": 0, "rzi": 1, "rmi": 2, "rpi": 3}
 _ROUNDINGS = {"rn": 0, **_DIRECTED, "rna": 4}
 _FAST_NARROWING = {"f16", "bf16", "f16x2", "bf16x2"}
@@ -480,7 +483,7 @@ def convert(ins: Instruction, ctx: Context) -> EngineOp:
     if len(modifiers) < 2:
         raise ctx.malformed("two types are expected")
     *modifiers, to, source = modifiers
-    if not all(t in _SOURCE_KINDS or t in ("s64", "u64") or _is_format(t) for t in (to, source)):
+    if not all(t in _SOURCE_KINDS or _is_format(t) for t in (to, source)):
         raise ctx.unsupported(f"from type {source} to {to}")
     _only(modifiers, {"ftz", "sat", "satfinite", "relu", *_TO_INTEGRAL, *_ROUNDINGS}, ctx)
     if _INTEGER.fullmatch(to):
