@@ -23,9 +23,9 @@ from flash4_torch.kernels.common.programs import Arguments
 from flash4_torch.reference.programs import evaluate, scalar_tensors
 from flash4_torch.testing import emulate
 
-THREADS = 16
-ROWS, COLUMNS = 2 * THREADS, 2
-"""A thread has two rows of two keys."""
+THREADS = 8
+ROWS, COLUMNS = 2 * THREADS, 1
+"""A thread has two rows of as many keys."""
 BATCH, HEAD = 1, 1
 FIRST_KEY = 2
 
@@ -61,16 +61,18 @@ def evaluation_kernel(
     thread, _, _ = cute.arch.thread_idx()
     rows = (thread, thread + THREADS)
     heads = tuple(row % 2 for row in rows) if packed else (Int32(HEAD), Int32(HEAD))
-    tensors, scalars = _each(arguments.tensors), _each(arguments.scalars)
-    for p in cutlass.range_constexpr(len(texts)):
-        lowering = lower(texts[p], packed)
+    _evaluate_all(scores, results, arguments, texts, packed, rows, heads)
+
+
+def _evaluate_all(
+    scores: Any, results: Any, arguments: ModArgs, texts: Any, packed: bool, rows: Any, heads: Any
+) -> None:
+    tensors, scalars = iter(arguments.tensors or ()), iter(arguments.scalars or ())
+    for p, text in enumerate(texts):
+        lowering = lower(text, packed)
         own = _own(lowering, tensors, scalars)
         tile = programs.begin(lowering, own, Int32(BATCH), heads, rows)
         _write(lowering, own, tile, scores, results, rows, p)
-
-
-def _each(given: tuple[Any, ...] | None) -> Any:
-    return iter(given or ())
 
 
 def _own(lowering: Lowering, tensors: Any, scalars: Any) -> Arguments:

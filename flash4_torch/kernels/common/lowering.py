@@ -20,6 +20,8 @@ DTYPES = frozenset(
 )
 LIBRARY = (table.FLOATING - {"sqrt", "rsqrt", "reciprocal"}) | {"atan2"}
 """Functions that kernels have in float32."""
+POWERS = frozenset([0.0, 0.5, 1.0, 2.0, 3.0, -0.5, -1.0, -2.0])
+"""Exponents of powers that are roots, products and quotients."""
 
 
 class Level(IntEnum):
@@ -123,7 +125,10 @@ def limits(name: str, program: Program) -> list[str]:
         why.append(f"{name} has values of {', '.join(unknown)}, and kernels have {', '.join(sorted(DTYPES))}")
     for node in program.nodes:
         operand = next((_dtype_of(program, ref) for ref in refs(node.args)), node.dtype)
-        if operand == "float64" and node.op in LIBRARY:
+        is_function = node.op in LIBRARY or (
+            node.op == "pow" and constant(program, node.args[1]) not in POWERS
+        )
+        if operand == "float64" and is_function:
             why.append(f"{name} computes {node.op} in float64, and kernels do so in float32")
         if node.op == "pow" and is_integer(node.dtype) and not _is_small_power(program, node):
             why.append(f"{name} computes an integer's power, whose exponent must be known and from 0 to 64")

@@ -257,6 +257,9 @@ def _number(node: Node, source: str, operands: list[Any]) -> Any:
         return _rounded(dtype, _LOGIC[op](*(_is_true(x) for x in operands)))
     if op in LIBRARY:
         return _rounded(dtype, _LIBRARY[op](*operands))
+    if op == "div_trunc" and not is_integer(dtype):
+        x, y = operands
+        return _rounded(dtype, cute.math.trunc(_rounded(dtype, x / y)))
     functions = _BOOLEAN if dtype == "bool" else _INTEGER if is_integer(dtype) else _FLOATING
     return _rounded(dtype, (functions.get(op) or _ANY[op])(*operands))
 
@@ -395,6 +398,7 @@ def _power(dtype: str, x: Any, exponent: Any) -> Any:
         for _ in range(int(exponent)):
             result = _rounded(dtype, result * x)
         return result
+    # Those of POWERS.
     known: dict[float, Callable[[], Any]] = {
         0.0: lambda: kind(1.0),
         0.5: lambda: cute.math.sqrt(x),
@@ -473,7 +477,6 @@ _FLOATING: dict[str, Callable[..., Any]] = {
     "abs": lambda x: cute.math.abs(x),
     "div": lambda x, y: x / y,
     "div_floor": _float_div_floor,
-    "div_trunc": lambda x, y: cute.math.trunc(x / y),
     "remainder": _float_remainder,
     "fmod": _float_rest,
     "pow": cute.math.pow,
