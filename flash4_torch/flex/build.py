@@ -421,10 +421,6 @@ class _Translation:
         args = (self.lane(0, self.dtype).symbol, lowest, highest)
         return self.builder.add("clamp", args, self.dtype, self.shape)
 
-    def _square(self) -> Lane:
-        x = self.lane(0)
-        return self._add("mul", [x, x])
-
     def _sum(self) -> Lane:
         x = self.lane(0, self.dtype)
         dims = self.args[1] if len(self.args) > 1 else None

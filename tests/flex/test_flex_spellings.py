@@ -34,7 +34,7 @@ SPELLINGS: dict[str, Mod] = {
         s + (T[h][None] * T[j][:, None]).sum(0, keepdim=True).exp().sum()
     ),
     "dot": lambda s, b, h, i, j: s + torch.dot(T[i], T[j]),
-    "indexed twice": lambda s, b, h, i, j: s + T[h][i],
+    "indexed twice": lambda s, b, h, i, j: s + T[h][i] + T[j][2] * T[i][-1],
     "indexed by a number": lambda s, b, h, i, j: s + T[3, h] + T[-1][j] + T[h, -2],
     "indexed behind dots": lambda s, b, h, i, j: s + T[..., i].sum() + T[:, j].mean(),
     "indexed by a sum": lambda s, b, h, i, j: s + T[(i + j) % 4, j - i],
