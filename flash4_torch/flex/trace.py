@@ -349,9 +349,9 @@ def _tensors(
     device: torch.device,
 ) -> tuple[Tensor, ...]:
     """The tensors of a call, computed from the captured ones in torch, with their gradients."""
-    known: dict[fx.Node, Tensor] = dict(given)
+    known: dict[fx.Node, Any] = dict(given)
 
-    def value(node: fx.Node) -> Tensor:
+    def value(node: fx.Node) -> Any:
         if node not in known:
             if node.op == "get_attr":
                 known[node] = foreign.original(getattr(graph, str(node.target)), device)
@@ -360,10 +360,11 @@ def _tensors(
                 known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         return known[node]
 
-    def source(node: fx.Node) -> Tensor:
+    def source(node: fx.Node) -> Any:
         x = value(node)
-        # The recorded operation may depend on the sizes that were known; a guard holds symbols to them.
-        tuple(map(int, x.shape))
+        if isinstance(x, Tensor):
+            # The recorded operation may depend on the sizes that were known; a guard holds symbols to them.
+            tuple(map(int, x.shape))
         return x
 
     return tuple(_on(value(node), device) for node in nodes)

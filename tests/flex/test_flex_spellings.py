@@ -43,6 +43,9 @@ SPELLINGS: dict[str, Mod] = {
     "a transpose": lambda s, b, h, i, j: s + T.t()[i, h],
     "F.embedding": lambda s, b, h, i, j: s + F.embedding(i, T).sum(),
     "take of what is computed": lambda s, b, h, i, j: s + T.exp().cumsum(1)[h, j],
+    "captured tensors alone": lambda s, b, h, i, j: (
+        s + T.sort(1)[0][h, j] + T.chunk(2, 1)[1][i, h] + T.max(0)[0][j]
+    ),
     "where of numbers": lambda s, b, h, i, j: s + torch.where(i > j, 1.5, -0.5),
     "where of a row": lambda s, b, h, i, j: s + torch.where(T[h] > 0, T[i], 0.25).sum(),
     "comparison of dtypes": lambda s, b, h, i, j: torch.where(s * 3 > i, s, T[h, j]),
