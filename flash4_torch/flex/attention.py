@@ -120,6 +120,8 @@ def flex_attention(
 
     Functions are run once a call, on numbers without values, to record what they do; no source is read.
     """
+    if all(isinstance(x, Tensor) and check.is_dense(x) for x in (query, key, value)):
+        query, key, value = autocast_inputs(query, key, value)
     _check(query, key, value, enable_gqa, kernel_options)
     check.flag("return_lse", return_lse)
     if return_aux is not None:
@@ -127,7 +129,6 @@ def flex_attention(
             raise ArgumentError("return_lse", return_lse, "it must be False beside return_aux")
         if return_aux.max_scores:
             raise ArgumentError("return_aux", return_aux, "max_scores is not computed; it must be False")
-    query, key, value = autocast_inputs(query, key, value)
     B = query.shape[0]
     q, k, v = (x.expand(B, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
     scale = check.scale(scale, q.shape[-1])

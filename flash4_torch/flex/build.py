@@ -6,6 +6,7 @@ as a captured tensor. Numbers of the user's function become scalars, which are a
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -194,6 +195,10 @@ def translate(graph: fx.Graph, builder: Builder, placeholders: Sequence[Value]) 
             known[node] = next(arguments)
         elif node.op == "get_attr":
             known[node] = attributes.setdefault(node.target, Free(node))
+        elif builder.lifts and _depends_on_tensors_alone(node, known):
+            if node.target is not operator.getitem:
+                _refuse_side_effects(node)
+            known[node] = Free(node)
         elif node.op == "call_function":
             target = known.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
             # Only a derivative's graph may change a value that it has computed itself.
@@ -205,6 +210,12 @@ def translate(graph: fx.Graph, builder: Builder, placeholders: Sequence[Value]) 
             if changes:
                 known[node.args[0]] = known[node]
     return [known.get(x, x) for x in _outputs(graph)]
+
+
+def _depends_on_tensors_alone(node: fx.Node, known: dict[fx.Node, Value]) -> bool:
+    """Whether a call takes captured tensors and no number of a score; its result may then be anything."""
+    inputs = [known.get(x) for x in node.all_input_nodes]
+    return node.op == "call_function" and bool(inputs) and all(isinstance(x, Free) for x in inputs)
 
 
 def _outputs(graph: fx.Graph) -> tuple[Any, ...]:
@@ -420,10 +431,6 @@ class _Translation:
         )
         args = (self.lane(0, self.dtype).symbol, lowest, highest)
         return self.builder.add("clamp", args, self.dtype, self.shape)
-
-    def _square(self) -> Lane:
-        x = self.lane(0)
-        return self._add("mul", [x, x])
 
     def _sum(self) -> Lane:
         x = self.lane(0, self.dtype)

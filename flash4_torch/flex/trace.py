@@ -12,7 +12,7 @@ import linecache
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
@@ -78,13 +78,21 @@ def trace(
     int32; then `extra`, tensors that are arguments rather than captured.
     """
     foreign = Foreign()
-    try:
-        return _trace(function, kind, device, score_dtype, extra, foreign)
-    except Exception:
-        if not foreign.has_symbols:
-            raise
-    # A symbol decides on a shape or on the course of Python: another size needs another program.
-    return _trace(function, kind, device, score_dtype, extra, Foreign(fixed=True))
+    with without_autocast(device):
+        try:
+            return _trace(function, kind, device, score_dtype, extra, foreign)
+        except Exception:
+            if not foreign.has_symbols:
+                raise
+        # A symbol decides on a shape or on the course of Python: another size needs another program.
+        return _trace(function, kind, device, score_dtype, extra, Foreign(fixed=True))
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """A user's function computes in the dtypes that it says."""
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def _trace(
@@ -131,7 +139,7 @@ def _graph(
 ) -> fx.GraphModule:
     outer = get_proxy_mode()
     try:
-        with _alone(device) as fake:
+        with _alone() as fake:
             numbers = [torch.zeros((), dtype=dtype, device=device) for dtype in dtypes]
             beside = [stand_in(x) for x in extra]
 
@@ -184,21 +192,20 @@ def _call(function: Callable[..., Any], types: Any, args: tuple[Any, ...], kwarg
 
 
 @contextmanager
-def _alone(device: torch.device) -> Iterator[FakeTensorMode]:
-    """A mode of fake tensors, without gradients, autocast and the modes of whoever traces or records us."""
-    has_autocast = torch.amp.is_autocast_available(device.type)
+def _alone() -> Iterator[FakeTensorMode]:
+    """A mode of fake tensors, without gradients and the modes of whoever traces or records us."""
     with (
         _disable_current_modes(),
-        torch.autocast(device.type, enabled=False) if has_autocast else nullcontext(),
         torch.no_grad(),
-        FakeTensorMode(allow_non_fake_inputs=True) as fake,
+        FakeTensorMode() as fake,
     ):
         yield fake
 
 
 def stand_in(x: Tensor) -> Tensor:
-    """A tensor like `x` in the current mode, of known sizes if those of x are symbols."""
-    return torch.empty([_known_size(n) for n in x.shape], dtype=x.dtype, device=x.device)
+    """A tensor like `x` in the current mode, of known sizes and strides if those of x are symbols."""
+    sizes, strides = ([_known_size(n) for n in numbers] for numbers in (x.shape, x.stride()))
+    return torch.empty_strided(sizes, strides, dtype=x.dtype, device=x.device)
 
 
 def _known_size(n: Any) -> int:
@@ -207,10 +214,9 @@ def _known_size(n: Any) -> int:
 
 
 class Foreign:
-    """What a function captures of another tracer, as torch.export and AOTAutograd have it, and stand-ins.
+    """Tensors that a function captures, symbolic sizes of another tracer, and what stands for both.
 
-    These are tensors of another mode, and symbolic sizes, for which 0-dim tensors stand in, or with `fixed`
-    the numbers that they are now.
+    Sizes are stood for by 0-dim tensors, or with `fixed` by the numbers that they are now.
     """
 
     def __init__(self, fixed: bool = False) -> None:
@@ -265,9 +271,7 @@ def _is_symbol(x: Any) -> bool:
 
 
 def _is_foreign(x: Any, fake: FakeTensorMode) -> bool:
-    from torch._subclasses.functional_tensor import FunctionalTensor
-
-    return isinstance(x, FunctionalTensor) or (isinstance(x, FakeTensor) and x.fake_mode is not fake)
+    return isinstance(x, Tensor) and not (isinstance(x, FakeTensor) and x.fake_mode is fake)
 
 
 class Indexing(TorchFunctionMode):
@@ -345,9 +349,9 @@ def _tensors(
     device: torch.device,
 ) -> tuple[Tensor, ...]:
     """The tensors of a call, computed from the captured ones in torch, with their gradients."""
-    known: dict[fx.Node, Tensor] = dict(given)
+    known: dict[fx.Node, Any] = dict(given)
 
-    def value(node: fx.Node) -> Tensor:
+    def value(node: fx.Node) -> Any:
         if node not in known:
             if node.op == "get_attr":
                 known[node] = foreign.original(getattr(graph, str(node.target)), device)
@@ -356,10 +360,11 @@ def _tensors(
                 known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         return known[node]
 
-    def source(node: fx.Node) -> Tensor:
+    def source(node: fx.Node) -> Any:
         x = value(node)
-        # The recorded operation may depend on the sizes that were known; a guard holds symbols to them.
-        tuple(map(int, x.shape))
+        if isinstance(x, Tensor):
+            # The recorded operation may depend on the sizes that were known; a guard holds symbols to them.
+            tuple(map(int, x.shape))
         return x
 
     return tuple(_on(value(node), device) for node in nodes)
@@ -416,11 +421,11 @@ def _line_of(
     """The user's line that calls the operation of a node, found by running the function once more."""
     calls = [node for node in graph.nodes if node.op == "call_function" and node.target == culprit.target]
     until = _Until(culprit.target, calls.index(culprit))
-    with _alone(device) as fake:
+    with _alone() as fake:
         numbers = [torch.zeros((), dtype=dtype, device=device) for dtype in dtypes]
         beside = [stand_in(x) for x in extra]
         try:
-            with until, Indexing(fake, foreign, device):
+            with until, Indexing(fake, Foreign(foreign.fixed), device):
                 function(*numbers, *beside)
         except _Forbidden:
             return _where(function) or until.where

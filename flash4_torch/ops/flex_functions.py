@@ -35,12 +35,13 @@ def with_functions(
     """The arguments with both functions traced; a graph of Dynamo's takes `of_score` and `of_mask`."""
     # Tracing needs make_fx, which not every import of the package should load.
     from ..flex.recorded import Recorded
-    from ..flex.trace import MASK, SCORE, Traced, always_true, is_identity, trace
+    from ..flex.trace import MASK, SCORE, Traced, always_true, is_identity, trace, without_autocast
 
     def traced(function: Function, kind: str, lanes: int, captured: tuple[Any, ...]) -> Traced:
         extra: tuple[Tensor, ...] = ()
         if isinstance(function, fx.GraphModule):
-            function = Recorded(function, kind, lanes, captured)
+            with without_autocast(q.device):
+                function = Recorded(function, kind, lanes, captured)
             extra = function.extra
         return trace(function, kind, q.device, working_dtype(q.dtype), extra)
 

@@ -53,8 +53,6 @@ def values(
     ranks = [0] * len(known)
     for number, node in enumerate(program.nodes, len(known)):
         given = None if gathers is None else gathers.get(number)
-        if given is None:
-            given = _power(program, node, known) if node.op == "pow" else None
         known.append(_value(node, known, ranks, lanes) if given is None else given)
         ranks.append(len(node.shape))
     return known
@@ -107,15 +105,6 @@ def _value(node: Node, known: list[Tensor], ranks: list[int], lanes: int) -> Ten
         for arg in node.args
     ]
     return function_of(node.op)(*operands).to(dtype)
-
-
-def _power(program: Program, node: Node, known: list[Tensor]) -> Tensor | None:
-    """x to a power that is a constant, and stays one when torch differentiates it."""
-    x, y = node.args
-    exponent = program.node(y)
-    if exponent is None or exponent.op != "constant":
-        return None
-    return torch.pow(known[x.value], exponent.args[0]).to(getattr(torch, node.dtype))
 
 
 def _aligned(x: Tensor, own: int, rank: int, lanes: int) -> Tensor:

@@ -51,8 +51,8 @@ masks = st.one_of(
     st.sampled_from([nothing, everything]),
 )
 sizes = st.tuples(
-    st.one_of(st.none(), st.integers(1, 3)),
-    st.one_of(st.none(), st.integers(1, 3)),
+    st.sampled_from([None, 3, 2, 1]),
+    st.sampled_from([None, 3, 2, 1]),
     st.integers(1, 150),
     st.integers(1, 150),
 )
@@ -64,6 +64,14 @@ blocks = st.one_of(st.sampled_from([1, 8, 16, 128]), st.tuples(st.integers(1, 20
 def test_lists_are_torchs(mask: Any, sizes: Any, block: Any) -> None:
     theirs = torchs(mask, *sizes, device="cpu", BLOCK_SIZE=block)
     same(create_block_mask(mask, *sizes, "cpu", block), theirs)
+
+
+@pytest.mark.parametrize("length, shift", [(16, 3), (5, 1), (40, 9)])
+def test_batch_entries_and_heads_have_lists_of_their_own(length: int, shift: int) -> None:
+    theirs = torchs(slanted(length, shift), 2, 3, 100, 90, device="cpu", BLOCK_SIZE=16)
+    ours = create_block_mask(slanted(length, shift), 2, 3, 100, 90, "cpu", 16)
+    same(ours, theirs)
+    assert len({str(x.tolist()) for entry in ours.kv_indices for x in entry}) > 3
 
 
 @settings(max_examples=40)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import Unsupported
+from torch._dynamo.exc import Unsupported, UserError
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -32,11 +32,12 @@ class Biased(nn.Module):
         self.gain = 0.5
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: Any = None) -> Any:
-        S = q.shape[2]
+        S, column = q.shape[2], q[0, :, :, 0]
 
         def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             near = torch.where(i - j < S // 2, 0.1 * S, 0.0)
-            return score * self.gain + self.table.exp()[h, (i - j).abs()] + near
+            far = torch.where(j < column.shape[1] // 3, column[h, i], 0.0)
+            return score * self.gain + self.table.exp()[h, (i - j).abs()] + near + far
 
         return flash4_torch.flex_attention(q, k, v, score_mod, block_mask, return_lse=True)
 
@@ -131,6 +132,22 @@ def test_exported_programs_serve_other_lengths(strict: bool) -> None:
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_a_size_inside_of_a_captured_computation_is_fixed() -> None:
+    """The exporter says so, rather than keep the shape of its example."""
+
+    class Flat(nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            first = q[0, 0, :, :2]
+            return flash4_torch.flex_attention(
+                q, q, q, lambda s, b, h, i, j: s + first.chunk(2)[1][i // 2, 0]
+            )
+
+    S = torch.export.Dim("S", min=4, max=60)
+    with pytest.raises(UserError, match="specialized it to be a constant"):
+        torch.export.export(Flat(), (call(20)[0].detach(),), dynamic_shapes=[{2: S}], strict=False)
+
+
 def bessel(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return torch.special.i0(score)  # here
 
@@ -169,14 +186,17 @@ def test_recomputed_activations_agree() -> None:
 
 
 def test_autocast_casts_the_inputs() -> None:
-    """The function's own operations are not cast: scores stay float32."""
+    """A function's own operations are not cast, also what it makes of captured tensors alone."""
     q, k, v = (x.detach().float() for x in call(20))
-    gain = torch.rand(3)
+    gain = torch.rand(H, H)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return score + torch.dot(gain, gain)
+        return score + (gain @ gain)[h, j % H]
 
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = flash4_torch.flex_attention(q, k, v, score_mod)
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(flash4_torch.flex_attention, backend="aot_eager", fullgraph=True)
     narrow = flash4_torch.flex_attention(*(x.bfloat16() for x in (q, k, v)), score_mod)
-    assert out.dtype == torch.bfloat16 and torch.equal(out, narrow)
+    for attend in (flash4_torch.flex_attention, compiled):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = attend(q, k.bfloat16(), v, score_mod)
+        assert out.dtype == torch.bfloat16 and torch.equal(out, narrow)

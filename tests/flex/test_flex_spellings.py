@@ -34,7 +34,7 @@ SPELLINGS: dict[str, Mod] = {
         s + (T[h][None] * T[j][:, None]).sum(0, keepdim=True).exp().sum()
     ),
     "dot": lambda s, b, h, i, j: s + torch.dot(T[i], T[j]),
-    "indexed twice": lambda s, b, h, i, j: s + T[h][i],
+    "indexed twice": lambda s, b, h, i, j: s + T[h][i] + T[j][2] * T[i][-1],
     "indexed by a number": lambda s, b, h, i, j: s + T[3, h] + T[-1][j] + T[h, -2],
     "indexed behind dots": lambda s, b, h, i, j: s + T[..., i].sum() + T[:, j].mean(),
     "indexed by a sum": lambda s, b, h, i, j: s + T[(i + j) % 4, j - i],
@@ -43,6 +43,9 @@ SPELLINGS: dict[str, Mod] = {
     "a transpose": lambda s, b, h, i, j: s + T.t()[i, h],
     "F.embedding": lambda s, b, h, i, j: s + F.embedding(i, T).sum(),
     "take of what is computed": lambda s, b, h, i, j: s + T.exp().cumsum(1)[h, j],
+    "captured tensors alone": lambda s, b, h, i, j: (
+        s + T.sort(1)[0][h, j] + T.chunk(2, 1)[1][i, h] + T.max(0)[0][j]
+    ),
     "where of numbers": lambda s, b, h, i, j: s + torch.where(i > j, 1.5, -0.5),
     "where of a row": lambda s, b, h, i, j: s + torch.where(T[h] > 0, T[i], 0.25).sum(),
     "comparison of dtypes": lambda s, b, h, i, j: torch.where(s * 3 > i, s, T[h, j]),

@@ -14,7 +14,7 @@ import flash4_torch
 from flash4_torch.errors import ArgumentError, DeviceError, DtypeError, ShapeError, TraceError
 from flash4_torch.flex import table
 from flash4_torch.flex.derive import derivative
-from flash4_torch.flex.program import parse
+from flash4_torch.flex.program import Ref, parse
 from flash4_torch.flex.trace import MASK, SCORE, Traced, trace
 from flash4_torch.reference import programs
 from flex_mods import MASKS, MODS, H, Mod
@@ -81,7 +81,12 @@ def test_programs_are_text_and_in_the_table(make: Any) -> None:
         traced = scored(make(64).mod)
         found = [traced.program]
         wanted = tuple(x.requires_grad for x in traced.tensors)
-        found.append(derivative(traced.program, wanted).program)
+        derived = derivative(traced.program, wanted)
+        found.append(derived.program)
+        for tensor, node in derived.gathers:
+            assert wanted[tensor] and node.args[0] == Ref(derived.program.first_tensor + tensor)
+            indices = [x for x in node.args[1:] if isinstance(x, Ref)]
+            assert set(indices) <= set(derived.program.outputs)
     for program in found:
         assert parse(program.text()) == program
         assert {node.op for node in program.nodes} <= set(table.OPERATIONS)
