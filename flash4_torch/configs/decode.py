@@ -26,6 +26,8 @@ class DecodeForm(NamedTuple):
     """Whether a flag of each sequence says if the right bound holds for it."""
     cache_dtype: str = ""
     """The cache's dtype, `FP8`; '' for that of Q."""
+    runs: bool = False
+    """Whether a page has a multiple of `RUN` keys; False without pages, whose keys are one run."""
 
 
 FP8 = "float8_e4m3fn"
@@ -37,6 +39,8 @@ _VECTOR = 16
 WARPS = 4
 KEYS = 64
 """Keys in a block: the order of sums, and so the bits of a result, depend on it."""
+RUN = 16
+"""Keys of a block that a warp copies, from a multiple of 16 on: cheap where they are in one page."""
 MMA_ROWS = 16
 """Rows of a warp-level MMA."""
 ROWS = (16, 32, 64)

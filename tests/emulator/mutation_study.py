@@ -203,7 +203,7 @@ def weights(arch: str) -> Subject:
 def decode(arch: str, rows: int, cache_dtype: str) -> Subject:
     """The decode kernel; its ring goes round twice in each of two splits, and one sequence has one split."""
     form = decode_configs.DecodeForm(
-        paged=True, splits=True, ragged=True, lengths=True, cache_dtype=cache_dtype
+        paged=True, splits=True, ragged=True, lengths=True, cache_dtype=cache_dtype, runs=True
     )
     kernel = decode_calls.Kernel(Features("bfloat16", 128, 128, right=True), rows, form)
     generator = torch.manual_seed(0)

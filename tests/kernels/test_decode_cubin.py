@@ -20,11 +20,12 @@ SOFTCAP = {"softcap": True, "scaled": True, "large_softcap": True}
 HEADS = ((256, 256), (128, 128), (64, 64), (192, 128), (96, 96), (8, 256))
 USES: tuple[dict[str, object], ...] = ({**SOFTCAP, **BAND, "sinks": "float32"}, {"right": True}, {})
 FORMS = (
-    DecodeForm(paged=True, splits=True, ragged=True, lengths=True),
+    DecodeForm(paged=True, splits=True, ragged=True, lengths=True, runs=True),
     DecodeForm(paged=False, splits=True, ragged=False, lengths=False),
     DecodeForm(paged=True, splits=False, ragged=True, lengths=True),
     DecodeForm(paged=False, splits=False, ragged=False, lengths=True),
     DecodeForm(paged=True, splits=True, ragged=True, lengths=True, cache_dtype=decode.FP8),
+    DecodeForm(paged=True, splits=False, ragged=True, lengths=True, cache_dtype=decode.FP8, runs=True),
     DecodeForm(paged=False, splits=False, ragged=True, lengths=True, cache_dtype=decode.FP8),
 )
 KEYS = [

@@ -237,7 +237,10 @@ def common_forms(features: Features) -> Iterator[DecodeForm]:
     for splits, cache_dtype in product((False, True), ("", decode.FP8)):
         form = DecodeForm(False, splits, ragged=False, lengths=True, cache_dtype=cache_dtype)
         if not decode.limits(features, form):
-            yield from (form, form._replace(paged=True), form._replace(paged=True, ragged=True))
+            yield form
+            # Pages of 16 keys or more, or packed tokens over pages of one.
+            yield from (form._replace(paged=True, runs=True, ragged=ragged) for ragged in (False, True))
+            yield form._replace(paged=True, ragged=True)
 
 
 def forwards(problem: CacheProblem, target: Target) -> bool:
@@ -284,6 +287,7 @@ def form_of(problem: CacheProblem, *, splits: bool) -> DecodeForm:
         lengths=spec.lengths,
         causal_flags=spec.causal_flags and problem.band.right is not None,
         cache_dtype="" if spec.cache_dtype == spec.dtype else dtype_name(spec.cache_dtype),
+        runs=spec.paged and problem.extent.page_size % decode.RUN == 0,
     )
 
 

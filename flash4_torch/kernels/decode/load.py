@@ -6,15 +6,20 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, Uint32
 
-from ...configs.decode import KEYS, MMA_ROWS
-from ..common import copies
+from ...configs.decode import KEYS, RUN
+from ..common.run_copies import Source, Wanted, copy_row, copy_run, lane_of, rows_at_once
+from ..common.smem_layouts import vector_address
+from ..common.warps import WARP
 from .context import Context
 
 
 class Place(NamedTuple):
-    """The place in the cache of a lane's key of a block; lanes l and l + 16 have the same one."""
+    """The place in the cache of the first of the warp's keys of a block, which are a run.
+
+    Without runs in pages it is that of a lane's key; lanes l and l + 16 have the same one.
+    """
 
     page: Int32
     row: Int32
@@ -22,50 +27,80 @@ class Place(NamedTuple):
 
 @cute.jit
 def load_q(ctx: Context) -> None:
-    """Start to copy the tile's rows of Q, 16 rows a warp; rows after the last one are 0."""
+    """Start to copy the tile's rows of Q, which all warps share; rows after the last one are 0."""
     plan, tile, q = ctx.plan, ctx.tile, ctx.tensors.q
-    if ctx.warp * MMA_ROWS < plan.rows:
-        first = tile.first_row + ctx.warp * MMA_ROWS
-        row = cutlass.min(first + ctx.lane % MMA_ROWS, tile.num_rows - 1)
-        start = _address(q, *ctx.place_of(row))
-        rows = Int32(0), tile.num_rows - first
-        copies.gather_rows(ctx.sQ, ctx.warp * MMA_ROWS, start, rows, plan.features.D)
+    columns = plan.features.D
+    lane, step, warps = lane_of(ctx.sQ), rows_at_once(ctx.sQ), plan.threads // WARP
+    for i in cutlass.range_constexpr(0, plan.rows, step * warps):
+        own = ctx.warp * step + lane.row + i
+        row = tile.first_row + own
+        token, head = ctx.place_of(cutlass.min(row, tile.num_rows - 1))
+        start = _first(q) + _bytes(q, 0, token) + _bytes(q, 1, head) + Int64(lane.vector * 16)
+        # A tile has fewer rows than the warps copy at once, if chunks are narrow.
+        wanted = Wanted(row, tile.num_rows, own, Int32(plan.rows))
+        copy_row(ctx.sQ, vector_address(ctx.sQ, own, lane.vector), start, wanted, columns)
 
 
 @cute.jit
 def locate(ctx: Context, n: Int32) -> Place:
-    """Look up the lane's key of block n, some time before it is loaded."""
-    tile, key = ctx.tile, n * KEYS + ctx.warp * MMA_ROWS + ctx.lane % MMA_ROWS
-    if cutlass.const_expr(not ctx.plan.form.paged):
-        return Place(tile.batch, key)
+    """Look up the warp's run of block n, or the lane's key, some time before it is loaded."""
+    plan, tile = ctx.plan, ctx.tile
+    key = n * KEYS + ctx.warp * RUN
+    if cutlass.const_expr(not plan.form.paged):
+        return Place(Int32(0), key)
+    first, last = tile.keys
+    if cutlass.const_expr(plan.has_runs):
+        first -= RUN - 1
+    else:
+        key += ctx.lane % RUN
     table, page = ctx.tensors.block_table, Int32(0)
     block, row = divmod(key, ctx.divisors.page_size)
-    if (tile.keys[0] <= key) & (key < tile.keys[1]):
+    if (first <= key) & (key < last):
         page = table[tile.batch, block]
-    page = cutlass.max(cutlass.min(page, ctx.tensors.k.shape[0] - 1), 0)
-    return Place(page, row)
+    return Place(cutlass.max(cutlass.min(page, ctx.tensors.k.shape[0] - 1), 0), row)
 
 
 @cute.jit
 def load_block(ctx: Context, n: Int32, place: Place, stage: Int32) -> None:
-    """Start to copy block n of K and V; keys that no row sees are 0, whatever the cache has there."""
+    """Start to copy block n of K and V, if the split has it; keys that no row sees are 0, whatever the cache
+    has there."""
     plan, tile = ctx.plan, ctx.tile
-    own = ctx.warp * MMA_ROWS
-    first = n * KEYS + own
-    keys = tile.keys[0] - first, tile.keys[1] - first
+    own = ctx.warp * RUN
     values = ctx.sV[None, None, stage]
     by_key = cute.make_tensor(values.iterator, cute.select(values.layout, [1, 0]))
+    first, last = tile.keys
+    wanted = Wanted(n * KEYS + own - first, cutlass.max(last - first, 0), n, tile.blocks.last)
     for cache, staged, columns in (
         (ctx.tensors.k, ctx.sK[None, None, stage], plan.features.D),
         (ctx.tensors.v, by_key, plan.features.Dv),
     ):
-        start = _address(cache, place.page, place.row, tile.kv_head)
-        copies.gather_rows(staged, own, start, keys, columns * plan.cache_dtype.width // 16)
+        columns = columns * plan.cache_dtype.width // 16
+        source = _source(ctx, cache, place, staged)
+        copy_run(staged, own, source, wanted, columns)
 
 
-def _address(x: cute.Tensor, *place: Int32) -> Int64:
-    """Address of the row of `x` at a place, which may be more than 2**31 elements away."""
-    offset = Int64(0)
-    for i, stride in zip(place, x.stride, strict=False):
-        offset += Int64(i) * Int64(stride)
-    return Int64(x.iterator.toint()) + offset * (x.element_type.width // 8)
+def _source(ctx: Context, cache: cute.Tensor, place: Place, stage: cute.Tensor) -> Source:
+    """The warp's run of a block: what does not change from block to block comes first in the sum."""
+    pitch, start = None, _first(cache) + _bytes(cache, 2, ctx.tile.kv_head)
+    if ctx.plan.has_runs:
+        lane, pitch = lane_of(stage), _stride(cache, 1)
+        start += _bytes(cache, 1, lane.row) + Int64(lane.vector * 16)
+    if ctx.plan.form.paged:
+        start += _bytes(cache, 0, place.page)
+    else:
+        start += _bytes(cache, 0, ctx.tile.batch)
+    return Source(start + _bytes(cache, 1, place.row), pitch)
+
+
+def _first(x: cute.Tensor) -> Int64:
+    return Int64(x.iterator.toint())
+
+
+def _stride(x: cute.Tensor, mode: int) -> Int64:
+    """The stride in bytes."""
+    return Int64(x.stride[mode]) * (x.element_type.width // 8)
+
+
+def _bytes(x: cute.Tensor, mode: int, index: Int32) -> Int64:
+    """Bytes to an index, which is not negative; they may be more than 2**31."""
+    return Int64(Uint32(index)) * _stride(x, mode)

@@ -53,41 +53,48 @@ def make_thread(ctx: Context) -> Thread:
 def mainloop(ctx: Context, t: Thread) -> None:
     """Go through the split's blocks, and load `stages` - 1 blocks ahead."""
     stages, blocks = ctx.plan.stages, ctx.tile.blocks
-    # All of these look-ups are under way before one of them is waited for.
-    places = [locate(ctx, blocks.first + i) for i in range(stages)]
+    # All of these look-ups are under way, and Q, before one of them is waited for.
+    places = [locate(ctx, blocks.first + i) for i in range(stages - 1)]
     q = None
     if cutlass.const_expr(ctx.plan.is_fp8):
         q = fp8.fetch_q(ctx)
     else:
         load_q(ctx)
     for i in cutlass.range_constexpr(stages - 1):
-        if blocks.first + i < blocks.last:
-            load_block(ctx, blocks.first + i, places[i], Int32(i))
+        load_block(ctx, blocks.first + i, places[i], Int32(i))
         cute.arch.cp_async_commit_group()
+    place, stage, freed = locate(ctx, blocks.first + stages - 1), Int32(0), Int32(stages - 1)
     if cutlass.const_expr(ctx.plan.is_fp8):
         fp8.store_q(ctx, q)
-    place, stage, freed = places[stages - 1], Int32(0), Int32(stages - 1)
     for n in cutlass.range(blocks.first, blocks.last, unroll=1):
         cute.arch.cp_async_wait_group(stages - 2)
         # What other warps copied is there, and they have read the block before this one.
         cute.arch.sync_threads()
-        if n + stages - 1 < blocks.last:
-            load_block(ctx, n + stages - 1, place, freed)
+        _multiply_keys(ctx, t, stage)
+        # These copies are issued while the MMAs run.
+        load_block(ctx, n + stages - 1, place, freed)
         cute.arch.cp_async_commit_group()
         place = locate(ctx, n + stages)
-        _block(ctx, t, n, stage)
+        _attend(ctx, t, n, stage)
         freed = stage
         stage = Int32(0) if stage + 1 == stages else stage + 1
 
 
 @cute.jit
-def _block(ctx: Context, t: Thread, n: Int32, stage: Int32) -> None:
-    plan, tile = ctx.plan, ctx.tile
-    if cutlass.const_expr(plan.is_fp8):
-        fp8.scores(ctx, t.S, _mma(plan), stage)
-        fp8.apply_factors(ctx, values_of(t.S))
+def _multiply_keys(ctx: Context, t: Thread, stage: Int32) -> None:
+    """Scores of a block, before anything is done to them."""
+    if cutlass.const_expr(ctx.plan.is_fp8):
+        fp8.scores(ctx, t.S, _mma(ctx.plan), stage)
     else:
         _scores(ctx, t, stage)
+
+
+@cute.jit
+def _attend(ctx: Context, t: Thread, n: Int32, stage: Int32) -> None:
+    """Attend to block n, of which t.S has the products of Q and K."""
+    plan, tile = ctx.plan, ctx.tile
+    if cutlass.const_expr(plan.is_fp8):
+        fp8.apply_factors(ctx, values_of(t.S))
     scores.scale_and_cap(t.S, ctx.params, plan.features)
     first_key = n * KEYS + ctx.key_warp * plan.warp_keys
     tokens = tuple(row // ctx.divisors.group for row in t.rows)
