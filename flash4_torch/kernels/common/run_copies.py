@@ -1,8 +1,8 @@
 """Copies of runs of rows from global to shared memory, by one warp and cp.async, 16 bytes a lane.
 
-At once, lanes copy a chunk (what a swizzle spans) of 4, 8 or 16 rows, so that of all its vectors a lane has
-the same one, and its next rows are a constant number further: addresses are those of a few rows, and
-everything else is constants.
+The lanes copy a chunk (what a swizzle spans) of 4, 8 or 16 rows at once. So a lane has the same vector of
+each chunk, and of rows those that are a constant number apart: addresses are those of few rows, and all else
+is constants.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _BYTES = 16
 
 
 class Source(NamedTuple):
-    """Where a run's rows begin in global memory."""
+    """A run's rows in global memory."""
 
     start: Int64
-    """With a pitch, the address of the lane's vector of its first row; without, the address of the row that
-    lanes l and l + 16 name."""
+    """The address of the lane's vector of its first row; without a pitch, of the row that lanes l and l + 16
+    name."""
     pitch: Int64 | None
     """Bytes from each row to the next one; None if rows are anywhere."""
 
@@ -46,7 +46,7 @@ class Wanted(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """Which row of those that are copied at once, and which vector of a chunk, the lane has."""
+    """A lane's row among those that are copied at once, and its vector of each chunk."""
 
     row: Int32
     vector: Int32

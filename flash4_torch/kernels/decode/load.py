@@ -60,23 +60,34 @@ def locate(ctx: Context, n: Int32) -> Place:
     return Place(cutlass.max(cutlass.min(page, ctx.tensors.k.shape[0] - 1), 0), row)
 
 
-@cute.jit
-def load_block(ctx: Context, n: Int32, place: Place, stage: Int32) -> None:
-    """Start to copy block n of K and V, if the split has it; keys that no row sees are 0, whatever the cache
-    has there."""
-    plan, tile = ctx.plan, ctx.tile
-    own = ctx.warp * RUN
+def locate_first(ctx: Context, count: int) -> list[Place]:
+    """Look up the split's first blocks, at most 32: of runs each lane has one, so that it is one look-up."""
+    first = ctx.tile.blocks.first
+    if not (ctx.plan.form.paged and ctx.plan.has_runs):
+        return [locate(ctx, first + i) for i in range(count)]
+    own = locate(ctx, first + cutlass.min(ctx.lane, count - 1))
+    return [Place(*(cute.arch.shuffle_sync(x, i) for x in own)) for i in range(count)]
+
+
+def load_k(ctx: Context, n: Int32, place: Place, stage: Int32) -> None:
+    """Start to copy block n of K, if the split has it; keys that no row sees become 0."""
+    _load(ctx, ctx.tensors.k, ctx.sK[None, None, stage], ctx.plan.features.D, n, place)
+
+
+def load_v(ctx: Context, n: Int32, place: Place, stage: Int32) -> None:
+    """Start to copy block n of V in the same way."""
     values = ctx.sV[None, None, stage]
     by_key = cute.make_tensor(values.iterator, cute.select(values.layout, [1, 0]))
-    first, last = tile.keys
-    wanted = Wanted(n * KEYS + own - first, cutlass.max(last - first, 0), n, tile.blocks.last)
-    for cache, staged, columns in (
-        (ctx.tensors.k, ctx.sK[None, None, stage], plan.features.D),
-        (ctx.tensors.v, by_key, plan.features.Dv),
-    ):
-        columns = columns * plan.cache_dtype.width // 16
-        source = _source(ctx, cache, place, staged)
-        copy_run(staged, own, source, wanted, columns)
+    _load(ctx, ctx.tensors.v, by_key, ctx.plan.features.Dv, n, place)
+
+
+def _load(
+    ctx: Context, cache: cute.Tensor, staged: cute.Tensor, columns: int, n: Int32, place: Place
+) -> None:
+    own, (first, last) = ctx.warp * RUN, ctx.tile.keys
+    wanted = Wanted(n * KEYS + own - first, cutlass.max(last - first, 0), n, ctx.tile.blocks.last)
+    columns = columns * ctx.plan.cache_dtype.width // 16
+    copy_run(staged, own, _source(ctx, cache, place, staged), wanted, columns)
 
 
 def _source(ctx: Context, cache: cute.Tensor, place: Place, stage: cute.Tensor) -> Source:
