@@ -255,7 +255,10 @@ def common_forms(features: Features) -> Iterator[DecodeForm]:
             False, cluster, ragged=False, lengths=True, cache_dtype=cache_dtype, parts=clusters > 1
         )
         if not decode.limits(features, form):
-            yield from (form, form._replace(paged=True), form._replace(paged=True, ragged=True))
+            yield form
+            # Pages of 16 keys or more, or packed tokens over pages of one.
+            yield from (form._replace(paged=True, runs=True, ragged=ragged) for ragged in (False, True))
+            yield form._replace(paged=True, ragged=True)
 
 
 def forwards(problem: CacheProblem, target: Target) -> bool:
@@ -310,6 +313,7 @@ def form_of(problem: CacheProblem, num_splits: int) -> DecodeForm:
         causal_flags=spec.causal_flags and problem.band.right is not None,
         cache_dtype="" if spec.cache_dtype == spec.dtype else dtype_name(spec.cache_dtype),
         parts=clusters > 1,
+        runs=spec.paged and problem.extent.page_size % decode.RUN == 0,
     )
 
 
