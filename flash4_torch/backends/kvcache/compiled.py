@@ -47,7 +47,7 @@ class Kernel(NamedTuple):
     split_keys: int
     form: DecodeForm
     parts: int
-    """Of a tile's results, in global memory."""
+    """Places in global memory for parts of a tile's results."""
 
 
 class DecodeParams(NamedTuple):
