@@ -1,4 +1,4 @@
-"""Tiles and splits of the decode kernel, on every architecture; `kernels/decode/NOTES.md` says what was timed.
+"""Tiles and splits of the decode kernel, on every architecture; `kernels/decode/NOTES.md` has the times.
 
 Decoding is bound by HBM, so what counts is how many bytes of K and V an SM has in flight: Little's law asks
 for 35 KB (4.5 TB/s over 132 SMs, a microsecond of latency).
