@@ -33,8 +33,7 @@ def even(visible: Span, split: Int32, divisors: Divisors) -> tuple[Span, Span]:
 
 @cute.jit
 def fixed(visible: Span, split: Int32, divisors: Divisors) -> tuple[Span, Span]:
-    """The same of splits of a fixed length. All that is left is the last one's: too few cost the law, not keys.
-    """
+    """The same of splits of a fixed length. The last one has the rest: too few cost the law, not keys."""
     by, final = divisors.split_blocks, divisors.splits.divisor - 1
     first, last = _split_of(visible.first, by), _split_of(visible.last - 1, by)
     begin, end = first_block(split, by.divisor), first_block(split + 1, by.divisor)
