@@ -33,7 +33,8 @@ class DecodeForm(NamedTuple):
     groups: bool = False
     """Whether a CTA has whole groups of splits of a fixed length; clusters have one CTA then."""
     wgmma: bool = False
-    """Whether warpgroup MMAs multiply, in tiles of `wgmma_rows`; else warp-level ones, in tiles of `ROWS`."""
+    """Whether warpgroup MMAs multiply, in tiles of `wgmma_rows`; else warp-level ones, in tiles of `ROWS`.
+    Not with `groups` or an FP8 cache."""
 
 
 FP8 = "float8_e4m3fn"
