@@ -35,6 +35,8 @@ class DecodeForm(NamedTuple):
     wgmma: bool = False
     """Whether warpgroup MMAs multiply, in tiles of `wgmma_rows`; else warp-level ones, in tiles of `ROWS`.
     Not with `groups` or an FP8 cache."""
+    runs: bool = False
+    """Whether a page has a multiple of `RUN` keys; False without pages, whose keys are one run."""
 
 
 FP8 = "float8_e4m3fn"
@@ -48,6 +50,8 @@ CHUNK = 64
 """Columns that the widest swizzle spans."""
 KEYS = 64
 """Keys in a block: the order of sums, and so the bits of a result, depend on it."""
+RUN = 16
+"""Keys of a block that a warp copies, from a multiple of 16 on: cheap where they are in one page."""
 MMA_ROWS = 16
 """Rows of a warp-level MMA."""
 ROWS = (16, 32, 64)

@@ -20,13 +20,14 @@ SOFTCAP = {"softcap": True, "scaled": True, "large_softcap": True}
 HEADS = ((256, 256), (128, 128), (64, 64), (192, 128), (96, 96), (8, 256))
 USES: tuple[dict[str, object], ...] = ({**SOFTCAP, **BAND, "sinks": "float32"}, {"right": True}, {})
 FORMS = (
-    DecodeForm(paged=True, cluster=8, ragged=True, lengths=True, parts=True),
+    DecodeForm(paged=True, cluster=8, ragged=True, lengths=True, parts=True, runs=True),
     DecodeForm(paged=False, cluster=4, ragged=False, lengths=False),
     DecodeForm(paged=True, cluster=1, ragged=True, lengths=True),
     DecodeForm(paged=False, cluster=1, ragged=False, lengths=True),
     DecodeForm(paged=True, cluster=8, ragged=True, lengths=True, cache_dtype=decode.FP8, parts=True),
+    DecodeForm(paged=True, cluster=1, ragged=True, lengths=True, cache_dtype=decode.FP8, runs=True),
     DecodeForm(paged=False, cluster=1, ragged=True, lengths=True, cache_dtype=decode.FP8),
-    DecodeForm(paged=True, cluster=1, ragged=True, lengths=True, parts=True, groups=True),
+    DecodeForm(paged=True, cluster=1, ragged=True, lengths=True, parts=True, groups=True, runs=True),
     DecodeForm(
         paged=True, cluster=1, ragged=True, lengths=True, cache_dtype=decode.FP8, parts=True, groups=True
     ),

@@ -257,7 +257,10 @@ def common_forms(features: Features) -> Iterator[DecodeForm]:
         kinds = [form, form._replace(parts=True, groups=True)] if cluster == 1 else [form]
         if not decode.limits(features, form):
             for kind in kinds:
-                yield from (kind, kind._replace(paged=True), kind._replace(paged=True, ragged=True))
+                yield kind
+                # Pages of 16 keys or more, or packed tokens over pages of one.
+                yield from (kind._replace(paged=True, runs=True, ragged=ragged) for ragged in (False, True))
+                yield kind._replace(paged=True, ragged=True)
 
 
 def forwards(problem: CacheProblem, target: Target) -> bool:
@@ -312,6 +315,7 @@ def form_of(problem: CacheProblem, num_splits: int) -> DecodeForm:
         causal_flags=spec.causal_flags and problem.band.right is not None,
         cache_dtype="" if spec.cache_dtype == spec.dtype else dtype_name(spec.cache_dtype),
         parts=clusters > 1,
+        runs=spec.paged and problem.extent.page_size % decode.RUN == 0,
     )
 
 
