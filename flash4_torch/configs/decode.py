@@ -33,7 +33,8 @@ class DecodeForm(NamedTuple):
     groups: bool = False
     """Whether a CTA has whole groups of splits of a fixed length; clusters have one CTA then."""
     wgmma: bool = False
-    """Whether warpgroup MMAs multiply, in tiles of `wgmma_rows`; else warp-level ones, in tiles of `ROWS`."""
+    """Whether warpgroup MMAs multiply, in tiles of `wgmma_rows`; else warp-level ones, in tiles of `ROWS`.
+    Not with `groups` or an FP8 cache."""
     runs: bool = False
     """Whether a page has a multiple of `RUN` keys; False without pages, whose keys are one run."""
 

@@ -44,7 +44,7 @@ KEYS = [
 KEYS_WGMMA = [
     Key(ENTRY, (features, rows, form._replace(wgmma=True)), "sm_90a")
     for form in FORMS
-    if not form.cache_dtype
+    if not (form.cache_dtype or form.groups)
     for i, heads in enumerate(HEADS)
     for uses in USES
     for features in [Features(("bfloat16", "float16")[i % 2], *heads)._replace(**uses)]

@@ -242,7 +242,7 @@ def common_kernels(target: Target, features: Features) -> Iterator[tuple[Feature
     """What the kernels of common calls are compiled for, on a target."""
     for form in common_forms(features):
         yield from ((features, rows, form) for rows in decode.ROWS)
-        if target.has_wgmma and not form.cache_dtype:
+        if target.has_wgmma and not (form.cache_dtype or form.groups):
             by_wgmma = form._replace(wgmma=True)
             yield from ((features, rows, by_wgmma) for rows in decode.wgmma_rows(features))
 
@@ -254,11 +254,13 @@ def common_forms(features: Features) -> Iterator[DecodeForm]:
         form = DecodeForm(
             False, cluster, ragged=False, lengths=True, cache_dtype=cache_dtype, parts=clusters > 1
         )
+        kinds = [form, form._replace(parts=True, groups=True)] if cluster == 1 else [form]
         if not decode.limits(features, form):
-            yield form
-            # Pages of 16 keys or more, or packed tokens over pages of one.
-            yield from (form._replace(paged=True, runs=True, ragged=ragged) for ragged in (False, True))
-            yield form._replace(paged=True, ragged=True)
+            for kind in kinds:
+                yield kind
+                # Pages of 16 keys or more, or packed tokens over pages of one.
+                yield from (kind._replace(paged=True, runs=True, ragged=ragged) for ragged in (False, True))
+                yield kind._replace(paged=True, ragged=True)
 
 
 def forwards(problem: CacheProblem, target: Target) -> bool:
