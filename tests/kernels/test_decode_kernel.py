@@ -85,10 +85,10 @@ KERNELS_WGMMA = [
 
 @pytest.mark.parametrize(
     ("arch", "name", "kernel"),
-    [*one_of(397, KERNELS), *one_of(541, KERNELS_FP8), *one_of(263, KERNELS_WGMMA), *one_of(127, IN_GROUPS)],
+    [*one_of(607, KERNELS), *one_of(811, KERNELS_FP8), *one_of(397, KERNELS_WGMMA), *one_of(197, IN_GROUPS)],
 )
 @given(data=st.data())
-@settings(max_examples=examples(3, 12))
+@settings(max_examples=examples(2, 12))
 def test_results_are_right_whatever_the_schedule(
     arch: str, name: str, kernel: Kernel, data: st.DataObject
 ) -> None:
@@ -214,9 +214,9 @@ def test_no_bank_conflicts(rows: int, form: DecodeForm, D: int, Dv: int) -> None
     moved = [
         line
         for line in device.reports[-1].lines
-        if line.ptx.startswith(("cp.async.cg", "ldmatrix", "stmatrix"))
+        if any(name in line.ptx for name in ("cp.async.cg", "ldmatrix", "stmatrix"))
     ]
-    assert len(moved) > 3
+    assert len(moved) > 3 and sum(sum(line.shared_bytes) for line in moved) > 0
     for line in moved:
         assert sum(line.shared_passes) * 128 == sum(line.shared_bytes), line.ptx
 
@@ -329,7 +329,7 @@ class Tokens:
 def last_tokens(draw: st.DrawFn, features: Features) -> Tokens:
     group, Hk = draw(st.integers(1, 6)), draw(st.integers(1, 2))
     Sk = draw(st.one_of(st.integers(520, 700), st.integers(1, 400)))
-    Sq = draw(st.integers(min(Sk, 5), min(Sk, 40)))
+    Sq = draw(st.integers(min(Sk, 5), min(Sk, examples(12, 40))))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
     shapes = (Sq, Hk * group, features.D), (Sk, Hk, features.D), (Sk, Hk, features.Dv)
     tensors = (torch.randn(shape, generator=generator) for shape in shapes)
