@@ -37,7 +37,7 @@ KEYS = [
     for form in FORMS
     for i, heads in enumerate(HEADS)
     for uses in USES
-    for rows in decode.ROWS[::-1]
+    for rows in decode.rows_of(Features("bfloat16", *heads), form)[::-1]
     for arch in ("sm_90a", "sm_100a")
     if not decode.limits(Features("bfloat16", *heads), form)
 ]

@@ -50,8 +50,8 @@ IN_GROUPS = [
     (arch, name, Kernel(features, rows, form._replace(groups=True, parts=True)))
     for form in FORMS
     if form.cluster == 1
-    for rows in decode.ROWS
     for name, features in FEATURES.items()
+    for rows in decode.group_rows(features, "")
     for arch in ARCHS
 ]
 KERNELS = [

@@ -241,10 +241,11 @@ def limits(problem: CacheProblem) -> tuple[str, ...]:
 def common_kernels(target: Target, features: Features) -> Iterator[tuple[Features, int, DecodeForm]]:
     """What the kernels of common calls are compiled for, on a target."""
     for form in common_forms(features):
-        yield from ((features, rows, form) for rows in decode.ROWS)
+        kinds = [form]
         if target.has_wgmma and not (form.cache_dtype or form.groups):
-            by_wgmma = form._replace(wgmma=True)
-            yield from ((features, rows, by_wgmma) for rows in decode.wgmma_rows(features))
+            kinds.append(form._replace(wgmma=True))
+        for kind in kinds:
+            yield from ((features, rows, kind) for rows in decode.rows_of(features, kind))
 
 
 def common_forms(features: Features) -> Iterator[DecodeForm]:
@@ -293,7 +294,10 @@ def decide(target: Target, problem: CacheProblem, num_sms: int) -> Kernel:
     if spec.batch_invariant:
         split_keys, num_splits = decode.SPLIT_KEYS, decode.invariant_splits(extent.max_seqlen_k)
         groups = -(-num_splits // decode.GROUP)
-        if ctas := decode.group_ctas(tiles, groups, num_sms):
+        rows_of_groups = decode.group_rows(features, form_of(problem, 1).cache_dtype)
+        if rows_of_groups and decode.group_ctas(tiles, groups, num_sms):
+            rows = decode.rows(extent.max_seqlen_q, spec.group, rows_of_groups)
+            ctas = decode.group_ctas(_tiles(problem, rows), groups, num_sms)
             form = form_of(problem, 1)._replace(parts=True, groups=True)
             return Kernel(features, rows, ctas, split_keys, form, groups)
     elif problem.num_splits:

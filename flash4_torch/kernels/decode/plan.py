@@ -132,7 +132,7 @@ class DecodePlan(NamedTuple):
     def ahead(self) -> int:
         """Blocks that products of Q and K are ahead of the softmax: only tiles of 16 rows have registers
         for it."""
-        return 1 if self.rows == MMA_ROWS else 0
+        return 1 if self.rows == MMA_ROWS and not self.form.groups else 0
 
     @property
     def strip(self) -> int:
@@ -163,7 +163,8 @@ class DecodePlan(NamedTuple):
         q, p = (-(-2 * self.rows * columns // _ALIGNMENT) * _ALIGNMENT for columns in (self.D, KEYS))
         # Floats of a row: lse and factor; maxima and sums.
         numbers, shared = 4 * self.rows * 2, 4 * self.rows * (self.key_warps + 4 * PARTS)
-        return q + _COUNT_BYTES + numbers + (p + shared if self.key_warps > 1 else 0)
+        group = 4 * VECTOR * self.threads * self.vectors if self.form.groups else 0
+        return q + _COUNT_BYTES + numbers + group + (p + shared if self.key_warps > 1 else 0)
 
     @property
     def stages(self) -> int:
