@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from . import errors
 from .api import attention, attention_varlen, scaled_dot_product_attention, support
+from .flex.attention import flex_attention
+from .flex.block_mask import create_block_mask
 from .kvcache import append_kvcache, attention_kvcache, merge_states
 from .nn import MultiheadAttention, replace_attention
 
@@ -27,8 +29,10 @@ __all__ = [
     "attention",
     "attention_kvcache",
     "attention_varlen",
+    "create_block_mask",
     "errors",
     "flash_attn",
+    "flex_attention",
     "integrations",
     "merge_states",
     "replace_attention",

@@ -108,6 +108,27 @@ class CompileError(Flash4Error, RuntimeError):
         return f"cannot compile {kernel}: {reason}"
 
 
+class TraceError(Flash4Error, NotImplementedError):
+    """A score_mod or mask_mod cannot be traced: `TraceError(argument, function, operation, reason, where)`.
+
+    Attributes:
+        operation: what the function does that has no place in a kernel.
+        where: file, line and text of the user's line, as far as it is known.
+    """
+
+    def __str__(self) -> str:
+        argument, function, operation, reason, where = self.args
+        return f"{argument} {function} uses {operation}: {reason} ({where})"
+
+    @property
+    def operation(self) -> str:
+        return str(self.args[2])
+
+    @property
+    def where(self) -> str:
+        return str(self.args[4])
+
+
 class ExportError(Flash4Error, RuntimeError):
     """A folder of exported kernels cannot be written or used: `ExportError(folder, reason)`."""
 

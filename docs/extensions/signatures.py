@@ -5,7 +5,12 @@ from __future__ import annotations
 from sphinx.application import Sphinx
 from sphinx.pycode import ModuleAnalyzer
 
-_OVERLOADED = ("flash4_torch.api", "flash4_torch.kvcache.append", "flash4_torch.kvcache.attend")
+_OVERLOADED = (
+    "flash4_torch.api",
+    "flash4_torch.flex.attention",
+    "flash4_torch.kvcache.append",
+    "flash4_torch.kvcache.attend",
+)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

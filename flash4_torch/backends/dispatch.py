@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from .. import env
 from ..errors import BackendError
+from ..flex_problem import FlexProblem
 from ..problem import Problem
 from .base import Backend, Explains
 from .compiled import SM90A, SM100A, SM103A, Compiled
@@ -28,7 +29,7 @@ PRIORITY: tuple[Backend, ...] = (
     Emulator(),
 )
 
-Observer = Callable[[Problem, str], None]
+Observer = Callable[[Problem | FlexProblem, str], None]
 observers: list[Observer] = []
 """Functions called with (problem, backend name) on every dispatch, from the thread that serves it."""
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import schema
 
-_DEVICES = {"AutocastCPU": "cpu", "AutocastCUDA": "cuda"}
+DEVICES = {"AutocastCPU": "cpu", "AutocastCUDA": "cuda"}
 # Queried once: torch.compile cannot trace the query.
 _WITH_AUTOCAST = frozenset(
     device
@@ -40,7 +40,9 @@ def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
 
 
-def _casting(op: Callable[..., Any], n: int, device: str) -> Callable[..., Any]:
+def casting(op: Callable[..., Any], n: int, device: str) -> Callable[..., Any]:
+    """An operator's autocast kernel: casts the first `n` arguments, and computes as if autocast were off."""
+
     def call(*args: Any) -> Any:
         cast = autocast_inputs(*args[:n])
         with torch.autocast(device, enabled=False):
@@ -49,6 +51,6 @@ def _casting(op: Callable[..., Any], n: int, device: str) -> Callable[..., Any]:
     return call
 
 
-for _key, _device in _DEVICES.items():
+for _key, _device in DEVICES.items():
     for _name, _n in _TENSORS.items():
-        schema.LIBRARY.impl(_name, _casting(getattr(schema, _name), _n, _device), _key)
+        schema.LIBRARY.impl(_name, casting(getattr(schema, _name), _n, _device), _key)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ..masks import Band
+from ..problem import CallOptions
 
 Shape = tuple[int, ...]
 
@@ -100,21 +102,46 @@ def attention_varlen_backward(
     return 3 * over_D + 2 * over_Dv
 
 
+def flex_attention(q: Shape, k: Shape, v: Shape, *rest: Any, **kwargs: Any) -> int:
+    """Forward; blocks and masks are data, so all pairs inside the band count; score_mod's FLOPs do not."""
+    over_D, over_Dv = _dense(q, k, v, *_window(rest))
+    return over_D + over_Dv
+
+
+def flex_attention_backward(
+    dout: Any, dlse: Any, q: Shape, k: Shape, v: Shape, *rest: Any, **kwargs: Any
+) -> int:
+    """Backward, under the same assumption as the forward."""
+    *options, _ = rest
+    over_D, over_Dv = _dense(q, k, v, *_window(options))
+    return 3 * over_D + 2 * over_Dv
+
+
+def _window(arguments: Sequence[Any]) -> tuple[int | None, int | None]:
+    """The band among arguments that end in a call's options."""
+    options = CallOptions(*arguments[-len(CallOptions._fields) :])
+    return options.window_left, options.window_right
+
+
 def _packed(q: Shape, k: Shape, v: Shape, cu_seqlens: Shape) -> tuple[int, int]:
     sequences = max(1, cu_seqlens[0] - 1)
     return _products(q[1], q[0] * k[0] // sequences, q[2], v[2])
 
 
-def register() -> None:
-    """Registers our formulas with torch.utils.flop_counter, which this imports."""
+PLAIN = (
+    attention,
+    attention_backward,
+    attention_varlen,
+    attention_varlen_backward,
+    attention_weights,
+    attention_weights_backward,
+)
+FLEX = (flex_attention, flex_attention_backward)
+
+
+def register(formulas: Sequence[Callable[..., int]] = PLAIN) -> None:
+    """Registers formulas with torch.utils.flop_counter, which this imports; each operator has its name."""
     from torch.utils.flop_counter import register_flop_formula
 
-    for formula in (
-        attention,
-        attention_backward,
-        attention_varlen,
-        attention_varlen_backward,
-        attention_weights,
-        attention_weights_backward,
-    ):
+    for formula in formulas:
         register_flop_formula(getattr(torch.ops.flash4, formula.__name__))(formula)

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from .scoring import Scoring
 
+Mod = Callable[..., Tensor]
+
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scoring: Scoring,
+    sinks: Tensor | None = None,
+    score_mod: Mod | None = None,
+    mask_mod: Mod | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out = dropout(softmax(scores)) v and lse = logsumexp(scores), computed in the dtype of the inputs.
 
     q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv) with Hk dividing Hq; returns out (B, Sq, Hq, Dv) and
     lse (B, Hq, Sq), natural log. A row that attends to nothing gives 0, lse = -inf and no gradient. sinks
     (Hq,) are the scores of one more key of every head, whose value is 0; lse counts it.
+    score_mod(score, b, h, q_idx, kv_idx) changes capped scores, before the mask is added, and mask_mod(b, h,
+    q_idx, kv_idx) says which are seen; both get all positions at once, as tensors that broadcast.
     Differentiable any number of times.
     """
-    weights, lse = _softmax(_scores(q, k, scoring), sinks)
+    weights, lse = _softmax(_scores(q, k, scoring, score_mod, mask_mod), sinks)
     return _dropped(weights, scoring).matmul(_per_query_head(v, q)).transpose(1, 2), lse
 
 
@@ -32,10 +44,20 @@ def _per_query_head(x: Tensor, q: Tensor) -> Tensor:
     return x.repeat_interleave(q.shape[2] // x.shape[2], dim=2).transpose(1, 2)
 
 
-def _scores(q: Tensor, k: Tensor, scoring: Scoring) -> Tensor:
+def _scores(
+    q: Tensor, k: Tensor, scoring: Scoring, score_mod: Mod | None = None, mask_mod: Mod | None = None
+) -> Tensor:
     B, Sq, Sk = q.shape[0], q.shape[1], k.shape[1]
     products = q.transpose(1, 2) @ _per_query_head(k, q).transpose(2, 3) * scoring.scale
     scores = scoring.cap(products)
+    positions = [
+        torch.arange(n, device=q.device).view([-1 if dim == at else 1 for dim in range(4)])
+        for at, n in enumerate(scores.shape)
+    ]
+    if score_mod is not None:
+        scores = score_mod(scores, *positions)
+    if mask_mod is not None:
+        scores = torch.where(mask_mod(*positions), scores, -torch.inf)
     for bias in scoring.biases(scores, Sq, Sk, range(B), range(Sq), range(Sk)):
         scores = scores + bias
     return scores

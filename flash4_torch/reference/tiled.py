@@ -206,7 +206,7 @@ def forward(
     for batch in tiling.batches(B, Hq, Sq, Sk):
         for rows in blocks(range(Sq), tiling.rows):
             q_rows = tiles.scaled_rows(batch, rows)
-            state = _OnlineSoftmax.empty(q_rows, Dv, tiling, count)
+            state = OnlineSoftmax.empty(q_rows, Dv, tiling, count)
             if sinks is not None:
                 state.begin_with(tiles.folded(sinks[None, :, None].expand(len(batch), -1, len(rows))))
             for keys in blocks(scoring.band.keys(rows, Sq, Sk), tiling.keys):
@@ -224,7 +224,7 @@ def forward(
 
 
 @dataclass
-class _OnlineSoftmax:
+class OnlineSoftmax:
     """Running state of a block of folded rows: reference score, sum of weights, unnormalised output."""
 
     ref: Tensor
@@ -235,7 +235,7 @@ class _OnlineSoftmax:
     highest: Tensor | None = None
 
     @classmethod
-    def empty(cls, q_rows: Tensor, Dv: int, tiling: Tiling, count: RescaleCount | None) -> _OnlineSoftmax:
+    def empty(cls, q_rows: Tensor, Dv: int, tiling: Tiling, count: RescaleCount | None) -> OnlineSoftmax:
         # Before its first score a row's reference is the lowest finite number: -inf - -inf would be NaN.
         shape = q_rows.shape[:-1]
         ref = q_rows.new_full(shape, torch.finfo(q_rows.dtype).min)

@@ -11,6 +11,7 @@ import torch
 import torch.utils.deterministic
 
 from .. import backends
+from ..flex_problem import FlexProblem
 from ..problem import Problem
 
 # A module whose attributes are properties, which a type checker cannot see.
@@ -21,12 +22,14 @@ _deterministic: Any = torch.utils.deterministic
 def backends_used() -> Iterator[Counter[tuple[str, str]]]:
     """Counts, while open, every served call as (operator, backend name), autograd's threads included.
 
-    Operators are 'attention', 'attention_varlen' and these with '_backward'.
+    Operators are 'attention', 'attention_varlen', 'flex_attention' and these with '_backward'.
     """
     used: Counter[tuple[str, str]] = Counter()
 
-    def observe(problem: Problem, name: str) -> None:
-        operator = "attention_varlen" if problem.spec.varlen else "attention"
+    def observe(problem: Problem | FlexProblem, name: str) -> None:
+        operator = "flex_attention"
+        if isinstance(problem, Problem):
+            operator = "attention_varlen" if problem.spec.varlen else "attention"
         used[operator + ("_backward" if problem.spec.backward else ""), name] += 1
 
     backends.observers.append(observe)

@@ -10,7 +10,20 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = "flash4_torch"
 LEAVES = frozenset(
-    {"problem", "kvcache_problem", "masks", "errors", "env", "forks", "processor", "store", "configs.types"}
+    {
+        "problem",
+        "kvcache_problem",
+        "flex_problem",
+        "masks",
+        "errors",
+        "env",
+        "forks",
+        "processor",
+        "store",
+        "configs.types",
+        "flex.program",
+        "flex.table",
+    }
 )
 
 # Parts of the package that each layer may import besides itself and the leaves.
@@ -18,6 +31,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     **{leaf: set() for leaf in LEAVES},
     "configs": set(),
     "reference": set(),
+    # Below backends, so that kernels may be generated from programs; flex.attention is the public part.
+    "flex": {"reference"},
     "compile": set(),
     "emulator": set(),
     "kernels": set(),
@@ -38,12 +53,14 @@ MAY_IMPORT: dict[str, set[str]] = {
         "emulator",
         "configs",
         "reference",
+        "flex",
     },
-    "ops": {"backends", "reference"},
+    "ops": {"backends", "flex", "reference"},
     "fast_path": {"ops", "backends"},
     "attend": {"fast_path", "ops"},
     "api": {"fast_path", "ops", "backends"},
     "kvcache": {"fast_path", "ops", "backends"},
+    "flex.attention": {"flex", "ops", "reference"},
     "flash_attn": {"api", "kvcache", "ops"},
     "nn": {"attend", "fast_path", "ops"},
     "integrations": {"api", "fast_path", "flash_attn", "kvcache", "ops", "backends"},
@@ -52,7 +69,19 @@ MAY_IMPORT: dict[str, set[str]] = {
 # The package's front and its tools, which nothing below imports: "" is flash4_torch/__init__.py.
 TOP = frozenset({"", "__main__", "info", "ahead", "progress", "support_table", "bench"})
 
-TORCH_FREE = ("kernels", "emulator", "configs", "masks", "errors", "env", "forks", "processor", "store")
+TORCH_FREE = (
+    "kernels",
+    "emulator",
+    "configs",
+    "masks",
+    "errors",
+    "env",
+    "forks",
+    "processor",
+    "store",
+    "flex.program",
+    "flex.table",
+)
 # Names outside the package, and the only layers that may use them.
 ONLY_IN = {
     "cutlass": ("kernels", "compile", "emulator"),

@@ -1,0 +1,260 @@
+"""FlexAttention's functions: torch's contract, checked, as calls of the operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError, DeviceError, DtypeError, ShapeError
+from ..flex_problem import Mods
+from ..ops import CallOptions, autocast_inputs, check
+from ..ops import flex as ops
+from ..ops.flex_functions import recorded_flex_attention, with_functions
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
+
+Mod = Callable[..., Tensor]
+"""score_mod(score, b, h, q_idx, kv_idx) or mask_mod(b, h, q_idx, kv_idx), of 0-dim tensors."""
+
+
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Mod | None = ...,
+    block_mask: BlockMask | None = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    return_lse: Literal[False] = ...,
+    kernel_options: dict[str, Any] | None = ...,
+    *,
+    return_aux: None = ...,
+) -> Tensor: ...
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Mod | None = ...,
+    block_mask: BlockMask | None = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    *,
+    return_lse: Literal[True],
+    kernel_options: dict[str, Any] | None = ...,
+    return_aux: None = ...,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Mod | None = ...,
+    block_mask: BlockMask | None = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    return_lse: Literal[False] = ...,
+    kernel_options: dict[str, Any] | None = ...,
+    *,
+    return_aux: AuxRequest,
+) -> tuple[Tensor, AuxOutput]: ...
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Mod | None = ...,
+    block_mask: BlockMask | None = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    return_lse: bool = ...,
+    kernel_options: dict[str, Any] | None = ...,
+    *,
+    return_aux: AuxRequest | None = ...,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Mod | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+) -> Any:
+    """`torch.nn.attention.flex_attention.flex_attention`, in O(S) memory without compiling anything.
+
+    Args:
+        query: (B, Hq, Sq, D), bfloat16, float16, float32 or float64, any strides.
+        key: (B or 1, Hk, Sk, D); with `enable_gqa` Hk divides Hq, else it is Hq.
+        value: (B or 1, Hk, Sk, Dv).
+        score_mod: changes each scaled score: score_mod(score, b, h, q_idx, kv_idx), a function of 0-dim
+            tensors written in torch. The score is float32 (float64 for float64), the indices are int32.
+            Tensors that it captures get gradients if they require them.
+        block_mask: a BlockMask, torch's or of `create_block_mask`, for these lengths. Default: all is seen.
+            Only the blocks that it lists are visited, and its mask_mod decides on scores of partial ones.
+        scale: factor on the product of query and key. Default: 1 / sqrt(D).
+        enable_gqa: query heads h // (Hq // Hk) share a KV head.
+        return_lse: also return lse, the log-sum-exp of each row's scores.
+        kernel_options: torch's, which are hints for its kernels; nothing of them is used.
+        return_aux: torch's newer spelling of `return_lse`: AuxRequest(lse=True). It has no max_scores here.
+
+    Returns:
+        out (B, Hq, Sq, Dv) in query's dtype; with `return_lse` (out, lse), lse (B, Hq, Sq) natural, float32
+        (float64 for float64), differentiable; with `return_aux` (out, AuxOutput(lse)). A row that sees
+        nothing gives out 0, lse -inf and no gradient.
+
+    Raises:
+        ArgumentError: an argument is outside its limits.
+        TraceError: a function uses something that a kernel cannot do for a score; the message names the
+            operation and the line.
+        DoubleBackwardError: second derivatives were asked for.
+
+    Functions are run once a call, on numbers without values, to record what they do; no source is read.
+    """
+    if all(isinstance(x, Tensor) and check.is_dense(x) for x in (query, key, value)):
+        query, key, value = autocast_inputs(query, key, value)
+    _check(query, key, value, enable_gqa, kernel_options)
+    check.flag("return_lse", return_lse)
+    if return_aux is not None:
+        if return_lse:
+            raise ArgumentError("return_lse", return_lse, "it must be False beside return_aux")
+        if return_aux.max_scores:
+            raise ArgumentError("return_aux", return_aux, "max_scores is not computed; it must be False")
+    B = query.shape[0]
+    q, k, v = (x.expand(B, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
+    scale = check.scale(scale, q.shape[-1])
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    mask_mod = None if block_mask is None else block_mask.mask_mod
+    if torch.compiler.is_dynamo_compiling():
+        out, lse = _recorded(q, k, v, score_mod, mask_mod, block_mask, scale, deterministic)
+    else:
+        mods = traced(q, k, score_mod, mask_mod, block_mask)
+        out, lse = ops.flex_attention(q, k, v, mods, CallOptions(scale, deterministic=deterministic))
+    out = out.transpose(1, 2)
+    if query.is_contiguous():
+        out = out.contiguous()
+    if return_aux is not None:
+        from torch.nn.attention.flex_attention import AuxOutput
+
+        return out, AuxOutput(lse=lse if return_aux.lse else None)
+    return (out, lse) if return_lse else out
+
+
+def traced(
+    q: Tensor, k: Tensor, score_mod: Mod | None, mask_mod: Mod | None, block_mask: BlockMask | None = None
+) -> Mods:
+    """The operator's arguments for functions and a block mask, with q (B, Sq, Hq, D) and k (B, Sk, Hk, D)."""
+    mods = Mods() if block_mask is None else _with_blocks(block_mask, q, k)
+    if score_mod is not None:
+        score_mod = _function("score_mod", score_mod)
+    if mask_mod is not None:
+        mask_mod = _function("mask_mod", mask_mod)
+    return with_functions(mods, q, score_mod, mask_mod)
+
+
+def _unchanged(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return score
+
+
+def _everything(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return b.new_ones((), dtype=torch.bool)
+
+
+def _recorded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: Mod | None,
+    mask_mod: Mod | None,
+    block_mask: BlockMask | None,
+    scale: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    """The call as torch.compile records it."""
+    score_mod = _unchanged if score_mod is None else _function("score_mod", score_mod)
+    mask_mod = _everything if mask_mod is None else _function("mask_mod", mask_mod)
+    mods = Mods() if block_mask is None else _with_blocks(block_mask, q, k)
+    lists = mods.kv_num_blocks, mods.kv_indices, mods.full_kv_num_blocks, mods.full_kv_indices
+    blocks = (*lists, mods.q_block, mods.kv_block, mask_mod)
+    return recorded_flex_attention(q, k, v, score_mod, blocks, scale, {"deterministic": deterministic})
+
+
+def _function(name: str, function: Any) -> Mod:
+    if not callable(function):
+        raise ArgumentError(name, type(function).__name__, "it must be a function")
+    return function
+
+
+def _with_blocks(block_mask: BlockMask, q: Tensor, k: Tensor) -> Mods:
+    rows, keys = block_mask.BLOCK_SIZE
+    counts, indices = block_mask.kv_num_blocks, block_mask.kv_indices
+    full = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
+    if counts.device != q.device:
+        raise DeviceError("block_mask", counts.device, f"it must be on query's device, {q.device}")
+    (B, Sq, Hq, _), Sk = q.shape, k.shape[1]
+    lengths = tuple(block_mask.seq_lengths)
+    # torch's own mask of everything is one block of any length.
+    is_everything = rows >= Sq and keys >= Sk and lengths == (1, 1)
+    if lengths != (Sq, Sk) and not is_everything:
+        limit = f"it must be made for Sq, Sk = {(Sq, Sk)}"
+        raise ShapeError("block_mask", f"for lengths {lengths}", limit)
+    lists = [
+        None if x is None else _four(x, rank)
+        for x, rank in zip((counts, indices, *full), (3, 4, 3, 4), strict=True)
+    ]
+    for x in lists:
+        if x is not None and not (x.shape[0] in (1, B) and x.shape[1] in (1, Hq)):
+            limit = f"its batch and heads must be (B or 1, Hq or 1), with B = {B}, Hq = {Hq}"
+            raise ShapeError("block_mask", tuple(x.shape[:2]), limit)
+    return Mods(
+        kv_num_blocks=lists[0],
+        kv_indices=lists[1],
+        full_kv_num_blocks=lists[2],
+        full_kv_indices=lists[3],
+        q_block=rows,
+        kv_block=keys,
+    )
+
+
+def _four(x: Tensor, rank: int) -> Tensor:
+    return x[(None,) * (rank - x.dim())]
+
+
+def _check(query: Any, key: Any, value: Any, enable_gqa: bool, kernel_options: Any) -> None:
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise ArgumentError(name, type(x).__name__, "it must be a tensor")
+        if not check.is_dense(x):
+            raise ArgumentError(name, "a nested or sparse tensor", "it must be a dense one")
+        if x.dim() != 4:
+            raise ShapeError(name, tuple(x.shape), "it must be (B, H, S, D), 4 dimensions")
+        if x.dtype not in check.DTYPES:
+            raise DtypeError(name, x.dtype, "it must be bfloat16, float16, float32 or float64")
+        if x.dtype != query.dtype:
+            raise DtypeError(name, x.dtype, f"it must have query's dtype, {query.dtype}")
+        if x.device != query.device:
+            raise DeviceError(name, x.device, f"it must be on query's device, {query.device}")
+    if key.shape[:3] != value.shape[:3]:
+        raise ShapeError("value", tuple(value.shape), f"it must begin like key, {tuple(key.shape[:3])}")
+    if query.shape[-1] != key.shape[-1] or 0 in (query.shape[-1], value.shape[-1]):
+        raise ShapeError("key", tuple(key.shape), f"its last dimension must be query's, {query.shape[-1]}")
+    if key.shape[0] not in (1, query.shape[0]):
+        raise ShapeError("key", tuple(key.shape), f"its batch size must be query's, {query.shape[0]}, or 1")
+    check.flag("enable_gqa", enable_gqa)
+    Hq, Hk = query.shape[1], key.shape[1]
+    if not enable_gqa and Hq != Hk:
+        limit = f"it must have query's {Hq} heads; enable_gqa=True lets query heads share KV heads"
+        raise ShapeError("key", tuple(key.shape), limit)
+    if Hk < 1 or Hq < 1 or Hq % Hk:
+        raise ShapeError("query", tuple(query.shape), f"its {Hq} heads must be a multiple of key's {Hk}")
+    if kernel_options is not None and not isinstance(kernel_options, dict):
+        raise ArgumentError("kernel_options", type(kernel_options).__name__, "it must be a dict or None")

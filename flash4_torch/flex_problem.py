@@ -1,0 +1,131 @@
+"""Description of a call of programmable attention, as `problem` describes one of plain attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .masks import Band
+from .problem import Extent
+
+
+class Mods(NamedTuple):
+    """What is done to the scores of a call beside its options: arguments of the operators, in their order.
+
+    `score_mod` and `mask_mod` are texts of programs (`flex.program`), or empty; `captured` and `scalars` are
+    the former's arguments, then the latter's. A table of blocks, of q_block rows and kv_block keys, is
+    kv_num_blocks (B or 1, Hq or 1, rows of blocks) and kv_indices (.., .., rows, columns), int32, and the
+    same of full blocks, which mask_mod does not mask.
+    """
+
+    captured: Sequence[Tensor] = ()
+    kv_num_blocks: Tensor | None = None
+    kv_indices: Tensor | None = None
+    full_kv_num_blocks: Tensor | None = None
+    full_kv_indices: Tensor | None = None
+    sinks: Tensor | None = None
+    rng_state: Tensor | None = None
+    score_mod: str = ""
+    mask_mod: str = ""
+    scalars: Sequence[float] = ()
+    q_block: int = 1
+    kv_block: int = 1
+
+
+class FlexSpec(NamedTuple):
+    """Properties that a kernel is specialised on, or that a backend may refuse."""
+
+    device: str
+    dtype: torch.dtype
+    D: int
+    Dv: int
+    group: int
+    """Query heads per KV head, Hq // Hk."""
+    score_mod: str
+    mask_mod: str
+    """Keys of the programs, '' without one."""
+    block: tuple[int, int] | None
+    """Rows and keys of a block, None without a table of blocks."""
+    full_blocks: bool
+    """Whether the table lists full blocks by themselves."""
+    left: bool
+    right: bool
+    """Whether the band is bounded on that side."""
+    softcap: bool
+    dropout: bool
+    deterministic: bool
+    sinks: str
+    """'' without sinks, else their dtype."""
+    capability: tuple[int, int] = (0, 0)
+    """Compute capability of a CUDA device."""
+    backward: bool = False
+    dlse: bool = False
+    """Backward: lse has an incoming gradient."""
+    dcaptured: tuple[bool, ...] = ()
+    """Backward: which of score_mod's tensors want a gradient."""
+
+
+class FlexProblem(NamedTuple):
+    """Everything about a call except its tensors' data."""
+
+    spec: FlexSpec
+    extent: Extent
+    scale: float
+    band: Band
+    softcap: float
+    dropout_p: float
+
+    def __str__(self) -> str:
+        s, e = self.spec, self.extent
+        features = [
+            name
+            for name, on in {
+                f"score_mod {s.score_mod[:8]}": bool(s.score_mod),
+                f"mask_mod {s.mask_mod[:8]}": bool(s.mask_mod),
+                f"blocks of {s.block}": s.block is not None,
+                f"window=({self.band.left}, {self.band.right})": not self.band.is_full,
+                f"softcap={self.softcap}": s.softcap,
+                f"sinks {s.sinks}": bool(s.sinks),
+                f"dropout_p={self.dropout_p}": s.dropout,
+                "deterministic": s.deterministic,
+                "gradient of lse": s.dlse,
+                f"gradients of {sum(s.dcaptured)} captured tensors": any(s.dcaptured),
+            }.items()
+            if on
+        ]
+        direction = "backward" if s.backward else "forward"
+        sizes = f"B={e.B} Sq={e.Sq} Sk={e.Sk} Hq={e.Hq} Hk={e.Hk} D={s.D} Dv={s.Dv}"
+        return " ".join([f"flex_attention {direction} {sizes} {s.dtype} on {s.device}", *features])
+
+
+class FlexInputs(NamedTuple):
+    """The tensors and programs of a call: q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mods: Mods
+
+
+class FlexSaved(NamedTuple):
+    """Tensors that the backward gets in addition: the forward's results and their gradients."""
+
+    dout: Tensor
+    dlse: Tensor | None
+    out: Tensor
+    lse: Tensor
+    lse_low: Tensor
+
+
+class FlexGradients(NamedTuple):
+    """Gradients in the inputs' dtypes and shapes."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dcaptured: list[Tensor | None]
+    """Gradients of the tensors of score_mod, None where none is wanted."""
+    dsinks: Tensor | None

@@ -1,0 +1,192 @@
+"""The operators of programmable attention: schema, implementation, fake, autograd.
+
+q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), then what `flex_problem.Mods` holds. out is
+(B, Sq, Hq, Dv); lse (B, Hq, Sq), natural, and its rounding error lse_low, float32 (float64 for float64).
+`wanted` says which of score_mod's tensors get a gradient; the others' have no elements.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..backends import flex as backends
+from ..backends.flex.tiled import program_of
+from ..errors import DoubleBackwardError
+from ..flex_problem import FlexInputs, FlexProblem, FlexSaved, FlexSpec, Mods
+from ..problem import CallOptions, Extent, dtype_key
+from ..reference.scoring import working_dtype
+from .after_import import after_import
+from .autocast import DEVICES, casting
+from .schema import LIBRARY
+
+_OPTIONS = (
+    "float scale, SymInt? window_left, SymInt? window_right, float softcap, float dropout_p, "
+    "bool deterministic"
+)
+_ARGUMENTS = (
+    "Tensor[] captured, Tensor? kv_num_blocks, Tensor? kv_indices, Tensor? full_kv_num_blocks, "
+    "Tensor? full_kv_indices, Tensor? sinks, Tensor? rng_state, str score_mod, str mask_mod, "
+    f"float[] scalars, SymInt q_block, SymInt kv_block, {_OPTIONS}"
+)
+SCHEMAS = {
+    "flex_attention": (
+        f"(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> (Tensor out, Tensor lse, Tensor lse_low)"
+    ),
+    "flex_attention_backward": (
+        "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor lse_low, "
+        f"{_ARGUMENTS}, bool[] wanted) "
+        "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks, Tensor[] dcaptured)"
+    ),
+}
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+
+
+_MODS, _SCALARS = len(Mods._fields), Mods._fields.index("scalars")
+
+
+def flex_attention(
+    q: Tensor, k: Tensor, v: Tensor, mods: Mods, options: CallOptions
+) -> tuple[Tensor, Tensor]:
+    """(out (B, Sq, Hq, Dv), lse (B, Hq, Sq)); q, k and v come from `autocast_inputs`."""
+    beside = mods._replace(captured=list(mods.captured), scalars=list(mods.scalars))
+    out, lse, _ = torch.ops.flash4.flex_attention.default(q, k, v, *beside, *options)
+    return out, lse
+
+
+@lru_cache(maxsize=256)
+def _key_of(text: str) -> str:
+    """The key of a program from its text, '' without one."""
+    return hashlib.sha256(text.encode()).hexdigest() if text else ""
+
+
+def _split(rest: Sequence[Any]) -> tuple[Mods, CallOptions]:
+    return Mods(*rest[:_MODS]), CallOptions(*rest[_MODS:])
+
+
+def describe(inputs: FlexInputs, options: CallOptions) -> FlexProblem:
+    """The forward problem of a call."""
+    q, k, v, mods = inputs
+    (B, Sq, Hq, D), Sk, Hk = q.shape, k.shape[1], k.shape[2]
+    spec = FlexSpec(
+        device=q.device.type,
+        dtype=q.dtype,
+        D=D,
+        Dv=v.shape[-1],
+        group=Hq // Hk,
+        score_mod=_key_of(mods.score_mod),
+        mask_mod=_key_of(mods.mask_mod),
+        block=None if mods.kv_num_blocks is None else (mods.q_block, mods.kv_block),
+        full_blocks=mods.full_kv_num_blocks is not None,
+        left=options.window_left is not None,
+        right=options.window_right is not None,
+        softcap=options.softcap != 0.0,
+        dropout=options.dropout_p > 0.0,
+        deterministic=options.deterministic,
+        sinks=dtype_key(mods.sinks),
+        capability=torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else (0, 0),
+    )
+    extent = Extent(B, Sq, Sk, Hq, Hk)
+    return FlexProblem(spec, extent, options.scale, options.band, options.softcap, options.dropout_p)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    mods, options = _split(rest)
+    inputs = FlexInputs(q, k, v, mods)
+    problem = describe(inputs, options)
+    return backends.choose(problem).forward(inputs, problem)
+
+
+def _backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Any, ...]:
+    (q, k, v, out, lse, low), rest, wanted = arguments[:6], arguments[6:-1], arguments[-1]
+    mods, options = _split(rest)
+    inputs, saved = FlexInputs(q, k, v, mods), FlexSaved(dout, dlse, out, lse, low)
+    problem = describe(inputs, options)
+    spec = problem.spec._replace(backward=True, dlse=dlse is not None, dcaptured=tuple(wanted))
+    problem = problem._replace(spec=spec)
+    grads = backends.choose(problem).backward(saved, inputs, problem)
+    others = [grads.dsinks, *grads.dcaptured]
+    dsinks, *dcaptured = (q.new_empty(0) if x is None else x for x in others)
+    return grads.dq, grads.dk, grads.dv, dsinks, dcaptured
+
+
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    B, Sq, Hq, _ = q.shape
+    lse = q.new_empty(B, Hq, Sq, dtype=working_dtype(q.dtype))
+    return q.new_empty(B, Sq, Hq, v.shape[-1]), lse, torch.empty_like(lse)
+
+
+def _fake_backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Any, ...]:
+    (q, k, v), wanted = arguments[:3], arguments[-1]
+    mods = Mods(*arguments[6 : 6 + _MODS])
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    dsinks = q.new_empty(0) if mods.sinks is None else mods.sinks.new_empty(mods.sinks.shape)
+    dcaptured = [
+        x.new_empty(x.shape) if wants else q.new_empty(0)
+        for x, wants in zip(mods.captured, wanted, strict=False)
+    ]
+    return dq, dk, dv, dsinks, dcaptured
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    (q, k, v), (mods, options) = inputs[:3], _split(inputs[3:])
+    tensors = mods[1:7]
+    ctx.save_for_backward(q, k, v, *output, *tensors, *mods.captured)
+    ctx.beside, ctx.options = mods[7:], options
+    ctx.set_materialize_grads(False)
+
+
+def _grads(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, out, lse, low, *others = ctx.saved_tensors
+    tensors, captured = others[:6], others[6:]
+    mods = Mods(captured, *tensors, *ctx.beside)
+    wants = list(ctx.needs_input_grad[3])
+    # The tensors of mask_mod come last: a mask has no gradient.
+    of_score = len(program_of(mods.score_mod).tensors) if mods.score_mod else 0
+    wanted = [bool(x) for x in wants[:of_score]]
+    dout = torch.zeros_like(out) if dout is None else dout
+    saved = q, k, v, out, lse, low
+    dq, dk, dv, dsinks, dcaptured = torch.ops.flash4.flex_attention_backward.default(
+        dout, dlse, *saved, *mods, *ctx.options, wanted
+    )
+    found = [x if wants else None for x, wants in zip(dcaptured, wanted, strict=True)]
+    found += [None] * (len(captured) - len(found))
+    after: list[Any] = [None] * (_MODS - 6 + len(CallOptions._fields))
+    # torch takes an empty list of numbers for one of tensors.
+    after[_SCALARS - 6] = None if mods.scalars else []
+    return dq, dk, dv, found, *(None,) * 4, None if mods.sinks is None else dsinks, *after
+
+
+def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    pass
+
+
+def _refuse(ctx: Any, *grads: Any) -> Any:
+    raise DoubleBackwardError
+
+
+for _name, _kernel, _fake, _autograd, _n in (
+    ("flex_attention", _forward, _fake_forward, (_grads, _save), 3),
+    ("flex_attention_backward", _backward, _fake_backward, (_refuse, _save_nothing), 0),
+):
+    LIBRARY.define(f"{_name}{SCHEMAS[_name]}", tags=_TAGS)
+    LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"flash4::{_name}", _fake, lib=LIBRARY)
+    torch.library.register_autograd(f"flash4::{_name}", _autograd[0], setup_context=_autograd[1], lib=LIBRARY)
+    for _key, _device in DEVICES.items():
+        _op = getattr(torch.ops.flash4, _name).default
+        LIBRARY.impl(_name, casting(_op, _n, _device), _key)
+
+
+def _use_flop_formulas() -> None:
+    from . import flops
+
+    flops.register(flops.FLEX)
+
+
+after_import("torch.utils.flop_counter", _use_flop_formulas)

@@ -1,0 +1,113 @@
+"""Who serves flex_attention, and what says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import flash4_torch
+from flash4_torch import testing
+from flash4_torch.backends import flex as backends
+from flash4_torch.errors import BackendError, RangeError
+from flash4_torch.flex.attention import traced
+from flash4_torch.flex_problem import FlexInputs, FlexProblem
+from flash4_torch.masks import Band
+from flash4_torch.ops import CallOptions
+from flash4_torch.ops.flex import describe, flex_attention
+from flex_mods import H, Mod
+
+UNWRITTEN = ("sm90", "sm100", "emulator")
+
+
+def tensors(Sq: int = 9, Sk: int = 11, D: int = 8, Dv: int = 6) -> list[Tensor]:
+    shapes = (2, Sq, H, D), (2, Sk, 2, D), (2, Sk, 2, Dv)
+    return [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+
+def problem(score_mod: Mod | None = None, mask_mod: Mod | None = None) -> FlexProblem:
+    q, k, v = tensors()
+    return describe(FlexInputs(q, k, v, traced(q, k, score_mod, mask_mod)), CallOptions(0.5))
+
+
+def call() -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in tensors())
+    return flash4_torch.flex_attention(q, k, v, lambda score, b, h, i, j: score * 2, enable_gqa=True)
+
+
+def test_plain_torch_serves_and_the_others_say_why_not() -> None:
+    reasons = backends.reasons(problem())
+    assert list(reasons) == [*UNWRITTEN, "tiled"] and reasons["tiled"] == []
+    assert all("no kernels for score_mod" in reasons[name][0] for name in UNWRITTEN)
+
+
+def test_observers_hear_of_both_directions() -> None:
+    with testing.backends_used() as used:
+        call().sum().backward()
+    assert used == {("flex_attention", "tiled"): 1, ("flex_attention_backward", "tiled"): 1}
+
+
+@pytest.mark.parametrize("name", UNWRITTEN)
+def test_a_forced_backend_without_kernels_is_an_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else serves the call silently."""
+    monkeypatch.setenv("FLASH4_BACKEND", name)
+    with pytest.raises(BackendError, match="no kernels for score_mod"):
+        call()
+    assert any("asks for another" in sentence for sentence in backends.reasons(problem())["tiled"])
+
+
+@pytest.mark.parametrize("name", ["cpu", "sdpa", "tiled"])
+def test_backends_of_other_calls_leave_these_to_plain_torch(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASH4_BACKEND", name)
+    with testing.backends_used() as used:
+        call()
+    assert used == {("flex_attention", "tiled"): 1}
+    monkeypatch.setenv("FLASH4_BACKEND", "sm80")
+    with pytest.raises(RangeError):
+        call()
+
+
+def test_the_log_names_the_programs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setenv("FLASH4_LOG", "backend")
+    q, k, v = tensors(7, 13)
+    mods = traced(q, k, lambda score, b, h, i, j: score + i, lambda b, h, i, j: i != j)
+    flex_attention(q, k, v, mods, CallOptions(0.5, 3))
+    key = describe(FlexInputs(q, k, v, mods), CallOptions(0.5)).spec.score_mod[:8]
+    logged = capsys.readouterr().err
+    assert "tiled serves flex_attention forward B=2 Sq=7 Sk=13" in logged
+    assert f"score_mod {key} mask_mod" in logged and "window=(3, None)" in logged
+
+
+def test_a_spec_tells_programs_apart_and_forgets_numbers() -> None:
+    def scaled(factor: float) -> Mod:
+        return lambda score, b, h, i, j: score * factor
+
+    one, other = problem(scaled(2.0)), problem(scaled(3.0))
+    assert one.spec == other.spec and one.spec.score_mod
+    assert problem(lambda score, b, h, i, j: score * i).spec != one.spec
+    assert problem(None, lambda b, h, i, j: i > j).spec.mask_mod and not one.spec.mask_mod
+
+
+def test_what_changes_nothing_leaves_no_program() -> None:
+    plain = problem()
+    assert (
+        problem(lambda score, b, h, i, j: score, lambda b, h, i, j: torch.ones((), dtype=torch.bool)) == plain
+    )
+    assert plain.spec.score_mod == plain.spec.mask_mod == ""
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.one_of(st.none(), st.integers(0, 5)))
+def test_flops_count_the_pairs_of_the_band(Sq: int, Sk: int, left: int | None) -> None:
+    q, k, v = tensors(Sq, Sk)
+    with FlopCounterMode(display=False) as counter:
+        out, _ = flex_attention(q, k, v, traced(q, k, None, None), CallOptions(0.5, left))
+        forward = counter.get_total_flops()
+        out.sum().backward()
+    pairs = 2 * H * Band(left, None).pairs(Sq, Sk)
+    assert forward == 2 * pairs * (8 + 6)
+    assert counter.get_total_flops() - forward == 2 * pairs * (3 * 8 + 2 * 6)

@@ -1,0 +1,123 @@
+"""create_block_mask against torch's: the same lists, for drawn masks, sizes and blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import create_block_mask as torchs
+
+from flash4_torch import create_block_mask
+from flash4_torch.errors import ArgumentError, RangeError, TraceError
+from flash4_torch.flex import block_mask as module
+from flex_mods import drawn_mask
+
+LISTS = [
+    f"{full}{side}_{what}"
+    for full in ("", "full_")
+    for side in ("kv", "q")
+    for what in ("num_blocks", "indices")
+]
+
+
+def same(ours: BlockMask, theirs: BlockMask) -> None:
+    assert ours.seq_lengths == theirs.seq_lengths and ours.BLOCK_SIZE == theirs.BLOCK_SIZE
+    for name in LISTS:
+        x, y = getattr(ours, name), getattr(theirs, name)
+        assert x.dtype == y.dtype == torch.int32 and torch.equal(x, y), name
+
+
+def nothing(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return (i < 0) & (j < 0)
+
+
+def everything(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return (i >= 0) & (j >= 0)
+
+
+def slanted(length: int, shift: int) -> Any:
+    """Documents that begin elsewhere in each batch entry and head."""
+    return lambda b, h, i, j: (i + shift * h) // length == (j + 2 * shift * b) // length
+
+
+masks = st.one_of(
+    st.builds(drawn_mask, st.integers(0, 60), st.integers(1, 2), st.integers(1, 90)),
+    st.builds(slanted, st.integers(1, 40), st.integers(1, 9)),
+    st.sampled_from([nothing, everything]),
+)
+sizes = st.tuples(
+    st.sampled_from([None, 3, 2, 1]),
+    st.sampled_from([None, 3, 2, 1]),
+    st.integers(1, 150),
+    st.integers(1, 150),
+)
+blocks = st.one_of(st.sampled_from([1, 8, 16, 128]), st.tuples(st.integers(1, 20), st.integers(1, 40)))
+
+
+@settings(max_examples=40)
+@given(mask=masks, sizes=sizes, block=blocks)
+def test_lists_are_torchs(mask: Any, sizes: Any, block: Any) -> None:
+    theirs = torchs(mask, *sizes, device="cpu", BLOCK_SIZE=block)
+    same(create_block_mask(mask, *sizes, "cpu", block), theirs)
+
+
+@pytest.mark.parametrize("length, shift", [(16, 3), (5, 1), (40, 9)])
+def test_batch_entries_and_heads_have_lists_of_their_own(length: int, shift: int) -> None:
+    theirs = torchs(slanted(length, shift), 2, 3, 100, 90, device="cpu", BLOCK_SIZE=16)
+    ours = create_block_mask(slanted(length, shift), 2, 3, 100, 90, "cpu", 16)
+    same(ours, theirs)
+    assert len({str(x.tolist()) for entry in ours.kv_indices for x in entry}) > 3
+
+
+@settings(max_examples=40)
+@given(mask=masks, sizes=sizes, block=blocks, scores=st.integers(1, 4000), ordered=st.integers(1, 50))
+def test_strips_change_nothing(mask: Any, sizes: Any, block: Any, scores: int, ordered: int) -> None:
+    """However few scores are held at once, the lists are the same."""
+    whole = create_block_mask(mask, *sizes, "cpu", block)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_SCORES", scores)
+        patch.setattr(module, "_BLOCKS", ordered)
+        same(create_block_mask(mask, *sizes, "cpu", block), whole)
+
+
+def test_scores_are_held_in_strips(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more scores are evaluated at once than the bound, at least one block."""
+    seen: list[int] = []
+    evaluate = module.programs.evaluate
+
+    def counted(*arguments: Any) -> Any:
+        found = evaluate(*arguments)
+        seen.append(found[0].numel())
+        return found
+
+    monkeypatch.setattr(module.programs, "evaluate", counted)
+    monkeypatch.setattr(module, "_SCORES", 5000)
+    create_block_mask(lambda b, h, i, j: i >= j, None, None, 900, 1100, "cpu", (16, 32))
+    assert max(seen) <= 5000 and sum(seen) == 900 * 1100
+
+
+def test_bad_arguments_are_named() -> None:
+    def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return i >= j
+
+    def branches(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return i >= j if i > 3 else i == j
+
+    bad: list[tuple[str, type[Exception], tuple[Any, ...]]] = [
+        ("mask_mod", ArgumentError, (torch.ones(2), 1, 1, 8, 8)),
+        ("B is 0", RangeError, (mask, 0, 1, 8, 8)),
+        ("H is 1.5", ArgumentError, (mask, 1, 1.5, 8, 8)),
+        ("KV_LEN is -2", RangeError, (mask, 1, 1, 8, -2)),
+        ("BLOCK_SIZE is 0", RangeError, (mask, 1, 1, 8, 8, "cpu", 0)),
+        ("BLOCK_SIZE", ArgumentError, (mask, 1, 1, 8, 8, "cpu", (8, 8, 8))),
+        ("mask_mod .*branches", TraceError, (branches, 1, 1, 8, 8)),
+    ]
+    call: Any = create_block_mask
+    for message, error, arguments in bad:
+        with pytest.raises(error, match=message):
+            call(*arguments)

@@ -1,0 +1,57 @@
+"""flex_attention against torch's own in float64, forward and all gradients, for what researchers write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+
+import flash4_torch
+from flex_mods import MASKS, MODS, H, MadeMod, Mod, causal, torchs
+
+S, BLOCK = 64, 16
+
+
+def call(**sizes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of 2 entries, float64."""
+    D, Dv, Hk = sizes.get("D", 8), sizes.get("Dv", 8), sizes.get("Hk", 2)
+    shapes = (2, H, S, D), (2, Hk, S, D), (2, Hk, S, Dv)
+    q, k, v = (torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes)
+    return q, k, v
+
+
+def agree(
+    theirs: tuple[Tensor, Tensor], ours: tuple[Tensor, Tensor], wanted: list[Tensor], rows: Tensor
+) -> None:
+    """Results and gradients are the same where a row sees something; torch's gradients are NaN elsewhere."""
+    shown = rows[..., None]
+    dout, dlse = torch.randn_like(ours[0]) * shown, torch.randn_like(ours[1]) * rows
+    torch.testing.assert_close(ours[0] * shown, theirs[0] * shown, rtol=1e-10, atol=1e-11)
+    torch.testing.assert_close(ours[1], theirs[1], rtol=1e-10, atol=1e-11)
+    found = torch.autograd.grad(ours, wanted, (dout, dlse))
+    expected = torch.autograd.grad(theirs, wanted, (dout, dlse))
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=lambda f: f.__name__)
+def test_mask_agrees_with_torch(mask: Callable[[int], Mod]) -> None:
+    q, k, v = call()
+    block_mask = create_block_mask(mask(S), 2, None, S, S, device="cpu", BLOCK_SIZE=BLOCK)
+    theirs = torchs(q, k, v, lambda score, b, h, i, j: score, block_mask)
+    ours = flash4_torch.flex_attention(q, k, v, None, block_mask, enable_gqa=True, return_lse=True)
+    assert bool((ours[1] > -torch.inf).all())
+    agree(theirs, ours, [q, k, v], torch.ones(2, H, S, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("make", MODS, ids=lambda f: f.__name__)
+def test_score_mod_agrees_with_torch(make: Callable[[int], MadeMod]) -> None:
+    q, k, v = call(Dv=5)
+    score_mod, learned, for_torch = make(S)
+    block_mask = create_block_mask(causal(S), None, None, S, S, device="cpu", BLOCK_SIZE=BLOCK)
+    theirs = torchs(q, k, v, for_torch or score_mod, block_mask)
+    ours = flash4_torch.flex_attention(q, k, v, score_mod, block_mask, enable_gqa=True, return_lse=True)
+    agree(theirs, ours, [q, k, v, *learned], torch.ones(2, H, S, dtype=torch.float64))
