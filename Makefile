@@ -52,6 +52,8 @@ sanitize: $(FOR_TEST)
 
 test-serving: $(VLLM:%=test-vllm-%)
 
+.PRECIOUS: $(SERVING)/vllm-%
+
 test-vllm-%: $(FOR_TEST) $(SERVING)/common $(SERVING)/vllm-%
 	PYTHONPATH=$(CURDIR)/$(SERVING)/vllm-$*:$(CURDIR)/$(SERVING)/common OMP_NUM_THREADS=1 \
 		FLASH4_TEST_ALL=$(ALL) $(BIN)/python -m pytest tests/serving

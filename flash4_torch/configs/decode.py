@@ -1,4 +1,4 @@
-"""Tiles and splits of the decode kernel, on every architecture; none of these numbers was measured on a GPU.
+"""Tiles and splits of the decode kernel, on every architecture; `kernels/decode/NOTES.md` has the times.
 
 Decoding is bound by HBM, so what counts is how many bytes of K and V an SM has in flight: Little's law asks
 for 35 KB (4.5 TB/s over 132 SMs, a microsecond of latency).
@@ -33,7 +33,10 @@ class DecodeForm(NamedTuple):
     groups: bool = False
     """Whether a CTA has whole groups of splits of a fixed length; clusters have one CTA then."""
     wgmma: bool = False
-    """Whether warpgroup MMAs multiply, in tiles of `wgmma_rows`; else warp-level ones, in tiles of `ROWS`."""
+    """Whether warpgroup MMAs multiply, in tiles of `wgmma_rows`; else warp-level ones, in tiles of `ROWS`.
+    Not with `groups` or an FP8 cache."""
+    runs: bool = False
+    """Whether a page has a multiple of `RUN` keys; False without pages, whose keys are one run."""
 
 
 FP8 = "float8_e4m3fn"
@@ -47,6 +50,8 @@ CHUNK = 64
 """Columns that the widest swizzle spans."""
 KEYS = 64
 """Keys in a block: the order of sums, and so the bits of a result, depend on it."""
+RUN = 16
+"""Keys of a block that a warp copies, from a multiple of 16 on: cheap where they are in one page."""
 MMA_ROWS = 16
 """Rows of a warp-level MMA."""
 ROWS = (16, 32, 64)
@@ -54,6 +59,8 @@ ROWS = (16, 32, 64)
 WARPGROUP_ROWS = 64
 """Rows of a warpgroup MMA."""
 _WGMMA_ROWS = (64, 128)
+_OTHER_ROW_BYTES, _OTHER_BYTES = 216, 3 * 1024
+"""More than a CTA with warp-level MMAs has in SMEM besides Q, K, V and O: of each row, and of none."""
 _SMALL_BYTES = 2048
 """More than a CTA with warpgroup MMAs has in SMEM besides Q, K and V."""
 TWO_CTAS_BYTES, ONE_CTA_BYTES = 113 * 1024, 227 * 1024
@@ -101,6 +108,25 @@ def wgmma_rows(features: Features) -> tuple[int, ...]:
         for number in _WGMMA_ROWS
         if stages(2 * KEYS * (D + Dv), 2 * number * D + _SMALL_BYTES, number) >= LEAST_STAGES
     )
+
+
+def group_rows(features: Features, cache_dtype: str) -> tuple[int, ...]:
+    """Rows that a tile may have if a CTA has groups of splits: so many that K and V have stages next to O."""
+    width = 1 if cache_dtype else 2
+    D, Dv = tile_dim(features.D), part_columns(features.Dv)
+    row_bytes, stage_bytes = 2 * D + 4 * Dv + _OTHER_ROW_BYTES, width * KEYS * (D + Dv)
+    return tuple(
+        number
+        for number in ROWS
+        if stages(stage_bytes, number * row_bytes + _OTHER_BYTES, number) >= LEAST_STAGES
+    )
+
+
+def rows_of(features: Features, form: DecodeForm) -> tuple[int, ...]:
+    """Rows that a tile of such a kernel may have."""
+    if form.wgmma:
+        return wgmma_rows(features)
+    return group_rows(features, form.cache_dtype) if form.groups else ROWS
 
 
 def may_use_wgmma(form: DecodeForm, max_seqlen_q: int, group: int) -> bool:

@@ -205,7 +205,13 @@ def weights(arch: str) -> Subject:
 def decode(arch: str, rows: int, cache_dtype: str = "", *, wgmma: bool = False) -> Subject:
     """The decode kernel; its ring goes round twice in each of two splits, and one sequence has one split."""
     form = decode_configs.DecodeForm(
-        paged=True, cluster=4, ragged=True, lengths=True, cache_dtype=cache_dtype, wgmma=wgmma
+        paged=True,
+        cluster=4,
+        ragged=True,
+        lengths=True,
+        cache_dtype=cache_dtype,
+        wgmma=wgmma,
+        runs=True,
     )
     # Each warpgroup has rows.
     Hq = 40 if wgmma else 4

@@ -20,13 +20,14 @@ SOFTCAP = {"softcap": True, "scaled": True, "large_softcap": True}
 HEADS = ((256, 256), (128, 128), (64, 64), (192, 128), (96, 96), (8, 256))
 USES: tuple[dict[str, object], ...] = ({**SOFTCAP, **BAND, "sinks": "float32"}, {"right": True}, {})
 FORMS = (
-    DecodeForm(paged=True, cluster=8, ragged=True, lengths=True, parts=True),
+    DecodeForm(paged=True, cluster=8, ragged=True, lengths=True, parts=True, runs=True),
     DecodeForm(paged=False, cluster=4, ragged=False, lengths=False),
     DecodeForm(paged=True, cluster=1, ragged=True, lengths=True),
     DecodeForm(paged=False, cluster=1, ragged=False, lengths=True),
     DecodeForm(paged=True, cluster=8, ragged=True, lengths=True, cache_dtype=decode.FP8, parts=True),
+    DecodeForm(paged=True, cluster=1, ragged=True, lengths=True, cache_dtype=decode.FP8, runs=True),
     DecodeForm(paged=False, cluster=1, ragged=True, lengths=True, cache_dtype=decode.FP8),
-    DecodeForm(paged=True, cluster=1, ragged=True, lengths=True, parts=True, groups=True),
+    DecodeForm(paged=True, cluster=1, ragged=True, lengths=True, parts=True, groups=True, runs=True),
     DecodeForm(
         paged=True, cluster=1, ragged=True, lengths=True, cache_dtype=decode.FP8, parts=True, groups=True
     ),
@@ -36,14 +37,14 @@ KEYS = [
     for form in FORMS
     for i, heads in enumerate(HEADS)
     for uses in USES
-    for rows in decode.ROWS[::-1]
+    for rows in decode.rows_of(Features("bfloat16", *heads), form)[::-1]
     for arch in ("sm_90a", "sm_100a")
     if not decode.limits(Features("bfloat16", *heads), form)
 ]
 KEYS_WGMMA = [
     Key(ENTRY, (features, rows, form._replace(wgmma=True)), "sm_90a")
     for form in FORMS
-    if not form.cache_dtype
+    if not (form.cache_dtype or form.groups)
     for i, heads in enumerate(HEADS)
     for uses in USES
     for features in [Features(("bfloat16", "float16")[i % 2], *heads)._replace(**uses)]

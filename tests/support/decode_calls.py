@@ -25,7 +25,8 @@ from kernel_calls import sinks
 from kernel_runs import launches
 
 LENGTHS = st.one_of(st.sampled_from([0, 1, 16, 63, 64, 65, 128, 191, 193]), st.integers(0, 330))
-PAGE_SIZES = st.one_of(st.sampled_from([1, 16, 64]), st.integers(1, 130))
+_RUNS = st.sampled_from([16, 48, 64, 112, 256])
+_PAGE_SIZES = st.one_of(st.sampled_from([1, 8, 16, 64]), st.integers(1, 130))
 LAYOUTS = ("rows", "heads", "both", "padded")
 """Pages of rows of heads, of heads of rows, with K and V side by side, or with gaps."""
 _SM_BYTES, _RESERVED_BYTES = 228 * 1024, 1024
@@ -48,6 +49,13 @@ class Cache(NamedTuple):
     k: Tensor
     v: Tensor
     table: Tensor | None
+
+
+def page_sizes(form: DecodeForm) -> st.SearchStrategy[int | None]:
+    """Page sizes that the form allows."""
+    if not form.paged:
+        return st.none()
+    return _RUNS if form.runs else _PAGE_SIZES
 
 
 class Results(NamedTuple):
@@ -183,7 +191,7 @@ def calls(draw: st.DrawFn, kernel: Kernel) -> Call:
     if form.cache_dtype:
         k, v = (tuple(x.to(FP8) for x in parts) for parts in (k, v))
         sizes = {name: draw(cache_scales(len(q), Hk)) for name in ("k_scale", "v_scale")}
-    page_size = draw(PAGE_SIZES) if form.paged else None
+    page_size = draw(page_sizes(form))
     scales = [0.0, -0.1, 0.2] if features.scaled else [features.D**-0.5, 0.5]
     return Call(
         q,

@@ -47,7 +47,7 @@ class Kernel(NamedTuple):
     split_keys: int
     form: DecodeForm
     parts: int
-    """Of a tile's results, in global memory."""
+    """Places in global memory for parts of a tile's results."""
 
 
 class DecodeParams(NamedTuple):
@@ -241,10 +241,11 @@ def limits(problem: CacheProblem) -> tuple[str, ...]:
 def common_kernels(target: Target, features: Features) -> Iterator[tuple[Features, int, DecodeForm]]:
     """What the kernels of common calls are compiled for, on a target."""
     for form in common_forms(features):
-        yield from ((features, rows, form) for rows in decode.ROWS)
-        if target.has_wgmma and not form.cache_dtype:
-            by_wgmma = form._replace(wgmma=True)
-            yield from ((features, rows, by_wgmma) for rows in decode.wgmma_rows(features))
+        kinds = [form]
+        if target.has_wgmma and not (form.cache_dtype or form.groups):
+            kinds.append(form._replace(wgmma=True))
+        for kind in kinds:
+            yield from ((features, rows, kind) for rows in decode.rows_of(features, kind))
 
 
 def common_forms(features: Features) -> Iterator[DecodeForm]:
@@ -254,8 +255,13 @@ def common_forms(features: Features) -> Iterator[DecodeForm]:
         form = DecodeForm(
             False, cluster, ragged=False, lengths=True, cache_dtype=cache_dtype, parts=clusters > 1
         )
+        kinds = [form, form._replace(parts=True, groups=True)] if cluster == 1 else [form]
         if not decode.limits(features, form):
-            yield from (form, form._replace(paged=True), form._replace(paged=True, ragged=True))
+            for kind in kinds:
+                yield kind
+                # Pages of 16 keys or more, or packed tokens over pages of one.
+                yield from (kind._replace(paged=True, runs=True, ragged=ragged) for ragged in (False, True))
+                yield kind._replace(paged=True, ragged=True)
 
 
 def forwards(problem: CacheProblem, target: Target) -> bool:
@@ -288,7 +294,10 @@ def decide(target: Target, problem: CacheProblem, num_sms: int) -> Kernel:
     if spec.batch_invariant:
         split_keys, num_splits = decode.SPLIT_KEYS, decode.invariant_splits(extent.max_seqlen_k)
         groups = -(-num_splits // decode.GROUP)
-        if ctas := decode.group_ctas(tiles, groups, num_sms):
+        rows_of_groups = decode.group_rows(features, form_of(problem, 1).cache_dtype)
+        if rows_of_groups and decode.group_ctas(tiles, groups, num_sms):
+            rows = decode.rows(extent.max_seqlen_q, spec.group, rows_of_groups)
+            ctas = decode.group_ctas(_tiles(problem, rows), groups, num_sms)
             form = form_of(problem, 1)._replace(parts=True, groups=True)
             return Kernel(features, rows, ctas, split_keys, form, groups)
     elif problem.num_splits:
@@ -310,6 +319,7 @@ def form_of(problem: CacheProblem, num_splits: int) -> DecodeForm:
         causal_flags=spec.causal_flags and problem.band.right is not None,
         cache_dtype="" if spec.cache_dtype == spec.dtype else dtype_name(spec.cache_dtype),
         parts=clusters > 1,
+        runs=spec.paged and problem.extent.page_size % decode.RUN == 0,
     )
 
 

@@ -1,4 +1,4 @@
-"""TMA copies, copies of 16 bytes by lanes, also of rows from anywhere, and zeros after a packed sequence."""
+"""TMA copies, copies of 16 bytes by lanes, and zeros after a packed sequence."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from ...configs.types import tile_dim
-from .smem_layouts import chunk_of, vector_address
 from .warps import WARP
 
 _EVICT_FIRST = 0x12F0000000000000
@@ -71,42 +69,6 @@ def copy_vector(stage: cute.Tensor, row: Int32, target: cute.Tensor, chunk: Int3
     registers = cute.make_rmem_tensor(VECTOR, dtype)
     cute.copy(atom, cute.group_modes(cute.local_tile(stage, (1, VECTOR), (row, chunk)), 0, 2), registers)
     cute.copy(atom, registers, cute.local_tile(target, (VECTOR,), (chunk,)))
-
-
-GATHERED = 16
-"""Rows that a warp gathers at a time."""
-_UNROLLED = 8
-"""Copies of a lane without a loop: with sixteen, ptxas keeps all their addresses (ptxas.md, P21)."""
-
-
-@cute.jit
-def gather_rows(
-    stage: cute.Tensor, first: Int32, start: Int64, rows: tuple, columns: cutlass.Constexpr
-) -> None:
-    """Start to copy 16 rows from anywhere in global memory to a stage (rows, columns), by one warp.
-
-    first: the row of the stage that the first of them goes to, a multiple of 8. start: address of the row
-    that lanes l and l + 16 name. rows: row l is copied if `rows[0] <= l < rows[1]`; of others nothing is
-    read, and they become 0, as do columns from `columns` on up to a multiple of 16. The copies belong to the
-    thread's next cp.async group.
-    """
-    lane, vectors = cute.arch.lane_idx(), tile_dim(columns) // VECTOR
-    # Swizzles repeat every 8 rows.
-    ahead = first * (2 * chunk_of(cute.size(stage, mode=[1])))
-    for i in cutlass.range(GATHERED * vectors // WARP, unroll=_UNROLLED):
-        number = lane + i * WARP
-        row, vector = number // vectors, number % vectors
-        copied = (rows[0] <= row) & (row < rows[1])
-        if cutlass.const_expr(columns % GATHERED != 0):
-            copied = copied & (vector < columns // VECTOR)
-        cute.arch.inline_ptx(
-            "cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16, {$r2};",
-            read_only_args=[
-                vector_address(stage, row, vector) + ahead,
-                cute.arch.shuffle_sync(start, row) + vector * 16,
-                Int32(16) if copied else Int32(0),
-            ],
-        )
 
 
 @cute.jit

@@ -98,6 +98,8 @@ class Context:
     and V."""
     sLse: cute.Tensor | None
     """(rows,): lse of O's rows."""
+    sGroup: cute.Tensor | None
+    """(4, threads, vectors): what a group's splits are merged to, as sO has it."""
     sCount: cute.Tensor | None
     """(1,): how many clusters were done with this part of the tile before this one."""
 

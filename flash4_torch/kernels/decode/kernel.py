@@ -41,7 +41,7 @@ def decode_kernel(
         sQ = smem_layouts.allocate(memory, plan.mma_dtype, layouts[0])[None, None, 0]
         sK = smem_layouts.allocate(memory, plan.mma_dtype, layouts[1])
         sV = smem_layouts.allocate(memory, plan.mma_dtype, layouts[2])
-        sP, sMax, sSum, sO, sLse, sCount, sFactor = None, None, None, None, None, None, None
+        sP, sMax, sSum, sO, sLse, sGroup, sCount, sFactor = (None,) * 8
         if cutlass.const_expr(plan.key_warps > 1):
             sP = smem_layouts.allocate(memory, plan.mma_dtype, layouts[3])[None, None, 0]
             sMax = memory.allocate_tensor(Float32, cute.make_layout((plan.rows, plan.key_warps)), 16)
@@ -51,6 +51,10 @@ def decode_kernel(
             place = cute.make_ptr(Float32, sK.iterator.toint(), cute.AddressSpace.smem, assumed_align=16)
             sO = cute.make_tensor(place, cute.make_layout((VECTOR, plan.threads, plan.vectors)))
             sLse = memory.allocate_tensor(Float32, cute.make_layout(plan.rows), 16)
+        if cutlass.const_expr(plan.form.groups):
+            sGroup = memory.allocate_tensor(
+                Float32, cute.make_layout((VECTOR, plan.threads, plan.vectors)), 16
+            )
         if cutlass.const_expr(plan.form.parts):
             sCount = memory.allocate_tensor(Uint32, cute.make_layout(1), 16)
         if cutlass.const_expr(plan.scales_q):
@@ -72,6 +76,7 @@ def decode_kernel(
             sSum=sSum,
             sO=sO,
             sLse=sLse,
+            sGroup=sGroup,
             sCount=sCount,
         )
         t = (wide if plan.form.wgmma else narrow).make_thread(ctx)

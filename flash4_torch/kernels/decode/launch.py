@@ -116,7 +116,7 @@ def decode(
     decode_kernel(tensors, layouts, params, divisors, plan).launch(
         grid=(cute.ceil_div(splits, cluster) * cluster, Hk * tiles, B),
         block=(plan.threads, 1, 1),
-        cluster=(cluster, 1, 1),
+        cluster=(cluster, 1, 1) if cluster > 1 else None,
         stream=stream,
         min_blocks_per_mp=1,
     )

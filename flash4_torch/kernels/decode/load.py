@@ -6,15 +6,20 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, Uint32
 
-from ...configs.decode import KEYS, MMA_ROWS
-from ..common import copies
+from ...configs.decode import KEYS, RUN
+from ..common.run_copies import Source, Wanted, copy_row, copy_run, lane_of, rows_at_once
+from ..common.smem_layouts import vector_address
+from ..common.warps import WARP
 from .context import Context
 
 
 class Place(NamedTuple):
-    """The place in the cache of a lane's key of a block; lanes l and l + 16 have the same one."""
+    """The place in the cache of the first of the warp's keys of a block, which are a run.
+
+    Without runs in pages it is that of a lane's key; lanes l and l + 16 have the same one.
+    """
 
     page: Int32
     row: Int32
@@ -22,65 +27,92 @@ class Place(NamedTuple):
 
 @cute.jit
 def load_q(ctx: Context) -> None:
-    """Start to copy the tile's rows of Q, 16 rows a warp; rows after the last one are 0."""
+    """Start to copy the tile's rows of Q, which all warps share; rows after the last one are 0."""
     plan, tile, q = ctx.plan, ctx.tile, ctx.tensors.q
-    if ctx.warp * MMA_ROWS < plan.rows:
-        first = tile.first_row + ctx.warp * MMA_ROWS
-        row = cutlass.min(first + ctx.lane % MMA_ROWS, tile.num_rows - 1)
-        start = _address(q, *ctx.place_of(row))
-        rows = Int32(0), tile.num_rows - first
-        copies.gather_rows(ctx.sQ, ctx.warp * MMA_ROWS, start, rows, plan.features.D)
+    columns = plan.features.D
+    lane, step, warps = lane_of(ctx.sQ), rows_at_once(ctx.sQ), plan.threads // WARP
+    for i in cutlass.range_constexpr(0, plan.rows, step * warps):
+        own = ctx.warp * step + lane.row + i
+        row = tile.first_row + own
+        token, head = ctx.place_of(cutlass.min(row, tile.num_rows - 1))
+        start = _first(q) + _bytes(q, 0, token) + _bytes(q, 1, head) + Int64(lane.vector * 16)
+        # A tile has fewer rows than the warps copy at once, if chunks are narrow.
+        wanted = Wanted(row, tile.num_rows, own, Int32(plan.rows))
+        copy_row(ctx.sQ, vector_address(ctx.sQ, own, lane.vector), start, wanted, columns)
 
 
 @cute.jit
 def locate(ctx: Context, n: Int32) -> Place:
-    """Look up the lane's key of block n, some time before it is loaded."""
-    tile, key = ctx.tile, n * KEYS + ctx.copied_keys + ctx.lane % MMA_ROWS
-    if cutlass.const_expr(not ctx.plan.form.paged):
-        return Place(tile.batch, key)
+    """Look up the warp's run of block n, or the lane's key, some time before it is loaded."""
+    plan, tile = ctx.plan, ctx.tile
+    key = n * KEYS + ctx.copied_keys
+    if cutlass.const_expr(not plan.form.paged):
+        return Place(Int32(0), key)
+    first, last = tile.keys
+    if cutlass.const_expr(plan.has_runs):
+        first -= RUN - 1
+    else:
+        key += ctx.lane % RUN
     table, page = ctx.tensors.block_table, Int32(0)
     block, row = divmod(key, ctx.divisors.page_size)
-    if (tile.keys[0] <= key) & (key < tile.keys[1]):
+    if (first <= key) & (key < last):
         page = table[tile.batch, block]
-    page = cutlass.max(cutlass.min(page, ctx.tensors.k.shape[0] - 1), 0)
-    return Place(page, row)
+    return Place(cutlass.max(cutlass.min(page, ctx.tensors.k.shape[0] - 1), 0), row)
 
 
-@cute.jit
-def load_block(ctx: Context, n: Int32, place: Place, stage: Int32) -> None:
-    """Start to copy block n of K and V; keys that no row sees are 0, whatever the cache has there."""
-    load_k(ctx, n, place, stage)
-    load_v(ctx, n, place, stage)
+def locate_first(ctx: Context, first: Int32, count: int) -> list[Place]:
+    """Look up blocks from `first` on, at most 32: of runs each lane has one, so that it is one look-up."""
+    if not (ctx.plan.form.paged and ctx.plan.has_runs):
+        return [locate(ctx, first + i) for i in range(count)]
+    own = locate(ctx, first + cutlass.min(ctx.lane, count - 1))
+    return [Place(*(cute.arch.shuffle_sync(x, i) for x in own)) for i in range(count)]
 
 
-@cute.jit
-def load_k(ctx: Context, n: Int32, place: Place, stage: Int32) -> None:
-    """Start to copy the warp's keys of K's block n."""
-    _load(ctx, ctx.tensors.k, ctx.sK[None, None, stage], ctx.plan.features.D, n, place)
+def load_k(ctx: Context, n: Int32, last: Int32, place: Place, stage: Int32) -> None:
+    """Start to copy the warp's keys of K's block n, if it is before block `last`; keys that no row sees
+    become 0.
+    """
+    _load(ctx, ctx.tensors.k, ctx.sK[None, None, stage], ctx.plan.features.D, n, last, place)
 
 
-@cute.jit
-def load_v(ctx: Context, n: Int32, place: Place, stage: Int32) -> None:
-    """Start to copy the warp's keys of V's block n."""
+def load_v(ctx: Context, n: Int32, last: Int32, place: Place, stage: Int32) -> None:
+    """Start to copy the warp's keys of V's block n in the same way."""
     values = ctx.sV[None, None, stage]
     by_key = cute.make_tensor(values.iterator, cute.select(values.layout, [1, 0]))
-    _load(ctx, ctx.tensors.v, by_key, ctx.plan.features.Dv, n, place)
+    _load(ctx, ctx.tensors.v, by_key, ctx.plan.features.Dv, n, last, place)
 
 
-@cute.jit
 def _load(
-    ctx: Context, cache: cute.Tensor, staged: cute.Tensor, columns: cutlass.Constexpr, n: Int32, place: Place
+    ctx: Context, cache: cute.Tensor, staged: cute.Tensor, columns: int, n: Int32, last: Int32, place: Place
 ) -> None:
-    plan, tile = ctx.plan, ctx.tile
-    first = n * KEYS + ctx.copied_keys
-    keys = tile.keys[0] - first, tile.keys[1] - first
-    start = _address(cache, place.page, place.row, tile.kv_head)
-    copies.gather_rows(staged, ctx.copied_keys, start, keys, columns * plan.cache_dtype.width // 16)
+    own, keys = ctx.copied_keys, ctx.tile.keys
+    wanted = Wanted(n * KEYS + own - keys[0], cutlass.max(keys[1] - keys[0], 0), n, last)
+    columns = columns * ctx.plan.cache_dtype.width // 16
+    copy_run(staged, own, _source(ctx, cache, place, staged), wanted, columns)
 
 
-def _address(x: cute.Tensor, *place: Int32) -> Int64:
-    """Address of the row of `x` at a place, which may be more than 2**31 elements away."""
-    offset = Int64(0)
-    for i, stride in zip(place, x.stride, strict=False):
-        offset += Int64(i) * Int64(stride)
-    return Int64(x.iterator.toint()) + offset * (x.element_type.width // 8)
+def _source(ctx: Context, cache: cute.Tensor, place: Place, stage: cute.Tensor) -> Source:
+    """The warp's run of a block: what does not change from block to block comes first in the sum."""
+    pitch, start = None, _first(cache) + _bytes(cache, 2, ctx.tile.kv_head)
+    if ctx.plan.has_runs:
+        lane, pitch = lane_of(stage), _stride(cache, 1)
+        start += _bytes(cache, 1, lane.row) + Int64(lane.vector * 16)
+    if ctx.plan.form.paged:
+        start += _bytes(cache, 0, place.page)
+    else:
+        start += _bytes(cache, 0, ctx.tile.batch)
+    return Source(start + _bytes(cache, 1, place.row), pitch)
+
+
+def _first(x: cute.Tensor) -> Int64:
+    return Int64(x.iterator.toint())
+
+
+def _stride(x: cute.Tensor, mode: int) -> Int64:
+    """The stride in bytes."""
+    return Int64(x.stride[mode]) * (x.element_type.width // 8)
+
+
+def _bytes(x: cute.Tensor, mode: int, index: Int32) -> Int64:
+    """Bytes to an index, which is not negative; they may be more than 2**31."""
+    return Int64(Uint32(index)) * _stride(x, mode)

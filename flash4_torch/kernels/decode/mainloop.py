@@ -20,7 +20,7 @@ from ..common.softmax import Rows
 from ..common.warps import WARP
 from . import fp8
 from .context import Context
-from .load import load_block, load_q, locate
+from .load import load_k, load_q, load_v, locate, locate_first
 from .plan import DecodePlan
 
 AfterBlock = Callable[[Int32], None]
@@ -66,45 +66,71 @@ def begin_split(t: Thread) -> None:
 def mainloop(
     ctx: Context, t: Thread, blocks: Span, after_block: cutlass.Constexpr[AfterBlock | None] = None
 ) -> None:
-    """Go through blocks, load `stages` - 1 of them ahead, and call `after_block` with the number of each."""
-    stages = ctx.plan.stages
-    # All of these look-ups are under way before one of them is waited for.
-    places = [locate(ctx, blocks.first + i) for i in range(stages)]
+    """Go through blocks, load `stages` - 1 of them ahead, and call `after_block` with the number of each.
+
+    In tiles of 16 rows the MMAs of K's next block run while the softmax goes through a block's scores: a
+    stage of K is free one block sooner than one of V, and is filled with a block one further.
+    """
+    stages, ahead, last = ctx.plan.stages, ctx.plan.ahead, blocks.last
+    # All of these look-ups are under way, and Q, before one of them is waited for.
+    places = locate_first(ctx, blocks.first, stages - 1 + ahead)
     q = None
     if cutlass.const_expr(ctx.plan.is_fp8):
         q = fp8.fetch_q(ctx)
     else:
         load_q(ctx)
-    for i in cutlass.range_constexpr(stages - 1):
-        if blocks.first + i < blocks.last:
-            load_block(ctx, blocks.first + i, places[i], Int32(i))
+    for i in cutlass.range_constexpr(stages - 1 + ahead):
+        load_k(ctx, blocks.first + i, last, places[i], Int32(i))
+        if cutlass.const_expr(i >= ahead):
+            load_v(ctx, blocks.first + (i - ahead), last, places[i - ahead], Int32(i - ahead))
         cute.arch.cp_async_commit_group()
+    place_v, place = places[-1], locate(ctx, blocks.first + (stages - 1 + ahead))
     if cutlass.const_expr(ctx.plan.is_fp8):
         fp8.store_q(ctx, q)
-    place, stage, freed = places[stages - 1], Int32(0), Int32(stages - 1)
+    products = t.S
+    if cutlass.const_expr(ahead):
+        products = cute.make_rmem_tensor(t.S.layout, Float32)
+        cute.arch.cp_async_wait_group(stages - 1)
+        cute.arch.sync_threads()
+        _multiply_keys(ctx, products, Int32(0))
+    stage, freed = Int32(0), Int32(stages - 1)
     for n in cutlass.range(blocks.first, blocks.last, unroll=1):
         cute.arch.cp_async_wait_group(stages - 2)
         # What other warps copied is there, and they have read the block before this one.
         cute.arch.sync_threads()
-        if n + stages - 1 < blocks.last:
-            load_block(ctx, n + stages - 1, place, freed)
+        next_stage = Int32(0) if stage + 1 == stages else stage + 1
+        if cutlass.const_expr(ahead):
+            t.S.store(products.load())
+            _multiply_keys(ctx, products, next_stage)
+            load_k(ctx, n + stages, last, place, stage)
+            load_v(ctx, n + (stages - 1), last, place_v, freed)
+        else:
+            _multiply_keys(ctx, products, stage)
+            load_k(ctx, n + (stages - 1), last, place, freed)
+            load_v(ctx, n + (stages - 1), last, place, freed)
         cute.arch.cp_async_commit_group()
-        place = locate(ctx, n + stages)
-        _block(ctx, t, n, stage)
+        place_v, place = place, locate(ctx, n + stages + ahead)
+        _attend(ctx, t, n, stage)
         if cutlass.const_expr(after_block is not None):
             after_block(n)
-        freed = stage
-        stage = Int32(0) if stage + 1 == stages else stage + 1
+        freed, stage = stage, next_stage
 
 
 @cute.jit
-def _block(ctx: Context, t: Thread, n: Int32, stage: Int32) -> None:
+def _multiply_keys(ctx: Context, S: cute.Tensor, stage: Int32) -> None:
+    """Scores of a block, before anything is done to them."""
+    if cutlass.const_expr(ctx.plan.is_fp8):
+        fp8.scores(ctx, S, _mma(ctx.plan), stage)
+    else:
+        _scores(ctx, S, stage)
+
+
+@cute.jit
+def _attend(ctx: Context, t: Thread, n: Int32, stage: Int32) -> None:
+    """Attend to block n, of which t.S has the products of Q and K."""
     plan, tile = ctx.plan, ctx.tile
     if cutlass.const_expr(plan.is_fp8):
-        fp8.scores(ctx, t.S, _mma(plan), stage)
         fp8.apply_factors(ctx, values_of(t.S))
-    else:
-        _scores(ctx, t, stage)
     scores.scale_and_cap(t.S, ctx.params, plan.features)
     fragment = fragment_of(ctx, t, n)
     if bands.is_partial(tile.band, plan.band, n, *tile.tokens):
@@ -156,12 +182,12 @@ def _mma(plan: DecodePlan) -> cute.TiledMma:
 
 
 @cute.jit
-def _scores(ctx: Context, t: Thread, stage: Int32) -> None:
+def _scores(ctx: Context, S: cute.Tensor, stage: Int32) -> None:
     """S = Q K^T of the warp's rows and keys."""
     plan, mma = ctx.plan, _mma(ctx.plan)
     own_q = cute.local_tile(ctx.sQ, (MMA_ROWS, plan.D), (ctx.row_warp, 0))
     own_k = cute.local_tile(ctx.sK[None, None, stage], (plan.warp_keys, plan.D), (ctx.key_warp, 0))
-    t.S.fill(0.0)
+    S.fill(0.0)
     lanes = mma.get_slice(ctx.lane)
     atom = cute.make_copy_atom(warp_ops.LdMatrix8x8x16bOp(False, 4), plan.dtype)
     load_a = cute.make_tiled_copy_A(atom, mma).get_slice(ctx.lane)
@@ -176,7 +202,7 @@ def _scores(ctx: Context, t: Thread, stage: Int32) -> None:
     for k in cutlass.range_constexpr(plan.D // 16):
         cute.copy(atom, from_a[None, None, k], to_a[None, None, k])
         cute.copy(atom, from_b[None, None, k], to_b[None, None, k])
-        cute.gemm(mma, t.S, a[None, None, k], b[None, None, k], t.S)
+        cute.gemm(mma, S, a[None, None, k], b[None, None, k], S)
 
 
 @cute.jit

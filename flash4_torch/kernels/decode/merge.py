@@ -41,9 +41,9 @@ def merge(ctx: Context, rows: tuple[Int32, Int32]) -> None:
                 if clusters.last - clusters.first > 1:
                     store_part(ctx, lse, values, row, number, tile.split // cluster, rank)
                 else:
-                    _store(ctx, lse, values, row, number)
+                    store(ctx, lse, values, row, number)
             else:
-                _store(ctx, lse, values, row, number)
+                store(ctx, lse, values, row, number)
     # Others may still read this CTA's part.
     cute.arch.cluster_arrive()
     if cutlass.const_expr(plan.form.parts):
@@ -95,7 +95,7 @@ def merge_parts(ctx: Context, rows: tuple[Int32, Int32], parts: Span, rank: Int3
                 own = cute.make_rmem_tensor(VECTOR, Float32)
                 cute.autovec_copy(_place(ctx, part, token, head, number), own)
                 row_max, total = add(row_max, total, values, lse, own)
-            _store(ctx, finish(row_max, total, values), values, row, number)
+            store(ctx, finish(row_max, total, values), values, row, number)
 
 
 @cute.jit
@@ -118,7 +118,7 @@ def _place(ctx: Context, part: Int32, token: Int32, head: Int32, number: Int32) 
 
 
 @cute.jit
-def _store(ctx: Context, lse: Float32, values: cute.Tensor, row: Int32, number: Int32) -> None:
+def store(ctx: Context, lse: Float32, values: cute.Tensor, row: Int32, number: Int32) -> None:
     """Store a vector of results, and the row's lse once."""
     token, head = ctx.place_of(row)
     share, lse = with_sink(ctx, lse, head)

@@ -3,7 +3,7 @@
 A CTA has a tile of rows of one sequence and one KV head, and a split of the keys that they see. A row is a
 query token and a query head of the KV head's group. Four warps do the same work, block of keys after block:
 
-    load      each warp starts copies of 16 keys of K and V, `stages` - 1 blocks ahead
+    load      each warp starts copies of 16 keys of K and V, `stages` - 1 blocks ahead of their MMAs
     mainloop  tile of 16 rows: S of 16 keys each, then PV of a quarter of the columns each
               tile of 32 rows: two pairs of warps, which divide 16 rows in this way
               tile of 64 rows: 16 rows each, of which a warp does everything
@@ -67,6 +67,11 @@ class DecodePlan(NamedTuple):
         return Float16 if self.is_fp8 else self.dtype
 
     @property
+    def has_runs(self) -> bool:
+        """Whether the keys that a warp copies of a block are one stride from each other."""
+        return self.form.runs or not self.form.paged
+
+    @property
     def scales_q(self) -> bool:
         """Whether rows of Q are scaled to fit into the MMAs' dtype."""
         return self.mma_dtype is not self.dtype
@@ -124,6 +129,12 @@ class DecodePlan(NamedTuple):
         return self.Dv // self._packed
 
     @property
+    def ahead(self) -> int:
+        """Blocks that products of Q and K are ahead of the softmax: only tiles of 16 rows have registers
+        for it."""
+        return 1 if self.rows == MMA_ROWS and not self.form.groups else 0
+
+    @property
     def strip(self) -> int:
         """Columns of O side by side that a warp has; its next ones are `key_warps` strips further."""
         return self.Dv if self.key_warps == 1 else CHUNK // self.key_warps
@@ -152,7 +163,8 @@ class DecodePlan(NamedTuple):
         q, p = (-(-2 * self.rows * columns // _ALIGNMENT) * _ALIGNMENT for columns in (self.D, KEYS))
         # Floats of a row: lse and factor; maxima and sums.
         numbers, shared = 4 * self.rows * 2, 4 * self.rows * (self.key_warps + 4 * PARTS)
-        return q + _COUNT_BYTES + numbers + (p + shared if self.key_warps > 1 else 0)
+        group = 4 * VECTOR * self.threads * self.vectors if self.form.groups else 0
+        return q + _COUNT_BYTES + numbers + group + (p + shared if self.key_warps > 1 else 0)
 
     @property
     def stages(self) -> int:

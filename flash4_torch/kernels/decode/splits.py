@@ -1,4 +1,4 @@
-"""Which blocks of keys a split has, and which splits a group has.
+"""The blocks of keys that a split has, and the splits that a group has.
 
 Splits of any length divide what a tile sees evenly. Those of a fixed length are a law of bits: where they
 begin depends on the position alone. The first `SHORT_SPLITS` have params.split_keys keys each, so that short
@@ -33,9 +33,7 @@ def even(visible: Span, split: Int32, divisors: Divisors) -> tuple[Span, Span]:
 
 @cute.jit
 def fixed(visible: Span, split: Int32, divisors: Divisors) -> tuple[Span, Span]:
-    """`even` for splits of a fixed length. The last split has all that is left: too few splits cost the law,
-    not keys.
-    """
+    """The same of splits of a fixed length. The last one has the rest: too few cost the law, not keys."""
     by, final = divisors.split_blocks, divisors.splits.divisor - 1
     first, last = _split_of(visible.first, by), _split_of(visible.last - 1, by)
     begin, end = first_block(split, by.divisor), first_block(split + 1, by.divisor)

@@ -55,23 +55,23 @@ def make_thread(ctx: Context) -> Thread:
 @cute.jit
 def mainloop(ctx: Context, t: Thread, blocks: Span) -> None:
     """Go through the split's blocks, and load `stages` - 1 blocks of K and `stages` - 2 of V ahead."""
-    stages = ctx.plan.stages
+    stages, last = ctx.plan.stages, blocks.last
     P = wgmma.p_fragment(ctx.plan.dtype, KEYS)
     # All of these look-ups are under way before one of them is waited for.
     places = [_locate(ctx, blocks.first + i) for i in range(stages)]
     load_q(ctx)
     for i in cutlass.range_constexpr(stages - 1):
         stage = Int32(i)
-        _load(ctx, blocks.first + i, places[i], places[max(i - 1, 0)], stage, stage - 1, i > 0)
+        _load(ctx, blocks.first + i, last, places[i], places[max(i - 1, 0)], stage, stage - 1, i > 0)
     at = _Step(Int32(0), Int32(stages - 1), Int32(stages - 2), places[stages - 1], places[stages - 2])
-    place = _start_step(ctx, blocks.first, at)
+    place = _start_step(ctx, blocks.first, last, at)
     wgmma.scores(t.S, _own_q(ctx), ctx.sK[None, None, at.stage])
     wgmma.wait(0)
     _softmax(ctx, t, blocks.first, True)
     round_to(t.S, P)
-    for n in cutlass.range(blocks.first + 1, blocks.last, unroll=1):
+    for n in cutlass.range(blocks.first + 1, last, unroll=1):
         at = _after(ctx, at, place)
-        place = _start_step(ctx, n, at)
+        place = _start_step(ctx, n, last, at)
         partial = bands.is_partial(ctx.tile.band, ctx.plan.band, n, *ctx.tile.tokens)
         # The branch encloses whole blocks, by a vote, for wgmmas in flight (ptxas.md, P1 and P7).
         if cute.arch.vote_any_sync(partial):
@@ -106,10 +106,11 @@ def _softmax(ctx: Context, t: Thread, n: Int32, masked: cutlass.Constexpr) -> cu
 
 
 @cute.jit
-def _start_step(ctx: Context, n: Int32, at: _Step) -> Place:
+def _start_step(ctx: Context, n: Int32, last: Int32, at: _Step) -> Place:
     """Wait for K of block n and V of the one before it, and start copies; the result is the place after."""
     _await_copies(ctx)
-    _load(ctx, n + ctx.plan.stages - 1, at.place, at.place_before, at.before, at.before_that, True)
+    n_ahead = n + ctx.plan.stages - 1
+    _load(ctx, n_ahead, last, at.place, at.place_before, at.before, at.before_that, True)
     return _locate(ctx, n + ctx.plan.stages)
 
 
@@ -137,28 +138,24 @@ def _locate(ctx: Context, n: Int32) -> Place:
 def _load(
     ctx: Context,
     n: Int32,
+    last: Int32,
     place: Place,
     place_before: Place,
     k_stage: Int32,
     v_stage: Int32,
     with_v: cutlass.Constexpr,
 ) -> None:
-    """Start to copy K of block n and V of the one before it, if they are the split's."""
-    last = ctx.tile.blocks.last
+    """Start to copy K of block n and V of the one before it, if they are before block `last`."""
     if cutlass.const_expr(ctx.plan.warpgroups > 1):
         if ctx.warpgroup == 0:
-            if n < last:
-                load_k(ctx, n, place, k_stage)
+            load_k(ctx, n, last, place, k_stage)
         else:
             if cutlass.const_expr(with_v):
-                if n - 1 < last:
-                    load_v(ctx, n - 1, place, v_stage)
+                load_v(ctx, n - 1, last, place, v_stage)
     else:
-        if n < last:
-            load_k(ctx, n, place, k_stage)
+        load_k(ctx, n, last, place, k_stage)
         if cutlass.const_expr(with_v):
-            if n - 1 < last:
-                load_v(ctx, n - 1, place_before, v_stage)
+            load_v(ctx, n - 1, last, place_before, v_stage)
     cute.arch.cp_async_commit_group()
 
 
