@@ -202,7 +202,7 @@ def test_a_digest_is_the_same_in_every_process() -> None:
     static = (Features("bfloat16", 64, 64), ("x", None, 0.5))
     code = f"""
         from flash4_torch.compile import Key
-        from flash4_torch.configs.types import Features
+        from flash4_torch.configs.types import Features, Mods
         print(Key({SCALE!r}, {static!r}, "sm_90a").digest)
     """
     assert finished(fresh_process(code)).strip() == Key(SCALE, static, "sm_90a").digest

@@ -14,6 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import flash4_torch
 from flash4_torch import testing
 from flash4_torch.backends import flex as backends
+from flash4_torch.compile import Key
+from flash4_torch.configs.types import Features, Mods
 from flash4_torch.errors import BackendError, RangeError
 from flash4_torch.flex.attention import traced
 from flash4_torch.flex.program import parse
@@ -114,6 +116,16 @@ def test_a_spec_tells_programs_apart_and_forgets_numbers() -> None:
     assert one.spec == other.spec and one.spec.score_mod
     assert problem(lambda score, b, h, i, j: score * i).spec != one.spec
     assert problem(None, lambda b, h, i, j: i > j).spec.mask_mod and not one.spec.mask_mod
+
+
+def test_a_kernels_key_is_short_and_tells_programs_apart() -> None:
+    texts = [problem(lambda score, b, h, i, j, n=n: score + i * j**n).spec.score_mod for n in (2, 3)]
+    keys = [
+        Key("a:b", (Features("bfloat16", 64, 64, mods=Mods(*mods)),), "sm_90a")
+        for mods in (("", ""), (texts[0], ""), (texts[1], ""), ("", texts[0]), (texts[0], "", "rows"))
+    ]
+    assert len({key.digest for key in keys}) == len({str(key) for key in keys}) == len(keys)
+    assert all(text not in repr(keys) for text in texts) and len(str(keys[4])) < 200
 
 
 def test_what_changes_nothing_leaves_no_program() -> None:

@@ -66,7 +66,7 @@ class Tile(NamedTuple):
 
     everywhere: tuple[Any, ...]
     rows: tuple[tuple[Any, ...], ...]
-    """For each row of a thread."""
+    """Values of each of a thread's rows."""
 
 
 def begin(

@@ -25,5 +25,5 @@ class ForwardContext(SchedulerContext, Protocol):
     pages: Pages | None
     """Instead of `cu_seqlens_k`, if keys are in pages."""
     mask: Mask | None
-    """Of attn_mask or a block mask: its tables say which blocks tiles visit."""
+    """An attn_mask, or a block mask; its tables say which blocks tiles visit."""
     sinks: cute.Tensor | None

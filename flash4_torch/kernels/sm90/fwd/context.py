@@ -64,7 +64,7 @@ class Context:
     pages: Pages | None
     """Instead of `cu_seqlens_k`, if keys are in pages."""
     mask: attn_mask.Mask | None
-    """Of attn_mask or a block mask."""
+    """An attn_mask, or the tables of a block mask."""
     mods: ModArgs | None
     rng_state: cute.Tensor | None
     sinks: cute.Tensor | None
