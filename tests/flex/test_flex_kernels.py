@@ -18,10 +18,12 @@ from flash4_torch.backends import emulator as emulated
 from flash4_torch.backends.flex.tiled import Tiled
 from flash4_torch.flex.attention import traced
 from flash4_torch.flex_problem import FlexInputs, Mods
-from flash4_torch.ops import CallOptions
+from flash4_torch.ops import CallOptions, draw_rng_state
 from flash4_torch.ops.flex import describe, flex_attention
+from flash4_torch.reference.attention import attention as definition
 from flash4_torch.reference.flex import EMPTY, FULL, PARTIAL
-from flash4_torch.testing import emulate
+from flash4_torch.reference.scoring import Scoring
+from flash4_torch.testing import assert_close_as_peer, backends_used, emulate
 from flex_mods import MASKS, MODS, H, Mod, Parts, drawn_mask
 
 ARCHS = ["sm_90a", "sm_100a"]
@@ -134,6 +136,32 @@ def test_compositions_and_new_values_without_a_new_kernel(arch: str) -> None:
     assert len(set(before)) == 1
 
 
+@pytest.mark.parametrize("arch", one_of(2, ARCHS))
+def test_plain_torch_differentiates_what_kernels_computed(arch: str) -> None:
+    """A backend that serves the forward alone leaves the gradients to the next one."""
+    slopes = torch.randn(H).requires_grad_()
+    q, k, v = (x.requires_grad_() for x in tensors(70, 79))
+    dout, wanted = torch.randn(q.shape).to(q.dtype), [q, k, v, slopes]
+
+    def alibi(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (score + slopes[h] * (j - i)).to(score.dtype)
+
+    with backends_used() as used:
+        with pytest.MonkeyPatch.context() as patch, emulate.device(arch, num_sms=3):
+            patch.setenv("FLASH4_BACKEND", "emulator")
+            out, _ = flex_attention(*made([q, k, v], alibi, None))
+        found = torch.autograd.grad(out, wanted, dout)
+    assert used == {("flex_attention", "emulator"): 1, ("flex_attention_backward", "tiled"): 1}
+
+    def by_definition(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        out, _ = definition(*(x.to(dtype) for x in (q, k, v)), Scoring(q.shape[-1] ** -0.5), None, alibi)
+        return torch.autograd.grad(out, wanted, dout.to(dtype))
+
+    exact, peer = by_definition(torch.float64), by_definition(q.dtype)
+    for x, truth, plain_torchs in zip(found, exact, peer, strict=True):
+        assert_close_as_peer(x, truth.double(), plain_torchs)
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("by_row", one_of(2, [True, False]))
 def test_block_masks(arch: str, by_row: bool) -> None:
@@ -173,14 +201,22 @@ if EVERYTHING:
 
     @pytest.mark.parametrize("arch", ARCHS)
     @pytest.mark.parametrize(
-        "options", [{"window_right": 0}, {"window_left": 9, "window_right": 3}, {"softcap": 2.0}], ids=str
+        "options",
+        [
+            {"window_right": 0},
+            {"window_left": 9, "window_right": 3},
+            {"softcap": 2.0},
+            {"dropout_p": 0.3},
+        ],
+        ids=str,
     )
     @pytest.mark.parametrize("D", [64, 128, 192])
     def test_beside_other_options(D: int, options: dict[str, Any], arch: str) -> None:
         parts = Parts(torch.float32)
-        call = made(
-            *tensors(70, 79, D), parts.score_mod(["bias", "cap"], 3.0), drawn_mask(30, 2, 20), **options
-        )
+        score_mod, qkv = parts.score_mod(["bias", "cap"], 3.0), tensors(70, 79, D, torch.float16)
+        call = made(qkv, score_mod, drawn_mask(30, 2, 20), **options)
+        state = draw_rng_state(call.q.device) if "dropout_p" in options else None
+        call = call._replace(mods=call.mods._replace(sinks=torch.randn(H), rng_state=state))
         check(call, arch, SCHEDULES[0])
         states = torch.randint(0, 3, (1, H, 2, 2))
         check(with_blocks(call, states, 64, 64), arch, SCHEDULES[1])

@@ -47,21 +47,18 @@ class Compiled:
 
     def forward(self, inputs: FlexInputs, problem: FlexProblem) -> tuple[Tensor, Tensor, Tensor]:
         spec, (B, Sq, _, Hq, _) = problem.spec, problem.extent
-        q = inputs.q
-        out_shape, lse_shape = (B, Sq, Hq, spec.Dv), (B, Hq, Sq)
-        lse = q.new_full(lse_shape, -math.inf, dtype=torch.float32)
-        low = torch.zeros_like(lse)
+        q, sinks, rng_state = inputs.q, inputs.mods.sinks, inputs.mods.rng_state
+        lse = q.new_empty(B, Hq, Sq, dtype=torch.float32)
         if 0 in problem.extent:
-            if inputs.mods.sinks is not None:
-                lse.copy_(inputs.mods.sinks[:, None].expand(lse_shape))
-            return q.new_zeros(out_shape), lse, low
+            lse = lse.fill_(-math.inf) if sinks is None else lse.copy_(sinks[:, None].expand(lse.shape))
+            return q.new_zeros(B, Sq, Hq, spec.Dv), lse, torch.zeros_like(lse)
         index = q.get_device()
         plain, target, sms = plain_problem(problem), self.target(problem), self.sms(index)
         features, config = chosen(target, problem)
         function = self.find(problem)(target.forward, (features, config))
         x, k, v = (readable(tensor) for tensor in inputs[:3])
-        out = q.new_empty(*out_shape[:-1], features.Dv)
-        sinks, rng_state = inputs.mods.sinks, inputs.mods.rng_state
+        out = q.new_empty(B, Sq, Hq, features.Dv)
+        low = torch.empty_like(lse) if features.large_scores else torch.zeros_like(lse)
         function(
             x,
             k,
