@@ -1,5 +1,8 @@
-"""A CTA that has whole groups of splits: it goes through their blocks as through one split's, and merges a
-group's splits in shared memory, with the bits that a cluster's merge has.
+"""Splits of a fixed length, whose results depend on nothing but their keys, and who merges them.
+
+A cluster has a group of splits, or several groups in turn; each of its CTAs has some of a group's splits, and
+goes through their blocks as through one split's. A CTA alone merges the splits as they come. Else each keeps
+the results of its own, and the cluster merges all of them in their order: with the same bits.
 """
 
 from __future__ import annotations
@@ -11,10 +14,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from ..common.band import Span
 from ..common.warps import WARP
 from . import merge, splits
 from .context import Context
-from .epilogue import normalise, ordered_row
+from .epilogue import normalise, ordered_row, share
 from .mainloop import Thread, begin_split, mainloop, values_of
 from .plan import VECTOR
 
@@ -34,24 +38,37 @@ class Sums(NamedTuple):
 
 @cute.jit
 def run(ctx: Context, t: Thread) -> None:
-    """Go through the CTA's groups; the last CTA of a tile merges the tile's."""
-    tile = ctx.tile
+    """Go through the cluster's groups; the last cluster of a tile merges the tile's."""
+    tile, cluster = ctx.tile, ctx.plan.form.cluster
+    rank = merge.rank_of(ctx)
+    step, several = cute.arch.grid_dim()[0] // cluster, tile.num_splits > 1
+    number = merge.parts_of(ctx)
     sums = Sums(*(cute.make_rmem_tensor(2, Float32) for _ in range(2)))
-    step, several = cute.arch.grid_dim()[0], tile.splits.last - tile.splits.first > 1
-    index = tile.split
-    while index < tile.splits.last:
-        _begin(ctx, sums)
+    group = tile.split
+    while group < tile.splits.last:
         begin_split(t)
         # Every warp has read the last block before another one takes its place.
         cute.arch.sync_threads()
-        blocks = splits.blocks_of_group(tile.blocks, index, ctx.divisors, ctx.tensors.partial_lse.shape[0])
-        mainloop(ctx, t, blocks, partial(_after_block, ctx, t, sums, blocks.last))
-        _store(ctx, t, sums, index)
-        index = index + step
-    if several:
-        ctas = cutlass.min(tile.splits.last - tile.splits.first, step)
-        if merge.is_last(ctx, Int32(0), ctas):
-            merge.merge_parts(ctx, t.rows, tile.splits, Int32(0))
+        shares = splits.shares_of_group(tile.blocks, group, ctx.divisors, number, cluster)
+        own = shares.of(rank)
+        blocks = splits.blocks_of(tile.blocks, own, ctx.divisors)
+        if cutlass.const_expr(cluster == 1):
+            _begin(ctx, sums)
+            mainloop(ctx, t, blocks, partial(_add_after, ctx, t, sums, own, blocks.last))
+            _store(ctx, t, sums, group)
+        else:
+            mainloop(ctx, t, blocks, partial(_keep_after, ctx, t, own, blocks.last))
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+            merge.merge_cluster(ctx, t.rows, shares, group, several, rank)
+            # Others may still read this CTA's results.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        group = group + step
+    if cutlass.const_expr(ctx.plan.form.parts):
+        if several:
+            if merge.is_last(ctx, rank, cutlass.min(tile.num_splits, step)):
+                merge.merge_parts(ctx, t.rows, tile.splits, rank)
 
 
 @cute.jit
@@ -65,19 +82,43 @@ def _begin(ctx: Context, sums: Sums) -> None:
 
 
 @cute.jit
-def _after_block(ctx: Context, t: Thread, sums: Sums, last: Int32, n: Int32) -> None:
-    """Merge a split that ends after block n, and begin another one."""
-    if (n + 1 == splits.end_of_split(n, ctx.divisors)) | (n + 1 == last):
+def _ends(ctx: Context, own: Span, last: Int32, n: Int32) -> cutlass.Boolean:
+    """Whether a split ends after block n; of too many, which are no law's, all but the first few are one."""
+    blocks = ctx.divisors.split_blocks
+    at_end = (n + 1) % blocks == 0
+    if cutlass.const_expr(ctx.plan.kept > 0):
+        at_end = at_end & (n // blocks - own.first < ctx.plan.kept - 1)
+    return at_end | (n + 1 == last)
+
+
+@cute.jit
+def _keep_after(ctx: Context, t: Thread, own: Span, last: Int32, n: Int32) -> None:
+    """Keep the results of a split that ends after block n, and begin another one."""
+    if _ends(ctx, own, last, n):
+        lse, values, kept = normalise(ctx, t), values_of(t.O), ctx.plan.kept
+        slot = cutlass.min(n // ctx.divisors.split_blocks - own.first, kept - 1)
+        if slot == kept - 1:
+            # Every warp has read the last block, whose place O takes.
+            cute.arch.sync_threads()
+        for r in cutlass.range_constexpr(2):
+            share(ctx, values[r, None], lse[r], r, slot)
+        begin_split(t)
+
+
+@cute.jit
+def _add_after(ctx: Context, t: Thread, sums: Sums, own: Span, last: Int32, n: Int32) -> None:
+    """Merge a split that ends after block n with those before it, and begin another one."""
+    if _ends(ctx, own, last, n):
         lse, values = normalise(ctx, t), values_of(t.O)
         for r in cutlass.range_constexpr(2):
             ordered, row_max, total = ordered_row(values[r, None], ctx.plan), sums.row_max[r], sums.total[r]
             for m in cutlass.range_constexpr(ctx.plan.vectors // 2):
-                part, own = (cute.make_rmem_tensor(VECTOR, Float32) for _ in range(2))
+                part, sum_ = (cute.make_rmem_tensor(VECTOR, Float32) for _ in range(2))
                 for c in cutlass.range_constexpr(VECTOR):
                     part[c] = ordered[VECTOR * m + c]
-                cute.autovec_copy(_place(ctx, 2 * m + r), own)
-                sums.row_max[r], sums.total[r] = merge.add(row_max, total, own, lse[r], part)
-                cute.autovec_copy(own, _place(ctx, 2 * m + r))
+                cute.autovec_copy(_place(ctx, 2 * m + r), sum_)
+                sums.row_max[r], sums.total[r] = merge.add(row_max, total, sum_, lse[r], part)
+                cute.autovec_copy(sum_, _place(ctx, 2 * m + r))
                 if cutlass.const_expr(m % _AT_ONCE == _AT_ONCE - 1):
                     # Else ptxas loads all of them first, and has no registers left.
                     cute.arch.sync_warp()
@@ -96,10 +137,7 @@ def _store(ctx: Context, t: Thread, sums: Sums, group: Int32) -> None:
             cute.autovec_copy(_place(ctx, number), own)
             row_max, total = (cutlass.select_(is_second, x[1], x[0]) for x in sums)
             lse = merge.finish(row_max, total, own)
-            if tile.splits.last - tile.splits.first > 1:
-                merge.store_part(ctx, lse, own, row, number, group, Int32(0))
-            else:
-                merge.store(ctx, lse, own, row, number)
+            merge.store_result(ctx, lse, own, row, number, group, tile.num_splits > 1, Int32(0))
 
 
 def _place(ctx: Context, number: Int32) -> cute.Tensor:
