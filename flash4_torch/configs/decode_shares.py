@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -21,11 +22,12 @@ from .types import Features, tile_dim
 _BLOCK_US, _COLUMN_US, _MORE_ROWS, _TWO_CTAS = 0.22, 0.0016, 1.25, 1.8
 """Time of a block in a CTA that has an SM for itself: without columns, and for each column of K and V.
 Factors of it: with more than 16 rows, and where two CTAs share the SM."""
-_WAVE_US, _GROUP_US = 3.0, 1.5
-"""Time until the first block's scores are there: of all CTAs that run at once, and of a CTA's next group."""
+_WAVE_US, _GROUP_US = 3.0, 4.0
+"""Time until the first block's scores are there: of all CTAs that run at once, and of a cluster's next group,
+whose merge ends with nothing under way."""
 _SM_BYTES_PER_US = 35e3
 """Bytes that an SM reads where all of them read."""
-_MERGE_US, _PARTS_US, _VECTOR_US = 1.1, 1.5, 0.1
+_MERGE_US, _PARTS_US, _VECTOR_US = 1.1, 1.5, 0.07
 """Time of a merge in a cluster; of one through global memory, and for each vector of it that a thread loads.
 """
 _THREADS, _VECTOR_COLUMNS = 128, 4
@@ -92,13 +94,18 @@ def group_shares(work: Work, sizes: Sequence[int]) -> Shares:
     """The same of groups, for clusters of one of these sizes."""
     splits = -(-work.blocks * KEYS // SPLIT_KEYS)
     groups = -(-splits // GROUP)
-    choice = [Shares(clusters, size, groups) for size in sizes for clusters in range(1, groups + 1)]
+    choice = [
+        Shares(clusters, size, groups)
+        for size in sizes
+        for clusters in range(1, groups + 1)
+        if clusters == 1 or clusters * work.tiles <= _clusters_at_once(work, size, _ctas(work))
+    ]
 
     def time(shares: Shares) -> float:
         each = -(-min(splits, GROUP) // shares.cluster) * SPLIT_KEYS // KEYS
         turns = -(-groups // shares.num_splits)
-        own = turns * (each * _block_us(work)) + (turns - 1) * _GROUP_US
-        return _microseconds(work, shares, own, shares.num_splits)
+        stops = (turns - 1) * _GROUP_US if shares.cluster > 1 else 0.0
+        return _microseconds(work, shares, turns * each * _block_us(work), shares.num_splits) + stops
 
     return min(choice, key=time)
 
@@ -133,11 +140,14 @@ def _microseconds(work: Work, shares: Shares, own: float, clusters: int) -> floa
     own: time of a CTA that has an SM for itself. clusters: those of a tile.
     """
     at_once, number = _clusters_at_once(work, shares.cluster, 1), work.tiles * clusters
+    read = work.tiles * work.blocks * work.stage_bytes / (_SM_BYTES_PER_US * work.num_sms)
     if number > at_once and _ctas(work) > 1:
         at_once, own = _clusters_at_once(work, shares.cluster, CTAS_PER_SM), own * _TWO_CTAS
+        # SMs with two CTAs are done later than those with one.
+        read *= max(at_once / number, 1.0)
     waves = -(-number // max(at_once, 1))
-    read = work.tiles * work.blocks * work.stage_bytes / (_SM_BYTES_PER_US * work.num_sms)
-    time = _WAVE_US * waves + max(waves * own, read)
+    # The nearer both are to each other, the more each one waits for the other.
+    time = _WAVE_US * waves + math.hypot((waves * own) ** 3, read**3) ** (1 / 3)
     if shares.cluster > 1:
         time += _MERGE_US
     if shares.parts > 1:

@@ -53,7 +53,7 @@ class Tile(NamedTuple):
     blocks: Span
     """Blocks of this CTA's split; where it has groups, those of the tile."""
     split: Int32
-    """This CTA's split; where it has groups, its first one."""
+    """This CTA's split; with groups, its cluster's number among those of the tile."""
     splits: Span
     """Splits that have blocks, or groups that have."""
     has_work: Boolean

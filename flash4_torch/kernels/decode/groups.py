@@ -1,8 +1,8 @@
 """Splits of a fixed length, whose results depend on nothing but their keys, and who merges them.
 
-A cluster has a group of splits, or several groups in turn; each of its CTAs has some of a group's splits, and
-goes through their blocks as through one split's. A CTA alone merges the splits as they come. Else each keeps
-the results of its own, and the cluster merges all of them in their order: with the same bits.
+A cluster has groups of splits after one another; each of its CTAs has some of a group's splits, and goes
+through their blocks as through one split's. A CTA alone merges the splits as they come. Else each keeps the
+results of its own, and the cluster merges all of them in their order: with the same bits.
 """
 
 from __future__ import annotations
@@ -39,36 +39,54 @@ class Sums(NamedTuple):
 @cute.jit
 def run(ctx: Context, t: Thread) -> None:
     """Go through the cluster's groups; the last cluster of a tile merges the tile's."""
-    tile, cluster = ctx.tile, ctx.plan.form.cluster
-    rank = merge.rank_of(ctx)
-    step, several = cute.arch.grid_dim()[0] // cluster, tile.num_splits > 1
-    number = merge.parts_of(ctx)
+    tile, clusters = ctx.tile, cute.arch.grid_dim()[0] // ctx.plan.form.cluster
+    each = cute.ceil_div(tile.num_splits, clusters)
+    first = tile.splits.first + tile.split * each
+    own = Span(first, cutlass.min(first + each, tile.splits.last))
+    if cutlass.const_expr(ctx.plan.form.cluster == 1):
+        _run_alone(ctx, t, own)
+    else:
+        _run_together(ctx, t, own)
+    if cutlass.const_expr(ctx.plan.form.parts):
+        if tile.num_splits > 1:
+            rank = merge.rank_of(ctx)
+            if merge.is_last(ctx, rank, cute.ceil_div(tile.num_splits, each)):
+                merge.merge_parts(ctx, t.rows, tile.splits, rank)
+
+
+@cute.jit
+def _run_alone(ctx: Context, t: Thread, groups: Span) -> None:
+    """Go through groups one after another as through one split, without a stop between them."""
     sums = Sums(*(cute.make_rmem_tensor(2, Float32) for _ in range(2)))
-    group = tile.split
-    while group < tile.splits.last:
+    number = merge.parts_of(ctx)
+    shares = [
+        splits.splits_of_group(ctx.tile.blocks, n, ctx.divisors, number)
+        for n in (groups.first, groups.last - 1)
+    ]
+    blocks = splits.blocks_of(ctx.tile.blocks, Span(shares[0].first, shares[1].last), ctx.divisors)
+    _begin(ctx, sums)
+    begin_split(t)
+    mainloop(ctx, t, blocks, partial(_add_after, ctx, t, sums, number, blocks.last))
+
+
+@cute.jit
+def _run_together(ctx: Context, t: Thread, groups: Span) -> None:
+    """Go through groups together with the CTAs of the cluster, which merge each of them."""
+    rank, number = merge.rank_of(ctx), merge.parts_of(ctx)
+    for group in cutlass.range(groups.first, groups.last, unroll=1):
         begin_split(t)
         # Every warp has read the last block before another one takes its place.
         cute.arch.sync_threads()
-        shares = splits.shares_of_group(tile.blocks, group, ctx.divisors, number, cluster)
+        shares = splits.shares_of_group(ctx.tile.blocks, group, ctx.divisors, number, ctx.plan.form.cluster)
         own = shares.of(rank)
-        blocks = splits.blocks_of(tile.blocks, own, ctx.divisors)
-        if cutlass.const_expr(cluster == 1):
-            _begin(ctx, sums)
-            mainloop(ctx, t, blocks, partial(_add_after, ctx, t, sums, own, blocks.last))
-            _store(ctx, t, sums, group)
-        else:
-            mainloop(ctx, t, blocks, partial(_keep_after, ctx, t, own, blocks.last))
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-            merge.merge_cluster(ctx, t.rows, shares, group, several, rank)
-            # Others may still read this CTA's results.
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-        group = group + step
-    if cutlass.const_expr(ctx.plan.form.parts):
-        if several:
-            if merge.is_last(ctx, rank, cutlass.min(tile.num_splits, step)):
-                merge.merge_parts(ctx, t.rows, tile.splits, rank)
+        blocks = splits.blocks_of(ctx.tile.blocks, own, ctx.divisors)
+        mainloop(ctx, t, blocks, partial(_keep_after, ctx, t, own, blocks.last))
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        merge.merge_cluster(ctx, t.rows, shares, group, ctx.tile.num_splits > 1, rank)
+        # Others may still read this CTA's results.
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
 
 
 @cute.jit
@@ -82,21 +100,15 @@ def _begin(ctx: Context, sums: Sums) -> None:
 
 
 @cute.jit
-def _ends(ctx: Context, own: Span, last: Int32, n: Int32) -> cutlass.Boolean:
-    """Whether a split ends after block n; of too many, which are no law's, all but the first few are one."""
-    blocks = ctx.divisors.split_blocks
-    at_end = (n + 1) % blocks == 0
-    if cutlass.const_expr(ctx.plan.kept > 0):
-        at_end = at_end & (n // blocks - own.first < ctx.plan.kept - 1)
-    return at_end | (n + 1 == last)
-
-
-@cute.jit
 def _keep_after(ctx: Context, t: Thread, own: Span, last: Int32, n: Int32) -> None:
-    """Keep the results of a split that ends after block n, and begin another one."""
-    if _ends(ctx, own, last, n):
-        lse, values, kept = normalise(ctx, t), values_of(t.O), ctx.plan.kept
-        slot = cutlass.min(n // ctx.divisors.split_blocks - own.first, kept - 1)
+    """Keep the results of a split that ends after block n, and begin another one.
+
+    Of more splits than there is room for, which are no law's, all but the first few are one.
+    """
+    blocks, kept = ctx.divisors.split_blocks, ctx.plan.kept
+    slot = cutlass.min(n // blocks - own.first, kept - 1)
+    if ((n + 1) % blocks == 0) & (slot < kept - 1) | (n + 1 == last):
+        lse, values = normalise(ctx, t), values_of(t.O)
         if slot == kept - 1:
             # Every warp has read the last block, whose place O takes.
             cute.arch.sync_threads()
@@ -106,9 +118,9 @@ def _keep_after(ctx: Context, t: Thread, own: Span, last: Int32, n: Int32) -> No
 
 
 @cute.jit
-def _add_after(ctx: Context, t: Thread, sums: Sums, own: Span, last: Int32, n: Int32) -> None:
-    """Merge a split that ends after block n with those before it, and begin another one."""
-    if _ends(ctx, own, last, n):
+def _add_after(ctx: Context, t: Thread, sums: Sums, number: Int32, last: Int32, n: Int32) -> None:
+    """Merge a split that ends after block n with those of its group before it, and begin another one."""
+    if ((n + 1) % ctx.divisors.split_blocks == 0) | (n + 1 == last):
         lse, values = normalise(ctx, t), values_of(t.O)
         for r in cutlass.range_constexpr(2):
             ordered, row_max, total = ordered_row(values[r, None], ctx.plan), sums.row_max[r], sums.total[r]
@@ -123,6 +135,10 @@ def _add_after(ctx: Context, t: Thread, sums: Sums, own: Span, last: Int32, n: I
                     # Else ptxas loads all of them first, and has no registers left.
                     cute.arch.sync_warp()
         begin_split(t)
+        group = splits.group_of(n, ctx.divisors, number)
+        if (splits.group_of(n + 1, ctx.divisors, number) != group) | (n + 1 == last):
+            _store(ctx, t, sums, group)
+            _begin(ctx, sums)
 
 
 @cute.jit

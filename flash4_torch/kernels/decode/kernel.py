@@ -116,14 +116,13 @@ def _tile(tensors: Tensors, params: DecodeParams, divisors: Divisors, plan: cutl
     if cutlass.const_expr(plan.form.groups):
         number = tensors.partial_lse.shape[0] if cutlass.const_expr(plan.form.parts) else Int32(1)
         shares, blocks = splits.groups(visible, divisors, number), visible
-        # Groups are dealt to clusters in turn.
-        clusters = cute.arch.grid_dim()[0] // plan.form.cluster
-        behind = split // plan.form.cluster - shares.first % clusters
-        split = shares.first + (behind if behind >= 0 else behind + clusters)
+        split = split // plan.form.cluster
+        each = cute.ceil_div(shares.last - shares.first, cute.arch.grid_dim()[0] // plan.form.cluster)
+        has_work = has_rows & (shares.first + split * each < shares.last)
     else:
         # Where one split has all blocks, this hides from ptxas how they follow from the rows (ptxas.md, P16).
         shares, blocks = splits.even(visible, split, divisors)
-    has_work = has_rows & (shares.first <= split) & (split < shares.last)
+        has_work = has_rows & (shares.first <= split) & (split < shares.last)
     merges, cluster = cutlass.Boolean(False), plan.form.cluster
     if cutlass.const_expr(cluster > 1 and not plan.form.groups):
         first = split // cluster * cluster

@@ -132,9 +132,12 @@ def merge_parts(ctx: Context, rows: tuple[Int32, Int32], parts: Span, rank: Int3
     """Merge and store those vectors of the tile whose parts this rank has."""
     plan = ctx.plan
     step = plan.form.cluster
-    for first in cutlass.range_constexpr(0, plan.vectors, step * _VECTORS):
-        last = min(first + step * _VECTORS, plan.vectors)
-        _merge_vectors(ctx, rows, parts, rank, tuple(range(first, last, step)))
+    # Vectors of even numbers are of the thread's first row, others of its second one.
+    for parity in cutlass.range_constexpr(2 if step == 1 else 1):
+        own = range(parity, plan.vectors, max(step, 2))
+        if rows[0] - ctx.lane // 4 + (rank + parity) % 2 * 8 < ctx.tile.num_rows:
+            for i in cutlass.range_constexpr(0, len(own), _VECTORS):
+                _merge_vectors(ctx, rows, parts, rank, tuple(own[i : i + _VECTORS]))
 
 
 @cute.jit

@@ -46,9 +46,21 @@ def even(visible: Span, split: Int32, divisors: Divisors) -> tuple[Span, Span]:
 
 @cute.jit
 def groups(visible: Span, divisors: Divisors, number: Int32) -> Span:
-    """The groups of the visible blocks, of `number` groups; the last one has all that is left."""
-    first, last = (n // divisors.split_blocks // GROUP for n in (visible.first, visible.last - 1))
-    return Span(cutlass.min(first, number - 1), cutlass.min(last, number - 1) + 1)
+    """The groups of the visible blocks, of `number` groups."""
+    return Span(group_of(visible.first, divisors, number), group_of(visible.last - 1, divisors, number) + 1)
+
+
+def group_of(block: Int32, divisors: Divisors, number: Int32) -> Int32:
+    """The group of a block; the last one has all that is left."""
+    return cutlass.min(block // divisors.split_blocks // GROUP, number - 1)
+
+
+@cute.jit
+def splits_of_group(visible: Span, group: Int32, divisors: Divisors, number: Int32) -> Span:
+    """The splits of a group that a tile sees."""
+    first, last = visible.first // divisors.split_blocks, (visible.last - 1) // divisors.split_blocks + 1
+    end = cutlass.min(last, GROUP * (group + 1))
+    return Span(cutlass.max(first, GROUP * group), last if group == number - 1 else end)
 
 
 @cute.jit
@@ -56,9 +68,7 @@ def shares_of_group(
     visible: Span, group: Int32, divisors: Divisors, number: Int32, cluster: cutlass.Constexpr
 ) -> Shares:
     """The splits of a group that a tile sees, dealt evenly to the CTAs of its cluster."""
-    first, last = visible.first // divisors.split_blocks, (visible.last - 1) // divisors.split_blocks + 1
-    own = Span(cutlass.max(first, GROUP * group), cutlass.min(last, GROUP * (group + 1)))
-    own = Span(own.first, last if group == number - 1 else own.last)
+    own = splits_of_group(visible, group, divisors, number)
     return Shares(own, cute.ceil_div(own.last - own.first, cluster))
 
 
