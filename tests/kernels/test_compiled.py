@@ -21,6 +21,7 @@ from flash4_torch.backends import dispatch, tile_counters
 from flash4_torch.backends.compiled import SM90A, SM100A, TARGETS, Target, backend, forward
 from flash4_torch.compile import arch
 from flash4_torch.configs.sections import evenly
+from flash4_torch.configs.types import Mods
 from flash4_torch.ops.impl import CallOptions, describe_inputs
 from flash4_torch.problem import Extent, Inputs, Problem
 from on_cpu import gpu, name_of
@@ -187,6 +188,7 @@ def test_only_what_a_call_uses_is_compiled_in(kwargs: dict[str, Any], expected: 
         "mask": "",
         "sinks": "",
         "page_box": 0,
+        "mods": Mods(),
         **bare,
         **expected,
     }

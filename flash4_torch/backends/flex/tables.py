@@ -16,18 +16,18 @@ class Tables(NamedTuple):
     visible: Tensor
     rank: Tensor
     states: Tensor
-    q_block: int
-    kv_block: int
+    rows: int
+    columns: int
 
 
-def tables(blocks: Blocks, Sq: int, Sk: int, queries: int, keys: int) -> Tables:
-    """The tables for tiles of `queries` rows and blocks of `keys` keys; the mask's own may be any."""
+def tables(blocks: Blocks, rows: int, columns: int, tile_rows: int, tile_columns: int) -> Tables:
+    """The tables for tiles of these sizes; the mask's own blocks may be any."""
     device = blocks.state.device
-    rows = _Spans.of(Sq, queries, blocks.size[0], device)
-    columns = _Spans.of(Sk, keys, blocks.size[1], device)
-    shown = _count(blocks.state != EMPTY, rows, columns)
-    full = _count(blocks.state == FULL, rows, columns)
-    area = (rows.last - rows.first)[:, None] * (columns.last - columns.first)
+    down = _Spans.of(rows, tile_rows, blocks.size[0], device)
+    across = _Spans.of(columns, tile_columns, blocks.size[1], device)
+    shown = _count(blocks.state != EMPTY, down, across)
+    full = _count(blocks.state == FULL, down, across)
+    area = (down.last - down.first)[:, None] * (across.last - across.first)
     is_visible = shown > 0
     rank = torch.nn.functional.pad(is_visible.cumsum(-1, dtype=torch.int32), (1, 0))
     NB = rank.shape[-1] - 1
