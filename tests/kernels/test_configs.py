@@ -293,9 +293,18 @@ def test_decode_keeps_an_h200_busy(tiles: int, keys: int, least: int) -> None:
 
 @given(st.integers(8, 256), st.integers(8, 256), st.sampled_from(["", decode.FP8]))
 def test_clusters_that_share_groups_have_room_for_them(D: int, Dv: int, cache_dtype: str) -> None:
-    features = BARE._replace(D=D, Dv=Dv)
+    features, whole = (
+        BARE._replace(D=D, Dv=Dv),
+        decode.DecodeForm(True, 8, True, True, cache_dtype=cache_dtype),
+    )
     rows = decode.group_rows(features, cache_dtype)
-    assert rows and decode.ROWS[0] == rows[0]
-    for number in rows:
-        sizes = decode.group_clusters(features, cache_dtype, number)
-        assert all(decode.group_bytes(number, Dv, size) <= decode.ONE_CTA_BYTES // 2 for size in sizes)
+    assert rows and rows[0] == decode.ROWS[0]
+    for size in decode.CLUSTERS:
+        offered = decode.rows_of(features, whole._replace(groups=True, cluster=size))
+        # What fits with more CTAs, which keep fewer splits each, or with fewer rows, fits as well.
+        assert offered == rows[: len(offered)]
+        assert (
+            size == 1
+            or size == 8
+            or set(offered) <= set(decode.rows_of(features, whole._replace(groups=True)))
+        )
