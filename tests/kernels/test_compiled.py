@@ -355,7 +355,7 @@ class Streams:
         self.allocations: list[int] = []
         monkeypatch.setattr(tile_counters, "_of_stream", {})
         monkeypatch.setattr(tile_counters, "_unused", {})
-        monkeypatch.setattr(tile_counters, "_current_stream", self.current.__getitem__)
+        monkeypatch.setattr(tile_counters, "current_stream", self.current.__getitem__)
         monkeypatch.setattr(tile_counters, "is_capturing", lambda index: self.capturing)
         monkeypatch.setattr(tile_counters, "_zeros", self.zeros)
 

@@ -25,8 +25,8 @@ from ..compiled.targets import BackwardConfig, Find, ForwardConfig
 from ..compiled.tensors import allocator_like, is_empty, readable, unpad
 from ..emulator import Emulator, emulated_find, emulated_num_sms, emulated_target, why_not_emulated
 from ..tiled import sinks_gradient
-from .tables import tables
-from .tiled import described, program_of
+from .tables import Tables, kept, tables
+from .tiled import blocks_of, mods_of, program_of
 
 _KEY_ROWS = lowering.Layout(rows_are_keys=True)
 
@@ -305,25 +305,35 @@ def _arguments(
     is_transposed: bool,
 ) -> ModArgs | None:
     """tile: rows and columns; `is_transposed`: rows are keys."""
-    flex = described(inputs, problem)
-    found = [mod for mod in (flex.score_mod, flex.mask_mod) if mod is not None]
+    mods, pair = inputs.mods, mods_of(inputs)
+    found = [mod for mod in pair if mod is not None]
     tensors = tuple(_element(x) for mod in found for x in mod.tensors)
     scalars = tuple(
         value if dtype.startswith(("float", "bfloat")) else int(value)
         for mod in found
         for dtype, value in zip(mod.program.scalars, mod.scalars, strict=True)
     )
-    blocks, of_blocks = flex.blocks, None
-    if blocks is not None:
-        lengths = problem.extent.Sq, problem.extent.Sk
-        if flex.mask_mod is None:
-            blocks = Blocks(torch.where(blocks.state == EMPTY, EMPTY, FULL).to(torch.uint8), blocks.size)
-        if is_transposed:
-            blocks, lengths = Blocks(blocks.state.transpose(2, 3), blocks.size[::-1]), lengths[::-1]
-        of_blocks = tables(blocks, *lengths, *tile)
+    of_blocks = None
+    if mods.kv_num_blocks is not None:
+        lists = mods.kv_num_blocks, mods.kv_indices, mods.full_kv_num_blocks, mods.full_kv_indices
+        lengths, size = problem.extent[1:3], (mods.q_block, mods.kv_block)
+        key = lengths, size, tile, is_transposed, pair[1] is None
+        of_blocks = kept(lists, key, lambda: _tables(inputs, problem, tile, is_transposed=is_transposed))
     if not found and of_blocks is None:
         return None
     return tensors or None, scalars or None, of_blocks, totals or None
+
+
+def _tables(
+    inputs: FlexInputs, problem: FlexProblem, tile: tuple[int, int], *, is_transposed: bool
+) -> Tables:
+    blocks, lengths = blocks_of(inputs), (problem.extent.Sq, problem.extent.Sk)
+    assert blocks is not None
+    if not problem.spec.mask_mod:
+        blocks = Blocks(torch.where(blocks.state == EMPTY, EMPTY, FULL).to(torch.uint8), blocks.size)
+    if is_transposed:
+        blocks, lengths = Blocks(blocks.state.transpose(2, 3), blocks.size[::-1]), lengths[::-1]
+    return tables(blocks, *lengths, *tile)
 
 
 def _like(totals: list[Tensor | None], mods: CallMods) -> list[Tensor | None]:
