@@ -25,6 +25,7 @@ from cutlass._mlir.dialects import arith
 from ...flex import table
 from ...flex.program import Node, Program, Ref
 from .lowering import LIBRARY, Level, Lowering, constant, is_integer
+from .scores import tanh
 
 TYPES: dict[str, Any] = {
     "bool": Boolean,
@@ -458,7 +459,7 @@ _LIBRARY: dict[str, Callable[..., Any]] = {
     "log2": cute.math.log2,
     "log1p": cute.math.log1p,
     "log10": cute.math.log10,
-    "tanh": cute.math.tanh,
+    "tanh": tanh,
     "sigmoid": _sigmoid,
     "erf": cute.math.erf,
     "sin": lambda x: _sin_and_cos(x, 0),
