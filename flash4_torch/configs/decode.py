@@ -33,7 +33,7 @@ class DecodeForm(NamedTuple):
     """Whether splits have a fixed length, and a cluster has groups of `GROUP` of them."""
     wgmma: bool = False
     """Whether warpgroup MMAs multiply, in tiles of `WARPGROUP_ROWS`; else warp-level ones, in tiles of
-    `ROWS`. Not with `groups` or an FP8 cache."""
+    `ROWS`. Not with an FP8 cache."""
     runs: bool = False
     """Whether a page has a multiple of `RUN` keys; False without pages, whose keys are one run."""
 
@@ -127,13 +127,15 @@ def rows_of(features: Features, form: DecodeForm) -> tuple[int, ...]:
     return ROWS
 
 
-def may_use_wgmma(form: DecodeForm, rows: int) -> bool:
-    """Whether warpgroup MMAs are faster, if the GPU has them and the launch need not be batch invariant.
+def may_use_wgmma(form: DecodeForm, tile_rows: int, group: int, batch_invariant: bool) -> bool:
+    """Whether warpgroup MMAs are faster, if the GPU has them.
 
     Tiles of up to 32 rows are bound by memory. An FP8 cache is widened to float16 in registers, where
-    warpgroup MMAs take none of K and V from.
+    warpgroup MMAs take none of K and V from. Their sums have an order of their own, and bits must not depend
+    on the rows of a tile: with `batch_invariant`, one token alone must fill such a tile.
     """
-    return not form.cache_dtype and rows == WARPGROUP_ROWS
+    own = min(tile_rows, rows(1, group)) if batch_invariant else tile_rows
+    return not form.cache_dtype and own == WARPGROUP_ROWS
 
 
 def ctas_per_sm(stage_bytes: int, other_bytes: int) -> int:

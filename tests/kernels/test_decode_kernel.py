@@ -341,6 +341,20 @@ def last_tokens(draw: st.DrawFn, features: Features) -> Tokens:
     )
 
 
+@given(data=st.data())
+@settings(max_examples=examples(1, 20))
+def test_a_row_has_the_same_bits_by_wgmma(data: st.DataObject) -> None:
+    """Launches that multiply by wgmma have them with one another."""
+    kernel = Kernel(INVARIANT["window, softcap, sinks"], 64, FORM._replace(groups=True, wgmma=True))
+    tokens = data.draw(last_tokens(kernel.features))
+    count, each = len(tokens.q), range(len(tokens.q) + 1)
+    whole = tokens.results(data.draw, "sm_90a", kernel, [0, count])
+    for cluster, ends in ((1, each), (2, [0, count // 2, count]), (4, each)):
+        other = kernel._replace(form=kernel.form._replace(cluster=cluster))
+        found = tokens.results(data.draw, "sm_90a", other, ends, [100])
+        assert torch.equal(found.out, whole.out) and torch.equal(found.lse, whole.lse)
+
+
 INVARIANT_CASES = [(name, arch, cache) for name in INVARIANT for arch in ARCHS for cache in ("", decode.FP8)]
 
 

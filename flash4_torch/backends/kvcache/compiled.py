@@ -242,7 +242,7 @@ def common_kernels(target: Target, features: Features) -> Iterator[tuple[Feature
     """What the kernels of common calls are compiled for, on a target."""
     for form in common_forms(features):
         kinds = [form]
-        if target.has_wgmma and not (form.cache_dtype or form.groups):
+        if target.has_wgmma and not form.cache_dtype:
             kinds.append(form._replace(wgmma=True))
         for kind in kinds:
             yield from ((features, rows, kind) for rows in decode.rows_of(features, kind))
@@ -286,8 +286,7 @@ def decide(target: Target, problem: CacheProblem, num_sms: int) -> Kernel:
     spec, extent, features, form = problem.spec, problem.extent, features_of(problem), form_of(problem)
     choice = decode.group_rows(features, form.cache_dtype) if spec.batch_invariant else decode.ROWS
     rows = decode.rows(extent.max_seqlen_q, spec.group, choice)
-    # The sums of warpgroup MMAs have an order of their own, and bits must not depend on the rows of a tile.
-    wgmma = target.has_wgmma and not spec.batch_invariant and decode.may_use_wgmma(form, rows)
+    wgmma = target.has_wgmma and decode.may_use_wgmma(form, rows, spec.group, spec.batch_invariant)
     work = decode_shares.work_of(features, form, rows, _tiles(problem, rows), extent.max_seqlen_k, num_sms)
     if spec.batch_invariant:
         sizes = decode.group_clusters(features, form.cache_dtype, rows)

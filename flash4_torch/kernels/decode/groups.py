@@ -16,10 +16,11 @@ from cutlass import Float32, Int32
 
 from ..common.band import Span
 from ..common.warps import WARP
-from . import merge, splits
+from . import mainloop as narrow
+from . import merge, splits, wide
 from .context import Context
 from .epilogue import normalise, ordered_row, share
-from .mainloop import Thread, begin_split, mainloop, values_of
+from .mainloop import AfterBlock, Thread, begin_split, values_of
 from .plan import VECTOR
 
 _AT_ONCE = 2
@@ -66,7 +67,7 @@ def _run_alone(ctx: Context, t: Thread, groups: Span) -> None:
     blocks = splits.blocks_of(ctx.tile.blocks, Span(shares[0].first, shares[1].last), ctx.divisors)
     _begin(ctx, sums)
     begin_split(t)
-    mainloop(ctx, t, blocks, partial(_add_after, ctx, t, sums, number, blocks.last))
+    _mainloop(ctx, t, blocks, partial(_add_after, ctx, t, sums, number, blocks.last))
 
 
 @cute.jit
@@ -82,13 +83,17 @@ def _run_together(ctx: Context, t: Thread, groups: Span) -> None:
         shares = splits.shares_of_group(ctx.tile.blocks, group, ctx.divisors, number, ctx.plan.form.cluster)
         own = shares.of(rank)
         blocks = splits.blocks_of(ctx.tile.blocks, own, ctx.divisors)
-        mainloop(ctx, t, blocks, partial(_keep_after, ctx, t, own, blocks.last))
+        _mainloop(ctx, t, blocks, partial(_keep_after, ctx, t, own, blocks.last))
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
         merge.merge_cluster(ctx, t.rows, shares, group, ctx.tile.num_splits > 1, rank)
         # Others may still read this CTA's results.
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
+
+
+def _mainloop(ctx: Context, t: Thread, blocks: Span, after_block: AfterBlock) -> None:
+    (wide if ctx.plan.form.wgmma else narrow).mainloop(ctx, t, blocks, after_block)
 
 
 @cute.jit

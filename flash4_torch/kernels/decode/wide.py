@@ -7,8 +7,8 @@ them, so softmax and epilogue are those of all tiles. Q, K and V come from share
     mainloop  S of a block is in flight together with PV of the block before it, which its softmax overlaps
 
 These MMAs add up in an order of their own, so bits differ from those of other tiles: launches that must be
-batch invariant do not take them. Nor do those over FP8 caches, whose bytes become float16 in registers, where
-no wgmma takes K and V from.
+batch invariant take them only where a token's query heads fill a tile alone. Those over FP8 caches do not,
+whose bytes become float16 in registers, where no wgmma takes K and V from.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..common.rounding import round_to
 from ..sm90 import wgmma
 from .context import Context
 from .load import Place, load_k, load_q, load_v, locate, look_up_first, look_up_next
-from .mainloop import Thread, fragment_of, thread_of, to_weights, values_of
+from .mainloop import AfterBlock, Thread, fragment_of, thread_of, to_weights, values_of
 
 
 class _Step(NamedTuple):
@@ -52,8 +52,13 @@ def make_thread(ctx: Context) -> Thread:
 
 
 @cute.jit
-def mainloop(ctx: Context, t: Thread, blocks: Span) -> None:
-    """Go through the split's blocks, and load `stages` - 1 blocks of K and `stages` - 2 of V ahead."""
+def mainloop(
+    ctx: Context, t: Thread, blocks: Span, after_block: cutlass.Constexpr[AfterBlock | None] = None
+) -> None:
+    """Go through the split's blocks, and load `stages` - 1 blocks of K and `stages` - 2 of V ahead.
+
+    after_block: called with the number of each block at whose end a split of a fixed length may end.
+    """
     stages, last = ctx.plan.stages, blocks.last
     P = wgmma.p_fragment(ctx.plan.dtype, KEYS)
     pages = look_up_first(ctx, blocks.first)
@@ -64,24 +69,51 @@ def mainloop(ctx: Context, t: Thread, blocks: Span) -> None:
         _load(ctx, blocks.first + i, last, places[i], places[max(i - 1, 0)], stage, stage - 1, i > 0)
     at = _Step(Int32(0), Int32(stages - 1), Int32(stages - 2), places[stages - 1], places[stages - 2])
     place = places[stages]
-    _start_step(ctx, blocks.first, last, at)
+    if blocks.first < last:
+        _start_step(ctx, blocks.first, last, at)
+        _first_block(ctx, t, P, blocks.first, at)
+        for n in cutlass.range(blocks.first + 1, last, unroll=1):
+            at = _after(ctx, at, place)
+            _start_step(ctx, n, last, at)
+            pages = look_up_next(ctx, pages, blocks.first, n + stages)
+            place = locate(ctx, pages, blocks.first, n + stages)
+            partial = bands.is_partial(ctx.tile.band, ctx.plan.band, n, *ctx.tile.tokens)
+            if cutlass.const_expr(after_block is not None):
+                ends = n % ctx.divisors.split_blocks == 0
+                if cute.arch.vote_any_sync(ends):
+                    _last_pv(ctx, t, P, at.before)
+                    after_block(n - 1)
+                    _first_block(ctx, t, P, n, at)
+                else:
+                    # The branch encloses whole blocks, by a vote, for wgmmas in flight (ptxas.md, P1 and P7).
+                    if cute.arch.vote_any_sync(partial):
+                        _block(ctx, t, P, n, at, True)
+                    else:
+                        _block(ctx, t, P, n, at, False)
+            else:
+                if cute.arch.vote_any_sync(partial):
+                    _block(ctx, t, P, n, at, True)
+                else:
+                    _block(ctx, t, P, n, at, False)
+        _await_copies(ctx)
+        _last_pv(ctx, t, P, at.stage)
+        if cutlass.const_expr(after_block is not None):
+            after_block(last - 1)
+
+
+@cute.jit
+def _first_block(ctx: Context, t: Thread, P: cute.Tensor, n: Int32, at: _Step) -> None:
+    """S and P of a split's first block n."""
     wgmma.scores(t.S, ctx.sQ, ctx.sK[None, None, at.stage])
     wgmma.wait(0)
-    _softmax(ctx, t, blocks.first, True)
+    _softmax(ctx, t, n, True)
     round_to(t.S, P)
-    for n in cutlass.range(blocks.first + 1, last, unroll=1):
-        at = _after(ctx, at, place)
-        _start_step(ctx, n, last, at)
-        pages = look_up_next(ctx, pages, blocks.first, n + stages)
-        place = locate(ctx, pages, blocks.first, n + stages)
-        partial = bands.is_partial(ctx.tile.band, ctx.plan.band, n, *ctx.tile.tokens)
-        # The branch encloses whole blocks, by a vote, for wgmmas in flight (ptxas.md, P1 and P7).
-        if cute.arch.vote_any_sync(partial):
-            _block(ctx, t, P, n, at, True)
-        else:
-            _block(ctx, t, P, n, at, False)
-    _await_copies(ctx)
-    wgmma.accumulate(t.O, P, ctx.sV[None, None, at.stage], True)
+
+
+@cute.jit
+def _last_pv(ctx: Context, t: Thread, P: cute.Tensor, stage: Int32) -> None:
+    """PV of a split's last block, whose V is in a stage."""
+    wgmma.accumulate(t.O, P, ctx.sV[None, None, stage], True)
     wgmma.wait(0)
 
 
