@@ -32,7 +32,7 @@ _giving_out = forks.Lock()
 def counter(index: int) -> Tensor:
     """The counter, int32 (1,) on CUDA device `index`, for a launch on its current stream."""
     stream = _current_stream(index)
-    if stream != _DEFAULT_STREAM and _is_capturing(index):
+    if stream != _DEFAULT_STREAM and is_capturing(index):
         return _zeros(index, 1)
     key = index, stream
     found = _of_stream.get(key)
@@ -42,7 +42,7 @@ def counter(index: int) -> Tensor:
 def counters(index: int, number: int) -> Tensor:
     """`number` counters or more, int32, for a launch on the current stream of CUDA device `index`."""
     stream, bits = _current_stream(index), (number - 1).bit_length()
-    if stream != _DEFAULT_STREAM and _is_capturing(index):
+    if stream != _DEFAULT_STREAM and is_capturing(index):
         return _zeros(index, number)
     key = index, stream, bits
     found = _many_of_stream.get(key)
@@ -95,7 +95,7 @@ def _current_stream(index: int) -> int:
     return torch._C._cuda_getCurrentRawStream(index)
 
 
-def _is_capturing(index: int) -> bool:
+def is_capturing(index: int) -> bool:
     """Whether the current stream of device `index`, which may be another device, is being captured."""
     if index == current_device():
         return torch._C._cuda_isCurrentStreamCapturing()

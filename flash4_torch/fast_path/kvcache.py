@@ -18,9 +18,10 @@ from torch.nn import Parameter
 
 from ..backends import ALIGNMENT
 from ..backends import kvcache as backends
+from ..backends.constants import one
 from ..backends.kvcache import CacheLaunch
 from ..kvcache_problem import CacheInputs, CacheOptions
-from ..ops.kvcache import check_values, describe, scale_of_heads
+from ..ops.kvcache import check_values, describe
 from .conditions import must_take_slow_path
 
 Signature = tuple[Any, ...]
@@ -56,7 +57,9 @@ class CacheCall(NamedTuple):
     ) -> tuple[Tensor, Tensor]:
         shape = self.shape
         if self.scales is not None:
-            k_scale, v_scale = (scale_of_heads(x, k_cache, *self.scales) for x in (k_scale, v_scale))
+            k_scale, v_scale = (
+                (one(q.device) if x is None else x).expand(self.scales) for x in (k_scale, v_scale)
+            )
         tensors = (k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, None, sinks, k_scale, v_scale)
         if len(shape) == 3:
             return self.launch(CacheInputs(q, *tensors), out)

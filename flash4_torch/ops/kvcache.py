@@ -98,7 +98,9 @@ def _is_aligned(cache: Tensor) -> bool:
 
 def scale_of_heads(scale: Tensor | None, cache: Tensor, B: int, Hk: int) -> Tensor:
     """The scale (), (Hk,) or (B, Hk) of a float8 cache as a view (B, Hk)."""
-    return (torch.ones((), device=cache.device) if scale is None else scale).expand(B, Hk)
+    return (torch.ones((), dtype=torch.float32, device=cache.device) if scale is None else scale).expand(
+        B, Hk
+    )
 
 
 def check_values(inputs: CacheInputs, options: CacheOptions) -> None:

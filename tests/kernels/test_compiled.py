@@ -356,7 +356,7 @@ class Streams:
         monkeypatch.setattr(tile_counters, "_of_stream", {})
         monkeypatch.setattr(tile_counters, "_unused", {})
         monkeypatch.setattr(tile_counters, "_current_stream", self.current.__getitem__)
-        monkeypatch.setattr(tile_counters, "_is_capturing", lambda index: self.capturing)
+        monkeypatch.setattr(tile_counters, "is_capturing", lambda index: self.capturing)
         monkeypatch.setattr(tile_counters, "_zeros", self.zeros)
 
     def zeros(self, index: int, n: int, wait: bool = False) -> torch.Tensor:

@@ -75,11 +75,10 @@ def in_fp8(kernel: Kernel) -> Kernel:
 
 KERNELS_FP8 = [(arch, name, in_fp8(kernel)) for arch, name, kernel in [*KERNELS, *IN_GROUPS]]
 KERNELS_WGMMA = [
-    ("sm_90a", name, Kernel(features, rows, form._replace(causal_flags=flags, wgmma=True)))
+    ("sm_90a", name, Kernel(features, 64, form._replace(causal_flags=flags, wgmma=True)))
     for name, features in FEATURES.items()
     for flags in {False, features.right}
     for form in FORMS
-    for rows in decode.wgmma_rows(features)
 ]
 
 
@@ -102,7 +101,7 @@ def test_results_are_right_whatever_the_schedule(
 SMALL = Features("bfloat16", 64, 64, right=True)
 FORM = DecodeForm(paged=True, cluster=8, ragged=True, lengths=True, parts=True, runs=True)
 PAGED = Kernel(SMALL, 16, FORM)
-BY_WGMMA = Kernel(SMALL, 128, FORM._replace(wgmma=True))
+BY_WGMMA = Kernel(SMALL, 64, FORM._replace(wgmma=True))
 
 
 def one_sequence(kernel: Kernel, tokens: int, keys: int, page_size: int = 16, **more: object) -> Call:
@@ -301,7 +300,6 @@ class Tokens:
         generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
         page_size = draw(decode_calls.page_sizes(kernel.form))
         layout, more = draw(st.sampled_from(decode_calls.LAYOUTS)), draw(st.integers(0, 2))
-        needed = decode.invariant_splits(max(map(len, k)), self.split_keys)
         sizes = {}
         if kernel.form.cache_dtype:
             k, v = ([x.to(decode_calls.FP8) for x in parts] for parts in (k, v))
@@ -317,7 +315,7 @@ class Tokens:
             softcap=5.0,
             left=self.left,
             sinks=self.sinks,
-            num_splits=1 + more if kernel.form.groups else needed + more * kernel.form.parts,
+            num_splits=1 + more,
             split_keys=self.split_keys,
             more_tokens=draw(st.integers(0, 9)) if kernel.form.ragged else 0,
         )
@@ -351,7 +349,7 @@ def test_a_row_has_the_same_bits_in_any_batch(
     name: str, arch: str, cache_dtype: str, data: st.DataObject
 ) -> None:
     """Tokens at once, in chunks among other sequences, or one by one; in tiles and splits of any number."""
-    kernel, draw = Kernel(INVARIANT[name], 64, FORM), data.draw
+    kernel, draw = Kernel(INVARIANT[name], 64, FORM._replace(groups=True)), data.draw
     kernel = in_fp8(kernel) if cache_dtype else kernel
     features, _, form = kernel
     tokens = draw(last_tokens(features))
@@ -360,12 +358,14 @@ def test_a_row_has_the_same_bits_in_any_batch(
     chunks = sorted({0, count, *draw(st.sets(st.integers(0, count), max_size=3))})
     each = range(count + 1)
     others = [
-        tokens.results(draw, arch, Kernel(features, 32, form), chunks, draw(lengths)),
-        tokens.results(draw, arch, Kernel(features, 16, form._replace(paged=False, ragged=False)), each),
+        tokens.results(draw, arch, Kernel(features, 32, form._replace(cluster=2)), chunks, draw(lengths)),
+        tokens.results(
+            draw, arch, Kernel(features, 16, form._replace(cluster=4, paged=False, ragged=False)), each
+        ),
+        tokens.results(draw, arch, Kernel(features, 16, form._replace(cluster=2)), each),
+        tokens.results(
+            draw, arch, Kernel(features, draw(st.sampled_from(decode.ROWS)), form._replace(cluster=1)), chunks
+        ),
     ]
-    cluster, clusters = decode.clusters(decode.invariant_splits(len(tokens.k), tokens.split_keys))
-    own = Kernel(features, 16, form._replace(cluster=cluster, parts=clusters > 1))
-    grouped = Kernel(features, draw(st.sampled_from(decode.ROWS)), form._replace(cluster=1, groups=True))
-    others += [tokens.results(draw, arch, own, each), tokens.results(draw, arch, grouped, chunks)]
     for found in others:
         assert torch.equal(found.out, whole.out) and torch.equal(found.lse, whole.lse)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flash4_torch import testing
 from flash4_torch.compile import jit
-from flash4_torch.configs.decode import GROUP, KEYS, LEAST_BLOCKS, DecodeForm, invariant_splits, part_columns
+from flash4_torch.configs.decode import GROUP, KEYS, LEAST_BLOCKS, DecodeForm, part_columns
 from flash4_torch.configs.types import Features
 from flash4_torch.masks import Band
 from flash4_torch.reference.attention import attention
@@ -168,11 +168,11 @@ def _storage(
 def calls(draw: st.DrawFn, kernel: Kernel) -> Call:
     """Calls that a host may make of such a kernel."""
     features, form = kernel.features, kernel.form
-    # Two warpgroups have rows, and a sequence several tiles of two warpgroups.
+    # A sequence has several tiles of a warpgroup.
     most_heads = 20 if form.wgmma else 5
     Hk, group = draw(st.integers(1, 2)), draw(st.integers(1, most_heads))
     splits_keys = form.cluster > 1 or form.groups
-    split_keys = draw(st.sampled_from([64, 128] if form.groups else [0, 64, 128])) if splits_keys else 0
+    split_keys = draw(st.sampled_from([64, 128])) if form.groups else 0
     # One sequence at least has several splits, if there are any.
     least = 1 + 2 * (split_keys or KEYS * LEAST_BLOCKS) if splits_keys else 1
     lengths = [(draw(st.integers(1, 12)), draw(st.integers(least, least + 200)))]
@@ -273,7 +273,7 @@ def make_partial(kernel: Kernel, call: Call) -> Partial:
     cluster, keys = kernel.form.cluster, max(map(len, call.k))
     parts = -(-call.num_splits // cluster)
     if kernel.form.groups:
-        parts = -(-invariant_splits(keys, call.split_keys) // GROUP)
+        parts = -(-keys // (call.split_keys * GROUP))
     tiles = -(-_max_seqlen_q(call) * (Hq // Hk) // kernel.rows)
     return Partial(
         torch.full((parts, T, Hq, part_columns(kernel.features.Dv)), math.nan),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ... import env
-from ...configs import decode
+from ...configs import decode, decode_shares
 from ...configs.decode import DecodeForm
 from ...configs.types import LARGE_SOFTCAP, Features
 from ...kvcache_problem import CacheInputs, CacheProblem
@@ -226,7 +226,7 @@ def limits(problem: CacheProblem) -> tuple[str, ...]:
     why = []
     if spec.dtype not in _DTYPES:
         why.append(f"the dtype is {spec.dtype}, and it serves bfloat16 and float16")
-    why += decode.limits(features_of(problem), form_of(problem, 1))
+    why += decode.limits(features_of(problem), form_of(problem))
     if not spec.aligned:
         why.append("rows of the cache are not contiguous at multiples of 16 bytes")
     if spec.sinks not in ("", "bfloat16", "float16", "float32"):
@@ -250,18 +250,17 @@ def common_kernels(target: Target, features: Features) -> Iterator[tuple[Feature
 
 def common_forms(features: Features) -> Iterator[DecodeForm]:
     """Forms of the calls that serving engines make: paged and dense, of one token or packed ones."""
-    for splits, cache_dtype in product((1, 2, 4, decode.CLUSTER, 2 * decode.CLUSTER), ("", decode.FP8)):
-        cluster, clusters = decode.clusters(splits)
+    choice = product(decode.CLUSTERS, (False, True), (False, True), ("", decode.FP8))
+    for cluster, parts, groups, cache_dtype in choice:
         form = DecodeForm(
-            False, cluster, ragged=False, lengths=True, cache_dtype=cache_dtype, parts=clusters > 1
+            False, cluster, ragged=False, lengths=True, cache_dtype=cache_dtype, parts=parts, groups=groups
         )
-        kinds = [form, form._replace(parts=True, groups=True)] if cluster == 1 else [form]
-        if not decode.limits(features, form):
-            for kind in kinds:
-                yield kind
-                # Pages of 16 keys or more, or packed tokens over pages of one.
-                yield from (kind._replace(paged=True, runs=True, ragged=ragged) for ragged in (False, True))
-                yield kind._replace(paged=True, ragged=True)
+        # A split alone is no part of anything.
+        if (cluster > 1 or groups or not parts) and not decode.limits(features, form):
+            yield form
+            # Pages of 16 keys or more, or packed tokens over pages of one.
+            yield from (form._replace(paged=True, runs=True, ragged=ragged) for ragged in (False, True))
+            yield form._replace(paged=True, ragged=True)
 
 
 def forwards(problem: CacheProblem, target: Target) -> bool:
@@ -284,41 +283,33 @@ def with_few_tokens(problem: CacheProblem) -> CacheProblem:
 @lru_cache(maxsize=4096)
 def decide(target: Target, problem: CacheProblem, num_sms: int) -> Kernel:
     """The kernel, and how it divides the keys."""
-    spec, extent, features = problem.spec, problem.extent, features_of(problem)
-    # Bits must not depend on the rows of a tile, and warpgroup MMAs add up in an order of their own.
-    wgmma = target.has_wgmma and not spec.batch_invariant
-    wgmma = wgmma and decode.may_use_wgmma(form_of(problem, 1), extent.max_seqlen_q, spec.group)
-    choice = decode.wgmma_rows(features) if wgmma else decode.ROWS
+    spec, extent, features, form = problem.spec, problem.extent, features_of(problem), form_of(problem)
+    choice = decode.group_rows(features, form.cache_dtype) if spec.batch_invariant else decode.ROWS
     rows = decode.rows(extent.max_seqlen_q, spec.group, choice)
-    tiles, split_keys = _tiles(problem, rows), 0
+    # The sums of warpgroup MMAs have an order of their own, and bits must not depend on the rows of a tile.
+    wgmma = target.has_wgmma and not spec.batch_invariant and decode.may_use_wgmma(form, rows)
+    work = decode_shares.work_of(features, form, rows, _tiles(problem, rows), extent.max_seqlen_k, num_sms)
     if spec.batch_invariant:
-        split_keys, num_splits = decode.SPLIT_KEYS, decode.invariant_splits(extent.max_seqlen_k)
-        groups = -(-num_splits // decode.GROUP)
-        rows_of_groups = decode.group_rows(features, form_of(problem, 1).cache_dtype)
-        if rows_of_groups and decode.group_ctas(tiles, groups, num_sms):
-            rows = decode.rows(extent.max_seqlen_q, spec.group, rows_of_groups)
-            ctas = decode.group_ctas(_tiles(problem, rows), groups, num_sms)
-            form = form_of(problem, 1)._replace(parts=True, groups=True)
-            return Kernel(features, rows, ctas, split_keys, form, groups)
-    elif problem.num_splits:
-        num_splits = min(problem.num_splits, max(1, -(-extent.max_seqlen_k // decode.KEYS)))
+        sizes = decode.group_clusters(features, form.cache_dtype, rows)
+        shares, split_keys = decode_shares.group_shares(work, sizes), decode.SPLIT_KEYS
     else:
-        num_splits = decode.num_splits(tiles, extent.max_seqlen_k, num_sms, rows)
-    form, (_, parts) = form_of(problem, num_splits)._replace(wgmma=wgmma), decode.clusters(num_splits)
-    return Kernel(features, rows, num_splits, split_keys, form, parts)
+        shares, split_keys = decode_shares.even_shares(work, min(problem.num_splits or 0, work.blocks)), 0
+    form = form._replace(
+        cluster=shares.cluster, parts=shares.parts > 1, groups=spec.batch_invariant, wgmma=wgmma
+    )
+    return Kernel(features, rows, shares.num_splits, split_keys, form, shares.parts)
 
 
-def form_of(problem: CacheProblem, num_splits: int) -> DecodeForm:
-    """The tensors of a launch, and how CTAs share a tile."""
-    spec, (cluster, clusters) = problem.spec, decode.clusters(num_splits)
+def form_of(problem: CacheProblem) -> DecodeForm:
+    """The tensors of a launch, of CTAs that share nothing."""
+    spec = problem.spec
     return DecodeForm(
         paged=spec.paged,
-        cluster=cluster,
+        cluster=1,
         ragged=spec.ragged,
         lengths=spec.lengths,
         causal_flags=spec.causal_flags and problem.band.right is not None,
         cache_dtype="" if spec.cache_dtype == spec.dtype else dtype_name(spec.cache_dtype),
-        parts=clusters > 1,
         runs=spec.paged and problem.extent.page_size % decode.RUN == 0,
     )
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from ...configs.decode import MMA_ROWS, WARPS
+from ...configs.decode import MMA_ROWS
 from ..common.band import Band, Span
 from .params import DecodeParams, Divisors
-from .plan import DecodePlan
+from .plan import VECTOR, DecodePlan
 
 
 class Tensors(NamedTuple):
@@ -52,7 +53,7 @@ class Tile(NamedTuple):
     blocks: Span
     """Blocks of this CTA's split; where it has groups, those of the tile."""
     split: Int32
-    """This CTA's split; where it has groups, its first one."""
+    """This CTA's split; with groups, its cluster's number among those of the tile."""
     splits: Span
     """Splits that have blocks, or groups that have."""
     has_work: Boolean
@@ -109,19 +110,26 @@ class Context:
         token, head = divmod(row, group)
         return tile.first_token + token, tile.kv_head * group.divisor + head
 
+    def kept(self, thread: Int32, slot: int | Int32) -> cute.Tensor:
+        """A thread's vectors (4, vectors) of a split's results, the last one's in the place of K and V."""
+        place, before = self.sO[None, thread, 0].iterator, self.plan.kept - 1
+        if before:
+            index = cutlass.min(Int32(slot), before - 1) * self.plan.vectors
+            other = self.sGroup[None, thread, index].iterator
+            address = cutlass.select_(Int32(slot) == before, place.toint(), other.toint())
+            place = cute.make_ptr(Float32, address, cute.AddressSpace.smem, assumed_align=16)
+        layout = cute.make_layout((VECTOR, self.plan.vectors), stride=(1, VECTOR * self.plan.threads))
+        return cute.make_tensor(place, layout)
+
     @property
     def row_warp(self) -> Int32:
         """Number of the warp's 16 rows."""
         return self.warp // self.plan.key_warps
 
     @property
-    def warpgroup(self) -> Int32:
-        return self.warp // WARPS if self.plan.warpgroups > 1 else Int32(0)
-
-    @property
     def copied_keys(self) -> Int32:
         """The first of the 16 keys of a block that the warp copies."""
-        return (self.warp % WARPS if self.plan.warpgroups > 1 else self.warp) * MMA_ROWS
+        return self.warp * MMA_ROWS
 
     @property
     def key_warp(self) -> Int32:

@@ -26,7 +26,7 @@ def epilogue(ctx: Context, t: Thread) -> None:
             # Every warp has read the last block, whose place O takes.
             cute.arch.sync_threads()
             for r in cutlass.range_constexpr(2):
-                _share(ctx, values[r, None], lse[r], r)
+                share(ctx, values[r, None], lse[r], r, 0)
         else:
             _store_rows(ctx, t, values, lse)
     else:
@@ -114,17 +114,17 @@ def store_vector(ctx: Context, values: cute.Tensor, m: Int32, token: Int32, head
 
 
 @cute.jit
-def _share(ctx: Context, values: cute.Tensor, lse: Float32, r: cutlass.Constexpr) -> None:
-    """Put the thread's columns of its row r into shared memory, and the row's lse."""
-    ordered, thread = ordered_row(values, ctx.plan), ctx.warp * WARP + ctx.lane
+def share(ctx: Context, values: cute.Tensor, lse: Float32, r: cutlass.Constexpr, slot: int | Int32) -> None:
+    """Keep the thread's columns of its row r of a split for the CTA's cluster, and the row's lse."""
+    ordered, kept = ordered_row(values, ctx.plan), ctx.kept(ctx.warp * WARP + ctx.lane, slot)
     for m in cutlass.range_constexpr(cute.size(values) // VECTOR):
         vector = cute.make_rmem_tensor(VECTOR, Float32)
         for c in cutlass.range_constexpr(VECTOR):
             vector[c] = ordered[VECTOR * m + c]
-        cute.autovec_copy(vector, ctx.sO[None, thread, 2 * m + r])
+        cute.autovec_copy(vector, kept[None, 2 * m + r])
     sLse = ctx.sLse
     if (ctx.key_warp == 0) & (ctx.lane % 4 == 0):
-        sLse[ctx.row_warp * MMA_ROWS + 8 * r + ctx.lane // 4] = lse
+        sLse[slot * ctx.plan.rows + ctx.row_warp * MMA_ROWS + 8 * r + ctx.lane // 4] = lse
 
 
 def _width(plan: DecodePlan) -> int:

@@ -50,10 +50,10 @@ def decode_kernel(
             # K and V have been read when O is stored in their place.
             place = cute.make_ptr(Float32, sK.iterator.toint(), cute.AddressSpace.smem, assumed_align=16)
             sO = cute.make_tensor(place, cute.make_layout((VECTOR, plan.threads, plan.vectors)))
-            sLse = memory.allocate_tensor(Float32, cute.make_layout(plan.rows), 16)
-        if cutlass.const_expr(plan.form.groups):
+            sLse = memory.allocate_tensor(Float32, cute.make_layout(plan.rows * plan.kept), 16)
+        if cutlass.const_expr(plan.group_vectors > 0):
             sGroup = memory.allocate_tensor(
-                Float32, cute.make_layout((VECTOR, plan.threads, plan.vectors)), 16
+                Float32, cute.make_layout((VECTOR, plan.threads, plan.group_vectors)), 16
             )
         if cutlass.const_expr(plan.form.parts):
             sCount = memory.allocate_tensor(Uint32, cute.make_layout(1), 16)
@@ -87,7 +87,7 @@ def decode_kernel(
                 begin_split(t)
                 (wide if plan.form.wgmma else narrow).mainloop(ctx, t, tile.blocks)
                 epilogue(ctx, t)
-        if cutlass.const_expr(plan.form.cluster > 1):
+        if cutlass.const_expr(plan.form.cluster > 1 and not plan.form.groups):
             if tile.merges:
                 merge(ctx, t.rows)
 
@@ -114,19 +114,17 @@ def _tile(tensors: Tensors, params: DecodeParams, divisors: Divisors, plan: cutl
     visible = visible_span(band, plan.band, *tokens)
     has_rows = first_row < num_rows
     if cutlass.const_expr(plan.form.groups):
-        shares, blocks = splits.groups(visible, divisors, tensors.partial_lse.shape[0]), visible
-        # Groups are dealt to CTAs in turn.
-        ctas = cute.arch.grid_dim()[0]
-        behind = split - shares.first % ctas
-        split = shares.first + (behind if behind >= 0 else behind + ctas)
+        number = tensors.partial_lse.shape[0] if cutlass.const_expr(plan.form.parts) else Int32(1)
+        shares, blocks = splits.groups(visible, divisors, number), visible
+        split = split // plan.form.cluster
+        each = cute.ceil_div(shares.last - shares.first, cute.arch.grid_dim()[0] // plan.form.cluster)
+        has_work = has_rows & (shares.first + split * each < shares.last)
     else:
         # Where one split has all blocks, this hides from ptxas how they follow from the rows (ptxas.md, P16).
         shares, blocks = splits.even(visible, split, divisors)
-        if params.split_keys > 0:
-            shares, blocks = splits.fixed(visible, split, divisors)
-    has_work = has_rows & (shares.first <= split) & (split < shares.last)
+        has_work = has_rows & (shares.first <= split) & (split < shares.last)
     merges, cluster = cutlass.Boolean(False), plan.form.cluster
-    if cutlass.const_expr(cluster > 1):
+    if cutlass.const_expr(cluster > 1 and not plan.form.groups):
         first = split // cluster * cluster
         shared = (shares.first < first + cluster) & (first < shares.last)
         merges = has_rows & shared & (shares.last - shares.first > 1)

@@ -72,13 +72,12 @@ def decode(
     Hq / Hk / plan.rows) or more of them, which are 0 before and after. Launches that may overlap need
     different ones. Without parts these are None.
 
-    With plan.form.groups, params.split_keys is not 0, params.num_splits is the number of CTAs that deal the
-    groups of a tile among them, and instead of clusters, partial_out and partial_lse have groups.
-
-    If params.split_keys is not 0, and there are splits or groups enough for the keys of every sequence
-    (`configs.decode.invariant_splits`), a row's bits depend on its q, its keys and values and their
-    positions, and its sink alone: not on plan.rows, page_size, the table, the number of splits, who merges
-    them, and what else is in the launch.
+    With plan.form.groups, splits have params.split_keys keys each, and `GROUP` of them are a group.
+    params.num_splits is the number of clusters that deal the groups of a tile among them, and the first
+    dimension of partial_out and partial_lse has groups; without parts there is one. If there are groups
+    enough for the keys of every sequence, a row's bits depend on its q, its keys and values and their
+    positions, and its sink alone: not on plan.rows, plan.form.cluster, page_size, the table, the number of
+    clusters, and what else is in the launch.
     No size is 0 but those of the cache and the table. B and the tiles of all KV heads are at most 65535.
     """
     tensors = Tensors(
@@ -109,12 +108,15 @@ def decode(
     tiles = cute.ceil_div(params.max_seqlen_q * group, plan.rows)
     cluster = plan.form.cluster
     splits = params.num_splits if cutlass.const_expr(cluster > 1 or plan.form.groups) else 1
+    ctas = (
+        splits * cluster if cutlass.const_expr(plan.form.groups) else cute.ceil_div(splits, cluster) * cluster
+    )
     B = q.shape[0] // params.max_seqlen_q
     if cutlass.const_expr(plan.form.ragged):
         B = cu_seqlens_q.shape[0] - 1
     divisors = make_divisors(group, tiles, k.shape[1], splits, params.split_keys)
     decode_kernel(tensors, layouts, params, divisors, plan).launch(
-        grid=(cute.ceil_div(splits, cluster) * cluster, Hk * tiles, B),
+        grid=(ctas, Hk * tiles, B),
         block=(plan.threads, 1, 1),
         cluster=(cluster, 1, 1) if cluster > 1 else None,
         stream=stream,

@@ -41,31 +41,75 @@ def load_q(ctx: Context) -> None:
         copy_row(ctx.sQ, vector_address(ctx.sQ, own, lane.vector), start, wanted, columns)
 
 
+class Pages(NamedTuple):
+    """Page numbers that the table has, read long before they are needed: each lane has those of two blocks.
+
+    They are as the table has them, since to touch them is to wait for them.
+    """
+
+    now: Int32
+    """Of 32 blocks after one another."""
+    next: Int32
+    """Of the next 32 blocks."""
+
+
+def _has_pages(ctx: Context) -> bool:
+    """Whether pages are looked up for 32 blocks at a time; keys without runs have places of their own."""
+    return ctx.plan.form.paged and ctx.plan.has_runs
+
+
+def look_up_first(ctx: Context, first: Int32) -> Pages:
+    """Start to look up pages of the blocks from `first` on."""
+    if not _has_pages(ctx):
+        return Pages(Int32(0), Int32(0))
+    return Pages(*(_look_up(ctx, _key(ctx, first + 32 * i + ctx.lane))[0] for i in range(2)))
+
+
 @cute.jit
-def locate(ctx: Context, n: Int32) -> Place:
-    """Look up the warp's run of block n, or the lane's key, some time before it is loaded."""
-    plan, tile = ctx.plan, ctx.tile
-    key = n * KEYS + ctx.copied_keys
-    if cutlass.const_expr(not plan.form.paged):
-        return Place(Int32(0), key)
-    first, last = tile.keys
-    if cutlass.const_expr(plan.has_runs):
+def locate(ctx: Context, pages: Pages, first: Int32, n: Int32) -> Place:
+    """The place of the warp's run of block n, or of the lane's key, some time before it is loaded.
+
+    pages: those of the 32 blocks that n is among, counted from block `first` on.
+    """
+    key = _key(ctx, n)
+    page, row = Int32(0), key
+    if cutlass.const_expr(ctx.plan.form.paged):
+        if cutlass.const_expr(_has_pages(ctx)):
+            page = cute.arch.shuffle_sync(pages.now, (n - first) % 32)
+            row = key % ctx.divisors.page_size
+        else:
+            page, row = _look_up(ctx, key + ctx.lane % RUN)
+        page = cutlass.max(cutlass.min(page, ctx.tensors.k.shape[0] - 1), 0)
+    return Place(page, row)
+
+
+@cute.jit
+def look_up_next(ctx: Context, pages: Pages, first: Int32, n: Int32) -> Pages:
+    """The pages to locate block n with, after those for block n - 1."""
+    now, after = pages.now, pages.next
+    if cutlass.const_expr(_has_pages(ctx)):
+        if (n - first) % 32 == 0:
+            now = after
+            after = _look_up(ctx, _key(ctx, n + 32 + ctx.lane))[0]
+    return Pages(now, after)
+
+
+def _key(ctx: Context, n: Int32) -> Int32:
+    """The first of the keys of block n that the warp copies."""
+    return n * KEYS + ctx.copied_keys
+
+
+@cute.jit
+def _look_up(ctx: Context, key: Int32) -> tuple[Int32, Int32]:
+    """The page that the table has for a key, if a row may see it or one of its run, and its row there."""
+    first, last = ctx.tile.keys
+    if cutlass.const_expr(ctx.plan.has_runs):
         first -= RUN - 1
-    else:
-        key += ctx.lane % RUN
-    table, page = ctx.tensors.block_table, Int32(0)
     block, row = divmod(key, ctx.divisors.page_size)
+    page = Int32(0)
     if (first <= key) & (key < last):
-        page = table[tile.batch, block]
-    return Place(cutlass.max(cutlass.min(page, ctx.tensors.k.shape[0] - 1), 0), row)
-
-
-def locate_first(ctx: Context, first: Int32, count: int) -> list[Place]:
-    """Look up blocks from `first` on, at most 32: of runs each lane has one, so that it is one look-up."""
-    if not (ctx.plan.form.paged and ctx.plan.has_runs):
-        return [locate(ctx, first + i) for i in range(count)]
-    own = locate(ctx, first + cutlass.min(ctx.lane, count - 1))
-    return [Place(*(cute.arch.shuffle_sync(x, i) for x in own)) for i in range(count)]
+        page = ctx.tensors.block_table[ctx.tile.batch, block]
+    return page, row
 
 
 def load_k(ctx: Context, n: Int32, last: Int32, place: Place, stage: Int32) -> None:

@@ -20,7 +20,7 @@ from ..common.softmax import Rows
 from ..common.warps import WARP
 from . import fp8
 from .context import Context
-from .load import load_k, load_q, load_v, locate, locate_first
+from .load import load_k, load_q, load_v, locate, look_up_first, look_up_next
 from .plan import DecodePlan
 
 AfterBlock = Callable[[Int32], None]
@@ -72,19 +72,20 @@ def mainloop(
     stage of K is free one block sooner than one of V, and is filled with a block one further.
     """
     stages, ahead, last = ctx.plan.stages, ctx.plan.ahead, blocks.last
-    # All of these look-ups are under way, and Q, before one of them is waited for.
-    places = locate_first(ctx, blocks.first, stages - 1 + ahead)
+    # These look-ups are under way, and Q, before one of them is waited for.
+    pages = look_up_first(ctx, blocks.first)
     q = None
     if cutlass.const_expr(ctx.plan.is_fp8):
         q = fp8.fetch_q(ctx)
     else:
         load_q(ctx)
+    places = [locate(ctx, pages, blocks.first, blocks.first + i) for i in range(stages + ahead)]
     for i in cutlass.range_constexpr(stages - 1 + ahead):
         load_k(ctx, blocks.first + i, last, places[i], Int32(i))
         if cutlass.const_expr(i >= ahead):
             load_v(ctx, blocks.first + (i - ahead), last, places[i - ahead], Int32(i - ahead))
         cute.arch.cp_async_commit_group()
-    place_v, place = places[-1], locate(ctx, blocks.first + (stages - 1 + ahead))
+    place_v, place = places[-2], places[-1]
     if cutlass.const_expr(ctx.plan.is_fp8):
         fp8.store_q(ctx, q)
     products = t.S
@@ -109,7 +110,8 @@ def mainloop(
             load_k(ctx, n + (stages - 1), last, place, freed)
             load_v(ctx, n + (stages - 1), last, place, freed)
         cute.arch.cp_async_commit_group()
-        place_v, place = place, locate(ctx, n + stages + ahead)
+        pages = look_up_next(ctx, pages, blocks.first, n + (stages + ahead))
+        place_v, place = place, locate(ctx, pages, blocks.first, n + (stages + ahead))
         _attend(ctx, t, n, stage)
         if cutlass.const_expr(after_block is not None):
             after_block(n)

@@ -16,61 +16,106 @@ from ..common.warps import WARP
 from .context import Context
 from .epilogue import store_vector, with_sink
 from .plan import VECTOR
+from .splits import Shares
 
-DEPTH = 8
-"""Parts that a thread loads at a time."""
+_AT_ONCE = 2
+"""Vectors that a thread merges at once of what CTAs of a cluster have."""
+_VECTORS, _LOADS, _DEPTH = 4, 16, 8
+"""Vectors whose parts a thread merges at a time, loads that it has under way, and parts of a vector that it
+loads at a time."""
 
 
 @cute.jit
 def merge(ctx: Context, rows: tuple[Int32, Int32]) -> None:
-    """Merge the splits of the tile, in the order of their keys.
-
-    The CTAs of a cluster divide the vectors of O among them, each thread those of its own place. A cluster's
-    splits are merged first, then clusters; which splits a cluster has depends on their numbers alone.
-    """
-    plan, tile, cluster = ctx.plan, ctx.tile, ctx.plan.form.cluster
-    rank = Int32(cute.arch.block_idx_in_cluster())
+    """Merge the splits of the tile, in the order of their keys: those of a cluster first, then clusters."""
+    tile, cluster = ctx.tile, ctx.plan.form.cluster
+    rank = rank_of(ctx)
     clusters = Span(tile.splits.first // cluster, (tile.splits.last - 1) // cluster + 1)
+    several = clusters.last - clusters.first > 1
+    first = tile.split - rank
+    shares = Shares(Span(first, tile.splits.last), Int32(1))
     cute.arch.cluster_arrive()
     cute.arch.cluster_wait()
-    for i in cutlass.range_constexpr(0, plan.vectors, cluster):
-        number, row = rank + i, rows[0] + (rank + i) % 2 * 8
-        if (number < plan.vectors) & (row < tile.num_rows):
-            lse, values = _merge_cluster(ctx, number, tile.split - rank)
-            if cutlass.const_expr(plan.form.parts):
-                if clusters.last - clusters.first > 1:
-                    store_part(ctx, lse, values, row, number, tile.split // cluster, rank)
-                else:
-                    store(ctx, lse, values, row, number)
-            else:
-                store(ctx, lse, values, row, number)
+    merge_cluster(ctx, rows, shares, tile.split // cluster, several, rank)
     # Others may still read this CTA's part.
     cute.arch.cluster_arrive()
-    if cutlass.const_expr(plan.form.parts):
-        if clusters.last - clusters.first > 1:
+    if cutlass.const_expr(ctx.plan.form.parts):
+        if several:
             if is_last(ctx, rank, clusters.last - clusters.first):
                 merge_parts(ctx, rows, clusters, rank)
     cute.arch.cluster_wait()
 
 
+def plan_has_parts(ctx: Context) -> bool:
+    return ctx.plan.form.parts
+
+
+def rank_of(ctx: Context) -> Int32:
+    """The CTA's number in its cluster."""
+    return Int32(cute.arch.block_idx_in_cluster()) if ctx.plan.form.cluster > 1 else Int32(0)
+
+
+def parts_of(ctx: Context) -> Int32:
+    """Places in global memory for parts of a tile's results."""
+    return ctx.tensors.partial_lse.shape[0] if ctx.plan.form.parts else Int32(1)
+
+
 @cute.jit
-def _merge_cluster(ctx: Context, number: Int32, first_split: Int32) -> tuple[Float32, cute.Tensor]:
-    """Merge the parts of a vector that CTAs of the cluster have."""
-    tile, thread = ctx.tile, ctx.warp * WARP + ctx.lane
+def merge_cluster(
+    ctx: Context, rows: tuple[Int32, Int32], shares: Shares, part: Int32, several: Boolean, rank: Int32
+) -> None:
+    """Merge what the CTAs of a cluster have, and store it, as a part of several or as results.
+
+    The CTAs divide the vectors of O among them, each thread those of its own place.
+    """
+    cluster = ctx.plan.form.cluster
+    # Few at once, since ptxas would load the parts of all of them first, and has no registers for that.
+    for i in cutlass.range(0, ctx.plan.vectors, cluster, unroll=_AT_ONCE):
+        number, row = rank + i, rows[0] + (rank + i) % 2 * 8
+        if (number < ctx.plan.vectors) & (row < ctx.tile.num_rows):
+            lse, values = _merge_vector(ctx, number, shares)
+            store_result(ctx, lse, values, row, number, part, several, rank)
+
+
+@cute.jit
+def store_result(
+    ctx: Context,
+    lse: Float32,
+    values: cute.Tensor,
+    row: Int32,
+    number: Int32,
+    part: Int32,
+    several: Boolean,
+    rank: Int32,
+) -> None:
+    """Store a vector as a part of several, or as a result."""
+    if cutlass.const_expr(ctx.plan.form.parts):
+        if several:
+            store_part(ctx, lse, values, row, number, part, rank)
+        else:
+            store(ctx, lse, values, row, number)
+    else:
+        store(ctx, lse, values, row, number)
+
+
+@cute.jit
+def _merge_vector(ctx: Context, number: Int32, shares: Shares) -> tuple[Float32, cute.Tensor]:
+    """Merge a vector's results of all splits that CTAs of the cluster have."""
+    plan, thread = ctx.plan, ctx.warp * WARP + ctx.lane
     row = ctx.row_warp * MMA_ROWS + number % 2 * 8 + ctx.lane // 4
-    O, lse = ctx.sO[None, thread, number].iterator, ctx.sLse.iterator + row
     parts = []
     # All of these loads are under way before one of them is waited for.
-    for rank in cutlass.range_constexpr(ctx.plan.form.cluster):
-        split = first_split + rank
-        has_work = (tile.splits.first <= split) & (split < tile.splits.last)
-        part, part_lse = cute.make_rmem_tensor(VECTOR, Float32), cute.make_rmem_tensor(1, Float32)
-        part.fill(0.0)
-        part_lse.fill(-Float32.inf)
-        if has_work:
-            cute.autovec_copy(_remote(O, rank, VECTOR), part)
-            cute.autovec_copy(_remote(lse, rank, 1), part_lse)
-        parts.append((part_lse, part))
+    for rank in cutlass.range_constexpr(plan.form.cluster):
+        own = shares.of(rank)
+        for slot in cutlass.range_constexpr(max(plan.kept, 1)):
+            part, part_lse = cute.make_rmem_tensor(VECTOR, Float32), cute.make_rmem_tensor(1, Float32)
+            part.fill(0.0)
+            part_lse.fill(-Float32.inf)
+            if own.first + slot < own.last:
+                kept = ctx.kept(thread, slot)[None, number].iterator
+                cute.autovec_copy(_remote(kept, rank, VECTOR), part)
+                cute.autovec_copy(_remote(ctx.sLse.iterator + slot * plan.rows + row, rank, 1), part_lse)
+            parts.append((part_lse, part))
     row_max, total, values = _nothing()
     for part_lse, part in parts:
         row_max, total = add(row_max, total, values, part_lse[0], part)
@@ -85,17 +130,43 @@ def _remote(own: cute.Pointer, rank: int, size: int) -> cute.Tensor:
 @cute.jit
 def merge_parts(ctx: Context, rows: tuple[Int32, Int32], parts: Span, rank: Int32) -> None:
     """Merge and store those vectors of the tile whose parts this rank has."""
-    for i in cutlass.range_constexpr(0, ctx.plan.vectors, ctx.plan.form.cluster):
-        number, row = rank + i, rows[0] + (rank + i) % 2 * 8
-        if (number < ctx.plan.vectors) & (row < ctx.tile.num_rows):
-            token, head = ctx.place_of(row)
-            row_max, total, values = _nothing()
-            for part in cutlass.range(parts.first, parts.last, unroll=DEPTH):
-                lse = ctx.tensors.partial_lse[part, rank, head, token]
-                own = cute.make_rmem_tensor(VECTOR, Float32)
-                cute.autovec_copy(_place(ctx, part, token, head, number), own)
-                row_max, total = add(row_max, total, values, lse, own)
-            store(ctx, finish(row_max, total, values), values, row, number)
+    plan = ctx.plan
+    step = plan.form.cluster
+    # Vectors of even numbers are of the thread's first row, others of its second one.
+    for parity in cutlass.range_constexpr(2 if step == 1 else 1):
+        own = range(parity, plan.vectors, max(step, 2))
+        if rows[0] - ctx.lane // 4 + (rank + parity) % 2 * 8 < ctx.tile.num_rows:
+            for i in cutlass.range_constexpr(0, len(own), _VECTORS):
+                _merge_vectors(ctx, rows, parts, rank, tuple(own[i : i + _VECTORS]))
+
+
+@cute.jit
+def _merge_vectors(
+    ctx: Context, rows: tuple[Int32, Int32], parts: Span, rank: Int32, first: cutlass.Constexpr
+) -> None:
+    """Merge and store some vectors, of those whose numbers are `rank` more than the ones in `first`."""
+    tile, count = ctx.tile, len(first)
+    maxima, totals = (cute.make_rmem_tensor(count, Float32) for _ in range(2))
+    sums = [cute.make_rmem_tensor(VECTOR, Float32) for _ in first]
+    maxima.fill(-Float32.inf)
+    totals.fill(0.0)
+    for sum_ in sums:
+        sum_.fill(0.0)
+    # Of rows after the last one, and vectors after the last one, the last one's are loaded.
+    numbers = [cutlass.min(rank + i, ctx.plan.vectors - 1) for i in first]
+    own_rows = [rows[0] + number % 2 * 8 for number in numbers]
+    places = [ctx.place_of(cutlass.min(row, tile.num_rows - 1)) for row in own_rows]
+    for part in cutlass.range(parts.first, parts.last, unroll=min(_DEPTH, _LOADS // count)):
+        for i in cutlass.range_constexpr(count):
+            token, head = places[i]
+            lse = ctx.tensors.partial_lse[part, rank, head, token]
+            own = cute.make_rmem_tensor(VECTOR, Float32)
+            cute.autovec_copy(_place(ctx, part, token, head, numbers[i]), own)
+            maxima[i], totals[i] = add(maxima[i], totals[i], sums[i], lse, own)
+    for i in cutlass.range_constexpr(count):
+        if (rank + first[i] < ctx.plan.vectors) & (own_rows[i] < tile.num_rows):
+            lse = finish(maxima[i], totals[i], sums[i])
+            store(ctx, lse, sums[i], own_rows[i], numbers[i])
 
 
 @cute.jit

@@ -24,11 +24,9 @@ class DecodeParams(NamedTuple):
     max_seqlen_q: Int32
     """The most tokens of a sequence that has results; without cu_seqlens_q those of each one."""
     split_keys: Int32
-    """0: the blocks that a tile sees are divided evenly among splits. Else a multiple of 64: the keys of the
-    first splits, where each split has a fixed length (see splits.py), so that results do not depend on what
-    else the launch does."""
+    """Keys of a split, a multiple of 64, where all have the same (see groups.py); else not read."""
     num_splits: Int32
-    """The most splits of a tile; where a CTA has groups, the CTAs of a tile."""
+    """The most splits of a tile; with groups, the clusters that have them."""
 
 
 class Divisors(NamedTuple):

@@ -11,8 +11,7 @@ query token and a query head of the KV head's group. Four warps do the same work
 The order in which a row's sums are added up is the same in all three: over blocks; in a block for PV by key,
 and for sums of weights by four lanes in each of four parts of the keys. So is that of splits.
 
-With warpgroup MMAs (`form.wgmma`; see wide.py) the order is another one, and a tile has 64 rows, or 128 and
-two warpgroups, one of which loads K and the other V.
+With warpgroup MMAs (`form.wgmma`; see wide.py) the order is another one, and a tile has 64 rows.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import NamedTuple
 from cutlass import Float8E4M3FN, Float16
 
 from ...configs import decode
-from ...configs.decode import CHUNK, KEYS, MMA_ROWS, WARPGROUP_ROWS, WARPS, DecodeForm
+from ...configs.decode import CHUNK, GROUP, KEYS, MMA_ROWS, WARPS, DecodeForm
 from ...configs.types import Features, tile_dim
 from ..common.band import BandShape
 from ..common.host import NUMERIC
@@ -45,7 +44,7 @@ class DecodePlan(NamedTuple):
 
     features: Features
     rows: int
-    """Rows of a tile, one of `configs.decode.ROWS` or `configs.decode.wgmma_rows`."""
+    """Rows of a tile, one of `configs.decode.ROWS`."""
     form: DecodeForm
 
     @property
@@ -77,21 +76,13 @@ class DecodePlan(NamedTuple):
         return self.mma_dtype is not self.dtype
 
     @property
-    def warpgroups(self) -> int:
-        return max(self.rows // WARPGROUP_ROWS, 1)
-
-    @property
-    def warps(self) -> int:
-        return WARPS * self.warpgroups
-
-    @property
     def threads(self) -> int:
-        return self.warps * WARP
+        return WARPS * WARP
 
     @property
     def key_warps(self) -> int:
         """Warps that share 16 rows: they divide a block's keys, and then the columns of O."""
-        return self.warps * MMA_ROWS // self.rows
+        return WARPS * MMA_ROWS // self.rows
 
     @property
     def warp_keys(self) -> int:
@@ -154,6 +145,20 @@ class DecodePlan(NamedTuple):
         return 2 * self.row_columns // VECTOR
 
     @property
+    def kept(self) -> int:
+        """Splits whose results a CTA keeps for its cluster; one without others keeps none."""
+        if self.form.cluster == 1:
+            return 0
+        return max(GROUP // self.form.cluster, 1) if self.form.groups else 1
+
+    @property
+    def group_vectors(self) -> int:
+        """Vectors of each thread for results of splits, besides those in the place of K and V."""
+        if not self.form.groups:
+            return 0
+        return self.vectors * (self.kept - 1 if self.form.cluster > 1 else 1)
+
+    @property
     def stage_bytes(self) -> int:
         return 2 * KEYS * (self.k_columns + self.v_columns)
 
@@ -162,17 +167,20 @@ class DecodePlan(NamedTuple):
         """Bytes of shared memory besides the stages, at most."""
         q, p = (-(-2 * self.rows * columns // _ALIGNMENT) * _ALIGNMENT for columns in (self.D, KEYS))
         # Floats of a row: lse and factor; maxima and sums.
-        numbers, shared = 4 * self.rows * 2, 4 * self.rows * (self.key_warps + 4 * PARTS)
-        group = 4 * VECTOR * self.threads * self.vectors if self.form.groups else 0
+        numbers, shared = (
+            4 * self.rows * (1 + max(self.kept, 1)),
+            4 * self.rows * (self.key_warps + 4 * PARTS),
+        )
+        group = decode.group_bytes(self.rows, self.features.Dv, self.form.cluster) if self.form.groups else 0
         return q + _COUNT_BYTES + numbers + group + (p + shared if self.key_warps > 1 else 0)
 
     @property
     def stages(self) -> int:
-        return decode.stages(self.stage_bytes, self.other_bytes, self.rows)
+        return decode.stages(self.stage_bytes, self.other_bytes)
 
     @property
     def ctas_per_sm(self) -> int:
-        return decode.ctas_per_sm(self.stage_bytes, self.other_bytes, self.rows)
+        return decode.ctas_per_sm(self.stage_bytes, self.other_bytes)
 
     @property
     def band(self) -> BandShape:

@@ -1,20 +1,33 @@
 """The blocks of keys that a split has, and the splits that a group has.
 
 Splits of any length divide what a tile sees evenly. Those of a fixed length are a law of bits: where they
-begin depends on the position alone. The first `SHORT_SPLITS` have params.split_keys keys each, so that short
-sequences keep many CTAs busy; the others have `LONGER` times as many, so that long sequences are no crowd.
-`GROUP` splits after one another are a group, which is merged first.
+begin depends on the position alone, params.split_keys keys after one another. `GROUP` of them are a group,
+which is merged first; then groups are.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ...configs.decode import GROUP, LEAST_BLOCKS, LONGER, SHORT_SPLITS
+from ...configs.decode import GROUP, LEAST_BLOCKS
 from ..common.band import Span
 from .params import Divisors
+
+
+class Shares(NamedTuple):
+    """The splits that the CTAs of a cluster have, `each` of them after one another in each CTA."""
+
+    splits: Span
+    each: Int32
+
+    def of(self, rank: int | Int32) -> Span:
+        """The splits of a CTA, possibly none."""
+        first = self.splits.first + rank * self.each
+        return Span(first, cutlass.max(cutlass.min(first + self.each, self.splits.last), first))
 
 
 @cute.jit
@@ -32,46 +45,37 @@ def even(visible: Span, split: Int32, divisors: Divisors) -> tuple[Span, Span]:
 
 
 @cute.jit
-def fixed(visible: Span, split: Int32, divisors: Divisors) -> tuple[Span, Span]:
-    """The same of splits of a fixed length. The last one has the rest: too few cost the law, not keys."""
-    by, final = divisors.split_blocks, divisors.splits.divisor - 1
-    first, last = _split_of(visible.first, by), _split_of(visible.last - 1, by)
-    begin, end = first_block(split, by.divisor), first_block(split + 1, by.divisor)
-    end = visible.last if split == final else cutlass.min(end, visible.last)
-    splits = Span(cutlass.min(first, final), cutlass.min(last, final) + 1)
-    return splits, Span(cutlass.max(visible.first, begin), end)
-
-
-@cute.jit
 def groups(visible: Span, divisors: Divisors, number: Int32) -> Span:
     """The groups of the visible blocks, of `number` groups."""
-    first, last = (_split_of(n, divisors.split_blocks) // GROUP for n in (visible.first, visible.last - 1))
-    return Span(cutlass.min(first, number - 1), cutlass.min(last, number - 1) + 1)
+    return Span(group_of(visible.first, divisors, number), group_of(visible.last - 1, divisors, number) + 1)
+
+
+def group_of(block: Int32, divisors: Divisors, number: Int32) -> Int32:
+    """The group of a block; the last one has all that is left."""
+    return cutlass.min(block // divisors.split_blocks // GROUP, number - 1)
 
 
 @cute.jit
-def blocks_of_group(visible: Span, group: Int32, divisors: Divisors, number: Int32) -> Span:
-    """The visible blocks of a group; the last one has all that is left."""
+def splits_of_group(visible: Span, group: Int32, divisors: Divisors, number: Int32) -> Span:
+    """The splits of a group that a tile sees."""
+    first, last = visible.first // divisors.split_blocks, (visible.last - 1) // divisors.split_blocks + 1
+    end = cutlass.min(last, GROUP * (group + 1))
+    return Span(cutlass.max(first, GROUP * group), last if group == number - 1 else end)
+
+
+@cute.jit
+def shares_of_group(
+    visible: Span, group: Int32, divisors: Divisors, number: Int32, cluster: cutlass.Constexpr
+) -> Shares:
+    """The splits of a group that a tile sees, dealt evenly to the CTAs of its cluster."""
+    own = splits_of_group(visible, group, divisors, number)
+    return Shares(own, cute.ceil_div(own.last - own.first, cluster))
+
+
+@cute.jit
+def blocks_of(visible: Span, splits: Span, divisors: Divisors) -> Span:
+    """The visible blocks of splits of a fixed length."""
     each = divisors.split_blocks.divisor
-    begin, end = first_block(GROUP * group, each), first_block(GROUP * (group + 1), each)
-    end = visible.last if group == number - 1 else cutlass.min(end, visible.last)
-    return Span(cutlass.max(visible.first, begin), end)
-
-
-@cute.jit
-def end_of_split(block: Int32, divisors: Divisors) -> Int32:
-    """The block after the split that has a block."""
-    by = divisors.split_blocks
-    return first_block(_split_of(block, by) + 1, by.divisor)
-
-
-@cute.jit
-def _split_of(block: Int32, by: cute.FastDivmodDivisorV2) -> Int32:
-    index = block // by
-    return index if index < SHORT_SPLITS else SHORT_SPLITS + (index - SHORT_SPLITS) // LONGER
-
-
-@cute.jit
-def first_block(split: Int32, each: Int32) -> Int32:
-    """The first block of a split, where short ones have `each` blocks."""
-    return (split + cutlass.max(split - SHORT_SPLITS, 0) * (LONGER - 1)) * each
+    begin = cutlass.max(visible.first, splits.first * each)
+    end = cutlass.min(visible.last, splits.last * each)
+    return Span(begin, end if splits.first < splits.last else begin)

@@ -1,10 +1,9 @@
-"""Tiles of many rows by warpgroup MMAs (wgmma), on GPUs that have them: 64 rows for each warpgroup.
+"""Tiles of 64 rows by warpgroup MMAs (wgmma), on GPUs that have them.
 
-A warp has 16 rows of its warpgroup's accumulators, in the registers in which warp-level MMAs would have
+A warp has 16 rows of the accumulators, in the registers in which warp-level MMAs would have
 them, so softmax and epilogue are those of all tiles. Q, K and V come from shared memory, P from registers.
 
-    load      K of a block and V of the block before it are one group of copies; with two warpgroups, one
-              copies K and the other V
+    load      K of a block and V of the block before it are one group of copies
     mainloop  S of a block is in flight together with PV of the block before it, which its softmax overlaps
 
 These MMAs add up in an order of their own, so bits differ from those of other tiles: launches that must be
@@ -20,14 +19,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ...configs.decode import KEYS, WARPGROUP_ROWS
+from ...configs.decode import KEYS
 from ..common import band as bands
 from ..common import scores, softmax
 from ..common.band import Span
 from ..common.rounding import round_to
 from ..sm90 import wgmma
 from .context import Context
-from .load import Place, load_k, load_q, load_v, locate
+from .load import Place, load_k, load_q, load_v, locate, look_up_first, look_up_next
 from .mainloop import Thread, fragment_of, thread_of, to_weights, values_of
 
 
@@ -41,7 +40,7 @@ class _Step(NamedTuple):
     before_that: Int32
     """The stage of the block before that one, which takes the next V."""
     place: Place
-    """The place of the next K; with two warpgroups that of K or V, whichever the thread copies."""
+    """The place of the next K."""
     place_before: Place
     """The place of the next V."""
 
@@ -57,21 +56,24 @@ def mainloop(ctx: Context, t: Thread, blocks: Span) -> None:
     """Go through the split's blocks, and load `stages` - 1 blocks of K and `stages` - 2 of V ahead."""
     stages, last = ctx.plan.stages, blocks.last
     P = wgmma.p_fragment(ctx.plan.dtype, KEYS)
-    # All of these look-ups are under way before one of them is waited for.
-    places = [_locate(ctx, blocks.first + i) for i in range(stages)]
+    pages = look_up_first(ctx, blocks.first)
     load_q(ctx)
+    places = [locate(ctx, pages, blocks.first, blocks.first + i) for i in range(stages + 1)]
     for i in cutlass.range_constexpr(stages - 1):
         stage = Int32(i)
         _load(ctx, blocks.first + i, last, places[i], places[max(i - 1, 0)], stage, stage - 1, i > 0)
     at = _Step(Int32(0), Int32(stages - 1), Int32(stages - 2), places[stages - 1], places[stages - 2])
-    place = _start_step(ctx, blocks.first, last, at)
-    wgmma.scores(t.S, _own_q(ctx), ctx.sK[None, None, at.stage])
+    place = places[stages]
+    _start_step(ctx, blocks.first, last, at)
+    wgmma.scores(t.S, ctx.sQ, ctx.sK[None, None, at.stage])
     wgmma.wait(0)
     _softmax(ctx, t, blocks.first, True)
     round_to(t.S, P)
     for n in cutlass.range(blocks.first + 1, last, unroll=1):
         at = _after(ctx, at, place)
-        place = _start_step(ctx, n, last, at)
+        _start_step(ctx, n, last, at)
+        pages = look_up_next(ctx, pages, blocks.first, n + stages)
+        place = locate(ctx, pages, blocks.first, n + stages)
         partial = bands.is_partial(ctx.tile.band, ctx.plan.band, n, *ctx.tile.tokens)
         # The branch encloses whole blocks, by a vote, for wgmmas in flight (ptxas.md, P1 and P7).
         if cute.arch.vote_any_sync(partial):
@@ -86,7 +88,7 @@ def mainloop(ctx: Context, t: Thread, blocks: Span) -> None:
 @cute.jit
 def _block(ctx: Context, t: Thread, P: cute.Tensor, n: Int32, at: _Step, masked: cutlass.Constexpr) -> None:
     """S and P of block n, and PV of the one before it."""
-    wgmma.scores(t.S, _own_q(ctx), ctx.sK[None, None, at.stage])
+    wgmma.scores(t.S, ctx.sQ, ctx.sK[None, None, at.stage])
     wgmma.accumulate(t.O, P, ctx.sV[None, None, at.before], True)
     wgmma.wait(1)
     factors = _softmax(ctx, t, n, masked)
@@ -106,12 +108,11 @@ def _softmax(ctx: Context, t: Thread, n: Int32, masked: cutlass.Constexpr) -> cu
 
 
 @cute.jit
-def _start_step(ctx: Context, n: Int32, last: Int32, at: _Step) -> Place:
-    """Wait for K of block n and V of the one before it, and start copies; the result is the place after."""
+def _start_step(ctx: Context, n: Int32, last: Int32, at: _Step) -> None:
+    """Wait for K of block n and V of the one before it, and start copies."""
     _await_copies(ctx)
     n_ahead = n + ctx.plan.stages - 1
     _load(ctx, n_ahead, last, at.place, at.place_before, at.before, at.before_that, True)
-    return _locate(ctx, n + ctx.plan.stages)
 
 
 @cute.jit
@@ -129,11 +130,6 @@ def _await_copies(ctx: Context) -> None:
     cute.arch.sync_threads()
 
 
-def _locate(ctx: Context, n: Int32) -> Place:
-    """The place of what the thread copies in the step that copies K of block n."""
-    return locate(ctx, n - ctx.warpgroup if ctx.plan.warpgroups > 1 else n)
-
-
 @cute.jit
 def _load(
     ctx: Context,
@@ -146,19 +142,7 @@ def _load(
     with_v: cutlass.Constexpr,
 ) -> None:
     """Start to copy K of block n and V of the one before it, if they are before block `last`."""
-    if cutlass.const_expr(ctx.plan.warpgroups > 1):
-        if ctx.warpgroup == 0:
-            load_k(ctx, n, last, place, k_stage)
-        else:
-            if cutlass.const_expr(with_v):
-                load_v(ctx, n - 1, last, place, v_stage)
-    else:
-        load_k(ctx, n, last, place, k_stage)
-        if cutlass.const_expr(with_v):
-            load_v(ctx, n - 1, last, place_before, v_stage)
+    load_k(ctx, n, last, place, k_stage)
+    if cutlass.const_expr(with_v):
+        load_v(ctx, n - 1, last, place_before, v_stage)
     cute.arch.cp_async_commit_group()
-
-
-def _own_q(ctx: Context) -> cute.Tensor:
-    """The warpgroup's rows of Q."""
-    return cute.local_tile(ctx.sQ, (WARPGROUP_ROWS, ctx.plan.D), (ctx.warpgroup, 0))

@@ -1,0 +1,156 @@
+"""How CTAs of the decode kernel share the keys of a tile: what takes the least time, by a guess of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .decode import (
+    CLUSTERS,
+    CTAS_PER_SM,
+    GROUP,
+    KEYS,
+    LEAST_BLOCKS,
+    MMA_ROWS,
+    SPLIT_KEYS,
+    DecodeForm,
+    ctas_per_sm,
+)
+from .types import Features, tile_dim
+
+_BLOCK_US, _COLUMN_US, _MORE_ROWS, _TWO_CTAS = 0.22, 0.0016, 1.25, 1.8
+"""Time of a block in a CTA that has an SM for itself: without columns, and for each column of K and V.
+Factors of it: with more than 16 rows, and where two CTAs share the SM."""
+_WAVE_US, _GROUP_US = 3.0, 4.0
+"""Time until the first block's scores are there: of all CTAs that run at once, and of a cluster's next group,
+whose merge ends with nothing under way."""
+_SM_BYTES_PER_US = 35e3
+"""Bytes that an SM reads where all of them read."""
+_MERGE_US, _PARTS_US, _VECTOR_US = 1.1, 1.5, 0.07
+"""Time of a merge in a cluster; of one through global memory, and for each vector of it that a thread loads.
+"""
+_THREADS, _VECTOR_COLUMNS = 128, 4
+
+
+class Work(NamedTuple):
+    """What a launch has to do, for a guess of its time."""
+
+    tiles: int
+    """Those of all heads and sequences."""
+    blocks: int
+    """A bound on the blocks of keys of a tile."""
+    rows: int
+    columns: int
+    """Those of K and V."""
+    stage_bytes: int
+    """Bytes of a block of K and V."""
+    num_sms: int
+
+
+class Shares(NamedTuple):
+    """How CTAs share the keys of a tile."""
+
+    num_splits: int
+    """Splits, at most; with groups the clusters that have a tile."""
+    cluster: int
+    parts: int
+    """Clusters, or groups, whose results are merged through global memory if they are several."""
+
+
+def work_of(
+    features: Features, form: DecodeForm, rows: int, tiles: int, max_seqlen_k: int, num_sms: int
+) -> Work:
+    columns = tile_dim(features.D) + tile_dim(features.Dv)
+    stage_bytes = KEYS * columns * (1 if form.cache_dtype else 2)
+    return Work(max(tiles, 1), max(-(-max_seqlen_k // KEYS), 1), rows, columns, stage_bytes, num_sms)
+
+
+def even_shares(work: Work, num_splits: int = 0) -> Shares:
+    """The splits that take the least time: a bound, of which the kernel takes fewer where a sequence is so
+    short that they had less than `LEAST_BLOCKS` blocks.
+
+    num_splits: how many to take, if not 0.
+    """
+    most = max(work.blocks // LEAST_BLOCKS, 1)
+    choice = [Shares(1, 1, 1)]
+    if num_splits:
+        choice = [Shares(num_splits, size, -(-num_splits // size)) for size in _clusters_of(num_splits)]
+    else:
+        for size in CLUSTERS[1:]:
+            parts = _clusters_at_once(work, size, _ctas(work)) // work.tiles
+            numbers = {min(size * n, most) for n in range(1, parts + 1)}
+            choice += [Shares(n, size, -(-n // size)) for n in sorted(numbers) if n > size // 2]
+
+    def time(shares: Shares) -> float:
+        return _microseconds(
+            work, shares, -(-work.blocks // shares.num_splits) * _block_us(work), shares.parts
+        )
+
+    return min(choice, key=time)
+
+
+def group_shares(work: Work, sizes: Sequence[int]) -> Shares:
+    """The same of groups, for clusters of one of these sizes."""
+    splits = -(-work.blocks * KEYS // SPLIT_KEYS)
+    groups = -(-splits // GROUP)
+    choice = [
+        Shares(clusters, size, groups)
+        for size in sizes
+        for clusters in range(1, groups + 1)
+        if clusters == 1 or clusters * work.tiles <= _clusters_at_once(work, size, _ctas(work))
+    ]
+
+    def time(shares: Shares) -> float:
+        each = -(-min(splits, GROUP) // shares.cluster) * SPLIT_KEYS // KEYS
+        turns = -(-groups // shares.num_splits)
+        stops = (turns - 1) * _GROUP_US if shares.cluster > 1 else 0.0
+        return _microseconds(work, shares, turns * each * _block_us(work), shares.num_splits) + stops
+
+    return min(choice, key=time)
+
+
+def _clusters_of(num_splits: int) -> list[int]:
+    """Sizes of clusters that share so many splits; that of one CTA has none to share them with."""
+    return [size for size in CLUSTERS if 1 < size < 2 * num_splits] or [1]
+
+
+def _clusters_at_once(work: Work, size: int, ctas: int) -> int:
+    """Clusters that run at the same time, if an SM has so many CTAs.
+
+    A cluster of more than two needs SMs of one GPC, whose number is not a multiple of it in each: an H200 of
+    132 SMs runs 30 of four, or 15 of eight.
+    """
+    return work.num_sms * ctas // size if size <= 2 else work.num_sms * 10 // 11 * ctas // size
+
+
+def _ctas(work: Work) -> int:
+    """CTAs that may share an SM."""
+    return ctas_per_sm(work.stage_bytes, work.rows * work.columns)
+
+
+def _block_us(work: Work) -> float:
+    """The time of a block in a CTA that has an SM for itself."""
+    return (_BLOCK_US + _COLUMN_US * work.columns) * (_MORE_ROWS if work.rows > MMA_ROWS else 1.0)
+
+
+def _microseconds(work: Work, shares: Shares, own: float, clusters: int) -> float:
+    """A guess of a launch's time, from an H200's times (`kernels/decode/NOTES.md`).
+
+    own: time of a CTA that has an SM for itself. clusters: those of a tile.
+    """
+    at_once, number = _clusters_at_once(work, shares.cluster, 1), work.tiles * clusters
+    read = work.tiles * work.blocks * work.stage_bytes / (_SM_BYTES_PER_US * work.num_sms)
+    if number > at_once and _ctas(work) > 1:
+        at_once, own = _clusters_at_once(work, shares.cluster, CTAS_PER_SM), own * _TWO_CTAS
+        # SMs with two CTAs are done later than those with one.
+        read *= max(at_once / number, 1.0)
+    waves = -(-number // max(at_once, 1))
+    # The nearer both are to each other, the more each one waits for the other.
+    time = _WAVE_US * waves + math.hypot((waves * own) ** 3, read**3) ** (1 / 3)
+    if shares.cluster > 1:
+        time += _MERGE_US
+    if shares.parts > 1:
+        vectors = work.rows * work.columns // 2 // _VECTOR_COLUMNS // _THREADS
+        time += _PARTS_US + _VECTOR_US * -(-vectors // shares.cluster) * shares.parts
+    return time
