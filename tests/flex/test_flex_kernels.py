@@ -7,17 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 import flex_mods
-from everything import EVERYTHING, examples, one_of
+from everything import EVERYTHING, one_of
 from flash4_torch.backends import emulator as emulator_backend
 from flash4_torch.ops import draw_rng_state
 from flex_calls import ARCHS, SCHEDULES, check, drawn_blocks, made, tensors, with_blocks
 from flex_mods import MASKS, MODS, H, Parts, drawn_mask
 
+PHASES = [Phase.explicit, Phase.generate] if EVERYTHING else [Phase.explicit]
+"""The first calls that hypothesis draws show little: CI has examples."""
 seeds = st.integers(0, 1 << 20)
 
 
@@ -26,7 +28,9 @@ def test_compositions_and_new_values_without_a_new_kernel(arch: str) -> None:
     """score_mod and mask_mod together; tensors, numbers and lengths are arguments."""
     before: list[int] = []
 
-    @settings(max_examples=examples(3, 30), phases=[Phase.generate])
+    @settings(max_examples=30, phases=PHASES)
+    @example(1, 130, 301, 0.7, (1, 3, 1), SCHEDULES[0])
+    @example(2, 279, 150, 3.0, (9, 5, 33), SCHEDULES[1])
     @given(
         seeds,
         st.integers(130, 300),
@@ -65,8 +69,11 @@ def test_compositions_and_new_values_without_a_new_kernel(arch: str) -> None:
 def test_block_masks(arch: str, by_row: bool) -> None:
     """Tables whose blocks contradict mask_mod, for every kernel's tiles, where all of a row may be empty."""
 
-    @settings(max_examples=examples(3, 30), phases=[Phase.generate])
+    @settings(max_examples=30, phases=PHASES)
     @given(seeds, st.integers(260, 400), st.integers(260, 400), st.sampled_from(SCHEDULES))
+    @example(3, 300, 270, SCHEDULES[0])
+    @example(6, 261, 390, SCHEDULES[1])
+    @example(9, 380, 333, SCHEDULES[0])
     def run(seed: int, Sq: int, Sk: int, schedule: dict[str, Any]) -> None:
         torch.manual_seed(seed)
         Sk += Sk % 128 == 0
