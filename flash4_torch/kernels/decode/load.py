@@ -48,9 +48,9 @@ class Pages(NamedTuple):
     """
 
     now: Int32
-    """Of 32 blocks after one another."""
+    """Those of 32 blocks after one another."""
     next: Int32
-    """Of the next 32 blocks."""
+    """Those of the next 32 blocks."""
 
 
 def _has_pages(ctx: Context) -> bool:
