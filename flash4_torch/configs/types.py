@@ -16,6 +16,9 @@ softcap * 2^-24."""
 SHARED_MEMORY = 227 * 1024
 """Bytes of shared memory that a CTA on Hopper and on Blackwell may have."""
 _BARRIERS_AND_ALIGNMENT = 2048
+_WORK_TILE = 32
+_ALIGNMENT = 1024
+"""Bytes that swizzled memory begins at multiples of."""
 _BARRIERS = 1024
 """Bytes for barriers where stages are multiples of 1024 bytes: backward kernels, and Blackwell's forward."""
 
@@ -102,6 +105,49 @@ class Features(NamedTuple):
         needs more.
         """
         return self.dropout and tile_dim(self.Dv) <= 192
+
+
+class Sm80Forward(NamedTuple):
+    """Tiles and switches of the forward by mma.sync; `configs.sm80` says which to take and why."""
+
+    warps: int
+    row_mmas: int
+    """MMAs of 16 query rows side by side that a warp has: what it reads of K and V serves them all."""
+    keys: int
+    """Keys in a block of K and V, a multiple of 16."""
+    kv_stages: int
+    lazy_rescale: bool = False
+    """O is rescaled only when a row's maximum has grown so far that weights would exceed 2^8."""
+    ragged_k: bool = True
+    """Sk may end inside a block of keys, where the band does not mask what follows."""
+    pack_gqa: int = 1
+    """Query heads of one KV head that share a tile's rows: 1, 2, 4, ... 64."""
+
+    @property
+    def cluster(self) -> int:
+        """CTAs that take neighbouring tiles: there are no clusters."""
+        return 1
+
+    @property
+    def rows(self) -> int:
+        """Query rows in a tile; with `pack_gqa`, each row is one head of one query."""
+        return 16 * self.row_mmas * self.warps
+
+    @property
+    def queries(self) -> int:
+        """Query positions in a tile."""
+        return self.rows // self.pack_gqa
+
+    def shared_memory(self, features: Features) -> int:
+        """Bytes of shared memory: Q, or O in its place, K and V in their stages, and the work tile.
+
+        With dropout also a bit for each weight of one block.
+        """
+        D, Dv = tile_dim(features.D), tile_dim(features.Dv)
+        stages = (self.kv_stages * self.keys * n for n in (D, Dv))
+        matrices = (self.rows * max(D, Dv), *stages)
+        bits = self.rows * tile_bits(self.keys) if features.dropout else 0
+        return sum(-(-2 * n // _ALIGNMENT) * _ALIGNMENT for n in matrices) + bits // 8 + _WORK_TILE
 
 
 class Sm90Forward(NamedTuple):

@@ -18,7 +18,15 @@ from torch import Tensor
 from everything import examples
 from flash4_torch import testing
 from flash4_torch.compile import jit
-from flash4_torch.configs.types import Features, Scope, Sm90Backward, Sm90Forward, Sm100Backward, Sm100Forward
+from flash4_torch.configs.types import (
+    Features,
+    Scope,
+    Sm80Forward,
+    Sm90Backward,
+    Sm90Forward,
+    Sm100Backward,
+    Sm100Forward,
+)
 from flash4_torch.emulator.host import Launch
 from flash4_torch.kernels.common.bwd.dq_blocks import sums_of
 from flash4_torch.kernels.common.mask_tables import MaskPlan, place
@@ -39,6 +47,7 @@ from kernel_calls import (
 )
 
 _LAUNCHES = {
+    Sm80Forward: ("sm_80", "sm80.fwd.launch", "compile_forward"),
     Sm90Forward: ("sm_90a", "sm90.fwd.launch", "compile_forward"),
     Sm90Backward: ("sm_90a", "sm90.bwd.launch", "compile_backward"),
     Sm100Forward: ("sm_100a", "sm100.fwd.launch", "compile_forward"),
