@@ -1,7 +1,7 @@
 """The tiles of the forward by mma.sync: which to take for which call, and why.
 
-There are two tables, for as much shared memory as a CTA may have: `LARGE` (compute capability 8.0, 8.7 and
-all that have more) and `SMALL` (8.6, 8.9, 12.0, 12.1). A table's rows are read from the top: the first one that
+There are two tables, by how much shared memory a CTA may have: `LARGE` (compute capability 8.0, 8.7 and all
+that have more) and `SMALL` (8.6, 8.9, 12.0, 12.1). A table's rows are read from the top: the first one that
 admits the call serves it. No GPU has timed any of them. What a row says is what ptxas said, and what follows
 from these numbers of an SM: 64 K registers; of shared memory 164 KiB (8.0, 8.7) or 100 KiB, of which each CTA
 takes 1 KiB more than it asks for; and 4 tensor cores, which want at least two warps each.
@@ -22,7 +22,9 @@ LARGE_BYTES, SMALL_BYTES = 163 * 1024, 99 * 1024
 _ACCUMULATORS = 160
 _ACCUMULATORS_WITH_MORE = 144
 _ACCUMULATORS_OF_TWO_MMAS = 128
-"""Registers that O and S may take next to what else a thread needs: fitted to what spilled."""
+_ACCUMULATORS_AND_KEYS = 160
+"""Registers that O and S may take next to what else a thread needs: fitted to what spilled. The last limit is
+for dropout, where a block's keys count three times."""
 
 
 class Row(NamedTuple):
@@ -39,8 +41,7 @@ class Row(NamedTuple):
         return self.admits_features(features) and (self.rows is None or rows <= self.rows)
 
     def admits_features(self, features: Features) -> bool:
-        within = features.D <= self.D and features.Dv <= self.Dv
-        return within and accumulators(features, self.config) <= available_accumulators(features, self.config)
+        return features.D <= self.D and features.Dv <= self.Dv and has_registers(features, self.config)
 
 
 # fmt: off
@@ -56,7 +57,10 @@ _OF_64 = (
 _OF_128 = (
     Row(128, 128, 64, _Tiles(4, 1, 64, 2), _FEW),
     Row(128, 128, None, _Tiles(8, 1, 64, 2),
-        "96 KiB; four warps of 32 rows spill 15 to 160 registers, whether with 64, 48 or 32 keys"),
+        "96 KiB; four warps of 32 rows spill 4 to 160 times, whether with 64, 48 or 32 keys"),
+)
+_DROPOUT_AND_MORE = Row(
+    256, 256, None, _Tiles(8, 1, 16, 2), "dropout: 32 keys spill in some kernels"
 )
 _LARGE = (
     *_OF_64,
@@ -65,7 +69,8 @@ _LARGE = (
     Row(192, 192, None, _Tiles(8, 1, 64, 2), "144 KiB: one CTA to an SM, with one stage as with two"),
     Row(256, 256, 64, _Tiles(4, 1, 64, 1), _FEW),
     Row(256, 256, None, _Tiles(8, 1, 64, 1), "128 KiB; two stages have no room"),
-    Row(256, 256, None, _Tiles(8, 1, 32, 2), "features that need registers: 64 keys spill, 48 do"),
+    Row(256, 256, None, _Tiles(8, 1, 32, 2), "features that need registers: 64 and 48 keys spill"),
+    _DROPOUT_AND_MORE,
 )
 _SMALL = (
     *_OF_64,
@@ -74,6 +79,7 @@ _SMALL = (
     Row(192, 192, None, _Tiles(8, 1, 64, 1), "96 KiB: two stages have no room"),
     Row(256, 256, 64, _Tiles(4, 1, 32, 1), _FEW),
     Row(256, 256, None, _Tiles(8, 1, 32, 1), "96 KiB; 64 keys have room only in tiles of 64 rows"),
+    _DROPOUT_AND_MORE,
 )
 # fmt: on
 
@@ -123,8 +129,7 @@ class Table(NamedTuple):
 
     def fits(self, features: Features, config: Sm80Forward) -> bool:
         """Whether the GPU has room for it, in shared memory and in registers."""
-        within = accumulators(features, config) <= available_accumulators(features, config)
-        return within and config.shared_memory(features) <= self.shared_memory
+        return has_registers(features, config) and config.shared_memory(features) <= self.shared_memory
 
     def _rows_until_one_admits_all(self, features: Features) -> Iterator[Row]:
         for row in self.rows:
@@ -137,14 +142,17 @@ class Table(NamedTuple):
 LARGE, SMALL = Table(_LARGE, LARGE_BYTES), Table(_SMALL, SMALL_BYTES)
 
 
-def accumulators(features: Features, config: Sm80Forward) -> int:
-    """Registers of a thread that O and S take: 16 rows are a warp's, so each column costs half a register."""
-    return config.row_mmas * (tile_dim(features.Dv) + config.keys) // 2
+def has_registers(features: Features, config: Sm80Forward) -> bool:
+    """Whether a thread has registers for it.
 
-
-def available_accumulators(features: Features, config: Sm80Forward) -> int:
-    """The most that `accumulators` may be; 0 for more MMAs side by side than the features allow."""
-    more = features.float_mask or features.dropout or features.softcap
+    16 rows are a warp's, so that each column of O and of S costs half a register.
+    """
+    f, Dv, keys = features, tile_dim(features.Dv), config.keys
     if config.row_mmas > 1:
-        return 0 if more or features.mask else _ACCUMULATORS_OF_TWO_MMAS
-    return _ACCUMULATORS_WITH_MORE if more else _ACCUMULATORS
+        plain = not (f.mask or f.softcap or f.dropout)
+        return plain and config.row_mmas * (Dv + keys) // 2 <= _ACCUMULATORS_OF_TWO_MMAS
+    if f.dropout:
+        fits = (Dv + 3 * keys) // 2 <= _ACCUMULATORS_AND_KEYS
+        return fits and not (f.float_mask and Dv > 128 and keys > 16)
+    more = f.float_mask or f.softcap
+    return (Dv + keys) // 2 <= (_ACCUMULATORS_WITH_MORE if more else _ACCUMULATORS)

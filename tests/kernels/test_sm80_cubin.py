@@ -55,7 +55,7 @@ KEYS = [
     *(
         Key(ENTRY, kernel, arch)
         for arch, table in TABLES.items()
-        for kernel in one_of(31, list(reachable(table)))
+        for kernel in one_of(61, list(reachable(table)))
     ),
     Key(ENTRY, SPILLS, "sm_80"),
 ]

@@ -55,6 +55,9 @@ STATICS = {
     "dropout": static(64, 64, (4, 2, 64, 2), "float16", dropout=True),
     "dropout, few strips": static(64, 64, (4, 1, 32, 2), "float16", dropout=True, **CAUSAL),
     "dropout, wide": static(256, 256, (4, 1, 32, 1), dropout=True, lazy_rescale=True, **CAUSAL),
+    "sixteen keys": static(
+        192, 256, (8, 1, 16, 2), "float16", mask="bool", dropout=True, softcap=True, scaled=True, **WINDOW
+    ),
     "varlen": static(64, 64, (4, 2, 64, 2), varlen=True, **CAUSAL),
     "varlen, packed": static(64, 64, (4, 1, 64, 1), "float16", varlen=True, pack_gqa=2),
     "varlen, everything": static(
