@@ -40,7 +40,7 @@ def _case(command: Callable[[list[str]], int], arguments: list[str], words: str)
 
 COUNTS = ("0", "-1", "-3", "1.5", "x", "", "1_0", " 1", "٣", "1e3", "0x10", "9" * 5000)
 HEAD_DIMS = ("64x", "x64", "x", "64x64x64", "sixty", "", "64.0", "-64", "64X128", "64 128", "6_4", "9" * 5000)
-ARCHS = ("sm_80", "sm_90", "hopper", "", "SM_90A", "90")
+ARCHS = ("sm_75", "sm_90", "hopper", "", "SM_90A", "90")
 FEATURES = {
     "casual": "did you mean causal?",
     "causal+drop": "did you mean dropout?",
