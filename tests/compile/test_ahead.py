@@ -93,7 +93,7 @@ def test_every_size_of_a_call_finds_its_kernel(
 
 
 @given(
-    target=st.sampled_from(list(TARGETS.values())),
+    target=st.sampled_from([target for target in TARGETS.values() if target.backward_configs]),
     dtype=st.sampled_from(ahead.DTYPES),
     words=st.sampled_from(["plain", "causal", "window", "varlen+causal", "mask", "causal+deterministic"]),
     Sq=st.integers(1, 2000),
@@ -115,6 +115,12 @@ def test_so_does_its_backward(target: Target, dtype: str, words: str, Sq: int, S
             wanted.add((MASK_BLOCKS, (backward.mask_plan(features.mask, config),)))
     assert {Key(*kernel, target.arch) for kernel in wanted} <= set(prepared)
     assert {key.entry for key in without} <= {target.forward, MASK_BLOCKS}
+
+
+def test_forwards_without_a_backward_are_prepared() -> None:
+    """Gradients are left to other backends, as in a call."""
+    keys = ahead.kernels("sm_89", [64], ["float16"], ["causal+float-mask+sinks"], [1], True)
+    assert {key.entry for key in keys} == {TARGETS["sm_89"].forward, MASK_BLOCKS}
 
 
 def test_kernels_are_listed_once() -> None:
@@ -141,11 +147,19 @@ def test_features_by_words(words: str, chosen: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"arch": "sm_80"}, "arch is 'sm_80', but without a GPU to ask it must be one of sm_90a, sm_100a"),
+        ({"arch": "sm_75"}, "arch is 'sm_75', but without a GPU to ask it must be one of sm_80, sm_86"),
         ({"head_dims": [60]}, "head_dims is 60, but each must be a multiple of 8 up to 256"),
         ({"head_dims": [(64, 264)]}, "head_dims is 264, but each must be a multiple of 8 up to 256"),
         ({"dtypes": ["float32"]}, "dtypes is 'float32', but each must be one of bfloat16, float16"),
         ({"features": ["causal+windows"]}, "features is 'windows', but each must be one of plain, causal"),
+        (
+            {"arch": "sm_86", "features": ["causal+weights"]},
+            "features is 'weights', but there is no kernel for sm_86: it has no attention weights",
+        ),
+        (
+            {"arch": "sm_120a", "features": ["kvcache"]},
+            "features is 'kvcache', but there is no kernel for sm_120a: it has none for KV caches",
+        ),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], sentence: str) -> None:

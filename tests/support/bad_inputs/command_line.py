@@ -81,7 +81,7 @@ def _kernels() -> Iterator[tuple[list[str], str]]:
         yield [*good, "--groups", "1000000"], "groups is 1000000, but each must be from 1 to 1024"
         yield [*good, "--groups", "1", "1025"], "groups is 1025"
         for text in ARCHS:
-            yield [*command, "--arch", text], "must be one of sm_90a, sm_100a, sm_103a"
+            yield [*command, "--arch", text], "must be one of sm_80, sm_86, sm_87, sm_89, sm_90a"
         for text, words in FEATURES.items():
             yield [*good, "--features", text], words
         for text in ("float32", "half", "", "bfloat", "float16,bfloat16"):

@@ -43,11 +43,11 @@ def store_rows(
         i = first + row // plan.pack_gqa
         h = tile.q_head_group * plan.pack_gqa + row % plan.pack_gqa
         if (i < tile.Sq) & (h < group):
-            head, target = tile.kv_head * group + h, ctx.out
+            target = ctx.out
             if cutlass.const_expr(plan.features.varlen):
-                target = target[tile.q_offset + i, head, None]
+                target = target[tile.q_offset + i, tile.kv_head * group + h, None]
             else:
-                target = target[tile.batch, i, head, None]
+                target = target[tile.batch, i, tile.kv_head * group + h, None]
             copy_vector(piece, own_row, target, chunk)
 
 
