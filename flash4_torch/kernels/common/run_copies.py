@@ -68,7 +68,7 @@ def rows_at_once(stage: cute.Tensor) -> int:
 def copy_run(stage: cute.Tensor, first: Int32, source: Source, wanted: Wanted, columns: int) -> None:
     """Start to copy 16 rows to a stage (rows, columns), the first of them to row `first`, a multiple of 8.
 
-    Columns from `columns` on become 0 up to the end of their chunk. The copies belong to the thread's next
+    Columns from `columns` on become 0. The copies belong to the thread's next
     cp.async group.
     """
     lane, step, pitch = lane_of(stage), rows_at_once(stage), 2 * _chunk(stage)
@@ -112,7 +112,10 @@ def own_row(stage: cute.Tensor, warp: Int32) -> Int32:
 
 
 def copy_row(stage: cute.Tensor, target: Int32, start: Int64, wanted: Wanted, columns: int) -> None:
-    """Start to copy the lane's vectors of one row; target: the SMEM address of the first of them."""
+    """Start to copy the lane's vectors of one row; target: the SMEM address of the first of them.
+
+    Columns from `columns` on become 0.
+    """
     chunk = _chunk(stage)
     between, whole = cute.size(stage, mode=[0]) * 2 * chunk, columns // chunk
     copy = "@wanted cp.async.cg.shared.global.L2::128B [{$r0}+%d], [{$r1}+%d], 16, absent; "
@@ -121,6 +124,9 @@ def copy_row(stage: cute.Tensor, target: Int32, start: Int64, wanted: Wanted, co
         rest = columns % chunk // VECTOR
         code += f"setp.ge.or.s32 absent, {{$r6}}, {rest}, absent; "
         code += copy % (whole * between, whole * 2 * chunk)
+    beyond = range(-(-columns // chunk), cute.size(stage, mode=[1]) // chunk)
+    code += "setp.eq.s32 absent, 0, 0; " if beyond else ""
+    code += "".join(copy % (i * between, 0) for i in beyond)
     cute.arch.inline_ptx(
         "{ .reg .pred wanted, absent; setp.lt.s32 wanted, {$r4}, {$r5}; setp.ge.u32 absent, {$r2}, {$r3}; "
         + code

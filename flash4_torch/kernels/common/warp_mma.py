@@ -84,6 +84,31 @@ def accumulate(
                 _multiply(mma, O[m], P[m][None, None, k], b[None, None, k], n)
 
 
+@cute.jit
+def accumulate_from_smem(
+    sums: cute.Tensor, own_a: cute.Tensor, own_b: cute.Tensor, lane: Int32, a_turned: cutlass.Constexpr
+) -> None:
+    """sums += A B^T, for own_a (16, K) and own_b (N, K) in SMEM, the latter contiguous along N.
+
+    a_turned: own_a is contiguous along its rows, otherwise along K.
+    """
+    dtype = own_a.element_type
+    mma = mma_of(dtype)
+    lanes = mma.get_slice(lane)
+    load = cute.make_copy_atom(warp_ops.LdMatrix8x8x16bOp(a_turned, 4), dtype)
+    load_turned = cute.make_copy_atom(warp_ops.LdMatrix8x8x16bOp(True, 4), dtype)
+    load_a = cute.make_tiled_copy_A(load, mma).get_slice(lane)
+    load_b = cute.make_tiled_copy_B(load_turned, mma).get_slice(lane)
+    a, b = lanes.make_fragment_A(lanes.partition_A(own_a)), lanes.make_fragment_B(lanes.partition_B(own_b))
+    from_a, from_b = load_a.partition_S(own_a), load_b.partition_S(own_b)
+    to_a, to_b = load_a.retile(a), load_b.retile(b)
+    for k in cutlass.range_constexpr(cute.size(own_a, mode=[1]) // 16):
+        cute.copy(load, from_a[None, None, k], to_a[None, None, k])
+        for n in cutlass.range_constexpr(cute.size(from_b, mode=[1])):
+            cute.copy(load_turned, from_b[None, n, k], to_b[None, n, k])
+            _multiply(mma, sums, a[None, None, k], b[None, None, k], n)
+
+
 def _multiply(mma: cute.TiledMma, sums: cute.Tensor, a: cute.Tensor, b: cute.Tensor, n: int) -> None:
     """Add the product with the n-th 16 columns of b, as many as an ldmatrix brings."""
     own_sums = cute.local_tile(sums, (cute.size(sums, mode=[0]), 1, 2), (0, 0, n))

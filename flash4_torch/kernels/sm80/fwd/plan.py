@@ -14,21 +14,12 @@ used. Then the copies begin that take the place of what has been used, `kv_stage
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from ....configs.types import Sm80Forward
 from ...common import warp_mma
 from ...common.fwd.plan import ForwardPlan
 from ...common.softmax import Method
 from ...common.warps import WARP
-
-_REGISTERS, _MOST_OF_THREAD = 65536, 255
-
-
-class Registers(NamedTuple):
-    """Registers that a thread may have."""
-
-    thread: int
+from ..registers import Registers, registers_of_threads
 
 
 class Plan(ForwardPlan):
@@ -58,7 +49,7 @@ class Plan(ForwardPlan):
 
     @property
     def registers(self) -> Registers:
-        return Registers(min(_REGISTERS // self.threads // 8 * 8, _MOST_OF_THREAD))
+        return registers_of_threads(self.threads)
 
     @property
     def rows(self) -> int:
