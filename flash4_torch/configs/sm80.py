@@ -153,6 +153,6 @@ def has_registers(features: Features, config: Sm80Forward) -> bool:
         return plain and config.row_mmas * (Dv + keys) // 2 <= _ACCUMULATORS_OF_TWO_MMAS
     if f.dropout:
         fits = (Dv + 3 * keys) // 2 <= _ACCUMULATORS_AND_KEYS
-        return fits and not (f.float_mask and Dv > 128 and keys > 16)
-    more = f.float_mask or f.softcap
+        return fits and not ((f.float_mask or (f.mask and f.softcap)) and Dv > 128 and keys > 16)
+    more = f.float_mask or f.softcap or (f.varlen and f.sinks)
     return (Dv + keys) // 2 <= (_ACCUMULATORS_WITH_MORE if more else _ACCUMULATORS)
