@@ -79,8 +79,8 @@ def warmup(
 
     Args:
         arch: "sm_90a" for Hopper, "sm_100a" for Blackwell (B200), "sm_103a" for its Ultra (B300); "sm_80",
-            "sm_86", "sm_87", "sm_89", "sm_120a" and "sm_121a" for GPUs of these compute capabilities, which
-            have the forward alone. Default: the current GPU's.
+            "sm_86", "sm_87", "sm_89", "sm_120a" and "sm_121a" for GPUs of these compute capabilities.
+            Default: the current GPU's.
         head_dims: D, or (D, Dv) where they differ; multiples of 8 up to 256 (other head sizes are padded).
         dtypes: "bfloat16" and "float16".
         features: words joined by "+", such as "causal+dropout", of plain, causal, window, softcap, varlen,
@@ -311,18 +311,18 @@ def _of_kvcache(target: Target, features: Features, group: int) -> Iterator[tupl
 def _of_gradients(target: Target, features: Features, group: int) -> Iterator[tuple[str, tuple[object, ...]]]:
     """The backward's entries, without and with a floating mask's gradient, without and with one of lse."""
     for dmask in {False, features.float_mask}:
-        asked, table = features._replace(dmask=dmask, sinks=""), target.backward_configs
-        if table is not None and not table.limits(asked):
+        asked = features._replace(dmask=dmask, sinks="")
+        if not target.backward_configs.limits(asked):
             yield from _of_gradients_of(target, asked, group)
             if features.sinks:
-                for config in table.reachable(asked, group):
+                for config in target.backward_configs.reachable(asked, group):
                     yield SINKS_GRADIENT, (backward.sinks_plan(features.sinks, asked, config),)
 
 
 def _of_gradients_of(
     target: Target, features: Features, group: int
 ) -> Iterator[tuple[str, tuple[object, ...]]]:
-    for config in backward.table_of(target).reachable(features, group):
+    for config in target.backward_configs.reachable(features, group):
         for dlse in (False, True):
             preprocess, postprocess = backward.row_plans(features, config, dlse=dlse)
             yield PREPROCESS, (preprocess,)

@@ -25,7 +25,7 @@ _WIDTH = 40
 
 _KINDS = {
     **{target.forward: "forward" for target in TARGETS.values()},
-    **{target.backward: "backward" for target in TARGETS.values() if target.backward},
+    **{target.backward: "backward" for target in TARGETS.values()},
     PREPROCESS: "backward, row sums before it",
     POSTPROCESS: "backward, dQ after it",
     GROUP_REDUCE: "backward, dK and dV of groups",

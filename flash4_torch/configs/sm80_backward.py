@@ -11,10 +11,14 @@ from typing import NamedTuple
 
 from .sections import Section, Workload, bounded_backward
 from .sm80 import LARGE_BYTES, MAX_D, SMALL_BYTES
-from .types import Features, Sm80Backward
+from .types import Features, Sm80Backward, tile_dim
 
 _ORDERED, _ORDERED_IF_BOUNDED = 12, 32
 """KV heads of a section of the deterministic backward: those that Hopper was measured with."""
+
+
+MAX_D_WITH_BOTH = 192
+"""The widest heads with both softcap and dropout: wider ones spill, whatever the tiles."""
 
 
 class Row(NamedTuple):
@@ -25,9 +29,12 @@ class Row(NamedTuple):
     config: Sm80Backward
     why: str
 
-    def admits(self, features: Features, shared_memory: int) -> bool:
-        wide = features.D > self.D or features.Dv > self.Dv
-        return not wide and fits(features, self.config, shared_memory)
+    def config_of(self, features: Features, shared_memory: int) -> Sm80Backward | None:
+        """The config that serves the features, with rounded weights if they need registers, or None."""
+        if features.D > self.D or features.Dv > self.Dv:
+            return None
+        both = (self.config._replace(round_weights=rounded) for rounded in (False, True))
+        return next((config for config in both if fits(features, config, shared_memory)), None)
 
 
 # fmt: off
@@ -35,19 +42,20 @@ _Tiles = Sm80Backward
 _TABLE = (
     # D   Dv
     Row(64, 64, _Tiles(8, 1, 64, 2), "80 KiB: 128 keys for each block of rows, two warps a tensor core"),
-    Row(64, 64, _Tiles(8, 2, 64, 2), "features that need registers"),
-    Row(96, 96, _Tiles(4, 1, 64, 2), "80 KiB; eight warps would halve 96 columns of dQ, and pad them to 128"),
-    Row(96, 96, _Tiles(8, 2, 64, 1), "features that need registers"),
-    Row(128, 128, _Tiles(8, 1, 64, 2), "144 KiB: 128 keys for each block of rows"),
-    Row(128, 128, _Tiles(8, 2, 64, 2), "112 KiB: features that need registers"),
-    Row(128, 128, _Tiles(8, 2, 64, 1), "80 KiB; four warps with 16 keys each would be one a tensor core"),
-    Row(192, 192, _Tiles(8, 2, 64, 2), "160 KiB; dK and dV of 16 keys do not fit the registers of one warp"),
-    Row(192, 192, _Tiles(8, 2, 64, 1), "112 KiB: two stages have no room next to dropout and masks"),
-    Row(192, 192, _Tiles(4, 2, 64, 1), "80 KiB: 64 keys have no room"),
-    Row(256, 256, _Tiles(8, 2, 64, 1), "144 KiB; two stages have no room"),
-    Row(256, 256, _Tiles(4, 4, 64, 1), "84 KiB: 32 keys have no room, and fewer queries no layout of dQ"),
+    Row(64, 64, _Tiles(8, 2, 64, 2), "features that need registers: 2 to 31 spills with 128 keys"),
+    Row(128, 128, _Tiles(8, 2, 64, 2), "112 KiB; with 16 keys to a warp, 4 to 62 spills from 96 columns on"),
+    Row(128, 128, _Tiles(8, 2, 64, 1), "80 KiB: two stages have no room"),
+    Row(192, 192, _Tiles(8, 2, 64, 2), "160 KiB: dK and dV of 16 keys fit the registers of two warps"),
+    Row(256, 256, _Tiles(8, 4, 64, 1), "104 KiB, 80 KiB up to 192 columns; with 64 keys 7 to 36 spills"),
+    Row(256, 256, _Tiles(4, 4, 64, 1), "84 KiB: 32 keys have no room"),
 )
 # fmt: on
+_ACCUMULATORS = {1: 128, 2: 144, 4: 144}
+"""Registers that dK, dV, S and dP may take, by `column_warps`: fitted to what spilled."""
+_ACCUMULATORS_WITH_MORE, _ROUNDED = 72, 96
+"""The same with masks, softcap or dropout, where warps share keys; and with rounded weights."""
+_ORDER = 32
+"""Registers that sums in order take next to these, where warps share keys."""
 
 
 class Table(NamedTuple):
@@ -58,17 +66,22 @@ class Table(NamedTuple):
         self, features: Features, Sk: int, end_masked: bool = False, kv_head_rows: int = 0, group: int = 1
     ) -> Sm80Backward:
         """The config of a call: see `configs.sm90_backward.backward`."""
-        config = self.row(features, kv_head_rows).config
+        config = self.config(features)
         ragged_k = not (end_masked and features.right) and (features.varlen or Sk % config.keys != 0)
         return config._replace(ragged_k=ragged_k)
 
     def row(self, features: Features, kv_head_rows: int = 0) -> Row:
         """The row that serves a call."""
-        return next(row for row in _TABLE if row.admits(features, self.shared_memory))
+        return next(row for row in _TABLE if row.config_of(features, self.shared_memory))
+
+    def config(self, features: Features) -> Sm80Backward:
+        """The config that serves the features, but for `ragged_k`."""
+        configs = (row.config_of(features, self.shared_memory) for row in _TABLE)
+        return next(config for config in configs if config is not None)
 
     def reachable(self, features: Features, group: int | None = None) -> tuple[Sm80Backward, ...]:
         """Every config that `backward` returns for some sizes."""
-        config = self.row(features).config
+        config = self.config(features)
         ragged = [False, True] if features.right or not features.varlen else [True]
         return tuple(config._replace(ragged_k=ragged_k) for ragged_k in ragged)
 
@@ -84,9 +97,12 @@ class Table(NamedTuple):
 
     def limits(self, features: Features) -> list[str]:
         """Why no row serves the features, whose head sizes may be any."""
-        if max(features.D, features.Dv) <= MAX_D:
+        both = features.softcap and features.dropout
+        most = MAX_D_WITH_BOTH if both else MAX_D
+        if max(features.D, features.Dv) <= most:
             return []
-        return [f"D is {features.D} and Dv is {features.Dv}, and it serves up to {MAX_D}"]
+        kind = "gradients with softcap and dropout " if both else ""
+        return [f"D is {features.D} and Dv is {features.Dv}, and it serves {kind}up to {most}"]
 
 
 LARGE, SMALL = Table(LARGE_BYTES), Table(SMALL_BYTES)
@@ -98,5 +114,16 @@ def fits(features: Features, config: Sm80Backward, shared_memory: int) -> bool:
 
 
 def has_registers(features: Features, config: Sm80Backward) -> bool:
-    """Whether a thread has registers for it."""
-    return True
+    """Whether a thread has registers for it.
+
+    16 rows are a warp's, or those of several that share them, so that each column costs half a register.
+    """
+    f, c = features, config
+    rows, shared = 2 * c.queries, c.column_warps
+    accumulators = (tile_dim(f.D) + tile_dim(f.Dv) + rows) // (2 * shared)
+    if not (f.mask or f.softcap or f.dropout):
+        accumulators += _ORDER * (f.deterministic and shared > 1)
+        return not c.round_weights and accumulators <= _ACCUMULATORS[shared]
+    if f.softcap and f.dropout and max(f.D, f.Dv) > 64:
+        return shared > 2 and c.round_weights
+    return shared > 1 and accumulators <= (_ROUNDED if c.round_weights else _ACCUMULATORS_WITH_MORE)

@@ -24,7 +24,7 @@ from flash4_torch.testing import emulate
 
 ARCHS = tuple(TARGETS)
 EACH = ("sm_90a", "sm_100a")
-"""The architectures whose kernels differ and have gradients; others run theirs, or `BY_MMA_SYNC`."""
+"""The architectures whose kernels differ; others run theirs, or `BY_MMA_SYNC`."""
 HEADS = ((1, 1), (4, 2), (3, 1))
 
 

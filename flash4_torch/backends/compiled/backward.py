@@ -32,17 +32,7 @@ from ..base import Grads
 from . import forward
 from .masks import Read
 from .params import LaunchParams, launch_params
-from .targets import (
-    GROUP_REDUCE,
-    POSTPROCESS,
-    PREPROCESS,
-    SINKS_GRADIENT,
-    BackwardConfig,
-    BackwardTable,
-    Find,
-    Row,
-    Target,
-)
+from .targets import GROUP_REDUCE, POSTPROCESS, PREPROCESS, SINKS_GRADIENT, BackwardConfig, Find, Row, Target
 from .tensors import Allocator, lengths
 
 
@@ -90,20 +80,11 @@ adds, and a tile counter."""
 
 def limits(target: Target, problem: Problem) -> list[str]:
     """The reasons why no kernel serves the problem: those of the target's table, and one of all targets."""
-    if target.backward_configs is None:
-        return ["it has no backward"]
     spec = problem.spec
     why = target.backward_configs.limits(features_of(problem)._replace(D=spec.D, Dv=spec.Dv))
     if spec.deterministic and spec.dmask and _mask_broadcasts(problem):
         why.append("it sums up the gradient of a broadcast attn_mask in any order")
     return why
-
-
-def table_of(target: Target) -> BackwardTable:
-    """The table of a target that has a backward."""
-    if target.backward_configs is None:
-        raise AssertionError("the target has a backward")
-    return target.backward_configs
 
 
 def _mask_broadcasts(problem: Problem) -> bool:
@@ -167,14 +148,14 @@ def features_of(problem: Problem) -> Features:
 
 def config_of(target: Target, problem: Problem, num_sms: int) -> BackwardConfig:
     extent, kv_head_rows = problem.extent, _kv_head_rows(target, problem, num_sms)
-    return table_of(target).backward(
+    return target.backward_configs.backward(
         features_of(problem), extent.Sk, _end_masked(problem), kv_head_rows, problem.spec.group
     )
 
 
 def row_of(target: Target, problem: Problem, num_sms: int) -> Row:
     """The table's row that serves the problem."""
-    return table_of(target).row(features_of(problem), _kv_head_rows(target, problem, num_sms))
+    return target.backward_configs.row(features_of(problem), _kv_head_rows(target, problem, num_sms))
 
 
 def _end_masked(problem: Problem) -> bool:
@@ -183,7 +164,7 @@ def _end_masked(problem: Problem) -> bool:
 
 def _kv_head_rows(target: Target, problem: Problem, num_sms: int) -> int:
     """Query rows of a KV head, if there are heads enough for each CTA to take whole ones; else 0."""
-    extent, table = problem.extent, table_of(target)
+    extent, table = problem.extent, target.backward_configs
     tile = table.backward(features_of(problem), extent.Sk, _end_masked(problem)).cluster_keys
     heads, tiles = extent.B * extent.Hk, -(-extent.Sk // tile)
     # One KV head per SM at a time keeps the SMs busy for at least nine tenths of the time.
@@ -197,7 +178,7 @@ def params_of(target: Target, problem: Problem, config: BackwardConfig, num_sms:
         problem = problem._replace(spec=spec, extent=extent)
     spec, extent = problem.spec, problem.extent
     work = Workload(extent.B * extent.Hk, spec.group, extent.Sq, extent.Sk, target.l2_bytes, num_sms)
-    section = table_of(target).section(features_of(problem), config, work)
+    section = target.backward_configs.section(features_of(problem), config, work)
     return launch_params(problem, extent.Sk, section, num_sms)
 
 

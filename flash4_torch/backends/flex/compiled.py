@@ -126,6 +126,8 @@ def why_not_kernels(target: Target, problem: FlexProblem) -> list[str]:
     why = ["it has no kernels for gradients yet"] if spec.backward else []
     plain = plain_problem(problem)
     why += limits(target, plain._replace(spec=plain.spec._replace(backward=False)))
+    if not target.has_mods:
+        why.append(f"its kernels for {target.arch} take no score_mod, mask_mod or block_mask")
     for name, text in (("score_mod", spec.score_mod), ("mask_mod", spec.mask_mod)):
         if text:
             why += lowering.limits(name, program_of(text))
