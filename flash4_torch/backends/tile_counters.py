@@ -31,7 +31,7 @@ _giving_out = forks.Lock()
 
 def counter(index: int) -> Tensor:
     """The counter, int32 (1,) on CUDA device `index`, for a launch on its current stream."""
-    stream = _current_stream(index)
+    stream = current_stream(index)
     if stream != _DEFAULT_STREAM and is_capturing(index):
         return _zeros(index, 1)
     key = index, stream
@@ -41,7 +41,7 @@ def counter(index: int) -> Tensor:
 
 def counters(index: int, number: int) -> Tensor:
     """`number` counters or more, int32, for a launch on the current stream of CUDA device `index`."""
-    stream, bits = _current_stream(index), (number - 1).bit_length()
+    stream, bits = current_stream(index), (number - 1).bit_length()
     if stream != _DEFAULT_STREAM and is_capturing(index):
         return _zeros(index, number)
     key = index, stream, bits
@@ -91,7 +91,8 @@ def current_device() -> int:
     return torch._C._cuda_getDevice()
 
 
-def _current_stream(index: int) -> int:
+def current_stream(index: int) -> int:
+    """The handle of the current stream of device `index`."""
     return torch._C._cuda_getCurrentRawStream(index)
 
 

@@ -27,6 +27,8 @@ _WAVE_US, _GROUP_US = 3.0, 4.0
 whose merge ends with nothing under way."""
 _SM_BYTES_PER_US = 35e3
 """Bytes that an SM reads where all of them read."""
+_LEAST_UNEVEN = 1.05
+"""Factor of the time to read, if not every SM has two CTAs from begin to end."""
 _MERGE_US, _PARTS_US, _VECTOR_US = 1.1, 1.5, 0.07
 """Time of a merge in a cluster; of one through global memory, and for each vector of it that a thread loads.
 """
@@ -144,7 +146,7 @@ def _microseconds(work: Work, shares: Shares, own: float, clusters: int) -> floa
     if number > at_once and _ctas(work) > 1:
         at_once, own = _clusters_at_once(work, shares.cluster, CTAS_PER_SM), own * _TWO_CTAS
         # SMs with two CTAs are done later than those with one.
-        read *= max(at_once / number, 1.0)
+        read *= max(at_once / number, _LEAST_UNEVEN)
     waves = -(-number // max(at_once, 1))
     # The nearer both are to each other, the more each one waits for the other.
     time = _WAVE_US * waves + math.hypot((waves * own) ** 3, read**3) ** (1 / 3)

@@ -17,8 +17,8 @@ _ORDERED, _ORDERED_IF_BOUNDED = 12, 32
 """KV heads of a section of the deterministic backward: those that Hopper was measured with."""
 
 
-MAX_D_WITH_BOTH = 192
-"""The widest heads with both softcap and dropout: wider ones spill, whatever the tiles."""
+MAX_D_WITH_MORE = 192
+"""The widest heads with features for which wider ones have no registers, whatever the tiles."""
 
 
 class Row(NamedTuple):
@@ -54,7 +54,7 @@ _ACCUMULATORS = {1: 128, 2: 144, 4: 144}
 """Registers that dK, dV, S and dP may take, by `column_warps`: fitted to what spilled."""
 _ACCUMULATORS_WITH_MORE, _ROUNDED = 72, 96
 """The same with masks, softcap or dropout, where warps share keys; and with rounded weights."""
-_ORDER = 32
+_ORDER = 64
 """Registers that sums in order take next to these, where warps share keys."""
 
 
@@ -97,12 +97,15 @@ class Table(NamedTuple):
 
     def limits(self, features: Features) -> list[str]:
         """Why no row serves the features, whose head sizes may be any."""
-        both = features.softcap and features.dropout
-        most = MAX_D_WITH_BOTH if both else MAX_D
-        if max(features.D, features.Dv) <= most:
+        f = features
+        if max(f.D, f.Dv) > MAX_D:
+            return [f"D is {f.D} and Dv is {f.Dv}, and it serves up to {MAX_D}"]
+        if any(row.config_of(f, self.shared_memory) for row in _TABLE):
             return []
-        kind = "gradients with softcap and dropout " if both else ""
-        return [f"D is {features.D} and Dv is {features.Dv}, and it serves {kind}up to {most}"]
+        asked = {"softcap": f.softcap, "dropout": f.dropout, "attn_mask": f.mask, "order": f.deterministic}
+        what = ", ".join(name for name, is_asked in asked.items() if is_asked)
+        heads = f"D is {f.D} and Dv is {f.Dv}"
+        return [f"{heads}, and its gradients with these features ({what}) have up to {MAX_D_WITH_MORE}"]
 
 
 LARGE, SMALL = Table(LARGE_BYTES), Table(SMALL_BYTES)
@@ -120,10 +123,12 @@ def has_registers(features: Features, config: Sm80Backward) -> bool:
     """
     f, c = features, config
     rows, shared = 2 * c.queries, c.column_warps
+    if c.dq_warps == 1 and f.D > MAX_D_WITH_MORE and (f.mask or f.deterministic):
+        return False  # dQ takes as many registers as all others together
     accumulators = (tile_dim(f.D) + tile_dim(f.Dv) + rows) // (2 * shared)
     if not (f.mask or f.softcap or f.dropout):
         accumulators += _ORDER * (f.deterministic and shared > 1)
         return not c.round_weights and accumulators <= _ACCUMULATORS[shared]
     if f.softcap and f.dropout and max(f.D, f.Dv) > 64:
-        return shared > 2 and c.round_weights
+        return shared > 2 and c.round_weights and max(f.D, f.Dv) <= MAX_D_WITH_MORE
     return shared > 1 and accumulators <= (_ROUNDED if c.round_weights else _ACCUMULATORS_WITH_MORE)

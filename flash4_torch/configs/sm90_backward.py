@@ -46,15 +46,16 @@ class Row(NamedTuple):
 
 _TAKES: dict[str, Callable[[Features], bool]] = {
     "bias": lambda f: f.float_mask,
-    "mask": lambda f: f.mask != "",
+    "mask": lambda f: f.mask != "" or any(f.mods),
     "dmask": lambda f: f.dmask,
     "dropout": lambda f: f.dropout,
     "softcap": lambda f: f.softcap,
     "varlen": lambda f: f.varlen,
     "right": lambda f: f.right,
     "deterministic": lambda f: f.deterministic,
+    "mods": lambda f: any(f.mods),
 }
-_HEAVY = ("dropout", "bias", "softcap")
+_HEAVY = ("dropout", "bias", "softcap", "mods")
 _ALL = ("dropout", "mask", "softcap", "varlen")
 _IN_ORDER = ("right", "deterministic")
 _VIA_DQ: dict[str, Any] = {"dkv_via_dq_smem": True, "heads_inner": True, "load_q_first": True}
@@ -75,6 +76,8 @@ TABLE = (
         _Tiles(128, kv_stages=2, ds_stages=2, round_weights=True, next_tile=True),
         "full S 512 to 16k: 1.12 to 1.00, causal 1.19 to 0.98; scope kv_head S 256: 1.56 and 1.71 (NOTES.md)",
         kv_head_rows=(512, 1024)),
+    Row(64, 64, (), ("mods",), _Tiles(64, ds_stages=2, kv_stages=2),
+        "unmeasured: sums of gradients of captured tensors need weights that are not rounded"),
     Row(64, 64, (), (), _Tiles(64, ds_stages=2, kv_stages=2, round_weights=True),
         "unmeasured: features that need registers", kv_head_rows=(512, 512)),
     Row(96, 96, ("dropout", "mask"), _IN_ORDER,
@@ -175,7 +178,7 @@ def section(features: Features, config: Sm90Backward, work: Workload) -> Section
     Rows and sums of all heads of a group do not stay in the cache. Then `run_length` tiles of one KV head
     follow one another, and visit the same rows at the same time.
     """
-    inner = config.heads_inner and not features.mask
+    inner = config.heads_inner and not features.lists_blocks
     if config.scope == Scope.KV_HEAD:
         return Section(1)
     if features.deterministic:
@@ -220,7 +223,8 @@ def _kv_head_row(features: Features) -> Row | None:
     Sums have an order then anyway, so the row need not provide one.
     """
     row = _row(features._replace(deterministic=False))
-    none = features.left or features.mask or features.varlen or not row.kv_head_rows[features.right]
+    f = features
+    none = f.left or f.mask or any(f.mods) or f.varlen or not row.kv_head_rows[f.right]
     return None if none else row
 
 
@@ -229,7 +233,8 @@ def _kv_head_config(row: Row) -> Sm90Backward:
 
 
 def _may_be_q_head(row: Row, features: Features) -> bool:
-    return bool(row.q_head_keys) and features.right and not (features.left or features.mask)
+    f = features
+    return bool(row.q_head_keys) and f.right and not (f.left or f.mask or any(f.mods))
 
 
 def _q_head_config(row: Row) -> Sm90Backward:

@@ -30,12 +30,15 @@ class Mods(NamedTuple):
     mask_mod: str = ""
     """Texts of programs (`flex.program`), or ''."""
     blocks: str = ""
-    """'' without a block mask. "rows": a block of the kernel's keys lies inside of one of the mask's, so that
-    rows have one state each; "scores": it may not."""
+    """'' without a block mask. "rows": columns of a kernel's block lie inside of one of the mask's, so that
+    rows have one state each; "scores": they may not."""
+    derivative: str = ""
+    """Gradients only: the text of score_mod's derivative (`flex.program`)."""
 
     def __repr__(self) -> str:
-        keys = (hashlib.sha256(text.encode()).hexdigest()[:32] if text else "" for text in self[:2])
-        return f"Mods{(*keys, self.blocks)!r}"
+        texts = self.score_mod, self.mask_mod, *([self.derivative] if self.derivative else [])
+        keys = [hashlib.sha256(text.encode()).hexdigest()[:32] if text else "" for text in texts]
+        return f"Mods{(*keys[:2], self.blocks, *keys[2:])!r}"
 
 
 class Features(NamedTuple):
@@ -68,7 +71,7 @@ class Features(NamedTuple):
     table. A block of keys is loaded in boxes of this many, 16, 32, 64 or 128: it divides the keys of a block
     and those of a page, so that no box crosses into another page."""
     mods: Mods = Mods()
-    """Forward only: score_mod, mask_mod and a block mask."""
+    """score_mod, mask_mod and a block mask."""
 
     @property
     def lists_blocks(self) -> bool:
@@ -87,10 +90,10 @@ class Features(NamedTuple):
 
     @property
     def row_stats(self) -> int:
-        """Numbers of each query row that the backward reads: lse in base 2 and delta; with a floating mask
-        also lse in natural units and lse_low.
+        """Numbers of each query row that the backward reads: lse in base 2 and delta; with a floating mask or
+        score_mod also lse in natural units and lse_low.
         """
-        return 4 if self.float_mask else 2
+        return 4 if self.large_scores else 2
 
     @property
     def without_float_mask(self) -> Features:
@@ -434,7 +437,7 @@ class Sm90Backward(NamedTuple):
         rows = self.queries * (self.q_stages * D + self.do_stages * Dv)
         others = (self.cluster - 1) * D // self.cluster
         kv = self.kv_stages * self.keys * (D + Dv + others)
-        dtanh = self.role_split and features.softcap and features.dmask
+        dtanh = self.role_split and features.softcap and (features.dmask or bool(features.mods.score_mod))
         ds = self.ds_stages * self.keys * self.queries * (self.cluster + dtanh)
         of_scores = features.row_stats - 1
         statistics = 4 * self.queries * (of_scores * self.q_stages + self.do_stages)

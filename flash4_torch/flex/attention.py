@@ -226,7 +226,8 @@ def _with_blocks(block_mask: BlockMask, q: Tensor, k: Tensor) -> Mods:
 
 
 def _four(x: Tensor, rank: int) -> Tensor:
-    return x[(None,) * (rank - x.dim())]
+    # The tensor itself where it has the rank: what is made of a mask is kept by its tensors.
+    return x if x.dim() == rank else x[(None,) * (rank - x.dim())]
 
 
 def _check(query: Any, key: Any, value: Any, enable_gqa: bool, kernel_options: Any) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,28 +17,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ..errors import TraceError
 from ..reference.programs import values
 from .build import Lane, Symbol, Unsupported, resumed, translate
-from .program import Node, Program, Ref
+from .program import Derivative, Gather, Program, Ref
 from .trace import DECOMPOSITIONS
-
-
-class Gather(NamedTuple):
-    """A gather whose elements have a gradient."""
-
-    tensor: int
-    """The captured tensor's place among the program's tensors."""
-    node: Node
-    """The node in the derivative's program; its references to indices are among the program's outputs."""
-
-
-class Derivative(NamedTuple):
-    """The program of all gradients of one score.
-
-    Its inputs are the forward's and last the gradient of the result; its outputs the gradient of the score,
-    one for each of `gathers`, and then the indices of these.
-    """
-
-    program: Program
-    gathers: tuple[Gather, ...]
 
 
 @lru_cache(maxsize=256)

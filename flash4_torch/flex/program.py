@@ -93,6 +93,46 @@ def parse(text: str) -> Program:
     )
 
 
+class Gather(NamedTuple):
+    """A gather whose elements have a gradient."""
+
+    tensor: int
+    """The captured tensor's place among the program's tensors."""
+    node: Node
+    """The node in the derivative's program; its references to indices are among the program's outputs."""
+
+
+class Derivative(NamedTuple):
+    """The program of all gradients of one score.
+
+    Its inputs are the forward's and last the gradient of the result; its outputs the gradient of the score,
+    one for each of `gathers`, and then the indices of these.
+    """
+
+    program: Program
+    gathers: tuple[Gather, ...]
+
+    @property
+    def tensors(self) -> tuple[int, ...]:
+        """Places of the captured tensors that gradients are added to, in ascending order."""
+        return tuple(sorted({gather.tensor for gather in self.gathers}))
+
+    def text(self) -> str:
+        """The derivative as JSON, which `parse_derivative` reads."""
+        gathers = [[tensor, [n.op, _to_json(n.args), n.dtype, n.shape]] for tensor, n in self.gathers]
+        return json.dumps([self.program.text(), gathers], separators=(",", ":"))
+
+
+def parse_derivative(text: str) -> Derivative:
+    """The derivative that `Derivative.text` wrote."""
+    program, gathers = json.loads(text)
+    found = (
+        Gather(tensor, Node(op, _from_json(args), dtype, tuple(shape)))
+        for tensor, (op, args, dtype, shape) in gathers
+    )
+    return Derivative(parse(program), tuple(found))
+
+
 def refs(args: Any) -> list[Ref]:
     """All references among a node's arguments, in order."""
     if isinstance(args, Ref):

@@ -76,10 +76,18 @@ def test_what_kernels_lack_is_said(arch: str, monkeypatch: pytest.MonkeyPatch) -
         found = found._replace(spec=found.spec._replace(dtype=dtype, **changes))
         return " ".join(backends.reasons(found)["emulator"])
 
-    doubles = torch.randn(5, dtype=torch.float64)
+    singles, doubles = torch.randn(5), torch.randn(5, dtype=torch.float64)
     assert reasons(lambda score, b, h, i, j: score * i) == ""
     assert "the dtype is torch.float32" in reasons(lambda score, b, h, i, j: score * i, torch.float32)
-    assert "no kernels for gradients" in reasons(lambda score, b, h, i, j: score * i, backward=True)
+    gradients: dict[str, Any] = {"backward": True, "dcaptured": (True,)}
+    assert reasons(lambda score, b, h, i, j: score * singles[i], **gradients) == ""
+    assert "of captured tensors in any order" in reasons(
+        lambda score, b, h, i, j: score * singles[i], deterministic=True, **gradients
+    )
+    gradients = {"backward": True, "D": 192, "Dv": 192}
+    assert reasons(lambda score, b, h, i, j: score * i, **gradients) == ""
+    squared = reasons(lambda score, b, h, i, j: score**2, **gradients)
+    assert ("up to 128 where score_mod's derivative depends" in squared) == (arch == "sm_90a")
     assert "exp in float64" in reasons(lambda score, b, h, i, j: score * doubles[i].exp())
     assert "serves up to 256" in reasons(lambda score, b, h, i, j: score * i, D=264)
 

@@ -67,7 +67,7 @@ def test_preprocess(D: int, Dv: int, queries: int, varlen: bool, data: st.DataOb
     negated = queries == 128
     float_mask = not varlen and data.draw(st.booleans())
     asked = varlen, with_dlse, turns_wanted, negated
-    plan = PreprocessPlan(dtype, Dv, blocks_of(D, queries, negated), *asked, float_mask=float_mask)
+    plan = PreprocessPlan(dtype, Dv, blocks_of(D, queries, negated), *asked, large_scores=float_mask)
     lengths = data.draw(sequences(varlen))
     Hq, generator = data.draw(st.integers(1, 3)), torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     shape = (sum(lengths), Hq) if varlen else (len(lengths), lengths[0], Hq)

@@ -32,6 +32,7 @@ from flash4_torch.backends.compiled import (
 )
 from flash4_torch.compile import arch
 from flash4_torch.configs.sections import evenly
+from flash4_torch.configs.types import Mods
 from flash4_torch.emulator.limits import max_shared
 from flash4_torch.ops.impl import CallOptions, describe_inputs
 from flash4_torch.problem import Extent, Inputs, Problem
@@ -201,6 +202,7 @@ def test_only_what_a_call_uses_is_compiled_in(kwargs: dict[str, Any], expected: 
         "mask": "",
         "sinks": "",
         "page_box": 0,
+        "mods": Mods(),
         **bare,
         **expected,
     }
@@ -404,7 +406,7 @@ class Streams:
         self.allocations: list[int] = []
         monkeypatch.setattr(tile_counters, "_of_stream", {})
         monkeypatch.setattr(tile_counters, "_unused", {})
-        monkeypatch.setattr(tile_counters, "_current_stream", self.current.__getitem__)
+        monkeypatch.setattr(tile_counters, "current_stream", self.current.__getitem__)
         monkeypatch.setattr(tile_counters, "is_capturing", lambda index: self.capturing)
         monkeypatch.setattr(tile_counters, "_zeros", self.zeros)
 

@@ -11,7 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flash4_torch.backends.compiled.forward import mask_plan
-from flash4_torch.configs import decode, sm80, sm90, sm90_backward, sm100, sm100_backward, sm103
+from flash4_torch.configs import (
+    decode,
+    decode_shares,
+    sm80,
+    sm90,
+    sm90_backward,
+    sm100,
+    sm100_backward,
+    sm103,
+)
+from flash4_torch.configs.decode_shares import Work
 from flash4_torch.configs.types import Features, Sm90Forward
 
 HEAD_DIMS = range(8, 257, 8)
@@ -238,15 +248,14 @@ def test_decode_tiles_hold_the_rows_of_few_tokens(
     assert rows == choice[-1] if needed > choice[-1] else needed <= rows < max(2 * needed, choice[0] + 1)
 
 
-@given(st.integers(8, 256), st.integers(8, 256), st.data())
-def test_decode_has_stages_and_room_for_them(D: int, Dv: int, data: st.DataObject) -> None:
+@given(st.integers(8, 256), st.integers(8, 256), st.sampled_from(decode.ROWS))
+def test_decode_has_stages_and_room_for_them(D: int, Dv: int, rows: int) -> None:
     """Two blocks are in flight while a third one is read, and stages fit into what a CTA may have."""
-    rows = data.draw(st.sampled_from(sorted({*decode.ROWS, *decode.wgmma_rows(BARE._replace(D=D, Dv=Dv))})))
     stage_bytes, q_bytes = 2 * decode.KEYS * (D + Dv), 2 * rows * D
-    stages, ctas = decode.stages(stage_bytes, q_bytes, rows), decode.ctas_per_sm(stage_bytes, q_bytes, rows)
+    stages, ctas = decode.stages(stage_bytes, q_bytes), decode.ctas_per_sm(stage_bytes, q_bytes)
     assert stages >= decode.LEAST_STAGES
     # 65536 registers, and up to 255 a thread.
-    assert ctas * max(rows, 64) * 2 * 255 <= 65536
+    assert ctas * 128 * 255 <= 65536
     assert ctas * (stages * stage_bytes + q_bytes) <= decode.ONE_CTA_BYTES
 
 
@@ -259,44 +268,66 @@ def test_decode_states_its_limits(D: int, Dv: int, cache_dtype: str) -> None:
     assert bool(decode.limits(BARE._replace(D=D, Dv=Dv), form)) != served
 
 
-@given(SIZES, SIZES, st.integers(1, 200))
-def test_decode_splits_give_nearly_every_sm_a_cta(tiles: int, max_seqlen_k: int, num_sms: int) -> None:
-    """They are the fewest that do, or all that are long enough."""
-    splits = decode.num_splits(tiles, max_seqlen_k, num_sms, 64)
-    least, blocks = num_sms * 7 / 8, -(-max_seqlen_k // decode.KEYS)
-    assert splits == 1 or ((splits - 1) * tiles < least and splits * decode.LEAST_BLOCKS <= blocks)
-    assert (splits + 1) * decode.LEAST_BLOCKS > blocks or splits * tiles >= least
+@st.composite
+def works(draw: st.DrawFn) -> Work:
+    """What decoding on some GPU has to do."""
+    features = BARE._replace(
+        D=draw(st.sampled_from([64, 128, 256])), Dv=draw(st.sampled_from([64, 128, 256]))
+    )
+    form = decode.DecodeForm(True, 1, True, True, cache_dtype=draw(st.sampled_from(["", decode.FP8])))
+    rows, sms = draw(st.sampled_from(decode.ROWS)), draw(st.integers(8, 200))
+    return decode_shares.work_of(features, form, rows, draw(SIZES), draw(SIZES), sms)
 
 
-@given(SIZES, SIZES, st.integers(1, 200))
-def test_decode_splits_that_need_an_sm_run_at_once(tiles: int, max_seqlen_k: int, num_sms: int) -> None:
-    """No CTA of two warpgroups waits for another one's end, if some number of splits allows that."""
-    splits, more = (decode.num_splits(tiles, max_seqlen_k, num_sms, rows) for rows in (128, 64))
-    assert splits == 1 or splits * tiles <= num_sms
-    assert splits == more or (splits < more and (splits + 1) * tiles > num_sms)
+@given(works())
+def test_decode_splits_run_at_once_and_are_long_enough(work: Work) -> None:
+    """No CTA of a tile that is split waits for others' end, and each has blocks enough."""
+    splits, cluster, parts = decode_shares.even_shares(work)
+    assert (parts - 1) * cluster < splits <= parts * cluster and cluster in decode.CLUSTERS
+    assert (cluster == 1) == (splits == 1)
+    assert splits == 1 or splits * decode.LEAST_BLOCKS <= work.blocks
+    assert splits == 1 or parts * cluster * work.tiles <= decode.CTAS_PER_SM * work.num_sms
 
 
-@given(st.integers(1, 1000))
-def test_clusters_of_decode_hold_the_splits(num_splits: int) -> None:
-    size, number = decode.clusters(num_splits)
-    assert (number - 1) * size < num_splits <= number * size
-    assert size == decode.CLUSTER if number > 1 else size < 2 * num_splits
+@given(works(), st.integers(1, 1000))
+def test_decode_takes_the_number_of_splits_that_is_asked_for(work: Work, num_splits: int) -> None:
+    splits, cluster, parts = decode_shares.even_shares(work, num_splits)
+    assert splits == num_splits and (parts - 1) * cluster < splits <= parts * cluster
+    assert (cluster == 1) == (splits == 1)
 
 
-@given(SIZES, st.integers(1, 100))
-def test_invariant_splits_hold_every_key(max_seqlen_k: int, blocks: int) -> None:
-    split_keys = blocks * decode.KEYS
-    splits = decode.invariant_splits(max_seqlen_k, split_keys)
-
-    def keys(number: int) -> int:
-        longer = max(number - decode.SHORT_SPLITS, 0)
-        return split_keys * (number - longer + decode.LONGER * longer)
-
-    assert keys(splits - 1) < max_seqlen_k <= keys(splits)
+@given(works())
+def test_groups_of_decode_hold_every_key(work: Work) -> None:
+    """Their number follows from the length alone, and no cluster is without a group."""
+    clusters, cluster, groups = decode_shares.group_shares(work, decode.CLUSTERS)
+    keys = decode.GROUP * decode.SPLIT_KEYS
+    assert (groups - 1) * keys < work.blocks * decode.KEYS <= groups * keys
+    assert 1 <= clusters <= groups and cluster in decode.CLUSTERS
 
 
-@given(SIZES, st.integers(1, 100), st.integers(1, 200))
-def test_groups_keep_nearly_every_sm_busy_or_are_left_to_clusters(tiles: int, groups: int, sms: int) -> None:
-    ctas = decode.group_ctas(tiles, groups, sms)
-    assert ctas <= groups
-    assert tiles * ctas >= min(sms * 7 // 8, tiles * groups) if ctas else tiles * groups < sms
+@pytest.mark.parametrize(
+    ("tiles", "keys", "least"), [(8, 16384, 100), (4, 65536, 100), (64, 4096, 120), (2, 4096, 60)]
+)
+def test_decode_keeps_an_h200_busy(tiles: int, keys: int, least: int) -> None:
+    form = decode.DecodeForm(True, 1, True, True)
+    work = decode_shares.work_of(BARE._replace(D=128, Dv=128), form, 16, tiles, keys, 132)
+    assert decode_shares.even_shares(work).num_splits * tiles >= least
+
+
+@given(st.integers(8, 256), st.integers(8, 256), st.sampled_from(["", decode.FP8]))
+def test_clusters_that_share_groups_have_room_for_them(D: int, Dv: int, cache_dtype: str) -> None:
+    features, whole = (
+        BARE._replace(D=D, Dv=Dv),
+        decode.DecodeForm(True, 8, True, True, cache_dtype=cache_dtype),
+    )
+    rows = decode.group_rows(features, cache_dtype)
+    assert rows and rows[0] == decode.ROWS[0]
+    for size in decode.CLUSTERS:
+        offered = decode.rows_of(features, whole._replace(groups=True, cluster=size))
+        # What fits with more CTAs, which keep fewer splits each, or with fewer rows, fits as well.
+        assert offered == rows[: len(offered)]
+        assert (
+            size == 1
+            or size == 8
+            or set(offered) <= set(decode.rows_of(features, whole._replace(groups=True)))
+        )

@@ -17,7 +17,7 @@ from everything import EVERYTHING, examples, one_of
 from flash4_torch.flex import table
 from flash4_torch.flex.program import Node, Program, Ref, TensorType
 from flash4_torch.flex.trace import SCORE, trace
-from flash4_torch.kernels.common.lowering import LIBRARY, MOST_NUMBERS, Level, limits, lower
+from flash4_torch.kernels.common.lowering import LIBRARY, MOST_NUMBERS, Layout, Level, limits, lower
 from program_kernel import COLUMNS, FIRST_KEY, ROWS, Case, expected, on_device
 
 ARCHS = ["sm_90a", "sm_100a"]
@@ -196,7 +196,7 @@ def test_values_are_computed_once_for_what_they_depend_on() -> None:
     assert [node.op for node in program.nodes].count("sub") == 2
 
     def ops(level: Level, packed: bool) -> list[str]:
-        lowering = lower(program.text(), packed)
+        lowering = lower(program.text(), Layout(packed))
         first = lowering.program.first_node
         return sorted(lowering.program.nodes[n - first].op for n in lowering.nodes(level))
 

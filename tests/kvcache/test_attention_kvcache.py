@@ -66,7 +66,7 @@ def test_results_of_the_kernel_are_right(call: CacheCall) -> None:
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_many_heads_of_a_kv_head_are_right(batch_invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token of 100 query heads fills two warpgroups, or tiles of fewer rows where bits are fixed."""
+    """A token of 100 query heads fills two tiles, by warpgroup MMAs unless bits are fixed."""
     pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
     monkeypatch.setenv("FLASH4_BACKEND", "emulator")
     monkeypatch.setenv("FLASH4_ARCH", "sm_90a")
@@ -382,7 +382,7 @@ def test_wgmma_multiplies_many_rows_whose_bits_may_differ(
         kernel = kernels.decide(target, problem, 132)
         may = target is SM90A and Sq * group > 32 and not (float8 or batch_invariant)
         assert kernel.form.wgmma == may
-        assert kernel.rows in (decode.wgmma_rows(kernel.features) if may else decode.ROWS)
+        assert kernel.rows == decode.WARPGROUP_ROWS if may else kernel.rows in decode.ROWS
 
 
 @functools.cache

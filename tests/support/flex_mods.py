@@ -140,7 +140,7 @@ def softcap(S: int) -> MadeMod:
 
 def sandwich(S: int) -> MadeMod:
     scale = parameter(1)
-    frequencies = 1 / 100 ** torch.linspace(0, 1, 5, dtype=torch.float64)
+    frequencies = 1 / 100 ** torch.linspace(0, 1, 5, dtype=scale.dtype)
 
     def modify(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return score + scale[0] * torch.cos((i - j) * frequencies).sum()

@@ -78,7 +78,7 @@ def _preprocess(
     count, at = _rows(plan.blocks, out, ends)
     assert (dlse is not None) == plan.dlse and (dq_semaphore is not None) == plan.is_ordered
     assert (ends is not None) == plan.varlen
-    assert (low is not None) == plan.float_mask
+    assert (low is not None) == plan.large_scores
     for x in (lse, low, dlse):
         assert x is None or (x.shape == (*batch, Hq, Sq) and x.is_contiguous() and x.dtype == torch.float32)
     assert stats.shape == (plan.stats, *batch, Hq, count)

@@ -17,7 +17,7 @@ from torch import Tensor
 from flash4_torch.compile import jit
 from flash4_torch.flex.program import Program
 from flash4_torch.kernels.common import host, programs
-from flash4_torch.kernels.common.lowering import Lowering, lower
+from flash4_torch.kernels.common.lowering import Layout, Lowering, lower
 from flash4_torch.kernels.common.mods import ModArgs
 from flash4_torch.kernels.common.programs import Arguments
 from flash4_torch.reference.programs import evaluate, scalar_tensors
@@ -69,7 +69,7 @@ def _evaluate_all(
 ) -> None:
     tensors, scalars = iter(arguments.tensors or ()), iter(arguments.scalars or ())
     for p, text in enumerate(texts):
-        lowering = lower(text, packed)
+        lowering = lower(text, Layout(packed))
         own = _own(lowering, tensors, scalars)
         tile = programs.begin(lowering, own, Int32(BATCH), heads, rows)
         _write(lowering, own, tile, scores, results, rows, p)
@@ -124,7 +124,7 @@ def on_device(cases: Sequence[Case], scores: Tensor, arch: str, packed: bool, **
     with emulate.device(arch, **schedule) as device:
         kernel = _compiled(arch, tuple(case.program for case in cases), packed)
         with device.touching(scores, results, *captured):
-            kernel(scores, results, (captured or None, numbers or None, None))
+            kernel(scores, results, (captured or None, numbers or None, None, None))
     return results
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ... import compile
 from ...configs.sections import Workload
-from ...configs.types import Features, Scope
+from ...configs.types import Features, Mods, Scope
 from ...kernels.common.bwd.dq_blocks import sums_of
 from ...kernels.common.bwd.row_blocks import (
     GroupReducePlan,
@@ -93,9 +93,10 @@ def _mask_broadcasts(problem: Problem) -> bool:
     return any(flag == "1" and n > 1 for flag, n in zip(flags, (B, Hq, Sq, Sk), strict=True))
 
 
-def decide(target: Target, problem: Problem, num_sms: int, find: Find) -> Kernels:
-    config = config_of(target, problem, num_sms)
-    features = main_features(features_of(problem), config)
+def decide(target: Target, problem: Problem, num_sms: int, find: Find, mods: Mods | None = None) -> Kernels:
+    """The kernels that serve a call, whose scores `mods` change."""
+    config = config_of(target, problem, num_sms, mods)
+    features = main_features(features_of(problem, mods), config)
     preprocess, postprocess = row_plans(features, config, dlse=problem.spec.dlse)
     ctas = min(num_sms, problem.extent.B * problem.extent.Hk)
     return Kernels(
@@ -107,7 +108,7 @@ def decide(target: Target, problem: Problem, num_sms: int, find: Find) -> Kernel
         if problem.spec.sinks
         else None,
         config,
-        params_of(target, problem, config, num_sms),
+        params_of(target, problem, config, num_sms, mods),
         preprocess.blocks,
         preprocess.is_ordered,
         (ctas, problem.spec.group) if config.scope == Scope.KV_HEAD else None,
@@ -126,7 +127,7 @@ def row_plans(
     """Plans of the preprocess and postprocess kernels."""
     f, blocks = main_features(features, config), RowBlocks.of(sums_of(features.D, config))
     asked = f.varlen, dlse, f.deterministic, config.tmem_order, config.scope != Scope.KV_HEAD
-    preprocess = PreprocessPlan(f.dtype, f.Dv, blocks, *asked, float_mask=f.float_mask)
+    preprocess = PreprocessPlan(f.dtype, f.Dv, blocks, *asked, large_scores=f.large_scores)
     return preprocess, None if config.scope == Scope.KV_HEAD else PostprocessPlan(
         f.dtype, f.D, blocks, f.varlen
     )
@@ -140,16 +141,17 @@ def sinks_plan(dtype: str, features: Features, config: BackwardConfig) -> SinksP
     return SinksPlan(dtype, features.varlen, config.tmem_order)
 
 
-def features_of(problem: Problem) -> Features:
+def features_of(problem: Problem, mods: Mods | None = None) -> Features:
     spec = problem.spec
     # lse counts the sinks, which is all that the kernels need.
-    return forward.features_of(problem)._replace(deterministic=spec.deterministic, dmask=spec.dmask, sinks="")
+    features = forward.features_of(problem, mods)
+    return features._replace(deterministic=spec.deterministic, dmask=spec.dmask, sinks="")
 
 
-def config_of(target: Target, problem: Problem, num_sms: int) -> BackwardConfig:
+def config_of(target: Target, problem: Problem, num_sms: int, mods: Mods | None = None) -> BackwardConfig:
     extent, kv_head_rows = problem.extent, _kv_head_rows(target, problem, num_sms)
     return target.backward_configs.backward(
-        features_of(problem), extent.Sk, _end_masked(problem), kv_head_rows, problem.spec.group
+        features_of(problem, mods), extent.Sk, _end_masked(problem), kv_head_rows, problem.spec.group
     )
 
 
@@ -172,13 +174,15 @@ def _kv_head_rows(target: Target, problem: Problem, num_sms: int) -> int:
     return problem.spec.group * extent.Sq if even or tiles == 1 else 0
 
 
-def params_of(target: Target, problem: Problem, config: BackwardConfig, num_sms: int) -> LaunchParams:
+def params_of(
+    target: Target, problem: Problem, config: BackwardConfig, num_sms: int, mods: Mods | None = None
+) -> LaunchParams:
     if config.scope == Scope.Q_HEAD:
         spec, extent = problem.spec._replace(group=1), problem.extent._replace(Hk=problem.extent.Hq)
         problem = problem._replace(spec=spec, extent=extent)
     spec, extent = problem.spec, problem.extent
     work = Workload(extent.B * extent.Hk, spec.group, extent.Sq, extent.Sk, target.l2_bytes, num_sms)
-    section = target.backward_configs.section(features_of(problem), config, work)
+    section = target.backward_configs.section(features_of(problem, mods), config, work)
     return launch_params(problem, extent.Sk, section, num_sms)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ... import compile
 from ...configs.sections import Section, heads_that_fit
-from ...configs.types import LARGE_SOFTCAP, Features
+from ...configs.types import LARGE_SOFTCAP, Features, Mods
 from ...kernels.common.mask_tables import MaskPlan
 from ...problem import Inputs, Problem, has_float_mask
 from ..base import Results
@@ -96,8 +96,9 @@ def limits(target: Target, problem: Problem) -> list[str]:
     return target.forward_configs.limits(features_of(problem)._replace(D=spec.D, Dv=spec.Dv))
 
 
-def features_of(problem: Problem) -> Features:
+def features_of(problem: Problem, mods: Mods | None = None) -> Features:
     """The features that the kernel must have; a bound that masks nothing does not count."""
+    mods = mods or Mods()
     spec, band, extent = problem.spec, problem.band, problem.extent
     mask = mask_dtype(problem)
     return Features(
@@ -108,11 +109,12 @@ def features_of(problem: Problem) -> Features:
         left=band.left is not None and band.left < extent.Sk - 1,
         right=band.right is not None and band.right < extent.Sq - 1,
         softcap=spec.softcap,
-        scaled=spec.softcap or mask not in ("", "bool") or problem.scale <= 0.0,
+        scaled=spec.softcap or mask not in ("", "bool") or bool(mods.score_mod) or problem.scale <= 0.0,
         mask=mask,
         dropout=spec.dropout,
         large_softcap=problem.softcap > LARGE_SOFTCAP,
         sinks=spec.sinks,
+        mods=mods,
     )
 
 

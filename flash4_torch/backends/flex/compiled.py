@@ -10,19 +10,25 @@ import torch
 from torch import Tensor
 
 from ... import env
-from ...configs.types import Features, Mods
+from ...configs.types import Features, Mods, Sm90Backward
+from ...errors import TraceError
+from ...flex.program import Derivative, parse_derivative
 from ...flex_problem import FlexGradients, FlexInputs, FlexProblem, FlexSaved
+from ...flex_problem import Mods as CallMods
 from ...kernels.common import lowering
-from ...problem import Problem, Spec
+from ...problem import Inputs, Problem, Saved, Spec
 from ...reference.flex import EMPTY, FULL, Blocks
 from .. import tile_counters
-from ..compiled import TARGETS, Target, forward, limits
+from ..compiled import TARGETS, Target, backward, forward, limits
 from ..compiled.backend import missing_packages, num_sms
-from ..compiled.targets import Find, ForwardConfig
-from ..compiled.tensors import readable, unpad
+from ..compiled.targets import BackwardConfig, Find, ForwardConfig
+from ..compiled.tensors import allocator_like, is_empty, readable, unpad
 from ..emulator import Emulator, emulated_find, emulated_num_sms, emulated_target, why_not_emulated
-from .tables import tables
-from .tiled import described, program_of
+from ..tiled import sinks_gradient
+from .tables import Tables, kept, tables
+from .tiled import blocks_of, mods_of, program_of
+
+_KEY_ROWS = lowering.Layout(rows_are_keys=True)
 
 
 class Compiled:
@@ -69,7 +75,7 @@ class Compiled:
             self.counter(index),
             None,
             None,
-            arguments(inputs, problem, config),
+            forward_arguments(inputs, problem, config),
             rng_state,
             sinks if sinks is None else sinks.contiguous(),
             forward.params_of(target, plain, config, sms),
@@ -77,7 +83,42 @@ class Compiled:
         return unpad(out, spec.Dv), lse, low
 
     def backward(self, saved: FlexSaved, inputs: FlexInputs, problem: FlexProblem) -> FlexGradients:
-        raise AssertionError("it is not chosen")
+        plain, mods = plain_problem(problem), inputs.mods
+        given = Inputs(*inputs[:3], sinks=mods.sinks, rng_state=mods.rng_state)
+        rows = Saved(saved.dout, saved.dlse, saved.out, saved.lse)
+        totals = [
+            x.new_zeros(x.shape or (1,), dtype=torch.float32) if wanted else None
+            for x, wanted in zip(mods.captured, problem.spec.dcaptured, strict=False)
+        ]
+        if is_empty(given, plain):
+            dq, dk, dv = (x.new_zeros(x.shape) for x in inputs[:3])
+            return FlexGradients(dq, dk, dv, _like(totals, mods), sinks_gradient(rows, given))
+        index = inputs.q.get_device()
+        target, sms = self.target(problem), self.sms(index)
+        of_mods, config = chosen_backward(target, problem, sms)
+        kernels = backward.decide(target, plain, sms, self.find(problem), of_mods)
+        q, k, v, out, dout = (readable(x) for x in (*inputs[:3], saved.out, saved.dout))
+        arguments = backward_arguments(inputs, problem, of_mods, config, totals)
+        launch = backward.sequence(
+            kernels,
+            backward.shapes_of(q, k, v, None, kernels),
+            q.dtype,
+            problem.scale,
+            kernels.params,
+            lambda mask: arguments,
+            allocator_like(q),
+        )
+        rows = Saved(
+            dout,
+            None if saved.dlse is None else saved.dlse.contiguous(),
+            out,
+            saved.lse.contiguous(),
+            lse_low=saved.lse_low.contiguous() if of_mods.score_mod else None,
+        )
+        found = launch(rows, given._replace(q=q, k=k, v=v), None, self.counter(index))
+        D, Dv = problem.spec.D, problem.spec.Dv
+        dq, dk, dv = unpad(found.dq, D), unpad(found.dk, D), unpad(found.dv, Dv)
+        return FlexGradients(dq, dk, dv, _like(totals, mods), found.dsinks)
 
     # The emulator's backend overrides the following methods.
 
@@ -123,14 +164,31 @@ class Emulated(Compiled):
 def why_not_kernels(target: Target, problem: FlexProblem) -> list[str]:
     """The reasons why the target's kernels cannot serve the problem, on whatever device it is."""
     spec = problem.spec
-    why = ["it has no kernels for gradients yet"] if spec.backward else []
-    plain = plain_problem(problem)
-    why += limits(target, plain._replace(spec=plain.spec._replace(backward=False)))
+    why = list(limits(target, plain_problem(problem)))
     if not target.has_mods:
         why.append(f"its kernels for {target.arch} take no score_mod, mask_mod or block_mask")
     for name, text in (("score_mod", spec.score_mod), ("mask_mod", spec.mask_mod)):
         if text:
             why += lowering.limits(name, program_of(text))
+    if spec.backward and spec.score_mod and not why:
+        why += _why_not_differentiated(target, problem)
+    return why
+
+
+def _why_not_differentiated(target: Target, problem: FlexProblem) -> list[str]:
+    spec = problem.spec
+    try:
+        derived = derivative_of(spec.score_mod, spec.dcaptured)
+    except TraceError as error:
+        return [str(error)]
+    why = lowering.limits("score_mod's derivative", derived.program)
+    if spec.deterministic and derived.gathers:
+        why.append("it sums up gradients of captured tensors in any order")
+    if not why and lowering.lower_derivative(derived.text(), _KEY_ROWS).reads_score:
+        configs = target.backward_configs.reachable(_backward_features(problem), spec.group)
+        if any(isinstance(config, Sm90Backward) and config.role_split for config in configs):
+            sizes = f"D is {spec.D} and Dv is {spec.Dv}"
+            why.append(f"{sizes}, and it serves up to 128 where score_mod's derivative depends on the score")
     return why
 
 
@@ -153,6 +211,7 @@ def plain_problem(problem: FlexProblem) -> Problem:
         sinks=s.sinks,
         capability=s.capability,
         backward=s.backward,
+        dlse=s.dlse,
     )
     return Problem(spec, problem.extent, problem.scale, problem.band, problem.softcap, problem.dropout_p)
 
@@ -166,39 +225,123 @@ class Choice(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def chosen(target: Target, problem: FlexProblem) -> Choice:
+    """The forward's kernel."""
     spec, plain = problem.spec, plain_problem(problem)
-    features = forward.features_of(plain)
-    scaled = features.scaled or bool(spec.score_mod)
     mods = Mods(spec.score_mod, spec.mask_mod, "" if spec.block is None else "rows")
-    features = features._replace(scaled=scaled, mods=mods)
+    features = forward.features_of(plain, mods)
     extent, band = problem.extent, problem.band
     end_masked = band.right is not None and band.right <= 0
     seen = forward.seen(plain)
     config = target.forward_configs.forward(features, extent.Sq, extent.Sk, spec.group, seen, end_masked)
-    if spec.block is not None and spec.block[1] % config.keys and spec.block[1] < extent.Sk:
-        features = features._replace(mods=mods._replace(blocks="scores"))
-    return Choice(features, config)
+    if spec.block is not None:
+        mods = mods._replace(blocks=_states(spec.block[1], config.keys, extent.Sk))
+    return Choice(features._replace(mods=mods), config)
 
 
-def arguments(inputs: FlexInputs, problem: FlexProblem, config: ForwardConfig) -> tuple[Any, ...] | None:
-    """What the kernel takes for the mods: `kernels.common.mods.ModArgs`."""
-    flex = described(inputs, problem)
-    found = [mod for mod in (flex.score_mod, flex.mask_mod) if mod is not None]
+class BackwardChoice(NamedTuple):
+    """What the backward's kernels do to scores, and the tiles of the main one."""
+
+    mods: Mods
+    config: BackwardConfig
+
+
+@lru_cache(maxsize=1024)
+def chosen_backward(target: Target, problem: FlexProblem, num_sms: int) -> BackwardChoice:
+    """The backward's kernels."""
+    spec, extent = problem.spec, problem.extent
+    mods = _backward_features(problem).mods
+    config = backward.config_of(target, plain_problem(problem), num_sms, mods)
+    if spec.block is not None:
+        mods = mods._replace(blocks=_states(spec.block[0], config.queries, extent.Sq))
+    return BackwardChoice(mods, config)
+
+
+def _backward_features(problem: FlexProblem) -> Features:
+    spec = problem.spec
+    derived = derivative_of(spec.score_mod, spec.dcaptured).text() if spec.score_mod else ""
+    mods = Mods(spec.score_mod, spec.mask_mod, "" if spec.block is None else "rows", derived)
+    return backward.features_of(plain_problem(problem), mods)
+
+
+@lru_cache(maxsize=256)
+def derivative_of(score_mod: str, wanted: tuple[bool, ...]) -> Derivative:
+    """The derivative of a score_mod, for the captured tensors that want a gradient."""
+    # Deriving needs make_fx, which not every import of the package should load.
+    from ...flex.derive import derivative
+
+    return derivative(program_of(score_mod), wanted)
+
+
+def _states(block: int, columns: int, length: int) -> str:
+    """`Mods.blocks` for a mask's blocks of that many columns, and the kernel's."""
+    return "rows" if block % columns == 0 or block >= length else "scores"
+
+
+ModArgs = tuple[Any, ...]
+"""What a kernel takes for the mods: `kernels.common.mods.ModArgs`."""
+
+
+def forward_arguments(inputs: FlexInputs, problem: FlexProblem, config: ForwardConfig) -> ModArgs | None:
+    return _arguments(inputs, problem, (config.queries, config.keys), (), is_transposed=False)
+
+
+def backward_arguments(
+    inputs: FlexInputs,
+    problem: FlexProblem,
+    mods: Mods,
+    config: BackwardConfig,
+    totals: list[Tensor | None],
+) -> ModArgs | None:
+    """totals: what gradients of captured tensors are added to."""
+    used = parse_derivative(mods.derivative).tensors if mods.derivative else ()
+    added = tuple(x for i in used if (x := totals[i]) is not None)
+    return _arguments(inputs, problem, (config.cluster_keys, config.queries), added, is_transposed=True)
+
+
+def _arguments(
+    inputs: FlexInputs,
+    problem: FlexProblem,
+    tile: tuple[int, int],
+    totals: tuple[Tensor, ...],
+    *,
+    is_transposed: bool,
+) -> ModArgs | None:
+    """tile: rows and columns; `is_transposed`: rows are keys."""
+    mods, pair = inputs.mods, mods_of(inputs)
+    found = [mod for mod in pair if mod is not None]
     tensors = tuple(_element(x) for mod in found for x in mod.tensors)
     scalars = tuple(
         value if dtype.startswith(("float", "bfloat")) else int(value)
         for mod in found
         for dtype, value in zip(mod.program.scalars, mod.scalars, strict=True)
     )
-    blocks, of_blocks = flex.blocks, None
-    if blocks is not None:
-        if flex.mask_mod is None:
-            blocks = Blocks(torch.where(blocks.state == EMPTY, EMPTY, FULL).to(torch.uint8), blocks.size)
-        Sq, Sk = problem.extent.Sq, problem.extent.Sk
-        of_blocks = tables(blocks, Sq, Sk, config.queries, config.keys)
+    of_blocks = None
+    if mods.kv_num_blocks is not None:
+        lists = mods.kv_num_blocks, mods.kv_indices, mods.full_kv_num_blocks, mods.full_kv_indices
+        lengths, size = problem.extent[1:3], (mods.q_block, mods.kv_block)
+        key = lengths, size, tile, is_transposed, pair[1] is None
+        of_blocks = kept(lists, key, lambda: _tables(inputs, problem, tile, is_transposed=is_transposed))
     if not found and of_blocks is None:
         return None
-    return tensors or None, scalars or None, of_blocks
+    return tensors or None, scalars or None, of_blocks, totals or None
+
+
+def _tables(
+    inputs: FlexInputs, problem: FlexProblem, tile: tuple[int, int], *, is_transposed: bool
+) -> Tables:
+    blocks, lengths = blocks_of(inputs), (problem.extent.Sq, problem.extent.Sk)
+    assert blocks is not None
+    if not problem.spec.mask_mod:
+        blocks = Blocks(torch.where(blocks.state == EMPTY, EMPTY, FULL).to(torch.uint8), blocks.size)
+    if is_transposed:
+        blocks, lengths = Blocks(blocks.state.transpose(2, 3), blocks.size[::-1]), lengths[::-1]
+    return tables(blocks, *lengths, *tile)
+
+
+def _like(totals: list[Tensor | None], mods: CallMods) -> list[Tensor | None]:
+    """Gradients of captured tensors, in their dtypes and shapes."""
+    pairs = zip(totals, mods.captured, strict=False)
+    return [None if total is None else total.to(x.dtype).view(x.shape) for total, x in pairs]
 
 
 def _element(x: Tensor) -> Tensor:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ...reference.flex import EMPTY, FULL, Blocks
+from .. import tile_counters
+
+_MOST_BLOCKS = 1 << 22
+"""Blocks of a mask up to which its tables are kept: 13 bytes each."""
 
 
 class Tables(NamedTuple):
@@ -16,18 +24,18 @@ class Tables(NamedTuple):
     visible: Tensor
     rank: Tensor
     states: Tensor
-    q_block: int
-    kv_block: int
+    rows: int
+    columns: int
 
 
-def tables(blocks: Blocks, Sq: int, Sk: int, queries: int, keys: int) -> Tables:
-    """The tables for tiles of `queries` rows and blocks of `keys` keys; the mask's own may be any."""
+def tables(blocks: Blocks, rows: int, columns: int, tile_rows: int, tile_columns: int) -> Tables:
+    """The tables for tiles of these sizes; the mask's own blocks may be any."""
     device = blocks.state.device
-    rows = _Spans.of(Sq, queries, blocks.size[0], device)
-    columns = _Spans.of(Sk, keys, blocks.size[1], device)
-    shown = _count(blocks.state != EMPTY, rows, columns)
-    full = _count(blocks.state == FULL, rows, columns)
-    area = (rows.last - rows.first)[:, None] * (columns.last - columns.first)
+    down = _Spans.of(rows, tile_rows, blocks.size[0], device)
+    across = _Spans.of(columns, tile_columns, blocks.size[1], device)
+    shown = _count(blocks.state != EMPTY, down, across)
+    full = _count(blocks.state == FULL, down, across)
+    area = (down.last - down.first)[:, None] * (across.last - across.first)
     is_visible = shown > 0
     rank = torch.nn.functional.pad(is_visible.cumsum(-1, dtype=torch.int32), (1, 0))
     NB = rank.shape[-1] - 1
@@ -57,3 +65,67 @@ def _count(of: Tensor, rows: _Spans, columns: _Spans) -> Tensor:
         before = torch.cat([torch.zeros_like(sums.narrow(dim, 0, 1)), sums], dim)
         of = before.index_select(dim, spans.last) - before.index_select(dim, spans.first)
     return of
+
+
+Lists = tuple[Tensor | None, ...]
+"""The lists of a block mask."""
+
+
+class _Kept(NamedTuple):
+    """Tables of one mask, and what its lists were when they were made."""
+
+    lists: tuple[tuple[weakref.ref[Tensor], int] | None, ...]
+    """The tensors and their versions."""
+    tables: dict[Hashable, Tables]
+
+
+_of_mask: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def kept(lists: Lists, key: Hashable, make: Callable[[], Tables]) -> Tables:
+    """The tables that `make` makes of these lists, made once for each key and stream while the lists live.
+
+    lists: the first one is a tensor. Changed lists are other ones; a captured launch makes its own tables.
+    """
+    first = lists[0]
+    assert first is not None
+    stream = tile_counters.current_stream(first.get_device()) if first.is_cuda else None
+    if not all(map(_may_be_kept, lists)) or (stream and tile_counters.is_capturing(first.get_device())):
+        return make()
+    found = _of_mask.get(first)
+    if found is None or not all(map(_is_same, found.lists, lists)):
+        known = tuple(None if x is None else (weakref.ref(x), x._version) for x in lists)
+        found = _of_mask[first] = _Kept(known, {})
+    key = key, stream
+    if key not in found.tables:
+        found.tables[key] = _apart(first.device, make)
+    return found.tables[key]
+
+
+def _may_be_kept(x: Tensor | None) -> bool:
+    return x is None or (type(x) is Tensor and not x.is_inference() and x.numel() <= _MOST_BLOCKS)
+
+
+def _is_same(known: tuple[weakref.ref[Tensor], int] | None, x: Tensor | None) -> bool:
+    if known is None or x is None:
+        return known is None and x is None
+    tensor, version = known
+    return tensor() is x and x._version == version
+
+
+def _apart(device: torch.device, make: Callable[[], Tables]) -> Tables:
+    """The tables, made by another thread on this one's stream.
+
+    While torch.compile prepares a CUDA graph, this thread's allocations come from the graph's memory, where
+    nothing may stay; another thread's allocations do not.
+    """
+    if device.type != "cuda":
+        return make()
+    stream = torch.cuda.current_stream(device)
+
+    def run() -> Tables:
+        with torch.cuda.stream(stream):
+            return make()
+
+    with ThreadPoolExecutor(max_workers=1) as other_thread:
+        return other_thread.submit(run).result()

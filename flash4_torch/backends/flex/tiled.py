@@ -52,10 +52,15 @@ def program_of(text: str) -> Program:
 
 def described(inputs: FlexInputs, problem: FlexProblem) -> reference.Flex:
     """A call's scores, with its tensors."""
-    q, mods = inputs.q, inputs.mods
-    dropout = None if mods.rng_state is None else Dropout(mods.rng_state, problem.dropout_p)
+    dropout = None if inputs.mods.rng_state is None else Dropout(inputs.mods.rng_state, problem.dropout_p)
     scoring = Scoring(problem.scale, problem.band, problem.softcap, None, dropout)
-    table, captured, scalars = None, iter(mods.captured), iter(mods.scalars)
+    return reference.Flex(scoring, *mods_of(inputs), blocks_of(inputs))
+
+
+def mods_of(inputs: FlexInputs) -> tuple[reference.Mod | None, reference.Mod | None]:
+    """score_mod and mask_mod, with their tensors."""
+    mods = inputs.mods
+    captured, scalars = iter(mods.captured), iter(mods.scalars)
 
     def mod(text: str) -> reference.Mod | None:
         if not text:
@@ -63,9 +68,15 @@ def described(inputs: FlexInputs, problem: FlexProblem) -> reference.Flex:
         program = program_of(text)
         tensors = tuple(itertools.islice(captured, len(program.tensors)))
         numbers = tuple(itertools.islice(scalars, len(program.scalars)))
-        return reference.Mod(program, tensors, numbers, q.device)
+        return reference.Mod(program, tensors, numbers, inputs.q.device)
 
-    if mods.kv_num_blocks is not None and mods.kv_indices is not None:
-        lists = mods.kv_num_blocks, mods.kv_indices, mods.full_kv_num_blocks, mods.full_kv_indices
-        table = reference.Blocks.of(*lists, (mods.q_block, mods.kv_block))
-    return reference.Flex(scoring, mod(mods.score_mod), mod(mods.mask_mod), table)
+    return mod(mods.score_mod), mod(mods.mask_mod)
+
+
+def blocks_of(inputs: FlexInputs) -> reference.Blocks | None:
+    """The block mask."""
+    mods = inputs.mods
+    if mods.kv_num_blocks is None or mods.kv_indices is None:
+        return None
+    lists = mods.kv_num_blocks, mods.kv_indices, mods.full_kv_num_blocks, mods.full_kv_indices
+    return reference.Blocks.of(*lists, (mods.q_block, mods.kv_block))

@@ -120,7 +120,7 @@ def preprocess_kernel(
             if lane % shape.lanes == 0:
                 nothing = Float32(sign * math.inf)
                 base2[rows[r]] = cutlass.select_(sees, lses[r] * (sign * LOG2E), nothing)
-                if cutlass.const_expr(plan.float_mask):
+                if cutlass.const_expr(plan.large_scores):
                     low = lse_low[_per_row(own, rows[r], plan)]
                     exact[0][rows[r]] = cutlass.select_(sees, sign * lses[r], nothing)
                     exact[1][rows[r]] = cutlass.select_(sees, low * (sign * LOG2E), Float32(0.0))
@@ -203,7 +203,7 @@ def compile_preprocess(plan: PreprocessPlan) -> Any:
     tensors = (
         *rows,
         lse,
-        lse_low if plan.float_mask else None,
+        lse_low if plan.large_scores else None,
         dlse if plan.dlse else None,
         stats,
         dq_acc,

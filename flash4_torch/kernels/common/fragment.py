@@ -24,6 +24,23 @@ class Fragment(NamedTuple):
     """C static numbers: column c is key `key + offsets[c]`."""
 
 
+class Mates(NamedTuple):
+    """Lanes of a warp that have scores of the same rows or columns, by the bits in which their numbers may
+    differ.
+    """
+
+    of_row: tuple[int, ...]
+    of_column: tuple[int, ...]
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        return (*self.of_row, *self.of_column)
+
+
+MMA_MATES, ROW_MATES = Mates((1, 2), (4, 8, 16)), Mates((), (1, 2, 4, 8, 16))
+"""Mates in `mma_fragment`, and in `row_fragment` where each lane has a row, and all have the same columns."""
+
+
 def mma_fragment(
     accumulator: cute.Tensor, rows: tuple[Int32, ...], first_key: Int32, lane: Int32
 ) -> Fragment:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ...flex import table
-from ...flex.program import Node, Program, Ref, parse, refs
+from ...flex.program import Derivative, Gather, Node, Program, Ref, parse, parse_derivative, refs
 
 MOST_NUMBERS = 1024
 """Numbers that a program computes for each score, at most: they are code for every score of a tile."""
@@ -33,11 +33,47 @@ class Level(IntEnum):
     SCORE = 3
 
 
+class Layout(NamedTuple):
+    """What rows and columns of a tile of scores are."""
+
+    packed: bool = False
+    """Rows may be of several heads."""
+    rows_are_keys: bool = False
+    """Rows are keys and columns are queries, as in the backward; else it is the other way round."""
+
+
 class Lowering(NamedTuple):
     """A program without equal nodes, and what each of its values depends on."""
 
     program: Program
     levels: tuple[Level, ...]
+    layout: Layout = Layout()
+    gathers: tuple[Gather, ...] = ()
+    """A derivative's."""
+
+    @property
+    def first_lane(self) -> int:
+        """The number of b; h, q_idx and kv_idx follow."""
+        return min(len(self.program.inputs) - 4, 1)
+
+    @property
+    def row(self) -> int:
+        """The number of the rows' position."""
+        return self.first_lane + (3 if self.layout.rows_are_keys else 2)
+
+    @property
+    def column(self) -> int:
+        return self.first_lane + (2 if self.layout.rows_are_keys else 3)
+
+    @property
+    def reads_score(self) -> bool:
+        """Whether a derivative depends on the score, and not on its place alone."""
+        program = self.program
+        return any(ref.value == 0 for ref in (*program.outputs, *refs(tuple(n.args for n in program.nodes))))
+
+    def level_of(self, node: Node) -> Level:
+        """What the place that a gather reads depends on."""
+        return joint({self.levels[ref.value] for ref in refs(node.args)})
 
     def nodes(self, level: Level) -> list[int]:
         """Numbers of the nodes that are computed once for each `level`."""
@@ -69,22 +105,39 @@ class Lowering(NamedTuple):
         return program.nodes[number - program.first_node].dtype
 
 
+def joint(levels: set[Level]) -> Level:
+    """The level of what depends on values of these levels."""
+    return Level.SCORE if {Level.ROW, Level.COLUMN} <= levels else max(levels, default=Level.TILE)
+
+
 @lru_cache(maxsize=256)
-def lower(text: str, packed: bool) -> Lowering:
-    """The lowering of a program; `packed`: rows of a tile may be of several heads."""
-    program = _without_copies(parse(text))
-    lanes = [Level.TILE, Level.ROW if packed else Level.TILE, Level.ROW, Level.COLUMN]
-    levels = [Level.SCORE] * (len(program.inputs) - len(lanes)) + lanes
+def lower(text: str, layout: Layout) -> Lowering:
+    """The lowering of a program."""
+    return _lowered(Derivative(parse(text), ()), layout)
+
+
+@lru_cache(maxsize=256)
+def lower_derivative(text: str, layout: Layout) -> Lowering:
+    """The lowering of a derivative."""
+    return _lowered(parse_derivative(text), layout)
+
+
+def _lowered(derivative: Derivative, layout: Layout) -> Lowering:
+    program, gathers = _without_copies(derivative)
+    position, other = (Level.COLUMN, Level.ROW) if layout.rows_are_keys else (Level.ROW, Level.COLUMN)
+    lanes = [Level.TILE, Level.ROW if layout.packed else Level.TILE, position, other]
+    before = min(len(program.inputs) - len(lanes), 1)
+    levels = [Level.SCORE] * before + lanes
+    levels += [Level.SCORE] * (len(program.inputs) - len(levels))
     levels += [Level.TILE] * (len(program.tensors) + len(program.scalars))
     for node in program.nodes:
-        found = {levels[ref.value] for ref in refs(node.args)}
-        mixed = {Level.ROW, Level.COLUMN} <= found
-        levels.append(Level.SCORE if mixed else max(found, default=Level.TILE))
-    return Lowering(program, tuple(levels))
+        levels.append(joint({levels[ref.value] for ref in refs(node.args)}))
+    return Lowering(program, tuple(levels), layout, gathers)
 
 
-def _without_copies(program: Program) -> Program:
+def _without_copies(derivative: Derivative) -> Derivative:
     """The program with each node once, and without nodes that change nothing."""
+    program = derivative.program
     first = program.first_node
     number = {n: n for n in range(first)}
     made: dict[Node, int] = {}
@@ -102,7 +155,8 @@ def _without_copies(program: Program) -> Program:
             # A bool equals a number: what is written tells them apart.
             number[first + i] = made.setdefault(_Key((repr(own), own)), first + len(made))
     nodes = tuple(key.node for key in made)
-    return program._replace(nodes=nodes, outputs=renamed(program.outputs))
+    gathers = (Gather(tensor, node._replace(args=renamed(node.args))) for tensor, node in derivative.gathers)
+    return Derivative(program._replace(nodes=nodes, outputs=renamed(program.outputs)), tuple(gathers))
 
 
 class _Key(NamedTuple):

@@ -5,23 +5,30 @@ A role that holds scores does
     own = rows_of(mods, plan, batch, heads, positions)  # once a tile
     modify(mods, plan, own, fragment)                   # scaled, capped scores, in natural units
     mask(mods, plan, own, n, fragment)                  # where the block may be partial
+
+and in the backward, where rows are keys,
+
+    own = derivative_rows(mods, plan, batch, head, positions)
+    differentiate(mods, plan, own, scores, fragment, mates)  # gradients of modified scores
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from . import programs
-from .attn_mask import Mask, within
-from .fragment import Fragment
+from . import attn_mask, programs
+from .attn_mask import AnyContext, Mask, MaskArgs, within
+from .captured import Additions
+from .fragment import Fragment, Mates
 from .host import any_sizes, compact, strided
-from .lowering import Lowering, lower
+from .lowering import Layout, Lowering, lower, lower_derivative
 from .mask_tables import MaskPlan
-from .programs import Arguments
+from .programs import Arguments, Known
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 """States of a block mask's blocks."""
@@ -35,10 +42,11 @@ class BlockArgs(NamedTuple):
     rank: cute.Tensor
     """(Bm, HB, MB, NB + 1) int32: likewise."""
     states: cute.Tensor
-    """(Bm, Hm, rows, columns) uint8: the state of each of the mask's own blocks."""
-    q_block: Int32
-    kv_block: Int32
-    """Query and key positions of a block."""
+    """(Bm, Hm, rows, columns) uint8: the state of each of the mask's own blocks. In the backward it is
+    transposed: rows are keys."""
+    rows: Int32
+    columns: Int32
+    """Positions of a block."""
 
 
 class ModArgs(NamedTuple):
@@ -48,6 +56,8 @@ class ModArgs(NamedTuple):
     """Those of score_mod, then of mask_mod; None if there are none."""
     scalars: tuple[Any, ...] | None
     blocks: BlockArgs | None
+    totals: tuple[cute.Tensor, ...] | None = None
+    """Backward: gradients of `Derivative.tensors`, float32, which are added to."""
 
 
 class Rows(NamedTuple):
@@ -65,14 +75,26 @@ def example_args(plan: Any) -> ModArgs:
     scalars: list[Any] = []
     for text in (plan.features.mods.score_mod, plan.features.mods.mask_mod):
         if text:
-            program = lower(text, False).program
+            program = lower(text, Layout()).program
             tensors += [strided(programs.STORED[t.dtype], max(t.rank, 1)) for t in program.tensors]
             scalars += [programs.PASSED[dtype](0) for dtype in program.scalars]
     blocks = None
     if plan.features.mods.blocks:
         visible, rank = (compact(Int32, any_sizes(4)) for _ in range(2))
         blocks = BlockArgs(visible, rank, strided(cutlass.Uint8, 4), Int32(1), Int32(1))
-    return ModArgs(tuple(tensors) or None, tuple(scalars) or None, blocks)
+    totals = None
+    if text := plan.features.mods.derivative:
+        lowering = lower_derivative(text, plan.layout)
+        ranks = [lowering.program.tensors[i].rank for i in sorted({g.tensor for g in lowering.gathers})]
+        totals = tuple(strided(Float32, max(rank, 1)) for rank in ranks) or None
+    return ModArgs(tuple(tensors) or None, tuple(scalars) or None, blocks, totals)
+
+
+def with_mask(ctx: AnyContext, args: MaskArgs | ModArgs | None) -> AnyContext:
+    """The context of one role, with attn_mask, or with score_mod, mask_mod and a block mask."""
+    if any(ctx.plan.features.mods):
+        return replace(ctx, mods=args, mask=visited(args, ctx.plan.mask))
+    return attn_mask.with_mask(ctx, args)
 
 
 def visited(args: ModArgs | None, plan: MaskPlan) -> Mask | None:
@@ -95,38 +117,39 @@ def rows_of(
         table = args.blocks.states
         b = within(batch, table.shape[0])
         states = tuple(
-            table[b, within(h, table.shape[1]), within(i // args.blocks.q_block, table.shape[2]), None]
+            table[b, within(h, table.shape[1]), within(i // args.blocks.rows, table.shape[2]), None]
             for h, i in zip(heads, positions, strict=True)
         )
     return Rows(own[0], own[1], states)
 
 
-def modify(args: ModArgs, plan: Any, own: Rows, fragment: Fragment) -> None:
-    """Apply score_mod to scores in natural units, in place."""
+def modify(args: ModArgs, plan: Any, own: Rows, fragment: Fragment, end: Int32 | None = None) -> None:
+    """Apply score_mod to scores in natural units, in place; hide columns from position `end` on."""
     found = _score_mod(args, plan)
     if found is None:
         return
-    scores = fragment.values
+    scores, columns = fragment.values, _columns(fragment)
 
     def put(r: int, c: int, result: Any) -> None:
-        scores[r, c] = result.to(Float32)
+        result = result.to(Float32)
+        scores[r, c] = result if end is None else cutlass.select_(columns[c] < end, result, -Float32.inf)
 
-    programs.apply(*found, own.score, len(fragment.rows), _keys(fragment), lambda r, c: scores[r, c], put)
+    programs.apply(*found, own.score, len(fragment.rows), columns, lambda r, c: scores[r, c], put)
 
 
-def mask(args: ModArgs, plan: Any, own: Rows, first_key: Int32, fragment: Fragment) -> None:
-    """Hide what mask_mod and the block mask hide; `first_key` is the first of the kernel's block."""
-    found, rows, keys = _mask_mod(args, plan), len(fragment.rows), list(_keys(fragment))
+def mask(args: ModArgs, plan: Any, own: Rows, first: Int32, fragment: Fragment) -> None:
+    """Hide what mask_mod and the block mask hide; `first` is the first column of the kernel's block."""
+    found, rows, columns = _mask_mod(args, plan), len(fragment.rows), _columns(fragment)
     scores, blocks = fragment.values, plan.features.mods.blocks
     shared = ()
     if blocks == "rows":
-        column = within(first_key // args.blocks.kv_block, args.blocks.states.shape[3])
+        column = within(first // args.blocks.columns, args.blocks.states.shape[3])
         shared = tuple(row[column].to(Int32) for row in own.states)
 
     def state(r: int, c: int) -> Int32:
         if blocks == "rows":
             return shared[r]
-        column = within(keys[c] // args.blocks.kv_block, args.blocks.states.shape[3])
+        column = within(columns[c] // args.blocks.columns, args.blocks.states.shape[3])
         return own.states[r][column].to(Int32)
 
     def put(r: int, c: int, shown: Boolean | None) -> None:
@@ -137,14 +160,50 @@ def mask(args: ModArgs, plan: Any, own: Rows, first_key: Int32, fragment: Fragme
         scores[r, c] = cutlass.select_(shown, scores[r, c], -Float32.inf)
 
     if found is not None:
-        programs.apply(*found, own.mask, rows, keys, lambda r, c: None, put)
+        programs.apply(*found, own.mask, rows, columns, lambda r, c: None, put)
     elif blocks:
-        for c in range(len(keys)):
+        for c in range(len(columns)):
             for r in range(rows):
                 put(r, c, None)
 
 
-def _keys(fragment: Fragment) -> tuple[Int32, ...]:
+def derivative_rows(
+    args: ModArgs, plan: Any, batch: Int32, head: Int32, positions: tuple[Int32, ...]
+) -> programs.Tile:
+    """What the derivative needs of a thread's rows."""
+    return programs.begin(*_derivative(args, plan), batch, (head,) * len(positions), positions)
+
+
+def differentiate(
+    args: ModArgs, plan: Any, own: programs.Tile, scores: cute.Tensor | None, fragment: Fragment, mates: Mates
+) -> None:
+    """Turn gradients of modified scores into those of scores before, in place; add those of captured tensors.
+
+    scores: scores before score_mod, like the fragment's values; None if the derivative does not read them.
+    """
+    lowering, arguments = _derivative(args, plan)
+    values, rows, result = fragment.values, len(fragment.rows), lowering.program.outputs[0]
+    tensors = sorted({gather.tensor for gather in lowering.gathers})
+    additions = [
+        Additions(lowering, gather, output, args.totals[tensors.index(gather.tensor)], rows, mates)
+        for gather, output in zip(lowering.gathers, lowering.program.outputs[1:], strict=False)
+    ]
+
+    def given(r: int, c: int) -> Known:
+        known = {len(lowering.program.inputs) - 1: (values[r, c],)}
+        return known if scores is None else {0: (scores[r, c],), **known}
+
+    for r, c, known in programs.scores(lowering, arguments, own, rows, _columns(fragment), given):
+        # All gradients are 0 where this one is, as where a score is hidden: a derivative may be NaN there.
+        keeps = values[r, c] != Float32(0.0)
+        for each in additions:
+            each.take(r, known, keeps)
+        values[r, c] = cutlass.select_(keeps, known[result.value][0].to(Float32), Float32(0.0))
+    for each in additions:
+        each.finish()
+
+
+def _columns(fragment: Fragment) -> tuple[Int32, ...]:
     return tuple(fragment.key + offset for offset in fragment.offsets)
 
 
@@ -154,7 +213,7 @@ def _score_mod(args: ModArgs, plan: Any) -> tuple[Lowering, Arguments] | None:
 
 def _mask_mod(args: ModArgs, plan: Any) -> tuple[Lowering, Arguments] | None:
     before = plan.features.mods.score_mod
-    program = lower(before, False).program if before else None
+    program = lower(before, Layout()).program if before else None
     skipped = (0, 0) if program is None else (len(program.tensors), len(program.scalars))
     return _function(args, plan.features.mods.mask_mod, plan, *skipped)
 
@@ -165,7 +224,17 @@ def _function(
     """A program and its own among the arguments of all."""
     if not text:
         return None
-    lowering = lower(text, plan.pack_gqa > 1)
+    return _with_arguments(args, lower(text, plan.layout), tensors, scalars)
+
+
+def _derivative(args: ModArgs, plan: Any) -> tuple[Lowering, Arguments]:
+    """score_mod's derivative, whose tensors and scalars are score_mod's."""
+    return _with_arguments(args, lower_derivative(plan.features.mods.derivative, plan.layout), 0, 0)
+
+
+def _with_arguments(
+    args: ModArgs, lowering: Lowering, tensors: int, scalars: int
+) -> tuple[Lowering, Arguments]:
     program = lowering.program
     own_tensors = (args.tensors or ())[tensors : tensors + len(program.tensors)]
     own_scalars = (args.scalars or ())[scalars : scalars + len(program.scalars)]

@@ -5,14 +5,16 @@ block, or for each score. Equal nodes are computed once. Nothing branches: what 
 with indices clamped into their tensors.
 
     tile = begin(lowering, arguments, batch, heads, positions)  # once a tile
-    apply(lowering, arguments, tile, rows, keys, score_at, put)  # each block
+    apply(lowering, arguments, tile, rows, columns, score_at, put)  # each block
+
+A derivative has more than one result: what `scores` yields has them all.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import cutlass
@@ -23,6 +25,7 @@ from cutlass._mlir.dialects import arith
 from ...flex import table
 from ...flex.program import Node, Program, Ref
 from .lowering import LIBRARY, Level, Lowering, constant, is_integer
+from .scores import tanh
 
 TYPES: dict[str, Any] = {
     "bool": Boolean,
@@ -76,9 +79,9 @@ def begin(
     heads: Sequence[Int32],
     positions: Sequence[Int32],
 ) -> Tile:
-    """Everything that depends on rows alone: their heads and query positions."""
+    """Everything that depends on rows alone: their heads and positions."""
     program, kept_rows = lowering.program, lowering.kept(Level.ROW)
-    b, h, q_idx, _ = range(len(program.inputs) - 4, len(program.inputs))
+    b, h = lowering.first_lane, lowering.first_lane + 1
     shared: Known = {b: (batch,)}
     for i, (dtype, scalar) in enumerate(zip(program.scalars, arguments.scalars, strict=True)):
         shared[program.first_scalar + i] = (_passed(dtype, scalar),)
@@ -87,7 +90,7 @@ def begin(
     _compute(lowering, arguments, Level.TILE, shared)
     rows = []
     for head, position in zip(heads, positions, strict=True):
-        known = {**shared, q_idx: (position,)}
+        known = {**shared, lowering.row: (position,)}
         known.setdefault(h, (head,))
         _compute(lowering, arguments, Level.ROW, known)
         rows.append(_flat(known, kept_rows))
@@ -99,25 +102,41 @@ def apply(
     arguments: Arguments,
     tile: Tile,
     rows: int,
-    keys: Iterable[Int32],
+    columns: Iterable[Int32],
     score_at: Callable[[int, int], Any],
     put: Callable[[int, int, Any], None],
 ) -> None:
-    """Call `put(row, column, result)` for each score; `keys` are the columns' positions."""
-    program = lowering.program
-    kv_idx, has_score = len(program.inputs) - 1, len(program.inputs) > 4
+    """Call `put(row, column, result)` for each score; `columns` are the columns' positions."""
+    (output,) = lowering.program.outputs
+
+    def given(r: int, c: int) -> Known:
+        return {0: (score_at(r, c),)} if lowering.first_lane else {}
+
+    for r, c, known in scores(lowering, arguments, tile, rows, columns, given):
+        put(r, c, known[output.value][0])
+
+
+def scores(
+    lowering: Lowering,
+    arguments: Arguments,
+    tile: Tile,
+    rows: int,
+    columns: Iterable[Int32],
+    given: Callable[[int, int], Known],
+) -> Iterator[tuple[int, int, Known]]:
+    """Yield row, column and all values of each score, one column after the other.
+
+    `given(row, column)` has the values of the inputs that each score has for itself.
+    """
     shared = _unflat(lowering, Level.TILE, tile.everywhere)
     of_rows = [_unflat(lowering, Level.ROW, tile.rows[r]) for r in range(rows)]
-    (output,) = program.outputs
-    for c, key in enumerate(keys):
-        column = {**shared, kv_idx: (key,)}
+    for c, position in enumerate(columns):
+        column = {**shared, lowering.column: (position,)}
         _compute(lowering, arguments, Level.COLUMN, column)
         for r in range(rows):
-            known = {**column, **of_rows[r]}
-            if has_score:
-                known[0] = (score_at(r, c),)
+            known = {**column, **of_rows[r], **given(r, c)}
             _compute(lowering, arguments, Level.SCORE, known)
-            put(r, c, known[output.value][0])
+            yield r, c, known
 
 
 def _flat(known: Known, numbers: Iterable[int]) -> tuple[Any, ...]:
@@ -190,24 +209,29 @@ def _sum(node: Node, x: Values, shape: tuple[int, ...]) -> Values:
 
 
 def _gather(program: Program, node: Node, arguments: Arguments, known: Known) -> Values:
-    source, *positions = node.args
-    place = source.value - program.first_tensor
-    tensor, rank = arguments.tensors[place], program.tensors[place].rank
+    place = node.args[0].value - program.first_tensor
+    tensor = arguments.tensors[place]
     if node.dtype == "bool":
         # A byte an element; the DSL's Boolean would be a bit in registers.
         tensor = cute.make_tensor(cute.recast_ptr(tensor.iterator, dtype=cutlass.Uint8), tensor.layout)
-    positions += [None] * (rank - len(positions))
-    fixed = [
-        None if p is None else _index(known[p.value][0] if isinstance(p, Ref) else p, tensor.shape[dim])
-        for dim, p in enumerate(positions)
-    ]
     found = []
-    for own in itertools.product(*map(range, node.shape)):
-        rest = iter(own)
-        coordinate = tuple(next(rest) if i is None else i for i in fixed) or (0,)
+    for coordinate in coordinates(node, program.tensors[place].rank, tensor.shape, known):
         x = tensor[coordinate]
         found.append(Boolean(x != 0) if node.dtype == "bool" else x.to(TYPES[node.dtype]))
     return tuple(found)
+
+
+def coordinates(node: Node, rank: int, shape: tuple[Any, ...], known: Known) -> Iterator[tuple[Any, ...]]:
+    """Places, in a tensor of these sizes, of the elements that a gather takes."""
+    _, *positions = node.args
+    positions += [None] * (rank - len(positions))
+    fixed = [
+        None if p is None else _index(known[p.value][0] if isinstance(p, Ref) else p, shape[dim])
+        for dim, p in enumerate(positions)
+    ]
+    for own in itertools.product(*map(range, node.shape)):
+        rest = iter(own)
+        yield tuple(next(rest) if i is None else i for i in fixed) or (0,)
 
 
 def _index(index: Any, size: Any) -> Any:
@@ -435,7 +459,7 @@ _LIBRARY: dict[str, Callable[..., Any]] = {
     "log2": cute.math.log2,
     "log1p": cute.math.log1p,
     "log10": cute.math.log10,
-    "tanh": cute.math.tanh,
+    "tanh": tanh,
     "sigmoid": _sigmoid,
     "erf": cute.math.erf,
     "sin": lambda x: _sin_and_cos(x, 0),

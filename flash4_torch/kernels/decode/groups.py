@@ -75,7 +75,9 @@ def _run_together(ctx: Context, t: Thread, groups: Span) -> None:
     rank, number = merge.rank_of(ctx), merge.parts_of(ctx)
     for group in cutlass.range(groups.first, groups.last, unroll=1):
         begin_split(t)
-        # Every warp has read the last block before another one takes its place.
+        # Every warp has read the last block before another one takes its place, and Q, which a CTA without
+        # blocks does not wait for, is there before it is copied once more.
+        cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         shares = splits.shares_of_group(ctx.tile.blocks, group, ctx.divisors, number, ctx.plan.form.cluster)
         own = shares.of(rank)

@@ -12,8 +12,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from ....configs.types import Scope
-from .. import host
-from ..attn_mask import example_args
+from .. import attn_mask, host, mods
 from ..launch_params import example_params
 from .plan import BackwardPlan
 
@@ -41,7 +40,9 @@ def compile_for_any(backward: Any, plan: BackwardPlan, floats: int) -> Any:
     tile_counter = host.compact(Int32, (1,))
     cu_seqlens = host.compact(Int32, host.any_sizes(1)) if features.varlen else None
     dq_semaphore = host.compact(Int32, host.any_sizes(packed + 1)) if features.deterministic else None
-    mask = example_args(plan.mask) if features.mask else None
+    mask = attn_mask.example_args(plan.mask) if features.mask else None
+    if any(features.mods):
+        mask = mods.example_args(plan)
     dmask = host.strided(Float32, 4) if features.dmask else None
     rng_state = host.compact(Int64, (2,)) if features.dropout else None
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)

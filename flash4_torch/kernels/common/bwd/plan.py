@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from ....configs.types import Features, Scope
 from ..band import BandShape
 from ..host import NUMERIC
+from ..lowering import Layout, lower_derivative
 from ..mask_tables import MaskPlan
 
 
@@ -53,16 +54,25 @@ class BackwardPlan(NamedTuple):
         return BandShape(self.features.right, self.features.left, False, self.queries)
 
     @property
+    def layout(self) -> Layout:
+        """What rows and columns are to programs."""
+        return Layout(rows_are_keys=True)
+
+    @property
+    def keeps_scores(self) -> bool:
+        """Whether scores before score_mod are kept, because its derivative depends on them."""
+        text = self.features.mods.derivative
+        return bool(text) and lower_derivative(text, self.layout).reads_score
+
+    @property
     def mask(self) -> MaskPlan:
-        """How attn_mask's tables divide the transposed mask, whose rows are keys, into blocks."""
+        """How the tables of attn_mask or a block mask divide the transposed mask, whose rows are keys."""
         return MaskPlan(self.features.mask, self.cluster_keys, self.queries)
 
     @property
     def lists_blocks(self) -> bool:
-        """Whether fully masked blocks are skipped where attn_mask says so. A fixed dQ order knows the band
-        only.
-        """
-        return bool(self.features.mask) and not self.features.deterministic
+        """Whether blocks that a mask hides are skipped. A fixed dQ order knows the band only."""
+        return self.features.lists_blocks and not self.features.deterministic
 
     @property
     def stores_by_tma(self) -> bool:

@@ -96,14 +96,14 @@ class PreprocessPlan(NamedTuple):
     subtract."""
     clears: bool = True
     """Whether the kernel clears the sums of dQ."""
-    float_mask: bool = False
-    """Whether a floating mask was added. Then each row has two numbers more: lse in natural units, and what
-    its rounding took (lse_low)."""
+    large_scores: bool = False
+    """Whether a floating mask was added, or score_mod applied. Then each row has two numbers more: lse in
+    natural units, and what its rounding took (lse_low)."""
 
     @property
     def stats(self) -> int:
         """Numbers of each row."""
-        return 4 if self.float_mask else 2
+        return 4 if self.large_scores else 2
 
 
 class PostprocessPlan(NamedTuple):

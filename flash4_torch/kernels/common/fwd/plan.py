@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from ....configs.types import Features, tile_dim
 from ..band import BandShape
 from ..host import NUMERIC
+from ..lowering import Layout
 from ..mask_tables import MaskPlan
 from ..smem_layouts import chunk_of
 
@@ -82,6 +83,11 @@ class ForwardPlan(NamedTuple):
     @property
     def band(self) -> BandShape:
         return BandShape(self.features.left, self.features.right, self.config.ragged_k, self.keys)
+
+    @property
+    def layout(self) -> Layout:
+        """What rows and columns are to programs."""
+        return Layout(packed=self.pack_gqa > 1)
 
     @property
     def mask(self) -> MaskPlan:

@@ -6,13 +6,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32
 
-from ...common import attn_mask, dropout, ring, scores
+from ...common import attn_mask, dropout, mods, ring, scores
 from ...common import band as bands
 from ...common.bwd import tiles
 from ...common.bwd.dmask import add_dmask
 from ...common.bwd.loads import exact_lse
 from ...common.bwd.tiles import Tile
-from ...common.fragment import Fragment, row_fragment
+from ...common.fragment import ROW_MATES, Fragment, row_fragment
 from ...common.ring import Cursor
 from ...common.role import role
 from ...common.rounding import round_to, widened
@@ -141,12 +141,18 @@ def _recompute_p(
     own = plan.own_queries
     S, P = cute.make_rmem_tensor(own, Float32), cute.make_rmem_tensor(own, plan.dtype)
     dtanh = cute.make_rmem_tensor(own, plan.dtype) if plan.keeps_dtanh else None
+    before = cute.make_rmem_tensor(own, Float32) if plan.keeps_scores else None
     lse = _numbers(ctx.sLseLog2, t, q_at)
     for first in cutlass.range_constexpr(0, own, plan.queries_together):
         count = plan.queries_together
-        part = Probs(_part(S, first, count), None if dtanh is None else _part(dtanh, first, count), keep_bits)
+        part = Probs(
+            _part(S, first, count),
+            None if dtanh is None else _part(dtanh, first, count),
+            keep_bits,
+            None if before is None else _part(before, first, count),
+        )
         _recompute_part(ctx, t, work, n, partial, mask, part, _part(P, first, count), place, lse, first)
-    return Probs(P if plan.keeps_dtanh else S, dtanh, keep_bits)
+    return Probs(P if plan.keeps_dtanh else S, dtanh, keep_bits, before)
 
 
 @cute.jit
@@ -172,12 +178,20 @@ def _recompute_part(
     scores.scale_and_cap(S, ctx.params, features)
     if cutlass.const_expr(dtanh is not None):
         _keep_dtanh(ctx, S, dtanh)
+    own_mods = None
+    if cutlass.const_expr(any(features.mods)):
+        own_mods = mods.rows_of(ctx.mods, plan, work.tile.batch, (work.head,), (work.position,))
+        _modify(ctx, t, work, n, own_mods, probs, start)
     if cutlass.const_expr(plan.masks):
         if partial | (n < work.whole.first) | (n >= work.whole.last):
+            if cutlass.const_expr(features.mods.blocks):
+                mods.mask(ctx.mods, plan, own_mods, n * plan.queries, _fragment(ctx, t, work, n, S, start))
             _mask_part(ctx, t, work, n, mask, S, place + start, start)
         else:
             if cutlass.const_expr(features.float_mask):
                 _subtract_lse(S, lse, Float32(scores.LOG2E), start)
+    if cutlass.const_expr(features.mods.score_mod):
+        _subtract_exact_lse(S, exact_lse(ctx, work.tile, work.head, n), t.first + start)
     scale = scores.softmax_scale(ctx.params, features)
     for i in cutlass.range_constexpr(0, count, FOUR):
         offsets, four = _load_four(lse, start + i), _part(S, i, FOUR)
@@ -186,7 +200,7 @@ def _recompute_part(
             dtanh_of_four = _dtanh_of(ctx, four)
         for j in cutlass.range_constexpr(0, FOUR, 2):
             x = S[i + j], S[i + j + 1]
-            if cutlass.const_expr(not features.float_mask):
+            if cutlass.const_expr(not features.large_scores):
                 x = cute.arch.fma_packed_f32x2(x, (scale, scale), (offsets[j], offsets[j + 1]))
             for e, number in enumerate(x):
                 S[i + j + e] = cute.math.exp2(number, fastmath=True)
@@ -210,6 +224,30 @@ def _recompute_part(
 
 
 @cute.jit
+def _modify(
+    ctx: Context,
+    t: Thread,
+    work: TileState,
+    n: Int32,
+    own: mods.Rows,
+    probs: Probs,
+    start: cutlass.Constexpr,
+) -> None:
+    """Apply score_mod to the scores of some queries, and mask_mod unless there are blocks that it leaves
+    alone; keep the scores before, if the derivative reads them.
+    """
+    plan, S = ctx.plan, probs.P
+    if cutlass.const_expr(probs.scores is not None):
+        for i in cutlass.range_constexpr(cute.size(S)):
+            probs.scores[i] = S[i]
+    fragment = _fragment(ctx, t, work, n, S, start)
+    # Rows beyond the end have an infinite lse, which does not hide what score_mod makes of them.
+    mods.modify(ctx.mods, plan, own, fragment, work.tile.Sq)
+    if cutlass.const_expr(not plan.features.mods.blocks):
+        mods.mask(ctx.mods, plan, own, n * plan.queries, fragment)
+
+
+@cute.jit
 def _differentiate(
     ctx: Context, t: Thread, work: TileState, n: Int32, probs: Probs, place: Int32, q_at: Cursor
 ) -> None:
@@ -218,6 +256,9 @@ def _differentiate(
     """
     plan, features = ctx.plan, ctx.plan.features
     delta = _numbers(ctx.sDelta, t, q_at)
+    own_mods = None
+    if cutlass.const_expr(features.mods.score_mod):
+        own_mods = mods.derivative_rows(ctx.mods, plan, work.tile.batch, work.head, (work.position,))
     # The addresses of dmask take registers, and so do softcap's derivatives.
     together = PART >> (features.dmask + plan.keeps_dtanh)
     for first in cutlass.range_constexpr(0, plan.own_queries, together):
@@ -236,6 +277,14 @@ def _differentiate(
                 dS[at], dS[at + 1] = cute.arch.mul_packed_f32x2(less, (weights[j], weights[j + 1]))
         if cutlass.const_expr(features.dmask):
             add_dmask(ctx, work, n, _fragment(ctx, t, work, n, dS, first))
+        if cutlass.const_expr(features.mods.score_mod):
+            before = None
+            if cutlass.const_expr(probs.scores is not None):
+                own = _part(probs.scores, first, together)
+                before = cute.make_tensor(own.iterator, cute.make_layout((1, together), stride=(0, 1)))
+            mods.differentiate(
+                ctx.mods, plan, own_mods, before, _fragment(ctx, t, work, n, dS, first), ROW_MATES
+            )
         if cutlass.const_expr(probs.dtanh is not None):
             _multiply(dS, widened(_part(probs.dtanh, first, together)))
         rounded = cute.make_rmem_tensor(together, plan.dtype)

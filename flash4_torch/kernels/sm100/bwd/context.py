@@ -10,6 +10,7 @@ import cutlass.cute as cute
 from ...common import attn_mask
 from ...common.cta_pair import CtaPair
 from ...common.launch_params import LaunchParams
+from ...common.mods import ModArgs
 from ...common.ring import Ring
 from .plan import Plan
 
@@ -146,6 +147,7 @@ class Context:
     cu_seqlens_q: cute.Tensor | None
     cu_seqlens_k: cute.Tensor | None
     mask: attn_mask.Mask | None
-    """Transposed: its rows are keys."""
+    """An attn_mask, or the tables of a block mask. Transposed: its rows are keys."""
+    mods: ModArgs | None
     dmask: cute.Tensor | None
     rng_state: cute.Tensor | None

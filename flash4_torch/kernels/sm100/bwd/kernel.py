@@ -38,6 +38,7 @@ from ...common import attn_mask, ring, smem_layouts
 from ...common.bwd.tiles import WORK_TILE_WORDS
 from ...common.cta_pair import CtaPair, cluster_sync_exit, cluster_sync_init, make_cta_pair, peer_of
 from ...common.launch_params import LaunchParams
+from ...common.mods import ModArgs, with_mask
 from ...common.ring import Ring
 from ...common.warps import WARP, WARPS
 from .. import tmem
@@ -63,7 +64,7 @@ def backward_kernel(
     dq_semaphore: cute.Tensor | None,
     cu_seqlens_q: cute.Tensor | None,
     cu_seqlens_k: cute.Tensor | None,
-    mask_args: attn_mask.MaskArgs | None,
+    mask_args: attn_mask.MaskArgs | ModArgs | None,
     dmask: cute.Tensor | None,
     rng_state: cute.Tensor | None,
     params: LaunchParams,
@@ -162,27 +163,28 @@ def backward_kernel(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         mask=None,
+        mods=None,
         dmask=dmask,
         rng_state=rng_state,
     )
     if warp < REDUCE_WARPS:
         cute.arch.setmaxregister_decrease(plan.registers.reduce)
-        reduce(attn_mask.with_mask(ctx, mask_args), warp)
+        reduce(with_mask(ctx, mask_args), warp)
     elif warp < REDUCE_WARPS + COMPUTE_WARPS:
         cute.arch.setmaxregister_increase(plan.registers.compute)
-        compute(attn_mask.with_mask(ctx, mask_args), warp - REDUCE_WARPS)
+        compute(with_mask(ctx, mask_args), warp - REDUCE_WARPS)
     else:
         cute.arch.setmaxregister_decrease(plan.registers.other)
         if warp == MMA_WARP:
             if cutlass.const_expr(plan.cluster_size == 1):
-                mma(attn_mask.with_mask(ctx, mask_args))
+                mma(with_mask(ctx, mask_args))
             else:
-                mma_2cta(attn_mask.with_mask(ctx, mask_args))
+                mma_2cta(with_mask(ctx, mask_args))
         elif warp == LOAD_WARP:
             if cutlass.const_expr(plan.cluster_size == 1):
-                load(attn_mask.with_mask(ctx, mask_args))
+                load(with_mask(ctx, mask_args))
             else:
-                load_2cta(attn_mask.with_mask(ctx, mask_args))
+                load_2cta(with_mask(ctx, mask_args))
 
     tmem.fence_before()
     cute.arch.sync_threads()

@@ -15,6 +15,7 @@ from ...common import host, tile_scheduler
 from ...common.attn_mask import MaskArgs
 from ...common.bwd.launch import compile_for_any, map_of
 from ...common.launch_params import LaunchParams
+from ...common.mods import ModArgs
 from ...common.smem_layouts import row_major_layout
 from ...common.warps import WARP
 from ..umma import Matrix
@@ -38,7 +39,7 @@ def backward(
     dq_semaphore: cute.Tensor | None,
     cu_seqlens_q: cute.Tensor | None,
     cu_seqlens_k: cute.Tensor | None,
-    mask: MaskArgs | None,
+    mask: MaskArgs | ModArgs | None,
     dmask: cute.Tensor | None,
     rng_state: cute.Tensor | None,
     params: LaunchParams,
@@ -50,12 +51,12 @@ def backward(
     q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), dout (B, Sq, Hq, Dv), or packed (T, H, D); last
     stride 1, the others multiples of 8 elements, bases aligned to 16 bytes. dk and dv like k and v,
     contiguous. stats (2 or 4, B, Hq, Sp) or (2, Hq, Tp) float32, negated: -lse in base 2, -infinite where
-    there is no row or where one attends to nothing, and dlse - rowsum(out * dout); with a float mask also
-    -lse in natural units, and -lse_low in base 2. dq_acc (B, Hq, blocks, floats) or (Hq, blocks, floats)
-    float32, in the order of `dq_blocks.DqLanes`. tile_counter int32 (1,), zero before and after.
-    dq_semaphore int32 (B, Hq, blocks) or (Hq, blocks), zero before. mask: attn_mask.transpose(2, 3), its last
-    dimension full, and the tables of that. dmask float32, the mask's gradient as it broadcasts, transposed,
-    is added to. No size is 0.
+    there is no row or where one attends to nothing, and dlse - rowsum(out * dout); with a float mask or
+    score_mod also -lse in natural units, and -lse_low in base 2. dq_acc (B, Hq, blocks, floats) or (Hq,
+    blocks, floats) float32, in the order of `dq_blocks.DqLanes`. tile_counter int32 (1,), zero before and
+    after. dq_semaphore int32 (B, Hq, blocks) or (Hq, blocks), zero before. mask: attn_mask.transpose(2, 3),
+    its last dimension full, and the tables of that; or what `mods` describes, transposed. dmask float32, the
+    mask's gradient as it broadcasts, transposed, is added to. No size is 0.
     """
     plan.check()
     rows, grads, keys, values, dkeys, dvalues = map(host.positions_first, (q, dout, k, v, dk, dv))

@@ -71,12 +71,12 @@ _BUDGETS = (
         Registers(152, 96, 112),
         "wide heads: dropout with softcap or a mask",
     ),
-    Budget(lambda p: p.wide and p.features.mask, Registers(144, 128, 96), "wide heads with a mask"),
+    Budget(lambda p: p.wide and p.features.lists_blocks, Registers(144, 128, 96), "wide heads with a mask"),
     Budget(
         lambda p: p.wide, Registers(144, 112, 112), "wide heads: a compute thread has half as many queries"
     ),
     Budget(
-        lambda p: p.features.softcap or p.features.dropout or p.features.float_mask,
+        lambda p: p.features.softcap or p.features.dropout or p.features.float_mask or any(p.features.mods),
         _WITH_FEATURES,
         "softcap, dropout and float masks take registers of compute",
     ),
@@ -113,7 +113,7 @@ class Plan(BackwardPlan):
 
         Next to a mask, keeping them spills; elsewhere, computing them anew does.
         """
-        return self.wide and self.features.dropout and bool(self.features.mask)
+        return self.wide and self.features.dropout and self.features.lists_blocks
 
     @property
     def dq_together(self) -> int:
@@ -245,7 +245,7 @@ class Plan(BackwardPlan):
 
     @property
     def masks(self) -> bool:
-        return self.band.left or self.band.right or self.config.ragged_k or bool(self.features.mask)
+        return self.band.left or self.band.right or self.config.ragged_k or self.features.lists_blocks
 
     @property
     def queries_together(self) -> int:
@@ -255,8 +255,8 @@ class Plan(BackwardPlan):
 
     @property
     def keeps_dtanh(self) -> bool:
-        """Whether softcap's derivatives are computed before a mask is added: it leaves no capped scores."""
-        return self.features.softcap and self.features.float_mask
+        """Whether softcap's derivatives are computed before a mask or score_mod leaves no capped scores."""
+        return self.features.softcap and self.features.large_scores
 
     @property
     def loaders(self) -> int:
@@ -283,6 +283,7 @@ class Plan(BackwardPlan):
         assert c.kv_stages in (1, 2) and min(c.q_stages - 1, c.do_stages, c.dq_slots) >= 1
         assert c.cluster == 1 or (c.kv_stages == 1 and c.half_block_stages >= 2)
         assert not f.dmask or f.float_mask
+        assert bool(f.mods.score_mod) == bool(f.mods.derivative) and not (any(f.mods) and f.mask)
         compute, reduce, other = self.registers
         assert registers_suffice(THREADS, 2 * compute + reduce + other) and GROUP == LANES
         assert c.shared_memory(f) <= SHARED_MEMORY

@@ -59,3 +59,5 @@ class Probs(NamedTuple):
     """Softcap's derivatives, 16 bits, where a mask is added."""
     keep_bits: tuple | None
     """Dropout's keep bits, two words."""
+    scores: cute.Tensor | None = None
+    """float32, before score_mod, if its derivative reads them."""

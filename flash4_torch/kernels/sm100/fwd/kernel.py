@@ -11,8 +11,6 @@ Q, K, V -> load ==load_q===> mma ==s_p==> softmax ==scale==> correction ==s_p==>
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -24,7 +22,7 @@ from ...common.cta_pair import make_cta_pair, peer_of
 from ...common.fwd.launch import Maps, Pages
 from ...common.fwd.tiles import WORK_TILE_WORDS
 from ...common.launch_params import LaunchParams
-from ...common.mods import ModArgs, visited
+from ...common.mods import ModArgs, with_mask
 from ...common.ring import Ring
 from ...common.warps import WARPS
 from .. import tmem
@@ -112,15 +110,15 @@ def forward_kernel(
         cute.arch.setmaxregister_decrease(plan.registers.other)
         if warp == MMA_WARP:
             if _issues(ctx) == 1:
-                mma(_with_mask(ctx, mask_args))
+                mma(with_mask(ctx, mask_args))
         elif warp == LOAD_WARP:
-            load(_with_mask(ctx, mask_args))
+            load(with_mask(ctx, mask_args))
     elif warp >= CORRECTION_WARP:
         cute.arch.setmaxregister_decrease(plan.registers.correction)
-        correction(_with_mask(ctx, mask_args))
+        correction(with_mask(ctx, mask_args))
     elif warp < plan.q_tiles * WARPS:
         cute.arch.setmaxregister_increase(plan.registers.softmax)
-        softmax(_with_mask(ctx, mask_args), warp // WARPS if plan.q_tiles == 2 else Int32(0))
+        softmax(with_mask(ctx, mask_args), warp // WARPS if plan.q_tiles == 2 else Int32(0))
     else:
         cute.arch.setmaxregister_decrease(plan.registers.idle)
 
@@ -129,13 +127,6 @@ def forward_kernel(
     tmem.fence_after()
     if warp == MMA_WARP:
         tmem.free(plan.cluster_size)
-
-
-def _with_mask(ctx: Context, args: attn_mask.MaskArgs | ModArgs | None) -> Context:
-    """The context of one role, with attn_mask, or with score_mod, mask_mod and a block mask."""
-    if any(ctx.plan.features.mods):
-        return replace(ctx, mods=args, mask=visited(args, ctx.plan.mask))
-    return attn_mask.with_mask(ctx, args)
 
 
 @cute.jit

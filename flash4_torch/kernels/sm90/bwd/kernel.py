@@ -21,6 +21,7 @@ from ...common import attn_mask, dropout, ring, smem_layouts
 from ...common.bwd.tiles import WORK_TILE_WORDS
 from ...common.cta_pair import cluster_sync_exit, cluster_sync_init, make_cta_pair, peer_of
 from ...common.launch_params import LaunchParams
+from ...common.mods import ModArgs, with_mask
 from ...common.warps import GROUP, WARP, WARPS
 from .context import Context, Layouts, Maps, Turned
 from .load import load
@@ -44,7 +45,7 @@ def backward_kernel(
     dq_semaphore: cute.Tensor | None,
     cu_seqlens_q: cute.Tensor | None,
     cu_seqlens_k: cute.Tensor | None,
-    mask_args: attn_mask.MaskArgs | None,
+    mask_args: attn_mask.MaskArgs | ModArgs | None,
     dmask: cute.Tensor | None,
     rng_state: cute.Tensor | None,
     params: LaunchParams,
@@ -77,7 +78,7 @@ def backward_kernel(
         lanes = (WARP, dropout.words(plan.queries), plan.strips, config.q_stages)
         sKeepBits = memory.allocate_tensor(Uint32, cute.make_layout(lanes), 16)
     rows_of_q, sLse, sLseLow = cute.make_layout((plan.queries, config.q_stages)), None, None
-    if cutlass.const_expr(plan.features.float_mask):
+    if cutlass.const_expr(plan.features.large_scores):
         sLse, sLseLow = (memory.allocate_tensor(Float32, rows_of_q, 16) for _ in range(2))
     ctx = Context(
         plan=plan,
@@ -122,6 +123,7 @@ def backward_kernel(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         mask=None,
+        mods=None,
         dmask=dmask,
         rng_state=rng_state,
     )
@@ -146,20 +148,20 @@ def backward_kernel(
     if group == 0:
         cute.arch.setmaxregister_decrease(plan.registers.producer)
         if warp == 0:
-            load(attn_mask.with_mask(ctx, mask_args))
+            load(with_mask(ctx, mask_args))
         elif warp <= plan.store_warps:
             store_loop(ctx, warp - 1)
         elif cutlass.const_expr(plan.features.dropout):
-            dropout_bits(attn_mask.with_mask(ctx, mask_args), warp - 1 - plan.store_warps)
+            dropout_bits(with_mask(ctx, mask_args), warp - 1 - plan.store_warps)
     else:
         cute.arch.setmaxregister_increase(plan.registers.consumer)
         if cutlass.const_expr(config.role_split):
             if group == 1:
-                p_warpgroup(attn_mask.with_mask(ctx, mask_args))
+                p_warpgroup(with_mask(ctx, mask_args))
             else:
-                ds_warpgroup(attn_mask.with_mask(ctx, mask_args))
+                ds_warpgroup(with_mask(ctx, mask_args))
         else:
-            mainloop(attn_mask.with_mask(ctx, mask_args), group - 1)
+            mainloop(with_mask(ctx, mask_args), group - 1)
     cluster_sync_exit(plan.cluster_size)
 
 

@@ -120,7 +120,7 @@ def _load_block(
 ) -> tuple[Cursor, Cursor, Cursor]:
     """Load block n of Q and of dO."""
     of_scores = ((ctx.sLseLog2, 0),)
-    if cutlass.const_expr(ctx.plan.features.float_mask):
+    if cutlass.const_expr(ctx.plan.features.large_scores):
         of_scores = (*of_scores, (ctx.sLse, 2), (ctx.sLseLow, 3))
     q = ctx.maps.load_q, ctx.maps.mQ, ctx.sQ, ctx.plan.q_share, of_scores
     do = ctx.maps.load_do, ctx.maps.mdO, ctx.sdO, ctx.plan.do_share, ((ctx.sDelta, 1),)

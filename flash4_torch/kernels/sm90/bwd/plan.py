@@ -59,7 +59,7 @@ class Registers(NamedTuple):
 
 _BUDGETS = (
     Budget(
-        lambda p: p.features.dropout and p.features.mask,
+        lambda p: p.features.dropout and p.features.lists_blocks,
         Registers(224, 56),
         "RNG warps in the producer's warpgroup, and a mask's addresses there",
     ),
@@ -148,7 +148,7 @@ class Plan(BackwardPlan):
     @property
     def heads_inner(self) -> bool:
         """Whether a block is visited for all heads before the next; a mask's blocks differ among heads."""
-        return self.config.heads_inner and not self.features.mask
+        return self.config.heads_inner and not self.features.lists_blocks
 
     @property
     def alternates_direction(self) -> bool:
@@ -193,8 +193,11 @@ class Plan(BackwardPlan):
 
     @property
     def shares_dtanh(self) -> bool:
-        """Whether the second warpgroup needs softcap's derivative (dtanh) separate from P, for dmask."""
-        return self.config.role_split and self.features.softcap and self.features.dmask
+        """Whether the second warpgroup needs softcap's derivative (dtanh) separate from P: for what takes the
+        gradient before it, dmask and score_mod.
+        """
+        f = self.features
+        return self.config.role_split and f.softcap and (f.dmask or bool(f.mods.score_mod))
 
     @property
     def strips(self) -> int:
@@ -235,7 +238,7 @@ class Plan(BackwardPlan):
 
     @property
     def masks(self) -> bool:
-        return self.partial_at_start or self.partial_at_end or bool(self.features.mask)
+        return self.partial_at_start or self.partial_at_end or self.features.lists_blocks
 
     def check(self) -> None:
         """Raise AssertionError for a plan that would not run; `configs` never asks for one."""
@@ -254,9 +257,12 @@ class Plan(BackwardPlan):
         assert not c.unroll_stages or (c.q_stages == c.do_stages == 2 and not c.role_split)
         assert not c.next_tile or (c.kv_stages == 2 and not c.role_split)
         # With scope `KV_HEAD` the first tile has to visit all rows, and to lie where a head's tiles begin.
-        others = f.left or f.mask or f.varlen or f.deterministic or c.role_split
+        others = f.left or f.mask or any(f.mods) or f.varlen or f.deterministic or c.role_split
         assert c.scope != Scope.KV_HEAD or not others
         assert not f.dmask or f.float_mask
+        assert bool(f.mods.score_mod) == bool(f.mods.derivative) and not (any(f.mods) and f.mask)
+        # The second warpgroup has no scores.
+        assert not (c.role_split and self.keeps_scores)
         assert c.kv_stages in (1, 2) and c.ds_stages in (1, 2) and min(c.q_stages, c.do_stages) >= 1
         consumer, producer = self.registers
         assert registers_suffice(self.threads, consumer * WARPGROUPS + producer)

@@ -52,7 +52,7 @@ def all_but_the_last(
         last = work.blocks.span.last - 1 if h == heads - 1 else work.blocks.span.last
         if cutlass.const_expr(not masks):
             at, accumulate = _blocks_full(ctx, t, work, last, accumulate, at, block)
-        elif cutlass.const_expr(ctx.plan.features.mask):
+        elif cutlass.const_expr(ctx.plan.features.lists_blocks):
             at, accumulate = _blocks_partial_anywhere(ctx, t, work, last, accumulate, at, block)
         else:
             at, accumulate = _blocks_partial_at_ends(ctx, t, work, last, accumulate, at, block)

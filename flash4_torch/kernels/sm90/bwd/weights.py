@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 
-from ...common import attn_mask, dropout, ring, scores
+from ...common import attn_mask, dropout, mods, ring, scores
 from ...common import band as bands
 from ...common.bwd.dmask import add_dmask
 from ...common.bwd.probs import columns_of, find_dtanh, four_of, mask_rows_beyond_end, pair_of
-from ...common.fragment import mma_fragment
+from ...common.fragment import MMA_MATES, mma_fragment
 from ...common.ring import Cursor
 from ...common.rounding import round_to, widened
 from ...common.warps import WARP, WARPS
@@ -36,6 +36,8 @@ class Probs(NamedTuple):
     dtanh: cute.Tensor | None
     """Softcap's derivative, in 16 bits."""
     keep_bits: cute.Tensor | None
+    scores: cute.Tensor | None = None
+    """float32, before score_mod, if its derivative reads them."""
 
 
 @cute.jit
@@ -63,10 +65,13 @@ def recompute_p(
     plan = ctx.plan
     features = plan.features if masked else plan.features.without_float_mask
     P, dtanh, keep_bits = wgmma.p_fragment(plan.dtype, plan.queries), None, None
+    before = None
     scores.scale_and_cap(t.S, ctx.params, features)
     if cutlass.const_expr(features.softcap):
         dtanh = wgmma.p_fragment(plan.dtype, plan.queries)
         find_dtanh(t.S, dtanh, ctx.params, features)
+    if cutlass.const_expr(any(features.mods)):
+        before = _modify(ctx, t, work, n, masked)
     if cutlass.const_expr(masked):
         fragment = mma_fragment(t.S, work.positions, n * plan.queries, t.lane)
         if cutlass.const_expr(features.mask):
@@ -78,12 +83,12 @@ def recompute_p(
             mask_rows_beyond_end(fragment, work.tile.Sk)
     scale = scores.softmax_scale(ctx.params, features)
     lse, low = columns_of(ctx.sLseLog2[None, q_at.stage], t.lane), None
-    if cutlass.const_expr(features.float_mask):
+    if cutlass.const_expr(features.large_scores):
         lse, low = (columns_of(stats[None, q_at.stage], t.lane) for stats in (ctx.sLse, ctx.sLseLow))
     for j in cutlass.range_constexpr(cute.size(t.S) // 4):
         of_column, low_of_column = pair_of(lse, j), None if low is None else pair_of(low, j)
         for i in cutlass.range_constexpr(4):
-            if cutlass.const_expr(features.float_mask):
+            if cutlass.const_expr(features.large_scores):
                 x = (t.S[4 * j + i] - of_column[i % 2]) * scale - low_of_column[i % 2]
             else:
                 x = t.S[4 * j + i] * scale - of_column[i % 2]
@@ -91,7 +96,30 @@ def recompute_p(
         round_to(four_of(t.S, j), four_of(P, j))
     if cutlass.const_expr(features.dropout):
         keep_bits = take_keep_bits(ctx, t, q_at)
-    return Probs(P, dtanh, keep_bits)
+    return Probs(P, dtanh, keep_bits, before)
+
+
+@cute.jit
+def _modify(
+    ctx: Context, t: Thread, work: TileState, n: Int32, masked: cutlass.Constexpr
+) -> cute.Tensor | None:
+    """Apply score_mod, and mask_mod where it may mask something of block n; returns the scores before, if the
+    derivative reads them.
+
+    What rows need is found anew for every block, like a mask's rows.
+    """
+    plan, before = ctx.plan, None
+    if cutlass.const_expr(plan.keeps_scores):
+        before = cute.make_rmem_tensor(t.S.layout, Float32)
+        for i in cutlass.range_constexpr(cute.size(t.S)):
+            before[i] = t.S[i]
+    fragment = mma_fragment(t.S, work.positions, n * plan.queries, t.lane)
+    own = mods.rows_of(ctx.mods, plan, work.tile.batch, (work.head, work.head), work.positions)
+    # Rows beyond the end have an infinite lse, which does not hide what score_mod makes of them.
+    mods.modify(ctx.mods, plan, own, fragment, work.tile.Sq)
+    if cutlass.const_expr(masked or not plan.features.mods.blocks):
+        mods.mask(ctx.mods, plan, own, n * plan.queries, fragment)
+    return before
 
 
 @cute.jit
@@ -137,6 +165,8 @@ def differentiate(
             dP[4 * j + i] = weights[i] * (gradient - of_column[i % 2])
     if cutlass.const_expr(features.dmask):
         add_dmask(ctx, work, n, mma_fragment(dP, work.positions, n * ctx.plan.queries, t.lane))
+    if cutlass.const_expr(features.mods.score_mod):
+        _differentiate_mod(ctx, t, work, n, probs, dP)
     for j in cutlass.range_constexpr(cute.size(dP) // 4):
         if cutlass.const_expr(probs.dtanh is not None):
             dtanh = widened(four_of(probs.dtanh, j))
@@ -144,3 +174,16 @@ def differentiate(
                 dP[4 * j + i] = dP[4 * j + i] * dtanh[i]
         round_to(four_of(dP, j), four_of(dS, j))
     return dS
+
+
+@cute.jit
+def _differentiate_mod(
+    ctx: Context, t: Thread, work: TileState, n: Int32, probs: Probs, gradients: cute.Tensor
+) -> None:
+    """Turn gradients of modified scores into those of scores before score_mod."""
+    plan, before, first = ctx.plan, None, n * ctx.plan.queries
+    if cutlass.const_expr(probs.scores is not None):
+        before = mma_fragment(probs.scores, work.positions, first, t.lane).values
+    own = mods.derivative_rows(ctx.mods, plan, work.tile.batch, work.head, work.positions)
+    fragment = mma_fragment(gradients, work.positions, first, t.lane)
+    mods.differentiate(ctx.mods, plan, own, before, fragment, MMA_MATES)
