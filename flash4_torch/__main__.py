@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from . import __version__
+from .compile.arch import NAMES
 from .errors import Flash4Error, hint
 
 _COMMAND = "python -m flash4_torch"
@@ -158,7 +159,7 @@ def _add_kernels(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `ahead.warmup`."""
     from . import ahead
 
-    parser.add_argument("--arch", help="sm_90a, sm_100a or sm_103a; default: that of the GPU here")
+    parser.add_argument("--arch", help=f"{', '.join(NAMES)}; default: that of the GPU here")
     parser.add_argument(
         "--head-dim",
         dest="head_dims",

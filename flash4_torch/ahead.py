@@ -9,7 +9,7 @@ from itertools import product
 from numbers import Integral
 from os import PathLike, fspath
 from pathlib import Path
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from .backends.compiled import (
     APPEND_KVCACHE,
@@ -78,8 +78,9 @@ def warmup(
     Every combination of the arguments is prepared, for all sizes. Kernels go to FLASH4_CACHE_DIR.
 
     Args:
-        arch: "sm_90a" for Hopper, "sm_100a" for Blackwell (B200), "sm_103a" for its Ultra (B300). Default:
-            the current GPU's.
+        arch: "sm_90a" for Hopper, "sm_100a" for Blackwell (B200), "sm_103a" for its Ultra (B300); "sm_80",
+            "sm_86", "sm_87", "sm_89", "sm_120a" and "sm_121a" for GPUs of these compute capabilities.
+            Default: the current GPU's.
         head_dims: D, or (D, Dv) where they differ; multiples of 8 up to 256 (other head sizes are padded).
         dtypes: "bfloat16" and "float16".
         features: words joined by "+", such as "causal+dropout", of plain, causal, window, softcap, varlen,
@@ -204,7 +205,7 @@ def kernels(
         chosen = features_of(D, dtype, words)
         entries, asked = list(_of(target, chosen, group)), words.split("+")
         if "weights" in asked:
-            entries += _of_weights(chosen)
+            entries += _of_weights(target, chosen)
         if "kvcache" in asked:
             entries += _of_kvcache(target, chosen, group)
         if gradients:
@@ -274,14 +275,20 @@ def _check_switch(argument: str, value: object) -> None:
 def _of(target: Target, features: Features, group: int) -> Iterator[tuple[str, tuple[object, ...]]]:
     """The forward's entries, each with the arguments that it is compiled for."""
     for reason in target.forward_configs.limits(features):
-        raise RangeError("features", features, f"there is no kernel for {target.arch}: {reason}")
+        _refuse(target, features, reason)
     for config in target.forward_configs.reachable(features, group):
         yield target.forward, (features, config)
         if features.mask:
             yield MASK_BLOCKS, (forward.mask_plan(features.mask, config),)
 
 
-def _of_weights(features: Features) -> Iterator[tuple[str, tuple[object, ...]]]:
+def _refuse(target: Target, features: object, reason: str) -> NoReturn:
+    raise RangeError("features", features, f"there is no kernel for {target.arch}: {reason}")
+
+
+def _of_weights(target: Target, features: Features) -> Iterator[tuple[str, tuple[object, ...]]]:
+    if not target.has_weights:
+        _refuse(target, repr("weights"), "it has no attention weights")
     own = weights.features_of_weights(features)
     yield from ((WEIGHTS, (own, average_heads)) for average_heads in (True, False))
     if own.mask:
@@ -289,6 +296,8 @@ def _of_weights(features: Features) -> Iterator[tuple[str, tuple[object, ...]]]:
 
 
 def _of_kvcache(target: Target, features: Features, group: int) -> Iterator[tuple[str, tuple[object, ...]]]:
+    if not target.has_kvcache:
+        _refuse(target, repr("kvcache"), "it has none for KV caches")
     dtype, D, Dv = features.dtype, features.D, features.Dv
     yield from ((APPEND_KVCACHE, (plan,)) for plan in append.common_plans(dtype, D, Dv))
     yield from ((MERGE_STATES, (plan,)) for plan in merge.common_plans(dtype, Dv))

@@ -54,9 +54,9 @@ NAMES: Container[object] = os.environ._data  # type: ignore[attr-defined]
 BACKEND = Variable(
     "FLASH4_BACKEND",
     "",
-    "Force one backend (cpu, sm90, sm100, sdpa, efficient, tiled, emulator); a call it cannot serve raises "
-    "instead of going elsewhere. Empty: the first in order of priority that can serve.",
-    choices=("cpu", "sm90", "sm100", "sdpa", "efficient", "tiled", "emulator"),
+    "Force one backend (cpu, sm90, sm100, sdpa, sm80, efficient, tiled, emulator); a call it cannot serve "
+    "raises instead of going elsewhere. Empty: the first in order of priority that can serve.",
+    choices=("cpu", "sm90", "sm100", "sdpa", "sm80", "efficient", "tiled", "emulator"),
 )
 LOG = Variable(
     "FLASH4_LOG",
@@ -68,8 +68,19 @@ LOG = Variable(
 ARCH = Variable(
     "FLASH4_ARCH",
     "sm_100a",
-    "The architecture that the emulator plays: sm_90a (Hopper), sm_100a (Blackwell) or sm_103a (its Ultra).",
-    choices=("sm_90a", "sm_100a", "sm_103a"),
+    "The architecture that the emulator plays: sm_80, sm_86, sm_87 (Ampere), sm_89 (Ada), sm_90a (Hopper), "
+    "sm_100a (Blackwell), sm_103a (its Ultra), sm_120a or sm_121a (Blackwell's GeForce and GB10).",
+    choices=(
+        "sm_80",
+        "sm_86",
+        "sm_87",
+        "sm_89",
+        "sm_90a",
+        "sm_100a",
+        "sm_103a",
+        "sm_120a",
+        "sm_121a",
+    ),
 )
 CACHE_DIR = Variable(
     "FLASH4_CACHE_DIR",

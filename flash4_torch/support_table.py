@@ -20,6 +20,7 @@ _DEVICES: dict[str, dict[str, Any]] = {
     "sm90": {"device": "cuda", "capability": (9, 0)},
     "sm100": {"device": "cuda", "capability": (10, 0)},
     "sdpa": {"device": "cuda", "capability": (9, 0)},
+    "sm80": {"device": "cuda", "capability": (8, 0)},
     "efficient": {"device": "cuda", "capability": (9, 0)},
     "tiled": {"device": "cpu"},
 }

@@ -31,18 +31,21 @@ KEPT = HERE / "build" / "ptx"
 Key = tuple[str, tuple[Any, ...], str]
 """Entry, static arguments, architecture."""
 _MACHINE_CODE = (
+    "test_sm80_cubin",
     "test_sm90_cubin",
     "test_sm90_backward_cubin",
     "test_sm100_cubin",
     "test_sm100_backward_cubin",
 )
 _EMULATED = (
+    "test_sm80_kernel",
     "test_sm90_kernel",
     "test_sm90_backward_kernel",
     "test_sm90_backward_wide",
     "test_sm100_kernel",
     "test_sm100_backward_kernel",
 )
+_ARCHS = {"sm80": "sm_80", "sm90": "sm_90a", "sm100": "sm_100a"}
 _DEBUG = re.compile(r"^\s*\.(loc|file|section)\b.*?$|^\s*//.*?$|\s*//[^\n]*$", re.MULTILINE)
 
 
@@ -59,12 +62,15 @@ def kernels() -> dict[str, list[Key]]:
     for name in _MACHINE_CODE:
         found[name] = [tuple(key) for key in import_module(name).keys()]  # noqa: SIM118
     for name in _EMULATED:
-        arch = "sm_90a" if "sm90" in name else "sm_100a"
+        arch = _ARCHS[name.split("_")[1]]
         entry = TARGETS[arch].backward if "backward" in name else TARGETS[arch].forward
         found[name] = [(entry, static, arch) for static in import_module(name).STATICS.values()]
     for arch in TARGETS:
-        keys = ahead.kernels(arch, [64, 128], ["bfloat16"], list(ahead.WORDS), [1, 4])
-        own = (TARGETS[arch].forward, TARGETS[arch].backward)
+        target = TARGETS[arch]
+        has = {"weights": target.has_weights, "kvcache": target.has_kvcache}
+        words = [word for word in ahead.WORDS if has.get(word, True)]
+        keys = ahead.kernels(arch, [64, 128], ["bfloat16"], words, [1, 4])
+        own = (target.forward, target.backward)
         found[f"warm-up of {arch}"] = [tuple(key) for key in keys if key.entry not in own]
     return found
 

@@ -38,7 +38,7 @@ struct Options {
     bool strict_lanes = false;  // tcgen05.wait orders a lane after its own loads and stores only, not the warp's
     uint32_t max_resident = 132;                 // CTAs that the device holds at a time
     uint64_t max_instructions = 20'000'000'000;  // of a launch, before it counts as run away
-    int arch = 100;                              // 90, 100 or 103
+    int arch = 100;                              // 100 for sm_100a
 };
 
 // A per-lane constant or special register, set when a warp starts.

@@ -1,7 +1,7 @@
 """Backends serve attention calls; `choose` picks one, and `reasons` says why the others cannot."""
 
 from .base import ALIGNMENT, Backend, BackwardLaunch, Launch, Prepares, Results, Shares
-from .dispatch import PRIORITY, choose, excluding, is_plain, observers, reasons
+from .dispatch import PRIORITY, choose, excluding, is_plain, observers, own_backend, reasons
 
 __all__ = [
     "ALIGNMENT",
@@ -16,5 +16,6 @@ __all__ = [
     "excluding",
     "is_plain",
     "observers",
+    "own_backend",
     "reasons",
 ]

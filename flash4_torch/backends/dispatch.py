@@ -12,7 +12,7 @@ from ..errors import BackendError
 from ..flex_problem import FlexProblem
 from ..problem import Problem
 from .base import Backend, Explains
-from .compiled import SM90A, SM100A, SM103A, Compiled
+from .compiled import SM80_FAMILY, SM80_ON_REQUEST, SM90A, SM100A, SM103A, Compiled
 from .cpu import Cpu
 from .efficient import Efficient
 from .emulator import Emulator
@@ -23,7 +23,9 @@ PRIORITY: tuple[Backend, ...] = (
     Cpu(),
     Compiled("sm90", SM90A),
     Compiled("sm100", SM100A, SM103A),
+    # Flash attention in torch is the older, and sm80 has not been timed against it.
     Sdpa(),
+    Compiled("sm80", *SM80_FAMILY, on_request=SM80_ON_REQUEST),
     Efficient(),
     Tiled(),
     Emulator(),
@@ -78,6 +80,19 @@ def _candidates() -> tuple[Backend, ...]:
         left_out = _excluded.names
         return tuple(b for b in PRIORITY if b.name not in left_out) if left_out else PRIORITY
     return tuple(b for b in PRIORITY if b.name == forced)
+
+
+def own_backend(capability: tuple[int, int]) -> str:
+    """The backend of our kernels for GPUs of that compute capability; empty if there is none.
+
+    FLASH4_BACKEND can name another one whose kernels such a GPU can run.
+    """
+    ours = [backend for backend in PRIORITY if isinstance(backend, Compiled)]
+    forced = env.BACKEND.get()
+    for backend in ours:
+        if backend.name == forced and backend.can_serve(capability):
+            return forced
+    return next((backend.name for backend in ours if backend.is_made_for(capability)), "")
 
 
 def is_plain() -> bool:

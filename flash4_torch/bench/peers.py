@@ -70,8 +70,7 @@ def own_backend(settings: Settings) -> str:
     """The backend of our own kernels for this GPU; empty if there is none, and dispatch chooses."""
     if not settings.on_gpu:
         return ""
-    name = f"sm{torch.cuda.get_device_capability()[0]}0"
-    return name if name in {backend.name for backend in backends.PRIORITY} else ""
+    return backends.own_backend(torch.cuda.get_device_capability())
 
 
 @contextmanager

@@ -28,7 +28,7 @@ def function(entry: str, static: tuple[object, ...], arch: str) -> Function:
     """The compiled kernel that `entry`, "package.module:function", returns for function(*static).
 
     static: hashable and plain: strings, numbers, None, and (named) tuples of these.
-    arch: "sm_90a", "sm_100a" or "sm_103a".
+    arch: one of `arch.NAMES`, as "sm_90a".
 
     The kernel takes torch tensors, launches on the current stream of their device, and keeps none of them.
     Raises CompileError.

@@ -6,7 +6,17 @@ import torch
 
 from ..errors import RangeError
 
-BY_CAPABILITY = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
+BY_CAPABILITY = {
+    (8, 0): "sm_80",
+    (8, 6): "sm_86",
+    (8, 7): "sm_87",
+    (8, 9): "sm_89",
+    (9, 0): "sm_90a",
+    (10, 0): "sm_100a",
+    (10, 3): "sm_103a",
+    (12, 0): "sm_120a",
+    (12, 1): "sm_121a",
+}
 """Architectures by compute capability; code for an 'a' architecture runs on that capability only."""
 
 NAMES = tuple(BY_CAPABILITY.values())

@@ -16,6 +16,9 @@ softcap * 2^-24."""
 SHARED_MEMORY = 227 * 1024
 """Bytes of shared memory that a CTA on Hopper and on Blackwell may have."""
 _BARRIERS_AND_ALIGNMENT = 2048
+_WORK_TILE = 32
+_ALIGNMENT = 1024
+"""Bytes that swizzled memory begins at multiples of."""
 _BARRIERS = 1024
 """Bytes for barriers where stages are multiples of 1024 bytes: backward kernels, and Blackwell's forward."""
 
@@ -105,6 +108,49 @@ class Features(NamedTuple):
         needs more.
         """
         return self.dropout and tile_dim(self.Dv) <= 192
+
+
+class Sm80Forward(NamedTuple):
+    """Tiles and switches of the forward by mma.sync; `configs.sm80` says which to take and why."""
+
+    warps: int
+    row_mmas: int
+    """MMAs of 16 query rows side by side that a warp has: what it reads of K and V serves them all."""
+    keys: int
+    """Keys in a block of K and V, a multiple of 16."""
+    kv_stages: int
+    lazy_rescale: bool = False
+    """O is rescaled only when a row's maximum has grown so far that weights would exceed 2^8."""
+    ragged_k: bool = True
+    """Sk may end inside a block of keys, where the band does not mask what follows."""
+    pack_gqa: int = 1
+    """Query heads of one KV head that share a tile's rows: 1, 2, 4, ... 64."""
+
+    @property
+    def cluster(self) -> int:
+        """CTAs that take neighbouring tiles: there are no clusters."""
+        return 1
+
+    @property
+    def rows(self) -> int:
+        """Query rows in a tile; with `pack_gqa`, each row is one head of one query."""
+        return 16 * self.row_mmas * self.warps
+
+    @property
+    def queries(self) -> int:
+        """Query positions in a tile."""
+        return self.rows // self.pack_gqa
+
+    def shared_memory(self, features: Features) -> int:
+        """Bytes of shared memory: Q, or O in its place, K and V in their stages, and the work tile.
+
+        With dropout also a bit for each weight of one block.
+        """
+        D, Dv = tile_dim(features.D), tile_dim(features.Dv)
+        stages = (self.kv_stages * self.keys * n for n in (D, Dv))
+        matrices = (self.rows * max(D, Dv), *stages)
+        bits = self.rows * tile_bits(self.keys) if features.dropout else 0
+        return sum(-(-2 * n // _ALIGNMENT) * _ALIGNMENT for n in matrices) + bits // 8 + _WORK_TILE
 
 
 class Sm90Forward(NamedTuple):
@@ -229,6 +275,88 @@ class Scope(str, Enum):
         return self.value
 
 
+class Sm80Backward(NamedTuple):
+    """Tiles and switches of the backward by mma.sync; `configs.sm80_backward` says which to take and why."""
+
+    warps: int
+    column_warps: int = 1
+    """Warps that share 16 keys: each has some of the queries of their scores, and some columns of dK and dV.
+    If there are several, P and dS go through SMEM."""
+    queries: int = 64
+    """Query rows in a block."""
+    stages: int = 2
+    """Stages of Q and dO. With one, the next block's arrive only under dQ."""
+    round_weights: bool = False
+    """dS is computed from the rounded weights, which frees the registers of the unrounded ones."""
+    ragged_k: bool = True
+    """Sk may end inside a tile."""
+
+    @property
+    def keys(self) -> int:
+        """Keys of a tile."""
+        return 16 * self.warps // self.column_warps
+
+    @property
+    def cluster(self) -> int:
+        """CTAs that take neighbouring tiles: there are no clusters."""
+        return 1
+
+    @property
+    def cluster_keys(self) -> int:
+        """Keys of a tile: attn_mask's tables go by these."""
+        return self.keys
+
+    @property
+    def scope(self) -> Scope:
+        return Scope.KEY_TILE
+
+    @property
+    def tmem_order(self) -> bool:
+        """Whether dQ is summed up in TMEM's order, not in that of MMA accumulators."""
+        return False
+
+    @property
+    def dq_by_register(self) -> bool:
+        """Whether neighbouring sums of dQ are the same register of neighbouring threads."""
+        return True
+
+    @property
+    def dq_warps(self) -> int:
+        """Warps that share 16 rows of dQ: each has some columns."""
+        return 16 * self.warps // self.queries
+
+    @property
+    def q_parts(self) -> int:
+        """Parts of the columns of Q and K, each of which is an operand of its own."""
+        return max(self.column_warps, self.dq_warps)
+
+    @property
+    def dq_pieces(self) -> int:
+        """Pieces in which a block of rows has its dQ added up: as many as make D a multiple of what is
+        shared out."""
+        return self.queries // 64 * self.q_parts
+
+    def shared_memory(self, features: Features) -> int:
+        """Bytes: Q and dO in their stages, K, V, dS, two or four numbers of each row, and the work tile.
+
+        Several `column_warps` also share P. With dropout there is a bit for each weight of a block.
+        """
+        D, Dv = (-(-n // (16 * p)) * 16 * p for n, p in _columns(self, features))
+        rows = (self.stages * self.queries * n for n in (D, Dv))
+        weights = self.keys * self.queries
+        matrices = (*rows, self.keys * D, self.keys * Dv, weights, weights * (self.column_warps > 1))
+        statistics = 4 * features.row_stats * self.queries * self.stages
+        own = self.queries // self.column_warps
+        bits = 16 * self.warps * tile_bits(own) if features.dropout else 0
+        whole = sum(-(-2 * n // _ALIGNMENT) * _ALIGNMENT for n in matrices)
+        return whole + statistics + bits // 8 + _WORK_TILE
+
+
+def _columns(config: Sm80Backward, features: Features) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Head sizes, and the number of parts of each."""
+    return (features.D, config.q_parts), (features.Dv, config.column_warps)
+
+
 class Sm90Backward(NamedTuple):
     """Tiles and switches of the Hopper backward kernel; `configs.sm90_backward` says which to take."""
 
@@ -275,6 +403,11 @@ class Sm90Backward(NamedTuple):
     @property
     def tmem_order(self) -> bool:
         """Whether dQ is summed up in TMEM's order, not in that of wgmma accumulators."""
+        return False
+
+    @property
+    def dq_by_register(self) -> bool:
+        """Whether neighbouring sums of dQ are the same register of neighbouring threads."""
         return False
 
     @property
@@ -339,6 +472,11 @@ class Sm100Backward(NamedTuple):
     def tmem_order(self) -> bool:
         """Whether dQ is summed up in TMEM's order, not in that of wgmma accumulators."""
         return True
+
+    @property
+    def dq_by_register(self) -> bool:
+        """Whether neighbouring sums of dQ are the same register of neighbouring threads."""
+        return False
 
     @property
     def queries(self) -> int:

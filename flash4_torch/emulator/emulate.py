@@ -91,9 +91,9 @@ def device(
     Functions must be compiled and called inside the block.
 
     Args:
-        arch: "sm_90a", "sm_100a" or "sm_103a"; default: FLASH4_ARCH.
-        num_sms: how many SMs it has; persistent kernels launch that many CTAs. Default: 132 for sm_90a, else
-            148.
+        arch: one of `host.ARCHITECTURES`, as "sm_90a"; default: FLASH4_ARCH.
+        num_sms: how many SMs it has; persistent kernels launch that many CTAs. Default: those of the
+            architecture's largest GPU.
         check: raise EmulationError for the first launch with findings.
         gives_way: allow `device` blocks inside this one; they replace it, start from its architecture and
             options, and add their reports to its own, too.

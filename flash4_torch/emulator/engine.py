@@ -14,7 +14,7 @@ import numpy as np
 
 from flash4_torch.emulator import build, ptx
 from flash4_torch.emulator.errors import EmulatorError, LaunchError
-from flash4_torch.emulator.limits import MAX_SHARED, refuse_impossible
+from flash4_torch.emulator.limits import max_shared, refuse_impossible
 from flash4_torch.emulator.lower import SHARED_BASE, lower
 from flash4_torch.emulator.report import PIPES, Counters, Finding, Line, Place, Report
 
@@ -24,7 +24,7 @@ SCHEDULES = ("eager", "late", "fuzz")
 STRICT = frozenset({"uninitialised", "wait_ld", "exit", "lanes"})
 _SLICE = 50  # milliseconds that the engine runs before Python looks at signals and the clock
 _PLAIN = "it must be contiguous and in the CPU's memory"
-DEVICE_SMS = {90: 132, 100: 148, 103: 148}
+DEVICE_SMS = {80: 108, 86: 84, 87: 16, 89: 142, 90: 132, 100: 148, 103: 148, 120: 188, 121: 48}
 
 
 @dataclass(frozen=True)
@@ -186,9 +186,9 @@ class Program:
         self.arch = arch
         lowered = lower(kernel, engine().operations, compact=compact)
         self._static_shared = lowered.static_shared_bytes - SHARED_BASE
-        if self._static_shared > MAX_SHARED:
+        if self._static_shared > max_shared(arch):
             shared = f"{self._static_shared} bytes of static shared memory"
-            raise LaunchError(f"{kernel.name} has {shared}; a CTA can have {MAX_SHARED}")
+            raise LaunchError(f"{kernel.name} has {shared}; a CTA can have {max_shared(arch)}")
         self.pipes = [engine().pipes[op] for op in lowered.operation]
         inits = list(lowered.start.inits())
         columns = [
@@ -230,7 +230,7 @@ class Program:
         Raises LaunchError for what the launch call of a GPU refuses.
         """
         options = options or Options()
-        refuse_impossible(grid, block, cluster, dynamic_shared, self._static_shared)
+        refuse_impossible(grid, block, cluster, dynamic_shared, self._static_shared, self.arch)
         spans = _spans([*(regions or ()), *((v.address, v.data.nbytes) for v in self.kernel.variables)])
         buffer = ctypes.create_string_buffer(params, max(len(params), 1))
         text = _LaunchText(

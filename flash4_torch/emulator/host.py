@@ -44,11 +44,22 @@ class Device:
     minor: int
     num_sms: int
 
+    @property
+    def number(self) -> int:
+        """The architecture's number: 90 for sm_90a."""
+        return 10 * self.major + self.minor
+
 
 ARCHITECTURES = {
     "sm_90a": Device(9, 0, DEVICE_SMS[90]),
     "sm_100a": Device(10, 0, DEVICE_SMS[100]),
     "sm_103a": Device(10, 3, DEVICE_SMS[103]),
+    "sm_80": Device(8, 0, DEVICE_SMS[80]),
+    "sm_86": Device(8, 6, DEVICE_SMS[86]),
+    "sm_87": Device(8, 7, DEVICE_SMS[87]),
+    "sm_89": Device(8, 9, DEVICE_SMS[89]),
+    "sm_120a": Device(12, 0, DEVICE_SMS[120]),
+    "sm_121a": Device(12, 1, DEVICE_SMS[121]),
 }
 
 
@@ -85,9 +96,9 @@ class Launch:
 def install(run: Callable[[Launch], None], arch: str | None = None, num_sms: int | None = None) -> None:
     """Sends launches to `run`, lets CuTe-DSL compile for `arch`, and lets CPU tensors pass for the device's.
 
-    arch: "sm_90a", "sm_100a" or "sm_103a"; default: FLASH4_ARCH.
-    num_sms: how many SMs the device seems to have; default: 132 for sm_90a, else 148. Persistent kernels
-    launch that many CTAs, so a small number makes them quick to run.
+    arch: one of `ARCHITECTURES`, as "sm_90a"; default: FLASH4_ARCH.
+    num_sms: how many SMs the device seems to have; default: those of the architecture's largest GPU.
+    Persistent kernels launch that many CTAs, so a small number makes them quick to run.
 
     An exception that `run` raises reaches the caller of the compiled function. A second call replaces what
     the first one set. Raises RangeError for another architecture, BuildError if the C++ part cannot be built,
@@ -139,6 +150,7 @@ class _Seam:
         self._library = ctypes.CDLL(self._path)
         self._library.flash4_last_error.restype = ctypes.c_char_p
         self._run: Callable[[Launch], None] = _run_nothing
+        self._device = ARCHITECTURES["sm_90a"]
         self._connection = ExitStack()
         self._ptx: dict[bytes, str] = {}  # by the cubin's hash, since two kernels can share a name
         self._loaded = [""]  # PTX by library number, which starts at 1 as 0 means failure
@@ -154,7 +166,7 @@ class _Seam:
 
     def connect(self, run: Callable[[Launch], None], arch: str, num_sms: int) -> None:
         self._run = run
-        device = ARCHITECTURES[arch]
+        self._device = device = ARCHITECTURES[arch]
         self._library.flash4_set_device(device.major, device.minor, num_sms)
         self._connection = dsl.connect(
             library=self._path,
@@ -233,7 +245,8 @@ class _Seam:
             programmatic=bool(raw.programmatic),
             args=tuple(raw.args[: kernel.parameters]),
         )
-        refuse_impossible(launch.grid, launch.block, launch.cluster, launch.smem_bytes)
+        sizes = launch.grid, launch.block, launch.cluster, launch.smem_bytes
+        refuse_impossible(*sizes, arch=self._device.number)
         self._run(launch)
         return 0
 

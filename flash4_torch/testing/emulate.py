@@ -128,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--arch", choices=ARCHITECTURES, help="default: FLASH4_ARCH, else sm_100a")
     parser.add_argument(
-        "--num-sms", type=_number(1, 1024), help="how many SMs the GPU has; default: 132 or 148"
+        "--num-sms", type=_number(1, 1024), help="how many SMs the GPU has; default: the most"
     )
     parser.add_argument("--schedule", choices=SCHEDULES, default="eager", help="default: %(default)s")
     parser.add_argument(

@@ -109,7 +109,7 @@ GARBAGE = ("", "x", "-1", "0", "1.5", "1_0", "nan", "None", "ß", "3;4", "9" * 4
 COUNT = Words(["1", "2", "3", "007"], GARBAGE)
 
 KERNEL_OPTIONS = {
-    "--arch": (1, Words(["sm_90a", "sm_100a", "sm_103a"], ["sm_80", "SM_90A", "", "90"])),
+    "--arch": (1, Words(["sm_80", "sm_90a", "sm_100a", "sm_120a"], ["sm_75", "SM_90A", "", "90"])),
     "--head-dim": (2, Words(["64", "128", "192x128", "8", "256"], [*GARBAGE, "63", "264", "64x65", "x64"])),
     "--dtype": (2, Words(ahead.DTYPES, ["float32", "half", "", "bfloat"])),
     "--features": (
@@ -272,7 +272,7 @@ ANYTHING = st.recursive(
     max_leaves=4,
 )
 GOOD: dict[str, Sequence[Any]] = {
-    "arch": ["sm_90a", "sm_100a", "sm_103a"],
+    "arch": ["sm_86", "sm_90a", "sm_100a", "sm_103a"],
     "head_dims": [[64], (128, (192, 128)), {256}, range(8, 32, 8), [np.int64(64)]],
     "dtypes": [["float16"], ("bfloat16", "float16")],
     "features": [["causal"], ["plain", "varlen+deterministic"]],

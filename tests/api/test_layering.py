@@ -38,6 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     "kernels.common": set(),
     "kernels.aux_kernels": {"kernels.common"},
+    "kernels.sm80": {"kernels.common"},
     "kernels.sm90": {"kernels.common"},
     "kernels.sm100": {"kernels.common"},
     "kernels.weights": {"kernels.common", "configs"},

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import flash4_torch
 from flash4_torch import backends, env, info
 from flash4_torch.__main__ import main
+from flash4_torch.backends import dispatch
 from flash4_torch.backends.compiled import TARGETS, Target
 from flash4_torch.bench import (
     cases,
@@ -354,7 +355,7 @@ def test_every_gpu_of_ours_is_measured_with_our_kernels(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: target.capability)
     name = peers.own_backend(Settings("cuda"))
-    assert name == {9: "sm90", 10: "sm100"}[target.capability[0]]
+    assert name == {8: "sm80", 9: "sm90", 10: "sm100", 12: "sm80"}[target.capability[0]]
     assert name in {backend.name for backend in backends.PRIORITY}
 
 
@@ -362,14 +363,13 @@ def test_ours_is_forced_to_the_gpus_own_kernels(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     on_gpu = Settings("cuda")
     assert peers.own_backend(Settings("cpu")) == ""
-    monkeypatch.setattr(backends, "PRIORITY", ())
-    assert peers.own_backend(on_gpu) == ""
-
-    class Sm90:
-        name = "sm90"
-
-    monkeypatch.setattr(backends, "PRIORITY", (Sm90(),))
     assert peers.own_backend(on_gpu) == "sm90"
+    monkeypatch.setenv(env.BACKEND.name, "sm80")
+    assert peers.own_backend(on_gpu) == "sm80"
+    monkeypatch.setenv(env.BACKEND.name, "sm100")
+    assert peers.own_backend(on_gpu) == "sm90"
+    monkeypatch.setattr(dispatch, "PRIORITY", ())
+    assert peers.own_backend(on_gpu) == ""
     monkeypatch.setenv(env.BACKEND.name, "tiled")
     with peers._forced("sm90"):
         assert env.BACKEND.get() == "sm90"

@@ -269,13 +269,14 @@ def test_every_config_that_kernels_import_is_hashed() -> None:
 
 
 def test_architectures_by_capability() -> None:
-    found = [arch.of_capability(capability) for capability in ((9, 0), (10, 0), (10, 3))]
-    assert found == ["sm_90a", "sm_100a", "sm_103a"]
-    for refused in ((8, 0), (10, 1), (12, 0)):
-        with pytest.raises(errors.RangeError, match=r"kernels exist for sm_90a, sm_100a, sm_103a"):
+    capabilities = ((8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 1))
+    found = [arch.of_capability(capability) for capability in capabilities]
+    assert found == ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_121a"]
+    for refused in ((7, 5), (10, 1), (13, 0)):
+        with pytest.raises(errors.RangeError, match=r"kernels exist for sm_80, sm_86"):
             arch.of_capability(refused)
-    with pytest.raises(errors.RangeError, match="'sm_80', but"):
-        arch.checked("sm_80")
+    with pytest.raises(errors.RangeError, match="'sm_75', but"):
+        arch.checked("sm_75")
 
 
 # Files that are not what they should be

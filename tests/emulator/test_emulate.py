@@ -112,7 +112,7 @@ def test_one_device_at_a_time():
 @pytest.mark.parametrize(
     ("arch", "options", "word"),
     [
-        ("sm_80", {}, "sm_80"),
+        ("sm_75", {}, "sm_75"),
         ("sm_90a", {"schedule": "lazy"}, "lazy"),
         ("sm_90a", {"strict": frozenset({"x"})}, "x"),
     ],

@@ -5,6 +5,7 @@ same path as on such a GPU, except for the GPU itself. Problems that the kernels
 to small kernels for any GPU.
 """
 
+from itertools import product
 from typing import Any
 
 import hypothesis.strategies as st
@@ -23,7 +24,7 @@ from flash4_torch.testing import emulate
 
 ARCHS = tuple(TARGETS)
 EACH = ("sm_90a", "sm_100a")
-"""The architectures whose kernels differ; sm_103a runs those of sm_100a, with other tiles."""
+"""The architectures whose kernels differ; others run theirs, or `BY_MMA_SYNC`."""
 HEADS = ((1, 1), (4, 2), (3, 1))
 
 
@@ -89,7 +90,7 @@ def test_schedules_give_the_same_bits(schedule):
 
 
 def test_the_architecture_comes_from_the_environment(monkeypatch):
-    for arch in ARCHS:
+    for arch in one_of(4, ARCHS):
         monkeypatch.setenv(env.ARCH.name, arch)
         with emulate.device() as device:
             flash4_torch.attention(*tensors(torch.bfloat16, 1, 3, 3, 1, 1, 32, 32))
@@ -139,6 +140,7 @@ def test_under_compile():
         ("sm_90a", {"D": 264}, "264"),
         ("sm_90a", {"dtype": torch.float32, "dropout_p": 0.5}, "dropout"),
         ("sm_90a", {"attn_mask": torch.ones(5, 5, dtype=torch.float64)}, "attn_mask"),
+        ("sm_86", {"D": 264}, "264"),
     ],
 )
 def test_what_it_does_not_serve_is_named(monkeypatch, arch, call, word):
@@ -173,7 +175,18 @@ def attention_of(arch, q, k, v, seed=0, **kwargs):
         return flash4_torch.attention(q, k, v, return_lse=True, **kwargs)
 
 
-@EACH_CALL
+BY_MMA_SYNC = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_120a", "sm_121a")
+"""Architectures of one family of kernels, some with less shared memory than others."""
+
+
+@pytest.mark.parametrize(
+    ("arch", "call"),
+    [
+        *(("sm_90a", call) for call in one_of(2, list(CALLS))),
+        *(("sm_100a", call) for call in one_of(4, list(CALLS))),
+        *one_of(2 * len(CALLS) + 2, list(product(BY_MMA_SYNC, CALLS))),
+    ],
+)
 def test_the_gpus_own_kernel_runs(arch, call):
     kwargs, launches = CALLS[call]
     inputs = [x.detach() for x in tensors(torch.bfloat16, **SIZES)]

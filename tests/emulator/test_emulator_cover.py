@@ -18,7 +18,7 @@ import flash4_torch
 from covering import Case, covering, name_of
 from everything import one_of
 from flash4_torch import env, testing
-from flash4_torch.backends.compiled import TARGETS
+from flash4_torch.backends.compiled import SM80_FAMILY, TARGETS
 from flash4_torch.masks import Band
 from flash4_torch.reference.attention import attention as by_definition
 from flash4_torch.reference.dropout import Dropout
@@ -47,7 +47,8 @@ class Drawn(NamedTuple):
 
 def _runs() -> Iterator[tuple[str, Case]]:
     """Most runs are for sm_100a, as no GPU at hand can run it; elsewhere a few cases try this test, too."""
-    for arch in TARGETS:
+    others = [target.arch for target in TARGETS.values() if target not in SM80_FAMILY]
+    for arch in (*others, *one_of(6, [target.arch for target in SM80_FAMILY])):
         yield from ((arch, case) for case in one_of(8 if arch == "sm_100a" else len(CASES), CASES))
 
 

@@ -292,8 +292,8 @@ def test_the_number_of_sms_is_told(launches: list[host.Launch]) -> None:
 
 
 def test_unknown_architectures_are_refused() -> None:
-    with pytest.raises(ValueError, match="sm_80"):
-        host.install(lambda launch: None, "sm_80")
+    with pytest.raises(ValueError, match="sm_75"):
+        host.install(lambda launch: None, "sm_75")
 
 
 @pytest.mark.parametrize(
@@ -311,6 +311,23 @@ def test_impossible_launches_are_refused(what: str, changes: dict[str, Any]) -> 
     grid, block, cluster = (tuple(launch[name]) for name in ("grid", "block", "cluster"))
     with pytest.raises(host.LaunchError, match=what):
         refuse_impossible(grid, block, cluster, launch["smem"])
+
+
+@pytest.mark.parametrize(
+    ("arch", "kib"), [(80, 163), (86, 99), (87, 163), (89, 99), (90, 227), (120, 99), (121, 99)]
+)
+def test_shared_memory_is_that_of_the_architecture(arch: int, kib: int) -> None:
+    one = (1, 1, 1)
+    refuse_impossible(one, one, one, kib << 10, arch=arch)
+    with pytest.raises(host.LaunchError, match=f"a CTA can have {kib << 10}"):
+        refuse_impossible(one, one, one, (kib << 10) + 1, arch=arch)
+
+
+def test_there_are_no_clusters_before_hopper() -> None:
+    launch = (2, 1, 1), (1, 1, 1), (2, 1, 1), 0
+    refuse_impossible(*launch, arch=90)
+    with pytest.raises(host.LaunchError, match="no clusters before sm_90"):
+        refuse_impossible(*launch, arch=89)
 
 
 @given(st.lists(st.integers(0, 5), max_size=4), st.sampled_from([torch.float32, torch.bfloat16, torch.int8]))

@@ -104,7 +104,11 @@ def test_preprocess(D: int, Dv: int, queries: int, varlen: bool, data: st.DataOb
 
 @pytest.mark.parametrize(
     "of_sums",
-    [DqLanes(80, 128), *(DqBlocks(80, m, groups) for m in (64, 128) for groups in (1, 2, 3))],
+    [
+        DqLanes(80, 128),
+        *(DqBlocks(80, m, groups) for m in (64, 128) for groups in (1, 2, 3)),
+        *(DqBlocks(80, m, groups, by_register=True) for m, groups in ((64, 1), (64, 2), (128, 4))),
+    ],
     ids=str,
 )
 def test_both_descriptions_of_blocks_agree(of_sums: DqBlocks | DqLanes) -> None:
@@ -118,16 +122,15 @@ def test_both_descriptions_of_blocks_agree(of_sums: DqBlocks | DqLanes) -> None:
 
 
 @pytest.mark.parametrize("varlen", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("tmem_order", [False, True], ids=["fragments", "lanes"])
+@pytest.mark.parametrize("order", ["fragments", "lanes", "registers"])
 @pytest.mark.parametrize("queries", [64, 128])
 @pytest.mark.parametrize(("D", "Dv"), HEADS, ids=str)
 @given(data=st.data())
 @settings(max_examples=examples(2, 4))
-def test_postprocess(
-    D: int, Dv: int, queries: int, tmem_order: bool, varlen: bool, data: st.DataObject
-) -> None:
+def test_postprocess(D: int, Dv: int, queries: int, order: str, varlen: bool, data: st.DataObject) -> None:
     dtype = torch.bfloat16 if queries == 64 else torch.float16
-    plan = PostprocessPlan(str(dtype).removeprefix("torch."), D, blocks_of(D, queries, tmem_order), varlen)
+    blocks = blocks_of(D, queries, order == "lanes", order == "registers")
+    plan = PostprocessPlan(str(dtype).removeprefix("torch."), D, blocks, varlen)
     lengths = data.draw(sequences(varlen))
     Hq, generator = data.draw(st.integers(1, 3)), torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     count, at = places(plan.blocks, lengths, varlen)

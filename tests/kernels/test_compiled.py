@@ -18,10 +18,22 @@ import flash4_torch
 from cases import Case, cases
 from flash4_torch import testing
 from flash4_torch.backends import dispatch, tile_counters
-from flash4_torch.backends.compiled import SM90A, SM100A, TARGETS, Target, backend, forward
+from flash4_torch.backends.compiled import (
+    SM80_FAMILY,
+    SM80_ON_REQUEST,
+    SM90A,
+    SM100A,
+    SM103A,
+    TARGETS,
+    Compiled,
+    Target,
+    backend,
+    forward,
+)
 from flash4_torch.compile import arch
 from flash4_torch.configs.sections import evenly
 from flash4_torch.configs.types import Mods
+from flash4_torch.emulator.limits import max_shared
 from flash4_torch.ops.impl import CallOptions, describe_inputs
 from flash4_torch.problem import Extent, Inputs, Problem
 from on_cpu import gpu, name_of
@@ -30,8 +42,10 @@ from test_matches_reference import NAMES, results_and_gradients
 
 HALVES = (torch.bfloat16, torch.float16)
 EACH_TARGET = pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
-EACH_KERNEL = pytest.mark.parametrize("target", [SM90A, SM100A], ids=["sm_90a", "sm_100a"])
-"""Other targets share the kernels of these two."""
+SM80 = TARGETS["sm_80"]
+KERNELS = {target.arch: target for target in (SM80, SM90A, SM100A)}
+EACH_KERNEL = pytest.mark.parametrize("target", KERNELS.values(), ids=KERNELS)
+"""Other targets share the kernels of these."""
 
 
 @EACH_KERNEL
@@ -233,8 +247,45 @@ def test_a_plain_call_on_its_gpu_is_served(target: Target, backward: bool) -> No
 def test_every_architecture_is_a_target_of_one_backend() -> None:
     assert tuple(TARGETS) == arch.NAMES
     for target in TARGETS.values():
-        serving = [name for name, why in dispatch.reasons(problem(target)).items() if not why]
+        call = problem(target, softcap=1.0, dropout=True)
+        serving = [name for name, why in dispatch.reasons(call).items() if not why]
         assert serving[0] == name_of(target) and arch.of_capability(target.capability) == target.arch
+
+
+@EACH_TARGET
+def test_torchs_flash_attention_comes_before_kernels_that_were_not_timed_against_it(target: Target) -> None:
+    serving = [name for name, why in dispatch.reasons(problem(target)).items() if not why]
+    assert (serving[0] == "sdpa") == (name_of(target) == "sm80")
+
+
+@pytest.mark.parametrize("target", [SM90A, SM100A, SM103A], ids=lambda target: target.arch)
+def test_kernels_for_all_gpus_run_on_request_where_there_are_others(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = problem(target)
+    (reason,) = why_not(call, "sm80")
+    assert f"compute capability is {target.capability}" in reason
+    assert reason.endswith("and this one where FLASH4_BACKEND=sm80 asks for it")
+    assert dispatch.own_backend(target.capability) == name_of(target)
+    monkeypatch.setenv("FLASH4_BACKEND", "sm80")
+    backend = dispatch.choose(call)
+    assert backend.name == "sm80" == dispatch.own_backend(target.capability)
+    assert isinstance(backend, Compiled)
+    assert backend.target(call).arch == target.arch and backend.target(call).forward == SM80.forward
+    (reason,) = why_not(problem(capability=(7, 5)), "sm80")
+    assert reason.endswith(f"{(12, 0)} and {(12, 1)}")
+
+
+def test_kernels_for_all_gpus_have_room_on_each() -> None:
+    """No GPU is given a table that needs more shared memory than it has."""
+    assert len(SM80_FAMILY) == 6
+    for target in (*SM80_FAMILY, *SM80_ON_REQUEST):
+        major, minor = target.capability
+        assert target.forward_configs.shared_memory <= max_shared(10 * major + minor)
+
+
+def test_what_they_lack_is_said() -> None:
+    assert why_not(problem(SM80, weights=True), "sm80") == ["it has no attention weights"]
 
 
 @EACH_TARGET

@@ -16,7 +16,7 @@ from torch import Tensor
 import flash4_torch
 from flash4_torch import testing
 from flash4_torch.backends.compiled import GROUP_REDUCE, SM90A, Target, backward, limits
-from flash4_torch.configs import sm90_backward, sm100_backward
+from flash4_torch.configs import sm80_backward, sm90_backward, sm100_backward
 from flash4_torch.configs.types import SHARED_MEMORY, Features, Scope
 from flash4_torch.problem import Extent
 from on_cpu import gpu, name_of
@@ -203,7 +203,15 @@ def test_gradients_of_heads_apart(varlen: bool) -> None:
 SIZES = st.one_of(st.integers(1, 300), st.sampled_from([1024, 16384]), st.integers(1, 1 << 30))
 
 
-@pytest.mark.parametrize("configs", [sm90_backward, sm100_backward], ids=["sm90", "sm100"])
+TABLES = {
+    "sm80": sm80_backward.LARGE,
+    "sm86": sm80_backward.SMALL,
+    "sm90": sm90_backward,
+    "sm100": sm100_backward,
+}
+
+
+@pytest.mark.parametrize("configs", TABLES.values(), ids=TABLES)
 @given(
     D=st.integers(1, 32),
     Dv=st.integers(1, 32),
@@ -229,7 +237,7 @@ def test_what_is_chosen_is_reachable_and_fits(
         return
     config = configs.backward(features, Sk, end_masked, alone, group)
     assert config in configs.reachable(features, group) and config in configs.reachable(features)
-    assert config.shared_memory(features) <= SHARED_MEMORY
+    assert config.shared_memory(features) <= getattr(configs, "shared_memory", SHARED_MEMORY)
     assert config.ragged_k == (not (end_masked and right) and (varlen or Sk % config.cluster_keys != 0))
 
 

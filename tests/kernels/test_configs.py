@@ -11,7 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flash4_torch.backends.compiled.forward import mask_plan
-from flash4_torch.configs import decode, decode_shares, sm90, sm90_backward, sm100, sm100_backward, sm103
+from flash4_torch.configs import (
+    decode,
+    decode_shares,
+    sm80,
+    sm90,
+    sm90_backward,
+    sm100,
+    sm100_backward,
+    sm103,
+)
 from flash4_torch.configs.decode_shares import Work
 from flash4_torch.configs.types import Features, Sm90Forward
 
@@ -41,7 +50,8 @@ def features(draw: st.DrawFn) -> Features:
 SIZES = st.one_of(
     st.integers(1, 300), st.sampled_from([512, 1024, 2048, 4096, 16384]), st.integers(1, 1 << 30)
 )
-EACH_TABLE = pytest.mark.parametrize("table", [sm90, sm100, sm103], ids=["sm90", "sm100", "sm103"])
+TABLES = {"sm80": sm80.LARGE, "sm86": sm80.SMALL, "sm90": sm90, "sm100": sm100, "sm103": sm103}
+EACH_TABLE = pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
 GROUPS = st.one_of(st.integers(1, 8), st.integers(1, 200))
 
 
@@ -90,7 +100,9 @@ def test_head_sizes_have_a_limit(table: ModuleType) -> None:
         assert reason == f"D is {D} and Dv is {Dv}, and it serves up to 256"
 
 
-@pytest.mark.parametrize("table", [sm90, sm100], ids=["sm90", "sm100"])
+@pytest.mark.parametrize(
+    "table", [sm80.LARGE, sm80.SMALL, sm90, sm100], ids=["sm80", "sm86", "sm90", "sm100"]
+)
 @pytest.mark.parametrize(
     "extras", [{}, {"mask": "float32", "softcap": True, "scaled": True, "dropout": True}]
 )
@@ -115,6 +127,17 @@ def test_every_row_serves_somebody() -> None:
         features = BARE._replace(**{"D": row.D, "Dv": row.Dv, "right": right, **extra})
         served.update(r for r in sm90.TABLE if r.admits(features, Sq, Sk) and r is first(features, Sq, Sk))
     assert served == set(sm90.TABLE)
+
+
+@pytest.mark.parametrize("table", [sm80.LARGE, sm80.SMALL], ids=["sm80", "sm86"])
+def test_every_row_by_mma_sync_serves_somebody(table: sm80.Table) -> None:
+    extras: tuple[dict[str, object], ...] = ({}, {"dropout": True}, {"dropout": True, "mask": "bool"})
+    heads = [(row.D, row.Dv) for row in table.rows]
+    served = {
+        table.row(BARE._replace(D=D, Dv=Dv, **extra), Sq, 4096)
+        for (D, Dv), extra, Sq in itertools.product(heads, extras, (1, 4096))
+    }
+    assert served == set(table.rows)
 
 
 def test_every_row_for_blackwell_serves_somebody() -> None:

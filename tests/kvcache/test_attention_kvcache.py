@@ -315,6 +315,13 @@ def test_a_forced_backend_that_cannot_serve_is_an_error(monkeypatch: pytest.Monk
         attend(Q, K, K, block_table=TABLE, seqused_k=LENGTHS)
 
 
+def test_an_architecture_without_the_kernels_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH4_BACKEND", "emulator")
+    monkeypatch.setenv("FLASH4_ARCH", "sm_89")
+    with pytest.raises(BackendError, match="FLASH4_ARCH is sm_89, which has no kernels for KV caches"):
+        attend(Q, K, K, block_table=TABLE, seqused_k=LENGTHS)
+
+
 def test_a_backend_of_other_calls_serves_gathered_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = attend(Q, K, K, block_table=TABLE, seqused_k=LENGTHS)
     monkeypatch.setenv("FLASH4_BACKEND", "tiled")

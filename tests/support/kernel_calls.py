@@ -224,13 +224,20 @@ def check_gradients(kernel: Kernel, call: Call, found: Gradients) -> None:
 
 
 def noise(call: Call) -> float:
-    """The error of dP - delta where both are equal, as for a row with one key: each is rounded to float32."""
+    """The error of gradients of q and k where those of scores are 0."""
+    largest = max(call.q.abs().max().item(), call.k.abs().max().item())
+    return noise_of_scores(call) * abs(call.scale) * largest
+
+
+def noise_of_scores(call: Call) -> float:
+    """The error of dP - delta where both are equal, as for a row with one key: each is rounded to float32.
+
+    Sums are over rows.
+    """
     rows, heads = call.dout.shape[-3], call.dout.shape[-2]
     values = call.v.repeat_interleave(heads // call.v.shape[-2], -2)
     terms = (call.dout.abs().double().amax((-3, -2)) * values.abs().double().amax((-3, -2))).sum(-1).max()
-    largest = max(call.q.abs().max().item(), call.k.abs().max().item())
-    keep = 1.0 / (1.0 - call.p)
-    return 4 * torch.finfo(torch.float32).eps * terms.item() * keep * abs(call.scale) * largest * rows**0.5
+    return 4 * torch.finfo(torch.float32).eps * terms.item() / (1.0 - call.p) * rows**0.5
 
 
 def noise_of_sums(features: Features, call: Call) -> float:
@@ -242,7 +249,7 @@ def noise_of_sums(features: Features, call: Call) -> float:
     each = gradients(features, replace(call, mask=call.mask.expand(full).clone()), torch.float64).dmask
     summed = [i for i, n in enumerate(call.mask.shape) if n == 1]
     of_sum = each.square().sum(summed).sqrt().max().item() if summed else 0.0
-    return noise(call) + torch.finfo(call.q.dtype).eps * of_sum
+    return noise_of_scores(call) + torch.finfo(call.q.dtype).eps * of_sum
 
 
 class Alone(NamedTuple):

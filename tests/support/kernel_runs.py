@@ -18,7 +18,16 @@ from torch import Tensor
 from everything import examples
 from flash4_torch import testing
 from flash4_torch.compile import jit
-from flash4_torch.configs.types import Features, Scope, Sm90Backward, Sm90Forward, Sm100Backward, Sm100Forward
+from flash4_torch.configs.types import (
+    Features,
+    Scope,
+    Sm80Backward,
+    Sm80Forward,
+    Sm90Backward,
+    Sm90Forward,
+    Sm100Backward,
+    Sm100Forward,
+)
 from flash4_torch.emulator.host import Launch
 from flash4_torch.kernels.common.bwd.dq_blocks import sums_of
 from flash4_torch.kernels.common.mask_tables import MaskPlan, place
@@ -39,6 +48,8 @@ from kernel_calls import (
 )
 
 _LAUNCHES = {
+    Sm80Forward: ("sm_80", "sm80.fwd.launch", "compile_forward"),
+    Sm80Backward: ("sm_80", "sm80.bwd.launch", "compile_backward"),
     Sm90Forward: ("sm_90a", "sm90.fwd.launch", "compile_forward"),
     Sm90Backward: ("sm_90a", "sm90.bwd.launch", "compile_backward"),
     Sm100Forward: ("sm_100a", "sm100.fwd.launch", "compile_forward"),
@@ -312,7 +323,7 @@ def _three_sequences(kernel: Kernel, last: int) -> Call:
 def every_tile_is_drawn_once(kernel: Kernel, tiles: int) -> None:
     """Odd numbers of tiles leave a CTA of a pair without rows; on one SM it still is a pair."""
     _, config = kernel
-    backward = isinstance(config, Sm90Backward | Sm100Backward)
+    backward = isinstance(config, Sm80Backward | Sm90Backward | Sm100Backward)
     rows = config.keys if backward else config.queries
     lengths = ((150,) * 2, (rows * tiles - 7,) * 2)
     for num_sms, schedule in ((1, "late"), (5, "fuzz")):

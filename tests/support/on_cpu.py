@@ -52,7 +52,7 @@ class OnCpu(Compiled):
 
 def name_of(target: Target) -> str:
     """Name of the target's backend."""
-    return f"sm{target.capability[0]}0"
+    return dispatch.own_backend(target.capability)
 
 
 class Launch(NamedTuple):

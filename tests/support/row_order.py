@@ -9,8 +9,8 @@ from flash4_torch.kernels.common.bwd.dq_blocks import DqBlocks, DqLanes
 from flash4_torch.kernels.common.bwd.row_blocks import RowBlocks
 
 
-def blocks_of(D: int, queries: int, tmem_order: bool = False) -> RowBlocks:
-    return RowBlocks.of(DqLanes(D, queries) if tmem_order else DqBlocks(D, queries, 2))
+def blocks_of(D: int, queries: int, tmem_order: bool = False, by_register: bool = False) -> RowBlocks:
+    return RowBlocks.of(DqLanes(D, queries) if tmem_order else DqBlocks(D, queries, 2, by_register))
 
 
 def ends_of(lengths: list[int]) -> Tensor:
@@ -37,7 +37,9 @@ def in_blocks(blocks: RowBlocks, x: Tensor) -> Tensor:
     split = x.unflatten(-2, (-1, blocks.bands, 4, 2, 8)).unflatten(-1, (blocks.chunks, 4, 2))
     # block, band, warp, upper or lower, row, chunk, lane's pair, column
     batch = range(split.dim() - 8)
-    order = (split.dim() + d for d in (-8, -7, -3, -6, -4, -2, -5, -1))
+    # A thread's numbers, of both rows and columns, lie last, or first of a chunk.
+    places = (-5, -1, -6, -4, -2) if blocks.by_register else (-6, -4, -2, -5, -1)
+    order = (split.dim() + d for d in (-8, -7, -3, *places))
     return split.permute(*batch, *order).flatten(-7).contiguous()
 
 

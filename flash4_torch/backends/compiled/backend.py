@@ -35,11 +35,23 @@ _TO_COMPILE = {**_TO_RUN, "nvidia_cutlass_dsl": "nvidia-cutlass-dsl"}
 
 
 class Compiled:
-    """The backend that serves the GPUs of its targets."""
+    """The backend that serves the GPUs of its targets.
 
-    def __init__(self, name: str, *targets: Target):
+    on_request: targets that it serves only where FLASH4_BACKEND asks for it.
+    """
+
+    def __init__(self, name: str, *targets: Target, on_request: tuple[Target, ...] = ()):
         self.name = name
-        self._targets = {target.capability: target for target in targets}
+        self._own = {target.capability: target for target in targets}
+        self._targets = {**self._own, **{target.capability: target for target in on_request}}
+
+    def is_made_for(self, capability: tuple[int, int]) -> bool:
+        """Whether it has kernels that are made for GPUs of that compute capability."""
+        return capability in self._own
+
+    def can_serve(self, capability: tuple[int, int]) -> bool:
+        """Whether it has kernels that GPUs of that compute capability can run."""
+        return capability in self._targets
 
     def why_not(self, problem: Problem) -> list[str]:
         spec = problem.spec
@@ -47,12 +59,17 @@ class Compiled:
             return [f"the tensors are on {spec.device}, and it serves cuda"]
         why = []
         target = self._targets.get(spec.capability)
-        if target is None:
-            served = " and ".join(map(str, self._targets))
+        if not (self.is_made_for(spec.capability) or (target is not None and self._is_asked_for())):
+            served = " and ".join(map(str, self._own))
+            if target is not None:
+                served += f", and this one where {env.BACKEND.name}={self.name} asks for it"
             why.append(f"the GPU's compute capability is {spec.capability}, and it serves {served}")
         if missing := missing_packages(exported=bool(env.AOT_DIR.get())):
             why.append(f"{' and '.join(missing)} must be installed (pip install 'flash4_torch[kernels]')")
         return [*why, *limits(target or next(iter(self._targets.values())), problem)]
+
+    def _is_asked_for(self) -> bool:
+        return env.BACKEND.get() == self.name
 
     def forward(self, inputs: Inputs, problem: Problem) -> Results:
         q, k, v = (readable(x) for x in inputs[:3])
@@ -248,7 +265,7 @@ def limits(target: Target, problem: Problem) -> tuple[str, ...]:
     if spec.dtype not in _DTYPES:
         why.append(f"the dtype is {spec.dtype}, and it serves bfloat16 and float16")
     if spec.weights:
-        why += weights_launch.limits(problem)
+        why += weights_launch.limits(target, problem)
     else:
         why += (backward if spec.backward else forward).limits(target, problem)
     if spec.sinks not in _MASK_DTYPES or spec.sinks == "bool":

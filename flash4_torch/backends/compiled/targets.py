@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from ... import compile
 from ...compile import arch as archs
-from ...configs import sm90, sm90_backward, sm100, sm100_backward, sm103
+from ...configs import sm80, sm80_backward, sm90, sm90_backward, sm100, sm100_backward, sm103
 from ...configs.sections import Section, Workload
 from ...configs.types import Features, Scope
 
@@ -65,6 +65,11 @@ class BackwardConfig(Protocol):
     @property
     def tmem_order(self) -> bool:
         """Whether dQ is accumulated in TMEM order."""
+        ...
+
+    @property
+    def dq_by_register(self) -> bool:
+        """Whether neighbouring sums of dQ are the same register of neighbouring threads."""
         ...
 
     @property
@@ -132,11 +137,18 @@ class Target:
     """Entry of the forward kernel."""
     forward_configs: ForwardTable
     backward: str
+    """Entry of the backward's main kernel."""
     backward_configs: BackwardTable
     l2_bytes: int
     """Bytes that stay in the L2 cache while the tiles that share them run."""
     has_wgmma: bool = False
     """Whether there are warpgroup MMAs."""
+    has_weights: bool = True
+    """Whether the kernel for attention weights runs there."""
+    has_kvcache: bool = True
+    """Whether the kernels for KV caches run there."""
+    has_mods: bool = True
+    """Whether the forward takes a score_mod, a mask_mod and lists of blocks."""
     proven: str
 
     @property
@@ -171,5 +183,38 @@ SM100A = Target(
 
 SM103A = replace(SM100A, arch="sm_103a", forward_configs=sm103)
 
-TARGETS = {target.arch: target for target in (SM90A, SM100A, SM103A)}
-"""Targets by architecture."""
+SM80 = Target(
+    arch="sm_80",
+    forward="flash4_torch.kernels.sm80.fwd.launch:compile_forward",
+    forward_configs=sm80.LARGE,
+    backward="flash4_torch.kernels.sm80.bwd.launch:compile_backward",
+    backward_configs=sm80_backward.LARGE,
+    l2_bytes=20 << 20,  # half of an A100's: each half serves half of the SMs
+    has_weights=False,
+    has_kvcache=False,
+    has_mods=False,
+    proven=SM100A.proven,
+)
+SM86, SM89, SM120A, SM121A = (
+    replace(
+        SM80,
+        arch=arch,
+        forward_configs=sm80.SMALL,
+        backward_configs=sm80_backward.SMALL,
+        l2_bytes=mib << 20,
+    )
+    # Two thirds of the caches of an A10, an L4, an RTX 5060 and a GB10, the smallest or the most usual ones.
+    for arch, mib in (("sm_86", 4), ("sm_89", 32), ("sm_120a", 20), ("sm_121a", 16))
+)
+SM87 = replace(SM80, arch="sm_87", l2_bytes=2 << 20)  # half of an Orin's
+
+TARGETS = {target.arch: target for target in (SM80, SM86, SM87, SM89, SM90A, SM100A, SM103A, SM120A, SM121A)}
+"""Targets by architecture: the kernels that are made for it."""
+SM80_FAMILY = tuple(target for target in TARGETS.values() if target.forward == SM80.forward)
+"""Targets of the kernels by mma.sync, where there are none made for the architecture itself."""
+SM80_ON_REQUEST = tuple(
+    replace(SM80, arch=target.arch, l2_bytes=target.l2_bytes)
+    for target in TARGETS.values()
+    if target not in SM80_FAMILY
+)
+"""The same kernels on GPUs that have kernels of their own: to be compared with these."""

@@ -36,8 +36,10 @@ class Kernel(NamedTuple):
     params: LaunchParams
 
 
-def limits(problem: Problem) -> list[str]:
+def limits(target: Target, problem: Problem) -> list[str]:
     """The reasons why the kernel cannot serve the problem."""
+    if not target.has_weights:
+        return ["it has no attention weights"]
     spec, why = problem.spec, []
     if spec.D > _MAX_D:
         why.append(f"D is {spec.D}, and its kernel for weights serves up to {_MAX_D}")

@@ -165,6 +165,8 @@ def why_not_kernels(target: Target, problem: FlexProblem) -> list[str]:
     """The reasons why the target's kernels cannot serve the problem, on whatever device it is."""
     spec = problem.spec
     why = list(limits(target, plain_problem(problem)))
+    if not target.has_mods:
+        why.append(f"its kernels for {target.arch} take no score_mod, mask_mod or block_mask")
     for name, text in (("score_mod", spec.score_mod), ("mask_mod", spec.mask_mod)):
         if text:
             why += lowering.limits(name, program_of(text))

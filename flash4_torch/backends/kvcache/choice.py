@@ -22,7 +22,7 @@ def find_kernels(call: str, device: torch.device, limits: Sequence[str]) -> Find
     """The function that gets compiled kernels for a device, or None if plain torch serves the call.
 
     call: its name, for errors. limits: sentences why the kernels cannot serve it on any device. Plain torch
-    also stands for those backends that have no kernels of their own: cpu, sdpa, efficient and tiled.
+    also stands for those backends that have no kernels for it: cpu, sdpa, sm80, efficient and tiled.
 
     Raises:
         BackendError: FLASH4_BACKEND asks for kernels, and they cannot serve the call.

@@ -1,9 +1,10 @@
 """The backward's sums of dQ: scaled, rounded and stored where dQ belongs.
 
 A CTA has a block of rows of one head. In Hopper's order a thread has what a thread of the main kernel added
-up: of every 8 columns two of each of two rows. Four neighbouring lanes have all columns of these rows; they
-exchange words until each has 8 neighbouring columns, 16 bytes. In TMEM's order those are two loads; eight
-lanes have neighbouring rows, and four such groups neighbouring columns.
+up: of every 8 columns two of each of two rows, side by side or, `by_register`, each by itself. Four
+neighbouring lanes have all columns of these rows; they exchange words until each has 8 neighbouring columns,
+16 bytes. In TMEM's order those are two loads; eight lanes have neighbouring rows, and four such groups
+neighbouring columns.
 """
 
 from __future__ import annotations
@@ -128,8 +129,13 @@ def _row(thread: Int32) -> Int32:
 def _load(source: cute.Pointer, chunk: int, thread: Int32, scale: Float32, plan: PostprocessPlan) -> tuple:
     """Two columns of the upper row and of the lower one, scaled and rounded, a word each."""
     sums = cute.make_rmem_tensor(VECTOR, Float32)
-    at = plan.blocks.vector(thread // THREADS, chunk, thread % THREADS)
-    cute.autovec_copy(vector_at(source + at, VECTOR), sums)
+    band, own = thread // THREADS, thread % THREADS
+    if plan.blocks.by_register:
+        for i in range(VECTOR):
+            sums[i] = vector_at(source + plan.blocks.register(band, chunk, i, own), 1)[0]
+    else:
+        at = plan.blocks.vector(band, chunk, own)
+        cute.autovec_copy(vector_at(source + at, VECTOR), sums)
     return tuple(_rounded(sums[2 * half], sums[2 * half + 1], scale, plan) for half in range(2))
 
 

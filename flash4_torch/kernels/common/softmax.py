@@ -132,6 +132,19 @@ def _make_update(count: int) -> MaxUpdate:
 
 
 @cute.jit
+def normalize(accumulator: cute.Tensor, inverse: cute.Tensor, may_be_masked: cutlass.Constexpr) -> None:
+    """Multiply the rows of `accumulator` (R, C) by `inverse` (R,).
+
+    may_be_masked: rows may see nothing. Their O may be anything, NaN too, and becomes 0.
+    """
+    for r in cutlass.range_constexpr(cute.size(accumulator, mode=[0])):
+        for c in cutlass.range_constexpr(cute.size(accumulator, mode=[1])):
+            accumulator[r, c] = accumulator[r, c] * inverse[r]
+            if cutlass.const_expr(may_be_masked):
+                accumulator[r, c] = accumulator[r, c] if inverse[r] != 0.0 else Float32(0.0)
+
+
+@cute.jit
 def _raise_max(
     rows: Rows,
     r: cutlass.Constexpr,

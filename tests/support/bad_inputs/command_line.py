@@ -40,7 +40,7 @@ def _case(command: Callable[[list[str]], int], arguments: list[str], words: str)
 
 COUNTS = ("0", "-1", "-3", "1.5", "x", "", "1_0", " 1", "٣", "1e3", "0x10", "9" * 5000)
 HEAD_DIMS = ("64x", "x64", "x", "64x64x64", "sixty", "", "64.0", "-64", "64X128", "64 128", "6_4", "9" * 5000)
-ARCHS = ("sm_80", "sm_90", "hopper", "", "SM_90A", "90")
+ARCHS = ("sm_75", "sm_90", "hopper", "", "SM_90A", "90")
 FEATURES = {
     "casual": "did you mean causal?",
     "causal+drop": "did you mean dropout?",
@@ -81,7 +81,7 @@ def _kernels() -> Iterator[tuple[list[str], str]]:
         yield [*good, "--groups", "1000000"], "groups is 1000000, but each must be from 1 to 1024"
         yield [*good, "--groups", "1", "1025"], "groups is 1025"
         for text in ARCHS:
-            yield [*command, "--arch", text], "must be one of sm_90a, sm_100a, sm_103a"
+            yield [*command, "--arch", text], "must be one of sm_80, sm_86, sm_87, sm_89, sm_90a"
         for text, words in FEATURES.items():
             yield [*good, "--features", text], words
         for text in ("float32", "half", "", "bfloat", "float16,bfloat16"):

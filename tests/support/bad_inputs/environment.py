@@ -74,7 +74,7 @@ def _backends() -> Iterator[Case]:
             env.BACKEND,
             "nope",
             call,
-            "one of ['cpu', 'sm90', 'sm100', 'sdpa', 'efficient', 'tiled', 'emulator']",
+            "one of ['cpu', 'sm90', 'sm100', 'sdpa', 'sm80', 'efficient', 'tiled', 'emulator']",
         )
     for value, words in {
         "TILED": "did you mean tiled?",
@@ -97,8 +97,8 @@ def _logs() -> Iterator[Case]:
 
 
 def _archs() -> Iterator[Case]:
-    for value in ("nope", "sm_80", "sm_90", "sm_120a", "SM_100A", "hopper", "100", "sm_90a,sm_100a"):
-        words = "it must be one of ['sm_90a', 'sm_100a', 'sm_103a']"
+    for value in ("nope", "sm_75", "sm_90", "sm_120", "SM_100A", "hopper", "100", "sm_90a,sm_100a"):
+        words = "it must be one of ['sm_80', 'sm_86', 'sm_87', 'sm_89', 'sm_90a', 'sm_100a'"
         yield _case(env.ARCH, value, open_a_device, words)
         yield _case(env.ARCH, value, attend, words, {env.BACKEND.name: "emulator"})
 

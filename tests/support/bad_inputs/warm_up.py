@@ -21,11 +21,11 @@ from . import Case
 BAD: dict[str, list[tuple[Any, str]]] = {
     "arch": [
         *(
-            (value, "must be one of sm_90a, sm_100a, sm_103a")
-            for value in ("sm_80", "", "SM_90A", "sm_90", 90)
+            (value, "must be one of sm_80, sm_86, sm_87, sm_89, sm_90a")
+            for value in ("sm_75", "", "SM_90A", "sm_90", 90)
         ),
         *(
-            (value, "must be one of sm_90a, sm_100a, sm_103a")
+            (value, "must be one of sm_80, sm_86, sm_87, sm_89, sm_90a")
             for value in (b"sm_90a", ["sm_90a"], {}, 9.0, True)
         ),
     ],

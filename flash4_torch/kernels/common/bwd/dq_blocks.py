@@ -10,6 +10,10 @@ threads hold them:
 row `thread // 32 * 16 + thread % 32 // 4 + 8 * (c // 2)` and column `8 * j + thread % 4 * 2 + c % 2` of the
 piece. So a piece is one copy of neighbouring bytes, and a warp stores 512 of them at once.
 
+Threads that add their registers themselves add one at a time, each warp to 128 neighbouring bytes:
+
+    float (piece * registers + i) * 128 + thread              is register i of that thread.
+
 In TMEM a thread has neighbouring columns of one row, and a warp has 32 rows, a band. There
 
     float ((band * columns / 4 + j) * 32 + row % 32) * 4 + c      is column 4 j + c of the row,
@@ -41,6 +45,8 @@ class DqBlocks(NamedTuple):
     queries: int
     """Rows of a block, a multiple of 64."""
     pieces: int
+    by_register: bool = False
+    """Whether neighbouring floats are the same register of neighbouring threads."""
 
     @property
     def bands(self) -> int:
@@ -84,6 +90,8 @@ class DqBlocks(NamedTuple):
         j, column = divmod(column, 8)
         thread = warp * 32 + group * 4 + column // 2
         piece = band * self.parts + part
+        if self.by_register:
+            return (piece * self.registers + 4 * j + 2 * lower + column % 2) * THREADS + thread
         return ((piece * (self.registers // 4) + j) * THREADS + thread) * 4 + 2 * lower + column % 2
 
 
@@ -121,6 +129,9 @@ class DqConfig(Protocol):
     def tmem_order(self) -> bool: ...
 
     @property
+    def dq_by_register(self) -> bool: ...
+
+    @property
     def queries(self) -> int: ...
 
 
@@ -128,4 +139,4 @@ def sums_of(D: int, config: DqConfig) -> DqBlocks | DqLanes:
     """The layout in which a backward kernel of that config sums up dQ, for head size D."""
     if config.tmem_order:
         return DqLanes(D, config.queries, config.column_step)
-    return DqBlocks(D, config.queries, config.dq_pieces)
+    return DqBlocks(D, config.queries, config.dq_pieces, config.dq_by_register)

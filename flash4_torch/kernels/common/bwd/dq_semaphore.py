@@ -47,16 +47,28 @@ def step_of(ctx: BackwardContext, order: DqOrder, n: Int32, block: Int64, is_fir
 @cute.jit
 def wait(address: Int64, awaited: Int32) -> None:
     """Spin, in one thread, until all earlier pieces have been added."""
+    spin(address, awaited)
+    cute.arch.inline_ptx("fence.proxy.async;")
+
+
+@cute.jit
+def spin(address: Int64, awaited: Int32) -> None:
+    """`wait`, before sums that threads add themselves."""
     seen = _load(address)
     while seen < awaited:
         seen = _load(address)
-    cute.arch.inline_ptx("fence.proxy.async;")
 
 
 @cute.jit
 def advance(address: Int64, count: Int32) -> None:
     """Wait, in the thread that issued them, until the bulk copies are in global memory, and count them."""
     cute.arch.cp_async_bulk_wait_group(0, read=False)
+    release(address, count)
+
+
+@cute.jit
+def release(address: Int64, count: Int32) -> None:
+    """Count, in one thread, sums that were added before a barrier of all that added."""
     cute.arch.inline_ptx("red.release.gpu.global.add.s32 [{$r0}], {$r1};", read_only_args=[address, count])
 
 

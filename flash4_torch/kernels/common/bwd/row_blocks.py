@@ -28,10 +28,14 @@ class RowBlocks(NamedTuple):
     """Columns of dQ's sums: D, padded to at least a multiple of 16."""
     tmem_order: bool = False
     """Whether dQ is summed up in TMEM's order."""
+    by_register: bool = False
+    """Whether neighbouring floats are the same register of neighbouring threads; in Hopper's order."""
 
     @classmethod
     def of(cls, sums: DqBlocks | DqLanes) -> RowBlocks:
-        return cls(sums.queries, sums.columns, isinstance(sums, DqLanes))
+        if isinstance(sums, DqLanes):
+            return cls(sums.queries, sums.columns, True)
+        return cls(sums.queries, sums.columns, by_register=sums.by_register)
 
     @property
     def bands(self) -> int:
@@ -65,6 +69,10 @@ class RowBlocks(NamedTuple):
         Pieces of columns follow one another, so it makes no difference here how many of them a band has.
         """
         return ((band * self.chunks + chunk) * THREADS + thread) * VECTOR
+
+    def register(self, band: Any, chunk: Any, i: int, thread: Any) -> Any:
+        """Index in its block of the i-th of these four floats, where the order is `by_register`."""
+        return ((band * self.chunks + chunk) * VECTOR + i) * THREADS + thread
 
     def lane_vector(self, row: Any, j: Any) -> Any:
         """Index in its block of the j-th four columns of a row, in TMEM's order."""

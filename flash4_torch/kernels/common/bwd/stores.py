@@ -47,4 +47,9 @@ def store_rows(
         row, chunk = first + e // chunks, e % chunks
         j = tile.index * ctx.plan.keys + row
         if j < tile.Sk:
-            copy_vector(stage, row, target[tile.k_offset + j, tile.kv_head, None], chunk)
+            own = target
+            if cutlass.const_expr(ctx.plan.features.varlen):
+                own = own[tile.k_offset + j, tile.kv_head, None]
+            else:
+                own = own[tile.batch, j, tile.kv_head, None]
+            copy_vector(stage, row, own, chunk)

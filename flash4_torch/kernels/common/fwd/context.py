@@ -20,6 +20,8 @@ class ForwardContext(SchedulerContext, Protocol):
     work_tile: cute.Pointer
     """`WORK_TILE_WORDS` words for each stage of the ring that announces tiles."""
     out: cute.Tensor
+    lse: cute.Tensor
+    lse_low: cute.Tensor | None
     cu_seqlens_q: cute.Tensor | None
     cu_seqlens_k: cute.Tensor | None
     pages: Pages | None

@@ -41,7 +41,7 @@ class Pages(NamedTuple):
 
 
 class Maps(NamedTuple):
-    """TMA atoms, and the tensors that they copy from or to.
+    """TMA atoms, None where there is no TMA, and the tensors that they copy from or to.
 
     mQ and mO ((group, S), D, Hk, B), mK (S, D, Hk, B), mV (Dv, S, Hk, B); with pages, S of K and V is
     the number of a page's keys, and B the number of pages.

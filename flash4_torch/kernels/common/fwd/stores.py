@@ -1,4 +1,4 @@
-"""Stores of O, from a warp's rows in shared memory to global memory: by TMA, or row by row."""
+"""Stores of lse, and of O from a warp's rows in shared memory to global memory: by TMA, or row by row."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from ..copies import VECTOR, copy_box, copy_vector
+from ..softmax import Final
 from ..warps import WARP
 from .context import ForwardContext
 from .tiles import Tile
@@ -29,7 +30,10 @@ def store_box(ctx: ForwardContext, piece: cute.Tensor, tile: Tile, first: Int32,
 def store_rows(
     ctx: ForwardContext, piece: cute.Tensor, tile: Tile, first: Int32, warp: Int32, lane: Int32
 ) -> None:
-    """Store 16 bytes a lane, of the sequence's rows only: those of a next packed sequence may follow."""
+    """Store 16 bytes a lane, of the sequence's rows only: those of a next packed sequence may follow.
+
+    first: query position of row 0 of warp 0.
+    """
     plan = ctx.plan
     chunks = plan.features.Dv // VECTOR
     group = ctx.maps.mQ.shape[0][0]
@@ -39,5 +43,33 @@ def store_rows(
         i = first + row // plan.pack_gqa
         h = tile.q_head_group * plan.pack_gqa + row % plan.pack_gqa
         if (i < tile.Sq) & (h < group):
-            target = ctx.out[tile.q_offset + i, tile.kv_head * group + h, None]
+            target = ctx.out
+            if cutlass.const_expr(plan.features.varlen):
+                target = target[tile.q_offset + i, tile.kv_head * group + h, None]
+            else:
+                target = target[tile.batch, i, tile.kv_head * group + h, None]
             copy_vector(piece, own_row, target, chunk)
+
+
+@cute.jit
+def store_lse(
+    ctx: ForwardContext, ends: Final, tile: Tile, first: Int32, rows: tuple[Int32, ...], lane: Int32
+) -> None:
+    """Store the lse of a thread's rows, which `lanes` neighbouring lanes share.
+
+    first: query position of row 0. rows: numbers of the thread's rows, counted from there.
+    """
+    plan, lse, low = ctx.plan, ctx.lse, ctx.lse_low
+    group = ctx.maps.mQ.shape[0][0]
+    for r in cutlass.range_constexpr(len(rows)):
+        row = rows[r]
+        i = first + row // plan.pack_gqa
+        h = tile.q_head_group * plan.pack_gqa + row % plan.pack_gqa
+        if (lane % plan.softmax.lanes == 0) & (i < tile.Sq) & (h < group):
+            head = tile.kv_head * group + h
+            if cutlass.const_expr(plan.features.varlen):
+                lse[head, tile.q_offset + i] = ends.lse[r]
+            else:
+                lse[tile.batch, head, i] = ends.lse[r]
+                if cutlass.const_expr(low is not None):
+                    low[tile.batch, head, i] = ends.lse_low[r]

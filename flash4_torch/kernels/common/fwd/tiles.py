@@ -115,6 +115,12 @@ def write_end(ctx: ForwardContext, cursor: Cursor) -> None:
 def read(ctx: ForwardContext, edge: Ring, cursor: Cursor) -> Tile:
     """Read the work tile; waits for whatever else arrives at the edge, too."""
     ring.wait_full(edge, cursor)
+    return read_again(ctx, cursor)
+
+
+@cute.jit
+def read_again(ctx: ForwardContext, cursor: Cursor) -> Tile:
+    """Read a work tile that is known to be there."""
     work_tile = ctx.work_tile + cursor.stage * WORK_TILE_WORDS
     words = [
         cute.arch.make_warp_uniform(cute.arch.load(work_tile + i, Int32)) for i in range(WORK_TILE_WORDS)

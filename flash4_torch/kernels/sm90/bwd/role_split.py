@@ -22,6 +22,7 @@ from cutlass.cute.nvgpu import warp
 
 from ...common import ring
 from ...common.bwd import tiles
+from ...common.bwd.probs import four_of
 from ...common.ring import Cursor
 from ...common.role import role
 from ...common.rounding import round_to, widened
@@ -35,7 +36,7 @@ from .plan import NamedBarrier
 from .state import Cursors, Thread, TileState, other_slot
 from .store_commands import add_dq, send_end
 from .walk import each_block
-from .weights import Probs, differentiate, dropped, four_of, mask_rows, recompute_p, take_keep_bits
+from .weights import Probs, differentiate, dropped, mask_rows, recompute_p, take_keep_bits
 
 
 @role(

@@ -11,7 +11,8 @@ from cutlass import Float32, Int32
 from ...common import attn_mask, dropout, mods, ring, scores
 from ...common import band as bands
 from ...common.bwd.dmask import add_dmask
-from ...common.fragment import MMA_MATES, Fragment, mma_fragment
+from ...common.bwd.probs import columns_of, find_dtanh, four_of, mask_rows_beyond_end, pair_of
+from ...common.fragment import MMA_MATES, mma_fragment
 from ...common.ring import Cursor
 from ...common.rounding import round_to, widened
 from ...common.warps import WARP, WARPS
@@ -68,7 +69,7 @@ def recompute_p(
     scores.scale_and_cap(t.S, ctx.params, features)
     if cutlass.const_expr(features.softcap):
         dtanh = wgmma.p_fragment(plan.dtype, plan.queries)
-        _dtanh(ctx, t, dtanh, features)
+        find_dtanh(t.S, dtanh, ctx.params, features)
     if cutlass.const_expr(any(features.mods)):
         before = _modify(ctx, t, work, n, masked)
     if cutlass.const_expr(masked):
@@ -79,13 +80,13 @@ def recompute_p(
         if cutlass.const_expr(plan.band.masks):
             bands.mask(work.band, plan.band, fragment)
         if cutlass.const_expr(plan.config.ragged_k):
-            _mask_rows_beyond_end(fragment, work.tile.Sk)
+            mask_rows_beyond_end(fragment, work.tile.Sk)
     scale = scores.softmax_scale(ctx.params, features)
-    lse, low = columns_of(ctx.sLseLog2[None, q_at.stage], t), None
+    lse, low = columns_of(ctx.sLseLog2[None, q_at.stage], t.lane), None
     if cutlass.const_expr(features.large_scores):
-        lse, low = (columns_of(stats[None, q_at.stage], t) for stats in (ctx.sLse, ctx.sLseLow))
+        lse, low = (columns_of(stats[None, q_at.stage], t.lane) for stats in (ctx.sLse, ctx.sLseLow))
     for j in cutlass.range_constexpr(cute.size(t.S) // 4):
-        of_column, low_of_column = _pair(lse, j), None if low is None else _pair(low, j)
+        of_column, low_of_column = pair_of(lse, j), None if low is None else pair_of(low, j)
         for i in cutlass.range_constexpr(4):
             if cutlass.const_expr(features.large_scores):
                 x = (t.S[4 * j + i] - of_column[i % 2]) * scale - low_of_column[i % 2]
@@ -132,18 +133,6 @@ def take_keep_bits(ctx: Context, t: Thread, q_at: Cursor) -> cute.Tensor:
 
 
 @cute.jit
-def _dtanh(ctx: Context, t: Thread, dtanh: cute.Tensor, features: cutlass.Constexpr) -> None:
-    """Derivatives of the capped scores, rounded to 16 bits."""
-    inverse = 1.0 / (ctx.params.softcap * scores.unit(features))
-    for j in cutlass.range_constexpr(cute.size(t.S) // 4):
-        values = cute.make_rmem_tensor(4, Float32)
-        for i in cutlass.range_constexpr(4):
-            tanh = t.S[4 * j + i] * inverse
-            values[i] = 1.0 - tanh * tanh
-        round_to(values, four_of(dtanh, j))
-
-
-@cute.jit
 def dropped(ctx: Context, probs: Probs) -> cute.Tensor:
     """P after dropout."""
     if cutlass.const_expr(not ctx.plan.features.dropout):
@@ -164,9 +153,9 @@ def differentiate(
     dS = wgmma.p_fragment(ctx.plan.dtype, ctx.plan.queries)
     if cutlass.const_expr(features.dropout):
         dropout.KeyRows.drop(dP, probs.keep_bits)
-    delta = columns_of(ctx.sDelta[None, do_at.stage], t)
+    delta = columns_of(ctx.sDelta[None, do_at.stage], t.lane)
     for j in cutlass.range_constexpr(cute.size(dP) // 4):
-        of_column, weights = _pair(delta, j), four_of(t.S, j)
+        of_column, weights = pair_of(delta, j), four_of(t.S, j)
         if cutlass.const_expr(ctx.plan.config.round_weights or ctx.plan.config.role_split):
             weights = widened(four_of(probs.P, j))
         for i in cutlass.range_constexpr(4):
@@ -198,35 +187,3 @@ def _differentiate_mod(
     own = mods.derivative_rows(ctx.mods, plan, work.tile.batch, work.head, work.positions)
     fragment = mma_fragment(gradients, work.positions, first, t.lane)
     mods.differentiate(ctx.mods, plan, own, before, fragment, MMA_MATES)
-
-
-def four_of(registers: cute.Tensor, j: int) -> cute.Tensor:
-    """A thread's two rows of the j-th two columns."""
-    return cute.make_tensor(registers.iterator + 4 * j, cute.make_layout(4))
-
-
-@cute.jit
-def _mask_rows_beyond_end(fragment: Fragment, Sk: Int32) -> None:
-    for r in cutlass.range_constexpr(len(fragment.rows)):
-        hidden = fragment.rows[r] >= Sk
-        for c in cutlass.range_constexpr(len(fragment.offsets)):
-            fragment.values[r, c] = -Float32.inf if hidden else fragment.values[r, c]
-
-
-@cute.jit
-def columns_of(numbers: cute.Tensor, t: Thread) -> cute.Tensor:
-    """The thread's own part of one number per column of a block: (2, C / 2) in shared memory."""
-    start = (numbers.iterator + 2 * (t.lane % LANES)).toint()
-    pairs = cute.make_ptr(Float32, start, cute.AddressSpace.smem, assumed_align=8)
-    return cute.make_tensor(pairs, cute.make_layout((2, cute.size(numbers) // 8), stride=(1, 8)))
-
-
-@cute.jit
-def _pair(columns: cute.Tensor, j: cutlass.Constexpr) -> cute.Tensor:
-    """The j-th two columns, loaded where they are needed.
-
-    All at once would take registers that wgmmas in flight hold (ptxas.md, P18).
-    """
-    loaded = cute.make_rmem_tensor(2, Float32)
-    cute.autovec_copy(columns[None, j], loaded)
-    return loaded

@@ -8,13 +8,12 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp
 
 from ...common import ring, scores, softmax
-from ...common.fwd.stores import store_box, store_rows
+from ...common.fwd.stores import store_box, store_lse, store_rows
 from ...common.fwd.tiles import Tile, sinks_of
 from ...common.ring import Cursor
 from ...common.rounding import round_to
 from ...common.warps import GROUP, WARP
 from .. import wgmma
-from ..warps import LANES
 from .context import Context
 from .plan import NamedBarrier
 from .state import Thread
@@ -28,16 +27,8 @@ def epilogue(ctx: Context, t: Thread, tile: Tile, q_at: Cursor) -> None:
     keep_scale = ctx.params.keep_scale if plan.features.dropout else Float32(1.0)
     sinks = sinks_of(ctx, tile, (t.row, t.row + 8))
     ends = softmax.finalize(t.rows, scale, keep_scale, plan.softmax, sinks)
-    inverse = ends.inverse
-    _store_lse(ctx, ends, tile, t)
-
-    values = wgmma.rows_of(t.O)
-    for r in cutlass.range_constexpr(2):
-        for c in cutlass.range_constexpr(cute.size(values, mode=[1])):
-            values[r, c] = values[r, c] * inverse[r]
-            if cutlass.const_expr(plan.rows_may_be_masked):
-                # O of a row that sees nothing may be anything, NaN too.
-                values[r, c] = values[r, c] if inverse[r] != 0.0 else Float32(0.0)
+    store_lse(ctx, ends, tile, _first_position(ctx, tile, t), (t.row, t.row + 8), t.lane)
+    softmax.normalize(wgmma.rows_of(t.O), ends.inverse, plan.rows_may_be_masked)
     rounded = cute.make_rmem_tensor(t.O.layout, plan.dtype)
     round_to(t.O, rounded)
 
@@ -76,24 +67,6 @@ def _pieces(ctx: Context, t: Thread, q_at: Cursor) -> cute.Tensor:
     else:
         start = ctx.sO[None, t.warpgroup].iterator
     return cute.make_tensor(cute.recast_ptr(start, layout.inner), layout.outer)
-
-
-@cute.jit
-def _store_lse(ctx: Context, ends: softmax.Final, tile: Tile, t: Thread) -> None:
-    plan, lse, low = ctx.plan, ctx.lse, ctx.lse_low
-    group = ctx.maps.mQ.shape[0][0]
-    for r in cutlass.range_constexpr(2):
-        row = t.row + 8 * r
-        i = _first_position(ctx, tile, t) + row // plan.pack_gqa
-        h = tile.q_head_group * plan.pack_gqa + row % plan.pack_gqa
-        if (t.lane % LANES == 0) & (i < tile.Sq) & (h < group):
-            head = tile.kv_head * group + h
-            if cutlass.const_expr(plan.features.varlen):
-                lse[head, tile.q_offset + i] = ends.lse[r]
-            else:
-                lse[tile.batch, head, i] = ends.lse[r]
-                if cutlass.const_expr(low is not None):
-                    low[tile.batch, head, i] = ends.lse_low[r]
 
 
 def _first_position(ctx: Context, tile: Tile, t: Thread) -> Int32:

@@ -1,0 +1,158 @@
+"""The tiles of the forward by mma.sync: which to take for which call, and why.
+
+There are two tables, by how much shared memory a CTA may have: `LARGE` (compute capability 8.0, 8.7 and all
+that have more) and `SMALL` (8.6, 8.9, 12.0, 12.1). A table's rows are read from the top: the first one that
+admits the call serves it. No GPU has timed any of them. What a row says is what ptxas said, and what follows
+from these numbers of an SM: 64 K registers; of shared memory 164 KiB (8.0, 8.7) or 100 KiB, of which each CTA
+takes 1 KiB more than it asks for; and 4 tensor cores, which want at least two warps each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from .packing import best_pack, cover, may_pack, possible_packs
+from .types import Features, Sm80Forward, tile_dim
+
+MAX_D = 256
+LARGE_BYTES, SMALL_BYTES = 163 * 1024, 99 * 1024
+"""Bytes of shared memory that a CTA may have."""
+
+_ACCUMULATORS = 160
+_ACCUMULATORS_WITH_MORE = 144
+_ACCUMULATORS_OF_TWO_MMAS = 128
+_ACCUMULATORS_AND_KEYS = 160
+"""Registers that O and S may take next to what else a thread needs: fitted to what spilled. The last limit is
+for dropout, where a block's keys count three times."""
+
+
+class Row(NamedTuple):
+    """A row for head sizes up to (D, Dv). None: whatever the call has."""
+
+    D: int
+    Dv: int
+    rows: int | None
+    """Up to this many query rows that share keys: Sq, times the heads of a group where these are packed."""
+    config: Sm80Forward
+    why: str
+
+    def admits(self, features: Features, rows: int) -> bool:
+        return self.admits_features(features) and (self.rows is None or rows <= self.rows)
+
+    def admits_features(self, features: Features) -> bool:
+        return features.D <= self.D and features.Dv <= self.Dv and has_registers(features, self.config)
+
+
+# fmt: off
+_Tiles = Sm80Forward
+_FEW = "rows of further warps would be empty"
+_OF_64 = (
+    # D   Dv   rows
+    Row(64, 64, 64, _Tiles(4, 1, 64, 2), _FEW),
+    Row(64, 64, None, _Tiles(4, 2, 64, 2),
+        "what is read of K and V serves 32 rows: SMEM is read half as much; 48 KiB, two CTAs to an SM"),
+    Row(64, 64, None, _Tiles(4, 1, 64, 2), "features that need registers: 32 rows of a warp spill"),
+)
+_OF_128 = (
+    Row(128, 128, 64, _Tiles(4, 1, 64, 2), _FEW),
+    Row(128, 128, None, _Tiles(8, 1, 64, 2),
+        "96 KiB; four warps of 32 rows spill 4 to 160 times, whether with 64, 48 or 32 keys"),
+)
+_DROPOUT_AND_MORE = Row(
+    256, 256, None, _Tiles(8, 1, 16, 2), "dropout: 32 keys spill in some kernels"
+)
+_LARGE = (
+    *_OF_64,
+    *_OF_128,
+    Row(192, 192, 64, _Tiles(4, 1, 64, 1), _FEW),
+    Row(192, 192, None, _Tiles(8, 1, 64, 2), "144 KiB: one CTA to an SM, with one stage as with two"),
+    Row(256, 256, 64, _Tiles(4, 1, 64, 1), _FEW),
+    Row(256, 256, None, _Tiles(8, 1, 64, 1), "128 KiB; two stages have no room"),
+    Row(256, 256, None, _Tiles(8, 1, 32, 2), "features that need registers: 64 and 48 keys spill"),
+    _DROPOUT_AND_MORE,
+)
+_SMALL = (
+    *_OF_64,
+    *_OF_128,
+    Row(192, 192, 64, _Tiles(4, 1, 64, 1), _FEW),
+    Row(192, 192, None, _Tiles(8, 1, 64, 1), "96 KiB: two stages have no room"),
+    Row(256, 256, 64, _Tiles(4, 1, 32, 1), _FEW),
+    Row(256, 256, None, _Tiles(8, 1, 32, 1), "96 KiB; 64 keys have room only in tiles of 64 rows"),
+    _DROPOUT_AND_MORE,
+)
+# fmt: on
+
+
+class Table(NamedTuple):
+    rows: tuple[Row, ...]
+    shared_memory: int
+    """Bytes that a CTA may have."""
+
+    def forward(
+        self,
+        features: Features,
+        Sq: int,
+        Sk: int,
+        group: int = 1,
+        seen: int | None = None,
+        end_masked: bool = False,
+    ) -> Sm80Forward:
+        """The config of a call: see `configs.sm90.forward`."""
+        config = self.row(features, Sq, Sk, group, seen).config
+        ragged_k = not (end_masked and features.right) and (features.varlen or Sk % config.keys != 0)
+        return config._replace(ragged_k=ragged_k, pack_gqa=best_pack(features, config.rows, Sq, group))
+
+    def row(self, features: Features, Sq: int, Sk: int, group: int = 1, seen: int | None = None) -> Row:
+        """The row that serves a call: see `forward`."""
+        rows = Sq * cover(group) if may_pack(features) else Sq
+        return next(r for r in self.rows if r.admits(features, rows))
+
+    def limits(self, features: Features) -> list[str]:
+        """Why no row serves the features, whose head sizes may be any."""
+        if max(features.D, features.Dv) <= MAX_D:
+            return []
+        return [f"D is {features.D} and Dv is {features.Dv}, and it serves up to {MAX_D}"]
+
+    def reachable(self, features: Features, group: int | None = None) -> tuple[Sm80Forward, ...]:
+        """Every config that `forward` returns for some sizes; with `group`, for that many heads of a KV
+        head.
+        """
+        ragged = [False, True] if features.right or not features.varlen else [True]
+        found = {
+            row.config._replace(ragged_k=ragged_k, pack_gqa=pack_gqa): None
+            for row in self._rows_until_one_admits_all(features)
+            for ragged_k in ragged
+            for pack_gqa in possible_packs(features, group)
+        }
+        return tuple(found)
+
+    def fits(self, features: Features, config: Sm80Forward) -> bool:
+        """Whether the GPU has room for it, in shared memory and in registers."""
+        return has_registers(features, config) and config.shared_memory(features) <= self.shared_memory
+
+    def _rows_until_one_admits_all(self, features: Features) -> Iterator[Row]:
+        for row in self.rows:
+            if row.admits_features(features):
+                yield row
+                if row.rows is None:
+                    return
+
+
+LARGE, SMALL = Table(_LARGE, LARGE_BYTES), Table(_SMALL, SMALL_BYTES)
+
+
+def has_registers(features: Features, config: Sm80Forward) -> bool:
+    """Whether a thread has registers for it.
+
+    16 rows are a warp's, so that each column of O and of S costs half a register.
+    """
+    f, Dv, keys = features, tile_dim(features.Dv), config.keys
+    if config.row_mmas > 1:
+        plain = not (f.mask or f.softcap or f.dropout)
+        return plain and config.row_mmas * (Dv + keys) // 2 <= _ACCUMULATORS_OF_TWO_MMAS
+    if f.dropout:
+        fits = (Dv + 3 * keys) // 2 <= _ACCUMULATORS_AND_KEYS
+        return fits and not ((f.float_mask or (f.mask and f.softcap)) and Dv > 128 and keys > 16)
+    more = f.float_mask or f.softcap or (f.varlen and f.sinks)
+    return (Dv + keys) // 2 <= (_ACCUMULATORS_WITH_MORE if more else _ACCUMULATORS)

@@ -1,0 +1,134 @@
+"""The tiles of the backward by mma.sync: which to take for which call, and why.
+
+As for the forward (`configs.sm80`) there are two tables, by how much shared memory a CTA may have. The first
+row that admits the call serves it. No GPU has timed any of them: what a row says is what ptxas said, and what
+follows from the sizes of shared memory and of the register file.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .sections import Section, Workload, bounded_backward
+from .sm80 import LARGE_BYTES, MAX_D, SMALL_BYTES
+from .types import Features, Sm80Backward, tile_dim
+
+_ORDERED, _ORDERED_IF_BOUNDED = 12, 32
+"""KV heads of a section of the deterministic backward: those that Hopper was measured with."""
+
+
+MAX_D_WITH_MORE = 192
+"""The widest heads with features for which wider ones have no registers, whatever the tiles."""
+
+
+class Row(NamedTuple):
+    """A row for head sizes up to (D, Dv)."""
+
+    D: int
+    Dv: int
+    config: Sm80Backward
+    why: str
+
+    def config_of(self, features: Features, shared_memory: int) -> Sm80Backward | None:
+        """The config that serves the features, with rounded weights if they need registers, or None."""
+        if features.D > self.D or features.Dv > self.Dv:
+            return None
+        both = (self.config._replace(round_weights=rounded) for rounded in (False, True))
+        return next((config for config in both if fits(features, config, shared_memory)), None)
+
+
+# fmt: off
+_Tiles = Sm80Backward
+_TABLE = (
+    # D   Dv
+    Row(64, 64, _Tiles(8, 1, 64, 2), "80 KiB: 128 keys for each block of rows, two warps a tensor core"),
+    Row(64, 64, _Tiles(8, 2, 64, 2), "features that need registers: 2 to 31 spills with 128 keys"),
+    Row(128, 128, _Tiles(8, 2, 64, 2), "112 KiB; with 16 keys to a warp, 4 to 62 spills from 96 columns on"),
+    Row(128, 128, _Tiles(8, 2, 64, 1), "80 KiB: two stages have no room"),
+    Row(192, 192, _Tiles(8, 2, 64, 2), "160 KiB: dK and dV of 16 keys fit the registers of two warps"),
+    Row(256, 256, _Tiles(8, 4, 64, 1), "104 KiB, 80 KiB up to 192 columns; with 64 keys 7 to 36 spills"),
+    Row(256, 256, _Tiles(4, 4, 64, 1), "84 KiB: 32 keys have no room"),
+)
+# fmt: on
+_ACCUMULATORS = {1: 128, 2: 144, 4: 144}
+"""Registers that dK, dV, S and dP may take, by `column_warps`: fitted to what spilled."""
+_ACCUMULATORS_WITH_MORE, _ROUNDED = 72, 96
+"""The same with masks, softcap or dropout, where warps share keys; and with rounded weights."""
+_ORDER = 64
+"""Registers that sums in order take next to these, where warps share keys."""
+
+
+class Table(NamedTuple):
+    shared_memory: int
+    """Bytes that a CTA may have."""
+
+    def backward(
+        self, features: Features, Sk: int, end_masked: bool = False, kv_head_rows: int = 0, group: int = 1
+    ) -> Sm80Backward:
+        """The config of a call: see `configs.sm90_backward.backward`."""
+        config = self.config(features)
+        ragged_k = not (end_masked and features.right) and (features.varlen or Sk % config.keys != 0)
+        return config._replace(ragged_k=ragged_k)
+
+    def row(self, features: Features, kv_head_rows: int = 0) -> Row:
+        """The row that serves a call."""
+        return next(row for row in _TABLE if row.config_of(features, self.shared_memory))
+
+    def config(self, features: Features) -> Sm80Backward:
+        """The config that serves the features, but for `ragged_k`."""
+        configs = (row.config_of(features, self.shared_memory) for row in _TABLE)
+        return next(config for config in configs if config is not None)
+
+    def reachable(self, features: Features, group: int | None = None) -> tuple[Sm80Backward, ...]:
+        """Every config that `backward` returns for some sizes."""
+        config = self.config(features)
+        ragged = [False, True] if features.right or not features.varlen else [True]
+        return tuple(config._replace(ragged_k=ragged_k) for ragged_k in ragged)
+
+    def section(self, features: Features, config: Sm80Backward, work: Workload) -> Section:
+        """The order of tiles: see `configs.sm90_backward.section`."""
+        bounded = features.left or features.right
+        if features.deterministic:
+            return Section(min(_ORDERED_IF_BOUNDED if bounded else _ORDERED, work.heads))
+        if not bounded:
+            return Section(1)
+        tiles = -(-work.Sk // config.keys)
+        return bounded_backward(work, features.D, features.Dv, tiles, left=features.left)
+
+    def limits(self, features: Features) -> list[str]:
+        """Why no row serves the features, whose head sizes may be any."""
+        f = features
+        if max(f.D, f.Dv) > MAX_D:
+            return [f"D is {f.D} and Dv is {f.Dv}, and it serves up to {MAX_D}"]
+        if any(row.config_of(f, self.shared_memory) for row in _TABLE):
+            return []
+        asked = {"softcap": f.softcap, "dropout": f.dropout, "attn_mask": f.mask, "order": f.deterministic}
+        what = ", ".join(name for name, is_asked in asked.items() if is_asked)
+        heads = f"D is {f.D} and Dv is {f.Dv}"
+        return [f"{heads}, and its gradients with these features ({what}) have up to {MAX_D_WITH_MORE}"]
+
+
+LARGE, SMALL = Table(LARGE_BYTES), Table(SMALL_BYTES)
+
+
+def fits(features: Features, config: Sm80Backward, shared_memory: int) -> bool:
+    """Whether the GPU has room for it, in shared memory and in registers."""
+    return has_registers(features, config) and config.shared_memory(features) <= shared_memory
+
+
+def has_registers(features: Features, config: Sm80Backward) -> bool:
+    """Whether a thread has registers for it.
+
+    16 rows are a warp's, or those of several that share them, so that each column costs half a register.
+    """
+    f, c = features, config
+    rows, shared = 2 * c.queries, c.column_warps
+    if c.dq_warps == 1 and f.D > MAX_D_WITH_MORE and (f.mask or f.deterministic):
+        return False  # dQ takes as many registers as all others together
+    accumulators = (tile_dim(f.D) + tile_dim(f.Dv) + rows) // (2 * shared)
+    if not (f.mask or f.softcap or f.dropout):
+        accumulators += _ORDER * (f.deterministic and shared > 1)
+        return not c.round_weights and accumulators <= _ACCUMULATORS[shared]
+    if f.softcap and f.dropout and max(f.D, f.Dv) > 64:
+        return shared > 2 and c.round_weights and max(f.D, f.Dv) <= MAX_D_WITH_MORE
+    return shared > 1 and accumulators <= (_ROUNDED if c.round_weights else _ACCUMULATORS_WITH_MORE)

@@ -1,0 +1,1 @@
+"""Device code for GPUs without warpgroup MMAs: warp-level MMAs (mma.sync), ldmatrix and cp.async alone."""

@@ -1,0 +1,43 @@
+"""The end of a tile: dK and dV leave, in 16 bits, through the memory of K and V."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+
+from ...common import warp_mma
+from ...common.bwd.stores import store_rows
+from ...common.bwd.tiles import Tile
+from ...common.rounding import round_to
+from .context import Context
+from .state import Thread
+
+
+@cute.jit
+def epilogue(ctx: Context, t: Thread, tile: Tile) -> None:
+    plan = ctx.plan
+    # K and V have been read for the last time.
+    cute.arch.sync_threads()
+    keep_scale = ctx.params.keep_scale if plan.features.dropout else Float32(1.0)
+    _stage(ctx, t.dV, keep_scale, ctx.sV)
+    _stage(ctx, t.dK, ctx.params.scale, ctx.sK)
+    if cutlass.const_expr(plan.column_warps > 1):
+        cute.arch.sync_threads()
+    else:
+        cute.arch.sync_warp()
+    rows = warp_mma.ROWS // plan.column_warps
+    store_rows(ctx, ctx.dv, plan.features.Dv, ctx.sV, tile, ctx.warp, rows, ctx.lane)
+    store_rows(ctx, ctx.dk, plan.features.D, ctx.sK, tile, ctx.warp, rows, ctx.lane)
+
+
+@cute.jit
+def _stage(ctx: Context, gradient: cute.Tensor, scale: Float32, stage: cute.Tensor) -> None:
+    """Scale and round a gradient, and write it to the rows of the warp's keys."""
+    for i in cutlass.range_constexpr(cute.size(gradient)):
+        gradient[i] = gradient[i] * scale
+    rounded = cute.make_rmem_tensor(gradient.layout, ctx.plan.dtype)
+    round_to(gradient, rounded)
+    tiler = (warp_mma.ROWS, cute.size(stage, mode=[1]) // ctx.plan.column_warps)
+    target = cute.local_tile(stage, tiler, (ctx.key_warp, ctx.column_warp))
+    warp_mma.store_to_smem(rounded, target, ctx.lane)

@@ -1,0 +1,87 @@
+"""The host side of the backward's main kernel: layouts, grid, and compiling for any sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+
+from ....configs.types import Features, Sm80Backward
+from ...common import host
+from ...common.attn_mask import MaskArgs
+from ...common.bwd.launch import compile_for_any
+from ...common.launch_params import LaunchParams
+from ...common.smem_layouts import row_major_layout
+from .context import Layouts, Maps
+from .kernel import backward_kernel
+from .plan import Plan
+
+
+@cute.jit
+def backward(
+    q: cute.Tensor,
+    k: cute.Tensor,
+    v: cute.Tensor,
+    dout: cute.Tensor,
+    stats: cute.Tensor,
+    dq_acc: cute.Tensor,
+    dq: cute.Tensor | None,
+    dk: cute.Tensor,
+    dv: cute.Tensor,
+    tile_counter: cute.Tensor,
+    dq_semaphore: cute.Tensor | None,
+    cu_seqlens_q: cute.Tensor | None,
+    cu_seqlens_k: cute.Tensor | None,
+    mask: MaskArgs | None,
+    dmask: cute.Tensor | None,
+    rng_state: cute.Tensor | None,
+    params: LaunchParams,
+    plan: cutlass.Constexpr,
+    stream: cuda.CUstream,
+) -> None:
+    """Launch dk, dv, and dq_acc += dq / scale.
+
+    The arguments are those of the Hopper kernel, with scope `KEY_TILE`, so that dq is None; dq_acc has the
+    order `by_register` of `dq_blocks`. tile_counter is used where sums have an order.
+    """
+    plan.check()
+    parts = plan.config.q_parts, plan.column_warps
+    widths = (plan.D, plan.D // parts[0]), (plan.Dv, plan.Dv // parts[1])
+    (q_width, q_part), (do_width, do_part) = widths
+    layouts = Layouts(
+        q=row_major_layout(plan.dtype, plan.queries, q_width, plan.stages, q_part),
+        do=row_major_layout(plan.dtype, plan.queries, do_width, plan.stages, do_part),
+        k=row_major_layout(plan.dtype, plan.keys, q_width, 1, q_part),
+        v=row_major_layout(plan.dtype, plan.keys, do_width, 1, do_part),
+        weights=row_major_layout(plan.dtype, plan.keys, plan.queries, 1, plan.own_queries),
+    )
+    maps = Maps(*map(host.positions_first, (q, dout, k, v)))
+    sequences = k.shape[0]
+    if cutlass.const_expr(plan.features.varlen):
+        sequences = cu_seqlens_k.shape[0] - 1
+    num_work = cute.ceil_div(params.max_seqlen, plan.keys) * maps.mK.shape[2] * sequences
+    backward_kernel(
+        maps,
+        layouts,
+        stats,
+        dq_acc,
+        dk,
+        dv,
+        tile_counter,
+        dq_semaphore,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        mask,
+        dmask,
+        rng_state,
+        params,
+        plan,
+    ).launch(grid=(num_work, 1, 1), block=(plan.threads, 1, 1), min_blocks_per_mp=1, stream=stream)
+
+
+def compile_backward(features: Features, config: Sm80Backward) -> Any:
+    """`backward` compiled for any sizes and strides; call it with its arguments but `plan` and `stream`."""
+    plan = Plan(features, config)
+    return compile_for_any(backward, plan, plan.blocks.floats)

@@ -1,0 +1,118 @@
+"""Who does what, and in how much shared memory.
+
+A CTA has one tile of keys of one KV head, and visits every block of queries, of all query heads of the group,
+that sees one of these keys. Keys are the rows of S^T, dP^T, dK and dV: each warp has 16 of them, or
+`column_warps` warps share 16. All warps do the same, block after block:
+
+    load      every warp copies some of the rows of Q and dO, by cp.async, with the results of the preprocess
+              kernel: lse and delta
+    mainloop  S^T = K Q^T, P; dP^T = V dO^T, dV += P^T dO; dS to SMEM, dK += dS^T Q; dQ = dS K, of which each
+              warp has 16 rows or, `dq_warps` sharing these, some columns of them
+    dq_sums   a red.add for each number of dQ; in order, between two barriers and a semaphore
+    epilogue  dK and dV through the memory of K and V
+
+The copies of a block are one cp.async group. A barrier of the CTA says that a block has come, and that dS of
+the block before has been used; another one that dS is written. If several warps share keys, they read P and
+dS from SMEM for dV and dK, too, behind this barrier.
+"""
+
+from __future__ import annotations
+
+from ....configs.types import Sm80Backward
+from ...common import warp_mma
+from ...common.bwd.dq_blocks import DqBlocks
+from ...common.bwd.plan import BackwardPlan
+from ...common.warps import WARP
+from ..registers import Registers, registers_of_threads
+
+
+class Plan(BackwardPlan):
+    __slots__ = ()
+
+    config: Sm80Backward
+
+    @property
+    def blocks(self) -> DqBlocks:
+        return DqBlocks(self.features.D, self.queries, self.config.dq_pieces, by_register=True)
+
+    @property
+    def D(self) -> int:
+        """Head size of Q and K in shared memory."""
+        return self.blocks.columns
+
+    @property
+    def Dv(self) -> int:
+        step = 16 * self.column_warps
+        return -(-self.features.Dv // step) * step
+
+    @property
+    def warps(self) -> int:
+        return self.config.warps
+
+    @property
+    def threads(self) -> int:
+        return self.warps * WARP
+
+    @property
+    def registers(self) -> Registers:
+        return registers_of_threads(self.threads)
+
+    @property
+    def column_warps(self) -> int:
+        """Warps that share 16 keys."""
+        return self.config.column_warps
+
+    @property
+    def own_queries(self) -> int:
+        """Queries of a block whose scores a warp computes."""
+        return self.queries // self.column_warps
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether warps read P and dS of their keys from SMEM, not only dS of all keys."""
+        return self.column_warps > 1
+
+    @property
+    def dq_strips(self) -> int:
+        """Strips of 16 rows of dQ."""
+        return self.queries // warp_mma.ROWS
+
+    @property
+    def dq_columns(self) -> int:
+        """Columns of dQ that a warp computes."""
+        return self.D // self.config.dq_warps
+
+    @property
+    def stages(self) -> int:
+        return self.config.stages
+
+    @property
+    def ahead(self) -> int:
+        """The block that is loaded while one is worked on comes as many blocks later."""
+        return max(self.stages - 1, 1)
+
+    @property
+    def groups_in_flight(self) -> int:
+        """Groups of copies that may still be under way when a block has to be there."""
+        return max(self.stages - 2, 0)
+
+    @property
+    def masks(self) -> bool:
+        return self.band.left or self.band.right or self.config.ragged_k or bool(self.features.mask)
+
+    @property
+    def last_tile_first(self) -> bool:
+        """Whether a head's last tile adds its dQ first: see the Hopper kernel's plan."""
+        return self.features.deterministic and self.features.right
+
+    @property
+    def alternates_direction(self) -> bool:
+        return False
+
+    def check(self) -> None:
+        """Raise AssertionError for a plan that would not run; `configs` never asks for one."""
+        f, c = self.features, self.config
+        assert f.D % 8 == 0 and f.Dv % 8 == 0 and 8 <= min(f.D, f.Dv) and max(f.D, f.Dv) <= 256
+        assert c.queries in (64, 128) and c.column_warps in (1, 2, 4) and c.warps in (2, 4, 8)
+        assert c.warps >= c.column_warps and 16 * c.warps % c.queries == 0, "dQ is not shared out evenly"
+        assert c.stages >= 1 and (f.float_mask or not f.dmask)

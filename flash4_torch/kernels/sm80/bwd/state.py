@@ -1,0 +1,52 @@
+"""A thread's registers, its tile, and the blocks that the tile visits."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+
+from ...common import dropout
+from ...common.band import Band, Span
+from ...common.bwd.tiles import DqOrder, Tile
+
+
+class Thread(NamedTuple):
+    """What a thread keeps in registers from block to block."""
+
+    dK: cute.Tensor
+    dV: cute.Tensor
+
+
+class Block(NamedTuple):
+    """A block of queries of one head of the group."""
+
+    h: Int32
+    position: Int32
+    """Its place among the blocks that the head's mask leaves visible, or its number."""
+    n: Int32
+    partial: Boolean
+    """Whether attn_mask changes any of its scores."""
+
+
+class TileState(NamedTuple):
+    """A tile as one thread sees it."""
+
+    tile: Tile
+    band: Band
+    span: Span
+    full: Span
+    """Blocks that neither the band nor the end of Sk makes partial."""
+    positions: tuple[Int32, Int32]
+    """Positions of the thread's keys."""
+    order: DqOrder | None
+    philox: dropout.Dropout | None
+
+
+class BlockState(NamedTuple):
+    """What a thread works on: a block of one query head."""
+
+    tile: Tile
+    head: Int32
+    n: Int32

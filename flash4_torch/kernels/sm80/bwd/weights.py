@@ -1,0 +1,179 @@
+"""P and dS, which a thread computes from scores and dP, with masks, softcap and dropout."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Uint32
+
+from ...common import attn_mask, dropout, scores, warp_mma
+from ...common import band as bands
+from ...common.bwd import tiles
+from ...common.bwd.dmask import add_dmask
+from ...common.bwd.probs import columns_of, find_dtanh, four_of, mask_rows_beyond_end, pair_of
+from ...common.fragment import Fragment, mma_fragment
+from ...common.rounding import round_to, widened
+from .context import Context
+from .state import Block, BlockState, TileState
+
+LSE_LOG2, DELTA, LSE, LSE_LOW = range(4)
+"""Statistics of a row, in the order in which the preprocess kernel writes them."""
+
+
+class Probs(NamedTuple):
+    """What a block's dS needs besides S itself, in the order of the accumulator."""
+
+    P: cute.Tensor
+    dtanh: cute.Tensor | None
+    """Softcap's derivative, in 16 bits."""
+    keep_bits: cute.Tensor | None
+
+
+@cute.jit
+def mask_words(ctx: Context, work: TileState, own: BlockState) -> tuple:
+    """The mask's rows for the thread's keys, and the words of a bool mask for its queries."""
+    if cutlass.const_expr(not ctx.plan.features.mask):
+        return None, ()
+    rows = attn_mask.rows_of(
+        ctx.mask, work.tile.batch, (own.head, own.head), work.positions, ctx.lane % warp_mma.LANES
+    )
+    words = attn_mask.words_of(rows, own.n)
+    if cutlass.const_expr(ctx.plan.shares_weights):
+        # A word's bits begin with the block's first query; two stand for eight queries.
+        for of_row in words:
+            for i in cutlass.range_constexpr(cute.size(of_row)):
+                of_row[i] = of_row[i] >> Uint32(first_query(ctx) // 4)
+    return rows, words
+
+
+def first_query(ctx: Context) -> Int32:
+    """The first of the warp's queries in a block."""
+    return ctx.column_warp * ctx.plan.own_queries
+
+
+@cute.jit
+def recompute_p(
+    ctx: Context, work: TileState, block: Block, own: BlockState, S: cute.Tensor, mask: tuple, stage: Int32
+) -> Probs:
+    """Turn scores into P: rounded in the result, and unrounded in their place."""
+    plan, features = ctx.plan, ctx.plan.features
+    P, dtanh, keep_bits = cute.make_rmem_tensor(S.layout, plan.dtype), None, None
+    scores.scale_and_cap(S, ctx.params, features)
+    if cutlass.const_expr(features.softcap):
+        dtanh = cute.make_rmem_tensor(S.layout, plan.dtype)
+        find_dtanh(S, dtanh, ctx.params, features)
+    if cutlass.const_expr(plan.masks):
+        partial = block.partial | (own.n < work.full.first) | (own.n >= work.full.last)
+        if partial:
+            _mask(ctx, work, own, fragment_of(ctx, work, own, S), mask)
+    scale = scores.softmax_scale(ctx.params, features)
+    lse = _of_own_queries(ctx, LSE if features.float_mask else LSE_LOG2, stage)
+    low = _of_own_queries(ctx, LSE_LOW, stage) if features.float_mask else None
+    for j in cutlass.range_constexpr(cute.size(S) // 4):
+        of_column, low_of_column = pair_of(lse, j), None if low is None else pair_of(low, j)
+        for i in cutlass.range_constexpr(4):
+            if cutlass.const_expr(features.float_mask):
+                x = (S[4 * j + i] - of_column[i % 2]) * scale - low_of_column[i % 2]
+            else:
+                x = S[4 * j + i] * scale - of_column[i % 2]
+            S[4 * j + i] = cute.math.exp2(x, fastmath=True)
+        round_to(four_of(S, j), four_of(P, j))
+    if cutlass.const_expr(features.dropout):
+        keep_bits = dropout.take(ctx.sKeepBits[None, None, ctx.warp], ctx.lane)
+    return Probs(P, dtanh, keep_bits)
+
+
+def fragment_of(ctx: Context, work: TileState, own: BlockState, S: cute.Tensor) -> Fragment:
+    """The warp's scores of a block, whose rows are keys."""
+    return mma_fragment(S, work.positions, own.n * ctx.plan.queries + first_query(ctx), ctx.lane)
+
+
+@cute.jit
+def _mask(ctx: Context, work: TileState, own: BlockState, fragment: Fragment, mask: tuple) -> None:
+    plan = ctx.plan
+    if cutlass.const_expr(plan.features.mask):
+        rows, words = mask
+        attn_mask.apply(ctx.mask, rows, words, own.n, fragment)
+    if cutlass.const_expr(plan.band.masks):
+        bands.mask(work.band, plan.band, fragment)
+    if cutlass.const_expr(plan.config.ragged_k):
+        mask_rows_beyond_end(fragment, work.tile.Sk)
+
+
+def _of_own_queries(ctx: Context, which: int, stage: Int32) -> cute.Tensor:
+    """A statistic of the warp's queries: see `columns_of`."""
+    numbers = ctx.sStats[None, which, stage]
+    own = cute.local_tile(numbers, (ctx.plan.own_queries,), (ctx.column_warp,))
+    return columns_of(own, ctx.lane)
+
+
+@cute.jit
+def dropped(ctx: Context, probs: Probs) -> cute.Tensor:
+    """P after dropout."""
+    if cutlass.const_expr(not ctx.plan.features.dropout):
+        return probs.P
+    dropped = cute.make_rmem_tensor(probs.P.layout, ctx.plan.dtype)
+    for i in cutlass.range_constexpr(cute.size(dropped)):
+        dropped[i] = probs.P[i]
+    dropout.KeyRows.drop(dropped, probs.keep_bits)
+    return dropped
+
+
+@cute.jit
+def differentiate(
+    ctx: Context,
+    work: TileState,
+    own: BlockState,
+    probs: Probs,
+    S: cute.Tensor,
+    dP: cute.Tensor,
+    stage: Int32,
+) -> cute.Tensor:
+    """dS = P (dP - delta), the gradient with respect to scaled scores."""
+    plan, features = ctx.plan, ctx.plan.features
+    dS = cute.make_rmem_tensor(dP.layout, plan.dtype)
+    if cutlass.const_expr(features.dropout):
+        dropout.KeyRows.drop(dP, probs.keep_bits)
+    delta = _of_own_queries(ctx, DELTA, stage)
+    for j in cutlass.range_constexpr(cute.size(dP) // 4):
+        of_column, weights = pair_of(delta, j), four_of(S, j)
+        if cutlass.const_expr(plan.config.round_weights):
+            weights = widened(four_of(probs.P, j))
+        for i in cutlass.range_constexpr(4):
+            gradient = dP[4 * j + i]
+            if cutlass.const_expr(features.dropout):
+                gradient = gradient * ctx.params.keep_scale
+            dP[4 * j + i] = weights[i] * (gradient - of_column[i % 2])
+    if cutlass.const_expr(features.dmask):
+        add_dmask(ctx, own, own.n, fragment_of(ctx, work, own, dP))
+    for j in cutlass.range_constexpr(cute.size(dP) // 4):
+        if cutlass.const_expr(probs.dtanh is not None):
+            dtanh = widened(four_of(probs.dtanh, j))
+            for i in cutlass.range_constexpr(4):
+                dP[4 * j + i] = dP[4 * j + i] * dtanh[i]
+        round_to(four_of(dP, j), four_of(dS, j))
+    return dS
+
+
+@cute.jit
+def generate_keep_bits(ctx: Context, work: TileState, own: BlockState) -> None:
+    """Generate the keep bits of the warp's weights of a block, strip by strip: eight lanes have one."""
+    plan, tile = ctx.plan, work.tile
+    strips = dropout.strips(plan.own_queries)
+    head = tile.batch * ctx.maps.mQ.shape[2] + own.head
+    key = tile.index * plan.keys + ctx.key_warp * warp_mma.ROWS
+    query = own.n * plan.queries + first_query(ctx)
+    cute.arch.sync_warp()  # the bits of the block before have been taken
+    for base in cutlass.range_constexpr(0, strips, dropout.WARP_STRIPS):
+        strip = base + ctx.lane // dropout.STRIP_LANES
+        if strip < strips:
+            rows = dropout.KeyRows.at(work.philox, key, head, ctx.lane)
+            rows.generate(query, Uint32(strip), ctx.sKeepBits[None, None, ctx.warp])
+    cute.arch.sync_warp()
+
+
+def head_of(ctx: Context, work: TileState, block: Block) -> Int32:
+    """The block's query head."""
+    return work.tile.kv_head * tiles.group(ctx) + block.h

@@ -1,0 +1,1 @@
+"""The forward kernel. Read plan, launch, kernel, load, mainloop, epilogue."""

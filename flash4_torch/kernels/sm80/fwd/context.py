@@ -1,0 +1,59 @@
+"""What all parts of the kernel share: shared memory, and the arguments of the launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+from ...common import attn_mask
+from ...common.cta_pair import CtaPair
+from ...common.fwd.launch import Maps, Pages
+from ...common.launch_params import LaunchParams
+from .plan import Plan
+
+
+class Layouts(NamedTuple):
+    """Layouts in shared memory."""
+
+    q: Any
+    k: Any
+    v: Any
+    o: Any
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the parts may use."""
+
+    plan: Plan
+    params: LaunchParams
+    maps: Maps
+    warp: Int32
+    lane: Int32
+    sQ: cute.Tensor
+    """(rows, D)"""
+    sO: cute.Tensor
+    """(warp_rows, Dv, warps), in the memory of Q."""
+    sK: cute.Tensor
+    """(keys, D, kv_stages)"""
+    sV: cute.Tensor
+    """(Dv, keys, kv_stages)"""
+    work_tile: cute.Pointer
+    """`WORK_TILE_WORDS` words: the tile, which the epilogue reads again, lest it take registers meanwhile."""
+    sKeepBits: cute.Tensor | None
+    """(32, words, row_mmas, warps): see `dropout.take`."""
+    out: cute.Tensor
+    lse: cute.Tensor
+    lse_low: cute.Tensor | None
+    tile_counter: cute.Tensor
+    cu_seqlens_q: cute.Tensor | None
+    cu_seqlens_k: cute.Tensor | None
+    mask: attn_mask.Mask | None
+    rng_state: cute.Tensor | None
+    sinks: cute.Tensor | None
+    """(Hq,)"""
+    pages: Pages | None = None
+    cta_pair: CtaPair | None = None

@@ -1,0 +1,85 @@
+"""The host side of the forward kernel: layouts, grid, and compiling for any sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+
+from ....configs.types import Features, Sm80Forward
+from ...common import host
+from ...common.attn_mask import MaskArgs
+from ...common.fwd.launch import Maps, compile_for_any, count_tiles
+from ...common.launch_params import LaunchParams
+from ...common.smem_layouts import column_major_layout, row_major_layout
+from .context import Layouts
+from .kernel import forward_kernel
+from .plan import Plan
+
+
+@cute.jit
+def forward(
+    q: cute.Tensor,
+    k: cute.Tensor,
+    v: cute.Tensor,
+    out: cute.Tensor,
+    lse: cute.Tensor,
+    lse_low: cute.Tensor | None,
+    tile_counter: cute.Tensor,
+    cu_seqlens_q: cute.Tensor | None,
+    cu_seqlens_k: cute.Tensor | None,
+    mask: MaskArgs | None,
+    rng_state: cute.Tensor | None,
+    sinks: cute.Tensor | None,
+    params: LaunchParams,
+    plan: cutlass.Constexpr,
+    stream: cuda.CUstream,
+) -> None:
+    """Launch out = dropout(softmax(scores)) v and lse = logsumexp(scores).
+
+    q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), out (B, Sq, Hq, Dv), or packed (T, H, D). The last
+    stride is 1, the others are multiples of 8 elements, and bases are aligned to 16 bytes. lse (B, Hq, Sq) or
+    (Hq, T) float32, contiguous; with a float mask lse_low as well: what rounding took from lse. sinks (Hq,)
+    are counted by lse. tile_counter is not used: a CTA has one tile. No size is 0.
+    """
+    plan.check()
+    values = host.positions_first(v)
+    maps = Maps(
+        None,
+        host.by_kv_head(q, k),
+        None,
+        host.positions_first(k),
+        None,
+        cute.make_tensor(values.iterator, cute.select(values.layout, [1, 0, 2, 3])),
+        None,
+        host.by_kv_head(out, k),
+    )
+    layouts = Layouts(
+        q=row_major_layout(plan.dtype, plan.rows, plan.D, 1),
+        k=row_major_layout(plan.dtype, plan.keys, plan.D, plan.stages),
+        v=column_major_layout(plan.dtype, plan.Dv, plan.keys, plan.stages),
+        o=row_major_layout(plan.dtype, plan.warp_rows, plan.Dv, plan.warps),
+    )
+    tiles = count_tiles(q, maps, cu_seqlens_q, params, plan)
+    forward_kernel(
+        maps,
+        layouts,
+        out,
+        lse,
+        lse_low,
+        tile_counter,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        mask,
+        rng_state,
+        sinks,
+        params,
+        plan,
+    ).launch(grid=(tiles, 1, 1), block=(plan.threads, 1, 1), min_blocks_per_mp=1, stream=stream)
+
+
+def compile_forward(features: Features, config: Sm80Forward) -> Any:
+    """`forward` compiled for any sizes and strides; call it with its arguments but `plan` and `stream`."""
+    return compile_for_any(forward, Plan(features, config))

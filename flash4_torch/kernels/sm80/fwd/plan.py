@@ -1,0 +1,89 @@
+"""Who does what, and in how much shared memory.
+
+A CTA has one tile of query rows, and each of its warps `row_mmas` times 16 of them. All warps do the same,
+block of keys after block, from the last to the first:
+
+    load      every warp copies some of the rows of K and V, by cp.async
+    mainloop  S = Q K^T of the warp's rows, softmax, O += P V; with dropout the keep bits of its weights
+    epilogue  O through the memory of Q, which nothing reads any more, and lse
+
+The copies of a block's K and of its V are a cp.async group each. A barrier of the CTA says that a block's K
+has come, and that the V before it has been used; another one that its V has come, and that its K has been
+used. Then the copies begin that take the place of what has been used, `kv_stages` blocks ahead.
+"""
+
+from __future__ import annotations
+
+from ....configs.types import Sm80Forward
+from ...common import warp_mma
+from ...common.fwd.plan import ForwardPlan
+from ...common.softmax import Method
+from ...common.warps import WARP
+from ..registers import Registers, registers_of_threads
+
+
+class Plan(ForwardPlan):
+    __slots__ = ()
+
+    config: Sm80Forward
+
+    @property
+    def mma_rows(self) -> int:
+        return warp_mma.ROWS
+
+    @property
+    def row_mmas(self) -> int:
+        return self.config.row_mmas
+
+    @property
+    def warp_rows(self) -> int:
+        return self.row_mmas * warp_mma.ROWS
+
+    @property
+    def warps(self) -> int:
+        return self.config.warps
+
+    @property
+    def threads(self) -> int:
+        return self.warps * WARP
+
+    @property
+    def registers(self) -> Registers:
+        return registers_of_threads(self.threads)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return self.config.rows
+
+    @property
+    def stages(self) -> int:
+        return self.config.kv_stages
+
+    @property
+    def groups_in_flight(self) -> int:
+        """Groups of copies that may still be under way when a block's K, or its V, has to be there."""
+        return 2 * (self.stages - 1)
+
+    @property
+    def stores_by_tma(self) -> bool:
+        return False
+
+    @property
+    def softmax(self) -> Method:
+        return Method(
+            warp_mma.LANES,
+            self.rows_may_be_masked,
+            self.config.lazy_rescale,
+            subtracts_max_first=self.features.float_mask,
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError for a plan that would not run; `configs` never asks for one."""
+        f, c = self.features, self.config
+        assert f.D % 8 == 0 and f.Dv % 8 == 0 and 8 <= min(f.D, f.Dv) and max(f.D, f.Dv) <= 256
+        assert c.keys % 16 == 0 and 16 <= c.keys <= 256
+        assert c.warps in (2, 4, 8) and c.row_mmas in (1, 2) and c.kv_stages >= 1
+        assert c.rows % c.pack_gqa == 0
+        assert not (f.dropout and c.pack_gqa > 1), "dropout's random numbers follow unpacked rows"
+        assert not self.paged

@@ -1,0 +1,76 @@
+"""The backward by mma.sync as ptxas compiles it: nothing spills, whatever is asked for, on any GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import cycle
+
+import pytest
+
+import compiled_files
+import cubin
+from everything import one_of
+from flash4_torch.compile import Key
+from flash4_torch.configs import sm80_backward
+from flash4_torch.configs.types import Features, Sm80Backward
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+
+ENTRY = "flash4_torch.kernels.sm80.bwd.launch:compile_backward"
+LARGE, SMALL = sm80_backward.LARGE, sm80_backward.SMALL
+TABLES = {"sm_80": LARGE, "sm_86": SMALL, "sm_89": SMALL, "sm_90a": LARGE, "sm_120a": SMALL}
+"""The table of each architecture; sm_87, sm_121a and, on request, sm_100a have others'."""
+HEADS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (64, 256), (40, 24))
+CAUSAL = {"right": True}
+WINDOW = {"left": True, "right": True}
+SOFTCAP = {"softcap": True, "scaled": True}
+FLOAT = {"mask": "float32", "dmask": True}
+USES: tuple[dict[str, object], ...] = (
+    {},
+    {**FLOAT, "dropout": True, "large_softcap": True, "deterministic": True, **SOFTCAP, **WINDOW},
+    {"dropout": True, **WINDOW},
+    CAUSAL,
+    {"varlen": True, "dropout": True, "large_softcap": True, "deterministic": True, **SOFTCAP, **WINDOW},
+    {"mask": "bool", "dropout": True, **SOFTCAP, **WINDOW},
+    {"varlen": True, **WINDOW},
+    {"mask": "bfloat16", "scaled": True, **CAUSAL},
+    {"large_softcap": True, **SOFTCAP, **WINDOW},
+    {"mask": "bool", **CAUSAL},
+    {"mask": "float16", "dmask": True, "scaled": True, **SOFTCAP},
+    {"deterministic": True, **CAUSAL},
+)
+Kernel = tuple[Features, Sm80Backward]
+
+
+def reachable(table: sm80_backward.Table) -> Iterator[Kernel]:
+    """Kernels that calls with these head sizes and features can ask for, with alternating dtypes."""
+    dtypes = cycle(("bfloat16", "float16"))
+    for uses in USES:
+        for D, Dv in HEADS:
+            features = Features(next(dtypes), D, Dv)._replace(**uses)
+            if table.limits(features):
+                continue
+            yield from ((features, config) for config in table.reachable(features) if config.ragged_k)
+
+
+def everything(arch: str) -> list[Key]:
+    """The kernels of an architecture, which do not spill."""
+    return [Key(ENTRY, kernel, arch) for kernel in reachable(TABLES[arch])]
+
+
+def keys() -> list[Key]:
+    """All kernels that are compiled."""
+    return [key for arch in TABLES for key in one_of(59, everything(arch))]
+
+
+KEYS = keys()
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, cubin.Code]:
+    return compiled_files.codes(KEYS, tmp_path_factory)
+
+
+def test_nothing_that_can_be_asked_for_spills(compiled: dict[Key, cubin.Code]) -> None:
+    spilling = {key: code for key, code in compiled.items() if code.stack or code.spills}
+    assert not spilling, "\n".join(f"{key}: {code}" for key, code in spilling.items())

@@ -1,0 +1,98 @@
+"""The backward by mma.sync in the emulator, with its race checks: every switch, against exact results."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from everything import examples, one_of
+from flash4_torch.configs.types import Sm80Backward
+from kernel_calls import static as static_of
+from kernel_runs import (
+    every_tile_is_drawn_once,
+    gradients_are_alone,
+    gradients_are_right,
+    sums_have_an_order,
+    unseen_keys_have_no_gradient,
+)
+from kernel_traits import few
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+
+static = partial(static_of, Sm80Backward)
+CAUSAL = {"right": True}
+WINDOW = {"left": True, "right": True}
+SOFTCAP = {"softcap": True, "scaled": True}
+ROUNDED = {"round_weights": True}
+# (warps, column warps, queries, stages)
+STATICS = {
+    "full": static(64, 64, (8, 1, 64, 2)),
+    "causal": static(64, 64, (4, 1, 64, 2), "float16", **CAUSAL),
+    "no tail": static(64, 64, (4, 1, 64, 1), ragged_k=False, **CAUSAL),
+    "three stages": static(64, 64, (4, 1, 64, 3), "float16", **WINDOW),
+    "128 columns": static(128, 128, (8, 1, 64, 1), **CAUSAL),
+    "128 columns, rounded": static(128, 128, (8, 1, 64, 2), "float16", **ROUNDED, **WINDOW),
+    "128 queries": static(64, 64, (8, 1, 128, 1), **ROUNDED, **CAUSAL),
+    "96 columns": static(96, 96, (4, 1, 64, 2), "float16", **CAUSAL),
+    "96 columns, eight warps": static(96, 80, (8, 1, 64, 1), **WINDOW),
+    "72 and 40 columns, eight warps": static(72, 40, (8, 1, 64, 1), **CAUSAL),
+    "few columns": static(8, 24, (8, 2, 64, 1), "float16", **CAUSAL),
+    "two column warps": static(64, 128, (8, 2, 64, 2), **CAUSAL),
+    "two column warps, one stage": static(192, 128, (4, 2, 64, 1), "float16", **WINDOW),
+    "wide": static(256, 256, (8, 2, 64, 1), **CAUSAL),
+    "wide, four column warps": static(200, 256, (4, 4, 64, 1), "float16", left=True),
+    "varlen": static(64, 64, (8, 1, 64, 2), varlen=True, **CAUSAL),
+    "varlen, shared": static(40, 72, (8, 2, 64, 1), "float16", varlen=True),
+    "in order": static(64, 64, (8, 1, 64, 2), deterministic=True),
+    "in order, causal": static(128, 64, (8, 1, 64, 1), "float16", deterministic=True, **CAUSAL),
+    "in order, packed": static(64, 64, (4, 2, 64, 2), varlen=True, deterministic=True, **WINDOW),
+    "softcap": static(64, 64, (8, 1, 64, 2), **SOFTCAP, **CAUSAL),
+    "scaled": static(64, 32, (4, 1, 64, 1), "float16", scaled=True),
+    "bool mask": static(64, 64, (8, 1, 64, 2), mask="bool"),
+    "bool mask, shared": static(64, 128, (8, 2, 64, 1), "float16", mask="bool", **CAUSAL),
+    "bool mask, four column warps": static(256, 64, (4, 4, 64, 1), mask="bool"),
+    "bfloat16 mask": static(64, 64, (4, 1, 64, 2), mask="bfloat16", scaled=True, **WINDOW),
+    "float16 mask": static(64, 64, (4, 1, 64, 1), "float16", mask="float16", scaled=True, dmask=True),
+    "float32 mask": static(64, 64, (8, 2, 64, 1), mask="float32", dmask=True, deterministic=True, **SOFTCAP),
+    "dropout": static(64, 64, (8, 1, 64, 2), dropout=True),
+    "dropout, 128 queries": static(64, 64, (8, 1, 128, 1), "float16", dropout=True, **ROUNDED, **CAUSAL),
+    "dropout, bool mask": static(128, 128, (8, 2, 64, 1), dropout=True, mask="bool"),
+    "dropout, four column warps": static(64, 256, (4, 4, 64, 1), "float16", dropout=True, **CAUSAL),
+    "varlen, everything": static(
+        128, 64, (8, 1, 64, 1), varlen=True, dropout=True, deterministic=True, **SOFTCAP, **WINDOW
+    ),
+}
+FEW = few(STATICS, "full", "wide, four column warps")
+
+
+@pytest.mark.parametrize("name", FEW)
+# No shrinking: a launch is slow, and its error says what is wrong.
+@settings(max_examples=examples(1, 5), phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@given(data=st.data())
+def test_values(name: str, data: st.DataObject) -> None:
+    gradients_are_right(STATICS[name], data)
+
+
+@pytest.mark.parametrize("name", ["in order, causal", "in order, packed"])
+def test_sums_have_an_order(name: str) -> None:
+    sums_have_an_order(STATICS[name])
+
+
+@pytest.mark.parametrize("name", one_of(2, ["in order, causal", "full"]))
+def test_every_tile_is_drawn_once(name: str) -> None:
+    every_tile_is_drawn_once(STATICS[name], 3)
+
+
+@pytest.mark.parametrize("name", one_of(2, ["no tail", "varlen, everything"]))
+def test_unseen_keys_have_no_gradient(name: str) -> None:
+    unseen_keys_have_no_gradient(STATICS[name])
+
+
+@pytest.mark.parametrize("name", ["varlen"])
+@pytest.mark.parametrize("poison", one_of(2, [math.nan, math.inf]))
+def test_sequences_do_not_see_their_neighbours(name: str, poison: float) -> None:
+    gradients_are_alone(STATICS[name], poison)

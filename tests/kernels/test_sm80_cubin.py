@@ -1,0 +1,90 @@
+"""The forward by mma.sync as ptxas compiles it: nothing spills, whatever is asked for, on any of its GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import cycle
+
+import pytest
+
+import compiled_files
+import cubin
+from everything import one_of
+from flash4_torch.compile import Key
+from flash4_torch.configs import sm80
+from flash4_torch.configs.types import Features, Sm80Forward
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+
+ENTRY = "flash4_torch.kernels.sm80.fwd.launch:compile_forward"
+TABLES = {
+    "sm_80": sm80.LARGE,
+    "sm_86": sm80.SMALL,
+    "sm_89": sm80.SMALL,
+    "sm_90a": sm80.LARGE,
+    "sm_120a": sm80.SMALL,
+}
+"""The table of each architecture; sm_87, sm_121a and, on request, sm_100a have others'."""
+HEADS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (64, 256), (40, 24))
+CAUSAL = {"right": True}
+WINDOW = {"left": True, "right": True}
+SOFTCAP = {"softcap": True, "scaled": True}
+USES: tuple[dict[str, object], ...] = (
+    {},
+    {"mask": "float32", "dropout": True, "sinks": "float32", "large_softcap": True, **SOFTCAP, **WINDOW},
+    {"dropout": True, **WINDOW},
+    CAUSAL,
+    {"varlen": True, "dropout": True, "large_softcap": True, **SOFTCAP, **WINDOW},
+    {"mask": "bool", "dropout": True, **SOFTCAP, **WINDOW},
+    {"varlen": True, "sinks": "bfloat16", **WINDOW},
+    {"mask": "bfloat16", "scaled": True, **CAUSAL},
+    {"large_softcap": True, **SOFTCAP, **WINDOW},
+    {"mask": "bool", "sinks": "float16", **CAUSAL},
+    {"mask": "float16", "scaled": True, **SOFTCAP},
+)
+Kernel = tuple[Features, Sm80Forward]
+SPILLS = Features("bfloat16", 128, 128, mask="float32", scaled=True), Sm80Forward(4, 2, 64, 1)
+
+
+def reachable(table: sm80.Table) -> Iterator[Kernel]:
+    """Kernels that calls with these head sizes and features can ask for, with alternating dtypes."""
+    dtypes = cycle(("bfloat16", "float16"))
+    for uses in USES:
+        for D, Dv in HEADS:
+            features = Features(next(dtypes), D, Dv)._replace(**uses)
+            for config in table.reachable(features, 8):
+                if config.pack_gqa in (1, 8) and config.ragged_k:
+                    yield features, config
+
+
+def keys() -> list[Key]:
+    """All kernels that are compiled; the last one spills."""
+    found = [key for arch in TABLES for key in one_of(73, everything(arch))]
+    return [*found, Key(ENTRY, SPILLS, "sm_80")]
+
+
+def everything(arch: str) -> list[Key]:
+    """The kernels of an architecture that do not spill."""
+    return [Key(ENTRY, kernel, arch) for kernel in reachable(TABLES[arch])]
+
+
+KEYS = keys()
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, cubin.Code]:
+    return compiled_files.codes(KEYS, tmp_path_factory)
+
+
+def test_nothing_that_can_be_asked_for_spills(compiled: dict[Key, cubin.Code]) -> None:
+    """The kernel that is known to spill shows that a spill is seen."""
+    assert not sm80.LARGE.fits(*SPILLS)
+    spilling = {key: code for key, code in compiled.items() if code.stack or code.spills}
+    assert set(spilling) == {KEYS[-1]}, "\n".join(f"{key}: {code}" for key, code in spilling.items())
+
+
+def test_every_architecture_and_dtype_is_compiled() -> None:
+    assert {key.arch for key in KEYS} == set(TABLES)
+    kernels = [key.static for key in KEYS]
+    assert {features.dtype for features, _ in kernels} == {"bfloat16", "float16"}
+    assert {config.row_mmas for _, config in kernels} == {1, 2}

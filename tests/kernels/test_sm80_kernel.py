@@ -1,0 +1,98 @@
+"""The forward by mma.sync in the emulator, with its race checks: every switch, against exact results."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from everything import examples, one_of
+from flash4_torch import testing
+from flash4_torch.configs.types import Sm80Forward
+from kernel_calls import drawn
+from kernel_calls import static as static_of
+from kernel_runs import blind_rows_are_zero, is_right, run, sequences_are_alone
+from kernel_traits import few
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+
+static = partial(static_of, Sm80Forward)
+CAUSAL = {"right": True}
+WINDOW = {"left": True, "right": True}
+# (warps, MMAs of 16 rows that a warp has, keys, K and V stages)
+STATICS = {
+    "one stage": static(64, 64, (4, 2, 64, 1)),
+    "three stages": static(64, 64, (2, 1, 32, 3), "float16", **WINDOW),
+    "no tail": static(64, 64, (4, 2, 64, 2), "float16", ragged_k=False, **CAUSAL),
+    "lazy": static(128, 128, (4, 2, 64, 1), lazy_rescale=True, **CAUSAL),
+    "eight warps": static(128, 128, (8, 1, 64, 2), "float16", **WINDOW),
+    "eight warps, narrow chunks": static(48, 80, (8, 1, 32, 2), lazy_rescale=True),
+    "odd keys": static(96, 64, (4, 1, 80, 2), "float16", **CAUSAL),
+    "wide": static(256, 256, (4, 1, 64, 1), **CAUSAL),
+    "wider O": static(64, 256, (4, 1, 32, 1), "float16", **CAUSAL),
+    "narrower O": static(192, 64, (4, 1, 64, 2), **WINDOW),
+    "few columns": static(8, 24, (4, 1, 80, 1), "float16", **CAUSAL),
+    "left only": static(40, 136, (4, 1, 64, 1), left=True),
+    "packed": static(64, 64, (4, 2, 64, 2), pack_gqa=4, **CAUSAL),
+    "packed, one row": static(64, 64, (4, 1, 64, 2), "float16", pack_gqa=64, **CAUSAL),
+    "sinks": static(64, 64, (4, 2, 64, 2), sinks="bfloat16", lazy_rescale=True, **CAUSAL),
+    "sinks, packed": static(128, 64, (4, 1, 48, 1), "float16", sinks="float32", pack_gqa=4, varlen=True),
+    "sinks, float32 mask": static(64, 64, (4, 2, 64, 1), sinks="float32", mask="float32", scaled=True),
+    "softcap": static(64, 64, (4, 2, 64, 2), softcap=True, scaled=True, **WINDOW),
+    "large softcap": static(64, 64, (4, 1, 64, 1), softcap=True, large_softcap=True, scaled=True),
+    "scaled": static(96, 40, (4, 1, 64, 2), "float16", scaled=True),
+    "bool mask": static(64, 64, (4, 2, 64, 2), mask="bool"),
+    "bool mask, dropout": static(64, 64, (4, 1, 144, 1), mask="bool", dropout=True, **CAUSAL),
+    "bfloat16 mask": static(128, 128, (4, 1, 64, 1), mask="bfloat16", scaled=True, **WINDOW),
+    "float16 mask": static(64, 64, (4, 1, 64, 2), "float16", mask="float16", scaled=True),
+    "float32 mask": static(
+        64, 64, (4, 1, 64, 1), mask="float32", softcap=True, scaled=True, dropout=True, **CAUSAL
+    ),
+    "dropout": static(64, 64, (4, 2, 64, 2), "float16", dropout=True),
+    "dropout, few strips": static(64, 64, (4, 1, 32, 2), "float16", dropout=True, **CAUSAL),
+    "dropout, wide": static(256, 256, (4, 1, 32, 1), dropout=True, lazy_rescale=True, **CAUSAL),
+    "sixteen keys": static(
+        192, 256, (8, 1, 16, 2), "float16", mask="bool", dropout=True, softcap=True, scaled=True, **WINDOW
+    ),
+    "varlen": static(64, 64, (4, 2, 64, 2), varlen=True, **CAUSAL),
+    "varlen, packed": static(64, 64, (4, 1, 64, 1), "float16", varlen=True, pack_gqa=2),
+    "varlen, everything": static(
+        128, 64, (4, 1, 64, 2), varlen=True, softcap=True, scaled=True, dropout=True, **WINDOW
+    ),
+}
+FEW = few(STATICS, "no tail", "eight warps, narrow chunks")
+
+
+@pytest.mark.parametrize("name", FEW)
+# No shrinking: a launch is slow, and its error says what is wrong.
+@settings(max_examples=examples(2, 6), phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@given(data=st.data())
+def test_values(name: str, data: st.DataObject) -> None:
+    is_right(STATICS[name], data)
+
+
+@pytest.mark.parametrize("p", [0.25, 0.7])
+@pytest.mark.parametrize("name", one_of(2, ["dropout", "dropout, few strips"]))
+def test_dropout_keeps_the_weights_that_the_reference_keeps(name: str, p: float) -> None:
+    """One-hot values make the output the weights themselves."""
+    kernel = STATICS[name]
+    Sq = 64 if kernel[0].right else 130  # causal: all rows but the last would see less than all keys
+    call = drawn(kernel, lengths=((Sq,) * 2, (64,) * 2), p=p, right=64)
+    call.v[:] = torch.eye(64)[:, None].to(call.v.dtype)
+    kept = testing.dropout_mask(call.rng_state, 2, 2, Sq, 64, p)
+    assert torch.equal(run(kernel, call).out.transpose(1, 2) != 0, kept)
+
+
+@pytest.mark.parametrize("name", ["no tail", "varlen, everything", "bool mask, dropout"])
+def test_rows_that_see_nothing_are_zero_whatever_the_values(name: str) -> None:
+    blind_rows_are_zero(STATICS[name])
+
+
+@pytest.mark.parametrize("name", [name for name in FEW if "varlen" in name])
+@pytest.mark.parametrize("poison", one_of(2, [math.nan, math.inf]))
+def test_sequences_do_not_see_their_neighbours(name: str, poison: float) -> None:
+    sequences_are_alone(STATICS[name], poison)
