@@ -107,8 +107,8 @@ def test_every_stream_has_one_counter(restless: None, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(tile_counters, "_of_stream", {})
     monkeypatch.setattr(tile_counters, "_unused", {})
-    monkeypatch.setattr(tile_counters, "_current_stream", lambda index: own.stream)
-    monkeypatch.setattr(tile_counters, "_is_capturing", lambda index: False)
+    monkeypatch.setattr(tile_counters, "current_stream", lambda index: own.stream)
+    monkeypatch.setattr(tile_counters, "is_capturing", lambda index: False)
     monkeypatch.setattr(tile_counters, "_zeros", zeros)
     streams = range(tile_counters._STREAMS + 20)
 
