@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import errors
 from .api import attention, attention_varlen, scaled_dot_product_attention, support
-from .flex.attention import flex_attention
+from .flex.attention import flex_attention, flex_support
 from .flex.block_mask import create_block_mask
 from .kvcache import append_kvcache, attention_kvcache, merge_states
 from .nn import MultiheadAttention, replace_attention
@@ -33,6 +33,7 @@ __all__ = [
     "errors",
     "flash_attn",
     "flex_attention",
+    "flex_support",
     "integrations",
     "merge_states",
     "replace_attention",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, DeviceError, DtypeError, ShapeError
-from ..flex_problem import Mods
+from ..flex_problem import FlexInputs, Mods
 from ..ops import CallOptions, autocast_inputs, check
 from ..ops import flex as ops
 from ..ops.flex_functions import recorded_flex_attention, with_functions
@@ -120,17 +120,9 @@ def flex_attention(
 
     Functions are run once a call, on numbers without values, to record what they do; no source is read.
     """
-    if all(isinstance(x, Tensor) and check.is_dense(x) for x in (query, key, value)):
-        query, key, value = autocast_inputs(query, key, value)
-    _check(query, key, value, enable_gqa, kernel_options)
-    check.flag("return_lse", return_lse)
-    if return_aux is not None:
-        if return_lse:
-            raise ArgumentError("return_lse", return_lse, "it must be False beside return_aux")
-        if return_aux.max_scores:
-            raise ArgumentError("return_aux", return_aux, "max_scores is not computed; it must be False")
-    B = query.shape[0]
-    q, k, v = (x.expand(B, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
+    _check_outputs(return_lse, return_aux)
+    query, key, value = _checked(query, key, value, enable_gqa, kernel_options)
+    q, k, v = _heads_last(query, key, value)
     scale = check.scale(scale, q.shape[-1])
     deterministic = torch.are_deterministic_algorithms_enabled()
     mask_mod = None if block_mask is None else block_mask.mask_mod
@@ -149,6 +141,41 @@ def flex_attention(
     return (out, lse) if return_lse else out
 
 
+def flex_support(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Mod | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+) -> dict[str, list[str]]:
+    """Backends that can serve `flex_attention` with the same arguments, and why the others cannot.
+
+    Returns:
+        A dict as `support` returns: from each backend, in order of priority, to the sentences why it cannot
+        serve the call; no sentence if it can. If an input or a tensor that score_mod captures requires a
+        gradient, the backward's reasons follow, each with the prefix "backward: ". Functions are traced, and
+        no score is computed.
+
+    Raises:
+        ArgumentError, TraceError: as in `flex_attention`.
+    """
+    _check_outputs(return_lse, return_aux)
+    query, key, value = _checked(query, key, value, enable_gqa, kernel_options)
+    q, k, v = _heads_last(query, key, value)
+    mask_mod = None if block_mask is None else block_mask.mask_mod
+    mods = traced(q, k, score_mod, mask_mod, block_mask)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    options = CallOptions(check.scale(scale, q.shape[-1]), deterministic=deterministic)
+    has_lse = return_lse or (return_aux is not None and return_aux.lse)
+    return ops.reasons(FlexInputs(q, k, v, mods), options, has_lse)
+
+
 def traced(
     q: Tensor, k: Tensor, score_mod: Mod | None, mask_mod: Mod | None, block_mask: BlockMask | None = None
 ) -> Mods:
@@ -159,6 +186,31 @@ def traced(
     if mask_mod is not None:
         mask_mod = _function("mask_mod", mask_mod)
     return with_functions(mods, q, score_mod, mask_mod)
+
+
+def _check_outputs(return_lse: bool, return_aux: AuxRequest | None) -> None:
+    check.flag("return_lse", return_lse)
+    if return_aux is not None:
+        if return_lse:
+            raise ArgumentError("return_lse", return_lse, "it must be False beside return_aux")
+        if return_aux.max_scores:
+            raise ArgumentError("return_aux", return_aux, "max_scores is not computed; it must be False")
+
+
+def _checked(
+    query: Any, key: Any, value: Any, enable_gqa: Any, kernel_options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The tensors of a call in the dtypes of autocast, checked."""
+    if all(isinstance(x, Tensor) and check.is_dense(x) for x in (query, key, value)):
+        query, key, value = autocast_inputs(query, key, value)
+    _check(query, key, value, enable_gqa, kernel_options)
+    return query, key, value
+
+
+def _heads_last(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """(B, S, H, D) of (B or 1, H, S, D) each, with the first one's B."""
+    B = tensors[0].shape[0]
+    return tuple(x.expand(B, *x.shape[1:]).transpose(1, 2) for x in tensors)
 
 
 def _unchanged(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

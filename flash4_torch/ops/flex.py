@@ -87,6 +87,24 @@ def describe(inputs: FlexInputs, options: CallOptions) -> FlexProblem:
     return FlexProblem(spec, extent, options.scale, options.band, options.softcap, options.dropout_p)
 
 
+def reasons(inputs: FlexInputs, options: CallOptions, has_lse: bool) -> dict[str, list[str]]:
+    """The reasons why each backend does not serve a call, and its backward if an input wants a gradient."""
+    q, k, v, mods = inputs
+    problem = describe(inputs, options)
+    found = backends.reasons(problem)
+    wanted = tuple(x.requires_grad for x in mods.captured[: _of_score(mods)])
+    if any(wanted) or any(x.requires_grad for x in (q, k, v)):
+        spec = problem.spec._replace(backward=True, dlse=has_lse, dcaptured=wanted)
+        for name, why in backends.reasons(problem._replace(spec=spec)).items():
+            found[name] += [f"backward: {sentence}" for sentence in why if sentence not in found[name]]
+    return found
+
+
+def _of_score(mods: Mods) -> int:
+    """The number of score_mod's tensors: those of mask_mod, which have no gradient, come last."""
+    return len(program_of(mods.score_mod).tensors) if mods.score_mod else 0
+
+
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     mods, options = _split(rest)
     inputs = FlexInputs(q, k, v, mods)
@@ -137,10 +155,7 @@ def _grads(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None)
     q, k, v, out, lse, low, *others = ctx.saved_tensors
     tensors, captured = others[:6], others[6:]
     mods = Mods(captured, *tensors, *ctx.beside)
-    wants = list(ctx.needs_input_grad[3])
-    # The tensors of mask_mod come last: a mask has no gradient.
-    of_score = len(program_of(mods.score_mod).tensors) if mods.score_mod else 0
-    wanted = [bool(x) for x in wants[:of_score]]
+    wanted = [bool(x) for x in list(ctx.needs_input_grad[3])[: _of_score(mods)]]
     dout = torch.zeros_like(out) if dout is None else dout
     saved = q, k, v, out, lse, low
     dq, dk, dv, dsinks, dcaptured = torch.ops.flash4.flex_attention_backward.default(

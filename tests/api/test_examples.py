@@ -35,6 +35,16 @@ def test_dropout_replay(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(differences(text)) == 1 and max(differences(text)) < 1e-5
 
 
+def test_learned_bias(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed("learned_bias", capsys)
+    assert "the bias has a gradient: True" in text
+    losses = [float(line.split()[-1]) for line in text.splitlines() if ": loss " in line]
+    assert len(losses) == 4 and losses == sorted(losses, reverse=True)
+    # Guessing among 16 tokens costs ln 16 = 2.8, and without the bias no head knows of distances.
+    assert losses[-1] < 0.3
+    assert re.findall(r"head \d: the largest bias is at distance (\d+)", text) == ["5", "5"]
+
+
 def test_hugging_face(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     text = printed("hugging_face", capsys)

@@ -20,6 +20,7 @@ PUBLIC = [
     "errors",
     "flash_attn",
     "flex_attention",
+    "flex_support",
     "integrations",
     "merge_states",
     "replace_attention",

@@ -27,4 +27,4 @@ def test_snippets_run(code: str) -> None:
 
 
 def test_there_are_snippets() -> None:
-    assert len(SNIPPETS) == 4
+    assert len(SNIPPETS) == 6

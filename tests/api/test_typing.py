@@ -84,4 +84,6 @@ def test_q_says_what_append_kvcache_returns() -> None:
 
 def test_the_others() -> None:
     assert_type(flash4_torch.support(X, X, X), dict[str, list[str]])
+    x = X.transpose(1, 2)
+    assert_type(flash4_torch.flex_support(x, x, x), dict[str, list[str]])
     assert_type(flash4_torch.scaled_dot_product_attention(X, X, X), Tensor)

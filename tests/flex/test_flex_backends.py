@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest
 from torch.utils.flop_counter import FlopCounterMode
 
 import flash4_torch
@@ -16,7 +17,7 @@ from flash4_torch import testing
 from flash4_torch.backends import flex as backends
 from flash4_torch.compile import Key
 from flash4_torch.configs.types import Features, Mods
-from flash4_torch.errors import BackendError, RangeError
+from flash4_torch.errors import BackendError, Flash4Error, RangeError
 from flash4_torch.flex.attention import traced
 from flash4_torch.flex.program import parse
 from flash4_torch.flex_problem import FlexInputs, FlexProblem
@@ -90,6 +91,62 @@ def test_what_kernels_lack_is_said(arch: str, monkeypatch: pytest.MonkeyPatch) -
     assert ("up to 128 where score_mod's derivative depends" in squared) == (arch == "sm_90a")
     assert "exp in float64" in reasons(lambda score, b, h, i, j: score * doubles[i].exp())
     assert "serves up to 256" in reasons(lambda score, b, h, i, j: score * i, D=264)
+
+
+def test_flex_support_tells_who_serves() -> None:
+    query, key, value = (x.transpose(1, 2) for x in tensors())
+    call = query, key, value, lambda score, b, h, i, j: score * 2
+    with testing.backends_used() as used:
+        why_not = flash4_torch.flex_support(*call, enable_gqa=True)
+        assert not used
+        flash4_torch.flex_attention(*call, enable_gqa=True).sum().backward()
+    served = next(name for name, reasons in why_not.items() if not reasons)
+    assert used == {("flex_attention", served): 1, ("flex_attention_backward", served): 1}
+    assert why_not["sm90"] == ["the tensors are on cpu, and it serves cuda"]
+
+
+@pytest.mark.parametrize("wants", [True, False])
+def test_flex_support_tells_of_gradients_of_what_score_mod_captures(
+    wants: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mask's tensors have none, and a deterministic order is what kernels lack."""
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    monkeypatch.setenv("FLASH4_BACKEND", "emulator")
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    query, key, value = (x.detach().bfloat16().transpose(1, 2) for x in tensors())
+    bias, seen = torch.randn(H, requires_grad=wants), torch.ones(11, requires_grad=True)
+    mask = flash4_torch.create_block_mask(
+        lambda b, h, i, j: seen[j] > 0, None, None, 9, 11, device="cpu", BLOCK_SIZE=16
+    )
+    call = query, key, value, lambda score, b, h, i, j: score + bias[h], mask
+    why_not = flash4_torch.flex_support(*call, enable_gqa=True)
+    late = ["backward: it sums up gradients of captured tensors in any order"]
+    assert why_not["emulator"] == (late if wants else [])
+    assert why_not["tiled"] == ["FLASH4_BACKEND=emulator asks for another"]
+
+
+def test_flex_support_refuses_what_flex_attention_refuses() -> None:
+    query, key, value = (x.transpose(1, 2) for x in tensors())
+    aux = AuxRequest(max_scores=True)
+    for wrong in (
+        {"key": key[0]},
+        {"enable_gqa": False},
+        {"value": value.half()},
+        {"score_mod": 3},
+        {"score_mod": lambda score, b, h, i, j: score if i > j else -score},
+        {"block_mask": flash4_torch.create_block_mask(lambda b, h, i, j: i > j, None, None, 8, 8, "cpu")},
+        {"scale": "big"},
+        {"return_lse": 1},
+        {"return_aux": aux},
+        {"kernel_options": 1},
+    ):
+        call: dict[str, Any] = {"query": query, "key": key, "value": value, "enable_gqa": True, **wrong}
+        messages = []
+        for function in (flash4_torch.flex_attention, flash4_torch.flex_support):
+            with pytest.raises(Flash4Error) as refused:
+                function(**call)
+            messages.append(str(refused.value))
+        assert messages[0] == messages[1]
 
 
 @pytest.mark.parametrize("name", ["cpu", "sdpa", "tiled"])
