@@ -27,7 +27,8 @@ WINDOW = {"left": True, "right": True}
 STATICS = {
     "one stage": static(64, 64, (4, 2, 64, 1)),
     "three stages": static(64, 64, (2, 1, 32, 3), "float16", **WINDOW),
-    "no tail": static(64, 64, (4, 2, 64, 2), "float16", ragged_k=False, **CAUSAL),
+    "no tail": static(64, 64, (4, 2, 64, 2), ragged_k=False),
+    "no tail, causal": static(64, 64, (4, 2, 64, 2), "float16", ragged_k=False, **CAUSAL),
     "lazy": static(128, 128, (4, 2, 64, 1), lazy_rescale=True, **CAUSAL),
     "eight warps": static(128, 128, (8, 1, 64, 2), "float16", **WINDOW),
     "eight warps, narrow chunks": static(48, 80, (8, 1, 32, 2), lazy_rescale=True),

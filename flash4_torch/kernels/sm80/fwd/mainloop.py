@@ -129,7 +129,7 @@ def _attend(ctx: Context, t: Thread, work: TileState, block: Block, words: tuple
     plan = ctx.plan
     for S in t.S:
         scores.scale_and_cap(S, ctx.params, plan.features)
-    if cutlass.const_expr(plan.band.masks or plan.features.mask):
+    if cutlass.const_expr(plan.band.masks or plan.features.mask != ""):
         partial = block.partial | bands.is_partial(work.band, plan.band, block.n, *work.own)
         if partial:
             _mask(ctx, t, work, block.n, words)
