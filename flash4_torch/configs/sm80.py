@@ -2,9 +2,9 @@
 
 There are two tables, by how much shared memory a CTA may have: `LARGE` (compute capability 8.0, 8.7 and all
 that have more) and `SMALL` (8.6, 8.9, 12.0, 12.1). A table's rows are read from the top: the first one that
-admits the call serves it. No GPU has timed any of them. What a row says is what ptxas said, and what follows
-from these numbers of an SM: 64 K registers; of shared memory 164 KiB (8.0, 8.7) or 100 KiB, of which each CTA
-takes 1 KiB more than it asks for; and 4 tensor cores, which want at least two warps each.
+admits the call serves it. No GPU of the family has timed any of them. What a row says is what ptxas said, and
+what follows from these numbers of an SM: 64 K registers; of shared memory 164 KiB (8.0, 8.7) or 100 KiB, of
+which each CTA takes 1 KiB more than it asks for; and 4 tensor cores, which want at least two warps each.
 """
 
 from __future__ import annotations

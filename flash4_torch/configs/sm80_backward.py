@@ -1,8 +1,8 @@
 """The tiles of the backward by mma.sync: which to take for which call, and why.
 
 As for the forward (`configs.sm80`) there are two tables, by how much shared memory a CTA may have. The first
-row that admits the call serves it. No GPU has timed any of them: what a row says is what ptxas said, and what
-follows from the sizes of shared memory and of the register file.
+row that admits the call serves it. No GPU of the family has timed any of them: what a row says is what ptxas
+said, and what follows from the sizes of shared memory and of the register file.
 """
 
 from __future__ import annotations

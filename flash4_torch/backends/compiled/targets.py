@@ -193,7 +193,7 @@ SM80 = Target(
     has_weights=False,
     has_kvcache=False,
     has_mods=False,
-    proven=SM100A.proven,
+    proven="run in the emulator and, built for sm_90a, on an H200; never run on a GPU of its own",
 )
 SM86, SM89, SM120A, SM121A = (
     replace(
