@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 import compiled_files
 import cubin
 from everything import EVERYTHING, one_of
 from flash4_torch.backends.compiled import GROUP_REDUCE, POSTPROCESS, PREPROCESS, SM90A
 from flash4_torch.backends.compiled.backward import group_reduce_plan, row_plans
+from flash4_torch.backends.flex.compiled import derivative_of
 from flash4_torch.compile import Key
 from flash4_torch.configs import sm90_backward as configs
-from flash4_torch.configs.types import Features, Scope
+from flash4_torch.configs.types import Features, Mods, Scope
+from flex_calls import traced
 from test_sm90_cubin import USES
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
@@ -42,6 +45,15 @@ def reachable() -> Iterator[Features]:
             if asked_for or (2 * i + j) % EVERY == 0:
                 yield features
     yield ODD
+    yield with_programs()
+
+
+def with_programs() -> Features:
+    """ALiBi with learned slopes, and a mask."""
+    q, slopes = torch.empty(1, 64, 2, 64), torch.ones(2)
+    mods = traced(q, q, lambda s, b, h, i, j: s + slopes[h] * (j - i), lambda b, h, i, j: (i - j) % 3 < 2)
+    derivative = derivative_of(mods.score_mod, (True,)).text()
+    return Features("bfloat16", 64, 64, mods=Mods(mods.score_mod, mods.mask_mod, "", derivative))
 
 
 def main_kernels() -> list[Key]:
