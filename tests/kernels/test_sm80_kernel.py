@@ -88,7 +88,7 @@ def test_dropout_keeps_the_weights_that_the_reference_keeps(name: str, p: float)
     assert torch.equal(run(kernel, call).out.transpose(1, 2) != 0, kept)
 
 
-@pytest.mark.parametrize("name", ["no tail", "varlen, everything", "bool mask, dropout"])
+@pytest.mark.parametrize("name", ["no tail, causal", "varlen, everything", "bool mask, dropout"])
 def test_rows_that_see_nothing_are_zero_whatever_the_values(name: str) -> None:
     blind_rows_are_zero(STATICS[name])
 
