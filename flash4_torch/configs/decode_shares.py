@@ -28,7 +28,7 @@ whose merge ends with nothing under way."""
 _SM_BYTES_PER_US = 35e3
 """Bytes that an SM reads where all of them read."""
 _LEAST_UNEVEN = 1.05
-"""Factor of the time to read, if not every SM has two CTAs from begin to end."""
+"""Factor of the time to read, if not every SM has two CTAs all the time."""
 _MERGE_US, _PARTS_US, _VECTOR_US = 1.1, 1.5, 0.07
 """Time of a merge in a cluster; of one through global memory, and for each vector of it that a thread loads.
 """

@@ -341,6 +341,24 @@ def last_tokens(draw: st.DrawFn, features: Features) -> Tokens:
     )
 
 
+@pytest.mark.parametrize(
+    ("wgmma", "cluster"), [(True, 2), *one_of(3, [(False, 2), (True, 8), (False, 1), (True, 1)])]
+)
+def test_too_few_groups_cost_no_keys(wgmma: bool, cluster: int) -> None:
+    """The last group takes all that is left, where a bound on the length was too low."""
+    form = FORM._replace(groups=True, cluster=cluster, wgmma=wgmma)
+    kernel = Kernel(SMALL, BY_WGMMA.rows if wgmma else 16, form)
+    call = one_sequence(kernel, tokens=1, keys=1300, num_splits=1, split_keys=64)
+    # Later keys have larger scores, so that maxima rise.
+    k = tuple(x * torch.linspace(0.1, 8.0, len(x))[:, None, None].to(x.dtype) for x in call.k)
+    call = replace(call, k=k, cache=make_cache(k, call.v, torch.Generator().manual_seed(0), "rows", 16))
+    whole = decode_calls.make_partial(kernel, call)
+    one = whole._replace(out=whole.out[:1].clone(), lse=whole.lse[:1].clone())
+    with emulate.device("sm_90a") as device:
+        found = decode_calls.launch(device, kernel, call, partial=one)
+    check_results(SMALL, call, found)
+
+
 @given(data=st.data())
 @settings(max_examples=examples(1, 20))
 def test_a_row_has_the_same_bits_by_wgmma(data: st.DataObject) -> None:

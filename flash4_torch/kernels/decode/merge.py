@@ -46,10 +46,6 @@ def merge(ctx: Context, rows: tuple[Int32, Int32]) -> None:
     cute.arch.cluster_wait()
 
 
-def plan_has_parts(ctx: Context) -> bool:
-    return ctx.plan.form.parts
-
-
 def rank_of(ctx: Context) -> Int32:
     """The CTA's number in its cluster."""
     return Int32(cute.arch.block_idx_in_cluster()) if ctx.plan.form.cluster > 1 else Int32(0)

@@ -71,7 +71,7 @@ def mainloop(
     place = places[stages]
     if blocks.first < last:
         _start_step(ctx, blocks.first, last, at)
-        _first_block(ctx, t, P, blocks.first, at)
+        _block_alone(ctx, t, P, blocks.first, at)
         for n in cutlass.range(blocks.first + 1, last, unroll=1):
             at = _after(ctx, at, place)
             _start_step(ctx, n, last, at)
@@ -83,7 +83,7 @@ def mainloop(
                 if cute.arch.vote_any_sync(ends):
                     _last_pv(ctx, t, P, at.before)
                     after_block(n - 1)
-                    _first_block(ctx, t, P, n, at)
+                    _block_alone(ctx, t, P, n, at)
                 else:
                     # The branch encloses whole blocks, by a vote, for wgmmas in flight (ptxas.md, P1 and P7).
                     if cute.arch.vote_any_sync(partial):
@@ -102,11 +102,12 @@ def mainloop(
 
 
 @cute.jit
-def _first_block(ctx: Context, t: Thread, P: cute.Tensor, n: Int32, at: _Step) -> None:
-    """S and P of a split's first block n."""
+def _block_alone(ctx: Context, t: Thread, P: cute.Tensor, n: Int32, at: _Step) -> None:
+    """S and P of block n, with nothing else in flight: a split's first one, unless the split goes on."""
     wgmma.scores(t.S, ctx.sQ, ctx.sK[None, None, at.stage])
     wgmma.wait(0)
-    _softmax(ctx, t, n, True)
+    factors = _softmax(ctx, t, n, True)
+    softmax.rescale_output(values_of(t.O), factors, ctx.plan.softmax)
     round_to(t.S, P)
 
 
