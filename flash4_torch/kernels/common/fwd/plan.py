@@ -16,7 +16,11 @@ _MOST_AT_ONCE = 4
 
 
 class ForwardPlan(NamedTuple):
-    """Sizes of tiles, and what they may have to mask."""
+    """Sizes of tiles, and what they may have to mask.
+
+    Properties that raise are those that each architecture's plan has in its own way; a NamedTuple has no
+    abstract ones.
+    """
 
     features: Features
     config: Any
