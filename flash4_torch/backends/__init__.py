@@ -1,6 +1,6 @@
 """Backends serve attention calls; `choose` picks one, and `reasons` says why the others cannot."""
 
-from .base import ALIGNMENT, Backend, BackwardLaunch, Launch, Prepares, Results, Shares
+from .base import ALIGNMENT, Backend, BackwardLaunch, HeadsFirst, Launch, Prepares, Results, Shares
 from .dispatch import PRIORITY, choose, excluding, is_plain, observers, own_backend, reasons
 
 __all__ = [
@@ -8,6 +8,7 @@ __all__ = [
     "PRIORITY",
     "Backend",
     "BackwardLaunch",
+    "HeadsFirst",
     "Launch",
     "Prepares",
     "Results",

@@ -113,6 +113,17 @@ class Shares(Prepares, Protocol):
         ...
 
 
+@runtime_checkable
+class HeadsFirst(Prepares, Protocol):
+    """A backend that serves tensors (B, H, S, D) as they are."""
+
+    def prepare_heads_first(self, inputs: Inputs, problem: Problem) -> Launch | None:
+        """`forward`, prepared for q, k and v (B, H, S, D), of which `inputs` has views (B, S, H, D).
+
+        out is such a view, too, of (B, S, H, D). None if other tensors stand in the way."""
+        ...
+
+
 class CallsTorch:
     """Base of backends made of calls into torch: nothing about a call can be decided in advance."""
 

@@ -36,12 +36,12 @@ from torch._C import _is_any_autocast_enabled
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.compiler import is_dynamo_compiling
 
-from ..backends import ALIGNMENT, Launch, Shares
+from ..backends import ALIGNMENT, HeadsFirst, Launch, Shares
 from ..ops import autocast_inputs
 from ..ops.impl import describe_inputs, weights_of
 from ..problem import CallOptions, Inputs, Problem
-from . import graphs
-from .calls import Door, FastCall, in_turn
+from . import graphs, recent
+from .calls import Door, FastCall, HeadsFirstCall, in_turn
 from .conditions import must_take_slow_path, prepares
 from .gradients import FastAutograd
 
@@ -65,55 +65,77 @@ _calls: dict[Signature, FastCall | None] = {}
 def lookup(
     door: Door, q: Any, k: Any, v: Any, others: tuple[Any, ...], flags: tuple[Any, ...]
 ) -> tuple[Signature | None, FastCall | None]:
-    """The call's signature (None if it must take the slow path), and the prepared call, if there is one.
+    """The call's signature, and the prepared call, if there is one.
+
+    There is no signature if the call must take the slow path, or if it needs none to be found.
 
     others: the tensors besides q, k and v, or None in their place. flags: everything else, all of it scalars.
     """
-    if (
-        # Other tracers are recognised by their subclasses and modes.
-        is_dynamo_compiling()
-        or not type(q) is type(k) is type(v) is Tensor
-        or must_take_slow_path()
-        or (_is_any_autocast_enabled() and _casts(q, k, v))
-    ):
+    # Other tracers are recognised by their subclasses and modes.
+    if is_dynamo_compiling() or must_take_slow_path():
         return None, None
-    may_need_grad = is_grad_enabled()
-    wants_grad = may_need_grad and (q.requires_grad or k.requires_grad or v.requires_grad)
+    is_autocast = _is_any_autocast_enabled()
     try:
-        q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        if (
-            (q_at | k_at | v_at) % ALIGNMENT
-            # Zero tensors without memory, and lazy negatives of the values in memory: the dispatcher
-            # materialises them. (Conjugates are complex, and no complex call is prepared.)
-            or not (q_at and k_at and v_at)
-            or q.is_neg()
-            or k.is_neg()
-            or v.is_neg()
-        ):
-            return None, None
-        more: tuple[Any, ...] = ("autocast",) if _is_any_autocast_enabled() else ()
-        for x in others:
-            if x is None:
-                more += (None,)
-                continue
-            if type(x) is not Tensor or not x.data_ptr() or x.is_neg():
-                return None, None
-            needs_grad = may_need_grad and x.requires_grad
-            wants_grad = wants_grad or needs_grad
-            more += ((x.shape, x.stride(), x.dtype, x.get_device(), needs_grad),)
-        if wants_grad and _top_saved_tensors_default_hooks(True) is not None:
-            return None, None
-        # A flat tuple: nested tuples take longer.
-        call = (
-            door, q.shape, q.stride(), q.dtype, q.get_device(),
-            k.shape, k.stride(), k.dtype, k.get_device(),
-            v.shape, v.stride(), v.dtype, v.get_device(),
-            wants_grad, more, flags, *map(type, flags),
-        )  # fmt: skip
-        return call, _calls.get(call)
+        if is_autocast:
+            return _by_signature(door, q, k, v, others, flags, ("autocast",))
+        tensors = (q, k, v, *[x for x in others if x is not None])
+        place = (door, *[x is None for x in others], flags, *map(type, flags))
+        call = recent.find(place, tensors)
+        if call is not None:
+            return None, call
+        signature, call = _by_signature(door, q, k, v, others, flags, ())
+        if call is not None:
+            recent.add(place, tensors, call)
+        return signature, call
     except (TypeError, ValueError, RuntimeError):
         # A flag that is no number, or a tensor without strides: the slow path reports it.
         return None, None
+
+
+def _by_signature(
+    door: Door,
+    q: Any,
+    k: Any,
+    v: Any,
+    others: tuple[Any, ...],
+    flags: tuple[Any, ...],
+    more: tuple[Any, ...],
+) -> tuple[Signature | None, FastCall | None]:
+    """What `lookup` returns where no observer is active. more: begins what is said of other tensors."""
+    if not type(q) is type(k) is type(v) is Tensor or (more and _casts(q, k, v)):
+        return None, None
+    may_need_grad = is_grad_enabled()
+    wants_grad = may_need_grad and (q.requires_grad or k.requires_grad or v.requires_grad)
+    q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    if (
+        (q_at | k_at | v_at) % ALIGNMENT
+        # Zero tensors without memory, and lazy negatives of the values in memory: the dispatcher
+        # materialises them. (Conjugates are complex, and no complex call is prepared.)
+        or not (q_at and k_at and v_at)
+        or q.is_neg()
+        or k.is_neg()
+        or v.is_neg()
+    ):
+        return None, None
+    for x in others:
+        if x is None:
+            more += (None,)
+            continue
+        if type(x) is not Tensor or not x.data_ptr() or x.is_neg():
+            return None, None
+        needs_grad = may_need_grad and x.requires_grad
+        wants_grad = wants_grad or needs_grad
+        more += ((x.shape, x.stride(), x.dtype, x.get_device(), needs_grad),)
+    if wants_grad and _top_saved_tensors_default_hooks(True) is not None:
+        return None, None
+    # A flat tuple: nested tuples take longer.
+    signature = (
+        door, q.shape, q.stride(), q.dtype, q.get_device(),
+        k.shape, k.stride(), k.dtype, k.get_device(),
+        v.shape, v.stride(), v.dtype, v.get_device(),
+        wants_grad, more, flags, *map(type, flags),
+    )  # fmt: skip
+    return signature, _calls.get(signature)
 
 
 def _casts(*tensors: Tensor) -> bool:
@@ -158,8 +180,18 @@ def _prepared(
     if launch is None:
         return None
     if wants_grad:
-        return FastAutograd(door, launch, average_heads, options, problem)
-    return FastCall(door, launch, options)
+        return FastAutograd(door, launch, average_heads, options, inputs, problem)
+    if door.heads_first and door.out_heads_first and average_heads is None:
+        in_place = _heads_first(problem, inputs)
+        if in_place is not None:
+            return HeadsFirstCall(door, in_place, options, inputs)
+    return FastCall(door, launch, options, inputs)
+
+
+def _heads_first(problem: Problem, inputs: Inputs) -> Launch | None:
+    """A launch for tensors (B, H, S, D), if the backend that serves the problem has such."""
+    backend = prepares(problem)
+    return backend.prepare_heads_first(inputs, problem) if isinstance(backend, HeadsFirst) else None
 
 
 def _launch(problem: Problem, inputs: Inputs, average_heads: bool | None) -> Launch | None:
@@ -181,4 +213,5 @@ def _launch(problem: Problem, inputs: Inputs, average_heads: bool | None) -> Lau
 def clear() -> None:
     """Forgets all signatures; the next call of each takes the slow path."""
     _calls.clear()
+    recent.clear()
     graphs.clear()

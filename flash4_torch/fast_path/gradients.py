@@ -34,6 +34,7 @@ class FastAutograd(FastCall):
     """The calls of one signature, forward and backward."""
 
     __slots__ = ("average_heads", "backwards", "options", "problem")
+    is_recorded = True
 
     def __init__(
         self,
@@ -41,9 +42,10 @@ class FastAutograd(FastCall):
         launch: Launch,
         average_heads: bool | None,
         options: CallOptions,
+        inputs: Inputs,
         problem: Problem,
     ):
-        super().__init__(door, launch, options)
+        super().__init__(door, launch, options, inputs)
         self.average_heads = average_heads
         self.options = options
         self.problem = problem
@@ -107,21 +109,10 @@ class FastAutograd(FastCall):
 def _forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
     """The forward of `ops.autograd`, except that the prepared launch runs."""
     *tensors, call = args
-    inputs = call.inputs(*tensors)
-    out, lse, low, weights = call.launch(inputs)
-    ctx.save_for_backward(
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        out,
-        lse,
-        low,
-        inputs.attn_mask,
-        inputs.sinks,
-        inputs.rng_state,
-        inputs.cu_seqlens_q,
-        inputs.cu_seqlens_k,
-    )
+    rng_state = call.rng_state()
+    out, lse, low, weights = call.launch(call.inputs(rng_state, *tensors))
+    # The caller's tensors, not their views: autograd finds out whether they are changed before the backward.
+    ctx.save_for_backward(*tensors, out, lse, low, rng_state)
     ctx.call = call
     ctx.set_materialize_grads(False)
     if call.door.out_heads_first:
@@ -131,10 +122,10 @@ def _forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
 
 def _backward(ctx: Any, dout: Tensor | None, *more: Tensor | None) -> Grads:
     call: FastAutograd = ctx.call
-    q, k, v, out, lse, low, mask, sinks, rng_state, ends_q, ends_k = ctx.saved_tensors
+    *tensors, out, lse, low, rng_state = ctx.saved_tensors
     if dout is not None and call.door.out_heads_first:
         dout = dout.transpose(1, 2)
-    inputs = Inputs(q, k, v, mask, sinks, rng_state, ends_q, ends_k)
+    inputs = call.inputs(rng_state, *tensors)
     dq, dk, dv, dsinks = call.gradients(dout, more, Saved(out, None, out, lse, False, low), inputs)
     if call.door.heads_first:
         dq, dk, dv = (None if x is None else x.transpose(1, 2) for x in (dq, dk, dv))

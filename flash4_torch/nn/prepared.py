@@ -159,16 +159,17 @@ def run(prepared: Prepared, call: Call, parameters: _Parameters) -> tuple[Tensor
     weight, bias, out_weight, out_bias = parameters
     attention = prepared.attention
     heads = prepared.heads(F.linear(call.query, weight, bias))
-    out, _, _, weights = attention.launch(attention.inputs(*heads, mask, None))
+    out, _, _, weights = attention.launch(attention.inputs(attention.rng_state(), *heads, mask, None))
     return F.linear(prepared.rows(out), out_weight, out_bias), weights
 
 
 def _forward(ctx: Any, x: Tensor, *others: Any) -> tuple[Tensor, ...]:
     weight, bias, out_weight, out_bias, mask, prepared = others
     attention: FastCall = prepared.attention
-    inputs = attention.inputs(*prepared.heads(F.linear(x, weight, bias)), mask, None)
+    heads = prepared.heads(F.linear(x, weight, bias))
+    inputs = attention.inputs(attention.rng_state(), *heads, mask, None)
     out, lse, low, weights = attention.launch(inputs)
-    ctx.save_for_backward(x, weight, bias, out_weight, *inputs[:4], inputs.rng_state, out, lse, low)
+    ctx.save_for_backward(x, weight, bias, out_weight, *heads, mask, inputs.rng_state, out, lse, low)
     ctx.prepared = prepared
     ctx.set_materialize_grads(False)
     y = F.linear(prepared.rows(out), out_weight, out_bias)
@@ -183,7 +184,7 @@ def _backward(ctx: Any, dy: Tensor | None, dweights: Tensor | None = None) -> tu
     if is_grad_enabled():
         # Second derivatives are refused by the attention's own gradients, which therefore need a graph.
         q, k, v = prepared.heads(F.linear(x, weight, bias))
-    inputs = Inputs(q, k, v, mask, None, rng_state)
+    inputs = prepared.attention.inputs(rng_state, q, k, v, mask, None)
     saved = Saved(out, None, out, lse, False, low)
     needs_x, needs_weight, needs_bias, needs_out_weight, needs_out_bias, *_ = ctx.needs_input_grad
     dx = dweight = dbias = dout_weight = dout_bias = dout = None

@@ -192,6 +192,32 @@ def test_changes_of_what_was_saved_are_noticed(long_way: LongWay) -> None:
         grads(out)
 
 
+def heads_first(mask: Tensor | None) -> Tensor:
+    return flash4_torch.scaled_dot_product_attention(*X, attn_mask=mask)
+
+
+@pytest.mark.parametrize("changed", [0, 1, 2, 3])
+def test_changes_of_what_others_see_through_views_are_noticed(long_way: LongWay, changed: int) -> None:
+    """q, k, v and the mask, of which the kernel gets views."""
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    for _ in range(3):
+        grads(heads_first(mask))
+    out = heads_first(mask)
+    assert not long_way.taken(lambda: grads(out, retain_graph=True))
+    with torch.no_grad():
+        [*X, mask][changed].mul_(1.0 if changed < 3 else True)
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        grads(out)
+
+
+def test_gradients_through_views_have_no_gradient(long_way: LongWay) -> None:
+    for _ in range(3):
+        grads(heads_first(None))
+    found = torch.autograd.grad(heads_first(None).sum(), X, create_graph=True)
+    with pytest.raises(errors.DoubleBackwardError):
+        torch.autograd.grad(found[0].sum(), X)
+
+
 def test_checkpoints_recompute(long_way: LongWay) -> None:
     prepared(long_way)
     wanted = step()
