@@ -17,7 +17,7 @@ import torch
 from .. import info
 from ..ahead import why_not_writable
 from ..errors import hint
-from . import decode, emulator, feature_times, gpu, host, memory, module, providers, swap, swap_cases
+from . import decode, emulator, feature_times, gpu, host, memory, models, module, providers, swap, swap_cases
 from .cases import DIRECTIONS
 from .cycles import MACHINES
 from .features import FEATURES
@@ -47,10 +47,11 @@ SECTIONS: Mapping[str, Section] = {
     "module": module,
     "emulator": emulator,
     "decode": decode,
+    "models": models,
     "swap": swap,
 }
-BY_NAME_ONLY = ("swap", "decode")
-"""Sections that take longer than all others together, or that only servers care for."""
+BY_NAME_ONLY = ("swap", "decode", "models")
+"""Sections that take long, want other packages, or that only servers care for."""
 
 _CELL_VALUES: Mapping[str, Sequence[str]] = {
     "causal": ("yes", "no"),
@@ -74,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "sections",
         nargs="*",
         metavar="section",
-        help=f"what to measure: {', '.join(SECTIONS)}; default: all but swap and decode",
+        help=f"what to measure: {', '.join(SECTIONS)}; default: all but swap, decode and models",
     )
     parser.add_argument("--quick", action="store_true", help="fewer and smaller cases, shorter timings")
     parser.add_argument(

@@ -114,6 +114,12 @@ def _module(rows: list[Row]) -> Figure:
     return figure
 
 
+def _models(rows: list[Row]) -> Figure:
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    _pairs(figure.subplots(), [f"{r['model']}\n{r['mode']}" for r in rows], rows)
+    return figure
+
+
 def _emulator(rows: list[Row]) -> Figure:
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     panels = {
@@ -272,4 +278,5 @@ _FIGURES: dict[str, Callable[[list[Row]], Figure]] = {
     "emulator": _emulator,
     "swap": _swap,
     "decode": _decode,
+    "models": _models,
 }

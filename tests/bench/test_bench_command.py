@@ -29,6 +29,7 @@ from flash4_torch.bench import (
     gpu,
     host,
     memory,
+    models,
     module,
     peers,
     providers,
@@ -157,7 +158,7 @@ def test_selection_takes_what_it_names() -> None:
         (
             ["nonsense"],
             "unknown section nonsense; there are forward, backward, features, memory, host, module, "
-            "emulator, decode, swap",
+            "emulator, decode, models, swap",
         ),
         (["--threads", "0"], "--threads is 0, but it must be at least 1"),
         (["--rounds", "1"], "--rounds is 1, but it must be at least 2"),
@@ -708,6 +709,25 @@ def test_decode_measures_whom_it_names() -> None:
     assert row["best_peer"] == "sdpa" and row["ratios"].keys() == ours
     text = decode.text([row])
     assert "8/2" in text and "geometric mean" in text and "copy" in text
+
+
+def test_models_are_compared_with_themselves_before_the_swap(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    some = {name: models.MODELS[name] for name in ("transformers GPT-OSS",)}
+    monkeypatch.setattr(models, "MODELS", some)
+    rows = list(models.measure(Settings("cpu", quick=True, rounds=2)))
+    assert [row["mode"] for row in rows] == ["training", "evaluation"]
+    for row in rows:
+        assert row["served_by"] and row["error"]["torch"] == 0.0 < row["error"]["flash4"] < 1e-5
+    assert models.text(rows).count("GPT-OSS") == 2
+
+
+def test_models_without_their_package_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(models, "MODELS", {"a model": ("no_such_package", models.llama)})
+    assert not list(models.measure(Settings("cpu", quick=True)))
+    assert "left out a model: no_such_package is not installed" in capsys.readouterr().out
 
 
 def test_decode_leaves_out_whoever_attends_to_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
