@@ -79,7 +79,7 @@ def lookup(
         if is_autocast:
             return _by_signature(door, q, k, v, others, flags, ("autocast",))
         tensors = (q, k, v, *[x for x in others if x is not None])
-        place = (door, *[x is None for x in others], flags, *map(type, flags))
+        place = (door, is_grad_enabled(), *[x is None for x in others], flags, *map(type, flags))
         call = recent.find(place, tensors)
         if call is not None:
             return None, call

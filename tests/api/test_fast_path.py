@@ -113,26 +113,26 @@ def assert_same(a: Any, b: Any) -> None:
         assert a is None or (torch.equal(a, b) and a.stride() == b.stride() and a.dtype == b.dtype)
 
 
-X = half(1, 128, 2, 64)
+X, Y, Z = (half(1, 128, 2, 64) for _ in "qkv")
 ANOTHER_CALL: dict[str, Callable[[], Any]] = {
     "longer": lambda: flash4_torch.attention(*[half(1, 129, 2, 64)] * 3),
     "more keys": lambda: flash4_torch.attention(X, half(1, 130, 2, 64), half(1, 130, 2, 64)),
-    "more queries": lambda: flash4_torch.attention(half(1, 130, 2, 64), X, X),
+    "more queries": lambda: flash4_torch.attention(half(1, 130, 2, 64), Y, Z),
     "other strides": lambda: flash4_torch.attention(*[half(1, 2, 128, 64).transpose(1, 2)] * 3),
-    "q alone strided": lambda: flash4_torch.attention(half(1, 2, 128, 64).transpose(1, 2), X, X),
-    "k alone strided": lambda: flash4_torch.attention(X, half(1, 2, 128, 64).transpose(1, 2), X),
-    "v alone strided": lambda: flash4_torch.attention(X, X, half(1, 2, 128, 64).transpose(1, 2)),
+    "q alone strided": lambda: flash4_torch.attention(half(1, 2, 128, 64).transpose(1, 2), Y, Z),
+    "k alone strided": lambda: flash4_torch.attention(X, half(1, 2, 128, 64).transpose(1, 2), Z),
+    "v alone strided": lambda: flash4_torch.attention(X, Y, half(1, 2, 128, 64).transpose(1, 2)),
     "other dtype": lambda: flash4_torch.attention(*[X.half()] * 3),
-    "causal": lambda: flash4_torch.attention(X, X, X, causal=True),
-    "window": lambda: flash4_torch.attention(X, X, X, window=(1, None)),
-    "window's left": lambda: flash4_torch.attention(X, X, X, window=(1, 2)),
-    "window's right": lambda: flash4_torch.attention(X, X, X, window=(2, 1)),
-    "scale": lambda: flash4_torch.attention(X, X, X, scale=1.0),
-    "softcap": lambda: flash4_torch.attention(X, X, X, softcap=1.0),
-    "dropout": lambda: flash4_torch.attention(X, X, X, dropout_p=0.5),
-    "mask": lambda: flash4_torch.attention(X, X, X, attn_mask=torch.ones(128, dtype=torch.bool)),
-    "odd base": lambda: flash4_torch.attention(half(1 + 128 * 128)[1:].view(1, 128, 2, 64), X, X),
-    "deterministic": lambda: flash4_torch.attention(X, X, X, deterministic=True),
+    "causal": lambda: flash4_torch.attention(X, Y, Z, causal=True),
+    "window": lambda: flash4_torch.attention(X, Y, Z, window=(1, None)),
+    "window's left": lambda: flash4_torch.attention(X, Y, Z, window=(1, 2)),
+    "window's right": lambda: flash4_torch.attention(X, Y, Z, window=(2, 1)),
+    "scale": lambda: flash4_torch.attention(X, Y, Z, scale=1.0),
+    "softcap": lambda: flash4_torch.attention(X, Y, Z, softcap=1.0),
+    "dropout": lambda: flash4_torch.attention(X, Y, Z, dropout_p=0.5),
+    "mask": lambda: flash4_torch.attention(X, Y, Z, attn_mask=torch.ones(128, dtype=torch.bool)),
+    "odd base": lambda: flash4_torch.attention(half(1 + 128 * 128)[1:].view(1, 128, 2, 64), Y, Z),
+    "deterministic": lambda: flash4_torch.attention(X, Y, Z, deterministic=True),
 }
 
 
@@ -141,7 +141,7 @@ def test_another_call_goes_the_long_way(long_way: LongWay, call: Callable[[], An
     # The third time it is recognised without its signature.
     for _ in range(3):
         for flags in ({}, {"window": (2, 2)}, {"scale": 2.0}, {"deterministic": False}):
-            flash4_torch.attention(X, X, X, **flags)
+            flash4_torch.attention(X, Y, Z, **flags)
     assert long_way.taken(call)
 
 
@@ -169,7 +169,8 @@ def compiled(x: Tensor) -> Tensor:
 
 
 def attend(x: Tensor, **kwargs: Any) -> Any:
-    return flash4_torch.attention(x, x, x, **kwargs)
+    # Calls with the same tensor twice are found by their signature.
+    return flash4_torch.attention(x, x[:], x[:], **kwargs)
 
 
 LISTENERS: dict[str, tuple[Callable[[], Any], Callable[[Tensor], Any]]] = {
@@ -263,14 +264,19 @@ def test_autocast_to_the_dtype_that_tensors_have_changes_nothing(long_way: LongW
 
 
 def test_without_grad_mode_parameters_data_may_take_it(long_way: LongWay) -> None:
-    x = X.clone().requires_grad_()
+    leaves = [half(1, 128, 2, 64).requires_grad_() for _ in "qkv"]
     with torch.no_grad():
-        attend(x)
+        flash4_torch.attention(*leaves)
         for _ in range(2):
-            assert not long_way.taken(lambda: attend(x))
-    assert all(attend(x).requires_grad for _ in range(3))
-    with torch.no_grad():
-        assert not attend(x).requires_grad
+            assert not long_way.taken(lambda: flash4_torch.attention(*leaves))
+    assert flash4_torch.attention(*leaves).requires_grad
+
+
+def test_the_mode_decides_whether_gradients_are_recorded() -> None:
+    leaves = [torch.randn(1, 16, 2, 16, requires_grad=True) for _ in "qkv"]
+    for recorded in (False, True, False):
+        with torch.set_grad_enabled(recorded):
+            assert all(flash4_torch.attention(*leaves).requires_grad == recorded for _ in range(4))
 
 
 def test_in_inference_mode_its_results_are_of_it(long_way: LongWay) -> None:
