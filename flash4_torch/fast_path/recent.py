@@ -15,8 +15,7 @@ from ..backends import ALIGNMENT
 from .calls import FastCall
 
 Place = tuple[Any, ...]
-"""What a call says besides its tensors: the door, whether gradients are recorded, which tensors there are, and
-the flags with their types."""
+"""The door, whether gradients are recorded, which tensors there are, the flags and their types."""
 
 _MOST = 4
 """Calls to remember for each place; each one takes time from those that follow."""
