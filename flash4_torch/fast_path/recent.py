@@ -15,7 +15,7 @@ from ..backends import ALIGNMENT
 from .calls import FastCall
 
 Place = tuple[Any, ...]
-"""The door, whether gradients are recorded, which tensors there are, the flags and their types."""
+"""The door, modes that no tensor shows, which tensors there are, the flags and their types."""
 
 _MOST = 4
 """Calls to remember for each place; each one takes time from those that follow."""
