@@ -39,6 +39,8 @@ class Spec(NamedTuple):
     """Backward: attn_mask wants a gradient."""
     weights: bool = False
     """The attention weights are wanted, or with `backward` their gradient, instead of what they make of v."""
+    tf32: bool = False
+    """float32: torch's switches allow TF32 for matrix products (`allows_tf32`)."""
 
 
 class CallOptions(NamedTuple):
@@ -89,6 +91,7 @@ class Problem(NamedTuple):
                 f"sinks {s.sinks}": bool(s.sinks),
                 f"dropout_p={self.dropout_p}": s.dropout,
                 "deterministic": s.deterministic,
+                "TF32": s.tf32,
                 "gradient of lse": s.dlse,
                 "gradient of attn_mask": s.dmask,
             }.items()
@@ -134,6 +137,11 @@ class SavedWeights(NamedTuple):
     average_heads: bool
     dweights: Tensor | None = None
     mask_grad: bool = False
+
+
+def allows_tf32(dtype: torch.dtype) -> bool:
+    """Whether torch's switches allow products of that dtype in TF32: for float32, those of CUDA's matmul."""
+    return dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def has_float_mask(attn_mask: Tensor | None) -> bool:

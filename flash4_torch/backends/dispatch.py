@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
+
 from .. import env
 from ..errors import BackendError
 from ..flex_problem import FlexProblem
@@ -19,13 +21,23 @@ from .emulator import Emulator
 from .sdpa import Sdpa
 from .tiled import Tiled
 
+_WIDEST = 256
+"""The widest heads of the kernels for 9.0 and 10.x."""
+
+
+def _only_sm80(problem: Problem) -> bool:
+    """Whether, of our kernels, those by mma.sync alone serve a call, on GPUs that have others, too."""
+    spec = problem.spec
+    return spec.dtype == torch.float32 or max(spec.D, spec.Dv) > _WIDEST
+
+
 PRIORITY: tuple[Backend, ...] = (
     Cpu(),
     Compiled("sm90", SM90A),
     Compiled("sm100", SM100A, SM103A),
     # Flash attention in torch is the older, and sm80 has not been timed against it.
     Sdpa(),
-    Compiled("sm80", *SM80_FAMILY, on_request=SM80_ON_REQUEST),
+    Compiled("sm80", *SM80_FAMILY, on_request=SM80_ON_REQUEST, unasked=_only_sm80),
     Efficient(),
     Tiled(),
     Emulator(),

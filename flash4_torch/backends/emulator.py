@@ -21,7 +21,7 @@ from ..problem import Inputs, Problem, Saved, SavedWeights
 from ..reference.weights import WeightsGradients
 from . import sequences
 from .base import Grads, Results
-from .compiled import TARGETS, Compiled, Target, backward, forward, limits
+from .compiled import SM80_ON_REQUEST, TARGETS, Compiled, Target, backward, forward, limits
 from .compiled import weights as weights_launch
 from .compiled.targets import Find
 
@@ -95,7 +95,7 @@ class _Emulated(Compiled):
         self._counter = torch.zeros(1, dtype=torch.int32)
 
     def target(self, problem: Problem) -> Target:
-        return emulated_target()
+        return _target(problem) or emulated_target()
 
     def find(self, problem: Problem) -> Find:
         return emulated_find
@@ -140,20 +140,22 @@ def _is_asked_for() -> bool:
     return env.BACKEND.get() == Emulator.name
 
 
-def _target() -> Target | None:
-    """The target for the current architecture, or None if it has no kernels of its own."""
-    return TARGETS.get(_arch())
+def _target(problem: Problem) -> Target | None:
+    """The target whose kernels serve the problem, on the current architecture; None if it has no kernels."""
+    own = TARGETS.get(_arch())
+    other = next((target for target in SM80_ON_REQUEST if own is not None and target.arch == own.arch), None)
+    return other if other is not None and limits(own, problem) and not limits(other, problem) else own
 
 
 def _serves(problem: Problem) -> bool:
     """Whether the architecture's own kernels serve the problem."""
-    target = _target()
+    target = _target(problem)
     return target is not None and not limits(target, problem)
 
 
 def _no_kernels(problem: Problem) -> list[str]:
     """Reasons why neither the architecture's own kernels nor the kernel for every GPU can serve a problem."""
-    target, small = _target(), _limits(problem)
+    target, small = _target(problem), _limits(problem)
     beyond = limits(target, problem) if target else ()
     if not small or (target and not beyond):
         return []

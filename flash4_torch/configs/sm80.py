@@ -15,7 +15,7 @@ from typing import NamedTuple
 from .packing import best_pack, cover, may_pack, possible_packs
 from .types import Features, Sm80Forward, tile_dim
 
-MAX_D = 256
+MAX_D = 512
 LARGE_BYTES, SMALL_BYTES = 163 * 1024, 99 * 1024
 """Bytes of shared memory that a CTA may have."""
 
@@ -62,6 +62,7 @@ _OF_128 = (
 _DROPOUT_AND_MORE = Row(
     256, 256, None, _Tiles(8, 1, 16, 2), "dropout: 32 keys spill in some kernels"
 )
+_WHY_SHARED, _WHY_128 = (f"a warp has registers for {n} columns of O" for n in (256, 128))
 _LARGE = (
     *_OF_64,
     *_OF_128,
@@ -71,6 +72,8 @@ _LARGE = (
     Row(256, 256, None, _Tiles(8, 1, 64, 1), "128 KiB; two stages have no room"),
     Row(256, 256, None, _Tiles(8, 1, 32, 2), "features that need registers: 64 and 48 keys spill"),
     _DROPOUT_AND_MORE,
+    Row(384, 384, None, _Tiles(8, 1, 32, 2, column_warps=2), f"148 KiB; {_WHY_SHARED}"),
+    Row(512, 512, None, _Tiles(8, 1, 32, 1, column_warps=2), f"132 KiB; {_WHY_SHARED}"),
 )
 _SMALL = (
     *_OF_64,
@@ -80,12 +83,34 @@ _SMALL = (
     Row(256, 256, 64, _Tiles(4, 1, 32, 1), _FEW),
     Row(256, 256, None, _Tiles(8, 1, 32, 1), "96 KiB; 64 keys have room only in tiles of 64 rows"),
     _DROPOUT_AND_MORE,
+    Row(512, 512, None, _Tiles(4, 1, 32, 1, column_warps=2), f"98 KiB; {_WHY_SHARED}"),
+)
+
+_FLOAT32_64 = (
+    Row(64, 64, None, _Tiles(4, 2, 32, 2), "TF32: what is read of K and V serves 32 rows; 64 keys spill"),
+    Row(64, 64, None, _Tiles(4, 1, 64, 2), "80 KiB; with three products 32 rows of a warp spill"),
+    Row(64, 64, None, _Tiles(4, 1, 32, 2), "features that need registers"),
+)
+_FLOAT32_LARGE = (
+    *_FLOAT32_64,
+    Row(128, 128, 64, _Tiles(4, 1, 32, 2), _FEW),
+    Row(128, 128, None, _Tiles(8, 1, 32, 2), "128 KiB; 64 keys spill with three products"),
+    Row(128, 128, None, _Tiles(8, 1, 16, 2), "features that need registers"),
+    Row(192, 192, None, _Tiles(8, 1, 32, 2, column_warps=2), _WHY_128),
+    Row(256, 256, None, _Tiles(8, 1, 32, 1, column_warps=2), _WHY_128),
+)
+_FLOAT32_SMALL = (
+    *_FLOAT32_64,
+    Row(128, 128, None, _Tiles(4, 1, 32, 2), "96 KiB"),
+    Row(128, 128, None, _Tiles(4, 1, 16, 2), "features that need registers"),
+    Row(192, 192, None, _Tiles(4, 1, 32, 1, column_warps=2), _WHY_128),
 )
 # fmt: on
 
 
 class Table(NamedTuple):
     rows: tuple[Row, ...]
+    float32: tuple[Row, ...]
     shared_memory: int
     """Bytes that a CTA may have."""
 
@@ -106,13 +131,23 @@ class Table(NamedTuple):
     def row(self, features: Features, Sq: int, Sk: int, group: int = 1, seen: int | None = None) -> Row:
         """The row that serves a call: see `forward`."""
         rows = Sq * cover(group) if may_pack(features) else Sq
-        return next(r for r in self.rows if r.admits(features, rows))
+        return next(r for r in self.rows_of(features) if r.admits(features, rows))
+
+    def rows_of(self, features: Features) -> tuple[Row, ...]:
+        """The rows for the features' dtype."""
+        return self.float32 if features.is_float32 else self.rows
 
     def limits(self, features: Features) -> list[str]:
         """Why no row serves the features, whose head sizes may be any."""
-        if max(features.D, features.Dv) <= MAX_D:
+        most = max(row.D for row in self.rows_of(features))
+        heads = f"D is {features.D} and Dv is {features.Dv}"
+        if max(features.D, features.Dv) > most:
+            return [f"{heads}, and it serves up to {most}" + " of float32" * features.is_float32]
+        if any(row.admits_features(features) for row in self.rows_of(features)):
             return []
-        return [f"D is {features.D} and Dv is {features.Dv}, and it serves up to {MAX_D}"]
+        asked = {"softcap": features.softcap, "dropout": features.dropout, "attn_mask": features.mask}
+        what = ", ".join(name for name, is_asked in asked.items() if is_asked)
+        return [f"{heads}, and {features.dtype} with these features ({what}) has no registers for so many"]
 
     def reachable(self, features: Features, group: int | None = None) -> tuple[Sm80Forward, ...]:
         """Every config that `forward` returns for some sizes; with `group`, for that many heads of a KV
@@ -132,14 +167,15 @@ class Table(NamedTuple):
         return has_registers(features, config) and config.shared_memory(features) <= self.shared_memory
 
     def _rows_until_one_admits_all(self, features: Features) -> Iterator[Row]:
-        for row in self.rows:
+        for row in self.rows_of(features):
             if row.admits_features(features):
                 yield row
                 if row.rows is None:
                     return
 
 
-LARGE, SMALL = Table(_LARGE, LARGE_BYTES), Table(_SMALL, SMALL_BYTES)
+LARGE = Table(_LARGE, _FLOAT32_LARGE, LARGE_BYTES)
+SMALL = Table(_SMALL, _FLOAT32_SMALL, SMALL_BYTES)
 
 
 def has_registers(features: Features, config: Sm80Forward) -> bool:
@@ -147,7 +183,11 @@ def has_registers(features: Features, config: Sm80Forward) -> bool:
 
     16 rows are a warp's, so that each column of O and of S costs half a register.
     """
-    f, Dv, keys = features, tile_dim(features.Dv), config.keys
+    if features.is_float32:
+        return _has_registers_float32(features, config)
+    f, Dv, keys = features, tile_dim(features.Dv) // config.column_warps, config.own_keys
+    if config.column_warps > 1 and Dv > 192 and f.dropout and f.mask and f.softcap:
+        return False
     if config.row_mmas > 1:
         plain = not (f.mask or f.softcap or f.dropout)
         return plain and config.row_mmas * (Dv + keys) // 2 <= _ACCUMULATORS_OF_TWO_MMAS
@@ -156,3 +196,20 @@ def has_registers(features: Features, config: Sm80Forward) -> bool:
         return fits and not ((f.float_mask or (f.mask and f.softcap)) and Dv > 128 and keys > 16)
     more = f.float_mask or f.softcap or (f.varlen and f.sinks)
     return (Dv + keys) // 2 <= (_ACCUMULATORS_WITH_MORE if more else _ACCUMULATORS)
+
+
+def _has_registers_float32(features: Features, config: Sm80Forward) -> bool:
+    """The same for float32, of which three products take twice as many sums: what did not spill."""
+    shared = config.column_warps
+    f, keys, wide = features, config.own_keys, max(features.D // shared, features.Dv // shared) > 64
+    masked_twice = f.float_mask or bool(f.mask and f.softcap)
+    if config.row_mmas > 1:
+        return f.tf32 and keys <= 32 and not (wide or f.dropout or (f.mask and f.sinks))
+    if f.tf32:
+        return keys <= 32 or not wide
+    if not wide:
+        return keys <= 32 or not f.dropout
+    plain = not (f.mask or f.softcap or f.dropout or f.sinks)
+    if shared > 1 and f.softcap:
+        return False
+    return keys <= 16 + 16 * plain and not (f.dropout and masked_twice)

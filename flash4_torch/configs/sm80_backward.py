@@ -10,13 +10,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .sections import Section, Workload, bounded_backward
-from .sm80 import LARGE_BYTES, MAX_D, SMALL_BYTES
+from .sm80 import LARGE_BYTES, SMALL_BYTES
 from .types import Features, Sm80Backward, tile_dim
 
 _ORDERED, _ORDERED_IF_BOUNDED = 12, 32
 """KV heads of a section of the deterministic backward: those that Hopper was measured with."""
 
 
+MAX_D, MAX_FLOAT32_D = 256, 128
 MAX_D_WITH_MORE = 192
 """The widest heads with features for which wider ones have no registers, whatever the tiles."""
 
@@ -49,6 +50,11 @@ _TABLE = (
     Row(256, 256, _Tiles(8, 4, 64, 1), "104 KiB, 80 KiB up to 192 columns; with 64 keys 7 to 36 spills"),
     Row(256, 256, _Tiles(4, 4, 64, 1), "84 KiB: 32 keys have no room"),
 )
+_FLOAT32 = (
+    Row(64, 64, _Tiles(8, 2, 64, 2), "128 KiB; with 16 keys to a warp, 160 spills and more"),
+    Row(64, 64, _Tiles(8, 2, 64, 1), "96 KiB: two stages have no room"),
+    Row(128, 128, _Tiles(8, 4, 64, 1), "112 KiB; with 64 keys 2 to 36 spills"),
+)
 # fmt: on
 _ACCUMULATORS = {1: 128, 2: 144, 4: 144}
 """Registers that dK, dV, S and dP may take, by `column_warps`: fitted to what spilled."""
@@ -72,11 +78,11 @@ class Table(NamedTuple):
 
     def row(self, features: Features, kv_head_rows: int = 0) -> Row:
         """The row that serves a call."""
-        return next(row for row in _TABLE if row.config_of(features, self.shared_memory))
+        return next(row for row in rows_of(features) if row.config_of(features, self.shared_memory))
 
     def config(self, features: Features) -> Sm80Backward:
         """The config that serves the features, but for `ragged_k`."""
-        configs = (row.config_of(features, self.shared_memory) for row in _TABLE)
+        configs = (row.config_of(features, self.shared_memory) for row in rows_of(features))
         return next(config for config in configs if config is not None)
 
     def reachable(self, features: Features, group: int | None = None) -> tuple[Sm80Backward, ...]:
@@ -98,14 +104,35 @@ class Table(NamedTuple):
     def limits(self, features: Features) -> list[str]:
         """Why no row serves the features, whose head sizes may be any."""
         f = features
-        if max(f.D, f.Dv) > MAX_D:
-            return [f"D is {f.D} and Dv is {f.Dv}, and it serves up to {MAX_D}"]
-        if any(row.config_of(f, self.shared_memory) for row in _TABLE):
+        most = self._widest(f)
+        if max(f.D, f.Dv) > most:
+            which = f"gradients of {f.dtype} " if f.is_float32 else ""
+            return [f"D is {f.D} and Dv is {f.Dv}, and it serves {which}up to {most}"]
+        if any(row.config_of(f, self.shared_memory) for row in rows_of(f)):
             return []
         asked = {"softcap": f.softcap, "dropout": f.dropout, "attn_mask": f.mask, "order": f.deterministic}
         what = ", ".join(name for name, is_asked in asked.items() if is_asked)
         heads = f"D is {f.D} and Dv is {f.Dv}"
+        if f.is_float32:
+            return [
+                f"the dtype is float32, and with these features ({what}) it has no registers for gradients"
+            ]
         return [f"{heads}, and its gradients with these features ({what}) have up to {MAX_D_WITH_MORE}"]
+
+    def _widest(self, features: Features) -> int:
+        """The widest heads of which some features are served."""
+        if not features.is_float32:
+            return MAX_D
+        plain = Features("float32", 0, 0, tf32=features.tf32)
+        return max(n for n in (0, 64, MAX_FLOAT32_D) if self._fits_some(plain._replace(D=n, Dv=n)))
+
+    def _fits_some(self, features: Features) -> bool:
+        return any(row.config_of(features, self.shared_memory) for row in rows_of(features))
+
+
+def rows_of(features: Features) -> tuple[Row, ...]:
+    """The rows for the features' dtype."""
+    return _FLOAT32 if features.is_float32 else _TABLE
 
 
 LARGE, SMALL = Table(LARGE_BYTES), Table(SMALL_BYTES)
@@ -122,6 +149,8 @@ def has_registers(features: Features, config: Sm80Backward) -> bool:
     16 rows are a warp's, or those of several that share them, so that each column costs half a register.
     """
     f, c = features, config
+    if f.is_float32:
+        return not (c.round_weights or (f.softcap and f.dropout))
     rows, shared = 2 * c.queries, c.column_warps
     if c.dq_warps == 1 and f.D > MAX_D_WITH_MORE and (f.mask or f.deterministic):
         return False  # dQ takes as many registers as all others together

@@ -45,7 +45,7 @@ class Features(NamedTuple):
     """What a kernel computes. Everything that a call does not use is compiled out."""
 
     dtype: str
-    """"bfloat16" or "float16"."""
+    """"bfloat16" or "float16"; for the kernels by mma.sync also "float32"."""
     D: int
     Dv: int
     varlen: bool = False
@@ -72,6 +72,23 @@ class Features(NamedTuple):
     and those of a page, so that no box crosses into another page."""
     mods: Mods = Mods()
     """score_mod, mask_mod and a block mask."""
+    tf32: bool = False
+    """float32 only: numbers are rounded to TF32, and a product is one product. Otherwise it is three of TF32
+    numbers, and as exact as float32."""
+
+    @property
+    def is_float32(self) -> bool:
+        return self.dtype == "float32"
+
+    @property
+    def column_step(self) -> int:
+        """What columns in shared memory are a multiple of: those of a swizzle where numbers are float32."""
+        return 32 if self.is_float32 else 16
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether products are as exact as float32."""
+        return self.is_float32 and not self.tf32
 
     @property
     def lists_blocks(self) -> bool:
@@ -125,6 +142,9 @@ class Sm80Forward(NamedTuple):
     """Sk may end inside a block of keys, where the band does not mask what follows."""
     pack_gqa: int = 1
     """Query heads of one KV head that share a tile's rows: 1, 2, 4, ... 64."""
+    column_warps: int = 1
+    """Warps that share rows: each computes the scores of some keys of a block, and some columns of O. If
+    there are several, P goes through SMEM, and `row_mmas` is 1."""
 
     @property
     def cluster(self) -> int:
@@ -134,7 +154,12 @@ class Sm80Forward(NamedTuple):
     @property
     def rows(self) -> int:
         """Query rows in a tile; with `pack_gqa`, each row is one head of one query."""
-        return 16 * self.row_mmas * self.warps
+        return 16 * self.row_mmas * self.warps // self.column_warps
+
+    @property
+    def own_keys(self) -> int:
+        """Keys of a block whose scores a warp computes."""
+        return self.keys // self.column_warps
 
     @property
     def queries(self) -> int:
@@ -144,13 +169,19 @@ class Sm80Forward(NamedTuple):
     def shared_memory(self, features: Features) -> int:
         """Bytes of shared memory: Q, or O in its place, K and V in their stages, and the work tile.
 
-        With dropout also a bit for each weight of one block.
+        With dropout also a bit for each weight of one block. Several `column_warps` also share P, and a
+        number of each row and warp.
         """
-        D, Dv = tile_dim(features.D), tile_dim(features.Dv)
+        D, Dv = halves(features, features.D), halves(features, features.Dv, self.column_warps)
         stages = (self.kv_stages * self.keys * n for n in (D, Dv))
-        matrices = (self.rows * max(D, Dv), *stages)
-        bits = self.rows * tile_bits(self.keys) if features.dropout else 0
-        return sum(-(-2 * n // _ALIGNMENT) * _ALIGNMENT for n in matrices) + bits // 8 + _WORK_TILE
+        # float32's O does not go through SMEM.
+        q = self.rows * (D if features.is_float32 else max(D, Dv))
+        shares = self.column_warps > 1
+        weights = self.rows * self.keys * (2 if features.is_float32 else 1) if shares else 0
+        bits = self.rows * self.column_warps * tile_bits(self.own_keys) if features.dropout else 0
+        exchanged = 4 * self.rows * self.column_warps if shares else 0
+        whole = sum(-(-2 * n // _ALIGNMENT) * _ALIGNMENT for n in (q, *stages, weights))
+        return whole + bits // 8 + exchanged + _WORK_TILE
 
 
 class Sm90Forward(NamedTuple):
@@ -341,14 +372,16 @@ class Sm80Backward(NamedTuple):
 
         Several `column_warps` also share P. With dropout there is a bit for each weight of a block.
         """
-        D, Dv = (-(-n // (16 * p)) * 16 * p for n, p in _columns(self, features))
+        steps = (features.column_step * p for _, p in _columns(self, features))
+        D, Dv = (-(-n // s) * s for (n, _), s in zip(_columns(self, features), steps, strict=True))
         rows = (self.stages * self.queries * n for n in (D, Dv))
         weights = self.keys * self.queries
         matrices = (*rows, self.keys * D, self.keys * Dv, weights, weights * (self.column_warps > 1))
         statistics = 4 * features.row_stats * self.queries * self.stages
         own = self.queries // self.column_warps
         bits = 16 * self.warps * tile_bits(own) if features.dropout else 0
-        whole = sum(-(-2 * n // _ALIGNMENT) * _ALIGNMENT for n in matrices)
+        each = 4 if features.is_float32 else 2
+        whole = sum(-(-each * n // _ALIGNMENT) * _ALIGNMENT for n in matrices)
         return whole + statistics + bits // 8 + _WORK_TILE
 
 
@@ -539,3 +572,9 @@ def tile_bits(keys: int) -> int:
 def tile_dim(D: int) -> int:
     """Head size in shared memory: padded with zeros to what the tensor cores take."""
     return -(-D // 16) * 16
+
+
+def halves(features: Features, D: int, parts: int = 1) -> int:
+    """16-bit halves of a row in shared memory, where kernels by mma.sync have it in so many parts."""
+    step = features.column_step * parts
+    return -(-D // step) * step * (2 if features.is_float32 else 1)

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, is_grad_enabled
+from torch import Tensor, float32, is_grad_enabled
 from torch._C import _is_any_autocast_enabled
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.compiler import is_dynamo_compiling
@@ -39,7 +39,7 @@ from torch.compiler import is_dynamo_compiling
 from ..backends import ALIGNMENT, HeadsFirst, Launch, Shares
 from ..ops import autocast_inputs
 from ..ops.impl import describe_inputs, weights_of
-from ..problem import CallOptions, Inputs, Problem
+from ..problem import CallOptions, Inputs, Problem, allows_tf32
 from . import graphs, recent
 from .calls import Door, FastCall, HeadsFirstCall, in_turn
 from .conditions import must_take_slow_path, prepares
@@ -75,6 +75,8 @@ def lookup(
     if is_dynamo_compiling() or must_take_slow_path():
         return None, None
     is_autocast = _is_any_autocast_enabled()
+    if getattr(q, "dtype", None) is float32 and allows_tf32(float32):
+        flags = (*flags, "tf32")
     try:
         if is_autocast:
             return _by_signature(door, q, k, v, others, flags, ("autocast",))

@@ -17,6 +17,7 @@ from ..problem import (
     Saved,
     SavedWeights,
     Spec,
+    allows_tf32,
     dtype_key,
     has_float_mask,
     mask_key,
@@ -53,6 +54,7 @@ def describe(
         deterministic=options.deterministic,
         sinks=dtype_key(sinks),
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
+        tf32=allows_tf32(q.dtype),
     )
     return Problem(spec, extent, options.scale, band, options.softcap, options.dropout_p)
 

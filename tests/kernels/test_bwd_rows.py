@@ -62,7 +62,7 @@ def test_packed_sequences_have_room() -> None:
 @given(data=st.data())
 @settings(max_examples=examples(2, 4))
 def test_preprocess(D: int, Dv: int, queries: int, varlen: bool, data: st.DataObject) -> None:
-    dtype = "float16" if queries == 64 else "bfloat16"
+    dtype = data.draw(st.sampled_from(["float16" if queries == 64 else "bfloat16", "float32"]))
     with_dlse = turns_wanted = queries == 64
     negated = queries == 128
     float_mask = not varlen and data.draw(st.booleans())
@@ -140,6 +140,25 @@ def test_postprocess(D: int, Dv: int, queries: int, order: str, varlen: bool, da
     ends = ends_of(lengths) if varlen else None
     launch(compiled_behind, plan, in_blocks(plan.blocks, sums), dq, ends, 0.3)
     assert torch.equal(dq, (sums[..., at, :D] * 0.3).to(dtype).transpose(-3, -2))
+
+
+@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("D", [64, 40, 136])
+def test_sums_of_float32(D: int, varlen: bool) -> None:
+    """They are scaled and stored as float32; `DqBlocks.place` says where each lies."""
+    sums_of_D = DqBlocks(D, 64, 2, by_register=True, step=32)
+    blocks, lengths, Hq = RowBlocks.of(sums_of_D), [70, 70], 2
+    plan = PostprocessPlan("float32", D, blocks, varlen)
+    count, at = places(blocks, lengths, varlen)
+    batch = (Hq,) if varlen else (len(lengths), Hq)
+    numbers = torch.randn(*batch, count // 64, 64, blocks.columns)
+    order = [sums_of_D.place(row, column) for row in range(64) for column in range(blocks.columns)]
+    assert sorted(order) == list(range(blocks.floats))
+    sums = torch.empty(*batch, count // 64, blocks.floats)
+    sums[..., order] = numbers.flatten(-2)
+    dq = torch.full((sum(lengths), Hq, D) if varlen else (len(lengths), lengths[0], Hq, D), math.nan)
+    launch(compiled_behind, plan, sums, dq, ends_of(lengths) if varlen else None, 0.3)
+    assert torch.equal(dq, (numbers.flatten(-3, -2)[..., at, :D] * 0.3).transpose(-3, -2))
 
 
 @pytest.mark.parametrize("varlen", [False, True], ids=["dense", "packed"])

@@ -192,7 +192,17 @@ def test_what_it_does_not_is(layout: Any) -> None:
 def test_only_what_a_call_uses_is_compiled_in(kwargs: dict[str, Any], expected: dict[str, Any]) -> None:
     x = half(1, 64, 2, 32)
     features = launched(x, x, x, **kwargs).features
-    switches = ("left", "right", "softcap", "scaled", "dropout", "deterministic", "dmask", "large_softcap")
+    switches = (
+        "left",
+        "right",
+        "softcap",
+        "scaled",
+        "dropout",
+        "deterministic",
+        "dmask",
+        "large_softcap",
+        "tf32",
+    )
     bare = dict.fromkeys(switches, False)
     assert features._asdict() == {
         "dtype": "bfloat16",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +16,7 @@ from flash4_torch.configs import (
     decode,
     decode_shares,
     sm80,
+    sm80_backward,
     sm90,
     sm90_backward,
     sm100,
@@ -95,9 +97,10 @@ def test_reachable_names_nothing_twice(table: ModuleType, features: Features) ->
 @EACH_TABLE
 def test_head_sizes_have_a_limit(table: ModuleType) -> None:
     assert not any(table.limits(BARE._replace(D=D, Dv=Dv)) for D in HEAD_DIMS for Dv in HEAD_DIMS)
-    for D, Dv in ((257, 64), (64, 264)):
+    most = 512 if isinstance(table, sm80.Table) else 256
+    for D, Dv in ((most + 1, 64), (64, most + 8)):
         (reason,) = table.limits(BARE._replace(D=D, Dv=Dv))
-        assert reason == f"D is {D} and Dv is {Dv}, and it serves up to 256"
+        assert reason == f"D is {D} and Dv is {Dv}, and it serves up to {most}"
 
 
 @pytest.mark.parametrize(
@@ -113,6 +116,42 @@ def test_there_are_tiles_that_fit_for_every_call(extras: dict[str, object], tabl
             config = table.forward(features, Sq, Sk)
             assert table.fits(features, config), (features, config)
             assert config.keys % 16 == 0 and config.keys <= 256
+
+
+WIDE = {"D": (264, 384, 512), "uses": ({}, {"dropout": True}, {"mask": "float32", "softcap": True})}
+FLOAT32 = {
+    "D": (8, 64, 72, 128, 192, 256),
+    "uses": ({}, {"dropout": True}, {"mask": "float32", "scaled": True}, {"mask": "bool", "dropout": True}),
+}
+
+
+@pytest.mark.parametrize("table", [sm80.LARGE, sm80.SMALL], ids=["sm80", "sm86"])
+@pytest.mark.parametrize("cases", [WIDE, FLOAT32], ids=["wide", "float32"])
+def test_what_is_not_limited_has_tiles_that_fit(cases: dict[str, Any], table: sm80.Table) -> None:
+    for D, uses, tf32 in itertools.product(cases["D"], cases["uses"], (False, True)):
+        features = BARE._replace(D=D, Dv=D, **uses)
+        if cases is FLOAT32:
+            features = features._replace(dtype="float32", tf32=tf32)
+        if limits := table.limits(features):
+            assert cases is FLOAT32 and D > 192 and table is sm80.SMALL, limits
+            continue
+        for Sq in (1, 1 << 30):
+            assert table.fits(features, table.forward(features, Sq, 4096)), features
+        assert all(table.fits(features, config) for config in table.reachable(features))
+
+
+@pytest.mark.parametrize("table", [sm80_backward.LARGE, sm80_backward.SMALL], ids=["sm80", "sm86"])
+@pytest.mark.parametrize("tf32", [False, True])
+def test_gradients_of_float32_have_tiles_that_fit(tf32: bool, table: sm80_backward.Table) -> None:
+    most = 128 if table is sm80_backward.LARGE else 64
+    for D, uses in itertools.product((8, 64, 72, 128, 136), FLOAT32["uses"]):
+        features = BARE._replace(dtype="float32", tf32=tf32, D=D, Dv=D, **uses)
+        limits = table.limits(features)
+        assert bool(limits) == (D > most), limits
+        if limits:
+            assert limits == [f"D is {D} and Dv is {D}, and it serves gradients of float32 up to {most}"]
+        else:
+            assert sm80_backward.fits(features, table.config(features), table.shared_memory)
 
 
 def test_every_row_serves_somebody() -> None:
@@ -138,6 +177,12 @@ def test_every_row_by_mma_sync_serves_somebody(table: sm80.Table) -> None:
         for (D, Dv), extra, Sq in itertools.product(heads, extras, (1, 4096))
     }
     assert served == set(table.rows)
+    heads = [(row.D, row.Dv) for row in table.float32]
+    served = {
+        table.row(BARE._replace(dtype="float32", tf32=tf32, D=D, Dv=Dv, **extra), Sq, 4096)
+        for (D, Dv), extra, tf32, Sq in itertools.product(heads, extras, (False, True), (1, 4096))
+    }
+    assert served == set(table.float32)
 
 
 def test_every_row_for_blackwell_serves_somebody() -> None:

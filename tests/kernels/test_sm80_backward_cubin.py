@@ -48,9 +48,14 @@ def reachable(table: sm80_backward.Table) -> Iterator[Kernel]:
     for uses in USES:
         for D, Dv in HEADS:
             features = Features(next(dtypes), D, Dv)._replace(**uses)
-            if table.limits(features):
-                continue
-            yield from ((features, config) for config in table.reachable(features) if config.ragged_k)
+            yield from _of(table, features)
+            for tf32 in (False, True):
+                yield from _of(table, features._replace(dtype="float32", tf32=tf32))
+
+
+def _of(table: sm80_backward.Table, features: Features) -> Iterator[Kernel]:
+    if not table.limits(features):
+        yield from ((features, config) for config in table.reachable(features) if config.ragged_k)
 
 
 def everything(arch: str) -> list[Key]:

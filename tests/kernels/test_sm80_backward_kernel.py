@@ -66,7 +66,29 @@ STATICS = {
         128, 64, (8, 1, 64, 1), varlen=True, dropout=True, deterministic=True, **SOFTCAP, **WINDOW
     ),
 }
-FEW = few(STATICS, "full", "wide, four column warps")
+FLOAT32 = {
+    "float32": static(64, 64, (4, 1, 64, 2), "float32", **CAUSAL),
+    "TF32": static(64, 64, (4, 1, 64, 1), "float32", tf32=True),
+    "shared": static(128, 128, (8, 2, 64, 1), "float32", **WINDOW),
+    "shared, TF32": static(72, 128, (8, 2, 64, 1), "float32", tf32=True, ragged_k=False, **CAUSAL),
+    "four column warps": static(128, 40, (8, 4, 64, 1), "float32", mask="bool", dropout=True, **CAUSAL),
+    "varlen": static(
+        40, 64, (8, 2, 64, 2), "float32", varlen=True, deterministic=True, dropout=True, **WINDOW
+    ),
+    "float32 mask": static(
+        64,
+        64,
+        (8, 2, 64, 1),
+        "float32",
+        mask="float32",
+        dmask=True,
+        softcap=True,
+        large_softcap=True,
+        scaled=True,
+    ),
+}
+STATICS.update({f"float32: {name}": kernel for name, kernel in FLOAT32.items()})
+FEW = few(STATICS, "full", "wide, four column warps", "float32: TF32", "float32: varlen")
 
 
 @pytest.mark.parametrize("name", FEW)

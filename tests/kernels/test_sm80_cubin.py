@@ -52,9 +52,16 @@ def reachable(table: sm80.Table) -> Iterator[Kernel]:
     for uses in USES:
         for D, Dv in HEADS:
             features = Features(next(dtypes), D, Dv)._replace(**uses)
-            for config in table.reachable(features, 8):
-                if config.pack_gqa in (1, 8) and config.ragged_k:
-                    yield features, config
+            yield from _of(table, features)
+            for tf32 in (False, True):
+                yield from _of(table, features._replace(dtype="float32", tf32=tf32))
+
+
+def _of(table: sm80.Table, features: Features) -> Iterator[Kernel]:
+    if not table.limits(features):
+        for config in table.reachable(features, 8):
+            if config.pack_gqa in (1, 8) and config.ragged_k:
+                yield features, config
 
 
 def keys() -> list[Key]:
@@ -86,5 +93,5 @@ def test_nothing_that_can_be_asked_for_spills(compiled: dict[Key, cubin.Code]) -
 def test_every_architecture_and_dtype_is_compiled() -> None:
     assert {key.arch for key in KEYS} == set(TABLES)
     kernels = [key.static for key in KEYS]
-    assert {features.dtype for features, _ in kernels} == {"bfloat16", "float16"}
+    assert {features.dtype for features, _ in kernels} == {"bfloat16", "float16", "float32"}
     assert {config.row_mmas for _, config in kernels} == {1, 2}

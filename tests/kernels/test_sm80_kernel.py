@@ -65,7 +65,57 @@ STATICS = {
         128, 64, (4, 1, 64, 2), varlen=True, softcap=True, scaled=True, dropout=True, **WINDOW
     ),
 }
-FEW = few(STATICS, "no tail", "eight warps, narrow chunks")
+SHARED = {"column_warps": 2}
+STATICS.update(
+    {
+        "shared rows": static(64, 64, (4, 1, 64, 2), **SHARED, **CAUSAL),
+        "shared rows, 512 columns": static(
+            512, 512, (4, 1, 32, 1), "float16", mask="bool", dropout=True, **SHARED
+        ),
+        "shared rows, 320 columns": static(
+            320, 328, (8, 1, 64, 1), pack_gqa=4, sinks="bfloat16", **SHARED, **CAUSAL
+        ),
+        "shared rows, varlen": static(264, 64, (4, 1, 32, 2), varlen=True, dropout=True, **SHARED, **WINDOW),
+        "shared rows, float mask": static(
+            64,
+            512,
+            (2, 1, 32, 1),
+            "float16",
+            mask="float32",
+            scaled=True,
+            softcap=True,
+            ragged_k=False,
+            **SHARED,
+        ),
+    }
+)
+FLOAT32 = {
+    "shared rows": static(256, 256, (8, 1, 32, 1), "float32", **SHARED, **CAUSAL),
+    "shared rows, TF32": static(
+        192, 160, (4, 1, 64, 1), "float32", tf32=True, dropout=True, mask="bool", varlen=False, **SHARED
+    ),
+    "float32": static(64, 64, (4, 1, 64, 2), "float32", **CAUSAL),
+    "TF32": static(64, 64, (4, 2, 32, 2), "float32", tf32=True),
+    "128 columns": static(128, 128, (8, 1, 32, 2), "float32", **WINDOW),
+    "128 columns, TF32": static(128, 128, (4, 1, 32, 2), "float32", tf32=True, ragged_k=False, **CAUSAL),
+    "sixteen keys": static(128, 72, (8, 1, 16, 2), "float32", mask="bool", dropout=True, **CAUSAL),
+    "few columns": static(8, 40, (4, 1, 80, 1), "float32", left=True),
+    "packed": static(96, 64, (4, 1, 32, 2), "float32", pack_gqa=4, sinks="float32", varlen=True),
+    "float32 mask": static(
+        64,
+        64,
+        (4, 1, 32, 1),
+        "float32",
+        mask="float32",
+        softcap=True,
+        large_softcap=True,
+        scaled=True,
+        dropout=True,
+    ),
+    "varlen": static(64, 128, (4, 1, 32, 1), "float32", varlen=True, tf32=True, dropout=True, **WINDOW),
+}
+STATICS.update({f"float32: {name}": kernel for name, kernel in FLOAT32.items()})
+FEW = few(STATICS, "no tail", "eight warps, narrow chunks", "float32: packed", "float32: shared rows, TF32")
 
 
 @pytest.mark.parametrize("name", FEW)

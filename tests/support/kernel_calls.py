@@ -210,34 +210,50 @@ def gradients(features: Features, call: Call, dtype: torch.dtype) -> Gradients:
 
 
 def check_results(kernel: Kernel, call: Call, found: Results) -> None:
-    exact, peer = (results(kernel[0], call, dtype) for dtype in (torch.float64, call.q.dtype))
+    exact, peer = results(kernel[0], call, torch.float64), results(kernel[0], *_of_peer(kernel[0], call))
     for name, result, truth, plain in zip(Results._fields, found, exact, peer, strict=True):
         testing.assert_close_as_peer(result, truth, plain, what=name)
 
 
 def check_gradients(kernel: Kernel, call: Call, found: Gradients) -> None:
-    exact, peer = (gradients(kernel[0], call, dtype) for dtype in (torch.float64, call.q.dtype))
+    exact, peer = gradients(kernel[0], call, torch.float64), gradients(kernel[0], *_of_peer(kernel[0], call))
     for name, result, truth, plain in zip(Gradients._fields, found, exact, peer, strict=True):
         if result is not None:
-            more = noise_of_sums(kernel[0], call) if name == "dmask" else noise(call)
+            more = noise_of_sums(kernel[0], call) if name == "dmask" else noise(kernel[0], call)
             testing.assert_close_as_peer(result.to(plain.dtype), truth, plain, what=name, noise=more)
 
 
-def noise(call: Call) -> float:
+def _of_peer(features: Features, call: Call) -> tuple[Call, torch.dtype]:
+    """The call whose results are a peer's, in which dtype: in TF32 the tensors are rounded to it."""
+    if features.tf32:
+        names = ("q", "k", "v", "dout")
+        call = replace(call, **{name: in_tf32(getattr(call, name)) for name in names})
+    return call, call.q.dtype
+
+
+def in_tf32(x: Tensor) -> Tensor:
+    """Float32 numbers, rounded to ten bits after the point."""
+    bits = x.detach().clone().view(torch.int32)
+    return ((bits + (1 << 12)) & ~((1 << 13) - 1)).view(torch.float32)
+
+
+def noise(features: Features, call: Call) -> float:
     """The error of gradients of q and k where those of scores are 0."""
     largest = max(call.q.abs().max().item(), call.k.abs().max().item())
-    return noise_of_scores(call) * abs(call.scale) * largest
+    return noise_of_scores(features, call) * abs(call.scale) * largest
 
 
-def noise_of_scores(call: Call) -> float:
-    """The error of dP - delta where both are equal, as for a row with one key: each is rounded to float32.
+def noise_of_scores(features: Features, call: Call) -> float:
+    """The error of dP - delta where both are equal, as for a row with one key: each is rounded to float32,
+    and in TF32 what makes dP to that.
 
     Sums are over rows.
     """
     rows, heads = call.dout.shape[-3], call.dout.shape[-2]
     values = call.v.repeat_interleave(heads // call.v.shape[-2], -2)
     terms = (call.dout.abs().double().amax((-3, -2)) * values.abs().double().amax((-3, -2))).sum(-1).max()
-    return 4 * torch.finfo(torch.float32).eps * terms.item() / (1.0 - call.p) * rows**0.5
+    last_place = 2.0**-11 if features.tf32 else 4 * torch.finfo(torch.float32).eps
+    return last_place * terms.item() / (1.0 - call.p) * rows**0.5
 
 
 def noise_of_sums(features: Features, call: Call) -> float:
@@ -249,7 +265,7 @@ def noise_of_sums(features: Features, call: Call) -> float:
     each = gradients(features, replace(call, mask=call.mask.expand(full).clone()), torch.float64).dmask
     summed = [i for i, n in enumerate(call.mask.shape) if n == 1]
     of_sum = each.square().sum(summed).sqrt().max().item() if summed else 0.0
-    return noise_of_scores(call) + torch.finfo(call.q.dtype).eps * of_sum
+    return noise_of_scores(features, call) + torch.finfo(call.q.dtype).eps * of_sum
 
 
 class Alone(NamedTuple):

@@ -122,7 +122,7 @@ def run_backward(
     stats_of: the call whose rows the preprocess has seen, if another one.
     """
     features, config = kernel
-    blocks = sums_of(features.D, config)
+    blocks = sums_of(features.D, config, features.column_step)
     stats, first = _stats(features, stats_of or call, config.queries)
     count = stats.shape[-1] // config.queries
     dq_acc, dq = torch.zeros(*stats.shape[1:-1], count, blocks.floats), None

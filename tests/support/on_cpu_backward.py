@@ -183,7 +183,7 @@ def _backward(launches: list[Launch], features: Features, config: BackwardConfig
     scale, softcap, left, right, max_seqlen, heads_per_section, _, drop_byte, drop_fraction, _, _ = params
     assert heads_per_section >= 1 and (scale > 0.0 or features.scaled)
     p = (drop_byte + drop_fraction / 2**32) / 256
-    sums = sums_of(features.D, config)
+    sums = sums_of(features.D, config, features.column_step)
     blocks = RowBlocks.of(sums)
     count, at = _rows(blocks, q, ends_q)
     assert len(stats) == features.row_stats

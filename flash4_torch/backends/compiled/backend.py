@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Callable
 from functools import cache, lru_cache, partial
 from typing import Any
 
@@ -37,11 +38,18 @@ _TO_COMPILE = {**_TO_RUN, "nvidia_cutlass_dsl": "nvidia-cutlass-dsl"}
 class Compiled:
     """The backend that serves the GPUs of its targets.
 
-    on_request: targets that it serves only where FLASH4_BACKEND asks for it.
+    on_request: targets that it serves only where FLASH4_BACKEND asks for it, or `unasked` says so of a call.
     """
 
-    def __init__(self, name: str, *targets: Target, on_request: tuple[Target, ...] = ()):
+    def __init__(
+        self,
+        name: str,
+        *targets: Target,
+        on_request: tuple[Target, ...] = (),
+        unasked: Callable[[Problem], bool] = lambda problem: False,
+    ):
         self.name = name
+        self._unasked = unasked
         self._own = {target.capability: target for target in targets}
         self._targets = {**self._own, **{target.capability: target for target in on_request}}
 
@@ -59,7 +67,8 @@ class Compiled:
             return [f"the tensors are on {spec.device}, and it serves cuda"]
         why = []
         target = self._targets.get(spec.capability)
-        if not (self.is_made_for(spec.capability) or (target is not None and self._is_asked_for())):
+        asked = self._is_asked_for() or self._unasked(problem)
+        if not (self.is_made_for(spec.capability) or (target is not None and asked)):
             served = " and ".join(map(str, self._own))
             if target is not None:
                 served += f", and this one where {env.BACKEND.name}={self.name} asks for it"
@@ -262,8 +271,10 @@ def limits(target: Target, problem: Problem) -> tuple[str, ...]:
     """The reasons why the target's kernels cannot serve the problem, on whatever device it is."""
     spec, extent = problem.spec, problem.extent
     why = []
-    if spec.dtype not in _DTYPES:
-        why.append(f"the dtype is {spec.dtype}, and it serves bfloat16 and float16")
+    has_float32 = target.has_float32 and not spec.weights
+    if spec.dtype not in _DTYPES and not (has_float32 and spec.dtype == torch.float32):
+        served = "bfloat16, float16 and float32" if has_float32 else "bfloat16 and float16"
+        why.append(f"the dtype is {spec.dtype}, and it serves {served}")
     if spec.weights:
         why += weights_launch.limits(target, problem)
     else:

@@ -125,7 +125,10 @@ def row_plans(
     features: Features, config: BackwardConfig, *, dlse: bool
 ) -> tuple[PreprocessPlan, PostprocessPlan | None]:
     """Plans of the preprocess and postprocess kernels."""
-    f, blocks = main_features(features, config), RowBlocks.of(sums_of(features.D, config))
+    f, blocks = (
+        main_features(features, config),
+        RowBlocks.of(sums_of(features.D, config, features.column_step)),
+    )
     asked = f.varlen, dlse, f.deterministic, config.tmem_order, config.scope != Scope.KV_HEAD
     preprocess = PreprocessPlan(f.dtype, f.Dv, blocks, *asked, large_scores=f.large_scores)
     return preprocess, None if config.scope == Scope.KV_HEAD else PostprocessPlan(

@@ -147,6 +147,8 @@ class Target:
     """Whether the kernel for attention weights runs there."""
     has_kvcache: bool = True
     """Whether the kernels for KV caches run there."""
+    has_float32: bool = False
+    """Whether forward and backward take float32."""
     has_mods: bool = True
     """Whether the forward takes a score_mod, a mask_mod and lists of blocks."""
     proven: str
@@ -190,6 +192,7 @@ SM80 = Target(
     backward="flash4_torch.kernels.sm80.bwd.launch:compile_backward",
     backward_configs=sm80_backward.LARGE,
     l2_bytes=20 << 20,  # half of an A100's: each half serves half of the SMs
+    has_float32=True,
     has_weights=False,
     has_kvcache=False,
     has_mods=False,
@@ -217,4 +220,4 @@ SM80_ON_REQUEST = tuple(
     for target in TARGETS.values()
     if target not in SM80_FAMILY
 )
-"""The same kernels on GPUs that have kernels of their own: to be compared with these."""
+"""The same kernels on GPUs that have kernels of their own: for what these refuse, and to compare both."""

@@ -16,11 +16,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from ..common import host
+from ..common import host, warp_tf32
 from ..common.attn_mask import vector_at
 from ..common.bwd.dq_blocks import THREADS
 from ..common.bwd.query_blocks import QueryBlock, heads_and_blocks, own_block
 from ..common.bwd.row_blocks import CHUNK, VECTOR, PostprocessPlan
+from ..common.warps import WARP
 
 LANES = 4
 """Neighbouring lanes that hold whole rows together."""
@@ -64,7 +65,9 @@ def postprocess_kernel(
     own = own_block(dq, cu_seqlens_q, blocks)
     thread, _, _ = cute.arch.thread_idx()
     source = dq_acc.iterator + own.number * blocks.floats
-    if cutlass.const_expr(blocks.tmem_order):
+    if cutlass.const_expr(plan.dtype == "float32"):
+        _rows_of_tf32(source, dq, own, thread, scale, plan)
+    elif cutlass.const_expr(blocks.tmem_order):
         _rows_of_lanes(source, dq, own, thread, scale, plan)
     else:
         _rows_of_fragments(source, dq, own, thread, scale, plan)
@@ -119,6 +122,32 @@ def _rows_of_fragments(
             else:
                 row = _row(thread) + 8 * (thread % LANES // 2)
                 _store(dq, own, row, c + thread % 2, _exchange(upper + lower, thread), plan)
+
+
+@cute.jit
+def _rows_of_tf32(
+    source: cute.Pointer,
+    dq: cute.Tensor,
+    own: QueryBlock,
+    thread: Int32,
+    scale: Float32,
+    plan: cutlass.Constexpr,
+) -> None:
+    """Float32 numbers, `by_register`, in the order of columns that `warp_tf32.accumulate` has."""
+    blocks, each = plan.blocks, warp_tf32.ROWS * warp_tf32.CHUNK // WARP
+    band, own_thread = thread // THREADS, thread % THREADS
+    for chunk in cutlass.range_constexpr(-(-plan.D // warp_tf32.CHUNK)):
+        sums = cute.make_rmem_tensor(each, Float32)
+        for i in cutlass.range_constexpr(each):
+            place = blocks.register(band, chunk * (warp_tf32.CHUNK // CHUNK), i, own_thread)
+            sums[i] = vector_at(source + place, 1)[0] * scale
+        first = chunk * warp_tf32.CHUNK
+        for half in cutlass.range_constexpr(2):
+            row = _row(thread) + 8 * half
+            if own.has(row):
+                at = (own.first + row, own.head) if plan.varlen else (own.batch, own.first + row, own.head)
+                target = dq[(*at, None)]
+                warp_tf32.store_row(sums, half, target, plan.D, thread % WARP, Int32(first))
 
 
 def _row(thread: Int32) -> Int32:

@@ -24,8 +24,8 @@ from ..common.scores import LOG2E
 WARP = 32
 THREADS = 256
 WARPS = THREADS // WARP
-STEP = 8
-"""Elements of a load."""
+LOAD = 16
+"""Bytes of a load."""
 DEPTH = 8
 """Loads of a lane in flight."""
 
@@ -47,12 +47,17 @@ class Shape(NamedTuple):
 
 
 def shape_of(plan: PreprocessPlan) -> Shape:
-    vectors = plan.Dv // STEP
+    vectors = plan.Dv // step_of(plan)
     lanes = 4 if vectors <= 4 or vectors % 8 == 4 else 8
     turns = -(-vectors // lanes)
     at_once = WARPS * WARP // lanes
     rows = max(1, min(DEPTH // (2 * turns), plan.blocks.queries // at_once))
     return Shape(lanes, turns, rows, plan.blocks.queries // (at_once * rows))
+
+
+def step_of(plan: PreprocessPlan) -> int:
+    """Elements of a load."""
+    return LOAD * 8 // host.NUMERIC[plan.dtype].width
 
 
 @cute.jit
@@ -151,28 +156,28 @@ def _per_row(own: QueryBlock, r: Int32, plan: PreprocessPlan) -> tuple:
 
 
 def _load(x: cute.Tensor, own: QueryBlock, rows: list, lane: Int32, plan: PreprocessPlan) -> cute.Tensor:
-    """The lane's numbers, (8, turns, rows); in the last turn a lane with nothing of a row loads its end."""
-    shape = shape_of(plan)
-    loaded = cute.make_rmem_tensor((STEP, shape.turns, shape.rows), x.element_type)
+    """The lane's numbers, (step, turns, rows); in the last turn one with nothing of a row loads its end."""
+    shape, step = shape_of(plan), step_of(plan)
+    loaded = cute.make_rmem_tensor((step, shape.turns, shape.rows), x.element_type)
     for r, row in enumerate(rows):
         at = (own.row(row), own.head) if plan.varlen else (own.batch, own.row(row), own.head)
         source = x[(*at, None)].iterator
         for t in range(shape.turns):
-            column = cutlass.min((t * shape.lanes + lane) * STEP, plan.Dv - STEP)
-            cute.autovec_copy(vector_at(source + column, STEP), loaded[None, t, r])
+            column = cutlass.min((t * shape.lanes + lane) * step, plan.Dv - step)
+            cute.autovec_copy(vector_at(source + column, step), loaded[None, t, r])
     return loaded
 
 
 def _product(o: cute.Tensor, do: cute.Tensor, lane: Int32, plan: PreprocessPlan) -> Float32:
     """The row's rowsum(O * dO), in all of its lanes."""
-    shape = shape_of(plan)
+    shape, step = shape_of(plan), step_of(plan)
     total = Float32(0.0)
     for t in range(shape.turns):
         products = Float32(0.0)
-        for i in range(STEP):
+        for i in range(step):
             products = products + o[i, t].to(Float32) * do[i, t].to(Float32)
-        if (t + 1) * shape.lanes * STEP > plan.Dv:
-            inside = (t * shape.lanes + lane % shape.lanes) * STEP < plan.Dv
+        if (t + 1) * shape.lanes * step > plan.Dv:
+            inside = (t * shape.lanes + lane % shape.lanes) * step < plan.Dv
             products = cutlass.select_(inside, products, Float32(0.0))
         total = total + products
     distance = shape.lanes // 2

@@ -1,4 +1,4 @@
-"""Conversions between float32 registers and registers of 16-bit numbers."""
+"""Conversions between float32 registers and registers of a kernel's dtype, 16 bits or float32 itself."""
 
 from __future__ import annotations
 
@@ -10,10 +10,18 @@ from cutlass._mlir.dialects import llvm
 
 @cute.jit
 def round_to(values: cute.Tensor, target: cute.Tensor) -> None:
-    """Round float32 registers to the 16-bit registers of `target`, pair by pair."""
+    """Round float32 registers to the 16-bit registers of `target`, pair by pair; or copy them."""
+    if cutlass.const_expr(target.element_type is Float32):
+        for i in cutlass.range_constexpr(cute.size(target)):
+            target[i] = values[i]
+    else:
+        _round_pairs(values, target)
+
+
+def _round_pairs(values: cute.Tensor, target: cute.Tensor) -> None:
     kind = "bf16x2" if target.element_type is cutlass.BFloat16 else "f16x2"
     pairs = cute.recast_tensor(target, cutlass.Uint32)
-    for i in cutlass.range_constexpr(cute.size(pairs)):
+    for i in range(cute.size(pairs)):
         pairs[i] = cute.arch.inline_ptx(
             f"cvt.rn.{kind}.f32 {{$w0}}, {{$r0}}, {{$r1}};",
             write_only_types=[cutlass.Uint32],
@@ -23,7 +31,9 @@ def round_to(values: cute.Tensor, target: cute.Tensor) -> None:
 
 @cute.jit
 def widened(numbers: cute.Tensor) -> cute.Tensor:
-    """16-bit registers, widened to float32."""
+    """Registers, widened to float32."""
+    if cutlass.const_expr(numbers.element_type is Float32):
+        return numbers
     count = cute.size(numbers)
     wide = cute.make_rmem_tensor(count, Float32)
     pairs = cute.recast_tensor(numbers, cutlass.Uint32)

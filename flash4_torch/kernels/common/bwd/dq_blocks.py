@@ -47,6 +47,9 @@ class DqBlocks(NamedTuple):
     pieces: int
     by_register: bool = False
     """Whether neighbouring floats are the same register of neighbouring threads."""
+    step: int = 16
+    """The columns of a part are a multiple of this. If it is 32, for float32, a thread's columns of every 32
+    are neighbours, as in `warp_tf32.accumulate`."""
 
     @property
     def bands(self) -> int:
@@ -59,8 +62,8 @@ class DqBlocks(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """D, padded so that every part is a multiple of 16 columns."""
-        return -(-self.D // (16 * self.parts)) * 16 * self.parts
+        """D, padded so that every part is a multiple of `step` columns."""
+        return -(-self.D // (self.step * self.parts)) * self.step * self.parts
 
     @property
     def piece_columns(self) -> int:
@@ -87,6 +90,10 @@ class DqBlocks(NamedTuple):
         part, column = divmod(column, self.piece_columns)
         warp, row = divmod(row, 16)
         lower, group = divmod(row, 8)
+        if self.step == 32:
+            chunk, column = divmod(column, 32)
+            own, column = divmod(column, 8)
+            column = chunk * 32 + column % 4 * 8 + 2 * own + column // 4
         j, column = divmod(column, 8)
         thread = warp * 32 + group * 4 + column // 2
         piece = band * self.parts + part
@@ -135,8 +142,11 @@ class DqConfig(Protocol):
     def queries(self) -> int: ...
 
 
-def sums_of(D: int, config: DqConfig) -> DqBlocks | DqLanes:
-    """The layout in which a backward kernel of that config sums up dQ, for head size D."""
+def sums_of(D: int, config: DqConfig, step: int = 16) -> DqBlocks | DqLanes:
+    """The layout in which a backward kernel of that config sums up dQ, for head size D.
+
+    step: what the columns of a part are a multiple of, in the order of accumulators.
+    """
     if config.tmem_order:
         return DqLanes(D, config.queries, config.column_step)
-    return DqBlocks(D, config.queries, config.dq_pieces, config.dq_by_register)
+    return DqBlocks(D, config.queries, config.dq_pieces, config.dq_by_register, step)

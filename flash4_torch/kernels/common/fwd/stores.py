@@ -32,14 +32,14 @@ def store_rows(
 ) -> None:
     """Store 16 bytes a lane, of the sequence's rows only: those of a next packed sequence may follow.
 
-    first: query position of row 0 of warp 0.
+    piece: the warp's rows; all warps have as many. first: query position of row 0 of warp 0.
     """
-    plan = ctx.plan
+    plan, rows = ctx.plan, cute.size(piece, mode=[0])
     chunks = plan.features.Dv // VECTOR
     group = ctx.maps.mQ.shape[0][0]
-    for e in cutlass.range(lane, plan.warp_rows * chunks, WARP, unroll=1):
+    for e in cutlass.range(lane, rows * chunks, WARP, unroll=1):
         own_row, chunk = e // chunks, e % chunks
-        row = warp * plan.warp_rows + own_row
+        row = warp * rows + own_row
         i = first + row // plan.pack_gqa
         h = tile.q_head_group * plan.pack_gqa + row % plan.pack_gqa
         if (i < tile.Sq) & (h < group):

@@ -44,7 +44,7 @@ class Context:
     warp: Int32
     lane: Int32
     sQ: cute.Tensor
-    """(queries, D, stages)"""
+    """(queries, D, stages); of float32 numbers it has halves, twice as many columns, as have the others."""
     sdO: cute.Tensor
     """(queries, Dv, stages)"""
     sK: cute.Tensor
@@ -52,9 +52,9 @@ class Context:
     sV: cute.Tensor
     """(keys, Dv)"""
     sdS: cute.Tensor
-    """(keys, queries)"""
+    """(keys, queries); of float32 numbers (queries, keys), and keys lie as `warp_tf32.place_of` says."""
     sP: cute.Tensor | None
-    """(keys, queries), where several warps share keys."""
+    """The same of P, where several warps share keys."""
     sStats: cute.Tensor
     """(queries, row_stats, stages): of each row what the preprocess kernel found."""
     work_idx: cute.Pointer

@@ -6,13 +6,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from ...common import warp_mma
+from ...common import warp_mma, warp_tf32
 from ...common.bwd import dq_semaphore, tiles
 from ...common.bwd.dq_blocks import THREADS
 from ...common.warps import WARP
 from ..rows import swapped
 from .context import Context
-from .state import BlockState, TileState
+from .state import BlockState, TileState, make_sums
 
 _STRIPS = THREADS // WARP
 """Strips of 16 rows in a piece."""
@@ -24,12 +24,16 @@ _FLOAT = 4
 def add_dq(ctx: Context, work: TileState, own: BlockState) -> None:
     """dQ += dS K, of which the warp has 16 rows, or some columns of them."""
     plan = ctx.plan
-    dQ = warp_mma.make_accumulators(plan.dtype, 1, plan.dq_columns)[0]
-    dQ.fill(0.0)
+    dQ = make_sums(plan, plan.dq_columns)
     strip, part = ctx.warp % plan.dq_strips, ctx.warp // plan.dq_strips
-    dS = cute.local_tile(swapped(ctx.sdS), (warp_mma.ROWS, plan.keys), (strip, 0))
-    keys = cute.local_tile(swapped(ctx.sK), (plan.dq_columns, plan.keys), (part, 0))
-    warp_mma.accumulate_from_smem(dQ, dS, keys, ctx.lane, True)
+    if cutlass.const_expr(plan.is_float32):
+        dS = warp_tf32.from_rows(warp_tf32.Rows(ctx.sdS, strip * warp_mma.ROWS), ctx.lane)
+        keys = warp_tf32.Columns(ctx.sK, part * plan.dq_columns)
+        warp_tf32.accumulate((dQ,), (), (dS,), keys, ctx.lane, plan.tf32_method)
+    else:
+        dS = cute.local_tile(swapped(ctx.sdS), (warp_mma.ROWS, plan.keys), (strip, 0))
+        keys = cute.local_tile(swapped(ctx.sK), (plan.dq_columns, plan.keys), (part, 0))
+        warp_mma.accumulate_from_smem(dQ, dS, keys, ctx.lane, True)
     block = _block_index(ctx, own)
     if cutlass.const_expr(plan.features.deterministic):
         step = dq_semaphore.step_of(ctx, work.order, own.n, block, True)

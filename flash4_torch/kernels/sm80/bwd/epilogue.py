@@ -1,4 +1,4 @@
-"""The end of a tile: dK and dV leave, in 16 bits, through the memory of K and V."""
+"""The end of a tile: dK and dV leave, those of 16 bits through the memory of K and V."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
-from ...common import warp_mma
+from ...common import warp_mma, warp_tf32
 from ...common.bwd.stores import store_rows
 from ...common.bwd.tiles import Tile
 from ...common.rounding import round_to
+from ...common.warps import WARP
 from .context import Context
 from .state import Thread
 
@@ -20,6 +21,43 @@ def epilogue(ctx: Context, t: Thread, tile: Tile) -> None:
     # K and V have been read for the last time.
     cute.arch.sync_threads()
     keep_scale = ctx.params.keep_scale if plan.features.dropout else Float32(1.0)
+    if cutlass.const_expr(plan.is_float32):
+        _store_vectors(ctx, t.dV, keep_scale, ctx.dv, plan.features.Dv, tile)
+        _store_vectors(ctx, t.dK, ctx.params.scale, ctx.dk, plan.features.D, tile)
+    else:
+        _store_staged(ctx, t, keep_scale, tile)
+
+
+@cute.jit
+def _store_vectors(
+    ctx: Context,
+    gradient: cute.Tensor,
+    scale: Float32,
+    target: cute.Tensor,
+    D: cutlass.Constexpr,
+    tile: Tile,
+) -> None:
+    """Scale a gradient, and store the lane's eight columns of every 32, of both of its keys."""
+    plan = ctx.plan
+    for i in cutlass.range_constexpr(cute.size(gradient)):
+        gradient[i] = gradient[i] * scale
+    first_column = ctx.column_warp * (cute.size(gradient) * WARP // warp_mma.ROWS)
+    for half in cutlass.range_constexpr(2):
+        row = ctx.key_warp * warp_mma.ROWS + ctx.lane // warp_mma.LANES + 8 * half
+        j = tile.index * plan.keys + row
+        if j < tile.Sk:
+            own = target
+            if cutlass.const_expr(plan.features.varlen):
+                own = own[tile.k_offset + j, tile.kv_head, None]
+            else:
+                own = own[tile.batch, j, tile.kv_head, None]
+            warp_tf32.store_row(gradient, half, own, D, ctx.lane, first_column)
+
+
+@cute.jit
+def _store_staged(ctx: Context, t: Thread, keep_scale: Float32, tile: Tile) -> None:
+    """Store 16-bit gradients through the memory of K and V."""
+    plan = ctx.plan
     _stage(ctx, t.dV, keep_scale, ctx.sV)
     _stage(ctx, t.dK, ctx.params.scale, ctx.sK)
     if cutlass.const_expr(plan.column_warps > 1):

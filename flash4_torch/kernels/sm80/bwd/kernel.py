@@ -42,10 +42,10 @@ def backward_kernel(
     if cutlass.const_expr(mask_args is not None):
         mask = attn_mask.make_mask(mask_args, plan.mask)
     memory = SmemAllocator()
-    sQ, sdO, sK, sV, sdS = (smem_layouts.allocate(memory, plan.dtype, layout) for layout in layouts)
+    sQ, sdO, sK, sV, sdS = (smem_layouts.allocate(memory, plan.staged_dtype, layout) for layout in layouts)
     sP, sKeepBits = None, None
     if cutlass.const_expr(plan.shares_weights):
-        sP = smem_layouts.allocate(memory, plan.dtype, layouts.weights)[None, None, 0]
+        sP = smem_layouts.allocate(memory, plan.staged_dtype, layouts.weights)[None, None, 0]
     sStats = memory.allocate_tensor(
         Float32, cute.make_layout((plan.queries, plan.features.row_stats, plan.stages)), 16
     )

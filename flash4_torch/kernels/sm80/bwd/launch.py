@@ -47,15 +47,14 @@ def backward(
     order `by_register` of `dq_blocks`. tile_counter is used where sums have an order.
     """
     plan.check()
-    parts = plan.config.q_parts, plan.column_warps
-    widths = (plan.D, plan.D // parts[0]), (plan.Dv, plan.Dv // parts[1])
-    (q_width, q_part), (do_width, do_part) = widths
+    dtype, widths = plan.staged_dtype, tuple(plan.halves(n) for n in (plan.D, plan.Dv))
+    (q_width, q_part), (do_width, do_part) = ((n, n // of) for n, of in zip(widths, plan.parts, strict=True))
     layouts = Layouts(
-        q=row_major_layout(plan.dtype, plan.queries, q_width, plan.stages, q_part),
-        do=row_major_layout(plan.dtype, plan.queries, do_width, plan.stages, do_part),
-        k=row_major_layout(plan.dtype, plan.keys, q_width, 1, q_part),
-        v=row_major_layout(plan.dtype, plan.keys, do_width, 1, do_part),
-        weights=row_major_layout(plan.dtype, plan.keys, plan.queries, 1, plan.own_queries),
+        q=row_major_layout(dtype, plan.queries, q_width, plan.stages, q_part),
+        do=row_major_layout(dtype, plan.queries, do_width, plan.stages, do_part),
+        k=row_major_layout(dtype, plan.keys, q_width, 1, q_part),
+        v=row_major_layout(dtype, plan.keys, do_width, 1, do_part),
+        weights=_weights_layout(plan),
     )
     maps = Maps(*map(host.positions_first, (q, dout, k, v)))
     sequences = k.shape[0]
@@ -79,6 +78,15 @@ def backward(
         params,
         plan,
     ).launch(grid=(num_work, 1, 1), block=(plan.threads, 1, 1), min_blocks_per_mp=1, stream=stream)
+
+
+def _weights_layout(plan: Plan) -> cute.ComposedLayout:
+    """Layout of P and dS: of float32 numbers the rows are queries, so that lanes store single numbers without
+    conflicts.
+    """
+    if plan.is_float32:
+        return row_major_layout(plan.staged_dtype, plan.queries, plan.halves(plan.keys), 1)
+    return row_major_layout(plan.dtype, plan.keys, plan.queries, 1, plan.own_queries)
 
 
 def compile_backward(features: Features, config: Sm80Backward) -> Any:

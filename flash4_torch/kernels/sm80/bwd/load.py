@@ -23,8 +23,9 @@ def load_kv(ctx: Context, tile: Tile) -> None:
     plan, f, visit = ctx.plan, ctx.plan.features, Visit(Int32(0), Int32(1))
     where = tile.k_offset, tile.Sk, tiles.kv_head_of(ctx, tile), batch_of(ctx, tile.batch)
     keys, values = (Sequence(rows, *where) for rows in (ctx.maps.mK, ctx.maps.mV))
-    load_parts(keys, tile.index, ctx.sK, f.D, plan.config.q_parts, ctx.warp, plan.warps, visit)
-    load_parts(values, tile.index, ctx.sV, f.Dv, plan.column_warps, ctx.warp, plan.warps, visit)
+    D, Dv = (plan.halves(n) for n in (f.D, f.Dv))
+    load_parts(keys, tile.index, ctx.sK, D, plan.parts[0], ctx.warp, plan.warps, visit)
+    load_parts(values, tile.index, ctx.sV, Dv, plan.parts[1], ctx.warp, plan.warps, visit)
 
 
 @cute.jit
@@ -35,8 +36,9 @@ def load_rows(ctx: Context, tile: Tile, block: Block, i: Int32, count: Int32, st
     where = tile.q_offset, tile.Sq, head, batch_of(ctx, tile.batch)
     rows, grads = (Sequence(rows, *where) for rows in (ctx.maps.mQ, ctx.maps.mdO))
     sQ, sdO = (x[None, None, stage] for x in (ctx.sQ, ctx.sdO))
-    load_parts(rows, block.n, sQ, f.D, plan.config.q_parts, ctx.warp, plan.warps, visit)
-    load_parts(grads, block.n, sdO, f.Dv, plan.column_warps, ctx.warp, plan.warps, visit)
+    D, Dv = (plan.halves(n) for n in (f.D, f.Dv))
+    load_parts(rows, block.n, sQ, D, plan.parts[0], ctx.warp, plan.warps, visit)
+    load_parts(grads, block.n, sdO, Dv, plan.parts[1], ctx.warp, plan.warps, visit)
     _load_statistics(ctx, tile, head, block.n, visit, stage)
 
 

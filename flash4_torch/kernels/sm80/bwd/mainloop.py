@@ -6,24 +6,21 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from ...common import dropout, warp_mma
+from ...common import dropout, warp_mma, warp_tf32
 from ...common.bwd import tiles
 from ...common.bwd.tiles import Tile
 from ..rows import swapped
 from .context import Context
 from .dq_sums import add_dq
 from .load import load_kv, load_rows
-from .state import Block, BlockState, Thread, TileState
+from .state import Block, BlockState, Thread, TileState, make_sums
 from .weights import differentiate, dropped, generate_keep_bits, head_of, mask_words, recompute_p
 
 
 def make_thread(ctx: Context) -> Thread:
     """Sums of nothing yet."""
     plan, each = ctx.plan, ctx.plan.column_warps
-    sums = [warp_mma.make_accumulators(plan.dtype, 1, n // each)[0] for n in (plan.D, plan.Dv)]
-    for accumulator in sums:
-        accumulator.fill(0.0)
-    return Thread(*sums)
+    return Thread(*(make_sums(plan, n // each) for n in (plan.D, plan.Dv)))
 
 
 @cute.jit
@@ -69,29 +66,74 @@ def _to_dk(
     """A block's share of dV and dK. At the end dS is in SMEM; Q and dO have been used, if no warps share."""
     plan = ctx.plan
     sQ, sdO = ctx.sQ[None, None, stage], ctx.sdO[None, None, stage]
-    place = ctx.key_warp, ctx.column_warp
-    S, dP = (warp_mma.make_accumulators(plan.dtype, 1, plan.own_queries)[0] for _ in range(2))
-    warp_mma.scores((S,), _own_keys(ctx, ctx.sK), _own_queries(ctx, sQ), ctx.lane)
+    S, dP = (make_sums(plan, plan.own_queries, filled=False) for _ in range(2))
+    _scores(ctx, S, ctx.sK, sQ)
     probs = recompute_p(ctx, work, block, own, S, mask, stage)
-    warp_mma.scores((dP,), _own_keys(ctx, ctx.sV), _own_queries(ctx, sdO), ctx.lane)
-    tiler = (warp_mma.ROWS, plan.own_queries)
+    _scores(ctx, dP, ctx.sV, sdO)
     P = dropped(ctx, probs)
     if cutlass.const_expr(plan.shares_weights):
-        warp_mma.store_to_smem(P, cute.local_tile(ctx.sP, tiler, place), ctx.lane)
+        _store(ctx, P, ctx.sP)
     else:
-        operand = warp_mma.operand_of(S, P, plan.own_queries)
-        warp_mma.accumulate((t.dV,), (operand,), swapped(sdO), ctx.lane)
+        _accumulate(ctx, t.dV, S, P, sdO)
     dS = differentiate(ctx, work, own, probs, S, dP, stage)
-    warp_mma.store_to_smem(dS, cute.local_tile(ctx.sdS, tiler, place), ctx.lane)
+    _store(ctx, dS, ctx.sdS)
     if cutlass.const_expr(not plan.shares_weights):
-        operand = warp_mma.operand_of(S, dS, plan.own_queries)
-        warp_mma.accumulate((t.dK,), (operand,), swapped(sQ), ctx.lane)
+        _accumulate(ctx, t.dK, S, dS, sQ)
     cute.arch.sync_threads()
     if cutlass.const_expr(plan.shares_weights):
         for sums, weights, rows in ((t.dV, ctx.sP, sdO), (t.dK, ctx.sdS, sQ)):
-            columns = cute.size(rows, mode=[1]) // plan.column_warps
-            part = cute.local_tile(swapped(rows), (columns, plan.queries), (ctx.column_warp, 0))
-            warp_mma.accumulate_from_smem(sums, _own_keys(ctx, weights), part, ctx.lane, False)
+            _accumulate_shared(ctx, sums, weights, rows)
+
+
+@cute.jit
+def _scores(ctx: Context, S: cute.Tensor, of_keys: cute.Tensor, of_queries: cute.Tensor) -> None:
+    """Products of the warp's keys with the queries for which it computes scores."""
+    if cutlass.const_expr(ctx.plan.is_float32):
+        keys = warp_tf32.Rows(of_keys, ctx.key_warp * warp_mma.ROWS)
+        queries = warp_tf32.Rows(of_queries, ctx.column_warp * ctx.plan.own_queries)
+        warp_tf32.scores((S,), keys, queries, ctx.lane, ctx.plan.tf32_method)
+    else:
+        warp_mma.scores((S,), _own_keys(ctx, of_keys), _own_queries(ctx, of_queries), ctx.lane)
+
+
+@cute.jit
+def _store(ctx: Context, weights: cute.Tensor, target: cute.Tensor) -> None:
+    """Store the warp's part of P or dS."""
+    if cutlass.const_expr(ctx.plan.is_float32):
+        row, first = ctx.column_warp * ctx.plan.own_queries, ctx.key_warp * warp_mma.ROWS
+        warp_tf32.store_columns(weights, target, row, first, ctx.lane)
+    else:
+        tiler = (warp_mma.ROWS, ctx.plan.own_queries)
+        own = cute.local_tile(target, tiler, (ctx.key_warp, ctx.column_warp))
+        warp_mma.store_to_smem(weights, own, ctx.lane)
+
+
+@cute.jit
+def _accumulate(
+    ctx: Context, sums: cute.Tensor, S: cute.Tensor, weights: cute.Tensor, rows: cute.Tensor
+) -> None:
+    """Add the products of the warp's weights of all queries, in the order of S, with rows of queries."""
+    if cutlass.const_expr(ctx.plan.is_float32):
+        left, right = warp_tf32.from_registers(weights), warp_tf32.Columns(rows, Int32(0))
+        warp_tf32.accumulate((sums,), (), (left,), right, ctx.lane, ctx.plan.tf32_method)
+    else:
+        operand = warp_mma.operand_of(S, weights, ctx.plan.own_queries)
+        warp_mma.accumulate((sums,), (operand,), swapped(rows), ctx.lane)
+
+
+@cute.jit
+def _accumulate_shared(ctx: Context, sums: cute.Tensor, weights: cute.Tensor, rows: cute.Tensor) -> None:
+    """Add the products of the warp's keys' weights, in SMEM, with the warp's columns of rows of queries."""
+    plan = ctx.plan
+    if cutlass.const_expr(plan.is_float32):
+        left = warp_tf32.from_columns(weights, ctx.key_warp * warp_mma.ROWS, ctx.lane)
+        columns = cute.size(rows, mode=[1]) // 2 // plan.column_warps
+        right = warp_tf32.Columns(rows, ctx.column_warp * columns)
+        warp_tf32.accumulate((sums,), (), (left,), right, ctx.lane, plan.tf32_method)
+    else:
+        columns = cute.size(rows, mode=[1]) // plan.column_warps
+        part = cute.local_tile(swapped(rows), (columns, plan.queries), (ctx.column_warp, 0))
+        warp_mma.accumulate_from_smem(sums, _own_keys(ctx, weights), part, ctx.lane, False)
 
 
 def _own_keys(ctx: Context, x: cute.Tensor) -> cute.Tensor:

@@ -19,9 +19,10 @@ dS from SMEM for dV and dK, too, behind this barrier.
 from __future__ import annotations
 
 from ....configs.types import Sm80Backward
-from ...common import warp_mma
-from ...common.bwd.dq_blocks import DqBlocks
+from ...common import warp_mma, warp_tf32
+from ...common.bwd.dq_blocks import DqBlocks, sums_of
 from ...common.bwd.plan import BackwardPlan
+from ...common.host import NUMERIC
 from ...common.warps import WARP
 from ..registers import Registers, registers_of_threads
 
@@ -33,7 +34,7 @@ class Plan(BackwardPlan):
 
     @property
     def blocks(self) -> DqBlocks:
-        return DqBlocks(self.features.D, self.queries, self.config.dq_pieces, by_register=True)
+        return sums_of(self.features.D, self.config, self.features.column_step)
 
     @property
     def D(self) -> int:
@@ -42,8 +43,30 @@ class Plan(BackwardPlan):
 
     @property
     def Dv(self) -> int:
-        step = 16 * self.column_warps
+        step = self.features.column_step * self.column_warps
         return -(-self.features.Dv // step) * step
+
+    @property
+    def is_float32(self) -> bool:
+        return self.features.is_float32
+
+    @property
+    def tf32_method(self) -> warp_tf32.Method:
+        return warp_tf32.Method(self.features.is_exact, steady=True)
+
+    @property
+    def staged_dtype(self) -> type:
+        """The type of what is in SMEM; a float32 number is two of these."""
+        return NUMERIC["bfloat16"] if self.is_float32 else self.dtype
+
+    def halves(self, columns: int) -> int:
+        """Columns in SMEM of so many columns."""
+        return 2 * columns if self.is_float32 else columns
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        """Parts of the columns of Q and K, and of dO and V, that have layouts of their own."""
+        return (1, 1) if self.is_float32 else (self.config.q_parts, self.column_warps)
 
     @property
     def warps(self) -> int:
@@ -113,6 +136,7 @@ class Plan(BackwardPlan):
         """Raise AssertionError for a plan that would not run; `configs` never asks for one."""
         f, c = self.features, self.config
         assert f.D % 8 == 0 and f.Dv % 8 == 0 and 8 <= min(f.D, f.Dv) and max(f.D, f.Dv) <= 256
+        assert f.is_float32 or not f.tf32
         assert c.queries in (64, 128) and c.column_warps in (1, 2, 4) and c.warps in (2, 4, 8)
         assert c.warps >= c.column_warps and 16 * c.warps % c.queries == 0, "dQ is not shared out evenly"
         assert c.stages >= 1 and (f.float_mask or not f.dmask)

@@ -7,9 +7,10 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from ...common import dropout
+from ...common import dropout, warp_mma, warp_tf32
 from ...common.band import Band, Span
 from ...common.bwd.tiles import DqOrder, Tile
+from .plan import Plan
 
 
 class Thread(NamedTuple):
@@ -17,6 +18,17 @@ class Thread(NamedTuple):
 
     dK: cute.Tensor
     dV: cute.Tensor
+
+
+def make_sums(plan: Plan, columns: int, filled: bool = True) -> cute.Tensor:
+    """An accumulator of 16 rows, `filled` with zeros."""
+    if plan.is_float32:
+        (sums,) = warp_tf32.make_accumulators(1, columns)
+    else:
+        (sums,) = warp_mma.make_accumulators(plan.dtype, 1, columns)
+    if filled:
+        sums.fill(0.0)
+    return sums
 
 
 class Block(NamedTuple):

@@ -22,6 +22,8 @@ class Layouts(NamedTuple):
     k: Any
     v: Any
     o: Any
+    weights: Any
+    """P, where several warps share rows."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +36,18 @@ class Context:
     warp: Int32
     lane: Int32
     sQ: cute.Tensor
-    """(rows, D)"""
-    sO: cute.Tensor
-    """(warp_rows, Dv, warps), in the memory of Q."""
+    """(rows, D); of float32 numbers it has halves, twice as many columns, as have K and V."""
+    sO: cute.Tensor | None
+    """(warp_rows, Dv, warps), in the memory of Q; none of float32 numbers."""
     sK: cute.Tensor
     """(keys, D, kv_stages)"""
     sV: cute.Tensor
     """(Dv, keys, kv_stages)"""
+    sP: cute.Tensor | None
+    """(rows, keys), where several warps share rows; of float32 numbers as the others, and keys lie as
+    `warp_tf32.place_of` says."""
+    sExchange: cute.Tensor | None
+    """(rows, column_warps): of each row the maximum of a warp's scores, at last the sum of its weights."""
     work_tile: cute.Pointer
     """`WORK_TILE_WORDS` words: the tile, which the epilogue reads again, lest it take registers meanwhile."""
     sKeepBits: cute.Tensor | None
@@ -57,3 +64,13 @@ class Context:
     """(Hq,)"""
     pages: Pages | None = None
     cta_pair: CtaPair | None = None
+
+    @property
+    def row_warp(self) -> Int32:
+        """Number of the warp's rows."""
+        return self.warp // self.plan.column_warps
+
+    @property
+    def column_warp(self) -> Int32:
+        """Number of the warp among those that share its rows."""
+        return self.warp % self.plan.column_warps

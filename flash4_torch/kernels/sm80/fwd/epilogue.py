@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 
-from ...common import scores, softmax, warp_mma
+from ...common import scores, softmax, warp_mma, warp_tf32
 from ...common.fwd import tiles
 from ...common.fwd.stores import store_lse, store_rows
 from ...common.fwd.tiles import Tile
@@ -18,23 +18,59 @@ from .state import Thread
 
 @cute.jit
 def epilogue(ctx: Context, t: Thread, tile: Tile) -> None:
-    """Normalise and store O. Every warp stores its rows by itself, through its own piece of SMEM.
+    """Normalise and store O. Every warp stores its rows by itself.
 
-    The mainloop's last barrier came after the last read of Q, whose memory that is.
+    16-bit numbers go through the memory of Q: the mainloop's last barrier came after the last read of it. Of
+    float32 numbers lanes have whole vectors.
     """
     plan = ctx.plan
-    first, piece = tiles.first_query(ctx, tile), ctx.sO[None, None, ctx.warp]
+    first = tiles.first_query(ctx, tile)
     scale = scores.softmax_scale(ctx.params, plan.features)
     keep_scale = ctx.params.keep_scale if plan.features.dropout else Float32(1.0)
     for m in cutlass.range_constexpr(plan.row_mmas):
         rows = row_pair(ctx, m)
         sinks = tiles.sinks_of(ctx, tile, rows)
         ends = softmax.finalize(t.rows[m], scale, keep_scale, plan.softmax, sinks)
-        store_lse(ctx, ends, tile, first, rows, ctx.lane)
+        if ctx.column_warp == 0:
+            store_lse(ctx, ends, tile, first, rows, ctx.lane)
         softmax.normalize(warp_mma.rows_of(t.O[m]), ends.inverse, plan.rows_may_be_masked)
-        rounded = cute.make_rmem_tensor(t.O[m].layout, plan.dtype)
-        round_to(t.O[m], rounded)
-        target = cute.local_tile(piece, (warp_mma.ROWS, plan.Dv), (m, 0))
-        warp_mma.store_to_smem(rounded, target, ctx.lane)
-    cute.arch.sync_warp()
-    store_rows(ctx, piece, tile, first, ctx.warp, ctx.lane)
+        if cutlass.const_expr(plan.is_float32):
+            _store_vectors(ctx, t.O[m], tile, first, rows)
+        else:
+            _stage(ctx, t.O[m], m)
+    if cutlass.const_expr(not plan.is_float32):
+        if cutlass.const_expr(plan.shares_rows):
+            cute.arch.sync_threads()
+        else:
+            cute.arch.sync_warp()
+        tiler = (plan.warp_rows // plan.column_warps, plan.Dv)
+        piece = cute.local_tile(ctx.sO[None, None, ctx.row_warp], tiler, (ctx.column_warp, 0))
+        store_rows(ctx, piece, tile, first, ctx.warp, ctx.lane)
+
+
+@cute.jit
+def _stage(ctx: Context, O: cute.Tensor, m: cutlass.Constexpr) -> None:
+    """Round 16 rows of O, and write them to SMEM."""
+    rounded = cute.make_rmem_tensor(O.layout, ctx.plan.dtype)
+    round_to(O, rounded)
+    tiler = (warp_mma.ROWS, ctx.plan.own_columns)
+    target = cute.local_tile(ctx.sO[None, None, ctx.row_warp], tiler, (m, ctx.column_warp))
+    warp_mma.store_to_smem(rounded, target, ctx.lane)
+
+
+@cute.jit
+def _store_vectors(ctx: Context, O: cute.Tensor, tile: Tile, first: Int32, rows: tuple[Int32, Int32]) -> None:
+    """Store the lane's eight columns of every 32, of both of its rows."""
+    plan, group = ctx.plan, ctx.maps.mQ.shape[0][0]
+    for half in cutlass.range_constexpr(2):
+        i = first + rows[half] // plan.pack_gqa
+        h = tile.q_head_group * plan.pack_gqa + rows[half] % plan.pack_gqa
+        if (i < tile.Sq) & (h < group):
+            target = ctx.out
+            if cutlass.const_expr(plan.features.varlen):
+                target = target[tile.q_offset + i, tile.kv_head * group + h, None]
+            else:
+                target = target[tile.batch, i, tile.kv_head * group + h, None]
+            warp_tf32.store_row(
+                O, half, target, plan.features.Dv, ctx.lane, ctx.column_warp * plan.own_columns
+            )

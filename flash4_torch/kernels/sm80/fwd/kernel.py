@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32
+from cutlass import Float32, Int32, Uint32
 from cutlass.memory import SmemAllocator
 
 from ...common import attn_mask, dropout, ring, smem_layouts
@@ -40,17 +40,23 @@ def forward_kernel(
     if cutlass.const_expr(mask_args is not None):
         mask = attn_mask.make_mask(mask_args, plan.mask)
     memory = SmemAllocator()
-    wider = layouts.q if plan.D >= plan.Dv else layouts.o
-    memory_of_q = smem_layouts.allocate(memory, plan.dtype, wider)
+    wider = layouts.q if plan.is_float32 or plan.D >= plan.Dv else layouts.o
+    memory_of_q = smem_layouts.allocate(memory, plan.staged_dtype, wider)
     sQ, sO = (
-        cute.make_tensor(cute.recast_ptr(memory_of_q.iterator, layout.inner), layout.outer)
+        None
+        if layout is None
+        else cute.make_tensor(cute.recast_ptr(memory_of_q.iterator, layout.inner), layout.outer)
         for layout in (layouts.q, layouts.o)
     )
-    sK = smem_layouts.allocate(memory, plan.dtype, layouts.k)
-    sV = smem_layouts.allocate(memory, plan.dtype, layouts.v)
+    sK = smem_layouts.allocate(memory, plan.staged_dtype, layouts.k)
+    sV = smem_layouts.allocate(memory, plan.staged_dtype, layouts.v)
+    sP, sExchange = None, None
+    if cutlass.const_expr(plan.shares_rows):
+        sP = smem_layouts.allocate(memory, plan.staged_dtype, layouts.weights)[None, None, 0]
+        sExchange = memory.allocate_tensor(Float32, cute.make_layout((plan.rows, plan.column_warps)), 16)
     sKeepBits = None
     if cutlass.const_expr(plan.features.dropout):
-        words = (WARP, dropout.words(plan.keys), plan.row_mmas, plan.warps)
+        words = (WARP, dropout.words(plan.own_keys), plan.row_mmas, plan.warps)
         sKeepBits = memory.allocate_tensor(Uint32, cute.make_layout(words), 16)
     ctx = Context(
         plan=plan,
@@ -62,6 +68,8 @@ def forward_kernel(
         sO=sO,
         sK=sK,
         sV=sV,
+        sP=sP,
+        sExchange=sExchange,
         work_tile=memory.allocate_array(Int32, tiles.WORK_TILE_WORDS),
         sKeepBits=sKeepBits,
         out=out,

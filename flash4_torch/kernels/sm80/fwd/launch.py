@@ -56,11 +56,13 @@ def forward(
         None,
         host.by_kv_head(out, k),
     )
+    dtype, D, Dv = plan.staged_dtype, plan.halves(plan.D), plan.halves(plan.Dv)
     layouts = Layouts(
-        q=row_major_layout(plan.dtype, plan.rows, plan.D, 1),
-        k=row_major_layout(plan.dtype, plan.keys, plan.D, plan.stages),
-        v=column_major_layout(plan.dtype, plan.Dv, plan.keys, plan.stages),
-        o=row_major_layout(plan.dtype, plan.warp_rows, plan.Dv, plan.warps),
+        q=row_major_layout(dtype, plan.rows, D, 1),
+        k=row_major_layout(dtype, plan.keys, D, plan.stages),
+        v=column_major_layout(dtype, Dv, plan.keys, plan.stages, plan.halves(plan.own_columns)),
+        o=None if plan.is_float32 else _o_layout(plan),
+        weights=_weights_layout(plan) if plan.shares_rows else None,
     )
     tiles = count_tiles(q, maps, cu_seqlens_q, params, plan)
     forward_kernel(
@@ -78,6 +80,16 @@ def forward(
         params,
         plan,
     ).launch(grid=(tiles, 1, 1), block=(plan.threads, 1, 1), min_blocks_per_mp=1, stream=stream)
+
+
+def _o_layout(plan: Plan) -> cute.ComposedLayout:
+    row_warps = plan.warps // plan.column_warps
+    return row_major_layout(plan.dtype, plan.warp_rows, plan.Dv, row_warps, plan.own_columns)
+
+
+def _weights_layout(plan: Plan) -> cute.ComposedLayout:
+    part = None if plan.is_float32 else plan.own_keys
+    return row_major_layout(plan.staged_dtype, plan.rows, plan.halves(plan.keys), 1, part)
 
 
 def compile_forward(features: Features, config: Sm80Forward) -> Any:

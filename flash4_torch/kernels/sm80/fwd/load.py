@@ -10,7 +10,7 @@ from ...common.fwd import tiles
 from ...common.fwd.tiles import Tile
 from ...common.run_copies import Wanted, copy_row, lane_of, own_row, rows_at_once
 from ...common.smem_layouts import vector_address
-from ..rows import BYTES, Sequence, Visit, address, load_block, stride_bytes, swapped
+from ..rows import BYTES, Sequence, Visit, address, load_block, load_parts, stride_bytes, swapped
 from .context import Context
 
 
@@ -28,20 +28,23 @@ def load_q(ctx: Context, tile: Tile) -> None:
         # Of a row that stands for no head nothing is read: -1 is not below Sq.
         known = position if pack == 1 else cutlass.select_(head < group, position, Int32(-1))
         wanted = Wanted(known, tile.Sq, own, Int32(plan.rows))
-        copy_row(stage, vector_address(stage, own, lane.vector), place, wanted, plan.features.D)
+        copy_row(stage, vector_address(stage, own, lane.vector), place, wanted, plan.halves(plan.features.D))
 
 
 def load_k(ctx: Context, tile: Tile, n: Int32, i: Int32, count: Int32, stage: Int32) -> None:
     """Start to copy K's block n, the i-th, if there are more than i; keys after the last one become 0."""
     plan, keys = ctx.plan, _keys(ctx, tile, ctx.maps.mK)
-    load_block(keys, n, ctx.sK[None, None, stage], plan.features.D, ctx.warp, plan.warps, Visit(i, count))
+    D = plan.halves(plan.features.D)
+    load_block(keys, n, ctx.sK[None, None, stage], D, ctx.warp, plan.warps, Visit(i, count))
 
 
 def load_v(ctx: Context, tile: Tile, n: Int32, i: Int32, count: Int32, stage: Int32) -> None:
     """Start to copy V's block n in the same way."""
     plan, values = ctx.plan, _keys(ctx, tile, swapped(ctx.maps.mV))
     staged = swapped(ctx.sV[None, None, stage])
-    load_block(values, n, staged, plan.features.Dv, ctx.warp, plan.warps, Visit(i, count))
+    Dv = plan.halves(plan.features.Dv)
+    parts = 1 if plan.is_float32 else plan.column_warps
+    load_parts(values, n, staged, Dv, parts, ctx.warp, plan.warps, Visit(i, count))
 
 
 def _keys(ctx: Context, tile: Tile, rows: cute.Tensor) -> Sequence:

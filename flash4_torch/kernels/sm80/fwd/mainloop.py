@@ -6,14 +6,15 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Uint32
+from cutlass import Boolean, Float32, Int32, Uint32
 
-from ...common import attn_mask, dropout, scores, softmax, warp_mma
+from ...common import attn_mask, dropout, scores, softmax, warp_mma, warp_tf32
 from ...common import band as bands
 from ...common.fragment import mma_fragment
 from ...common.fwd import tiles
 from ...common.fwd.tiles import Tile
 from ...common.rounding import round_to
+from ..rows import swapped
 from .context import Context
 from .load import load_k, load_q, load_v
 from .state import Thread, TileState
@@ -30,8 +31,11 @@ class Block(NamedTuple):
 def make_thread(ctx: Context) -> Thread:
     """Registers that have seen nothing yet."""
     plan = ctx.plan
-    S = warp_mma.make_accumulators(plan.dtype, plan.row_mmas, plan.keys)
-    O = warp_mma.make_accumulators(plan.dtype, plan.row_mmas, plan.Dv)
+    if plan.is_float32:
+        S, O = (warp_tf32.make_accumulators(plan.row_mmas, n) for n in (plan.own_keys, plan.own_columns))
+    else:
+        columns = plan.own_keys, plan.own_columns
+        S, O = (warp_mma.make_accumulators(plan.dtype, plan.row_mmas, n) for n in columns)
     rows = tuple(softmax.make_rows(2) for _ in O)
     for own, accumulator in zip(rows, O, strict=True):
         softmax.reset(own)
@@ -64,24 +68,29 @@ def mainloop(ctx: Context, t: Thread, tile: Tile) -> None:
         cute.arch.sync_threads()
         load_v(ctx, tile, blocks[-1].n, i + (stages - 1), count, freed)
         cute.arch.cp_async_commit_group()
-        own_q = cute.local_tile(ctx.sQ, (plan.warp_rows, plan.D), (ctx.warp, 0))
-        warp_mma.scores(t.S, own_q, ctx.sK[None, None, stage], ctx.lane)
+        _scores(ctx, t, stage)
+        if cutlass.const_expr(plan.shares_rows):
+            _mask_scores(ctx, t, work, blocks[0], words)
+            _announce_maxima(ctx, t)
         cute.arch.cp_async_wait_group(plan.groups_in_flight)
         # Its V is there, and all warps have used its K.
         cute.arch.sync_threads()
         load_k(ctx, tile, further.n, i + stages, count, stage)
         cute.arch.cp_async_commit_group()
-        P = _attend(ctx, t, work, blocks[0], words)
-        warp_mma.accumulate(t.O, P, ctx.sV[None, None, stage], ctx.lane)
+        if cutlass.const_expr(not plan.shares_rows):
+            _mask_scores(ctx, t, work, blocks[0], words)
+        _attend(ctx, t, stage)
         freed, stage = stage, Int32(0) if stage + 1 == stages else stage + 1
         blocks = (*blocks[1:], further)
+    if cutlass.const_expr(plan.shares_rows):
+        _join_sums(ctx, t)
 
 
 @cute.jit
 def _work(ctx: Context, tile: Tile) -> TileState:
     plan = ctx.plan
     first = tiles.first_query(ctx, tile)
-    own_row = ctx.warp * plan.warp_rows
+    own_row = ctx.row_warp * plan.warp_rows
     rows = tuple(row_pair(ctx, m) for m in range(plan.row_mmas))
     positions = tuple(tuple(first + row // plan.pack_gqa for row in pair) for pair in rows)
     last = first + (own_row + plan.warp_rows - 1) // plan.pack_gqa
@@ -107,7 +116,7 @@ def _work(ctx: Context, tile: Tile) -> TileState:
 
 def row_pair(ctx: Context, m: int) -> tuple[Int32, Int32]:
     """The thread's rows of its m-th MMA, among those of the tile."""
-    row = ctx.warp * ctx.plan.warp_rows + m * warp_mma.ROWS + ctx.lane // warp_mma.LANES
+    row = ctx.row_warp * ctx.plan.warp_rows + m * warp_mma.ROWS + ctx.lane // warp_mma.LANES
     return row, row + 8
 
 
@@ -118,14 +127,40 @@ def _block_at(ctx: Context, work: TileState, i: Int32) -> Block:
 
 def _mask_words(ctx: Context, work: TileState, n: Int32) -> tuple:
     """The words of a bool mask for block n, loaded before the scores are ready."""
-    if ctx.plan.features.mask:
-        return tuple(attn_mask.words_of(rows, n) for rows in work.mask)
-    return ()
+    if not ctx.plan.features.mask:
+        return ()
+    words = tuple(attn_mask.words_of(rows, n) for rows in work.mask)
+    if ctx.plan.shares_rows:
+        # A word's bits begin with the block's first key; two stand for eight keys.
+        for of_rows in words:
+            for of_row in of_rows:
+                for i in range(cute.size(of_row)):
+                    of_row[i] = of_row[i] >> Uint32(_first_key(ctx) // 4)
+    return words
+
+
+def _first_key(ctx: Context) -> Int32:
+    """The first of the warp's keys in a block."""
+    return ctx.column_warp * ctx.plan.own_keys
 
 
 @cute.jit
-def _attend(ctx: Context, t: Thread, work: TileState, block: Block, words: tuple) -> tuple:
-    """Turn the scores of a block into weights, rescale O, and return P, the operands of PV."""
+def _scores(ctx: Context, t: Thread, stage: Int32) -> None:
+    """S = Q K^T."""
+    plan, keys = ctx.plan, ctx.sK[None, None, stage]
+    if cutlass.const_expr(plan.is_float32):
+        own_q = warp_tf32.Rows(ctx.sQ, ctx.row_warp * plan.warp_rows)
+        own_k = warp_tf32.Rows(keys, _first_key(ctx))
+        warp_tf32.scores(t.S, own_q, own_k, ctx.lane, plan.tf32_method)
+    else:
+        own_q = cute.local_tile(ctx.sQ, (plan.warp_rows, plan.D), (ctx.row_warp, 0))
+        own_k = cute.local_tile(keys, (plan.own_keys, plan.D), (ctx.column_warp, 0))
+        warp_mma.scores(t.S, own_q, own_k, ctx.lane)
+
+
+@cute.jit
+def _mask_scores(ctx: Context, t: Thread, work: TileState, block: Block, words: tuple) -> None:
+    """Scale, cap and mask the scores of a block."""
     plan = ctx.plan
     for S in t.S:
         scores.scale_and_cap(S, ctx.params, plan.features)
@@ -133,26 +168,124 @@ def _attend(ctx: Context, t: Thread, work: TileState, block: Block, words: tuple
         partial = block.partial | bands.is_partial(work.band, plan.band, block.n, *work.own)
         if partial:
             _mask(ctx, t, work, block.n, words)
-    scale, method, operands = scores.softmax_scale(ctx.params, plan.features), plan.softmax, []
+
+
+@cute.jit
+def _announce_maxima(ctx: Context, t: Thread) -> None:
+    """Write the maxima of the warp's scores, for the warps that share its rows."""
+    maxima = softmax.block_max(warp_mma.rows_of(t.S[0]), ctx.plan.softmax)
+    _exchange(ctx, maxima)
+
+
+@cute.jit
+def _exchange(ctx: Context, numbers: cute.Tensor) -> None:
+    """Write a number of each of the warp's rows."""
+    rows, own = row_pair(ctx, 0), ctx.sExchange[None, ctx.column_warp]
+    if ctx.lane % warp_mma.LANES == 0:
+        for r in cutlass.range_constexpr(2):
+            own[rows[r]] = numbers[r]
+
+
+@cute.jit
+def _exchanged(ctx: Context) -> tuple[cute.Tensor, ...]:
+    """The numbers of the lane's rows, of each of the warps that share these."""
+    rows, found = row_pair(ctx, 0), []
+    for w in cutlass.range_constexpr(ctx.plan.column_warps):
+        numbers = cute.make_rmem_tensor(2, Float32)
+        for r in cutlass.range_constexpr(2):
+            numbers[r] = ctx.sExchange[rows[r], w]
+        found.append(numbers)
+    return tuple(found)
+
+
+@cute.jit
+def _update(ctx: Context, t: Thread, m: cutlass.Constexpr) -> softmax.NextBlock:
+    """How a block enters the softmax of 16 rows."""
+    plan, rows = ctx.plan, t.rows[m]
+    scale = scores.softmax_scale(ctx.params, plan.features)
+    if cutlass.const_expr(not plan.shares_rows):
+        return softmax.next_block(warp_mma.rows_of(t.S[m]), rows, scale, plan.softmax)
+    maxima, *others = _exchanged(ctx)
+    for other in others:
+        for r in cutlass.range_constexpr(2):
+            maxima[r] = softmax.larger(maxima[r], other[r])
+    update = softmax.raise_max(maxima, rows, scale, plan.softmax)
+    return softmax.NextBlock(softmax.rescale_row_sum(rows, update), update.offsets)
+
+
+@cute.jit
+def _join_sums(ctx: Context, t: Thread) -> None:
+    """Give one lane of each row the sum of all weights, and the others 0."""
+    sums = t.rows[0].row_sum
+    for r in cutlass.range_constexpr(2):
+        for step in cutlass.range_constexpr(warp_mma.LANES.bit_length() - 1):
+            sums[r] = sums[r] + cute.arch.shuffle_sync_bfly(sums[r], 1 << step)
+    # All have read the last maxima: P has been waited for since.
+    _exchange(ctx, sums)
+    cute.arch.sync_threads()
+    first, *others = _exchanged(ctx)
+    for r in cutlass.range_constexpr(2):
+        total = first[r]
+        for other in others:
+            total = total + other[r]
+        sums[r] = total if ctx.lane % warp_mma.LANES == 0 else Float32(0.0)
+
+
+@cute.jit
+def _attend(ctx: Context, t: Thread, stage: Int32) -> None:
+    """Turn the scores of a block into weights, P, and O += P V."""
+    plan = ctx.plan
+    scale, method = scores.softmax_scale(ctx.params, plan.features), plan.softmax
+    operands, factors = [], []
     for m in cutlass.range_constexpr(plan.row_mmas):
         values = warp_mma.rows_of(t.S[m])
-        update = softmax.next_block(values, t.rows[m], scale, method)
+        update = _update(ctx, t, m)
         softmax.exp2_columns(values, t.rows[m], update, scale, method, 0, cute.size(values, mode=[1]))
-        softmax.rescale_output(warp_mma.rows_of(t.O[m]), update.factors, method)
-        rounded = cute.make_rmem_tensor(t.S[m].layout, plan.dtype)
-        round_to(t.S[m], rounded)
+        if cutlass.const_expr(plan.is_float32):
+            factors.append(update.factors)
+        else:
+            softmax.rescale_output(warp_mma.rows_of(t.O[m]), update.factors, method)
+        weights = cute.make_rmem_tensor(t.S[m].layout, plan.dtype)
+        round_to(t.S[m], weights)
         if cutlass.const_expr(plan.features.dropout):
             keep_bits = dropout.take(ctx.sKeepBits[None, None, m, ctx.warp], ctx.lane)
-            dropout.QueryRows.drop(rounded, keep_bits)
-        operands.append(warp_mma.operand_of(t.S[m], rounded, plan.keys))
-    return tuple(operands)
+            dropout.QueryRows.drop(weights, keep_bits)
+        if cutlass.const_expr(plan.shares_rows):
+            operands.append(_share(ctx, weights))
+        elif cutlass.const_expr(plan.is_float32):
+            operands.append(warp_tf32.from_registers(weights))
+        else:
+            operands.append(warp_mma.operand_of(t.S[m], weights, plan.keys))
+    values = ctx.sV[None, None, stage]
+    if cutlass.const_expr(plan.is_float32):
+        own_values = warp_tf32.Columns(swapped(values), ctx.column_warp * plan.own_columns)
+        warp_tf32.accumulate(t.O, factors, operands, own_values, ctx.lane, plan.tf32_method)
+    elif cutlass.const_expr(plan.shares_rows):
+        own_values = cute.local_tile(values, (plan.own_columns, plan.keys), (ctx.column_warp, 0))
+        warp_mma.accumulate_from_smem(t.O[0], operands[0], own_values, ctx.lane, False)
+    else:
+        warp_mma.accumulate(t.O, tuple(operands), values, ctx.lane)
+
+
+def _share(ctx: Context, weights: cute.Tensor):
+    """Write the warp's weights to SMEM, and return those of all keys as the operand of its rows."""
+    plan, first = ctx.plan, ctx.row_warp * warp_mma.ROWS
+    if plan.is_float32:
+        warp_tf32.store_rows(weights, ctx.sP, first, _first_key(ctx), ctx.lane)
+    else:
+        tiler, place = (warp_mma.ROWS, plan.own_keys), (ctx.row_warp, ctx.column_warp)
+        warp_mma.store_to_smem(weights, cute.local_tile(ctx.sP, tiler, place), ctx.lane)
+    cute.arch.sync_threads()
+    if plan.is_float32:
+        return warp_tf32.from_rows(warp_tf32.Rows(ctx.sP, first), ctx.lane)
+    return cute.local_tile(ctx.sP, (warp_mma.ROWS, plan.keys), (ctx.row_warp, 0))
 
 
 @cute.jit
 def _mask(ctx: Context, t: Thread, work: TileState, n: Int32, words: tuple) -> None:
     plan = ctx.plan
     for m in cutlass.range_constexpr(plan.row_mmas):
-        fragment = mma_fragment(t.S[m], work.positions[m], n * plan.keys, ctx.lane)
+        fragment = mma_fragment(t.S[m], work.positions[m], n * plan.keys + _first_key(ctx), ctx.lane)
         if cutlass.const_expr(plan.features.mask):
             attn_mask.apply(ctx.mask, work.mask[m], words[m], n, fragment)
         if cutlass.const_expr(plan.band.masks):
@@ -163,14 +296,14 @@ def _mask(ctx: Context, t: Thread, work: TileState, n: Int32, words: tuple) -> N
 def _generate_keep_bits(ctx: Context, work: TileState, n: Int32) -> None:
     """Generate the keep bits of the warp's weights of block n, strip by strip: eight lanes have one."""
     plan, tile = ctx.plan, work.tile
-    strips = dropout.strips(plan.keys)
+    strips = dropout.strips(plan.own_keys)
     head = tile.batch * ctx.lse.shape[0 if plan.features.varlen else 1] + tiles.query_head(ctx, tile)
     cute.arch.sync_warp()  # the bits of the block before have been taken
     for base in cutlass.range_constexpr(0, plan.row_mmas * strips, dropout.WARP_STRIPS):
         slot = base + ctx.lane // dropout.STRIP_LANES
         m, strip = slot // strips, Uint32(slot % strips)
         if slot < plan.row_mmas * strips:
-            row = work.first + ctx.warp * plan.warp_rows + m * warp_mma.ROWS
+            row = work.first + ctx.row_warp * plan.warp_rows + m * warp_mma.ROWS
             rows = dropout.QueryRows.at(work.philox, row, head, ctx.lane)
-            rows.generate(n * plan.keys, strip, ctx.sKeepBits[None, None, m, ctx.warp])
+            rows.generate(n * plan.keys + _first_key(ctx), strip, ctx.sKeepBits[None, None, m, ctx.warp])
     cute.arch.sync_warp()

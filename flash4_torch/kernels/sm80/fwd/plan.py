@@ -1,7 +1,7 @@
 """Who does what, and in how much shared memory.
 
 A CTA has one tile of query rows, and each of its warps `row_mmas` times 16 of them. All warps do the same,
-block of keys after block, from the last to the first:
+block of keys after block, from the last to the first; or `column_warps` warps share 16 rows:
 
     load      every warp copies some of the rows of K and V, by cp.async
     mainloop  S = Q K^T of the warp's rows, softmax, O += P V; with dropout the keep bits of its weights
@@ -10,13 +10,17 @@ block of keys after block, from the last to the first:
 The copies of a block's K and of its V are a cp.async group each. A barrier of the CTA says that a block's K
 has come, and that the V before it has been used; another one that its V has come, and that its K has been
 used. Then the copies begin that take the place of what has been used, `kv_stages` blocks ahead.
+
+Warps that share rows divide the keys of S and the columns of O. They tell each other the maxima of their keys
+before the second barrier, and P goes through SMEM before a third one.
 """
 
 from __future__ import annotations
 
 from ....configs.types import Sm80Forward
-from ...common import warp_mma
+from ...common import warp_mma, warp_tf32
 from ...common.fwd.plan import ForwardPlan
+from ...common.host import NUMERIC
 from ...common.softmax import Method
 from ...common.warps import WARP
 from ..registers import Registers, registers_of_threads
@@ -26,6 +30,55 @@ class Plan(ForwardPlan):
     __slots__ = ()
 
     config: Sm80Forward
+
+    @property
+    def D(self) -> int:
+        return self._tile_dim(self.features.D)
+
+    @property
+    def Dv(self) -> int:
+        return self._tile_dim(self.features.Dv, self.column_warps)
+
+    def _tile_dim(self, D: int, parts: int = 1) -> int:
+        step = self.features.column_step * parts
+        return -(-D // step) * step
+
+    @property
+    def column_warps(self) -> int:
+        """Warps that share rows."""
+        return self.config.column_warps
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether warps read P of their rows from SMEM."""
+        return self.column_warps > 1
+
+    @property
+    def own_keys(self) -> int:
+        """Keys of a block whose scores a warp computes."""
+        return self.config.own_keys
+
+    @property
+    def own_columns(self) -> int:
+        """Columns of O that a warp computes."""
+        return self.Dv // self.column_warps
+
+    @property
+    def is_float32(self) -> bool:
+        return self.features.is_float32
+
+    @property
+    def tf32_method(self) -> warp_tf32.Method:
+        return warp_tf32.Method(self.features.is_exact, steady=self.features.is_exact)
+
+    @property
+    def staged_dtype(self) -> type:
+        """The type of what is in SMEM; a float32 number is two of these."""
+        return NUMERIC["bfloat16"] if self.is_float32 else self.dtype
+
+    def halves(self, D: int) -> int:
+        """Columns in SMEM of D columns in memory, without padding."""
+        return 2 * D if self.is_float32 else D
 
     @property
     def mma_rows(self) -> int:
@@ -81,9 +134,11 @@ class Plan(ForwardPlan):
     def check(self) -> None:
         """Raise AssertionError for a plan that would not run; `configs` never asks for one."""
         f, c = self.features, self.config
-        assert f.D % 8 == 0 and f.Dv % 8 == 0 and 8 <= min(f.D, f.Dv) and max(f.D, f.Dv) <= 256
+        assert f.D % 8 == 0 and f.Dv % 8 == 0 and 8 <= min(f.D, f.Dv) and max(f.D, f.Dv) <= 512
+        assert f.is_float32 or not f.tf32
         assert c.keys % 16 == 0 and 16 <= c.keys <= 256
         assert c.warps in (2, 4, 8) and c.row_mmas in (1, 2) and c.kv_stages >= 1
-        assert c.rows % c.pack_gqa == 0
+        assert c.rows % c.pack_gqa == 0 and c.column_warps in (1, 2) and c.own_keys % 16 == 0
+        assert c.column_warps == 1 or (c.row_mmas == 1 and not (f.is_float32 and c.keys % 32))
         assert not (f.dropout and c.pack_gqa > 1), "dropout's random numbers follow unpacked rows"
         assert not self.paged

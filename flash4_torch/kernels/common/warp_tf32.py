@@ -1,0 +1,345 @@
+"""Warp-level MMAs of float32 numbers by TF32, mma.sync of 16 x 8 x 8.
+
+A matrix in SMEM is a stage (rows, 2 * columns) of 16-bit halves, in chunks of 128 bytes, 32 columns. A warp
+has `len(S)` or `len(O)` blocks of 16 rows side by side.
+
+Where `exact`, a number is the sum of two TF32 numbers, big and small, and a product is that of the big ones
+and those of one's big and the other's small part. The latter have sums of their own, lest a sum of products
+be truncated more often. What is infinite, or larger than TF32 has numbers, makes NaN.
+
+ldmatrix brings neighbours of a row to the lanes that share it, as Q and K of S = Q K^T need them. But the
+left operand of P V has the order of an accumulator: of every eight keys a lane has 2 t and 2 t + 1, t = lane
+% 4, which stand for t and t + 4. So the lane reads the same two keys of V, of each 16 bytes: columns for four
+MMAs. Of 32 columns of O it then has eight neighbours, from 8 t on. The swizzle of 128 bytes spreads the
+vectors of eight lanes over all banks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+from .attn_mask import vector_at
+from .smem_layouts import vector_address
+
+ROWS = 16
+"""Rows of an MMA."""
+LANES = 4
+"""Lanes that share a row of an accumulator."""
+STEP = 8
+"""Columns of an MMA's sums, and of its left operand."""
+CHUNK = 32
+"""Columns whose sums a lane has neighbours of."""
+_ROW = 128
+"""Bytes of a row in a chunk."""
+_EIGHT_ROWS = 8 * _ROW
+_VECTOR = 16
+_TOGETHER = CHUNK // STEP
+"""MMAs for which a lane reads at once."""
+_UNROLLED = 64
+"""Columns up to which there is no loop over chunks."""
+_OWN = CHUNK // LANES
+"""Neighbouring columns of a lane."""
+
+Words = tuple[Uint32, ...]
+
+
+class Method(NamedTuple):
+    """How matrices are multiplied."""
+
+    exact: bool
+    """Whether a product is three, as exact as float32."""
+    steady: bool
+    """Whether the warp meets at every step, which keeps ptxas from reading so far ahead that it spills."""
+
+
+class Split(NamedTuple):
+    """Words of an operand. `small` is empty where one product is enough."""
+
+    big: Words
+    small: Words
+
+
+def make_accumulators(count: int, columns: int) -> tuple[cute.Tensor, ...]:
+    """Registers of `count` accumulators of 16 rows, flat."""
+    return tuple(cute.make_rmem_tensor(ROWS * columns // 32, Float32) for _ in range(count))
+
+
+def split(words: tuple, exact: bool) -> Split:
+    """Round float32 numbers to TF32; `exact`: and the rest of each."""
+    big = tuple(
+        cute.arch.inline_ptx(
+            "cvt.rna.tf32.f32 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[word]
+        )
+        for word in words
+    )
+    if not exact:
+        return Split(big, ())
+    small = tuple(
+        cute.arch.inline_ptx(
+            "sub.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[word, of_big]
+        )
+        for word, of_big in zip(words, big, strict=True)
+    )
+    return Split(big, small)
+
+
+class Rows(NamedTuple):
+    """The rows of a stage from the first one on."""
+
+    stage: cute.Tensor
+    first: Int32
+
+
+class Columns(NamedTuple):
+    """The columns of a stage from the first one on, a multiple of `CHUNK`."""
+
+    stage: cute.Tensor
+    first: Int32
+
+
+@cute.jit
+def scores(
+    S: tuple[cute.Tensor, ...], own_q: Rows, own_k: Rows, lane: Int32, method: cutlass.Constexpr
+) -> None:
+    """S = Q K^T, for as many rows of Q and of K as S has rows and columns."""
+    columns, count = cute.size(own_q.stage, mode=[1]) // 2, cute.size(S[0]) * 32 // ROWS // STEP
+    # Matrices of an ldmatrix: of Q 8 rows and 8 further ones, then further columns; of K the other way round.
+    at_q = vector_address(own_q.stage, own_q.first + lane % 16, lane // 16)
+    at_k = vector_address(own_k.stage, own_k.first + lane % 8 + lane // 16 * 8, lane // 8 % 2)
+    rests = make_accumulators(len(S) if method.exact else 0, count * STEP)
+    for accumulator in (*S, *rests):
+        accumulator.fill(0.0)
+    # A loop over chunks keeps ptxas from reading so far ahead that it spills.
+    for _ in cutlass.range(columns // CHUNK, unroll=columns // CHUNK if columns <= _UNROLLED else 1):
+        _add_chunk(S, rests, at_q, at_k, count, method)
+        at_q, at_k = (
+            at + cute.size(stage, mode=[0]) * _ROW for at, stage in ((at_q, own_q.stage), (at_k, own_k.stage))
+        )
+    for m in cutlass.range_constexpr(len(rests)):
+        for i in cutlass.range_constexpr(cute.size(S[m])):
+            S[m][i] = S[m][i] + rests[m][i]
+
+
+def _add_chunk(S: tuple, rests: tuple, first_q: Int32, first_k: Int32, count: int, method: Method) -> None:
+    """Add the products of a chunk of columns."""
+    for k in range(_TOGETHER):
+        if method.steady:
+            cute.arch.sync_warp()
+        at_q, at_k = first_q ^ (2 * k * _VECTOR), first_k ^ (2 * k * _VECTOR)
+        a = [split(_matrices(at_q, m * ROWS * _ROW), method.exact) for m in range(len(S))]
+        for n in range(0, count, 2):
+            words = _matrices(at_k, n * STEP * _ROW)
+            for i in range(2):
+                b = split(words[2 * i : 2 * i + 2], method.exact)
+                for m, accumulator in enumerate(S):
+                    own = _own(accumulator, n + i)
+                    _set(own, _multiply(_numbers(own), a[m].big, b.big))
+                for m, accumulator in enumerate(rests):
+                    own = _own(accumulator, n + i)
+                    _set(own, _rest(_numbers(own), a[m], b))
+
+
+def _own(accumulator: cute.Tensor, n: int) -> cute.Tensor:
+    """The sums of an MMA's columns."""
+    return cute.make_tensor(accumulator.iterator + 4 * n, cute.make_layout(4))
+
+
+def _numbers(own: cute.Tensor) -> tuple[Float32, ...]:
+    return tuple(own[i] for i in range(4))
+
+
+def _set(own: cute.Tensor, numbers: tuple) -> None:
+    for i in range(4):
+        own[i] = numbers[i]
+
+
+Left = Callable[[int], tuple]
+"""Function from k to the lane's words of a left operand, for the k-th eight of what is summed over: rows and
+8 further ones, first of the first of the lane's two, then of the second."""
+
+
+def from_registers(P: cute.Tensor) -> Left:
+    """An accumulator as the left operand."""
+    return lambda k: (P[4 * k], P[4 * k + 2], P[4 * k + 1], P[4 * k + 3])
+
+
+def place_of(column: int) -> int:
+    """Place in SMEM, among eight, of a column of a left operand: a lane's two are those of an MMA."""
+    return column // 2 + 4 * (column % 2)
+
+
+def from_rows(own: Rows, lane: Int32) -> Left:
+    """Sixteen rows in SMEM as the left operand, whose columns lie as `place_of` says."""
+    rows, word = cute.size(own.stage, mode=[0]), lane % LANES * 4
+    at = [vector_address(own.stage, own.first + lane // LANES, e) + word for e in range(2)]
+
+    def words(k: int) -> Words:
+        chunk, inside = divmod(2 * k * _VECTOR, _ROW)
+        place = chunk * rows * _ROW
+        return tuple(_word(at[e] ^ inside, place + half * _EIGHT_ROWS) for e in range(2) for half in range(2))
+
+    return words
+
+
+def from_columns(stage: cute.Tensor, first: Int32, lane: Int32) -> Left:
+    """Sixteen columns in SMEM as the rows of the left operand; they lie as `place_of` says."""
+    row = lane // LANES
+    at = [
+        [_word_address(stage, 2 * (lane % LANES) + e, first + 8 * half, row) for half in range(2)]
+        for e in range(2)
+    ]
+
+    def words(k: int) -> Words:
+        return tuple(_word(at[e][half], k * STEP * _ROW) for e in range(2) for half in range(2))
+
+    return words
+
+
+def store_columns(values: cute.Tensor, stage: cute.Tensor, row: Int32, first: Int32, lane: Int32) -> None:
+    """Store an accumulator as columns of a stage: its rows from column `first` on, and its columns from a row
+    on that is a multiple of eight.
+    """
+    for half in range(2):
+        for e in range(2):
+            at = _word_address(stage, row + 2 * (lane % LANES) + e, first + 8 * half, lane // LANES)
+            for n in range(cute.size(values) // 4):
+                cute.arch.inline_ptx(
+                    f"st.shared.f32 [{{$r0}}+{n * STEP * _ROW}], {{$r1}};",
+                    read_only_args=[at, values[4 * n + 2 * half + e]],
+                )
+
+
+def store_rows(values: cute.Tensor, stage: cute.Tensor, row: Int32, first: Int32, lane: Int32) -> None:
+    """Store an accumulator to 16 rows of a stage, its columns from column `first` on, a multiple of eight."""
+    for half in range(2):
+        own_row = row + lane // LANES + 8 * half
+        for n in range(cute.size(values) // 4):
+            for e in range(2):
+                at = _word_address(stage, own_row, first + n * STEP, 2 * (lane % LANES) + e)
+                cute.arch.inline_ptx(
+                    "st.shared.f32 [{$r0}], {$r1};", read_only_args=[at, values[4 * n + 2 * half + e]]
+                )
+
+
+def _word_address(stage: cute.Tensor, row: Int32, first: Int32, column: Int32) -> Int32:
+    """Address of a column of eight, of which the first is a multiple of eight."""
+    return vector_address(stage, row, first // 4 + column % 2) + column // 2 * 4
+
+
+def accumulate(
+    O: tuple[cute.Tensor, ...],
+    factors: tuple,
+    P: tuple[Left, ...],
+    own_v: Columns,
+    lane: Int32,
+    method: Method,
+) -> None:
+    """O = O * factors + P V, with an order of columns of its own.
+
+    factors: (2,) for each block of 16 rows; none if O is not multiplied. The block's products are summed up
+    by themselves: tensor cores truncate sums.
+    """
+    keys = cute.size(own_v.stage, mode=[0])
+    skipped = own_v.first // CHUNK * (keys * _ROW)
+    at = [vector_address(own_v.stage, 2 * (lane % LANES) + e, lane // LANES) + skipped for e in range(2)]
+    for chunk in range(cute.size(O[0]) // (ROWS * CHUNK // 32)):
+        sums = [_zeros(_TOGETHER) for _ in O]
+        rests = [_zeros(_TOGETHER) for _ in O] if method.exact else []
+        for k in range(keys // STEP):
+            if method.steady:
+                cute.arch.sync_warp()
+            rows = [split(_load(at[e], (chunk * keys + k * STEP) * _ROW), method.exact) for e in range(2)]
+            a = [split(own(k), method.exact) for own in P]
+            for i in range(_TOGETHER):
+                b = Split(*(tuple(half[i] for half in halves if half) for halves in zip(*rows, strict=True)))
+                for m in range(len(O)):
+                    sums[m][i] = _multiply(sums[m][i], a[m].big, b.big)
+                    if method.exact:
+                        rests[m][i] = _rest(rests[m][i], a[m], b)
+        for m, accumulator in enumerate(O):
+            for i in range(_TOGETHER):
+                for c in range(4):
+                    r = (chunk * _TOGETHER + i) * 4 + c
+                    share = sums[m][i][c] + rests[m][i][c] if method.exact else sums[m][i][c]
+                    before = accumulator[r] * factors[m][c // 2] if factors else accumulator[r]
+                    accumulator[r] = before + share
+
+
+@cute.jit
+def store_row(
+    accumulator: cute.Tensor,
+    half: cutlass.Constexpr,
+    target: cute.Tensor,
+    columns: cutlass.Constexpr,
+    lane: Int32,
+    first_column: Int32 = 0,
+) -> None:
+    """Store one of the lane's rows to memory, 16 bytes at a time.
+
+    columns: those that the row in memory has, a multiple of eight. first_column: the accumulator's first one.
+    """
+    for chunk in cutlass.range_constexpr(cute.size(accumulator) // (ROWS * CHUNK // 32)):
+        first = first_column + chunk * CHUNK + lane % LANES * _OWN
+        if first < columns:
+            numbers = cute.make_rmem_tensor(_OWN, Float32)
+            own = neighbours(accumulator, chunk, half)
+            for i in cutlass.range_constexpr(_OWN):
+                numbers[i] = own[i]
+            for i in cutlass.range_constexpr(0, _OWN, 4):
+                four = cute.make_tensor(numbers.iterator + i, cute.make_layout(4))
+                cute.autovec_copy(four, vector_at(target.iterator + (first + i), 4))
+
+
+def neighbours(accumulator: cute.Tensor, chunk: int, half: int) -> list[Float32]:
+    """Eight neighbouring columns of one of the lane's two rows, from 8 t on among the chunk's 32."""
+    first = chunk * _TOGETHER * 4 + 2 * half
+    return [accumulator[first + i * 4 + e] for e in range(2) for i in range(_TOGETHER)]
+
+
+def _zeros(count: int) -> list[tuple[Float32, ...]]:
+    return [(Float32(0.0),) * 4 for _ in range(count)]
+
+
+def _rest(sums: tuple, a: Split, b: Split) -> tuple:
+    return _multiply(_multiply(sums, a.small, b.big), a.big, b.small)
+
+
+def _multiply(sums: tuple, a: Words, b: Words) -> tuple:
+    """Add the product of a (16, 8) and b (8, 8)."""
+    return cute.arch.inline_ptx(
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 { {$w0}, {$w1}, {$w2}, {$w3} },"
+        " { {$r0}, {$r1}, {$r2}, {$r3} }, { {$r4}, {$r5} }, { {$r6}, {$r7}, {$r8}, {$r9} };",
+        write_only_types=[Float32] * 4,
+        read_only_args=[*a, *b, *sums],
+    )
+
+
+def _matrices(address: Int32, offset: int) -> Words:
+    """Four matrices of eight rows and four columns."""
+    return _four("ldmatrix.sync.aligned.m8n8.x4.shared.b16", address, offset)
+
+
+def _word(address: Int32, offset: int) -> Uint32:
+    """A word, volatile: ptxas would keep what is read again for further columns, and spill."""
+    return cute.arch.inline_ptx(
+        f"ld.volatile.shared.b32 {{$w0}}, [{{$r0}}+{offset}];",
+        write_only_types=[Uint32],
+        read_only_args=[address],
+    )
+
+
+def _load(address: Int32, offset: int) -> Words:
+    return _four("ld.shared.v4.b32", address, offset)
+
+
+def _four(load: str, address: Int32, offset: int) -> Words:
+    return cute.arch.inline_ptx(
+        f"{load} {{ {{$w0}}, {{$w1}}, {{$w2}}, {{$w3}} }}, [{{$r0}}+{offset}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[address],
+    )
