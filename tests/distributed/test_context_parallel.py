@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from context_calls import MESHES, WORLD, Call, results
-from everything import examples
-from hypothesis import given, settings
+from everything import examples, one_of
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ranks import ranks
 from torch import Tensor
@@ -100,7 +101,37 @@ def calls(draw: st.DrawFn, meshes: tuple[str, ...] = tuple(MESHES)) -> Call:
     )
 
 
-@settings(max_examples=examples(40, 400))
+DROPOUT = {"causal": True, "dropout_p": 0.4}
+PLAIN = Call("ring 2", "zigzag", 1, 4, 2, 2, 8, 8, torch.float32, {"causal": True})
+
+
+@settings(max_examples=examples(30, 400))
 @given(call=calls())
+# Dropout's positions: in documents that begin and end anywhere, and of heads in batch entries.
+@example(PLAIN._replace(options=DROPOUT, ends=(100, 100, 420, 900), chunk=7))
+@example(PLAIN._replace(options=DROPOUT, ends=(300, 800), chunk=5, layout="contiguous"))
+@example(PLAIN._replace(options=DROPOUT, mesh="ring 2 x ulysses 2", B=2, chunk=5))
+@example(PLAIN._replace(options=DROPOUT | {"causal": False}, mesh="ulysses 4", B=2, ends=()))
+# Rows that see nothing.
+@example(PLAIN._replace(options={"window": (None, -5)}, sinks=True))
+@example(PLAIN._replace(options={"window": (-3, 9)}, mesh="ring 3"))
 def test_ranks_give_what_one_process_does(call: Call) -> None:
     check(call)
+
+
+@pytest.mark.parametrize("kind", ["compiled", "checkpointed"])
+@pytest.mark.parametrize("mesh", one_of(2, ["ring 2 x ulysses 2", "ring 4", "ulysses 4"]))
+def test_compiled_and_checkpointed_give_the_same(mesh: str, kind: str) -> None:
+    """One graph holds the whole call, with dropout, and a checkpoint's second forward has the first's mask."""
+    call = PLAIN._replace(mesh=mesh, options=DROPOUT, sinks=True, B=2)
+    for eager, other in zip(*(ranks(WORLD).run(results, call, how) for how in ("", kind)), strict=True):
+        for mine, theirs in zip(eager, other, strict=True):
+            torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_deterministic_and_repeatable(packed: bool) -> None:
+    call = PLAIN._replace(mesh="ring 4", dtype=torch.bfloat16, chunk=16, ends=(333, 700) if packed else ())
+    call = call._replace(options={"causal": True, "deterministic": True})
+    first, second = (ranks(WORLD).run(results, call) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first[0], second[0], strict=True))

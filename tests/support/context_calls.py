@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from flash4_torch.distributed import context_parallel_attention, shard_sequence, unshard_sequence
 
@@ -94,7 +95,7 @@ class Call(NamedTuple):
         return made
 
 
-def results(call: Call) -> list[Tensor] | None:
+def results(call: Call, how: str = "") -> list[Tensor] | None:
     """Whole out, lse, dq, dk, dv and dsinks of a rank's call, brought together from all ranks."""
     mesh = mesh_of(call.mesh)
     if mesh is None:
@@ -106,17 +107,18 @@ def results(call: Call) -> list[Tensor] | None:
     dlse = shard_sequence(dlse, mesh, dim=dim + 1, layout=layout)
     inputs = [x.requires_grad_() for x in (q, k, v, *([sinks] if call.sinks else []))]
     torch.manual_seed(call.seed + 1000 * distributed.get_rank())
-    out, lse = context_parallel_attention(
-        q,
-        k,
-        v,
-        mesh,
-        layout=layout,
-        cu_seqlens=call.cu_seqlens(),
-        sinks=sinks if call.sinks else None,
-        return_lse=True,
-        **call.options,
-    )
+    options = dict(call.options, layout=layout, cu_seqlens=call.cu_seqlens(), return_lse=True)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Any:
+        return context_parallel_attention(q, k, v, mesh, sinks=sinks, **options)
+
+    inputs_and_sinks = q, k, v, sinks if call.sinks else None
+    if how == "checkpointed":
+        out, lse = checkpoint(attend, *inputs_and_sinks, use_reentrant=False)
+    elif how == "compiled":
+        out, lse = torch.compile(attend, fullgraph=True, backend="aot_eager")(*inputs_and_sinks)
+    else:
+        out, lse = attend(*inputs_and_sinks)
     assert out.is_contiguous() and lse.is_contiguous()
     finite = lse.masked_fill(lse == -torch.inf, 0.0)
     loss = (out * dout).sum() + ((finite * dlse).sum() if call.lse else 0.0)
