@@ -39,6 +39,8 @@ class Spec(NamedTuple):
     """Backward: attn_mask wants a gradient."""
     weights: bool = False
     """The attention weights are wanted, or with `backward` their gradient, instead of what they make of v."""
+    dropout_of_part: bool = False
+    """The state of dropout says where the call lies in a larger one."""
 
 
 class CallOptions(NamedTuple):

@@ -72,6 +72,8 @@ class Features(NamedTuple):
     and those of a page, so that no box crosses into another page."""
     mods: Mods = Mods()
     """score_mod, mask_mod and a block mask."""
+    dropout_of_part: bool = False
+    """The call is a part of a larger one, in which dropout counts its positions and heads."""
 
     @property
     def lists_blocks(self) -> bool:

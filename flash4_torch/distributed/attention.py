@@ -193,7 +193,7 @@ def _check_documents(q: Tensor, k: Tensor, cu_seqlens: Tensor) -> None:
 
 
 def _rng_state(q: Tensor, ranks: Ranks, options: CallOptions) -> Tensor | None:
-    """The first rank's state, and where this rank's heads begin: (seed, offset, 0, 0, first head, heads)."""
+    """The first rank's state, as that of a part: (seed, offset, 0, 0, first head, heads, own)."""
     if options.dropout_p == 0.0:
         return None
     state = ops.draw_rng_state(q.device)
@@ -201,8 +201,8 @@ def _rng_state(q: Tensor, ranks: Ranks, options: CallOptions) -> Tensor | None:
         if axis.size > 1:
             state = operators.from_first_rank(state, axis.group)
     Hq = q.shape[-2]
-    first = ulysses.heads_of_rank(Hq, ranks.ulysses).start
-    return torch.cat([state, state.new_tensor([0, 0, first, Hq])])
+    own = ulysses.heads_of_rank(Hq, ranks.ulysses)
+    return torch.cat([state, state.new_tensor([0, 0, own.start, Hq, own.stop - own.start])])
 
 
 def _of_heads(
@@ -220,9 +220,7 @@ def _of_heads(
     if axis.size > 1:
         packed = cu_seqlens is not None
         q, k, v = (x[0] if packed else x for x in (q, k, v))
-        out, lse = operators.ring_attention(
-            q, k, v, sinks, state, cu_seqlens, axis.group, layout, *options
-        )
+        out, lse = operators.ring_attention(q, k, v, sinks, state, cu_seqlens, axis.group, layout, *options)
         return (out[None], lse[None]) if packed else (out, lse)
     if cu_seqlens is None:
         return ops.attention(q, k, v, None, sinks, state, options)
@@ -230,7 +228,5 @@ def _of_heads(
     if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
         longest = int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
     ends = cu_seqlens.to(q.device, non_blocking=True)
-    out, lse = ops.attention_varlen(
-        q[0], k[0], v[0], ends, ends, sinks, state, longest, longest, options
-    )
+    out, lse = ops.attention_varlen(q[0], k[0], v[0], ends, ends, sinks, state, longest, longest, options)
     return out[None], lse[None]

@@ -11,7 +11,6 @@ from ..errors import ArgumentError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 RING, ULYSSES = "ring", "ulysses"
 """Names of a mesh's dimensions."""
@@ -39,11 +38,6 @@ class Ranks(NamedTuple):
     def size(self) -> int:
         return self.ring.size * self.ulysses.size
 
-    @property
-    def index(self) -> int:
-        """This rank's place among all, the ring's axis first."""
-        return self.ring.rank * self.ulysses.size + self.ulysses.rank
-
 
 def ranks_of(mesh: Any) -> Ranks:
     """The ranks of a mesh whose dimensions are named "ring" and "ulysses", or are these in that order; one
@@ -67,7 +61,7 @@ def ranks_of(mesh: Any) -> Ranks:
     return Ranks(ring, ulysses)
 
 
-def axis_of(name: str, group: ProcessGroup | DeviceMesh | None) -> Axis:
+def axis_of(name: str, group: Any) -> Axis:
     """The axis of a process group or of a mesh of one dimension; None is the default process group.
 
     Raises:

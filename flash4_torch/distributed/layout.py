@@ -32,7 +32,7 @@ def check_layout(layout: Any) -> Layout:
     if layout not in LAYOUTS:
         near = hint(layout, LAYOUTS) if isinstance(layout, str) else ""
         raise ArgumentError("layout", repr(layout), f"it must be one of {', '.join(LAYOUTS)}{near}")
-    return layout  # type: ignore[no-any-return]
+    return layout
 
 
 class Shards(NamedTuple):
@@ -130,7 +130,9 @@ def _whole(x: Tensor, ranks: Ranks, dim: int, layout: Layout) -> Shards:
     chunks = 2 * ring if layout == "zigzag" and ring > 1 else ring
     unit = math.lcm(chunks, ranks.size)
     if length % unit:
-        limit = f"its length along dim={dim} must be a multiple of {unit}: {chunks} chunks, {ranks.size} ranks"
+        limit = (
+            f"its length along dim={dim} must be a multiple of {unit}: {chunks} chunks, {ranks.size} ranks"
+        )
         raise ShapeError("x", tuple(x.shape), limit)
     return Shards(layout if ring > 1 else "contiguous", ring, length)
 

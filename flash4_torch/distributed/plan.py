@@ -1,4 +1,4 @@
-"""Which attention calls a rank makes on the keys of each rank: plain numbers, the same on every rank.
+"""Attention calls that a rank makes on the keys of each rank: plain numbers, the same on every rank.
 
 Rank r's queries meet the keys of rank s in tiles, rectangles of positions in which one call of an operator
 serves what its rows see. Tiles are as few and as small as the band and the documents allow: keys that nobody
@@ -32,7 +32,7 @@ class Problem(NamedTuple):
     band: Band
     """Aligned to the bottom right of the whole sequence."""
     ends: tuple[int, ...] = ()
-    """Where packed documents begin, and the last one ends; empty for a dense sequence."""
+    """Starts of packed documents, and the end of the last one; empty for a dense sequence."""
     needs_origins: bool = False
     """Every tile's weights have to have a position (dropout), so that no tile may join chunks."""
 
@@ -164,9 +164,7 @@ def _packed_tiles(problem: Problem, rows: Span, keys: Span) -> Iterator[Tile]:
         yield Tile(span, span, problem.band, documents, first_document=first)
 
 
-def _seen(
-    problem: Problem, shift: int, rows: Span, keys: Span, start: int, document: int
-) -> Iterator[Tile]:
+def _seen(problem: Problem, shift: int, rows: Span, keys: Span, start: int, document: int) -> Iterator[Tile]:
     """The tile of what rows and keys see of each other, of a document that begins at `start`.
 
     Row i sees keys from i + shift - left to i + shift + right.
@@ -242,4 +240,3 @@ def _within(span: Span, start: int, stop: int) -> Span:
 
 def _moved(span: Span, by: int) -> Span:
     return range(span.start + by, span.stop + by)
-

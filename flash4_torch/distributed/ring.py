@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import RangeError
@@ -22,12 +23,10 @@ from ..ops.check import cu_seqlens_values
 from ..problem import CallOptions
 from ..reference import sinks as sink_rows
 from ..reference.scoring import working_dtype
-from .groups import Axis
+from .groups import Axis, group_of
 from .layout import Shards
 from .plan import ORIGIN_MULTIPLE, Documents, Hop, Problem, Span, Tile, hop
 from .transfer import Message, Transfer, connect
-from .groups import group_of
-import torch.distributed as dist
 
 
 class Ring(NamedTuple):
@@ -37,7 +36,7 @@ class Ring(NamedTuple):
     problem: Problem
     options: CallOptions
     rng_state: Tensor | None
-    """Where this rank's heads begin included, int64 (6,)."""
+    """Dropout's state of a part, int64 (7,): where this rank's heads begin included."""
 
     def hop(self, distance: int) -> Hop:
         """What this rank does with the keys of the rank `distance` before it."""
@@ -142,8 +141,8 @@ def _forward(
     ring = _ring(q, k, rng_state, cu_seqlens, group, layout, CallOptions(*options))
     rows = Rows(q, v.shape[-1])
     for step, held in _hops(ring, k, v):
-        for n, tile in enumerate(step.tiles):
-            rows.merge(tile.rows, *_attend(ring, step, n, tile, q, *held.of(tile)))
+        for tile in step.tiles:
+            rows.merge(tile.rows, *_attend(ring, tile, q, *held.of(tile)))
     out, lse = rows.finished()
     if sinks is not None:
         out, lse, _ = sink_rows.join(out, lse, None, sinks)
@@ -158,7 +157,7 @@ class Held(NamedTuple):
     parts: tuple[Span, ...]
 
     def at(self, keys: Span) -> slice:
-        """Where a span of the rank's keys lies in k and v."""
+        """The place of a span of the rank's keys in k and v."""
         before = 0
         for part in self.parts:
             if part.start <= keys.start < part.stop:
@@ -193,10 +192,15 @@ def _fetch(ring: Ring, distance: int, k: Tensor, v: Tensor) -> tuple[Transfer, H
     if parts := ring.hop_of_reader(distance).parts:
         sends = [Message(_taken(x, parts), reader) for x in (k, v)]
     count = sum(map(len, held_parts))
-    held = Held(*(x.new_empty(x.shape[0], count, *x.shape[2:]) for x in (k, v)), held_parts)
+    held = Held(_empty_rows(k, count), _empty_rows(v, count), held_parts)
     if count:
         receives = [Message(held.k, source), Message(held.v, source)]
     return Transfer(ring.axis, sends, receives, f"hop {distance} of ring attention"), held
+
+
+def _empty_rows(x: Tensor, count: int, dtype: torch.dtype | None = None) -> Tensor:
+    """(B, count, H, D), like x (B, S, H, D)."""
+    return x.new_empty(x.shape[0], count, *x.shape[2:], dtype=dtype)
 
 
 def _taken(x: Tensor, parts: tuple[Span, ...]) -> Tensor:
@@ -218,7 +222,7 @@ class Rows:
 
     def merge(self, rows: Span, out: Tensor, lse: Tensor) -> None:
         """Adds the keys of out (B, n, Hq, Dv) and lse (B, Hq, n)."""
-        B, S, Hq, _ = self._shape
+        S = self._shape[1]
         if self._out is None or self._lse is None:
             if len(rows) == S:
                 self._out, self._lse = out, lse
@@ -250,7 +254,7 @@ def _per_row(x: Tensor) -> Tensor:
     return x.transpose(1, 2)[..., None]
 
 
-def _attend(ring: Ring, step: Hop, n: int, tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _attend(ring: Ring, tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) of a tile's rows and keys."""
     q = q[:, tile.rows.start : tile.rows.stop]
     options, state = _options(ring, tile), _state(ring, tile)
@@ -258,7 +262,9 @@ def _attend(ring: Ring, step: Hop, n: int, tile: Tile, q: Tensor, k: Tensor, v: 
         out, lse, _ = schema.attention(q, k, v, None, None, state, *options)
         return out, lse
     sequences = _sequences(tile.documents, q.device)
-    out, lse = schema.attention_varlen(q[0], k[0], v[0], *sequences[:2], None, state, *sequences[2:], *options)
+    out, lse = schema.attention_varlen(
+        q[0], k[0], v[0], *sequences[:2], None, state, *sequences[2:], *options
+    )
     return out[None], lse[None]
 
 
@@ -306,9 +312,9 @@ def _state(ring: Ring, tile: Tile) -> Tensor | None:
     if state.device.type == "cuda" and (tile.first_row % ORIGIN_MULTIPLE or tile.first_key % ORIGIN_MULTIPLE):
         limit = f"with dropout, GPUs need chunks to begin at multiples of {ORIGIN_MULTIPLE} in their document"
         raise RangeError("dropout_p", ring.options.dropout_p, f"{limit}, not at {tile.first_row}")
-    moved = (0, 0, tile.first_row, tile.first_key, 0, 0)
+    moved = (0, 0, tile.first_row, tile.first_key, 0, 0, 0)
     # A document counts as a batch entry, of all heads.
-    per_document = (0, 0, 0, 0, tile.first_document, 0)
+    per_document = (0, 0, 0, 0, tile.first_document, 0, 0)
     device, dtype = state.device, torch.int64
     return state + _on_device(moved, device, dtype) + _on_device(per_document, device, dtype) * state[5]
 
@@ -317,7 +323,8 @@ class Sum:
     """A sum of tensors (B, n, H, D), each of a span of rows: float32 (float64 for float64), in order."""
 
     def __init__(self, like: Tensor):
-        self._like, self._total = like, None
+        self._like = like
+        self._total: Tensor | None = None
 
     def add(self, rows: Span, x: Tensor) -> None:
         like, work = self._like, working_dtype(self._like.dtype)
@@ -393,21 +400,20 @@ def _sent_dtype(step: Hop, dtype: torch.dtype) -> torch.dtype:
 
 def _gradients(ring: Ring, step: Hop, held: Held, q: Tensor, saved: Saved, dq: Sum) -> KeyGradients:
     """Gradients of the keys of a hop; those of the queries are added to `dq`."""
-    found = []
+    dtype, count = _sent_dtype(step, q.dtype), sum(map(len, step.parts))
+    dk = dv = None
+    places = Held(held.k, held.v, step.parts)
     for tile in step.tiles:
         dq_part, dk_part, dv_part = _attend_backward(ring, tile, q, *held.of(tile), saved)
         dq.add(tile.rows, dq_part)
-        found.append((held.at(tile.keys), dk_part, dv_part))
-    count = sum(map(len, step.parts))
-    if len(found) == 1:
-        return KeyGradients(found[0][1], found[0][2], step.parts)
-    dtype = _sent_dtype(step, q.dtype)
-    total = [x.new_zeros(x.shape[0], count, *x.shape[2:], dtype=dtype) for x in (held.k, held.v)]
-    packed = Held(held.k, held.v, step.parts)
-    for tile, (_, *parts) in zip(step.tiles, found, strict=True):
-        for whole, part in zip(total, parts, strict=True):
-            whole[:, packed.at(tile.keys)] += part
-    return KeyGradients(*total, step.parts)
+        if len(step.tiles) == 1:
+            return KeyGradients(dk_part, dv_part, step.parts)
+        if dk is None or dv is None:
+            dk, dv = (_empty_rows(x, count, dtype).zero_() for x in (held.k, held.v))
+        at = places.at(tile.keys)
+        dk[:, at] += dk_part
+        dv[:, at] += dv_part
+    return KeyGradients(held.k[:, :0] if dk is None else dk, held.v[:, :0] if dv is None else dv, step.parts)
 
 
 class Returning:
@@ -417,8 +423,8 @@ class Returning:
         source, reader = ring.peers(distance)
         step = ring.hop_of_reader(distance)
         dtype, count = _sent_dtype(step, k.dtype), sum(map(len, step.parts))
-        empty = (x.new_empty(x.shape[0], count, *x.shape[2:], dtype=dtype) for x in (k, v))
-        self._received = KeyGradients(*empty, step.parts)
+        dk, dv = (_empty_rows(x, count, dtype) for x in (k, v))
+        self._received = KeyGradients(dk, dv, step.parts)
         sends = [Message(x.contiguous(), source) for x in gradients[:2] if gradients.parts]
         receives = [Message(x, reader) for x in self._received[:2] if step.parts]
         self._transfer = Transfer(ring.axis, sends, receives, f"hop {distance} of ring attention's backward")

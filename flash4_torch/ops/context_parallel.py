@@ -85,9 +85,7 @@ def _grads(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor |
     # Every rank takes part even if nobody asked it for a gradient of its own rows.
     q, k, v, out, lse, sinks, *others = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
-    dq, dk, dv, dsinks = _ring_attention_backward(
-        dout, dlse, q, k, v, out, lse, sinks, *others, *ctx.options
-    )
+    dq, dk, dv, dsinks = _ring_attention_backward(dout, dlse, q, k, v, out, lse, sinks, *others, *ctx.options)
     return dq, dk, dv, None if sinks is None else dsinks, *(None,) * (2 + len(ctx.options))
 
 
@@ -107,12 +105,13 @@ def _refuse(ctx: Any, *gradients: Tensor | None) -> Any:
     raise DoubleBackwardError
 
 
-for _name, _function in {
+_fakes: dict[str, Callable[..., Any]] = {
     "ring_attention": _fake,
     "ring_attention_backward": _backward_fake,
     "all_to_all": _like,
     "from_first_rank": _like,
-}.items():
+}
+for _name, _function in _fakes.items():
     torch.library.register_fake(f"flash4::{_name}", _function, lib=LIBRARY)
 for _name, _saves, _gradients in (
     ("ring_attention", _save, _grads),

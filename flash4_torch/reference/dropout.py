@@ -139,9 +139,10 @@ def thresholds(p: float) -> tuple[int, int]:
 class Dropout:
     """Dropout of one call: probability p, and the int64 pair (seed, offset) as a device tensor.
 
-    `first_batch` is added to batch indices: each sequence of a varlen call counts as a batch entry. A state of
-    six numbers says that the call is a part of a larger one: (seed, offset, first row, first key, h, H), where
-    the call's head 0 of batch entry 0 has index h among H heads of each of the larger one's.
+    `first_batch` is added to batch indices: each sequence of a varlen call counts as a batch entry. A state
+    of seven numbers says that the call is a part of a larger one: (seed, offset, first row, first key, h, H,
+    Hq). Its head 0 of batch entry 0 then has index h there, where batch entries have H heads; Hq is for
+    kernels.
     """
 
     rng_state: Tensor
@@ -176,7 +177,7 @@ class Dropout:
         """First row, first key, first head, and heads of a batch entry."""
         if len(self.rng_state) == 2:
             return 0, 0, 0, Hq
-        first_row, first_key, first_head, heads = self.rng_state[2:].tolist()
+        first_row, first_key, first_head, heads, _ = self.rng_state[2:].tolist()
         return first_row, first_key, first_head, heads
 
     def factors(self, keep: Tensor, dtype: torch.dtype) -> Tensor:

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from context_calls import MESHES, WORLD, Call, results
-from everything import examples, one_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from ranks import ranks
 from torch import Tensor
 
+from context_calls import MESHES, WORLD, Call, results
+from everything import examples, one_of
 from flash4_torch.testing import assert_close_as_peer, peek_rng_state, reference
+from ranks import ranks
 
 
 def expected(call: Call, dtype: torch.dtype) -> list[Tensor]:
@@ -43,7 +43,7 @@ def _packed(
     for b, (start, stop) in enumerate(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True)):
         if state is not None:
             Hq = q.shape[1]
-            options["rng_state"] = torch.cat([state, torch.tensor([0, 0, b * Hq, Hq])])
+            options["rng_state"] = torch.cat([state, torch.tensor([0, 0, b * Hq, Hq, Hq])])
         q_, k_, v_ = (x[None, start:stop] for x in (q, k, v))
         out, lse = reference(q_, k_, v_, dtype=dtype, **options)
         outs.append(out[0])
@@ -122,7 +122,7 @@ def test_ranks_give_what_one_process_does(call: Call) -> None:
 @pytest.mark.parametrize("kind", ["compiled", "checkpointed"])
 @pytest.mark.parametrize("mesh", one_of(2, ["ring 2 x ulysses 2", "ring 4", "ulysses 4"]))
 def test_compiled_and_checkpointed_give_the_same(mesh: str, kind: str) -> None:
-    """One graph holds the whole call, with dropout, and a checkpoint's second forward has the first's mask."""
+    """One graph holds the whole call; the second forward of a checkpoint has the first's dropout mask."""
     call = PLAIN._replace(mesh=mesh, options=DROPOUT, sinks=True, B=2)
     for eager, other in zip(*(ranks(WORLD).run(results, call, how) for how in ("", kind)), strict=True):
         for mine, theirs in zip(eager, other, strict=True):

@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from everything import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from everything import examples
 from flash4_torch.distributed.layout import LAYOUTS, Shards
 from flash4_torch.distributed.plan import ORIGIN_MULTIPLE, Hop, Problem, Tile, hop, pairs
 from flash4_torch.masks import Band
@@ -85,7 +85,7 @@ def test_tiles_cover_what_is_visible_once(problem: Problem) -> None:
 @settings(max_examples=examples(150, 3000))
 @given(problem=problems())
 def test_tiles_begin_where_they_say(problem: Problem) -> None:
-    """Where a tile's first row and key are in their document, and in which."""
+    """A tile's first row and key are where it says in their document, and that is the one it names."""
     if not problem.needs_origins:
         return
     for rank, step in all_hops(problem):

@@ -55,7 +55,7 @@ class Call(NamedTuple):
     dtype: torch.dtype
     options: dict[str, Any]
     ends: tuple[int, ...] = ()
-    """Where packed documents end, in chunks' thousandths of the sequence; empty: a dense one."""
+    """Ends of packed documents, in thousandths of the sequence; empty: a dense one."""
     sinks: bool = False
     lse: bool = True
     Sk: int = 0

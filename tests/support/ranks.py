@@ -49,7 +49,7 @@ class Ranks:
         return [found for _, found in results]
 
     def outcomes(self, function: Callable[..., Any], *arguments: Any) -> list[tuple[bool, Any]]:
-        """For each rank (True, its result), or (False, its traceback)."""
+        """A pair for each rank: (True, its result), or (False, its traceback)."""
         for end in self._ends:
             end.send((function, arguments))
         return [self._answer(end) for end in self._ends]
