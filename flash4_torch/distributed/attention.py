@@ -81,8 +81,23 @@ def context_parallel_attention(
     """
     if unknown:
         raise no_argument(context_parallel_attention, unknown)
-    options = causal, window, scale, softcap, sinks, dropout_p, deterministic, return_lse
-    return _attention(q, k, v, ranks_of(mesh), check_layout(layout), cu_seqlens, *options)
+    ranks = ranks_of(mesh)
+    return attention_of_ranks(
+        q,
+        k,
+        v,
+        ranks,
+        check_layout(layout),
+        cu_seqlens,
+        causal=causal,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        dropout_p=dropout_p,
+        deterministic=deterministic,
+        return_lse=return_lse,
+    )
 
 
 @hides_unknown
@@ -108,8 +123,22 @@ def ring_attention(
     if unknown:
         raise no_argument(ring_attention, unknown)
     ranks = Ranks(axis_of("group", group), ALONE)
-    options = causal, window, scale, softcap, sinks, dropout_p, deterministic, return_lse
-    return _attention(q, k, v, ranks, check_layout(layout), cu_seqlens, *options)
+    return attention_of_ranks(
+        q,
+        k,
+        v,
+        ranks,
+        check_layout(layout),
+        cu_seqlens,
+        causal=causal,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        dropout_p=dropout_p,
+        deterministic=deterministic,
+        return_lse=return_lse,
+    )
 
 
 @hides_unknown
@@ -137,26 +166,42 @@ def ulysses_attention(
     if unknown:
         raise no_argument(ulysses_attention, unknown)
     ranks = Ranks(ALONE, axis_of("group", group))
-    options = causal, window, scale, softcap, sinks, dropout_p, deterministic, return_lse
-    return _attention(q, k, v, ranks, "contiguous", cu_seqlens, *options)
+    return attention_of_ranks(
+        q,
+        k,
+        v,
+        ranks,
+        "contiguous",
+        cu_seqlens,
+        causal=causal,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        dropout_p=dropout_p,
+        deterministic=deterministic,
+        return_lse=return_lse,
+    )
 
 
-def _attention(
+def attention_of_ranks(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     ranks: Ranks,
     layout: Layout,
     cu_seqlens: Tensor | None,
-    causal: bool,
-    window: Window,
-    scale: float | None,
-    softcap: float,
-    sinks: Tensor | None,
-    dropout_p: float,
-    deterministic: bool | None,
-    return_lse: bool,
+    *,
+    causal: bool = False,
+    window: Window = (None, None),
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
 ) -> Any:
+    """`context_parallel_attention` over known ranks."""
     check.tensors(q, k, v)
     q, k, v = ops.autocast_inputs(q, k, v)
     if cu_seqlens is None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-TIMEOUT_S = 60
+TIMEOUT_S = 30
 """What a rank waits for another one, at most."""
 
 
@@ -55,7 +55,7 @@ class Ranks:
         return [self._answer(end) for end in self._ends]
 
     def _answer(self, end: Connection) -> tuple[bool, Any]:
-        if not end.poll(4 * self._timeout_s):
+        if not end.poll(2 * self._timeout_s):
             return False, "no answer: it hangs"
         try:
             answer: tuple[bool, Any] = end.recv()
