@@ -139,8 +139,15 @@ def _forward(
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
     ring = _ring(q, k, rng_state, cu_seqlens, group, layout, CallOptions(*options))
-    rows = Rows(q, v.shape[-1])
-    for step, held in _hops(ring, k, v):
+    return attend_to(_hops(ring, k, v), ring, q, v.shape[-1], sinks)
+
+
+def attend_to(
+    hops: Iterator[tuple[Hop, Held]], ring: Ring, q: Tensor, Dv: int, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of this rank's queries over the keys of all hops."""
+    rows = Rows(q, Dv)
+    for step, held in hops:
         for tile in step.tiles:
             rows.merge(tile.rows, *_attend(ring, tile, q, *held.of(tile)))
     out, lse = rows.finished()
@@ -190,7 +197,7 @@ def _fetch(ring: Ring, distance: int, k: Tensor, v: Tensor) -> tuple[Transfer, H
     sends, receives = [], []
     held_parts = ring.hop(distance).parts
     if parts := ring.hop_of_reader(distance).parts:
-        sends = [Message(_taken(x, parts), reader) for x in (k, v)]
+        sends = [Message(taken(x, parts), reader) for x in (k, v)]
     count = sum(map(len, held_parts))
     held = Held(_empty_rows(k, count), _empty_rows(v, count), held_parts)
     if count:
@@ -203,7 +210,7 @@ def _empty_rows(x: Tensor, count: int, dtype: torch.dtype | None = None) -> Tens
     return x.new_empty(x.shape[0], count, *x.shape[2:], dtype=dtype)
 
 
-def _taken(x: Tensor, parts: tuple[Span, ...]) -> Tensor:
+def taken(x: Tensor, parts: tuple[Span, ...]) -> Tensor:
     """Parts of a rank's rows, one after another and contiguous."""
     if len(parts) == 1:
         return x[:, parts[0].start : parts[0].stop].contiguous()
@@ -360,7 +367,7 @@ def _backward(
     dq, dk, dv = Sum(q), Sum(k), Sum(v)
     returning: Returning | None = None
     for distance, (step, held) in enumerate(_hops(ring, k, v)):
-        gradients = _gradients(ring, step, held, q, saved, dq)
+        gradients = gradients_of(step, ring, held, q, saved, dq)
         if distance == 0:
             for keys, dk_part, dv_part in gradients.in_parts():
                 dk.add(keys, dk_part)
@@ -398,7 +405,7 @@ def _sent_dtype(step: Hop, dtype: torch.dtype) -> torch.dtype:
     return dtype if step.reads_once else working_dtype(dtype)
 
 
-def _gradients(ring: Ring, step: Hop, held: Held, q: Tensor, saved: Saved, dq: Sum) -> KeyGradients:
+def gradients_of(step: Hop, ring: Ring, held: Held, q: Tensor, saved: Saved, dq: Sum) -> KeyGradients:
     """Gradients of the keys of a hop; those of the queries are added to `dq`."""
     dtype, count = _sent_dtype(step, q.dtype), sum(map(len, step.parts))
     dk = dv = None
