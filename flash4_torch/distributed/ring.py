@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import pairwise, starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from ..errors import RangeError
 from ..ops import schema
 from ..ops.check import cu_seqlens_values
+from ..ops.kvcache_append import merge_states
 from ..problem import CallOptions
 from ..reference import sinks as sink_rows
 from ..reference.scoring import working_dtype
@@ -217,43 +219,90 @@ def taken(x: Tensor, parts: tuple[Span, ...]) -> Tensor:
     return torch.cat([x[:, part.start : part.stop] for part in parts], 1)
 
 
+MOST_PENDING = 4
+"""Parts of rows that wait to be merged in one go."""
+
+
+class Part(NamedTuple):
+    """Results of some rows over some of their keys: out (B, n, Hq, Dv), lse (B, Hq, n)."""
+
+    rows: Span
+    out: Tensor
+    lse: Tensor
+
+    def of(self, rows: Span) -> tuple[Tensor, Tensor]:
+        """Some of its rows."""
+        at = slice(rows.start - self.rows.start, rows.stop - self.rows.start)
+        return self.out[:, at], self.lse[..., at]
+
+
 class Rows:
-    """Rows of a result whose keys come in parts: merged in float32 (float64 for float64)."""
+    """Rows of a result whose keys come in parts.
+
+    A few parts are merged at once, by a kernel that rounds once; more are added in turn to a result in
+    float32 (float64 for float64), so that memory does not grow with their number.
+    """
 
     def __init__(self, q: Tensor, Dv: int):
         B, S, Hq, _ = q.shape
         self._shape, self._like = (B, S, Hq, Dv), q
         self._work = working_dtype(q.dtype)
-        self._out: Tensor | None = None
-        self._lse: Tensor | None = None
+        self._pending: list[Part] = []
+        self._running: tuple[Tensor, Tensor] | None = None
 
     def merge(self, rows: Span, out: Tensor, lse: Tensor) -> None:
         """Adds the keys of out (B, n, Hq, Dv) and lse (B, Hq, n)."""
-        S = self._shape[1]
-        if self._out is None or self._lse is None:
-            if len(rows) == S:
-                self._out, self._lse = out, lse
-                return
-            self._out, self._lse = self._nothing()
-        if self._out.dtype != self._work:
-            self._out = self._out.to(self._work)
-        total, total_lse = self._out[:, rows.start : rows.stop], self._lse[..., rows.start : rows.stop]
-        merged = torch.logaddexp(total_lse, lse)
-        nothing = merged == -torch.inf
-        # -inf - -inf is NaN.
-        old, new = ((x - merged).exp_().masked_fill_(nothing, 0.0) for x in (total_lse, lse))
-        total.mul_(_per_row(old)).addcmul_(out, _per_row(new))
-        total_lse.copy_(merged)
+        self._pending.append(Part(rows, out, lse))
+        if len(self._pending) > MOST_PENDING:
+            self._run()
 
     def finished(self) -> tuple[Tensor, Tensor]:
-        if self._out is None or self._lse is None:
-            return self._nothing()
-        return self._out, self._lse
+        if self._running is None:
+            return self._at_once()
+        self._run()
+        return self._running
 
-    def _nothing(self) -> tuple[Tensor, Tensor]:
-        B, S, Hq, _ = self._shape
-        out = self._like.new_zeros(self._shape, dtype=self._work)
-        return out, self._like.new_full((B, Hq, S), -torch.inf, dtype=self._work)
+    def _at_once(self) -> tuple[Tensor, Tensor]:
+        """The parts, merged in each span of rows that have the same ones."""
+        S = self._shape[1]
+        edges = sorted(
+            {0, S, *(edge for part in self._pending for edge in (part.rows.start, part.rows.stop))}
+        )
+        outs, lses = [], []
+        for span in starmap(range, pairwise(edges)):
+            found = [p.of(span) for p in self._pending if p.rows.start <= span.start < p.rows.stop]
+            out, lse = found[0] if found else self._nothing(len(span))
+            if len(found) > 1:
+                out, lse = merge_states(
+                    [o[None] for o, _ in found], [part_lse[None] for _, part_lse in found]
+                )
+            outs.append(out)
+            lses.append(lse)
+        if not outs:
+            return self._nothing(S)
+        return (outs[0], lses[0]) if len(outs) == 1 else (torch.cat(outs, 1), torch.cat(lses, -1))
+
+    def _run(self) -> None:
+        """Adds what is pending to the result in float32."""
+        if self._running is None:
+            self._running = self._nothing(self._shape[1])
+        out, lse = self._running
+        for part in self._pending:
+            rows = slice(part.rows.start, part.rows.stop)
+            total, total_lse = out[:, rows], lse[..., rows]
+            merged = torch.logaddexp(total_lse, part.lse)
+            nothing = merged == -torch.inf
+            # -inf - -inf is NaN.
+            old, new = ((x - merged).exp_().masked_fill_(nothing, 0.0) for x in (total_lse, part.lse))
+            total.mul_(_per_row(old)).addcmul_(part.out, _per_row(new))
+            total_lse.copy_(merged)
+        self._pending = []
+
+    def _nothing(self, count: int) -> tuple[Tensor, Tensor]:
+        """Results of rows without keys."""
+        B, _, Hq, Dv = self._shape
+        out = self._like.new_zeros((B, count, Hq, Dv), dtype=self._work)
+        return out, self._like.new_full((B, Hq, count), -torch.inf, dtype=self._work)
 
 
 def _per_row(x: Tensor) -> Tensor:
