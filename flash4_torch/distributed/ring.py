@@ -365,14 +365,22 @@ def _state(ring: Ring, tile: Tile) -> Tensor | None:
     state = ring.rng_state
     if state is None:
         return None
-    if state.device.type == "cuda" and (tile.first_row % ORIGIN_MULTIPLE or tile.first_key % ORIGIN_MULTIPLE):
-        limit = f"with dropout, GPUs need chunks to begin at multiples of {ORIGIN_MULTIPLE} in their document"
-        raise RangeError("dropout_p", ring.options.dropout_p, f"{limit}, not at {tile.first_row}")
+    if state.device.type != "cpu":
+        check_origin(ring, tile)
     moved = (0, 0, tile.first_row, tile.first_key, 0, 0, 0)
     # A document counts as a batch entry, of all heads.
     per_document = (0, 0, 0, 0, tile.first_document, 0, 0)
     device, dtype = state.device, torch.int64
     return state + _on_device(moved, device, dtype) + _on_device(per_document, device, dtype) * state[5]
+
+
+def check_origin(ring: Ring, tile: Tile) -> None:
+    """Requires that kernels can count dropout's positions from where the tile begins."""
+    for first in (tile.first_row, tile.first_key):
+        if first % ORIGIN_MULTIPLE:
+            where = f"at multiples of {ORIGIN_MULTIPLE} in their document"
+            limit = f"on a GPU chunks must begin {where}, not at {first}"
+            raise RangeError("dropout_p", ring.options.dropout_p, limit)
 
 
 class Sum:
