@@ -26,8 +26,8 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:class", r"(collections|nn|optional|os|pathlib|torch|Tensor)\b.*"),
     ("py:class", r"flash4_torch\.(emulator\.ptx\.Kernel|masks\.T|nn\.multihead\.Self)"),
-    # torch's, of which an annotation has the bare name.
-    ("py:class", "AuxOutput|AuxRequest|BlockMask|Mod"),
+    # Names of torch, or of types, of which an annotation has the bare name.
+    ("py:class", "AuxOutput|AuxRequest|BlockMask|DeviceMesh|Layout|Mod|ProcessGroup|Window"),
     # A NamedTuple's signature leaves it unqualified.
     ("py:class", "Key"),
     # `attention` in a docstring is a link if there is such a page, else a name like any other.

@@ -18,7 +18,7 @@ from .kvcache import append_kvcache, attention_kvcache, merge_states
 from .nn import MultiheadAttention, replace_attention
 
 if TYPE_CHECKING:
-    from . import flash_attn, integrations, testing
+    from . import distributed, flash_attn, integrations, testing
     from .ahead import warmup
 
 __version__ = "0.1.0.dev0"
@@ -30,6 +30,7 @@ __all__ = [
     "attention_kvcache",
     "attention_varlen",
     "create_block_mask",
+    "distributed",
     "errors",
     "flash_attn",
     "flex_attention",
@@ -48,7 +49,7 @@ def __getattr__(name: str) -> Any:
     """Imports a lazy name on first access."""
     if name == "warmup":
         return importlib.import_module(".ahead", __name__).warmup
-    if name in ("flash_attn", "integrations", "reference", "testing"):
+    if name in ("distributed", "flash_attn", "integrations", "reference", "testing"):
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -170,12 +170,12 @@ def _dense_call(
     check.same_batch(q, k)
     attn_mask = check.attn_mask(attn_mask, q, k)
     check.sinks(sinks, q)
-    options = _options(q, causal, window, scale, softcap, dropout_p, deterministic)
+    options = call_options(q, causal, window, scale, softcap, dropout_p, deterministic)
     check.flag("return_lse", return_lse)
     return q, k, v, attn_mask, options
 
 
-def _options(
+def call_options(
     q: Tensor,
     causal: bool,
     window: Window,
@@ -184,6 +184,7 @@ def _options(
     dropout_p: float,
     deterministic: bool | None,
 ) -> CallOptions:
+    """The options of a call, checked and with defaults filled in."""
     band = check.band(causal, window)
     return CallOptions(
         scale=check.scale(scale, q.shape[-1]),
@@ -299,7 +300,7 @@ def attention_varlen(
     check.cu_seqlens("cu_seqlens_k", cu_seqlens_k, q)
     check.same_sequences(cu_seqlens_q, cu_seqlens_k)
     check.sinks(sinks, q)
-    options = _options(q, causal, window, scale, softcap, dropout_p, deterministic)
+    options = call_options(q, causal, window, scale, softcap, dropout_p, deterministic)
     check.flag("return_lse", return_lse)
     max_seqlens = (
         check.max_seqlen("max_seqlen_q", max_seqlen_q, q.shape[0]),

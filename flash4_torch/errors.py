@@ -157,6 +157,17 @@ class NoGradientError(Flash4Error, RuntimeError):
         )
 
 
+class CommunicationError(Flash4Error, RuntimeError):
+    """Ranks that share a sequence lost each other: `CommunicationError(what, rank, peers, reason)`.
+
+    One of them failed, or waited for longer than its process group's timeout.
+    """
+
+    def __str__(self) -> str:
+        what, rank, peers, reason = self.args
+        return f"{what} on rank {rank} waited for {peers}, which did not answer: {reason}"
+
+
 class ForwardModeError(Flash4Error, NotImplementedError):
     """A forward-mode derivative was requested: a NotImplementedError, like torch's for a missing one."""
 

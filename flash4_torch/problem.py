@@ -41,6 +41,8 @@ class Spec(NamedTuple):
     """The attention weights are wanted, or with `backward` their gradient, instead of what they make of v."""
     tf32: bool = False
     """float32: torch's switches allow TF32 for matrix products (`allows_tf32`)."""
+    dropout_of_part: bool = False
+    """The state of dropout says where the call lies in a larger one."""
 
 
 class CallOptions(NamedTuple):

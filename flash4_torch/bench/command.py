@@ -17,7 +17,20 @@ import torch
 from .. import info
 from ..ahead import why_not_writable
 from ..errors import hint
-from . import decode, emulator, feature_times, gpu, host, memory, models, module, providers, swap, swap_cases
+from . import (
+    context,
+    decode,
+    emulator,
+    feature_times,
+    gpu,
+    host,
+    memory,
+    models,
+    module,
+    providers,
+    swap,
+    swap_cases,
+)
 from .cases import DIRECTIONS
 from .cycles import MACHINES
 from .features import FEATURES
@@ -49,9 +62,10 @@ SECTIONS: Mapping[str, Section] = {
     "decode": decode,
     "models": models,
     "swap": swap,
+    "context": context,
 }
-BY_NAME_ONLY = ("swap", "decode", "models")
-"""Sections that take long, want other packages, or that only servers care for."""
+BY_NAME_ONLY = ("swap", "decode", "models", "context")
+"""Sections that take long, want other packages, or that only servers or many GPUs care for."""
 
 _CELL_VALUES: Mapping[str, Sequence[str]] = {
     "causal": ("yes", "no"),
@@ -75,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "sections",
         nargs="*",
         metavar="section",
-        help=f"what to measure: {', '.join(SECTIONS)}; default: all but swap, decode and models",
+        help=f"what to measure: {', '.join(SECTIONS)}; default: all but {', '.join(BY_NAME_ONLY)}",
     )
     parser.add_argument("--quick", action="store_true", help="fewer and smaller cases, shorter timings")
     parser.add_argument(
@@ -152,6 +166,10 @@ def run(options: argparse.Namespace) -> int:
     )
     if options.model:
         return _predict(options.model, settings, options.out)
+    if "context" in options.sections and not context.start(settings):
+        # Another of torchrun's processes prints, and writes the results.
+        options.out = options.plot = None
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     started = gpu.state()
     results: dict[str, list[Row]] = {}
     for name in options.sections or [name for name in SECTIONS if name not in BY_NAME_ONLY]:

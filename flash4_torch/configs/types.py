@@ -75,6 +75,8 @@ class Features(NamedTuple):
     tf32: bool = False
     """float32 only: numbers are rounded to TF32, and a product is one product. Otherwise it is three of TF32
     numbers, and as exact as float32."""
+    dropout_of_part: bool = False
+    """The call is a part of a larger one, in which dropout counts its positions and heads."""
 
     @property
     def is_float32(self) -> bool:

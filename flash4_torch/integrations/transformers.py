@@ -106,6 +106,11 @@ def register(name: str = NAME) -> str:
     return name
 
 
+def names() -> frozenset[str]:
+    """The names under which our attention is registered."""
+    return frozenset(_names)
+
+
 def _asking_us(decide: Callable[..., str]) -> Callable[..., str]:
     """Wraps transformers' check of one model's implementation, and adds ours after it."""
 
@@ -219,6 +224,11 @@ def attention_forward(
     _refuse_unsupported(kwargs)
     sinks = kwargs.get("sinks") if s_aux is None else s_aux
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if (attend := getattr(module, "flash4_context_parallel", None)) is not None:
+        _refuse_of_ranks(position_bias, output_attentions)
+        band = _band_of_ranks(attention_mask, causal, sliding_window)
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return _over_ranks(attend, q, k, v, band, scaling, softcap, sinks, dropout, kwargs), None
     signature = None
     if position_bias is None and not (output_attentions or kwargs.get("cu_seq_lens_q") is not None):
         mask, masking = _plain_mask(attention_mask)
@@ -481,6 +491,62 @@ def _packed(
         dropout_p=dropout,
     )
     return out[None]
+
+
+def _refuse_of_ranks(position_bias: Tensor | None, output_attentions: bool) -> None:
+    limit = "where ranks share sequences it must be {}"
+    if position_bias is not None:
+        raise ArgumentError("position_bias", "a tensor", limit.format(None))
+    if output_attentions or _attentions_are_recorded():
+        raise ArgumentError("output_attentions", True, limit.format(False))
+
+
+def _band_of_ranks(attention_mask: Tensor | None, causal: bool, sliding_window: int | None) -> Window:
+    """The window in whole sequences, which ranks share; a mask speaks of this rank's tokens alone."""
+    if attention_mask is not None:
+        if not isinstance(attention_mask, BandMask) or attention_mask.padded:
+            limit = (
+                "where ranks share sequences it must be causal or None, without padding: give the model "
+                "attention_mask=torch.ones_like(input_ids), and pad at the end of causal sequences"
+            )
+            raise ArgumentError("attention_mask", f"a {type(attention_mask).__name__}", limit)
+        causal = attention_mask.band.right == 0
+        if attention_mask.band.left is not None and sliding_window is None:
+            limit = "where ranks share sequences its layer must also pass it as sliding_window"
+            raise ArgumentError("attention_mask", f"a window of {attention_mask.band.left}", limit)
+    reach = None if sliding_window is None else sliding_window - 1
+    return reach, 0 if causal else reach
+
+
+def _over_ranks(
+    attend: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: Window,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """Attention to the tokens of all ranks; cu_seq_lens_q says where documents of the whole sequence end."""
+    options: dict[str, Any] = {
+        "window": window,
+        "scale": scaling,
+        "softcap": softcap or 0.0,
+        "sinks": sinks,
+        "dropout_p": dropout,
+    }
+    if window[1] == 0 and q.shape[1] != k.shape[1]:
+        limit = "where ranks share sequences causal layers need equally many queries: use_cache=False"
+        raise ShapeError("key", tuple(k.shape), limit)
+    if (cu_seqlens := kwargs.get("cu_seq_lens_q")) is None:
+        return attend(q, k, v, **options)
+    if q.shape[0] != 1:
+        limit = "with cu_seq_lens_q all sequences are packed in one batch entry"
+        raise ShapeError("query", tuple(q.shape), limit)
+    return attend(q[0], k[0], v[0], cu_seqlens=cu_seqlens, **options)[None]
 
 
 def _tokens(attention_mask: Tensor | None, kv_offset: int, kv_length: int) -> Tensor | None:

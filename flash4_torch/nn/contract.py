@@ -133,6 +133,23 @@ def check_nested(module: nn.MultiheadAttention, call: Call) -> None:
     _check_dropout(module)
 
 
+def check_shared(module: nn.MultiheadAttention, call: Call) -> None:
+    """Raises ArgumentError for a call whose sequences ranks share, if it needs what only whole ones have."""
+    shared = "where ranks share sequences"
+    for name, x in (("query", call.query), ("key", call.key), ("value", call.value)):
+        if x.is_nested:
+            raise ArgumentError(name, "nested", f"{shared} it must be dense")
+    if call.key_padding_mask is not None:
+        limit = f"{shared} it must be None: pad at the end of causal sequences"
+        raise ArgumentError("key_padding_mask", "a tensor", limit)
+    if call.attn_mask is not None and not call.is_causal:
+        raise ArgumentError("attn_mask", "a tensor", f"{shared} only is_causal=True hides keys")
+    if call.need_weights:
+        raise ArgumentError("need_weights", True, f"{shared} it must be False")
+    if appended_keys(module):
+        raise ArgumentError("add_bias_kv or add_zero_attn", True, f"{shared} both must be False")
+
+
 def _check_dropout(module: nn.MultiheadAttention) -> None:
     if module.training and not 0.0 <= module.dropout <= 1.0:
         F.dropout(torch.empty(0), module.dropout)  # raises torch's error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import NoReturn, TypeVar
 
@@ -46,6 +46,9 @@ class MultiheadAttention(nn.MultiheadAttention):
     torch.fx records the module as one call, as it does stock's. torch.jit.script, which is deprecated, is not
     supported.
     """
+
+    flash4_context_parallel: Callable[..., Tensor] | None = None
+    """Attention over other ranks' tokens, too, if `distributed.parallelize_attention` said so."""
 
     def __init__(
         self,
@@ -188,6 +191,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             if ops.is_recorded(*call):
                 return tracing.record(self, call)
             contract.check_kinds(call)
+        if self.flash4_context_parallel is not None:
+            return self._forward_shared(call, self.flash4_context_parallel)
         if query.is_nested or key.is_nested or value.is_nested:
             return self._forward_nested(call)
         signature = None
@@ -287,6 +292,21 @@ class MultiheadAttention(nn.MultiheadAttention):
         if not is_batched:
             return out.squeeze(0), None if weights is None else weights.squeeze(0)
         return out, weights
+
+    def _forward_shared(self, call: Call, attend: Callable[..., Tensor]) -> tuple[Tensor, None]:
+        """The forward of this rank's part of sequences that ranks share: `attend` knows the others."""
+        contract.check_shared(self, call)
+        contract.check(self, call)
+        q, k, v = (self._heads(x) for x in self._project(call.query, call.key, call.value))
+        out = attend(
+            q,
+            k,
+            v,
+            causal=call.is_causal,
+            dropout_p=self.dropout if self.training else 0.0,
+            scale=self.head_dim**-0.5,
+        )
+        return self._assemble(out, None, is_batched=call.query.dim() == 3)[0], None
 
     def _forward_nested(self, call: Call) -> tuple[Tensor, Tensor | None]:
         contract.check_nested(self, call)

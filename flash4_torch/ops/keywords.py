@@ -37,6 +37,7 @@ _BUT = {"window_size": ", and a bound of -1 is one: None is none"}
 
 _OTHERWISE = {
     "alibi_slopes": "give what it adds to the scores as attn_mask",
+    "attn_mask": "no mask tensor, but causal, window and cu_seqlens say who sees whom",
     "block_mask": "causal, window and attn_mask say who sees whom",
     "enable_gqa": "query heads may always be a multiple of KV heads",
     "return_attn_probs": "the weights are never stored; return_lse=True gives their logarithmic sums",

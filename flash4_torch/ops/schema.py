@@ -2,7 +2,8 @@
 
 Layouts: dense tensors are (B, S, H, D), lse is (B, Hq, Sq); packed ones are (T, H, D) and lse is (Hq, Tq).
 The band (window_left, window_right) is aligned to the bottom right and may be negative; causal is right = 0.
-`rng_state` is the int64 pair (seed, offset) on the tensors' device, present exactly when dropout_p > 0.
+`rng_state` is the int64 pair (seed, offset) on the tensors' device, present exactly when dropout_p > 0; seven
+numbers make the call a part of a larger one (`reference.dropout`; kernels count from multiples of 16).
 `lse_low` is the rounding error of lse, (B, Hq, Sq) with a floating attn_mask, else (B, Hq, 0): with a large
 mask, lse alone does not tell how many keys a row attends to. The backward uses it if it is given.
 `sinks` (Hq,) is one more score in every row's softmax, of a key without a value; lse counts it.

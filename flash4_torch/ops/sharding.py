@@ -9,8 +9,9 @@
 Packed (varlen) tensors shard over heads, dimension 1, with replicated cu_seqlens. With dropout everything is
 replicated: dropout masks are keyed by batch and head index, and each shard counts its own from zero.
 
-This is not context parallelism: a sharded sequence is gathered. torch's `context_parallel` runs our kernels
-on CUDA once `integrations.torch_sdpa` is activated, because its ring calls the aten operators.
+This is not context parallelism: a sharded sequence is gathered; `distributed` has it. torch's own
+`context_parallel` runs our kernels on CUDA once `integrations.torch_sdpa` is activated, because its ring
+calls the aten operators.
 
 Importing this module imports torch.distributed.tensor, which takes most of a second; so it is imported only
 once that is loaded anyway.

@@ -139,7 +139,10 @@ def thresholds(p: float) -> tuple[int, int]:
 class Dropout:
     """Dropout of one call: probability p, and the int64 pair (seed, offset) as a device tensor.
 
-    `first_batch` is added to batch indices: each sequence of a varlen call counts as a batch entry.
+    `first_batch` is added to batch indices: each sequence of a varlen call counts as a batch entry. A state
+    of seven numbers says that the call is a part of a larger one: (seed, offset, first row, first key, h, H,
+    Hq). Its head 0 of batch entry 0 then has index h there, where batch entries have H heads; Hq is for
+    kernels.
     """
 
     rng_state: Tensor
@@ -155,10 +158,13 @@ class Dropout:
         """The mask, bool (len(batch), Hq, len(rows), len(keys)), True where the weight is kept."""
         device = self.rng_state.device
         seed, offset = self.rng_state[0], self.rng_state[1]
+        first_row, first_key, first_head, heads_each = self._origin(Hq)
+        rows, keys = _moved(rows, first_row), _moved(keys, first_key)
         i_words = _counter_words(rows, 2, device)[:, None]
         j_words = _counter_words(keys, 4, device)
-        first, last = ((b + self.first_batch) * Hq for b in (batch.start, batch.stop))
-        heads = torch.arange(first, last, device=device)[:, None, None]
+        entries = torch.arange(batch.start, batch.stop, device=device)[:, None] + self.first_batch
+        heads = entries * heads_each + torch.arange(first_head, first_head + Hq, device=device)
+        heads = heads.flatten()[:, None, None]
         words = philox(
             (j_words, i_words, heads & _LOW32, offset & _LOW32), (seed & _LOW32, (seed >> 32) & _LOW32)
         )
@@ -166,6 +172,13 @@ class Dropout:
         kept = tiles.view(len(batch), Hq, BLOCK * (len(i_words) // 2), BLOCK * (len(j_words) // 4))
         i0, j0 = rows.start % BLOCK, keys.start % BLOCK
         return kept[:, :, i0 : i0 + len(rows), j0 : j0 + len(keys)]
+
+    def _origin(self, Hq: int) -> tuple[int, int, int, int]:
+        """First row, first key, first head, and heads of a batch entry."""
+        if len(self.rng_state) == 2:
+            return 0, 0, 0, Hq
+        first_row, first_key, first_head, heads, _ = self.rng_state[2:].tolist()
+        return first_row, first_key, first_head, heads
 
     def factors(self, keep: Tensor, dtype: torch.dtype) -> Tensor:
         """What a mask multiplies weights by: `scale` or 0."""
@@ -226,6 +239,10 @@ def _in_place(kept: Tensor) -> Tensor:
     torch.bitwise_right_shift(fours, shifts, out=eights.permute(0, 1, 3, 4, 6, 5, 7, 2))
     eights &= 0x0101010101010101
     return eights.view(torch.bool)
+
+
+def _moved(span: range, by: int) -> range:
+    return range(span.start + by, span.stop + by)
 
 
 def _counter_words(span: range, each: int, device: torch.device) -> Tensor:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +36,15 @@ def test_dropout_replay(capsys: pytest.CaptureFixture[str]) -> None:
     kept = re.search(r"kept (\S+) of the weights, asked for 0.75", text)
     assert kept is not None and abs(float(kept[1]) - 0.75) < 0.01
     assert len(differences(text)) == 1 and max(differences(text)) < 1e-5
+
+
+def test_context_parallel() -> None:
+    """Two processes lose what one does. It runs as a command, because its processes import it."""
+    command = [sys.executable, str(EXAMPLES / "context_parallel.py"), "--steps", "6"]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=True)
+    assert differences(done.stdout) and max(differences(done.stdout)) < 1e-4
+    assert done.stdout.count("step 5: loss") == 2
 
 
 def test_learned_bias(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ PUBLIC = [
     "attention_kvcache",
     "attention_varlen",
     "create_block_mask",
+    "distributed",
     "errors",
     "flash_attn",
     "flex_attention",

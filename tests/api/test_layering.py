@@ -62,6 +62,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "api": {"fast_path", "ops", "backends"},
     "kvcache": {"fast_path", "ops", "backends"},
     "flex.attention": {"flex", "ops", "reference"},
+    "distributed": {"api", "integrations", "nn", "ops", "reference"},
     "flash_attn": {"api", "kvcache", "ops"},
     "nn": {"attend", "fast_path", "ops"},
     "integrations": {"api", "fast_path", "flash_attn", "kvcache", "ops", "backends"},

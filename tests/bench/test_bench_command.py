@@ -23,6 +23,7 @@ from flash4_torch.backends.compiled import TARGETS, Target
 from flash4_torch.bench import (
     cases,
     command,
+    context,
     decode,
     feature_times,
     features,
@@ -42,6 +43,7 @@ from flash4_torch.bench.peak import peak_mib
 from flash4_torch.bench.providers import Provider
 from flash4_torch.bench.settings import Selection, Settings
 from flash4_torch.errors import BackendError
+from flash4_torch.testing import backends_used
 
 TINY = Cell(D=16, causal=True, S=24, B=2, Hq=4, Hk=2, dtype="float32")
 TWICE = Settings(rounds=2)
@@ -158,7 +160,7 @@ def test_selection_takes_what_it_names() -> None:
         (
             ["nonsense"],
             "unknown section nonsense; there are forward, backward, features, memory, host, module, "
-            "emulator, decode, models, swap",
+            "emulator, decode, models, swap, context",
         ),
         (["--threads", "0"], "--threads is 0, but it must be at least 1"),
         (["--rounds", "1"], "--rounds is 1, but it must be at least 2"),
@@ -728,6 +730,25 @@ def test_models_without_their_package_are_left_out(
     monkeypatch.setattr(models, "MODELS", {"a model": ("no_such_package", models.llama)})
     assert not list(models.measure(Settings("cpu", quick=True)))
     assert "left out a model: no_such_package is not installed" in capsys.readouterr().out
+
+
+def test_context_times_one_rank_of_many() -> None:
+    rows = list(context.measure(Settings("cpu", quick=True)))
+    assert {row["how"] for row in rows} == {"ring, one rank", "ulysses, one rank"}
+    for row in rows:
+        assert row["efficiency"] == row["one_gpu_seconds"] / row["ranks"] / row["seconds"]
+        # Messages only cost.
+        assert all(0.0 < value <= row["efficiency"] * (1 + 1e-9) for value in row["predicted"].values())
+    assert context.text(rows).count("one rank") == len(rows)
+
+
+def test_one_rank_makes_the_hops_of_a_ring() -> None:
+    """What is timed without messages has the work of a rank: all but which keys they are."""
+    cell = context.Cell(2, 1, 8, 64, "step")
+    tensors = context._tensors(cell, Settings("cpu"))
+    with backends_used() as used:
+        context._ring_alone(cell, tensors, 4)()
+    assert sum(calls for calls in used.values()) == 8
 
 
 def test_decode_leaves_out_whoever_attends_to_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,15 +89,17 @@ def store(weights: cute.Tensor, out: cute.Tensor, row: Int32, column: Int32) -> 
 
 
 @functools.cache
-def compiled(arch: str, N: int, transposed: bool, dtype: Any, tiles: int) -> Any:
-    """The kernel compiled for an active device of that architecture."""
-    state = cute.runtime.make_fake_compact_tensor(Int64, (2,), assumed_align=8)
+def compiled(
+    arch: str, N: int, transposed: bool, dtype: Any, tiles: int, numbers: int = dropout.STATE
+) -> Any:
+    """The kernel compiled for an active device of that architecture, for a state of so many numbers."""
+    state = cute.runtime.make_fake_compact_tensor(Int64, (numbers,), assumed_align=8)
     out = cute.runtime.make_fake_compact_tensor(
         Float32, (ROWS, tiles * N), stride_order=(1, 0), assumed_align=16
     )
-    numbers = (Int32(0), Int32(0), Int32(0), Uint32(0), Uint32(0))
+    scalars = (Int32(0), Int32(0), Int32(0), Uint32(0), Uint32(0))
     return cute.compile(
-        keep_of_tile, state, out, *numbers, transposed, dtype, tiles, options=f"--gpu-arch {arch}"
+        keep_of_tile, state, out, *scalars, transposed, dtype, tiles, options=f"--gpu-arch {arch}"
     )
 
 
@@ -130,3 +132,35 @@ def test_the_mask_is_the_reference(arch, transposed, N, dtype, seed, offset, bat
     queries, keys = (columns, rows) if transposed else (rows, columns)
     expected = Dropout(state, p).keep(range(batch, batch + 1), Hq, queries, keys)[0, head]
     assert torch.equal(kept, (expected.T if transposed else expected).float())
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "keys"])
+@settings(max_examples=12)
+@given(
+    batch=st.integers(0, 4),
+    head=st.integers(0, 2),
+    origin=st.tuples(*[st.integers(0, 2**20).map(lambda i: 16 * i)] * 2),
+    heads=st.tuples(st.integers(0, 5), st.integers(8, 9)),
+)
+def test_a_part_has_the_mask_of_the_whole(arch, transposed, batch, head, origin, heads):
+    """A part's positions are counted from its origin, and its heads are some of the whole's."""
+    Hq, N, p = 3, 48, 0.4
+    (first_row, first_key), (first_head, every) = origin, heads
+    whole = torch.tensor([12345, 67890])
+    state = torch.cat([whole, torch.tensor([first_row, first_key, first_head, every, Hq])])
+    kept = torch.full((ROWS, N), torch.nan)
+    with emulate.device(arch):
+        run = compiled(arch, N, transposed, Float32, 1, dropout.STATE_OF_PART)
+        run(as_cute(state), as_cute(kept), batch * Hq + head, 16, 32, *thresholds(p))
+    rows, columns = range(16, 16 + ROWS), range(32, 32 + N)
+    queries, keys = (columns, rows) if transposed else (rows, columns)
+    of_whole = Dropout(whole, p).keep(
+        range(batch, batch + 1),
+        every,
+        range(first_row + queries.start, first_row + queries.stop),
+        range(first_key + keys.start, first_key + keys.stop),
+    )[0, first_head + head]
+    assert torch.equal(kept, (of_whole.T if transposed else of_whole).float())
+    expected = Dropout(state, p).keep(range(batch, batch + 1), Hq, queries, keys)[0, head]
+    assert torch.equal(expected, of_whole)

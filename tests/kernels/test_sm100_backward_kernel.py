@@ -6,13 +6,14 @@ import math
 from functools import partial
 
 import pytest
+import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from blackwell_code import assert_ptx_is_as_planned
 from everything import examples, one_of
 from flash4_torch.configs.types import Sm100Backward
-from kernel_calls import drawn
+from kernel_calls import check_gradients, drawn
 from kernel_calls import static as static_of
 from kernel_runs import (
     every_tile_is_drawn_once,
@@ -134,3 +135,11 @@ def test_sequences_do_not_see_their_neighbours(name: str, poison: float) -> None
 @pytest.mark.parametrize("name", ["causal", "all in twos", "pair, causal", "widest"])
 def test_every_tile_is_drawn_once(name: str) -> None:
     every_tile_is_drawn_once(STATICS[name], 3)
+
+
+def test_gradients_of_a_part_have_its_dropout() -> None:
+    features, config = STATICS["dropout, causal"]
+    kernel = features._replace(dropout_of_part=True), config
+    state = torch.tensor([5, 7, 32, 48, 3, 8, 2])
+    call = drawn(kernel, lengths=((130,) * 2, (150,) * 2), p=0.4, rng_state=state)
+    check_gradients(kernel, call, run_backward(kernel, call))

@@ -6,16 +6,19 @@ import math
 from functools import partial
 
 import pytest
+import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from everything import examples, one_of
 from flash4_torch.configs.types import Sm80Backward
+from kernel_calls import check_gradients, drawn
 from kernel_calls import static as static_of
 from kernel_runs import (
     every_tile_is_drawn_once,
     gradients_are_alone,
     gradients_are_right,
+    run_backward,
     sums_have_an_order,
     unseen_keys_have_no_gradient,
 )
@@ -118,3 +121,11 @@ def test_unseen_keys_have_no_gradient(name: str) -> None:
 @pytest.mark.parametrize("poison", one_of(2, [math.nan, math.inf]))
 def test_sequences_do_not_see_their_neighbours(name: str, poison: float) -> None:
     gradients_are_alone(STATICS[name], poison)
+
+
+def test_gradients_of_a_part_have_its_dropout() -> None:
+    features, config = STATICS["dropout"]
+    kernel = features._replace(dropout_of_part=True), config
+    state = torch.tensor([5, 7, 32, 48, 3, 8, 2])
+    call = drawn(kernel, lengths=((130,) * 2, (150,) * 2), p=0.4, rng_state=state)
+    check_gradients(kernel, call, run_backward(kernel, call))

@@ -126,13 +126,16 @@ def test_values(name: str, data: st.DataObject) -> None:
     is_right(STATICS[name], data)
 
 
-@pytest.mark.parametrize("p", [0.25, 0.7])
+@pytest.mark.parametrize("p, state", [(0.25, (5, 7)), (0.7, (5, 7, 32, 48, 3, 8, 2))])
 @pytest.mark.parametrize("name", one_of(2, ["dropout", "dropout, few strips"]))
-def test_dropout_keeps_the_weights_that_the_reference_keeps(name: str, p: float) -> None:
-    """One-hot values make the output the weights themselves."""
-    kernel = STATICS[name]
-    Sq = 64 if kernel[0].right else 130  # causal: all rows but the last would see less than all keys
-    call = drawn(kernel, lengths=((Sq,) * 2, (64,) * 2), p=p, right=64)
+def test_dropout_keeps_the_weights_that_the_reference_keeps(
+    name: str, p: float, state: tuple[int, ...]
+) -> None:
+    """One-hot values make the output the weights themselves, in a part of a larger call, too."""
+    features, config = STATICS[name]
+    kernel = features._replace(dropout_of_part=len(state) > 2), config
+    Sq = 64 if features.right else 130  # causal: all rows but the last would see less than all keys
+    call = drawn(kernel, lengths=((Sq,) * 2, (64,) * 2), p=p, rng_state=torch.tensor(state), right=64)
     call.v[:] = torch.eye(64)[:, None].to(call.v.dtype)
     kept = testing.dropout_mask(call.rng_state, 2, 2, Sq, 64, p)
     assert torch.equal(run(kernel, call).out.transpose(1, 2) != 0, kept)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -158,3 +159,11 @@ def test_keys_that_nobody_sees_have_no_gradient(name: str) -> None:
 @pytest.mark.parametrize("poison", one_of(2, [math.nan, math.inf]))
 def test_sequences_do_not_see_their_neighbours(name: str, poison: float) -> None:
     gradients_are_alone(STATICS[name], poison)
+
+
+def test_gradients_of_a_part_have_its_dropout() -> None:
+    features, config = STATICS["dropout, bands"]
+    kernel = features._replace(dropout_of_part=True), config
+    state = torch.tensor([5, 7, 32, 48, 3, 8, 2])
+    call = drawn(kernel, lengths=((130,) * 2, (150,) * 2), p=0.4, rng_state=state)
+    check_gradients(kernel, call, run_backward(kernel, call))

@@ -108,11 +108,12 @@ def test_values(name: str, data: st.DataObject) -> None:
     is_right(STATICS[name], data)
 
 
-@pytest.mark.parametrize("p", [0.25, 0.7])
-def test_dropout_keeps_the_weights_that_the_reference_keeps(p: float) -> None:
-    """One-hot values make the output the weights themselves."""
-    kernel = STATICS["dropout"]
-    call = drawn(kernel, lengths=((130,) * 2, (64,) * 2), p=p)
+@pytest.mark.parametrize("p, state", [(0.25, (5, 7)), (0.7, (5, 7, 32, 48, 3, 8, 2))])
+def test_dropout_keeps_the_weights_that_the_reference_keeps(p: float, state: tuple[int, ...]) -> None:
+    """One-hot values make the output the weights themselves, in a part of a larger call, too."""
+    features, config = STATICS["dropout"]
+    kernel = features._replace(dropout_of_part=len(state) > 2), config
+    call = drawn(kernel, lengths=((130,) * 2, (64,) * 2), p=p, rng_state=torch.tensor(state))
     call.v[:] = torch.eye(64)[:, None].to(call.v.dtype)
     kept = testing.dropout_mask(call.rng_state, 2, 2, 130, 64, p)
     assert torch.equal(run(kernel, call).out.transpose(1, 2) != 0, kept)

@@ -112,6 +112,7 @@ def features_of(problem: Problem, mods: Mods | None = None) -> Features:
         scaled=spec.softcap or mask not in ("", "bool") or bool(mods.score_mod) or problem.scale <= 0.0,
         mask=mask,
         dropout=spec.dropout,
+        dropout_of_part=spec.dropout_of_part,
         large_softcap=problem.softcap > (0.0 if spec.dtype == torch.float32 else LARGE_SOFTCAP),
         sinks=spec.sinks,
         mods=mods,

@@ -25,12 +25,15 @@ Weights are only zeroed; 1 / (1 - p) belongs into a factor that is applied anywa
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32, Uint64
+from cutlass import Int32, Int64, Uint32, Uint64
 from cutlass._mlir.dialects import nvvm
+
+from ...configs.types import Features
+from . import host
 
 ROUNDS = 7
 BLOCK = 16
@@ -50,6 +53,12 @@ WARP_STRIPS = 32 // STRIP_LANES
 
 Words = tuple[Uint32, Uint32, Uint32, Uint32]
 
+STATE = 2
+"""Numbers of a state: seed and offset."""
+STATE_OF_PART = 7
+"""Numbers of a state of a call that is a part of a larger one: also the first row and key, multiples of
+`BLOCK`, the first head, the heads of a batch entry of the larger one, and those of the call."""
+
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _MAJORITY = 0xE8  # lop3 table: the majority of three bits
@@ -66,6 +75,22 @@ _MATRIX = 2 * STRIP
 """Columns whose bits are a matrix, 8 rows of 16 bytes, of which an ldmatrix brings every lane a word."""
 
 
+class Origin(NamedTuple):
+    """Position of a call in a larger one, added to Philox's counters."""
+
+    keys: Uint32
+    queries: Uint32
+    first_head: Uint32
+    heads: Uint32
+    """Heads of the call."""
+    other_heads: Uint32
+    """Heads that a batch entry of the larger call has besides."""
+
+    def head(self, head: Uint32) -> Uint32:
+        """b * heads + h of the larger call, from that of this one."""
+        return head + head // self.heads * self.other_heads + self.first_head
+
+
 class Dropout(NamedTuple):
     """Numbers that all weights of a call share."""
 
@@ -77,6 +102,7 @@ class Dropout(NamedTuple):
     """Inverted bits of t, from the lowest on, each of them 32 times; all 0 for t = 256."""
     some: Uint32
     """All ones, but 0 for t = 256, where nothing is kept."""
+    origin: Origin | None = None
 
     def keep_bits(self, keys: Uint32, queries: Uint32, head: Uint32) -> Uint32:
         """A bit for each of 32 weights: whether it is kept."""
@@ -95,6 +121,8 @@ class Dropout(NamedTuple):
     def words(self, keys: Uint32, queries: Uint32, head: Uint32) -> Words:
         """One call of Philox, 16 bytes; its counter is made of j, of i, of b * Hq + h, and of the offset."""
         x0, x1, x2, x3 = keys, queries, head, self.offset
+        if self.origin is not None:
+            x0, x1, x2 = x0 + self.origin.keys, x1 + self.origin.queries, self.origin.head(x2)
         for k0, k1 in self.keys:
             high0, low0 = _product(x0, _MULTIPLIERS[0])
             high1, low1 = _product(x2, _MULTIPLIERS[1])
@@ -107,7 +135,7 @@ class Dropout(NamedTuple):
 def load(rng_state: cute.Tensor, byte: Uint32, fraction: Uint32) -> Dropout:
     """The state of a call.
 
-    rng_state: int64 (2,), seed and offset. byte, fraction: `thresholds(p)` of the reference.
+    rng_state: int64, (2,) or that of a part, (7,). byte, fraction: `thresholds(p)` of the reference.
     """
     k0, k1, offset = (_uniform(Uint32(word)) for word in (rng_state[0], rng_state[0] >> 32, rng_state[1]))
     keys = tuple(
@@ -115,7 +143,18 @@ def load(rng_state: cute.Tensor, byte: Uint32, fraction: Uint32) -> Dropout:
     )
     some = (_uniform(byte) >> PLANES) - 1
     limit = tuple((byte >> k & 1) - 1 & some for k in range(PLANES))
-    return Dropout(keys, offset, fraction, limit, some)
+    origin = None
+    if cutlass.const_expr(cute.size(rng_state) == STATE_OF_PART):
+        row, key, first_head, every, heads = (_uniform(Uint32(rng_state[n])) for n in range(2, STATE_OF_PART))
+        origin = Origin(key >> 2, row >> 3, first_head, heads, every - heads)
+    return Dropout(keys, offset, fraction, limit, some, origin)
+
+
+def example_state(features: Features) -> Any:
+    """What the launchers are compiled for; None without dropout."""
+    if not features.dropout:
+        return None
+    return host.compact(Int64, (STATE_OF_PART if features.dropout_of_part else STATE,))
 
 
 def words(N: int) -> int:

@@ -7,12 +7,12 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64
+from cutlass import Float32
 from cutlass.cute.nvgpu import cpasync
 
 from ...configs.types import Features
 from ...configs.weights import KEYS, QUERIES
-from ..common import host
+from ..common import dropout, host
 from ..common.attn_mask import MaskArgs, example_args
 from ..common.launch_params import LaunchParams, example_params
 from ..common.smem_layouts import row_major_layout
@@ -66,7 +66,7 @@ def compile_weights(features: Features, average: bool) -> Any:
     lse_low = host.compact(Float32, host.any_sizes(3)) if features.float_mask else None
     weights = host.compact(plan.dtype, host.any_sizes(3 if average else 4))
     mask = example_args(plan.mask) if features.mask else None
-    rng_state = host.compact(Int64, (2,)) if features.dropout else None
+    rng_state = dropout.example_state(features)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     tensors = (q, k, lse, lse_low, weights, mask, rng_state)
     return cute.compile(

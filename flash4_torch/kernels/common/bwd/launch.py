@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from ....configs.types import Scope
-from .. import attn_mask, host, mods
+from .. import attn_mask, dropout, host, mods
 from ..launch_params import example_params
 from .plan import BackwardPlan
 
@@ -44,7 +44,7 @@ def compile_for_any(backward: Any, plan: BackwardPlan, floats: int) -> Any:
     if any(features.mods):
         mask = mods.example_args(plan)
     dmask = host.strided(Float32, 4) if features.dmask else None
-    rng_state = host.compact(Int64, (2,)) if features.dropout else None
+    rng_state = dropout.example_state(features)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     dq = (
         host.rows(plan.dtype, (*host.any_sizes(packed + 1), features.D))

@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from .. import attn_mask, host, mods
+from .. import attn_mask, dropout, host, mods
 from ..launch_params import LaunchParams, example_params
 from .plan import ForwardPlan
 
@@ -96,7 +96,7 @@ def compile_for_any(forward: Any, plan: ForwardPlan) -> Any:
     sequences_k = cu_seqlens
     if plan.paged:
         sequences_k = PageArgs(host.strided(Int32, 2), host.compact(Int32, host.any_sizes(1)), Int32(0))
-    rng_state = host.compact(Int64, (2,)) if features.dropout else None
+    rng_state = dropout.example_state(features)
     mask = attn_mask.example_args(plan.mask) if features.mask else None
     if any(features.mods):
         mask = mods.example_args(plan)
