@@ -13,7 +13,7 @@ from ... import env
 from ...configs.types import Features, Mods, Sm90Backward
 from ...errors import TraceError
 from ...flex.program import Derivative, parse_derivative
-from ...flex_problem import FlexGradients, FlexInputs, FlexProblem, FlexSaved
+from ...flex_problem import FlexGradients, FlexInputs, FlexProblem, FlexSaved, new_out
 from ...flex_problem import Mods as CallMods
 from ...kernels.common import lowering
 from ...problem import Inputs, Problem, Saved, Spec
@@ -25,6 +25,7 @@ from ..compiled.targets import BackwardConfig, Find, ForwardConfig
 from ..compiled.tensors import allocator_like, is_empty, readable, unpad
 from ..emulator import Emulator, emulated_find, emulated_num_sms, emulated_target, why_not_emulated
 from ..tiled import sinks_gradient
+from . import intervals
 from .tables import Tables, kept, tables
 from .tiled import blocks_of, mods_of, program_of
 
@@ -52,18 +53,19 @@ class Compiled:
         return [*why, *why_not_kernels(target or next(iter(self._targets.values())), problem)]
 
     def forward(self, inputs: FlexInputs, problem: FlexProblem) -> tuple[Tensor, Tensor, Tensor]:
+        inputs, problem = intervals.without_band(inputs, problem)
         spec, (B, Sq, _, Hq, _) = problem.spec, problem.extent
         q, sinks, rng_state = inputs.q, inputs.mods.sinks, inputs.mods.rng_state
         lse = q.new_empty(B, Hq, Sq, dtype=torch.float32)
         if 0 in problem.extent:
             lse = lse.fill_(-math.inf) if sinks is None else lse.copy_(sinks[:, None].expand(lse.shape))
-            return q.new_zeros(B, Sq, Hq, spec.Dv), lse, torch.zeros_like(lse)
+            return new_out(q, spec.Dv).zero_(), lse, torch.zeros_like(lse)
         index = q.get_device()
         plain, target, sms = plain_problem(problem), self.target(problem), self.sms(index)
         features, config = chosen(target, problem)
         function = self.find(problem)(target.forward, (features, config))
         x, k, v = (readable(tensor) for tensor in inputs[:3])
-        out = q.new_empty(B, Sq, Hq, features.Dv)
+        out = new_out(q, features.Dv)
         low = torch.empty_like(lse) if features.large_scores else torch.zeros_like(lse)
         function(
             x,
@@ -80,9 +82,12 @@ class Compiled:
             sinks if sinks is None else sinks.contiguous(),
             forward.params_of(target, plain, config, sms),
         )
-        return unpad(out, spec.Dv), lse, low
+        if features.Dv != spec.Dv:
+            out = new_out(q, spec.Dv).copy_(out[..., : spec.Dv])
+        return out, lse, low
 
     def backward(self, saved: FlexSaved, inputs: FlexInputs, problem: FlexProblem) -> FlexGradients:
+        inputs, problem = intervals.without_band(inputs, problem)
         plain, mods = plain_problem(problem), inputs.mods
         given = Inputs(*inputs[:3], sinks=mods.sinks, rng_state=mods.rng_state)
         rows = Saved(saved.dout, saved.dlse, saved.out, saved.lse)
