@@ -90,8 +90,8 @@ def _write(
             result = Float32(cutlass.select_(result, Float32(1.0), Float32(0.0)))
         results[p, rows[r], c] = result.to(Float32)
 
-    keys = tuple(FIRST_KEY + Int32(c) for c in range(COLUMNS))
-    programs.apply(lowering, own, tile, 2, keys, lambda r, c: scores[rows[r], c], put)
+    keys = programs.Columns(Int32(FIRST_KEY), tuple(range(COLUMNS)))
+    programs.apply(lowering, own, tile, keys, lambda r, c: scores[rows[r], c], put)
 
 
 @functools.cache

@@ -28,7 +28,7 @@ from .fragment import Fragment, Mates
 from .host import any_sizes, compact, strided
 from .lowering import Layout, Lowering, lower, lower_derivative
 from .mask_tables import MaskPlan
-from .programs import Arguments, Known
+from .programs import Arguments, Columns, Known
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 """States of a block mask's blocks."""
@@ -132,9 +132,10 @@ def modify(args: ModArgs, plan: Any, own: Rows, fragment: Fragment, end: Int32 |
 
     def put(r: int, c: int, result: Any) -> None:
         result = result.to(Float32)
-        scores[r, c] = result if end is None else cutlass.select_(columns[c] < end, result, -Float32.inf)
+        is_there = None if end is None else columns.first + columns.offsets[c] < end
+        scores[r, c] = result if is_there is None else cutlass.select_(is_there, result, -Float32.inf)
 
-    programs.apply(*found, own.score, len(fragment.rows), columns, lambda r, c: scores[r, c], put)
+    programs.apply(*found, own.score, columns, lambda r, c: scores[r, c], put)
 
 
 def mask(args: ModArgs, plan: Any, own: Rows, first: Int32, fragment: Fragment) -> None:
@@ -149,7 +150,8 @@ def mask(args: ModArgs, plan: Any, own: Rows, first: Int32, fragment: Fragment) 
     def state(r: int, c: int) -> Int32:
         if blocks == "rows":
             return shared[r]
-        column = within(columns[c] // args.blocks.columns, args.blocks.states.shape[3])
+        position = columns.first + columns.offsets[c]
+        column = within(position // args.blocks.columns, args.blocks.states.shape[3])
         return own.states[r][column].to(Int32)
 
     def put(r: int, c: int, shown: Boolean | None) -> None:
@@ -160,9 +162,9 @@ def mask(args: ModArgs, plan: Any, own: Rows, first: Int32, fragment: Fragment) 
         scores[r, c] = cutlass.select_(shown, scores[r, c], -Float32.inf)
 
     if found is not None:
-        programs.apply(*found, own.mask, rows, columns, lambda r, c: None, put)
+        programs.apply(*found, own.mask, columns, lambda r, c: None, put)
     elif blocks:
-        for c in range(len(columns)):
+        for c in range(len(columns.offsets)):
             for r in range(rows):
                 put(r, c, None)
 
@@ -193,7 +195,7 @@ def differentiate(
         known = {len(lowering.program.inputs) - 1: (values[r, c],)}
         return known if scores is None else {0: (scores[r, c],), **known}
 
-    for r, c, known in programs.scores(lowering, arguments, own, rows, _columns(fragment), given):
+    for r, c, known in programs.scores(lowering, arguments, own, _columns(fragment), given):
         # All gradients are 0 where this one is, as where a score is hidden: a derivative may be NaN there.
         keeps = values[r, c] != Float32(0.0)
         for each in additions:
@@ -203,8 +205,8 @@ def differentiate(
         each.finish()
 
 
-def _columns(fragment: Fragment) -> tuple[Int32, ...]:
-    return tuple(fragment.key + offset for offset in fragment.offsets)
+def _columns(fragment: Fragment) -> Columns:
+    return Columns(fragment.key, fragment.offsets)
 
 
 def _score_mod(args: ModArgs, plan: Any) -> tuple[Lowering, Arguments] | None:
