@@ -67,6 +67,8 @@ class FlexSpec(NamedTuple):
     """Backward: lse has an incoming gradient."""
     dcaptured: tuple[bool, ...] = ()
     """Backward: which of score_mod's tensors want a gradient."""
+    bounds: bool = False
+    """Whether a table has bounds for each row, instead of a block mask; `left` and `right` are theirs."""
 
 
 class FlexProblem(NamedTuple):

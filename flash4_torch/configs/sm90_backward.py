@@ -46,14 +46,14 @@ class Row(NamedTuple):
 
 _TAKES: dict[str, Callable[[Features], bool]] = {
     "bias": lambda f: f.float_mask,
-    "mask": lambda f: f.mask != "" or any(f.mods),
+    "mask": lambda f: f.mask != "" or f.mods.changes_scores,
     "dmask": lambda f: f.dmask,
     "dropout": lambda f: f.dropout,
     "softcap": lambda f: f.softcap,
     "varlen": lambda f: f.varlen,
     "right": lambda f: f.right,
     "deterministic": lambda f: f.deterministic,
-    "mods": lambda f: any(f.mods),
+    "mods": lambda f: f.mods.changes_scores,
 }
 _HEAVY = ("dropout", "bias", "softcap", "mods")
 _ALL = ("dropout", "mask", "softcap", "varlen")

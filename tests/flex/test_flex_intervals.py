@@ -28,7 +28,7 @@ SIZES = [(1, 1), (16, 16), (64, 32), (33, 80)]
 def reduced(block_mask: Any, Sq: int, Sk: int, B: int = 1, **options: Any) -> FlexProblem:
     q, k = torch.empty(B, Sq, H, 8), torch.empty(B, Sk, H, 8)
     inputs = FlexInputs(q, k, k, traced(q, k, None, block_mask.mask_mod, block_mask))
-    return intervals.without_band(inputs, describe(inputs, CallOptions(1.0, **options)))[1]
+    return intervals.reduced(inputs, describe(inputs, CallOptions(1.0, **options))).problem
 
 
 def shown(band: Band, Sq: int, Sk: int) -> Tensor:
@@ -92,15 +92,67 @@ def test_what_blocks_show_counts_whatever_the_function_says(
         states = torch.where(i == j, FULL, torch.where(i > j, PARTIAL, EMPTY))[None, None]
     call = with_blocks(call, states, *size)
     inputs = FlexInputs(call.q, call.k, call.v, call.mods)
-    _, problem = intervals.without_band(inputs, describe(inputs, call.options))
+    found = intervals.reduced(inputs, describe(inputs, call.options))
     lanes = [
         torch.arange(n).view([-1 if at == d else 1 for d in range(4)]) for at, n in enumerate((2, H, Sq, Sk))
     ]
     wanted = call.shown(*lanes).expand(2, H, Sq, Sk)
-    if problem.spec.block is None:
-        assert torch.equal(shown(problem.band, Sq, Sk).expand(wanted.shape), wanted)
-    else:
+    check_shown(found, wanted)
+
+
+@given(
+    seed=st.integers(0, 1 << 20),
+    Sq=st.integers(1, 90),
+    Sk=st.integers(1, 90),
+    size=st.sampled_from(SIZES),
+    own_left=bounds,
+    own_right=bounds,
+)
+def test_ordered_intervals_are_bounds(
+    seed: int, Sq: int, Sk: int, size: tuple[int, int], own_left: int | None, own_right: int | None
+) -> None:
+    """Documents, with rows of padding between them, for each batch entry; prefixes; next to a band."""
+    torch.manual_seed(seed)
+    first, last = (torch.randint(-3, Sk + 3, (2, Sq)).sort(-1).values for _ in range(2))
+    if seed % 3 == 0:
+        first = torch.zeros_like(first)
+    mask_mod: Mod = lambda b, h, i, j: (first[b, i] <= j) & (j <= last[b, i])  # noqa: E731
+    if own_left is not None and own_right is not None and own_left + own_right < 0:
+        own_right = None
+    q, k = torch.empty(2, Sq, H, 8), torch.empty(2, Sk, H, 8)
+    mask = flash4_torch.create_block_mask(mask_mod, 2, None, Sq, Sk, "cpu", size)
+    inputs = FlexInputs(q, k, k, traced(q, k, None, mask_mod, mask))
+    options = CallOptions(1.0, own_left, own_right)
+    found = intervals.reduced(inputs, describe(inputs, options))
+    lanes = [
+        torch.arange(n).view([-1 if at == d else 1 for d in range(4)]) for at, n in enumerate((2, H, Sq, Sk))
+    ]
+    wanted = mask_mod(*lanes).expand(2, H, Sq, Sk) & shown(Band(own_left, own_right), Sq, Sk)
+    check_shown(found, wanted)
+    assert found.problem.spec.block is None or not wanted.any()
+
+
+def check_shown(found: intervals.Reduced, wanted: Tensor) -> None:
+    """What is found shows what is wanted, to rows and to keys, and on both sides where it is said to hide."""
+    spec, table = found.problem.spec, found.bounds
+    Sq, Sk = wanted.shape[2:]
+    if spec.block is not None:
         assert not is_band(wanted)
+    elif table is None:
+        assert torch.equal(shown(found.problem.band, Sq, Sk).expand(wanted.shape), wanted)
+    else:
+        i, j = torch.arange(Sq)[:, None], torch.arange(Sk)
+        (begin, end), (above, below) = table.of_rows.unbind(-1), table.of_keys.unbind(-1)
+        assert all(bool((x.diff(dim=-1) >= 0).all()) for x in (begin, end, above, below))
+        begins, ends = (begin[..., None] <= j), (j <= end[..., None])
+        assert begins.all() or spec.left
+        assert ends.all() or spec.right
+        assert torch.equal((begins & ends)[:, None].expand(wanted.shape), wanted)
+        begins, ends = (above[:, None] <= i), (i <= below[:, None])
+        assert begins.all() or spec.right
+        assert ends.all() or spec.left
+        assert torch.equal((begins & ends)[:, None].expand(wanted.shape), wanted)
+        assert wanted.sum(-1).max() == table.most
 
 
 def is_band(wanted: Tensor) -> bool:
@@ -132,9 +184,9 @@ def test_masks_are_evaluated_once_and_again_after_a_change(evaluations: list[Any
     assert len(evaluations) == 1
     width += 20
     # Blocks below the old window are empty still.
-    assert reduced(mask, 90, 90).spec.block is not None
+    assert reduced(mask, 90, 90).spec.bounds
     mask.kv_num_blocks.add_(0)
-    assert reduced(mask, 90, 90).spec.block is not None
+    assert reduced(mask, 90, 90).spec.bounds
     assert len(evaluations) == 3
     width -= 20
     assert reduced(mask, 90, 90).band == Band(3, 0)

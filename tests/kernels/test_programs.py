@@ -261,7 +261,7 @@ def test_quotients_are_torchs_and_exact_where_their_last_bit_decides(arch: str, 
 
 
 def test_distances_are_converted_once_for_a_row() -> None:
-    """Constants are added for each column; positions beyond 2^24, which are no float32, are subtracted before."""
+    """Positions beyond 2^24, which are no float32, are subtracted before; columns add constants."""
     seen = lower(
         trace(
             lambda s, b, h, i, j: s + (i - j).abs(), SCORE, torch.device("cpu"), torch.float32, ()

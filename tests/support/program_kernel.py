@@ -124,7 +124,7 @@ def on_device(cases: Sequence[Case], scores: Tensor, arch: str, packed: bool, **
     with emulate.device(arch, **schedule) as device:
         kernel = _compiled(arch, tuple(case.program for case in cases), packed)
         with device.touching(scores, results, *captured):
-            kernel(scores, results, (captured or None, numbers or None, None, None))
+            kernel(scores, results, (captured or None, numbers or None, None, None, None))
     return results
 
 

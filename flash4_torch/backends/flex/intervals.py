@@ -2,7 +2,8 @@
 
 What counts is what blocks and mask_mod show together, so results do not depend on how a mask is written, nor
 on whether its blocks are those of its function. Where all rows' intervals lie like a window's, the kernels of
-plain attention serve the call: neither a table nor a test for each score is left.
+plain attention serve the call: neither a table nor a test for each score is left. Where bounds never decrease
+from row to row, as for documents, kernels read them in the place of a window's: keys see intervals, too.
 
 The host waits for the device once for a mask; what was found is kept while its tensors stay as they are.
 """
@@ -32,24 +33,56 @@ _MOST_CALLS = 8
 """Kinds of calls with one mask, by their sizes and scalars, for which results are kept."""
 
 
+class Bounds(NamedTuple):
+    """Intervals that keep their order."""
+
+    of_rows: Tensor
+    """(B or 1, Sq, 2) int32: the first and the last key that each query sees; neither ever decreases."""
+    of_keys: Tensor
+    """(B or 1, Sk, 2) int32: the first and the last query that sees each key."""
+    left: bool
+    right: bool
+    """Whether they hide anything on that side."""
+    most: int
+    """Keys that a row sees, at most."""
+
+    def band(self, Sq: int, Sk: int) -> Band:
+        """A band that is bounded on the same sides, and whose rows see as much, if it can be."""
+        return Band(min(self.most - 1, Sk - 2) if self.left else None, min(0, Sq - 2) if self.right else None)
+
+
 class Intervals(NamedTuple):
-    """What a mask shows."""
+    """What a mask and the band of a call show."""
 
-    band: Band | None
+    band: Band | None = None
     """The band that shows the same, None if none does."""
+    bounds: Bounds | None = None
+    """If no band does: the bounds of rows and keys, None if these are not intervals."""
 
 
-NONE = Intervals(None)
+NONE = Intervals()
 
 
-def without_band(inputs: FlexInputs, problem: FlexProblem) -> tuple[FlexInputs, FlexProblem]:
-    """The call with its block mask as a part of its band, or as it is if that cannot be."""
+class Reduced(NamedTuple):
+    """A call whose block mask is gone, or as it was."""
+
+    inputs: FlexInputs
+    problem: FlexProblem
+    bounds: Bounds | None = None
+    """What its kernels need instead of a band."""
+
+
+def reduced(inputs: FlexInputs, problem: FlexProblem) -> Reduced:
+    """The call with intervals instead of its block mask, if that shows intervals."""
     spec, mods = problem.spec, inputs.mods
     if spec.block is None:
-        return inputs, problem
-    band = _kept(inputs, problem).band
-    if band is None or (band := _intersection(band, problem.band)) is None:
-        return inputs, problem
+        return Reduced(inputs, problem)
+    found = _kept(inputs, problem)
+    bounds, band = found.bounds, found.band
+    if bounds is not None:
+        band = bounds.band(problem.extent.Sq, problem.extent.Sk)
+    if band is None:
+        return Reduced(inputs, problem)
     score_mod, _ = mods_of(inputs)
     tensors, scalars = (0, 0) if score_mod is None else (len(score_mod.tensors), len(score_mod.scalars))
     mods = mods._replace(
@@ -69,16 +102,9 @@ def without_band(inputs: FlexInputs, problem: FlexProblem) -> tuple[FlexInputs, 
         full_blocks=False,
         left=band.left is not None,
         right=band.right is not None,
+        bounds=bounds is not None,
     )
-    return inputs._replace(mods=mods), problem._replace(spec=spec, band=band)
-
-
-def _intersection(one: Band, other: Band) -> Band | None:
-    """The band of what both show, None if that is nothing."""
-    left, right = (
-        min((x for x in pair if x is not None), default=None) for pair in zip(one, other, strict=True)
-    )
-    return None if left is not None and right is not None and left + right < 0 else Band(left, right)
+    return Reduced(inputs._replace(mods=mods), problem._replace(spec=spec, band=band), bounds)
 
 
 class _Data(NamedTuple):
@@ -132,7 +158,8 @@ def _kept(inputs: FlexInputs, problem: FlexProblem) -> Intervals:
     if known is None or not tables.are_same(known.lists, lists):
         known = _of_mask[first] = _Known(tables.versions(lists), {})
     scalars = () if mask_mod is None else tuple(mask_mod.scalars)
-    key = problem.extent, mods.mask_mod, mods.q_block, mods.kv_block, scalars
+    stream = tile_counters.current_stream(first.get_device()) if first.is_cuda else None
+    key = problem.extent, problem.band, mods.mask_mod, mods.q_block, mods.kv_block, scalars, stream
     before, data = known.found.get(key), [_Data.of(x) for x in captured]
     if before is not None and before.captured == data:
         return before.intervals
@@ -162,7 +189,7 @@ def _found(inputs: FlexInputs, problem: FlexProblem) -> Intervals:
         b, h = (n if _reads(mask_mod.program, lane) else -1 for lane, n in enumerate((extent.B, extent.Hq)))
         state = state.expand(b, h, -1, -1)
     rows = _rows(Blocks(state, size), mask_mod, Sq, Sk)
-    return NONE if rows is None else Intervals(_band(rows, Sq, Sk))
+    return NONE if rows is None else _intervals(rows, problem.band, Sq, Sk)
 
 
 def _reads(program: Program, lane: int) -> bool:
@@ -214,21 +241,50 @@ def _rows(blocks: Blocks, mask_mod: Mod | None, Sq: int, Sk: int) -> _Rows | Non
     return _Rows(count.view(shape), first.view(shape), last.view(shape))
 
 
-def _band(rows: _Rows, Sq: int, Sk: int) -> Band | None:
-    """The band that shows the same as these intervals; the host waits for it."""
+def _intervals(rows: _Rows, band: Band, Sq: int, Sk: int) -> Intervals:
+    """What rows see within a band, for which the host waits."""
     i = torch.arange(Sq, device=rows.keys.device)
-    is_empty = rows.keys == 0
-    left = torch.where(is_empty, -Sk, i - rows.first).amax()
-    right = torch.where(is_empty, -Sq, rows.last - i).amax()
-    first, last = (i - left).clamp(min=0), (i + right).clamp(max=Sk - 1)
-    lies_so = is_empty | ((rows.first == first) & (rows.last == last))
-    is_band = (lies_so & (rows.keys == (last - first + 1).clamp(min=0))).all()
-    found, before, after = torch.stack([is_band.long(), left, right]).tolist()
-    if not found or before + after < 0:
-        return None
-    # Positions of a program have one origin; a band's diagonal ends at the last query and the last key.
-    band = Band(before + Sk - Sq, after - (Sk - Sq))
-    return Band(
-        None if band.left is None or band.left >= Sk - 1 else band.left,
-        None if band.right is None or band.right >= Sq - 1 else band.right,
-    )
+    are_intervals = rows.keys == (rows.last - rows.first + 1).clamp(min=0)
+    first, last = rows.first, rows.last
+    if band.left is not None:
+        first = torch.maximum(first, i + (Sk - Sq - band.left))
+    if band.right is not None:
+        last = torch.minimum(last, i + (Sk - Sq + band.right))
+    number = (last - first + 1).clamp(min=0)
+    is_empty = number == 0
+    left = torch.where(is_empty, -Sk, i - first).amax()
+    right = torch.where(is_empty, -Sq, last - i).amax()
+    parallel = (i - left).clamp(min=0), (i + right).clamp(max=Sk - 1)
+    lies_so = is_empty | ((first == parallel[0]) & (last == parallel[1]))
+    is_band = (lies_so & (number == (parallel[1] - parallel[0] + 1).clamp(min=0))).all()
+    # A row that sees nothing is where the rows before it end.
+    ends = torch.where(is_empty, -1, last).cummax(-1).values
+    first = torch.where(is_empty, ends + 1, first)
+    is_ordered = (first.diff(dim=-1) >= 0).all() & (is_empty | (ends == last)).all()
+    last = ends
+    by_key = _of_keys(first, last, Sk)
+    hides_left = (first > 0).any() | (by_key[..., 1] < Sq - 1).any()
+    hides_right = (last < Sk - 1).any() | (by_key[..., 0] > 0).any()
+    flags = are_intervals.all(), is_band, is_ordered, hides_left, hides_right
+    numbers = [x.long() for x in (*flags, left, right, number.amax())]
+    intervals, has_band, ordered, on_left, on_right, before, after, most = torch.stack(numbers).tolist()
+    if not intervals or not most:
+        return NONE
+    if has_band and before + after >= 0:
+        # Positions of a program have one origin; a band's diagonal ends at the last query and the last key.
+        before, after = before + Sk - Sq, after - (Sk - Sq)
+        return Intervals(Band(None if before >= Sk - 1 else before, None if after >= Sq - 1 else after))
+    if not ordered or first.shape[1] > 1:
+        return NONE
+    by_row = torch.stack([first, last], -1)
+    of_rows, of_keys = (x[:, 0].to(torch.int32).contiguous() for x in (by_row, by_key))
+    return Intervals(bounds=Bounds(of_rows, of_keys, bool(on_left), bool(on_right), most))
+
+
+def _of_keys(first: Tensor, last: Tensor, Sk: int) -> Tensor:
+    """The first and the last query that see each key, (B, H, Sk, 2), if bounds never decrease."""
+    keys = torch.arange(Sk, device=first.device).expand(*first.shape[:2], Sk).contiguous()
+    # Queries whose last key comes before the key are left of them; so many queries begin up to the key.
+    lowest = torch.searchsorted(last.contiguous(), keys)
+    highest = torch.searchsorted(first.contiguous(), keys, right=True) - 1
+    return torch.stack([lowest, highest], -1)

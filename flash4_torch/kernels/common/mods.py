@@ -23,6 +23,7 @@ from cutlass import Boolean, Float32, Int32
 
 from . import attn_mask, programs
 from .attn_mask import AnyContext, Mask, MaskArgs, within
+from .band import Band
 from .captured import Additions
 from .fragment import Fragment, Mates
 from .host import any_sizes, compact, strided
@@ -58,6 +59,8 @@ class ModArgs(NamedTuple):
     blocks: BlockArgs | None
     totals: tuple[cute.Tensor, ...] | None = None
     """Backward: gradients of `Derivative.tensors`, float32, which are added to."""
+    bounds: cute.Tensor | None = None
+    """(B or 1, rows, 2) int32: the first and the last column that each row sees; neither ever decreases."""
 
 
 class Rows(NamedTuple):
@@ -87,7 +90,8 @@ def example_args(plan: Any) -> ModArgs:
         lowering = lower_derivative(text, plan.layout)
         ranks = [lowering.program.tensors[i].rank for i in sorted({g.tensor for g in lowering.gathers})]
         totals = tuple(strided(Float32, max(rank, 1)) for rank in ranks) or None
-    return ModArgs(tuple(tensors) or None, tuple(scalars) or None, blocks, totals)
+    bounds = strided(Int32, 3) if plan.features.mods.bounds else None
+    return ModArgs(tuple(tensors) or None, tuple(scalars) or None, blocks, totals, bounds)
 
 
 def with_mask(ctx: AnyContext, args: MaskArgs | ModArgs | None) -> AnyContext:
@@ -102,6 +106,12 @@ def visited(args: ModArgs | None, plan: MaskPlan) -> Mask | None:
     if args is None or args.blocks is None:
         return None
     return Mask(plan, args.blocks.states, None, args.blocks.visible, args.blocks.rank)
+
+
+def band_of(args: ModArgs, batch: Int32, columns: Int32) -> Band:
+    """The band of a batch entry by the bounds of its rows."""
+    table = args.bounds[within(batch, args.bounds.shape[0]), None, None]
+    return Band(columns, Int32(0), Int32(0), table)
 
 
 def rows_of(
