@@ -67,6 +67,8 @@ class FlexSpec(NamedTuple):
     """Backward: lse has an incoming gradient."""
     dcaptured: tuple[bool, ...] = ()
     """Backward: which of score_mod's tensors want a gradient."""
+    bounds: bool = False
+    """Whether a table has bounds for each row, instead of a block mask; `left` and `right` are theirs."""
 
 
 class FlexProblem(NamedTuple):
@@ -135,3 +137,14 @@ class FlexGradients(NamedTuple):
     dcaptured: list[Tensor | None]
     """Gradients of the tensors of score_mod, None where none is wanted."""
     dsinks: Tensor | None
+
+
+def new_out(q: Tensor, Dv: int) -> Tensor:
+    """out (B, Sq, Hq, Dv) for q (B, Sq, Hq, D), heads before positions in memory if q has them so.
+
+    FlexAttention's tensors are (B, H, S, D): a result that is not contiguous there would have to be copied.
+    """
+    *rows, _ = q.shape
+    if q.dim() == 4 and not q.is_contiguous() and q.transpose(1, 2).is_contiguous():
+        return q.new_empty(rows[0], rows[2], rows[1], Dv).transpose(1, 2)
+    return q.new_empty(*rows, Dv)

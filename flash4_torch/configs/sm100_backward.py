@@ -35,7 +35,7 @@ class Row(NamedTuple):
 
 
 def _takes_registers(features: Features) -> bool:
-    return features.softcap or features.dropout or features.float_mask or any(features.mods)
+    return features.softcap or features.dropout or features.float_mask or features.mods.changes_scores
 
 
 # fmt: off

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from . import programs
 from .packing import best_pack, cover, may_pack, possible_packs
 from .types import SHARED_MEMORY, Features, Sm90Forward, tile_dim
 
@@ -22,7 +23,11 @@ _BOOL_MASK_TEMPORARIES = 4
 _SOFTCAP_TEMPORARIES = 4
 _DROPOUT_TEMPORARIES = 4
 _MOD_TEMPORARIES = 24
-"""Programs: never measured."""
+"""Programs that load numbers for each score or compute many: as many as such ones spill without."""
+_LIGHT_MOD_TEMPORARIES = 4
+"""Programs like ALiBi and softcap, and bounds of rows."""
+_FUNCTION_TEMPORARIES = 4
+"""Functions in programs next to a left bound: softcap in 192 x 128 at D 64 spilled."""
 _PAGED_SOFTCAP_TEMPORARIES = 4
 """Softcap and pages: a bounded tile has no half blocks there, and 192 x 128 at D 64 spilled."""
 
@@ -261,10 +266,22 @@ def registers(features: Features, config: Sm90Forward) -> int:
         _BOOL_MASK_TEMPORARIES * (features.mask == "bool")
         + _SOFTCAP_TEMPORARIES * features.softcap
         + _DROPOUT_TEMPORARIES * features.dropout
-        + _MOD_TEMPORARIES * any(features.mods)
+        + _of_mods(features)
         + _PAGED_SOFTCAP_TEMPORARIES * (features.softcap and features.page_box > 0)
     )
     return columns + _TEMPORARIES + extras + _bias(features, config)
+
+
+def _of_mods(features: Features) -> int:
+    """Registers of programs, block masks and bounds of rows."""
+    mods = features.mods
+    if not any(mods):
+        return 0
+    texts = [text for text in (mods.score_mod, mods.mask_mod) if text]
+    if mods.blocks or not all(map(programs.is_light, texts)):
+        return _MOD_TEMPORARIES
+    has_functions = features.left and any(map(programs.has_functions, texts))
+    return _LIGHT_MOD_TEMPORARIES + _FUNCTION_TEMPORARIES * has_functions
 
 
 def _bias(features: Features, config: Sm90Forward) -> int:

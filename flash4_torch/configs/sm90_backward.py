@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from . import sm90
+from . import programs, sm90
 from .sections import Section, Workload, bounded_backward, evenly
 from .types import SHARED_MEMORY, Features, Scope, Sm90Backward
 
@@ -46,17 +46,25 @@ class Row(NamedTuple):
 
 _TAKES: dict[str, Callable[[Features], bool]] = {
     "bias": lambda f: f.float_mask,
-    "mask": lambda f: f.mask != "" or any(f.mods),
+    "mask": lambda f: f.mask != "" or f.mods.changes_scores,
     "dmask": lambda f: f.dmask,
     "dropout": lambda f: f.dropout,
     "softcap": lambda f: f.softcap,
     "varlen": lambda f: f.varlen,
     "right": lambda f: f.right,
     "deterministic": lambda f: f.deterministic,
-    "mods": lambda f: any(f.mods),
+    "mods": lambda f: f.mods.changes_scores,
+    "blocks": lambda f: bool(f.mods.mask_mod or f.mods.blocks),
+    "scores": lambda f: bool(f.mods.derivative) and programs.reads_score(f.mods.derivative),
+    "sums": lambda f: bool(f.mods.derivative) and programs.has_sums(f.mods.derivative),
+    "long": lambda f: bool(f.mods.derivative) and not programs.are_short(f.mods.score_mod, f.mods.derivative),
 }
+"""`scores`, `sums`: score_mod's derivative reads scores, or has gradients of captured tensors; `long`: one of
+both has many operations."""
 _HEAVY = ("dropout", "bias", "softcap", "mods")
 _ALL = ("dropout", "mask", "softcap", "varlen")
+_MORE = ("dropout", "bias", "softcap", "varlen", "blocks", "sums")
+"""What programs are not served next to by rows of their own."""
 _IN_ORDER = ("right", "deterministic")
 _VIA_DQ: dict[str, Any] = {"dkv_via_dq_smem": True, "heads_inner": True, "load_q_first": True}
 _UNROLLED: dict[str, Any] = {**_VIA_DQ, "unroll_stages": True}
@@ -76,7 +84,10 @@ TABLE = (
         _Tiles(128, kv_stages=2, ds_stages=2, round_weights=True, next_tile=True),
         "full S 512 to 16k: 1.12 to 1.00, causal 1.19 to 0.98; scope kv_head S 256: 1.56 and 1.71 (NOTES.md)",
         kv_head_rows=(512, 1024)),
-    Row(64, 64, (), ("mods",), _Tiles(64, ds_stages=2, kv_stages=2),
+    Row(64, 64, (*_MORE, "scores", "long"), ("mods",),
+        _Tiles(128, kv_stages=2, round_weights=True, next_tile=True),
+        "unmeasured: programs like ALiBi; two stages of dS do not fit next to two numbers more of each row"),
+    Row(64, 64, (), ("sums",), _Tiles(64, ds_stages=2, kv_stages=2),
         "unmeasured: sums of gradients of captured tensors need weights that are not rounded"),
     Row(64, 64, (), (), _Tiles(64, ds_stages=2, kv_stages=2, round_weights=True),
         "unmeasured: features that need registers", kv_head_rows=(512, 512)),
@@ -92,6 +103,14 @@ TABLE = (
         "scope kv_head S 256, 512: 1.52, 1.29 (NOTES.md)", kv_head_rows=(0, 512)),
     Row(96, 96, ("dropout", "dmask"), (), _Tiles(64, q_stages=3, do_stages=3, ds_stages=2, dq_stages=2),
         "S 8k: full 1.04, causal 1.02; two stages of K and V, one of dQ 1.00 and 0.95"),
+    Row(128, 128, (*_MORE, "scores", "long"), ("mods",), _Tiles(64, dq_stages=2, **_UNROLLED),
+        "unmeasured: programs like ALiBi; it does not spill"),
+    Row(128, 128, (*_MORE, "long"), ("mods",),
+        _Tiles(64, dq_stages=2, round_weights=True, **_UNROLLED),
+        "unmeasured: programs like softcap, whose scores are kept; weights that are not rounded spill, "
+        "and so do four registers with both bounds"),
+    Row(128, 128, _MORE, ("mods",), _Tiles(64, dq_stages=2, round_weights=True),
+        "unmeasured: long programs; those of 25 operations for each score spill a little"),
     Row(128, 128, ("dropout", "mask"), ("softcap", "varlen", "right"),
         _Tiles(64, dq_stages=2, heads_inner=True),
         "unmeasured: unroll_stages spills, and so does scope q_head"),

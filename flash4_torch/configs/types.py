@@ -34,11 +34,19 @@ class Mods(NamedTuple):
     rows have one state each; "scores": they may not."""
     derivative: str = ""
     """Gradients only: the text of score_mod's derivative (`flex.program`)."""
+    bounds: bool = False
+    """Whether a table has the bounds of each row of the band; `left` and `right` say on which sides."""
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether anything but the band changes or hides scores."""
+        return bool(self.score_mod or self.mask_mod or self.blocks)
 
     def __repr__(self) -> str:
         texts = self.score_mod, self.mask_mod, *([self.derivative] if self.derivative else [])
         keys = [hashlib.sha256(text.encode()).hexdigest()[:32] if text else "" for text in texts]
-        return f"Mods{(*keys[:2], self.blocks, *keys[2:])!r}"
+        bounds = ["bounds"] if self.bounds else []
+        return f"Mods{(*keys[:2], self.blocks, *keys[2:], *bounds)!r}"
 
 
 class Features(NamedTuple):

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..backends import flex as backends
 from ..backends.flex.tiled import program_of
 from ..errors import DoubleBackwardError
-from ..flex_problem import FlexInputs, FlexProblem, FlexSaved, FlexSpec, Mods
+from ..flex_problem import FlexInputs, FlexProblem, FlexSaved, FlexSpec, Mods, new_out
 from ..problem import CallOptions, Extent, dtype_key
 from ..reference.scoring import working_dtype
 from .after_import import after_import
@@ -128,7 +128,7 @@ def _backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Any, 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     B, Sq, Hq, _ = q.shape
     lse = q.new_empty(B, Hq, Sq, dtype=working_dtype(q.dtype))
-    return q.new_empty(B, Sq, Hq, v.shape[-1]), lse, torch.empty_like(lse)
+    return new_out(q, v.shape[-1]), lse, torch.empty_like(lse)
 
 
 def _fake_backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..flex.program import Node, Program
-from ..flex_problem import FlexGradients
+from ..flex_problem import FlexGradients, new_out
 from ..masks import Band
 from . import programs
 from . import sinks as attention_sinks
@@ -104,9 +104,9 @@ class Mod:
     def numbers(self) -> list[Tensor]:
         return programs.scalar_tensors(self.program, self.scalars, self.device)
 
-    def result(self, inputs: Sequence[Tensor]) -> Tensor:
+    def result(self, inputs: Sequence[Tensor], clamps: bool = False) -> Tensor:
         """What the program gives for a tile, broadcastable to it."""
-        return programs.evaluate(self.program, inputs, self.tensors, self.numbers)[0]
+        return programs.evaluate(self.program, inputs, self.tensors, self.numbers, clamps)[0]
 
     @property
     def widest(self) -> int:
@@ -200,7 +200,7 @@ def forward(
     """out (B, Sq, Hq, Dv), lse (B, Hq, Sq) and its rounding error; see `tiled.forward`."""
     tiling, tiles, scoring = flex.tiling_of(q), flex.tiles(q, k), flex.scoring
     (B, Sq, Hq, _), Sk, Dv = q.shape, k.shape[1], v.shape[3]
-    out = q.new_empty(B, Sq, Hq, Dv)
+    out = new_out(q, Dv)
     lse = q.new_empty(B, Hq, Sq, dtype=working_dtype(q.dtype))
     low = torch.empty_like(lse)
     for batch in tiling.batches(B, Hq, Sq, Sk):

@@ -43,26 +43,32 @@ def values(
     scalars: Sequence[Tensor],
     lanes: int = LANES,
     gathers: Mapping[int, Tensor] | None = None,
+    clamps: bool = False,
 ) -> list[Tensor]:
     """All values of a program, by number.
 
     `inputs` have `lanes` dimensions, which broadcast against each other; scalars are 0-dim tensors of their
-    dtypes, or anything that broadcasts. `gathers` are values of nodes, by number, that are given.
+    dtypes, or anything that broadcasts. `gathers` are values of nodes, by number, that are given. With
+    `clamps`, indices outside of their tensors are clamped into them.
     """
     known = [*inputs, *tensors, *scalars]
     ranks = [0] * len(known)
     for number, node in enumerate(program.nodes, len(known)):
         given = None if gathers is None else gathers.get(number)
-        known.append(_value(node, known, ranks, lanes) if given is None else given)
+        known.append(_value(node, known, ranks, lanes, clamps) if given is None else given)
         ranks.append(len(node.shape))
     return known
 
 
 def evaluate(
-    program: Program, inputs: Sequence[Tensor], tensors: Sequence[Tensor], scalars: Sequence[Tensor]
+    program: Program,
+    inputs: Sequence[Tensor],
+    tensors: Sequence[Tensor],
+    scalars: Sequence[Tensor],
+    clamps: bool = False,
 ) -> list[Tensor]:
     """The outputs of a program for a tile: `inputs` are (b, Hq, rows, keys) or broadcast to it."""
-    known = values(program, inputs, tensors, scalars)
+    known = values(program, inputs, tensors, scalars, clamps=clamps)
     return [known[ref.value] for ref in program.outputs]
 
 
@@ -77,13 +83,13 @@ def _cast(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor(number, dtype=dtype, device=device).view((1,) * LANES)
 
 
-def _value(node: Node, known: list[Tensor], ranks: list[int], lanes: int) -> Tensor:
+def _value(node: Node, known: list[Tensor], ranks: list[int], lanes: int, clamps: bool) -> Tensor:
     dtype: torch.dtype = getattr(torch, node.dtype)
     if node.op == "constant":
         device = known[0].device
         return torch.full((1,) * lanes, node.args[0], dtype=dtype, device=device)
     if node.op == "gather":
-        return gathered(node, known, lanes)
+        return gathered(node, known, lanes, clamps)
     x = known[node.args[0].value]
     if node.op == "convert":
         return x.to(dtype)
@@ -112,9 +118,12 @@ def _aligned(x: Tensor, own: int, rank: int, lanes: int) -> Tensor:
     return x if own == rank else x.reshape(*x.shape[:lanes], *(1,) * (rank - own), *x.shape[lanes:])
 
 
-def gathered(node: Node, known: Sequence[Tensor], lanes: int = LANES) -> Tensor:
+def gathered(node: Node, known: Sequence[Tensor], lanes: int = LANES, clamps: bool = False) -> Tensor:
     """Elements of a captured tensor for each score."""
     tensor, indices, rest = _by_index(node, known)
+    if clamps:
+        sizes = zip((i.long() for i in indices), tensor.shape, strict=False)
+        indices = tuple(torch.where(i < 0, i + n, i).clamp(0, n - 1) for i, n in sizes)
     if not indices:
         return rest.reshape(*(1,) * lanes, *rest.shape)
     found: Tensor = tensor[indices]

@@ -73,6 +73,25 @@ def test_gradients_of_everything_without_a_new_kernel(arch: str) -> None:
     assert len(set(before)) == 1
 
 
+PROGRAMS = ["alibi", "cap", "bias", "gained", "same_document"]
+OF_BANDS = (
+    [(D, name) for D in (64, 128) for name in PROGRAMS] if EVERYTHING else [(64, "alibi"), (128, "cap")]
+)
+
+
+@pytest.mark.parametrize("D, name", OF_BANDS)
+def test_programs_without_gradients_of_their_own(D: int, name: str) -> None:
+    """Next to a band, where the tiles are those of calls without programs."""
+    parts = Parts(torch.float32)
+    parts.table, parts.document = torch.randn(H, 300), torch.arange(300) // 50
+    call = made(tensors(190, 233, D), parts.score_mod([name], 3.0), None, window_right=0)
+    check_gradients(call, "sm_90a", SCHEDULES[1])
+    if EVERYTHING:
+        both = made(tensors(300, 279, D), parts.score_mod([name], 3.0), None, window_left=90, window_right=7)
+        check_gradients(both, "sm_90a", SCHEDULES[0])
+        check_gradients(both, "sm_100a", SCHEDULES[1])
+
+
 if EVERYTHING:
 
     @pytest.mark.parametrize("arch", ARCHS)

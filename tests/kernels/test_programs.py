@@ -204,9 +204,71 @@ def test_values_are_computed_once_for_what_they_depend_on() -> None:
     assert ops(Level.ROW, False) == ["gather", "mul"]
     assert ops(Level.COLUMN, False) == ops(Level.COLUMN, True) == ["gather"]
     assert ops(Level.SCORE, False) == ops(Level.SCORE, True)
-    assert ops(Level.SCORE, False).count("sub") == 1
+    # The difference of positions is one of floating numbers, made once.
+    assert ops(Level.SCORE, False).count("distance") == 1
+    assert not {"sub", "convert"} & set(ops(Level.SCORE, False))
     assert ops(Level.TILE, True) == []
     assert ops(Level.ROW, True) == ["convert", "gather", "gather", "mul", "mul"]
+
+
+def dividing(op: str, places: tuple[tuple[Ref, ...], tuple[Ref, ...]], *after: str) -> Program:
+    """A quotient of elements at those places, and what is done to it."""
+    ranks = [max(len(place), 1) for place in places]
+    nodes = [Node("gather", (Ref(5 + i), *(place or (0,))), "float32") for i, place in enumerate(places)]
+    found = (Ref(7), Ref(8)) if op == "div" else (Ref(8),)
+    nodes.append(Node(op, found, "float32"))
+    for i, name in enumerate(after):
+        nodes.append(Node(name, (Ref(9 + i),), "float32"))
+    types = tuple(TensorType("float32", rank) for rank in ranks)
+    return Program(INPUTS, types, (), tuple(nodes), (Ref(9 + len(after)),))
+
+
+EVERYWHERE, PLACES = (), {"row": (ROW,), "column": (COLUMN,), "score": (ROW, COLUMN)}
+
+
+@pytest.mark.parametrize("arch", one_of(2, ARCHS))
+@settings(max_examples=examples(3, 40), phases=[Phase.generate])
+@given(seed=st.integers(0, 1 << 20))
+def test_quotients_are_torchs_and_exact_where_their_last_bit_decides(arch: str, seed: int) -> None:
+    """Whatever is divided by whatever; what is rounded to an integer afterwards is not another integer."""
+    torch.manual_seed(seed)
+    programs, rounded = {}, {}
+    for x, first in PLACES.items():
+        for y, second in {"tile": EVERYWHERE, **PLACES}.items():
+            programs[f"{x}/{y}"] = dividing("div", (first, second))
+            rounded[f"{x}/{y}"] = dividing("div", (first, second), "neg", "floor")
+    programs["1/x"] = dividing("reciprocal", ((ROW,), (ROW, COLUMN)))
+    numbers = torch.tensor([*NUMBERS, *SPECIAL, 2.0**126, -(2.0**127)])
+
+    def drawn(wanted: TensorType, pool: Tensor) -> Tensor:
+        return pool[torch.randint(len(pool), _SHAPES[wanted.rank])]
+
+    scores, integers = torch.zeros(ROWS, COLUMNS), torch.arange(1.0, 50.0)
+    cases = [Case(p, tuple(drawn(t, numbers) for t in p.tensors)) for p in programs.values()]
+    found = on_device(cases, scores, arch, packed=False)
+    for name, case, x in zip(programs, cases, found, strict=True):
+        y = expected(case, scores, False)
+        is_close = torch.isclose(x, y, rtol=4e-7, atol=2e-37, equal_nan=True)
+        assert is_close.all(), f"{name}: {x[~is_close].tolist()} instead of {y[~is_close].tolist()}"
+    cases = []
+    for p in rounded.values():
+        divisor = drawn(p.tensors[1], integers)
+        multiple = divisor.flatten()[0] if len(p.nodes[1].args) == 2 and p.nodes[1].args[1] == 0 else 1.0
+        cases.append(Case(p, (drawn(p.tensors[0], integers) * multiple, divisor)))
+    found = on_device(cases, scores, arch, packed=False)
+    for name, case, x in zip(rounded, cases, found, strict=True):
+        assert torch.equal(x, expected(case, scores, False)), f"floor of -{name}"
+
+
+def test_distances_are_converted_once_for_a_row() -> None:
+    """Positions beyond 2^24, which are no float32, are subtracted before; columns add constants."""
+    seen = lower(
+        trace(
+            lambda s, b, h, i, j: s + (i - j).abs(), SCORE, torch.device("cpu"), torch.float32, ()
+        ).program.text(),
+        Layout(),
+    )
+    assert [node.op for node in seen.program.nodes] == ["distance", "neg", "abs", "add"]
 
 
 def test_what_kernels_lack_is_said() -> None:

@@ -90,8 +90,8 @@ def _write(
             result = Float32(cutlass.select_(result, Float32(1.0), Float32(0.0)))
         results[p, rows[r], c] = result.to(Float32)
 
-    keys = tuple(FIRST_KEY + Int32(c) for c in range(COLUMNS))
-    programs.apply(lowering, own, tile, 2, keys, lambda r, c: scores[rows[r], c], put)
+    keys = programs.Columns(Int32(FIRST_KEY), tuple(range(COLUMNS)))
+    programs.apply(lowering, own, tile, keys, lambda r, c: scores[rows[r], c], put)
 
 
 @functools.cache
@@ -124,7 +124,7 @@ def on_device(cases: Sequence[Case], scores: Tensor, arch: str, packed: bool, **
     with emulate.device(arch, **schedule) as device:
         kernel = _compiled(arch, tuple(case.program for case in cases), packed)
         with device.touching(scores, results, *captured):
-            kernel(scores, results, (captured or None, numbers or None, None, None))
+            kernel(scores, results, (captured or None, numbers or None, None, None, None))
     return results
 
 

@@ -13,7 +13,7 @@ from ... import env
 from ...configs.types import Features, Mods, Sm90Backward
 from ...errors import TraceError
 from ...flex.program import Derivative, parse_derivative
-from ...flex_problem import FlexGradients, FlexInputs, FlexProblem, FlexSaved
+from ...flex_problem import FlexGradients, FlexInputs, FlexProblem, FlexSaved, new_out
 from ...flex_problem import Mods as CallMods
 from ...kernels.common import lowering
 from ...problem import Inputs, Problem, Saved, Spec
@@ -25,6 +25,8 @@ from ..compiled.targets import BackwardConfig, Find, ForwardConfig
 from ..compiled.tensors import allocator_like, is_empty, readable, unpad
 from ..emulator import Emulator, emulated_find, emulated_num_sms, emulated_target, why_not_emulated
 from ..tiled import sinks_gradient
+from . import intervals
+from .intervals import Bounds
 from .tables import Tables, kept, tables
 from .tiled import blocks_of, mods_of, program_of
 
@@ -52,18 +54,19 @@ class Compiled:
         return [*why, *why_not_kernels(target or next(iter(self._targets.values())), problem)]
 
     def forward(self, inputs: FlexInputs, problem: FlexProblem) -> tuple[Tensor, Tensor, Tensor]:
+        inputs, problem, bounds = intervals.reduced(inputs, problem)
         spec, (B, Sq, _, Hq, _) = problem.spec, problem.extent
         q, sinks, rng_state = inputs.q, inputs.mods.sinks, inputs.mods.rng_state
         lse = q.new_empty(B, Hq, Sq, dtype=torch.float32)
         if 0 in problem.extent:
             lse = lse.fill_(-math.inf) if sinks is None else lse.copy_(sinks[:, None].expand(lse.shape))
-            return q.new_zeros(B, Sq, Hq, spec.Dv), lse, torch.zeros_like(lse)
+            return new_out(q, spec.Dv).zero_(), lse, torch.zeros_like(lse)
         index = q.get_device()
         plain, target, sms = plain_problem(problem), self.target(problem), self.sms(index)
         features, config = chosen(target, problem)
         function = self.find(problem)(target.forward, (features, config))
         x, k, v = (readable(tensor) for tensor in inputs[:3])
-        out = q.new_empty(B, Sq, Hq, features.Dv)
+        out = new_out(q, features.Dv)
         low = torch.empty_like(lse) if features.large_scores else torch.zeros_like(lse)
         function(
             x,
@@ -75,14 +78,17 @@ class Compiled:
             self.counter(index),
             None,
             None,
-            forward_arguments(inputs, problem, config),
+            forward_arguments(inputs, problem, config, bounds),
             rng_state,
             sinks if sinks is None else sinks.contiguous(),
             forward.params_of(target, plain, config, sms),
         )
-        return unpad(out, spec.Dv), lse, low
+        if features.Dv != spec.Dv:
+            out = new_out(q, spec.Dv).copy_(out[..., : spec.Dv])
+        return out, lse, low
 
     def backward(self, saved: FlexSaved, inputs: FlexInputs, problem: FlexProblem) -> FlexGradients:
+        inputs, problem, bounds = intervals.reduced(inputs, problem)
         plain, mods = plain_problem(problem), inputs.mods
         given = Inputs(*inputs[:3], sinks=mods.sinks, rng_state=mods.rng_state)
         rows = Saved(saved.dout, saved.dlse, saved.out, saved.lse)
@@ -98,7 +104,7 @@ class Compiled:
         of_mods, config = chosen_backward(target, problem, sms)
         kernels = backward.decide(target, plain, sms, self.find(problem), of_mods)
         q, k, v, out, dout = (readable(x) for x in (*inputs[:3], saved.out, saved.dout))
-        arguments = backward_arguments(inputs, problem, of_mods, config, totals)
+        arguments = backward_arguments(inputs, problem, of_mods, config, totals, bounds)
         launch = backward.sequence(
             kernels,
             backward.shapes_of(q, k, v, None, kernels),
@@ -227,7 +233,7 @@ class Choice(NamedTuple):
 def chosen(target: Target, problem: FlexProblem) -> Choice:
     """The forward's kernel."""
     spec, plain = problem.spec, plain_problem(problem)
-    mods = Mods(spec.score_mod, spec.mask_mod, "" if spec.block is None else "rows")
+    mods = Mods(spec.score_mod, spec.mask_mod, "" if spec.block is None else "rows", bounds=spec.bounds)
     features = forward.features_of(plain, mods)
     extent, band = problem.extent, problem.band
     end_masked = band.right is not None and band.right <= 0
@@ -259,7 +265,8 @@ def chosen_backward(target: Target, problem: FlexProblem, num_sms: int) -> Backw
 def _backward_features(problem: FlexProblem) -> Features:
     spec = problem.spec
     derived = derivative_of(spec.score_mod, spec.dcaptured).text() if spec.score_mod else ""
-    mods = Mods(spec.score_mod, spec.mask_mod, "" if spec.block is None else "rows", derived)
+    blocks = "" if spec.block is None else "rows"
+    mods = Mods(spec.score_mod, spec.mask_mod, blocks, derived, spec.bounds)
     return backward.features_of(plain_problem(problem), mods)
 
 
@@ -281,8 +288,11 @@ ModArgs = tuple[Any, ...]
 """What a kernel takes for the mods: `kernels.common.mods.ModArgs`."""
 
 
-def forward_arguments(inputs: FlexInputs, problem: FlexProblem, config: ForwardConfig) -> ModArgs | None:
-    return _arguments(inputs, problem, (config.queries, config.keys), (), is_transposed=False)
+def forward_arguments(
+    inputs: FlexInputs, problem: FlexProblem, config: ForwardConfig, bounds: Bounds | None = None
+) -> ModArgs | None:
+    own = None if bounds is None else bounds.of_rows
+    return _arguments(inputs, problem, (config.queries, config.keys), (), own, is_transposed=False)
 
 
 def backward_arguments(
@@ -291,11 +301,13 @@ def backward_arguments(
     mods: Mods,
     config: BackwardConfig,
     totals: list[Tensor | None],
+    bounds: Bounds | None = None,
 ) -> ModArgs | None:
     """totals: what gradients of captured tensors are added to."""
     used = parse_derivative(mods.derivative).tensors if mods.derivative else ()
     added = tuple(x for i in used if (x := totals[i]) is not None)
-    return _arguments(inputs, problem, (config.cluster_keys, config.queries), added, is_transposed=True)
+    own = None if bounds is None else bounds.of_keys
+    return _arguments(inputs, problem, (config.cluster_keys, config.queries), added, own, is_transposed=True)
 
 
 def _arguments(
@@ -303,6 +315,7 @@ def _arguments(
     problem: FlexProblem,
     tile: tuple[int, int],
     totals: tuple[Tensor, ...],
+    bounds: Tensor | None,
     *,
     is_transposed: bool,
 ) -> ModArgs | None:
@@ -321,9 +334,9 @@ def _arguments(
         lengths, size = problem.extent[1:3], (mods.q_block, mods.kv_block)
         key = lengths, size, tile, is_transposed, pair[1] is None
         of_blocks = kept(lists, key, lambda: _tables(inputs, problem, tile, is_transposed=is_transposed))
-    if not found and of_blocks is None:
+    if not found and of_blocks is None and bounds is None:
         return None
-    return tensors or None, scalars or None, of_blocks, totals or None
+    return tensors or None, scalars or None, of_blocks, totals or None, bounds
 
 
 def _tables(

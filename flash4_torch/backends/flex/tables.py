@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...reference.flex import EMPTY, FULL, Blocks
 from .. import tile_counters
+
+T = TypeVar("T")
 
 _MOST_BLOCKS = 1 << 22
 """Blocks of a mask up to which its tables are kept: 13 bytes each."""
@@ -71,11 +73,14 @@ Lists = tuple[Tensor | None, ...]
 """The lists of a block mask."""
 
 
+Versions = tuple["tuple[weakref.ref[Tensor], int] | None", ...]
+"""Tensors, and their versions at some time."""
+
+
 class _Kept(NamedTuple):
     """Tables of one mask, and what its lists were when they were made."""
 
-    lists: tuple[tuple[weakref.ref[Tensor], int] | None, ...]
-    """The tensors and their versions."""
+    lists: Versions
     tables: dict[Hashable, Tables]
 
 
@@ -90,20 +95,29 @@ def kept(lists: Lists, key: Hashable, make: Callable[[], Tables]) -> Tables:
     first = lists[0]
     assert first is not None
     stream = tile_counters.current_stream(first.get_device()) if first.is_cuda else None
-    if not all(map(_may_be_kept, lists)) or (stream and tile_counters.is_capturing(first.get_device())):
+    if not all(map(may_be_kept, lists)) or (stream and tile_counters.is_capturing(first.get_device())):
         return make()
     found = _of_mask.get(first)
-    if found is None or not all(map(_is_same, found.lists, lists)):
-        known = tuple(None if x is None else (weakref.ref(x), x._version) for x in lists)
-        found = _of_mask[first] = _Kept(known, {})
+    if found is None or not are_same(found.lists, lists):
+        found = _of_mask[first] = _Kept(versions(lists), {})
     key = key, stream
     if key not in found.tables:
-        found.tables[key] = _apart(first.device, make)
+        found.tables[key] = apart(first.device, make)
     return found.tables[key]
 
 
-def _may_be_kept(x: Tensor | None) -> bool:
+def may_be_kept(x: Tensor | None) -> bool:
+    """Whether what is made of a tensor may be kept: it has a version, and is not large."""
     return x is None or (type(x) is Tensor and not x.is_inference() and x.numel() <= _MOST_BLOCKS)
+
+
+def versions(tensors: Lists) -> Versions:
+    return tuple(None if x is None else (weakref.ref(x), x._version) for x in tensors)
+
+
+def are_same(known: Versions, tensors: Lists) -> bool:
+    """Whether tensors are those known, and unchanged."""
+    return all(map(_is_same, known, tensors))
 
 
 def _is_same(known: tuple[weakref.ref[Tensor], int] | None, x: Tensor | None) -> bool:
@@ -113,8 +127,8 @@ def _is_same(known: tuple[weakref.ref[Tensor], int] | None, x: Tensor | None) ->
     return tensor() is x and x._version == version
 
 
-def _apart(device: torch.device, make: Callable[[], Tables]) -> Tables:
-    """The tables, made by another thread on this one's stream.
+def apart(device: torch.device, make: Callable[[], T]) -> T:
+    """What `make` makes, by another thread on this one's stream.
 
     While torch.compile prepares a CUDA graph, this thread's allocations come from the graph's memory, where
     nothing may stay; another thread's allocations do not.
@@ -123,7 +137,7 @@ def _apart(device: torch.device, make: Callable[[], Tables]) -> Tables:
         return make()
     stream = torch.cuda.current_stream(device)
 
-    def run() -> Tables:
+    def run() -> T:
         with torch.cuda.stream(stream):
             return make()
 

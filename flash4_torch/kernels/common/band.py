@@ -19,17 +19,40 @@ class Span(NamedTuple):
 
 
 class Band(NamedTuple):
-    """The band of one sequence, in rows and keys; `BandShape` has what is static about it."""
+    """The band of one sequence, in rows and keys; `BandShape` has what is static about it.
+
+    Its bounds are parallel, or a table has those of each row, which never decrease from row to row.
+    """
 
     Sk: Int32
     lowest: Int32
     """Row i sees keys from `i + lowest` on."""
     highest: Int32
     """Row i sees keys up to `i + highest`."""
+    table: cute.Tensor | None = None
+    """(rows, 2) int32: instead, the first and the last key of each row."""
+    own: tuple[tuple[Int32, Int32], ...] = ()
+    """With a table: what it has for a thread's rows."""
+
+    def first_key(self, row: Int32) -> Int32:
+        return row + self.lowest if self.table is None else self.table[self._within(row), 0]
+
+    def last_key(self, row: Int32) -> Int32:
+        return row + self.highest if self.table is None else self.table[self._within(row), 1]
+
+    def _within(self, row: Int32) -> Int32:
+        return cutlass.min(row, self.table.shape[0] - 1)
 
 
 def make_band(Sq: Int32, Sk: Int32, left: Int32, right: Int32) -> Band:
     return Band(Sk, Sk - Sq - left, Sk - Sq + right)
+
+
+def with_own(band: Band, rows: tuple[Int32, ...]) -> Band:
+    """The band with the bounds of a thread's rows in registers, if they are in a table."""
+    if band.table is None:
+        return band
+    return band._replace(own=tuple((band.first_key(row), band.last_key(row)) for row in rows))
 
 
 class BandShape(NamedTuple):
@@ -59,9 +82,9 @@ def visible_span(band: Band, shape: cutlass.Constexpr, first_row: Int32, last_ro
     """
     first, last = Int32(0), band.Sk
     if cutlass.const_expr(shape.left):
-        first = cutlass.max(first, first_row + band.lowest)
+        first = cutlass.max(first, band.first_key(first_row))
     if cutlass.const_expr(shape.right):
-        last = cutlass.min(last, last_row + band.highest + 1)
+        last = cutlass.min(last, band.last_key(last_row) + 1)
     final = cutlass.max(band.Sk - 1, 0) // shape.keys
     begin = cutlass.min(first // shape.keys, final)
     end = (cutlass.max(last, 0) + shape.keys - 1) // shape.keys
@@ -75,16 +98,16 @@ def is_partial(band: Band, shape: cutlass.Constexpr, n: Int32, first_row: Int32,
     if cutlass.const_expr(shape.ragged_k):
         partial = partial | ((n + 1) * shape.keys > band.Sk)
     if cutlass.const_expr(shape.right):
-        partial = partial | ((n + 1) * shape.keys - 1 > first_row + band.highest)
+        partial = partial | ((n + 1) * shape.keys - 1 > band.last_key(first_row))
     if cutlass.const_expr(shape.left):
-        partial = partial | (n * shape.keys < last_row + band.lowest)
+        partial = partial | (n * shape.keys < band.first_key(last_row))
     return partial
 
 
 @cute.jit
 def full_blocks(band: Band, shape: cutlass.Constexpr, first_row: Int32) -> Int32:
     """The number of full blocks, from block 0 on, where only the right bound makes blocks partial."""
-    return cutlass.max(first_row + band.highest + 1, 0) // shape.keys
+    return cutlass.max(band.last_key(first_row) + 1, 0) // shape.keys
 
 
 @cute.jit
@@ -102,10 +125,10 @@ def mask(band: Band, shape: cutlass.Constexpr, fragment: Fragment) -> None:
         if cutlass.const_expr(shape.ragged_k or shape.right):
             above = band.Sk - 1 - fragment.key
             if cutlass.const_expr(shape.right):
-                above = cutlass.min(above, fragment.rows[r] + band.highest - fragment.key)
+                above = cutlass.min(above, _last_key(band, fragment, r) - fragment.key)
         below = Int32(-(1 << 30))
         if cutlass.const_expr(shape.left):
-            below = fragment.rows[r] + band.lowest - fragment.key
+            below = _first_key(band, fragment, r) - fragment.key
         for c in cutlass.range_constexpr(len(fragment.offsets)):
             offset = fragment.offsets[c]
             masked = Boolean(False)
@@ -114,3 +137,28 @@ def mask(band: Band, shape: cutlass.Constexpr, fragment: Fragment) -> None:
             if cutlass.const_expr(shape.left):
                 masked = masked | (below > offset)
             fragment.values[r, c] = -cutlass.Float32.inf if masked else fragment.values[r, c]
+
+
+def _first_key(band: Band, fragment: Fragment, r: int) -> Int32:
+    return band.own[r][0] if band.own else band.first_key(fragment.rows[r])
+
+
+def _last_key(band: Band, fragment: Fragment, r: int) -> Int32:
+    return band.own[r][1] if band.own else band.last_key(fragment.rows[r])
+
+
+class Edges(NamedTuple):
+    """What makes blocks partial for rows `first <= i <= last`; from a table it is read once."""
+
+    band: Band
+    first: Int32
+    last: Int32
+
+
+def edges_of(band: Band, first: Int32, last: Int32) -> Edges:
+    """The edges, for `is_partial` in a loop over blocks."""
+    if band.table is None:
+        return Edges(band, first, last)
+    # In a band whose bounds are the same for all rows, these are rows 0 of two bands.
+    lowest, highest = band.first_key(last), band.last_key(first)
+    return Edges(Band(band.Sk, lowest, highest), Int32(0), Int32(0))

@@ -6,12 +6,25 @@ Nothing here needs a compiler; `programs` makes expressions of it.
 from __future__ import annotations
 
 import math
-from enum import IntEnum
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ...flex import table
 from ...flex.program import Derivative, Gather, Node, Program, Ref, parse, parse_derivative, refs
+from .cheaper import cheaper
+from .levels import Layout, Level, first_lane, joint, levels_of
+
+__all__ = [
+    "Layout",
+    "Level",
+    "Lowering",
+    "constant",
+    "is_integer",
+    "joint",
+    "limits",
+    "lower",
+    "lower_derivative",
+]
 
 MOST_NUMBERS = 1024
 """Numbers that a program computes for each score, at most: they are code for every score of a tile."""
@@ -22,24 +35,6 @@ LIBRARY = (table.FLOATING - {"sqrt", "rsqrt", "reciprocal"}) | {"atan2"}
 """Functions that kernels have in float32."""
 POWERS = frozenset([0.0, 0.5, 1.0, 2.0, 3.0, -0.5, -1.0, -2.0])
 """Exponents of powers that are roots, products and quotients."""
-
-
-class Level(IntEnum):
-    """What a value is computed once for."""
-
-    TILE = 0
-    ROW = 1
-    COLUMN = 2
-    SCORE = 3
-
-
-class Layout(NamedTuple):
-    """What rows and columns of a tile of scores are."""
-
-    packed: bool = False
-    """Rows may be of several heads."""
-    rows_are_keys: bool = False
-    """Rows are keys and columns are queries, as in the backward; else it is the other way round."""
 
 
 class Lowering(NamedTuple):
@@ -54,7 +49,7 @@ class Lowering(NamedTuple):
     @property
     def first_lane(self) -> int:
         """The number of b; h, q_idx and kv_idx follow."""
-        return min(len(self.program.inputs) - 4, 1)
+        return first_lane(self.program)
 
     @property
     def row(self) -> int:
@@ -64,6 +59,12 @@ class Lowering(NamedTuple):
     @property
     def column(self) -> int:
         return self.first_lane + (2 if self.layout.rows_are_keys else 3)
+
+    @property
+    def distance(self) -> int | None:
+        """The number of the columns' positions minus the rows', if the program needs it."""
+        nodes = enumerate(self.program.nodes, self.program.first_node)
+        return next((number for number, node in nodes if node.op == "distance"), None)
 
     @property
     def reads_score(self) -> bool:
@@ -105,11 +106,6 @@ class Lowering(NamedTuple):
         return program.nodes[number - program.first_node].dtype
 
 
-def joint(levels: set[Level]) -> Level:
-    """The level of what depends on values of these levels."""
-    return Level.SCORE if {Level.ROW, Level.COLUMN} <= levels else max(levels, default=Level.TILE)
-
-
 @lru_cache(maxsize=256)
 def lower(text: str, layout: Layout) -> Lowering:
     """The lowering of a program."""
@@ -123,16 +119,8 @@ def lower_derivative(text: str, layout: Layout) -> Lowering:
 
 
 def _lowered(derivative: Derivative, layout: Layout) -> Lowering:
-    program, gathers = _without_copies(derivative)
-    position, other = (Level.COLUMN, Level.ROW) if layout.rows_are_keys else (Level.ROW, Level.COLUMN)
-    lanes = [Level.TILE, Level.ROW if layout.packed else Level.TILE, position, other]
-    before = min(len(program.inputs) - len(lanes), 1)
-    levels = [Level.SCORE] * before + lanes
-    levels += [Level.SCORE] * (len(program.inputs) - len(levels))
-    levels += [Level.TILE] * (len(program.tensors) + len(program.scalars))
-    for node in program.nodes:
-        levels.append(joint({levels[ref.value] for ref in refs(node.args)}))
-    return Lowering(program, tuple(levels), layout, gathers)
+    program, gathers = cheaper(_without_copies(derivative), layout)
+    return Lowering(program, levels_of(program, layout), layout, gathers)
 
 
 def _without_copies(derivative: Derivative) -> Derivative:

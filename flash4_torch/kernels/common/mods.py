@@ -23,12 +23,13 @@ from cutlass import Boolean, Float32, Int32
 
 from . import attn_mask, programs
 from .attn_mask import AnyContext, Mask, MaskArgs, within
+from .band import Band
 from .captured import Additions
 from .fragment import Fragment, Mates
 from .host import any_sizes, compact, strided
 from .lowering import Layout, Lowering, lower, lower_derivative
 from .mask_tables import MaskPlan
-from .programs import Arguments, Known
+from .programs import Arguments, Columns, Known
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 """States of a block mask's blocks."""
@@ -58,6 +59,8 @@ class ModArgs(NamedTuple):
     blocks: BlockArgs | None
     totals: tuple[cute.Tensor, ...] | None = None
     """Backward: gradients of `Derivative.tensors`, float32, which are added to."""
+    bounds: cute.Tensor | None = None
+    """(B or 1, rows, 2) int32: the first and the last column that each row sees; neither ever decreases."""
 
 
 class Rows(NamedTuple):
@@ -87,7 +90,8 @@ def example_args(plan: Any) -> ModArgs:
         lowering = lower_derivative(text, plan.layout)
         ranks = [lowering.program.tensors[i].rank for i in sorted({g.tensor for g in lowering.gathers})]
         totals = tuple(strided(Float32, max(rank, 1)) for rank in ranks) or None
-    return ModArgs(tuple(tensors) or None, tuple(scalars) or None, blocks, totals)
+    bounds = strided(Int32, 3) if plan.features.mods.bounds else None
+    return ModArgs(tuple(tensors) or None, tuple(scalars) or None, blocks, totals, bounds)
 
 
 def with_mask(ctx: AnyContext, args: MaskArgs | ModArgs | None) -> AnyContext:
@@ -102,6 +106,12 @@ def visited(args: ModArgs | None, plan: MaskPlan) -> Mask | None:
     if args is None or args.blocks is None:
         return None
     return Mask(plan, args.blocks.states, None, args.blocks.visible, args.blocks.rank)
+
+
+def band_of(args: ModArgs, batch: Int32, columns: Int32) -> Band:
+    """The band of a batch entry by the bounds of its rows."""
+    table = args.bounds[within(batch, args.bounds.shape[0]), None, None]
+    return Band(columns, Int32(0), Int32(0), table)
 
 
 def rows_of(
@@ -132,9 +142,10 @@ def modify(args: ModArgs, plan: Any, own: Rows, fragment: Fragment, end: Int32 |
 
     def put(r: int, c: int, result: Any) -> None:
         result = result.to(Float32)
-        scores[r, c] = result if end is None else cutlass.select_(columns[c] < end, result, -Float32.inf)
+        is_there = None if end is None else columns.first + columns.offsets[c] < end
+        scores[r, c] = result if is_there is None else cutlass.select_(is_there, result, -Float32.inf)
 
-    programs.apply(*found, own.score, len(fragment.rows), columns, lambda r, c: scores[r, c], put)
+    programs.apply(*found, own.score, columns, lambda r, c: scores[r, c], put)
 
 
 def mask(args: ModArgs, plan: Any, own: Rows, first: Int32, fragment: Fragment) -> None:
@@ -149,7 +160,8 @@ def mask(args: ModArgs, plan: Any, own: Rows, first: Int32, fragment: Fragment) 
     def state(r: int, c: int) -> Int32:
         if blocks == "rows":
             return shared[r]
-        column = within(columns[c] // args.blocks.columns, args.blocks.states.shape[3])
+        position = columns.first + columns.offsets[c]
+        column = within(position // args.blocks.columns, args.blocks.states.shape[3])
         return own.states[r][column].to(Int32)
 
     def put(r: int, c: int, shown: Boolean | None) -> None:
@@ -160,9 +172,9 @@ def mask(args: ModArgs, plan: Any, own: Rows, first: Int32, fragment: Fragment) 
         scores[r, c] = cutlass.select_(shown, scores[r, c], -Float32.inf)
 
     if found is not None:
-        programs.apply(*found, own.mask, rows, columns, lambda r, c: None, put)
+        programs.apply(*found, own.mask, columns, lambda r, c: None, put)
     elif blocks:
-        for c in range(len(columns)):
+        for c in range(len(columns.offsets)):
             for r in range(rows):
                 put(r, c, None)
 
@@ -193,7 +205,7 @@ def differentiate(
         known = {len(lowering.program.inputs) - 1: (values[r, c],)}
         return known if scores is None else {0: (scores[r, c],), **known}
 
-    for r, c, known in programs.scores(lowering, arguments, own, rows, _columns(fragment), given):
+    for r, c, known in programs.scores(lowering, arguments, own, _columns(fragment), given):
         # All gradients are 0 where this one is, as where a score is hidden: a derivative may be NaN there.
         keeps = values[r, c] != Float32(0.0)
         for each in additions:
@@ -203,8 +215,8 @@ def differentiate(
         each.finish()
 
 
-def _columns(fragment: Fragment) -> tuple[Int32, ...]:
-    return tuple(fragment.key + offset for offset in fragment.offsets)
+def _columns(fragment: Fragment) -> Columns:
+    return Columns(fragment.key, fragment.offsets)
 
 
 def _score_mod(args: ModArgs, plan: Any) -> tuple[Lowering, Arguments] | None:

@@ -5,7 +5,7 @@ block, or for each score. Equal nodes are computed once. Nothing branches: what 
 with indices clamped into their tensors.
 
     tile = begin(lowering, arguments, batch, heads, positions)  # once a tile
-    apply(lowering, arguments, tile, rows, columns, score_at, put)  # each block
+    apply(lowering, arguments, tile, columns, score_at, put)  # each block
 
 A derivative has more than one result: what `scores` yields has them all.
 """
@@ -21,6 +21,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Float64, Int32
 from cutlass._mlir.dialects import arith
+from cutlass._mlir.dialects import math as mlir_math
 
 from ...flex import table
 from ...flex.program import Node, Program, Ref
@@ -52,6 +53,8 @@ PASSED: dict[str, Any] = {
     **dict.fromkeys(("uint8", "int8", "int16"), Int32),
 }
 """Types of scalars as arguments of a kernel."""
+_LARGE = 2.0**125
+"""Numbers above have reciprocals that may be rounded to 0."""
 Values = tuple[Any, ...]
 """Numbers of one value in row-major order: one, or those of an array."""
 Known = dict[int, Values]
@@ -62,6 +65,13 @@ class Arguments(NamedTuple):
 
     tensors: tuple[cute.Tensor, ...]
     scalars: tuple[Any, ...]
+
+
+class Columns(NamedTuple):
+    """Positions of a fragment's columns: column c is at `first + offsets[c]`."""
+
+    first: Int32
+    offsets: tuple[int, ...]
 
 
 class Tile(NamedTuple):
@@ -101,18 +111,17 @@ def apply(
     lowering: Lowering,
     arguments: Arguments,
     tile: Tile,
-    rows: int,
-    columns: Iterable[Int32],
+    columns: Columns,
     score_at: Callable[[int, int], Any],
     put: Callable[[int, int, Any], None],
 ) -> None:
-    """Call `put(row, column, result)` for each score; `columns` are the columns' positions."""
+    """Call `put(row, column, result)` for each score."""
     (output,) = lowering.program.outputs
 
     def given(r: int, c: int) -> Known:
         return {0: (score_at(r, c),)} if lowering.first_lane else {}
 
-    for r, c, known in scores(lowering, arguments, tile, rows, columns, given):
+    for r, c, known in scores(lowering, arguments, tile, columns, given):
         put(r, c, known[output.value][0])
 
 
@@ -120,8 +129,7 @@ def scores(
     lowering: Lowering,
     arguments: Arguments,
     tile: Tile,
-    rows: int,
-    columns: Iterable[Int32],
+    columns: Columns,
     given: Callable[[int, int], Known],
 ) -> Iterator[tuple[int, int, Known]]:
     """Yield row, column and all values of each score, one column after the other.
@@ -129,12 +137,18 @@ def scores(
     `given(row, column)` has the values of the inputs that each score has for itself.
     """
     shared = _unflat(lowering, Level.TILE, tile.everywhere)
-    of_rows = [_unflat(lowering, Level.ROW, tile.rows[r]) for r in range(rows)]
-    for c, position in enumerate(columns):
-        column = {**shared, lowering.column: (position,)}
+    of_rows = [_unflat(lowering, Level.ROW, values) for values in tile.rows]
+    distance = lowering.distance
+    starts = [
+        None if distance is None else (columns.first - row[lowering.row][0]).to(Float32) for row in of_rows
+    ]
+    for c, offset in enumerate(columns.offsets):
+        column = {**shared, lowering.column: (columns.first + offset,)}
         _compute(lowering, arguments, Level.COLUMN, column)
-        for r in range(rows):
+        for r, start in enumerate(starts):
             known = {**column, **of_rows[r], **given(r, c)}
+            if start is not None:
+                known[distance] = (start + Float32(offset),)
             _compute(lowering, arguments, Level.SCORE, known)
             yield r, c, known
 
@@ -153,6 +167,8 @@ def _compute(lowering: Lowering, arguments: Arguments, level: Level, known: Know
     program = lowering.program
     for number in lowering.nodes(level):
         node = program.nodes[number - program.first_node]
+        if node.op == "distance":
+            continue  # it is given
         known[number] = _value(lowering, node, arguments, known)
 
 
@@ -387,7 +403,25 @@ def _sign(x: Any) -> Any:
 
 
 def _sigmoid(x: Any) -> Any:
-    return Float32(1.0) / (Float32(1.0) + cute.math.exp(-x))
+    return cute.arch.rcp_approx(Float32(1.0) + cute.math.exp(-x))
+
+
+def _divided_by(x: Any, y: Any, reciprocal: Any) -> Any:
+    """x / y, rounded to nearest but for results below the normal numbers."""
+    quotient = x * reciprocal
+    better = _fma(_fma(-quotient, y, x), reciprocal, quotient)
+    # Next to infinite numbers, and zeros below, what is left of x is not a number.
+    return cutlass.select_(cute.math.abs(better) < Float32.inf, better, quotient)
+
+
+def _fma(x: Any, y: Any, z: Any) -> Any:
+    return Float32(mlir_math.fma(x.ir_value(), y.ir_value(), z.ir_value()))
+
+
+def _fast_quotient(x: Any, y: Any) -> Any:
+    """x / y to two units in the last place; a reciprocal below the normal numbers would be 0."""
+    factor = cutlass.select_(cute.math.abs(y) > _LARGE, Float32(0.25), Float32(1.0))
+    return x * factor * cute.arch.rcp_approx(y * factor)
 
 
 def _sin_and_cos(x: Any, quarters: int) -> Any:
@@ -500,6 +534,8 @@ _INTEGER: dict[str, Callable[..., Any]] = {
 _FLOATING: dict[str, Callable[..., Any]] = {
     "abs": lambda x: cute.math.abs(x),
     "div": lambda x, y: x / y,
+    "divided_by": _divided_by,
+    "quotient": _fast_quotient,
     "div_floor": _float_div_floor,
     "remainder": _float_remainder,
     "fmod": _float_rest,

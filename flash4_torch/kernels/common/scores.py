@@ -65,7 +65,7 @@ def tanh(y: Float32) -> Float32:
 
 def tanh_near_zero(y: Float32) -> tuple[Boolean, Float32]:
     """Whether y is small enough for tanh's series (false for NaN), and tanh(y) / y - 1 by that series."""
-    square, excess = y * y, Float32(0.0)
-    for coefficient in _SERIES:
-        excess = (excess + coefficient) * square
-    return square < _SERIES_END**2, excess
+    square, excess = y * y, Float32(_SERIES[0])
+    for coefficient in _SERIES[1:]:
+        excess = excess * square + coefficient
+    return square < _SERIES_END**2, excess * square

@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint32
 
 from ....configs.types import Scope
-from .. import attn_mask, ring, tile_scheduler
+from .. import attn_mask, mods, ring, tile_scheduler
 from .. import band as bands
 from ..band import Band, Span, make_band, visible_span
 from ..ring import Cursor
@@ -120,6 +120,8 @@ def read_by_one_lane(ctx: BackwardContext, at: Cursor) -> Tile:
 @cute.jit
 def band_of(ctx: BackwardContext, tile: Tile) -> Band:
     """The band of the transposed problem: rows are keys, and they see queries."""
+    if cutlass.const_expr(ctx.plan.features.mods.bounds):
+        return mods.band_of(ctx.mods, tile.batch, tile.Sq)
     band = make_band(tile.Sq, tile.Sk, ctx.params.left, ctx.params.right)
     return Band(tile.Sq, -band.highest, -band.lowest)
 
@@ -142,7 +144,7 @@ def full_span(ctx: BackwardContext, tile: Tile, band: Band, span: Span) -> Span:
     plan, first = ctx.plan, tile.index * ctx.plan.keys
     start, end = span.first, span.last
     if cutlass.const_expr(plan.band.left):
-        lowest = cutlass.max(first + plan.keys - 1 + band.lowest, 0)
+        lowest = cutlass.max(band.first_key(first + plan.keys - 1), 0)
         start = cutlass.max(start, cute.ceil_div(lowest, plan.queries))
     if cutlass.const_expr(plan.band.right):
         end = cutlass.min(end, bands.full_blocks(band, plan.band, first))

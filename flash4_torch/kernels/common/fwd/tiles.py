@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32
 
-from .. import attn_mask, ring, tile_scheduler
+from .. import attn_mask, mods, ring, tile_scheduler
 from ..band import Band, Span, make_band, visible_span
 from ..ring import Cursor, Ring
 from .context import ForwardContext
@@ -132,6 +132,8 @@ def read_again(ctx: ForwardContext, cursor: Cursor) -> Tile:
 
 @cute.jit
 def band_of(ctx: ForwardContext, tile: Tile) -> Band:
+    if cutlass.const_expr(ctx.plan.features.mods.bounds):
+        return mods.band_of(ctx.mods, tile.batch, tile.Sk)
     return make_band(tile.Sq, tile.Sk, ctx.params.left, ctx.params.right)
 
 

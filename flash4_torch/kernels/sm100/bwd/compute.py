@@ -76,8 +76,9 @@ def _tile(ctx: Context, t: Thread, tile: Tile, at: Cursors) -> Cursors:
 def _work(ctx: Context, t: Thread, tile: Tile, head: Int32) -> TileState:
     span, band = tiles.span_of(ctx, tile), tiles.band_of(ctx, tile)
     position = tile.index * ctx.plan.keys + t.key
+    own = bands.with_own(band, (position,))
     blocks = tiles.blocks_of(ctx, tile, span, head)
-    return TileState(tile, band, span, tiles.full_span(ctx, tile, band, span), position, head, blocks)
+    return TileState(tile, own, span, tiles.full_span(ctx, tile, band, span), position, head, blocks)
 
 
 @cute.jit

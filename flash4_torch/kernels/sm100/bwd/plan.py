@@ -76,7 +76,12 @@ _BUDGETS = (
         lambda p: p.wide, Registers(144, 112, 112), "wide heads: a compute thread has half as many queries"
     ),
     Budget(
-        lambda p: p.features.softcap or p.features.dropout or p.features.float_mask or any(p.features.mods),
+        lambda p: (
+            p.features.softcap
+            or p.features.dropout
+            or p.features.float_mask
+            or p.features.mods.changes_scores
+        ),
         _WITH_FEATURES,
         "softcap, dropout and float masks take registers of compute",
     ),

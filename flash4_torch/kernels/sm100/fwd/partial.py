@@ -43,10 +43,10 @@ def partial_block(
         last = band.Sk - key
         full_last = last
     if cutlass.const_expr(shape.right):
-        last = cutlass.min(last, last_row + band.highest + 1 - key)
-        full_last = cutlass.min(full_last, first_row + band.highest + 1 - key)
+        last = cutlass.min(last, band.last_key(last_row) + 1 - key)
+        full_last = cutlass.min(full_last, band.last_key(first_row) + 1 - key)
     if cutlass.const_expr(shape.left):
-        first, full_first = first_row + band.lowest - key, last_row + band.lowest - key
+        first, full_first = band.first_key(first_row) - key, band.first_key(last_row) - key
     return PartialBlock(Columns(first, last), Columns(full_first, full_last))
 
 

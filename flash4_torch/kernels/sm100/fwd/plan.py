@@ -228,8 +228,12 @@ class Plan(ForwardPlan):
 
     @property
     def only_end_is_partial(self) -> bool:
-        """Whether only blocks at the right end may have to be masked: these then have a loop of their own."""
-        return not (self.features.left or self.features.lists_blocks)
+        """Whether only blocks at the right end may have to be masked: these then have a loop of their own.
+
+        Next to bounds of rows, with two tiles, it spilled.
+        """
+        f = self.features
+        return not (f.left or f.lists_blocks or f.mods.bounds)
 
     @property
     def skips_pieces(self) -> bool:
@@ -238,7 +242,7 @@ class Plan(ForwardPlan):
         Registers do not suffice for these branches next to a mask's or dropout's bits (ptxas.md, P25).
         """
         f = self.features
-        return self.band.masks and not (f.mask or f.dropout or any(f.mods))
+        return self.band.masks and not (f.mask or f.dropout or f.mods.changes_scores)
 
     @property
     def softmax(self) -> Method:

@@ -68,7 +68,7 @@ def _work(ctx: Context, t: SoftmaxThread, tile: Tile) -> TileState:
         head = tile.batch * heads + tiles.query_head(ctx, tile)
         philox_row = dropout.QueryLane.at(t.philox, position, head, cute.arch.lane_idx())
     return TileState(
-        tiles.band_of(ctx, tile),
+        bands.with_own(tiles.band_of(ctx, tile), (position,)),
         blocks,
         spans.own_span(ctx, tile, blocks, t.q_tile),
         first,
@@ -106,10 +106,10 @@ def _blocks_partial_at_end(ctx: Context, t: SoftmaxThread, work: TileState, s_at
 @cute.jit
 def _blocks_partial_anywhere(ctx: Context, t: SoftmaxThread, work: TileState, s_at: Cursor) -> Cursor:
     """Blocks from the last one down; any of them may have to be masked."""
-    plan, top = ctx.plan, work.own.last - 1
+    plan, top, edges = ctx.plan, work.own.last - 1, bands.edges_of(work.band, work.first, work.last)
     for i in cutlass.range(work.own.last - work.own.first, unroll=1):
         n, partial = tiles.block_at(ctx, work.blocks, top - i)
-        partial = partial | bands.is_partial(work.band, plan.band, n, work.first, work.last)
+        partial = partial | bands.is_partial(edges.band, plan.band, n, edges.first, edges.last)
         if cute.arch.vote_any_sync(partial):
             s_at = _block(ctx, t, work, i, n, True, s_at)
         else:

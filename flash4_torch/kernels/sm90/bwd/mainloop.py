@@ -150,7 +150,7 @@ def _last_block(
         return _block(ctx, t, work, n, accumulate, ctx.plan.masks, True, at)
     first_of_others = work.tile.index * ctx.plan.keys + ROWS
     after = at
-    if (n + 1) * ctx.plan.queries > first_of_others + work.band.lowest:
+    if (n + 1) * ctx.plan.queries > work.band.first_key(first_of_others):
         after = _block(ctx, t, work, n, accumulate, True, True, at)
     elif t.warpgroup == 0:
         after = _block(ctx, t, work, n, accumulate, True, ALONE, at)

@@ -6,6 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
+from ...common import band as bands
 from ...common.bwd import tiles
 from ...common.bwd.tiles import Place, Tile
 from ...common.ring import Cursor
@@ -134,7 +135,8 @@ def _work(ctx: Context, t: Thread, tile: Tile, kv_at: Cursor, h: Int32) -> TileS
     if cutlass.const_expr(plan.features.deterministic and not plan.load_warp_sends_order):
         order = tiles.order_of(ctx, tile)
     blocks = tiles.blocks_of(ctx, tile, span, head)
-    return TileState(tile, kv_at, tiles.band_of(ctx, tile), span, order, positions, head, blocks)
+    band = bands.with_own(tiles.band_of(ctx, tile), positions)
+    return TileState(tile, kv_at, band, span, order, positions, head, blocks)
 
 
 @cute.jit

@@ -136,9 +136,10 @@ def _work(ctx: Context, t: Thread, tile: Tile, blocks: Blocks, slice_: Warpgroup
     band = tiles.band_of(ctx, tile)
     rows = (t.row, t.row + 8)
     positions = tuple(slice_.first + row // plan.pack_gqa for row in rows)
+    band = bands.with_own(band, positions)
     half_block, mask, own_mods = Boolean(False), None, None
     if cutlass.const_expr(plan.config.half_block):
-        seen = cutlass.min(band.Sk, slice_.last + band.highest + 1)
+        seen = cutlass.min(band.Sk, band.last_key(slice_.last) + 1)
         half_block = seen - slice_.top * plan.keys <= plan.keys // 2
     if cutlass.const_expr(plan.features.mask):
         head = tiles.query_head(ctx, tile)
@@ -202,10 +203,10 @@ def _blocks_partial_anywhere(
     ctx: Context, t: Thread, work: TileState, q_at: Cursor, k_at: Cursor, v_at: Cursor
 ):
     """Process the blocks after the first one, where any of them may have to be masked."""
-    plan = ctx.plan
+    plan, edges = ctx.plan, bands.edges_of(work.band, work.rows.first, work.rows.last)
     for i in cutlass.range(1, work.rows.count, unroll=1):
         n, partial = tiles.block_at(ctx, work.blocks, work.rows.top - i)
-        partial = partial | bands.is_partial(work.band, plan.inner_band, n, work.rows.first, work.rows.last)
+        partial = partial | bands.is_partial(edges.band, plan.inner_band, n, edges.first, edges.last)
         # The branch encloses a whole block: one between its wgmmas would have to wait for both (ptxas.md,
         # P1). ptxas knows a vote to be uniform, which keeps the wgmmas' addresses in uniform registers (P7).
         if cute.arch.vote_any_sync(partial):

@@ -1,0 +1,290 @@
+"""Masks that show each row one interval of keys, found by evaluating mask_mod where blocks are partial.
+
+What counts is what blocks and mask_mod show together, so results do not depend on how a mask is written, nor
+on whether its blocks are those of its function. Where all rows' intervals lie like a window's, the kernels of
+plain attention serve the call: neither a table nor a test for each score is left. Where bounds never decrease
+from row to row, as for documents, kernels read them in the place of a window's: keys see intervals, too.
+
+The host waits for the device once for a mask; what was found is kept while its tensors stay as they are.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ...flex.program import Program, refs
+from ...flex_problem import FlexInputs, FlexProblem
+from ...masks import Band
+from ...reference.flex import FULL, PARTIAL, Blocks, Mod
+from .. import tile_counters
+from . import tables
+from .tiled import blocks_of, mods_of
+
+_MOST_SCORES = 1 << 28
+"""Scores of partial blocks up to which a mask is evaluated: those of 16k blocks of 128 x 128."""
+_SCORES = 1 << 23
+"""Scores whose mask is held at once."""
+_MOST_CALLS = 8
+"""Kinds of calls with one mask, by their sizes and scalars, for which results are kept."""
+
+
+class Bounds(NamedTuple):
+    """Intervals that keep their order."""
+
+    of_rows: Tensor
+    """(B or 1, Sq, 2) int32: the first and the last key that each query sees; neither ever decreases."""
+    of_keys: Tensor
+    """(B or 1, Sk, 2) int32: the first and the last query that sees each key."""
+    left: bool
+    right: bool
+    """Whether they hide anything on that side."""
+    most: int
+    """Keys that a row sees, at most."""
+
+    def band(self, Sq: int, Sk: int) -> Band:
+        """A band that is bounded on the same sides, and whose rows see as much, if it can be."""
+        return Band(min(self.most - 1, Sk - 2) if self.left else None, min(0, Sq - 2) if self.right else None)
+
+
+class Intervals(NamedTuple):
+    """What a mask and the band of a call show."""
+
+    band: Band | None = None
+    """The band that shows the same, None if none does."""
+    bounds: Bounds | None = None
+    """If no band does: the bounds of rows and keys, None if these are not intervals."""
+
+
+NONE = Intervals()
+
+
+class Reduced(NamedTuple):
+    """A call whose block mask is gone, or as it was."""
+
+    inputs: FlexInputs
+    problem: FlexProblem
+    bounds: Bounds | None = None
+    """What its kernels need instead of a band."""
+
+
+def reduced(inputs: FlexInputs, problem: FlexProblem) -> Reduced:
+    """The call with intervals instead of its block mask, if that shows intervals."""
+    spec, mods = problem.spec, inputs.mods
+    if spec.block is None:
+        return Reduced(inputs, problem)
+    found = _kept(inputs, problem)
+    bounds, band = found.bounds, found.band
+    if bounds is not None:
+        band = bounds.band(problem.extent.Sq, problem.extent.Sk)
+    if band is None:
+        return Reduced(inputs, problem)
+    score_mod, _ = mods_of(inputs)
+    tensors, scalars = (0, 0) if score_mod is None else (len(score_mod.tensors), len(score_mod.scalars))
+    mods = mods._replace(
+        captured=list(mods.captured)[:tensors],
+        scalars=list(mods.scalars)[:scalars],
+        kv_num_blocks=None,
+        kv_indices=None,
+        full_kv_num_blocks=None,
+        full_kv_indices=None,
+        mask_mod="",
+        q_block=1,
+        kv_block=1,
+    )
+    spec = spec._replace(
+        mask_mod="",
+        block=None,
+        full_blocks=False,
+        left=band.left is not None,
+        right=band.right is not None,
+        bounds=bounds is not None,
+    )
+    return Reduced(inputs._replace(mods=mods), problem._replace(spec=spec, band=band), bounds)
+
+
+class _Data(NamedTuple):
+    """What a captured tensor held at some time; the tensor itself may be an alias made for one call."""
+
+    storage: StorageWeakRef
+    place: tuple[object, ...]
+    version: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> _Data:
+        place = x.storage_offset(), x.shape, x.stride(), x.dtype
+        return cls(StorageWeakRef(x.untyped_storage()), place, x._version)
+
+    def same_tensor(self, other: _Data) -> bool:
+        return self.storage == other.storage and self.place == other.place
+
+
+class _Found(NamedTuple):
+    captured: list[_Data]
+    intervals: Intervals
+
+
+class _Known(NamedTuple):
+    """What was found for one mask."""
+
+    lists: tables.Versions
+    found: dict[tuple[object, ...], _Found]
+    """Results, by what else is in a call."""
+
+
+_of_mask: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _kept(inputs: FlexInputs, problem: FlexProblem) -> Intervals:
+    """What is known of a call's mask, or is now found.
+
+    A mask whose captured tensors are others than before is not evaluated again: they may be made for each
+    call, and the host would wait each time. Nor is one evaluated whose tensors have no versions, or in a
+    CUDA graph, where tensors may change before it is replayed.
+    """
+    mods, (_, mask_mod) = inputs.mods, mods_of(inputs)
+    lists = mods.kv_num_blocks, mods.kv_indices, mods.full_kv_num_blocks, mods.full_kv_indices
+    first, captured = lists[0], () if mask_mod is None else tuple(mask_mod.tensors)
+    assert first is not None
+    if not all(map(tables.may_be_kept, (*lists, *captured))):
+        return NONE
+    if first.is_cuda and tile_counters.is_capturing(first.get_device()):
+        return NONE
+    known = _of_mask.get(first)
+    if known is None or not tables.are_same(known.lists, lists):
+        known = _of_mask[first] = _Known(tables.versions(lists), {})
+    scalars = () if mask_mod is None else tuple(mask_mod.scalars)
+    stream = tile_counters.current_stream(first.get_device()) if first.is_cuda else None
+    key = problem.extent, problem.band, mods.mask_mod, mods.q_block, mods.kv_block, scalars, stream
+    before, data = known.found.get(key), [_Data.of(x) for x in captured]
+    if before is not None and before.captured == data:
+        return before.intervals
+    is_new = before is None or all(map(_Data.same_tensor, before.captured, data))
+    found = NONE
+    if is_new and len(known.found) < _MOST_CALLS:
+        found = tables.apart(first.device, lambda: _found(inputs, problem))
+    known.found[key] = _Found(data, found)
+    return found
+
+
+@torch.no_grad()
+def _found(inputs: FlexInputs, problem: FlexProblem) -> Intervals:
+    blocks, (_, mask_mod), extent = blocks_of(inputs), mods_of(inputs), problem.extent
+    assert blocks is not None
+    Sq, Sk = extent.Sq, extent.Sk
+    if 0 in extent:
+        return NONE
+    size = min(blocks.size[0], Sq), min(blocks.size[1], Sk)
+    down, across = -(-Sq // size[0]), -(-Sk // size[1])
+    state = blocks.state[:, :, :down, :across]
+    if state.shape[2:] != (down, across):
+        return NONE
+    if mask_mod is None:
+        state = torch.where(state == PARTIAL, FULL, state)
+    else:
+        b, h = (n if _reads(mask_mod.program, lane) else -1 for lane, n in enumerate((extent.B, extent.Hq)))
+        state = state.expand(b, h, -1, -1)
+    rows = _rows(Blocks(state, size), mask_mod, Sq, Sk)
+    return NONE if rows is None else _intervals(rows, problem.band, Sq, Sk)
+
+
+def _reads(program: Program, lane: int) -> bool:
+    """Whether a program depends on a lane input."""
+    return any(ref.value == lane for ref in refs((*program.outputs, *(node.args for node in program.nodes))))
+
+
+class _Rows(NamedTuple):
+    """What each row sees, (B or 1, Hq or 1, Sq) each: the number of keys, the first one and the last one."""
+
+    keys: Tensor
+    first: Tensor
+    """Sk or more for a row that sees nothing."""
+    last: Tensor
+    """-1 for a row that sees nothing."""
+
+
+def _rows(blocks: Blocks, mask_mod: Mod | None, Sq: int, Sk: int) -> _Rows | None:
+    """None if too many scores would have to be evaluated."""
+    state, (q_block, kv_block), device = blocks.state, blocks.size, blocks.state.device
+    starts = torch.arange(0, Sk, kv_block, device=device)
+    ends = (starts + kv_block).clamp(max=Sk)
+    is_full = state == FULL
+
+    def of_rows(x: Tensor) -> Tensor:
+        return x.repeat_interleave(q_block, -1)[..., :Sq].flatten()
+
+    count = of_rows(torch.where(is_full, ends - starts, 0).sum(-1))
+    first = of_rows(torch.where(is_full, starts, Sk).amin(-1))
+    last = of_rows(torch.where(is_full, ends, 0).amax(-1) - 1)
+    if mask_mod is not None:
+        # The host waits for the number of blocks.
+        places = (state == PARTIAL).nonzero()
+        if len(places) * q_block * kv_block > _MOST_SCORES or (len(places) and q_block * kv_block > _SCORES):
+            return None
+        within = [torch.arange(n, dtype=torch.int32, device=device) for n in blocks.size]
+        for part in places.split(max(1, _SCORES // (q_block * kv_block))):
+            b, h, row, column = part.to(torch.int32)[:, :, None, None, None].unbind(1)
+            i = row * q_block + within[0][:, None]
+            j = column * kv_block + within[1]
+            is_there = (i < Sq) & (j < Sk)
+            i, j = i.clamp(max=Sq - 1), j.clamp(max=Sk - 1)
+            seen = mask_mod.result([b, h, i, j], clamps=True) & is_there
+            at = ((b.long() * state.shape[1] + h) * Sq + i).flatten()
+            count.index_add_(0, at, seen.sum(-1).flatten())
+            first.scatter_reduce_(0, at, torch.where(seen, j, Sk).amin(-1).flatten().long(), "amin")
+            last.scatter_reduce_(0, at, torch.where(seen, j, -1).amax(-1).flatten().long(), "amax")
+    shape = *state.shape[:2], Sq
+    return _Rows(count.view(shape), first.view(shape), last.view(shape))
+
+
+def _intervals(rows: _Rows, band: Band, Sq: int, Sk: int) -> Intervals:
+    """What rows see within a band, for which the host waits."""
+    i = torch.arange(Sq, device=rows.keys.device)
+    are_intervals = rows.keys == (rows.last - rows.first + 1).clamp(min=0)
+    first, last = rows.first, rows.last
+    if band.left is not None:
+        first = torch.maximum(first, i + (Sk - Sq - band.left))
+    if band.right is not None:
+        last = torch.minimum(last, i + (Sk - Sq + band.right))
+    number = (last - first + 1).clamp(min=0)
+    is_empty = number == 0
+    left = torch.where(is_empty, -Sk, i - first).amax()
+    right = torch.where(is_empty, -Sq, last - i).amax()
+    parallel = (i - left).clamp(min=0), (i + right).clamp(max=Sk - 1)
+    lies_so = is_empty | ((first == parallel[0]) & (last == parallel[1]))
+    is_band = (lies_so & (number == (parallel[1] - parallel[0] + 1).clamp(min=0))).all()
+    # A row that sees nothing is where the rows before it end.
+    ends = torch.where(is_empty, -1, last).cummax(-1).values
+    first = torch.where(is_empty, ends + 1, first)
+    is_ordered = (first.diff(dim=-1) >= 0).all() & (is_empty | (ends == last)).all()
+    last = ends
+    by_key = _of_keys(first, last, Sk)
+    hides_left = (first > 0).any() | (by_key[..., 1] < Sq - 1).any()
+    hides_right = (last < Sk - 1).any() | (by_key[..., 0] > 0).any()
+    flags = are_intervals.all(), is_band, is_ordered, hides_left, hides_right
+    numbers = [x.long() for x in (*flags, left, right, number.amax())]
+    intervals, has_band, ordered, on_left, on_right, before, after, most = torch.stack(numbers).tolist()
+    if not intervals or not most:
+        return NONE
+    if has_band and before + after >= 0:
+        # Positions of a program have one origin; a band's diagonal ends at the last query and the last key.
+        before, after = before + Sk - Sq, after - (Sk - Sq)
+        return Intervals(Band(None if before >= Sk - 1 else before, None if after >= Sq - 1 else after))
+    if not ordered or first.shape[1] > 1:
+        return NONE
+    by_row = torch.stack([first, last], -1)
+    of_rows, of_keys = (x[:, 0].to(torch.int32).contiguous() for x in (by_row, by_key))
+    return Intervals(bounds=Bounds(of_rows, of_keys, bool(on_left), bool(on_right), most))
+
+
+def _of_keys(first: Tensor, last: Tensor, Sk: int) -> Tensor:
+    """The first and the last query that see each key, (B, H, Sk, 2), if bounds never decrease."""
+    keys = torch.arange(Sk, device=first.device).expand(*first.shape[:2], Sk).contiguous()
+    # Queries whose last key comes before the key are left of them; so many queries begin up to the key.
+    lowest = torch.searchsorted(last.contiguous(), keys)
+    highest = torch.searchsorted(first.contiguous(), keys, right=True) - 1
+    return torch.stack([lowest, highest], -1)

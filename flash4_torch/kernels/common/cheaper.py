@@ -1,0 +1,145 @@
+"""Programs in operations that cost a GPU less, with results within the rounding of torch's own kernels.
+
+distance    (row, column): the column's position minus the row's, float32. A thread converts one
+            difference for a row of its block, and adds a constant for each column
+quotient    (x, y): x / y in float32, to two units in the last place, as Triton divides
+divided_by  (x, y, reciprocal of y): x / y in float32 as it would be rounded, without a branch
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...flex import table
+from ...flex.program import Derivative, Node, Program, Ref, refs
+from .levels import Layout, Level, first_lane, joint, levels_of
+
+_JUMPS = (
+    table.COMPARISONS
+    | table.LOGIC
+    | {"floor", "ceil", "round", "trunc", "sign", "div_floor", "div_trunc", "remainder", "fmod"}
+)
+"""Operations whose result jumps where an operand has a certain value, so that the last bit matters."""
+
+
+def cheaper(derivative: Derivative, layout: Layout) -> Derivative:
+    """The same with some nodes replaced, and those left out that nothing needs then."""
+    return _needed(_Rewriting(derivative, layout).result())
+
+
+class _Rewriting:
+    def __init__(self, derivative: Derivative, layout: Layout) -> None:
+        self._old, program = derivative, derivative.program
+        self._program, self._jumps = program, _exact(program)
+        self._first = program.first_node
+        self._nodes: list[Node] = []
+        self._levels = list(levels_of(program, layout)[: self._first])
+        query = Ref(first_lane(program) + 2)
+        key = Ref(query.value + 1)
+        self._row, self._column = (key, query) if layout.rows_are_keys else (query, key)
+        self._new = {n: Ref(n) for n in range(self._first)}
+
+    def result(self) -> Derivative:
+        for number, node in enumerate(self._program.nodes, self._first):
+            own = node._replace(args=self._renamed(node.args))
+            self._new[number] = self._replaced(number, own) or self._add(own)
+        gathers = tuple(
+            gather._replace(node=gather.node._replace(args=self._renamed(gather.node.args)))
+            for gather in self._old.gathers
+        )
+        outputs = self._renamed(self._program.outputs)
+        return Derivative(self._program._replace(nodes=tuple(self._nodes), outputs=outputs), gathers)
+
+    def _renamed(self, arg: Any) -> Any:
+        if isinstance(arg, Ref):
+            return self._new[arg.value]
+        return tuple(map(self._renamed, arg)) if isinstance(arg, tuple) else arg
+
+    def _add(self, node: Node) -> Ref:
+        """The number of a node, which may be there already."""
+        # A bool equals a number: what is written tells them apart.
+        for i, known in enumerate(self._nodes):
+            if known == node and repr(known) == repr(node):
+                return Ref(self._first + i)
+        self._nodes.append(node)
+        self._levels.append(joint({self._levels[ref.value] for ref in refs(node.args)}))
+        return Ref(self._first + len(self._nodes) - 1)
+
+    def _made(self, op: str, *args: Any) -> Ref:
+        return self._add(Node(op, args, "float32"))
+
+    def _node(self, ref: Ref) -> Node | None:
+        return self._nodes[ref.value - self._first] if ref.value >= self._first else None
+
+    def _replaced(self, number: int, node: Node) -> Ref | None:
+        if node.dtype != "float32" or node.shape:
+            return None
+        if node.op == "convert":
+            return self._distance(node.args[0])
+        if node.op == "div":
+            return self._divided(*node.args, is_exact=number in self._jumps)
+        if node.op == "reciprocal" and number not in self._jumps and self._is_often(node.args[0]):
+            return self._made("quotient", self._made("constant", 1.0), node.args[0])
+        return None
+
+    def _distance(self, x: Ref) -> Ref | None:
+        """An int32 as a float32, if it is a distance of positions, negative, or without its sign."""
+        node = self._node(x)
+        if node is None or node.dtype != "int32" or node.shape:
+            return None
+        if node.op == "sub" and node.args == (self._column, self._row):
+            return self._made("distance", self._row, self._column)
+        if node.op == "sub" and node.args == (self._row, self._column):
+            return self._made("neg", self._made("distance", self._row, self._column))
+        if node.op in ("abs", "neg"):
+            inner = self._distance(node.args[0])
+            return None if inner is None else self._made(node.op, inner)
+        return None
+
+    def _divided(self, x: Ref, y: Ref, *, is_exact: bool) -> Ref | None:
+        node = self._node(x)
+        if node is not None and node.shape:
+            return None
+        if self._is_often(y):
+            return None if is_exact else self._made("quotient", x, y)
+        if self._levels[x.value] <= self._levels[y.value]:
+            return None
+        reciprocal = self._made("reciprocal", y)
+        return self._made("divided_by", x, y, reciprocal) if is_exact else self._made("mul", x, reciprocal)
+
+    def _is_often(self, x: Ref) -> bool:
+        """Whether a value is computed in each block, where a division's branch is in the way."""
+        return self._levels[x.value] >= Level.COLUMN
+
+
+def _exact(program: Program) -> set[int]:
+    """Numbers of the values whose last bit may decide on something."""
+    found: set[int] = set()
+    for number, node in reversed(list(enumerate(program.nodes, program.first_node))):
+        to_integer = node.op == "convert" and not node.dtype.startswith(("float", "bfloat"))
+        if node.op in _JUMPS or to_integer or number in found:
+            found |= {ref.value for ref in refs(node.args)}
+        elif node.op == "where":
+            found.add(node.args[0].value)
+    return found
+
+
+def _needed(derivative: Derivative) -> Derivative:
+    """The program without nodes that no output needs."""
+    program, first = derivative.program, derivative.program.first_node
+    roots = (*program.outputs, *(g.node.args for g in derivative.gathers))
+    needed = {ref.value for ref in refs(roots)}
+    for number, node in reversed(list(enumerate(program.nodes, first))):
+        if number in needed:
+            needed |= {ref.value for ref in refs(node.args)}
+    kept = [n for n in range(first, first + len(program.nodes)) if n in needed]
+    number_of = {n: n for n in range(first)} | {n: first + i for i, n in enumerate(kept)}
+
+    def renamed(arg: Any) -> Any:
+        if isinstance(arg, Ref):
+            return Ref(number_of[arg.value])
+        return tuple(map(renamed, arg)) if isinstance(arg, tuple) else arg
+
+    nodes = tuple(node._replace(args=renamed(node.args)) for node in (program.nodes[n - first] for n in kept))
+    gathers = tuple(g._replace(node=g.node._replace(args=renamed(g.node.args))) for g in derivative.gathers)
+    return Derivative(program._replace(nodes=nodes, outputs=renamed(program.outputs)), gathers)

@@ -1,0 +1,140 @@
+"""Masks whose rows see intervals, by kernels that read bounds, in the emulator with its race checks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+from everything import EVERYTHING
+from flash4_torch.backends.flex import compiled
+from flash4_torch.ops import draw_rng_state
+from flash4_torch.reference.flex import EMPTY, FULL, PARTIAL
+from flex_calls import ARCHS, SCHEDULES, Call, check, check_gradients, made, tensors, with_blocks
+from flex_mods import H, Mod, Parts
+
+PHASES = [Phase.explicit, Phase.generate] if EVERYTHING else [Phase.explicit]
+"""The first calls that hypothesis draws show little: CI has examples."""
+seeds = st.integers(0, 1 << 20)
+
+
+def intervals(seed: int, Sq: int, Sk: int, sides: str) -> Mod:
+    """Intervals in order, for each batch entry: long ones, short ones, and rows that see nothing."""
+    torch.manual_seed(seed)
+    first, last = (torch.randint(-Sk // 3, Sk * 4 // 3, (2, Sq)).sort(-1).values for _ in range(2))
+    last[0] += Sk // 4
+    if sides == "right":
+        first = torch.zeros_like(first)
+    if sides == "left":
+        last = torch.full_like(last, Sk)
+    return lambda b, h, i, j: (first[b, i] <= j) & (j <= last[b, i])
+
+
+def with_intervals(call: Call, mask_mod: Mod, block: tuple[int, int] = (64, 64)) -> Call:
+    """The call with a block mask of a function."""
+    B, Sq, Sk = call.q.shape[0], call.q.shape[1], call.k.shape[1]
+    b, i, j = torch.arange(B)[:, None, None], torch.arange(Sq)[:, None], torch.arange(Sk)
+    seen = mask_mod(b, b, i, j).expand(B, Sq, Sk)
+    missing = [-n % size for n, size in zip((Sq, Sk), block, strict=True)]
+    padded = torch.nn.functional.pad(seen, (0, missing[1], 0, missing[0]))
+    parts = padded.unflatten(2, (-1, block[1])).unflatten(1, (-1, block[0]))
+    some, every = parts.any(4).any(2), parts.all(4).all(2)
+    states = torch.where(every, FULL, torch.where(some, PARTIAL, EMPTY))[:, None]
+    return with_blocks(call, states, *block)
+
+
+def drawn(
+    seed: int, Sq: int, Sk: int, sides: str, D: int = 64, score_mod: Mod | None = None, **options: Any
+) -> Call:
+    mask_mod = intervals(seed, Sq, Sk, sides)
+    return with_intervals(made(tensors(Sq, Sk, D), score_mod, mask_mod, **options), mask_mod)
+
+
+@pytest.fixture(autouse=True)
+def only_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call has its kernels read bounds, not blocks."""
+    original = compiled._arguments
+
+    def arguments(*args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        assert found[2] is None
+        assert found[4] is not None
+        return found
+
+    monkeypatch.setattr(compiled, "_arguments", arguments)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_results_and_gradients(arch: str) -> None:
+    @settings(max_examples=20, phases=PHASES)
+    @given(seeds, st.integers(130, 400), st.integers(130, 400), st.sampled_from(SCHEDULES))
+    @example(1, 190, 233, SCHEDULES[0])
+    def run(seed: int, Sq: int, Sk: int, schedule: dict[str, Any]) -> None:
+        Sk += Sk % 128 == 0
+        call = drawn(seed, Sq, Sk, "both")
+        check(call, arch, schedule)
+        check_gradients(call, arch, schedule)
+
+    run()
+
+
+if EVERYTHING:
+
+    @pytest.mark.parametrize("arch", ARCHS)
+    @pytest.mark.parametrize("D", [64, 96, 128, 192, 256])
+    @pytest.mark.parametrize("sides", ["left", "right", "both"])
+    def test_sides_and_head_sizes(sides: str, D: int, arch: str) -> None:
+        call = drawn(D, 390, 290, sides, D)
+        check(call, arch, SCHEDULES[0])
+        check_gradients(call, arch, SCHEDULES[1])
+
+    @pytest.mark.parametrize("arch", ARCHS)
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"softcap": 2.0},
+            {"dropout_p": 0.3},
+            {"deterministic": True},
+            {"window_left": 90},
+            {"window_left": 70, "window_right": 20},
+        ],
+        ids=str,
+    )
+    @pytest.mark.parametrize("has_mod", [False, True])
+    def test_beside_other_options(has_mod: bool, options: dict[str, Any], arch: str) -> None:
+        if has_mod and "deterministic" in options:
+            pytest.skip("gradients of captured tensors have no order")
+        slopes = torch.randn(H)
+        score_mod: Mod | None = (lambda s, b, h, i, j: s + slopes[h] * (j - i)) if has_mod else None
+        call = drawn(5, 270, 300, "both", 64, score_mod, **options)
+        state = draw_rng_state(call.q.device) if "dropout_p" in options else None
+        call = replace(call, mods=call.mods._replace(sinks=torch.randn(H), rng_state=state))
+        check(call, arch, SCHEDULES[0])
+        check_gradients(call, arch, SCHEDULES[1])
+
+    @pytest.mark.parametrize("arch", ARCHS)
+    @pytest.mark.parametrize("name", ["cap", "bias", "gained"])
+    def test_beside_programs(name: str, arch: str) -> None:
+        parts = Parts(torch.float32)
+        parts.table = torch.randn(H, 300)
+        call = drawn(6, 270, 290, "both", 128, parts.score_mod([name], 3.0))
+        check(call, arch, SCHEDULES[0])
+        check_gradients(call, arch, SCHEDULES[1])
+
+    @pytest.mark.parametrize("arch", ARCHS)
+    def test_packed_heads(arch: str) -> None:
+        check(drawn(7, 5, 300, "both"), arch, SCHEDULES[0])
+
+
+def test_what_is_drawn_hides_whole_rows() -> None:
+    seen = intervals(1, 300, 333, "both")(
+        torch.arange(2)[:, None, None], Tensor(), torch.arange(300)[:, None], torch.arange(333)
+    )
+    assert not seen.any(-1).all()
+    assert seen.any()
