@@ -193,7 +193,7 @@ def test_only_what_a_call_uses_is_compiled_in(kwargs: dict[str, Any], expected: 
     x = half(1, 64, 2, 32)
     features = launched(x, x, x, **kwargs).features
     switches = ("left", "right", "softcap", "scaled", "dropout", "deterministic", "dmask", "large_softcap")
-    bare = dict.fromkeys(switches, False)
+    bare = dict.fromkeys((*switches, "dropout_of_part"), False)
     assert features._asdict() == {
         "dtype": "bfloat16",
         "D": 32,
