@@ -4,9 +4,9 @@ Under torchrun, with a process for each GPU, whole calls are timed, beside torch
 
     torchrun --nproc-per-node 2 --local-ranks-filter 0 -m flash4_torch bench context --out context.json
 
-In one process a GPU does what one rank of N would: its hops and merges, or its heads, without messages. That
-is the most efficiency that N ranks can have; and `predicted` adds messages that do not fit under the
-computation, at bandwidths that are assumed in one process, and measured under torchrun.
+In one process a GPU does what one rank of N would: its hops and merges, or its heads, without messages and
+without packing them. That is the most efficiency that N ranks can have; and `predicted` adds messages that do
+not fit under the computation, at bandwidths that are assumed in one process, and measured under torchrun.
 """
 
 from __future__ import annotations
@@ -101,6 +101,8 @@ def measure(settings: Settings) -> Iterator[Row]:
             }
             print(_line(found), file=sys.stderr, flush=True)
             yield found
+    if dist.is_torchelastic_launched():
+        dist.destroy_process_group()
 
 
 def _tensors(cell: Cell, settings: Settings) -> list[Tensor]:

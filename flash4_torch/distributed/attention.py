@@ -74,6 +74,7 @@ def context_parallel_attention(
     Returns:
         out (B, Sq / ranks, Hq, Dv), or (out, lse): this rank's rows of what `attention` returns for the whole
         sequence. Gradients of q, k and v are whole; that of sinks is this rank's share of a sum over ranks.
+        Every rank has to run the backward.
 
     Raises:
         ArgumentError: an argument is outside its limits; the message names it, its value and the limit.

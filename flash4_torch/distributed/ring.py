@@ -219,7 +219,7 @@ def taken(x: Tensor, parts: tuple[Span, ...]) -> Tensor:
     return torch.cat([x[:, part.start : part.stop] for part in parts], 1)
 
 
-MOST_PENDING = 4
+MOST_PENDING = 8
 """Parts of rows that wait to be merged in one go."""
 
 
@@ -239,8 +239,8 @@ class Part(NamedTuple):
 class Rows:
     """Rows of a result whose keys come in parts.
 
-    A few parts are merged at once, by a kernel that rounds once; more are added in turn to a result in
-    float32 (float64 for float64), so that memory does not grow with their number.
+    A few parts are merged at once, by a kernel that rounds once. Where there are more, what a few make is
+    added to a result in float32 (float64 for float64), so that memory does not grow with their number.
     """
 
     def __init__(self, q: Tensor, Dv: int):
@@ -252,9 +252,9 @@ class Rows:
 
     def merge(self, rows: Span, out: Tensor, lse: Tensor) -> None:
         """Adds the keys of out (B, n, Hq, Dv) and lse (B, Hq, n)."""
-        self._pending.append(Part(rows, out, lse))
-        if len(self._pending) > MOST_PENDING:
+        if len(self._pending) == MOST_PENDING:
             self._run()
+        self._pending.append(Part(rows, out, lse))
 
     def finished(self) -> tuple[Tensor, Tensor]:
         if self._running is None:
@@ -284,19 +284,18 @@ class Rows:
 
     def _run(self) -> None:
         """Adds what is pending to the result in float32."""
-        if self._running is None:
-            self._running = self._nothing(self._shape[1])
-        out, lse = self._running
-        for part in self._pending:
-            rows = slice(part.rows.start, part.rows.stop)
-            total, total_lse = out[:, rows], lse[..., rows]
-            merged = torch.logaddexp(total_lse, part.lse)
-            nothing = merged == -torch.inf
-            # -inf - -inf is NaN.
-            old, new = ((x - merged).exp_().masked_fill_(nothing, 0.0) for x in (total_lse, part.lse))
-            total.mul_(_per_row(old)).addcmul_(part.out, _per_row(new))
-            total_lse.copy_(merged)
+        out, lse = self._at_once()
         self._pending = []
+        if self._running is None:
+            self._running = out.to(self._work), lse
+            return
+        total, total_lse = self._running
+        merged = torch.logaddexp(total_lse, lse)
+        nothing = merged == -torch.inf
+        # -inf - -inf is NaN.
+        old, new = ((x - merged).exp_().masked_fill_(nothing, 0.0) for x in (total_lse, lse))
+        total.mul_(_per_row(old)).addcmul_(out, _per_row(new))
+        total_lse.copy_(merged)
 
     def _nothing(self, count: int) -> tuple[Tensor, Tensor]:
         """Results of rows without keys."""

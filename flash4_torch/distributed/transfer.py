@@ -13,7 +13,8 @@ from torch import Tensor
 from ..errors import CommunicationError
 from .groups import Axis, group_of
 
-_connected: set[str] = set()
+_connected: dict[str, int] = {}
+"""Identities of groups, by name: a name may come again after its group was destroyed."""
 
 
 class Message(NamedTuple):
@@ -52,11 +53,14 @@ class Transfer:
 
 def connect(axis: Axis, device: torch.device) -> None:
     """Brings all ranks of a group together once: messages between some of them cannot be NCCL's first."""
-    if device.type != "cuda" or axis.group in _connected:
+    if device.type != "cuda":
+        return
+    group = group_of(axis)
+    if _connected.get(axis.group) == id(group):
         return
     with naming(axis, "the first call", None):
-        dist.all_reduce(torch.zeros(1, device=device), group=group_of(axis))
-    _connected.add(axis.group)
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+    _connected[axis.group] = id(group)
 
 
 def collective(axis: Axis, what: str, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:

@@ -116,7 +116,7 @@ PLAIN = Call("ring 2", "zigzag", 1, 4, 2, 2, 8, 8, torch.float32, {"causal": Tru
 @example(PLAIN._replace(options={"window": (None, -5)}, sinks=True))
 @example(PLAIN._replace(options={"window": (-3, 9)}, mesh="ring 3"))
 # The same with more parts than wait to be merged.
-@example(PLAIN._replace(options={"window": (None, -5), "dropout_p": 0.4}, mesh="ring 4"))
+@example(PLAIN._replace(options={"window": (None, -5), "dropout_p": 0.4}, mesh="ring 4", chunk=8))
 def test_ranks_give_what_one_process_does(call: Call) -> None:
     check(call)
 
