@@ -226,8 +226,9 @@ def _completed(features: Features, config: Sm90Forward, ragged_k: bool, pack_gqa
     """A row's config for one call.
 
     With a left bound, a mask or bounds of rows a warpgroup may skip so many blocks that they would hold up
-    the next tile, and a mask's bits are read for whole blocks. A cluster's two tiles have one sequence and no mask. With dropout
-    a wait that is left to ptxas is faster (D 192: by 7 %). With pages ptxas serialises half blocks.
+    the next tile, and a mask's bits are read for whole blocks. A cluster's two tiles have one sequence and no
+    mask. With dropout a wait that is left to ptxas is faster (D 192: by 7 %). With pages ptxas serialises
+    half blocks.
     """
     return config._replace(
         cluster=1 if features.varlen or features.lists_blocks or features.dropout else config.cluster,
