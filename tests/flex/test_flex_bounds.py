@@ -14,7 +14,6 @@ from torch import Tensor
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 from everything import EVERYTHING
 from flash4_torch.backends.flex import compiled
-from flash4_torch.ops import draw_rng_state
 from flash4_torch.reference.flex import EMPTY, FULL, PARTIAL
 from flex_calls import ARCHS, SCHEDULES, Call, check, check_gradients, made, tensors, with_blocks
 from flex_mods import H, Mod, Parts
@@ -74,7 +73,7 @@ def only_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_results_and_gradients(arch: str) -> None:
     @settings(max_examples=20, phases=PHASES)
     @given(seeds, st.integers(130, 400), st.integers(130, 400), st.sampled_from(SCHEDULES))
-    @example(1, 190, 233, SCHEDULES[0])
+    @example(400, 400, 400, SCHEDULES[0])
     def run(seed: int, Sq: int, Sk: int, schedule: dict[str, Any]) -> None:
         Sk += Sk % 128 == 0
         call = drawn(seed, Sq, Sk, "both")
@@ -99,7 +98,6 @@ if EVERYTHING:
         "options",
         [
             {"softcap": 2.0},
-            {"dropout_p": 0.3},
             {"deterministic": True},
             {"window_left": 90},
             {"window_left": 70, "window_right": 20},
@@ -113,8 +111,7 @@ if EVERYTHING:
         slopes = torch.randn(H)
         score_mod: Mod | None = (lambda s, b, h, i, j: s + slopes[h] * (j - i)) if has_mod else None
         call = drawn(5, 270, 300, "both", 64, score_mod, **options)
-        state = draw_rng_state(call.q.device) if "dropout_p" in options else None
-        call = replace(call, mods=call.mods._replace(sinks=torch.randn(H), rng_state=state))
+        call = replace(call, mods=call.mods._replace(sinks=torch.randn(H)))
         check(call, arch, SCHEDULES[0])
         check_gradients(call, arch, SCHEDULES[1])
 

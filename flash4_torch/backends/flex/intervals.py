@@ -79,6 +79,9 @@ def reduced(inputs: FlexInputs, problem: FlexProblem) -> Reduced:
         return Reduced(inputs, problem)
     found = _kept(inputs, problem)
     bounds, band = found.bounds, found.band
+    if bounds is not None and spec.dropout:
+        # Keep bits are made for the blocks that a band or a mask leaves.
+        return Reduced(inputs, problem)
     if bounds is not None:
         band = bounds.band(problem.extent.Sq, problem.extent.Sk)
     if band is None:

@@ -143,8 +143,12 @@ class Plan(ForwardPlan):
 
     @property
     def skips_both(self) -> bool:
-        """Whether V is skipped together with K; then any number of blocks may be skipped."""
-        return self.cluster_size > 1 and self.features.right and not self.config.next_tile
+        """Whether V is skipped together with K; then any number of blocks may be skipped.
+
+        Bounds of rows may leave that many between neighbouring warpgroups.
+        """
+        skips_many = self.cluster_size > 1 or self.features.mods.bounds
+        return skips_many and self.features.right and not self.config.next_tile
 
     @property
     def inner_band(self) -> BandShape:
@@ -192,6 +196,7 @@ class Plan(ForwardPlan):
         # A warpgroup skips K before it skips V, with `next_tile` even while it holds another V.
         # With `k_ahead` a K arrives without waiting for the last V before it.
         assert self.skips_both or self.skipped <= c.kv_stages - c.next_tile + c.k_ahead
+        assert not f.mods.bounds or not (c.next_tile or f.dropout)
         assert c.cluster in (1, 2)
         self.check_pages()
         if c.cluster > 1:
