@@ -2,6 +2,7 @@
 
 q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), then what `flex_problem.Mods` holds. out is
 (B, Sq, Hq, Dv); lse (B, Hq, Sq), natural, and its rounding error lse_low, float32 (float64 for float64).
+With cu_seqlens sequences are packed: q (Tq, Hq, D), k (Tk, Hk, D), out (Tq, Hq, Dv), lse (Hq, Tq).
 `wanted` says which of score_mod's tensors get a gradient; the others' have no elements.
 """
 
@@ -16,11 +17,12 @@ from torch import Tensor
 from ..backends import flex as backends
 from ..backends.flex.tiled import program_of
 from ..errors import DoubleBackwardError
-from ..flex_problem import FlexInputs, FlexProblem, FlexSaved, FlexSpec, Mods, new_out
+from ..flex_problem import NUM_TENSORS, FlexInputs, FlexProblem, FlexSaved, FlexSpec, Mods, new_out
 from ..problem import CallOptions, Extent, dtype_key
 from ..reference.scoring import working_dtype
 from .after_import import after_import
 from .autocast import DEVICES, casting
+from .check import cu_seqlens_values
 from .schema import LIBRARY
 
 _OPTIONS = (
@@ -29,8 +31,9 @@ _OPTIONS = (
 )
 _ARGUMENTS = (
     "Tensor[] captured, Tensor? kv_num_blocks, Tensor? kv_indices, Tensor? full_kv_num_blocks, "
-    "Tensor? full_kv_indices, Tensor? sinks, Tensor? rng_state, str score_mod, str mask_mod, "
-    f"float[] scalars, SymInt q_block, SymInt kv_block, {_OPTIONS}"
+    "Tensor? full_kv_indices, Tensor? sinks, Tensor? rng_state, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+    "str score_mod, str mask_mod, float[] scalars, SymInt q_block, SymInt kv_block, "
+    f"SymInt max_seqlen_q, SymInt max_seqlen_k, {_OPTIONS}"
 )
 SCHEMAS = {
     "flex_attention": (
@@ -45,13 +48,14 @@ SCHEMAS = {
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 
-_MODS, _SCALARS = len(Mods._fields), Mods._fields.index("scalars")
+_MODS = len(Mods._fields)
+_SINKS, _SCALARS = Mods._fields.index("sinks"), Mods._fields.index("scalars")
 
 
 def flex_attention(
     q: Tensor, k: Tensor, v: Tensor, mods: Mods, options: CallOptions
 ) -> tuple[Tensor, Tensor]:
-    """(out (B, Sq, Hq, Dv), lse (B, Hq, Sq)); q, k and v come from `autocast_inputs`."""
+    """(out (B, Sq, Hq, Dv), lse (B, Hq, Sq)), or packed; q, k and v come from `autocast_inputs`."""
     beside = mods._replace(captured=list(mods.captured), scalars=list(mods.scalars))
     out, lse, _ = torch.ops.flash4.flex_attention.default(q, k, v, *beside, *options)
     return out, lse
@@ -63,14 +67,14 @@ def _split(rest: Sequence[Any]) -> tuple[Mods, CallOptions]:
 
 def describe(inputs: FlexInputs, options: CallOptions) -> FlexProblem:
     """The forward problem of a call."""
-    q, k, v, mods = inputs
-    (B, Sq, Hq, D), Sk, Hk = q.shape, k.shape[1], k.shape[2]
+    q, _, v, mods = inputs
+    D, extent = q.shape[-1], _extent(inputs)
     spec = FlexSpec(
         device=q.device.type,
         dtype=q.dtype,
         D=D,
         Dv=v.shape[-1],
-        group=Hq // Hk,
+        group=extent.Hq // extent.Hk,
         score_mod=mods.score_mod,
         mask_mod=mods.mask_mod,
         block=None if mods.kv_num_blocks is None else (mods.q_block, mods.kv_block),
@@ -81,10 +85,17 @@ def describe(inputs: FlexInputs, options: CallOptions) -> FlexProblem:
         dropout=options.dropout_p > 0.0,
         deterministic=options.deterministic,
         sinks=dtype_key(mods.sinks),
+        varlen=mods.cu_seqlens_q is not None,
         capability=torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else (0, 0),
     )
-    extent = Extent(B, Sq, Sk, Hq, Hk)
     return FlexProblem(spec, extent, options.scale, options.band, options.softcap, options.dropout_p)
+
+
+def _extent(inputs: FlexInputs) -> Extent:
+    (*_, Hq, _), (*_, Hk, _), ends = inputs.q.shape, inputs.k.shape, inputs.mods.cu_seqlens_q
+    if ends is None:
+        return Extent(inputs.q.shape[0], inputs.q.shape[1], inputs.k.shape[1], Hq, Hk)
+    return Extent(ends.shape[0] - 1, inputs.mods.max_seqlen_q, inputs.mods.max_seqlen_k, Hq, Hk)
 
 
 def reasons(inputs: FlexInputs, options: CallOptions, has_lse: bool) -> dict[str, list[str]]:
@@ -93,7 +104,8 @@ def reasons(inputs: FlexInputs, options: CallOptions, has_lse: bool) -> dict[str
     problem = describe(inputs, options)
     found = backends.reasons(problem)
     wanted = tuple(x.requires_grad for x in mods.captured[: _of_score(mods)])
-    if any(wanted) or any(x.requires_grad for x in (q, k, v)):
+    differentiable = (q, k, v) if mods.sinks is None else (q, k, v, mods.sinks)
+    if any(wanted) or any(x.requires_grad for x in differentiable):
         spec = problem.spec._replace(backward=True, dlse=has_lse, dcaptured=wanted)
         for name, why in backends.reasons(problem._replace(spec=spec)).items():
             found[name] += [f"backward: {sentence}" for sentence in why if sentence not in found[name]]
@@ -108,6 +120,9 @@ def _of_score(mods: Mods) -> int:
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     mods, options = _split(rest)
     inputs = FlexInputs(q, k, v, mods)
+    if mods.cu_seqlens_q is not None and mods.cu_seqlens_k is not None:
+        cu_seqlens_values("cu_seqlens_q", mods.cu_seqlens_q, q.shape[0], mods.max_seqlen_q)
+        cu_seqlens_values("cu_seqlens_k", mods.cu_seqlens_k, k.shape[0], mods.max_seqlen_k)
     problem = describe(inputs, options)
     return backends.choose(problem).forward(inputs, problem)
 
@@ -126,8 +141,8 @@ def _backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Any, 
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    B, Sq, Hq, _ = q.shape
-    lse = q.new_empty(B, Hq, Sq, dtype=working_dtype(q.dtype))
+    *batch, Sq, Hq, _ = q.shape
+    lse = q.new_empty(*batch, Hq, Sq, dtype=working_dtype(q.dtype))
     return new_out(q, v.shape[-1]), lse, torch.empty_like(lse)
 
 
@@ -145,16 +160,15 @@ def _fake_backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     (q, k, v), (mods, options) = inputs[:3], _split(inputs[3:])
-    tensors = mods[1:7]
-    ctx.save_for_backward(q, k, v, *output, *tensors, *mods.captured)
-    ctx.beside, ctx.options = mods[7:], options
+    ctx.save_for_backward(q, k, v, *output, *mods.tensors, *mods.captured)
+    ctx.mods, ctx.options = mods.of_tensors((), [None] * NUM_TENSORS), options
     ctx.set_materialize_grads(False)
 
 
 def _grads(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
     q, k, v, out, lse, low, *others = ctx.saved_tensors
-    tensors, captured = others[:6], others[6:]
-    mods = Mods(captured, *tensors, *ctx.beside)
+    tensors, captured = others[:NUM_TENSORS], others[NUM_TENSORS:]
+    mods = ctx.mods.of_tensors(captured, tensors)
     wanted = [bool(x) for x in list(ctx.needs_input_grad[3])[: _of_score(mods)]]
     dout = torch.zeros_like(out) if dout is None else dout
     saved = q, k, v, out, lse, low
@@ -163,10 +177,11 @@ def _grads(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None)
     )
     found = [x if wants else None for x, wants in zip(dcaptured, wanted, strict=True)]
     found += [None] * (len(captured) - len(found))
-    after: list[Any] = [None] * (_MODS - 6 + len(CallOptions._fields))
+    beside: list[Any] = [None] * (_MODS - 1 + len(CallOptions._fields))
+    beside[_SINKS - 1] = None if mods.sinks is None else dsinks
     # torch takes an empty list of numbers for one of tensors.
-    after[_SCALARS - 6] = None if mods.scalars else []
-    return dq, dk, dv, found, *(None,) * 4, None if mods.sinks is None else dsinks, *after
+    beside[_SCALARS - 1] = None if mods.scalars else []
+    return dq, dk, dv, found, *beside
 
 
 def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

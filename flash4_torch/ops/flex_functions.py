@@ -71,9 +71,9 @@ class _FlexAttention(HigherOrderOperator):
 
 
 recorded_flex_attention = _FlexAttention()
-"""(out (B, Sq, Hq, Dv), lse) of q, k, v, score_mod, blocks, scale, options and what both functions capture.
+"""(out, lse) of q, k, v, score_mod, beside, scale, options and what both functions capture.
 
-`blocks` are the four lists of a BlockMask, q_block, kv_block and mask_mod.
+`beside` are the tensors of `Mods`, q_block, kv_block, max_seqlen_q, max_seqlen_k and mask_mod.
 """
 
 
@@ -82,14 +82,15 @@ def _attend(
     k: Tensor,
     v: Tensor,
     score_mod: Function,
-    blocks: tuple[Any, ...],
+    beside: tuple[Any, ...],
     scale: float,
     options: dict[str, Any],
     of_score: tuple[Any, ...] = (),
     of_mask: tuple[Any, ...] = (),
 ) -> tuple[Tensor, Tensor]:
-    *lists, q_block, kv_block, mask_mod = blocks
-    mods = Mods((), *lists)._replace(q_block=q_block, kv_block=kv_block)
+    *tensors, q_block, kv_block, max_seqlen_q, max_seqlen_k, mask_mod = beside
+    mods = Mods((), *tensors)._replace(q_block=q_block, kv_block=kv_block)
+    mods = mods._replace(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     mods = with_functions(mods, q, score_mod, mask_mod, of_score, of_mask)
     return flex_attention(q, k, v, mods, CallOptions(scale=scale, **options))
 
