@@ -174,7 +174,7 @@ def attention(
     else:
         _refuse_beside_functions(attn_mask)
         functions = functions_of(score_mod, mask_mod, block_mask)
-        out, lse = attend(q, k, v, functions, options, Mods(sinks=sinks, rng_state=rng_state))
+        out, lse, _ = attend(q, k, v, functions, options, Mods(sinks=sinks, rng_state=rng_state))
     return (out, lse) if return_lse else out
 
 
@@ -359,7 +359,7 @@ def attention_varlen(
     else:
         given = Mods(sinks=sinks, rng_state=rng_state, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
         given = given._replace(max_seqlen_q=max_seqlens[0], max_seqlen_k=max_seqlens[1])
-        out, lse = attend(q, k, v, functions_of(score_mod, mask_mod, block_mask), options, given)
+        out, lse, _ = attend(q, k, v, functions_of(score_mod, mask_mod, block_mask), options, given)
     return (out, lse) if return_lse else out
 
 

@@ -11,7 +11,7 @@ from ..errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from ..flex_problem import FlexInputs
 from ..ops import CallOptions, autocast_inputs, check
 from ..ops import flex as ops
-from .call import Mod, attend, functions_of, traced
+from .call import Functions, Mod, Results, attend, functions_of, traced
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
@@ -101,12 +101,15 @@ def flex_attention(
         enable_gqa: query heads h // (Hq // Hk) share a KV head.
         return_lse: also return lse, the log-sum-exp of each row's scores.
         kernel_options: torch's, which are hints for its kernels; nothing of them is used.
-        return_aux: torch's newer spelling of `return_lse`: AuxRequest(lse=True). It has no max_scores here.
+        return_aux: torch's newer spelling of `return_lse`: AuxRequest(lse=True). With max_scores=True also
+            the largest score of each row, after score_mod and masks: for that plain torch goes over the
+            scores once more, on every backend.
 
     Returns:
         out (B, Hq, Sq, Dv) in query's dtype; with `return_lse` (out, lse), lse (B, Hq, Sq) natural, float32
-        (float64 for float64), differentiable; with `return_aux` (out, AuxOutput(lse)). A row that sees
-        nothing gives out 0, lse -inf and no gradient.
+        (float64 for float64), differentiable; with `return_aux` (out, AuxOutput(lse, max_scores)), where
+        max_scores (B, Hq, Sq) has lse's dtype and no gradient. A row that sees nothing gives out 0, lse and
+        max_scores -inf and no gradient.
 
     Raises:
         ArgumentError: an argument is outside its limits.
@@ -118,19 +121,26 @@ def flex_attention(
     """
     _check_outputs(return_lse, return_aux)
     query, key, value = _checked(query, key, value, enable_gqa, kernel_options)
-    q, k, v = _heads_last(query, key, value)
-    scale = check.scale(scale, q.shape[-1])
-    deterministic = torch.are_deterministic_algorithms_enabled()
     functions = functions_of(score_mod, None, block_mask)
-    out, lse = attend(q, k, v, functions, CallOptions(scale, deterministic=deterministic))
-    out = out.transpose(1, 2)
-    if query.is_contiguous():
-        out = out.contiguous()
+    scale = check.scale(scale, query.shape[-1])
+    has_max = return_aux is not None and return_aux.max_scores
+    out, lse, largest = attend_heads_first(query, key, value, functions, scale, has_max)
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 
-        return out, AuxOutput(lse=lse if return_aux.lse else None)
+        return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=largest)
     return (out, lse) if return_lse else out
+
+
+def attend_heads_first(
+    query: Tensor, key: Tensor, value: Tensor, functions: Functions, scale: float, max_scores: bool
+) -> Results:
+    """Results for checked tensors (B, H, S, D), out (B, Hq, Sq, Dv)."""
+    q, k, v = _heads_last(query, key, value)
+    options = CallOptions(scale, deterministic=torch.are_deterministic_algorithms_enabled())
+    results = attend(q, k, v, functions, options, max_scores=max_scores)
+    out = results.out.transpose(1, 2)
+    return results._replace(out=out.contiguous() if query.is_contiguous() else out)
 
 
 def flex_support(
@@ -169,11 +179,8 @@ def flex_support(
 
 def _check_outputs(return_lse: bool, return_aux: AuxRequest | None) -> None:
     check.flag("return_lse", return_lse)
-    if return_aux is not None:
-        if return_lse:
-            raise ArgumentError("return_lse", return_lse, "it must be False beside return_aux")
-        if return_aux.max_scores:
-            raise ArgumentError("return_aux", return_aux, "max_scores is not computed; it must be False")
+    if return_aux is not None and return_lse:
+        raise ArgumentError("return_lse", return_lse, "it must be False beside return_aux")
 
 
 def _checked(

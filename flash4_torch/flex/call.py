@@ -11,8 +11,7 @@ from torch import Tensor
 from ..errors import ArgumentError, DeviceError, ShapeError
 from ..flex_problem import Mods
 from ..ops import CallOptions
-from ..ops import flex as ops
-from ..ops.flex_functions import recorded_flex_attention, with_functions
+from ..ops.flex_functions import recorded_flex_attention, results, with_functions
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -26,7 +25,14 @@ class Functions(NamedTuple):
 
     score_mod: Mod | None = None
     mask_mod: Mod | None = None
-    block_mask: BlockMask | None = None
+    block_mask: BlockMask | Any = None
+    """None, or what has a BlockMask's lists, lengths and block size."""
+
+
+class Results(NamedTuple):
+    out: Tensor
+    lse: Tensor
+    max_scores: Tensor | None = None
 
 
 def functions_of(score_mod: Any, mask_mod: Any, block_mask: Any) -> Functions:
@@ -52,12 +58,21 @@ def functions_of(score_mod: Any, mask_mod: Any, block_mask: Any) -> Functions:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, functions: Functions, options: CallOptions, given: Mods | None = None
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of tensors (B, S, H, D), or packed (T, H, D); given: sinks, RNG state and sequences."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    functions: Functions,
+    options: CallOptions,
+    given: Mods | None = None,
+    max_scores: bool = False,
+) -> Results:
+    """Results for tensors (B, S, H, D), or packed (T, H, D); given: sinks, RNG state and sequences.
+
+    max_scores: the largest score of each row is wanted, too; not of packed sequences.
+    """
     if torch.compiler.is_dynamo_compiling():
-        return _recorded(q, k, v, functions, options, given or Mods())
-    return ops.flex_attention(q, k, v, traced(q, k, *functions, given), options)
+        return Results(*_recorded(q, k, v, functions, options, given or Mods(), max_scores))
+    return Results(*results(q, k, v, traced(q, k, *functions, given), options, max_scores))
 
 
 def traced(
@@ -81,14 +96,20 @@ def _everything(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
 
 
 def _recorded(
-    q: Tensor, k: Tensor, v: Tensor, functions: Functions, options: CallOptions, given: Mods
-) -> tuple[Tensor, Tensor]:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    functions: Functions,
+    options: CallOptions,
+    given: Mods,
+    max_scores: bool,
+) -> tuple[Tensor, ...]:
     """The call as torch.compile records it."""
     mods = _with_blocks(given, functions.block_mask, q, k)
     sizes = mods.q_block, mods.kv_block, mods.max_seqlen_q, mods.max_seqlen_k
     beside = (*mods.tensors, *sizes, functions.mask_mod or _everything)
     scale, *others = options
-    named = dict(zip(CallOptions._fields[1:], others, strict=True))
+    named = {**dict(zip(CallOptions._fields[1:], others, strict=True)), "max_scores": max_scores}
     return recorded_flex_attention(q, k, v, functions.score_mod or _unchanged, beside, scale, named)
 
 

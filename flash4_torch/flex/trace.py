@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 from torch._decomp import get_decompositions
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, make_fx
 from torch.overrides import TorchFunctionMode
@@ -193,9 +194,10 @@ def _call(function: Callable[..., Any], types: Any, args: tuple[Any, ...], kwarg
 
 @contextmanager
 def _alone() -> Iterator[FakeTensorMode]:
-    """A mode of fake tensors, without gradients and the modes of whoever traces or records us."""
+    """A mode of fake tensors, without gradients and without modes and transforms of whoever calls us."""
     with (
         _disable_current_modes(),
+        temporarily_clear_interpreter_stack(),
         torch.no_grad(),
         FakeTensorMode() as fake,
     ):

@@ -8,22 +8,27 @@ With cu_seqlens sequences are packed: q (Tq, Hq, D), k (Tk, Hk, D), out (Tq, Hq,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..backends import flex as backends
+from ..backends.flex import tiled
 from ..backends.flex.tiled import program_of
 from ..errors import DoubleBackwardError
+from ..flex.program import Ref, refs
 from ..flex_problem import NUM_TENSORS, FlexInputs, FlexProblem, FlexSaved, FlexSpec, Mods, new_out
 from ..problem import CallOptions, Extent, dtype_key
 from ..reference.scoring import working_dtype
 from .after_import import after_import
 from .autocast import DEVICES, casting
+from .autograd import function
 from .check import cu_seqlens_values
 from .schema import LIBRARY
+from .vmap import flex_rule
 
 _OPTIONS = (
     "float scale, SymInt? window_left, SymInt? window_right, float softcap, float dropout_p, "
@@ -44,11 +49,14 @@ SCHEMAS = {
         f"{_ARGUMENTS}, bool[] wanted) "
         "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks, Tensor[] dcaptured)"
     ),
+    "flex_max_scores": f"(Tensor q, Tensor k, {_ARGUMENTS}) -> Tensor max_scores",
 }
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 
 _MODS = len(Mods._fields)
+_INDICES = 4
+"""b, h, q_idx and kv_idx."""
 _SINKS, _SCALARS = Mods._fields.index("sinks"), Mods._fields.index("scalars")
 
 
@@ -57,8 +65,22 @@ def flex_attention(
 ) -> tuple[Tensor, Tensor]:
     """(out (B, Sq, Hq, Dv), lse (B, Hq, Sq)), or packed; q, k and v come from `autocast_inputs`."""
     beside = mods._replace(captured=list(mods.captured), scalars=list(mods.scalars))
-    out, lse, _ = torch.ops.flash4.flex_attention.default(q, k, v, *beside, *options)
+    transforms = torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
+    op = _transformed if transforms else torch.ops.flash4.flex_attention.default
+    out, lse, _ = op(q, k, v, *beside, *options)
     return out, lse
+
+
+def flex_max_scores(q: Tensor, k: Tensor, mods: Mods, options: CallOptions) -> Tensor:
+    """The largest score of each row (B, Hq, Sq), after score_mod and masks, without a gradient.
+
+    Kernels do not have it: plain torch computes the scores once more, tile by tile.
+    """
+    captured = [x.detach() for x in mods.captured]
+    beside = mods._replace(captured=captured, scalars=list(mods.scalars), sinks=None, rng_state=None)
+    with torch.no_grad():
+        found: Tensor = torch.ops.flash4.flex_max_scores.default(q.detach(), k.detach(), *beside, *options)
+    return found
 
 
 def _split(rest: Sequence[Any]) -> tuple[Mods, CallOptions]:
@@ -127,6 +149,12 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tenso
     return backends.choose(problem).forward(inputs, problem)
 
 
+def _max_scores(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
+    mods, options = _split(rest)
+    inputs = FlexInputs(q, k, k, mods)
+    return tiled.max_scores(inputs, describe(inputs, options))
+
+
 def _backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Any, ...]:
     (q, k, v, out, lse, low), rest, wanted = arguments[:6], arguments[6:-1], arguments[-1]
     mods, options = _split(rest)
@@ -144,6 +172,11 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, 
     *batch, Sq, Hq, _ = q.shape
     lse = q.new_empty(*batch, Hq, Sq, dtype=working_dtype(q.dtype))
     return new_out(q, v.shape[-1]), lse, torch.empty_like(lse)
+
+
+def _fake_max_scores(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
+    B, Sq, Hq, _ = q.shape
+    return q.new_empty(B, Hq, Sq, dtype=working_dtype(q.dtype))
 
 
 def _fake_backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Any, ...]:
@@ -166,15 +199,21 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 
 def _grads(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+    op = torch.ops.flash4.flex_attention_backward.default
+    return _gradients(ctx, dout, dlse, list(ctx.needs_input_grad[3]), op)
+
+
+def _gradients(
+    ctx: Any, dout: Tensor | None, dlse: Tensor | None, needed: Sequence[bool], op: Callable[..., Any]
+) -> tuple[Any, ...]:
+    """Gradients of the operator's arguments; `needed` says which captured tensors want one."""
     q, k, v, out, lse, low, *others = ctx.saved_tensors
     tensors, captured = others[:NUM_TENSORS], others[NUM_TENSORS:]
     mods = ctx.mods.of_tensors(captured, tensors)
-    wanted = [bool(x) for x in list(ctx.needs_input_grad[3])[: _of_score(mods)]]
+    wanted = [bool(x) for x in needed[: _of_score(mods)]]
     dout = torch.zeros_like(out) if dout is None else dout
     saved = q, k, v, out, lse, low
-    dq, dk, dv, dsinks, dcaptured = torch.ops.flash4.flex_attention_backward.default(
-        dout, dlse, *saved, *mods, *ctx.options, wanted
-    )
+    dq, dk, dv, dsinks, dcaptured = op(dout, dlse, *saved, *mods, *ctx.options, wanted)
     found = [x if wants else None for x, wants in zip(dcaptured, wanted, strict=True)]
     found += [None] * (len(captured) - len(found))
     beside: list[Any] = [None] * (_MODS - 1 + len(CallOptions._fields))
@@ -192,9 +231,84 @@ def _refuse(ctx: Any, *grads: Any) -> Any:
     raise DoubleBackwardError
 
 
-for _name, _kernel, _fake, _autograd, _n in (
-    ("flex_attention", _forward, _fake_forward, (_grads, _save), 3),
-    ("flex_attention_backward", _backward, _fake_backward, (_refuse, _save_nothing), 0),
+# torch.func's transforms want an autograd.Function with `setup_context`, and that takes no lists of tensors.
+# Each function has the number of captured tensors first, and these in the place of their list.
+
+
+def _flat_forward(n: int, *arguments: Any) -> tuple[Tensor, ...]:
+    results: tuple[Tensor, ...] = torch.ops.flash4.flex_attention.default(*_with_list(n, 3, arguments))
+    return results
+
+
+def _flat_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    n, *arguments = inputs
+    ctx.n = n
+    _save(ctx, tuple(_with_list(n, 3, arguments)), output)
+
+
+def _flat_grads(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+    needed = ctx.needs_input_grad[4 : 4 + ctx.n]
+    dq, dk, dv, found, *beside = _gradients(ctx, dout, dlse, needed, _transformed_backward)
+    beside[_SCALARS - 1] = None
+    return None, dq, dk, dv, *found, *beside
+
+
+def _flat_backward(n: int, *arguments: Any) -> tuple[Tensor, ...]:
+    op = torch.ops.flash4.flex_attention_backward.default
+    *grads, dcaptured = op(*_with_list(n, 8, arguments))
+    return *grads, *dcaptured
+
+
+def _with_list(n: int, at: int, arguments: Sequence[Any]) -> list[Any]:
+    return [*arguments[:at], list(arguments[at : at + n]), *arguments[at + n :]]
+
+
+_Flat = function(
+    "flex_attention",
+    _flat_forward,
+    _flat_grads,
+    setup_context=staticmethod(_flat_save),
+    generate_vmap_rule=True,
+)
+_FlatBackward = function(
+    "flex_attention_backward",
+    _flat_backward,
+    _refuse,
+    setup_context=staticmethod(_save_nothing),
+    generate_vmap_rule=True,
+)
+
+
+def _transformed(
+    q: Tensor, k: Tensor, v: Tensor, captured: Sequence[Tensor], *beside: Any
+) -> tuple[Tensor, ...]:
+    results: tuple[Tensor, ...] = _Flat.apply(len(captured), q, k, v, *captured, *beside)
+    return results
+
+
+def _transformed_backward(*arguments: Any) -> tuple[Any, ...]:
+    captured = arguments[8]
+    dq, dk, dv, dsinks, *dcaptured = _FlatBackward.apply(
+        len(captured), *arguments[:8], *captured, *arguments[9:]
+    )
+    return dq, dk, dv, dsinks, dcaptured
+
+
+@lru_cache(maxsize=256)
+def _reads_batch(text: str) -> bool:
+    """Whether a program, given by its text or '', reads the batch index."""
+    if not text:
+        return False
+    program = program_of(text)
+    # b comes after the score; a mask has none.
+    b = Ref(len(program.inputs) - _INDICES)
+    return any(b in refs(node.args) for node in program.nodes)
+
+
+for _name, _kernel, _fake, _autograd, _n, _mapped in (
+    ("flex_attention", _forward, _fake_forward, (_grads, _save), 3, 3),
+    ("flex_attention_backward", _backward, _fake_backward, (_refuse, _save_nothing), 0, 8),
+    ("flex_max_scores", _max_scores, _fake_max_scores, (_refuse, _save_nothing), 2, 2),
 ):
     LIBRARY.define(f"{_name}{SCHEMAS[_name]}", tags=_TAGS)
     LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
@@ -203,6 +317,7 @@ for _name, _kernel, _fake, _autograd, _n in (
     for _key, _device in DEVICES.items():
         _op = getattr(torch.ops.flash4, _name).default
         LIBRARY.impl(_name, casting(_op, _n, _device), _key)
+    torch.library.register_vmap(f"flash4::{_name}", flex_rule(_op, _mapped, _reads_batch), lib=LIBRARY)
 
 
 def _use_flop_formulas() -> None:

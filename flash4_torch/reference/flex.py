@@ -239,6 +239,26 @@ def forward(
     return out, lse, low
 
 
+def max_scores(q: Tensor, k: Tensor, flex: Flex) -> Tensor:
+    """The largest score of each row after score_mod and masks, (B, Hq, Sq); -inf where it sees nothing."""
+    tiling, tiles, scoring = flex.tiling_of(q), flex.tiles(q, k), flex.scoring
+    (B, Sq, Hq, _), Sk = q.shape, k.shape[1]
+    found = q.new_full((B, Hq, Sq), -torch.inf, dtype=working_dtype(q.dtype))
+    for batch in tiling.batches(B, Hq, Sq, Sk):
+        for rows in blocks(range(Sq), tiling.rows):
+            q_rows = tiles.scaled_rows(batch, rows)
+            own = found[batch.start : batch.stop, :, rows.start : rows.stop]
+            for keys in blocks(scoring.band.keys(rows, Sq, Sk), tiling.keys):
+                lanes = tiles.lanes(batch, rows, keys)
+                visible = tiles.visible(lanes, batch, rows, keys)
+                if visible.nothing:
+                    continue
+                scores = tiles.scores(q_rows, tiles.keys_of(k, batch, keys), batch, rows, keys).masked
+                largest = tiles.modified(scores, lanes, visible.mask).amax(-1, keepdim=True)
+                torch.maximum(own, tiles.per_head(largest, len(rows))[..., 0], out=own)
+    return found
+
+
 def backward(
     dout: Tensor,
     dlse: Tensor | None,

@@ -66,7 +66,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "distributed": {"api", "integrations", "nn", "ops", "reference"},
     "flash_attn": {"api", "kvcache", "ops"},
     "nn": {"attend", "fast_path", "ops"},
-    "integrations": {"api", "fast_path", "flash_attn", "kvcache", "ops", "backends"},
+    "integrations": {
+        "api",
+        "flex.attention",
+        "flex.call",
+        "fast_path",
+        "flash_attn",
+        "kvcache",
+        "ops",
+        "backends",
+    },
     "testing": {"api", "ops", "backends", "emulator", "reference"},
 }
 # The package's front and its tools, which nothing below imports: "" is flash4_torch/__init__.py.

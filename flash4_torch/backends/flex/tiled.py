@@ -70,6 +70,11 @@ class Tiled:
         return FlexGradients(dq, dk, dv, [] if captured is None else captured.gradients(), dsinks)
 
 
+def max_scores(inputs: FlexInputs, problem: FlexProblem) -> Tensor:
+    """The largest score of each row (B, Hq, Sq), in plain torch, whoever serves the call itself."""
+    return reference.max_scores(inputs.q, inputs.k, described(inputs, problem))
+
+
 def _sequences(flex: reference.Flex, mods: Mods) -> Iterator[tuple[reference.Flex, slice, slice]]:
     """Each of packed sequences, with its rows and keys. Waits for a GPU's lengths."""
     if mods.cu_seqlens_q is None or mods.cu_seqlens_k is None:
