@@ -175,6 +175,7 @@ def attention(
         _refuse_beside_functions(attn_mask)
         functions = functions_of(score_mod, mask_mod, block_mask)
         out, lse, _ = attend(q, k, v, functions, options, Mods(sinks=sinks, rng_state=rng_state))
+        out = out.contiguous()
     return (out, lse) if return_lse else out
 
 

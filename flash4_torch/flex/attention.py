@@ -117,7 +117,9 @@ def flex_attention(
             operation and the line.
         DoubleBackwardError: second derivatives were asked for.
 
-    Functions are run once a call, on numbers without values, to record what they do; no source is read.
+    Functions are run on numbers without values, to record what they do; no source is read. A function that
+    reads numbers, tensors and functions alone is run again only when one of these has changed, values of
+    tensors aside; one that reads attributes of objects, lists or dicts is run in each call, for milliseconds.
     """
     _check_outputs(return_lse, return_aux)
     query, key, value = _checked(query, key, value, enable_gqa, kernel_options)

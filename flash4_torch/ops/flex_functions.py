@@ -48,13 +48,12 @@ def with_functions(
     if score_mod is not None:
         found = traced(score_mod, SCORE, 5, of_score)
         if not is_identity(found.program):
-            text = found.program.text()
-            mods = mods._replace(score_mod=text, captured=found.tensors, scalars=found.scalars)
+            mods = mods._replace(score_mod=found.text, captured=found.tensors, scalars=found.scalars)
     if mask_mod is not None:
         found = traced(mask_mod, MASK, 4, of_mask)
         if not always_true(found.program):
             mods = mods._replace(
-                mask_mod=found.program.text(),
+                mask_mod=found.text,
                 captured=(*mods.captured, *(x.detach() for x in found.tensors)),
                 scalars=(*mods.scalars, *found.scalars),
             )

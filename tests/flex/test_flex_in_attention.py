@@ -248,6 +248,13 @@ def test_the_fast_path_serves_no_functions() -> None:
     torch.testing.assert_close(everything, plain, rtol=1e-5, atol=1e-6)
 
 
+def test_results_are_contiguous_as_without_functions() -> None:
+    """Also where tensors have heads before positions in memory."""
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in call().values())
+    out = flash4_torch.attention(q, k, v, mask_mod=unequal)
+    assert not q.is_contiguous() and out.is_contiguous()
+
+
 def test_what_cannot_be_traced_is_an_error_that_we_name() -> None:
     with pytest.raises(Flash4Error, match=r"gamble.*aten\.rand"):
 
