@@ -10,13 +10,18 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from . import backends, fast_path, ops
+from .errors import ArgumentError
 from .fast_path import Door
+from .flex.call import Mod, attend, functions_of, traced
+from .flex_problem import FlexInputs, Mods
 from .ops import check
+from .ops import flex as flex_ops
 from .ops.impl import dense_extent, describe
 from .ops.keywords import hides_unknown, no_argument
 from .problem import CallOptions, Inputs
 
 if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
     from typing_extensions import Unpack
 
 Window = tuple[int | None, int | None]
@@ -35,6 +40,9 @@ class _Options(TypedDict, total=False):
     dropout_p: float
     sinks: Tensor | None
     deterministic: bool | None
+    score_mod: Mod | None
+    mask_mod: Mod | None
+    block_mask: BlockMask | None
 
 
 class _DenseOptions(_Options, total=False):
@@ -78,6 +86,9 @@ def attention(
     dropout_p: float = 0.0,
     deterministic: bool | None = None,
     return_lse: bool = False,
+    score_mod: Mod | None = None,
+    mask_mod: Mod | None = None,
+    block_mask: BlockMask | None = None,
     **unknown: Any,
 ) -> Any:
     """Attention, softmax(scale * q k^T) v, in O(S) memory.
@@ -100,6 +111,13 @@ def attention(
             1 / (1 - dropout_p). torch's generator seeds it.
         deterministic: bitwise repeatable gradients. Default: torch.are_deterministic_algorithms_enabled().
         return_lse: also return lse, the log-sum-exp of each row's scores.
+        score_mod: changes each score, after scale and softcap: score_mod(score, b, h, q_idx, kv_idx), a
+            function of 0-dim tensors written in torch, as in `flex_attention`. h counts query heads, and
+            positions begin with 0 for queries and keys alike. Tensors that it captures get gradients if they
+            require them.
+        mask_mod: mask_mod(b, h, q_idx, kv_idx), True where a query sees a key, beside causal and window.
+        block_mask: a BlockMask, of `create_block_mask` for Sq and Sk, instead of a mask_mod: blocks that
+            nobody sees are not computed.
 
     Returns:
         out (B, Sq, Hq, Dv), contiguous, in q's dtype; with `return_lse` (out, lse). lse (B, Hq, Sq) is the
@@ -109,6 +127,7 @@ def attention(
     Raises:
         ArgumentError: an argument is outside its limits; the message names it, its value and the limit.
         KeywordError: there is no such argument; the message says what to use instead.
+        TraceError: score_mod or mask_mod does what a kernel cannot do for a score.
         BackendError: no backend can serve the call; see `support`.
         DoubleBackwardError: second derivatives were asked for.
 
@@ -118,7 +137,8 @@ def attention(
     if unknown:
         raise no_argument(attention, unknown)
     signature, call = None, None
-    if type(window) is tuple:
+    is_plain = score_mod is None and mask_mod is None and block_mask is None
+    if is_plain and type(window) is tuple:
         flags = (*window, causal, scale, softcap, dropout_p, deterministic)
         signature, call = fast_path.lookup(_DENSE, q, k, v, (attn_mask, sinks), flags)
     if call is not None and (return_lse is False or return_lse is True):
@@ -140,13 +160,29 @@ def attention(
             dropout_p=dropout_p,
             deterministic=deterministic,
             return_lse=return_lse,
+            score_mod=score_mod,
+            mask_mod=mask_mod,
+            block_mask=block_mask,
         )
     q, k, v, attn_mask, options = _dense_call(
         q, k, v, causal, window, scale, softcap, attn_mask, sinks, dropout_p, deterministic, return_lse
     )
-    out, lse = ops.attention(q, k, v, attn_mask, sinks, _rng_state(q, options), options)
-    fast_path.record(signature, _DENSE, Inputs(q, k, v, attn_mask, sinks), options)
+    rng_state = _rng_state(q, options)
+    if is_plain:
+        out, lse = ops.attention(q, k, v, attn_mask, sinks, rng_state, options)
+        fast_path.record(signature, _DENSE, Inputs(q, k, v, attn_mask, sinks), options)
+    else:
+        _refuse_beside_functions(attn_mask)
+        functions = functions_of(score_mod, mask_mod, block_mask)
+        out, lse, _ = attend(q, k, v, functions, options, Mods(sinks=sinks, rng_state=rng_state))
+        out = out.contiguous()
     return (out, lse) if return_lse else out
+
+
+def _refuse_beside_functions(attn_mask: Tensor | None) -> None:
+    if attn_mask is not None:
+        limit = "it must be None beside score_mod, mask_mod or block_mask: a function can read the tensor"
+        raise ArgumentError("attn_mask", f"a tensor of shape {tuple(attn_mask.shape)}", limit)
 
 
 def _dense_call(
@@ -234,6 +270,9 @@ def attention_varlen(
     dropout_p: float = 0.0,
     deterministic: bool | None = None,
     return_lse: bool = False,
+    score_mod: Mod | None = None,
+    mask_mod: Mod | None = None,
+    block_mask: BlockMask | None = None,
     **unknown: Any,
 ) -> Any:
     """Attention over B sequences of different lengths, packed one after another without padding.
@@ -254,19 +293,23 @@ def attention_varlen(
         causal, window, scale, softcap, sinks, dropout_p, deterministic: as in `attention`, within each
             sequence.
         return_lse: also return lse (Hq, Tq).
+        score_mod, mask_mod: as in `attention`; b counts sequences, and positions begin with 0 in each.
+        block_mask: of positions within a sequence, for at least max_seqlen_q and max_seqlen_k; the same for
+            all sequences, or made with B of them for the batch. No kernel takes one: plain torch serves it.
 
     Returns:
         out (Tq, Hq, Dv), or (out, lse); equal to `attention` on each sequence by itself. For dropout, each
         sequence counts as a batch entry.
 
     Raises:
-        ArgumentError, KeywordError: as in `attention`.
+        ArgumentError, KeywordError, TraceError: as in `attention`.
     """
     if unknown:
         raise no_argument(attention_varlen, unknown)
     signature, call = None, None
     others = (cu_seqlens_q, cu_seqlens_k, sinks)
-    if type(window) is tuple:
+    is_plain = score_mod is None and mask_mod is None and block_mask is None
+    if is_plain and type(window) is tuple:
         flags = (*window, causal, scale, softcap, dropout_p, deterministic, max_seqlen_q, max_seqlen_k)
         signature, call = fast_path.lookup(_VARLEN, q, k, v, others, flags)
     if call is not None and (return_lse is False or return_lse is True):
@@ -292,6 +335,9 @@ def attention_varlen(
             dropout_p=dropout_p,
             deterministic=deterministic,
             return_lse=return_lse,
+            score_mod=score_mod,
+            mask_mod=mask_mod,
+            block_mask=block_mask,
         )
     check.tensors(q, k, v)
     q, k, v = ops.autocast_inputs(q, k, v)
@@ -306,10 +352,15 @@ def attention_varlen(
         check.max_seqlen("max_seqlen_q", max_seqlen_q, q.shape[0]),
         check.max_seqlen("max_seqlen_k", max_seqlen_k, k.shape[0]),
     )
-    sequences = (*others, _rng_state(q, options), *max_seqlens)
-    out, lse = ops.attention_varlen(q, k, v, *sequences, options)
-    inputs = Inputs(q, k, v, None, sinks, None, cu_seqlens_q, cu_seqlens_k)
-    fast_path.record(signature, _VARLEN, inputs, options, max_seqlens)
+    rng_state = _rng_state(q, options)
+    if is_plain:
+        out, lse = ops.attention_varlen(q, k, v, *others, rng_state, *max_seqlens, options)
+        inputs = Inputs(q, k, v, None, sinks, None, cu_seqlens_q, cu_seqlens_k)
+        fast_path.record(signature, _VARLEN, inputs, options, max_seqlens)
+    else:
+        given = Mods(sinks=sinks, rng_state=rng_state, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+        given = given._replace(max_seqlen_q=max_seqlens[0], max_seqlen_k=max_seqlens[1])
+        out, lse, _ = attend(q, k, v, functions_of(score_mod, mask_mod, block_mask), options, given)
     return (out, lse) if return_lse else out
 
 
@@ -328,6 +379,9 @@ def support(
     dropout_p: float = 0.0,
     deterministic: bool | None = None,
     return_lse: bool = False,
+    score_mod: Mod | None = None,
+    mask_mod: Mod | None = None,
+    block_mask: BlockMask | None = None,
     **unknown: Any,
 ) -> dict[str, list[str]]:
     """Backends that can serve `attention` with the same arguments, and the reasons why the others cannot.
@@ -339,13 +393,17 @@ def support(
         the prefix "backward: "; forward and backward each choose their backend. Nothing is computed.
 
     Raises:
-        ArgumentError, KeywordError: as in `attention`.
+        ArgumentError, KeywordError, TraceError: as in `attention`.
     """
     if unknown:
         raise no_argument(support, unknown)
     q, k, v, attn_mask, options = _dense_call(
         q, k, v, causal, window, scale, softcap, attn_mask, sinks, dropout_p, deterministic, return_lse
     )
+    if score_mod is not None or mask_mod is not None or block_mask is not None:
+        _refuse_beside_functions(attn_mask)
+        mods = traced(q, k, *functions_of(score_mod, mask_mod, block_mask), Mods(sinks=sinks))
+        return flex_ops.reasons(FlexInputs(q, k, v, mods), options, return_lse)
     mask_grad = attn_mask is not None and attn_mask.requires_grad
     sinks_grad = sinks is not None and sinks.requires_grad
     wants_grad = mask_grad or sinks_grad or any(x.requires_grad for x in (q, k, v))

@@ -20,6 +20,9 @@ class Mods(NamedTuple):
     the former's arguments, then the latter's. A table of blocks, of q_block rows and kv_block keys, is
     kv_num_blocks (B or 1, Hq or 1, rows of blocks) and kv_indices (.., .., rows, columns), int32, and the
     same of full blocks, which mask_mod does not mask.
+
+    With both cu_seqlens (B + 1,) the call is one of packed sequences, of at most max_seqlen_q queries and
+    max_seqlen_k keys: b counts sequences, and positions begin anew in each.
     """
 
     captured: Sequence[Tensor] = ()
@@ -29,11 +32,36 @@ class Mods(NamedTuple):
     full_kv_indices: Tensor | None = None
     sinks: Tensor | None = None
     rng_state: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
     score_mod: str = ""
     mask_mod: str = ""
     scalars: Sequence[float] = ()
     q_block: int = 1
     kv_block: int = 1
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All tensors but the captured ones, in their order."""
+        return (
+            self.kv_num_blocks,
+            self.kv_indices,
+            self.full_kv_num_blocks,
+            self.full_kv_indices,
+            self.sinks,
+            self.rng_state,
+            self.cu_seqlens_q,
+            self.cu_seqlens_k,
+        )
+
+    def of_tensors(self, captured: Sequence[Tensor], tensors: Sequence[Tensor | None]) -> Mods:
+        """The same with other tensors, which are `captured` and `tensors`."""
+        return Mods._make([captured, *tensors, *self[1 + NUM_TENSORS :]])
+
+
+NUM_TENSORS = len(Mods().tensors)
 
 
 class FlexSpec(NamedTuple):
@@ -60,6 +88,7 @@ class FlexSpec(NamedTuple):
     deterministic: bool
     sinks: str
     """'' without sinks, else their dtype."""
+    varlen: bool = False
     capability: tuple[int, int] = (0, 0)
     """Compute capability of a CUDA device."""
     backward: bool = False
@@ -86,6 +115,7 @@ class FlexProblem(NamedTuple):
         features = [
             name
             for name, on in {
+                "varlen": s.varlen,
                 f"score_mod {_key(s.score_mod)}": bool(s.score_mod),
                 f"mask_mod {_key(s.mask_mod)}": bool(s.mask_mod),
                 f"blocks of {s.block}": s.block is not None,
@@ -110,7 +140,10 @@ def _key(text: str) -> str:
 
 
 class FlexInputs(NamedTuple):
-    """The tensors and programs of a call: q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv)."""
+    """The tensors and programs of a call: q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv).
+
+    Packed sequences: q (Tq, Hq, D), k (Tk, Hk, D), v (Tk, Hk, Dv).
+    """
 
     q: Tensor
     k: Tensor

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, DeviceError, DtypeError, ShapeError
-from ..flex_problem import FlexInputs, Mods
+from ..flex_problem import FlexInputs
 from ..ops import CallOptions, autocast_inputs, check
 from ..ops import flex as ops
-from ..ops.flex_functions import recorded_flex_attention, with_functions
+from .call import Functions, Mod, Results, attend, functions_of, traced
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
-
-Mod = Callable[..., Tensor]
-"""score_mod(score, b, h, q_idx, kv_idx) or mask_mod(b, h, q_idx, kv_idx), of 0-dim tensors."""
 
 
 @overload
@@ -105,12 +101,15 @@ def flex_attention(
         enable_gqa: query heads h // (Hq // Hk) share a KV head.
         return_lse: also return lse, the log-sum-exp of each row's scores.
         kernel_options: torch's, which are hints for its kernels; nothing of them is used.
-        return_aux: torch's newer spelling of `return_lse`: AuxRequest(lse=True). It has no max_scores here.
+        return_aux: torch's newer spelling of `return_lse`: AuxRequest(lse=True). With max_scores=True also
+            the largest score of each row, after score_mod and masks: for that plain torch goes over the
+            scores once more, on every backend.
 
     Returns:
         out (B, Hq, Sq, Dv) in query's dtype; with `return_lse` (out, lse), lse (B, Hq, Sq) natural, float32
-        (float64 for float64), differentiable; with `return_aux` (out, AuxOutput(lse)). A row that sees
-        nothing gives out 0, lse -inf and no gradient.
+        (float64 for float64), differentiable; with `return_aux` (out, AuxOutput(lse, max_scores)), where
+        max_scores (B, Hq, Sq) has lse's dtype and no gradient. A row that sees nothing gives out 0, lse and
+        max_scores -inf and no gradient.
 
     Raises:
         ArgumentError: an argument is outside its limits.
@@ -118,27 +117,32 @@ def flex_attention(
             operation and the line.
         DoubleBackwardError: second derivatives were asked for.
 
-    Functions are run once a call, on numbers without values, to record what they do; no source is read.
+    Functions are run on numbers without values, to record what they do; no source is read. A function that
+    reads numbers, tensors and functions alone is run again only when one of these has changed, values of
+    tensors aside; one that reads attributes of objects, lists or dicts is run in each call, for milliseconds.
     """
     _check_outputs(return_lse, return_aux)
     query, key, value = _checked(query, key, value, enable_gqa, kernel_options)
-    q, k, v = _heads_last(query, key, value)
-    scale = check.scale(scale, q.shape[-1])
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    mask_mod = None if block_mask is None else block_mask.mask_mod
-    if torch.compiler.is_dynamo_compiling():
-        out, lse = _recorded(q, k, v, score_mod, mask_mod, block_mask, scale, deterministic)
-    else:
-        mods = traced(q, k, score_mod, mask_mod, block_mask)
-        out, lse = ops.flex_attention(q, k, v, mods, CallOptions(scale, deterministic=deterministic))
-    out = out.transpose(1, 2)
-    if query.is_contiguous():
-        out = out.contiguous()
+    functions = functions_of(score_mod, None, block_mask)
+    scale = check.scale(scale, query.shape[-1])
+    has_max = return_aux is not None and return_aux.max_scores
+    out, lse, largest = attend_heads_first(query, key, value, functions, scale, has_max)
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 
-        return out, AuxOutput(lse=lse if return_aux.lse else None)
+        return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=largest)
     return (out, lse) if return_lse else out
+
+
+def attend_heads_first(
+    query: Tensor, key: Tensor, value: Tensor, functions: Functions, scale: float, max_scores: bool
+) -> Results:
+    """Results for checked tensors (B, H, S, D), out (B, Hq, Sq, Dv)."""
+    q, k, v = _heads_last(query, key, value)
+    options = CallOptions(scale, deterministic=torch.are_deterministic_algorithms_enabled())
+    results = attend(q, k, v, functions, options, max_scores=max_scores)
+    out = results.out.transpose(1, 2)
+    return results._replace(out=out.contiguous() if query.is_contiguous() else out)
 
 
 def flex_support(
@@ -168,33 +172,17 @@ def flex_support(
     _check_outputs(return_lse, return_aux)
     query, key, value = _checked(query, key, value, enable_gqa, kernel_options)
     q, k, v = _heads_last(query, key, value)
-    mask_mod = None if block_mask is None else block_mask.mask_mod
-    mods = traced(q, k, score_mod, mask_mod, block_mask)
+    mods = traced(q, k, *functions_of(score_mod, None, block_mask))
     deterministic = torch.are_deterministic_algorithms_enabled()
     options = CallOptions(check.scale(scale, q.shape[-1]), deterministic=deterministic)
     has_lse = return_lse or (return_aux is not None and return_aux.lse)
     return ops.reasons(FlexInputs(q, k, v, mods), options, has_lse)
 
 
-def traced(
-    q: Tensor, k: Tensor, score_mod: Mod | None, mask_mod: Mod | None, block_mask: BlockMask | None = None
-) -> Mods:
-    """The operator's arguments for functions and a block mask, with q (B, Sq, Hq, D) and k (B, Sk, Hk, D)."""
-    mods = Mods() if block_mask is None else _with_blocks(block_mask, q, k)
-    if score_mod is not None:
-        score_mod = _function("score_mod", score_mod)
-    if mask_mod is not None:
-        mask_mod = _function("mask_mod", mask_mod)
-    return with_functions(mods, q, score_mod, mask_mod)
-
-
 def _check_outputs(return_lse: bool, return_aux: AuxRequest | None) -> None:
     check.flag("return_lse", return_lse)
-    if return_aux is not None:
-        if return_lse:
-            raise ArgumentError("return_lse", return_lse, "it must be False beside return_aux")
-        if return_aux.max_scores:
-            raise ArgumentError("return_aux", return_aux, "max_scores is not computed; it must be False")
+    if return_aux is not None and return_lse:
+        raise ArgumentError("return_lse", return_lse, "it must be False beside return_aux")
 
 
 def _checked(
@@ -211,75 +199,6 @@ def _heads_last(*tensors: Tensor) -> tuple[Tensor, ...]:
     """(B, S, H, D) of (B or 1, H, S, D) each, with the first one's B."""
     B = tensors[0].shape[0]
     return tuple(x.expand(B, *x.shape[1:]).transpose(1, 2) for x in tensors)
-
-
-def _unchanged(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    return score
-
-
-def _everything(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    return b.new_ones((), dtype=torch.bool)
-
-
-def _recorded(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    score_mod: Mod | None,
-    mask_mod: Mod | None,
-    block_mask: BlockMask | None,
-    scale: float,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor]:
-    """The call as torch.compile records it."""
-    score_mod = _unchanged if score_mod is None else _function("score_mod", score_mod)
-    mask_mod = _everything if mask_mod is None else _function("mask_mod", mask_mod)
-    mods = Mods() if block_mask is None else _with_blocks(block_mask, q, k)
-    lists = mods.kv_num_blocks, mods.kv_indices, mods.full_kv_num_blocks, mods.full_kv_indices
-    blocks = (*lists, mods.q_block, mods.kv_block, mask_mod)
-    return recorded_flex_attention(q, k, v, score_mod, blocks, scale, {"deterministic": deterministic})
-
-
-def _function(name: str, function: Any) -> Mod:
-    if not callable(function):
-        raise ArgumentError(name, type(function).__name__, "it must be a function")
-    return function
-
-
-def _with_blocks(block_mask: BlockMask, q: Tensor, k: Tensor) -> Mods:
-    rows, keys = block_mask.BLOCK_SIZE
-    counts, indices = block_mask.kv_num_blocks, block_mask.kv_indices
-    full = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
-    if counts.device != q.device:
-        raise DeviceError("block_mask", counts.device, f"it must be on query's device, {q.device}")
-    (B, Sq, Hq, _), Sk = q.shape, k.shape[1]
-    lengths = tuple(block_mask.seq_lengths)
-    # torch's own mask of everything is one block of any length.
-    is_everything = rows >= Sq and keys >= Sk and lengths == (1, 1)
-    if lengths != (Sq, Sk) and not is_everything:
-        limit = f"it must be made for Sq, Sk = {(Sq, Sk)}"
-        raise ShapeError("block_mask", f"for lengths {lengths}", limit)
-    lists = [
-        None if x is None else _four(x, rank)
-        for x, rank in zip((counts, indices, *full), (3, 4, 3, 4), strict=True)
-    ]
-    for x in lists:
-        if x is not None and not (x.shape[0] in (1, B) and x.shape[1] in (1, Hq)):
-            limit = f"its batch and heads must be (B or 1, Hq or 1), with B = {B}, Hq = {Hq}"
-            raise ShapeError("block_mask", tuple(x.shape[:2]), limit)
-    return Mods(
-        kv_num_blocks=lists[0],
-        kv_indices=lists[1],
-        full_kv_num_blocks=lists[2],
-        full_kv_indices=lists[3],
-        q_block=rows,
-        kv_block=keys,
-    )
-
-
-def _four(x: Tensor, rank: int) -> Tensor:
-    # The tensor itself where it has the rank: what is made of a mask is kept by its tensors.
-    return x if x.dim() == rank else x[(None,) * (rank - x.dim())]
 
 
 def _check(query: Any, key: Any, value: Any, enable_gqa: bool, kernel_options: Any) -> None:

@@ -11,7 +11,7 @@ import functools
 import linecache
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 from torch._decomp import get_decompositions
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, make_fx
 from torch.overrides import TorchFunctionMode
@@ -28,6 +29,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ..errors import ArgumentError, DeviceError, DtypeError, TraceError
 from .build import Builder, Free, Lane, Number, Symbol, Unsupported, translate
 from .program import Program
+from .reads import reads_of
+from .recipe import Recipe
 
 aten = torch.ops.aten
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = get_decompositions(
@@ -63,6 +66,13 @@ class Traced(NamedTuple):
     program: Program
     tensors: tuple[Tensor, ...]
     scalars: tuple[float, ...]
+    text: str
+    """The program's."""
+
+
+_MOST_RECIPES = 512
+_recipes: dict[Hashable, Recipe] = {}
+"""What functions were traced to, by what they read."""
 
 
 def trace(
@@ -78,14 +88,25 @@ def trace(
     int32; then `extra`, tensors that are arguments rather than captured.
     """
     foreign = Foreign()
+    reads = None if extra else reads_of(function)
+    key = reads and (reads.key, kind, device, score_dtype)
     with without_autocast(device):
+        if reads is not None and (recipe := _recipes.get(key)) is not None:
+            tensors = tuple(_on(x, device) for x in recipe.tensors(reads.tensors))
+            return Traced(recipe.program, tensors, recipe.scalars, recipe.text)
         try:
-            return _trace(function, kind, device, score_dtype, extra, foreign)
+            translated = _translated(function, kind, device, score_dtype, extra, foreign)
         except Exception:
             if not foreign.has_symbols:
                 raise
-        # A symbol decides on a shape or on the course of Python: another size needs another program.
-        return _trace(function, kind, device, score_dtype, extra, Foreign(fixed=True))
+            # A symbol decides on a shape or on the course of Python: another size needs another program.
+            foreign, reads = Foreign(fixed=True), None
+            translated = _translated(function, kind, device, score_dtype, extra, foreign)
+        if reads is not None and (recipe := translated.recipe(reads.tensors)) is not None:
+            if len(_recipes) >= _MOST_RECIPES:
+                _recipes.clear()
+            _recipes[key] = recipe
+        return translated.traced(device)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
@@ -95,14 +116,42 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, enabled=False)
 
 
-def _trace(
+class _Translated(NamedTuple):
+    """A function's program, and the graph that its tensors come from."""
+
+    program: Program
+    scalars: tuple[float, ...]
+    graph: fx.GraphModule
+    free: list[fx.Node]
+    """Nodes that give the program's tensors."""
+    given: dict[fx.Node, Tensor]
+    foreign: Foreign
+
+    def traced(self, device: torch.device) -> Traced:
+        tensors = _tensors(self.graph, self.free, self.given, self.foreign, device)
+        _fix_sizes(self.program, tensors)
+        return Traced(self.program, tensors, self.scalars, self.program.text())
+
+    def recipe(self, captured: Sequence[Tensor]) -> Recipe | None:
+        """How the tensors come from captured ones, if they come from nothing else."""
+
+        def place_of(node: fx.Node) -> int | None:
+            stood_for = self.foreign.tensor(getattr(self.graph, str(node.target)))
+            return next((i for i, x in enumerate(captured) if x is stood_for), None)
+
+        if self.foreign.has_symbols:
+            return None
+        return Recipe.of(self.program, self.scalars, self.free, place_of, len(captured))
+
+
+def _translated(
     function: Callable[..., Any],
     kind: str,
     device: torch.device,
     score_dtype: torch.dtype,
     extra: Sequence[Tensor],
     foreign: Foreign,
-) -> Traced:
+) -> _Translated:
     dtypes = [score_dtype] * (kind == SCORE) + [torch.int32] * 4
     graph = _graph(function, kind, device, dtypes, extra, foreign)
     builder = Builder(dtypes)
@@ -116,9 +165,7 @@ def _trace(
         raise TraceError(kind, name(function), str(error.node.target), error.reason, where) from None
     program = builder.finish([_result(result, builder, kind, score_dtype)])
     given = dict(zip(beside, extra, strict=True))
-    tensors = _tensors(graph, builder.free, given, foreign, device)
-    _fix_sizes(program, tensors)
-    return Traced(program, tensors, tuple(builder.values))
+    return _Translated(program, tuple(builder.values), graph, builder.free, given, foreign)
 
 
 def name(function: Callable[..., Any]) -> str:
@@ -193,9 +240,10 @@ def _call(function: Callable[..., Any], types: Any, args: tuple[Any, ...], kwarg
 
 @contextmanager
 def _alone() -> Iterator[FakeTensorMode]:
-    """A mode of fake tensors, without gradients and the modes of whoever traces or records us."""
+    """A mode of fake tensors, without gradients and without modes and transforms of whoever calls us."""
     with (
         _disable_current_modes(),
+        temporarily_clear_interpreter_stack(),
         torch.no_grad(),
         FakeTensorMode() as fake,
     ):
@@ -257,6 +305,11 @@ class Foreign:
             self._stand_ins[key] = x, made
             self._originals[id(made)] = x, made
         return self._stand_ins[key][1]
+
+    def tensor(self, x: Any) -> Tensor | None:
+        """The captured tensor that `x` stands for."""
+        found, _ = self._originals.get(id(x), (None, x))
+        return found if isinstance(found, Tensor) else None
 
     def original(self, x: Tensor, device: torch.device) -> Tensor:
         """What `x` stands for as a tensor, or x."""

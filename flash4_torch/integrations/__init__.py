@@ -1,6 +1,7 @@
 """Integrations with other libraries; each is opt-in, and importing this package imports none of them.
 
 - `sglang`: the attention backend "flash4" of SGLang, which finds it by itself.
+- `torch_flex`: torch's `flex_attention`, in models that call it by that name.
 - `torch_sdpa`: `F.scaled_dot_product_attention` and stock modules, through torch's flash attention registry.
 - `transformers`: Hugging Face models, through `AttentionInterface`.
 - `vllm`: the attention backend "FLASH4" of vLLM, which finds it by itself.
@@ -11,7 +12,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-__all__ = ["sglang", "torch_sdpa", "transformers", "vllm"]
+__all__ = ["sglang", "torch_flex", "torch_sdpa", "transformers", "vllm"]
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -2,26 +2,33 @@
 
 q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), then what `flex_problem.Mods` holds. out is
 (B, Sq, Hq, Dv); lse (B, Hq, Sq), natural, and its rounding error lse_low, float32 (float64 for float64).
+With cu_seqlens sequences are packed: q (Tq, Hq, D), k (Tk, Hk, D), out (Tq, Hq, Dv), lse (Hq, Tq).
 `wanted` says which of score_mod's tensors get a gradient; the others' have no elements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..backends import flex as backends
+from ..backends.flex import tiled
 from ..backends.flex.tiled import program_of
 from ..errors import DoubleBackwardError
-from ..flex_problem import FlexInputs, FlexProblem, FlexSaved, FlexSpec, Mods, new_out
+from ..flex.program import Ref, refs
+from ..flex_problem import NUM_TENSORS, FlexInputs, FlexProblem, FlexSaved, FlexSpec, Mods, new_out
 from ..problem import CallOptions, Extent, dtype_key
 from ..reference.scoring import working_dtype
 from .after_import import after_import
 from .autocast import DEVICES, casting
+from .autograd import function
+from .check import cu_seqlens_values
 from .schema import LIBRARY
+from .vmap import flex_rule
 
 _OPTIONS = (
     "float scale, SymInt? window_left, SymInt? window_right, float softcap, float dropout_p, "
@@ -29,8 +36,9 @@ _OPTIONS = (
 )
 _ARGUMENTS = (
     "Tensor[] captured, Tensor? kv_num_blocks, Tensor? kv_indices, Tensor? full_kv_num_blocks, "
-    "Tensor? full_kv_indices, Tensor? sinks, Tensor? rng_state, str score_mod, str mask_mod, "
-    f"float[] scalars, SymInt q_block, SymInt kv_block, {_OPTIONS}"
+    "Tensor? full_kv_indices, Tensor? sinks, Tensor? rng_state, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+    "str score_mod, str mask_mod, float[] scalars, SymInt q_block, SymInt kv_block, "
+    f"SymInt max_seqlen_q, SymInt max_seqlen_k, {_OPTIONS}"
 )
 SCHEMAS = {
     "flex_attention": (
@@ -41,20 +49,38 @@ SCHEMAS = {
         f"{_ARGUMENTS}, bool[] wanted) "
         "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks, Tensor[] dcaptured)"
     ),
+    "flex_max_scores": f"(Tensor q, Tensor k, {_ARGUMENTS}) -> Tensor max_scores",
 }
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 
-_MODS, _SCALARS = len(Mods._fields), Mods._fields.index("scalars")
+_MODS = len(Mods._fields)
+_INDICES = 4
+"""b, h, q_idx and kv_idx."""
+_SINKS, _SCALARS = Mods._fields.index("sinks"), Mods._fields.index("scalars")
 
 
 def flex_attention(
     q: Tensor, k: Tensor, v: Tensor, mods: Mods, options: CallOptions
 ) -> tuple[Tensor, Tensor]:
-    """(out (B, Sq, Hq, Dv), lse (B, Hq, Sq)); q, k and v come from `autocast_inputs`."""
+    """(out (B, Sq, Hq, Dv), lse (B, Hq, Sq)), or packed; q, k and v come from `autocast_inputs`."""
     beside = mods._replace(captured=list(mods.captured), scalars=list(mods.scalars))
-    out, lse, _ = torch.ops.flash4.flex_attention.default(q, k, v, *beside, *options)
+    transforms = torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
+    op = _transformed if transforms else torch.ops.flash4.flex_attention.default
+    out, lse, _ = op(q, k, v, *beside, *options)
     return out, lse
+
+
+def flex_max_scores(q: Tensor, k: Tensor, mods: Mods, options: CallOptions) -> Tensor:
+    """The largest score of each row (B, Hq, Sq), after score_mod and masks, without a gradient.
+
+    Kernels do not have it: plain torch computes the scores once more, tile by tile.
+    """
+    captured = [x.detach() for x in mods.captured]
+    beside = mods._replace(captured=captured, scalars=list(mods.scalars), sinks=None, rng_state=None)
+    with torch.no_grad():
+        found: Tensor = torch.ops.flash4.flex_max_scores.default(q.detach(), k.detach(), *beside, *options)
+    return found
 
 
 def _split(rest: Sequence[Any]) -> tuple[Mods, CallOptions]:
@@ -63,14 +89,14 @@ def _split(rest: Sequence[Any]) -> tuple[Mods, CallOptions]:
 
 def describe(inputs: FlexInputs, options: CallOptions) -> FlexProblem:
     """The forward problem of a call."""
-    q, k, v, mods = inputs
-    (B, Sq, Hq, D), Sk, Hk = q.shape, k.shape[1], k.shape[2]
+    q, _, v, mods = inputs
+    D, extent = q.shape[-1], _extent(inputs)
     spec = FlexSpec(
         device=q.device.type,
         dtype=q.dtype,
         D=D,
         Dv=v.shape[-1],
-        group=Hq // Hk,
+        group=extent.Hq // extent.Hk,
         score_mod=mods.score_mod,
         mask_mod=mods.mask_mod,
         block=None if mods.kv_num_blocks is None else (mods.q_block, mods.kv_block),
@@ -81,10 +107,17 @@ def describe(inputs: FlexInputs, options: CallOptions) -> FlexProblem:
         dropout=options.dropout_p > 0.0,
         deterministic=options.deterministic,
         sinks=dtype_key(mods.sinks),
+        varlen=mods.cu_seqlens_q is not None,
         capability=torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else (0, 0),
     )
-    extent = Extent(B, Sq, Sk, Hq, Hk)
     return FlexProblem(spec, extent, options.scale, options.band, options.softcap, options.dropout_p)
+
+
+def _extent(inputs: FlexInputs) -> Extent:
+    (*_, Hq, _), (*_, Hk, _), ends = inputs.q.shape, inputs.k.shape, inputs.mods.cu_seqlens_q
+    if ends is None:
+        return Extent(inputs.q.shape[0], inputs.q.shape[1], inputs.k.shape[1], Hq, Hk)
+    return Extent(ends.shape[0] - 1, inputs.mods.max_seqlen_q, inputs.mods.max_seqlen_k, Hq, Hk)
 
 
 def reasons(inputs: FlexInputs, options: CallOptions, has_lse: bool) -> dict[str, list[str]]:
@@ -93,7 +126,8 @@ def reasons(inputs: FlexInputs, options: CallOptions, has_lse: bool) -> dict[str
     problem = describe(inputs, options)
     found = backends.reasons(problem)
     wanted = tuple(x.requires_grad for x in mods.captured[: _of_score(mods)])
-    if any(wanted) or any(x.requires_grad for x in (q, k, v)):
+    differentiable = (q, k, v) if mods.sinks is None else (q, k, v, mods.sinks)
+    if any(wanted) or any(x.requires_grad for x in differentiable):
         spec = problem.spec._replace(backward=True, dlse=has_lse, dcaptured=wanted)
         for name, why in backends.reasons(problem._replace(spec=spec)).items():
             found[name] += [f"backward: {sentence}" for sentence in why if sentence not in found[name]]
@@ -108,8 +142,17 @@ def _of_score(mods: Mods) -> int:
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     mods, options = _split(rest)
     inputs = FlexInputs(q, k, v, mods)
+    if mods.cu_seqlens_q is not None and mods.cu_seqlens_k is not None:
+        cu_seqlens_values("cu_seqlens_q", mods.cu_seqlens_q, q.shape[0], mods.max_seqlen_q)
+        cu_seqlens_values("cu_seqlens_k", mods.cu_seqlens_k, k.shape[0], mods.max_seqlen_k)
     problem = describe(inputs, options)
     return backends.choose(problem).forward(inputs, problem)
+
+
+def _max_scores(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
+    mods, options = _split(rest)
+    inputs = FlexInputs(q, k, k, mods)
+    return tiled.max_scores(inputs, describe(inputs, options))
 
 
 def _backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Any, ...]:
@@ -126,9 +169,14 @@ def _backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Any, 
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    B, Sq, Hq, _ = q.shape
-    lse = q.new_empty(B, Hq, Sq, dtype=working_dtype(q.dtype))
+    *batch, Sq, Hq, _ = q.shape
+    lse = q.new_empty(*batch, Hq, Sq, dtype=working_dtype(q.dtype))
     return new_out(q, v.shape[-1]), lse, torch.empty_like(lse)
+
+
+def _fake_max_scores(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
+    B, Sq, Hq, _ = q.shape
+    return q.new_empty(B, Hq, Sq, dtype=working_dtype(q.dtype))
 
 
 def _fake_backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Any, ...]:
@@ -145,28 +193,34 @@ def _fake_backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     (q, k, v), (mods, options) = inputs[:3], _split(inputs[3:])
-    tensors = mods[1:7]
-    ctx.save_for_backward(q, k, v, *output, *tensors, *mods.captured)
-    ctx.beside, ctx.options = mods[7:], options
+    ctx.save_for_backward(q, k, v, *output, *mods.tensors, *mods.captured)
+    ctx.mods, ctx.options = mods.of_tensors((), [None] * NUM_TENSORS), options
     ctx.set_materialize_grads(False)
 
 
 def _grads(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+    op = torch.ops.flash4.flex_attention_backward.default
+    return _gradients(ctx, dout, dlse, list(ctx.needs_input_grad[3]), op)
+
+
+def _gradients(
+    ctx: Any, dout: Tensor | None, dlse: Tensor | None, needed: Sequence[bool], op: Callable[..., Any]
+) -> tuple[Any, ...]:
+    """Gradients of the operator's arguments; `needed` says which captured tensors want one."""
     q, k, v, out, lse, low, *others = ctx.saved_tensors
-    tensors, captured = others[:6], others[6:]
-    mods = Mods(captured, *tensors, *ctx.beside)
-    wanted = [bool(x) for x in list(ctx.needs_input_grad[3])[: _of_score(mods)]]
+    tensors, captured = others[:NUM_TENSORS], others[NUM_TENSORS:]
+    mods = ctx.mods.of_tensors(captured, tensors)
+    wanted = [bool(x) for x in needed[: _of_score(mods)]]
     dout = torch.zeros_like(out) if dout is None else dout
     saved = q, k, v, out, lse, low
-    dq, dk, dv, dsinks, dcaptured = torch.ops.flash4.flex_attention_backward.default(
-        dout, dlse, *saved, *mods, *ctx.options, wanted
-    )
+    dq, dk, dv, dsinks, dcaptured = op(dout, dlse, *saved, *mods, *ctx.options, wanted)
     found = [x if wants else None for x, wants in zip(dcaptured, wanted, strict=True)]
     found += [None] * (len(captured) - len(found))
-    after: list[Any] = [None] * (_MODS - 6 + len(CallOptions._fields))
+    beside: list[Any] = [None] * (_MODS - 1 + len(CallOptions._fields))
+    beside[_SINKS - 1] = None if mods.sinks is None else dsinks
     # torch takes an empty list of numbers for one of tensors.
-    after[_SCALARS - 6] = None if mods.scalars else []
-    return dq, dk, dv, found, *(None,) * 4, None if mods.sinks is None else dsinks, *after
+    beside[_SCALARS - 1] = None if mods.scalars else []
+    return dq, dk, dv, found, *beside
 
 
 def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -177,9 +231,84 @@ def _refuse(ctx: Any, *grads: Any) -> Any:
     raise DoubleBackwardError
 
 
-for _name, _kernel, _fake, _autograd, _n in (
-    ("flex_attention", _forward, _fake_forward, (_grads, _save), 3),
-    ("flex_attention_backward", _backward, _fake_backward, (_refuse, _save_nothing), 0),
+# torch.func's transforms want an autograd.Function with `setup_context`, and that takes no lists of tensors.
+# Each function has the number of captured tensors first, and these in the place of their list.
+
+
+def _flat_forward(n: int, *arguments: Any) -> tuple[Tensor, ...]:
+    results: tuple[Tensor, ...] = torch.ops.flash4.flex_attention.default(*_with_list(n, 3, arguments))
+    return results
+
+
+def _flat_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    n, *arguments = inputs
+    ctx.n = n
+    _save(ctx, tuple(_with_list(n, 3, arguments)), output)
+
+
+def _flat_grads(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+    needed = ctx.needs_input_grad[4 : 4 + ctx.n]
+    dq, dk, dv, found, *beside = _gradients(ctx, dout, dlse, needed, _transformed_backward)
+    beside[_SCALARS - 1] = None
+    return None, dq, dk, dv, *found, *beside
+
+
+def _flat_backward(n: int, *arguments: Any) -> tuple[Tensor, ...]:
+    op = torch.ops.flash4.flex_attention_backward.default
+    *grads, dcaptured = op(*_with_list(n, 8, arguments))
+    return *grads, *dcaptured
+
+
+def _with_list(n: int, at: int, arguments: Sequence[Any]) -> list[Any]:
+    return [*arguments[:at], list(arguments[at : at + n]), *arguments[at + n :]]
+
+
+_Flat = function(
+    "flex_attention",
+    _flat_forward,
+    _flat_grads,
+    setup_context=staticmethod(_flat_save),
+    generate_vmap_rule=True,
+)
+_FlatBackward = function(
+    "flex_attention_backward",
+    _flat_backward,
+    _refuse,
+    setup_context=staticmethod(_save_nothing),
+    generate_vmap_rule=True,
+)
+
+
+def _transformed(
+    q: Tensor, k: Tensor, v: Tensor, captured: Sequence[Tensor], *beside: Any
+) -> tuple[Tensor, ...]:
+    results: tuple[Tensor, ...] = _Flat.apply(len(captured), q, k, v, *captured, *beside)
+    return results
+
+
+def _transformed_backward(*arguments: Any) -> tuple[Any, ...]:
+    captured = arguments[8]
+    dq, dk, dv, dsinks, *dcaptured = _FlatBackward.apply(
+        len(captured), *arguments[:8], *captured, *arguments[9:]
+    )
+    return dq, dk, dv, dsinks, dcaptured
+
+
+@lru_cache(maxsize=256)
+def _reads_batch(text: str) -> bool:
+    """Whether a program, given by its text or '', reads the batch index."""
+    if not text:
+        return False
+    program = program_of(text)
+    # b comes after the score; a mask has none.
+    b = Ref(len(program.inputs) - _INDICES)
+    return any(b in refs(node.args) for node in program.nodes)
+
+
+for _name, _kernel, _fake, _autograd, _n, _mapped in (
+    ("flex_attention", _forward, _fake_forward, (_grads, _save), 3, 3),
+    ("flex_attention_backward", _backward, _fake_backward, (_refuse, _save_nothing), 0, 8),
+    ("flex_max_scores", _max_scores, _fake_max_scores, (_refuse, _save_nothing), 2, 2),
 ):
     LIBRARY.define(f"{_name}{SCHEMAS[_name]}", tags=_TAGS)
     LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
@@ -188,6 +317,7 @@ for _name, _kernel, _fake, _autograd, _n in (
     for _key, _device in DEVICES.items():
         _op = getattr(torch.ops.flash4, _name).default
         LIBRARY.impl(_name, casting(_op, _n, _device), _key)
+    torch.library.register_vmap(f"flash4::{_name}", flex_rule(_op, _mapped, _reads_batch), lib=LIBRARY)
 
 
 def _use_flop_formulas() -> None:

@@ -19,7 +19,7 @@ from ..flex_problem import Mods
 from ..problem import CallOptions
 from ..reference.scoring import working_dtype
 from .after_import import after_import
-from .flex import flex_attention
+from .flex import flex_attention, flex_max_scores
 
 Function = Callable[..., Tensor]
 
@@ -48,13 +48,12 @@ def with_functions(
     if score_mod is not None:
         found = traced(score_mod, SCORE, 5, of_score)
         if not is_identity(found.program):
-            text = found.program.text()
-            mods = mods._replace(score_mod=text, captured=found.tensors, scalars=found.scalars)
+            mods = mods._replace(score_mod=found.text, captured=found.tensors, scalars=found.scalars)
     if mask_mod is not None:
         found = traced(mask_mod, MASK, 4, of_mask)
         if not always_true(found.program):
             mods = mods._replace(
-                mask_mod=found.program.text(),
+                mask_mod=found.text,
                 captured=(*mods.captured, *(x.detach() for x in found.tensors)),
                 scalars=(*mods.scalars, *found.scalars),
             )
@@ -65,15 +64,16 @@ class _FlexAttention(HigherOrderOperator):
     def __init__(self) -> None:
         super().__init__("flash4_flex_attention", cacheable=True)
 
-    def __call__(self, *arguments: Any) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = super().__call__(*arguments)
+    def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
+        result: tuple[Tensor, ...] = super().__call__(*arguments)
         return result
 
 
 recorded_flex_attention = _FlexAttention()
-"""(out (B, Sq, Hq, Dv), lse) of q, k, v, score_mod, blocks, scale, options and what both functions capture.
+"""(out, lse) of q, k, v, score_mod, beside, scale, options and what both functions capture.
 
-`blocks` are the four lists of a BlockMask, q_block, kv_block and mask_mod.
+`beside` are the tensors of `Mods`, q_block, kv_block, max_seqlen_q, max_seqlen_k and mask_mod. `options` has,
+beside a call's, "max_scores": whether these are a third result.
 """
 
 
@@ -82,19 +82,29 @@ def _attend(
     k: Tensor,
     v: Tensor,
     score_mod: Function,
-    blocks: tuple[Any, ...],
+    beside: tuple[Any, ...],
     scale: float,
     options: dict[str, Any],
     of_score: tuple[Any, ...] = (),
     of_mask: tuple[Any, ...] = (),
-) -> tuple[Tensor, Tensor]:
-    *lists, q_block, kv_block, mask_mod = blocks
-    mods = Mods((), *lists)._replace(q_block=q_block, kv_block=kv_block)
+) -> tuple[Tensor, ...]:
+    *tensors, q_block, kv_block, max_seqlen_q, max_seqlen_k, mask_mod = beside
+    mods = Mods((), *tensors)._replace(q_block=q_block, kv_block=kv_block)
+    mods = mods._replace(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     mods = with_functions(mods, q, score_mod, mask_mod, of_score, of_mask)
-    return flex_attention(q, k, v, mods, CallOptions(scale=scale, **options))
+    named = {name: option for name, option in options.items() if name != "max_scores"}
+    return results(q, k, v, mods, CallOptions(scale=scale, **named), options["max_scores"])
 
 
-def _in_mode(mode: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+def results(
+    q: Tensor, k: Tensor, v: Tensor, mods: Mods, options: CallOptions, max_scores: bool
+) -> tuple[Tensor, ...]:
+    """(out, lse), or with the largest score of each row."""
+    both = flex_attention(q, k, v, mods, options)
+    return (*both, flex_max_scores(q, k, mods, options)) if max_scores else both
+
+
+def _in_mode(mode: Any, *arguments: Any) -> tuple[Tensor, ...]:
     with mode:
         return _attend(*arguments)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..flex_problem import Mods
 from ..masks import Band
 from ..problem import CallOptions
 
@@ -104,23 +105,34 @@ def attention_varlen_backward(
 
 def flex_attention(q: Shape, k: Shape, v: Shape, *rest: Any, **kwargs: Any) -> int:
     """Forward; blocks and masks are data, so all pairs inside the band count; score_mod's FLOPs do not."""
-    over_D, over_Dv = _dense(q, k, v, *_window(rest))
+    over_D, over_Dv = _flex(q, k, v, rest)
     return over_D + over_Dv
 
 
 def flex_attention_backward(
-    dout: Any, dlse: Any, q: Shape, k: Shape, v: Shape, *rest: Any, **kwargs: Any
+    dout: Any,
+    dlse: Any,
+    q: Shape,
+    k: Shape,
+    v: Shape,
+    out: Any,
+    lse: Any,
+    low: Any,
+    *rest: Any,
+    **kwargs: Any,
 ) -> int:
     """Backward, under the same assumption as the forward."""
-    *options, _ = rest
-    over_D, over_Dv = _dense(q, k, v, *_window(options))
+    *given, _ = rest
+    over_D, over_Dv = _flex(q, k, v, given)
     return 3 * over_D + 2 * over_Dv
 
 
-def _window(arguments: Sequence[Any]) -> tuple[int | None, int | None]:
-    """The band among arguments that end in a call's options."""
-    options = CallOptions(*arguments[-len(CallOptions._fields) :])
-    return options.window_left, options.window_right
+def _flex(q: Shape, k: Shape, v: Shape, given: Sequence[Any]) -> tuple[int, int]:
+    """given: what follows v, shapes of `Mods` and a call's options."""
+    mods, options = Mods(*given[: len(Mods._fields)]), CallOptions(*given[len(Mods._fields) :])
+    if mods.cu_seqlens_q is not None:
+        return _packed(q, k, v, mods.cu_seqlens_q)  # type: ignore[arg-type]
+    return _dense(q, k, v, options.window_left, options.window_right)
 
 
 def _packed(q: Shape, k: Shape, v: Shape, cu_seqlens: Shape) -> tuple[int, int]:

@@ -38,10 +38,11 @@ _BUT = {"window_size": ", and a bound of -1 is one: None is none"}
 _OTHERWISE = {
     "alibi_slopes": "give what it adds to the scores as attn_mask",
     "attn_mask": "no mask tensor, but causal, window and cu_seqlens say who sees whom",
-    "block_mask": "causal, window and attn_mask say who sees whom",
+    "block_mask": "attention and flex_attention take one",
     "enable_gqa": "query heads may always be a multiple of KV heads",
     "return_attn_probs": "the weights are never stored; return_lse=True gives their logarithmic sums",
-    "score_mod": "scale, softcap and attn_mask are what changes scores",
+    "mask_mod": "attention takes one",
+    "score_mod": "attention and flex_attention take one",
 }
 
 Function = TypeVar("Function", bound=Callable[..., Any])

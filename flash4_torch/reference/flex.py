@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..flex.program import Node, Program
-from ..flex_problem import FlexGradients, new_out
+from ..flex_problem import new_out
 from ..masks import Band
 from . import programs
 from . import sinks as attention_sinks
@@ -124,6 +124,17 @@ class Flex:
     mask_mod: Mod | None = None
     blocks: Blocks | None = None
     tiling: Tiling | None = field(default=None, compare=False)
+    first_batch: int = 0
+    """What functions get for the first batch entry."""
+
+    def of_sequence(self, b: int) -> Flex:
+        """What is done to the scores of sequence b of packed ones, which is a batch of one."""
+        scoring, table = self.scoring, self.blocks
+        if scoring.dropout is not None:
+            scoring = replace(scoring, dropout=replace(scoring.dropout, first_batch=b))
+        if table is not None and table.state.shape[0] > 1:
+            table = Blocks(table.state[b : b + 1], table.size)
+        return replace(self, scoring=scoring, blocks=table, first_batch=b)
 
     def tiles(self, q: Tensor, k: Tensor) -> FlexTiles:
         plain = Scoring(self.scoring.scale, Band(), self.scoring.softcap, None, self.scoring.dropout)
@@ -157,7 +168,8 @@ class FlexTiles(Tiles):
 
     def lanes(self, batch: range, rows: range, keys: range) -> list[Tensor]:
         """b, h, q_idx and kv_idx of a tile, int32, each with one dimension of four that is not 1."""
-        spans = batch, range(self.q.shape[2]), rows, keys
+        first = self.flex.first_batch
+        spans = range(batch.start + first, batch.stop + first), range(self.q.shape[2]), rows, keys
         return [
             torch.arange(span.start, span.stop, dtype=torch.int32, device=self.q.device).view(
                 [-1 if dim == at else 1 for dim in range(4)]
@@ -227,6 +239,26 @@ def forward(
     return out, lse, low
 
 
+def max_scores(q: Tensor, k: Tensor, flex: Flex) -> Tensor:
+    """The largest score of each row after score_mod and masks, (B, Hq, Sq); -inf where it sees nothing."""
+    tiling, tiles, scoring = flex.tiling_of(q), flex.tiles(q, k), flex.scoring
+    (B, Sq, Hq, _), Sk = q.shape, k.shape[1]
+    found = q.new_full((B, Hq, Sq), -torch.inf, dtype=working_dtype(q.dtype))
+    for batch in tiling.batches(B, Hq, Sq, Sk):
+        for rows in blocks(range(Sq), tiling.rows):
+            q_rows = tiles.scaled_rows(batch, rows)
+            own = found[batch.start : batch.stop, :, rows.start : rows.stop]
+            for keys in blocks(scoring.band.keys(rows, Sq, Sk), tiling.keys):
+                lanes = tiles.lanes(batch, rows, keys)
+                visible = tiles.visible(lanes, batch, rows, keys)
+                if visible.nothing:
+                    continue
+                scores = tiles.scores(q_rows, tiles.keys_of(k, batch, keys), batch, rows, keys).masked
+                largest = tiles.modified(scores, lanes, visible.mask).amax(-1, keepdim=True)
+                torch.maximum(own, tiles.per_head(largest, len(rows))[..., 0], out=own)
+    return found
+
+
 def backward(
     dout: Tensor,
     dlse: Tensor | None,
@@ -237,11 +269,9 @@ def backward(
     lse: Tensor,
     lse_low: Tensor,
     flex: Flex,
-    derivative_of: Callable[[Program, tuple[bool, ...]], Derived],
-    wanted: Sequence[bool] = (),
-    sinks: Tensor | None = None,
-) -> FlexGradients:
-    """Gradients from the forward's out, lse and lse_low; `wanted` says which tensors of score_mod get one.
+    captured: Captured | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) from the forward's out, lse and lse_low; those of score_mod's tensors go to `captured`.
 
     dout (B, Sq, Hq, Dv), dlse (B, Hq, Sq) or None. With s the scores before score_mod and w the weights::
 
@@ -252,10 +282,8 @@ def backward(
     dq = q.new_zeros(q.shape, dtype=work)
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     delta = attention_sinks.delta(dout, out, dlse, work)
-    dsinks = None if sinks is None else attention_sinks.gradient(delta, lse, sinks)
     # A row without keys has lse = -inf; +inf makes its weights exp2(-inf) = 0 instead of NaN.
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-    captured = _Captured.of(flex.score_mod, derivative_of, wanted, work)
     for batch in tiling.batches(B, Hq, Sq, Sk):
         at = slice(batch.start, batch.stop)
         for keys in blocks(range(Sk), tiling.keys):
@@ -294,12 +322,11 @@ def backward(
             dk[at, keys.start : keys.stop] = dk_keys.unflatten(0, (len(batch), -1)).transpose(1, 2)
             dv[at, keys.start : keys.stop] = dv_keys.unflatten(0, (len(batch), -1)).transpose(1, 2)
     dq *= flex.scoring.scale
-    dcaptured = [] if captured is None else captured.gradients()
-    return FlexGradients(dq.to(q.dtype), dk, dv, dcaptured, dsinks)
+    return dq.to(q.dtype), dk, dv
 
 
 @dataclass
-class _Captured:
+class Captured:
     """Gradients of score_mod's tensors, summed up tile by tile."""
 
     mod: Mod
@@ -313,7 +340,8 @@ class _Captured:
         derivative_of: Callable[[Program, tuple[bool, ...]], Derived],
         wanted: Sequence[bool],
         dtype: torch.dtype,
-    ) -> _Captured | None:
+    ) -> Captured | None:
+        """Nothing yet; `wanted` says which tensors get a gradient, `dtype` is what sums have at least."""
         if mod is None:
             return None
         totals = [

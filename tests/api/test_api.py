@@ -22,6 +22,7 @@ from on_cpu import gpu
 X = torch.randn(2, 6, 2, 8)
 DENSE = (
     "causal", "window", "scale", "softcap", "attn_mask", "sinks", "dropout_p", "deterministic", "return_lse",
+    "score_mod", "mask_mod", "block_mask",
 )  # fmt: skip
 PARAMETERS = {
     flash4_torch.attention: ("q", "k", "v", *DENSE),

@@ -127,7 +127,7 @@ def test_flex_support_tells_of_gradients_of_what_score_mod_captures(
 
 def test_flex_support_refuses_what_flex_attention_refuses() -> None:
     query, key, value = (x.transpose(1, 2) for x in tensors())
-    aux = AuxRequest(max_scores=True)
+    aux = AuxRequest(lse=True)
     for wrong in (
         {"key": key[0]},
         {"enable_gqa": False},
@@ -137,7 +137,7 @@ def test_flex_support_refuses_what_flex_attention_refuses() -> None:
         {"block_mask": flash4_torch.create_block_mask(lambda b, h, i, j: i > j, None, None, 8, 8, "cpu")},
         {"scale": "big"},
         {"return_lse": 1},
-        {"return_aux": aux},
+        {"return_aux": aux, "return_lse": True},
         {"kernel_options": 1},
     ):
         call: dict[str, Any] = {"query": query, "key": key, "value": value, "enable_gqa": True, **wrong}

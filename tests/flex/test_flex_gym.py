@@ -6,10 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import and_masks, create_block_mask, or_masks
 
 import flash4_torch
+from everything import EVERYTHING
 from flex_mods import MASKS, MODS, H, MadeMod, Mod, causal, torchs
 
 S, BLOCK = 64, 16
@@ -54,4 +57,50 @@ def test_score_mod_agrees_with_torch(make: Callable[[int], MadeMod]) -> None:
     block_mask = create_block_mask(causal(S), None, None, S, S, device="cpu", BLOCK_SIZE=BLOCK)
     theirs = torchs(q, k, v, for_torch or score_mod, block_mask)
     ours = flash4_torch.flex_attention(q, k, v, score_mod, block_mask, enable_gqa=True, return_lse=True)
+    agree(theirs, ours, [q, k, v, *learned], torch.ones(2, H, S, dtype=torch.float64))
+
+
+def itself(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return i == j
+
+
+def one_after_another(mods: list[Mod]) -> Mod:
+    def composed(score: Tensor, *places: Tensor) -> Tensor:
+        for mod in mods:
+            score = mod(score, *places)
+        return score
+
+    return composed
+
+
+@settings(max_examples=100 if EVERYTHING else 8)
+@given(
+    masks=st.lists(st.sampled_from(MASKS), min_size=1, max_size=3, unique=True),
+    join=st.sampled_from([and_masks, or_masks]),
+    mods=st.lists(st.sampled_from(MODS), max_size=3, unique=True),
+    block=st.sampled_from([16, 24, 128]),
+    by_parts=st.booleans(),
+)
+def test_compositions_agree_with_torch(
+    masks: list[Callable[[int], Mod]],
+    join: Callable[..., Mod],
+    mods: list[Callable[[int], MadeMod]],
+    block: int,
+    by_parts: bool,
+) -> None:
+    """Masks joined by torch's functions, and score mods one after another; a block mask or arguments."""
+    q, k, v = call(Dv=5)
+    made = [make(S) for make in mods]
+    learned = [x for each in made for x in each.learned]
+    # torch has no gradient of a row that sees nothing.
+    mask = or_masks(join(*(make(S) for make in masks)), itself)
+    block_mask = create_block_mask(mask, 2, None, S, S, device="cpu", BLOCK_SIZE=block)
+    theirs = torchs(q, k, v, one_after_another([x.for_torch or x.mod for x in made]), block_mask)
+    score_mod = one_after_another([x.mod for x in made])
+    if by_parts:
+        q_, k_, v_ = (x.transpose(1, 2) for x in (q, k, v))
+        out, lse = flash4_torch.attention(q_, k_, v_, score_mod=score_mod, mask_mod=mask, return_lse=True)
+        ours = out.transpose(1, 2), lse
+    else:
+        ours = flash4_torch.flex_attention(q, k, v, score_mod, block_mask, enable_gqa=True, return_lse=True)
     agree(theirs, ours, [q, k, v, *learned], torch.ones(2, H, S, dtype=torch.float64))

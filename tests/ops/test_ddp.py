@@ -39,18 +39,23 @@ ON_GPUS = Setting("nccl", torch.bfloat16, 333, 4, 64, "inductor", 0.02)
 
 
 class Model(nn.Module):
-    """One layer each of the function and of the module."""
+    """One layer each of the function, of the function with a learned bias, and of the module."""
 
     def __init__(self, H: int, D: int) -> None:
         super().__init__()
         self.heads = (3, H, D)
         self.project = nn.Linear(H * D, 3 * H * D)
+        self.bias = nn.Parameter(torch.ones(H, 4))
         self.attention = flash4_torch.MultiheadAttention(H * D, H, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.project(x).unflatten(-1, self.heads).unbind(-3)
         x = x + flash4_torch.attention(q, k, v, causal=True).flatten(-2)
+        x = x + flash4_torch.attention(q, k, v, causal=True, score_mod=self.add_bias).flatten(-2)
         return self.attention(x, x, x, need_weights=False)[0]
+
+    def add_bias(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score + self.bias[h, (i - j).clamp(0, 3)]
 
 
 def model_and_batch(setting: Setting, device: torch.device) -> tuple[Model, Tensor]:

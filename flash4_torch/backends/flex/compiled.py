@@ -23,6 +23,7 @@ from ..compiled import TARGETS, Target, backward, forward, limits
 from ..compiled.backend import missing_packages, num_sms
 from ..compiled.targets import BackwardConfig, Find, ForwardConfig
 from ..compiled.tensors import allocator_like, is_empty, readable, unpad
+from ..compiled.tensors import lengths as ends
 from ..emulator import Emulator, emulated_find, emulated_num_sms, emulated_target, why_not_emulated
 from ..tiled import sinks_gradient
 from . import intervals
@@ -55,10 +56,11 @@ class Compiled:
 
     def forward(self, inputs: FlexInputs, problem: FlexProblem) -> tuple[Tensor, Tensor, Tensor]:
         inputs, problem, bounds = intervals.reduced(inputs, problem)
-        spec, (B, Sq, _, Hq, _) = problem.spec, problem.extent
-        q, sinks, rng_state = inputs.q, inputs.mods.sinks, inputs.mods.rng_state
-        lse = q.new_empty(B, Hq, Sq, dtype=torch.float32)
-        if 0 in problem.extent:
+        spec, mods = problem.spec, inputs.mods
+        q, sinks, rng_state = inputs.q, mods.sinks, mods.rng_state
+        *batch, Sq, Hq, _ = q.shape
+        lse = q.new_empty(*batch, Hq, Sq, dtype=torch.float32)
+        if is_empty(_plain_inputs(inputs), plain_problem(problem)):
             lse = lse.fill_(-math.inf) if sinks is None else lse.copy_(sinks[:, None].expand(lse.shape))
             return new_out(q, spec.Dv).zero_(), lse, torch.zeros_like(lse)
         index = q.get_device()
@@ -76,8 +78,8 @@ class Compiled:
             lse,
             low if features.large_scores else None,
             self.counter(index),
-            None,
-            None,
+            ends(mods.cu_seqlens_q),
+            ends(mods.cu_seqlens_k),
             forward_arguments(inputs, problem, config, bounds),
             rng_state,
             sinks if sinks is None else sinks.contiguous(),
@@ -90,7 +92,7 @@ class Compiled:
     def backward(self, saved: FlexSaved, inputs: FlexInputs, problem: FlexProblem) -> FlexGradients:
         inputs, problem, bounds = intervals.reduced(inputs, problem)
         plain, mods = plain_problem(problem), inputs.mods
-        given = Inputs(*inputs[:3], sinks=mods.sinks, rng_state=mods.rng_state)
+        given = _plain_inputs(inputs)
         rows = Saved(saved.dout, saved.dlse, saved.out, saved.lse)
         totals = [
             x.new_zeros(x.shape or (1,), dtype=torch.float32) if wanted else None
@@ -107,7 +109,7 @@ class Compiled:
         arguments = backward_arguments(inputs, problem, of_mods, config, totals, bounds)
         launch = backward.sequence(
             kernels,
-            backward.shapes_of(q, k, v, None, kernels),
+            backward.shapes_of(q, k, v, mods.cu_seqlens_q, kernels),
             q.dtype,
             problem.scale,
             kernels.params,
@@ -176,6 +178,8 @@ def why_not_kernels(target: Target, problem: FlexProblem) -> list[str]:
     for name, text in (("score_mod", spec.score_mod), ("mask_mod", spec.mask_mod)):
         if text:
             why += lowering.limits(name, program_of(text))
+    if spec.varlen and spec.block is not None:
+        why.append("it takes no block_mask for packed sequences")
     if spec.backward and spec.score_mod and not why:
         why += _why_not_differentiated(target, problem)
     return why
@@ -207,7 +211,7 @@ def plain_problem(problem: FlexProblem) -> Problem:
         D=s.D,
         Dv=s.Dv,
         group=s.group,
-        varlen=False,
+        varlen=s.varlen,
         left=s.left,
         right=s.right,
         softcap=s.softcap,
@@ -220,6 +224,13 @@ def plain_problem(problem: FlexProblem) -> Problem:
         dlse=s.dlse,
     )
     return Problem(spec, problem.extent, problem.scale, problem.band, problem.softcap, problem.dropout_p)
+
+
+def _plain_inputs(inputs: FlexInputs) -> Inputs:
+    """The tensors of a call without its programs and blocks."""
+    mods = inputs.mods
+    beside = None, mods.sinks, mods.rng_state, mods.cu_seqlens_q, mods.cu_seqlens_k
+    return Inputs(*inputs[:3], *beside)
 
 
 class Choice(NamedTuple):

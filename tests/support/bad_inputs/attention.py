@@ -117,9 +117,23 @@ def of_rules() -> Iterator[Row]:
         words = f"dropout_p is {value}, but it must be finite, from 0.0 to 1.0"
         yield Row({"dropout_p": value}, RangeError, words)
     yield from of_windows()
+    yield from of_functions()
     for name in ("causal", "deterministic", "return_lse"):
         for value in [*garbage.NO_FLAGS, *([] if name == "deterministic" else [None])]:
             yield Row({name: value}, ArgumentError, "but it must be True or False")
+
+
+def of_functions() -> Iterator[Row]:
+    """score_mod, mask_mod and block_mask."""
+    for value in (3, 0.5, "alibi", torch.ones(4, 4), [min]):
+        kind = type(value).__name__
+        for name in ("score_mod", "mask_mod"):
+            yield Row({name: value}, ArgumentError, f"{name} is {kind}, but it must be a function")
+    for value in (3, torch.ones(4, 4), min):
+        words = (
+            f"block_mask is {type(value).__name__}, but it must be a BlockMask, as create_block_mask makes it"
+        )
+        yield Row({"block_mask": value}, ArgumentError, words)
 
 
 def of_windows() -> Iterator[Row]:
@@ -159,8 +173,6 @@ KEYWORDS = {
     "return_attn_probs": "the weights are never stored; return_lse=True gives their logarithmic sums",
     "alibi_slopes": "give what it adds to the scores as attn_mask",
     "enable_gqa": "query heads may always be a multiple of KV heads",
-    "block_mask": "causal, window and attn_mask say who sees whom",
-    "score_mod": "scale, softcap and attn_mask are what changes scores",
     "causul": "did you mean 'causal'?",
     "retrun_lse": "did you mean 'return_lse'?",
     "xyz": "it takes q, k, v, ",

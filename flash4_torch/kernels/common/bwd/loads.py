@@ -97,7 +97,8 @@ def exact_lse(ctx: BackwardContext, tile: Tile, head: Int32, n: Int32) -> tuple[
     shape, each = ctx.stats.shape, Int64(1)
     for size in shape[1:]:
         each = each * size
-    row = Int64(tiles.row_of_workspace(ctx, tile, head)) * shape[-1] + n * ctx.plan.queries
+    row = Int64(tiles.row_of_workspace(ctx, tile, head)) * shape[-1]
+    row = row + (tiles.first_block(ctx, tile) + n) * ctx.plan.queries
     layout = cute.make_layout(ctx.plan.queries)
     return tuple(cute.make_tensor(ctx.stats.iterator + (i * each + row), layout) for i in (2, 3))
 

@@ -69,6 +69,8 @@ def store_lse(
             head = tile.kv_head * group + h
             if cutlass.const_expr(plan.features.varlen):
                 lse[head, tile.q_offset + i] = ends.lse[r]
+                if cutlass.const_expr(low is not None):
+                    low[head, tile.q_offset + i] = ends.lse_low[r]
             else:
                 lse[tile.batch, head, i] = ends.lse[r]
                 if cutlass.const_expr(low is not None):

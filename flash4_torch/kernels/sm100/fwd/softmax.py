@@ -312,6 +312,8 @@ def _finish(ctx: Context, t: SoftmaxThread, at: Cursor, end_at: Cursor) -> None:
         head = tile.kv_head * group + h
         if cutlass.const_expr(plan.features.varlen):
             lse[head, tile.q_offset + position] = ends.lse[0]
+            if cutlass.const_expr(low is not None):
+                low[head, tile.q_offset + position] = ends.lse_low[0]
         else:
             lse[tile.batch, head, position] = ends.lse[0]
             if cutlass.const_expr(low is not None):
