@@ -32,7 +32,7 @@ class Band(NamedTuple):
     table: cute.Tensor | None = None
     """(rows, 2) int32: instead, the first and the last key of each row."""
     own: tuple[tuple[Int32, Int32], ...] = ()
-    """With a table: what it has for a thread's rows."""
+    """What the table has for a thread's rows, if there is one."""
 
     def first_key(self, row: Int32) -> Int32:
         return row + self.lowest if self.table is None else self.table[self._within(row), 0]
