@@ -18,12 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import ArgumentError, ShapeError, hint
-from .groups import Ranks, group_of, ranks_of
+from .groups import Ranks, ranks_of
+from .transfer import collective
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+# PyTorch 2.13 has renamed it, and warns of the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 Layout = Literal["contiguous", "zigzag"]
 LAYOUTS: tuple[Layout, ...] = ("contiguous", "zigzag")
 
@@ -113,7 +116,7 @@ def unshard_sequence(
     for axis in (ranks.ulysses, ranks.ring):
         if axis.size > 1:
             whole = part.new_empty(axis.size * part.shape[0], *part.shape[1:])
-            dist.all_gather_into_tensor(whole, part, group_of(axis))
+            collective(axis, "all-gather", _all_gather, whole, part)
             part = whole
     shards = Shards(check_layout(layout), ranks.ring.size, part.shape[0])
     result = torch.empty_like(part)

@@ -25,7 +25,7 @@ from flash4_torch.distributed import (
 )
 from ranks import Ranks, ranks
 
-TIMEOUT_S = 1.0
+TIMEOUT_S = 3.0
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def die_in_the_backward() -> None:
 @pytest.mark.parametrize("attend", one_of(2, [ring_attention, ulysses_attention]))
 def test_an_error_on_one_rank_is_one_on_all(attend: Callable[..., Tensor]) -> None:
     seconds, text, *_ = ranks(4).run(attend_but_one_raises, attend)
-    assert TIMEOUT_S <= seconds < 20 * TIMEOUT_S and "float64" in text
+    assert TIMEOUT_S <= seconds < 10 * TIMEOUT_S and "float64" in text
 
 
 def test_a_rank_that_dies_is_noticed(pair: Ranks) -> None:

@@ -6,6 +6,7 @@ import atexit
 import os
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
@@ -82,6 +83,7 @@ def _serve(rank: int, size: int, folder: Path, timeout_s: float, end: Connection
     # Otherwise gloo looks the host's name up, which not every machine can.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
+    warnings.filterwarnings("error", message=r"`torch\.distributed\..* is deprecated")
     store = f"file://{folder / 'store'}"
     timeout = timedelta(seconds=timeout_s)
     distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timeout)
