@@ -142,7 +142,8 @@ def check_shown(found: intervals.Reduced, wanted: Tensor) -> None:
         assert torch.equal(shown(found.problem.band, Sq, Sk).expand(wanted.shape), wanted)
     else:
         i, j = torch.arange(Sq)[:, None], torch.arange(Sk)
-        (begin, end), (above, below) = table.of_rows.unbind(-1), table.of_keys.unbind(-1)
+        (begin, end), (above, below) = table.of_rows.unbind(-1), table.of_keys[:, :-1].unbind(-1)
+        assert (table.of_keys[:, -1] == torch.tensor([Sq, Sq - 1])).all()
         assert all(bool((x.diff(dim=-1) >= 0).all()) for x in (begin, end, above, below))
         begins, ends = (begin[..., None] <= j), (j <= end[..., None])
         assert begins.all() or spec.left

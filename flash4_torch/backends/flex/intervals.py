@@ -39,7 +39,8 @@ class Bounds(NamedTuple):
     of_rows: Tensor
     """(B or 1, Sq, 2) int32: the first and the last key that each query sees; neither ever decreases."""
     of_keys: Tensor
-    """(B or 1, Sk, 2) int32: the first and the last query that sees each key."""
+    """(B or 1, Sk + 1, 2) int32: the first and the last query that sees each key, and then for all keys
+    beyond the end, which no query sees."""
     left: bool
     right: bool
     """Whether they hide anything on that side."""
@@ -280,6 +281,8 @@ def _intervals(rows: _Rows, band: Band, Sq: int, Sk: int) -> Intervals:
     if not ordered or first.shape[1] > 1:
         return NONE
     by_row = torch.stack([first, last], -1)
+    beyond = by_key.new_tensor([Sq, Sq - 1]).expand(*by_key.shape[:2], 1, 2)
+    by_key = torch.cat([by_key, beyond], 2)
     of_rows, of_keys = (x[:, 0].to(torch.int32).contiguous() for x in (by_row, by_key))
     return Intervals(bounds=Bounds(of_rows, of_keys, bool(on_left), bool(on_right), most))
 

@@ -41,7 +41,8 @@ class Band(NamedTuple):
         return row + self.highest if self.table is None else self.table[self._within(row), 1]
 
     def _within(self, row: Int32) -> Int32:
-        return cutlass.min(row, self.table.shape[0] - 1)
+        # A tile may ask for the one before the first.
+        return cutlass.max(cutlass.min(row, self.table.shape[0] - 1), 0)
 
 
 def make_band(Sq: Int32, Sk: Int32, left: Int32, right: Int32) -> Band:
