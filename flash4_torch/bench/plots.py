@@ -120,6 +120,21 @@ def _models(rows: list[Row]) -> Figure:
     return figure
 
 
+def _context(rows: list[Row]) -> Figure:
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    groups = _grouped(rows, lambda r: (r["direction"], r["how"]))
+    axes = figure.subplots()
+    for (direction, how), group in groups.items():
+        labels = [f"{r['S'] // 1024}k, D {r['D']}, {r['ranks']} ranks" for r in group]
+        axes.plot(labels, [r["efficiency"] for r in group], "o-", label=f"{how}, {direction}")
+    axes.set_ylabel("efficiency")
+    axes.set_ylim(bottom=0)
+    axes.tick_params("x", rotation=30)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    return figure
+
+
 def _emulator(rows: list[Row]) -> Figure:
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     panels = {
@@ -279,4 +294,5 @@ _FIGURES: dict[str, Callable[[list[Row]], Figure]] = {
     "swap": _swap,
     "decode": _decode,
     "models": _models,
+    "context": _context,
 }

@@ -104,11 +104,10 @@ TABLE = (
     Row(96, 96, ("dropout", "dmask"), (), _Tiles(64, q_stages=3, do_stages=3, ds_stages=2, dq_stages=2),
         "S 8k: full 1.04, causal 1.02; two stages of K and V, one of dQ 1.00 and 0.95"),
     Row(128, 128, (*_MORE, "scores", "long"), ("mods",), _Tiles(64, dq_stages=2, **_UNROLLED),
-        "unmeasured: programs like ALiBi; it does not spill"),
+        "programs like ALiBi, step causal S 2k, 8k: 1.56, 1.67 of Triton's speed; it does not spill"),
     Row(128, 128, (*_MORE, "long"), ("mods",),
         _Tiles(64, dq_stages=2, round_weights=True, **_UNROLLED),
-        "unmeasured: programs like softcap, whose scores are kept; weights that are not rounded spill, "
-        "and so do four registers with both bounds"),
+        "programs like softcap, step causal S 2k, 8k: 2.17, 2.24 of Triton's speed; unrounded weights spill"),
     Row(128, 128, _MORE, ("mods",), _Tiles(64, dq_stages=2, round_weights=True),
         "unmeasured: long programs; those of 25 operations for each score spill a little"),
     Row(128, 128, ("dropout", "mask"), ("softcap", "varlen", "right"),
