@@ -296,15 +296,14 @@ def _of_weights(target: Target, features: Features) -> Iterator[tuple[str, tuple
 
 
 def _of_kvcache(target: Target, features: Features, group: int) -> Iterator[tuple[str, tuple[object, ...]]]:
-    if not target.has_kvcache:
-        _refuse(target, repr("kvcache"), "it has none for KV caches")
     dtype, D, Dv = features.dtype, features.D, features.Dv
-    yield from ((APPEND_KVCACHE, (plan,)) for plan in append.common_plans(dtype, D, Dv))
+    plans = append.common_plans(dtype, D, Dv, target.decode.converts_fp8)
+    yield from ((APPEND_KVCACHE, (plan,)) for plan in plans)
     yield from ((MERGE_STATES, (plan,)) for plan in merge.common_plans(dtype, Dv))
     # One token alone sees all keys before it, causal or not.
     for each in {features, features._replace(right=False)}:
         yield from ((DECODE, static) for static in kvcache.common_kernels(target, each))
-    if not target.forward_configs.limits(features):
+    if target.has_pages and not target.forward_configs.limits(features):
         yield from ((target.forward, static) for static in paged.common_kernels(target, features, group))
 
 
