@@ -287,10 +287,8 @@ def _refuse(target: Target, features: object, reason: str) -> NoReturn:
 
 
 def _of_weights(target: Target, features: Features) -> Iterator[tuple[str, tuple[object, ...]]]:
-    if not target.has_weights:
-        _refuse(target, repr("weights"), "it has no attention weights")
     own = weights.features_of_weights(features)
-    yield from ((WEIGHTS, (own, average_heads)) for average_heads in (True, False))
+    yield from ((WEIGHTS, (own, average_heads, target.has_tma)) for average_heads in (True, False))
     if own.mask:
         yield MASK_BLOCKS, (weights.mask_plan(own.mask),)
 

@@ -144,8 +144,8 @@ class Target:
     """Bytes that stay in the L2 cache while the tiles that share them run."""
     has_wgmma: bool = False
     """Whether there are warpgroup MMAs."""
-    has_weights: bool = True
-    """Whether the kernel for attention weights runs there."""
+    has_tma: bool = True
+    """Whether the kernel for attention weights loads by TMA."""
     decode: Gpu = HOPPER
     """What the decode kernel is made for."""
     has_pages: bool = True
@@ -193,7 +193,7 @@ SM80 = Target(
     backward="flash4_torch.kernels.sm80.bwd.launch:compile_backward",
     backward_configs=sm80_backward.LARGE,
     l2_bytes=20 << 20,  # half of an A100's: each half serves half of the SMs
-    has_weights=False,
+    has_tma=False,
     decode=AMPERE,
     has_pages=False,
     has_mods=False,
