@@ -150,8 +150,6 @@ class Target:
     """What the decode kernel is made for."""
     has_pages: bool = True
     """Whether the forward reads keys and values in pages."""
-    has_mods: bool = True
-    """Whether the forward takes a score_mod, a mask_mod and lists of blocks."""
     proven: str
 
     @property
@@ -196,7 +194,6 @@ SM80 = Target(
     has_tma=False,
     decode=AMPERE,
     has_pages=False,
-    has_mods=False,
     proven="run in the emulator and, built for sm_90a, on an H200; never run on a GPU of its own",
 )
 SM86, SM89, SM120A, SM121A = (

@@ -10,7 +10,7 @@ import torch
 from ... import env
 from ...errors import BackendError
 from .. import emulator, tile_counters
-from ..compiled.backend import missing_packages
+from ..compiled.served import missing_packages
 from ..compiled.targets import SM80_FAMILY, SM80_ON_REQUEST, SM90A, SM100A, SM103A, Find, Target
 
 _KERNELS = {"sm90": (SM90A,), "sm100": (SM100A, SM103A), "sm80": SM80_FAMILY}

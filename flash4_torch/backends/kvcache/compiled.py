@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ... import env
 from ...configs import decode, decode_shares
 from ...configs.decode import DecodeForm, Gpu
 from ...configs.types import LARGE_SOFTCAP, Features
 from ...kvcache_problem import CacheInputs, CacheProblem
 from .. import tile_counters
 from ..compiled import paged
-from ..compiled.backend import converted, missing_packages, num_sms
+from ..compiled.backend import converted, num_sms
 from ..compiled.params import FARTHEST, dtype_name, kernel_band, kernel_softcap
+from ..compiled.served import OnTargets
 from ..compiled.targets import DECODE, Find, Target
 from ..compiled.tensors import (
     Allocator,
@@ -66,29 +66,15 @@ Launch = Callable[[CacheInputs, Tensor, Tensor], None]
 """Function that writes out and lse of some sequences."""
 
 
-class Compiled:
-    """The backend that serves the GPUs of its targets.
-
-    on_request: targets that it serves only where FLASH4_BACKEND asks for it.
-    """
-
-    def __init__(self, name: str, *targets: Target, on_request: tuple[Target, ...] = ()):
-        self.name = name
-        self._own = {target.capability: target for target in targets}
-        self._targets = {**self._own, **{target.capability: target for target in on_request}}
+class Compiled(OnTargets):
+    """The backend that serves the GPUs of its targets."""
 
     def why_not(self, problem: CacheProblem) -> list[str]:
         spec = problem.spec
         if spec.device != "cuda":
             return [f"the tensors are on {spec.device}, and it serves cuda"]
-        why = []
-        found = self._targets if env.BACKEND.get() == self.name else self._own
-        if spec.capability not in found:
-            served = " and ".join(map(str, found))
-            why.append(f"the GPU's compute capability is {spec.capability}, and it serves {served}")
-        if missing := missing_packages(exported=bool(env.AOT_DIR.get())):
-            why.append(f"{' and '.join(missing)} must be installed (pip install 'flash4_torch[kernels]')")
-        return [*why, *limits(problem, self._targets.get(spec.capability, next(iter(found.values()))).decode)]
+        gpu = self._any_target(spec.capability).decode
+        return [*self._why_not_here(spec.capability), *limits(problem, gpu)]
 
     def attend(self, inputs: CacheInputs, problem: CacheProblem, out: Tensor | None) -> tuple[Tensor, Tensor]:
         q = readable(inputs.q)
