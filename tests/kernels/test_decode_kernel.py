@@ -109,7 +109,7 @@ KERNELS_SM80 = [
         *one_of(811, KERNELS_FP8),
         *one_of(397, KERNELS_WGMMA),
         *one_of(197, IN_GROUPS),
-        *one_of(781, KERNELS_SM80),
+        *one_of(785, KERNELS_SM80),
     ],
 )
 @given(data=st.data())

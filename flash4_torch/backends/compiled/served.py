@@ -11,6 +11,8 @@ from .targets import Target
 _TO_RUN = {"tvm_ffi": "apache-tvm-ffi"}
 _TO_COMPILE = {**_TO_RUN, "nvidia_cutlass_dsl": "nvidia-cutlass-dsl"}
 
+INSTALL = "pip install 'flash4_torch[kernels]'"
+
 
 class OnTargets:
     """A backend that serves the GPUs of its targets.
@@ -45,7 +47,7 @@ class OnTargets:
                 served += f", and this one where {env.BACKEND.name}={self.name} asks for it"
             why.append(f"the GPU's compute capability is {capability}, and it serves {served}")
         if missing := missing_packages(exported=bool(env.AOT_DIR.get())):
-            why.append(f"{' and '.join(missing)} must be installed (pip install 'flash4_torch[kernels]')")
+            why.append(f"{' and '.join(missing)} must be installed ({INSTALL})")
         return why
 
 

@@ -36,23 +36,35 @@ def load(ctx: Context) -> None:
 def start_copies(ctx: Context, warp: Int32) -> Int32:
     """Start to copy the first `stages` - 1 chunks, and return the stage of the first of them."""
     for i in range(ctx.plan.stages - 1):
-        copy_chunk(ctx, warp, ctx.tile.first_head, i, Int32(i))
+        copy_chunk(ctx, warp, ctx.tile.first_head, Int32(i), Int32(i))
     return Int32(0)
 
 
-def copy_chunk(ctx: Context, warp: Int32, head: Int32, i: int, stage: Int32) -> None:
-    """Start to copy the warp's rows of chunk i, counted from `head` on, a cp.async group; none after the last."""
+@cute.jit
+def copy_chunk(ctx: Context, warp: Int32, head: Int32, i: Int32, stage: Int32) -> None:
+    """Start to copy the warp's rows of chunk i, counted from `head` on: a group, empty after the end."""
+    plan = ctx.plan
+    head, chunk = head + i // plan.chunks, i % plan.chunks
+    rest = plan.features.D % plan.chunk
+    if cutlass.const_expr(rest == 0):
+        _copy(ctx, warp, head, chunk, stage, plan.chunk)
+    else:
+        if chunk == plan.chunks - 1:
+            _copy(ctx, warp, head, chunk, stage, rest)
+        else:
+            _copy(ctx, warp, head, chunk, stage, plan.chunk)
+    cute.arch.cp_async_commit_group()
+
+
+def _copy(ctx: Context, warp: Int32, head: Int32, chunk: Int32, stage: Int32, columns: int) -> None:
     plan, tile, maps = ctx.plan, ctx.tile, ctx.maps
-    head += i // plan.chunks
-    first = i % plan.chunks * plan.chunk
-    columns, visit = min(plan.features.D - first, plan.chunk), Visit(head, tile.end_head)
-    group = maps.mQ.shape[2] // maps.mK.shape[2]
+    group, visit = maps.mQ.shape[2] // maps.mK.shape[2], Visit(head, tile.end_head)
     own = (
         (maps.mQ, head, tile.query_block, ctx.sQ),
         (maps.mK, head // group, tile.key_block, ctx.sK),
     )
     for x, of_head, block, stages in own:
-        sequence = Sequence(x, Int32(0), Int32(x.shape[0]), of_head, tile.batch)
+        rows = cute.make_tensor(x.iterator + chunk * plan.chunk, x.layout)
+        sequence = Sequence(rows, Int32(0), Int32(x.shape[0]), of_head, tile.batch)
         target = stages[None, None, stage]
-        load_part(sequence, block, target, first, columns, warp, plan.consumer_warps, visit)
-    cute.arch.cp_async_commit_group()
+        load_part(sequence, block, target, 0, columns, warp, plan.consumer_warps, visit)

@@ -54,10 +54,7 @@ def mainloop(ctx: Context, warp: Int32) -> None:
         lse, low = _lse_of(ctx, t, ctx.lse, head), None
         if cutlass.const_expr(ctx.lse_low is not None):
             low = _lse_of(ctx, t, ctx.lse_low, head)
-        if cutlass.const_expr(plan.tma):
-            at = _scores(ctx, t, at)
-        else:
-            at = _scores_of_copies(ctx, t, head, at)
+        at = _scores(ctx, t, at) if cutlass.const_expr(plan.tma) else _scores_of_copies(ctx, t, head, at)
         for m in cutlass.range_constexpr(len(t.S)):
             fragment = mma_fragment(t.S[m], t.rows[m], t.key_block * WARP_TILE[1], t.lane)
             _mask(ctx, t, fragment, m, head)
@@ -119,7 +116,9 @@ def _scores_of_copies(ctx: Context, t: Thread, head: Int32, stage: Int32) -> Int
     stages = ctx.plan.stages
     for S in t.S:
         S.fill(0.0)
-    for i in cutlass.range_constexpr(ctx.plan.chunks):
+    # A loop of one turn would be none, and what all heads share would spill, 223 times (ptxas.md, P16).
+    chunks = ctx.plan.chunks + Int32(ctx.maps.mQ.shape[0] <= 0)
+    for i in cutlass.range(chunks, unroll=1):
         cute.arch.cp_async_wait_group(stages - 2)
         # What other warps copied is there, and they have used the chunk before it.
         cute.arch.sync_threads()
