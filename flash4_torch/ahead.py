@@ -287,24 +287,21 @@ def _refuse(target: Target, features: object, reason: str) -> NoReturn:
 
 
 def _of_weights(target: Target, features: Features) -> Iterator[tuple[str, tuple[object, ...]]]:
-    if not target.has_weights:
-        _refuse(target, repr("weights"), "it has no attention weights")
     own = weights.features_of_weights(features)
-    yield from ((WEIGHTS, (own, average_heads)) for average_heads in (True, False))
+    yield from ((WEIGHTS, (own, average_heads, target.has_tma)) for average_heads in (True, False))
     if own.mask:
         yield MASK_BLOCKS, (weights.mask_plan(own.mask),)
 
 
 def _of_kvcache(target: Target, features: Features, group: int) -> Iterator[tuple[str, tuple[object, ...]]]:
-    if not target.has_kvcache:
-        _refuse(target, repr("kvcache"), "it has none for KV caches")
     dtype, D, Dv = features.dtype, features.D, features.Dv
-    yield from ((APPEND_KVCACHE, (plan,)) for plan in append.common_plans(dtype, D, Dv))
+    plans = append.common_plans(dtype, D, Dv, target.decode.converts_fp8)
+    yield from ((APPEND_KVCACHE, (plan,)) for plan in plans)
     yield from ((MERGE_STATES, (plan,)) for plan in merge.common_plans(dtype, Dv))
     # One token alone sees all keys before it, causal or not.
     for each in {features, features._replace(right=False)}:
         yield from ((DECODE, static) for static in kvcache.common_kernels(target, each))
-    if not target.forward_configs.limits(features):
+    if target.has_pages and not target.forward_configs.limits(features):
         yield from ((target.forward, static) for static in paged.common_kernels(target, features, group))
 
 

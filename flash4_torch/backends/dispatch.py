@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -15,6 +16,7 @@ from ..flex_problem import FlexProblem
 from ..problem import Problem
 from .base import Backend, Explains
 from .compiled import SM80_FAMILY, SM80_ON_REQUEST, SM90A, SM100A, SM103A, Compiled
+from .compiled.served import INSTALL as _INSTALL
 from .cpu import Cpu
 from .efficient import Efficient
 from .emulator import Emulator
@@ -56,6 +58,7 @@ _excluded = _Excluded()
 # Module globals, because every call on the fast path reads them.
 _environment, _BACKEND, _LOG = env.NAMES, env.BACKEND.key, env.LOG.key
 _logged: set[tuple[object, ...]] = set()
+_warned: set[str] = set()
 
 
 def reasons(problem: Problem) -> dict[str, list[str]]:
@@ -82,8 +85,26 @@ def choose(problem: Problem) -> Backend:
     for backend in _candidates():
         if not backend.why_not(problem):
             _announce(problem, backend)
+            if backend.name == Tiled.name:
+                _warn_without_compiler(problem)
             return backend
     raise BackendError(str(problem), {b.name: b.why_not(problem) for b in _candidates()})
+
+
+def _warn_without_compiler(problem: Problem) -> None:
+    """Warn once that dropout is slow, if our kernels would serve it but for the compiler.
+
+    Other calls without it go to torch's fused kernels where these can serve them.
+    """
+    spec = problem.spec
+    if not spec.dropout or spec.device != "cuda" or Tiled.name in _warned or env.BACKEND.get():
+        return
+    ours = next((b for b in PRIORITY if isinstance(b, Compiled) and b.is_made_for(spec.capability)), None)
+    why = [] if ours is None else ours.why_not(problem)
+    if why and all(_INSTALL in sentence for sentence in why):
+        _warned.add(Tiled.name)
+        message = f"attention with dropout runs in plain torch, which is slow: {why[0]}"
+        warnings.warn(message, UserWarning, stacklevel=2)
 
 
 def _candidates() -> tuple[Backend, ...]:

@@ -1,23 +1,35 @@
-"""PyTorch's fused CUDA flash attention, for plain problems on GPUs that none of our kernels serves."""
+"""PyTorch's fused CUDA flash attention: 16-bit calls without masks that none of our kernels serves better."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from ..problem import Inputs, Problem, Saved
 from ..reference import sinks
 from .base import CallsTorch, Grads, Results, WithoutWeights
-from .cpu import beyond_plain, heads_first, is_causal
+from .cpu import beyond_plain
+from .efficient import aligned
 from .tiled import sinks_gradient
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention.default
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+_forward = torch.ops.aten._flash_attention_forward.default
+_backward = torch.ops.aten._flash_attention_backward.default
 
 _DTYPES = (torch.float16, torch.bfloat16)
-_MAX_D = 256
+_MAX_D, _STEP = 256, 8
+"""The widest heads, and what widths are multiples of."""
 
 
 class Sdpa(CallsTorch, WithoutWeights):
+    """The `sdpa` backend: torch's FlashAttention-2, by the operators below `scaled_dot_product_attention`, so
+    that packed sequences, windows and grouped heads are served, too.
+
+    Heads become zero-padded to one width. A row that attends to nothing gives 0, but its lse is +inf there.
+    """
+
     name = "sdpa"
 
     def why_not(self, problem: Problem) -> list[str]:
@@ -27,25 +39,14 @@ class Sdpa(CallsTorch, WithoutWeights):
         if spec.weights:
             return ["it has no attention weights"]
         why = beyond_plain(problem)
-        band, extent = problem.band, problem.extent
-        if spec.varlen:
-            why.append("it has no varlen")
         if spec.mask:
             why.append("it takes no attn_mask in our sense (a row that attends to nothing gives 0)")
-        square_causal = band.is_causal and extent.Sq == extent.Sk
-        if not spec.varlen and not square_causal and not band.hides_nothing(extent.Sq, extent.Sk):
-            why.append(
-                f"the window is {tuple(band)} for Sq={extent.Sq}, Sk={extent.Sk}, "
-                "and it serves full attention, and causal where Sq equals Sk"
-            )
+        if any(bound is not None and bound < 0 for bound in _bounds(problem)):
+            why.append(f"the window is {tuple(problem.band)}, and its bounds are 0 or more")
         if spec.dtype not in _DTYPES:
             why.append(f"the dtype is {spec.dtype}, and it serves float16 and bfloat16")
-        if spec.D != spec.Dv or spec.D % 8 or spec.D > _MAX_D:
-            why.append(
-                f"D is {spec.D} and Dv is {spec.Dv}; it needs them equal, a multiple of 8, up to {_MAX_D}"
-            )
-        if spec.group != 1:
-            why.append(f"each KV head serves {spec.group} query heads, and it needs one")
+        if max(spec.D, spec.Dv) > _MAX_D:
+            why.append(f"D is {spec.D} and Dv is {spec.Dv}, and it serves up to {_MAX_D}")
         if spec.deterministic and spec.backward:
             why.append("its backward is not deterministic")
         if spec.capability < (8, 0):
@@ -55,31 +56,91 @@ class Sdpa(CallsTorch, WithoutWeights):
         return why
 
     def forward(self, inputs: Inputs, problem: Problem) -> Results:
-        q, k, v = heads_first(inputs.q, inputs.k, inputs.v)
-        out, lse, *_ = _forward(q, k, v, 0.0, is_causal(problem), scale=problem.scale)
-        results = Results(out.transpose(1, 2).contiguous(), lse.contiguous())
+        call, beyond = _Call.of(inputs, problem), _beyond(inputs.q, inputs.cu_seqlens_q)
+        q, k, v = (_padded(x, problem) for x in inputs[:3])
+        found, lse, *_ = _forward(q, k, v, *call.lengths, 0.0, call.causal, False, **call.options)
+        out = found[..., : problem.spec.Dv].contiguous()
+        if beyond is not None:
+            out.masked_fill_(beyond[:, None, None], 0.0)
+            lse = lse.masked_fill(beyond, -torch.inf)
+        if _may_hide_rows(problem):
+            lse = lse.masked_fill(lse == torch.inf, -torch.inf)
+        results = Results(out, lse.contiguous())
         return results if inputs.sinks is None else Results(*sinks.join(*results[:3], inputs.sinks))
 
     def backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> Grads:
-        dout, q, k, v, out = heads_first(saved.dout, inputs.q, inputs.k, inputs.v, saved.out)
+        call, spec = _Call.of(inputs, problem), problem.spec
+        tensors = saved.dout, *inputs[:3], saved.out
+        dout, q, k, v, out = (_padded(x, problem) for x in tensors)
+        lse = saved.lse.contiguous()
+        if _may_hide_rows(problem):
+            lse = lse.masked_fill(lse == -torch.inf, torch.inf)
         # Without dropout the kernel does not read the RNG state.
         seed = offset = torch.empty((), dtype=torch.uint64, device=q.device)
-        grads = _backward(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            saved.lse,
-            None,
-            None,
-            problem.extent.Sq,
-            problem.extent.Sk,
-            0.0,
-            is_causal(problem),
-            seed,
-            offset,
-            scale=problem.scale,
-        )
-        dq, dk, dv = (g.transpose(1, 2).contiguous() for g in grads)
+        rest = *call.lengths, 0.0, call.causal, seed, offset
+        grads = _backward(dout, q, k, v, out, lse, *rest, **call.options)
+        widths = spec.D, spec.D, spec.Dv
+        dq, dk, dv = (x[..., :width].contiguous() for x, width in zip(grads, widths, strict=True))
+        of_q, of_k = (_beyond(x, ends) for x, ends in ((dq, call.ends[0]), (dk, call.ends[1])))
+        for x, beyond in ((dq, of_q), (dk, of_k), (dv, of_k)):
+            if beyond is not None:
+                x.masked_fill_(beyond[:, None, None], 0.0)
         return Grads(dq, dk, dv, None, sinks_gradient(saved, inputs))
+
+
+class _Call(NamedTuple):
+    """Arguments of both operators."""
+
+    ends: tuple[Tensor | None, Tensor | None]
+    """cu_seqlens, int32."""
+    sizes: tuple[int, int]
+    causal: bool
+    options: dict[str, float]
+
+    @classmethod
+    def of(cls, inputs: Inputs, problem: Problem) -> _Call:
+        left, right = _bounds(problem)
+        ends = tuple(
+            None if x is None else x.to(torch.int32).contiguous()
+            for x in (inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+        )
+        causal = left is None and right == 0
+        options = {"scale": problem.scale, "window_size_left": -1, "window_size_right": -1}
+        if not causal:
+            options["window_size_left"] = -1 if left is None else left
+            options["window_size_right"] = -1 if right is None else right
+        sizes = problem.extent.Sq, problem.extent.Sk
+        return cls((ends[0], ends[1]), sizes, causal, options)
+
+    @property
+    def lengths(self) -> tuple[Tensor | None, Tensor | None, int, int]:
+        return *self.ends, *self.sizes
+
+
+def _bounds(problem: Problem) -> tuple[int | None, int | None]:
+    """The band's bounds, without those that hide nothing of any sequence."""
+    (left, right), extent = problem.band, problem.extent
+    return (
+        None if left is None or left >= extent.Sk - 1 else left,
+        None if right is None or right >= extent.Sq - 1 else right,
+    )
+
+
+def _may_hide_rows(problem: Problem) -> bool:
+    """Whether a row may see no key: every bound is 0 or more."""
+    is_bounded = any(bound is not None for bound in _bounds(problem))
+    return problem.spec.varlen or (is_bounded and problem.extent.Sq > problem.extent.Sk)
+
+
+def _beyond(x: Tensor, ends: Tensor | None) -> Tensor | None:
+    """Rows of packed tensors that are of no sequence, which the kernels leave as they are."""
+    return None if ends is None else torch.arange(x.shape[0], device=x.device) >= ends[-1]
+
+
+def _padded(x: Tensor, problem: Problem) -> Tensor:
+    """The tensor with columns of zeros up to the width of all; rows begin at multiples of 16 bytes."""
+    spec = problem.spec
+    more = -(-max(spec.D, spec.Dv) // _STEP) * _STEP - x.shape[-1]
+    if more:
+        return F.pad(x, (0, more))
+    return aligned(x if x.stride(-1) == 1 else x.contiguous())

@@ -9,7 +9,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .types import Features, tile_dim
+from .sm80 import LARGE_BYTES, SMALL_BYTES
+from .types import SHARED_MEMORY, Features, tile_dim
+
+CLUSTERS = (1, 2, 4, 8)
+"""CTAs that a cluster may have; every GPU that has clusters launches these."""
+
+
+class Gpu(NamedTuple):
+    """What of a GPU the kernel is made for."""
+
+    smem_bytes: int
+    """Bytes of shared memory that a CTA may have; an SM has 1 KiB more, and each CTA takes 1 KiB of it."""
+    clusters: tuple[int, ...] = (1,)
+    """CTAs that a cluster may have. Where there are clusters, there is also stmatrix."""
+    converts_fp8: bool = True
+    """Whether one instruction converts two FP8 numbers."""
+    least_stages: int = 1
+    """Stages of K and V that a launch has at least."""
+
+    @property
+    def has_clusters(self) -> bool:
+        return len(self.clusters) > 1
+
+
+HOPPER = Gpu(SHARED_MEMORY, CLUSTERS, least_stages=3)
+"""Hopper and Blackwell."""
+AMPERE = Gpu(LARGE_BYTES, converts_fp8=False)
+"""Compute capability 8.0 and 8.7."""
+GA102 = Gpu(SMALL_BYTES, converts_fp8=False)
+"""Compute capability 8.6."""
+ADA = Gpu(SMALL_BYTES)
+"""Compute capability 8.9, 12.0 and 12.1."""
 
 
 class DecodeForm(NamedTuple):
@@ -36,6 +67,7 @@ class DecodeForm(NamedTuple):
     `ROWS`. Not with an FP8 cache."""
     runs: bool = False
     """Whether a page has a multiple of `RUN` keys; False without pages, whose keys are one run."""
+    gpu: Gpu = HOPPER
 
 
 FP8 = "float8_e4m3fn"
@@ -55,18 +87,20 @@ MMA_ROWS = 16
 """Rows of a warp-level MMA."""
 ROWS = (16, 32, 64)
 """Rows that a tile may have: query tokens times the query heads of a KV head."""
+_MOST_COLUMNS_OF_64_ROWS = 192
+"""Columns up to which tiles of 64 rows have registers for other GPUs than Hopper and Blackwell, whose code
+ptxas orders differently: with 256 they spill."""
 WARPGROUP_ROWS = 64
 """Rows of a warpgroup MMA."""
 _OTHER_ROW_BYTES, _OTHER_BYTES = 216, 3 * 1024
 """More than a CTA with warp-level MMAs has in SMEM besides Q, K, V and O: of each row, and of none."""
-TWO_CTAS_BYTES, ONE_CTA_BYTES = 113 * 1024, 227 * 1024
-"""SMEM of a CTA where two share an SM, and where it has the SM for itself."""
-LEAST_STAGES, MOST_STAGES = 3, 8
+_RESERVED_BYTES = 1024
+"""Bytes of an SM's shared memory that each CTA takes besides its own."""
+STAGES_OF_TWO_CTAS, MOST_STAGES = 3, 8
+"""Stages that each of two CTAs of an SM has at least, and that a CTA has at most."""
 CTAS_PER_SM = 2
 MOST_TOKENS = 64
 """Tokens of a sequence up to which this kernel, which splits keys, serves where the forward could."""
-CLUSTERS = (1, 2, 4, 8)
-"""CTAs that a cluster may have; every GPU launches these."""
 CLUSTER = CLUSTERS[-1]
 LEAST_BLOCKS = 2
 """Blocks that a split has at least, if its sequence has several: shorter ones cost more in the merge than
@@ -101,21 +135,22 @@ def group_bytes(rows: int, Dv: int, cluster: int) -> int:
     return 4 * rows * part_columns(Dv) * (max(GROUP // cluster - 1, 0) if cluster > 1 else 1)
 
 
-def group_clusters(features: Features, cache_dtype: str, rows: int) -> list[int]:
+def group_clusters(features: Features, form: DecodeForm, rows: int) -> list[int]:
     """CTAs that a cluster may have which shares groups: so many that K and V have stages next to results."""
-    width = 1 if cache_dtype else 2
+    gpu, width = form.gpu, 1 if form.cache_dtype else 2
     D, Dv = tile_dim(features.D), part_columns(features.Dv)
     other = rows * (2 * D + _OTHER_ROW_BYTES) + _OTHER_BYTES
     return [
         size
-        for size in CLUSTERS
-        if stages(width * KEYS * (D + Dv), other + group_bytes(rows, Dv, size)) >= LEAST_STAGES
+        for size in gpu.clusters
+        if stages(gpu, width * KEYS * (D + Dv), other + group_bytes(rows, Dv, size)) >= gpu.least_stages
     ]
 
 
-def group_rows(features: Features, cache_dtype: str) -> tuple[int, ...]:
+def group_rows(features: Features, form: DecodeForm) -> tuple[int, ...]:
     """Rows that a tile may have if clusters have groups of splits."""
-    return tuple(number for number in ROWS if group_clusters(features, cache_dtype, number))
+    own = rows_of(features, form._replace(groups=False, wgmma=False))
+    return tuple(number for number in own if group_clusters(features, form, number))
 
 
 def rows_of(features: Features, form: DecodeForm) -> tuple[int, ...]:
@@ -123,7 +158,10 @@ def rows_of(features: Features, form: DecodeForm) -> tuple[int, ...]:
     if form.wgmma:
         return (WARPGROUP_ROWS,)
     if form.groups:
-        return tuple(n for n in ROWS if form.cluster in group_clusters(features, form.cache_dtype, n))
+        own = rows_of(features, form._replace(groups=False))
+        return tuple(n for n in own if form.cluster in group_clusters(features, form, n))
+    if not form.gpu.has_clusters and max(features.D, features.Dv) > _MOST_COLUMNS_OF_64_ROWS:
+        return ROWS[:-1]
     return ROWS
 
 
@@ -138,15 +176,20 @@ def may_use_wgmma(form: DecodeForm, tile_rows: int, group: int, batch_invariant:
     return not form.cache_dtype and own == WARPGROUP_ROWS
 
 
-def ctas_per_sm(stage_bytes: int, other_bytes: int) -> int:
+def cta_bytes(gpu: Gpu, ctas: int) -> int:
+    """Bytes of shared memory of a CTA, where so many share an SM."""
+    return (gpu.smem_bytes + _RESERVED_BYTES) // ctas - _RESERVED_BYTES
+
+
+def ctas_per_sm(gpu: Gpu, stage_bytes: int, other_bytes: int) -> int:
     """CTAs that share an SM: two, if each then has stages enough next to what else it has in SMEM."""
-    has_room = (TWO_CTAS_BYTES - other_bytes) // stage_bytes >= LEAST_STAGES
+    has_room = (cta_bytes(gpu, CTAS_PER_SM) - other_bytes) // stage_bytes >= STAGES_OF_TWO_CTAS
     return CTAS_PER_SM if has_room else 1
 
 
-def stages(stage_bytes: int, other_bytes: int) -> int:
+def stages(gpu: Gpu, stage_bytes: int, other_bytes: int) -> int:
     """Stages of K and V, as many as there is room for."""
-    room = ONE_CTA_BYTES if ctas_per_sm(stage_bytes, other_bytes) == 1 else TWO_CTAS_BYTES
+    room = cta_bytes(gpu, ctas_per_sm(gpu, stage_bytes, other_bytes))
     return min((room - other_bytes) // stage_bytes, MOST_STAGES)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .decode import (
-    CLUSTERS,
+    AMPERE,
     CTAS_PER_SM,
     GROUP,
     KEYS,
@@ -15,6 +15,7 @@ from .decode import (
     MMA_ROWS,
     SPLIT_KEYS,
     DecodeForm,
+    Gpu,
     ctas_per_sm,
 )
 from .types import Features, tile_dim
@@ -25,8 +26,9 @@ Factors of it: with more than 16 rows, and where two CTAs share the SM."""
 _WAVE_US, _GROUP_US = 3.0, 4.0
 """Time until the first block's scores are there: of all CTAs that run at once, and of a cluster's next group,
 whose merge ends with nothing under way."""
-_SM_BYTES_PER_US = 35e3
-"""Bytes that an SM reads where all of them read."""
+_SM_BYTES_PER_US, _LARGE_SM_BYTES_PER_US, _SMALL_SM_BYTES_PER_US = 35e3, 16e3, 8e3
+"""Bytes that an SM reads where all of them read: of an H200 as measured; of an A100, and of GPUs with GDDR,
+what their data sheets say of memory for each SM."""
 _LEAST_UNEVEN = 1.05
 """Factor of the time to read, if not every SM has two CTAs all the time."""
 _MERGE_US, _PARTS_US, _VECTOR_US = 1.1, 1.5, 0.07
@@ -48,6 +50,7 @@ class Work(NamedTuple):
     stage_bytes: int
     """Bytes of a block of K and V."""
     num_sms: int
+    gpu: Gpu
 
 
 class Shares(NamedTuple):
@@ -65,7 +68,9 @@ def work_of(
 ) -> Work:
     columns = tile_dim(features.D) + tile_dim(features.Dv)
     stage_bytes = KEYS * columns * (1 if form.cache_dtype else 2)
-    return Work(max(tiles, 1), max(-(-max_seqlen_k // KEYS), 1), rows, columns, stage_bytes, num_sms)
+    return Work(
+        max(tiles, 1), max(-(-max_seqlen_k // KEYS), 1), rows, columns, stage_bytes, num_sms, form.gpu
+    )
 
 
 def even_shares(work: Work, num_splits: int = 0) -> Shares:
@@ -77,9 +82,10 @@ def even_shares(work: Work, num_splits: int = 0) -> Shares:
     most = max(work.blocks // LEAST_BLOCKS, 1)
     choice = [Shares(1, 1, 1)]
     if num_splits:
-        choice = [Shares(num_splits, size, -(-num_splits // size)) for size in _clusters_of(num_splits)]
+        sizes = _clusters_of(work.gpu, num_splits)
+        choice = [Shares(num_splits, size, -(-num_splits // size)) for size in sizes]
     else:
-        for size in CLUSTERS[1:]:
+        for size in work.gpu.clusters[1:] or (1,):
             parts = _clusters_at_once(work, size, _ctas(work)) // work.tiles
             numbers = {min(size * n, most) for n in range(1, parts + 1)}
             choice += [Shares(n, size, -(-n // size)) for n in sorted(numbers) if n > size // 2]
@@ -112,9 +118,9 @@ def group_shares(work: Work, sizes: Sequence[int]) -> Shares:
     return min(choice, key=time)
 
 
-def _clusters_of(num_splits: int) -> list[int]:
+def _clusters_of(gpu: Gpu, num_splits: int) -> list[int]:
     """Sizes of clusters that share so many splits; that of one CTA has none to share them with."""
-    return [size for size in CLUSTERS if 1 < size < 2 * num_splits] or [1]
+    return [size for size in gpu.clusters if 1 < size < 2 * num_splits] or [1]
 
 
 def _clusters_at_once(work: Work, size: int, ctas: int) -> int:
@@ -128,7 +134,13 @@ def _clusters_at_once(work: Work, size: int, ctas: int) -> int:
 
 def _ctas(work: Work) -> int:
     """CTAs that may share an SM."""
-    return ctas_per_sm(work.stage_bytes, work.rows * work.columns)
+    return ctas_per_sm(work.gpu, work.stage_bytes, work.rows * work.columns)
+
+
+def _sm_bytes_per_us(gpu: Gpu) -> float:
+    if gpu.has_clusters:
+        return _SM_BYTES_PER_US
+    return _LARGE_SM_BYTES_PER_US if gpu.smem_bytes == AMPERE.smem_bytes else _SMALL_SM_BYTES_PER_US
 
 
 def _block_us(work: Work) -> float:
@@ -142,7 +154,7 @@ def _microseconds(work: Work, shares: Shares, own: float, clusters: int) -> floa
     own: time of a CTA that has an SM for itself. clusters: those of a tile.
     """
     at_once, number = _clusters_at_once(work, shares.cluster, 1), work.tiles * clusters
-    read = work.tiles * work.blocks * work.stage_bytes / (_SM_BYTES_PER_US * work.num_sms)
+    read = work.tiles * work.blocks * work.stage_bytes / (_sm_bytes_per_us(work.gpu) * work.num_sms)
     if number > at_once and _ctas(work) > 1:
         at_once, own = _clusters_at_once(work, shares.cluster, CTAS_PER_SM), own * _TWO_CTAS
         # SMs with two CTAs are done later than those with one.

@@ -21,10 +21,15 @@ LARGE_BYTES, SMALL_BYTES = 163 * 1024, 99 * 1024
 
 _ACCUMULATORS = 160
 _ACCUMULATORS_WITH_MORE = 144
+_ACCUMULATORS_WITH_MODS, _KEYS_WITH_MODS, _KEYS_WITH_MODS_AND_DROPOUT = 128, 3, 5
 _ACCUMULATORS_OF_TWO_MMAS = 128
 _ACCUMULATORS_AND_KEYS = 160
 """Registers that O and S may take next to what else a thread needs: fitted to what spilled. The last limit is
 for dropout, where a block's keys count three times."""
+
+
+_FEWEST_KEYS = 16
+"""Keys of the tiles that admit all features."""
 
 
 class Row(NamedTuple):
@@ -189,8 +194,11 @@ def has_registers(features: Features, config: Sm80Forward) -> bool:
     if config.column_warps > 1 and Dv > 192 and f.dropout and f.mask and f.softcap:
         return False
     if config.row_mmas > 1:
-        plain = not (f.mask or f.softcap or f.dropout)
+        plain = not (f.mask or f.softcap or f.dropout or any(f.mods))
         return plain and config.row_mmas * (Dv + keys) // 2 <= _ACCUMULATORS_OF_TWO_MMAS
+    if any(f.mods):
+        times = _KEYS_WITH_MODS_AND_DROPOUT if f.dropout else _KEYS_WITH_MODS
+        return (Dv + times * keys) // 2 <= _ACCUMULATORS_WITH_MODS or keys == _FEWEST_KEYS
     if f.dropout:
         fits = (Dv + 3 * keys) // 2 <= _ACCUMULATORS_AND_KEYS
         return fits and not ((f.float_mask or (f.mask and f.softcap)) and Dv > 128 and keys > 16)

@@ -60,6 +60,8 @@ _ACCUMULATORS = {1: 128, 2: 144, 4: 144}
 """Registers that dK, dV, S and dP may take, by `column_warps`: fitted to what spilled."""
 _ACCUMULATORS_WITH_MORE, _ROUNDED = 72, 96
 """The same with masks, softcap or dropout, where warps share keys; and with rounded weights."""
+_ACCUMULATORS_WITH_MODS, _ROUNDED_WITH_MODS = 64, 80
+"""The same with score_mod, mask_mod or a block mask."""
 _ORDER = 64
 """Registers that sums in order take next to these, where warps share keys."""
 
@@ -110,7 +112,13 @@ class Table(NamedTuple):
             return [f"D is {f.D} and Dv is {f.Dv}, and it serves {which}up to {most}"]
         if any(row.config_of(f, self.shared_memory) for row in rows_of(f)):
             return []
-        asked = {"softcap": f.softcap, "dropout": f.dropout, "attn_mask": f.mask, "order": f.deterministic}
+        asked = {
+            "softcap": f.softcap,
+            "dropout": f.dropout,
+            "attn_mask": f.mask,
+            "score_mod or mask_mod": any(f.mods),
+            "order": f.deterministic,
+        }
         what = ", ".join(name for name, is_asked in asked.items() if is_asked)
         heads = f"D is {f.D} and Dv is {f.Dv}"
         if f.is_float32:
@@ -152,9 +160,13 @@ def has_registers(features: Features, config: Sm80Backward) -> bool:
     if f.is_float32:
         return not (c.round_weights or (f.softcap and f.dropout))
     rows, shared = 2 * c.queries, c.column_warps
-    if c.dq_warps == 1 and f.D > MAX_D_WITH_MORE and (f.mask or f.deterministic):
+    if c.dq_warps == 1 and f.D > MAX_D_WITH_MORE and (f.mask or f.deterministic or any(f.mods)):
         return False  # dQ takes as many registers as all others together
     accumulators = (tile_dim(f.D) + tile_dim(f.Dv) + rows) // (2 * shared)
+    if any(f.mods):
+        return shared > 1 and accumulators <= (
+            _ROUNDED_WITH_MODS if c.round_weights else _ACCUMULATORS_WITH_MODS
+        )
     if not (f.mask or f.softcap or f.dropout):
         accumulators += _ORDER * (f.deterministic and shared > 1)
         return not c.round_weights and accumulators <= _ACCUMULATORS[shared]

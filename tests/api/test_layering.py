@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels.sm80": {"kernels.common"},
     "kernels.sm90": {"kernels.common"},
     "kernels.sm100": {"kernels.common"},
-    "kernels.weights": {"kernels.common", "configs"},
+    "kernels.weights": {"kernels.common", "kernels.sm80", "configs"},
     "kernels.decode": {"kernels.common", "kernels.sm90", "configs"},
     "backends": {
         "kernels.sm90",

@@ -18,10 +18,9 @@ from flash4_torch.backends import emulator as emulator_backend
 from flash4_torch.ops import draw_rng_state
 from flash4_torch.reference.flex import EMPTY
 from flash4_torch.testing import assert_close_as_peer, backends_used
-from flex_calls import SCHEDULES, check_gradients, drawn_blocks, emulated, made, tensors, with_blocks
+from flex_calls import ARCHS, SCHEDULES, check_gradients, drawn_blocks, emulated, made, tensors, with_blocks
 from flex_mods import MASKS, MODS, H, Parts, drawn_mask
 
-ARCHS = ["sm_90a", "sm_100a"]
 PHASES = [Phase.explicit, Phase.generate] if EVERYTHING else [Phase.explicit]
 """The first calls that hypothesis draws show little: CI has examples."""
 seeds = st.integers(0, 1 << 20)

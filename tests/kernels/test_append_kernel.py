@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import append_calls
 from append_calls import Before, check_append
-from everything import EVERYTHING, examples
+from everything import EVERYTHING, examples, one_of
 from flash4_torch.compile import jit
 from flash4_torch.kernels.common.kvcache import FLOAT8, AppendPlan, RotaryPlan
 from flash4_torch.reference.kvcache import Append
@@ -40,7 +40,12 @@ PLANS = {
     "pages, packed": AppendPlan("bfloat16", 136, 24, paged=True, packed=True),
     "large": AppendPlan("bfloat16", 576, 512, slots="int64"),
 }
+PLANS |= {
+    f"{name}, by integers": PLANS[name]._replace(converts_fp8=False)
+    for name in ("dense, scaled", "slots, float8")
+}
 CASES = [(ARCHS[(i + j) % 2], name) for j in range(2) for i, name in enumerate(PLANS)]
+BY_INTEGERS = [(arch, name) for arch in ("sm_80", "sm_86") for name in PLANS if "integers" in name]
 _FEW = 8
 
 
@@ -62,7 +67,9 @@ def run(arch: str, plan: AppendPlan, x: Append, **schedule: Any) -> None:
         compiled(arch, plan)(*tensors)
 
 
-@pytest.mark.parametrize(("arch", "name"), CASES if EVERYTHING else CASES[:_FEW])
+@pytest.mark.parametrize(
+    ("arch", "name"), [*(CASES if EVERYTHING else CASES[:_FEW]), *one_of(3, BY_INTEGERS)]
+)
 @given(data=st.data())
 @settings(max_examples=examples(8, 40))
 def test_rows_are_right_and_all_else_keeps_its_bits(arch: str, name: str, data: st.DataObject) -> None:
@@ -72,6 +79,23 @@ def test_rows_are_right_and_all_else_keeps_its_bits(arch: str, name: str, data: 
     schedule, seed = data.draw(st.sampled_from(["late", "fuzz"])), data.draw(st.integers(0, 9))
     run(arch, plan, x, schedule=schedule, seed=seed)
     check_append(x, before)
+
+
+@pytest.mark.parametrize("v_scaled", [False, True])
+def test_integers_round_as_the_instruction_does(v_scaled: bool) -> None:
+    """Every bfloat16 number becomes what torch makes of it, ties, subnormal numbers, infinity and NaN too."""
+    plan = AppendPlan(
+        "bfloat16", 64, 64, "float8_e4m3fn", slots="int64", v_scaled=v_scaled, converts_fp8=False
+    )
+    k = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16).view(1, 256, 4, 64)
+    caches = torch.zeros(2, 1, 256, 4, 64).to(torch.float8_e4m3fn)
+    scale = torch.full((1, 4), 0.3) if v_scaled else None
+    run("sm_80", plan, Append(k, k, *caches, slot_mapping=torch.arange(256), v_scale=scale))
+    for cache, divisor in zip(caches, (1.0, 0.3 if v_scaled else 1.0), strict=True):
+        exact = (k[0].float() / torch.tensor(divisor)).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+        nan = exact.float().isnan()
+        assert torch.equal(cache[0].float().isnan(), nan)
+        assert torch.equal(cache[0].view(torch.uint8)[~nan], exact.view(torch.uint8)[~nan])
 
 
 @pytest.mark.parametrize("cu_seqlens", [[0, 9, -5, 40], [7, 3, 2, 1], [2**31 - 1, -(2**31), 0, 5]])

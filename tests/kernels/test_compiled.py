@@ -27,8 +27,8 @@ from flash4_torch.backends.compiled import (
     TARGETS,
     Compiled,
     Target,
-    backend,
     forward,
+    served,
 )
 from flash4_torch.compile import arch
 from flash4_torch.configs.sections import evenly
@@ -295,8 +295,9 @@ def test_kernels_for_all_gpus_have_room_on_each() -> None:
         assert target.forward_configs.shared_memory <= max_shared(10 * major + minor)
 
 
-def test_what_they_lack_is_said() -> None:
-    assert why_not(problem(SM80, weights=True), "sm80") == ["it has no attention weights"]
+@EACH_TARGET
+def test_weights_are_served_on_every_gpu(target: Target) -> None:
+    assert why_not(problem(target, weights=True), name_of(target)) == []
 
 
 @EACH_TARGET
@@ -331,9 +332,9 @@ def test_reasons(changes: dict[str, Any], words: str) -> None:
 @pytest.fixture
 def asked_anew() -> Iterator[None]:
     """The backend forgets which packages are missing, before and after."""
-    backend.missing_packages.cache_clear()
+    served.missing_packages.cache_clear()
     yield
-    backend.missing_packages.cache_clear()
+    served.missing_packages.cache_clear()
 
 
 @pytest.mark.usefixtures("asked_anew")
@@ -345,7 +346,7 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASH4_AOT_DIR", "/kernels")
     assert why_not(problem()) == []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    backend.missing_packages.cache_clear()
+    served.missing_packages.cache_clear()
     (reason,) = why_not(problem())
     assert reason.startswith("apache-tvm-ffi must be installed")
 

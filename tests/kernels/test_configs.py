@@ -293,15 +293,41 @@ def test_decode_tiles_hold_the_rows_of_few_tokens(
     assert rows == choice[-1] if needed > choice[-1] else needed <= rows < max(2 * needed, choice[0] + 1)
 
 
-@given(st.integers(8, 256), st.integers(8, 256), st.sampled_from(decode.ROWS))
-def test_decode_has_stages_and_room_for_them(D: int, Dv: int, rows: int) -> None:
-    """Two blocks are in flight while a third one is read, and stages fit into what a CTA may have."""
+DECODE_GPUS = (decode.HOPPER, decode.AMPERE, decode.GA102, decode.ADA)
+
+
+@given(st.integers(8, 256), st.integers(8, 256), st.sampled_from(decode.ROWS), st.sampled_from(DECODE_GPUS))
+def test_decode_has_stages_and_room_for_them(D: int, Dv: int, rows: int, gpu: decode.Gpu) -> None:
+    """As many blocks are in flight as the GPU needs, and stages fit into what a CTA may have."""
     stage_bytes, q_bytes = 2 * decode.KEYS * (D + Dv), 2 * rows * D
-    stages, ctas = decode.stages(stage_bytes, q_bytes), decode.ctas_per_sm(stage_bytes, q_bytes)
-    assert stages >= decode.LEAST_STAGES
+    stages, ctas = decode.stages(gpu, stage_bytes, q_bytes), decode.ctas_per_sm(gpu, stage_bytes, q_bytes)
+    assert stages >= gpu.least_stages
     # 65536 registers, and up to 255 a thread.
     assert ctas * 128 * 255 <= 65536
-    assert ctas * (stages * stage_bytes + q_bytes) <= decode.ONE_CTA_BYTES
+    assert ctas * (stages * stage_bytes + q_bytes + 1024) <= gpu.smem_bytes + 1024
+
+
+@given(
+    *(st.integers(1, 16) for _ in range(2)),
+    st.sampled_from(decode.ROWS),
+    st.sampled_from(DECODE_GPUS),
+    st.sampled_from(["", decode.FP8]),
+    st.booleans(),
+)
+def test_the_decode_kernel_agrees_that_it_has_stages(
+    D: int, Dv: int, rows: int, gpu: decode.Gpu, cache_dtype: str, groups: bool
+) -> None:
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    plan = import_module("flash4_torch.kernels.decode.plan").DecodePlan
+    features = BARE._replace(D=16 * D, Dv=16 * Dv)
+    form = decode.DecodeForm(True, 1, True, True, cache_dtype=cache_dtype, groups=groups, gpu=gpu)
+    for cluster in gpu.clusters:
+        own = form._replace(cluster=cluster)
+        if rows in decode.rows_of(features, own):
+            found = plan(features, rows, own)
+            assert found.stages >= gpu.least_stages
+            used = found.stages * found.stage_bytes + found.other_bytes
+            assert found.ctas_per_sm * (used + 1024) <= gpu.smem_bytes + 1024
 
 
 @given(st.integers(1, 300), st.integers(1, 300), st.sampled_from(["", decode.FP8, "float8_e5m2"]))
@@ -319,7 +345,8 @@ def works(draw: st.DrawFn) -> Work:
     features = BARE._replace(
         D=draw(st.sampled_from([64, 128, 256])), Dv=draw(st.sampled_from([64, 128, 256]))
     )
-    form = decode.DecodeForm(True, 1, True, True, cache_dtype=draw(st.sampled_from(["", decode.FP8])))
+    cache_dtype, gpu = draw(st.sampled_from(["", decode.FP8])), draw(st.sampled_from(DECODE_GPUS))
+    form = decode.DecodeForm(True, 1, True, True, cache_dtype=cache_dtype, gpu=gpu)
     rows, sms = draw(st.sampled_from(decode.ROWS)), draw(st.integers(8, 200))
     return decode_shares.work_of(features, form, rows, draw(SIZES), draw(SIZES), sms)
 
@@ -328,8 +355,8 @@ def works(draw: st.DrawFn) -> Work:
 def test_decode_splits_run_at_once_and_are_long_enough(work: Work) -> None:
     """No CTA of a tile that is split waits for others' end, and each has blocks enough."""
     splits, cluster, parts = decode_shares.even_shares(work)
-    assert (parts - 1) * cluster < splits <= parts * cluster and cluster in decode.CLUSTERS
-    assert (cluster == 1) == (splits == 1)
+    assert (parts - 1) * cluster < splits <= parts * cluster and cluster in work.gpu.clusters
+    assert (cluster == 1) == (splits == 1) or not work.gpu.has_clusters
     assert splits == 1 or splits * decode.LEAST_BLOCKS <= work.blocks
     assert splits == 1 or parts * cluster * work.tiles <= decode.CTAS_PER_SM * work.num_sms
 
@@ -338,16 +365,16 @@ def test_decode_splits_run_at_once_and_are_long_enough(work: Work) -> None:
 def test_decode_takes_the_number_of_splits_that_is_asked_for(work: Work, num_splits: int) -> None:
     splits, cluster, parts = decode_shares.even_shares(work, num_splits)
     assert splits == num_splits and (parts - 1) * cluster < splits <= parts * cluster
-    assert (cluster == 1) == (splits == 1)
+    assert (cluster == 1) == (splits == 1) or not work.gpu.has_clusters
 
 
 @given(works())
 def test_groups_of_decode_hold_every_key(work: Work) -> None:
     """Their number follows from the length alone, and no cluster is without a group."""
-    clusters, cluster, groups = decode_shares.group_shares(work, decode.CLUSTERS)
+    clusters, cluster, groups = decode_shares.group_shares(work, work.gpu.clusters)
     keys = decode.GROUP * decode.SPLIT_KEYS
     assert (groups - 1) * keys < work.blocks * decode.KEYS <= groups * keys
-    assert 1 <= clusters <= groups and cluster in decode.CLUSTERS
+    assert 1 <= clusters <= groups and cluster in work.gpu.clusters
 
 
 @pytest.mark.parametrize(
@@ -359,15 +386,19 @@ def test_decode_keeps_an_h200_busy(tiles: int, keys: int, least: int) -> None:
     assert decode_shares.even_shares(work).num_splits * tiles >= least
 
 
-@given(st.integers(8, 256), st.integers(8, 256), st.sampled_from(["", decode.FP8]))
-def test_clusters_that_share_groups_have_room_for_them(D: int, Dv: int, cache_dtype: str) -> None:
+@given(
+    st.integers(8, 256), st.integers(8, 256), st.sampled_from(["", decode.FP8]), st.sampled_from(DECODE_GPUS)
+)
+def test_clusters_that_share_groups_have_room_for_them(
+    D: int, Dv: int, cache_dtype: str, gpu: decode.Gpu
+) -> None:
     features, whole = (
         BARE._replace(D=D, Dv=Dv),
-        decode.DecodeForm(True, 8, True, True, cache_dtype=cache_dtype),
+        decode.DecodeForm(True, gpu.clusters[-1], True, True, cache_dtype=cache_dtype, gpu=gpu),
     )
-    rows = decode.group_rows(features, cache_dtype)
+    rows = decode.group_rows(features, whole)
     assert rows and rows[0] == decode.ROWS[0]
-    for size in decode.CLUSTERS:
+    for size in gpu.clusters:
         offered = decode.rows_of(features, whole._replace(groups=True, cluster=size))
         # What fits with more CTAs, which keep fewer splits each, or with fewer rows, fits as well.
         assert offered == rows[: len(offered)]

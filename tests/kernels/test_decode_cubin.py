@@ -41,6 +41,25 @@ KEYS = [
     for arch in ("sm_90a", "sm_100a")
     if not decode.limits(Features("bfloat16", *heads), form)
 ]
+GPUS = (
+    ("sm_80", decode.AMPERE),
+    ("sm_86", decode.GA102),
+    ("sm_89", decode.ADA),
+    ("sm_120a", decode.ADA),
+)
+KEYS_SM80 = [
+    Key(ENTRY, (features, rows, own), arch)
+    for form in FORMS
+    if form.cluster == 1
+    for i, heads in enumerate(HEADS)
+    for uses in USES
+    for features in [Features(("bfloat16", "float16")[i % 2], *heads)._replace(**uses)]
+    for arch, gpu in GPUS
+    for parts in {True, form.groups}
+    for own in [form._replace(parts=parts, gpu=gpu)]
+    for rows in decode.rows_of(features, own)
+    if not decode.limits(features, own)
+]
 KEYS_WGMMA = [
     Key(ENTRY, (features, decode.WARPGROUP_ROWS, form._replace(wgmma=True)), "sm_90a")
     for form in FORMS
@@ -55,7 +74,9 @@ GROUPS = 6
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, cubin.Code]:
-    return compiled_files.codes([*one_of(150, KEYS), *one_of(66, KEYS_WGMMA)], tmp_path_factory)
+    return compiled_files.codes(
+        [*one_of(150, KEYS), *one_of(66, KEYS_WGMMA), *one_of(401, KEYS_SM80)], tmp_path_factory
+    )
 
 
 def test_nothing_spills(compiled: dict[Key, cubin.Code]) -> None:

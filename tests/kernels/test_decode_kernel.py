@@ -51,7 +51,7 @@ IN_GROUPS = [
     for form in FORMS
     if form.cluster == 1
     for name, features in FEATURES.items()
-    for rows in decode.group_rows(features, "")
+    for rows in decode.group_rows(features, form)
     for arch in ARCHS
 ]
 KERNELS = [
@@ -82,9 +82,35 @@ KERNELS_WGMMA = [
 ]
 
 
+WITHOUT_CLUSTERS = {
+    "sm_80": decode.AMPERE,
+    "sm_86": decode.GA102,
+    "sm_89": decode.ADA,
+    "sm_120a": decode.ADA,
+}
+KERNELS_SM80 = [
+    (arch, name, of_cache(Kernel(features, rows, own)))
+    for form in FORMS
+    if form.cluster == 1
+    for parts, groups in ((True, False), (True, True), (False, False))
+    for rows in decode.ROWS[::-1]
+    for name, features in FEATURES.items()
+    for of_cache in (Kernel._make, in_fp8)
+    for arch, gpu in WITHOUT_CLUSTERS.items()
+    for own in [form._replace(parts=parts, groups=groups, gpu=gpu)]
+    if rows in decode.rows_of(features, own)
+]
+
+
 @pytest.mark.parametrize(
     ("arch", "name", "kernel"),
-    [*one_of(607, KERNELS), *one_of(811, KERNELS_FP8), *one_of(397, KERNELS_WGMMA), *one_of(197, IN_GROUPS)],
+    [
+        *one_of(607, KERNELS),
+        *one_of(811, KERNELS_FP8),
+        *one_of(397, KERNELS_WGMMA),
+        *one_of(197, IN_GROUPS),
+        *one_of(785, KERNELS_SM80),
+    ],
 )
 @given(data=st.data())
 @settings(max_examples=examples(2, 12))
@@ -238,19 +264,48 @@ def test_splits_are_not_shorter_than_they_are_worth(keys: int, num_splits: int) 
 
 
 FP8 = in_fp8(PAGED)
+ON_SM80 = FP8._replace(form=FP8.form._replace(cluster=1, gpu=decode.AMPERE))
 
 
-@given(in_k=st.booleans(), head=st.integers(0, 1), key=st.integers(0, 99), column=st.integers(0, 63))
+@pytest.mark.parametrize(("arch", "kernel"), [("sm_90a", FP8), ("sm_80", ON_SM80)])
+@given(
+    in_k=st.booleans(),
+    head=st.integers(0, 1),
+    key=st.integers(0, 99),
+    column=st.integers(0, 63),
+    bits=st.sampled_from([0x7F, 0xFF]),
+)
 @settings(max_examples=examples(3, 20))
-def test_nan_of_an_fp8_cache_stays_nan(in_k: bool, head: int, key: int, column: int) -> None:
-    call = one_sequence(FP8, tokens=1, keys=100, num_splits=2)
+def test_nan_of_an_fp8_cache_stays_nan(
+    arch: str, kernel: Kernel, in_k: bool, head: int, key: int, column: int, bits: int
+) -> None:
+    call = one_sequence(kernel, tokens=1, keys=100, num_splits=2)
     (k,), (v,) = call.k, call.v
-    (k if in_k else v).view(torch.uint8)[key, head, column] = 0xFF
+    (k if in_k else v).view(torch.uint8)[key, head, column] = bits
     cache = make_cache([k], [v], torch.Generator().manual_seed(0), "rows", 16)
-    found = run("sm_90a", FP8, replace(call, cache=cache))
+    found = run(arch, kernel, replace(call, cache=cache))
     nan = torch.zeros_like(found.out, dtype=torch.bool)
     nan[:, 2 * head : 2 * head + 2, slice(None) if in_k else column] = True
     assert torch.equal(found.out.isnan(), nan) and torch.equal(found.lse.isnan()[:, 0], nan.all(-1)[0])
+
+
+def test_integers_widen_every_fp8_number() -> None:
+    """Each value of V alone, which a token with one key gets back, and each one of K, as a score."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(decode_calls.FP8)
+    numbers = numbers[~numbers.float().isnan()]
+    count = len(numbers)
+    k = torch.zeros(1, 2, 64).to(decode_calls.FP8)
+    call = one_sequence(ON_SM80, tokens=1, keys=1)
+    kernel = ON_SM80._replace(features=ON_SM80.features._replace(right=False))
+    for start in range(0, count, 64):
+        own = numbers[start : start + 64]
+        row = torch.zeros(64).to(decode_calls.FP8)
+        row[: len(own)] = own
+        both = torch.stack([row, row])[None]
+        for keys, values in ((k, both), (both, k)):
+            cache = make_cache([keys], [values], torch.Generator().manual_seed(0), "rows", 16)
+            one = replace(call, k=(keys,), v=(values,), cache=cache)
+            check_results(kernel.features, one, run("sm_80", kernel, one))
 
 
 @given(powers=st.lists(st.integers(-126, 120), min_size=4, max_size=4), seed=st.integers(0, 99))
@@ -373,30 +428,34 @@ def test_a_row_has_the_same_bits_by_wgmma(data: st.DataObject) -> None:
         assert torch.equal(found.out, whole.out) and torch.equal(found.lse, whole.lse)
 
 
-INVARIANT_CASES = [(name, arch, cache) for name in INVARIANT for arch in ARCHS for cache in ("", decode.FP8)]
+GPUS = {**dict.fromkeys(ARCHS, decode.HOPPER), **WITHOUT_CLUSTERS}
+INVARIANT_CASES = [(name, arch, cache) for name in INVARIANT for arch in GPUS for cache in ("", decode.FP8)]
 
 
-@pytest.mark.parametrize(("name", "arch", "cache_dtype"), one_of(5, INVARIANT_CASES))
+@pytest.mark.parametrize(("name", "arch", "cache_dtype"), one_of(7, INVARIANT_CASES))
 @given(data=st.data())
 @settings(max_examples=examples(2, 20))
 def test_a_row_has_the_same_bits_in_any_batch(
     name: str, arch: str, cache_dtype: str, data: st.DataObject
 ) -> None:
     """Tokens at once, in chunks among other sequences, or one by one; in tiles and splits of any number."""
-    kernel, draw = Kernel(INVARIANT[name], 64, FORM._replace(groups=True)), data.draw
+    gpu, draw = GPUS[arch], data.draw
+    form = FORM._replace(groups=True, gpu=gpu, cluster=gpu.clusters[-1])
+    kernel = Kernel(INVARIANT[name], decode.group_rows(INVARIANT[name], form)[-1], form)
     kernel = in_fp8(kernel) if cache_dtype else kernel
     features, _, form = kernel
+    two, four = (min(size, gpu.clusters[-1]) for size in (2, 4))
     tokens = draw(last_tokens(features))
     count, lengths = len(tokens.q), st.lists(st.integers(0, 500), max_size=2)
     whole = tokens.results(draw, arch, kernel, [0, count], draw(lengths))
     chunks = sorted({0, count, *draw(st.sets(st.integers(0, count), max_size=3))})
     each = range(count + 1)
     others = [
-        tokens.results(draw, arch, Kernel(features, 32, form._replace(cluster=2)), chunks, draw(lengths)),
+        tokens.results(draw, arch, Kernel(features, 32, form._replace(cluster=two)), chunks, draw(lengths)),
         tokens.results(
-            draw, arch, Kernel(features, 16, form._replace(cluster=4, paged=False, ragged=False)), each
+            draw, arch, Kernel(features, 16, form._replace(cluster=four, paged=False, ragged=False)), each
         ),
-        tokens.results(draw, arch, Kernel(features, 16, form._replace(cluster=2)), each),
+        tokens.results(draw, arch, Kernel(features, 16, form._replace(cluster=two)), each),
         tokens.results(
             draw, arch, Kernel(features, draw(st.sampled_from(decode.ROWS)), form._replace(cluster=1)), chunks
         ),

@@ -19,7 +19,7 @@ from flash4_torch.testing import emulate
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
-ARCHS = ("sm_90a", "sm_100a")
+ARCHS = ("sm_90a", "sm_100a", "sm_80", "sm_120a")
 PLANS = (
     MergePlan("bfloat16", 128, 2),
     MergePlan("float32", 40, 1),

@@ -24,7 +24,7 @@ from kernel_runs import compiled
 from paged_calls import PagedCall, in_pages
 from test_configs import features
 
-PAGED = {arch: target for arch, target in TARGETS.items() if target.has_kvcache}
+PAGED = {arch: target for arch, target in TARGETS.items() if target.has_pages}
 EACH_TARGET = pytest.mark.parametrize("target", PAGED.values(), ids=PAGED)
 CAUSAL = CallOptions(0.125, window_right=0)
 

@@ -31,16 +31,25 @@ KEYS = [
     for arch in ("sm_90a", "sm_100a")
     for average in (True, False)
 ]
+KEYS_SM80 = [
+    Key(WEIGHTS, (*key.static, False), arch)
+    for key in KEYS
+    if key.arch == "sm_90a"
+    for arch in ("sm_80", "sm_86", "sm_89", "sm_120a")
+]
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, cubin.Code]:
-    return compiled_files.codes(one_of(9, KEYS), tmp_path_factory)
+    return compiled_files.codes([*one_of(9, KEYS), *one_of(37, KEYS_SM80)], tmp_path_factory)
 
 
 def allowed(key: Key) -> int:
-    """Spilling instructions that are left: two, in averaged weights with all that a score may need."""
-    features, average = key.static
+    """Spilling instructions that are left: two, in averaged weights with all that a score may need, without
+    TMA also with dropout alone."""
+    features, average, *_ = key.static
+    if key not in KEYS:
+        return 2 if average and (features.float_mask or features.dropout) else 0
     return 2 if features.large_softcap and features.float_mask and average and features.D > 64 else 0
 
 
@@ -52,5 +61,8 @@ def test_nothing_spills(compiled: dict[Key, cubin.Code]) -> None:
 def test_registers_suffice(compiled: dict[Key, cubin.Code]) -> None:
     wanted = 2 * CONSUMER_REGISTERS + PRODUCER_REGISTERS
     for key, code in compiled.items():
+        if key not in KEYS:
+            assert not code.budgets
+            continue
         assert code.budgets == {CONSUMER_REGISTERS, PRODUCER_REGISTERS}
         assert registers_suffice(WeightsPlan(*key.static).threads, wanted)

@@ -29,8 +29,8 @@ _RUNS = st.sampled_from([16, 48, 64, 112, 256])
 _PAGE_SIZES = st.one_of(st.sampled_from([1, 8, 16, 64]), st.integers(1, 130))
 LAYOUTS = ("rows", "heads", "both", "padded")
 """Pages of rows of heads, of heads of rows, with K and V side by side, or with gaps."""
-_SM_BYTES, _RESERVED_BYTES = 228 * 1024, 1024
-"""Shared memory of an SM, and what of it each CTA loses."""
+_RESERVED_BYTES = 1024
+"""Shared memory of an SM that each CTA loses."""
 FP8 = torch.float8_e4m3fn
 GARBAGE = (-1, 2**31 - 1, -(2**31), 5)
 
@@ -171,7 +171,7 @@ def calls(draw: st.DrawFn, kernel: Kernel) -> Call:
     # A sequence has several tiles of a warpgroup.
     most_heads = 20 if form.wgmma else 5
     Hk, group = draw(st.integers(1, 2)), draw(st.integers(1, most_heads))
-    splits_keys = form.cluster > 1 or form.groups
+    splits_keys = form.cluster > 1 or form.groups or form.parts
     split_keys = draw(st.sampled_from([64, 128])) if form.groups else 0
     # One sequence at least has several splits, if there are any.
     least = 1 + 2 * (split_keys or KEYS * LEAST_BLOCKS) if splits_keys else 1
@@ -235,7 +235,8 @@ def shared_memory(kernel: Kernel) -> int:
     """Bytes of shared memory that a CTA may ask for, so that as many share an SM as its plan says."""
     from flash4_torch.kernels.decode.plan import DecodePlan
 
-    return _SM_BYTES // DecodePlan(*kernel).ctas_per_sm - _RESERVED_BYTES
+    sm_bytes = kernel.form.gpu.smem_bytes + _RESERVED_BYTES
+    return sm_bytes // DecodePlan(*kernel).ctas_per_sm - _RESERVED_BYTES
 
 
 def run(arch: str, kernel: Kernel, call: Call, **schedule: Any) -> Results:

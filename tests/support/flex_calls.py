@@ -25,7 +25,7 @@ from flash4_torch.testing import emulate
 from flex_mods import H, Mod
 
 HK = H // 2
-ARCHS = ["sm_90a", "sm_100a"]
+ARCHS = ["sm_90a", "sm_100a", "sm_80", *(["sm_86", "sm_89", "sm_120a"] if EVERYTHING else [])]
 SCHEDULES = [{"schedule": "late"}, {"schedule": "fuzz", "seed": 3}]
 
 

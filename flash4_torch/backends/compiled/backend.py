@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable
 from functools import cache, lru_cache, partial
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import env
 from ...kernels.common.mask_tables import MaskPlan
 from ...problem import Inputs, Problem, Saved, SavedWeights, has_float_mask
 from ...reference.weights import WeightsGradients
@@ -25,20 +23,19 @@ from .explain import explain
 from .forward import Kernel
 from .masks import Read, View, over_keys, reader, transposed
 from .params import FARTHEST, mask_dtype
+from .served import OnTargets
 from .targets import BackwardConfig, Find, ForwardConfig, Target
 from .tensors import Allocator, allocator_like, is_empty, is_readable, past_dispatcher, readable, unpad
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _MASK_DTYPES = ("", "bool", "bfloat16", "float16", "float32")
 _MOST_TILES = (1 << 31) - 1
-_TO_RUN = {"tvm_ffi": "apache-tvm-ffi"}
-_TO_COMPILE = {**_TO_RUN, "nvidia_cutlass_dsl": "nvidia-cutlass-dsl"}
 
 
-class Compiled:
+class Compiled(OnTargets):
     """The backend that serves the GPUs of its targets.
 
-    on_request: targets that it serves only where FLASH4_BACKEND asks for it, or `unasked` says so of a call.
+    unasked: whether a call is served by targets on request, too, though FLASH4_BACKEND does not ask for it.
     """
 
     def __init__(
@@ -48,37 +45,15 @@ class Compiled:
         on_request: tuple[Target, ...] = (),
         unasked: Callable[[Problem], bool] = lambda problem: False,
     ):
-        self.name = name
+        super().__init__(name, *targets, on_request=on_request)
         self._unasked = unasked
-        self._own = {target.capability: target for target in targets}
-        self._targets = {**self._own, **{target.capability: target for target in on_request}}
-
-    def is_made_for(self, capability: tuple[int, int]) -> bool:
-        """Whether it has kernels that are made for GPUs of that compute capability."""
-        return capability in self._own
-
-    def can_serve(self, capability: tuple[int, int]) -> bool:
-        """Whether it has kernels that GPUs of that compute capability can run."""
-        return capability in self._targets
 
     def why_not(self, problem: Problem) -> list[str]:
         spec = problem.spec
         if spec.device != "cuda":
             return [f"the tensors are on {spec.device}, and it serves cuda"]
-        why = []
-        target = self._targets.get(spec.capability)
-        asked = self._is_asked_for() or self._unasked(problem)
-        if not (self.is_made_for(spec.capability) or (target is not None and asked)):
-            served = " and ".join(map(str, self._own))
-            if target is not None:
-                served += f", and this one where {env.BACKEND.name}={self.name} asks for it"
-            why.append(f"the GPU's compute capability is {spec.capability}, and it serves {served}")
-        if missing := missing_packages(exported=bool(env.AOT_DIR.get())):
-            why.append(f"{' and '.join(missing)} must be installed (pip install 'flash4_torch[kernels]')")
-        return [*why, *limits(target or next(iter(self._targets.values())), problem)]
-
-    def _is_asked_for(self) -> bool:
-        return env.BACKEND.get() == self.name
+        why = self._why_not_here(spec.capability, self._unasked(problem))
+        return [*why, *limits(self._any_target(spec.capability), problem)]
 
     def forward(self, inputs: Inputs, problem: Problem) -> Results:
         q, k, v = (readable(x) for x in inputs[:3])
@@ -287,13 +262,6 @@ def limits(target: Target, problem: Problem) -> tuple[str, ...]:
     if max(extent) > FARTHEST or extent.B * extent.Hq * blocks > _MOST_TILES:
         why.append(f"the sizes are {tuple(extent)}, and it counts positions and tiles in 32 bits")
     return tuple(why)
-
-
-@cache
-def missing_packages(exported: bool) -> list[str]:
-    """Required packages that are not installed; exported kernels need no compiler."""
-    needed = _TO_RUN if exported else _TO_COMPILE
-    return [package for module, package in needed.items() if not importlib.util.find_spec(module)]
 
 
 def _of_nothing(inputs: Inputs, problem: Problem, shapes: forward.Shapes) -> Results:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from ... import compile
 from ...compile import arch as archs
 from ...configs import sm80, sm80_backward, sm90, sm90_backward, sm100, sm100_backward, sm103
+from ...configs.decode import ADA, AMPERE, GA102, HOPPER, Gpu
 from ...configs.sections import Section, Workload
 from ...configs.types import Features, Scope
 
@@ -143,14 +144,16 @@ class Target:
     """Bytes that stay in the L2 cache while the tiles that share them run."""
     has_wgmma: bool = False
     """Whether there are warpgroup MMAs."""
-    has_weights: bool = True
-    """Whether the kernel for attention weights runs there."""
-    has_kvcache: bool = True
-    """Whether the kernels for KV caches run there."""
     has_float32: bool = False
     """Whether forward and backward take float32."""
-    has_mods: bool = True
-    """Whether the forward takes a score_mod, a mask_mod and lists of blocks."""
+    has_tma: bool = True
+    """Whether the kernel for attention weights loads by TMA."""
+    decode: Gpu = HOPPER
+    """What the decode kernel is made for."""
+    has_pages: bool = True
+    """Whether the forward reads keys and values in pages."""
+    has_bounds: bool = True
+    """Whether forward and backward read bounds of rows, where a mask shows each row an interval of keys."""
     proven: str
 
     @property
@@ -193,9 +196,10 @@ SM80 = Target(
     backward_configs=sm80_backward.LARGE,
     l2_bytes=20 << 20,  # half of an A100's: each half serves half of the SMs
     has_float32=True,
-    has_weights=False,
-    has_kvcache=False,
-    has_mods=False,
+    has_tma=False,
+    decode=AMPERE,
+    has_pages=False,
+    has_bounds=False,
     proven="run in the emulator and, built for sm_90a, on an H200; never run on a GPU of its own",
 )
 SM86, SM89, SM120A, SM121A = (
@@ -205,9 +209,15 @@ SM86, SM89, SM120A, SM121A = (
         forward_configs=sm80.SMALL,
         backward_configs=sm80_backward.SMALL,
         l2_bytes=mib << 20,
+        decode=gpu,
     )
     # Two thirds of the caches of an A10, an L4, an RTX 5060 and a GB10, the smallest or the most usual ones.
-    for arch, mib in (("sm_86", 4), ("sm_89", 32), ("sm_120a", 20), ("sm_121a", 16))
+    for arch, mib, gpu in (
+        ("sm_86", 4, GA102),
+        ("sm_89", 32, ADA),
+        ("sm_120a", 20, ADA),
+        ("sm_121a", 16, ADA),
+    )
 )
 SM87 = replace(SM80, arch="sm_87", l2_bytes=2 << 20)  # half of an Orin's
 

@@ -38,8 +38,6 @@ class Kernel(NamedTuple):
 
 def limits(target: Target, problem: Problem) -> list[str]:
     """The reasons why the kernel cannot serve the problem."""
-    if not target.has_weights:
-        return ["it has no attention weights"]
     spec, why = problem.spec, []
     if spec.D > _MAX_D:
         why.append(f"D is {spec.D}, and its kernel for weights serves up to {_MAX_D}")
@@ -51,7 +49,7 @@ def limits(target: Target, problem: Problem) -> list[str]:
 def decide(target: Target, problem: Problem, average_heads: bool, find: Find) -> Kernel:
     features = features_of_weights(features_of(problem))
     params = launch_params(problem, problem.extent.Sq, Section(1), 1)
-    return Kernel(find(WEIGHTS, (features, average_heads)), mask_plan(features.mask), params)
+    return Kernel(find(WEIGHTS, (features, average_heads, target.has_tma)), mask_plan(features.mask), params)
 
 
 def features_of_weights(features: Features) -> Features:

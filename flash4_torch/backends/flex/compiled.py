@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ... import env
 from ...configs.types import Features, Mods, Sm90Backward
 from ...errors import TraceError
 from ...flex.program import Derivative, parse_derivative
@@ -20,7 +19,8 @@ from ...problem import Inputs, Problem, Saved, Spec
 from ...reference.flex import EMPTY, FULL, Blocks
 from .. import tile_counters
 from ..compiled import TARGETS, Target, backward, forward, limits
-from ..compiled.backend import missing_packages, num_sms
+from ..compiled.backend import num_sms
+from ..compiled.served import OnTargets
 from ..compiled.targets import BackwardConfig, Find, ForwardConfig
 from ..compiled.tensors import allocator_like, is_empty, readable, unpad
 from ..compiled.tensors import lengths as ends
@@ -34,28 +34,18 @@ from .tiled import blocks_of, mods_of, program_of
 _KEY_ROWS = lowering.Layout(rows_are_keys=True)
 
 
-class Compiled:
+class Compiled(OnTargets):
     """The backend that serves the GPUs of its targets."""
-
-    def __init__(self, name: str, *targets: Target) -> None:
-        self.name = name
-        self._targets = {target.capability: target for target in targets}
 
     def why_not(self, problem: FlexProblem) -> list[str]:
         spec = problem.spec
         if spec.device != "cuda":
             return [f"the tensors are on {spec.device}, and it serves cuda"]
-        why = []
-        target = self._targets.get(spec.capability)
-        if target is None:
-            served = " and ".join(map(str, self._targets))
-            why.append(f"the GPU's compute capability is {spec.capability}, and it serves {served}")
-        if missing := missing_packages(exported=bool(env.AOT_DIR.get())):
-            why.append(f"{' and '.join(missing)} must be installed (pip install 'flash4_torch[kernels]')")
-        return [*why, *why_not_kernels(target or next(iter(self._targets.values())), problem)]
+        target = self._any_target(spec.capability)
+        return [*self._why_not_here(spec.capability), *why_not_kernels(target, problem)]
 
     def forward(self, inputs: FlexInputs, problem: FlexProblem) -> tuple[Tensor, Tensor, Tensor]:
-        inputs, problem, bounds = intervals.reduced(inputs, problem)
+        inputs, problem, bounds = intervals.reduced(inputs, problem, self.target(problem).has_bounds)
         spec, mods = problem.spec, inputs.mods
         q, sinks, rng_state = inputs.q, mods.sinks, mods.rng_state
         *batch, Sq, Hq, _ = q.shape
@@ -90,7 +80,7 @@ class Compiled:
         return out, lse, low
 
     def backward(self, saved: FlexSaved, inputs: FlexInputs, problem: FlexProblem) -> FlexGradients:
-        inputs, problem, bounds = intervals.reduced(inputs, problem)
+        inputs, problem, bounds = intervals.reduced(inputs, problem, self.target(problem).has_bounds)
         plain, mods = plain_problem(problem), inputs.mods
         given = _plain_inputs(inputs)
         rows = Saved(saved.dout, saved.dlse, saved.out, saved.lse)
@@ -168,13 +158,19 @@ class Emulated(Compiled):
         return self._counter
 
 
+_WIDEST = 256
+"""Columns of the widest heads that kernels with functions have."""
+
+
 @lru_cache(maxsize=1024)
 def why_not_kernels(target: Target, problem: FlexProblem) -> list[str]:
     """The reasons why the target's kernels cannot serve the problem, on whatever device it is."""
     spec = problem.spec
     why = list(limits(target, plain_problem(problem)))
-    if not target.has_mods:
-        why.append(f"its kernels for {target.arch} take no score_mod, mask_mod or block_mask")
+    if spec.dtype == torch.float32:
+        why.append(f"the dtype is {spec.dtype}, and functions are served in bfloat16 and float16")
+    if max(spec.D, spec.Dv) > _WIDEST:
+        why.append(f"D is {spec.D} and Dv is {spec.Dv}, and functions are served up to {_WIDEST}")
     for name, text in (("score_mod", spec.score_mod), ("mask_mod", spec.mask_mod)):
         if text:
             why += lowering.limits(name, program_of(text))

@@ -7,7 +7,7 @@ import sys
 from ... import env
 from ...errors import BackendError
 from ...flex_problem import FlexProblem
-from ..compiled import SM90A, SM100A, SM103A
+from ..compiled import SM80_FAMILY, SM80_ON_REQUEST, SM90A, SM100A, SM103A
 from ..dispatch import observers
 from .base import FlexBackend
 from .compiled import Compiled, Emulated
@@ -16,6 +16,7 @@ from .tiled import Tiled
 PRIORITY: tuple[FlexBackend, ...] = (
     Compiled("sm90", SM90A),
     Compiled("sm100", SM100A, SM103A),
+    Compiled("sm80", *SM80_FAMILY, on_request=SM80_ON_REQUEST),
     Emulated(),
     Tiled(),
 )

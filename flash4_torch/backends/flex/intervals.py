@@ -73,14 +73,17 @@ class Reduced(NamedTuple):
     """What its kernels need instead of a band."""
 
 
-def reduced(inputs: FlexInputs, problem: FlexProblem) -> Reduced:
-    """The call with intervals instead of its block mask, if that shows intervals."""
+def reduced(inputs: FlexInputs, problem: FlexProblem, has_bounds: bool = True) -> Reduced:
+    """The call with intervals instead of its block mask, if that shows intervals.
+
+    has_bounds: whether kernels read intervals that are no band.
+    """
     spec, mods = problem.spec, inputs.mods
     if spec.block is None:
         return Reduced(inputs, problem)
     found = _kept(inputs, problem)
     bounds, band = found.bounds, found.band
-    if bounds is not None and spec.dropout:
+    if bounds is not None and (spec.dropout or not has_bounds):
         # Keep bits are made for the blocks that a band or a mask leaves.
         return Reduced(inputs, problem)
     if bounds is not None:

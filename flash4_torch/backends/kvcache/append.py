@@ -32,11 +32,13 @@ def append(x: Append) -> None:
         return
     plan = plan_of(x)
     written = _written(x, plan.rotary)
-    find = find_kernels("append_kvcache", x.k.device, limits(x, written))
-    if find is None:
+    kernels = find_kernels("append_kvcache", x.k.device, limits(x, written))
+    if kernels is None:
         reference.append(x)
         return
-    kernel = find(APPEND_KVCACHE, (plan,))
+    if plan.float8:
+        plan = plan._replace(converts_fp8=kernels.target.decode.converts_fp8)
+    kernel = kernels.find(APPEND_KVCACHE, (plan,))
     k, v = (copied_to_rows(rows, _STEP) for rows in (x.k, x.v))
     q = None if x.q_out is None or x.q is None else copied_to_rows(x.q, _STEP)
     k_cache, v_cache, q_out, cos, sin = written
@@ -100,13 +102,14 @@ def plan_of(x: Append) -> AppendPlan:
     )
 
 
-def common_plans(dtype: str, D: int, Dv: int) -> Iterator[AppendPlan]:
+def common_plans(dtype: str, D: int, Dv: int, converts_fp8: bool = True) -> Iterator[AppendPlan]:
     """Kernels for the calls that serving engines make: by slots, rotated here or before, by pages, and to a
-    dense cache."""
+    dense cache. converts_fp8: whether the GPU has an instruction for it."""
     rotary = RotaryPlan(D, False, dtype, "int64", True)
     for cache_dtype in ("", dtype_name(FLOAT8)):
         is_scaled = cache_dtype != ""
         plan = AppendPlan(dtype, D, Dv, cache_dtype, k_scaled=is_scaled, v_scaled=is_scaled)
+        plan = plan._replace(converts_fp8=converts_fp8 or not is_scaled)
         yield plan._replace(slots="int64")
         if not D % (2 * _STEP):
             yield plan._replace(slots="int64", rotary=rotary)

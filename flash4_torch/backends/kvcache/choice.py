@@ -3,58 +3,77 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ... import env
 from ...errors import BackendError
 from .. import emulator, tile_counters
-from ..compiled.backend import missing_packages
-from ..compiled.targets import SM90A, SM100A, SM103A, Find
+from ..compiled.served import missing_packages
+from ..compiled.targets import SM80_FAMILY, SM80_ON_REQUEST, SM90A, SM100A, SM103A, Find, Target
 
-_KERNELS = {"sm90": (SM90A,), "sm100": (SM100A, SM103A)}
+_KERNELS = {"sm90": (SM90A,), "sm100": (SM100A, SM103A), "sm80": SM80_FAMILY}
 """Backends of compiled kernels."""
-_TARGETS = {target.capability: (name, target) for name, targets in _KERNELS.items() for target in targets}
+_ON_REQUEST = {"sm80": SM80_ON_REQUEST}
+"""What they serve only where FLASH4_BACKEND asks for them."""
 
 
-def find_kernels(call: str, device: torch.device, limits: Sequence[str]) -> Find | None:
-    """The function that gets compiled kernels for a device, or None if plain torch serves the call.
+class Kernels(NamedTuple):
+    """Compiled kernels for a device."""
+
+    target: Target
+    find: Find
+
+
+def find_kernels(call: str, device: torch.device, limits: Sequence[str]) -> Kernels | None:
+    """The compiled kernels for a device, or None if plain torch serves the call.
 
     call: its name, for errors. limits: sentences why the kernels cannot serve it on any device. Plain torch
-    also stands for those backends that have no kernels for it: cpu, sdpa, sm80, efficient and tiled.
+    also stands for those backends that have no kernels for it: cpu, sdpa, efficient and tiled.
 
     Raises:
         BackendError: FLASH4_BACKEND asks for kernels, and they cannot serve the call.
         RangeError: FLASH4_BACKEND names no backend.
     """
     forced = env.BACKEND.get()
-    find: Find = emulator.emulated_find
+    target = None
     if forced == emulator.Emulator.name:
         why = _why_not_emulated(device)
     elif forced and forced not in _KERNELS:
         return None
     else:
-        why, find = _compiled(device, forced)
+        why, target = _compiled(device, forced)
     why = [*why, *limits]
     if why and forced:
         raise BackendError(call, {forced: why})
-    return None if why else find
-
-
-def _compiled(device: torch.device, forced: str) -> tuple[list[str], Find]:
-    """Sentences why compiled kernels do not serve a device, and the function that gets them."""
-    if device.type != "cuda":
-        return [f"the tensors are on {device.type}, and it serves cuda"], emulator.emulated_find
-    capability = torch.cuda.get_device_capability(device)
-    _, target = _TARGETS.get(capability, ("", SM90A))
-    served = [of for of, (of_name, _) in _TARGETS.items() if forced in ("", of_name)]
-    why = (
-        []
-        if capability in served
-        else [f"the GPU's compute capability is {capability}, and it serves {' and '.join(map(str, served))}"]
+    if why:
+        return None
+    return (
+        Kernels(target, target.find)
+        if target
+        else Kernels(emulator.emulated_target(), emulator.emulated_find)
     )
-    return [*why, *_packages(missing_packages(exported=bool(env.AOT_DIR.get())))], target.find
+
+
+def _compiled(device: torch.device, forced: str) -> tuple[list[str], Target | None]:
+    """Sentences why compiled kernels do not serve a device, and its target."""
+    if device.type != "cuda":
+        return [f"the tensors are on {device.type}, and it serves cuda"], None
+    capability = torch.cuda.get_device_capability(device)
+    served = {
+        target.capability: target
+        for name, targets in _KERNELS.items()
+        for target in targets
+        if forced in ("", name)
+    }
+    served |= {target.capability: target for target in _ON_REQUEST.get(forced, ())}
+    why = []
+    if capability not in served:
+        own = " and ".join(map(str, served))
+        why.append(f"the GPU's compute capability is {capability}, and it serves {own}")
+    missing = _packages(missing_packages(exported=bool(env.AOT_DIR.get())))
+    return [*why, *missing], served.get(capability)
 
 
 def _why_not_emulated(device: torch.device) -> list[str]:

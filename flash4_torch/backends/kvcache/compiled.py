@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ... import env
 from ...configs import decode, decode_shares
-from ...configs.decode import DecodeForm
+from ...configs.decode import DecodeForm, Gpu
 from ...configs.types import LARGE_SOFTCAP, Features
 from ...kvcache_problem import CacheInputs, CacheProblem
 from .. import tile_counters
 from ..compiled import paged
-from ..compiled.backend import converted, missing_packages, num_sms
+from ..compiled.backend import converted, num_sms
 from ..compiled.params import FARTHEST, dtype_name, kernel_band, kernel_softcap
+from ..compiled.served import OnTargets
 from ..compiled.targets import DECODE, Find, Target
 from ..compiled.tensors import (
     Allocator,
@@ -66,24 +66,15 @@ Launch = Callable[[CacheInputs, Tensor, Tensor], None]
 """Function that writes out and lse of some sequences."""
 
 
-class Compiled:
+class Compiled(OnTargets):
     """The backend that serves the GPUs of its targets."""
-
-    def __init__(self, name: str, *targets: Target):
-        self.name = name
-        self._targets = {target.capability: target for target in targets}
 
     def why_not(self, problem: CacheProblem) -> list[str]:
         spec = problem.spec
         if spec.device != "cuda":
             return [f"the tensors are on {spec.device}, and it serves cuda"]
-        why = []
-        if spec.capability not in self._targets:
-            served = " and ".join(map(str, self._targets))
-            why.append(f"the GPU's compute capability is {spec.capability}, and it serves {served}")
-        if missing := missing_packages(exported=bool(env.AOT_DIR.get())):
-            why.append(f"{' and '.join(missing)} must be installed (pip install 'flash4_torch[kernels]')")
-        return [*why, *limits(problem)]
+        gpu = self._any_target(spec.capability).decode
+        return [*self._why_not_here(spec.capability), *limits(problem, gpu)]
 
     def attend(self, inputs: CacheInputs, problem: CacheProblem, out: Tensor | None) -> tuple[Tensor, Tensor]:
         q = readable(inputs.q)
@@ -220,27 +211,29 @@ class Compiled:
 
 
 @lru_cache(maxsize=1024)
-def limits(problem: CacheProblem) -> tuple[str, ...]:
-    """The reasons why the kernel cannot serve the problem, on whatever device it is."""
+def limits(problem: CacheProblem, gpu: Gpu = decode.HOPPER) -> tuple[str, ...]:
+    """The reasons why the kernel for such a GPU cannot serve the problem, on whatever device it is."""
     spec, extent = problem.spec, problem.extent
+    features, form = features_of(problem), form_of(problem)._replace(gpu=gpu)
     why = []
     if spec.dtype not in _DTYPES:
         why.append(f"the dtype is {spec.dtype}, and it serves bfloat16 and float16")
-    why += decode.limits(features_of(problem), form_of(problem))
+    head_limits = decode.limits(features, form)
+    why += head_limits
     if not spec.aligned:
         why.append("rows of the cache are not contiguous at multiples of 16 bytes")
     if spec.sinks not in ("", "bfloat16", "float16", "float32"):
         why.append(f"sinks are {spec.sinks}, and it takes up to float32")
     if max(extent.max_seqlen_k, extent.T) > FARTHEST:
         why.append(f"the sizes are {tuple(extent)}, and it counts positions in 32 bits")
-    elif max(extent.B, _tiles(problem, decode.ROWS[-1]) // max(extent.B, 1)) > _MOST_CTAS:
+    elif not head_limits and max(extent.B, _tiles_of_sequence(problem, features, form)) > _MOST_CTAS:
         why.append(f"the sizes are {tuple(extent)}, and a grid has up to {_MOST_CTAS} of each")
     return tuple(why)
 
 
 def common_kernels(target: Target, features: Features) -> Iterator[tuple[Features, int, DecodeForm]]:
     """What the kernels of common calls are compiled for, on a target."""
-    for form in common_forms(features):
+    for form in common_forms(features, target.decode):
         kinds = [form]
         if target.has_wgmma and not form.cache_dtype:
             kinds.append(form._replace(wgmma=True))
@@ -248,15 +241,23 @@ def common_kernels(target: Target, features: Features) -> Iterator[tuple[Feature
             yield from ((features, rows, kind) for rows in decode.rows_of(features, kind))
 
 
-def common_forms(features: Features) -> Iterator[DecodeForm]:
+def common_forms(features: Features, gpu: Gpu) -> Iterator[DecodeForm]:
     """Forms of the calls that serving engines make: paged and dense, of one token or packed ones."""
-    choice = product(decode.CLUSTERS, (False, True), (False, True), ("", decode.FP8))
+    choice = product(gpu.clusters, (False, True), (False, True), ("", decode.FP8))
     for cluster, parts, groups, cache_dtype in choice:
         form = DecodeForm(
-            False, cluster, ragged=False, lengths=True, cache_dtype=cache_dtype, parts=parts, groups=groups
+            False,
+            cluster,
+            ragged=False,
+            lengths=True,
+            cache_dtype=cache_dtype,
+            parts=parts,
+            groups=groups,
+            gpu=gpu,
         )
-        # A split alone is no part of anything.
-        if (cluster > 1 or groups or not parts) and not decode.limits(features, form):
+        # Where there are clusters, a CTA without one has no part of anything.
+        shares = cluster > 1 or groups or not gpu.has_clusters
+        if (shares or not parts) and not decode.limits(features, form):
             yield form
             # Pages of 16 keys or more, or packed tokens over pages of one.
             yield from (form._replace(paged=True, runs=True, ragged=ragged) for ragged in (False, True))
@@ -271,7 +272,7 @@ def forwards(problem: CacheProblem, target: Target) -> bool:
     spec = problem.spec
     if spec.batch_invariant or problem.extent.max_seqlen_q <= decode.MOST_TOKENS:
         return False
-    return not paged.limits(target, paged.problem_of(problem))
+    return target.has_pages and not paged.limits(target, paged.problem_of(problem))
 
 
 def with_few_tokens(problem: CacheProblem) -> CacheProblem:
@@ -283,13 +284,14 @@ def with_few_tokens(problem: CacheProblem) -> CacheProblem:
 @lru_cache(maxsize=4096)
 def decide(target: Target, problem: CacheProblem, num_sms: int) -> Kernel:
     """The kernel, and how it divides the keys."""
-    spec, extent, features, form = problem.spec, problem.extent, features_of(problem), form_of(problem)
-    choice = decode.group_rows(features, form.cache_dtype) if spec.batch_invariant else decode.ROWS
+    spec, extent, features = problem.spec, problem.extent, features_of(problem)
+    form = form_of(problem)._replace(gpu=target.decode)
+    choice = _row_choice(problem, features, form)
     rows = decode.rows(extent.max_seqlen_q, spec.group, choice)
     wgmma = target.has_wgmma and decode.may_use_wgmma(form, rows, spec.group, spec.batch_invariant)
     work = decode_shares.work_of(features, form, rows, _tiles(problem, rows), extent.max_seqlen_k, num_sms)
     if spec.batch_invariant:
-        sizes = decode.group_clusters(features, form.cache_dtype, rows)
+        sizes = decode.group_clusters(features, form, rows)
         shares, split_keys = decode_shares.group_shares(work, sizes), decode.SPLIT_KEYS
     else:
         shares, split_keys = decode_shares.even_shares(work, min(problem.num_splits or 0, work.blocks)), 0
@@ -343,6 +345,17 @@ def params_of(problem: CacheProblem, kernel: Kernel) -> DecodeParams:
     softcap, band = kernel_softcap(problem.softcap), kernel_band(problem.band)
     tokens, splits = problem.extent.max_seqlen_q, (kernel.split_keys, kernel.num_splits)
     return DecodeParams(problem.scale, softcap, *band, tokens, *splits)
+
+
+def _row_choice(problem: CacheProblem, features: Features, form: DecodeForm) -> tuple[int, ...]:
+    """Rows that a tile may have."""
+    return (decode.group_rows if problem.spec.batch_invariant else decode.rows_of)(features, form)
+
+
+def _tiles_of_sequence(problem: CacheProblem, features: Features, form: DecodeForm) -> int:
+    """The fewest tiles of a sequence, of all KV heads."""
+    extent, rows = problem.extent, _row_choice(problem, features, form)[-1]
+    return extent.Hk * math.ceil(extent.max_seqlen_q * problem.spec.group / rows)
 
 
 def _tiles(problem: CacheProblem, rows: int) -> int:

@@ -7,7 +7,7 @@ import sys
 from ... import env
 from ...errors import BackendError
 from ...kvcache_problem import CacheProblem
-from ..compiled import SM90A, SM100A, SM103A
+from ..compiled import SM80_FAMILY, SM80_ON_REQUEST, SM90A, SM100A, SM103A
 from .base import CacheBackend
 from .compiled import Compiled
 from .emulator import Emulator
@@ -16,6 +16,7 @@ from .gathered import Gathered
 PRIORITY: tuple[CacheBackend, ...] = (
     Compiled("sm90", SM90A),
     Compiled("sm100", SM100A, SM103A),
+    Compiled("sm80", *SM80_FAMILY, on_request=SM80_ON_REQUEST),
     Emulator(),
     Gathered(),
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ... import env
 from ...kvcache_problem import CacheProblem
 from ..compiled.targets import Find, Target
 from ..emulator import emulated_find, emulated_num_sms, emulated_target, why_not_emulated
@@ -22,12 +21,7 @@ class Emulator(Compiled):
         super().__init__("emulator")
 
     def why_not(self, problem: CacheProblem) -> list[str]:
-        if why := why_not_emulated(problem.spec.device):
-            return why
-        target = emulated_target()
-        if not target.has_kvcache:
-            return [f"{env.ARCH.name} is {target.arch}, which has no kernels for KV caches"]
-        return list(limits(problem))
+        return why_not_emulated(problem.spec.device) or list(limits(problem, emulated_target().decode))
 
     def target(self, problem: CacheProblem) -> Target:
         return emulated_target()

@@ -31,15 +31,15 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
         BackendError: FLASH4_BACKEND forces a backend that cannot.
     """
     first = outs[0]
-    find = find_kernels("merge_states", first.device, limits(first))
-    if find is None or 0 in first.shape[1:]:
+    kernels = find_kernels("merge_states", first.device, limits(first))
+    if kernels is None or 0 in first.shape[1:]:
         return reference.merge(outs, lses)
     if len(outs) > MOST_TENSORS:
         outs, lses = [torch.cat(tuple(outs))], [torch.cat(tuple(lses))]
     step = _BYTES // first.element_size()
     parts = tuple(copied_to_rows(x, step) for x in outs)
     out, lse = first.new_empty(first.shape[1:]), lses[0].new_empty(lses[0].shape[1:])
-    kernel = find(MERGE_STATES, (plan_of(parts),))
+    kernel = kernels.find(MERGE_STATES, (plan_of(parts),))
     launch_on(first.device, kernel, parts, tuple(lses), out, lse)
     return out, lse
 

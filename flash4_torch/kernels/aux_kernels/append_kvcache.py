@@ -16,7 +16,7 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint32, Uint64
 
 from ..common import host
 from ..common.kvcache import AppendPlan, RotaryPlan
-from ..common.rounding import round_to, widened
+from ..common.rounding import bits_of, float_of, round_to, widened
 from ..common.sequences import TokenPlaces, sequence_of
 
 THREADS = 128
@@ -24,6 +24,13 @@ VECTOR = 8
 """Elements of 16 bits that a thread loads at a time, 16 bytes."""
 _BYTES = 2
 """Bytes of an element of K, V and Q."""
+_DROPPED_BITS, _HALF_OF_PLACE = 20, 1 << 19
+"""Bits of a float32's mantissa that float8_e4m3fn has no room for, and half of what stays last."""
+_BIAS_BITS = (127 - 7) << 3
+"""The difference of the two exponents' biases, in places of float8_e4m3fn."""
+_LARGEST_BITS, _SMALLEST_NORMAL_BITS, _INFINITY_BITS = 0x43E00000, 0x3C800000, 0x7F800000
+"""448, 2**-6 and infinity, as float32."""
+_SUBNORMAL_ADDEND, _SUBNORMAL_ADDEND_BITS = 16384.0, 0x46800000
 
 
 class Tensors(NamedTuple):
@@ -83,6 +90,8 @@ class RowPlan(NamedTuple):
     rotary: RotaryPlan | None
     float8: bool
     """Whether they become numbers of 8 bits."""
+    converts_fp8: bool
+    """Whether one instruction rounds two of them."""
 
     @property
     def columns(self) -> int:
@@ -189,17 +198,19 @@ def append_kernel(tensors: Tensors, plan: cutlass.Constexpr) -> None:
     if kind == 0:
         if token.is_stored:
             rows = _stored(tensors.k, tensors.k_cache, tensors.k_scale, token)
-            _move(rows, tensors, token, thread, RowPlan(plan.dtype, plan.D, rotary, plan.float8))
+            own = RowPlan(plan.dtype, plan.D, rotary, plan.float8, plan.converts_fp8)
+            _move(rows, tensors, token, thread, own)
     elif kind == 1:
         if token.is_stored:
             rows = _stored(tensors.v, tensors.v_cache, tensors.v_scale, token)
-            _move(rows, tensors, token, thread, RowPlan(plan.dtype, plan.Dv, None, plan.float8))
+            own = RowPlan(plan.dtype, plan.Dv, None, plan.float8, plan.converts_fp8)
+            _move(rows, tensors, token, thread, own)
     else:
         if cutlass.const_expr(tensors.q_out is not None):
             q, q_out = tensors.q, tensors.q_out
             source, target = (_address(x, token.entry, token.index) for x in (q, q_out))
             rows = Rows(q.shape[2], source, _step(q), target, _step(q_out), None)
-            _move(rows, tensors, token, thread, RowPlan(plan.dtype, plan.D, rotary, False))
+            _move(rows, tensors, token, thread, RowPlan(plan.dtype, plan.D, rotary, False, True))
 
 
 @cute.jit
@@ -380,7 +391,8 @@ def _store_values(
             for i in cutlass.range_constexpr(VECTOR):
                 values[i] = values[i] / scale
         for i in cutlass.range_constexpr(VECTOR // 4):
-            stored[i] = _four_of_8_bits(*(values[4 * i + j] for j in range(4)))
+            four = tuple(values[4 * i + j] for j in range(4))
+            stored[i] = (_four_of_8_bits if plan.converts_fp8 else _four_by_integers)(*four)
     else:
         round_to(values, stored)
     cute.autovec_copy(stored, target)
@@ -395,6 +407,28 @@ def _four_of_8_bits(*values: Float32) -> Uint32:
         write_only_types=[Uint32],
         read_only_args=list(values),
     )
+
+
+def _four_by_integers(*values: Float32) -> Uint32:
+    """The same without an instruction for it."""
+    word = Uint32(0)
+    for i, value in enumerate(values):
+        word = word | (_rounded_to_8_bits(value) << 8 * i)
+    return word
+
+
+def _rounded_to_8_bits(value: Float32) -> Uint32:
+    """A number rounded to float8_e4m3fn, to nearest even; NaN is all ones but for the sign."""
+    bits = bits_of(value)
+    size = bits & 0x7FFFFFFF
+    kept = cutlass.min(size, Uint32(_LARGEST_BITS))
+    # Half of the last place that stays, less 1 if what stays is even, carries into it.
+    normal = (kept + (_HALF_OF_PLACE - 1) + (kept >> _DROPPED_BITS & 1) >> _DROPPED_BITS) - _BIAS_BITS
+    # The sum's last place is that of the smallest subnormal number.
+    subnormal = bits_of(float_of(kept) + _SUBNORMAL_ADDEND) - _SUBNORMAL_ADDEND_BITS
+    rounded = cutlass.select_(kept < _SMALLEST_NORMAL_BITS, subnormal, normal)
+    rounded = cutlass.select_(size > _INFINITY_BITS, Uint32(0x7F), rounded)
+    return rounded | (bits >> 24 & 0x80)
 
 
 _INDEX = {"int32": Int32, "int64": Int64}

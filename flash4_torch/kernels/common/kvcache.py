@@ -49,6 +49,8 @@ class AppendPlan(NamedTuple):
     """Whether K is divided by a scale of its head; only for `FLOAT8`."""
     v_scaled: bool = False
     rotary: RotaryPlan | None = None
+    converts_fp8: bool = True
+    """Whether one instruction rounds two numbers to `FLOAT8`; True without it."""
 
     @property
     def float8(self) -> bool:

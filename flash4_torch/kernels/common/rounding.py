@@ -40,8 +40,8 @@ def widened(numbers: cute.Tensor) -> cute.Tensor:
     for i in cutlass.range_constexpr(count // 2):
         if cutlass.const_expr(numbers.element_type is cutlass.BFloat16):
             wide[2 * i], wide[2 * i + 1] = (
-                _float(pairs[i] << 16),
-                _float(pairs[i] & cutlass.Uint32(0xFFFF0000)),
+                float_of(pairs[i] << 16),
+                float_of(pairs[i] & cutlass.Uint32(0xFFFF0000)),
             )
         else:
             wide[2 * i], wide[2 * i + 1] = cute.arch.inline_ptx(
@@ -53,5 +53,11 @@ def widened(numbers: cute.Tensor) -> cute.Tensor:
     return wide
 
 
-def _float(bits: cutlass.Uint32) -> Float32:
+def bits_of(x: Float32) -> cutlass.Uint32:
+    """The bits of a float32."""
+    return cutlass.Uint32(llvm.bitcast(cutlass.Uint32.mlir_type, x.ir_value()))
+
+
+def float_of(bits: cutlass.Uint32) -> Float32:
+    """The float32 of these bits."""
     return Float32(llvm.bitcast(Float32.mlir_type, bits.ir_value()))

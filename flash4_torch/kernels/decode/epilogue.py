@@ -19,7 +19,9 @@ from .plan import VECTOR, DecodePlan
 
 @cute.jit
 def epilogue(ctx: Context, t: Thread) -> None:
-    """Store results if the tile has one split, else put this split's part of them into shared memory."""
+    """Store results if the tile has one split, else keep this split's part of them for the merge: in shared
+    memory for the CTA's cluster, or in global memory if there is no cluster.
+    """
     lse, values = normalise(ctx, t), values_of(t.O)
     if cutlass.const_expr(ctx.plan.form.cluster > 1):
         if ctx.tile.merges:
@@ -27,6 +29,13 @@ def epilogue(ctx: Context, t: Thread) -> None:
             cute.arch.sync_threads()
             for r in cutlass.range_constexpr(2):
                 share(ctx, values[r, None], lse[r], r, 0)
+        else:
+            _store_rows(ctx, t, values, lse)
+    elif cutlass.const_expr(ctx.plan.shares_keys):
+        if ctx.tile.merges:
+            for r in cutlass.range_constexpr(2):
+                if t.rows[r] < ctx.tile.num_rows:
+                    _store_parts(ctx, values[r, None], lse[r], r, t.rows[r])
         else:
             _store_rows(ctx, t, values, lse)
     else:
@@ -125,6 +134,36 @@ def share(ctx: Context, values: cute.Tensor, lse: Float32, r: cutlass.Constexpr,
     sLse = ctx.sLse
     if (ctx.key_warp == 0) & (ctx.lane % 4 == 0):
         sLse[slot * ctx.plan.rows + ctx.row_warp * MMA_ROWS + 8 * r + ctx.lane // 4] = lse
+
+
+@cute.jit
+def _store_parts(ctx: Context, values: cute.Tensor, lse: Float32, r: cutlass.Constexpr, row: Int32) -> None:
+    """Store the thread's columns of its row r of the CTA's split as parts."""
+    ordered = ordered_row(values, ctx.plan)
+    for m in cutlass.range_constexpr(cute.size(values) // VECTOR):
+        vector = cute.make_rmem_tensor(VECTOR, Float32)
+        for c in cutlass.range_constexpr(VECTOR):
+            vector[c] = ordered[VECTOR * m + c]
+        store_part(ctx, lse, vector, row, Int32(2 * m + r), ctx.tile.split, Int32(0))
+
+
+@cute.jit
+def store_part(
+    ctx: Context, lse: Float32, values: cute.Tensor, row: Int32, number: Int32, part: Int32, rank: Int32
+) -> None:
+    """Store a part of a vector. In a cluster all vectors of a rank are of one row, else they are of two."""
+    token, head = ctx.place_of(row)
+    cute.autovec_copy(values, part_place(ctx, part, token, head, number))
+    target, is_first = ctx.tensors.partial_lse, number < max(ctx.plan.form.cluster, 2)
+    if is_first & (ctx.key_warp == 0) & (ctx.lane % 4 == 0):
+        target[part, rank, head, token] = lse
+
+
+def part_place(ctx: Context, part: Int32, token: Int32, head: Int32, number: Int32) -> cute.Tensor:
+    """The place of a vector among the parts: of a row, lanes and warps follow one another."""
+    lanes = 4 * ctx.plan.key_warps
+    vector = number // 2 * lanes + ctx.key_warp * 4 + ctx.lane % 4
+    return vector_at(ctx.tensors.partial_out[part, token, head, None].iterator + vector * VECTOR, VECTOR)
 
 
 def _width(plan: DecodePlan) -> int:

@@ -24,7 +24,10 @@ from ..common.attn_mask import vector_at
 from ..common.rounding import round_to, widened
 from ..common.warps import WARP
 from .context import Context
+from .plan import DecodePlan
 
+_UNIT_OF_INTEGERS = 256.0
+"""What numbers of float16 stand for where integers widen the cache's."""
 STEP = 16
 """Columns of a step of an MMA: 16 bytes of a key, 32 of a row of Q."""
 _LANES = 8
@@ -35,6 +38,11 @@ _LARGEST_LOG2 = 14
 """Numbers of a row of Q are scaled to less than twice 2 to this power."""
 _BIAS, _MANTISSA = 127, 7
 """The bias of a bfloat16's exponent, and its bits of mantissa."""
+
+
+def unit(plan: DecodePlan) -> float:
+    """What a number of the cache stands for as the MMAs have it, but for the scales."""
+    return 1.0 if plan.form.gpu.converts_fp8 else _UNIT_OF_INTEGERS
 
 
 @cute.jit
@@ -158,7 +166,7 @@ def scores(ctx: Context, S: cute.Tensor, mma: cute.TiledMma, stage: Int32) -> No
             cute.copy(atom, from_b[None, None, k // 2], to_b[None, None, k // 2])
         cute.copy(atom, from_a[None, None, k], to_a[None, None, k])
         for n in cutlass.range_constexpr(cute.size(wide, mode=[1])):
-            wide[0, n, 0], wide[1, n, 0] = _widened(narrow[k % 2, n, k // 2])
+            wide[0, n, 0], wide[1, n, 0] = _widened(narrow[k % 2, n, k // 2], plan)
         cute.gemm(mma, S, a[None, None, k], b[None, None, 0], S)
 
 
@@ -198,7 +206,7 @@ def add_pv(ctx: Context, O: cute.Tensor, weights: cute.Tensor, mma: cute.TiledMm
                 if cutlass.const_expr(k % 2 == 0):
                     cute.copy(atom, from_b[None, None, k // 2], to_b[None, None, k // 2])
                 for half in cutlass.range_constexpr(2):
-                    wide[half, 0, 0], wide[half, 1, 0] = _widened(_columns_apart(narrow[half, 0, k]))
+                    wide[half, 0, 0], wide[half, 1, 0] = _widened(_columns_apart(narrow[half, 0, k]), plan)
                 cute.gemm(mma, sums, weights[None, None, k], b[None, None, 0], sums)
 
 
@@ -209,11 +217,32 @@ def _columns_apart(word: Uint32) -> Uint32:
     )
 
 
-def _widened(word: Uint32) -> tuple[Uint32, Uint32]:
-    """Four numbers of e4m3 as two pairs of float16."""
+def _widened(word: Uint32, plan: DecodePlan) -> tuple[Uint32, Uint32]:
+    """Four numbers of e4m3 as two pairs of float16, which stand for `unit` times as much."""
+    if not plan.form.gpu.converts_fp8:
+        return _widened_by_integers(word)
     return cute.arch.inline_ptx(
         "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0};"
         " cvt.rn.f16x2.e4m3x2 {$w0}, low; cvt.rn.f16x2.e4m3x2 {$w1}, high; }",
         write_only_types=[Uint32, Uint32],
         read_only_args=[word],
     )
+
+
+def _widened_by_integers(word: Uint32) -> tuple[Uint32, Uint32]:
+    """Four numbers of e4m3 as two pairs of float16, 2**-8 as large: a float16's exponent has a bias of 15.
+
+    A byte's sign comes to bit 15, its other bits to bits 13 to 7, of subnormal numbers too. NaN, whose seven
+    bits are all 1, carries to bit 15 if 1 is added, which then fills the exponent.
+    """
+    pairs = []
+    for selector in (0x1404, 0x3424):
+        own = cute.arch.inline_ptx(
+            f"prmt.b32 {{$w0}}, {{$r0}}, 0, {selector:#x};",
+            write_only_types=[Uint32],
+            read_only_args=[word],
+        )
+        number, signs = own & 0x7F007F00, Uint32(0x80008000)
+        is_nan = (number + 0x01000100) & signs
+        pairs.append((number >> 1) | (own & signs) | (is_nan - (is_nan >> 7)))
+    return pairs[0], pairs[1]

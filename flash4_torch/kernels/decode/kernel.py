@@ -17,7 +17,7 @@ from cutlass.memory import SmemAllocator
 from ..common import smem_layouts
 from ..common.band import make_band, visible_span
 from ..common.warps import WARP
-from . import groups, splits, wide
+from . import fp8, groups, splits, wide
 from . import mainloop as narrow
 from .context import Context, Tensors, Tile
 from .epilogue import epilogue
@@ -87,7 +87,7 @@ def decode_kernel(
                 begin_split(t)
                 (wide if plan.form.wgmma else narrow).mainloop(ctx, t, tile.blocks)
                 epilogue(ctx, t)
-        if cutlass.const_expr(plan.form.cluster > 1 and not plan.form.groups):
+        if cutlass.const_expr(plan.shares_keys):
             if tile.merges:
                 merge(ctx, t.rows)
 
@@ -101,6 +101,8 @@ def _tile(tensors: Tensors, params: DecodeParams, divisors: Divisors, plan: cutl
     k_scale, v_scale = Float32(1.0), Float32(1.0)
     if cutlass.const_expr(plan.is_fp8):
         k_scale, v_scale = tensors.k_scale[batch, kv_head], tensors.v_scale[batch, kv_head]
+        if cutlass.const_expr(fp8.unit(plan) != 1.0):
+            k_scale, v_scale = k_scale * fp8.unit(plan), v_scale * fp8.unit(plan)
     group = divisors.group
     first_row, num_rows = index * plan.rows, Sq * group.divisor
     last_row = cutlass.max(cutlass.min(first_row + plan.rows, num_rows) - 1, first_row)
@@ -124,7 +126,7 @@ def _tile(tensors: Tensors, params: DecodeParams, divisors: Divisors, plan: cutl
         shares, blocks = splits.even(visible, split, divisors)
         has_work = has_rows & (shares.first <= split) & (split < shares.last)
     merges, cluster = cutlass.Boolean(False), plan.form.cluster
-    if cutlass.const_expr(cluster > 1 and not plan.form.groups):
+    if cutlass.const_expr(plan.shares_keys):
         first = split // cluster * cluster
         shared = (shares.first < first + cluster) & (first < shares.last)
         merges = has_rows & shared & (shares.last - shares.first > 1)

@@ -63,9 +63,9 @@ def decode(
     them. D and Dv are multiples of 16 then. NaN stays NaN. Rows of Q and weights become float16, a row of
     bfloat16 after a power of two has scaled its largest number to 2**14 or more.
 
-    A tile has up to params.num_splits splits (fewer if they were shorter than LEAST_BLOCKS blocks). With
-    plan.form.cluster = 1 it has one; else CTAs of a cluster have a split each, and merge them in shared
-    memory. More splits than that are those of several clusters, if plan.form.parts says so: partial_out
+    A tile has up to params.num_splits splits (fewer if they were shorter than LEAST_BLOCKS blocks). CTAs of a
+    cluster have a split each, and merge them in shared memory. More splits than plan.form.cluster, which may
+    be 1, are those of several clusters, if plan.form.parts says so: partial_out
     (clusters, T, Hq, Dv rounded up to 64) and partial_lse (clusters, plan.form.cluster, Hq, T), float32 and
     contiguous, have anything in them before and after; counters, int32, has a number for each rank in a
     cluster and each tile of each KV head of each sequence, plan.form.cluster * B * Hk * ceil(max_seqlen_q *
@@ -107,7 +107,7 @@ def decode(
     group = q.shape[1] // Hk
     tiles = cute.ceil_div(params.max_seqlen_q * group, plan.rows)
     cluster = plan.form.cluster
-    splits = params.num_splits if cutlass.const_expr(cluster > 1 or plan.form.groups) else 1
+    splits = params.num_splits if cutlass.const_expr(plan.shares_keys or plan.form.groups) else 1
     ctas = (
         splits * cluster if cutlass.const_expr(plan.form.groups) else cute.ceil_div(splits, cluster) * cluster
     )

@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import warp as warp_ops
 
 from ...configs.decode import KEYS, MMA_ROWS
 from ..common import band as bands
-from ..common import scores, softmax
+from ..common import scores, softmax, warp_mma
 from ..common.band import Span
 from ..common.fragment import Fragment, mma_fragment
 from ..common.rounding import round_to
@@ -71,6 +71,54 @@ def mainloop(
     In tiles of 16 rows the MMAs of K's next block run while the softmax goes through a block's scores: a
     stage of K is free one block sooner than one of V, and is filled with a block one further.
     """
+    if cutlass.const_expr(ctx.plan.stages == 1):
+        _mainloop_of_one_stage(ctx, t, blocks, after_block)
+    else:
+        _mainloop_of_stages(ctx, t, blocks, after_block)
+
+
+@cute.jit
+def _mainloop_of_one_stage(
+    ctx: Context, t: Thread, blocks: Span, after_block: cutlass.Constexpr[AfterBlock | None]
+) -> None:
+    """The mainloop where K and V have one stage each: V of a block comes under its scores, K of the next one
+    under softmax and PV.
+    """
+    last = blocks.last
+    pages = look_up_first(ctx, blocks.first)
+    q = None
+    if cutlass.const_expr(ctx.plan.is_fp8):
+        q = fp8.fetch_q(ctx)
+    else:
+        load_q(ctx)
+    place = locate(ctx, pages, blocks.first, blocks.first)
+    load_k(ctx, blocks.first, last, place, Int32(0))
+    cute.arch.cp_async_commit_group()
+    if cutlass.const_expr(ctx.plan.is_fp8):
+        fp8.store_q(ctx, q)
+    for n in cutlass.range(blocks.first, blocks.last, unroll=1):
+        cute.arch.cp_async_wait_group(0)
+        # K is there, and all warps have used the V before it.
+        cute.arch.sync_threads()
+        load_v(ctx, n, last, place, Int32(0))
+        cute.arch.cp_async_commit_group()
+        pages = look_up_next(ctx, pages, blocks.first, n + 1)
+        place = locate(ctx, pages, blocks.first, n + 1)
+        _multiply_keys(ctx, t.S, Int32(0))
+        cute.arch.cp_async_wait_group(0)
+        # V is there, and all warps have used K.
+        cute.arch.sync_threads()
+        load_k(ctx, n + 1, last, place, Int32(0))
+        cute.arch.cp_async_commit_group()
+        _attend(ctx, t, n, Int32(0))
+        if cutlass.const_expr(after_block is not None):
+            after_block(n)
+
+
+@cute.jit
+def _mainloop_of_stages(
+    ctx: Context, t: Thread, blocks: Span, after_block: cutlass.Constexpr[AfterBlock | None]
+) -> None:
     stages, ahead, last = ctx.plan.stages, ctx.plan.ahead, blocks.last
     # These look-ups are under way, and Q, before one of them is waited for.
     pages = look_up_first(ctx, blocks.first)
@@ -249,9 +297,12 @@ def _share_weights(ctx: Context, weights: cute.Tensor) -> cute.Tensor:
     )
     if cutlass.const_expr(plan.key_warps > 1):
         target = cute.local_tile(ctx.sP, (MMA_ROWS, plan.warp_keys), (ctx.row_warp, ctx.key_warp))
-        atom = cute.make_copy_atom(warp_ops.StMatrix8x8x16bOp(False, 4), plan.mma_dtype)
-        store = cute.make_tiled_copy_C(atom, mma).get_slice(ctx.lane)
-        cute.copy(atom, store.retile(weights), store.partition_D(target))
+        if cutlass.const_expr(plan.form.gpu.has_clusters):
+            atom = cute.make_copy_atom(warp_ops.StMatrix8x8x16bOp(False, 4), plan.mma_dtype)
+            store = cute.make_tiled_copy_C(atom, mma).get_slice(ctx.lane)
+            cute.copy(atom, store.retile(weights), store.partition_D(target))
+        else:
+            warp_mma.store_to_smem(weights, target, ctx.lane)
         sync_rows(ctx)
         own_p = cute.local_tile(ctx.sP, (MMA_ROWS, KEYS), (ctx.row_warp, 0))
         lanes = mma.get_slice(ctx.lane)

@@ -8,13 +8,12 @@ from cutlass import Boolean, Float32, Int32, Uint32
 
 from ...configs.decode import MMA_ROWS
 from ..common import softmax
-from ..common.attn_mask import vector_at
 from ..common.band import Span
 from ..common.scores import LOG2E
 from ..common.softmax import LN2
 from ..common.warps import WARP
 from .context import Context
-from .epilogue import store_vector, with_sink
+from .epilogue import part_place, store_part, store_vector, with_sink
 from .plan import VECTOR
 from .splits import Shares
 
@@ -28,6 +27,16 @@ loads at a time."""
 @cute.jit
 def merge(ctx: Context, rows: tuple[Int32, Int32]) -> None:
     """Merge the splits of the tile, in the order of their keys: those of a cluster first, then clusters."""
+    tile, cluster = ctx.tile, ctx.plan.form.cluster
+    if cutlass.const_expr(cluster == 1):
+        if is_last(ctx, Int32(0), tile.num_splits):
+            merge_parts(ctx, rows, tile.splits, Int32(0))
+    else:
+        _merge_clusters(ctx, rows)
+
+
+@cute.jit
+def _merge_clusters(ctx: Context, rows: tuple[Int32, Int32]) -> None:
     tile, cluster = ctx.tile, ctx.plan.form.cluster
     rank = rank_of(ctx)
     clusters = Span(tile.splits.first // cluster, (tile.splits.last - 1) // cluster + 1)
@@ -157,31 +166,12 @@ def _merge_vectors(
             token, head = places[i]
             lse = ctx.tensors.partial_lse[part, rank, head, token]
             own = cute.make_rmem_tensor(VECTOR, Float32)
-            cute.autovec_copy(_place(ctx, part, token, head, numbers[i]), own)
+            cute.autovec_copy(part_place(ctx, part, token, head, numbers[i]), own)
             maxima[i], totals[i] = add(maxima[i], totals[i], sums[i], lse, own)
     for i in cutlass.range_constexpr(count):
         if (rank + first[i] < ctx.plan.vectors) & (own_rows[i] < tile.num_rows):
             lse = finish(maxima[i], totals[i], sums[i])
             store(ctx, lse, sums[i], own_rows[i], numbers[i])
-
-
-@cute.jit
-def store_part(
-    ctx: Context, lse: Float32, values: cute.Tensor, row: Int32, number: Int32, part: Int32, rank: Int32
-) -> None:
-    """Store a part of a vector. In a cluster all vectors of a rank are of one row, else they are of two."""
-    token, head = ctx.place_of(row)
-    cute.autovec_copy(values, _place(ctx, part, token, head, number))
-    target, is_first = ctx.tensors.partial_lse, number < max(ctx.plan.form.cluster, 2)
-    if is_first & (ctx.key_warp == 0) & (ctx.lane % 4 == 0):
-        target[part, rank, head, token] = lse
-
-
-def _place(ctx: Context, part: Int32, token: Int32, head: Int32, number: Int32) -> cute.Tensor:
-    """The place of a vector among the parts: of a row, lanes and warps follow one another."""
-    lanes = 4 * ctx.plan.key_warps
-    vector = number // 2 * lanes + ctx.key_warp * 4 + ctx.lane % 4
-    return vector_at(ctx.tensors.partial_out[part, token, head, None].iterator + vector * VECTOR, VECTOR)
 
 
 @cute.jit

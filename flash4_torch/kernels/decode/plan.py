@@ -31,6 +31,9 @@ from ..common.warps import WARP
 PARTS = 4
 """Parts of a block's keys whose weights are summed up separately: as many as warps that may divide it."""
 
+_MOST_WIDENED_AHEAD = 192
+"""Columns up to which integers may widen FP8 numbers a block ahead: with 256 they spill."""
+
 VECTOR = 4
 """Columns of O that a thread merges at once, 16 bytes."""
 
@@ -122,8 +125,11 @@ class DecodePlan(NamedTuple):
     @property
     def ahead(self) -> int:
         """Blocks that products of Q and K are ahead of the softmax: only tiles of 16 rows have registers
-        for it."""
-        return 1 if self.rows == MMA_ROWS and not self.form.groups else 0
+        for it, and not where integers widen FP8 numbers of wide heads."""
+        widens = self.is_fp8 and not self.form.gpu.converts_fp8
+        if self.rows > MMA_ROWS or self.form.groups or self.stages == 1:
+            return 0
+        return 0 if widens and max(self.features.D, self.features.Dv) > _MOST_WIDENED_AHEAD else 1
 
     @property
     def strip(self) -> int:
@@ -143,6 +149,11 @@ class DecodePlan(NamedTuple):
     def vectors(self) -> int:
         """Vectors of O that a thread has of its two rows."""
         return 2 * self.row_columns // VECTOR
+
+    @property
+    def shares_keys(self) -> bool:
+        """Whether CTAs share a tile's keys, in splits of any length."""
+        return (self.form.cluster > 1 or self.form.parts) and not self.form.groups
 
     @property
     def kept(self) -> int:
@@ -176,11 +187,11 @@ class DecodePlan(NamedTuple):
 
     @property
     def stages(self) -> int:
-        return decode.stages(self.stage_bytes, self.other_bytes)
+        return decode.stages(self.form.gpu, self.stage_bytes, self.other_bytes)
 
     @property
     def ctas_per_sm(self) -> int:
-        return decode.ctas_per_sm(self.stage_bytes, self.other_bytes)
+        return decode.ctas_per_sm(self.form.gpu, self.stage_bytes, self.other_bytes)
 
     @property
     def band(self) -> BandShape:

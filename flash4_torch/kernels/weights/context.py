@@ -16,7 +16,7 @@ from .plan import WeightsPlan
 
 
 class Maps(NamedTuple):
-    """TMA atoms, and the tensors that they copy from: mQ (S, D, Hq, B), mK (S, D, Hk, B)."""
+    """TMA atoms, None without TMA, and the tensors to copy from: mQ (S, D, Hq, B), mK (S, D, Hk, B)."""
 
     load_q: Any
     mQ: Any
@@ -49,7 +49,8 @@ class Context:
     """(queries, chunk, stages)"""
     sK: cute.Tensor
     """(keys, chunk, stages)"""
-    load_qk: Ring
+    load_qk: Ring | None
+    """None without TMA."""
     sKeepBits: cute.Tensor | None
     """(32, words, MMAs of a warp, warps): see `dropout.take`."""
     weights: cute.Tensor

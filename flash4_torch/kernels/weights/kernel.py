@@ -1,6 +1,7 @@
 """The weights kernel: shared memory, barriers, and which warp takes which role.
 
 Q, K -> load ==load_qk==> mainloop (warps 0 to 7) -> weights
+Q, K -> mainloop -> weights, without TMA
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def weights_kernel(
         tile=_tile(maps, params, plan),
         sQ=smem_layouts.allocate(memory, plan.dtype, layouts[0]),
         sK=smem_layouts.allocate(memory, plan.dtype, layouts[1]),
-        load_qk=ring.allocate(memory, plan.stages),
+        load_qk=ring.allocate(memory, plan.stages) if plan.tma else None,
         sKeepBits=sKeepBits,
         weights=weights,
         lse=lse,
@@ -58,22 +59,31 @@ def weights_kernel(
         mask=mask,
         rng_state=rng_state,
     )
-    if warp == 0:
-        ring.initialise(ctx.load_qk, plan.consumer_warps)
-        cute.arch.mbarrier_init_fence()
-        for atom in (maps.load_q, maps.load_k):
-            cpasync.prefetch_descriptor(atom)
-    cute.arch.sync_threads()
-    if warp >= plan.consumer_warps:
-        cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-        if ctx.tile.visible & (warp == plan.consumer_warps):
-            load(ctx)
-    else:
-        cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-        if ctx.tile.visible:
-            mainloop(ctx, warp)
+    if cutlass.const_expr(plan.tma):
+        if warp == 0:
+            ring.initialise(ctx.load_qk, plan.consumer_warps)
+            cute.arch.mbarrier_init_fence()
+            for atom in (maps.load_q, maps.load_k):
+                cpasync.prefetch_descriptor(atom)
+        cute.arch.sync_threads()
+        if warp >= plan.consumer_warps:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if ctx.tile.visible & (warp == plan.consumer_warps):
+                load(ctx)
         else:
-            clear(ctx, warp)
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            _consume(ctx, warp)
+    else:
+        _consume(ctx, warp)
+
+
+@cute.jit
+def _consume(ctx: Context, warp: Int32) -> None:
+    """Store the tile's weights."""
+    if ctx.tile.visible:
+        mainloop(ctx, warp)
+    else:
+        clear(ctx, warp)
 
 
 @cute.jit

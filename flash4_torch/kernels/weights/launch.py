@@ -45,11 +45,13 @@ def attention_weights(
         row_major_layout(plan.dtype, QUERIES, plan.chunk, plan.stages),
         row_major_layout(plan.dtype, KEYS, plan.chunk, plan.stages),
     )
-    op = cpasync.CopyBulkTensorTileG2SOp()
-    maps = Maps(
-        *host.tensor_map(op, queries, layouts[0], (QUERIES, plan.chunk)),
-        *host.tensor_map(op, keys, layouts[1], (KEYS, plan.chunk)),
-    )
+    maps = Maps(None, queries, None, keys)
+    if cutlass.const_expr(plan.tma):
+        op = cpasync.CopyBulkTensorTileG2SOp()
+        maps = Maps(
+            *host.tensor_map(op, queries, layouts[0], (QUERIES, plan.chunk)),
+            *host.tensor_map(op, keys, layouts[1], (KEYS, plan.chunk)),
+        )
     B, Sq, Hq, _ = q.shape
     across = B if cutlass.const_expr(plan.average) else B * Hq
     grid = (cute.ceil_div(k.shape[1], KEYS), cute.ceil_div(Sq, QUERIES), across)
@@ -58,9 +60,9 @@ def attention_weights(
     )
 
 
-def compile_weights(features: Features, average: bool) -> Any:
+def compile_weights(features: Features, average: bool, tma: bool = True) -> Any:
     """`attention_weights` compiled for any sizes; call it with its arguments but `plan` and `stream`."""
-    plan = WeightsPlan(features, average)
+    plan = WeightsPlan(features, average, tma)
     q, k = (host.rows(plan.dtype, (*host.any_sizes(3), features.D)) for _ in range(2))
     lse = host.compact(Float32, host.any_sizes(3))
     lse_low = host.compact(Float32, host.any_sizes(3)) if features.float_mask else None

@@ -18,6 +18,7 @@ from ..common.role import role
 from ..common.rounding import round_to
 from ..common.scores import LOG2E
 from .context import Context
+from .load import copy_chunk, start_copies
 from .plan import MMA_ROWS
 
 
@@ -39,7 +40,8 @@ class Thread(NamedTuple):
 @role(consumes=("load_qk",))
 @cute.jit
 def mainloop(ctx: Context, warp: Int32) -> None:
-    plan, tile, at = ctx.plan, ctx.tile, ring.start()
+    plan, tile = ctx.plan, ctx.tile
+    at = ring.start() if cutlass.const_expr(plan.tma) else start_copies(ctx, warp)
     t = _thread(ctx, warp)
     philox = None
     if cutlass.const_expr(plan.features.dropout):
@@ -52,7 +54,7 @@ def mainloop(ctx: Context, warp: Int32) -> None:
         lse, low = _lse_of(ctx, t, ctx.lse, head), None
         if cutlass.const_expr(ctx.lse_low is not None):
             low = _lse_of(ctx, t, ctx.lse_low, head)
-        at = _scores(ctx, t, at)
+        at = _scores(ctx, t, at) if cutlass.const_expr(plan.tma) else _scores_of_copies(ctx, t, head, at)
         for m in cutlass.range_constexpr(len(t.S)):
             fragment = mma_fragment(t.S[m], t.rows[m], t.key_block * WARP_TILE[1], t.lane)
             _mask(ctx, t, fragment, m, head)
@@ -98,33 +100,56 @@ def _thread(ctx: Context, warp: Int32) -> Thread:
 @cute.jit
 def _scores(ctx: Context, t: Thread, at: Cursor) -> Cursor:
     """S = Q K^T; returns the cursor of the next head's first chunk."""
+    for S in t.S:
+        S.fill(0.0)
+    for _ in cutlass.range(ctx.plan.chunks, unroll=1):
+        ring.wait_full(ctx.load_qk, at)
+        _multiply(ctx, t, at.stage)
+        ring.release(ctx.load_qk, at)
+        at = ring.after(at, ctx.plan.stages)
+    return at
+
+
+@cute.jit
+def _scores_of_copies(ctx: Context, t: Thread, head: Int32, stage: Int32) -> Int32:
+    """The same of chunks that all warps copy; returns the stage of the next head's first one."""
+    stages = ctx.plan.stages
+    for S in t.S:
+        S.fill(0.0)
+    # A loop of one turn would be none, and what all heads share would spill, 223 times (ptxas.md, P16).
+    chunks = ctx.plan.chunks + Int32(ctx.maps.mQ.shape[0] <= 0)
+    for i in cutlass.range(chunks, unroll=1):
+        cute.arch.cp_async_wait_group(stages - 2)
+        # What other warps copied is there, and they have used the chunk before it.
+        cute.arch.sync_threads()
+        freed = Int32(stages - 1) if stage == 0 else stage - 1
+        copy_chunk(ctx, t.warp, head, i + stages - 1, freed)
+        _multiply(ctx, t, stage)
+        stage = Int32(0) if stage + 1 == stages else stage + 1
+    return stage
+
+
+@cute.jit
+def _multiply(ctx: Context, t: Thread, stage: Int32) -> None:
+    """Add the products of a stage's chunk to S."""
     plan, mma = ctx.plan, _mma(ctx)
     queries, keys = WARP_TILE
     atom = cute.make_copy_atom(warp_ops.LdMatrix8x8x16bOp(False, 4), plan.dtype)
     lanes = mma.get_slice(t.lane)
     copy_q, copy_k = cute.make_tiled_copy_A(atom, mma), cute.make_tiled_copy_B(atom, mma)
     q_lanes, k_lanes = copy_q.get_slice(t.lane), copy_k.get_slice(t.lane)
-    for S in t.S:
-        S.fill(0.0)
-    for _ in cutlass.range(plan.chunks, unroll=1):
-        ring.wait_full(ctx.load_qk, at)
-        own_q = cute.local_tile(
-            ctx.sQ[None, None, at.stage], (queries, plan.chunk), (t.warp // WARP_GRID[1], 0)
-        )
-        own_k = cute.local_tile(ctx.sK[None, None, at.stage], (keys, plan.chunk), (t.warp % WARP_GRID[1], 0))
-        q_regs = lanes.make_fragment_A(lanes.partition_A(own_q))
-        k_regs = lanes.make_fragment_B(lanes.partition_B(own_k))
-        q_source, k_source = q_lanes.partition_S(own_q), k_lanes.partition_S(own_k)
-        q_target, k_target = q_lanes.retile(q_regs), k_lanes.retile(k_regs)
-        for k in cutlass.range_constexpr(plan.chunk // 16):
-            cute.copy(copy_q, q_source[None, None, k], q_target[None, None, k])
-            cute.copy(copy_k, k_source[None, None, k], k_target[None, None, k])
-            for m in cutlass.range_constexpr(len(t.S)):
-                one = cute.local_tile(q_regs[None, None, k], (cute.size(q_regs, mode=[0]), 1), (0, m))
-                cute.gemm(mma, t.S[m], one, k_regs[None, None, k], t.S[m])
-        ring.release(ctx.load_qk, at)
-        at = ring.after(at, plan.stages)
-    return at
+    own_q = cute.local_tile(ctx.sQ[None, None, stage], (queries, plan.chunk), (t.warp // WARP_GRID[1], 0))
+    own_k = cute.local_tile(ctx.sK[None, None, stage], (keys, plan.chunk), (t.warp % WARP_GRID[1], 0))
+    q_regs = lanes.make_fragment_A(lanes.partition_A(own_q))
+    k_regs = lanes.make_fragment_B(lanes.partition_B(own_k))
+    q_source, k_source = q_lanes.partition_S(own_q), k_lanes.partition_S(own_k)
+    q_target, k_target = q_lanes.retile(q_regs), k_lanes.retile(k_regs)
+    for k in cutlass.range_constexpr(plan.chunk // 16):
+        cute.copy(copy_q, q_source[None, None, k], q_target[None, None, k])
+        cute.copy(copy_k, k_source[None, None, k], k_target[None, None, k])
+        for m in cutlass.range_constexpr(len(t.S)):
+            one = cute.local_tile(q_regs[None, None, k], (cute.size(q_regs, mode=[0]), 1), (0, m))
+            cute.gemm(mma, t.S[m], one, k_regs[None, None, k], t.S[m])
 
 
 @cute.jit

@@ -8,6 +8,8 @@ A CTA has a tile of queries by keys, of one batch entry, and goes through query 
     warps 9 to 11   nothing
 
     load_qk         chunks of Q and K; `stages` of them
+
+Without TMA there are warps 0 to 7 alone, which also copy the chunks, by cp.async.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ MMA_ROWS = 16
 _CHUNK = 64
 """Columns that the widest swizzle spans."""
 _STAGES_BYTES = 160 * 1024
+_STAGES_OF_COPIES, _STAGES_OF_COPIES_WITH_DROPOUT = 3, 2
+"""Stages without TMA: what 99 KiB of shared memory hold, with dropout next to its keep bits."""
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
 """Registers of a thread."""
 
@@ -37,6 +41,8 @@ class WeightsPlan(NamedTuple):
     features: Features
     average: bool
     """Whether weights are averaged over the heads."""
+    tma: bool = True
+    """Whether Q and K come by TMA, and a warp of its own loads them."""
 
     @property
     def dtype(self) -> type:
@@ -49,7 +55,7 @@ class WeightsPlan(NamedTuple):
     @property
     def threads(self) -> int:
         """A warpgroup has the load warp: registers are shared out by warpgroups."""
-        return self.consumer_warps * WARP + GROUP
+        return self.consumer_warps * WARP + (GROUP if self.tma else 0)
 
     @property
     def chunk(self) -> int:
@@ -67,6 +73,8 @@ class WeightsPlan(NamedTuple):
 
     @property
     def stages(self) -> int:
+        if not self.tma:
+            return _STAGES_OF_COPIES_WITH_DROPOUT if self.features.dropout else _STAGES_OF_COPIES
         return min(8, _STAGES_BYTES // self.stage_bytes)
 
     @property

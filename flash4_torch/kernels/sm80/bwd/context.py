@@ -11,6 +11,7 @@ from cutlass import Int32
 from ...common import attn_mask
 from ...common.cta_pair import CtaPair
 from ...common.launch_params import LaunchParams
+from ...common.mods import ModArgs
 from .plan import Plan
 
 
@@ -70,7 +71,8 @@ class Context:
     cu_seqlens_q: cute.Tensor | None
     cu_seqlens_k: cute.Tensor | None
     mask: attn_mask.Mask | None
-    """Transposed: its rows are keys."""
+    """attn_mask, or the blocks that a block mask leaves visible. Transposed: rows are keys."""
+    mods: ModArgs | None
     dmask: cute.Tensor | None
     rng_state: cute.Tensor | None
     cta_pair: CtaPair | None = None

@@ -14,6 +14,7 @@ from cutlass.memory import SmemAllocator
 from ...common import attn_mask, dropout, smem_layouts, tile_scheduler
 from ...common.bwd import tiles
 from ...common.launch_params import LaunchParams
+from ...common.mods import ModArgs, visited
 from ...common.warps import WARP
 from .context import Context, Layouts, Maps
 from .epilogue import epilogue
@@ -32,14 +33,16 @@ def backward_kernel(
     dq_semaphore: cute.Tensor | None,
     cu_seqlens_q: cute.Tensor | None,
     cu_seqlens_k: cute.Tensor | None,
-    mask_args: attn_mask.MaskArgs | None,
+    mask_args: attn_mask.MaskArgs | ModArgs | None,
     dmask: cute.Tensor | None,
     rng_state: cute.Tensor | None,
     params: LaunchParams,
     plan: cutlass.Constexpr,
 ) -> None:
-    mask = None
-    if cutlass.const_expr(mask_args is not None):
+    mask, mods = None, None
+    if cutlass.const_expr(any(plan.features.mods)):
+        mods, mask = mask_args, visited(mask_args, plan.mask)
+    elif cutlass.const_expr(mask_args is not None):
         mask = attn_mask.make_mask(mask_args, plan.mask)
     memory = SmemAllocator()
     sQ, sdO, sK, sV, sdS = (smem_layouts.allocate(memory, plan.staged_dtype, layout) for layout in layouts)
@@ -76,6 +79,7 @@ def backward_kernel(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         mask=mask,
+        mods=mods,
         dmask=dmask,
         rng_state=rng_state,
     )

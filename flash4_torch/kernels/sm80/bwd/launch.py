@@ -13,6 +13,7 @@ from ...common import host
 from ...common.attn_mask import MaskArgs
 from ...common.bwd.launch import compile_for_any
 from ...common.launch_params import LaunchParams
+from ...common.mods import ModArgs
 from ...common.smem_layouts import row_major_layout
 from .context import Layouts, Maps
 from .kernel import backward_kernel
@@ -34,7 +35,7 @@ def backward(
     dq_semaphore: cute.Tensor | None,
     cu_seqlens_q: cute.Tensor | None,
     cu_seqlens_k: cute.Tensor | None,
-    mask: MaskArgs | None,
+    mask: MaskArgs | ModArgs | None,
     dmask: cute.Tensor | None,
     rng_state: cute.Tensor | None,
     params: LaunchParams,

@@ -121,7 +121,7 @@ class Plan(BackwardPlan):
 
     @property
     def masks(self) -> bool:
-        return self.band.left or self.band.right or self.config.ragged_k or bool(self.features.mask)
+        return self.band.left or self.band.right or self.config.ragged_k or self.features.lists_blocks
 
     @property
     def last_tile_first(self) -> bool:
@@ -140,3 +140,4 @@ class Plan(BackwardPlan):
         assert c.queries in (64, 128) and c.column_warps in (1, 2, 4) and c.warps in (2, 4, 8)
         assert c.warps >= c.column_warps and 16 * c.warps % c.queries == 0, "dQ is not shared out evenly"
         assert c.stages >= 1 and (f.float_mask or not f.dmask)
+        assert bool(f.mods.score_mod) == bool(f.mods.derivative) and not (any(f.mods) and f.mask)

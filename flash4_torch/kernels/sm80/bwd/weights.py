@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32
+from cutlass import Float32, Int32, Uint32
 
-from ...common import attn_mask, dropout, scores, warp_mma
+from ...common import attn_mask, dropout, mods, scores, warp_mma
 from ...common import band as bands
 from ...common.bwd import tiles
 from ...common.bwd.dmask import add_dmask
 from ...common.bwd.probs import columns_of, find_dtanh, four_of, mask_rows_beyond_end, pair_of
-from ...common.fragment import Fragment, mma_fragment
+from ...common.fragment import MMA_MATES, Fragment, mma_fragment
 from ...common.rounding import round_to, widened
 from .context import Context
 from .state import Block, BlockState, TileState
@@ -29,6 +29,8 @@ class Probs(NamedTuple):
     dtanh: cute.Tensor | None
     """Softcap's derivative, in 16 bits."""
     keep_bits: cute.Tensor | None
+    scores: cute.Tensor | None = None
+    """float32, before score_mod, if its derivative reads them."""
 
 
 @cute.jit
@@ -60,21 +62,25 @@ def recompute_p(
     """Turn scores into P: rounded in the result, and unrounded in their place."""
     plan, features = ctx.plan, ctx.plan.features
     P, dtanh, keep_bits = cute.make_rmem_tensor(S.layout, plan.dtype), None, None
+    before, own_mods = None, None
     scores.scale_and_cap(S, ctx.params, features)
     if cutlass.const_expr(features.softcap):
         dtanh = cute.make_rmem_tensor(S.layout, plan.dtype)
         find_dtanh(S, dtanh, ctx.params, features)
+    if cutlass.const_expr(any(features.mods)):
+        own_mods = mods.rows_of(ctx.mods, plan, work.tile.batch, (own.head, own.head), work.positions)
+        before = _modify(ctx, work, own, S, own_mods)
     if cutlass.const_expr(plan.masks):
         partial = block.partial | (own.n < work.full.first) | (own.n >= work.full.last)
         if partial:
-            _mask(ctx, work, own, fragment_of(ctx, work, own, S), mask)
+            _mask(ctx, work, own, fragment_of(ctx, work, own, S), mask, own_mods)
     scale = scores.softmax_scale(ctx.params, features)
-    lse = _of_own_queries(ctx, LSE if features.float_mask else LSE_LOG2, stage)
-    low = _of_own_queries(ctx, LSE_LOW, stage) if features.float_mask else None
+    lse = _of_own_queries(ctx, LSE if features.large_scores else LSE_LOG2, stage)
+    low = _of_own_queries(ctx, LSE_LOW, stage) if features.large_scores else None
     for j in cutlass.range_constexpr(cute.size(S) // 4):
         of_column, low_of_column = pair_of(lse, j), None if low is None else pair_of(low, j)
         for i in cutlass.range_constexpr(4):
-            if cutlass.const_expr(features.float_mask):
+            if cutlass.const_expr(features.large_scores):
                 x = (S[4 * j + i] - of_column[i % 2]) * scale - low_of_column[i % 2]
             else:
                 x = S[4 * j + i] * scale - of_column[i % 2]
@@ -82,7 +88,26 @@ def recompute_p(
         round_to(four_of(S, j), four_of(P, j))
     if cutlass.const_expr(features.dropout):
         keep_bits = dropout.take(ctx.sKeepBits[None, None, ctx.warp], ctx.lane)
-    return Probs(P, dtanh, keep_bits)
+    return Probs(P, dtanh, keep_bits, before)
+
+
+@cute.jit
+def _modify(
+    ctx: Context, work: TileState, own: BlockState, S: cute.Tensor, own_mods: mods.Rows
+) -> cute.Tensor | None:
+    """Apply score_mod, and mask_mod where no block mask says which blocks it masks; returns the scores before
+    them, if the derivative reads them."""
+    plan, before = ctx.plan, None
+    if cutlass.const_expr(plan.keeps_scores):
+        before = cute.make_rmem_tensor(S.layout, Float32)
+        for i in cutlass.range_constexpr(cute.size(S)):
+            before[i] = S[i]
+    fragment = fragment_of(ctx, work, own, S)
+    # Rows beyond the end have an infinite lse, which does not hide what score_mod makes of them.
+    mods.modify(ctx.mods, plan, own_mods, fragment, work.tile.Sq)
+    if cutlass.const_expr(not plan.features.mods.blocks):
+        mods.mask(ctx.mods, plan, own_mods, own.n * plan.queries, fragment)
+    return before
 
 
 def fragment_of(ctx: Context, work: TileState, own: BlockState, S: cute.Tensor) -> Fragment:
@@ -91,8 +116,17 @@ def fragment_of(ctx: Context, work: TileState, own: BlockState, S: cute.Tensor) 
 
 
 @cute.jit
-def _mask(ctx: Context, work: TileState, own: BlockState, fragment: Fragment, mask: tuple) -> None:
+def _mask(
+    ctx: Context,
+    work: TileState,
+    own: BlockState,
+    fragment: Fragment,
+    mask: tuple,
+    own_mods: mods.Rows | None,
+) -> None:
     plan = ctx.plan
+    if cutlass.const_expr(plan.features.mods.blocks):
+        mods.mask(ctx.mods, plan, own_mods, own.n * plan.queries, fragment)
     if cutlass.const_expr(plan.features.mask):
         rows, words = mask
         attn_mask.apply(ctx.mask, rows, words, own.n, fragment)
@@ -148,6 +182,8 @@ def differentiate(
             dP[4 * j + i] = weights[i] * (gradient - of_column[i % 2])
     if cutlass.const_expr(features.dmask):
         add_dmask(ctx, own, own.n, fragment_of(ctx, work, own, dP))
+    if cutlass.const_expr(features.mods.score_mod):
+        _differentiate_mod(ctx, work, own, probs, dP)
     for j in cutlass.range_constexpr(cute.size(dP) // 4):
         if cutlass.const_expr(probs.dtanh is not None):
             dtanh = widened(four_of(probs.dtanh, j))
@@ -155,6 +191,19 @@ def differentiate(
                 dP[4 * j + i] = dP[4 * j + i] * dtanh[i]
         round_to(four_of(dP, j), four_of(dS, j))
     return dS
+
+
+@cute.jit
+def _differentiate_mod(
+    ctx: Context, work: TileState, own: BlockState, probs: Probs, gradients: cute.Tensor
+) -> None:
+    """Turn gradients of modified scores into those of scores before score_mod."""
+    before = None
+    if cutlass.const_expr(probs.scores is not None):
+        before = fragment_of(ctx, work, own, probs.scores).values
+    of_rows = mods.derivative_rows(ctx.mods, ctx.plan, work.tile.batch, own.head, work.positions)
+    fragment = fragment_of(ctx, work, own, gradients)
+    mods.differentiate(ctx.mods, ctx.plan, of_rows, before, fragment, MMA_MATES)
 
 
 @cute.jit

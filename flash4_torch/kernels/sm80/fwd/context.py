@@ -12,6 +12,7 @@ from ...common import attn_mask
 from ...common.cta_pair import CtaPair
 from ...common.fwd.launch import Maps, Pages
 from ...common.launch_params import LaunchParams
+from ...common.mods import ModArgs
 from .plan import Plan
 
 
@@ -59,6 +60,8 @@ class Context:
     cu_seqlens_q: cute.Tensor | None
     cu_seqlens_k: cute.Tensor | None
     mask: attn_mask.Mask | None
+    """attn_mask, or the blocks that a block mask leaves visible."""
+    mods: ModArgs | None
     rng_state: cute.Tensor | None
     sinks: cute.Tensor | None
     """(Hq,)"""

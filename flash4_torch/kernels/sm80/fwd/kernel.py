@@ -14,6 +14,7 @@ from ...common import attn_mask, dropout, ring, smem_layouts
 from ...common.fwd import tiles
 from ...common.fwd.launch import Maps
 from ...common.launch_params import LaunchParams
+from ...common.mods import ModArgs, visited
 from ...common.warps import WARP
 from .context import Context, Layouts
 from .epilogue import epilogue
@@ -30,14 +31,16 @@ def forward_kernel(
     tile_counter: cute.Tensor,
     cu_seqlens_q: cute.Tensor | None,
     cu_seqlens_k: cute.Tensor | None,
-    mask_args: attn_mask.MaskArgs | None,
+    mask_args: attn_mask.MaskArgs | ModArgs | None,
     rng_state: cute.Tensor | None,
     sinks: cute.Tensor | None,
     params: LaunchParams,
     plan: cutlass.Constexpr,
 ) -> None:
-    mask = None
-    if cutlass.const_expr(mask_args is not None):
+    mask, mods = None, None
+    if cutlass.const_expr(any(plan.features.mods)):
+        mods, mask = mask_args, visited(mask_args, plan.mask)
+    elif cutlass.const_expr(mask_args is not None):
         mask = attn_mask.make_mask(mask_args, plan.mask)
     memory = SmemAllocator()
     wider = layouts.q if plan.is_float32 or plan.D >= plan.Dv else layouts.o
@@ -79,6 +82,7 @@ def forward_kernel(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         mask=mask,
+        mods=mods,
         rng_state=rng_state,
         sinks=sinks,
     )

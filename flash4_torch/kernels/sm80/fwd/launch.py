@@ -13,6 +13,7 @@ from ...common import host
 from ...common.attn_mask import MaskArgs
 from ...common.fwd.launch import Maps, compile_for_any, count_tiles
 from ...common.launch_params import LaunchParams
+from ...common.mods import ModArgs
 from ...common.smem_layouts import column_major_layout, row_major_layout
 from .context import Layouts
 from .kernel import forward_kernel
@@ -30,7 +31,7 @@ def forward(
     tile_counter: cute.Tensor,
     cu_seqlens_q: cute.Tensor | None,
     cu_seqlens_k: cute.Tensor | None,
-    mask: MaskArgs | None,
+    mask: MaskArgs | ModArgs | None,
     rng_state: cute.Tensor | None,
     sinks: cute.Tensor | None,
     params: LaunchParams,

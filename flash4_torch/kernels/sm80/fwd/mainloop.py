@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32
 
-from ...common import attn_mask, dropout, scores, softmax, warp_mma, warp_tf32
+from ...common import attn_mask, dropout, mods, scores, softmax, warp_mma, warp_tf32
 from ...common import band as bands
 from ...common.fragment import mma_fragment
 from ...common.fwd import tiles
@@ -95,9 +95,17 @@ def _work(ctx: Context, tile: Tile) -> TileState:
     positions = tuple(tuple(first + row // plan.pack_gqa for row in pair) for pair in rows)
     last = first + (own_row + plan.warp_rows - 1) // plan.pack_gqa
     own = first + own_row // plan.pack_gqa, cutlass.min(last, tile.Sq - 1)
-    masks, philox = (), None
+    masks, own_mods, philox = (), (), None
     if cutlass.const_expr(plan.features.dropout):
         philox = dropout.load(ctx.rng_state, ctx.params.drop_byte, ctx.params.drop_fraction)
+    if cutlass.const_expr(any(plan.features.mods)):
+        head = tiles.query_head(ctx, tile)
+        own_mods = tuple(
+            mods.rows_of(
+                ctx.mods, plan, tile.batch, tuple(head + row % plan.pack_gqa for row in rows[m]), positions[m]
+            )
+            for m in range(plan.row_mmas)
+        )
     if cutlass.const_expr(plan.features.mask):
         head = tiles.query_head(ctx, tile)
         masks = tuple(
@@ -111,7 +119,7 @@ def _work(ctx: Context, tile: Tile) -> TileState:
             for m in range(plan.row_mmas)
         )
     band = tiles.band_of(ctx, tile)
-    return TileState(tile, first, own, band, tiles.blocks_of(ctx, tile), positions, masks, philox)
+    return TileState(tile, first, own, band, tiles.blocks_of(ctx, tile), positions, masks, own_mods, philox)
 
 
 def row_pair(ctx: Context, m: int) -> tuple[Int32, Int32]:
@@ -164,7 +172,9 @@ def _mask_scores(ctx: Context, t: Thread, work: TileState, block: Block, words: 
     plan = ctx.plan
     for S in t.S:
         scores.scale_and_cap(S, ctx.params, plan.features)
-    if cutlass.const_expr(plan.band.masks or plan.features.mask != ""):
+    if cutlass.const_expr(any(plan.features.mods)):
+        _modify(ctx, t, work, block.n)
+    if cutlass.const_expr(plan.band.masks or plan.features.lists_blocks):
         partial = block.partial | bands.is_partial(work.band, plan.band, block.n, *work.own)
         if partial:
             _mask(ctx, t, work, block.n, words)
@@ -282,10 +292,23 @@ def _share(ctx: Context, weights: cute.Tensor):
 
 
 @cute.jit
+def _modify(ctx: Context, t: Thread, work: TileState, n: Int32) -> None:
+    """Apply score_mod, and mask_mod where no block mask says which blocks it masks."""
+    plan = ctx.plan
+    for m in cutlass.range_constexpr(plan.row_mmas):
+        fragment = mma_fragment(t.S[m], work.positions[m], n * plan.keys, ctx.lane)
+        mods.modify(ctx.mods, plan, work.mods[m], fragment)
+        if cutlass.const_expr(not plan.features.mods.blocks):
+            mods.mask(ctx.mods, plan, work.mods[m], n * plan.keys, fragment)
+
+
+@cute.jit
 def _mask(ctx: Context, t: Thread, work: TileState, n: Int32, words: tuple) -> None:
     plan = ctx.plan
     for m in cutlass.range_constexpr(plan.row_mmas):
         fragment = mma_fragment(t.S[m], work.positions[m], n * plan.keys + _first_key(ctx), ctx.lane)
+        if cutlass.const_expr(plan.features.mods.blocks):
+            mods.mask(ctx.mods, plan, work.mods[m], n * plan.keys, fragment)
         if cutlass.const_expr(plan.features.mask):
             attn_mask.apply(ctx.mask, work.mask[m], words[m], n, fragment)
         if cutlass.const_expr(plan.band.masks):

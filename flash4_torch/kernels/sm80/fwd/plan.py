@@ -128,7 +128,7 @@ class Plan(ForwardPlan):
             warp_mma.LANES,
             self.rows_may_be_masked,
             self.config.lazy_rescale,
-            subtracts_max_first=self.features.float_mask,
+            subtracts_max_first=self.features.large_scores,
         )
 
     def check(self) -> None:

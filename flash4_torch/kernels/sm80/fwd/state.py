@@ -7,7 +7,7 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ...common import attn_mask, dropout
+from ...common import attn_mask, dropout, mods
 from ...common.band import Band
 from ...common.fwd.tiles import Blocks, Tile
 from ...common.softmax import Rows
@@ -35,4 +35,6 @@ class TileState(NamedTuple):
     """Query positions of the thread's rows, for each MMA."""
     mask: tuple[attn_mask.Rows, ...]
     """The mask of these rows; empty without one."""
+    mods: tuple[mods.Rows, ...]
+    """What score_mod, mask_mod and a block mask need of these rows; empty without them."""
     philox: dropout.Dropout | None
