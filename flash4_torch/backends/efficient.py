@@ -25,7 +25,7 @@ _ALIGNMENT = 16
 _MASK_STEP = 16
 """Keys to a multiple of which rows of a mask are padded in memory."""
 _LEAST_SHIFT = 1024.0
-"""In 16 bits, the least size of a row's largest mask number that is subtracted from the row. Below it float32
+"""The least size of a row's largest mask number in 16 bits that is subtracted from the row. Below it float32
 sums are exact enough, and beyond it differences are rounded only where the weights are 0."""
 _LSE_STEP = 32
 """Rows to a multiple of which the kernel's lse is padded."""

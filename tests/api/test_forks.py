@@ -37,7 +37,8 @@ class Compiled:
         Path(path).write_text("")
 
 tile_counters._zeros = lambda index, n, wait=False: torch.zeros(n)
-jit.resolve = lambda entry: Compiled
+resolve = jit.resolve
+jit.resolve = lambda entry: Compiled if entry == key.entry else resolve(entry)
 jit.is_edited = lambda entry: False
 compile._load = lambda key: "loaded"
 

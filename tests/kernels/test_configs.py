@@ -298,7 +298,7 @@ DECODE_GPUS = (decode.HOPPER, decode.AMPERE, decode.GA102, decode.ADA)
 
 @given(st.integers(8, 256), st.integers(8, 256), st.sampled_from(decode.ROWS), st.sampled_from(DECODE_GPUS))
 def test_decode_has_stages_and_room_for_them(D: int, Dv: int, rows: int, gpu: decode.Gpu) -> None:
-    """As many blocks are in flight as the GPU needs, and stages fit into what a CTA may have."""
+    """Blocks in flight are as many as the GPU needs, and stages fit into what a CTA may have."""
     stage_bytes, q_bytes = 2 * decode.KEYS * (D + Dv), 2 * rows * D
     stages, ctas = decode.stages(gpu, stage_bytes, q_bytes), decode.ctas_per_sm(gpu, stage_bytes, q_bytes)
     assert stages >= gpu.least_stages
