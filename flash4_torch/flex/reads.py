@@ -151,7 +151,8 @@ class _Found:
     def _global(self, f: types.FunctionType, name: str, depth: int) -> Hashable:
         if name in f.__globals__:
             return self.value(f.__globals__[name], depth)
-        of_builtins: Any = f.__builtins__  # type: ignore[attr-defined]
+        function: Any = f
+        of_builtins = function.__builtins__
         if name in _BUILTINS and of_builtins.get(name) is _BUILTINS[name]:
             return name
         raise _Unknown
