@@ -140,6 +140,7 @@ def test_under_compile():
         ("sm_90a", {"D": 520}, "520"),
         ("sm_90a", {"attn_mask": torch.ones(5, 5, dtype=torch.float64)}, "attn_mask"),
         ("sm_86", {"D": 520}, "520"),
+        ("sm_86", {"dtype": torch.float32, "D": 200}, "192"),
     ],
 )
 def test_what_it_does_not_serve_is_named(monkeypatch, arch, call, word):
@@ -148,6 +149,26 @@ def test_what_it_does_not_serve_is_named(monkeypatch, arch, call, word):
     inputs = tensors(**{name: call.pop(name, value) for name, value in sizes.items()})
     with pytest.raises(BackendError, match=word):
         flash4_torch.attention(*inputs, **call)
+
+
+@pytest.mark.parametrize(("arch", "D"), one_of(2, [("sm_90a", 256), ("sm_80", 64), ("sm_120a", 96)]))
+def test_torchs_switch_decides_on_tf32(arch: str, D: int) -> None:
+    """It counts when a call is made, on the fast path, too."""
+    q, k, v = (x.detach() for x in tensors(torch.float32, 1, 40, 40, 1, 1, D, D))
+    exact, found = testing.reference(q, k, v)[0], {}
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        with emulate.device(arch) as device:
+            for precision in ("ieee", "tf32", "ieee", "tf32"):
+                matmul.fp32_precision = precision
+                out = flash4_torch.attention(q, k, v)
+                assert torch.equal(found.setdefault(precision, out), out)
+            assert len(device.reports) == 4
+    finally:
+        matmul.fp32_precision = before
+    errors = {precision: (out - exact).abs().max() for precision, out in found.items()}
+    assert errors["ieee"] < 2e-6 < errors["tf32"] < 5e-3
 
 
 # The arguments that a call can use, and how many kernels it launches.

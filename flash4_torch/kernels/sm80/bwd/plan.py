@@ -136,7 +136,7 @@ class Plan(BackwardPlan):
         """Raise AssertionError for a plan that would not run; `configs` never asks for one."""
         f, c = self.features, self.config
         assert f.D % 8 == 0 and f.Dv % 8 == 0 and 8 <= min(f.D, f.Dv) and max(f.D, f.Dv) <= 256
-        assert f.is_float32 or not f.tf32
+        assert not (f.is_float32 and any(f.mods)) and (f.is_float32 or not f.tf32)
         assert c.queries in (64, 128) and c.column_warps in (1, 2, 4) and c.warps in (2, 4, 8)
         assert c.warps >= c.column_warps and 16 * c.warps % c.queries == 0, "dQ is not shared out evenly"
         assert c.stages >= 1 and (f.float_mask or not f.dmask)

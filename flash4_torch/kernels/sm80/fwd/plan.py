@@ -141,4 +141,5 @@ class Plan(ForwardPlan):
         assert c.rows % c.pack_gqa == 0 and c.column_warps in (1, 2) and c.own_keys % 16 == 0
         assert c.column_warps == 1 or (c.row_mmas == 1 and not (f.is_float32 and c.keys % 32))
         assert not (f.dropout and c.pack_gqa > 1), "dropout's random numbers follow unpacked rows"
+        assert not (any(f.mods) and (f.is_float32 or self.shares_rows))
         assert not self.paged
