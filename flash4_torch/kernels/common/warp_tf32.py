@@ -16,7 +16,6 @@ vectors of eight lanes over all banks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import cutlass
@@ -36,12 +35,13 @@ CHUNK = 32
 """Columns whose sums a lane has neighbours of."""
 _ROW = 128
 """Bytes of a row in a chunk."""
-_EIGHT_ROWS = 8 * _ROW
 _VECTOR = 16
 _TOGETHER = CHUNK // STEP
 """MMAs for which a lane reads at once."""
 _UNROLLED = 64
 """Columns up to which there is no loop over chunks."""
+_STEPS = 2
+"""Steps that a loop over left operands in SMEM takes together."""
 _OWN = CHUNK // LANES
 """Neighbouring columns of a lane."""
 
@@ -158,14 +158,39 @@ def _set(own: cute.Tensor, numbers: tuple) -> None:
         own[i] = numbers[i]
 
 
-Left = Callable[[int], tuple]
-"""Function from k to the lane's words of a left operand, for the k-th eight of what is summed over: rows and
-8 further ones, first of the first of the lane's two, then of the second."""
-
-
-def from_registers(P: cute.Tensor) -> Left:
+class InRegisters(NamedTuple):
     """An accumulator as the left operand."""
-    return lambda k: (P[4 * k], P[4 * k + 2], P[4 * k + 1], P[4 * k + 3])
+
+    values: cute.Tensor
+
+    def words(self, k: int) -> tuple[Float32, ...]:
+        """Words of the k-th eight of what is summed over, of both rows; the lane's first of them first."""
+        P = self.values
+        return P[4 * k], P[4 * k + 2], P[4 * k + 1], P[4 * k + 3]
+
+
+class InRows(NamedTuple):
+    """Sixteen rows in SMEM as the left operand, whose columns lie as `place_of` says."""
+
+    at: Int32
+    rows: int
+    """Rows of the stage."""
+
+    def words(self, k: Int32) -> Words:
+        chunk, inside = k // _TOGETHER, k % _TOGETHER
+        return _matrices((self.at ^ inside * (2 * _VECTOR)) + chunk * (self.rows * _ROW), 0)
+
+
+class InColumns(NamedTuple):
+    """Sixteen columns in SMEM as the rows of the left operand; they lie as `place_of` says."""
+
+    at: tuple[Int32, Int32, Int32, Int32]
+
+    def words(self, k: Int32) -> Words:
+        return tuple(_word(at + k * (STEP * _ROW)) for at in self.at)
+
+
+Left = InRegisters | InRows | InColumns
 
 
 def place_of(column: int) -> int:
@@ -173,31 +198,20 @@ def place_of(column: int) -> int:
     return column // 2 + 4 * (column % 2)
 
 
-def from_rows(own: Rows, lane: Int32) -> Left:
-    """Sixteen rows in SMEM as the left operand, whose columns lie as `place_of` says."""
-    rows, word = cute.size(own.stage, mode=[0]), lane % LANES * 4
-    at = [vector_address(own.stage, own.first + lane // LANES, e) + word for e in range(2)]
-
-    def words(k: int) -> Words:
-        chunk, inside = divmod(2 * k * _VECTOR, _ROW)
-        place = chunk * rows * _ROW
-        return tuple(_word(at[e] ^ inside, place + half * _EIGHT_ROWS) for e in range(2) for half in range(2))
-
-    return words
+def from_rows(own: Rows, lane: Int32) -> InRows:
+    at = vector_address(own.stage, own.first + lane % 16, lane // 16)
+    return InRows(at, cute.size(own.stage, mode=[0]))
 
 
-def from_columns(stage: cute.Tensor, first: Int32, lane: Int32) -> Left:
-    """Sixteen columns in SMEM as the rows of the left operand; they lie as `place_of` says."""
-    row = lane // LANES
-    at = [
-        [_word_address(stage, 2 * (lane % LANES) + e, first + 8 * half, row) for half in range(2)]
-        for e in range(2)
-    ]
-
-    def words(k: int) -> Words:
-        return tuple(_word(at[e][half], k * STEP * _ROW) for e in range(2) for half in range(2))
-
-    return words
+def from_columns(stage: cute.Tensor, first: Int32, lane: Int32) -> InColumns:
+    """Columns from `first` on, a multiple of eight."""
+    return InColumns(
+        tuple(
+            _word_address(stage, 2 * (lane % LANES) + e, first + 8 * half, lane // LANES)
+            for e in range(2)
+            for half in range(2)
+        )
+    )
 
 
 def store_columns(values: cute.Tensor, stage: cute.Tensor, row: Int32, first: Int32, lane: Int32) -> None:
@@ -231,13 +245,14 @@ def _word_address(stage: cute.Tensor, row: Int32, first: Int32, column: Int32) -
     return vector_address(stage, row, first // 4 + column % 2) + column // 2 * 4
 
 
+@cute.jit
 def accumulate(
     O: tuple[cute.Tensor, ...],
     factors: tuple,
     P: tuple[Left, ...],
     own_v: Columns,
     lane: Int32,
-    method: Method,
+    method: cutlass.Constexpr,
 ) -> None:
     """O = O * factors + P V, with an order of columns of its own.
 
@@ -246,28 +261,55 @@ def accumulate(
     """
     keys = cute.size(own_v.stage, mode=[0])
     skipped = own_v.first // CHUNK * (keys * _ROW)
-    at = [vector_address(own_v.stage, 2 * (lane % LANES) + e, lane // LANES) + skipped for e in range(2)]
-    for chunk in range(cute.size(O[0]) // (ROWS * CHUNK // 32)):
-        sums = [_zeros(_TOGETHER) for _ in O]
-        rests = [_zeros(_TOGETHER) for _ in O] if method.exact else []
-        for k in range(keys // STEP):
-            if method.steady:
-                cute.arch.sync_warp()
-            rows = [split(_load(at[e], (chunk * keys + k * STEP) * _ROW), method.exact) for e in range(2)]
-            a = [split(own(k), method.exact) for own in P]
-            for i in range(_TOGETHER):
-                b = Split(*(tuple(half[i] for half in halves if half) for halves in zip(*rows, strict=True)))
-                for m in range(len(O)):
-                    sums[m][i] = _multiply(sums[m][i], a[m].big, b.big)
-                    if method.exact:
-                        rests[m][i] = _rest(rests[m][i], a[m], b)
-        for m, accumulator in enumerate(O):
-            for i in range(_TOGETHER):
-                for c in range(4):
-                    r = (chunk * _TOGETHER + i) * 4 + c
-                    share = sums[m][i][c] + rests[m][i][c] if method.exact else sums[m][i][c]
-                    before = accumulator[r] * factors[m][c // 2] if factors else accumulator[r]
-                    accumulator[r] = before + share
+    at = tuple(vector_address(own_v.stage, 2 * (lane % LANES) + e, lane // LANES) + skipped for e in range(2))
+    for chunk in cutlass.range_constexpr(cute.size(O[0]) // (ROWS * CHUNK // 32)):
+        sums = make_accumulators(len(O), CHUNK)
+        rests = make_accumulators(len(O) if method.exact else 0, CHUNK)
+        for accumulator in (*sums, *rests):
+            accumulator.fill(0.0)
+        if cutlass.const_expr(isinstance(P[0], InRegisters)):
+            for k in cutlass.range_constexpr(keys // STEP):
+                _add_step(sums, rests, P, at, k, chunk * keys * _ROW, method)
+        else:
+            # In a loop ptxas does not keep what is read again for the next chunk.
+            for k in cutlass.range(keys // STEP, unroll=_STEPS):
+                _add_step(sums, rests, P, at, k, chunk * keys * _ROW, method)
+        _join(O, factors, sums, rests, chunk)
+
+
+def _join(O: tuple, factors: tuple, sums: tuple, rests: tuple, chunk: int) -> None:
+    """O = O * factors + sums, for a chunk of columns."""
+    for m, accumulator in enumerate(O):
+        count = cute.size(sums[m])
+        for i in range(count):
+            r = chunk * count + i
+            share = sums[m][i] + rests[m][i] if rests else sums[m][i]
+            before = accumulator[r] * factors[m][i % 4 // 2] if factors else accumulator[r]
+            accumulator[r] = before + share
+
+
+def _add_step(
+    sums: tuple, rests: tuple, P: tuple[Left, ...], at: tuple, k: Int32, offset: int, method: Method
+) -> None:
+    """Add the products of eight keys with a chunk of columns."""
+    if method.steady:
+        cute.arch.sync_warp()
+    if isinstance(k, int):
+        loaded = [_load(address, offset + k * STEP * _ROW) for address in at]
+    else:
+        loaded = [_load(address + k * (STEP * _ROW), offset) for address in at]
+    rows, a = (
+        [split(words, method.exact) for words in loaded],
+        [split(own.words(k), method.exact) for own in P],
+    )
+    for i in range(_TOGETHER):
+        b = Split(*(tuple(half[i] for half in halves if half) for halves in zip(*rows, strict=True)))
+        for m in range(len(P)):
+            own = _own(sums[m], i)
+            _set(own, _multiply(_numbers(own), a[m].big, b.big))
+            if method.exact:
+                own = _own(rests[m], i)
+                _set(own, _rest(_numbers(own), a[m], b))
 
 
 @cute.jit
@@ -301,10 +343,6 @@ def neighbours(accumulator: cute.Tensor, chunk: int, half: int) -> list[Float32]
     return [accumulator[first + i * 4 + e] for e in range(2) for i in range(_TOGETHER)]
 
 
-def _zeros(count: int) -> list[tuple[Float32, ...]]:
-    return [(Float32(0.0),) * 4 for _ in range(count)]
-
-
 def _rest(sums: tuple, a: Split, b: Split) -> tuple:
     return _multiply(_multiply(sums, a.small, b.big), a.big, b.small)
 
@@ -324,12 +362,9 @@ def _matrices(address: Int32, offset: int) -> Words:
     return _four("ldmatrix.sync.aligned.m8n8.x4.shared.b16", address, offset)
 
 
-def _word(address: Int32, offset: int) -> Uint32:
-    """A word, volatile: ptxas would keep what is read again for further columns, and spill."""
+def _word(address: Int32) -> Uint32:
     return cute.arch.inline_ptx(
-        f"ld.volatile.shared.b32 {{$w0}}, [{{$r0}}+{offset}];",
-        write_only_types=[Uint32],
-        read_only_args=[address],
+        "ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address]
     )
 
 

@@ -114,7 +114,7 @@ def _accumulate(
 ) -> None:
     """Add the products of the warp's weights of all queries, in the order of S, with rows of queries."""
     if cutlass.const_expr(ctx.plan.is_float32):
-        left, right = warp_tf32.from_registers(weights), warp_tf32.Columns(rows, Int32(0))
+        left, right = warp_tf32.InRegisters(weights), warp_tf32.Columns(rows, Int32(0))
         warp_tf32.accumulate((sums,), (), (left,), right, ctx.lane, ctx.plan.tf32_method)
     else:
         operand = warp_mma.operand_of(S, weights, ctx.plan.own_queries)

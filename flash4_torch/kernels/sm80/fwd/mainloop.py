@@ -263,7 +263,7 @@ def _attend(ctx: Context, t: Thread, stage: Int32) -> None:
         if cutlass.const_expr(plan.shares_rows):
             operands.append(_share(ctx, weights))
         elif cutlass.const_expr(plan.is_float32):
-            operands.append(warp_tf32.from_registers(weights))
+            operands.append(warp_tf32.InRegisters(weights))
         else:
             operands.append(warp_mma.operand_of(t.S[m], weights, plan.keys))
     values = ctx.sV[None, None, stage]
