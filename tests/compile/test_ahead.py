@@ -146,14 +146,6 @@ def test_features_by_words(words: str, chosen: dict[str, Any]) -> None:
         ({"head_dims": [(64, 264)]}, "head_dims is 264, but each must be a multiple of 8 up to 256"),
         ({"dtypes": ["float32"]}, "dtypes is 'float32', but each must be one of bfloat16, float16"),
         ({"features": ["causal+windows"]}, "features is 'windows', but each must be one of plain, causal"),
-        (
-            {"arch": "sm_86", "features": ["causal+weights"]},
-            "features is 'weights', but there is no kernel for sm_86: it has no attention weights",
-        ),
-        (
-            {"arch": "sm_120a", "features": ["kvcache"]},
-            "features is 'kvcache', but there is no kernel for sm_120a: it has none for KV caches",
-        ),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], sentence: str) -> None:

@@ -26,7 +26,7 @@ from flash4_torch.ops import CallOptions
 from flash4_torch.ops.flex import describe, flex_attention
 from flex_mods import H, Mod
 
-KERNELS = ("sm90", "sm100", "emulator")
+KERNELS = ("sm90", "sm100", "sm80", "emulator")
 
 
 def tensors(Sq: int = 9, Sk: int = 11, D: int = 8, Dv: int = 6) -> list[Tensor]:
@@ -47,7 +47,7 @@ def call() -> Tensor:
 def test_plain_torch_serves_and_the_others_say_why_not() -> None:
     reasons = backends.reasons(problem())
     assert list(reasons) == [*KERNELS, "tiled"] and reasons["tiled"] == []
-    assert all("the tensors are on cpu, and it serves cuda" in reasons[name] for name in KERNELS[:2])
+    assert all("the tensors are on cpu, and it serves cuda" in reasons[name] for name in KERNELS[:3])
     assert any("FLASH4_BACKEND=emulator asks for it" in sentence for sentence in reasons["emulator"])
 
 
@@ -57,7 +57,7 @@ def test_observers_hear_of_both_directions() -> None:
     assert used == {("flex_attention", "tiled"): 1, ("flex_attention_backward", "tiled"): 1}
 
 
-@pytest.mark.parametrize("name", KERNELS[:2])
+@pytest.mark.parametrize("name", KERNELS[:3])
 def test_a_forced_backend_that_cannot_serve_is_an_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else serves the call silently."""
     monkeypatch.setenv("FLASH4_BACKEND", name)

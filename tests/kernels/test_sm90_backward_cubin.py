@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -45,15 +46,35 @@ def reachable() -> Iterator[Features]:
             if asked_for or (2 * i + j) % EVERY == 0:
                 yield features
     yield ODD
-    yield with_programs()
+    yield from with_programs()
 
 
-def with_programs() -> Features:
-    """ALiBi with learned slopes, and a mask."""
-    q, slopes = torch.empty(1, 64, 2, 64), torch.ones(2)
-    mods = traced(q, q, lambda s, b, h, i, j: s + slopes[h] * (j - i), lambda b, h, i, j: (i - j) % 3 < 2)
-    derivative = derivative_of(mods.score_mod, (True,)).text()
-    return Features("bfloat16", 64, 64, mods=Mods(mods.score_mod, mods.mask_mod, "", derivative))
+def with_programs() -> Iterator[Features]:
+    """ALiBi, with learned slopes first, softcap, and a longer function, all with a mask."""
+    slopes = torch.ones(2)
+
+    def alibi(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s + slopes[h] * (j - i)
+
+    def softcap(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return 30 * torch.tanh(s / 30)
+
+    def long(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        x = (i - j) * 0.1
+        return s * (1 + 0.5 * torch.sigmoid(x)) + torch.sin(x) * torch.exp(-x * x) + slopes[h] * x
+
+    for D, mod, learned in (
+        (64, alibi, True),
+        (64, alibi, False),
+        (128, alibi, False),
+        (128, softcap, False),
+        (128, long, False),
+    ):
+        q = torch.empty(1, 64, 2, D)
+        mods = traced(q, q, mod, lambda b, h, i, j: (i - j) % 3 < 2)
+        captured = () if mod is softcap else (learned,)
+        derivative = derivative_of(mods.score_mod, captured).text()
+        yield Features("bfloat16", D, D, mods=Mods(mods.score_mod, mods.mask_mod, "", derivative))
 
 
 def main_kernels() -> list[Key]:
