@@ -294,6 +294,7 @@ def test_forward_mode_is_refused(call: str) -> None:
 
 
 @loads_torchscript
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_forward_mode_is_refused_in_a_compiled_graph(fullgraph: bool) -> None:
     torch._dynamo.reset()

@@ -294,8 +294,8 @@ def configuration(**changes: Any) -> dict[str, Any]:
     [
         ({"kv_cache_dtype": "float16"}, "must have the model's dtype"),
         (
-            {"device_capability": SimpleNamespace(major=8, minor=0)},
-            r"sm90: the GPU's compute capability is \(8, 0\)",
+            {"device_capability": SimpleNamespace(major=7, minor=5)},
+            r"sm80: the GPU's compute capability is \(7, 5\)",
         ),
         ({"head_size": 512}, "sm90: D is 512"),
         ({"dtype": torch.float32}, "sm90: the dtype is torch.float32"),
@@ -310,6 +310,7 @@ def test_refusals_are_sentences(changes: dict[str, Any], sentence: str) -> None:
     "changes",
     [
         {},
+        {"device_capability": SimpleNamespace(major=8, minor=0)},
         {"kv_cache_dtype": "fp8", "block_size": 32},
         {"device_capability": SimpleNamespace(major=10, minor=3), "use_batch_invariant": True},
         {"device_capability": None, "dtype": torch.float32, "head_size": 80},

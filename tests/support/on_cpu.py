@@ -143,7 +143,7 @@ def _forward(machine: Machine, features: Features, config: ForwardConfig, *args:
                     result.copy_(exact)
 
 
-def _weights(features: Features, average_heads: bool, *args: Any) -> None:
+def _weights(features: Features, average_heads: bool, has_tma: bool, *args: Any) -> None:
     q, k, lse, low, weights, mask_args, rng_state, params = args
     B, Sq, Hq, _ = q.shape
     Sk = k.shape[1]
