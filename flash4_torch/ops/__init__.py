@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor, fx
 
 from ..problem import CallOptions, has_float_mask
-from . import autograd, fake, impl, schema, vmap
+from . import autograd, fake, impl, schema, vmap, weights_in_graph
 from .after_import import after_import
 from .autocast import autocast_inputs
 from .decomposition import decompositions
@@ -65,6 +65,8 @@ def attention_and_weights(
 
     The weights are those after dropout: averaged over heads (B, Sq, Sk), else (B, Hq, Sq, Sk).
     """
+    if weights_in_graph.serves_forward(q, k, options):
+        return weights_in_graph.forward(q, k, v, attn_mask, sinks, options, average_heads)
     scored_by = attn_mask, sinks, _beside(q, rng_state)
     out, lse, low = autograd.attention(q, k, v, *scored_by, *options)
     *scores, _ = options

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import DoubleBackwardError, ForwardModeError
 from ..problem import has_float_mask
-from . import decomposition, schema
+from . import decomposition, schema, weights_in_graph
 
 Grads = tuple[Tensor | None, ...]
 
@@ -65,7 +65,10 @@ def _save_weights(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _weights_grads(ctx: Any, dweights: Tensor) -> Grads:
     mask_grad, has_sinks = ctx.needs_input_grad[4], ctx.saved_tensors[5] is not None
-    grads = attention_weights_backward(dweights, *ctx.saved_tensors, *ctx.options, mask_grad)
+    (q, k, *_), (*_, softcap, _, _) = ctx.saved_tensors, ctx.options
+    in_graph = weights_in_graph.serves_backward(q, k, softcap)
+    backward: Callable[..., Grads] = weights_in_graph.backward if in_graph else attention_weights_backward
+    grads = backward(dweights, *ctx.saved_tensors, *ctx.options, mask_grad)
     dq, dk, dmask, dsinks = grads
     return dq, dk, None, None, dmask if mask_grad else None, dsinks if has_sinks else None, *_none(7)
 

@@ -30,8 +30,8 @@ def _attention(
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     *scoring, _ = options
-    weights, lse, lse_low = _softmax(_masked(_scores(q, k, *scoring), attn_mask), sinks)
-    out = weights @ _heads_first(v, q).to(weights.dtype)
+    weights, lse, lse_low = softmax(masked(scores(q, k, *scoring), attn_mask), sinks)
+    out = weights @ heads_first(v, q).to(weights.dtype)
     if not has_float_mask(attn_mask):
         lse_low = lse.new_empty(*lse.shape[:2], 0)
     return out.transpose(1, 2).to(q.dtype).contiguous(), lse, lse_low
@@ -77,11 +77,11 @@ def _attention_weights(
     *scoring_and_average: Any,
 ) -> Tensor:
     *scoring, average_heads = scoring_and_average
-    weights, _, _ = _softmax(_masked(_scores(q, k, *scoring), attn_mask), sinks)
+    weights, _, _ = softmax(masked(scores(q, k, *scoring), attn_mask), sinks)
     return (weights.mean(1) if average_heads else weights).to(q.dtype).contiguous()
 
 
-def _scores(
+def scores(
     q: Tensor,
     k: Tensor,
     scale: float,
@@ -89,8 +89,9 @@ def _scores(
     window_right: int | None,
     softcap: float,
     dropout_p: float,
+    products: torch.dtype | None = None,
 ) -> Tensor:
-    """Scores (B, Hq, Sq, Sk), -inf outside the band."""
+    """Scores (B, Hq, Sq, Sk) in the working dtype, -inf outside the band; the matmul is in `products`."""
     if dropout_p > 0.0:
         raise ArgumentError(
             "dropout_p",
@@ -98,7 +99,9 @@ def _scores(
             "in a graph of torch's own operators it must be 0: export the model in eval()",
         )
     work = working_dtype(q.dtype)
-    scores = q.transpose(1, 2).to(work) @ _heads_first(k, q).to(work).transpose(2, 3) * scale
+    products = products or work
+    rows, columns = q.transpose(1, 2).to(products), heads_first(k, q).to(products)
+    scores = (rows @ columns.transpose(2, 3)).to(work) * scale
     if softcap != 0.0:
         scores = torch.tanh(scores / softcap) * softcap
     band = Band(window_left, window_right)
@@ -106,10 +109,10 @@ def _scores(
         return scores
     Sq, Sk = q.shape[1], k.shape[1]
     i, j = torch.arange(Sq, device=q.device)[:, None], torch.arange(Sk, device=q.device)
-    return _masked(scores, torch.as_tensor(band.visible(i, j, Sq, Sk)))
+    return masked(scores, torch.as_tensor(band.visible(i, j, Sq, Sk)))
 
 
-def _masked(scores: Tensor, mask: Tensor | None) -> Tensor:
+def masked(scores: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return scores
     if mask.dtype == torch.bool:
@@ -117,12 +120,12 @@ def _masked(scores: Tensor, mask: Tensor | None) -> Tensor:
     return scores + mask.to(scores.dtype)
 
 
-def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Weights (0 in rows of only -inf), lse, and lse_low, the rounding error of lse."""
     if sinks is not None:
         # One more key, whose weight is left out in the end.
         column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
-        weights, lse, low = _softmax(torch.cat([scores, column], -1), None)
+        weights, lse, low = softmax(torch.cat([scores, column], -1), None)
         return weights[..., :-1], lse, low
     highest = scores.amax(-1, keepdim=True)
     highest = highest.masked_fill(highest == -torch.inf, 0.0)
@@ -134,7 +137,7 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tens
     return weights, lse.squeeze(-1), low.masked_fill(total == 0.0, 0.0).squeeze(-1)
 
 
-def _heads_first(x: Tensor, q: Tensor) -> Tensor:
+def heads_first(x: Tensor, q: Tensor) -> Tensor:
     """(B, S, Hk, D) as (B, Hq, S, D): query head h reads KV head h // (Hq / Hk)."""
     group = q.shape[2] // x.shape[2]
     x = x.transpose(1, 2)

@@ -105,7 +105,12 @@ def test_equals_eager(call: str, backend: str) -> None:
     function, draw = CALLS[call]
     arguments = draw()
     actual = results_and_gradients(compiled(function, backend=backend), arguments)
-    assert_same(actual, results_and_gradients(function, arguments))
+    expected = results_and_gradients(function, arguments)
+    if call != "weights":
+        return assert_same(actual, expected)
+    # Written in torch's own operators there.
+    for x, y in zip(actual, expected, strict=True):
+        torch.testing.assert_close(x, y)
 
 
 @pytest.mark.parametrize("call", ["every rule, lse", "float mask", "varlen", "sdpa, causal"])
