@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._guards import TracingContext
 
 from .. import env
+from ..masks import Band
 from ..problem import CallOptions
 from ..reference import sinks as sinks_of
 from ..reference.scoring import working_dtype
@@ -44,13 +45,45 @@ def forward(
     average_heads: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, weights), as `ops.attention_and_weights` returns them."""
-    o = options
-    scoring = o.scale, o.window_left, o.window_right, o.softcap, o.dropout_p
-    scores = decomposition.masked(decomposition.scores(q, k, *scoring, products=q.dtype), attn_mask)
-    weights, lse, _ = decomposition.softmax(scores, sinks)
+    scale, softcap = options.scale, options.softcap
+    scores = decomposition.scores(q, k, scale, None, None, softcap, 0.0, products=q.dtype)
+    added, is_alone = _added(attn_mask, Band(options.window_left, options.window_right), scores)
+    if added is not None:
+        scores = scores + added
+    if sinks is not None:
+        weights, lse, _ = decomposition.softmax(scores, sinks)
+    else:
+        weights, lse = torch.softmax(scores, -1), torch.logsumexp(scores, -1)
     weights = weights.to(q.dtype)
-    out = (weights @ decomposition.heads_first(v, q)).transpose(1, 2)
-    return out.contiguous(), lse, weights.mean(1) if average_heads else weights
+    out = weights @ decomposition.heads_first(v, q)
+    if is_alone is not None:
+        # Both after the product, which then reads what the softmax saved for its gradient.
+        out, weights = out.masked_fill(is_alone, 0.0), weights.masked_fill(is_alone, 0.0)
+        of_sinks = -torch.inf if sinks is None else sinks.to(lse.dtype)[:, None]
+        lse = torch.where(is_alone.squeeze(-1), of_sinks, lse)
+    return out.transpose(1, 2).contiguous(), lse, weights.mean(1) if average_heads else weights
+
+
+def _added(attn_mask: Tensor | None, band: Band, scores: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """What mask and band add to the scores, and the rows (..., Sq, 1) that see nothing, which are added 0.
+
+    Both have the shape of the mask, which is mostly smaller than the scores': less to read, and no gradient
+    that has to be masked again.
+    """
+    Sq, Sk = scores.shape[-2:]
+    added = None if attn_mask is None or attn_mask.dtype == torch.bool else attn_mask.to(scores.dtype)
+    seen = attn_mask if added is None else None
+    if not band.is_full:
+        i, j = torch.arange(Sq, device=scores.device)[:, None], torch.arange(Sk, device=scores.device)
+        inside = torch.as_tensor(band.visible(i, j, Sq, Sk))
+        seen = inside if seen is None else seen & inside
+    if seen is not None:
+        zeros = scores.new_zeros(()) if added is None else added
+        added = torch.where(seen, zeros, -torch.inf)
+    if added is None:
+        return None, None
+    is_alone = (added == -torch.inf).all(-1, keepdim=True)
+    return added.masked_fill(is_alone, 0.0), is_alone
 
 
 def serves_backward(q: Tensor, k: Tensor, softcap: float) -> bool:
