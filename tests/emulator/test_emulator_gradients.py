@@ -66,7 +66,7 @@ def gradients(results: tuple[Tensor, ...], inputs: list[Tensor]) -> tuple[Tensor
 
 @pytest.mark.parametrize(
     ("arch", "name"),
-    [("sm_90a", name) for name in one_of(2, list(CALLS))]
+    [("sm_90a", name) for name in one_of(3, list(CALLS))]
     + [("sm_100a", name) for name in one_of(8, list(CALLS))],
 )
 def test_gradients(arch: str, name: str) -> None:

@@ -24,7 +24,7 @@ from kernel_runs import (
     sums_have_an_order,
     unseen_keys_have_no_gradient,
 )
-from kernel_traits import few
+from kernel_traits import few, of_few
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 from flash4_torch.kernels.sm100.bwd.plan import Plan
@@ -107,7 +107,7 @@ def test_values(name: str, data: st.DataObject) -> None:
     gradients_are_right(STATICS[name], data)
 
 
-@pytest.mark.parametrize("name", ["full", "causal", "pair, no tail", "wide, varlen", "widest"])
+@pytest.mark.parametrize("name", of_few(FEW, ["full", "causal", "pair, no tail", "wide, varlen", "widest"]))
 def test_ptx_is_as_planned(name: str) -> None:
     kernel = STATICS[name]
     with launches() as asked:
@@ -116,12 +116,14 @@ def test_ptx_is_as_planned(name: str) -> None:
     assert_ptx_is_as_planned(asked[-1], plan, plan.cluster_size, stores=not plan.wide)
 
 
-@pytest.mark.parametrize("name", ["in order, packed", "pair, in order"])
+@pytest.mark.parametrize("name", of_few(FEW, ["in order, packed", "pair, in order"]))
 def test_sums_have_an_order(name: str) -> None:
     sums_have_an_order(STATICS[name])
 
 
-@pytest.mark.parametrize("name", ["few columns", "bool mask, causal", "varlen, causal", "pair, no tail"])
+@pytest.mark.parametrize(
+    "name", of_few(FEW, ["few columns", "bool mask, causal", "varlen, causal", "pair, no tail"])
+)
 def test_keys_that_nobody_sees_have_no_gradient(name: str) -> None:
     unseen_keys_have_no_gradient(STATICS[name])
 
@@ -132,7 +134,7 @@ def test_sequences_do_not_see_their_neighbours(name: str, poison: float) -> None
     gradients_are_alone(STATICS[name], poison)
 
 
-@pytest.mark.parametrize("name", ["causal", "all in twos", "pair, causal", "widest"])
+@pytest.mark.parametrize("name", of_few(FEW, ["causal", "all in twos", "pair, causal", "widest"]))
 def test_every_tile_is_drawn_once(name: str) -> None:
     every_tile_is_drawn_once(STATICS[name], 3)
 

@@ -27,7 +27,7 @@ from kernel_runs import (
     run,
     sequences_are_alone,
 )
-from kernel_traits import few
+from kernel_traits import few, of_few
 from sm100_kernels import SM100
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
@@ -91,7 +91,7 @@ def test_values(name: str, data: st.DataObject) -> None:
     is_right(STATICS[name], data)
 
 
-@pytest.mark.parametrize("name", ["plain", "causal", "192, causal", "256", "pair"])
+@pytest.mark.parametrize("name", of_few(FEW, ["plain", "causal", "192, causal", "256", "pair"]))
 def test_ptx_is_as_planned(name: str) -> None:
     kernel = STATICS[name]
     with launches() as asked:
@@ -100,7 +100,7 @@ def test_ptx_is_as_planned(name: str) -> None:
 
 
 @pytest.mark.parametrize("shift", [0, 1, 31])
-@pytest.mark.parametrize("name", ["causal", "odd sizes"])
+@pytest.mark.parametrize("name", of_few(FEW, ["causal", "odd sizes"]))
 def test_bands_begin_anywhere_in_a_piece_of_columns(name: str, shift: int) -> None:
     """Each piece of columns is fully masked for a warp, full, or partial."""
     kernel = STATICS[name]
@@ -129,7 +129,7 @@ def test_every_tile_is_drawn_once(name: str, tiles: int) -> None:
     every_tile_is_drawn_once(STATICS[name], tiles)
 
 
-@pytest.mark.parametrize("name", ["odd sizes", "bool mask", "varlen"])
+@pytest.mark.parametrize("name", of_few(FEW, ["odd sizes", "bool mask", "varlen"]))
 def test_rows_that_see_nothing_are_zero_whatever_the_values(name: str) -> None:
     blind_rows_are_zero(STATICS[name])
 

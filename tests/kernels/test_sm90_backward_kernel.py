@@ -22,7 +22,7 @@ from kernel_runs import (
     sums_have_an_order,
     unseen_keys_have_no_gradient,
 )
-from kernel_traits import few
+from kernel_traits import few, of_few
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
@@ -120,19 +120,24 @@ def test_values(name: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "next tile, in order",
-        "in order, packed",
-        "inside, in order",
-        "static stages, in order",
-        "whole, causal",
-    ],
+    of_few(
+        FEW,
+        [
+            "next tile, in order",
+            "in order, packed",
+            "inside, in order",
+            "static stages, in order",
+            "apart, in order",
+            "whole, causal",
+            "whole, few columns",
+        ],
+    ),
 )
 def test_sums_have_an_order(name: str) -> None:
     sums_have_an_order(STATICS[name])
 
 
-@pytest.mark.parametrize("name", ["inside, no tail", "static stages, causal"])
+@pytest.mark.parametrize("name", of_few(FEW, ["static stages, causal", "inside, no tail"]))
 @pytest.mark.parametrize("lengths", one_of(2, [(300, 300), (200, 450), (450, 130), (128, 128), (200, 264)]))
 def test_the_diagonal_hides_what_follows_the_last_key(name: str, lengths: tuple[int, int]) -> None:
     Sq, Sk = lengths
@@ -150,7 +155,9 @@ def test_a_warpgroup_that_sees_nothing_of_its_only_block_has_no_gradient() -> No
     assert (found.dk[:, 192:] == 0).all() and (found.dv[:, 192:] == 0).all()
 
 
-@pytest.mark.parametrize("name", ["window", "next tile, mask", "varlen", "inside, window"])
+@pytest.mark.parametrize(
+    "name", of_few(FEW, ["window", "next tile, mask", "varlen", "inside, packed", "inside, window"])
+)
 def test_keys_that_nobody_sees_have_no_gradient(name: str) -> None:
     unseen_keys_have_no_gradient(STATICS[name])
 

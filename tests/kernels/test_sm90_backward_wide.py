@@ -18,7 +18,7 @@ from kernel_runs import (
     sums_have_an_order,
     unseen_keys_have_no_gradient,
 )
-from kernel_traits import few
+from kernel_traits import few, of_few
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
@@ -84,12 +84,14 @@ def test_pairs_draw_every_tile_once(name: str, tiles: int) -> None:
     every_tile_is_drawn_once(STATICS[name], tiles)
 
 
-@pytest.mark.parametrize("name", ["pair, in order", "pair, in order, inside", "pair, in order, two slots"])
+@pytest.mark.parametrize(
+    "name", of_few(FEW, ["pair, in order", "pair, in order, inside", "pair, in order, two slots"])
+)
 def test_sums_have_an_order(name: str) -> None:
     sums_have_an_order(STATICS[name])
 
 
-@pytest.mark.parametrize("name", ["pair, window", "pair, everything"])
+@pytest.mark.parametrize("name", of_few(FEW, ["pair, window", "pair, everything"]))
 def test_keys_that_nobody_sees_have_no_gradient(name: str) -> None:
     unseen_keys_have_no_gradient(STATICS[name])
 

@@ -61,7 +61,7 @@ def room(kernel: Kernel) -> int:
 
 def is_tight(kernel: Kernel) -> bool:
     """Whether the kernel is close to its registers; the others are compiled only where all cases run."""
-    return EVERYTHING or room(kernel) < 24
+    return EVERYTHING or room(kernel) < 16
 
 
 def tightest() -> list[Kernel]:

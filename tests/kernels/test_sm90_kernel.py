@@ -24,7 +24,7 @@ from kernel_runs import (
     run,
     sequences_are_alone,
 )
-from kernel_traits import few
+from kernel_traits import few, of_few
 from sm90_kernels import SM90
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
@@ -125,7 +125,9 @@ def test_pairs_draw_every_tile_once(name: str, tiles: int) -> None:
     every_tile_is_drawn_once(STATICS[name], tiles)
 
 
-@pytest.mark.parametrize("name", ["turns, half", "turns", "pair", "pair, window", "bool mask, dropout"])
+@pytest.mark.parametrize(
+    "name", of_few(FEW, ["turns, half", "turns", "pair", "pair, window", "bool mask, dropout"])
+)
 def test_rows_that_see_nothing_are_zero_whatever_the_values(name: str) -> None:
     blind_rows_are_zero(STATICS[name])
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash4_torch
+from everything import examples
 from flash4_torch import fast_path, testing
 from flash4_torch.errors import DoubleBackwardError
 from flash4_torch.nn import prepared
@@ -69,7 +70,7 @@ def masks(draw: st.DrawFn) -> dict[str, Any]:
     frozen=st.sampled_from(["", "input", "in_proj", "out_proj", "all"]),
     of_weights_alone=st.booleans(),
 )
-@settings(max_examples=80)
+@settings(max_examples=examples(40, 80))
 def test_later_steps_are_the_first(
     call: dict[str, Any],
     batch_first: bool,

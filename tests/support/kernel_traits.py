@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any, NamedTuple
 
@@ -70,6 +70,11 @@ def few(kernels: Mapping[str, Kernel], *always: str) -> dict[str, Kernel]:
     met = {setting for name in always for setting in settings[name]}
     chosen = kernels if EVERYTHING else [*always, *_covering({n: s - met for n, s in settings.items()})]
     return {name: kernel for name, kernel in kernels.items() if name in chosen}
+
+
+def of_few(kernels: Mapping[str, Kernel], names: Sequence[str]) -> list[str]:
+    """The names that are among `few` kernels, which CI compiles anyway, or else the first one; or all."""
+    return list(names) if EVERYTHING else [name for name in names if name in kernels] or [names[0]]
 
 
 def _settings(kernel: Kernel) -> Iterator[str]:
