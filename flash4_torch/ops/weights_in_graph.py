@@ -27,7 +27,6 @@ def serves_forward(q: Tensor, k: Tensor, options: CallOptions) -> bool:
     that fit. Elsewhere the output's kernel and that of the weights are faster than the fused graph."""
     return (
         torch.compiler.is_dynamo_compiling()
-        and not torch.compiler.is_exporting()
         and q.device.type == "cpu"
         and not options.dropout_p
         and not env.BACKEND.get()
