@@ -1,6 +1,17 @@
 """Backends serve attention calls; `choose` picks one, and `reasons` says why the others cannot."""
 
-from .base import ALIGNMENT, Backend, BackwardLaunch, HeadsFirst, Launch, Prepares, Results, Shares
+from .base import (
+    ALIGNMENT,
+    Backend,
+    BackwardLaunch,
+    DqSums,
+    HeadsFirst,
+    Launch,
+    Prepares,
+    Results,
+    Shares,
+    SumsDq,
+)
 from .dispatch import PRIORITY, choose, excluding, is_plain, observers, own_backend, reasons
 
 __all__ = [
@@ -8,11 +19,13 @@ __all__ = [
     "PRIORITY",
     "Backend",
     "BackwardLaunch",
+    "DqSums",
     "HeadsFirst",
     "Launch",
     "Prepares",
     "Results",
     "Shares",
+    "SumsDq",
     "choose",
     "excluding",
     "is_plain",

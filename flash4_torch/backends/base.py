@@ -113,6 +113,31 @@ class Shares(Prepares, Protocol):
         ...
 
 
+class DqSums(Protocol):
+    """dQ of q (B, S, Hq, D), summed up in float32 over backward calls that each have some of the rows."""
+
+    def why_not(self, rows: range, problem: Problem) -> list[str]:
+        """Sentences why a call on `rows` of q cannot add to the sums; empty if it can."""
+        ...
+
+    def add(self, rows: range, inputs: Inputs, problem: Problem) -> tuple[Tensor, Tensor]:
+        """Add a call's share, and return its (dk, dv) in k's dtype. k and v are the call's; q is not read."""
+        ...
+
+    def finished(self) -> Tensor | None:
+        """dq in q's dtype; None if nothing was added. The last method called."""
+        ...
+
+
+@runtime_checkable
+class SumsDq(Backend, Protocol):
+    """A backend whose backward can add to dQ of calls before it."""
+
+    def dq_sums(self, q: Tensor, saved: Saved, scale: float) -> DqSums:
+        """Sums for calls of that scale; `saved` is of all rows and all keys."""
+        ...
+
+
 @runtime_checkable
 class HeadsFirst(Prepares, Protocol):
     """A backend that serves tensors (B, H, S, D) as they are."""

@@ -22,7 +22,8 @@ from ..errors import RangeError
 from ..ops import schema
 from ..ops.check import cu_seqlens_values
 from ..ops.kvcache_append import merge_states
-from ..problem import CallOptions
+from ..ops.query_gradient import QueryGradient
+from ..problem import CallOptions, Saved
 from ..reference import sinks as sink_rows
 from ..reference.scoring import working_dtype
 from .groups import Axis, group_of
@@ -96,15 +97,6 @@ def backward(
     of_rows = Saved(dout[None], None if dlse is None else dlse[None], out[None], lse[None])
     dq, dk, dv, dsinks = _backward(of_rows, q[None], k[None], v[None], *rules)
     return dq[0], dk[0], dv[0], dsinks
-
-
-class Saved(NamedTuple):
-    """Rows of the output and its gradient: dout and out (B, S, Hq, Dv), lse and dlse (B, Hq, S)."""
-
-    dout: Tensor
-    dlse: Tensor | None
-    out: Tensor
-    lse: Tensor
 
 
 def _ring(
@@ -407,6 +399,32 @@ class Sum:
         return self._total.to(self._like.dtype).contiguous()
 
 
+class Queries:
+    """Queries of a backward, and the sum of their gradients.
+
+    A tile adds to sums of the backend's where this serves that; other gradients are added here.
+    """
+
+    def __init__(self, q: Tensor, saved: Saved):
+        self._q, self._saved = q, saved
+        self._by_backend, self._others = QueryGradient(q, saved), Sum(q)
+
+    def backward(self, ring: Ring, tile: Tile, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """(dk, dv) of a tile, whose dq is added."""
+        options, state = _options(ring, tile), _state(ring, tile)
+        if tile.documents is None and (found := self._by_backend.add(tile.rows, k, v, state, options)):
+            return found
+        dq, dk, dv = _attend_backward(ring, tile, self._q, k, v, self._saved)
+        self._others.add(tile.rows, dq)
+        return dk, dv
+
+    def finished(self) -> Tensor:
+        """dq in q's dtype."""
+        if (dq := self._by_backend.finished()) is not None:
+            self._others.add(range(dq.shape[1]), dq)
+        return self._others.finished()
+
+
 def _backward(
     saved: Saved,
     q: Tensor,
@@ -420,10 +438,10 @@ def _backward(
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ring = _ring(q, k, rng_state, cu_seqlens, group, layout, CallOptions(*options))
-    dq, dk, dv = Sum(q), Sum(k), Sum(v)
+    queries, dk, dv = Queries(q, saved), Sum(k), Sum(v)
     returning: Returning | None = None
     for distance, (step, held) in enumerate(_hops(ring, k, v)):
-        gradients = gradients_of(step, ring, held, q, saved, dq)
+        gradients = gradients_of(step, ring, held, queries)
         if distance == 0:
             for keys, dk_part, dv_part in gradients.in_parts():
                 dk.add(keys, dk_part)
@@ -438,7 +456,7 @@ def _backward(
     if sinks is not None:
         delta = sink_rows.delta(saved.dout, saved.out, saved.dlse, saved.lse.dtype)
         dsinks = sink_rows.gradient(delta, saved.lse, sinks)
-    return dq.finished(), dk.finished(), dv.finished(), dsinks
+    return queries.finished(), dk.finished(), dv.finished(), dsinks
 
 
 class KeyGradients(NamedTuple):
@@ -461,14 +479,13 @@ def _sent_dtype(step: Hop, dtype: torch.dtype) -> torch.dtype:
     return dtype if step.reads_once else working_dtype(dtype)
 
 
-def gradients_of(step: Hop, ring: Ring, held: Held, q: Tensor, saved: Saved, dq: Sum) -> KeyGradients:
-    """Gradients of the keys of a hop; those of the queries are added to `dq`."""
-    dtype, count = _sent_dtype(step, q.dtype), sum(map(len, step.parts))
+def gradients_of(step: Hop, ring: Ring, held: Held, queries: Queries) -> KeyGradients:
+    """Gradients of the keys of a hop; those of the queries are added to theirs."""
+    dtype, count = _sent_dtype(step, held.k.dtype), sum(map(len, step.parts))
     dk = dv = None
     places = Held(held.k, held.v, step.parts)
     for tile in step.tiles:
-        dq_part, dk_part, dv_part = _attend_backward(ring, tile, q, *held.of(tile), saved)
-        dq.add(tile.rows, dq_part)
+        dk_part, dv_part = queries.backward(ring, tile, *held.of(tile))
         if len(step.tiles) == 1:
             return KeyGradients(dk_part, dv_part, step.parts)
         if dk is None or dv is None:

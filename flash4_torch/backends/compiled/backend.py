@@ -19,6 +19,7 @@ from ..tiled import sinks_gradient
 from . import backward, forward
 from . import weights as weights_launch
 from .backward import Kernels
+from .dq_sums import CompiledDqSums
 from .explain import explain
 from .forward import Kernel
 from .masks import Read, View, over_keys, reader, transposed
@@ -98,6 +99,9 @@ class Compiled(OnTargets):
         if dmask is not None and mask is not None:
             dmask = dmask.to(mask.dtype)
         return Grads(unpad(grads.dq, D), unpad(grads.dk, D), unpad(grads.dv, Dv), dmask, grads.dsinks)
+
+    def dq_sums(self, q: Tensor, saved: Saved, scale: float) -> CompiledDqSums:
+        return CompiledDqSums(self, q, saved, scale)
 
     def weights(self, saved: SavedWeights, inputs: Inputs, problem: Problem) -> Tensor:
         return self._weigh(saved, inputs, problem, saved.average_heads)
