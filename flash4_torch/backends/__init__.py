@@ -2,6 +2,7 @@
 
 from .base import (
     ALIGNMENT,
+    AddsParts,
     Backend,
     BackwardLaunch,
     DqSums,
@@ -9,14 +10,15 @@ from .base import (
     Launch,
     Prepares,
     Results,
+    RunningOut,
     Shares,
-    SumsDq,
 )
 from .dispatch import PRIORITY, choose, excluding, is_plain, observers, own_backend, reasons
 
 __all__ = [
     "ALIGNMENT",
     "PRIORITY",
+    "AddsParts",
     "Backend",
     "BackwardLaunch",
     "DqSums",
@@ -24,8 +26,8 @@ __all__ = [
     "Launch",
     "Prepares",
     "Results",
+    "RunningOut",
     "Shares",
-    "SumsDq",
     "choose",
     "excluding",
     "is_plain",

@@ -20,10 +20,9 @@ from ..compile import Function, jit
 from ..problem import Inputs, Problem, Saved, SavedWeights
 from ..reference.weights import WeightsGradients
 from . import sequences
-from .base import DqSums, Grads, Results
+from .base import DqSums, Grads, Results, RunningOut
 from .compiled import SM80_ON_REQUEST, TARGETS, Compiled, Target, backward, forward, limits
 from .compiled import weights as weights_launch
-from .compiled.dq_sums import CompiledDqSums
 from .compiled.targets import Find
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -81,8 +80,11 @@ class Emulator:
             _run("backward", problem, q, k, v, out, lse, dout, dlse, delta, dq, dk, dv)
         return Grads(dq, dk, dv)
 
+    def running_out(self, q: Tensor, Dv: int) -> RunningOut:
+        return _emulated.running_out(q, Dv)
+
     def dq_sums(self, q: Tensor, saved: Saved, scale: float) -> DqSums:
-        return _EmulatedDqSums(_emulated, q, saved, scale)
+        return _emulated.dq_sums(q, saved, scale)
 
     def weights(self, saved: SavedWeights, inputs: Inputs, problem: Problem) -> Tensor:
         return _emulated.weights(saved, inputs, problem)
@@ -100,6 +102,11 @@ class _Emulated(Compiled):
 
     def target(self, problem: Problem) -> Target:
         return _target(problem) or emulated_target()
+
+    def limits(self, problem: Problem) -> tuple[str, ...]:
+        if _target(problem) is None:
+            return (f"there are no kernels for {_arch()}",)
+        return super().limits(problem)
 
     def find(self, problem: Problem) -> Find:
         return emulated_find
@@ -119,13 +126,6 @@ class _Emulated(Compiled):
     def counter(self, index: int) -> Tensor:
         """One counter for all launches: a launch that does not leave it at 0 spoils the next one."""
         return self._counter
-
-
-class _EmulatedDqSums(CompiledDqSums):
-    def why_not(self, rows: range, problem: Problem) -> list[str]:
-        if not _serves(problem):
-            return ["the small kernel for any GPU sums up no dQ of several calls"]
-        return super().why_not(rows, problem)
 
 
 _emulated = _Emulated()

@@ -22,7 +22,7 @@ from ..errors import RangeError
 from ..ops import schema
 from ..ops.check import cu_seqlens_values
 from ..ops.kvcache_append import merge_states
-from ..ops.query_gradient import QueryGradient
+from ..ops.parts import QueryGradient, RunningOut
 from ..problem import CallOptions, Saved
 from ..reference import sinks as sink_rows
 from ..reference.scoring import working_dtype
@@ -45,6 +45,11 @@ class Ring(NamedTuple):
         """What this rank does with the keys of the rank `distance` before it."""
         rank, size = self.axis.rank, self.axis.size
         return hop(self.problem, rank, (rank - distance) % size)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of all hops."""
+        return sum(len(self.hop(distance).tiles) for distance in range(self.axis.size))
 
     def hop_of_reader(self, distance: int) -> Hop:
         """What the rank `distance` after this one does with this one's keys."""
@@ -140,10 +145,10 @@ def attend_to(
     hops: Iterator[tuple[Hop, Held]], ring: Ring, q: Tensor, Dv: int, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's queries over the keys of all hops."""
-    rows = Rows(q, Dv)
+    rows = Rows(q, Dv, by_kernels=ring.tiles > MOST_PENDING)
     for step, held in hops:
         for tile in step.tiles:
-            rows.merge(tile.rows, *_attend(ring, tile, q, *held.of(tile)))
+            rows.attend(ring, tile, *held.of(tile))
     out, lse = rows.finished()
     if sinks is not None:
         out, lse, _ = sink_rows.join(out, lse, None, sinks)
@@ -231,16 +236,25 @@ class Part(NamedTuple):
 class Rows:
     """Rows of a result whose keys come in parts.
 
-    A few parts are merged at once, by a kernel that rounds once. Where there are more, what a few make is
-    added to a result in float32 (float64 for float64), so that memory does not grow with their number.
+    A few parts are merged at once, by a kernel that rounds once. Where there are more, memory must not grow
+    with their number: `by_kernels` has the kernels of attention merge each part with a result in float32;
+    where these cannot, what a few parts make is added to such a result (float64 for float64).
     """
 
-    def __init__(self, q: Tensor, Dv: int):
+    def __init__(self, q: Tensor, Dv: int, by_kernels: bool = False):
         B, S, Hq, _ = q.shape
-        self._shape, self._like = (B, S, Hq, Dv), q
+        self._shape, self._q = (B, S, Hq, Dv), q
+        self._by_kernels = RunningOut(q, Dv) if by_kernels else None
         self._work = working_dtype(q.dtype)
         self._pending: list[Part] = []
         self._running: tuple[Tensor, Tensor] | None = None
+
+    def attend(self, ring: Ring, tile: Tile, k: Tensor, v: Tensor) -> None:
+        """Adds the keys of a tile."""
+        by_kernels = None if tile.documents else self._by_kernels
+        if by_kernels and by_kernels.add(tile.rows, k, v, _state(ring, tile), _options(ring, tile)):
+            return
+        self.merge(tile.rows, *_attend(ring, tile, self._q, k, v))
 
     def merge(self, rows: Span, out: Tensor, lse: Tensor) -> None:
         """Adds the keys of out (B, n, Hq, Dv) and lse (B, Hq, n)."""
@@ -249,9 +263,13 @@ class Rows:
         self._pending.append(Part(rows, out, lse))
 
     def finished(self) -> tuple[Tensor, Tensor]:
+        found = None if self._by_kernels is None else self._by_kernels.finished()
+        if found is not None:
+            self._add(*found)
         if self._running is None:
             return self._at_once()
-        self._run()
+        if self._pending:
+            self._run()
         return self._running
 
     def _at_once(self) -> tuple[Tensor, Tensor]:
@@ -278,6 +296,9 @@ class Rows:
         """Adds what is pending to the result in float32."""
         out, lse = self._at_once()
         self._pending = []
+        self._add(out, lse)
+
+    def _add(self, out: Tensor, lse: Tensor) -> None:
         if self._running is None:
             self._running = out.to(self._work), lse
             return
@@ -292,8 +313,8 @@ class Rows:
     def _nothing(self, count: int) -> tuple[Tensor, Tensor]:
         """Results of rows without keys."""
         B, _, Hq, Dv = self._shape
-        out = self._like.new_zeros((B, count, Hq, Dv), dtype=self._work)
-        return out, self._like.new_full((B, Hq, count), -torch.inf, dtype=self._work)
+        out = self._q.new_zeros((B, count, Hq, Dv), dtype=self._work)
+        return out, self._q.new_full((B, Hq, count), -torch.inf, dtype=self._work)
 
 
 def _per_row(x: Tensor) -> Tensor:

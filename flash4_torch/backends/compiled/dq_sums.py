@@ -8,7 +8,6 @@ their number in all rows, which the tensors' shapes tell.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from ...configs.types import Scope
 from ...problem import Inputs, Problem, Saved
 from . import backward
 from .backward import Kernels, Shapes, Workspace
+from .running import from_offset, why_not_of_part, with_room
 from .tensors import allocator_like, readable, unpad
 
 if TYPE_CHECKING:
@@ -43,9 +43,9 @@ class CompiledDqSums:
         self._begun: _Begun | None = None
 
     def why_not(self, rows: range, problem: Problem) -> list[str]:
-        spec, why = problem.spec, []
-        if spec.varlen or spec.mask or spec.sinks or 0 in problem.extent:
-            return ["it sums up dQ over dense calls that have keys, without attn_mask and sinks"]
+        why = [*why_not_of_part(problem), *self._backend.limits(problem)]
+        if why:
+            return why
         kernels = self._kernels(problem)
         block = kernels.blocks.queries
         if kernels.config.scope == Scope.KV_HEAD:
@@ -89,7 +89,7 @@ class CompiledDqSums:
         """The workspace from that row's block on."""
         if self._begun is None:
             shapes = backward.shapes_of(self._q, *inputs[1:3], None, kernels)
-            begun = _Begun(_with_room(self._q, kernels, shapes), kernels, shapes)
+            begun = _Begun(_new_workspace(self._q, kernels, shapes), kernels, shapes)
             backward.preprocess(kernels, self._saved, None, begun.work)
             self._begun = begun
         elif self._begun.work.dq_semaphore is not None:
@@ -97,9 +97,9 @@ class CompiledDqSums:
         stats, dq_acc, semaphore = self._begun.work
         block = row // kernels.blocks.queries
         return Workspace(
-            _from(stats, block * kernels.blocks.queries),
-            _from(dq_acc, block * kernels.blocks.floats),
-            None if semaphore is None else _from(semaphore, block),
+            from_offset(stats, block * kernels.blocks.queries),
+            from_offset(dq_acc, block * kernels.blocks.floats),
+            None if semaphore is None else from_offset(semaphore, block),
         )
 
 
@@ -107,17 +107,8 @@ def _layout(kernels: Kernels) -> tuple[object, ...]:
     return kernels.blocks, kernels.is_ordered, kernels.row_stats
 
 
-def _with_room(like: Tensor, kernels: Kernels, shapes: Shapes) -> Workspace:
-    """A workspace whose tensors can be taken from any of a head's blocks on, in the same shape."""
-
-    def new(shape: tuple[int, ...], dtype: torch.dtype, head_dims: int) -> Tensor:
-        count, room = math.prod(shape), math.prod(shape[-head_dims:])
-        return like.new_empty(count + room, dtype=dtype)[:count].view(shape)
-
-    semaphore = new(shapes.dq_semaphore, torch.int32, 1) if kernels.is_ordered else None
-    return Workspace(new(shapes.stats, torch.float32, 1), new(shapes.dq_acc, torch.float32, 2), semaphore)
-
-
-def _from(x: Tensor, offset: int) -> Tensor:
-    """The tensor `offset` elements on, in the same shape."""
-    return x if not offset else x.as_strided(x.shape, x.stride(), x.storage_offset() + offset)
+def _new_workspace(like: Tensor, kernels: Kernels, shapes: Shapes) -> Workspace:
+    """A workspace whose tensors can be taken from any of a head's blocks on."""
+    semaphore = with_room(like, shapes.dq_semaphore, torch.int32, 1) if kernels.is_ordered else None
+    stats = with_room(like, shapes.stats, torch.float32, 1)
+    return Workspace(stats, with_room(like, shapes.dq_acc, torch.float32, 2), semaphore)

@@ -70,7 +70,7 @@ def forward(
         *host.tensor_map(load, heads, layouts.q, (plan.box, plan.D)),
         *host.tensor_map(load, keys, layouts.k, (plan.k_rows, plan.D), plan.boxes),
         *host.tensor_map(load, values, layouts.v, (plan.output.b.columns, plan.v_rows), plan.boxes),
-        *host.tensor_map(store, outputs, layouts.o, (plan.store_box, plan.Dv)),
+        *_store_map(store, outputs, layouts, plan),
     )
     tiles = count_tiles(q, maps, cu_seqlens_q, params, plan)
     kernel = forward_kernel(
@@ -89,6 +89,13 @@ def forward(
         plan,
     )
     tile_scheduler.launch(kernel, plan, tiles, params.num_sms, stream)
+
+
+def _store_map(store: Any, outputs: cute.Tensor, layouts: Layouts, plan: Plan) -> tuple[Any, cute.Tensor]:
+    """The map for O; running results are written past SMEM."""
+    if plan.features.running:
+        return None, outputs
+    return host.tensor_map(store, outputs, layouts.o, (plan.store_box, plan.Dv))
 
 
 def compile_forward(features: Features, config: Sm100Forward) -> Any:

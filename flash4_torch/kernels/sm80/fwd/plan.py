@@ -143,3 +143,5 @@ class Plan(ForwardPlan):
         assert not (f.dropout and c.pack_gqa > 1), "dropout's random numbers follow unpacked rows"
         assert not (any(f.mods) and (f.is_float32 or self.shares_rows))
         assert not self.paged
+        self.check_running()
+        assert not f.running or f.is_float32 or not self.shares_rows
