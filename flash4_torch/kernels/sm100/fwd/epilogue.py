@@ -28,7 +28,7 @@ def epilogue(ctx: Context, own: CorrectionThread, tile: Tile, t: Int32, end_at: 
     plan, at = ctx.plan, Cursor(t, end_at.phase)
     ring.wait_full(ctx.inverse, at)
     inverse = ctx.sInverse[own.row, t]
-    if cutlass.const_expr(plan.features.running):
+    if cutlass.const_expr(plan.features.running != ""):
         _write_running(ctx, own, tile, t, at, inverse)
     else:
         _store(ctx, own, tile, t, at, inverse)

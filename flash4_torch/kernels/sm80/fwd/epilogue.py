@@ -43,11 +43,11 @@ def epilogue(ctx: Context, t: Thread, tile: Tile) -> None:
         softmax.normalize(warp_mma.rows_of(t.O[m]), ends.inverse, plan.rows_may_be_masked)
         if cutlass.const_expr(plan.is_float32):
             _store_vectors(ctx, t.O[m], factors, tile, first, rows)
-        elif cutlass.const_expr(plan.features.running):
+        elif cutlass.const_expr(not plan.stages_o):
             running.write_fragment(ctx, warp_mma.rows_of(t.O[m]), factors, tile, first, rows, ctx.lane)
         else:
             _stage(ctx, t.O[m], m)
-    if cutlass.const_expr(not (plan.is_float32 or plan.features.running)):
+    if cutlass.const_expr(plan.stages_o):
         if cutlass.const_expr(plan.shares_rows):
             cute.arch.sync_threads()
         else:

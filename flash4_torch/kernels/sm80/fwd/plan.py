@@ -119,6 +119,11 @@ class Plan(ForwardPlan):
         return 2 * (self.stages - 1)
 
     @property
+    def stages_o(self) -> bool:
+        """Whether O leaves through SMEM."""
+        return not (self.is_float32 or self.features.running)
+
+    @property
     def stores_by_tma(self) -> bool:
         return False
 

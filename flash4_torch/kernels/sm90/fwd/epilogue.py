@@ -28,7 +28,7 @@ def epilogue(ctx: Context, t: Thread, tile: Tile, q_at: Cursor) -> None:
     keep_scale = ctx.params.keep_scale if plan.features.dropout else Float32(1.0)
     sinks = sinks_of(ctx, tile, (t.row, t.row + 8))
     ends = softmax.finalize(t.rows, scale, keep_scale, plan.softmax, sinks)
-    if cutlass.const_expr(plan.features.running):
+    if cutlass.const_expr(plan.features.running != ""):
         _write_running(ctx, t, ends, tile, q_at)
     else:
         _store(ctx, t, ends, tile, q_at)
