@@ -155,8 +155,8 @@ class AddsParts(Backend, Protocol):
 
     def running_out(self, q: Tensor, Dv: int) -> RunningOut: ...
 
-    def dq_sums(self, q: Tensor, saved: Saved, scale: float) -> DqSums:
-        """Sums for calls of that scale; `saved` is of all rows and all keys."""
+    def dq_sums(self, q: Tensor, saved: Saved) -> DqSums:
+        """`saved` is of all rows and all keys."""
         ...
 
 

@@ -83,8 +83,8 @@ class Emulator:
     def running_out(self, q: Tensor, Dv: int) -> RunningOut:
         return _emulated.running_out(q, Dv)
 
-    def dq_sums(self, q: Tensor, saved: Saved, scale: float) -> DqSums:
-        return _emulated.dq_sums(q, saved, scale)
+    def dq_sums(self, q: Tensor, saved: Saved) -> DqSums:
+        return _emulated.dq_sums(q, saved)
 
     def weights(self, saved: SavedWeights, inputs: Inputs, problem: Problem) -> Tensor:
         return _emulated.weights(saved, inputs, problem)

@@ -104,8 +104,8 @@ class Compiled(OnTargets):
     def running_out(self, q: Tensor, Dv: int) -> CompiledRunningOut:
         return CompiledRunningOut(self, q, Dv)
 
-    def dq_sums(self, q: Tensor, saved: Saved, scale: float) -> CompiledDqSums:
-        return CompiledDqSums(self, q, saved, scale)
+    def dq_sums(self, q: Tensor, saved: Saved) -> CompiledDqSums:
+        return CompiledDqSums(self, q, saved)
 
     def weights(self, saved: SavedWeights, inputs: Inputs, problem: Problem) -> Tensor:
         return self._weigh(saved, inputs, problem, saved.average_heads)

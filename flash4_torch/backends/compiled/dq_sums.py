@@ -30,13 +30,15 @@ class _Begun(NamedTuple):
     work: Workspace
     kernels: Kernels
     shapes: Shapes
+    scale: float
+    """Scale of the scores: the sums are multiplied by it at last."""
 
 
 class CompiledDqSums:
     """`base.DqSums` by the kernels of a backend."""
 
-    def __init__(self, backend: Compiled, q: Tensor, saved: Saved, scale: float):
-        self._backend, self._D, self._scale = backend, q.shape[-1], scale
+    def __init__(self, backend: Compiled, q: Tensor, saved: Saved):
+        self._backend, self._D = backend, q.shape[-1]
         self._q, self._dout, out = (readable(x) for x in (q, saved.dout, saved.out))
         dlse = None if saved.dlse is None else saved.dlse.contiguous()
         self._saved = saved._replace(dout=self._dout, out=out, lse=saved.lse.contiguous(), dlse=dlse)
@@ -53,15 +55,18 @@ class CompiledDqSums:
         if rows.start % block or (rows.stop % block and rows.stop != self._q.shape[1]):
             limit = f"the kernels' blocks have {block} rows"
             why.append(f"the call's rows are {rows.start} to {rows.stop}, and {limit}")
-        if self._begun is not None and _layout(kernels) != _layout(self._begun.kernels):
-            why.append("the config sums up dQ in another order than that of the calls before")
+        if self._begun is not None:
+            if problem.scale != self._begun.scale:
+                why.append(f"its scale is {problem.scale}, and that of the calls before {self._begun.scale}")
+            if _layout(kernels) != _layout(self._begun.kernels):
+                why.append("the config sums up dQ in another order than that of the calls before")
         return why
 
     def add(self, rows: range, inputs: Inputs, problem: Problem) -> tuple[Tensor, Tensor]:
         at, spec, kernels = slice(rows.start, rows.stop), problem.spec, self._kernels(problem)
         inputs = inputs._replace(q=self._q[:, at], k=readable(inputs.k), v=readable(inputs.v))
         shapes = backward.shapes_of(*inputs[:3], None, kernels)
-        work = self._work_from(rows.start, inputs, kernels)
+        work = self._work_from(rows.start, inputs, kernels, problem.scale)
         main = backward.main_launch(
             kernels, shapes, spec.dtype, kernels.params, lambda mask: None, allocator_like(self._q)
         )
@@ -71,11 +76,11 @@ class CompiledDqSums:
     def finished(self) -> Tensor | None:
         if self._begun is None:
             return None
-        work, kernels, shapes = self._begun
+        work, kernels, shapes, scale = self._begun
         if kernels.postprocess is None:
             raise AssertionError("these kernels round dQ themselves")
         dq = self._q.new_empty(shapes.dq)
-        kernels.postprocess(work.dq_acc, dq, None, self._scale)
+        kernels.postprocess(work.dq_acc, dq, None, scale)
         return unpad(dq, self._D)
 
     @property
@@ -85,11 +90,11 @@ class CompiledDqSums:
     def _kernels(self, problem: Problem) -> Kernels:
         return self._backend.backward_kernels(problem, self._index)
 
-    def _work_from(self, row: int, inputs: Inputs, kernels: Kernels) -> Workspace:
+    def _work_from(self, row: int, inputs: Inputs, kernels: Kernels, scale: float) -> Workspace:
         """The workspace from that row's block on."""
         if self._begun is None:
             shapes = backward.shapes_of(self._q, *inputs[1:3], None, kernels)
-            begun = _Begun(_new_workspace(self._q, kernels, shapes), kernels, shapes)
+            begun = _Begun(_new_workspace(self._q, kernels, shapes), kernels, shapes, scale)
             backward.preprocess(kernels, self._saved, None, begun.work)
             self._begun = begun
         elif self._begun.work.dq_semaphore is not None:
