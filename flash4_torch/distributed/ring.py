@@ -3,8 +3,8 @@
 Keys and values of the next hop travel under the computation of this one, straight from the rank that owns
 them: what of them nobody sees stays at home, and a hop without work is no hop. Partial outputs are merged in
 float32 by their log-sum-exps. The backward takes the log-sum-exp of whole rows, so that the weights of every
-tile are final, and sends the gradients of keys back to their owner, who adds them in float32 and in a fixed
-order.
+tile are final; dQ is summed up in one workspace of the kernels where they can, and the gradients of keys are
+sent back to their owner, who adds them in float32 and in a fixed order.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def attend_to(
     hops: Iterator[tuple[Hop, Held]], ring: Ring, q: Tensor, Dv: int, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's queries over the keys of all hops."""
-    rows = Rows(q, Dv, by_kernels=ring.tiles > MOST_PENDING)
+    rows = Rows(q, Dv, by_kernels=ring.tiles >= FEWEST_BY_KERNELS)
     for step, held in hops:
         for tile in step.tiles:
             rows.attend(ring, tile, *held.of(tile))
@@ -218,6 +218,9 @@ def taken(x: Tensor, parts: tuple[Span, ...]) -> Tensor:
 
 MOST_PENDING = 8
 """Parts of rows that wait to be merged in one go."""
+FEWEST_BY_KERNELS = MOST_PENDING + 1
+"""Tiles of a rank from which on the kernels of attention merge: one by one, they move more bytes than what
+merges a few at once, but fewer launches follow them."""
 
 
 class Part(NamedTuple):
