@@ -52,6 +52,9 @@ def forward(
     (pages, page_size, Hk, Dv) have the keys of packed queries. A sequence has seqused_k[b] keys, at least 0
     and at most blocks * page_size. page_size is a multiple of `features.page_box`. Page numbers are clamped
     to those that exist; the table is not read for keys that a sequence lacks.
+
+    With `features.running` out is float32, and lse may have more rows than q: the kernel writes the first
+    ones of each head. "add" merges its results with those that out and lse have.
     """
     plan.check()
     heads, keys = host.by_kv_head(q, k), host.positions_first(k)
