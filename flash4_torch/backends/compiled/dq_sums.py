@@ -8,7 +8,7 @@ their number in all rows, which the tensors' shapes tell.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +17,8 @@ from ...configs.types import Scope
 from ...problem import Inputs, Problem, Saved
 from . import backward
 from .backward import Kernels, Shapes, Workspace
-from .running import from_offset, why_not_of_part, with_room
+from .running import HasKernels, from_offset, why_not_of_part, with_room
 from .tensors import allocator_like, readable, unpad
-
-if TYPE_CHECKING:
-    from .backend import Compiled
 
 
 class _Begun(NamedTuple):
@@ -37,7 +34,7 @@ class _Begun(NamedTuple):
 class CompiledDqSums:
     """`base.DqSums` by the kernels of a backend."""
 
-    def __init__(self, backend: Compiled, q: Tensor, saved: Saved):
+    def __init__(self, backend: HasKernels, q: Tensor, saved: Saved):
         self._backend, self._D = backend, q.shape[-1]
         self._q, self._dout, out = (readable(x) for x in (q, saved.dout, saved.out))
         dlse = None if saved.dlse is None else saved.dlse.contiguous()

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ...problem import Inputs, Problem
 from ..base import Results
-from . import forward
+from . import backward, forward
 from .tensors import padded, readable
 
-if TYPE_CHECKING:
-    from .backend import Compiled
-
 _WIDEST = 256
+
+
+class HasKernels(Protocol):
+    """What calls on parts of the keys need of a backend."""
+
+    def limits(self, problem: Problem) -> tuple[str, ...]: ...
+
+    def kernel(self, problem: Problem, index: int) -> forward.Kernel: ...
+
+    def backward_kernels(self, problem: Problem, index: int) -> backward.Kernels: ...
+
+    def counter(self, index: int) -> Tensor: ...
 
 
 class CompiledRunningOut:
@@ -25,7 +34,7 @@ class CompiledRunningOut:
     Rows that no call has had yet are not initialised; the first call on them writes them.
     """
 
-    def __init__(self, backend: Compiled, q: Tensor, Dv: int):
+    def __init__(self, backend: HasKernels, q: Tensor, Dv: int):
         self._backend, self._Dv, self._q = backend, Dv, readable(q)
         self._fresh = [range(q.shape[1])]
         self._results: Results | None = None
