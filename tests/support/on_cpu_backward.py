@@ -233,7 +233,11 @@ def _backward(launches: list[Launch], features: Features, config: BackwardConfig
         dq_whole.copy_(dq[..., at, : features.D].transpose(-3, -2))
         return
     # Of several calls on the same rows each has the workspace from its first row on.
-    sums = dq_acc[..., : count // blocks.queries, :]
+    number = count // blocks.queries
+    if dq_semaphore is not None:
+        assert not dq_semaphore[..., :number].any()
+        dq_semaphore[..., :number] = 1
+    sums = dq_acc[..., :number, :]
     assert sums.isfinite().all()
     sums += in_blocks(blocks, dq / scale if scale else torch.zeros_like(dq))
 
