@@ -107,7 +107,7 @@ def results(call: Call, how: str = "") -> list[Tensor] | None:
     """Whole out, lse, dq, dk, dv and dsinks of a rank's call, brought together from all ranks."""
     if how == "by kernels":
         with (
-            mock.patch.dict(os.environ, {env.BACKEND.name: "emulator", env.ARCH.name: "sm_90a"}),
+            mock.patch.dict(os.environ, {env.BACKEND.name: "emulator", env.ARCH.name: "sm_100a"}),
             mock.patch.object(ring, "FEWEST_BY_KERNELS", 2),
         ):
             return results(call)
