@@ -48,6 +48,7 @@ FEATURE_WORDS = {
     "weights": "attention weights, for need_weights=True",
     "kvcache": "append_kvcache as serving engines call it, and merge_states",
     "deterministic": "deterministic gradients",
+    "ring": "what ranks that share a sequence call, too",
 }
 """Meaning of each word of --features."""
 

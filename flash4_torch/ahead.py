@@ -57,9 +57,11 @@ WORDS: dict[str, dict[str, object]] = {
     "weights": {},
     "kvcache": {},
     "deterministic": {},
+    "ring": {},
 }
 """Fields of `Features` that each word sets; float masks and sinks have the call's dtype; deterministic:
-gradients; weights: the attention weights, too; kvcache: what is done around a KV cache, too."""
+gradients; weights: the attention weights, too; kvcache: what is done around a KV cache, too; ring: what ranks
+that share a sequence call, too."""
 
 
 def warmup(
@@ -87,7 +89,8 @@ def warmup(
             dropout, mask (boolean), float-mask and sinks (both in the call's dtype), weights (for
             `need_weights=True`), kvcache (`attention_kvcache` over pages of 16, 64, 256 and dense caches, of
             this dtype or float8; `append_kvcache` to these by int64 slots, by table and lengths, by slots
-            also with rotary of all columns; `merge_states`) and deterministic.
+            also with rotary of all columns; `merge_states`), deterministic and ring (for ranks that share a
+            sequence: results of many parts, and dropout in a part).
         groups: query heads per KV head, from 1 to 1024; kernels compiled for 64 serve all larger groups.
         gradients: also compile the backward's kernels, where it has some.
         jobs: processes that compile at the same time, at least 1. Default: one per processor.
@@ -208,8 +211,11 @@ def kernels(
             entries += _of_weights(target, chosen)
         if "kvcache" in asked:
             entries += _of_kvcache(target, chosen, group)
+        in_order = chosen._replace(deterministic="deterministic" in asked)
         if gradients:
-            entries += _of_gradients(target, chosen._replace(deterministic="deterministic" in asked), group)
+            entries += _of_gradients(target, in_order, group)
+        if "ring" in asked:
+            entries += _of_ring(target, in_order, group, gradients)
         found |= {Key(entry, static, target.arch): None for entry, static in entries}
     return list(found)
 
@@ -303,6 +309,19 @@ def _of_kvcache(target: Target, features: Features, group: int) -> Iterator[tupl
         yield from ((DECODE, static) for static in kvcache.common_kernels(target, each))
     if target.has_pages and not target.forward_configs.limits(features):
         yield from ((target.forward, static) for static in paged.common_kernels(target, features, group))
+
+
+def _of_ring(
+    target: Target, features: Features, group: int, gradients: bool
+) -> Iterator[tuple[str, tuple[object, ...]]]:
+    """Forwards and gradients of parts, whose sinks join last."""
+    part = features._replace(sinks="", dropout_of_part=features.dropout)
+    in_parts = () if part.mask or part.varlen else ("begin", "add")
+    for running in ("", *in_parts):
+        yield from _of(target, part._replace(deterministic=False, running=running), group)
+    yield from ((MERGE_STATES, (plan,)) for plan in merge.common_plans(part.dtype, part.Dv))
+    if gradients:
+        yield from _of_gradients(target, part, group)
 
 
 def _of_gradients(target: Target, features: Features, group: int) -> Iterator[tuple[str, tuple[object, ...]]]:

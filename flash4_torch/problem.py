@@ -43,6 +43,8 @@ class Spec(NamedTuple):
     """float32: torch's switches allow TF32 for matrix products (`allows_tf32`)."""
     dropout_of_part: bool = False
     """The state of dropout says where the call lies in a larger one."""
+    running: str = ""
+    """Forward: '' if the results are the call's, else what is done with running ones (`Features.running`)."""
 
 
 class CallOptions(NamedTuple):

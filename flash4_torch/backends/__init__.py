@@ -1,17 +1,32 @@
 """Backends serve attention calls; `choose` picks one, and `reasons` says why the others cannot."""
 
-from .base import ALIGNMENT, Backend, BackwardLaunch, HeadsFirst, Launch, Prepares, Results, Shares
+from .base import (
+    ALIGNMENT,
+    AddsParts,
+    Backend,
+    BackwardLaunch,
+    DqSums,
+    HeadsFirst,
+    Launch,
+    Prepares,
+    Results,
+    RunningOut,
+    Shares,
+)
 from .dispatch import PRIORITY, choose, excluding, is_plain, observers, own_backend, reasons
 
 __all__ = [
     "ALIGNMENT",
     "PRIORITY",
+    "AddsParts",
     "Backend",
     "BackwardLaunch",
+    "DqSums",
     "HeadsFirst",
     "Launch",
     "Prepares",
     "Results",
+    "RunningOut",
     "Shares",
     "choose",
     "excluding",

@@ -113,6 +113,53 @@ class Shares(Prepares, Protocol):
         ...
 
 
+class RunningOut(Protocol):
+    """out and lse of q (B, S, Hq, D) in float32, over forward calls on keys of their own.
+
+    Each call has some of the rows.
+    """
+
+    def why_not(self, rows: range, problem: Problem) -> list[str]:
+        """Sentences why a call on `rows` of q cannot add to the results; empty if it can."""
+        ...
+
+    def add(self, rows: range, inputs: Inputs, problem: Problem) -> None:
+        """Merge a call's results with those of calls before it. k and v are the call's; q is not read."""
+        ...
+
+    def finished(self) -> tuple[Tensor, Tensor] | None:
+        """out (B, S, Hq, Dv) and lse (B, Hq, S), float32, 0 and -inf in rows of no call; None if nothing was
+        added. The last method called."""
+        ...
+
+
+class DqSums(Protocol):
+    """dQ of q (B, S, Hq, D), summed up in float32 over backward calls that each have some of the rows."""
+
+    def why_not(self, rows: range, problem: Problem) -> list[str]:
+        """Sentences why a call on `rows` of q cannot add to the sums; empty if it can."""
+        ...
+
+    def add(self, rows: range, inputs: Inputs, problem: Problem) -> tuple[Tensor, Tensor]:
+        """Add a call's share, and return its (dk, dv) in k's dtype. k and v are the call's; q is not read."""
+        ...
+
+    def finished(self) -> Tensor | None:
+        """dq in q's dtype; None if nothing was added. The last method called."""
+        ...
+
+
+@runtime_checkable
+class AddsParts(Backend, Protocol):
+    """A backend whose kernels can add to results of calls before theirs, on the same rows and other keys."""
+
+    def running_out(self, q: Tensor, Dv: int) -> RunningOut: ...
+
+    def dq_sums(self, q: Tensor, saved: Saved) -> DqSums:
+        """`saved` is of all rows and all keys."""
+        ...
+
+
 @runtime_checkable
 class HeadsFirst(Prepares, Protocol):
     """A backend that serves tensors (B, H, S, D) as they are."""

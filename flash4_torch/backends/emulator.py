@@ -20,7 +20,7 @@ from ..compile import Function, jit
 from ..problem import Inputs, Problem, Saved, SavedWeights
 from ..reference.weights import WeightsGradients
 from . import sequences
-from .base import Grads, Results
+from .base import DqSums, Grads, Results, RunningOut
 from .compiled import SM80_ON_REQUEST, TARGETS, Compiled, Target, backward, forward, limits
 from .compiled import weights as weights_launch
 from .compiled.targets import Find
@@ -80,6 +80,12 @@ class Emulator:
             _run("backward", problem, q, k, v, out, lse, dout, dlse, delta, dq, dk, dv)
         return Grads(dq, dk, dv)
 
+    def running_out(self, q: Tensor, Dv: int) -> RunningOut:
+        return _emulated.running_out(q, Dv)
+
+    def dq_sums(self, q: Tensor, saved: Saved) -> DqSums:
+        return _emulated.dq_sums(q, saved)
+
     def weights(self, saved: SavedWeights, inputs: Inputs, problem: Problem) -> Tensor:
         return _emulated.weights(saved, inputs, problem)
 
@@ -96,6 +102,11 @@ class _Emulated(Compiled):
 
     def target(self, problem: Problem) -> Target:
         return _target(problem) or emulated_target()
+
+    def limits(self, problem: Problem) -> tuple[str, ...]:
+        if _target(problem) is None:
+            return (f"there are no kernels for {_arch()}",)
+        return super().limits(problem)
 
     def find(self, problem: Problem) -> Find:
         return emulated_find

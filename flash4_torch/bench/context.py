@@ -30,7 +30,7 @@ from ..distributed.layout import Shards
 from ..distributed.plan import Problem
 from ..integrations import torch_sdpa
 from ..masks import Band
-from ..problem import CallOptions
+from ..problem import CallOptions, Saved
 from . import gpu
 from .report import Row, dtype_name, table
 from .settings import Settings, usual_dtype
@@ -209,13 +209,13 @@ def _ring_alone(cell: Cell, tensors: list[Tensor], ranks: int) -> Callable[[], A
         out, lse = ring.attend_to(hops(), it, q, cell.D)
         if cell.direction == "forward":
             return out
-        dq, dk, dv = ring.Sum(q), ring.Sum(k), ring.Sum(v)
-        saved = ring.Saved(dout, None, out, lse)
+        dk, dv = ring.Sum(k), ring.Sum(v)
+        queries = ring.Queries(q, Saved(dout, None, out, lse))
         for step, held in hops():
-            for keys, dk_part, dv_part in ring.gradients_of(step, it, held, q, saved, dq).in_parts():
+            for keys, dk_part, dv_part in ring.gradients_of(step, it, held, queries).in_parts():
                 dk.add(keys, dk_part)
                 dv.add(keys, dv_part)
-        return dq.finished(), dk.finished(), dv.finished()
+        return queries.finished(), dk.finished(), dv.finished()
 
     def without_history() -> Any:
         with torch.no_grad():

@@ -85,6 +85,9 @@ class Features(NamedTuple):
     numbers, and as exact as float32."""
     dropout_of_part: bool = False
     """The call is a part of a larger one, in which dropout counts its positions and heads."""
+    running: str = ""
+    """Forward only: "" if out is the call's. Otherwise out is float32, and calls on further keys add to out
+    and lse: "begin" writes them, "add" merges them with what is there."""
 
     @property
     def is_float32(self) -> bool:
@@ -280,12 +283,13 @@ class Sm100Forward(NamedTuple):
         return self.rows // self.pack_gqa
 
     def shared_memory(self, features: Features) -> int:
-        """Bytes of shared memory: Q, K and V in their stages, O, two numbers of each row, and barriers."""
+        """Bytes of shared memory: Q, K and V in their stages, O, numbers of each row, and barriers."""
         D, Dv = tile_dim(features.D), tile_dim(features.Dv)
         q = self.rows * D
         kv = self.kv_stages * self.keys * max(D, Dv) // self.cluster
         o = 0 if self.o_over_q else self.rows * Dv
-        return 2 * (q + kv + o) + 8 * self.rows + _BARRIERS
+        numbers = 2 + (features.running == "add")
+        return 2 * (q + kv + o) + 4 * numbers * self.rows + _BARRIERS
 
     def tensor_memory(self, features: Features) -> int:
         """TMEM columns up to the last one of O; S of two tiles comes first."""

@@ -3,8 +3,8 @@
 Keys and values of the next hop travel under the computation of this one, straight from the rank that owns
 them: what of them nobody sees stays at home, and a hop without work is no hop. Partial outputs are merged in
 float32 by their log-sum-exps. The backward takes the log-sum-exp of whole rows, so that the weights of every
-tile are final, and sends the gradients of keys back to their owner, who adds them in float32 and in a fixed
-order.
+tile are final; dQ is summed up in one workspace of the kernels where they can, and the gradients of keys are
+sent back to their owner, who adds them in float32 and in a fixed order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from ..errors import RangeError
 from ..ops import schema
 from ..ops.check import cu_seqlens_values
 from ..ops.kvcache_append import merge_states
-from ..problem import CallOptions
+from ..ops.parts import QueryGradient, RunningOut
+from ..problem import CallOptions, Saved
 from ..reference import sinks as sink_rows
 from ..reference.scoring import working_dtype
 from .groups import Axis, group_of
@@ -44,6 +45,11 @@ class Ring(NamedTuple):
         """What this rank does with the keys of the rank `distance` before it."""
         rank, size = self.axis.rank, self.axis.size
         return hop(self.problem, rank, (rank - distance) % size)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of all hops."""
+        return sum(len(self.hop(distance).tiles) for distance in range(self.axis.size))
 
     def hop_of_reader(self, distance: int) -> Hop:
         """What the rank `distance` after this one does with this one's keys."""
@@ -98,15 +104,6 @@ def backward(
     return dq[0], dk[0], dv[0], dsinks
 
 
-class Saved(NamedTuple):
-    """Rows of the output and its gradient: dout and out (B, S, Hq, Dv), lse and dlse (B, Hq, S)."""
-
-    dout: Tensor
-    dlse: Tensor | None
-    out: Tensor
-    lse: Tensor
-
-
 def _ring(
     q: Tensor,
     k: Tensor,
@@ -148,10 +145,10 @@ def attend_to(
     hops: Iterator[tuple[Hop, Held]], ring: Ring, q: Tensor, Dv: int, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's queries over the keys of all hops."""
-    rows = Rows(q, Dv)
+    rows = Rows(q, Dv, by_kernels=ring.tiles >= FEWEST_BY_KERNELS)
     for step, held in hops:
         for tile in step.tiles:
-            rows.merge(tile.rows, *_attend(ring, tile, q, *held.of(tile)))
+            rows.attend(ring, tile, *held.of(tile))
     out, lse = rows.finished()
     if sinks is not None:
         out, lse, _ = sink_rows.join(out, lse, None, sinks)
@@ -221,6 +218,9 @@ def taken(x: Tensor, parts: tuple[Span, ...]) -> Tensor:
 
 MOST_PENDING = 8
 """Parts of rows that wait to be merged in one go."""
+FEWEST_BY_KERNELS = MOST_PENDING + 1
+"""Tiles of a rank from which on the kernels of attention merge: one by one, they move more bytes than what
+merges a few at once, but fewer launches follow them."""
 
 
 class Part(NamedTuple):
@@ -239,16 +239,25 @@ class Part(NamedTuple):
 class Rows:
     """Rows of a result whose keys come in parts.
 
-    A few parts are merged at once, by a kernel that rounds once. Where there are more, what a few make is
-    added to a result in float32 (float64 for float64), so that memory does not grow with their number.
+    A few parts are merged at once, by a kernel that rounds once. Where there are more, memory must not grow
+    with their number: `by_kernels` has the kernels of attention merge each part with a result in float32;
+    where these cannot, what a few parts make is added to such a result (float64 for float64).
     """
 
-    def __init__(self, q: Tensor, Dv: int):
+    def __init__(self, q: Tensor, Dv: int, by_kernels: bool = False):
         B, S, Hq, _ = q.shape
-        self._shape, self._like = (B, S, Hq, Dv), q
+        self._shape, self._q = (B, S, Hq, Dv), q
+        self._by_kernels = RunningOut(q, Dv) if by_kernels else None
         self._work = working_dtype(q.dtype)
         self._pending: list[Part] = []
         self._running: tuple[Tensor, Tensor] | None = None
+
+    def attend(self, ring: Ring, tile: Tile, k: Tensor, v: Tensor) -> None:
+        """Adds the keys of a tile."""
+        by_kernels = None if tile.documents else self._by_kernels
+        if by_kernels and by_kernels.add(tile.rows, k, v, _state(ring, tile), _options(ring, tile)):
+            return
+        self.merge(tile.rows, *_attend(ring, tile, self._q, k, v))
 
     def merge(self, rows: Span, out: Tensor, lse: Tensor) -> None:
         """Adds the keys of out (B, n, Hq, Dv) and lse (B, Hq, n)."""
@@ -257,9 +266,13 @@ class Rows:
         self._pending.append(Part(rows, out, lse))
 
     def finished(self) -> tuple[Tensor, Tensor]:
+        found = None if self._by_kernels is None else self._by_kernels.finished()
+        if found is not None:
+            self._add(*found)
         if self._running is None:
             return self._at_once()
-        self._run()
+        if self._pending:
+            self._run()
         return self._running
 
     def _at_once(self) -> tuple[Tensor, Tensor]:
@@ -286,6 +299,9 @@ class Rows:
         """Adds what is pending to the result in float32."""
         out, lse = self._at_once()
         self._pending = []
+        self._add(out, lse)
+
+    def _add(self, out: Tensor, lse: Tensor) -> None:
         if self._running is None:
             self._running = out.to(self._work), lse
             return
@@ -300,8 +316,8 @@ class Rows:
     def _nothing(self, count: int) -> tuple[Tensor, Tensor]:
         """Results of rows without keys."""
         B, _, Hq, Dv = self._shape
-        out = self._like.new_zeros((B, count, Hq, Dv), dtype=self._work)
-        return out, self._like.new_full((B, Hq, count), -torch.inf, dtype=self._work)
+        out = self._q.new_zeros((B, count, Hq, Dv), dtype=self._work)
+        return out, self._q.new_full((B, Hq, count), -torch.inf, dtype=self._work)
 
 
 def _per_row(x: Tensor) -> Tensor:
@@ -407,6 +423,32 @@ class Sum:
         return self._total.to(self._like.dtype).contiguous()
 
 
+class Queries:
+    """Queries of a backward, and the sum of their gradients.
+
+    A tile adds to sums of the backend's where this serves that; other gradients are added here.
+    """
+
+    def __init__(self, q: Tensor, saved: Saved):
+        self._q, self._saved = q, saved
+        self._by_backend, self._others = QueryGradient(q, saved), Sum(q)
+
+    def backward(self, ring: Ring, tile: Tile, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """(dk, dv) of a tile, whose dq is added."""
+        options, state = _options(ring, tile), _state(ring, tile)
+        if tile.documents is None and (found := self._by_backend.add(tile.rows, k, v, state, options)):
+            return found
+        dq, dk, dv = _attend_backward(ring, tile, self._q, k, v, self._saved)
+        self._others.add(tile.rows, dq)
+        return dk, dv
+
+    def finished(self) -> Tensor:
+        """dq in q's dtype."""
+        if (dq := self._by_backend.finished()) is not None:
+            self._others.add(range(dq.shape[1]), dq)
+        return self._others.finished()
+
+
 def _backward(
     saved: Saved,
     q: Tensor,
@@ -420,10 +462,10 @@ def _backward(
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ring = _ring(q, k, rng_state, cu_seqlens, group, layout, CallOptions(*options))
-    dq, dk, dv = Sum(q), Sum(k), Sum(v)
+    queries, dk, dv = Queries(q, saved), Sum(k), Sum(v)
     returning: Returning | None = None
     for distance, (step, held) in enumerate(_hops(ring, k, v)):
-        gradients = gradients_of(step, ring, held, q, saved, dq)
+        gradients = gradients_of(step, ring, held, queries)
         if distance == 0:
             for keys, dk_part, dv_part in gradients.in_parts():
                 dk.add(keys, dk_part)
@@ -438,7 +480,7 @@ def _backward(
     if sinks is not None:
         delta = sink_rows.delta(saved.dout, saved.out, saved.dlse, saved.lse.dtype)
         dsinks = sink_rows.gradient(delta, saved.lse, sinks)
-    return dq.finished(), dk.finished(), dv.finished(), dsinks
+    return queries.finished(), dk.finished(), dv.finished(), dsinks
 
 
 class KeyGradients(NamedTuple):
@@ -461,14 +503,13 @@ def _sent_dtype(step: Hop, dtype: torch.dtype) -> torch.dtype:
     return dtype if step.reads_once else working_dtype(dtype)
 
 
-def gradients_of(step: Hop, ring: Ring, held: Held, q: Tensor, saved: Saved, dq: Sum) -> KeyGradients:
-    """Gradients of the keys of a hop; those of the queries are added to `dq`."""
-    dtype, count = _sent_dtype(step, q.dtype), sum(map(len, step.parts))
+def gradients_of(step: Hop, ring: Ring, held: Held, queries: Queries) -> KeyGradients:
+    """Gradients of the keys of a hop; those of the queries are added to theirs."""
+    dtype, count = _sent_dtype(step, held.k.dtype), sum(map(len, step.parts))
     dk = dv = None
     places = Held(held.k, held.v, step.parts)
     for tile in step.tiles:
-        dq_part, dk_part, dv_part = _attend_backward(ring, tile, q, *held.of(tile), saved)
-        dq.add(tile.rows, dq_part)
+        dk_part, dv_part = queries.backward(ring, tile, *held.of(tile))
         if len(step.tiles) == 1:
             return KeyGradients(dk_part, dv_part, step.parts)
         if dk is None or dv is None:

@@ -74,7 +74,7 @@ def _packed_extent(inputs: Inputs, max_seqlens: tuple[int, int]) -> Extent:
     return _varlen_extent(inputs.q, inputs.k, inputs.cu_seqlens_q, *max_seqlens)
 
 
-def _with_state(problem: Problem, rng_state: Tensor | None) -> Problem:
+def with_state(problem: Problem, rng_state: Tensor | None) -> Problem:
     """The problem with what dropout's state says of it."""
     if rng_state is None or rng_state.shape[0] == 2:
         return problem
@@ -109,7 +109,7 @@ def _attention(
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     problem = describe(q, v.shape[-1], dense_extent(q, k), attn_mask, sinks, CallOptions(*options))
-    problem = _with_state(problem, rng_state)
+    problem = with_state(problem, rng_state)
     inputs = Inputs(q, k, v, attn_mask, sinks, rng_state)
     out, lse, low, _ = backends.choose(problem).forward(inputs, problem)
     return out, lse, lse.new_empty(*lse.shape[:2], 0) if low is None else low
@@ -131,7 +131,7 @@ def _attention_backward(
 ) -> tuple[Tensor, ...]:
     *options, mask_grad = options_and_mask_grad
     forward = describe(q, v.shape[-1], dense_extent(q, k), attn_mask, sinks, CallOptions(*options))
-    problem = backward_of(_with_state(forward, rng_state), dlse, mask_grad)
+    problem = backward_of(with_state(forward, rng_state), dlse, mask_grad)
     inputs = Inputs(q, k, v, attn_mask, sinks, rng_state)
     if lse_low is None and has_float_mask(attn_mask):
         lse_low = tiled.lse_low(q, k, lse, scoring(inputs, problem))
@@ -156,7 +156,7 @@ def _attention_varlen(
     cu_seqlens_values("cu_seqlens_k", cu_seqlens_k, k.shape[0], max_seqlen_k)
     extent = _varlen_extent(q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
     problem = describe(q, v.shape[-1], extent, None, sinks, CallOptions(*options), varlen=True)
-    problem = _with_state(problem, rng_state)
+    problem = with_state(problem, rng_state)
     inputs = Inputs(q, k, v, None, sinks, rng_state, cu_seqlens_q, cu_seqlens_k)
     out, lse, *_ = backends.choose(problem).forward(inputs, problem)
     return out, lse
@@ -180,7 +180,7 @@ def _attention_varlen_backward(
 ) -> tuple[Tensor, ...]:
     extent = _varlen_extent(q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
     forward = describe(q, v.shape[-1], extent, None, sinks, CallOptions(*options), varlen=True)
-    problem = backward_of(_with_state(forward, rng_state), dlse)
+    problem = backward_of(with_state(forward, rng_state), dlse)
     inputs = Inputs(q, k, v, None, sinks, rng_state, cu_seqlens_q, cu_seqlens_k)
     grads = backends.choose(problem).backward(Saved(dout, dlse, out, lse), inputs, problem)
     return grads.dq, grads.dk, grads.dv, q.new_empty(0) if grads.dsinks is None else grads.dsinks

@@ -174,6 +174,7 @@ def test_numbers_of_other_libraries_make_the_same_kernels() -> None:
 @pytest.mark.parametrize("target", list(TARGETS.values()), ids=lambda target: target.arch)
 def test_names_for_reading_tell_kernels_apart(target: Target) -> None:
     features = ["plain", "causal+varlen", "window+softcap", "mask", "float-mask+dropout", "deterministic"]
+    features += ["causal+ring", "dropout+ring"]
     keys = ahead.kernels(target.arch, [64, (192, 128), 256], ahead.DTYPES, features, [1, 8])
     names = [progress.in_words(key) for key in keys]
     assert len(set(names)) == len(keys)

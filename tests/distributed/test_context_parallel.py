@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from context_calls import MESHES, WORLD, Call, results
-from everything import examples, one_of
+from everything import EVERYTHING, examples, one_of
 from flash4_torch.testing import assert_close_as_peer, peek_rng_state, reference
 from ranks import ranks
 
@@ -51,8 +51,8 @@ def _packed(
     return torch.cat(outs), torch.cat(lses, -1)
 
 
-def check(call: Call) -> None:
-    found = [x for x in ranks(WORLD).run(results, call) if x is not None]
+def check(call: Call, how: str = "") -> None:
+    found = [x for x in ranks(WORLD).run(results, call, how) if x is not None]
     exact, peer = expected(call, torch.float64), expected(call, call.dtype)
     names = ("out", "lse", "dq", "dk", "dv", "dsinks")
     # Every rank has the same whole tensors, bit for bit.
@@ -119,6 +119,13 @@ PLAIN = Call("ring 2", "zigzag", 1, 4, 2, 2, 8, 8, torch.float32, {"causal": Tru
 @example(PLAIN._replace(options={"window": (None, -5), "dropout_p": 0.4}, mesh="ring 4", chunk=8))
 def test_ranks_give_what_one_process_does(call: Call) -> None:
     check(call)
+
+
+@pytest.mark.parametrize("how", ["", "by kernels"] if EVERYTHING else [""])
+def test_chunks_of_whole_blocks(how: str) -> None:
+    """The emulator's kernels merge parts, and sum up dQ over hops."""
+    call = PLAIN._replace(chunk=128, Hk=1, D=64, Dv=64, dtype=torch.bfloat16, lse=False)
+    check(call._replace(options={}), how)
 
 
 @pytest.mark.parametrize("kind", ["compiled", "checkpointed"])

@@ -211,6 +211,7 @@ def test_only_what_a_call_uses_is_compiled_in(kwargs: dict[str, Any], expected: 
         "Dv": 32,
         "varlen": False,
         "mask": "",
+        "running": "",
         "sinks": "",
         "page_box": 0,
         "mods": Mods(),

@@ -24,7 +24,7 @@ from flash4_torch.configs.types import Features
 from flash4_torch.kernels.common.mask_tables import MaskPlan, place
 from flash4_torch.masks import Band
 from flash4_torch.problem import Problem
-from flash4_torch.reference import tiled
+from flash4_torch.reference import kvcache, tiled
 from flash4_torch.reference import weights as reference_weights
 from flash4_torch.reference.dropout import Dropout
 from flash4_torch.reference.scoring import Scoring
@@ -138,7 +138,11 @@ def _forward(machine: Machine, features: Features, config: ForwardConfig, *args:
             out[rows], lse[:, rows] = results[0][0], results[1][0]
         else:
             results = tiled.forward(q, k, v, scoring, sinks=sinks)
-            for result, exact in zip((out, lse, low), results, strict=True):
+            own_lse = lse[..., : q.shape[1]]
+            if features.running == "add":
+                parts = torch.stack([out, results[0].float()]), torch.stack([own_lse, results[1]])
+                results = (*kvcache.merge(*([part] for part in parts)), None)
+            for result, exact in zip((out, own_lse, low), results, strict=True):
                 if result is not None:
                     result.copy_(exact)
 
@@ -184,14 +188,21 @@ def _check(
     """Asserts what the kernel is promised."""
     for x in (q, k, v):
         assert x.dim() == 4 - features.varlen and x.numel() > 0
-        assert str(x.dtype) == f"torch.{features.dtype}" == str(out.dtype)
+        assert str(x.dtype) == f"torch.{features.dtype}"
         assert x.stride(-1) == 1 and all(s > 0 and s % 8 == 0 for s in x.stride()[:-1])
         assert x.data_ptr() % 16 == 0
     D, Dv = features.D, features.Dv
     assert (q.shape[-1], k.shape[-1], v.shape[-1]) == (D, D, Dv) and D % 8 == Dv % 8 == 0
     *batch, Sq, Hq, _ = q.shape
-    assert out.shape == (*batch, Sq, Hq, Dv) and out.is_contiguous() and out.data_ptr() % 16 == 0
-    assert lse.shape == (*batch, Hq, Sq) and lse.is_contiguous() and lse.dtype == torch.float32
+    assert out.shape == (*batch, Sq, Hq, Dv) and out.data_ptr() % 16 == 0
+    assert str(out.dtype) == f"torch.{'float32' if features.running else features.dtype}"
+    assert lse.is_contiguous() and lse.dtype == torch.float32
+    if features.running:
+        assert out.stride(-1) == 1 and all(s > 0 and s % 8 == 0 for s in out.stride()[:-1])
+        assert lse.shape[:-1] == (*batch, Hq) and lse.shape[-1] >= Sq
+        assert not (features.varlen or features.sinks or features.large_scores)
+    else:
+        assert out.is_contiguous() and lse.shape == (*batch, Hq, Sq)
     assert (low is not None) == features.float_mask
     if low is not None:
         assert low.shape == lse.shape and low.is_contiguous() and low.dtype == torch.float32

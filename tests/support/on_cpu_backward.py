@@ -183,8 +183,7 @@ def _backward(launches: list[Launch], features: Features, config: BackwardConfig
     scale, softcap, left, right, max_seqlen, heads_per_section, _, drop_byte, drop_fraction, _, _ = params
     assert heads_per_section >= 1 and (scale > 0.0 or features.scaled)
     p = (drop_byte + drop_fraction / 2**32) / 256
-    sums = sums_of(features.D, config, features.column_step)
-    blocks = RowBlocks.of(sums)
+    blocks = RowBlocks.of(sums_of(features.D, config, features.column_step))
     count, at = _rows(blocks, q, ends_q)
     assert len(stats) == features.row_stats
     signed = -stats if config.tmem_order else stats
@@ -233,8 +232,14 @@ def _backward(launches: list[Launch], features: Features, config: BackwardConfig
         assert dq_acc.shape == (min(params[6], heads), group, count // config.queries, blocks.floats)
         dq_whole.copy_(dq[..., at, : features.D].transpose(-3, -2))
         return
-    assert not dq_acc.any()
-    dq_acc += in_blocks(blocks, dq / scale if scale else torch.zeros_like(dq))
+    # Of several calls on the same rows each has the workspace from its first row on.
+    number = count // blocks.queries
+    if dq_semaphore is not None:
+        assert not dq_semaphore[..., :number].any()
+        dq_semaphore[..., :number] = 1
+    sums = dq_acc[..., :number, :]
+    assert sums.isfinite().all()
+    sums += in_blocks(blocks, dq / scale if scale else torch.zeros_like(dq))
 
 
 def _mask(

@@ -12,7 +12,7 @@ from flash4_torch.distributed import ring
 from flash4_torch.distributed.groups import Axis
 from flash4_torch.distributed.layout import Shards
 from flash4_torch.distributed.plan import Problem
-from flash4_torch.problem import CallOptions
+from flash4_torch.problem import CallOptions, Saved
 
 
 class Whole(NamedTuple):
@@ -42,8 +42,9 @@ def ring_in_one_process(
         state = torch.cat([state, state.new_tensor([0, 0, 0, Hq, Hq])])
     places = [torch.cat([torch.arange(c.start, c.stop) for c in shards.chunks(r)]) for r in range(ranks)]
     q_of, k_of, v_of, dout_of = ([x[:, at.to(x.device)] for at in places] for x in (q, k, v, dout))
-    sums = [(ring.Sum(q_of[r]), ring.Sum(k_of[r]), ring.Sum(v_of[r])) for r in range(ranks)]
+    sums = [(ring.Sum(k_of[r]), ring.Sum(v_of[r])) for r in range(ranks)]
     rows: list[tuple[Tensor, Tensor]] = []
+    dqs: list[Tensor] = []
     for rank in range(ranks):
         here = ring.Ring(Axis("", ranks, rank), problem, options, state)
 
@@ -56,15 +57,17 @@ def ring_in_one_process(
 
         out, lse = ring.attend_to(hops(), here, q_of[rank], v.shape[-1])
         rows.append((out, lse))
-        saved = ring.Saved(dout_of[rank], None, out, lse)
+        queries = ring.Queries(q_of[rank], Saved(dout_of[rank], None, out, lse))
         for step, held in hops():
-            found = ring.gradients_of(step, here, held, q_of[rank], saved, sums[rank][0])
+            found = ring.gradients_of(step, here, held, queries)
             for keys, dk, dv in found.in_parts():
-                sums[step.source][1].add(keys, dk)
-                sums[step.source][2].add(keys, dv)
+                sums[step.source][0].add(keys, dk)
+                sums[step.source][1].add(keys, dv)
+        dqs.append(queries.finished())
     order = torch.cat(places).argsort().to(q.device)
     results = [
         [out for out, _ in rows],
+        dqs,
         *([part.finished() for part in parts] for parts in zip(*sums, strict=True)),
     ]
     out, dq, dk, dv = (torch.cat(parts, 1)[:, order] for parts in results)

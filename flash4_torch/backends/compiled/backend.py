@@ -19,10 +19,12 @@ from ..tiled import sinks_gradient
 from . import backward, forward
 from . import weights as weights_launch
 from .backward import Kernels
+from .dq_sums import CompiledDqSums
 from .explain import explain
 from .forward import Kernel
 from .masks import Read, View, over_keys, reader, transposed
 from .params import FARTHEST, mask_dtype
+from .running import CompiledRunningOut
 from .served import OnTargets
 from .targets import BackwardConfig, Find, ForwardConfig, Target
 from .tensors import Allocator, allocator_like, is_empty, is_readable, past_dispatcher, readable, unpad
@@ -98,6 +100,12 @@ class Compiled(OnTargets):
         if dmask is not None and mask is not None:
             dmask = dmask.to(mask.dtype)
         return Grads(unpad(grads.dq, D), unpad(grads.dk, D), unpad(grads.dv, Dv), dmask, grads.dsinks)
+
+    def running_out(self, q: Tensor, Dv: int) -> CompiledRunningOut:
+        return CompiledRunningOut(self, q, Dv)
+
+    def dq_sums(self, q: Tensor, saved: Saved) -> CompiledDqSums:
+        return CompiledDqSums(self, q, saved)
 
     def weights(self, saved: SavedWeights, inputs: Inputs, problem: Problem) -> Tensor:
         return self._weigh(saved, inputs, problem, saved.average_heads)
@@ -220,6 +228,10 @@ class Compiled(OnTargets):
     def target(self, problem: Problem) -> Target:
         """The target for the problem's GPU."""
         return self._targets[problem.spec.capability]
+
+    def limits(self, problem: Problem) -> tuple[str, ...]:
+        """The reasons why its kernels cannot serve the problem."""
+        return limits(self.target(problem), problem)
 
     def find(self, problem: Problem) -> Find:
         """The function that gets compiled kernels."""

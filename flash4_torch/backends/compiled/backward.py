@@ -10,7 +10,7 @@ sinks need nothing but the two numbers of each row.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -217,6 +217,79 @@ def shapes_of(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, kern
     )
 
 
+class Workspace(NamedTuple):
+    """Tensors between the kernels of a backward, as `Shapes` describes them."""
+
+    stats: Tensor
+    dq_acc: Tensor
+    dq_semaphore: Tensor | None
+
+
+def new_workspace(kernels: Kernels, shapes: Shapes, allocator: Allocator) -> Callable[[], Workspace]:
+    """Allocates the workspace of a call."""
+    new_stats, new_dq_acc = allocator(shapes.stats, torch.float32), allocator(shapes.dq_acc, torch.float32)
+    if not kernels.is_ordered:
+        return lambda: Workspace(new_stats(), new_dq_acc(), None)
+    new_semaphore = allocator(shapes.dq_semaphore, torch.int32)
+    return lambda: Workspace(new_stats(), new_dq_acc(), new_semaphore())
+
+
+def preprocess(kernels: Kernels, saved: Saved, ends_q: Tensor | None, work: Workspace) -> None:
+    """Launch the first kernel: it fills the statistics, and clears the sums that the main kernel adds to."""
+    dout, dlse, out, lse, _, lse_low = saved
+    cleared = None if kernels.postprocess is None else work.dq_acc
+    kernels.preprocess(out, dout, lse, lse_low, dlse, work.stats, cleared, work.dq_semaphore, ends_q)
+
+
+class MainLaunch(Protocol):
+    """Function that launches the main kernel, and the group reduction if there is one."""
+
+    def __call__(
+        self,
+        inputs: Inputs,
+        dout: Tensor,
+        work: Workspace,
+        dq: Tensor | None,
+        dmask: Tensor | None,
+        tile_counter: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """(dk, dv), given tensors that the kernels can read, and dq if the main kernel rounds it."""
+        ...
+
+
+def main_launch(
+    kernels: Kernels, shapes: Shapes, dtype: torch.dtype, params: Any, read_mask: Read, allocator: Allocator
+) -> MainLaunch:
+    """The launches between `preprocess` and what rounds dQ; arguments as for `sequence`."""
+    main, group_reduce = kernels.main, kernels.group_reduce
+    new_dk, new_dv = (allocator(shape, dtype) for shape in (shapes.dk, shapes.dv))
+    new_parts = None
+    if group_reduce is not None:
+        new_parts = allocator(shapes.dk_parts, dtype), allocator(shapes.dv_parts, dtype)
+
+    def launch(
+        inputs: Inputs,
+        dout: Tensor,
+        work: Workspace,
+        dq: Tensor | None,
+        dmask: Tensor | None,
+        tile_counter: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v, mask, _, rng_state, ends_q, ends_k, _ = inputs
+        stats, dq_acc, semaphore = work
+        dk_made, dv_made = dk, dv = new_dk(), new_dv()
+        if new_parts is not None:
+            dk_made, dv_made = (new() for new in new_parts)
+        dmask_rows = None if dmask is None else dmask.transpose(2, 3)
+        more = (ends_q, ends_k, read_mask(mask), dmask_rows, rng_state, params)
+        main(q, k, v, dout, stats, dq_acc, dq, dk_made, dv_made, tile_counter, semaphore, *more)
+        if group_reduce is not None:
+            group_reduce(dk_made, dv_made, dk, dv)
+        return dk, dv
+
+    return launch
+
+
 def sequence(
     kernels: Kernels,
     shapes: Shapes,
@@ -231,37 +304,23 @@ def sequence(
     `params` is what the main kernel takes for `kernels.params`: that, or what it was converted to before.
     `read_mask` takes the mask as the forward gets it.
     """
-    preprocess, main, postprocess, group_reduce, sinks_gradient = kernels[:5]
-    new_dq, new_dk, new_dv = (allocator(shape, dtype) for shape in shapes[:3])
-    new_stats, new_dq_acc = allocator(shapes.stats, torch.float32), allocator(shapes.dq_acc, torch.float32)
-    new_semaphore, new_parts = None, None
-    if kernels.is_ordered:
-        new_semaphore = allocator(shapes.dq_semaphore, torch.int32)
-    if group_reduce is not None:
-        new_parts = allocator(shapes.dk_parts, dtype), allocator(shapes.dv_parts, dtype)
+    postprocess, sinks_gradient = kernels.postprocess, kernels.sinks_gradient
+    new_dq, new_work = allocator(shapes.dq, dtype), new_workspace(kernels, shapes, allocator)
+    main = main_launch(kernels, shapes, dtype, params, read_mask, allocator)
 
     def launch(saved: Saved, inputs: Inputs, dmask: Tensor | None, tile_counter: Tensor) -> Grads:
-        dout, dlse, out, lse, _, lse_low = saved
-        q, k, v, mask, sinks, rng_state, ends_q, ends_k, _ = inputs
-        ends_q, ends_k = lengths(ends_q), lengths(ends_k)
-        stats, dq_acc, dq, dk, dv = new_stats(), new_dq_acc(), new_dq(), new_dk(), new_dv()
-        semaphore = None if new_semaphore is None else new_semaphore()
-        cleared, rounded = (None, dq) if postprocess is None else (dq_acc, None)
-        dk_made, dv_made = dk, dv
-        if new_parts is not None:
-            dk_made, dv_made = (new() for new in new_parts)
-        preprocess(out, dout, lse, lse_low, dlse, stats, cleared, semaphore, ends_q)
-        dmask_rows = None if dmask is None else dmask.transpose(2, 3)
-        more = (ends_q, ends_k, read_mask(mask), dmask_rows, rng_state, params)
-        main(q, k, v, dout, stats, dq_acc, rounded, dk_made, dv_made, tile_counter, semaphore, *more)
+        ends_q, ends_k, sinks = lengths(inputs.cu_seqlens_q), lengths(inputs.cu_seqlens_k), inputs.sinks
+        inputs = inputs._replace(cu_seqlens_q=ends_q, cu_seqlens_k=ends_k)
+        work, dq = new_work(), new_dq()
+        preprocess(kernels, saved, ends_q, work)
+        rounded = dq if postprocess is None else None
+        dk, dv = main(inputs, saved.dout, work, rounded, dmask, tile_counter)
         if postprocess is not None:
-            postprocess(dq_acc, dq, ends_q, scale)
-        if group_reduce is not None:
-            group_reduce(dk_made, dv_made, dk, dv)
+            postprocess(work.dq_acc, dq, ends_q, scale)
         dsinks = None
         if sinks_gradient is not None and sinks is not None:
             dsinks = torch.empty_like(sinks, memory_format=torch.contiguous_format)
-            sinks_gradient(stats, sinks.contiguous(), dsinks)
+            sinks_gradient(work.stats, sinks.contiguous(), dsinks)
         return Grads(dq, dk, dv, dmask, dsinks)
 
     return launch

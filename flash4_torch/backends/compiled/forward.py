@@ -63,26 +63,34 @@ def sequence(
     new_out, new_lse = allocator(shapes.out, dtype), allocator(shapes.lse, torch.float32)
 
     def launch(x: Inputs, tile_counter: Tensor) -> Results:
-        out, lse, sinks = new_out(), new_lse(), x.sinks
         low = new_lse() if has_float_mask(x.attn_mask) else None
-        function(
-            x.q,
-            x.k,
-            x.v,
-            out,
-            lse,
-            low,
-            tile_counter,
-            lengths(x.cu_seqlens_q),
-            lengths(x.cu_seqlens_k),
-            read_mask(x.attn_mask),
-            x.rng_state,
-            sinks if sinks is None else sinks.contiguous(),
-            params,
-        )
-        return Results(out, lse, low)
+        results = Results(new_out(), new_lse(), low)
+        run(function, x, results, tile_counter, read_mask(x.attn_mask), params)
+        return results
 
     return launch
+
+
+def run(
+    function: compile.Function, x: Inputs, results: Results, tile_counter: Tensor, mask: Any, params: Any
+) -> None:
+    """Launch the kernel, which writes the results; `mask` is what it takes for x.attn_mask."""
+    sinks = x.sinks
+    function(
+        x.q,
+        x.k,
+        x.v,
+        results.out,
+        results.lse,
+        results.lse_low,
+        tile_counter,
+        lengths(x.cu_seqlens_q),
+        lengths(x.cu_seqlens_k),
+        mask,
+        x.rng_state,
+        sinks if sinks is None else sinks.contiguous(),
+        params,
+    )
 
 
 def shapes_of(q: Tensor, v: Tensor) -> Shapes:
@@ -113,6 +121,7 @@ def features_of(problem: Problem, mods: Mods | None = None) -> Features:
         mask=mask,
         dropout=spec.dropout,
         dropout_of_part=spec.dropout_of_part,
+        running=spec.running,
         large_softcap=problem.softcap > (0.0 if spec.dtype == torch.float32 else LARGE_SOFTCAP),
         sinks=spec.sinks,
         mods=mods,

@@ -320,8 +320,9 @@ def store_row(
     columns: cutlass.Constexpr,
     lane: Int32,
     first_column: Int32 = 0,
+    factor: Float32 | None = None,
 ) -> None:
-    """Store one of the lane's rows to memory, 16 bytes at a time.
+    """Store one of the lane's rows to memory, 16 bytes at a time, or add it to `factor` times what is there.
 
     columns: those that the row in memory has, a multiple of eight. first_column: the accumulator's first one.
     """
@@ -334,6 +335,11 @@ def store_row(
                 numbers[i] = own[i]
             for i in cutlass.range_constexpr(0, _OWN, 4):
                 four = cute.make_tensor(numbers.iterator + i, cute.make_layout(4))
+                if cutlass.const_expr(factor is not None):
+                    before = cute.make_rmem_tensor(4, Float32)
+                    cute.autovec_copy(vector_at(target.iterator + (first + i), 4), before)
+                    for j in cutlass.range_constexpr(4):
+                        four[j] = four[j] + before[j] * factor
                 cute.autovec_copy(four, vector_at(target.iterator + (first + i), 4))
 
 

@@ -81,12 +81,12 @@ def compile_for_any(forward: Any, plan: ForwardPlan) -> Any:
     modes = 2 if features.varlen else 3
     of_cache = 3 if plan.paged else modes
     q, k, v, out = (
-        host.rows(plan.dtype, (*host.any_sizes(n), D))
-        for n, D in (
-            (modes, features.D),
-            (of_cache, features.D),
-            (of_cache, features.Dv),
-            (modes, features.Dv),
+        host.rows(dtype, (*host.any_sizes(n), D))
+        for dtype, n, D in (
+            (plan.dtype, modes, features.D),
+            (plan.dtype, of_cache, features.D),
+            (plan.dtype, of_cache, features.Dv),
+            (plan.out_dtype, modes, features.Dv),
         )
     )
     lse = host.compact(Float32, host.any_sizes(modes))

@@ -30,6 +30,11 @@ class ForwardPlan(NamedTuple):
         return NUMERIC[self.features.dtype]
 
     @property
+    def out_dtype(self) -> type:
+        """The type of O in memory."""
+        return NUMERIC["float32"] if self.features.running else self.dtype
+
+    @property
     def D(self) -> int:
         """Head size of Q and K in shared memory."""
         return tile_dim(self.features.D)
@@ -135,4 +140,10 @@ class ForwardPlan(NamedTuple):
     @property
     def stores_by_tma(self) -> bool:
         """Whether O is stored by TMA. A varlen tile may end inside the box: its rows are stored singly."""
-        return not self.features.varlen
+        return not (self.features.varlen or self.features.running)
+
+    def check_running(self) -> None:
+        """Raise AssertionError for running results that the epilogue does not merge."""
+        f = self.features
+        assert f.running in ("", "begin", "add")
+        assert not f.running or not (f.sinks or f.large_scores or self.paged)

@@ -43,6 +43,8 @@ class Context:
     """(128, q_tiles) float32: factors that rescale O."""
     sInverse: cute.Tensor
     """(128, q_tiles) float32: factors that normalise O."""
+    sRunning: cute.Tensor | None
+    """(128, q_tiles) float32: factors for the running rows of O."""
     work_tile: cute.Pointer
     """`WORK_TILE_WORDS` words for each stage of `tile`."""
     tmem_holder: cute.Pointer

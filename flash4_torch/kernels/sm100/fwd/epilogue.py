@@ -7,6 +7,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from ...common import ring, rounding
+from ...common.fwd import running
+from ...common.fwd.running import VECTOR
 from ...common.fwd.stores import store_box, store_rows
 from ...common.fwd.tiles import Tile
 from ...common.ring import Cursor
@@ -26,6 +28,46 @@ def epilogue(ctx: Context, own: CorrectionThread, tile: Tile, t: Int32, end_at: 
     plan, at = ctx.plan, Cursor(t, end_at.phase)
     ring.wait_full(ctx.inverse, at)
     inverse = ctx.sInverse[own.row, t]
+    if cutlass.const_expr(plan.features.running != ""):
+        _write_running(ctx, own, tile, t, at, inverse)
+    else:
+        _store(ctx, own, tile, t, at, inverse)
+
+
+@cute.jit
+def _write_running(
+    ctx: Context, own: CorrectionThread, tile: Tile, t: Int32, at: Cursor, inverse: Float32
+) -> None:
+    """Merge the thread's row with the running one, past SMEM."""
+    plan, factor = ctx.plan, None
+    if cutlass.const_expr(ctx.sRunning is not None):
+        factor = ctx.sRunning[own.row, t]
+    ring.release(ctx.inverse, at)
+    i, h = running.place(ctx, tile, spans.first_query(ctx, tile, t), own.row)
+    exists = running.has(ctx, tile, i, h)
+    ring.wait_full(ctx.o, at)
+    tmem.fence_after()
+    for column in cutlass.range_constexpr(0, plan.Dv, RESCALED):
+        values = cute.make_rmem_tensor(RESCALED, Float32)
+        tmem.load(own.lanes + plan.o_columns[0] + t * plan.Dv + column, values)
+        tmem.wait_loads()
+        for j in cutlass.range_constexpr(RESCALED):
+            # Masked values may be anything, also NaN.
+            values[j] = values[j] * inverse if inverse != 0.0 else Float32(0.0)
+        if exists:
+            start = running.out_row(ctx, tile, i, h).iterator + column
+            count = min(RESCALED, plan.features.Dv - column) // VECTOR
+            running.write_vectors(values, factor, start, count)
+    tmem.fence_before()
+    arrive(ctx.s_p.empty + t, plan.cluster_size)
+    if cutlass.const_expr(plan.config.o_over_q):
+        ring.release(ctx.load_q, at)
+
+
+@cute.jit
+def _store(ctx: Context, own: CorrectionThread, tile: Tile, t: Int32, at: Cursor, inverse: Float32) -> None:
+    """Round the thread's row, and store it through SMEM."""
+    plan = ctx.plan
     ring.release(ctx.inverse, at)
     cute.arch.cp_async_bulk_wait_group(plan.q_tiles - 1, read=True)
     cute.arch.sync_warp()

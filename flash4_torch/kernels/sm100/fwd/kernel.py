@@ -62,6 +62,9 @@ def forward_kernel(
     else:
         sO = memory.allocate_tensor(plan.dtype, rows, byte_alignment=1024)
     numbers = cute.make_layout((ROWS, plan.q_tiles))
+    sRunning = None
+    if cutlass.const_expr(plan.features.running == "add"):
+        sRunning = memory.allocate_tensor(Float32, numbers, byte_alignment=16)
     ctx = Context(
         plan=plan,
         params=params,
@@ -72,6 +75,7 @@ def forward_kernel(
         sO=sO,
         sScale=memory.allocate_tensor(Float32, numbers, byte_alignment=16),
         sInverse=memory.allocate_tensor(Float32, numbers, byte_alignment=16),
+        sRunning=sRunning,
         work_tile=memory.allocate_array(Int32, WORK_TILE_WORDS * TILE_STAGES),
         tmem_holder=memory.allocate_array(Int32),
         tile=ring.allocate(memory, TILE_STAGES),
@@ -99,7 +103,8 @@ def forward_kernel(
         _initialise(ctx)
         cute.arch.mbarrier_init_fence()
         for atom in (maps.load_q, maps.load_k, maps.load_v, maps.store_o):
-            cpasync.prefetch_descriptor(atom)
+            if cutlass.const_expr(atom is not None):
+                cpasync.prefetch_descriptor(atom)
     if warp == MMA_WARP:
         tmem.allocate(ctx.tmem_holder, plan.cluster_size)
     tmem.fence_before()

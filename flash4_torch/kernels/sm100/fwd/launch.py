@@ -52,6 +52,9 @@ def forward(
     (pages, page_size, Hk, Dv) have the keys of packed queries. A sequence has seqused_k[b] keys, at least 0
     and at most blocks * page_size. page_size is a multiple of `features.page_box`. Page numbers are clamped
     to those that exist; the table is not read for keys that a sequence lacks.
+
+    With `features.running` out is float32, and lse may have more rows than q: the kernel writes the first
+    ones of each head. "add" merges its results with those that out and lse have.
     """
     plan.check()
     heads, keys = host.by_kv_head(q, k), host.positions_first(k)
@@ -70,7 +73,7 @@ def forward(
         *host.tensor_map(load, heads, layouts.q, (plan.box, plan.D)),
         *host.tensor_map(load, keys, layouts.k, (plan.k_rows, plan.D), plan.boxes),
         *host.tensor_map(load, values, layouts.v, (plan.output.b.columns, plan.v_rows), plan.boxes),
-        *host.tensor_map(store, outputs, layouts.o, (plan.store_box, plan.Dv)),
+        *_store_map(store, outputs, layouts, plan),
     )
     tiles = count_tiles(q, maps, cu_seqlens_q, params, plan)
     kernel = forward_kernel(
@@ -89,6 +92,13 @@ def forward(
         plan,
     )
     tile_scheduler.launch(kernel, plan, tiles, params.num_sms, stream)
+
+
+def _store_map(store: Any, outputs: cute.Tensor, layouts: Layouts, plan: Plan) -> tuple[Any, cute.Tensor]:
+    """The map for O; running results are written past SMEM."""
+    if plan.features.running:
+        return None, outputs
+    return host.tensor_map(store, outputs, layouts.o, (plan.store_box, plan.Dv))
 
 
 def compile_forward(features: Features, config: Sm100Forward) -> Any:

@@ -277,6 +277,7 @@ class Plan(ForwardPlan):
         assert not (f.dropout and c.pack_gqa > 1), "dropout's random numbers follow unpacked rows"
         assert not c.o_over_q or self.Dv <= self.D
         self.check_pages()
+        self.check_running()
         assert c.tensor_memory(f) <= COLUMNS
         softmax, correction, other, idle = self.registers
         second = softmax if self.q_tiles == 2 else idle

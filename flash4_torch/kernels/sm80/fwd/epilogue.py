@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ...common import scores, softmax, warp_mma, warp_tf32
-from ...common.fwd import tiles
+from ...common.fwd import running, tiles
 from ...common.fwd.stores import store_lse, store_rows
 from ...common.fwd.tiles import Tile
 from ...common.rounding import round_to
@@ -31,14 +31,23 @@ def epilogue(ctx: Context, t: Thread, tile: Tile) -> None:
         rows = row_pair(ctx, m)
         sinks = tiles.sinks_of(ctx, tile, rows)
         ends = softmax.finalize(t.rows[m], scale, keep_scale, plan.softmax, sinks)
+        factors = running.join(ctx, ends, tile, first, rows)
+        if cutlass.const_expr(factors is not None):
+            # All that share a row have read its lse.
+            if cutlass.const_expr(plan.shares_rows):
+                cute.arch.sync_threads()
+            else:
+                cute.arch.sync_warp()
         if ctx.column_warp == 0:
             store_lse(ctx, ends, tile, first, rows, ctx.lane)
         softmax.normalize(warp_mma.rows_of(t.O[m]), ends.inverse, plan.rows_may_be_masked)
         if cutlass.const_expr(plan.is_float32):
-            _store_vectors(ctx, t.O[m], tile, first, rows)
+            _store_vectors(ctx, t.O[m], factors, tile, first, rows)
+        elif cutlass.const_expr(not plan.stages_o):
+            running.write_fragment(ctx, warp_mma.rows_of(t.O[m]), factors, tile, first, rows, ctx.lane)
         else:
             _stage(ctx, t.O[m], m)
-    if cutlass.const_expr(not plan.is_float32):
+    if cutlass.const_expr(plan.stages_o):
         if cutlass.const_expr(plan.shares_rows):
             cute.arch.sync_threads()
         else:
@@ -59,8 +68,10 @@ def _stage(ctx: Context, O: cute.Tensor, m: cutlass.Constexpr) -> None:
 
 
 @cute.jit
-def _store_vectors(ctx: Context, O: cute.Tensor, tile: Tile, first: Int32, rows: tuple[Int32, Int32]) -> None:
-    """Store the lane's eight columns of every 32, of both of its rows."""
+def _store_vectors(
+    ctx: Context, O: cute.Tensor, factors: tuple | None, tile: Tile, first: Int32, rows: tuple[Int32, Int32]
+) -> None:
+    """Store the lane's eight columns of every 32, of both of its rows; see `running.join` for `factors`."""
     plan, group = ctx.plan, ctx.maps.mQ.shape[0][0]
     for half in cutlass.range_constexpr(2):
         i = first + rows[half] // plan.pack_gqa
@@ -71,6 +82,6 @@ def _store_vectors(ctx: Context, O: cute.Tensor, tile: Tile, first: Int32, rows:
                 target = target[tile.q_offset + i, tile.kv_head * group + h, None]
             else:
                 target = target[tile.batch, i, tile.kv_head * group + h, None]
-            warp_tf32.store_row(
-                O, half, target, plan.features.Dv, ctx.lane, ctx.column_warp * plan.own_columns
-            )
+            place = ctx.lane, ctx.column_warp * plan.own_columns
+            factor = None if factors is None else factors[half]
+            warp_tf32.store_row(O, half, target, plan.features.Dv, *place, factor)

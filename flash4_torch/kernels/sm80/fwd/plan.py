@@ -119,6 +119,11 @@ class Plan(ForwardPlan):
         return 2 * (self.stages - 1)
 
     @property
+    def stages_o(self) -> bool:
+        """Whether O leaves through SMEM."""
+        return not (self.is_float32 or self.features.running)
+
+    @property
     def stores_by_tma(self) -> bool:
         return False
 
@@ -143,3 +148,5 @@ class Plan(ForwardPlan):
         assert not (f.dropout and c.pack_gqa > 1), "dropout's random numbers follow unpacked rows"
         assert not (any(f.mods) and (f.is_float32 or self.shares_rows))
         assert not self.paged
+        self.check_running()
+        assert not f.running or f.is_float32 or not self.shares_rows

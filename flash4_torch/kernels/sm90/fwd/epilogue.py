@@ -8,6 +8,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp
 
 from ...common import ring, scores, softmax
+from ...common.fwd import running
 from ...common.fwd.stores import store_box, store_lse, store_rows
 from ...common.fwd.tiles import Tile, sinks_of
 from ...common.ring import Cursor
@@ -21,12 +22,37 @@ from .state import Thread
 
 @cute.jit
 def epilogue(ctx: Context, t: Thread, tile: Tile, q_at: Cursor) -> None:
-    """Normalise and store O. Every warp stores its 16 rows by itself, through its own piece of SMEM."""
+    """Normalise and store O and lse. Every warp stores its 16 rows by itself."""
     plan = ctx.plan
     scale = scores.softmax_scale(ctx.params, plan.features)
     keep_scale = ctx.params.keep_scale if plan.features.dropout else Float32(1.0)
     sinks = sinks_of(ctx, tile, (t.row, t.row + 8))
     ends = softmax.finalize(t.rows, scale, keep_scale, plan.softmax, sinks)
+    if cutlass.const_expr(plan.features.running != ""):
+        _write_running(ctx, t, ends, tile, q_at)
+    else:
+        _store(ctx, t, ends, tile, q_at)
+
+
+@cute.jit
+def _write_running(ctx: Context, t: Thread, ends: softmax.Final, tile: Tile, q_at: Cursor) -> None:
+    """Merge with running results, past SMEM."""
+    plan, first, rows = ctx.plan, _first_position(ctx, tile, t), (t.row, t.row + 8)
+    factors = running.join(ctx, ends, tile, first, rows)
+    if cutlass.const_expr(factors is not None):
+        cute.arch.sync_warp()
+    store_lse(ctx, ends, tile, first, rows, t.lane)
+    O = wgmma.rows_of(t.O)
+    softmax.normalize(O, ends.inverse, plan.rows_may_be_masked)
+    running.write_fragment(ctx, O, factors, tile, first, rows, t.lane)
+    if cutlass.const_expr(plan.config.o_over_q):
+        ring.release(ctx.load_q, q_at)
+
+
+@cute.jit
+def _store(ctx: Context, t: Thread, ends: softmax.Final, tile: Tile, q_at: Cursor) -> None:
+    """Round O, and store it through the warp's own piece of SMEM."""
+    plan = ctx.plan
     store_lse(ctx, ends, tile, _first_position(ctx, tile, t), (t.row, t.row + 8), t.lane)
     softmax.normalize(wgmma.rows_of(t.O), ends.inverse, plan.rows_may_be_masked)
     rounded = cute.make_rmem_tensor(t.O.layout, plan.dtype)

@@ -105,7 +105,8 @@ def forward_kernel(
             ring.initialise(ctx.cta_pair.work_ring, 1)
         cute.arch.mbarrier_init_fence()
         for atom in (maps.load_q, maps.load_k, maps.load_v, maps.store_o):
-            cpasync.prefetch_descriptor(atom)
+            if cutlass.const_expr(atom is not None):
+                cpasync.prefetch_descriptor(atom)
     cluster_sync_init(plan.cluster_size)
 
     if group == 0:

@@ -199,6 +199,7 @@ class Plan(ForwardPlan):
         assert not f.mods.bounds or not (c.next_tile or f.dropout)
         assert c.cluster in (1, 2)
         self.check_pages()
+        self.check_running()
         if c.cluster > 1:
             assert not (f.varlen or f.lists_blocks or f.dropout)
         if c.next_tile:
