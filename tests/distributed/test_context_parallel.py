@@ -137,3 +137,20 @@ def test_deterministic_and_repeatable(packed: bool) -> None:
     call = call._replace(options={"causal": True, "deterministic": True})
     first, second = (ranks(WORLD).run(results, call) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first[0], second[0], strict=True))
+
+
+def flops_of(call: Call) -> int:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        results(call)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_ranks_count_the_flops_of_one_process(packed: bool) -> None:
+    call = PLAIN._replace(mesh="ring 4", dtype=torch.bfloat16, ends=(250, 500) if packed else ())
+    S = call.length(call.chunk)
+    pairs = S * S if not packed else (S // 4) ** 2 * 2 + (S // 2) ** 2
+    # Two matmuls forward and five backward.
+    assert sum(ranks(WORLD).run(flops_of, call)) == 2 * call.heads * pairs * 7 * call.D
