@@ -8,14 +8,16 @@ The same code runs over NCCL and over gloo.
 """
 
 from .attention import context_parallel_attention, ring_attention, ulysses_attention
-from .layout import shard_sequence, unshard_sequence
+from .layout import shard_documents, shard_sequence, unshard_documents, unshard_sequence
 from .modules import parallelize_attention
 
 __all__ = [
     "context_parallel_attention",
     "parallelize_attention",
     "ring_attention",
+    "shard_documents",
     "shard_sequence",
     "ulysses_attention",
+    "unshard_documents",
     "unshard_sequence",
 ]

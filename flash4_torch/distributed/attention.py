@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import ops
 from ..api import Window, call_options
-from ..errors import ShapeError
+from ..errors import ArgumentError, ShapeError
 from ..ops import check
 from ..ops import context_parallel as operators
 from ..ops.keywords import hides_unknown, no_argument
@@ -62,7 +62,8 @@ def context_parallel_attention(
             ulysses), or a process group, which is a ring. "ulysses" ranks exchange sequence for heads by
             all-to-all, and its size must divide Hq; fewer KV heads than ranks are repeated. "ring" ranks work
             on each other's keys in turn, for any number of heads. Default: a ring of all ranks.
-        layout: how the ring's ranks divide the sequence, "zigzag" (even work for causal) or "contiguous".
+        layout: how the ring's ranks divide the sequence, "zigzag" (even work for causal) or "contiguous";
+            packed documents also "documents", as `shard_documents` divides them.
         cu_seqlens: (B + 1,), where documents of the whole packed sequence begin and end, as in
             `attention_varlen`; equal on all ranks. A ring reads its values: on a CPU they cost no waiting.
         causal, window, scale, softcap, sinks, deterministic: as in `attention`, in whole sequences; sinks are
@@ -206,6 +207,8 @@ def attention_of_ranks(
     check.tensors(q, k, v)
     q, k, v = ops.autocast_inputs(q, k, v)
     if cu_seqlens is None:
+        if layout == "documents":
+            raise ArgumentError("layout", repr(layout), "it is for packed documents: give cu_seqlens")
         check.qkv(q, k, v, 4, "(B, S, H, D)")
         check.same_batch(q, k)
     else:

@@ -55,13 +55,18 @@ def check(call: Call) -> None:
     found = [x for x in ranks(WORLD).run(results, call) if x is not None]
     exact, peer = expected(call, torch.float64), expected(call, call.dtype)
     names = ("out", "lse", "dq", "dk", "dv", "dsinks")
+    # Gradients of scores are differences: one that cancels has the rounding of dout v^T, also if exact is 0.
+    _, _, v, _, dout, _ = call.tensors()
+    kept = 1.0 - call.options.get("dropout_p", 0.0)
+    noise = torch.finfo(torch.float32).eps * (dout.norm(dim=-1).max() * v.norm(dim=-1).max()).item() / kept
     # Every rank has the same whole tensors, bit for bit.
     for others in found[1:]:
         for mine, other in zip(found[0], others, strict=True):
             assert torch.equal(mine, other)
     for name, mine, right, near in zip(names, found[0], exact, peer, strict=False):
         # lse and its gradient are float32 for 16-bit inputs; sinks' gradient is a sum over ranks.
-        assert_close_as_peer(mine, right, near.to(mine.dtype), what=f"{name} of {call}")
+        cancels = noise if name in ("dq", "dk") and call.dtype != torch.float64 else 0.0
+        assert_close_as_peer(mine, right, near.to(mine.dtype), what=f"{name} of {call}", noise=cancels)
 
 
 @st.composite
@@ -78,7 +83,7 @@ def calls(draw: st.DrawFn, meshes: tuple[str, ...] = tuple(MESHES)) -> Call:
     dropout_p = draw(st.sampled_from([0.0, 0.0, 0.3]))
     return Call(
         mesh,
-        draw(st.sampled_from(["zigzag", "zigzag", "contiguous"])),
+        draw(st.sampled_from(["documents", "documents", "zigzag", "contiguous"][0 if packed else 2 :])),
         draw(st.integers(1, 2)),
         draw(st.integers(1, 7)),
         group,
@@ -93,7 +98,7 @@ def calls(draw: st.DrawFn, meshes: tuple[str, ...] = tuple(MESHES)) -> Call:
             "scale": draw(st.sampled_from([None, 0.3])),
             "dropout_p": dropout_p,
         },
-        tuple(draw(st.lists(st.integers(0, 1000), max_size=5))) if packed else (),
+        tuple(draw(st.lists(st.integers(0, 1000), min_size=1, max_size=5))) if packed else (),
         draw(st.booleans()),
         draw(st.booleans()),
         0 if packed or dropout_p else draw(st.sampled_from([0, 0, 3])),
@@ -117,6 +122,11 @@ PLAIN = Call("ring 2", "zigzag", 1, 4, 2, 2, 8, 8, torch.float32, {"causal": Tru
 @example(PLAIN._replace(options={"window": (-3, 9)}, mesh="ring 3"))
 # The same with more parts than wait to be merged.
 @example(PLAIN._replace(options={"window": (None, -5), "dropout_p": 0.4}, mesh="ring 4", chunk=8))
+# Documents divided and whole: joined in one call, apart in a window, and with positions for dropout.
+@example(PLAIN._replace(layout="documents", mesh="ring 4", ends=(250, 800, 850, 870), chunk=7))
+@example(PLAIN._replace(layout="documents", mesh="ring 3", ends=(250, 800, 900), chunk=7, options={}))
+@example(PLAIN._replace(layout="documents", ends=(500, 900), chunk=7, options={"window": (5, 0)}))
+@example(PLAIN._replace(layout="documents", mesh="ring 2 x ulysses 2", ends=(500, 900), options=DROPOUT))
 def test_ranks_give_what_one_process_does(call: Call) -> None:
     check(call)
 
