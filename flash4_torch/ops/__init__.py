@@ -117,6 +117,7 @@ def _beside(q: Tensor, rng_state: Tensor | None, *others: Tensor | None) -> tupl
         return *others, rng_state
     from . import sharding
 
+    sharding.check_sequence(q)
     fitting = [None if x is None else sharding.beside(q, x) for x in others]
     return *fitting, None if rng_state is None else sharding.beside(q, rng_state, is_state=True)
 

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, RuntimeSchemaInfo
 from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
 
-from . import schema
+from . import check, schema
 
 Dims = dict[str, int]
 """The dimension at which the axis lies, by the schema's names of the tensors that have it."""
@@ -76,6 +76,12 @@ def beside(q: Tensor, x: Tensor, is_state: bool = False) -> Tensor:
     if is_state:
         return distribute_tensor(x, mesh, replicated)
     return DTensor.from_local(x, mesh, replicated, run_check=False)
+
+
+def check_sequence(q: Tensor) -> None:
+    """Requires that no sequence is gathered whose order torch's `context_parallel` may have changed."""
+    if isinstance(q, DTensor) and any(p.is_shard(q.dim() - 3) for p in q.placements):
+        check.not_of_torchs_context_parallel("q")
 
 
 def _first_rule(op: Any) -> int:

@@ -89,7 +89,7 @@ def test_packed_sequences_count_one_by_one(lengths: list[tuple[int, int]]) -> No
 
 
 def test_unknown_lengths_count_as_equal() -> None:
-    """Of fake tensors, which have no values, and so in a compiled graph."""
+    """Fake tensors have no values; a graph holds such."""
     q, k, v = dense(3, 5, 7, 4, 2, 8, 6)
     expected = counts(lambda: flash4_torch.attention(q, k, v))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
