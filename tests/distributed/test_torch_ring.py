@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import flash4_torch
 from context_calls import mesh_of
 from flash4_torch import errors
-from flash4_torch.distributed import parallelize_attention, shard_sequence, unshard_sequence
+from flash4_torch.distributed import context_parallel_style, shard_sequence, unshard_sequence
 from flash4_torch.integrations import torch_sdpa
 from flash4_torch.testing import backends_used, reference
 from ranks import ranks
@@ -84,12 +84,13 @@ def sequence() -> Tensor:
 def ours_in_torchs_context() -> list[Tensor] | None:
     """torch divides the buffers, head and tail, which is a zigzag; attention is our ring."""
     from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.parallel import parallelize_module
 
     mesh = mesh_of("ring 2")
     if mesh is None:
         return None
     model, x = Causal(), sequence()
-    parallelize_attention(model, mesh)
+    parallelize_module(model, mesh, {"attention": context_parallel_style()})
     with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1], no_restore_buffers={x}):
         out = model(x)
         out.sin().sum().backward()
