@@ -1,16 +1,12 @@
 """DTensors go through our operators shard by shard: no collective for batch and heads, the same numbers.
 
-The checks run once, on two gloo processes started from this very file; each test asserts one check's outcome.
+The checks run once, on two gloo processes; each test asserts one check's outcome.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import traceback
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +16,7 @@ from torch import Tensor, nn
 import flash4_torch
 from flash4_torch import ops
 from flash4_torch.problem import CallOptions
+from ranks import Ranks
 
 PLAIN = CallOptions(scale=0.3)
 
@@ -308,12 +305,8 @@ def check_no_shard_lacks_its_key_heads() -> None:
 CHECKS = {name.removeprefix("check_"): f for name, f in list(globals().items()) if name.startswith("check_")}
 
 
-def run_checks(rank: int, rendezvous: str, report: str) -> None:
-    """One process: every check, with its traceback or None."""
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+def run_checks() -> dict[str, str | None]:
+    """Every check on this rank, with its traceback or None."""
     outcome: dict[str, str | None] = {}
     for name, check in CHECKS.items():
         try:
@@ -321,28 +314,17 @@ def run_checks(rank: int, rendezvous: str, report: str) -> None:
             outcome[name] = None
         except Exception:
             outcome[name] = traceback.format_exc()
-    dist.destroy_process_group()
-    Path(report).write_text(json.dumps(outcome))
+    return outcome
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | None]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    reports = [folder / f"{rank}.json" for rank in range(2)]
-    processes = [
-        subprocess.Popen([sys.executable, __file__, str(rank), str(folder / "rendezvous"), str(report)])
-        for rank, report in enumerate(reports)
-    ]
-    for process in processes:
-        assert process.wait(timeout=120) == 0
-    return [json.loads(report.read_text()) for report in reports]
+def outcomes() -> Iterator[list[dict[str, str | None]]]:
+    own = Ranks(2)
+    yield own.run(run_checks)
+    own.stop()
 
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_two_processes(name: str, outcomes: list[dict[str, str | None]]) -> None:
     for rank, outcome in enumerate(outcomes):
         assert outcome[name] is None, f"rank {rank}: {outcome[name]}"
-
-
-if __name__ == "__main__":
-    run_checks(int(sys.argv[1]), *sys.argv[2:])
