@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -205,6 +206,7 @@ def attention_of_ranks(
 ) -> Any:
     """`context_parallel_attention` over known ranks."""
     check.tensors(q, k, v)
+    _check_local(q, k, v)
     q, k, v = ops.autocast_inputs(q, k, v)
     if cu_seqlens is None:
         if layout == "documents":
@@ -232,6 +234,14 @@ def attention_of_ranks(
     if cu_seqlens is not None:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
+
+
+def _check_local(*tensors: Tensor) -> None:
+    theirs = None if torch.compiler.is_compiling() else sys.modules.get("torch.distributed.tensor")
+    for name, x in zip("qkv", tensors, strict=True):
+        if theirs is not None and isinstance(x, theirs.DTensor):
+            limit = "it must be this rank's part of the sequence, which to_local() gives"
+            raise ArgumentError(name, "a DTensor", limit)
 
 
 def _check_documents(q: Tensor, k: Tensor, cu_seqlens: Tensor) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import flash4_torch
 from everything import one_of
@@ -102,6 +103,7 @@ def messages() -> list[str]:
         lambda: shard_documents(x[0], torch.tensor([0, 3, 7]), mesh),
         lambda: shard_documents(x[0, :7], torch.tensor([0, 3, 7]), mesh),
         lambda: ring_attention(x, x, x, layout="documents"),
+        lambda: ring_attention(x, *[DTensor.from_local(x, mesh)] * 2),
     ]
     found = []
     for call in calls:
@@ -129,6 +131,7 @@ ArgumentError: layout is 'documents', but it depends on the documents' lengths: 
 RangeError: cu_seqlens is [0, 3, 7], but it must begin with 0 and end with the packed length, 8
 ShapeError: x is (7, 2, 8), but its length along dim=0 must be a multiple of the 4 ranks
 ArgumentError: layout is 'documents', but it is for packed documents: give cu_seqlens
+ArgumentError: k is a DTensor, but it must be this rank's part of the sequence, which to_local() gives
 """
 
 
