@@ -27,7 +27,7 @@ nitpick_ignore_regex = [
     ("py:class", r"(collections|nn|optional|os|pathlib|torch|Tensor)\b.*"),
     ("py:class", r"flash4_torch\.(emulator\.ptx\.Kernel|masks\.T|nn\.multihead\.Self)"),
     # Names of torch, or of types, of which an annotation has the bare name.
-    ("py:class", "AuxOutput|AuxRequest|BlockMask|DeviceMesh|Layout|Mod|ProcessGroup|Window"),
+    ("py:class", "AuxOutput|AuxRequest|BlockMask|DeviceMesh|Layout|Mod|ParallelStyle|ProcessGroup|Window"),
     # A NamedTuple's signature leaves it unqualified.
     ("py:class", "Key"),
     # `attention` in a docstring is a link if there is such a page, else a name like any other.

@@ -448,11 +448,13 @@ def scaled_dot_product_attention(
         RangeError: scale is NaN, or infinite in float32; dropout_p is NaN, negative or no float.
         LayoutError: a tensor is sparse, or in a library's own layout.
         DeviceError: attn_mask alone is a meta tensor.
+        ArgumentError: torch's `context_parallel` is active, which has to see torch's own function.
         KeywordError: there is no such argument; the message says what to use instead.
         Exception: any error that torch's function raises for the same arguments, otherwise.
     """
     if unknown:
         raise no_argument(scaled_dot_product_attention, unknown)
+    check.not_in_torchs_context_parallel("query")
     signature, call = fast_path.lookup(
         _SDPA, query, key, value, (attn_mask, None), (dropout_p, is_causal, scale, enable_gqa)
     )

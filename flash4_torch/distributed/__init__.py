@@ -8,14 +8,17 @@ The same code runs over NCCL and over gloo.
 """
 
 from .attention import context_parallel_attention, ring_attention, ulysses_attention
-from .layout import shard_sequence, unshard_sequence
-from .modules import parallelize_attention
+from .layout import shard_documents, shard_sequence, unshard_documents, unshard_sequence
+from .modules import context_parallel_style, parallelize_attention
 
 __all__ = [
     "context_parallel_attention",
+    "context_parallel_style",
     "parallelize_attention",
     "ring_attention",
+    "shard_documents",
     "shard_sequence",
     "ulysses_attention",
+    "unshard_documents",
     "unshard_sequence",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from .. import ops
 from ..api import Window, call_options
-from ..errors import ShapeError
+from ..errors import ArgumentError, ShapeError
 from ..ops import check
 from ..ops import context_parallel as operators
 from ..ops.keywords import hides_unknown, no_argument
@@ -62,7 +63,8 @@ def context_parallel_attention(
             ulysses), or a process group, which is a ring. "ulysses" ranks exchange sequence for heads by
             all-to-all, and its size must divide Hq; fewer KV heads than ranks are repeated. "ring" ranks work
             on each other's keys in turn, for any number of heads. Default: a ring of all ranks.
-        layout: how the ring's ranks divide the sequence, "zigzag" (even work for causal) or "contiguous".
+        layout: how the ring's ranks divide the sequence, "zigzag" (even work for causal) or "contiguous";
+            packed documents also "documents", as `shard_documents` divides them.
         cu_seqlens: (B + 1,), where documents of the whole packed sequence begin and end, as in
             `attention_varlen`; equal on all ranks. A ring reads its values: on a CPU they cost no waiting.
         causal, window, scale, softcap, sinks, deterministic: as in `attention`, in whole sequences; sinks are
@@ -204,8 +206,11 @@ def attention_of_ranks(
 ) -> Any:
     """`context_parallel_attention` over known ranks."""
     check.tensors(q, k, v)
+    _check_local(q, k, v)
     q, k, v = ops.autocast_inputs(q, k, v)
     if cu_seqlens is None:
+        if layout == "documents":
+            raise ArgumentError("layout", repr(layout), "it is for packed documents: give cu_seqlens")
         check.qkv(q, k, v, 4, "(B, S, H, D)")
         check.same_batch(q, k)
     else:
@@ -229,6 +234,14 @@ def attention_of_ranks(
     if cu_seqlens is not None:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
+
+
+def _check_local(*tensors: Tensor) -> None:
+    theirs = None if torch.compiler.is_compiling() else sys.modules.get("torch.distributed.tensor")
+    for name, x in zip("qkv", tensors, strict=True):
+        if theirs is not None and isinstance(x, theirs.DTensor):
+            limit = "it must be this rank's part of the sequence, which to_local() gives"
+            raise ArgumentError(name, "a DTensor", limit)
 
 
 def _check_documents(q: Tensor, k: Tensor, cu_seqlens: Tensor) -> None:

@@ -16,6 +16,7 @@ from .layout import Layout, check_layout
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 ATTRIBUTE = "flash4_context_parallel"
 """The attribute of a module that holds its `ContextParallel`."""
@@ -75,6 +76,32 @@ def parallelize_attention(
     for _, module in found:
         setattr(module, ATTRIBUTE, context)
     return [name for name, _ in found]
+
+
+def context_parallel_style(layout: Layout = "zigzag") -> ParallelStyle:
+    """`parallelize_attention` as a style for torch's `parallelize_module`, beside its other ones.
+
+    Args:
+        layout: as in `context_parallel_attention`. The mesh is that of `parallelize_module`.
+
+    Returns:
+        A style of modules that are, or contain, `flash4_torch.MultiheadAttention` or a Hugging Face model's
+        attention of ours. Their inputs are this rank's parts of sequences.
+
+    Raises:
+        ArgumentError: there is no such layout; from `parallelize_module`: the module has no such attention.
+    """
+    # Importing it takes most of a second.
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    check_layout(layout)
+
+    class ContextParallelStyle(ParallelStyle):
+        def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+            parallelize_attention(module, device_mesh, layout=layout)
+            return module
+
+    return ContextParallelStyle()
 
 
 def _is_of_transformers(name: str, module: nn.Module) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise, product
 from typing import NamedTuple
 
 from ..masks import Band
@@ -38,11 +38,18 @@ class Problem(NamedTuple):
 
 
 class Documents(NamedTuple):
-    """Packed sequences inside of a tile whose queries and keys are the same positions."""
+    """Packed sequences inside of a tile."""
 
     ends: tuple[int, ...]
-    """Cumulative lengths from the tile's start on."""
+    """Cumulative lengths of queries from the tile's start on."""
     longest: int
+    ends_k: tuple[int, ...] = ()
+    """Those of keys; empty: the same, because queries and keys are the same positions."""
+    longest_k: int = 0
+
+    def of_keys(self) -> tuple[tuple[int, ...], int]:
+        """Cumulative lengths of keys, and the largest."""
+        return (self.ends_k, self.longest_k) if self.ends_k else (self.ends, self.longest)
 
 
 class Tile(NamedTuple):
@@ -85,7 +92,9 @@ def hop(problem: Problem, rank: int, source: int) -> Hop:
     if joined:
         return Hop(source, joined)
     tiles = list(_tiles(problem, rank, source))
-    return Hop(source, tuple(tiles if problem.needs_origins else _merged(tiles)))
+    if problem.needs_origins:
+        return Hop(source, tuple(tiles))
+    return Hop(source, tuple((_in_sequences if problem.queries.layout == "documents" else _merged)(tiles)))
 
 
 def pairs(problem: Problem, rank: int) -> int:
@@ -101,7 +110,8 @@ def pairs(problem: Problem, rank: int) -> int:
 def _sizes(tile: Tile) -> list[tuple[int, int]]:
     if tile.documents is None:
         return [(len(tile.rows), len(tile.keys))]
-    return [(b - a, b - a) for a, b in pairwise(tile.documents.ends)]
+    ends = tile.documents.ends, tile.documents.of_keys()[0]
+    return list(zip(*([b - a for a, b in pairwise(x)] for x in ends), strict=True))
 
 
 def _joined(problem: Problem) -> tuple[Tile, ...]:
@@ -115,21 +125,40 @@ def _joined(problem: Problem) -> tuple[Tile, ...]:
 
 
 def _tiles(problem: Problem, rank: int, source: int) -> Iterator[Tile]:
-    first_row = 0
-    for q_chunk in problem.queries.chunks(rank):
-        first_key = 0
-        for k_chunk in problem.keys.chunks(source):
-            if problem.ends:
-                found = _packed_tiles(problem, q_chunk, k_chunk)
-            else:
-                found = _dense_tile(problem, q_chunk, k_chunk)
-            for tile in found:
-                yield tile._replace(
-                    rows=_moved(tile.rows, first_row - q_chunk.start),
-                    keys=_moved(tile.keys, first_key - k_chunk.start),
-                )
-            first_key += len(k_chunk)
-        first_row += len(q_chunk)
+    for (q_chunk, first_row), (k_chunk, first_key) in _pairs_of_chunks(problem, rank, source):
+        if problem.ends:
+            found = _packed_tiles(problem, q_chunk, k_chunk)
+        else:
+            found = _dense_tile(problem, q_chunk, k_chunk)
+        for tile in found:
+            yield tile._replace(
+                rows=_moved(tile.rows, first_row - q_chunk.start),
+                keys=_moved(tile.keys, first_key - k_chunk.start),
+            )
+
+
+Located = tuple[Span, int]
+"""A chunk's positions, and the index of its first one in the rank's tensor."""
+
+
+def _pairs_of_chunks(problem: Problem, rank: int, source: int) -> Iterator[tuple[Located, Located]]:
+    """Chunks of queries, and those of keys that they might see."""
+    queries, keys = _located(problem.queries, rank), _located(problem.keys, source)
+    if problem.queries.layout != "documents":
+        yield from product(queries, keys)
+        return
+    # A chunk lies in one document. There may be thousands, so that not all pairs can be tried.
+    of_document: dict[int, list[Located]] = {}
+    for chunk in keys:
+        of_document.setdefault(bisect_right(problem.ends, chunk[0].start), []).append(chunk)
+    for chunk in queries:
+        for other in of_document.get(bisect_right(problem.ends, chunk[0].start), ()):
+            yield chunk, other
+
+
+def _located(shards: Shards, rank: int) -> list[Located]:
+    chunks = shards.chunks(rank)
+    return list(zip(chunks, accumulate(map(len, chunks), initial=0), strict=False))
 
 
 def _dense_tile(problem: Problem, rows: Span, keys: Span) -> Iterator[Tile]:
@@ -192,6 +221,35 @@ def _seen(problem: Problem, shift: int, rows: Span, keys: Span, start: int, docu
     if inner.right is not None and inner.right >= n - 1:
         inner = inner._replace(right=None)
     yield Tile(rows, keys, inner, None, rows.start - start, keys.start - start, document)
+
+
+def _in_sequences(tiles: list[Tile]) -> list[Tile]:
+    """Tiles of documents that follow one another in queries and keys, as packed sequences of one tile.
+
+    Squares on the diagonal share a band. Other tiles must hide nothing: where a band hides something it
+    differs from document to document.
+    """
+    apart: list[Tile] = []
+    runs: dict[tuple[bool, int, int], list[Tile]] = {}
+    for tile in sorted(tiles, key=lambda t: (t.rows.start, t.keys.start)):
+        is_square = tile.documents is not None
+        if not (is_square or tile.band.is_full):
+            apart.append(tile)
+            continue
+        run = runs.pop((is_square, tile.rows.start, tile.keys.start), [])
+        runs[is_square, tile.rows.stop, tile.keys.stop] = [*run, tile]
+    return [*(_in_one(run) if len(run) > 1 else run[0] for run in runs.values()), *apart]
+
+
+def _in_one(run: list[Tile]) -> Tile:
+    """Tiles of a document each, one after another."""
+    first, last = run[0], run[-1]
+    lengths, lengths_k = [len(t.rows) for t in run], [len(t.keys) for t in run]
+    documents = Documents((0, *accumulate(lengths)), max(lengths))
+    if first.documents is None:
+        documents = documents._replace(ends_k=(0, *accumulate(lengths_k)), longest_k=max(lengths_k))
+    rows, keys = range(first.rows.start, last.rows.stop), range(first.keys.start, last.keys.stop)
+    return first._replace(rows=rows, keys=keys, documents=documents)
 
 
 def _merged(tiles: list[Tile]) -> list[Tile]:

@@ -115,12 +115,12 @@ def _ring(
 ) -> Ring:
     pg = group_of(Axis(group, 0, 0))
     axis = Axis(group, dist.get_world_size(pg), dist.get_rank(pg))
-    queries = Shards.of_shard(layout, axis.size, q.shape[1])
-    keys = Shards.of_shard(layout, axis.size, k.shape[1], "k")
     ends: tuple[int, ...] = ()
     if cu_seqlens is not None:
-        ends = tuple(cu_seqlens.tolist())
-        cu_seqlens_values("cu_seqlens", cu_seqlens.cpu(), queries.S, queries.S)
+        ends, T = tuple(cu_seqlens.tolist()), axis.size * q.shape[1]
+        cu_seqlens_values("cu_seqlens", cu_seqlens.cpu(), T, T)
+    queries = Shards.of_shard(layout, axis.size, q.shape[1], ends=ends)
+    keys = Shards.of_shard(layout, axis.size, k.shape[1], "k", ends)
     problem = Problem(queries, keys, options.band, ends, rng_state is not None)
     connect(axis, q.device)
     return Ring(axis, problem, options, rng_state)
@@ -366,8 +366,9 @@ def _options(ring: Ring, tile: Tile) -> CallOptions:
 
 
 def _sequences(documents: Documents, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
-    ends = _on_device(documents.ends, device)
-    return ends, ends, documents.longest, documents.longest
+    ends_k, longest_k = documents.of_keys()
+    ends_q = _on_device(documents.ends, device)
+    return ends_q, _on_device(ends_k, device), documents.longest, longest_k
 
 
 @lru_cache(maxsize=1024)

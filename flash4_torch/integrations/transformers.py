@@ -229,6 +229,7 @@ def attention_forward(
         band = _band_of_ranks(attention_mask, causal, sliding_window)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         return _over_ranks(attend, q, k, v, band, scaling, softcap, sinks, dropout, kwargs), None
+    check.not_in_torchs_context_parallel("query")
     signature = None
     if position_bias is None and not (output_attentions or kwargs.get("cu_seq_lens_q") is not None):
         mask, masking = _plain_mask(attention_mask)

@@ -18,6 +18,7 @@ from .. import ops
 from ..attend import Request
 from ..errors import ScriptError
 from ..fast_path import Door
+from ..ops.check import not_in_torchs_context_parallel
 from ..problem import CallOptions
 from . import contract, padding, prepared, tracing
 from .contract import Call
@@ -193,6 +194,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             contract.check_kinds(call)
         if self.flash4_context_parallel is not None:
             return self._forward_shared(call, self.flash4_context_parallel)
+        not_in_torchs_context_parallel("query")
         if query.is_nested or key.is_nested or value.is_nested:
             return self._forward_nested(call)
         signature = None

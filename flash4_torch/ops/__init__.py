@@ -6,6 +6,8 @@ checks of `api`; tensors are (B, S, H, D), or packed (T, H, D).
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, fx
 
 from ..problem import CallOptions, has_float_mask
@@ -30,7 +32,7 @@ def attention(
     q, k and v come from `autocast_inputs`; `attn_mask` is 4-D or None; `sinks` is (Hq,) or None; `rng_state`
     comes from `draw_rng_state` exactly when dropout_p > 0.
     """
-    out, lse, _ = autograd.attention(q, k, v, attn_mask, sinks, _beside(q, rng_state), *options)
+    out, lse, _ = autograd.attention(q, k, v, *_beside(q, rng_state, attn_mask, sinks), *options)
     return out, lse
 
 
@@ -47,8 +49,8 @@ def attention_varlen(
     options: CallOptions,
 ) -> tuple[Tensor, Tensor]:
     """Attention over packed sequences as (out (Tq, Hq, Dv), lse (Hq, Tq)); the band is aligned in each."""
-    sequences = cu_seqlens_q, cu_seqlens_k, sinks, _beside(q, rng_state), max_seqlen_q, max_seqlen_k
-    return autograd.attention_varlen(q, k, v, *sequences, *options)
+    sequences = _beside(q, rng_state, cu_seqlens_q, cu_seqlens_k, sinks)
+    return autograd.attention_varlen(q, k, v, *sequences, max_seqlen_q, max_seqlen_k, *options)
 
 
 def attention_and_weights(
@@ -65,9 +67,9 @@ def attention_and_weights(
 
     The weights are those after dropout: averaged over heads (B, Sq, Sk), else (B, Hq, Sq, Sk).
     """
+    scored_by = attn_mask, sinks, rng_state = _beside(q, rng_state, attn_mask, sinks)
     if weights_in_graph.serves_forward(q, k, options):
         return weights_in_graph.forward(q, k, v, attn_mask, sinks, options, average_heads)
-    scored_by = attn_mask, sinks, _beside(q, rng_state)
     out, lse, low = autograd.attention(q, k, v, *scored_by, *options)
     *scores, _ = options
     # The weights have gradients of their own, in which lse is a function of q and k.
@@ -109,13 +111,15 @@ after_import("torch.utils.flop_counter", _use_flop_formulas)
 after_import("torch._inductor.lowering", _stay_whole_in_inductor)
 
 
-def _beside(q: Tensor, rng_state: Tensor | None) -> Tensor | None:
-    """`rng_state` in a form that fits `q`: replicated if `q` is a DTensor."""
-    if rng_state is None or not _dtensor_loaded:
-        return rng_state
+def _beside(q: Tensor, rng_state: Tensor | None, *others: Tensor | None) -> tuple[Any, ...]:
+    """The others, then `rng_state`, in a form that fits `q`: replicated if `q` is a DTensor."""
+    if not _dtensor_loaded:
+        return *others, rng_state
     from . import sharding
 
-    return sharding.beside(q, rng_state)
+    sharding.check_sequence(q)
+    fitting = [None if x is None else sharding.beside(q, x) for x in others]
+    return *fitting, None if rng_state is None else sharding.beside(q, rng_state, is_state=True)
 
 
 __all__ = [

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import ArgumentError, DeviceError, DtypeError, LayoutError, RangeError, ShapeError
@@ -106,6 +107,39 @@ def sdpa_extras(
         raise DeviceError("attn_mask", "meta", f"it must be on query's device, {query.device}")
     if isinstance(dropout_p, (int, float)) and not 0.0 <= dropout_p <= sys.float_info.max:
         probability(dropout_p)
+
+
+_STOCK_SDPA = F.scaled_dot_product_attention
+_CONTEXT_PARALLEL = "torch.distributed.tensor.experimental._context_parallel._attention"
+
+
+def not_in_torchs_context_parallel(name: str) -> None:
+    """Requires that torch's `context_parallel` has not replaced the function of torch that a call stands for.
+
+    The call would see this rank's tokens alone.
+    """
+    if F.scaled_dot_product_attention is _STOCK_SDPA:
+        return
+    theirs = sys.modules.get(_CONTEXT_PARALLEL)
+    if theirs is not None and F.scaled_dot_product_attention in theirs._replaced_functions:
+        raise _part_of_sequence(name)
+
+
+def not_of_torchs_context_parallel(name: str) -> None:
+    """Requires of a DTensor with a sharded sequence that torch's ring is off: its shards are out of order."""
+    theirs = sys.modules.get(_CONTEXT_PARALLEL)
+    if theirs is not None:
+        active = theirs.DTensor._op_dispatcher._custom_op_handlers
+        if not active.keys().isdisjoint(theirs.custom_ops):
+            raise _part_of_sequence(name)
+
+
+def _part_of_sequence(name: str) -> ArgumentError:
+    limit = (
+        "torch's context_parallel has rings for its own operators only: call flash4_torch.distributed."
+        "parallelize_attention(model, mesh) before, or context_parallel_attention in a model of your own"
+    )
+    return ArgumentError(name, "one rank's part of a sequence", limit)
 
 
 def is_flag(value: Any) -> bool:

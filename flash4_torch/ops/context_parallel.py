@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..errors import DoubleBackwardError
 from ..reference.scoring import working_dtype
+from .after_import import after_import
 from .schema import LIBRARY
 
 _RULES = (
@@ -119,3 +120,12 @@ for _name, _saves, _gradients in (
     ("all_to_all", _save_group, _all_to_all_grads),
 ):
     torch.library.register_autograd(f"flash4::{_name}", _gradients, setup_context=_saves, lib=LIBRARY)
+
+
+def _use_flop_formulas() -> None:
+    from . import flops
+
+    flops.register(flops.RING)
+
+
+after_import("torch.utils.flop_counter", _use_flop_formulas)

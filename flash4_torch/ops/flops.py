@@ -1,143 +1,148 @@
-"""FLOP counts of the two (forward) or five (backward) matmuls, over the visible pairs."""
+"""FLOP counts of the two (forward) or five (backward) matmuls, as torch counts its own attention.
+
+All pairs of a query and a key count, whatever a band, a mask or blocks hide: torch's formulas do so, and a
+model counts the same before and after a swap. Packed sequences count pairs inside of each; where lengths are
+unknown (fake and meta tensors), sequences count as equally long.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..flex_problem import Mods
-from ..masks import Band
-from ..problem import CallOptions
-
-Shape = tuple[int, ...]
 
 
-def _products(Hq: int, pairs: int, D: int, Dv: int) -> tuple[int, int]:
-    """FLOPs of one matmul over D (q k^T) and of one over Dv (weights v)."""
-    return 2 * Hq * pairs * D, 2 * Hq * pairs * Dv
+class _Matmuls:
+    """FLOPs of one matmul over D (q k^T), and of one over Dv (weights v)."""
+
+    def __init__(self, q: Tensor, v: Tensor, pairs: int):
+        """pairs: of queries and keys, of all batch entries or sequences, for one head."""
+        *_, Hq, D = q.shape
+        self._over_D, self._over_Dv = 2 * Hq * pairs * D, 2 * Hq * pairs * v.shape[-1]
+
+    @property
+    def forward(self) -> int:
+        return self._over_D + self._over_Dv
+
+    @property
+    def backward(self) -> int:
+        """q k^T again, dq and dk over D; dv and dout v^T over Dv."""
+        return 3 * self._over_D + 2 * self._over_Dv
+
+    @property
+    def scores(self) -> int:
+        """q k^T alone."""
+        return self._over_D
 
 
-def _dense(q: Shape, k: Shape, v: Shape, left: int | None, right: int | None) -> tuple[int, int]:
-    pairs = q[0] * Band(left, right).pairs(q[1], k[1])
-    return _products(q[2], pairs, q[3], v[3])
+def _dense(q: Tensor, k: Tensor, v: Tensor) -> _Matmuls:
+    return _Matmuls(q, v, q.shape[0] * q.shape[1] * k.shape[1])
 
 
-def attention(
-    q: Shape,
-    k: Shape,
-    v: Shape,
-    attn_mask: Any,
-    sinks: Any,
-    rng_state: Any,
-    scale: float,
-    window_left: int | None,
-    window_right: int | None,
-    *rest: Any,
-    **kwargs: Any,
-) -> int:
-    """Forward: q k^T and weights v over the pairs inside the band; an attn_mask does not reduce the count."""
-    over_D, over_Dv = _dense(q, k, v, window_left, window_right)
-    return over_D + over_Dv
+def _packed(q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor) -> _Matmuls:
+    return _Matmuls(q, v, _pairs(ends_q, ends_k, q.shape[0], k.shape[0]))
+
+
+def _pairs(ends_q: Tensor, ends_k: Tensor, Tq: int, Tk: int) -> int:
+    """The number of pairs inside of packed sequences."""
+    if _is_known(ends_q) and _is_known(ends_k):
+        # On a GPU the host waits for the lengths, as it does in torch's formula.
+        lengths = ([b - a for a, b in pairwise(ends.tolist())] for ends in (ends_q, ends_k))
+        return sum(n * m for n, m in zip(*lengths, strict=True))
+    return Tq * Tk // max(1, ends_q.shape[0] - 1)
+
+
+def _is_known(x: Tensor) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return not isinstance(x, (FakeTensor, FunctionalTensor)) and x.device.type != "meta"
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **kwargs: Any) -> int:
+    return _dense(q, k, v).forward
 
 
 def attention_backward(
-    dout: Any,
-    dlse: Any,
-    q: Shape,
-    k: Shape,
-    v: Shape,
-    out: Any,
-    lse: Any,
-    lse_low: Any,
-    attn_mask: Any,
-    sinks: Any,
-    rng_state: Any,
-    scale: float,
-    window_left: int | None,
-    window_right: int | None,
-    *rest: Any,
-    **kwargs: Any,
+    dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **kwargs: Any
 ) -> int:
-    """Backward: q k^T again, dq and dk over D; dv and dout v^T over Dv."""
-    over_D, over_Dv = _dense(q, k, v, window_left, window_right)
-    return 3 * over_D + 2 * over_Dv
+    return _dense(q, k, v).backward
 
 
-def attention_weights(
-    q: Shape,
-    k: Shape,
-    lse: Any,
-    lse_low: Any,
-    attn_mask: Any,
-    sinks: Any,
-    rng_state: Any,
-    scale: float,
-    window_left: int | None,
-    window_right: int | None,
-    *rest: Any,
-    **kwargs: Any,
-) -> int:
-    """q k^T over the pairs inside the band."""
-    return _dense(q, k, k, window_left, window_right)[0]
+def attention_weights(q: Tensor, k: Tensor, *rest: Any, **kwargs: Any) -> int:
+    return _dense(q, k, k).scores
 
 
-def attention_weights_backward(dweights: Any, *args: Any, **kwargs: Any) -> int:
+def attention_weights_backward(dweights: Any, q: Tensor, k: Tensor, *rest: Any, **kwargs: Any) -> int:
     """q k^T again, dq and dk."""
-    q, k, _, _, _, _, _, _, window_left, window_right, *_ = args
-    return 3 * _dense(q, k, k, window_left, window_right)[0]
+    return 3 * _dense(q, k, k).scores
 
 
-def attention_varlen(q: Shape, k: Shape, v: Shape, *rest: Any, **kwargs: Any) -> int:
-    """Forward; lengths are data, so sequences count as equally long and the band as unbounded."""
-    over_D, over_Dv = _packed(q, k, v, rest[0])
-    return over_D + over_Dv
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor, *rest: Any, **kwargs: Any
+) -> int:
+    return _packed(q, k, v, ends_q, ends_k).forward
 
 
 def attention_varlen_backward(
-    dout: Any, dlse: Any, q: Shape, k: Shape, v: Shape, out: Any, lse: Any, *rest: Any, **kwargs: Any
+    dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, out: Any, lse: Any, *rest: Any, **kwargs: Any
 ) -> int:
-    """Backward, under the same assumption as the forward."""
-    over_D, over_Dv = _packed(q, k, v, rest[0])
-    return 3 * over_D + 2 * over_Dv
+    ends_q, ends_k, *_ = rest
+    return _packed(q, k, v, ends_q, ends_k).backward
 
 
-def flex_attention(q: Shape, k: Shape, v: Shape, *rest: Any, **kwargs: Any) -> int:
-    """Forward; blocks and masks are data, so all pairs inside the band count; score_mod's FLOPs do not."""
-    over_D, over_Dv = _flex(q, k, v, rest)
-    return over_D + over_Dv
+def flex_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **kwargs: Any) -> int:
+    """Forward; what score_mod computes does not count."""
+    return _flex(q, k, v, rest).forward
 
 
 def flex_attention_backward(
     dout: Any,
     dlse: Any,
-    q: Shape,
-    k: Shape,
-    v: Shape,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     out: Any,
     lse: Any,
     low: Any,
     *rest: Any,
     **kwargs: Any,
 ) -> int:
-    """Backward, under the same assumption as the forward."""
-    *given, _ = rest
-    over_D, over_Dv = _flex(q, k, v, given)
-    return 3 * over_D + 2 * over_Dv
+    return _flex(q, k, v, rest).backward
 
 
-def _flex(q: Shape, k: Shape, v: Shape, given: Sequence[Any]) -> tuple[int, int]:
-    """given: what follows v, shapes of `Mods` and a call's options."""
-    mods, options = Mods(*given[: len(Mods._fields)]), CallOptions(*given[len(Mods._fields) :])
-    if mods.cu_seqlens_q is not None:
-        return _packed(q, k, v, mods.cu_seqlens_q)  # type: ignore[arg-type]
-    return _dense(q, k, v, options.window_left, options.window_right)
+def _flex(q: Tensor, k: Tensor, v: Tensor, given: Sequence[Any]) -> _Matmuls:
+    """given: what follows v."""
+    mods = Mods(*given[: len(Mods._fields)])
+    if mods.cu_seqlens_q is not None and mods.cu_seqlens_k is not None:
+        return _packed(q, k, v, mods.cu_seqlens_q, mods.cu_seqlens_k)
+    return _dense(q, k, v)
 
 
-def _packed(q: Shape, k: Shape, v: Shape, cu_seqlens: Shape) -> tuple[int, int]:
-    sequences = max(1, cu_seqlens[0] - 1)
-    return _products(q[1], q[0] * k[0] // sequences, q[2], v[2])
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **kwargs: Any) -> int:
+    """A rank's share of the whole sequence's count, which a layout divides evenly or nearly so."""
+    return _of_ring(q, k, v, *rest[2:4]).forward
+
+
+def ring_attention_backward(
+    dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, out: Any, lse: Any, *rest: Any, **kwargs: Any
+) -> int:
+    return _of_ring(q, k, v, *rest[2:4]).backward
+
+
+def _of_ring(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, group: str) -> _Matmuls:
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    size = _resolve_process_group(group).size()  # type: ignore[arg-type]
+    if cu_seqlens is None:
+        return _Matmuls(q, v, q.shape[0] * q.shape[1] * k.shape[1] * size)
+    T = q.shape[0] * size
+    return _Matmuls(q, v, _pairs(cu_seqlens, cu_seqlens, T, T) // size)
 
 
 PLAIN = (
@@ -149,6 +154,7 @@ PLAIN = (
     attention_weights_backward,
 )
 FLEX = (flex_attention, flex_attention_backward)
+RING = (ring_attention, ring_attention_backward)
 
 
 def register(formulas: Sequence[Callable[..., int]] = PLAIN) -> None:
@@ -156,4 +162,4 @@ def register(formulas: Sequence[Callable[..., int]] = PLAIN) -> None:
     from torch.utils.flop_counter import register_flop_formula
 
     for formula in formulas:
-        register_flop_formula(getattr(torch.ops.flash4, formula.__name__))(formula)
+        register_flop_formula(getattr(torch.ops.flash4, formula.__name__), get_raw=True)(formula)

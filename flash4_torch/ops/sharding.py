@@ -5,13 +5,15 @@
     attn_mask   sharded along with q; along a dimension it broadcasts over it is replicated, and its gradient
                 is a Partial sum there
     sinks       Shard(0) along heads; along the batch replicated, and their gradient is a Partial sum
+    weights     Shard(0), or Shard(1) where they are not averaged over heads
 
 Packed (varlen) tensors shard over heads, dimension 1, with replicated cu_seqlens. With dropout everything is
-replicated: dropout masks are keyed by batch and head index, and each shard counts its own from zero.
+replicated: dropout masks are keyed by batch and head index, and each shard counts its own from zero. Masks,
+sinks and cu_seqlens may be plain tensors, which every rank holds whole: they count as replicated.
 
-This is not context parallelism: a sharded sequence is gathered; `distributed` has it. torch's own
-`context_parallel` runs our kernels on CUDA once `integrations.torch_sdpa` is activated, because its ring
-calls the aten operators.
+This is not context parallelism: a sharded sequence is gathered, as DTensor does wherever an operator has no
+rule for a placement, and `distributed` has rings and all-to-alls. torch's own `context_parallel` runs our
+kernels on CUDA once `integrations.torch_sdpa` is activated, because its ring calls the aten operators.
 
 Importing this module imports torch.distributed.tensor, which takes most of a second; so it is imported only
 once that is loaded anyway.
@@ -27,16 +29,17 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, RuntimeSchemaInfo
 from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
 
-from . import schema
+from . import check, schema
 
 Dims = dict[str, int]
 """The dimension at which the axis lies, by the schema's names of the tensors that have it."""
 
 _DENSE_ROWS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 _LSE = ("lse", "lse_low", "dlse")
-_BATCH: Dims = dict.fromkeys((*_DENSE_ROWS, *_LSE, "attn_mask", "dmask"), 0)
+_OF_SCORES = ("attn_mask", "dmask", "weights", "dweights")
+_BATCH: Dims = dict.fromkeys((*_DENSE_ROWS, *_LSE, *_OF_SCORES), 0)
 _SINKS: Dims = {"sinks": 0, "dsinks": 0}
-_HEADS: Dims = dict.fromkeys(_DENSE_ROWS, 2) | dict.fromkeys((*_LSE, "attn_mask", "dmask"), 1) | _SINKS
+_HEADS: Dims = dict.fromkeys(_DENSE_ROWS, 2) | dict.fromkeys((*_LSE, *_OF_SCORES), 1) | _SINKS
 _PACKED_HEADS: Dims = dict.fromkeys(_DENSE_ROWS, 1) | dict.fromkeys(("lse", "dlse"), 0) | _SINKS
 
 _AXES: dict[str, tuple[Dims, ...]] = {
@@ -44,6 +47,8 @@ _AXES: dict[str, tuple[Dims, ...]] = {
     "attention_backward": (_BATCH, _HEADS),
     "attention_varlen": (_PACKED_HEADS,),
     "attention_varlen_backward": (_PACKED_HEADS,),
+    "attention_weights": (_BATCH, _HEADS),
+    "attention_weights_backward": (_BATCH, _HEADS),
 }
 
 
@@ -59,12 +64,24 @@ def register() -> None:
         )
 
 
-def beside(q: Tensor, rng_state: Tensor) -> Tensor:
-    """`rng_state` in a form that an operator takes with `q`: for a DTensor, the first rank's, replicated."""
-    if not isinstance(q, DTensor) or isinstance(rng_state, DTensor):
-        return rng_state
+def beside(q: Tensor, x: Tensor, is_state: bool = False) -> Tensor:
+    """A plain tensor in a form that an operator takes with `q`: replicated, if `q` is a DTensor.
+
+    is_state: it is the state of a generator, which every rank has drawn for itself; the first rank's counts.
+    """
+    if not isinstance(q, DTensor) or isinstance(x, DTensor):
+        return x
     mesh = q.device_mesh
-    return distribute_tensor(rng_state, mesh, [Replicate()] * mesh.ndim)
+    replicated = [Replicate()] * mesh.ndim
+    if is_state:
+        return distribute_tensor(x, mesh, replicated)
+    return DTensor.from_local(x, mesh, replicated, run_check=False)
+
+
+def check_sequence(q: Tensor) -> None:
+    """Requires that no sequence is gathered whose order torch's `context_parallel` may have changed."""
+    if isinstance(q, DTensor) and any(p.is_shard(q.dim() - 3) for p in q.placements):
+        check.not_of_torchs_context_parallel("q")
 
 
 def _first_rule(op: Any) -> int:
@@ -84,6 +101,9 @@ class _Strategy:
         given = dict(zip(self._arguments, call.args_schema, strict=False)) | call.kwargs_schema
         inputs = {name: tuple(x.shape) for name, x in given.items() if isinstance(x, OpStrategy)}
         axes = () if given["dropout_p"] else self._axes
+        if given.get("average_heads"):
+            # The mean would be over a shard's heads, in the backward, too.
+            axes = tuple(dims for dims in axes if dims is not _HEADS)
         names = list(inputs)
         return expand_to_full_mesh_op_strategy(
             call.get_mesh_from_args(),

@@ -55,13 +55,18 @@ def check(call: Call, how: str = "") -> None:
     found = [x for x in ranks(WORLD).run(results, call, how) if x is not None]
     exact, peer = expected(call, torch.float64), expected(call, call.dtype)
     names = ("out", "lse", "dq", "dk", "dv", "dsinks")
+    # Gradients of scores are differences: one that cancels has the rounding of dout v^T, also if exact is 0.
+    _, _, v, _, dout, _ = call.tensors()
+    kept = 1.0 - call.options.get("dropout_p", 0.0)
+    noise = torch.finfo(torch.float32).eps * (dout.norm(dim=-1).max() * v.norm(dim=-1).max()).item() / kept
     # Every rank has the same whole tensors, bit for bit.
     for others in found[1:]:
         for mine, other in zip(found[0], others, strict=True):
             assert torch.equal(mine, other)
     for name, mine, right, near in zip(names, found[0], exact, peer, strict=False):
         # lse and its gradient are float32 for 16-bit inputs; sinks' gradient is a sum over ranks.
-        assert_close_as_peer(mine, right, near.to(mine.dtype), what=f"{name} of {call}")
+        cancels = noise if name in ("dq", "dk") and call.dtype != torch.float64 else 0.0
+        assert_close_as_peer(mine, right, near.to(mine.dtype), what=f"{name} of {call}", noise=cancels)
 
 
 @st.composite
@@ -78,7 +83,7 @@ def calls(draw: st.DrawFn, meshes: tuple[str, ...] = tuple(MESHES)) -> Call:
     dropout_p = draw(st.sampled_from([0.0, 0.0, 0.3]))
     return Call(
         mesh,
-        draw(st.sampled_from(["zigzag", "zigzag", "contiguous"])),
+        draw(st.sampled_from(["documents", "documents", "zigzag", "contiguous"][0 if packed else 2 :])),
         draw(st.integers(1, 2)),
         draw(st.integers(1, 7)),
         group,
@@ -93,7 +98,7 @@ def calls(draw: st.DrawFn, meshes: tuple[str, ...] = tuple(MESHES)) -> Call:
             "scale": draw(st.sampled_from([None, 0.3])),
             "dropout_p": dropout_p,
         },
-        tuple(draw(st.lists(st.integers(0, 1000), max_size=5))) if packed else (),
+        tuple(draw(st.lists(st.integers(0, 1000), min_size=1, max_size=5))) if packed else (),
         draw(st.booleans()),
         draw(st.booleans()),
         0 if packed or dropout_p else draw(st.sampled_from([0, 0, 3])),
@@ -105,7 +110,7 @@ DROPOUT = {"causal": True, "dropout_p": 0.4}
 PLAIN = Call("ring 2", "zigzag", 1, 4, 2, 2, 8, 8, torch.float32, {"causal": True})
 
 
-@settings(max_examples=examples(30, 400))
+@settings(max_examples=examples(20, 400))
 @given(call=calls())
 # Dropout's positions: in documents that begin and end anywhere, and of heads in batch entries.
 @example(PLAIN._replace(options=DROPOUT, ends=(100, 100, 420, 900), chunk=7))
@@ -117,6 +122,11 @@ PLAIN = Call("ring 2", "zigzag", 1, 4, 2, 2, 8, 8, torch.float32, {"causal": Tru
 @example(PLAIN._replace(options={"window": (-3, 9)}, mesh="ring 3"))
 # The same with more parts than wait to be merged.
 @example(PLAIN._replace(options={"window": (None, -5), "dropout_p": 0.4}, mesh="ring 4", chunk=8))
+# Documents divided and whole: joined in one call, apart in a window, and with positions for dropout.
+@example(PLAIN._replace(layout="documents", mesh="ring 4", ends=(250, 800, 850, 870), chunk=7))
+@example(PLAIN._replace(layout="documents", mesh="ring 3", ends=(250, 800, 900), chunk=7, options={}))
+@example(PLAIN._replace(layout="documents", ends=(500, 900), chunk=7, options={"window": (5, 0)}))
+@example(PLAIN._replace(layout="documents", mesh="ring 2 x ulysses 2", ends=(500, 900), options=DROPOUT))
 def test_ranks_give_what_one_process_does(call: Call) -> None:
     check(call)
 
@@ -129,7 +139,7 @@ def test_chunks_of_whole_blocks(how: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["compiled", "checkpointed"])
-@pytest.mark.parametrize("mesh", one_of(2, ["ring 2 x ulysses 2", "ring 4", "ulysses 4"]))
+@pytest.mark.parametrize("mesh", one_of(3, ["ring 2 x ulysses 2", "ring 4", "ulysses 4"]))
 def test_compiled_and_checkpointed_give_the_same(mesh: str, kind: str) -> None:
     """One graph holds the whole call; the second forward of a checkpoint has the first's dropout mask."""
     call = PLAIN._replace(mesh=mesh, options=DROPOUT, sinks=True, B=2)
@@ -144,3 +154,20 @@ def test_deterministic_and_repeatable(packed: bool) -> None:
     call = call._replace(options={"causal": True, "deterministic": True})
     first, second = (ranks(WORLD).run(results, call) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first[0], second[0], strict=True))
+
+
+def flops_of(call: Call) -> int:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        results(call)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_ranks_count_the_flops_of_one_process(packed: bool) -> None:
+    call = PLAIN._replace(mesh="ring 4", dtype=torch.bfloat16, ends=(250, 500) if packed else ())
+    S = call.length(call.chunk)
+    pairs = S * S if not packed else (S // 4) ** 2 * 2 + (S // 2) ** 2
+    # Two matmuls forward and five backward.
+    assert sum(ranks(WORLD).run(flops_of, call)) == 2 * call.heads * pairs * 7 * call.D

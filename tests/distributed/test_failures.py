@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import flash4_torch
 from everything import one_of
@@ -19,6 +20,7 @@ from flash4_torch import errors
 from flash4_torch.distributed import (
     context_parallel_attention,
     ring_attention,
+    shard_documents,
     shard_sequence,
     ulysses_attention,
     unshard_sequence,
@@ -97,6 +99,11 @@ def messages() -> list[str]:
         lambda: shard_sequence(x[:, :6], mesh),
         lambda: shard_sequence(x, mesh, dim=4),
         lambda: unshard_sequence(x, mesh, layout="none"),
+        lambda: shard_sequence(x, mesh, layout="documents"),
+        lambda: shard_documents(x[0], torch.tensor([0, 3, 7]), mesh),
+        lambda: shard_documents(x[0, :7], torch.tensor([0, 3, 7]), mesh),
+        lambda: ring_attention(x, x, x, layout="documents"),
+        lambda: ring_attention(x, *[DTensor.from_local(x, mesh)] * 2),
     ]
     found = []
     for call in calls:
@@ -107,7 +114,7 @@ def messages() -> list[str]:
 
 
 EXPECTED = """
-ArgumentError: layout is 'zig-zag', but it must be one of contiguous, zigzag; did you mean zigzag?
+ArgumentError: layout is 'zig-zag', but it must be one of contiguous, zigzag, documents; did you mean zigzag?
 ArgumentError: mesh is of 3 dimensions, but it must have one or two dimensions: 'ring', 'ulysses' or both
 ArgumentError: mesh is ('ring', 'tp'), but its two dimensions must be 'ring' and 'ulysses'
 ArgumentError: mesh is int, but it must be a ProcessGroup, a DeviceMesh or None
@@ -120,6 +127,11 @@ RangeError: cu_seqlens is [0, 3, 8], but it must begin with 0 and end with the p
 ShapeError: x is (1, 6, 2, 8), but its length along dim=1 must be a multiple of
 ArgumentError: dim is 4, but x has 4 dimensions
 ArgumentError: layout is 'none', but it must be one of contiguous, zigzag
+ArgumentError: layout is 'documents', but it depends on the documents' lengths: shard_documents and
+RangeError: cu_seqlens is [0, 3, 7], but it must begin with 0 and end with the packed length, 8
+ShapeError: x is (7, 2, 8), but its length along dim=0 must be a multiple of the 4 ranks
+ArgumentError: layout is 'documents', but it is for packed documents: give cu_seqlens
+ArgumentError: k is a DTensor, but it must be this rank's part of the sequence, which to_local() gives
 """
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from random import Random
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from everything import examples
+from flash4_torch.distributed.documents import chunks_of_documents
 from flash4_torch.distributed.layout import LAYOUTS, Shards
 from flash4_torch.distributed.plan import ORIGIN_MULTIPLE, Hop, Problem, Tile, hop, pairs
 from flash4_torch.masks import Band
@@ -27,8 +29,10 @@ def problems(draw: st.DrawFn) -> Problem:
         left, right = -left, -right
     queries = Shards(layout, ranks, S)
     keys, ends = queries, ()
-    if draw(st.booleans()):
+    if layout == "documents" or draw(st.booleans()):
         ends = (0, *sorted(draw(st.lists(st.integers(0, S), max_size=6))), S)
+        if layout == "documents":
+            keys = queries = queries._replace(ends=ends)
     elif draw(st.booleans()):
         keys = Shards(layout, ranks, unit * draw(st.integers(1, 20)))
     return Problem(queries, keys, Band(left, right), ends, draw(st.booleans()))
@@ -51,9 +55,11 @@ def cells(tile: Tile) -> Tensor:
     found = torch.zeros(n, m, dtype=torch.bool)
     ends = ((0, 0), (n, m))
     if tile.documents is not None:
-        assert n == m == tile.documents.ends[-1]
-        assert tile.documents.longest == max(b - a for a, b in pairwise(tile.documents.ends))
-        ends = tuple((e, e) for e in tile.documents.ends)
+        ends_k, longest_k = tile.documents.of_keys()
+        for ends_of, longest in ((tile.documents.ends, tile.documents.longest), (ends_k, longest_k)):
+            assert longest == max(b - a for a, b in pairwise(ends_of))
+        ends = tuple(zip(tile.documents.ends, ends_k, strict=True))
+        assert ends[-1] == (n, m)
     for (i0, j0), (i1, j1) in pairwise(ends):
         i, j = torch.arange(i1 - i0)[:, None], torch.arange(j1 - j0)
         found[i0:i1, j0:j1] |= torch.as_tensor(tile.band.visible(i, j, i1 - i0, j1 - j0))
@@ -138,3 +144,58 @@ def test_causal_hops_are_single_calls_without_a_band() -> None:
     for rank, step in all_hops(problem):
         (tile,) = step.tiles
         assert tile.band == (Band(None, 0) if rank == step.source else Band())
+
+
+@st.composite
+def packed(draw: st.DrawFn) -> tuple[tuple[int, ...], int]:
+    """Ends of documents of drawn lengths, short and long, and ranks that divide the last one."""
+    ranks = draw(st.integers(1, 8))
+    lengths = draw(st.lists(st.one_of(st.integers(0, 9), st.integers(0, 400)), max_size=30))
+    lengths.append(-sum(lengths) % ranks)
+    return (0, *accumulate(lengths)), ranks
+
+
+@settings(max_examples=examples(100, 2000))
+@given(packed())
+def test_documents_are_divided_once_and_evenly(packed: tuple[tuple[int, ...], int]) -> None:
+    """Every token has one place; ranks have equally many; no chunk is empty or in two documents."""
+    ends, ranks = packed
+    chunks = chunks_of_documents(ends, ranks)
+    assert sorted(i for of_rank in chunks for chunk in of_rank for i in chunk) == list(range(ends[-1]))
+    assert {sum(map(len, of_rank)) for of_rank in chunks} == {ends[-1] // ranks}
+    for chunk in (chunk for of_rank in chunks for chunk in of_rank):
+        assert any(a <= chunk.start < chunk.stop <= b for a, b in pairwise(ends))
+
+
+def balance(ends: tuple[int, ...], ranks: int, layout: str) -> float:
+    """The most work of a rank over the mean."""
+    shards = Shards(layout, ranks, ends[-1], ends if layout == "documents" else ())
+    work = [pairs(Problem(shards, shards, Band(None, 0), ends), rank) for rank in range(ranks)]
+    return max(work) * ranks / sum(work)
+
+
+@settings(max_examples=examples(60, 1000), deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([2, 3, 4, 8]))
+def test_documents_have_even_work(seed: int, ranks: int) -> None:
+    """Lengths as in text: most documents are short, and a few hold most of the work."""
+    random = Random(seed)
+    lengths = [1 + int(random.lognormvariate(4, 1.3)) for _ in range(40 * ranks)]
+    lengths.append(-sum(lengths) % ranks)
+    assert balance((0, *accumulate(lengths)), ranks, "documents") < 1.2
+
+
+def test_a_long_document_among_short_ones() -> None:
+    """What the layout is for: a zigzag of the whole gives this document to few ranks."""
+    ends = (0, *accumulate([4096, *[64] * 448]))
+    assert balance(ends, 8, "documents") < 1.01
+    assert balance(ends, 8, "zigzag") > 3
+
+
+def test_causal_documents_are_few_calls() -> None:
+    """Two calls a hop, however many documents; keys of short ones do not travel."""
+    ends = (0, *accumulate([512, 1024, 768, *[16] * 48]))
+    shards = Shards("documents", 4, ends[-1], ends)
+    for rank, step in all_hops(Problem(shards, shards, Band(None, 0), ends)):
+        assert len(step.tiles) == 2
+        if rank != step.source:
+            assert sum(map(len, step.parts)) <= 2304 // 4

@@ -79,6 +79,16 @@ def test_hops_of_all_ranks(name: str, layout: str, ranks: int, device: str) -> N
     check([found.out, found.dq, found.dk, found.dv], case, state)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
+@pytest.mark.parametrize("options", [{"causal": True}, {}, {"causal": True, "window": (100, None)}], ids=str)
+@pytest.mark.parametrize("ends", [(0, 96, 400, 448, S), (0, 5, 405, 406, 417, 430, S)], ids=str)
+def test_hops_of_documents(ends: tuple[int, ...], options: dict[str, Any], device: str) -> None:
+    """A hop's rectangles of documents as packed sequences, whose queries and keys differ in length."""
+    case = {**options, "ends": ends}
+    found = ring_in_one_process(tensors(device), "documents", 3, options_of(case), ends)
+    check([found.out, found.dq, found.dk, found.dv], case, None)
+
+
 @pytest.mark.parametrize("target", [SM90A, SM100A], ids=lambda target: target.arch)
 @pytest.mark.parametrize("name", ["dropout, window", "packed, dropout"])
 def test_kernels_get_what_they_are_promised(name: str, target: Target) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import flash4_torch
+from ranks import START_METHOD
 
 RANKS, PER_RANK = 2, 3
 KINDS = ("eager", "compiled")
@@ -95,7 +96,9 @@ _two_gpus = pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs 
     "setting", [ON_CPU, pytest.param(ON_GPUS, marks=_two_gpus)], ids=lambda setting: setting.library
 )
 def test_gradients_are_those_of_the_joined_batch(setting: Setting, tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(train_one_rank, (setting, tmp_path), nprocs=RANKS)
+    torch.multiprocessing.start_processes(
+        train_one_rank, (setting, tmp_path), nprocs=RANKS, start_method=START_METHOD
+    )
     model, batch = model_and_batch(setting, setting.device(0))
     expected = gradients(model, model, batch)
     for kind in KINDS:

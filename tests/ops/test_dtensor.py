@@ -1,24 +1,22 @@
 """DTensors go through our operators shard by shard: no collective for batch and heads, the same numbers.
 
-The checks run once, on two gloo processes started from this very file; each test asserts one check's outcome.
+The checks run once, on two gloo processes; each test asserts one check's outcome.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import traceback
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import flash4_torch
 from flash4_torch import ops
 from flash4_torch.problem import CallOptions
+from ranks import Ranks
 
 PLAIN = CallOptions(scale=0.3)
 
@@ -36,10 +34,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, right: i
     return ops.attention(q, k, v, mask, None, None, PLAIN._replace(window_right=right))
 
 
-def grads(out: Tensor, lse: Tensor, inputs: list[Tensor]) -> list[Tensor]:
-    """Gradients of a scalar of both results that weights every element differently."""
-    total = (out * out.detach().cos()).sum() + (lse * lse.detach().sin()).sum()
-    return list(torch.autograd.grad(total, inputs))
+def grads(results: Any, inputs: list[Tensor]) -> list[Tensor]:
+    """Gradients of a scalar of all results that weights every element differently."""
+    # Not added to 0: that would bring partial sums together.
+    first, *others = ((x * x.detach().cos()).sum() for x in results)
+    return list(torch.autograd.grad(sum(others, first), inputs))
 
 
 def compare(
@@ -57,8 +56,8 @@ def compare(
         results = call(*sharded)
     learn = [i for i, t in enumerate(tensors) if t.requires_grad]
     with CommDebugMode() as backward:
-        ours = grads(*results, [sharded[i] for i in learn])
-    theirs = grads(*whole, [tensors[i] for i in learn])
+        ours = grads(results, [sharded[i] for i in learn])
+    theirs = grads(whole, [tensors[i] for i in learn])
     for a, b in zip([*results, *ours], [*whole, *theirs], strict=True):
         torch.testing.assert_close(a.full_tensor(), b)
     assert (forward.get_total_counts() > 0) == collectives, forward.get_comm_counts()
@@ -128,9 +127,9 @@ def check_dropout_is_that_of_the_whole() -> None:
         return ops.attention(q, k, v, None, None, state, PLAIN._replace(dropout_p=0.5))
 
     whole = drop(*tensors, rng_state)
-    results = drop(*sharded, beside(sharded[0], rng_state))
+    results = drop(*sharded, beside(sharded[0], rng_state, is_state=True))
     assert results[0].placements == (Replicate(),)
-    ours, theirs = grads(*results, sharded), grads(*whole, tensors)
+    ours, theirs = grads(results, sharded), grads(whole, tensors)
     for a, b in zip([*results, *ours], [*whole, *theirs], strict=True):
         torch.testing.assert_close(a.full_tensor(), b)
 
@@ -149,6 +148,136 @@ def check_varlen_heads() -> None:
         )
 
     compare([*tensors, *lengths], [Shard(1)] * 3 + [Replicate()] * 2, packed, collectives=False)
+
+
+def check_public_functions_and_plain_companions() -> None:
+    """Sinks, a mask and cu_seqlens are plain tensors, which every rank holds whole."""
+    from torch.distributed.tensor import Shard
+
+    mask, ends = normal(4, 1, 6, 6, seed=7), torch.tensor([0, 2, 6])
+    sinks = normal(4, seed=8)
+
+    def masked(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return flash4_torch.attention(q, k, v, attn_mask=mask, sinks=sinks, softcap=2.0, return_lse=True)
+
+    def heads_first(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        tensors = (x.transpose(1, 2) for x in (q, k, v))
+        return (flash4_torch.scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=True),)
+
+    def packed(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        ends_of = {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+        return flash4_torch.attention_varlen(q, k, v, **ends_of, sinks=sinks, causal=True, return_lse=True)
+
+    for dim in (0, 2):
+        for call in (masked, heads_first):
+            compare(qkv(Sq=6, Sk=6), [Shard(dim)] * 3, call, collectives=False)
+    compare([x[0].detach().requires_grad_() for x in qkv(Sq=6, Sk=6)], [Shard(1)] * 3, packed, False)
+
+
+def check_plain_sinks_get_the_whole_gradient() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    sinks, mesh, found = normal(4, seed=8).requires_grad_(), init_device_mesh("cpu", (2,)), []
+    for place in (lambda x: x, lambda x: distribute_tensor(x, mesh, [Shard(0)])):
+        out = flash4_torch.attention(*map(place, qkv()), sinks=sinks, causal=True)
+        found += torch.autograd.grad((out * out.detach().cos()).sum(), sinks)
+    torch.testing.assert_close(*found)
+
+
+def check_a_sharded_sequence_is_gathered() -> None:
+    from torch.distributed.tensor import Shard
+
+    def weighted(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return ops.attention_and_weights(q, k, v, None, None, None, PLAIN, False)
+
+    for call in (attend, weighted):
+        compare(qkv(Sq=6, Sk=6), [Shard(1)] * 3, call, collectives=True)
+
+
+def check_weights() -> None:
+    from torch.distributed.tensor import Shard
+
+    for dim, average in ((0, False), (0, True), (2, False), (2, True)):
+
+        def weighted(q: Tensor, k: Tensor, v: Tensor, average: bool = average) -> Any:
+            return ops.attention_and_weights(q, k, v, None, None, None, PLAIN, average)
+
+        # A mean over heads needs those of all shards.
+        compare(qkv(), [Shard(dim)] * 3, weighted, collectives=average and dim == 2)
+
+
+class Block(nn.Module):
+    """Attention between projections, as models write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v = nn.Linear(16, 32), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.out = nn.Linear(32, 16)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (-1, 8)) for f in (self.q, self.k, self.v))
+        return self.out(flash4_torch.attention(q, k, v, causal=True).flatten(2))
+
+
+def compare_modules(make: Callable[[], nn.Module], shard: Callable[[nn.Module], nn.Module], x: Any) -> None:
+    """Asserts equal outputs and gradients of a module and of one whose parameters are sharded."""
+    found = []
+    for model, given in ((make(), x[0]), (shard(make()), x[1])):
+        out = model(given)
+        out = out[0] if isinstance(out, tuple) else out
+        (out * out.detach().cos()).sum().backward()
+        tensors = [out.detach(), *(p.grad for p in model.parameters())]
+        found.append([t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors])
+    for mine, right in zip(*reversed(found), strict=True):
+        torch.testing.assert_close(mine, right)
+
+
+def check_tensor_parallel_model() -> None:
+    """Projections give DTensors sharded along heads; nobody calls to_local."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh, x = init_device_mesh("cpu", (2,)), normal(2, 6, 16, seed=0)
+    plan: dict[str, Any] = {name: ColwiseParallel(use_local_output=False) for name in ("q", "k", "v")}
+    plan["out"] = RowwiseParallel()
+    compare_modules(Block, lambda model: parallelize_module(model, mesh, plan), (x, x))
+
+
+def check_multihead_attention() -> None:
+    """Data parallel, and tensor parallel with parameters sharded along heads."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
+
+    mesh, x = init_device_mesh("cpu", (2,)), normal(4, 6, 16, seed=0)
+    dims = {"in_proj_weight": 0, "in_proj_bias": 0, "weight": 1}
+
+    def along_heads(_: str, module: nn.Module, mesh: Any) -> None:
+        for name, p in list(module.named_parameters(recurse=False)):
+            placement = Shard(dims[name]) if name in dims else Replicate()
+            module.register_parameter(name, nn.Parameter(distribute_tensor(p, mesh, [placement])))
+
+    class Self(nn.Module):
+        def __init__(self, need_weights: bool):
+            super().__init__()
+            torch.manual_seed(0)
+            self.need_weights = need_weights
+            self.attention = flash4_torch.MultiheadAttention(16, 4, batch_first=True).double()
+
+        def forward(self, x: Tensor) -> Any:
+            padding = torch.zeros(4, 6, dtype=torch.bool)
+            padding[1, 4:] = True
+            return self.attention(x, x, x, padding, need_weights=self.need_weights)
+
+    for need_weights in (False, True):
+        for placement, partition in ((Shard(0), None), (Replicate(), along_heads), (Shard(1), None)):
+            compare_modules(
+                lambda need=need_weights: Self(need),
+                lambda model, partition=partition: distribute_module(model, mesh, partition),
+                (x, distribute_tensor(x, mesh, [placement])),
+            )
 
 
 def check_no_shard_lacks_its_key_heads() -> None:
@@ -176,12 +305,8 @@ def check_no_shard_lacks_its_key_heads() -> None:
 CHECKS = {name.removeprefix("check_"): f for name, f in list(globals().items()) if name.startswith("check_")}
 
 
-def run_checks(rank: int, rendezvous: str, report: str) -> None:
-    """One process: every check, with its traceback or None."""
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+def run_checks() -> dict[str, str | None]:
+    """Every check on this rank, with its traceback or None."""
     outcome: dict[str, str | None] = {}
     for name, check in CHECKS.items():
         try:
@@ -189,28 +314,17 @@ def run_checks(rank: int, rendezvous: str, report: str) -> None:
             outcome[name] = None
         except Exception:
             outcome[name] = traceback.format_exc()
-    dist.destroy_process_group()
-    Path(report).write_text(json.dumps(outcome))
+    return outcome
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | None]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    reports = [folder / f"{rank}.json" for rank in range(2)]
-    processes = [
-        subprocess.Popen([sys.executable, __file__, str(rank), str(folder / "rendezvous"), str(report)])
-        for rank, report in enumerate(reports)
-    ]
-    for process in processes:
-        assert process.wait(timeout=120) == 0
-    return [json.loads(report.read_text()) for report in reports]
+def outcomes() -> Iterator[list[dict[str, str | None]]]:
+    own = Ranks(2)
+    yield own.run(run_checks)
+    own.stop()
 
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_two_processes(name: str, outcomes: list[dict[str, str | None]]) -> None:
     for rank, outcome in enumerate(outcomes):
         assert outcome[name] is None, f"rank {rank}: {outcome[name]}"
-
-
-if __name__ == "__main__":
-    run_checks(int(sys.argv[1]), *sys.argv[2:])

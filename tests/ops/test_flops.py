@@ -1,4 +1,4 @@
-"""FLOP counts for torch.utils.flop_counter: torch's own for full attention, else those of visible pairs."""
+"""FLOP counts for torch.utils.flop_counter: those of torch's own attention, whatever is hidden."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import flash4_torch
@@ -30,71 +31,74 @@ def dense(B: int, Sq: int, Sk: int, Hq: int, Hk: int, D: int, Dv: int) -> tuple[
     return tuple(torch.zeros(shape, requires_grad=True) for shape in shapes)
 
 
-def visible_pairs(Sq: int, Sk: int, causal: bool, left: int | None, right: int | None) -> int:
-    """The number of visible pairs, counted one by one from the definition of `attention`'s band."""
-    right = 0 if causal else right
-    return sum(
-        (left is None or j >= i + Sk - Sq - left) and (right is None or j <= i + Sk - Sq + right)
-        for i in range(Sq)
-        for j in range(Sk)
-    )
+def of_torch(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[int, int]:
+    """torch's counts of its CUDA kernel, forward and with backward: meta tensors count without running.
 
-
-def test_full_attention_counts_as_torchs_own() -> None:
-    """torch has formulas for its CUDA kernel; on meta tensors it counts without running."""
-    q, k, v = dense(2, 16, 24, 4, 4, 8, 8)
-    mine = flops(lambda: flash4_torch.attention(q, k, v))
-    mine_with_backward = flops(lambda: flash4_torch.attention(q, k, v).sum().backward())
-    q, k, v = (x.detach().transpose(1, 2).to("meta").requires_grad_() for x in (q, k, v))
+    KV heads are repeated: not every version of torch counts GQA.
+    """
+    tensors = [x.detach().transpose(1, 2).to("meta") for x in (q, k, v)]
+    q, k, v = (x.repeat_interleave(q.shape[2] // x.shape[1], 1).requires_grad_() for x in tensors)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention
-    assert mine == flops(lambda: kernel(q, k, v))
-    assert mine_with_backward == flops(lambda: kernel(q, k, v)[0].sum().backward())
+    call = lambda: kernel(q, k, v, is_causal=causal)  # noqa: E731
+    return flops(call), flops(lambda: call()[0].sum().backward())
 
 
-@given(lengths, heads, st.integers(1, 9))
-def test_causal_counts_half_and_the_diagonal(S: int, heads: tuple[int, int], D: int) -> None:
-    q, k, v = dense(2, S, S, *heads, D, D)
-    full, causal = (flops(lambda c=c: flash4_torch.attention(q, k, v, causal=c)) for c in (False, True))
-    assert causal * 2 * S == full * (S + 1)
+def counts(call: Callable[[], Tensor]) -> tuple[int, int]:
+    return flops(call), flops(lambda: call().sum().backward())
 
 
-@given(lengths, lengths, heads, st.integers(1, 9), st.integers(1, 9), st.booleans(), bounds, bounds)
-def test_windows_count_visible_pairs(
-    Sq: int,
-    Sk: int,
-    heads: tuple[int, int],
-    D: int,
-    Dv: int,
-    causal: bool,
-    left: int | None,
-    right: int | None,
+@given(lengths, lengths, heads, st.integers(1, 9), st.booleans(), bounds)
+def test_attention_counts_as_torchs_own(
+    Sq: int, Sk: int, heads: tuple[int, int], D: int, causal: bool, left: int | None
 ) -> None:
-    """The forward has two GEMMs, the backward three more over D and two more over Dv."""
-    B, (Hq, _) = 2, heads
-    q, k, v = dense(B, Sq, Sk, *heads, D, Dv)
-    call = lambda: flash4_torch.attention(q, k, v, causal=causal, window=(left, right))  # noqa: E731
-    per_width = 2 * B * Hq * visible_pairs(Sq, Sk, causal, left, right)
-    assert flops(call) == per_width * (D + Dv)
-    assert flops(lambda: call().sum().backward()) == per_width * (4 * D + 3 * Dv)
+    q, k, v = dense(2, Sq, Sk, *heads, D, D)
+    right = of_torch(q, k, v, causal)
+    assert counts(lambda: flash4_torch.attention(q, k, v, causal=causal, window=(left, None))) == right
+    tensors = [x.transpose(1, 2) for x in (q, k, v)]
+    sdpa = flash4_torch.scaled_dot_product_attention
+    assert counts(lambda: sdpa(*tensors, is_causal=causal, enable_gqa=True)) == right
 
 
-def test_equal_lengths_packed_count_as_a_batch() -> None:
+def test_values_have_a_width_of_their_own() -> None:
+    """The forward has two matmuls, the backward three more over D and two more over Dv."""
+    q, k, v = dense(2, 5, 7, 4, 2, 6, 8)
+    one = 2 * 2 * 4 * 5 * 7
+    assert counts(lambda: flash4_torch.attention(q, k, v)) == (one * (6 + 8), one * (4 * 6 + 3 * 8))
+
+
+def test_flex_counts_as_torchs_own() -> None:
+    q, k, v = dense(2, 16, 24, 4, 4, 8, 8)
+
+    def relative(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score + (i - j)
+
+    call = lambda: flash4_torch.attention(q, k, v, score_mod=relative)  # noqa: E731
+    assert counts(call) == of_torch(q, k, v, False)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=5))
+def test_packed_sequences_count_one_by_one(lengths: list[tuple[int, int]]) -> None:
+    q, k, v = (x[0] for x in dense(1, *map(sum, zip(*lengths, strict=True)), 4, 2, 8, 6))
+    ends = [torch.tensor([0, *n]).cumsum(0) for n in zip(*lengths, strict=True)]
+
+    def packed() -> Tensor:
+        return flash4_torch.attention_varlen(q, k, v, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1])
+
+    apart = [counts(lambda x=x: flash4_torch.attention(*dense(1, *x, 4, 2, 8, 6))) for x in lengths]
+    assert counts(packed) == tuple(map(sum, zip(*apart, strict=True)))
+
+
+def test_unknown_lengths_count_as_equal() -> None:
+    """Fake tensors have no values; a graph holds such."""
     q, k, v = dense(3, 5, 7, 4, 2, 8, 6)
-    packed = [x.detach().flatten(0, 1).requires_grad_() for x in (q, k, v)]
-
-    def varlen() -> Tensor:
-        return flash4_torch.attention_varlen(
-            *packed,
-            cu_seqlens_q=torch.arange(0, 16, 5),
-            cu_seqlens_k=torch.arange(0, 22, 7),
-            max_seqlen_q=5,
-            max_seqlen_k=7,
+    expected = counts(lambda: flash4_torch.attention(q, k, v))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        packed = [mode.from_tensor(x.detach().flatten(0, 1)).requires_grad_() for x in (q, k, v)]
+        ends = mode.from_tensor(torch.arange(0, 16, 5)), mode.from_tensor(torch.arange(0, 22, 7))
+        found = counts(
+            lambda: flash4_torch.attention_varlen(*packed, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1])
         )
-
-    assert flops(varlen) == flops(lambda: flash4_torch.attention(q, k, v))
-    assert flops(lambda: varlen().sum().backward()) == flops(
-        lambda: flash4_torch.attention(q, k, v).sum().backward()
-    )
+    assert found == expected
 
 
 def test_weights_count_one_product_and_three_backward() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -16,7 +16,9 @@ from flash4_torch import env
 from flash4_torch.distributed import (
     context_parallel_attention,
     ring,
+    shard_documents,
     shard_sequence,
+    unshard_documents,
     unshard_sequence,
 )
 
@@ -117,8 +119,15 @@ def results(call: Call, how: str = "") -> list[Tensor] | None:
     q, k, v, sinks, dout, dlse = call.tensors()
     dim = 0 if call.ends else 1
     layout = call.layout if "ring" in call.mesh else "contiguous"
-    q, k, v, dout = (shard_sequence(x, mesh, dim=dim, layout=layout) for x in (q, k, v, dout))
-    dlse = shard_sequence(dlse, mesh, dim=dim + 1, layout=layout)
+    shard, unshard = partial(shard_sequence, layout=layout), partial(unshard_sequence, layout=layout)
+    if layout == "documents":
+        ends = call.cu_seqlens()
+        shard, unshard = (
+            partial(shard_documents, cu_seqlens=ends),
+            partial(unshard_documents, cu_seqlens=ends),
+        )
+    q, k, v, dout = (shard(x, mesh=mesh, dim=dim) for x in (q, k, v, dout))
+    dlse = shard(dlse, mesh=mesh, dim=dim + 1)
     inputs = [x.requires_grad_() for x in (q, k, v, *([sinks] if call.sinks else []))]
     torch.manual_seed(call.seed + 1000 * distributed.get_rank())
     options = dict(call.options, layout=layout, cu_seqlens=call.cu_seqlens(), return_lse=True)
@@ -138,8 +147,8 @@ def results(call: Call, how: str = "") -> list[Tensor] | None:
     loss = (out * dout).sum() + ((finite * dlse).sum() if call.lse else 0.0)
     dq, dk, dv, *dsinks = torch.autograd.grad(loss, inputs)
     assert all(g.dtype == x.dtype for g, x in zip((dq, dk, dv), (q, k, v), strict=True))
-    whole = [unshard_sequence(x.detach(), mesh, dim=dim, layout=layout) for x in (out, dq, dk, dv)]
-    whole.insert(1, unshard_sequence(lse.detach(), mesh, dim=dim + 1, layout=layout))
+    whole = [unshard(x.detach(), mesh=mesh, dim=dim) for x in (out, dq, dk, dv)]
+    whole.insert(1, unshard(lse.detach(), mesh=mesh, dim=dim + 1))
     for gradient in dsinks:
         for n in range(mesh.ndim):
             distributed.all_reduce(gradient, group=mesh.get_group(n))

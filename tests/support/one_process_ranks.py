@@ -36,7 +36,7 @@ def ring_in_one_process(
     """tensors: q, k, v and dout, (B, S, H, D). state: dropout's, of the whole call."""
     q, k, v, dout = tensors
     S, Hq = q.shape[1], q.shape[2]
-    shards = Shards(layout, ranks, S)
+    shards = Shards(layout, ranks, S, ends if layout == "documents" else ())
     problem = Problem(shards, shards, options.band, ends, state is not None)
     if state is not None:
         state = torch.cat([state, state.new_tensor([0, 0, 0, Hq, Hq])])

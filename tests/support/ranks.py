@@ -20,19 +20,33 @@ from torch import distributed
 TIMEOUT_S = 30
 """What a rank waits for another one, at most."""
 
+START_METHOD = "forkserver"
+# Ranks are forked from a process that has these: importing them takes each rank longer than most tests.
+# What is tested is not among them; a rank imports it from where the test has it.
+_context = torch.multiprocessing.get_context(START_METHOD)
+_context.set_forkserver_preload(
+    [
+        "hypothesis",
+        "pytest",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor.parallel",
+        "transformers.models.auto.modeling_auto",
+        "transformers.models.llama.modeling_llama",
+    ]
+)
+
 
 class Ranks:
     """`size` processes; `run(function, *arguments)` calls it on each, and returns all results."""
 
     def __init__(self, size: int, timeout_s: float = TIMEOUT_S):
-        context = torch.multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         self._timeout_s = timeout_s
         self._ends, self._processes = [], []
         for rank in range(size):
-            here, there = context.Pipe()
+            here, there = _context.Pipe()
             arguments = (rank, size, Path(self._folder.name), timeout_s, there)
-            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process = _context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             there.close()
             self._ends.append(here)
