@@ -150,7 +150,7 @@ def _announce(problem: Problem, backend: Backend) -> None:
     log = env.LOG.get()
     if log and (key := (*problem, backend.name, log)) not in _logged:
         _logged.add(key)
-        how = f" by {backend.kernels(problem)}" if isinstance(backend, Emulator) else ""
+        how = f" by {backend.kernels()}" if isinstance(backend, Emulator) else ""
         print(f"flash4_torch: {backend.name} serves {problem}{how}", file=sys.stderr)
         if log == "config" and isinstance(backend, Explains):
             print(*(f"    {line}" for line in backend.explain(problem)), sep="\n", file=sys.stderr)
