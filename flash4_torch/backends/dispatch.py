@@ -15,7 +15,7 @@ from ..flex_problem import FlexProblem
 from ..problem import Problem
 from . import candidates
 from .base import Backend, Explains
-from .compiled import SM80_FAMILY, SM80_ON_REQUEST, SM90A, SM100A, SM103A, Compiled
+from .compiled import SM80_FAMILY, SM80_ON_REQUEST, SM90A, SM100A, SM103A, WIDEST, Compiled
 from .compiled.served import INSTALL as _INSTALL
 from .cpu import Cpu
 from .efficient import Efficient
@@ -23,14 +23,11 @@ from .emulator import Emulator
 from .sdpa import Sdpa
 from .tiled import Tiled
 
-_WIDEST = 256
-"""The widest heads of the kernels for 9.0 and 10.x."""
-
 
 def _only_sm80(problem: Problem) -> bool:
     """Whether, of our kernels, those by mma.sync alone serve a call, on GPUs that have others, too."""
     spec = problem.spec
-    return spec.dtype == torch.float32 or max(spec.D, spec.Dv) > _WIDEST
+    return spec.dtype == torch.float32 or max(spec.D, spec.Dv) > WIDEST
 
 
 PRIORITY: tuple[Backend, ...] = (

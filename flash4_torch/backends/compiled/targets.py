@@ -231,3 +231,14 @@ SM80_ON_REQUEST = tuple(
     if target not in SM80_FAMILY
 )
 """The same kernels on GPUs that have kernels of their own: for what these refuse, and to compare both."""
+WIDEST = 256
+"""The widest heads of kernels that are made for 9.0 and 10.x."""
+
+
+def serving(target: Target, features: Features) -> Target:
+    """The target whose kernels serve the features on a GPU of `target`: kernels by mma.sync have float32
+    and wide heads.
+    """
+    if not features.is_float32 and max(features.D, features.Dv) <= WIDEST:
+        return target
+    return next((other for other in SM80_ON_REQUEST if other.arch == target.arch), target)
