@@ -43,18 +43,19 @@ def mainloop(ctx: Context, warp: Int32) -> None:
     plan, tile = ctx.plan, ctx.tile
     at = ring.start() if cutlass.const_expr(plan.tma) else start_copies(ctx, warp)
     t = _thread(ctx, warp)
-    philox = None
-    if cutlass.const_expr(plan.features.dropout):
-        philox = dropout.load(ctx.rng_state, ctx.params.drop_byte, ctx.params.drop_fraction)
+    philox = _philox(ctx) if cutlass.const_expr(plan.features.dropout and not plan.loads_late) else None
     for sums in t.sums:
         sums.fill(0.0)
     for head in cutlass.range(tile.first_head, tile.end_head, unroll=1):
         if cutlass.const_expr(plan.features.dropout):
             _generate_keep_bits(ctx, t, philox, head)
+        if cutlass.const_expr(plan.loads_late):
+            at = _scores_of_copies(ctx, t, head, at)
         lse, low = _lse_of(ctx, t, ctx.lse, head), None
         if cutlass.const_expr(ctx.lse_low is not None):
             low = _lse_of(ctx, t, ctx.lse_low, head)
-        at = _scores(ctx, t, at) if cutlass.const_expr(plan.tma) else _scores_of_copies(ctx, t, head, at)
+        if cutlass.const_expr(not plan.loads_late):
+            at = _scores(ctx, t, at) if cutlass.const_expr(plan.tma) else _scores_of_copies(ctx, t, head, at)
         for m in cutlass.range_constexpr(len(t.S)):
             fragment = mma_fragment(t.S[m], t.rows[m], t.key_block * WARP_TILE[1], t.lane)
             _mask(ctx, t, fragment, m, head)
@@ -189,14 +190,19 @@ def _weights(ctx: Context, fragment: Fragment, lse: tuple, low: tuple | None) ->
             fragment.values[r, c] = cute.math.exp2(x, fastmath=True)
 
 
+def _philox(ctx: Context) -> dropout.Dropout:
+    return dropout.load(ctx.rng_state, ctx.params.drop_byte, ctx.params.drop_fraction)
+
+
 @cute.jit
-def _generate_keep_bits(ctx: Context, t: Thread, philox: dropout.Dropout, head: Int32) -> None:
+def _generate_keep_bits(ctx: Context, t: Thread, philox: dropout.Dropout | None, head: Int32) -> None:
     """Generate the warp's keep bits of a head, strip by strip: eight lanes have one."""
+    own = _philox(ctx) if cutlass.const_expr(philox is None) else philox
     strips = dropout.strips(WARP_TILE[1])
     slot = t.lane // dropout.STRIP_LANES
     m, strip = slot // strips, Uint32(slot % strips)
     row = t.rows[0][0] - t.lane // 4 + m * MMA_ROWS
-    rows = dropout.QueryRows.at(philox, row, ctx.tile.batch * ctx.maps.mQ.shape[2] + head, t.lane)
+    rows = dropout.QueryRows.at(own, row, ctx.tile.batch * ctx.maps.mQ.shape[2] + head, t.lane)
     cute.arch.sync_warp()
     rows.generate(t.key_block * WARP_TILE[1], strip, ctx.sKeepBits[None, None, m, t.warp])
     cute.arch.sync_warp()

@@ -78,6 +78,13 @@ class WeightsPlan(NamedTuple):
         return min(8, _STAGES_BYTES // self.stage_bytes)
 
     @property
+    def loads_late(self) -> bool:
+        """Whether a thread loads what a head needs besides Q and K only after its scores, each time: next to
+        sums over heads it has no registers to keep it in without those of the load warp.
+        """
+        return self.average and not self.tma
+
+    @property
     def band(self) -> BandShape:
         """The band, for a warp's keys; keys beyond Sk are not stored, whatever their weights."""
         return BandShape(self.features.left, self.features.right, False, WARP_TILE[1])

@@ -59,6 +59,8 @@ def mainloop(ctx: Context, t: Thread, tile: Tile) -> None:
         cute.arch.cp_async_commit_group()
     stage, freed = Int32(0), Int32(stages - 1)
     for i in cutlass.range(count, unroll=1):
+        if cutlass.const_expr(plan.counts_blocks):
+            blocks = tuple(_block_at(ctx, work, i + ahead) for ahead in range(stages))
         further = _block_at(ctx, work, i + stages)
         words = _mask_words(ctx, work, blocks[0].n)
         if cutlass.const_expr(plan.features.dropout):
@@ -81,7 +83,8 @@ def mainloop(ctx: Context, t: Thread, tile: Tile) -> None:
             _mask_scores(ctx, t, work, blocks[0], words)
         _attend(ctx, t, stage)
         freed, stage = stage, Int32(0) if stage + 1 == stages else stage + 1
-        blocks = (*blocks[1:], further)
+        if cutlass.const_expr(not plan.counts_blocks):
+            blocks = (*blocks[1:], further)
     if cutlass.const_expr(plan.shares_rows):
         _join_sums(ctx, t)
 
