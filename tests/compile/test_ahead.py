@@ -148,7 +148,7 @@ CALLS: dict[str, dict[str, Any]] = {
 def test_whoever_serves_a_call_finds_its_kernel(
     target: Target, heads: tuple[int, int], dtype: str, words: str, Sq: int, Sk: int, tf32: bool
 ) -> None:
-    """On every GPU, float32 and wide heads too, for which some have kernels of other GPUs."""
+    """Calls on every GPU, of float32 and wide heads too, for which some run kernels of other GPUs."""
     assume(dtype != "float32" or max(heads) <= 128)
     q, k, v = (
         torch.empty(1, S, 1, D, dtype=getattr(torch, dtype), device="meta")

@@ -200,7 +200,7 @@ SM80 = Target(
     decode=AMPERE,
     has_pages=False,
     has_bounds=False,
-    proven="run in the emulator and, built for sm_90a, on an H200; never run on a GPU of its own",
+    proven="run in the emulator and, for sm_90a, on an H200; read for spills; never run on a GPU of its own",
 )
 SM86, SM89, SM120A, SM121A = (
     replace(
@@ -219,7 +219,13 @@ SM86, SM89, SM120A, SM121A = (
         ("sm_121a", 16, ADA),
     )
 )
-SM87 = replace(SM80, arch="sm_87", l2_bytes=2 << 20)  # half of an Orin's
+SM87 = replace(
+    SM80,
+    arch="sm_87",
+    l2_bytes=2 << 20,  # half of an Orin's
+    proven="as those for sm_80, whose code it is; run in the emulator; never run on a GPU of its own",
+)
+SM121A = replace(SM121A, proven=SM87.proven.replace("sm_80", "sm_120a"))
 
 TARGETS = {target.arch: target for target in (SM80, SM86, SM87, SM89, SM90A, SM100A, SM103A, SM120A, SM121A)}
 """Targets by architecture: the kernels that are made for it."""

@@ -24,8 +24,6 @@ from ..common.mask_tables import MaskPlan
 from ..common.smem_layouts import chunk_of
 from ..common.warps import GROUP, WARP
 
-MMA_ROWS = 16
-"""Rows of a warp-level MMA."""
 _CHUNK = 64
 """Columns that the widest swizzle spans."""
 _STAGES_BYTES = 160 * 1024
