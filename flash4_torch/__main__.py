@@ -173,9 +173,9 @@ def _add_kernels(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         dest="dtypes",
         nargs="+",
-        choices=ahead.DTYPES,
+        choices=ahead.ALL_DTYPES,
         default=ahead.DTYPES,
-        help="default: both",
+        help="default: bfloat16 float16",
     )
     parser.add_argument(
         "--features",

@@ -22,10 +22,12 @@ from .backends.compiled import (
     SINKS_GRADIENT,
     TARGETS,
     WEIGHTS,
+    WIDEST,
     Target,
     backward,
     forward,
     paged,
+    serving,
     weights,
 )
 from .backends.kvcache import append, merge
@@ -38,9 +40,10 @@ from .errors import ArgumentError, ExportError, RangeError, hint
 from .progress import Bar, Lines
 
 DTYPES = ("bfloat16", "float16")
+ALL_DTYPES = (*DTYPES, "float32")
 HEAD_DIMS = (64, 128)
 FEATURES = ("plain", "causal")
-MAX_D = 256
+MAX_D = 512
 MAX_GROUP = 1024
 """More query heads per KV head than any model has; kernels compiled for 64 serve all larger groups."""
 
@@ -83,8 +86,10 @@ def warmup(
         arch: "sm_90a" for Hopper, "sm_100a" for Blackwell (B200), "sm_103a" for its Ultra (B300); "sm_80",
             "sm_86", "sm_87", "sm_89", "sm_120a" and "sm_121a" for GPUs of these compute capabilities.
             Default: the current GPU's.
-        head_dims: D, or (D, Dv) where they differ; multiples of 8 up to 256 (other head sizes are padded).
-        dtypes: "bfloat16" and "float16".
+        head_dims: D, or (D, Dv) where they differ; multiples of 8 up to 512 (other head sizes are padded).
+            Above 256 there are no gradients, no weights and no kvcache.
+        dtypes: "bfloat16", "float16" and "float32"; the latter with and without TF32, up to 256 columns (192
+            where `arch` has 99 KiB of shared memory), without weights and kvcache. Default: the first two.
         features: words joined by "+", such as "causal+dropout", of plain, causal, window, softcap, varlen,
             dropout, mask (boolean), float-mask and sinks (both in the call's dtype), weights (for
             `need_weights=True`), kvcache (`attention_kvcache` over pages of 16, 64, 256 and dense caches, of
@@ -205,19 +210,32 @@ def kernels(
         _check_list(name, values)
     found: dict[Key, None] = {}
     for D, dtype, words, group in product(head_dims, dtypes, features, map(_group, groups)):
-        chosen = features_of(D, dtype, words)
-        entries, asked = list(_of(target, chosen, group)), words.split("+")
-        if "weights" in asked:
-            entries += _of_weights(target, chosen)
-        if "kvcache" in asked:
-            entries += _of_kvcache(target, chosen, group)
-        in_order = chosen._replace(deterministic="deterministic" in asked)
-        if gradients:
-            entries += _of_gradients(target, in_order, group)
-        if "ring" in asked:
-            entries += _of_ring(target, in_order, group, gradients)
+        chosen, asked = features_of(D, dtype, words), words.split("+")
+        own, precisions = serving(target, chosen), _precisions(chosen)
+        entries = [entry for each in precisions for entry in _of(own, each, group)]
+        for word, of_word in (("weights", _of_weights), ("kvcache", _of_kvcache)):
+            if word in asked:
+                _require_16_bits(target, chosen, word)
+                entries += of_word(target, chosen, group)
+        in_order = "deterministic" in asked
+        for each in (precise._replace(deterministic=in_order) for precise in precisions):
+            if gradients:
+                entries += _of_gradients(own, each, group)
+            if "ring" in asked:
+                entries += _of_ring(own, each, group, gradients)
         found |= {Key(entry, static, target.arch): None for entry, static in entries}
     return list(found)
+
+
+def _precisions(features: Features) -> tuple[Features, ...]:
+    """The features with each precision that a call of their dtype can have."""
+    return (features, features._replace(tf32=True)) if features.is_float32 else (features,)
+
+
+def _require_16_bits(target: Target, features: Features, word: str) -> None:
+    if features.is_float32 or max(features.D, features.Dv) > WIDEST:
+        heads = f"D is {features.D} and Dv is {features.Dv} of {features.dtype}"
+        _refuse(target, word, f"{heads}, and it serves 16-bit dtypes up to {WIDEST}")
 
 
 def features_of(head_dim: int | tuple[int, int], dtype: str, words: str) -> Features:
@@ -226,8 +244,8 @@ def features_of(head_dim: int | tuple[int, int], dtype: str, words: str) -> Feat
     if len(sizes) != 2:
         raise ArgumentError("head_dims", repr(head_dim), "each must be D or a pair (D, Dv)")
     D, Dv = map(_size, sizes)
-    if dtype not in DTYPES:
-        limit = f"each must be one of {', '.join(DTYPES)}{hint(str(dtype), DTYPES)}"
+    if dtype not in ALL_DTYPES:
+        limit = f"each must be one of {', '.join(ALL_DTYPES)}{hint(str(dtype), ALL_DTYPES)}"
         raise RangeError("dtypes", repr(dtype), limit)
     if not isinstance(words, str):
         raise ArgumentError("features", repr(words), "each must be a str, such as 'causal+dropout'")
@@ -242,6 +260,8 @@ def features_of(head_dim: int | tuple[int, int], dtype: str, words: str) -> Feat
         chosen |= WORDS[word]
         if word in ("float-mask", "sinks"):
             chosen["mask" if word == "float-mask" else word] = dtype
+    # What a kernel of float32 does to scores is exact for every softcap.
+    chosen["large_softcap"] = dtype == "float32" and "softcap" in parts
     return Features(dtype, D, Dv)._replace(**chosen)  # type: ignore[arg-type]
 
 
@@ -292,7 +312,7 @@ def _refuse(target: Target, features: object, reason: str) -> NoReturn:
     raise RangeError("features", features, f"there is no kernel for {target.arch}: {reason}")
 
 
-def _of_weights(target: Target, features: Features) -> Iterator[tuple[str, tuple[object, ...]]]:
+def _of_weights(target: Target, features: Features, group: int) -> Iterator[tuple[str, tuple[object, ...]]]:
     own = weights.features_of_weights(features)
     yield from ((WEIGHTS, (own, average_heads, target.has_tma)) for average_heads in (True, False))
     if own.mask:

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 import torch
 
 from .. import env
-from ..errors import BackendError
 from ..flex_problem import FlexProblem
 from ..problem import Problem
+from . import candidates
 from .base import Backend, Explains
-from .compiled import SM80_FAMILY, SM80_ON_REQUEST, SM90A, SM100A, SM103A, Compiled
+from .compiled import SM80_FAMILY, SM80_ON_REQUEST, SM90A, SM100A, SM103A, WIDEST, Compiled
 from .compiled.served import INSTALL as _INSTALL
 from .cpu import Cpu
 from .efficient import Efficient
@@ -23,14 +23,11 @@ from .emulator import Emulator
 from .sdpa import Sdpa
 from .tiled import Tiled
 
-_WIDEST = 256
-"""The widest heads of the kernels for 9.0 and 10.x."""
-
 
 def _only_sm80(problem: Problem) -> bool:
     """Whether, of our kernels, those by mma.sync alone serve a call, on GPUs that have others, too."""
     spec = problem.spec
-    return spec.dtype == torch.float32 or max(spec.D, spec.Dv) > _WIDEST
+    return spec.dtype == torch.float32 or max(spec.D, spec.Dv) > WIDEST
 
 
 PRIORITY: tuple[Backend, ...] = (
@@ -57,7 +54,6 @@ class _Excluded(threading.local):
 _excluded = _Excluded()
 # Module globals, because every call on the fast path reads them.
 _environment, _BACKEND, _LOG = env.NAMES, env.BACKEND.key, env.LOG.key
-_logged: set[tuple[object, ...]] = set()
 _warned: set[str] = set()
 
 
@@ -67,12 +63,7 @@ def reasons(problem: Problem) -> dict[str, list[str]]:
     Raises:
         RangeError: FLASH4_BACKEND names no backend.
     """
-    candidates, forced = _candidates(), env.BACKEND.get()
-    passed_over = f"{env.BACKEND.name}={forced} asks for another" if forced else "this thread excludes it"
-    return {
-        backend.name: [*backend.why_not(problem), *([] if backend in candidates else [passed_over])]
-        for backend in PRIORITY
-    }
+    return candidates.reasons(PRIORITY, _candidates(), problem)
 
 
 def choose(problem: Problem) -> Backend:
@@ -82,13 +73,11 @@ def choose(problem: Problem) -> Backend:
         BackendError: none can, or the one that FLASH4_BACKEND forces cannot.
         RangeError: FLASH4_BACKEND names no backend, or FLASH4_LOG has a value that it cannot take.
     """
-    for backend in _candidates():
-        if not backend.why_not(problem):
-            _announce(problem, backend)
-            if backend.name == Tiled.name:
-                _warn_without_compiler(problem)
-            return backend
-    raise BackendError(str(problem), {b.name: b.why_not(problem) for b in _candidates()})
+    backend = candidates.first(_candidates(), problem)
+    _announce(problem, backend)
+    if backend.name == Tiled.name:
+        _warn_without_compiler(problem)
+    return backend
 
 
 def _warn_without_compiler(problem: Problem) -> None:
@@ -108,11 +97,9 @@ def _warn_without_compiler(problem: Problem) -> None:
 
 
 def _candidates() -> tuple[Backend, ...]:
-    forced = env.BACKEND.get()
-    if not forced:
-        left_out = _excluded.names
-        return tuple(b for b in PRIORITY if b.name not in left_out) if left_out else PRIORITY
-    return tuple(b for b in PRIORITY if b.name == forced)
+    left_out = () if env.BACKEND.get() else _excluded.names
+    asked_for = candidates.asked_for(PRIORITY)
+    return tuple(b for b in asked_for if b.name not in left_out) if left_out else asked_for
 
 
 def own_backend(capability: tuple[int, int]) -> str:
@@ -147,10 +134,6 @@ def excluding(*names: str) -> Iterator[None]:
 def _announce(problem: Problem, backend: Backend) -> None:
     for observer in observers:
         observer(problem, backend.name)
-    log = env.LOG.get()
-    if log and (key := (*problem, backend.name, log)) not in _logged:
-        _logged.add(key)
-        how = f" by {backend.kernels(problem)}" if isinstance(backend, Emulator) else ""
-        print(f"flash4_torch: {backend.name} serves {problem}{how}", file=sys.stderr)
-        if log == "config" and isinstance(backend, Explains):
-            print(*(f"    {line}" for line in backend.explain(problem)), sep="\n", file=sys.stderr)
+    how = f" by {backend.kernels()}" if isinstance(backend, Emulator) else ""
+    if candidates.log(problem, backend.name, how) == "config" and isinstance(backend, Explains):
+        print(*(f"    {line}" for line in backend.explain(problem)), sep="\n", file=sys.stderr)

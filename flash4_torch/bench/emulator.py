@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from typing import Protocol
 
-import torch
-
-from ..emulator import emulate, ptx
+from ..emulator import ptx
 from ..emulator.engine import Options, Program
 from ..emulator.report import Report
 from .report import Row, table
@@ -226,33 +222,11 @@ LOOPS = {
 
 
 def measure(settings: Settings) -> Iterator[Row]:
-    """One row per kernel; no rows without a C++ compiler, and no attention without CuTe-DSL."""
+    """One row per kernel; no rows without a C++ compiler."""
     if not any(map(shutil.which, ("g++", "c++"))):
         return
     for name, loop in LOOPS.items():
         yield _row(name, loop.launcher(), settings)
-    if find_spec("cutlass"):
-        S = 128 if settings.quick else 512
-        with ExitStack() as stack:
-            yield _row(f"rowwise attention, S={S}", _attention(S, stack), settings)
-
-
-def _attention(S: int, stack: ExitStack) -> Launch:
-    """Forward of one causal head in f32; `stack` closes the device that it is compiled for."""
-    from ..kernels.aux_kernels import rowwise
-
-    D = 64
-    device = stack.enter_context(emulate.device("sm_90a"))
-    compiled = rowwise.compile_forward("float32", rowwise.Plan(D, D, right=True))
-    q, k, v, out = (torch.randn(1, S, 1, D) for _ in range(4))
-    lse = torch.empty(1, 1, S)
-
-    def launch(*, options: Options) -> Report:
-        device.options = options
-        compiled(q, k, v, out, lse, (D**-0.5, 0.0, 0, 0), 0)
-        return device.reports.pop()
-
-    return launch
 
 
 def _row(name: str, launch: Launch, settings: Settings) -> Row:

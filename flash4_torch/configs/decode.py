@@ -69,6 +69,11 @@ class DecodeForm(NamedTuple):
     """Whether a page has a multiple of `RUN` keys; False without pages, whose keys are one run."""
     gpu: Gpu = HOPPER
 
+    @property
+    def has_runs(self) -> bool:
+        """Whether the keys that a warp copies of a block are one stride from each other."""
+        return self.runs or not self.paged
+
 
 FP8 = "float8_e4m3fn"
 MAX_D = 256
@@ -87,9 +92,16 @@ MMA_ROWS = 16
 """Rows of a warp-level MMA."""
 ROWS = (16, 32, 64)
 """Rows that a tile may have: query tokens times the query heads of a KV head."""
-_MOST_COLUMNS_OF_64_ROWS = 192
-"""Columns up to which tiles of 64 rows have registers for other GPUs than Hopper and Blackwell, whose code
-ptxas orders differently: with 256 they spill."""
+_COLUMNS = {
+    # FP8, runs:  rows
+    (False, True): {64: 192, 32: 256},
+    (False, False): {64: 128, 32: 256},
+    (True, True): {64: 128, 32: 256},
+    (True, False): {64: 64, 32: 128},
+}
+"""Columns up to which tiles of so many rows have registers for other GPUs than Hopper and Blackwell, whose
+code ptxas orders differently: the next ones spill 2 to 53 times. Without runs each key has an address of its
+own, and warps widen FP8 numbers."""
 WARPGROUP_ROWS = 64
 """Rows of a warpgroup MMA."""
 _OTHER_ROW_BYTES, _OTHER_BYTES = 216, 3 * 1024
@@ -160,9 +172,10 @@ def rows_of(features: Features, form: DecodeForm) -> tuple[int, ...]:
     if form.groups:
         own = rows_of(features, form._replace(groups=False))
         return tuple(n for n in own if form.cluster in group_clusters(features, form, n))
-    if not form.gpu.has_clusters and max(features.D, features.Dv) > _MOST_COLUMNS_OF_64_ROWS:
-        return ROWS[:-1]
-    return ROWS
+    if form.gpu.has_clusters:
+        return ROWS
+    columns = _COLUMNS[form.cache_dtype != "", form.has_runs]
+    return tuple(n for n in ROWS if max(features.D, features.Dv) <= columns.get(n, MAX_D))
 
 
 def may_use_wgmma(form: DecodeForm, tile_rows: int, group: int, batch_invariant: bool) -> bool:

@@ -110,8 +110,8 @@ COUNT = Words(["1", "2", "3", "007"], GARBAGE)
 
 KERNEL_OPTIONS = {
     "--arch": (1, Words(["sm_80", "sm_90a", "sm_100a", "sm_120a"], ["sm_75", "SM_90A", "", "90"])),
-    "--head-dim": (2, Words(["64", "128", "192x128", "8", "256"], [*GARBAGE, "63", "264", "64x65", "x64"])),
-    "--dtype": (2, Words(ahead.DTYPES, ["float32", "half", "", "bfloat"])),
+    "--head-dim": (2, Words(["64", "128", "192x128", "8", "256"], [*GARBAGE, "63", "520", "64x65", "x64"])),
+    "--dtype": (2, Words(ahead.DTYPES, ["float64", "half", "", "bfloat"])),
     "--features": (
         2,
         Words(

@@ -17,26 +17,36 @@ from typing import Any
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import assume, given
 
+import cubin
 import flash4_torch
 from compile_cases import Scale
+from everything import EVERYTHING, one_of
 from flash4_torch import ahead, env, errors, progress
 from flash4_torch import compile as layer
 from flash4_torch.__main__ import main
+from flash4_torch.backends import dispatch
 from flash4_torch.backends.compiled import (
+    DECODE,
     MASK_BLOCKS,
     POSTPROCESS,
     PREPROCESS,
+    SM80_FAMILY,
     SM90A,
     SM100A,
     SM103A,
     TARGETS,
+    Compiled,
     Target,
     backward,
+    forward,
 )
 from flash4_torch.compile import Key, aot, arch, cache, key, library, pool
 from flash4_torch.configs.types import Features
+from flash4_torch.ops.impl import CallOptions, describe_inputs
+from flash4_torch.problem import Inputs
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
@@ -117,6 +127,62 @@ def test_so_does_its_backward(target: Target, dtype: str, words: str, Sq: int, S
     assert {key.entry for key in without} <= {target.forward, MASK_BLOCKS}
 
 
+CALLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"window_right": 0},
+    "window+softcap": {"window_left": 0, "window_right": 0, "softcap": 30.0},
+    "causal+dropout": {"window_right": 0, "dropout_p": 0.1},
+}
+"""Words for warm-up, and calls that they stand for."""
+
+
+@given(
+    target=st.sampled_from(list(TARGETS.values())),
+    heads=st.sampled_from([(64, 64), (128, 128), (320, 320), (512, 512), (24, 264)]),
+    dtype=st.sampled_from(ahead.ALL_DTYPES),
+    words=st.sampled_from(list(CALLS)),
+    Sq=st.integers(2, 2000),
+    Sk=st.integers(2, 2000),
+    tf32=st.booleans(),
+)
+def test_whoever_serves_a_call_finds_its_kernel(
+    target: Target, heads: tuple[int, int], dtype: str, words: str, Sq: int, Sk: int, tf32: bool
+) -> None:
+    """Calls on every GPU, of float32 and wide heads too, for which some run kernels of other GPUs."""
+    assume(dtype != "float32" or max(heads) <= 128)
+    q, k, v = (
+        torch.empty(1, S, 1, D, dtype=getattr(torch, dtype), device="meta")
+        for S, D in ((Sq, heads[0]), (Sk, heads[0]), (Sk, heads[1]))
+    )
+    problem = describe_inputs(Inputs(q, k, v), CallOptions(scale=0.1, **CALLS[words]))
+    asked: set[Key] = set()
+
+    def find(entry: str, static: tuple[object, ...]) -> layer.Function:
+        asked.add(Key(entry, static, target.arch))
+        return print
+
+    for is_backward in (False, True):
+        spec = problem.spec._replace(
+            device="cuda",
+            capability=target.capability,
+            tf32=tf32 and dtype == "float32",
+            backward=is_backward,
+        )
+        call = problem._replace(spec=spec)
+        ours = [b for b in dispatch.PRIORITY if isinstance(b, Compiled) and not b.why_not(call)]
+        assert ours or is_backward
+        for backend in ours[:1]:
+            (backward if is_backward else forward).decide(backend.target(call), call, 8, find)
+    assert asked <= set(ahead.kernels(target.arch, [heads], [dtype], [words], [1]))
+
+
+@pytest.mark.parametrize("word", ["weights", "kvcache"])
+@pytest.mark.parametrize(("D", "dtype"), [(64, "float32"), (264, "bfloat16")])
+def test_what_takes_16_bits_is_refused_in_others(word: str, D: int, dtype: str) -> None:
+    with pytest.raises(errors.RangeError, match="it serves 16-bit dtypes up to 256"):
+        ahead.kernels("sm_80", [D], [dtype], [f"causal+{word}"], [1])
+
+
 def test_kernels_are_listed_once() -> None:
     keys = ahead.kernels("sm_90a", [64, 64], ["float16"], ["mask", "float-mask", "mask"], [1, 1], False)
     assert len(keys) == len(set(keys))
@@ -142,9 +208,9 @@ def test_features_by_words(words: str, chosen: dict[str, Any]) -> None:
     ("arguments", "sentence"),
     [
         ({"arch": "sm_75"}, "arch is 'sm_75', but without a GPU to ask it must be one of sm_80, sm_86"),
-        ({"head_dims": [60]}, "head_dims is 60, but each must be a multiple of 8 up to 256"),
-        ({"head_dims": [(64, 264)]}, "head_dims is 264, but each must be a multiple of 8 up to 256"),
-        ({"dtypes": ["float32"]}, "dtypes is 'float32', but each must be one of bfloat16, float16"),
+        ({"head_dims": [60]}, "head_dims is 60, but each must be a multiple of 8 up to 512"),
+        ({"head_dims": [(64, 520)]}, "head_dims is 520, but each must be a multiple of 8 up to 512"),
+        ({"dtypes": ["float64"]}, "dtypes is 'float64', but each must be one of bfloat16, float16, float32"),
         ({"features": ["causal+windows"]}, "features is 'windows', but each must be one of plain, causal"),
     ],
 )
@@ -298,6 +364,33 @@ def test_a_kernel_is_compiled_for_its_architecture(target: Target) -> None:
     assert found == {target.arch}
 
 
+@pytest.mark.parametrize("target", one_of(len(SM80_FAMILY), SM80_FAMILY), ids=lambda target: target.arch)
+def test_kernels_by_mma_sync_are_warmed_up_and_exported(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel of each kind: float32 forward and backward with those around it, decode, append and merge."""
+    own = dict.fromkeys(
+        ahead.kernels(target.arch, [64], ["float32"], ["causal"], [1])
+        + ahead.kernels(target.arch, [64], ["bfloat16"], ["causal+kvcache"], [1], gradients=False)
+    )
+    kinds = {key.entry: key for key in reversed(own)}
+    assert {target.forward, target.backward, PREPROCESS, POSTPROCESS, DECODE} < set(kinds)
+    keys = [key for entry, key in kinds.items() if EVERYTHING or entry in (target.forward, DECODE)]
+    monkeypatch.setattr(ahead, "kernels", lambda *chosen: keys)
+    out = tmp_path / "out"
+    assert main(["warmup", "--arch", target.arch]) == 0
+    assert main(["export", str(out), "--arch", target.arch]) == 0
+    assert {cubin.compute_capability(file) for file in out.glob("*.so")} == {target.capability}
+    monkeypatch.setenv(env.CACHE_DIR.name, str(tmp_path / "another cache"))
+    monkeypatch.setenv(env.AOT_DIR.name, str(out))
+    monkeypatch.setattr(layer, "_functions", {})
+    aot._manifest.cache_clear()
+    for key_ in keys:
+        assert callable(layer.function(*key_))
+    assert not cache.contents()
+    aot._manifest.cache_clear()
+
+
 # The command line
 
 
@@ -328,7 +421,7 @@ def test_a_command_says_what_is_wrong_in_a_sentence(capsys: pytest.CaptureFixtur
     assert main(["warmup", "--arch", "sm_90a", "--head-dim", "63"]) == 2
     assert capsys.readouterr() == (
         "",
-        "flash4_torch: head_dims is 63, but each must be a multiple of 8 up to 256\n",
+        "flash4_torch: head_dims is 63, but each must be a multiple of 8 up to 512\n",
     )
 
 

@@ -307,6 +307,25 @@ def test_decode_has_stages_and_room_for_them(D: int, Dv: int, rows: int, gpu: de
     assert ctas * (stages * stage_bytes + q_bytes + 1024) <= gpu.smem_bytes + 1024
 
 
+@given(*(st.integers(1, 16) for _ in range(2)), st.sampled_from(DECODE_GPUS), st.booleans(), st.booleans())
+def test_decode_tiles_have_no_more_rows_for_what_takes_more_registers(
+    D: int, Dv: int, gpu: decode.Gpu, paged: bool, groups: bool
+) -> None:
+    """Wider heads, FP8 numbers and keys without runs; tiles of 16 rows serve all."""
+
+    def rows(more: int = 0, runs: bool = True, cache_dtype: str = "") -> tuple[int, ...]:
+        features = BARE._replace(D=16 * D, Dv=min(16 * (Dv + more), decode.MAX_D))
+        form = decode.DecodeForm(paged, 1, True, True, cache_dtype=cache_dtype, runs=runs, gpu=gpu)
+        return decode.rows_of(features, form._replace(groups=groups and gpu.has_clusters))
+
+    for cache_dtype in ("", decode.FP8):
+        for runs in (False, True):
+            own = rows(0, runs, cache_dtype)
+            assert decode.ROWS[0] in own and own == decode.ROWS[: len(own)]
+            assert set(rows(3, runs, cache_dtype)) <= set(own) <= set(rows(0, True, cache_dtype))
+            assert set(own) <= set(rows(0, runs))
+
+
 @given(
     *(st.integers(1, 16) for _ in range(2)),
     st.sampled_from(decode.ROWS),

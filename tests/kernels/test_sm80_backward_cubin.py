@@ -6,13 +6,16 @@ from collections.abc import Iterator
 from itertools import cycle
 
 import pytest
+import torch
 
 import compiled_files
 import cubin
 from everything import one_of
+from flash4_torch.backends.flex.compiled import derivative_of
 from flash4_torch.compile import Key
 from flash4_torch.configs import sm80_backward
-from flash4_torch.configs.types import Features, Sm80Backward
+from flash4_torch.configs.types import Features, Mods, Sm80Backward
+from flash4_torch.flex.attention import traced
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
@@ -42,6 +45,24 @@ USES: tuple[dict[str, object], ...] = (
 Kernel = tuple[Features, Sm80Backward]
 
 
+def functions() -> Iterator[Mods]:
+    """Functions of a score with gradients of captured tensors, with none, with a mask; and a mask alone."""
+    q, slopes, table = torch.empty(1, 64, 2, 64), torch.ones(2), torch.ones(64)
+    for score_mod, mask_mod, wanted in (
+        (lambda s, b, h, i, j: s + table[(i - j).clamp(0, 63)], None, (True,)),
+        (lambda s, b, h, i, j: 30 * torch.tanh(s / 30), None, ()),
+        (lambda s, b, h, i, j: s + slopes[h] * (j - i), lambda b, h, i, j: (i - j) % 3 < 2, (True,)),
+        (None, lambda b, h, i, j: (i - j) % 3 < 2, ()),
+    ):
+        mods = traced(q, q, score_mod, mask_mod)
+        derivative = derivative_of(mods.score_mod, wanted).text() if score_mod else ""
+        for blocks in ("", "rows"):
+            yield Mods(mods.score_mod, mods.mask_mod, blocks, derivative)
+
+
+FUNCTIONS = tuple(functions())
+
+
 def reachable(table: sm80_backward.Table) -> Iterator[Kernel]:
     """Kernels that calls with these head sizes and features can ask for, with alternating dtypes."""
     dtypes = cycle(("bfloat16", "float16"))
@@ -51,6 +72,12 @@ def reachable(table: sm80_backward.Table) -> Iterator[Kernel]:
             yield from _of(table, features)
             for tf32 in (False, True):
                 yield from _of(table, features._replace(dtype="float32", tf32=tf32))
+    for mods in FUNCTIONS:
+        for D, Dv in HEADS[:5]:
+            for uses in ({}, {"dropout": True, **CAUSAL}, {**SOFTCAP, **WINDOW}):
+                scaled = bool(mods.score_mod) or "softcap" in uses
+                features = Features("bfloat16", D, Dv)._replace(**uses)
+                yield from _of(table, features._replace(scaled=scaled, mods=mods))
 
 
 def _of(table: sm80_backward.Table, features: Features) -> Iterator[Kernel]:
@@ -65,7 +92,7 @@ def everything(arch: str) -> list[Key]:
 
 def keys() -> list[Key]:
     """All kernels that are compiled."""
-    return [key for arch in TABLES for key in one_of(59, everything(arch))]
+    return [key for arch in TABLES for key in one_of(112, everything(arch))]
 
 
 KEYS = keys()

@@ -30,6 +30,10 @@ _UNSIGNALLED = 7
 """Value in the place of a scoreboard's number where there is none."""
 
 
+_ABI, _LAST_ABI_OF_LOW_BYTE = 8, 7
+"""Place of the ELF ABI's version, and the last one whose flags begin with the architecture's number."""
+
+
 class Code(NamedTuple):
     """Properties of one kernel's SASS that tell how good it is."""
 
@@ -51,6 +55,14 @@ class Code(NamedTuple):
 def read(file: Path) -> list[Code]:
     """The code of each kernel in a compiled file."""
     return [_code(cubin) for cubin in _cubins(file.read_bytes())]
+
+
+def compute_capability(file: Path) -> tuple[int, int]:
+    """The compute capability that a compiled file's kernels are for."""
+    cubin = next(_cubins(file.read_bytes()))
+    (flags,) = struct.unpack_from("<I", cubin, 48)
+    number = flags & 0xFF if cubin[_ABI] <= _LAST_ABI_OF_LOW_BYTE else flags >> 8 & 0xFF
+    return divmod(number, 10)
 
 
 def _cubins(data: bytes) -> Iterator[bytes]:

@@ -23,7 +23,9 @@ from .targets import (
     SM103A,
     TARGETS,
     WEIGHTS,
+    WIDEST,
     Target,
+    serving,
 )
 
 __all__ = [
@@ -42,7 +44,9 @@ __all__ = [
     "SM103A",
     "TARGETS",
     "WEIGHTS",
+    "WIDEST",
     "Compiled",
     "Target",
     "limits",
+    "serving",
 ]

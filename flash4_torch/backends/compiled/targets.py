@@ -200,7 +200,7 @@ SM80 = Target(
     decode=AMPERE,
     has_pages=False,
     has_bounds=False,
-    proven="run in the emulator and, built for sm_90a, on an H200; never run on a GPU of its own",
+    proven="run in the emulator and, for sm_90a, on an H200; read for spills; never run on a GPU of its own",
 )
 SM86, SM89, SM120A, SM121A = (
     replace(
@@ -219,7 +219,13 @@ SM86, SM89, SM120A, SM121A = (
         ("sm_121a", 16, ADA),
     )
 )
-SM87 = replace(SM80, arch="sm_87", l2_bytes=2 << 20)  # half of an Orin's
+SM87 = replace(
+    SM80,
+    arch="sm_87",
+    l2_bytes=2 << 20,  # half of an Orin's
+    proven="as those for sm_80, whose code it is; run in the emulator; never run on a GPU of its own",
+)
+SM121A = replace(SM121A, proven=SM87.proven.replace("sm_80", "sm_120a"))
 
 TARGETS = {target.arch: target for target in (SM80, SM86, SM87, SM89, SM90A, SM100A, SM103A, SM120A, SM121A)}
 """Targets by architecture: the kernels that are made for it."""
@@ -231,3 +237,14 @@ SM80_ON_REQUEST = tuple(
     if target not in SM80_FAMILY
 )
 """The same kernels on GPUs that have kernels of their own: for what these refuse, and to compare both."""
+WIDEST = 256
+"""The widest heads of kernels that are made for 9.0 and 10.x."""
+
+
+def serving(target: Target, features: Features) -> Target:
+    """The target whose kernels serve the features on a GPU of `target`: kernels by mma.sync have float32
+    and wide heads.
+    """
+    if not features.is_float32 and max(features.D, features.Dv) <= WIDEST:
+        return target
+    return next((other for other in SM80_ON_REQUEST if other.arch == target.arch), target)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-
-from ... import env
-from ...errors import BackendError
 from ...kvcache_problem import CacheProblem
+from .. import candidates
 from ..compiled import SM80_FAMILY, SM80_ON_REQUEST, SM90A, SM100A, SM103A
 from .base import CacheBackend
 from .compiled import Compiled
@@ -20,7 +17,6 @@ PRIORITY: tuple[CacheBackend, ...] = (
     Emulator(),
     Gathered(),
 )
-_logged: set[tuple[object, ...]] = set()
 
 
 def reasons(problem: CacheProblem) -> dict[str, list[str]]:
@@ -29,12 +25,7 @@ def reasons(problem: CacheProblem) -> dict[str, list[str]]:
     Raises:
         RangeError: FLASH4_BACKEND names no backend.
     """
-    candidates, forced = _candidates(), env.BACKEND.get()
-    passed_over = f"{env.BACKEND.name}={forced} asks for another"
-    return {
-        backend.name: [*backend.why_not(problem), *([] if backend in candidates else [passed_over])]
-        for backend in PRIORITY
-    }
+    return candidates.reasons(PRIORITY, _candidates(), problem)
 
 
 def choose(problem: CacheProblem) -> CacheBackend:
@@ -44,20 +35,11 @@ def choose(problem: CacheProblem) -> CacheBackend:
         BackendError: none can, or the one that FLASH4_BACKEND forces cannot.
         RangeError: FLASH4_BACKEND names no backend, or FLASH4_LOG has a value that it cannot take.
     """
-    for backend in _candidates():
-        if not backend.why_not(problem):
-            log = env.LOG.get()
-            if log and (key := (problem, backend.name)) not in _logged:
-                _logged.add(key)
-                print(f"flash4_torch: {backend.name} serves {problem}", file=sys.stderr)
-            return backend
-    raise BackendError(str(problem), {b.name: b.why_not(problem) for b in _candidates()})
+    backend = candidates.first(_candidates(), problem)
+    candidates.log(problem, backend.name)
+    return backend
 
 
 def _candidates() -> tuple[CacheBackend, ...]:
     """The backends to ask; one that serves only other calls serves these with their keys gathered."""
-    forced = env.BACKEND.get()
-    if not forced:
-        return PRIORITY
-    own = tuple(b for b in PRIORITY if b.name == forced)
-    return own or tuple(b for b in PRIORITY if b.name == Gathered.name)
+    return candidates.asked_for(PRIORITY, otherwise=Gathered.name)

@@ -35,10 +35,10 @@ def rows_of(accumulator: cute.Tensor) -> cute.Tensor:
     return mma_fragment(accumulator, (), Int32(0), Int32(0)).values
 
 
-def operand_of(accumulator: cute.Tensor, rounded: cute.Tensor, columns: int) -> cute.Tensor:
+def operand_of(rounded: cute.Tensor, columns: int) -> cute.Tensor:
     """An accumulator's rounded numbers as the left operand: registers have the same order in both."""
     layout = cute.make_layout(mma_of(rounded.element_type).partition_shape_A((ROWS, columns)))
-    assert cute.size(layout) == cute.size(accumulator)
+    assert cute.size(layout) == cute.size(rounded)
     return cute.make_tensor(rounded.iterator, layout)
 
 

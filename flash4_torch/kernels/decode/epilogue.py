@@ -11,9 +11,10 @@ from ..common import scores, softmax
 from ..common.attn_mask import vector_at
 from ..common.rounding import round_to
 from ..common.softmax import Final, Rows
+from ..common.warp_mma import rows_of
 from ..common.warps import WARP
 from .context import Context
-from .mainloop import Thread, sync_rows, values_of
+from .mainloop import Thread, sync_rows
 from .plan import VECTOR, DecodePlan
 
 
@@ -22,7 +23,7 @@ def epilogue(ctx: Context, t: Thread) -> None:
     """Store results if the tile has one split, else keep this split's part of them for the merge: in shared
     memory for the CTA's cluster, or in global memory if there is no cluster.
     """
-    lse, values = normalise(ctx, t), values_of(t.O)
+    lse, values = normalise(ctx, t), rows_of(t.O)
     if cutlass.const_expr(ctx.plan.form.cluster > 1):
         if ctx.tile.merges:
             # Every warp has read the last block, whose place O takes.
@@ -45,7 +46,7 @@ def epilogue(ctx: Context, t: Thread) -> None:
 @cute.jit
 def normalise(ctx: Context, t: Thread) -> cute.Tensor:
     """Finish the rows of O, and return their lse (2,)."""
-    final, values = _finalize(ctx, t), values_of(t.O)
+    final, values = _finalize(ctx, t), rows_of(t.O)
     for r in cutlass.range_constexpr(2):
         factor = final.inverse[r]
         if cutlass.const_expr(ctx.plan.is_fp8):

@@ -15,12 +15,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ..common.band import Span
+from ..common.warp_mma import rows_of
 from ..common.warps import WARP
 from . import mainloop as narrow
 from . import merge, splits, wide
 from .context import Context
 from .epilogue import normalise, ordered_row, share
-from .mainloop import AfterBlock, Thread, begin_split, values_of
+from .mainloop import AfterBlock, Thread, begin_split
 from .plan import VECTOR
 
 _AT_ONCE = 2
@@ -115,7 +116,7 @@ def _keep_after(ctx: Context, t: Thread, own: Span, last: Int32, n: Int32) -> No
     blocks, kept = ctx.divisors.split_blocks, ctx.plan.kept
     slot = cutlass.min(n // blocks - own.first, kept - 1)
     if ((n + 1) % blocks == 0) & (slot < kept - 1) | (n + 1 == last):
-        lse, values = normalise(ctx, t), values_of(t.O)
+        lse, values = normalise(ctx, t), rows_of(t.O)
         if slot == kept - 1:
             # Every warp has read the last block, whose place O takes.
             cute.arch.sync_threads()
@@ -128,7 +129,7 @@ def _keep_after(ctx: Context, t: Thread, own: Span, last: Int32, n: Int32) -> No
 def _add_after(ctx: Context, t: Thread, sums: Sums, number: Int32, last: Int32, n: Int32) -> None:
     """Merge a split that ends after block n with those of its group before it, and begin another one."""
     if ((n + 1) % ctx.divisors.split_blocks == 0) | (n + 1 == last):
-        lse, values = normalise(ctx, t), values_of(t.O)
+        lse, values = normalise(ctx, t), rows_of(t.O)
         for r in cutlass.range_constexpr(2):
             ordered, row_max, total = ordered_row(values[r, None], ctx.plan), sums.row_max[r], sums.total[r]
             for m in cutlass.range_constexpr(ctx.plan.vectors // 2):

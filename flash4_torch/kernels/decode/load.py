@@ -55,7 +55,7 @@ class Pages(NamedTuple):
 
 def _has_pages(ctx: Context) -> bool:
     """Whether pages are looked up for 32 blocks at a time; keys without runs have places of their own."""
-    return ctx.plan.form.paged and ctx.plan.has_runs
+    return ctx.plan.form.paged and ctx.plan.form.has_runs
 
 
 def look_up_first(ctx: Context, first: Int32) -> Pages:
@@ -103,7 +103,7 @@ def _key(ctx: Context, n: Int32) -> Int32:
 def _look_up(ctx: Context, key: Int32) -> tuple[Int32, Int32]:
     """The page that the table has for a key, if a row may see it or one of its run, and its row there."""
     first, last = ctx.tile.keys
-    if cutlass.const_expr(ctx.plan.has_runs):
+    if cutlass.const_expr(ctx.plan.form.has_runs):
         first -= RUN - 1
     block, row = divmod(key, ctx.divisors.page_size)
     page = Int32(0)
@@ -138,7 +138,7 @@ def _load(
 def _source(ctx: Context, cache: cute.Tensor, place: Place, stage: cute.Tensor) -> Source:
     """The warp's run of a block: what does not change from block to block comes first in the sum."""
     pitch, start = None, _first(cache) + _bytes(cache, 2, ctx.tile.kv_head)
-    if ctx.plan.has_runs:
+    if ctx.plan.form.has_runs:
         lane, pitch = lane_of(stage), _stride(cache, 1)
         start += _bytes(cache, 1, lane.row) + Int64(lane.vector * 16)
     if ctx.plan.form.paged:

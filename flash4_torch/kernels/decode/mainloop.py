@@ -17,6 +17,7 @@ from ..common.band import Span
 from ..common.fragment import Fragment, mma_fragment
 from ..common.rounding import round_to
 from ..common.softmax import Rows
+from ..common.warp_mma import rows_of
 from ..common.warps import WARP
 from . import fp8
 from .context import Context
@@ -180,13 +181,13 @@ def _attend(ctx: Context, t: Thread, n: Int32, stage: Int32) -> None:
     """Attend to block n, of which t.S has the products of Q and K."""
     plan, tile = ctx.plan, ctx.tile
     if cutlass.const_expr(plan.is_fp8):
-        fp8.apply_factors(ctx, values_of(t.S))
+        fp8.apply_factors(ctx, rows_of(t.S))
     scores.scale_and_cap(t.S, ctx.params, plan.features)
     fragment = fragment_of(ctx, t, n)
     if bands.is_partial(tile.band, plan.band, n, *tile.tokens):
         bands.mask(tile.band, plan.band, fragment)
     factors = to_weights(ctx, t, fragment)
-    softmax.rescale_output(values_of(t.O), factors, plan.softmax)
+    softmax.rescale_output(rows_of(t.O), factors, plan.softmax)
     weights = cute.make_rmem_tensor(t.S.layout, plan.mma_dtype)
     round_to(t.S, weights)
     whole = _share_weights(ctx, weights)
@@ -220,15 +221,8 @@ def to_weights(ctx: Context, t: Thread, fragment: Fragment) -> cute.Tensor:
     return factors
 
 
-def values_of(accumulator: cute.Tensor) -> cute.Tensor:
-    """A (rows, columns) view of a warp-level MMA's accumulator."""
-    return mma_fragment(accumulator, (), Int32(0), Int32(0)).values
-
-
 def _mma(plan: DecodePlan) -> cute.TiledMma:
-    """The MMA of one warp: 16 rows, and 16 columns, as many as an ldmatrix brings."""
-    op = warp_ops.MmaF16BF16Op(plan.mma_dtype, Float32, (16, 8, 16))
-    return cute.make_tiled_mma(op, (1, 1, 1), permutation_mnk=(16, 16, 16))
+    return warp_mma.mma_of(plan.mma_dtype)
 
 
 @cute.jit
@@ -291,10 +285,7 @@ def _share_maxima(ctx: Context, maxima: cute.Tensor) -> None:
 def _share_weights(ctx: Context, weights: cute.Tensor) -> cute.Tensor:
     """The warp's rows of P as an operand, after warps that share them have exchanged theirs."""
     plan, mma = ctx.plan, _mma(ctx.plan)
-    # S has its registers in the order in which an operand has them.
-    a = cute.make_tensor(
-        weights.iterator, cute.make_layout(mma.partition_shape_A((MMA_ROWS, plan.warp_keys)))
-    )
+    a = warp_mma.operand_of(weights, plan.warp_keys)
     if cutlass.const_expr(plan.key_warps > 1):
         target = cute.local_tile(ctx.sP, (MMA_ROWS, plan.warp_keys), (ctx.row_warp, ctx.key_warp))
         if cutlass.const_expr(plan.form.gpu.has_clusters):

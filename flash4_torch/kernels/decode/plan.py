@@ -69,11 +69,6 @@ class DecodePlan(NamedTuple):
         return Float16 if self.is_fp8 else self.dtype
 
     @property
-    def has_runs(self) -> bool:
-        """Whether the keys that a warp copies of a block are one stride from each other."""
-        return self.form.runs or not self.form.paged
-
-    @property
     def scales_q(self) -> bool:
         """Whether rows of Q are scaled to fit into the MMAs' dtype."""
         return self.mma_dtype is not self.dtype

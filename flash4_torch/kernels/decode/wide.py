@@ -24,10 +24,11 @@ from ..common import band as bands
 from ..common import scores, softmax
 from ..common.band import Span
 from ..common.rounding import round_to
+from ..common.warp_mma import rows_of
 from ..sm90 import wgmma
 from .context import Context
 from .load import Place, load_k, load_q, load_v, locate, look_up_first, look_up_next
-from .mainloop import AfterBlock, Thread, fragment_of, thread_of, to_weights, values_of
+from .mainloop import AfterBlock, Thread, fragment_of, thread_of, to_weights
 
 
 class _Step(NamedTuple):
@@ -107,7 +108,7 @@ def _block_alone(ctx: Context, t: Thread, P: cute.Tensor, n: Int32, at: _Step) -
     wgmma.scores(t.S, ctx.sQ, ctx.sK[None, None, at.stage])
     wgmma.wait(0)
     factors = _softmax(ctx, t, n, True)
-    softmax.rescale_output(values_of(t.O), factors, ctx.plan.softmax)
+    softmax.rescale_output(rows_of(t.O), factors, ctx.plan.softmax)
     round_to(t.S, P)
 
 
@@ -126,7 +127,7 @@ def _block(ctx: Context, t: Thread, P: cute.Tensor, n: Int32, at: _Step, masked:
     wgmma.wait(1)
     factors = _softmax(ctx, t, n, masked)
     wgmma.wait_after(t.parts[0].row_sum)
-    softmax.rescale_output(values_of(t.O), factors, ctx.plan.softmax)
+    softmax.rescale_output(rows_of(t.O), factors, ctx.plan.softmax)
     round_to(t.S, P)
 
 

@@ -13,14 +13,14 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from ...configs.weights import KEYS, QUERIES, WARP_TILE
-from ..common import attn_mask, dropout, ring, smem_layouts
+from ..common import attn_mask, dropout, ring, smem_layouts, warp_mma
 from ..common.band import make_band
 from ..common.launch_params import LaunchParams
 from ..common.warps import WARP
 from .context import Context, Maps, Tile
 from .load import load
 from .mainloop import mainloop
-from .plan import CONSUMER_REGISTERS, MMA_ROWS, PRODUCER_REGISTERS
+from .plan import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 
 
 @cute.kernel
@@ -42,7 +42,7 @@ def weights_kernel(
     memory = SmemAllocator()
     sKeepBits = None
     if cutlass.const_expr(plan.features.dropout):
-        words = (WARP, dropout.words(WARP_TILE[1]), WARP_TILE[0] // MMA_ROWS, plan.consumer_warps)
+        words = (WARP, dropout.words(WARP_TILE[1]), WARP_TILE[0] // warp_mma.ROWS, plan.consumer_warps)
         sKeepBits = memory.allocate_tensor(Uint32, cute.make_layout(words), 16)
     ctx = Context(
         plan=plan,

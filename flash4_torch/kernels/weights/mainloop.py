@@ -10,7 +10,7 @@ from cutlass import Float32, Int32, Uint32
 from cutlass.cute.nvgpu import warp as warp_ops
 
 from ...configs.weights import QUERIES, WARP_GRID, WARP_TILE
-from ..common import attn_mask, dropout, ring, scores
+from ..common import attn_mask, dropout, ring, scores, warp_mma
 from ..common import band as bands
 from ..common.fragment import Fragment, mma_fragment
 from ..common.ring import Cursor
@@ -19,7 +19,6 @@ from ..common.rounding import round_to
 from ..common.scores import LOG2E
 from .context import Context
 from .load import copy_chunk, start_copies
-from .plan import MMA_ROWS
 
 
 class Thread(NamedTuple):
@@ -43,18 +42,19 @@ def mainloop(ctx: Context, warp: Int32) -> None:
     plan, tile = ctx.plan, ctx.tile
     at = ring.start() if cutlass.const_expr(plan.tma) else start_copies(ctx, warp)
     t = _thread(ctx, warp)
-    philox = None
-    if cutlass.const_expr(plan.features.dropout):
-        philox = dropout.load(ctx.rng_state, ctx.params.drop_byte, ctx.params.drop_fraction)
+    philox = _philox(ctx) if cutlass.const_expr(plan.features.dropout and not plan.loads_late) else None
     for sums in t.sums:
         sums.fill(0.0)
     for head in cutlass.range(tile.first_head, tile.end_head, unroll=1):
         if cutlass.const_expr(plan.features.dropout):
             _generate_keep_bits(ctx, t, philox, head)
+        if cutlass.const_expr(plan.loads_late):
+            at = _scores_of_copies(ctx, t, head, at)
         lse, low = _lse_of(ctx, t, ctx.lse, head), None
         if cutlass.const_expr(ctx.lse_low is not None):
             low = _lse_of(ctx, t, ctx.lse_low, head)
-        at = _scores(ctx, t, at) if cutlass.const_expr(plan.tma) else _scores_of_copies(ctx, t, head, at)
+        if cutlass.const_expr(not plan.loads_late):
+            at = _scores(ctx, t, at) if cutlass.const_expr(plan.tma) else _scores_of_copies(ctx, t, head, at)
         for m in cutlass.range_constexpr(len(t.S)):
             fragment = mma_fragment(t.S[m], t.rows[m], t.key_block * WARP_TILE[1], t.lane)
             _mask(ctx, t, fragment, m, head)
@@ -74,12 +74,6 @@ def mainloop(ctx: Context, warp: Int32) -> None:
             _store(ctx, fragment, ctx.weights[tile.batch, None, None], factor)
 
 
-def _mma(ctx: Context) -> cute.TiledMma:
-    """The MMA of one warp: 16 rows, and 16 columns, as many as an ldmatrix brings."""
-    op = warp_ops.MmaF16BF16Op(ctx.plan.dtype, Float32, (16, 8, 16))
-    return cute.make_tiled_mma(op, (1, 1, 1), permutation_mnk=(16, 16, 16))
-
-
 @cute.jit
 def _thread(ctx: Context, warp: Int32) -> Thread:
     plan, tile = ctx.plan, ctx.tile
@@ -87,13 +81,11 @@ def _thread(ctx: Context, warp: Int32) -> Thread:
     lane = cute.arch.lane_idx()
     along_keys = WARP_GRID[1]
     first = tile.query_block * QUERIES + warp // along_keys * queries
-    mmas = queries // MMA_ROWS
-    rows = tuple(
-        (first + m * MMA_ROWS + lane // 4, first + m * MMA_ROWS + lane // 4 + 8) for m in range(mmas)
-    )
-    shape = _mma(ctx).partition_shape_C((MMA_ROWS, keys))
-    S = tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(mmas))
-    sums = tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(mmas if plan.average else 0))
+    mmas = queries // warp_mma.ROWS
+    own = (first + m * warp_mma.ROWS + lane // warp_mma.LANES for m in range(mmas))
+    rows = tuple((row, row + 8) for row in own)
+    S = warp_mma.make_accumulators(plan.dtype, mmas, keys)
+    sums = warp_mma.make_accumulators(plan.dtype, mmas if plan.average else 0, keys)
     return Thread(lane, warp, rows, tile.key_block * along_keys + warp % along_keys, S, sums)
 
 
@@ -132,7 +124,7 @@ def _scores_of_copies(ctx: Context, t: Thread, head: Int32, stage: Int32) -> Int
 @cute.jit
 def _multiply(ctx: Context, t: Thread, stage: Int32) -> None:
     """Add the products of a stage's chunk to S."""
-    plan, mma = ctx.plan, _mma(ctx)
+    plan, mma = ctx.plan, warp_mma.mma_of(ctx.plan.dtype)
     queries, keys = WARP_TILE
     atom = cute.make_copy_atom(warp_ops.LdMatrix8x8x16bOp(False, 4), plan.dtype)
     lanes = mma.get_slice(t.lane)
@@ -189,14 +181,19 @@ def _weights(ctx: Context, fragment: Fragment, lse: tuple, low: tuple | None) ->
             fragment.values[r, c] = cute.math.exp2(x, fastmath=True)
 
 
+def _philox(ctx: Context) -> dropout.Dropout:
+    return dropout.load(ctx.rng_state, ctx.params.drop_byte, ctx.params.drop_fraction)
+
+
 @cute.jit
-def _generate_keep_bits(ctx: Context, t: Thread, philox: dropout.Dropout, head: Int32) -> None:
+def _generate_keep_bits(ctx: Context, t: Thread, philox: dropout.Dropout | None, head: Int32) -> None:
     """Generate the warp's keep bits of a head, strip by strip: eight lanes have one."""
+    own = _philox(ctx) if cutlass.const_expr(philox is None) else philox
     strips = dropout.strips(WARP_TILE[1])
     slot = t.lane // dropout.STRIP_LANES
     m, strip = slot // strips, Uint32(slot % strips)
-    row = t.rows[0][0] - t.lane // 4 + m * MMA_ROWS
-    rows = dropout.QueryRows.at(philox, row, ctx.tile.batch * ctx.maps.mQ.shape[2] + head, t.lane)
+    row = t.rows[0][0] - t.lane // 4 + m * warp_mma.ROWS
+    rows = dropout.QueryRows.at(own, row, ctx.tile.batch * ctx.maps.mQ.shape[2] + head, t.lane)
     cute.arch.sync_warp()
     rows.generate(t.key_block * WARP_TILE[1], strip, ctx.sKeepBits[None, None, m, t.warp])
     cute.arch.sync_warp()

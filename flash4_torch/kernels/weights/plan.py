@@ -24,8 +24,6 @@ from ..common.mask_tables import MaskPlan
 from ..common.smem_layouts import chunk_of
 from ..common.warps import GROUP, WARP
 
-MMA_ROWS = 16
-"""Rows of a warp-level MMA."""
 _CHUNK = 64
 """Columns that the widest swizzle spans."""
 _STAGES_BYTES = 160 * 1024
@@ -76,6 +74,13 @@ class WeightsPlan(NamedTuple):
         if not self.tma:
             return _STAGES_OF_COPIES_WITH_DROPOUT if self.features.dropout else _STAGES_OF_COPIES
         return min(8, _STAGES_BYTES // self.stage_bytes)
+
+    @property
+    def loads_late(self) -> bool:
+        """Whether a thread loads what a head needs besides Q and K only after its scores, each time: next to
+        sums over heads it has no registers to keep it in without those of the load warp.
+        """
+        return self.average and not self.tma
 
     @property
     def band(self) -> BandShape:

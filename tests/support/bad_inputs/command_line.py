@@ -73,8 +73,8 @@ def _kernels() -> Iterator[tuple[list[str], str]]:
         good = [*command, "--arch", "sm_90a"]
         for text in HEAD_DIMS:
             yield [*good, "--head-dim", text], "--head-dim" if text != "64 128" else "64 128"
-        for text in ("63", "0", "264", "64x264", "00064x3"):
-            yield [*good, "--head-dim", text], "a multiple of 8 up to 256"
+        for text in ("63", "0", "520", "64x520", "00064x3"):
+            yield [*good, "--head-dim", text], "a multiple of 8 up to 512"
         for text in COUNTS:
             yield [*good, "--groups", text], "argument --groups"
             yield [*good, "--jobs", text], "argument --jobs"
@@ -84,7 +84,7 @@ def _kernels() -> Iterator[tuple[list[str], str]]:
             yield [*command, "--arch", text], "must be one of sm_80, sm_86, sm_87, sm_89, sm_90a"
         for text, words in FEATURES.items():
             yield [*good, "--features", text], words
-        for text in ("float32", "half", "", "bfloat", "float16,bfloat16"):
+        for text in ("float64", "half", "", "bfloat", "float16,bfloat16"):
             yield [*good, "--dtype", text], "argument --dtype: invalid choice"
         for option in ("--head-dim", "--dtype", "--features", "--groups", "--jobs", "--arch"):
             yield [*good, option], f"argument {option}: expected"

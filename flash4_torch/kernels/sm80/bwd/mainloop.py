@@ -117,7 +117,7 @@ def _accumulate(
         left, right = warp_tf32.InRegisters(weights), warp_tf32.Columns(rows, Int32(0))
         warp_tf32.accumulate((sums,), (), (left,), right, ctx.lane, ctx.plan.tf32_method)
     else:
-        operand = warp_mma.operand_of(S, weights, ctx.plan.own_queries)
+        operand = warp_mma.operand_of(weights, ctx.plan.own_queries)
         warp_mma.accumulate((sums,), (operand,), swapped(rows), ctx.lane)
 
 

@@ -48,7 +48,7 @@ def mainloop(ctx: Context, t: Thread, tile: Tile) -> None:
     plan, stages = ctx.plan, ctx.plan.stages
     work = _work(ctx, tile)
     count = work.blocks.span.last - work.blocks.span.first
-    blocks = tuple(_block_at(ctx, work, Int32(i)) for i in range(stages))
+    blocks = _blocks_from(ctx, work, Int32(0))
     load_q(ctx, tile)
     load_k(ctx, tile, blocks[0].n, Int32(0), count, Int32(0))
     cute.arch.cp_async_commit_group()
@@ -59,18 +59,19 @@ def mainloop(ctx: Context, t: Thread, tile: Tile) -> None:
         cute.arch.cp_async_commit_group()
     stage, freed = Int32(0), Int32(stages - 1)
     for i in cutlass.range(count, unroll=1):
+        now = _blocks_from(ctx, work, i) if cutlass.const_expr(plan.counts_blocks) else blocks
         further = _block_at(ctx, work, i + stages)
-        words = _mask_words(ctx, work, blocks[0].n)
+        words = _mask_words(ctx, work, now[0].n)
         if cutlass.const_expr(plan.features.dropout):
-            _generate_keep_bits(ctx, work, blocks[0].n)
+            _generate_keep_bits(ctx, work, now[0].n)
         cute.arch.cp_async_wait_group(plan.groups_in_flight)
         # This block's K is there, and all warps have used the V before it.
         cute.arch.sync_threads()
-        load_v(ctx, tile, blocks[-1].n, i + (stages - 1), count, freed)
+        load_v(ctx, tile, now[-1].n, i + (stages - 1), count, freed)
         cute.arch.cp_async_commit_group()
         _scores(ctx, t, stage)
         if cutlass.const_expr(plan.shares_rows):
-            _mask_scores(ctx, t, work, blocks[0], words)
+            _mask_scores(ctx, t, work, now[0], words)
             _announce_maxima(ctx, t)
         cute.arch.cp_async_wait_group(plan.groups_in_flight)
         # Its V is there, and all warps have used its K.
@@ -78,10 +79,10 @@ def mainloop(ctx: Context, t: Thread, tile: Tile) -> None:
         load_k(ctx, tile, further.n, i + stages, count, stage)
         cute.arch.cp_async_commit_group()
         if cutlass.const_expr(not plan.shares_rows):
-            _mask_scores(ctx, t, work, blocks[0], words)
+            _mask_scores(ctx, t, work, now[0], words)
         _attend(ctx, t, stage)
         freed, stage = stage, Int32(0) if stage + 1 == stages else stage + 1
-        blocks = (*blocks[1:], further)
+        blocks = (*now[1:], further)
     if cutlass.const_expr(plan.shares_rows):
         _join_sums(ctx, t)
 
@@ -131,6 +132,11 @@ def row_pair(ctx: Context, m: int) -> tuple[Int32, Int32]:
 def _block_at(ctx: Context, work: TileState, i: Int32) -> Block:
     """The i-th block from the last one down; past the end it is arbitrary."""
     return Block(*tiles.block_at(ctx, work.blocks, work.blocks.span.last - 1 - i))
+
+
+def _blocks_from(ctx: Context, work: TileState, i: Int32) -> tuple[Block, ...]:
+    """The i-th block and those after it whose copies are under way with it."""
+    return tuple(_block_at(ctx, work, i + ahead) for ahead in range(ctx.plan.stages))
 
 
 def _mask_words(ctx: Context, work: TileState, n: Int32) -> tuple:
@@ -265,7 +271,7 @@ def _attend(ctx: Context, t: Thread, stage: Int32) -> None:
         elif cutlass.const_expr(plan.is_float32):
             operands.append(warp_tf32.InRegisters(weights))
         else:
-            operands.append(warp_mma.operand_of(t.S[m], weights, plan.keys))
+            operands.append(warp_mma.operand_of(weights, plan.keys))
     values = ctx.sV[None, None, stage]
     if cutlass.const_expr(plan.is_float32):
         own_values = warp_tf32.Columns(swapped(values), ctx.column_warp * plan.own_columns)

@@ -72,6 +72,13 @@ class Plan(ForwardPlan):
         return warp_tf32.Method(self.features.is_exact, steady=self.features.is_exact)
 
     @property
+    def counts_blocks(self) -> bool:
+        """Whether numbers of blocks are counted anew in each turn, and none is kept for the next: three
+        products have no registers to spare (ptxas.md, P17).
+        """
+        return self.features.is_exact and not self.features.lists_blocks
+
+    @property
     def staged_dtype(self) -> type:
         """The type of what is in SMEM; a float32 number is two of these."""
         return NUMERIC["bfloat16"] if self.is_float32 else self.dtype
