@@ -2,13 +2,13 @@
 
     python tests/flex/torch_suite.py PATH_TO/test_flex_attention.py [-k TEXT] [--results FILE.json]
 
-PATH is a file of torch's test/inductor, of any version near the installed one; none is kept here. What a test
-compiles is ours: `torch.compile`, with the backend "aot_eager", registers `integrations.torch_flex` around each
-call. What it calls eagerly, its references among it, is torch's. A test that compiles nothing
-runs with the door open all the time. Devices become the CPU, with gradients, and lengths smaller.
+PATH is a file of torch's test/inductor, of any version near the installed one; none is kept here. What is
+compiled is ours: `torch.compile`, with backend "aot_eager", registers `integrations.torch_flex` for a call.
+What a test calls eagerly, its references among it, is torch's. A test that compiles nothing runs with the door
+open all the time. Devices become the CPU, with gradients, and lengths smaller.
 
-Outcomes: "passed", "skipped", "refused" by an error of ours, and failures by what they are about (`classify`).
-A test that fails runs once more with torch's own operator. `flash4_torch/flex/NOTES.md` has a table of them.
+Outcomes: "passed", "skipped", "refused" by an error of ours, and failures by their subjects (`classify`).
+A test that fails runs once more with torch's own operator. flash4_torch/flex/NOTES.md has a table of them.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def test_torchs_function_gives_what_ours_gives(backend: str, is_compiled: bool) 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_narrower_keys_and_values_are_converted(is_compiled: bool) -> None:
-    """As in torch, whose own operator has no gradients then; what is wider than query is refused."""
+    """torch takes them, without gradients; what is wider than query is refused."""
     (q, *others), _ = call()
     query = q.detach().float().requires_grad_()
     narrow = [
