@@ -4,7 +4,7 @@
 
 PATH is a file of torch's test/inductor, of any version near the installed one; none is kept here. What is
 compiled is ours: `torch.compile`, with backend "aot_eager", registers `integrations.torch_flex` for a call.
-What a test calls eagerly, its references among it, is torch's. A test that compiles nothing runs with the door
+What a test calls eagerly, its references too, is torch's. A test that compiles nothing runs with the door
 open all the time. Devices become the CPU, with gradients, and lengths smaller.
 
 Outcomes: "passed", "skipped", "refused" by an error of ours, and failures by their subjects (`classify`).
