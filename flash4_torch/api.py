@@ -295,7 +295,8 @@ def attention_varlen(
         return_lse: also return lse (Hq, Tq).
         score_mod, mask_mod: as in `attention`; b counts sequences, and positions begin with 0 in each.
         block_mask: of positions within a sequence, for at least max_seqlen_q and max_seqlen_k; the same for
-            all sequences, or made with B of them for the batch. No kernel takes one: plain torch serves it.
+            all sequences, or made with B of them for the batch. A mask of the packed tensors' own positions,
+            (Tq, Tk), belongs to `flex_attention` of one batch entry.
 
     Returns:
         out (Tq, Hq, Dv), or (out, lse); equal to `attention` on each sequence by itself. For dropout, each

@@ -90,8 +90,9 @@ def flex_attention(
 
     Args:
         query: (B, Hq, Sq, D), bfloat16, float16, float32 or float64, any strides.
-        key: (B or 1, Hk, Sk, D); with `enable_gqa` Hk divides Hq, else it is Hq.
-        value: (B or 1, Hk, Sk, Dv).
+        key: (B or 1, Hk, Sk, D); with `enable_gqa` Hk divides Hq, else it is Hq. It may be narrower than
+            query, as float8 is, and is converted to query's dtype then.
+        value: (B or 1, Hk, Sk, Dv), likewise.
         score_mod: changes each scaled score: score_mod(score, b, h, q_idx, kv_idx), a function of 0-dim
             tensors written in torch. The score is float32 (float64 for float64), the indices are int32.
             Tensors that it captures get gradients if they require them.
@@ -122,7 +123,7 @@ def flex_attention(
     tensors aside; one that reads attributes of objects, lists or dicts is run in each call, for milliseconds.
     """
     _check_outputs(return_lse, return_aux)
-    query, key, value = _checked(query, key, value, enable_gqa, kernel_options)
+    query, key, value = checked(query, key, value, enable_gqa, kernel_options)
     functions = functions_of(score_mod, None, block_mask)
     scale = check.scale(scale, query.shape[-1])
     has_max = return_aux is not None and return_aux.max_scores
@@ -170,7 +171,7 @@ def flex_support(
         ArgumentError, TraceError: as in `flex_attention`.
     """
     _check_outputs(return_lse, return_aux)
-    query, key, value = _checked(query, key, value, enable_gqa, kernel_options)
+    query, key, value = checked(query, key, value, enable_gqa, kernel_options)
     q, k, v = _heads_last(query, key, value)
     mods = traced(q, k, *functions_of(score_mod, None, block_mask))
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -185,14 +186,18 @@ def _check_outputs(return_lse: bool, return_aux: AuxRequest | None) -> None:
         raise ArgumentError("return_lse", return_lse, "it must be False beside return_aux")
 
 
-def _checked(
+def checked(
     query: Any, key: Any, value: Any, enable_gqa: Any, kernel_options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The tensors of a call in the dtypes of autocast, checked."""
+    """The tensors of a call in query's dtype, or that of autocast, checked.
+
+    Raises:
+        ArgumentError: as in `flex_attention`.
+    """
     if all(isinstance(x, Tensor) and check.is_dense(x) for x in (query, key, value)):
         query, key, value = autocast_inputs(query, key, value)
     _check(query, key, value, enable_gqa, kernel_options)
-    return query, key, value
+    return query, key.to(query.dtype), value.to(query.dtype)
 
 
 def _heads_last(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -209,10 +214,11 @@ def _check(query: Any, key: Any, value: Any, enable_gqa: bool, kernel_options: A
             raise ArgumentError(name, "a nested or sparse tensor", "it must be a dense one")
         if x.dim() != 4:
             raise ShapeError(name, tuple(x.shape), "it must be (B, H, S, D), 4 dimensions")
-        if x.dtype not in check.DTYPES:
+        if query.dtype not in check.DTYPES:
             raise DtypeError(name, x.dtype, "it must be bfloat16, float16, float32 or float64")
-        if x.dtype != query.dtype:
-            raise DtypeError(name, x.dtype, f"it must have query's dtype, {query.dtype}")
+        is_narrower = x.dtype.is_floating_point and x.dtype.itemsize < query.dtype.itemsize
+        if x.dtype != query.dtype and not is_narrower:
+            raise DtypeError(name, x.dtype, f"it must have query's dtype, {query.dtype}, or be narrower")
         if x.device != query.device:
             raise DeviceError(name, x.device, f"it must be on query's device, {query.device}")
     if key.shape[:3] != value.shape[:3]:

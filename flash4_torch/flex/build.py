@@ -354,6 +354,8 @@ class _Translation:
             return torch.tensor(x.value, dtype=x.dtype) if isinstance(x, Number) and x.dtype else x
 
         def literal(x: Value) -> Any:
+            if type(x) in (list, tuple):
+                return [literal(y) for y in x]  # sizes
             x = known(x)
             return x.value if isinstance(x, Number) else x
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..flex.attention import attend_heads_first
+from ..flex.attention import attend_heads_first, checked
 from ..flex.call import Functions
 
 _OURS = ("AUTO", "FLASH")
@@ -127,6 +127,8 @@ def _attend(
     lists = counts, indices, full_counts, full_indices
     blocks = _Blocks((Q_LEN, KV_LEN), *lists, (rows, keys), mask_mod)
     functions = Functions(score_mod, mask_mod, None if _shows_everything(blocks) else blocks)
+    # Heads are checked already; torch lets dtypes differ, and its operator follows autocast.
+    query, key, value = checked(query, key, value, True, None)
     out, lse, largest = attend_heads_first(query, key, value, functions, scale, has_max)
     ln2 = math.log(2.0)
     return out, lse / ln2, lse.new_empty(0) if largest is None else largest / ln2

@@ -14,7 +14,7 @@ from torch import Tensor
 import flash4_torch
 from flash4_torch.backends.flex import intervals
 from flash4_torch.flex.attention import traced
-from flash4_torch.flex_problem import FlexInputs, FlexProblem
+from flash4_torch.flex_problem import FlexInputs, FlexProblem, Mods
 from flash4_torch.masks import Band
 from flash4_torch.ops import CallOptions
 from flash4_torch.ops.flex import describe
@@ -130,6 +130,44 @@ def test_ordered_intervals_are_bounds(
     wanted = mask_mod(*lanes).expand(2, H, Sq, Sk) & shown(Band(own_left, own_right), Sq, Sk)
     check_shown(found, wanted)
     assert found.problem.spec.block is None or not wanted.any()
+
+
+@given(
+    lengths=st.lists(st.integers(0, 60), min_size=1, max_size=4),
+    below=st.none() | st.integers(0, 70),
+    above=st.integers(0, 9),
+    own_left=st.none() | st.integers(0, 70),
+    are_one=st.booleans(),
+    is_ordered=st.booleans(),
+)
+def test_packed_sequences_become_bands_where_queries_and_keys_are_of_one_length(
+    lengths: list[int], below: int | None, above: int, own_left: int | None, are_one: bool, is_ordered: bool
+) -> None:
+    """Else a mask stays one, as documents within a sequence do: the ends of others are not known."""
+
+    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        seen = (j <= i + above) if below is None else (i - j <= below) & (j <= i + above)
+        return seen & (i // 7 == j // 7) if is_ordered else seen
+
+    T, longest = sum(lengths), max(8, *lengths, 0)
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    sequences = ends, ends if are_one else ends.clone()
+    q = torch.empty(T, H, 8)
+    block_mask = flash4_torch.create_block_mask(mask_mod, None, None, longest, longest, "cpu", 16)
+    mods = Mods(cu_seqlens_q=sequences[0], cu_seqlens_k=sequences[1])
+    mods = mods._replace(max_seqlen_q=longest, max_seqlen_k=longest)
+    inputs = FlexInputs(q, q, q, traced(q, q, None, mask_mod, block_mask, mods))
+    given = describe(inputs, CallOptions(1.0, own_left))
+    found = intervals.reduced(inputs, given).problem
+    if not are_one:
+        assert found == given
+    elif found.spec.block is None:
+        for S in {S for S in lengths if S}:
+            i, j = torch.arange(S)[:, None], torch.arange(S)
+            wanted = mask_mod(i, i, i, j) & shown(Band(own_left, None), S, S)
+            assert torch.equal(shown(found.band, S, S), wanted)
+    else:
+        assert is_ordered
 
 
 def check_shown(found: intervals.Reduced, wanted: Tensor) -> None:

@@ -43,7 +43,12 @@ def mask(b: Any, h: Any, i: Any, j: Any) -> Tensor:
 
 
 def by_definition(
-    tensors: list[Tensor], ends: list[Tensor], learned: Learned, right: int | None, dtype: torch.dtype
+    tensors: list[Tensor],
+    ends: list[Tensor],
+    learned: Learned | None,
+    mask: Any,
+    right: int | None,
+    dtype: torch.dtype,
 ) -> list[Tensor]:
     results = []
     for b, (rows, keys) in enumerate(zip(*map(pairwise, ends), strict=True)):
@@ -53,11 +58,19 @@ def by_definition(
         scoring = Scoring(1 / math.sqrt(q.shape[-1]), Band(None, right))
 
         def score_mod(score: Tensor, _: Any, h: Any, i: Any, j: Any, b: int = b) -> Tensor:
-            return learned.mod(score, b, h, i, j).to(score.dtype)
+            return score if learned is None else learned.mod(score, b, h, i, j).to(score.dtype)
 
         shown = lambda _, h, i, j, b=b: mask(b, h, i, j)  # noqa: E731
         results.append(definition(q, k, v, scoring, None, score_mod, shown))
     return [torch.cat([x[0][0] for x in results]), torch.cat([x[1][0] for x in results], 1)]
+
+
+def few_blocks(b: Any, h: Any, i: Any, j: Any) -> Tensor:
+    """Blocks of 32 keys that are full, partial and empty, far apart in neighbouring sequences; some rows see
+    nothing.
+    """
+    of_block = ((i >> 4) + (j >> 5) + h + b) & 3
+    return (i < 60) & ((j >> 7) == (b & 1)) & ((of_block == 0) | ((of_block == 1) & ((i + j) & 1 == 0)))
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -65,20 +78,43 @@ def by_definition(
 @pytest.mark.parametrize("causal", one_of(3, [True, False]))
 def test_packed_sequences(arch: str, lengths: list[tuple[int, int]], causal: bool) -> None:
     """out, lse and gradients, those of captured tensors too, within twice plain torch's error."""
+    check(arch, lengths, causal, mask, Learned(torch.float32), {"mask_mod": mask})
+
+
+@pytest.mark.parametrize("arch", one_of(9, ARCHS))
+@pytest.mark.parametrize("lengths", one_of(4, LENGTHS[::-1]), ids=str)
+@pytest.mark.parametrize("causal", one_of(5, [True, False]))
+@pytest.mark.parametrize("block", one_of(3, [(16, 32), (128, 128)]))
+def test_block_masks(arch: str, lengths: list[tuple[int, int]], causal: bool, block: tuple[int, int]) -> None:
+    """Blocks of positions within each sequence, listed up to the longest one and beyond."""
+    sequences = len(lengths)
+    made = flash4_torch.create_block_mask(few_blocks, sequences, H, 150, 210, "cpu", block)
+    learned = Learned(torch.float32) if EVERYTHING else None
+    check(arch, lengths, causal, few_blocks, learned, {"block_mask": made})
+
+
+def check(
+    arch: str,
+    lengths: list[tuple[int, int]],
+    causal: bool,
+    mask: Any,
+    learned: Learned | None,
+    functions: dict[str, Any],
+) -> None:
     ends = [torch.tensor([0, *x]).cumsum(0) for x in zip(*lengths, strict=True)]
     Tq, Tk = (int(x[-1]) for x in ends)
-    learned = Learned(torch.float32)
     tensors = [
         torch.randn(shape).bfloat16().requires_grad_() for shape in ((Tq, H, 64), (Tk, HK, 64), (Tk, HK, 64))
     ]
-    sums = learned.all if EVERYTHING else learned.all[:2]
+    sums = [] if learned is None else learned.all if EVERYTHING else learned.all[:2]
+    score_mod = None if learned is None else learned.mod
     wanted = [*tensors, *sums]
     dout = torch.randn(Tq, H, 64).bfloat16()
 
     def run() -> Any:
         out, lse = flash4_torch.attention_varlen(
-            *tensors, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1], max_seqlen_q=140, causal=causal,
-            score_mod=learned.mod, mask_mod=mask, return_lse=True,
+            *tensors, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1], max_seqlen_q=140, max_seqlen_k=200,
+            causal=causal, score_mod=score_mod, **functions, return_lse=True,
         )  # fmt: skip
         return [out, lse, *torch.autograd.grad(out, wanted, dout, retain_graph=True)]
 
@@ -87,10 +123,11 @@ def test_packed_sequences(arch: str, lengths: list[tuple[int, int]], causal: boo
     assert used == {("flex_attention", "emulator"): 1, ("flex_attention_backward", "emulator"): 1}
     sides = []
     for dtype in (torch.float64, torch.bfloat16):
-        out, lse = by_definition(tensors, ends, learned, 0 if causal else None, dtype)
+        out, lse = by_definition(tensors, ends, learned, mask, 0 if causal else None, dtype)
         sides.append([out, lse, *torch.autograd.grad(out, wanted, dout.to(dtype))])
     names = ["out", "lse", "dq", "dk", "dv", "by sequence", "by row", "by column", "by both"]
     # Sums over a row have the noise of its rounded output, from which plain torch computes here, too.
-    sides[0][5:] = torch.autograd.grad(found[0], sums, dout)
+    if sums:
+        sides[0][5:] = torch.autograd.grad(found[0], sums, dout)
     for name, x, truth, plain in zip(names[: len(found)], found, *sides, strict=True):
         assert_close_as_peer(x, truth.double(), plain, what=name)

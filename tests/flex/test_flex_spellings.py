@@ -33,6 +33,9 @@ SPELLINGS: dict[str, Mod] = {
     "sums of a product": lambda s, b, h, i, j: (
         s + (T[h][None] * T[j][:, None]).sum(0, keepdim=True).exp().sum()
     ),
+    "distance of rows without gradients": lambda s, b, h, i, j: (
+        s * (-(T.detach()[i] - T.detach()[j]).pow(2).sum(-1).sqrt() / T[h, 4]).exp()
+    ),
     "dot": lambda s, b, h, i, j: s + torch.dot(T[i], T[j]),
     "indexed twice": lambda s, b, h, i, j: s + T[h][i] + T[j][2] * T[i][-1],
     "indexed by a number": lambda s, b, h, i, j: s + T[3, h] + T[-1][j] + T[h, -2],

@@ -64,6 +64,40 @@ def test_torchs_function_gives_what_ours_gives(backend: str, is_compiled: bool) 
     agree(attend(tensors, bias, flash4_torch.flex_attention), theirs, [*tensors, bias])
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_narrower_keys_and_values_are_converted(is_compiled: bool) -> None:
+    """torch takes them, without gradients; what is wider than query is refused."""
+    (q, *others), _ = call()
+    query = q.detach().float().requires_grad_()
+    narrow = [
+        x.detach().to(dtype).requires_grad_()
+        for x, dtype in zip(others, (torch.half, torch.bfloat16), strict=True)
+    ]
+    options: dict[str, Any] = {"enable_gqa": True, "return_lse": True}
+    run = torch.compile(flex_attention, backend="aot_eager") if is_compiled else flex_attention
+    with door.register():
+        theirs = run(query, *narrow, **options)
+        with pytest.raises(Exception, match="or be narrower"):
+            run(query.detach().half(), *(x.detach().float() for x in others), **options)
+    ours = flash4_torch.flex_attention(query, *narrow, **options)
+    wide = flash4_torch.flex_attention(query, *(x.float() for x in narrow), **options)
+    upstream = [torch.randn_like(x) for x in ours]
+    wanted = [query, *narrow]
+    sides = [(*x, *torch.autograd.grad(x, wanted, upstream)) for x in (theirs, ours, wide)]
+    for x, y, z in zip(*sides, strict=True):
+        torch.testing.assert_close(x, y)
+        torch.testing.assert_close(y, z)
+
+
+def test_autocast_decides_on_dtypes() -> None:
+    tensors = [x.detach().float() for x in call()[0]]
+    with door.register(), torch.autocast("cpu", torch.bfloat16):
+        found = flex_attention(*tensors, enable_gqa=True)
+    assert found.dtype == torch.bfloat16
+    narrow = [x.bfloat16() for x in tensors]
+    torch.testing.assert_close(found, flash4_torch.flex_attention(*narrow, enable_gqa=True))
+
+
 def test_what_was_compiled_before_is_compiled_anew() -> None:
     """A graph is of the operator that was there; after removal it is torch's again."""
     (tensors, bias), counter = call(), CompileCounterWithBackend("eager")

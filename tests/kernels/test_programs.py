@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+import program_kernel
 import test_flex_spellings as spellings
 from everything import EVERYTHING, examples, one_of
 from flash4_torch.flex import table
@@ -269,6 +270,47 @@ def test_distances_are_converted_once_for_a_row() -> None:
         Layout(),
     )
     assert [node.op for node in seen.program.nodes] == ["distance", "neg", "abs", "add"]
+
+
+SLOPES = torch.tensor([[0.7, -0.3, 1.4], [0.1, 2.0, -1.1]])
+LINEAR: dict[str, Any] = {
+    "by head": lambda s, b, h, i, j: s + SLOPES[h, 1] * (j - i),
+    "from the other side": lambda s, b, h, i, j: s - (i - j) * SLOPES[h, 0] * 0.5,
+    "divided": lambda s, b, h, i, j: s + (j - i) / (1.0 + SLOPES[0, h].abs()),
+    "by head and row": lambda s, b, h, i, j: s + (j - i) * (SLOPES[h, 2] * i.float()),
+    "of a key": lambda s, b, h, i, j: s * 0.5 + SLOPES[h, 0] * j,
+    "of a key, by row": lambda s, b, h, i, j: s + (i.float() * SLOPES[1, h]) * j,
+}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["one head", "packed heads"])
+def test_what_is_linear_in_a_key_is_one_fma_a_score(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No product and no conversion of a distance is left for each score; values are torch's."""
+    monkeypatch.setattr(program_kernel, "COLUMNS", 5)
+    cases = {}
+    for name, function in LINEAR.items():
+        made = trace(function, SCORE, torch.device("cpu"), torch.float32, ())
+        cases[name] = Case(made.program, tuple(made.tensors), tuple(made.scalars))
+        lowering = lower(made.program.text(), Layout(packed))
+        often = [*lowering.nodes(Level.SCORE), *lowering.nodes(Level.COLUMN)]
+        ops = [lowering.program.nodes[n - lowering.program.first_node].op for n in often]
+        assert ops.count("ramp") == 1
+        assert not {"distance", "convert"} & set(ops)
+        assert ops.count("mul") == (name == "of a key")
+    check_all(cases, torch.randn(ROWS, 5), "sm_90a", packed)
+
+
+def test_a_product_that_is_rounded_down_stays_one() -> None:
+    made = trace(
+        lambda s, b, h, i, j: s + (SLOPES[h, 0] * (j - i)).floor(),
+        SCORE,
+        torch.device("cpu"),
+        torch.float32,
+        (),
+    )
+    ops = [node.op for node in lower(made.program.text(), Layout()).program.nodes]
+    assert "ramp" not in ops
+    assert "distance" in ops
 
 
 def test_what_kernels_lack_is_said() -> None:

@@ -17,6 +17,7 @@ from flash4_torch.compile import Key
 from flash4_torch.configs import sm90_backward as configs
 from flash4_torch.configs.types import Features, Mods, Scope
 from flex_calls import traced
+from flex_mods import Mod
 from test_sm90_cubin import USES
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
@@ -45,15 +46,27 @@ def reachable() -> Iterator[Features]:
             if asked_for or (2 * i + j) % EVERY == 0:
                 yield features
     yield ODD
-    yield with_programs()
+    yield from with_programs()
 
 
-def with_programs() -> Features:
-    """ALiBi with learned slopes, and a mask."""
+def with_programs() -> Iterator[Features]:
+    """One call for each row of the table for functions: ALiBi, softcap, one that is long, learned slopes."""
     q, slopes = torch.empty(1, 64, 2, 64), torch.ones(2)
-    mods = traced(q, q, lambda s, b, h, i, j: s + slopes[h] * (j - i), lambda b, h, i, j: (i - j) % 3 < 2)
-    derivative = derivative_of(mods.score_mod, (True,)).text()
-    return Features("bfloat16", 64, 64, mods=Mods(mods.score_mod, mods.mask_mod, "", derivative))
+    alibi: Mod = lambda s, b, h, i, j: s + slopes[h] * (j - i)  # noqa: E731
+    softcap: Mod = lambda s, b, h, i, j: 30 * torch.tanh(s / 30)  # noqa: E731
+    long: Mod = lambda s, b, h, i, j: s + ((i ^ j) & 7) * slopes[h] + ((i + j) & 3) * (i - j).abs()  # noqa: E731
+    third: Mod = lambda b, h, i, j: (i - j) % 3 < 2  # noqa: E731
+    for D, score_mod, mask_mod, learns in (
+        (64, alibi, None, False),
+        (64, alibi, third, True),
+        (128, alibi, None, False),
+        (128, softcap, None, False),
+        (128, long, None, False),
+    ):
+        mods = traced(q, q, score_mod, mask_mod)
+        derivative = derivative_of(mods.score_mod, (learns,) if mods.captured else ()).text()
+        own = Mods(mods.score_mod, mods.mask_mod, "", derivative)
+        yield Features("bfloat16", D, D, scaled=True, right=D == 128, mods=own)
 
 
 def main_kernels() -> list[Key]:
@@ -107,9 +120,7 @@ def test_wgmmas_overlap(compiled: dict[Key, cubin.Code]) -> None:
 def test_the_table_is_covered() -> None:
     configs_of = {config._replace(ragged_k=True) for _, config in (key.static for key in main_kernels())}
     tiles = {config for config in configs_of if config.scope == Scope.KEY_TILE}
-    # Rows for functions alone are chosen by what these compute; some are compiled.
-    plain = {row.config for row in configs.TABLE if not {"mods", "sums"} & set(row.only)}
-    assert plain <= tiles <= {row.config for row in configs.TABLE}
+    assert tiles == {row.config for row in configs.TABLE}
     assert sum(config.scope == Scope.Q_HEAD for config in configs_of) == sum(
         bool(row.q_head_keys) for row in configs.TABLE
     )

@@ -174,8 +174,6 @@ def why_not_kernels(target: Target, problem: FlexProblem) -> list[str]:
     for name, text in (("score_mod", spec.score_mod), ("mask_mod", spec.mask_mod)):
         if text:
             why += lowering.limits(name, program_of(text))
-    if spec.varlen and spec.block is not None:
-        why.append("it takes no block_mask for packed sequences")
     if spec.backward and spec.score_mod and not why:
         why += _why_not_differentiated(target, problem)
     return why

@@ -79,12 +79,13 @@ def reduced(inputs: FlexInputs, problem: FlexProblem, has_bounds: bool = True) -
     has_bounds: whether kernels read intervals that are no band.
     """
     spec, mods = problem.spec, inputs.mods
-    if spec.block is None:
+    if spec.block is None or not _has_one_diagonal(inputs, problem):
         return Reduced(inputs, problem)
     found = _kept(inputs, problem)
     bounds, band = found.bounds, found.band
-    if bounds is not None and (spec.dropout or not has_bounds):
-        # Keep bits are made for the blocks that a band or a mask leaves.
+    if bounds is not None and (spec.dropout or spec.varlen or not has_bounds):
+        # Keep bits are made for the blocks that a band or a mask leaves; shorter sequences have keys that
+        # bounds show, and that lie beyond their ends.
         return Reduced(inputs, problem)
     if bounds is not None:
         band = bounds.band(problem.extent.Sq, problem.extent.Sk)
@@ -112,6 +113,18 @@ def reduced(inputs: FlexInputs, problem: FlexProblem, has_bounds: bool = True) -
         bounds=bounds is not None,
     )
     return Reduced(inputs._replace(mods=mods), problem._replace(spec=spec, band=band), bounds)
+
+
+def _has_one_diagonal(inputs: FlexInputs, problem: FlexProblem) -> bool:
+    """Whether a band, which ends at the last query and the last key, has one place in all sequences.
+
+    Of packed ones that is known without their lengths only if one tensor has those of queries and of keys.
+    """
+    of_queries, of_keys = inputs.mods.cu_seqlens_q, inputs.mods.cu_seqlens_k
+    if of_queries is None or of_keys is None or problem.extent.Sq != problem.extent.Sk:
+        return of_queries is None
+    are_one = of_queries.data_ptr() == of_keys.data_ptr() and of_queries.stride() == of_keys.stride()
+    return are_one and of_queries.dtype == of_keys.dtype
 
 
 class _Data(NamedTuple):

@@ -2,6 +2,8 @@
 
 distance    (row, column): the column's position minus the row's, float32. A thread converts one
             difference for a row of its block, and adds a constant for each column
+ramp        (x, row, column) or (x, column): x times that distance, or times the column's position, where x is
+            of the tile or the row: a product for a row of a block, and an FMA for each column
 quotient    (x, y): x / y in float32, to two units in the last place, as Triton divides
 divided_by  (x, y, reciprocal of y): x / y in float32 as it would be rounded, without a branch
 """
@@ -76,6 +78,8 @@ class _Rewriting:
             return None
         if node.op == "convert":
             return self._distance(node.args[0])
+        if node.op == "mul" and number not in self._jumps:
+            return self._ramp(*node.args) or self._ramp(*reversed(node.args))
         if node.op == "div":
             return self._divided(*node.args, is_exact=number in self._jumps)
         if node.op == "reciprocal" and number not in self._jumps and self._is_often(node.args[0]):
@@ -96,6 +100,21 @@ class _Rewriting:
             return None if inner is None else self._made(node.op, inner)
         return None
 
+    def _ramp(self, x: Ref, y: Ref) -> Ref | None:
+        """x * y, if x is of the tile or the row, and y is linear in the column's position."""
+        node = self._node(y)
+        if node is None or self._levels[x.value] > Level.ROW:
+            return None
+        if node.op == "neg":
+            return self._ramp(self._made("neg", x), node.args[0])
+        if node.op == "ramp":
+            factor, *places = node.args
+            return self._made("ramp", self._made("mul", factor, x), *places)
+        if node.op == "distance":
+            return self._made("ramp", x, *node.args)
+        is_position = node.op == "convert" and node.dtype == "float32" and node.args == (self._column,)
+        return self._made("ramp", x, self._column) if is_position else None
+
     def _divided(self, x: Ref, y: Ref, *, is_exact: bool) -> Ref | None:
         node = self._node(x)
         if node is not None and node.shape:
@@ -105,7 +124,9 @@ class _Rewriting:
         if self._levels[x.value] <= self._levels[y.value]:
             return None
         reciprocal = self._made("reciprocal", y)
-        return self._made("divided_by", x, y, reciprocal) if is_exact else self._made("mul", x, reciprocal)
+        if is_exact:
+            return self._made("divided_by", x, y, reciprocal)
+        return self._ramp(reciprocal, x) or self._made("mul", x, reciprocal)
 
     def _is_often(self, x: Ref) -> bool:
         """Whether a value is computed in each block, where a division's branch is in the way."""

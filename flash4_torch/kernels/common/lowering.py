@@ -37,6 +37,16 @@ POWERS = frozenset([0.0, 0.5, 1.0, 2.0, 3.0, -0.5, -1.0, -2.0])
 """Exponents of powers that are roots, products and quotients."""
 
 
+class Ramp(NamedTuple):
+    """A value that is linear in the column's position."""
+
+    number: int
+    factor: int
+    """The number of the value that a step of one column adds."""
+    is_distance: bool
+    """Whether it is 0 where the column is the row; else where the column is 0."""
+
+
 class Lowering(NamedTuple):
     """A program without equal nodes, and what each of its values depends on."""
 
@@ -65,6 +75,15 @@ class Lowering(NamedTuple):
         """The number of the columns' positions minus the rows', if the program needs it."""
         nodes = enumerate(self.program.nodes, self.program.first_node)
         return next((number for number, node in nodes if node.op == "distance"), None)
+
+    def ramps(self, level: Level) -> list[Ramp]:
+        """Products with a position or a distance that are made for each `level`."""
+        found = ((number, self.program.node(Ref(number))) for number in self.nodes(level))
+        return [
+            Ramp(number, node.args[0].value, len(node.args) == 3)
+            for number, node in found
+            if node is not None and node.op == "ramp"
+        ]
 
     @property
     def reads_score(self) -> bool:

@@ -25,7 +25,7 @@ from cutlass._mlir.dialects import math as mlir_math
 
 from ...flex import table
 from ...flex.program import Node, Program, Ref
-from .lowering import LIBRARY, Level, Lowering, constant, is_integer
+from .lowering import LIBRARY, Level, Lowering, Ramp, constant, is_integer
 from .scores import tanh
 
 TYPES: dict[str, Any] = {
@@ -137,20 +137,42 @@ def scores(
     `given(row, column)` has the values of the inputs that each score has for itself.
     """
     shared = _unflat(lowering, Level.TILE, tile.everywhere)
-    of_rows = [_unflat(lowering, Level.ROW, values) for values in tile.rows]
-    distance = lowering.distance
-    starts = [
-        None if distance is None else (columns.first - row[lowering.row][0]).to(Float32) for row in of_rows
+    of_rows = [{**shared, **_unflat(lowering, Level.ROW, values)} for values in tile.rows]
+    distance, in_columns = lowering.distance, lowering.ramps(Level.COLUMN)
+    of_scores = lowering.ramps(Level.SCORE)
+    begins = [
+        (columns.first - row[lowering.row][0]).to(Float32)
+        if distance is not None or any(ramp.is_distance for ramp in of_scores)
+        else None
+        for row in of_rows
     ]
+    first = None if all(ramp.is_distance for ramp in (*in_columns, *of_scores)) else columns.first.to(Float32)
+    bases = [
+        {ramp.number: row[ramp.factor][0] * (begin if ramp.is_distance else first) for ramp in of_scores}
+        for row, begin in zip(of_rows, begins, strict=True)
+    ]
+    shared_bases = {ramp.number: shared[ramp.factor][0] * first for ramp in in_columns}
     for c, offset in enumerate(columns.offsets):
         column = {**shared, lowering.column: (columns.first + offset,)}
+        column |= _climbed(in_columns, shared, shared_bases, offset)
         _compute(lowering, arguments, Level.COLUMN, column)
-        for r, start in enumerate(starts):
+        for r, begin in enumerate(begins):
             known = {**column, **of_rows[r], **given(r, c)}
-            if start is not None:
-                known[distance] = (start + Float32(offset),)
+            if distance is not None:
+                known[distance] = (begin + Float32(offset),)
+            known |= _climbed(of_scores, of_rows[r], bases[r], offset)
             _compute(lowering, arguments, Level.SCORE, known)
             yield r, c, known
+
+
+def _climbed(ramps: Sequence[Ramp], known: Known, bases: dict[int, Any], offset: int) -> Known:
+    """Values of ramps at a column, from those at the fragment's first position."""
+    return {
+        ramp.number: (_fma(known[ramp.factor][0], Float32(offset), bases[ramp.number]),)
+        if offset
+        else (bases[ramp.number],)
+        for ramp in ramps
+    }
 
 
 def _flat(known: Known, numbers: Iterable[int]) -> tuple[Any, ...]:
@@ -167,8 +189,8 @@ def _compute(lowering: Lowering, arguments: Arguments, level: Level, known: Know
     program = lowering.program
     for number in lowering.nodes(level):
         node = program.nodes[number - program.first_node]
-        if node.op == "distance":
-            continue  # it is given
+        if node.op in ("distance", "ramp"):
+            continue  # they are given
         known[number] = _value(lowering, node, arguments, known)
 
 
