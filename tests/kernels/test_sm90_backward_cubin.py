@@ -94,7 +94,7 @@ def kernels_of_rows() -> list[Key]:
             for entry, plan in ((PREPROCESS, before), (POSTPROCESS, behind)):
                 if plan is not None:
                     found[Key(entry, (plan,), SM90A.arch)] = None
-    return one_of(7, list(found))
+    return one_of(14, list(found))
 
 
 def keys() -> list[Key]:
