@@ -11,7 +11,12 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_31_x86_64", "manylinux_2_34_x86_64", "manylinux_2_35_x86_64")
+PLATFORMS = (
+    "manylinux_2_28_x86_64",
+    "manylinux_2_31_x86_64",
+    "manylinux_2_34_x86_64",
+    "manylinux_2_35_x86_64",
+)
 """What wheels of some versions ask for; their Python runs anywhere."""
 
 

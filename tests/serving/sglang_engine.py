@@ -6,8 +6,8 @@ after another), "max_tokens", whether "logprobs" are wanted, and variables as "e
 each mode, how many mixed prefill with decoding, and how often requests had to start again; or it says the
 error. Results go to the file that the command line names. An error in a process of SGLang's kills this one.
 
-SGLang's own code for CPUs without AMX is torch's. What it imports at its top and such a CPU has no use for is
-replaced by names that do nothing: packages of GPU kernels, and torchvision.
+SGLang's own code for CPUs is torch's where its kernels for AMX are absent. What it imports at its top anyway
+is replaced by names that do nothing: packages of GPU kernels, and torchvision.
 """
 
 from __future__ import annotations

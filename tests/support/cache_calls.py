@@ -132,7 +132,7 @@ def check_results(call: CacheCall, found: tuple[Tensor, Tensor]) -> None:
 @st.composite
 def cache_calls(
     draw: st.DrawFn,
-    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16),
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16, torch.float64),
     multiple: int = 1,
     most_keys: int = 90,
     float8: bool = True,
