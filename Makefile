@@ -3,7 +3,7 @@
 # make lint   ruff and mypy only
 # make docs   build the documentation into build/docs; a warning is an error
 # make sanitize  the emulator's tests with its engine under AddressSanitizer and UndefinedBehaviorSanitizer
-# make test-serving  vLLM's engine with our attention, on the CPU; downloads 0.9 GB, keeps 0.3 GB
+# make test-serving  vLLM's and SGLang's engines with our attention, on the CPU; downloads 1 GB, keeps 0.5 GB
 # make clean  remove everything that make, the tests and the demo have written
 #
 # make test PYTHON=python3.12 uses another interpreter (and rebuilds .venv with it).
@@ -25,6 +25,8 @@ DEMO := demo$(if $(wildcard /dev/nvidia[0-9]*),$(COMMA)kernels)
 
 # The oldest and the newest vLLM that goes with a torch that we support, and one between them.
 VLLM := 0.20.0 0.26.0 0.33.0
+# Needs CPython 3.11 or later; none for SGLANG= and for older ones.
+SGLANG ?= $(if $(findstring 3.10,$(PYTHON)),,0.5.23)
 SERVING := build/serving
 # make test-serving ALL= runs a case of each kind.
 ALL ?= 1
@@ -50,21 +52,31 @@ docs: $(FOR_TEST)
 sanitize: $(FOR_TEST)
 	PYTHON=$(BIN)/python tests/emulator/sanitize.sh
 
-test-serving: $(VLLM:%=test-vllm-%)
+test-serving: $(VLLM:%=test-vllm-%) $(SGLANG:%=test-sglang-%)
 
-.PRECIOUS: $(SERVING)/vllm-%
+.PRECIOUS: $(SERVING)/vllm-% $(SERVING)/sglang-%
 
 test-vllm-%: $(FOR_TEST) $(SERVING)/common $(SERVING)/vllm-%
 	PYTHONPATH=$(CURDIR)/$(SERVING)/vllm-$*:$(CURDIR)/$(SERVING)/common OMP_NUM_THREADS=1 \
 		FLASH4_TEST_ALL=$(ALL) $(BIN)/python -m pytest tests/serving
 
-$(SERVING)/common: tests/serving/requirements.txt
+test-sglang-%: $(FOR_TEST) $(SERVING)/common $(SERVING)/sglang-%
+	PYTHONPATH=$(CURDIR)/$(SERVING)/sglang-$*:$(CURDIR)/$(SERVING)/common OMP_NUM_THREADS=1 \
+		FLASH4_TEST_ALL=$(ALL) $(BIN)/python -m pytest tests/serving/test_sglang_engine.py
+
+$(SERVING)/common: tests/serving/requirements-vllm.txt
 	rm -rf $@
 	$(BIN)/pip install --quiet --no-deps --target $@ --requirement $<
 
-$(SERVING)/vllm-%: tests/serving/get_vllm.py
+$(SERVING)/vllm-%: tests/serving/get_engine.py
 	rm -rf $@
-	$(BIN)/python $< $* $@
+	$(BIN)/python $< vllm==$* $@
+	touch $@
+
+$(SERVING)/sglang-%: tests/serving/get_engine.py tests/serving/requirements-sglang.txt
+	rm -rf $@
+	$(BIN)/python $< sglang==$* $@
+	$(BIN)/pip install --quiet --no-deps --target $@ --requirement $(word 2,$^)
 	touch $@
 
 # From scratch each time: nothing that is no longer pinned stays behind.

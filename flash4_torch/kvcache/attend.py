@@ -88,7 +88,8 @@ def attention_kvcache(
     aligned with its last key. Prefill, chunks of it, decoding and speculation are the same call.
 
     Args:
-        q: (T, Hq, D), bfloat16, float16 or float32, the tokens of all sequences packed; or (B, Sq, Hq, D).
+        q: (T, Hq, D), the tokens of all sequences packed, or (B, Sq, Hq, D); bfloat16, float16, float32 or
+            float64.
         k_cache: (pages, page_size, Hk, D) with block_table, else (B or more, S, Hk, D), in q's dtype or
             float8_e4m3fn; any strides, a view of a cache that interleaves K and V too. Hk divides Hq.
         v_cache: the same with Dv columns.
@@ -120,7 +121,8 @@ def attention_kvcache(
 
     Returns:
         out (T, Hq, Dv) or (B, Sq, Hq, Dv), in q's dtype; with `return_lse` (out, lse). lse (Hq, T) or (B, Hq,
-        Sq) is the natural log, float32; it counts the sinks. A token that sees no key has out 0 and lse -inf.
+        Sq) is the natural log, float32 (float64 for float64); it counts the sinks. A token that sees no key
+        has out 0 and lse -inf.
 
     Raises:
         ArgumentError: an argument is outside its limits; the message names it, its value and the limit.
@@ -129,8 +131,8 @@ def attention_kvcache(
         NoGradientError: a gradient of the result was requested.
 
     No host waits for a length, so a CUDA graph may be replayed with others. A GPU without kernels of ours,
-    a CPU, and what the kernels do not serve (float32; D and Dv that are no multiples of 8 or above 256) get
-    their keys gathered by torch.
+    a CPU, and what the kernels do not serve (float32, float64; D and Dv that are no multiples of 8 or above
+    256) get their keys gathered by torch.
     """
     if unknown:
         raise no_argument(attention_kvcache, unknown)

@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, DtypeError, LayoutError, RangeError, ShapeError
-from ..ops.check import max_seqlen
+from ..ops.check import DTYPES, max_seqlen
 from ..ops.kvcache import scale_of_heads
 from . import arguments
 from .arguments import FLOAT8
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def tensors(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:

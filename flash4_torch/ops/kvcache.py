@@ -8,7 +8,8 @@ a sequence fills its page. causal_flags (B,) lifts window_right where it is 0. k
 float32, are what a float8 cache is multiplied by. Integers are int32, on q's device; a GPU's are not read
 by the host.
 
-out is (T, Hq, Dv) and lse (Hq, T), float32; rows of no sequence may be anything. There are no gradients.
+out is (T, Hq, Dv) and lse (Hq, T), float32 (float64 for float64); rows of no sequence may be anything.
+There are no gradients.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ..errors import NoGradientError, RangeError
 from ..kvcache_problem import CacheExtent, CacheInputs, CacheOptions, CacheProblem, CacheSpec
 from ..masks import Band
 from ..problem import dtype_key
+from ..reference.scoring import working_dtype
 from .check import cu_seqlens_values
 from .schema import LIBRARY
 
@@ -143,7 +145,7 @@ def _fake_attention_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: 
 
 
 def _fake_attention_kvcache_out(q: Tensor, *rest: Any) -> Tensor:
-    return q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+    return q.new_empty(q.shape[1], q.shape[0], dtype=working_dtype(q.dtype))
 
 
 def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -271,7 +271,7 @@ Q, K, TABLE = torch.randn(2, 1, 4, 8), torch.randn(5, 16, 2, 8), torch.zeros(2, 
 LENGTHS = torch.tensor([3, 40], dtype=INT)
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "rank of q": ({"q": torch.randn(4, 8)}, "q is"),
-    "dtype of q": ({"q": Q.double()}, "q is"),
+    "dtype of q": ({"q": Q.int()}, "q is"),
     "dtype of a cache": ({"k_cache": K.half(), "v_cache": K.half()}, "k_cache is"),
     "dtypes of caches": ({"v_cache": K.half()}, "v_cache is"),
     "D": ({"q": torch.randn(2, 1, 4, 16)}, "k_cache is"),

@@ -1,4 +1,4 @@
-"""Our backend for SGLang, given what stands for its batches, pools and layers; SGLang itself is not run."""
+"""Our backend for SGLang, given what stands for its batches, pools and layers, without the engine."""
 
 from __future__ import annotations
 

@@ -57,6 +57,8 @@ def _gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor],
     return write
 
 
+# vLLM packs weights of 16 bits for AMX by compiled code.
+torch.cpu._is_amx_tile_supported = lambda: False
 _LIBRARY = torch.library.Library("_C", "FRAGMENT")
 _OPERATORS: dict[str, Callable[..., Any]] = {
     "init_cpu_memory_env(int[] nodes) -> ()": lambda nodes: None,

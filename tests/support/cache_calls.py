@@ -16,7 +16,7 @@ from decode_calls import LAYOUTS, Cache, make_cache
 from flash4_torch import testing
 from flash4_torch.masks import Band
 from flash4_torch.reference.attention import attention
-from flash4_torch.reference.scoring import Scoring
+from flash4_torch.reference.scoring import Scoring, working_dtype
 
 FLOAT8 = torch.float8_e4m3fn
 
@@ -125,6 +125,7 @@ def check_results(call: CacheCall, found: tuple[Tensor, Tensor]) -> None:
     """Requires results as good as those of the definition in q's dtype."""
     dtype = call.q[0].dtype
     exact, peer = (call.truth(dtype) for dtype in (torch.float64, dtype))
+    assert found[0].dtype == dtype and found[1].dtype == working_dtype(dtype)
     for name, result, truth, plain in zip(("out", "lse"), found, exact, peer, strict=True):
         testing.assert_close_as_peer(result, truth, plain, what=name)
 
@@ -132,7 +133,7 @@ def check_results(call: CacheCall, found: tuple[Tensor, Tensor]) -> None:
 @st.composite
 def cache_calls(
     draw: st.DrawFn,
-    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16),
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16, torch.float64),
     multiple: int = 1,
     most_keys: int = 90,
     float8: bool = True,

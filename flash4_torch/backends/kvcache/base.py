@@ -23,7 +23,7 @@ class CacheBackend(Protocol):
         ...
 
     def attend(self, inputs: CacheInputs, problem: CacheProblem, out: Tensor | None) -> tuple[Tensor, Tensor]:
-        """out (T, Hq, Dv) and lse (Hq, T), float32; `out` of any strides is written to if it is given.
+        """out (T, Hq, Dv) and lse (Hq, T), float32 or float64; `out` of any strides is written to if given.
 
         Rows of no sequence keep what `out` has there; without it, they may be anything. No host waits for a
         GPU's lengths.

