@@ -25,8 +25,8 @@ DEMO := demo$(if $(wildcard /dev/nvidia[0-9]*),$(COMMA)kernels)
 
 # The oldest and the newest vLLM that goes with a torch that we support, and one between them.
 VLLM := 0.20.0 0.26.0 0.33.0
-# Needs CPython 3.11 or later; none for SGLANG= and for older ones.
-SGLANG ?= $(if $(findstring 3.10,$(PYTHON)),,0.5.23)
+# SGLang needs CPython 3.11 or later; SGLANG= leaves it out.
+SGLANG ?= $(shell $(PYTHON) -c 'import sys; print("0.5.23" * (sys.version_info >= (3, 11)))')
 SERVING := build/serving
 # make test-serving ALL= runs a case of each kind.
 ALL ?= 1
