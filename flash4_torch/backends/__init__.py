@@ -13,7 +13,17 @@ from .base import (
     RunningOut,
     Shares,
 )
-from .dispatch import PRIORITY, choose, excluding, is_plain, observers, own_backend, reasons
+from .dispatch import (
+    PRIORITY,
+    announce,
+    choose,
+    excluding,
+    first,
+    is_plain,
+    observers,
+    own_backend,
+    reasons,
+)
 
 __all__ = [
     "ALIGNMENT",
@@ -28,8 +38,10 @@ __all__ = [
     "Results",
     "RunningOut",
     "Shares",
+    "announce",
     "choose",
     "excluding",
+    "first",
     "is_plain",
     "observers",
     "own_backend",

@@ -67,17 +67,22 @@ def reasons(problem: Problem) -> dict[str, list[str]]:
 
 
 def choose(problem: Problem) -> Backend:
-    """The backend that serves the problem.
+    """The backend that serves the problem; observers and the log are told.
 
     Raises:
         BackendError: none can, or the one that FLASH4_BACKEND forces cannot.
         RangeError: FLASH4_BACKEND names no backend, or FLASH4_LOG has a value that it cannot take.
     """
-    backend = candidates.first(_candidates(), problem)
-    _announce(problem, backend)
+    backend = first(problem)
+    announce(problem, backend)
     if backend.name == Tiled.name:
         _warn_without_compiler(problem)
     return backend
+
+
+def first(problem: Problem) -> Backend:
+    """The backend that `choose` would name, for callers who may not use it; raises as that does."""
+    return candidates.first(_candidates(), problem)
 
 
 def _warn_without_compiler(problem: Problem) -> None:
@@ -131,7 +136,8 @@ def excluding(*names: str) -> Iterator[None]:
         _excluded.names = before
 
 
-def _announce(problem: Problem, backend: Backend) -> None:
+def announce(problem: Problem, backend: Backend) -> None:
+    """Tell observers and the log that the backend serves the problem."""
     for observer in observers:
         observer(problem, backend.name)
     how = f" by {backend.kernels()}" if isinstance(backend, Emulator) else ""

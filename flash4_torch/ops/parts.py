@@ -19,20 +19,27 @@ class _Parts(Generic[Sums]):
 
     def __init__(self, begin: Callable[[backends.AddsParts], Sums]):
         self._begin: Callable[[backends.AddsParts], Sums] = begin
-        self._served_by = ""
+        self._backend: backends.Backend | None = None
         self._sums: Sums | None = None
 
     def of(self, rows: range, problem: Problem) -> tuple[Sums | None, list[str]]:
         """The sums that a call can be added to; else the reasons why not."""
-        backend = backends.choose(problem)
-        if self._sums is None:
+        backend = backends.first(problem)
+        if self._sums is None or self._backend is None:
             if not isinstance(backend, backends.AddsParts):
                 return None, [f"{backend.name} serves the call, and adds no calls up"]
-            self._sums, self._served_by = self._begin(backend), backend.name
-        if backend.name != self._served_by:
-            return None, [f"{backend.name} serves the call, and {self._served_by} those before it"]
+            self._sums, self._backend = self._begin(backend), backend
+        if backend is not self._backend:
+            return None, [f"{backend.name} serves the call, and {self._backend.name} those before it"]
         why = self._sums.why_not(rows, problem)
         return (None if why else self._sums), why
+
+    def to_add(self, rows: range, problem: Problem) -> Sums | None:
+        """The sums that a call is added to now, which is announced."""
+        sums, _ = self.of(rows, problem)
+        if sums is not None and self._backend is not None:
+            backends.announce(problem, self._backend)
+        return sums
 
     @property
     def begun(self) -> Sums | None:
@@ -52,7 +59,7 @@ class RunningOut:
         False if the backend that serves the call cannot add it; then nothing has happened.
         """
         inputs, problem = _call(self._q, rows, k, v, rng_state, options)
-        results, _ = self._parts.of(rows, problem)
+        results = self._parts.to_add(rows, problem)
         if results is not None:
             results.add(rows, inputs, problem)
         return results is not None
@@ -88,7 +95,7 @@ class QueryGradient:
         None if the backend that serves the call cannot add it; then nothing has happened.
         """
         inputs, problem = self._call(rows, k, v, rng_state, options)
-        sums, _ = self._parts.of(rows, problem)
+        sums = self._parts.to_add(rows, problem)
         return None if sums is None else sums.add(rows, inputs, problem)
 
     def why_not(

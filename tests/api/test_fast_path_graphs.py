@@ -180,8 +180,9 @@ def test_graphs_of_inductor_call_them(chosen: list[str]) -> None:
             return torch.autograd.grad(loss, (x, *module.parameters()))
 
         expected = train()
-        assert len(chosen) == 4  # forward, weights and the gradients of both
+        # Output, weights, the output's gradient, and for the weights' own: without dropout, and with it.
+        assert len(chosen) == 5
         train()  # torch's compiler watches the first call
         del chosen[:]
         assert_same_bits(train(), expected)
-    assert chosen == ["tiled"]  # gradients of weights are left to the operator
+    assert not chosen

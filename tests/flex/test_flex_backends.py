@@ -130,7 +130,7 @@ def test_flex_support_refuses_what_flex_attention_refuses() -> None:
     for wrong in (
         {"key": key[0]},
         {"enable_gqa": False},
-        {"value": value.half()},
+        {"value": value.int()},
         {"score_mod": 3},
         {"score_mod": lambda score, b, h, i, j: score if i > j else -score},
         {"block_mask": flash4_torch.create_block_mask(lambda b, h, i, j: i > j, None, None, 8, 8, "cpu")},
