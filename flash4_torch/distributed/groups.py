@@ -97,5 +97,9 @@ def group_of(axis: Axis) -> ProcessGroup:
 
 
 def _is_mesh(x: Any) -> bool:
-    # Importing DeviceMesh costs time that a user of process groups need not spend.
-    return hasattr(x, "mesh_dim_names") and hasattr(x, "get_group")
+    if isinstance(x, dist.ProcessGroup):
+        return False
+    # Its import costs time that a user of process groups need not spend.
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return isinstance(x, DeviceMesh)
