@@ -747,7 +747,7 @@ def test_one_rank_makes_the_hops_of_a_ring() -> None:
     cell = context.Cell(2, 1, 8, 64, "step")
     tensors = context._tensors(cell, Settings("cpu"))
     with backends_used() as used:
-        context._ring_alone(cell, tensors, 4)()
+        context._rank_alone(cell, tensors, context.Split(4, 1))()
     assert sum(calls for calls in used.values()) == 8
 
 

@@ -1,4 +1,4 @@
-"""One sequence over ranks on GPUs: every hop by our kernels on one, and whole calls over NCCL on two."""
+"""One sequence over ranks on GPUs: every hop by our kernels on one, and whole calls over NCCL on more."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from on_cpu import gpu
 from one_process_ranks import ring_in_one_process
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 S, HQ, HK, D = 768, 4, 2, 64
 CASES: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
@@ -102,11 +101,13 @@ def test_kernels_get_what_they_are_promised(name: str, target: Target) -> None:
     assert len(launches) > 6 and all(launch.features.dropout_of_part for launch in launches)
 
 
-def run_rank(rank: int, folder: Path, shape: tuple[int, ...]) -> None:
+def run_rank(rank: int, folder: Path, shape: tuple[int, int]) -> None:
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
+    size, store = shape[0] * shape[1], f"file://{folder / 'store'}"
+    dist.init_process_group("nccl", init_method=store, rank=rank, world_size=size)
     mesh = dist.device_mesh.init_device_mesh("cuda", shape, mesh_dim_names=("ring", "ulysses"))
-    mesh = mesh["ring"] if shape[1] == 1 else mesh["ulysses"]
+    if 1 in shape:
+        mesh = mesh["ring"] if shape[1] == 1 else mesh["ulysses"]
     for name, case in CASES.items():
         torch.manual_seed(0)
         state = peek_rng_state("cuda").cpu()
@@ -123,14 +124,17 @@ def run_rank(rank: int, folder: Path, shape: tuple[int, ...]) -> None:
     dist.destroy_process_group()
 
 
-@needs_two
-@pytest.mark.parametrize("shape", [(2, 1), (1, 2)], ids=["ring", "ulysses"])
-def test_two_gpus(shape: tuple[int, ...], tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(run_rank, (tmp_path, shape), nprocs=2)
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2), (4, 1), (2, 2), (1, 4)], ids=str)
+def test_many_gpus(shape: tuple[int, int], tmp_path: Path) -> None:
+    size = shape[0] * shape[1]
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs")
+    torch.multiprocessing.spawn(run_rank, (tmp_path, shape), nprocs=size)
     for name, case in CASES.items():
-        first, second = (torch.load(tmp_path / f"{name}{rank}.pt") for rank in range(2))
+        first, *others = (torch.load(tmp_path / f"{name}{rank}.pt") for rank in range(size))
         check(first[0], case, first[1] if "dropout_p" in case else None)
-        assert all(torch.equal(a, b) for a, b in zip(first[0], second[0], strict=True))
+        for other, _ in others:
+            assert all(torch.equal(a, b) for a, b in zip(first[0], other, strict=True))
 
 
 def test_dropout_refuses_odd_chunks_on_gpus() -> None:
