@@ -379,7 +379,7 @@ def _difference(found: Any, right: list[Tensor], device: str) -> float:
 @lru_cache
 def _bandwidth(device: str) -> float:
     """Bytes per second from each rank to the next, all at once."""
-    size = 1 << (26 if _is_gpu(device) else 20)
+    size = 1 << (28 if _is_gpu(device) else 20)
     ranks, rank = dist.get_world_size(), dist.get_rank()
     sent = torch.empty(size, dtype=torch.uint8, device=device)
     received = torch.empty_like(sent)
@@ -402,7 +402,7 @@ def _exchange(device: str) -> float:
 
     ranks = dist.get_world_size()
     axis = Axis(dist.group.WORLD.group_name, ranks, dist.get_rank())  # type: ignore[union-attr]
-    Hq, Hk, D, rows = 8 * ranks, 2 * ranks, 128, 4096 if _is_gpu(device) else 16
+    Hq, Hk, D, rows = 8 * ranks, 2 * ranks, 128, 16384 if _is_gpu(device) else 16
     q, k, v = (torch.empty(1, rows, H, D, dtype=torch.bfloat16, device=device) for H in (Hq, Hk, Hk))
 
     def there_and_back() -> None:

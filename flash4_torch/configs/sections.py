@@ -60,16 +60,25 @@ _MOST_HEADS = 32
 _TILES, _FEWEST_HEADS = 256, 16
 """Tiles of a section, and its fewest heads, up to 128 columns with a right bound: measured at S 256 to 16k.
 Far more than the cache holds, and seldom 1 % faster than half or twice as many."""
+_ROWS = 1 << 19
+"""Query rows of all heads of a section, at most: CTAs of a head drift apart by a share of its rows, until
+they no longer find each other's rows and sums of dQ in the L2 cache. On an H100 16 heads to a section at D
+128 (8 KV heads at D 64) run at half the speed from S 256k (512k) on; one head is as fast as more from 64k on."""
 _TILES_PER_SM, _WIDE_TILES_PER_SM = 4, 1
 """The fewest tiles of a section for each SM. One for wide heads, whose tiles come in pairs: the fastest, or
 within 1 % of it, at D 192 and 256, S 1k to 16k; four are 1 to 5 % slower."""
+
+
+def fewer_if_long(heads: int, Sq: int) -> int:
+    """The KV heads of a section whose query rows are so many for each head, `heads` at most."""
+    return max(1, min(heads, _ROWS // max(Sq, 1)))
 
 
 def bounded_backward(work: Workload, D: int, Dv: int, tiles: int, *, left: bool) -> Section:
     """The section of a backward whose band has bounds, for 16-bit dtypes. `tiles`: tiles of a head."""
     if not left and max(D, Dv) <= 128:
         wanted = min(max(_TILES // tiles, _FEWEST_HEADS), _MOST_HEADS)
-        return Section(evenly(work.heads, min(wanted, work.heads)))
+        return Section(evenly(work.heads, min(fewer_if_long(wanted, work.Sq), work.heads)))
     row = (D + Dv) * 2 + D * _FLOAT32
     fewest = work.num_sms * (_WIDE_TILES_PER_SM if max(D, Dv) > 128 else _TILES_PER_SM)
     bytes_each = work.group * work.Sq * row

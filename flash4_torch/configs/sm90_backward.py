@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from . import programs, sm90
-from .sections import Section, Workload, bounded_backward, evenly
+from .sections import Section, Workload, bounded_backward, evenly, fewer_if_long
 from .types import SHARED_MEMORY, Features, Scope, Sm90Backward
 
 
@@ -207,7 +207,8 @@ def section(features: Features, config: Sm90Backward, work: Workload) -> Section
     if inner and work.group > 1:
         if tiles <= _TILES_IN_RUNS:
             return Section(1, run_length=_RUN_LENGTH)
-        return Section(evenly(work.heads, min(_HEADS_INNER_IN_SECTION, work.heads)))
+        heads = fewer_if_long(_HEADS_INNER_IN_SECTION, work.Sq)
+        return Section(evenly(work.heads, min(heads, work.heads)))
     return bounded_backward(work, features.D, features.Dv, tiles, left=features.left)
 
 
