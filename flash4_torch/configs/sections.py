@@ -63,7 +63,7 @@ Far more than the cache holds, and seldom 1 % faster than half or twice as many.
 _ROWS = 1 << 19
 """Query rows of all heads of a section, at most: CTAs of a head drift apart by a share of its rows, until
 they no longer find each other's rows and sums of dQ in the L2 cache. On an H100 16 heads to a section at D
-128 (8 KV heads at D 64) run at half the speed from S 256k (512k) on; one head is as fast as more from 64k on."""
+128 (8 KV heads at D 64) run at half the speed from S 256k (512k) on; one is as fast as more from 64k on."""
 _TILES_PER_SM, _WIDE_TILES_PER_SM = 4, 1
 """The fewest tiles of a section for each SM. One for wide heads, whose tiles come in pairs: the fastest, or
 within 1 % of it, at D 192 and 256, S 1k to 16k; four are 1 to 5 % slower."""
