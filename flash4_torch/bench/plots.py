@@ -121,18 +121,51 @@ def _models(rows: list[Row]) -> Figure:
 
 
 def _context(rows: list[Row]) -> Figure:
-    figure = Figure(figsize=(12, 5), layout="constrained")
-    groups = _grouped(rows, lambda r: (r["direction"], r["how"]))
-    axes = figure.subplots()
-    for (direction, how), group in groups.items():
-        labels = [f"{r['S'] // 1024}k, D {r['D']}, {r['ranks']} ranks" for r in group]
-        axes.plot(labels, [r["efficiency"] for r in group], "o-", label=f"{how}, {direction}")
-    axes.set_ylabel("efficiency")
-    axes.set_ylim(bottom=0)
-    axes.tick_params("x", rotation=30)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    timed = [row for row in rows if "efficiency" in row]
+    profiled = [row for row in timed if any(row.get("overlap", {}).get("spans", {}).values())]
+    groups = _grouped(timed, lambda r: (r["direction"], r["D"]))
+    ways = list(dict.fromkeys((row["how"], row["ranks"]) for row in timed))
+    names, counts = (list(dict.fromkeys(x)) for x in zip(*ways, strict=True))
+    heights = [3.0] * -(-len(groups) // 2) + ([1.4] if profiled else [])
+    figure = Figure(figsize=(11, sum(heights) + 0.8), layout="constrained")
+    grid = figure.add_gridspec(len(heights), 2, height_ratios=heights)
+    for i, ((direction, D), group) in enumerate(groups.items()):
+        axes = figure.add_subplot(grid[i // 2, i % 2])
+        for how, ranks in ways:
+            points = [(r["S"], r["efficiency"]) for r in group if (r["how"], r["ranks"]) == (how, ranks)]
+            line = ("--" if "torch" in how else "-") + "os^Dv"[counts.index(ranks) % 5]
+            color = colormaps["tab10"](names.index(how) % 10)
+            label = f"{how}, {ranks} ranks"
+            axes.plot(*zip(*points, strict=True) if points else ((), ()), line, color=color, label=label)
+        axes.set_title(f"{direction}, D={D}", fontsize=9)
+        axes.set_xscale("log", base=2)
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("S")
+        axes.set_ylabel("efficiency")
+        axes.grid(alpha=0.3)
+    if profiled:
+        _timeline(figure.add_subplot(grid[-1, :]), max(profiled, key=_shows_messages))
+    labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(*labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     return figure
+
+
+def _shows_messages(row: Row) -> tuple[bool, float]:
+    """Whether a row has hops under which messages can hide, and for how long they did."""
+    return row["how"] == "ring", row["overlap"]["hidden_ms"]
+
+
+def _timeline(axes: Axes, row: Row) -> None:
+    """When the GPU of the first rank computed, and when messages ran."""
+    colors = {"messages": "#b3401f", "computation": "#8fb3d9"}
+    spans = row["overlap"]["spans"]
+    for place, (kind, found) in enumerate(spans.items()):
+        bars = [(start / 1e3, (stop - start) / 1e3) for start, stop in found]
+        axes.broken_barh(bars, (place - 0.4, 0.8), color=colors[kind])
+    axes.set_yticks(range(len(spans)), list(spans))
+    axes.set_xlabel("ms")
+    sizes = f"S={row['S']}, D={row['D']}, {row['ranks']} ranks"
+    axes.set_title(f"the first rank's GPU in a {row['direction']}, {row['how']}, {sizes}", fontsize=9)
 
 
 def _emulator(rows: list[Row]) -> Figure:
