@@ -4,7 +4,7 @@ Under torchrun, with a process for each GPU, whole calls are timed, beside torch
 
     torchrun --nproc-per-node 2 --local-ranks-filter 0 -m flash4_torch bench context --out context.json
 
-In one process a GPU does what one rank of N would: its hops and merges on its heads, without messages and
+In one process a GPU does what the first or the last rank of N would, whichever takes longer: its hops and merges on its heads, without messages and
 without packing them. That is the most efficiency that N ranks can have; and `predicted` adds messages that do
 not fit under the computation, at bandwidths that are assumed in one process, and measured under torchrun.
 """
@@ -236,7 +236,8 @@ def _of_one_rank(
 ) -> Iterator[Row]:
     for ranks in _RANKS if settings.on_gpu else _RANKS[:1]:
         for split in splits(cell, ranks):
-            seconds = clock(_rank_alone(cell, tensors, split))
+            # With a zigzag the first and the last rank have hops of the two extreme shapes.
+            seconds = max(clock(_rank_alone(cell, tensors, split, rank)) for rank in {0, split.ring - 1})
             predicted = {
                 name: _predicted(cell, split, seconds, alone, bandwidth, bandwidth)
                 for name, bandwidth in _ASSUMED_BANDWIDTHS.items()
@@ -244,22 +245,22 @@ def _of_one_rank(
             yield _row(f"{split}, one rank", ranks, seconds, alone) | {"predicted": predicted}
 
 
-def _rank_alone(cell: Cell, tensors: list[Tensor], split: Split) -> Call:
-    """What rank 0 computes on its heads, with its own keys for those of others."""
+def _rank_alone(cell: Cell, tensors: list[Tensor], split: Split, rank: int = 0) -> Call:
+    """What a rank of the ring computes on its heads, with its own keys for those of others."""
     Hq, Hk = split.heads(cell)
     q, k, v, dout = tensors
     mine = [q[:, :, :Hq], k[:, :, :Hk], v[:, :, :Hk], dout[:, :, :Hq]]
     if split.ring == 1:
         return _step(cell, _attend_with(_options(cell)), [x.contiguous() for x in mine])
-    return _ring_alone(cell, mine, split.ring)
+    return _ring_alone(cell, mine, split.ring, rank)
 
 
-def _ring_alone(cell: Cell, tensors: list[Tensor], ranks: int) -> Call:
-    """Rank 0's hops of a zigzag ring, which take its own keys for those of others."""
+def _ring_alone(cell: Cell, tensors: list[Tensor], ranks: int, rank: int) -> Call:
+    """A rank's hops of a zigzag ring, which take its own keys for those of others."""
     part = cell.S // ranks
     q, k, v, dout = (x[:, :part].contiguous() for x in tensors)
     shards = Shards("zigzag", ranks, cell.S)
-    it = ring.Ring(Axis("", ranks, 0), Problem(shards, shards, Band(None, 0)), _options(cell), None)
+    it = ring.Ring(Axis("", ranks, rank), Problem(shards, shards, Band(None, 0)), _options(cell), None)
 
     def hops() -> Iterator[Any]:
         for distance in range(ranks):
@@ -343,7 +344,7 @@ def _of_ranks(
                 call(), [shard_sequence(x, mesh) for x in whole()], settings.device
             )
         if row["seconds"] <= _LONG_S:
-            computing = clock(_rank_alone(cell, tensors, split))
+            computing = clock(_rank_alone(cell, tensors, split, dist.get_rank() // split.ulysses))
             row["predicted"] = {"measured": _predicted(cell, split, computing, alone, *speeds.values())}
             row["overlap"] = overlap.of(call) if settings.on_gpu else {}
         yield row
