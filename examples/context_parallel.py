@@ -86,7 +86,9 @@ def train(sizes: Sizes, steps: int, device: str) -> list[float]:
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)  # its gradients are means over the ranks
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3 if sizes == SMALL else 3e-4)
+    rate = 3e-3 if sizes.E == SMALL.E else 2e-4
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.05, total_iters=min(20, steps // 2))
     generator, losses = torch.Generator().manual_seed(1), []
     for step in range(steps):
         started = time.perf_counter()
@@ -101,7 +103,9 @@ def train(sizes: Sizes, steps: int, device: str) -> list[float]:
         count = sizes.B * (sizes.S // 4) / mesh.size()
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / count
         loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        warmup.step()
         optimizer.zero_grad()
         mean = loss.detach() / mesh.size()
         dist.all_reduce(mean)

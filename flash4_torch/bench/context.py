@@ -4,9 +4,10 @@ Under torchrun, with a process for each GPU, whole calls are timed, beside torch
 
     torchrun --nproc-per-node 2 --local-ranks-filter 0 -m flash4_torch bench context --out context.json
 
-In one process a GPU does what the first or the last rank of N would, whichever takes longer: its hops and merges on its heads, without messages and
-without packing them. That is the most efficiency that N ranks can have; and `predicted` adds messages that do
-not fit under the computation, at bandwidths that are assumed in one process, and measured under torchrun.
+In one process a GPU does what the first or the last rank of N would, whichever takes longer: its hops and
+merges on its heads, without messages and without packing them. That is the most efficiency that N ranks can
+have; and `predicted` adds messages that do not fit under the computation, at bandwidths that are assumed in
+one process, and measured under torchrun.
 """
 
 from __future__ import annotations
