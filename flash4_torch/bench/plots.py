@@ -151,8 +151,8 @@ def _context(rows: list[Row]) -> Figure:
 
 
 def _shows_messages(row: Row) -> tuple[bool, float]:
-    """Whether a row has hops under which messages can hide, and for how long they did."""
-    return row["how"] == "ring", row["overlap"]["hidden_ms"]
+    """Whether a row has hops under which messages can hide, and for what share of the call they did."""
+    return row["how"] == "ring", row["overlap"]["hidden_ms"] / row["seconds"]
 
 
 def _timeline(axes: Axes, row: Row) -> None:
