@@ -50,8 +50,8 @@ def test_compositions_and_new_values_without_a_new_kernel(arch: str) -> None:
         torch.manual_seed(seed)
         Sk += Sk % 128 == 0
         parts = Parts(torch.float32)
-        parts.table = torch.randn(H, 300)
-        parts.document = torch.arange(300) // (Sk // 3)
+        parts.table = torch.randn(H, 301)
+        parts.document = torch.arange(301) // (Sk // 3)
         names = ["alibi", "same_document", "bias", "gained"] if EVERYTHING else ["alibi"]
         width, period, length = mask
         mask_mod = (
