@@ -6,8 +6,8 @@ Under torchrun, with a process for each GPU, whole calls are timed, beside torch
 
 In one process a GPU does what the first or the last rank of N would, whichever takes longer: its hops and
 merges on its heads, without messages and without packing them. That is the most efficiency that N ranks can
-have; and `predicted` adds messages that do not fit under the computation, at bandwidths that are assumed in
-one process, and measured under torchrun.
+have; and `predicted` adds messages that do not fit under the computation, at bandwidths of other machines in
+one process, and at those of the same run under torchrun.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ _LONGEST = 1048576
 _HEADS = ((16, 4, 128), (32, 8, 64))
 _RANKS = (2, 8, 64)
 """Ranks of which one process plays one."""
-_ASSUMED_BANDWIDTHS = {"NVLink": 370e9, "400 Gb/s": 45e9}
-"""Bytes per second in one direction."""
+_BANDWIDTHS = {"NVLink": (266e9, 105e9), "400 Gb/s": (45e9, 105e9)}
+"""Bytes per second in one direction, of a ring's messages and of an exchange of heads with its packing: those
+between two H200s, and 400 Gb/s for a ring between nodes, inside of which heads are exchanged."""
 _SAMPLES = 3
 _LONG_S = 2.0
 """Seconds of a call beyond which it is timed once."""
@@ -240,8 +241,8 @@ def _of_one_rank(
             # With a zigzag the first and the last rank have hops of the two extreme shapes.
             seconds = max(clock(_rank_alone(cell, tensors, split, rank)) for rank in {0, split.ring - 1})
             predicted = {
-                name: _predicted(cell, split, seconds, alone, bandwidth, bandwidth)
-                for name, bandwidth in _ASSUMED_BANDWIDTHS.items()
+                name: _predicted(cell, split, seconds, alone, *bandwidths)
+                for name, bandwidths in _BANDWIDTHS.items()
             }
             yield _row(f"{split}, one rank", ranks, seconds, alone) | {"predicted": predicted}
 
