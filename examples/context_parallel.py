@@ -128,6 +128,8 @@ def run_rank(rank: int, ranks: int, steps: int, folder: Path) -> None:
     if rank == 0:
         torch.save(losses, folder / f"losses{ranks}.pt")
     dist.destroy_process_group()
+    # FSDP keeps gloo's threads, which abort if they let go of a tensor when the interpreter has ended.
+    time.sleep(0.2)
 
 
 def main() -> None:
