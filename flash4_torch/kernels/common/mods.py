@@ -192,9 +192,12 @@ def bases_of(ramp: Ramp, first: Int32) -> tuple[Float32, ...]:
     return tuple(bases)
 
 
-def less_ramp(x: Float32, ramp: Ramp, bases: tuple[Float32, ...], r: int, offset: int) -> Float32:
-    """x minus what a ramp adds to row r at the column that is `offset` after the one of `bases`."""
-    return (x - ramp.steps[r] * Float32(offset)) - bases[r]
+def step_and_bases(own: Rows, first: Int32) -> tuple[Float32, tuple[Float32, ...]]:
+    """What a ramp adds to rows of one head from column to column, and to each row at column `first`, in base 2.
+
+    In the backward, where a column's lse is subtracted anyway.
+    """
+    return own.ramp.steps[0], bases_of(own.ramp, first)
 
 
 def climb(own: Rows, scale: Float32, fragment: Fragment) -> tuple[Float32, ...]:

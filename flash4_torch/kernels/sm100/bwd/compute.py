@@ -193,7 +193,7 @@ def _recompute_part(
                 _subtract_lse(S, lse, Float32(scores.LOG2E), start)
     ramp = ()
     if cutlass.const_expr(features.mods.ramp):
-        ramp = own_mods.ramp, mods.bases_of(own_mods.ramp, n * plan.queries + t.first)
+        ramp = mods.step_and_bases(own_mods, n * plan.queries + t.first)
     if cutlass.const_expr(features.mods.makes_large_scores):
         _subtract_exact_lse(S, exact_lse(ctx, work.tile, work.head, n), t.first + start)
     scale = scores.softmax_scale(ctx.params, features)
@@ -207,8 +207,8 @@ def _recompute_part(
             if cutlass.const_expr(not features.large_scores):
                 added = offsets[j], offsets[j + 1]
                 if cutlass.const_expr(features.mods.ramp):
-                    at = start + i + j
-                    added = tuple(-mods.less_ramp(-added[e], *ramp, 0, at + e) for e in range(2))
+                    (step, (base,)), at = ramp, start + i + j
+                    added = tuple(added[e] + (base + step * Float32(at + e)) for e in range(2))
                 x = cute.arch.fma_packed_f32x2(x, (scale, scale), added)
             for e, number in enumerate(x):
                 S[i + j + e] = cute.math.exp2(number, fastmath=True)

@@ -76,7 +76,7 @@ def recompute_p(
             _mask(ctx, work, own, fragment_of(ctx, work, own, S), mask, own_mods)
     scale, ramp = scores.softmax_scale(ctx.params, features), ()
     if cutlass.const_expr(features.mods.ramp):
-        ramp = own_mods.ramp, mods.bases_of(own_mods.ramp, fragment_of(ctx, work, own, S).key)
+        ramp = mods.step_and_bases(own_mods, fragment_of(ctx, work, own, S).key)
     lse = _of_own_queries(ctx, LSE if features.large_scores else LSE_LOG2, stage)
     low = _of_own_queries(ctx, LSE_LOW, stage) if features.large_scores else None
     for j in cutlass.range_constexpr(cute.size(S) // 4):
@@ -85,7 +85,8 @@ def recompute_p(
             if cutlass.const_expr(features.large_scores):
                 x = (S[4 * j + i] - of_column[i % 2]) * scale - low_of_column[i % 2]
             elif cutlass.const_expr(features.mods.ramp):
-                x = S[4 * j + i] * scale - mods.less_ramp(of_column[i % 2], *ramp, i // 2, 8 * j + i % 2)
+                step, bases = ramp
+                x = (S[4 * j + i] * scale + bases[i // 2]) - (of_column[i % 2] - step * Float32(8 * j + i % 2))
             else:
                 x = S[4 * j + i] * scale - of_column[i % 2]
             S[4 * j + i] = cute.math.exp2(x, fastmath=True)

@@ -76,7 +76,7 @@ def recompute_p(
         before = _modify(ctx, t, work, n, own, masked)
         if cutlass.const_expr(features.mods.ramp):
             first = mma_fragment(t.S, work.positions, n * plan.queries, t.lane).key
-            ramp = own.ramp, mods.bases_of(own.ramp, first)
+            ramp = mods.step_and_bases(own, first)
     if cutlass.const_expr(masked):
         fragment = mma_fragment(t.S, work.positions, n * plan.queries, t.lane)
         if cutlass.const_expr(features.mask):
@@ -96,7 +96,8 @@ def recompute_p(
             if cutlass.const_expr(features.large_scores):
                 x = (t.S[4 * j + i] - of_column[i % 2]) * scale - low_of_column[i % 2]
             elif cutlass.const_expr(features.mods.ramp):
-                x = t.S[4 * j + i] * scale - mods.less_ramp(of_column[i % 2], *ramp, i // 2, 8 * j + i % 2)
+                step, bases = ramp
+                x = (t.S[4 * j + i] * scale + bases[i // 2]) - (of_column[i % 2] - step * Float32(8 * j + i % 2))
             else:
                 x = t.S[4 * j + i] * scale - of_column[i % 2]
             t.S[4 * j + i] = cute.math.exp2(x, fastmath=True)
