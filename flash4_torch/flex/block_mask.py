@@ -156,7 +156,10 @@ class _OfMask(NamedTuple):
             _spans(range(columns), wide, Sk, 3, device),
             _spans(rows, high, Sq, 2, device),
         ]
-        lanes = [*(_place(n, size, device) for n, size in zip((b, h), self.sizes, strict=False)), *spans[::-1]]
+        lanes = [
+            *(_place(n, size, device) for n, size in zip((b, h), self.sizes, strict=False)),
+            *spans[::-1],
+        ]
         found = bounds.of_result(self.traced.program, lanes, self.traced.tensors, self.scalars)
         if found is None:
             state = torch.full((len(rows), columns), PARTIAL, dtype=torch.uint8, device=device)

@@ -143,7 +143,11 @@ class _Finder:
                 return None
             return self._each(x, op, y)
         x, y = (_Form(rest=value) if isinstance(value, Ref) else value for value in operands)
-        if not isinstance(x, _Form) or not isinstance(y, _Form) or (y.has_score and (x.has_score or op == "sub")):
+        if (
+            not isinstance(x, _Form)
+            or not isinstance(y, _Form)
+            or (y.has_score and (x.has_score or op == "sub"))
+        ):
             return None
         pairs = zip(x.coefficients, y.coefficients, strict=True)
         return _Form(x.has_score or y.has_score, *(self._sum(op, a, b) for a, b in pairs))

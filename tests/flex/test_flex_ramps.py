@@ -81,7 +81,10 @@ def test_a_ramp_is_its_coefficients(parts: list[tuple[Added, int]], seed: int) -
 
 def test_a_distance_has_no_other_coefficients() -> None:
     """Which is what lets long calls have it: see `has_ramp`."""
-    alone = [lambda s, b, h, i, j: s - SLOPES[h] * (i - j), lambda s, b, h, i, j: (j - i) * 0.5 + s + BIASES[h]]
+    alone = [
+        lambda s, b, h, i, j: s - SLOPES[h] * (i - j),
+        lambda s, b, h, i, j: (j - i) * 0.5 + s + BIASES[h],
+    ]
     for score_mod in alone:
         assert ramp.depends_on_distance_alone(ramp.of(_traced(score_mod).text))
     for score_mod in (lambda s, b, h, i, j: s + SLOPES[h] * j, lambda s, b, h, i, j: s + 0.5 * (i + j)):

@@ -279,6 +279,8 @@ def _backward_features(problem: FlexProblem) -> Features:
 
 _LEAST_SCALE = 2.0**-64
 """Ramps are divided by the scale."""
+_LONGEST_DISTANCE = 1 << 24
+"""Positions that float32 has exactly."""
 _LONGEST = 1 << 14
 """Positions up to which a ramp may leave rows with large maxima: gradients take an lse of the size of the ramp
 times the length, rounded to float32."""
@@ -287,12 +289,9 @@ times the length, rounded to float32."""
 def has_ramp(problem: FlexProblem) -> bool:
     """Whether score_mod is served as a ramp."""
     text = ramp.of(problem.spec.score_mod) if problem.spec.score_mod else ""
-    is_short = max(problem.extent.Sq, problem.extent.Sk) <= _LONGEST
-    return (
-        bool(text)
-        and problem.scale >= _LEAST_SCALE
-        and (is_short or ramp.depends_on_distance_alone(text))
-    )
+    longest = _LONGEST_DISTANCE if text and ramp.depends_on_distance_alone(text) else _LONGEST
+    is_short = max(problem.extent.Sq, problem.extent.Sk) <= longest
+    return bool(text) and is_short and problem.scale >= _LEAST_SCALE
 
 
 @lru_cache(maxsize=256)

@@ -73,8 +73,9 @@ class Ramp(NamedTuple):
     of_distance: tuple[Float32 | None, ...]
     """Factors of the column's position minus the row's; None is 0."""
     of_column: tuple[Float32 | None, ...]
-    rest: tuple[Float32, ...]
-    positions: tuple[Int32, ...]
+    rest: tuple[Float32 | None, ...]
+    positions: tuple[Float32, ...]
+    """Those of rows. As whole numbers they made ptxas serialise the forward's wgmmas (ptxas.md, P2)."""
 
 
 class Rows(NamedTuple):
@@ -166,10 +167,10 @@ def _ramp(
             distance, row, column = None if distance is None else -distance, key, query
         else:
             row, column = query, key
-        row = None if row is None else row * position.to(Float32)
-        step, rest = _sum(distance, column), _sum(rest, row)
-        step, rest = (Float32(0.0) if x is None else x for x in (step, rest))
-        rows.append((step, distance, column, rest, position))
+        place = position.to(Float32)
+        rest = _sum(rest, None if row is None else row * place)
+        step = _sum(distance, column)
+        rows.append((Float32(0.0) if step is None else step, distance, column, rest, place))
     return Ramp(*zip(*rows, strict=True))
 
 
@@ -181,14 +182,11 @@ def _sum(x: Float32 | None, y: Float32 | None) -> Float32 | None:
 
 def bases_of(ramp: Ramp, first: Int32) -> tuple[Float32, ...]:
     """What a ramp adds to the rows' scores at column `first`, in base 2."""
-    bases = []
+    place, bases = first.to(Float32), []
     for distance, column, rest, position in zip(*ramp[1:], strict=True):
-        base = rest
-        if distance is not None:
-            base = base + distance * (first - position).to(Float32)
-        if column is not None:
-            base = base + column * first.to(Float32)
-        bases.append(base)
+        base = None if distance is None else distance * (place - position)
+        base = _sum(_sum(base, None if column is None else column * place), rest)
+        bases.append(Float32(0.0) if base is None else base)
     return tuple(bases)
 
 

@@ -144,9 +144,7 @@ def _max_scale(scale: Float32, bases: tuple) -> Float32:
     return Float32(1.0) if bases else scale
 
 
-def _own_max(
-    scores: cute.Tensor, r: int, scale: Float32, method: Method, bases: tuple
-) -> Float32:
+def _own_max(scores: cute.Tensor, r: int, scale: Float32, method: Method, bases: tuple) -> Float32:
     """The maximum of a thread's scores of row r."""
     found = _maximum(scores, r, method)
     return found * scale + bases[r] if bases else found
