@@ -120,7 +120,7 @@ def flex_attention(
 
     Functions are run on numbers without values, to record what they do; no source is read. A function that
     reads numbers, tensors and functions alone is run again only when one of these has changed, values of
-    tensors aside; one that reads attributes of objects, lists or dicts is run in each call, for milliseconds.
+    tensors aside; one that reads lists, dicts or properties is run in each call, for milliseconds.
     """
     _check_outputs(return_lse, return_aux)
     query, key, value = checked(query, key, value, enable_gqa, kernel_options)

@@ -2,15 +2,17 @@
 
 A function is known if its code, and that of the functions it calls, does nothing but to compute with what it
 is given and with closure cells, globals and defaults, which are looked up for every key: numbers, tensors,
-tuples, functions of this kind, and torch's functions and methods by names that stand here. A tensor has no
-values while a function is traced; what else it could tell is in the key. All else, such as an attribute of a
-user's object, makes a function unknown: it is traced anew in each call.
+tuples, functions of this kind, objects of which nothing but plain attributes and methods is used, and torch's
+functions and methods by names that stand here. A tensor has no values while a function is traced; what else
+it could tell is in the key. All else, such as a property, makes a function unknown: it is traced anew in each
+call.
 """
 
 from __future__ import annotations
 
 import dis
 import functools
+import inspect
 import math
 import types
 from collections.abc import Callable, Hashable, Iterator
@@ -53,9 +55,38 @@ _ATTRIBUTES = frozenset(
 """Attributes and methods that tell nothing of a tensor but its shape and the like, and change nothing."""
 
 _PURE = (abs, all, any, bool, divmod, enumerate, float, int, len, list, max, min, pow, range, reversed, round)
+_OF_OBJECTS = ("LOAD_ATTR", "LOAD_METHOD")
+_LOADS = frozenset(
+    """LOAD_DEREF LOAD_GLOBAL LOAD_FAST LOAD_FAST_CHECK LOAD_FAST_AND_CLEAR LOAD_FAST_LOAD_FAST LOAD_ATTR
+    LOAD_METHOD""".split()  # noqa: SIM905
+)
+_STORES = ("STORE_FAST", "STORE_DEREF", "STORE_FAST_LOAD_FAST", "STORE_FAST_STORE_FAST")
+_OF_MODULES = ("_parameters", "_buffers", "_modules")
+_ABSENT = object()
+_DOT = "."
+"""Before an attribute's name, where it stands beside names of variables."""
 _BUILTINS: dict[str, Any] = {f.__name__: f for f in (*_PURE, slice, sum, tuple, zip)}
 _MODULES = ("torch", "torch.nn", "torch.nn.functional", "torch.special", "math")
 _PLAIN = frozenset({int, bool, str, type(None), type(Ellipsis), torch.dtype, torch.device})
+_HOLDERS = (
+    *(Tensor, nn.Parameter, *(kind for kind in _PLAIN if kind is not type(None)), float, tuple, range, slice),
+    *(
+        types.FunctionType,
+        types.BuiltinFunctionType,
+        functools.partial,
+        torch,
+        nn,
+        nn.functional,
+        torch.special,
+        math,
+    ),
+)
+"""What a function may have in hand that is no object of the user's."""
+_KINDS = _PLAIN | {
+    *(float, Tensor, nn.Parameter, tuple, types.FunctionType, types.MethodType, functools.partial),
+    *(types.ModuleType, types.BuiltinFunctionType, list, dict, set, frozenset, bytes, complex),
+}
+"""Kinds of values that are no objects of the user's."""
 _DEEPEST = 16
 _MOST_CODES = 4096
 
@@ -78,6 +109,11 @@ class _Code(NamedTuple):
     is_known: bool
     globals: tuple[str, ...] = ()
     attributes: frozenset[str] = frozenset()
+    bare: frozenset[str] = frozenset()
+    """Names, of attributes with a dot, that it loads for more than an attribute."""
+    pairs: frozenset[tuple[str, str]] = frozenset()
+    """Names with the attributes that it loads from what they hold."""
+    locals: frozenset[str] = frozenset()
 
 
 def reads_of(function: Callable[..., Any]) -> Reads | None:
@@ -90,7 +126,7 @@ def reads_of(function: Callable[..., Any]) -> Reads | None:
         return None
     found = _Found()
     try:
-        key = found.value(function, 0)
+        key = found.value(function, 0), found.of_objects()
         return Reads((torch.get_default_dtype(), key, found.torchs_own()), tuple(found.tensors))
     except _Unknown:
         return None
@@ -100,6 +136,12 @@ class _Found:
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self._names: set[str] = set()
+        self._bare: set[str] = set()
+        self._pairs: set[tuple[str, str]] = set()
+        self._objects: dict[int, tuple[Any, set[str]]] = {}
+        """Objects by their places, and the names that hold them."""
+        self._others: set[str] = set()
+        """Names that hold what is no object."""
         self._places: dict[int, int] = {}
         """Tensors and functions by their address; both live as long as the function that is asked about."""
 
@@ -122,7 +164,70 @@ class _Found:
             return kind, *(self.value(each, depth + 1) for each in (x.func, x.args, *x.keywords.items()))
         if kind is types.ModuleType and x.__name__ in _MODULES:
             return kind, x.__name__
+        if kind is types.MethodType:
+            return kind, self._method(x.__func__, depth, x.__self__)
         raise _Unknown
+
+    def _held(self, name: str, x: Any, depth: int) -> Hashable:
+        """What a variable or an attribute holds: a value, or an object."""
+        if type(x) in _KINDS:
+            self._others.add(name)
+            return self.value(x, depth)
+        return self._object(x, name)
+
+    def _method(self, f: Any, depth: int, x: Any) -> Hashable:
+        """A function whose first argument is an object."""
+        if type(f) is not types.FunctionType or not f.__code__.co_argcount:
+            raise _Unknown
+        own = f.__code__.co_varnames[0]
+        return self._function(f, depth, own), self._object(x, own)
+
+    def _object(self, x: Any, name: str) -> Hashable:
+        """An object whose attributes are where they seem to be; `of_objects` reads those that are used."""
+        kind = type(x)
+        plain = kind.__getattribute__ is object.__getattribute__
+        if not plain or getattr(kind, "__getattr__", nn.Module.__getattr__) is not nn.Module.__getattr__:
+            raise _Unknown
+        if isinstance(x, (type, types.ModuleType, Tensor)) or not hasattr(x, "__dict__"):
+            raise _Unknown
+        place = self._places.setdefault(id(x), len(self._places))
+        self._objects.setdefault(place, (x, set()))[1].add(name)
+        return _Same(kind), place
+
+    def of_objects(self) -> Hashable:
+        """What is read of objects, and of those that are read of them."""
+        found: dict[tuple[int, str], Hashable] = {}
+        while wanted := sorted(self._attributes() - found.keys()):
+            for place, name in wanted:
+                found[place, name] = self._attribute(self._objects[place][0], name)
+        holding = {name for _, names in self._objects.values() for name in names}
+        # An object that is used for more than its attributes may do anything.
+        if not holding.isdisjoint(self._bare):
+            raise _Unknown
+        for name, attribute in self._pairs:
+            if not _may_be_read(attribute) and (name not in holding or name in self._others):
+                raise _Unknown
+        return tuple(found.items())
+
+    def _attributes(self) -> set[tuple[int, str]]:
+        """Objects' places and their attributes that code reads."""
+        return {
+            (place, attribute)
+            for place, (_, names) in self._objects.items()
+            for name, attribute in self._pairs
+            if name in names
+        }
+
+    def _attribute(self, x: Any, name: str) -> Hashable:
+        of_kind = inspect.getattr_static(type(x), name, _ABSENT)
+        holders = [vars(x), *(vars(x).get(each, {}) for each in _OF_MODULES if isinstance(x, nn.Module))]
+        own = next((held[name] for held in holders if name in held), _ABSENT)
+        if own is _ABSENT and type(of_kind) is types.FunctionType:
+            return self._method(of_kind, 1, x)
+        if hasattr(type(of_kind), "__get__"):
+            raise _Unknown
+        value = of_kind if own is _ABSENT else own
+        return None if value is _ABSENT else self._held(_DOT + name, value, 1)
 
     def _tensor(self, x: Tensor) -> Hashable:
         place = self._places.setdefault(id(x), len(self._places))
@@ -132,7 +237,8 @@ class _Found:
             raise _Unknown
         return type(x), place, x.shape, x.stride(), x.dtype, x.device
 
-    def _function(self, f: types.FunctionType, depth: int) -> Hashable:
+    def _function(self, f: types.FunctionType, depth: int, own: str = "") -> Hashable:
+        """own: the name of an argument that is an object."""
         if id(f) in self._places:
             return types.FunctionType, self._places[id(f)]
         self._places[id(f)] = len(self._places)
@@ -140,17 +246,24 @@ class _Found:
         if not code.is_known or f.__dict__:
             raise _Unknown
         self._names |= code.attributes
+        self._bare |= code.bare
+        self._pairs |= code.pairs
+        self._others |= code.locals - {own}
         try:
-            cells = tuple(cell.cell_contents for cell in f.__closure__ or ())
+            cells = {
+                name: cell.cell_contents
+                for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True)
+            }
         except ValueError:
             raise _Unknown from None
-        given = cells, f.__defaults__, tuple((f.__kwdefaults__ or {}).items())
+        given = f.__defaults__, tuple((f.__kwdefaults__ or {}).items())
+        of_cells = tuple(self._held(name, x, depth + 1) for name, x in cells.items())
         of_globals = tuple(self._global(f, name, depth + 1) for name in code.globals)
-        return f.__code__, self.value(given, depth + 1), of_globals
+        return f.__code__, self.value(given, depth + 1), of_cells, of_globals
 
     def _global(self, f: types.FunctionType, name: str, depth: int) -> Hashable:
         if name in f.__globals__:
-            return self.value(f.__globals__[name], depth)
+            return self._held(name, f.__globals__[name], depth)
         function: Any = f
         of_builtins = function.__builtins__
         if name in _BUILTINS and of_builtins.get(name) is _BUILTINS[name]:
@@ -199,20 +312,49 @@ def _read(code: types.CodeType) -> _Code:
 def _analysed(code: types.CodeType) -> _Code:
     names: dict[str, None] = {}
     attributes: set[str] = set()
-    for instruction in _instructions(code):
+    bare: set[str] = set()
+    pairs: set[tuple[str, str]] = set()
+    before: tuple[str, ...] = ()
+    for instruction, following in _instructions(code):
         operation, argument = instruction.opname, instruction.argval
+        if operation in _OF_OBJECTS:
+            attributes.add(argument)
+            if not before and not _may_be_read(argument):
+                return _Code(code, False)
+        before, used = (), argument if isinstance(argument, tuple) else (argument,)
+        if operation in _OF_OBJECTS:
+            used = (_DOT + argument,)
+        if operation in _LOADS and following is not None and following.opname in _OF_OBJECTS:
+            # Of two names that are loaded at once the last one.
+            pairs.add((used[-1], following.argval))
+            bare.update(used[:-1])
+            before = used
+        elif operation in _LOADS or operation in _STORES:
+            bare.update(used)
         if operation == "LOAD_GLOBAL":
             names[argument] = None
-        elif operation in ("LOAD_ATTR", "LOAD_METHOD"):
-            attributes.add(argument)
         elif operation not in _OPERATIONS or (operation == "STORE_DEREF" and argument in code.co_freevars):
             return _Code(code, False)
-    return _Code(code, attributes <= _ATTRIBUTES, tuple(names), frozenset(attributes))
+    own = frozenset(name for each in _codes_of(code) for name in each.co_varnames)
+    return _Code(code, True, tuple(names), frozenset(attributes), frozenset(bare), frozenset(pairs), own)
 
 
-def _instructions(code: types.CodeType) -> Iterator[dis.Instruction]:
-    """The instructions of code and of the functions that it defines."""
-    yield from dis.get_instructions(code)
+@functools.lru_cache(maxsize=4096)
+def _may_be_read(name: str) -> bool:
+    """Whether an attribute of anything tells nothing but what a key has: it is of the list, or of objects."""
+    return name in _ATTRIBUTES or not any(hasattr(holder, name) for holder in _HOLDERS)
+
+
+def _instructions(code: types.CodeType) -> Iterator[tuple[dis.Instruction, dis.Instruction | None]]:
+    """The instructions of code and of the functions that it defines, with those that follow them."""
+    for each in _codes_of(code):
+        own = list(dis.get_instructions(each))
+        yield from zip(own, [*own[1:], None], strict=True)
+
+
+def _codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Code, and that of the functions that it defines."""
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _instructions(constant)
+            yield from _codes_of(constant)

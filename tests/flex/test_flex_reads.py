@@ -214,18 +214,107 @@ class Holder:
     scale = 2.0
 
     def __init__(self) -> None:
-        self.own = 3.0
+        self.own, self.numbers, self.linear, self.table = 3.0, [1.0], nn.Linear(1, 1), torch.arange(4.0)
+        self.next: Any = None
+
+    @property
+    def twice(self) -> float:
+        return 2 * self.own
+
+    def item(self) -> float:
+        return random.random()
 
     def mod(self, score: Tensor, b: Any, h: Any, i: Any, j: Any) -> Tensor:
+        return self.helped(score, j) * self.scale
+
+    def helped(self, score: Tensor, j: Tensor) -> Tensor:
+        return score * self.own + self.table[j % 4] * (j + 1).float()
+
+    def passes(self, score: Tensor, b: Any, h: Any, i: Any, j: Any) -> Tensor:
+        return doubled_own(score, self)
+
+    def changes(self, score: Tensor, b: Any, h: Any, i: Any, j: Any) -> Tensor:
+        self.own += 1
         return score * self.own
 
     def __call__(self, score: Tensor, *places: Tensor) -> Tensor:
         return score * self.own
 
+    def __eq__(self, other: object) -> bool:
+        return bool(self.own == other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def doubled_own(score: Tensor, holder: Holder) -> Tensor:
+    return score * holder.own
+
+
+class Odd(Holder):
+    def __getattr__(self, name: str) -> float:
+        return random.random()
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(4))
+        self.register_buffer("table", torch.randn(4))
+        self.inner, self.factor = nn.Linear(2, 3), 2.0
+
+    def mod(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        inner = self.inner.weight[0, 0] * self.factor
+        return score + self.bias[h] * (i - j).float() + self.table[j % 4] * inner
+
+
+def test_attributes_of_objects_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain attributes, those of classes, modules' parameters and buffers, methods, and objects inside."""
+    holder, layer = Holder(), Layer()
+    holder.next = Holder()
+    functions: dict[str, Any] = {
+        "closure": lambda s, b, h, i, j: s * holder.own,
+        "class": lambda s, b, h, i, j: s * holder.scale,
+        "inside": lambda s, b, h, i, j: s * holder.next.own + holder.next.table[j % 4],
+        "method": holder.mod,
+        "partial": functools.partial(holder.mod),
+        "called": lambda s, b, h, i, j: holder.mod(s, b, h, i, j) + 1,
+        "module": layer.mod,
+        "parameter": lambda s, b, h, i, j: s + layer.inner.weight[0, 0],
+    }
+    changes: list[Callable[[], Any]] = [
+        lambda: setattr(holder, "own", 7.0),
+        lambda: setattr(holder, "scale", 5.0),
+        lambda: setattr(holder.next, "own", 2),
+        lambda: setattr(holder, "table", torch.arange(8.0)[::2]),
+        lambda: setattr(holder.next, "table", torch.ones(4, dtype=torch.int32)),
+        lambda: setattr(holder, "next", Holder()),
+        lambda: setattr(layer, "factor", 4.0),
+        lambda: setattr(layer, "bias", nn.Parameter(torch.ones(4, dtype=torch.float64))),
+        lambda: layer.register_buffer("table", torch.ones(2, 4)[1]),
+        lambda: setattr(layer, "inner", nn.Linear(5, 1)),
+        lambda: monkeypatch.setattr(Holder, "scale", 9.0),
+        lambda: monkeypatch.setattr(Holder, "helped", lambda self, score, j: score - j),
+        lambda: monkeypatch.setattr(Holder, "own", property(lambda self: 1.0), raising=False),
+    ]
+    for change in [lambda: None, *changes]:
+        change()
+        for name, function in functions.items():
+            assert_same(traced(function), fresh(function))
+            known = reads_of(function) is not None
+            assert known or change is changes[-1], name
+            assert not known or not is_traced(function, monkeypatch)
+    assert any(x is layer.bias for x in traced(layer.mod).tensors)
+
+
+def test_layers_of_one_kind_share_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = Layer(), Layer()
+    assert is_traced(first.mod, monkeypatch) and not is_traced(second.mod, monkeypatch)
+    assert any(x is second.bias for x in traced(second.mod).tensors)
+
 
 def test_what_is_not_known_is_traced_in_each_call() -> None:
     """Lists, dicts, objects, attributes of tensors and functions, counters, random numbers, sets, modules."""
-    numbers, named, holder, calls = [1.0], {"a": 1.0}, Holder(), 0
+    numbers, named, holder, odd, calls = [1.0], {"a": 1.0}, Holder(), Odd(), 0
     marked, learned = torch.ones(4), torch.ones(4, requires_grad=True)
     marked.sum = lambda: 3.0  # type: ignore[method-assign, assignment]
     linear = nn.Linear(1, 1)
@@ -248,30 +337,37 @@ def test_what_is_not_known_is_traced_in_each_call() -> None:
     unknown: list[Any] = [
         lambda s, b, h, i, j: s * numbers[0],
         lambda s, b, h, i, j: s * named["a"],
-        lambda s, b, h, i, j: s * holder.own,
         lambda s, b, h, i, j: s * Holder.scale,
+        lambda s, b, h, i, j: s * holder.twice,
+        lambda s, b, h, i, j: holder(s),
+        lambda s, b, h, i, j: s * (holder == 3),
+        lambda s, b, h, i, j: s * holder.item(),
+        lambda s, b, h, i, j: s * holder.numbers[0],
+        lambda s, b, h, i, j: s * (holder, 3)[0].own,
+        lambda s, b, h, i, j, held=(holder,): s * held[0].own,
+        lambda s, b, h, i, j: linear(s),
+        lambda s, b, h, i, j: holder.linear(s),
+        lambda s, b, h, i, j: s * odd.own,
         lambda s, b, h, i, j: s * learned.requires_grad,
         lambda s, b, h, i, j: s * marked.sum(),
-        lambda s, b, h, i, j: s * linear.weight[0, 0],
         lambda s, b, h, i, j: s * random.random(),
         lambda s, b, h, i, j: s * len(globals()),
         lambda s, b, h, i, j: with_attribute(s, b, h, i, j) * with_attribute.scale,
         lambda s, b, h, i, j: s * learned.data[h],
         lambda s, b, h, i, j: s * eval("1"),
         lambda s, b, h, i, j, n=[2.0]: s * n[0],
-        holder.mod,
         holder,
         counts,
         with_attribute,
         imports,
-        functools.partial(holder.mod),
+        holder.passes,
+        holder.changes,
     ]
     for function in unknown:
         assert reads_of(function) is None, function
     for function, change in (
         (unknown[0], lambda: numbers.__setitem__(0, 5.0)),
-        (unknown[2], lambda: setattr(holder, "own", 7.0)),
-        (holder.mod, lambda: setattr(holder, "own", 8.0)),
+        (unknown[3], lambda: setattr(holder, "own", 7.0)),
     ):
         traced(function)
         change()
