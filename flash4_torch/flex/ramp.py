@@ -83,8 +83,8 @@ class _Finder:
     def zero(self) -> Ref:
         return self._made("constant", 0.0)
 
-    def _made(self, op: str, *args: object) -> Ref:
-        self.nodes.append(Node(op, args, "float32"))
+    def _made(self, op: str, *args: object, dtype: str = "float32") -> Ref:
+        self.nodes.append(Node(op, args, dtype))
         return Ref(self._program.first_node + len(self.nodes) - 1)
 
     def _found(self, number: int, node: Node) -> _Value:
@@ -100,7 +100,7 @@ class _Finder:
         if node.op == "convert" and isinstance(operands[0], _Whole):
             return self._converted(operands[0], node.dtype)
         if node.dtype in ("int32", "int64"):
-            return self._whole(node.op, operands)
+            return self._whole(node.op, operands, node.dtype)
         if node.dtype == "float32" and node.op in ("add", "sub", "mul", "div", "neg"):
             return self._floating(node.op, operands)
         return None
@@ -116,19 +116,17 @@ class _Finder:
         rest = None if whole.rest is None else self._made("convert", whole.rest)
         return _Form(False, distance, key, query, rest)
 
-    def _whole(self, op: str, operands: list[_Value]) -> _Value:
-        """Sums and differences of positions and one number of the tile."""
-        if op == "neg" and isinstance(x := operands[0], _Whole) and x.rest is None:
-            return _Whole(-x.key, -x.query)
+    def _whole(self, op: str, operands: list[_Value], dtype: str) -> _Value:
+        """Sums and differences of positions and numbers of the tile."""
+        if op == "neg":
+            op, operands = "sub", [_Whole(0, 0), *operands]
         if op not in ("add", "sub"):
             return None
         x, y = (_Whole(0, 0, value) if isinstance(value, Ref) else value for value in operands)
         if not isinstance(x, _Whole) or not isinstance(y, _Whole):
             return None
-        if y.rest is not None and (op == "sub" or x.rest is not None):
-            return None
-        sign = 1 if op == "add" else -1
-        return _Whole(x.key + sign * y.key, x.query + sign * y.query, x.rest or y.rest)
+        sign, rest = 1 if op == "add" else -1, self._sum(op, x.rest, y.rest, dtype)
+        return _Whole(x.key + sign * y.key, x.query + sign * y.query, rest)
 
     def _floating(self, op: str, operands: list[_Value]) -> _Value:
         if op == "neg":
@@ -153,9 +151,9 @@ class _Finder:
         made = (None if x is None else self._made(op, x, *others) for x in form.coefficients)
         return _Form(False, *made)
 
-    def _sum(self, op: str, x: Ref | None, y: Ref | None) -> Ref | None:
+    def _sum(self, op: str, x: Ref | None, y: Ref | None, dtype: str = "float32") -> Ref | None:
         if y is None:
             return x
         if x is None:
-            return y if op == "add" else self._made("neg", y)
-        return self._made(op, x, y)
+            return y if op == "add" else self._made("neg", y, dtype=dtype)
+        return self._made(op, x, y, dtype=dtype)

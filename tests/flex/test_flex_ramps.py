@@ -51,6 +51,8 @@ _ADDED: list[Added] = [
     lambda b, h, i, j: (j + b - i) * 0.7,
     lambda b, h, i, j: (j - i - H) * SLOPES[h],
     lambda b, h, i, j: -(2.0 - SLOPES[h] * (j + h)),
+    lambda b, h, i, j: 0.5 * -(i - j - h + b),
+    lambda b, h, i, j: 0.25 * (j + i - (h - i)),
 ]
 ramps = st.lists(st.tuples(st.sampled_from(_ADDED), st.sampled_from([1, -1])), min_size=1, max_size=4)
 
