@@ -83,6 +83,12 @@ class Problem(NamedTuple):
     softcap: float
     dropout_p: float
 
+    @property
+    def has_float_mask(self) -> bool:
+        """Whether there is a mask that is added to the scores."""
+        mask = self.spec.mask.partition(":")[0]
+        return mask not in ("", "bool")
+
     def __str__(self) -> str:
         s, e = self.spec, self.extent
         what = "attention_varlen" if s.varlen else "attention"

@@ -90,7 +90,7 @@ def _attention(results: Results, *args: Any) -> Launch | None:
     no_low = results[2]
 
     def attention(*args: Any) -> Results:
-        out, lse, low, _ = launch(Inputs(*args[:6]))
+        out, lse, low, _ = launch(*args[:6])
         return out, lse, no_low if low is None else low
 
     return attention
@@ -113,9 +113,8 @@ def _attention_backward(results: Results, *args: Any) -> Launch | None:
 
     def backward(*args: Any) -> Results:
         dout, _, q, k, v, out, lse, low, attn_mask, sinks, rng_state, *_ = args
-        saved = Saved(dout, None, out, lse, False, low)
-        found = launch(saved, Inputs(q, k, v, attn_mask, sinks, rng_state))
-        return found.dq, found.dk, found.dv, no_dmask, no_dsinks if found.dsinks is None else found.dsinks
+        dq, dk, dv, dsinks = launch(dout, out, lse, low, q, k, v, attn_mask, sinks, rng_state)
+        return dq, dk, dv, no_dmask, no_dsinks if dsinks is None else dsinks
 
     return backward
 

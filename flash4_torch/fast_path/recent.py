@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import is_grad_enabled
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._dynamo.guards import TensorGuards
 
 from ..backends import ALIGNMENT
-from .calls import FastCall
+from .calls import Door, FastCall
 
 Place = tuple[Any, ...]
 """The door, modes that no tensor shows, which tensors there are, the flags and their types."""
@@ -23,6 +24,23 @@ _MOST_PLACES = 1024
 """Places to remember; when the memory is full, it is cleared."""
 
 _calls: dict[Place, list[tuple[TensorGuards, FastCall]]] = {}
+
+
+def place(
+    door: Door, q: Any, k: Any, v: Any, others: tuple[Any, ...], flags: tuple[Any, ...]
+) -> tuple[Place, tuple[Any, ...]]:
+    """Where calls like one are, and its tensors to check: each once, though self-attention passes one
+    cu_seqlens twice."""
+    grad = is_grad_enabled()
+    if len(others) == 2:
+        x, y = others
+        if x is y is None:
+            return (door, grad, flags, *map(type, flags)), (q, k, v)
+    tensors = (q, k, v, *[x for x in others if x is not None])
+    if len(others) == 3 and others[0] is others[1]:
+        del_one = (q, k, v, *[x for x in others[1:] if x is not None])
+        return (door, grad, "same", others[2] is None, flags, *map(type, flags)), del_one
+    return (door, grad, *[x is None for x in others], flags, *map(type, flags)), tensors
 
 
 def find(place: Place, tensors: tuple[Any, ...]) -> FastCall | None:
