@@ -41,8 +41,7 @@ which those after v may be left out, and returns the fields of `Results` in a pl
 
 attn_mask comes as the caller has it, with up to four dimensions."""
 BackwardLaunch = Callable[..., tuple[Any, ...]]
-"""A prepared backward: (dq, dk, dv, dsinks) of dout, out, lse, lse_low and the tensors of `Inputs`, one by one.
-"""
+"""A prepared backward: (dq, dk, dv, dsinks) of dout, out, lse, lse_low and those of `Inputs`, one by one."""
 WeightsLaunch = Callable[[SavedWeights, Inputs], Tensor]
 """Prepared attention weights."""
 
@@ -225,14 +224,14 @@ class CallsTorch:
     ) -> BackwardLaunch | None:
         seen = Views.of(inputs, order)
 
-        def launch(dout: Tensor, out: Tensor, lse: Tensor, low: Tensor | None, *tensors: Any) -> tuple[Any, ...]:
+        def launch(
+            dout: Tensor, out: Tensor, lse: Tensor, low: Tensor | None, *tensors: Any
+        ) -> tuple[Any, ...]:
             if order.out_heads_first:
                 dout, out = dout.transpose(1, 2), out.transpose(1, 2)
             found = self.backward(Saved(dout, None, out, lse, False, low), seen(*tensors), problem)
-            grads = found[:3]
-            if order.heads_first:
-                grads = tuple(x.transpose(1, 2) for x in grads)
-            return *grads, found.dsinks
+            dq, dk, dv = (x.transpose(1, 2) if order.heads_first else x for x in found[:3])
+            return dq, dk, dv, found.dsinks
 
         return launch
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from ..reference import sinks, tiled
 from ..reference.scoring import working_dtype
 from . import sequences
 from .base import SEQUENCE_FIRST, CallsTorch, Grads, Launch, Order, Results, WithoutWeights
+from .compiled.tensors import contiguous_strides
 from .tiled import Tiled, prepare_both, scoring, sinks_gradient
 from .views import Layout, view
 
@@ -104,6 +106,9 @@ class Cpu(CallsTorch, WithoutWeights):
         causal, scale = is_causal(problem), problem.scale
         heads_first, out_heads_first = order
         q_layout, k_layout, v_layout = (Layout.of(x.transpose(1, 2)) for x in inputs[:3])
+        out_sizes = *inputs.q.shape[:3], problem.spec.Dv
+        own_strides = contiguous_strides(out_sizes)
+        out_strides = own_strides[0], own_strides[2], own_strides[1], own_strides[3]
 
         def launch(q: Tensor, k: Tensor, v: Tensor, *others: None) -> tuple[Any, ...]:
             if heads_first:
@@ -115,7 +120,11 @@ class Cpu(CallsTorch, WithoutWeights):
             lse = lse.contiguous()
             if _is_odd(lse, None) and careful is not None:
                 return careful(q, k, v)
-            return out if out_heads_first else out.transpose(1, 2).contiguous(), lse, None, None
+            if not out_heads_first:
+                # The kernel's own memory is (B, S, H, D).
+                in_place = out.stride() == out_strides
+                out = view(out, out_sizes, own_strides) if in_place else out.transpose(1, 2).contiguous()
+            return out, lse, None, None
 
         return launch
 
@@ -147,7 +156,7 @@ def _is_odd(lse: Tensor, nothing: Tensor | None) -> bool:
     if nothing is not None:
         lse = lse.masked_fill(nothing, 1.0)
     if lse.numel() <= _FEW:
-        numbers = lse.view(-1).tolist()
+        numbers = [*chain.from_iterable(chain.from_iterable(lse.tolist()))]
         return 0.0 in numbers or not math.isfinite(sum(numbers))
     return math.isnan((lse / lse).sum().item())
 

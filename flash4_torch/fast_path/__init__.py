@@ -77,13 +77,12 @@ def lookup(
     if is_dynamo_compiling() or must_take_slow_path():
         return None, None
     is_autocast = _is_any_autocast_enabled()
-    if getattr(q, "dtype", None) is float32 and allows_tf32(float32):
+    if getattr(q, "is_cuda", False) and q.dtype is float32 and allows_tf32(float32):
         flags = (*flags, "tf32")
     try:
         if is_autocast:
             return _by_signature(door, q, k, v, others, flags, ("autocast",))
-        place, tensors = recent.place(door, q, k, v, others, flags)
-        call = recent.find(place, tensors)
+        call, place, tensors = recent.find(door, q, k, v, others, flags)
         if call is not None:
             return None, call
         signature, call = _by_signature(door, q, k, v, others, flags, ())

@@ -13,8 +13,7 @@ from ..ops import draw_rng_state
 from ..problem import CallOptions, Inputs, SavedWeights
 
 Run = Callable[..., Any]
-"""Serves a call: takes q, k, v, an attn_mask and sinks, or for a varlen door q, k, v, both cu_seqlens and sinks.
-"""
+"""Serves a call: takes q, k, v, attn_mask and sinks, or for a varlen door q, k, v, cu_seqlens twice and sinks."""
 
 
 class Door(NamedTuple):
@@ -41,9 +40,7 @@ class FastCall:
     is_recorded = False
     """Whether autograd records the call."""
 
-    def __init__(
-        self, door: Door, launch: Launch, options: CallOptions, inputs: Inputs, returned: Returned
-    ):
+    def __init__(self, door: Door, launch: Launch, options: CallOptions, inputs: Inputs, returned: Returned):
         self.launch = launch
         self.draw = partial(draw_rng_state, inputs.q.device) if options.dropout_p > 0.0 else _no_state
         self.run = (_varlen_run if door.varlen else _dense_run)(launch, self.draw, returned)

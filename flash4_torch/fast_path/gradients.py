@@ -7,7 +7,7 @@ is active; otherwise the slow path's backward runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ _MOST = 64
 Strides = tuple[int, ...]
 """Those of dout; -1 follows under autocast."""
 Grads = tuple[Tensor | None, ...]
-Tensors = tuple[Any, ...]
+Tensors = Sequence[Any]
 """Those of a launch: the fields of `Inputs` one by one, of which the last may be missing."""
 
 
@@ -60,8 +60,8 @@ class FastAutograd(FastCall):
         """The tensors of a call as the operators take them."""
         return self.seen(*tensors)
 
-    def lookup(self, dout: Tensor | None, more: Grads) -> Strides | None:
-        """The key of a prepared backward; None if the backward must take the slow path.
+    def lookup(self, dout: Any, more: Grads) -> tuple[Strides | None, BackwardLaunch | None]:
+        """The key of a prepared backward (None if it must take the slow path), and the backward, if known.
 
         Saved tensors are laid out as the forward's signature says.
         """
@@ -72,31 +72,31 @@ class FastAutograd(FastCall):
             or is_grad_enabled()  # gradients of gradients are requested
             or must_take_slow_path()
         ):
-            return None
+            return None, None
         try:
             dout_at = dout.data_ptr()
         except RuntimeError:
-            return None  # a batch of gradients (vmap) has no pointer
+            return None, None  # a batch of gradients (vmap) has no pointer
         # As in `fast_path.lookup`, which has already checked the other tensors.
         if dout_at % ALIGNMENT or not dout_at or dout.is_neg():
-            return None
-        return (*dout.stride(), -1) if _is_any_autocast_enabled() else dout.stride()
+            return None, None
+        strides = dout.stride()
+        if _is_any_autocast_enabled():
+            strides = *strides, -1
+        return strides, self.backwards.get(strides)
 
-    def gradients(
-        self, dout: Tensor | None, more: Grads, out: Tensor, lse: Tensor, low: Tensor | None, *tensors: Any
-    ) -> Grads:
+    def gradients(self, dout: Tensor | None, more: Grads, saved: Tensors) -> Grads:
         """Gradients of q, k, v and the sinks, from those of out and `more`: of lse and, if any, the weights.
 
-        out, lse and low are the forward's results, and `tensors` those of its launch.
+        saved: the forward's out, lse and low, and the tensors of its launch.
         """
-        strides = self.lookup(dout, more)
-        if strides is None or dout is None:
-            return _slow(self, dout, more, out, lse, low, tensors)
-        launch = self.backwards.get(strides)
+        strides, launch = self.lookup(dout, more)
         if launch is not None:
-            return launch(dout, out, lse, low, *tensors)
+            return launch(dout, *saved)
+        out, lse, low, *tensors = saved
         grads = _slow(self, dout, more, out, lse, low, tensors)
-        self.record(strides, dout, out, lse, low, tensors)
+        if strides is not None and dout is not None:
+            self.record(strides, dout, out, lse, low, tensors)
         return grads
 
     def record(
@@ -136,7 +136,7 @@ def _forward(ctx: Any, call: FastAutograd, q: Tensor, k: Tensor, v: Tensor, *oth
 
 def _backward(ctx: Any, dout: Tensor | None, *more: Tensor | None) -> Grads:
     call: FastAutograd = ctx.call
-    dq, dk, dv, dsinks = call.gradients(dout, more, *ctx.saved_tensors)
+    dq, dk, dv, dsinks = call.gradients(dout, more, ctx.saved_tensors)
     if call.door.varlen:
         return None, dq, dk, dv, None, None, dsinks
     return None, dq, dk, dv, None, dsinks

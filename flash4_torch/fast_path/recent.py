@@ -26,43 +26,46 @@ _MOST_PLACES = 1024
 _calls: dict[Place, list[tuple[TensorGuards, FastCall]]] = {}
 
 
-def place(
+def find(
     door: Door, q: Any, k: Any, v: Any, others: tuple[Any, ...], flags: tuple[Any, ...]
-) -> tuple[Place, tuple[Any, ...]]:
-    """Where calls like one are, and its tensors to check: each once, though self-attention passes one
-    cu_seqlens twice."""
-    grad = is_grad_enabled()
-    if len(others) == 2:
-        x, y = others
-        if x is y is None:
-            return (door, grad, flags, *map(type, flags)), (q, k, v)
-    tensors = (q, k, v, *[x for x in others if x is not None])
-    if len(others) == 3 and others[0] is others[1]:
-        del_one = (q, k, v, *[x for x in others[1:] if x is not None])
-        return (door, grad, "same", others[2] is None, flags, *map(type, flags)), del_one
-    return (door, grad, *[x is None for x in others], flags, *map(type, flags)), tensors
-
-
-def find(place: Place, tensors: tuple[Any, ...]) -> FastCall | None:
-    """The prepared call for these tensors, of which q, k and v come first; None if their signature must say.
+) -> tuple[FastCall | None, Place, tuple[Any, ...]]:
+    """The prepared call, or None if the signature must say; the call's place, and its tensors, each one once.
 
     No autocast is active.
     """
+    tensors: tuple[Any, ...] = q, k, v
+    if others[0] is not None or others[1] is not None or len(others) > 2:
+        others, more = _pattern(others)
+        tensors += more
+    place = door, is_grad_enabled(), others, flags, *map(type, flags)
     for guards, call in _calls.get(place, ()):
         if guards.check(*tensors):
-            return call if _is_served(call, *tensors) else None
-    return None
+            # What no check of types and sizes sees must be as it was when the call was prepared.
+            q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
+            if (q_at | k_at | v_at) % ALIGNMENT or not (q_at and k_at and v_at):
+                break
+            for x in tensors[3:]:
+                if not x.data_ptr():
+                    return None, place, tensors
+            if call.is_recorded and _top_saved_tensors_default_hooks(True) is not None:
+                break
+            return call, place, tensors
+    return None, place, tensors
 
 
-def _is_served(call: FastCall, q: Any, k: Any, v: Any, *others: Any) -> bool:
-    """Whether what no check of types and sizes sees is as it was when the call was prepared."""
-    q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    if (q_at | k_at | v_at) % ALIGNMENT or not (q_at and k_at and v_at):
-        return False
+def _pattern(others: tuple[Any, ...]) -> tuple[tuple[int | None, ...], tuple[Any, ...]]:
+    """Which tensors there are, and these, each one once: self-attention passes one cu_seqlens twice."""
+    pattern: tuple[int | None, ...] = ()
+    tensors: tuple[Any, ...] = ()
     for x in others:
-        if not x.data_ptr():
-            return False
-    return not (call.is_recorded and _top_saved_tensors_default_hooks(True) is not None)
+        place = None if x is None else len(tensors)
+        for i, y in enumerate(tensors):
+            if y is x:
+                place = i
+        if place == len(tensors):
+            tensors += (x,)
+        pattern += (place,)
+    return pattern, tensors
 
 
 def add(place: Place, tensors: tuple[Any, ...], call: FastCall) -> None:

@@ -219,7 +219,7 @@ def _attention_grads(
     """dq, dk and dv; zeros where nothing that was made of them has a gradient."""
     if not isinstance(attention, FastAutograd):
         raise AssertionError("an attention that needs gradients has them prepared")
-    found = attention.gradients(dout, (None, dweights), *results, *tensors)[:3]
+    found = attention.gradients(dout, (None, dweights), (*results, *tensors))[:3]
     return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(tensors[:3], found, strict=True))
 
 

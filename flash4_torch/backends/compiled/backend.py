@@ -139,10 +139,7 @@ class Compiled(OnTargets):
     def prepare_backward(
         self, saved: Saved, inputs: Inputs, problem: Problem, order: Order = SEQUENCE_FIRST
     ) -> BackwardLaunch | None:
-        """`backward`, prepared for the calls that `prepare` accepts, without gradients of lse and attn_mask.
-
-        Only dout may need a copy: the gradient of a sum is an expanded tensor.
-        """
+        """`backward`, prepared for the calls that `prepare` accepts; lse and attn_mask get no gradients."""
         if is_empty(inputs, problem) or problem.spec.dlse or problem.spec.dmask:
             return None
         if not all(map(is_readable, (*inputs[:3], saved.out))) or not saved.lse.is_contiguous():
@@ -151,8 +148,7 @@ class Compiled(OnTargets):
         kernels = self.backward_kernels(problem, index)
         plan = backward.mask_plan(mask_dtype(problem), kernels.config)
         read_mask = self._prepared_reader(problem, plan, inputs, transposed(problem.extent.Sq))
-        copies_dout = not is_readable(saved.dout)
-        return prepared.backward(kernels, inputs, problem, index, read_mask, copies_dout, order)
+        return prepared.backward(kernels, inputs, problem, index, read_mask, saved.dout, order)
 
     def prepare_weights(self, inputs: Inputs, problem: Problem, average_heads: bool) -> WeightsLaunch | None:
         """`weights`, prepared for the calls that `prepare` accepts, after whose launch it runs."""

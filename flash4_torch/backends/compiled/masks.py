@@ -37,7 +37,9 @@ def reader(find: Find, plan: MaskPlan, mask: Tensor | None, view: View, allocato
     return read
 
 
-def prepared_reader(find: Find, plan: MaskPlan, mask: Tensor | None, view: View, allocator: Allocator) -> Read:
+def prepared_reader(
+    find: Find, plan: MaskPlan, mask: Tensor | None, view: View, allocator: Allocator
+) -> Read:
     """A `reader` for masks as callers have them: `mask` is a 4-D view of such."""
     read = reader(find, plan, mask, view, allocator)
     if mask is None:

@@ -21,7 +21,7 @@ from . import forward as slow_forward
 from .backward import Kernels
 from .forward import Kernel
 from .masks import Read
-from .tensors import contiguous_strides, lengths, readable
+from .tensors import contiguous_strides, is_readable, lengths, readable
 
 
 def converted(params: tuple[Any, ...]) -> Any:
@@ -119,15 +119,16 @@ def backward(
     problem: Problem,
     index: int,
     read_mask: Read,
-    copies_dout: bool,
+    dout: Tensor,
     order: Order,
 ) -> BackwardLaunch:
-    """The launches of a backward on device `index`; `inputs` are those of a call before it.
+    """The launches of a backward on device `index`; `inputs` and dout are those of a call before it.
 
-    copies_dout: whether kernels cannot read dout in place.
+    Of the tensors only dout may need a copy: the gradient of a sum is an expanded tensor.
     """
     preprocess, main, postprocess = kernels.preprocess, kernels.main, kernels.postprocess
-    group_reduce, sinks_gradient, is_ordered = kernels.group_reduce, kernels.sinks_gradient, kernels.is_ordered
+    group_reduce, sinks_gradient = kernels.group_reduce, kernels.sinks_gradient
+    is_ordered = kernels.is_ordered
     params, scale, dtype = converted(kernels.params), problem.scale, problem.spec.dtype
     heads_first, out_heads_first = order
     shapes = slow_backward.shapes_of(*inputs[:3], inputs.cu_seqlens_q, kernels)
@@ -139,6 +140,7 @@ def backward(
     dv_sizes, dv_strides, *seen_dv = _Seen.contiguous(shapes.dv, heads_first)
     out_shape = slow_forward.shapes_of(inputs.q, inputs.v).out
     *_, out_sizes, out_strides = _Seen.contiguous(out_shape, out_heads_first)
+    dout_strides, copies_dout = dout.stride(), not is_readable(dout)
     stats_shape = shapes.stats, contiguous_strides(shapes.stats), torch.float32
     dq_acc_shape = shapes.dq_acc, contiguous_strides(shapes.dq_acc), torch.float32
     semaphore_shape = shapes.dq_semaphore, contiguous_strides(shapes.dq_semaphore), torch.int32
@@ -168,7 +170,7 @@ def backward(
                     dout, out, lse, low, q, k, v, attn_mask, sinks, rng_state, ends_q, ends_k
                 )  # fmt: skip
         if out_heads_first:
-            out, dout = view(out, out_sizes, out_strides), dout.transpose(1, 2)
+            out, dout = view(out, out_sizes, out_strides), view(dout, out_sizes, dout_strides)
         if copies_dout:
             dout = readable(dout)
         if converts:
