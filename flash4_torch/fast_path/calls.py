@@ -13,7 +13,7 @@ from ..ops import draw_rng_state
 from ..problem import CallOptions, Inputs, SavedWeights
 
 Run = Callable[..., Any]
-"""Serves a call: takes q, k, v, attn_mask and sinks, or for a varlen door q, k, v, cu_seqlens twice and sinks."""
+"""Serves a call of q, k, v, attn_mask and sinks; a varlen door has both cu_seqlens instead of the mask."""
 
 
 class Door(NamedTuple):

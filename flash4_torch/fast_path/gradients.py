@@ -68,7 +68,7 @@ class FastAutograd(FastCall):
         if (
             is_dynamo_compiling()
             or type(dout) is not Tensor
-            or any(x is not None for x in more)
+            or (more and any(x is not None for x in more))
             or is_grad_enabled()  # gradients of gradients are requested
             or must_take_slow_path()
         ):
