@@ -113,6 +113,24 @@ def assert_same(a: Any, b: Any) -> None:
         assert a is None or (torch.equal(a, b) and a.stride() == b.stride() and a.dtype == b.dtype)
 
 
+def test_one_tensor_may_be_both_cu_seqlens(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Self-attention's calls are recognised without their signature, and never taken for others."""
+    q, k, v = (half(10, 2, 64) for _ in "qkv")
+    ends, others = torch.tensor([0, 4, 10], dtype=torch.int32), torch.tensor([0, 6, 10], dtype=torch.int32)
+    looked_up = mock.Mock(wraps=fast_path._by_signature)
+    monkeypatch.setattr(fast_path, "_by_signature", looked_up)
+
+    def call(ends_q: Tensor, ends_k: Tensor) -> bool:
+        before = looked_up.call_count
+        flash4_torch.attention_varlen(q, k, v, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k)
+        assert machine.launches[-1].args[7] is ends_q and machine.launches[-1].args[8] is ends_k
+        return looked_up.call_count > before
+
+    assert [call(ends, ends) for _ in range(3)] == [True, True, False]
+    assert [call(ends, others) for _ in range(3)] == [True, False, False]
+    assert not call(others, others) and not call(others, ends)
+
+
 X, Y, Z = (half(1, 128, 2, 64) for _ in "qkv")
 ANOTHER_CALL: dict[str, Callable[[], Any]] = {
     "longer": lambda: flash4_torch.attention(*[half(1, 129, 2, 64)] * 3),
@@ -133,6 +151,7 @@ ANOTHER_CALL: dict[str, Callable[[], Any]] = {
     "mask": lambda: flash4_torch.attention(X, Y, Z, attn_mask=torch.ones(128, dtype=torch.bool)),
     "odd base": lambda: flash4_torch.attention(half(1 + 128 * 128)[1:].view(1, 128, 2, 64), Y, Z),
     "deterministic": lambda: flash4_torch.attention(X, Y, Z, deterministic=True),
+    "lse": lambda: flash4_torch.attention(X, Y, Z, return_lse=True),
 }
 
 
@@ -349,6 +368,7 @@ def test_fake_tensors_stay_fake(machine: Machine) -> None:
 
 
 WRONG: dict[str, Callable[[], Any]] = {
+    "return_lse": lambda: attend(X, return_lse=0),
     "scale": lambda: attend(X, scale=True),
     "scale text": lambda: attend(X, scale="1"),
     "scale tensor": lambda: attend(X, scale=torch.tensor(1.0)),

@@ -90,6 +90,48 @@ def test_its_gradients_are_the_long_ways(case: Case, expanded: bool, some: bool,
             assert a is None or (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
 
 
+@given(
+    cases((torch.bfloat16, torch.float16)),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from((0.0, 0.3)),
+)
+@settings(max_examples=60)
+def test_gradients_with_heads_first_are_the_long_ways(
+    case: Case, recorded: bool, expanded: bool, dropout_p: float
+) -> None:
+    """Kernels get views of scaled_dot_product_attention's tensors, and results come in the caller's order."""
+    inputs = [x.detach().transpose(1, 2).requires_grad_(recorded) for x in (case.q, case.k, case.v)]
+    mask = None if case.kwargs["attn_mask"] is None else case.kwargs["attn_mask"].detach()
+
+    def step() -> list[Tensor]:
+        torch.manual_seed(1)
+        attend = flash4_torch.scaled_dot_product_attention
+        out = attend(*inputs, attn_mask=mask, dropout_p=dropout_p, enable_gqa=True)
+        if not recorded:
+            return [out]
+        dout = (
+            torch.ones_like(out[:, :, :1]).expand(out.shape) if expanded else torch.randn(out.shape).to(out)
+        )
+        return [out, *torch.autograd.grad(out, inputs, dout)]
+
+    def strides(x: Tensor) -> list[int]:
+        return [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
+
+    with gpu() as machine:
+        steps = [step() for _ in range(3)]
+    for a, b in zip(steps[0], steps[2], strict=True):
+        assert torch.equal(a, b) and strides(a) == strides(b) and a.dtype == b.dtype
+    for launches, results in ((machine.launches, 6), (machine.backwards, 9)):
+        if launches:
+            long, _, short = launches
+            assert long[:2] == short[:2]
+            for a, b in zip(long.args[:results], short.args[:results], strict=True):
+                assert (a is None) == (b is None)
+                assert a is None or (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+            assert_same(long.args[results + 1 : -1], short.args[results + 1 : -1])
+
+
 def test_gradients_of_heads_apart_are_the_long_ways(machine: Machine) -> None:
     q, k, v = (half(1, 1024, *head).requires_grad_() for head in ((8, 128), (2, 128), (2, 64)))
     steps = []
