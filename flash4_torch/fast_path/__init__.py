@@ -77,7 +77,7 @@ def lookup(
     if is_dynamo_compiling() or must_take_slow_path():
         return None, None
     is_autocast = _is_any_autocast_enabled()
-    if getattr(q, "is_cuda", False) and q.dtype is float32 and allows_tf32(float32):
+    if getattr(q, "dtype", None) is float32 and allows_tf32(float32):
         flags = (*flags, "tf32")
     try:
         if is_autocast:

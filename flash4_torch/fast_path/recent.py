@@ -6,7 +6,7 @@ whether they require gradients) in a third of the time that it takes to write th
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import is_grad_enabled
 from torch._C._autograd import _top_saved_tensors_default_hooks
@@ -23,7 +23,11 @@ _MOST = 4
 _MOST_PLACES = 1024
 """Places to remember; when the memory is full, it is cleared."""
 
-_calls: dict[Place, list[tuple[TensorGuards, FastCall]]] = {}
+_Found = TypeVar("_Found")
+Known = dict[Place, list[tuple[TensorGuards, _Found]]]
+"""What serves calls like those before, by their place."""
+
+_calls: Known[FastCall] = {}
 
 
 def find(
@@ -70,14 +74,19 @@ def _pattern(others: tuple[Any, ...]) -> tuple[tuple[int | None, ...], tuple[Any
 
 def add(place: Place, tensors: tuple[Any, ...], call: FastCall) -> None:
     """Remembers the call that a signature of these tensors has led to."""
-    if len(_calls) >= _MOST_PLACES:
-        _calls.clear()
-    calls = _calls.setdefault(place, [])
+    remember(_calls, place, tensors, call)
+
+
+def remember(known: Known[_Found], place: Place, tensors: tuple[Any, ...], found: _Found) -> None:
+    """Adds what serves calls of tensors like these."""
+    if len(known) >= _MOST_PLACES:
+        known.clear()
+    calls = known.setdefault(place, [])
     if len(calls) < _MOST:
         # Without these keywords it crashes.
         guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         if guards.check(*tensors):  # it never passes the same tensor twice
-            calls.append((guards, call))
+            calls.append((guards, found))
 
 
 def clear() -> None:
