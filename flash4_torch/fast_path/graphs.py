@@ -46,7 +46,7 @@ def clear() -> None:
 
 
 def _direct(op: Any, num_tensors: int, prepare: Prepare) -> Callable[..., Any]:
-    """The operator as compiled graphs call it; its first arguments are tensors or None, the others numbers."""
+    """The operator as compiled graphs call it; its first arguments are tensors or None, others scalars."""
 
     def call(*args: Any) -> Any:
         # Graphs run without autocast, except a backward inside a context that its forward was not in.

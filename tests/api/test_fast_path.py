@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -129,6 +130,15 @@ def test_one_tensor_may_be_both_cu_seqlens(machine: Machine, monkeypatch: pytest
     assert [call(ends, ends) for _ in range(3)] == [True, True, False]
     assert [call(ends, others) for _ in range(3)] == [True, False, False]
     assert not call(others, others) and not call(others, ends)
+
+
+def test_what_kernels_cannot_read_in_place_is_copied(machine: Machine) -> None:
+    """Sinks with strides, and cu_seqlens in 64 bits; the stand-ins assert what kernels are promised."""
+    q, k, v = (half(10, 2, 64) for _ in "qkv")
+    sinks, ends = torch.randn(4)[::2], torch.tensor([0, 4, 10])
+    call = partial(flash4_torch.attention_varlen, cu_seqlens_q=ends, cu_seqlens_k=ends, sinks=sinks)
+    first, *others = [call(q, k, v) for _ in range(3)]
+    assert len(machine.launches) == 3 and all(torch.equal(first, out) for out in others)
 
 
 X, Y, Z = (half(1, 128, 2, 64) for _ in "qkv")
