@@ -17,8 +17,9 @@ from ...configs.types import LARGE_SOFTCAP, Features
 from ...kvcache_problem import CacheInputs, CacheProblem
 from .. import tile_counters
 from ..compiled import paged
-from ..compiled.backend import converted, num_sms
+from ..compiled.backend import num_sms
 from ..compiled.params import FARTHEST, dtype_name, kernel_band, kernel_softcap
+from ..compiled.prepared import converted
 from ..compiled.served import OnTargets
 from ..compiled.targets import DECODE, Find, Target
 from ..compiled.tensors import (
