@@ -104,6 +104,10 @@ code ptxas orders differently: the next ones spill 2 to 53 times. Without runs e
 own, and warps widen FP8 numbers."""
 WARPGROUP_ROWS = 64
 """Rows of a warpgroup MMA."""
+SHARED_ROWS = 2 * WARPGROUP_ROWS
+"""Rows of a tile of two warpgroups that share K and V, which other warps load for them."""
+LOAD_REGISTERS, COMPUTE_REGISTERS = 56, 224
+"""Registers of a thread that loads, and of one that computes, in tiles of `SHARED_ROWS`."""
 _OTHER_ROW_BYTES, _OTHER_BYTES = 216, 3 * 1024
 """More than a CTA with warp-level MMAs has in SMEM besides Q, K, V and O: of each row, and of none."""
 _RESERVED_BYTES = 1024
