@@ -68,6 +68,7 @@ class DecodeForm(NamedTuple):
     runs: bool = False
     """Whether a page has a multiple of `RUN` keys; False without pages, whose keys are one run."""
     gpu: Gpu = HOPPER
+    variant: int = 0
 
     @property
     def has_runs(self) -> bool:
@@ -159,7 +160,7 @@ def group_clusters(features: Features, form: DecodeForm, rows: int) -> list[int]
     return [
         size
         for size in gpu.clusters
-        if stages(gpu, width * KEYS * (D + Dv), other + group_bytes(rows, Dv, size)) >= gpu.least_stages
+        if stages(gpu, rows, width * KEYS * (D + Dv), other + group_bytes(rows, Dv, size)) >= gpu.least_stages
     ]
 
 
@@ -172,7 +173,7 @@ def group_rows(features: Features, form: DecodeForm) -> tuple[int, ...]:
 def rows_of(features: Features, form: DecodeForm) -> tuple[int, ...]:
     """Rows that a tile of such a kernel may have."""
     if form.wgmma:
-        return (WARPGROUP_ROWS,)
+        return wgmma_rows(features, form)
     if form.groups:
         own = rows_of(features, form._replace(groups=False))
         return tuple(n for n in own if form.cluster in group_clusters(features, form, n))
@@ -180,6 +181,17 @@ def rows_of(features: Features, form: DecodeForm) -> tuple[int, ...]:
         return ROWS
     columns = _COLUMNS[form.cache_dtype != "", form.has_runs]
     return tuple(n for n in ROWS if max(features.D, features.Dv) <= columns.get(n, MAX_D))
+
+
+def wgmma_rows(features: Features, form: DecodeForm) -> tuple[int, ...]:
+    """Rows that a tile may have by warpgroup MMAs. With groups of splits, bits depend on the rows of a tile."""
+    D, Dv = tile_dim(features.D), tile_dim(features.Dv)
+    other = SHARED_ROWS * (2 * D + _OTHER_ROW_BYTES) + _OTHER_BYTES
+    has_room = (form.gpu.smem_bytes - other) // (2 * KEYS * (D + Dv)) >= form.gpu.least_stages
+    return (WARPGROUP_ROWS, SHARED_ROWS) if has_room and not form.groups else (WARPGROUP_ROWS,)
+
+
+MEASURED = SHARED_ROWS
 
 
 def may_use_wgmma(form: DecodeForm, tile_rows: int, group: int, batch_invariant: bool) -> bool:
@@ -198,15 +210,19 @@ def cta_bytes(gpu: Gpu, ctas: int) -> int:
     return (gpu.smem_bytes + _RESERVED_BYTES) // ctas - _RESERVED_BYTES
 
 
-def ctas_per_sm(gpu: Gpu, stage_bytes: int, other_bytes: int) -> int:
-    """CTAs that share an SM: two, if each then has stages enough next to what else it has in SMEM."""
+def ctas_per_sm(gpu: Gpu, rows: int, stage_bytes: int, other_bytes: int) -> int:
+    """CTAs that share an SM: two, if each then has stages enough next to what else it has in SMEM. One with tiles
+    of `SHARED_ROWS` takes all registers.
+    """
+    if rows == SHARED_ROWS:
+        return 1
     has_room = (cta_bytes(gpu, CTAS_PER_SM) - other_bytes) // stage_bytes >= STAGES_OF_TWO_CTAS
     return CTAS_PER_SM if has_room else 1
 
 
-def stages(gpu: Gpu, stage_bytes: int, other_bytes: int) -> int:
+def stages(gpu: Gpu, rows: int, stage_bytes: int, other_bytes: int) -> int:
     """Stages of K and V, as many as there is room for."""
-    room = cta_bytes(gpu, ctas_per_sm(gpu, stage_bytes, other_bytes))
+    room = cta_bytes(gpu, ctas_per_sm(gpu, rows, stage_bytes, other_bytes))
     return min((room - other_bytes) // stage_bytes, MOST_STAGES)
 
 

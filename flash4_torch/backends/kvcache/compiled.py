@@ -289,6 +289,10 @@ def decide(target: Target, problem: CacheProblem, num_sms: int) -> Kernel:
     choice = _row_choice(problem, features, form)
     rows = decode.rows(extent.max_seqlen_q, spec.group, choice)
     wgmma = target.has_wgmma and decode.may_use_wgmma(form, rows, spec.group, spec.batch_invariant)
+    if wgmma:
+        own = form._replace(wgmma=True, groups=spec.batch_invariant)
+        choice = tuple(n for n in decode.wgmma_rows(features, own) if n <= decode.MEASURED)
+        rows = decode.rows(extent.max_seqlen_q, spec.group, choice)
     work = decode_shares.work_of(features, form, rows, _tiles(problem, rows), extent.max_seqlen_k, num_sms)
     if spec.batch_invariant:
         sizes = decode.group_clusters(features, form, rows)

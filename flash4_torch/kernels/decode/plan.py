@@ -105,7 +105,7 @@ class DecodePlan(NamedTuple):
     @property
     def in_flight(self) -> int:
         """Blocks that the load warps have on their way besides the one that they wait for."""
-        return min(2, self.stages - 1)
+        return min((2, 4, 1, 2)[self.form.variant], self.stages - 2)
 
     @property
     def q_rows(self) -> int:
@@ -218,11 +218,11 @@ class DecodePlan(NamedTuple):
 
     @property
     def stages(self) -> int:
-        return decode.stages(self.form.gpu, self.stage_bytes, self.other_bytes)
+        return decode.stages(self.form.gpu, self.rows, self.stage_bytes, self.other_bytes)
 
     @property
     def ctas_per_sm(self) -> int:
-        return decode.ctas_per_sm(self.form.gpu, self.stage_bytes, self.other_bytes)
+        return decode.ctas_per_sm(self.form.gpu, self.rows, self.stage_bytes, self.other_bytes)
 
     @property
     def band(self) -> BandShape:

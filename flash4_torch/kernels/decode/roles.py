@@ -111,6 +111,9 @@ def _mainloop(ctx: Context, t: Thread, blocks: Span) -> None:
     at = ring.start()
     if blocks.first < blocks.last:
         ring.wait_full(ctx.load_k, at)
+        if cutlass.const_expr(ctx.plan.form.variant == 3):
+            if warpgroup == 1:
+                _end_turn(ctx)
         wgmma.scores(t.S, ctx.sQ, ctx.sK[None, None, at.stage])
         wgmma.wait(0)
         ring.release(ctx.load_k, at)
@@ -129,6 +132,9 @@ def _mainloop(ctx: Context, t: Thread, blocks: Span) -> None:
                 _block(ctx, t, P, n, at, before, False)
         ring.wait_full(ctx.load_v, at)
         last_pv(ctx, t, P, at.stage)
+        if cutlass.const_expr(ctx.plan.form.variant == 3):
+            if warpgroup == 0:
+                _await_turn(ctx)
 
 
 @cute.jit
@@ -136,8 +142,12 @@ def _block(
     ctx: Context, t: Thread, P: cute.Tensor, n: Int32, at: Cursor, before: Cursor, masked: cutlass.Constexpr
 ) -> None:
     """S and P of block n, and PV of the one before it; both stages are free then."""
+    if cutlass.const_expr(ctx.plan.form.variant == 3):
+        _await_turn(ctx)
     wgmma.scores(t.S, ctx.sQ, ctx.sK[None, None, at.stage])
     wgmma.accumulate(t.O, P, ctx.sV[None, None, before.stage], True)
+    if cutlass.const_expr(ctx.plan.form.variant == 3):
+        _end_turn(ctx)
     wgmma.wait(1)
     ring.release(ctx.load_k, at)
     factors = block_softmax(ctx, t, n, masked)
@@ -145,3 +155,15 @@ def _block(
     ring.release(ctx.load_v, before)
     softmax.rescale_output(rows_of(t.O), factors, ctx.plan.softmax)
     round_to(t.S, P)
+
+
+def _await_turn(ctx: Context) -> None:
+    """Wait until the other warpgroup has issued its MMAs."""
+    cute.arch.barrier(barrier_id=NamedBarrier.ORDER + ctx.warp // WARPS, number_of_threads=2 * GROUP)
+
+
+def _end_turn(ctx: Context) -> None:
+    """Let the other warpgroup issue its MMAs."""
+    cute.arch.barrier_arrive(
+        barrier_id=NamedBarrier.ORDER + 1 - ctx.warp // WARPS, number_of_threads=2 * GROUP
+    )
