@@ -104,7 +104,8 @@ def subjects() -> Iterator[Subject]:
         yield weights(arch)
         for rows, cache_dtype in product(decode_configs.ROWS, ("", decode_configs.FP8)):
             yield decode(arch, rows, cache_dtype)
-    yield decode("sm_90a", decode_configs.WARPGROUP_ROWS, wgmma=True)
+    for rows in (decode_configs.WARPGROUP_ROWS, decode_configs.SHARED_ROWS):
+        yield decode("sm_90a", rows, wgmma=True)
     if importlib.util.find_spec("flash_attn"):
         for arch in OURS:
             # The forward for sm_100a is persistent only where all tiles cost the same.
