@@ -215,11 +215,12 @@ def decode(arch: str, rows: int, cache_dtype: str = "", *, wgmma: bool = False) 
     )
     # Each warpgroup has rows.
     Hq = 40 if wgmma else 4
+    longest = 1500 if rows > decode_configs.WARPGROUP_ROWS else 700
     kernel = decode_calls.Kernel(Features("bfloat16", 128, 128, right=True), rows, form)
     generator = torch.manual_seed(0)
     q, k, v = (
         tuple(torch.randn(n, heads, 128, generator=generator).bfloat16() for n in lengths)
-        for lengths, heads in (((5, 1), Hq), ((700, 40), 2), ((700, 40), 2))
+        for lengths, heads in (((5, 1), Hq), ((longest, 40), 2), ((longest, 40), 2))
     )
     scales = {}
     if cache_dtype:
@@ -236,7 +237,7 @@ def decode(arch: str, rows: int, cache_dtype: str = "", *, wgmma: bool = False) 
         finally:
             host.uninstall()
 
-    shape = f"B=2 Hq={Hq} Hk=2, 5 x 700 and 1 x 40, 2 splits"
+    shape = f"B=2 Hq={Hq} Hk=2, 5 x {longest} and 1 x 40, 2 splits"
     kind = [cache_dtype or ("wgmma" if wgmma else "")]
     name = ", ".join(["decode", *filter(None, kind), f"{rows} rows", "D=128", "right"])
     return Subject(name, arch, shape, prepare)

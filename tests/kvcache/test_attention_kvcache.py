@@ -392,7 +392,10 @@ def test_wgmma_multiplies_many_rows_whose_bits_may_differ(
             and (group > 32 and D < 256 if batch_invariant else Sq * group > 32)
         )
         assert kernel.form.wgmma == may
-        assert kernel.rows == decode.WARPGROUP_ROWS if may else kernel.rows in decode.ROWS
+        # Two warpgroups that share K and V have no law of bits, and D 256 leaves them no room.
+        shares = Sq * group > decode.WARPGROUP_ROWS and not batch_invariant and D < 256
+        rows = decode.SHARED_ROWS if shares else decode.WARPGROUP_ROWS
+        assert kernel.rows == rows if may else kernel.rows in decode.ROWS
 
 
 @functools.cache
