@@ -105,7 +105,7 @@ class DecodePlan(NamedTuple):
     @property
     def in_flight(self) -> int:
         """Blocks that the load warps have on their way besides the one that they wait for."""
-        return min((2, 4, 1, 2)[self.form.variant], self.stages - 2)
+        return min((2, 4, 1, 2, 2)[self.form.variant], self.stages - 2)
 
     @property
     def q_rows(self) -> int:

@@ -73,7 +73,8 @@ def _load(ctx: Context, blocks: Span) -> None:
         place_after = locate(ctx, pages, blocks.first, n + 2)
         ring.wait_empty(ctx.load_k, at)
         load_k(ctx, n, last, place, at.stage)
-        ring.wait_empty(ctx.load_v, at)
+        if cutlass.const_expr(ctx.plan.form.variant != 4):
+            ring.wait_empty(ctx.load_v, at)
         load_v(ctx, n, last, place, at.stage)
         cute.arch.cp_async_commit_group()
         if n - blocks.first >= in_flight:
@@ -94,7 +95,8 @@ def _fill(ctx: Context, at: Cursor) -> None:
     # Copies by threads are writes of the generic proxy, and wgmmas read through the asynchronous one.
     cute.arch.fence_view_async_shared()
     ring.fill(ctx.load_k, at)
-    ring.fill(ctx.load_v, at)
+    if cutlass.const_expr(ctx.plan.form.variant != 4):
+        ring.fill(ctx.load_v, at)
 
 
 @cute.jit
@@ -116,13 +118,15 @@ def _mainloop(ctx: Context, t: Thread, blocks: Span) -> None:
                 _end_turn(ctx)
         wgmma.scores(t.S, ctx.sQ, ctx.sK[None, None, at.stage])
         wgmma.wait(0)
-        ring.release(ctx.load_k, at)
+        if cutlass.const_expr(ctx.plan.form.variant != 4):
+            ring.release(ctx.load_k, at)
         factors = block_softmax(ctx, t, blocks.first, True)
         softmax.rescale_output(rows_of(t.O), factors, ctx.plan.softmax)
         round_to(t.S, P)
         for n in cutlass.range(blocks.first + 1, blocks.last, unroll=1):
             before, at = at, ring.after(at, ctx.plan.stages)
-            ring.wait_full(ctx.load_v, before)
+            if cutlass.const_expr(ctx.plan.form.variant != 4):
+                ring.wait_full(ctx.load_v, before)
             ring.wait_full(ctx.load_k, at)
             partial = bands.is_partial(ctx.tile.band, ctx.plan.band, n, *ctx.tile.tokens)
             # The branch encloses whole blocks, by a vote, for wgmmas in flight (ptxas.md, P1 and P7).
@@ -130,7 +134,8 @@ def _mainloop(ctx: Context, t: Thread, blocks: Span) -> None:
                 _block(ctx, t, P, n, at, before, True)
             else:
                 _block(ctx, t, P, n, at, before, False)
-        ring.wait_full(ctx.load_v, at)
+        if cutlass.const_expr(ctx.plan.form.variant != 4):
+            ring.wait_full(ctx.load_v, at)
         last_pv(ctx, t, P, at.stage)
         if cutlass.const_expr(ctx.plan.form.variant == 3):
             if warpgroup == 0:
@@ -149,10 +154,11 @@ def _block(
     if cutlass.const_expr(ctx.plan.form.variant == 3):
         _end_turn(ctx)
     wgmma.wait(1)
-    ring.release(ctx.load_k, at)
+    if cutlass.const_expr(ctx.plan.form.variant != 4):
+        ring.release(ctx.load_k, at)
     factors = block_softmax(ctx, t, n, masked)
     wgmma.wait_after(t.parts[0].row_sum)
-    ring.release(ctx.load_v, before)
+    ring.release(ctx.load_k if ctx.plan.form.variant == 4 else ctx.load_v, before)
     softmax.rescale_output(rows_of(t.O), factors, ctx.plan.softmax)
     round_to(t.S, P)
 
