@@ -63,12 +63,11 @@ class DecodeForm(NamedTuple):
     groups: bool = False
     """Whether splits have a fixed length, and a cluster has groups of `GROUP` of them."""
     wgmma: bool = False
-    """Whether warpgroup MMAs multiply, in tiles of `WARPGROUP_ROWS`; else warp-level ones, in tiles of
-    `ROWS`. Not with an FP8 cache."""
+    """Whether warpgroup MMAs multiply, in tiles of `WARPGROUP_ROWS` or `SHARED_ROWS`; else warp-level ones,
+    in tiles of `ROWS`. Not with an FP8 cache."""
     runs: bool = False
     """Whether a page has a multiple of `RUN` keys; False without pages, whose keys are one run."""
     gpu: Gpu = HOPPER
-    variant: int = 0
 
     @property
     def has_runs(self) -> bool:
@@ -107,6 +106,8 @@ WARPGROUP_ROWS = 64
 """Rows of a warpgroup MMA."""
 SHARED_ROWS = 2 * WARPGROUP_ROWS
 """Rows of a tile of two warpgroups that share K and V, which other warps load for them."""
+SHARED_LEAST_KEYS, SHARED_LEAST_BLOCKS = 4096, 3
+"""Keys of a sequence, and blocks for each SM, from which such tiles are faster, as an H200 measured."""
 LOAD_REGISTERS, COMPUTE_REGISTERS = 56, 224
 """Registers of a thread that loads, and of one that computes, in tiles of `SHARED_ROWS`."""
 _OTHER_ROW_BYTES, _OTHER_BYTES = 216, 3 * 1024
@@ -184,14 +185,21 @@ def rows_of(features: Features, form: DecodeForm) -> tuple[int, ...]:
 
 
 def wgmma_rows(features: Features, form: DecodeForm) -> tuple[int, ...]:
-    """Rows that a tile may have by warpgroup MMAs. With groups of splits, bits depend on the rows of a tile."""
+    """Rows that a tile may have by warpgroup MMAs: with groups of splits, whose bits must not depend on the
+    number, there is one.
+    """
     D, Dv = tile_dim(features.D), tile_dim(features.Dv)
     other = SHARED_ROWS * (2 * D + _OTHER_ROW_BYTES) + _OTHER_BYTES
     has_room = (form.gpu.smem_bytes - other) // (2 * KEYS * (D + Dv)) >= form.gpu.least_stages
     return (WARPGROUP_ROWS, SHARED_ROWS) if has_room and not form.groups else (WARPGROUP_ROWS,)
 
 
-MEASURED = SHARED_ROWS
+def shares_kv(max_seqlen_k: int, blocks: int, num_sms: int) -> bool:
+    """Whether tiles of `SHARED_ROWS` are faster than two tiles of half as many rows.
+
+    They read K and V from the L2 cache once, and start and merge later. blocks: those of all such tiles.
+    """
+    return max_seqlen_k >= SHARED_LEAST_KEYS and blocks >= SHARED_LEAST_BLOCKS * num_sms
 
 
 def may_use_wgmma(form: DecodeForm, tile_rows: int, group: int, batch_invariant: bool) -> bool:
@@ -211,8 +219,8 @@ def cta_bytes(gpu: Gpu, ctas: int) -> int:
 
 
 def ctas_per_sm(gpu: Gpu, rows: int, stage_bytes: int, other_bytes: int) -> int:
-    """CTAs that share an SM: two, if each then has stages enough next to what else it has in SMEM. One with tiles
-    of `SHARED_ROWS` takes all registers.
+    """CTAs that share an SM: two, if each then has stages enough next to what else it has in SMEM. One with a
+    tile of `SHARED_ROWS` has all registers.
     """
     if rows == SHARED_ROWS:
         return 1

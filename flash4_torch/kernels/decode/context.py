@@ -24,8 +24,6 @@ class NamedBarrier(IntEnum):
     """All threads that compute."""
     Q = 2
     """One for each warpgroup that computes: its rows of Q are there."""
-    ORDER = 4
-    """One for each warpgroup that computes: its turn to issue MMAs."""
 
 
 class Tensors(NamedTuple):

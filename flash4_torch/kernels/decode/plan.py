@@ -11,7 +11,8 @@ query token and a query head of the KV head's group. Four warps do the same work
 The order in which a row's sums are added up is the same in all three: over blocks; in a block for PV by key,
 and for sums of weights by four lanes in each of four parts of the keys. So is that of splits.
 
-With warpgroup MMAs (`form.wgmma`; see wide.py) the order is another one, and a tile has 64 rows.
+With warpgroup MMAs (`form.wgmma`; see wide.py) the order is another one, and a tile has 64 rows. With 128
+rows (see roles.py) eight warps compute, and four load for them.
 """
 
 from __future__ import annotations
@@ -104,8 +105,12 @@ class DecodePlan(NamedTuple):
 
     @property
     def in_flight(self) -> int:
-        """Blocks that the load warps have on their way besides the one that they wait for."""
-        return min((2, 4, 1, 2, 2)[self.form.variant], self.stages - 2)
+        """Blocks that the load warps have on their way besides the one that they wait for.
+
+        The warps that compute free V of a block once they have K of the next one: with more blocks on their
+        way than this, they and the load warps would wait for each other.
+        """
+        return min(2, self.stages - 2)
 
     @property
     def q_rows(self) -> int:

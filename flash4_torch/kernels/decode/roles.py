@@ -16,11 +16,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ...configs.decode import COMPUTE_REGISTERS, LOAD_REGISTERS, WARPS
+from ...configs.decode import COMPUTE_REGISTERS, KEYS, LOAD_REGISTERS, WARPS
 from ..common import band as bands
 from ..common import ring, softmax
 from ..common.band import Span
 from ..common.ring import Cursor
+from ..common.role import role
 from ..common.rounding import round_to
 from ..common.warp_mma import rows_of
 from ..common.warps import GROUP
@@ -31,7 +32,6 @@ from .load import load_k, load_q, load_v, locate, look_up_first, look_up_next
 from .mainloop import Thread, begin_split
 from .merge import merge
 from .wide import block_softmax, last_pv, make_thread
-from ...configs.decode import KEYS
 
 
 @cute.jit
@@ -59,11 +59,11 @@ def run(ctx: Context) -> None:
                 merge(ctx, t.rows)
 
 
+@role(produces=("load_k", "load_v"))
 @cute.jit
 def _load(ctx: Context, blocks: Span) -> None:
     """Copy the split's blocks. K and V of a block are there once `in_flight` more blocks are on their way."""
-    plan, last = ctx.plan, blocks.last
-    in_flight = plan.in_flight
+    plan, last, in_flight = ctx.plan, blocks.last, ctx.plan.in_flight
     pages = look_up_first(ctx, blocks.first)
     place = locate(ctx, pages, blocks.first, blocks.first)
     next_place = locate(ctx, pages, blocks.first, blocks.first + 1)
@@ -73,8 +73,7 @@ def _load(ctx: Context, blocks: Span) -> None:
         place_after = locate(ctx, pages, blocks.first, n + 2)
         ring.wait_empty(ctx.load_k, at)
         load_k(ctx, n, last, place, at.stage)
-        if cutlass.const_expr(ctx.plan.form.variant != 4):
-            ring.wait_empty(ctx.load_v, at)
+        ring.wait_empty(ctx.load_v, at)
         load_v(ctx, n, last, place, at.stage)
         cute.arch.cp_async_commit_group()
         if n - blocks.first >= in_flight:
@@ -91,14 +90,14 @@ def _load(ctx: Context, blocks: Span) -> None:
 
 @cute.jit
 def _fill(ctx: Context, at: Cursor) -> None:
-    """Say that a block has arrived, for the copies of this warp's lanes."""
+    """Signal that this warp's share of a block has arrived."""
     # Copies by threads are writes of the generic proxy, and wgmmas read through the asynchronous one.
     cute.arch.fence_view_async_shared()
     ring.fill(ctx.load_k, at)
-    if cutlass.const_expr(ctx.plan.form.variant != 4):
-        ring.fill(ctx.load_v, at)
+    ring.fill(ctx.load_v, at)
 
 
+@role(consumes=("load_k", "load_v"))
 @cute.jit
 def _mainloop(ctx: Context, t: Thread, blocks: Span) -> None:
     """Go through the split's blocks as the load warps bring them."""
@@ -113,20 +112,15 @@ def _mainloop(ctx: Context, t: Thread, blocks: Span) -> None:
     at = ring.start()
     if blocks.first < blocks.last:
         ring.wait_full(ctx.load_k, at)
-        if cutlass.const_expr(ctx.plan.form.variant == 3):
-            if warpgroup == 1:
-                _end_turn(ctx)
         wgmma.scores(t.S, ctx.sQ, ctx.sK[None, None, at.stage])
         wgmma.wait(0)
-        if cutlass.const_expr(ctx.plan.form.variant != 4):
-            ring.release(ctx.load_k, at)
+        ring.release(ctx.load_k, at)
         factors = block_softmax(ctx, t, blocks.first, True)
         softmax.rescale_output(rows_of(t.O), factors, ctx.plan.softmax)
         round_to(t.S, P)
         for n in cutlass.range(blocks.first + 1, blocks.last, unroll=1):
             before, at = at, ring.after(at, ctx.plan.stages)
-            if cutlass.const_expr(ctx.plan.form.variant != 4):
-                ring.wait_full(ctx.load_v, before)
+            ring.wait_full(ctx.load_v, before)
             ring.wait_full(ctx.load_k, at)
             partial = bands.is_partial(ctx.tile.band, ctx.plan.band, n, *ctx.tile.tokens)
             # The branch encloses whole blocks, by a vote, for wgmmas in flight (ptxas.md, P1 and P7).
@@ -134,12 +128,8 @@ def _mainloop(ctx: Context, t: Thread, blocks: Span) -> None:
                 _block(ctx, t, P, n, at, before, True)
             else:
                 _block(ctx, t, P, n, at, before, False)
-        if cutlass.const_expr(ctx.plan.form.variant != 4):
-            ring.wait_full(ctx.load_v, at)
+        ring.wait_full(ctx.load_v, at)
         last_pv(ctx, t, P, at.stage)
-        if cutlass.const_expr(ctx.plan.form.variant == 3):
-            if warpgroup == 0:
-                _await_turn(ctx)
 
 
 @cute.jit
@@ -147,29 +137,12 @@ def _block(
     ctx: Context, t: Thread, P: cute.Tensor, n: Int32, at: Cursor, before: Cursor, masked: cutlass.Constexpr
 ) -> None:
     """S and P of block n, and PV of the one before it; both stages are free then."""
-    if cutlass.const_expr(ctx.plan.form.variant == 3):
-        _await_turn(ctx)
     wgmma.scores(t.S, ctx.sQ, ctx.sK[None, None, at.stage])
     wgmma.accumulate(t.O, P, ctx.sV[None, None, before.stage], True)
-    if cutlass.const_expr(ctx.plan.form.variant == 3):
-        _end_turn(ctx)
     wgmma.wait(1)
-    if cutlass.const_expr(ctx.plan.form.variant != 4):
-        ring.release(ctx.load_k, at)
+    ring.release(ctx.load_k, at)
     factors = block_softmax(ctx, t, n, masked)
     wgmma.wait_after(t.parts[0].row_sum)
-    ring.release(ctx.load_k if ctx.plan.form.variant == 4 else ctx.load_v, before)
+    ring.release(ctx.load_v, before)
     softmax.rescale_output(rows_of(t.O), factors, ctx.plan.softmax)
     round_to(t.S, P)
-
-
-def _await_turn(ctx: Context) -> None:
-    """Wait until the other warpgroup has issued its MMAs."""
-    cute.arch.barrier(barrier_id=NamedBarrier.ORDER + ctx.warp // WARPS, number_of_threads=2 * GROUP)
-
-
-def _end_turn(ctx: Context) -> None:
-    """Let the other warpgroup issue its MMAs."""
-    cute.arch.barrier_arrive(
-        barrier_id=NamedBarrier.ORDER + 1 - ctx.warp // WARPS, number_of_threads=2 * GROUP
-    )
