@@ -110,7 +110,8 @@ def subjects() -> Iterator[Subject]:
         yield weights(arch)
         for rows, cache_dtype in product(decode_configs.ROWS, ("", decode_configs.FP8)):
             yield decode(arch, rows, cache_dtype)
-    yield decode("sm_90a", decode_configs.WARPGROUP_ROWS, wgmma=True)
+    for rows in (decode_configs.WARPGROUP_ROWS, decode_configs.SHARED_ROWS):
+        yield decode("sm_90a", rows, wgmma=True)
     if importlib.util.find_spec("flash_attn"):
         for arch in OURS:
             # The forward for sm_100a is persistent only where all tiles cost the same.
@@ -237,11 +238,12 @@ def decode(arch: str, rows: int, cache_dtype: str = "", *, wgmma: bool = False) 
     )
     # Each warpgroup has rows.
     Hq = 40 if wgmma else 4
+    longest = 1500 if rows > decode_configs.WARPGROUP_ROWS else 700
     kernel = decode_calls.Kernel(Features("bfloat16", 128, 128, right=True), rows, form)
     generator = torch.manual_seed(0)
     q, k, v = (
         tuple(torch.randn(n, heads, 128, generator=generator).bfloat16() for n in lengths)
-        for lengths, heads in (((5, 1), Hq), ((700, 40), 2), ((700, 40), 2))
+        for lengths, heads in (((5, 1), Hq), ((longest, 40), 2), ((longest, 40), 2))
     )
     scales = {}
     if cache_dtype:
@@ -258,7 +260,7 @@ def decode(arch: str, rows: int, cache_dtype: str = "", *, wgmma: bool = False) 
         finally:
             host.uninstall()
 
-    shape = f"B=2 Hq={Hq} Hk=2, 5 x 700 and 1 x 40, 2 splits"
+    shape = f"B=2 Hq={Hq} Hk=2, 5 x {longest} and 1 x 40, 2 splits"
     kind = [cache_dtype or ("wgmma" if wgmma else "")]
     name = ", ".join(["decode", *filter(None, kind), f"{rows} rows", "D=128", "right"])
     return Subject(name, arch, shape, prepare)
