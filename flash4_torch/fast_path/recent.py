@@ -58,7 +58,7 @@ def find(
 
 
 def _pattern(others: tuple[Any, ...]) -> tuple[tuple[int | None, ...], tuple[Any, ...]]:
-    """Which tensors there are, and these, each one once: self-attention passes one cu_seqlens twice."""
+    """The tensors that there are, and these, each one once: self-attention passes one cu_seqlens twice."""
     pattern: tuple[int | None, ...] = ()
     tensors: tuple[Any, ...] = ()
     for x in others:

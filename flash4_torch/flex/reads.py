@@ -64,7 +64,7 @@ _STORES = ("STORE_FAST", "STORE_DEREF", "STORE_FAST_LOAD_FAST", "STORE_FAST_STOR
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
 _ABSENT = object()
 _DOT = "."
-"""Before an attribute's name, where it stands beside names of variables."""
+"""The sign before an attribute's name, where it stands beside names of variables."""
 _BUILTINS: dict[str, Any] = {f.__name__: f for f in (*_PURE, slice, sum, tuple, zip)}
 _MODULES = ("torch", "torch.nn", "torch.nn.functional", "torch.special", "math")
 _PLAIN = frozenset({int, bool, str, type(None), type(Ellipsis), torch.dtype, torch.device})
