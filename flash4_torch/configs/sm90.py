@@ -227,13 +227,14 @@ def _completed(features: Features, config: Sm90Forward, ragged_k: bool, pack_gqa
 
     With a left bound, a mask or bounds of rows a warpgroup may skip so many blocks that they would hold up
     the next tile, and a mask's bits are read for whole blocks. A cluster's two tiles have one sequence and no
-    mask. With dropout a wait that is left to ptxas is faster (D 192: by 7 %). With pages ptxas serialises
-    half blocks.
+    mask. With dropout a wait that is left to ptxas is faster (D 192: by 7 %). Next to pages and
+    ramps ptxas serialises half blocks.
     """
+    halves = not (features.lists_blocks or features.page_box or features.mods.ramp)
     return config._replace(
         cluster=1 if features.varlen or features.lists_blocks or features.dropout else config.cluster,
         next_tile=config.next_tile and not (features.left or features.lists_blocks or features.mods.bounds),
-        half_block=config.half_block and not features.lists_blocks and not features.page_box,
+        half_block=config.half_block and halves,
         exp_quarters_before_pv=0 if features.dropout else config.exp_quarters_before_pv,
         ragged_k=ragged_k,
         pack_gqa=pack_gqa,

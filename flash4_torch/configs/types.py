@@ -36,6 +36,13 @@ class Mods(NamedTuple):
     """Gradients only: the text of score_mod's derivative (`flex.program`)."""
     bounds: bool = False
     """Whether a table has the bounds of each row of the band; `left` and `right` say on which sides."""
+    ramp: bool = False
+    """Whether score_mod is served as a ramp (`flex.ramp`), which softmax arithmetic has a part in."""
+
+    @property
+    def makes_large_scores(self) -> bool:
+        """Whether score_mod makes scores of any size."""
+        return bool(self.score_mod) and not self.ramp
 
     @property
     def changes_scores(self) -> bool:
@@ -45,8 +52,8 @@ class Mods(NamedTuple):
     def __repr__(self) -> str:
         texts = self.score_mod, self.mask_mod, *([self.derivative] if self.derivative else [])
         keys = [hashlib.sha256(text.encode()).hexdigest()[:32] if text else "" for text in texts]
-        bounds = ["bounds"] if self.bounds else []
-        return f"Mods{(*keys[:2], self.blocks, *keys[2:], *bounds)!r}"
+        flags = [name for name in ("bounds", "ramp") if getattr(self, name)]
+        return f"Mods{(*keys[:2], self.blocks, *keys[2:], *flags)!r}"
 
 
 class Features(NamedTuple):
@@ -110,8 +117,10 @@ class Features(NamedTuple):
 
     @property
     def large_scores(self) -> bool:
-        """Whether scores are in natural units and of any size: after a floating mask or score_mod."""
-        return self.float_mask or bool(self.mods.score_mod)
+        """Whether scores are in natural units and of any size: after a floating mask or score_mod
+        that adds no ramp.
+        """
+        return self.float_mask or self.mods.makes_large_scores
 
     @property
     def float_mask(self) -> bool:

@@ -1,19 +1,21 @@
-"""Block masks in memory of the order of their blocks: the mask of all scores never exists.
+"""Block masks in time and memory of the order of their blocks: the mask of all scores never exists.
 
-A strip of some rows of blocks is evaluated at a time, and of these some columns. What it leaves is a byte for
-each block; the ordered lists of a BlockMask are made from it strip by strip, too.
+Bounds of mask_mod over the positions of a block tell most blocks that are seen whole or not at all
+(`reference.bounds`); the scores of the others alone are evaluated. What is left is a byte for each block; the
+ordered lists of a BlockMask are made from it some rows at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, RangeError
-from ..reference import programs
+from ..reference import bounds, programs
+from ..reference.bounds import Bounds
 from ..reference.flex import EMPTY, FULL, PARTIAL
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 _SCORES = 1 << 21
 """Scores whose mask is held at once."""
 _BLOCKS = 1 << 20
-"""Blocks that are put in order at once."""
+"""Blocks that are bounded, or put in order, at once."""
 _EIGHT_TRUE = 0x0101010101010101
 
 
@@ -39,7 +41,7 @@ def create_block_mask(
     _compile: bool = False,
     separate_full_blocks: bool = True,
 ) -> BlockMask:
-    """`torch.nn.attention.flex_attention.create_block_mask`, in memory of the order of the blocks.
+    """`torch.nn.attention.flex_attention.create_block_mask`, in time and memory of the order of the blocks.
 
     Args:
         mask_mod: mask_mod(b, h, q_idx, kv_idx), a function of 0-dim int32 tensors written in torch; True
@@ -129,53 +131,96 @@ def _table(
     B, H, Sq, Sk = sizes
     rows, columns = -(-Sq // block[0]), -(-Sk // block[1])
     state = torch.empty(B, H, rows, columns, dtype=torch.uint8, device=device)
-    scalars = programs.scalar_tensors(traced.program, traced.scalars, device)
+    of_mask = _OfMask(traced, sizes, block, programs.scalar_tensors(traced.program, traced.scalars, device))
+    high = max(1, _BLOCKS // columns)
     for b in range(B):
         for h in range(H):
-            for at, spans in _strips((rows, columns), block, (Sq, Sk)):
-                lanes = [_span(range(b, b + 1), 0, device), _span(range(h, h + 1), 1, device)]
-                lanes += [_span(span, dim, device) for dim, span in zip((2, 3), spans, strict=True)]
-                (seen,) = programs.evaluate(traced.program, lanes, traced.tensors, scalars)
-                state[b, h][at] = _states(seen.expand(1, 1, len(spans[0]), len(spans[1]))[0, 0], block)
+            for row in range(0, rows, high):
+                own = range(row, min(row + high, rows))
+                state[b, h, own.start : own.stop] = of_mask.states(b, h, own, columns, device)
     return state
 
 
-def _span(span: range, dim: int, device: torch.device) -> Tensor:
-    shape = [-1 if at == dim else 1 for at in range(programs.LANES)]
-    return torch.arange(span.start, span.stop, dtype=torch.int32, device=device).view(shape)
+class _OfMask(NamedTuple):
+    """A mask_mod, and the blocks whose states are wanted."""
 
+    traced: Traced
+    sizes: tuple[int, int, int, int]
+    block: tuple[int, int]
+    scalars: list[Tensor]
 
-def _strips(
-    table: tuple[int, int], block: tuple[int, int], lengths: tuple[int, int]
-) -> Iterator[tuple[tuple[slice, slice], tuple[range, range]]]:
-    """Parts of the table of blocks, each with its rows and keys."""
-    per_block = min(block[0], lengths[0]) * min(block[1], lengths[1])
-    wide = max(1, min(table[1], _SCORES // per_block))
-    high = max(1, min(table[0], _SCORES // (per_block * wide)))
-    for row in range(0, table[0], high):
-        for column in range(0, table[1], wide):
-            at = slice(row, min(row + high, table[0])), slice(column, min(column + wide, table[1]))
-            spans = [
-                range(part.start * size, min(part.stop * size, length))
-                for part, size, length in zip(at, block, lengths, strict=True)
-            ]
-            yield at, (spans[0], spans[1])
-
-
-def _states(seen: Tensor, block: tuple[int, int]) -> Tensor:
-    """The states of the blocks of a mask (rows, keys)."""
-    missing = [-n % size for n, size in zip(seen.shape, block, strict=True)]
-    if any(missing):
+    def states(self, b: int, h: int, rows: range, columns: int, device: torch.device) -> Tensor:
+        """The states of some rows of blocks (rows, columns): from bounds where these tell them."""
+        (Sq, Sk), (high, wide) = self.sizes[2:], self.block
+        spans = [
+            _spans(range(columns), wide, Sk, 3, device),
+            _spans(rows, high, Sq, 2, device),
+        ]
+        lanes = [
+            *(_place(n, size, device) for n, size in zip((b, h), self.sizes, strict=False)),
+            *spans[::-1],
+        ]
+        found = bounds.of_result(self.traced.program, lanes, self.traced.tensors, self.scalars)
+        if found is None:
+            state = torch.full((len(rows), columns), PARTIAL, dtype=torch.uint8, device=device)
+        else:
+            state = found.lowest.to(torch.uint8) + found.highest.to(torch.uint8)
+            state = state.expand(1, 1, len(rows), columns)[0, 0].clone()
+        unknown = (state == PARTIAL).nonzero()
         # A block that reaches beyond the end is not full, as in torch.
-        seen = torch.nn.functional.pad(seen, (0, missing[1], 0, missing[0]))
-    parts = seen.reshape(seen.shape[0] // block[0], block[0], seen.shape[1] // block[1], block[1])
-    if block[1] % 8 == 0:
-        # Eight bools at once, as one number: several times as fast.
-        numbers = parts.contiguous().view(torch.int64)
-        some, every = numbers.amax((1, 3)) != 0, numbers.amin((1, 3)) == _EIGHT_TRUE
-    else:
-        some, every = parts.any(3).any(1), parts.all(3).all(1)
-    return some.to(torch.uint8) + every.to(torch.uint8)
+        if Sq % high and rows.stop * high > Sq:
+            state[-1].clamp_(max=PARTIAL)
+        if Sk % wide:
+            state[:, -1].clamp_(max=PARTIAL)
+        count = max(1, _SCORES // (min(high, Sq) * min(wide, Sk)))
+        for some in unknown.split(count):
+            row, column = some.unbind(1)
+            state[row, column] = self._evaluated(b, h, row + rows.start, column)
+        return state
+
+    def _evaluated(self, b: int, h: int, rows: Tensor, columns: Tensor) -> Tensor:
+        """The states of some blocks, by all of their scores."""
+        program, (Sq, Sk), (high, wide) = self.traced.program, self.sizes[2:], self.block
+        i = _positions(rows, high, Sq).view(-1, 1, min(high, Sq), 1)
+        j = _positions(columns, wide, Sk).view(-1, 1, 1, min(wide, Sk))
+        # A position beyond the end shows nothing, and stands for the last one.
+        lanes = [i.new_full((1,) * programs.LANES, b), i.new_full((1,) * programs.LANES, h)]
+        lanes += [i.clamp(max=Sq - 1), j.clamp(max=Sk - 1)]
+        (seen,) = programs.evaluate(program, lanes, self.traced.tensors, self.scalars)
+        seen = seen.expand(len(rows), 1, i.shape[2], j.shape[3])[:, 0]
+        if Sq % high or Sk % wide:
+            seen = seen & (i < Sq)[:, 0] & (j < Sk)[:, 0]
+        some, every = _any_and_all(seen)
+        # Rows that a block has beyond all rows are not seen either.
+        every = every & (high <= Sq) & (wide <= Sk)
+        return some.to(torch.uint8) + every.to(torch.uint8)
+
+
+def _place(n: int, size: int, device: torch.device) -> Bounds:
+    x = torch.full((1,) * programs.LANES, n, device=device)
+    return bounds.whole(x, x, n, n)
+
+
+def _spans(blocks: range, size: int, length: int, dim: int, device: torch.device) -> Bounds:
+    """The first and the last position of each block."""
+    shape = [-1 if at == dim else 1 for at in range(programs.LANES)]
+    first = torch.arange(blocks.start, blocks.stop, device=device).view(shape) * size
+    return bounds.whole(first, (first + size - 1).clamp(max=length - 1), 0, length - 1)
+
+
+def _positions(blocks: Tensor, size: int, length: int) -> Tensor:
+    """The positions of blocks, (blocks, positions) int32; they may be beyond the end."""
+    own = torch.arange(min(size, length), dtype=torch.int32, device=blocks.device)
+    return blocks.to(torch.int32)[:, None] * size + own
+
+
+def _any_and_all(seen: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether some and whether all are seen of each block (blocks, rows, keys)."""
+    if seen.shape[2] % 8:
+        return seen.any(2).any(1), seen.all(2).all(1)
+    # Eight bools at once, as one number: several times as fast.
+    numbers = seen.contiguous().view(torch.int64)
+    return numbers.amax((1, 2)) != 0, numbers.amin((1, 2)) == _EIGHT_TRUE
 
 
 def _ordered(listed: Tensor) -> tuple[Tensor, Tensor]:
@@ -183,8 +228,11 @@ def _ordered(listed: Tensor) -> tuple[Tensor, Tensor]:
     counts = listed.sum(-1, dtype=torch.int32)
     indices = torch.empty(listed.shape, dtype=torch.int32, device=listed.device)
     rows, columns = listed.shape[-2:]
+    column = torch.arange(columns, dtype=torch.int32, device=listed.device)
     high = max(1, _BLOCKS // max(1, columns * listed.shape[0] * listed.shape[1]))
     for row in range(0, rows, high):
-        part = listed[:, :, row : row + high].to(torch.uint8)
-        indices[:, :, row : row + high] = torch.argsort(part, dim=-1, descending=True, stable=True)
+        part, count = listed[:, :, row : row + high], counts[:, :, row : row + high, None]
+        before = part.cumsum(-1, dtype=torch.int32)
+        places = torch.where(part, before - 1, count + column - before).long()
+        indices[:, :, row : row + high].scatter_(-1, places, column.expand(part.shape))
     return counts, indices

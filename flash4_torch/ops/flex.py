@@ -19,6 +19,7 @@ from ..backends import flex as backends
 from ..backends.flex import tiled
 from ..backends.flex.tiled import program_of
 from ..errors import DoubleBackwardError
+from ..flex import softcap
 from ..flex.program import Ref, refs
 from ..flex_problem import NUM_TENSORS, FlexInputs, FlexProblem, FlexSaved, FlexSpec, Mods, new_out
 from ..problem import CallOptions, Extent, dtype_key
@@ -113,6 +114,19 @@ def describe(inputs: FlexInputs, options: CallOptions) -> FlexProblem:
     return FlexProblem(spec, extent, options.scale, options.band, options.softcap, options.dropout_p)
 
 
+def _with_softcap(inputs: FlexInputs, options: CallOptions) -> tuple[FlexInputs, CallOptions]:
+    """The call with the option softcap instead of a score_mod that is one."""
+    mods = inputs.mods
+    if not mods.score_mod or options.softcap != 0.0:
+        return inputs, options
+    count = len(program_of(mods.score_mod).scalars)
+    cap = softcap.of(mods.score_mod, mods.scalars[:count])
+    if cap == 0.0:
+        return inputs, options
+    mods = mods._replace(score_mod="", scalars=mods.scalars[count:])
+    return inputs._replace(mods=mods), options._replace(softcap=cap)
+
+
 def _extent(inputs: FlexInputs) -> Extent:
     (*_, Hq, _), (*_, Hk, _), ends = inputs.q.shape, inputs.k.shape, inputs.mods.cu_seqlens_q
     if ends is None:
@@ -122,6 +136,7 @@ def _extent(inputs: FlexInputs) -> Extent:
 
 def reasons(inputs: FlexInputs, options: CallOptions, has_lse: bool) -> dict[str, list[str]]:
     """The reasons why each backend does not serve a call, and its backward if an input wants a gradient."""
+    inputs, options = _with_softcap(inputs, options)
     q, k, v, mods = inputs
     problem = describe(inputs, options)
     found = backends.reasons(problem)
@@ -145,6 +160,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tenso
     if mods.cu_seqlens_q is not None and mods.cu_seqlens_k is not None:
         cu_seqlens_values("cu_seqlens_q", mods.cu_seqlens_q, q.shape[0], mods.max_seqlen_q)
         cu_seqlens_values("cu_seqlens_k", mods.cu_seqlens_k, k.shape[0], mods.max_seqlen_k)
+    inputs, options = _with_softcap(inputs, options)
     problem = describe(inputs, options)
     return backends.choose(problem).forward(inputs, problem)
 
@@ -158,7 +174,8 @@ def _max_scores(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
 def _backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Any, ...]:
     (q, k, v, out, lse, low), rest, wanted = arguments[:6], arguments[6:-1], arguments[-1]
     mods, options = _split(rest)
-    inputs, saved = FlexInputs(q, k, v, mods), FlexSaved(dout, dlse, out, lse, low)
+    saved = FlexSaved(dout, dlse, out, lse, low)
+    inputs, options = _with_softcap(FlexInputs(q, k, v, mods), options)
     problem = describe(inputs, options)
     spec = problem.spec._replace(backward=True, dlse=dlse is not None, dcaptured=tuple(wanted))
     problem = problem._replace(spec=spec)

@@ -85,8 +85,8 @@ def test_strips_change_nothing(mask: Any, sizes: Any, block: Any, scores: int, o
         same(create_block_mask(mask, *sizes, "cpu", block), whole)
 
 
-def test_scores_are_held_in_strips(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No more scores are evaluated at once than the bound, at least one block."""
+def test_blocks_that_bounds_tell_are_not_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores of blocks on the diagonal alone are, and no more at once than the bound."""
     seen: list[int] = []
     evaluate = module.programs.evaluate
 
@@ -98,7 +98,28 @@ def test_scores_are_held_in_strips(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.programs, "evaluate", counted)
     monkeypatch.setattr(module, "_SCORES", 5000)
     create_block_mask(lambda b, h, i, j: i >= j, None, None, 900, 1100, "cpu", (16, 32))
-    assert max(seen) <= 5000 and sum(seen) == 900 * 1100
+    # Each row of 16 queries has one block of 32 keys in which the diagonal is.
+    assert max(seen) <= 5000 and sum(seen) == 57 * 16 * 32
+
+
+@pytest.mark.parametrize("documents", ["sorted", "drawn"])
+def test_time_is_of_the_order_of_blocks(documents: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents: blocks with two documents or the diagonal are evaluated, whatever is far apart is not."""
+    S, block = 4096, 64
+    document = torch.randint(0, 9, (S,)).sort()[0] if documents == "sorted" else torch.randint(0, 9, (S,))
+    evaluated: list[int] = []
+    evaluate = module.programs.evaluate
+
+    def counted(*arguments: Any) -> Any:
+        found = evaluate(*arguments)
+        evaluated.append(found[0].numel() // block**2)
+        return found
+
+    monkeypatch.setattr(module.programs, "evaluate", counted)
+    create_block_mask(lambda b, h, i, j: (document[i] == document[j]) & (i >= j), 1, 1, S, S, "cpu", block)
+    count, all_blocks = sum(evaluated), (S // block) ** 2
+    below = (all_blocks + S // block) // 2
+    assert count == below if documents == "drawn" else count <= all_blocks // 10
 
 
 def test_bad_arguments_are_named() -> None:

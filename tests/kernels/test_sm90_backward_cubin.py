@@ -16,6 +16,7 @@ from flash4_torch.backends.flex.compiled import derivative_of
 from flash4_torch.compile import Key
 from flash4_torch.configs import sm90_backward as configs
 from flash4_torch.configs.types import Features, Mods, Scope
+from flash4_torch.flex import ramp
 from flex_calls import traced
 from flex_mods import Mod
 from test_sm90_cubin import USES
@@ -50,23 +51,28 @@ def reachable() -> Iterator[Features]:
 
 
 def with_programs() -> Iterator[Features]:
-    """One call for each row of the table for functions: ALiBi, softcap, one that is long, learned slopes."""
+    """One call for each row of the table for functions: ALiBi, a slope that reaches both ways, softcap, one that
+    is long, learned slopes.
+    """
     q, slopes = torch.empty(1, 64, 2, 64), torch.ones(2)
     alibi: Mod = lambda s, b, h, i, j: s + slopes[h] * (j - i)  # noqa: E731
-    softcap: Mod = lambda s, b, h, i, j: 30 * torch.tanh(s / 30)  # noqa: E731
+    both_ways: Mod = lambda s, b, h, i, j: s - slopes[h] * (j - i).abs()  # noqa: E731
+    softcap: Mod = lambda s, b, h, i, j: 29 * torch.tanh(s / 30)  # noqa: E731
     long: Mod = lambda s, b, h, i, j: s + ((i ^ j) & 7) * slopes[h] + ((i + j) & 3) * (i - j).abs()  # noqa: E731
     third: Mod = lambda b, h, i, j: (i - j) % 3 < 2  # noqa: E731
     for D, score_mod, mask_mod, learns in (
         (64, alibi, None, False),
         (64, alibi, third, True),
+        (64, both_ways, None, False),
         (128, alibi, None, False),
+        (128, both_ways, None, False),
         (128, softcap, None, False),
         (128, long, None, False),
     ):
         mods = traced(q, q, score_mod, mask_mod)
         derivative = derivative_of(mods.score_mod, (learns,) if mods.captured else ()).text()
-        own = Mods(mods.score_mod, mods.mask_mod, "", derivative)
-        yield Features("bfloat16", D, D, scaled=True, right=D == 128, mods=own)
+        own = Mods(mods.score_mod, mods.mask_mod, "", derivative, ramp=bool(ramp.of(mods.score_mod)))
+        yield Features("bfloat16", D, D, scaled=not own.ramp, right=D == 128, mods=own)
 
 
 def main_kernels() -> list[Key]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 import compiled_files
 import cubin
 from everything import EVERYTHING
 from flash4_torch.compile import Key
 from flash4_torch.configs import sm90
-from flash4_torch.configs.types import Features, Sm90Forward
+from flash4_torch.configs.types import Features, Mods, Sm90Forward
+from flash4_torch.flex.attention import traced
+from flex_mods import Mod
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
@@ -82,7 +85,27 @@ def covering() -> list[Kernel]:
     in_turn = [group[i % len(group)] for i, group in enumerate(by_features.values()) if i % step == 0]
     packed = (Features("bfloat16", 64, 64, right=True), Features("float16", 128, 128, varlen=True))
     most = [(features, sm90.reachable(features)[-1]) for features in packed]
-    return list(dict.fromkeys([*filter(is_tight, tightest()), *in_turn, *most, ODD]))
+    return list(dict.fromkeys([*filter(is_tight, tightest()), *in_turn, *most, *ramped(), ODD]))
+
+
+def ramped() -> list[Kernel]:
+    """Ramps like ALiBi in the widest tiles, with packed heads too: next to half blocks wgmmas were serialised,
+    at half the speed."""
+    q, slopes = torch.empty(1, 64, 2, 64), torch.ones(2)
+    distance: Mod = lambda s, b, h, i, j: s + slopes[h] * (j - i)  # noqa: E731
+    key: Mod = lambda s, b, h, i, j: s + slopes[h] * j - 3.0  # noqa: E731
+    found = []
+    for D, mod, uses in (
+        (64, distance, CAUSAL),
+        (64, key, WINDOW),
+        (128, distance, CAUSAL),
+        (64, distance, {}),
+    ):
+        mods = Mods(traced(q, q, mod, None).score_mod, ramp=True)
+        features = Features("bfloat16", D, D, mods=mods)._replace(**uses)
+        widest = [config for config in sm90.reachable(features) if config.warpgroups == 3]
+        found += [(features, config) for config in (widest[0], widest[-1])]
+    return found if EVERYTHING else found[:3]
 
 
 def keys() -> list[Key]:

@@ -117,7 +117,7 @@ def features_of(problem: Problem, mods: Mods | None = None) -> Features:
         left=band.left is not None and band.left < extent.Sk - 1,
         right=band.right is not None and band.right < extent.Sq - 1,
         softcap=spec.softcap,
-        scaled=spec.softcap or mask not in ("", "bool") or bool(mods.score_mod) or problem.scale <= 0.0,
+        scaled=spec.softcap or mask not in ("", "bool") or mods.makes_large_scores or problem.scale <= 0.0,
         mask=mask,
         dropout=spec.dropout,
         dropout_of_part=spec.dropout_of_part,

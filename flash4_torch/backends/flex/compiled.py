@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...configs.types import Features, Mods, Sm90Backward
 from ...errors import TraceError
+from ...flex import ramp
 from ...flex.program import Derivative, parse_derivative
 from ...flex_problem import FlexGradients, FlexInputs, FlexProblem, FlexSaved, new_out
 from ...flex_problem import Mods as CallMods
@@ -111,7 +112,7 @@ class Compiled(OnTargets):
             None if saved.dlse is None else saved.dlse.contiguous(),
             out,
             saved.lse.contiguous(),
-            lse_low=saved.lse_low.contiguous() if of_mods.score_mod else None,
+            lse_low=saved.lse_low.contiguous() if of_mods.makes_large_scores else None,
         )
         found = launch(rows, given._replace(q=q, k=k, v=v), None, self.counter(index))
         D, Dv = problem.spec.D, problem.spec.Dv
@@ -238,7 +239,8 @@ class Choice(NamedTuple):
 def chosen(target: Target, problem: FlexProblem) -> Choice:
     """The forward's kernel."""
     spec, plain = problem.spec, plain_problem(problem)
-    mods = Mods(spec.score_mod, spec.mask_mod, "" if spec.block is None else "rows", bounds=spec.bounds)
+    blocks, ramp = "" if spec.block is None else "rows", has_ramp(problem)
+    mods = Mods(spec.score_mod, spec.mask_mod, blocks, bounds=spec.bounds, ramp=ramp)
     features = forward.features_of(plain, mods)
     extent, band = problem.extent, problem.band
     end_masked = band.right is not None and band.right <= 0
@@ -271,8 +273,25 @@ def _backward_features(problem: FlexProblem) -> Features:
     spec = problem.spec
     derived = derivative_of(spec.score_mod, spec.dcaptured).text() if spec.score_mod else ""
     blocks = "" if spec.block is None else "rows"
-    mods = Mods(spec.score_mod, spec.mask_mod, blocks, derived, spec.bounds)
+    mods = Mods(spec.score_mod, spec.mask_mod, blocks, derived, spec.bounds, has_ramp(problem))
     return backward.features_of(plain_problem(problem), mods)
+
+
+_LEAST_SCALE = 2.0**-64
+"""Ramps are divided by the scale."""
+_LONGEST_DISTANCE = 1 << 24
+"""Positions that float32 has exactly."""
+_LONGEST = 1 << 14
+"""Positions up to which a ramp may leave rows with large maxima: gradients take an lse of the size of the ramp
+times the length, rounded to float32."""
+
+
+def has_ramp(problem: FlexProblem) -> bool:
+    """Whether score_mod is served as a ramp."""
+    text = ramp.of(problem.spec.score_mod) if problem.spec.score_mod else ""
+    longest = _LONGEST_DISTANCE if text and ramp.depends_on_distance_alone(text) else _LONGEST
+    is_short = max(problem.extent.Sq, problem.extent.Sk) <= longest
+    return bool(text) and is_short and problem.scale >= _LEAST_SCALE
 
 
 @lru_cache(maxsize=256)

@@ -91,6 +91,11 @@ class Lowering(NamedTuple):
         program = self.program
         return any(ref.value == 0 for ref in (*program.outputs, *refs(tuple(n.args for n in program.nodes))))
 
+    @property
+    def is_identity(self) -> bool:
+        """Whether a derivative leaves the gradient as it is, and adds to no captured tensor's."""
+        return not self.gathers and self.program.outputs[0].value == len(self.program.inputs) - 1
+
     def level_of(self, node: Node) -> Level:
         """What the place that a gather reads depends on."""
         return joint({self.levels[ref.value] for ref in refs(node.args)})

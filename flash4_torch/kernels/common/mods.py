@@ -21,15 +21,17 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
+from ...flex import ramp as ramps
 from . import attn_mask, programs
 from .attn_mask import AnyContext, Mask, MaskArgs, within
 from .band import Band
 from .captured import Additions
 from .fragment import Fragment, Mates
 from .host import any_sizes, compact, strided
-from .lowering import Layout, Lowering, lower, lower_derivative
+from .lowering import Layout, Lowering, constant, lower, lower_derivative
 from .mask_tables import MaskPlan
 from .programs import Arguments, Columns, Known
+from .scores import LOG2E
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 """States of a block mask's blocks."""
@@ -63,6 +65,19 @@ class ModArgs(NamedTuple):
     """(B or 1, rows, 2) int32: the first and the last column that each row sees; neither ever decreases."""
 
 
+class Ramp(NamedTuple):
+    """A ramp in a thread's rows, in base 2: each field has a number for each row."""
+
+    steps: tuple[Float32, ...]
+    """What a step of one column adds."""
+    of_distance: tuple[Float32 | None, ...]
+    """Factors of the column's position minus the row's; None is 0."""
+    of_column: tuple[Float32 | None, ...]
+    rest: tuple[Float32 | None, ...]
+    positions: tuple[Float32, ...]
+    """Those of rows. As whole numbers they made ptxas serialise the forward's wgmmas (ptxas.md, P2)."""
+
+
 class Rows(NamedTuple):
     """What a thread keeps of its rows."""
 
@@ -70,6 +85,8 @@ class Rows(NamedTuple):
     mask: programs.Tile | None
     states: tuple[cute.Tensor, ...]
     """(columns,) for each row, with block lists."""
+    ramp: Ramp | None
+    """What stands for score_mod if that is a ramp."""
 
 
 def example_args(plan: Any) -> ModArgs:
@@ -120,8 +137,9 @@ def rows_of(
     """A thread's rows, by their query heads and positions."""
     own = [
         None if found is None else programs.begin(*found, batch, heads, positions)
-        for found in (_score_mod(args, plan), _mask_mod(args, plan))
+        for found in (None if plan.features.mods.ramp else _score_mod(args, plan), _mask_mod(args, plan))
     ]
+    ramp = _ramp(args, plan, batch, heads, positions) if plan.features.mods.ramp else None
     states: tuple[cute.Tensor, ...] = ()
     if args.blocks is not None:
         table = args.blocks.states
@@ -130,13 +148,76 @@ def rows_of(
             table[b, within(h, table.shape[1]), within(i // args.blocks.rows, table.shape[2]), None]
             for h, i in zip(heads, positions, strict=True)
         )
-    return Rows(own[0], own[1], states)
+    return Rows(own[0], own[1], states, ramp)
+
+
+def _ramp(
+    args: ModArgs, plan: Any, batch: Int32, heads: tuple[Int32, ...], positions: tuple[Int32, ...]
+) -> Ramp:
+    text = ramps.of(plan.features.mods.score_mod)
+    lowering, arguments = _with_arguments(args, lower(text, plan.layout), 0, 0)
+    tile, program = programs.begin(lowering, arguments, batch, heads, positions), lowering.program
+    rows = []
+    for known, position in zip(programs.known_of_rows(lowering, tile), positions, strict=True):
+        distance, key, query, rest = (
+            None if constant(program, ref) == 0.0 else known[ref.value][0] * LOG2E for ref in program.outputs
+        )
+        if plan.layout.rows_are_keys:
+            # The distance is the column's position minus the row's.
+            distance, row, column = None if distance is None else -distance, key, query
+        else:
+            row, column = query, key
+        place = position.to(Float32)
+        rest = _sum(rest, None if row is None else row * place)
+        step = _sum(distance, column)
+        rows.append((Float32(0.0) if step is None else step, distance, column, rest, place))
+    return Ramp(*zip(*rows, strict=True))
+
+
+def _sum(x: Float32 | None, y: Float32 | None) -> Float32 | None:
+    if x is None or y is None:
+        return y if x is None else x
+    return x + y
+
+
+def bases_of(ramp: Ramp, first: Int32) -> tuple[Float32, ...]:
+    """What a ramp adds to the rows' scores at column `first`, in base 2."""
+    place, bases = first.to(Float32), []
+    for distance, column, rest, position in zip(*ramp[1:], strict=True):
+        base = None if distance is None else distance * (place - position)
+        base = _sum(_sum(base, None if column is None else column * place), rest)
+        bases.append(Float32(0.0) if base is None else base)
+    return tuple(bases)
+
+
+def step_and_bases(own: Rows, first: Int32) -> tuple[Float32, tuple[Float32, ...]]:
+    """What a ramp adds to rows of one head from column to column, and to each row at column `first`, in base 2.
+
+    In the backward, where a column's lse is subtracted anyway.
+    """
+    return own.ramp.steps[0], bases_of(own.ramp, first)
+
+
+def climb(own: Rows, scale: Float32, fragment: Fragment) -> tuple[Float32, ...]:
+    """Add to scores what a ramp adds from column to column, and return what is left to add to the rows' ones
+    when they are scaled, in base 2; () without a ramp.
+
+    scale: the factor by which these scores are multiplied to have them in base 2.
+    """
+    if own.ramp is None:
+        return ()
+    scores, inverse = fragment.values, cute.arch.rcp_approx(scale)
+    for r, step in enumerate(own.ramp.steps):
+        own_step = step * inverse
+        for c, offset in enumerate(fragment.offsets):
+            scores[r, c] = scores[r, c] + own_step * Float32(offset)
+    return bases_of(own.ramp, fragment.key)
 
 
 def modify(args: ModArgs, plan: Any, own: Rows, fragment: Fragment, end: Int32 | None = None) -> None:
     """Apply score_mod to scores in natural units, in place; hide columns from position `end` on."""
     found = _score_mod(args, plan)
-    if found is None:
+    if found is None or plan.features.mods.ramp:
         return
     scores, columns = fragment.values, _columns(fragment)
 

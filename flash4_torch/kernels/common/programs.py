@@ -107,6 +107,12 @@ def begin(
     return Tile(_flat(shared, lowering.kept(Level.TILE)), tuple(rows))
 
 
+def known_of_rows(lowering: Lowering, tile: Tile) -> list[Known]:
+    """Values of each row."""
+    shared = _unflat(lowering, Level.TILE, tile.everywhere)
+    return [{**shared, **_unflat(lowering, Level.ROW, values)} for values in tile.rows]
+
+
 def apply(
     lowering: Lowering,
     arguments: Arguments,
@@ -136,8 +142,7 @@ def scores(
 
     `given(row, column)` has the values of the inputs that each score has for itself.
     """
-    shared = _unflat(lowering, Level.TILE, tile.everywhere)
-    of_rows = [{**shared, **_unflat(lowering, Level.ROW, values)} for values in tile.rows]
+    shared, of_rows = _unflat(lowering, Level.TILE, tile.everywhere), known_of_rows(lowering, tile)
     distance, in_columns = lowering.distance, lowering.ramps(Level.COLUMN)
     of_scores = lowering.ramps(Level.SCORE)
     begins = [

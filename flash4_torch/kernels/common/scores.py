@@ -34,6 +34,11 @@ def softmax_scale(params: LaunchParams, features: Features) -> Float32:
     return Float32(LOG2E / unit(features)) if features.scaled else params.scale * LOG2E
 
 
+def max_scale(params: LaunchParams, features: Features) -> Float32:
+    """The factor by which maxima of rows have to be multiplied to have them in base 2."""
+    return Float32(1.0) if features.mods.ramp else softmax_scale(params, features)
+
+
 @cute.jit
 def scale_and_cap(scores: cute.Tensor, params: LaunchParams, features: cutlass.Constexpr) -> None:
     """Scale, and cap, scores in place; where `scaled` is not set, scaling is left to the softmax."""

@@ -83,48 +83,75 @@ class MaxUpdate(NamedTuple):
     units."""
 
 
+# Where a ramp is added to scores, `bases` (R,) are what has to be added to a thread's rows of a block, in base
+# 2, after scaling. Maxima of rows are scaled ones then, in base 2: `max_scale` is their factor.
+
+
 @cute.jit
-def first_block(scores: cute.Tensor, rows: Rows, scale: Float32, method: cutlass.Constexpr) -> None:
+def first_block(
+    scores: cute.Tensor, rows: Rows, scale: Float32, method: cutlass.Constexpr, bases: tuple = ()
+) -> None:
     """Turn the first block's `scores` (R, C) into weights, in place."""
+    max_scale = _max_scale(scale, bases)
     for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
-        row_max = _across(_maximum(scores, r, method), method.lanes)
+        row_max = _across(_own_max(scores, r, scale, method, bases), method.lanes)
         rows.row_max[r] = row_max
-        offset = _offset(_reference(row_max, method), scale, method)
+        offset = _without_base(_offset(_reference(row_max, method), max_scale, method), r, bases)
         rows.row_sum[r] = _exp2_row(scores, r, offset, scale, method, 0, cute.size(scores, mode=[1]))
 
 
 @cute.jit
-def next_block(scores: cute.Tensor, rows: Rows, scale: Float32, method: cutlass.Constexpr) -> NextBlock:
+def next_block(
+    scores: cute.Tensor, rows: Rows, scale: Float32, method: cutlass.Constexpr, bases: tuple = ()
+) -> NextBlock:
     """Update the maxima for a further block and rescale the sums; its weights follow by `exp2_columns`."""
-    update = update_max(scores, rows, scale, method)
+    update = update_max(scores, rows, scale, method, bases)
     return NextBlock(rescale_row_sum(rows, update), update.offsets)
 
 
 @cute.jit
-def update_max(scores: cute.Tensor, rows: Rows, scale: Float32, method: cutlass.Constexpr) -> MaxUpdate:
+def update_max(
+    scores: cute.Tensor, rows: Rows, scale: Float32, method: cutlass.Constexpr, bases: tuple = ()
+) -> MaxUpdate:
     """Update the maxima for a block. If it is a further one, `rescale_row_sum` has to follow."""
-    update = _make_update(cute.size(scores, mode=[0]))
-    for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
-        _raise_max(rows, r, _across(_maximum(scores, r, method), method.lanes), scale, update, method)
-    return update
+    return raise_max(block_max(scores, scale, method, bases), rows, scale, method, bases)
 
 
 @cute.jit
-def block_max(scores: cute.Tensor, method: cutlass.Constexpr) -> cute.Tensor:
+def block_max(
+    scores: cute.Tensor, scale: Float32, method: cutlass.Constexpr, bases: tuple = ()
+) -> cute.Tensor:
     """The maxima (R,) of a block's rows, or of the part of them that the row's lanes have."""
     maxima = cute.make_rmem_tensor(cute.size(scores, mode=[0]), Float32)
     for r in cutlass.range_constexpr(cute.size(maxima)):
-        maxima[r] = _across(_maximum(scores, r, method), method.lanes)
+        maxima[r] = _across(_own_max(scores, r, scale, method, bases), method.lanes)
     return maxima
 
 
 @cute.jit
-def raise_max(maxima: cute.Tensor, rows: Rows, scale: Float32, method: cutlass.Constexpr) -> MaxUpdate:
+def raise_max(
+    maxima: cute.Tensor, rows: Rows, scale: Float32, method: cutlass.Constexpr, bases: tuple = ()
+) -> MaxUpdate:
     """`update_max` for a block whose maxima (R,) are known."""
     update = _make_update(cute.size(maxima))
     for r in cutlass.range_constexpr(cute.size(maxima)):
-        _raise_max(rows, r, maxima[r], scale, update, method)
+        _raise_max(rows, r, maxima[r], _max_scale(scale, bases), update, method)
+        update.offsets[r] = _without_base(update.offsets[r], r, bases)
     return update
+
+
+def _max_scale(scale: Float32, bases: tuple) -> Float32:
+    return Float32(1.0) if bases else scale
+
+
+def _own_max(scores: cute.Tensor, r: int, scale: Float32, method: Method, bases: tuple) -> Float32:
+    """The maximum of a thread's scores of row r."""
+    found = _maximum(scores, r, method)
+    return found * scale + bases[r] if bases else found
+
+
+def _without_base(offset: Float32, r: int, bases: tuple) -> Float32:
+    return offset - bases[r] if bases else offset
 
 
 def _make_update(count: int) -> MaxUpdate:

@@ -65,6 +65,12 @@ class BackwardPlan(NamedTuple):
         return bool(text) and lower_derivative(text, self.layout).reads_score
 
     @property
+    def differentiates_mod(self) -> bool:
+        """Whether score_mod's derivative changes gradients, or adds to those of captured tensors."""
+        text = self.features.mods.derivative
+        return bool(text) and not lower_derivative(text, self.layout).is_identity
+
+    @property
     def mask(self) -> MaskPlan:
         """How the tables of attn_mask or a block mask divide the transposed mask, whose rows are keys."""
         return MaskPlan(self.features.mask, self.cluster_keys, self.queries)

@@ -191,7 +191,10 @@ def _recompute_part(
         else:
             if cutlass.const_expr(features.float_mask):
                 _subtract_lse(S, lse, Float32(scores.LOG2E), start)
-    if cutlass.const_expr(features.mods.score_mod):
+    ramp = ()
+    if cutlass.const_expr(features.mods.ramp):
+        ramp = mods.step_and_bases(own_mods, n * plan.queries + t.first)
+    if cutlass.const_expr(features.mods.makes_large_scores):
         _subtract_exact_lse(S, exact_lse(ctx, work.tile, work.head, n), t.first + start)
     scale = scores.softmax_scale(ctx.params, features)
     for i in cutlass.range_constexpr(0, count, FOUR):
@@ -202,7 +205,11 @@ def _recompute_part(
         for j in cutlass.range_constexpr(0, FOUR, 2):
             x = S[i + j], S[i + j + 1]
             if cutlass.const_expr(not features.large_scores):
-                x = cute.arch.fma_packed_f32x2(x, (scale, scale), (offsets[j], offsets[j + 1]))
+                added = offsets[j], offsets[j + 1]
+                if cutlass.const_expr(features.mods.ramp):
+                    (step, (base,)), at = ramp, start + i + j
+                    added = tuple(added[e] + (base + step * Float32(at + e)) for e in range(2))
+                x = cute.arch.fma_packed_f32x2(x, (scale, scale), added)
             for e, number in enumerate(x):
                 S[i + j + e] = cute.math.exp2(number, fastmath=True)
         if cutlass.const_expr(features.softcap):
@@ -258,7 +265,7 @@ def _differentiate(
     plan, features = ctx.plan, ctx.plan.features
     delta = _numbers(ctx.sDelta, t, q_at)
     own_mods = None
-    if cutlass.const_expr(features.mods.score_mod):
+    if cutlass.const_expr(plan.differentiates_mod):
         own_mods = mods.derivative_rows(ctx.mods, plan, work.tile.batch, work.head, (work.position,))
     # The addresses of dmask take registers, and so do softcap's derivatives.
     together = PART >> (features.dmask + plan.keeps_dtanh)
@@ -278,7 +285,7 @@ def _differentiate(
                 dS[at], dS[at + 1] = cute.arch.mul_packed_f32x2(less, (weights[j], weights[j + 1]))
         if cutlass.const_expr(features.dmask):
             add_dmask(ctx, work, n, _fragment(ctx, t, work, n, dS, first))
-        if cutlass.const_expr(features.mods.score_mod):
+        if cutlass.const_expr(plan.differentiates_mod):
             before = None
             if cutlass.const_expr(probs.scores is not None):
                 own = _part(probs.scores, first, together)

@@ -261,7 +261,8 @@ class Plan(BackwardPlan):
     @property
     def keeps_dtanh(self) -> bool:
         """Whether softcap's derivatives are computed before a mask or score_mod leaves no capped scores."""
-        return self.features.softcap and self.features.large_scores
+        f = self.features
+        return f.softcap and (f.float_mask or bool(f.mods.score_mod))
 
     @property
     def loaders(self) -> int:

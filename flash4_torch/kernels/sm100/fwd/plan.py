@@ -262,7 +262,7 @@ class Plan(ForwardPlan):
         With dropout all blocks share one softmax: two of them spill at D 256.
         """
         f = self.features
-        large = bool(f.mods.score_mod) or (f.float_mask and (masked or f.dropout))
+        large = f.mods.makes_large_scores or (f.float_mask and (masked or f.dropout))
         return self.softmax._replace(subtracts_max_first=large)
 
     def check(self) -> None:

@@ -139,8 +139,9 @@ def _block(
     S = _load_scores(ctx, t)
     if cutlass.const_expr(not biased):
         scores.scale_and_cap(S, ctx.params, plan.features)
+    bases = ()
     if cutlass.const_expr(any(plan.features.mods)):
-        _modify(ctx, work, S, n, masked)
+        bases = _modify(ctx, work, S, n, masked)
     seen = (None,) * (plan.keys // PIECE)
     if cutlass.const_expr(masked):
         if cutlass.const_expr(plan.skips_pieces):
@@ -153,7 +154,7 @@ def _block(
     scale = scores.softmax_scale(ctx.params, plan.features)
     values = cute.make_tensor(S.iterator, cute.make_layout((1, plan.keys)))
     method = plan.softmax_of(masked)
-    update = online.update_max(values, t.rows, scale, method)
+    update = online.update_max(values, t.rows, scale, method, bases)
     place, barrier = ctx.sScale, _scale_barrier(t)
     if i > 0:
         place[t.row, t.q_tile] = online.rescale_row_sum(t.rows, update)[0]
@@ -207,14 +208,18 @@ def _partial_block(ctx: Context, t: SoftmaxThread, work: TileState, n: Int32) ->
 
 
 @cute.jit
-def _modify(ctx: Context, work: TileState, S: cute.Tensor, n: Int32, masked: cutlass.Constexpr) -> None:
-    """Apply score_mod, and mask_mod where it may mask something of block n."""
+def _modify(ctx: Context, work: TileState, S: cute.Tensor, n: Int32, masked: cutlass.Constexpr) -> tuple:
+    """Apply score_mod, and mask_mod where it may mask something of block n; returns what a ramp leaves to the
+    softmax.
+    """
     plan = ctx.plan
     values = cute.make_tensor(S.iterator, cute.make_layout((1, plan.keys)))
     fragment = row_fragment(values, work.position, n * plan.keys)
     mods.modify(ctx.mods, plan, work.mods, fragment)
+    bases = mods.climb(work.mods, scores.softmax_scale(ctx.params, plan.features), fragment)
     if cutlass.const_expr(masked or not plan.features.mods.blocks):
         mods.mask(ctx.mods, plan, work.mods, n * plan.keys, fragment)
+    return bases
 
 
 @cute.jit
@@ -298,7 +303,7 @@ def _scale_barrier(t: SoftmaxThread) -> Int32:
 def _finish(ctx: Context, t: SoftmaxThread, at: Cursor, end_at: Cursor) -> None:
     """Write what normalises O, for the correction warps, and lse."""
     plan, tile = ctx.plan, tiles.read(ctx, ctx.tile, at)  # again: few registers in between (ptxas.md, P17)
-    scale = scores.softmax_scale(ctx.params, plan.features)
+    scale = scores.max_scale(ctx.params, plan.features)
     keep_scale = ctx.params.keep_scale if plan.features.dropout else Float32(1.0)
     sinks = tiles.sinks_of(ctx, tile, (t.row,))
     ends = online.finalize(t.rows, scale, keep_scale, plan.softmax, sinks)

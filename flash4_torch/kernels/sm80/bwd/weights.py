@@ -74,7 +74,9 @@ def recompute_p(
         partial = block.partial | (own.n < work.full.first) | (own.n >= work.full.last)
         if partial:
             _mask(ctx, work, own, fragment_of(ctx, work, own, S), mask, own_mods)
-    scale = scores.softmax_scale(ctx.params, features)
+    scale, ramp = scores.softmax_scale(ctx.params, features), ()
+    if cutlass.const_expr(features.mods.ramp):
+        ramp = mods.step_and_bases(own_mods, fragment_of(ctx, work, own, S).key)
     lse = _of_own_queries(ctx, LSE if features.large_scores else LSE_LOG2, stage)
     low = _of_own_queries(ctx, LSE_LOW, stage) if features.large_scores else None
     for j in cutlass.range_constexpr(cute.size(S) // 4):
@@ -82,6 +84,11 @@ def recompute_p(
         for i in cutlass.range_constexpr(4):
             if cutlass.const_expr(features.large_scores):
                 x = (S[4 * j + i] - of_column[i % 2]) * scale - low_of_column[i % 2]
+            elif cutlass.const_expr(features.mods.ramp):
+                step, bases = ramp
+                x = (S[4 * j + i] * scale + bases[i // 2]) - (
+                    of_column[i % 2] - step * Float32(8 * j + i % 2)
+                )
             else:
                 x = S[4 * j + i] * scale - of_column[i % 2]
             S[4 * j + i] = cute.math.exp2(x, fastmath=True)
@@ -182,7 +189,7 @@ def differentiate(
             dP[4 * j + i] = weights[i] * (gradient - of_column[i % 2])
     if cutlass.const_expr(features.dmask):
         add_dmask(ctx, own, own.n, fragment_of(ctx, work, own, dP))
-    if cutlass.const_expr(features.mods.score_mod):
+    if cutlass.const_expr(plan.differentiates_mod):
         _differentiate_mod(ctx, work, own, probs, dP)
     for j in cutlass.range_constexpr(cute.size(dP) // 4):
         if cutlass.const_expr(probs.dtanh is not None):

@@ -25,7 +25,7 @@ def epilogue(ctx: Context, t: Thread, tile: Tile) -> None:
     """
     plan = ctx.plan
     first = tiles.first_query(ctx, tile)
-    scale = scores.softmax_scale(ctx.params, plan.features)
+    scale = scores.max_scale(ctx.params, plan.features)
     keep_scale = ctx.params.keep_scale if plan.features.dropout else Float32(1.0)
     for m in cutlass.range_constexpr(plan.row_mmas):
         rows = row_pair(ctx, m)

@@ -70,17 +70,18 @@ def mainloop(ctx: Context, t: Thread, tile: Tile) -> None:
         load_v(ctx, tile, now[-1].n, i + (stages - 1), count, freed)
         cute.arch.cp_async_commit_group()
         _scores(ctx, t, stage)
+        bases = ()
         if cutlass.const_expr(plan.shares_rows):
-            _mask_scores(ctx, t, work, now[0], words)
-            _announce_maxima(ctx, t)
+            bases = _mask_scores(ctx, t, work, now[0], words)
+            _announce_maxima(ctx, t, bases)
         cute.arch.cp_async_wait_group(plan.groups_in_flight)
         # Its V is there, and all warps have used its K.
         cute.arch.sync_threads()
         load_k(ctx, tile, further.n, i + stages, count, stage)
         cute.arch.cp_async_commit_group()
         if cutlass.const_expr(not plan.shares_rows):
-            _mask_scores(ctx, t, work, now[0], words)
-        _attend(ctx, t, stage)
+            bases = _mask_scores(ctx, t, work, now[0], words)
+        _attend(ctx, t, stage, bases)
         freed, stage = stage, Int32(0) if stage + 1 == stages else stage + 1
         blocks = (*now[1:], further)
     if cutlass.const_expr(plan.shares_rows):
@@ -173,23 +174,25 @@ def _scores(ctx: Context, t: Thread, stage: Int32) -> None:
 
 
 @cute.jit
-def _mask_scores(ctx: Context, t: Thread, work: TileState, block: Block, words: tuple) -> None:
-    """Scale, cap and mask the scores of a block."""
-    plan = ctx.plan
+def _mask_scores(ctx: Context, t: Thread, work: TileState, block: Block, words: tuple) -> tuple:
+    """Scale, cap and mask the scores of a block; returns what a ramp leaves to the softmax, for each MMA."""
+    plan, bases = ctx.plan, ((),) * ctx.plan.row_mmas
     for S in t.S:
         scores.scale_and_cap(S, ctx.params, plan.features)
     if cutlass.const_expr(any(plan.features.mods)):
-        _modify(ctx, t, work, block.n)
+        bases = _modify(ctx, t, work, block.n)
     if cutlass.const_expr(plan.band.masks or plan.features.lists_blocks):
         partial = block.partial | bands.is_partial(work.band, plan.band, block.n, *work.own)
         if partial:
             _mask(ctx, t, work, block.n, words)
+    return bases
 
 
 @cute.jit
-def _announce_maxima(ctx: Context, t: Thread) -> None:
+def _announce_maxima(ctx: Context, t: Thread, bases: tuple) -> None:
     """Write the maxima of the warp's scores, for the warps that share its rows."""
-    maxima = softmax.block_max(warp_mma.rows_of(t.S[0]), ctx.plan.softmax)
+    scale = scores.softmax_scale(ctx.params, ctx.plan.features)
+    maxima = softmax.block_max(warp_mma.rows_of(t.S[0]), scale, ctx.plan.softmax, bases[0])
     _exchange(ctx, maxima)
 
 
@@ -215,17 +218,17 @@ def _exchanged(ctx: Context) -> tuple[cute.Tensor, ...]:
 
 
 @cute.jit
-def _update(ctx: Context, t: Thread, m: cutlass.Constexpr) -> softmax.NextBlock:
+def _update(ctx: Context, t: Thread, m: cutlass.Constexpr, bases: tuple) -> softmax.NextBlock:
     """How a block enters the softmax of 16 rows."""
     plan, rows = ctx.plan, t.rows[m]
     scale = scores.softmax_scale(ctx.params, plan.features)
     if cutlass.const_expr(not plan.shares_rows):
-        return softmax.next_block(warp_mma.rows_of(t.S[m]), rows, scale, plan.softmax)
+        return softmax.next_block(warp_mma.rows_of(t.S[m]), rows, scale, plan.softmax, bases)
     maxima, *others = _exchanged(ctx)
     for other in others:
         for r in cutlass.range_constexpr(2):
             maxima[r] = softmax.larger(maxima[r], other[r])
-    update = softmax.raise_max(maxima, rows, scale, plan.softmax)
+    update = softmax.raise_max(maxima, rows, scale, plan.softmax, bases)
     return softmax.NextBlock(softmax.rescale_row_sum(rows, update), update.offsets)
 
 
@@ -248,14 +251,14 @@ def _join_sums(ctx: Context, t: Thread) -> None:
 
 
 @cute.jit
-def _attend(ctx: Context, t: Thread, stage: Int32) -> None:
+def _attend(ctx: Context, t: Thread, stage: Int32, bases: tuple) -> None:
     """Turn the scores of a block into weights, P, and O += P V."""
     plan = ctx.plan
     scale, method = scores.softmax_scale(ctx.params, plan.features), plan.softmax
     operands, factors = [], []
     for m in cutlass.range_constexpr(plan.row_mmas):
         values = warp_mma.rows_of(t.S[m])
-        update = _update(ctx, t, m)
+        update = _update(ctx, t, m, bases[m])
         softmax.exp2_columns(values, t.rows[m], update, scale, method, 0, cute.size(values, mode=[1]))
         if cutlass.const_expr(plan.is_float32):
             factors.append(update.factors)
@@ -298,14 +301,19 @@ def _share(ctx: Context, weights: cute.Tensor):
 
 
 @cute.jit
-def _modify(ctx: Context, t: Thread, work: TileState, n: Int32) -> None:
-    """Apply score_mod, and mask_mod where no block mask says which blocks it masks."""
-    plan = ctx.plan
+def _modify(ctx: Context, t: Thread, work: TileState, n: Int32) -> tuple:
+    """Apply score_mod, and mask_mod where no block mask says which blocks it masks; returns what a ramp leaves
+    to the softmax, for each MMA.
+    """
+    plan, bases = ctx.plan, []
     for m in cutlass.range_constexpr(plan.row_mmas):
         fragment = mma_fragment(t.S[m], work.positions[m], n * plan.keys, ctx.lane)
         mods.modify(ctx.mods, plan, work.mods[m], fragment)
+        scale = scores.softmax_scale(ctx.params, plan.features)
+        bases.append(mods.climb(work.mods[m], scale, fragment))
         if cutlass.const_expr(not plan.features.mods.blocks):
             mods.mask(ctx.mods, plan, work.mods[m], n * plan.keys, fragment)
+    return tuple(bases)
 
 
 @cute.jit

@@ -70,8 +70,13 @@ def recompute_p(
     if cutlass.const_expr(features.softcap):
         dtanh = wgmma.p_fragment(plan.dtype, plan.queries)
         find_dtanh(t.S, dtanh, ctx.params, features)
+    ramp = ()
     if cutlass.const_expr(any(features.mods)):
-        before = _modify(ctx, t, work, n, masked)
+        own = mods.rows_of(ctx.mods, plan, work.tile.batch, (work.head, work.head), work.positions)
+        before = _modify(ctx, t, work, n, own, masked)
+        if cutlass.const_expr(features.mods.ramp):
+            first = mma_fragment(t.S, work.positions, n * plan.queries, t.lane).key
+            ramp = mods.step_and_bases(own, first)
     if cutlass.const_expr(masked):
         fragment = mma_fragment(t.S, work.positions, n * plan.queries, t.lane)
         if cutlass.const_expr(features.mask):
@@ -90,6 +95,11 @@ def recompute_p(
         for i in cutlass.range_constexpr(4):
             if cutlass.const_expr(features.large_scores):
                 x = (t.S[4 * j + i] - of_column[i % 2]) * scale - low_of_column[i % 2]
+            elif cutlass.const_expr(features.mods.ramp):
+                step, bases = ramp
+                x = (t.S[4 * j + i] * scale + bases[i // 2]) - (
+                    of_column[i % 2] - step * Float32(8 * j + i % 2)
+                )
             else:
                 x = t.S[4 * j + i] * scale - of_column[i % 2]
             t.S[4 * j + i] = cute.math.exp2(x, fastmath=True)
@@ -101,12 +111,12 @@ def recompute_p(
 
 @cute.jit
 def _modify(
-    ctx: Context, t: Thread, work: TileState, n: Int32, masked: cutlass.Constexpr
+    ctx: Context, t: Thread, work: TileState, n: Int32, own: mods.Rows, masked: cutlass.Constexpr
 ) -> cute.Tensor | None:
     """Apply score_mod, and mask_mod where it may mask something of block n; returns the scores before, if the
     derivative reads them.
 
-    What rows need is found anew for every block, like a mask's rows.
+    own: what rows need, found anew for every block, like a mask's rows.
     """
     plan, before = ctx.plan, None
     if cutlass.const_expr(plan.keeps_scores):
@@ -114,7 +124,6 @@ def _modify(
         for i in cutlass.range_constexpr(cute.size(t.S)):
             before[i] = t.S[i]
     fragment = mma_fragment(t.S, work.positions, n * plan.queries, t.lane)
-    own = mods.rows_of(ctx.mods, plan, work.tile.batch, (work.head, work.head), work.positions)
     # Rows beyond the end have an infinite lse, which does not hide what score_mod makes of them.
     mods.modify(ctx.mods, plan, own, fragment, work.tile.Sq)
     if cutlass.const_expr(masked or not plan.features.mods.blocks):
@@ -165,7 +174,7 @@ def differentiate(
             dP[4 * j + i] = weights[i] * (gradient - of_column[i % 2])
     if cutlass.const_expr(features.dmask):
         add_dmask(ctx, work, n, mma_fragment(dP, work.positions, n * ctx.plan.queries, t.lane))
-    if cutlass.const_expr(features.mods.score_mod):
+    if cutlass.const_expr(ctx.plan.differentiates_mod):
         _differentiate_mod(ctx, t, work, n, probs, dP)
     for j in cutlass.range_constexpr(cute.size(dP) // 4):
         if cutlass.const_expr(probs.dtanh is not None):

@@ -24,7 +24,7 @@ from .state import Thread
 def epilogue(ctx: Context, t: Thread, tile: Tile, q_at: Cursor) -> None:
     """Normalise and store O and lse. Every warp stores its 16 rows by itself."""
     plan = ctx.plan
-    scale = scores.softmax_scale(ctx.params, plan.features)
+    scale = scores.max_scale(ctx.params, plan.features)
     keep_scale = ctx.params.keep_scale if plan.features.dropout else Float32(1.0)
     sinks = sinks_of(ctx, tile, (t.row, t.row + 8))
     ends = softmax.finalize(t.rows, scale, keep_scale, plan.softmax, sinks)

@@ -239,10 +239,10 @@ def _block(
     words = _mask_words(ctx, work, n) if masked else ()
     wgmma.wait(1)
     ring.release(ctx.load_k, k_at)
-    _finish_scores(ctx, t, work, t.S, n, plan.inner_band if masked else None, words)
+    bases = _finish_scores(ctx, t, work, t.S, n, plan.inner_band if masked else None, words)
     values, scale = wgmma.rows_of(t.S), scores.softmax_scale(ctx.params, plan.features)
     method = plan.softmax_of(masked)
-    block = softmax.next_block(values, t.rows, scale, method)
+    block = softmax.next_block(values, t.rows, scale, method, bases)
     early, columns = plan.columns_before_wait, cute.size(values, mode=[1])
     softmax.exp2_columns(values, t.rows, block, scale, method, 0, early)
     if cutlass.const_expr(plan.config.exp_quarters_before_pv):
@@ -286,19 +286,22 @@ def _first_scores(ctx: Context, t: Thread, work: TileState, q_at: Cursor, k_at: 
 
 @cute.jit
 def _first_p(ctx: Context, t: Thread, work: TileState, S: cute.Tensor, n: Int32) -> None:
-    _finish_scores(ctx, t, work, S, n, ctx.plan.band, _mask_words(ctx, work, n))
+    bases = _finish_scores(ctx, t, work, S, n, ctx.plan.band, _mask_words(ctx, work, n))
     scale = scores.softmax_scale(ctx.params, ctx.plan.features)
-    softmax.first_block(wgmma.rows_of(S), t.rows, scale, ctx.plan.softmax)
+    softmax.first_block(wgmma.rows_of(S), t.rows, scale, ctx.plan.softmax, bases)
 
 
 @cute.jit
-def _finish_scores(ctx: Context, t: Thread, work: TileState, S: cute.Tensor, n: Int32, band, words) -> None:
-    """Scale and modify the scores of block n, and mask them unless `band` is None."""
-    plan = ctx.plan
+def _finish_scores(ctx: Context, t: Thread, work: TileState, S: cute.Tensor, n: Int32, band, words) -> tuple:
+    """Scale and modify the scores of block n, and mask them unless `band` is None; returns what a ramp leaves
+    to the softmax.
+    """
+    plan, bases = ctx.plan, ()
     scores.scale_and_cap(S, ctx.params, plan.features)
     if cutlass.const_expr(any(plan.features.mods)):
         of_mods = mma_fragment(S, work.positions, n * plan.keys, t.lane)
         mods.modify(ctx.mods, plan, work.mods, of_mods)
+        bases = mods.climb(work.mods, scores.softmax_scale(ctx.params, plan.features), of_mods)
         if cutlass.const_expr(band is not None or not plan.features.mods.blocks):
             mods.mask(ctx.mods, plan, work.mods, n * plan.keys, of_mods)
     if cutlass.const_expr(band is not None):
@@ -307,6 +310,7 @@ def _finish_scores(ctx: Context, t: Thread, work: TileState, S: cute.Tensor, n: 
             attn_mask.apply(ctx.mask, work.mask, words, n, fragment)
         if cutlass.const_expr(band.masks):
             bands.mask(work.band, band, fragment)
+    return bases
 
 
 @cute.jit
