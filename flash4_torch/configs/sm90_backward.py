@@ -90,8 +90,8 @@ TABLE = (
         "unmeasured: ramps like ALiBi"),
     Row(64, 64, (*_MORE, "scores", "long"), ("mods",),
         _Tiles(128, kv_stages=2, round_weights=True, next_tile=True),
-        "unmeasured: sums with what depends on places; two stages of dS do not fit next to two numbers more of "
-        "each row"),
+        "unmeasured: sums with what depends on places; two stages of dS do not fit next to two numbers more "
+        "of each row"),
     Row(64, 64, (), ("sums",), _Tiles(64, ds_stages=2, kv_stages=2),
         "unmeasured: sums of gradients of captured tensors need weights that are not rounded"),
     Row(64, 64, (), (), _Tiles(64, ds_stages=2, kv_stages=2, round_weights=True),

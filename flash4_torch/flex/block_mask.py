@@ -152,14 +152,8 @@ class _OfMask(NamedTuple):
     def states(self, b: int, h: int, rows: range, columns: int, device: torch.device) -> Tensor:
         """The states of some rows of blocks (rows, columns): from bounds where these tell them."""
         (Sq, Sk), (high, wide) = self.sizes[2:], self.block
-        spans = [
-            _spans(range(columns), wide, Sk, 3, device),
-            _spans(rows, high, Sq, 2, device),
-        ]
-        lanes = [
-            *(_place(n, size, device) for n, size in zip((b, h), self.sizes, strict=False)),
-            *spans[::-1],
-        ]
+        spans = _spans(rows, high, Sq, 2, device), _spans(range(columns), wide, Sk, 3, device)
+        lanes = [_place(b, device), _place(h, device), *spans]
         found = bounds.of_result(self.traced.program, lanes, self.traced.tensors, self.scalars)
         if found is None:
             state = torch.full((len(rows), columns), PARTIAL, dtype=torch.uint8, device=device)
@@ -196,7 +190,7 @@ class _OfMask(NamedTuple):
         return some.to(torch.uint8) + every.to(torch.uint8)
 
 
-def _place(n: int, size: int, device: torch.device) -> Bounds:
+def _place(n: int, device: torch.device) -> Bounds:
     x = torch.full((1,) * programs.LANES, n, device=device)
     return bounds.whole(x, x, n, n)
 

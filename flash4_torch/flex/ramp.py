@@ -1,7 +1,7 @@
 """Score mods that add a ramp: what is linear in the positions of a key and its query, like ALiBi.
 
-score + distance * (kv_idx - q_idx) + key * kv_idx + query * q_idx + rest, whose four coefficients depend on b, h
-and captured values alone. Kernels add what differs within a row by one FMA a score, and the rest to the
+score + distance * (kv_idx - q_idx) + key * kv_idx + query * q_idx + rest, whose four coefficients depend on
+b, h and captured values alone. Kernels add what differs within a row by one FMA a score, and the rest to the
 softmax's own numbers.
 """
 
@@ -110,12 +110,11 @@ class _Finder:
             return whole
         if dtype != "float32":
             return None
-        key, query = whole.key, whole.query
-        is_distance = key == -query
-        coefficients = (key, 0, 0) if is_distance else (0, key, query)
-        made = [self._made("constant", float(n)) if n else None for n in coefficients]
+        is_distance = whole.key == -whole.query
+        coefficients = (whole.key, 0, 0) if is_distance else (0, whole.key, whole.query)
+        distance, key, query = (self._made("constant", float(n)) if n else None for n in coefficients)
         rest = None if whole.rest is None else self._made("convert", whole.rest)
-        return _Form(False, *made, rest)
+        return _Form(False, distance, key, query, rest)
 
     def _whole(self, op: str, operands: list[_Value]) -> _Value:
         """Sums and differences of positions and one number of the tile."""
@@ -143,11 +142,9 @@ class _Finder:
                 return None
             return self._each(x, op, y)
         x, y = (_Form(rest=value) if isinstance(value, Ref) else value for value in operands)
-        if (
-            not isinstance(x, _Form)
-            or not isinstance(y, _Form)
-            or (y.has_score and (x.has_score or op == "sub"))
-        ):
+        if not isinstance(x, _Form) or not isinstance(y, _Form):
+            return None
+        if y.has_score and (x.has_score or op == "sub"):
             return None
         pairs = zip(x.coefficients, y.coefficients, strict=True)
         return _Form(x.has_score or y.has_score, *(self._sum(op, a, b) for a, b in pairs))

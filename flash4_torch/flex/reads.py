@@ -186,7 +186,7 @@ class _Found:
         """An object whose attributes are where they seem to be; `of_objects` reads those that are used."""
         kind = type(x)
         plain = kind.__getattribute__ is object.__getattribute__
-        if not plain or getattr(kind, "__getattr__", nn.Module.__getattr__) is not nn.Module.__getattr__:
+        if not plain or getattr(kind, "__getattr__", None) not in (None, nn.Module.__getattr__):
             raise _Unknown
         if isinstance(x, (type, types.ModuleType, Tensor)) or not hasattr(x, "__dict__"):
             raise _Unknown

@@ -71,8 +71,8 @@ def _number(program: Program, ref: object, scalars: Sequence[float]) -> float | 
         return None
     if node.op == "constant":
         return float(node.args[0])
-    numbers = [_number(program, arg, scalars) for arg in node.args]
-    if None in numbers:
+    numbers = [x for arg in node.args if (x := _number(program, arg, scalars)) is not None]
+    if len(numbers) < len(node.args):
         return None
     if node.op == "reciprocal" and numbers[0]:
         return 1.0 / numbers[0]

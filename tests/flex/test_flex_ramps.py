@@ -1,4 +1,4 @@
-"""Score mods that kernels recognise: ramps like ALiBi, whose coefficients go into the softmax, and softcap."""
+"""Score mods that are recognised: ramps like ALiBi, whose coefficients go into the softmax, and softcap."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _ADDED: list[Added] = [
     lambda b, h, i, j: 0.3 * i.float() / BIASES[h],
     lambda b, h, i, j: BIASES[h],
     lambda b, h, i, j: (j + b - i) * 0.7,
-    lambda b, h, i, j: (j - (i + 3)) * SLOPES[h],
+    lambda b, h, i, j: (j - i - H) * SLOPES[h],
     lambda b, h, i, j: -(2.0 - SLOPES[h] * (j + h)),
 ]
 ramps = st.lists(st.tuples(st.sampled_from(_ADDED), st.sampled_from([1, -1])), min_size=1, max_size=4)
@@ -81,7 +81,7 @@ def test_a_ramp_is_its_coefficients(parts: list[tuple[Added, int]], seed: int) -
 
 def test_a_distance_has_no_other_coefficients() -> None:
     """Which is what lets long calls have it: see `has_ramp`."""
-    alone = [
+    alone: list[Mod] = [
         lambda s, b, h, i, j: s - SLOPES[h] * (i - j),
         lambda s, b, h, i, j: (j - i) * 0.5 + s + BIASES[h],
     ]
@@ -154,7 +154,8 @@ CALLS = (
 
 def _ramped(kind: str, options: str, D: int, Sq: int = 150, Sk: int = 170) -> Call:
     torch.manual_seed(1)
-    call = made(tensors(Sq, Sk, D), KINDS[kind], None, **OPTIONS[options])
+    some: Mod | None = None if options == "softcap" else lambda b, h, i, j: i % 7 != 3
+    call = made(tensors(Sq, Sk, D), KINDS[kind], some, **OPTIONS[options])
     state = draw_rng_state(CPU) if "dropout_p" in OPTIONS[options] else None
     call = replace(call, mods=call.mods._replace(sinks=torch.randn(H), rng_state=state))
     assert has_ramp(_problem(call))
@@ -172,6 +173,20 @@ def test_kernels_add_ramps(arch: str, kind: str, options: str, D: int) -> None:
 def test_heads_of_a_tile_have_their_own_ramps(arch: str) -> None:
     """Few queries: a tile's rows are of several heads."""
     check(_ramped("all", "plain", 64, Sq=3), arch, SCHEDULES[0])
+
+
+def test_a_scale_below_0_has_no_ramp() -> None:
+    call = _ramped("distance", "plain", 64, Sq=40)
+    call = replace(call, options=call.options._replace(scale=-call.options.scale))
+    assert not has_ramp(_problem(call))
+    check(call, "sm_90a", SCHEDULES[0])
+
+
+@pytest.mark.parametrize("slope", [1e4, -1e4, 3e34])
+def test_large_ramps(slope: float) -> None:
+    call = made(tensors(40, 90), lambda s, b, h, i, j: s + slope * j, None)
+    assert has_ramp(_problem(call))
+    check(call, "sm_90a", SCHEDULES[0])
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -24,15 +24,18 @@ def _captured(seed: int, dtype: torch.dtype) -> Tensor:
     return (20 * torch.randn(S, generator=generator)).to(dtype)
 
 
+_LONG, _INT, _FLOAT = map(_captured, (0, 1, 2), (torch.int64, torch.int32, torch.float32))
 _LEAVES: list[Value] = [
     lambda b, h, i, j: i,
     lambda b, h, i, j: j,
     lambda b, h, i, j: i - j,
     lambda b, h, i, j: h,
-    *(lambda b, h, i, j, x=_captured(n, d): x[i] for n, d in enumerate((torch.int64, torch.int32))),
-    *(lambda b, h, i, j, x=_captured(n, d): x[j] for n, d in enumerate((torch.int64, torch.float32))),
-    lambda b, h, i, j, x=_captured(5, torch.int32): x[(i + j) // 2],
-    lambda b, h, i, j, x=_captured(6, torch.int32).view(1, S): x[b, j],
+    lambda b, h, i, j: _LONG[i],
+    lambda b, h, i, j: _INT[i],
+    lambda b, h, i, j: _LONG[j],
+    lambda b, h, i, j: _FLOAT[j],
+    lambda b, h, i, j: _INT[(i + j) // 2],
+    lambda b, h, i, j: _INT.view(1, S)[b, j],
 ]
 _UNARY: list[Callable[..., Any]] = [
     lambda x, n: x + n,

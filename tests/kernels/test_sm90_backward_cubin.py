@@ -51,8 +51,8 @@ def reachable() -> Iterator[Features]:
 
 
 def with_programs() -> Iterator[Features]:
-    """One call for each row of the table for functions: ALiBi, a slope that reaches both ways, softcap, one that
-    is long, learned slopes.
+    """One call for each row of the table for functions: ALiBi, a slope that reaches both ways, one like
+    softcap, one that is long, learned slopes.
     """
     q, slopes = torch.empty(1, 64, 2, 64), torch.ones(2)
     alibi: Mod = lambda s, b, h, i, j: s + slopes[h] * (j - i)  # noqa: E731

@@ -89,8 +89,9 @@ def covering() -> list[Kernel]:
 
 
 def ramped() -> list[Kernel]:
-    """Ramps like ALiBi in the widest tiles, with packed heads too: next to half blocks wgmmas were serialised,
-    at half the speed."""
+    """Ramps like ALiBi in the widest tiles, with packed heads too: next to half blocks wgmmas were
+    serialised, at half the speed.
+    """
     q, slopes = torch.empty(1, 64, 2, 64), torch.ones(2)
     distance: Mod = lambda s, b, h, i, j: s + slopes[h] * (j - i)  # noqa: E731
     key: Mod = lambda s, b, h, i, j: s + slopes[h] * j - 3.0  # noqa: E731

@@ -282,8 +282,8 @@ _LEAST_SCALE = 2.0**-64
 _LONGEST_DISTANCE = 1 << 24
 """Positions that float32 has exactly."""
 _LONGEST = 1 << 14
-"""Positions up to which a ramp may leave rows with large maxima: gradients take an lse of the size of the ramp
-times the length, rounded to float32."""
+"""Positions up to which a ramp may leave rows with large maxima: gradients take an lse of the size of the
+ramp times the length, rounded to float32."""
 
 
 def has_ramp(problem: FlexProblem) -> bool:

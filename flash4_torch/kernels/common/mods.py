@@ -191,7 +191,7 @@ def bases_of(ramp: Ramp, first: Int32) -> tuple[Float32, ...]:
 
 
 def step_and_bases(own: Rows, first: Int32) -> tuple[Float32, tuple[Float32, ...]]:
-    """What a ramp adds to rows of one head from column to column, and to each row at column `first`, in base 2.
+    """What a ramp adds to rows of one head from column to column, and to each at column `first`, in base 2.
 
     In the backward, where a column's lse is subtracted anyway.
     """

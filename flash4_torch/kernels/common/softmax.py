@@ -83,8 +83,8 @@ class MaxUpdate(NamedTuple):
     units."""
 
 
-# Where a ramp is added to scores, `bases` (R,) are what has to be added to a thread's rows of a block, in base
-# 2, after scaling. Maxima of rows are scaled ones then, in base 2: `max_scale` is their factor.
+# Where a ramp is added to scores, `bases` (R,) have to be added to a thread's rows of a block, in base 2,
+# after scaling. Maxima of rows are scaled ones then, in base 2.
 
 
 @cute.jit

@@ -86,9 +86,8 @@ def recompute_p(
                 x = (S[4 * j + i] - of_column[i % 2]) * scale - low_of_column[i % 2]
             elif cutlass.const_expr(features.mods.ramp):
                 step, bases = ramp
-                x = (S[4 * j + i] * scale + bases[i // 2]) - (
-                    of_column[i % 2] - step * Float32(8 * j + i % 2)
-                )
+                less = of_column[i % 2] - step * Float32(8 * j + i % 2)
+                x = (S[4 * j + i] * scale + bases[i // 2]) - less
             else:
                 x = S[4 * j + i] * scale - of_column[i % 2]
             S[4 * j + i] = cute.math.exp2(x, fastmath=True)

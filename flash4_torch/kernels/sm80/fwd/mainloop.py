@@ -302,8 +302,8 @@ def _share(ctx: Context, weights: cute.Tensor):
 
 @cute.jit
 def _modify(ctx: Context, t: Thread, work: TileState, n: Int32) -> tuple:
-    """Apply score_mod, and mask_mod where no block mask says which blocks it masks; returns what a ramp leaves
-    to the softmax, for each MMA.
+    """Apply score_mod, and mask_mod where no block mask says which blocks it masks; returns what a ramp
+    leaves to the softmax, for each MMA.
     """
     plan, bases = ctx.plan, []
     for m in cutlass.range_constexpr(plan.row_mmas):
