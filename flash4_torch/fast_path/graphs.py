@@ -62,10 +62,10 @@ def _direct(op: Any, num_tensors: int, prepare: Prepare) -> Callable[..., Any]:
         key = _signature(op, tf32, args)
         if key is None:
             return op(*args)
-        launch = _launches.get(key)
-        if launch is not None:
-            recent.remember(_recent, place, tensors, launch)
-            return launch(*args)
+        prepared = _launches.get(key)
+        if prepared is not None:
+            recent.remember(_recent, place, tensors, prepared)
+            return prepared(*args)
         results = op(*args)
         if key not in _launches:
             if len(_launches) >= _MOST:

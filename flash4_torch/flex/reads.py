@@ -185,8 +185,11 @@ class _Found:
     def _object(self, x: Any, name: str) -> Hashable:
         """An object whose attributes are where they seem to be; `of_objects` reads those that are used."""
         kind = type(x)
-        plain = kind.__getattribute__ is object.__getattribute__
-        if not plain or getattr(kind, "__getattr__", None) not in (None, nn.Module.__getattr__):
+        reader: Any = kind.__getattribute__
+        if reader is not object.__getattribute__ or getattr(kind, "__getattr__", None) not in (
+            None,
+            nn.Module.__getattr__,
+        ):
             raise _Unknown
         if isinstance(x, (type, types.ModuleType, Tensor)) or not hasattr(x, "__dict__"):
             raise _Unknown
