@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from . import backends, fast_path, ops
+from .backends import Order
 from .errors import ArgumentError
-from .fast_path import Door
+from .fast_path import Door, Returned
 from .flex.call import Mod, attend, functions_of, traced
 from .flex_problem import FlexInputs, Mods
 from .ops import check
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 Window = tuple[int | None, int | None]
 
 _DENSE, _VARLEN = Door("attention"), Door("attention_varlen", varlen=True)
-_SDPA = Door("scaled_dot_product_attention", heads_first=True, out_heads_first=True)
+_SDPA = Door("scaled_dot_product_attention", Order(heads_first=True, out_heads_first=True))
 
 
 class _Options(TypedDict, total=False):
@@ -136,14 +137,13 @@ def attention(
     """
     if unknown:
         raise no_argument(attention, unknown)
-    signature, call = None, None
+    signature = None
     is_plain = score_mod is None and mask_mod is None and block_mask is None
     if is_plain and type(window) is tuple:
-        flags = (*window, causal, scale, softcap, dropout_p, deterministic)
+        flags = (*window, causal, scale, softcap, dropout_p, deterministic, return_lse)
         signature, call = fast_path.lookup(_DENSE, q, k, v, (attn_mask, sinks), flags)
-    if call is not None and (return_lse is False or return_lse is True):
-        out, lse = call(q, k, v, attn_mask, sinks)
-        return (out, lse) if return_lse else out
+        if call is not None:
+            return call.run(q, k, v, attn_mask, sinks)
     if has_torch_function((q, k, v, attn_mask, sinks)) and ops.is_recorded(q, k, v, attn_mask, sinks):
         return handle_torch_function(
             attention,
@@ -170,7 +170,8 @@ def attention(
     rng_state = _rng_state(q, options)
     if is_plain:
         out, lse = ops.attention(q, k, v, attn_mask, sinks, rng_state, options)
-        fast_path.record(signature, _DENSE, Inputs(q, k, v, attn_mask, sinks), options)
+        inputs = Inputs(q, k, v, attn_mask, sinks)
+        fast_path.record(signature, _DENSE, inputs, options, returned=Returned(return_lse))
     else:
         _refuse_beside_functions(attn_mask)
         functions = functions_of(score_mod, mask_mod, block_mask)
@@ -307,15 +308,15 @@ def attention_varlen(
     """
     if unknown:
         raise no_argument(attention_varlen, unknown)
-    signature, call = None, None
+    signature = None
     others = (cu_seqlens_q, cu_seqlens_k, sinks)
     is_plain = score_mod is None and mask_mod is None and block_mask is None
     if is_plain and type(window) is tuple:
-        flags = (*window, causal, scale, softcap, dropout_p, deterministic, max_seqlen_q, max_seqlen_k)
+        lengths = max_seqlen_q, max_seqlen_k
+        flags = (*window, causal, scale, softcap, dropout_p, deterministic, return_lse, *lengths)
         signature, call = fast_path.lookup(_VARLEN, q, k, v, others, flags)
-    if call is not None and (return_lse is False or return_lse is True):
-        out, lse = call(q, k, v, *others)
-        return (out, lse) if return_lse else out
+        if call is not None:
+            return call.run(q, k, v, *others)
     tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, sinks)
     if has_torch_function(tensors) and ops.is_recorded(*tensors):
         return handle_torch_function(
@@ -357,7 +358,7 @@ def attention_varlen(
     if is_plain:
         out, lse = ops.attention_varlen(q, k, v, *others, rng_state, *max_seqlens, options)
         inputs = Inputs(q, k, v, None, sinks, None, cu_seqlens_q, cu_seqlens_k)
-        fast_path.record(signature, _VARLEN, inputs, options, max_seqlens)
+        fast_path.record(signature, _VARLEN, inputs, options, max_seqlens, Returned(return_lse))
     else:
         given = Mods(sinks=sinks, rng_state=rng_state, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
         given = given._replace(max_seqlen_q=max_seqlens[0], max_seqlen_k=max_seqlens[1])
@@ -460,7 +461,7 @@ def scaled_dot_product_attention(
         _SDPA, query, key, value, (attn_mask, None), (dropout_p, is_causal, scale, enable_gqa)
     )
     if call is not None:
-        out: Tensor = call(query, key, value, attn_mask, None)[0]
+        out: Tensor = call.run(query, key, value, attn_mask, None)
         return out
     tensors = (query, key, value, attn_mask)
     if has_torch_function(tensors) and ops.is_recorded(*tensors):
@@ -499,7 +500,7 @@ def scaled_dot_product_attention(
     mask = None if attn_mask is None else _mask_4d(attn_mask, batch, query.dim())
     out, _ = ops.attention(q, k, v, mask, None, _rng_state(q, options), options)
     if all(_is_transposed(x, y) for x, y in ((q, query), (k, key), (v, value))):
-        fast_path.record(signature, _SDPA, Inputs(q, k, v, mask), options)
+        fast_path.record(signature, _SDPA, Inputs(q, k, v, mask), options, returned=Returned(lse=False))
     return out.transpose(1, 2).reshape(*query.shape[:-3] and batch, *query.shape[-3:-2], L, v.shape[-1])
 
 

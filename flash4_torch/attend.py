@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from . import fast_path, ops
-from .fast_path import Door, FastCall
+from .fast_path import Door, FastCall, Returned
 from .problem import CallOptions, Inputs
 
 
@@ -36,11 +36,11 @@ class Request(NamedTuple):
             self._record(signature, self.q, self.k, self.v)
             call = self._lookup()[1]
         if call is not None:
-            return call(self.q, self.k, self.v, self.attn_mask, None)
+            results: tuple[Tensor, ...] = call.run(self.q, self.k, self.v, self.attn_mask, None)
+            return results
         q, k, v = ops.autocast_inputs(self.q, self.k, self.v)
         rng_state = ops.draw_rng_state(q.device) if self.options.dropout_p > 0.0 else None
         scored_by = self.attn_mask, None, rng_state
-        results: tuple[Tensor, ...]
         if self.average_heads is None:
             results = ops.attention(q, k, v, *scored_by, self.options)
         else:
@@ -54,4 +54,5 @@ class Request(NamedTuple):
 
     def _record(self, signature: fast_path.Signature | None, q: Tensor, k: Tensor, v: Tensor) -> None:
         inputs = Inputs(q, k, v, self.attn_mask)
-        fast_path.record(signature, self.door, inputs, self.options, average_heads=self.average_heads)
+        returned = Returned(average_heads=self.average_heads)
+        fast_path.record(signature, self.door, inputs, self.options, returned=returned)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from ..problem import Inputs, Problem, Saved, SavedWeights
 from ..reference.weights import WeightsGradients
+from .views import Layout
 
 
 class Results(NamedTuple):
@@ -35,13 +35,27 @@ class Grads(NamedTuple):
     """Only with sinks."""
 
 
-Launch = Callable[[Inputs], Results]
-"""A prepared forward: everything is decided except the tensors."""
-BackwardLaunch = Callable[[Saved, Inputs], Grads]
-"""A prepared backward."""
+Launch = Callable[..., tuple[Any, ...]]
+"""A prepared forward: everything is decided except the tensors. It takes those of `Inputs` one by one, of
+which those after v may be left out, and returns the fields of `Results` in a plain tuple.
+
+attn_mask comes as the caller has it, with up to four dimensions."""
+BackwardLaunch = Callable[..., tuple[Any, ...]]
+"""A prepared backward: (dq, dk, dv, dsinks) of dout, out, lse, lse_low and those of `Inputs`, one by one."""
 WeightsLaunch = Callable[[SavedWeights, Inputs], Tensor]
 """Prepared attention weights."""
 
+
+class Order(NamedTuple):
+    """The order of dimensions of a launch's tensors."""
+
+    heads_first: bool = False
+    """q, k, v and their gradients are (B, H, S, D)."""
+    out_heads_first: bool = False
+    """out and its gradient are (B, Hq, Sq, Dv)."""
+
+
+SEQUENCE_FIRST = Order()
 
 ALIGNMENT = 16
 """Bytes; prepared launches serve tensors whose addresses are multiples of it."""
@@ -90,12 +104,16 @@ class Explains(Protocol):
 class Prepares(Backend, Protocol):
     """A backend that can decide everything about a call in advance, for `flash4_torch.fast_path`."""
 
-    def prepare(self, inputs: Inputs, problem: Problem) -> Launch | None:
+    def prepare(self, inputs: Inputs, problem: Problem, order: Order = SEQUENCE_FIRST) -> Launch | None:
         """`forward`, prepared for all inputs of the sizes, strides, dtype and device of these, if their q, k
-        and v lie at multiples of 16 bytes; None if it depends on more."""
+        and v lie at multiples of 16 bytes; None if it depends on more.
+
+        `order` is that of the launch's tensors; `inputs` has views (B, S, H, D) of such."""
         ...
 
-    def prepare_backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> BackwardLaunch | None:
+    def prepare_backward(
+        self, saved: Saved, inputs: Inputs, problem: Problem, order: Order = SEQUENCE_FIRST
+    ) -> BackwardLaunch | None:
         """`backward`, prepared in the same way, without a gradient of lse or of the mask."""
         ...
 
@@ -160,15 +178,27 @@ class AddsParts(Backend, Protocol):
         ...
 
 
-@runtime_checkable
-class HeadsFirst(Prepares, Protocol):
-    """A backend that serves tensors (B, H, S, D) as they are."""
+class Views(NamedTuple):
+    """Makes the `Inputs` of a launch's tensors."""
 
-    def prepare_heads_first(self, inputs: Inputs, problem: Problem) -> Launch | None:
-        """`forward`, prepared for q, k and v (B, H, S, D), of which `inputs` has views (B, S, H, D).
+    qkv: tuple[Layout, Layout, Layout] | None
+    """None if q, k and v are as in `Inputs`."""
+    mask: Layout | None
 
-        out is such a view, too, of (B, S, H, D). None if other tensors stand in the way."""
-        ...
+    @classmethod
+    def of(cls, inputs: Inputs, order: Order) -> Views:
+        q, k, v, mask, *_ = inputs
+        qkv = (Layout.of(q), Layout.of(k), Layout.of(v)) if order.heads_first else None
+        return cls(qkv, None if mask is None else Layout.of(mask))
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *others: Any
+    ) -> Inputs:
+        if self.qkv is not None:
+            q, k, v = (layout.view(x) for layout, x in zip(self.qkv, (q, k, v), strict=True))
+        if attn_mask is not None and self.mask is not None:
+            attn_mask = self.mask.view(attn_mask)
+        return Inputs(q, k, v, attn_mask, *others)
 
 
 class CallsTorch:
@@ -177,12 +207,33 @@ class CallsTorch:
     forward: Callable[..., Results]
     backward: Callable[..., Grads]
 
-    def prepare(self, inputs: Inputs, problem: Problem) -> Launch | None:
-        # The values of cumulative lengths are checked in every call.
-        return None if problem.spec.varlen else partial(self.forward, problem=problem)
+    def prepare(self, inputs: Inputs, problem: Problem, order: Order = SEQUENCE_FIRST) -> Launch | None:
+        if problem.spec.varlen:
+            # The values of cumulative lengths are checked in every call.
+            return None
+        seen = Views.of(inputs, order)
 
-    def prepare_backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> BackwardLaunch | None:
-        return partial(self.backward, problem=problem)
+        def launch(*tensors: Any) -> tuple[Any, ...]:
+            out, *others = self.forward(seen(*tensors), problem)
+            return out.transpose(1, 2) if order.out_heads_first else out, *others
+
+        return launch
+
+    def prepare_backward(
+        self, saved: Saved, inputs: Inputs, problem: Problem, order: Order = SEQUENCE_FIRST
+    ) -> BackwardLaunch | None:
+        seen = Views.of(inputs, order)
+
+        def launch(
+            dout: Tensor, out: Tensor, lse: Tensor, low: Tensor | None, *tensors: Any
+        ) -> tuple[Any, ...]:
+            if order.out_heads_first:
+                dout, out = dout.transpose(1, 2), out.transpose(1, 2)
+            found = self.backward(Saved(dout, None, out, lse, False, low), seen(*tensors), problem)
+            dq, dk, dv = (x.transpose(1, 2) if order.heads_first else x for x in found[:3])
+            return dq, dk, dv, found.dsinks
+
+        return launch
 
     def prepare_weights(self, inputs: Inputs, problem: Problem, average_heads: bool) -> WeightsLaunch | None:
         return None

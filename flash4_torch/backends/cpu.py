@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,9 +13,10 @@ from ..problem import Inputs, Problem, Saved, has_float_mask
 from ..reference import sinks, tiled
 from ..reference.scoring import working_dtype
 from . import sequences
-from .base import CallsTorch, Grads, Launch, Results, WithoutWeights
+from .base import SEQUENCE_FIRST, CallsTorch, Grads, Launch, Order, Results, WithoutWeights
+from .compiled.tensors import contiguous_strides
 from .tiled import Tiled, prepare_both, scoring, sinks_gradient
-from .views import Layout
+from .views import Layout, view
 
 # torch's own binding, which takes half the time of `torch.ops`.
 _forward = torch._scaled_dot_product_flash_attention_for_cpu
@@ -96,34 +99,32 @@ class Cpu(CallsTorch, WithoutWeights):
         dq, dk, dv = (g.transpose(1, 2).contiguous() for g in grads)
         return Grads(dq, dk, dv, None, sinks_gradient(saved, inputs))
 
-    def prepare(self, inputs: Inputs, problem: Problem) -> Launch | None:
+    def prepare(self, inputs: Inputs, problem: Problem, order: Order = SEQUENCE_FIRST) -> Launch | None:
+        careful = super().prepare(inputs, problem, order)
         if not _is_simple(inputs, problem):
-            return super().prepare(inputs, problem)
+            return careful
         causal, scale = is_causal(problem), problem.scale
-        q, k, v = (Layout.of(x.transpose(1, 2)) for x in inputs[:3])
+        heads_first, out_heads_first = order
+        q_layout, k_layout, v_layout = (Layout.of(x.transpose(1, 2)) for x in inputs[:3])
+        out_sizes = *inputs.q.shape[:3], problem.spec.Dv
+        own_strides = contiguous_strides(out_sizes)
+        out_strides = own_strides[0], own_strides[2], own_strides[1], own_strides[3]
 
-        def launch(x: Inputs) -> Results:
-            out, lse = _forward(q.view(x.q), k.view(x.k), v.view(x.v), 0.0, causal, scale=scale)
+        def launch(q: Tensor, k: Tensor, v: Tensor, *others: None) -> tuple[Any, ...]:
+            if heads_first:
+                out, lse = _forward(q, k, v, 0.0, causal, scale=scale)
+            else:
+                out, lse = _forward(
+                    view(q, *q_layout), view(k, *k_layout), view(v, *v_layout), 0.0, causal, scale=scale
+                )
             lse = lse.contiguous()
-            if _is_odd(lse, None):
-                return self.forward(x, problem)
-            return Results(out.transpose(1, 2).contiguous(), lse)
-
-        return launch
-
-    def prepare_heads_first(self, inputs: Inputs, problem: Problem) -> Launch | None:
-        if not _is_simple(inputs, problem):
-            return None
-        causal, scale = is_causal(problem), problem.scale
-
-        def launch(x: Inputs) -> Results:
-            out, lse = _forward(x.q, x.k, x.v, 0.0, causal, scale=scale)
-            lse = lse.contiguous()
-            if _is_odd(lse, None):
-                q, k, v = (t.transpose(1, 2) for t in x[:3])
-                results = self.forward(x._replace(q=q, k=k, v=v), problem)
-                return results._replace(out=results.out.transpose(1, 2))
-            return Results(out, lse)
+            if _is_odd(lse, None) and careful is not None:
+                return careful(q, k, v)
+            if not out_heads_first:
+                # The kernel's own memory is (B, S, H, D).
+                in_place = out.stride() == out_strides
+                out = view(out, out_sizes, own_strides) if in_place else out.transpose(1, 2).contiguous()
+            return out, lse, None, None
 
         return launch
 
@@ -155,7 +156,7 @@ def _is_odd(lse: Tensor, nothing: Tensor | None) -> bool:
     if nothing is not None:
         lse = lse.masked_fill(nothing, 1.0)
     if lse.numel() <= _FEW:
-        numbers = lse.view(-1).tolist()
+        numbers = [*chain.from_iterable(chain.from_iterable(lse.tolist()))]
         return 0.0 in numbers or not math.isfinite(sum(numbers))
     return math.isnan((lse / lse).sum().item())
 

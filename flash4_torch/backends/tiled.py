@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -12,7 +13,7 @@ from ..reference.dropout import Dropout
 from ..reference.scoring import Scoring
 from ..reference.weights import WeightsGradients
 from . import sequences
-from .base import CallsTorch, Grads, Launch, Results, WeightsLaunch
+from .base import SEQUENCE_FIRST, CallsTorch, Grads, Launch, Results, Views, WeightsLaunch
 
 
 class Tiled(CallsTorch):
@@ -80,7 +81,10 @@ def prepare_both(inputs: Inputs, problem: Problem, average_heads: bool) -> Launc
     if problem.spec.varlen or inputs.sinks is not None or not is_small:
         return None
 
-    def launch(inputs: Inputs) -> Results:
+    seen = Views.of(inputs, SEQUENCE_FIRST)
+
+    def launch(*tensors: Any) -> tuple[Any, ...]:
+        inputs = seen(*tensors)
         q, k, v, *_ = inputs
         return Results(*at_once.forward(q, k, v, scoring(inputs, problem), average_heads))
 

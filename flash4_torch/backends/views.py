@@ -7,7 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_view = torch._C._dynamo.guards._reinterpret_tensor  # type: ignore[attr-defined]
+view = torch._C._dynamo.guards._reinterpret_tensor  # type: ignore[attr-defined]
+"""The view of a tensor with the given sizes and strides, from its first element on; autograd and version
+counters do not know it."""
 
 
 class Layout(NamedTuple):
@@ -21,6 +23,6 @@ class Layout(NamedTuple):
         return cls(tuple(x.shape), x.stride())
 
     def view(self, x: Tensor) -> Tensor:
-        """`x` laid out like this, from its first element on; autograd and version counters do not know it."""
-        seen: Tensor = _view(x, self.sizes, self.strides)
+        """`x` laid out like this; see `view`."""
+        seen: Tensor = view(x, self.sizes, self.strides)
         return seen

@@ -57,7 +57,7 @@ _LONG_S = 2.0
 _COMPARED = 131072
 """The longest sequence whose results are compared with one GPU's."""
 _TOLERANCE = 0.02
-"""Of the norm of a difference: bfloat16 results that are rounded for each hop differ by some 0.005."""
+"""The largest difference of results, of their norm: bfloat16 ones, rounded for each hop, differ by 0.005."""
 
 
 class Cell(NamedTuple):

@@ -63,8 +63,8 @@ class DecodeForm(NamedTuple):
     groups: bool = False
     """Whether splits have a fixed length, and a cluster has groups of `GROUP` of them."""
     wgmma: bool = False
-    """Whether warpgroup MMAs multiply, in tiles of `WARPGROUP_ROWS`; else warp-level ones, in tiles of
-    `ROWS`. Not with an FP8 cache."""
+    """Whether warpgroup MMAs multiply, in tiles of `WARPGROUP_ROWS` or `SHARED_ROWS`; else warp-level ones,
+    in tiles of `ROWS`. Not with an FP8 cache."""
     runs: bool = False
     """Whether a page has a multiple of `RUN` keys; False without pages, whose keys are one run."""
     gpu: Gpu = HOPPER
@@ -104,6 +104,12 @@ code ptxas orders differently: the next ones spill 2 to 53 times. Without runs e
 own, and warps widen FP8 numbers."""
 WARPGROUP_ROWS = 64
 """Rows of a warpgroup MMA."""
+SHARED_ROWS = 2 * WARPGROUP_ROWS
+"""Rows of a tile of two warpgroups that share K and V, which other warps load for them."""
+SHARED_LEAST_KEYS, SHARED_LEAST_BLOCKS = 4096, 3
+"""Keys of a sequence, and blocks for each SM, from which such tiles are faster, as an H200 measured."""
+LOAD_REGISTERS, COMPUTE_REGISTERS = 56, 224
+"""Registers of a thread that loads, and of one that computes, in tiles of `SHARED_ROWS`."""
 _OTHER_ROW_BYTES, _OTHER_BYTES = 216, 3 * 1024
 """More than a CTA with warp-level MMAs has in SMEM besides Q, K, V and O: of each row, and of none."""
 _RESERVED_BYTES = 1024
@@ -155,7 +161,7 @@ def group_clusters(features: Features, form: DecodeForm, rows: int) -> list[int]
     return [
         size
         for size in gpu.clusters
-        if stages(gpu, width * KEYS * (D + Dv), other + group_bytes(rows, Dv, size)) >= gpu.least_stages
+        if stages(gpu, rows, width * KEYS * (D + Dv), other + group_bytes(rows, Dv, size)) >= gpu.least_stages
     ]
 
 
@@ -168,7 +174,7 @@ def group_rows(features: Features, form: DecodeForm) -> tuple[int, ...]:
 def rows_of(features: Features, form: DecodeForm) -> tuple[int, ...]:
     """Rows that a tile of such a kernel may have."""
     if form.wgmma:
-        return (WARPGROUP_ROWS,)
+        return wgmma_rows(features, form)
     if form.groups:
         own = rows_of(features, form._replace(groups=False))
         return tuple(n for n in own if form.cluster in group_clusters(features, form, n))
@@ -176,6 +182,24 @@ def rows_of(features: Features, form: DecodeForm) -> tuple[int, ...]:
         return ROWS
     columns = _COLUMNS[form.cache_dtype != "", form.has_runs]
     return tuple(n for n in ROWS if max(features.D, features.Dv) <= columns.get(n, MAX_D))
+
+
+def wgmma_rows(features: Features, form: DecodeForm) -> tuple[int, ...]:
+    """Rows that a tile may have by warpgroup MMAs: with groups of splits, whose bits must not depend on the
+    number, there is one.
+    """
+    D, Dv = tile_dim(features.D), tile_dim(features.Dv)
+    other = SHARED_ROWS * (2 * D + _OTHER_ROW_BYTES) + _OTHER_BYTES
+    has_room = (form.gpu.smem_bytes - other) // (2 * KEYS * (D + Dv)) >= form.gpu.least_stages
+    return (WARPGROUP_ROWS, SHARED_ROWS) if has_room and not form.groups else (WARPGROUP_ROWS,)
+
+
+def shares_kv(max_seqlen_k: int, blocks: int, num_sms: int) -> bool:
+    """Whether tiles of `SHARED_ROWS` are faster than two tiles of half as many rows.
+
+    They read K and V from the L2 cache once, and start and merge later. blocks: those of all such tiles.
+    """
+    return max_seqlen_k >= SHARED_LEAST_KEYS and blocks >= SHARED_LEAST_BLOCKS * num_sms
 
 
 def may_use_wgmma(form: DecodeForm, tile_rows: int, group: int, batch_invariant: bool) -> bool:
@@ -194,15 +218,19 @@ def cta_bytes(gpu: Gpu, ctas: int) -> int:
     return (gpu.smem_bytes + _RESERVED_BYTES) // ctas - _RESERVED_BYTES
 
 
-def ctas_per_sm(gpu: Gpu, stage_bytes: int, other_bytes: int) -> int:
-    """CTAs that share an SM: two, if each then has stages enough next to what else it has in SMEM."""
+def ctas_per_sm(gpu: Gpu, rows: int, stage_bytes: int, other_bytes: int) -> int:
+    """CTAs that share an SM: two, if each then has stages enough next to what else it has in SMEM. One with a
+    tile of `SHARED_ROWS` has all registers.
+    """
+    if rows == SHARED_ROWS:
+        return 1
     has_room = (cta_bytes(gpu, CTAS_PER_SM) - other_bytes) // stage_bytes >= STAGES_OF_TWO_CTAS
     return CTAS_PER_SM if has_room else 1
 
 
-def stages(gpu: Gpu, stage_bytes: int, other_bytes: int) -> int:
+def stages(gpu: Gpu, rows: int, stage_bytes: int, other_bytes: int) -> int:
     """Stages of K and V, as many as there is room for."""
-    room = cta_bytes(gpu, ctas_per_sm(gpu, stage_bytes, other_bytes))
+    room = cta_bytes(gpu, ctas_per_sm(gpu, rows, stage_bytes, other_bytes))
     return min((room - other_bytes) // stage_bytes, MOST_STAGES)
 
 

@@ -134,7 +134,7 @@ def _clusters_at_once(work: Work, size: int, ctas: int) -> int:
 
 def _ctas(work: Work) -> int:
     """CTAs that may share an SM."""
-    return ctas_per_sm(work.gpu, work.stage_bytes, work.rows * work.columns)
+    return ctas_per_sm(work.gpu, work.rows, work.stage_bytes, work.rows * work.columns)
 
 
 def _sm_bytes_per_us(gpu: Gpu) -> float:

@@ -22,7 +22,7 @@ A function that takes this path looks a call up, and records it after the slow p
 
     signature, call = fast_path.lookup(DOOR, q, k, v, others, flags)
     if call is not None:
-        return call(q, k, v, *others)
+        return call.run(q, k, v, *others)
     ...
     fast_path.record(signature, DOOR, inputs, options)
 """
@@ -36,14 +36,16 @@ from torch._C import _is_any_autocast_enabled
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.compiler import is_dynamo_compiling
 
-from ..backends import ALIGNMENT, HeadsFirst, Launch, Shares
+from ..backends import ALIGNMENT, Launch, Order, Shares
 from ..ops import autocast_inputs
 from ..ops.impl import describe_inputs, weights_of
 from ..problem import CallOptions, Inputs, Problem, allows_tf32
 from . import graphs, recent
-from .calls import Door, FastCall, HeadsFirstCall, in_turn
+from .calls import Door, FastCall, Returned, in_turn
 from .conditions import must_take_slow_path, prepares
 from .gradients import FastAutograd
+
+RETURNED = Returned()
 
 Signature = tuple[Any, ...]
 """Everything that the slow path's decisions depend on. Types come last: True == 1 == 1.0, and each is served
@@ -80,9 +82,7 @@ def lookup(
     try:
         if is_autocast:
             return _by_signature(door, q, k, v, others, flags, ("autocast",))
-        tensors = (q, k, v, *[x for x in others if x is not None])
-        place = (door, is_grad_enabled(), *[x is None for x in others], flags, *map(type, flags))
-        call = recent.find(place, tensors)
+        call, place, tensors = recent.find(door, q, k, v, others, flags)
         if call is not None:
             return None, call
         signature, call = _by_signature(door, q, k, v, others, flags, ())
@@ -151,18 +151,17 @@ def record(
     inputs: Inputs,
     options: CallOptions,
     max_seqlens: tuple[int, int] | None = None,
-    average_heads: bool | None = None,
+    returned: Returned = RETURNED,
 ) -> None:
     """Prepares calls of this signature, after the slow path has served one or at least checked it.
 
     inputs: the tensors in the backends' layout; no RNG state is needed. max_seqlens: of a varlen call.
-    average_heads: None if the call does not return weights.
     """
     if call is None or call in _calls or not _PLAIN.issuperset(call[_FLAG_TYPES:]):
         return
     if len(_calls) >= _MOST:
         _calls.clear()
-    _calls[call] = _prepared(call, door, inputs, options, max_seqlens, average_heads)
+    _calls[call] = _prepared(call, door, inputs, options, max_seqlens, returned)
 
 
 def _prepared(
@@ -171,37 +170,28 @@ def _prepared(
     inputs: Inputs,
     options: CallOptions,
     max_seqlens: tuple[int, int] | None,
-    average_heads: bool | None,
+    returned: Returned,
 ) -> FastCall | None:
     mask = inputs.attn_mask
     wants_grad = call[_WANTS_GRAD]
     if wants_grad and mask is not None and mask.requires_grad:
         return None
     problem = describe_inputs(inputs, options, max_seqlens)
-    launch = _launch(problem, inputs, average_heads)
+    launch = _launch(problem, inputs, door.order, returned.average_heads)
     if launch is None:
         return None
     if wants_grad:
-        return FastAutograd(door, launch, average_heads, options, inputs, problem)
-    if door.heads_first and door.out_heads_first and average_heads is None:
-        in_place = _heads_first(problem, inputs)
-        if in_place is not None:
-            return HeadsFirstCall(door, in_place, options, inputs)
-    return FastCall(door, launch, options, inputs)
+        return FastAutograd(door, launch, options, inputs, returned, problem)
+    return FastCall(door, launch, options, inputs, returned)
 
 
-def _heads_first(problem: Problem, inputs: Inputs) -> Launch | None:
-    """A launch for tensors (B, H, S, D), if the backend that serves the problem has such."""
-    backend = prepares(problem)
-    return backend.prepare_heads_first(inputs, problem) if isinstance(backend, HeadsFirst) else None
-
-
-def _launch(problem: Problem, inputs: Inputs, average_heads: bool | None) -> Launch | None:
+def _launch(problem: Problem, inputs: Inputs, order: Order, average_heads: bool | None) -> Launch | None:
+    """The launch of a call; there are weights only where q, k and v are (B, S, H, D)."""
     backend = prepares(problem)
     if backend is None:
         return None
     if average_heads is None:
-        return backend.prepare(inputs, problem)
+        return backend.prepare(inputs, problem, order)
     if isinstance(backend, Shares):
         both = backend.prepare_both(inputs, problem, average_heads)
         if both is not None:
@@ -209,7 +199,7 @@ def _launch(problem: Problem, inputs: Inputs, average_heads: bool | None) -> Lau
     of_weights = weights_of(problem)
     forward, weigher = backend.prepare(inputs, problem), prepares(of_weights)
     weigh = None if weigher is None else weigher.prepare_weights(inputs, of_weights, average_heads)
-    return None if forward is None or weigh is None else in_turn(forward, weigh, average_heads)
+    return None if forward is None or weigh is None else in_turn(forward, weigh, inputs, average_heads)
 
 
 def clear() -> None:

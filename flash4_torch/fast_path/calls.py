@@ -2,93 +2,84 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..backends.base import Launch, Results, WeightsLaunch
-from ..backends.views import Layout
+from ..backends.base import SEQUENCE_FIRST, Launch, Order, Views, WeightsLaunch
 from ..ops import draw_rng_state
 from ..problem import CallOptions, Inputs, SavedWeights
 
+Run = Callable[..., Any]
+"""Serves a call of q, k, v, attn_mask and sinks; a varlen door has both cu_seqlens instead of the mask."""
+
 
 class Door(NamedTuple):
-    """A function that takes the fast path: how it lays out tensors, and what it returns."""
+    """A function that takes the fast path, and how it lays out tensors."""
 
     name: str
-    heads_first: bool = False
-    """q, k and v are (B, H, S, D)."""
-    out_heads_first: bool = False
-    """The output is (B, Hq, Sq, Dv)."""
+    order: Order = SEQUENCE_FIRST
     varlen: bool = False
     """q, k and v are packed, and the other tensors are both cu_seqlens and the sinks."""
 
 
+class Returned(NamedTuple):
+    """What a call returns besides out."""
+
+    lse: bool = True
+    average_heads: bool | None = None
+    """None if the call does not return weights."""
+
+
 class FastCall:
-    """The calls of one signature.
+    """The calls of one signature: `run` returns out, (out, lse), or (out, lse, weights)."""
 
-    It is called with q, k, v, an attn_mask and sinks, or for a varlen door with q, k, v, both cu_seqlens and
-    sinks; it returns (out, lse), or (out, lse, weights).
-
-    inputs: tensors of such a call, as backends take them.
-    """
-
-    __slots__ = ("device", "door", "has_dropout", "k", "launch", "mask", "q", "v")
+    __slots__ = ("draw", "launch", "run")
     is_recorded = False
     """Whether autograd records the call."""
 
-    def __init__(self, door: Door, launch: Launch, options: CallOptions, inputs: Inputs):
-        self.door = door
+    def __init__(self, door: Door, launch: Launch, options: CallOptions, inputs: Inputs, returned: Returned):
         self.launch = launch
-        self.has_dropout = options.dropout_p > 0.0
-        self.device = inputs.q.device
-        self.q, self.k, self.v = map(Layout.of, inputs[:3])
-        self.mask = None if inputs.attn_mask is None else Layout.of(inputs.attn_mask)
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
-        out, lse, _, weights = self.launch(self.inputs(self.rng_state(), q, k, v, *others))
-        if self.door.out_heads_first:
-            out = out.transpose(1, 2)
-        return (out, lse) if weights is None else (out, lse, weights)
-
-    def rng_state(self) -> Tensor | None:
-        """A fresh RNG state, if the call needs one."""
-        return draw_rng_state(self.device) if self.has_dropout else None
-
-    def inputs(
-        self, rng_state: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None
-    ) -> Inputs:
-        """The call's tensors as backends take them."""
-        door = self.door
-        if door.varlen:
-            cu_seqlens_q, cu_seqlens_k, sinks = others
-            return Inputs(q, k, v, None, sinks, rng_state, cu_seqlens_q, cu_seqlens_k)
-        mask, sinks = others
-        if mask is not None and self.mask is not None:
-            mask = self.mask.view(mask)
-        if door.heads_first:
-            q, k, v = self.q.view(q), self.k.view(k), self.v.view(v)
-        return Inputs(q, k, v, mask, sinks, rng_state)
+        self.draw = partial(draw_rng_state, inputs.q.device) if options.dropout_p > 0.0 else _no_state
+        self.run = (_varlen_run if door.varlen else _dense_run)(launch, self.draw, returned)
 
 
-class HeadsFirstCall(FastCall):
-    """The calls of one signature, whose launch takes q, k and v (B, H, S, D), and returns out as such."""
-
-    __slots__ = ()
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
-        mask, sinks = others
-        if mask is not None and self.mask is not None:
-            mask = self.mask.view(mask)
-        out, lse, *_ = self.launch(Inputs(q, k, v, mask, sinks, self.rng_state()))
-        return out, lse
+def _no_state() -> None:
+    return None
 
 
-def in_turn(forward: Launch, weigh: WeightsLaunch, average_heads: bool) -> Launch:
+def _dense_run(launch: Launch, draw: Callable[[], Tensor | None], returned: Returned) -> Run:
+    has_lse, has_weights = returned.lse, returned.average_heads is not None
+
+    def run(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, sinks: Tensor | None) -> Any:
+        out, lse, _, weights = launch(q, k, v, attn_mask, sinks, draw())
+        if not has_lse:
+            return out
+        return (out, lse, weights) if has_weights else (out, lse)
+
+    return run
+
+
+def _varlen_run(launch: Launch, draw: Callable[[], Tensor | None], returned: Returned) -> Run:
+    has_lse = returned.lse
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, sinks: Tensor | None
+    ) -> Any:
+        out, lse, *_ = launch(q, k, v, None, sinks, draw(), cu_seqlens_q, cu_seqlens_k)
+        return (out, lse) if has_lse else out
+
+    return run
+
+
+def in_turn(forward: Launch, weigh: WeightsLaunch, inputs: Inputs, average_heads: bool) -> Launch:
     """A launch of output and weights, one after the other."""
+    seen = Views.of(inputs, SEQUENCE_FIRST)
 
-    def launch(inputs: Inputs) -> Results:
-        out, lse, low, _ = forward(inputs)
-        return Results(out, lse, low, weigh(SavedWeights(lse, low, average_heads), inputs))
+    def launch(*tensors: Any) -> tuple[Any, ...]:
+        out, lse, low, _ = forward(*tensors)
+        return out, lse, low, weigh(SavedWeights(lse, low, average_heads), seen(*tensors))
 
     return launch

@@ -7,7 +7,8 @@ is active; otherwise the slow path's backward runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +17,11 @@ from torch._C import _is_any_autocast_enabled
 from torch.compiler import is_dynamo_compiling
 
 from ..backends import ALIGNMENT, BackwardLaunch, Launch
+from ..backends.base import Views
 from ..ops import autograd
 from ..ops.impl import backward_of
 from ..problem import CallOptions, Inputs, Problem, Saved
-from .calls import Door, FastCall
+from .calls import Door, FastCall, Returned
 from .conditions import must_take_slow_path, prepares
 
 _MOST = 64
@@ -28,125 +30,144 @@ _MOST = 64
 Strides = tuple[int, ...]
 """Those of dout; -1 follows under autocast."""
 Grads = tuple[Tensor | None, ...]
+Tensors = Sequence[Any]
+"""Those of a launch: the fields of `Inputs` one by one, of which the last may be missing."""
 
 
 class FastAutograd(FastCall):
     """The calls of one signature, forward and backward."""
 
-    __slots__ = ("average_heads", "backwards", "options", "problem")
+    __slots__ = ("backwards", "door", "options", "problem", "returned", "seen")
     is_recorded = True
 
     def __init__(
         self,
         door: Door,
         launch: Launch,
-        average_heads: bool | None,
         options: CallOptions,
         inputs: Inputs,
+        returned: Returned,
         problem: Problem,
     ):
-        super().__init__(door, launch, options, inputs)
-        self.average_heads = average_heads
-        self.options = options
-        self.problem = problem
+        super().__init__(door, launch, options, inputs, returned)
+        self.door, self.options, self.returned, self.problem = door, options, returned, problem
+        self.seen = Views.of(inputs, door.order)
         self.backwards: dict[Strides, BackwardLaunch | None] = {}
+        apply = _dense if returned.average_heads is None else _with_weights
+        self.run = partial(_varlen if door.varlen else apply, self)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
-        apply = _dense if self.average_heads is None else _with_weights
-        results: tuple[Tensor, ...] = (_varlen if self.door.varlen else apply)(q, k, v, *others, self)
-        return results
+    def inputs(self, tensors: Tensors) -> Inputs:
+        """The tensors of a call as the operators take them."""
+        return self.seen(*tensors)
 
-    def lookup(self, dout: Tensor | None, more: Grads) -> Strides | None:
-        """The key of a prepared backward; None if the backward must take the slow path.
+    def lookup(self, dout: Any, more: Grads) -> tuple[Strides | None, BackwardLaunch | None]:
+        """The key of a prepared backward (None if it must take the slow path), and the backward, if known.
 
         Saved tensors are laid out as the forward's signature says.
         """
         if (
             is_dynamo_compiling()
             or type(dout) is not Tensor
-            or any(x is not None for x in more)
+            or (more and any(x is not None for x in more))
             or is_grad_enabled()  # gradients of gradients are requested
             or must_take_slow_path()
         ):
-            return None
+            return None, None
         try:
             dout_at = dout.data_ptr()
         except RuntimeError:
-            return None  # a batch of gradients (vmap) has no pointer
+            return None, None  # a batch of gradients (vmap) has no pointer
         # As in `fast_path.lookup`, which has already checked the other tensors.
         if dout_at % ALIGNMENT or not dout_at or dout.is_neg():
-            return None
-        return (*dout.stride(), -1) if _is_any_autocast_enabled() else dout.stride()
+            return None, None
+        strides = dout.stride()
+        if _is_any_autocast_enabled():
+            strides = *strides, -1
+        return strides, self.backwards.get(strides)
 
-    def gradients(self, dout: Tensor | None, more: Grads, saved: Saved, inputs: Inputs) -> Grads:
+    def gradients(self, dout: Tensor | None, more: Grads, saved: Tensors) -> Grads:
         """Gradients of q, k, v and the sinks, from those of out and `more`: of lse and, if any, the weights.
 
-        `saved` has the forward's results.
+        saved: the forward's out, lse and low, and the tensors of its launch.
         """
-        strides = self.lookup(dout, more)
-        if strides is None or dout is None:
-            return _slow(self, dout, more, saved, inputs)
-        saved = saved._replace(dout=dout)
-        launch = self.backwards.get(strides)
+        strides, launch = self.lookup(dout, more)
         if launch is not None:
-            found = launch(saved, inputs)
-            return found.dq, found.dk, found.dv, found.dsinks
-        grads = _slow(self, dout, more, saved, inputs)
-        self.record(strides, saved, inputs)
+            return launch(dout, *saved)
+        out, lse, low, *tensors = saved
+        grads = _slow(self, dout, more, out, lse, low, tensors)
+        if strides is not None and dout is not None:
+            self.record(strides, dout, out, lse, low, tensors)
         return grads
 
-    def record(self, strides: Strides, saved: Saved, inputs: Inputs) -> None:
+    def record(
+        self, strides: Strides, dout: Tensor, out: Tensor, lse: Tensor, low: Tensor | None, tensors: Tensors
+    ) -> None:
         """Prepares backwards with these strides, after the slow path has served one."""
         if strides in self.backwards or len(self.backwards) >= _MOST:
             return
-        problem = backward_of(self.problem, None)
+        problem, order = backward_of(self.problem, None), self.door.order
         backend = prepares(problem)
-        self.backwards[strides] = (
-            None if backend is None else backend.prepare_backward(saved, inputs, problem)
-        )
+        if backend is None:
+            self.backwards[strides] = None
+            return
+        if order.out_heads_first:
+            dout, out = dout.transpose(1, 2), out.transpose(1, 2)
+        saved = Saved(dout, None, out, lse, False, low)
+        self.backwards[strides] = backend.prepare_backward(saved, self.inputs(tensors), problem, order)
 
 
-def _forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+def _forward(ctx: Any, call: FastAutograd, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Any:
     """The forward of `ops.autograd`, except that the prepared launch runs."""
-    *tensors, call = args
-    rng_state = call.rng_state()
-    out, lse, low, weights = call.launch(call.inputs(rng_state, *tensors))
+    rng_state = call.draw()
+    if call.door.varlen:
+        ends_q, ends_k, sinks = others
+        tensors = q, k, v, None, sinks, rng_state, ends_q, ends_k
+    else:
+        tensors = q, k, v, *others, rng_state
+    out, lse, low, weights = call.launch(*tensors)
     # The caller's tensors, not their views: autograd finds out whether they are changed before the backward.
-    ctx.save_for_backward(*tensors, out, lse, low, rng_state)
+    ctx.save_for_backward(out, lse, low, *tensors)
     ctx.call = call
+    if not call.returned.lse:
+        return out
     ctx.set_materialize_grads(False)
-    if call.door.out_heads_first:
-        out = out.transpose(1, 2)
     return (out, lse) if weights is None else (out, lse, weights)
 
 
 def _backward(ctx: Any, dout: Tensor | None, *more: Tensor | None) -> Grads:
     call: FastAutograd = ctx.call
-    *tensors, out, lse, low, rng_state = ctx.saved_tensors
-    if dout is not None and call.door.out_heads_first:
-        dout = dout.transpose(1, 2)
-    inputs = call.inputs(rng_state, *tensors)
-    dq, dk, dv, dsinks = call.gradients(dout, more, Saved(out, None, out, lse, False, low), inputs)
-    if call.door.heads_first:
-        dq, dk, dv = (None if x is None else x.transpose(1, 2) for x in (dq, dk, dv))
-    return dq, dk, dv, *(None,) * (2 if call.door.varlen else 1), dsinks, None
+    dq, dk, dv, dsinks = call.gradients(dout, more, ctx.saved_tensors)
+    if call.door.varlen:
+        return None, dq, dk, dv, None, None, dsinks
+    return None, dq, dk, dv, None, dsinks
 
 
-def _slow(call: FastAutograd, dout: Tensor | None, more: Grads, saved: Saved, inputs: Inputs) -> Grads:
+def _slow(
+    call: FastAutograd,
+    dout: Tensor | None,
+    more: Grads,
+    out: Tensor,
+    lse: Tensor,
+    low: Tensor | None,
+    tensors: Tensors,
+) -> Grads:
     """Gradients of q, k, v and the sinks by the operators."""
-    q, k, v, mask, sinks, rng_state, ends_q, ends_k, _ = inputs
-    dlse, *of_weights = more
+    q, k, v, mask, sinks, rng_state, ends_q, ends_k, _ = call.inputs(tensors)
+    heads_first, out_heads_first = call.door.order
+    if out_heads_first:
+        out, dout = out.transpose(1, 2), None if dout is None else dout.transpose(1, 2)
+    dlse, *of_weights = more or (None,)
     dweights = of_weights[0] if of_weights else None
     grads: list[Tensor | None] = [None] * 4
     scored_by = sinks, rng_state
     if dout is not None or dlse is not None or dweights is None:
-        given = torch.zeros_like(saved.out) if dout is None else dout
-        before = given, dlse, q, k, v, saved.out, saved.lse
+        given = torch.zeros_like(out) if dout is None else dout
+        before = given, dlse, q, k, v, out, lse
         if call.door.varlen:
             sequences = ends_q, ends_k, *scored_by, call.problem.extent.Sq, call.problem.extent.Sk
             grads = [*autograd.attention_varlen_backward(*before, *sequences, *call.options)]
         else:
-            masked_by = saved.lse_low, mask, *scored_by
+            masked_by = low, mask, *scored_by
             found = autograd.attention_backward(*before, *masked_by, *call.options, False)
             grads = [*found[:3], found[4]]
     if dweights is not None:
@@ -155,16 +176,17 @@ def _slow(call: FastAutograd, dout: Tensor | None, more: Grads, saved: Saved, in
             dweights,
             q,
             k,
-            saved.lse,
-            saved.lse_low,
+            lse,
+            low,
             mask,
             *scored_by,
             *scores,
-            bool(call.average_heads),
+            bool(call.returned.average_heads),
             False,
         )
         grads = [_sum(a, b) for a, b in zip(grads, (dq, dk, None, dsinks), strict=True)]
-    return *grads[:3], None if sinks is None else grads[3]
+    dqkv = [None if x is None else x.transpose(1, 2) for x in grads[:3]] if heads_first else grads[:3]
+    return *dqkv, None if sinks is None else grads[3]
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -23,7 +23,8 @@ from ..backends import ALIGNMENT
 from ..ops import schema
 from ..ops.after_import import after_import
 from ..ops.impl import backward_of, describe_inputs, weights_of
-from ..problem import CallOptions, Inputs, Saved, SavedWeights, has_float_mask
+from ..problem import CallOptions, Inputs, Saved, SavedWeights, allows_tf32, has_float_mask
+from . import recent
 from .conditions import must_take_slow_path, prepares
 
 Results = tuple[Tensor, ...]
@@ -35,25 +36,36 @@ Prepare = Callable[..., Launch | None]
 _MOST = 1024
 """Signatures to remember; when the memory is full, it is cleared."""
 _launches: dict[tuple[Any, ...], Launch | None] = {}
+_recent: recent.Known[Launch] = {}
 
 
 def clear() -> None:
     """Forgets all signatures."""
     _launches.clear()
+    _recent.clear()
 
 
-def _direct(op: Any, prepare: Prepare) -> Callable[..., Any]:
-    """The operator as compiled graphs call it."""
+def _direct(op: Any, num_tensors: int, prepare: Prepare) -> Callable[..., Any]:
+    """The operator as compiled graphs call it; its first arguments are tensors or None, others scalars."""
 
     def call(*args: Any) -> Any:
         # Graphs run without autocast, except a backward inside a context that its forward was not in.
-        is_watched = must_take_slow_path() or _is_any_autocast_enabled()
-        key = None if is_watched else _signature(op, args)
+        if must_take_slow_path() or _is_any_autocast_enabled():
+            return op(*args)
+        given = args[:num_tensors]
+        tensors = tuple([x for x in given if x is not None])
+        tf32 = allows_tf32(tensors[0].dtype)
+        place = (op, tf32, args[num_tensors:], *[x is None for x in given])
+        for guards, launch in _recent.get(place, ()):
+            if guards.check(*tensors):
+                return launch(*args) if _are_in_place(tensors) else op(*args)
+        key = _signature(op, tf32, args)
         if key is None:
             return op(*args)
-        launch = _launches.get(key)
-        if launch is not None:
-            return launch(*args)
+        prepared = _launches.get(key)
+        if prepared is not None:
+            recent.remember(_recent, place, tensors, prepared)
+            return prepared(*args)
         results = op(*args)
         if key not in _launches:
             if len(_launches) >= _MOST:
@@ -64,9 +76,20 @@ def _direct(op: Any, prepare: Prepare) -> Callable[..., Any]:
     return call
 
 
-def _signature(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def _are_in_place(tensors: tuple[Tensor, ...]) -> bool:
+    """Whether all tensors have memory, at multiples of `ALIGNMENT`."""
+    place = 0
+    for x in tensors:
+        at = x.data_ptr()
+        if not at:
+            return False
+        place |= at
+    return place % ALIGNMENT == 0
+
+
+def _signature(op: Any, tf32: bool, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Everything that decides how the call is served; None if that is not enough."""
-    key: list[Any] = [op]
+    key: list[Any] = [op, tf32]
     for x in args:
         if isinstance(x, Tensor):
             at = x.data_ptr() if type(x) is Tensor else 0
@@ -90,7 +113,7 @@ def _attention(results: Results, *args: Any) -> Launch | None:
     no_low = results[2]
 
     def attention(*args: Any) -> Results:
-        out, lse, low, _ = launch(Inputs(*args[:6]))
+        out, lse, low, _ = launch(*args[:6])
         return out, lse, no_low if low is None else low
 
     return attention
@@ -113,9 +136,8 @@ def _attention_backward(results: Results, *args: Any) -> Launch | None:
 
     def backward(*args: Any) -> Results:
         dout, _, q, k, v, out, lse, low, attn_mask, sinks, rng_state, *_ = args
-        saved = Saved(dout, None, out, lse, False, low)
-        found = launch(saved, Inputs(q, k, v, attn_mask, sinks, rng_state))
-        return found.dq, found.dk, found.dv, no_dmask, no_dsinks if found.dsinks is None else found.dsinks
+        dq, dk, dv, dsinks = launch(dout, out, lse, low, q, k, v, attn_mask, sinks, rng_state)
+        return dq, dk, dv, no_dmask, no_dsinks if dsinks is None else dsinks
 
     return backward
 
@@ -139,11 +161,12 @@ def _attention_weights(results: Tensor, *args: Any) -> Launch | None:
     return weights
 
 
-_PREPARES: dict[str, Prepare] = {
-    "attention": _attention,
-    "attention_backward": _attention_backward,
-    "attention_weights": _attention_weights,
+_PREPARES: dict[str, tuple[int, Prepare]] = {
+    "attention": (6, _attention),
+    "attention_backward": (11, _attention_backward),
+    "attention_weights": (7, _attention_weights),
 }
+"""How many arguments of an operator are tensors, and what prepares its launches."""
 
 
 def _in_inductor() -> None:
@@ -172,6 +195,10 @@ def _in_inductor() -> None:
         lower(getattr(schema, name), f"torch.ops.flash4.direct_{name}")
 
 
-for _name, _prepare in _PREPARES.items():
-    setattr(torch.ops.flash4, f"direct_{_name}", _direct(getattr(schema, _name), _prepare))
+attention, attention_backward, attention_weights = (
+    _direct(getattr(schema, name), *how) for name, how in _PREPARES.items()
+)
+"""The operators for callers below autograd: they take the fast path where nobody can tell the difference."""
+for _name in _PREPARES:
+    setattr(torch.ops.flash4, f"direct_{_name}", globals()[_name])
 after_import("torch._inductor.lowering", _in_inductor)

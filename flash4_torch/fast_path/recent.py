@@ -6,13 +6,14 @@ whether they require gradients) in a third of the time that it takes to write th
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
+from torch import is_grad_enabled
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._dynamo.guards import TensorGuards
 
 from ..backends import ALIGNMENT
-from .calls import FastCall
+from .calls import Door, FastCall
 
 Place = tuple[Any, ...]
 """The door, modes that no tensor shows, which tensors there are, the flags and their types."""
@@ -22,41 +23,70 @@ _MOST = 4
 _MOST_PLACES = 1024
 """Places to remember; when the memory is full, it is cleared."""
 
-_calls: dict[Place, list[tuple[TensorGuards, FastCall]]] = {}
+_Found = TypeVar("_Found")
+Known = dict[Place, list[tuple[TensorGuards, _Found]]]
+"""What serves calls like those before, by their place."""
+
+_calls: Known[FastCall] = {}
 
 
-def find(place: Place, tensors: tuple[Any, ...]) -> FastCall | None:
-    """The prepared call for these tensors, of which q, k and v come first; None if their signature must say.
+def find(
+    door: Door, q: Any, k: Any, v: Any, others: tuple[Any, ...], flags: tuple[Any, ...]
+) -> tuple[FastCall | None, Place, tuple[Any, ...]]:
+    """The prepared call, or None if the signature must say; the call's place, and its tensors, each one once.
 
     No autocast is active.
     """
+    tensors: tuple[Any, ...] = q, k, v
+    if others[0] is not None or others[1] is not None or len(others) > 2:
+        others, more = _pattern(others)
+        tensors += more
+    place = door, is_grad_enabled(), others, flags, *map(type, flags)
     for guards, call in _calls.get(place, ()):
         if guards.check(*tensors):
-            return call if _is_served(call, *tensors) else None
-    return None
+            # What no check of types and sizes sees must be as it was when the call was prepared.
+            q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
+            if (q_at | k_at | v_at) % ALIGNMENT or not (q_at and k_at and v_at):
+                break
+            for x in tensors[3:]:
+                if not x.data_ptr():
+                    return None, place, tensors
+            if call.is_recorded and _top_saved_tensors_default_hooks(True) is not None:
+                break
+            return call, place, tensors
+    return None, place, tensors
 
 
-def _is_served(call: FastCall, q: Any, k: Any, v: Any, *others: Any) -> bool:
-    """Whether what no check of types and sizes sees is as it was when the call was prepared."""
-    q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    if (q_at | k_at | v_at) % ALIGNMENT or not (q_at and k_at and v_at):
-        return False
+def _pattern(others: tuple[Any, ...]) -> tuple[tuple[int | None, ...], tuple[Any, ...]]:
+    """The tensors that there are, and these, each one once: self-attention passes one cu_seqlens twice."""
+    pattern: tuple[int | None, ...] = ()
+    tensors: tuple[Any, ...] = ()
     for x in others:
-        if not x.data_ptr():
-            return False
-    return not (call.is_recorded and _top_saved_tensors_default_hooks(True) is not None)
+        place = None if x is None else len(tensors)
+        for i, y in enumerate(tensors):
+            if y is x:
+                place = i
+        if place == len(tensors):
+            tensors += (x,)
+        pattern += (place,)
+    return pattern, tensors
 
 
 def add(place: Place, tensors: tuple[Any, ...], call: FastCall) -> None:
     """Remembers the call that a signature of these tensors has led to."""
-    if len(_calls) >= _MOST_PLACES:
-        _calls.clear()
-    calls = _calls.setdefault(place, [])
+    remember(_calls, place, tensors, call)
+
+
+def remember(known: Known[_Found], place: Place, tensors: tuple[Any, ...], found: _Found) -> None:
+    """Adds what serves calls of tensors like these."""
+    if len(known) >= _MOST_PLACES:
+        known.clear()
+    calls = known.setdefault(place, [])
     if len(calls) < _MOST:
         # Without these keywords it crashes.
         guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         if guards.check(*tensors):  # it never passes the same tensor twice
-            calls.append((guards, call))
+            calls.append((guards, found))
 
 
 def clear() -> None:

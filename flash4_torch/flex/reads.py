@@ -64,7 +64,7 @@ _STORES = ("STORE_FAST", "STORE_DEREF", "STORE_FAST_LOAD_FAST", "STORE_FAST_STOR
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
 _ABSENT = object()
 _DOT = "."
-"""Before an attribute's name, where it stands beside names of variables."""
+"""The sign before an attribute's name, where it stands beside names of variables."""
 _BUILTINS: dict[str, Any] = {f.__name__: f for f in (*_PURE, slice, sum, tuple, zip)}
 _MODULES = ("torch", "torch.nn", "torch.nn.functional", "torch.special", "math")
 _PLAIN = frozenset({int, bool, str, type(None), type(Ellipsis), torch.dtype, torch.device})
@@ -185,8 +185,11 @@ class _Found:
     def _object(self, x: Any, name: str) -> Hashable:
         """An object whose attributes are where they seem to be; `of_objects` reads those that are used."""
         kind = type(x)
-        plain = kind.__getattribute__ is object.__getattribute__
-        if not plain or getattr(kind, "__getattr__", None) not in (None, nn.Module.__getattr__):
+        reader: Any = kind.__getattribute__
+        if reader is not object.__getattribute__ or getattr(kind, "__getattr__", None) not in (
+            None,
+            nn.Module.__getattr__,
+        ):
             raise _Unknown
         if isinstance(x, (type, types.ModuleType, Tensor)) or not hasattr(x, "__dict__"):
             raise _Unknown

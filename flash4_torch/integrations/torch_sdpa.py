@@ -30,14 +30,15 @@ from torch.nn.attention import register_flash_attention_impl
 
 from .. import ops
 from ..errors import ArgumentError
+from ..fast_path import graphs
 from ..kvcache import attention_kvcache
 from ..kvcache.packed import packed_as_pages
 from ..problem import CallOptions
 
 NAME = "FLASH4"
 
-_attention = torch.ops.flash4.attention.default
-_attention_backward = torch.ops.flash4.attention_backward.default
+_attention = graphs.attention
+_attention_backward = graphs.attention_backward
 _attention_varlen = torch.ops.flash4.attention_varlen.default
 _attention_varlen_backward = torch.ops.flash4.attention_varlen_backward.default
 

@@ -42,8 +42,9 @@ from transformers.utils.output_capturing import _active_collector
 
 from .. import fast_path, ops
 from ..api import attention_varlen
+from ..backends import Order
 from ..errors import ArgumentError, ShapeError
-from ..fast_path import Door
+from ..fast_path import Door, Returned
 from ..masks import Band
 from ..ops import check
 from ..problem import CallOptions, Inputs
@@ -67,7 +68,7 @@ _UNSUPPORTED = {
 }
 
 
-_DOOR = Door("transformers", heads_first=True)
+_DOOR = Door("transformers", Order(heads_first=True))
 
 _names: set[str] = set()
 """Registered names."""
@@ -237,7 +238,7 @@ def attention_forward(
         if not _attentions_are_recorded():
             signature, call = fast_path.lookup(_DOOR, query, key, value, (mask, sinks), flags)
             if call is not None:
-                return call(query, key, value, mask, sinks)[0], None
+                return call.run(query, key, value, mask, sinks), None
     q, k, v = ops.autocast_inputs(*(x.transpose(1, 2) for x in (query, key, value)))
     if attention_mask is None and kwargs.get("cu_seq_lens_q") is not None:
         return _packed(q, k, v, causal, sliding_window, scaling, softcap, sinks, dropout, kwargs), None
@@ -266,7 +267,8 @@ def attention_forward(
         return out, weights
     out, _ = ops.attention(q, k, v, *scored_by, options)
     if q.shape[0] == query.shape[0]:
-        fast_path.record(signature, _DOOR, Inputs(q, k, v, mask, sinks), options)
+        inputs = Inputs(q, k, v, mask, sinks)
+        fast_path.record(signature, _DOOR, inputs, options, returned=Returned(lse=False))
     return out, None
 
 

@@ -18,7 +18,6 @@ from torch.compiler import is_dynamo_compiling
 
 from ..fast_path import FastAutograd, FastCall, must_take_slow_path
 from ..ops import autograd
-from ..problem import Inputs, Saved
 from . import padding
 from .contract import Call
 
@@ -159,7 +158,7 @@ def run(prepared: Prepared, call: Call, parameters: _Parameters) -> tuple[Tensor
     weight, bias, out_weight, out_bias = parameters
     attention = prepared.attention
     heads = prepared.heads(F.linear(call.query, weight, bias))
-    out, _, _, weights = attention.launch(attention.inputs(attention.rng_state(), *heads, mask, None))
+    out, _, _, weights = attention.launch(*heads, mask, None, attention.draw())
     return F.linear(prepared.rows(out), out_weight, out_bias), weights
 
 
@@ -167,9 +166,9 @@ def _forward(ctx: Any, x: Tensor, *others: Any) -> tuple[Tensor, ...]:
     weight, bias, out_weight, out_bias, mask, prepared = others
     attention: FastCall = prepared.attention
     heads = prepared.heads(F.linear(x, weight, bias))
-    inputs = attention.inputs(attention.rng_state(), *heads, mask, None)
-    out, lse, low, weights = attention.launch(inputs)
-    ctx.save_for_backward(x, weight, bias, out_weight, *heads, mask, inputs.rng_state, out, lse, low)
+    rng_state = attention.draw()
+    out, lse, low, weights = attention.launch(*heads, mask, None, rng_state)
+    ctx.save_for_backward(x, weight, bias, out_weight, *heads, mask, rng_state, out, lse, low)
     ctx.prepared = prepared
     ctx.set_materialize_grads(False)
     y = F.linear(prepared.rows(out), out_weight, out_bias)
@@ -184,8 +183,7 @@ def _backward(ctx: Any, dy: Tensor | None, dweights: Tensor | None = None) -> tu
     if is_grad_enabled():
         # Second derivatives are refused by the attention's own gradients, which therefore need a graph.
         q, k, v = prepared.heads(F.linear(x, weight, bias))
-    inputs = prepared.attention.inputs(rng_state, q, k, v, mask, None)
-    saved = Saved(out, None, out, lse, False, low)
+    tensors = q, k, v, mask, None, rng_state
     needs_x, needs_weight, needs_bias, needs_out_weight, needs_out_bias, *_ = ctx.needs_input_grad
     dx = dweight = dbias = dout_weight = dout_bias = dout = None
     if dy is not None:
@@ -197,7 +195,7 @@ def _backward(ctx: Any, dy: Tensor | None, dweights: Tensor | None = None) -> tu
         dout = (dy_rows @ out_weight).view(*dy.shape[:2], prepared.num_heads, -1)
         dout = dout if prepared.batch_first else dout.transpose(0, 1)
     if needs_x or needs_weight or needs_bias:
-        grads = _attention_grads(prepared.attention, dout, dweights, saved, inputs)
+        grads = _attention_grads(prepared.attention, dout, dweights, (out, lse, low), tensors)
         dqkv = torch.cat([g.flatten(2) for g in grads], -1)
         if not prepared.batch_first:
             dqkv = dqkv.transpose(0, 1)
@@ -212,13 +210,17 @@ def _backward(ctx: Any, dy: Tensor | None, dweights: Tensor | None = None) -> tu
 
 
 def _attention_grads(
-    attention: FastCall, dout: Tensor | None, dweights: Tensor | None, saved: Saved, inputs: Inputs
+    attention: FastCall,
+    dout: Tensor | None,
+    dweights: Tensor | None,
+    results: tuple[Any, ...],
+    tensors: tuple[Any, ...],
 ) -> tuple[Tensor, ...]:
     """dq, dk and dv; zeros where nothing that was made of them has a gradient."""
     if not isinstance(attention, FastAutograd):
         raise AssertionError("an attention that needs gradients has them prepared")
-    found = attention.gradients(dout, (None, dweights), saved, inputs)[:3]
-    return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(inputs[:3], found, strict=True))
+    found = attention.gradients(dout, (None, dweights), (*results, *tensors))[:3]
+    return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(tensors[:3], found, strict=True))
 
 
 _function: Any = autograd.function("MultiheadAttention", _forward, _backward)

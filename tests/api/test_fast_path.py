@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -113,6 +114,33 @@ def assert_same(a: Any, b: Any) -> None:
         assert a is None or (torch.equal(a, b) and a.stride() == b.stride() and a.dtype == b.dtype)
 
 
+def test_one_tensor_may_be_both_cu_seqlens(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Self-attention's calls are recognised without their signature, and never taken for others."""
+    q, k, v = (half(10, 2, 64) for _ in "qkv")
+    ends, others = torch.tensor([0, 4, 10], dtype=torch.int32), torch.tensor([0, 6, 10], dtype=torch.int32)
+    looked_up = mock.Mock(wraps=fast_path._by_signature)
+    monkeypatch.setattr(fast_path, "_by_signature", looked_up)
+
+    def call(ends_q: Tensor, ends_k: Tensor) -> bool:
+        before = looked_up.call_count
+        flash4_torch.attention_varlen(q, k, v, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k)
+        assert machine.launches[-1].args[7] is ends_q and machine.launches[-1].args[8] is ends_k
+        return looked_up.call_count > before
+
+    assert [call(ends, ends) for _ in range(3)] == [True, True, False]
+    assert [call(ends, others) for _ in range(3)] == [True, False, False]
+    assert not call(others, others) and not call(others, ends)
+
+
+def test_what_kernels_cannot_read_in_place_is_copied(machine: Machine) -> None:
+    """Sinks with strides, and cu_seqlens in 64 bits; the stand-ins assert what kernels are promised."""
+    q, k, v = (half(10, 2, 64) for _ in "qkv")
+    sinks, ends = torch.randn(4)[::2], torch.tensor([0, 4, 10])
+    call = partial(flash4_torch.attention_varlen, cu_seqlens_q=ends, cu_seqlens_k=ends, sinks=sinks)
+    first, *others = [call(q, k, v) for _ in range(3)]
+    assert len(machine.launches) == 3 and all(torch.equal(first, out) for out in others)
+
+
 X, Y, Z = (half(1, 128, 2, 64) for _ in "qkv")
 ANOTHER_CALL: dict[str, Callable[[], Any]] = {
     "longer": lambda: flash4_torch.attention(*[half(1, 129, 2, 64)] * 3),
@@ -133,6 +161,7 @@ ANOTHER_CALL: dict[str, Callable[[], Any]] = {
     "mask": lambda: flash4_torch.attention(X, Y, Z, attn_mask=torch.ones(128, dtype=torch.bool)),
     "odd base": lambda: flash4_torch.attention(half(1 + 128 * 128)[1:].view(1, 128, 2, 64), Y, Z),
     "deterministic": lambda: flash4_torch.attention(X, Y, Z, deterministic=True),
+    "lse": lambda: flash4_torch.attention(X, Y, Z, return_lse=True),
 }
 
 
@@ -280,7 +309,7 @@ def test_the_mode_decides_whether_gradients_are_recorded() -> None:
 
 
 def test_in_inference_mode_its_results_are_of_it(long_way: LongWay) -> None:
-    attend(X)
+    attend(X, return_lse=True)
     with torch.inference_mode():
         results: list[Tensor] = []
         assert not long_way.taken(lambda: results.extend(attend(X, return_lse=True)))
@@ -349,6 +378,7 @@ def test_fake_tensors_stay_fake(machine: Machine) -> None:
 
 
 WRONG: dict[str, Callable[[], Any]] = {
+    "return_lse": lambda: attend(X, return_lse=0),
     "scale": lambda: attend(X, scale=True),
     "scale text": lambda: attend(X, scale="1"),
     "scale tensor": lambda: attend(X, scale=torch.tensor(1.0)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import flash4_torch
 from cases import Case, cases
 from flash4_torch import errors, testing
 from flash4_torch.configs.types import Scope
+from flash4_torch.ops import impl
 from on_cpu import Machine, gpu
 from test_fast_path import UNRESOLVED, DispatchMode, LongWay, assert_same, half
 
@@ -88,6 +90,67 @@ def test_its_gradients_are_the_long_ways(case: Case, expanded: bool, some: bool,
         for a, b in zip(long.args[:9], short.args[:9], strict=True):
             assert (a is None) == (b is None)
             assert a is None or (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+
+
+@given(
+    st.tuples(*[st.integers(1, n) for n in (2, 40, 40, 2, 3)]),
+    st.sampled_from(((8, 8), (16, 8), (8, 16))),
+    st.lists(st.booleans(), min_size=3, max_size=3),
+    st.sampled_from((None, torch.bool, torch.float32, torch.bfloat16)),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from((0.0, 0.3)),
+)
+@settings(max_examples=60)
+def test_calls_with_heads_first_are_the_long_ways(
+    sizes: tuple[int, ...],
+    widths: tuple[int, int],
+    contiguous: list[bool],
+    mask_dtype: torch.dtype | None,
+    recorded: bool,
+    expanded: bool,
+    dropout_p: float,
+) -> None:
+    """Kernels get views of scaled_dot_product_attention's tensors, and results come in the caller's order."""
+    (B, Sq, Sk, Hk, group), (D, Dv) = sizes, widths
+    shapes = (B, Hk * group, Sq, D), (B, Hk, Sk, D), (B, Hk, Sk, Dv)
+    inputs = [half(*shape) for shape in shapes]
+    inputs = [
+        (x if plain else x.transpose(1, 2).contiguous().transpose(1, 2)).requires_grad_(recorded)
+        for x, plain in zip(inputs, contiguous, strict=True)
+    ]
+    mask = None
+    if mask_dtype is not None:
+        mask = torch.randn(Sq, Sk) > 0.0 if mask_dtype is torch.bool else torch.randn(Sq, Sk).to(mask_dtype)
+
+    def step() -> list[Tensor]:
+        torch.manual_seed(1)
+        attend = flash4_torch.scaled_dot_product_attention
+        out = attend(*inputs, attn_mask=mask, dropout_p=dropout_p, enable_gqa=True)
+        if not recorded:
+            return [out]
+        dout = (
+            torch.ones_like(out[:, :, :1]).expand(out.shape) if expanded else torch.randn(out.shape).to(out)
+        )
+        return [out, *torch.autograd.grad(out, inputs, dout)]
+
+    def strides(x: Tensor) -> list[int]:
+        return [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
+
+    with gpu() as machine:
+        steps = [step(), step()]
+        with mock.patch.object(impl, "backends", None):
+            steps.append(step())
+    for a, b in zip(steps[0], steps[2], strict=True):
+        assert torch.equal(a, b) and strides(a) == strides(b) and a.dtype == b.dtype
+    for launches, results in ((machine.launches, 6), (machine.backwards, 9)):
+        if launches:
+            long, _, short = launches
+            assert long[:2] == short[:2]
+            for a, b in zip(long.args[:results], short.args[:results], strict=True):
+                assert (a is None) == (b is None)
+                assert a is None or (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+            assert_same(long.args[results + 1 : -1], short.args[results + 1 : -1])
 
 
 def test_gradients_of_heads_apart_are_the_long_ways(machine: Machine) -> None:

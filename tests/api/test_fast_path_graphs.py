@@ -16,8 +16,10 @@ from torch._inductor.utils import fresh_cache
 import flash4_torch
 from cases import Case, cases
 from flash4_torch import backends, fast_path, testing
+from flash4_torch.backends.compiled import SM80_FAMILY
 from flash4_torch.fast_path import graphs
 from flash4_torch.ops import impl
+from on_cpu import gpu
 
 # torch 2.11's inductor imports a module that uses TorchScript.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
@@ -94,8 +96,9 @@ def test_the_second_call_of_a_kind_needs_no_operator(chosen: list[str]) -> None:
     direct = DIRECT["attention"]
     direct(*qkv(), *ARGS)
     assert chosen == ["cpu"]
-    direct(*qkv(), *ARGS)
-    assert chosen == ["cpu"]
+    for _ in range(2):
+        direct(*qkv(), *ARGS)
+        assert chosen == ["cpu"]
     direct(*qkv(17), *ARGS)
     direct(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv()), *ARGS)
     direct(*qkv(), *ARGS[:3], 0.4, *ARGS[4:])
@@ -121,7 +124,8 @@ WATCHERS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 @pytest.mark.parametrize("who", WATCHERS)
 def test_the_operator_is_called_if_someone_watches(who: str, chosen: list[str]) -> None:
-    for _ in range(2):
+    # The third time it is recognised without its signature.
+    for _ in range(3):
         DIRECT["attention"](*qkv(), *ARGS)
     with WATCHERS[who]():
         DIRECT["attention"](*qkv(), *ARGS)
@@ -132,10 +136,32 @@ def test_the_operator_is_called_for_odd_tensors(chosen: list[str]) -> None:
     q, k, v = qkv()
     expected = OPERATORS["attention"](q, k, v, *ARGS)
     negative = torch._neg_view(-q)
+    for _ in range(3):
+        DIRECT["attention"](q, k, v, *ARGS)
     for odd in (shifted(q), negative, torch.nn.Parameter(q, requires_grad=False)):
         for _ in range(2):
             assert_same_bits(DIRECT["attention"](odd, k, v, *ARGS), expected)
-    assert len(chosen) == 7
+    assert len(chosen) == 8
+
+
+def test_torchs_switch_for_tf32_is_heard() -> None:
+    """Float32 calls like one before it are served as the switch stands now."""
+    q, k, v = qkv()
+    matmul, heard = torch.backends.cuda.matmul, []
+    before = matmul.fp32_precision
+    try:
+        for call in (
+            lambda: DIRECT["attention"](q, k, v, *ARGS),
+            lambda: flash4_torch.attention(q, k, v),
+        ):
+            with gpu(SM80_FAMILY[0]) as machine:
+                for precision in ("ieee", "tf32") * 3:
+                    matmul.fp32_precision = precision
+                    call()
+                heard.append([launch.features.tf32 for launch in machine.launches])
+    finally:
+        matmul.fp32_precision = before
+    assert heard == [[False, True] * 3] * 2
 
 
 def test_a_forced_backend_serves(monkeypatch: pytest.MonkeyPatch) -> None:

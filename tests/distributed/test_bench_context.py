@@ -63,7 +63,7 @@ def test_ranks_repeat_kv_heads_that_are_fewer() -> None:
     )
 )
 def test_overlap_counts_each_microsecond(events: list[tuple[str, int, int]]) -> None:
-    """Of spans in whole microseconds: the same as counting microseconds one by one."""
+    """Spans in whole microseconds give the same as counting microseconds one by one."""
     found = overlap.summary([(name, float(start), float(length)) for name, start, length in events])
     at: dict[bool, set[int]] = {True: set(), False: set()}
     for name, start, length in events:

@@ -4,10 +4,10 @@
 
 Only kernels with one of the parts in their names are studied; without any, all are. First the originals must
 run in 50 schedules without findings and with the same outputs. Then every instruction that the original
-executes and that `mutate.candidates` names is deleted, one at a time. Our attention kernels for sm_100a are
-among the subjects, and flash-attn-4's where it is installed. Survivors keep the reason that an earlier
-result.json gives for them: reasons are written by hand, as is the list of tcgen05.fence instructions that a
-kernel does not need.
+executes and that `mutate.candidates` names is deleted, one at a time. Our attention kernels for sm_80 and
+sm_100a are among the subjects, and flash-attn-4's where it is installed. Survivors keep the reason that an
+earlier result.json gives for them: reasons are written by hand, as is the list of tcgen05.fence instructions
+that a kernel does not need.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from flash4_torch import info
 from flash4_torch.bench.fa4_emulated import flash_attn_4
 from flash4_torch.configs import decode as decode_configs
 from flash4_torch.configs import sm100, sm100_backward
-from flash4_torch.configs.types import Features
+from flash4_torch.configs.types import Features, Sm80Backward, Sm80Forward, Sm100Forward
 from flash4_torch.emulator import host
 from flash4_torch.emulator.mutate import candidates
 from flash4_torch.emulator.ptx import Instruction
@@ -100,11 +100,18 @@ def subjects() -> Iterator[Subject]:
         yield own("backward", D, uses)
     yield own("forward", 128, {})
     yield own("backward", 128, {"right": True, "deterministic": True})
+    yield by_mma_sync("forward", Sm80Forward(4, 2, 64, 2), 64, "bfloat16", right=True)
+    shared = Sm80Forward(8, 1, 32, 1, column_warps=2)
+    yield by_mma_sync("forward", shared, 256, "float32", right=True)
+    yield by_mma_sync("backward", Sm80Backward(8, 1, 64, 2), 64, "bfloat16", right=True)
+    ordered = Sm80Backward(8, 2, 64, 1)
+    yield by_mma_sync("backward", ordered, 128, "bfloat16", right=True, deterministic=True)
     for arch in OURS:
         yield weights(arch)
         for rows, cache_dtype in product(decode_configs.ROWS, ("", decode_configs.FP8)):
             yield decode(arch, rows, cache_dtype)
-    yield decode("sm_90a", decode_configs.WARPGROUP_ROWS, wgmma=True)
+    for rows in (decode_configs.WARPGROUP_ROWS, decode_configs.SHARED_ROWS):
+        yield decode("sm_90a", rows, wgmma=True)
     if importlib.util.find_spec("flash_attn"):
         for arch in OURS:
             # The forward for sm_100a is persistent only where all tiles cost the same.
@@ -146,12 +153,32 @@ def own(name: str, D: int, uses: dict[str, bool]) -> Subject:
     ]
     if not forward:
         calls.append(one_block(drawn(kernel, Hk=2, lengths=((100,), (900,)), num_sms=2 * config.cluster)))
+    words = [f"D={D}", *uses]
+    shape = f"B=1 Hq=4 Hk=2, Sq x Sk: {' and '.join(f'{Sq} x {Sk}' for Sq, Sk in sizes)}"
+    shape += "" if forward else "; 100 x 900 with Hq=2"
+    return attending(f"{name}, {', '.join(words)}", "sm_100a", shape, kernel, calls)
+
+
+def by_mma_sync(name: str, config: Sm80Forward | Sm80Backward, D: int, dtype: str, **uses: bool) -> Subject:
+    """Our kernel for sm_80, whose CTAs work on one tile: of many blocks, of two, and of one."""
+    kernel: Kernel = (Features(dtype, D, D, **uses), config)
+    sizes = (150, 330), (40, 130), (70, 20)
+    calls = [drawn(kernel, Hk=1, lengths=((Sq,), (Sk,))) for Sq, Sk in sizes]
+    words = [f"D={D}", *([dtype] if dtype == "float32" else []), *uses]
+    shape = f"B=1 Hk=1, Sq x Sk: {' and '.join(f'{Sq} x {Sk}' for Sq, Sk in sizes)}"
+    return attending(f"{name}, {', '.join(words)}", "sm_80", shape, kernel, calls)
+
+
+def attending(name: str, arch: str, shape: str, kernel: Kernel, calls: list[Call]) -> Subject:
+    """A forward or a backward in some calls."""
+    features, config = kernel
+    is_forward = isinstance(config, (Sm80Forward, Sm100Forward))
+    act = run if is_forward else run_backward
 
     @contextmanager
     def prepare(bench: Bench) -> Iterator[Run]:
         host.install(bench.launch, bench.arch, calls[0].num_sms)
         place = Place(bench, [])
-        act = run if forward else run_backward
 
         def act_once() -> list[Tensor]:
             results = []
@@ -167,11 +194,8 @@ def own(name: str, D: int, uses: dict[str, bool]) -> Subject:
             host.uninstall()
 
     # dQ is summed in any order.
-    tolerance = 0.0 if forward or features.deterministic else 0.02
-    words = [f"D={D}", *uses]
-    shape = f"B=1 Hq=4 Hk=2, Sq x Sk: {' and '.join(f'{Sq} x {Sk}' for Sq, Sk in sizes)}"
-    shape += "" if forward else "; 100 x 900 with Hq=2"
-    return Subject(f"{name}, {', '.join(words)}", "sm_100a", shape, prepare, tolerance)
+    tolerance = 0.0 if is_forward or features.deterministic else 0.02
+    return Subject(name, arch, shape, prepare, tolerance)
 
 
 def weights(arch: str) -> Subject:
@@ -214,11 +238,12 @@ def decode(arch: str, rows: int, cache_dtype: str = "", *, wgmma: bool = False) 
     )
     # Each warpgroup has rows.
     Hq = 40 if wgmma else 4
+    longest = 1500 if rows > decode_configs.WARPGROUP_ROWS else 700
     kernel = decode_calls.Kernel(Features("bfloat16", 128, 128, right=True), rows, form)
     generator = torch.manual_seed(0)
     q, k, v = (
         tuple(torch.randn(n, heads, 128, generator=generator).bfloat16() for n in lengths)
-        for lengths, heads in (((5, 1), Hq), ((700, 40), 2), ((700, 40), 2))
+        for lengths, heads in (((5, 1), Hq), ((longest, 40), 2), ((longest, 40), 2))
     )
     scales = {}
     if cache_dtype:
@@ -235,7 +260,7 @@ def decode(arch: str, rows: int, cache_dtype: str = "", *, wgmma: bool = False) 
         finally:
             host.uninstall()
 
-    shape = f"B=2 Hq={Hq} Hk=2, 5 x 700 and 1 x 40, 2 splits"
+    shape = f"B=2 Hq={Hq} Hk=2, 5 x {longest} and 1 x 40, 2 splits"
     kind = [cache_dtype or ("wgmma" if wgmma else "")]
     name = ", ".join(["decode", *filter(None, kind), f"{rows} rows", "D=128", "right"])
     return Subject(name, arch, shape, prepare)
@@ -362,7 +387,7 @@ def same_kernel(row: dict[str, Any], known: Rows) -> Rows:
 def short_name(kernel: str) -> str:
     """The name without what the DSL mangles into it from the arguments."""
     plain = kernel.removeprefix("kernel_").removeprefix("cutlass_")
-    return re.split("_object_at_|_[Tt]ensor", plain)[0]
+    return re.split("_object_at_|_[Tt]ensor|_Maps", plain)[0]
 
 
 if __name__ == "__main__":

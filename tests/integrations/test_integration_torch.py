@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,9 +25,10 @@ from torch.nn.attention import (
 )
 from torch.nn.attention.varlen import varlen_attn
 
-from flash4_torch import attention_kvcache, backends, ops
+from flash4_torch import attention_kvcache, backends, fast_path, ops
 from flash4_torch.errors import ArgumentError
 from flash4_torch.integrations import torch_sdpa
+from flash4_torch.ops import impl
 from flash4_torch.problem import CallOptions, Problem
 
 PLAIN = {"scale": 0.3, "window_left": None, "softcap": 0.0, "deterministic": False}
@@ -207,6 +209,32 @@ def test_compiled_sdpa_runs_ours() -> None:
         ours = with_grads(compiled(contiguous, view), contiguous, view)
     assert sorted(calls) == ["backward"] * 2 + ["forward"] * 2
     assert_same(ours, theirs, 1e-5)
+
+
+def test_calls_like_an_earlier_one_choose_no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take the fast path; `active` would watch, and so keep them from it."""
+    fast_path.clear()
+    inputs = [torch.randn(2, 3, 5, 8, requires_grad=True) for _ in "qkv"]
+    dout, chosen = torch.randn(2, 3, 5, 8), mock.Mock(wraps=backends.choose)
+    monkeypatch.setattr(impl, "backends", mock.Mock(choose=chosen))
+
+    def step() -> list[Tensor]:
+        out = F.scaled_dot_product_attention(*inputs, is_causal=True)
+        return [out, *torch.autograd.grad(out, inputs, dout)]
+
+    stock = step()
+    torch_sdpa.register()
+    activate_flash_attention_impl("FLASH4")
+    try:
+        first = step()
+        assert chosen.call_count == 2
+        second = step()
+        assert chosen.call_count == 2
+    finally:
+        restore_flash_attention_impl()
+    for a, b, c in zip(stock, first, second, strict=True):
+        assert torch.equal(b, c) and b.stride() == c.stride()
+        torch.testing.assert_close(b, a)
 
 
 def test_dropout_on_cpu_is_refused_by_name() -> None:

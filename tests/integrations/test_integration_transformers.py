@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -18,7 +18,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from flash4_torch import backends
+from flash4_torch import backends, fast_path
 from flash4_torch.errors import ArgumentError
 from flash4_torch.problem import Problem
 
@@ -38,6 +38,7 @@ from transformers.masking_utils import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from flash4_torch.integrations import transformers as ours
+from on_cpu import gpu
 
 FA4 = ours.register()
 TOKENS = 40
@@ -380,6 +381,26 @@ def test_without_a_mask(queries: int, causal: bool, sliding_window: int | None) 
     mask = (distance < reach) & ((distance >= 0) if causal else (distance > -reach))
     expected = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     torch.testing.assert_close(out.transpose(1, 2), expected)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_later_calls_are_the_first_one(recorded: bool) -> None:
+    """The fast path takes heads first and returns out with heads last, by the CPU's kernel and by ours."""
+    inputs = [heads(5, 4, seed).bfloat16().requires_grad_(recorded) for seed in range(3)]
+    dout = torch.randn(2, 5, 4, inputs[2].shape[3]).bfloat16()
+
+    def step() -> list[Tensor]:
+        out, _ = ours.attention_forward(layer(True), *inputs, None, is_causal=True)
+        return [out, *torch.autograd.grad(out, inputs, dout)] if recorded else [out]
+
+    for machine in (nullcontext(), gpu()):
+        fast_path.clear()
+        with machine:
+            first, *others = [step() for _ in range(4)]
+        for later in others:
+            for a, b in zip(first, later, strict=True):
+                assert torch.equal(a, b) and a.stride() == b.stride()
+    fast_path.clear()
 
 
 def test_one_batch_entry_of_queries_serves_all() -> None:

@@ -300,7 +300,8 @@ DECODE_GPUS = (decode.HOPPER, decode.AMPERE, decode.GA102, decode.ADA)
 def test_decode_has_stages_and_room_for_them(D: int, Dv: int, rows: int, gpu: decode.Gpu) -> None:
     """Blocks in flight are as many as the GPU needs, and stages fit into what a CTA may have."""
     stage_bytes, q_bytes = 2 * decode.KEYS * (D + Dv), 2 * rows * D
-    stages, ctas = decode.stages(gpu, stage_bytes, q_bytes), decode.ctas_per_sm(gpu, stage_bytes, q_bytes)
+    sizes = gpu, rows, stage_bytes, q_bytes
+    stages, ctas = decode.stages(*sizes), decode.ctas_per_sm(*sizes)
     assert stages >= gpu.least_stages
     # 65536 registers, and up to 255 a thread.
     assert ctas * 128 * 255 <= 65536
@@ -328,7 +329,7 @@ def test_decode_tiles_have_no_more_rows_for_what_takes_more_registers(
 
 @given(
     *(st.integers(1, 16) for _ in range(2)),
-    st.sampled_from(decode.ROWS),
+    st.sampled_from((*decode.ROWS, decode.SHARED_ROWS)),
     st.sampled_from(DECODE_GPUS),
     st.sampled_from(["", decode.FP8]),
     st.booleans(),
@@ -340,6 +341,7 @@ def test_the_decode_kernel_agrees_that_it_has_stages(
     plan = import_module("flash4_torch.kernels.decode.plan").DecodePlan
     features = BARE._replace(D=16 * D, Dv=16 * Dv)
     form = decode.DecodeForm(True, 1, True, True, cache_dtype=cache_dtype, groups=groups, gpu=gpu)
+    form = form._replace(wgmma=rows > decode.ROWS[-1])
     for cluster in gpu.clusters:
         own = form._replace(cluster=cluster)
         if rows in decode.rows_of(features, own):
@@ -366,7 +368,7 @@ def works(draw: st.DrawFn) -> Work:
     )
     cache_dtype, gpu = draw(st.sampled_from(["", decode.FP8])), draw(st.sampled_from(DECODE_GPUS))
     form = decode.DecodeForm(True, 1, True, True, cache_dtype=cache_dtype, gpu=gpu)
-    rows, sms = draw(st.sampled_from(decode.ROWS)), draw(st.integers(8, 200))
+    rows, sms = draw(st.sampled_from((*decode.ROWS, decode.SHARED_ROWS))), draw(st.integers(8, 200))
     return decode_shares.work_of(features, form, rows, draw(SIZES), draw(SIZES), sms)
 
 
@@ -377,7 +379,8 @@ def test_decode_splits_run_at_once_and_are_long_enough(work: Work) -> None:
     assert (parts - 1) * cluster < splits <= parts * cluster and cluster in work.gpu.clusters
     assert (cluster == 1) == (splits == 1) or not work.gpu.has_clusters
     assert splits == 1 or splits * decode.LEAST_BLOCKS <= work.blocks
-    assert splits == 1 or parts * cluster * work.tiles <= decode.CTAS_PER_SM * work.num_sms
+    ctas = decode.CTAS_PER_SM if work.rows < decode.SHARED_ROWS else 1
+    assert splits == 1 or parts * cluster * work.tiles <= ctas * work.num_sms
 
 
 @given(works(), st.integers(1, 1000))

@@ -61,12 +61,13 @@ KEYS_SM80 = [
     if not decode.limits(features, own)
 ]
 KEYS_WGMMA = [
-    Key(ENTRY, (features, decode.WARPGROUP_ROWS, form._replace(wgmma=True)), "sm_90a")
+    Key(ENTRY, (features, rows, form._replace(wgmma=True)), "sm_90a")
     for form in FORMS
     if not (form.cache_dtype or form.groups)
     for i, heads in enumerate(HEADS)
     for uses in USES
     for features in [Features(("bfloat16", "float16")[i % 2], *heads)._replace(**uses)]
+    for rows in decode.wgmma_rows(features, form)
 ]
 GROUPS = 6
 """Groups of wgmmas in the code: S of the first block, S and PV of masked ones and of others, the last PV."""

@@ -74,12 +74,16 @@ def in_fp8(kernel: Kernel) -> Kernel:
 
 
 KERNELS_FP8 = [(arch, name, in_fp8(kernel)) for arch, name, kernel in [*KERNELS, *IN_GROUPS]]
-KERNELS_WGMMA = [
-    ("sm_90a", name, Kernel(features, 64, form._replace(causal_flags=flags, wgmma=True)))
-    for name, features in FEATURES.items()
-    for flags in {False, features.right}
-    for form in FORMS
-]
+KERNELS_WGMMA = {
+    rows: [
+        ("sm_90a", name, Kernel(features, rows, form._replace(causal_flags=flags, wgmma=True)))
+        for name, features in FEATURES.items()
+        for flags in {False, features.right}
+        for form in FORMS
+        if rows in decode.wgmma_rows(features, form)
+    ]
+    for rows in (decode.WARPGROUP_ROWS, decode.SHARED_ROWS)
+}
 
 
 WITHOUT_CLUSTERS = {
@@ -107,7 +111,8 @@ KERNELS_SM80 = [
     [
         *one_of(607, KERNELS),
         *one_of(811, KERNELS_FP8),
-        *one_of(397, KERNELS_WGMMA),
+        *one_of(397, KERNELS_WGMMA[decode.WARPGROUP_ROWS]),
+        *one_of(131, KERNELS_WGMMA[decode.SHARED_ROWS]),
         *one_of(197, IN_GROUPS),
         *one_of(785, KERNELS_SM80),
     ],
@@ -128,6 +133,7 @@ SMALL = Features("bfloat16", 64, 64, right=True)
 FORM = DecodeForm(paged=True, cluster=8, ragged=True, lengths=True, parts=True, runs=True)
 PAGED = Kernel(SMALL, 16, FORM)
 BY_WGMMA = Kernel(SMALL, 64, FORM._replace(wgmma=True))
+BY_ROLES = BY_WGMMA._replace(rows=decode.SHARED_ROWS)
 
 
 def one_sequence(kernel: Kernel, tokens: int, keys: int, page_size: int = 16, **more: object) -> Call:
@@ -148,7 +154,10 @@ def one_sequence(kernel: Kernel, tokens: int, keys: int, page_size: int = 16, **
     return Call(q, k, v, make_cache(k, v, generator, "rows", page_size), features.D**-0.5, **more)
 
 
-@pytest.mark.parametrize(("arch", "kernel"), [*((arch, PAGED) for arch in ARCHS), ("sm_90a", BY_WGMMA)])
+@pytest.mark.parametrize(
+    ("arch", "kernel"),
+    [*((arch, PAGED) for arch in ARCHS), *(("sm_90a", kernel) for kernel in (BY_WGMMA, BY_ROLES))],
+)
 def test_any_page_number_is_safe(arch: str, kernel: Kernel) -> None:
     """Whatever the table holds, the launch reads nothing but its tensors and ends."""
     call = one_sequence(kernel, tokens=2, keys=600, num_splits=3)
@@ -188,7 +197,9 @@ def test_an_empty_cache_has_no_keys() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "by_wgmma", "page_size"), [(16, False, 1), (64, True, 48)], ids=["mma", "wgmma"]
+    ("rows", "by_wgmma", "page_size"),
+    [(16, False, 1), (64, True, 48), (128, True, 16)],
+    ids=["mma", "wgmma", "roles"],
 )
 @given(left=st.integers(0, 600), right=st.integers(-150, 0), num_splits=st.integers(1, 4))
 @settings(max_examples=examples(2, 20))
@@ -226,7 +237,7 @@ def test_pages_may_be_far_apart() -> None:
 IN_FP8 = FORM._replace(cache_dtype=decode.FP8)
 IN_SMEM = [
     *((rows, form) for form in (FORM, IN_FP8) for rows in one_of(3, decode.ROWS)),
-    (BY_WGMMA.rows, BY_WGMMA.form),
+    *((kernel.rows, kernel.form) for kernel in (BY_WGMMA, BY_ROLES)),
 ]
 
 
@@ -246,6 +257,21 @@ def test_no_bank_conflicts(rows: int, form: DecodeForm, D: int, Dv: int) -> None
     assert len(moved) > 3 and sum(sum(line.shared_bytes) for line in moved) > 0
     for line in moved:
         assert sum(line.shared_passes) * 128 == sum(line.shared_bytes), line.ptx
+
+
+@pytest.mark.parametrize(("D", "page_size"), [(192, 16), *one_of(3, [(64, 8), (128, 16), (96, 1)])])
+@pytest.mark.parametrize("left", [False, True])
+def test_load_warps_go_round_their_ring(D: int, page_size: int, left: bool) -> None:
+    """A split has several times as many blocks as there are stages, and both warpgroups have rows."""
+    features = SMALL._replace(D=D, Dv=D, left=left)
+    form = FORM._replace(cluster=1, parts=False, runs=page_size % decode.RUN == 0, wgmma=True)
+    kernel = Kernel(features, decode.SHARED_ROWS, form)
+    call = one_sequence(kernel, tokens=40, keys=1500, page_size=page_size, left=1100)
+    found = run("sm_90a", kernel, call, schedule="late")
+    check_results(features, call, found)
+    for seed in range(3):
+        again = run("sm_90a", kernel, call, schedule="fuzz", seed=seed)
+        assert torch.equal(found.out, again.out) and torch.equal(found.lse, again.lse)
 
 
 @given(keys=st.integers(0, 3000), num_splits=st.integers(2, 26))

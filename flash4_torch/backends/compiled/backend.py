@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache, lru_cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,15 +13,15 @@ from ...kernels.common.mask_tables import MaskPlan
 from ...problem import Inputs, Problem, Saved, SavedWeights, has_float_mask
 from ...reference.weights import WeightsGradients
 from .. import tile_counters
-from ..base import BackwardLaunch, Grads, Launch, Results, WeightsLaunch
+from ..base import SEQUENCE_FIRST, BackwardLaunch, Grads, Launch, Order, Results, WeightsLaunch
 from ..tiled import sinks_gradient
-from . import backward, forward
+from . import backward, forward, prepared
 from . import weights as weights_launch
 from .backward import Kernels
 from .dq_sums import CompiledDqSums
 from .explain import explain
 from .forward import Kernel
-from .masks import Read, View, over_keys, reader, transposed
+from .masks import Read, View, over_keys, prepared_reader, reader, transposed
 from .params import FARTHEST, mask_dtype
 from .running import CompiledRunningOut
 from .served import OnTargets
@@ -127,57 +126,29 @@ class Compiled(OnTargets):
         rng_state = inputs.rng_state if problem.spec.dropout else None
         return launch(readable_saved, inputs._replace(q=q, k=k, rng_state=rng_state))
 
-    def prepare(self, inputs: Inputs, problem: Problem) -> Launch | None:
+    def prepare(self, inputs: Inputs, problem: Problem, order: Order = SEQUENCE_FIRST) -> Launch | None:
         """`forward`, prepared for tensors of these sizes and strides if none of q, k and v needs a copy."""
         if is_empty(inputs, problem) or not all(map(is_readable, inputs[:3])):
             return None
-        index, allocator = inputs.q.get_device(), past_dispatcher(problem.spec.device)
+        index = inputs.q.get_device()
         kernel = self.kernel(problem, index)
-        read_mask = self._mask_reader(inputs, problem, kernel.config, allocator)
-        shapes, params = forward.shapes_of(inputs.q, inputs.v), converted(kernel.params)
-        run = forward.sequence(kernel, shapes, problem.spec.dtype, params, read_mask, allocator)
-        counter, current_device = tile_counters.counter, tile_counters.current_device
+        plan = forward.mask_plan(mask_dtype(problem), kernel.config)
+        read_mask = self._prepared_reader(problem, plan, inputs, over_keys(problem.extent.Sk))
+        return prepared.forward(kernel, inputs, problem, index, read_mask, order)
 
-        def launch(inputs: Inputs) -> Results:
-            if current_device() != index:
-                with torch.cuda.device(index):
-                    return run(inputs, counter(index))
-            return run(inputs, counter(index))
-
-        return launch
-
-    def prepare_backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> BackwardLaunch | None:
-        """`backward`, prepared for the calls that `prepare` accepts, without gradients of lse and attn_mask.
-
-        Only dout may need a copy: the gradient of a sum is an expanded tensor.
-        """
+    def prepare_backward(
+        self, saved: Saved, inputs: Inputs, problem: Problem, order: Order = SEQUENCE_FIRST
+    ) -> BackwardLaunch | None:
+        """`backward`, prepared for the calls that `prepare` accepts; lse and attn_mask get no gradients."""
         if is_empty(inputs, problem) or problem.spec.dlse or problem.spec.dmask:
             return None
         if not all(map(is_readable, (*inputs[:3], saved.out))) or not saved.lse.is_contiguous():
             return None
-        index, allocator = inputs.q.get_device(), past_dispatcher(problem.spec.device)
+        index = inputs.q.get_device()
         kernels = self.backward_kernels(problem, index)
-        run = backward.sequence(
-            kernels,
-            backward.shapes_of(*inputs[:3], inputs.cu_seqlens_q, kernels),
-            problem.spec.dtype,
-            problem.scale,
-            converted(kernels.params),
-            self._transposed_mask_reader(inputs, problem, kernels.config, allocator),
-            allocator,
-        )
-        copied = not is_readable(saved.dout)
-        counter, current_device = tile_counters.counter, tile_counters.current_device
-
-        def launch(saved: Saved, inputs: Inputs) -> Grads:
-            if current_device() != index:
-                with torch.cuda.device(index):
-                    return launch(saved, inputs)
-            if copied:
-                saved = saved._replace(dout=readable(saved.dout))
-            return run(saved, inputs, None, counter(index))
-
-        return launch
+        plan = backward.mask_plan(mask_dtype(problem), kernels.config)
+        read_mask = self._prepared_reader(problem, plan, inputs, transposed(problem.extent.Sq))
+        return prepared.backward(kernels, inputs, problem, index, read_mask, saved.dout, order)
 
     def prepare_weights(self, inputs: Inputs, problem: Problem, average_heads: bool) -> WeightsLaunch | None:
         """`weights`, prepared for the calls that `prepare` accepts, after whose launch it runs."""
@@ -186,7 +157,7 @@ class Compiled(OnTargets):
         index, allocator = inputs.q.get_device(), past_dispatcher(problem.spec.device)
         kernel = self.weights_kernel(problem, average_heads)
         read_mask = self._reader(problem, kernel.mask_plan, inputs, over_keys(problem.extent.Sk), allocator)
-        shape, params = weights_launch.shape_of(problem, average_heads), converted(kernel.params)
+        shape, params = weights_launch.shape_of(problem, average_heads), prepared.converted(kernel.params)
         run = weights_launch.sequence(kernel, shape, problem.spec.dtype, params, read_mask, allocator)
         current_device = tile_counters.current_device
 
@@ -214,6 +185,10 @@ class Compiled(OnTargets):
         self, problem: Problem, plan: MaskPlan, inputs: Inputs, view: View, allocator: Allocator
     ) -> Read:
         return reader(self.find(problem), plan, inputs.attn_mask, view, allocator)
+
+    def _prepared_reader(self, problem: Problem, plan: MaskPlan, inputs: Inputs, see: View) -> Read:
+        allocator = past_dispatcher(problem.spec.device)
+        return prepared_reader(self.find(problem), plan, inputs.attn_mask, see, allocator)
 
     def explain(self, problem: Problem) -> list[str]:
         """The row, config, plan and launch that serve the problem, a line each."""
@@ -291,13 +266,6 @@ def _grads_of_nothing(saved: Saved, inputs: Inputs) -> Grads:
     mask = inputs.attn_mask
     dmask = mask.new_zeros(mask.shape) if mask is not None and saved.mask_grad else None
     return Grads(dq, dk, dv, dmask, sinks_gradient(saved, inputs))
-
-
-def converted(params: tuple[Any, ...]) -> Any:
-    """Parameters as a launch takes them fastest: a tuple would be converted again every time."""
-    import tvm_ffi
-
-    return tvm_ffi.convert(params)
 
 
 @lru_cache(maxsize=1024)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...kernels.common import mask_tables
 from ...kernels.common.mask_tables import MaskPlan
+from ..views import Layout
 from .targets import MASK_BLOCKS, Find
 from .tensors import Allocator
 
@@ -34,6 +35,20 @@ def reader(find: Find, plan: MaskPlan, mask: Tensor | None, view: View, allocato
         return seen, tables
 
     return read
+
+
+def prepared_reader(
+    find: Find, plan: MaskPlan, mask: Tensor | None, view: View, allocator: Allocator
+) -> Read:
+    """A `reader` for masks as callers have them: `mask` is a 4-D view of such."""
+    read = reader(find, plan, mask, view, allocator)
+    if mask is None:
+        return read
+    seen = view(mask)
+    if seen.data_ptr() != mask.data_ptr():
+        four = Layout.of(mask)
+        return lambda mask: None if mask is None else read(four.view(mask))
+    return reader(find, plan, mask, Layout.of(seen).view, allocator)
 
 
 def over_keys(Sk: int) -> View:

@@ -17,8 +17,9 @@ from ...configs.types import LARGE_SOFTCAP, Features
 from ...kvcache_problem import CacheInputs, CacheProblem
 from .. import tile_counters
 from ..compiled import paged
-from ..compiled.backend import converted, num_sms
+from ..compiled.backend import num_sms
 from ..compiled.params import FARTHEST, dtype_name, kernel_band, kernel_softcap
+from ..compiled.prepared import converted
 from ..compiled.served import OnTargets
 from ..compiled.targets import DECODE, Find, Target
 from ..compiled.tensors import (
@@ -289,6 +290,8 @@ def decide(target: Target, problem: CacheProblem, num_sms: int) -> Kernel:
     choice = _row_choice(problem, features, form)
     rows = decode.rows(extent.max_seqlen_q, spec.group, choice)
     wgmma = target.has_wgmma and decode.may_use_wgmma(form, rows, spec.group, spec.batch_invariant)
+    if wgmma:
+        rows = _wgmma_rows(problem, features, form, num_sms)
     work = decode_shares.work_of(features, form, rows, _tiles(problem, rows), extent.max_seqlen_k, num_sms)
     if spec.batch_invariant:
         sizes = decode.group_clusters(features, form, rows)
@@ -350,6 +353,15 @@ def params_of(problem: CacheProblem, kernel: Kernel) -> DecodeParams:
 def _row_choice(problem: CacheProblem, features: Features, form: DecodeForm) -> tuple[int, ...]:
     """Rows that a tile may have."""
     return (decode.group_rows if problem.spec.batch_invariant else decode.rows_of)(features, form)
+
+
+def _wgmma_rows(problem: CacheProblem, features: Features, form: DecodeForm, num_sms: int) -> int:
+    """Rows of a tile by warpgroup MMAs."""
+    extent, spec = problem.extent, problem.spec
+    choice = decode.wgmma_rows(features, form._replace(groups=spec.batch_invariant))
+    rows = decode.rows(extent.max_seqlen_q, spec.group, choice)
+    blocks = _tiles(problem, rows) * math.ceil(extent.max_seqlen_k / decode.KEYS)
+    return rows if decode.shares_kv(extent.max_seqlen_k, blocks, num_sms) else choice[0]
 
 
 def _tiles_of_sequence(problem: CacheProblem, features: Features, form: DecodeForm) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import NamedTuple
 
 import cutlass
@@ -11,8 +12,18 @@ from cutlass import Boolean, Float32, Int32
 
 from ...configs.decode import MMA_ROWS
 from ..common.band import Band, Span
+from ..common.ring import Ring
 from .params import DecodeParams, Divisors
 from .plan import VECTOR, DecodePlan
+
+
+class NamedBarrier(IntEnum):
+    """Hardware barriers where warps have roles."""
+
+    COMPUTE = 1
+    """All threads that compute."""
+    Q = 2
+    """One for each warpgroup that computes: its rows of Q are there."""
 
 
 class Tensors(NamedTuple):
@@ -81,7 +92,7 @@ class Context:
     warp: Int32
     lane: Int32
     sQ: cute.Tensor
-    """(rows, D)"""
+    """(rows, D), or (rows, D, warpgroups) where warps have roles"""
     sK: cute.Tensor
     """(keys, D, stages); of FP8 numbers two are one: (keys, D / 2, stages)"""
     sV: cute.Tensor
@@ -103,6 +114,17 @@ class Context:
     """(4, threads, vectors): what a group's splits are merged to, as sO has it."""
     sCount: cute.Tensor | None
     """(1,): how many clusters were done with this part of the tile before this one."""
+
+    load_k: Ring | None = None
+    """Stages of K from the load warps to the compute warps, where warps have roles."""
+    load_v: Ring | None = None
+
+    def sync(self) -> None:
+        """Wait for all threads that compute."""
+        if self.plan.has_load_warps:
+            cute.arch.barrier(barrier_id=NamedBarrier.COMPUTE, number_of_threads=self.plan.threads)
+        else:
+            cute.arch.sync_threads()
 
     def place_of(self, row: Int32) -> tuple[Int32, Int32]:
         """The token, among all sequences', and the query head of a row."""

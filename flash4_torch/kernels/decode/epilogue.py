@@ -27,7 +27,7 @@ def epilogue(ctx: Context, t: Thread) -> None:
     if cutlass.const_expr(ctx.plan.form.cluster > 1):
         if ctx.tile.merges:
             # Every warp has read the last block, whose place O takes.
-            cute.arch.sync_threads()
+            ctx.sync()
             for r in cutlass.range_constexpr(2):
                 share(ctx, values[r, None], lse[r], r, 0)
         else:

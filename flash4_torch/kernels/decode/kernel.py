@@ -14,10 +14,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.memory import SmemAllocator
 
-from ..common import smem_layouts
+from ..common import ring, smem_layouts
 from ..common.band import make_band, visible_span
 from ..common.warps import WARP
-from . import fp8, groups, splits, wide
+from . import fp8, groups, roles, splits, wide
 from . import mainloop as narrow
 from .context import Context, Tensors, Tile
 from .epilogue import epilogue
@@ -38,10 +38,15 @@ def decode_kernel(
     tile = _tile(tensors, params, divisors, plan)
     if tile.has_work | tile.merges:
         memory = SmemAllocator()
-        sQ = smem_layouts.allocate(memory, plan.mma_dtype, layouts[0])[None, None, 0]
+        sQ = smem_layouts.allocate(memory, plan.mma_dtype, layouts[0])
+        if cutlass.const_expr(not plan.has_load_warps):
+            sQ = sQ[None, None, 0]
         sK = smem_layouts.allocate(memory, plan.mma_dtype, layouts[1])
         sV = smem_layouts.allocate(memory, plan.mma_dtype, layouts[2])
         sP, sMax, sSum, sO, sLse, sGroup, sCount, sFactor = (None,) * 8
+        load_k, load_v = None, None
+        if cutlass.const_expr(plan.has_load_warps):
+            load_k, load_v = (ring.allocate(memory, plan.stages) for _ in range(2))
         if cutlass.const_expr(plan.key_warps > 1):
             sP = smem_layouts.allocate(memory, plan.mma_dtype, layouts[3])[None, None, 0]
             sMax = memory.allocate_tensor(Float32, cute.make_layout((plan.rows, plan.key_warps)), 16)
@@ -78,18 +83,30 @@ def decode_kernel(
             sLse=sLse,
             sGroup=sGroup,
             sCount=sCount,
+            load_k=load_k,
+            load_v=load_v,
         )
-        t = (wide if plan.form.wgmma else narrow).make_thread(ctx)
-        if tile.has_work:
-            if cutlass.const_expr(plan.form.groups):
-                groups.run(ctx, t)
-            else:
-                begin_split(t)
-                (wide if plan.form.wgmma else narrow).mainloop(ctx, t, tile.blocks)
-                epilogue(ctx, t)
-        if cutlass.const_expr(plan.shares_keys):
-            if tile.merges:
-                merge(ctx, t.rows)
+        if cutlass.const_expr(plan.has_load_warps):
+            roles.run(ctx)
+        else:
+            _run(ctx)
+
+
+@cute.jit
+def _run(ctx: Context) -> None:
+    """The whole of a CTA's work, of which all warps do the same."""
+    plan, tile = ctx.plan, ctx.tile
+    t = (wide if plan.form.wgmma else narrow).make_thread(ctx)
+    if tile.has_work:
+        if cutlass.const_expr(plan.form.groups):
+            groups.run(ctx, t)
+        else:
+            begin_split(t)
+            (wide if plan.form.wgmma else narrow).mainloop(ctx, t, tile.blocks)
+            epilogue(ctx, t)
+    if cutlass.const_expr(plan.shares_keys):
+        if tile.merges:
+            merge(ctx, t.rows)
 
 
 @cute.jit

@@ -98,7 +98,7 @@ def decode(
         counters,
     )
     layouts = (
-        row_major_layout(plan.mma_dtype, plan.rows, plan.D, 1),
+        row_major_layout(plan.mma_dtype, plan.q_rows, plan.D, plan.rows // plan.q_rows),
         row_major_layout(plan.mma_dtype, KEYS, plan.k_columns, plan.stages),
         column_major_layout(plan.mma_dtype, plan.v_columns, KEYS, plan.stages),
         row_major_layout(plan.mma_dtype, plan.rows, KEYS, 1),
@@ -117,7 +117,7 @@ def decode(
     divisors = make_divisors(group, tiles, k.shape[1], splits, params.split_keys)
     decode_kernel(tensors, layouts, params, divisors, plan).launch(
         grid=(ctas, Hk * tiles, B),
-        block=(plan.threads, 1, 1),
+        block=(plan.launch_threads, 1, 1),
         cluster=(cluster, 1, 1) if cluster > 1 else None,
         stream=stream,
         min_blocks_per_mp=1,

@@ -8,10 +8,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
-from ...configs.decode import KEYS, RUN
+from ...configs.decode import KEYS, RUN, WARPS
 from ..common.run_copies import Source, Wanted, copy_row, copy_run, lane_of, rows_at_once
 from ..common.smem_layouts import vector_address
-from ..common.warps import WARP
 from .context import Context
 
 
@@ -26,18 +25,19 @@ class Place(NamedTuple):
 
 
 @cute.jit
-def load_q(ctx: Context) -> None:
-    """Start to copy the tile's rows of Q, which all warps share; rows after the last one are 0."""
+def load_q(ctx: Context, warpgroup: int | Int32 = 0) -> None:
+    """Start to copy the rows of Q that the warps of a warpgroup share; rows after the last one are 0."""
     plan, tile, q = ctx.plan, ctx.tile, ctx.tensors.q
     columns = plan.features.D
-    lane, step, warps = lane_of(ctx.sQ), rows_at_once(ctx.sQ), plan.threads // WARP
-    for i in cutlass.range_constexpr(0, plan.rows, step * warps):
-        own = ctx.warp * step + lane.row + i
-        row = tile.first_row + own
+    lane, step = lane_of(ctx.sQ), rows_at_once(ctx.sQ)
+    warp, first_row = ctx.warp - warpgroup * WARPS, tile.first_row + warpgroup * plan.q_rows
+    for i in cutlass.range_constexpr(0, plan.q_rows, step * WARPS):
+        own = warp * step + lane.row + i
+        row = first_row + own
         token, head = ctx.place_of(cutlass.min(row, tile.num_rows - 1))
         start = _first(q) + _bytes(q, 0, token) + _bytes(q, 1, head) + Int64(lane.vector * 16)
         # A tile has fewer rows than the warps copy at once, if chunks are narrow.
-        wanted = Wanted(row, tile.num_rows, own, Int32(plan.rows))
+        wanted = Wanted(row, tile.num_rows, own, Int32(plan.q_rows))
         copy_row(ctx.sQ, vector_address(ctx.sQ, own, lane.vector), start, wanted, columns)
 
 

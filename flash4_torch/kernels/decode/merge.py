@@ -240,7 +240,7 @@ def is_last(ctx: Context, rank: Int32, number: Int32) -> Boolean:
     The barrier puts all threads' stores before the count, which releases them to the GPU. It is back at 0
     after the last one.
     """
-    cute.arch.sync_threads()
+    ctx.sync()
     _, y, _ = cute.arch.block_idx()
     tiles, sCount = cute.arch.grid_dim()[1], ctx.sCount
     if ctx.warp * WARP + ctx.lane == 0:
@@ -251,5 +251,5 @@ def is_last(ctx: Context, rank: Int32, number: Int32) -> Boolean:
             write_only_types=[Uint32],
             read_only_args=[counter.toint(), Uint32(number - 1)],
         )
-    cute.arch.sync_threads()
+    ctx.sync()
     return Int32(sCount[0]) == number - 1

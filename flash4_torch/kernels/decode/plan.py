@@ -11,7 +11,8 @@ query token and a query head of the KV head's group. Four warps do the same work
 The order in which a row's sums are added up is the same in all three: over blocks; in a block for PV by key,
 and for sums of weights by four lanes in each of four parts of the keys. So is that of splits.
 
-With warpgroup MMAs (`form.wgmma`; see wide.py) the order is another one, and a tile has 64 rows.
+With warpgroup MMAs (`form.wgmma`; see wide.py) the order is another one, and a tile has 64 rows. With 128
+rows (see roles.py) eight warps compute, and four load for them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,16 @@ from typing import NamedTuple
 from cutlass import Float8E4M3FN, Float16
 
 from ...configs import decode
-from ...configs.decode import CHUNK, GROUP, KEYS, MMA_ROWS, WARPS, DecodeForm
+from ...configs.decode import (
+    CHUNK,
+    GROUP,
+    KEYS,
+    MMA_ROWS,
+    MOST_STAGES,
+    WARPGROUP_ROWS,
+    WARPS,
+    DecodeForm,
+)
 from ...configs.types import Features, tile_dim
 from ..common.band import BandShape
 from ..common.host import NUMERIC
@@ -40,6 +50,8 @@ VECTOR = 4
 _ALIGNMENT = 1024
 """Bytes that swizzled memory begins at multiples of."""
 _COUNT_BYTES = 32
+_RING_BYTES = 2 * 2 * 8 * MOST_STAGES
+"""Bytes of the barriers of K and V."""
 
 
 class DecodePlan(NamedTuple):
@@ -75,12 +87,40 @@ class DecodePlan(NamedTuple):
 
     @property
     def threads(self) -> int:
-        return WARPS * WARP
+        """Threads that compute, and store results."""
+        return self.compute_warps * WARP
+
+    @property
+    def compute_warps(self) -> int:
+        return max(WARPS, self.rows // MMA_ROWS)
+
+    @property
+    def has_load_warps(self) -> bool:
+        """Whether warps have roles: tiles of two warpgroups, and warps that load for both."""
+        return self.rows > WARPGROUP_ROWS
+
+    @property
+    def launch_threads(self) -> int:
+        return self.threads + (WARPS * WARP if self.has_load_warps else 0)
+
+    @property
+    def in_flight(self) -> int:
+        """Blocks that the load warps have on their way besides the one that they wait for.
+
+        The warps that compute free V of a block once they have K of the next one: with more blocks on their
+        way than this, they and the load warps would wait for each other.
+        """
+        return min(2, self.stages - 2)
+
+    @property
+    def q_rows(self) -> int:
+        """Rows of Q that warps load together."""
+        return min(self.rows, WARPGROUP_ROWS)
 
     @property
     def key_warps(self) -> int:
         """Warps that share 16 rows: they divide a block's keys, and then the columns of O."""
-        return WARPS * MMA_ROWS // self.rows
+        return max(WARPS * MMA_ROWS // self.rows, 1)
 
     @property
     def warp_keys(self) -> int:
@@ -178,15 +218,16 @@ class DecodePlan(NamedTuple):
             4 * self.rows * (self.key_warps + 4 * PARTS),
         )
         group = decode.group_bytes(self.rows, self.features.Dv, self.form.cluster) if self.form.groups else 0
-        return q + _COUNT_BYTES + numbers + group + (p + shared if self.key_warps > 1 else 0)
+        rings = _RING_BYTES if self.has_load_warps else 0
+        return q + _COUNT_BYTES + rings + numbers + group + (p + shared if self.key_warps > 1 else 0)
 
     @property
     def stages(self) -> int:
-        return decode.stages(self.form.gpu, self.stage_bytes, self.other_bytes)
+        return decode.stages(self.form.gpu, self.rows, self.stage_bytes, self.other_bytes)
 
     @property
     def ctas_per_sm(self) -> int:
-        return decode.ctas_per_sm(self.form.gpu, self.stage_bytes, self.other_bytes)
+        return decode.ctas_per_sm(self.form.gpu, self.rows, self.stage_bytes, self.other_bytes)
 
     @property
     def band(self) -> BandShape:

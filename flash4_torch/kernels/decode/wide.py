@@ -82,7 +82,7 @@ def mainloop(
             if cutlass.const_expr(after_block is not None):
                 ends = n % ctx.divisors.split_blocks == 0
                 if cute.arch.vote_any_sync(ends):
-                    _last_pv(ctx, t, P, at.before)
+                    last_pv(ctx, t, P, at.before)
                     after_block(n - 1)
                     _block_alone(ctx, t, P, n, at)
                 else:
@@ -97,7 +97,7 @@ def mainloop(
                 else:
                     _block(ctx, t, P, n, at, False)
         _await_copies(ctx)
-        _last_pv(ctx, t, P, at.stage)
+        last_pv(ctx, t, P, at.stage)
         if cutlass.const_expr(after_block is not None):
             after_block(last - 1)
 
@@ -107,13 +107,13 @@ def _block_alone(ctx: Context, t: Thread, P: cute.Tensor, n: Int32, at: _Step) -
     """S and P of block n, with nothing else in flight: a split's first one, unless the split goes on."""
     wgmma.scores(t.S, ctx.sQ, ctx.sK[None, None, at.stage])
     wgmma.wait(0)
-    factors = _softmax(ctx, t, n, True)
+    factors = block_softmax(ctx, t, n, True)
     softmax.rescale_output(rows_of(t.O), factors, ctx.plan.softmax)
     round_to(t.S, P)
 
 
 @cute.jit
-def _last_pv(ctx: Context, t: Thread, P: cute.Tensor, stage: Int32) -> None:
+def last_pv(ctx: Context, t: Thread, P: cute.Tensor, stage: Int32) -> None:
     """PV of a split's last block, whose V is in a stage."""
     wgmma.accumulate(t.O, P, ctx.sV[None, None, stage], True)
     wgmma.wait(0)
@@ -125,14 +125,14 @@ def _block(ctx: Context, t: Thread, P: cute.Tensor, n: Int32, at: _Step, masked:
     wgmma.scores(t.S, ctx.sQ, ctx.sK[None, None, at.stage])
     wgmma.accumulate(t.O, P, ctx.sV[None, None, at.before], True)
     wgmma.wait(1)
-    factors = _softmax(ctx, t, n, masked)
+    factors = block_softmax(ctx, t, n, masked)
     wgmma.wait_after(t.parts[0].row_sum)
     softmax.rescale_output(rows_of(t.O), factors, ctx.plan.softmax)
     round_to(t.S, P)
 
 
 @cute.jit
-def _softmax(ctx: Context, t: Thread, n: Int32, masked: cutlass.Constexpr) -> cute.Tensor:
+def block_softmax(ctx: Context, t: Thread, n: Int32, masked: cutlass.Constexpr) -> cute.Tensor:
     """Turn the scores of block n into weights, and return the factors of what was summed up before."""
     scores.scale_and_cap(t.S, ctx.params, ctx.plan.features)
     fragment = fragment_of(ctx, t, n)

@@ -1,0 +1,148 @@
+"""Tiles of 128 rows by warpgroup MMAs and warp roles, on GPUs that have them.
+
+    load warps (warpgroup 2)  ==load_k==> mainloop (warpgroups 0 and 1, 64 rows each) -> epilogue
+                              ==load_v==>
+
+Both warpgroups read the same K and V, so that the tile reads them once from the L2 cache where two tiles of
+64 rows would read them twice, and neither waits for the other. As in wide.py, S of a block is in flight
+together with PV of the block before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from ...configs.decode import COMPUTE_REGISTERS, KEYS, LOAD_REGISTERS, WARPS
+from ..common import band as bands
+from ..common import ring, softmax
+from ..common.band import Span
+from ..common.ring import Cursor
+from ..common.role import role
+from ..common.rounding import round_to
+from ..common.warp_mma import rows_of
+from ..common.warps import GROUP
+from ..sm90 import wgmma
+from .context import Context, NamedBarrier
+from .epilogue import epilogue
+from .load import load_k, load_q, load_v, locate, look_up_first, look_up_next
+from .mainloop import Thread, begin_split
+from .merge import merge
+from .wide import block_softmax, last_pv, make_thread
+
+
+@cute.jit
+def run(ctx: Context) -> None:
+    """The whole of a CTA's work, each warp in its role."""
+    plan, tile = ctx.plan, ctx.tile
+    if ctx.warp == 0:
+        for edge in (ctx.load_k, ctx.load_v):
+            ring.initialise(edge, readers=plan.compute_warps, writers=WARPS)
+        cute.arch.mbarrier_init_fence()
+    cute.arch.sync_threads()
+    if ctx.warp >= plan.compute_warps:
+        cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
+        if tile.has_work:
+            _load(replace(ctx, warp=ctx.warp - plan.compute_warps), tile.blocks)
+    else:
+        cute.arch.setmaxregister_increase(COMPUTE_REGISTERS)
+        t = make_thread(ctx)
+        if tile.has_work:
+            begin_split(t)
+            _mainloop(ctx, t, tile.blocks)
+            epilogue(ctx, t)
+        if cutlass.const_expr(plan.shares_keys):
+            if tile.merges:
+                merge(ctx, t.rows)
+
+
+@role(produces=("load_k", "load_v"))
+@cute.jit
+def _load(ctx: Context, blocks: Span) -> None:
+    """Copy the split's blocks. K and V of a block are there once `in_flight` more blocks are on their way."""
+    plan, last, in_flight = ctx.plan, blocks.last, ctx.plan.in_flight
+    pages = look_up_first(ctx, blocks.first)
+    place = locate(ctx, pages, blocks.first, blocks.first)
+    next_place = locate(ctx, pages, blocks.first, blocks.first + 1)
+    at, landed = ring.start(), ring.start()
+    for n in cutlass.range(blocks.first, last, unroll=1):
+        pages = look_up_next(ctx, pages, blocks.first, n + 2)
+        place_after = locate(ctx, pages, blocks.first, n + 2)
+        ring.wait_empty(ctx.load_k, at)
+        load_k(ctx, n, last, place, at.stage)
+        ring.wait_empty(ctx.load_v, at)
+        load_v(ctx, n, last, place, at.stage)
+        cute.arch.cp_async_commit_group()
+        if n - blocks.first >= in_flight:
+            cute.arch.cp_async_wait_group(in_flight)
+            _fill(ctx, landed)
+            landed = ring.after(landed, plan.stages)
+        at = ring.after(at, plan.stages)
+        place, next_place = next_place, place_after
+    cute.arch.cp_async_wait_group(0)
+    for _ in cutlass.range(cutlass.min(last - blocks.first, in_flight), unroll=1):
+        _fill(ctx, landed)
+        landed = ring.after(landed, plan.stages)
+
+
+@cute.jit
+def _fill(ctx: Context, at: Cursor) -> None:
+    """Signal that this warp's share of a block has arrived."""
+    # Copies by threads are writes of the generic proxy, and wgmmas read through the asynchronous one.
+    cute.arch.fence_view_async_shared()
+    ring.fill(ctx.load_k, at)
+    ring.fill(ctx.load_v, at)
+
+
+@role(consumes=("load_k", "load_v"))
+@cute.jit
+def _mainloop(ctx: Context, t: Thread, blocks: Span) -> None:
+    """Go through the split's blocks as the load warps bring them."""
+    warpgroup = ctx.warp // WARPS
+    ctx = replace(ctx, sQ=ctx.sQ[None, None, warpgroup])
+    load_q(ctx, warpgroup)
+    cute.arch.cp_async_commit_group()
+    cute.arch.cp_async_wait_group(0)
+    cute.arch.fence_view_async_shared()
+    cute.arch.barrier(barrier_id=NamedBarrier.Q + warpgroup, number_of_threads=GROUP)
+    P = wgmma.p_fragment(ctx.plan.dtype, KEYS)
+    at = ring.start()
+    if blocks.first < blocks.last:
+        ring.wait_full(ctx.load_k, at)
+        wgmma.scores(t.S, ctx.sQ, ctx.sK[None, None, at.stage])
+        wgmma.wait(0)
+        ring.release(ctx.load_k, at)
+        factors = block_softmax(ctx, t, blocks.first, True)
+        softmax.rescale_output(rows_of(t.O), factors, ctx.plan.softmax)
+        round_to(t.S, P)
+        for n in cutlass.range(blocks.first + 1, blocks.last, unroll=1):
+            before, at = at, ring.after(at, ctx.plan.stages)
+            ring.wait_full(ctx.load_v, before)
+            ring.wait_full(ctx.load_k, at)
+            partial = bands.is_partial(ctx.tile.band, ctx.plan.band, n, *ctx.tile.tokens)
+            # The branch encloses whole blocks, by a vote, for wgmmas in flight (ptxas.md, P1 and P7).
+            if cute.arch.vote_any_sync(partial):
+                _block(ctx, t, P, n, at, before, True)
+            else:
+                _block(ctx, t, P, n, at, before, False)
+        ring.wait_full(ctx.load_v, at)
+        last_pv(ctx, t, P, at.stage)
+
+
+@cute.jit
+def _block(
+    ctx: Context, t: Thread, P: cute.Tensor, n: Int32, at: Cursor, before: Cursor, masked: cutlass.Constexpr
+) -> None:
+    """S and P of block n, and PV of the one before it; both stages are free then."""
+    wgmma.scores(t.S, ctx.sQ, ctx.sK[None, None, at.stage])
+    wgmma.accumulate(t.O, P, ctx.sV[None, None, before.stage], True)
+    wgmma.wait(1)
+    ring.release(ctx.load_k, at)
+    factors = block_softmax(ctx, t, n, masked)
+    wgmma.wait_after(t.parts[0].row_sum)
+    ring.release(ctx.load_v, before)
+    softmax.rescale_output(rows_of(t.O), factors, ctx.plan.softmax)
+    round_to(t.S, P)
