@@ -106,14 +106,14 @@ class _Finder:
         return None
 
     def _converted(self, whole: _Whole, dtype: str) -> _Value:
+        rest = None if whole.rest is None else self._made("convert", whole.rest, dtype=dtype)
         if dtype in ("int32", "int64"):
-            return whole
+            return whole._replace(rest=rest)
         if dtype != "float32":
             return None
         is_distance = whole.key == -whole.query
         coefficients = (whole.key, 0, 0) if is_distance else (0, whole.key, whole.query)
         distance, key, query = (self._made("constant", float(n)) if n else None for n in coefficients)
-        rest = None if whole.rest is None else self._made("convert", whole.rest)
         return _Form(False, distance, key, query, rest)
 
     def _whole(self, op: str, operands: list[_Value], dtype: str) -> _Value:

@@ -26,7 +26,7 @@ from flex_calls import ARCHS, SCHEDULES, Call, check, check_gradients, made, ten
 from flex_mods import H, Mod
 
 CPU = torch.device("cpu")
-SLOPES, BIASES = torch.rand(H), torch.randn(H)
+SLOPES, BIASES, LONG = torch.rand(H), torch.randn(H), torch.arange(H)
 
 
 def _traced(score_mod: Mod) -> Any:
@@ -52,6 +52,7 @@ _ADDED: list[Added] = [
     lambda b, h, i, j: (j - i - H) * SLOPES[h],
     lambda b, h, i, j: -(2.0 - SLOPES[h] * (j + h)),
     lambda b, h, i, j: 0.5 * -(i - j - h + b),
+    lambda b, h, i, j: 0.5 * ((j - i + h).long() + LONG[h]),
     lambda b, h, i, j: 0.25 * (j + i - (h - i)),
 ]
 ramps = st.lists(st.tuples(st.sampled_from(_ADDED), st.sampled_from([1, -1])), min_size=1, max_size=4)
