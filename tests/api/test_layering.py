@@ -22,6 +22,7 @@ LEAVES = frozenset(
         "store",
         "configs.types",
         "flex.program",
+        "flex.ramp",
         "flex.table",
     }
 )
@@ -92,6 +93,7 @@ TORCH_FREE = (
     "processor",
     "store",
     "flex.program",
+    "flex.ramp",
     "flex.table",
 )
 # Names outside the package, and the only layers that may use them.

@@ -158,6 +158,7 @@ _KNOWN: list[tuple[Value, tuple[int, int], tuple[int, int], bool]] = [
     (lambda b, h, i, j: (j < 7) | (i // 8 == j // 8), (16, 23), (16, 20), True),
     (lambda b, h, i, j: (i % 64 - j % 64).abs() < 5, (0, 20), (40, 50), False),
     (lambda b, h, i, j: torch.where(i >= 48, j >= 48, j < i), (48, 60), (50, 70), True),
+    (lambda b, h, i, j: i >= _DOCUMENT[-1], (10, 20), (0, 9), True),
     (lambda b, h, i, j: 0.5 * i < j + 0.25, (10, 20), (30, 40), True),
 ]
 
