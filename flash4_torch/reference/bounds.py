@@ -192,7 +192,7 @@ def _quotient(rounding: str) -> Callable[..., Known]:
 
 
 def _remainder(dtype: torch.dtype, x: Bounds, y: Bounds) -> Known:
-    """Of whole numbers, by one positive number: in order while the quotient is one number."""
+    """The remainder of whole numbers by one positive number: in order while the quotient is one number."""
     if dtype not in _WHOLE or y.least != y.most or y.least <= 0:
         return None
     divisor = int(y.most)

@@ -83,7 +83,7 @@ def test_a_ramp_is_its_coefficients(parts: list[tuple[Added, int]], seed: int) -
 
 
 def test_a_distance_has_no_other_coefficients() -> None:
-    """Which is what lets long calls have it: see `has_ramp`."""
+    """A distance alone is what lets long calls have it: see `has_ramp`."""
     alone: list[Mod] = [
         lambda s, b, h, i, j: s - SLOPES[h] * (i - j),
         lambda s, b, h, i, j: (j - i) * 0.5 + s + BIASES[h],
@@ -244,7 +244,7 @@ def test_a_captured_cap_is_an_argument() -> None:
 
 
 def test_a_softcap_is_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside a mask with a scalar of its own, forward and backward; not beside the option itself."""
+    """The option serves beside a mask with a scalar of its own, both directions, not beside itself."""
     served: list[tuple[float, str]] = []
     choose = ops.backends.choose
 
