@@ -208,7 +208,7 @@ def to_weights(ctx: Context, t: Thread, fragment: Fragment) -> cute.Tensor:
     """Turn scores into weights, in place, and return the factors (R,) of what was summed up before."""
     plan = ctx.plan
     scale, method = scores.softmax_scale(ctx.params, plan.features), plan.softmax
-    maxima = softmax.block_max(fragment.values, method)
+    maxima = softmax.block_max(fragment.values, scale, method)
     if cutlass.const_expr(plan.key_warps > 1):
         _share_maxima(ctx, maxima)
     update = softmax.raise_max(maxima, t.parts[0], scale, method)
