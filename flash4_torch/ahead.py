@@ -89,7 +89,7 @@ def warmup(
         head_dims: D, or (D, Dv) where they differ; multiples of 8 up to 512 (other head sizes are padded).
             Above 256 there are no gradients, no weights and no kvcache.
         dtypes: "bfloat16", "float16" and "float32"; the latter with and without TF32, up to 256 columns (192
-            where `arch` has 99 KiB of shared memory), without weights and kvcache. Default: the first two.
+            where `arch` has 99 KiB of shared memory), without kvcache. Default: the first two.
         features: words joined by "+", such as "causal+dropout", of plain, causal, window, softcap, varlen,
             dropout, mask (boolean), float-mask and sinks (both in the call's dtype), weights (for
             `need_weights=True`), kvcache (`attention_kvcache` over pages of 16, 64, 256 and dense caches, of
@@ -213,10 +213,12 @@ def kernels(
         chosen, asked = features_of(D, dtype, words), words.split("+")
         own, precisions = serving(target, chosen), _precisions(chosen)
         entries = [entry for each in precisions for entry in _of(own, each, group)]
-        for word, of_word in (("weights", _of_weights), ("kvcache", _of_kvcache)):
-            if word in asked:
-                _require_16_bits(target, chosen, word)
-                entries += of_word(target, chosen, group)
+        if "weights" in asked:
+            _require_narrow(target, chosen, "weights")
+            entries += [entry for each in precisions for entry in _of_weights(own, each)]
+        if "kvcache" in asked:
+            _require_16_bits(target, chosen)
+            entries += _of_kvcache(target, chosen, group)
         in_order = "deterministic" in asked
         for each in (precise._replace(deterministic=in_order) for precise in precisions):
             if gradients:
@@ -232,10 +234,16 @@ def _precisions(features: Features) -> tuple[Features, ...]:
     return (features, features._replace(tf32=True)) if features.is_float32 else (features,)
 
 
-def _require_16_bits(target: Target, features: Features, word: str) -> None:
-    if features.is_float32 or max(features.D, features.Dv) > WIDEST:
-        heads = f"D is {features.D} and Dv is {features.Dv} of {features.dtype}"
-        _refuse(target, word, f"{heads}, and it serves 16-bit dtypes up to {WIDEST}")
+def _require_narrow(target: Target, features: Features, word: str) -> None:
+    if max(features.D, features.Dv) > WIDEST:
+        heads = f"D is {features.D} and Dv is {features.Dv}"
+        _refuse(target, word, f"{heads}, and it serves up to {WIDEST}")
+
+
+def _require_16_bits(target: Target, features: Features) -> None:
+    _require_narrow(target, features, "kvcache")
+    if features.is_float32:
+        _refuse(target, "kvcache", f"the dtype is {features.dtype}, and it serves 16-bit dtypes")
 
 
 def features_of(head_dim: int | tuple[int, int], dtype: str, words: str) -> Features:
@@ -312,7 +320,7 @@ def _refuse(target: Target, features: object, reason: str) -> NoReturn:
     raise RangeError("features", features, f"there is no kernel for {target.arch}: {reason}")
 
 
-def _of_weights(target: Target, features: Features, group: int) -> Iterator[tuple[str, tuple[object, ...]]]:
+def _of_weights(target: Target, features: Features) -> Iterator[tuple[str, tuple[object, ...]]]:
     own = weights.features_of_weights(features)
     yield from ((WEIGHTS, (own, average_heads, target.has_tma)) for average_heads in (True, False))
     if own.mask:

@@ -38,6 +38,7 @@ from flash4_torch.backends.compiled import (
     SM100A,
     SM103A,
     TARGETS,
+    WEIGHTS,
     Compiled,
     Target,
     backward,
@@ -176,11 +177,27 @@ def test_whoever_serves_a_call_finds_its_kernel(
     assert asked <= set(ahead.kernels(target.arch, [heads], [dtype], [words], [1]))
 
 
-@pytest.mark.parametrize("word", ["weights", "kvcache"])
-@pytest.mark.parametrize(("D", "dtype"), [(64, "float32"), (264, "bfloat16")])
-def test_what_takes_16_bits_is_refused_in_others(word: str, D: int, dtype: str) -> None:
-    with pytest.raises(errors.RangeError, match="it serves 16-bit dtypes up to 256"):
+@pytest.mark.parametrize(
+    ("word", "D", "dtype", "limit"),
+    [
+        ("kvcache", 64, "float32", "the dtype is float32, and it serves 16-bit dtypes"),
+        ("kvcache", 264, "bfloat16", "D is 264 and Dv is 264, and it serves up to 256"),
+        ("weights", 264, "bfloat16", "D is 264 and Dv is 264, and it serves up to 256"),
+    ],
+)
+def test_words_of_narrow_or_16_bit_calls_are_refused_in_others(
+    word: str, D: int, dtype: str, limit: str
+) -> None:
+    with pytest.raises(errors.RangeError, match=limit):
         ahead.kernels("sm_80", [D], [dtype], [f"causal+{word}"], [1])
+
+
+def test_float32_weights_are_compiled_in_both_precisions_without_tma() -> None:
+    keys = ahead.kernels("sm_90a", [64], ["float32"], ["weights"], [1], False)
+    static = [key.static for key in keys if key.entry == WEIGHTS]
+    assert {(features.tf32, average, tma) for features, average, tma in static} == {
+        (tf32, average, False) for tf32 in (False, True) for average in (False, True)
+    }
 
 
 def test_kernels_are_listed_once() -> None:

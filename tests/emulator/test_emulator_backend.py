@@ -4,6 +4,7 @@ Attention on CPU tensors by our compiled kernels, with gradients, for every arch
 same path as on such a GPU, except for the GPU itself.
 """
 
+import copy
 from itertools import product
 from typing import Any
 
@@ -79,6 +80,38 @@ def test_matches_the_exact_result(arch, dtype, D, Dv, flags, B, Sq, Sk, heads):
     peers = gradients((peer, torch.where(peer_lse.isinf(), 0, peer_lse)), inputs)
     for own, want, other in zip(ours, wanted, peers, strict=True):
         testing.assert_close_as_peer(own, want, other)
+
+
+@pytest.mark.parametrize("arch", one_of(3, ARCHS))
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_a_module_in_float32_returns_the_weights_by_kernels(arch, p):
+    torch.manual_seed(3)
+    stock = torch.nn.MultiheadAttention(48, 3, dropout=p, batch_first=True)
+    model = torch.nn.Sequential(copy.deepcopy(stock))
+    flash4_torch.replace_attention(model)
+    (ours,) = model
+    x, hidden = torch.randn(2, 37, 48, requires_grad=True), torch.arange(37) >= torch.tensor([[37], [20]])
+    found = []
+    with emulate.device(arch), testing.backends_used() as used:
+        torch.manual_seed(7)
+        out, weights = ours(x, x, x, key_padding_mask=hidden, average_attn_weights=False)
+        found = gradients((out, weights), [x, *ours.parameters()])
+    assert {name for _, name in used} == {"emulator"}
+    assert not weights[1, :, :, 20:].any()
+    if p:
+        # What is kept of a row is 1 / (1 - p) of what it was.
+        kept = weights != 0
+        with emulate.device(arch):
+            undropped = ours.eval()(x, x, x, key_padding_mask=hidden, average_attn_weights=False)[1]
+        torch.testing.assert_close(weights, kept * undropped / (1 - p))
+        assert 0.6 < kept[0].double().mean() < 0.8
+        return
+    exact = stock.double()
+    x64 = x.detach().double().requires_grad_()
+    wanted = exact(x64, x64, x64, key_padding_mask=hidden, average_attn_weights=False)
+    torch.testing.assert_close(weights.double(), wanted[1], rtol=1e-4, atol=1e-6)
+    for own, want in zip(found, gradients(wanted, [x64, *exact.parameters()]), strict=True):
+        torch.testing.assert_close(own.double(), want, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("schedule", ["late", "fuzz"])

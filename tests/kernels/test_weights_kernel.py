@@ -23,7 +23,7 @@ from flash4_torch.reference.attention import attention, attention_weights
 from flash4_torch.reference.dropout import Dropout, thresholds
 from flash4_torch.reference.scoring import Scoring
 from flash4_torch.testing import emulate
-from kernel_calls import Call, calls
+from kernel_calls import Call, calls, of_peer
 from kernel_runs import compiled_tables
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
@@ -47,6 +47,25 @@ STATICS = [(name, arch, average) for name in FEATURES for arch in ARCHS for aver
 STATICS_SM80 = [
     (name, arch, average) for name in FEATURES for arch in WITHOUT_TMA for average in (True, False)
 ]
+FLOAT32 = {
+    "float32": Features("float32", 64, 0),
+    "float32, TF32": Features("float32", 64, 0, tf32=True),
+    "float32, narrow, causal": Features("float32", 8, 0, right=True),
+    "float32, odd, window": Features("float32", 72, 0, left=True, right=True),
+    "float32, TF32, wide": Features("float32", 256, 0, tf32=True, left=True),
+    "float32, softcap": Features("float32", 40, 0, softcap=True, scaled=True),
+    "float32, bool mask, causal, dropout": Features(
+        "float32", 96, 0, right=True, mask="bool", dropout=True
+    ),
+    "float32, float mask": Features("float32", 64, 0, mask="float32", scaled=True),
+}
+STATICS_FLOAT32 = [
+    (name, arch, average)
+    for name in FLOAT32
+    for arch in (*WITHOUT_TMA, "sm_90a", "sm_100a")
+    for average in (True, False)
+]
+FEATURES |= FLOAT32
 
 
 @functools.cache
@@ -54,7 +73,7 @@ def compiled(arch: str, features: Features, average: bool):
     from flash4_torch.kernels.weights.launch import compile_weights
 
     with jit.quiet():
-        return compile_weights(features, average, arch in ARCHS)
+        return compile_weights(features, average, arch in ARCHS and not features.is_float32)
 
 
 def scoring_of(features: Features, call: Call) -> Scoring:
@@ -81,8 +100,9 @@ def poisoned(
 
 def run(arch: str, features: Features, call: Call, average: bool, **schedule: object) -> Tensor:
     """A launch; raises for whatever the emulator finds wrong."""
+    given, _ = of_peer(features, call)  # lse is of products as the kernel has them
     _, exact = attention(
-        *(x.double() for x in (call.q, call.k, call.v)), replace_dropout(scoring_of(features, call))
+        *(x.double() for x in (given.q, given.k, given.v)), replace_dropout(scoring_of(features, call))
     )
     lse = exact.float()
     low = (exact - lse.double()).nan_to_num(0.0).float() if features.float_mask else None
@@ -112,7 +132,7 @@ def replace_dropout(scoring: Scoring) -> Scoring:
     return Scoring(scoring.scale, scoring.band, scoring.softcap, scoring.attn_mask)
 
 
-@pytest.mark.parametrize(("name", "arch", "average"), [*one_of(9, STATICS), *one_of(29, STATICS_SM80)])
+@pytest.mark.parametrize(("name", "arch", "average"), [*one_of(9, STATICS), *one_of(29, STATICS_SM80), *one_of(13, STATICS_FLOAT32)])
 @given(data=st.data())
 @settings(max_examples=examples(2, 12))
 def test_weights_are_right_whatever_the_schedule(
@@ -121,7 +141,8 @@ def test_weights_are_right_whatever_the_schedule(
     features = FEATURES[name]
     call = data.draw(calls(features._replace(Dv=8)))
     found = run(arch, features, call, average, schedule="late")
-    exact, peer = (expected(features, call, average, dtype) for dtype in (torch.float64, call.q.dtype))
+    exact = expected(features, call, average, torch.float64)
+    peer = expected(features, of_peer(features, call)[0], average, call.q.dtype)
     testing.assert_close_as_peer(found, exact, peer, what="weights")
     again = run(arch, features, call, average, schedule="fuzz", seed=1)
     assert torch.equal(found, again)

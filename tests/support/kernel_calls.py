@@ -210,20 +210,20 @@ def gradients(features: Features, call: Call, dtype: torch.dtype) -> Gradients:
 
 
 def check_results(kernel: Kernel, call: Call, found: Results) -> None:
-    exact, peer = results(kernel[0], call, torch.float64), results(kernel[0], *_of_peer(kernel[0], call))
+    exact, peer = results(kernel[0], call, torch.float64), results(kernel[0], *of_peer(kernel[0], call))
     for name, result, truth, plain in zip(Results._fields, found, exact, peer, strict=True):
         testing.assert_close_as_peer(result, truth, plain, what=name)
 
 
 def check_gradients(kernel: Kernel, call: Call, found: Gradients) -> None:
-    exact, peer = gradients(kernel[0], call, torch.float64), gradients(kernel[0], *_of_peer(kernel[0], call))
+    exact, peer = gradients(kernel[0], call, torch.float64), gradients(kernel[0], *of_peer(kernel[0], call))
     for name, result, truth, plain in zip(Gradients._fields, found, exact, peer, strict=True):
         if result is not None:
             more = noise_of_sums(kernel[0], call) if name == "dmask" else noise(kernel[0], call)
             testing.assert_close_as_peer(result.to(plain.dtype), truth, plain, what=name, noise=more)
 
 
-def _of_peer(features: Features, call: Call) -> tuple[Call, torch.dtype]:
+def of_peer(features: Features, call: Call) -> tuple[Call, torch.dtype]:
     """The call whose results are a peer's, in which dtype: in TF32 the tensors are rounded to it."""
     if features.tf32:
         names = ("q", "k", "v", "dout")

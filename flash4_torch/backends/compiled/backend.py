@@ -233,9 +233,8 @@ def limits(target: Target, problem: Problem) -> tuple[str, ...]:
     """The reasons why the target's kernels cannot serve the problem, on whatever device it is."""
     spec, extent = problem.spec, problem.extent
     why = []
-    has_float32 = target.has_float32 and not spec.weights
-    if spec.dtype not in _DTYPES and not (has_float32 and spec.dtype == torch.float32):
-        served = "bfloat16, float16 and float32" if has_float32 else "bfloat16 and float16"
+    if spec.dtype not in _DTYPES and not (target.has_float32 and spec.dtype == torch.float32):
+        served = "bfloat16, float16 and float32" if target.has_float32 else "bfloat16 and float16"
         why.append(f"the dtype is {spec.dtype}, and it serves {served}")
     if spec.weights:
         why += weights_launch.limits(target, problem)

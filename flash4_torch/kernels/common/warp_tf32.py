@@ -107,10 +107,8 @@ def scores(
     S: tuple[cute.Tensor, ...], own_q: Rows, own_k: Rows, lane: Int32, method: cutlass.Constexpr
 ) -> None:
     """S = Q K^T, for as many rows of Q and of K as S has rows and columns."""
-    columns, count = cute.size(own_q.stage, mode=[1]) // 2, cute.size(S[0]) * 32 // ROWS // STEP
-    # Matrices of an ldmatrix: of Q 8 rows and 8 further ones, then further columns; of K the other way round.
-    at_q = vector_address(own_q.stage, own_q.first + lane % 16, lane // 16)
-    at_k = vector_address(own_k.stage, own_k.first + lane % 8 + lane // 16 * 8, lane // 8 % 2)
+    columns, count = cute.size(own_q.stage, mode=[1]) // 2, _mmas(S[0])
+    at_q, at_k = _first_matrices(own_q, own_k, lane)
     rests = make_accumulators(len(S) if method.exact else 0, count * STEP)
     for accumulator in (*S, *rests):
         accumulator.fill(0.0)
@@ -120,28 +118,64 @@ def scores(
         at_q, at_k = (
             at + cute.size(stage, mode=[0]) * _ROW for at, stage in ((at_q, own_q.stage), (at_k, own_k.stage))
         )
-    for m in cutlass.range_constexpr(len(rests)):
-        for i in cutlass.range_constexpr(cute.size(S[m])):
-            S[m][i] = S[m][i] + rests[m][i]
+    _add(S, rests)
+
+
+@cute.jit
+def add_scores(
+    S: tuple[cute.Tensor, ...], queries: Rows, keys: Rows, lane: Int32, method: cutlass.Constexpr
+) -> None:
+    """S += Q K^T of stages of one chunk of columns."""
+    at_q, at_k = _first_matrices(queries, keys, lane)
+    rests = make_accumulators(len(S) if method.exact else 0, _mmas(S[0]) * STEP)
+    for accumulator in rests:
+        accumulator.fill(0.0)
+    # Unrolled, ptxas would read so far ahead that it spills.
+    for k in cutlass.range(_TOGETHER, unroll=1):
+        columns = 2 * _VECTOR * k
+        _add_columns(S, rests, at_q ^ columns, at_k ^ columns, _mmas(S[0]), method)
+    _add(S, rests)
+
+
+def _mmas(accumulator: cute.Tensor) -> int:
+    """MMAs side by side whose sums an accumulator has."""
+    return cute.size(accumulator) * 32 // ROWS // STEP
+
+
+def _first_matrices(own_q: Rows, own_k: Rows, lane: Int32) -> tuple[Int32, Int32]:
+    """Addresses of an ldmatrix: of Q 8 rows and 8 further ones, then further columns; of K the other way round."""
+    at_q = vector_address(own_q.stage, own_q.first + lane % 16, lane // 16)
+    return at_q, vector_address(own_k.stage, own_k.first + lane % 8 + lane // 16 * 8, lane // 8 % 2)
+
+
+def _add(S: tuple, rests: tuple) -> None:
+    """Add the sums of small parts."""
+    for m, rest in enumerate(rests):
+        for i in range(cute.size(rest)):
+            S[m][i] = S[m][i] + rest[i]
 
 
 def _add_chunk(S: tuple, rests: tuple, first_q: Int32, first_k: Int32, count: int, method: Method) -> None:
     """Add the products of a chunk of columns."""
     for k in range(_TOGETHER):
-        if method.steady:
-            cute.arch.sync_warp()
-        at_q, at_k = first_q ^ (2 * k * _VECTOR), first_k ^ (2 * k * _VECTOR)
-        a = [split(_matrices(at_q, m * ROWS * _ROW), method.exact) for m in range(len(S))]
-        for n in range(0, count, 2):
-            words = _matrices(at_k, n * STEP * _ROW)
-            for i in range(2):
-                b = split(words[2 * i : 2 * i + 2], method.exact)
-                for m, accumulator in enumerate(S):
-                    own = _own(accumulator, n + i)
-                    _set(own, _multiply(_numbers(own), a[m].big, b.big))
-                for m, accumulator in enumerate(rests):
-                    own = _own(accumulator, n + i)
-                    _set(own, _rest(_numbers(own), a[m], b))
+        _add_columns(S, rests, first_q ^ (2 * k * _VECTOR), first_k ^ (2 * k * _VECTOR), count, method)
+
+
+def _add_columns(S: tuple, rests: tuple, at_q: Int32, at_k: Int32, count: int, method: Method) -> None:
+    """Add the products of eight columns."""
+    if method.steady:
+        cute.arch.sync_warp()
+    a = [split(_matrices(at_q, m * ROWS * _ROW), method.exact) for m in range(len(S))]
+    for n in range(0, count, 2):
+        words = _matrices(at_k, n * STEP * _ROW)
+        for i in range(2):
+            b = split(words[2 * i : 2 * i + 2], method.exact)
+            for m, accumulator in enumerate(S):
+                own = _own(accumulator, n + i)
+                _set(own, _multiply(_numbers(own), a[m].big, b.big))
+            for m, accumulator in enumerate(rests):
+                own = _own(accumulator, n + i)
+                _set(own, _rest(_numbers(own), a[m], b))
 
 
 def _own(accumulator: cute.Tensor, n: int) -> cute.Tensor:

@@ -46,9 +46,9 @@ class Context:
     maps: Maps
     tile: Tile
     sQ: cute.Tensor
-    """(queries, chunk, stages)"""
+    """(queries, chunk, stages), in 16-bit halves of float32 numbers"""
     sK: cute.Tensor
-    """(keys, chunk, stages)"""
+    """(keys, chunk, stages), likewise"""
     load_qk: Ring | None
     """None without TMA."""
     sKeepBits: cute.Tensor | None

@@ -40,10 +40,12 @@ def attention_weights(
     bases are aligned to 16 bytes. lse (B, Hq, Sq) float32, contiguous; with a float mask lse_low as well.
     weights (B, Hq, Sq, Sk), averaged (B, Sq, Sk), contiguous, in q's dtype. No size is 0.
     """
+    plan.check()
     queries, keys = host.positions_first(q), host.positions_first(k)
+    dtype, columns = plan.staged_dtype, plan.halves(plan.chunk)
     layouts = (
-        row_major_layout(plan.dtype, QUERIES, plan.chunk, plan.stages),
-        row_major_layout(plan.dtype, KEYS, plan.chunk, plan.stages),
+        row_major_layout(dtype, QUERIES, columns, plan.stages),
+        row_major_layout(dtype, KEYS, columns, plan.stages),
     )
     maps = Maps(None, queries, None, keys)
     if cutlass.const_expr(plan.tma):

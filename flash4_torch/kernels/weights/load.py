@@ -67,4 +67,4 @@ def _copy(ctx: Context, warp: Int32, head: Int32, chunk: Int32, stage: Int32, co
         rows = cute.make_tensor(x.iterator + chunk * plan.chunk, x.layout)
         sequence = Sequence(rows, Int32(0), Int32(x.shape[0]), of_head, tile.batch)
         target = stages[None, None, stage]
-        load_part(sequence, block, target, 0, columns, warp, plan.consumer_warps, visit)
+        load_part(sequence, block, target, 0, plan.halves(columns), warp, plan.consumer_warps, visit)

@@ -10,7 +10,7 @@ from cutlass import Float32, Int32, Uint32
 from cutlass.cute.nvgpu import warp as warp_ops
 
 from ...configs.weights import QUERIES, WARP_GRID, WARP_TILE
-from ..common import attn_mask, dropout, ring, scores, warp_mma
+from ..common import attn_mask, dropout, ring, scores, warp_mma, warp_tf32
 from ..common import band as bands
 from ..common.fragment import Fragment, mma_fragment
 from ..common.ring import Cursor
@@ -19,6 +19,7 @@ from ..common.rounding import round_to
 from ..common.scores import LOG2E
 from .context import Context
 from .load import copy_chunk, start_copies
+from .plan import WeightsPlan
 
 
 class Thread(NamedTuple):
@@ -84,9 +85,14 @@ def _thread(ctx: Context, warp: Int32) -> Thread:
     mmas = queries // warp_mma.ROWS
     own = (first + m * warp_mma.ROWS + lane // warp_mma.LANES for m in range(mmas))
     rows = tuple((row, row + 8) for row in own)
-    S = warp_mma.make_accumulators(plan.dtype, mmas, keys)
-    sums = warp_mma.make_accumulators(plan.dtype, mmas if plan.average else 0, keys)
+    S, sums = _accumulators(plan, mmas, keys), _accumulators(plan, mmas if plan.average else 0, keys)
     return Thread(lane, warp, rows, tile.key_block * along_keys + warp % along_keys, S, sums)
+
+
+def _accumulators(plan: WeightsPlan, count: int, columns: int) -> tuple[cute.Tensor, ...]:
+    if plan.is_float32:
+        return warp_tf32.make_accumulators(count, columns)
+    return warp_mma.make_accumulators(plan.dtype, count, columns)
 
 
 @cute.jit
@@ -116,7 +122,10 @@ def _scores_of_copies(ctx: Context, t: Thread, head: Int32, stage: Int32) -> Int
         cute.arch.sync_threads()
         freed = Int32(stages - 1) if stage == 0 else stage - 1
         copy_chunk(ctx, t.warp, head, i + stages - 1, freed)
-        _multiply(ctx, t, stage)
+        if cutlass.const_expr(ctx.plan.is_float32):
+            _multiply_float32(ctx, t, stage)
+        else:
+            _multiply(ctx, t, stage)
         stage = Int32(0) if stage + 1 == stages else stage + 1
     return stage
 
@@ -142,6 +151,15 @@ def _multiply(ctx: Context, t: Thread, stage: Int32) -> None:
         for m in cutlass.range_constexpr(len(t.S)):
             one = cute.local_tile(q_regs[None, None, k], (cute.size(q_regs, mode=[0]), 1), (0, m))
             cute.gemm(mma, t.S[m], one, k_regs[None, None, k], t.S[m])
+
+
+@cute.jit
+def _multiply_float32(ctx: Context, t: Thread, stage: Int32) -> None:
+    """Add the products of a stage's chunk to S, of float32 numbers."""
+    queries, keys = WARP_TILE
+    own_q = warp_tf32.Rows(ctx.sQ[None, None, stage], t.warp // WARP_GRID[1] * queries)
+    own_k = warp_tf32.Rows(ctx.sK[None, None, stage], t.warp % WARP_GRID[1] * keys)
+    warp_tf32.add_scores(t.S, own_q, own_k, t.lane, ctx.plan.tf32_method)
 
 
 @cute.jit

@@ -9,7 +9,8 @@ A CTA has a tile of queries by keys, of one batch entry, and goes through query 
 
     load_qk         chunks of Q and K; `stages` of them
 
-Without TMA there are warps 0 to 7 alone, which also copy the chunks, by cp.async.
+Without TMA there are warps 0 to 7 alone, which also copy the chunks, by cp.async. So it is with float32 on every
+architecture: a chunk has 32 columns then, the bytes of 64 16-bit ones.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import NamedTuple
 
 from ...configs.types import Features, tile_dim
 from ...configs.weights import KEYS, MASK_BLOCK, QUERIES, WARP_GRID, WARP_TILE
+from ..common import warp_tf32
 from ..common.band import BandShape
 from ..common.host import NUMERIC
 from ..common.mask_tables import MaskPlan
@@ -25,7 +27,7 @@ from ..common.smem_layouts import chunk_of
 from ..common.warps import GROUP, WARP
 
 _CHUNK = 64
-"""Columns that the widest swizzle spans."""
+"""16-bit columns that the widest swizzle spans."""
 _STAGES_BYTES = 160 * 1024
 _STAGES_OF_COPIES, _STAGES_OF_COPIES_WITH_DROPOUT = 3, 2
 """Stages without TMA: what 99 KiB of shared memory hold, with dropout next to its keep bits."""
@@ -47,6 +49,23 @@ class WeightsPlan(NamedTuple):
         return NUMERIC[self.features.dtype]
 
     @property
+    def is_float32(self) -> bool:
+        return self.features.is_float32
+
+    @property
+    def tf32_method(self) -> warp_tf32.Method:
+        return warp_tf32.Method(self.features.is_exact, steady=False)
+
+    @property
+    def staged_dtype(self) -> type:
+        """The type of what is in SMEM; a float32 number is two of these."""
+        return NUMERIC["bfloat16"] if self.is_float32 else self.dtype
+
+    def halves(self, columns: int) -> int:
+        """Columns in SMEM of as many columns in memory."""
+        return 2 * columns if self.is_float32 else columns
+
+    @property
     def consumer_warps(self) -> int:
         return WARP_GRID[0] * WARP_GRID[1]
 
@@ -58,6 +77,8 @@ class WeightsPlan(NamedTuple):
     @property
     def chunk(self) -> int:
         """Columns of Q and K in a stage."""
+        if self.is_float32:
+            return warp_tf32.CHUNK
         D = tile_dim(self.features.D)
         return _CHUNK if D > _CHUNK else chunk_of(D)
 
@@ -67,7 +88,7 @@ class WeightsPlan(NamedTuple):
 
     @property
     def stage_bytes(self) -> int:
-        return 2 * (QUERIES + KEYS) * self.chunk
+        return 2 * (QUERIES + KEYS) * self.halves(self.chunk)
 
     @property
     def stages(self) -> int:
@@ -91,3 +112,8 @@ class WeightsPlan(NamedTuple):
     def mask(self) -> MaskPlan:
         """How attn_mask's tables divide it into blocks: a block has the keys of a warp."""
         return MaskPlan(self.features.mask, *MASK_BLOCK)
+
+    def check(self) -> None:
+        """Assert what the kernel relies on."""
+        f = self.features
+        assert not (f.is_float32 and self.tma) and (f.is_float32 or not f.tf32)
