@@ -49,7 +49,9 @@ KEYS_FLOAT32 = [
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, cubin.Code]:
-    return compiled_files.codes([*one_of(16, KEYS), *one_of(32, KEYS_SM80), *one_of(71, KEYS_FLOAT32)], tmp_path_factory)
+    return compiled_files.codes(
+        [*one_of(16, KEYS), *one_of(32, KEYS_SM80), *one_of(71, KEYS_FLOAT32)], tmp_path_factory
+    )
 
 
 def allowed(key: Key) -> int:

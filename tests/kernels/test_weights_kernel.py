@@ -54,9 +54,7 @@ FLOAT32 = {
     "float32, odd, window": Features("float32", 72, 0, left=True, right=True),
     "float32, TF32, wide": Features("float32", 256, 0, tf32=True, left=True),
     "float32, softcap": Features("float32", 40, 0, softcap=True, scaled=True),
-    "float32, bool mask, causal, dropout": Features(
-        "float32", 96, 0, right=True, mask="bool", dropout=True
-    ),
+    "float32, bool mask, causal, dropout": Features("float32", 96, 0, right=True, mask="bool", dropout=True),
     "float32, float mask": Features("float32", 64, 0, mask="float32", scaled=True),
 }
 STATICS_FLOAT32 = [
@@ -132,7 +130,10 @@ def replace_dropout(scoring: Scoring) -> Scoring:
     return Scoring(scoring.scale, scoring.band, scoring.softcap, scoring.attn_mask)
 
 
-@pytest.mark.parametrize(("name", "arch", "average"), [*one_of(9, STATICS), *one_of(29, STATICS_SM80), *one_of(13, STATICS_FLOAT32)])
+@pytest.mark.parametrize(
+    ("name", "arch", "average"),
+    [*one_of(9, STATICS), *one_of(29, STATICS_SM80), *one_of(13, STATICS_FLOAT32)],
+)
 @given(data=st.data())
 @settings(max_examples=examples(2, 12))
 def test_weights_are_right_whatever_the_schedule(

@@ -143,7 +143,9 @@ def _mmas(accumulator: cute.Tensor) -> int:
 
 
 def _first_matrices(own_q: Rows, own_k: Rows, lane: Int32) -> tuple[Int32, Int32]:
-    """Addresses of an ldmatrix: of Q 8 rows and 8 further ones, then further columns; of K the other way round."""
+    """Addresses of an ldmatrix: of Q 8 rows and 8 further ones, then further columns; of K the other way
+    round.
+    """
     at_q = vector_address(own_q.stage, own_q.first + lane % 16, lane // 16)
     return at_q, vector_address(own_k.stage, own_k.first + lane % 8 + lane // 16 * 8, lane // 8 % 2)
 

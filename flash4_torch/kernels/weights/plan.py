@@ -9,8 +9,8 @@ A CTA has a tile of queries by keys, of one batch entry, and goes through query 
 
     load_qk         chunks of Q and K; `stages` of them
 
-Without TMA there are warps 0 to 7 alone, which also copy the chunks, by cp.async. So it is with float32 on every
-architecture: a chunk has 32 columns then, the bytes of 64 16-bit ones.
+Without TMA there are warps 0 to 7 alone, which also copy the chunks, by cp.async. So it is with float32 on
+every architecture: a chunk has 32 columns then, the bytes of 64 16-bit ones.
 """
 
 from __future__ import annotations
