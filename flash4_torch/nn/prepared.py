@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, is_grad_enabled, nn
+from torch import Tensor, float32, is_grad_enabled, nn
 from torch._C import _is_any_autocast_enabled
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.compiler import is_dynamo_compiling
 
-from ..fast_path import FastAutograd, FastCall, must_take_slow_path
+from ..fast_path import FastAutograd, FastCall, must_take_slow_path, recent
 from ..ops import autograd
+from ..problem import allows_tf32
 from . import padding
 from .contract import Call
 
@@ -52,6 +53,8 @@ class Prepared(NamedTuple):
 
 
 _calls: dict[Signature, Prepared] = {}
+_recent: recent.Known[Prepared] = {}
+"""The same, by torch's own check of all tensors at once."""
 
 
 class _Parameters(NamedTuple):
@@ -62,9 +65,16 @@ class _Parameters(NamedTuple):
 
 
 def parameters_of(module: nn.MultiheadAttention) -> _Parameters:
-    return _Parameters(
-        module.in_proj_weight, module.in_proj_bias, module.out_proj.weight, module.out_proj.bias
-    )
+    """The parameters, past `Module.__getattr__` where they are plain: it takes a microsecond for each."""
+    own = module._parameters
+    try:
+        of_out: Any = module._modules["out_proj"]._parameters  # type: ignore[union-attr]
+        return _Parameters(own["in_proj_weight"], own["in_proj_bias"], of_out["weight"], of_out["bias"])
+    except KeyError:
+        # Parametrised, or put in place by a wrapper.
+        return _Parameters(
+            module.in_proj_weight, module.in_proj_bias, module.out_proj.weight, module.out_proj.bias
+        )
 
 
 def lookup(
@@ -82,33 +92,63 @@ def lookup(
         or not _is_usual(module, call, parameters)
     ):
         return None, None
+    dropout = module.dropout if module.training else 0.0
+    flags: tuple[Any, ...] = (call.need_weights, call.average_attn_weights, call.is_causal, dropout)
+    if query.dtype is float32 and allows_tf32(float32):
+        flags += ("tf32",)
+    given = query, call.key_padding_mask, call.attn_mask, *parameters
+    place, present = _place(module, flags, given)
+    try:
+        for guards, prepared in _recent.get(place, ()):
+            if guards.check(*present):
+                # What the check does not see must be as it was.
+                if not all([x.data_ptr() for x in present]):
+                    break
+                if prepared.wants_grad and _top_saved_tensors_default_hooks(True) is not None:
+                    return None, None
+                return None, prepared
+    except TypeError:
+        return None, None
+    signature = _signature(module, flags, given)
+    if signature is None:
+        return None, None
+    known = _calls.get(signature)
+    if known is not None:
+        recent.remember(_recent, place, present, known)
+    return signature, known
+
+
+def _place(
+    module: nn.MultiheadAttention, flags: tuple[Any, ...], given: tuple[Any, ...]
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Everything but tensors that a call depends on, and the tensors that there are."""
+    _, padding_mask, mask, weight, bias, out_weight, out_bias = given
+    pattern = padding_mask is None, mask is None, bias is None, out_bias is None
+    own = is_grad_enabled(), module.num_heads, module.batch_first, *flags, *map(type, flags)
+    present = given
+    if True in pattern:
+        present = tuple([x for x in given if x is not None])
+    return (*own, *pattern, weight is None, out_weight is None), present
+
+
+def _signature(
+    module: nn.MultiheadAttention, flags: tuple[Any, ...], given: tuple[Any, ...]
+) -> Signature | None:
+    """What is compared where torch's own check knows no such call; None if it must take the slow path."""
     may_need_grad, wants_grad = is_grad_enabled(), False
     tensors: tuple[Any, ...] = ()
-    for x in (query, call.key_padding_mask, call.attn_mask, *parameters):
+    for x in given:
         if x is None:
             tensors += (None,)
             continue
         if type(x) not in _TENSORS or not x.data_ptr() or x.is_neg():
-            return None, None
+            return None
         needs_grad = may_need_grad and x.requires_grad
         wants_grad = wants_grad or needs_grad
         tensors += ((x.shape, x.stride(), x.dtype, x.get_device(), needs_grad),)
     if wants_grad and _top_saved_tensors_default_hooks(True) is not None:
-        return None, None
-    dropout = module.dropout if module.training else 0.0
-    flags = (call.need_weights, call.average_attn_weights, call.is_causal, dropout)
-    signature = (
-        tensors,
-        flags,
-        tuple(map(type, flags)),
-        wants_grad,
-        module.num_heads,
-        module.batch_first,
-    )
-    try:
-        return signature, _calls.get(signature)
-    except TypeError:
-        return None, None
+        return None
+    return tensors, flags, tuple(map(type, flags)), wants_grad, module.num_heads, module.batch_first
 
 
 def _is_usual(module: nn.MultiheadAttention, call: Call, parameters: _Parameters) -> bool:
@@ -138,13 +178,14 @@ def record(
     if wants_grad and not isinstance(attention, FastAutograd):
         return  # only the output projection has gradients
     if len(_calls) >= _MOST:
-        _calls.clear()
+        clear()
     _calls[signature] = Prepared(attention, num_heads, batch_first, reads_attn_mask, wants_grad)
 
 
 def clear() -> None:
     """Forgets all signatures."""
     _calls.clear()
+    _recent.clear()
 
 
 def run(prepared: Prepared, call: Call, parameters: _Parameters) -> tuple[Tensor, Tensor | None]:

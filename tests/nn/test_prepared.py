@@ -18,6 +18,7 @@ from everything import examples
 from flash4_torch import fast_path, testing
 from flash4_torch.errors import DoubleBackwardError
 from flash4_torch.nn import prepared
+from flash4_torch.nn.contract import Call
 from on_cpu import gpu
 
 E, H, N, S = 16, 2, 2, 5
@@ -229,3 +230,40 @@ def test_a_call_that_plain_torch_serves_is_the_same_under_autocast(dropout_p: fl
         for _ in range(3):
             assert all(map(torch.equal, results(), expected))
     assert all(map(torch.equal, results(), expected))
+
+
+def _found(attention: nn.MultiheadAttention, x: Tensor) -> prepared.Prepared | None:
+    call = Call(x, x, x, need_weights=False)
+    return prepared.lookup(attention, call, prepared.parameters_of(attention))[1]
+
+
+def test_another_precision_of_products_is_another_call() -> None:
+    attention, x = module().eval(), an_input()
+    for _ in range(3):
+        attention(x, x, x, need_weights=False)
+    assert _found(attention, x) is not None
+    before = torch.backends.cuda.matmul.allow_tf32
+    try:
+        torch.backends.cuda.matmul.allow_tf32 = not before
+        assert _found(attention, x) is None
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    assert _found(attention, x) is not None
+
+
+@pytest.mark.parametrize("of_out", [False, True])
+def test_parametrised_weights_are_read_anew(of_out: bool) -> None:
+    class Twice(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return 2 * weight
+
+    stock, ours = nn.MultiheadAttention(E, H, batch_first=True), module()
+    ours.load_state_dict(stock.state_dict())
+    x = an_input()
+    ours(x, x, x)
+    for attention in (stock, ours):
+        owner, name = (attention.out_proj, "weight") if of_out else (attention, "in_proj_weight")
+        nn.utils.parametrize.register_parametrization(owner, name, Twice())
+    for _ in range(2):
+        for actual, expected in zip(ours(x, x, x), stock(x, x, x), strict=True):
+            torch.testing.assert_close(actual, expected)
