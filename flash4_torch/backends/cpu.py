@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,16 @@ from ..problem import Inputs, Problem, Saved, has_float_mask
 from ..reference import sinks, tiled
 from ..reference.scoring import working_dtype
 from . import sequences
-from .base import SEQUENCE_FIRST, CallsTorch, Grads, Launch, Order, Results, WithoutWeights
+from .base import (
+    SEQUENCE_FIRST,
+    BackwardLaunch,
+    CallsTorch,
+    Grads,
+    Launch,
+    Order,
+    Results,
+    WithoutWeights,
+)
 from .compiled.tensors import contiguous_strides
 from .tiled import Tiled, prepare_both, scoring, sinks_gradient
 from .views import Layout, view
@@ -106,9 +115,7 @@ class Cpu(CallsTorch, WithoutWeights):
         causal, scale = is_causal(problem), problem.scale
         heads_first, out_heads_first = order
         q_layout, k_layout, v_layout = (Layout.of(x.transpose(1, 2)) for x in inputs[:3])
-        out_sizes = *inputs.q.shape[:3], problem.spec.Dv
-        own_strides = contiguous_strides(out_sizes)
-        out_strides = own_strides[0], own_strides[2], own_strides[1], own_strides[3]
+        out_made = _Made.of(inputs.q)  # D and Dv are equal
 
         def launch(q: Tensor, k: Tensor, v: Tensor, *others: None) -> tuple[Any, ...]:
             if heads_first:
@@ -120,11 +127,38 @@ class Cpu(CallsTorch, WithoutWeights):
             lse = lse.contiguous()
             if _is_odd(lse, None) and careful is not None:
                 return careful(q, k, v)
+            return out if out_heads_first else out_made.returned(out, False), lse, None, None
+
+        return launch
+
+    def prepare_backward(
+        self, saved: Saved, inputs: Inputs, problem: Problem, order: Order = SEQUENCE_FIRST
+    ) -> BackwardLaunch | None:
+        careful = super().prepare_backward(saved, inputs, problem, order)
+        in_place = saved.dout.stride(-1) == saved.out.stride(-1) == 1
+        if not in_place or not _is_simple(inputs, problem):
+            return careful
+        causal, scale = is_causal(problem), problem.scale
+        heads_first, out_heads_first = order
+        given = saved.dout, saved.out, *inputs[:3]
+        dout_layout, out_layout, *layouts = (Layout.of(x.transpose(1, 2)) for x in given)
+        q_layout, k_layout, v_layout = layouts
+        q_made, k_made, v_made = (_Made.of(x) for x in inputs[:3])
+
+        def launch(
+            dout: Tensor, out: Tensor, lse: Tensor, low: None, q: Tensor, k: Tensor, v: Tensor, *others: None
+        ) -> tuple[Any, ...]:
             if not out_heads_first:
-                # The kernel's own memory is (B, S, H, D).
-                in_place = out.stride() == out_strides
-                out = view(out, out_sizes, own_strides) if in_place else out.transpose(1, 2).contiguous()
-            return out, lse, None, None
+                dout, out = view(dout, *dout_layout), view(out, *out_layout)
+            if not heads_first:
+                q, k, v = view(q, *q_layout), view(k, *k_layout), view(v, *v_layout)
+            dq, dk, dv = _backward(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
+            return (
+                q_made.returned(dq, heads_first),
+                k_made.returned(dk, heads_first),
+                v_made.returned(dv, heads_first),
+                None,
+            )
 
         return launch
 
@@ -133,6 +167,29 @@ class Cpu(CallsTorch, WithoutWeights):
 
     def _or_tiled(self, problem: Problem) -> Cpu | Tiled:
         return Tiled() if self.why_not(problem) else self
+
+
+class _Made(NamedTuple):
+    """What the kernel makes for a tensor (B, S, H, D): heads first, but in memory as the tensor would be."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    kernel_strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, x: Tensor) -> _Made:
+        batch, row, head, column = contiguous_strides(x.shape)
+        return cls(tuple(x.shape), (batch, row, head, column), (batch, head, row, column))
+
+    def returned(self, made: Tensor, heads_first: bool) -> Tensor:
+        """The tensor in the caller's order, and contiguous as (B, S, H, D)."""
+        if made.stride() == self.kernel_strides:
+            if heads_first:
+                return made
+            seen: Tensor = view(made, self.sizes, self.strides)
+            return seen
+        result = made.transpose(1, 2).contiguous()
+        return result.transpose(1, 2) if heads_first else result
 
 
 def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
