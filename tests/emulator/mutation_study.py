@@ -106,6 +106,8 @@ def subjects() -> Iterator[Subject]:
     yield by_mma_sync("backward", Sm80Backward(8, 1, 64, 2), 64, "bfloat16", right=True)
     ordered = Sm80Backward(8, 2, 64, 1)
     yield by_mma_sync("backward", ordered, 128, "bfloat16", right=True, deterministic=True)
+    yield weights("sm_80")
+    yield weights("sm_80", "float32")
     for arch in OURS:
         yield weights(arch)
         for rows, cache_dtype in product(decode_configs.ROWS, ("", decode_configs.FP8)):
@@ -198,10 +200,10 @@ def attending(name: str, arch: str, shape: str, kernel: Kernel, calls: list[Call
     return Subject(name, arch, shape, prepare, tolerance)
 
 
-def weights(arch: str) -> Subject:
+def weights(arch: str, dtype: str = "bfloat16") -> Subject:
     """The weights kernel with dropout; its ring of chunks goes round more than once."""
-    features = Features("bfloat16", 128, 0, right=True, dropout=True)
-    q, k = (torch.randn(1, 130, heads, 128, generator=torch.manual_seed(0)).bfloat16() for heads in (6, 2))
+    features, torchs = Features(dtype, 128, 0, right=True, dropout=True), getattr(torch, dtype)
+    q, k = (torch.randn(1, 130, heads, 128, generator=torch.manual_seed(0)).to(torchs) for heads in (6, 2))
     lse, rng_state = torch.full((1, 6, 130), 5.0), torch.tensor([5, 7])
     params = (128**-0.5, 0.0, 0, 0, 130, 1, 1, 25, 0, 1.1, 0)
 
@@ -209,10 +211,10 @@ def weights(arch: str) -> Subject:
     def prepare(bench: Bench) -> Iterator[Run]:
         host.install(bench.launch, bench.arch)
         try:
-            compiled = compile_weights(features, True)
+            compiled = compile_weights(features, True, tma=arch in OURS)
 
             def run_once() -> list[Tensor]:
-                result = torch.full((1, 130, 130), torch.nan, dtype=torch.bfloat16)
+                result = torch.full((1, 130, 130), torch.nan, dtype=torchs)
                 tensors = (q, k, lse, result, rng_state)
                 bench.memory = [(x.data_ptr(), x.untyped_storage().nbytes()) for x in tensors]
                 compiled(q, k, lse, None, result, None, rng_state, params)
@@ -222,7 +224,8 @@ def weights(arch: str) -> Subject:
         finally:
             host.uninstall()
 
-    return Subject("weights, D=128, right, dropout", arch, "B=1 Hq=6 Hk=2, 130 x 130", prepare)
+    name = "weights, D=128, right, dropout" + (", float32" if dtype == "float32" else "")
+    return Subject(name, arch, "B=1 Hq=6 Hk=2, 130 x 130", prepare)
 
 
 def decode(arch: str, rows: int, cache_dtype: str = "", *, wgmma: bool = False) -> Subject:
