@@ -68,6 +68,12 @@ class DecodeForm(NamedTuple):
     runs: bool = False
     """Whether a page has a multiple of `RUN` keys; False without pages, whose keys are one run."""
     gpu: Gpu = HOPPER
+    keys: int = 64
+    """Keys in a block: `KEYS`, or `SHARED_KEYS` in tiles of `SHARED_ROWS`."""
+    q_in_regs: bool = False
+    """Whether tiles of `SHARED_ROWS` have Q in registers when they multiply it by K."""
+    ctas: int = 2
+    """CTAs that share an SM, if there is room for them."""
 
     @property
     def has_runs(self) -> bool:
@@ -106,12 +112,16 @@ WARPGROUP_ROWS = 64
 """Rows of a warpgroup MMA."""
 SHARED_ROWS = 2 * WARPGROUP_ROWS
 """Rows of a tile of two warpgroups that share K and V, which other warps load for them."""
+SHARED_KEYS = 2 * KEYS
+"""Keys in a block that such tiles may have."""
 SHARED_LEAST_KEYS, SHARED_LEAST_BLOCKS = 4096, 3
 """Keys of a sequence, and blocks for each SM, from which such tiles are faster, as an H200 measured."""
 LOAD_REGISTERS, COMPUTE_REGISTERS = 56, 224
 """Registers of a thread that loads, and of one that computes, in tiles of `SHARED_ROWS`."""
 _OTHER_ROW_BYTES, _OTHER_BYTES = 216, 3 * 1024
 """More than a CTA with warp-level MMAs has in SMEM besides Q, K, V and O: of each row, and of none."""
+_SHARED_OTHER_BYTES = 2 * 1024
+"""The same of a CTA with a tile of `SHARED_ROWS`, whose rows have their lse there."""
 _RESERVED_BYTES = 1024
 """Bytes of an SM's shared memory that each CTA takes besides its own."""
 STAGES_OF_TWO_CTAS, MOST_STAGES = 3, 8
@@ -188,10 +198,21 @@ def wgmma_rows(features: Features, form: DecodeForm) -> tuple[int, ...]:
     """Rows that a tile may have by warpgroup MMAs: with groups of splits, whose bits must not depend on the
     number, there is one.
     """
-    D, Dv = tile_dim(features.D), tile_dim(features.Dv)
-    other = SHARED_ROWS * (2 * D + _OTHER_ROW_BYTES) + _OTHER_BYTES
-    has_room = (form.gpu.smem_bytes - other) // (2 * KEYS * (D + Dv)) >= form.gpu.least_stages
-    return (WARPGROUP_ROWS, SHARED_ROWS) if has_room and not form.groups else (WARPGROUP_ROWS,)
+    other = SHARED_ROWS * (2 * tile_dim(features.D) + _OTHER_ROW_BYTES) + _OTHER_BYTES
+    may_share = _has_stages(features, form, KEYS, other) and not form.groups
+    return (WARPGROUP_ROWS, SHARED_ROWS) if may_share else (WARPGROUP_ROWS,)
+
+
+def shared_keys(features: Features, form: DecodeForm) -> tuple[int, ...]:
+    """Keys that a block may have in tiles of `SHARED_ROWS`, if there are such tiles."""
+    other = 2 * SHARED_ROWS * tile_dim(features.D) + _SHARED_OTHER_BYTES
+    return (KEYS, SHARED_KEYS) if _has_stages(features, form, SHARED_KEYS, other) else (KEYS,)
+
+
+def _has_stages(features: Features, form: DecodeForm, keys: int, other: int) -> bool:
+    """Whether there is room for stages enough of so many keys next to `other` bytes."""
+    stage_bytes = 2 * keys * (tile_dim(features.D) + tile_dim(features.Dv))
+    return (form.gpu.smem_bytes - other) // stage_bytes >= form.gpu.least_stages
 
 
 def shares_kv(max_seqlen_k: int, blocks: int, num_sms: int) -> bool:
@@ -218,19 +239,22 @@ def cta_bytes(gpu: Gpu, ctas: int) -> int:
     return (gpu.smem_bytes + _RESERVED_BYTES) // ctas - _RESERVED_BYTES
 
 
-def ctas_per_sm(gpu: Gpu, rows: int, stage_bytes: int, other_bytes: int) -> int:
-    """CTAs that share an SM: two, if each then has stages enough next to what else it has in SMEM. One with a
-    tile of `SHARED_ROWS` has all registers.
+def ctas_per_sm(gpu: Gpu, rows: int, stage_bytes: int, other_bytes: int, most: int = CTAS_PER_SM) -> int:
+    """CTAs that share an SM: up to `most`, if each then has stages enough next to what else it has in SMEM.
+    One with a tile of `SHARED_ROWS` has all registers.
     """
     if rows == SHARED_ROWS:
         return 1
-    has_room = (cta_bytes(gpu, CTAS_PER_SM) - other_bytes) // stage_bytes >= STAGES_OF_TWO_CTAS
-    return CTAS_PER_SM if has_room else 1
+
+    def has_room(ctas: int) -> bool:
+        return (cta_bytes(gpu, ctas) - other_bytes) // stage_bytes >= STAGES_OF_TWO_CTAS
+
+    return next((ctas for ctas in range(most, 1, -1) if has_room(ctas)), 1)
 
 
-def stages(gpu: Gpu, rows: int, stage_bytes: int, other_bytes: int) -> int:
+def stages(gpu: Gpu, rows: int, stage_bytes: int, other_bytes: int, most_ctas: int = CTAS_PER_SM) -> int:
     """Stages of K and V, as many as there is room for."""
-    room = cta_bytes(gpu, ctas_per_sm(gpu, rows, stage_bytes, other_bytes))
+    room = cta_bytes(gpu, ctas_per_sm(gpu, rows, stage_bytes, other_bytes, most_ctas))
     return min((room - other_bytes) // stage_bytes, MOST_STAGES)
 
 

@@ -75,14 +75,18 @@ def in_fp8(kernel: Kernel) -> Kernel:
 
 KERNELS_FP8 = [(arch, name, in_fp8(kernel)) for arch, name, kernel in [*KERNELS, *IN_GROUPS]]
 KERNELS_WGMMA = {
-    rows: [
-        ("sm_90a", name, Kernel(features, rows, form._replace(causal_flags=flags, wgmma=True)))
+    (rows, keys): [
+        ("sm_90a", name, Kernel(features, rows, form._replace(causal_flags=flags, wgmma=True, keys=keys)))
         for name, features in FEATURES.items()
         for flags in {False, features.right}
         for form in FORMS
-        if rows in decode.wgmma_rows(features, form)
+        if rows in decode.wgmma_rows(features, form) and keys in decode.shared_keys(features, form)
     ]
-    for rows in (decode.WARPGROUP_ROWS, decode.SHARED_ROWS)
+    for rows, keys in (
+        (decode.WARPGROUP_ROWS, decode.KEYS),
+        (decode.SHARED_ROWS, decode.KEYS),
+        (decode.SHARED_ROWS, decode.SHARED_KEYS),
+    )
 }
 
 
@@ -111,8 +115,9 @@ KERNELS_SM80 = [
     [
         *one_of(607, KERNELS),
         *one_of(811, KERNELS_FP8),
-        *one_of(397, KERNELS_WGMMA[decode.WARPGROUP_ROWS]),
-        *one_of(131, KERNELS_WGMMA[decode.SHARED_ROWS]),
+        *one_of(397, KERNELS_WGMMA[decode.WARPGROUP_ROWS, decode.KEYS]),
+        *one_of(131, KERNELS_WGMMA[decode.SHARED_ROWS, decode.KEYS]),
+        *one_of(61, KERNELS_WGMMA[decode.SHARED_ROWS, decode.SHARED_KEYS]),
         *one_of(197, IN_GROUPS),
         *one_of(785, KERNELS_SM80),
     ],
@@ -261,10 +266,23 @@ def test_no_bank_conflicts(rows: int, form: DecodeForm, D: int, Dv: int) -> None
 
 @pytest.mark.parametrize(("D", "page_size"), [(192, 16), *one_of(3, [(64, 8), (128, 16), (96, 1)])])
 @pytest.mark.parametrize("left", [False, True])
-def test_load_warps_go_round_their_ring(D: int, page_size: int, left: bool) -> None:
+@pytest.mark.parametrize("q_in_regs", [False, True])
+@pytest.mark.parametrize("keys", [decode.KEYS, decode.SHARED_KEYS])
+def test_load_warps_go_round_their_ring(
+    D: int, page_size: int, left: bool, q_in_regs: bool, keys: int
+) -> None:
     """A split has several times as many blocks as there are stages, and both warpgroups have rows."""
     features = SMALL._replace(D=D, Dv=D, left=left)
-    form = FORM._replace(cluster=1, parts=False, runs=page_size % decode.RUN == 0, wgmma=True)
+    form = FORM._replace(
+        cluster=1,
+        parts=False,
+        runs=page_size % decode.RUN == 0,
+        wgmma=True,
+        keys=keys,
+        q_in_regs=q_in_regs,
+    )
+    if keys not in decode.shared_keys(features, form):
+        pytest.skip("there is no room for stages enough")
     kernel = Kernel(features, decode.SHARED_ROWS, form)
     call = one_sequence(kernel, tokens=40, keys=1500, page_size=page_size, left=1100)
     found = run("sm_90a", kernel, call, schedule="late")

@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ...configs.decode import KEYS, DecodeForm, part_columns
+from ...configs.decode import CTAS_PER_SM, KEYS, DecodeForm, part_columns
 from ...configs.types import Features
 from ..common import host
 from ..common.smem_layouts import column_major_layout, row_major_layout
@@ -99,8 +99,8 @@ def decode(
     )
     layouts = (
         row_major_layout(plan.mma_dtype, plan.q_rows, plan.D, plan.rows // plan.q_rows),
-        row_major_layout(plan.mma_dtype, KEYS, plan.k_columns, plan.stages),
-        column_major_layout(plan.mma_dtype, plan.v_columns, KEYS, plan.stages),
+        row_major_layout(plan.mma_dtype, plan.form.keys, plan.k_columns, plan.stages),
+        column_major_layout(plan.mma_dtype, plan.v_columns, plan.form.keys, plan.stages),
         row_major_layout(plan.mma_dtype, plan.rows, KEYS, 1),
     )
     Hk = k.shape[2]
@@ -120,7 +120,8 @@ def decode(
         block=(plan.launch_threads, 1, 1),
         cluster=(cluster, 1, 1) if cluster > 1 else None,
         stream=stream,
-        min_blocks_per_mp=1,
+        # Two CTAs have all the registers that a thread may have.
+        min_blocks_per_mp=plan.ctas_per_sm if plan.ctas_per_sm > CTAS_PER_SM else 1,
     )
 
 

@@ -112,27 +112,36 @@ def _look_up(ctx: Context, key: Int32) -> tuple[Int32, Int32]:
     return page, row
 
 
-def load_k(ctx: Context, n: Int32, last: Int32, place: Place, stage: Int32) -> None:
+def load_k(ctx: Context, n: Int32, last: Int32, place: Place, stage: Int32, part: int = 0) -> None:
     """Start to copy the warp's keys of K's block n, if it is before block `last`; keys that no row sees
-    become 0.
+    become 0. Blocks here have `KEYS` keys.
+
+    part: number of the block among those of a stage.
     """
-    _load(ctx, ctx.tensors.k, ctx.sK[None, None, stage], ctx.plan.features.D, n, last, place)
+    _load(ctx, ctx.tensors.k, ctx.sK[None, None, stage], ctx.plan.features.D, n, last, place, part)
 
 
-def load_v(ctx: Context, n: Int32, last: Int32, place: Place, stage: Int32) -> None:
+def load_v(ctx: Context, n: Int32, last: Int32, place: Place, stage: Int32, part: int = 0) -> None:
     """Start to copy the warp's keys of V's block n in the same way."""
     values = ctx.sV[None, None, stage]
     by_key = cute.make_tensor(values.iterator, cute.select(values.layout, [1, 0]))
-    _load(ctx, ctx.tensors.v, by_key, ctx.plan.features.Dv, n, last, place)
+    _load(ctx, ctx.tensors.v, by_key, ctx.plan.features.Dv, n, last, place, part)
 
 
 def _load(
-    ctx: Context, cache: cute.Tensor, staged: cute.Tensor, columns: int, n: Int32, last: Int32, place: Place
+    ctx: Context,
+    cache: cute.Tensor,
+    staged: cute.Tensor,
+    columns: int,
+    n: Int32,
+    last: Int32,
+    place: Place,
+    part: int,
 ) -> None:
     own, keys = ctx.copied_keys, ctx.tile.keys
     wanted = Wanted(n * KEYS + own - keys[0], cutlass.max(keys[1] - keys[0], 0), n, last)
     columns = columns * ctx.plan.cache_dtype.width // 16
-    copy_run(staged, own, _source(ctx, cache, place, staged), wanted, columns)
+    copy_run(staged, own + part * KEYS, _source(ctx, cache, place, staged), wanted, columns)
 
 
 def _source(ctx: Context, cache: cute.Tensor, place: Place, stage: cute.Tensor) -> Source:

@@ -200,7 +200,7 @@ def _attend(ctx: Context, t: Thread, n: Int32, stage: Int32) -> None:
 def fragment_of(ctx: Context, t: Thread, n: Int32) -> Fragment:
     """The thread's scores of block n."""
     tokens = tuple(row // ctx.divisors.group for row in t.rows)
-    return mma_fragment(t.S, tokens, n * KEYS + ctx.key_warp * ctx.plan.warp_keys, ctx.lane)
+    return mma_fragment(t.S, tokens, n * ctx.plan.form.keys + ctx.key_warp * ctx.plan.warp_keys, ctx.lane)
 
 
 @cute.jit

@@ -113,6 +113,17 @@ class DecodePlan(NamedTuple):
         return min(2, self.stages - 2)
 
     @property
+    def lands_apart(self) -> bool:
+        """Whether load warps wait for K and V of a block one after another: with few stages, both at once
+        would be there too late."""
+        return self.form.keys > KEYS
+
+    @property
+    def copies(self) -> int:
+        """Blocks of `KEYS` keys that warps copy to a stage."""
+        return self.form.keys // KEYS
+
+    @property
     def q_rows(self) -> int:
         """Rows of Q that warps load together."""
         return min(self.rows, WARPGROUP_ROWS)
@@ -124,7 +135,7 @@ class DecodePlan(NamedTuple):
 
     @property
     def warp_keys(self) -> int:
-        return KEYS // self.key_warps
+        return self.form.keys // self.key_warps
 
     @property
     def parts(self) -> int:
@@ -206,7 +217,7 @@ class DecodePlan(NamedTuple):
 
     @property
     def stage_bytes(self) -> int:
-        return 2 * KEYS * (self.k_columns + self.v_columns)
+        return 2 * self.form.keys * (self.k_columns + self.v_columns)
 
     @property
     def other_bytes(self) -> int:
@@ -223,15 +234,17 @@ class DecodePlan(NamedTuple):
 
     @property
     def stages(self) -> int:
-        return decode.stages(self.form.gpu, self.rows, self.stage_bytes, self.other_bytes)
+        sizes = self.rows, self.stage_bytes, self.other_bytes, self.form.ctas
+        return decode.stages(self.form.gpu, *sizes)
 
     @property
     def ctas_per_sm(self) -> int:
-        return decode.ctas_per_sm(self.form.gpu, self.rows, self.stage_bytes, self.other_bytes)
+        sizes = self.rows, self.stage_bytes, self.other_bytes, self.form.ctas
+        return decode.ctas_per_sm(self.form.gpu, *sizes)
 
     @property
     def band(self) -> BandShape:
-        return BandShape(self.features.left, self.features.right, True, KEYS)
+        return BandShape(self.features.left, self.features.right, True, self.form.keys)
 
     @property
     def softmax(self) -> Method:

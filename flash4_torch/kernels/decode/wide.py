@@ -49,7 +49,8 @@ class _Step(NamedTuple):
 def make_thread(ctx: Context) -> Thread:
     """Registers of the thread; see `begin_split`."""
     dtype = ctx.plan.dtype
-    return thread_of(ctx, wgmma.scores_accumulator(dtype, KEYS), wgmma.output_accumulator(dtype, ctx.plan.Dv))
+    S = wgmma.scores_accumulator(dtype, ctx.plan.form.keys)
+    return thread_of(ctx, S, wgmma.output_accumulator(dtype, ctx.plan.Dv))
 
 
 @cute.jit
