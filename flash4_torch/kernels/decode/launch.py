@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ...configs.decode import CTAS_PER_SM, KEYS, DecodeForm, part_columns
+from ...configs.decode import KEYS, DecodeForm, part_columns
 from ...configs.types import Features
 from ..common import host
 from ..common.smem_layouts import column_major_layout, row_major_layout
@@ -120,8 +120,7 @@ def decode(
         block=(plan.launch_threads, 1, 1),
         cluster=(cluster, 1, 1) if cluster > 1 else None,
         stream=stream,
-        # Two CTAs have all the registers that a thread may have.
-        min_blocks_per_mp=plan.ctas_per_sm if plan.ctas_per_sm > CTAS_PER_SM else 1,
+        min_blocks_per_mp=1,
     )
 
 
