@@ -69,9 +69,11 @@ class DecodeForm(NamedTuple):
     """Whether a page has a multiple of `RUN` keys; False without pages, whose keys are one run."""
     gpu: Gpu = HOPPER
     keys: int = 64
-    """Keys in a block: `KEYS`, or `SHARED_KEYS` in tiles of `SHARED_ROWS`."""
+    """Keys in a block: `KEYS`, or `MORE_KEYS`."""
     q_in_regs: bool = False
     """Whether tiles of `SHARED_ROWS` have Q in registers when they multiply it by K."""
+    merge_loads: int = 16
+    """Loads of parts that a thread has under way."""
     ctas: int = 2
     """CTAs that share an SM, if there is room for them."""
 
@@ -112,8 +114,8 @@ WARPGROUP_ROWS = 64
 """Rows of a warpgroup MMA."""
 SHARED_ROWS = 2 * WARPGROUP_ROWS
 """Rows of a tile of two warpgroups that share K and V, which other warps load for them."""
-SHARED_KEYS = 2 * KEYS
-"""Keys in a block that such tiles may have."""
+MORE_KEYS = 2 * KEYS
+"""Keys in a block that tiles of the fewest rows and of the most may have."""
 SHARED_LEAST_KEYS, SHARED_LEAST_BLOCKS = 4096, 3
 """Keys of a sequence, and blocks for each SM, from which such tiles are faster, as an H200 measured."""
 LOAD_REGISTERS, COMPUTE_REGISTERS = 56, 224
@@ -198,21 +200,27 @@ def wgmma_rows(features: Features, form: DecodeForm) -> tuple[int, ...]:
     """Rows that a tile may have by warpgroup MMAs: with groups of splits, whose bits must not depend on the
     number, there is one.
     """
-    other = SHARED_ROWS * (2 * tile_dim(features.D) + _OTHER_ROW_BYTES) + _OTHER_BYTES
-    may_share = _has_stages(features, form, KEYS, other) and not form.groups
-    return (WARPGROUP_ROWS, SHARED_ROWS) if may_share else (WARPGROUP_ROWS,)
+    D, Dv = tile_dim(features.D), tile_dim(features.Dv)
+    other = SHARED_ROWS * (2 * D + _OTHER_ROW_BYTES) + _OTHER_BYTES
+    has_room = (form.gpu.smem_bytes - other) // (2 * KEYS * (D + Dv)) >= form.gpu.least_stages
+    return (WARPGROUP_ROWS, SHARED_ROWS) if has_room and not form.groups else (WARPGROUP_ROWS,)
 
 
-def shared_keys(features: Features, form: DecodeForm) -> tuple[int, ...]:
-    """Keys that a block may have in tiles of `SHARED_ROWS`, if there are such tiles."""
-    other = 2 * SHARED_ROWS * tile_dim(features.D) + _SHARED_OTHER_BYTES
-    return (KEYS, SHARED_KEYS) if _has_stages(features, form, SHARED_KEYS, other) else (KEYS,)
+def block_keys(features: Features, form: DecodeForm, rows: int) -> tuple[int, ...]:
+    """Keys that a block may have: so many that there is room for stages enough. Bits of results depend on the
+    number, so launches with groups have `KEYS`.
+    """
+    D, Dv = tile_dim(features.D), tile_dim(features.Dv)
+    may_have_more = rows in (ROWS[0], SHARED_ROWS) and form.gpu.has_clusters and not form.groups
+    width = 1 if form.cache_dtype else 2
 
+    def has_room(keys: int) -> bool:
+        other = rows * (2 * D + _OTHER_ROW_BYTES + 2 * (keys - KEYS)) + _OTHER_BYTES
+        if rows == SHARED_ROWS:
+            other = 2 * rows * D + _SHARED_OTHER_BYTES
+        return (form.gpu.smem_bytes - other) // (width * keys * (D + Dv)) >= form.gpu.least_stages
 
-def _has_stages(features: Features, form: DecodeForm, keys: int, other: int) -> bool:
-    """Whether there is room for stages enough of so many keys next to `other` bytes."""
-    stage_bytes = 2 * keys * (tile_dim(features.D) + tile_dim(features.Dv))
-    return (form.gpu.smem_bytes - other) // stage_bytes >= form.gpu.least_stages
+    return tuple(keys for keys in ((KEYS, MORE_KEYS) if may_have_more else (KEYS,)) if has_room(keys))
 
 
 def shares_kv(max_seqlen_k: int, blocks: int, num_sms: int) -> bool:

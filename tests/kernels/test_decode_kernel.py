@@ -73,19 +73,28 @@ def in_fp8(kernel: Kernel) -> Kernel:
     )
 
 
+def with_more_keys(kernel: Kernel) -> Kernel:
+    return kernel._replace(form=kernel.form._replace(keys=decode.MORE_KEYS))
+
+
 KERNELS_FP8 = [(arch, name, in_fp8(kernel)) for arch, name, kernel in [*KERNELS, *IN_GROUPS]]
+WITH_MORE_KEYS = [
+    (arch, name, with_more_keys(kernel))
+    for arch, name, kernel in [*KERNELS, *KERNELS_FP8]
+    if decode.MORE_KEYS in decode.block_keys(kernel.features, kernel.form, kernel.rows)
+]
 KERNELS_WGMMA = {
     (rows, keys): [
         ("sm_90a", name, Kernel(features, rows, form._replace(causal_flags=flags, wgmma=True, keys=keys)))
         for name, features in FEATURES.items()
         for flags in {False, features.right}
         for form in FORMS
-        if rows in decode.wgmma_rows(features, form) and keys in decode.shared_keys(features, form)
+        if rows in decode.wgmma_rows(features, form) and keys in decode.block_keys(features, form, rows)
     ]
     for rows, keys in (
         (decode.WARPGROUP_ROWS, decode.KEYS),
         (decode.SHARED_ROWS, decode.KEYS),
-        (decode.SHARED_ROWS, decode.SHARED_KEYS),
+        (decode.SHARED_ROWS, decode.MORE_KEYS),
     )
 }
 
@@ -117,7 +126,8 @@ KERNELS_SM80 = [
         *one_of(811, KERNELS_FP8),
         *one_of(397, KERNELS_WGMMA[decode.WARPGROUP_ROWS, decode.KEYS]),
         *one_of(131, KERNELS_WGMMA[decode.SHARED_ROWS, decode.KEYS]),
-        *one_of(61, KERNELS_WGMMA[decode.SHARED_ROWS, decode.SHARED_KEYS]),
+        *one_of(61, KERNELS_WGMMA[decode.SHARED_ROWS, decode.MORE_KEYS]),
+        *one_of(223, WITH_MORE_KEYS),
         *one_of(197, IN_GROUPS),
         *one_of(785, KERNELS_SM80),
     ],
@@ -267,7 +277,7 @@ def test_no_bank_conflicts(rows: int, form: DecodeForm, D: int, Dv: int) -> None
 @pytest.mark.parametrize(("D", "page_size"), [(192, 16), *one_of(3, [(64, 8), (128, 16), (96, 1)])])
 @pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize("q_in_regs", [False, True])
-@pytest.mark.parametrize("keys", [decode.KEYS, decode.SHARED_KEYS])
+@pytest.mark.parametrize("keys", [decode.KEYS, decode.MORE_KEYS])
 def test_load_warps_go_round_their_ring(
     D: int, page_size: int, left: bool, q_in_regs: bool, keys: int
 ) -> None:
@@ -281,7 +291,7 @@ def test_load_warps_go_round_their_ring(
         keys=keys,
         q_in_regs=q_in_regs,
     )
-    if keys not in decode.shared_keys(features, form):
+    if keys not in decode.block_keys(features, form, decode.SHARED_ROWS):
         pytest.skip("there is no room for stages enough")
     kernel = Kernel(features, decode.SHARED_ROWS, form)
     call = one_sequence(kernel, tokens=40, keys=1500, page_size=page_size, left=1100)

@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ...configs.decode import KEYS, DecodeForm, part_columns
+from ...configs.decode import DecodeForm, part_columns
 from ...configs.types import Features
 from ..common import host
 from ..common.smem_layouts import column_major_layout, row_major_layout
@@ -101,7 +101,7 @@ def decode(
         row_major_layout(plan.mma_dtype, plan.q_rows, plan.D, plan.rows // plan.q_rows),
         row_major_layout(plan.mma_dtype, plan.form.keys, plan.k_columns, plan.stages),
         column_major_layout(plan.mma_dtype, plan.v_columns, plan.form.keys, plan.stages),
-        row_major_layout(plan.mma_dtype, plan.rows, KEYS, 1),
+        row_major_layout(plan.mma_dtype, plan.rows, plan.form.keys, 1),
     )
     Hk = k.shape[2]
     group = q.shape[1] // Hk

@@ -120,8 +120,13 @@ class DecodePlan(NamedTuple):
 
     @property
     def copies(self) -> int:
-        """Blocks of `KEYS` keys that warps copy to a stage."""
+        """Runs of keys of a block that each warp copies."""
         return self.form.keys // KEYS
+
+    @property
+    def least_blocks(self) -> int:
+        """Blocks that a split has at least."""
+        return decode.LEAST_BLOCKS // self.copies
 
     @property
     def q_rows(self) -> int:
@@ -222,7 +227,7 @@ class DecodePlan(NamedTuple):
     @property
     def other_bytes(self) -> int:
         """Bytes of shared memory besides the stages, at most."""
-        q, p = (-(-2 * self.rows * columns // _ALIGNMENT) * _ALIGNMENT for columns in (self.D, KEYS))
+        q, p = (-(-2 * self.rows * columns // _ALIGNMENT) * _ALIGNMENT for columns in (self.D, self.form.keys))
         # Floats of a row: lse and factor; maxima and sums.
         numbers, shared = (
             4 * self.rows * (1 + max(self.kept, 1)),

@@ -63,34 +63,33 @@ def run(ctx: Context) -> None:
 @cute.jit
 def _load(ctx: Context, blocks: Span) -> None:
     """Copy the split's blocks. K and V of a block are there once `in_flight` more blocks are on their way."""
-    plan, last, in_flight, copies = ctx.plan, blocks.last, ctx.plan.in_flight, ctx.plan.copies
-    first_copy = blocks.first * copies
-    pages = look_up_first(ctx, first_copy)
-    places = tuple(locate(ctx, pages, first_copy, first_copy + i) for i in range(2 * copies))
+    plan, last, in_flight = ctx.plan, blocks.last, ctx.plan.in_flight
+    pages = look_up_first(ctx, blocks.first)
+    places = locate(ctx, pages, blocks.first, blocks.first)
+    next_places = locate(ctx, pages, blocks.first, blocks.first + 1)
     at, landed = ring.start(), ring.start()
     for n in cutlass.range(blocks.first, last, unroll=1):
-        pages = look_up_next(ctx, pages, first_copy, (n + 2) * copies)
-        after = tuple(locate(ctx, pages, first_copy, (n + 2) * copies + i) for i in range(copies))
+        pages = look_up_next(ctx, pages, blocks.first, n + 2)
+        places_after = locate(ctx, pages, blocks.first, n + 2)
+        is_due = n - blocks.first >= in_flight
         ring.wait_empty(ctx.load_k, at)
-        for i in cutlass.range_constexpr(copies):
-            load_k(ctx, n * copies + i, last * copies, places[i], at.stage, i)
+        load_k(ctx, n, last, places, at.stage)
         if cutlass.const_expr(plan.lands_apart):
-            _commit(ctx, ctx.load_k, landed, n - blocks.first >= in_flight, 2 * in_flight)
+            _commit(ctx, ctx.load_k, landed, is_due, 2 * in_flight)
         ring.wait_empty(ctx.load_v, at)
-        for i in cutlass.range_constexpr(copies):
-            load_v(ctx, n * copies + i, last * copies, places[i], at.stage, i)
+        load_v(ctx, n, last, places, at.stage)
         if cutlass.const_expr(plan.lands_apart):
-            _commit(ctx, ctx.load_v, landed, n - blocks.first >= in_flight, 2 * in_flight)
-            if n - blocks.first >= in_flight:
+            _commit(ctx, ctx.load_v, landed, is_due, 2 * in_flight)
+            if is_due:
                 landed = ring.after(landed, plan.stages)
         else:
             cute.arch.cp_async_commit_group()
-            if n - blocks.first >= in_flight:
+            if is_due:
                 cute.arch.cp_async_wait_group(in_flight)
                 _fill(ctx, landed)
                 landed = ring.after(landed, plan.stages)
         at = ring.after(at, plan.stages)
-        places = places[copies:] + after
+        places, next_places = next_places, places_after
     cute.arch.cp_async_wait_group(0)
     for _ in cutlass.range(cutlass.min(last - blocks.first, in_flight), unroll=1):
         _fill(ctx, landed)

@@ -27,7 +27,7 @@ from ..common.rounding import round_to
 from ..common.warp_mma import rows_of
 from ..sm90 import wgmma
 from .context import Context
-from .load import Place, load_k, load_q, load_v, locate, look_up_first, look_up_next
+from .load import Places, load_k, load_q, load_v, locate, look_up_first, look_up_next
 from .mainloop import AfterBlock, Thread, fragment_of, thread_of, to_weights
 
 
@@ -40,9 +40,9 @@ class _Step(NamedTuple):
     """The stage of the block before it, which takes the next K."""
     before_that: Int32
     """The stage of the block before that one, which takes the next V."""
-    place: Place
+    place: Places
     """The place of the next K."""
-    place_before: Place
+    place_before: Places
     """The place of the next V."""
 
 
@@ -151,7 +151,7 @@ def _start_step(ctx: Context, n: Int32, last: Int32, at: _Step) -> None:
 
 
 @cute.jit
-def _after(ctx: Context, at: _Step, place: Place) -> _Step:
+def _after(ctx: Context, at: _Step, place: Places) -> _Step:
     after = Int32(0) if at.stage + 1 == ctx.plan.stages else at.stage + 1
     return _Step(after, at.stage, at.before, place, at.place)
 
@@ -170,8 +170,8 @@ def _load(
     ctx: Context,
     n: Int32,
     last: Int32,
-    place: Place,
-    place_before: Place,
+    place: Places,
+    place_before: Places,
     k_stage: Int32,
     v_stage: Int32,
     with_v: cutlass.Constexpr,
