@@ -210,7 +210,7 @@ def block_keys(features: Features, form: DecodeForm, rows: int) -> tuple[int, ..
     """Keys that a block may have: so many that there is room for stages enough. Bits of results depend on the
     number, so launches with groups have `KEYS`.
     """
-    D, Dv = tile_dim(features.D), tile_dim(features.Dv)
+    D, Dv = tile_dim(features.D), part_columns(features.Dv)
     may_have_more = rows in (ROWS[0], SHARED_ROWS) and form.gpu.has_clusters and not form.groups
     width = 1 if form.cache_dtype else 2
 

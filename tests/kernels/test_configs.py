@@ -345,10 +345,11 @@ def test_the_decode_kernel_agrees_that_it_has_stages(
     for cluster in gpu.clusters:
         own = form._replace(cluster=cluster)
         if rows in decode.rows_of(features, own):
-            found = plan(features, rows, own)
-            assert found.stages >= gpu.least_stages
-            used = found.stages * found.stage_bytes + found.other_bytes
-            assert found.ctas_per_sm * (used + 1024) <= gpu.smem_bytes + 1024
+            for keys in {decode.KEYS, *decode.block_keys(features, own, rows)}:
+                found = plan(features, rows, own._replace(keys=keys))
+                assert found.stages >= gpu.least_stages
+                used = found.stages * found.stage_bytes + found.other_bytes
+                assert found.ctas_per_sm * (used + 1024) <= gpu.smem_bytes + 1024
 
 
 @given(st.integers(1, 300), st.integers(1, 300), st.sampled_from(["", decode.FP8, "float8_e5m2"]))

@@ -227,7 +227,8 @@ class DecodePlan(NamedTuple):
     @property
     def other_bytes(self) -> int:
         """Bytes of shared memory besides the stages, at most."""
-        q, p = (-(-2 * self.rows * columns // _ALIGNMENT) * _ALIGNMENT for columns in (self.D, self.form.keys))
+        columns = self.D, self.form.keys
+        q, p = (-(-2 * self.rows * number // _ALIGNMENT) * _ALIGNMENT for number in columns)
         # Floats of a row: lse and factor; maxima and sums.
         numbers, shared = (
             4 * self.rows * (1 + max(self.kept, 1)),

@@ -97,9 +97,7 @@ def _load(ctx: Context, blocks: Span) -> None:
 
 
 @cute.jit
-def _commit(
-    ctx: Context, edge: Ring, landed: Cursor, is_due: Boolean, in_flight: cutlass.Constexpr
-) -> None:
+def _commit(ctx: Context, edge: Ring, landed: Cursor, is_due: Boolean, in_flight: cutlass.Constexpr) -> None:
     """End a group of copies, and if one is due signal that it has arrived: all but the last `in_flight`."""
     cute.arch.cp_async_commit_group()
     if is_due:

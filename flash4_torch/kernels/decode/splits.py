@@ -31,9 +31,7 @@ class Shares(NamedTuple):
 
 
 @cute.jit
-def even(
-    visible: Span, split: Int32, divisors: Divisors, least: cutlass.Constexpr
-) -> tuple[Span, Span]:
+def even(visible: Span, split: Int32, divisors: Divisors, least: cutlass.Constexpr) -> tuple[Span, Span]:
     """The splits of the visible blocks, of `least` blocks or more, and the blocks of one of them."""
     count, num_splits = visible.last - visible.first, divisors.splits.divisor
     last = cutlass.max(cutlass.min(num_splits, count // least), 1)
