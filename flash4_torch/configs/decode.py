@@ -71,7 +71,7 @@ class DecodeForm(NamedTuple):
     keys: int = 64
     """Keys in a block: `KEYS`, or `MORE_KEYS`."""
     q_in_regs: bool = False
-    """Whether tiles of `SHARED_ROWS` have Q in registers when they multiply it by K."""
+    """Whether warpgroup MMAs take Q from registers when they multiply it by K."""
     merge_loads: int = 16
     """Loads of parts that a thread has under way."""
     ctas: int = 2

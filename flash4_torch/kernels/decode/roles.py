@@ -24,14 +24,14 @@ from ..common.ring import Cursor, Ring
 from ..common.role import role
 from ..common.rounding import round_to
 from ..common.warp_mma import rows_of
-from ..common.warps import GROUP, WARP
+from ..common.warps import GROUP
 from ..sm90 import wgmma
 from .context import Context, NamedBarrier
 from .epilogue import epilogue
 from .load import load_k, load_q, load_v, locate, look_up_first, look_up_next
 from .mainloop import Thread, begin_split
 from .merge import merge
-from .wide import block_softmax, last_pv, make_thread
+from .wide import block_softmax, issue_scores, last_pv, make_thread, operand_of_q
 
 
 @cute.jit
@@ -127,14 +127,11 @@ def _mainloop(ctx: Context, t: Thread, blocks: Span) -> None:
     cute.arch.fence_view_async_shared()
     cute.arch.barrier(barrier_id=NamedBarrier.Q + warpgroup, number_of_threads=GROUP)
     P = wgmma.p_fragment(ctx.plan.dtype, ctx.plan.form.keys)
-    Q = None
-    if cutlass.const_expr(ctx.plan.form.q_in_regs):
-        Q = wgmma.operand_fragment(ctx.plan.dtype, ctx.plan.D)
-        wgmma.load_operand(Q, ctx.sQ, ctx.warp % WARPS * WARP + ctx.lane)
+    Q = operand_of_q(ctx)
     at = ring.start()
     if blocks.first < blocks.last:
         ring.wait_full(ctx.load_k, at)
-        _scores(ctx, t, Q, at)
+        issue_scores(ctx, t, Q, at.stage)
         wgmma.wait(0)
         ring.release(ctx.load_k, at)
         factors = block_softmax(ctx, t, blocks.first, True)
@@ -155,15 +152,6 @@ def _mainloop(ctx: Context, t: Thread, blocks: Span) -> None:
 
 
 @cute.jit
-def _scores(ctx: Context, t: Thread, Q: cute.Tensor | None, at: Cursor) -> None:
-    """Issue S of a block."""
-    if cutlass.const_expr(Q is not None):
-        wgmma.scores_from_regs(t.S, Q, ctx.sK[None, None, at.stage])
-    else:
-        wgmma.scores(t.S, ctx.sQ, ctx.sK[None, None, at.stage])
-
-
-@cute.jit
 def _block(
     ctx: Context,
     t: Thread,
@@ -175,7 +163,7 @@ def _block(
     masked: cutlass.Constexpr,
 ) -> None:
     """S and P of block n, and PV of the one before it; both stages are free then."""
-    _scores(ctx, t, Q, at)
+    issue_scores(ctx, t, Q, at.stage)
     wgmma.accumulate(t.O, P, ctx.sV[None, None, before.stage], True)
     wgmma.wait(1)
     ring.release(ctx.load_k, at)
