@@ -116,6 +116,8 @@ SHARED_ROWS = 2 * WARPGROUP_ROWS
 """Rows of a tile of two warpgroups that share K and V, which other warps load for them."""
 MORE_KEYS = 2 * KEYS
 """Keys in a block that tiles of the fewest rows and of the most may have."""
+_MORE_KEYS_COLUMNS = 128
+"""Columns up to which tiles have registers for that."""
 SHARED_LEAST_KEYS, SHARED_LEAST_BLOCKS = 4096, 3
 """Keys of a sequence, and blocks for each SM, from which such tiles are faster, as an H200 measured."""
 LOAD_REGISTERS, COMPUTE_REGISTERS = 56, 224
@@ -212,6 +214,7 @@ def block_keys(features: Features, form: DecodeForm, rows: int) -> tuple[int, ..
     """
     D, Dv = tile_dim(features.D), part_columns(features.Dv)
     may_have_more = rows in (ROWS[0], SHARED_ROWS) and form.gpu.has_clusters and not form.groups
+    may_have_more = may_have_more and max(D, Dv) <= _MORE_KEYS_COLUMNS
     width = 1 if form.cache_dtype else 2
 
     def has_room(keys: int) -> bool:

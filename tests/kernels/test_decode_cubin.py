@@ -69,6 +69,18 @@ KEYS_WGMMA = [
     for features in [Features(("bfloat16", "float16")[i % 2], *heads)._replace(**uses)]
     for rows in decode.wgmma_rows(features, form)
 ]
+KEYS_WITH_MORE = [
+    Key(ENTRY, (features, rows, own._replace(keys=decode.MORE_KEYS, q_in_regs=q_in_regs)), arch)
+    for form in FORMS
+    for i, heads in enumerate(HEADS)
+    for uses in USES
+    for features in [Features(("bfloat16", "float16")[i % 2], *heads)._replace(**uses)]
+    for rows, arch in ((16, "sm_90a"), (16, "sm_100a"), (decode.SHARED_ROWS, "sm_90a"))
+    for own in [form._replace(wgmma=rows == decode.SHARED_ROWS)]
+    for q_in_regs in {False, own.wgmma}
+    if rows in decode.rows_of(features, own) and not (own.wgmma and own.cache_dtype)
+    if decode.MORE_KEYS in decode.block_keys(features, own, rows) and not decode.limits(features, own)
+]
 GROUPS = 6
 """Groups of wgmmas in the code: S of the first block, S and PV of masked ones and of others, the last PV."""
 
@@ -76,7 +88,7 @@ GROUPS = 6
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, cubin.Code]:
     return compiled_files.codes(
-        [*one_of(150, KEYS), *one_of(66, KEYS_WGMMA), *one_of(401, KEYS_SM80)], tmp_path_factory
+        [*one_of(150, KEYS), *one_of(66, KEYS_WGMMA), *one_of(60, KEYS_WITH_MORE), *one_of(401, KEYS_SM80)], tmp_path_factory
     )
 
 
