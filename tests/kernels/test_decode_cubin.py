@@ -87,9 +87,13 @@ GROUPS = 6
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, cubin.Code]:
-    return compiled_files.codes(
-        [*one_of(150, KEYS), *one_of(66, KEYS_WGMMA), *one_of(60, KEYS_WITH_MORE), *one_of(401, KEYS_SM80)], tmp_path_factory
-    )
+    chosen = [
+        *one_of(150, KEYS),
+        *one_of(66, KEYS_WGMMA),
+        *one_of(60, KEYS_WITH_MORE),
+        *one_of(401, KEYS_SM80),
+    ]
+    return compiled_files.codes(chosen, tmp_path_factory)
 
 
 def test_nothing_spills(compiled: dict[Key, cubin.Code]) -> None:
