@@ -72,8 +72,6 @@ class DecodeForm(NamedTuple):
     """Keys in a block: `KEYS`, or `MORE_KEYS`."""
     q_in_regs: bool = False
     """Whether warpgroup MMAs take Q from registers when they multiply it by K."""
-    merge_loads: int = 16
-    """Loads of parts that a thread has under way."""
     ctas: int = 2
     """CTAs that share an SM, if there is room for them."""
 
@@ -117,9 +115,13 @@ SHARED_ROWS = 2 * WARPGROUP_ROWS
 MORE_KEYS = 2 * KEYS
 """Keys in a block that tiles of the fewest rows and of the most may have."""
 _MORE_KEYS_COLUMNS = 128
-"""Columns up to which tiles have registers for that."""
+"""Columns up to which tiles have registers for that, and for Q where warpgroup MMAs take it from them."""
+_NARROW_COLUMNS = 64
+"""Columns up to which a block of `KEYS` keys is so short that its latency counts, as an H200 measured."""
 SHARED_LEAST_KEYS, SHARED_LEAST_BLOCKS = 4096, 3
 """Keys of a sequence, and blocks for each SM, from which such tiles are faster, as an H200 measured."""
+SHARED_MANY_BLOCKS = 12
+"""Blocks of `KEYS` keys for each SM from which such tiles are faster with `MORE_KEYS`, as it measured."""
 LOAD_REGISTERS, COMPUTE_REGISTERS = 56, 224
 """Registers of a thread that loads, and of one that computes, in tiles of `SHARED_ROWS`."""
 _OTHER_ROW_BYTES, _OTHER_BYTES = 216, 3 * 1024
@@ -224,6 +226,22 @@ def block_keys(features: Features, form: DecodeForm, rows: int) -> tuple[int, ..
         return (form.gpu.smem_bytes - other) // (width * keys * (D + Dv)) >= form.gpu.least_stages
 
     return tuple(keys for keys in ((KEYS, MORE_KEYS) if may_have_more else (KEYS,)) if has_room(keys))
+
+
+def with_blocks(features: Features, form: DecodeForm, rows: int, has_many: bool = False) -> DecodeForm:
+    """The form with the keys in a block, the CTAs on an SM and the place of Q that an H200 found fastest.
+
+    has_many: whether each SM has `SHARED_MANY_BLOCKS`.
+    """
+    columns, is_fp8 = max(features.D, features.Dv), form.cache_dtype != ""
+    is_short = columns <= _NARROW_COLUMNS
+    pays = has_many if rows == SHARED_ROWS else is_short or is_fp8
+    keys = MORE_KEYS if pays and MORE_KEYS in block_keys(features, form, rows) else KEYS
+    ctas = CTAS_PER_SM + 1 if keys > KEYS and is_short and is_fp8 else CTAS_PER_SM
+    # Softcap has no registers left with more keys; groups have not been measured.
+    may_keep_q = form.wgmma and not form.groups and not (keys > KEYS and features.softcap)
+    q_in_regs = may_keep_q and features.D > _NARROW_COLUMNS and columns <= _MORE_KEYS_COLUMNS
+    return form._replace(keys=keys, ctas=ctas, q_in_regs=q_in_regs)
 
 
 def shares_kv(max_seqlen_k: int, blocks: int, num_sms: int) -> bool:

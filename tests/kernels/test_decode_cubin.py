@@ -61,25 +61,25 @@ KEYS_SM80 = [
     if not decode.limits(features, own)
 ]
 KEYS_WGMMA = [
-    Key(ENTRY, (features, rows, form._replace(wgmma=True)), "sm_90a")
+    Key(ENTRY, (features, rows, own), "sm_90a")
     for form in FORMS
     if not (form.cache_dtype or form.groups)
     for i, heads in enumerate(HEADS)
     for uses in USES
     for features in [Features(("bfloat16", "float16")[i % 2], *heads)._replace(**uses)]
     for rows in decode.wgmma_rows(features, form)
+    for has_many in (False, True)[: rows // decode.WARPGROUP_ROWS]
+    for own in [decode.with_blocks(features, form._replace(wgmma=True), rows, has_many)]
 ]
 KEYS_WITH_MORE = [
-    Key(ENTRY, (features, rows, own._replace(keys=decode.MORE_KEYS, q_in_regs=q_in_regs)), arch)
+    Key(ENTRY, (features, 16, own), arch)
     for form in FORMS
     for i, heads in enumerate(HEADS)
     for uses in USES
     for features in [Features(("bfloat16", "float16")[i % 2], *heads)._replace(**uses)]
-    for rows, arch in ((16, "sm_90a"), (16, "sm_100a"), (decode.SHARED_ROWS, "sm_90a"))
-    for own in [form._replace(wgmma=rows == decode.SHARED_ROWS)]
-    for q_in_regs in {False, own.wgmma}
-    if rows in decode.rows_of(features, own) and not (own.wgmma and own.cache_dtype)
-    if decode.MORE_KEYS in decode.block_keys(features, own, rows) and not decode.limits(features, own)
+    for own in [decode.with_blocks(features, form, 16)]
+    for arch in ("sm_90a", "sm_100a")
+    if own.keys > decode.KEYS and not decode.limits(features, own)
 ]
 GROUPS = 6
 """Groups of wgmmas in the code: S of the first block, S and PV of masked ones and of others, the last PV."""

@@ -19,8 +19,9 @@ from .splits import Shares
 
 _AT_ONCE = 2
 """Vectors that a thread merges at once of what CTAs of a cluster have."""
-_VECTORS = 4
-"""Vectors whose parts a thread merges at a time."""
+_VECTORS, _LOADS, _DEPTH = 4, 16, 8
+"""Vectors whose parts a thread merges at a time, loads that it has under way, and parts of a vector that it
+loads at a time."""
 
 
 @cute.jit
@@ -149,7 +150,7 @@ def _merge_vectors(
     ctx: Context, rows: tuple[Int32, Int32], parts: Span, rank: Int32, first: cutlass.Constexpr
 ) -> None:
     """Merge and store some vectors, of those whose numbers are `rank` more than the ones in `first`."""
-    tile, count, loads = ctx.tile, len(first), ctx.plan.form.merge_loads
+    tile, count = ctx.tile, len(first)
     maxima, totals = (cute.make_rmem_tensor(count, Float32) for _ in range(2))
     sums = [cute.make_rmem_tensor(VECTOR, Float32) for _ in first]
     maxima.fill(-Float32.inf)
@@ -160,7 +161,7 @@ def _merge_vectors(
     numbers = [cutlass.min(rank + i, ctx.plan.vectors - 1) for i in first]
     own_rows = [rows[0] + number % 2 * 8 for number in numbers]
     places = [ctx.place_of(cutlass.min(row, tile.num_rows - 1)) for row in own_rows]
-    for part in cutlass.range(parts.first, parts.last, unroll=min(loads // 2, loads // count)):
+    for part in cutlass.range(parts.first, parts.last, unroll=min(_DEPTH, _LOADS // count)):
         for i in cutlass.range_constexpr(count):
             token, head = places[i]
             lse = ctx.tensors.partial_lse[part, rank, head, token]
