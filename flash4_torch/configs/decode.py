@@ -91,7 +91,7 @@ WARPS = 4
 CHUNK = 64
 """Columns that the widest swizzle spans."""
 KEYS = 64
-"""Keys in a block: the order of sums, and so the bits of a result, depend on it."""
+"""Keys in a block, unless it has `MORE_KEYS`: the order of sums, and so a result's bits, depend on it."""
 RUN = 16
 """Keys of a block that a warp copies, from a multiple of 16 on: cheap where they are in one page."""
 MMA_ROWS = 16
@@ -137,8 +137,8 @@ MOST_TOKENS = 64
 """Tokens of a sequence up to which this kernel, which splits keys, serves where the forward could."""
 CLUSTER = CLUSTERS[-1]
 LEAST_BLOCKS = 2
-"""Blocks that a split has at least, if its sequence has several: shorter ones cost more in the merge than
-they save. The last split of a fixed length may be shorter."""
+"""Blocks of `KEYS` keys that a split has at least, if its sequence has several: shorter ones cost more in the
+merge than they save. The last split of a fixed length may be shorter."""
 GROUP = CLUSTER
 """Splits of a fixed length that are a group, which is merged first."""
 SPLIT_KEYS = 256

@@ -8,8 +8,9 @@ query token and a query head of the KV head's group. Four warps do the same work
               tile of 32 rows: two pairs of warps, which divide 16 rows in this way
               tile of 64 rows: 16 rows each, of which a warp does everything
 
-The order in which a row's sums are added up is the same in all three: over blocks; in a block for PV by key,
-and for sums of weights by four lanes in each of four parts of the keys. So is that of splits.
+The order in which a row's sums are added up is the same in all three, if blocks have as many keys: over
+blocks; in a block for PV by key, and for sums of weights by four lanes in each of four parts of the keys. So
+is that of splits. A block of 128 keys (`form.keys`) is two runs of 16 keys for each warp.
 
 With warpgroup MMAs (`form.wgmma`; see wide.py) the order is another one, and a tile has 64 rows. With 128
 rows (see roles.py) eight warps compute, and four load for them.
