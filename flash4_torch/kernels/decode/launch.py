@@ -64,8 +64,8 @@ def decode(
     bfloat16 after a power of two has scaled its largest number to 2**14 or more.
 
     A tile has up to params.num_splits splits (fewer if they had less than LEAST_BLOCKS * KEYS keys). CTAs of
-    a cluster have a split each, and merge them in shared memory. More splits than plan.form.cluster, which may
-    be 1, are those of several clusters, if plan.form.parts says so: partial_out
+    a cluster have a split each, and merge them in shared memory. More splits than plan.form.cluster, which
+    may be 1, are those of several clusters, if plan.form.parts says so: partial_out
     (clusters, T, Hq, Dv rounded up to 64) and partial_lse (clusters, plan.form.cluster, Hq, T), float32 and
     contiguous, have anything in them before and after; counters, int32, has a number for each rank in a
     cluster and each tile of each KV head of each sequence, plan.form.cluster * B * Hk * ceil(max_seqlen_q *
