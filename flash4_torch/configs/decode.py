@@ -68,6 +68,12 @@ class DecodeForm(NamedTuple):
     runs: bool = False
     """Whether a page has a multiple of `RUN` keys; False without pages, whose keys are one run."""
     gpu: Gpu = HOPPER
+    keys: int = 64
+    """Keys in a block: `KEYS`, or `MORE_KEYS`."""
+    q_in_regs: bool = False
+    """Whether warpgroup MMAs take Q from registers when they multiply it by K."""
+    ctas: int = 2
+    """CTAs that share an SM, if there is room for them."""
 
     @property
     def has_runs(self) -> bool:
@@ -85,7 +91,7 @@ WARPS = 4
 CHUNK = 64
 """Columns that the widest swizzle spans."""
 KEYS = 64
-"""Keys in a block: the order of sums, and so the bits of a result, depend on it."""
+"""Keys in a block, unless it has `MORE_KEYS`: the order of sums, and so a result's bits, depend on it."""
 RUN = 16
 """Keys of a block that a warp copies, from a multiple of 16 on: cheap where they are in one page."""
 MMA_ROWS = 16
@@ -106,12 +112,22 @@ WARPGROUP_ROWS = 64
 """Rows of a warpgroup MMA."""
 SHARED_ROWS = 2 * WARPGROUP_ROWS
 """Rows of a tile of two warpgroups that share K and V, which other warps load for them."""
+MORE_KEYS = 2 * KEYS
+"""Keys in a block that tiles of the fewest rows and of the most may have."""
+_MORE_KEYS_COLUMNS = 128
+"""Columns up to which tiles have registers for that, and for Q where warpgroup MMAs take it from them."""
+_NARROW_COLUMNS = 64
+"""Columns up to which a block of `KEYS` keys is so short that its latency counts, as an H200 measured."""
 SHARED_LEAST_KEYS, SHARED_LEAST_BLOCKS = 4096, 3
 """Keys of a sequence, and blocks for each SM, from which such tiles are faster, as an H200 measured."""
+SHARED_MANY_BLOCKS = 12
+"""Blocks of `KEYS` keys for each SM from which such tiles are faster with `MORE_KEYS`, as it measured."""
 LOAD_REGISTERS, COMPUTE_REGISTERS = 56, 224
 """Registers of a thread that loads, and of one that computes, in tiles of `SHARED_ROWS`."""
 _OTHER_ROW_BYTES, _OTHER_BYTES = 216, 3 * 1024
 """More than a CTA with warp-level MMAs has in SMEM besides Q, K, V and O: of each row, and of none."""
+_SHARED_OTHER_BYTES = 2 * 1024
+"""The same of a CTA with a tile of `SHARED_ROWS`, whose rows have their lse there."""
 _RESERVED_BYTES = 1024
 """Bytes of an SM's shared memory that each CTA takes besides its own."""
 STAGES_OF_TWO_CTAS, MOST_STAGES = 3, 8
@@ -121,8 +137,8 @@ MOST_TOKENS = 64
 """Tokens of a sequence up to which this kernel, which splits keys, serves where the forward could."""
 CLUSTER = CLUSTERS[-1]
 LEAST_BLOCKS = 2
-"""Blocks that a split has at least, if its sequence has several: shorter ones cost more in the merge than
-they save. The last split of a fixed length may be shorter."""
+"""Blocks of `KEYS` keys that a split has at least, if its sequence has several: shorter ones cost more in the
+merge than they save. The last split of a fixed length may be shorter."""
 GROUP = CLUSTER
 """Splits of a fixed length that are a group, which is merged first."""
 SPLIT_KEYS = 256
@@ -194,6 +210,40 @@ def wgmma_rows(features: Features, form: DecodeForm) -> tuple[int, ...]:
     return (WARPGROUP_ROWS, SHARED_ROWS) if has_room and not form.groups else (WARPGROUP_ROWS,)
 
 
+def block_keys(features: Features, form: DecodeForm, rows: int) -> tuple[int, ...]:
+    """Keys that a block may have: so many that there is room for stages enough. Bits of results depend on the
+    number, so launches with groups have `KEYS`.
+    """
+    D, Dv = tile_dim(features.D), part_columns(features.Dv)
+    may_have_more = rows in (ROWS[0], SHARED_ROWS) and form.gpu.has_clusters and not form.groups
+    may_have_more = may_have_more and max(D, Dv) <= _MORE_KEYS_COLUMNS
+    width = 1 if form.cache_dtype else 2
+
+    def has_room(keys: int) -> bool:
+        other = rows * (2 * D + _OTHER_ROW_BYTES + 2 * (keys - KEYS)) + _OTHER_BYTES
+        if rows == SHARED_ROWS:
+            other = 2 * rows * D + _SHARED_OTHER_BYTES
+        return (form.gpu.smem_bytes - other) // (width * keys * (D + Dv)) >= form.gpu.least_stages
+
+    return tuple(keys for keys in ((KEYS, MORE_KEYS) if may_have_more else (KEYS,)) if has_room(keys))
+
+
+def with_blocks(features: Features, form: DecodeForm, rows: int, has_many: bool = False) -> DecodeForm:
+    """The form with the keys in a block, the CTAs on an SM and the place of Q that an H200 found fastest.
+
+    has_many: whether each SM has `SHARED_MANY_BLOCKS`.
+    """
+    columns, is_fp8 = max(features.D, features.Dv), form.cache_dtype != ""
+    is_short = columns <= _NARROW_COLUMNS
+    pays = has_many if rows == SHARED_ROWS else is_short or is_fp8
+    keys = MORE_KEYS if pays and MORE_KEYS in block_keys(features, form, rows) else KEYS
+    ctas = CTAS_PER_SM + 1 if keys > KEYS and is_short and is_fp8 else CTAS_PER_SM
+    # Softcap has no registers left with more keys; groups have not been measured.
+    may_keep_q = form.wgmma and not form.groups and not (keys > KEYS and features.softcap)
+    q_in_regs = may_keep_q and features.D > _NARROW_COLUMNS and columns <= _MORE_KEYS_COLUMNS
+    return form._replace(keys=keys, ctas=ctas, q_in_regs=q_in_regs)
+
+
 def shares_kv(max_seqlen_k: int, blocks: int, num_sms: int) -> bool:
     """Whether tiles of `SHARED_ROWS` are faster than two tiles of half as many rows.
 
@@ -218,19 +268,22 @@ def cta_bytes(gpu: Gpu, ctas: int) -> int:
     return (gpu.smem_bytes + _RESERVED_BYTES) // ctas - _RESERVED_BYTES
 
 
-def ctas_per_sm(gpu: Gpu, rows: int, stage_bytes: int, other_bytes: int) -> int:
-    """CTAs that share an SM: two, if each then has stages enough next to what else it has in SMEM. One with a
-    tile of `SHARED_ROWS` has all registers.
+def ctas_per_sm(gpu: Gpu, rows: int, stage_bytes: int, other_bytes: int, most: int = CTAS_PER_SM) -> int:
+    """CTAs that share an SM: up to `most`, if each then has stages enough next to what else it has in SMEM.
+    One with a tile of `SHARED_ROWS` has all registers.
     """
     if rows == SHARED_ROWS:
         return 1
-    has_room = (cta_bytes(gpu, CTAS_PER_SM) - other_bytes) // stage_bytes >= STAGES_OF_TWO_CTAS
-    return CTAS_PER_SM if has_room else 1
+
+    def has_room(ctas: int) -> bool:
+        return (cta_bytes(gpu, ctas) - other_bytes) // stage_bytes >= STAGES_OF_TWO_CTAS
+
+    return next((ctas for ctas in range(most, 1, -1) if has_room(ctas)), 1)
 
 
-def stages(gpu: Gpu, rows: int, stage_bytes: int, other_bytes: int) -> int:
+def stages(gpu: Gpu, rows: int, stage_bytes: int, other_bytes: int, most_ctas: int = CTAS_PER_SM) -> int:
     """Stages of K and V, as many as there is room for."""
-    room = cta_bytes(gpu, ctas_per_sm(gpu, rows, stage_bytes, other_bytes))
+    room = cta_bytes(gpu, ctas_per_sm(gpu, rows, stage_bytes, other_bytes, most_ctas))
     return min((room - other_bytes) // stage_bytes, MOST_STAGES)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from .decode import (
@@ -17,6 +17,7 @@ from .decode import (
     DecodeForm,
     Gpu,
     ctas_per_sm,
+    group_bytes,
 )
 from .types import Features, tile_dim
 
@@ -31,10 +32,16 @@ _SM_BYTES_PER_US, _LARGE_SM_BYTES_PER_US, _SMALL_SM_BYTES_PER_US = 35e3, 16e3, 8
 what their data sheets say of memory for each SM."""
 _LEAST_UNEVEN = 1.05
 """Factor of the time to read, if not every SM has two CTAs all the time."""
+_KEPT_FACTOR, _UNEVEN_GROUPS, _SEVERAL_GROUPS_US = 1.35, 0.5, 2.5
+"""Of groups: a factor of the time of a CTA that keeps four splits for its cluster; one of the time to read,
+for SMs with one CTA where others have two; and what a CTA loses that has several groups."""
 _MERGE_US, _PARTS_US, _VECTOR_US = 1.1, 1.5, 0.07
 """Time of a merge in a cluster; of one through global memory, and for each vector of it that a thread loads.
 """
 _THREADS, _VECTOR_COLUMNS = 128, 4
+
+Uneven = Callable[[int, tuple[int, int]], float]
+"""A factor of the time to read; see `_uneven`."""
 
 
 class Work(NamedTuple):
@@ -47,6 +54,7 @@ class Work(NamedTuple):
     rows: int
     columns: int
     """Those of K and V."""
+    Dv: int
     stage_bytes: int
     """Bytes of a block of K and V."""
     num_sms: int
@@ -69,7 +77,14 @@ def work_of(
     columns = tile_dim(features.D) + tile_dim(features.Dv)
     stage_bytes = KEYS * columns * (1 if form.cache_dtype else 2)
     return Work(
-        max(tiles, 1), max(-(-max_seqlen_k // KEYS), 1), rows, columns, stage_bytes, num_sms, form.gpu
+        max(tiles, 1),
+        max(-(-max_seqlen_k // KEYS), 1),
+        rows,
+        columns,
+        features.Dv,
+        stage_bytes,
+        num_sms,
+        form.gpu,
     )
 
 
@@ -91,9 +106,8 @@ def even_shares(work: Work, num_splits: int = 0) -> Shares:
             choice += [Shares(n, size, -(-n // size)) for n in sorted(numbers) if n > size // 2]
 
     def time(shares: Shares) -> float:
-        return _microseconds(
-            work, shares, -(-work.blocks // shares.num_splits) * _block_us(work), shares.parts
-        )
+        own = -(-work.blocks // shares.num_splits) * _block_us(work)
+        return _microseconds(work, shares, own, shares.parts, _ctas(work))
 
     return min(choice, key=time)
 
@@ -102,18 +116,22 @@ def group_shares(work: Work, sizes: Sequence[int]) -> Shares:
     """The same of groups, for clusters of one of these sizes."""
     splits = -(-work.blocks * KEYS // SPLIT_KEYS)
     groups = -(-splits // GROUP)
+    # Results of splits take room from stages.
+    ctas = {size: _ctas(work, group_bytes(work.rows, work.Dv, size)) for size in sizes}
     choice = [
         Shares(clusters, size, groups)
         for size in sizes
         for clusters in range(1, groups + 1)
-        if clusters == 1 or clusters * work.tiles <= _clusters_at_once(work, size, _ctas(work))
+        if clusters == 1 or clusters * work.tiles <= _clusters_at_once(work, size, ctas[size])
     ]
 
     def time(shares: Shares) -> float:
         each = -(-min(splits, GROUP) // shares.cluster) * SPLIT_KEYS // KEYS
         turns = -(-groups // shares.num_splits)
-        stops = (turns - 1) * _GROUP_US if shares.cluster > 1 else 0.0
-        return _microseconds(work, shares, turns * each * _block_us(work), shares.num_splits) + stops
+        own = turns * each * _block_us(work) * (_KEPT_FACTOR if shares.cluster == 2 else 1.0)
+        stops = (turns - 1) * _GROUP_US if shares.cluster > 1 else (turns > 1) * _SEVERAL_GROUPS_US
+        at_once = ctas[shares.cluster]
+        return stops + _microseconds(work, shares, own, shares.num_splits, at_once, _uneven_in_groups)
 
     return min(choice, key=time)
 
@@ -132,9 +150,9 @@ def _clusters_at_once(work: Work, size: int, ctas: int) -> int:
     return work.num_sms * ctas // size if size <= 2 else work.num_sms * 10 // 11 * ctas // size
 
 
-def _ctas(work: Work) -> int:
-    """CTAs that may share an SM."""
-    return ctas_per_sm(work.gpu, work.rows, work.stage_bytes, work.rows * work.columns)
+def _ctas(work: Work, more_bytes: int = 0) -> int:
+    """CTAs that may share an SM, with so many bytes of SMEM besides Q, K and V."""
+    return ctas_per_sm(work.gpu, work.rows, work.stage_bytes, work.rows * work.columns + more_bytes)
 
 
 def _sm_bytes_per_us(gpu: Gpu) -> float:
@@ -148,17 +166,34 @@ def _block_us(work: Work) -> float:
     return (_BLOCK_US + _COLUMN_US * work.columns) * (_MORE_ROWS if work.rows > MMA_ROWS else 1.0)
 
 
-def _microseconds(work: Work, shares: Shares, own: float, clusters: int) -> float:
+def _uneven(number: int, at_once: tuple[int, int]) -> float:
+    """Factor of the time to read if more clusters run than could if each CTA had an SM for itself.
+
+    SMs with two CTAs are done later than those with one.
+
+    at_once: clusters that run at the same time with one CTA on each SM, and with two.
+    """
+    return max(at_once[1] / number, _LEAST_UNEVEN)
+
+
+def _uneven_in_groups(number: int, at_once: tuple[int, int]) -> float:
+    """The same of groups: it counts most where as many SMs have one CTA as have two."""
+    share = min((number - at_once[0]) / max(at_once[1] - at_once[0], 1), 1.0)
+    return max(1 + _UNEVEN_GROUPS * share * (1 - share), _LEAST_UNEVEN)
+
+
+def _microseconds(
+    work: Work, shares: Shares, own: float, clusters: int, ctas: int, uneven: Uneven = _uneven
+) -> float:
     """A guess of a launch's time, from an H200's times (`kernels/decode/NOTES.md`).
 
-    own: time of a CTA that has an SM for itself. clusters: those of a tile.
+    own: time of a CTA that has an SM for itself. clusters: those of a tile. ctas: those that may share an SM.
     """
     at_once, number = _clusters_at_once(work, shares.cluster, 1), work.tiles * clusters
     read = work.tiles * work.blocks * work.stage_bytes / (_sm_bytes_per_us(work.gpu) * work.num_sms)
-    if number > at_once and _ctas(work) > 1:
-        at_once, own = _clusters_at_once(work, shares.cluster, CTAS_PER_SM), own * _TWO_CTAS
-        # SMs with two CTAs are done later than those with one.
-        read *= max(at_once / number, _LEAST_UNEVEN)
+    if number > at_once and ctas > 1:
+        alone, at_once = at_once, _clusters_at_once(work, shares.cluster, CTAS_PER_SM)
+        own, read = own * _TWO_CTAS, read * uneven(number, (alone, at_once))
     waves = -(-number // max(at_once, 1))
     # The nearer both are to each other, the more each one waits for the other.
     time = _WAVE_US * waves + math.hypot((waves * own) ** 3, read**3) ** (1 / 3)

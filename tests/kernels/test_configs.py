@@ -345,10 +345,33 @@ def test_the_decode_kernel_agrees_that_it_has_stages(
     for cluster in gpu.clusters:
         own = form._replace(cluster=cluster)
         if rows in decode.rows_of(features, own):
-            found = plan(features, rows, own)
-            assert found.stages >= gpu.least_stages
-            used = found.stages * found.stage_bytes + found.other_bytes
-            assert found.ctas_per_sm * (used + 1024) <= gpu.smem_bytes + 1024
+            for keys in {decode.KEYS, *decode.block_keys(features, own, rows)}:
+                found = plan(features, rows, own._replace(keys=keys))
+                assert found.stages >= gpu.least_stages
+                used = found.stages * found.stage_bytes + found.other_bytes
+                assert found.ctas_per_sm * (used + 1024) <= gpu.smem_bytes + 1024
+
+
+@given(
+    *(st.integers(1, 16) for _ in range(2)),
+    st.sampled_from((*decode.ROWS, decode.SHARED_ROWS)),
+    st.sampled_from(DECODE_GPUS),
+    st.sampled_from(["", decode.FP8]),
+    *(st.booleans() for _ in range(3)),
+)
+def test_decode_has_room_for_the_blocks_that_it_chooses(
+    D: int, Dv: int, rows: int, gpu: decode.Gpu, cache_dtype: str, groups: bool, wgmma: bool, has_many: bool
+) -> None:
+    """Where bits must not depend on a batch, blocks do not."""
+    features = BARE._replace(D=16 * D, Dv=16 * Dv)
+    form = decode.DecodeForm(
+        True, 1, True, True, cache_dtype=cache_dtype, groups=groups, wgmma=wgmma, gpu=gpu
+    )
+    found = decode.with_blocks(features, form, rows, has_many)
+    assert found.keys in {decode.KEYS, *decode.block_keys(features, form, rows)}
+    assert wgmma or not found.q_in_regs
+    if groups:
+        assert found == form
 
 
 @given(st.integers(1, 300), st.integers(1, 300), st.sampled_from(["", decode.FP8, "float8_e5m2"]))

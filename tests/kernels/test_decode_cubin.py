@@ -61,13 +61,25 @@ KEYS_SM80 = [
     if not decode.limits(features, own)
 ]
 KEYS_WGMMA = [
-    Key(ENTRY, (features, rows, form._replace(wgmma=True)), "sm_90a")
+    Key(ENTRY, (features, rows, own), "sm_90a")
     for form in FORMS
     if not (form.cache_dtype or form.groups)
     for i, heads in enumerate(HEADS)
     for uses in USES
     for features in [Features(("bfloat16", "float16")[i % 2], *heads)._replace(**uses)]
     for rows in decode.wgmma_rows(features, form)
+    for has_many in (False, True)[: rows // decode.WARPGROUP_ROWS]
+    for own in [decode.with_blocks(features, form._replace(wgmma=True), rows, has_many)]
+]
+KEYS_WITH_MORE = [
+    Key(ENTRY, (features, 16, own), arch)
+    for form in FORMS
+    for i, heads in enumerate(HEADS)
+    for uses in USES
+    for features in [Features(("bfloat16", "float16")[i % 2], *heads)._replace(**uses)]
+    for own in [decode.with_blocks(features, form, 16)]
+    for arch in ("sm_90a", "sm_100a")
+    if own.keys > decode.KEYS and not decode.limits(features, own)
 ]
 GROUPS = 6
 """Groups of wgmmas in the code: S of the first block, S and PV of masked ones and of others, the last PV."""
@@ -75,9 +87,13 @@ GROUPS = 6
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, cubin.Code]:
-    return compiled_files.codes(
-        [*one_of(150, KEYS), *one_of(66, KEYS_WGMMA), *one_of(401, KEYS_SM80)], tmp_path_factory
-    )
+    chosen = [
+        *one_of(150, KEYS),
+        *one_of(66, KEYS_WGMMA),
+        *one_of(60, KEYS_WITH_MORE),
+        *one_of(401, KEYS_SM80),
+    ]
+    return compiled_files.codes(chosen, tmp_path_factory)
 
 
 def test_nothing_spills(compiled: dict[Key, cubin.Code]) -> None:

@@ -73,16 +73,30 @@ def in_fp8(kernel: Kernel) -> Kernel:
     )
 
 
+def with_more_keys(kernel: Kernel) -> Kernel:
+    return kernel._replace(form=kernel.form._replace(keys=decode.MORE_KEYS))
+
+
 KERNELS_FP8 = [(arch, name, in_fp8(kernel)) for arch, name, kernel in [*KERNELS, *IN_GROUPS]]
+WITH_MORE_KEYS = [
+    (arch, name, with_more_keys(kernel))
+    for arch, name, kernel in [*KERNELS, *KERNELS_FP8]
+    if decode.MORE_KEYS in decode.block_keys(kernel.features, kernel.form, kernel.rows)
+]
 KERNELS_WGMMA = {
-    rows: [
-        ("sm_90a", name, Kernel(features, rows, form._replace(causal_flags=flags, wgmma=True)))
+    (rows, keys): [
+        ("sm_90a", name, Kernel(features, rows, own._replace(causal_flags=flags, keys=keys)))
         for name, features in FEATURES.items()
         for flags in {False, features.right}
         for form in FORMS
-        if rows in decode.wgmma_rows(features, form)
+        for own in [decode.with_blocks(features, form._replace(wgmma=True), rows)]
+        if rows in decode.wgmma_rows(features, form) and keys in decode.block_keys(features, form, rows)
     ]
-    for rows in (decode.WARPGROUP_ROWS, decode.SHARED_ROWS)
+    for rows, keys in (
+        (decode.WARPGROUP_ROWS, decode.KEYS),
+        (decode.SHARED_ROWS, decode.KEYS),
+        (decode.SHARED_ROWS, decode.MORE_KEYS),
+    )
 }
 
 
@@ -111,8 +125,10 @@ KERNELS_SM80 = [
     [
         *one_of(607, KERNELS),
         *one_of(811, KERNELS_FP8),
-        *one_of(397, KERNELS_WGMMA[decode.WARPGROUP_ROWS]),
-        *one_of(131, KERNELS_WGMMA[decode.SHARED_ROWS]),
+        *one_of(397, KERNELS_WGMMA[decode.WARPGROUP_ROWS, decode.KEYS]),
+        *one_of(131, KERNELS_WGMMA[decode.SHARED_ROWS, decode.KEYS]),
+        *one_of(61, KERNELS_WGMMA[decode.SHARED_ROWS, decode.MORE_KEYS]),
+        *one_of(223, WITH_MORE_KEYS),
         *one_of(197, IN_GROUPS),
         *one_of(785, KERNELS_SM80),
     ],
@@ -259,12 +275,32 @@ def test_no_bank_conflicts(rows: int, form: DecodeForm, D: int, Dv: int) -> None
         assert sum(line.shared_passes) * 128 == sum(line.shared_bytes), line.ptx
 
 
-@pytest.mark.parametrize(("D", "page_size"), [(192, 16), *one_of(3, [(64, 8), (128, 16), (96, 1)])])
+@pytest.mark.parametrize(
+    ("D", "page_size", "keys"),
+    [
+        (192, 16, decode.KEYS),
+        (64, 8, decode.MORE_KEYS),
+        *one_of(
+            4,
+            [(128, 16, decode.MORE_KEYS), (64, 8, decode.KEYS), (128, 16, decode.KEYS), (96, 1, decode.KEYS)],
+        ),
+    ],
+)
 @pytest.mark.parametrize("left", [False, True])
-def test_load_warps_go_round_their_ring(D: int, page_size: int, left: bool) -> None:
+@pytest.mark.parametrize("q_in_regs", [False, True])
+def test_load_warps_go_round_their_ring(
+    D: int, page_size: int, keys: int, left: bool, q_in_regs: bool
+) -> None:
     """A split has several times as many blocks as there are stages, and both warpgroups have rows."""
     features = SMALL._replace(D=D, Dv=D, left=left)
-    form = FORM._replace(cluster=1, parts=False, runs=page_size % decode.RUN == 0, wgmma=True)
+    form = FORM._replace(
+        cluster=1,
+        parts=False,
+        runs=page_size % decode.RUN == 0,
+        wgmma=True,
+        keys=keys,
+        q_in_regs=q_in_regs,
+    )
     kernel = Kernel(features, decode.SHARED_ROWS, form)
     call = one_sequence(kernel, tokens=40, keys=1500, page_size=page_size, left=1100)
     found = run("sm_90a", kernel, call, schedule="late")

@@ -239,7 +239,9 @@ def common_kernels(target: Target, features: Features) -> Iterator[tuple[Feature
         if target.has_wgmma and not form.cache_dtype:
             kinds.append(form._replace(wgmma=True))
         for kind in kinds:
-            yield from ((features, rows, kind) for rows in decode.rows_of(features, kind))
+            for rows in decode.rows_of(features, kind):
+                own = {decode.with_blocks(features, kind, rows, has_many) for has_many in (False, True)}
+                yield from ((features, rows, form) for form in sorted(own, key=str))
 
 
 def common_forms(features: Features, gpu: Gpu) -> Iterator[DecodeForm]:
@@ -301,6 +303,8 @@ def decide(target: Target, problem: CacheProblem, num_sms: int) -> Kernel:
     form = form._replace(
         cluster=shares.cluster, parts=shares.parts > 1, groups=spec.batch_invariant, wgmma=wgmma
     )
+    has_many = work.tiles * work.blocks >= decode.SHARED_MANY_BLOCKS * num_sms
+    form = decode.with_blocks(features, form, rows, has_many)
     return Kernel(features, rows, shares.num_splits, split_keys, form, shares.parts)
 
 

@@ -19,7 +19,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Uint32
 from cutlass.cute.nvgpu import warp as warp_ops
 
-from ...configs.decode import KEYS, MMA_ROWS
+from ...configs.decode import MMA_ROWS
 from ..common.attn_mask import vector_at
 from ..common.rounding import round_to, widened
 from ..common.warps import WARP
@@ -197,12 +197,12 @@ def add_pv(ctx: Context, O: cute.Tensor, weights: cute.Tensor, mma: cute.TiledMm
     for i in cutlass.range_constexpr(plan.strips):
         first = (ctx.key_warp + i * plan.key_warps) * (plan.strip // STEP)
         for j in cutlass.range_constexpr(plan.strip // STEP):
-            own_v = cute.local_tile(ctx.sV[None, None, stage], (STEP // 2, KEYS), (first + j, 0))
+            own_v = cute.local_tile(ctx.sV[None, None, stage], (STEP // 2, plan.form.keys), (first + j, 0))
             sums = cute.make_tensor(O.iterator + (i * plan.strip // STEP + j) * cute.size(shape), shape)
             bytes_ = lanes.make_fragment_B(lanes.partition_B(own_v))
             narrow = cute.recast_tensor(bytes_, Uint32)
             from_b, to_b = load_b.partition_S(own_v), load_b.retile(bytes_)
-            for k in cutlass.range_constexpr(KEYS // STEP):
+            for k in cutlass.range_constexpr(plan.form.keys // STEP):
                 if cutlass.const_expr(k % 2 == 0):
                     cute.copy(atom, from_b[None, None, k // 2], to_b[None, None, k // 2])
                 for half in cutlass.range_constexpr(2):

@@ -140,7 +140,7 @@ def _tile(tensors: Tensors, params: DecodeParams, divisors: Divisors, plan: cutl
         has_work = has_rows & (shares.first + split * each < shares.last)
     else:
         # Where one split has all blocks, this hides from ptxas how they follow from the rows (ptxas.md, P16).
-        shares, blocks = splits.even(visible, split, divisors)
+        shares, blocks = splits.even(visible, split, divisors, plan.least_blocks)
         has_work = has_rows & (shares.first <= split) & (split < shares.last)
     merges, cluster = cutlass.Boolean(False), plan.form.cluster
     if cutlass.const_expr(plan.shares_keys):

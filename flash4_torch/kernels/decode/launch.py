@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ...configs.decode import KEYS, DecodeForm, part_columns
+from ...configs.decode import DecodeForm, part_columns
 from ...configs.types import Features
 from ..common import host
 from ..common.smem_layouts import column_major_layout, row_major_layout
@@ -63,9 +63,9 @@ def decode(
     them. D and Dv are multiples of 16 then. NaN stays NaN. Rows of Q and weights become float16, a row of
     bfloat16 after a power of two has scaled its largest number to 2**14 or more.
 
-    A tile has up to params.num_splits splits (fewer if they were shorter than LEAST_BLOCKS blocks). CTAs of a
-    cluster have a split each, and merge them in shared memory. More splits than plan.form.cluster, which may
-    be 1, are those of several clusters, if plan.form.parts says so: partial_out
+    A tile has up to params.num_splits splits (fewer if they had less than LEAST_BLOCKS * KEYS keys). CTAs of
+    a cluster have a split each, and merge them in shared memory. More splits than plan.form.cluster, which
+    may be 1, are those of several clusters, if plan.form.parts says so: partial_out
     (clusters, T, Hq, Dv rounded up to 64) and partial_lse (clusters, plan.form.cluster, Hq, T), float32 and
     contiguous, have anything in them before and after; counters, int32, has a number for each rank in a
     cluster and each tile of each KV head of each sequence, plan.form.cluster * B * Hk * ceil(max_seqlen_q *
@@ -99,9 +99,9 @@ def decode(
     )
     layouts = (
         row_major_layout(plan.mma_dtype, plan.q_rows, plan.D, plan.rows // plan.q_rows),
-        row_major_layout(plan.mma_dtype, KEYS, plan.k_columns, plan.stages),
-        column_major_layout(plan.mma_dtype, plan.v_columns, KEYS, plan.stages),
-        row_major_layout(plan.mma_dtype, plan.rows, KEYS, 1),
+        row_major_layout(plan.mma_dtype, plan.form.keys, plan.k_columns, plan.stages),
+        column_major_layout(plan.mma_dtype, plan.v_columns, plan.form.keys, plan.stages),
+        row_major_layout(plan.mma_dtype, plan.rows, plan.form.keys, 1),
     )
     Hk = k.shape[2]
     group = q.shape[1] // Hk

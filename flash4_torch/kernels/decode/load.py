@@ -24,6 +24,10 @@ class Place(NamedTuple):
     row: Int32
 
 
+Places = tuple[Place, ...]
+"""The places of the runs of a block that a warp copies."""
+
+
 @cute.jit
 def load_q(ctx: Context, warpgroup: int | Int32 = 0) -> None:
     """Start to copy the rows of Q that the warps of a warpgroup share; rows after the last one are 0."""
@@ -42,19 +46,19 @@ def load_q(ctx: Context, warpgroup: int | Int32 = 0) -> None:
 
 
 class Pages(NamedTuple):
-    """Page numbers that the table has, read long before they are needed: each lane has those of two blocks.
+    """Page numbers that the table has, read long before they are needed: each lane has those of two runs.
 
     They are as the table has them, since to touch them is to wait for them.
     """
 
     now: Int32
-    """Those of 32 blocks after one another."""
+    """Those of 32 runs of the warp after one another."""
     next: Int32
-    """Those of the next 32 blocks."""
+    """Those of its next 32 runs."""
 
 
 def _has_pages(ctx: Context) -> bool:
-    """Whether pages are looked up for 32 blocks at a time; keys without runs have places of their own."""
+    """Whether pages are looked up for 32 runs at a time; keys without runs have places of their own."""
     return ctx.plan.form.paged and ctx.plan.form.has_runs
 
 
@@ -62,20 +66,26 @@ def look_up_first(ctx: Context, first: Int32) -> Pages:
     """Start to look up pages of the blocks from `first` on."""
     if not _has_pages(ctx):
         return Pages(Int32(0), Int32(0))
-    return Pages(*(_look_up(ctx, _key(ctx, first + 32 * i + ctx.lane))[0] for i in range(2)))
+    start = first * ctx.plan.copies
+    return Pages(*(_look_up(ctx, _key(ctx, start + 32 * i + ctx.lane))[0] for i in range(2)))
+
+
+def locate(ctx: Context, pages: Pages, first: Int32, n: Int32) -> Places:
+    """The places of the warp's runs of block n, or of the lane's keys, some time before they are loaded.
+
+    pages: those of the 32 runs that these are among, counted from block `first` on.
+    """
+    copies = ctx.plan.copies
+    return tuple(_locate(ctx, pages, (n - first) * copies + i, n * copies + i) for i in range(copies))
 
 
 @cute.jit
-def locate(ctx: Context, pages: Pages, first: Int32, n: Int32) -> Place:
-    """The place of the warp's run of block n, or of the lane's key, some time before it is loaded.
-
-    pages: those of the 32 blocks that n is among, counted from block `first` on.
-    """
-    key = _key(ctx, n)
+def _locate(ctx: Context, pages: Pages, index: Int32, run: Int32) -> Place:
+    key = _key(ctx, run)
     page, row = Int32(0), key
     if cutlass.const_expr(ctx.plan.form.paged):
         if cutlass.const_expr(_has_pages(ctx)):
-            page = cute.arch.shuffle_sync(pages.now, (n - first) % 32)
+            page = cute.arch.shuffle_sync(pages.now, index % 32)
             row = key % ctx.divisors.page_size
         else:
             page, row = _look_up(ctx, key + ctx.lane % RUN)
@@ -88,15 +98,16 @@ def look_up_next(ctx: Context, pages: Pages, first: Int32, n: Int32) -> Pages:
     """The pages to locate block n with, after those for block n - 1."""
     now, after = pages.now, pages.next
     if cutlass.const_expr(_has_pages(ctx)):
-        if (n - first) % 32 == 0:
+        copies = ctx.plan.copies
+        if (n - first) * copies % 32 == 0:
             now = after
-            after = _look_up(ctx, _key(ctx, n + 32 + ctx.lane))[0]
+            after = _look_up(ctx, _key(ctx, n * copies + 32 + ctx.lane))[0]
     return Pages(now, after)
 
 
-def _key(ctx: Context, n: Int32) -> Int32:
-    """The first of the keys of block n that the warp copies."""
-    return n * KEYS + ctx.copied_keys
+def _key(ctx: Context, run: Int32) -> Int32:
+    """The first key of one of the warp's runs, which are `KEYS` keys apart."""
+    return run * KEYS + ctx.copied_keys
 
 
 @cute.jit
@@ -112,27 +123,28 @@ def _look_up(ctx: Context, key: Int32) -> tuple[Int32, Int32]:
     return page, row
 
 
-def load_k(ctx: Context, n: Int32, last: Int32, place: Place, stage: Int32) -> None:
+def load_k(ctx: Context, n: Int32, last: Int32, places: Places, stage: Int32) -> None:
     """Start to copy the warp's keys of K's block n, if it is before block `last`; keys that no row sees
     become 0.
     """
-    _load(ctx, ctx.tensors.k, ctx.sK[None, None, stage], ctx.plan.features.D, n, last, place)
+    _load(ctx, ctx.tensors.k, ctx.sK[None, None, stage], ctx.plan.features.D, n, last, places)
 
 
-def load_v(ctx: Context, n: Int32, last: Int32, place: Place, stage: Int32) -> None:
+def load_v(ctx: Context, n: Int32, last: Int32, places: Places, stage: Int32) -> None:
     """Start to copy the warp's keys of V's block n in the same way."""
     values = ctx.sV[None, None, stage]
     by_key = cute.make_tensor(values.iterator, cute.select(values.layout, [1, 0]))
-    _load(ctx, ctx.tensors.v, by_key, ctx.plan.features.Dv, n, last, place)
+    _load(ctx, ctx.tensors.v, by_key, ctx.plan.features.Dv, n, last, places)
 
 
 def _load(
-    ctx: Context, cache: cute.Tensor, staged: cute.Tensor, columns: int, n: Int32, last: Int32, place: Place
+    ctx: Context, cache: cute.Tensor, staged: cute.Tensor, columns: int, n: Int32, last: Int32, places: Places
 ) -> None:
-    own, keys = ctx.copied_keys, ctx.tile.keys
-    wanted = Wanted(n * KEYS + own - keys[0], cutlass.max(keys[1] - keys[0], 0), n, last)
     columns = columns * ctx.plan.cache_dtype.width // 16
-    copy_run(staged, own, _source(ctx, cache, place, staged), wanted, columns)
+    for i, place in enumerate(places):
+        own, keys = ctx.copied_keys + i * KEYS, ctx.tile.keys
+        wanted = Wanted(n * ctx.plan.form.keys + own - keys[0], cutlass.max(keys[1] - keys[0], 0), n, last)
+        copy_run(staged, own, _source(ctx, cache, place, staged), wanted, columns)
 
 
 def _source(ctx: Context, cache: cute.Tensor, place: Place, stage: cute.Tensor) -> Source:

@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp as warp_ops
 
-from ...configs.decode import KEYS, MMA_ROWS
+from ...configs.decode import MMA_ROWS
 from ..common import band as bands
 from ..common import scores, softmax, warp_mma
 from ..common.band import Span
@@ -200,7 +200,7 @@ def _attend(ctx: Context, t: Thread, n: Int32, stage: Int32) -> None:
 def fragment_of(ctx: Context, t: Thread, n: Int32) -> Fragment:
     """The thread's scores of block n."""
     tokens = tuple(row // ctx.divisors.group for row in t.rows)
-    return mma_fragment(t.S, tokens, n * KEYS + ctx.key_warp * ctx.plan.warp_keys, ctx.lane)
+    return mma_fragment(t.S, tokens, n * ctx.plan.form.keys + ctx.key_warp * ctx.plan.warp_keys, ctx.lane)
 
 
 @cute.jit
@@ -259,11 +259,11 @@ def _add_pv(ctx: Context, t: Thread, weights: cute.Tensor, stage: Int32) -> None
     sums = cute.make_layout(mma.partition_shape_C((MMA_ROWS, plan.strip)))
     for i in cutlass.range_constexpr(plan.strips):
         strip = ctx.key_warp + i * plan.key_warps
-        own_v = cute.local_tile(ctx.sV[None, None, stage], (plan.strip, KEYS), (strip, 0))
+        own_v = cute.local_tile(ctx.sV[None, None, stage], (plan.strip, plan.form.keys), (strip, 0))
         O = cute.make_tensor(t.O.iterator + i * cute.size(sums), sums)
         b = lanes.make_fragment_B(lanes.partition_B(own_v))
         from_b, to_b = load_b.partition_S(own_v), load_b.retile(b)
-        for k in cutlass.range_constexpr(KEYS // 16):
+        for k in cutlass.range_constexpr(plan.form.keys // 16):
             cute.copy(atom, from_b[None, None, k], to_b[None, None, k])
             cute.gemm(mma, O, weights[None, None, k], b[None, None, k], O)
 
@@ -295,7 +295,7 @@ def _share_weights(ctx: Context, weights: cute.Tensor) -> cute.Tensor:
         else:
             warp_mma.store_to_smem(weights, target, ctx.lane)
         sync_rows(ctx)
-        own_p = cute.local_tile(ctx.sP, (MMA_ROWS, KEYS), (ctx.row_warp, 0))
+        own_p = cute.local_tile(ctx.sP, (MMA_ROWS, plan.form.keys), (ctx.row_warp, 0))
         lanes = mma.get_slice(ctx.lane)
         a = lanes.make_fragment_A(lanes.partition_A(own_p))
         atom = cute.make_copy_atom(warp_ops.LdMatrix8x8x16bOp(False, 4), plan.mma_dtype)

@@ -8,8 +8,9 @@ query token and a query head of the KV head's group. Four warps do the same work
               tile of 32 rows: two pairs of warps, which divide 16 rows in this way
               tile of 64 rows: 16 rows each, of which a warp does everything
 
-The order in which a row's sums are added up is the same in all three: over blocks; in a block for PV by key,
-and for sums of weights by four lanes in each of four parts of the keys. So is that of splits.
+The order in which a row's sums are added up is the same in all three, if blocks have as many keys: over
+blocks; in a block for PV by key, and for sums of weights by four lanes in each of four parts of the keys. So
+is that of splits. A block of 128 keys (`form.keys`) is two runs of 16 keys for each warp.
 
 With warpgroup MMAs (`form.wgmma`; see wide.py) the order is another one, and a tile has 64 rows. With 128
 rows (see roles.py) eight warps compute, and four load for them.
@@ -113,6 +114,22 @@ class DecodePlan(NamedTuple):
         return min(2, self.stages - 2)
 
     @property
+    def lands_apart(self) -> bool:
+        """Whether load warps wait for K and V of a block one after another: with few stages, both at once
+        would be there too late."""
+        return self.form.keys > KEYS
+
+    @property
+    def copies(self) -> int:
+        """Runs of keys of a block that each warp copies."""
+        return self.form.keys // KEYS
+
+    @property
+    def least_blocks(self) -> int:
+        """Blocks that a split has at least."""
+        return decode.LEAST_BLOCKS // self.copies
+
+    @property
     def q_rows(self) -> int:
         """Rows of Q that warps load together."""
         return min(self.rows, WARPGROUP_ROWS)
@@ -124,7 +141,7 @@ class DecodePlan(NamedTuple):
 
     @property
     def warp_keys(self) -> int:
-        return KEYS // self.key_warps
+        return self.form.keys // self.key_warps
 
     @property
     def parts(self) -> int:
@@ -206,12 +223,13 @@ class DecodePlan(NamedTuple):
 
     @property
     def stage_bytes(self) -> int:
-        return 2 * KEYS * (self.k_columns + self.v_columns)
+        return 2 * self.form.keys * (self.k_columns + self.v_columns)
 
     @property
     def other_bytes(self) -> int:
         """Bytes of shared memory besides the stages, at most."""
-        q, p = (-(-2 * self.rows * columns // _ALIGNMENT) * _ALIGNMENT for columns in (self.D, KEYS))
+        columns = self.D, self.form.keys
+        q, p = (-(-2 * self.rows * number // _ALIGNMENT) * _ALIGNMENT for number in columns)
         # Floats of a row: lse and factor; maxima and sums.
         numbers, shared = (
             4 * self.rows * (1 + max(self.kept, 1)),
@@ -223,15 +241,17 @@ class DecodePlan(NamedTuple):
 
     @property
     def stages(self) -> int:
-        return decode.stages(self.form.gpu, self.rows, self.stage_bytes, self.other_bytes)
+        sizes = self.rows, self.stage_bytes, self.other_bytes, self.form.ctas
+        return decode.stages(self.form.gpu, *sizes)
 
     @property
     def ctas_per_sm(self) -> int:
-        return decode.ctas_per_sm(self.form.gpu, self.rows, self.stage_bytes, self.other_bytes)
+        sizes = self.rows, self.stage_bytes, self.other_bytes, self.form.ctas
+        return decode.ctas_per_sm(self.form.gpu, *sizes)
 
     @property
     def band(self) -> BandShape:
-        return BandShape(self.features.left, self.features.right, True, KEYS)
+        return BandShape(self.features.left, self.features.right, True, self.form.keys)
 
     @property
     def softmax(self) -> Method:

@@ -14,13 +14,13 @@ from dataclasses import replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Boolean, Int32
 
-from ...configs.decode import COMPUTE_REGISTERS, KEYS, LOAD_REGISTERS, WARPS
+from ...configs.decode import COMPUTE_REGISTERS, LOAD_REGISTERS, WARPS
 from ..common import band as bands
 from ..common import ring, softmax
 from ..common.band import Span
-from ..common.ring import Cursor
+from ..common.ring import Cursor, Ring
 from ..common.role import role
 from ..common.rounding import round_to
 from ..common.warp_mma import rows_of
@@ -31,7 +31,7 @@ from .epilogue import epilogue
 from .load import load_k, load_q, load_v, locate, look_up_first, look_up_next
 from .mainloop import Thread, begin_split
 from .merge import merge
-from .wide import block_softmax, last_pv, make_thread
+from .wide import block_softmax, issue_scores, last_pv, make_thread, operand_of_q
 
 
 @cute.jit
@@ -65,27 +65,45 @@ def _load(ctx: Context, blocks: Span) -> None:
     """Copy the split's blocks. K and V of a block are there once `in_flight` more blocks are on their way."""
     plan, last, in_flight = ctx.plan, blocks.last, ctx.plan.in_flight
     pages = look_up_first(ctx, blocks.first)
-    place = locate(ctx, pages, blocks.first, blocks.first)
-    next_place = locate(ctx, pages, blocks.first, blocks.first + 1)
+    places = locate(ctx, pages, blocks.first, blocks.first)
+    next_places = locate(ctx, pages, blocks.first, blocks.first + 1)
     at, landed = ring.start(), ring.start()
     for n in cutlass.range(blocks.first, last, unroll=1):
         pages = look_up_next(ctx, pages, blocks.first, n + 2)
-        place_after = locate(ctx, pages, blocks.first, n + 2)
+        places_after = locate(ctx, pages, blocks.first, n + 2)
+        is_due = n - blocks.first >= in_flight
         ring.wait_empty(ctx.load_k, at)
-        load_k(ctx, n, last, place, at.stage)
+        load_k(ctx, n, last, places, at.stage)
+        if cutlass.const_expr(plan.lands_apart):
+            _commit(ctx, ctx.load_k, landed, is_due, 2 * in_flight)
         ring.wait_empty(ctx.load_v, at)
-        load_v(ctx, n, last, place, at.stage)
-        cute.arch.cp_async_commit_group()
-        if n - blocks.first >= in_flight:
-            cute.arch.cp_async_wait_group(in_flight)
-            _fill(ctx, landed)
-            landed = ring.after(landed, plan.stages)
+        load_v(ctx, n, last, places, at.stage)
+        if cutlass.const_expr(plan.lands_apart):
+            _commit(ctx, ctx.load_v, landed, is_due, 2 * in_flight)
+            if is_due:
+                landed = ring.after(landed, plan.stages)
+        else:
+            cute.arch.cp_async_commit_group()
+            if is_due:
+                cute.arch.cp_async_wait_group(in_flight)
+                _fill(ctx, landed)
+                landed = ring.after(landed, plan.stages)
         at = ring.after(at, plan.stages)
-        place, next_place = next_place, place_after
+        places, next_places = next_places, places_after
     cute.arch.cp_async_wait_group(0)
     for _ in cutlass.range(cutlass.min(last - blocks.first, in_flight), unroll=1):
         _fill(ctx, landed)
         landed = ring.after(landed, plan.stages)
+
+
+@cute.jit
+def _commit(ctx: Context, edge: Ring, landed: Cursor, is_due: Boolean, in_flight: cutlass.Constexpr) -> None:
+    """End a group of copies, and if one is due signal that it has arrived: all but the last `in_flight`."""
+    cute.arch.cp_async_commit_group()
+    if is_due:
+        cute.arch.cp_async_wait_group(in_flight)
+        cute.arch.fence_view_async_shared()
+        ring.fill(edge, landed)
 
 
 @cute.jit
@@ -108,11 +126,12 @@ def _mainloop(ctx: Context, t: Thread, blocks: Span) -> None:
     cute.arch.cp_async_wait_group(0)
     cute.arch.fence_view_async_shared()
     cute.arch.barrier(barrier_id=NamedBarrier.Q + warpgroup, number_of_threads=GROUP)
-    P = wgmma.p_fragment(ctx.plan.dtype, KEYS)
+    P = wgmma.p_fragment(ctx.plan.dtype, ctx.plan.form.keys)
+    Q = operand_of_q(ctx)
     at = ring.start()
     if blocks.first < blocks.last:
         ring.wait_full(ctx.load_k, at)
-        wgmma.scores(t.S, ctx.sQ, ctx.sK[None, None, at.stage])
+        issue_scores(ctx, t, Q, at.stage)
         wgmma.wait(0)
         ring.release(ctx.load_k, at)
         factors = block_softmax(ctx, t, blocks.first, True)
@@ -125,19 +144,26 @@ def _mainloop(ctx: Context, t: Thread, blocks: Span) -> None:
             partial = bands.is_partial(ctx.tile.band, ctx.plan.band, n, *ctx.tile.tokens)
             # The branch encloses whole blocks, by a vote, for wgmmas in flight (ptxas.md, P1 and P7).
             if cute.arch.vote_any_sync(partial):
-                _block(ctx, t, P, n, at, before, True)
+                _block(ctx, t, Q, P, n, at, before, True)
             else:
-                _block(ctx, t, P, n, at, before, False)
+                _block(ctx, t, Q, P, n, at, before, False)
         ring.wait_full(ctx.load_v, at)
         last_pv(ctx, t, P, at.stage)
 
 
 @cute.jit
 def _block(
-    ctx: Context, t: Thread, P: cute.Tensor, n: Int32, at: Cursor, before: Cursor, masked: cutlass.Constexpr
+    ctx: Context,
+    t: Thread,
+    Q: cute.Tensor | None,
+    P: cute.Tensor,
+    n: Int32,
+    at: Cursor,
+    before: Cursor,
+    masked: cutlass.Constexpr,
 ) -> None:
     """S and P of block n, and PV of the one before it; both stages are free then."""
-    wgmma.scores(t.S, ctx.sQ, ctx.sK[None, None, at.stage])
+    issue_scores(ctx, t, Q, at.stage)
     wgmma.accumulate(t.O, P, ctx.sV[None, None, before.stage], True)
     wgmma.wait(1)
     ring.release(ctx.load_k, at)

@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ...configs.decode import GROUP, LEAST_BLOCKS
+from ...configs.decode import GROUP
 from ..common.band import Span
 from .params import Divisors
 
@@ -31,11 +31,11 @@ class Shares(NamedTuple):
 
 
 @cute.jit
-def even(visible: Span, split: Int32, divisors: Divisors) -> tuple[Span, Span]:
-    """The splits of the visible blocks, and the blocks of one of them."""
+def even(visible: Span, split: Int32, divisors: Divisors, least: cutlass.Constexpr) -> tuple[Span, Span]:
+    """The splits of the visible blocks, of `least` blocks or more, and the blocks of one of them."""
     count, num_splits = visible.last - visible.first, divisors.splits.divisor
-    last = cutlass.max(cutlass.min(num_splits, count // LEAST_BLOCKS), 1)
-    each = cutlass.max(count // divisors.splits, LEAST_BLOCKS)
+    last = cutlass.max(cutlass.min(num_splits, count // least), 1)
+    each = cutlass.max(count // divisors.splits, least)
     longer = cutlass.max(count - each * last, 0)
     begin = visible.first + split * each + cutlass.min(split, longer)
     end = begin + each + (Int32(1) if split < longer else Int32(0))

@@ -19,15 +19,16 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ...configs.decode import KEYS
+from ...configs.decode import KEYS, WARPS
 from ..common import band as bands
 from ..common import scores, softmax
 from ..common.band import Span
 from ..common.rounding import round_to
 from ..common.warp_mma import rows_of
+from ..common.warps import WARP
 from ..sm90 import wgmma
 from .context import Context
-from .load import Place, load_k, load_q, load_v, locate, look_up_first, look_up_next
+from .load import Places, load_k, load_q, load_v, locate, look_up_first, look_up_next
 from .mainloop import AfterBlock, Thread, fragment_of, thread_of, to_weights
 
 
@@ -40,16 +41,36 @@ class _Step(NamedTuple):
     """The stage of the block before it, which takes the next K."""
     before_that: Int32
     """The stage of the block before that one, which takes the next V."""
-    place: Place
+    place: Places
     """The place of the next K."""
-    place_before: Place
+    place_before: Places
     """The place of the next V."""
 
 
 def make_thread(ctx: Context) -> Thread:
     """Registers of the thread; see `begin_split`."""
     dtype = ctx.plan.dtype
-    return thread_of(ctx, wgmma.scores_accumulator(dtype, KEYS), wgmma.output_accumulator(dtype, ctx.plan.Dv))
+    S = wgmma.scores_accumulator(dtype, ctx.plan.form.keys)
+    return thread_of(ctx, S, wgmma.output_accumulator(dtype, ctx.plan.Dv))
+
+
+@cute.jit
+def operand_of_q(ctx: Context) -> cute.Tensor | None:
+    """The warpgroup's rows of Q in registers, where S takes it from there."""
+    Q = None
+    if cutlass.const_expr(ctx.plan.form.q_in_regs):
+        Q = wgmma.operand_fragment(ctx.plan.dtype, ctx.plan.D)
+        wgmma.load_operand(Q, ctx.sQ, ctx.warp % WARPS * WARP + ctx.lane)
+    return Q
+
+
+@cute.jit
+def issue_scores(ctx: Context, t: Thread, Q: cute.Tensor | None, stage: Int32) -> None:
+    """Issue S of the block whose K is in a stage."""
+    if cutlass.const_expr(Q is not None):
+        wgmma.scores_from_regs(t.S, Q, ctx.sK[None, None, stage])
+    else:
+        wgmma.scores(t.S, ctx.sQ, ctx.sK[None, None, stage])
 
 
 @cute.jit
@@ -72,7 +93,8 @@ def mainloop(
     place = places[stages]
     if blocks.first < last:
         _start_step(ctx, blocks.first, last, at)
-        _block_alone(ctx, t, P, blocks.first, at)
+        Q = operand_of_q(ctx)
+        _block_alone(ctx, t, Q, P, blocks.first, at)
         for n in cutlass.range(blocks.first + 1, last, unroll=1):
             at = _after(ctx, at, place)
             _start_step(ctx, n, last, at)
@@ -84,18 +106,18 @@ def mainloop(
                 if cute.arch.vote_any_sync(ends):
                     last_pv(ctx, t, P, at.before)
                     after_block(n - 1)
-                    _block_alone(ctx, t, P, n, at)
+                    _block_alone(ctx, t, Q, P, n, at)
                 else:
                     # The branch encloses whole blocks, by a vote, for wgmmas in flight (ptxas.md, P1 and P7).
                     if cute.arch.vote_any_sync(partial):
-                        _block(ctx, t, P, n, at, True)
+                        _block(ctx, t, Q, P, n, at, True)
                     else:
-                        _block(ctx, t, P, n, at, False)
+                        _block(ctx, t, Q, P, n, at, False)
             else:
                 if cute.arch.vote_any_sync(partial):
-                    _block(ctx, t, P, n, at, True)
+                    _block(ctx, t, Q, P, n, at, True)
                 else:
-                    _block(ctx, t, P, n, at, False)
+                    _block(ctx, t, Q, P, n, at, False)
         _await_copies(ctx)
         last_pv(ctx, t, P, at.stage)
         if cutlass.const_expr(after_block is not None):
@@ -103,9 +125,9 @@ def mainloop(
 
 
 @cute.jit
-def _block_alone(ctx: Context, t: Thread, P: cute.Tensor, n: Int32, at: _Step) -> None:
+def _block_alone(ctx: Context, t: Thread, Q: cute.Tensor | None, P: cute.Tensor, n: Int32, at: _Step) -> None:
     """S and P of block n, with nothing else in flight: a split's first one, unless the split goes on."""
-    wgmma.scores(t.S, ctx.sQ, ctx.sK[None, None, at.stage])
+    issue_scores(ctx, t, Q, at.stage)
     wgmma.wait(0)
     factors = block_softmax(ctx, t, n, True)
     softmax.rescale_output(rows_of(t.O), factors, ctx.plan.softmax)
@@ -120,9 +142,17 @@ def last_pv(ctx: Context, t: Thread, P: cute.Tensor, stage: Int32) -> None:
 
 
 @cute.jit
-def _block(ctx: Context, t: Thread, P: cute.Tensor, n: Int32, at: _Step, masked: cutlass.Constexpr) -> None:
+def _block(
+    ctx: Context,
+    t: Thread,
+    Q: cute.Tensor | None,
+    P: cute.Tensor,
+    n: Int32,
+    at: _Step,
+    masked: cutlass.Constexpr,
+) -> None:
     """S and P of block n, and PV of the one before it."""
-    wgmma.scores(t.S, ctx.sQ, ctx.sK[None, None, at.stage])
+    issue_scores(ctx, t, Q, at.stage)
     wgmma.accumulate(t.O, P, ctx.sV[None, None, at.before], True)
     wgmma.wait(1)
     factors = block_softmax(ctx, t, n, masked)
@@ -150,7 +180,7 @@ def _start_step(ctx: Context, n: Int32, last: Int32, at: _Step) -> None:
 
 
 @cute.jit
-def _after(ctx: Context, at: _Step, place: Place) -> _Step:
+def _after(ctx: Context, at: _Step, place: Places) -> _Step:
     after = Int32(0) if at.stage + 1 == ctx.plan.stages else at.stage + 1
     return _Step(after, at.stage, at.before, place, at.place)
 
@@ -169,8 +199,8 @@ def _load(
     ctx: Context,
     n: Int32,
     last: Int32,
-    place: Place,
-    place_before: Place,
+    place: Places,
+    place_before: Places,
     k_stage: Int32,
     v_stage: Int32,
     with_v: cutlass.Constexpr,
