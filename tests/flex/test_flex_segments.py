@@ -1,4 +1,4 @@
-"""Masks that are documents, served as sequences inside of batch entries, in the emulator with its race checks."""
+"""Documents served as sequences inside of batch entries, in the emulator with its race checks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 from everything import EVERYTHING
-from flash4_torch.backends.flex import intervals
-from flash4_torch.masks import Band
+from flash4_torch.backends.flex import compiled, intervals
+from flex_calls import ARCHS, SCHEDULES, Call, check, check_gradients, emulated, made, tensors, with_intervals
 from flex_mods import H, Mod
+
+PACKED = ARCHS[:2]
+"""Architectures whose kernels take segments."""
+PHASES = [Phase.explicit, Phase.generate] if EVERYTHING else [Phase.explicit]
 
 
 def documents(seed: int, S: int, longest: int, *, same: bool = False) -> Tensor:
@@ -64,8 +69,6 @@ def test_documents_are_segments(seed: int, S: int, longest: int, is_causal: bool
         if first[0, at] < last[0, at]:
             first[0, at] += 1
             assert intervals._segments(first, last) is None
-    first = torch.zeros(2, S, dtype=torch.int64)
-    assert S < 256 or intervals._segments(first, first + S - 1) is not None
 
 
 def test_short_documents_keep_bounds() -> None:
@@ -73,15 +76,6 @@ def test_short_documents_keep_bounds() -> None:
     i = torch.arange(2048)[None]
     for length, are_segments in ((64, False), (400, False), (512, True), (700, True), (2048, True)):
         assert (intervals._segments(i // length * length, i) is not None) == are_segments, length
-
-
-pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
-from flash4_torch.backends.flex import compiled
-from flex_calls import ARCHS, SCHEDULES, Call, check, check_gradients, emulated, made, tensors
-from test_flex_bounds import with_intervals
-
-PACKED = ARCHS[:2]
-PHASES = [Phase.explicit, Phase.generate] if EVERYTHING else [Phase.explicit]
 
 
 @pytest.fixture

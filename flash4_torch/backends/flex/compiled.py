@@ -204,8 +204,8 @@ def _why_not_differentiated(target: Target, problem: FlexProblem) -> list[str]:
 def _of_segments(problem: FlexProblem, segments: Segments) -> FlexProblem:
     """The problem as one of sequences in the place of bounds."""
     band, longest = segments.band, segments.longest
-    bounded = {"left": False, "right": band.right is not None, "bounds": False}
-    spec = problem.spec._replace(varlen=True, segments=True, **bounded)
+    spec = problem.spec._replace(varlen=True, segments=True, bounds=False)
+    spec = spec._replace(left=False, right=band.right is not None)
     extent = problem.extent._replace(B=len(segments.ends) - 1, Sq=longest, Sk=longest)
     return problem._replace(spec=spec, extent=extent, band=band)
 
