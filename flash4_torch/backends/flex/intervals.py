@@ -324,8 +324,8 @@ def _intervals(rows: _Rows, band: Band, extent: Extent) -> Intervals:
 
 _TILE_ROWS = 256
 _MOST_PADDED = 1.15
-"""Rows of tiles that begin where a segment does, over rows, at most: tiles across segments visit about a tenth
-more blocks, and mask most of them."""
+"""The most rows of tiles that begin where a segment does, for each row of the call: tiles that lie across
+segments load a tenth more blocks, and mask twice as many."""
 
 
 def _segments(first: Tensor, last: Tensor) -> Segments | None:
