@@ -7,9 +7,11 @@ kernels are compiled ahead in other processes, several cells at once, which leav
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import statistics
 import sys
+import threading
 import time
 import warnings
 import zlib
@@ -18,7 +20,6 @@ from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 import torch
@@ -126,15 +127,23 @@ def _processes(most: int, settings: Settings) -> Iterator[_Ahead]:
         yield _Ahead(None, most, settings)
         return
     # Forked processes could not use the GPU.
-    with ProcessPoolExecutor(number, get_context("spawn"), _compile_alone) as pool:
+    with ProcessPoolExecutor(number, multiprocessing.get_context("spawn"), _begin_process) as pool:
         yield _Ahead(pool, number, settings)
 
 
-def _compile_alone() -> None:
-    """Keeps torch from compiling in more processes, of which there are enough."""
+def _begin_process() -> None:
+    """Has the process end with the one that measures, and keeps torch from starting still more of them."""
     from torch._inductor import config
 
     config.compile_threads = 1
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _first_calls(cell: Cell, settings: Settings) -> None:
