@@ -25,6 +25,7 @@ from cutlass._mlir.dialects import math as mlir_math
 
 from ...flex import table
 from ...flex.program import Node, Program, Ref
+from . import integers
 from .lowering import LIBRARY, Level, Lowering, Ramp, constant, is_integer
 from .scores import tanh
 
@@ -205,6 +206,13 @@ def _value(lowering: Lowering, node: Node, arguments: Arguments, known: Known) -
         return (_typed(node.dtype, node.args[0]),)
     if node.op == "gather":
         return _gather(program, node, arguments, known)
+    if node.op == "divider":
+        number = constant(program, node.args[0])
+        return integers.divider(known[node.args[0].value][0]) if number is None else integers.known_divider(number)
+    if node.op in integers.DIVISIONS:
+        x, y, divider, is_position = node.args
+        divide = integers.DIVISIONS[node.op]
+        return (divide(known[x.value][0], known[y.value][0], known[divider.value], is_position),)
     operands = [
         None if arg is None else known[arg.value] for arg in node.args if arg is None or isinstance(arg, Ref)
     ]
@@ -318,6 +326,9 @@ def _number(node: Node, source: str, operands: list[Any]) -> Any:
         x, lowest, highest = operands
         x = x if lowest is None else _larger(x, lowest)
         return _rounded(dtype, x if highest is None else _smaller(_rounded(dtype, x), highest))
+    if op == "within":
+        x, offset, width = operands
+        return (x + offset).to(cutlass.Uint32) < width.to(cutlass.Uint32)
     if op in table.COMPARISONS:
         return _rounded(dtype, _COMPARE[op](*operands))
     if op in table.LOGIC:

@@ -1,0 +1,96 @@
+"""Integers divided by multipliers, and what is left of divisions in programs, against Python and torch."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, example, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+import program_kernel
+from everything import EVERYTHING, examples
+from flash4_torch.compile import jit
+from flash4_torch.flex.trace import MASK, trace
+from flash4_torch.kernels.common import host, integers
+from flash4_torch.kernels.common.lowering import Layout, Level, Lowering, lower
+from flash4_torch.testing import emulate
+from program_kernel import COLUMNS, ROWS, Case, expected, on_device
+
+PAIRS = 64
+LEAST, MOST = -(1 << 31), (1 << 31) - 1
+EDGES = sorted({
+    sign * ((1 << power) + near)
+    for sign in (1, -1) for power in (0, 1, 2, 5, 15, 16, 30, 31) for near in (-1, 0, 1)
+})  # fmt: skip
+WHOLE = st.integers(LEAST, MOST) | st.sampled_from([x for x in EDGES if LEAST <= x <= MOST])
+DIVISORS = WHOLE.filter(bool) | st.integers(1, 300)
+CONSTANTS = (1, 2, 3, 7, 64, 641, 1 << 30, MOST, -1, -3, -64, LEAST)
+PYTHONS: dict[str, Any] = {
+    "div_floor_by": lambda x, y: x // y,
+    "remainder_by": lambda x, y: x % y,
+    "div_trunc_by": lambda x, y: abs(x) // abs(y) * (1 if (x < 0) == (y < 0) else -1),
+    "fmod_by": lambda x, y: abs(x) % abs(y) * (-1 if x < 0 else 1),
+}
+
+
+@cute.jit
+def division(x: cute.Tensor, y: cute.Tensor, results: cute.Tensor, stream: cuda.CUstream) -> None:
+    division_kernel(x, y, results).launch(grid=(1, 1, 1), block=(PAIRS, 1, 1), stream=stream)
+
+
+@cute.kernel
+def division_kernel(x: cute.Tensor, y: cute.Tensor, results: cute.Tensor) -> None:
+    """results (2, operations, 1 + constants, PAIRS): of x, and of x without its sign's bit as a position."""
+    thread, _, _ = cute.arch.thread_idx()
+    _divide_all(Int32(x[thread]), Int32(y[thread]), results, thread)
+
+
+def _divide_all(x: Int32, y: Int32, results: Any, thread: Any) -> None:
+    divisors = [(y, integers.divider(y)), *((Int32(c), integers.known_divider(c)) for c in CONSTANTS)]
+    for i, (divisor, by) in enumerate(divisors):
+        for o, divide in enumerate(integers.DIVISIONS.values()):
+            for is_position in (False, True):
+                own = Int32(x & MOST) if is_position else x
+                results[int(is_position), o, i, thread] = divide(own, divisor, by, is_position)
+
+
+@functools.cache
+def _compiled(arch: str) -> Any:
+    pairs = [host.compact(Int32, (PAIRS,)) for _ in range(2)]
+    results = host.compact(Int32, (2, len(integers.DIVISIONS), 1 + len(CONSTANTS), PAIRS))
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    with jit.quiet():
+        return cute.compile(division, *pairs, results, stream, options="--enable-tvm-ffi")
+
+
+def _wrapped(x: int) -> int:
+    return (x - LEAST) % (1 << 32) + LEAST
+
+
+@settings(max_examples=examples(20, 400), phases=[Phase.generate])
+@given(st.lists(st.tuples(WHOLE, DIVISORS), min_size=PAIRS, max_size=PAIRS))
+def test_divisions_are_exact(pairs: list[tuple[int, int]]) -> None:
+    """Of any numbers of 32 bits, with all signs, and of any position; -2^31 // -1 wraps around."""
+    x, y = (torch.tensor(numbers, dtype=torch.int64).to(torch.int32) for numbers in zip(*pairs, strict=True))
+    results = torch.full((2, len(integers.DIVISIONS), 1 + len(CONSTANTS), PAIRS), 77, dtype=torch.int32)
+    with emulate.device("sm_90a") as device:
+        kernel = _compiled("sm_90a")
+        with device.touching(x, y, results):
+            kernel(x, y, results)
+    for is_position, of_kind in enumerate(results.tolist()):
+        for op, of_op in zip(integers.DIVISIONS, of_kind, strict=True):
+            for place, found in enumerate(of_op):
+                for (dividend, drawn), number in zip(pairs, found, strict=True):
+                    own = dividend & MOST if is_position else dividend
+                    divisor = CONSTANTS[place - 1] if place else drawn
+                    right = _wrapped(PYTHONS[op](own, divisor))
+                    assert number == right, f"{op} of {own} and {divisor}: {number} instead of {right}"
