@@ -6,12 +6,13 @@ kernels are compiled ahead in other processes, several cells at once, which leav
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import multiprocessing
 import os
+import signal
 import statistics
 import sys
-import threading
 import time
 import warnings
 import zlib
@@ -50,6 +51,8 @@ _SCORES = 1 << 24
 """Scores of float64 that are held at once."""
 _MOST_PROCESSES = 12
 """Processes that compile ahead."""
+_PDEATHSIG = 1
+"""prctl's number of the request for a signal when the process that started this one ends."""
 
 
 class Cell(NamedTuple):
@@ -132,18 +135,21 @@ def _processes(most: int, settings: Settings) -> Iterator[_Ahead]:
 
 
 def _begin_process() -> None:
-    """Has the process end with the one that measures, and keeps torch from starting still more of them."""
+    """Has the process end with the one that measures, and keeps torch from starting still more of them.
+
+    It says nothing: who waits for the end of our output would wait for such a process, too.
+    """
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):
+        os.dup2(nowhere, stream)
+    # A thread could not end it while a compiler keeps Python's lock.
+    ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is None or os.getppid() != parent.pid:
+        os._exit(1)
     from torch._inductor import config
 
     config.compile_threads = 1
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
 
 
 def _first_calls(cell: Cell, settings: Settings) -> None:

@@ -34,11 +34,13 @@ EDGES = sorted({
 WHOLE = st.integers(LEAST, MOST) | st.sampled_from([x for x in EDGES if LEAST <= x <= MOST])
 DIVISORS = WHOLE.filter(bool) | st.integers(1, 300)
 CONSTANTS = (1, 2, 3, 7, 64, 641, 1 << 30, MOST, -1, -3, -64, LEAST)
-PYTHONS: dict[str, Any] = {
+PYTHONS: dict[str, Any] = {  # in the order of integers.DIVISIONS
     "div_floor_by": lambda x, y: x // y,
-    "remainder_by": lambda x, y: x % y,
     "div_trunc_by": lambda x, y: abs(x) // abs(y) * (1 if (x < 0) == (y < 0) else -1),
+    "remainder_by": lambda x, y: x % y,
     "fmod_by": lambda x, y: abs(x) % abs(y) * (-1 if x < 0 else 1),
+    "down": lambda x, y: (x & MOST) // abs(y),
+    "up": lambda x, y: -((x & MOST) // -abs(y)),
 }
 
 
@@ -49,24 +51,26 @@ def division(x: cute.Tensor, y: cute.Tensor, results: cute.Tensor, stream: cuda.
 
 @cute.kernel
 def division_kernel(x: cute.Tensor, y: cute.Tensor, results: cute.Tensor) -> None:
-    """results (2, operations, 1 + constants, PAIRS): of x, and of x without its sign's bit as a position."""
+    """results (operations, 1 + constants, PAIRS): by y, and by each constant."""
     thread, _, _ = cute.arch.thread_idx()
     _divide_all(Int32(x[thread]), Int32(y[thread]), results, thread)
 
 
 def _divide_all(x: Int32, y: Int32, results: Any, thread: Any) -> None:
-    divisors = [(y, integers.divider(y)), *((Int32(c), integers.known_divider(c)) for c in CONSTANTS)]
-    for i, (divisor, by) in enumerate(divisors):
-        for o, divide in enumerate(integers.DIVISIONS.values()):
-            for is_position in (False, True):
-                own = Int32(x & MOST) if is_position else x
-                results[int(is_position), o, i, thread] = divide(own, divisor, by, is_position)
+    for i, known in enumerate((None, *CONSTANTS)):
+        divisor = y if known is None else Int32(known)
+        down, up = (integers.divider(divisor, Int32(sign), known) for sign in (1, -1))
+        position = Int32(x & MOST)
+        found = [divide(x, divisor, down) for divide in integers.DIVISIONS.values()]
+        found += [integers.size_by(position, by) for by in (down, up)]
+        for o, number in enumerate(found):
+            results[o, i, thread] = number
 
 
 @functools.cache
 def _compiled(arch: str) -> Any:
     pairs = [host.compact(Int32, (PAIRS,)) for _ in range(2)]
-    results = host.compact(Int32, (2, len(integers.DIVISIONS), 1 + len(CONSTANTS), PAIRS))
+    results = host.compact(Int32, (len(PYTHONS), 1 + len(CONSTANTS), PAIRS))
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     with jit.quiet():
         return cute.compile(division, *pairs, results, stream, options="--enable-tvm-ffi")
@@ -79,18 +83,20 @@ def _wrapped(x: int) -> int:
 @settings(max_examples=examples(20, 400), phases=[Phase.generate])
 @given(st.lists(st.tuples(WHOLE, DIVISORS), min_size=PAIRS, max_size=PAIRS))
 def test_divisions_are_exact(pairs: list[tuple[int, int]]) -> None:
-    """Of any numbers of 32 bits, with all signs, and of any position; -2^31 // -1 wraps around."""
+    """Of any numbers of 32 bits, with all signs, by any and by constants; -2^31 // -1 wraps around."""
     x, y = (torch.tensor(numbers, dtype=torch.int64).to(torch.int32) for numbers in zip(*pairs, strict=True))
-    results = torch.full((2, len(integers.DIVISIONS), 1 + len(CONSTANTS), PAIRS), 77, dtype=torch.int32)
+    results = torch.full((len(PYTHONS), 1 + len(CONSTANTS), PAIRS), 77, dtype=torch.int32)
     with emulate.device("sm_90a") as device:
         kernel = _compiled("sm_90a")
         with device.touching(x, y, results):
             kernel(x, y, results)
-    for is_position, of_kind in enumerate(results.tolist()):
-        for op, of_op in zip(integers.DIVISIONS, of_kind, strict=True):
-            for place, found in enumerate(of_op):
-                for (dividend, drawn), number in zip(pairs, found, strict=True):
-                    own = dividend & MOST if is_position else dividend
-                    divisor = CONSTANTS[place - 1] if place else drawn
-                    right = _wrapped(PYTHONS[op](own, divisor))
-                    assert number == right, f"{op} of {own} and {divisor}: {number} instead of {right}"
+    for (op, right), of_op in zip(PYTHONS.items(), results.tolist(), strict=True):
+        for place, found in enumerate(of_op):
+            for (dividend, drawn), number in zip(pairs, found, strict=True):
+                divisor = CONSTANTS[place - 1] if place else drawn
+                wanted = _wrapped(right(dividend, divisor))
+                assert number == wanted, f"{op} of {dividend} and {divisor}: {number} instead of {wanted}"
+
+
+def test_the_operations_are_those_that_are_tested() -> None:
+    assert [*PYTHONS][: len(integers.DIVISIONS)] == [*integers.DIVISIONS]

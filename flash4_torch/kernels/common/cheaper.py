@@ -6,8 +6,9 @@ ramp        (x, row, column) or (x, column): x times that distance, or times the
             of the tile or the row: a product for a row of a block, and an FMA for each column
 quotient    (x, y): x / y in float32, to two units in the last place, as Triton divides
 divided_by  (x, y, reciprocal of y): x / y in float32 as it would be rounded, without a branch
-divider     (y,): the numbers by which an int32 y divides without a division, an array of `DIVIDER`
-..._by      (x, y, divider of y, whether x is a position): an int32 x divided by y, as the operation of that name
+divider     (y, sign): the numbers by which an int32 y divides without a division, an array of `DIVIDER`
+size_by     (x, divider): |x / y| of an int32 x that is not negative, rounded down, or up if sign is negative
+..._by      (x, y, divider): an int32 x divided by y, as the operation of that name
 within      (x, offset, width): whether x + offset, as an unsigned number, is less than width: one addition and one
             comparison for the distance of a column's number from a row's
 """
@@ -50,6 +51,8 @@ class _Rewriting:
         key = Ref(query.value + 1)
         self._row, self._column = (key, query) if layout.rows_are_keys else (query, key)
         self._new = {n: Ref(n) for n in range(self._first)}
+        self._sized: dict[Ref, tuple[Ref, Ref]] = {}
+        """The size and the sign, a number of the tile or the row, of quotients of positions."""
 
     def result(self) -> Derivative:
         for number, node in enumerate(self._program.nodes, self._first):
@@ -151,8 +154,30 @@ class _Rewriting:
         """A division by a number of the tile or the row, of what is computed in each block."""
         if self._is_array(x) or self._is_array(y) or self._is_often(y) or not self._is_often(x):
             return None
-        divider = self._add(Node("divider", (y,), "int32", DIVIDER))
-        return self._whole(f"{op}_by", x, y, divider, x in (self._row, self._column))
+        own = self._sign(y)
+        if op not in ("div_floor", "remainder") or (x != self._column and x not in self._sized):
+            return self._whole(f"{op}_by", x, y, self._divider(y, own))
+        # Without the steps that a number of unknown sign needs.
+        size, sign = self._sized.get(x, (x, self._whole("constant", 1)))
+        both = own if x == self._column else self._whole("mul", sign, own)
+        quotient = self._whole("size_by", size, self._divider(y, both))
+        if op == "div_floor":
+            found = self._whole("mul", quotient, both)
+            self._sized[found] = quotient, both
+            return found
+        step = self._whole("mul", self._whole("mul", y, own), self._whole("neg", sign))
+        return self._whole("add", x, self._whole("mul", quotient, step))
+
+    def _divider(self, y: Ref, sign: Ref) -> Ref:
+        return self._add(Node("divider", (y, sign), "int32", DIVIDER))
+
+    def _sign(self, y: Ref) -> Ref:
+        """-1 of a negative number, 1 of any other one."""
+        node, one = self._node(y), self._whole("constant", 1)
+        if node is not None and node.op == "constant":
+            return one if node.args[0] >= 0 else self._whole("constant", -1)
+        high = self._whole("bitwise_right_shift", y, self._whole("constant", 31))
+        return self._whole("bitwise_or", high, one)
 
     def _compared(self, op: str, x: Ref, y: Ref) -> Ref | None:
         if op in ("eq", "ne"):
@@ -168,7 +193,7 @@ class _Rewriting:
         if node is None or node.op not in ("remainder", "remainder_by") or self._is_often(wanted):
             return None
         difference, y = self._node(node.args[0]), node.args[1]
-        if difference is None or difference.op != "sub" or self._is_often(y):
+        if difference is None or difference.op != "sub" or difference.dtype != "int32" or self._is_often(y):
             return None
         if difference.args == (self._row, self._column):
             own = self._whole("sub", self._whole("remainder", self._row, y), wanted)

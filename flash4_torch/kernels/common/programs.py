@@ -207,12 +207,14 @@ def _value(lowering: Lowering, node: Node, arguments: Arguments, known: Known) -
     if node.op == "gather":
         return _gather(program, node, arguments, known)
     if node.op == "divider":
-        number = constant(program, node.args[0])
-        return integers.divider(known[node.args[0].value][0]) if number is None else integers.known_divider(number)
+        y, sign = (known[arg.value][0] for arg in node.args)
+        return integers.divider(y, sign, constant(program, node.args[0]))
     if node.op in integers.DIVISIONS:
-        x, y, divider, is_position = node.args
-        divide = integers.DIVISIONS[node.op]
-        return (divide(known[x.value][0], known[y.value][0], known[divider.value], is_position),)
+        x, y = (known[arg.value][0] for arg in node.args[:2])
+        return (integers.DIVISIONS[node.op](x, y, known[node.args[2].value]),)
+    if node.op == "size_by":
+        x, divider = node.args
+        return (integers.size_by(known[x.value][0], known[divider.value]),)
     operands = [
         None if arg is None else known[arg.value] for arg in node.args if arg is None or isinstance(arg, Ref)
     ]
