@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, example, given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 import cuda.bindings.driver as cuda
-import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
 import program_kernel
-from everything import EVERYTHING, examples
+from everything import examples
+from flash4_torch.bench import flex_cases
 from flash4_torch.compile import jit
-from flash4_torch.flex.trace import MASK, trace
+from flash4_torch.flex.trace import MASK, SCORE, trace
 from flash4_torch.kernels.common import host, integers
-from flash4_torch.kernels.common.lowering import Layout, Level, Lowering, lower
+from flash4_torch.kernels.common.lowering import Layout, Level, lower
 from flash4_torch.testing import emulate
-from program_kernel import COLUMNS, ROWS, Case, expected, on_device
+from program_kernel import ROWS, Case, expected, on_device
 
 PAIRS = 64
 LEAST, MOST = -(1 << 31), (1 << 31) - 1
@@ -100,3 +101,69 @@ def test_divisions_are_exact(pairs: list[tuple[int, int]]) -> None:
 
 def test_the_operations_are_those_that_are_tested() -> None:
     assert [*PYTHONS][: len(integers.DIVISIONS)] == [*integers.DIVISIONS]
+
+
+Function = Callable[..., Any]
+
+
+def functions(n: int, m: int, r: int) -> dict[str, Function]:
+    """Score mods and masks that divide by n and m, and compare with r, all of which are arguments."""
+    return {
+        "quotients": lambda s, b, h, i, j: s + j // n // m + i // n // m,
+        "remainders": lambda s, b, h, i, j: s + j // n % m + i % m,
+        "of remainders": lambda s, b, h, i, j: s + j % n // m % n,
+        "of scores": lambda s, b, h, i, j: s + (j - i) // n + (i - j) % m,
+        "towards 0": lambda s, b, h, i, j: (
+            s + torch.div(j - i, n, rounding_mode="trunc") + torch.fmod(i - j, m)
+        ),
+        "by row": lambda s, b, h, i, j: s + j // (i + 1) + j % (-1 - i),
+        "by column": lambda s, b, h, i, j: s + i // (j + 1),
+        "neighbours": lambda b, h, i, j: ((j % n - i % n).abs() <= r) & ((i // m - j // m).abs() < r),
+        "far": lambda b, h, i, j: ((i - j).abs() > r) | (r >= (j - 2 * i).abs()),
+        "not near": lambda b, h, i, j: ((j - i).abs() >= r) & ~(r > (i - j // n).abs()),
+        "dilated": lambda b, h, i, j: (i - j) % n == r,
+        "dilated, keys first": lambda b, h, i, j: r != (j - i) % n,
+        "dilated by distance": lambda b, h, i, j: (i - j).abs() % n == r,
+        "not of positions": lambda b, h, i, j: (i - 2 * j) % n == r,
+    }
+
+
+SMALL = st.integers(-9, 9)
+NUMBERS = SMALL | st.sampled_from([LEAST + 1, MOST, 1 << 30])
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["one head", "packed heads"])
+@settings(max_examples=examples(10, 200), phases=[Phase.generate])
+@given(n=NUMBERS.filter(bool), m=NUMBERS.filter(bool), r=NUMBERS)
+def test_programs_divide_and_compare_as_torch(packed: bool, n: int, m: int, r: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program_kernel, "COLUMNS", 5)
+        patch.setattr(program_kernel, "FIRST_KEY", 6)
+        cases = {}
+        for name, function in functions(n, m, r).items():
+            kind = SCORE if function.__code__.co_argcount == 5 else MASK
+            made = trace(function, kind, torch.device("cpu"), torch.float32, ())
+            cases[name] = Case(made.program, tuple(made.tensors), tuple(made.scalars))
+        scores = torch.zeros(ROWS, 5)
+        found = on_device([*cases.values()], scores, "sm_90a", packed)
+        for (name, case), x in zip(cases.items(), found, strict=True):
+            assert torch.equal(x, expected(case, scores, packed)), name
+
+
+@pytest.mark.parametrize("rows_are_keys", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(("make", "most"), [
+    (flex_cases.natten, 3), (flex_cases.sliding_tile, 3), (flex_cases.dilated, 3),
+], ids=lambda x: getattr(x, "__name__", ""))  # fmt: skip
+def test_masks_of_pictures_cost_comparisons_a_score(make: Function, most: int, rows_are_keys: bool) -> None:
+    """No division is left in a block, and for each score a distance or a remainder is compared once."""
+    mask = make(flex_cases.Sizes(8192))
+    lowering = lower(
+        trace(mask, MASK, torch.device("cpu"), torch.float32, ()).program.text(),
+        Layout(rows_are_keys=rows_are_keys),
+    )
+    first, nodes = lowering.program.first_node, lowering.program.nodes
+    of_scores = [nodes[n - first].op for n in lowering.nodes(Level.SCORE)]
+    of_columns = [nodes[n - first].op for n in lowering.nodes(Level.COLUMN)]
+    assert len(of_scores) <= most
+    assert {*of_scores} <= {"within", "eq", "bitwise_and"}
+    assert not {"div_floor", "remainder"} & {*of_scores, *of_columns}

@@ -7,10 +7,10 @@ ramp        (x, row, column) or (x, column): x times that distance, or times the
 quotient    (x, y): x / y in float32, to two units in the last place, as Triton divides
 divided_by  (x, y, reciprocal of y): x / y in float32 as it would be rounded, without a branch
 divider     (y, sign): the numbers by which an int32 y divides without a division, an array of `DIVIDER`
-size_by     (x, divider): |x / y| of an int32 x that is not negative, rounded down, or up if sign is negative
+size_by     (x, divider): |x / y| of an int32 x >= 0, rounded down, or up if sign is negative
 ..._by      (x, y, divider): an int32 x divided by y, as the operation of that name
-within      (x, offset, width): whether x + offset, as an unsigned number, is less than width: one addition and one
-            comparison for the distance of a column's number from a row's
+within      (x, offset, width): whether x + offset, as an unsigned number, is less than width: one addition
+            and one comparison for the distance of a column's number from a row's
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _JUMPS = (
 
 
 DIVIDER = (4,)
-"""The shape of a divider: a multiplier, a shift, and the two words of what is added to a position's product."""
+"""The shape of a divider: a multiplier, a shift, and the two words of what `size_by` adds to a product."""
 _DIVISIONS = frozenset(["div_floor", "div_trunc", "remainder", "fmod"])
 _SWAPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
 
