@@ -98,6 +98,8 @@ class FlexSpec(NamedTuple):
     """Backward: which of score_mod's tensors want a gradient."""
     bounds: bool = False
     """Whether a table has bounds for each row, instead of a block mask; `left` and `right` are theirs."""
+    segments: bool = False
+    """Whether `varlen` is meant of parts of batch entries, which a mask divides its rows and keys into."""
 
 
 class FlexProblem(NamedTuple):

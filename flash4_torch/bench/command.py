@@ -22,6 +22,8 @@ from . import (
     decode,
     emulator,
     feature_times,
+    flex,
+    flex_cases,
     gpu,
     host,
     memory,
@@ -63,20 +65,22 @@ SECTIONS: Mapping[str, Section] = {
     "models": models,
     "swap": swap,
     "context": context,
+    "flex": flex,
 }
-BY_NAME_ONLY = ("swap", "decode", "models", "context")
+BY_NAME_ONLY = ("swap", "decode", "models", "context", "flex")
 """Sections that take long, want other packages, or that only servers or many GPUs care for."""
 
 _CELL_VALUES: Mapping[str, Sequence[str]] = {
     "causal": ("yes", "no"),
     "dtype": ("bfloat16", "float16", "float32"),
     "feature": (*FEATURES, *module.CASES),
-    "direction": tuple(dict.fromkeys(DIRECTIONS + feature_times.DIRECTIONS)),
+    "direction": tuple(dict.fromkeys(DIRECTIONS + feature_times.DIRECTIONS + flex.DIRECTIONS)),
     "mode": swap_cases.MODES,
     "mask": swap_cases.MASKS,
     "dropout": swap_cases.DROPOUTS,
     "need_weights": ("yes", "no"),
     "compiled": ("yes", "no"),
+    "mod": tuple(flex_cases.CASES),
 }
 """Values that --cells may give to fields that are not numbers."""
 _MOST_ROUNDS = 1000
@@ -127,6 +131,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="swap begins no cell after so many seconds, and divides them among its cells; default: 600",
     )
     parser.add_argument(
+        "--max-autotune",
+        action="store_true",
+        help=f"flex times torch's kernels in mode {flex.MAX_AUTOTUNE}, too, which takes a minute a cell",
+    )
+    parser.add_argument(
         "--model",
         choices=MACHINES,
         help="instead: what a GPU that is not here would be busy with, predicted from runs in the emulator",
@@ -163,6 +172,7 @@ def run(options: argparse.Namespace) -> int:
         options.rounds,
         selection,
         options.budget,
+        options.max_autotune,
     )
     if options.model:
         return _predict(options.model, settings, options.out)
@@ -316,6 +326,7 @@ def _document(
             "rounds": settings.rounds,
             "cells": settings.selection.wanted,
             "budget": settings.swap_seconds,
+            "max_autotune": settings.max_autotune,
         },
         "gpu": {"before": started, "after": gpu.state()},
         "sections": results,

@@ -294,6 +294,24 @@ def _decode(rows: list[Row]) -> Figure:
     return figure
 
 
+def _flex(rows: list[Row]) -> Figure:
+    groups = _grouped(rows, lambda r: (r["direction"], r["D"], r["S"]))
+    figure, panels = _panels(len(groups), columns=2)
+    for axes, ((direction, D, S), group) in zip(panels, groups.items(), strict=False):
+        names = list(dict.fromkeys(name for r in group for name in r["ratios"]))
+        width = 0.8 / max(len(names), 1)
+        for i, name in enumerate(names):
+            shown = {x: r["ratios"][name]["median"] for x, r in enumerate(group) if name in r["ratios"]}
+            places = [x + i * width for x in shown]
+            axes.bar(places, list(shown.values()), width, color=_OTHERS[i % len(_OTHERS)], label=name)
+        axes.axhline(1.0, color="black", linewidth=0.8)
+        axes.set_xticks(range(len(group)), [r["mod"] for r in group], rotation=60, ha="right", fontsize=6)
+        axes.set_title(f"{direction}, D={D}, S={S}", fontsize=9)
+        axes.set_ylabel("time over ours")
+        axes.legend(frameon=False, fontsize=7)
+    return figure
+
+
 def _pairs(axes: Axes, labels: list[str], rows: list[Row]) -> None:
     """Bars with the times of torch and ours side by side."""
     for shift, who in ((-0.2, "torch"), (0.2, "flash4")):
@@ -328,4 +346,5 @@ _FIGURES: dict[str, Callable[[list[Row]], Figure]] = {
     "decode": _decode,
     "models": _models,
     "context": _context,
+    "flex": _flex,
 }

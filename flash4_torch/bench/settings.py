@@ -20,7 +20,7 @@ class Selection:
 
     FIELDS = (
         *("D", "causal", "S", "Hk", "dtype", "feature", "direction", "B", "Sq"),
-        *("E", "mode", "mask", "dropout", "need_weights", "compiled"),
+        *("E", "mode", "mask", "dropout", "need_weights", "compiled", "mod"),
     )
 
     @classmethod
@@ -70,6 +70,8 @@ class Settings:
     selection: Selection = Selection()
     swap_seconds: int = 600
     """Seconds for all cells of section `swap`."""
+    max_autotune: bool = False
+    """Whether section `flex` times torch's kernels in that mode, too."""
 
     @property
     def on_gpu(self) -> bool:

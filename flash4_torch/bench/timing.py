@@ -22,6 +22,8 @@ _BATCH = 5
 _REST = 0.02
 _QUEUEING_CYCLES = 10_000_000
 """About five milliseconds, enough for the host to queue a batch, even of short backwards on a slow host."""
+_CYCLES_PER_S = 2e9
+_MARGIN = 1.5
 
 
 class Spread(NamedTuple):
@@ -109,12 +111,17 @@ class CpuTimer:
 
 
 class GpuTimer:
+    def __init__(self, host_s: float = 0.0) -> None:
+        """host_s: the host's seconds of a call, where queueing a batch takes longer than usual."""
+        cycles = int(host_s * _BATCH * _MARGIN * _CYCLES_PER_S)
+        self._cycles = max(_QUEUEING_CYCLES, cycles)
+
     def samples(self, call: Call) -> list[float]:
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(_BATCH)]
         torch.cuda.synchronize()
         time.sleep(_REST)
         # The device is kept busy while the host queues the batch: host time belongs to section `host`.
-        torch.cuda._sleep(_QUEUEING_CYCLES)
+        torch.cuda._sleep(self._cycles)
         for begin, end in events:
             begin.record()
             call()

@@ -95,6 +95,14 @@ class Features(NamedTuple):
     running: str = ""
     """Forward only: "" if out is the call's. Otherwise out is float32, and calls on further keys add to out
     and lse: "begin" writes them, "add" merges them with what is there."""
+    segments: bool = False
+    """Forward only: sequences are parts of batch entries, the same of q and k. cu_seqlens counts the rows of
+    all entries, one after another."""
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether tensors have no batch dimension."""
+        return self.varlen and not self.segments
 
     @property
     def is_float32(self) -> bool:

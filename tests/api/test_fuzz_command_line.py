@@ -133,6 +133,7 @@ OPTIONS: dict[str, dict[str, tuple[int, Words]]] = {
         "--clock": (1, Words(["wall", "cpu"], ["gpu", ""])),
         "--rounds": (1, Words(["2", "10"], [*GARBAGE, "1", "1001"])),
         "--budget": (1, Words(["1", "600"], [*GARBAGE, "86401"])),
+        "--max-autotune": (0, Words()),
         "--cells": (
             2,
             Words(["D=64,128", "S=1024", "causal=yes", "dtype=float32"], ["D", "D=x", "B=1", "a=b", ""]),

@@ -27,6 +27,7 @@ from flash4_torch.bench import (
     decode,
     feature_times,
     features,
+    flex,
     gpu,
     host,
     memory,
@@ -160,7 +161,7 @@ def test_selection_takes_what_it_names() -> None:
         (
             ["nonsense"],
             "unknown section nonsense; there are forward, backward, features, memory, host, module, "
-            "emulator, decode, models, swap, context",
+            "emulator, decode, models, swap, context, flex",
         ),
         (["--threads", "0"], "--threads is 0, but it must be at least 1"),
         (["--rounds", "1"], "--rounds is 1, but it must be at least 2"),
@@ -168,7 +169,7 @@ def test_selection_takes_what_it_names() -> None:
             ["--cells", "D=64", "C=2"],
             "--cells is 'C=2', but it must be NAME=VALUE,... with one of "
             "D, causal, S, Hk, dtype, feature, direction, B, Sq, E, mode, mask, dropout, need_weights, "
-            "compiled",
+            "compiled, mod",
         ),
         (["--device", "cuda"], "--device is cuda, but torch sees no GPU"),
         (["--plot", "here"], "--plot needs matplotlib: pip install 'flash4_torch[demo]'"),
@@ -758,3 +759,75 @@ def test_decode_leaves_out_whoever_attends_to_other_keys(monkeypatch: pytest.Mon
     (row,) = decode.measure(Settings("cpu", quick=True, rounds=2, selection=chosen))
     assert row["seconds"].keys() == {"sdpa", "flash4 float8"}
     assert all("differs" in why for why in row["left_out"].values())
+
+
+CHOSEN = Selection.parse(["mod=documents,alibi,rope_part"])
+
+
+def test_flex_times_ours_beside_torchs_function() -> None:
+    """Both compute the cell, and torch's function has no gradients on a CPU."""
+    rows = list(flex.measure(Settings("cpu", rounds=2, selection=CHOSEN)))
+    assert [(row["mod"], row["direction"]) for row in rows] == [
+        (mod, direction) for mod in ("documents", "alibi", "rope_part") for direction in flex.DIRECTIONS
+    ]
+    for row in rows:
+        names = ("out",) if row["direction"] == "forward" else ("out", "dq", "dk", "dv")
+        assert tuple(row["differences"]["flash4"]) == names
+        assert all(0.0 < x < 1e-5 for x in row["differences"]["flash4"].values())
+        assert ("torch" in row["ratios"]) == (row["direction"] == "forward")
+        assert ("torch" in row["left_out"]) == (row["direction"] == "step")
+        assert ("flash4 causal" in row["ratios"]) == (row["mod"] == "alibi")
+        assert row["served_by"]["flex_attention"] == "tiled"
+    text = flex.text(rows)
+    assert "torch's time / flash4's, forward: geometric mean" in text
+    assert "left out torch: NotImplementedError" in text and "cells: 3" in text
+
+
+def test_flex_leaves_out_whoever_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours too, forward and backward: out is right in one of the two calls, and its gradient is not."""
+    right = flex.flex_attention
+
+    def without_mod(q: Any, k: Any, v: Any, score_mod: Any, block_mask: Any) -> torch.Tensor:
+        return right(q, k, v, None, block_mask)
+
+    def other_gradient(q: Any, k: Any, v: Any, score_mod: Any, block_mask: Any) -> torch.Tensor:
+        out = right(q, k, v, score_mod, block_mask)
+        return out + 0.1 * (k - k.detach()).sum()
+
+    settings = Settings("cpu", rounds=2, selection=Selection.parse(["mod=documents,alibi"]))
+    monkeypatch.setattr(flex, "flex_attention", without_mod)
+    for row in flex.measure(settings):
+        assert ("flash4" in row["left_out"]) == (row["mod"] != "documents")
+    monkeypatch.setattr(flex, "flex_attention", other_gradient)
+    for row in flex.measure(settings):
+        assert ("its dk differs" in row["left_out"].get("flash4", "")) == (row["direction"] == "step")
+
+
+def test_flex_counterparts_without_functions_compute_the_cell() -> None:
+    """At lengths of models, where there are such counterparts."""
+    settings = Settings("cpu")
+    for mod in ("causal", "sliding_window", "documents", "softcap"):
+        cell = flex.Cell(mod, 8, 1408, 1, 2)
+        contenders = flex._contenders(cell, settings)
+        exact = flex._Exact.of(flex._case(cell, settings), cell, contenders["flash4"].tensors)
+        (name,) = contenders.keys() - {"flash4", "torch"}
+        with flex._quiet():
+            entry = flex._entry(contenders[name], "step", exact, settings)
+        assert all(0.0 < x < 1e-5 for x in entry.differences.values()), name
+
+
+def test_flex_plot_has_a_panel_for_each_size(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    from flash4_torch.bench import plots
+
+    ratio = {"median": 2.0}
+    rows: list[dict[str, Any]] = [
+        {"mod": mod, "direction": direction, "D": 64, "S": 8192, "ratios": {"triton": ratio}}
+        for mod in ("causal", "alibi")
+        for direction in flex.DIRECTIONS
+    ]
+    # A peer that fails has no bar.
+    rows[0]["ratios"] = {}
+    panels = [axes for axes in plots._flex(rows).axes if axes.get_title()]
+    assert [axes.get_title() for axes in panels] == ["forward, D=64, S=8192", "step, D=64, S=8192"]
+    assert [len(axes.patches) for axes in panels] == [1, 2]

@@ -14,8 +14,7 @@ from torch import Tensor
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 from everything import EVERYTHING
 from flash4_torch.backends.flex import compiled
-from flash4_torch.reference.flex import EMPTY, FULL, PARTIAL
-from flex_calls import ARCHS, SCHEDULES, Call, check, check_gradients, made, tensors, with_blocks
+from flex_calls import ARCHS, SCHEDULES, Call, check, check_gradients, made, tensors, with_intervals
 from flex_mods import H, Mod, Parts
 
 BOUNDED = ARCHS[:2]
@@ -35,19 +34,6 @@ def intervals(seed: int, Sq: int, Sk: int, sides: str) -> Mod:
     if sides == "left":
         last = torch.full_like(last, Sk)
     return lambda b, h, i, j: (first[b, i] <= j) & (j <= last[b, i])
-
-
-def with_intervals(call: Call, mask_mod: Mod, block: tuple[int, int] = (64, 64)) -> Call:
-    """The call with a block mask of a function."""
-    B, Sq, Sk = call.q.shape[0], call.q.shape[1], call.k.shape[1]
-    b, i, j = torch.arange(B)[:, None, None], torch.arange(Sq)[:, None], torch.arange(Sk)
-    seen = mask_mod(b, b, i, j).expand(B, Sq, Sk)
-    missing = [-n % size for n, size in zip((Sq, Sk), block, strict=True)]
-    padded = torch.nn.functional.pad(seen, (0, missing[1], 0, missing[0]))
-    parts = padded.unflatten(2, (-1, block[1])).unflatten(1, (-1, block[0]))
-    some, every = parts.any(4).any(2), parts.all(4).all(2)
-    states = torch.where(every, FULL, torch.where(some, PARTIAL, EMPTY))[:, None]
-    return with_blocks(call, states, *block)
 
 
 def drawn(

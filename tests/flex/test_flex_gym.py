@@ -13,9 +13,10 @@ from torch.nn.attention.flex_attention import and_masks, create_block_mask, or_m
 
 import flash4_torch
 from everything import EVERYTHING
-from flex_mods import MASKS, MODS, H, MadeMod, Mod, causal, torchs
+from flex_mods import MASKS, MODS, H, MadeMod, Mod, Sizes, causal, torchs
 
 S, BLOCK = 64, 16
+SIZES = Sizes(S, H=H)
 
 
 def call(**sizes: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -41,9 +42,9 @@ def agree(
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=lambda f: f.__name__)
-def test_mask_agrees_with_torch(mask: Callable[[int], Mod]) -> None:
+def test_mask_agrees_with_torch(mask: Callable[[Sizes], Mod]) -> None:
     q, k, v = call()
-    block_mask = create_block_mask(mask(S), 2, None, S, S, device="cpu", BLOCK_SIZE=BLOCK)
+    block_mask = create_block_mask(mask(SIZES), 2, None, S, S, device="cpu", BLOCK_SIZE=BLOCK)
     theirs = torchs(q, k, v, lambda score, b, h, i, j: score, block_mask)
     ours = flash4_torch.flex_attention(q, k, v, None, block_mask, enable_gqa=True, return_lse=True)
     assert bool((ours[1] > -torch.inf).all())
@@ -51,10 +52,10 @@ def test_mask_agrees_with_torch(mask: Callable[[int], Mod]) -> None:
 
 
 @pytest.mark.parametrize("make", MODS, ids=lambda f: f.__name__)
-def test_score_mod_agrees_with_torch(make: Callable[[int], MadeMod]) -> None:
+def test_score_mod_agrees_with_torch(make: Callable[[Sizes], MadeMod]) -> None:
     q, k, v = call(Dv=5)
-    score_mod, learned, for_torch = make(S)
-    block_mask = create_block_mask(causal(S), None, None, S, S, device="cpu", BLOCK_SIZE=BLOCK)
+    score_mod, learned, for_torch = make(SIZES)
+    block_mask = create_block_mask(causal(SIZES), None, None, S, S, device="cpu", BLOCK_SIZE=BLOCK)
     theirs = torchs(q, k, v, for_torch or score_mod, block_mask)
     ours = flash4_torch.flex_attention(q, k, v, score_mod, block_mask, enable_gqa=True, return_lse=True)
     agree(theirs, ours, [q, k, v, *learned], torch.ones(2, H, S, dtype=torch.float64))
@@ -82,18 +83,18 @@ def one_after_another(mods: list[Mod]) -> Mod:
     by_parts=st.booleans(),
 )
 def test_compositions_agree_with_torch(
-    masks: list[Callable[[int], Mod]],
+    masks: list[Callable[[Sizes], Mod]],
     join: Callable[..., Mod],
-    mods: list[Callable[[int], MadeMod]],
+    mods: list[Callable[[Sizes], MadeMod]],
     block: int,
     by_parts: bool,
 ) -> None:
     """Masks joined by torch's functions, and score mods one after another; a block mask or arguments."""
     q, k, v = call(Dv=5)
-    made = [make(S) for make in mods]
+    made = [make(SIZES) for make in mods]
     learned = [x for each in made for x in each.learned]
     # torch has no gradient of a row that sees nothing.
-    mask = or_masks(join(*(make(S) for make in masks)), itself)
+    mask = or_masks(join(*(make(SIZES) for make in masks)), itself)
     block_mask = create_block_mask(mask, 2, None, S, S, device="cpu", BLOCK_SIZE=block)
     theirs = torchs(q, k, v, one_after_another([x.for_torch or x.mod for x in made]), block_mask)
     score_mod = one_after_another([x.mod for x in made])

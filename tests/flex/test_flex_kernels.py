@@ -11,12 +11,11 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
-import flex_mods
 from everything import EVERYTHING, one_of
 from flash4_torch.backends import emulator as emulator_backend
 from flash4_torch.ops import draw_rng_state
 from flex_calls import ARCHS, SCHEDULES, check, drawn_blocks, made, tensors, with_blocks
-from flex_mods import MASKS, MODS, H, Parts, drawn_mask
+from flex_mods import MASKS, MODS, H, Parts, Sizes, drawn_mask
 
 PHASES = [Phase.explicit, Phase.generate] if EVERYTHING else [Phase.explicit]
 """The first calls that hypothesis draws show little: CI has examples."""
@@ -92,14 +91,14 @@ if EVERYTHING:
     @pytest.mark.parametrize("mask", MASKS, ids=lambda f: f.__name__)
     def test_masks_that_researchers_use(mask: Any, arch: str) -> None:
         S = 96
-        check(made(tensors(S, S), None, mask(S)), arch, SCHEDULES[0])
+        check(made(tensors(S, S), None, mask(Sizes(S))), arch, SCHEDULES[0])
 
     @pytest.mark.parametrize("arch", ARCHS)
     @pytest.mark.parametrize("mod", MODS, ids=lambda f: f.__name__)
-    def test_mods_that_researchers_use(mod: Any, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(flex_mods, "parameter", lambda *shape: torch.randn(shape))
+    def test_mods_that_researchers_use(mod: Any, arch: str) -> None:
         S = 96
-        check(made(tensors(S, S), mod(S).mod, None), arch, SCHEDULES[1])
+        found = mod(Sizes(S, dtype=torch.float32, learns=False))
+        check(made(tensors(S, S), found.mod, None), arch, SCHEDULES[1])
 
     @pytest.mark.parametrize("arch", ARCHS)
     @pytest.mark.parametrize(

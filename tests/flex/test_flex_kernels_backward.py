@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
-import flex_mods
 from everything import EVERYTHING
 from flash4_torch.backends import emulator as emulator_backend
+from flash4_torch.bench.flex_cases import each
 from flash4_torch.ops import draw_rng_state
 from flash4_torch.reference.flex import EMPTY
 from flash4_torch.testing import assert_close_as_peer, backends_used
 from flex_calls import ARCHS, SCHEDULES, check_gradients, drawn_blocks, emulated, made, tensors, with_blocks
-from flex_mods import MASKS, MODS, H, Parts, drawn_mask
+from flex_mods import MASKS, MODS, H, Parts, Sizes, drawn_mask
 
 PHASES = [Phase.explicit, Phase.generate] if EVERYTHING else [Phase.explicit]
 """The first calls that hypothesis draws show little: CI has examples."""
@@ -131,22 +131,15 @@ if EVERYTHING:
     @pytest.mark.parametrize("mask", MASKS, ids=lambda f: f.__name__)
     def test_masks_that_researchers_use(mask: Any, arch: str) -> None:
         S = 96
-        check_gradients(made(tensors(S, S), None, mask(S)), arch, SCHEDULES[0])
+        check_gradients(made(tensors(S, S), None, mask(Sizes(S))), arch, SCHEDULES[0])
 
     @pytest.mark.parametrize("arch", ARCHS)
     @pytest.mark.parametrize("mod", MODS, ids=lambda f: f.__name__)
-    def test_mods_that_researchers_use(mod: Any, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(flex_mods, "parameter", lambda *shape: torch.randn(shape).requires_grad_())
+    def test_mods_that_researchers_use(mod: Any, arch: str) -> None:
         S = 96
-        found = mod(S)
-
-        def each(score: Tensor, *places: Tensor) -> Tensor:
-            """The function of one score after the other, as it may need it."""
-            flat = (x.expand(score.shape).flatten() for x in places)
-            return torch.vmap(found.mod)(score.flatten(), *flat).view(score.shape)
-
+        found = mod(Sizes(S, dtype=torch.float32))
         call = made(tensors(S, S), found.mod, None, found.learned)
-        check_gradients(replace(call, score_mod=each), arch, SCHEDULES[1])
+        check_gradients(replace(call, score_mod=each(found.mod)), arch, SCHEDULES[1])
 
     @pytest.mark.parametrize("arch", ARCHS)
     @pytest.mark.parametrize(

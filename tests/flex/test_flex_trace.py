@@ -17,7 +17,7 @@ from flash4_torch.flex.derive import derivative
 from flash4_torch.flex.program import Ref, parse
 from flash4_torch.flex.trace import MASK, SCORE, Traced, trace
 from flash4_torch.reference import programs
-from flex_mods import MASKS, MODS, H, Mod
+from flex_mods import MASKS, MODS, H, Mod, Sizes
 
 CPU = torch.device("cpu")
 TABLE = torch.rand(4, 5)
@@ -76,9 +76,9 @@ def test_where_a_function_keeps_tensors_does_not_matter() -> None:
 def test_programs_are_text_and_in_the_table(make: Any) -> None:
     """A text says all of a program, of its derivative too, and both keep to the table."""
     if make in MASKS:
-        found = [trace(make(64), MASK, CPU).program]
+        found = [trace(make(Sizes(64)), MASK, CPU).program]
     else:
-        traced = scored(make(64).mod)
+        traced = scored(make(Sizes(64)).mod)
         found = [traced.program]
         wanted = tuple(x.requires_grad for x in traced.tensors)
         derived = derivative(traced.program, wanted)

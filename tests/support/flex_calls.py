@@ -113,6 +113,19 @@ def with_blocks(call: Call, states: Tensor, q_block: int, kv_block: int) -> Call
     return replace(call, mods=mods, states=states, block=(q_block, kv_block))
 
 
+def with_intervals(call: Call, mask_mod: Mod, block: tuple[int, int] = (64, 64)) -> Call:
+    """The call with a block mask of a function."""
+    B, Sq, Sk = call.q.shape[0], call.q.shape[1], call.k.shape[1]
+    b, i, j = torch.arange(B)[:, None, None], torch.arange(Sq)[:, None], torch.arange(Sk)
+    seen = mask_mod(b, b, i, j).expand(B, Sq, Sk)
+    missing = [-n % size for n, size in zip((Sq, Sk), block, strict=True)]
+    padded = torch.nn.functional.pad(seen, (0, missing[1], 0, missing[0]))
+    parts = padded.unflatten(2, (-1, block[1])).unflatten(1, (-1, block[0]))
+    some, every = parts.any(4).any(2), parts.all(4).all(2)
+    states = torch.where(every, FULL, torch.where(some, PARTIAL, EMPTY))[:, None]
+    return with_blocks(call, states, *block)
+
+
 def drawn_blocks(
     seed: int, Sq: int, Sk: int, q_block: int, kv_block: int, sizes: tuple[int, int] = (2, H)
 ) -> Tensor:

@@ -28,7 +28,7 @@ from ..compiled.tensors import lengths as ends
 from ..emulator import Emulator, emulated_find, emulated_num_sms, emulated_target, why_not_emulated
 from ..tiled import sinks_gradient
 from . import intervals
-from .intervals import Bounds
+from .intervals import Bounds, Segments
 from .tables import Tables, kept, tables
 from .tiled import blocks_of, mods_of, program_of
 
@@ -55,6 +55,11 @@ class Compiled(OnTargets):
             lse = lse.fill_(-math.inf) if sinks is None else lse.copy_(sinks[:, None].expand(lse.shape))
             return new_out(q, spec.Dv).zero_(), lse, torch.zeros_like(lse)
         index = q.get_device()
+        sequences = mods.cu_seqlens_q, mods.cu_seqlens_k
+        if bounds is not None and bounds.segments is not None and not spec.score_mod:
+            # A score_mod has positions of the batch entry, and kernels those of the segment.
+            problem, sequences = _of_segments(problem, bounds.segments), (bounds.segments.ends,) * 2
+            bounds = None
         plain, target, sms = plain_problem(problem), self.target(problem), self.sms(index)
         features, config = chosen(target, problem)
         function = self.find(problem)(target.forward, (features, config))
@@ -69,8 +74,7 @@ class Compiled(OnTargets):
             lse,
             low if features.large_scores else None,
             self.counter(index),
-            ends(mods.cu_seqlens_q),
-            ends(mods.cu_seqlens_k),
+            *map(ends, sequences),
             forward_arguments(inputs, problem, config, bounds),
             rng_state,
             sinks if sinks is None else sinks.contiguous(),
@@ -197,6 +201,15 @@ def _why_not_differentiated(target: Target, problem: FlexProblem) -> list[str]:
     return why
 
 
+def _of_segments(problem: FlexProblem, segments: Segments) -> FlexProblem:
+    """The problem as one of sequences in the place of bounds."""
+    band, longest = segments.band, segments.longest
+    spec = problem.spec._replace(varlen=True, segments=True, bounds=False)
+    spec = spec._replace(left=False, right=band.right is not None)
+    extent = problem.extent._replace(B=len(segments.ends) - 1, Sq=longest, Sk=longest)
+    return problem._replace(spec=spec, extent=extent, band=band)
+
+
 def plain_problem(problem: FlexProblem) -> Problem:
     """The problem without its programs and blocks."""
     s = problem.spec
@@ -241,7 +254,7 @@ def chosen(target: Target, problem: FlexProblem) -> Choice:
     spec, plain = problem.spec, plain_problem(problem)
     blocks, ramp = "" if spec.block is None else "rows", has_ramp(problem)
     mods = Mods(spec.score_mod, spec.mask_mod, blocks, bounds=spec.bounds, ramp=ramp)
-    features = forward.features_of(plain, mods)
+    features = forward.features_of(plain, mods)._replace(segments=spec.segments)
     extent, band = problem.extent, problem.band
     end_masked = band.right is not None and band.right <= 0
     seen = forward.seen(plain)

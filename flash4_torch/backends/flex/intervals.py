@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...flex.program import Program, refs
 from ...flex_problem import FlexInputs, FlexProblem
 from ...masks import Band
+from ...problem import Extent
 from ...reference.flex import FULL, PARTIAL, Blocks, Mod
 from .. import tile_counters
 from . import tables
@@ -31,6 +32,20 @@ _SCORES = 1 << 23
 """Scores whose mask is held at once."""
 _MOST_CALLS = 8
 """Kinds of calls with one mask, by their sizes and scalars, for which results are kept."""
+
+
+class Segments(NamedTuple):
+    """Documents: parts of batch entries that see themselves alone, all of them or what is causal."""
+
+    ends: Tensor
+    """(n + 1,) int32: where each begins, and the end, in rows of all batch entries one after another."""
+    longest: int
+    is_causal: bool
+
+    @property
+    def band(self) -> Band:
+        """What is seen within one."""
+        return Band(None, 0 if self.is_causal else None)
 
 
 class Bounds(NamedTuple):
@@ -46,6 +61,8 @@ class Bounds(NamedTuple):
     """Whether they hide anything on that side."""
     most: int
     """Keys that a row sees, at most."""
+    segments: Segments | None = None
+    """What they are besides, if a forward is faster with that."""
 
     def band(self, Sq: int, Sk: int) -> Band:
         """A band that is bounded on the same sides, and whose rows see as much, if it can be."""
@@ -209,7 +226,7 @@ def _found(inputs: FlexInputs, problem: FlexProblem) -> Intervals:
         b, h = (n if _reads(mask_mod.program, lane) else -1 for lane, n in enumerate((extent.B, extent.Hq)))
         state = state.expand(b, h, -1, -1)
     rows = _rows(Blocks(state, size), mask_mod, Sq, Sk)
-    return NONE if rows is None else _intervals(rows, problem.band, Sq, Sk)
+    return NONE if rows is None else _intervals(rows, problem.band, extent)
 
 
 def _reads(program: Program, lane: int) -> bool:
@@ -261,8 +278,9 @@ def _rows(blocks: Blocks, mask_mod: Mod | None, Sq: int, Sk: int) -> _Rows | Non
     return _Rows(count.view(shape), first.view(shape), last.view(shape))
 
 
-def _intervals(rows: _Rows, band: Band, Sq: int, Sk: int) -> Intervals:
+def _intervals(rows: _Rows, band: Band, extent: Extent) -> Intervals:
     """What rows see within a band, for which the host waits."""
+    B, Sq, Sk = extent[:3]
     i = torch.arange(Sq, device=rows.keys.device)
     are_intervals = rows.keys == (rows.last - rows.first + 1).clamp(min=0)
     first, last = rows.first, rows.last
@@ -300,7 +318,41 @@ def _intervals(rows: _Rows, band: Band, Sq: int, Sk: int) -> Intervals:
     beyond = by_key.new_tensor([Sq, Sq - 1]).expand(*by_key.shape[:2], 1, 2)
     by_key = torch.cat([by_key, beyond], 2)
     of_rows, of_keys = (x[:, 0].to(torch.int32).contiguous() for x in (by_row, by_key))
-    return Intervals(bounds=Bounds(of_rows, of_keys, bool(on_left), bool(on_right), most))
+    segments = _segments(first[:, 0].expand(B, Sq), last[:, 0].expand(B, Sq)) if Sq == Sk else None
+    return Intervals(bounds=Bounds(of_rows, of_keys, bool(on_left), bool(on_right), most, segments))
+
+
+_TILE_ROWS = 256
+_MOST_PADDED = 1.15
+"""The most rows of tiles that begin where a segment does, for each row of the call: tiles that lie across
+segments load a tenth more blocks, and mask twice as many."""
+
+
+def _segments(first: Tensor, last: Tensor) -> Segments | None:
+    """The segments whose rows (B, S) see from `first` to `last`, which never decrease.
+
+    None if that is something else, or if segments are so short that rows of tiles would be empty too often.
+    """
+    S = first.shape[1]
+    i = torch.arange(S, device=first.device).expand_as(first)
+    begins = first == i
+    start = torch.where(begins, i, -1).cummax(-1).values
+    # The last row before the next one that begins.
+    before_next = torch.where(begins, i - 1, S - 1)[:, 1:].flip(-1).cummin(-1).values.flip(-1)
+    end = torch.nn.functional.pad(before_next, (0, 1), value=S - 1)
+    are_segments, is_causal = (first == start).all(), (last == i).all()
+    flags = are_segments & (is_causal | (last == end).all()), is_causal
+    exist, causal = torch.stack(flags).tolist()
+    if not exist:
+        return None
+    starts = begins.flatten().nonzero()[:, 0]
+    ends = torch.cat([starts, starts.new_tensor([begins.numel()])])
+    lengths = ends.diff()
+    tiles = (lengths + (_TILE_ROWS - 1)) // _TILE_ROWS
+    longest, number = torch.stack([lengths.amax(), tiles.sum()]).tolist()
+    if number * _TILE_ROWS > _MOST_PADDED * begins.numel():
+        return None
+    return Segments(ends.to(torch.int32), longest, causal)
 
 
 def _of_keys(first: Tensor, last: Tensor, Sk: int) -> Tensor:

@@ -6,6 +6,11 @@ ramp        (x, row, column) or (x, column): x times that distance, or times the
             of the tile or the row: a product for a row of a block, and an FMA for each column
 quotient    (x, y): x / y in float32, to two units in the last place, as Triton divides
 divided_by  (x, y, reciprocal of y): x / y in float32 as it would be rounded, without a branch
+divider     (y, sign): the numbers by which an int32 y divides without a division, an array of `DIVIDER`
+size_by     (x, divider): |x / y| of an int32 x >= 0, rounded down, or up if sign is negative
+..._by      (x, y, divider): an int32 x divided by y, as the operation of that name
+within      (x, offset, width): whether x + offset, as an unsigned number, is less than width: one addition
+            and one comparison for the distance of a column's number from a row's
 """
 
 from __future__ import annotations
@@ -24,6 +29,12 @@ _JUMPS = (
 """Operations whose result jumps where an operand has a certain value, so that the last bit matters."""
 
 
+DIVIDER = (4,)
+"""The shape of a divider: a multiplier, a shift, and the two words of what `size_by` adds to a product."""
+_DIVISIONS = frozenset(["div_floor", "div_trunc", "remainder", "fmod"])
+_SWAPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
+
+
 def cheaper(derivative: Derivative, layout: Layout) -> Derivative:
     """The same with some nodes replaced, and those left out that nothing needs then."""
     return _needed(_Rewriting(derivative, layout).result())
@@ -40,6 +51,8 @@ class _Rewriting:
         key = Ref(query.value + 1)
         self._row, self._column = (key, query) if layout.rows_are_keys else (query, key)
         self._new = {n: Ref(n) for n in range(self._first)}
+        self._sized: dict[Ref, tuple[Ref, Ref]] = {}
+        """The size and the sign, a number of the tile or the row, of quotients of positions."""
 
     def result(self) -> Derivative:
         for number, node in enumerate(self._program.nodes, self._first):
@@ -67,14 +80,23 @@ class _Rewriting:
         self._levels.append(joint({self._levels[ref.value] for ref in refs(node.args)}))
         return Ref(self._first + len(self._nodes) - 1)
 
-    def _made(self, op: str, *args: Any) -> Ref:
-        return self._add(Node(op, args, "float32"))
+    def _made(self, op: str, *args: Any, dtype: str = "float32") -> Ref:
+        return self._add(Node(op, args, dtype))
+
+    def _whole(self, op: str, *args: Any) -> Ref:
+        return self._made(op, *args, dtype="int32")
 
     def _node(self, ref: Ref) -> Node | None:
         return self._nodes[ref.value - self._first] if ref.value >= self._first else None
 
     def _replaced(self, number: int, node: Node) -> Ref | None:
-        if node.dtype != "float32" or node.shape:
+        if node.shape:
+            return None
+        if node.op in _DIVISIONS and node.dtype == "int32":
+            return self._divided_whole(node.op, *node.args)
+        if node.op in table.COMPARISONS:
+            return self._compared(node.op, *node.args)
+        if node.dtype != "float32":
             return None
         if node.op == "convert":
             return self._distance(node.args[0])
@@ -127,6 +149,87 @@ class _Rewriting:
         if is_exact:
             return self._made("divided_by", x, y, reciprocal)
         return self._ramp(reciprocal, x) or self._made("mul", x, reciprocal)
+
+    def _divided_whole(self, op: str, x: Ref, y: Ref) -> Ref | None:
+        """A division by a number of the tile or the row, of what is computed in each block."""
+        if self._is_array(x) or self._is_array(y) or self._is_often(y) or not self._is_often(x):
+            return None
+        own = self._sign(y)
+        if op not in ("div_floor", "remainder") or (x != self._column and x not in self._sized):
+            return self._whole(f"{op}_by", x, y, self._divider(y, own))
+        # Without the steps that a number of unknown sign needs.
+        size, sign = self._sized.get(x, (x, self._whole("constant", 1)))
+        both = own if x == self._column else self._whole("mul", sign, own)
+        quotient = self._whole("size_by", size, self._divider(y, both))
+        if op == "div_floor":
+            found = self._whole("mul", quotient, both)
+            self._sized[found] = quotient, both
+            return found
+        step = self._whole("mul", self._whole("mul", y, own), self._whole("neg", sign))
+        return self._whole("add", x, self._whole("mul", quotient, step))
+
+    def _divider(self, y: Ref, sign: Ref) -> Ref:
+        return self._add(Node("divider", (y, sign), "int32", DIVIDER))
+
+    def _sign(self, y: Ref) -> Ref:
+        """-1 of a negative number, 1 of any other one."""
+        node, one = self._node(y), self._whole("constant", 1)
+        if node is not None and node.op == "constant":
+            return one if node.args[0] >= 0 else self._whole("constant", -1)
+        high = self._whole("bitwise_right_shift", y, self._whole("constant", 31))
+        return self._whole("bitwise_or", high, one)
+
+    def _compared(self, op: str, x: Ref, y: Ref) -> Ref | None:
+        if op in ("eq", "ne"):
+            return self._congruent(op, x, y) or self._congruent(op, y, x)
+        return self._near(op, x, y) or self._near(_SWAPPED[op], y, x)
+
+    def _congruent(self, op: str, x: Ref, wanted: Ref) -> Ref | None:
+        """Whether a distance of positions has a certain remainder: whether the column's has one of the row's.
+
+        Positions are not negative, so that their distance is exact.
+        """
+        node = self._node(x)
+        if node is None or node.op not in ("remainder", "remainder_by") or self._is_often(wanted):
+            return None
+        difference, y = self._node(node.args[0]), node.args[1]
+        if difference is None or difference.op != "sub" or difference.dtype != "int32" or self._is_often(y):
+            return None
+        if difference.args == (self._row, self._column):
+            own = self._whole("sub", self._whole("remainder", self._row, y), wanted)
+        elif difference.args == (self._column, self._row):
+            own = self._whole("add", self._whole("remainder", self._row, y), wanted)
+        else:
+            return None
+        # No remainder is the divisor itself.
+        is_one = self._made("eq", self._whole("remainder", wanted, y), wanted, dtype="bool")
+        own = self._whole("where", is_one, self._whole("remainder", own, y), y)
+        of_column = self._divided_whole("remainder", self._column, y)
+        return self._made(op, of_column, own, dtype="bool")
+
+    def _near(self, op: str, x: Ref, bound: Ref) -> Ref | None:
+        """A distance in int32 beside a bound of the tile or the row; that of -2^31 counts as 2^31."""
+        node = self._node(x)
+        if node is None or node.op != "abs" or node.dtype != "int32" or node.shape or self._is_often(bound):
+            return None
+        difference = self._node(node.args[0])
+        if difference is None or difference.op != "sub" or any(map(self._is_array, difference.args)):
+            return None
+        near, far = sorted(difference.args, key=self._is_often)
+        if self._is_often(near) or not self._is_often(far):
+            return None
+        is_below = op in ("lt", "ge")
+        one, zero = self._whole("constant", 1), self._whole("constant", 0)
+        reach = self._whole("sub", bound, one) if is_below else bound
+        is_none = self._made("le" if is_below else "lt", bound, zero, dtype="bool")
+        width = self._whole("add", self._whole("add", reach, reach), one)
+        width = self._whole("where", is_none, zero, width)
+        found = self._made("within", far, self._whole("sub", reach, near), width, dtype="bool")
+        return found if op in ("le", "lt") else self._made("logical_not", found, dtype="bool")
+
+    def _is_array(self, x: Ref) -> bool:
+        node = self._node(x)
+        return node is not None and bool(node.shape)
 
     def _is_often(self, x: Ref) -> bool:
         """Whether a value is computed in each block, where a division's branch is in the way."""

@@ -14,12 +14,16 @@ and in the backward, where rows are keys,
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
+from cutlass.cutlass_dsl import if_generate
 
 from ...flex import ramp as ramps
 from . import attn_mask, programs
@@ -252,8 +256,18 @@ def mask(args: ModArgs, plan: Any, own: Rows, first: Int32, fragment: Fragment) 
             shown = listed if shown is None else listed & (shown | (found == FULL))
         scores[r, c] = cutlass.select_(shown, scores[r, c], -Float32.inf)
 
-    if found is not None:
+    def show(r: int, c: int, shown: Boolean) -> None:
+        scores[r, c] = cutlass.select_(shown, scores[r, c], -Float32.inf)
+
+    def apply(put: Callable[[int, int, Any], None]) -> None:
         programs.apply(*found, own.mask, columns, lambda r, c: None, put)
+
+    if found is not None and blocks == "rows":
+        # Nearly always, and then mask_mod alone decides, without a state beside each score.
+        is_partial = functools.reduce(operator.and_, (x == PARTIAL for x in shared))
+        if_generate(cute.arch.vote_all_sync(is_partial), lambda: apply(show), lambda: apply(put))
+    elif found is not None:
+        apply(put)
     elif blocks:
         for c in range(len(columns.offsets)):
             for r in range(rows):

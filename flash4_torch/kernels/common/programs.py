@@ -25,6 +25,7 @@ from cutlass._mlir.dialects import math as mlir_math
 
 from ...flex import table
 from ...flex.program import Node, Program, Ref
+from . import integers
 from .lowering import LIBRARY, Level, Lowering, Ramp, constant, is_integer
 from .scores import tanh
 
@@ -205,6 +206,15 @@ def _value(lowering: Lowering, node: Node, arguments: Arguments, known: Known) -
         return (_typed(node.dtype, node.args[0]),)
     if node.op == "gather":
         return _gather(program, node, arguments, known)
+    if node.op == "divider":
+        y, sign = (known[arg.value][0] for arg in node.args)
+        return integers.divider(y, sign, constant(program, node.args[0]))
+    if node.op in integers.DIVISIONS:
+        x, y = (known[arg.value][0] for arg in node.args[:2])
+        return (integers.DIVISIONS[node.op](x, y, known[node.args[2].value]),)
+    if node.op == "size_by":
+        x, divider = node.args
+        return (integers.size_by(known[x.value][0], known[divider.value]),)
     operands = [
         None if arg is None else known[arg.value] for arg in node.args if arg is None or isinstance(arg, Ref)
     ]
@@ -318,6 +328,9 @@ def _number(node: Node, source: str, operands: list[Any]) -> Any:
         x, lowest, highest = operands
         x = x if lowest is None else _larger(x, lowest)
         return _rounded(dtype, x if highest is None else _smaller(_rounded(dtype, x), highest))
+    if op == "within":
+        x, offset, width = operands
+        return (x + offset).to(cutlass.Uint32) < width.to(cutlass.Uint32)
     if op in table.COMPARISONS:
         return _rounded(dtype, _COMPARE[op](*operands))
     if op in table.LOGIC:

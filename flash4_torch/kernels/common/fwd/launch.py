@@ -78,7 +78,7 @@ def count_tiles(
 def compile_for_any(forward: Any, plan: ForwardPlan) -> Any:
     """`forward` compiled for any sizes and strides; call it with its arguments except `plan` and `stream`."""
     features = plan.features
-    modes = 2 if features.varlen else 3
+    modes = 2 if features.is_packed else 3
     of_cache = 3 if plan.paged else modes
     q, k, v, out = (
         host.rows(dtype, (*host.any_sizes(n), D))

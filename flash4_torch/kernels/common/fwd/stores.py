@@ -44,10 +44,10 @@ def store_rows(
         h = tile.q_head_group * plan.pack_gqa + row % plan.pack_gqa
         if (i < tile.Sq) & (h < group):
             target = ctx.out
-            if cutlass.const_expr(plan.features.varlen):
+            if cutlass.const_expr(plan.features.is_packed):
                 target = target[tile.q_offset + i, tile.kv_head * group + h, None]
             else:
-                target = target[tile.batch, i, tile.kv_head * group + h, None]
+                target = target[tile.batch, tile.q_offset + i, tile.kv_head * group + h, None]
             copy_vector(piece, own_row, target, chunk)
 
 
@@ -67,11 +67,11 @@ def store_lse(
         h = tile.q_head_group * plan.pack_gqa + row % plan.pack_gqa
         if (lane % plan.softmax.lanes == 0) & (i < tile.Sq) & (h < group):
             head = tile.kv_head * group + h
-            if cutlass.const_expr(plan.features.varlen):
+            if cutlass.const_expr(plan.features.is_packed):
                 lse[head, tile.q_offset + i] = ends.lse[r]
                 if cutlass.const_expr(low is not None):
                     low[head, tile.q_offset + i] = ends.lse_low[r]
             else:
-                lse[tile.batch, head, i] = ends.lse[r]
+                lse[tile.batch, head, tile.q_offset + i] = ends.lse[r]
                 if cutlass.const_expr(low is not None):
-                    low[tile.batch, head, i] = ends.lse_low[r]
+                    low[tile.batch, head, tile.q_offset + i] = ends.lse_low[r]

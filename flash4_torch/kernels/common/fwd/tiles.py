@@ -30,7 +30,7 @@ class Tile(NamedTuple):
     kv_head: Int32
     batch: Int32
     q_offset: Int32
-    """The packed row at which the sequence begins; 0 if not varlen."""
+    """The row at which the sequence begins, packed or in its batch entry; 0 if not varlen."""
     Sq: Int32
     k_offset: Int32
     Sk: Int32
@@ -79,6 +79,10 @@ def decode(ctx: ForwardContext, shape: Shape, work_idx: Uint32, at: Cursor) -> T
     elif cutlass.const_expr(ctx.plan.features.varlen):
         q_offset, k_offset = ctx.cu_seqlens_q[b], ctx.cu_seqlens_k[b]
         Sq, Sk = ctx.cu_seqlens_q[b + 1] - q_offset, ctx.cu_seqlens_k[b + 1] - k_offset
+        if cutlass.const_expr(ctx.plan.features.segments):
+            rows = ctx.maps.mQ.shape[0][1]
+            b = q_offset // rows
+            q_offset = k_offset = q_offset - b * rows
     return Tile(
         block,
         Int32(head - owner * shape.q_head_groups),

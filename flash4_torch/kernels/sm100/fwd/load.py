@@ -189,4 +189,4 @@ def _rank(ctx: Context) -> Int32 | int:
 
 def _batch(ctx: Context, batch: Int32) -> Int32:
     """Packed sequences are a batch of one."""
-    return Int32(0) if ctx.plan.features.varlen else batch
+    return Int32(0) if ctx.plan.features.is_packed else batch

@@ -318,11 +318,11 @@ def _finish(ctx: Context, t: SoftmaxThread, at: Cursor, end_at: Cursor) -> None:
     h = tile.q_head_group * plan.pack_gqa + t.row % plan.pack_gqa
     if (position < tile.Sq) & (h < group):
         head = tile.kv_head * group + h
-        if cutlass.const_expr(plan.features.varlen):
+        if cutlass.const_expr(plan.features.is_packed):
             lse[head, tile.q_offset + position] = ends.lse[0]
             if cutlass.const_expr(low is not None):
                 low[head, tile.q_offset + position] = ends.lse_low[0]
         else:
-            lse[tile.batch, head, position] = ends.lse[0]
+            lse[tile.batch, head, tile.q_offset + position] = ends.lse[0]
             if cutlass.const_expr(low is not None):
-                low[tile.batch, head, position] = ends.lse_low[0]
+                low[tile.batch, head, tile.q_offset + position] = ends.lse_low[0]

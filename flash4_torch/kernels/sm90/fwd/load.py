@@ -195,4 +195,4 @@ def _copy_share(
 
 def _batch(ctx: Context, batch: Int32) -> Int32:
     """The index along the batch dimension: packed sequences are a batch of one."""
-    return Int32(0) if ctx.plan.features.varlen else batch
+    return Int32(0) if ctx.plan.features.is_packed else batch
