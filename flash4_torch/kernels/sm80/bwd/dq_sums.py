@@ -10,7 +10,6 @@ from ...common import warp_mma, warp_tf32
 from ...common.bwd import dq_semaphore, tiles
 from ...common.bwd.dq_blocks import THREADS
 from ...common.warps import WARP
-from ..rows import swapped
 from .context import Context
 from .state import BlockState, TileState, make_sums
 
@@ -29,24 +28,34 @@ def add_dq(ctx: Context, work: TileState, own: BlockState) -> None:
     if cutlass.const_expr(plan.is_float32):
         dS = warp_tf32.from_rows(warp_tf32.Rows(ctx.sdS, strip * warp_mma.ROWS), ctx.lane)
         keys = warp_tf32.Columns(ctx.sK, part * plan.dq_columns)
-        warp_tf32.accumulate((dQ,), (), (dS,), keys, ctx.lane, plan.tf32_method)
+        warp_tf32.accumulate(dQ, (), (dS,), keys, ctx.lane, plan.tf32_method)
     else:
-        dS = cute.local_tile(swapped(ctx.sdS), (warp_mma.ROWS, plan.keys), (strip, 0))
-        keys = cute.local_tile(swapped(ctx.sK), (plan.dq_columns, plan.keys), (part, 0))
-        warp_mma.accumulate_from_smem(dQ, dS, keys, ctx.lane, True)
+        dS = warp_mma.left(
+            ctx.sdS,
+            Int32(0),
+            ctx.lane,
+            column=strip * warp_mma.ROWS,
+            part=plan.own_queries,
+            transposed=True,
+        )
+        column = part * plan.dq_columns
+        keys = warp_mma.right(
+            ctx.sK, Int32(0), ctx.lane, column=column, part=plan.column_parts[0], transposed=True
+        )
+        warp_mma.accumulate(dQ, warp_mma.from_smem(dS, 1), keys, plan.keys)
     block = _block_index(ctx, own)
     if cutlass.const_expr(plan.features.deterministic):
         step = dq_semaphore.step_of(ctx, work.order, own.n, block, True)
         if (ctx.warp == 0) & (ctx.lane == 0):
             dq_semaphore.spin(step.address, step.awaited)
         cute.arch.sync_threads()
-        _add(ctx, dQ, block, strip, part)
+        _add(ctx, dQ[0], block, strip, part)
         cute.arch.sync_threads()
         if (ctx.warp == 0) & (ctx.lane == 0):
             # All pieces at once.
             dq_semaphore.release(step.address, step.count + (plan.config.dq_pieces - 1))
     else:
-        _add(ctx, dQ, block, strip, part)
+        _add(ctx, dQ[0], block, strip, part)
 
 
 @cute.jit
