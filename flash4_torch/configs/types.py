@@ -167,9 +167,6 @@ class Sm80Forward(NamedTuple):
     column_warps: int = 1
     """Warps that share rows: each computes the scores of some keys of a block, and some columns of O. If
     there are several, P goes through SMEM, and `row_mmas` is 1."""
-    exp_between: bool = False
-    """Weights of 16 keys are computed right before their MMAs with V, not those of all keys before the first;
-    without dropout."""
     loads_late: bool = False
     """Copies of the next V begin after the MMAs of the scores."""
 

@@ -22,40 +22,41 @@ _FLOAT = 4
 @cute.jit
 def add_dq(ctx: Context, work: TileState, own: BlockState) -> None:
     """dQ += dS K, of which the warp has 16 rows, or some columns of them."""
-    plan = ctx.plan
-    dQ = make_sums(plan, plan.dq_columns)
+    plan, block = ctx.plan, _block_index(ctx, own)
     strip, part = ctx.warp % plan.dq_strips, ctx.warp // plan.dq_strips
-    if cutlass.const_expr(plan.is_float32):
-        dS = warp_tf32.from_rows(warp_tf32.Rows(ctx.sdS, strip * warp_mma.ROWS), ctx.lane)
-        keys = warp_tf32.Columns(ctx.sK, part * plan.dq_columns)
-        warp_tf32.accumulate(dQ, (), (dS,), keys, ctx.lane, plan.tf32_method)
-    else:
-        dS = warp_mma.left(
-            ctx.sdS,
-            Int32(0),
-            ctx.lane,
-            column=strip * warp_mma.ROWS,
-            part=plan.own_queries,
-            transposed=True,
-        )
-        column = part * plan.dq_columns
-        keys = warp_mma.right(
-            ctx.sK, Int32(0), ctx.lane, column=column, part=plan.column_parts[0], transposed=True
-        )
-        warp_mma.accumulate(dQ, warp_mma.from_smem(dS, 1), keys, plan.keys)
-    block = _block_index(ctx, own)
     if cutlass.const_expr(plan.features.deterministic):
+        dQ = _products(ctx, strip, part * plan.dq_columns, plan.dq_columns)
         step = dq_semaphore.step_of(ctx, work.order, own.n, block, True)
         if (ctx.warp == 0) & (ctx.lane == 0):
             dq_semaphore.spin(step.address, step.awaited)
         cute.arch.sync_threads()
-        _add(ctx, dQ[0], block, strip, part)
+        _add(ctx, dQ, block, strip, part * plan.dq_columns)
         cute.arch.sync_threads()
         if (ctx.warp == 0) & (ctx.lane == 0):
             # All pieces at once.
             dq_semaphore.release(step.address, step.count + (plan.config.dq_pieces - 1))
     else:
-        _add(ctx, dQ[0], block, strip, part)
+        each = plan.dq_columns_at_once
+        for first in cutlass.range_constexpr(0, plan.dq_columns, each):
+            column = part * plan.dq_columns + first
+            _add(ctx, _products(ctx, strip, column, each), block, strip, column)
+
+
+def _products(ctx: Context, strip: Int32, column: Int32, columns: int) -> cute.Tensor:
+    """dS K: 16 rows of dQ, and so many columns from one on."""
+    plan = ctx.plan
+    dQ = make_sums(plan, columns)
+    if plan.is_float32:
+        dS = warp_tf32.from_rows(warp_tf32.Rows(ctx.sdS, strip * warp_mma.ROWS), ctx.lane)
+        keys = warp_tf32.Columns(ctx.sK, column)
+        warp_tf32.accumulate(dQ, (), (dS,), keys, ctx.lane, plan.tf32_method)
+    else:
+        row, each = strip * warp_mma.ROWS, plan.own_queries
+        dS = warp_mma.left(ctx.sdS, Int32(0), ctx.lane, column=row, part=each, transposed=True)
+        part = plan.column_parts[0]
+        keys = warp_mma.right(ctx.sK, Int32(0), ctx.lane, column=column, part=part, transposed=True)
+        warp_mma.accumulate(dQ, warp_mma.from_smem(dS, 1), keys, plan.keys)
+    return dQ[0]
 
 
 @cute.jit
@@ -66,10 +67,10 @@ def _block_index(ctx: Context, own: BlockState) -> Int64:
 
 
 @cute.jit
-def _add(ctx: Context, dQ: cute.Tensor, block: Int64, strip: Int32, part: Int32) -> None:
-    """Add the warp's registers, in the layout of `dq_blocks`: each to 128 neighbouring bytes."""
+def _add(ctx: Context, dQ: cute.Tensor, block: Int64, strip: Int32, column: Int32) -> None:
+    """Add the warp's registers, from a column on, in the layout of `dq_blocks`: each to 128 neighbouring bytes."""
     blocks = ctx.plan.blocks
-    band, chunk = strip // _STRIPS, part * (ctx.plan.dq_columns // 8)
+    band, chunk = strip // _STRIPS, column // 8
     first = (band * (blocks.columns // 8) + chunk) * (4 * THREADS) + strip % _STRIPS * WARP + ctx.lane
     place = (ctx.dq_acc.iterator + (block * blocks.floats + first)).toint()
     for i in cutlass.range_constexpr(cute.size(dQ)):

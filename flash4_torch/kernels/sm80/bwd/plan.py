@@ -120,6 +120,14 @@ class Plan(BackwardPlan):
         return self.D // self.config.dq_warps
 
     @property
+    def dq_columns_at_once(self) -> int:
+        """Columns of dQ that a warp has in registers, where sums have no order: all, or as many as are left
+        next to dK and dV of two MMAs.
+        """
+        halves = self.key_mmas > 1 and self.dq_columns > 64 and self.dq_columns % 32 == 0
+        return self.dq_columns // 2 if halves else self.dq_columns
+
+    @property
     def stages(self) -> int:
         return self.config.stages
 

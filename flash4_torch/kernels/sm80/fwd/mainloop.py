@@ -258,34 +258,14 @@ def _attend(ctx: Context, t: Thread, stage: Int32, bases: tuple) -> None:
     """Turn the scores of a block into weights, P, and O += P V."""
     plan = ctx.plan
     scale, method = scores.softmax_scale(ctx.params, plan.features), plan.softmax
-    updates, factors, operands = [], [], []
+    factors, operands = [], []
     for m in range(plan.row_mmas):
-        update = _update(ctx, t, m, bases[m])
-        updates.append(update)
+        rows, update = warp_mma.rows_of(t.S[m]), _update(ctx, t, m, bases[m])
+        softmax.exp2_columns(rows, t.rows[m], update, scale, method, 0, cute.size(rows, mode=[1]))
         if plan.is_float32:
             factors.append(update.factors)
         else:
             softmax.rescale_output(warp_mma.rows_of(t.O[m]), update.factors, method)
-    values = ctx.sV[None, None, stage]
-    if plan.config.exp_between and not (plan.is_float32 or plan.shares_rows):
-        own_values = warp_mma.right(swapped(values), Int32(0), ctx.lane, transposed=True)
-
-        def words(k: int) -> list:
-            found = []
-            for m in range(plan.row_mmas):
-                rows = warp_mma.rows_of(t.S[m])
-                softmax.exp2_columns(rows, t.rows[m], updates[m], scale, method, 4 * k, 4 * k + 4)
-                part = cute.make_tensor(t.S[m].iterator + 8 * k, cute.make_layout(8))
-                weights = cute.make_rmem_tensor(8, plan.dtype)
-                round_to(part, weights)
-                found.append(warp_mma.words_of(weights, 0))
-            return found
-
-        warp_mma.accumulate(t.O, words, own_values, plan.keys)
-        return
-    for m in range(plan.row_mmas):
-        rows = warp_mma.rows_of(t.S[m])
-        softmax.exp2_columns(rows, t.rows[m], updates[m], scale, method, 0, cute.size(rows, mode=[1]))
         weights = cute.make_rmem_tensor(t.S[m].layout, plan.dtype)
         round_to(t.S[m], weights)
         if plan.features.dropout:
@@ -297,6 +277,7 @@ def _attend(ctx: Context, t: Thread, stage: Int32, bases: tuple) -> None:
             operands.append(warp_tf32.InRegisters(weights))
         else:
             operands.append(weights)
+    values = ctx.sV[None, None, stage]
     if plan.is_float32:
         own_values = warp_tf32.Columns(swapped(values), ctx.column_warp * plan.own_columns)
         warp_tf32.accumulate(t.O, factors, operands, own_values, ctx.lane, plan.tf32_method)
