@@ -37,8 +37,9 @@ def add_dq(ctx: Context, work: TileState, own: BlockState) -> None:
             dq_semaphore.release(step.address, step.count + (plan.config.dq_pieces - 1))
     else:
         each = plan.dq_columns_at_once
-        for first in cutlass.range_constexpr(0, plan.dq_columns, each):
-            column = part * plan.dq_columns + first
+        # A loop, so that ptxas does not compute all columns before it adds the first ones.
+        for k in cutlass.range(plan.dq_columns // each, unroll=1):
+            column = part * plan.dq_columns + k * each
             _add(ctx, _products(ctx, strip, column, each), block, strip, column)
 
 
@@ -51,12 +52,23 @@ def _products(ctx: Context, strip: Int32, column: Int32, columns: int) -> cute.T
         keys = warp_tf32.Columns(ctx.sK, column)
         warp_tf32.accumulate(dQ, (), (dS,), keys, ctx.lane, plan.tf32_method)
     else:
-        row, each = strip * warp_mma.ROWS, plan.own_queries
-        dS = warp_mma.left(ctx.sdS, Int32(0), ctx.lane, column=row, part=each, transposed=True)
-        part = plan.column_parts[0]
-        keys = warp_mma.right(ctx.sK, Int32(0), ctx.lane, column=column, part=part, transposed=True)
-        warp_mma.accumulate(dQ, warp_mma.from_smem(dS, 1), keys, plan.keys)
+        _accumulate(ctx, dQ, strip, column)
     return dQ[0]
+
+
+@cute.jit
+def _accumulate(ctx: Context, dQ: tuple[cute.Tensor, ...], strip: Int32, column: Int32) -> None:
+    """Add all keys' products, of 16 bits; those of half of the keys at a time, where ptxas would read all
+    operands ahead.
+    """
+    plan = ctx.plan
+    row, each, part = strip * warp_mma.ROWS, plan.own_queries, plan.column_parts[0]
+    turns = 2 if plan.key_mmas > 1 and plan.dq_columns_at_once == plan.dq_columns else 1
+    for i in cutlass.range(turns, unroll=1):
+        first = i * (plan.keys // turns)
+        dS = warp_mma.left(ctx.sdS, first, ctx.lane, column=row, part=each, transposed=True)
+        keys = warp_mma.right(ctx.sK, first, ctx.lane, column=column, part=part, transposed=True)
+        warp_mma.accumulate(dQ, warp_mma.from_smem(dS, 1), keys, plan.keys // turns)
 
 
 @cute.jit

@@ -121,11 +121,11 @@ class Plan(BackwardPlan):
 
     @property
     def dq_columns_at_once(self) -> int:
-        """Columns of dQ that a warp has in registers, where sums have no order: all, or as many as are left
-        next to dK and dV of two MMAs.
+        """Columns of dQ that a warp has in registers, where sums have no order: all, or what is left next to dK
+        and dV of two MMAs.
         """
-        halves = self.key_mmas > 1 and self.dq_columns > 64 and self.dq_columns % 32 == 0
-        return self.dq_columns // 2 if halves else self.dq_columns
+        few = self.key_mmas > 1 and self.dq_columns % 32 == 0 and not self.features.deterministic
+        return 32 if few else self.dq_columns
 
     @property
     def stages(self) -> int:
