@@ -62,7 +62,7 @@ _OF_64 = (
 _OF_96 = (
     Row(96, 96, 64, _Tiles(4, 1, 64, 2), _FEW),
     Row(96, 96, None, _Tiles(4, 2, 64, 1),
-        "48 KiB, two CTAs to an SM, on an H200 1.03 to 1.11 of FlashAttention-2 where 8 warps have 0.77 to 0.84"),
+        "48 KiB, two CTAs to an SM, on an H200 1.03 to 1.11 of FlashAttention-2; 8 warps 0.77 to 0.84"),
 )
 _OF_128 = (
     Row(128, 128, 64, _Tiles(4, 1, 64, 2), _FEW),

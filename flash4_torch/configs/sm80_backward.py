@@ -44,12 +44,12 @@ class Row(NamedTuple):
 _Tiles = Sm80Backward
 _TABLE = (
     # D   Dv
-    Row(64, 64, _Tiles(4, 1, 64, 2), "56 KiB: two CTAs to an SM; on an H200 1.02 to 1.08 times as fast as one of 8 warps",
+    Row(64, 64, _Tiles(4, 1, 64, 2), "56 KiB: two CTAs to an SM; on an H200 1.01 to 1.08 times as fast",
         LARGE_BYTES),
     Row(64, 64, _Tiles(8, 1, 64, 2), "80 KiB: 128 keys for each block of rows, two warps a tensor core"),
     Row(64, 64, _Tiles(8, 2, 64, 2), "features that need registers: 2 to 31 spills with 128 keys"),
     Row(128, 128, _Tiles(8, 2, 64, 2, key_mmas=2),
-        "162 KiB: Q and dO are read for 32 keys; on an H200 1.24 to 1.47 times as fast as for 16"),
+        "162 KiB: Q and dO are read for 32 keys; on an H200 1.24 to 1.46 times as fast as for 16"),
     Row(128, 128, _Tiles(8, 2, 64, 2), "112 KiB; with 16 keys to a warp, 4 to 62 spills from 96 columns on"),
     Row(128, 128, _Tiles(8, 2, 64, 1), "80 KiB: two stages have no room"),
     Row(192, 192, _Tiles(8, 2, 64, 2), "160 KiB: dK and dV of 16 keys fit the registers of two warps"),

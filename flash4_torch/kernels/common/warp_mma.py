@@ -124,7 +124,9 @@ def _matrix(
 
 def words_of(rounded: cute.Tensor, k: int) -> tuple[Uint32, ...]:
     """Words of the k-th 16 columns of an accumulator's rounded numbers, as a left operand."""
-    words = cute.recast_tensor(cute.make_tensor(rounded.iterator, cute.make_layout(cute.size(rounded))), Uint32)
+    words = cute.recast_tensor(
+        cute.make_tensor(rounded.iterator, cute.make_layout(cute.size(rounded))), Uint32
+    )
     return tuple(words[4 * k + i] for i in range(4))
 
 
@@ -164,9 +166,7 @@ def _columns_of(accumulator: cute.Tensor) -> int:
     return cute.size(accumulator) * 32 // ROWS
 
 
-def _multiply(
-    sums: tuple[cute.Tensor, ...], a: Sequence, b: tuple[Uint32, ...], n: int, dtype: type
-) -> None:
+def _multiply(sums: tuple[cute.Tensor, ...], a: Sequence, b: tuple[Uint32, ...], n: int, dtype: type) -> None:
     """Add the products with the n-th 16 columns, as many as an ldmatrix brings."""
     kind = "bf16" if dtype is cutlass.BFloat16 else "f16"
     for i in range(2):

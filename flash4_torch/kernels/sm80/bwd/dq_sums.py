@@ -80,7 +80,9 @@ def _block_index(ctx: Context, own: BlockState) -> Int64:
 
 @cute.jit
 def _add(ctx: Context, dQ: cute.Tensor, block: Int64, strip: Int32, column: Int32) -> None:
-    """Add the warp's registers, from a column on, in the layout of `dq_blocks`: each to 128 neighbouring bytes."""
+    """Add the warp's registers, from a column on, in the layout of `dq_blocks`: each to 128 neighbouring
+    bytes.
+    """
     blocks = ctx.plan.blocks
     band, chunk = strip // _STRIPS, column // 8
     first = (band * (blocks.columns // 8) + chunk) * (4 * THREADS) + strip % _STRIPS * WARP + ctx.lane

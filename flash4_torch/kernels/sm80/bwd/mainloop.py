@@ -105,7 +105,9 @@ def _store(ctx: Context, weights: list[cute.Tensor], target: cute.Tensor) -> Non
             warp_tf32.store_columns(numbers, target, row, _first_key(ctx), ctx.lane)
         else:
             tiler, place = (warp_mma.ROWS, plan.own_queries), ctx.key_warp * plan.key_mmas + m
-            warp_mma.store_to_smem(numbers, cute.local_tile(target, tiler, (place, ctx.column_warp)), ctx.lane)
+            warp_mma.store_to_smem(
+                numbers, cute.local_tile(target, tiler, (place, ctx.column_warp)), ctx.lane
+            )
 
 
 def _accumulate(ctx: Context, sums: tuple, weights: list[cute.Tensor], rows: cute.Tensor, part: int) -> None:

@@ -121,8 +121,8 @@ class Plan(BackwardPlan):
 
     @property
     def dq_columns_at_once(self) -> int:
-        """Columns of dQ that a warp has in registers, where sums have no order: all, or what is left next to dK
-        and dV of two MMAs.
+        """Columns of dQ that a warp has in registers, where sums have no order: all, or what is left next
+        to dK and dV of two MMAs.
         """
         few = self.key_mmas > 1 and self.dq_columns % 32 == 0 and not self.features.deterministic
         return 32 if few else self.dq_columns

@@ -99,8 +99,8 @@ def forward_kernel(
 
 
 def _counted_anew(ctx: Context) -> Context:
-    """The context for the epilogue: with two MMAs of rows to a warp nothing that the prologue, too, finds from
-    the lane takes registers in between.
+    """The context for the epilogue: with two MMAs of rows to a warp nothing that the prologue, too, finds
+    from the lane takes registers in between.
     """
     if ctx.plan.row_mmas == 1 or ctx.plan.is_float32:
         return ctx
