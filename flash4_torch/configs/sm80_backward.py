@@ -29,10 +29,12 @@ class Row(NamedTuple):
     Dv: int
     config: Sm80Backward
     why: str
+    least: int = 0
+    """Bytes of shared memory that a CTA must be allowed, though it may need less."""
 
     def config_of(self, features: Features, shared_memory: int) -> Sm80Backward | None:
         """The config that serves the features, with rounded weights if they need registers, or None."""
-        if features.D > self.D or features.Dv > self.Dv:
+        if features.D > self.D or features.Dv > self.Dv or shared_memory < self.least:
             return None
         both = (self.config._replace(round_weights=rounded) for rounded in (False, True))
         return next((config for config in both if fits(features, config, shared_memory)), None)
@@ -42,11 +44,17 @@ class Row(NamedTuple):
 _Tiles = Sm80Backward
 _TABLE = (
     # D   Dv
+    Row(64, 64, _Tiles(4, 1, 64, 2), "56 KiB: two CTAs to an SM; on an H200 1.01 to 1.08 times as fast",
+        LARGE_BYTES),
     Row(64, 64, _Tiles(8, 1, 64, 2), "80 KiB: 128 keys for each block of rows, two warps a tensor core"),
     Row(64, 64, _Tiles(8, 2, 64, 2), "features that need registers: 2 to 31 spills with 128 keys"),
+    Row(128, 128, _Tiles(8, 2, 64, 2, key_mmas=2),
+        "162 KiB: Q and dO are read for 32 keys; on an H200 1.24 to 1.46 times as fast as for 16"),
     Row(128, 128, _Tiles(8, 2, 64, 2), "112 KiB; with 16 keys to a warp, 4 to 62 spills from 96 columns on"),
     Row(128, 128, _Tiles(8, 2, 64, 1), "80 KiB: two stages have no room"),
     Row(192, 192, _Tiles(8, 2, 64, 2), "160 KiB: dK and dV of 16 keys fit the registers of two warps"),
+    Row(256, 256, _Tiles(8, 4, 64, 1, key_mmas=2),
+        "145 KiB: Q and dO are read for 32 keys; on an H200 1.46 to 1.54 times as fast as for 16"),
     Row(256, 256, _Tiles(8, 4, 64, 1), "104 KiB, 80 KiB up to 192 columns; with 64 keys 7 to 36 spills"),
     Row(256, 256, _Tiles(4, 4, 64, 1), "84 KiB: 32 keys have no room"),
 )
@@ -62,6 +70,8 @@ _ACCUMULATORS_WITH_MORE, _ROUNDED = 72, 96
 """The same with masks, softcap or dropout, where warps share keys; and with rounded weights."""
 _ACCUMULATORS_WITH_MODS, _ROUNDED_WITH_MODS = 64, 80
 """The same with score_mod, mask_mod or a block mask."""
+_ACCUMULATORS_OF_TWO_MMAS = 192
+"""The same with two MMAs of keys to a warp, without any of these features."""
 _ORDER = 64
 """Registers that sums in order take next to these, where warps share keys."""
 
@@ -162,7 +172,11 @@ def has_registers(features: Features, config: Sm80Backward) -> bool:
     rows, shared = 2 * c.queries, c.column_warps
     if c.dq_warps == 1 and f.D > MAX_D_WITH_MORE and (f.mask or f.deterministic or any(f.mods)):
         return False  # dQ takes as many registers as all others together
-    accumulators = (tile_dim(f.D) + tile_dim(f.Dv) + rows) // (2 * shared)
+    accumulators = c.key_mmas * (tile_dim(f.D) + tile_dim(f.Dv) + rows) // (2 * shared)
+    if c.key_mmas > 1:
+        plain = not (f.mask or f.softcap or f.dropout or any(f.mods) or c.round_weights)
+        ordered = f.deterministic and max(f.D, f.Dv) > 128
+        return plain and not ordered and accumulators <= _ACCUMULATORS_OF_TWO_MMAS
     if any(f.mods):
         return shared > 1 and accumulators <= (
             _ROUNDED_WITH_MODS if c.round_weights else _ACCUMULATORS_WITH_MODS

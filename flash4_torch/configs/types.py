@@ -175,6 +175,8 @@ class Sm80Forward(NamedTuple):
     column_warps: int = 1
     """Warps that share rows: each computes the scores of some keys of a block, and some columns of O. If
     there are several, P goes through SMEM, and `row_mmas` is 1."""
+    loads_late: bool = False
+    """Copies of the next V begin after the MMAs of the scores."""
 
     @property
     def cluster(self) -> int:
@@ -352,11 +354,14 @@ class Sm80Backward(NamedTuple):
     """dS is computed from the rounded weights, which frees the registers of the unrounded ones."""
     ragged_k: bool = True
     """Sk may end inside a tile."""
+    key_mmas: int = 1
+    """MMAs of 16 keys side by side that a warp has: what it reads of Q and dO serves them all. With two there
+    is neither mask nor dropout."""
 
     @property
     def keys(self) -> int:
         """Keys of a tile."""
-        return 16 * self.warps // self.column_warps
+        return 16 * self.key_mmas * self.warps // self.column_warps
 
     @property
     def cluster(self) -> int:

@@ -68,6 +68,12 @@ STATICS = {
     "varlen, everything": static(
         128, 64, (8, 1, 64, 1), varlen=True, dropout=True, deterministic=True, **SOFTCAP, **WINDOW
     ),
+    "two MMAs": static(128, 128, (8, 2, 64, 2), key_mmas=2, **CAUSAL),
+    "two MMAs, wide": static(256, 200, (8, 4, 64, 1), "float16", key_mmas=2, left=True),
+    "two MMAs, in order": static(
+        96, 80, (4, 2, 64, 1), key_mmas=2, varlen=True, deterministic=True, **SOFTCAP, **WINDOW
+    ),
+    "two MMAs, alone": static(40, 64, (4, 1, 64, 2), "float16", key_mmas=2, ragged_k=False, **CAUSAL),
 }
 FLOAT32 = {
     "float32": static(64, 64, (4, 1, 64, 2), "float32", **CAUSAL),

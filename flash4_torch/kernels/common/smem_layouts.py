@@ -42,10 +42,10 @@ def chunk_of(columns: int) -> int:
     return next(chunk for chunk in (64, 32, 16) if columns % chunk == 0)
 
 
-def vector_address(stage: cute.Tensor, row: Int32, vector: Int32) -> Int32:
+def vector_address(stage: cute.Tensor, row: Int32, vector: Int32, part: int | None = None) -> Int32:
     """SMEM address of a row's vector of 16 bytes in a stage (rows, columns) of `row_major_layout`."""
     rows, columns = (cute.size(stage, mode=[i]) for i in range(2))
-    row_bytes = chunk_of(columns) * 2
+    row_bytes = chunk_of(part or columns) * 2
     vectors = row_bytes // 16
     inside = row * row_bytes
     # A swizzle flips the bits that number a vector by the bits from 7 on.

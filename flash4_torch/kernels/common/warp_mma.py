@@ -5,12 +5,16 @@ A warp has `len(S)` or `len(O)` blocks of 16 rows side by side: K and V are read
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Uint32
 from cutlass.cute.nvgpu import warp as warp_ops
 
 from .fragment import mma_fragment
+from .smem_layouts import chunk_of, vector_address
 
 ROWS = 16
 """Rows of an MMA."""
@@ -42,78 +46,141 @@ def operand_of(rounded: cute.Tensor, columns: int) -> cute.Tensor:
     return cute.make_tensor(rounded.iterator, layout)
 
 
-@cute.jit
-def scores(S: tuple[cute.Tensor, ...], own_q: cute.Tensor, own_k: cute.Tensor, lane: Int32) -> None:
-    """S = Q K^T, for own_q (16 * len(S), D) and own_k (keys, D) in SMEM."""
-    dtype = own_q.element_type
-    mma = mma_of(dtype)
-    lanes = mma.get_slice(lane)
-    atom = cute.make_copy_atom(warp_ops.LdMatrix8x8x16bOp(False, 4), dtype)
-    load_a = cute.make_tiled_copy_A(atom, mma).get_slice(lane)
-    load_b = cute.make_tiled_copy_B(atom, mma).get_slice(lane)
-    a, b = lanes.make_fragment_A(lanes.partition_A(own_q)), lanes.make_fragment_B(lanes.partition_B(own_k))
-    from_a, from_b = load_a.partition_S(own_q), load_b.partition_S(own_k)
-    to_a, to_b = load_a.retile(a), load_b.retile(b)
+class Matrix(NamedTuple):
+    """A matrix of 16-bit numbers in SMEM, of which a warp reads 16 x 16 at a time.
+
+    A lane computes one address. A swizzle flips bits of it for other columns of a chunk, and all else is
+    constants.
+    """
+
+    address: Int32
+    """Address of the lane's vector of the first 16 x 16."""
+    rows: int
+    """Rows of a chunk."""
+    chunk: int
+    """Columns of a chunk."""
+    transposed: bool
+    dtype: type
+
+    def read(self, row: int, column: int) -> tuple[Uint32, ...]:
+        """The lane's words of 16 rows and columns as they lie in SMEM, from these multiples of 16 on."""
+        chunk, inside = divmod(column, self.chunk)
+        offset = (chunk * self.rows + row) * 2 * self.chunk
+        turn = ".trans" if self.transposed else ""
+        return cute.arch.inline_ptx(
+            f"ldmatrix.sync.aligned.m8n8.x4{turn}.shared.b16 "
+            f"{{ {{$w0}}, {{$w1}}, {{$w2}}, {{$w3}} }}, [{{$r0}}+{offset}];",
+            write_only_types=[Uint32] * 4,
+            read_only_args=[self.address ^ (2 * inside) if inside else self.address],
+        )
+
+
+def left(
+    stage: cute.Tensor,
+    row: Int32,
+    lane: Int32,
+    *,
+    column: Int32 | int = 0,
+    part: int | None = None,
+    transposed: bool = False,
+) -> Matrix:
+    """A left operand in a stage (rows, columns), from a row and a column on; both are multiples of 16.
+
+    transposed: the operand's rows are the stage's columns.
+    part: columns that are an operand of their own in the stage's layout.
+    """
+    return _matrix(stage, row, column, part, lane, transposed, pairs_of_rows=not transposed)
+
+
+def right(
+    stage: cute.Tensor,
+    row: Int32,
+    lane: Int32,
+    *,
+    column: Int32 | int = 0,
+    part: int | None = None,
+    transposed: bool = False,
+) -> Matrix:
+    """The same of a right operand, whose rows are the columns of the product."""
+    return _matrix(stage, row, column, part, lane, transposed, pairs_of_rows=transposed)
+
+
+def _matrix(
+    stage: cute.Tensor,
+    row: Int32,
+    column: Int32 | int,
+    part: int | None,
+    lane: Int32,
+    transposed: bool,
+    pairs_of_rows: bool,
+) -> Matrix:
+    """pairs_of_rows: the second matrix of an ldmatrix is 8 rows on, and the third one 8 columns."""
+    eight, further = lane // 8 % 2, lane // 16
+    down, across = (eight, further) if pairs_of_rows else (further, eight)
+    address = vector_address(stage, row + lane % 8 + down * 8, column // 8 + across, part)
+    rows, columns = (cute.size(stage, mode=[i]) for i in range(2))
+    return Matrix(address, rows, chunk_of(part or columns), transposed, stage.element_type)
+
+
+def words_of(rounded: cute.Tensor, k: int) -> tuple[Uint32, ...]:
+    """Words of the k-th 16 columns of an accumulator's rounded numbers, as a left operand."""
+    words = cute.recast_tensor(
+        cute.make_tensor(rounded.iterator, cute.make_layout(cute.size(rounded))), Uint32
+    )
+    return tuple(words[4 * k + i] for i in range(4))
+
+
+def scores(S: tuple[cute.Tensor, ...], q: Matrix, k: Matrix, D: int) -> None:
+    """S = Q K^T, for Q (16 * len(S), D) and K (keys, D)."""
     for accumulator in S:
         accumulator.fill(0.0)
-    for k in cutlass.range_constexpr(cute.size(own_q, mode=[1]) // 16):
-        cute.copy(atom, from_a[None, None, k], to_a[None, None, k])
-        for n in cutlass.range_constexpr(cute.size(from_b, mode=[1])):
-            cute.copy(atom, from_b[None, n, k], to_b[None, n, k])
-            for m in cutlass.range_constexpr(len(S)):
-                one = cute.local_tile(a[None, None, k], (cute.size(a, mode=[0]), 1), (0, m))
-                _multiply(mma, S[m], one, b[None, None, k], n)
+    for d in range(0, D, 16):
+        a = [q.read(ROWS * m, d) for m in range(len(S))]
+        for n in range(_columns_of(S[0]) // 16):
+            _multiply(S, a, k.read(16 * n, d), n, k.dtype)
 
 
-@cute.jit
-def accumulate(
-    O: tuple[cute.Tensor, ...], P: tuple[cute.Tensor, ...], own_v: cute.Tensor, lane: Int32
-) -> None:
-    """O += P V, for operands P and own_v (Dv, keys) in SMEM, contiguous along Dv."""
-    dtype = own_v.element_type
-    mma = mma_of(dtype)
-    lanes = mma.get_slice(lane)
-    atom = cute.make_copy_atom(warp_ops.LdMatrix8x8x16bOp(True, 4), dtype)
-    load_b = cute.make_tiled_copy_B(atom, mma).get_slice(lane)
-    b = lanes.make_fragment_B(lanes.partition_B(own_v))
-    from_b, to_b = load_b.partition_S(own_v), load_b.retile(b)
-    for k in cutlass.range_constexpr(cute.size(own_v, mode=[1]) // 16):
-        for n in cutlass.range_constexpr(cute.size(from_b, mode=[1])):
-            cute.copy(atom, from_b[None, n, k], to_b[None, n, k])
-            for m in cutlass.range_constexpr(len(O)):
-                _multiply(mma, O[m], P[m][None, None, k], b[None, None, k], n)
+def accumulate(sums: tuple[cute.Tensor, ...], P: Callable[[int], Sequence], v: Matrix, keys: int) -> None:
+    """sums += P V, for V (keys, columns), transposed; P(k) are the words of 16 keys for each of the sums."""
+    for k in range(keys // 16):
+        a = P(k)
+        for n in range(_columns_of(sums[0]) // 16):
+            _multiply(sums, a, v.read(16 * k, 16 * n), n, v.dtype)
 
 
-@cute.jit
-def accumulate_from_smem(
-    sums: cute.Tensor, own_a: cute.Tensor, own_b: cute.Tensor, lane: Int32, a_turned: cutlass.Constexpr
-) -> None:
-    """sums += A B^T, for own_a (16, K) and own_b (N, K) in SMEM, the latter contiguous along N.
+def from_smem(a: Matrix, count: int) -> Callable[[int], Sequence]:
+    """Words of `count` times 16 rows of a left operand, for `accumulate`."""
 
-    a_turned: own_a is contiguous along its rows, otherwise along K.
-    """
-    dtype = own_a.element_type
-    mma = mma_of(dtype)
-    lanes = mma.get_slice(lane)
-    load = cute.make_copy_atom(warp_ops.LdMatrix8x8x16bOp(a_turned, 4), dtype)
-    load_turned = cute.make_copy_atom(warp_ops.LdMatrix8x8x16bOp(True, 4), dtype)
-    load_a = cute.make_tiled_copy_A(load, mma).get_slice(lane)
-    load_b = cute.make_tiled_copy_B(load_turned, mma).get_slice(lane)
-    a, b = lanes.make_fragment_A(lanes.partition_A(own_a)), lanes.make_fragment_B(lanes.partition_B(own_b))
-    from_a, from_b = load_a.partition_S(own_a), load_b.partition_S(own_b)
-    to_a, to_b = load_a.retile(a), load_b.retile(b)
-    for k in cutlass.range_constexpr(cute.size(own_a, mode=[1]) // 16):
-        cute.copy(load, from_a[None, None, k], to_a[None, None, k])
-        for n in cutlass.range_constexpr(cute.size(from_b, mode=[1])):
-            cute.copy(load_turned, from_b[None, n, k], to_b[None, n, k])
-            _multiply(mma, sums, a[None, None, k], b[None, None, k], n)
+    def words(k: int) -> Sequence:
+        return [a.read(16 * k, ROWS * m) if a.transposed else a.read(ROWS * m, 16 * k) for m in range(count)]
+
+    return words
 
 
-def _multiply(mma: cute.TiledMma, sums: cute.Tensor, a: cute.Tensor, b: cute.Tensor, n: int) -> None:
-    """Add the product with the n-th 16 columns of b, as many as an ldmatrix brings."""
-    own_sums = cute.local_tile(sums, (cute.size(sums, mode=[0]), 1, 2), (0, 0, n))
-    own_b = cute.local_tile(b, (cute.size(b, mode=[0]), 2), (0, n))
-    cute.gemm(mma, own_sums, a, own_b, own_sums)
+def from_registers(rounded: Sequence[cute.Tensor]) -> Callable[[int], Sequence]:
+    """Words of accumulators' rounded numbers, for `accumulate`."""
+    return lambda k: [words_of(numbers, k) for numbers in rounded]
+
+
+def _columns_of(accumulator: cute.Tensor) -> int:
+    return cute.size(accumulator) * 32 // ROWS
+
+
+def _multiply(sums: tuple[cute.Tensor, ...], a: Sequence, b: tuple[Uint32, ...], n: int, dtype: type) -> None:
+    """Add the products with the n-th 16 columns, as many as an ldmatrix brings."""
+    kind = "bf16" if dtype is cutlass.BFloat16 else "f16"
+    for i in range(2):
+        for accumulator, words in zip(sums, a, strict=True):
+            own = cute.make_tensor(accumulator.iterator + 4 * (2 * n + i), cute.make_layout(4))
+            added = cute.arch.inline_ptx(
+                f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
+                " { {$w0}, {$w1}, {$w2}, {$w3} }, { {$r0}, {$r1}, {$r2}, {$r3} },"
+                " { {$r4}, {$r5} }, { {$r6}, {$r7}, {$r8}, {$r9} };",
+                write_only_types=[Float32] * 4,
+                read_only_args=[*words, *b[2 * i : 2 * i + 2], *(own[j] for j in range(4))],
+            )
+            for j in range(4):
+                own[j] = added[j]
 
 
 @cute.jit

@@ -24,6 +24,9 @@ class Sequence(NamedTuple):
     length: Int32
     head: Int32
     batch: Int32
+    reads_stride_anew: bool = False
+    """Whether each block's addresses begin with the stride itself: multiples that outlive a block take
+    registers."""
 
 
 class Visit(NamedTuple):
@@ -72,6 +75,9 @@ def load_part(
 ) -> None:
     source, rows = of.rows, cute.size(stage, mode=[0])
     pitch = stride_bytes(source, 0)
+    if of.reads_stride_anew:
+        move = "mov.b64 {$w0}, {$r0};"
+        pitch = cute.arch.inline_ptx(move, write_only_types=[Int64], read_only_args=[pitch])
     own = own_row(stage, warp)
     # What does not change from block to block comes first in the sum.
     start = address(source, (of.offset, 0, of.head, of.batch))

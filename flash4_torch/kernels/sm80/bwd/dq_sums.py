@@ -10,7 +10,6 @@ from ...common import warp_mma, warp_tf32
 from ...common.bwd import dq_semaphore, tiles
 from ...common.bwd.dq_blocks import THREADS
 from ...common.warps import WARP
-from ..rows import swapped
 from .context import Context
 from .state import BlockState, TileState, make_sums
 
@@ -23,30 +22,53 @@ _FLOAT = 4
 @cute.jit
 def add_dq(ctx: Context, work: TileState, own: BlockState) -> None:
     """dQ += dS K, of which the warp has 16 rows, or some columns of them."""
-    plan = ctx.plan
-    dQ = make_sums(plan, plan.dq_columns)
+    plan, block = ctx.plan, _block_index(ctx, own)
     strip, part = ctx.warp % plan.dq_strips, ctx.warp // plan.dq_strips
-    if cutlass.const_expr(plan.is_float32):
-        dS = warp_tf32.from_rows(warp_tf32.Rows(ctx.sdS, strip * warp_mma.ROWS), ctx.lane)
-        keys = warp_tf32.Columns(ctx.sK, part * plan.dq_columns)
-        warp_tf32.accumulate((dQ,), (), (dS,), keys, ctx.lane, plan.tf32_method)
-    else:
-        dS = cute.local_tile(swapped(ctx.sdS), (warp_mma.ROWS, plan.keys), (strip, 0))
-        keys = cute.local_tile(swapped(ctx.sK), (plan.dq_columns, plan.keys), (part, 0))
-        warp_mma.accumulate_from_smem(dQ, dS, keys, ctx.lane, True)
-    block = _block_index(ctx, own)
     if cutlass.const_expr(plan.features.deterministic):
+        dQ = _products(ctx, strip, part * plan.dq_columns, plan.dq_columns)
         step = dq_semaphore.step_of(ctx, work.order, own.n, block, True)
         if (ctx.warp == 0) & (ctx.lane == 0):
             dq_semaphore.spin(step.address, step.awaited)
         cute.arch.sync_threads()
-        _add(ctx, dQ, block, strip, part)
+        _add(ctx, dQ, block, strip, part * plan.dq_columns)
         cute.arch.sync_threads()
         if (ctx.warp == 0) & (ctx.lane == 0):
             # All pieces at once.
             dq_semaphore.release(step.address, step.count + (plan.config.dq_pieces - 1))
     else:
-        _add(ctx, dQ, block, strip, part)
+        each = plan.dq_columns_at_once
+        # A loop, so that ptxas does not compute all columns before it adds the first ones.
+        for k in cutlass.range(plan.dq_columns // each, unroll=1):
+            column = part * plan.dq_columns + k * each
+            _add(ctx, _products(ctx, strip, column, each), block, strip, column)
+
+
+def _products(ctx: Context, strip: Int32, column: Int32, columns: int) -> cute.Tensor:
+    """dS K: 16 rows of dQ, and so many columns from one on."""
+    plan = ctx.plan
+    dQ = make_sums(plan, columns)
+    if plan.is_float32:
+        dS = warp_tf32.from_rows(warp_tf32.Rows(ctx.sdS, strip * warp_mma.ROWS), ctx.lane)
+        keys = warp_tf32.Columns(ctx.sK, column)
+        warp_tf32.accumulate(dQ, (), (dS,), keys, ctx.lane, plan.tf32_method)
+    else:
+        _accumulate(ctx, dQ, strip, column)
+    return dQ[0]
+
+
+@cute.jit
+def _accumulate(ctx: Context, dQ: tuple[cute.Tensor, ...], strip: Int32, column: Int32) -> None:
+    """Add all keys' products, of 16 bits; those of half of the keys at a time, where ptxas would read all
+    operands ahead.
+    """
+    plan = ctx.plan
+    row, each, part = strip * warp_mma.ROWS, plan.own_queries, plan.column_parts[0]
+    turns = 2 if plan.key_mmas > 1 and plan.dq_columns_at_once == plan.dq_columns else 1
+    for i in cutlass.range(turns, unroll=1):
+        first = i * (plan.keys // turns)
+        dS = warp_mma.left(ctx.sdS, first, ctx.lane, column=row, part=each, transposed=True)
+        keys = warp_mma.right(ctx.sK, first, ctx.lane, column=column, part=part, transposed=True)
+        warp_mma.accumulate(dQ, warp_mma.from_smem(dS, 1), keys, plan.keys // turns)
 
 
 @cute.jit
@@ -57,10 +79,12 @@ def _block_index(ctx: Context, own: BlockState) -> Int64:
 
 
 @cute.jit
-def _add(ctx: Context, dQ: cute.Tensor, block: Int64, strip: Int32, part: Int32) -> None:
-    """Add the warp's registers, in the layout of `dq_blocks`: each to 128 neighbouring bytes."""
+def _add(ctx: Context, dQ: cute.Tensor, block: Int64, strip: Int32, column: Int32) -> None:
+    """Add the warp's registers, from a column on, in the layout of `dq_blocks`: each to 128 neighbouring
+    bytes.
+    """
     blocks = ctx.plan.blocks
-    band, chunk = strip // _STRIPS, part * (ctx.plan.dq_columns // 8)
+    band, chunk = strip // _STRIPS, column // 8
     first = (band * (blocks.columns // 8) + chunk) * (4 * THREADS) + strip % _STRIPS * WARP + ctx.lane
     place = (ctx.dq_acc.iterator + (block * blocks.floats + first)).toint()
     for i in cutlass.range_constexpr(cute.size(dQ)):

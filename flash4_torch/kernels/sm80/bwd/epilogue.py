@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 
 from ...common import warp_mma, warp_tf32
 from ...common.bwd.stores import store_rows
@@ -22,8 +22,8 @@ def epilogue(ctx: Context, t: Thread, tile: Tile) -> None:
     cute.arch.sync_threads()
     keep_scale = ctx.params.keep_scale if plan.features.dropout else Float32(1.0)
     if cutlass.const_expr(plan.is_float32):
-        _store_vectors(ctx, t.dV, keep_scale, ctx.dv, plan.features.Dv, tile)
-        _store_vectors(ctx, t.dK, ctx.params.scale, ctx.dk, plan.features.D, tile)
+        _store_vectors(ctx, t.dV[0], keep_scale, ctx.dv, plan.features.Dv, tile)
+        _store_vectors(ctx, t.dK[0], ctx.params.scale, ctx.dk, plan.features.D, tile)
     else:
         _store_staged(ctx, t, keep_scale, tile)
 
@@ -58,24 +58,26 @@ def _store_vectors(
 def _store_staged(ctx: Context, t: Thread, keep_scale: Float32, tile: Tile) -> None:
     """Store 16-bit gradients through the memory of K and V."""
     plan = ctx.plan
-    _stage(ctx, t.dV, keep_scale, ctx.sV)
-    _stage(ctx, t.dK, ctx.params.scale, ctx.sK)
+    for m in cutlass.range_constexpr(plan.key_mmas):
+        place = ctx.key_warp * plan.key_mmas + m
+        _stage(ctx, t.dV[m], keep_scale, ctx.sV, place)
+        _stage(ctx, t.dK[m], ctx.params.scale, ctx.sK, place)
     if cutlass.const_expr(plan.column_warps > 1):
         cute.arch.sync_threads()
     else:
         cute.arch.sync_warp()
-    rows = warp_mma.ROWS // plan.column_warps
+    rows = plan.warp_keys // plan.column_warps
     store_rows(ctx, ctx.dv, plan.features.Dv, ctx.sV, tile, ctx.warp, rows, ctx.lane)
     store_rows(ctx, ctx.dk, plan.features.D, ctx.sK, tile, ctx.warp, rows, ctx.lane)
 
 
 @cute.jit
-def _stage(ctx: Context, gradient: cute.Tensor, scale: Float32, stage: cute.Tensor) -> None:
-    """Scale and round a gradient, and write it to the rows of the warp's keys."""
+def _stage(ctx: Context, gradient: cute.Tensor, scale: Float32, stage: cute.Tensor, place: Int32) -> None:
+    """Scale and round a gradient of 16 keys, and write it to the place-th 16 rows."""
     for i in cutlass.range_constexpr(cute.size(gradient)):
         gradient[i] = gradient[i] * scale
     rounded = cute.make_rmem_tensor(gradient.layout, ctx.plan.dtype)
     round_to(gradient, rounded)
     tiler = (warp_mma.ROWS, cute.size(stage, mode=[1]) // ctx.plan.column_warps)
-    target = cute.local_tile(stage, tiler, (ctx.key_warp, ctx.column_warp))
+    target = cute.local_tile(stage, tiler, (place, ctx.column_warp))
     warp_mma.store_to_smem(rounded, target, ctx.lane)

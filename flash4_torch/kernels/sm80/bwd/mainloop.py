@@ -9,7 +9,6 @@ from cutlass import Boolean, Int32
 from ...common import dropout, warp_mma, warp_tf32
 from ...common.bwd import tiles
 from ...common.bwd.tiles import Tile
-from ..rows import swapped
 from .context import Context
 from .dq_sums import add_dq
 from .load import load_kv, load_rows
@@ -20,7 +19,7 @@ from .weights import differentiate, dropped, generate_keep_bits, head_of, mask_w
 def make_thread(ctx: Context) -> Thread:
     """Sums of nothing yet."""
     plan, each = ctx.plan, ctx.plan.column_warps
-    return Thread(*(make_sums(plan, n // each) for n in (plan.D, plan.Dv)))
+    return Thread(*(make_sums(plan, n // each, plan.key_mmas) for n in (plan.D, plan.Dv)))
 
 
 @cute.jit
@@ -59,98 +58,95 @@ def mainloop(ctx: Context, t: Thread, tile: Tile) -> None:
         blocks = (*blocks[1:], further)
 
 
-@cute.jit
 def _to_dk(
     ctx: Context, t: Thread, work: TileState, block: Block, own: BlockState, mask: tuple, stage: Int32
 ) -> None:
     """A block's share of dV and dK. At the end dS is in SMEM; Q and dO have been used, if no warps share."""
     plan = ctx.plan
     sQ, sdO = ctx.sQ[None, None, stage], ctx.sdO[None, None, stage]
-    S, dP = (make_sums(plan, plan.own_queries, filled=False) for _ in range(2))
-    _scores(ctx, S, ctx.sK, sQ)
-    probs = recompute_p(ctx, work, block, own, S, mask, stage)
-    _scores(ctx, dP, ctx.sV, sdO)
-    P = dropped(ctx, probs)
-    if cutlass.const_expr(plan.shares_weights):
+    S, dP = (make_sums(plan, plan.own_queries, plan.key_mmas, filled=False) for _ in range(2))
+    mmas = range(plan.key_mmas)
+    _scores(ctx, S, ctx.sK, sQ, plan.D, plan.column_parts[0])
+    probs = [recompute_p(ctx, work.of_mma(m), block, own, S[m], mask, stage) for m in mmas]
+    _scores(ctx, dP, ctx.sV, sdO, plan.Dv, plan.column_parts[1])
+    P = [dropped(ctx, of_keys) for of_keys in probs]
+    if plan.shares_weights:
         _store(ctx, P, ctx.sP)
     else:
-        _accumulate(ctx, t.dV, S, P, sdO)
-    dS = differentiate(ctx, work, own, probs, S, dP, stage)
+        _accumulate(ctx, t.dV, P, sdO, plan.column_parts[1])
+    dS = [differentiate(ctx, work.of_mma(m), own, probs[m], S[m], dP[m], stage) for m in mmas]
     _store(ctx, dS, ctx.sdS)
-    if cutlass.const_expr(not plan.shares_weights):
-        _accumulate(ctx, t.dK, S, dS, sQ)
+    if not plan.shares_weights:
+        _accumulate(ctx, t.dK, dS, sQ, plan.column_parts[0])
     cute.arch.sync_threads()
-    if cutlass.const_expr(plan.shares_weights):
-        for sums, weights, rows in ((t.dV, ctx.sP, sdO), (t.dK, ctx.sdS, sQ)):
-            _accumulate_shared(ctx, sums, weights, rows)
+    if plan.shares_weights:
+        _accumulate_shared(ctx, t.dV, ctx.sP, sdO, plan.column_parts[1])
+        _accumulate_shared(ctx, t.dK, ctx.sdS, sQ, plan.column_parts[0])
 
 
-@cute.jit
-def _scores(ctx: Context, S: cute.Tensor, of_keys: cute.Tensor, of_queries: cute.Tensor) -> None:
+def _scores(ctx: Context, S: tuple, of_keys: cute.Tensor, of_queries: cute.Tensor, D: int, part: int) -> None:
     """Products of the warp's keys with the queries for which it computes scores."""
-    if cutlass.const_expr(ctx.plan.is_float32):
-        keys = warp_tf32.Rows(of_keys, ctx.key_warp * warp_mma.ROWS)
-        queries = warp_tf32.Rows(of_queries, ctx.column_warp * ctx.plan.own_queries)
-        warp_tf32.scores((S,), keys, queries, ctx.lane, ctx.plan.tf32_method)
+    plan, key, query = ctx.plan, _first_key(ctx), ctx.column_warp * ctx.plan.own_queries
+    if plan.is_float32:
+        keys, queries = warp_tf32.Rows(of_keys, key), warp_tf32.Rows(of_queries, query)
+        warp_tf32.scores(S, keys, queries, ctx.lane, plan.tf32_method)
     else:
-        warp_mma.scores((S,), _own_keys(ctx, of_keys), _own_queries(ctx, of_queries), ctx.lane)
+        keys = warp_mma.left(of_keys, key, ctx.lane, part=part)
+        queries = warp_mma.right(of_queries, query, ctx.lane, part=part)
+        warp_mma.scores(S, keys, queries, D)
 
 
-@cute.jit
-def _store(ctx: Context, weights: cute.Tensor, target: cute.Tensor) -> None:
+def _store(ctx: Context, weights: list[cute.Tensor], target: cute.Tensor) -> None:
     """Store the warp's part of P or dS."""
-    if cutlass.const_expr(ctx.plan.is_float32):
-        row, first = ctx.column_warp * ctx.plan.own_queries, ctx.key_warp * warp_mma.ROWS
-        warp_tf32.store_columns(weights, target, row, first, ctx.lane)
+    plan = ctx.plan
+    for m, numbers in enumerate(weights):
+        if plan.is_float32:
+            row = ctx.column_warp * plan.own_queries
+            warp_tf32.store_columns(numbers, target, row, _first_key(ctx), ctx.lane)
+        else:
+            tiler, place = (warp_mma.ROWS, plan.own_queries), ctx.key_warp * plan.key_mmas + m
+            warp_mma.store_to_smem(
+                numbers, cute.local_tile(target, tiler, (place, ctx.column_warp)), ctx.lane
+            )
+
+
+def _accumulate(ctx: Context, sums: tuple, weights: list[cute.Tensor], rows: cute.Tensor, part: int) -> None:
+    """Add the products of the warp's weights of all queries, from registers, with rows of queries."""
+    plan = ctx.plan
+    if plan.is_float32:
+        left = tuple(warp_tf32.InRegisters(numbers) for numbers in weights)
+        right = warp_tf32.Columns(rows, Int32(0))
+        warp_tf32.accumulate(sums, (), left, right, ctx.lane, plan.tf32_method)
     else:
-        tiler = (warp_mma.ROWS, ctx.plan.own_queries)
-        own = cute.local_tile(target, tiler, (ctx.key_warp, ctx.column_warp))
-        warp_mma.store_to_smem(weights, own, ctx.lane)
+        right = warp_mma.right(rows, Int32(0), ctx.lane, part=part, transposed=True)
+        warp_mma.accumulate(sums, warp_mma.from_registers(weights), right, plan.queries)
 
 
-@cute.jit
-def _accumulate(
-    ctx: Context, sums: cute.Tensor, S: cute.Tensor, weights: cute.Tensor, rows: cute.Tensor
-) -> None:
-    """Add the products of the warp's weights of all queries, in the order of S, with rows of queries."""
-    if cutlass.const_expr(ctx.plan.is_float32):
-        left, right = warp_tf32.InRegisters(weights), warp_tf32.Columns(rows, Int32(0))
-        warp_tf32.accumulate((sums,), (), (left,), right, ctx.lane, ctx.plan.tf32_method)
-    else:
-        operand = warp_mma.operand_of(weights, ctx.plan.own_queries)
-        warp_mma.accumulate((sums,), (operand,), swapped(rows), ctx.lane)
-
-
-@cute.jit
-def _accumulate_shared(ctx: Context, sums: cute.Tensor, weights: cute.Tensor, rows: cute.Tensor) -> None:
+def _accumulate_shared(ctx: Context, sums: tuple, weights: cute.Tensor, rows: cute.Tensor, part: int) -> None:
     """Add the products of the warp's keys' weights, in SMEM, with the warp's columns of rows of queries."""
     plan = ctx.plan
-    if cutlass.const_expr(plan.is_float32):
-        left = warp_tf32.from_columns(weights, ctx.key_warp * warp_mma.ROWS, ctx.lane)
+    if plan.is_float32:
+        left = warp_tf32.from_columns(weights, _first_key(ctx), ctx.lane)
         columns = cute.size(rows, mode=[1]) // 2 // plan.column_warps
         right = warp_tf32.Columns(rows, ctx.column_warp * columns)
-        warp_tf32.accumulate((sums,), (), (left,), right, ctx.lane, plan.tf32_method)
+        warp_tf32.accumulate(sums, (), (left,), right, ctx.lane, plan.tf32_method)
     else:
-        columns = cute.size(rows, mode=[1]) // plan.column_warps
-        part = cute.local_tile(swapped(rows), (columns, plan.queries), (ctx.column_warp, 0))
-        warp_mma.accumulate_from_smem(sums, _own_keys(ctx, weights), part, ctx.lane, False)
+        column = ctx.column_warp * (cute.size(rows, mode=[1]) // plan.column_warps)
+        left = warp_mma.left(weights, _first_key(ctx), ctx.lane, part=plan.own_queries)
+        right = warp_mma.right(rows, Int32(0), ctx.lane, column=column, part=part, transposed=True)
+        warp_mma.accumulate(sums, warp_mma.from_smem(left, plan.key_mmas), right, plan.queries)
 
 
-def _own_keys(ctx: Context, x: cute.Tensor) -> cute.Tensor:
-    """The rows of the warp's 16 keys."""
-    return cute.local_tile(x, (warp_mma.ROWS, cute.size(x, mode=[1])), (ctx.key_warp, 0))
-
-
-def _own_queries(ctx: Context, x: cute.Tensor) -> cute.Tensor:
-    """The rows of the queries for which the warp computes scores."""
-    return cute.local_tile(x, (ctx.plan.own_queries, cute.size(x, mode=[1])), (ctx.column_warp, 0))
+def _first_key(ctx: Context) -> Int32:
+    """The first of the warp's keys in the tile."""
+    return ctx.key_warp * ctx.plan.warp_keys
 
 
 @cute.jit
 def _work(ctx: Context, tile: Tile) -> TileState:
     plan = ctx.plan
     band, span = tiles.band_of(ctx, tile), tiles.span_of(ctx, tile)
-    first = tile.index * plan.keys + ctx.key_warp * warp_mma.ROWS + ctx.lane // warp_mma.LANES
+    first = tile.index * plan.keys + _first_key(ctx) + ctx.lane // warp_mma.LANES
     order, philox = None, None
     if cutlass.const_expr(plan.features.deterministic):
         order = tiles.order_of(ctx, tile)

@@ -64,6 +64,11 @@ class Plan(BackwardPlan):
         return 2 * columns if self.is_float32 else columns
 
     @property
+    def column_parts(self) -> tuple[int, int]:
+        """Columns of Q and K, and of dO and V, that are an operand of their own."""
+        return tuple(n // parts for n, parts in zip((self.D, self.Dv), self.parts, strict=True))
+
+    @property
     def parts(self) -> tuple[int, int]:
         """Parts of the columns of Q and K, and of dO and V, that have layouts of their own."""
         return (1, 1) if self.is_float32 else (self.config.q_parts, self.column_warps)
@@ -86,6 +91,15 @@ class Plan(BackwardPlan):
         return self.config.column_warps
 
     @property
+    def key_mmas(self) -> int:
+        return self.config.key_mmas
+
+    @property
+    def warp_keys(self) -> int:
+        """Keys of a warp, or of several that share them."""
+        return self.key_mmas * warp_mma.ROWS
+
+    @property
     def own_queries(self) -> int:
         """Queries of a block whose scores a warp computes."""
         return self.queries // self.column_warps
@@ -104,6 +118,14 @@ class Plan(BackwardPlan):
     def dq_columns(self) -> int:
         """Columns of dQ that a warp computes."""
         return self.D // self.config.dq_warps
+
+    @property
+    def dq_columns_at_once(self) -> int:
+        """Columns of dQ that a warp has in registers, where sums have no order: all, or what is left next
+        to dK and dV of two MMAs.
+        """
+        few = self.key_mmas > 1 and self.dq_columns % 32 == 0 and not self.features.deterministic
+        return 32 if few else self.dq_columns
 
     @property
     def stages(self) -> int:
@@ -138,6 +160,7 @@ class Plan(BackwardPlan):
         assert f.D % 8 == 0 and f.Dv % 8 == 0 and 8 <= min(f.D, f.Dv) and max(f.D, f.Dv) <= 256
         assert not (f.is_float32 and any(f.mods)) and (f.is_float32 or not f.tf32)
         assert c.queries in (64, 128) and c.column_warps in (1, 2, 4) and c.warps in (2, 4, 8)
+        assert c.key_mmas in (1, 2) and not (c.key_mmas > 1 and (f.is_float32 or f.mask or f.dropout))
         assert c.warps >= c.column_warps and 16 * c.warps % c.queries == 0, "dQ is not shared out evenly"
         assert c.stages >= 1 and (f.float_mask or not f.dmask)
         assert bool(f.mods.score_mod) == bool(f.mods.derivative) and not (any(f.mods) and f.mask)

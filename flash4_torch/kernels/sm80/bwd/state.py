@@ -14,20 +14,21 @@ from .plan import Plan
 
 
 class Thread(NamedTuple):
-    """What a thread keeps in registers from block to block."""
+    """What a thread keeps in registers from block to block, for each of the warp's MMAs of 16 keys."""
 
-    dK: cute.Tensor
-    dV: cute.Tensor
+    dK: tuple[cute.Tensor, ...]
+    dV: tuple[cute.Tensor, ...]
 
 
-def make_sums(plan: Plan, columns: int, filled: bool = True) -> cute.Tensor:
-    """An accumulator of 16 rows, `filled` with zeros."""
+def make_sums(plan: Plan, columns: int, count: int = 1, filled: bool = True) -> tuple[cute.Tensor, ...]:
+    """Accumulators of 16 rows each, `filled` with zeros."""
     if plan.is_float32:
-        (sums,) = warp_tf32.make_accumulators(1, columns)
+        sums = warp_tf32.make_accumulators(count, columns)
     else:
-        (sums,) = warp_mma.make_accumulators(plan.dtype, 1, columns)
+        sums = warp_mma.make_accumulators(plan.dtype, count, columns)
     if filled:
-        sums.fill(0.0)
+        for accumulator in sums:
+            accumulator.fill(0.0)
     return sums
 
 
@@ -51,9 +52,15 @@ class TileState(NamedTuple):
     full: Span
     """Blocks that neither the band nor the end of Sk makes partial."""
     positions: tuple[Int32, Int32]
-    """Positions of the thread's keys."""
+    """Positions of the thread's keys in its first MMA."""
     order: DqOrder | None
     philox: dropout.Dropout | None
+
+    def of_mma(self, m: int) -> TileState:
+        """The tile with the thread's keys in its m-th MMA."""
+        first, second = self.positions
+        further = m * warp_mma.ROWS
+        return self._replace(positions=(first + further, second + further)) if m else self
 
 
 class BlockState(NamedTuple):

@@ -48,7 +48,9 @@ def load_v(ctx: Context, tile: Tile, n: Int32, i: Int32, count: Int32, stage: In
 
 
 def _keys(ctx: Context, tile: Tile, rows: cute.Tensor) -> Sequence:
-    return Sequence(rows, tile.k_offset, tile.Sk, tile.kv_head, _batch(ctx, tile))
+    where = tile.k_offset, tile.Sk, tile.kv_head, _batch(ctx, tile)
+    # ptxas has registers to spare for one MMA of rows, but not for two.
+    return Sequence(rows, *where, reads_stride_anew=ctx.plan.row_mmas > 1 and not ctx.plan.is_float32)
 
 
 def _batch(ctx: Context, tile: Tile) -> Int32:

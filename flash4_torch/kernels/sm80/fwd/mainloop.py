@@ -67,9 +67,13 @@ def mainloop(ctx: Context, t: Thread, tile: Tile) -> None:
         cute.arch.cp_async_wait_group(plan.groups_in_flight)
         # This block's K is there, and all warps have used the V before it.
         cute.arch.sync_threads()
-        load_v(ctx, tile, now[-1].n, i + (stages - 1), count, freed)
-        cute.arch.cp_async_commit_group()
+        if cutlass.const_expr(not plan.config.loads_late):
+            load_v(ctx, tile, now[-1].n, i + (stages - 1), count, freed)
+            cute.arch.cp_async_commit_group()
         _scores(ctx, t, stage)
+        if cutlass.const_expr(plan.config.loads_late):
+            load_v(ctx, tile, now[-1].n, i + (stages - 1), count, freed)
+            cute.arch.cp_async_commit_group()
         bases = ()
         if cutlass.const_expr(plan.shares_rows):
             bases = _mask_scores(ctx, t, work, now[0], words)
@@ -168,9 +172,9 @@ def _scores(ctx: Context, t: Thread, stage: Int32) -> None:
         own_k = warp_tf32.Rows(keys, _first_key(ctx))
         warp_tf32.scores(t.S, own_q, own_k, ctx.lane, plan.tf32_method)
     else:
-        own_q = cute.local_tile(ctx.sQ, (plan.warp_rows, plan.D), (ctx.row_warp, 0))
-        own_k = cute.local_tile(keys, (plan.own_keys, plan.D), (ctx.column_warp, 0))
-        warp_mma.scores(t.S, own_q, own_k, ctx.lane)
+        own_q = warp_mma.left(ctx.sQ, ctx.row_warp * plan.warp_rows, ctx.lane)
+        own_k = warp_mma.right(keys, _first_key(ctx), ctx.lane)
+        warp_mma.scores(t.S, own_q, own_k, plan.D)
 
 
 @cute.jit
@@ -250,40 +254,43 @@ def _join_sums(ctx: Context, t: Thread) -> None:
         sums[r] = total if ctx.lane % warp_mma.LANES == 0 else Float32(0.0)
 
 
-@cute.jit
 def _attend(ctx: Context, t: Thread, stage: Int32, bases: tuple) -> None:
     """Turn the scores of a block into weights, P, and O += P V."""
     plan = ctx.plan
     scale, method = scores.softmax_scale(ctx.params, plan.features), plan.softmax
-    operands, factors = [], []
-    for m in cutlass.range_constexpr(plan.row_mmas):
-        values = warp_mma.rows_of(t.S[m])
-        update = _update(ctx, t, m, bases[m])
-        softmax.exp2_columns(values, t.rows[m], update, scale, method, 0, cute.size(values, mode=[1]))
-        if cutlass.const_expr(plan.is_float32):
+    factors, operands = [], []
+    for m in range(plan.row_mmas):
+        rows, update = warp_mma.rows_of(t.S[m]), _update(ctx, t, m, bases[m])
+        softmax.exp2_columns(rows, t.rows[m], update, scale, method, 0, cute.size(rows, mode=[1]))
+        if plan.is_float32:
             factors.append(update.factors)
         else:
             softmax.rescale_output(warp_mma.rows_of(t.O[m]), update.factors, method)
         weights = cute.make_rmem_tensor(t.S[m].layout, plan.dtype)
         round_to(t.S[m], weights)
-        if cutlass.const_expr(plan.features.dropout):
+        if plan.features.dropout:
             keep_bits = dropout.take(ctx.sKeepBits[None, None, m, ctx.warp], ctx.lane)
             dropout.QueryRows.drop(weights, keep_bits)
-        if cutlass.const_expr(plan.shares_rows):
+        if plan.shares_rows:
             operands.append(_share(ctx, weights))
-        elif cutlass.const_expr(plan.is_float32):
+        elif plan.is_float32:
             operands.append(warp_tf32.InRegisters(weights))
         else:
-            operands.append(warp_mma.operand_of(weights, plan.keys))
+            operands.append(weights)
     values = ctx.sV[None, None, stage]
-    if cutlass.const_expr(plan.is_float32):
+    if plan.is_float32:
         own_values = warp_tf32.Columns(swapped(values), ctx.column_warp * plan.own_columns)
         warp_tf32.accumulate(t.O, factors, operands, own_values, ctx.lane, plan.tf32_method)
-    elif cutlass.const_expr(plan.shares_rows):
-        own_values = cute.local_tile(values, (plan.own_columns, plan.keys), (ctx.column_warp, 0))
-        warp_mma.accumulate_from_smem(t.O[0], operands[0], own_values, ctx.lane, False)
+        return
+    column = ctx.column_warp * plan.own_columns
+    own_values = warp_mma.right(
+        swapped(values), Int32(0), ctx.lane, column=column, part=plan.own_columns, transposed=True
+    )
+    if plan.shares_rows:
+        own_weights = warp_mma.from_smem(operands[0], 1)
     else:
-        warp_mma.accumulate(t.O, tuple(operands), values, ctx.lane)
+        own_weights = warp_mma.from_registers(operands)
+    warp_mma.accumulate(t.O, own_weights, own_values, plan.keys)
 
 
 def _share(ctx: Context, weights: cute.Tensor):
@@ -297,7 +304,7 @@ def _share(ctx: Context, weights: cute.Tensor):
     cute.arch.sync_threads()
     if plan.is_float32:
         return warp_tf32.from_rows(warp_tf32.Rows(ctx.sP, first), ctx.lane)
-    return cute.local_tile(ctx.sP, (warp_mma.ROWS, plan.keys), (ctx.row_warp, 0))
+    return warp_mma.left(ctx.sP, first, ctx.lane, part=plan.own_keys)
 
 
 @cute.jit

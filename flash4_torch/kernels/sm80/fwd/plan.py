@@ -76,7 +76,7 @@ class Plan(ForwardPlan):
         """Whether numbers of blocks are counted anew in each turn, and none is kept for the next: three
         products have no registers to spare (ptxas.md, P17).
         """
-        return self.features.is_exact and not self.features.lists_blocks
+        return (self.features.is_exact or self.row_mmas > 1) and not self.features.lists_blocks
 
     @property
     def staged_dtype(self) -> type:
