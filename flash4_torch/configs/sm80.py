@@ -22,7 +22,7 @@ LARGE_BYTES, SMALL_BYTES = 163 * 1024, 99 * 1024
 _ACCUMULATORS = 160
 _ACCUMULATORS_WITH_MORE = 144
 _ACCUMULATORS_WITH_MODS, _KEYS_WITH_MODS, _KEYS_WITH_MODS_AND_DROPOUT = 128, 3, 5
-_ACCUMULATORS_OF_TWO_MMAS = 160
+_ACCUMULATORS_OF_TWO_MMAS, _ACCUMULATORS_OF_TWO_MMAS_WITH_MORE = 160, 128
 _ACCUMULATORS_AND_KEYS = 160
 """Registers that O and S may take next to what else a thread needs: fitted to what spilled. The last limit is
 for dropout, where a block's keys count three times."""
@@ -94,7 +94,9 @@ _LARGE = (
 )
 _SMALL = (
     *_OF_64,
-    *_OF_96,
+    _OF_96[0],
+    Row(96, 96, None, _Tiles(4, 2, 32, 2),
+        "48 KiB, two CTAs to an SM; with 64 keys 2 spills for sm_120a; on an H200 0.94 to 1.01"),
     *_OF_128,
     Row(192, 192, 64, _Tiles(4, 1, 64, 1), _FEW),
     Row(192, 192, None, _Tiles(8, 1, 64, 1), "96 KiB: two stages have no room"),
@@ -208,7 +210,10 @@ def has_registers(features: Features, config: Sm80Forward) -> bool:
         return False
     if config.row_mmas > 1:
         plain = not (f.mask or f.softcap or f.dropout or any(f.mods))
-        return plain and config.row_mmas * (Dv + keys) // 2 <= _ACCUMULATORS_OF_TWO_MMAS
+        accumulators = config.row_mmas * (Dv + keys) // 2
+        if f.varlen and f.sinks:
+            return plain and accumulators <= _ACCUMULATORS_OF_TWO_MMAS_WITH_MORE
+        return plain and accumulators <= _ACCUMULATORS_OF_TWO_MMAS
     if any(f.mods):
         times = _KEYS_WITH_MODS_AND_DROPOUT if f.dropout else _KEYS_WITH_MODS
         return (Dv + times * keys) // 2 <= _ACCUMULATORS_WITH_MODS or keys == _FEWEST_KEYS
