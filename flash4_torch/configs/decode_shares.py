@@ -33,8 +33,8 @@ what their data sheets say of memory for each SM."""
 _LEAST_UNEVEN = 1.05
 """Factor of the time to read, if not every SM has two CTAs all the time."""
 _KEPT_FACTOR, _UNEVEN_GROUPS, _SEVERAL_GROUPS_US = 1.35, 0.5, 2.5
-"""Of groups: a factor of the time of a CTA that keeps four splits for its cluster; one of the time to read,
-for SMs with one CTA where others have two; and what a CTA loses that has several groups."""
+"""A factor, where there are groups, of the time of a CTA that keeps four splits for its cluster; one of the
+time to read, for SMs with one CTA where others have two; and what a CTA loses that has several groups."""
 _MERGE_US, _PARTS_US, _VECTOR_US = 1.1, 1.5, 0.07
 """Time of a merge in a cluster; of one through global memory, and for each vector of it that a thread loads.
 """

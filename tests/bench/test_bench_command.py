@@ -226,6 +226,7 @@ def test_bench_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixtu
         "rounds": 2,
         "cells": {"S": ["24"]},
         "budget": 600,
+        "max_autotune": False,
     }
     assert info.versions().items() <= document["versions"].items()
     assert {"cuDNN", "flash-attn-4", "FlashAttention-3"} <= set(document["versions"])
@@ -804,7 +805,7 @@ def test_flex_leaves_out_whoever_is_wrong(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_flex_counterparts_without_functions_compute_the_cell() -> None:
-    """At lengths of models, where there are such counterparts."""
+    """Counterparts are drawn at the lengths of models, where there are any."""
     settings = Settings("cpu")
     for mod in ("causal", "sliding_window", "documents", "softcap"):
         cell = flex.Cell(mod, 8, 1408, 1, 2)

@@ -362,7 +362,7 @@ def test_the_decode_kernel_agrees_that_it_has_stages(
 def test_decode_has_room_for_the_blocks_that_it_chooses(
     D: int, Dv: int, rows: int, gpu: decode.Gpu, cache_dtype: str, groups: bool, wgmma: bool, has_many: bool
 ) -> None:
-    """Where bits must not depend on a batch, blocks do not."""
+    """Blocks do not depend on the batch where bits must not."""
     features = BARE._replace(D=16 * D, Dv=16 * Dv)
     form = decode.DecodeForm(
         True, 1, True, True, cache_dtype=cache_dtype, groups=groups, wgmma=wgmma, gpu=gpu

@@ -84,7 +84,7 @@ def _wrapped(x: int) -> int:
 @settings(max_examples=examples(20, 400), phases=[Phase.generate])
 @given(st.lists(st.tuples(WHOLE, DIVISORS), min_size=PAIRS, max_size=PAIRS))
 def test_divisions_are_exact(pairs: list[tuple[int, int]]) -> None:
-    """Of any numbers of 32 bits, with all signs, by any and by constants; -2^31 // -1 wraps around."""
+    """All numbers of 32 bits are divided, of all signs, by any and constants; -2^31 // -1 wraps around."""
     x, y = (torch.tensor(numbers, dtype=torch.int64).to(torch.int32) for numbers in zip(*pairs, strict=True))
     results = torch.full((len(PYTHONS), 1 + len(CONSTANTS), PAIRS), 77, dtype=torch.int32)
     with emulate.device("sm_90a") as device:
