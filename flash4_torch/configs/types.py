@@ -175,8 +175,6 @@ class Sm80Forward(NamedTuple):
     column_warps: int = 1
     """Warps that share rows: each computes the scores of some keys of a block, and some columns of O. If
     there are several, P goes through SMEM, and `row_mmas` is 1."""
-    loads_late: bool = False
-    """Copies of the next V begin after the MMAs of the scores."""
 
     @property
     def cluster(self) -> int:

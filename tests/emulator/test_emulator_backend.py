@@ -91,7 +91,6 @@ def test_a_module_in_float32_returns_the_weights_by_kernels(arch, p):
     flash4_torch.replace_attention(model)
     (ours,) = model
     x, hidden = torch.randn(2, 37, 48, requires_grad=True), torch.arange(37) >= torch.tensor([[37], [20]])
-    found = []
     with emulate.device(arch), testing.backends_used() as used:
         torch.manual_seed(7)
         out, weights = ours(x, x, x, key_padding_mask=hidden, average_attn_weights=False)

@@ -27,8 +27,8 @@ WINDOW = {"left": True, "right": True}
 STATICS = {
     "one stage": static(64, 64, (4, 2, 64, 1)),
     "three stages": static(64, 64, (2, 1, 32, 3), "float16", **WINDOW),
-    "late copies": static(128, 128, (4, 2, 64, 2), loads_late=True, **CAUSAL),
-    "late copies, one stage": static(96, 96, (4, 2, 48, 1), "float16", loads_late=True),
+    "two MMAs of rows": static(128, 128, (4, 2, 64, 2), **CAUSAL),
+    "two MMAs of rows, one stage": static(96, 96, (4, 2, 48, 1), "float16"),
     "no tail": static(64, 64, (4, 2, 64, 2), ragged_k=False),
     "no tail, causal": static(64, 64, (4, 2, 64, 2), "float16", ragged_k=False, **CAUSAL),
     "lazy": static(128, 128, (4, 2, 64, 1), lazy_rescale=True, **CAUSAL),

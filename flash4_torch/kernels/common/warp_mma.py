@@ -6,6 +6,7 @@ A warp has `len(S)` or `len(O)` blocks of 16 rows side by side: K and V are read
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import cutlass
@@ -75,51 +76,32 @@ class Matrix(NamedTuple):
         )
 
 
-def left(
+def operand(
     stage: cute.Tensor,
     row: Int32,
     lane: Int32,
     *,
+    is_left: bool,
     column: Int32 | int = 0,
     part: int | None = None,
     transposed: bool = False,
 ) -> Matrix:
-    """A left operand in a stage (rows, columns), from a row and a column on; both are multiples of 16.
+    """An operand in a stage (rows, columns), from a row and a column on; both are multiples of 16.
 
-    transposed: the operand's rows are the stage's columns.
+    The rows of a left operand are those of the product, those of a right one its columns.
+
     part: columns that are an operand of their own in the stage's layout.
+    transposed: the operand's rows are the stage's columns.
     """
-    return _matrix(stage, row, column, part, lane, transposed, pairs_of_rows=not transposed)
-
-
-def right(
-    stage: cute.Tensor,
-    row: Int32,
-    lane: Int32,
-    *,
-    column: Int32 | int = 0,
-    part: int | None = None,
-    transposed: bool = False,
-) -> Matrix:
-    """The same of a right operand, whose rows are the columns of the product."""
-    return _matrix(stage, row, column, part, lane, transposed, pairs_of_rows=transposed)
-
-
-def _matrix(
-    stage: cute.Tensor,
-    row: Int32,
-    column: Int32 | int,
-    part: int | None,
-    lane: Int32,
-    transposed: bool,
-    pairs_of_rows: bool,
-) -> Matrix:
-    """pairs_of_rows: the second matrix of an ldmatrix is 8 rows on, and the third one 8 columns."""
+    # The second matrix of an ldmatrix is 8 rows on and the third one 8 columns, or the other way round.
     eight, further = lane // 8 % 2, lane // 16
-    down, across = (eight, further) if pairs_of_rows else (further, eight)
+    down, across = (eight, further) if is_left != transposed else (further, eight)
     address = vector_address(stage, row + lane % 8 + down * 8, column // 8 + across, part)
     rows, columns = (cute.size(stage, mode=[i]) for i in range(2))
     return Matrix(address, rows, chunk_of(part or columns), transposed, stage.element_type)
+
+
+left, right = (partial(operand, is_left=is_left) for is_left in (True, False))
 
 
 def words_of(rounded: cute.Tensor, k: int) -> tuple[Uint32, ...]:

@@ -67,13 +67,9 @@ def mainloop(ctx: Context, t: Thread, tile: Tile) -> None:
         cute.arch.cp_async_wait_group(plan.groups_in_flight)
         # This block's K is there, and all warps have used the V before it.
         cute.arch.sync_threads()
-        if cutlass.const_expr(not plan.config.loads_late):
-            load_v(ctx, tile, now[-1].n, i + (stages - 1), count, freed)
-            cute.arch.cp_async_commit_group()
+        load_v(ctx, tile, now[-1].n, i + (stages - 1), count, freed)
+        cute.arch.cp_async_commit_group()
         _scores(ctx, t, stage)
-        if cutlass.const_expr(plan.config.loads_late):
-            load_v(ctx, tile, now[-1].n, i + (stages - 1), count, freed)
-            cute.arch.cp_async_commit_group()
         bases = ()
         if cutlass.const_expr(plan.shares_rows):
             bases = _mask_scores(ctx, t, work, now[0], words)
