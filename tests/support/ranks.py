@@ -20,10 +20,9 @@ from torch import distributed
 TIMEOUT_S = 30
 """What a rank waits for another one, at most."""
 
-START_METHOD = "forkserver"
 # Ranks are forked from a process that has these: importing them takes each rank longer than most tests.
 # What is tested is not among them; a rank imports it from where the test has it.
-_context = torch.multiprocessing.get_context(START_METHOD)
+_context = torch.multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
         "hypothesis",
