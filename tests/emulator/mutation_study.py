@@ -239,10 +239,12 @@ def decode(arch: str, rows: int, cache_dtype: str = "", *, wgmma: bool = False) 
         wgmma=wgmma,
         runs=True,
     )
+    features = Features("bfloat16", 128, 128, right=True)
+    form = decode_configs.with_blocks(features, form, rows, has_many=True)
     # Each warpgroup has rows.
     Hq = 40 if wgmma else 4
-    longest = 1500 if rows > decode_configs.WARPGROUP_ROWS else 700
-    kernel = decode_calls.Kernel(Features("bfloat16", 128, 128, right=True), rows, form)
+    longest = (1500 if rows > decode_configs.WARPGROUP_ROWS else 700) * form.keys // decode_configs.KEYS
+    kernel = decode_calls.Kernel(features, rows, form)
     generator = torch.manual_seed(0)
     q, k, v = (
         tuple(torch.randn(n, heads, 128, generator=generator).bfloat16() for n in lengths)
