@@ -82,8 +82,7 @@ def test_matches_the_exact_result(arch, dtype, D, Dv, flags, B, Sq, Sk, heads):
         testing.assert_close_as_peer(own, want, other)
 
 
-@pytest.mark.parametrize("arch", one_of(3, ARCHS))
-@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize(("arch", "p"), one_of(5, [(arch, p) for arch in ARCHS for p in (0.0, 0.3)]))
 def test_a_module_in_float32_returns_the_weights_by_kernels(arch, p):
     torch.manual_seed(3)
     stock = torch.nn.MultiheadAttention(48, 3, dropout=p, batch_first=True)
@@ -368,10 +367,13 @@ def test_the_log_says_whose_kernels_serve(monkeypatch, capsys, dtype):
 
 @pytest.mark.parametrize(
     ("arch", "D", "words"),
-    [
-        ("sm_90a", 64, ("Sm90Forward(", "Sm90Backward(", "Registers(consumer=")),
-        ("sm_100a", 128, ("Sm100Forward(", "Sm100Backward(", "Registers(compute=")),
-    ],
+    one_of(
+        2,
+        [
+            ("sm_90a", 64, ("Sm90Forward(", "Sm90Backward(", "Registers(consumer=")),
+            ("sm_100a", 128, ("Sm100Forward(", "Sm100Backward(", "Registers(compute=")),
+        ],
+    ),
 )
 def test_the_log_tells_the_row_and_the_plan(monkeypatch, capsys, arch, D, words):
     monkeypatch.setenv(env.LOG.name, "config")
