@@ -130,7 +130,10 @@ Step wait_for(Warp& warp, GroupQueues& queues, Mask mask, uint64_t newest, bool 
     uint32_t epoch;
     Mask waited;
     if (!groups_done(queues, mask, newest, read_only, epoch, waited)) return Step::Blocked;
-    if (race::Checker* races = warp.cta->cluster->races.get(); races && epoch) races->join(warp, waited, unit, epoch);
+    if (race::Checker* races = warp.cta->cluster->races.get(); races && epoch) {
+        races->join(warp, waited, unit, epoch);
+        if (unit == race::Unit::CpAsync) warp.cta->cluster->lanes->wait(warp, epoch);
+    }
     return Step::Next;
 }
 
@@ -151,6 +154,7 @@ struct LaneCopy {
     SharedRef to;
     const uint8_t* source;
     uint32_t source_bytes;  // the rest is filled with zeros
+    int lane;
 };
 
 // How many bytes a lane reads; none when it ignores its source.
@@ -174,7 +178,12 @@ Step async_copy(Warp& warp, const Op& op, Mask mask) {
         const int lane = first_lane(rest);
         const uint32_t reads = source_bytes(warp, op, lane, bytes);
         const uint8_t* source = reads ? global_operand(warp, op, 1, 1, lane, reads, bytes) : nullptr;
-        copies.push_back({shared_operand(warp, op, 0, 0, lane, bytes, bytes), source, reads});
+        copies.push_back({shared_operand(warp, op, 0, 0, lane, bytes, bytes), source, reads, lane});
+        if (cluster.lanes) {
+            uint32_t offset[kLanes];
+            offset[lane] = copies.back().to.offset;
+            cluster.lanes->ask(warp, op, *copies.back().to.cta, {offset, 1u << lane, bytes});
+        }
     }
     count_shared(warp, op, in_rows(copies.size() * bytes));
     race::Ticket ticket;
@@ -184,9 +193,11 @@ Step async_copy(Warp& warp, const Op& op, Mask mask) {
         group->epoch = std::max(group->epoch, ticket.epoch);
         ++group->pending;
     }
-    auto perform = [=, &cluster, copies = std::move(copies)] {
+    auto perform = [=, &cluster, copies = std::move(copies), origin = warp.origin(op)] {
         for (const LaneCopy& copy : copies) {
             check_write_generic(ticket, copy.to, bytes);
+            if (cluster.lanes)
+                cluster.lanes->copy(origin, ticket.epoch, *copy.to.cta, copy.to.offset, bytes, copy.lane);
             if (copy.source_bytes) std::memcpy(copy.to.data(), copy.source, copy.source_bytes);
             std::memset(copy.to.data() + copy.source_bytes, 0, bytes - copy.source_bytes);
         }

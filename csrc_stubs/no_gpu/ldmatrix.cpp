@@ -49,7 +49,9 @@ Step load_matrices(Warp& warp, const Op& op, Mask mask) {
     }
     for (int i = 0; i < count; ++i) to_fragment(matrices[i], op.attr[1], warp.u32(op.reg[1 + i]));
     warp.cta->launch->counters.shared_read += static_cast<uint64_t>(count) * sizeof(Matrix);
-    count_shared(warp, op, traffic_of(rows, kAllLanes >> (kLanes - count * kRows), kRowBytes));
+    const Mask lanes = kAllLanes >> (kLanes - count * kRows);
+    if (races) warp.cta->cluster->lanes->read_together(warp, op, *warp.cta, {rows, lanes, kRowBytes});
+    count_shared(warp, op, traffic_of(rows, lanes, kRowBytes));
     return Step::Next;
 }
 
@@ -67,7 +69,9 @@ Step store_matrices(Warp& warp, const Op& op, Mask mask) {
         std::memcpy(row.data(), matrices[lane / kRows][lane % kRows], kRowBytes);
     }
     warp.cta->launch->counters.shared_written += static_cast<uint64_t>(count) * sizeof(Matrix);
-    count_shared(warp, op, traffic_of(rows, kAllLanes >> (kLanes - count * kRows), kRowBytes));
+    const Mask lanes = kAllLanes >> (kLanes - count * kRows);
+    if (races) warp.cta->cluster->lanes->write_together(warp, op, *warp.cta, {rows, lanes, kRowBytes});
+    count_shared(warp, op, traffic_of(rows, lanes, kRowBytes));
     return Step::Next;
 }
 

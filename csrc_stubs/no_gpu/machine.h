@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "isa.h"
+#include "lanes.h"
 #include "race.h"
 
 namespace flash4 {
@@ -260,6 +261,7 @@ struct Cluster {
     uint64_t events = 1;  // counts everything that may let a blocked warp go on
     uint32_t stalled_rounds = 0;
     std::unique_ptr<race::Checker> races;  // null: not checked
+    std::unique_ptr<race::Lanes> lanes;    // null where `races` is
     // barrier.cluster: arrived threads, generation, ...
     uint32_t cluster_arrived = 0;
     uint64_t cluster_generation = 0;

@@ -212,10 +212,24 @@ using Check = void (race::Checker::*)(Warp&, const Op&, Mask, Cta&, const race::
 constexpr Check kRead = &race::Checker::read, kStrongRead = &race::Checker::read_strong, kWrite = &race::Checker::write,
                 kAtomic = &race::Checker::atomic;
 
-// Tells the race checker about the accesses of a load or store to shared memory.
+// The CTA whose shared memory all of the lanes are in, or null.
+const Cta* only_cta(const Lanes& lanes, Mask mask) {
+    if (!lanes.scattered) return lanes.common;
+    const Cta* cta = lanes.cta[first_lane(mask)];
+    for (Mask rest = mask; rest; rest &= rest - 1)
+        if (lanes.cta[first_lane(rest)] != cta) return nullptr;
+    return cta;
+}
+
+// Tells the race checkers about the accesses of a load or store to shared memory.
 void check_races(Warp& warp, const Op& op, Mask mask, const Lanes& lanes, uint32_t bytes, Check check) {
     race::Checker* races = warp.cta->cluster->races.get();
     if (!races) return;
+    if (const Cta* cta = only_cta(lanes, mask)) {
+        const race::LanePlaces places{lanes.offset, mask, bytes};
+        if (check == kRead) warp.cta->cluster->lanes->read(warp, op, *cta, places);
+        if (check == kWrite) warp.cta->cluster->lanes->write(warp, op, *cta, places);
+    }
     if (lanes.common) {
         (races->*check)(warp, op, mask, *lanes.common,
                         Pieces(lanes.offset, mask, bytes).of(lanes.offset, mask, bytes));

@@ -584,10 +584,12 @@ void Checker::release(Warp& warp, Mask lanes, Clock& into) {
 }
 
 void Checker::acquire(Warp& warp, Mask lanes, const Clock& from) {
+    state_->cluster.lanes->meet(warp);
     state_->acquire(state_->agent_of(warp), sides_of(lanes), from);
 }
 
 void Checker::sync(Warp& warp, Mask lanes) {
+    state_->cluster.lanes->meet(warp);
     if (sides_of(lanes) == kBoth) state_->sync(state_->agent_of(warp));
 }
 

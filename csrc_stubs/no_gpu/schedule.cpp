@@ -120,7 +120,10 @@ void admit(Machine& machine) {
         }
         cluster->ctas.push_back(std::move(cta));
     }
-    if (launch.options.check_races) cluster->races = std::make_unique<race::Checker>(*cluster);
+    if (launch.options.check_races) {
+        cluster->races = std::make_unique<race::Checker>(*cluster);
+        cluster->lanes = std::make_unique<race::Lanes>(*cluster);
+    }
     machine.resident.push_back(std::move(cluster));
 }
 

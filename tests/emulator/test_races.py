@@ -391,6 +391,117 @@ LANES = [
     ),
 ]
 
+# %off: lanes that are not the first or its neighbour; %c: the word of the lane's neighbour.
+NEIGHBOURS = """
+    setp.gt.u32 %off, %lane, 1;
+    xor.b32 %c, %lane, 1;
+    mad.lo.u32 %c, %c, 4, %buffer;
+"""
+ONE_WARP = [
+    Law(
+        "bar.warp.sync orders a lane's read after another lane's write",
+        ("ld.shared", "st.shared"),
+        f"""
+        {NEIGHBOURS}
+        @%off st.shared.u32 [%mine], %lane;
+        shfl.sync.idx.b32 %a, %lane, 0, 31, -1;
+        vote.sync.any.pred %done, %first, -1;
+        ~bar.warp.sync -1;
+        @%off ld.shared.u32 %a, [%c];
+        """,
+        warps=1,
+    ),
+    Law(
+        "bar.warp.sync orders a lane's write after another lane's read",
+        ("ld.shared", "st.shared"),
+        f"""
+        {NEIGHBOURS}
+        @%off ld.shared.u32 %a, [%c];
+        ~bar.warp.sync -1;
+        @%off st.shared.u32 [%mine], %lane;
+        """,
+        warps=1,
+    ),
+    Law(
+        "bar.warp.sync orders writes of two lanes",
+        ("st.shared.u32", "st.shared.u8"),
+        f"""
+        {NEIGHBOURS}
+        @%off st.shared.u32 [%mine], %lane;
+        ~bar.warp.sync -1;
+        @%off st.shared.u8 [%c+3], %lane;
+        """,
+        warps=1,
+    ),
+    Law(
+        "a barrier of all threads orders lanes",
+        ("ld.shared", "st.shared"),
+        f"""
+        {NEIGHBOURS}
+        @%off st.shared.u32 [%mine], %lane;
+        ~bar.sync 0;
+        @%off ld.shared.u32 %a, [%c];
+        """,
+        warps=1,
+    ),
+    Law(
+        "a lane waits for its own cp.async, not for those of other lanes",
+        ("cp.async.ca", "ld.shared"),
+        f"""
+        {NEIGHBOURS}
+        cp.async.ca.shared.global [%mine], [%word], 4;
+        cp.async.commit_group;
+        cp.async.wait_group 0;
+        ld.shared.u32 %a, [%mine];
+        ~bar.warp.sync -1;
+        ld.shared.v2.u32 {{%a, %b}}, [%buffer+16];
+        """,
+        says="is not ordered with the cp.async by lane",
+        arch="sm_80",
+        warps=1,
+    ),
+    Law(
+        "bar.warp.sync before the wait does not order lanes after cp.async",
+        ("cp.async.ca", "ldmatrix"),
+        f"""
+        {ROWS}
+        cp.async.ca.shared.global [%c], [%word], 16;
+        bar.warp.sync -1;
+        cp.async.wait_all;
+        ~bar.warp.sync -1;
+        {LOAD_MATRICES}
+        """,
+        arch="sm_80",
+        warps=1,
+    ),
+    Law(
+        "cp.async may not overwrite what the warp's ldmatrix reads",
+        ("cp.async.ca", "ldmatrix"),
+        f"""
+        {ROWS}
+        st.shared.v4.u32 [%c], {{%a, %a, %a, %a}};
+        bar.warp.sync -1;
+        {LOAD_MATRICES}
+        ~bar.warp.sync -1;
+        cp.async.ca.shared.global [%c], [%word], 16;
+        cp.async.wait_all;
+        """,
+        arch="sm_80",
+        warps=1,
+    ),
+    Law(
+        "stmatrix stores what other lanes read",
+        ("stmatrix", "ld.shared"),
+        f"""
+        {ROWS}
+        stmatrix.sync.aligned.m8n8.x4.shared.b16 [%c], {{%a, %b, %d, %i}};
+        ~bar.warp.sync -1;
+        ld.shared.u32 %a, [%c];
+        """,
+        warps=1,
+    ),
+]
+
 
 def test_a_lane_publishes_what_it_did_itself() -> None:
     body = f"""
@@ -795,7 +906,7 @@ TCGEN05 = [
     ),
 ]
 
-LAWS = [*THREADS, *LANES, *COPIES, *WGMMA, *TCGEN05]
+LAWS = [*THREADS, *LANES, *ONE_WARP, *COPIES, *WGMMA, *TCGEN05]
 each_law = pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
 each_schedule = pytest.mark.parametrize("options", SCHEDULES, ids=lambda o: f"{o.schedule}{o.seed}")
 
@@ -916,10 +1027,16 @@ def test_parts_of_a_word_are_apart(options: Options) -> None:
 
 
 @each_schedule
-def test_lanes_of_a_warp_do_not_race(options: Options) -> None:
+def test_lanes_do_not_race_at_once_or_with_themselves(options: Options) -> None:
     """Order within an instruction is not checked, nor within one piece of asynchronous work."""
     body = """
-        @%w0 st.shared.u32 [%buffer], %lane;
+        mad.lo.u32 %c, %lane, 2, %buffer;
+        @%w0 st.shared.u16 [%c+256], 1;
+        @%w0 ld.shared.u16 %a, [%c+256];
+        @%w0 st.shared.u16 [%c+256], 2;
+        @%w0 st.shared.u32 [%buffer], 3;
+        @%w0 ld.shared.u32 %a, [%buffer];
+        bar.warp.sync -1;
         @%w0 cp.async.ca.shared.global [%buffer+4], [%data], 4;
         cp.async.wait_all;
     """
