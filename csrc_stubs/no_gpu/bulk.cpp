@@ -186,15 +186,16 @@ Step async_copy(Warp& warp, const Op& op, Mask mask) {
         }
     }
     count_shared(warp, op, in_rows(copies.size() * bytes));
-    race::Ticket ticket;
-    if (cluster.races) ticket = cluster.races->issue(warp, op, mask, race::Unit::CpAsync);
+    race::LaneTickets tickets;
+    if (cluster.races) tickets = cluster.races->issue_by_lanes(warp, op, mask);
     const auto groups = open_groups(warp.units->cp_async, mask);
     for (const auto& group : groups) {
-        group->epoch = std::max(group->epoch, ticket.epoch);
+        group->epoch = std::max(group->epoch, tickets.of(first_lane(mask)).epoch);
         ++group->pending;
     }
     auto perform = [=, &cluster, copies = std::move(copies), origin = warp.origin(op)] {
         for (const LaneCopy& copy : copies) {
+            const race::Ticket& ticket = tickets.of(copy.lane);
             check_write_generic(ticket, copy.to, bytes);
             if (cluster.lanes)
                 cluster.lanes->copy(origin, ticket.epoch, *copy.to.cta, copy.to.offset, bytes, copy.lane);
@@ -235,20 +236,20 @@ Step async_wait_all(Warp& warp, const Op&, Mask mask) {
 Step async_arrive(Warp& warp, const Op& op, Mask mask) {
     Cluster& cluster = *warp.cta->cluster;
     const bool counted = op.attr[1];
-    std::vector<SharedRef> barriers;
+    std::vector<std::pair<SharedRef, int>> arrivals;  // by lanes
     for (Mask rest = mask; rest; rest &= rest - 1) {
         const int lane = first_lane(rest);
         const SharedRef place = shared_operand(warp, op, 0, 0, lane, 8, 8);
         MBarrier& barrier = mbarrier_at(place);
         if (!counted) ++barrier.pending;
         if (cluster.races) cluster.races->atomic(warp, op, 1u << lane, *place.cta, place.offset, 8);
-        barriers.push_back(place);
+        arrivals.emplace_back(place, lane);
     }
-    race::Ticket ticket;
-    if (cluster.races) ticket = cluster.races->issue(warp, op, mask, race::Unit::CpAsync);
-    auto perform = [=, barriers = std::move(barriers)] {
-        for (SharedRef place : barriers) {
-            race::Checker::complete(ticket, mbarrier_at(place).clock);
+    race::LaneTickets tickets;
+    if (cluster.races) tickets = cluster.races->issue_by_lanes(warp, op, mask);
+    auto perform = [=, arrivals = std::move(arrivals)] {
+        for (const auto& [place, lane] : arrivals) {
+            race::Checker::complete(tickets.of(lane), mbarrier_at(place).clock);
             arrive(place, 1);
         }
     };

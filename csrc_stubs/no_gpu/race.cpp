@@ -67,6 +67,7 @@ const char* name_of(Unit unit) {
     switch (unit) {
         case Unit::Bulk: return "a bulk store";
         case Unit::CpAsync: return "a cp.async";
+        case Unit::CpAsyncOfFirst: return "a cp.async of lane 0";
         case Unit::Wgmma: return "a wgmma";
         case Unit::TmemLoad: return "a tcgen05.ld";
         case Unit::TmemStore: return "a tcgen05.st";
@@ -332,7 +333,8 @@ struct Checker::State {
     }
 
     void act(const Ticket& by, Kind kind, bool generic) {
-        const uint64_t its_key = static_cast<uint64_t>(by.serial) << 4 | static_cast<uint64_t>(kind) << 1 | generic;
+        const uint64_t its_key = static_cast<uint64_t>(by.serial) << 32 | static_cast<uint64_t>(by.agent) << 4 |
+                                 static_cast<uint64_t>(kind) << 1 | generic;
         if (key == its_key) return;
         const Origin origin{by.cta, by.warp, by.op};
         begin({by.agent, by.epoch, by.serial, origin, kind, generic, kAllBytes}, *by.clock, *by.clock, by.after,
@@ -375,7 +377,8 @@ struct Checker::State {
     }
 
     bool ordered_after(const Access& past, uint32_t granule) const {
-        if (past.agent == now.agent && !is_warp(now.agent)) return past.epoch <= after || past.serial == now.serial;
+        if (now.serial && past.serial == now.serial) return true;  // one instruction's work
+        if (past.agent == now.agent && !is_warp(now.agent)) return past.epoch <= after;
         return after_at(past, granule, [](const Clock& clock, Agent agent) { return epoch_in(clock.seen, agent); });
     }
 
@@ -615,14 +618,29 @@ Ticket Checker::issue(Warp& warp, const Op& op, Mask lanes, Unit unit) {
     return state_->ticket(warp, op, lanes, worker.agent, ++worker.epoch);
 }
 
+LaneTickets Checker::issue_by_lanes(Warp& warp, const Op& op, Mask lanes) {
+    auto& units = state_->warps[state_->agent_of(warp)].units;
+    auto &others = units[static_cast<size_t>(Unit::CpAsync)], &first = units[static_cast<size_t>(Unit::CpAsyncOfFirst)];
+    for (Unit unit : {Unit::CpAsync, Unit::CpAsyncOfFirst})
+        if (auto& agent = units[static_cast<size_t>(unit)].agent; !agent)
+            agent = state_->new_agent({Name::UnitOfWarp, unit, warp.cta->rank, 0});
+    first.epoch = ++others.epoch;
+    LaneTickets tickets;
+    if (lanes & ~1u) tickets.others = state_->ticket(warp, op, lanes & ~1u, others.agent, others.epoch);
+    if (lanes & 1u) tickets.first = state_->ticket(warp, op, 1u, first.agent, first.epoch);
+    if (tickets.others.serial) tickets.first.serial = tickets.others.serial;
+    return tickets;
+}
+
 void Checker::join(Warp& warp, Mask lanes, Unit unit, uint32_t epoch) { join(warp, lanes, warp, unit, epoch); }
 
 void Checker::join(Warp& warp, Mask lanes, const Warp& worker, Unit unit, uint32_t epoch) {
     WarpAgent& self = state_->warps[state_->agent_of(warp)];
-    const Agent agent = state_->warps[state_->agent_of(worker)].units[static_cast<size_t>(unit)].agent;
-    if (!agent) return;
+    const auto& units = state_->warps[state_->agent_of(worker)].units;
     for (size_t side = 0; side < kSides; ++side) {
-        if (!has(sides_of(lanes), side) || epoch <= epoch_in(self.clocks[side].seen, agent)) continue;
+        const Unit own = unit == Unit::CpAsync && side == kFirst ? Unit::CpAsyncOfFirst : unit;
+        const Agent agent = units[static_cast<size_t>(own)].agent;
+        if (!agent || !has(sides_of(lanes), side) || epoch <= epoch_in(self.clocks[side].seen, agent)) continue;
         raise(self.clocks[side].seen, agent, epoch);
         state_->change(self);
     }

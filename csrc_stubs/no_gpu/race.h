@@ -34,8 +34,9 @@ struct Clock {
 };
 
 // The units that work for one warp, each an agent of its own. Bulk: reads of its bulk stores; BulkWrite is not tracked
-// (it touches global memory only).
-enum class Unit : uint8_t { Warp, Bulk, CpAsync, Wgmma, TmemLoad, TmemStore, kCount };
+// (it touches global memory only). CpAsync copies for the lanes other than the first, which has its own unit: a lane
+// waits for its own copies. Both count epochs together.
+enum class Unit : uint8_t { Warp, Bulk, CpAsync, CpAsyncOfFirst, Wgmma, TmemLoad, TmemStore, kCount };
 
 // A piece of asynchronous work as an agent: what it is ordered after, and its own epoch. Copy it into the work's
 // closure.
@@ -47,6 +48,12 @@ struct Ticket {
     uint32_t op = 0;
     uint32_t after = 0;   // works of the same agent up to this epoch come before it
     uint32_t serial = 0;  // tells works of one epoch apart; never 0 once issued
+};
+
+// What one instruction asks of both units of cp.async.
+struct LaneTickets {
+    Ticket others, first;
+    const Ticket& of(int lane) const { return lane ? others : first; }
 };
 
 // A part of a CTA's shared memory.
@@ -81,7 +88,8 @@ public:
 
     // --- asynchronous work. `issue` for a unit of the warp; all its epochs are joined in order by `join`.
     Ticket issue(Warp& warp, const Op& op, Mask lanes, Unit unit);
-    // The lanes have waited for the unit's work up to epoch; the second form: for another warp's unit.
+    LaneTickets issue_by_lanes(Warp& warp, const Op& op, Mask lanes);  // cp.async
+    // The lanes have waited for the unit's work up to epoch, each for its own cp.async; the second form: for another warp's unit.
     void join(Warp& warp, Mask lanes, Unit unit, uint32_t epoch);
     void join(Warp& warp, Mask lanes, const Warp& worker, Unit unit, uint32_t epoch);
     // The tensor core of a CTA (tcgen05.mma, cp): works in order, so each is ordered after the one before it.

@@ -475,6 +475,35 @@ ONE_WARP = [
         warps=1,
     ),
     Law(
+        "bar.warp.sync gathers the cp.async of all lanes for the one that arrives",
+        ("cp.async.ca", "ld.shared"),
+        f"""
+        {INIT_BARRIERS}
+        @%w0 cp.async.ca.shared.global [%mine], [%word], 4;
+        @%w0 cp.async.wait_all;
+        ~@%w0 bar.warp.sync -1;
+        @%lead0 mbarrier.arrive.shared::cta.b64 _, [%bar];
+        {wait("%bar", 0, "FULL")}
+        @%w1 ld.shared.u32 %a, [%mine];
+        """,
+    ),
+    Law(
+        "an arrival of cp.async is for the copies of its own lane",
+        ("cp.async.ca", "ld.shared"),
+        f"""
+        @%lead0 mbarrier.init.shared::cta.b64 [%bar], 1;
+        @%lead1 mbarrier.init.shared::cta.b64 [%bar2], 31;
+        bar.sync 0;
+        @%w0 cp.async.ca.shared.global [%mine], [%word], 4;
+        @%lead0 cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%bar];
+        setp.gt.and.u32 %off, %lane, 0, %w0;
+        @%off cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%bar2];
+        {wait("%bar", 0, "FIRST")}
+        {wait("%bar2", 0, "OTHERS", mark="~")}
+        @%w1 ld.shared.u32 %a, [%mine];
+        """,
+    ),
+    Law(
         "cp.async may not overwrite what the warp's ldmatrix reads",
         ("cp.async.ca", "ldmatrix"),
         f"""
