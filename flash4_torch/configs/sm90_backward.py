@@ -56,7 +56,7 @@ _TAKES: dict[str, Callable[[Features], bool]] = {
     "mods": lambda f: f.mods.changes_scores,
     "ramp": lambda f: f.mods.ramp,
     "blocks": lambda f: bool(f.mods.mask_mod or f.mods.blocks),
-    "scores": lambda f: bool(f.mods.derivative) and programs.reads_score(f.mods.derivative),
+    "scores": lambda f: f.mods.derivative_reads_score,
     "sums": lambda f: bool(f.mods.derivative) and programs.has_sums(f.mods.derivative),
     "long": lambda f: bool(f.mods.derivative) and not programs.are_short(f.mods.score_mod, f.mods.derivative),
 }

@@ -10,6 +10,8 @@ import math
 from enum import Enum
 from typing import NamedTuple
 
+from . import programs
+
 LARGE_SOFTCAP = 64.0
 """The largest softcap for which 1 - 2 / (exp(2 y) + 1) is exact enough for tanh(y): its error in a score is
 softcap * 2^-24."""
@@ -43,6 +45,11 @@ class Mods(NamedTuple):
     def makes_large_scores(self) -> bool:
         """Whether score_mod makes scores of any size."""
         return bool(self.score_mod) and not self.ramp
+
+    @property
+    def derivative_reads_score(self) -> bool:
+        """Whether score_mod's derivative depends on the score before it, which kernels then keep."""
+        return bool(self.derivative) and programs.reads_score(self.derivative)
 
     @property
     def changes_scores(self) -> bool:
@@ -495,8 +502,9 @@ class Sm90Backward(NamedTuple):
     def shared_memory(self, features: Features) -> int:
         """Bytes: Q, dO, K, V and dS in their stages, dQ, two or four numbers of each row, and barriers.
 
-        A CTA pair also has the peer's half of K and its dS. For dmask there is softcap's dtanh, and with
-        dropout a bit for each weight, of as many blocks as there are stages of Q.
+        A CTA pair also has the peer's half of K and its dS. With `role_split` there is softcap's dtanh for
+        dmask and score_mod, or in its place, if score_mod's derivative reads them, the scores in float32. With
+        dropout there is a bit for each weight, of as many blocks as there are stages of Q.
         """
         parts = max(64 * self.dq_pieces // self.queries, 1)  # ranges of dQ's columns
         D, Dv = -(-features.D // (16 * parts)) * 16 * parts, tile_dim(features.Dv)
@@ -504,12 +512,15 @@ class Sm90Backward(NamedTuple):
         rows = self.queries * (self.q_stages * D + self.do_stages * Dv)
         others = (self.cluster - 1) * D // self.cluster
         kv = self.kv_stages * self.keys * (D + Dv + others)
-        dtanh = self.role_split and features.softcap and (features.dmask or bool(features.mods.score_mod))
+        scores = self.role_split and features.mods.derivative_reads_score
+        takes_dtanh = features.softcap and (features.dmask or bool(features.mods.score_mod))
+        dtanh = self.role_split and takes_dtanh and not scores
         ds = self.ds_stages * self.keys * self.queries * (self.cluster + dtanh)
         of_scores = features.row_stats - 1
         statistics = 4 * self.queries * (of_scores * self.q_stages + self.do_stages)
         bits = self.q_stages * self.keys * tile_bits(self.queries) if features.dropout else 0
-        return 2 * (rows + kv + ds) + 4 * dq + statistics + bits // 8 + _BARRIERS
+        floats = dq + scores * self.keys * self.queries
+        return 2 * (rows + kv + ds) + 4 * floats + statistics + bits // 8 + _BARRIERS
 
 
 class Sm100Backward(NamedTuple):

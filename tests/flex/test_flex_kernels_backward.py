@@ -91,6 +91,41 @@ def test_programs_without_gradients_of_their_own(D: int, name: str) -> None:
         check_gradients(both, "sm_100a", SCHEDULES[1])
 
 
+OPTIONS: list[dict[str, Any]] = [
+    {"softcap": 2.0, "window_right": 4},
+    {},
+    {"window_left": 40, "window_right": 5},
+    {"softcap": 2.0, "dropout_p": 0.3},
+    {"deterministic": True, "window_right": 0},
+]
+WIDE = [
+    (D, Dv, options)
+    for D, Dv in ([(192, 192), (256, 256), (64, 256), (136, 200)] if EVERYTHING else [(192, 192)])
+    for options in (OPTIONS if EVERYTHING else OPTIONS[:1])
+]
+
+
+@pytest.mark.parametrize("D, Dv, options", WIDE, ids=str)
+def test_derivatives_that_read_scores_of_wide_heads(D: int, Dv: int, options: dict[str, Any]) -> None:
+    """Hopper's warpgroup that computes dS has scores only where the other one hands them over."""
+    Sq, Sk = 70, 135
+    slopes, rows, columns = (torch.randn(n).requires_grad_() for n in (H, Sq, Sk))
+
+    def mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score * score * 0.3 - score * slopes[h] * rows[i] + score * columns[j]
+
+    learned = [] if "deterministic" in options else [slopes, rows, columns]
+    for x in (slopes, rows, columns):
+        x.requires_grad_(bool(learned))
+    call = made(tensors(Sq, Sk, D, torch.bfloat16, Dv), mod, drawn_mask(30, 2, 20), learned, **options)
+    if "dropout_p" in options:
+        call = replace(call, mods=call.mods._replace(rng_state=draw_rng_state(call.q.device)))
+    states = drawn_blocks(7, Sq, Sk, 64, 48)
+    check_gradients(with_blocks(call, states, 64, 48), "sm_90a", SCHEDULES[1], has_dlse=True)
+    if EVERYTHING:
+        check_gradients(call, "sm_90a", SCHEDULES[0])
+
+
 if EVERYTHING:
 
     @pytest.mark.parametrize("arch", ARCHS)
@@ -156,7 +191,7 @@ if EVERYTHING:
     @pytest.mark.parametrize("D, Dv", [(64, 64), (96, 40), (128, 128), (192, 192), (256, 128)])
     def test_beside_other_options(D: int, Dv: int, options: dict[str, Any], arch: str) -> None:
         parts = Parts(torch.float32)
-        names = ["bias", "gained"] if D <= 128 else ["bias"]
+        names = ["bias", "gained"]
         learned = [] if "deterministic" in options else [parts.table]
         for x in parts.learned:
             x.requires_grad_(x is parts.table and bool(learned))

@@ -52,7 +52,7 @@ def reachable() -> Iterator[Features]:
 
 def with_programs() -> Iterator[Features]:
     """One call for each row of the table for functions: ALiBi, a slope that reaches both ways, one like
-    softcap, one that is long, learned slopes.
+    softcap, one that is long, learned slopes; and one whose derivative reads scores of wide heads.
     """
     q, slopes = torch.empty(1, 64, 2, 64), torch.ones(2)
     alibi: Mod = lambda s, b, h, i, j: s + slopes[h] * (j - i)  # noqa: E731
@@ -68,6 +68,8 @@ def with_programs() -> Iterator[Features]:
         (128, both_ways, None, False),
         (128, softcap, None, False),
         (128, long, None, False),
+        (192, softcap, None, False),
+        (256, lambda s, b, h, i, j: s * s * slopes[h], third, True),
     ):
         mods = traced(q, q, score_mod, mask_mod)
         derivative = derivative_of(mods.score_mod, (learns,) if mods.captured else ()).text()

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...configs.types import Features, Mods, Sm90Backward
+from ...configs.types import Features, Mods
 from ...errors import TraceError
 from ...flex import ramp
 from ...flex.program import Derivative, parse_derivative
-from ...flex_problem import FlexGradients, FlexInputs, FlexProblem, FlexSaved, new_out
+from ...flex_problem import FlexGradients, FlexInputs, FlexProblem, FlexSaved, FlexSpec, new_out
 from ...flex_problem import Mods as CallMods
 from ...kernels.common import lowering
 from ...problem import Inputs, Problem, Saved, Spec
@@ -31,8 +31,6 @@ from . import intervals
 from .intervals import Bounds, Segments
 from .tables import Tables, kept, tables
 from .tiled import blocks_of, mods_of, program_of
-
-_KEY_ROWS = lowering.Layout(rows_are_keys=True)
 
 
 class Compiled(OnTargets):
@@ -180,12 +178,11 @@ def why_not_kernels(target: Target, problem: FlexProblem) -> list[str]:
         if text:
             why += lowering.limits(name, program_of(text))
     if spec.backward and spec.score_mod and not why:
-        why += _why_not_differentiated(target, problem)
+        why += _why_not_differentiated(spec)
     return why
 
 
-def _why_not_differentiated(target: Target, problem: FlexProblem) -> list[str]:
-    spec = problem.spec
+def _why_not_differentiated(spec: FlexSpec) -> list[str]:
     try:
         derived = derivative_of(spec.score_mod, spec.dcaptured)
     except TraceError as error:
@@ -193,11 +190,6 @@ def _why_not_differentiated(target: Target, problem: FlexProblem) -> list[str]:
     why = lowering.limits("score_mod's derivative", derived.program)
     if spec.deterministic and derived.gathers:
         why.append("it sums up gradients of captured tensors in any order")
-    if not why and lowering.lower_derivative(derived.text(), _KEY_ROWS).reads_score:
-        configs = target.backward_configs.reachable(_backward_features(problem), spec.group)
-        if any(isinstance(config, Sm90Backward) and config.role_split for config in configs):
-            sizes = f"D is {spec.D} and Dv is {spec.Dv}"
-            why.append(f"{sizes}, and it serves up to 128 where score_mod's derivative depends on the score")
     return why
 
 

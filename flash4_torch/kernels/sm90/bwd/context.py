@@ -81,6 +81,9 @@ class Context:
     """The same for the peer CTA's keys."""
     sDtanh: cute.Tensor | None
     """The same for softcap's derivative."""
+    sScores: cute.Tensor | None
+    """(4, scores of a thread / 4, threads of a warpgroup) float32: scores before score_mod, which a lane of
+    the first warpgroup leaves for the same lane of the second."""
     sPeerK: cute.Tensor | None
     """(keys, D / 2, kv_stages) of the peer CTA's keys: the columns for which this CTA computes dQ."""
     sPeerKt: cute.Tensor | None

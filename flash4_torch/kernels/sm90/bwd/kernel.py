@@ -61,9 +61,13 @@ def backward_kernel(
     sQ, sdO, sK, sV, sdS = (smem_layouts.allocate(memory, plan.dtype, layout) for layout in layouts[:5])
     piece = cute.make_layout((plan.blocks.registers * GROUP, plan.dq_slots))
     sdQ = memory.allocate_tensor(Float32, piece, byte_alignment=1024)
-    sDtanh, sPeerdS, sPeerK, sPeerKt = None, None, None, None
+    sDtanh, sScores, sPeerdS, sPeerK, sPeerKt = None, None, None, None, None
     if cutlass.const_expr(plan.shares_dtanh):
         sDtanh = smem_layouts.allocate(memory, plan.dtype, layouts.ds)
+    if cutlass.const_expr(plan.shares_scores):
+        fours = plan.keys * plan.queries // (4 * GROUP)
+        of_lanes = cute.make_layout((4, fours, GROUP), stride=(1, 4 * GROUP, 4))
+        sScores = memory.allocate_tensor(Float32, of_lanes, byte_alignment=1024)
     if cutlass.const_expr(plan.cluster_size > 1):
         sPeerdS, sPeerK = (
             smem_layouts.allocate(memory, plan.dtype, layout) for layout in (layouts.ds, layouts.peer_k)
@@ -94,6 +98,7 @@ def backward_kernel(
         sdS=sdS,
         sPeerdS=sPeerdS,
         sDtanh=sDtanh,
+        sScores=sScores,
         sPeerK=sPeerK,
         sPeerKt=sPeerKt,
         sLseLog2=memory.allocate_tensor(Float32, rows_of_q, 16),

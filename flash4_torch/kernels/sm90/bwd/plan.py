@@ -192,12 +192,18 @@ class Plan(BackwardPlan):
         return asked and self.stores_by_tma and not self.features.deterministic
 
     @property
+    def shares_scores(self) -> bool:
+        """Whether the first warpgroup hands scores before score_mod to the second, in float32."""
+        return self.config.role_split and self.keeps_scores
+
+    @property
     def shares_dtanh(self) -> bool:
-        """Whether the second warpgroup needs softcap's derivative (dtanh) separate from P: for what takes the
-        gradient before it, dmask and score_mod.
+        """Whether the second warpgroup gets softcap's derivative (dtanh) separate from P: for what takes the
+        gradient before it, dmask and score_mod. From scores it computes dtanh itself.
         """
         f = self.features
-        return self.config.role_split and f.softcap and (f.dmask or bool(f.mods.score_mod))
+        takes_dtanh = f.softcap and (f.dmask or bool(f.mods.score_mod))
+        return self.config.role_split and takes_dtanh and not self.shares_scores
 
     @property
     def strips(self) -> int:
@@ -261,8 +267,6 @@ class Plan(BackwardPlan):
         assert c.scope != Scope.KV_HEAD or not others
         assert not f.dmask or f.float_mask
         assert bool(f.mods.score_mod) == bool(f.mods.derivative) and not (any(f.mods) and f.mask)
-        # The second warpgroup has no scores.
-        assert not (c.role_split and self.keeps_scores)
         assert c.kv_stages in (1, 2) and c.ds_stages in (1, 2) and min(c.q_stages, c.do_stages) >= 1
         consumer, producer = self.registers
         assert registers_suffice(self.threads, consumer * WARPGROUPS + producer)

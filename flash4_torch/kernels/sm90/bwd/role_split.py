@@ -36,7 +36,15 @@ from .plan import NamedBarrier
 from .state import Cursors, Thread, TileState, other_slot
 from .store_commands import add_dq, send_end
 from .walk import each_block
-from .weights import Probs, differentiate, dropped, mask_rows, recompute_p, take_keep_bits
+from .weights import (
+    Probs,
+    differentiate,
+    dropped,
+    mask_rows,
+    recompute_p,
+    shared_scores,
+    take_keep_bits,
+)
 
 
 @role(
@@ -261,7 +269,7 @@ def _hand_over(ctx: Context, t: Thread, probs: Probs, at: Cursors) -> None:
     P, features = probs.P, ctx.plan.features
     if cutlass.const_expr(ctx.plan.shares_dtanh):
         share(ctx, t, probs.dtanh, ctx.sDtanh[None, None, at.ds.stage])
-    elif cutlass.const_expr(features.softcap):
+    elif cutlass.const_expr(features.softcap and not ctx.plan.shares_scores):
         P = wgmma.p_fragment(ctx.plan.dtype, ctx.plan.queries)
         for j in cutlass.range_constexpr(cute.size(P) // 4):
             dtanh, weights = widened(four_of(probs.dtanh, j)), four_of(t.S, j)
@@ -275,14 +283,16 @@ def _hand_over(ctx: Context, t: Thread, probs: Probs, at: Cursors) -> None:
 @cute.jit
 def _take(ctx: Context, t: Thread, at: Cursors) -> Probs:
     """What the first warpgroup has handed over, and the keep bits."""
-    dtanh, keep_bits = None, None
+    dtanh, keep_bits, scores = None, None, None
     if cutlass.const_expr(ctx.plan.features.dropout):
         keep_bits = take_keep_bits(ctx, t, at.q)
     ring.wait_full(ctx.weights, at.ds)
     P = _shared(ctx, t, ctx.sdS[None, None, at.ds.stage])
     if cutlass.const_expr(ctx.plan.shares_dtanh):
         dtanh = _shared(ctx, t, ctx.sDtanh[None, None, at.ds.stage])
-    return Probs(P, dtanh, keep_bits)
+    if cutlass.const_expr(ctx.plan.shares_scores):
+        scores = shared_scores(ctx, t)
+    return Probs(P, dtanh, keep_bits, scores)
 
 
 @cute.jit

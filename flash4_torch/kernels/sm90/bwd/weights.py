@@ -37,7 +37,8 @@ class Probs(NamedTuple):
     """Softcap's derivative, in 16 bits."""
     keep_bits: cute.Tensor | None
     scores: cute.Tensor | None = None
-    """float32, before score_mod, if its derivative reads them."""
+    """float32, before score_mod, if its derivative reads them: in registers, or with `role_split` the lane's own
+    ones in shared memory."""
 
 
 @cute.jit
@@ -67,7 +68,7 @@ def recompute_p(
     P, dtanh, keep_bits = wgmma.p_fragment(plan.dtype, plan.queries), None, None
     before = None
     scores.scale_and_cap(t.S, ctx.params, features)
-    if cutlass.const_expr(features.softcap):
+    if cutlass.const_expr(features.softcap and not plan.shares_scores):
         dtanh = wgmma.p_fragment(plan.dtype, plan.queries)
         find_dtanh(t.S, dtanh, ctx.params, features)
     ramp = ()
@@ -118,7 +119,10 @@ def _modify(
     own: what rows need, found anew for every block, like a mask's rows.
     """
     plan, before = ctx.plan, None
-    if cutlass.const_expr(plan.keeps_scores):
+    if cutlass.const_expr(plan.shares_scores):
+        before = shared_scores(ctx, t)
+        cute.autovec_copy(in_fours(t.S), before)
+    elif cutlass.const_expr(plan.keeps_scores):
         before = cute.make_rmem_tensor(t.S.layout, Float32)
         for i in cutlass.range_constexpr(cute.size(t.S)):
             before[i] = t.S[i]
@@ -175,9 +179,13 @@ def differentiate(
         add_dmask(ctx, work, n, mma_fragment(dP, work.positions, n * ctx.plan.queries, t.lane))
     if cutlass.const_expr(ctx.plan.differentiates_mod):
         _differentiate_mod(ctx, t, work, n, probs, dP)
+    of_softcap = probs.dtanh
+    if cutlass.const_expr(features.softcap and ctx.plan.shares_scores):
+        of_softcap = wgmma.p_fragment(ctx.plan.dtype, ctx.plan.queries)
+        find_dtanh(_scores_before(ctx, t, probs), of_softcap, ctx.params, features)
     for j in cutlass.range_constexpr(cute.size(dP) // 4):
-        if cutlass.const_expr(probs.dtanh is not None):
-            dtanh = widened(four_of(probs.dtanh, j))
+        if cutlass.const_expr(of_softcap is not None):
+            dtanh = widened(four_of(of_softcap, j))
             for i in cutlass.range_constexpr(4):
                 dP[4 * j + i] = dP[4 * j + i] * dtanh[i]
         round_to(four_of(dP, j), four_of(dS, j))
@@ -191,7 +199,32 @@ def _differentiate_mod(
     """Turn gradients of modified scores into those of scores before score_mod."""
     plan, before, first = ctx.plan, None, n * ctx.plan.queries
     if cutlass.const_expr(probs.scores is not None):
-        before = mma_fragment(probs.scores, work.positions, first, t.lane).values
+        before = mma_fragment(_scores_before(ctx, t, probs), work.positions, first, t.lane).values
     own = mods.derivative_rows(ctx.mods, plan, work.tile.batch, work.head, work.positions)
     fragment = mma_fragment(gradients, work.positions, first, t.lane)
     mods.differentiate(ctx.mods, plan, own, before, fragment, MMA_MATES)
+
+
+def shared_scores(ctx: Context, t: Thread) -> cute.Tensor:
+    """The lane's own scores before score_mod in shared memory: (4, scores / 4), in register order."""
+    own = ctx.sScores[None, None, t.index]
+    place = cute.make_ptr(Float32, own.iterator.toint(), cute.AddressSpace.smem, assumed_align=16)
+    return cute.make_tensor(place, own.layout)
+
+
+def in_fours(registers: cute.Tensor) -> cute.Tensor:
+    """The same registers, by fours."""
+    return cute.make_tensor(registers.iterator, cute.make_layout((4, cute.size(registers) // 4)))
+
+
+@cute.jit
+def _scores_before(ctx: Context, t: Thread, probs: Probs) -> cute.Tensor:
+    """Scores before score_mod, in registers.
+
+    From shared memory they are loaded where they are needed: between, P takes the registers.
+    """
+    if cutlass.const_expr(not ctx.plan.shares_scores):
+        return probs.scores
+    loaded = cute.make_rmem_tensor(t.S.layout, Float32)
+    cute.autovec_copy(probs.scores, in_fours(loaded))
+    return loaded
