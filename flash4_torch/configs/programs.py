@@ -36,13 +36,6 @@ def _often(program: Program, *, rows_are_keys: bool) -> list[Node]:
 
 
 @lru_cache(maxsize=256)
-def reads_score(text: str) -> bool:
-    """Whether a derivative depends on the score, which kernels then keep."""
-    program = parse_derivative(text).program
-    return any(ref.value == 0 for ref in refs((*program.outputs, *(node.args for node in program.nodes))))
-
-
-@lru_cache(maxsize=256)
 def has_sums(text: str) -> bool:
     """Whether a derivative has gradients of captured tensors."""
     return bool(parse_derivative(text).gathers)

@@ -10,7 +10,7 @@ import math
 from enum import Enum
 from typing import NamedTuple
 
-from . import programs
+from ..flex import program
 
 LARGE_SOFTCAP = 64.0
 """The largest softcap for which 1 - 2 / (exp(2 y) + 1) is exact enough for tanh(y): its error in a score is
@@ -49,7 +49,7 @@ class Mods(NamedTuple):
     @property
     def derivative_reads_score(self) -> bool:
         """Whether score_mod's derivative depends on the score before it, which kernels then keep."""
-        return bool(self.derivative) and programs.reads_score(self.derivative)
+        return bool(self.derivative) and program.reads_score(self.derivative)
 
     @property
     def changes_scores(self) -> bool:
@@ -503,8 +503,8 @@ class Sm90Backward(NamedTuple):
         """Bytes: Q, dO, K, V and dS in their stages, dQ, two or four numbers of each row, and barriers.
 
         A CTA pair also has the peer's half of K and its dS. With `role_split` there is softcap's dtanh for
-        dmask and score_mod, or in its place, if score_mod's derivative reads them, the scores in float32. With
-        dropout there is a bit for each weight, of as many blocks as there are stages of Q.
+        dmask and score_mod, or in its place, if score_mod's derivative reads them, the scores in float32.
+        With dropout there is a bit for each weight, of as many blocks as there are stages of Q.
         """
         parts = max(64 * self.dq_pieces // self.queries, 1)  # ranges of dQ's columns
         D, Dv = -(-features.D // (16 * parts)) * 16 * parts, tile_dim(features.Dv)

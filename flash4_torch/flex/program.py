@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 
@@ -131,6 +132,13 @@ def parse_derivative(text: str) -> Derivative:
         for tensor, (op, args, dtype, shape) in gathers
     )
     return Derivative(parse(program), tuple(found))
+
+
+@lru_cache(maxsize=256)
+def reads_score(derivative: str) -> bool:
+    """Whether the derivative of that text depends on the score, which kernels then keep."""
+    program = parse_derivative(derivative).program
+    return any(ref.value == 0 for ref in refs((*program.outputs, *(node.args for node in program.nodes))))
 
 
 def refs(args: Any) -> list[Ref]:

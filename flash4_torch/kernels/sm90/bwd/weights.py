@@ -37,8 +37,8 @@ class Probs(NamedTuple):
     """Softcap's derivative, in 16 bits."""
     keep_bits: cute.Tensor | None
     scores: cute.Tensor | None = None
-    """float32, before score_mod, if its derivative reads them: in registers, or with `role_split` the lane's own
-    ones in shared memory."""
+    """float32, before score_mod, if its derivative reads them: in registers, or with `role_split` the lane's
+    own ones in shared memory."""
 
 
 @cute.jit
