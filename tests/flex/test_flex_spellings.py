@@ -53,6 +53,9 @@ SPELLINGS: dict[str, Mod] = {
     "where of a row": lambda s, b, h, i, j: s + torch.where(T[h] > 0, T[i], 0.25).sum(),
     "comparison of dtypes": lambda s, b, h, i, j: torch.where(s * 3 > i, s, T[h, j]),
     "comparison with a fraction": lambda s, b, h, i, j: torch.where(i < 1.5, s, -s),
+    "a distance beside a bound": lambda s, b, h, i, j: (
+        torch.where((i - j).abs() <= h + 1, s, -s) + torch.where((j - i).abs() < 3, T[h, j], 0.25)
+    ),
     "floor division": lambda s, b, h, i, j: s + (i - j) // 2 + torch.div(i - j, 2, rounding_mode="trunc"),
     "remainder": lambda s, b, h, i, j: s + (i - j) % 3 + torch.fmod(i - j, 3) + s % 0.3,
     "true division": lambda s, b, h, i, j: s / (i + 1) + i / (j + 2) + 1 / (s.abs() + 1),

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Float64, Int32
+from cutlass import Boolean, Float32, Float64, Int32, Int64
 from cutlass._mlir.dialects import arith
 from cutlass._mlir.dialects import math as mlir_math
 
@@ -93,6 +93,8 @@ def begin(
     """Everything that depends on rows alone: their heads and positions."""
     program, kept_rows = lowering.program, lowering.kept(Level.ROW)
     b, h = lowering.first_lane, lowering.first_lane + 1
+    batch, *numbers = map(_plain, (batch, *heads, *positions))
+    heads, positions = numbers[: len(heads)], numbers[len(heads) :]
     shared: Known = {b: (batch,)}
     for i, (dtype, scalar) in enumerate(zip(program.scalars, arguments.scalars, strict=True)):
         shared[program.first_scalar + i] = (_passed(dtype, scalar),)
@@ -106,6 +108,13 @@ def begin(
         _compute(lowering, arguments, Level.ROW, known)
         rows.append(_flat(known, kept_rows))
     return Tile(_flat(shared, lowering.kept(Level.TILE)), tuple(rows))
+
+
+def _plain(number: Int32) -> Int32:
+    """The number as one whose arithmetic follows its dtype: those of layouts (cute's IntValue) are compared
+    as signed ones even where they are Uint32.
+    """
+    return number.to(Int64).to(Int32)
 
 
 def known_of_rows(lowering: Lowering, tile: Tile) -> list[Known]:
@@ -143,6 +152,7 @@ def scores(
 
     `given(row, column)` has the values of the inputs that each score has for itself.
     """
+    columns = columns._replace(first=_plain(columns.first))
     shared, of_rows = _unflat(lowering, Level.TILE, tile.everywhere), known_of_rows(lowering, tile)
     distance, in_columns = lowering.distance, lowering.ramps(Level.COLUMN)
     of_scores = lowering.ramps(Level.SCORE)
