@@ -96,6 +96,8 @@ class FlexSpec(NamedTuple):
     """Backward: lse has an incoming gradient."""
     dcaptured: tuple[bool, ...] = ()
     """Backward: which of score_mod's tensors want a gradient."""
+    dcaptured_elements: int = 0
+    """Backward: elements of these tensors, counted in deterministic calls."""
     bounds: bool = False
     """Whether a table has bounds for each row, instead of a block mask; `left` and `right` are theirs."""
     segments: bool = False

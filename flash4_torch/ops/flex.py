@@ -114,6 +114,15 @@ def describe(inputs: FlexInputs, options: CallOptions) -> FlexProblem:
     return FlexProblem(spec, extent, options.scale, options.band, options.softcap, options.dropout_p)
 
 
+def _backward_of(problem: FlexProblem, mods: Mods, wanted: tuple[bool, ...], has_dlse: bool) -> FlexProblem:
+    """The backward problem of a forward's; wanted: which captured tensors want a gradient."""
+    elements = 0
+    if problem.spec.deterministic:
+        elements = sum(x.numel() for x, wants in zip(mods.captured, wanted, strict=False) if wants)
+    spec = problem.spec._replace(backward=True, dlse=has_dlse, dcaptured=wanted, dcaptured_elements=elements)
+    return problem._replace(spec=spec)
+
+
 def _with_softcap(inputs: FlexInputs, options: CallOptions) -> tuple[FlexInputs, CallOptions]:
     """The call with the option softcap instead of a score_mod that is one."""
     mods = inputs.mods
@@ -143,8 +152,7 @@ def reasons(inputs: FlexInputs, options: CallOptions, has_lse: bool) -> dict[str
     wanted = tuple(x.requires_grad for x in mods.captured[: _of_score(mods)])
     differentiable = (q, k, v) if mods.sinks is None else (q, k, v, mods.sinks)
     if any(wanted) or any(x.requires_grad for x in differentiable):
-        spec = problem.spec._replace(backward=True, dlse=has_lse, dcaptured=wanted)
-        for name, why in backends.reasons(problem._replace(spec=spec)).items():
+        for name, why in backends.reasons(_backward_of(problem, mods, wanted, has_lse)).items():
             found[name] += [f"backward: {sentence}" for sentence in why if sentence not in found[name]]
     return found
 
@@ -176,9 +184,7 @@ def _backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Any, 
     mods, options = _split(rest)
     saved = FlexSaved(dout, dlse, out, lse, low)
     inputs, options = _with_softcap(FlexInputs(q, k, v, mods), options)
-    problem = describe(inputs, options)
-    spec = problem.spec._replace(backward=True, dlse=dlse is not None, dcaptured=tuple(wanted))
-    problem = problem._replace(spec=spec)
+    problem = _backward_of(describe(inputs, options), inputs.mods, tuple(wanted), dlse is not None)
     grads = backends.choose(problem).backward(saved, inputs, problem)
     others = [grads.dsinks, *grads.dcaptured]
     dsinks, *dcaptured = (q.new_empty(0) if x is None else x for x in others)

@@ -27,7 +27,7 @@ from ..compiled.tensors import allocator_like, is_empty, readable, unpad
 from ..compiled.tensors import lengths as ends
 from ..emulator import Emulator, emulated_find, emulated_num_sms, emulated_target, why_not_emulated
 from ..tiled import sinks_gradient
-from . import intervals
+from . import intervals, totals
 from .intervals import Bounds, Segments
 from .tables import Tables, kept, tables
 from .tiled import blocks_of, mods_of, program_of
@@ -87,19 +87,19 @@ class Compiled(OnTargets):
         plain, mods = plain_problem(problem), inputs.mods
         given = _plain_inputs(inputs)
         rows = Saved(saved.dout, saved.dlse, saved.out, saved.lse)
-        totals = [
-            x.new_zeros(x.shape or (1,), dtype=torch.float32) if wanted else None
+        sums = [
+            totals.zeros(x, exact=problem.spec.deterministic) if wanted else None
             for x, wanted in zip(mods.captured, problem.spec.dcaptured, strict=False)
         ]
         if is_empty(given, plain):
             dq, dk, dv = (x.new_zeros(x.shape) for x in inputs[:3])
-            return FlexGradients(dq, dk, dv, _like(totals, mods), sinks_gradient(rows, given))
+            return FlexGradients(dq, dk, dv, _like(sums, mods), sinks_gradient(rows, given))
         index = inputs.q.get_device()
         target, sms = self.target(problem), self.sms(index)
         of_mods, config = chosen_backward(target, problem, sms)
         kernels = backward.decide(target, plain, sms, self.find(problem), of_mods)
         q, k, v, out, dout = (readable(x) for x in (*inputs[:3], saved.out, saved.dout))
-        arguments = backward_arguments(inputs, problem, of_mods, config, totals, bounds)
+        arguments = backward_arguments(inputs, problem, of_mods, config, sums, bounds)
         launch = backward.sequence(
             kernels,
             backward.shapes_of(q, k, v, mods.cu_seqlens_q, kernels),
@@ -119,7 +119,7 @@ class Compiled(OnTargets):
         found = launch(rows, given._replace(q=q, k=k, v=v), None, self.counter(index))
         D, Dv = problem.spec.D, problem.spec.Dv
         dq, dk, dv = unpad(found.dq, D), unpad(found.dk, D), unpad(found.dv, Dv)
-        return FlexGradients(dq, dk, dv, _like(totals, mods), found.dsinks)
+        return FlexGradients(dq, dk, dv, _like(sums, mods), found.dsinks)
 
     # The emulator's backend overrides the following methods.
 
@@ -188,8 +188,9 @@ def _why_not_differentiated(spec: FlexSpec) -> list[str]:
     except TraceError as error:
         return [str(error)]
     why = lowering.limits("score_mod's derivative", derived.program)
-    if spec.deterministic and derived.gathers:
-        why.append("it sums up gradients of captured tensors in any order")
+    if spec.deterministic and spec.dcaptured_elements > totals.MAX_EXACT:
+        count, most = spec.dcaptured_elements, totals.MAX_EXACT
+        why.append(f"captured tensors want {count} gradients, and it has deterministic sums for up to {most}")
     return why
 
 
@@ -329,12 +330,12 @@ def backward_arguments(
     problem: FlexProblem,
     mods: Mods,
     config: BackwardConfig,
-    totals: list[Tensor | None],
+    sums: list[Tensor | None],
     bounds: Bounds | None = None,
 ) -> ModArgs | None:
-    """totals: what gradients of captured tensors are added to."""
+    """sums: what gradients of captured tensors are added to."""
     used = parse_derivative(mods.derivative).tensors if mods.derivative else ()
-    added = tuple(x for i in used if (x := totals[i]) is not None)
+    added = tuple(x for i in used if (x := sums[i]) is not None)
     own = None if bounds is None else bounds.of_keys
     return _arguments(inputs, problem, (config.cluster_keys, config.queries), added, own, is_transposed=True)
 
@@ -380,10 +381,10 @@ def _tables(
     return tables(blocks, *lengths, *tile)
 
 
-def _like(totals: list[Tensor | None], mods: CallMods) -> list[Tensor | None]:
+def _like(sums: list[Tensor | None], mods: CallMods) -> list[Tensor | None]:
     """Gradients of captured tensors, in their dtypes and shapes."""
-    pairs = zip(totals, mods.captured, strict=False)
-    return [None if total is None else total.to(x.dtype).view(x.shape) for total, x in pairs]
+    pairs = zip(sums, mods.captured, strict=False)
+    return [None if x is None else totals.rounded(x).to(of.dtype).view(of.shape) for x, of in pairs]
 
 
 def _element(x: Tensor) -> Tensor:

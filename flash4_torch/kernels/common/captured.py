@@ -2,7 +2,8 @@
 
 What a gather took for several scores gets one addition for them all: for a warp's whole part of a block, for
 a row or for a column of it, as few as the gather's indices tell apart. Nothing branches, so that wgmmas stay
-in flight: where nothing is to be added, a predicate leaves the addition out.
+in flight: where nothing is to be added, a predicate leaves the addition out. CTAs add to one place in any
+order, so that deterministic calls take exact sums (`exact_sums`), which have none.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int64
 
 from ...flex.program import Gather, Ref
+from . import exact_sums
 from .fragment import Mates
 from .lowering import Level, Lowering
 from .programs import Known, coordinates
@@ -63,12 +65,13 @@ class Additions:
         self._sums = {}
 
     def _add(self, values: list[Any], known: Known) -> None:
-        total = self._total
-        for x, coordinate in zip(
-            values, coordinates(self._node, self._rank, total.shape, known), strict=True
-        ):
-            steps = zip(coordinate, total.stride, strict=True)
-            _add(total.iterator + sum((Int64(i) * step for i, step in steps), Int64(0)), x)
+        total, is_exact = self._total, self._total.element_type == Int64
+        places = coordinates(self._node, self._rank, total.shape, known)
+        for x, coordinate in zip(values, places, strict=True):
+            # An exact sum has its fields in the last dimension.
+            steps = zip(coordinate, total.stride[: len(coordinate)], strict=True)
+            place = total.iterator + sum((Int64(i) * step for i, step in steps), Int64(0))
+            (add_exactly if is_exact else _add)(place, x)
 
 
 def _add(place: cute.Pointer, value: Float32) -> None:
@@ -76,5 +79,45 @@ def _add(place: cute.Pointer, value: Float32) -> None:
     cute.arch.inline_ptx(
         "{ .reg .pred p; setp.neu.f32 p, {$r1}, 0f00000000;"
         " @p red.relaxed.gpu.global.add.f32 [{$r0}], {$r1}; }",
+        read_only_args=[place.toint(), value],
+    )
+
+
+def add_exactly(place: cute.Pointer, value: Float32) -> None:
+    """Add a number to the exact sum at `place` unless it is 0.
+
+    The mantissa shifted to the number's exponent, of 55 bits, goes to two words, with the sign.
+    """
+    last = 8 * exact_sums.WORDS
+    cute.arch.inline_ptx(
+        "{ .reg .pred adds, special, p; .reg .b32 bits, e, m, w, flag; .reg .b64 wide, low, high, at;"
+        " mov.b32 bits, {$r1};"
+        " and.b32 m, bits, 0x7fffff;"
+        " bfe.u32 e, bits, 23, 8;"
+        " setp.eq.u32 special, e, 255;"
+        " setp.neu.f32 p, {$r1}, 0f00000000;"
+        " setp.ne.and.u32 adds, e, 255, p;"
+        # Subnormal numbers have no hidden bit, and the exponent 1.
+        " setp.ne.u32 p, e, 0;"
+        " @p or.b32 m, m, 0x800000;"
+        " @p sub.u32 e, e, 1;"
+        " shr.u32 w, e, 5;"
+        " and.b32 e, e, 31;"
+        " cvt.u64.u32 wide, m;"
+        " shl.b64 wide, wide, e;"
+        " and.b64 low, wide, 0xffffffff;"
+        " shr.u64 high, wide, 32;"
+        " setp.lt.s32 p, bits, 0;"
+        f" selp.b32 flag, {exact_sums.MINUS_INFINITE}, {exact_sums.INFINITE}, p;"
+        " @p neg.s64 low, low;"
+        " @p neg.s64 high, high;"
+        " mad.wide.u32 at, w, 8, {$r0};"
+        " @adds red.relaxed.gpu.global.add.u64 [at], low;"
+        " setp.ne.and.s64 p, high, 0, adds;"
+        " @p red.relaxed.gpu.global.add.u64 [at+8], high;"
+        " setp.nan.f32 p, {$r1}, {$r1};"
+        f" @p mov.b32 flag, {exact_sums.NAN};"
+        " cvt.u64.u32 wide, flag;"
+        f" @special red.relaxed.gpu.global.or.b64 [{{$r0}}+{last}], wide; }}",
         read_only_args=[place.toint(), value],
     )

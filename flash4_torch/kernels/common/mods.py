@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cutlass_dsl import if_generate
 
 from ...flex import ramp as ramps
@@ -64,7 +64,8 @@ class ModArgs(NamedTuple):
     scalars: tuple[Any, ...] | None
     blocks: BlockArgs | None
     totals: tuple[cute.Tensor, ...] | None = None
-    """Backward: gradients of `Derivative.tensors`, float32, which are added to."""
+    """Backward: gradients of `Derivative.tensors`, which are added to: float32, or (.., FIELDS) int64, exact
+    sums (`exact_sums`)."""
     bounds: cute.Tensor | None = None
     """(B or 1, rows, 2) int32: the first and the last column that each row sees; neither ever decreases."""
 
@@ -110,7 +111,9 @@ def example_args(plan: Any) -> ModArgs:
     if text := plan.features.mods.derivative:
         lowering = lower_derivative(text, plan.layout)
         ranks = [lowering.program.tensors[i].rank for i in sorted({g.tensor for g in lowering.gathers})]
-        totals = tuple(strided(Float32, max(rank, 1)) for rank in ranks) or None
+        is_exact = plan.features.deterministic
+        dtype, fields = (Int64, 1) if is_exact else (Float32, 0)
+        totals = tuple(strided(dtype, max(rank, 1) + fields) for rank in ranks) or None
     bounds = strided(Int32, 3) if plan.features.mods.bounds else None
     return ModArgs(tuple(tensors) or None, tuple(scalars) or None, blocks, totals, bounds)
 

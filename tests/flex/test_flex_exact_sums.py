@@ -1,0 +1,106 @@
+"""Deterministic gradients of captured tensors: exact sums, whose bits no order of additions changes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+from everything import EVERYTHING, examples, one_of
+from exact_sum_kernel import summed
+from flash4_torch.backends.flex import totals
+from flash4_torch.testing import backends_used
+from flex_calls import ARCHS, check_gradients, drawn_blocks, emulated, made, tensors, with_blocks
+from flex_mods import H, drawn_mask
+
+FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
+LARGEST = torch.finfo(torch.float32).max
+SUBNORMAL = 2.0**-149
+
+
+@settings(max_examples=examples(40, 2000))
+@given(st.lists(FLOATS, min_size=1, max_size=64), st.randoms(use_true_random=False))
+@example([LARGEST] * 64, None)
+@example([-LARGEST, SUBNORMAL, LARGEST, -2 * SUBNORMAL], None)
+@example([1.0, 2.0**-126, -1.0, 0.0, -0.0], None)
+@example([-(2.0**-40)] * 33 + [2.0**-40] * 31, None)
+def test_a_sum_is_exact_in_any_order(numbers: list[float], random: object) -> None:
+    """The sum is the one of whole numbers, rounded once, and has the same bits for every order."""
+    found = summed(torch.tensor(numbers))
+    again = list(numbers)
+    again.reverse() if random is None else random.shuffle(again)
+    assert torch.equal(found, summed(torch.tensor(again)))
+    # fsum is exact, too, and rounds once.
+    wanted = math.fsum(numbers)
+    assert abs(totals.rounded(found).item() - wanted) <= 2.0**-51 * abs(wanted)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "wanted"),
+    [
+        ([math.inf, 1.0, math.inf], math.inf),
+        ([-math.inf, LARGEST], -math.inf),
+        ([math.inf, -math.inf, 1.0], math.nan),
+        ([1.0, -math.nan], math.nan),
+        ([math.nan, math.inf], math.nan),
+    ],
+    ids=str,
+)
+def test_what_is_not_finite_is_noted(numbers: list[float], wanted: float) -> None:
+    for order in (numbers, numbers[::-1]):
+        found = totals.rounded(summed(torch.tensor(order))).item()
+        assert found == wanted or math.isnan(found) and math.isnan(wanted)
+
+
+@pytest.mark.parametrize("arch", ARCHS if EVERYTHING else one_of(2, ARCHS))
+@pytest.mark.parametrize("reads_score", [True, False] if EVERYTHING else [True])
+def test_gradients_have_the_same_bits(arch: str, reads_score: bool) -> None:
+    """Whatever the order in which CTAs add to one place: a scalar, tables by head, row, column and both."""
+    torch.manual_seed(3)
+    Sq, Sk = 200, 231
+    gain, slopes, rows, columns, table = learned = [
+        torch.randn(shape).requires_grad_() for shape in ((), (H,), (Sq,), (Sk, 1), (7, 2))
+    ]
+
+    def mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        score = score * gain * slopes[h] if reads_score else score + gain * slopes[h]
+        return score + rows[i] * columns[j, 0] + table[(i + j) & 3, b]
+
+    call = made(tensors(Sq, Sk), mod, drawn_mask(30, 2, 20), learned, deterministic=True)
+    call = with_blocks(call, drawn_blocks(7, Sq, Sk, 128, 48), 128, 48)
+    with backends_used() as used:
+        check_gradients(call, arch, {"schedule": "late"})
+    assert used[("flex_attention_backward", "emulator")] == 1
+
+    q, k, v = (x.detach().requires_grad_() for x in (call.q, call.k, call.v))
+    out, _ = replace(call, q=q, k=k, v=v).results()
+    dout = torch.randn(out.shape).to(out.dtype)
+    wanted = [q, k, v, *learned]
+    first, *others = (
+        emulated(
+            lambda: torch.autograd.grad(out, wanted, dout, retain_graph=True),
+            arch,
+            {"schedule": "fuzz", "seed": seed},
+            num_sms,
+        )
+        for seed, num_sms in ((0, 3), (1, 8), *([(2, 1), (3, 2)] if EVERYTHING else []))
+    )
+    for found in others:
+        assert all(map(torch.equal, first, found))
+
+
+def test_many_elements_are_left_to_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exact sum takes 80 bytes."""
+    monkeypatch.setattr(totals, "MAX_EXACT", 100)
+    Sq = 101
+    rows = torch.randn(Sq).requires_grad_()
+    call = made(tensors(Sq, 40), lambda s, b, h, i, j: s + rows[i], None, [rows], deterministic=True)
+    with backends_used() as used:
+        check_gradients(call, "sm_90a", {"schedule": "eager"})
+    assert used[("flex_attention_backward", "tiled")] == 1
