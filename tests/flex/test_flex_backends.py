@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import flash4_torch
 from flash4_torch import testing
 from flash4_torch.backends import flex as backends
+from flash4_torch.backends.flex import totals
 from flash4_torch.compile import Key
 from flash4_torch.configs.types import Features, Mods
 from flash4_torch.errors import BackendError, Flash4Error, RangeError
@@ -81,8 +82,10 @@ def test_what_kernels_lack_is_said(arch: str, monkeypatch: pytest.MonkeyPatch) -
     assert "the dtype is torch.float32" in reasons(lambda score, b, h, i, j: score * i, torch.float32)
     gradients: dict[str, Any] = {"backward": True, "dcaptured": (True,)}
     assert reasons(lambda score, b, h, i, j: score * singles[i], **gradients) == ""
-    assert "of captured tensors in any order" in reasons(
-        lambda score, b, h, i, j: score * singles[i], deterministic=True, **gradients
+    gradients["deterministic"] = True
+    assert reasons(lambda score, b, h, i, j: score * singles[i], dcaptured_elements=5, **gradients) == ""
+    assert "deterministic sums for up to 8388608" in reasons(
+        lambda score, b, h, i, j: score * singles[i], dcaptured_elements=1 << 24, **gradients
     )
     gradients = {"backward": True, "D": 192, "Dv": 192}
     assert reasons(lambda score, b, h, i, j: score * i, **gradients) == ""
@@ -107,10 +110,11 @@ def test_flex_support_tells_who_serves() -> None:
 def test_flex_support_tells_of_gradients_of_what_score_mod_captures(
     wants: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mask's tensors have none, and a deterministic order is what kernels lack."""
+    """A mask's tensors have none, and deterministic sums of many are what kernels lack."""
     pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
     monkeypatch.setenv("FLASH4_BACKEND", "emulator")
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    monkeypatch.setattr(totals, "MAX_EXACT", H - 1)
     query, key, value = (x.detach().bfloat16().transpose(1, 2) for x in tensors())
     bias, seen = torch.randn(H, requires_grad=wants), torch.ones(11, requires_grad=True)
     mask = flash4_torch.create_block_mask(
@@ -118,7 +122,7 @@ def test_flex_support_tells_of_gradients_of_what_score_mod_captures(
     )
     call = query, key, value, lambda score, b, h, i, j: score + bias[h], mask
     why_not = flash4_torch.flex_support(*call, enable_gqa=True)
-    late = ["backward: it sums up gradients of captured tensors in any order"]
+    late = [f"backward: captured tensors want {H} gradients, and it has deterministic sums for up to {H - 1}"]
     assert why_not["emulator"] == (late if wants else [])
     assert why_not["tiled"] == ["FLASH4_BACKEND=emulator asks for another"]
 

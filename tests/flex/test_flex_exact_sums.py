@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
-from everything import EVERYTHING, examples, one_of
+from everything import EVERYTHING, examples
 from exact_sum_kernel import summed
 from flash4_torch.backends.flex import totals
+from flash4_torch.errors import BackendError
 from flash4_torch.testing import backends_used
 from flex_calls import ARCHS, check_gradients, drawn_blocks, emulated, made, tensors, with_blocks
 from flex_mods import H, drawn_mask
@@ -55,10 +56,10 @@ def test_a_sum_is_exact_in_any_order(numbers: list[float], random: object) -> No
 def test_what_is_not_finite_is_noted(numbers: list[float], wanted: float) -> None:
     for order in (numbers, numbers[::-1]):
         found = totals.rounded(summed(torch.tensor(order))).item()
-        assert found == wanted or math.isnan(found) and math.isnan(wanted)
+        assert found == wanted or (math.isnan(found) and math.isnan(wanted))
 
 
-@pytest.mark.parametrize("arch", ARCHS if EVERYTHING else one_of(2, ARCHS))
+@pytest.mark.parametrize("arch", ARCHS if EVERYTHING else ["sm_80"])
 @pytest.mark.parametrize("reads_score", [True, False] if EVERYTHING else [True])
 def test_gradients_have_the_same_bits(arch: str, reads_score: bool) -> None:
     """Whatever the order in which CTAs add to one place: a scalar, tables by head, row, column and both."""
@@ -95,12 +96,10 @@ def test_gradients_have_the_same_bits(arch: str, reads_score: bool) -> None:
         assert all(map(torch.equal, first, found))
 
 
-def test_many_elements_are_left_to_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_elements_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """An exact sum takes 80 bytes."""
     monkeypatch.setattr(totals, "MAX_EXACT", 100)
-    Sq = 101
-    rows = torch.randn(Sq).requires_grad_()
-    call = made(tensors(Sq, 40), lambda s, b, h, i, j: s + rows[i], None, [rows], deterministic=True)
-    with backends_used() as used:
+    rows = torch.randn(101).requires_grad_()
+    call = made(tensors(101, 40), lambda s, b, h, i, j: s + rows[i], None, [rows], deterministic=True)
+    with pytest.raises(BackendError, match="want 101 gradients, and it has deterministic sums for up to 100"):
         check_gradients(call, "sm_90a", {"schedule": "eager"})
-    assert used[("flex_attention_backward", "tiled")] == 1

@@ -114,10 +114,9 @@ def test_derivatives_that_read_scores_of_wide_heads(D: int, Dv: int, options: di
     def mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return score * score * 0.3 - score * slopes[h] * rows[i] + score * columns[j]
 
-    learned = [] if "deterministic" in options else [slopes, rows, columns]
-    for x in (slopes, rows, columns):
-        x.requires_grad_(bool(learned))
-    call = made(tensors(Sq, Sk, D, torch.bfloat16, Dv), mod, drawn_mask(30, 2, 20), learned, **options)
+    call = made(
+        tensors(Sq, Sk, D, torch.bfloat16, Dv), mod, drawn_mask(30, 2, 20), [slopes, rows, columns], **options
+    )
     if "dropout_p" in options:
         call = replace(call, mods=call.mods._replace(rng_state=draw_rng_state(call.q.device)))
     states = drawn_blocks(7, Sq, Sk, 64, 48)
@@ -192,11 +191,10 @@ if EVERYTHING:
     def test_beside_other_options(D: int, Dv: int, options: dict[str, Any], arch: str) -> None:
         parts = Parts(torch.float32)
         names = ["bias", "gained"]
-        learned = [] if "deterministic" in options else [parts.table]
         for x in parts.learned:
-            x.requires_grad_(x is parts.table and bool(learned))
+            x.requires_grad_(x is parts.table)
         qkv = tensors(70, 79, D, torch.float16, Dv)
-        call = made(qkv, parts.score_mod(names, 3.0), drawn_mask(30, 2, 20), learned, **options)
+        call = made(qkv, parts.score_mod(names, 3.0), drawn_mask(30, 2, 20), [parts.table], **options)
         state = draw_rng_state(call.q.device) if "dropout_p" in options else None
         call = replace(call, mods=call.mods._replace(sinks=torch.randn(H), rng_state=state))
         check_gradients(call, arch, SCHEDULES[0], has_dlse=True)

@@ -7,7 +7,6 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
-import torch
 from cutlass import Float32, Int64
 from torch import Tensor
 
