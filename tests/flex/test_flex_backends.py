@@ -72,9 +72,16 @@ def test_what_kernels_lack_is_said(arch: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("FLASH4_BACKEND", "emulator")
     monkeypatch.setenv("FLASH4_ARCH", arch)
 
-    def reasons(score_mod: Mod, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> str:
+    def reasons(
+        score_mod: Mod,
+        dtype: torch.dtype = torch.bfloat16,
+        sizes: dict[str, int] | None = None,
+        **changes: Any,
+    ) -> str:
         found = problem(score_mod)
-        found = found._replace(spec=found.spec._replace(dtype=dtype, **changes))
+        found = found._replace(
+            spec=found.spec._replace(dtype=dtype, **changes), extent=found.extent._replace(**(sizes or {}))
+        )
         return " ".join(backends.reasons(found)["emulator"])
 
     singles, doubles = torch.randn(5), torch.randn(5, dtype=torch.float64)
@@ -86,6 +93,10 @@ def test_what_kernels_lack_is_said(arch: str, monkeypatch: pytest.MonkeyPatch) -
     assert reasons(lambda score, b, h, i, j: score * singles[i], dcaptured_elements=5, **gradients) == ""
     assert "deterministic sums for up to 8388608" in reasons(
         lambda score, b, h, i, j: score * singles[i], dcaptured_elements=1 << 24, **gradients
+    )
+    long = {"Sq": 1 << 18, "Sk": 1 << 18}
+    assert "deterministic sums of up to 137438953472" in reasons(
+        lambda score, b, h, i, j: score * singles[i], sizes=long, dcaptured_elements=5, **gradients
     )
     gradients = {"backward": True, "D": 192, "Dv": 192}
     assert reasons(lambda score, b, h, i, j: score * i, **gradients) == ""

@@ -13,7 +13,7 @@ from ...configs.types import Features, Mods
 from ...errors import TraceError
 from ...flex import ramp
 from ...flex.program import Derivative, parse_derivative
-from ...flex_problem import FlexGradients, FlexInputs, FlexProblem, FlexSaved, FlexSpec, new_out
+from ...flex_problem import FlexGradients, FlexInputs, FlexProblem, FlexSaved, new_out
 from ...flex_problem import Mods as CallMods
 from ...kernels.common import lowering
 from ...problem import Inputs, Problem, Saved, Spec
@@ -178,19 +178,19 @@ def why_not_kernels(target: Target, problem: FlexProblem) -> list[str]:
         if text:
             why += lowering.limits(name, program_of(text))
     if spec.backward and spec.score_mod and not why:
-        why += _why_not_differentiated(spec)
+        why += _why_not_differentiated(problem)
     return why
 
 
-def _why_not_differentiated(spec: FlexSpec) -> list[str]:
+def _why_not_differentiated(problem: FlexProblem) -> list[str]:
+    spec = problem.spec
     try:
         derived = derivative_of(spec.score_mod, spec.dcaptured)
     except TraceError as error:
         return [str(error)]
     why = lowering.limits("score_mod's derivative", derived.program)
-    if spec.deterministic and spec.dcaptured_elements > totals.MAX_EXACT:
-        count, most = spec.dcaptured_elements, totals.MAX_EXACT
-        why.append(f"captured tensors want {count} gradients, and it has deterministic sums for up to {most}")
+    if spec.deterministic and derived.gathers:
+        why += totals.limits(spec.dcaptured_elements, problem.extent, len(derived.gathers))
     return why
 
 

@@ -86,9 +86,12 @@ def _add(place: cute.Pointer, value: Float32) -> None:
 def add_exactly(place: cute.Pointer, value: Float32) -> None:
     """Add a number to the exact sum at `place` unless it is 0.
 
-    The mantissa shifted to the number's exponent, of 55 bits, goes to two words, with the sign.
+    The mantissa shifted to the number's exponent, of less than 2 `WORD_BITS` bits, goes to two words, with
+    the sign.
     """
-    last = 8 * exact_sums.WORDS
+    last, bits = 8 * exact_sums.WORDS, exact_sums.WORD_BITS
+    # A product and a shift divide every exponent by the bits of a word.
+    inverse = -(-(1 << 14) // bits)
     cute.arch.inline_ptx(
         "{ .reg .pred adds, special, p; .reg .b32 bits, e, m, w, flag; .reg .b64 wide, low, high, at;"
         " mov.b32 bits, {$r1};"
@@ -101,12 +104,13 @@ def add_exactly(place: cute.Pointer, value: Float32) -> None:
         " setp.ne.u32 p, e, 0;"
         " @p or.b32 m, m, 0x800000;"
         " @p sub.u32 e, e, 1;"
-        " shr.u32 w, e, 5;"
-        " and.b32 e, e, 31;"
+        f" mul.lo.u32 w, e, {inverse};"
+        " shr.u32 w, w, 14;"
+        f" mad.lo.s32 e, w, -{bits}, e;"
         " cvt.u64.u32 wide, m;"
         " shl.b64 wide, wide, e;"
-        " and.b64 low, wide, 0xffffffff;"
-        " shr.u64 high, wide, 32;"
+        f" and.b64 low, wide, {(1 << bits) - 1:#x};"
+        f" shr.u64 high, wide, {bits};"
         " setp.lt.s32 p, bits, 0;"
         f" selp.b32 flag, {exact_sums.MINUS_INFINITE}, {exact_sums.INFINITE}, p;"
         " @p neg.s64 low, low;"
