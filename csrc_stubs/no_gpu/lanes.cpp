@@ -21,7 +21,7 @@ void Lanes::meet(const Warp& warp) { ++meetings_[warp.cta->rank * warps_per_cta_
 Lanes::Now Lanes::now(const Warp& warp, const Op& op, bool writes) {
     const uint32_t index = warp.cta->rank * warps_per_cta_ + warp.index;
     ++serial_;
-    return {.warp = index, .meetings = meetings_[index], .op = op.index, .epoch = 0, .writes = writes, .records = true};
+    return {.warp = index, .meetings = meetings_[index], .op = op.index, .writes = writes, .records = true};
 }
 
 void Lanes::read(const Warp& warp, const Op& op, const Cta& cta, const LanePlaces& places) {

@@ -70,7 +70,7 @@ private:
     };
     // The access at hand.
     struct Now {
-        uint32_t warp, meetings, op, epoch;
+        uint32_t warp, meetings, op;
         bool writes, records;
     };
 
