@@ -149,6 +149,28 @@ class SavedWeights(NamedTuple):
     mask_grad: bool = False
 
 
+_MADE_CONTIGUOUS = frozenset({"cpu"})
+"""Devices on which gradients are contiguous, as torch's own attention kernel makes them there."""
+
+
+def new_gradient(x: Tensor) -> Tensor:
+    """An empty tensor for the gradient of q, k or v.
+
+    Autograd copies a gradient that does not lie in memory as its leaf does. So on a GPU it lies as `x` does,
+    by the rules of `torch.empty_like`, if the rows of `x` are contiguous; kernels write no others.
+    """
+    if x.device.type in _MADE_CONTIGUOUS or x.stride(-1) != 1:
+        return x.new_empty(x.shape)
+    return torch.empty_like(x)
+
+
+def as_gradient(made: Tensor, x: Tensor) -> Tensor:
+    """The gradient of `x`, laid out like `new_gradient(x)`; `made` itself where it is."""
+    wanted = new_gradient(x)
+    lies_so = all(a == b or n <= 1 for n, a, b in zip(x.shape, made.stride(), wanted.stride(), strict=True))
+    return made if lies_so else wanted.copy_(made)
+
+
 def allows_tf32(dtype: torch.dtype) -> bool:
     """Whether torch's switches allow products of that dtype in TF32: for float32, those of CUDA's matmul."""
     # `torch.backends.cuda.matmul.fp32_precision`, in a fifth of the time.

@@ -122,7 +122,6 @@ class Efficient(CallsTorch, WithoutWeights):
         dq, dk, dv = (g[..., :width].transpose(1, 2) for g, width in zip(grads, widths, strict=False))
         if problem.spec.group > 1:
             dk, dv = (_sum_of_group(g, problem) for g in (dk, dv))
-        dq, dk, dv = (g.contiguous() for g in (dq, dk, dv))
         mask, dmask = inputs.attn_mask, None
         if saved.mask_grad and mask is not None:
             dmask = grads[3][..., :Sk].float().sum_to_size(mask.shape).to(mask.dtype)

@@ -80,7 +80,7 @@ class Sdpa(CallsTorch, WithoutWeights):
         rest = *call.lengths, 0.0, call.causal, seed, offset
         grads = _backward(dout, q, k, v, out, lse, *rest, **call.options)
         widths = spec.D, spec.D, spec.Dv
-        dq, dk, dv = (x[..., :width].contiguous() for x, width in zip(grads, widths, strict=True))
+        dq, dk, dv = (x[..., :width] for x, width in zip(grads, widths, strict=True))
         of_q, of_k = (_beyond(x, ends) for x, ends in ((dq, call.ends[0]), (dk, call.ends[1])))
         for x, beyond in ((dq, of_q), (dk, of_k), (dv, of_k)):
             if beyond is not None:

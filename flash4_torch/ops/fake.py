@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem import has_float_mask
+from ..problem import has_float_mask, new_gradient
 from ..reference.scoring import working_dtype
 from .schema import LIBRARY
 
@@ -35,7 +35,7 @@ def _attention_backward(
     sinks: Tensor | None,
     *rest: Any,
 ) -> tuple[Tensor, ...]:
-    return _like(q), _like(k), _like(v), _mask_like(q, attn_mask, rest[-1]), _sinks_like(q, sinks)
+    return new_gradient(q), new_gradient(k), new_gradient(v), _mask_like(q, attn_mask, rest[-1]), _sinks_like(q, sinks)
 
 
 def _attention_varlen(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -56,7 +56,7 @@ def _attention_varlen_backward(
     sinks: Tensor | None,
     *rest: Any,
 ) -> tuple[Tensor, ...]:
-    return _like(q), _like(k), _like(v), _sinks_like(q, sinks)
+    return new_gradient(q), new_gradient(k), new_gradient(v), _sinks_like(q, sinks)
 
 
 def _attention_weights(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
@@ -76,7 +76,7 @@ def _attention_weights_backward(
     sinks: Tensor | None,
     *rest: Any,
 ) -> tuple[Tensor, ...]:
-    return _like(q), _like(k), _mask_like(q, attn_mask, rest[-1]), _sinks_like(q, sinks)
+    return new_gradient(q), new_gradient(k), _mask_like(q, attn_mask, rest[-1]), _sinks_like(q, sinks)
 
 
 def _like(x: Tensor) -> Tensor:

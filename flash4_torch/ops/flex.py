@@ -22,7 +22,7 @@ from ..errors import DoubleBackwardError
 from ..flex import softcap
 from ..flex.program import Ref, refs
 from ..flex_problem import NUM_TENSORS, FlexInputs, FlexProblem, FlexSaved, FlexSpec, Mods, new_out
-from ..problem import CallOptions, Extent, dtype_key
+from ..problem import CallOptions, Extent, as_gradient, dtype_key, new_gradient
 from ..reference.scoring import working_dtype
 from .after_import import after_import
 from .autocast import DEVICES, casting
@@ -188,7 +188,7 @@ def _backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Any, 
     grads = backends.choose(problem).backward(saved, inputs, problem)
     others = [grads.dsinks, *grads.dcaptured]
     dsinks, *dcaptured = (q.new_empty(0) if x is None else x for x in others)
-    return grads.dq, grads.dk, grads.dv, dsinks, dcaptured
+    return *map(as_gradient, grads[:3], (q, k, v)), dsinks, dcaptured
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -205,7 +205,7 @@ def _fake_max_scores(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
 def _fake_backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Any, ...]:
     (q, k, v), wanted = arguments[:3], arguments[-1]
     mods = Mods(*arguments[6 : 6 + _MODS])
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    dq, dk, dv = map(new_gradient, (q, k, v))
     dsinks = q.new_empty(0) if mods.sinks is None else mods.sinks.new_empty(mods.sinks.shape)
     dcaptured = [
         x.new_empty(x.shape) if wants else q.new_empty(0)

@@ -18,6 +18,7 @@ from ..problem import (
     SavedWeights,
     Spec,
     allows_tf32,
+    as_gradient,
     dtype_key,
     has_float_mask,
     mask_key,
@@ -137,7 +138,10 @@ def _attention_backward(
         lse_low = tiled.lse_low(q, k, lse, scoring(inputs, problem))
     saved = Saved(dout, dlse, out, lse, mask_grad, lse_low)
     dq, dk, dv, *others = backends.choose(problem).backward(saved, inputs, problem)
-    return dq, dk, dv, *(q.new_empty(0) if x is None else x for x in others)
+    return (
+        *map(as_gradient, (dq, dk, dv), (q, k, v)),
+        *(q.new_empty(0) if x is None else x for x in others),
+    )
 
 
 def _attention_varlen(
@@ -183,7 +187,8 @@ def _attention_varlen_backward(
     problem = backward_of(with_state(forward, rng_state), dlse)
     inputs = Inputs(q, k, v, None, sinks, rng_state, cu_seqlens_q, cu_seqlens_k)
     grads = backends.choose(problem).backward(Saved(dout, dlse, out, lse), inputs, problem)
-    return grads.dq, grads.dk, grads.dv, q.new_empty(0) if grads.dsinks is None else grads.dsinks
+    dsinks = q.new_empty(0) if grads.dsinks is None else grads.dsinks
+    return *map(as_gradient, grads[:3], (q, k, v)), dsinks
 
 
 def _attention_weights(
@@ -219,7 +224,10 @@ def _attention_weights_backward(
     inputs = Inputs(q, k, k, attn_mask, sinks, rng_state)
     saved = SavedWeights(lse, lse_low, average_heads, dweights, mask_grad)
     grads = backends.choose(problem).weights_backward(saved, inputs, problem)
-    return grads.dq, grads.dk, *(q.new_empty(0) if x is None else x for x in (grads.dmask, grads.dsinks))
+    return (
+        *map(as_gradient, (grads.dq, grads.dk), (q, k)),
+        *(q.new_empty(0) if x is None else x for x in (grads.dmask, grads.dsinks)),
+    )
 
 
 def _weights_problem(

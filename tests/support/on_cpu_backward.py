@@ -114,7 +114,7 @@ def _postprocess(
     plan: PostprocessPlan, dq_acc: Tensor, dq: Tensor, ends: Tensor | None, scale: float
 ) -> None:
     check_rows(dq, plan.dtype, plan.varlen)
-    assert dq.is_contiguous() and dq.shape[-1] == plan.D and (ends is not None) == plan.varlen
+    assert dq.shape[-1] == plan.D and (ends is not None) == plan.varlen
     _, at = _rows(plan.blocks, dq, ends)
     rows = out_of_blocks(plan.blocks, dq_acc)[..., at, : plan.D]
     dq.copy_((rows * scale).transpose(-3, -2))
@@ -124,7 +124,7 @@ def _group_sums(plan: GroupReducePlan, dk_parts: Tensor, dv_parts: Tensor, dk: T
     for parts, grad, D in ((dk_parts, dk, plan.D), (dv_parts, dv, plan.Dv)):
         check_rows(grad, plan.dtype, plan.varlen)
         check_rows(parts, plan.dtype, plan.varlen)
-        assert grad.is_contiguous() and parts.is_contiguous() and grad.shape[-1] == D
+        assert parts.is_contiguous() and grad.shape[-1] == D
         grad.copy_(parts.unflatten(-2, (grad.shape[-2], -1)).float().sum(-2))
 
 
@@ -173,7 +173,8 @@ def _backward(launches: list[Launch], features: Features, config: BackwardConfig
         # As many KV heads as the gradients have.
         k, v = (x.repeat_interleave(q.shape[-2] // x.shape[-2], -2) for x in (k, v))
     for grad, x in ((dk, k), (dv, v), *(((dq_whole, q),) if config.scope == Scope.KV_HEAD else ())):
-        assert grad.shape == x.shape and grad.dtype == x.dtype and grad.is_contiguous()
+        assert grad.shape == x.shape and grad.dtype == x.dtype
+        check_rows(grad, features.dtype, features.varlen)
     assert (q.shape[-1], k.shape[-1], v.shape[-1]) == (features.D, features.D, features.Dv)
     assert (dq_semaphore is not None) == features.deterministic
     assert (ends_q is not None) == (ends_k is not None) == features.varlen

@@ -27,7 +27,7 @@ from ...kernels.common.bwd.row_blocks import (
     SinksPlan,
 )
 from ...kernels.common.mask_tables import MaskPlan
-from ...problem import Inputs, Problem, Saved
+from ...problem import Inputs, Problem, Saved, new_gradient
 from ..base import Grads
 from . import forward
 from .masks import Read
@@ -60,9 +60,6 @@ class Kernels(NamedTuple):
 class Shapes(NamedTuple):
     """Shapes that a call of these sizes allocates; dk_parts and dv_parts are used with scope Q_HEAD."""
 
-    dq: tuple[int, ...]
-    dk: tuple[int, ...]
-    dv: tuple[int, ...]
     dk_parts: tuple[int, ...]
     dv_parts: tuple[int, ...]
     stats: tuple[int, ...]
@@ -206,9 +203,6 @@ def shapes_of(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, kern
         heads = (Hq,)
         count = blocks.packed_count(T, len(cu_seqlens_q) - 1)
     return Shapes(
-        dq=tuple(q.shape),
-        dk=tuple(k.shape),
-        dv=tuple(v.shape),
         dk_parts=(*k.shape[:-2], Hq, k.shape[-1]),
         dv_parts=(*v.shape[:-2], Hq, v.shape[-1]),
         stats=(kernels.row_stats, *heads, count * blocks.queries),
@@ -262,7 +256,6 @@ def main_launch(
 ) -> MainLaunch:
     """The launches between `preprocess` and what rounds dQ; arguments as for `sequence`."""
     main, group_reduce = kernels.main, kernels.group_reduce
-    new_dk, new_dv = (allocator(shape, dtype) for shape in (shapes.dk, shapes.dv))
     new_parts = None
     if group_reduce is not None:
         new_parts = allocator(shapes.dk_parts, dtype), allocator(shapes.dv_parts, dtype)
@@ -277,7 +270,7 @@ def main_launch(
     ) -> tuple[Tensor, Tensor]:
         q, k, v, mask, _, rng_state, ends_q, ends_k, _ = inputs
         stats, dq_acc, semaphore = work
-        dk_made, dv_made = dk, dv = new_dk(), new_dv()
+        dk_made, dv_made = dk, dv = new_gradient(k), new_gradient(v)
         if new_parts is not None:
             dk_made, dv_made = (new() for new in new_parts)
         dmask_rows = None if dmask is None else dmask.transpose(2, 3)
@@ -305,13 +298,13 @@ def sequence(
     `read_mask` takes the mask as the forward gets it.
     """
     postprocess, sinks_gradient = kernels.postprocess, kernels.sinks_gradient
-    new_dq, new_work = allocator(shapes.dq, dtype), new_workspace(kernels, shapes, allocator)
+    new_work = new_workspace(kernels, shapes, allocator)
     main = main_launch(kernels, shapes, dtype, params, read_mask, allocator)
 
     def launch(saved: Saved, inputs: Inputs, dmask: Tensor | None, tile_counter: Tensor) -> Grads:
         ends_q, ends_k, sinks = lengths(inputs.cu_seqlens_q), lengths(inputs.cu_seqlens_k), inputs.sinks
         inputs = inputs._replace(cu_seqlens_q=ends_q, cu_seqlens_k=ends_k)
-        work, dq = new_work(), new_dq()
+        work, dq = new_work(), new_gradient(inputs.q)
         preprocess(kernels, saved, ends_q, work)
         rounded = dq if postprocess is None else None
         dk, dv = main(inputs, saved.dout, work, rounded, dmask, tile_counter)

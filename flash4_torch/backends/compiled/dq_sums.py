@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...configs.types import Scope
-from ...problem import Inputs, Problem, Saved
+from ...problem import Inputs, Problem, Saved, new_gradient
 from . import backward
 from .backward import Kernels, Shapes, Workspace
 from .running import HasKernels, from_offset, why_not_of_part, with_room
@@ -26,7 +26,6 @@ class _Begun(NamedTuple):
 
     work: Workspace
     kernels: Kernels
-    shapes: Shapes
     scale: float
     """Scale of the scores: the sums are multiplied by it at last."""
 
@@ -73,10 +72,10 @@ class CompiledDqSums:
     def finished(self) -> Tensor | None:
         if self._begun is None:
             return None
-        work, kernels, shapes, scale = self._begun
+        work, kernels, scale = self._begun
         if kernels.postprocess is None:
             raise AssertionError("these kernels round dQ themselves")
-        dq = self._q.new_empty(shapes.dq)
+        dq = new_gradient(self._q)
         kernels.postprocess(work.dq_acc, dq, None, scale)
         return unpad(dq, self._D)
 
@@ -91,7 +90,7 @@ class CompiledDqSums:
         """The workspace from that row's block on."""
         if self._begun is None:
             shapes = backward.shapes_of(self._q, *inputs[1:3], None, kernels)
-            begun = _Begun(_new_workspace(self._q, kernels, shapes), kernels, shapes, scale)
+            begun = _Begun(_new_workspace(self._q, kernels, shapes), kernels, scale)
             backward.preprocess(kernels, self._saved, None, begun.work)
             self._begun = begun
         elif self._begun.work.dq_semaphore is not None:

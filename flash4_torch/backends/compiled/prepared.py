@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...problem import Inputs, Problem
+from ...problem import Inputs, Problem, new_gradient
 from .. import tile_counters
 from ..base import BackwardLaunch, Launch, Order
 from ..views import Layout, view
@@ -45,6 +45,11 @@ class _Seen(NamedTuple):
         if not heads_first:
             return cls(sizes, strides, sizes, strides)
         return cls(_swapped(sizes), _swapped(strides), sizes, strides)
+
+    @classmethod
+    def gradient(cls, x: Tensor, heads_first: bool) -> _Seen:
+        """That of `x`, as kernels see it."""
+        return cls.of(Layout.of(new_gradient(x)), heads_first)
 
     @classmethod
     def contiguous(cls, sizes: tuple[int, ...], heads_first: bool) -> _Seen:
@@ -135,9 +140,9 @@ def backward(
     *_, q_sizes, q_strides = _Seen.of(Layout.of(inputs.q), heads_first)
     *_, k_sizes, k_strides = _Seen.of(Layout.of(inputs.k), heads_first)
     *_, v_sizes, v_strides = _Seen.of(Layout.of(inputs.v), heads_first)
-    dq_sizes, dq_strides, *seen_dq = _Seen.contiguous(shapes.dq, heads_first)
-    dk_sizes, dk_strides, *seen_dk = _Seen.contiguous(shapes.dk, heads_first)
-    dv_sizes, dv_strides, *seen_dv = _Seen.contiguous(shapes.dv, heads_first)
+    dq_sizes, dq_strides, *seen_dq = _Seen.gradient(inputs.q, heads_first)
+    dk_sizes, dk_strides, *seen_dk = _Seen.gradient(inputs.k, heads_first)
+    dv_sizes, dv_strides, *seen_dv = _Seen.gradient(inputs.v, heads_first)
     out_shape = slow_forward.shapes_of(inputs.q, inputs.v).out
     *_, out_sizes, out_strides = _Seen.contiguous(out_shape, out_heads_first)
     dout_strides, copies_dout = dout.stride(), not is_readable(dout)
