@@ -111,7 +111,10 @@ def test_calls_with_heads_first_are_the_long_ways(
     expanded: bool,
     dropout_p: float,
 ) -> None:
-    """Kernels get views of scaled_dot_product_attention's tensors, and results come in the caller's order."""
+    """Kernels get views of scaled_dot_product_attention's tensors, and results come in the caller's order.
+
+    Gradients lie in memory as their tensors do: autograd would copy others for a leaf.
+    """
     (B, Sq, Sk, Hk, group), (D, Dv) = sizes, widths
     shapes = (B, Hk * group, Sq, D), (B, Hk, Sk, D), (B, Hk, Sk, Dv)
     inputs = [half(*shape) for shape in shapes]
@@ -143,6 +146,7 @@ def test_calls_with_heads_first_are_the_long_ways(
             steps.append(step())
     for a, b in zip(steps[0], steps[2], strict=True):
         assert torch.equal(a, b) and strides(a) == strides(b) and a.dtype == b.dtype
+    assert [strides(x) for x in steps[2][1:]] == [strides(x) for x in inputs[: 3 * recorded]]
     for launches, results in ((machine.launches, 6), (machine.backwards, 9)):
         if launches:
             long, _, short = launches

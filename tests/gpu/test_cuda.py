@@ -11,6 +11,7 @@ import flash4_torch
 from cases import Case, cases
 from flash4_torch import testing
 from own_gpu import OURS
+from test_cuda_compiled_gradients import noise_of_stored
 from test_matches_reference import NAMES, results_and_gradients
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -46,10 +47,9 @@ def test_values_and_gradients(case: Case, dropout_p: float) -> None:
         actual = results_and_gradients(case, out, lse, *cotangents)
     exact = results_and_gradients(case, *case.exact(**dropout), *cotangents)
     peer = results_and_gradients(case, *case.exact(case.q.dtype, **dropout), *cotangents)
-    stored = torch.finfo(case.q.dtype).eps * (cotangents[0] * out).norm().item()
+    noise = noise_of_stored(out, cotangents[0], case.q, case.k, case.kwargs["scale"])
     for name, a, e, p in zip(NAMES, actual, exact, peer, strict=False):
-        noise = stored if name == "dmask" else 0.0
-        testing.assert_close_as_peer(a, e.double(), p, what=name, noise=noise)
+        testing.assert_close_as_peer(a, e.double(), p, what=name, noise=noise.get(name, 0.0))
 
 
 @pytest.mark.parametrize("causal", [False, True])
