@@ -35,7 +35,13 @@ def _attention_backward(
     sinks: Tensor | None,
     *rest: Any,
 ) -> tuple[Tensor, ...]:
-    return new_gradient(q), new_gradient(k), new_gradient(v), _mask_like(q, attn_mask, rest[-1]), _sinks_like(q, sinks)
+    return (
+        new_gradient(q),
+        new_gradient(k),
+        new_gradient(v),
+        _mask_like(q, attn_mask, rest[-1]),
+        _sinks_like(q, sinks),
+    )
 
 
 def _attention_varlen(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

@@ -418,15 +418,18 @@ class Streams:
         self.current = {0: 11, 1: 11}
         self.capturing = False
         self.allocations: list[int] = []
-        monkeypatch.setattr(tile_counters, "_of_stream", {})
-        monkeypatch.setattr(tile_counters, "_unused", {})
+        self.capture = 0
+        for name in ("_of_stream", "_many_of_stream", "_unused", "_reserves", "_of_capture"):
+            monkeypatch.setattr(tile_counters, name, {})
+        monkeypatch.setattr(tile_counters, "_retired", [])
+        monkeypatch.setattr(tile_counters, "capture_of", lambda stream: self.capture)
         monkeypatch.setattr(tile_counters, "current_stream", self.current.__getitem__)
         monkeypatch.setattr(tile_counters, "is_capturing", lambda index: self.capturing)
         monkeypatch.setattr(tile_counters, "_zeros", self.zeros)
 
     def zeros(self, index: int, n: int, wait: bool = False) -> torch.Tensor:
         # Counters that stay must not come from a graph's memory: another thread allocates them and waits.
-        assert wait == (n > 1) == (threading.current_thread() is not threading.main_thread())
+        assert wait == (not self.capturing) == (threading.current_thread() is not threading.main_thread())
         self.allocations.append(n)
         return torch.zeros(n, dtype=torch.int32)
 
@@ -442,15 +445,54 @@ def test_streams_have_counters_of_their_own(monkeypatch: pytest.MonkeyPatch) -> 
                 assert counter.shape == (1,) and counter.dtype == torch.int32
                 assert found.setdefault((index, stream), counter.data_ptr()) == counter.data_ptr()
     assert len(set(found.values())) == len(found)
-    assert len(streams.allocations) == 4
+    assert len(streams.allocations) == 6
 
 
-def test_a_captured_launch_owns_its_counter(monkeypatch: pytest.MonkeyPatch) -> None:
+def words_of(counters: torch.Tensor) -> range:
+    return range(counters.data_ptr(), counters.data_ptr() + 4 * counters.numel(), 4)
+
+
+def test_captures_share_counters_with_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one capture, launches of the same stream share; no memory of the graph is taken for them."""
     streams = Streams(monkeypatch)
-    eager = tile_counters.counter(0)
+    eager = [tile_counters.counter(0), tile_counters.counters(0, 100)]
+    before = len(streams.allocations)
+    streams.capturing = True
+    found: dict[tuple[int, int], list[torch.Tensor]] = {}
+    for streams.capture in (1, 2, 1, 3):
+        for streams.current[0] in (11, 12):
+            made = [tile_counters.counter(0), tile_counters.counters(0, 70), tile_counters.counter(0)]
+            assert [len(x) for x in made] == [1, 128, 1]
+            assert made[1].data_ptr() == made[2].data_ptr()
+            found.setdefault((streams.capture, streams.current[0]), []).extend(made)
+    assert len(streams.allocations) == before
+    owners: dict[int, object] = {word: "eager" for x in eager for word in words_of(x)}
+    for owner, counters in found.items():
+        for word in {word for x in counters for word in words_of(x)}:
+            assert owners.setdefault(word, owner) == owner
+
+
+def test_captures_without_a_reserve_have_their_graphs_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = Streams(monkeypatch)
     streams.capturing = True
     captured = [tile_counters.counter(0) for _ in range(2)]
-    assert len({x.data_ptr() for x in (eager, *captured)}) == 3
-    assert streams.allocations[1:] == [1, 1]
-    kept = [x.data_ptr() for x in tile_counters._of_stream.values()]
-    assert kept == [eager.data_ptr()]
+    assert streams.allocations == [1, 1] and captured[0].data_ptr() != captured[1].data_ptr()
+
+
+def test_a_reserve_is_filled_by_eager_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tile_counters, "_RESERVE", 256)
+    streams = Streams(monkeypatch)
+    first, taken = tile_counters.counter(0), set(words_of(tile_counters.counters(0, 9)))
+    for streams.capture in range(20):
+        streams.capturing = True
+        made = [tile_counters.counters(0, 60) for _ in range(2)]
+        assert made[0].data_ptr() == made[1].data_ptr() and len(made[0]) == 64
+        assert len(streams.allocations) < 3 + 20 and not taken & set(words_of(made[0]))
+        taken |= set(words_of(made[0]))
+        streams.capturing = False
+        tile_counters.counter(0)
+    assert first.data_ptr() in {x.data_ptr() for x in tile_counters._retired}
+    assert 64 not in streams.allocations
+    streams.capturing = True
+    huge = tile_counters.counters(0, 300)
+    assert streams.allocations[-1] == 512 == len(huge)
