@@ -124,6 +124,7 @@ class Derivative(NamedTuple):
         return json.dumps([self.program.text(), gathers], separators=(",", ":"))
 
 
+@lru_cache(maxsize=256)
 def parse_derivative(text: str) -> Derivative:
     """The derivative that `Derivative.text` wrote."""
     program, gathers = json.loads(text)

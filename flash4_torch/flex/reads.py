@@ -3,7 +3,8 @@
 A function is known if its code, and that of the functions it calls, does nothing but to compute with what it
 is given and with closure cells, globals and defaults, which are looked up for every key: numbers, tensors,
 tuples, functions of this kind, objects of which nothing but plain attributes and methods is used, and torch's
-functions and methods by names that stand here. A tensor has no values while a function is traced; what else
+functions and methods by names that stand here. An object may be in a function's place, a module without hooks
+among them. A tensor has no values while a function is traced; what else
 it could tell is in the key. All else, such as a property, makes a function unknown: it is traced anew in each
 call.
 """
@@ -62,6 +63,11 @@ _LOADS = frozenset(
 )
 _STORES = ("STORE_FAST", "STORE_DEREF", "STORE_FAST_LOAD_FAST", "STORE_FAST_STORE_FAST")
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
+_CALL_OF_MODULES = inspect.getattr_static(nn.Module, "__call__")
+_HOOKS = (
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    "_compiled_call_impl",
+)
 _ABSENT = object()
 _DOT = "."
 """The sign before an attribute's name, where it stands beside names of variables."""
@@ -126,7 +132,7 @@ def reads_of(function: Callable[..., Any]) -> Reads | None:
         return None
     found = _Found()
     try:
-        key = found.value(function, 0), found.of_objects()
+        key = found.called(function), found.of_objects()
         return Reads((torch.get_default_dtype(), key, found.torchs_own()), tuple(found.tensors))
     except _Unknown:
         return None
@@ -144,6 +150,10 @@ class _Found:
         """Names that hold what is no object."""
         self._places: dict[int, int] = {}
         """Tensors and functions by their address; both live as long as the function that is asked about."""
+
+    def called(self, x: Any) -> Hashable:
+        """The function that is asked about, or what an object does that is called like one."""
+        return self.value(x, 0) if type(x) in _KINDS else self._method(_call_of(x), 0, x)
 
     def value(self, x: Any, depth: int) -> Hashable:
         kind = type(x)
@@ -283,6 +293,17 @@ class _Found:
             for name in sorted(self._names)
             for held in (getattr(Tensor, name, None), *(vars(holder).get(name) for holder in holders))
         )
+
+
+def _call_of(x: Any) -> Any:
+    """The method that a call of the object runs: for a module without hooks its forward."""
+    call = inspect.getattr_static(type(x), "__call__", None)
+    if not isinstance(x, nn.Module):
+        return call
+    hooks = any(vars(x).get(name) for name in _HOOKS) or nn.modules.module._has_any_global_hook()
+    if call is not _CALL_OF_MODULES or hooks or "forward" in vars(x):
+        raise _Unknown
+    return inspect.getattr_static(type(x), "forward", None)
 
 
 class _Same:

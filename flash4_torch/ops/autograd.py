@@ -84,7 +84,7 @@ def _differentiable(name: str, save: Callable[..., None], grads: Callable[..., G
     torch.library.register_autograd(f"flash4::{name}", grads, setup_context=save, lib=schema.LIBRARY)
 
     def forward(ctx: Any, *args: Any) -> Any:
-        result = _below_autograd(op, args)
+        result = below_autograd(op, args)
         save(ctx, args, result)
         return result
 
@@ -102,7 +102,7 @@ def _differentiable(name: str, save: Callable[..., None], grads: Callable[..., G
         # The query that autograd.Function itself makes; there is no public one.
         if torch._C._are_functorch_transforms_active():
             return transformed.apply(*args)
-        return eager.apply(*args) if _wants_grad(args) else _below_autograd(op, args)
+        return eager.apply(*args) if wants_grad(args) else below_autograd(op, args)
 
     call.__name__ = name
     return call
@@ -125,13 +125,13 @@ def function(
     )
 
 
-def _below_autograd(op: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def below_autograd(op: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Calls the operator below its autograd kernel, which is Python and takes 12 µs to find nothing to do."""
     with torch._C._AutoDispatchBelowAutograd():
         return op(*args)
 
 
-def _wants_grad(args: tuple[Any, ...]) -> bool:
+def wants_grad(args: tuple[Any, ...]) -> bool:
     """Whether a derivative is requested: reverse mode, or forward mode, which autograd.Function refuses."""
     if torch.autograd.forward_ad._current_level >= 0:
         return True

@@ -9,7 +9,7 @@ With cu_seqlens sequences are packed: q (Tq, Hq, D), k (Tk, Hk, D), out (Tq, Hq,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from ..problem import CallOptions, Extent, as_gradient, dtype_key, new_gradient
 from ..reference.scoring import working_dtype
 from .after_import import after_import
 from .autocast import DEVICES, casting
-from .autograd import function
+from .autograd import below_autograd, function, wants_grad
 from .check import cu_seqlens_values
 from .schema import LIBRARY
 from .vmap import flex_rule
@@ -66,9 +66,16 @@ def flex_attention(
 ) -> tuple[Tensor, Tensor]:
     """(out (B, Sq, Hq, Dv), lse (B, Hq, Sq)), or packed; q, k and v come from `autocast_inputs`."""
     beside = mods._replace(captured=list(mods.captured), scalars=list(mods.scalars))
-    transforms = torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
-    op = _transformed if transforms else torch.ops.flash4.flex_attention.default
-    out, lse, _ = op(q, k, v, *beside, *options)
+    arguments = q, k, v, *beside, *options
+    if torch.compiler.is_compiling():
+        out, lse, _ = _forward_op(*arguments)
+    elif torch._C._are_functorch_transforms_active():
+        out, lse, _ = _through(_Transformed, 3, arguments)
+    elif wants_grad((q, k, v, mods.sinks, *mods.captured)):
+        # As in `autograd`: half of the host time that the operator's own gradient takes.
+        out, lse, _ = _through(_Recorded, 3, arguments)
+    else:
+        out, lse, _ = below_autograd(_forward_op, arguments)
     return out, lse
 
 
@@ -214,7 +221,7 @@ def _fake_backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[
     return dq, dk, dv, dsinks, dcaptured
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     (q, k, v), (mods, options) = inputs[:3], _split(inputs[3:])
     ctx.save_for_backward(q, k, v, *output, *mods.tensors, *mods.captured)
     ctx.mods, ctx.options = mods.of_tensors((), [None] * NUM_TENSORS), options
@@ -222,8 +229,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 
 def _grads(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
-    op = torch.ops.flash4.flex_attention_backward.default
-    return _gradients(ctx, dout, dlse, list(ctx.needs_input_grad[3]), op)
+    return _gradients(ctx, dout, dlse, list(ctx.needs_input_grad[3]), _backward_op)
 
 
 def _gradients(
@@ -254,31 +260,55 @@ def _refuse(ctx: Any, *grads: Any) -> Any:
     raise DoubleBackwardError
 
 
-# torch.func's transforms want an autograd.Function with `setup_context`, and that takes no lists of tensors.
-# Each function has the number of captured tensors first, and these in the place of their list.
+# An autograd.Function takes no lists of tensors. Each function has the number of captured tensors first, and
+# these in the place of their list. As in `autograd` there are two forms: one for torch.func's transforms,
+# which want `setup_context`, and the classic one.
 
 
 def _flat_forward(n: int, *arguments: Any) -> tuple[Tensor, ...]:
-    results: tuple[Tensor, ...] = torch.ops.flash4.flex_attention.default(*_with_list(n, 3, arguments))
+    results: tuple[Tensor, ...] = _forward_op(*_with_list(n, 3, arguments))
     return results
 
 
-def _flat_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _recorded_forward(ctx: Any, n: int, *arguments: Any) -> tuple[Tensor, ...]:
+    results: tuple[Tensor, ...] = below_autograd(_forward_op, tuple(_with_list(n, 3, arguments)))
+    _flat_save(ctx, (n, *arguments), results)
+    return results
+
+
+def _flat_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     n, *arguments = inputs
     ctx.n = n
     _save(ctx, tuple(_with_list(n, 3, arguments)), output)
 
 
 def _flat_grads(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+    return _flat_gradients(ctx, dout, dlse, partial(_backward_through, _TransformedBackward))
+
+
+def _recorded_grads(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+    # Gradients of gradients are requested where grad mode is on.
+    if torch.is_grad_enabled():
+        return _flat_gradients(ctx, dout, dlse, partial(_backward_through, _RecordedBackward))
+    return _flat_gradients(ctx, dout, dlse, lambda *arguments: below_autograd(_backward_op, arguments))
+
+
+def _flat_gradients(
+    ctx: Any, dout: Tensor | None, dlse: Tensor | None, op: Callable[..., Any]
+) -> tuple[Any, ...]:
     needed = ctx.needs_input_grad[4 : 4 + ctx.n]
-    dq, dk, dv, found, *beside = _gradients(ctx, dout, dlse, needed, _transformed_backward)
+    dq, dk, dv, found, *beside = _gradients(ctx, dout, dlse, needed, op)
     beside[_SCALARS - 1] = None
     return None, dq, dk, dv, *found, *beside
 
 
 def _flat_backward(n: int, *arguments: Any) -> tuple[Tensor, ...]:
-    op = torch.ops.flash4.flex_attention_backward.default
-    *grads, dcaptured = op(*_with_list(n, 8, arguments))
+    *grads, dcaptured = _backward_op(*_with_list(n, 8, arguments))
+    return *grads, *dcaptured
+
+
+def _recorded_backward(ctx: Any, n: int, *arguments: Any) -> tuple[Tensor, ...]:
+    *grads, dcaptured = below_autograd(_backward_op, tuple(_with_list(n, 8, arguments)))
     return *grads, *dcaptured
 
 
@@ -286,14 +316,16 @@ def _with_list(n: int, at: int, arguments: Sequence[Any]) -> list[Any]:
     return [*arguments[:at], list(arguments[at : at + n]), *arguments[at + n :]]
 
 
-_Flat = function(
+_Recorded = function("flex_attention", _recorded_forward, _recorded_grads)
+_RecordedBackward = function("flex_attention_backward", _recorded_backward, _refuse)
+_Transformed = function(
     "flex_attention",
     _flat_forward,
     _flat_grads,
     setup_context=staticmethod(_flat_save),
     generate_vmap_rule=True,
 )
-_FlatBackward = function(
+_TransformedBackward = function(
     "flex_attention_backward",
     _flat_backward,
     _refuse,
@@ -302,18 +334,15 @@ _FlatBackward = function(
 )
 
 
-def _transformed(
-    q: Tensor, k: Tensor, v: Tensor, captured: Sequence[Tensor], *beside: Any
-) -> tuple[Tensor, ...]:
-    results: tuple[Tensor, ...] = _Flat.apply(len(captured), q, k, v, *captured, *beside)
+def _through(kind: type[torch.autograd.Function], at: int, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """Applies a function to an operator's arguments, whose captured tensors are number `at`."""
+    captured = arguments[at]
+    results: tuple[Tensor, ...] = kind.apply(len(captured), *arguments[:at], *captured, *arguments[at + 1 :])
     return results
 
 
-def _transformed_backward(*arguments: Any) -> tuple[Any, ...]:
-    captured = arguments[8]
-    dq, dk, dv, dsinks, *dcaptured = _FlatBackward.apply(
-        len(captured), *arguments[:8], *captured, *arguments[9:]
-    )
+def _backward_through(kind: type[torch.autograd.Function], *arguments: Any) -> tuple[Any, ...]:
+    dq, dk, dv, dsinks, *dcaptured = _through(kind, 8, arguments)
     return dq, dk, dv, dsinks, dcaptured
 
 
@@ -341,6 +370,8 @@ for _name, _kernel, _fake, _autograd, _n, _mapped in (
         _op = getattr(torch.ops.flash4, _name).default
         LIBRARY.impl(_name, casting(_op, _n, _device), _key)
     torch.library.register_vmap(f"flash4::{_name}", flex_rule(_op, _mapped, _reads_batch), lib=LIBRARY)
+_forward_op = torch.ops.flash4.flex_attention.default
+_backward_op = torch.ops.flash4.flex_attention_backward.default
 
 
 def _use_flop_formulas() -> None:

@@ -240,6 +240,15 @@ class Holder:
     def __call__(self, score: Tensor, *places: Tensor) -> Tensor:
         return score * self.own
 
+    class Called:
+        """Called in the place of a function."""
+
+        def __init__(self, held: Holder):
+            self.held = held
+
+        def __call__(self, score: Tensor, b: Any, h: Any, i: Any, j: Any) -> Tensor:
+            return self.held.helped(score, j) * self.held.own
+
     def __eq__(self, other: object) -> bool:
         return bool(self.own == other)
 
@@ -266,6 +275,8 @@ class Layer(nn.Module):
         inner = self.inner.weight[0, 0] * self.factor
         return score + self.bias[h] * (i - j).float() + self.table[j % 4] * inner
 
+    forward = mod
+
 
 def test_attributes_of_objects_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain attributes, those of classes, modules' parameters and buffers, methods, and objects inside."""
@@ -279,6 +290,8 @@ def test_attributes_of_objects_are_seen(monkeypatch: pytest.MonkeyPatch) -> None
         "partial": functools.partial(holder.mod),
         "called": lambda s, b, h, i, j: holder.mod(s, b, h, i, j) + 1,
         "module": layer.mod,
+        "module itself": layer,
+        "object": Holder.Called(holder),
         "parameter": lambda s, b, h, i, j: s + layer.inner.weight[0, 0],
     }
     changes: list[Callable[[], Any]] = [
@@ -317,7 +330,9 @@ def test_what_is_not_known_is_traced_in_each_call() -> None:
     numbers, named, holder, odd, calls = [1.0], {"a": 1.0}, Holder(), Odd(), 0
     marked, learned = torch.ones(4), torch.ones(4, requires_grad=True)
     marked.sum = lambda: 3.0  # type: ignore[method-assign, assignment]
-    linear = nn.Linear(1, 1)
+    linear, hooked, replaced = nn.Linear(1, 1), Layer(), Layer()
+    hooked.register_forward_hook(lambda module, args, out: out * random.random())
+    replaced.forward = lambda s, *places: s * random.random()  # type: ignore[method-assign]
 
     def counts(s: Tensor, b: Any, h: Any, i: Any, j: Any) -> Tensor:
         nonlocal calls
@@ -356,7 +371,11 @@ def test_what_is_not_known_is_traced_in_each_call() -> None:
         lambda s, b, h, i, j: s * learned.data[h],
         lambda s, b, h, i, j: s * eval("1"),
         lambda s, b, h, i, j, n=[2.0]: s * n[0],
-        holder,
+        odd,
+        hooked,
+        replaced,
+        nn.Sequential(Layer()),
+        torch.compile(Layer()),
         counts,
         with_attribute,
         imports,

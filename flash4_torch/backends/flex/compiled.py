@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ... import compile
 from ...configs.types import Features, Mods
 from ...errors import TraceError
 from ...flex import ramp
@@ -21,6 +22,8 @@ from ...reference.flex import EMPTY, FULL, Blocks
 from .. import tile_counters
 from ..compiled import TARGETS, Target, backward, forward, limits
 from ..compiled.backend import num_sms
+from ..compiled.backward import Kernels
+from ..compiled.params import LaunchParams
 from ..compiled.served import OnTargets
 from ..compiled.targets import BackwardConfig, Find, ForwardConfig
 from ..compiled.tensors import allocator_like, is_empty, readable, unpad
@@ -58,9 +61,8 @@ class Compiled(OnTargets):
             # A score_mod has positions of the batch entry, and kernels those of the segment.
             problem, sequences = _of_segments(problem, bounds.segments), (bounds.segments.ends,) * 2
             bounds = None
-        plain, target, sms = plain_problem(problem), self.target(problem), self.sms(index)
-        features, config = chosen(target, problem)
-        function = self.find(problem)(target.forward, (features, config))
+        target, find = self.target(problem), self.find(problem)
+        features, config, function, params = _kernel(target, find, problem, self.sms(index))
         x, k, v = (readable(tensor) for tensor in inputs[:3])
         out = new_out(q, features.Dv)
         low = torch.empty_like(lse) if features.large_scores else torch.zeros_like(lse)
@@ -76,7 +78,7 @@ class Compiled(OnTargets):
             forward_arguments(inputs, problem, config, bounds),
             rng_state,
             sinks if sinks is None else sinks.contiguous(),
-            forward.params_of(target, plain, config, sms),
+            params,
         )
         if features.Dv != spec.Dv:
             out = new_out(q, spec.Dv).copy_(out[..., : spec.Dv])
@@ -95,9 +97,8 @@ class Compiled(OnTargets):
             dq, dk, dv = (x.new_zeros(x.shape) for x in inputs[:3])
             return FlexGradients(dq, dk, dv, _like(sums, mods), sinks_gradient(rows, given))
         index = inputs.q.get_device()
-        target, sms = self.target(problem), self.sms(index)
-        of_mods, config = chosen_backward(target, problem, sms)
-        kernels = backward.decide(target, plain, sms, self.find(problem), of_mods)
+        target, find = self.target(problem), self.find(problem)
+        of_mods, config, kernels = _backward_kernels(target, find, problem, self.sms(index))
         q, k, v, out, dout = (readable(x) for x in (*inputs[:3], saved.out, saved.dout))
         arguments = backward_arguments(inputs, problem, of_mods, config, sums, bounds)
         launch = backward.sequence(
@@ -203,6 +204,7 @@ def _of_segments(problem: FlexProblem, segments: Segments) -> FlexProblem:
     return problem._replace(spec=spec, extent=extent, band=band)
 
 
+@lru_cache(maxsize=1024)
 def plain_problem(problem: FlexProblem) -> Problem:
     """The problem without its programs and blocks."""
     s = problem.spec
@@ -232,6 +234,31 @@ def _plain_inputs(inputs: FlexInputs) -> Inputs:
     mods = inputs.mods
     beside = None, mods.sinks, mods.rng_state, mods.cu_seqlens_q, mods.cu_seqlens_k
     return Inputs(*inputs[:3], *beside)
+
+
+class Kernel(NamedTuple):
+    """The forward's kernel, and its parameters besides tensors."""
+
+    features: Features
+    config: ForwardConfig
+    function: compile.Function
+    params: LaunchParams
+
+
+@lru_cache(maxsize=1024)
+def _kernel(target: Target, find: Find, problem: FlexProblem, num_sms: int) -> Kernel:
+    features, config = chosen(target, problem)
+    function = find(target.forward, (features, config))
+    params = forward.params_of(target, plain_problem(problem), config, num_sms)
+    return Kernel(features, config, function, params)
+
+
+@lru_cache(maxsize=1024)
+def _backward_kernels(
+    target: Target, find: Find, problem: FlexProblem, num_sms: int
+) -> tuple[Mods, BackwardConfig, Kernels]:
+    mods, config = chosen_backward(target, problem, num_sms)
+    return mods, config, backward.decide(target, plain_problem(problem), num_sms, find, mods)
 
 
 class Choice(NamedTuple):
