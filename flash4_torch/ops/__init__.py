@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from ..problem import CallOptions, has_float_mask
+from ..problem import CallOptions
 from . import autograd, fake, impl, schema, vmap, weights_in_graph
 from .after_import import after_import
 from .autocast import autocast_inputs
@@ -68,13 +68,11 @@ def attention_and_weights(
     The weights are those after dropout: averaged over heads (B, Sq, Sk), else (B, Hq, Sq, Sk).
     """
     scored_by = attn_mask, sinks, rng_state = _beside(q, rng_state, attn_mask, sinks)
-    if weights_in_graph.serves_forward(q, k, options):
+    in_training = autograd.in_graph_with_grad(q, k, v, attn_mask, sinks)
+    if weights_in_graph.serves_forward(q, k, options, in_training):
         return weights_in_graph.forward(q, k, v, attn_mask, sinks, options, average_heads)
-    out, lse, low = autograd.attention(q, k, v, *scored_by, *options)
-    *scores, _ = options
-    # The weights have gradients of their own, in which lse is a function of q and k.
-    saved = lse.detach(), low.detach() if has_float_mask(attn_mask) else None
-    return out, lse, autograd.attention_weights(q, k, *saved, *scored_by, *scores, average_heads)
+    out, lse, weights = autograd.attention_and_weights(q, k, v, *scored_by, *options, average_heads)
+    return out, lse, weights
 
 
 def is_recorded(*arguments: object) -> bool:

@@ -18,6 +18,7 @@ _WITH_AUTOCAST = frozenset(
     if torch.amp.is_autocast_available(device)
 )
 _TENSORS = {
+    "attention_and_weights": 3,
     "attention": 3,
     "attention_varlen": 3,
     "attention_weights": 2,

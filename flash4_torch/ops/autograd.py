@@ -9,7 +9,7 @@ gradient: the backward of a backward operator raises.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import new_class
 from typing import Any
 
@@ -33,13 +33,20 @@ def save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def attention_grads(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None = None) -> Grads:
-    q, k, v, out, lse, lse_low, attn_mask, sinks, rng_state = ctx.saved_tensors
     mask_grad = ctx.needs_input_grad[3]
+    return *_of_output(dout, dlse, ctx.saved_tensors, ctx.options, mask_grad), *_none(7)
+
+
+def _of_output(
+    dout: Tensor | None, dlse: Tensor | None, saved: Sequence[Any], options: Sequence[Any], mask_grad: bool
+) -> Grads:
+    """Gradients of q, k, v, attn_mask and sinks from those of out and lse."""
+    q, k, v, out, lse, lse_low, attn_mask, sinks, rng_state = saved
     dout = torch.zeros_like(out) if dout is None else dout
     dq, dk, dv, dmask, dsinks = attention_backward(
-        dout, dlse, q, k, v, out, lse, lse_low, attn_mask, sinks, rng_state, *ctx.options, mask_grad
+        dout, dlse, q, k, v, out, lse, lse_low, attn_mask, sinks, rng_state, *options, mask_grad
     )
-    return dq, dk, dv, dmask if mask_grad else None, None if sinks is None else dsinks, *_none(7)
+    return dq, dk, dv, dmask if mask_grad else None, None if sinks is None else dsinks
 
 
 def _save_varlen(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -64,13 +71,57 @@ def _save_weights(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _weights_grads(ctx: Any, dweights: Tensor) -> Grads:
-    mask_grad, has_sinks = ctx.needs_input_grad[4], ctx.saved_tensors[5] is not None
-    (q, k, *_), (*_, softcap, _, _) = ctx.saved_tensors, ctx.options
-    in_graph = weights_in_graph.serves_backward(q, k, softcap)
-    backward: Callable[..., Grads] = weights_in_graph.backward if in_graph else attention_weights_backward
-    grads = backward(dweights, *ctx.saved_tensors, *ctx.options, mask_grad)
-    dq, dk, dmask, dsinks = grads
-    return dq, dk, None, None, dmask if mask_grad else None, dsinks if has_sinks else None, *_none(7)
+    dq, dk, _, *others = _of_weights(dweights, ctx.saved_tensors, ctx.options, ctx.needs_input_grad[4])
+    return dq, dk, None, None, *others, *_none(7)
+
+
+def _of_weights(dweights: Tensor, saved: Sequence[Any], options: Sequence[Any], mask_grad: bool) -> Grads:
+    """Gradients of q, k, v (None), attn_mask and sinks from that of the weights."""
+    (q, k, _, _, _, sinks, _), (*_, softcap, _, _) = saved, options
+    if weights_in_graph.serves_backward(q, k, softcap):
+        return weights_in_graph.backward(dweights, *(*saved, *options, mask_grad))
+    dq, dk, dmask, dsinks = attention_weights_backward(dweights, *saved, *options, mask_grad)
+    return dq, dk, None, dmask if mask_grad else None, None if sinks is None else dsinks
+
+
+def _call_both(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """(out, lse, weights, lse_low or None), by the operators of both."""
+    dense, average_heads = args[:-1], args[-1]
+    q, k, _, *scored_by, _ = dense
+    out, lse, low = _below_autograd(schema.attention, dense)
+    low = low if has_float_mask(scored_by[0]) else None
+    weights = _below_autograd(schema.attention_weights, (q, k, lse, low, *scored_by, average_heads))
+    return out, lse, weights, low
+
+
+def _forward_of_both(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+    q, k, v, attn_mask, sinks, rng_state, *options, average_heads = args
+    out, lse, weights, low = _call_both(args)
+    ctx.save_for_backward(q, k, v, out, lse, low, attn_mask, sinks, rng_state, weights)
+    ctx.options, ctx.average_heads = options, average_heads
+    ctx.set_materialize_grads(False)
+    return out, lse, weights
+
+
+def _grads_of_both(ctx: Any, dout: Tensor | None, dlse: Tensor | None, dweights: Tensor | None) -> Grads:
+    *saved, weights = ctx.saved_tensors
+    (q, k, v, _, lse, *scored_by), (*scores, _) = saved, ctx.options
+    *_, softcap, _ = scores
+    mask_grad, average_heads = ctx.needs_input_grad[3], ctx.average_heads
+    of_weights: tuple[Any, ...] = (q, k, lse, *scored_by), (*scores, average_heads), mask_grad
+    grads: Grads
+    if dweights is None:
+        grads = _of_output(dout, dlse, saved, ctx.options, mask_grad)
+    elif dout is None and dlse is None:
+        grads = _of_weights(dweights, *of_weights)
+    elif dout is not None and weights_in_graph.serves_backward(q, k, softcap):
+        output = weights_in_graph.OfOutput(dout, dlse, v, None if average_heads else weights)
+        tensors, options, _ = of_weights
+        grads = weights_in_graph.backward(dweights, *(*tensors, *options, mask_grad), output=output)
+    else:
+        parts = _of_output(dout, dlse, saved, ctx.options, mask_grad), _of_weights(dweights, *of_weights)
+        grads = tuple(x if y is None else y if x is None else x + y for x, y in zip(*parts, strict=True))
+    return *grads, *_none(8)
 
 
 def _none(n: int) -> tuple[None, ...]:
@@ -157,3 +208,40 @@ attention_backward, attention_varlen_backward, attention_weights_backward = (
 attention = _differentiable("attention", save_attention, attention_grads)
 attention_varlen = _differentiable("attention_varlen", _save_varlen, _varlen_grads)
 attention_weights = _differentiable("attention_weights", _save_weights, _weights_grads)
+
+
+_both = function("attention_and_weights", _forward_of_both, _grads_of_both)
+
+
+def _as_one_node(*args: Any) -> tuple[Tensor, ...]:
+    """The autograd kernel of `attention_and_weights`: a graph traced through it holds the operators of both,
+    and drops the second one where nobody uses the weights."""
+    results: tuple[Tensor, ...] = _both.apply(*args) if _wants_grad(args) else _call_both(args)[:3]
+    return results
+
+
+schema.LIBRARY.impl("attention_and_weights", _as_one_node, "Autograd")
+
+
+def in_graph_with_grad(*tensors: Tensor | None) -> bool:
+    """Whether a call becomes a part of a compiled graph, not one for export, and wants gradients."""
+    return (
+        torch.compiler.is_dynamo_compiling()
+        and not torch.compiler.is_exporting()
+        and torch.is_grad_enabled()
+        and any([x is not None and x.requires_grad for x in tensors])
+        and torch.autograd.forward_ad._current_level < 0
+    )
+
+
+def attention_and_weights(*args: Any) -> tuple[Tensor, ...]:
+    """(out, lse, weights)."""
+    *dense, average_heads = args
+    q, k, _, *scored_by, _ = dense
+    if in_graph_with_grad(*dense[:5]):
+        results: tuple[Tensor, ...] = schema.attention_and_weights(*args)
+        return results
+    out, lse, low = attention(*dense)
+    # The weights have gradients of their own, in which lse is a function of q and k.
+    saved = lse.detach(), low.detach() if has_float_mask(scored_by[0]) else None
+    return out, lse, attention_weights(q, k, *saved, *scored_by, average_heads)

@@ -124,8 +124,7 @@ def softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tenso
     """Weights (0 in rows of only -inf), lse, and lse_low, the rounding error of lse."""
     if sinks is not None:
         # One more key, whose weight is left out in the end.
-        column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
-        weights, lse, low = softmax(torch.cat([scores, column], -1), None)
+        weights, lse, low = softmax(torch.cat([scores, column(sinks, scores)], -1), None)
         return weights[..., :-1], lse, low
     highest = scores.amax(-1, keepdim=True)
     highest = highest.masked_fill(highest == -torch.inf, 0.0)
@@ -135,6 +134,11 @@ def softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tenso
     low = (highest - lse) + torch.log(total)
     weights = weights / total.masked_fill(total == 0.0, 1.0)
     return weights, lse.squeeze(-1), low.masked_fill(total == 0.0, 0.0).squeeze(-1)
+
+
+def column(sinks: Tensor, scores: Tensor) -> Tensor:
+    """The sinks as the scores of one more key, (B, Hq, Sq, 1)."""
+    return sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
 
 
 def heads_first(x: Tensor, q: Tensor) -> Tensor:

@@ -44,6 +44,11 @@ def _attention_backward(
     )
 
 
+def _attention_and_weights(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, *rest: Any) -> Any:
+    out, lse, _ = _attention(q, k, v, attn_mask)
+    return out, lse, _attention_weights(q, k, *rest)
+
+
 def _attention_varlen(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     Tq, Hq, _ = q.shape
     return q.new_empty(Tq, Hq, v.shape[2]), q.new_empty(Hq, Tq, dtype=working_dtype(q.dtype))
@@ -98,6 +103,7 @@ def _sinks_like(q: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 by_name: dict[str, Callable[..., Any]] = {
+    "attention_and_weights": _attention_and_weights,
     "attention": _attention,
     "attention_backward": _attention_backward,
     "attention_varlen": _attention_varlen,

@@ -230,6 +230,17 @@ def _attention_weights_backward(
     )
 
 
+def _attention_and_weights(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, sinks: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    """Below autograd nobody calls it; its own kernel there calls the two operators."""
+    rng_state, *options, average_heads = rest
+    scored_by = attn_mask, sinks, rng_state
+    out, lse, low = _attention(q, k, v, *scored_by, *options)
+    saved = lse, low if has_float_mask(attn_mask) else None
+    return out, lse, _attention_weights(q, k, *saved, *scored_by, *options[:-1], average_heads)
+
+
 def _weights_problem(
     q: Tensor, k: Tensor, attn_mask: Tensor | None, sinks: Tensor | None, scores: list[Any]
 ) -> Problem:
@@ -237,6 +248,7 @@ def _weights_problem(
 
 
 for _name, _kernel in {
+    "attention_and_weights": _attention_and_weights,
     "attention": _attention,
     "attention_backward": _attention_backward,
     "attention_varlen": _attention_varlen,

@@ -9,6 +9,8 @@ mask, lse alone does not tell how many keys a row attends to. The backward uses 
 `sinks` (Hq,) is one more score in every row's softmax, of a key without a value; lse counts it.
 Every result is freshly allocated and contiguous. `dmask` has no elements unless `mask_grad` asks for it, nor
 has `dsinks` without sinks.
+`attention_and_weights` is for graphs with gradients: one node of autograd, below which there are `attention`
+and `attention_weights`.
 """
 
 from __future__ import annotations
@@ -30,6 +32,10 @@ _SAVED = "Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, T
 _DENSE_SAVED = f"{_SAVED}, Tensor? lse_low"
 
 SCHEMAS = {
+    "attention_and_weights": (
+        f"(Tensor q, Tensor k, Tensor v, {_DENSE}, bool average_heads) "
+        "-> (Tensor out, Tensor lse, Tensor weights)"
+    ),
     "attention": f"(Tensor q, Tensor k, Tensor v, {_DENSE}) -> (Tensor out, Tensor lse, Tensor lse_low)",
     "attention_backward": (
         f"({_DENSE_SAVED}, {_DENSE}, bool mask_grad) "
@@ -51,6 +57,7 @@ LIBRARY = torch.library.Library("flash4", "DEF")
 for _name, _signature in SCHEMAS.items():
     LIBRARY.define(f"{_name}{_signature}", tags=_TAGS)
 
+attention_and_weights = torch.ops.flash4.attention_and_weights.default
 attention = torch.ops.flash4.attention.default
 attention_backward = torch.ops.flash4.attention_backward.default
 attention_varlen = torch.ops.flash4.attention_varlen.default

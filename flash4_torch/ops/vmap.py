@@ -136,6 +136,7 @@ def _is_mapped(d: Any) -> bool:
 
 
 for _name, _tensors in {
+    "attention_and_weights": None,
     "attention": 3,
     "attention_backward": 8,
     "attention_varlen": None,

@@ -1,9 +1,12 @@
 """Attention weights in compiled graphs: what is written in torch's own operators there, so that it is fused.
 
-A compiled graph that returns the weights computes their gradient whether anybody uses it or not.
+A compiled graph that returns the weights computes their gradient whether anybody uses it or not. So it is
+made together with that of the output, as in stock attention, and not beside it.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,19 +21,23 @@ from . import decomposition, schema
 
 _ON_CPU = 1 << 26
 """Weights of all heads that a graph for the CPU holds at once, at most."""
+_ON_GPU = 1 << 20
+"""The same for a GPU, in the forward: a Hopper reads and writes so many float32 in 3 us, less than the launch
+of a kernel takes."""
 _IN_BACKWARD = 1 << 28
 """Weights of all heads that the backward of a graph holds at once, at most."""
 
 
-def serves_forward(q: Tensor, k: Tensor, options: CallOptions) -> bool:
-    """Whether output and weights are best computed together, as stock attention does: on the CPU, at sizes
-    that fit. Elsewhere the output's kernel and that of the weights are faster than the fused graph."""
+def serves_forward(q: Tensor, k: Tensor, options: CallOptions, in_training: bool) -> bool:
+    """Whether output and weights are best computed together, as stock attention does: on the CPU at sizes
+    that fit, and in training on a GPU as long as all is the host's time. Elsewhere the kernels of the output
+    and of the weights are faster."""
+    most = {"cpu": _ON_CPU, "cuda": _ON_GPU if in_training else 0}.get(q.device.type, 0)
     return (
         torch.compiler.is_dynamo_compiling()
-        and q.device.type == "cpu"
         and not options.dropout_p
         and not env.BACKEND.get()
-        and 0 < _elements(q, k) <= _ON_CPU
+        and _fit(q, k, most)
     )
 
 
@@ -45,30 +52,25 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, weights), as `ops.attention_and_weights` returns them."""
     scale, softcap = options.scale, options.softcap
+    q, k, v = _laid_out(q, k, v)
     scores = decomposition.scores(q, k, scale, None, None, softcap, 0.0, products=q.dtype)
-    added, is_alone = _added(attn_mask, Band(options.window_left, options.window_right), scores)
+    added = _added(attn_mask, Band(options.window_left, options.window_right), scores)
     if added is not None:
         scores = scores + added
     if sinks is not None:
-        weights, lse, _ = decomposition.softmax(scores, sinks)
-    else:
-        weights, lse = torch.softmax(scores, -1), torch.logsumexp(scores, -1)
-    weights = weights.to(q.dtype)
+        scores = torch.cat([scores, decomposition.column(sinks, scores)], -1)
+    # The safe one gives 0 to rows that see nothing, and so are their gradients.
+    softmax = torch.softmax if added is None else torch.ops.aten._safe_softmax.default
+    weights = softmax(scores, -1).to(q.dtype)
+    if sinks is not None:
+        weights = weights[..., :-1]
     out = weights @ decomposition.heads_first(v, q)
-    if is_alone is not None:
-        # Both after the product, which then reads what the softmax saved for its gradient.
-        out, weights = out.masked_fill(is_alone, 0.0), weights.masked_fill(is_alone, 0.0)
-        of_sinks = -torch.inf if sinks is None else sinks.to(lse.dtype)[:, None]
-        lse = torch.where(is_alone.squeeze(-1), of_sinks, lse)
-    return out.transpose(1, 2).contiguous(), lse, weights.mean(1) if average_heads else weights
+    return out.transpose(1, 2).contiguous(), _lse(scores), weights.mean(1) if average_heads else weights
 
 
-def _added(attn_mask: Tensor | None, band: Band, scores: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """What mask and band add to the scores, and the rows (..., Sq, 1) that see nothing, which are added 0.
-
-    Both have the shape of the mask, which is mostly smaller than the scores': less to read, and no gradient
-    that has to be masked again.
-    """
+def _added(attn_mask: Tensor | None, band: Band, scores: Tensor) -> Tensor | None:
+    """What mask and band add to the scores. Its shape is mostly smaller than theirs: less to read, and no
+    gradient that has to be masked again."""
     Sq, Sk = scores.shape[-2:]
     added = None if attn_mask is None or attn_mask.dtype == torch.bool else attn_mask.to(scores.dtype)
     seen = attn_mask if added is None else None
@@ -76,18 +78,41 @@ def _added(attn_mask: Tensor | None, band: Band, scores: Tensor) -> tuple[Tensor
         i, j = torch.arange(Sq, device=scores.device)[:, None], torch.arange(Sk, device=scores.device)
         inside = torch.as_tensor(band.visible(i, j, Sq, Sk))
         seen = inside if seen is None else seen & inside
-    if seen is not None:
-        zeros = scores.new_zeros(()) if added is None else added
-        added = torch.where(seen, zeros, -torch.inf)
-    if added is None:
-        return None, None
-    is_alone = (added == -torch.inf).all(-1, keepdim=True)
-    return added.masked_fill(is_alone, 0.0), is_alone
+    if seen is None:
+        return added
+    return torch.where(seen, scores.new_zeros(()) if added is None else added, -torch.inf)
+
+
+def _lse(scores: Tensor) -> Tensor:
+    """-inf without a gradient in rows of only -inf."""
+    is_alone = (scores == -torch.inf).all(-1)
+    lse = torch.logsumexp(scores.masked_fill(is_alone[..., None], 0.0), -1)
+    return lse.masked_fill(is_alone, -torch.inf)
 
 
 def serves_backward(q: Tensor, k: Tensor, softcap: float) -> bool:
     """Whether a backward is being traced for a compiled graph, and of a size and kind to be written out."""
-    return TracingContext.try_get() is not None and not softcap and 0 < _elements(q, k) <= _IN_BACKWARD
+    return TracingContext.try_get() is not None and not softcap and _fit(q, k, _IN_BACKWARD)
+
+
+class OfOutput(NamedTuple):
+    """What the gradients of output and weights together need more than those of the weights."""
+
+    dout: Tensor
+    dlse: Tensor | None
+    v: Tensor
+    weights: Tensor | None
+    """The weights of each head, after dropout, if the forward returned them."""
+
+
+class Gradients(NamedTuple):
+    """Gradients in the inputs' dtypes and shapes; `dv` exists if the output has a gradient."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor | None
+    dmask: Tensor | None
+    dsinks: Tensor | None
 
 
 def backward(
@@ -106,39 +131,81 @@ def backward(
     dropout_p: float,
     average_heads: bool,
     mask_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of q, k, attn_mask and sinks; the weights of each head come from their operator.
+    *,
+    output: OfOutput | None = None,
+) -> Gradients:
+    """Gradients of the weights and, with `output`, of out and lse; the weights come from their operator.
 
-    ds = w * (dw - rowsum(w * dw));   dq = scale * ds k;   dk = scale * ds^T q
+    dw = dout v^T + dweights;   ds = w * (dw - rowsum(w * dw) + dlse)
+    dq = scale * ds k;   dk = scale * ds^T q;   dv = w^T dout
     """
 
     def each_head(p: float) -> Tensor:
+        if output is not None and output.weights is not None and p == dropout_p:
+            return output.weights
         scored_by = attn_mask, sinks, rng_state if p else None, scale, window_left, window_right, softcap, p
         weights: Tensor = schema.attention_weights(q, k, lse, lse_low, *scored_by, False)
         return weights
 
-    work = working_dtype(q.dtype)
-    weights = each_head(0.0).to(work)
-    dw = (dweights[:, None] / q.shape[2] if average_heads else dweights).to(work)
+    Hq, Hk, work = q.shape[2], k.shape[2], working_dtype(q.dtype)
+    weights = each_head(0.0)
+    applied = each_head(dropout_p) if dropout_p else weights
+    dw = (dweights[:, None] / Hq if average_heads else dweights).to(work)
+    dv = None
+    if output is not None:
+        dout = _rows(output.dout, Hk)
+        q, k, v = _laid_out(q, k, output.v)
+        dw = dw + (dout @ v.permute(0, 2, 3, 1)).view(weights.shape).to(work)
+        dv = (_of_groups(applied, Hk).transpose(2, 3) @ dout).transpose(1, 2)
     if dropout_p:
         # A weight that was dropped has no gradient, whatever becomes of dw.
-        dw = torch.where(each_head(dropout_p) != 0, dw / (1.0 - dropout_p), 0.0)
+        dw = torch.where(applied != 0, dw / (1.0 - dropout_p), 0.0)
+    weights = weights.to(work)
     ds = weights * dw
     delta = ds.sum(-1, keepdim=True)
+    if output is not None and output.dlse is not None:
+        delta = delta - output.dlse[..., None]
     ds = ds - weights * delta
     dmask = dsinks = None
     if mask_grad and attn_mask is not None:
         dmask = ds.sum_to_size(attn_mask.shape).to(attn_mask.dtype)
     if sinks is not None:
         dsinks = sinks_of.gradient(delta.squeeze(-1), lse, sinks)
-    (B, Sq, Hq, D), (_, Sk, Hk, _) = q.shape, k.shape
-    # The query heads of a KV head are rows of one matrix.
-    rows = ds.to(q.dtype).reshape(B, Hk, Hq // Hk * Sq, Sk)
-    dq = (rows @ k.transpose(1, 2)).view(B, Hq, Sq, D) * scale
-    dk = rows.transpose(2, 3) @ q.transpose(1, 2).reshape(B, Hk, Hq // Hk * Sq, D) * scale
-    return dq.transpose(1, 2), dk.transpose(1, 2), dmask, dsinks
+    ds = _of_groups(ds.to(q.dtype), Hk)
+    dq = (ds @ k.transpose(1, 2)).view(q.transpose(1, 2).shape) * scale
+    dk = ds.transpose(2, 3) @ _rows(q, Hk) * scale
+    return Gradients(dq.transpose(1, 2), dk.transpose(1, 2), dv, dmask, dsinks)
 
 
-def _elements(q: Tensor, k: Tensor) -> int:
+def _laid_out(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The same tensors (B, S, H, D), each head's rows together, as products of more than one batch entry want
+    them: tensors of one shape are copied at once, instead of each for itself."""
+    # Loads sympy, as compiling does.
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    first, *others = tensors
+    same = [a == b for x in others for a, b in zip(x.shape, first.shape, strict=True)]
+    # Without guards: other sizes must not compile anew.
+    if statically_known_true(first.shape[0] == 1) or not all([statically_known_true(x) for x in same]):
+        return tensors
+    return tuple(x.transpose(1, 2) for x in torch.stack([x.transpose(1, 2) for x in tensors]))
+
+
+def _rows(x: Tensor, Hk: int) -> Tensor:
+    """(B, S, Hq, D) as (B, Hk, Hq / Hk * S, D): the query heads of a KV head are rows of one matrix."""
+    return _of_groups(x.transpose(1, 2), Hk)
+
+
+def _of_groups(x: Tensor, Hk: int) -> Tensor:
+    """(B, Hq, S, n) as (B, Hk, Hq / Hk * S, n)."""
+    B, Hq, S, n = x.shape
+    return x.reshape(B, Hk, Hq // Hk * S, n)
+
+
+def _fit(q: Tensor, k: Tensor, most: int) -> bool:
+    """Whether the weights of all heads are at least one, and not too many; not if a size is unknown."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
     B, Sq, Hq, _ = q.shape
-    return B * Hq * Sq * k.shape[1]
+    elements = B * Hq * Sq * k.shape[1]
+    return guard_or_false(elements > 0) and guard_or_false(elements <= most)
