@@ -88,9 +88,9 @@ def _call_both(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """(out, lse, weights, lse_low or None), by the operators of both."""
     dense, average_heads = args[:-1], args[-1]
     q, k, _, *scored_by, _ = dense
-    out, lse, low = _below_autograd(schema.attention, dense)
+    out, lse, low = below_autograd(schema.attention, dense)
     low = low if has_float_mask(scored_by[0]) else None
-    weights = _below_autograd(schema.attention_weights, (q, k, lse, low, *scored_by, average_heads))
+    weights = below_autograd(schema.attention_weights, (q, k, lse, low, *scored_by, average_heads))
     return out, lse, weights, low
 
 
@@ -216,7 +216,7 @@ _both = function("attention_and_weights", _forward_of_both, _grads_of_both)
 def _as_one_node(*args: Any) -> tuple[Tensor, ...]:
     """The autograd kernel of `attention_and_weights`: a graph traced through it holds the operators of both,
     and drops the second one where nobody uses the weights."""
-    results: tuple[Tensor, ...] = _both.apply(*args) if _wants_grad(args) else _call_both(args)[:3]
+    results: tuple[Tensor, ...] = _both.apply(*args) if wants_grad(args) else _call_both(args)[:3]
     return results
 
 
