@@ -271,7 +271,8 @@ class Sm90Forward(NamedTuple):
         kv = self.kv_stages * self.keys * (D + Dv)
         o = 0 if self.o_over_q else self.rows * Dv
         bits = self.kv_stages * self.rows * tile_bits(self.keys) if features.dropout else 0
-        return 2 * (q + kv + o) + bits // 8 + _BARRIERS_AND_ALIGNMENT
+        ramp = 32 * self.keys if features.mods.ramp else 0
+        return 2 * (q + kv + o) + bits // 8 + ramp + _BARRIERS_AND_ALIGNMENT
 
 
 class Sm100Forward(NamedTuple):

@@ -23,7 +23,7 @@ _SCORES = 1 << 23
 
 
 class Mask(NamedTuple):
-    """A call's block mask, as far as programs tell batch entries and heads apart."""
+    """A call's block mask, for each of what it depends on: batch entries and heads."""
 
     blocks: Blocks
     """States (B or 1, Hq or 1, rows, columns) of what lies inside of the call; no block is longer than it."""

@@ -151,6 +151,15 @@ class Plan(ForwardPlan):
         return skips_many and self.features.right and not self.config.next_tile
 
     @property
+    def ramp_by_mma(self) -> bool:
+        """Whether tensor cores add a ramp: up to D 64, where they have more time left than the FMA pipe.
+
+        Not to capped scores; and the next tile's scores would need its rows before this tile is done.
+        """
+        f = self.features
+        return f.mods.ramp and not f.scaled and self.D <= 64 and not self.config.next_tile
+
+    @property
     def inner_band(self) -> BandShape:
         """The band of all blocks but the first one: only that one may hold the end of Sk."""
         return self.band._replace(ragged_k=False)
