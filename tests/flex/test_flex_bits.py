@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from flex_calls import (
     check,
     check_gradients,
     drawn_blocks,
+    emulated,
     made,
     tensors,
     with_blocks,
@@ -152,6 +154,26 @@ def test_gradients_of_masks_by_one_kernel(arch: str) -> None:
         before.append(emulator_backend._compiled.cache_info().misses)
     if not EVERYTHING:
         assert before[0] == before[-1]
+
+
+def test_keys_that_nobody_sees_are_not_read_for_gradients() -> None:
+    """Neither are they in the forward: what stands there, NaN or else, changes no gradient."""
+    call = blocked(12, 150, 390, MASKS[0])
+
+    def gradients(poison: float) -> list[Tensor]:
+        q, k, v = (x.detach().clone() for x in (call.q, call.k, call.v))
+        k[:, 384:], v[:, 384:] = poison, poison
+        qkv = [x.requires_grad_() for x in (q, k, v)]
+        own = replace(call, q=q, k=k, v=v)
+
+        def run() -> list[Tensor]:
+            return list(torch.autograd.grad(own.results()[0].float().square().sum(), qkv))
+
+        return emulated(run, "sm_90a", SCHEDULES[0])
+
+    whole, poisoned = gradients(0.0), gradients(torch.nan)
+    assert all(torch.equal(x, y) for x, y in zip(whole, poisoned, strict=True))
+    assert not poisoned[1][:, 384:].any() and not poisoned[2][:, 384:].any()
 
 
 @pytest.mark.parametrize("options", [{"window_right": 5}, {"softcap": 2.0, "window_left": 40}], ids=str)
