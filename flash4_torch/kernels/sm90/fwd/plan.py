@@ -152,12 +152,8 @@ class Plan(ForwardPlan):
 
     @property
     def ramp_by_mma(self) -> bool:
-        """Whether tensor cores add a ramp: up to D 64, where they have more time left than the FMA pipe.
-
-        Not to capped scores; and the next tile's scores would need its rows before this tile is done.
-        """
-        f = self.features
-        return f.mods.ramp and not f.scaled and self.D <= 64 and not self.config.next_tile
+        """Whether tensor cores add a ramp."""
+        return self.config.adds_ramp_by_mma(self.features)
 
     @property
     def inner_band(self) -> BandShape:
