@@ -102,6 +102,9 @@ class FlexSpec(NamedTuple):
     """Whether a table has bounds for each row, instead of a block mask; `left` and `right` are theirs."""
     segments: bool = False
     """Whether `varlen` is meant of parts of batch entries, which a mask divides its rows and keys into."""
+    bits: int = 0
+    """Rows of a block of the mask for which a table has a bit for each score, instead of its blocks and
+    mask_mod; 0 without one."""
 
 
 class FlexProblem(NamedTuple):

@@ -261,6 +261,14 @@ class Sm90Forward(NamedTuple):
         """Query positions in a tile."""
         return self.rows // self.pack_gqa
 
+    def adds_ramp_by_mma(self, features: Features) -> bool:
+        """Whether tensor cores add a ramp: up to D 64, where they have more time left than the FMA pipe.
+
+        Not to capped scores; and the next tile's scores would need its rows before this tile is done.
+        """
+        f = features
+        return f.mods.ramp and not f.scaled and tile_dim(f.D) <= 64 and not self.next_tile
+
     def shared_memory(self, features: Features) -> int:
         """Bytes of shared memory: Q, K and V in their stages, O, barriers and what alignment may cost.
 
@@ -271,7 +279,8 @@ class Sm90Forward(NamedTuple):
         kv = self.kv_stages * self.keys * (D + Dv)
         o = 0 if self.o_over_q else self.rows * Dv
         bits = self.kv_stages * self.rows * tile_bits(self.keys) if features.dropout else 0
-        return 2 * (q + kv + o) + bits // 8 + _BARRIERS_AND_ALIGNMENT
+        ramp = 32 * self.keys if self.adds_ramp_by_mma(features) else 0
+        return 2 * (q + kv + o) + bits // 8 + ramp + _BARRIERS_AND_ALIGNMENT
 
 
 class Sm100Forward(NamedTuple):

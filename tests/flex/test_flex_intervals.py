@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import flash4_torch
-from flash4_torch.backends.flex import intervals
+from flash4_torch.backends.flex import intervals, partial_blocks
 from flash4_torch.flex.attention import traced
 from flash4_torch.flex_problem import FlexInputs, FlexProblem, Mods
 from flash4_torch.masks import Band
@@ -242,7 +242,7 @@ def test_masks_of_tensors_made_for_each_call_are_not_evaluated_each_time(evaluat
 
 
 def test_a_large_partial_block_is_left_to_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intervals, "_MOST_SCORES", 4096)
+    monkeypatch.setattr(partial_blocks, "_MOST_SCORES", 4096)
     small, large = (
         flash4_torch.create_block_mask(lambda b, h, i, j: i >= j, None, None, n, n, "cpu", 16)
         for n in (256, 272)
@@ -260,7 +260,7 @@ def test_indices_outside_of_captured_tensors_are_clamped() -> None:
 
 
 def test_parts_of_a_mask_are_evaluated_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intervals, "_SCORES", 16 * 16 * 3)
+    monkeypatch.setattr(partial_blocks, "_SCORES", 16 * 16 * 3)
     mask = flash4_torch.create_block_mask(
         lambda b, h, i, j: (i - j).abs() < 20, None, None, 90, 77, "cpu", 16
     )

@@ -23,6 +23,7 @@ HEADS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (64
 CAUSAL = {"right": True}
 WINDOW = {"left": True, "right": True}
 SOFTCAP = {"softcap": True, "scaled": True}
+BLOCKS = Mods(blocks="rows")
 USES: tuple[dict[str, object], ...] = (
     {},
     CAUSAL,
@@ -85,7 +86,7 @@ def covering() -> list[Kernel]:
     in_turn = [group[i % len(group)] for i, group in enumerate(by_features.values()) if i % step == 0]
     packed = (Features("bfloat16", 64, 64, right=True), Features("float16", 128, 128, varlen=True))
     most = [(features, sm90.reachable(features)[-1]) for features in packed]
-    return list(dict.fromkeys([*filter(is_tight, tightest()), *in_turn, *most, *ramped(), ODD]))
+    return list(dict.fromkeys([*filter(is_tight, tightest()), *in_turn, *most, *ramped(), *listed(), ODD]))
 
 
 def ramped() -> list[Kernel]:
@@ -107,6 +108,15 @@ def ramped() -> list[Kernel]:
         widest = [config for config in sm90.reachable(features) if config.warpgroups == 3]
         found += [(features, config) for config in (widest[0], widest[-1])]
     return found if EVERYTHING else found[:3]
+
+
+def listed() -> list[Kernel]:
+    """A bool mask in tiles for lists of blocks: masks of programmable attention, by their bits."""
+    found = []
+    for D in (64, 96, 128, 192, 256) if EVERYTHING else (64, 128):
+        lists, mask = (Features("bfloat16", D, D)._replace(**x) for x in ({"mods": BLOCKS}, {"mask": "bool"}))
+        found.append((mask, sm90.forward(lists, 8192, 8192)))
+    return found
 
 
 def keys() -> list[Key]:

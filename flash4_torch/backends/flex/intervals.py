@@ -5,6 +5,8 @@ on whether its blocks are those of its function. Where all rows' intervals lie l
 plain attention serve the call: neither a table nor a test for each score is left. Where bounds never decrease
 from row to row, as for documents, kernels read them in the place of a window's: keys see intervals, too.
 
+What shows anything else becomes bits, a table that stands for mask_mod (`bits`).
+
 The host waits for the device once for a mask; what was found is kept while its tensors stay as they are.
 """
 
@@ -17,19 +19,16 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...flex.program import Program, refs
 from ...flex_problem import FlexInputs, FlexProblem
 from ...masks import Band
 from ...problem import Extent
-from ...reference.flex import FULL, PARTIAL, Blocks, Mod
+from ...reference.flex import FULL
 from .. import tile_counters
-from . import tables
-from .tiled import blocks_of, mods_of
+from . import bits, tables
+from .bits import Made, TablesOf
+from .partial_blocks import Mask, mask_of, parts
+from .tiled import mods_of
 
-_MOST_SCORES = 1 << 28
-"""Scores of partial blocks up to which a mask is evaluated: those of 16k blocks of 128 x 128."""
-_SCORES = 1 << 23
-"""Scores whose mask is held at once."""
 _MOST_CALLS = 8
 """Kinds of calls with one mask, by their sizes and scalars, for which results are kept."""
 
@@ -76,6 +75,8 @@ class Intervals(NamedTuple):
     """The band that shows the same, None if none does."""
     bounds: Bounds | None = None
     """If no band does: the bounds of rows and keys, None if these are not intervals."""
+    made: Made | None = None
+    """The mask's bits, for kernels that asked; None if it was not evaluated, or is too large."""
 
 
 NONE = Intervals()
@@ -88,31 +89,44 @@ class Reduced(NamedTuple):
     problem: FlexProblem
     bounds: Bounds | None = None
     """What its kernels need instead of a band."""
+    bits: TablesOf | None = None
+    """What its kernels need instead of blocks and mask_mod, if these are gone and show no intervals."""
 
 
-def reduced(inputs: FlexInputs, problem: FlexProblem, has_bounds: bool = True) -> Reduced:
-    """The call with intervals instead of its block mask, if that shows intervals.
+def reduced(
+    inputs: FlexInputs, problem: FlexProblem, has_bounds: bool = True, has_bits: bool = False
+) -> Reduced:
+    """The call with intervals instead of its block mask, if that shows intervals, or with bits.
 
-    has_bounds: whether kernels read intervals that are no band.
+    has_bounds: whether kernels read intervals that are no band. has_bits: whether they read bits; they do
+    not next to a score_mod.
     """
-    spec, mods = problem.spec, inputs.mods
+    spec = problem.spec
     if spec.block is None or not _has_one_diagonal(inputs, problem):
         return Reduced(inputs, problem)
     found = _kept(inputs, problem)
     bounds, band = found.bounds, found.band
-    if bounds is not None and (spec.dropout or spec.varlen or not has_bounds):
-        # Keep bits are made for the blocks that a band or a mask leaves; shorter sequences have keys that
-        # bounds show, and that lie beyond their ends.
-        return Reduced(inputs, problem)
-    if bounds is not None:
+    # Keep bits are made for the blocks that a band or a mask leaves; shorter sequences have keys that bounds
+    # show, and that lie beyond their ends.
+    if bounds is not None and has_bounds and not (spec.dropout or spec.varlen):
         band = bounds.band(problem.extent.Sq, problem.extent.Sk)
-    if band is None:
+    if band is not None:
+        left, right = (x is not None for x in band)
+        own = spec._replace(left=left, right=right, bounds=bounds is not None)
+        return Reduced(*_without_mask(inputs, problem._replace(spec=own, band=band)), bounds)
+    if found.made is None or not has_bits or spec.score_mod or spec.varlen:
         return Reduced(inputs, problem)
+    given = _without_mask(inputs, problem._replace(spec=spec._replace(bits=spec.block[0])))
+    return Reduced(*given, None, bits.tables_of(inputs, problem, found.made))
+
+
+def _without_mask(inputs: FlexInputs, problem: FlexProblem) -> tuple[FlexInputs, FlexProblem]:
+    """The call without its block mask and mask_mod."""
     score_mod, _ = mods_of(inputs)
     tensors, scalars = (0, 0) if score_mod is None else (len(score_mod.tensors), len(score_mod.scalars))
-    mods = mods._replace(
-        captured=list(mods.captured)[:tensors],
-        scalars=list(mods.scalars)[:scalars],
+    mods = inputs.mods._replace(
+        captured=list(inputs.mods.captured)[:tensors],
+        scalars=list(inputs.mods.scalars)[:scalars],
         kv_num_blocks=None,
         kv_indices=None,
         full_kv_num_blocks=None,
@@ -121,15 +135,8 @@ def reduced(inputs: FlexInputs, problem: FlexProblem, has_bounds: bool = True) -
         q_block=1,
         kv_block=1,
     )
-    spec = spec._replace(
-        mask_mod="",
-        block=None,
-        full_blocks=False,
-        left=band.left is not None,
-        right=band.right is not None,
-        bounds=bounds is not None,
-    )
-    return Reduced(inputs._replace(mods=mods), problem._replace(spec=spec, band=band), bounds)
+    spec = problem.spec._replace(mask_mod="", block=None, full_blocks=False)
+    return inputs._replace(mods=mods), problem._replace(spec=spec)
 
 
 def _has_one_diagonal(inputs: FlexInputs, problem: FlexProblem) -> bool:
@@ -210,28 +217,12 @@ def _kept(inputs: FlexInputs, problem: FlexProblem) -> Intervals:
 
 @torch.no_grad()
 def _found(inputs: FlexInputs, problem: FlexProblem) -> Intervals:
-    blocks, (_, mask_mod), extent = blocks_of(inputs), mods_of(inputs), problem.extent
-    assert blocks is not None
-    Sq, Sk = extent.Sq, extent.Sk
-    if 0 in extent:
+    mask = mask_of(inputs, problem)
+    rows = None if mask is None else _rows(mask)
+    if mask is None or rows is None:
         return NONE
-    size = min(blocks.size[0], Sq), min(blocks.size[1], Sk)
-    down, across = -(-Sq // size[0]), -(-Sk // size[1])
-    state = blocks.state[:, :, :down, :across]
-    if state.shape[2:] != (down, across):
-        return NONE
-    if mask_mod is None:
-        state = torch.where(state == PARTIAL, FULL, state)
-    else:
-        b, h = (n if _reads(mask_mod.program, lane) else -1 for lane, n in enumerate((extent.B, extent.Hq)))
-        state = state.expand(b, h, -1, -1)
-    rows = _rows(Blocks(state, size), mask_mod, Sq, Sk)
-    return NONE if rows is None else _intervals(rows, problem.band, extent)
-
-
-def _reads(program: Program, lane: int) -> bool:
-    """Whether a program depends on a lane input."""
-    return any(ref.value == lane for ref in refs((*program.outputs, *(node.args for node in program.nodes))))
+    found = _intervals(rows, problem.band, problem.extent)
+    return found._replace(made={} if bits.may_be_made(mask) else None)
 
 
 class _Rows(NamedTuple):
@@ -244,10 +235,10 @@ class _Rows(NamedTuple):
     """-1 for a row that sees nothing."""
 
 
-def _rows(blocks: Blocks, mask_mod: Mod | None, Sq: int, Sk: int) -> _Rows | None:
+def _rows(mask: Mask) -> _Rows | None:
     """None if too many scores would have to be evaluated."""
-    state, (q_block, kv_block), device = blocks.state, blocks.size, blocks.state.device
-    starts = torch.arange(0, Sk, kv_block, device=device)
+    state, (q_block, kv_block), Sq, Sk = mask.blocks.state, mask.blocks.size, mask.Sq, mask.Sk
+    starts = torch.arange(0, Sk, kv_block, device=state.device)
     ends = (starts + kv_block).clamp(max=Sk)
     is_full = state == FULL
 
@@ -257,23 +248,14 @@ def _rows(blocks: Blocks, mask_mod: Mod | None, Sq: int, Sk: int) -> _Rows | Non
     count = of_rows(torch.where(is_full, ends - starts, 0).sum(-1))
     first = of_rows(torch.where(is_full, starts, Sk).amin(-1))
     last = of_rows(torch.where(is_full, ends, 0).amax(-1) - 1)
-    if mask_mod is not None:
-        # The host waits for the number of blocks.
-        places = (state == PARTIAL).nonzero()
-        if len(places) * q_block * kv_block > _MOST_SCORES or (len(places) and q_block * kv_block > _SCORES):
-            return None
-        within = [torch.arange(n, dtype=torch.int32, device=device) for n in blocks.size]
-        for part in places.split(max(1, _SCORES // (q_block * kv_block))):
-            b, h, row, column = part.to(torch.int32)[:, :, None, None, None].unbind(1)
-            i = row * q_block + within[0][:, None]
-            j = column * kv_block + within[1]
-            is_there = (i < Sq) & (j < Sk)
-            i, j = i.clamp(max=Sq - 1), j.clamp(max=Sk - 1)
-            seen = mask_mod.result([b, h, i, j], clamps=True) & is_there
-            at = ((b.long() * state.shape[1] + h) * Sq + i).flatten()
-            count.index_add_(0, at, seen.sum(-1).flatten())
-            first.scatter_reduce_(0, at, torch.where(seen, j, Sk).amin(-1).flatten().long(), "amin")
-            last.scatter_reduce_(0, at, torch.where(seen, j, -1).amax(-1).flatten().long(), "amax")
+    partial = parts(mask)
+    if partial is None:
+        return None
+    for b, h, _, _, i, j, seen in partial:
+        at = ((b.long() * state.shape[1] + h) * Sq + i).flatten()
+        count.index_add_(0, at, seen.sum(-1).flatten())
+        first.scatter_reduce_(0, at, torch.where(seen, j, Sk).amin(-1).flatten().long(), "amin")
+        last.scatter_reduce_(0, at, torch.where(seen, j, -1).amax(-1).flatten().long(), "amax")
     shape = *state.shape[:2], Sq
     return _Rows(count.view(shape), first.view(shape), last.view(shape))
 

@@ -205,6 +205,11 @@ def step_and_bases(own: Rows, first: Int32) -> tuple[Float32, tuple[Float32, ...
     return own.ramp.steps[0], bases_of(own.ramp, first)
 
 
+def step_of(own: Rows, scale: Float32, row: int) -> Float32:
+    """What a ramp adds to a row's scores from column to column, before they are multiplied by `scale`."""
+    return own.ramp.steps[row] * cute.arch.rcp_approx(scale)
+
+
 def climb(own: Rows, scale: Float32, fragment: Fragment) -> tuple[Float32, ...]:
     """Add to scores what a ramp adds from column to column, and return what is left to add to the rows' ones
     when they are scaled, in base 2; () without a ramp.
@@ -213,9 +218,9 @@ def climb(own: Rows, scale: Float32, fragment: Fragment) -> tuple[Float32, ...]:
     """
     if own.ramp is None:
         return ()
-    scores, inverse = fragment.values, cute.arch.rcp_approx(scale)
-    for r, step in enumerate(own.ramp.steps):
-        own_step = step * inverse
+    scores = fragment.values
+    for r in range(len(own.ramp.steps)):
+        own_step = step_of(own, scale, r)
         for c, offset in enumerate(fragment.offsets):
             scores[r, c] = scores[r, c] + own_step * Float32(offset)
     return bases_of(own.ramp, fragment.key)

@@ -44,8 +44,18 @@ def transposed_mma(dtype: type, columns: int) -> cute.TiledMma:
 
 
 @cute.jit
-def scores(S: cute.Tensor, sQ: cute.Tensor, sK: cute.Tensor) -> None:
-    """Issue S = Q K^T; sQ is (64, D) and sK (keys, D) in shared memory."""
+def scores(
+    S: cute.Tensor,
+    sQ: cute.Tensor,
+    sK: cute.Tensor,
+    A_more: cute.Tensor | None = None,
+    sB_more: cute.Tensor | None = None,
+) -> None:
+    """Issue S = Q K^T; sQ is (64, D) and sK (keys, D) in shared memory.
+
+    A_more, sB_more: an `operand_fragment` and (keys, depth) in shared memory, perhaps of another dtype, whose
+    product is added.
+    """
     mma = scores_mma(sQ.element_type, cute.size(sK, mode=[0]))
     part = mma.get_slice(0)
     A = mma.make_fragment_A(part.partition_A(sQ))
@@ -54,6 +64,12 @@ def scores(S: cute.Tensor, sQ: cute.Tensor, sK: cute.Tensor) -> None:
     for step in cutlass.range_constexpr(cute.size(A, mode=[2])):
         mma.set(warpgroup.Field.ACCUMULATE, step > 0)
         cute.gemm(mma, S, A[None, None, step], B[None, None, step], S)
+    if cutlass.const_expr(A_more is not None):
+        more = regs_mma(sB_more.element_type, cute.size(sB_more, mode=[0]))
+        B_more = more.make_fragment_B(more.get_slice(0).partition_B(sB_more))
+        more.set(warpgroup.Field.ACCUMULATE, True)
+        for step in cutlass.range_constexpr(cute.size(A_more, mode=[2])):
+            cute.gemm(more, S, A_more[None, None, step], B_more[None, None, step], S)
     warpgroup.commit_group()
 
 

@@ -81,6 +81,11 @@ class BackwardPlan(NamedTuple):
         return self.features.lists_blocks and not self.features.deterministic
 
     @property
+    def leaves_out_unseen_keys(self) -> bool:
+        """Whether K and V are not read for tiles of keys that no query sees."""
+        return self.lists_blocks and not self.features.varlen and self.cluster_size == 1
+
+    @property
     def stores_by_tma(self) -> bool:
         """Whether dK and dV are stored by TMA. A varlen tile may end inside the box: its rows are stored
         singly.

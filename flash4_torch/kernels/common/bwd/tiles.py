@@ -252,6 +252,17 @@ def blocks_of(ctx: BackwardContext, tile: Tile, span: Span, head: Int32) -> Bloc
 
 
 @cute.jit
+def is_unseen(ctx: BackwardContext, tile: Tile, span: Span) -> Boolean:
+    """Whether a mask hides all of a tile's keys from the queries of its band."""
+    seen, heads = Int32(0), group(ctx)
+    for h in cutlass.range(cutlass.min(heads, ctx.mask.blocks.shape[1]), unroll=1):
+        head, row = tile.kv_head * heads + h, tile.index // ctx.plan.cluster_size
+        visible = attn_mask.visible_blocks(ctx.mask, tile.batch, head, row, span.first, span.last)
+        seen = seen | visible.count
+    return seen == 0
+
+
+@cute.jit
 def block_at(ctx: BackwardContext, blocks: Blocks, position: Int32) -> tuple:
     """The number of the block at a position, and whether the mask changes it."""
     if cutlass.const_expr(not ctx.plan.lists_blocks):

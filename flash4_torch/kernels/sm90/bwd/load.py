@@ -77,9 +77,9 @@ def _tile(ctx: Context, shape: Shape, work_idx: Uint32) -> Tile:
 
 @cute.jit
 def _load_tile(ctx: Context, at: Cursors, tile: Tile) -> Cursors:
-    end_at = at.end
+    end_at, keys = at.end, _keys_of(ctx, tile)
     if cutlass.const_expr(not ctx.plan.load_q_first):
-        end_at = _load_keys_and_values(ctx, at.kv, end_at, tile)
+        end_at = _load_keys_and_values(ctx, at.kv, end_at, tile, keys)
     q_at, do_at = at.q, at.do
     span, heads = tiles.span_of(ctx, tile), tiles.group(ctx)
     if cutlass.const_expr(ctx.plan.heads_inner):
@@ -88,7 +88,7 @@ def _load_tile(ctx: Context, at: Cursors, tile: Tile) -> Cursors:
             # One loop for both: with the code twice this warp would run out of registers (ptxas.md, P23).
             for e in cutlass.range(count + 1, unroll=1):
                 if e == 1:
-                    end_at = _load_keys_and_values(ctx, at.kv, end_at, tile)
+                    end_at = _load_keys_and_values(ctx, at.kv, end_at, tile, keys)
                 else:
                     q_at, do_at, end_at = _load_place(ctx, q_at, do_at, end_at, tile, place)
                     place = tiles.next_place(ctx, tile, place)
@@ -130,24 +130,27 @@ def _load_block(
 
 
 @cute.jit
-def _load_keys_and_values(ctx: Context, at: Cursor, end_at: Cursor, tile: Tile) -> Cursor:
-    end_at = _load_keys(ctx, ctx.load_k, at, end_at, ctx.maps.load_k, ctx.maps.mK, ctx.sK, tile, True)
-    return _load_keys(ctx, ctx.load_v, at, end_at, ctx.maps.load_v, ctx.maps.mV, ctx.sV, tile, False)
+def _load_keys_and_values(ctx: Context, at: Cursor, end_at: Cursor, tile: Tile, keys: Int32) -> Cursor:
+    k = ctx.load_k, ctx.maps.load_k, ctx.maps.mK, ctx.sK
+    v = ctx.load_v, ctx.maps.load_v, ctx.maps.mV, ctx.sV
+    end_at = _load_keys(ctx, at, end_at, k, tile, keys, True)
+    return _load_keys(ctx, at, end_at, v, tile, keys, False)
 
 
 @cute.jit
 def _load_keys(
     ctx: Context,
-    edge: Ring,
     at: Cursor,
     end_at: Cursor,
-    atom,
-    source: cute.Tensor,
-    target: cute.Tensor,
+    what: tuple,
     tile: Tile,
+    keys: Int32,
     announces_tile: cutlass.Constexpr,
 ) -> Cursor:
-    """Load K or V of the tile; rows beyond the end are zeros. `announces_tile`: with its work tile."""
+    """Load K or V of the tile, box `keys`; rows beyond the end are zeros. `announces_tile`: with its work
+    tile.
+    """
+    edge, atom, source, target = what
     ring.wait_empty(edge, at)
     left = tile.Sk - tile.index * ctx.plan.keys
     full = barrier_of(ctx, edge, at, left, ctx.plan.keys)
@@ -161,7 +164,7 @@ def _load_keys(
     place = tiles.kv_head_of(ctx, tile), batch_of(ctx, tile.batch)
     rows = cute.domain_offset((tile.k_offset, 0), source[(None, None, *place)])
     stage = target[None, None, at.stage]
-    copy(atom, box(rows, stage, tile.index), stage, full, _KEYS_AT_ONCE, **evict_first())
+    copy(atom, box(rows, stage, keys), stage, full, _KEYS_AT_ONCE, **evict_first())
     if cutlass.const_expr(others):
         columns, size = (
             ctx.sPeerK[None, None, at.stage],
@@ -170,6 +173,16 @@ def _load_keys(
         place = tile.index ^ 1, ctx.cta_pair.rank
         copy(ctx.maps.load_peer_k, cute.local_tile(rows, size, place), columns, full, _KEYS_AT_ONCE)
     return finish_end(ctx, edge, at, end_at, stage, left, ctx.plan.keys)
+
+
+@cute.jit
+def _keys_of(ctx: Context, tile: Tile) -> Int32:
+    """The box of the tile's keys; if nobody sees these, one beyond the end: zeros, which are not read."""
+    index = tile.index
+    if cutlass.const_expr(ctx.plan.leaves_out_unseen_keys):
+        if tiles.is_unseen(ctx, tile, tiles.span_of(ctx, tile)):
+            index = cute.ceil_div(tile.Sk, ctx.plan.keys)
+    return index
 
 
 @cute.jit

@@ -38,6 +38,8 @@ class Context:
     """(keys, D, kv_stages)"""
     sV: cute.Tensor
     """(Dv, keys, kv_stages)"""
+    sRamp: cute.Tensor | None
+    """(keys, 16): see `ramp`; None unless tensor cores add one."""
     sO: cute.Tensor | None
     """(64 * Dv, warpgroups): each warpgroup's rows of O in `output_layout`; None if they overwrite Q."""
     output_layout: cute.ComposedLayout

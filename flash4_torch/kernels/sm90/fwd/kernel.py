@@ -24,6 +24,7 @@ from ...common.launch_params import LaunchParams
 from ...common.mods import ModArgs, visited
 from ...common.warps import GROUP, WARP, WARPS
 from ..warps import ROWS
+from . import ramp
 from .context import Context, Layouts
 from .load import load
 from .mainloop import mainloop
@@ -61,6 +62,10 @@ def forward_kernel(
     if cutlass.const_expr(not plan.config.o_over_q):
         rows = cute.make_layout((ROWS * plan.Dv, plan.warpgroups))
         sO = memory.allocate_tensor(plan.dtype, rows, byte_alignment=1024)
+    sRamp = None
+    if cutlass.const_expr(plan.ramp_by_mma):
+        sRamp = ramp.allocate(memory, plan.keys)
+        ramp.write_places(sRamp, thread)
     keep_bits, sKeepBits = None, None
     if cutlass.const_expr(plan.features.dropout):
         keep_bits = ring.allocate(memory, plan.config.kv_stages)
@@ -73,6 +78,7 @@ def forward_kernel(
         sQ=smem_layouts.allocate(memory, plan.dtype, layouts.q),
         sK=smem_layouts.allocate(memory, plan.dtype, layouts.k),
         sV=smem_layouts.allocate(memory, plan.dtype, layouts.v),
+        sRamp=sRamp,
         sO=sO,
         output_layout=layouts.o,
         load_q=ring.allocate(memory, plan.config.q_stages),

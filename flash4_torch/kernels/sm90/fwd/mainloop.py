@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import BFloat16, Boolean, Float32, Int32
 
 from ...common import attn_mask, dropout, mods, ring, scores, softmax
 from ...common import band as bands
@@ -21,6 +21,7 @@ from ...common.rounding import round_to
 from ...common.warps import GROUP, WARP, WARPS
 from .. import wgmma
 from ..warps import LANES
+from . import ramp
 from .context import Context
 from .epilogue import epilogue
 from .plan import NamedBarrier
@@ -39,6 +40,7 @@ def mainloop(ctx: Context, warpgroup: Int32) -> None:
         wgmma.output_accumulator(plan.dtype, plan.Dv),
         wgmma.p_fragment(plan.dtype, plan.keys),
         softmax.make_rows(2),
+        wgmma.operand_fragment(BFloat16, wgmma.DEPTH) if plan.ramp_by_mma else None,
     )
     if cutlass.const_expr(plan.config.pingpong):
         if warpgroup == plan.warpgroups - 1:
@@ -149,6 +151,8 @@ def _work(ctx: Context, t: Thread, tile: Tile, blocks: Blocks, slice_: Warpgroup
         head = tiles.query_head(ctx, tile)
         heads = tuple(head + row % plan.pack_gqa for row in rows)
         own_mods = mods.rows_of(ctx.mods, plan, tile.batch, heads, positions)
+        if cutlass.const_expr(plan.ramp_by_mma):
+            ramp.load_steps(t.ramp, own_mods, scores.softmax_scale(ctx.params, plan.features), t.lane)
     return TileState(tile, slice_, band, blocks, positions, half_block, mask, own_mods)
 
 
@@ -232,7 +236,7 @@ def _block(
     plan = ctx.plan
     ring.wait_full(ctx.load_k, k_at)
     _warp_scheduler_wait(ctx, t)
-    wgmma.scores(t.S, _own_q(ctx, t, q_at), ctx.sK[None, None, k_at.stage])
+    wgmma.scores(t.S, _own_q(ctx, t, q_at), ctx.sK[None, None, k_at.stage], t.ramp, ctx.sRamp)
     ring.wait_full(ctx.load_v, v_at)
     wgmma.accumulate(t.O, t.P, ctx.sV[None, None, v_at.stage], i > 1)
     _warp_scheduler_arrive(ctx, t)
@@ -261,7 +265,7 @@ def _block(
 @cute.jit
 def _issue_scores(ctx: Context, t: Thread, q_at: Cursor, k_at: Cursor) -> None:
     _warp_scheduler_wait(ctx, t)
-    wgmma.scores(t.S, _own_q(ctx, t, q_at), ctx.sK[None, None, k_at.stage])
+    wgmma.scores(t.S, _own_q(ctx, t, q_at), ctx.sK[None, None, k_at.stage], t.ramp, ctx.sRamp)
     _warp_scheduler_arrive(ctx, t)
 
 
@@ -273,7 +277,10 @@ def _first_scores(ctx: Context, t: Thread, work: TileState, q_at: Cursor, k_at: 
         if work.half_block:
             _warp_scheduler_wait(ctx, t)
             half = cute.local_tile(ctx.sK[None, None, k_at.stage], (plan.keys // 2, plan.D), (0, 0))
-            wgmma.scores(_lower_half(t.S), _own_q(ctx, t, q_at), half)
+            half_ramp = None
+            if cutlass.const_expr(plan.ramp_by_mma):
+                half_ramp = cute.local_tile(ctx.sRamp, (plan.keys // 2, wgmma.DEPTH), (0, 0))
+            wgmma.scores(_lower_half(t.S), _own_q(ctx, t, q_at), half, t.ramp, half_ramp)
             _warp_scheduler_arrive(ctx, t)
             wgmma.wait(0)
         else:
@@ -301,7 +308,10 @@ def _finish_scores(ctx: Context, t: Thread, work: TileState, S: cute.Tensor, n: 
     if cutlass.const_expr(any(plan.features.mods)):
         of_mods = mma_fragment(S, work.positions, n * plan.keys, t.lane)
         mods.modify(ctx.mods, plan, work.mods, of_mods)
-        bases = mods.climb(work.mods, scores.softmax_scale(ctx.params, plan.features), of_mods)
+        if cutlass.const_expr(plan.ramp_by_mma):
+            bases = mods.bases_of(work.mods.ramp, n * plan.keys)
+        else:
+            bases = mods.climb(work.mods, scores.softmax_scale(ctx.params, plan.features), of_mods)
         if cutlass.const_expr(band is not None or not plan.features.mods.blocks):
             mods.mask(ctx.mods, plan, work.mods, n * plan.keys, of_mods)
     if cutlass.const_expr(band is not None):

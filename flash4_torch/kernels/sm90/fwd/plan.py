@@ -151,6 +151,11 @@ class Plan(ForwardPlan):
         return skips_many and self.features.right and not self.config.next_tile
 
     @property
+    def ramp_by_mma(self) -> bool:
+        """Whether tensor cores add a ramp."""
+        return self.config.adds_ramp_by_mma(self.features)
+
+    @property
     def inner_band(self) -> BandShape:
         """The band of all blocks but the first one: only that one may hold the end of Sk."""
         return self.band._replace(ragged_k=False)

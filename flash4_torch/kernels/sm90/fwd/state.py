@@ -23,6 +23,8 @@ class Thread(NamedTuple):
     O: cute.Tensor
     P: cute.Tensor
     rows: softmax.Rows
+    ramp: cute.Tensor | None
+    """The operand by which tensor cores add a ramp to its rows."""
 
     @property
     def lane(self) -> Int32:
