@@ -70,10 +70,11 @@ _OF_128 = (
     Row(128, 128, 64, _Tiles(4, 1, 64, 2), _FEW),
     Row(128, 128, None, _Tiles(8, 1, 64, 2), "96 KiB; features that need registers: 32 rows of a warp spill"),
 )
-_TWO_MMAS_OF_128 = Row(
-    128, 128, None, _Tiles(4, 2, 64, 1, lazy_rescale=True),
-    "64 KiB, two CTAs to an SM; on an H200 1.09 to 1.16 of FlashAttention-2 when O was rescaled without a "
-    "branch, which spilled; 32 keys 0.98 to 1.09, 8 warps 0.87 to 0.94",
+_TWO_MMAS_OF_128 = (
+    Row(128, 128, None, _Tiles(4, 2, 64, 1, lazy_rescale=True),
+        "64 KiB, two CTAs to an SM; on an H200 1.09 to 1.16 of FlashAttention-2 when it spilled, without the "
+        "branch; 32 keys 0.98 to 1.09, 8 warps 0.87 to 0.94"),
+    Row(112, 128, None, _Tiles(4, 2, 32, 2), "64 KiB, too: at this D 64 keys spill in causal kernels"),
 )
 _DROPOUT_AND_MORE = Row(
     256, 256, None, _Tiles(8, 1, 16, 2), "dropout: 32 keys spill in some kernels"
@@ -83,7 +84,7 @@ _LARGE = (
     *_OF_64,
     *_OF_96,
     _OF_128[0],
-    _TWO_MMAS_OF_128,
+    *_TWO_MMAS_OF_128,
     *_OF_128[1:],
     Row(192, 192, 64, _Tiles(4, 1, 64, 1), _FEW),
     Row(192, 192, None, _Tiles(8, 1, 64, 2), "144 KiB: one CTA to an SM, with one stage as with two"),
@@ -215,6 +216,7 @@ def has_registers(features: Features, config: Sm80Forward) -> bool:
         accumulators = config.row_mmas * (Dv + keys) // 2
         if config.lazy_rescale:
             spills = f.float_mask or any(f.mods) or bool(f.mask and f.softcap and f.dropout)
+            spills = spills or tile_dim(f.D) < 128 or (Dv < 128 and (f.scaled or f.dropout))
             return not spills and accumulators <= _ACCUMULATORS_WITH_LAZY_RESCALE
         if f.varlen and f.sinks:
             return plain and accumulators <= _ACCUMULATORS_OF_TWO_MMAS_WITH_MORE
