@@ -170,7 +170,12 @@ def test_every_row_serves_somebody() -> None:
 
 @pytest.mark.parametrize("table", [sm80.LARGE, sm80.SMALL], ids=["sm80", "sm86"])
 def test_every_row_by_mma_sync_serves_somebody(table: sm80.Table) -> None:
-    extras: tuple[dict[str, object], ...] = ({}, {"dropout": True}, {"dropout": True, "mask": "bool"})
+    extras: tuple[dict[str, object], ...] = (
+        {},
+        {"dropout": True},
+        {"dropout": True, "mask": "bool"},
+        {"mask": "float32", "scaled": True},
+    )
     heads = [(row.D, row.Dv) for row in table.rows]
     served = {
         table.row(BARE._replace(D=D, Dv=Dv, **extra), Sq, 4096)

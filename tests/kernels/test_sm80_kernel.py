@@ -27,11 +27,21 @@ WINDOW = {"left": True, "right": True}
 STATICS = {
     "one stage": static(64, 64, (4, 2, 64, 1)),
     "three stages": static(64, 64, (2, 1, 32, 3), "float16", **WINDOW),
-    "two MMAs of rows": static(128, 128, (4, 2, 64, 2), **CAUSAL),
+    "two MMAs of rows": static(128, 128, (4, 2, 32, 2), **CAUSAL),
     "two MMAs of rows, one stage": static(96, 96, (4, 2, 48, 1), "float16"),
     "no tail": static(64, 64, (4, 2, 64, 2), ragged_k=False),
     "no tail, causal": static(64, 64, (4, 2, 64, 2), "float16", ragged_k=False, **CAUSAL),
     "lazy": static(128, 128, (4, 2, 64, 1), lazy_rescale=True, **CAUSAL),
+    "lazy, seven parts": static(112, 104, (4, 2, 64, 1), "float16", lazy_rescale=True, **WINDOW),
+    "lazy, bool mask": static(
+        128, 128, (4, 2, 64, 1), lazy_rescale=True, mask="bool", dropout=True, sinks="float32", **CAUSAL
+    ),
+    "lazy, packed bool mask": static(
+        72, 128, (4, 2, 64, 1), "float16", lazy_rescale=True, mask="bool", pack_gqa=4, **WINDOW
+    ),
+    "lazy, varlen": static(
+        128, 128, (4, 2, 64, 1), lazy_rescale=True, varlen=True, softcap=True, scaled=True, **WINDOW
+    ),
     "eight warps": static(128, 128, (8, 1, 64, 2), "float16", **WINDOW),
     "eight warps, narrow chunks": static(48, 80, (8, 1, 32, 2), lazy_rescale=True),
     "odd keys": static(96, 64, (4, 1, 80, 2), "float16", **CAUSAL),

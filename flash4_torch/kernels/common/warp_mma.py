@@ -116,6 +116,26 @@ def scores(S: tuple[cute.Tensor, ...], q: Matrix, k: Matrix, D: int) -> None:
     """S = Q K^T, for Q (16 * len(S), D) and K (keys, D)."""
     for accumulator in S:
         accumulator.fill(0.0)
+    _add_scores(S, q, k, D)
+
+
+@cute.jit
+def scores_by_parts(S: tuple[cute.Tensor, ...], q: Matrix, k: Matrix, D: cutlass.Constexpr) -> None:
+    """`scores` in a loop over parts of D, whole chunks each: ptxas reads nothing ahead of an iteration."""
+    for accumulator in S:
+        accumulator.fill(0.0)
+    chunks = D // q.chunk
+    parts = next((n for n in range(2, chunks) if chunks % n == 0), chunks)
+    for i in cutlass.range(parts, unroll=1):
+        _add_scores(S, _from_part(q, i, D // parts), _from_part(k, i, D // parts), D // parts)
+
+
+def _from_part(x: Matrix, i: Int32, columns: int) -> Matrix:
+    """The operand from its i-th part on, of so many columns each, whole chunks."""
+    return x._replace(address=x.address + i * (columns * x.rows * 2))
+
+
+def _add_scores(S: tuple[cute.Tensor, ...], q: Matrix, k: Matrix, D: int) -> None:
     for d in range(0, D, 16):
         a = [q.read(ROWS * m, d) for m in range(len(S))]
         for n in range(_columns_of(S[0]) // 16):

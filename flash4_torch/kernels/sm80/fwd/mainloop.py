@@ -20,6 +20,14 @@ from .load import load_k, load_q, load_v
 from .state import Thread, TileState
 
 
+class Operands(NamedTuple):
+    """What the warp's MMAs read of SMEM, where K and V have one stage."""
+
+    q: warp_mma.Matrix
+    k: warp_mma.Matrix
+    v: warp_mma.Matrix
+
+
 class Block(NamedTuple):
     """A block of keys that the tile visits."""
 
@@ -58,6 +66,7 @@ def mainloop(ctx: Context, t: Thread, tile: Tile) -> None:
         load_k(ctx, tile, blocks[i].n, Int32(i), count, Int32(i))
         cute.arch.cp_async_commit_group()
     stage, freed = Int32(0), Int32(stages - 1)
+    kept = _kept_operands(ctx) if plan.scarce else None
     for i in cutlass.range(count, unroll=1):
         now = _blocks_from(ctx, work, i) if cutlass.const_expr(plan.counts_blocks) else blocks
         further = _block_at(ctx, work, i + stages)
@@ -69,7 +78,7 @@ def mainloop(ctx: Context, t: Thread, tile: Tile) -> None:
         cute.arch.sync_threads()
         load_v(ctx, tile, now[-1].n, i + (stages - 1), count, freed)
         cute.arch.cp_async_commit_group()
-        _scores(ctx, t, stage)
+        _scores(ctx, t, stage, kept)
         bases = ()
         if cutlass.const_expr(plan.shares_rows):
             bases = _mask_scores(ctx, t, work, now[0], words)
@@ -81,7 +90,7 @@ def mainloop(ctx: Context, t: Thread, tile: Tile) -> None:
         cute.arch.cp_async_commit_group()
         if cutlass.const_expr(not plan.shares_rows):
             bases = _mask_scores(ctx, t, work, now[0], words)
-        _attend(ctx, t, stage, bases)
+        _attend(ctx, t, stage, bases, kept)
         freed, stage = stage, Int32(0) if stage + 1 == stages else stage + 1
         blocks = (*now[1:], further)
     if cutlass.const_expr(plan.shares_rows):
@@ -108,20 +117,19 @@ def _work(ctx: Context, tile: Tile) -> TileState:
             )
             for m in range(plan.row_mmas)
         )
-    if cutlass.const_expr(plan.features.mask):
-        head = tiles.query_head(ctx, tile)
-        masks = tuple(
-            attn_mask.rows_of(
-                ctx.mask,
-                tile.batch,
-                tuple(head + row % plan.pack_gqa for row in rows[m]),
-                positions[m],
-                ctx.lane % warp_mma.LANES,
-            )
-            for m in range(plan.row_mmas)
-        )
+    if cutlass.const_expr(plan.keeps_mask_rows):
+        masks = tuple(_mask_rows(ctx, tile, rows[m], positions[m], ctx.lane) for m in range(plan.row_mmas))
     band = tiles.band_of(ctx, tile)
     return TileState(tile, first, own, band, tiles.blocks_of(ctx, tile), positions, masks, own_mods, philox)
+
+
+def _mask_rows(
+    ctx: Context, tile: Tile, rows: tuple[Int32, Int32], positions: tuple[Int32, Int32], lane: Int32
+) -> attn_mask.Rows:
+    """The mask of the lane's rows of an MMA, by their places in the tile and their query positions."""
+    head, pack = tiles.query_head(ctx, tile), ctx.plan.pack_gqa
+    heads = tuple(head + row % pack for row in rows)
+    return attn_mask.rows_of(ctx.mask, tile.batch, heads, positions, lane % warp_mma.LANES)
 
 
 def row_pair(ctx: Context, m: int) -> tuple[Int32, Int32]:
@@ -142,7 +150,7 @@ def _blocks_from(ctx: Context, work: TileState, i: Int32) -> tuple[Block, ...]:
 
 def _mask_words(ctx: Context, work: TileState, n: Int32) -> tuple:
     """The words of a bool mask for block n, loaded before the scores are ready."""
-    if not ctx.plan.features.mask:
+    if not ctx.plan.keeps_mask_rows:
         return ()
     words = tuple(attn_mask.words_of(rows, n) for rows in work.mask)
     if ctx.plan.shares_rows:
@@ -159,18 +167,42 @@ def _first_key(ctx: Context) -> Int32:
     return ctx.column_warp * ctx.plan.own_keys
 
 
+def _kept_operands(ctx: Context) -> Operands:
+    """The operands of all blocks, whose addresses ptxas must not find anew from the lane: what it would keep
+    for that takes more registers than they do.
+    """
+    zero = Int32(0)
+    found = Operands(_q_operand(ctx), _k_operand(ctx, zero), _v_operand(ctx, zero))
+    # The shuffle changes nothing, but ptxas does not know that.
+    return Operands(*(x._replace(address=cute.arch.shuffle_sync(x.address, ctx.lane)) for x in found))
+
+
+def _q_operand(ctx: Context) -> warp_mma.Matrix:
+    return warp_mma.left(ctx.sQ, ctx.row_warp * ctx.plan.warp_rows, ctx.lane)
+
+
+def _k_operand(ctx: Context, stage: Int32) -> warp_mma.Matrix:
+    return warp_mma.right(ctx.sK[None, None, stage], _first_key(ctx), ctx.lane)
+
+
+def _v_operand(ctx: Context, stage: Int32) -> warp_mma.Matrix:
+    column, part = ctx.column_warp * ctx.plan.own_columns, ctx.plan.own_columns
+    values = swapped(ctx.sV[None, None, stage])
+    return warp_mma.right(values, Int32(0), ctx.lane, column=column, part=part, transposed=True)
+
+
 @cute.jit
-def _scores(ctx: Context, t: Thread, stage: Int32) -> None:
+def _scores(ctx: Context, t: Thread, stage: Int32, kept: Operands | None) -> None:
     """S = Q K^T."""
     plan, keys = ctx.plan, ctx.sK[None, None, stage]
     if cutlass.const_expr(plan.is_float32):
         own_q = warp_tf32.Rows(ctx.sQ, ctx.row_warp * plan.warp_rows)
         own_k = warp_tf32.Rows(keys, _first_key(ctx))
         warp_tf32.scores(t.S, own_q, own_k, ctx.lane, plan.tf32_method)
+    elif cutlass.const_expr(kept is not None):
+        warp_mma.scores_by_parts(t.S, kept.q, kept.k, plan.D)
     else:
-        own_q = warp_mma.left(ctx.sQ, ctx.row_warp * plan.warp_rows, ctx.lane)
-        own_k = warp_mma.right(keys, _first_key(ctx), ctx.lane)
-        warp_mma.scores(t.S, own_q, own_k, plan.D)
+        warp_mma.scores(t.S, _q_operand(ctx), _k_operand(ctx, stage), plan.D)
 
 
 @cute.jit
@@ -250,7 +282,7 @@ def _join_sums(ctx: Context, t: Thread) -> None:
         sums[r] = total if ctx.lane % warp_mma.LANES == 0 else Float32(0.0)
 
 
-def _attend(ctx: Context, t: Thread, stage: Int32, bases: tuple) -> None:
+def _attend(ctx: Context, t: Thread, stage: Int32, bases: tuple, kept: Operands | None) -> None:
     """Turn the scores of a block into weights, P, and O += P V."""
     plan = ctx.plan
     scale, method = scores.softmax_scale(ctx.params, plan.features), plan.softmax
@@ -258,9 +290,8 @@ def _attend(ctx: Context, t: Thread, stage: Int32, bases: tuple) -> None:
     for m in range(plan.row_mmas):
         rows, update = warp_mma.rows_of(t.S[m]), _update(ctx, t, m, bases[m])
         softmax.exp2_columns(rows, t.rows[m], update, scale, method, 0, cute.size(rows, mode=[1]))
-        if plan.is_float32:
-            factors.append(update.factors)
-        else:
+        factors.append(update.factors)
+        if not (plan.is_float32 or method.lazy_rescale):
             softmax.rescale_output(warp_mma.rows_of(t.O[m]), update.factors, method)
         weights = cute.make_rmem_tensor(t.S[m].layout, plan.dtype)
         round_to(t.S[m], weights)
@@ -273,15 +304,16 @@ def _attend(ctx: Context, t: Thread, stage: Int32, bases: tuple) -> None:
             operands.append(warp_tf32.InRegisters(weights))
         else:
             operands.append(weights)
-    values = ctx.sV[None, None, stage]
     if plan.is_float32:
+        values = ctx.sV[None, None, stage]
         own_values = warp_tf32.Columns(swapped(values), ctx.column_warp * plan.own_columns)
         warp_tf32.accumulate(t.O, factors, operands, own_values, ctx.lane, plan.tf32_method)
         return
-    column = ctx.column_warp * plan.own_columns
-    own_values = warp_mma.right(
-        swapped(values), Int32(0), ctx.lane, column=column, part=plan.own_columns, transposed=True
-    )
+    if method.lazy_rescale:
+        # Between exponentials and MMAs, which ptxas does not mix across the branch (ptxas.md, P31).
+        for m in range(plan.row_mmas):
+            softmax.rescale_output(warp_mma.rows_of(t.O[m]), factors[m], method)
+    own_values = _v_operand(ctx, stage) if kept is None else kept.v
     if plan.shares_rows:
         own_weights = warp_mma.from_smem(operands[0], 1)
     else:
@@ -327,9 +359,26 @@ def _mask(ctx: Context, t: Thread, work: TileState, n: Int32, words: tuple) -> N
         if cutlass.const_expr(plan.features.mods.blocks):
             mods.mask(ctx.mods, plan, work.mods[m], n * plan.keys, fragment)
         if cutlass.const_expr(plan.features.mask):
-            attn_mask.apply(ctx.mask, work.mask[m], words[m], n, fragment)
+            own, bits = (
+                (work.mask[m], words[m]) if plan.keeps_mask_rows else _mask_found_anew(ctx, work, n, m)
+            )
+            attn_mask.apply(ctx.mask, own, bits, n, fragment)
         if cutlass.const_expr(plan.band.masks):
             bands.mask(work.band, plan.band, fragment)
+
+
+def _mask_found_anew(ctx: Context, work: TileState, n: Int32, m: int) -> tuple[attn_mask.Rows, tuple]:
+    """The mask of the lane's rows of the m-th MMA, and its words for block n.
+
+    Kept from block to block they would be spilled (ptxas.md, P17).
+    """
+    # The shuffle changes nothing, but ptxas does not know that.
+    lane = cute.arch.shuffle_sync(ctx.lane, ctx.lane)
+    row = ctx.row_warp * ctx.plan.warp_rows + m * warp_mma.ROWS + lane // warp_mma.LANES
+    rows = row, row + 8
+    positions = tuple(work.first + r // ctx.plan.pack_gqa for r in rows)
+    own = _mask_rows(ctx, work.tile, rows, positions, lane)
+    return own, attn_mask.words_of(own, n)
 
 
 @cute.jit

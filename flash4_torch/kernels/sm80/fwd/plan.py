@@ -79,6 +79,17 @@ class Plan(ForwardPlan):
         return (self.features.is_exact or self.row_mmas > 1) and not self.features.lists_blocks
 
     @property
+    def scarce(self) -> bool:
+        """Whether O and S leave so few registers that addresses are kept, and scores computed by parts."""
+        is_lazy = self.config.lazy_rescale and not self.is_float32
+        return is_lazy and self.row_mmas > 1 and self.stages == 1
+
+    @property
+    def keeps_mask_rows(self) -> bool:
+        """Whether a thread's rows of a mask are found once a tile, and words of a bool mask loaded early."""
+        return bool(self.features.mask) and not self.scarce
+
+    @property
     def staged_dtype(self) -> type:
         """The type of what is in SMEM; a float32 number is two of these."""
         return NUMERIC["bfloat16"] if self.is_float32 else self.dtype
@@ -155,5 +166,6 @@ class Plan(ForwardPlan):
         assert not (f.dropout and c.pack_gqa > 1), "dropout's random numbers follow unpacked rows"
         assert not (any(f.mods) and (f.is_float32 or self.shares_rows))
         assert not self.paged
+        assert not (f.is_float32 and c.lazy_rescale)
         self.check_running()
         assert not f.running or f.is_float32 or not self.shares_rows
