@@ -453,7 +453,7 @@ def words_of(counters: torch.Tensor) -> range:
 
 
 def test_captures_share_counters_with_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one capture, launches of the same stream share; no memory of the graph is taken for them."""
+    """Launches that one stream captures in one capture share; no memory of the graph is taken for them."""
     streams = Streams(monkeypatch)
     eager = [tile_counters.counter(0), tile_counters.counters(0, 100)]
     before = len(streams.allocations)

@@ -48,7 +48,7 @@ class _Seen(NamedTuple):
 
     @classmethod
     def gradient(cls, x: Tensor, heads_first: bool) -> _Seen:
-        """That of `x`, as kernels see it."""
+        """The gradient's, for `x` as kernels see it."""
         return cls.of(Layout.of(new_gradient(x)), heads_first)
 
     @classmethod
