@@ -227,7 +227,8 @@ def in_graph_with_grad(*tensors: Tensor | None) -> bool:
     """Whether a call becomes a part of a compiled graph, not one for export, and wants gradients."""
     return (
         torch.compiler.is_dynamo_compiling()
-        and not torch.compiler.is_exporting()
+        # `is_exporting()` is True in all graphs that torch 2.11 traces.
+        and not torch.compiler._is_exporting_flag
         and torch.is_grad_enabled()
         and any([x is not None and x.requires_grad for x in tensors])
         and torch.autograd.forward_ad._current_level < 0
