@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch._C import DispatchKey
 from torch._ops import HigherOrderOperator
@@ -77,6 +78,8 @@ beside a call's, "max_scores": whether these are a third result.
 """
 
 
+# torch 2.11 would trace this frame where DDP runs a call that it could not record.
+@torch._disable_dynamo
 def _attend(
     q: Tensor,
     k: Tensor,
