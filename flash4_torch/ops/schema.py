@@ -7,8 +7,9 @@ numbers make the call a part of a larger one (`reference.dropout`; kernels count
 `lse_low` is the rounding error of lse, (B, Hq, Sq) with a floating attn_mask, else (B, Hq, 0): with a large
 mask, lse alone does not tell how many keys a row attends to. The backward uses it if it is given.
 `sinks` (Hq,) is one more score in every row's softmax, of a key without a value; lse counts it.
-Every result is freshly allocated and contiguous. `dmask` has no elements unless `mask_grad` asks for it, nor
-has `dsinks` without sinks.
+Every result is freshly allocated and contiguous, but on a GPU gradients of q, k and v lie in memory as these
+do (`problem.new_gradient`). `dmask` has no elements unless `mask_grad` asks for it, nor has `dsinks` without
+sinks.
 `attention_and_weights` is for graphs with gradients: one node of autograd, below which there are `attention`
 and `attention_weights`.
 """
