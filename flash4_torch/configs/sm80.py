@@ -72,8 +72,8 @@ _OF_128 = (
 )
 _TWO_MMAS_OF_128 = (
     Row(128, 128, None, _Tiles(4, 2, 64, 1, lazy_rescale=True),
-        "64 KiB, two CTAs to an SM; on an H200 1.09 to 1.16 of FlashAttention-2 when it spilled, without the "
-        "branch; 32 keys 0.98 to 1.09, 8 warps 0.87 to 0.94"),
+        "64 KiB, two CTAs to an SM; on an H200 1.00 to 1.24 of FlashAttention-2, where 32 keys have 0.94 to "
+        "1.06 and 8 warps 0.87 to 0.94"),
     Row(112, 128, None, _Tiles(4, 2, 32, 2), "64 KiB, too: at this D 64 keys spill in causal kernels"),
 )
 _DROPOUT_AND_MORE = Row(
