@@ -37,7 +37,8 @@ def group_reduce(
     """Launch dk[..., h, :] = the sum of dk_parts[..., h * group + i, :] over i < group, and dv alike.
 
     dk_parts (B, Sk, Hq, D), dv_parts (B, Sk, Hq, Dv), dk (B, Sk, Hk, D), dv (B, Sk, Hk, Dv), or packed
-    (T, H, D); contiguous, bases on 16 bytes. group = Hq / Hk. No size is 0.
+    (T, H, D), bases on 16 bytes. The parts are contiguous; of dk and dv the last stride is 1, and the others
+    are multiples of 8 elements. group = Hq / Hk. No size is 0.
     """
     at = cute.rank(dk) - 2
     group = dk_parts.shape[at] // dk.shape[at]
@@ -92,7 +93,18 @@ def _sum_up(
                     sums[j] = sums[j] + term[j]
         rounded = cute.make_rmem_tensor(VECTOR, dtype)
         round_to(sums, rounded)
-        cute.autovec_copy(rounded, vector_at(target.iterator + number * VECTOR, VECTOR))
+        column = number % (D // VECTOR) * VECTOR
+        cute.autovec_copy(rounded, vector_at(_row_of(target, row).iterator + column, VECTOR))
+
+
+def _row_of(target: cute.Tensor, row: Int64) -> cute.Tensor:
+    """The row-th one of (B, S, H, D), or of packed (T, H, D), wherever it lies."""
+    *_, H, _ = target.shape
+    position, head = row // H, row % H
+    if cute.rank(target) == 3:
+        return target[position, head, None]
+    S = target.shape[1]
+    return target[position // S, position % S, head, None]
 
 
 def compile_group_reduce(plan: GroupReducePlan) -> Any:
