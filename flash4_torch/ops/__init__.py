@@ -69,8 +69,8 @@ def attention_and_weights(
     """
     scored_by = attn_mask, sinks, rng_state = _beside(q, rng_state, attn_mask, sinks)
     in_training = autograd.in_graph_with_grad(q, k, v, attn_mask, sinks)
-    if weights_in_graph.serves_forward(q, k, options, in_training):
-        return weights_in_graph.forward(q, k, v, attn_mask, sinks, options, average_heads)
+    if weights_in_graph.serves_forward(q, k, rng_state, options, in_training):
+        return weights_in_graph.forward(q, k, v, attn_mask, sinks, rng_state, options, average_heads)
     out, lse, weights = autograd.attention_and_weights(q, k, v, *scored_by, *options, average_heads)
     return out, lse, weights
 

@@ -15,6 +15,7 @@ from torch._guards import TracingContext
 from .. import env
 from ..masks import Band
 from ..problem import CallOptions
+from ..reference import dropout
 from ..reference import sinks as sinks_of
 from ..reference.scoring import working_dtype
 from . import decomposition, schema
@@ -28,16 +29,18 @@ _IN_BACKWARD = 1 << 28
 """Weights of all heads that the backward of a graph holds at once, at most."""
 
 
-def serves_forward(q: Tensor, k: Tensor, options: CallOptions, in_training: bool) -> bool:
+def serves_forward(
+    q: Tensor, k: Tensor, rng_state: Tensor | None, options: CallOptions, in_training: bool
+) -> bool:
     """Whether output and weights are best computed together, as stock attention does: on the CPU at sizes
-    that fit, and in training on a GPU as long as all is the host's time. Elsewhere the kernels of the output
-    and of the weights are faster."""
-    most = {"cpu": _ON_CPU, "cuda": _ON_GPU if in_training else 0}.get(q.device.type, 0)
+    that fit and without dropout, and in training on a GPU as long as all is the host's time. Elsewhere the
+    kernels of the output and of the weights are faster."""
+    most = {"cpu": 0 if options.dropout_p else _ON_CPU, "cuda": _ON_GPU if in_training else 0}
     return (
         torch.compiler.is_dynamo_compiling()
-        and not options.dropout_p
+        and (rng_state is None or len(rng_state) == dropout.STATE)
         and not env.BACKEND.get()
-        and _fit(q, k, most)
+        and _fit(q, k, most.get(q.device.type, 0))
     )
 
 
@@ -47,6 +50,7 @@ def forward(
     v: Tensor,
     attn_mask: Tensor | None,
     sinks: Tensor | None,
+    rng_state: Tensor | None,
     options: CallOptions,
     average_heads: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,9 +65,13 @@ def forward(
         scores = torch.cat([scores, decomposition.column(sinks, scores)], -1)
     # The safe one gives 0 to rows that see nothing, and so are their gradients.
     softmax = torch.softmax if added is None else torch.ops.aten._safe_softmax.default
-    weights = softmax(scores, -1).to(q.dtype)
+    weights = softmax(scores, -1)
     if sinks is not None:
         weights = weights[..., :-1]
+    if rng_state is not None:
+        kept = dropout.keep_each(rng_state, options.dropout_p, *weights.shape)
+        weights = torch.where(kept, weights * dropout.Dropout(rng_state, options.dropout_p).scale, 0.0)
+    weights = weights.to(q.dtype)
     out = weights @ decomposition.heads_first(v, q)
     return out.transpose(1, 2).contiguous(), _lse(scores), weights.mean(1) if average_heads else weights
 

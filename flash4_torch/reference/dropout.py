@@ -73,6 +73,9 @@ ROTATIONS = (12, 3, 19, 24, 8)
 TURN = 16
 """Left rotation that turns the mixed words into the lower halves."""
 
+STATE = 2
+"""Numbers of a state, seed and offset, of a call that is no part of a larger one."""
+
 _LOW32 = 0xFFFFFFFF
 _SIGN = -(2**31)
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -175,7 +178,7 @@ class Dropout:
 
     def _origin(self, Hq: int) -> tuple[int, int, int, int]:
         """First row, first key, first head, and heads of a batch entry."""
-        if len(self.rng_state) == 2:
+        if len(self.rng_state) == STATE:
             return 0, 0, 0, Hq
         first_row, first_key, first_head, heads, _ = self.rng_state[2:].tolist()
         return first_row, first_key, first_head, heads
@@ -211,6 +214,36 @@ class Dropout:
         for k in range(4):
             kept = _compare_bit(kept, high[k], t >> 4 + k & 1)
         return kept if t < 2**PLANES else kept.zero_()
+
+
+def keep_each(rng_state: Tensor, p: float, B: int, Hq: int, Sq: int, Sk: int) -> Tensor:
+    """The whole mask, bool (B, Hq, Sq, Sk), for graphs that fuse it with what uses it.
+
+    Each weight has a call of the generator for itself, and nothing is done in place. Sizes may be symbolic.
+    rng_state: int64 (2,), of a call that is no part of a larger one.
+    """
+    device = rng_state.device
+    i, j = torch.arange(Sq, device=device)[:, None], torch.arange(Sk, device=device)
+    heads = torch.arange(B * Hq, device=device).view(B, Hq, 1, 1)
+    seed, offset = rng_state[0], rng_state[1] & _LOW32
+    counter = (j >> 4 << 2) | (j >> 1 & 3), (i >> 4 << 1) | (i >> 2 & 1), heads, offset
+    words = philox(counter, (seed & _LOW32, (seed >> 32) & _LOW32))
+    turned = [_rotate_left(words[(k + 1) % 4], by) for k, by in enumerate(ROTATIONS)]
+    t, f = thresholds(p)
+    if t >= 2**PLANES:
+        return torch.zeros(B, Hq, Sq, Sk, dtype=torch.bool, device=device)
+    place = ((i & 3) << 3) | ((j & 1) << 2) | ((j >> 3 & 1) << 1) | (i >> 3 & 1)
+    kept = (turned[0] ^ turned[1] ^ turned[2]) >= f
+    low = [_rotate_left(words[k] ^ turned[k] ^ turned[k + 1], TURN) for k in range(4)]
+    for k, plane in enumerate((*low, *words)):
+        bit = (plane >> place & 1) != 0
+        kept = kept & bit if t >> k & 1 else kept | bit
+    return kept
+
+
+def _rotate_left(word: Tensor, by: int) -> Tensor:
+    """The 32 bits in an int64, rotated to the left."""
+    return (word << by | word >> 32 - by) & _LOW32
 
 
 def _compare_bit(kept: Tensor, plane: Tensor, bit: int) -> Tensor:

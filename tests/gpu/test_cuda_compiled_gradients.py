@@ -234,6 +234,26 @@ def test_deterministic_sums(form: Form) -> None:
     assert_close_to(torch.autograd.grad(any_order, inputs, dout), runs[0])
 
 
+@pytest.mark.parametrize("D", [64, 128, 192, 256])
+@pytest.mark.parametrize("S", [300, 8192])
+def test_heads_first(S: int, D: int) -> None:
+    """SDPA's contract gives `attention`'s gradients, by the first call and by prepared ones.
+
+    The long calls have kernels for each query head, whose dK and dV another kernel sums up.
+    """
+    shapes = (1, 8, S, D), (1, 2, S, D), (1, 2, S, D)
+    inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for shape in shapes]
+    rows = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in inputs]
+    dout = torch.randn(shapes[0], device="cuda", dtype=torch.bfloat16)
+    out = flash4_torch.attention(*rows, causal=True)
+    expected = [x.transpose(1, 2) for x in torch.autograd.grad(out, rows, dout.transpose(1, 2))]
+    for _ in range(3):
+        out = flash4_torch.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
+        found = torch.autograd.grad(out, inputs, dout)
+        assert_equal_up_to_order(found, tuple(expected))
+        assert all(strides(a) == strides(x) for a, x in zip(found, inputs, strict=True))
+
+
 @pytest.mark.parametrize("form", PLAIN, ids=str)
 def test_the_short_way(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, dout = trained(form)

@@ -84,7 +84,10 @@ def test_preprocess(D: int, Dv: int, queries: int, varlen: bool, data: st.DataOb
     dq_acc = torch.full((*batch, count // queries, plan.blocks.floats), math.nan)
     dq_semaphore = torch.full((*batch, count // queries), -7, dtype=torch.int32) if turns_wanted else None
     ends = ends_of(lengths) if varlen else None
-    launch(compiled_before, plan, out, dout, lse, low, dlse, stats, dq_acc, dq_semaphore, ends)
+    heads_first = data.draw(st.booleans()) and not varlen
+    rows = [x.transpose(1, 2) if heads_first else x for x in (out, dout)]
+    work = stats, dq_acc, dq_semaphore
+    launch(compiled_before, plan, *rows, lse, low, dlse, *work, ends, int(heads_first))
 
     delta = (out.double() * dout.double()).sum(-1).transpose(-1, -2)
     if dlse is not None:
@@ -138,7 +141,9 @@ def test_postprocess(D: int, Dv: int, queries: int, order: str, varlen: bool, da
     sums = torch.randn(*batch, count, plan.blocks.chunks * 8, generator=generator)
     dq = torch.full((sum(lengths), Hq, D) if varlen else (*batch[:1], lengths[0], Hq, D), math.nan).to(dtype)
     ends = ends_of(lengths) if varlen else None
-    launch(compiled_behind, plan, in_blocks(plan.blocks, sums), dq, ends, 0.3)
+    heads_first = data.draw(st.booleans()) and not varlen
+    seen = dq.transpose(1, 2) if heads_first else dq
+    launch(compiled_behind, plan, in_blocks(plan.blocks, sums), seen, ends, 0.3, int(heads_first))
     assert torch.equal(dq, (sums[..., at, :D] * 0.3).to(dtype).transpose(-3, -2))
 
 
@@ -157,7 +162,7 @@ def test_sums_of_float32(D: int, varlen: bool) -> None:
     sums = torch.empty(*batch, count // 64, blocks.floats)
     sums[..., order] = numbers.flatten(-2)
     dq = torch.full((sum(lengths), Hq, D) if varlen else (len(lengths), lengths[0], Hq, D), math.nan)
-    launch(compiled_behind, plan, sums, dq, ends_of(lengths) if varlen else None, 0.3)
+    launch(compiled_behind, plan, sums, dq, ends_of(lengths) if varlen else None, 0.3, 0)
     assert torch.equal(dq, (numbers.flatten(-3, -2)[..., at, :D] * 0.3).transpose(-3, -2))
 
 
@@ -178,7 +183,9 @@ def test_group_sums(D: int, Dv: int, varlen: bool, data: st.DataObject) -> None:
     found = [torch.full((*rows, Hk, d), math.nan, dtype=dtype) for d in (D, Dv)]
     if data.draw(st.booleans()):
         found = [x.transpose(*swapped).contiguous().transpose(*swapped) for x in found]
-    launch(compiled_sums, plan, *parts, *found)
+    heads_first = data.draw(st.booleans()) and not varlen
+    seen = [x.transpose(*swapped) if heads_first else x for x in (*parts, *found)]
+    launch(compiled_sums, plan, *seen, int(heads_first))
     for sums, terms in zip(found, parts, strict=True):
         wanted = functools.reduce(torch.add, terms.unflatten(-2, (Hk, group)).float().unbind(-2))
         assert torch.equal(sums, wanted.to(dtype))

@@ -144,7 +144,7 @@ def test_a_wrong_launch_is_found() -> None:
     call = drawn(kernel)
     out, lse = torch.empty(1, 150, 2, 64, dtype=torch.bfloat16), torch.empty(1, 2, 150)
     tile_counter = torch.zeros(1, dtype=torch.int32)
-    params = (0.1, 0.0, 0, 0, 150, 1, 1, 0, 0, 1.0, 0)
+    params = (0.1, 0.0, 0, 0, 150, 1, 1, 0, 0, 1.0, 0, 0, 0)
     with emulate.device("sm_90a") as device, device.touching(call.q, call.k, call.v, out, tile_counter):
         function = compiled(features, config)
         with pytest.raises(emulate.EmulationError, match="out-of-bounds"):

@@ -25,6 +25,7 @@ from flash4_torch import MultiheadAttention, ops
 from flash4_torch.ops import weights_in_graph
 from flash4_torch.ops.weights_in_graph import OfOutput
 from flash4_torch.problem import CallOptions
+from flash4_torch.reference import dropout
 from test_decomposition import masks, scorings
 
 FLASH4 = torch.ops.flash4
@@ -42,25 +43,24 @@ def calls(draw: st.DrawFn) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | 
     return (q, k, v), draw(masks(B, Hk * group, Sq, Sk)), sinks
 
 
-@given(calls(), scorings(), st.booleans())
-def test_output_and_weights_together(call: Any, scoring: tuple[Any, ...], average: bool) -> None:
+@given(calls(), scorings(), st.booleans(), st.sampled_from([0.0, 0.4, 1.0]))
+def test_output_and_weights_together(call: Any, scoring: tuple[Any, ...], average: bool, p: float) -> None:
     """Results and gradients of the forward that is written out equal the operators'."""
     (q, k, v), mask, sinks = call
     has_mask_grad = mask is not None and mask.is_floating_point()
     leaves = [x for x in (q, k, v, mask if has_mask_grad else None, sinks) if x is not None]
-    options = CallOptions(*scoring)
+    options = CallOptions(*scoring)._replace(dropout_p=p)
+    rng_state = ops.draw_rng_state(q.device) if p else None
     found = []
-    for function in (
-        weights_in_graph.forward,
-        lambda *args: ops.attention_and_weights(*args[:5], None, *args[5:]),
-    ):
+    for function in (weights_in_graph.forward, ops.attention_and_weights):
         for x in leaves:
             x.requires_grad_()
-        results = function(q, k, v, mask, sinks, options, average)
+        results = function(q, k, v, mask, sinks, rng_state, options, average)
         torch.manual_seed(1)
         loss = sum((x.masked_fill(x == -torch.inf, 0.0) * torch.randn_like(x)).sum() for x in results)
-        found.append((results, torch.autograd.grad(loss, leaves)))
-    torch.testing.assert_close(*found)
+        found.append((*results, *torch.autograd.grad(loss, leaves)))
+    for x, y in zip(*found, strict=True):
+        assert_equal(x, y)
 
 
 @given(calls(), scorings(), st.booleans(), st.sampled_from([0.0, 0.4]), st.sampled_from(["", "out", "lse"]))
@@ -89,9 +89,23 @@ def test_gradients(call: Any, scoring: tuple[Any, ...], average: bool, p: float,
     for x, y, wanted in zip(actual, expected, has, strict=True):
         assert (x is not None) == wanted
         if x is not None:
-            # A mask in float16 has its two gradients rounded before they are added.
-            loose = {} if x.dtype == torch.float64 else {"rtol": 4e-3, "atol": 4e-3}
-            torch.testing.assert_close(x, y, **loose)
+            assert_equal(x, y)
+
+
+def assert_equal(x: Tensor, y: Tensor) -> None:
+    """A mask in float16 has its two gradients rounded before they are added."""
+    loose = {"rtol": 4e-3, "atol": 4e-3} if x.dtype == torch.float16 else {}
+    torch.testing.assert_close(x, y, **loose)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.7])
+def test_dropout_in_a_graph(p: float) -> None:
+    """The mask that a graph computes, for each weight by itself, is that of the kernels, bit for bit."""
+    B, Hq, Sq, Sk = 2, 3, 21, 37
+    rng_state = ops.draw_rng_state(torch.device("cpu"))
+    kept = compiled(dropout.keep_each)(rng_state, p, B, Hq, Sq, Sk)
+    whole = dropout.Dropout(rng_state, p).keep(range(B), Hq, range(Sq), range(Sk))
+    assert torch.equal(kept, whole) and 0 < kept.sum() < kept.numel()
 
 
 @pytest.fixture
@@ -225,13 +239,15 @@ def test_lengths_recompile_nothing(function: Any, like_a_gpu: None) -> None:
 
 
 def test_few_scores_on_a_gpu() -> None:
-    """They are computed with the output in training without dropout."""
+    """They are computed with the output in training, if dropout's state is not that of a part of a call."""
     most = weights_in_graph._ON_GPU
     with FakeTensorMode(), mock.patch.object(torch.compiler, "is_dynamo_compiling", return_value=True):
-        for scores, in_training, dropout_p in product((most, most + 1), (True, False), (0.0, 0.1)):
+        for scores, in_training, numbers in product((most, most + 1), (True, False), (0, 2, 7)):
             q, k = (torch.empty(1, S, 1, 64, device="cuda") for S in (scores, 1))
-            served = weights_in_graph.serves_forward(q, k, CallOptions(1.0, dropout_p=dropout_p), in_training)
-            assert served == (scores == most and in_training and not dropout_p)
+            state = torch.empty(numbers, dtype=torch.int64, device="cuda") if numbers else None
+            options = CallOptions(1.0, dropout_p=0.1 if numbers else 0.0)
+            served = weights_in_graph.serves_forward(q, k, state, options, in_training)
+            assert served == (scores == most and in_training and numbers != 7)
 
 
 def test_vmap_in_a_graph(like_a_gpu: None) -> None:

@@ -63,6 +63,8 @@ class Call:
     p: float = 0.0
     rng_state: Tensor | None = None
     sinks: Tensor | None = None
+    order: tuple[bool, bool] = (False, False)
+    """Whether q, k, v and their gradients, and out and dout, come as (B, H, S, D) if they are dense."""
 
     def __repr__(self) -> str:
         tensors = {"q": self.q, "k": self.k, "v": self.v, "dout": self.dout, "mask": self.mask}
@@ -77,6 +79,7 @@ class Call:
             "run_length",
             "num_sms",
             "p",
+            "order",
         )
         return f"Call({shapes} { {name: getattr(self, name) for name in names} })"
 

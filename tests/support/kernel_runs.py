@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import math
@@ -103,7 +104,7 @@ def run(kernel: Kernel, call: Call, where: Where | None = None, **schedule: Any)
         mask = mask.expand(*mask.shape[:3], call.k.shape[1])
         plan = MaskPlan(features.mask, config.queries, config.keys, config.pack_gqa)
     low = torch.full_like(lse, math.nan) if features.float_mask else None
-    tensors = (q, call.k, call.v, out, lse, low)
+    tensors = (*_ordered(call.order[0], q, call.k, call.v), *_ordered(call.order[1], out), lse, low)
     where = where or emulated(kernel, call, **schedule)
     _launch(kernel, call, tensors, (), mask, plan, (), max(call.lengths[0]), where, (call.sinks,))
     assert low is None or not low.isnan().any()
@@ -144,7 +145,8 @@ def run_backward(
         mask = mask.transpose(2, 3).expand(-1, -1, -1, call.q.shape[1])
         plan = MaskPlan(features.mask, config.cluster_keys, config.queries)
     stats = -stats if config.tmem_order else stats
-    tensors = (call.q, call.k, call.v, call.dout, stats, dq_acc, dq, dk, dv)
+    q, k, v, *gradients = _ordered(call.order[0], call.q, call.k, call.v, dq, dk, dv)
+    tensors = (q, k, v, *_ordered(call.order[1], call.dout), stats, dq_acc, *gradients)
     behind = (None if dmask is None else dmask.transpose(2, 3),)
     where = where or emulated(kernel, call, **schedule)
     _launch(kernel, call, tensors, (dq_semaphore,), mask, plan, behind, max(call.lengths[1]), where)
@@ -164,6 +166,11 @@ def run_backward(
     else:
         rows = rows[:, :, : call.q.shape[1]].transpose(1, 2)
     return Gradients(rows.to(call.q.dtype), dk, dv, dmask)
+
+
+def _ordered(heads_first: bool, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The same memory, seen with heads before positions if it is not packed."""
+    return tuple(x.transpose(1, 2) if heads_first and x is not None and x.dim() == 4 else x for x in tensors)
 
 
 def _launch(
@@ -186,7 +193,7 @@ def _launch(
     byte, fraction = thresholds(call.p)
     numbers = (call.scale, call.softcap, call.left, call.right, max_seqlen)
     more = call.num_sms, byte, fraction, 1.0 / (1.0 - call.p), call.run_length
-    params = (*numbers, call.heads_per_section, *more)
+    params = (*numbers, call.heads_per_section, *more, *map(int, call.order))
     rng_state = call.rng_state if features.dropout else None
     with where as device:
         tables = None
@@ -252,8 +259,13 @@ def is_right(kernel: Kernel, data: st.DataObject) -> None:
     found = run(kernel, call, schedule="late")
     check_results(kernel, call, found)
     schedule, seed = data.draw(st.sampled_from(["eager", "fuzz"])), data.draw(st.integers(0, 9))
-    again = run(kernel, call, schedule=schedule, seed=seed)
+    again = run(kernel, _in_any_order(call, data), schedule=schedule, seed=seed)
     assert torch.equal(found.out, again.out) and torch.equal(found.lse, again.lse)
+
+
+def _in_any_order(call: Call, data: st.DataObject) -> Call:
+    """The same call; its tensors' dimensions may be in another order."""
+    return dataclasses.replace(call, order=(data.draw(st.booleans()), data.draw(st.booleans())))
 
 
 def gradients_are_right(kernel: Kernel, data: st.DataObject) -> None:
@@ -265,7 +277,7 @@ def gradients_are_right(kernel: Kernel, data: st.DataObject) -> None:
     found = run_backward(kernel, call, schedule="late")
     check_gradients(kernel, call, found)
     schedule, seed = data.draw(st.sampled_from(["eager", "fuzz"])), data.draw(st.integers(0, 9))
-    again = run_backward(kernel, call, schedule=schedule, seed=seed)
+    again = run_backward(kernel, _in_any_order(call, data), schedule=schedule, seed=seed)
     assert torch.equal(found.dk, again.dk) and torch.equal(found.dv, again.dv)
     if features.deterministic or kernel[1].scope == Scope.KV_HEAD:
         assert torch.equal(found.dq, again.dq)

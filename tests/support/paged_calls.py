@@ -80,7 +80,7 @@ def run_paged(kernel: Kernel, paged: PagedCall, min_seqlen_q: int = 0, **schedul
     ends_q = torch.tensor([0, *torch.tensor(call.lengths[0]).cumsum(0)], dtype=torch.int32)
     byte, fraction = thresholds(0.0)
     numbers = (call.scale, call.softcap, call.left, call.right, max(call.lengths[0]))
-    params = (*numbers, call.heads_per_section, call.num_sms, byte, fraction, 1.0, 0)
+    params = (*numbers, call.heads_per_section, call.num_sms, byte, fraction, 1.0, 0, 0, 0)
     pages = paged.table, paged.seqused_k, min_seqlen_q
     tensors = (call.q, paged.k, paged.v, out, lse, None, tile_counter, ends_q)
     touched = (*tensors, *pages[:2], call.sinks)

@@ -232,7 +232,7 @@ def preprocess(kernels: Kernels, saved: Saved, ends_q: Tensor | None, work: Work
     """Launch the first kernel: it fills the statistics, and clears the sums that the main kernel adds to."""
     dout, dlse, out, lse, _, lse_low = saved
     cleared = None if kernels.postprocess is None else work.dq_acc
-    kernels.preprocess(out, dout, lse, lse_low, dlse, work.stats, cleared, work.dq_semaphore, ends_q)
+    kernels.preprocess(out, dout, lse, lse_low, dlse, work.stats, cleared, work.dq_semaphore, ends_q, 0)
 
 
 class MainLaunch(Protocol):
@@ -277,7 +277,7 @@ def main_launch(
         more = (ends_q, ends_k, read_mask(mask), dmask_rows, rng_state, params)
         main(q, k, v, dout, stats, dq_acc, dq, dk_made, dv_made, tile_counter, semaphore, *more)
         if group_reduce is not None:
-            group_reduce(dk_made, dv_made, dk, dv)
+            group_reduce(dk_made, dv_made, dk, dv, 0)
         return dk, dv
 
     return launch
@@ -309,7 +309,7 @@ def sequence(
         rounded = dq if postprocess is None else None
         dk, dv = main(inputs, saved.dout, work, rounded, dmask, tile_counter)
         if postprocess is not None:
-            postprocess(work.dq_acc, dq, ends_q, scale)
+            postprocess(work.dq_acc, dq, ends_q, scale, 0)
         dsinks = None
         if sinks_gradient is not None and sinks is not None:
             dsinks = torch.empty_like(sinks, memory_format=torch.contiguous_format)

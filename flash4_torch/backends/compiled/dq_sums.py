@@ -76,7 +76,7 @@ class CompiledDqSums:
         if kernels.postprocess is None:
             raise AssertionError("these kernels round dQ themselves")
         dq = new_gradient(self._q)
-        kernels.postprocess(work.dq_acc, dq, None, scale)
+        kernels.postprocess(work.dq_acc, dq, None, scale, 0)
         return unpad(dq, self._D)
 
     @property

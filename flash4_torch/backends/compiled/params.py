@@ -10,6 +10,7 @@ from ...configs.sections import Section
 from ...masks import Band
 from ...problem import Problem
 from ...reference.dropout import thresholds
+from ..base import Order
 
 FARTHEST = 1 << 30
 """The largest position and band bound of the kernels: sums of two fit in 32 bits."""
@@ -32,6 +33,13 @@ class LaunchParams(NamedTuple):
     drop_fraction: int
     keep_scale: float
     run_length: int
+    heads_first: int = 0
+    out_heads_first: int = 0
+
+    def in_order(self, order: Order) -> LaunchParams:
+        """The same for tensors whose dimensions have that order."""
+        heads_first, out_heads_first = map(int, order)
+        return self._replace(heads_first=heads_first, out_heads_first=out_heads_first)
 
 
 def launch_params(problem: Problem, max_seqlen: int, section: Section, num_sms: int) -> LaunchParams:

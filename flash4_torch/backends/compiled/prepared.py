@@ -1,13 +1,13 @@
 """Launches of calls like one before: everything is decided but the tensors, which come one by one.
 
-Tensors stay as the caller has them. Where their dimensions have another order, kernels get views that are
-made past the dispatcher, and results are allocated in the caller's order.
+Tensors stay as the caller has them, and results are allocated like them: kernels are told the order of
+dimensions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from ...problem import Inputs, Problem, new_gradient
 from .. import tile_counters
 from ..base import BackwardLaunch, Launch, Order
-from ..views import Layout, view
+from ..views import Layout
 from . import backward as slow_backward
 from . import forward as slow_forward
 from .backward import Kernels
@@ -31,30 +31,14 @@ def converted(params: tuple[Any, ...]) -> Any:
     return tvm_ffi.convert(params)
 
 
-class _Seen(NamedTuple):
-    """A tensor's sizes and strides, as the caller has it and as kernels see it."""
+def _contiguous(sizes: tuple[int, ...], heads_first: bool = False) -> Layout:
+    """The caller's view of (B, S, H, D) that is contiguous."""
+    return _in_order(Layout(sizes, contiguous_strides(sizes)), heads_first)
 
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    kernel_sizes: tuple[int, ...]
-    kernel_strides: tuple[int, ...]
 
-    @classmethod
-    def of(cls, layout: Layout, heads_first: bool) -> _Seen:
-        sizes, strides = layout
-        if not heads_first:
-            return cls(sizes, strides, sizes, strides)
-        return cls(_swapped(sizes), _swapped(strides), sizes, strides)
-
-    @classmethod
-    def gradient(cls, x: Tensor, heads_first: bool) -> _Seen:
-        """The gradient's, for `x` as kernels see it."""
-        return cls.of(Layout.of(new_gradient(x)), heads_first)
-
-    @classmethod
-    def contiguous(cls, sizes: tuple[int, ...], heads_first: bool) -> _Seen:
-        """Contiguous as kernels see it."""
-        return cls.of(Layout(sizes, contiguous_strides(sizes)), heads_first)
+def _in_order(layout: Layout, heads_first: bool) -> Layout:
+    """The caller's view of (B, S, H, D), or of packed (T, H, D)."""
+    return Layout(*map(_swapped, layout)) if heads_first else layout
 
 
 def _swapped(values: tuple[int, ...]) -> tuple[int, ...]:
@@ -72,14 +56,11 @@ def forward(
     kernel: Kernel, inputs: Inputs, problem: Problem, index: int, read_mask: Read, order: Order
 ) -> Launch:
     """The launch of a forward on device `index`; `inputs` are those of a call before it."""
-    function, params, dtype = kernel.function, converted(kernel.params), problem.spec.dtype
-    heads_first, out_heads_first = order
+    function, dtype = kernel.function, problem.spec.dtype
+    params = converted(kernel.params.in_order(order))
     shapes = slow_forward.shapes_of(inputs.q, inputs.v)
-    *_, q_sizes, q_strides = _Seen.of(Layout.of(inputs.q), heads_first)
-    *_, k_sizes, k_strides = _Seen.of(Layout.of(inputs.k), heads_first)
-    *_, v_sizes, v_strides = _Seen.of(Layout.of(inputs.v), heads_first)
-    out_sizes, out_strides, *seen_out = _Seen.contiguous(shapes.out, out_heads_first)
-    lse_sizes, lse_strides = shapes.lse, contiguous_strides(shapes.lse)
+    out_sizes, out_strides = _contiguous(shapes.out, order.out_heads_first)
+    lse_sizes, lse_strides = _contiguous(shapes.lse)
     has_low = problem.has_float_mask
     converts, copies_sinks = _converts(inputs)
     empty, float32 = _empty(problem.spec.device), torch.float32
@@ -98,20 +79,16 @@ def forward(
         if current_device() != index:
             with torch.cuda.device(index):
                 return launch(q, k, v, attn_mask, sinks, rng_state, ends_q, ends_k)
-        written = out = empty(out_sizes, out_strides, dtype)
+        out = empty(out_sizes, out_strides, dtype)
         lse = empty(lse_sizes, lse_strides, float32)
         low = empty(lse_sizes, lse_strides, float32) if has_low else None
-        if heads_first:
-            q, k, v = view(q, q_sizes, q_strides), view(k, k_sizes, k_strides), view(v, v_sizes, v_strides)
-        if out_heads_first:
-            written = view(out, *seen_out)
         if converts:
             ends_q, ends_k = lengths(ends_q), lengths(ends_k)
         if copies_sinks and sinks is not None:
             sinks = sinks.contiguous()
         mask = None if attn_mask is None else read_mask(attn_mask)
         function(
-            q, k, v, written, lse, low, counter(index), ends_q, ends_k, mask, rng_state, sinks, params
+            q, k, v, out, lse, low, counter(index), ends_q, ends_k, mask, rng_state, sinks, params
         )  # fmt: skip
         return out, lse, low, None
 
@@ -134,23 +111,18 @@ def backward(
     preprocess, main, postprocess = kernels.preprocess, kernels.main, kernels.postprocess
     group_reduce, sinks_gradient = kernels.group_reduce, kernels.sinks_gradient
     is_ordered = kernels.is_ordered
-    params, scale, dtype = converted(kernels.params), problem.scale, problem.spec.dtype
-    heads_first, out_heads_first = order
+    params, scale, dtype = converted(kernels.params.in_order(order)), problem.scale, problem.spec.dtype
+    heads_first, out_heads_first = map(int, order)
     shapes = slow_backward.shapes_of(*inputs[:3], inputs.cu_seqlens_q, kernels)
-    *_, q_sizes, q_strides = _Seen.of(Layout.of(inputs.q), heads_first)
-    *_, k_sizes, k_strides = _Seen.of(Layout.of(inputs.k), heads_first)
-    *_, v_sizes, v_strides = _Seen.of(Layout.of(inputs.v), heads_first)
-    dq_sizes, dq_strides, *seen_dq = _Seen.gradient(inputs.q, heads_first)
-    dk_sizes, dk_strides, *seen_dk = _Seen.gradient(inputs.k, heads_first)
-    dv_sizes, dv_strides, *seen_dv = _Seen.gradient(inputs.v, heads_first)
-    out_shape = slow_forward.shapes_of(inputs.q, inputs.v).out
-    *_, out_sizes, out_strides = _Seen.contiguous(out_shape, out_heads_first)
-    dout_strides, copies_dout = dout.stride(), not is_readable(dout)
-    stats_shape = shapes.stats, contiguous_strides(shapes.stats), torch.float32
-    dq_acc_shape = shapes.dq_acc, contiguous_strides(shapes.dq_acc), torch.float32
-    semaphore_shape = shapes.dq_semaphore, contiguous_strides(shapes.dq_semaphore), torch.int32
-    dk_parts_shape = shapes.dk_parts, contiguous_strides(shapes.dk_parts), dtype
-    dv_parts_shape = shapes.dv_parts, contiguous_strides(shapes.dv_parts), dtype
+    new_dq, new_dk, new_dv = (
+        (*_in_order(Layout.of(new_gradient(x)), order.heads_first), dtype) for x in inputs[:3]
+    )
+    copies_dout = not is_readable(dout)
+    new_stats, new_dq_acc = ((*_contiguous(x), torch.float32) for x in (shapes.stats, shapes.dq_acc))
+    new_semaphore = *_contiguous(shapes.dq_semaphore), torch.int32
+    new_dk_parts, new_dv_parts = (
+        (*_contiguous(x, order.heads_first), dtype) for x in (shapes.dk_parts, shapes.dv_parts)
+    )
     converts, copies_sinks = _converts(inputs)
     empty = _empty(problem.spec.device)
     counter, current_device = tile_counters.counter, tile_counters.current_device
@@ -174,39 +146,32 @@ def backward(
                 return launch(
                     dout, out, lse, low, q, k, v, attn_mask, sinks, rng_state, ends_q, ends_k
                 )  # fmt: skip
-        if out_heads_first:
-            out, dout = view(out, out_sizes, out_strides), view(dout, out_sizes, dout_strides)
         if copies_dout:
             dout = readable(dout)
         if converts:
             ends_q, ends_k = lengths(ends_q), lengths(ends_k)
-        stats, dq_acc = empty(*stats_shape), empty(*dq_acc_shape)
-        semaphore = empty(*semaphore_shape) if is_ordered else None
+        stats, dq_acc = empty(*new_stats), empty(*new_dq_acc)
+        semaphore = empty(*new_semaphore) if is_ordered else None
         cleared = None if postprocess is None else dq_acc
-        preprocess(out, dout, lse, low, None, stats, cleared, semaphore, ends_q)
-        new_dq = dq = empty(dq_sizes, dq_strides, dtype)
-        new_dk = dk = empty(dk_sizes, dk_strides, dtype)
-        new_dv = dv = empty(dv_sizes, dv_strides, dtype)
-        if heads_first:
-            q, k, v = view(q, q_sizes, q_strides), view(k, k_sizes, k_strides), view(v, v_sizes, v_strides)
-            dq, dk, dv = view(dq, *seen_dq), view(dk, *seen_dk), view(dv, *seen_dv)
+        preprocess(out, dout, lse, low, None, stats, cleared, semaphore, ends_q, out_heads_first)
+        dq, dk, dv = empty(*new_dq), empty(*new_dk), empty(*new_dv)
         mask = None if attn_mask is None else read_mask(attn_mask)
         dk_parts, dv_parts = dk, dv
         if group_reduce is not None:
-            dk_parts, dv_parts = empty(*dk_parts_shape), empty(*dv_parts_shape)
+            dk_parts, dv_parts = empty(*new_dk_parts), empty(*new_dv_parts)
         main(
             q, k, v, dout, stats, dq_acc, dq if postprocess is None else None, dk_parts, dv_parts,
             counter(index), semaphore, ends_q, ends_k, mask, None, rng_state, params,
         )  # fmt: skip
         if group_reduce is not None:
-            group_reduce(dk_parts, dv_parts, dk, dv)
+            group_reduce(dk_parts, dv_parts, dk, dv, heads_first)
         if postprocess is not None:
-            postprocess(dq_acc, dq, ends_q, scale)
+            postprocess(dq_acc, dq, ends_q, scale, heads_first)
         dsinks = None
         if sinks_gradient is not None and sinks is not None:
             dsinks = torch.empty_like(sinks, memory_format=torch.contiguous_format)
             sinks_gradient(stats, sinks.contiguous() if copies_sinks else sinks, dsinks)
-        return new_dq, new_dk, new_dv, dsinks
+        return dq, dk, dv, dsinks
 
     return launch
 

@@ -31,6 +31,7 @@ def group_reduce(
     dv_parts: cute.Tensor,
     dk: cute.Tensor,
     dv: cute.Tensor,
+    heads_first: Int32,
     plan: cutlass.Constexpr,
     stream: cuda.CUstream,
 ) -> None:
@@ -38,8 +39,10 @@ def group_reduce(
 
     dk_parts (B, Sk, Hq, D), dv_parts (B, Sk, Hq, Dv), dk (B, Sk, Hk, D), dv (B, Sk, Hk, Dv), or packed
     (T, H, D), bases on 16 bytes. The parts are contiguous; of dk and dv the last stride is 1, and the others
-    are multiples of 8 elements. group = Hq / Hk. No size is 0.
+    are multiples of 8 elements. If `heads_first` is not 0, dense ones are (B, H, Sk, D), and the parts are
+    contiguous with their heads behind positions. group = Hq / Hk. No size is 0.
     """
+    dk_parts, dv_parts, dk, dv = host.in_order(heads_first, dk_parts, dv_parts, dk, dv)
     at = cute.rank(dk) - 2
     group = dk_parts.shape[at] // dk.shape[at]
     rows = Int64(1)
@@ -114,4 +117,5 @@ def compile_group_reduce(plan: GroupReducePlan) -> Any:
         host.rows(host.NUMERIC[plan.dtype], (*host.any_sizes(modes), D)) for D in (plan.D, plan.Dv) * 2
     )
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(group_reduce, dk_parts, dv_parts, dk, dv, plan, stream, options="--enable-tvm-ffi")
+    tensors = dk_parts, dv_parts, dk, dv
+    return cute.compile(group_reduce, *tensors, Int32(0), plan, stream, options="--enable-tvm-ffi")

@@ -38,6 +38,7 @@ def postprocess(
     dq: cute.Tensor,
     cu_seqlens_q: cute.Tensor | None,
     scale: Float32,
+    heads_first: Int32,
     plan: cutlass.Constexpr,
     stream: cuda.CUstream,
 ) -> None:
@@ -45,8 +46,9 @@ def postprocess(
 
     dq_acc float32 (B, Hq, n, m * columns), packed (Hq, n, m * columns): n blocks of m rows a head, as
     `row_blocks` lays them out. dq (B, Sq, Hq, D) or (T, Hq, D), last stride 1, the others multiples of 8
-    elements, base on 16 bytes. No size is 0.
+    elements, base on 16 bytes; if `heads_first` is not 0, a dense one is (B, Hq, Sq, D). No size is 0.
     """
+    dq = host.in_order(heads_first, dq)
     B, Hq, count = heads_and_blocks(dq, cu_seqlens_q, plan.blocks)
     postprocess_kernel(dq_acc, dq, cu_seqlens_q, scale, plan).launch(
         grid=(B * Hq * count, 1, 1), block=(THREADS * plan.blocks.bands, 1, 1), stream=stream
@@ -217,5 +219,5 @@ def compile_postprocess(plan: PostprocessPlan) -> Any:
     cu_seqlens = host.compact(Int32, host.any_sizes(1)) if plan.varlen else None
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     return cute.compile(
-        postprocess, dq_acc, dq, cu_seqlens, Float32(1.0), plan, stream, options="--enable-tvm-ffi"
+        postprocess, dq_acc, dq, cu_seqlens, Float32(1.0), Int32(0), plan, stream, options="--enable-tvm-ffi"
     )

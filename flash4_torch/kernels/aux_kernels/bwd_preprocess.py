@@ -71,6 +71,7 @@ def preprocess(
     dq_acc: cute.Tensor | None,
     dq_semaphore: cute.Tensor | None,
     cu_seqlens_q: cute.Tensor | None,
+    heads_first: Int32,
     plan: cutlass.Constexpr,
     stream: cuda.CUstream,
 ) -> None:
@@ -80,12 +81,14 @@ def preprocess(
     weight is 2^(log2(e) (score - lse) - lse_low).
 
     out, dout (B, Sq, Hq, Dv) or packed (T, Hq, Dv); last stride 1, the others multiples of 8 elements, bases
-    on 16 bytes. lse, lse_low, dlse (B, Hq, Sq) or (Hq, T) float32, contiguous. With n blocks of m rows a
-    head, as `row_blocks` lays them out: stats float32 (2 or 4, B, Hq, n * m), dq_acc float32 (B, Hq, n, m *
-    columns), dq_semaphore int32 (B, Hq, n); packed: without B. stats is (inf, 0, inf, 0) where no row is, and
-    for rows that see nothing; all of it is `negated` where the plan says so. dq_acc and dq_semaphore are None
+    on 16 bytes. If `heads_first` is not 0, dense ones are (B, Hq, Sq, Dv). lse, lse_low, dlse (B, Hq, Sq) or
+    (Hq, T) float32, contiguous. With n blocks of m rows a head, as `row_blocks` lays them out: stats float32
+    (2 or 4, B, Hq, n * m), dq_acc float32 (B, Hq, n, m * columns), dq_semaphore int32 (B, Hq, n); packed:
+    without B. stats is (inf, 0, inf, 0) where no row is, and for rows that see nothing; all of it is
+    `negated` where the plan says so. dq_acc and dq_semaphore are None
     where it does not ask for them. No size is 0.
     """
+    out, dout = host.in_order(heads_first, out, dout)
     B, Hq, count = heads_and_blocks(out, cu_seqlens_q, plan.blocks)
     preprocess_kernel(out, dout, lse, lse_low, dlse, stats, dq_acc, dq_semaphore, cu_seqlens_q, plan).launch(
         grid=(B * Hq * count, 1, 1), block=(THREADS, 1, 1), stream=stream
@@ -214,6 +217,7 @@ def compile_preprocess(plan: PreprocessPlan) -> Any:
         dq_acc,
         dq_semaphore,
         cu_seqlens,
+        Int32(0),
     )
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     return cute.compile(preprocess, *tensors, plan, stream, options="--enable-tvm-ffi")

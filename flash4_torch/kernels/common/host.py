@@ -6,6 +6,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 NUMERIC = {
@@ -25,6 +26,32 @@ def positions_first(x: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(x.iterator, cute.select(x.layout, [1, 3, 2, 0]))
 
 
+def in_order(heads_first: Int32, *tensors: cute.Tensor) -> Any:
+    """(B, S, H, D) views of tensors whose dimensions are these or, if `heads_first` is not 0, (B, H, S, D).
+
+    A packed tensor has one order.
+    """
+    views = tuple(_in_order(heads_first != 0, x) for x in tensors)
+    return views if len(views) > 1 else views[0]
+
+
+def _in_order(heads_first: Any, x: cute.Tensor) -> cute.Tensor:
+    if cute.rank(x) == 3:
+        return x
+    (B, first, second, D), (b, of_first, of_second, d) = x.shape, x.stride
+    sizes = (Int32(cutlass.select_(heads_first, *pair)) for pair in ((second, first), (first, second)))
+    strides = (
+        cute.assume(Int64(cutlass.select_(heads_first, *pair)), divby=_vector(x.element_type))
+        for pair in ((of_second, of_first), (of_first, of_second))
+    )
+    return cute.make_tensor(x.iterator, cute.make_layout((B, *sizes, D), stride=(b, *strides, d)))
+
+
+def _vector(dtype: type) -> int:
+    """What divides the strides of `rows` of that type."""
+    return max(8, 128 // dtype.width)
+
+
 def any_sizes(count: int) -> tuple[Any, ...]:
     return tuple(cute.sym_int() for _ in range(count))
 
@@ -34,7 +61,7 @@ def rows(dtype: type, shape: tuple[Any, ...]) -> cute.Tensor:
 
     It may have more elements than 32 bits count.
     """
-    stride = (*(cute.sym_int64(divisibility=max(8, 128 // dtype.width)) for _ in shape[1:]), 1)
+    stride = (*(cute.sym_int64(divisibility=_vector(dtype)) for _ in shape[1:]), 1)
     return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=16)
 
 

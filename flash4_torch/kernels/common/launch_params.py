@@ -29,6 +29,10 @@ class LaunchParams(NamedTuple):
     run_length: Int32
     """Backward with `heads_inner`: if not 0, this many tiles of one KV head follow one another, instead of
     sections."""
+    heads_first: Int32
+    """1 if q, k, v and their gradients come as (B, H, S, D); else 0."""
+    out_heads_first: Int32
+    """1 if out and its gradient do."""
 
 
 def example_params() -> LaunchParams:
@@ -44,5 +48,7 @@ def example_params() -> LaunchParams:
         Uint32(0),
         Uint32(0),
         Float32(1.0),
+        Int32(0),
+        Int32(0),
         Int32(0),
     )

@@ -59,6 +59,8 @@ def backward(
     mask's gradient as it broadcasts, transposed, is added to. No size is 0.
     """
     plan.check()
+    q, k, v, dk, dv = host.in_order(params.heads_first, q, k, v, dk, dv)
+    dout = host.in_order(params.out_heads_first, dout)
     rows, grads, keys, values, dkeys, dvalues = map(host.positions_first, (q, dout, k, v, dk, dv))
     config = plan.config
     paired = plan.cluster_size > 1

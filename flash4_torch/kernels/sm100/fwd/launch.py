@@ -57,6 +57,8 @@ def forward(
     ones of each head. "add" merges its results with those that out and lse have.
     """
     plan.check()
+    q, k, v = host.in_order(params.heads_first, q, k, v)
+    out = host.in_order(params.out_heads_first, out)
     heads, keys = host.by_kv_head(q, k), host.positions_first(k)
     values = cute.make_tensor(v.iterator, cute.select(host.positions_first(v).layout, [1, 0, 2, 3]))
     outputs = host.by_kv_head(out, k)

@@ -48,6 +48,8 @@ def backward(
     order `by_register` of `dq_blocks`. tile_counter is used where sums have an order.
     """
     plan.check()
+    q, k, v, dk, dv = host.in_order(params.heads_first, q, k, v, dk, dv)
+    dout = host.in_order(params.out_heads_first, dout)
     dtype, widths = plan.staged_dtype, tuple(plan.halves(n) for n in (plan.D, plan.Dv))
     (q_width, q_part), (do_width, do_part) = ((n, n // of) for n, of in zip(widths, plan.parts, strict=True))
     layouts = Layouts(

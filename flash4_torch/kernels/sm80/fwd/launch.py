@@ -49,6 +49,8 @@ def forward(
     ones of each head. "add" merges its results with those that out and lse have.
     """
     plan.check()
+    q, k, v = host.in_order(params.heads_first, q, k, v)
+    out = host.in_order(params.out_heads_first, out)
     values = host.positions_first(v)
     maps = Maps(
         None,

@@ -63,6 +63,8 @@ def backward(
     `params.num_sms`, or that of the batch's KV heads if there are fewer. dq is like q, contiguous.
     """
     plan.check()
+    q, k, v, dk, dv = host.in_order(params.heads_first, q, k, v, dk, dv)
+    dout = host.in_order(params.out_heads_first, dout)
     rows, grads, keys, values, dkeys, dvalues = map(host.positions_first, (q, dout, k, v, dk, dv))
     config = plan.config
     part = plan.blocks.piece_columns
@@ -88,7 +90,7 @@ def backward(
         dk_rows, dk_layout, dv_layout = ROWS, gradient_layout(plan, plan.D), gradient_layout(plan, plan.Dv)
     finished = None, None
     if cutlass.const_expr(plan.scope == Scope.KV_HEAD):
-        queries = host.positions_first(dq)
+        queries = host.positions_first(host.in_order(params.heads_first, dq))
         finished = map_of(store, queries, finished_layout(plan), WARP_ROWS, plan.blocks.piece_columns)
     peer_k = None
     if cutlass.const_expr(paired):
