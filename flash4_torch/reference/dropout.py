@@ -226,7 +226,8 @@ def keep_each(rng_state: Tensor, p: float, B: int, Hq: int, Sq: int, Sk: int) ->
     i, j = torch.arange(Sq, device=device)[:, None], torch.arange(Sk, device=device)
     heads = torch.arange(B * Hq, device=device).view(B, Hq, 1, 1)
     seed, offset = rng_state[0], rng_state[1] & _LOW32
-    counter = (j >> 4 << 2) | (j >> 1 & 3), (i >> 4 << 1) | (i >> 2 & 1), heads, offset
+    # A mask of bits keeps torch's compiler from multiplying an index in 32 bits.
+    counter = (j >> 4 << 2) | (j >> 1 & 3), (i >> 4 << 1) | (i >> 2 & 1), heads & _LOW32, offset
     words = philox(counter, (seed & _LOW32, (seed >> 32) & _LOW32))
     turned = [_rotate_left(words[(k + 1) % 4], by) for k, by in enumerate(ROTATIONS)]
     t, f = thresholds(p)

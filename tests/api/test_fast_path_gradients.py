@@ -111,7 +111,7 @@ def test_calls_with_heads_first_are_the_long_ways(
     expanded: bool,
     dropout_p: float,
 ) -> None:
-    """Kernels get views of scaled_dot_product_attention's tensors, and results come in the caller's order.
+    """Kernels get scaled_dot_product_attention's tensors as they are, and results come in their order.
 
     Gradients lie in memory as their tensors do: autograd would copy others for a leaf.
     """
@@ -151,9 +151,12 @@ def test_calls_with_heads_first_are_the_long_ways(
         if launches:
             long, _, short = launches
             assert long[:2] == short[:2]
-            for a, b in zip(long.args[:results], short.args[:results], strict=True):
+            for i, (a, b) in enumerate(zip(long.args[:results], short.args[:results], strict=True)):
                 assert (a is None) == (b is None)
-                assert a is None or (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+                assert a is None or (a.shape, a.dtype) == (b.shape, b.dtype)
+                # A copy of the gradient of a sum is contiguous in the order of its dimensions.
+                is_copy = expanded and results == 9 and i == 3
+                assert a is None or is_copy or strides(a) == strides(b)
             assert_same(long.args[results + 1 : -1], short.args[results + 1 : -1])
 
 

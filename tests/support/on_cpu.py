@@ -59,6 +59,7 @@ class Launch(NamedTuple):
     features: Features
     config: ForwardConfig
     args: tuple[Any, ...]
+    """The dimensions of dense tensors are (B, S, H, D), whatever the order in which they came."""
 
 
 class Machine(NamedTuple):
@@ -118,10 +119,14 @@ def _forget() -> None:
 
 
 def _forward(machine: Machine, features: Features, config: ForwardConfig, *args: Any) -> None:
+    *qkv, out, lse, low, counter, ends_q, ends_k, mask_args, rng_state, sinks, params = args
+    *_, drop_byte, drop_fraction, keep_scale, _, heads_first, out_heads_first = params
+    q, k, v = on_cpu_backward.in_order(heads_first, *qkv)
+    (out,) = on_cpu_backward.in_order(out_heads_first, out)
+    args = q, k, v, out, lse, low, counter, ends_q, ends_k, mask_args, rng_state, sinks, params
     machine.launches.append(Launch(features, config, args))
-    q, k, v, out, lse, low, _, ends_q, ends_k, mask_args, rng_state, sinks, params = args
     _check(features, config, *args)
-    scale, softcap, left, right, max_seqlen, *_, drop_byte, drop_fraction, keep_scale, _ = params
+    scale, softcap, left, right, max_seqlen, *_ = params
     p = (drop_byte + drop_fraction / 2**32) / 256
     assert keep_scale == (0.0 if p == 1.0 else 1.0 / (1.0 - p)) or abs(keep_scale * (1.0 - p) - 1.0) < 1e-9
     band = Band(left if features.left else None, right if features.right else None)
@@ -160,7 +165,8 @@ def _weights(features: Features, average_heads: bool, has_tma: bool, *args: Any)
         assert x is None or (x.shape == (B, Hq, Sq) and x.is_contiguous() and x.dtype == torch.float32)
     assert (low is not None) == features.float_mask and (rng_state is not None) == features.dropout
     assert (mask_args is not None) == bool(features.mask)
-    scale, softcap, left, right, *_, drop_byte, drop_fraction, _, _ = params
+    scale, softcap, left, right, *_, drop_byte, drop_fraction, _, _, heads_first, _ = params
+    assert not heads_first
     p = (drop_byte + drop_fraction / 2**32) / 256
     band = Band(left if features.left else None, right if features.right else None)
     mask = mask_args[0] if mask_args else None

@@ -37,6 +37,16 @@ class Launch(NamedTuple):
     features: Features
     config: BackwardConfig
     args: tuple[Any, ...]
+    """The dimensions of dense tensors are (B, S, H, D), whatever the order in which they came."""
+
+
+def in_order(heads_first: int, *tensors: Tensor | None) -> tuple[Any, ...]:
+    """The tensors as (B, S, H, D), or as packed (T, H, D)."""
+    assert heads_first in (0, 1)
+    swaps = [bool(heads_first) and x is not None and x.dim() == 4 for x in tensors]
+    return tuple(
+        x.transpose(1, 2) if swap and x is not None else x for x, swap in zip(tensors, swaps, strict=True)
+    )
 
 
 def stand_in(target: Target, launches: list[Launch], entry: str, static: tuple[Any, ...]) -> compile.Function:
@@ -70,7 +80,9 @@ def _preprocess(
     dq_acc: Tensor | None,
     dq_semaphore: Tensor | None,
     ends: Tensor | None,
+    heads_first: int,
 ) -> None:
+    out, dout = in_order(heads_first, out, dout)
     for x in (out, dout):
         check_rows(x, plan.dtype, plan.varlen)
         assert x.shape == out.shape and x.shape[-1] == plan.Dv
@@ -111,8 +123,9 @@ def _preprocess(
 
 
 def _postprocess(
-    plan: PostprocessPlan, dq_acc: Tensor, dq: Tensor, ends: Tensor | None, scale: float
+    plan: PostprocessPlan, dq_acc: Tensor, dq: Tensor, ends: Tensor | None, scale: float, heads_first: int
 ) -> None:
+    (dq,) = in_order(heads_first, dq)
     check_rows(dq, plan.dtype, plan.varlen)
     assert dq.shape[-1] == plan.D and (ends is not None) == plan.varlen
     _, at = _rows(plan.blocks, dq, ends)
@@ -120,7 +133,10 @@ def _postprocess(
     dq.copy_((rows * scale).transpose(-3, -2))
 
 
-def _group_sums(plan: GroupReducePlan, dk_parts: Tensor, dv_parts: Tensor, dk: Tensor, dv: Tensor) -> None:
+def _group_sums(
+    plan: GroupReducePlan, dk_parts: Tensor, dv_parts: Tensor, dk: Tensor, dv: Tensor, heads_first: int
+) -> None:
+    dk_parts, dv_parts, dk, dv = in_order(heads_first, dk_parts, dv_parts, dk, dv)
     for parts, grad, D in ((dk_parts, dk, plan.D), (dv_parts, dv, plan.Dv)):
         check_rows(grad, plan.dtype, plan.varlen)
         check_rows(parts, plan.dtype, plan.varlen)
@@ -146,6 +162,9 @@ def check_rows(x: Tensor, dtype: str, varlen: bool) -> None:
 
 
 def _backward(launches: list[Launch], features: Features, config: BackwardConfig, *args: Any) -> None:
+    *_, heads_first, out_heads_first = args[-1]
+    q, k, v, *gradients = in_order(heads_first, *args[:3], *args[6:9])
+    args = q, k, v, *in_order(out_heads_first, args[3]), *args[4:6], *gradients, *args[9:]
     launches.append(Launch(features, config, args))
     (
         q,
@@ -181,7 +200,7 @@ def _backward(launches: list[Launch], features: Features, config: BackwardConfig
     assert (mask_args is not None) == bool(features.mask)
     assert (dmask is not None) == features.dmask
     assert (state is not None) == features.dropout
-    scale, softcap, left, right, max_seqlen, heads_per_section, _, drop_byte, drop_fraction, _, _ = params
+    scale, softcap, left, right, max_seqlen, heads_per_section, _, drop_byte, drop_fraction, *_ = params
     assert heads_per_section >= 1 and (scale > 0.0 or features.scaled)
     p = (drop_byte + drop_fraction / 2**32) / 256
     blocks = RowBlocks.of(sums_of(features.D, config, features.column_step))
