@@ -42,7 +42,7 @@ from ..ops.impl import describe_inputs, weights_of
 from ..problem import CallOptions, Inputs, Problem, allows_tf32
 from . import graphs, recent
 from .calls import Door, FastCall, Returned, in_turn
-from .conditions import must_take_slow_path, prepares
+from .conditions import guards_would_miss, guards_would_see, prepares
 from .gradients import FastAutograd
 
 RETURNED = Returned()
@@ -74,17 +74,18 @@ def lookup(
     others: the tensors besides q, k and v, or None in their place. flags: everything else, all of it scalars.
     """
     # Other tracers are recognised by their subclasses and modes.
-    if is_dynamo_compiling() or must_take_slow_path():
+    if is_dynamo_compiling() or guards_would_miss():
         return None, None
-    is_autocast = _is_any_autocast_enabled()
     if getattr(q, "dtype", None) is float32 and allows_tf32(float32):
         flags = (*flags, "tf32")
     try:
-        if is_autocast:
-            return _by_signature(door, q, k, v, others, flags, ("autocast",))
         call, place, tensors = recent.find(door, q, k, v, others, flags)
         if call is not None:
             return None, call
+        if guards_would_see():
+            return None, None
+        if _is_any_autocast_enabled():
+            return _by_signature(door, q, k, v, others, flags, ("autocast",))
         signature, call = _by_signature(door, q, k, v, others, flags, ())
         if call is not None:
             recent.add(place, tensors, call)

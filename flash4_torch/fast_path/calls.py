@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,8 +17,9 @@ Run = Callable[..., Any]
 """Serves a call of q, k, v, attn_mask and sinks; a varlen door has both cu_seqlens instead of the mask."""
 
 
-class Door(NamedTuple):
-    """A function that takes the fast path, and how it lays out tensors."""
+@dataclass(frozen=True, eq=False, slots=True)
+class Door:
+    """A function that takes the fast path, and how it lays out tensors. Each is equal to itself alone."""
 
     name: str
     order: Order = SEQUENCE_FIRST

@@ -20,16 +20,23 @@ from ..problem import Problem
 
 def must_take_slow_path() -> bool:
     """Whether an observer is active whom the fast path would bypass."""
+    return guards_would_miss() or guards_would_see()
+
+
+def guards_would_miss() -> bool:
+    """Whether an observer is active of whom `recent`'s guards know nothing."""
     return (
-        _len_torch_dispatch_stack() > 0
-        or _is_torch_function_mode_enabled()
-        or _are_functorch_transforms_active()
-        or _is_tracing()
+        _is_torch_function_mode_enabled()
         or _profiler_enabled()
         or forward_ad._current_level >= 0
         or _get_deterministic_algorithms()  # they fill fresh memory
         or not backends.is_plain()
     )
+
+
+def guards_would_see() -> bool:
+    """Whether an observer is active who changes the dispatch keys of this thread, which guards compare."""
+    return _len_torch_dispatch_stack() > 0 or _are_functorch_transforms_active() or _is_tracing()
 
 
 def prepares(problem: Problem) -> Prepares | None:

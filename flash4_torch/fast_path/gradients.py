@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 from torch._C import _is_any_autocast_enabled
+from torch._C._dynamo.guards import TensorGuards
 from torch.compiler import is_dynamo_compiling
 
 from ..backends import ALIGNMENT, BackwardLaunch, Launch
@@ -21,8 +22,9 @@ from ..backends.base import Views
 from ..ops import autograd
 from ..ops.impl import backward_of
 from ..problem import CallOptions, Inputs, Problem, Saved
+from . import recent
 from .calls import Door, FastCall, Returned
-from .conditions import must_take_slow_path, prepares
+from .conditions import guards_would_miss, guards_would_see, prepares
 
 _MOST = 64
 """Combinations of strides to remember per signature of the forward."""
@@ -37,7 +39,7 @@ Tensors = Sequence[Any]
 class FastAutograd(FastCall):
     """The calls of one signature, forward and backward."""
 
-    __slots__ = ("backwards", "door", "options", "problem", "returned", "seen")
+    __slots__ = ("backwards", "door", "options", "problem", "recent", "returned", "seen")
     is_recorded = True
 
     def __init__(
@@ -53,6 +55,7 @@ class FastAutograd(FastCall):
         self.door, self.options, self.returned, self.problem = door, options, returned, problem
         self.seen = Views.of(inputs, door.order)
         self.backwards: dict[Strides, BackwardLaunch | None] = {}
+        self.recent: list[tuple[TensorGuards, BackwardLaunch]] = []
         apply = _dense if returned.average_heads is None else _with_weights
         self.run = partial(_varlen if door.varlen else apply, self)
 
@@ -61,18 +64,30 @@ class FastAutograd(FastCall):
         return self.seen(*tensors)
 
     def lookup(self, dout: Any, more: Grads) -> tuple[Strides | None, BackwardLaunch | None]:
-        """The key of a prepared backward (None if it must take the slow path), and the backward, if known.
+        """The key of a prepared backward, and the backward, if known.
 
-        Saved tensors are laid out as the forward's signature says.
+        There is no key if it must take the slow path, or if it needs none to be found. Saved tensors are laid
+        out as the forward's signature says.
         """
         if (
             is_dynamo_compiling()
             or type(dout) is not Tensor
             or (more and any(x is not None for x in more))
             or is_grad_enabled()  # gradients of gradients are requested
-            or must_take_slow_path()
+            or guards_would_miss()
         ):
             return None, None
+        for guards, launch in self.recent:
+            if guards.check(dout):
+                dout_at = dout.data_ptr()
+                if dout_at and not dout_at % ALIGNMENT:
+                    return None, launch
+        if guards_would_see():
+            return None, None
+        return self._by_strides(dout)
+
+    def _by_strides(self, dout: Tensor) -> tuple[Strides | None, BackwardLaunch | None]:
+        """What `lookup` returns where no observer is active."""
         try:
             dout_at = dout.data_ptr()
         except RuntimeError:
@@ -83,7 +98,11 @@ class FastAutograd(FastCall):
         strides = dout.stride()
         if _is_any_autocast_enabled():
             strides = *strides, -1
-        return strides, self.backwards.get(strides)
+            return strides, self.backwards.get(strides)
+        launch = self.backwards.get(strides)
+        if launch is not None:
+            recent.guard(self.recent, (dout,), launch)
+        return strides, launch
 
     def gradients(self, dout: Tensor | None, more: Grads, saved: Tensors) -> Grads:
         """Gradients of q, k, v and the sinks, from those of out and `more`: of lse and, if any, the weights.

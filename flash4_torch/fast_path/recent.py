@@ -1,7 +1,9 @@
 """Recognises a call by torch's own check of all of its tensors at once.
 
 The check compares what a signature says of tensors (type, dispatch keys, dtype, device, sizes, strides,
-whether they require gradients) in a third of the time that it takes to write that down.
+whether they require gradients) in a third of the time that it takes to write that down. Dispatch keys are
+those that a call would have here and now: modes, transforms, tracers and autocast change them, and lead past
+what was remembered without.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from ..backends import ALIGNMENT
 from .calls import Door, FastCall
 
 Place = tuple[Any, ...]
-"""The door, modes that no tensor shows, which tensors there are, the flags and their types."""
+"""The door, whether gradients are recorded, which tensors there are, the flags and their types."""
 
 _MOST = 4
 """Calls to remember for each place; each one takes time from those that follow."""
@@ -33,9 +35,8 @@ _calls: Known[FastCall] = {}
 def find(
     door: Door, q: Any, k: Any, v: Any, others: tuple[Any, ...], flags: tuple[Any, ...]
 ) -> tuple[FastCall | None, Place, tuple[Any, ...]]:
-    """The prepared call, or None if the signature must say; the call's place, and its tensors, each one once.
-
-    No autocast is active.
+    """The prepared call, or None if the signature must say; the call's place, and its tensors, each one
+    once.
     """
     tensors: tuple[Any, ...] = q, k, v
     if others[0] is not None or others[1] is not None or len(others) > 2:
@@ -81,7 +82,11 @@ def remember(known: Known[_Found], place: Place, tensors: tuple[Any, ...], found
     """Adds what serves calls of tensors like these."""
     if len(known) >= _MOST_PLACES:
         known.clear()
-    calls = known.setdefault(place, [])
+    guard(known.setdefault(place, []), tensors, found)
+
+
+def guard(calls: list[tuple[TensorGuards, _Found]], tensors: tuple[Any, ...], found: _Found) -> None:
+    """Adds what serves tensors like these."""
     if len(calls) < _MOST:
         # Without these keywords it crashes.
         guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)

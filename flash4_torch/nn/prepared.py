@@ -16,7 +16,8 @@ from torch._C import _is_any_autocast_enabled
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.compiler import is_dynamo_compiling
 
-from ..fast_path import FastAutograd, FastCall, must_take_slow_path, recent
+from ..fast_path import FastAutograd, FastCall, recent
+from ..fast_path.conditions import must_take_slow_path
 from ..ops import autograd
 from ..problem import allows_tf32
 from . import padding
