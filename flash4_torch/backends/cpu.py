@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -209,11 +208,15 @@ def _is_simple(inputs: Inputs, problem: Problem) -> bool:
 
 
 def _is_odd(lse: Tensor, nothing: Tensor | None) -> bool:
-    """Whether a row that sees a key has an lse of 0, infinity or NaN, the only traces of bad scores."""
+    """Whether a row that sees a key has an lse of 0, infinity or NaN, the only traces of bad scores.
+
+    lse: without gaps in memory.
+    """
     if nothing is not None:
         lse = lse.masked_fill(nothing, 1.0)
-    if lse.numel() <= _FEW:
-        numbers = [*chain.from_iterable(chain.from_iterable(lse.tolist()))]
+    count = lse.numel()
+    if count <= _FEW:
+        numbers = view(lse, (count,), (1,)).tolist()
         return 0.0 in numbers or not math.isfinite(sum(numbers))
     return math.isnan((lse / lse).sum().item())
 

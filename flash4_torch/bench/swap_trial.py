@@ -55,7 +55,9 @@ class Trial:
             return self.call(who), None
         out, weights = self.modules[who](self.x, self.x, self.x, **self.arguments)
         B, S = self.x.shape[:2]
-        kept = dropout_mask(saved_rng_state(out), B, self.stock.num_heads, S, S, self.stock.dropout)
+        kept = _saved(out, torch.bool, (B, self.stock.num_heads, S, S))
+        if kept is None:
+            kept = dropout_mask(saved_rng_state(out), B, self.stock.num_heads, S, S, self.stock.dropout)
         return self._with_gradients(out, weights), kept
 
     def definition(self, dtype: torch.dtype, kept: Tensor | None) -> Results:
@@ -167,6 +169,17 @@ def saved_rng_state(out: Tensor) -> Tensor:
 
     Under torch.compile nobody can tell it before the call.
     """
+    state = _saved(out, torch.int64, (2,))
+    if state is None:
+        raise LookupError("autograd saved no state of dropout")
+    return state
+
+
+def _saved(out: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor | None:
+    """A tensor of that dtype and shape that autograd's graph of `out` saved.
+
+    Graphs that compute output and weights together save which weights dropout kept instead of its state.
+    """
     waiting, seen = [out.grad_fn], set()
     while waiting:
         node = waiting.pop()
@@ -174,7 +187,8 @@ def saved_rng_state(out: Tensor) -> Tensor:
             continue
         seen.add(node)
         for saved in getattr(node, "saved_tensors", ()):
-            if saved is not None and saved.dtype == torch.int64 and saved.shape == (2,):
-                return saved
+            if saved is not None and saved.dtype == dtype and saved.shape == shape:
+                found: Tensor = saved
+                return found
         waiting += [next_node for next_node, _ in node.next_functions]
-    raise LookupError("autograd saved no state of dropout")
+    return None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flash4_torch import compile
-from flash4_torch.backends.compiled import GROUP_REDUCE, POSTPROCESS, PREPROCESS, Target, backward
+from flash4_torch.backends.compiled import GROUP_REDUCE, POSTPROCESS, PREPROCESS, Target, backward, masks
 from flash4_torch.backends.compiled.targets import SINKS_GRADIENT, BackwardConfig
 from flash4_torch.configs.types import Features, Scope
 from flash4_torch.kernels.common.bwd.dq_blocks import sums_of
@@ -268,7 +268,8 @@ def _mask(
     """The mask with queries as rows again."""
     mask, tables = args
     assert str(mask.dtype) == f"torch.{features.mask}" and mask.shape[3] == q.shape[1]
-    assert mask.shape[2] in (1, k.shape[1]) and (mask.shape[3] == 1 or mask.stride(3) in (0, 1))
+    in_place = mask.shape[3] == 1 or mask.stride(3) in (0, 1) or mask.numel() <= masks._FEW
+    assert mask.shape[2] in (1, k.shape[1]) and in_place
     plan = backward.mask_plan(features.mask, config)
     assert tables.numel() == place(plan, *mask.shape).words and tables.dtype == torch.int32
     return mask.transpose(2, 3)

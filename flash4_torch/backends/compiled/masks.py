@@ -19,6 +19,8 @@ Read = Callable[[Tensor | None], MaskArgs | None]
 """Function that launches the kernel that makes the tables of a mask."""
 View = Callable[[Tensor], Tensor]
 
+_FEW = 1 << 16
+
 
 def reader(find: Find, plan: MaskPlan, mask: Tensor | None, view: View, allocator: Allocator) -> Read:
     """What reads masks of this one's sizes and strides; `view` gives the attention kernel's view of one."""
@@ -63,12 +65,13 @@ def over_keys(Sk: int) -> View:
 def transposed(Sq: int) -> View:
     """The view of the backward: keys as rows, expanded over all queries.
 
-    It is copied if queries would not be contiguous otherwise, because they are loaded together.
+    It is copied if queries would not be contiguous otherwise, because they are loaded together; but not where
+    there are so few numbers that the launch of a copy takes longer.
     """
 
     def view(mask: Tensor) -> Tensor:
         x = mask.transpose(2, 3)
-        if x.shape[3] > 1 and x.stride(3) != 1:
+        if x.numel() > _FEW and x.shape[3] > 1 and x.stride(3) != 1:
             return x.contiguous()
         return x if x.shape[3] == Sq else x.expand(*x.shape[:3], Sq)
 
