@@ -74,6 +74,8 @@ class DecodeForm(NamedTuple):
     """Whether warpgroup MMAs take Q from registers when they multiply it by K."""
     ctas: int = 2
     """CTAs that share an SM, if there is room for them."""
+    tma: bool = False
+    """Whether a load warp copies blocks of K and V by TMA, in tiles of `SHARED_ROWS`; each block is in one page."""
 
     @property
     def has_runs(self) -> bool:
