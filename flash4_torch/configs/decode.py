@@ -74,6 +74,9 @@ class DecodeForm(NamedTuple):
     """Whether warpgroup MMAs take Q from registers when they multiply it by K."""
     ctas: int = 2
     """CTAs that share an SM, if there is room for them."""
+    few_rows: bool = False
+    """Whether a tile has `FEW_ROWS` rows or fewer, of 16: the others are multiplied, and nothing else is done to
+    them. Bits of the rows stay the same."""
     tma: bool = False
     """Whether a load warp copies blocks of K and V by TMA, in tiles of `SHARED_ROWS`; each block is in one page."""
 
@@ -98,6 +101,8 @@ RUN = 16
 """Keys of a block that a warp copies, from a multiple of 16 on: cheap where they are in one page."""
 MMA_ROWS = 16
 """Rows of a warp-level MMA."""
+FEW_ROWS = MMA_ROWS // 2
+"""Rows of an MMA of which each lane has one."""
 ROWS = (16, 32, 64)
 """Rows that a tile may have: query tokens times the query heads of a KV head."""
 _COLUMNS = {

@@ -135,6 +135,11 @@ class DecodePlan(NamedTuple):
         return min(self.rows, WARPGROUP_ROWS)
 
     @property
+    def lane_rows(self) -> int:
+        """Rows that a lane has of an MMA's accumulator, and looks at."""
+        return 1 if self.form.few_rows else 2
+
+    @property
     def key_warps(self) -> int:
         """Warps that share 16 rows: they divide a block's keys, and then the columns of O."""
         return max(WARPS * MMA_ROWS // self.rows, 1)
