@@ -79,6 +79,10 @@ def decode(
     enough for the keys of every sequence, a row's bits depend on its q, its keys and values and their
     positions, and its sink alone: not on plan.rows, plan.form.cluster, page_size, the table, the number of
     clusters, and what else is in the launch.
+
+    With plan.form.tma, page_size is a multiple of plan.form.keys if there is a table. With
+    plan.form.few_rows, params.max_seqlen_q * Hq / Hk is `FEW_ROWS` at most.
+
     No size is 0 but those of the cache and the table. B and the tiles of all KV heads are at most 65535.
     """
     tensors = Tensors(
@@ -138,7 +142,7 @@ def _maps(k: cute.Tensor, v: cute.Tensor, layouts: tuple, plan: DecodePlan) -> M
 
 
 def _with_pages(x: cute.Tensor) -> cute.Tensor:
-    """The same (page_size, D, Hk, pages) with a page at least: a map of none is an error, though none is read."""
+    """The same (page_size, D, Hk, pages) with a page at least, since a map of none is an error."""
     page_size, D, Hk, pages = x.shape
     shape = cutlass.max(page_size, 1), D, Hk, cutlass.max(pages, 1)
     return cute.make_tensor(x.iterator, cute.make_layout(shape, stride=x.stride))

@@ -28,9 +28,9 @@ class BlockPages(NamedTuple):
     """
 
     now: Int32
-    """Those of 32 blocks after one another."""
+    """Pages of 32 blocks after one another."""
     next: Int32
-    """Those of the next 32 blocks."""
+    """Pages of the next 32 blocks."""
 
 
 def first_pages(ctx: Context, first: Int32) -> BlockPages:

@@ -151,25 +151,27 @@ def merge_parts(ctx: Context, rows: tuple[Int32, Int32], parts: Span, rank: Int3
 def _merge_vectors(
     ctx: Context, rows: tuple[Int32, Int32], parts: Span, rank: Int32, first: cutlass.Constexpr
 ) -> None:
-    """Merge and store some vectors of one row: those whose numbers are `rank` more than the ones in `first`."""
+    """Merge and store some vectors of one row, whose numbers are `rank` more than those in `first`."""
     tile, count = ctx.tile, len(first)
     row_max, total = -Float32.inf, Float32(0.0)
     sums = [cute.make_rmem_tensor(VECTOR, Float32) for _ in first]
     for sum_ in sums:
         sum_.fill(0.0)
-    row = rows[0] + (rank + first[0]) % 2 * 8
     # Of rows after the last one, and vectors after the last one, the last one's are loaded.
     numbers = [cutlass.min(rank + i, ctx.plan.vectors - 1) for i in first]
-    token, head = ctx.place_of(cutlass.min(row, tile.num_rows - 1))
+    # All are of one row. With one place for all, a tile of 64 rows at D 256 spills.
+    own_rows = [rows[0] + number % 2 * 8 for number in numbers]
+    places = [ctx.place_of(cutlass.min(row, tile.num_rows - 1)) for row in own_rows]
     for part in cutlass.range(parts.first, parts.last, unroll=min(_DEPTH, _LOADS // count)):
+        token, head = places[0]
         row_max, total, weights = _weights(row_max, total, ctx.tensors.partial_lse[part, rank, head, token])
         for i in cutlass.range_constexpr(count):
             own = cute.make_rmem_tensor(VECTOR, Float32)
-            cute.autovec_copy(part_place(ctx, part, token, head, numbers[i]), own)
+            cute.autovec_copy(part_place(ctx, part, *places[i], numbers[i]), own)
             _add_values(sums[i], own, weights)
     for i in cutlass.range_constexpr(count):
-        if (rank + first[i] < ctx.plan.vectors) & (row < tile.num_rows):
-            store(ctx, finish(row_max, total, sums[i]), sums[i], row, numbers[i])
+        if (rank + first[i] < ctx.plan.vectors) & (own_rows[i] < tile.num_rows):
+            store(ctx, finish(row_max, total, sums[i]), sums[i], own_rows[i], numbers[i])
 
 
 @cute.jit

@@ -5,7 +5,8 @@
 
 Both warpgroups read the same K and V, so that the tile reads them once from the L2 cache where two tiles of
 64 rows would read them twice, and neither waits for the other. As in wide.py, S of a block is in flight
-together with PV of the block before it.
+together with PV of the block before it. Where each block is in one page (`form.tma`), one load warp copies
+blocks by TMA (see load_blocks.py), and the other three have nothing to do.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import replace
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
+from cutlass.cute.nvgpu import cpasync
 
 from ...configs.decode import COMPUTE_REGISTERS, LOAD_REGISTERS, WARPS
 from ..common import band as bands
@@ -43,6 +45,9 @@ def run(ctx: Context) -> None:
         for edge in (ctx.load_k, ctx.load_v):
             ring.initialise(edge, plan.compute_warps, writers=1 if plan.form.tma else WARPS)
         cute.arch.mbarrier_init_fence()
+        if cutlass.const_expr(plan.form.tma):
+            for atom in (ctx.maps.load_k, ctx.maps.load_v):
+                cpasync.prefetch_descriptor(atom)
     cute.arch.sync_threads()
     if ctx.warp >= plan.compute_warps:
         cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
@@ -104,7 +109,7 @@ def _load(ctx: Context, blocks: Span) -> None:
 @role(produces=("load_k", "load_v"))
 @cute.jit
 def _load_blocks(ctx: Context, blocks: Span) -> None:
-    """Copy the split's blocks by one warp, each as soon as its stage is empty: K of a block, and V of the block
+    """Copy the split's blocks by one warp, each once its stage is empty: K of a block, then V of the one
     before it, in the order in which the warps that compute free these stages.
     """
     pages = load_blocks.first_pages(ctx, blocks.first)
