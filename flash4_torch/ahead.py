@@ -334,7 +334,7 @@ def _of_kvcache(target: Target, features: Features, group: int) -> Iterator[tupl
     yield from ((MERGE_STATES, (plan,)) for plan in merge.common_plans(dtype, Dv))
     # One token alone sees all keys before it, causal or not.
     for each in {features, features._replace(right=False)}:
-        yield from ((DECODE, static) for static in kvcache.common_kernels(target, each))
+        yield from ((DECODE, static) for static in kvcache.common_kernels(target, each, group))
     if target.has_pages and not target.forward_configs.limits(features):
         yield from ((target.forward, static) for static in paged.common_kernels(target, features, group))
 

@@ -74,6 +74,11 @@ class DecodeForm(NamedTuple):
     """Whether warpgroup MMAs take Q from registers when they multiply it by K."""
     ctas: int = 2
     """CTAs that share an SM, if there is room for them."""
+    few_rows: bool = False
+    """Whether a tile has `FEW_ROWS` rows or fewer, of 16: the others are multiplied, and nothing else is done
+    to them. Bits of the rows stay the same."""
+    tma: bool = False
+    """Whether a load warp copies blocks of K and V by TMA, in tiles of `SHARED_ROWS`; each is in one page."""
 
     @property
     def has_runs(self) -> bool:
@@ -96,6 +101,9 @@ RUN = 16
 """Keys of a block that a warp copies, from a multiple of 16 on: cheap where they are in one page."""
 MMA_ROWS = 16
 """Rows of a warp-level MMA."""
+FEW_ROWS = MMA_ROWS // 2
+"""Rows up to which a tile leaves half of each MMA alone, so that a lane has one row instead of two; 0 for
+never. That is a fifth of the instructions of a warp for a block."""
 ROWS = (16, 32, 64)
 """Rows that a tile may have: query tokens times the query heads of a KV head."""
 _COLUMNS = {
@@ -122,6 +130,8 @@ SHARED_LEAST_KEYS, SHARED_LEAST_BLOCKS = 4096, 3
 """Keys of a sequence, and blocks for each SM, from which such tiles are faster, as an H200 measured."""
 SHARED_MANY_BLOCKS = 12
 """Blocks of `KEYS` keys for each SM from which such tiles are faster with `MORE_KEYS`, as it measured."""
+SHARED_BY_TMA = False
+"""Whether such tiles copy blocks by TMA where each is in one page. No GPU has timed it yet."""
 LOAD_REGISTERS, COMPUTE_REGISTERS = 56, 224
 """Registers of a thread that loads, and of one that computes, in tiles of `SHARED_ROWS`."""
 _OTHER_ROW_BYTES, _OTHER_BYTES = 216, 3 * 1024
@@ -250,6 +260,18 @@ def shares_kv(max_seqlen_k: int, blocks: int, num_sms: int) -> bool:
     They read K and V from the L2 cache once, and start and merge later. blocks: those of all such tiles.
     """
     return max_seqlen_k >= SHARED_LEAST_KEYS and blocks >= SHARED_LEAST_BLOCKS * num_sms
+
+
+def has_few_rows(tile_rows: int, rows: int) -> bool:
+    """Whether a tile of so many rows, of which a sequence has `rows`, leaves half of its MMAs alone."""
+    return tile_rows == MMA_ROWS and rows <= FEW_ROWS
+
+
+def may_use_tma(form: DecodeForm, tile_rows: int, page_size: int) -> bool:
+    """Whether load warps copy by TMA: tiles that have such warps, over a cache each of whose blocks is in one
+    page.
+    """
+    return SHARED_BY_TMA and tile_rows == SHARED_ROWS and (not form.paged or page_size % form.keys == 0)
 
 
 def may_use_wgmma(form: DecodeForm, tile_rows: int, group: int, batch_invariant: bool) -> bool:

@@ -71,6 +71,12 @@ KEYS_WGMMA = [
     for has_many in (False, True)[: rows // decode.WARPGROUP_ROWS]
     for own in [decode.with_blocks(features, form._replace(wgmma=True), rows, has_many)]
 ]
+KEYS_TMA = [
+    key._replace(static=(features, rows, form._replace(tma=True)))
+    for key in KEYS_WGMMA
+    for features, rows, form in [key.static]
+    if rows == decode.SHARED_ROWS and (form.runs or not form.paged)
+]
 KEYS_WITH_MORE = [
     Key(ENTRY, (features, 16, own), arch)
     for form in FORMS
@@ -81,6 +87,12 @@ KEYS_WITH_MORE = [
     for arch in ("sm_90a", "sm_100a")
     if own.keys > decode.KEYS and not decode.limits(features, own)
 ]
+KEYS_FEW = [
+    key._replace(static=(features, rows, form._replace(few_rows=True)))
+    for key in [*KEYS, *KEYS_SM80, *KEYS_WITH_MORE]
+    for features, rows, form in [key.static]
+    if rows == decode.MMA_ROWS
+]
 GROUPS = 6
 """Groups of wgmmas in the code: S of the first block, S and PV of masked ones and of others, the last PV."""
 
@@ -90,7 +102,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, cubin.Code]:
     chosen = [
         *one_of(150, KEYS),
         *one_of(66, KEYS_WGMMA),
+        *one_of(23, KEYS_TMA),
         *one_of(60, KEYS_WITH_MORE),
+        *one_of(301, KEYS_FEW),
         *one_of(401, KEYS_SM80),
     ]
     return compiled_files.codes(chosen, tmp_path_factory)

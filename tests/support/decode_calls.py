@@ -165,18 +165,27 @@ def _storage(
 
 
 @st.composite
-def calls(draw: st.DrawFn, kernel: Kernel) -> Call:
-    """Calls that a host may make of such a kernel."""
+def calls(
+    draw: st.DrawFn, kernel: Kernel, page_size: int | None = None, most_rows: int | None = None
+) -> Call:
+    """Calls that a host may make of such a kernel.
+
+    page_size: keys of a page, if not any that the form allows. most_rows: rows of a sequence, at most.
+    """
     features, form = kernel.features, kernel.form
     # A sequence has several tiles of a warpgroup.
-    most_heads = 20 if form.wgmma else 5
+    most_heads, most_tokens = 20 if form.wgmma else 5, 12
+    if most_rows is not None:
+        most_heads = most_rows
     Hk, group = draw(st.integers(1, 2)), draw(st.integers(1, most_heads))
+    if most_rows is not None:
+        most_tokens = most_rows // group
     splits_keys = form.cluster > 1 or form.groups or form.parts
     split_keys = draw(st.sampled_from([64, 128])) if form.groups else 0
     # One sequence at least has several splits, if there are any.
     least = 1 + 2 * (split_keys or KEYS * LEAST_BLOCKS) if splits_keys else 1
-    lengths = [(draw(st.integers(1, 12)), draw(st.integers(least, least + 200)))]
-    lengths += draw(st.lists(st.tuples(st.integers(0, 12), LENGTHS), max_size=2))
+    lengths = [(draw(st.integers(1, most_tokens)), draw(st.integers(least, least + 200)))]
+    lengths += draw(st.lists(st.tuples(st.integers(0, most_tokens), LENGTHS), max_size=2))
     lengths = [
         (n if form.ragged else lengths[0][0], keys if form.lengths else lengths[0][1]) for n, keys in lengths
     ]
@@ -191,7 +200,7 @@ def calls(draw: st.DrawFn, kernel: Kernel) -> Call:
     if form.cache_dtype:
         k, v = (tuple(x.to(FP8) for x in parts) for parts in (k, v))
         sizes = {name: draw(cache_scales(len(q), Hk)) for name in ("k_scale", "v_scale")}
-    page_size = draw(page_sizes(form))
+    page_size = page_size or draw(page_sizes(form))
     scales = [0.0, -0.1, 0.2] if features.scaled else [features.D**-0.5, 0.5]
     return Call(
         q,
@@ -205,7 +214,7 @@ def calls(draw: st.DrawFn, kernel: Kernel) -> Call:
         sinks=draw(sinks(features, Hk * group)),
         num_splits=_num_splits(draw, form),
         split_keys=split_keys,
-        more_tokens=draw(st.integers(0, 2)) if form.ragged else 0,
+        more_tokens=draw(st.integers(0, 2)) if form.ragged and most_rows is None else 0,
         causal=tuple(draw(st.sampled_from([0, 1, -1])) for _ in q) if form.causal_flags else (),
         **sizes,
     )

@@ -35,9 +35,11 @@ def make_accumulators(dtype: type, count: int, columns: int) -> tuple[cute.Tenso
     return tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(count))
 
 
-def rows_of(accumulator: cute.Tensor) -> cute.Tensor:
-    """A (rows, columns) view of an accumulator: rows lane // 4 and 8 more."""
-    return mma_fragment(accumulator, (), Int32(0), Int32(0)).values
+def rows_of(accumulator: cute.Tensor, count: int = 2) -> cute.Tensor:
+    """A (rows, columns) view of an accumulator: rows lane // 4 and 8 more, or `count` = 1 of them."""
+    values = mma_fragment(accumulator, (), Int32(0), Int32(0)).values
+    layout = cute.make_layout((count, values.shape[1]), stride=values.stride)
+    return cute.make_tensor(values.iterator, layout)
 
 
 def operand_of(rounded: cute.Tensor, columns: int) -> cute.Tensor:

@@ -174,7 +174,7 @@ def scores(ctx: Context, S: cute.Tensor, mma: cute.TiledMma, stage: Int32) -> No
 def apply_factors(ctx: Context, values: cute.Tensor) -> None:
     """Multiply scores (R, C) by their rows' factors."""
     row = ctx.row_warp * MMA_ROWS + ctx.lane // 4
-    for r in cutlass.range_constexpr(2):
+    for r in cutlass.range_constexpr(cute.size(values, mode=[0])):
         factor = ctx.tile.k_scale
         if cutlass.const_expr(ctx.plan.scales_q):
             factor = ctx.sFactor[row + 8 * r]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Uint32
 from cutlass.cute.nvgpu import warp as warp_ops
 
 from ...configs.decode import MMA_ROWS
@@ -179,18 +179,15 @@ def _multiply_keys(ctx: Context, S: cute.Tensor, stage: Int32) -> None:
 @cute.jit
 def _attend(ctx: Context, t: Thread, n: Int32, stage: Int32) -> None:
     """Attend to block n, of which t.S has the products of Q and K."""
-    plan, tile = ctx.plan, ctx.tile
+    plan, tile, fragment = ctx.plan, ctx.tile, fragment_of(ctx, t, n)
     if cutlass.const_expr(plan.is_fp8):
-        fp8.apply_factors(ctx, rows_of(t.S))
-    scores.scale_and_cap(t.S, ctx.params, plan.features)
-    fragment = fragment_of(ctx, t, n)
+        fp8.apply_factors(ctx, fragment.values)
+    scores.scale_and_cap(fragment.values, ctx.params, plan.features)
     if bands.is_partial(tile.band, plan.band, n, *tile.tokens):
         bands.mask(tile.band, plan.band, fragment)
     factors = to_weights(ctx, t, fragment)
-    softmax.rescale_output(rows_of(t.O), factors, plan.softmax)
-    weights = cute.make_rmem_tensor(t.S.layout, plan.mma_dtype)
-    round_to(t.S, weights)
-    whole = _share_weights(ctx, weights)
+    softmax.rescale_output(rows_of(t.O, plan.lane_rows), factors, plan.softmax)
+    whole = _share_weights(ctx, _rounded_weights(ctx, t))
     if cutlass.const_expr(plan.is_fp8):
         fp8.add_pv(ctx, t.O, whole, _mma(plan), stage)
     else:
@@ -199,8 +196,10 @@ def _attend(ctx: Context, t: Thread, n: Int32, stage: Int32) -> None:
 
 def fragment_of(ctx: Context, t: Thread, n: Int32) -> Fragment:
     """The thread's scores of block n."""
-    tokens = tuple(row // ctx.divisors.group for row in t.rows)
-    return mma_fragment(t.S, tokens, n * ctx.plan.form.keys + ctx.key_warp * ctx.plan.warp_keys, ctx.lane)
+    plan = ctx.plan
+    tokens = tuple(row // ctx.divisors.group for row in t.rows[: plan.lane_rows])
+    found = mma_fragment(t.S, tokens, n * plan.form.keys + ctx.key_warp * plan.warp_keys, ctx.lane)
+    return found._replace(values=rows_of(t.S, plan.lane_rows))
 
 
 @cute.jit
@@ -219,6 +218,27 @@ def to_weights(ctx: Context, t: Thread, fragment: Fragment) -> cute.Tensor:
         own = i * columns, (i + 1) * columns
         softmax.exp2_columns(fragment.values, t.parts[i], block, scale, method, *own)
     return factors
+
+
+@cute.jit
+def _rounded_weights(ctx: Context, t: Thread) -> cute.Tensor:
+    """The thread's weights as the MMAs have them; those of rows that are not looked at are 0."""
+    plan = ctx.plan
+    weights = cute.make_rmem_tensor(t.S.layout, plan.mma_dtype)
+    if cutlass.const_expr(plan.lane_rows == 2):
+        round_to(t.S, weights)
+    else:
+        values, count = rows_of(t.S, 1), cute.size(t.S) // 2
+        own, rounded = cute.make_rmem_tensor(count, Float32), cute.make_rmem_tensor(count, plan.mma_dtype)
+        for c in cutlass.range_constexpr(count):
+            own[c] = values[0, c]
+        round_to(own, rounded)
+        # Pairs of columns of both rows are in turn.
+        flat = cute.make_tensor(weights.iterator, cute.make_layout(2 * count))
+        pairs, of_row = cute.recast_tensor(flat, Uint32), cute.recast_tensor(rounded, Uint32)
+        for i in cutlass.range_constexpr(count // 2):
+            pairs[2 * i], pairs[2 * i + 1] = of_row[i], Uint32(0)
+    return weights
 
 
 def _mma(plan: DecodePlan) -> cute.TiledMma:
@@ -273,10 +293,10 @@ def _share_maxima(ctx: Context, maxima: cute.Tensor) -> None:
     """Raise maxima of the warp's keys to those of the whole block."""
     row, key_warp, sMax = ctx.row_warp * MMA_ROWS + ctx.lane // 4, ctx.key_warp, ctx.sMax
     if ctx.lane % 4 == 0:
-        for r in cutlass.range_constexpr(2):
+        for r in cutlass.range_constexpr(cute.size(maxima)):
             sMax[row + 8 * r, key_warp] = maxima[r]
     sync_rows(ctx)
-    for r in cutlass.range_constexpr(2):
+    for r in cutlass.range_constexpr(cute.size(maxima)):
         for w in cutlass.range_constexpr(ctx.plan.key_warps):
             maxima[r] = softmax.larger(maxima[r], sMax[row + 8 * r, w])
 

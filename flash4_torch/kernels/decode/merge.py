@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32
@@ -149,29 +151,27 @@ def merge_parts(ctx: Context, rows: tuple[Int32, Int32], parts: Span, rank: Int3
 def _merge_vectors(
     ctx: Context, rows: tuple[Int32, Int32], parts: Span, rank: Int32, first: cutlass.Constexpr
 ) -> None:
-    """Merge and store some vectors, of those whose numbers are `rank` more than the ones in `first`."""
+    """Merge and store some vectors of one row, whose numbers are `rank` more than those in `first`."""
     tile, count = ctx.tile, len(first)
-    maxima, totals = (cute.make_rmem_tensor(count, Float32) for _ in range(2))
+    row_max, total = -Float32.inf, Float32(0.0)
     sums = [cute.make_rmem_tensor(VECTOR, Float32) for _ in first]
-    maxima.fill(-Float32.inf)
-    totals.fill(0.0)
     for sum_ in sums:
         sum_.fill(0.0)
     # Of rows after the last one, and vectors after the last one, the last one's are loaded.
     numbers = [cutlass.min(rank + i, ctx.plan.vectors - 1) for i in first]
+    # All are of one row. With one place for all, a tile of 64 rows at D 256 spills.
     own_rows = [rows[0] + number % 2 * 8 for number in numbers]
     places = [ctx.place_of(cutlass.min(row, tile.num_rows - 1)) for row in own_rows]
     for part in cutlass.range(parts.first, parts.last, unroll=min(_DEPTH, _LOADS // count)):
+        token, head = places[0]
+        row_max, total, weights = _weights(row_max, total, ctx.tensors.partial_lse[part, rank, head, token])
         for i in cutlass.range_constexpr(count):
-            token, head = places[i]
-            lse = ctx.tensors.partial_lse[part, rank, head, token]
             own = cute.make_rmem_tensor(VECTOR, Float32)
-            cute.autovec_copy(part_place(ctx, part, token, head, numbers[i]), own)
-            maxima[i], totals[i] = add(maxima[i], totals[i], sums[i], lse, own)
+            cute.autovec_copy(part_place(ctx, part, *places[i], numbers[i]), own)
+            _add_values(sums[i], own, weights)
     for i in cutlass.range_constexpr(count):
         if (rank + first[i] < ctx.plan.vectors) & (own_rows[i] < tile.num_rows):
-            lse = finish(maxima[i], totals[i], sums[i])
-            store(ctx, lse, sums[i], own_rows[i], numbers[i])
+            store(ctx, finish(row_max, total, sums[i]), sums[i], own_rows[i], numbers[i])
 
 
 @cute.jit
@@ -202,13 +202,33 @@ def add(
 
     What is fused is said, so that all kernels that merge give the same bits.
     """
+    highest, total, weights = _weights(row_max, total, lse)
+    _add_values(values, part, weights)
+    return highest, total
+
+
+class _Weights(NamedTuple):
+    """How a part joins those before it, the same for all of a row's values."""
+
+    factor: Float32
+    """The factor of what was added up before."""
+    weight: Float32
+
+
+@cute.jit
+def _weights(row_max: Float32, total: Float32, lse: Float32) -> tuple[Float32, Float32, _Weights]:
+    """The maximum and the sum of weights with one more part, and how its values are added."""
     highest = softmax.larger(row_max, lse)
     reference = cutlass.select_(highest == -Float32.inf, Float32(0.0), highest)
     factor = cute.math.exp2((row_max - reference) * LOG2E, fastmath=True)
     weight = cute.math.exp2((lse - reference) * LOG2E, fastmath=True)
+    return highest, _fma(total, factor, weight), _Weights(factor, weight)
+
+
+@cute.jit
+def _add_values(values: cute.Tensor, part: cute.Tensor, weights: _Weights) -> None:
     for c in cutlass.range_constexpr(cute.size(values)):
-        values[c] = _fma(weight, part[c], values[c] * factor)
-    return highest, _fma(total, factor, weight)
+        values[c] = _fma(weights.weight, part[c], values[c] * weights.factor)
 
 
 def _fma(x: Float32, y: Float32, z: Float32) -> Float32:

@@ -13,7 +13,9 @@ blocks; in a block for PV by key, and for sums of weights by four lanes in each 
 is that of splits. A block of 128 keys (`form.keys`) is two runs of 16 keys for each warp.
 
 With warpgroup MMAs (`form.wgmma`; see wide.py) the order is another one, and a tile has 64 rows. With 128
-rows (see roles.py) eight warps compute, and four load for them.
+rows (see roles.py) eight warps compute, and four load for them, or one by TMA (`form.tma`).
+
+A tile of 16 rows whose sequence has no more than 8 (`form.few_rows`) multiplies 16, and does all else for 8.
 """
 
 from __future__ import annotations
@@ -133,6 +135,11 @@ class DecodePlan(NamedTuple):
     def q_rows(self) -> int:
         """Rows of Q that warps load together."""
         return min(self.rows, WARPGROUP_ROWS)
+
+    @property
+    def lane_rows(self) -> int:
+        """Rows of an MMA's accumulator that the loop over blocks looks at in each lane, of two."""
+        return 1 if self.form.few_rows else 2
 
     @property
     def key_warps(self) -> int:
