@@ -51,11 +51,6 @@ class _Seen(NamedTuple):
         """The gradient's, for `x` as kernels see it."""
         return cls.of(Layout.of(new_gradient(x)), heads_first)
 
-    @classmethod
-    def contiguous(cls, sizes: tuple[int, ...], heads_first: bool) -> _Seen:
-        """Contiguous as kernels see it."""
-        return cls.of(Layout(sizes, contiguous_strides(sizes)), heads_first)
-
 
 def _swapped(values: tuple[int, ...]) -> tuple[int, ...]:
     first, second, third, *others = values
@@ -69,18 +64,30 @@ def _empty(device: str) -> Callable[..., Tensor]:
 
 
 def forward(
-    kernel: Kernel, inputs: Inputs, problem: Problem, index: int, read_mask: Read, order: Order
+    kernel: Kernel,
+    inputs: Inputs,
+    problem: Problem,
+    index: int,
+    read_mask: Read,
+    order: Order,
+    out: Layout | None = None,
+    has_low: bool = False,
 ) -> Launch:
-    """The launch of a forward on device `index`; `inputs` are those of a call before it."""
+    """The launch of a forward on device `index`; `inputs` are those of a call before it.
+
+    out: its layout as kernels see it, contiguous by default. has_low: whether lse has a rounding error, as it
+    has with a floating mask.
+    """
     function, params, dtype = kernel.function, converted(kernel.params), problem.spec.dtype
     heads_first, out_heads_first = order
     shapes = slow_forward.shapes_of(inputs.q, inputs.v)
     *_, q_sizes, q_strides = _Seen.of(Layout.of(inputs.q), heads_first)
     *_, k_sizes, k_strides = _Seen.of(Layout.of(inputs.k), heads_first)
     *_, v_sizes, v_strides = _Seen.of(Layout.of(inputs.v), heads_first)
-    out_sizes, out_strides, *seen_out = _Seen.contiguous(shapes.out, out_heads_first)
+    layout = Layout(shapes.out, contiguous_strides(shapes.out)) if out is None else out
+    out_sizes, out_strides, *seen_out = _Seen.of(layout, out_heads_first)
     lse_sizes, lse_strides = shapes.lse, contiguous_strides(shapes.lse)
-    has_low = problem.has_float_mask
+    has_low = has_low or problem.has_float_mask
     converts, copies_sinks = _converts(inputs)
     empty, float32 = _empty(problem.spec.device), torch.float32
     counter, current_device = tile_counters.counter, tile_counters.current_device
@@ -126,10 +133,12 @@ def backward(
     read_mask: Read,
     dout: Tensor,
     order: Order,
+    out: Layout | None = None,
 ) -> BackwardLaunch:
     """The launches of a backward on device `index`; `inputs` and dout are those of a call before it.
 
-    Of the tensors only dout may need a copy: the gradient of a sum is an expanded tensor.
+    Of the tensors only dout may need a copy: the gradient of a sum is an expanded tensor. out: as for the
+    forward.
     """
     preprocess, main, postprocess = kernels.preprocess, kernels.main, kernels.postprocess
     group_reduce, sinks_gradient = kernels.group_reduce, kernels.sinks_gradient
@@ -144,7 +153,7 @@ def backward(
     dk_sizes, dk_strides, *seen_dk = _Seen.gradient(inputs.k, heads_first)
     dv_sizes, dv_strides, *seen_dv = _Seen.gradient(inputs.v, heads_first)
     out_shape = slow_forward.shapes_of(inputs.q, inputs.v).out
-    *_, out_sizes, out_strides = _Seen.contiguous(out_shape, out_heads_first)
+    out_sizes, out_strides = Layout(out_shape, contiguous_strides(out_shape)) if out is None else out
     dout_strides, copies_dout = dout.stride(), not is_readable(dout)
     stats_shape = shapes.stats, contiguous_strides(shapes.stats), torch.float32
     dq_acc_shape = shapes.dq_acc, contiguous_strides(shapes.dq_acc), torch.float32
