@@ -45,7 +45,7 @@ _of_mask: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def memory_of(lists: Lists) -> Memory | None:
-    """Where calls with a block mask are kept; None if they are not."""
+    """The calls with a block mask, kept with its lists; None if they are not kept."""
     first = lists[0]
     found: _Known | None = _of_mask.get(first)
     if found is not None and tables.are_same(found.lists, lists):

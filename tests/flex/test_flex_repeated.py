@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import flash4_torch
-from everything import EVERYTHING
+from everything import EVERYTHING, one_of
 from flash4_torch import backends, errors, testing
 from flash4_torch.backends.compiled import MASK_BLOCKS
 from flash4_torch.backends.flex import intervals
@@ -29,7 +29,7 @@ from flash4_torch.flex.reads import reads_of
 from flash4_torch.flex_problem import FlexInputs
 from flash4_torch.ops import CallOptions
 from flash4_torch.ops import flex as ops
-from flex_on_cpu import gpu
+from flex_on_cpu import emulated_gpu, gpu
 from test_fast_path import DispatchMode, FunctionMode, Subclass
 from test_flex_reads import Holder, Layer
 
@@ -107,7 +107,8 @@ class World:
 
         def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             near = helper(bias.exp()[h] * number) + other[h, j] * layer.bias[h] * layer.factor
-            return score + near * (i - j)
+            # Of the default dtype.
+            return score + near * (i - j) * torch.ones(H)[h]
 
         def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return (document[i] == document[j]) & (i - j < width)
@@ -301,6 +302,46 @@ def test_masks_of_every_kind(long_way: LongWay, launches: list[Any], name: str) 
     assert not long_way.taken(step)
     assert_same(first[:4], third[:4])
     assert first[4:] == third[4:]
+
+
+CASES: dict[str, tuple[Callable[..., Tensor] | None, str]] = {
+    "bounds": (lambda b, h, i, j: (i // 33 == j // 33) & (i >= j), "bias"),
+    "bits": (lambda b, h, i, j: (i - j) % 3 != 0, ""),
+    "tables": (lambda b, h, i, j: (i - j + h) % 3 != 0, "bias"),
+    "no mask": (None, "slopes"),
+}
+
+
+@pytest.mark.parametrize("name", one_of(len(CASES), list(CASES)))
+def test_kernels_in_the_emulator(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prepared launches fill all that they give, like the reference, with captured tensors of the call."""
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    S, (mask_mod, learns) = 70, CASES[name]
+    of_heads, bias = H if name == "tables" else None, torch.randn(H, S)
+    mods: dict[str, Any] = {
+        "": None,
+        "bias": lambda s, b, h, i, j: s + bias[h, j],
+        "slopes": lambda s, b, h, i, j: s + bias[h, 0] * (i - j),
+    }
+
+    def step() -> list[Any]:
+        inputs = [x.clone().requires_grad_() for x in tensors]
+        learned = [bias] if learns else []
+        found = flash4_torch.flex_attention(*inputs, mods[learns], mask, return_lse=True)
+        return [*found, *torch.autograd.grad(found[0].float().square().sum(), [*inputs, *learned])]
+
+    mask = None
+    if mask_mod is not None:
+        mask = create_block_mask(mask_mod, None, of_heads, S, S, device="cpu", BLOCK_SIZE=32)
+    with emulated_gpu():
+        long_way = LongWay(monkeypatch)
+        for _ in range(3):
+            tensors, bias = [half(1, H, S, 64) for _ in "qkv"], torch.randn(H, S, requires_grad=True)
+            found: list[Any] = []
+            taken = long_way.taken(lambda found=found: found.extend(step()))
+    assert not taken
+    for x, y in zip(found, [x.detach() for x in step()], strict=True):
+        torch.testing.assert_close(x.detach(), y, rtol=0.02, atol=0.02 * float(y.abs().amax()))
 
 
 def test_functions_that_are_made_anew_take_it(long_way: LongWay) -> None:
@@ -499,7 +540,7 @@ def test_functions_that_a_reader_takes_for_the_same_have_equal_keys(monkeypatch:
     functions: list[Any] = [
         *(made(x, 2) for x in plain),
         *(made(2, x, default=x) for x in plain),
-        *(pair(x, y) for x in (one, other) for y in (one, other)),
+        *(pair(x, y) for x, y in ((one, other), (one, one), (other, other), (other, one))),
         *(functools.partial(lambda n, s, b, h, i, j: s * n, n) for n in (1, 1.0, 2)),
         *(lambda s, b, h, i, j, n=n: holder.helped(s, j) * n for n in (1, 2)),
         of(holder),

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from flash4_torch import compile, fast_path
 from flash4_torch.backends import tile_counters
-from flash4_torch.backends.compiled import POSTPROCESS, PREPROCESS, SM90A
+from flash4_torch.backends.compiled import POSTPROCESS, PREPROCESS, SM90A, prepared
 from flash4_torch.backends.flex import compiled, dispatch
-from flash4_torch.backends.flex.compiled import Compiled
+from flash4_torch.backends.flex.compiled import Compiled, Emulated, why_not_kernels
 from flash4_torch.backends.flex.tiled import Tiled
 from flash4_torch.flex_problem import FlexProblem
 
@@ -117,3 +117,36 @@ def digest(x: Any) -> float:
     if isinstance(x, (bool, int, float)) or x is None:
         return -3.0 if x is None else float(x)
     return sum(math.cos(i + 1.0) * digest(each) for i, each in enumerate(x))
+
+
+class _Emulating(Emulated):
+    """The emulator's backend, which is asked though no variable of the environment asks for it."""
+
+    def why_not(self, problem: FlexProblem) -> list[str]:
+        return why_not_kernels(self.target(problem), problem)
+
+
+@contextmanager
+def emulated_gpu() -> Iterator[None]:
+    """A context in which flex_attention on CPU tensors goes to the emulator's kernels.
+
+    They take the fast path, too; what they write is NaN before.
+    """
+    counter = torch.zeros(1, dtype=torch.int32)
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (dispatch, "PRIORITY", (_Emulating(), Tiled())),
+            (tile_counters, "counter", lambda index: counter),
+            (tile_counters, "current_device", lambda: -1),
+            (prepared, "converted", lambda params: params),
+            (prepared, "_empty", lambda device: _poisoned),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        forget()
+        stack.callback(forget)
+        yield
+
+
+def _poisoned(sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    x = torch.empty_strided(sizes, strides, dtype=dtype)
+    return x.fill_(torch.nan if dtype.is_floating_point else 77)
