@@ -220,7 +220,7 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
 )
 @example(["attribute", "parameter", "frozen", "global", "helper", "q learns"], False)
 @example(["q strided", "v strided", "batch", "scale", "no scale", "no lse"], True)
-@example(["no score_mod", "document in place", "mask in place", "width", "document", "dtype"], True)
+@example(["no score_mod", "document in place", "mask in place", "score_mod", "width", "dtype"], True)
 def test_whatever_changes_calls_give_what_the_slow_path_gives(changes: list[str], has_mask: bool) -> None:
     torch.manual_seed(len(changes))
     names, before = globals(), {name: globals()[name] for name in ("GAIN", "helper")}
