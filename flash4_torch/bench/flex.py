@@ -427,14 +427,18 @@ def _entry(contender: Contender, direction: str, right: _Exact, settings: Settin
     return _Entry(call, first_s, differences)
 
 
+_HOST_CALLS = 5
 _SLEEP_CYCLES = 50_000_000
 """About 25 ms, in which a call is queued."""
 
 
 def _host_seconds(call: Call, settings: Settings) -> float:
-    """Seconds until a call returns while the device is busy with something else; the second one counts."""
+    """Seconds until a call returns while the device is busy with something else; the last one counts.
+
+    Those before it prepare its launches, and what recognises it.
+    """
     seconds = 0.0
-    for _ in range(2):
+    for _ in range(_HOST_CALLS):
         if settings.on_gpu:
             torch.cuda.synchronize()
             torch.cuda._sleep(_SLEEP_CYCLES)

@@ -35,21 +35,19 @@ from torch import Tensor, float32, is_grad_enabled
 from torch._C import _is_any_autocast_enabled
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.compiler import is_dynamo_compiling
+from torch.nn import Parameter
 
 from ..backends import ALIGNMENT, Launch, Order, Shares
 from ..ops import autocast_inputs
 from ..ops.impl import describe_inputs, weights_of
 from ..problem import CallOptions, Inputs, Problem, allows_tf32
-from . import graphs, recent
+from . import flex, graphs, recent
 from .calls import Door, FastCall, Returned, in_turn
 from .conditions import guards_would_miss, guards_would_see, prepares
 from .gradients import FastAutograd
+from .recent import Memory, Signature
 
 RETURNED = Returned()
-
-Signature = tuple[Any, ...]
-"""Everything that the slow path's decisions depend on. Types come last: True == 1 == 1.0, and each is served
-differently."""
 
 _MOST = 1024
 """Signatures to remember; when the memory is full, it is cleared."""
@@ -61,17 +59,25 @@ _WANTS_GRAD = 13
 _FLAG_TYPES = 16
 """Index of the flags' types, after the other tensors and the flags."""
 
-_calls: dict[Signature, FastCall | None] = {}
+MEMORY = Memory()
+"""The calls that are kept with nothing else."""
 
 
 def lookup(
-    door: Door, q: Any, k: Any, v: Any, others: tuple[Any, ...], flags: tuple[Any, ...]
+    door: Door,
+    q: Any,
+    k: Any,
+    v: Any,
+    others: tuple[Any, ...],
+    flags: tuple[Any, ...],
+    memory: Memory = MEMORY,
 ) -> tuple[Signature | None, FastCall | None]:
     """The call's signature, and the prepared call, if there is one.
 
     There is no signature if the call must take the slow path, or if it needs none to be found.
 
-    others: the tensors besides q, k and v, or None in their place. flags: everything else, all of it scalars.
+    others: the tensors besides q, k and v, or None in their place, two at least. flags: everything else, all
+    of it scalars. memory: where such calls are kept.
     """
     # Other tracers are recognised by their subclasses and modes.
     if is_dynamo_compiling() or guards_would_miss():
@@ -79,16 +85,16 @@ def lookup(
     if getattr(q, "dtype", None) is float32 and allows_tf32(float32):
         flags = (*flags, "tf32")
     try:
-        call, place, tensors = recent.find(door, q, k, v, others, flags)
+        call, place, tensors = recent.find(memory.recent, door, q, k, v, others, flags)
         if call is not None:
             return None, call
         if guards_would_see():
             return None, None
         if _is_any_autocast_enabled():
-            return _by_signature(door, q, k, v, others, flags, ("autocast",))
-        signature, call = _by_signature(door, q, k, v, others, flags, ())
+            return _by_signature(memory, door, q, k, v, others, flags, ("autocast",))
+        signature, call = _by_signature(memory, door, q, k, v, others, flags, ())
         if call is not None:
-            recent.add(place, tensors, call)
+            recent.remember(memory.recent, place, tensors, call)
         return signature, call
     except (TypeError, ValueError, RuntimeError):
         # A flag that is no number, or a tensor without strides: the slow path reports it.
@@ -96,6 +102,7 @@ def lookup(
 
 
 def _by_signature(
+    memory: Memory,
     door: Door,
     q: Any,
     k: Any,
@@ -124,7 +131,7 @@ def _by_signature(
         if x is None:
             more += (None,)
             continue
-        if type(x) is not Tensor or not x.data_ptr() or x.is_neg():
+        if (type(x) is not Tensor and type(x) is not Parameter) or not x.data_ptr() or x.is_neg():
             return None, None
         needs_grad = may_need_grad and x.requires_grad
         wants_grad = wants_grad or needs_grad
@@ -138,7 +145,7 @@ def _by_signature(
         v.shape, v.stride(), v.dtype, v.get_device(),
         wants_grad, more, flags, *map(type, flags),
     )  # fmt: skip
-    return signature, _calls.get(signature)
+    return signature, memory.calls.get(signature)
 
 
 def _casts(*tensors: Tensor) -> bool:
@@ -158,11 +165,22 @@ def record(
 
     inputs: the tensors in the backends' layout; no RNG state is needed. max_seqlens: of a varlen call.
     """
-    if call is None or call in _calls or not _PLAIN.issuperset(call[_FLAG_TYPES:]):
+    if call is None or call in MEMORY.calls or not _PLAIN.issuperset(call[_FLAG_TYPES:]):
         return
-    if len(_calls) >= _MOST:
-        _calls.clear()
-    _calls[call] = _prepared(call, door, inputs, options, max_seqlens, returned)
+    keep(call, _prepared(call, door, inputs, options, max_seqlens, returned))
+
+
+def wants_grad(signature: Signature) -> bool:
+    """Whether calls of this signature are recorded for autograd."""
+    found: bool = signature[_WANTS_GRAD]
+    return found
+
+
+def keep(signature: Signature, call: FastCall | None, memory: Memory = MEMORY) -> None:
+    """Serves calls of this signature by `call` from now on; None: by the slow path."""
+    if len(memory.calls) >= _MOST:
+        memory.calls.clear()
+    memory.calls[signature] = call
 
 
 def _prepared(
@@ -205,6 +223,6 @@ def _launch(problem: Problem, inputs: Inputs, order: Order, average_heads: bool 
 
 def clear() -> None:
     """Forgets all signatures; the next call of each takes the slow path."""
-    _calls.clear()
-    recent.clear()
+    MEMORY.clear()
     graphs.clear()
+    flex.clear()

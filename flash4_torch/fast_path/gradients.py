@@ -36,32 +36,13 @@ Tensors = Sequence[Any]
 """Those of a launch: the fields of `Inputs` one by one, of which the last may be missing."""
 
 
-class FastAutograd(FastCall):
-    """The calls of one signature, forward and backward."""
+class Backwards:
+    """The prepared backwards of one signature, by the strides of dout."""
 
-    __slots__ = ("backwards", "door", "options", "problem", "recent", "returned", "seen")
-    is_recorded = True
-
-    def __init__(
-        self,
-        door: Door,
-        launch: Launch,
-        options: CallOptions,
-        inputs: Inputs,
-        returned: Returned,
-        problem: Problem,
-    ):
-        super().__init__(door, launch, options, inputs, returned)
-        self.door, self.options, self.returned, self.problem = door, options, returned, problem
-        self.seen = Views.of(inputs, door.order)
-        self.backwards: dict[Strides, BackwardLaunch | None] = {}
-        self.recent: list[tuple[TensorGuards, BackwardLaunch]] = []
-        apply = _dense if returned.average_heads is None else _with_weights
-        self.run = partial(_varlen if door.varlen else apply, self)
-
-    def inputs(self, tensors: Tensors) -> Inputs:
-        """The tensors of a call as the operators take them."""
-        return self.seen(*tensors)
+    # Those of two bases cannot both be laid out.
+    __slots__ = ()
+    backwards: dict[Strides, BackwardLaunch | None]
+    recent: list[tuple[TensorGuards, BackwardLaunch]]
 
     def lookup(self, dout: Any, more: Grads) -> tuple[Strides | None, BackwardLaunch | None]:
         """The key of a prepared backward, and the backward, if known.
@@ -104,35 +85,75 @@ class FastAutograd(FastCall):
             recent.guard(self.recent, (dout,), launch)
         return strides, launch
 
-    def gradients(self, dout: Tensor | None, more: Grads, saved: Tensors) -> Grads:
-        """Gradients of q, k, v and the sinks, from those of out and `more`: of lse and, if any, the weights.
+    def gradients(self, dout: Tensor | None, more: Grads, saved: Tensors) -> Any:
+        """What a launch gives, from the gradients of out and `more`: of lse and, if any, the weights.
 
-        saved: the forward's out, lse and low, and the tensors of its launch.
+        saved: what a launch takes besides dout, which begins with the forward's out, lse and low.
         """
         strides, launch = self.lookup(dout, more)
         if launch is not None:
             return launch(dout, *saved)
-        out, lse, low, *tensors = saved
-        grads = _slow(self, dout, more, out, lse, low, tensors)
-        if strides is not None and dout is not None:
-            self.record(strides, dout, out, lse, low, tensors)
+        grads = self.slow(dout, more, *saved)
+        if strides is not None and dout is not None and strides not in self.backwards:
+            self._record(strides, dout, saved)
         return grads
 
-    def record(
-        self, strides: Strides, dout: Tensor, out: Tensor, lse: Tensor, low: Tensor | None, tensors: Tensors
-    ) -> None:
+    def _record(self, strides: Strides, dout: Tensor, saved: Tensors) -> None:
         """Prepares backwards with these strides, after the slow path has served one."""
-        if strides in self.backwards or len(self.backwards) >= _MOST:
-            return
+        if len(self.backwards) < _MOST:
+            self.backwards[strides] = self.prepared(dout, *saved)
+
+    def slow(self, dout: Tensor | None, more: Grads, *saved: Any) -> Any:
+        """The gradients by the slow path."""
+        raise NotImplementedError
+
+    def prepared(self, dout: Tensor, *saved: Any) -> BackwardLaunch | None:
+        """The launch of such a backward, None if none can be prepared."""
+        raise NotImplementedError
+
+
+class FastAutograd(FastCall, Backwards):
+    """The calls of one signature, forward and backward."""
+
+    __slots__ = ("backwards", "door", "options", "problem", "recent", "returned", "seen")
+    is_recorded = True
+
+    def __init__(
+        self,
+        door: Door,
+        launch: Launch,
+        options: CallOptions,
+        inputs: Inputs,
+        returned: Returned,
+        problem: Problem,
+    ):
+        super().__init__(door, launch, options, inputs, returned)
+        self.backwards, self.recent = {}, []
+        self.door, self.options, self.returned, self.problem = door, options, returned, problem
+        self.seen = Views.of(inputs, door.order)
+        apply = _dense if returned.average_heads is None else _with_weights
+        self.run = partial(_varlen if door.varlen else apply, self)
+
+    def inputs(self, tensors: Tensors) -> Inputs:
+        """The tensors of a call as the operators take them."""
+        return self.seen(*tensors)
+
+    def slow(
+        self, dout: Tensor | None, more: Grads, out: Tensor, lse: Tensor, low: Tensor | None, *tensors: Any
+    ) -> Grads:
+        return _slow(self, dout, more, out, lse, low, tensors)
+
+    def prepared(
+        self, dout: Tensor, out: Tensor, lse: Tensor, low: Tensor | None, *tensors: Any
+    ) -> BackwardLaunch | None:
         problem, order = backward_of(self.problem, None), self.door.order
         backend = prepares(problem)
         if backend is None:
-            self.backwards[strides] = None
-            return
+            return None
         if order.out_heads_first:
             dout, out = dout.transpose(1, 2), out.transpose(1, 2)
         saved = Saved(dout, None, out, lse, False, low)
-        self.backwards[strides] = backend.prepare_backward(saved, self.inputs(tensors), problem, order)
+        return backend.prepare_backward(saved, self.inputs(tensors), problem, order)
 
 
 def _forward(ctx: Any, call: FastAutograd, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Any:

@@ -20,6 +20,10 @@ from .calls import Door, FastCall
 Place = tuple[Any, ...]
 """The door, whether gradients are recorded, which tensors there are, the flags and their types."""
 
+Signature = tuple[Any, ...]
+"""Everything that the slow path's decisions depend on. Types come last: True == 1 == 1.0, and each is served
+differently."""
+
 _MOST = 4
 """Calls to remember for each place; each one takes time from those that follow."""
 _MOST_PLACES = 1024
@@ -29,11 +33,29 @@ _Found = TypeVar("_Found")
 Known = dict[Place, list[tuple[TensorGuards, _Found]]]
 """What serves calls like those before, by their place."""
 
-_calls: Known[FastCall] = {}
+
+class Memory:
+    """Prepared calls: by their signatures, which say everything, and by what recognises them sooner."""
+
+    __slots__ = ("calls", "recent")
+
+    def __init__(self) -> None:
+        self.calls: dict[Signature, FastCall | None] = {}
+        self.recent: Known[FastCall] = {}
+
+    def clear(self) -> None:
+        self.calls.clear()
+        self.recent.clear()
 
 
 def find(
-    door: Door, q: Any, k: Any, v: Any, others: tuple[Any, ...], flags: tuple[Any, ...]
+    known: Known[FastCall],
+    door: Door,
+    q: Any,
+    k: Any,
+    v: Any,
+    others: tuple[Any, ...],
+    flags: tuple[Any, ...],
 ) -> tuple[FastCall | None, Place, tuple[Any, ...]]:
     """The prepared call, or None if the signature must say; the call's place, and its tensors, each one
     once.
@@ -43,7 +65,7 @@ def find(
         others, more = _pattern(others)
         tensors += more
     place = door, is_grad_enabled(), others, flags, *map(type, flags)
-    for guards, call in _calls.get(place, ()):
+    for guards, call in known.get(place, ()):
         if guards.check(*tensors):
             # What no check of types and sizes sees must be as it was when the call was prepared.
             q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
@@ -73,11 +95,6 @@ def _pattern(others: tuple[Any, ...]) -> tuple[tuple[int | None, ...], tuple[Any
     return pattern, tensors
 
 
-def add(place: Place, tensors: tuple[Any, ...], call: FastCall) -> None:
-    """Remembers the call that a signature of these tensors has led to."""
-    remember(_calls, place, tensors, call)
-
-
 def remember(known: Known[_Found], place: Place, tensors: tuple[Any, ...], found: _Found) -> None:
     """Adds what serves calls of tensors like these."""
     if len(known) >= _MOST_PLACES:
@@ -92,8 +109,3 @@ def guard(calls: list[tuple[TensorGuards, _Found]], tensors: tuple[Any, ...], fo
         guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         if guards.check(*tensors):  # it never passes the same tensor twice
             calls.append((guards, found))
-
-
-def clear() -> None:
-    """Forgets all calls."""
-    _calls.clear()

@@ -11,7 +11,9 @@ from ..errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from ..flex_problem import FlexInputs
 from ..ops import CallOptions, autocast_inputs, check
 from ..ops import flex as ops
+from . import repeated
 from .call import Functions, Mod, Results, attend, functions_of, traced
+from .repeated import Request
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
@@ -123,11 +125,29 @@ def flex_attention(
     tensors aside; one that reads lists, dicts or properties is run in each call, for milliseconds.
     """
     _check_outputs(return_lse, return_aux)
-    query, key, value = checked(query, key, value, enable_gqa, kernel_options)
-    functions = functions_of(score_mod, None, block_mask)
-    scale = check.scale(scale, query.shape[-1])
     has_max = return_aux is not None and return_aux.max_scores
-    out, lse, largest = attend_heads_first(query, key, value, functions, scale, has_max)
+    has_lse = return_lse or (return_aux is not None and return_aux.lse)
+    request = asked = largest = None
+    has_options = kernel_options is not None and type(kernel_options) is not dict
+    if not (torch.compiler.is_dynamo_compiling() or has_max or has_options):
+        request = Request(query, key, value, score_mod, block_mask, scale, enable_gqa, has_lse)
+        asked = repeated.lookup(request)
+    if asked is not None and asked.call is not None:
+        found = asked.call.run(query, key, value, asked.captured, asked.lists)
+        out, lse = found if has_lse else (found, None)
+    else:
+        query, key, value = checked(query, key, value, enable_gqa, kernel_options)
+        functions = functions_of(score_mod, None, block_mask)
+        options = _options(check.scale(scale, query.shape[-1]))
+        q, k, v = _heads_last(query, key, value)
+        mods = None if asked is None else traced(q, k, *functions)
+        results = attend(q, k, v, functions, options, max_scores=has_max, mods=mods)
+        out, lse, largest = _heads_first(results, query)
+        if request is not None and asked is not None and mods is not None:
+            # Converted and expanded tensors are not the caller's.
+            are_given = query is request.query and key is request.key and value is request.value
+            if are_given and key.shape[0] == query.shape[0]:
+                repeated.record(request, asked, FlexInputs(q, k, v, mods), options)
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 
@@ -140,8 +160,15 @@ def attend_heads_first(
 ) -> Results:
     """Results for checked tensors (B, H, S, D), out (B, Hq, Sq, Dv)."""
     q, k, v = _heads_last(query, key, value)
-    options = CallOptions(scale, deterministic=torch.are_deterministic_algorithms_enabled())
-    results = attend(q, k, v, functions, options, max_scores=max_scores)
+    return _heads_first(attend(q, k, v, functions, _options(scale), max_scores=max_scores), query)
+
+
+def _options(scale: float) -> CallOptions:
+    return CallOptions(scale, deterministic=torch.are_deterministic_algorithms_enabled())
+
+
+def _heads_first(results: Results, query: Tensor) -> Results:
+    """Results with out (B, Hq, Sq, Dv), contiguous if query is."""
     out = results.out.transpose(1, 2)
     return results._replace(out=out.contiguous() if query.is_contiguous() else out)
 
@@ -174,8 +201,7 @@ def flex_support(
     query, key, value = checked(query, key, value, enable_gqa, kernel_options)
     q, k, v = _heads_last(query, key, value)
     mods = traced(q, k, *functions_of(score_mod, None, block_mask))
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    options = CallOptions(check.scale(scale, q.shape[-1]), deterministic=deterministic)
+    options = _options(check.scale(scale, q.shape[-1]))
     has_lse = return_lse or (return_aux is not None and return_aux.lse)
     return ops.reasons(FlexInputs(q, k, v, mods), options, has_lse)
 

@@ -65,14 +65,18 @@ def attend(
     options: CallOptions,
     given: Mods | None = None,
     max_scores: bool = False,
+    mods: Mods | None = None,
 ) -> Results:
     """Results for tensors (B, S, H, D), or packed (T, H, D); given: sinks, RNG state and sequences.
 
-    max_scores: the largest score of each row is wanted, too; not of packed sequences.
+    max_scores: the largest score of each row is wanted, too; not of packed sequences. mods: the operator's
+    arguments, if functions are traced already.
     """
     if torch.compiler.is_dynamo_compiling():
         return Results(*_recorded(q, k, v, functions, options, given or Mods(), max_scores))
-    return Results(*results(q, k, v, traced(q, k, *functions, given), options, max_scores))
+    if mods is None:
+        mods = traced(q, k, *functions, given)
+    return Results(*results(q, k, v, mods, options, max_scores))
 
 
 def traced(

@@ -68,14 +68,14 @@ _HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
     "_compiled_call_impl",
 )
-_ABSENT = object()
-_DOT = "."
+ABSENT = object()
+DOT = "."
 """The sign before an attribute's name, where it stands beside names of variables."""
-_BUILTINS: dict[str, Any] = {f.__name__: f for f in (*_PURE, slice, sum, tuple, zip)}
+BUILTINS: dict[str, Any] = {f.__name__: f for f in (*_PURE, slice, sum, tuple, zip)}
 _MODULES = ("torch", "torch.nn", "torch.nn.functional", "torch.special", "math")
-_PLAIN = frozenset({int, bool, str, type(None), type(Ellipsis), torch.dtype, torch.device})
+PLAIN = frozenset({int, bool, str, type(None), type(Ellipsis), torch.dtype, torch.device})
 _HOLDERS = (
-    *(Tensor, nn.Parameter, *(kind for kind in _PLAIN if kind is not type(None)), float, tuple, range, slice),
+    *(Tensor, nn.Parameter, *(kind for kind in PLAIN if kind is not type(None)), float, tuple, range, slice),
     *(
         types.FunctionType,
         types.BuiltinFunctionType,
@@ -88,7 +88,7 @@ _HOLDERS = (
     ),
 )
 """What a function may have in hand that is no object of the user's."""
-_KINDS = _PLAIN | {
+KINDS = PLAIN | {
     *(float, Tensor, nn.Parameter, tuple, types.FunctionType, types.MethodType, functools.partial),
     *(types.ModuleType, types.BuiltinFunctionType, list, dict, set, frozenset, bytes, complex),
 }
@@ -97,7 +97,7 @@ _DEEPEST = 16
 _MOST_CODES = 4096
 
 
-class _Unknown(Exception):
+class Unknown(Exception):
     """A function reads what no key can hold."""
 
 
@@ -134,7 +134,7 @@ def reads_of(function: Callable[..., Any]) -> Reads | None:
     try:
         key = found.called(function), found.of_objects()
         return Reads((torch.get_default_dtype(), key, found.torchs_own()), tuple(found.tensors))
-    except _Unknown:
+    except Unknown:
         return None
 
 
@@ -153,16 +153,16 @@ class _Found:
 
     def called(self, x: Any) -> Hashable:
         """The function that is asked about, or what an object does that is called like one."""
-        return self.value(x, 0) if type(x) in _KINDS else self._method(_call_of(x), 0, x)
+        return self.value(x, 0) if type(x) in KINDS else self._method(call_of(x), 0, x)
 
     def value(self, x: Any, depth: int) -> Hashable:
         kind = type(x)
         if depth > _DEEPEST:
-            raise _Unknown
+            raise Unknown
         if kind is float:
             # 0.0 equals -0.0, and NaN not itself.
             return kind, x.hex()
-        if kind in _PLAIN:
+        if kind in PLAIN:
             return kind, x
         if kind is Tensor or kind is nn.Parameter:
             return self._tensor(x)
@@ -176,11 +176,11 @@ class _Found:
             return kind, x.__name__
         if kind is types.MethodType:
             return kind, self._method(x.__func__, depth, x.__self__)
-        raise _Unknown
+        raise Unknown
 
     def _held(self, name: str, x: Any, depth: int) -> Hashable:
         """What a variable or an attribute holds: a value, or an object."""
-        if type(x) in _KINDS:
+        if type(x) in KINDS:
             self._others.add(name)
             return self.value(x, depth)
         return self._object(x, name)
@@ -188,7 +188,7 @@ class _Found:
     def _method(self, f: Any, depth: int, x: Any) -> Hashable:
         """A function whose first argument is an object."""
         if type(f) is not types.FunctionType or not f.__code__.co_argcount:
-            raise _Unknown
+            raise Unknown
         own = f.__code__.co_varnames[0]
         return self._function(f, depth, own), self._object(x, own)
 
@@ -200,9 +200,9 @@ class _Found:
             None,
             nn.Module.__getattr__,
         ):
-            raise _Unknown
+            raise Unknown
         if isinstance(x, (type, types.ModuleType, Tensor)) or not hasattr(x, "__dict__"):
-            raise _Unknown
+            raise Unknown
         place = self._places.setdefault(id(x), len(self._places))
         self._objects.setdefault(place, (x, set()))[1].add(name)
         return _Same(kind), place
@@ -216,10 +216,10 @@ class _Found:
         holding = {name for _, names in self._objects.values() for name in names}
         # An object that is used for more than its attributes may do anything.
         if not holding.isdisjoint(self._bare):
-            raise _Unknown
+            raise Unknown
         for name, attribute in self._pairs:
             if not _may_be_read(attribute) and (name not in holding or name in self._others):
-                raise _Unknown
+                raise Unknown
         return tuple(found.items())
 
     def _attributes(self) -> set[tuple[int, str]]:
@@ -232,22 +232,20 @@ class _Found:
         }
 
     def _attribute(self, x: Any, name: str) -> Hashable:
-        of_kind = inspect.getattr_static(type(x), name, _ABSENT)
-        holders = [vars(x), *(vars(x).get(each, {}) for each in _OF_MODULES if isinstance(x, nn.Module))]
-        own = next((held[name] for held in holders if name in held), _ABSENT)
-        if own is _ABSENT and type(of_kind) is types.FunctionType:
+        of_kind, own = attribute_of(x, name)
+        if own is ABSENT and type(of_kind) is types.FunctionType:
             return self._method(of_kind, 1, x)
         if hasattr(type(of_kind), "__get__"):
-            raise _Unknown
-        value = of_kind if own is _ABSENT else own
-        return None if value is _ABSENT else self._held(_DOT + name, value, 1)
+            raise Unknown
+        value = of_kind if own is ABSENT else own
+        return None if value is ABSENT else self._held(DOT + name, value, 1)
 
     def _tensor(self, x: Tensor) -> Hashable:
         place = self._places.setdefault(id(x), len(self._places))
         if not any(x is known for known in self.tensors):
             self.tensors.append(x)
         if x.layout != torch.strided or x.is_nested:
-            raise _Unknown
+            raise Unknown
         return type(x), place, x.shape, x.stride(), x.dtype, x.device
 
     def _function(self, f: types.FunctionType, depth: int, own: str = "") -> Hashable:
@@ -255,9 +253,9 @@ class _Found:
         if id(f) in self._places:
             return types.FunctionType, self._places[id(f)]
         self._places[id(f)] = len(self._places)
-        code = _read(f.__code__)
+        code = read_code(f.__code__)
         if not code.is_known or f.__dict__:
-            raise _Unknown
+            raise Unknown
         self._names |= code.attributes
         self._bare |= code.bare
         self._pairs |= code.pairs
@@ -268,7 +266,7 @@ class _Found:
                 for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True)
             }
         except ValueError:
-            raise _Unknown from None
+            raise Unknown from None
         given = f.__defaults__, tuple((f.__kwdefaults__ or {}).items())
         of_cells = tuple(self._held(name, x, depth + 1) for name, x in cells.items())
         of_globals = tuple(self._global(f, name, depth + 1) for name in code.globals)
@@ -279,14 +277,14 @@ class _Found:
             return self._held(name, f.__globals__[name], depth)
         function: Any = f
         of_builtins = function.__builtins__
-        if name in _BUILTINS and of_builtins.get(name) is _BUILTINS[name]:
+        if name in BUILTINS and of_builtins.get(name) is BUILTINS[name]:
             return name
-        raise _Unknown
+        raise Unknown
 
     def torchs_own(self) -> Hashable:
         """What torch and its tensors have now under the names that are used."""
         if any(x.__dict__ and not self._names.isdisjoint(x.__dict__) for x in self.tensors):
-            raise _Unknown
+            raise Unknown
         holders = torch, nn, nn.functional, torch.special, math
         return tuple(
             _Same(held)
@@ -295,14 +293,32 @@ class _Found:
         )
 
 
-def _call_of(x: Any) -> Any:
+def attribute_of(x: Any, name: str) -> tuple[Any, Any]:
+    """What the class of an object has under a name, and what the object itself has; ABSENT without one."""
+    return inspect.getattr_static(type(x), name, ABSENT), own_attribute(x, name)
+
+
+def own_attribute(x: Any, name: str) -> Any:
+    """What an object has under a name, a module's parameters, buffers and modules among it."""
+    own = x.__dict__
+    if name in own:
+        return own[name]
+    if isinstance(x, nn.Module):
+        for each in _OF_MODULES:
+            held = own.get(each)
+            if held and name in held:
+                return held[name]
+    return ABSENT
+
+
+def call_of(x: Any) -> Any:
     """The method that a call of the object runs: for a module without hooks its forward."""
     call = inspect.getattr_static(type(x), "__call__", None)
     if not isinstance(x, nn.Module):
         return call
     hooks = any(vars(x).get(name) for name in _HOOKS) or nn.modules.module._has_any_global_hook()
     if call is not _CALL_OF_MODULES or hooks or "forward" in vars(x):
-        raise _Unknown
+        raise Unknown
     return inspect.getattr_static(type(x), "forward", None)
 
 
@@ -324,7 +340,7 @@ class _Same:
 _codes: dict[int, _Code] = {}
 
 
-def _read(code: types.CodeType) -> _Code:
+def read_code(code: types.CodeType) -> _Code:
     found = _codes.get(id(code))
     if found is None:
         if len(_codes) >= _MOST_CODES:
@@ -347,7 +363,7 @@ def _analysed(code: types.CodeType) -> _Code:
                 return _Code(code, False)
         before, used = (), argument if isinstance(argument, tuple) else (argument,)
         if operation in _OF_OBJECTS:
-            used = (_DOT + argument,)
+            used = (DOT + argument,)
         if operation in _LOADS and following is not None and following.opname in _OF_OBJECTS:
             # Of two names that are loaded at once the last one.
             pairs.add((used[-1], following.argval))

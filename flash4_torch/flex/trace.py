@@ -109,6 +109,15 @@ def trace(
         return translated.traced(device)
 
 
+def recipe_of(
+    function: Callable[..., Any], kind: str, device: torch.device, score_dtype: torch.dtype
+) -> tuple[Recipe, tuple[Tensor, ...]] | None:
+    """What a function was traced to, and the tensors that it reads; None if it is traced in each call."""
+    reads = reads_of(function)
+    recipe = reads and _recipes.get((reads.key, kind, device, score_dtype))
+    return None if reads is None or recipe is None else (recipe, reads.tensors)
+
+
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """A user's function computes in the dtypes that it says."""
     if not torch.amp.is_autocast_available(device.type):

@@ -79,6 +79,15 @@ def flex_attention(
     return out, lse
 
 
+def flex_attention_backward(*arguments: Any) -> tuple[Any, ...]:
+    """(dq, dk, dv, dsinks, dcaptured) by the operator, whose arguments these are; they have no gradient."""
+    # Gradients of gradients are requested where grad mode is on.
+    if torch.is_grad_enabled():
+        return _backward_through(_RecordedBackward, *arguments)
+    found: tuple[Any, ...] = below_autograd(_backward_op, arguments)
+    return found
+
+
 def flex_max_scores(q: Tensor, k: Tensor, mods: Mods, options: CallOptions) -> Tensor:
     """The largest score of each row (B, Hq, Sq), after score_mod and masks, without a gradient.
 
@@ -121,7 +130,7 @@ def describe(inputs: FlexInputs, options: CallOptions) -> FlexProblem:
     return FlexProblem(spec, extent, options.scale, options.band, options.softcap, options.dropout_p)
 
 
-def _backward_of(problem: FlexProblem, mods: Mods, wanted: tuple[bool, ...], has_dlse: bool) -> FlexProblem:
+def backward_of(problem: FlexProblem, mods: Mods, wanted: tuple[bool, ...], has_dlse: bool) -> FlexProblem:
     """The backward problem of a forward's; wanted: which captured tensors want a gradient."""
     elements = 0
     if problem.spec.deterministic:
@@ -130,7 +139,7 @@ def _backward_of(problem: FlexProblem, mods: Mods, wanted: tuple[bool, ...], has
     return problem._replace(spec=spec)
 
 
-def _with_softcap(inputs: FlexInputs, options: CallOptions) -> tuple[FlexInputs, CallOptions]:
+def with_softcap(inputs: FlexInputs, options: CallOptions) -> tuple[FlexInputs, CallOptions]:
     """The call with the option softcap instead of a score_mod that is one."""
     mods = inputs.mods
     if not mods.score_mod or options.softcap != 0.0:
@@ -152,19 +161,19 @@ def _extent(inputs: FlexInputs) -> Extent:
 
 def reasons(inputs: FlexInputs, options: CallOptions, has_lse: bool) -> dict[str, list[str]]:
     """The reasons why each backend does not serve a call, and its backward if an input wants a gradient."""
-    inputs, options = _with_softcap(inputs, options)
+    inputs, options = with_softcap(inputs, options)
     q, k, v, mods = inputs
     problem = describe(inputs, options)
     found = backends.reasons(problem)
-    wanted = tuple(x.requires_grad for x in mods.captured[: _of_score(mods)])
+    wanted = tuple(x.requires_grad for x in mods.captured[: tensors_of_score(mods)])
     differentiable = (q, k, v) if mods.sinks is None else (q, k, v, mods.sinks)
     if any(wanted) or any(x.requires_grad for x in differentiable):
-        for name, why in backends.reasons(_backward_of(problem, mods, wanted, has_lse)).items():
+        for name, why in backends.reasons(backward_of(problem, mods, wanted, has_lse)).items():
             found[name] += [f"backward: {sentence}" for sentence in why if sentence not in found[name]]
     return found
 
 
-def _of_score(mods: Mods) -> int:
+def tensors_of_score(mods: Mods) -> int:
     """The number of score_mod's tensors: those of mask_mod, which have no gradient, come last."""
     return len(program_of(mods.score_mod).tensors) if mods.score_mod else 0
 
@@ -175,7 +184,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tenso
     if mods.cu_seqlens_q is not None and mods.cu_seqlens_k is not None:
         cu_seqlens_values("cu_seqlens_q", mods.cu_seqlens_q, q.shape[0], mods.max_seqlen_q)
         cu_seqlens_values("cu_seqlens_k", mods.cu_seqlens_k, k.shape[0], mods.max_seqlen_k)
-    inputs, options = _with_softcap(inputs, options)
+    inputs, options = with_softcap(inputs, options)
     problem = describe(inputs, options)
     return backends.choose(problem).forward(inputs, problem)
 
@@ -190,8 +199,8 @@ def _backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Any, 
     (q, k, v, out, lse, low), rest, wanted = arguments[:6], arguments[6:-1], arguments[-1]
     mods, options = _split(rest)
     saved = FlexSaved(dout, dlse, out, lse, low)
-    inputs, options = _with_softcap(FlexInputs(q, k, v, mods), options)
-    problem = _backward_of(describe(inputs, options), inputs.mods, tuple(wanted), dlse is not None)
+    inputs, options = with_softcap(FlexInputs(q, k, v, mods), options)
+    problem = backward_of(describe(inputs, options), inputs.mods, tuple(wanted), dlse is not None)
     grads = backends.choose(problem).backward(saved, inputs, problem)
     others = [grads.dsinks, *grads.dcaptured]
     dsinks, *dcaptured = (q.new_empty(0) if x is None else x for x in others)
@@ -239,7 +248,7 @@ def _gradients(
     q, k, v, out, lse, low, *others = ctx.saved_tensors
     tensors, captured = others[:NUM_TENSORS], others[NUM_TENSORS:]
     mods = ctx.mods.of_tensors(captured, tensors)
-    wanted = [bool(x) for x in needed[: _of_score(mods)]]
+    wanted = [bool(x) for x in needed[: tensors_of_score(mods)]]
     dout = torch.zeros_like(out) if dout is None else dout
     saved = q, k, v, out, lse, low
     dq, dk, dv, dsinks, dcaptured = op(dout, dlse, *saved, *mods, *ctx.options, wanted)
@@ -287,10 +296,7 @@ def _flat_grads(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | 
 
 
 def _recorded_grads(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
-    # Gradients of gradients are requested where grad mode is on.
-    if torch.is_grad_enabled():
-        return _flat_gradients(ctx, dout, dlse, partial(_backward_through, _RecordedBackward))
-    return _flat_gradients(ctx, dout, dlse, lambda *arguments: below_autograd(_backward_op, arguments))
+    return _flat_gradients(ctx, dout, dlse, flex_attention_backward)
 
 
 def _flat_gradients(

@@ -431,11 +431,11 @@ def test_its_memory_is_bounded_and_holds_no_tensors(
     monkeypatch.setattr(fast_path, "_MOST", 4)
     for S in range(1, 12):
         attend(half(1, S, 1, 8))
-        assert len(fast_path._calls) <= 4
+        assert len(fast_path.MEMORY.calls) <= 4
     for flag in ("causal", "deterministic"):
         with pytest.raises(errors.ArgumentError, match=f"{flag} is tensor"):
             attend(X, **{flag: torch.tensor(True)})
-    assert not any(isinstance(x, Tensor) for call in fast_path._calls for x in call)
+    assert not any(isinstance(x, Tensor) for call in fast_path.MEMORY.calls for x in call)
 
 
 def test_another_backend_is_left_alone() -> None:

@@ -174,6 +174,20 @@ def test_gradients_of_heads_apart_are_the_long_ways(machine: Machine) -> None:
         assert launch.args[1].shape == k.shape
 
 
+def test_sinks_that_a_module_learns_take_it(long_way: LongWay) -> None:
+    """A parameter among the other tensors is like any tensor that requires gradients."""
+    sinks = torch.nn.Parameter(torch.randn(2))
+
+    def step() -> tuple[Tensor, ...]:
+        out = attend(sinks=sinks)
+        return torch.autograd.grad(out, [*X, sinks], torch.ones_like(out))
+
+    first = step()
+    assert [long_way.taken(step) for _ in range(3)] == [True, False, False]
+    for a, b in zip(first, step(), strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize(("S", "turns"), [(200, True), (100, False)])
 def test_deterministic_steps_have_turns(machine: Machine, S: int, turns: bool) -> None:
     """dQ is summed in order unless one CTA takes all tiles of a KV head."""

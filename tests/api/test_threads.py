@@ -82,7 +82,7 @@ def test_first_calls_of_many_threads(restless: None, backend: str) -> None:
     with gpu() as machine:
         assert_all_equal([expected, *at_once(tasks)])
         assert len(machine.launches) == THREADS * len(CALLS) * 3 == len(machine.backwards)
-        assert len(fast_path._calls) == len(CALLS)
+        assert len(fast_path.MEMORY.calls) == len(CALLS)
 
 
 def test_a_thread_forgets_while_others_call(restless: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,15 +53,27 @@ def _empty(device: str) -> Callable[..., Tensor]:
 
 
 def forward(
-    kernel: Kernel, inputs: Inputs, problem: Problem, index: int, read_mask: Read, order: Order
+    kernel: Kernel,
+    inputs: Inputs,
+    problem: Problem,
+    index: int,
+    read_mask: Read,
+    order: Order,
+    out: Layout | None = None,
+    has_low: bool = False,
 ) -> Launch:
-    """The launch of a forward on device `index`; `inputs` are those of a call before it."""
+    """The launch of a forward on device `index`; `inputs` are those of a call before it.
+
+    out: its layout as kernels see it, contiguous by default. has_low: whether lse has a rounding error, as it
+    has with a floating mask.
+    """
     function, dtype = kernel.function, problem.spec.dtype
     params = converted(kernel.params.in_order(order))
     shapes = slow_forward.shapes_of(inputs.q, inputs.v)
-    out_sizes, out_strides = _contiguous(shapes.out, order.out_heads_first)
+    layout = Layout(shapes.out, contiguous_strides(shapes.out)) if out is None else out
+    out_sizes, out_strides = _in_order(layout, order.out_heads_first)
     lse_sizes, lse_strides = _contiguous(shapes.lse)
-    has_low = problem.has_float_mask
+    has_low = has_low or problem.has_float_mask
     converts, copies_sinks = _converts(inputs)
     empty, float32 = _empty(problem.spec.device), torch.float32
     counter, current_device = tile_counters.counter, tile_counters.current_device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -15,22 +16,25 @@ from ...errors import TraceError
 from ...flex import ramp
 from ...flex.program import Derivative, parse_derivative
 from ...flex_problem import FlexGradients, FlexInputs, FlexProblem, FlexSaved, new_out
-from ...flex_problem import Mods as CallMods
 from ...kernels.common import lowering
 from ...problem import Inputs, Problem, Saved, Spec
 from ...reference.flex import EMPTY, FULL, Blocks
 from .. import tile_counters
-from ..compiled import TARGETS, Target, backward, forward, limits
+from ..base import Order
+from ..compiled import TARGETS, Target, backward, forward, limits, prepared
 from ..compiled.backend import num_sms
 from ..compiled.backward import Kernels
 from ..compiled.params import LaunchParams
 from ..compiled.served import OnTargets
 from ..compiled.targets import BackwardConfig, Find, ForwardConfig
-from ..compiled.tensors import allocator_like, is_empty, readable, unpad
+from ..compiled.tensors import allocator_like, is_empty, is_readable, readable, unpad
 from ..compiled.tensors import lengths as ends
 from ..emulator import Emulator, emulated_find, emulated_num_sms, emulated_target, why_not_emulated
 from ..tiled import sinks_gradient
+from ..views import Layout
 from . import intervals, totals
+from .base import FlexBackwardLaunch, FlexLaunch
+from .bits import TablesOf
 from .intervals import Bounds, Reduced, Segments
 from .tables import Tables, kept, tables
 from .tiled import blocks_of, mods_of, program_of
@@ -57,17 +61,12 @@ class Compiled(OnTargets):
             return new_out(q, spec.Dv).zero_(), lse, torch.zeros_like(lse)
         index = q.get_device()
         sequences = mods.cu_seqlens_q, mods.cu_seqlens_k
-        if bounds is not None and bounds.segments is not None and not spec.score_mod:
-            # A score_mod has positions of the batch entry, and kernels those of the segment.
-            problem, sequences = _of_segments(problem, bounds.segments), (bounds.segments.ends,) * 2
-            bounds = None
+        if (segments := _segments(bounds, problem)) is not None:
+            problem, sequences, bounds = _of_segments(problem, segments), (segments.ends,) * 2, None
         find = self.find(problem)
         features, config, function, params = _kernel(target, find, problem, self.sms(index))
         x, k, v = (readable(tensor) for tensor in inputs[:3])
-        if bits is None:
-            arguments = forward_arguments(inputs, problem, config, bounds)
-        else:
-            arguments = bits(forward.mask_plan("bool", config), find, False)
+        arguments = _forward_arguments(inputs, problem, config, bounds, bits, find)(mods.captured)
         out = new_out(q, features.Dv)
         low = torch.empty_like(lse) if features.large_scores else torch.zeros_like(lse)
         function(
@@ -93,28 +92,23 @@ class Compiled(OnTargets):
         plain, mods = plain_problem(problem), inputs.mods
         given = _plain_inputs(inputs)
         rows = Saved(saved.dout, saved.dlse, saved.out, saved.lse)
-        sums = [
-            totals.zeros(x, exact=problem.spec.deterministic) if wanted else None
-            for x, wanted in zip(mods.captured, problem.spec.dcaptured, strict=False)
-        ]
+        sums = _sums(mods.captured, problem.spec.dcaptured, exact=problem.spec.deterministic)
         if is_empty(given, plain):
             dq, dk, dv = (x.new_zeros(x.shape) for x in inputs[:3])
-            return FlexGradients(dq, dk, dv, _like(sums, mods), sinks_gradient(rows, given))
+            return FlexGradients(dq, dk, dv, _like(sums, mods.captured), sinks_gradient(rows, given))
         index = inputs.q.get_device()
         find = self.find(problem)
         of_mods, config, kernels = _backward_kernels(target, find, problem, self.sms(index))
         q, k, v, out, dout = (readable(x) for x in (*inputs[:3], saved.out, saved.dout))
-        if bits is None:
-            arguments = backward_arguments(inputs, problem, of_mods, config, sums, bounds)
-        else:
-            arguments = bits(backward.mask_plan("bool", config), find, True)
+        arguments = _backward_arguments(inputs, problem, of_mods, config, bounds, bits, find)
+        given_to_main = arguments(mods.captured, sums)
         launch = backward.sequence(
             kernels,
             backward.shapes_of(q, k, v, mods.cu_seqlens_q, kernels),
             q.dtype,
             problem.scale,
             kernels.params,
-            lambda mask: arguments,
+            lambda mask: given_to_main,
             allocator_like(q),
         )
         rows = Saved(
@@ -127,7 +121,78 @@ class Compiled(OnTargets):
         found = launch(rows, given._replace(q=q, k=k, v=v), None, self.counter(index))
         D, Dv = problem.spec.D, problem.spec.Dv
         dq, dk, dv = unpad(found.dq, D), unpad(found.dk, D), unpad(found.dv, Dv)
-        return FlexGradients(dq, dk, dv, _like(sums, mods), found.dsinks)
+        return FlexGradients(dq, dk, dv, _like(sums, mods.captured), found.dsinks)
+
+    def prepare(self, inputs: FlexInputs, problem: FlexProblem, order: Order) -> FlexLaunch | None:
+        if not _is_prepared(inputs, problem):
+            return None
+        target, (inputs, problem, bounds, bits) = self.target(problem), self._reduced(inputs, problem)
+        ends: tuple[Tensor | None, Tensor | None] = None, None
+        if (segments := _segments(bounds, problem)) is not None:
+            problem, ends, bounds = _of_segments(problem, segments), (segments.ends,) * 2, None
+        index, find = inputs.q.get_device(), self.find(problem)
+        features, config, function, params = _kernel(target, find, problem, self.sms(index))
+        arguments = _forward_arguments(inputs, problem, config, bounds, bits, find)
+        run = prepared.forward(
+            forward.Kernel(function, config, params),
+            _plain_inputs(inputs),
+            plain_problem(problem),
+            index,
+            arguments,
+            order,
+            Layout.of(new_out(inputs.q, features.Dv)),
+            features.large_scores,
+        )
+
+        def launch(q: Tensor, k: Tensor, v: Tensor, captured: Captured) -> tuple[Any, ...]:
+            return run(q, k, v, captured, None, None, *ends)[:3]
+
+        return launch
+
+    def prepare_backward(
+        self, saved: FlexSaved, inputs: FlexInputs, problem: FlexProblem, order: Order
+    ) -> FlexBackwardLaunch | None:
+        if not _is_prepared(inputs, problem) or problem.spec.dlse:
+            return None
+        if not is_readable(saved.out) or not saved.lse.is_contiguous():
+            return None
+        target, (inputs, problem, bounds, bits) = self.target(problem), self._reduced(inputs, problem)
+        index, find = inputs.q.get_device(), self.find(problem)
+        of_mods, config, kernels = _backward_kernels(target, find, problem, self.sms(index))
+        arguments = _backward_arguments(inputs, problem, of_mods, config, bounds, bits, find)
+
+        def of_both(given: Any) -> ModArgs | None:
+            captured, sums = given
+            found: ModArgs | None = arguments(captured, sums)
+            return found
+
+        run = prepared.backward(
+            kernels,
+            _plain_inputs(inputs),
+            plain_problem(problem),
+            index,
+            of_both,
+            saved.dout,
+            order,
+        )
+        wanted, has_low = problem.spec.dcaptured, of_mods.makes_large_scores
+
+        def launch(
+            dout: Tensor,
+            out: Tensor,
+            lse: Tensor,
+            low: Tensor | None,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            captured: Captured,
+        ) -> tuple[Any, ...]:
+            sums = _sums(captured, wanted, exact=False)
+            given = captured, sums
+            dq, dk, dv, _ = run(dout, out, lse, low if has_low else None, q, k, v, given)
+            return dq, dk, dv, _like(sums, captured)
+
+        return launch
 
     def _reduced(self, inputs: FlexInputs, problem: FlexProblem) -> Reduced:
         target = self.target(problem)
@@ -377,41 +442,59 @@ ModArgs = tuple[Any, ...]
 """What a kernel takes for the mods: `kernels.common.mods.ModArgs`."""
 
 
-def forward_arguments(
-    inputs: FlexInputs, problem: FlexProblem, config: ForwardConfig, bounds: Bounds | None = None
-) -> ModArgs | None:
-    own = None if bounds is None else bounds.of_rows
-    return _arguments(inputs, problem, (config.queries, config.keys), (), own, is_transposed=False)
+Captured = Sequence[Tensor]
+"""score_mod's tensors, then mask_mod's."""
+Sums = Sequence["Tensor | None"]
+"""What gradients of score_mod's tensors are added to, where they are wanted."""
+Arguments = Callable[..., "ModArgs | None"]
+"""What a kernel takes for the mods: of captured tensors and, in a backward, their sums."""
 
 
-def backward_arguments(
+def _forward_arguments(
+    inputs: FlexInputs,
+    problem: FlexProblem,
+    config: ForwardConfig,
+    bounds: Bounds | None,
+    bits: TablesOf | None,
+    find: Find,
+) -> Arguments:
+    if bits is not None:
+        made = bits(forward.mask_plan("bool", config), find, False)
+        return lambda captured: made
+    own, tile = None if bounds is None else bounds.of_rows, (config.queries, config.keys)
+    return _arguments(inputs, problem, tile, own, (), is_transposed=False)
+
+
+def _backward_arguments(
     inputs: FlexInputs,
     problem: FlexProblem,
     mods: Mods,
     config: BackwardConfig,
-    sums: list[Tensor | None],
-    bounds: Bounds | None = None,
-) -> ModArgs | None:
-    """sums: what gradients of captured tensors are added to."""
-    used = parse_derivative(mods.derivative).tensors if mods.derivative else ()
-    added = tuple(x for i in used if (x := sums[i]) is not None)
-    own = None if bounds is None else bounds.of_keys
-    return _arguments(inputs, problem, (config.cluster_keys, config.queries), added, own, is_transposed=True)
+    bounds: Bounds | None,
+    bits: TablesOf | None,
+    find: Find,
+) -> Arguments:
+    if bits is not None:
+        made = bits(backward.mask_plan("bool", config), find, True)
+        return lambda captured, sums: made
+    own, tile = None if bounds is None else bounds.of_keys, (config.cluster_keys, config.queries)
+    read = parse_derivative(mods.derivative).tensors if mods.derivative else ()
+    return _arguments(inputs, problem, tile, own, read, is_transposed=True)
 
 
 def _arguments(
     inputs: FlexInputs,
     problem: FlexProblem,
     tile: tuple[int, int],
-    totals: tuple[Tensor, ...],
     bounds: Tensor | None,
+    read: Sequence[int],
     *,
     is_transposed: bool,
-) -> ModArgs | None:
-    """tile: rows and columns; `is_transposed`: rows are keys."""
+) -> Arguments:
+    """tile: rows and columns; read: the tensors that a derivative reads; `is_transposed`: rows are keys."""
     mods, pair = inputs.mods, mods_of(inputs)
     found = [mod for mod in pair if mod is not None]
-    tensors = tuple(_element(x) for mod in found for x in mod.tensors)
+    number = sum(len(mod.tensors) for mod in found)
     scalars = tuple(
         value if dtype.startswith(("float", "bfloat")) else int(value)
         for mod in found
@@ -424,8 +507,30 @@ def _arguments(
         key = lengths, size, tile, is_transposed, pair[1] is None
         of_blocks = kept(lists, key, lambda: _tables(inputs, problem, tile, is_transposed=is_transposed))
     if not found and of_blocks is None and bounds is None:
-        return None
-    return tensors or None, scalars or None, of_blocks, totals or None, bounds
+        return lambda captured, sums=(): None
+
+    def arguments(captured: Captured, sums: Sums = ()) -> ModArgs:
+        tensors = tuple([_element(x) for x in captured[:number]])
+        added = tuple([x for i in read if (x := sums[i]) is not None])
+        return tensors or None, scalars or None, of_blocks, added or None, bounds
+
+    return arguments
+
+
+def _is_prepared(inputs: FlexInputs, problem: FlexProblem) -> bool:
+    """Whether launches can be prepared: kernels read the call's tensors where they are."""
+    mods = inputs.mods
+    if is_empty(_plain_inputs(inputs), plain_problem(problem)) or not all(map(is_readable, inputs[:3])):
+        return False
+    return mods.sinks is None and mods.rng_state is None and mods.cu_seqlens_q is None
+
+
+def _segments(bounds: Bounds | None, problem: FlexProblem) -> Segments | None:
+    """The segments that serve a forward in the place of bounds.
+
+    A score_mod has positions of the batch entry, and kernels those of the segment.
+    """
+    return None if bounds is None or problem.spec.score_mod else bounds.segments
 
 
 def _tables(
@@ -440,9 +545,15 @@ def _tables(
     return tables(blocks, *lengths, *tile)
 
 
-def _like(sums: list[Tensor | None], mods: CallMods) -> list[Tensor | None]:
+def _sums(captured: Captured, wanted: Sequence[bool], *, exact: bool) -> list[Tensor | None]:
+    """What the gradients of captured tensors are added to, where they are wanted."""
+    pairs = zip(captured, wanted, strict=False)
+    return [totals.zeros(x, exact=exact) if wants else None for x, wants in pairs]
+
+
+def _like(sums: Sums, captured: Captured) -> list[Tensor | None]:
     """Gradients of captured tensors, in their dtypes and shapes."""
-    pairs = zip(sums, mods.captured, strict=False)
+    pairs = zip(sums, captured, strict=False)
     return [None if x is None else totals.rounded(x).to(of.dtype).view(of.shape) for x, of in pairs]
 
 

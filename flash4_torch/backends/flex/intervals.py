@@ -151,7 +151,7 @@ def _has_one_diagonal(inputs: FlexInputs, problem: FlexProblem) -> bool:
     return are_one and of_queries.dtype == of_keys.dtype
 
 
-class _Data(NamedTuple):
+class Data(NamedTuple):
     """What a captured tensor held at some time; the tensor itself may be an alias made for one call."""
 
     storage: StorageWeakRef
@@ -159,16 +159,25 @@ class _Data(NamedTuple):
     version: int
 
     @classmethod
-    def of(cls, x: Tensor) -> _Data:
+    def of(cls, x: Tensor) -> Data:
         place = x.storage_offset(), x.shape, x.stride(), x.dtype
         return cls(StorageWeakRef(x.untyped_storage()), place, x._version)
 
-    def same_tensor(self, other: _Data) -> bool:
+    def is_still(self, x: Tensor) -> bool:
+        """Whether a tensor of the same sizes, strides and dtype has this data."""
+        return (
+            not x.is_inference()
+            and x._version == self.version
+            and x.untyped_storage()._cdata == self.storage.cdata
+            and x.storage_offset() == self.place[0]
+        )
+
+    def same_tensor(self, other: Data) -> bool:
         return self.storage == other.storage and self.place == other.place
 
 
 class _Found(NamedTuple):
-    captured: list[_Data]
+    captured: list[Data]
     intervals: Intervals
 
 
@@ -204,10 +213,10 @@ def _kept(inputs: FlexInputs, problem: FlexProblem) -> Intervals:
     scalars = () if mask_mod is None else tuple(mask_mod.scalars)
     stream = tile_counters.current_stream(first.get_device()) if first.is_cuda else None
     key = problem.extent, problem.band, mods.mask_mod, mods.q_block, mods.kv_block, scalars, stream
-    before, data = known.found.get(key), [_Data.of(x) for x in captured]
+    before, data = known.found.get(key), [Data.of(x) for x in captured]
     if before is not None and before.captured == data:
         return before.intervals
-    is_new = before is None or all(map(_Data.same_tensor, before.captured, data))
+    is_new = before is None or all(map(Data.same_tensor, before.captured, data))
     found = NONE
     if is_new and len(known.found) < _MOST_CALLS:
         found = tables.apart(first.device, lambda: _found(inputs, problem))

@@ -1,0 +1,102 @@
+"""flex_attention's repeated calls on a GPU of ours: new data, other streams, a captured graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flash4_torch
+from flash4_torch import backends
+from flash4_torch.flex.block_mask import create_block_mask
+from flash4_torch.ops import flex as ops
+from own_gpu import needs_ours
+
+pytestmark = needs_ours
+
+H, S = 4, 1024
+MASKS: dict[str, Callable[..., Tensor] | None] = {
+    "none": None,
+    "band": lambda b, h, i, j: i >= j,
+    "segments": lambda b, h, i, j: (i // 512 == j // 512) & (i >= j),
+    "bounds": lambda b, h, i, j: (i // 100 == j // 100) & (i >= j),
+    "bits": lambda b, h, i, j: (i - j) % 3 != 0,
+    "tables": lambda b, h, i, j: (i - j + h) % 3 != 0,
+}
+
+
+def new(*shape: int, **kwargs: Any) -> Tensor:
+    return torch.randn(shape, device="cuda", **kwargs)
+
+
+class Calls:
+    """Calls with one block mask, whose score_mod learns."""
+
+    def __init__(self, name: str):
+        mask_mod, of_heads = MASKS[name], H if name == "tables" else None
+        self.mask = None
+        if mask_mod is not None:
+            self.mask = create_block_mask(mask_mod, None, of_heads, S, S, "cuda")
+        self.has_score = name in ("none", "bounds", "tables")
+        self.renew()
+
+    def renew(self) -> None:
+        self.tensors = [new(1, H, S, 64, dtype=torch.bfloat16).requires_grad_() for _ in "qkv"]
+        self.bias = new(H, S, requires_grad=self.has_score)
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        bias = self.bias
+        score_mod = (lambda s, b, h, i, j: s + bias[h, j]) if self.has_score else None
+        return flash4_torch.flex_attention(*self.tensors, score_mod, self.mask, return_lse=True)
+
+    def step(self) -> list[Tensor]:
+        results = self.forward()
+        wanted = [*self.tensors, *([self.bias] if self.has_score else [])]
+        grads = torch.autograd.grad(results[0].float().square().sum(), wanted)
+        return [x.detach() for x in (*results, *grads)]
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    """Results bit for bit; gradients are sums in any order."""
+    for i, (x, y) in enumerate(zip(found, expected, strict=True)):
+        assert x.stride() == y.stride()
+        atol = 0.01 * float(y.float().abs().amax()) if i > 1 else 0.0
+        torch.testing.assert_close(x, y, rtol=0.0, atol=atol)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_repeated_calls_give_what_the_slow_path_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(name)
+    for _ in range(3):
+        calls.step()
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                calls.renew()
+                found = calls.step()
+                with backends.excluding("nothing"):
+                    assert_same(found, calls.step())
+        torch.cuda.synchronize()
+    calls.step()
+    # The operators' implementation is not reached.
+    monkeypatch.setattr(ops, "backends", None)
+    calls.step()
+
+
+def test_a_graph_replays_with_new_data() -> None:
+    calls = Calls("none")
+    with torch.no_grad():
+        for _ in range(3):
+            calls.forward()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out, lse = calls.forward()
+        for _ in range(2):
+            for x in (*calls.tensors, calls.bias):
+                x.normal_()
+            graph.replay()
+            assert_same([out, lse], list(calls.forward()))
