@@ -174,14 +174,14 @@ def has_registers(features: Features, config: Sm80Backward) -> bool:
         return False  # dQ takes as many registers as all others together
     accumulators = c.key_mmas * (tile_dim(f.D) + tile_dim(f.Dv) + rows) // (2 * shared)
     if c.key_mmas > 1:
-        plain = not (f.mask or f.softcap or f.dropout or any(f.mods) or c.round_weights)
+        plain = not (f.mask or f.softcap or any(f.mods) or c.round_weights)
         ordered = f.deterministic and max(f.D, f.Dv) > 128
         return plain and not ordered and accumulators <= _ACCUMULATORS_OF_TWO_MMAS
     if any(f.mods):
         return shared > 1 and accumulators <= (
             _ROUNDED_WITH_MODS if c.round_weights else _ACCUMULATORS_WITH_MODS
         )
-    if not (f.mask or f.softcap or f.dropout):
+    if not (f.mask or f.softcap or (f.dropout and shared > 1)):
         accumulators += _ORDER * (f.deterministic and shared > 1)
         return not c.round_weights and accumulators <= _ACCUMULATORS[shared]
     if f.softcap and f.dropout and max(f.D, f.Dv) > 64:
