@@ -122,11 +122,15 @@ class Plan(BackwardPlan):
     @property
     def dq_columns_at_once(self) -> int:
         """Columns of dQ that a warp has in registers, where sums have no order: all, or what is left next
-        to dK and dV of two MMAs, or next to dropout's numbers and the band's in kernels with both.
+        to dK and dV of two MMAs, or to what dropout and the band need where no warps share keys.
         """
-        scarce = self.key_mmas > 1 or (self.features.dropout and self.band.masks and not self.shares_weights)
-        few = scarce and self.dq_columns % 32 == 0 and not self.features.deterministic
-        return 32 if few else self.dq_columns
+        f, most = self.features, self.dq_columns
+        if self.key_mmas > 1:
+            most = 32
+        elif f.dropout and self.band.masks and not (self.shares_weights or self.is_float32):
+            most = max(self.dq_columns // 2, warp_mma.ROWS)
+        divides = self.dq_columns % most == 0 and most % warp_mma.ROWS == 0
+        return most if divides and not f.deterministic else self.dq_columns
 
     @property
     def stages(self) -> int:
