@@ -181,8 +181,11 @@ def has_registers(features: Features, config: Sm80Backward) -> bool:
         return shared > 1 and accumulators <= (
             _ROUNDED_WITH_MODS if c.round_weights else _ACCUMULATORS_WITH_MODS
         )
-    if f.dropout and shared == 1 and c.dq_warps > 1 and f.deterministic:
-        return False  # 2 spills in causal kernels
+    if f.dropout and shared == 1:
+        # Sums in order, and dQ that is too narrow for a loop over its columns: 2 spills in causal kernels.
+        is_narrow = f.D <= 16 * c.dq_warps and (f.left or f.right)
+        if is_narrow or (f.deterministic and c.dq_warps > 1):
+            return False
     if not (f.mask or f.softcap or (f.dropout and shared > 1)):
         accumulators += _ORDER * (f.deterministic and shared > 1)
         return not c.round_weights and accumulators <= _ACCUMULATORS[shared]

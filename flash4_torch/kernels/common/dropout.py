@@ -11,8 +11,8 @@ brings every lane its own.
     rows.generate(key, strip, keep_bits)                            keep_bits (32, words(N)) in shared memory
     QueryRows.drop(weights, take(keep_bits, lane))                  by the lane that holds the weights
 
-Warps that generate for themselves may have less than four strips. Then sixteen lanes share a strip, so that none is
-idle, and each makes one of the two words (`generate_shared`). `passes` says who generates what.
+A warp that generates for itself may have less than four strips. Then sixteen lanes share a strip, so that no
+lane is idle, and each makes one of the two words (`generate_shared`). `passes` says which lanes do what.
 
 In TMEM a lane is a row. A lane that holds 64 queries of one key makes two words and exchanges them with three
 others, which takes less than leaving the numbers to RNG warps:
@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, Uint32, Uint64
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, Uint64
 from cutlass._mlir.dialects import nvvm
 
 from ...configs.types import Features
@@ -260,11 +260,12 @@ class QueryRows(NamedTuple):
         lane: Int32,
         is_wanted: Boolean,
     ) -> None:
-        """`generate` by all lanes of a warp, sixteen to a strip, of which those store whose strip is wanted."""
+        """`generate` by all lanes of a warp, sixteen to a strip; those whose strip is wanted store it."""
         second = Uint32(lane) // STRIP_LANES % 2
-        own, other = self._exchanged((Uint32(column) >> 2) + 8 * strip + self.quarter + 4 * second, self.block)
-        first, last = Uint32(_selector((0, 4, 1, 5))), Uint32(_selector((6, 2, 7, 3)))
-        word = _permute(own, other, cutlass.select_(second == 0, first, last))
+        first = (Uint32(column) >> 2) + 8 * strip + self.quarter
+        own, other = self._exchanged(first + 4 * second, self.block)
+        even, odd = Uint32(_selector((0, 4, 1, 5))), Uint32(_selector((6, 2, 7, 3)))
+        word = _permute(own, other, cutlass.select_(second == 0, even, odd))
         words = cute.make_tensor(keep_bits.iterator, cute.make_layout((2, 2, 2, 4, 4)))
         if is_wanted:
             words[second, self.half, place % 2, self.quarter, place // 2] = word
@@ -299,6 +300,15 @@ class QueryRows(NamedTuple):
             first, second = (byte | _SIGN for _, byte, _ in places)
             selector = _selector((first, first, 4 + second, 4 + second))
             targets[i] = targets[i] & _permute(*flags, Uint32(selector))
+
+    @classmethod
+    def select(cls, numbers: cute.Tensor, keep_bits: cute.Tensor, strip: int = 0) -> None:
+        """`drop` for float32 numbers, in the order of their bits: ptxas tests eight at a time (R2P)."""
+        count = cute.size(numbers)
+        places = sorted((cls.place(strip * _STRIP_PAIRS + i // 2, i % 2), i) for i in range(count))
+        for (word, byte, bit), i in places:
+            is_kept = (keep_bits[word] & Uint32(1 << 8 * byte + bit)) != 0
+            numbers[i] = cutlass.select_(is_kept, numbers[i], Float32(0.0))
 
 
 class KeyRows(QueryRows):
@@ -335,9 +345,9 @@ class KeyRows(QueryRows):
     ) -> None:
         i1 = Uint32(lane) // STRIP_LANES % 2
         own, other = self._exchanged(self.block, (Uint32(column) >> 3) + 4 * strip + self.half + 2 * i1)
-        # The bytes with the lane's i1 of the first word and of the second one, and then their halves as above.
-        first, last = Uint32(_selector((0, 1, 4, 5))), Uint32(_selector((6, 7, 2, 3)))
-        both = _permute(own, other, cutlass.select_(i1 == 0, first, last))
+        # Bytes with the lane's i1, of the first word and of the second one; then their halves as above.
+        even, odd = Uint32(_selector((0, 1, 4, 5))), Uint32(_selector((6, 7, 2, 3)))
+        both = _permute(own, other, cutlass.select_(i1 == 0, even, odd))
         moved = cute.arch.lop3(Uint32(_HALVES_BELOW), both >> 12, both << 12, _CHOICE)
         words = cute.make_tensor(keep_bits.iterator, cute.make_layout((4, 2, 2, 2, 4)))
         if is_wanted:

@@ -83,9 +83,7 @@ def _to_dk(
         _store(ctx, P, ctx.sP)
     else:
         _accumulate(ctx, t.dV, P, sdO, plan.column_parts[1])
-    dS = [
-        differentiate(ctx, work.of_mma(m), own, probs[m], S[m], dP[m], keep_bits, stage, m) for m in mmas
-    ]
+    dS = [differentiate(ctx, work.of_mma(m), own, probs[m], S[m], dP[m], keep_bits, stage, m) for m in mmas]
     _store(ctx, dS, ctx.sdS)
     if not plan.shares_weights:
         _accumulate(ctx, t.dK, dS, sQ, plan.column_parts[0])

@@ -124,13 +124,14 @@ class Plan(BackwardPlan):
         """Columns of dQ that a warp has in registers, where sums have no order: all, or what is left next
         to dK and dV of two MMAs, or to what dropout and the band need where no warps share keys.
         """
-        f, most = self.features, self.dq_columns
+        f, columns = self.features, self.dq_columns
+        if f.deterministic or self.is_float32:
+            return columns
         if self.key_mmas > 1:
-            most = 32
-        elif f.dropout and self.band.masks and not (self.shares_weights or self.is_float32):
-            most = max(self.dq_columns // 2, warp_mma.ROWS)
-        divides = self.dq_columns % most == 0 and most % warp_mma.ROWS == 0
-        return most if divides and not f.deterministic else self.dq_columns
+            return 32 if columns % 32 == 0 else columns
+        if f.dropout and self.band.masks and not self.shares_weights:
+            return columns // 2 if columns % 32 == 0 else warp_mma.ROWS
+        return columns
 
     @property
     def stages(self) -> int:

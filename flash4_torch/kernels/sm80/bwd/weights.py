@@ -153,22 +153,20 @@ def take_keep_bits(ctx: Context) -> cute.Tensor | None:
     return dropout.take(ctx.sKeepBits[None, None, ctx.warp], ctx.lane)
 
 
-def _drop(ctx: Context, weights: cute.Tensor, keep_bits: cute.Tensor, m: int) -> None:
-    """Zero what is not kept of the m-th MMA's numbers."""
-    dropout.KeyRows.drop(weights, keep_bits, m * dropout.strips(ctx.plan.own_queries))
+def _strip_of(ctx: Context, m: int) -> int:
+    """The place of the m-th MMA's first strip."""
+    return m * dropout.strips(ctx.plan.own_queries)
 
 
 @cute.jit
-def dropped(
-    ctx: Context, probs: Probs, keep_bits: cute.Tensor | None, m: cutlass.Constexpr
-) -> cute.Tensor:
+def dropped(ctx: Context, probs: Probs, keep_bits: cute.Tensor | None, m: cutlass.Constexpr) -> cute.Tensor:
     """P of the m-th MMA after dropout."""
     if cutlass.const_expr(not ctx.plan.features.dropout):
         return probs.P
     dropped = cute.make_rmem_tensor(probs.P.layout, ctx.plan.dtype)
     for i in cutlass.range_constexpr(cute.size(dropped)):
         dropped[i] = probs.P[i]
-    _drop(ctx, dropped, keep_bits, m)
+    dropout.KeyRows.drop(dropped, keep_bits, _strip_of(ctx, m))
     return dropped
 
 
@@ -188,7 +186,7 @@ def differentiate(
     plan, features = ctx.plan, ctx.plan.features
     dS = cute.make_rmem_tensor(dP.layout, plan.dtype)
     if cutlass.const_expr(features.dropout):
-        _drop(ctx, dP, keep_bits, m)
+        dropout.KeyRows.select(dP, keep_bits, _strip_of(ctx, m))
     delta = _of_own_queries(ctx, DELTA, stage)
     for j in cutlass.range_constexpr(cute.size(dP) // 4):
         of_column, weights = pair_of(delta, j), four_of(S, j)
