@@ -24,6 +24,7 @@ _ACCUMULATORS = 160
 _ACCUMULATORS_WITH_MORE = 144
 _ACCUMULATORS_WITH_MODS, _KEYS_WITH_MODS, _KEYS_WITH_MODS_AND_DROPOUT = 128, 3, 5
 _ACCUMULATORS_OF_TWO_MMAS, _ACCUMULATORS_OF_TWO_MMAS_WITH_MORE = 160, 128
+_ACCUMULATORS_OF_TWO_MMAS_WITH_DROPOUT, _KEYS_OF_TWO_MMAS_WITH_DROPOUT = 144, 32
 _ACCUMULATORS_WITH_LAZY_RESCALE = 192
 _ACCUMULATORS_AND_KEYS = 160
 """Registers that O and S may take next to what else a thread needs: fitted to what spilled. The last limit is
@@ -59,6 +60,9 @@ _OF_64 = (
     Row(64, 64, 64, _Tiles(4, 1, 64, 2), _FEW),
     Row(64, 64, None, _Tiles(4, 2, 64, 2),
         "what is read of K and V serves 32 rows: SMEM is read half as much; 48 KiB, two CTAs to an SM"),
+    Row(64, 64, None, _Tiles(4, 2, 64, 2, lazy_rescale=True),
+        "dropout: 848 instructions and 42 ldmatrix for 32 x 64 scores, 960 and 74 with 16 rows to a warp; "
+        "4 to 16 spills where O is always rescaled"),
     Row(64, 64, None, _Tiles(4, 1, 64, 2), "features that need registers: 32 rows of a warp spill"),
 )
 _OF_96 = (
@@ -74,7 +78,8 @@ _TWO_MMAS_OF_128 = (
     Row(128, 128, None, _Tiles(4, 2, 64, 1, lazy_rescale=True),
         "64 KiB, two CTAs to an SM; on an H200 1.00 to 1.24 of FlashAttention-2, where 32 keys have 0.94 to "
         "1.06 and 8 warps 0.87 to 0.94"),
-    Row(112, 128, None, _Tiles(4, 2, 32, 2), "64 KiB, too: at this D 64 keys spill in causal kernels"),
+    Row(112, 128, None, _Tiles(4, 2, 32, 2),
+        "64 KiB, too: at this D 64 keys spill in causal kernels, and with dropout already at D 96"),
 )
 _DROPOUT_AND_MORE = Row(
     256, 256, None, _Tiles(8, 1, 16, 2), "dropout: 32 keys spill in some kernels"
@@ -212,12 +217,17 @@ def has_registers(features: Features, config: Sm80Forward) -> bool:
     if config.column_warps > 1 and Dv > 192 and f.dropout and f.mask and f.softcap:
         return False
     if config.row_mmas > 1:
-        plain = not (f.mask or f.softcap or f.dropout or any(f.mods))
+        plain = not (f.mask or f.softcap or any(f.mods))
         accumulators = config.row_mmas * (Dv + keys) // 2
+        if config.lazy_rescale and max(tile_dim(f.D), Dv) <= 64:
+            return plain
         if config.lazy_rescale:
             spills = f.float_mask or any(f.mods) or bool(f.mask and f.softcap and f.dropout)
             spills = spills or tile_dim(f.D) < 128 or (Dv < 128 and (f.scaled or f.dropout))
             return not spills and accumulators <= _ACCUMULATORS_WITH_LAZY_RESCALE
+        if f.dropout:
+            few_keys = keys <= _KEYS_OF_TWO_MMAS_WITH_DROPOUT
+            return plain and few_keys and accumulators <= _ACCUMULATORS_OF_TWO_MMAS_WITH_DROPOUT
         if f.varlen and f.sinks:
             return plain and accumulators <= _ACCUMULATORS_OF_TWO_MMAS_WITH_MORE
         return plain and accumulators <= _ACCUMULATORS_OF_TWO_MMAS

@@ -47,7 +47,7 @@ _TABLE = (
     Row(64, 64, _Tiles(4, 1, 64, 2), "56 KiB: two CTAs to an SM; on an H200 1.01 to 1.08 times as fast",
         LARGE_BYTES),
     Row(64, 64, _Tiles(8, 1, 64, 2), "80 KiB: 128 keys for each block of rows, two warps a tensor core"),
-    Row(64, 64, _Tiles(8, 2, 64, 2), "features that need registers: 2 to 31 spills with 128 keys"),
+    Row(64, 64, _Tiles(8, 2, 64, 2), "masks and softcap: 2 to 31 spills with 128 keys"),
     Row(128, 128, _Tiles(8, 2, 64, 2, key_mmas=2),
         "162 KiB: Q and dO are read for 32 keys; on an H200 1.24 to 1.46 times as fast as for 16"),
     Row(128, 128, _Tiles(8, 2, 64, 2), "112 KiB; with 16 keys to a warp, 4 to 62 spills from 96 columns on"),
@@ -67,11 +67,11 @@ _FLOAT32 = (
 _ACCUMULATORS = {1: 128, 2: 144, 4: 144}
 """Registers that dK, dV, S and dP may take, by `column_warps`: fitted to what spilled."""
 _ACCUMULATORS_WITH_MORE, _ROUNDED = 72, 96
-"""The same with masks, softcap or dropout, where warps share keys; and with rounded weights."""
+"""The same with masks and softcap, or dropout where warps share keys; and with rounded weights."""
 _ACCUMULATORS_WITH_MODS, _ROUNDED_WITH_MODS = 64, 80
 """The same with score_mod, mask_mod or a block mask."""
 _ACCUMULATORS_OF_TWO_MMAS = 192
-"""The same with two MMAs of keys to a warp, without any of these features."""
+"""The same with two MMAs of keys to a warp, without any of these features but dropout."""
 _ORDER = 64
 """Registers that sums in order take next to these, where warps share keys."""
 
@@ -174,14 +174,19 @@ def has_registers(features: Features, config: Sm80Backward) -> bool:
         return False  # dQ takes as many registers as all others together
     accumulators = c.key_mmas * (tile_dim(f.D) + tile_dim(f.Dv) + rows) // (2 * shared)
     if c.key_mmas > 1:
-        plain = not (f.mask or f.softcap or f.dropout or any(f.mods) or c.round_weights)
+        plain = not (f.mask or f.softcap or any(f.mods) or c.round_weights)
         ordered = f.deterministic and max(f.D, f.Dv) > 128
         return plain and not ordered and accumulators <= _ACCUMULATORS_OF_TWO_MMAS
     if any(f.mods):
         return shared > 1 and accumulators <= (
             _ROUNDED_WITH_MODS if c.round_weights else _ACCUMULATORS_WITH_MODS
         )
-    if not (f.mask or f.softcap or f.dropout):
+    if f.dropout and shared == 1:
+        # Sums in order, and dQ that is too narrow for a loop over its columns: 2 spills in causal kernels.
+        is_narrow = f.D <= 16 * c.dq_warps and (f.left or f.right)
+        if is_narrow or (f.deterministic and c.dq_warps > 1):
+            return False
+    if not (f.mask or f.softcap or (f.dropout and shared > 1)):
         accumulators += _ORDER * (f.deterministic and shared > 1)
         return not c.round_weights and accumulators <= _ACCUMULATORS[shared]
     if f.softcap and f.dropout and max(f.D, f.Dv) > 64:

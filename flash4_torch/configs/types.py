@@ -370,7 +370,7 @@ class Sm80Backward(NamedTuple):
     """Sk may end inside a tile."""
     key_mmas: int = 1
     """MMAs of 16 keys side by side that a warp has: what it reads of Q and dO serves them all. With two there
-    is neither mask nor dropout."""
+    is no mask."""
 
     @property
     def keys(self) -> int:
@@ -428,8 +428,8 @@ class Sm80Backward(NamedTuple):
         weights = self.keys * self.queries
         matrices = (*rows, self.keys * D, self.keys * Dv, weights, weights * (self.column_warps > 1))
         statistics = 4 * features.row_stats * self.queries * self.stages
-        own = self.queries // self.column_warps
-        bits = 16 * self.warps * tile_bits(own) if features.dropout else 0
+        strips = -(-self.queries // self.column_warps // 32) * self.key_mmas
+        bits = 16 * self.warps * tile_bits(32 * strips) if features.dropout else 0
         each = 4 if features.is_float32 else 2
         whole = sum(-(-each * n // _ALIGNMENT) * _ALIGNMENT for n in matrices)
         return whole + statistics + bits // 8 + _WORK_TILE

@@ -42,9 +42,10 @@ def keep_of_tile(
     transposed: cutlass.Constexpr,
     dtype: cutlass.Constexpr,
     tiles: cutlass.Constexpr,
+    shared: cutlass.Constexpr,
 ) -> None:
     """Fills out (ROWS, tiles * N), float32, with ones after dropout, from `row` and `column` on."""
-    keep_kernel(rng_state, out, head, row, column, byte, fraction, transposed, dtype, tiles).launch(
+    keep_kernel(rng_state, out, head, row, column, byte, fraction, transposed, dtype, tiles, shared).launch(
         grid=(1, 1, 1), block=(32 * WARPS, 1, 1)
     )
 
@@ -61,6 +62,7 @@ def keep_kernel(
     transposed: cutlass.Constexpr,
     dtype: cutlass.Constexpr,
     tiles: cutlass.Constexpr,
+    shared: cutlass.Constexpr,
 ) -> None:
     warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
     N = cutlass.const_expr(out.shape[1] // tiles)
@@ -70,16 +72,32 @@ def keep_kernel(
     places = cute.make_layout((32, dropout.words(N), WARPS))
     kept = SmemAllocator().allocate_tensor(Uint32, places, 16)[None, None, warp]
     for tile in cutlass.range(tiles, unroll=1):
-        strip = Uint32(lane // dropout.STRIP_LANES)
-        while strip < dropout.strips(N):
-            rows.generate(column + tile * N, strip, kept)
-            strip += 32 // dropout.STRIP_LANES
+        if cutlass.const_expr(shared):
+            generate_in_passes(rows, column + tile * N, dropout.strips(N), kept, lane)
+        else:
+            strip = Uint32(lane // dropout.STRIP_LANES)
+            while strip < dropout.strips(N):
+                rows.generate(column + tile * N, strip, kept)
+                strip += 32 // dropout.STRIP_LANES
         cute.arch.sync_warp()
         weights = cute.make_rmem_tensor(N // 2, dtype)
         weights.fill(1.0)
         rows.drop(weights, dropout.take(kept, lane))
         cute.arch.sync_warp()
         store(weights, out, 16 * warp + lane // 4, tile * N + 2 * (lane % 4))
+
+
+@cute.jit
+def generate_in_passes(
+    rows: Any, column: Int32, strips: cutlass.Constexpr, kept: cute.Tensor, lane: Int32
+) -> None:
+    """Generate all strips as a warp does that has no RNG warps."""
+    for first, lanes in dropout.passes(strips):
+        strip = Uint32(first + lane // lanes)
+        if cutlass.const_expr(lanes == dropout.SHARED_LANES):
+            rows.generate_shared(column, strip, kept, strip, lane, strip < strips)
+        elif strip < strips:
+            rows.generate(column, strip, kept)
 
 
 def store(weights: cute.Tensor, out: cute.Tensor, row: Int32, column: Int32) -> None:
@@ -90,7 +108,13 @@ def store(weights: cute.Tensor, out: cute.Tensor, row: Int32, column: Int32) -> 
 
 @functools.cache
 def compiled(
-    arch: str, N: int, transposed: bool, dtype: Any, tiles: int, numbers: int = dropout.STATE
+    arch: str,
+    N: int,
+    transposed: bool,
+    dtype: Any,
+    tiles: int,
+    numbers: int = dropout.STATE,
+    shared: bool = False,
 ) -> Any:
     """The kernel compiled for an active device of that architecture, for a state of so many numbers."""
     state = cute.runtime.make_fake_compact_tensor(Int64, (numbers,), assumed_align=8)
@@ -99,7 +123,7 @@ def compiled(
     )
     scalars = (Int32(0), Int32(0), Int32(0), Uint32(0), Uint32(0))
     return cute.compile(
-        keep_of_tile, state, out, *scalars, transposed, dtype, tiles, options=f"--gpu-arch {arch}"
+        keep_of_tile, state, out, *scalars, transposed, dtype, tiles, shared, options=f"--gpu-arch {arch}"
     )
 
 
@@ -131,6 +155,26 @@ def test_the_mask_is_the_reference(arch, transposed, N, dtype, seed, offset, bat
     rows, columns = range(row, row + ROWS), range(column, column + tiles * N)
     queries, keys = (columns, rows) if transposed else (rows, columns)
     expected = Dropout(state, p).keep(range(batch, batch + 1), Hq, queries, keys)[0, head]
+    assert torch.equal(kept, (expected.T if transposed else expected).float())
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "keys"])
+@pytest.mark.parametrize("N", [16, 64, 96, 160])
+@settings(max_examples=4)
+@given(
+    seed=st.integers(-(2**63), 2**63 - 1),
+    column=st.integers(0, 2**20).map(lambda i: 16 * i),
+    p=st.sampled_from(PROBABILITIES),
+)
+def test_lanes_that_share_a_strip_generate_the_same(transposed, N, seed, column, p):
+    state, tiles, (Hq, head) = torch.tensor([seed, 3]), 2, (2, 1)
+    kept = torch.full((ROWS, tiles * N), torch.nan)
+    with emulate.device("sm_80"):
+        run = compiled("sm_80", N, transposed, BFloat16, tiles, shared=True)
+        run(as_cute(state), as_cute(kept), head, 32, column, *thresholds(p))
+    rows, columns = range(32, 32 + ROWS), range(column, column + tiles * N)
+    queries, keys = (columns, rows) if transposed else (rows, columns)
+    expected = Dropout(state, p).keep(range(1), Hq, queries, keys)[0, head]
     assert torch.equal(kept, (expected.T if transposed else expected).float())
 
 

@@ -66,6 +66,9 @@ STATICS = {
         64, 64, (4, 1, 64, 1), mask="float32", softcap=True, scaled=True, dropout=True, **CAUSAL
     ),
     "dropout": static(64, 64, (4, 2, 64, 2), "float16", dropout=True),
+    "dropout, lazy": static(64, 48, (4, 2, 64, 2), dropout=True, lazy_rescale=True, **CAUSAL),
+    "dropout, two MMAs of 32 keys": static(96, 96, (4, 2, 32, 2), "float16", dropout=True, varlen=True),
+    "dropout, three strips": static(40, 64, (4, 1, 96, 1), dropout=True, **CAUSAL),
     "dropout, few strips": static(64, 64, (4, 1, 32, 2), "float16", dropout=True, **CAUSAL),
     "dropout, wide": static(256, 256, (4, 1, 32, 1), dropout=True, lazy_rescale=True, **CAUSAL),
     "sixteen keys": static(

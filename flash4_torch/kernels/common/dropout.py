@@ -11,6 +11,9 @@ brings every lane its own.
     rows.generate(key, strip, keep_bits)                            keep_bits (32, words(N)) in shared memory
     QueryRows.drop(weights, take(keep_bits, lane))                  by the lane that holds the weights
 
+A warp that generates for itself may have less than four strips. Then sixteen lanes share a strip, so that no
+lane is idle, and each makes one of the two words (`generate_shared`). `passes` says which lanes do what.
+
 In TMEM a lane is a row. A lane that holds 64 queries of one key makes two words and exchanges them with three
 others, which takes less than leaving the numbers to RNG warps:
 
@@ -24,12 +27,12 @@ Weights are only zeroed; 1 / (1 - p) belongs into a factor that is applied anywa
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32, Uint64
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, Uint64
 from cutlass._mlir.dialects import nvvm
 
 from ...configs.types import Features
@@ -46,10 +49,15 @@ TURN = 16
 """Left rotation from where lower halves are mixed to the weights that they decide on."""
 STRIP = 2 * BLOCK
 """Columns of a strip."""
+_STRIP_PAIRS = STRIP // 4
+"""A lane's pairs of adjacent columns in a strip, of both of its rows."""
 STRIP_LANES = 8
 """Neighbouring lanes that generate one strip."""
 WARP_STRIPS = 32 // STRIP_LANES
 """Strips that a warp generates at a time."""
+
+SHARED_LANES = 2 * STRIP_LANES
+"""Neighbouring lanes that generate one strip together."""
 
 Words = tuple[Uint32, Uint32, Uint32, Uint32]
 
@@ -67,6 +75,8 @@ _CHOICE = 0xCA  # lop3 table: the second or the third bit, chosen by the first
 _LOW_HALVES = 0x0F0F0F0F
 """Lower halves of bytes."""
 _EVEN_BITS = 0x55555555
+_OWN_HALVES, _HALVES_BELOW = 0xF0F00F0F, 0x0000F0F0
+"""Lower halves of the lower bytes and upper ones of the upper bytes; and upper halves of the lower bytes."""
 _LOW_PAIRS = 0x03030303
 """Lowest pairs of bits in bytes."""
 _SIGN = 8
@@ -130,6 +140,23 @@ class Dropout(NamedTuple):
             x0, x1, x2, x3 = high1 ^ (x1 ^ k0), low1, high0 ^ (x3 ^ k1), low0
         return x0, x1, x2, x3
 
+    def with_keys_anew(self) -> Dropout:
+        """The same, whose keys are computed anew: kept from block to block they take a register each
+        (ptxas.md, P17).
+        """
+        return self._replace(keys=_round_keys(*(_hidden(key) for key in self.keys[0])))
+
+
+def _round_keys(k0: Uint32, k1: Uint32) -> tuple[tuple[Uint32, Uint32], ...]:
+    return tuple(
+        (k0 + Uint32(r * _WEYL[0] % 2**32), k1 + Uint32(r * _WEYL[1] % 2**32)) for r in range(ROUNDS)
+    )
+
+
+def _hidden(word: Uint32) -> Uint32:
+    """The same word, though LLVM does not know that it is."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[word])
+
 
 @cute.jit
 def load(rng_state: cute.Tensor, byte: Uint32, fraction: Uint32) -> Dropout:
@@ -138,9 +165,7 @@ def load(rng_state: cute.Tensor, byte: Uint32, fraction: Uint32) -> Dropout:
     rng_state: int64, (2,) or that of a part, (7,). byte, fraction: `thresholds(p)` of the reference.
     """
     k0, k1, offset = (_uniform(Uint32(word)) for word in (rng_state[0], rng_state[0] >> 32, rng_state[1]))
-    keys = tuple(
-        (k0 + Uint32(r * _WEYL[0] % 2**32), k1 + Uint32(r * _WEYL[1] % 2**32)) for r in range(ROUNDS)
-    )
+    keys = _round_keys(k0, k1)
     some = (_uniform(byte) >> PLANES) - 1
     limit = tuple((byte >> k & 1) - 1 & some for k in range(PLANES))
     origin = None
@@ -165,6 +190,15 @@ def words(N: int) -> int:
 def strips(N: int) -> int:
     """Number of strips in N columns; the last one may be half used."""
     return -(-N // STRIP)
+
+
+def passes(strips: int) -> Iterator[tuple[int, int]]:
+    """How a warp generates its strips: for each pass the first strip, and the lanes that have one."""
+    done = 0
+    while done < strips:
+        lanes = SHARED_LANES if strips - done <= 32 // SHARED_LANES else STRIP_LANES
+        yield done, lanes
+        done += 32 // lanes
 
 
 def take(keep_bits: cute.Tensor, lane: Int32) -> cute.Tensor:
@@ -199,8 +233,14 @@ class QueryRows(NamedTuple):
         quarter, half = Uint32(lane) % 4, Uint32(lane) // 4 % 2
         return cls(dropout, (Uint32(row) >> 3) + half, Uint32(head), half, quarter)
 
-    def generate(self, column: Int32, strip: Uint32, keep_bits: cute.Tensor) -> None:
-        """Generate a strip, the `strip`-th of the tile whose first column is `column`, a multiple of 16."""
+    def generate(
+        self, column: Int32, strip: Uint32, keep_bits: cute.Tensor, place: Uint32 | None = None
+    ) -> None:
+        """Generate a strip, the `strip`-th of the tile whose first column is `column`, a multiple of 16.
+
+        place: where it lies in `keep_bits`, if tiles lie side by side.
+        """
+        place = strip if place is None else place
         first = (Uint32(column) >> 2) + 8 * strip + self.quarter
         even, odd = (self.dropout.keep_bits(first + 4 * n, self.block, self.head) for n in range(2))
         # 16-bit numbers, a byte of each block, for the lanes with i1 i0 = 0, 1 and 2, 3.
@@ -208,7 +248,32 @@ class QueryRows(NamedTuple):
         pairs = cute.make_tensor(
             cute.recast_ptr(keep_bits.iterator, dtype=Uint64), cute.make_layout((2, 2, 4, 4))
         )
-        pairs[self.half, strip % 2, self.quarter, strip // 2] = Uint64(high) << 32 | Uint64(low)
+        pairs[self.half, place % 2, self.quarter, place // 2] = Uint64(high) << 32 | Uint64(low)
+
+    @cute.jit
+    def generate_shared(
+        self,
+        column: Int32,
+        strip: Uint32,
+        keep_bits: cute.Tensor,
+        place: Uint32,
+        lane: Int32,
+        is_wanted: Boolean,
+    ) -> None:
+        """`generate` by all lanes of a warp, sixteen to a strip; those whose strip is wanted store it."""
+        second = Uint32(lane) // STRIP_LANES % 2
+        first = (Uint32(column) >> 2) + 8 * strip + self.quarter
+        own, other = self._exchanged(first + 4 * second, self.block)
+        even, odd = Uint32(_selector((0, 4, 1, 5))), Uint32(_selector((6, 2, 7, 3)))
+        word = _permute(own, other, cutlass.select_(second == 0, even, odd))
+        words = cute.make_tensor(keep_bits.iterator, cute.make_layout((2, 2, 2, 4, 4)))
+        if is_wanted:
+            words[second, self.half, place % 2, self.quarter, place // 2] = word
+
+    def _exchanged(self, keys: Uint32, queries: Uint32) -> tuple[Uint32, Uint32]:
+        """The lane's word, and that of the lane with which it shares a strip."""
+        own = self.dropout.keep_bits(keys, queries, self.head)
+        return own, cute.arch.shuffle_sync_bfly(own, STRIP_LANES)
 
     @staticmethod
     def place(pair: int, column: int) -> tuple[int, int, int]:
@@ -218,23 +283,32 @@ class QueryRows(NamedTuple):
         return word, byte, 4 * column + inside
 
     @classmethod
-    def drop(cls, weights: cute.Tensor, keep_bits: cute.Tensor) -> None:
+    def drop(cls, weights: cute.Tensor, keep_bits: cute.Tensor, strip: int = 0) -> None:
         """Zero what is not kept of a lane's N / 2 numbers of 16 or 32 bits, a flat register tensor.
 
         Numbers are in the accumulator's order: two columns of two rows of each 8 columns. keep_bits: what
-        `take` returned.
+        `take` returned. strip: the place of their first strip in it.
         """
         together = 32 // weights.element_type.width
         count = cute.size(weights) // together
         targets = cute.make_tensor(cute.recast_ptr(weights.iterator, dtype=Uint32), cute.make_layout(count))
         for i in range(count):
             pair, columns = (i, (0, 1)) if together == 2 else (i // 2, (i % 2,) * 2)
-            places = [cls.place(pair, column) for column in columns]
+            places = [cls.place(strip * _STRIP_PAIRS + pair, column) for column in columns]
             # Each bit becomes the top one of its byte, which prmt then repeats over half of the target.
             flags = (keep_bits[word] << (7 - bit) for word, _, bit in places)
             first, second = (byte | _SIGN for _, byte, _ in places)
             selector = _selector((first, first, 4 + second, 4 + second))
             targets[i] = targets[i] & _permute(*flags, Uint32(selector))
+
+    @classmethod
+    def select(cls, numbers: cute.Tensor, keep_bits: cute.Tensor, strip: int = 0) -> None:
+        """`drop` for float32 numbers, in the order of their bits: ptxas tests eight at a time (R2P)."""
+        count = cute.size(numbers)
+        places = sorted((cls.place(strip * _STRIP_PAIRS + i // 2, i % 2), i) for i in range(count))
+        for (word, byte, bit), i in places:
+            is_kept = (keep_bits[word] & Uint32(1 << 8 * byte + bit)) != 0
+            numbers[i] = cutlass.select_(is_kept, numbers[i], Float32(0.0))
 
 
 class KeyRows(QueryRows):
@@ -245,7 +319,10 @@ class KeyRows(QueryRows):
         quarter, half = Uint32(lane) % 4, Uint32(lane) // 4 % 2
         return cls(dropout, (Uint32(row) >> 2) + quarter, Uint32(head), half, quarter)
 
-    def generate(self, column: Int32, strip: Uint32, keep_bits: cute.Tensor) -> None:
+    def generate(
+        self, column: Int32, strip: Uint32, keep_bits: cute.Tensor, place: Uint32 | None = None
+    ) -> None:
+        place = strip if place is None else place
         first = (Uint32(column) >> 3) + 4 * strip + self.half
         even, odd = (self.dropout.keep_bits(self.block, first + 2 * n, self.head) for n in range(2))
         # 16-bit numbers, i0 and then the block, for i1 = 0, 1 and the lanes with j0 = 0 and with j0 = 1.
@@ -254,7 +331,28 @@ class KeyRows(QueryRows):
         words = cute.make_tensor(keep_bits.iterator, cute.make_layout((4, 2, 2, 2, 4)))
         for i1, selector in enumerate(((0, 1, 4, 5), (2, 3, 6, 7))):
             both = _permute(low, high, Uint32(_selector(selector)))
-            words[self.quarter, strip % 2, i1, self.half, strip // 2] = both
+            words[self.quarter, place % 2, i1, self.half, place // 2] = both
+
+    @cute.jit
+    def generate_shared(
+        self,
+        column: Int32,
+        strip: Uint32,
+        keep_bits: cute.Tensor,
+        place: Uint32,
+        lane: Int32,
+        is_wanted: Boolean,
+    ) -> None:
+        i1 = Uint32(lane) // STRIP_LANES % 2
+        own, other = self._exchanged(self.block, (Uint32(column) >> 3) + 4 * strip + self.half + 2 * i1)
+        # Bytes with the lane's i1, of the first word and of the second one; then their halves as above.
+        even, odd = Uint32(_selector((0, 1, 4, 5))), Uint32(_selector((6, 7, 2, 3)))
+        both = _permute(own, other, cutlass.select_(i1 == 0, even, odd))
+        moved = cute.arch.lop3(Uint32(_HALVES_BELOW), both >> 12, both << 12, _CHOICE)
+        words = cute.make_tensor(keep_bits.iterator, cute.make_layout((4, 2, 2, 2, 4)))
+        if is_wanted:
+            word = cute.arch.lop3(Uint32(_OWN_HALVES), both, moved, _CHOICE)
+            words[self.quarter, place % 2, i1, self.half, place // 2] = word
 
     @staticmethod
     def place(pair: int, column: int) -> tuple[int, int, int]:

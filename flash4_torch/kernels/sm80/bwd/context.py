@@ -61,7 +61,7 @@ class Context:
     work_idx: cute.Pointer
     """The work index that one thread has drawn, in order."""
     sKeepBits: cute.Tensor | None
-    """(32, words, warps): see `dropout.take`."""
+    """(32, words, warps): see `dropout.take`. The strips of all MMAs of a warp lie side by side."""
     stats: cute.Tensor
     dq_acc: cute.Tensor
     dk: cute.Tensor

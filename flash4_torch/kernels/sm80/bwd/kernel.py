@@ -53,7 +53,8 @@ def backward_kernel(
         Float32, cute.make_layout((plan.queries, plan.features.row_stats, plan.stages)), 16
     )
     if cutlass.const_expr(plan.features.dropout):
-        words = (WARP, dropout.words(plan.own_queries), plan.warps)
+        strips = plan.key_mmas * dropout.strips(plan.own_queries)
+        words = (WARP, dropout.words(strips * dropout.STRIP), plan.warps)
         sKeepBits = memory.allocate_tensor(Uint32, cute.make_layout(words), 16)
     ctx = Context(
         plan=plan,

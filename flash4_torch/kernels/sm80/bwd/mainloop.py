@@ -13,7 +13,15 @@ from .context import Context
 from .dq_sums import add_dq
 from .load import load_kv, load_rows
 from .state import Block, BlockState, Thread, TileState, make_sums
-from .weights import differentiate, dropped, generate_keep_bits, head_of, mask_words, recompute_p
+from .weights import (
+    differentiate,
+    dropped,
+    generate_keep_bits,
+    head_of,
+    mask_words,
+    recompute_p,
+    take_keep_bits,
+)
 
 
 def make_thread(ctx: Context) -> Thread:
@@ -68,13 +76,14 @@ def _to_dk(
     mmas = range(plan.key_mmas)
     _scores(ctx, S, ctx.sK, sQ, plan.D, plan.column_parts[0])
     probs = [recompute_p(ctx, work.of_mma(m), block, own, S[m], mask, stage) for m in mmas]
+    keep_bits = take_keep_bits(ctx)
     _scores(ctx, dP, ctx.sV, sdO, plan.Dv, plan.column_parts[1])
-    P = [dropped(ctx, of_keys) for of_keys in probs]
+    P = [dropped(ctx, probs[m], keep_bits, m) for m in mmas]
     if plan.shares_weights:
         _store(ctx, P, ctx.sP)
     else:
         _accumulate(ctx, t.dV, P, sdO, plan.column_parts[1])
-    dS = [differentiate(ctx, work.of_mma(m), own, probs[m], S[m], dP[m], stage) for m in mmas]
+    dS = [differentiate(ctx, work.of_mma(m), own, probs[m], S[m], dP[m], keep_bits, stage, m) for m in mmas]
     _store(ctx, dS, ctx.sdS)
     if not plan.shares_weights:
         _accumulate(ctx, t.dK, dS, sQ, plan.column_parts[0])

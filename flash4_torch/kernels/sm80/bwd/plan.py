@@ -122,10 +122,16 @@ class Plan(BackwardPlan):
     @property
     def dq_columns_at_once(self) -> int:
         """Columns of dQ that a warp has in registers, where sums have no order: all, or what is left next
-        to dK and dV of two MMAs.
+        to dK and dV of two MMAs, or to what dropout and the band need where no warps share keys.
         """
-        few = self.key_mmas > 1 and self.dq_columns % 32 == 0 and not self.features.deterministic
-        return 32 if few else self.dq_columns
+        f, columns = self.features, self.dq_columns
+        if f.deterministic or self.is_float32:
+            return columns
+        if self.key_mmas > 1:
+            return 32 if columns % 32 == 0 else columns
+        if f.dropout and self.band.masks and not self.shares_weights:
+            return columns // 2 if columns % 32 == 0 else warp_mma.ROWS
+        return columns
 
     @property
     def stages(self) -> int:
@@ -160,7 +166,7 @@ class Plan(BackwardPlan):
         assert f.D % 8 == 0 and f.Dv % 8 == 0 and 8 <= min(f.D, f.Dv) and max(f.D, f.Dv) <= 256
         assert not (f.is_float32 and any(f.mods)) and (f.is_float32 or not f.tf32)
         assert c.queries in (64, 128) and c.column_warps in (1, 2, 4) and c.warps in (2, 4, 8)
-        assert c.key_mmas in (1, 2) and not (c.key_mmas > 1 and (f.is_float32 or f.mask or f.dropout))
+        assert c.key_mmas in (1, 2) and not (c.key_mmas > 1 and (f.is_float32 or f.mask))
         assert c.warps >= c.column_warps and 16 * c.warps % c.queries == 0, "dQ is not shared out evenly"
         assert c.stages >= 1 and (f.float_mask or not f.dmask)
         assert bool(f.mods.score_mod) == bool(f.mods.derivative) and not (any(f.mods) and f.mask)

@@ -28,7 +28,6 @@ class Probs(NamedTuple):
     P: cute.Tensor
     dtanh: cute.Tensor | None
     """Softcap's derivative, in 16 bits."""
-    keep_bits: cute.Tensor | None
     scores: cute.Tensor | None = None
     """float32, before score_mod, if its derivative reads them."""
 
@@ -61,7 +60,7 @@ def recompute_p(
 ) -> Probs:
     """Turn scores into P: rounded in the result, and unrounded in their place."""
     plan, features = ctx.plan, ctx.plan.features
-    P, dtanh, keep_bits = cute.make_rmem_tensor(S.layout, plan.dtype), None, None
+    P, dtanh = cute.make_rmem_tensor(S.layout, plan.dtype), None
     before, own_mods = None, None
     scores.scale_and_cap(S, ctx.params, features)
     if cutlass.const_expr(features.softcap):
@@ -92,9 +91,7 @@ def recompute_p(
                 x = S[4 * j + i] * scale - of_column[i % 2]
             S[4 * j + i] = cute.math.exp2(x, fastmath=True)
         round_to(four_of(S, j), four_of(P, j))
-    if cutlass.const_expr(features.dropout):
-        keep_bits = dropout.take(ctx.sKeepBits[None, None, ctx.warp], ctx.lane)
-    return Probs(P, dtanh, keep_bits, before)
+    return Probs(P, dtanh, before)
 
 
 @cute.jit
@@ -149,15 +146,27 @@ def _of_own_queries(ctx: Context, which: int, stage: Int32) -> cute.Tensor:
     return columns_of(own, ctx.lane)
 
 
+def take_keep_bits(ctx: Context) -> cute.Tensor | None:
+    """The thread's keep bits of a block, the strips of all MMAs side by side."""
+    if not ctx.plan.features.dropout:
+        return None
+    return dropout.take(ctx.sKeepBits[None, None, ctx.warp], ctx.lane)
+
+
+def _strip_of(ctx: Context, m: int) -> int:
+    """The place of the m-th MMA's first strip."""
+    return m * dropout.strips(ctx.plan.own_queries)
+
+
 @cute.jit
-def dropped(ctx: Context, probs: Probs) -> cute.Tensor:
-    """P after dropout."""
+def dropped(ctx: Context, probs: Probs, keep_bits: cute.Tensor | None, m: cutlass.Constexpr) -> cute.Tensor:
+    """P of the m-th MMA after dropout."""
     if cutlass.const_expr(not ctx.plan.features.dropout):
         return probs.P
     dropped = cute.make_rmem_tensor(probs.P.layout, ctx.plan.dtype)
     for i in cutlass.range_constexpr(cute.size(dropped)):
         dropped[i] = probs.P[i]
-    dropout.KeyRows.drop(dropped, probs.keep_bits)
+    dropout.KeyRows.drop(dropped, keep_bits, _strip_of(ctx, m))
     return dropped
 
 
@@ -169,13 +178,15 @@ def differentiate(
     probs: Probs,
     S: cute.Tensor,
     dP: cute.Tensor,
+    keep_bits: cute.Tensor | None,
     stage: Int32,
+    m: cutlass.Constexpr,
 ) -> cute.Tensor:
     """dS = P (dP - delta), the gradient with respect to scaled scores."""
     plan, features = ctx.plan, ctx.plan.features
     dS = cute.make_rmem_tensor(dP.layout, plan.dtype)
     if cutlass.const_expr(features.dropout):
-        dropout.KeyRows.drop(dP, probs.keep_bits)
+        dropout.KeyRows.select(dP, keep_bits, _strip_of(ctx, m))
     delta = _of_own_queries(ctx, DELTA, stage)
     for j in cutlass.range_constexpr(cute.size(dP) // 4):
         of_column, weights = pair_of(delta, j), four_of(S, j)
@@ -214,18 +225,24 @@ def _differentiate_mod(
 
 @cute.jit
 def generate_keep_bits(ctx: Context, work: TileState, own: BlockState) -> None:
-    """Generate the keep bits of the warp's weights of a block, strip by strip: eight lanes have one."""
+    """Generate the keep bits of the warp's weights of a block, strip by strip: see `dropout.passes`."""
     plan, tile = ctx.plan, work.tile
     strips = dropout.strips(plan.own_queries)
+    count = plan.key_mmas * strips
     head = tile.batch * ctx.maps.mQ.shape[2] + own.head
-    key = tile.index * plan.keys + ctx.key_warp * warp_mma.ROWS
+    first = tile.index * plan.keys + ctx.key_warp * plan.warp_keys
     query = own.n * plan.queries + first_query(ctx)
     cute.arch.sync_warp()  # the bits of the block before have been taken
-    for base in cutlass.range_constexpr(0, strips, dropout.WARP_STRIPS):
-        strip = base + ctx.lane // dropout.STRIP_LANES
-        if strip < strips:
-            rows = dropout.KeyRows.at(work.philox, key, head, ctx.lane)
-            rows.generate(query, Uint32(strip), ctx.sKeepBits[None, None, ctx.warp])
+    philox = work.philox.with_keys_anew() if plan.key_mmas > 1 else work.philox
+    for base, lanes in dropout.passes(count):
+        slot = base + ctx.lane // lanes
+        m, strip = slot // strips, Uint32(slot % strips)
+        rows = dropout.KeyRows.at(philox, first + m * warp_mma.ROWS, head, ctx.lane)
+        keep_bits = ctx.sKeepBits[None, None, ctx.warp]
+        if cutlass.const_expr(lanes == dropout.SHARED_LANES):
+            rows.generate_shared(query, strip, keep_bits, Uint32(slot), ctx.lane, slot < count)
+        elif slot < count:
+            rows.generate(query, strip, keep_bits, Uint32(slot))
     cute.arch.sync_warp()
 
 

@@ -383,16 +383,20 @@ def _mask_found_anew(ctx: Context, work: TileState, n: Int32, m: int) -> tuple[a
 
 @cute.jit
 def _generate_keep_bits(ctx: Context, work: TileState, n: Int32) -> None:
-    """Generate the keep bits of the warp's weights of block n, strip by strip: eight lanes have one."""
+    """Generate the keep bits of the warp's weights of block n, strip by strip: see `dropout.passes`."""
     plan, tile = ctx.plan, work.tile
     strips = dropout.strips(plan.own_keys)
+    count = plan.row_mmas * strips
     head = tile.batch * ctx.lse.shape[0 if plan.features.varlen else 1] + tiles.query_head(ctx, tile)
+    first, key = work.first + ctx.row_warp * plan.warp_rows, n * plan.keys + _first_key(ctx)
     cute.arch.sync_warp()  # the bits of the block before have been taken
-    for base in cutlass.range_constexpr(0, plan.row_mmas * strips, dropout.WARP_STRIPS):
-        slot = base + ctx.lane // dropout.STRIP_LANES
+    for base, lanes in dropout.passes(count):
+        slot = base + ctx.lane // lanes
         m, strip = slot // strips, Uint32(slot % strips)
-        if slot < plan.row_mmas * strips:
-            row = work.first + ctx.row_warp * plan.warp_rows + m * warp_mma.ROWS
-            rows = dropout.QueryRows.at(work.philox, row, head, ctx.lane)
-            rows.generate(n * plan.keys + _first_key(ctx), strip, ctx.sKeepBits[None, None, m, ctx.warp])
+        rows = dropout.QueryRows.at(work.philox, first + m * warp_mma.ROWS, head, ctx.lane)
+        keep_bits = ctx.sKeepBits[None, None, m, ctx.warp]
+        if cutlass.const_expr(lanes == dropout.SHARED_LANES):
+            rows.generate_shared(key, strip, keep_bits, strip, ctx.lane, slot < count)
+        elif slot < count:
+            rows.generate(key, strip, keep_bits)
     cute.arch.sync_warp()
