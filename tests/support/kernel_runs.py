@@ -17,6 +17,7 @@ from torch import Tensor
 
 from everything import examples
 from flash4_torch import testing
+from flash4_torch.backends.compiled.backward import mask_plan
 from flash4_torch.compile import jit
 from flash4_torch.configs.types import (
     Features,
@@ -142,7 +143,7 @@ def run_backward(
     mask, plan = call.mask, None
     if mask is not None:
         mask = mask.transpose(2, 3).expand(-1, -1, -1, call.q.shape[1])
-        plan = MaskPlan(features.mask, config.cluster_keys, config.queries)
+        plan = mask_plan(features.mask, config)
     stats = -stats if config.tmem_order else stats
     tensors = (call.q, call.k, call.v, call.dout, stats, dq_acc, dq, dk, dv)
     behind = (None if dmask is None else dmask.transpose(2, 3),)

@@ -249,8 +249,10 @@ def _mask(
     """The mask with queries as rows again."""
     mask, tables = args
     assert str(mask.dtype) == f"torch.{features.mask}" and mask.shape[3] == q.shape[1]
-    assert mask.shape[2] in (1, k.shape[1]) and (mask.shape[3] == 1 or mask.stride(3) in (0, 1))
     plan = backward.mask_plan(features.mask, config)
+    together = [3, 2] if plan.column_major else [3]
+    assert mask.shape[2] in (1, k.shape[1])
+    assert any(mask.shape[d] == 1 or mask.stride(d) in (0, 1) for d in together)
     assert tables.numel() == place(plan, *mask.shape).words and tables.dtype == torch.int32
     return mask.transpose(2, 3)
 

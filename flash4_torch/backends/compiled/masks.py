@@ -60,15 +60,18 @@ def over_keys(Sk: int) -> View:
     return view
 
 
-def transposed(Sq: int) -> View:
+def transposed(Sq: int, plan: MaskPlan) -> View:
     """The view of the backward: keys as rows, expanded over all queries.
 
-    It is copied if queries would not be contiguous otherwise, because they are loaded together.
+    It is copied if neighbours that are loaded together would not be contiguous otherwise: queries or, of a
+    column-major mask, keys. That one's queries may be contiguous instead, which is slower, but not than a copy.
     """
 
     def view(mask: Tensor) -> Tensor:
+        if plan.column_major and all(mask.shape[d] > 1 and mask.stride(d) != 1 for d in (2, 3)):
+            mask = mask.contiguous()
         x = mask.transpose(2, 3)
-        if x.shape[3] > 1 and x.stride(3) != 1:
+        if not plan.column_major and x.shape[3] > 1 and x.stride(3) != 1:
             return x.contiguous()
         return x if x.shape[3] == Sq else x.expand(*x.shape[:3], Sq)
 

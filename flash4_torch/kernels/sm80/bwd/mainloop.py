@@ -13,7 +13,7 @@ from .context import Context
 from .dq_sums import add_dq
 from .load import load_kv, load_rows
 from .state import Block, BlockState, Thread, TileState, make_sums
-from .weights import differentiate, dropped, generate_keep_bits, head_of, mask_words, recompute_p
+from .weights import differentiate, dropped, first_key, generate_keep_bits, head_of, mask_words, recompute_p
 
 
 def make_thread(ctx: Context) -> Thread:
@@ -67,7 +67,7 @@ def _to_dk(
     S, dP = (make_sums(plan, plan.own_queries, plan.key_mmas, filled=False) for _ in range(2))
     mmas = range(plan.key_mmas)
     _scores(ctx, S, ctx.sK, sQ, plan.D, plan.column_parts[0])
-    probs = [recompute_p(ctx, work.of_mma(m), block, own, S[m], mask, stage) for m in mmas]
+    probs = [recompute_p(ctx, work.of_mma(m), block, own, S[m], m, mask, stage) for m in mmas]
     _scores(ctx, dP, ctx.sV, sdO, plan.Dv, plan.column_parts[1])
     P = [dropped(ctx, of_keys) for of_keys in probs]
     if plan.shares_weights:
@@ -86,7 +86,7 @@ def _to_dk(
 
 def _scores(ctx: Context, S: tuple, of_keys: cute.Tensor, of_queries: cute.Tensor, D: int, part: int) -> None:
     """Products of the warp's keys with the queries for which it computes scores."""
-    plan, key, query = ctx.plan, _first_key(ctx), ctx.column_warp * ctx.plan.own_queries
+    plan, key, query = ctx.plan, first_key(ctx), ctx.column_warp * ctx.plan.own_queries
     if plan.is_float32:
         keys, queries = warp_tf32.Rows(of_keys, key), warp_tf32.Rows(of_queries, query)
         warp_tf32.scores(S, keys, queries, ctx.lane, plan.tf32_method)
@@ -102,7 +102,7 @@ def _store(ctx: Context, weights: list[cute.Tensor], target: cute.Tensor) -> Non
     for m, numbers in enumerate(weights):
         if plan.is_float32:
             row = ctx.column_warp * plan.own_queries
-            warp_tf32.store_columns(numbers, target, row, _first_key(ctx), ctx.lane)
+            warp_tf32.store_columns(numbers, target, row, first_key(ctx), ctx.lane)
         else:
             tiler, place = (warp_mma.ROWS, plan.own_queries), ctx.key_warp * plan.key_mmas + m
             warp_mma.store_to_smem(
@@ -126,27 +126,22 @@ def _accumulate_shared(ctx: Context, sums: tuple, weights: cute.Tensor, rows: cu
     """Add the products of the warp's keys' weights, in SMEM, with the warp's columns of rows of queries."""
     plan = ctx.plan
     if plan.is_float32:
-        left = warp_tf32.from_columns(weights, _first_key(ctx), ctx.lane)
+        left = warp_tf32.from_columns(weights, first_key(ctx), ctx.lane)
         columns = cute.size(rows, mode=[1]) // 2 // plan.column_warps
         right = warp_tf32.Columns(rows, ctx.column_warp * columns)
         warp_tf32.accumulate(sums, (), (left,), right, ctx.lane, plan.tf32_method)
     else:
         column = ctx.column_warp * (cute.size(rows, mode=[1]) // plan.column_warps)
-        left = warp_mma.left(weights, _first_key(ctx), ctx.lane, part=plan.own_queries)
+        left = warp_mma.left(weights, first_key(ctx), ctx.lane, part=plan.own_queries)
         right = warp_mma.right(rows, Int32(0), ctx.lane, column=column, part=part, transposed=True)
         warp_mma.accumulate(sums, warp_mma.from_smem(left, plan.key_mmas), right, plan.queries)
-
-
-def _first_key(ctx: Context) -> Int32:
-    """The first of the warp's keys in the tile."""
-    return ctx.key_warp * ctx.plan.warp_keys
 
 
 @cute.jit
 def _work(ctx: Context, tile: Tile) -> TileState:
     plan = ctx.plan
     band, span = tiles.band_of(ctx, tile), tiles.span_of(ctx, tile)
-    first = tile.index * plan.keys + _first_key(ctx) + ctx.lane // warp_mma.LANES
+    first = tile.index * plan.keys + first_key(ctx) + ctx.lane // warp_mma.LANES
     order, philox = None, None
     if cutlass.const_expr(plan.features.deterministic):
         order = tiles.order_of(ctx, tile)

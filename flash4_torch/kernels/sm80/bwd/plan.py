@@ -74,6 +74,11 @@ class Plan(BackwardPlan):
         return (1, 1) if self.is_float32 else (self.config.q_parts, self.column_warps)
 
     @property
+    def mask_bytes(self) -> int:
+        """Bytes of a number of the mask."""
+        return 4 if self.features.mask == "float32" else 2
+
+    @property
     def warps(self) -> int:
         return self.config.warps
 
