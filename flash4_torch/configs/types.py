@@ -370,7 +370,7 @@ class Sm80Backward(NamedTuple):
     """Sk may end inside a tile."""
     key_mmas: int = 1
     """MMAs of 16 keys side by side that a warp has: what it reads of Q and dO serves them all. With two there
-    is neither mask nor dropout."""
+    is no dropout."""
 
     @property
     def keys(self) -> int:
@@ -384,8 +384,8 @@ class Sm80Backward(NamedTuple):
 
     @property
     def copies_masks(self) -> bool:
-        """Whether tiles of a floating mask are copied to SMEM as they lie, a query's keys side by side. Otherwise
-        threads read the queries of a key."""
+        """Whether tiles of a floating mask are copied to SMEM as they lie, a query's keys side by side.
+        Otherwise threads read the queries of a key."""
         return True
 
     @property
@@ -508,8 +508,8 @@ class Sm90Backward(NamedTuple):
 
     @property
     def copies_masks(self) -> bool:
-        """Whether tiles of a floating mask are copied to SMEM as they lie, a query's keys side by side. Otherwise
-        threads read the queries of a key."""
+        """Whether tiles of a floating mask are copied to SMEM as they lie, a query's keys side by side.
+        Otherwise threads read the queries of a key."""
         return False
 
     @property
@@ -591,8 +591,8 @@ class Sm100Backward(NamedTuple):
 
     @property
     def copies_masks(self) -> bool:
-        """Whether tiles of a floating mask are copied to SMEM as they lie, a query's keys side by side. Otherwise
-        threads read the queries of a key."""
+        """Whether tiles of a floating mask are copied to SMEM as they lie, a query's keys side by side.
+        Otherwise threads read the queries of a key."""
         return False
 
     @property

@@ -73,6 +73,13 @@ STATICS = {
     "two MMAs, in order": static(
         96, 80, (4, 2, 64, 1), key_mmas=2, varlen=True, deterministic=True, **SOFTCAP, **WINDOW
     ),
+    "two MMAs, bool mask": static(96, 80, (8, 2, 64, 2), "float16", key_mmas=2, mask="bool", left=True),
+    "two MMAs, bfloat16 mask": static(
+        64, 40, (8, 2, 64, 2), key_mmas=2, mask="bfloat16", scaled=True, **CAUSAL
+    ),
+    "two MMAs, float32 mask": static(
+        128, 200, (8, 4, 64, 1), "float16", key_mmas=2, mask="float32", scaled=True, dmask=True
+    ),
     "two MMAs, alone": static(40, 64, (4, 1, 64, 2), "float16", key_mmas=2, ragged_k=False, **CAUSAL),
 }
 FLOAT32 = {
@@ -138,7 +145,7 @@ def test_gradients_of_a_part_have_its_dropout() -> None:
     check_gradients(kernel, call, run_backward(kernel, call))
 
 
-# The order of a mask's dimensions in memory (B, Hq, Sq, Sk), the pitch of the last one, and which are broadcast.
+# The order in memory of a mask's dimensions (B, Hq, Sq, Sk), the last one's pitch, and which are broadcast.
 LIES = {
     "vectors": ((0, 1, 2, 3), 160, ()),
     "vectors of one query": ((0, 1, 2, 3), 160, (2,)),
@@ -156,11 +163,11 @@ def test_masks_lie_in_any_order(name: str, lies: str) -> None:
     """Tiles of a mask are copied as they lie; what surrounds it in memory is never read."""
     kernel, (order, pitch, broadcast) = STATICS[name], LIES[lies]
     sizes = [1 if d in broadcast else n for d, n in enumerate((2, 2, 130, 150))]
-    memory = torch.full([*(sizes[d] for d in order[:3]), pitch], math.nan)
+    dtype = getattr(torch, kernel[0].mask)
+    memory = torch.full([*(sizes[d] for d in order[:3]), pitch], math.nan, dtype=dtype)
     mask = memory[..., : sizes[order[3]]].permute([order.index(d) for d in range(4)])
     mask.copy_(torch.randn(sizes, generator=torch.Generator().manual_seed(1)))
     mask[:, :, 64:128, :128] = 0.0  # a block that the mask leaves alone
     mask[:, :, 20:, 140:] = -math.inf
-    mask = memory.to(getattr(torch, kernel[0].mask))[..., : sizes[order[3]]]
-    call = drawn(kernel, lengths=((130,) * 2, (150,) * 2), mask=mask.permute([order.index(d) for d in range(4)]))
+    call = drawn(kernel, lengths=((130,) * 2, (150,) * 2), mask=mask)
     check_gradients(kernel, call, run_backward(kernel, call))

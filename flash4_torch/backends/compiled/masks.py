@@ -63,8 +63,9 @@ def over_keys(Sk: int) -> View:
 def transposed(Sq: int, plan: MaskPlan) -> View:
     """The view of the backward: keys as rows, expanded over all queries.
 
-    It is copied if neighbours that are loaded together would not be contiguous otherwise: queries or, of a
-    column-major mask, keys. That one's queries may be contiguous instead, which is slower, but not than a copy.
+    It is copied if queries would not be contiguous otherwise, because they are loaded together. Of a
+    column-major mask either keys or queries have to be: keys are loaded together, and a copy is slower than
+    queries that are loaded singly.
     """
 
     def view(mask: Tensor) -> Tensor:

@@ -37,8 +37,7 @@ class MaskPlan(NamedTuple):
     heads: int = 1
     """Query heads in a block, neighbours that divide Hm: more than 1 where heads are packed into a tile."""
     column_major: bool = False
-    """Floating masks: whether rows are neighbours in memory, rather than keys. Others are right, too, but slower
-    to read."""
+    """Floating masks: whether rows are expected to be neighbours in memory, rather than keys."""
 
     @property
     def panels(self) -> int:

@@ -36,9 +36,8 @@ def mainloop(ctx: Context, t: Thread, tile: Tile) -> None:
     stage, freed = Int32(0), Int32(plan.stages - 1)
     for i in cutlass.range(count, unroll=1):
         block = blocks[0]
-        further = _next_block(ctx, work, blocks[-1])
         own = BlockState(tile, head_of(ctx, work, block), block.n)
-        mask = mask_words(ctx, work, own)
+        mask = [mask_words(ctx, work.of_mma(m), own) for m in range(plan.key_mmas)]
         if cutlass.const_expr(plan.features.dropout):
             generate_keep_bits(ctx, work, own)
         cute.arch.cp_async_wait_group(plan.groups_in_flight)
@@ -55,11 +54,11 @@ def mainloop(ctx: Context, t: Thread, tile: Tile) -> None:
             cute.arch.cp_async_commit_group()
         add_dq(ctx, work, own)
         freed, stage = stage, Int32(0) if stage + 1 == plan.stages else stage + 1
-        blocks = (*blocks[1:], further)
+        blocks = (*blocks[1:], _next_block(ctx, work, blocks[-1]))
 
 
 def _to_dk(
-    ctx: Context, t: Thread, work: TileState, block: Block, own: BlockState, mask: tuple, stage: Int32
+    ctx: Context, t: Thread, work: TileState, block: Block, own: BlockState, mask: list, stage: Int32
 ) -> None:
     """A block's share of dV and dK. At the end dS is in SMEM; Q and dO have been used, if no warps share."""
     plan = ctx.plan
@@ -67,7 +66,7 @@ def _to_dk(
     S, dP = (make_sums(plan, plan.own_queries, plan.key_mmas, filled=False) for _ in range(2))
     mmas = range(plan.key_mmas)
     _scores(ctx, S, ctx.sK, sQ, plan.D, plan.column_parts[0])
-    probs = [recompute_p(ctx, work.of_mma(m), block, own, S[m], m, mask, stage) for m in mmas]
+    probs = [recompute_p(ctx, work.of_mma(m), block, own, S[m], m, mask[m], stage) for m in mmas]
     _scores(ctx, dP, ctx.sV, sdO, plan.Dv, plan.column_parts[1])
     P = [dropped(ctx, of_keys) for of_keys in probs]
     if plan.shares_weights:

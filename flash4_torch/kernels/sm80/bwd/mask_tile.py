@@ -1,8 +1,8 @@
-"""A block's tile of a floating mask: copied to shared memory as it lies, (queries, keys), and read transposed.
+"""A block's tile of a floating mask: copied to SMEM as it lies, (queries, keys), and read transposed.
 
 Rows of the mask's tensor are keys, as everywhere in the backward, but it is a view: in memory the keys of a
 query are neighbours, usually. So lanes copy along keys, and a tile arrives with the block's Q. Then no lane
-waits for global memory between its scores and its weights, and a transposing ldmatrix brings numbers of 16 bits
+waits for global memory between its scores and its weights, and a transposing ldmatrix brings 16-bit numbers
 in the order of the accumulator.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint32
+from cutlass import Int32, Int64, Uint32
 from cutlass.memory import SmemAllocator
 
 from ...common import smem_layouts, warp_mma
@@ -43,8 +43,8 @@ def load_mask(ctx: Context, tile: Tile, head: Int32, block: Block, visit: Visit,
     """Start to copy a block's tile, if it is the i-th one of more than i; queries beyond the end are read as
     the last one.
 
-    The tile of a block that the mask leaves alone becomes 0. Where keys are no neighbours or vectors not aligned,
-    numbers of 16 bits are there when this returns.
+    The tile of a block that the mask leaves alone becomes 0. Where keys are no neighbours, or vectors not
+    aligned, numbers come one by one, and those of 16 bits are there when this returns.
     """
     mask, each = ctx.mask.values, VECTOR // ctx.plan.mask_bytes
     place = within(tile.batch, mask.shape[0]), within(head, mask.shape[1])

@@ -133,6 +133,15 @@ class Plan(BackwardPlan):
         return 32 if few else self.dq_columns
 
     @property
+    def dq_turns(self) -> int:
+        """Parts of the keys by which dQ is summed up in a loop: two where ptxas would read so far ahead that
+        it spills. Without any mask it does not.
+        """
+        f = self.features
+        bare = not (f.mask or f.left or f.right or f.varlen or f.deterministic or f.softcap)
+        return 2 if self.key_mmas > 1 and self.dq_columns_at_once == self.dq_columns and not bare else 1
+
+    @property
     def stages(self) -> int:
         return self.config.stages
 
@@ -165,7 +174,7 @@ class Plan(BackwardPlan):
         assert f.D % 8 == 0 and f.Dv % 8 == 0 and 8 <= min(f.D, f.Dv) and max(f.D, f.Dv) <= 256
         assert not (f.is_float32 and any(f.mods)) and (f.is_float32 or not f.tf32)
         assert c.queries in (64, 128) and c.column_warps in (1, 2, 4) and c.warps in (2, 4, 8)
-        assert c.key_mmas in (1, 2) and not (c.key_mmas > 1 and (f.is_float32 or f.mask or f.dropout))
+        assert c.key_mmas in (1, 2) and not (c.key_mmas > 1 and (f.is_float32 or f.dropout))
         assert c.warps >= c.column_warps and 16 * c.warps % c.queries == 0, "dQ is not shared out evenly"
         assert c.stages >= 1 and (f.float_mask or not f.dmask)
         assert bool(f.mods.score_mod) == bool(f.mods.derivative) and not (any(f.mods) and f.mask)

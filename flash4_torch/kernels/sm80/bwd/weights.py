@@ -83,11 +83,13 @@ def recompute_p(
     if cutlass.const_expr(any(features.mods)):
         own_mods = mods.rows_of(ctx.mods, plan, work.tile.batch, (own.head, own.head), work.positions)
         before = _modify(ctx, work, own, S, own_mods)
+    if cutlass.const_expr(features.float_mask):
+        # Not in the branch below: outside of it the sums are one FFMA each with scaling. The tile of a block
+        # that the mask leaves alone is 0.
+        add_tile(ctx, S, first_query(ctx), first_key(ctx) + m * warp_mma.ROWS, stage)
     if cutlass.const_expr(plan.masks):
         partial = block.partial | (own.n < work.full.first) | (own.n >= work.full.last)
         if partial:
-            if cutlass.const_expr(features.float_mask):
-                add_tile(ctx, S, first_query(ctx), first_key(ctx) + m * warp_mma.ROWS, stage)
             _mask(ctx, work, own, fragment_of(ctx, work, own, S), mask, own_mods)
     scale, ramp = scores.softmax_scale(ctx.params, features), ()
     if cutlass.const_expr(features.mods.ramp):
