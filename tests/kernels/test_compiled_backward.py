@@ -109,7 +109,7 @@ def test_a_mask_that_is_turned_already_is_read_in_place() -> None:
     ("order", "copied"), [((0, 1, 2, 3), False), ((0, 1, 3, 2), False), ((0, 2, 3, 1), True)]
 )
 def test_masks_that_are_copied_by_tiles_are_read_in_place(order: tuple[int, ...], copied: bool) -> None:
-    """Where tiles of a floating mask are copied as they lie, either keys or queries have to be neighbours."""
+    """Either keys or queries of a floating mask have to be neighbours, where its tiles are copied."""
     mask = torch.rand([(2, 4, 24, 24)[d] for d in order]).permute([order.index(d) for d in range(4)])
     turned, _ = launched(target=SM80, attn_mask=mask).args[13]
     assert torch.equal(turned, mask.transpose(2, 3))

@@ -160,7 +160,7 @@ LIES = {
 @pytest.mark.parametrize("lies", one_of(3, list(LIES)))
 @pytest.mark.parametrize("name", few(MASKED, "float16 mask", "float32 mask"))
 def test_masks_lie_in_any_order(name: str, lies: str) -> None:
-    """Tiles of a mask are copied as they lie; what surrounds it in memory is never read."""
+    """Tiles of a mask are copied as they lie, whatever surrounds it in memory."""
     kernel, (order, pitch, broadcast) = STATICS[name], LIES[lies]
     sizes = [1 if d in broadcast else n for d, n in enumerate((2, 2, 130, 150))]
     dtype = getattr(torch, kernel[0].mask)

@@ -68,14 +68,14 @@ def _copy_vectors(ctx: Context, place: tuple, tile: Tile, block: Block, stage: I
     inside = inside if block.partial else Int32(0)
     to = smem_layouts.vector_address(target, row, vector)
     row_bytes = smem_layouts.chunk_of(cute.size(target, mode=[1])) * 2
+    # Rows a multiple of 8 further have their vectors at the same place in a swizzle.
+    assert at_once % 8 == 0 and plan.queries % at_once == 0
     for first in cutlass.range_constexpr(0, plan.queries, at_once):
         source = _number(ctx, place, within(block.n * plan.queries + first + row, Sq), key)
-        if cutlass.const_expr(at_once <= plan.queries) or row < plan.queries:
-            # Rows a multiple of 8 further have their vectors at the same place in a swizzle.
-            cute.arch.inline_ptx(
-                f"cp.async.cg.shared.global [{{$r0}}+{first * row_bytes}], [{{$r1}}], {VECTOR}, {{$r2}};",
-                read_only_args=[to, source, inside],
-            )
+        cute.arch.inline_ptx(
+            f"cp.async.cg.shared.global [{{$r0}}+{first * row_bytes}], [{{$r1}}], {VECTOR}, {{$r2}};",
+            read_only_args=[to, source, inside],
+        )
 
 
 @cute.jit

@@ -5,7 +5,7 @@ that sees one of these keys. Keys are the rows of S^T, dP^T, dK and dV: each war
 `column_warps` warps share 16. All warps do the same, block after block:
 
     load      every warp copies some of the rows of Q and dO, by cp.async, with the results of the preprocess
-              kernel: lse and delta
+              kernel: lse and delta, and with the tile of a floating mask
     mainloop  S^T = K Q^T, P; dP^T = V dO^T, dV += P^T dO; dS to SMEM, dK += dS^T Q; dQ = dS K, of which each
               warp has 16 rows or, `dq_warps` sharing these, some columns of them
     dq_sums   a red.add for each number of dQ; in order, between two barriers and a semaphore
