@@ -172,8 +172,8 @@ def _mask_spills(features: Features) -> bool:
     addresses of a float32 one. Heads above 128 columns have more warps to as many keys.
     """
     f, widest = features, max(features.D, features.Dv)
-    words = f.mask == "bool" and 64 < widest <= 128 and (f.left or widest <= 96)
-    return words or (f.mask == "float32" and 96 < widest <= 128)
+    words = f.mask == "bool" and (f.left or widest <= 96)
+    return 64 < widest <= 128 and (words or f.mask == "float32")
 
 
 def has_registers(features: Features, config: Sm80Backward) -> bool:
