@@ -168,12 +168,13 @@ def fits(features: Features, config: Sm80Backward, shared_memory: int) -> bool:
 
 
 def _mask_spills(features: Features) -> bool:
-    """Whether a mask has no registers next to two MMAs of keys: the words of four keys of a bool mask, or the
-    addresses of a float32 one. Heads above 128 columns have more warps to as many keys.
+    """Whether a mask has no registers next to two MMAs of keys: the words of four keys of a bool mask, the
+    addresses of a float32 one, or those of dmask in a window. Heads above 128 columns have more warps to as
+    many keys.
     """
     f, widest = features, max(features.D, features.Dv)
     words = f.mask == "bool" and (f.left or widest <= 96)
-    return 64 < widest <= 128 and (words or f.mask == "float32")
+    return 64 < widest <= 128 and (words or f.mask == "float32" or (f.dmask and f.left))
 
 
 def has_registers(features: Features, config: Sm80Backward) -> bool:
