@@ -47,9 +47,14 @@ _TABLE = (
     Row(64, 64, _Tiles(4, 1, 64, 2), "56 KiB: two CTAs to an SM; on an H200 1.01 to 1.08 times as fast",
         LARGE_BYTES),
     Row(64, 64, _Tiles(8, 1, 64, 2), "80 KiB: 128 keys for each block of rows, two warps a tensor core"),
-    Row(64, 64, _Tiles(8, 2, 64, 2), "masks and softcap: 2 to 31 spills with 128 keys"),
+    Row(64, 64, _Tiles(8, 2, 64, 2, key_mmas=2),
+        "masks, 98 to 162 KiB: of 64 queries and keys 320 ldmatrix, where 16 keys to a warp have 496"),
+    Row(64, 64, _Tiles(8, 2, 64, 2), "features that need registers: 2 to 31 spills with 128 keys"),
     Row(128, 128, _Tiles(8, 2, 64, 2, key_mmas=2),
         "162 KiB: Q and dO are read for 32 keys; on an H200 1.24 to 1.46 times as fast as for 16"),
+    Row(128, 128, _Tiles(8, 2, 64, 1, key_mmas=2),
+        "floating masks, 145 KiB: of 64 queries and keys 656 ldmatrix, where 16 keys to a warp have 880",
+        LARGE_BYTES),
     Row(128, 128, _Tiles(8, 2, 64, 2), "112 KiB; with 16 keys to a warp, 4 to 62 spills from 96 columns on"),
     Row(128, 128, _Tiles(8, 2, 64, 1), "80 KiB: two stages have no room"),
     Row(192, 192, _Tiles(8, 2, 64, 2), "160 KiB: dK and dV of 16 keys fit the registers of two warps"),
@@ -61,6 +66,7 @@ _TABLE = (
 _FLOAT32 = (
     Row(64, 64, _Tiles(8, 2, 64, 2), "128 KiB; with 16 keys to a warp, 160 spills and more"),
     Row(64, 64, _Tiles(8, 2, 64, 1), "96 KiB: two stages have no room"),
+    Row(64, 64, _Tiles(4, 2, 64, 1), "73 KiB: nor have 64 keys and a floating mask"),
     Row(128, 128, _Tiles(8, 4, 64, 1), "112 KiB; with 64 keys 2 to 36 spills"),
 )
 # fmt: on
@@ -161,6 +167,16 @@ def fits(features: Features, config: Sm80Backward, shared_memory: int) -> bool:
     return has_registers(features, config) and config.shared_memory(features) <= shared_memory
 
 
+def _mask_spills(features: Features) -> bool:
+    """Whether a mask has no registers next to two MMAs of keys: the words of four keys of a bool mask, the
+    addresses of a float32 one, or those of dmask in a window. Heads above 128 columns have more warps to as
+    many keys.
+    """
+    f, widest = features, max(features.D, features.Dv)
+    words = f.mask == "bool" and (f.left or widest <= 96)
+    return 64 < widest <= 128 and (words or f.mask == "float32" or (f.dmask and f.left))
+
+
 def has_registers(features: Features, config: Sm80Backward) -> bool:
     """Whether a thread has registers for it.
 
@@ -174,9 +190,9 @@ def has_registers(features: Features, config: Sm80Backward) -> bool:
         return False  # dQ takes as many registers as all others together
     accumulators = c.key_mmas * (tile_dim(f.D) + tile_dim(f.Dv) + rows) // (2 * shared)
     if c.key_mmas > 1:
-        plain = not (f.mask or f.softcap or any(f.mods) or c.round_weights)
+        plain = not (f.softcap or (f.mask and f.dropout) or any(f.mods) or c.round_weights)
         ordered = f.deterministic and max(f.D, f.Dv) > 128
-        return plain and not ordered and accumulators <= _ACCUMULATORS_OF_TWO_MMAS
+        return plain and not (ordered or _mask_spills(f)) and accumulators <= _ACCUMULATORS_OF_TWO_MMAS
     if any(f.mods):
         return shared > 1 and accumulators <= (
             _ROUNDED_WITH_MODS if c.round_weights else _ACCUMULATORS_WITH_MODS

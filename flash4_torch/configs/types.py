@@ -370,7 +370,7 @@ class Sm80Backward(NamedTuple):
     """Sk may end inside a tile."""
     key_mmas: int = 1
     """MMAs of 16 keys side by side that a warp has: what it reads of Q and dO serves them all. With two there
-    is no mask."""
+    is no softcap, and no mask beside dropout."""
 
     @property
     def keys(self) -> int:
@@ -381,6 +381,12 @@ class Sm80Backward(NamedTuple):
     def cluster(self) -> int:
         """CTAs that take neighbouring tiles: there are no clusters."""
         return 1
+
+    @property
+    def copies_masks(self) -> bool:
+        """Whether tiles of a floating mask are copied to SMEM as they lie, a query's keys side by side.
+        Otherwise threads read the queries of a key."""
+        return True
 
     @property
     def cluster_keys(self) -> int:
@@ -420,7 +426,8 @@ class Sm80Backward(NamedTuple):
     def shared_memory(self, features: Features) -> int:
         """Bytes: Q and dO in their stages, K, V, dS, two or four numbers of each row, and the work tile.
 
-        Several `column_warps` also share P. With dropout there is a bit for each weight of a block.
+        Several `column_warps` also share P. A floating mask has as many stages as Q. With dropout there is a
+        bit for each weight of a block.
         """
         steps = (features.column_step * p for _, p in _columns(self, features))
         D, Dv = (-(-n // s) * s for (n, _), s in zip(_columns(self, features), steps, strict=True))
@@ -432,7 +439,8 @@ class Sm80Backward(NamedTuple):
         bits = 16 * self.warps * tile_bits(32 * strips) if features.dropout else 0
         each = 4 if features.is_float32 else 2
         whole = sum(-(-each * n // _ALIGNMENT) * _ALIGNMENT for n in matrices)
-        return whole + statistics + bits // 8 + _WORK_TILE
+        mask = self.stages * weights * (4 if features.mask == "float32" else 2) if features.float_mask else 0
+        return whole + mask + statistics + bits // 8 + _WORK_TILE
 
 
 def _columns(config: Sm80Backward, features: Features) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -497,6 +505,12 @@ class Sm90Backward(NamedTuple):
     def keys(self) -> int:
         """Keys of a tile."""
         return 64 if self.role_split else 64 * WARPGROUPS
+
+    @property
+    def copies_masks(self) -> bool:
+        """Whether tiles of a floating mask are copied to SMEM as they lie, a query's keys side by side.
+        Otherwise threads read the queries of a key."""
+        return False
 
     @property
     def cluster_keys(self) -> int:
@@ -574,6 +588,12 @@ class Sm100Backward(NamedTuple):
     def column_step(self) -> int:
         """Head sizes are zero-padded in SMEM to a multiple of this, for two CTAs to split the columns."""
         return {(1, 128): 16, (2, 128): 128, (2, 64): 64}[self.cluster, self.keys]
+
+    @property
+    def copies_masks(self) -> bool:
+        """Whether tiles of a floating mask are copied to SMEM as they lie, a query's keys side by side.
+        Otherwise threads read the queries of a key."""
+        return False
 
     @property
     def cluster_keys(self) -> int:

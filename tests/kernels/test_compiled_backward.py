@@ -16,6 +16,7 @@ from torch import Tensor
 import flash4_torch
 from flash4_torch import testing
 from flash4_torch.backends.compiled import GROUP_REDUCE, SM90A, Target, backward, limits
+from flash4_torch.backends.compiled.targets import SM80
 from flash4_torch.configs import sm80_backward, sm90_backward, sm100_backward
 from flash4_torch.configs.types import SHARED_MEMORY, Features, Scope
 from flash4_torch.problem import Extent
@@ -60,10 +61,10 @@ def test_varlen(
         torch.testing.assert_close(a, b, rtol=0.03, atol=0.03)
 
 
-def launched(dout: Tensor | None = None, **kwargs: Any) -> Any:
+def launched(dout: Tensor | None = None, target: Target = SM90A, **kwargs: Any) -> Any:
     """The main kernel's launch for plain q, k and v."""
     q, k, v = (half(2, 24, 4, 16).requires_grad_() for _ in range(3))
-    with gpu() as machine:
+    with gpu(target) as machine:
         out = flash4_torch.attention(q, k, v, **kwargs)
         out.backward(torch.ones_like(out) if dout is None else dout)
     (launch,) = machine.backwards
@@ -102,6 +103,17 @@ def test_a_mask_that_is_turned_already_is_read_in_place() -> None:
     mask = torch.rand(24, 24).T
     turned, _ = launched(attn_mask=mask).args[13]
     assert turned.data_ptr() == mask.data_ptr() and turned.stride(3) == 1
+
+
+@pytest.mark.parametrize(
+    ("order", "copied"), [((0, 1, 2, 3), False), ((0, 1, 3, 2), False), ((0, 2, 3, 1), True)]
+)
+def test_masks_that_are_copied_by_tiles_are_read_in_place(order: tuple[int, ...], copied: bool) -> None:
+    """Either keys or queries of a floating mask have to be neighbours, where its tiles are copied."""
+    mask = torch.rand([(2, 4, 24, 24)[d] for d in order]).permute([order.index(d) for d in range(4)])
+    turned, _ = launched(target=SM80, attn_mask=mask).args[13]
+    assert torch.equal(turned, mask.transpose(2, 3))
+    assert (turned.data_ptr() != mask.data_ptr()) == copied
 
 
 @pytest.mark.parametrize(("B", "Sq", "Sk"), [(0, 4, 4), (1, 0, 4), (1, 4, 0)])

@@ -24,6 +24,10 @@ PLANS = [
     for i, dtype in enumerate(("bool", "bfloat16", "float16", "float32"))
     for j in (range(5) if dtype == "bool" else range(2))
 ]
+PLANS += [
+    MaskPlan(dtype, rows, 64, column_major=True)
+    for dtype, rows in (("bfloat16", 64), ("float16", 16), ("float32", 128), ("float32", 32))
+]
 Sk = st.sampled_from((1, 16, 31, 33, 48, 80, 112, 127, 128, 129, 256, 353)) | st.integers(1, 400)
 compile_tables = functools.cache(lambda arch, plan: compile_mask_blocks(plan))
 compile_visiting = functools.cache(lambda arch, *static: compile_visit(*static))

@@ -41,6 +41,8 @@ USES: tuple[dict[str, object], ...] = (
     {"mask": "bool", **CAUSAL},
     {"mask": "float16", "dmask": True, "scaled": True, **SOFTCAP},
     {"deterministic": True, **CAUSAL},
+    {**FLOAT, "scaled": True, **WINDOW},
+    {"mask": "bool", **WINDOW},
 )
 Kernel = tuple[Features, Sm80Backward]
 

@@ -77,6 +77,13 @@ STATICS = {
     "two MMAs, in order": static(
         96, 80, (4, 2, 64, 1), key_mmas=2, varlen=True, deterministic=True, **SOFTCAP, **WINDOW
     ),
+    "two MMAs, bool mask": static(96, 80, (8, 2, 64, 2), "float16", key_mmas=2, mask="bool", left=True),
+    "two MMAs, bfloat16 mask": static(
+        64, 40, (8, 2, 64, 2), key_mmas=2, mask="bfloat16", scaled=True, **CAUSAL
+    ),
+    "two MMAs, float32 mask": static(
+        128, 200, (8, 4, 64, 1), "float16", key_mmas=2, mask="float32", scaled=True, dmask=True
+    ),
     "two MMAs, alone": static(40, 64, (4, 1, 64, 2), "float16", key_mmas=2, ragged_k=False, **CAUSAL),
 }
 FLOAT32 = {
@@ -101,6 +108,7 @@ FLOAT32 = {
     ),
 }
 STATICS.update({f"float32: {name}": kernel for name, kernel in FLOAT32.items()})
+MASKED = {name: kernel for name, kernel in STATICS.items() if kernel[0].float_mask}
 FEW = few(STATICS, "full", "wide, four column warps", "float32: TF32", "float32: varlen")
 
 
@@ -138,4 +146,32 @@ def test_gradients_of_a_part_have_its_dropout() -> None:
     kernel = features._replace(dropout_of_part=True), config
     state = torch.tensor([5, 7, 32, 48, 3, 8, 2])
     call = drawn(kernel, lengths=((130,) * 2, (150,) * 2), p=0.4, rng_state=state)
+    check_gradients(kernel, call, run_backward(kernel, call))
+
+
+# The order in memory of a mask's dimensions (B, Hq, Sq, Sk), the last one's pitch, and which are broadcast.
+LIES = {
+    "vectors": ((0, 1, 2, 3), 160, ()),
+    "vectors of one query": ((0, 1, 2, 3), 160, (2,)),
+    "vectors of one head": ((0, 1, 2, 3), 152, (1,)),
+    "numbers": ((0, 1, 2, 3), 151, ()),
+    "numbers, queries side by side": ((0, 1, 3, 2), 144, (0,)),
+    "numbers, heads side by side": ((0, 2, 3, 1), 3, ()),
+    "numbers of one key": ((0, 1, 2, 3), 1, (3,)),
+}
+
+
+@pytest.mark.parametrize("lies", one_of(3, list(LIES)))
+@pytest.mark.parametrize("name", few(MASKED, "float16 mask", "float32 mask"))
+def test_masks_lie_in_any_order(name: str, lies: str) -> None:
+    """Tiles of a mask are copied as they lie, whatever surrounds it in memory."""
+    kernel, (order, pitch, broadcast) = STATICS[name], LIES[lies]
+    sizes = [1 if d in broadcast else n for d, n in enumerate((2, 2, 130, 150))]
+    dtype = getattr(torch, kernel[0].mask)
+    memory = torch.full([*(sizes[d] for d in order[:3]), pitch], math.nan, dtype=dtype)
+    mask = memory[..., : sizes[order[3]]].permute([order.index(d) for d in range(4)])
+    mask.copy_(torch.randn(sizes, generator=torch.Generator().manual_seed(1)))
+    mask[:, :, 64:128, :128] = 0.0  # a block that the mask leaves alone
+    mask[:, :, 20:, 140:] = -math.inf
+    call = drawn(kernel, lengths=((130,) * 2, (150,) * 2), mask=mask)
     check_gradients(kernel, call, run_backward(kernel, call))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from everything import examples
 from flash4_torch import testing
+from flash4_torch.backends.compiled.backward import mask_plan
 from flash4_torch.compile import jit
 from flash4_torch.configs.types import (
     Features,
@@ -143,7 +144,7 @@ def run_backward(
     mask, plan = call.mask, None
     if mask is not None:
         mask = mask.transpose(2, 3).expand(-1, -1, -1, call.q.shape[1])
-        plan = MaskPlan(features.mask, config.cluster_keys, config.queries)
+        plan = mask_plan(features.mask, config)
     stats = -stats if config.tmem_order else stats
     q, k, v, *gradients = _ordered(call.order[0], call.q, call.k, call.v, dq, dk, dv)
     tensors = (q, k, v, *_ordered(call.order[1], call.dout), stats, dq_acc, *gradients)

@@ -268,9 +268,11 @@ def _mask(
     """The mask with queries as rows again."""
     mask, tables = args
     assert str(mask.dtype) == f"torch.{features.mask}" and mask.shape[3] == q.shape[1]
-    in_place = mask.shape[3] == 1 or mask.stride(3) in (0, 1) or mask.numel() <= masks._FEW
-    assert mask.shape[2] in (1, k.shape[1]) and in_place
     plan = backward.mask_plan(features.mask, config)
+    together = [3, 2] if plan.column_major else [3]
+    assert mask.shape[2] in (1, k.shape[1])
+    is_few = not plan.column_major and mask.numel() <= masks._FEW
+    assert is_few or any(mask.shape[d] == 1 or mask.stride(d) in (0, 1) for d in together)
     assert tables.numel() == place(plan, *mask.shape).words and tables.dtype == torch.int32
     return mask.transpose(2, 3)
 

@@ -147,7 +147,7 @@ class Compiled(OnTargets):
         index = inputs.q.get_device()
         kernels = self.backward_kernels(problem, index)
         plan = backward.mask_plan(mask_dtype(problem), kernels.config)
-        read_mask = self._prepared_reader(problem, plan, inputs, transposed(problem.extent.Sq))
+        read_mask = self._prepared_reader(problem, plan, inputs, transposed(problem.extent.Sq, plan))
         return prepared.backward(kernels, inputs, problem, index, read_mask, saved.dout, order)
 
     def prepare_weights(self, inputs: Inputs, problem: Problem, average_heads: bool) -> WeightsLaunch | None:
@@ -179,7 +179,7 @@ class Compiled(OnTargets):
         self, inputs: Inputs, problem: Problem, config: BackwardConfig, allocator: Allocator
     ) -> Read:
         plan = backward.mask_plan(mask_dtype(problem), config)
-        return self._reader(problem, plan, inputs, transposed(problem.extent.Sq), allocator)
+        return self._reader(problem, plan, inputs, transposed(problem.extent.Sq, plan), allocator)
 
     def _reader(
         self, problem: Problem, plan: MaskPlan, inputs: Inputs, view: View, allocator: Allocator

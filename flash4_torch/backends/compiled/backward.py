@@ -188,7 +188,8 @@ def params_of(
 
 def mask_plan(dtype: str, config: BackwardConfig) -> MaskPlan:
     """How a transposed mask, whose rows are keys, is divided into blocks."""
-    return MaskPlan(dtype, config.cluster_keys, config.queries)
+    column_major = config.copies_masks and dtype not in ("", "bool")
+    return MaskPlan(dtype, config.cluster_keys, config.queries, column_major=column_major)
 
 
 def shapes_of(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, kernels: Kernels) -> Shapes:

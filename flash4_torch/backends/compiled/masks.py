@@ -62,16 +62,19 @@ def over_keys(Sk: int) -> View:
     return view
 
 
-def transposed(Sq: int) -> View:
+def transposed(Sq: int, plan: MaskPlan) -> View:
     """The view of the backward: keys as rows, expanded over all queries.
 
     It is copied if queries would not be contiguous otherwise, because they are loaded together; but not where
-    there are so few numbers that the launch of a copy takes longer.
+    there are so few numbers that the launch of a copy takes longer. Of a column-major mask either keys or
+    queries have to be: keys are loaded together, and a copy is slower than queries that are loaded singly.
     """
 
     def view(mask: Tensor) -> Tensor:
+        if plan.column_major and all(mask.shape[d] > 1 and mask.stride(d) != 1 for d in (2, 3)):
+            mask = mask.contiguous()
         x = mask.transpose(2, 3)
-        if x.numel() > _FEW and x.shape[3] > 1 and x.stride(3) != 1:
+        if not plan.column_major and x.numel() > _FEW and x.shape[3] > 1 and x.stride(3) != 1:
             return x.contiguous()
         return x if x.shape[3] == Sq else x.expand(*x.shape[:3], Sq)
 

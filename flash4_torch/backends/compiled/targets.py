@@ -64,6 +64,11 @@ class BackwardConfig(Protocol):
         ...
 
     @property
+    def copies_masks(self) -> bool:
+        """Whether the kernel copies tiles of a floating mask as they lie."""
+        ...
+
+    @property
     def tmem_order(self) -> bool:
         """Whether dQ is accumulated in TMEM order."""
         ...

@@ -68,7 +68,7 @@ def _tables(
         last = min(first + step, rows)
         shown = shown_by(mask, int(is_transposed), first // block, -(-last // block))
         if is_transposed:
-            shown = transposed(columns)(shown)
+            shown = transposed(columns, plan)(shown)
         found = reader(find, plan, shown, lambda x: x, allocator_like(shown))(shown)
         assert found is not None
         own, whole = _parts_of(plan, found[1], shown.shape), _parts_of(plan, tables, shape)

@@ -5,6 +5,9 @@ warp takes some of these blocks and a few rows: every lane loads 16 bytes of eac
 lie side by side. Ballots tell what the warp's blocks hold, shared memory gathers that over the rows, and a
 running count over the threads, one block each, lists the visible blocks. Rows that do not start at a multiple
 of 16 bytes, and rows whose keys are not contiguous, are loaded one key at a time.
+
+A column-major mask is a view whose rows are neighbours in memory, as keys are for the backward. There a warp
+takes a whole block, and its lanes lie along the rows.
 """
 
 from __future__ import annotations
@@ -66,6 +69,8 @@ def compile_mask_blocks(plan: MaskPlan) -> Any:
     size. No size may be 0. Runs on the current stream.
     """
     assert plan.keys % 16 == 0 and 16 <= plan.keys <= 256
+    if plan.column_major:
+        assert plan.dtype != "bool" and plan.heads == 1 and plan.rows in (16, 32, 64, 128)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     return cute.compile(mask_blocks, *example_args(plan), plan, stream, options="--enable-tvm-ffi")
 
@@ -94,14 +99,17 @@ def mask_blocks_kernel(values: cute.Tensor, tables: cute.Tensor, plan: cutlass.C
     state = memory.allocate_tensor(Int32, cute.make_layout(THREADS), byte_alignment=16)
     counts = memory.allocate_tensor(Int32, cute.make_layout(WARPS), byte_alignment=16)
 
-    step = shape_of(plan).step
-    aligned = is_aligned(mask.values, step) & (mask.values.shape[3] % step == 0)
+    step, along = shape_of(plan).step, 2 if plan.column_major else 3
+    aligned = is_aligned(mask.values, step, along) & (mask.values.shape[along] % step == 0)
     blocks, rank = mask.blocks[batch, head_block, m, None], mask.rank[batch, head_block, m, None]
     total = Int32(0)
     for first in cutlass.range(0, NB, THREADS, unroll=1):
         state[thread] = 0
         cute.arch.sync_threads()
-        _examine(mask, batch, head_block, m, first, aligned, state)
+        if cutlass.const_expr(plan.column_major):
+            _examine_columns(mask, batch, head_block, m, first, aligned, state)
+        else:
+            _examine(mask, batch, head_block, m, first, aligned, state)
         cute.arch.sync_threads()
         total = _list(blocks, rank, first, NB, state[thread], counts, total)
     if thread == 0:
@@ -141,6 +149,56 @@ def _examine(
         if lane % shape.lanes == 0 and seen | changed:
             found = (_VISIBLE if seen != 0 else 0) | (_PARTIAL if changed != 0 else 0)
             cute.arch.atomic_or(state.iterator + slot, Int32(found), sem="relaxed", scope="cta")
+
+
+@cute.jit
+def _examine_columns(
+    mask: Mask, batch: Int32, head: Int32, m: Int32, first: Int32, aligned: Boolean, state: cute.Tensor
+) -> None:
+    """Find out what the blocks from `first` on of a column-major mask hold, in `state`."""
+    warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+    step = shape_of(mask.plan).step
+    for slot in cutlass.range(warp, cutlass.min(mask.blocks.shape[3] - first, THREADS), WARPS, unroll=1):
+        seen, changed = Boolean(False), Boolean(False)
+        if aligned:
+            seen, changed = _look_down(mask, batch, head, m, first + slot, step)
+        else:
+            seen, changed = _look_down(mask, batch, head, m, first + slot, 1)
+        seen, changed = cute.arch.vote_any_sync(seen), cute.arch.vote_any_sync(changed)
+        if lane == 0:
+            state[slot] = (_VISIBLE if seen else 0) | (_PARTIAL if changed else 0)
+
+
+@cute.jit
+def _look_down(
+    mask: Mask, batch: Int32, head: Int32, m: Int32, n: Int32, step: cutlass.Constexpr
+) -> tuple[Boolean, Boolean]:
+    """A lane's part of block n: whether any of its numbers is visible, whether any changes scores.
+
+    step: neighbouring rows that a lane loads at once. Rows and keys beyond the end are read as the last ones.
+    """
+    plan, lane = mask.plan, cute.arch.lane_idx()
+    lanes = min(plan.rows // step, WARP)
+    turns, at_once = plan.rows // (step * lanes), WARP // lanes
+    depth = min(max(DEPTH // turns, 1), plan.keys // at_once)
+    _, _, rows, keys = mask.values.shape
+    seen, changed = Boolean(False), Boolean(False)
+    for part in cutlass.range(plan.keys // (at_once * depth), unroll=1):
+        loaded = cute.make_rmem_tensor((step, turns, depth), mask.values.element_type)
+        for d in cutlass.range_constexpr(depth):
+            key = within(n * plan.keys + (part * depth + d) * at_once + lane // lanes, keys)
+            for t in cutlass.range_constexpr(turns):
+                row = m * plan.rows + (t * lanes + lane % lanes) * step
+                number = mask.values[batch, head, None, key]
+                if cutlass.const_expr(step > 1):
+                    start = number.iterator + cutlass.min(row, rows - step)
+                    cute.autovec_copy(vector_at(start, step), loaded[None, t, d])
+                else:
+                    loaded[0, t, d] = number[within(row, rows)]
+        for i in cutlass.range(cute.size(loaded), unroll_full=True):
+            x = loaded[i].to(Float32)
+            seen, changed = seen | (x != -Float32.inf), changed | (x != 0.0)
+    return seen, changed
 
 
 @cute.jit

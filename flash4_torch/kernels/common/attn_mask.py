@@ -216,14 +216,15 @@ def apply(
     arbitrary; a block in which the mask changes nothing (`partial` is false) needs no call.
     """
     if cutlass.const_expr(mask.plan.dtype == "bool"):
-        _mask_out(words, fragment)
+        mask_out(words, fragment)
     elif cutlass.const_expr(one_by_one):
         _add_one_by_one(mask, own, n, fragment)
     else:
         _add(mask, own, n, fragment)
 
 
-def _mask_out(words: tuple[cute.Tensor, ...], fragment: Fragment) -> None:
+def mask_out(words: tuple[cute.Tensor, ...], fragment: Fragment) -> None:
+    """Mask scores by the words of a bool mask."""
     scores = fragment.values
     one_pair = all(offset % 8 < 2 for offset in fragment.offsets)
     for r in range(len(fragment.rows)):
@@ -307,13 +308,16 @@ def vector_at(start: cute.Pointer, size: int, numeric: Any = None) -> cute.Tenso
     return cute.make_tensor(pointer, cute.make_layout(size))
 
 
-def is_aligned(values: cute.Tensor, size: int) -> Boolean:
-    """Whether the keys of a row are neighbours, and each row begins at a multiple of `size` keys."""
+def is_aligned(values: cute.Tensor, size: int, along: int = 3) -> Boolean:
+    """Whether the keys of a row are neighbours, and each row begins at a multiple of `size` keys.
+
+    along: the dimension to ask of, 3 for keys; 2 for the rows of a column.
+    """
+    others = [d for d in range(4) if d != along]
     # A dimension of 1 may have any stride, which is never used.
-    pairs = zip(values.shape[:3], values.stride[:3], strict=True)
-    b, h, i = (cutlass.select_(n > 1, stride, Int64(0)) for n, stride in pairs)
+    b, h, i = (cutlass.select_(values.shape[d] > 1, values.stride[d], Int64(0)) for d in others)
     odd = values.iterator.toint() & (size * values.element_type.width // 8 - 1) | (b | h | i) & (size - 1)
-    return (values.stride[3] == 1) & (odd == 0)
+    return (values.stride[along] == 1) & (odd == 0)
 
 
 def within(index: Int32, size: Int32) -> Int32:

@@ -36,6 +36,8 @@ class MaskPlan(NamedTuple):
     """Keys in a block, a multiple of 16 up to 256."""
     heads: int = 1
     """Query heads in a block, neighbours that divide Hm: more than 1 where heads are packed into a tile."""
+    column_major: bool = False
+    """Floating masks: whether rows are expected to be neighbours in memory, rather than keys."""
 
     @property
     def panels(self) -> int:

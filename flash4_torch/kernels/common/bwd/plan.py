@@ -73,7 +73,8 @@ class BackwardPlan(NamedTuple):
     @property
     def mask(self) -> MaskPlan:
         """How the tables of attn_mask or a block mask divide the transposed mask, whose rows are keys."""
-        return MaskPlan(self.features.mask, self.cluster_keys, self.queries)
+        column_major = self.features.float_mask and self.config.copies_masks
+        return MaskPlan(self.features.mask, self.cluster_keys, self.queries, column_major=column_major)
 
     @property
     def lists_blocks(self) -> bool:

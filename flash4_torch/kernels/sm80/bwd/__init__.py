@@ -1,1 +1,4 @@
-"""The backward's main kernel. Read plan, launch, kernel, load, mainloop, weights, dq_sums, epilogue."""
+"""The backward's main kernel.
+
+Read plan, launch, kernel, load, mask_tile, mainloop, weights, dq_sums, epilogue.
+"""

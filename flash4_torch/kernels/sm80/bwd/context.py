@@ -60,6 +60,8 @@ class Context:
     """(queries, row_stats, stages): of each row what the preprocess kernel found."""
     work_idx: cute.Pointer
     """The work index that one thread has drawn, in order."""
+    sMask: cute.Tensor | None
+    """(queries, keys, stages): a floating mask as it lies; see `mask_tile`."""
     sKeepBits: cute.Tensor | None
     """(32, words, warps): see `dropout.take`. The strips of all MMAs of a warp lie side by side."""
     stats: cute.Tensor

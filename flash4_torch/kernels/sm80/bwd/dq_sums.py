@@ -63,7 +63,7 @@ def _accumulate(ctx: Context, dQ: tuple[cute.Tensor, ...], strip: Int32, column:
     """
     plan = ctx.plan
     row, each, part = strip * warp_mma.ROWS, plan.own_queries, plan.column_parts[0]
-    turns = 2 if plan.key_mmas > 1 and plan.dq_columns_at_once == plan.dq_columns else 1
+    turns = plan.dq_turns
     for i in cutlass.range(turns, unroll=1):
         first = i * (plan.keys // turns)
         dS = warp_mma.left(ctx.sdS, first, ctx.lane, column=row, part=each, transposed=True)

@@ -16,6 +16,7 @@ from ...common.bwd import tiles
 from ...common.launch_params import LaunchParams
 from ...common.mods import ModArgs, visited
 from ...common.warps import WARP
+from . import mask_tile
 from .context import Context, Layouts, Maps
 from .epilogue import epilogue
 from .mainloop import mainloop, make_thread
@@ -49,6 +50,7 @@ def backward_kernel(
     sP, sKeepBits = None, None
     if cutlass.const_expr(plan.shares_weights):
         sP = smem_layouts.allocate(memory, plan.staged_dtype, layouts.weights)[None, None, 0]
+    sMask = mask_tile.allocate(memory, plan)
     sStats = memory.allocate_tensor(
         Float32, cute.make_layout((plan.queries, plan.features.row_stats, plan.stages)), 16
     )
@@ -70,6 +72,7 @@ def backward_kernel(
         sP=sP,
         sStats=sStats,
         work_idx=memory.allocate_array(Int32, 1),
+        sMask=sMask,
         sKeepBits=sKeepBits,
         stats=stats,
         dq_acc=dq_acc,

@@ -1,4 +1,4 @@
-"""Copies of K and V, and of blocks of Q, dO and the rows' statistics, to shared memory by cp.async."""
+"""Copies of K and V, and of blocks of Q, dO, statistics and a floating mask, to shared memory by cp.async."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ...common.bwd.tiles import Tile
 from ...common.warps import WARP
 from ..rows import BYTES, Sequence, Visit, load_parts
 from .context import Context
+from .mask_tile import load_mask
 from .state import Block
 
 _VECTOR = BYTES // 4
@@ -40,6 +41,8 @@ def load_rows(ctx: Context, tile: Tile, block: Block, i: Int32, count: Int32, st
     load_parts(rows, block.n, sQ, D, plan.parts[0], ctx.warp, plan.warps, visit)
     load_parts(grads, block.n, sdO, Dv, plan.parts[1], ctx.warp, plan.warps, visit)
     _load_statistics(ctx, tile, head, block.n, visit, stage)
+    if cutlass.const_expr(f.float_mask):
+        load_mask(ctx, tile, head, block, visit, stage)
 
 
 @cute.jit

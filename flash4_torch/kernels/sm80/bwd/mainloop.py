@@ -16,6 +16,7 @@ from .state import Block, BlockState, Thread, TileState, make_sums
 from .weights import (
     differentiate,
     dropped,
+    first_key,
     generate_keep_bits,
     head_of,
     mask_words,
@@ -44,9 +45,8 @@ def mainloop(ctx: Context, t: Thread, tile: Tile) -> None:
     stage, freed = Int32(0), Int32(plan.stages - 1)
     for i in cutlass.range(count, unroll=1):
         block = blocks[0]
-        further = _next_block(ctx, work, blocks[-1])
         own = BlockState(tile, head_of(ctx, work, block), block.n)
-        mask = mask_words(ctx, work, own)
+        mask = [mask_words(ctx, work.of_mma(m), own) for m in range(plan.key_mmas)]
         if cutlass.const_expr(plan.features.dropout):
             generate_keep_bits(ctx, work, own)
         cute.arch.cp_async_wait_group(plan.groups_in_flight)
@@ -63,11 +63,11 @@ def mainloop(ctx: Context, t: Thread, tile: Tile) -> None:
             cute.arch.cp_async_commit_group()
         add_dq(ctx, work, own)
         freed, stage = stage, Int32(0) if stage + 1 == plan.stages else stage + 1
-        blocks = (*blocks[1:], further)
+        blocks = (*blocks[1:], _next_block(ctx, work, blocks[-1]))
 
 
 def _to_dk(
-    ctx: Context, t: Thread, work: TileState, block: Block, own: BlockState, mask: tuple, stage: Int32
+    ctx: Context, t: Thread, work: TileState, block: Block, own: BlockState, mask: list, stage: Int32
 ) -> None:
     """A block's share of dV and dK. At the end dS is in SMEM; Q and dO have been used, if no warps share."""
     plan = ctx.plan
@@ -75,7 +75,7 @@ def _to_dk(
     S, dP = (make_sums(plan, plan.own_queries, plan.key_mmas, filled=False) for _ in range(2))
     mmas = range(plan.key_mmas)
     _scores(ctx, S, ctx.sK, sQ, plan.D, plan.column_parts[0])
-    probs = [recompute_p(ctx, work.of_mma(m), block, own, S[m], mask, stage) for m in mmas]
+    probs = [recompute_p(ctx, work.of_mma(m), block, own, S[m], m, mask[m], stage) for m in mmas]
     keep_bits = take_keep_bits(ctx)
     _scores(ctx, dP, ctx.sV, sdO, plan.Dv, plan.column_parts[1])
     P = [dropped(ctx, probs[m], keep_bits, m) for m in mmas]
@@ -95,7 +95,7 @@ def _to_dk(
 
 def _scores(ctx: Context, S: tuple, of_keys: cute.Tensor, of_queries: cute.Tensor, D: int, part: int) -> None:
     """Products of the warp's keys with the queries for which it computes scores."""
-    plan, key, query = ctx.plan, _first_key(ctx), ctx.column_warp * ctx.plan.own_queries
+    plan, key, query = ctx.plan, first_key(ctx), ctx.column_warp * ctx.plan.own_queries
     if plan.is_float32:
         keys, queries = warp_tf32.Rows(of_keys, key), warp_tf32.Rows(of_queries, query)
         warp_tf32.scores(S, keys, queries, ctx.lane, plan.tf32_method)
@@ -111,7 +111,7 @@ def _store(ctx: Context, weights: list[cute.Tensor], target: cute.Tensor) -> Non
     for m, numbers in enumerate(weights):
         if plan.is_float32:
             row = ctx.column_warp * plan.own_queries
-            warp_tf32.store_columns(numbers, target, row, _first_key(ctx), ctx.lane)
+            warp_tf32.store_columns(numbers, target, row, first_key(ctx), ctx.lane)
         else:
             tiler, place = (warp_mma.ROWS, plan.own_queries), ctx.key_warp * plan.key_mmas + m
             warp_mma.store_to_smem(
@@ -135,27 +135,22 @@ def _accumulate_shared(ctx: Context, sums: tuple, weights: cute.Tensor, rows: cu
     """Add the products of the warp's keys' weights, in SMEM, with the warp's columns of rows of queries."""
     plan = ctx.plan
     if plan.is_float32:
-        left = warp_tf32.from_columns(weights, _first_key(ctx), ctx.lane)
+        left = warp_tf32.from_columns(weights, first_key(ctx), ctx.lane)
         columns = cute.size(rows, mode=[1]) // 2 // plan.column_warps
         right = warp_tf32.Columns(rows, ctx.column_warp * columns)
         warp_tf32.accumulate(sums, (), (left,), right, ctx.lane, plan.tf32_method)
     else:
         column = ctx.column_warp * (cute.size(rows, mode=[1]) // plan.column_warps)
-        left = warp_mma.left(weights, _first_key(ctx), ctx.lane, part=plan.own_queries)
+        left = warp_mma.left(weights, first_key(ctx), ctx.lane, part=plan.own_queries)
         right = warp_mma.right(rows, Int32(0), ctx.lane, column=column, part=part, transposed=True)
         warp_mma.accumulate(sums, warp_mma.from_smem(left, plan.key_mmas), right, plan.queries)
-
-
-def _first_key(ctx: Context) -> Int32:
-    """The first of the warp's keys in the tile."""
-    return ctx.key_warp * ctx.plan.warp_keys
 
 
 @cute.jit
 def _work(ctx: Context, tile: Tile) -> TileState:
     plan = ctx.plan
     band, span = tiles.band_of(ctx, tile), tiles.span_of(ctx, tile)
-    first = tile.index * plan.keys + _first_key(ctx) + ctx.lane // warp_mma.LANES
+    first = tile.index * plan.keys + first_key(ctx) + ctx.lane // warp_mma.LANES
     order, philox = None, None
     if cutlass.const_expr(plan.features.deterministic):
         order = tiles.order_of(ctx, tile)

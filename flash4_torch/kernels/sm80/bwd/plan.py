@@ -5,7 +5,7 @@ that sees one of these keys. Keys are the rows of S^T, dP^T, dK and dV: each war
 `column_warps` warps share 16. All warps do the same, block after block:
 
     load      every warp copies some of the rows of Q and dO, by cp.async, with the results of the preprocess
-              kernel: lse and delta
+              kernel: lse and delta, and with the tile of a floating mask
     mainloop  S^T = K Q^T, P; dP^T = V dO^T, dV += P^T dO; dS to SMEM, dK += dS^T Q; dQ = dS K, of which each
               warp has 16 rows or, `dq_warps` sharing these, some columns of them
     dq_sums   a red.add for each number of dQ; in order, between two barriers and a semaphore
@@ -74,6 +74,11 @@ class Plan(BackwardPlan):
         return (1, 1) if self.is_float32 else (self.config.q_parts, self.column_warps)
 
     @property
+    def mask_bytes(self) -> int:
+        """Bytes of a number of the mask."""
+        return 4 if self.features.mask == "float32" else 2
+
+    @property
     def warps(self) -> int:
         return self.config.warps
 
@@ -134,6 +139,15 @@ class Plan(BackwardPlan):
         return columns
 
     @property
+    def dq_turns(self) -> int:
+        """Parts of the keys by which dQ is summed up in a loop: two where ptxas would read so far ahead that
+        it spills. Without any mask it does not.
+        """
+        f = self.features
+        bare = not (f.mask or f.left or f.right or f.varlen or f.deterministic or f.softcap or f.dropout)
+        return 2 if self.key_mmas > 1 and self.dq_columns_at_once == self.dq_columns and not bare else 1
+
+    @property
     def stages(self) -> int:
         return self.config.stages
 
@@ -166,7 +180,7 @@ class Plan(BackwardPlan):
         assert f.D % 8 == 0 and f.Dv % 8 == 0 and 8 <= min(f.D, f.Dv) and max(f.D, f.Dv) <= 256
         assert not (f.is_float32 and any(f.mods)) and (f.is_float32 or not f.tf32)
         assert c.queries in (64, 128) and c.column_warps in (1, 2, 4) and c.warps in (2, 4, 8)
-        assert c.key_mmas in (1, 2) and not (c.key_mmas > 1 and (f.is_float32 or f.mask))
+        assert c.key_mmas in (1, 2) and not (c.key_mmas > 1 and (f.is_float32 or (f.mask and f.dropout)))
         assert c.warps >= c.column_warps and 16 * c.warps % c.queries == 0, "dQ is not shared out evenly"
         assert c.stages >= 1 and (f.float_mask or not f.dmask)
         assert bool(f.mods.score_mod) == bool(f.mods.derivative) and not (any(f.mods) and f.mask)

@@ -16,6 +16,7 @@ from ...common.bwd.probs import columns_of, find_dtanh, four_of, mask_rows_beyon
 from ...common.fragment import MMA_MATES, Fragment, mma_fragment
 from ...common.rounding import round_to, widened
 from .context import Context
+from .mask_tile import add_tile
 from .state import Block, BlockState, TileState
 
 LSE_LOG2, DELTA, LSE, LSE_LOW = range(4)
@@ -34,9 +35,9 @@ class Probs(NamedTuple):
 
 @cute.jit
 def mask_words(ctx: Context, work: TileState, own: BlockState) -> tuple:
-    """The mask's rows for the thread's keys, and the words of a bool mask for its queries."""
-    if cutlass.const_expr(not ctx.plan.features.mask):
-        return None, ()
+    """The words of a bool mask: those of the thread's keys, for its queries."""
+    if cutlass.const_expr(ctx.plan.features.mask != "bool"):
+        return ()
     rows = attn_mask.rows_of(
         ctx.mask, work.tile.batch, (own.head, own.head), work.positions, ctx.lane % warp_mma.LANES
     )
@@ -46,7 +47,12 @@ def mask_words(ctx: Context, work: TileState, own: BlockState) -> tuple:
         for of_row in words:
             for i in cutlass.range_constexpr(cute.size(of_row)):
                 of_row[i] = of_row[i] >> Uint32(first_query(ctx) // 4)
-    return rows, words
+    return words
+
+
+def first_key(ctx: Context) -> Int32:
+    """The first of the warp's keys in the tile."""
+    return ctx.key_warp * ctx.plan.warp_keys
 
 
 def first_query(ctx: Context) -> Int32:
@@ -56,9 +62,16 @@ def first_query(ctx: Context) -> Int32:
 
 @cute.jit
 def recompute_p(
-    ctx: Context, work: TileState, block: Block, own: BlockState, S: cute.Tensor, mask: tuple, stage: Int32
+    ctx: Context,
+    work: TileState,
+    block: Block,
+    own: BlockState,
+    S: cute.Tensor,
+    m: cutlass.Constexpr,
+    mask: tuple,
+    stage: Int32,
 ) -> Probs:
-    """Turn scores into P: rounded in the result, and unrounded in their place."""
+    """Turn scores, of the warp's m-th MMA, into P: rounded in the result, and unrounded in their place."""
     plan, features = ctx.plan, ctx.plan.features
     P, dtanh = cute.make_rmem_tensor(S.layout, plan.dtype), None
     before, own_mods = None, None
@@ -69,6 +82,10 @@ def recompute_p(
     if cutlass.const_expr(any(features.mods)):
         own_mods = mods.rows_of(ctx.mods, plan, work.tile.batch, (own.head, own.head), work.positions)
         before = _modify(ctx, work, own, S, own_mods)
+    if cutlass.const_expr(features.float_mask):
+        # Not in the branch below: outside of it the sums are one FFMA each with scaling. The tile of a block
+        # that the mask leaves alone is 0.
+        add_tile(ctx, S, first_query(ctx), first_key(ctx) + m * warp_mma.ROWS, stage)
     if cutlass.const_expr(plan.masks):
         partial = block.partial | (own.n < work.full.first) | (own.n >= work.full.last)
         if partial:
@@ -130,9 +147,8 @@ def _mask(
     plan = ctx.plan
     if cutlass.const_expr(plan.features.mods.blocks):
         mods.mask(ctx.mods, plan, own_mods, own.n * plan.queries, fragment)
-    if cutlass.const_expr(plan.features.mask):
-        rows, words = mask
-        attn_mask.apply(ctx.mask, rows, words, own.n, fragment)
+    if cutlass.const_expr(plan.features.mask == "bool"):
+        attn_mask.mask_out(mask, fragment)
     if cutlass.const_expr(plan.band.masks):
         bands.mask(work.band, plan.band, fragment)
     if cutlass.const_expr(plan.config.ragged_k):
