@@ -192,11 +192,14 @@ def strips(N: int) -> int:
     return -(-N // STRIP)
 
 
-def passes(strips: int) -> Iterator[tuple[int, int]]:
-    """How a warp generates its strips: for each pass the first strip, and the lanes that have one."""
+def passes(strips: int, may_share: bool = True) -> Iterator[tuple[int, int]]:
+    """How a warp generates its strips: for each pass the first strip, and the lanes that have one.
+
+    may_share: lanes may share a strip.
+    """
     done = 0
     while done < strips:
-        lanes = SHARED_LANES if strips - done <= 32 // SHARED_LANES else STRIP_LANES
+        lanes = SHARED_LANES if may_share and strips - done <= 32 // SHARED_LANES else STRIP_LANES
         yield done, lanes
         done += 32 // lanes
 

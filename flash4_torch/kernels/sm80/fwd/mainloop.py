@@ -390,7 +390,8 @@ def _generate_keep_bits(ctx: Context, work: TileState, n: Int32) -> None:
     head = tile.batch * ctx.lse.shape[0 if plan.features.varlen else 1] + tiles.query_head(ctx, tile)
     first, key = work.first + ctx.row_warp * plan.warp_rows, n * plan.keys + _first_key(ctx)
     cute.arch.sync_warp()  # the bits of the block before have been taken
-    for base, lanes in dropout.passes(count):
+    # Shared strips of float32 spill 13 times (D 128 in TF32 with a bool mask and softcap, sm_86).
+    for base, lanes in dropout.passes(count, may_share=not plan.is_float32):
         slot = base + ctx.lane // lanes
         m, strip = slot // strips, Uint32(slot % strips)
         rows = dropout.QueryRows.at(work.philox, first + m * warp_mma.ROWS, head, ctx.lane)
