@@ -24,6 +24,7 @@ from flash4_torch.backends.flex import compiled, dispatch
 from flash4_torch.backends.flex.compiled import Compiled, Emulated, why_not_kernels
 from flash4_torch.backends.flex.tiled import Tiled
 from flash4_torch.flex_problem import FlexProblem
+from on_cpu_backward import in_order
 
 Launch = tuple[str, float]
 """A kernel's entry, and a number that depends on all that it is given."""
@@ -86,7 +87,7 @@ _SUMS = 3
 
 
 def _launch(launches: list[Launch], entry: str, static: tuple[Any, ...], args: tuple[Any, ...]) -> None:
-    written = _WRITTEN.get(entry, ())
+    written, args = _WRITTEN.get(entry, ()), _in_order(entry, args)
     number = digest((repr(static), *[x for i, x in enumerate(args) if i not in written]))
     launches.append((entry, number))
     for i in written:
@@ -95,6 +96,23 @@ def _launch(launches: list[Launch], entry: str, static: tuple[Any, ...], args: t
     if entry == SM90A.backward and args[_OF_MODS] is not None and len(args[_OF_MODS]) > _SUMS:
         for i, x in enumerate(args[_OF_MODS][_SUMS] or ()):
             x += (_ramp(x.numel()) * math.cos(number + i)).view(x.shape).to(x.dtype)
+
+
+def _in_order(entry: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments with dense tensors as (B, S, H, D), whatever the order in which they came."""
+    ordered, last = list(args), args[-1]
+    if entry in (SM90A.forward, SM90A.backward):
+        *params, heads_first, out_heads_first = last
+        ordered[:3] = in_order(heads_first, *args[:3])
+        ordered[3:4] = in_order(out_heads_first, args[3])
+        if entry == SM90A.backward:
+            ordered[6:9] = in_order(heads_first, *args[6:9])
+        ordered[-1] = tuple(params)
+    elif entry == PREPROCESS:
+        ordered[:2], ordered[-1] = in_order(last, *args[:2]), 0
+    elif entry == POSTPROCESS:
+        ordered[1:2], ordered[-1] = in_order(last, args[1]), 0
+    return tuple(ordered)
 
 
 @lru_cache(maxsize=64)
