@@ -91,8 +91,13 @@ def test_others_are(dout: Tensor) -> None:
     [((24, 24), True), ((2, 4, 24, 24), True), ((2, 1, 1, 24), False), ((24, 1), False), ((1, 1), False)],
 )
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
-def test_masks_are_turned(shape: tuple[int, ...], copied: bool, dtype: torch.dtype) -> None:
-    """Masks are transposed so that queries are contiguous, if need be in a copy."""
+@pytest.mark.parametrize("few", [0, 2 * 4 * 24 * 24])
+def test_masks_are_turned(
+    shape: tuple[int, ...], copied: bool, dtype: torch.dtype, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Masks are transposed so that queries are contiguous, if need be in a copy; few numbers as they lie."""
+    monkeypatch.setattr(masks, "_FEW", few)
+    copied = copied and not few
     mask = torch.rand(shape).gt(0.3).to(dtype)
     turned, _ = launched(attn_mask=mask).args[13]
     assert torch.equal(turned, mask.expand(*turned.shape[:2], 24, turned.shape[2]).transpose(2, 3))
