@@ -77,8 +77,6 @@ class DecodeForm(NamedTuple):
     few_rows: bool = False
     """Whether a tile has `FEW_ROWS` rows or fewer, of 16: the others are multiplied, and nothing else is done
     to them. Bits of the rows stay the same."""
-    tma: bool = False
-    """Whether a load warp copies blocks of K and V by TMA, in tiles of `SHARED_ROWS`; each is in one page."""
 
     @property
     def has_runs(self) -> bool:
@@ -130,8 +128,6 @@ SHARED_LEAST_KEYS, SHARED_LEAST_BLOCKS = 4096, 3
 """Keys of a sequence, and blocks for each SM, from which such tiles are faster, as an H200 measured."""
 SHARED_MANY_BLOCKS = 12
 """Blocks of `KEYS` keys for each SM from which such tiles are faster with `MORE_KEYS`, as it measured."""
-SHARED_BY_TMA = False
-"""Whether such tiles copy blocks by TMA where each is in one page. No GPU has timed it yet."""
 LOAD_REGISTERS, COMPUTE_REGISTERS = 56, 224
 """Registers of a thread that loads, and of one that computes, in tiles of `SHARED_ROWS`."""
 _OTHER_ROW_BYTES, _OTHER_BYTES = 216, 3 * 1024
@@ -247,11 +243,11 @@ def with_blocks(features: Features, form: DecodeForm, rows: int, has_many: bool 
     is_short = columns <= _NARROW_COLUMNS
     pays = has_many if rows == SHARED_ROWS else is_short or is_fp8
     keys = MORE_KEYS if pays and MORE_KEYS in block_keys(features, form, rows) else KEYS
-    ctas = CTAS_PER_SM + 1 if keys > KEYS and is_short and is_fp8 else CTAS_PER_SM
+    more = (2 if form.few_rows else 1) if keys > KEYS and is_short and is_fp8 else 0
     # Softcap has no registers left with more keys; groups have not been measured.
     may_keep_q = form.wgmma and not form.groups and not (keys > KEYS and features.softcap)
     q_in_regs = may_keep_q and features.D > _NARROW_COLUMNS and columns <= _MORE_KEYS_COLUMNS
-    return form._replace(keys=keys, ctas=ctas, q_in_regs=q_in_regs)
+    return form._replace(keys=keys, ctas=CTAS_PER_SM + more, q_in_regs=q_in_regs)
 
 
 def shares_kv(max_seqlen_k: int, blocks: int, num_sms: int) -> bool:
@@ -265,13 +261,6 @@ def shares_kv(max_seqlen_k: int, blocks: int, num_sms: int) -> bool:
 def has_few_rows(tile_rows: int, rows: int) -> bool:
     """Whether a tile of so many rows, of which a sequence has `rows`, leaves half of its MMAs alone."""
     return tile_rows == MMA_ROWS and rows <= FEW_ROWS
-
-
-def may_use_tma(form: DecodeForm, tile_rows: int, page_size: int) -> bool:
-    """Whether load warps copy by TMA: tiles that have such warps, over a cache each of whose blocks is in one
-    page.
-    """
-    return SHARED_BY_TMA and tile_rows == SHARED_ROWS and (not form.paged or page_size % form.keys == 0)
 
 
 def may_use_wgmma(form: DecodeForm, tile_rows: int, group: int, batch_invariant: bool) -> bool:

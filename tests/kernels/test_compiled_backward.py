@@ -15,7 +15,7 @@ from torch import Tensor
 
 import flash4_torch
 from flash4_torch import testing
-from flash4_torch.backends.compiled import GROUP_REDUCE, SM90A, Target, backward, limits
+from flash4_torch.backends.compiled import GROUP_REDUCE, SM90A, Target, backward, limits, masks
 from flash4_torch.backends.compiled.targets import SM80
 from flash4_torch.configs import sm80_backward, sm90_backward, sm100_backward
 from flash4_torch.configs.types import SHARED_MEMORY, Features, Scope

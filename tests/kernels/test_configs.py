@@ -379,24 +379,6 @@ def test_decode_has_room_for_the_blocks_that_it_chooses(
         assert found == form
 
 
-@given(
-    st.booleans(),
-    st.sampled_from((*decode.ROWS, decode.SHARED_ROWS)),
-    st.integers(1, 600),
-    st.sampled_from([decode.KEYS, decode.MORE_KEYS]),
-)
-def test_decode_copies_by_tma_only_what_is_in_one_page(
-    paged: bool, rows: int, page_size: int, keys: int
-) -> None:
-    form = decode.DecodeForm(paged, 1, True, True, runs=paged and page_size % decode.RUN == 0, keys=keys)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode, "SHARED_BY_TMA", True)
-        found = decode.may_use_tma(form, rows, page_size)
-    crosses = paged and any(end % keys for end in range(page_size, keys * page_size, page_size))
-    assert found == (rows == decode.SHARED_ROWS and not crosses)
-    assert not found or form.has_runs
-
-
 @given(st.integers(1, 300), st.integers(1, 300), st.sampled_from(["", decode.FP8, "float8_e5m2"]))
 def test_decode_states_its_limits(D: int, Dv: int, cache_dtype: str) -> None:
     """Rows of the cache are whole vectors of 16 bytes, of at most 256 numbers."""

@@ -71,12 +71,6 @@ KEYS_WGMMA = [
     for has_many in (False, True)[: rows // decode.WARPGROUP_ROWS]
     for own in [decode.with_blocks(features, form._replace(wgmma=True), rows, has_many)]
 ]
-KEYS_TMA = [
-    key._replace(static=(features, rows, form._replace(tma=True)))
-    for key in KEYS_WGMMA
-    for features, rows, form in [key.static]
-    if rows == decode.SHARED_ROWS and (form.runs or not form.paged)
-]
 KEYS_WITH_MORE = [
     Key(ENTRY, (features, 16, own), arch)
     for form in FORMS
@@ -102,7 +96,6 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, cubin.Code]:
     chosen = [
         *one_of(150, KEYS),
         *one_of(66, KEYS_WGMMA),
-        *one_of(23, KEYS_TMA),
         *one_of(60, KEYS_WITH_MORE),
         *one_of(301, KEYS_FEW),
         *one_of(401, KEYS_SM80),

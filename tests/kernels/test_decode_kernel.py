@@ -150,7 +150,6 @@ FORM = DecodeForm(paged=True, cluster=8, ragged=True, lengths=True, parts=True, 
 PAGED = Kernel(SMALL, 16, FORM)
 BY_WGMMA = Kernel(SMALL, 64, FORM._replace(wgmma=True))
 BY_ROLES = BY_WGMMA._replace(rows=decode.SHARED_ROWS)
-BY_TMA = BY_ROLES._replace(form=BY_ROLES.form._replace(tma=True))
 
 
 def one_sequence(kernel: Kernel, tokens: int, keys: int, page_size: int = 16, **more: object) -> Call:
@@ -173,11 +172,11 @@ def one_sequence(kernel: Kernel, tokens: int, keys: int, page_size: int = 16, **
 
 @pytest.mark.parametrize(
     ("arch", "kernel"),
-    [*((arch, PAGED) for arch in ARCHS), *(("sm_90a", kernel) for kernel in (BY_WGMMA, BY_ROLES, BY_TMA))],
+    [*((arch, PAGED) for arch in ARCHS), *(("sm_90a", kernel) for kernel in (BY_WGMMA, BY_ROLES))],
 )
 def test_any_page_number_is_safe(arch: str, kernel: Kernel) -> None:
     """Whatever the table holds, the launch reads nothing but its tensors and ends."""
-    call = one_sequence(kernel, tokens=2, keys=600, page_size=64 if kernel.form.tma else 16, num_splits=3)
+    call = one_sequence(kernel, tokens=2, keys=600, num_splits=3)
     call.cache.table.fill_(7)
     call.cache.table[0, ::2] = torch.tensor(decode_calls.GARBAGE).repeat(9)[
         : call.cache.table[0, ::2].numel()
@@ -204,13 +203,12 @@ def test_any_lengths_are_safe(paged: bool, tokens: list[int], keys: list[int]) -
         decode_calls.launch(device, kernel, call, **dict(zip(("tokens", "keys"), numbers, strict=True)))
 
 
-@pytest.mark.parametrize("kernel", [PAGED, BY_TMA], ids=["mma", "tma"])
-def test_an_empty_cache_has_no_keys(kernel: Kernel) -> None:
-    call = one_sequence(kernel, tokens=2, keys=0, page_size=64, num_splits=2)
+def test_an_empty_cache_has_no_keys() -> None:
+    call = one_sequence(PAGED, tokens=2, keys=0, num_splits=2)
     k, v, _ = call.cache
     empty = replace(call, cache=Cache(k[:0], v[:0], torch.zeros(1, 3, dtype=torch.int32)))
     with emulate.device("sm_90a") as device:
-        out, lse = decode_calls.launch(device, kernel, empty, keys=torch.tensor([40], dtype=torch.int32))
+        out, lse = decode_calls.launch(device, PAGED, empty, keys=torch.tensor([40], dtype=torch.int32))
     assert not out.any() and (lse == -torch.inf).all()
 
 
@@ -220,9 +218,8 @@ def test_an_empty_cache_has_no_keys(kernel: Kernel) -> None:
         (16, 1, {}),
         (64, 48, {"wgmma": True}),
         (128, 16, {"wgmma": True}),
-        (128, 128, {"wgmma": True, "tma": True, "keys": decode.MORE_KEYS}),
     ],
-    ids=["mma", "wgmma", "roles", "tma"],
+    ids=["mma", "wgmma", "roles"],
 )
 @given(left=st.integers(0, 600), right=st.integers(-150, 0), num_splits=st.integers(1, 4))
 @settings(max_examples=examples(2, 20))
@@ -246,10 +243,9 @@ def test_keys_that_no_token_sees_are_not_read(
     assert torch.equal(found.out, clean.out) and torch.equal(found.lse, clean.lse)
 
 
-@pytest.mark.parametrize(("kernel", "keys"), [(PAGED, 40), (BY_TMA, 100)], ids=["mma", "tma"])
-def test_pages_may_be_far_apart(kernel: Kernel, keys: int) -> None:
+def test_pages_may_be_far_apart() -> None:
     """Pages are more than 2**31 elements from each other; memory in between is never touched."""
-    call = one_sequence(kernel, tokens=1, keys=keys, page_size=64 if kernel.form.tma else 32, num_splits=2)
+    call = one_sequence(PAGED, tokens=1, keys=40, page_size=32, num_splits=2)
     k, v, table = call.cache
     far, room = 2**31 + 64, 5 * 2**31
     wide = []
@@ -258,7 +254,7 @@ def test_pages_may_be_far_apart(kernel: Kernel, keys: int) -> None:
         places = empty.as_strided((len(x), *x.shape[1:]), (far, *x.stride()[1:]))
         places.copy_(x)
         wide.append(places)
-    found = run("sm_90a", kernel, replace(call, cache=Cache(*wide, table)))
+    found = run("sm_90a", PAGED, replace(call, cache=Cache(*wide, table)))
     check_results(SMALL, call, found)
 
 
@@ -323,37 +319,6 @@ def test_load_warps_go_round_their_ring(
     for seed in range(3):
         again = run("sm_90a", kernel, call, schedule="fuzz", seed=seed)
         assert torch.equal(found.out, again.out) and torch.equal(found.lse, again.lse)
-
-
-TMA_CASES = [
-    (name, FEATURES[name], keys, paged)
-    for keys in (decode.MORE_KEYS, decode.KEYS)
-    for name in FEATURES
-    for paged in (True, False)
-    if keys in decode.block_keys(FEATURES[name], FORM, decode.SHARED_ROWS)
-    and decode.SHARED_ROWS in decode.wgmma_rows(FEATURES[name], FORM)
-]
-
-
-@pytest.mark.parametrize(("name", "features", "keys", "paged"), one_of(5, TMA_CASES))
-@given(data=st.data())
-@settings(max_examples=examples(2, 12))
-def test_tma_brings_what_lanes_bring(
-    name: str, features: Features, keys: int, paged: bool, data: st.DataObject
-) -> None:
-    """Blocks by TMA and by lanes: results are right, and have the bits of those by lanes alone."""
-    form = FORM._replace(
-        paged=paged, runs=paged, wgmma=True, keys=keys, cluster=data.draw(st.sampled_from([1, 2]))
-    )
-    kernel = Kernel(features, decode.SHARED_ROWS, form)
-    page_size = keys * data.draw(st.integers(1, 3)) if paged else None
-    call = data.draw(calls(kernel, page_size))
-    plain = run("sm_90a", kernel, call)
-    by_tma = kernel._replace(form=form._replace(tma=True))
-    for schedule in ("late", "fuzz"):
-        found = run("sm_90a", by_tma, call, schedule=schedule, seed=data.draw(st.integers(0, 9)))
-        check_results(features, call, found)
-        assert torch.equal(found.out, plain.out) and torch.equal(found.lse, plain.lse)
 
 
 FEW = [

@@ -81,27 +81,6 @@ def test_many_heads_of_a_kv_head_are_right(batch_invariant: bool, monkeypatch: p
     check_results(call, call.run())
 
 
-@pytest.mark.parametrize("page_size", [64, None])
-def test_tiles_that_share_kv_copy_by_tma_if_that_is_asked_for(
-    page_size: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
-    for name, value in (("SHARED_BY_TMA", True), ("SHARED_LEAST_KEYS", 0), ("SHARED_LEAST_BLOCKS", 0)):
-        monkeypatch.setattr(decode, name, value)
-    found, decide = [], kernels.decide.__wrapped__
-    monkeypatch.setattr(kernels, "decide", lambda *args: found.append(decide(*args)) or found[-1])
-    monkeypatch.setenv("FLASH4_BACKEND", "emulator")
-    monkeypatch.setenv("FLASH4_ARCH", "sm_90a")
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (
-        tuple(torch.randn(S, H, 64, generator=generator).half() for S in lengths)
-        for lengths, H in (((1, 1), 100), ((300, 70), 1), ((300, 70), 1))
-    )
-    call = CacheCall(q, k, v, make_cache(k, v, generator, "rows", page_size), causal=True)
-    check_results(call, call.run())
-    assert found and all(kernel.form.tma for kernel in found)
-
-
 @pytest.mark.parametrize("arch", one_of(3, ["sm_90a", "sm_100a", "sm_80"]))
 @given(
     call=cache_calls((torch.bfloat16,), multiple=8, most_keys=150, float8=False, page_sizes=[16, None, 48])

@@ -165,13 +165,8 @@ def _storage(
 
 
 @st.composite
-def calls(
-    draw: st.DrawFn, kernel: Kernel, page_size: int | None = None, most_rows: int | None = None
-) -> Call:
-    """Calls that a host may make of such a kernel.
-
-    page_size: keys of a page, if not any that the form allows. most_rows: rows of a sequence, at most.
-    """
+def calls(draw: st.DrawFn, kernel: Kernel, most_rows: int | None = None) -> Call:
+    """Calls that a host may make of such a kernel. most_rows: rows of a sequence, at most."""
     features, form = kernel.features, kernel.form
     # A sequence has several tiles of a warpgroup.
     most_heads, most_tokens = 20 if form.wgmma else 5, 12
@@ -200,7 +195,7 @@ def calls(
     if form.cache_dtype:
         k, v = (tuple(x.to(FP8) for x in parts) for parts in (k, v))
         sizes = {name: draw(cache_scales(len(q), Hk)) for name in ("k_scale", "v_scale")}
-    page_size = page_size or draw(page_sizes(form))
+    page_size = draw(page_sizes(form))
     scales = [0.0, -0.1, 0.2] if features.scaled else [features.D**-0.5, 0.5]
     return Call(
         q,

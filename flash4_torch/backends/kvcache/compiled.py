@@ -242,15 +242,12 @@ def common_kernels(
             kinds.append(form._replace(wgmma=True))
         for kind in kinds:
             for rows in decode.rows_of(features, kind):
-                own = {decode.with_blocks(features, kind, rows, has_many) for has_many in (False, True)}
-                own |= {each._replace(few_rows=decode.has_few_rows(rows, group)) for each in own}
-                own |= {each._replace(tma=_may_be_in_one_page(each, rows)) for each in own}
+                own = {
+                    decode.with_blocks(features, kind._replace(few_rows=few), rows, has_many)
+                    for few in {False, decode.has_few_rows(rows, group)}
+                    for has_many in (False, True)
+                }
                 yield from ((features, rows, form) for form in sorted(own, key=str))
-
-
-def _may_be_in_one_page(form: DecodeForm, rows: int) -> bool:
-    """Whether blocks come by TMA where pages, if there are any, are as large as blocks."""
-    return (form.runs or not form.paged) and decode.may_use_tma(form, rows, form.keys)
 
 
 def common_forms(features: Features, gpu: Gpu) -> Iterator[DecodeForm]:
@@ -312,12 +309,9 @@ def decide(target: Target, problem: CacheProblem, num_sms: int) -> Kernel:
     form = form._replace(
         cluster=shares.cluster, parts=shares.parts > 1, groups=spec.batch_invariant, wgmma=wgmma
     )
+    form = form._replace(few_rows=decode.has_few_rows(rows, extent.max_seqlen_q * spec.group))
     has_many = work.tiles * work.blocks >= decode.SHARED_MANY_BLOCKS * num_sms
     form = decode.with_blocks(features, form, rows, has_many)
-    form = form._replace(
-        few_rows=decode.has_few_rows(rows, extent.max_seqlen_q * spec.group),
-        tma=decode.may_use_tma(form, rows, extent.page_size),
-    )
     return Kernel(features, rows, shares.num_splits, split_keys, form, shares.parts)
 
 

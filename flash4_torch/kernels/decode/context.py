@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -44,18 +44,6 @@ class Tensors(NamedTuple):
     partial_out: cute.Tensor | None
     partial_lse: cute.Tensor | None
     counters: cute.Tensor | None
-
-
-class Maps(NamedTuple):
-    """TMA atoms for a block of K and of V, and the tensors that they copy from.
-
-    mK (page_size, D, Hk, pages), mV (Dv, page_size, Hk, pages)
-    """
-
-    load_k: Any
-    mK: cute.Tensor
-    load_v: Any
-    mV: cute.Tensor
 
 
 class Tile(NamedTuple):
@@ -130,8 +118,6 @@ class Context:
     load_k: Ring | None = None
     """Stages of K from the load warps to the compute warps, where warps have roles."""
     load_v: Ring | None = None
-    maps: Maps | None = None
-    """What whole blocks of K and V are copied with, if by TMA."""
 
     def sync(self) -> None:
         """Wait for all threads that compute."""

@@ -19,7 +19,7 @@ from ..common.band import make_band, visible_span
 from ..common.warps import WARP
 from . import fp8, groups, roles, splits, wide
 from . import mainloop as narrow
-from .context import Context, Maps, Tensors, Tile
+from .context import Context, Tensors, Tile
 from .epilogue import epilogue
 from .mainloop import begin_split
 from .merge import merge
@@ -32,12 +32,7 @@ NO_BOUND = 1 << 30
 
 @cute.kernel
 def decode_kernel(
-    tensors: Tensors,
-    maps: Maps | None,
-    layouts: tuple,
-    params: DecodeParams,
-    divisors: Divisors,
-    plan: cutlass.Constexpr,
+    tensors: Tensors, layouts: tuple, params: DecodeParams, divisors: Divisors, plan: cutlass.Constexpr
 ) -> None:
     thread, _, _ = cute.arch.thread_idx()
     tile = _tile(tensors, params, divisors, plan)
@@ -90,7 +85,6 @@ def decode_kernel(
             sCount=sCount,
             load_k=load_k,
             load_v=load_v,
-            maps=maps,
         )
         if cutlass.const_expr(plan.has_load_warps):
             roles.run(ctx)

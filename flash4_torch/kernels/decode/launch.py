@@ -8,13 +8,12 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import cpasync
 
 from ...configs.decode import DecodeForm, part_columns
 from ...configs.types import Features
 from ..common import host
 from ..common.smem_layouts import column_major_layout, row_major_layout
-from .context import Maps, Tensors
+from .context import Tensors
 from .kernel import decode_kernel
 from .params import DecodeParams, example_params, make_divisors
 from .plan import DecodePlan
@@ -80,8 +79,7 @@ def decode(
     positions, and its sink alone: not on plan.rows, plan.form.cluster, page_size, the table, the number of
     clusters, and what else is in the launch.
 
-    With plan.form.tma, page_size is a multiple of plan.form.keys if there is a table. With
-    plan.form.few_rows, params.max_seqlen_q * Hq / Hk is `FEW_ROWS` at most.
+    With plan.form.few_rows, params.max_seqlen_q * Hq / Hk is `FEW_ROWS` at most.
 
     No size is 0 but those of the cache and the table. B and the tiles of all KV heads are at most 65535.
     """
@@ -120,32 +118,13 @@ def decode(
     if cutlass.const_expr(plan.form.ragged):
         B = cu_seqlens_q.shape[0] - 1
     divisors = make_divisors(group, tiles, k.shape[1], splits, params.split_keys)
-    maps = _maps(k, v, layouts, plan) if cutlass.const_expr(plan.form.tma) else None
-    decode_kernel(tensors, maps, layouts, params, divisors, plan).launch(
+    decode_kernel(tensors, layouts, params, divisors, plan).launch(
         grid=(ctas, Hk * tiles, B),
         block=(plan.launch_threads, 1, 1),
         cluster=(cluster, 1, 1) if cluster > 1 else None,
         stream=stream,
         min_blocks_per_mp=1,
     )
-
-
-def _maps(k: cute.Tensor, v: cute.Tensor, layouts: tuple, plan: DecodePlan) -> Maps:
-    """Maps of whole blocks of K and V."""
-    keys, values = (_with_pages(host.positions_first(x)) for x in (k, v))
-    values = cute.make_tensor(values.iterator, cute.select(values.layout, [1, 0, 2, 3]))
-    load = cpasync.CopyBulkTensorTileG2SOp()
-    return Maps(
-        *host.tensor_map(load, keys, layouts[1], (plan.form.keys, plan.D)),
-        *host.tensor_map(load, values, layouts[2], (plan.Dv, plan.form.keys)),
-    )
-
-
-def _with_pages(x: cute.Tensor) -> cute.Tensor:
-    """The same (page_size, D, Hk, pages) with a page at least, since a map of none is an error."""
-    page_size, D, Hk, pages = x.shape
-    shape = cutlass.max(page_size, 1), D, Hk, cutlass.max(pages, 1)
-    return cute.make_tensor(x.iterator, cute.make_layout(shape, stride=x.stride))
 
 
 def compile_decode(features: Features, rows: int, form: DecodeForm) -> Any:

@@ -13,7 +13,7 @@ blocks; in a block for PV by key, and for sums of weights by four lanes in each 
 is that of splits. A block of 128 keys (`form.keys`) is two runs of 16 keys for each warp.
 
 With warpgroup MMAs (`form.wgmma`; see wide.py) the order is another one, and a tile has 64 rows. With 128
-rows (see roles.py) eight warps compute, and four load for them, or one by TMA (`form.tma`).
+rows (see roles.py) eight warps compute, and four load for them.
 
 A tile of 16 rows whose sequence has no more than 8 (`form.few_rows`) multiplies 16, and does all else for 8.
 """

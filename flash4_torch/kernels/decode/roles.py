@@ -5,8 +5,7 @@
 
 Both warpgroups read the same K and V, so that the tile reads them once from the L2 cache where two tiles of
 64 rows would read them twice, and neither waits for the other. As in wide.py, S of a block is in flight
-together with PV of the block before it. Where each block is in one page (`form.tma`), one load warp copies
-blocks by TMA (see load_blocks.py), and the other three have nothing to do.
+together with PV of the block before it.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from dataclasses import replace
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
-from cutlass.cute.nvgpu import cpasync
 
 from ...configs.decode import COMPUTE_REGISTERS, LOAD_REGISTERS, WARPS
 from ..common import band as bands
@@ -28,7 +26,6 @@ from ..common.rounding import round_to
 from ..common.warp_mma import rows_of
 from ..common.warps import GROUP
 from ..sm90 import wgmma
-from . import load_blocks
 from .context import Context, NamedBarrier
 from .epilogue import epilogue
 from .load import load_k, load_q, load_v, locate, look_up_first, look_up_next
@@ -43,20 +40,13 @@ def run(ctx: Context) -> None:
     plan, tile = ctx.plan, ctx.tile
     if ctx.warp == 0:
         for edge in (ctx.load_k, ctx.load_v):
-            ring.initialise(edge, plan.compute_warps, writers=1 if plan.form.tma else WARPS)
+            ring.initialise(edge, readers=plan.compute_warps, writers=WARPS)
         cute.arch.mbarrier_init_fence()
-        if cutlass.const_expr(plan.form.tma):
-            for atom in (ctx.maps.load_k, ctx.maps.load_v):
-                cpasync.prefetch_descriptor(atom)
     cute.arch.sync_threads()
     if ctx.warp >= plan.compute_warps:
         cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
         if tile.has_work:
-            if cutlass.const_expr(plan.form.tma):
-                if ctx.warp == plan.compute_warps:
-                    _load_blocks(ctx, tile.blocks)
-            else:
-                _load(replace(ctx, warp=ctx.warp - plan.compute_warps), tile.blocks)
+            _load(replace(ctx, warp=ctx.warp - plan.compute_warps), tile.blocks)
     else:
         cute.arch.setmaxregister_increase(COMPUTE_REGISTERS)
         t = make_thread(ctx)
@@ -104,28 +94,6 @@ def _load(ctx: Context, blocks: Span) -> None:
     for _ in cutlass.range(cutlass.min(last - blocks.first, in_flight), unroll=1):
         _fill(ctx, landed)
         landed = ring.after(landed, plan.stages)
-
-
-@role(produces=("load_k", "load_v"))
-@cute.jit
-def _load_blocks(ctx: Context, blocks: Span) -> None:
-    """Copy the split's blocks by one warp, each once its stage is empty: K of a block, then V of the one
-    before it, in the order in which the warps that compute free these stages.
-    """
-    pages = load_blocks.first_pages(ctx, blocks.first)
-    place = load_blocks.find(ctx, pages, blocks.first, blocks.first)
-    at, before, partial_before, place_before = ring.start(), ring.start(), Boolean(False), place
-    for n in cutlass.range(blocks.first, blocks.last + 1, unroll=1):
-        partial = (n < blocks.last) & load_blocks.is_partial(ctx, n)
-        if n < blocks.last:
-            load_blocks.copy_k(ctx, n, blocks.last, place, at, partial)
-        if blocks.first < n:
-            load_blocks.copy_v(ctx, n - 1, blocks.last, place_before, before, partial_before)
-        if partial | partial_before:
-            load_blocks.await_lanes(ctx, at, partial, before, partial_before)
-        pages = load_blocks.next_pages(ctx, pages, blocks.first, n + 1)
-        before, at, partial_before, place_before = at, ring.after(at, ctx.plan.stages), partial, place
-        place = load_blocks.find(ctx, pages, blocks.first, n + 1)
 
 
 @cute.jit
