@@ -49,10 +49,15 @@ def only_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     original = compiled._arguments
 
     def arguments(*args: Any, **kwargs: Any) -> Any:
-        found = original(*args, **kwargs)
-        assert found[2] is None
-        assert found[4] is not None
-        return found
+        of_captured = original(*args, **kwargs)
+
+        def checked(*args: Any) -> Any:
+            found = of_captured(*args)
+            assert found[2] is None
+            assert found[4] is not None
+            return found
+
+        return checked
 
     monkeypatch.setattr(compiled, "_arguments", arguments)
 

@@ -106,7 +106,7 @@ def run(arch: str, features: Features, call: Call, average: bool, **schedule: ob
     low = (exact - lse.double()).nan_to_num(0.0).float() if features.float_mask else None
     byte, fraction = thresholds(call.p)
     numbers = (call.scale, call.softcap, call.left, call.right, call.q.shape[1], 1, 1)
-    params = (*numbers, byte, fraction, 1.0 / (1.0 - call.p), 0)
+    params = (*numbers, byte, fraction, 1.0 / (1.0 - call.p), 0, 0, 0)
     rng_state = call.rng_state if features.dropout else None
     with poisoned(arch, call, average, **schedule) as (device, weights):
         kernel, mask_args = compiled(arch, features, average), None
