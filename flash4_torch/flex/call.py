@@ -111,10 +111,13 @@ def _recorded(
     """The call as torch.compile records it."""
     mods = _with_blocks(given, functions.block_mask, q, k)
     sizes = mods.q_block, mods.kv_block, mods.max_seqlen_q, mods.max_seqlen_k
-    beside = (*mods.tensors, *sizes, functions.mask_mod or _everything)
+    # torch 2.11 cannot trace `or` between functions.
+    score_mod = _unchanged if functions.score_mod is None else functions.score_mod
+    mask_mod = _everything if functions.mask_mod is None else functions.mask_mod
+    beside = (*mods.tensors, *sizes, mask_mod)
     scale, *others = options
     named = {**dict(zip(CallOptions._fields[1:], others, strict=True)), "max_scores": max_scores}
-    return recorded_flex_attention(q, k, v, functions.score_mod or _unchanged, beside, scale, named)
+    return recorded_flex_attention(q, k, v, score_mod, beside, scale, named)
 
 
 def _with_blocks(mods: Mods, block_mask: BlockMask | None, q: Tensor, k: Tensor) -> Mods:
