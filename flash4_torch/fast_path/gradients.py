@@ -7,6 +7,7 @@ is active; otherwise the slow path's backward runs.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -36,7 +37,7 @@ Tensors = Sequence[Any]
 """Those of a launch: the fields of `Inputs` one by one, of which the last may be missing."""
 
 
-class Backwards:
+class Backwards(ABC):
     """The prepared backwards of one signature, by the strides of dout."""
 
     # Those of two bases cannot both be laid out.
@@ -103,13 +104,13 @@ class Backwards:
         if len(self.backwards) < _MOST:
             self.backwards[strides] = self.prepared(dout, *saved)
 
+    @abstractmethod
     def slow(self, dout: Tensor | None, more: Grads, *saved: Any) -> Any:
         """The gradients by the slow path."""
-        raise NotImplementedError
 
+    @abstractmethod
     def prepared(self, dout: Tensor, *saved: Any) -> BackwardLaunch | None:
         """The launch of such a backward, None if none can be prepared."""
-        raise NotImplementedError
 
 
 class FastAutograd(FastCall, Backwards):

@@ -16,7 +16,7 @@ from flash4_torch import ops, testing
 from flash4_torch.masks import Band
 from flash4_torch.problem import CallOptions
 from flash4_torch.reference.attention import attention, attention_weights
-from flash4_torch.reference.dropout import Dropout
+from flash4_torch.reference.dropout import Dropout, keep_each
 from flash4_torch.reference.scoring import Scoring
 
 pytestmark = [
@@ -161,3 +161,11 @@ def test_the_efficient_kernel(
     for name, ours, truth, plain in zip(names, (out, lse, *grads), exact, peer, strict=False):
         noise = 0.0 if name in ("out", "lse") else 4 * torch.finfo(dtype).eps * truth.abs().max().item()
         testing.assert_close_as_peer(ours.to(plain.dtype), truth.double(), plain, what=name, noise=noise)
+
+
+def test_a_graph_computes_the_dropout_of_the_kernels() -> None:
+    """torch's compiler may multiply what it takes for an index in 32 bits."""
+    B, Hq, Sq, Sk = 2, 3, 21, 133
+    rng_state = ops.draw_rng_state(torch.device("cuda"))
+    kept = torch.compile(keep_each)(rng_state, 0.1, B, Hq, Sq, Sk)
+    assert torch.equal(kept, Dropout(rng_state, 0.1).keep(range(B), Hq, range(Sq), range(Sk)))
