@@ -27,7 +27,7 @@ _RESERVE = 1 << 18
 _MOST_CAPTURES = 64
 """Captures whose counters are known; a launch of one that is forgotten gets others."""
 
-_DEFAULT_STREAM = 0
+DEFAULT_STREAM = 0
 """The only stream that CUDA cannot capture."""
 
 _Key = TypeVar("_Key", bound=tuple[int, ...])
@@ -45,7 +45,7 @@ _giving_out = forks.Lock()
 def counter(index: int) -> Tensor:
     """The counter, int32 (1,) on CUDA device `index`, for a launch on its current stream."""
     stream = current_stream(index)
-    if stream != _DEFAULT_STREAM and is_capturing(index):
+    if stream != DEFAULT_STREAM and is_capturing(index):
         return _of_captured(index, stream, 1)
     key = index, stream
     found = _of_stream.get(key)
@@ -55,7 +55,7 @@ def counter(index: int) -> Tensor:
 def counters(index: int, number: int) -> Tensor:
     """`number` counters or more, int32, for a launch on the current stream of CUDA device `index`."""
     stream, bits = current_stream(index), (number - 1).bit_length()
-    if stream != _DEFAULT_STREAM and is_capturing(index):
+    if stream != DEFAULT_STREAM and is_capturing(index):
         return _of_captured(index, stream, 1 << bits)
     key = index, stream, bits
     found = _many_of_stream.get(key)
@@ -63,7 +63,7 @@ def counters(index: int, number: int) -> Tensor:
         with _giving_out.held():
             if key not in _many_of_stream:
                 # Fewer ones stay where they are: launches under way may use them.
-                _many_of_stream[key] = _fresh(index, 1 << bits)
+                _many_of_stream[key] = fresh(index, 1 << bits)
                 _fill_reserve(index)
             found = _many_of_stream[key]
     return found
@@ -110,15 +110,15 @@ def _retire(streams: dict[_Key, Tensor], index: int) -> None:
 def _fill_reserve(index: int) -> None:
     """Renews a reserve that is short; what is left of it is given up."""
     if index not in _reserves or len(_reserves[index]) < _RESERVE // 2:
-        _reserves[index] = _fresh(index, _RESERVE)
+        _reserves[index] = fresh(index, _RESERVE)
 
 
 def _block(index: int) -> list[Tensor]:
-    words = _fresh(index, _STREAMS * _APART)
+    words = fresh(index, _STREAMS * _APART)
     return [words[i : i + 1] for i in range(0, len(words), _APART)]
 
 
-def _fresh(index: int, number: int) -> Tensor:
+def fresh(index: int, number: int) -> Tensor:
     """Fresh counters, which every stream sees as 0.
 
     While torch.compile prepares a CUDA graph, this thread's allocations come from the graph's memory, where

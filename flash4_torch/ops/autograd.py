@@ -164,16 +164,22 @@ def function(
 ) -> type[torch.autograd.Function]:
     """An autograd.Function named after the operator, flash4_<name>.
 
-    The class of its nodes is made along with it; profilers, anomaly mode and `grad_fn` show its name.
+    The class of its nodes is made along with it; profilers, anomaly mode and `grad_fn` show its name. Nodes
+    run `backward` at once: torch's own method first asks the Function which of two names has it, in a thread
+    that has just woken up.
     """
     methods = {
         "forward": staticmethod(forward),
         "backward": staticmethod(backward),
         "jvp": staticmethod(_refuse_tangents),
     }
-    return new_class(
+    made = new_class(
         f"flash4_{name}", (torch.autograd.Function,), exec_body=lambda body: body.update(methods | attributes)
     )
+    nodes = getattr(made, "_backward_cls", None)
+    if nodes is not None:
+        nodes.apply = backward
+    return made
 
 
 def below_autograd(op: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -17,8 +17,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from driver_stand_in import driver
 from flash4_torch import compile, fast_path
-from flash4_torch.backends import tile_counters
 from flash4_torch.backends.compiled import POSTPROCESS, PREPROCESS, SM90A, prepared
 from flash4_torch.backends.flex import compiled, dispatch
 from flash4_torch.backends.flex.compiled import Compiled, Emulated, why_not_kernels
@@ -58,16 +58,14 @@ def gpu() -> Iterator[list[Launch]]:
     def function(entry: str, static: tuple[Any, ...], arch: str) -> compile.Function:
         return lambda *args: _launch(launches, entry, static, args)
 
-    counter = torch.zeros(1, dtype=torch.int32)
     forget()
     with ExitStack() as stack:
         for owner, name, value in (
             (dispatch, "PRIORITY", (OnCpu(), Tiled())),
             (compile, "function", function),
-            (tile_counters, "counter", lambda index: counter),
-            (tile_counters, "current_device", lambda: -1),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
+        stack.enter_context(driver())
         stack.enter_context(mock.patch("flash4_torch.problem._MADE_CONTIGUOUS", frozenset()))
         stack.callback(forget)
         yield launches
@@ -150,16 +148,14 @@ def emulated_gpu() -> Iterator[None]:
 
     They take the fast path, too; what they write is NaN before.
     """
-    counter = torch.zeros(1, dtype=torch.int32)
     with ExitStack() as stack:
         for owner, name, value in (
             (dispatch, "PRIORITY", (_Emulating(), Tiled())),
-            (tile_counters, "counter", lambda index: counter),
-            (tile_counters, "current_device", lambda: -1),
             (prepared, "converted", lambda params: params),
             (prepared, "_empty", lambda device: _poisoned),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
+        stack.enter_context(driver())
         forget()
         stack.callback(forget)
         yield

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 import on_cpu_backward
+from driver_stand_in import driver
 from flash4_torch import compile, fast_path
-from flash4_torch.backends import dispatch, tile_counters
+from flash4_torch.backends import dispatch
 from flash4_torch.backends.compiled import MASK_BLOCKS, SM90A, Compiled, Target, backend, forward
 from flash4_torch.backends.compiled.targets import WEIGHTS, ForwardConfig
 from flash4_torch.backends.tiled import Tiled
@@ -93,16 +94,12 @@ def gpu(target: Target = SM90A) -> Iterator[Machine]:
             return on_cpu_backward.stand_in(target, machine.backwards, entry, static)
         return lambda *args: _forward(machine, *static, *args)
 
-    def counter(index: int) -> Tensor:
-        return torch.zeros(1, dtype=torch.int32)
-
     _forget()
     try:
         with (
             mock.patch.object(dispatch, "PRIORITY", (OnCpu(target), Tiled())),
             mock.patch.object(compile, "function", function),
-            mock.patch.object(tile_counters, "counter", counter),
-            mock.patch.object(tile_counters, "current_device", lambda: -1),
+            driver(),
             mock.patch.object(backend, "num_sms", lambda index: NUM_SMS),
             mock.patch("flash4_torch.problem._MADE_CONTIGUOUS", frozenset()),
         ):

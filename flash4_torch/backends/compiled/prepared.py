@@ -21,7 +21,8 @@ from . import forward as slow_forward
 from .backward import Kernels
 from .forward import Kernel
 from .masks import Read
-from .tensors import contiguous_strides, is_readable, lengths, readable
+from .tensors import contiguous_strides, is_readable, lengths, past_dispatcher, readable
+from .workspace import Need, shared
 
 
 def converted(params: tuple[Any, ...]) -> Any:
@@ -122,7 +123,6 @@ def backward(
     """
     preprocess, main, postprocess = kernels.preprocess, kernels.main, kernels.postprocess
     group_reduce, sinks_gradient = kernels.group_reduce, kernels.sinks_gradient
-    is_ordered = kernels.is_ordered
     params, scale, dtype = converted(kernels.params.in_order(order)), problem.scale, problem.spec.dtype
     heads_first, out_heads_first = map(int, order)
     shapes = slow_backward.shapes_of(*inputs[:3], inputs.cu_seqlens_q, kernels)
@@ -130,8 +130,10 @@ def backward(
         (*_in_order(Layout.of(new_gradient(x)), order.heads_first), dtype) for x in inputs[:3]
     )
     copies_dout = not is_readable(dout)
-    new_stats, new_dq_acc = ((*_contiguous(x), torch.float32) for x in (shapes.stats, shapes.dq_acc))
-    new_semaphore = *_contiguous(shapes.dq_semaphore), torch.int32
+    needs: tuple[Need, ...] = (shapes.stats, torch.float32), (shapes.dq_acc, torch.float32)
+    if kernels.is_ordered:
+        needs = *needs, (shapes.dq_semaphore, torch.int32)
+    find_workspace = shared(index, needs, past_dispatcher(problem.spec.device))
     new_dk_parts, new_dv_parts = (
         (*_contiguous(x, order.heads_first), dtype) for x in (shapes.dk_parts, shapes.dv_parts)
     )
@@ -162,8 +164,8 @@ def backward(
             dout = readable(dout)
         if converts:
             ends_q, ends_k = lengths(ends_q), lengths(ends_k)
-        stats, dq_acc = empty(*new_stats), empty(*new_dq_acc)
-        semaphore = empty(*new_semaphore) if is_ordered else None
+        stats, dq_acc, *ordered = find_workspace()
+        semaphore = ordered[0] if ordered else None
         cleared = None if postprocess is None else dq_acc
         preprocess(out, dout, lse, low, None, stats, cleared, semaphore, ends_q, out_heads_first)
         dq, dk, dv = empty(*new_dq), empty(*new_dk), empty(*new_dv)
