@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from . import fast_path, ops
 from .fast_path import Door, FastCall, Returned
@@ -29,6 +30,10 @@ class Request(NamedTuple):
 
     def served(self) -> tuple[Tensor, ...]:
         """(out, lse), or (out, lse, weights)."""
+        if is_dynamo_compiling():
+            # The fast path is not for graphs, and each function that one is traced through is compared in
+            # every call of the graph.
+            return self._by_operators()[0]
         signature, call = self._lookup()
         if call is None and self.average_heads is not None:
             # A launch of output and weights in one go may differ by a rounding from the operators, so that it
@@ -38,15 +43,19 @@ class Request(NamedTuple):
         if call is not None:
             results: tuple[Tensor, ...] = call.run(self.q, self.k, self.v, self.attn_mask, None)
             return results
+        results, qkv = self._by_operators()
+        self._record(signature, *qkv)
+        return results
+
+    def _by_operators(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor, Tensor]]:
+        """What is returned, and q, k and v as the operators take them."""
         q, k, v = ops.autocast_inputs(self.q, self.k, self.v)
         rng_state = ops.draw_rng_state(q.device) if self.options.dropout_p > 0.0 else None
         scored_by = self.attn_mask, None, rng_state
         if self.average_heads is None:
-            results = ops.attention(q, k, v, *scored_by, self.options)
-        else:
-            results = ops.attention_and_weights(q, k, v, *scored_by, self.options, self.average_heads)
-        self._record(signature, q, k, v)
-        return results
+            return ops.attention(q, k, v, *scored_by, self.options), (q, k, v)
+        both = ops.attention_and_weights(q, k, v, *scored_by, self.options, self.average_heads)
+        return both, (q, k, v)
 
     def _lookup(self) -> tuple[fast_path.Signature | None, FastCall | None]:
         flags = (*self.options, self.average_heads)

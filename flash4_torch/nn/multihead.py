@@ -198,7 +198,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if query.is_nested or key.is_nested or value.is_nested:
             return self._forward_nested(call)
         signature = None
-        if type(self) is MultiheadAttention:
+        if type(self) is MultiheadAttention and not is_dynamo_compiling():
             parameters = prepared.parameters_of(self)
             signature, known = prepared.lookup(self, call, parameters)
             if known is not None:

@@ -225,6 +225,8 @@ def keep_each(rng_state: Tensor, p: float, B: int, Hq: int, Sq: int, Sk: int) ->
     device = rng_state.device
     i, j = torch.arange(Sq, device=device)[:, None], torch.arange(Sk, device=device)
     heads = torch.arange(B * Hq, device=device).view(B, Hq, 1, 1)
+    # What is computed once for rows alone would be a kernel for itself, whose launch takes longer.
+    i, j, heads = torch.broadcast_tensors(i, j, heads)
     seed, offset = rng_state[0], rng_state[1] & _LOW32
     # A mask of bits keeps torch's compiler from multiplying an index in 32 bits.
     counter = (j >> 4 << 2) | (j >> 1 & 3), (i >> 4 << 1) | (i >> 2 & 1), heads & _LOW32, offset
