@@ -165,10 +165,7 @@ def _masks(case: SwapCase, device: str) -> dict[str, Any]:
 
 
 def saved_rng_state(out: Tensor) -> Tensor:
-    """The state (seed, offset) of the dropout that made `out`, as autograd's graph saved it.
-
-    Under torch.compile nobody can tell it before the call.
-    """
+    """The state (seed, offset) of the dropout that made `out`, as autograd's graph saved it."""
     state = _saved(out, torch.int64, (2,))
     if state is None:
         raise LookupError("autograd saved no state of dropout")

@@ -245,17 +245,18 @@ def assert_close_to_replay(actual: list[Tensor], q: Tensor, k: Tensor, v: Tensor
         torch.testing.assert_close(a, e)
 
 
-def test_dropout_draws_what_eager_draws() -> None:
-    """aot_eager runs torch's own generator, so even the masks are eager's."""
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_dropout_draws_what_eager_draws(backend: str) -> None:
     arguments = dense()
-    assert_same(seeded(compiled(dropped, backend="aot_eager"), 3, arguments), seeded(dropped, 3, arguments))
+    assert_same(seeded(compiled(dropped, backend=backend), 3, arguments), seeded(dropped, 3, arguments))
 
 
-def test_dropout_is_the_one_that_testing_replays() -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_dropout_is_the_one_that_testing_replays(backend: str) -> None:
     q, k, v = (x.detach() for x in dense())
     torch.manual_seed(5)
     rng_state = testing.peek_rng_state()
-    actual = compiled(dropped, backend="aot_eager")(q, k, v)
+    actual = compiled(dropped, backend=backend)(q, k, v)
     expected, _ = testing.reference(q, k, v, dropout_p=P, rng_state=rng_state)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
 
