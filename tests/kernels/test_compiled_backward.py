@@ -15,7 +15,15 @@ from torch import Tensor
 
 import flash4_torch
 from flash4_torch import testing
-from flash4_torch.backends.compiled import GROUP_REDUCE, MASK_TRANSPOSE, SM90A, Target, backward, limits, masks
+from flash4_torch.backends.compiled import (
+    GROUP_REDUCE,
+    MASK_TRANSPOSE,
+    SM90A,
+    Target,
+    backward,
+    limits,
+    masks,
+)
 from flash4_torch.backends.compiled.targets import SM80
 from flash4_torch.configs import sm80_backward, sm90_backward, sm100_backward
 from flash4_torch.configs.types import SHARED_MEMORY, Features, Scope
@@ -95,7 +103,7 @@ def test_others_are(dout: Tensor) -> None:
 def test_masks_are_turned(
     shape: tuple[int, ...], copied: bool, dtype: torch.dtype, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kernel transposes many numbers; a bool mask, of which kernels read bits, and few numbers stay in place."""
+    """A kernel transposes many numbers; few stay in place, and bool masks, of which bits are read."""
     monkeypatch.setattr(masks, "_FEW", few)
     copied = copied and not few
     mask = torch.rand(shape).gt(0.3).to(dtype)
@@ -117,12 +125,14 @@ def launched_by(prepared: bool, **kwargs: Any) -> tuple[Any, list[str]]:
     return machine.backwards[-1], [entry for entry, *_ in machine.built]
 
 
-@pytest.mark.parametrize(("Sq", "dims"), [(24, (0, 1)), (21, (1,)), (24, (2,)), (24, (3,)), (24, (0, 1, 2, 3))])
-@pytest.mark.parametrize("target", [SM90A, SM80], ids=str)
+@pytest.mark.parametrize(
+    ("Sq", "dims"), [(24, (0, 1)), (21, (1,)), (24, (2,)), (24, (3,)), (24, (0, 1, 2, 3))]
+)
+@pytest.mark.parametrize("target", [SM90A, SM80], ids=lambda target: target.arch)
 def test_what_a_mask_repeats_is_not_copied(
     target: Target, Sq: int, dims: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Expanded masks give the gradients of those that broadcast; of these dimensions kernels get one number."""
+    """Expanded masks give the gradients of those that broadcast; kernels get what is repeated once."""
     monkeypatch.setattr(masks, "_FEW", 0)
     q, k, v = half(2, Sq, 4, 16), half(2, 24, 4, 16), half(2, 24, 4, 16)
     sizes = 2, 4, Sq, 24

@@ -31,8 +31,8 @@ SIZES = st.sampled_from((1, 7, 8, 16, 63, 64, 65, 127, 128, 129, 192)) | st.inte
 
 @st.composite
 def masks(draw, plan):
-    """(Bm, Hm, Sk, Sq), keys are rows and mostly neighbours, with blocks of all three kinds, perhaps with gaps
-    and a base that is not aligned.
+    """(Bm, Hm, Sk, Sq), whose rows are keys and mostly neighbours, with blocks of all three kinds, perhaps
+    with gaps and a base that is not aligned.
     """
     B, H, Sq, Sk = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(SIZES), draw(SIZES)
     torch.manual_seed(draw(st.integers(0, 99)))

@@ -17,7 +17,15 @@ from torch import Tensor
 import on_cpu_backward
 from flash4_torch import compile, fast_path
 from flash4_torch.backends import dispatch, tile_counters
-from flash4_torch.backends.compiled import MASK_BLOCKS, MASK_TRANSPOSE, SM90A, Compiled, Target, backend, forward
+from flash4_torch.backends.compiled import (
+    MASK_BLOCKS,
+    MASK_TRANSPOSE,
+    SM90A,
+    Compiled,
+    Target,
+    backend,
+    forward,
+)
 from flash4_torch.backends.compiled.targets import WEIGHTS, ForwardConfig
 from flash4_torch.backends.tiled import Tiled
 from flash4_torch.configs.types import Features

@@ -189,9 +189,7 @@ class Compiled(OnTargets):
         self, inputs: Inputs, problem: Problem, config: BackwardConfig, allocator: Allocator
     ) -> Read:
         plan = backward.mask_plan(mask_dtype(problem), config)
-        return transposed_reader(
-            self.find(problem), plan, inputs.attn_mask, problem.extent.Sq, allocator
-        )
+        return transposed_reader(self.find(problem), plan, inputs.attn_mask, problem.extent.Sq, allocator)
 
     def _reader(
         self, problem: Problem, plan: MaskPlan, inputs: Inputs, view: View, allocator: Allocator

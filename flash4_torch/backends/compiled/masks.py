@@ -53,9 +53,7 @@ def prepared_reader(
     return reader(find, plan, mask, Layout.of(seen).view, allocator)
 
 
-def transposed_reader(
-    find: Find, plan: MaskPlan, mask: Tensor | None, Sq: int, allocator: Allocator
-) -> Read:
+def transposed_reader(find: Find, plan: MaskPlan, mask: Tensor | None, Sq: int, allocator: Allocator) -> Read:
     """What reads masks of this one's sizes and strides for the backward, whose rows are keys."""
     if mask is None or not _is_transposed(plan, mask):
         return reader(find, plan, mask, transposed(Sq, plan), allocator)
@@ -72,9 +70,7 @@ def prepared_transposed_reader(
     return _transposing_reader(find, plan, seen, Layout.of(seen).view, allocator)
 
 
-def _transposing_reader(
-    find: Find, plan: MaskPlan, seen: Tensor, view: View, allocator: Allocator
-) -> Read:
+def _transposing_reader(find: Find, plan: MaskPlan, seen: Tensor, view: View, allocator: Allocator) -> Read:
     """What reads masks by the kernel that transposes them; `view` gives such as `seen`, whose rows are keys.
 
     Kernels read the bits of a bool mask, and of itself its sizes alone, so that it needs no copy.

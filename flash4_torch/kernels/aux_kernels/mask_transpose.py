@@ -1,15 +1,16 @@
 """Reads an attn_mask whose keys are neighbours once, for a kernel whose rows are keys: writes the mask
 transposed, and the tables by which the kernel walks and applies it.
 
-The rows of the mask's tensor are keys, as everywhere in the backward, but they are neighbours in memory. A CTA
-has one block of a floating mask, and takes 128 bytes of each query's keys at a time: lanes load 16 bytes,
-look at the numbers, and put them into shared memory, from where they come transposed, 16 bytes of a key's
-queries. A swizzle keeps lanes in different banks on both ways.
+The rows of the mask's tensor are keys, as everywhere in the backward, but they are neighbours in memory.
+A CTA has one block of a floating mask, and takes 128 bytes of each query's keys at a time: lanes load 16
+bytes, look at the numbers, and put them into shared memory, from where they come transposed, 16 bytes of a
+key's queries. A swizzle keeps lanes in different banks both ways.
 
 Of a bool mask the attention kernels read the bits alone, so it needs no copy: a lane has 16 keys and every
 fourth pair of queries, which are one word of a panel.
 
-What each block holds stands in the list of blocks first. A second kernel makes the list of it, in place.
+First the list of blocks has at each block's place what the block holds. A second kernel makes the list of
+it, in place.
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ class Strip(NamedTuple):
 def compile_mask_transpose(plan: MaskPlan) -> Any:
     """The kernels for any sizes and strides; call them as (mask, copy, tables).
 
-    mask (Bm, Hm, Sk, Sq): of the plan's dtype, keys are rows; each of the first two dimensions full or 1. copy:
-    None for a bool mask; for a floating one a tensor of its dtype that becomes the mask, (Bm, Hm, Sk, at least
-    Sq), bases and all strides but the last, 1, on multiples of 8 numbers and 16 bytes, its last dimension one,
-    too; what it has beyond Sq are other numbers of the mask. tables: int32, 16-byte aligned;
-    `mask_tables.place` gives their size. No size may be 0. Runs on the current stream.
+    mask (Bm, Hm, Sk, Sq): of the plan's dtype, any strides, though it is fast if keys are contiguous and
+    queries begin at multiples of 16 bytes. copy: None for a bool mask, else a tensor of its dtype that
+    becomes it, (Bm, Hm, Sk, Sq rounded up to a multiple of 8), contiguous, 16-byte aligned; beyond Sq it
+    gets other numbers of the mask. tables: int32, 16-byte aligned; `mask_tables.place` gives their size. No
+    size may be 0. Runs on the current stream.
     """
     assert plan.rows % PATCH == 0 and plan.keys % PATCH == 0 and plan.heads == 1 and not plan.column_major
     mask, tables = example_args(plan)
@@ -91,9 +92,7 @@ def mask_transpose(
 
 
 @cute.kernel
-def copy_kernel(
-    values: cute.Tensor, copy: cute.Tensor, tables: cute.Tensor, plan: cutlass.Constexpr
-) -> None:
+def copy_kernel(values: cute.Tensor, copy: cute.Tensor, tables: cute.Tensor, plan: cutlass.Constexpr) -> None:
     mask = make_mask(MaskArgs(values, tables), plan)
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
@@ -278,8 +277,9 @@ def bits_kernel(values: cute.Tensor, tables: cute.Tensor, plan: cutlass.Constexp
     rest = part // parts
     m, head, batch = rest % MB, rest // MB % H, rest // MB // H
     threads = BIT_THREADS // at_once
-    slot = thread // threads
-    n, word, key = part % parts * at_once + slot, thread % WORDS, m * plan.rows + thread % threads // WORDS * VECTOR
+    slot, own = thread // threads, thread % threads
+    n, word = part % parts * at_once + slot, own % WORDS
+    key = m * plan.rows + own // WORDS * VECTOR
 
     memory = SmemAllocator()
     state = memory.allocate_tensor(Int32, cute.make_layout(at_once))
