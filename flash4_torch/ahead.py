@@ -16,6 +16,7 @@ from .backends.compiled import (
     DECODE,
     GROUP_REDUCE,
     MASK_BLOCKS,
+    MASK_TRANSPOSE,
     MERGE_STATES,
     POSTPROCESS,
     PREPROCESS,
@@ -376,4 +377,7 @@ def _of_gradients_of(
         if config.scope == Scope.Q_HEAD:
             yield GROUP_REDUCE, (backward.group_reduce_plan(features),)
         if features.mask:
-            yield MASK_BLOCKS, (backward.mask_plan(features.mask, config),)
+            plan = backward.mask_plan(features.mask, config)
+            yield MASK_BLOCKS, (plan,)
+            if not plan.column_major:
+                yield MASK_TRANSPOSE, (plan,)

@@ -10,6 +10,7 @@ from .backends.compiled import (
     APPEND_KVCACHE,
     GROUP_REDUCE,
     MASK_BLOCKS,
+    MASK_TRANSPOSE,
     MERGE_STATES,
     POSTPROCESS,
     PREPROCESS,
@@ -32,6 +33,7 @@ _KINDS = {
     SINKS_GRADIENT: "backward, gradients of sinks",
     WEIGHTS: "attention weights",
     MASK_BLOCKS: "blocks of attn_mask",
+    MASK_TRANSPOSE: "attn_mask transposed, and its blocks",
     APPEND_KVCACHE: "append to a KV cache",
     MERGE_STATES: "merge of partial results",
 }

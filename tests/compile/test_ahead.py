@@ -31,6 +31,7 @@ from flash4_torch.backends import dispatch
 from flash4_torch.backends.compiled import (
     DECODE,
     MASK_BLOCKS,
+    MASK_TRANSPOSE,
     POSTPROCESS,
     PREPROCESS,
     SM80_FAMILY,
@@ -123,7 +124,8 @@ def test_so_does_its_backward(target: Target, dtype: str, words: str, Sq: int, S
             wanted |= {(PREPROCESS, (before,)), (POSTPROCESS, (behind,))}
         wanted.add((target.backward, (asked, config)))
         if features.mask:
-            wanted.add((MASK_BLOCKS, (backward.mask_plan(features.mask, config),)))
+            plan = backward.mask_plan(features.mask, config)
+            wanted |= {(entry, (plan,)) for entry in (MASK_BLOCKS, MASK_TRANSPOSE)[: 2 - plan.column_major]}
     assert {Key(*kernel, target.arch) for kernel in wanted} <= set(prepared)
     assert {key.entry for key in without} <= {target.forward, MASK_BLOCKS}
 

@@ -14,6 +14,7 @@ from torch import Tensor
 import flash4_torch
 from everything import examples, one_of
 from flash4_torch import env, testing
+from flash4_torch.backends.compiled import masks
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 from flash4_torch.testing import emulate
@@ -117,6 +118,37 @@ def test_schedules(arch: str, schedule: str, deterministic: bool) -> None:
             assert torch.equal(a, b), name
         else:
             torch.testing.assert_close(a, b, rtol=0.01, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "head"),
+    one_of(
+        4,
+        [
+            (arch, dtype, head)
+            for dtype, head in ((torch.bfloat16, 0), (torch.bool, 1), (torch.float32, 1))
+            for arch in ("sm_100a", "sm_90a", "sm_80")
+        ],
+    ),
+)
+def test_a_mask_lies_either_way(
+    arch: str, dtype: torch.dtype, head: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mask that a kernel transposes gives the same bits as one whose queries are neighbours."""
+    monkeypatch.setattr(masks, "_FEW", 0)
+    torch.manual_seed(0)
+    inputs, kwargs = drawn(B=1, Hq=2, Hk=1)
+    numbers = BIAS - 0.01 * torch.arange(1 + head)[:, None, None]
+    mask = numbers > -0.5 if dtype == torch.bool else numbers.to(dtype)
+    found = []
+    for attn_mask in (mask, mask.mT.contiguous().mT):
+        with emulate.device(arch, num_sms=1) as device, testing.poisoned_memory():
+            out = flash4_torch.attention(*inputs, attn_mask=attn_mask, **kwargs)
+            found.append(gradients((out,), inputs))
+        names = [report.kernel for report in device.reports]
+        transposes = attn_mask.stride(-1) == 1 and (arch != "sm_80" or dtype == torch.bool)
+        assert sum("list_kernel" in name for name in names) == transposes
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @BLACKWELL_FIRST

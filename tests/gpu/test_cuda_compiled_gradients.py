@@ -5,6 +5,7 @@ Sizes and layouts are generated as for the forward.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
@@ -119,6 +120,29 @@ def test_gradients(form: Form, data: st.DataObject) -> None:
         assert not x.numel() or strides(gradient) == strides(
             torch.empty_like(x) if x.stride(-1) == 1 else x.contiguous()
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("Sq", "Sk", "H"), [(512, 512, 4), (515, 1029, 2), (64, 4104, 1)])
+@pytest.mark.parametrize("D", [64, 128])
+def test_a_mask_lies_either_way(D: int, Sq: int, Sk: int, H: int, dtype: torch.dtype) -> None:
+    """A mask that a kernel transposes gives the same bits as one whose queries are neighbours."""
+    inputs = [
+        torch.randn(2, S, 4, D, dtype=torch.bfloat16, device="cuda").requires_grad_() for S in (Sq, Sk, Sk)
+    ]
+    numbers = torch.randn(2, H, Sq, Sk, device="cuda")
+    mask = numbers > -1 if dtype == torch.bool else numbers.where(numbers > -1, -torch.inf).to(dtype)
+    if not dtype.is_floating_point or Sk % 2:
+        mask[..., Sk // 2 :] = False if dtype == torch.bool else -torch.inf
+    found = []
+    for attn_mask in (mask, mask.mT.contiguous().mT):
+        # Launches are prepared from the second call on, but not where fresh memory is filled.
+        for where in (testing.poisoned_memory(), *[nullcontext()] * 3):
+            with where:
+                out = flash4_torch.attention(*inputs, attn_mask=attn_mask, deterministic=True)
+                found.append(torch.autograd.grad(out, inputs, torch.ones_like(out)))
+    for others in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))
 
 
 def strides(x: Tensor) -> list[int]:

@@ -15,7 +15,15 @@ from torch import Tensor
 
 import flash4_torch
 from flash4_torch import testing
-from flash4_torch.backends.compiled import GROUP_REDUCE, SM90A, Target, backward, limits, masks
+from flash4_torch.backends.compiled import (
+    GROUP_REDUCE,
+    MASK_TRANSPOSE,
+    SM90A,
+    Target,
+    backward,
+    limits,
+    masks,
+)
 from flash4_torch.backends.compiled.targets import SM80
 from flash4_torch.configs import sm80_backward, sm90_backward, sm100_backward
 from flash4_torch.configs.types import SHARED_MEMORY, Features, Scope
@@ -95,13 +103,53 @@ def test_others_are(dout: Tensor) -> None:
 def test_masks_are_turned(
     shape: tuple[int, ...], copied: bool, dtype: torch.dtype, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Masks are transposed so that queries are contiguous, if need be in a copy; few numbers as they lie."""
+    """A kernel transposes many numbers; few stay in place, and bool masks, of which bits are read."""
     monkeypatch.setattr(masks, "_FEW", few)
     copied = copied and not few
     mask = torch.rand(shape).gt(0.3).to(dtype)
-    turned, _ = launched(attn_mask=mask).args[13]
-    assert torch.equal(turned, mask.expand(*turned.shape[:2], 24, turned.shape[2]).transpose(2, 3))
-    assert (turned.untyped_storage().data_ptr() != mask.untyped_storage().data_ptr()) == copied
+    for prepared in (False, True):
+        launch, built = launched_by(prepared, attn_mask=mask)
+        turned, _ = launch.args[13]
+        assert torch.equal(turned, mask.expand(*turned.shape[:2], 24, turned.shape[2]).transpose(2, 3))
+        shares = turned.untyped_storage().data_ptr() == mask.untyped_storage().data_ptr()
+        assert shares == (not copied or dtype == torch.bool)
+        assert (MASK_TRANSPOSE in built) == copied
+
+
+def launched_by(prepared: bool, **kwargs: Any) -> tuple[Any, list[str]]:
+    """The main kernel's launch of a first call, or of one like it afterwards; the entries that were found."""
+    q, k, v = (half(2, 24, 4, 16).requires_grad_() for _ in range(3))
+    with gpu() as machine:
+        for _ in range(3 if prepared else 1):
+            flash4_torch.attention(q, k, v, **kwargs).sum().backward()
+    return machine.backwards[-1], [entry for entry, *_ in machine.built]
+
+
+@pytest.mark.parametrize(
+    ("Sq", "dims"), [(24, (0, 1)), (21, (1,)), (24, (2,)), (24, (3,)), (24, (0, 1, 2, 3))]
+)
+@pytest.mark.parametrize("target", [SM90A, SM80], ids=lambda target: target.arch)
+def test_what_a_mask_repeats_is_not_copied(
+    target: Target, Sq: int, dims: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Expanded masks give the gradients of those that broadcast; kernels get what is repeated once."""
+    monkeypatch.setattr(masks, "_FEW", 0)
+    q, k, v = half(2, Sq, 4, 16), half(2, 24, 4, 16), half(2, 24, 4, 16)
+    sizes = 2, 4, Sq, 24
+    mask = torch.randn([1 if d in dims else n for d, n in enumerate(sizes)])
+    results = []
+    for attn_mask in (mask, mask.expand(sizes), mask.expand(sizes).contiguous()):
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        with gpu(target) as machine:
+            flash4_torch.attention(*inputs, attn_mask=attn_mask).sum().backward()
+        results.append([x.grad for x in inputs])
+        turned, _ = machine.backwards[0].args[13]
+        if attn_mask is not mask and attn_mask.stride() != (4 * Sq * 24, Sq * 24, 24, 1) and target is SM90A:
+            outer = [1 if d in dims else n for d, n in zip((0, 1, 3), (2, 4, 24), strict=True)]
+            assert list(turned.shape) == [*outer, Sq]
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 def test_a_mask_that_is_turned_already_is_read_in_place() -> None:

@@ -53,7 +53,7 @@ class Code(NamedTuple):
 
 
 def read(file: Path) -> list[Code]:
-    """The code of each kernel in a compiled file."""
+    """The code of each cubin in a compiled file, of one kernel or of several that are launched together."""
     return [_code(cubin) for cubin in _cubins(file.read_bytes())]
 
 
@@ -87,8 +87,8 @@ def _sections(cubin: bytes) -> Iterator[tuple[str, bytes]]:
 
 def _code(cubin: bytes) -> Code:
     sections = dict(_sections(cubin))
-    (text,) = (content for name, content in sections.items() if name.startswith(".text."))
-    instructions = list(_INSTRUCTION.iter_unpack(text))
+    texts = [content for name, content in sections.items() if name.startswith(".text.")]
+    instructions = [x for text in texts for x in _INSTRUCTION.iter_unpack(text)]
     wgmmas = [high for low, high in instructions if low & 0x1FF == _WGMMA]
     found = Counter(low & 0x1FF for low, _ in instructions)
     return Code(

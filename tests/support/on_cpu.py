@@ -18,7 +18,15 @@ import on_cpu_backward
 from driver_stand_in import driver
 from flash4_torch import compile, fast_path
 from flash4_torch.backends import dispatch
-from flash4_torch.backends.compiled import MASK_BLOCKS, SM90A, Compiled, Target, backend, forward
+from flash4_torch.backends.compiled import (
+    MASK_BLOCKS,
+    MASK_TRANSPOSE,
+    SM90A,
+    Compiled,
+    Target,
+    backend,
+    forward,
+)
 from flash4_torch.backends.compiled.targets import WEIGHTS, ForwardConfig
 from flash4_torch.backends.tiled import Tiled
 from flash4_torch.configs.types import Features
@@ -87,6 +95,8 @@ def gpu(target: Target = SM90A) -> Iterator[Machine]:
     def stand_in(entry: str, static: tuple[Any, ...], arch: str) -> compile.Function:
         if entry == MASK_BLOCKS:
             return lambda mask, tables: _mask_blocks(machine, *static, mask, tables)
+        if entry == MASK_TRANSPOSE:
+            return lambda *args: _mask_transpose(machine, *static, *args)
         assert arch == target.arch
         if entry == WEIGHTS:
             return lambda *args: _weights(*static, *args)
@@ -238,3 +248,14 @@ def _check(
 def _mask_blocks(machine: Machine, plan: MaskPlan, mask: Tensor, tables: Tensor) -> None:
     machine.masks.append(plan)
     tables.zero_()
+
+
+def _mask_transpose(
+    machine: Machine, plan: MaskPlan, mask: Tensor, copy: Tensor | None, tables: Tensor
+) -> None:
+    _mask_blocks(machine, plan, mask, tables)
+    assert not plan.column_major and (copy is None) == (plan.dtype == "bool")
+    if copy is not None:
+        Sq = mask.shape[3]
+        assert copy.is_contiguous() and copy.shape == (*mask.shape[:3], -(-Sq // 8) * 8)
+        copy[..., :Sq], copy[..., Sq:] = mask, torch.nan

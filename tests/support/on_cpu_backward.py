@@ -271,8 +271,9 @@ def _mask(
     plan = backward.mask_plan(features.mask, config)
     together = [3, 2] if plan.column_major else [3]
     assert mask.shape[2] in (1, k.shape[1])
-    is_few = not plan.column_major and mask.numel() <= masks._FEW
-    assert is_few or any(mask.shape[d] == 1 or mask.stride(d) in (0, 1) for d in together)
+    # Of a bool mask bits are read, whose order does not depend on the mask's.
+    is_free = features.mask == "bool" or (not plan.column_major and mask.numel() <= masks._FEW)
+    assert is_free or any(mask.shape[d] == 1 or mask.stride(d) in (0, 1) for d in together)
     assert tables.numel() == place(plan, *mask.shape).words and tables.dtype == torch.int32
     return mask.transpose(2, 3)
 

@@ -21,7 +21,15 @@ from .backward import Kernels
 from .dq_sums import CompiledDqSums
 from .explain import explain
 from .forward import Kernel
-from .masks import Read, View, over_keys, prepared_reader, reader, transposed
+from .masks import (
+    Read,
+    View,
+    over_keys,
+    prepared_reader,
+    prepared_transposed_reader,
+    reader,
+    transposed_reader,
+)
 from .params import FARTHEST, mask_dtype
 from .running import CompiledRunningOut
 from .served import OnTargets
@@ -133,7 +141,8 @@ class Compiled(OnTargets):
         index = inputs.q.get_device()
         kernel = self.kernel(problem, index)
         plan = forward.mask_plan(mask_dtype(problem), kernel.config)
-        read_mask = self._prepared_reader(problem, plan, inputs, over_keys(problem.extent.Sk))
+        allocator, see = past_dispatcher(problem.spec.device), over_keys(problem.extent.Sk)
+        read_mask = prepared_reader(self.find(problem), plan, inputs.attn_mask, see, allocator)
         return prepared.forward(kernel, inputs, problem, index, read_mask, order)
 
     def prepare_backward(
@@ -147,7 +156,8 @@ class Compiled(OnTargets):
         index = inputs.q.get_device()
         kernels = self.backward_kernels(problem, index)
         plan = backward.mask_plan(mask_dtype(problem), kernels.config)
-        read_mask = self._prepared_reader(problem, plan, inputs, transposed(problem.extent.Sq, plan))
+        allocator, Sq = past_dispatcher(problem.spec.device), problem.extent.Sq
+        read_mask = prepared_transposed_reader(self.find(problem), plan, inputs.attn_mask, Sq, allocator)
         return prepared.backward(kernels, inputs, problem, index, read_mask, saved.dout, order)
 
     def prepare_weights(self, inputs: Inputs, problem: Problem, average_heads: bool) -> WeightsLaunch | None:
@@ -179,16 +189,12 @@ class Compiled(OnTargets):
         self, inputs: Inputs, problem: Problem, config: BackwardConfig, allocator: Allocator
     ) -> Read:
         plan = backward.mask_plan(mask_dtype(problem), config)
-        return self._reader(problem, plan, inputs, transposed(problem.extent.Sq, plan), allocator)
+        return transposed_reader(self.find(problem), plan, inputs.attn_mask, problem.extent.Sq, allocator)
 
     def _reader(
         self, problem: Problem, plan: MaskPlan, inputs: Inputs, view: View, allocator: Allocator
     ) -> Read:
         return reader(self.find(problem), plan, inputs.attn_mask, view, allocator)
-
-    def _prepared_reader(self, problem: Problem, plan: MaskPlan, inputs: Inputs, see: View) -> Read:
-        allocator = past_dispatcher(problem.spec.device)
-        return prepared_reader(self.find(problem), plan, inputs.attn_mask, see, allocator)
 
     def explain(self, problem: Problem) -> list[str]:
         """The row, config, plan and launch that serve the problem, a line each."""

@@ -10,8 +10,8 @@ from torch import Tensor
 from ...kernels.common import mask_tables
 from ...kernels.common.mask_tables import MaskPlan
 from ..views import Layout
-from .targets import MASK_BLOCKS, Find
-from .tensors import Allocator
+from .targets import MASK_BLOCKS, MASK_TRANSPOSE, Find
+from .tensors import Allocator, padded
 
 MaskArgs = tuple[Tensor, Tensor]
 """The mask and its tables."""
@@ -25,7 +25,7 @@ _FEW = 1 << 16
 def reader(find: Find, plan: MaskPlan, mask: Tensor | None, view: View, allocator: Allocator) -> Read:
     """What reads masks of this one's sizes and strides; `view` gives the attention kernel's view of one."""
     if mask is None:
-        return lambda mask: None
+        return _nothing
     words = mask_tables.place(plan, *view(mask).shape).words
     examine, new_tables = find(MASK_BLOCKS, (plan,)), allocator((words,), torch.int32)
 
@@ -53,6 +53,51 @@ def prepared_reader(
     return reader(find, plan, mask, Layout.of(seen).view, allocator)
 
 
+def transposed_reader(find: Find, plan: MaskPlan, mask: Tensor | None, Sq: int, allocator: Allocator) -> Read:
+    """What reads masks of this one's sizes and strides for the backward, whose rows are keys."""
+    if mask is None or not _is_transposed(plan, mask):
+        return reader(find, plan, mask, transposed(Sq, plan), allocator)
+    return _transposing_reader(find, plan, _keys_as_rows(mask), _keys_as_rows, allocator)
+
+
+def prepared_transposed_reader(
+    find: Find, plan: MaskPlan, mask: Tensor | None, Sq: int, allocator: Allocator
+) -> Read:
+    """A `transposed_reader` for masks as callers have them: `mask` is a 4-D view of such."""
+    if mask is None or not _is_transposed(plan, mask):
+        return prepared_reader(find, plan, mask, transposed(Sq, plan), allocator)
+    seen = _keys_as_rows(mask)
+    return _transposing_reader(find, plan, seen, Layout.of(seen).view, allocator)
+
+
+def _transposing_reader(find: Find, plan: MaskPlan, seen: Tensor, view: View, allocator: Allocator) -> Read:
+    """What reads masks by the kernel that transposes them; `view` gives such as `seen`, whose rows are keys.
+
+    Kernels read the bits of a bool mask, and of itself its sizes alone, so that it needs no copy.
+    """
+    *outer, Sq = seen.shape
+    words = mask_tables.place(plan, *seen.shape).words
+    transpose, new_tables = find(MASK_TRANSPOSE, (plan,)), allocator((words,), torch.int32)
+    new_copy = None if plan.dtype == "bool" else allocator((*outer, padded(Sq)), seen.dtype)
+
+    def read(mask: Tensor | None) -> MaskArgs | None:
+        if mask is None:
+            raise AssertionError("the call has a mask")
+        seen, tables = view(mask), new_tables()
+        if new_copy is None:
+            transpose(seen, None, tables)
+            return seen, tables
+        copy = new_copy()
+        transpose(seen, copy, tables)
+        return copy if copy.shape[3] == Sq else copy[..., :Sq], tables
+
+    return read
+
+
+def _nothing(mask: Tensor | None) -> None:
+    return None
+
+
 def over_keys(Sk: int) -> View:
     """The view of the forward: all keys, with a stride of 0 where the mask broadcasts over them."""
 
@@ -65,17 +110,40 @@ def over_keys(Sk: int) -> View:
 def transposed(Sq: int, plan: MaskPlan) -> View:
     """The view of the backward: keys as rows, expanded over all queries.
 
-    It is copied if queries would not be contiguous otherwise, because they are loaded together; but not where
+    Queries of one key that are not contiguous are copied, because they are loaded together; but not where
     there are so few numbers that the launch of a copy takes longer. Of a column-major mask either keys or
     queries have to be: keys are loaded together, and a copy is slower than queries that are loaded singly.
     """
 
     def view(mask: Tensor) -> Tensor:
-        if plan.column_major and all(mask.shape[d] > 1 and mask.stride(d) != 1 for d in (2, 3)):
-            mask = mask.contiguous()
-        x = mask.transpose(2, 3)
-        if not plan.column_major and x.numel() > _FEW and x.shape[3] > 1 and x.stride(3) != 1:
-            return x.contiguous()
+        if plan.column_major:
+            if all(mask.shape[d] > 1 and mask.stride(d) != 1 for d in (2, 3)):
+                mask = mask.contiguous()
+            x = mask.transpose(2, 3)
+        else:
+            x = _keys_as_rows(mask)
+            x = x.contiguous() if _scatters_queries(x) else x
         return x if x.shape[3] == Sq else x.expand(*x.shape[:3], Sq)
 
     return view
+
+
+def _is_transposed(plan: MaskPlan, mask: Tensor) -> bool:
+    """Whether the kernel that transposes reads the mask: many keys and queries, and these are apart."""
+    if plan.column_major:
+        return False
+    x = _keys_as_rows(mask)
+    return x.shape[2] > 1 and _scatters_queries(x)
+
+
+def _scatters_queries(x: Tensor) -> bool:
+    """Whether a mask whose rows are keys has many numbers, and neighbouring queries are apart."""
+    return x.numel() > _FEW and x.shape[3] > 1 and x.stride(3) != 1
+
+
+def _keys_as_rows(mask: Tensor) -> Tensor:
+    """The transposed view, without what the mask repeats: an expanded dimension is one of size 1."""
+    repeats = [n > 1 and stride == 0 for n, stride in zip(mask.shape, mask.stride(), strict=True)]
+    if any(repeats):
+        mask = mask[tuple(slice(1) if repeat else slice(None) for repeat in repeats)]
+    return mask.transpose(2, 3)

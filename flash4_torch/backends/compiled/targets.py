@@ -22,6 +22,7 @@ WEIGHTS = "flash4_torch.kernels.weights.launch:compile_weights"
 APPEND_KVCACHE = "flash4_torch.kernels.aux_kernels.append_kvcache:compile_append"
 MERGE_STATES = "flash4_torch.kernels.aux_kernels.merge_states:compile_merge"
 MASK_BLOCKS = "flash4_torch.kernels.aux_kernels.mask_blocks:compile_mask_blocks"
+MASK_TRANSPOSE = "flash4_torch.kernels.aux_kernels.mask_transpose:compile_mask_transpose"
 
 Find = Callable[[str, tuple[object, ...]], compile.Function]
 """Function from an entry and its static arguments to the compiled kernel."""

@@ -16,7 +16,7 @@ from ...flex_problem import FlexInputs, FlexProblem
 from ...kernels.common import mask_tables
 from ...kernels.common.mask_tables import MaskPlan
 from ...reference.flex import EMPTY, FULL, Blocks
-from ..compiled.masks import MaskArgs, reader, transposed
+from ..compiled.masks import MaskArgs, reader, transposed_reader
 from ..compiled.targets import Find
 from ..compiled.tensors import allocator_like
 from .partial_blocks import Mask, mask_of, parts
@@ -67,11 +67,13 @@ def _tables(
     for first in range(0, rows, step):
         last = min(first + step, rows)
         shown = shown_by(mask, int(is_transposed), first // block, -(-last // block))
+        allocator = allocator_like(shown)
         if is_transposed:
-            shown = transposed(columns, plan)(shown)
-        found = reader(find, plan, shown, lambda x: x, allocator_like(shown))(shown)
+            found = transposed_reader(find, plan, shown, columns, allocator)(shown)
+        else:
+            found = reader(find, plan, shown, lambda x: x, allocator)(shown)
         assert found is not None
-        own, whole = _parts_of(plan, found[1], shown.shape), _parts_of(plan, tables, shape)
+        own, whole = _parts_of(plan, found[1], found[0].shape), _parts_of(plan, tables, shape)
         for part, all_rows, each in zip(own, whole, (1, plan.rows, plan.rows), strict=True):
             all_rows.narrow(2, first // each, part.shape[2]).copy_(part)
     # Kernels read the bits, and of the mask itself the sizes alone.

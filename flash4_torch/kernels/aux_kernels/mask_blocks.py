@@ -29,7 +29,7 @@ THREADS = 512
 WARPS = THREADS // WARP
 DEPTH = 8
 """Loads of a lane in flight."""
-_VISIBLE, _PARTIAL = 1, 2
+VISIBLE, PARTIAL = 1, 2
 
 
 class Shape(NamedTuple):
@@ -111,7 +111,7 @@ def mask_blocks_kernel(values: cute.Tensor, tables: cute.Tensor, plan: cutlass.C
         else:
             _examine(mask, batch, head_block, m, first, aligned, state)
         cute.arch.sync_threads()
-        total = _list(blocks, rank, first, NB, state[thread], counts, total)
+        total = list_blocks(blocks, rank, first, NB, state[thread], counts, total)
     if thread == 0:
         rank[NB] = total
 
@@ -147,7 +147,7 @@ def _examine(
         seen = cute.arch.vote_ballot_sync(seen) & own
         changed = cute.arch.vote_ballot_sync(changed) & own
         if lane % shape.lanes == 0 and seen | changed:
-            found = (_VISIBLE if seen != 0 else 0) | (_PARTIAL if changed != 0 else 0)
+            found = (VISIBLE if seen != 0 else 0) | (PARTIAL if changed != 0 else 0)
             cute.arch.atomic_or(state.iterator + slot, Int32(found), sem="relaxed", scope="cta")
 
 
@@ -166,7 +166,7 @@ def _examine_columns(
             seen, changed = _look_down(mask, batch, head, m, first + slot, 1)
         seen, changed = cute.arch.vote_any_sync(seen), cute.arch.vote_any_sync(changed)
         if lane == 0:
-            state[slot] = (_VISIBLE if seen else 0) | (_PARTIAL if changed else 0)
+            state[slot] = (VISIBLE if seen else 0) | (PARTIAL if changed else 0)
 
 
 @cute.jit
@@ -330,7 +330,7 @@ def _transpose(own: Uint32, lane: Int32) -> Uint32:
 
 
 @cute.jit
-def _list(
+def list_blocks(
     blocks: cute.Tensor,
     rank: cute.Tensor,
     first: Int32,
@@ -342,7 +342,7 @@ def _list(
     """Append the visible ones of the blocks from `first` on to `total` others; returns the new total."""
     thread, _, _ = cute.arch.thread_idx()
     warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
-    visible = (found & _VISIBLE) != 0
+    visible = (found & VISIBLE) != 0
     ballot = cute.arch.vote_ballot_sync(visible)
     if lane == 0:
         counts[warp] = cute.arch.popc(ballot)
@@ -355,5 +355,5 @@ def _list(
     if n < NB:
         rank[n] = place
         if visible:
-            blocks[place] = 2 * n + (found & _PARTIAL) // _PARTIAL
+            blocks[place] = 2 * n + (found & PARTIAL) // PARTIAL
     return total

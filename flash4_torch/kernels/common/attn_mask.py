@@ -1,7 +1,7 @@
 """attn_mask on the device: the blocks of keys that a tile visits, and what the mask does to its scores.
 
-An earlier kernel, `kernels.aux_kernels.mask_blocks`, writes the tables of `mask_tables`. A role that loads
-then does
+An earlier kernel, `kernels.aux_kernels.mask_blocks`, or `mask_transpose` where rows are keys, writes the
+tables of `mask_tables`. A role that loads then does
 
     mask = make_mask(args, plan)
     blocks = visible_blocks(mask, batch, head, block, span.first, span.last)  # once a tile
