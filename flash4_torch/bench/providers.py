@@ -157,6 +157,7 @@ def versions() -> dict[str, str]:
     return {
         "cuDNN": str(torch.backends.cudnn.version() if torch.cuda.is_available() else "none"),
         "flash-attn-4": info.installed("flash-attn-4"),
+        "FlashInfer": info.installed("flashinfer-python"),
         # Only the last two parts: the rest of the path concerns this machine alone.
         "FlashAttention-3": "/".join(library.parts[-2:]) or info.installed("flash_attn_3"),
     }

@@ -6,6 +6,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import flash4_torch
@@ -708,7 +710,8 @@ def test_decode_measures_whom_it_names() -> None:
     """Contenders over the same keys, in pages too, agree; float8 is timed beside them."""
     chosen = Selection.parse(["B=1", "Sq=1"])
     (row,) = decode.measure(Settings("cpu", quick=True, rounds=2, selection=chosen))
-    ours = {"flash4", "flash4 page 16", "flash4 page 256", "flash4 invariant", "flash4 float8"}
+    ours = {"flash4", "flash4 page 16", "flash4 page 256", "flash4 invariant"}
+    ours |= {"flash4 float8", "flash4 float8 page 16"}
     assert row["seconds"].keys() == {"sdpa"} | ours and not row["left_out"]
     assert row["best_peer"] == "sdpa" and row["ratios"].keys() == ours
     text = decode.text([row])
@@ -758,8 +761,113 @@ def test_decode_leaves_out_whoever_attends_to_other_keys(monkeypatch: pytest.Mon
     monkeypatch.setattr(decode, "attention_kvcache", lambda q, k, v, **more: right(q, k, k, **more))
     chosen = Selection.parse(["B=1", "Sq=1"])
     (row,) = decode.measure(Settings("cpu", quick=True, rounds=2, selection=chosen))
-    assert row["seconds"].keys() == {"sdpa", "flash4 float8"}
+    assert row["seconds"].keys() == {"sdpa"} and len(row["left_out"]) == 6
     assert all("differs" in why for why in row["left_out"].values())
+
+
+class StandIn:
+    """FlashInfer's decode by definition, from the arguments that it documents; `plans` counts its plans."""
+
+    def __init__(self) -> None:
+        self.plans: list[bool] = []
+        outer = self
+
+        class BatchDecodeWithPagedKVCacheWrapper:
+            def __init__(
+                self, workspace: Tensor, layout: str, *, use_tensor_cores: bool, backend: str
+            ) -> None:
+                assert layout == "NHD" and backend == "fa2" and not workspace.any()
+                self.on_tensor_cores = use_tensor_cores
+
+            def plan(
+                self,
+                indptr: Tensor,
+                indices: Tensor,
+                last_page_len: Tensor,
+                Hq: int,
+                Hk: int,
+                D: int,
+                page: int,
+                *,
+                q_data_type: torch.dtype,
+                kv_data_type: torch.dtype,
+                q_len_per_req: int,
+            ) -> None:
+                assert self.on_tensor_cores or q_len_per_req == 1
+                assert all(x.dtype == torch.int32 for x in (indptr, indices, last_page_len))
+                outer.plans.append(self.on_tensor_cores)
+                self.requests = [
+                    (indices[start:end].long(), int(last))
+                    for (start, end), last in zip(pairwise(indptr.tolist()), last_page_len, strict=True)
+                ]
+                self.shape = (q_len_per_req, Hk, D, page)
+                self.dtypes = (q_data_type, kv_data_type)
+
+            def run(self, q: Tensor, caches: tuple[Tensor, Tensor]) -> Tensor:
+                Sq, Hk, D, page = self.shape
+                assert self.dtypes == (q.dtype, caches[0].dtype)
+                outs = []
+                for rows, (pages, last) in zip(q.split(Sq), self.requests, strict=True):
+                    keys = (len(pages) - 1) * page + last
+                    k, v = (x[pages].reshape(-1, Hk, D)[:keys].to(q.dtype) for x in caches)
+                    x = decode._Tensors(rows[None], k[None], v[None], torch.tensor([keys]))
+                    outs.append(decode._sdpa(x)[0])
+                return torch.cat(outs)
+
+        self.BatchDecodeWithPagedKVCacheWrapper = BatchDecodeWithPagedKVCacheWrapper
+
+    def xqa_batch_decode_with_kv_cache(
+        self,
+        q: Tensor,
+        caches: tuple[Tensor, Tensor],
+        workspace: Tensor,
+        table: Tensor,
+        lengths: Tensor,
+        *,
+        max_seq_len: int,
+        bmm1_scale: float,
+    ) -> Tensor:
+        assert not workspace.any() and bmm1_scale == q.shape[-1] ** -0.5
+        k, v = (x[table.long()].flatten(1, 2)[:, :max_seq_len].to(q.dtype) for x in caches)
+        return decode._sdpa(decode._Tensors(q[:, None], k, v, lengths))[:, 0]
+
+
+@given(
+    Hk=st.integers(1, 2),
+    group=st.integers(1, 3),
+    B=st.integers(1, 3),
+    pages=st.integers(1, 4),
+    Sq=st.sampled_from([1, 4]),
+    float8=st.booleans(),
+)
+def test_flashinfer_is_asked_for_the_cells_attention(
+    Hk: int, group: int, B: int, pages: int, Sq: int, float8: bool
+) -> None:
+    """Every kernel sees the keys that SDPA sees, through its list of pages; each is planned once."""
+    cell = decode.Cell(Hk * group, Hk, 8, B, 16 * pages, Sq)
+    x, table = decode._tensors(cell, torch.float32, "cpu"), decode._table(cell, 16, "cpu")
+    x = decode._float8(x) if float8 else x
+    seen = x._replace(k=x.k.float(), v=x.v.float())
+    expected = decode._sdpa(decode._gathered(seen, table))
+    library, left_out = StandIn(), {}
+    kernels = ("tensor cores", "cuda cores", "xqa") if Sq == 1 else ("tensor cores",)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "flashinfer.decode", library)
+        patch.setattr(decode, "_WORKSPACE_BYTES", 16)
+        found = decode._flashinfer(cell, {16: table}, left_out)
+        assert list(found) == [f"flashinfer {name}{of} page 16" for name in kernels for of in ("", " float8")]
+        for name, attend in found.items():
+            if float8 == ("float8" in name):
+                for _ in range(2):
+                    torch.testing.assert_close(attend(x), expected)
+    assert not left_out and sorted(library.plans) == ([False, True] if Sq == 1 else [True])
+
+
+def test_flashinfer_is_left_out_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer.decode", None)
+    cell, left_out = decode.Cell(2, 1, 8, 1, 16), {}
+    assert decode._flashinfer(cell, {16: decode._table(cell, 16, "cpu")}, left_out) == {}
+    assert "flashinfer" in left_out["flashinfer"]
 
 
 CHOSEN = Selection.parse(["mod=documents,alibi,rope_part"])
