@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -82,14 +83,17 @@ def test_short_documents_keep_bounds() -> None:
 def segments(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether kernels that were chosen have segments; documents may be short."""
     monkeypatch.setattr(intervals, "_MOST_PADDED", 1e9)
-    found = []
-    for name in ("chosen", "chosen_backward"):
+    found: list[bool] = []
 
-        def chosen(target: Any, problem: Any, *args: Any, original: Any = getattr(compiled, name)) -> Any:
+    def noted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def chosen(target: Any, problem: Any, *args: Any) -> Any:
             found.append(problem.spec.segments)
             return original(target, problem, *args)
 
-        monkeypatch.setattr(compiled, name, chosen)
+        return chosen
+
+    for name in ("chosen", "chosen_backward"):
+        monkeypatch.setattr(compiled, name, noted(getattr(compiled, name)))
     return found
 
 

@@ -279,7 +279,7 @@ def _why_not_differentiated(problem: FlexProblem) -> list[str]:
 def _by_segments(
     inputs: FlexInputs, problem: FlexProblem, bounds: Bounds | None
 ) -> tuple[Inputs, FlexProblem, Bounds | None]:
-    """The call without its programs and blocks, and as one of segments where these serve it instead of bounds.
+    """The call without its programs and blocks, as one of segments where these serve it instead of bounds.
 
     A score_mod has positions of the batch entry, and kernels those of the segment.
     """

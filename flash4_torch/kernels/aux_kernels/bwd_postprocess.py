@@ -45,8 +45,8 @@ def postprocess(
     """Launch dq = dq_acc * scale.
 
     dq_acc float32 (B, Hq, n, m * columns), packed and segments (Hq, n, m * columns): n blocks of m rows a
-    head, as `row_blocks` lays them out. dq (B, Sq, Hq, D) or (T, Hq, D), last stride 1, the others multiples of 8
-    elements, base on 16 bytes; if `heads_first` is not 0, a dense one is (B, Hq, Sq, D). No size is 0.
+    head, as `row_blocks` lays them out. dq (B, Sq, Hq, D) or (T, Hq, D), last stride 1, the others multiples
+    of 8 elements, base on 16 bytes; if `heads_first` is not 0, a dense one is (B, Hq, Sq, D). No size is 0.
     """
     dq = host.in_order(heads_first, dq)
     B, Hq, count = heads_and_blocks(dq, cu_seqlens_q, plan.blocks)

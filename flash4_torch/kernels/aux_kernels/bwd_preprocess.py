@@ -80,13 +80,13 @@ def preprocess(
     With a floating mask also stats[2] = lse, and stats[3] = lse_low in base 2: whatever size the mask has, a
     weight is 2^(log2(e) (score - lse) - lse_low).
 
-    out, dout (B, Sq, Hq, Dv) or packed (T, Hq, Dv); with cu_seqlens_q the former are segments. Last stride 1, the others multiples of 8 elements, bases
-    on 16 bytes. If `heads_first` is not 0, dense ones are (B, Hq, Sq, Dv). lse, lse_low, dlse (B, Hq, Sq) or
-    (Hq, T) float32, contiguous. With n blocks of m rows a head, as `row_blocks` lays them out: stats float32
-    (2 or 4, B, Hq, n * m), dq_acc float32 (B, Hq, n, m * columns), dq_semaphore int32 (B, Hq, n); packed and
-    segments: without B. stats is (inf, 0, inf, 0) where no row is, and for rows that see nothing; all of it is
-    `negated` where the plan says so. dq_acc and dq_semaphore are None
-    where it does not ask for them. No size is 0.
+    out, dout (B, Sq, Hq, Dv), segments if cu_seqlens_q is there, or packed (T, Hq, Dv); last stride 1, the
+    others multiples of 8 elements, bases on 16 bytes. If `heads_first` is not 0, the former are (B, Hq, Sq,
+    Dv). lse, lse_low, dlse (B, Hq, Sq) or (Hq, T) float32, contiguous. With n blocks of m rows a head, as
+    `row_blocks` lays them out: stats float32 (2 or 4, B, Hq, n * m), dq_acc float32 (B, Hq, n, m * columns),
+    dq_semaphore int32 (B, Hq, n); packed and segments: without B. stats is (inf, 0, inf, 0) where no row is,
+    and for rows that see nothing; all of it is `negated` where the plan says so. dq_acc and dq_semaphore are
+    None where it does not ask for them. No size is 0.
     """
     out, dout = host.in_order(heads_first, out, dout)
     B, Hq, count = heads_and_blocks(out, cu_seqlens_q, plan.blocks)

@@ -47,11 +47,7 @@ def compile_for_any(backward: Any, plan: BackwardPlan, floats: int) -> Any:
     dmask = host.strided(Float32, 4) if features.dmask else None
     rng_state = dropout.example_state(features)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    dq = (
-        host.rows(plan.dtype, (*host.any_sizes(modes), features.D))
-        if plan.scope == Scope.KV_HEAD
-        else None
-    )
+    dq = host.rows(plan.dtype, (*host.any_sizes(modes), features.D)) if plan.scope == Scope.KV_HEAD else None
     results = (stats, dq_acc, dq, dk, dv, tile_counter, dq_semaphore)
     tensors = (q, k, v, dout, *results, cu_seqlens, cu_seqlens, mask, dmask, rng_state)
     return cute.compile(backward, *tensors, example_params(), plan, stream, options="--enable-tvm-ffi")
