@@ -189,7 +189,6 @@ def _begin_tuning(turn: AbstractContextManager[Any], threads: int) -> None:
     _begin_process()
     from torch._inductor import config
 
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(threads)
     config.compile_threads = threads
     _turn = turn
     _take_turns_to_choose(turn)

@@ -122,7 +122,7 @@ class PostprocessPlan(NamedTuple):
     blocks: RowBlocks
     varlen: bool = False
     segments: bool = False
-    """As `PreprocessPlan.segments`."""
+    """Whether sequences are parts of batch entries, and dq has a batch dimension."""
 
     @property
     def is_packed(self) -> bool:
