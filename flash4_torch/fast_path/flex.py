@@ -82,7 +82,7 @@ class Served(NamedTuple):
     data: tuple[tuple[int, intervals.Data], ...]
     """Places of captured tensors whose values may have been evaluated, and their data."""
     order: Order
-    """That of the caller's tensors, out included."""
+    """The order of the caller's tensors, out included."""
 
 
 class FlexCall(FastCall):

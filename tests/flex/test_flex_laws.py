@@ -198,7 +198,7 @@ def test_empty_calls() -> None:
 @settings(max_examples=20)
 @given(order=st.permutations(range(3)), sizes=st.tuples(*3 * [st.integers(2, 5)]), Dv=st.sampled_from([4, 6]))
 def test_out_has_the_order_of_query_in_memory(order: list[int], sizes: tuple[int, ...], Dv: int) -> None:
-    """As torch's function has it: no model has to copy what it then gives a view of."""
+    """torch's function has it, too: no model has to copy what it then gives a view of."""
     B, S, heads = sizes
     inner = [sizes[i] for i in order]
     back = [order.index(i) for i in range(3)]
