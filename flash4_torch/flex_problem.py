@@ -180,11 +180,15 @@ class FlexGradients(NamedTuple):
 
 
 def new_out(q: Tensor, Dv: int) -> Tensor:
-    """out (B, Sq, Hq, Dv) for q (B, Sq, Hq, D), heads before positions in memory if q has them so.
+    """out (B, Sq, Hq, Dv) for q (B, Sq, Hq, D), whose dimensions have q's order in memory, but for the last.
 
     FlexAttention's tensors are (B, H, S, D): a result that is not contiguous there would have to be copied.
+    torch's function keeps any other order, too, such as that of sequences before batch entries.
     """
     *rows, _ = q.shape
-    if q.dim() == 4 and not q.is_contiguous() and q.transpose(1, 2).is_contiguous():
+    if q.dim() != 4 or q.is_contiguous():
+        return q.new_empty(*rows, Dv)
+    if q.transpose(1, 2).is_contiguous():
         return q.new_empty(rows[0], rows[2], rows[1], Dv).transpose(1, 2)
-    return q.new_empty(*rows, Dv)
+    outer = [0, 1, 2] if 0 in q.stride() else sorted(range(3), key=lambda i: q.stride(i), reverse=True)
+    return torch.empty_permuted((*rows, Dv), [*outer, 3], dtype=q.dtype, device=q.device)

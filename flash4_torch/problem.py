@@ -45,6 +45,8 @@ class Spec(NamedTuple):
     """The state of dropout says where the call lies in a larger one."""
     running: str = ""
     """Forward: '' if the results are the call's, else what is done with running ones (`Features.running`)."""
+    segments: bool = False
+    """Whether `varlen` is meant of parts of batch entries (`Features.segments`)."""
 
 
 class CallOptions(NamedTuple):

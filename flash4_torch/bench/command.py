@@ -133,7 +133,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-autotune",
         action="store_true",
-        help=f"flex times torch's kernels in mode {flex.MAX_AUTOTUNE}, too, which takes a minute a cell",
+        help=f"flex times torch's kernels in mode {flex.MAX_AUTOTUNE}, too, which takes some minutes",
     )
     parser.add_argument(
         "--model",

@@ -2,6 +2,7 @@
 
 Each contender's out and gradients are compared with float64 in two heads before anything is timed. On a GPU
 kernels are compiled ahead in other processes, several cells at once, which leave them in the caches on disk.
+With max-autotune each cell has a process that measures it, too: all compile at once, and take turns to time.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, as_completed
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -51,6 +52,8 @@ _SCORES = 1 << 24
 """Scores of float64 that are held at once."""
 _MOST_PROCESSES = 12
 """Processes that compile ahead."""
+_MOST_TUNING = 8
+"""Processes that have torch choose among kernels, and compile with several threads each."""
 _PDEATHSIG = 1
 """prctl's number of the request for a signal when the process that started this one ends."""
 
@@ -93,6 +96,9 @@ def measure(settings: Settings) -> Iterator[Row]:
 def measured(chosen: list[Cell], settings: Settings) -> Iterator[Row]:
     """Rows of these cells, in their order."""
     if not chosen:
+        return
+    if settings.on_gpu and settings.max_autotune:
+        yield from _tuned(chosen, settings)
         return
     with _processes(len(chosen), settings) as ahead:
         for part in ahead.parts(chosen):
@@ -152,13 +158,69 @@ def _begin_process() -> None:
     config.compile_threads = 1
 
 
-def _first_calls(cell: Cell, settings: Settings) -> None:
-    """Makes calls once; what fails here fails where it is measured, too, and is named there.
+_turn: AbstractContextManager[Any] = nullcontext()
+"""What a process that shares the GPU with others holds while it times anything."""
 
-    Those that choose among kernels by timing them are left to the process that measures.
+
+def _tuned(chosen: list[Cell], settings: Settings) -> Iterator[Row]:
+    """Rows of cells, each measured by another process, in the order in which they are done.
+
+    Tens of kernels are compiled for a cell, on a few threads; only to time them does a process need the GPU
+    for itself. A step has four times the kernels of a forward, which comes first.
     """
+    cores, context = os.cpu_count() or 1, multiprocessing.get_context("spawn")
+    number = min(len(chosen), _MOST_TUNING, max(1, cores // 2))
+    arguments = context.Lock(), max(1, cores // number)
+    tasks = [
+        (cell, replace(settings, selection=settings.selection.narrowed({"direction": direction})))
+        for direction in DIRECTIONS
+        for cell in chosen
+        if direction in _directions(cell, settings)
+    ]
+    with ProcessPoolExecutor(number, context, _begin_tuning, arguments) as pool:
+        for done in as_completed([pool.submit(_all_rows, *task) for task in tasks]):
+            for row in done.result():
+                print(_line(row), file=sys.stderr, flush=True)
+                yield row
+
+
+def _begin_tuning(turn: AbstractContextManager[Any], threads: int) -> None:
+    global _turn
+    _begin_process()
+    from torch._inductor import config
+
+    config.compile_threads = threads
+    _turn = turn
+    _take_turns_to_choose(turn)
+
+
+def _take_turns_to_choose(turn: AbstractContextManager[Any]) -> None:
+    """Has inductor time the kernels that it chooses among while no other process times anything."""
+    from torch._inductor.select_algorithm import AlgorithmSelectorCache
+
+    time_all = AlgorithmSelectorCache.benchmark_in_current_process
+
+    def time_in_turn(choices: Any, *args: Any, **kwargs: Any) -> Any:
+        for choice in choices:
+            # Nothing to do, but with Pythons where inductor does not compile ahead; what fails, fails again.
+            with suppress(Exception):
+                choice.precompile()
+        with turn:
+            return time_all(choices, *args, **kwargs)
+
+    AlgorithmSelectorCache.benchmark_in_current_process = staticmethod(time_in_turn)  # type: ignore[method-assign]
+
+
+def _all_rows(cell: Cell, settings: Settings) -> list[Row]:
+    rows = list(_rows(cell, settings))
+    torch.cuda.empty_cache()
+    return rows
+
+
+def _first_calls(cell: Cell, settings: Settings) -> None:
+    """Makes calls once; what fails here fails where it is measured, too, and is named there."""
     with suppress(Exception), _quiet():
-        contenders = _contenders(cell, replace(settings, max_autotune=False))
+        contenders = _contenders(cell, settings)
         for contender, direction in itertools.product(contenders.values(), _directions(cell, settings)):
             with suppress(Exception):
                 contender.call(direction)()
@@ -368,7 +430,8 @@ def _rows(cell: Cell, settings: Settings) -> Iterator[Row]:
     torch.compiler.reset()
     with _quiet():
         contenders = _contenders(cell, settings)
-        right = _Exact.of(_case(cell, settings), cell, contenders[OURS].tensors)
+        with _turn:
+            right = _Exact.of(_case(cell, settings), cell, contenders[OURS].tensors)
         for direction in _directions(cell, settings):
             yield _row(cell, direction, contenders, right, settings)
 
@@ -401,8 +464,9 @@ def _row(
     calls = {name: entry.call for name, entry in entries.items()}
     if settings.on_gpu and not settings.rounds:
         settings = replace(settings, rounds=_ROUNDS_IF_LONG if cell.S >= _LONG else _ROUNDS)
-    host = {name: _host_seconds(call, settings) for name, call in calls.items()}
-    times = compare(calls, settings, GpuTimer(max(host.values())) if settings.on_gpu else None)
+    with _turn:
+        host = {name: _host_seconds(call, settings) for name, call in calls.items()}
+        times = compare(calls, settings, GpuTimer(max(host.values())) if settings.on_gpu else None)
     row["host_seconds"] = host
     row["seconds"] = {name: spread._asdict() for name, spread in times.seconds.items()}
     if OURS in calls:

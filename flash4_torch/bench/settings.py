@@ -52,6 +52,10 @@ class Selection:
             return "" if re.fullmatch("[0-9]{1,9}", value) else "a whole number"
         return "" if value in choices else f"one of {', '.join(choices)}{hint(value, choices)}"
 
+    def narrowed(self, case: Mapping[str, str]) -> Selection:
+        """The same, of which cases with these values are left."""
+        return Selection({**self.wanted, **{name: [value] for name, value in case.items()}})
+
     def takes(self, case: Mapping[str, object]) -> bool:
         """Whether every selected field that the case has contains a wanted value."""
         return all(plain(case[name]) in values for name, values in self.wanted.items() if name in case)

@@ -103,8 +103,8 @@ class Features(NamedTuple):
     """Forward only: "" if out is the call's. Otherwise out is float32, and calls on further keys add to out
     and lse: "begin" writes them, "add" merges them with what is there."""
     segments: bool = False
-    """Forward only: sequences are parts of batch entries, the same of q and k. cu_seqlens counts the rows of
-    all entries, one after another."""
+    """Sequences are parts of batch entries, the same of q and k. cu_seqlens counts the rows of all entries,
+    one after another."""
 
     @property
     def is_packed(self) -> bool:

@@ -1,4 +1,4 @@
-"""The fast path of `flex_attention`; the law is that of `fast_path`.
+"""The fast path of calls with functions; the law is that of `fast_path`.
 
 What functions read is part of a call's flags, and their captured tensors are among its tensors. Calls with a
 block mask are kept with the mask's lists, as long as these live and nobody changes them; such a call also
@@ -81,6 +81,8 @@ class Served(NamedTuple):
     of_captured: OfCaptured
     data: tuple[tuple[int, intervals.Data], ...]
     """Places of captured tensors whose values may have been evaluated, and their data."""
+    order: Order
+    """The order of the caller's tensors, out included."""
 
 
 class FlexCall(FastCall):
@@ -137,12 +139,22 @@ def _run_recorded(
 class _Step(Backwards):
     """The launches of a signature."""
 
-    __slots__ = ("backwards", "has_blocks", "has_lse", "launch", "mods", "options", "recent", "wanted")
+    __slots__ = (
+        "backwards",
+        "has_blocks",
+        "has_lse",
+        "launch",
+        "mods",
+        "options",
+        "order",
+        "recent",
+        "wanted",
+    )
 
     def __init__(self, launch: FlexLaunch, served: Served):
         self.backwards, self.recent = {}, []
         mods, self.launch = served.inputs.mods, launch
-        self.options, self.has_lse = served.options, served.has_lse
+        self.options, self.has_lse, self.order = served.options, served.has_lse, served.order
         self.has_blocks = mods.kv_num_blocks is not None
         self.mods = mods.of_tensors((), [None] * NUM_TENSORS)
         self.wanted = tuple(x.requires_grad for x in mods.captured[: ops.tensors_of_score(mods)])
@@ -168,11 +180,11 @@ class _Step(Backwards):
         dout = torch.zeros_like(out) if dout is None else dout
         dlse = more[0] if more else None
         low = torch.zeros_like(lse) if low is None else low
-        q, k, v, out, dout = (x.transpose(1, 2) for x in (q, k, v, out, dout))
+        q, k, v, out, dout = map(self._in_order, (q, k, v, out, dout))
         mods = self._mods(captured, lists)
         arguments = dout, dlse, q, k, v, out, lse, low, *mods, *self.options, list(self.wanted)
         dq, dk, dv, _, dcaptured = ops.flex_attention_backward(*arguments)
-        return *(x.transpose(1, 2) for x in (dq, dk, dv)), dcaptured
+        return *map(self._in_order, (dq, dk, dv)), dcaptured
 
     def prepared(
         self,
@@ -186,7 +198,7 @@ class _Step(Backwards):
         captured: Sequence[Tensor],
         lists: Lists,
     ) -> FlexBackwardLaunch | None:
-        q, k, v, out, dout = (x.transpose(1, 2) for x in (q, k, v, out, dout))
+        q, k, v, out, dout = map(self._in_order, (q, k, v, out, dout))
         given = FlexInputs(q, k, v, self._mods(captured, lists))
         inputs, problem = _described(given, self.options)
         problem = ops.backward_of(problem, inputs.mods, self.wanted, False)
@@ -194,8 +206,12 @@ class _Step(Backwards):
         if not isinstance(backend, PreparesFlex):
             return None
         saved = FlexSaved(dout, None, out, lse, torch.zeros_like(lse) if low is None else low)
-        launch = backend.prepare_backward(saved, inputs, problem, DOOR.order)
+        launch = backend.prepare_backward(saved, inputs, problem, self.order)
         return None if launch is None else lambda *tensors: launch(*tensors[:-1])
+
+    def _in_order(self, x: Tensor) -> Tensor:
+        """The caller's (B, H, S, D) or (B, S, H, D) as the latter, and back."""
+        return x.transpose(1, 2) if self.order.heads_first else x
 
     def _mods(self, captured: Sequence[Tensor], lists: Lists) -> Mods:
         return self.mods.of_tensors(list(captured), (*lists, *[None] * (NUM_TENSORS - len(lists))))
@@ -216,7 +232,7 @@ def prepared(served: Served, wants_grad: bool) -> FlexCall | None:
     if wants_grad and any(x.requires_grad for x in mods.captured[ops.tensors_of_score(mods) :]):
         # mask_mod's tensors have no gradient.
         return None
-    launch = backend.prepare(inputs, problem, DOOR.order)
+    launch = backend.prepare(inputs, problem, served.order)
     if launch is None:
         return None
     return (FlexAutograd if wants_grad else FlexCall)(launch, served)

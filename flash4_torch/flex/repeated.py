@@ -1,4 +1,4 @@
-"""Calls of `flex_attention` like one before: their prepared launches, as `fast_path` has them.
+"""Calls with functions like one before: their prepared launches, as `fast_path` has them.
 
 A call is like another one if `reader` finds that its functions read the same, tensors' values aside, and
 `fast_path.lookup` finds that its tensors are alike. Captured tensors are then those of the call.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import fast_path
-from ..fast_path import FastCall, Memory, Signature
+from ..fast_path import Door, FastCall, Memory, Signature
 from ..fast_path import flex as fast_flex
 from ..fast_path.conditions import must_take_slow_path
 from ..fast_path.flex import FlexCall
@@ -29,7 +29,7 @@ _SCALES = (float, int, type(None))
 
 
 class Request(NamedTuple):
-    """A call as the caller makes it; query, key and value should be (B, H, S, D)."""
+    """A call as the caller makes it; query, key and value should be in the door's order of dimensions."""
 
     query: Any
     key: Any
@@ -38,7 +38,17 @@ class Request(NamedTuple):
     block_mask: Any
     scale: Any
     enable_gqa: Any
-    has_lse: bool
+    has_lse: Any
+    mask_mod: Any = None
+    """None, or the block mask's, if there is one."""
+    options: tuple[Any, ...] = ()
+    """Further numbers and flags of the call."""
+    door: Door = fast_flex.DOOR
+
+    @property
+    def functions(self) -> tuple[Any, Any]:
+        """score_mod and mask_mod."""
+        return self.score_mod, self.mask_mod if self.block_mask is None else self.block_mask.mask_mod
 
 
 class Asked(NamedTuple):
@@ -60,16 +70,18 @@ _NOTHING = Asked()
 
 def lookup(request: Request) -> Asked:
     """The prepared call, if there is one."""
-    query, key, value, score_mod, block_mask, scale, enable_gqa, has_lse = request
+    query, key, value, score_mod, block_mask, scale, enable_gqa, has_lse, mask_mod, options, door = request
     if type(query) is not Tensor or type(scale) not in _SCALES or type(enable_gqa) is not bool:
         return _NOTHING
     if must_take_slow_path():
         return _NOTHING
-    flags: tuple[Any, ...] = scale, enable_gqa, has_lse, torch.get_default_dtype()
+    flags: tuple[Any, ...] = scale, enable_gqa, has_lse, torch.get_default_dtype(), *options
     lists: fast_flex.Lists = ()
-    memory, mask_mod = fast_path.MEMORY, None
+    memory = fast_path.MEMORY
     if block_mask is not None:
         try:
+            if mask_mod is not None and mask_mod is not block_mask.mask_mod:
+                return _NOTHING
             mask_mod = block_mask.mask_mod
             lists = (
                 block_mask.kv_num_blocks,
@@ -99,17 +111,18 @@ def lookup(request: Request) -> Asked:
         flags += mask.reader, *mask.numbers
         captured += (*mask.tensors,)
     others = captured if len(captured) > 1 else (*captured, None, None)
-    signature, call = fast_path.lookup(fast_flex.DOOR, query, key, value, others, flags, memory)
+    signature, call = fast_path.lookup(door, query, key, value, others, flags, memory)
     if isinstance(call, FlexCall) and not call.is_of(captured):
         memory.clear()
-        signature, call = fast_path.lookup(fast_flex.DOOR, query, key, value, others, flags, memory)
+        signature, call = fast_path.lookup(door, query, key, value, others, flags, memory)
     return Asked(signature, call, captured, score, mask, lists, memory)
 
 
 def record(request: Request, asked: Asked, inputs: FlexInputs, options: CallOptions) -> None:
-    """Prepares calls like this one, which the slow path has served; q, k and v are views of the caller's."""
-    block_mask = request.block_mask
-    functions = request.score_mod, None if block_mask is None else block_mask.mask_mod
+    """Prepares calls like this one, which the slow path has served; q, k and v are (B, S, H, D) views of the
+    caller's.
+    """
+    functions = request.functions
     if asked.signature is None:
         if must_take_slow_path():
             return
@@ -126,7 +139,7 @@ def record(request: Request, asked: Asked, inputs: FlexInputs, options: CallOpti
     # Those of inference mode do not tell whether they were changed.
     if of_captured is not None and not any(x.is_inference() for x in evaluated):
         data = tuple([(place, fast_flex.data_of(x)) for place, x in enumerate(evaluated, first)])
-        served = fast_flex.Served(inputs, options, request.has_lse, of_captured, data)
+        served = fast_flex.Served(inputs, options, request.has_lse, of_captured, data, request.door.order)
         call = fast_flex.prepared(served, fast_path.wants_grad(signature))
     fast_path.keep(signature, call, memory)
 

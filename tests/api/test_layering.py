@@ -61,7 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "fast_path": {"ops", "backends"},
     "attend": {"fast_path", "ops"},
     "flex.call": {"flex", "ops"},
-    "api": {"fast_path", "ops", "backends", "flex.call"},
+    "api": {"fast_path", "ops", "backends", "flex.call", "flex.repeated"},
     "kvcache": {"fast_path", "ops", "backends"},
     "flex.repeated": {"flex", "flex.call", "fast_path", "ops", "reference"},
     "flex.attention": {"flex", "flex.call", "flex.repeated", "ops", "reference"},

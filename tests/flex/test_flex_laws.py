@@ -195,6 +195,21 @@ def test_empty_calls() -> None:
         assert all(not x.any() for x in (out, *grads)) and bool((lse == -torch.inf).all())
 
 
+@settings(max_examples=20)
+@given(order=st.permutations(range(3)), sizes=st.tuples(*3 * [st.integers(2, 5)]), Dv=st.sampled_from([4, 6]))
+def test_out_has_the_order_of_query_in_memory(order: list[int], sizes: tuple[int, ...], Dv: int) -> None:
+    """torch's function has it, too: no model has to copy what it then gives a view of."""
+    B, S, heads = sizes
+    inner = [sizes[i] for i in order]
+    back = [order.index(i) for i in range(3)]
+    q = torch.randn(*inner, 4).permute(*back, 3)
+    assert q.shape == (B, S, heads, 4)
+    k, v = torch.randn(B, 7, heads, 4), torch.randn(B, 7, heads, Dv)
+    mods = traced(q, k, lambda score, b, h, i, j: score * 2, None)
+    out, _ = flex_attention(q, k, v, mods, CallOptions(0.5))
+    assert out.permute(*order, 3).is_contiguous()
+
+
 def test_operators_keep_torchs_contract() -> None:
     q, k, v = tensors(9, 11)
     parts = Parts()
@@ -202,4 +217,7 @@ def test_operators_keep_torchs_contract() -> None:
     mods = traced(q, k, parts.score_mod(["alibi", "gained"], 0.5), windowed(3), block_mask)
     mods = mods._replace(captured=[x.detach().requires_grad_(x.requires_grad) for x in mods.captured])
     mods = Mods(*(list(x) if isinstance(x, tuple) else x for x in mods))
-    torch.library.opcheck(torch.ops.flash4.flex_attention.default, (q, k, v, *mods, *CallOptions(0.5)))
+    # Sequences before batch entries in memory, too.
+    other = q.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+    for x in (q, other):
+        torch.library.opcheck(torch.ops.flash4.flex_attention.default, (x, k, v, *mods, *CallOptions(0.5)))

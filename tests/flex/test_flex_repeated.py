@@ -1,4 +1,4 @@
-"""Repeated calls of flex_attention: prepared launches give what the slow path gives, whatever changes."""
+"""Repeated calls with functions: prepared launches give what the slow path gives, whatever changes."""
 
 from __future__ import annotations
 
@@ -82,12 +82,13 @@ def doubled(x: Tensor) -> Tensor:
 
 
 class World:
-    """A call of flex_attention and everything that it reads."""
+    """A call of flex_attention, or of attention with functions, and everything that it reads."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_attention: bool = False) -> None:
         number, width, bias, other = 2.0, 40, torch.randn(H), torch.randn(H, S)
         document = torch.arange(S) // 40
-        self.layer, self.tensors = Layer(), [half(B, H, S, D) for _ in "qkv"]
+        self.in_attention, self.beside = in_attention, dict[str, Any]()
+        self.layer, self.tensors = Layer(), self.new_tensors()
         self.layer.bias = nn.Parameter(torch.randn(H))
         layer, options = self.layer, {"scale": 0.125, "return_lse": True}
         self.options, self.learned = options, True
@@ -119,6 +120,9 @@ class World:
         self.new_mask()
         self.block_mask: Any = None
 
+    def new_tensors(self, batch: int = B) -> list[Tensor]:
+        return [half(batch, *((S, H) if self.in_attention else (H, S)), D) for _ in "qkv"]
+
     def new_mask(self) -> None:
         self.mask = create_block_mask(self.mask_mod, None, None, S, S, device="cpu", BLOCK_SIZE=32)
 
@@ -127,9 +131,9 @@ class World:
         return_lse = self.options["return_lse"]
         inputs = [*self.tensors, *self.read()[:3]]
         with torch.set_grad_enabled(self.learned):
-            found = flash4_torch.flex_attention(
-                *self.tensors, *self.mods[:1], self.block_mask, **self.options
-            )
+            functions = {"score_mod": self.mods[0], "block_mask": self.block_mask}
+            call = flash4_torch.attention if self.in_attention else flash4_torch.flex_attention
+            found = call(*self.tensors, **functions, **self.options, **self.beside)
             out, *lse = found if return_lse else (found,)
             wanted = [x for x in inputs if x.requires_grad]
             grads: list[Any] = []
@@ -144,7 +148,8 @@ def in_place(x: Tensor) -> None:
 
 
 def strided(world: World, place: int) -> None:
-    world.tensors[place] = half(B, S, H, D).transpose(1, 2)
+    like = world.tensors[place]
+    world.tensors[place] = like.transpose(1, 2).contiguous().transpose(1, 2).detach()
 
 
 def fewer_blocks(world: World) -> None:
@@ -190,7 +195,7 @@ CHANGES: dict[str, Callable[[World], Any]] = {
     "gradients": lambda world: setattr(world, "learned", True),
     "q strided": lambda world: strided(world, 0),
     "v strided": lambda world: strided(world, 2),
-    "batch": lambda world: setattr(world, "tensors", [half(3, H, S, D) for _ in "qkv"]),
+    "batch": lambda world: setattr(world, "tensors", world.new_tensors(3)),
     "scale": lambda world: world.options.update(scale=0.5),
     "no scale": lambda world: world.options.update(scale=None),
     "no lse": lambda world: world.options.update(return_lse=False),
@@ -198,6 +203,21 @@ CHANGES: dict[str, Callable[[World], Any]] = {
     "helper": lambda world: globals().update(helper=doubled),
     "dtype": lambda world: torch.set_default_dtype(torch.float64),
 }
+
+
+OF_OPTIONS: dict[str, Callable[[World], Any]] = {
+    "causal": lambda world: world.beside.update(causal=True),
+    "window": lambda world: world.beside.update(window=(20, 3)),
+    "other window": lambda world: world.beside.update(window=(9, None)),
+    "cap": lambda world: world.beside.update(softcap=5.0),
+    "mask_mod alone": lambda world: (
+        setattr(world, "block_mask", None),
+        world.beside.update(mask_mod=world.mask_mod),
+    ),
+    "deterministic": lambda world: world.beside.update(deterministic=True),
+    "by default": lambda world: world.beside.clear(),
+}
+"""Changes of what attention has besides."""
 
 
 def assert_same(found: list[Any], expected: list[Any]) -> None:
@@ -222,17 +242,35 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
 @example(["q strided", "v strided", "batch", "scale", "no scale", "no lse"], True)
 @example(["no score_mod", "document in place", "mask in place", "score_mod", "width", "dtype"], True)
 def test_whatever_changes_calls_give_what_the_slow_path_gives(changes: list[str], has_mask: bool) -> None:
+    check(World(), changes, has_mask)
+
+
+@settings(max_examples=300, deadline=None, phases=PHASES)
+@given(
+    st.lists(st.sampled_from([*CHANGES, *OF_OPTIONS]), min_size=1, max_size=6),
+    st.booleans(),
+)
+@example(["number", "learned bias", "causal", "window", "other window", "cap"], False)
+@example(["document in place", "other in place", "causal", "deterministic", "by default", "no lse"], True)
+@example(["mask_mod alone", "document in place", "width", "no score_mod", "cap", "batch"], False)
+@example(["q strided", "scale", "v strided", "mask's lists", "no gradients", "gradients"], True)
+def test_the_same_holds_of_functions_in_attention(changes: list[str], has_mask: bool) -> None:
+    check(World(in_attention=True), changes, has_mask)
+
+
+def check(world: World, changes: list[str], has_mask: bool) -> None:
     torch.manual_seed(len(changes))
     names, before = globals(), {name: globals()[name] for name in ("GAIN", "helper")}
     with gpu() as launches:
         try:
-            world = World()
             if has_mask:
                 world.block_mask = world.mask
             for name in ["nothing", *changes]:
                 for _ in range(3 if name == "nothing" else 1):
                     world.results()
-                CHANGES[name](world)
+                (CHANGES | OF_OPTIONS)[name](world)
+                if world.block_mask is not None:
+                    world.beside.pop("mask_mod", None)
                 # The first one after a change, and those that are prepared by then.
                 for _ in range(3):
                     launches.clear()
@@ -249,14 +287,14 @@ def test_whatever_changes_calls_give_what_the_slow_path_gives(changes: list[str]
 
 def test_the_third_step_takes_it(long_way: LongWay) -> None:
     """The first forward and the second step's backward prepare the others, with other tensors, too."""
-    for has_mask in (False, True):
-        world = World()
+    for has_mask, in_attention in ((False, False), (True, False), (False, True), (True, True)):
+        world = World(in_attention=in_attention)
         world.block_mask = world.mask if has_mask else None
         assert [long_way.taken(world.results) for _ in range(4)] == [2, 1, 0, 0]
         with torch.no_grad():
             world.layer.bias.neg_()
         world.change("bias", torch.randn(H))
-        world.tensors = [half(B, H, S, D) for _ in "qkv"]
+        world.tensors = world.new_tensors()
         assert not long_way.taken(world.results)
         world.learned = False
         assert [long_way.taken(world.results) for _ in range(3)] == [1, 0, 0]
@@ -305,6 +343,7 @@ def test_masks_of_every_kind(long_way: LongWay, launches: list[Any], name: str) 
 
 
 CASES: dict[str, tuple[Callable[..., Tensor] | None, str]] = {
+    "in attention": (lambda b, h, i, j: (i // 33 == j // 33) & (i >= j), "bias"),
     "bounds": (lambda b, h, i, j: (i // 33 == j // 33) & (i >= j), "bias"),
     "bits": (lambda b, h, i, j: (i - j) % 3 != 0, ""),
     "tables": (lambda b, h, i, j: (i - j + h) % 3 != 0, "bias"),
@@ -316,7 +355,7 @@ CASES: dict[str, tuple[Callable[..., Tensor] | None, str]] = {
 def test_kernels_in_the_emulator(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prepared launches fill all that they give, like the reference, with captured tensors of the call."""
     pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
-    S, (mask_mod, learns) = 70, CASES[name]
+    S, (mask_mod, learns), in_attention = 70, CASES[name], name == "in attention"
     of_heads, bias = H if name == "tables" else None, torch.randn(H, S)
     mods: dict[str, Any] = {
         "": None,
@@ -327,7 +366,8 @@ def test_kernels_in_the_emulator(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     def step() -> list[Any]:
         inputs = [x.clone().requires_grad_() for x in tensors]
         learned = [bias] if learns else []
-        found = flash4_torch.flex_attention(*inputs, mods[learns], mask, return_lse=True)
+        call = flash4_torch.attention if in_attention else flash4_torch.flex_attention
+        found = call(*inputs, score_mod=mods[learns], block_mask=mask, return_lse=True)
         return [*found, *torch.autograd.grad(found[0].float().square().sum(), [*inputs, *learned])]
 
     mask = None
@@ -336,7 +376,8 @@ def test_kernels_in_the_emulator(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     with emulated_gpu():
         long_way = LongWay(monkeypatch)
         for _ in range(3):
-            tensors, bias = [half(1, H, S, 64) for _ in "qkv"], torch.randn(H, S, requires_grad=True)
+            shape = (1, S, H, 64) if in_attention else (1, H, S, 64)
+            tensors, bias = [half(*shape) for _ in "qkv"], torch.randn(H, S, requires_grad=True)
             found: list[Any] = []
             taken = long_way.taken(lambda found=found: found.extend(step()))
     assert not taken

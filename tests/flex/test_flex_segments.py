@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -82,14 +83,17 @@ def test_short_documents_keep_bounds() -> None:
 def segments(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether kernels that were chosen have segments; documents may be short."""
     monkeypatch.setattr(intervals, "_MOST_PADDED", 1e9)
-    original, found = compiled.chosen, []
+    found: list[bool] = []
 
-    def chosen(*args: Any) -> Any:
-        choice = original(*args)
-        found.append(choice.features.segments)
-        return choice
+    def noted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def chosen(target: Any, problem: Any, *args: Any) -> Any:
+            found.append(problem.spec.segments)
+            return original(target, problem, *args)
 
-    monkeypatch.setattr(compiled, "chosen", chosen)
+        return chosen
+
+    for name in ("chosen", "chosen_backward"):
+        monkeypatch.setattr(compiled, name, noted(getattr(compiled, name)))
     return found
 
 
@@ -121,6 +125,28 @@ def test_results(arch: str, segments: list[bool]) -> None:
 
 
 @pytest.mark.parametrize("arch", PACKED)
+def test_gradients(arch: str, segments: list[bool]) -> None:
+    @settings(max_examples=12, phases=PHASES)
+    @given(
+        st.integers(0, 1 << 20),
+        st.integers(140, 400),
+        st.integers(3, 300),
+        st.booleans(),
+        st.sampled_from(SCHEDULES),
+    )
+    @example(1, 333, 170, True, SCHEDULES[0])
+    @example(3, 270, 60, False, SCHEDULES[1])
+    def run(seed: int, S: int, longest: int, is_ordered: bool, schedule: dict[str, Any]) -> None:
+        call = call_of(seed, S, longest, is_causal=seed % 5 != 3, deterministic=is_ordered)
+        if seed % 3:
+            call = replace(call, q=heads_first(call.q), k=heads_first(call.k), v=heads_first(call.v))
+        check_gradients(call, arch, schedule, has_dlse=seed % 2 == 1)
+
+    run()
+    assert all(segments)
+
+
+@pytest.mark.parametrize("arch", PACKED)
 def test_values_of_other_documents_do_not_matter(arch: str, segments: list[bool]) -> None:
     """Also infinite ones right behind a document."""
     document = (torch.arange(300) >= 150).long().expand(2, 300)
@@ -130,6 +156,22 @@ def test_values_of_other_documents_do_not_matter(arch: str, segments: list[bool]
     call = with_intervals(made((q, k, v), None, mask_mod), mask_mod)
     out, _ = emulated(call.results, arch, SCHEDULES[0])
     assert bool(out[:, :150].isfinite().all()) and not bool(out[:, 150:].isfinite().any())
+    assert segments == [True]
+
+
+@pytest.mark.parametrize("arch", PACKED)
+def test_gradients_of_other_documents_do_not_matter(arch: str, segments: list[bool]) -> None:
+    """Also NaN ones right behind a document, of rows in the same block."""
+    document = (torch.arange(300) >= 150).long().expand(2, 300)
+    mask_mod = mask_of(document, is_causal=True)
+    inputs = [x.requires_grad_() for x in tensors(300, 300, 64)]
+    call = with_intervals(made(inputs, None, mask_mod), mask_mod)
+    out, _ = call.results()
+    dout = torch.randn(out.shape).to(out.dtype)
+    dout[:, 150:] = torch.nan
+    found = emulated(lambda: torch.autograd.grad(out, inputs, dout), arch, SCHEDULES[0])
+    for x in found:
+        assert bool(x[:, :150].isfinite().all()) and not bool(x[:, 150:].isfinite().all())
     assert segments == [True]
 
 

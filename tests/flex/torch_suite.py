@@ -2,10 +2,11 @@
 
     python tests/flex/torch_suite.py PATH_TO/test_flex_attention.py [-k TEXT] [--results FILE.json]
 
-PATH is a file of torch's test/inductor, of any version near the installed one; none is kept here. What is
-compiled is ours: `torch.compile`, with backend "aot_eager", registers `integrations.torch_flex` for a call.
-What a test calls eagerly, its references too, is torch's. A test that compiles nothing runs with the door
-open all the time. Devices become the CPU, with gradients, and lengths smaller.
+PATH is a file of torch's test/inductor, of any version near the installed one; none is kept here.
+test_flex_decoding.py runs, too, with `--length 0`: its windows need the keys that it has. What is compiled
+is ours: `torch.compile`, with backend "aot_eager", registers `integrations.torch_flex` for a call. What a
+test calls eagerly, its references too, is torch's. A test that compiles nothing runs with the door open all
+the time. Devices become the CPU, with gradients, and lengths smaller.
 
 Outcomes: "passed", "skipped", "refused" by an error of ours, and failures by their subjects (`classify`).
 A test that fails runs once more with torch's own operator. flash4_torch/flex/NOTES.md has a table of them.
@@ -104,6 +105,9 @@ def _bridge_versions() -> None:
         assign(self, batch_idx, input_pos.expand(batch_idx.shape[0], -1), *others)
 
     PagedAttention.assign = assign_to_each
+    init = PagedAttention.__init__
+    # Its default device is a GPU.
+    init.__defaults__ = ("cpu",)
 
 
 class Door:

@@ -9,6 +9,7 @@ sinks need nothing but the two numbers of each row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -127,14 +128,16 @@ def row_plans(
         RowBlocks.of(sums_of(features.D, config, features.column_step)),
     )
     asked = f.varlen, dlse, f.deterministic, config.tmem_order, config.scope != Scope.KV_HEAD
-    preprocess = PreprocessPlan(f.dtype, f.Dv, blocks, *asked, large_scores=f.large_scores)
+    preprocess = PreprocessPlan(
+        f.dtype, f.Dv, blocks, *asked, large_scores=f.large_scores, segments=f.segments
+    )
     return preprocess, None if config.scope == Scope.KV_HEAD else PostprocessPlan(
-        f.dtype, f.D, blocks, f.varlen
+        f.dtype, f.D, blocks, f.varlen, f.segments
     )
 
 
 def group_reduce_plan(features: Features) -> GroupReducePlan:
-    return GroupReducePlan(features.dtype, features.D, features.Dv, features.varlen)
+    return GroupReducePlan(features.dtype, features.D, features.Dv, features.is_packed)
 
 
 def sinks_plan(dtype: str, features: Features, config: BackwardConfig) -> SinksPlan:
@@ -193,16 +196,17 @@ def mask_plan(dtype: str, config: BackwardConfig) -> MaskPlan:
 
 
 def shapes_of(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, kernels: Kernels) -> Shapes:
-    """Shapes for q (B, Sq, Hq, D), or (T, Hq, D) with its cumulative lengths."""
+    """Shapes for q (B, Sq, Hq, D), or (T, Hq, D) with its cumulative lengths; with them the former has
+    segments.
+    """
     blocks = kernels.blocks
+    *rows, Hq, _ = q.shape
     if cu_seqlens_q is None:
-        B, Sq, Hq, _ = q.shape
-        heads: tuple[int, ...] = (B, Hq)
-        count = blocks.count(Sq)
+        heads: tuple[int, ...] = (rows[0], Hq)
+        count = blocks.count(rows[1])
     else:
-        T, Hq, _ = q.shape
         heads = (Hq,)
-        count = blocks.packed_count(T, len(cu_seqlens_q) - 1)
+        count = blocks.packed_count(math.prod(rows), len(cu_seqlens_q) - 1)
     return Shapes(
         dk_parts=(*k.shape[:-2], Hq, k.shape[-1]),
         dv_parts=(*v.shape[:-2], Hq, v.shape[-1]),

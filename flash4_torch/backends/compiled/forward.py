@@ -126,6 +126,7 @@ def features_of(problem: Problem, mods: Mods | None = None) -> Features:
         sinks=spec.sinks,
         mods=mods,
         tf32=spec.tf32,
+        segments=spec.segments,
     )
 
 

@@ -59,11 +59,8 @@ class Compiled(OnTargets):
         if is_empty(_plain_inputs(inputs), plain_problem(problem)):
             lse = lse.fill_(-math.inf) if sinks is None else lse.copy_(sinks[:, None].expand(lse.shape))
             return new_out(q, spec.Dv).zero_(), lse, torch.zeros_like(lse)
-        index = q.get_device()
-        sequences = mods.cu_seqlens_q, mods.cu_seqlens_k
-        if (segments := _segments(bounds, problem)) is not None:
-            problem, sequences, bounds = _of_segments(problem, segments), (segments.ends,) * 2, None
-        find = self.find(problem)
+        given, problem, bounds = _by_segments(inputs, problem, bounds)
+        index, find = q.get_device(), self.find(problem)
         features, config, function, params = _kernel(target, find, problem, self.sms(index))
         x, k, v = (readable(tensor) for tensor in inputs[:3])
         arguments = _forward_arguments(inputs, problem, config, bounds, bits, find)(mods.captured)
@@ -77,7 +74,7 @@ class Compiled(OnTargets):
             lse,
             low if features.large_scores else None,
             self.counter(index),
-            *map(ends, sequences),
+            *map(ends, (given.cu_seqlens_q, given.cu_seqlens_k)),
             arguments,
             rng_state,
             sinks if sinks is None else sinks.contiguous(),
@@ -89,8 +86,8 @@ class Compiled(OnTargets):
 
     def backward(self, saved: FlexSaved, inputs: FlexInputs, problem: FlexProblem) -> FlexGradients:
         target, (inputs, problem, bounds, bits) = self.target(problem), self._reduced(inputs, problem)
+        given, problem, bounds = _by_segments(inputs, problem, bounds)
         plain, mods = plain_problem(problem), inputs.mods
-        given = _plain_inputs(inputs)
         rows = Saved(saved.dout, saved.dlse, saved.out, saved.lse)
         sums = _sums(mods.captured, problem.spec.dcaptured, exact=problem.spec.deterministic)
         if is_empty(given, plain):
@@ -104,7 +101,7 @@ class Compiled(OnTargets):
         given_to_main = arguments(mods.captured, sums)
         launch = backward.sequence(
             kernels,
-            backward.shapes_of(q, k, v, mods.cu_seqlens_q, kernels),
+            backward.shapes_of(q, k, v, given.cu_seqlens_q, kernels),
             q.dtype,
             problem.scale,
             kernels.params,
@@ -127,15 +124,14 @@ class Compiled(OnTargets):
         if not _is_prepared(inputs, problem):
             return None
         target, (inputs, problem, bounds, bits) = self.target(problem), self._reduced(inputs, problem)
-        ends: tuple[Tensor | None, Tensor | None] = None, None
-        if (segments := _segments(bounds, problem)) is not None:
-            problem, ends, bounds = _of_segments(problem, segments), (segments.ends,) * 2, None
+        given, problem, bounds = _by_segments(inputs, problem, bounds)
+        ends = given.cu_seqlens_q, given.cu_seqlens_k
         index, find = inputs.q.get_device(), self.find(problem)
         features, config, function, params = _kernel(target, find, problem, self.sms(index))
         arguments = _forward_arguments(inputs, problem, config, bounds, bits, find)
         run = prepared.forward(
             forward.Kernel(function, config, params),
-            _plain_inputs(inputs),
+            given,
             plain_problem(problem),
             index,
             arguments,
@@ -157,6 +153,8 @@ class Compiled(OnTargets):
         if not is_readable(saved.out) or not saved.lse.is_contiguous():
             return None
         target, (inputs, problem, bounds, bits) = self.target(problem), self._reduced(inputs, problem)
+        given, problem, bounds = _by_segments(inputs, problem, bounds)
+        ends = given.cu_seqlens_q, given.cu_seqlens_k
         index, find = inputs.q.get_device(), self.find(problem)
         of_mods, config, kernels = _backward_kernels(target, find, problem, self.sms(index))
         arguments = _backward_arguments(inputs, problem, of_mods, config, bounds, bits, find)
@@ -168,7 +166,7 @@ class Compiled(OnTargets):
 
         run = prepared.backward(
             kernels,
-            _plain_inputs(inputs),
+            given,
             plain_problem(problem),
             index,
             of_both,
@@ -189,7 +187,8 @@ class Compiled(OnTargets):
         ) -> tuple[Any, ...]:
             sums = _sums(captured, wanted, exact=False)
             given = captured, sums
-            dq, dk, dv, _ = run(dout, out, lse, low if has_low else None, q, k, v, given)
+            rows = dout, out, lse, low if has_low else None
+            dq, dk, dv, _ = run(*rows, q, k, v, given, None, None, *ends)
             return dq, dk, dv, _like(sums, captured)
 
         return launch
@@ -277,6 +276,21 @@ def _why_not_differentiated(problem: FlexProblem) -> list[str]:
     return why
 
 
+def _by_segments(
+    inputs: FlexInputs, problem: FlexProblem, bounds: Bounds | None
+) -> tuple[Inputs, FlexProblem, Bounds | None]:
+    """The call without its programs and blocks, as one of segments where these serve it instead of bounds.
+
+    A score_mod has positions of the batch entry, and kernels those of the segment.
+    """
+    given = _plain_inputs(inputs)
+    segments = None if bounds is None or problem.spec.score_mod else bounds.segments
+    if segments is None:
+        return given, problem, bounds
+    given = given._replace(cu_seqlens_q=segments.ends, cu_seqlens_k=segments.ends)
+    return given, _of_segments(problem, segments), None
+
+
 def _of_segments(problem: FlexProblem, segments: Segments) -> FlexProblem:
     """The problem as one of sequences in the place of bounds."""
     band, longest = segments.band, segments.longest
@@ -307,6 +321,7 @@ def plain_problem(problem: FlexProblem) -> Problem:
         capability=s.capability,
         backward=s.backward,
         dlse=s.dlse,
+        segments=s.segments,
     )
     return Problem(spec, problem.extent, problem.scale, problem.band, problem.softcap, problem.dropout_p)
 
@@ -358,7 +373,7 @@ def chosen(target: Target, problem: FlexProblem) -> Choice:
         return _chosen_for_bits(target, problem)
     blocks, ramp = "" if spec.block is None else "rows", has_ramp(problem)
     mods = Mods(spec.score_mod, spec.mask_mod, blocks, bounds=spec.bounds, ramp=ramp)
-    features = forward.features_of(plain, mods)._replace(segments=spec.segments)
+    features = forward.features_of(plain, mods)
     extent, band = problem.extent, problem.band
     end_masked = band.right is not None and band.right <= 0
     seen = forward.seen(plain)
@@ -523,14 +538,6 @@ def _is_prepared(inputs: FlexInputs, problem: FlexProblem) -> bool:
     if is_empty(_plain_inputs(inputs), plain_problem(problem)) or not all(map(is_readable, inputs[:3])):
         return False
     return mods.sinks is None and mods.rng_state is None and mods.cu_seqlens_q is None
-
-
-def _segments(bounds: Bounds | None, problem: FlexProblem) -> Segments | None:
-    """The segments that serve a forward in the place of bounds.
-
-    A score_mod has positions of the batch entry, and kernels those of the segment.
-    """
-    return None if bounds is None or problem.spec.score_mod else bounds.segments
 
 
 def _tables(

@@ -61,7 +61,7 @@ class Bounds(NamedTuple):
     most: int
     """Keys that a row sees, at most."""
     segments: Segments | None = None
-    """What they are besides, if a forward is faster with that."""
+    """What they are besides, if kernels are faster with that."""
 
     def band(self, Sq: int, Sk: int) -> Band:
         """A band that is bounded on the same sides, and whose rows see as much, if it can be."""

@@ -44,9 +44,9 @@ def postprocess(
 ) -> None:
     """Launch dq = dq_acc * scale.
 
-    dq_acc float32 (B, Hq, n, m * columns), packed (Hq, n, m * columns): n blocks of m rows a head, as
-    `row_blocks` lays them out. dq (B, Sq, Hq, D) or (T, Hq, D), last stride 1, the others multiples of 8
-    elements, base on 16 bytes; if `heads_first` is not 0, a dense one is (B, Hq, Sq, D). No size is 0.
+    dq_acc float32 (B, Hq, n, m * columns), packed and segments (Hq, n, m * columns): n blocks of m rows a
+    head, as `row_blocks` lays them out. dq (B, Sq, Hq, D) or (T, Hq, D), last stride 1, the others multiples
+    of 8 elements, base on 16 bytes; if `heads_first` is not 0, a dense one is (B, Hq, Sq, D). No size is 0.
     """
     dq = host.in_order(heads_first, dq)
     B, Hq, count = heads_and_blocks(dq, cu_seqlens_q, plan.blocks)
@@ -147,7 +147,7 @@ def _rows_of_tf32(
         for half in cutlass.range_constexpr(2):
             row = _row(thread) + 8 * half
             if own.has(row):
-                at = (own.first + row, own.head) if plan.varlen else (own.batch, own.first + row, own.head)
+                at = (own.first + row, own.head) if plan.is_packed else (own.batch, own.first + row, own.head)
                 target = dq[(*at, None)]
                 warp_tf32.store_row(sums, half, target, plan.D, thread % WARP, Int32(first))
 
@@ -206,16 +206,16 @@ def _store(
 ) -> None:
     column = chunk * CHUNK
     if own.has(row) & (column < plan.D):
-        at = (own.first + row, own.head) if plan.varlen else (own.batch, own.first + row, own.head)
+        at = (own.first + row, own.head) if plan.is_packed else (own.batch, own.first + row, own.head)
         start = dq[(*at, None)].iterator + column
         cute.autovec_copy(words, vector_at(start, LANES, Uint32))
 
 
 def compile_postprocess(plan: PostprocessPlan) -> Any:
     """`postprocess` compiled for any sizes; call it with its arguments except `plan` and `stream`."""
-    modes = 3 if plan.varlen else 4
+    modes, dims = (3 if plan.varlen else 4), (2 if plan.is_packed else 3)
     dq_acc = host.rows(Float32, host.any_sizes(modes))
-    dq = host.rows(host.NUMERIC[plan.dtype], (*host.any_sizes(modes - 1), plan.D))
+    dq = host.rows(host.NUMERIC[plan.dtype], (*host.any_sizes(dims), plan.D))
     cu_seqlens = host.compact(Int32, host.any_sizes(1)) if plan.varlen else None
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     return cute.compile(

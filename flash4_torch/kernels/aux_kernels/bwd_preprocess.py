@@ -80,13 +80,13 @@ def preprocess(
     With a floating mask also stats[2] = lse, and stats[3] = lse_low in base 2: whatever size the mask has, a
     weight is 2^(log2(e) (score - lse) - lse_low).
 
-    out, dout (B, Sq, Hq, Dv) or packed (T, Hq, Dv); last stride 1, the others multiples of 8 elements, bases
-    on 16 bytes. If `heads_first` is not 0, dense ones are (B, Hq, Sq, Dv). lse, lse_low, dlse (B, Hq, Sq) or
-    (Hq, T) float32, contiguous. With n blocks of m rows a head, as `row_blocks` lays them out: stats float32
-    (2 or 4, B, Hq, n * m), dq_acc float32 (B, Hq, n, m * columns), dq_semaphore int32 (B, Hq, n); packed:
-    without B. stats is (inf, 0, inf, 0) where no row is, and for rows that see nothing; all of it is
-    `negated` where the plan says so. dq_acc and dq_semaphore are None
-    where it does not ask for them. No size is 0.
+    out, dout (B, Sq, Hq, Dv), segments if cu_seqlens_q is there, or packed (T, Hq, Dv); last stride 1, the
+    others multiples of 8 elements, bases on 16 bytes. If `heads_first` is not 0, the former are (B, Hq, Sq,
+    Dv). lse, lse_low, dlse (B, Hq, Sq) or (Hq, T) float32, contiguous. With n blocks of m rows a head, as
+    `row_blocks` lays them out: stats float32 (2 or 4, B, Hq, n * m), dq_acc float32 (B, Hq, n, m * columns),
+    dq_semaphore int32 (B, Hq, n); packed and segments: without B. stats is (inf, 0, inf, 0) where no row is,
+    and for rows that see nothing; all of it is `negated` where the plan says so. dq_acc and dq_semaphore are
+    None where it does not ask for them. No size is 0.
     """
     out, dout = host.in_order(heads_first, out, dout)
     B, Hq, count = heads_and_blocks(out, cu_seqlens_q, plan.blocks)
@@ -155,7 +155,7 @@ def _own_stats(stats: cute.Tensor, own: QueryBlock, plan: PreprocessPlan) -> tup
 
 def _per_row(own: QueryBlock, r: Int32, plan: PreprocessPlan) -> tuple:
     row = own.row(r)
-    return (own.head, row) if plan.varlen else (own.batch, own.head, row)
+    return (own.head, row) if plan.is_packed else (own.batch, own.head, row)
 
 
 def _load(x: cute.Tensor, own: QueryBlock, rows: list, lane: Int32, plan: PreprocessPlan) -> cute.Tensor:
@@ -163,7 +163,7 @@ def _load(x: cute.Tensor, own: QueryBlock, rows: list, lane: Int32, plan: Prepro
     shape, step = shape_of(plan), step_of(plan)
     loaded = cute.make_rmem_tensor((step, shape.turns, shape.rows), x.element_type)
     for r, row in enumerate(rows):
-        at = (own.row(row), own.head) if plan.varlen else (own.batch, own.row(row), own.head)
+        at = (own.row(row), own.head) if plan.is_packed else (own.batch, own.row(row), own.head)
         source = x[(*at, None)].iterator
         for t in range(shape.turns):
             column = cutlass.min((t * shape.lanes + lane) * step, plan.Dv - step)
@@ -200,10 +200,10 @@ def _clear(dq_acc: cute.Tensor, own: QueryBlock, thread: Int32, plan: Preprocess
 
 def compile_preprocess(plan: PreprocessPlan) -> Any:
     """`preprocess` compiled for any sizes and strides; call it without its arguments `plan` and `stream`."""
-    modes = 3 if plan.varlen else 4
+    modes, dims = (3 if plan.varlen else 4), (2 if plan.is_packed else 3)
     dtype = host.NUMERIC[plan.dtype]
-    rows = [host.rows(dtype, (*host.any_sizes(modes - 1), plan.Dv)) for _ in range(2)]
-    lse, lse_low, dlse = (host.compact(Float32, host.any_sizes(modes - 1)) for _ in range(3))
+    rows = [host.rows(dtype, (*host.any_sizes(dims), plan.Dv)) for _ in range(2)]
+    lse, lse_low, dlse = (host.compact(Float32, host.any_sizes(dims)) for _ in range(3))
     stats = host.rows(Float32, (plan.stats, *host.any_sizes(modes - 1)))
     dq_acc = host.rows(Float32, host.any_sizes(modes)) if plan.clears else None
     dq_semaphore = host.compact(Int32, host.any_sizes(modes - 1)) if plan.is_ordered else None

@@ -28,9 +28,10 @@ def map_of(op: Any, tensor: cute.Tensor, layout: cute.ComposedLayout, rows: int,
 def compile_for_any(backward: Any, plan: BackwardPlan, floats: int) -> Any:
     """`backward` compiled for any sizes and strides; `floats`: floats of a block of dQ's sums."""
     features = plan.features
-    packed = 1 if features.varlen else 2
+    # Workspaces of segments are those of packed sequences.
+    modes, packed = (2 if features.is_packed else 3), (1 if features.varlen else 2)
     q, k, v, dout, dk, dv = (
-        host.rows(plan.dtype, (*host.any_sizes(packed + 1), D))
+        host.rows(plan.dtype, (*host.any_sizes(modes), D))
         for D in (features.D, features.D, features.Dv, features.Dv, features.D, features.Dv)
     )
     stats = host.rows(
@@ -46,11 +47,7 @@ def compile_for_any(backward: Any, plan: BackwardPlan, floats: int) -> Any:
     dmask = host.strided(Float32, 4) if features.dmask else None
     rng_state = dropout.example_state(features)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    dq = (
-        host.rows(plan.dtype, (*host.any_sizes(packed + 1), features.D))
-        if plan.scope == Scope.KV_HEAD
-        else None
-    )
+    dq = host.rows(plan.dtype, (*host.any_sizes(modes), features.D)) if plan.scope == Scope.KV_HEAD else None
     results = (stats, dq_acc, dq, dk, dv, tile_counter, dq_semaphore)
     tensors = (q, k, v, dout, *results, cu_seqlens, cu_seqlens, mask, dmask, rng_state)
     return cute.compile(backward, *tensors, example_params(), plan, stream, options="--enable-tvm-ffi")

@@ -119,4 +119,4 @@ def box(rows: cute.Tensor, stage: cute.Tensor, n: Int32) -> cute.Tensor:
 
 def batch_of(ctx: BackwardContext, batch: Int32) -> Int32:
     """Index of the batch entry in tensors: packed sequences are a batch of one."""
-    return Int32(0) if ctx.plan.features.varlen else batch
+    return Int32(0) if ctx.plan.features.is_packed else batch

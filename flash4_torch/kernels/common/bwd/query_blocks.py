@@ -33,10 +33,15 @@ class QueryBlock(NamedTuple):
 
 
 def heads_and_blocks(x: cute.Tensor, cu_seqlens: cute.Tensor | None, blocks: RowBlocks) -> tuple:
-    """(B, Hq, blocks of a head) for rows x, (B, Sq, Hq, D) or packed (T, Hq, D), which is one batch entry."""
+    """(B, Hq, blocks of a head) for rows x, (B, Sq, Hq, D) or packed (T, Hq, D).
+
+    Packed rows are one batch entry here, as are those of segments, all entries' rows.
+    """
+    *rows, Hq, _ = x.shape
     if cu_seqlens is None:
-        return x.shape[0], x.shape[2], blocks.count(x.shape[1])
-    return 1, x.shape[1], blocks.packed_count(x.shape[0], cu_seqlens.shape[0] - 1)
+        return rows[0], Hq, blocks.count(rows[1])
+    T = rows[0] * rows[1] if len(rows) > 1 else rows[0]
+    return 1, Hq, blocks.packed_count(T, cu_seqlens.shape[0] - 1)
 
 
 @cute.jit
@@ -57,4 +62,8 @@ def own_block(x: cute.Tensor, cu_seqlens: cute.Tensor | None, blocks: cutlass.Co
     b = sequence_of(block, cu_seqlens, blocks)
     start, end = cu_seqlens[b], cu_seqlens[b + 1]
     first = start + (block - blocks.first(start, b)) * blocks.queries
-    return QueryBlock(batch, head, first, end - first, number)
+    left = end - first
+    if cutlass.const_expr(cute.rank(x) > 3):
+        batch = start // x.shape[1]
+        first = first - batch * x.shape[1]
+    return QueryBlock(batch, head, first, left, number)

@@ -4,7 +4,8 @@ Three kernels share them. Each block has, in float32, two or four numbers of eac
 the order that `dq_blocks` gives, and for the deterministic backward an int32, the dQ semaphore.
 
 Rows are padded to whole blocks. Packed sequences begin at whole blocks: sequence b, whose first token is
-`start`, at block start // queries + b, which leaves room enough for each of them.
+`start`, at block start // queries + b, which leaves room enough for each of them. So do segments, whose rows
+are counted through all batch entries.
 
 Nothing here needs a compiler: hosts use it with ints, kernels with registers.
 """
@@ -99,6 +100,13 @@ class PreprocessPlan(NamedTuple):
     large_scores: bool = False
     """Whether a floating mask was added, or score_mod applied. Then each row has two numbers more: lse in
     natural units, and what its rounding took (lse_low)."""
+    segments: bool = False
+    """Whether sequences are parts of batch entries, and tensors have a batch dimension."""
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether tensors have no batch dimension."""
+        return self.varlen and not self.segments
 
     @property
     def stats(self) -> int:
@@ -113,6 +121,13 @@ class PostprocessPlan(NamedTuple):
     D: int
     blocks: RowBlocks
     varlen: bool = False
+    segments: bool = False
+    """Whether sequences are parts of batch entries, and dq has a batch dimension."""
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether tensors have no batch dimension."""
+        return self.varlen and not self.segments
 
 
 class GroupReducePlan(NamedTuple):

@@ -48,8 +48,8 @@ def store_rows(
         j = tile.index * ctx.plan.keys + row
         if j < tile.Sk:
             own = target
-            if cutlass.const_expr(ctx.plan.features.varlen):
+            if cutlass.const_expr(ctx.plan.features.is_packed):
                 own = own[tile.k_offset + j, tile.kv_head, None]
             else:
-                own = own[tile.batch, j, tile.kv_head, None]
+                own = own[tile.batch, tile.k_offset + j, tile.kv_head, None]
             copy_vector(stage, row, own, chunk)

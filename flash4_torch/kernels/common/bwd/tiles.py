@@ -21,7 +21,7 @@ from .context import BackwardContext
 WORK_TILE_WORDS = 8
 """Words of a work tile, by which the load warp describes a tile to the other roles."""
 _ESSENTIAL_WORDS = 3
-"""Leading words of a work tile that are always needed; the others only where sequences are packed."""
+"""Leading words of a work tile that are always needed; the others only with varlen."""
 
 
 class Tile(NamedTuple):
@@ -33,10 +33,17 @@ class Tile(NamedTuple):
     """KV head; with scope `q_head` the query head, which has a dK and dV of its own: see `kv_head_of`."""
     batch: Int32
     q_offset: Int32
-    """The packed row at which the sequence begins; 0 if not varlen."""
+    """The row at which the sequence begins, packed or in its batch entry; 0 if not varlen."""
     Sq: Int32
     k_offset: Int32
     Sk: Int32
+    first_block: Int32
+    """Segments only: the block of the workspaces at which the sequence begins; else see `first_block`."""
+
+
+def _num_words(ctx: BackwardContext) -> int:
+    """The words of a tile that are written; without varlen those after the essential ones are not read."""
+    return len(Tile._fields) - (0 if ctx.plan.features.segments else 1)
 
 
 class Shape(NamedTuple):
@@ -77,24 +84,28 @@ def tile_of(ctx: BackwardContext, shape: Shape, step: Uint32, head: Uint32) -> T
     """The `step`-th tile to be fetched of a KV head; `head` counts the KV heads of all batch entries."""
     batch = head // shape.kv_heads
     b = Int32(batch)
-    q_offset, k_offset = Int32(0), Int32(0)
+    q_offset, k_offset, begin = Int32(0), Int32(0), Int32(0)
     Sq, Sk = ctx.maps.mQ.shape[0], ctx.maps.mK.shape[0]
     if cutlass.const_expr(ctx.plan.features.varlen):
         q_offset, k_offset = ctx.cu_seqlens_q[b], ctx.cu_seqlens_k[b]
         Sq, Sk = ctx.cu_seqlens_q[b + 1] - q_offset, ctx.cu_seqlens_k[b + 1] - k_offset
+        if cutlass.const_expr(ctx.plan.features.segments):
+            begin, rows = q_offset // ctx.plan.queries + b, ctx.maps.mK.shape[0]
+            b = q_offset // rows
+            q_offset = k_offset = q_offset - b * rows
     block = Int32(step)
     if cutlass.const_expr(ctx.plan.last_tile_first):
         block = Int32(shape.tiles_per_head) - 1 - block
     if cutlass.const_expr(ctx.plan.cluster_size > 1):
         block = block * ctx.plan.cluster_size + ctx.cta_pair.rank
-    return Tile(block, Int32(head - batch * shape.kv_heads), b, q_offset, Sq, k_offset, Sk)
+    return Tile(block, Int32(head - batch * shape.kv_heads), b, q_offset, Sq, k_offset, Sk, begin)
 
 
 @cute.jit
 def write(ctx: BackwardContext, at: Cursor, tile: Tile) -> None:
     """Write the work tile, by one lane; the arrival at the stage's barrier makes it visible."""
     work_tile = ctx.work_tile + at.stage * WORK_TILE_WORDS
-    for i in cutlass.range_constexpr(len(tile)):
+    for i in cutlass.range_constexpr(_num_words(ctx)):
         cute.arch.store(work_tile + i, tile[i])
 
 
@@ -102,7 +113,7 @@ def write(ctx: BackwardContext, at: Cursor, tile: Tile) -> None:
 def read(ctx: BackwardContext, at: Cursor) -> Tile:
     """Read the work tile; waits for the tile's K, too."""
     tile = read_by_one_lane(ctx, at)
-    num_words = len(tile) if ctx.plan.features.varlen else _ESSENTIAL_WORDS
+    num_words = _num_words(ctx) if ctx.plan.features.varlen else _ESSENTIAL_WORDS
     return Tile(*map(cute.arch.make_warp_uniform, tile[:num_words]), *tile[num_words:])
 
 
@@ -111,9 +122,11 @@ def read_by_one_lane(ctx: BackwardContext, at: Cursor) -> Tile:
     """`read` by one lane, without the others of its warp."""
     ring.wait_full(ctx.load_k, at)
     work_tile = ctx.work_tile + at.stage * WORK_TILE_WORDS
-    words = [cute.arch.load(work_tile + i, Int32) for i in range(len(Tile._fields))]
+    words = [cute.arch.load(work_tile + i, Int32) for i in range(_num_words(ctx))]
     if cutlass.const_expr(not ctx.plan.features.varlen):
         words[_ESSENTIAL_WORDS:] = [Int32(0), ctx.maps.mQ.shape[0], Int32(0), ctx.maps.mK.shape[0]]
+    if cutlass.const_expr(not ctx.plan.features.segments):
+        words.append(Int32(0))
     return Tile(*words)
 
 
@@ -315,6 +328,8 @@ def _group(ctx: BackwardContext) -> Int32:
 @cute.jit
 def first_block(ctx: BackwardContext, tile: Tile) -> Int32:
     """The block of the workspaces at which the sequence's rows begin."""
+    if cutlass.const_expr(ctx.plan.features.segments):
+        return tile.first_block
     if cutlass.const_expr(ctx.plan.features.varlen):
         return tile.q_offset // ctx.plan.queries + tile.batch
     return Int32(0)
@@ -322,7 +337,7 @@ def first_block(ctx: BackwardContext, tile: Tile) -> Int32:
 
 @cute.jit
 def row_of_workspace(ctx: BackwardContext, tile: Tile, head: Int32) -> Int32:
-    """Row in workspaces (B, Hq, ...), or (Hq, ...) where sequences are packed."""
+    """Row in workspaces (B, Hq, ...), or (Hq, ...) with varlen."""
     if cutlass.const_expr(ctx.plan.features.varlen):
         return head
     return tile.batch * ctx.maps.mQ.shape[2] + head
