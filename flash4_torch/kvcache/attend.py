@@ -102,8 +102,8 @@ def attention_kvcache(
             cu_seqlens_q[b + 1] - 1, none if both are equal. Rows of `out` after the last one are not written.
         max_seqlen_q: most tokens of a sequence of packed q, or a bound: an int, or a 0-dim tensor (the host
             then waits for its value). Default: T.
-        max_seqlen_k: most keys of a sequence, or a bound, by which the work is divided. Default: what there
-            is room for.
+        max_seqlen_k: most keys of a sequence, or a bound, by which the work is divided (on a GPU it is
+            rounded up, so that it need not change in every step). Default: what there is room for.
         causal: token i sees keys up to i + Sk - Sq. A tensor (B,), bool or int32, says so for each sequence;
             sequences that are not causal then see the window's left side alone.
         window: (left, right) as in `attention`.
@@ -139,6 +139,8 @@ def attention_kvcache(
     tensors = (q, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, sinks, k_scale, v_scale, out)
     signature = None
     flags: tuple[Any, ...] = ()
+    if type(max_seqlen_k) is int and 0 < max_seqlen_k < 1 << 62 and getattr(q, "is_cuda", False):
+        max_seqlen_k = coarse_bound(max_seqlen_k)
     if type(window) is tuple:
         flags = (max_seqlen_q, max_seqlen_k, causal, *window, scale, softcap, num_splits, batch_invariant)
         signature, call = fast_path.lookup(tensors, flags)
@@ -186,6 +188,17 @@ def attention_kvcache(
         lse = lse.view(q.shape[2], *q.shape[:2]).transpose(0, 1)
     result = result if out is None else out
     return (result, lse) if return_lse else result
+
+
+def coarse_bound(length: int) -> int:
+    """A bound that a growing sequence keeps for many tokens, at most an eighth above its length.
+
+    Work is divided by the bound, and whatever follows from it is decided anew where it changes: with lengths
+    themselves in every step of decoding, which takes the host a millisecond or two. Only a GPU's lengths are
+    not compared with it.
+    """
+    step = 1 << max(length.bit_length() - 4, 6)
+    return -(-length // step) * step
 
 
 def _note_change(out: Tensor | None) -> None:

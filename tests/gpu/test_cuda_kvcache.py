@@ -15,6 +15,7 @@ import flash4_torch
 from cache_calls import CacheCall, cache_calls, check_results
 from decode_calls import LAYOUTS, Cache, make_cache
 from everything import examples
+from flash4_torch.fast_path import kvcache as fast_path
 from own_gpu import OURS, needs_ours
 
 pytestmark = [
@@ -251,3 +252,16 @@ def _long_call() -> CacheCall:
         tuple(torch.randn(S, H, 64).bfloat16() for _ in range(3)) for S, H in ((1, 8), (3000, 2), (3000, 2))
     )
     return CacheCall(q, k, v, make_cache(k, v, torch.Generator().manual_seed(0), "rows", 16), causal=True)
+
+
+def test_steps_of_decoding_take_prepared_launches() -> None:
+    """A bound that grows with the lengths is decided about once in many steps."""
+    q = torch.randn(2, 1, 8, 64, device="cuda", dtype=torch.bfloat16)
+    cache = torch.randn(2, 4096, 2, 64, device="cuda", dtype=torch.bfloat16)
+    fast_path.clear()
+    for length in range(2000, 2200):
+        lengths = torch.tensor([length, length // 2], device="cuda", dtype=torch.int32)
+        out = attend(q, cache, cache, seqused_k=lengths, max_seqlen_k=length)
+        if length % 50 == 0:
+            torch.testing.assert_close(out, attend(q, cache, cache, seqused_k=lengths), atol=0.01, rtol=0.01)
+    assert len(fast_path._calls) <= 4

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.library import opcheck
@@ -28,6 +28,7 @@ from flash4_torch.compile import Key
 from flash4_torch.configs import decode
 from flash4_torch.errors import ArgumentError, BackendError, KeywordError, NoGradientError
 from flash4_torch.fast_path import kvcache as fast_path
+from flash4_torch.kvcache.attend import coarse_bound
 from flash4_torch.kvcache_problem import CacheInputs, CacheOptions, CacheProblem
 from flash4_torch.ops.kvcache import describe
 
@@ -426,3 +427,17 @@ class Finding(kernels.Compiled):
 
     def sms(self, index: int) -> int:
         return 132
+
+
+@given(st.integers(1, 1 << 40))
+@example(1)
+@example(64)
+@example(1024)
+@settings(max_examples=100)
+def test_coarse_bounds(length: int) -> None:
+    """They bound the length, closely, and stay for a while; a bound is its own."""
+    bound = coarse_bound(length)
+    assert length <= bound < max(length + length / 8, length + 64)
+    assert coarse_bound(bound) == bound
+    step = bound // 16 if bound > 1024 else 64
+    assert len({coarse_bound(n) for n in range(bound, bound - min(step, 500), -1)}) == 1
