@@ -371,6 +371,9 @@ class Sm80Backward(NamedTuple):
     key_mmas: int = 1
     """MMAs of 16 keys side by side that a warp has: what it reads of Q and dO serves them all. With two there
     is no softcap, and no mask beside dropout."""
+    query_parts: int = 1
+    """Parts of a block's queries whose scores a warp has in registers one after another. What dQ takes is
+    shared by them all."""
 
     @property
     def keys(self) -> int:

@@ -65,6 +65,10 @@ class Matrix(NamedTuple):
     transposed: bool
     dtype: type
 
+    def below(self, row: Int32 | int) -> Matrix:
+        """The matrix from a row on, a multiple of 16."""
+        return self._replace(address=self.address + row * (2 * self.chunk))
+
     def read(self, row: int, column: int) -> tuple[Uint32, ...]:
         """The lane's words of 16 rows and columns as they lie in SMEM, from these multiples of 16 on."""
         chunk, inside = divmod(column, self.chunk)
@@ -98,7 +102,7 @@ def operand(
     # The second matrix of an ldmatrix is 8 rows on and the third one 8 columns, or the other way round.
     eight, further = lane // 8 % 2, lane // 16
     down, across = (eight, further) if is_left != transposed else (further, eight)
-    address = vector_address(stage, row + lane % 8 + down * 8, column // 8 + across, part)
+    address = vector_address(stage, row + lane % 8 + down * 8, (column >> 3) + across, part)
     rows, columns = (cute.size(stage, mode=[i]) for i in range(2))
     return Matrix(address, rows, chunk_of(part or columns), transposed, stage.element_type)
 
@@ -185,6 +189,42 @@ def _multiply(sums: tuple[cute.Tensor, ...], a: Sequence, b: tuple[Uint32, ...],
             )
             for j in range(4):
                 own[j] = added[j]
+
+
+class Target(NamedTuple):
+    """A matrix of 16-bit numbers in SMEM to which a warp writes accumulators' rounded numbers.
+
+    A lane computes one address, as it does for `Matrix`.
+    """
+
+    address: Int32
+    """Address of the lane's first two numbers."""
+    rows: int
+    """Rows of a chunk."""
+    chunk: int
+    """Columns of a chunk."""
+
+    def write(self, rounded: cute.Tensor, row: int) -> None:
+        """Store 16 rows, from a row on, a multiple of 16."""
+        words = cute.recast_tensor(
+            cute.make_tensor(rounded.iterator, cute.make_layout(cute.size(rounded))), Uint32
+        )
+        for i in range(cute.size(words)):
+            chunk, inside = divmod(i // 2 * 8, self.chunk)
+            offset = (chunk * self.rows + row + i % 2 * 8) * 2 * self.chunk
+            cute.arch.inline_ptx(
+                f"st.shared.b32 [{{$r0}}+{offset}], {{$r1}};",
+                read_only_args=[self.address ^ (2 * inside) if inside else self.address, words[i]],
+            )
+
+
+def target(stage: cute.Tensor, row: Int32, lane: Int32, column: Int32, part: int) -> Target:
+    """A stage (rows, columns) from a row on, a multiple of 16, and a column on that a chunk begins with.
+
+    part: columns that are an operand of their own in the stage's layout.
+    """
+    address = vector_address(stage, row + lane // LANES, column >> 3, part) + 4 * (lane % LANES)
+    return Target(address, cute.size(stage, mode=[0]), chunk_of(part))
 
 
 @cute.jit

@@ -62,7 +62,7 @@ def _accumulate(ctx: Context, dQ: tuple[cute.Tensor, ...], strip: Int32, column:
     operands ahead.
     """
     plan = ctx.plan
-    row, each, part = strip * warp_mma.ROWS, plan.own_queries, plan.column_parts[0]
+    row, each, part = strip * warp_mma.ROWS, plan.part_queries, plan.column_parts[0]
     turns = plan.dq_turns
     for i in cutlass.range(turns, unroll=1):
         first = i * (plan.keys // turns)
@@ -84,7 +84,7 @@ def _add(ctx: Context, dQ: cute.Tensor, block: Int64, strip: Int32, column: Int3
     bytes.
     """
     blocks = ctx.plan.blocks
-    band, chunk = strip // _STRIPS, column // 8
+    band, chunk = strip // _STRIPS, column >> 3
     first = (band * (blocks.columns // 8) + chunk) * (4 * THREADS) + strip % _STRIPS * WARP + ctx.lane
     place = (ctx.dq_acc.iterator + (block * blocks.floats + first)).toint()
     for i in cutlass.range_constexpr(cute.size(dQ)):

@@ -19,7 +19,7 @@ dS from SMEM for dV and dK, too, behind this barrier.
 from __future__ import annotations
 
 from ....configs.types import Sm80Backward
-from ...common import warp_mma, warp_tf32
+from ...common import dropout, warp_mma, warp_tf32
 from ...common.bwd.dq_blocks import DqBlocks, sums_of
 from ...common.bwd.plan import BackwardPlan
 from ...common.host import NUMERIC
@@ -110,6 +110,21 @@ class Plan(BackwardPlan):
         return self.queries // self.column_warps
 
     @property
+    def query_parts(self) -> int:
+        """Parts of these queries, one after another."""
+        return self.config.query_parts
+
+    @property
+    def part_queries(self) -> int:
+        """Queries of a part."""
+        return self.own_queries // self.query_parts
+
+    @property
+    def part_strips(self) -> int:
+        """Strips of keep bits of a part, for 16 keys."""
+        return dropout.strips(self.part_queries)
+
+    @property
     def shares_weights(self) -> bool:
         """Whether warps read P and dS of their keys from SMEM, not only dS of all keys."""
         return self.column_warps > 1
@@ -181,6 +196,7 @@ class Plan(BackwardPlan):
         assert not (f.is_float32 and any(f.mods)) and (f.is_float32 or not f.tf32)
         assert c.queries in (64, 128) and c.column_warps in (1, 2, 4) and c.warps in (2, 4, 8)
         assert c.key_mmas in (1, 2) and not (c.key_mmas > 1 and (f.is_float32 or (f.mask and f.dropout)))
+        assert c.query_parts == 1 or (self.part_queries % dropout.STRIP == 0 and not f.is_float32)
         assert c.warps >= c.column_warps and 16 * c.warps % c.queries == 0, "dQ is not shared out evenly"
         assert c.stages >= 1 and (f.float_mask or not f.dmask)
         assert bool(f.mods.score_mod) == bool(f.mods.derivative) and not (any(f.mods) and f.mask)
