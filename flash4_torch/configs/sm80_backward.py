@@ -185,7 +185,7 @@ def has_registers(features: Features, config: Sm80Backward) -> bool:
     f, c = features, config
     if f.is_float32:
         return not (c.round_weights or (f.softcap and f.dropout))
-    rows, shared = 2 * c.queries, c.column_warps
+    rows, shared = 2 * c.queries // c.query_parts, c.column_warps
     if c.dq_warps == 1 and f.D > MAX_D_WITH_MORE and (f.mask or f.deterministic or any(f.mods)):
         return False  # dQ takes as many registers as all others together
     accumulators = c.key_mmas * (tile_dim(f.D) + tile_dim(f.Dv) + rows) // (2 * shared)

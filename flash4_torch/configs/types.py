@@ -372,8 +372,8 @@ class Sm80Backward(NamedTuple):
     """MMAs of 16 keys side by side that a warp has: what it reads of Q and dO serves them all. With two there
     is no softcap, and no mask beside dropout."""
     query_parts: int = 1
-    """Parts of a block's queries whose scores a warp has in registers one after another. What dQ takes is
-    shared by them all."""
+    """Parts of a warp's queries of a block, which it works on one after another: S and dP take registers for
+    one of them. Not for float32."""
 
     @property
     def keys(self) -> int:

@@ -91,7 +91,7 @@ STATICS = {
     ),
     "two parts, dropout": static(64, 64, (4, 1, 64, 2), key_mmas=2, query_parts=2, dropout=True, **CAUSAL),
     "two parts, bool mask": static(40, 64, (4, 1, 64, 2), key_mmas=2, query_parts=2, mask="bool", left=True),
-    "two parts, shared": static(128, 64, (8, 2, 128, 1), "float16", query_parts=2, dropout=True, mask="bool"),
+    "two parts, shared": static(128, 64, (8, 2, 128, 1), "float16", query_parts=2, mask="bool"),
     "two parts, bfloat16 mask": static(
         64, 64, (4, 1, 64, 1), query_parts=2, mask="bfloat16", scaled=True, dmask=True
     ),

@@ -15,9 +15,9 @@ from ...common.bwd.dmask import add_dmask
 from ...common.bwd.probs import columns_of, find_dtanh, four_of, mask_rows_beyond_end, pair_of
 from ...common.fragment import MMA_MATES, Fragment, mma_fragment
 from ...common.rounding import round_to, widened
+from ...common.warps import WARP
 from .context import Context
 from .mask_tile import add_tile
-from ...common.warps import WARP
 from .state import Block, BlockState, TileState
 
 LSE_LOG2, DELTA, LSE, LSE_LOW = range(4)
@@ -177,8 +177,8 @@ def take_keep_bits(ctx: Context, own: BlockState) -> cute.Tensor | None:
     plan = ctx.plan
     if not plan.features.dropout:
         return None
-    bits, count = ctx.sKeepBits[None, None, ctx.warp], dropout.words(plan.key_mmas * plan.part_strips * dropout.STRIP)
-    first = bits.iterator + own.part * (count * WARP)
+    count = dropout.words(plan.key_mmas * plan.part_strips * dropout.STRIP)
+    first = ctx.sKeepBits[None, None, ctx.warp].iterator + own.part * (count * WARP)
     return dropout.take(cute.make_tensor(first, cute.make_layout((WARP, count))), ctx.lane)
 
 
