@@ -374,6 +374,8 @@ class Sm80Backward(NamedTuple):
     query_parts: int = 1
     """Parts of a warp's queries of a block, which it works on one after another: S and dP take registers for
     one of them. Not for float32."""
+    scores_by_parts: bool = False
+    """S is summed up in a loop over parts of D, so that ptxas reads fewer operands ahead, and spills less."""
 
     @property
     def keys(self) -> int:

@@ -136,6 +136,23 @@ def scores_by_parts(S: tuple[cute.Tensor, ...], q: Matrix, k: Matrix, D: cutlass
         _add_scores(S, _from_part(q, i, D // parts), _from_part(k, i, D // parts), D // parts)
 
 
+@cute.jit
+def scores_by_halves(S: tuple[cute.Tensor, ...], q: Matrix, k: Matrix, D: cutlass.Constexpr) -> None:
+    """`scores_by_parts` also where D is one chunk: its halves, if each has whole MMAs."""
+    if cutlass.const_expr(D > q.chunk or D % (2 * ROWS)):
+        scores_by_parts(S, q, k, D)
+    else:
+        for accumulator in S:
+            accumulator.fill(0.0)
+        for i in cutlass.range(2, unroll=1):
+            _add_scores(S, _from_half(q, i, D // 2), _from_half(k, i, D // 2), D // 2)
+
+
+def _from_half(x: Matrix, i: Int32, columns: int) -> Matrix:
+    """The operand from the i-th half of its chunk on: a bit of addresses, which a swizzle may have set."""
+    return x._replace(address=x.address ^ (i * (2 * columns)))
+
+
 def _from_part(x: Matrix, i: Int32, columns: int) -> Matrix:
     """The operand from its i-th part on, of so many columns each, whole chunks."""
     return x._replace(address=x.address + i * (columns * x.rows * 2))

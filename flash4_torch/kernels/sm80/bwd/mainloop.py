@@ -125,7 +125,9 @@ def _scores(
     else:
         keys = warp_mma.left(of_keys, key, ctx.lane, part=columns)
         queries = warp_mma.right(of_queries, query, ctx.lane, part=columns)
-        warp_mma.scores(S, keys, queries.below(own.part * plan.part_queries), D)
+        queries = queries.below(own.part * plan.part_queries)
+        is_looped = plan.config.scores_by_parts and of_keys is ctx.sK
+        (warp_mma.scores_by_halves if is_looped else warp_mma.scores)(S, keys, queries, D)
 
 
 def _store(ctx: Context, own: BlockState, weights: list[cute.Tensor], target: cute.Tensor) -> None:
