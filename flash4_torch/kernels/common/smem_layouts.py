@@ -49,7 +49,5 @@ def vector_address(stage: cute.Tensor, row: Int32, vector: Int32, part: int | No
     vectors = row_bytes // 16
     inside = row * row_bytes
     # A swizzle flips the bits that number a vector by the bits from 7 on.
-    swizzled = inside + ((vector & vectors - 1) * 16 ^ (inside >> 3 & row_bytes - 16))
-    # Shifts, since LLVM does not know that no number is negative.
-    chunk = vector >> (vectors.bit_length() - 1)
-    return Int32(stage.iterator.toint()) + chunk * (rows * row_bytes) + swizzled
+    swizzled = inside + ((vector % vectors) * 16 ^ (inside >> 3 & row_bytes - 16))
+    return Int32(stage.iterator.toint()) + vector // vectors * (rows * row_bytes) + swizzled

@@ -102,7 +102,7 @@ def operand(
     # The second matrix of an ldmatrix is 8 rows on and the third one 8 columns, or the other way round.
     eight, further = lane // 8 % 2, lane // 16
     down, across = (eight, further) if is_left != transposed else (further, eight)
-    address = vector_address(stage, row + lane % 8 + down * 8, (column >> 3) + across, part)
+    address = vector_address(stage, row + lane % 8 + down * 8, column // 8 + across, part)
     rows, columns = (cute.size(stage, mode=[i]) for i in range(2))
     return Matrix(address, rows, chunk_of(part or columns), transposed, stage.element_type)
 
@@ -240,7 +240,7 @@ def target(stage: cute.Tensor, row: Int32, lane: Int32, column: Int32, part: int
 
     part: columns that are an operand of their own in the stage's layout.
     """
-    address = vector_address(stage, row + lane // LANES, column >> 3, part) + 4 * (lane % LANES)
+    address = vector_address(stage, row + lane // LANES, column // 8, part) + 4 * (lane % LANES)
     return Target(address, cute.size(stage, mode=[0]), chunk_of(part))
 
 

@@ -84,7 +84,7 @@ def _add(ctx: Context, dQ: cute.Tensor, block: Int64, strip: Int32, column: Int3
     bytes.
     """
     blocks = ctx.plan.blocks
-    band, chunk = strip // _STRIPS, column >> 3
+    band, chunk = strip // _STRIPS, column // 8
     first = (band * (blocks.columns // 8) + chunk) * (4 * THREADS) + strip % _STRIPS * WARP + ctx.lane
     place = (ctx.dq_acc.iterator + (block * blocks.floats + first)).toint()
     for i in cutlass.range_constexpr(cute.size(dQ)):

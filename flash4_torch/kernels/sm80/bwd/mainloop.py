@@ -137,8 +137,8 @@ def _store(ctx: Context, own: BlockState, weights: list[cute.Tensor], target: cu
         if plan.is_float32:
             row = ctx.column_warp * plan.own_queries
             warp_tf32.store_columns(numbers, target, row, first_key(ctx), ctx.lane)
-        elif plan.key_mmas == 1:
-            # With one address a lane 2 of 110 kernels spill.
+        elif plan.key_mmas == 1 or plan.features.mask:
+            # With one address a lane some of these kernels spill.
             tiler, column = (warp_mma.ROWS, plan.part_queries), ctx.column_warp * plan.query_parts + own.part
             place = ctx.key_warp * plan.key_mmas + m, column
             warp_mma.store_to_smem(numbers, cute.local_tile(target, tiler, place), ctx.lane)

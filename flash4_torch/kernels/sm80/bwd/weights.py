@@ -43,19 +43,23 @@ def mask_words(ctx: Context, work: TileState, own: BlockState) -> tuple:
         ctx.mask, work.tile.batch, (own.head, own.head), work.positions, ctx.lane % warp_mma.LANES
     )
     words = attn_mask.words_of(rows, own.n)
+    if cutlass.const_expr(ctx.plan.shares_weights):
+        # A word's bits begin with the block's first query; two stand for eight queries.
+        for of_row in words:
+            for i in cutlass.range_constexpr(cute.size(of_row)):
+                of_row[i] = of_row[i] >> Uint32(first_query(ctx, own) // 4)
     return words
 
 
-def _own_words(ctx: Context, own: BlockState, words: tuple) -> tuple:
-    """The words, begun with the first of the queries whose scores the warp has."""
+def _words_of_part(ctx: Context, own: BlockState, words: tuple) -> tuple:
+    """The words, begun with the first query of a part."""
     plan = ctx.plan
-    if plan.part_queries == plan.queries:
+    if plan.query_parts == 1:
         return words
     moved = tuple(cute.make_rmem_tensor(of_row.layout, Uint32) for of_row in words)
     for of_row, target in zip(words, moved, strict=True):
         for i in range(cute.size(of_row)):
-            # A word's bits begin with the block's first query; two stand for eight queries.
-            target[i] = of_row[i] >> Uint32(first_query(ctx, own) // 4)
+            target[i] = of_row[i] >> Uint32(own.part * (plan.part_queries // 4))
     return moved
 
 
@@ -157,7 +161,7 @@ def _mask(
     if cutlass.const_expr(plan.features.mods.blocks):
         mods.mask(ctx.mods, plan, own_mods, own.n * plan.queries, fragment)
     if cutlass.const_expr(plan.features.mask == "bool"):
-        attn_mask.mask_out(_own_words(ctx, own, mask), fragment)
+        attn_mask.mask_out(_words_of_part(ctx, own, mask), fragment)
     if cutlass.const_expr(plan.band.masks):
         bands.mask(work.band, plan.band, fragment)
     if cutlass.const_expr(plan.config.ragged_k):
