@@ -185,10 +185,12 @@ def has_registers(features: Features, config: Sm80Backward) -> bool:
     f, c = features, config
     if f.is_float32:
         return not (c.round_weights or (f.softcap and f.dropout))
-    rows, shared = 2 * c.queries, c.column_warps
+    rows, shared = 2 * c.queries // c.query_parts, c.column_warps
     if c.dq_warps == 1 and f.D > MAX_D_WITH_MORE and (f.mask or f.deterministic or any(f.mods)):
         return False  # dQ takes as many registers as all others together
     accumulators = c.key_mmas * (tile_dim(f.D) + tile_dim(f.Dv) + rows) // (2 * shared)
+    if c.query_parts > 1 and (f.mask or f.dropout or not c.scores_by_parts):
+        return False  # with masks 9 to 81 spills, with dropout and varlen or a band up to 113
     if c.key_mmas > 1:
         plain = not (f.softcap or (f.mask and f.dropout) or any(f.mods) or c.round_weights)
         ordered = f.deterministic and max(f.D, f.Dv) > 128

@@ -371,6 +371,11 @@ class Sm80Backward(NamedTuple):
     key_mmas: int = 1
     """MMAs of 16 keys side by side that a warp has: what it reads of Q and dO serves them all. With two there
     is no softcap, and no mask beside dropout."""
+    query_parts: int = 1
+    """Parts of a warp's queries of a block, which it works on one after another: S and dP take registers for
+    one of them. Not for float32."""
+    scores_by_parts: bool = False
+    """S is summed up in a loop over parts of D, so that ptxas reads fewer operands ahead, and spills less."""
 
     @property
     def keys(self) -> int:

@@ -85,6 +85,18 @@ STATICS = {
         128, 200, (8, 4, 64, 1), "float16", key_mmas=2, mask="float32", scaled=True, dmask=True
     ),
     "two MMAs, alone": static(40, 64, (4, 1, 64, 2), "float16", key_mmas=2, ragged_k=False, **CAUSAL),
+    "two parts": static(64, 64, (4, 1, 64, 2), key_mmas=2, query_parts=2, scores_by_parts=True, **CAUSAL),
+    "two parts, in order": static(
+        64, 40, (4, 1, 64, 1), "float16", key_mmas=2, query_parts=2, deterministic=True, varlen=True, **WINDOW
+    ),
+    "two parts, dropout": static(64, 64, (4, 1, 64, 2), key_mmas=2, query_parts=2, dropout=True, **CAUSAL),
+    "two parts, bool mask": static(40, 64, (4, 1, 64, 2), key_mmas=2, query_parts=2, mask="bool", left=True),
+    "two parts, shared": static(
+        128, 64, (8, 2, 128, 1), "float16", query_parts=2, scores_by_parts=True, mask="bool"
+    ),
+    "two parts, bfloat16 mask": static(
+        64, 64, (4, 1, 64, 1), query_parts=2, mask="bfloat16", scaled=True, dmask=True
+    ),
 }
 FLOAT32 = {
     "float32": static(64, 64, (4, 1, 64, 2), "float32", **CAUSAL),

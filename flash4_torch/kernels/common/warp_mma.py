@@ -65,6 +65,10 @@ class Matrix(NamedTuple):
     transposed: bool
     dtype: type
 
+    def below(self, row: Int32 | int) -> Matrix:
+        """The matrix from a row on, a multiple of 16."""
+        return self._replace(address=self.address + row * (2 * self.chunk))
+
     def read(self, row: int, column: int) -> tuple[Uint32, ...]:
         """The lane's words of 16 rows and columns as they lie in SMEM, from these multiples of 16 on."""
         chunk, inside = divmod(column, self.chunk)
@@ -132,6 +136,23 @@ def scores_by_parts(S: tuple[cute.Tensor, ...], q: Matrix, k: Matrix, D: cutlass
         _add_scores(S, _from_part(q, i, D // parts), _from_part(k, i, D // parts), D // parts)
 
 
+@cute.jit
+def scores_by_halves(S: tuple[cute.Tensor, ...], q: Matrix, k: Matrix, D: cutlass.Constexpr) -> None:
+    """`scores_by_parts` also where D is one chunk: its halves, if each has whole MMAs."""
+    if cutlass.const_expr(D > q.chunk or D % (2 * ROWS)):
+        scores_by_parts(S, q, k, D)
+    else:
+        for accumulator in S:
+            accumulator.fill(0.0)
+        for i in cutlass.range(2, unroll=1):
+            _add_scores(S, _from_half(q, i, D // 2), _from_half(k, i, D // 2), D // 2)
+
+
+def _from_half(x: Matrix, i: Int32, columns: int) -> Matrix:
+    """The operand from the i-th half of its chunk on: a bit of addresses, which a swizzle may have set."""
+    return x._replace(address=x.address ^ (i * (2 * columns)))
+
+
 def _from_part(x: Matrix, i: Int32, columns: int) -> Matrix:
     """The operand from its i-th part on, of so many columns each, whole chunks."""
     return x._replace(address=x.address + i * (columns * x.rows * 2))
@@ -185,6 +206,42 @@ def _multiply(sums: tuple[cute.Tensor, ...], a: Sequence, b: tuple[Uint32, ...],
             )
             for j in range(4):
                 own[j] = added[j]
+
+
+class Target(NamedTuple):
+    """A matrix of 16-bit numbers in SMEM to which a warp writes accumulators' rounded numbers.
+
+    A lane computes one address, as it does for `Matrix`.
+    """
+
+    address: Int32
+    """Address of the lane's first two numbers."""
+    rows: int
+    """Rows of a chunk."""
+    chunk: int
+    """Columns of a chunk."""
+
+    def write(self, rounded: cute.Tensor, row: int) -> None:
+        """Store 16 rows, from a row on, a multiple of 16."""
+        words = cute.recast_tensor(
+            cute.make_tensor(rounded.iterator, cute.make_layout(cute.size(rounded))), Uint32
+        )
+        for i in range(cute.size(words)):
+            chunk, inside = divmod(i // 2 * 8, self.chunk)
+            offset = (chunk * self.rows + row + i % 2 * 8) * 2 * self.chunk
+            cute.arch.inline_ptx(
+                f"st.shared.b32 [{{$r0}}+{offset}], {{$r1}};",
+                read_only_args=[self.address ^ (2 * inside) if inside else self.address, words[i]],
+            )
+
+
+def target(stage: cute.Tensor, row: Int32, lane: Int32, column: Int32, part: int) -> Target:
+    """A stage (rows, columns) from a row on, a multiple of 16, and a column on that a chunk begins with.
+
+    part: columns that are an operand of their own in the stage's layout.
+    """
+    address = vector_address(stage, row + lane // LANES, column // 8, part) + 4 * (lane % LANES)
+    return Target(address, cute.size(stage, mode=[0]), chunk_of(part))
 
 
 @cute.jit

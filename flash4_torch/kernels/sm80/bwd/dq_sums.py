@@ -62,7 +62,7 @@ def _accumulate(ctx: Context, dQ: tuple[cute.Tensor, ...], strip: Int32, column:
     operands ahead.
     """
     plan = ctx.plan
-    row, each, part = strip * warp_mma.ROWS, plan.own_queries, plan.column_parts[0]
+    row, each, part = strip * warp_mma.ROWS, plan.part_queries, plan.column_parts[0]
     turns = plan.dq_turns
     for i in cutlass.range(turns, unroll=1):
         first = i * (plan.keys // turns)

@@ -55,7 +55,7 @@ def backward_kernel(
         Float32, cute.make_layout((plan.queries, plan.features.row_stats, plan.stages)), 16
     )
     if cutlass.const_expr(plan.features.dropout):
-        strips = plan.key_mmas * dropout.strips(plan.own_queries)
+        strips = plan.query_parts * plan.key_mmas * plan.part_strips
         words = (WARP, dropout.words(strips * dropout.STRIP), plan.warps)
         sKeepBits = memory.allocate_tensor(Uint32, cute.make_layout(words), 16)
     ctx = Context(

@@ -89,7 +89,7 @@ def _weights_layout(plan: Plan) -> cute.ComposedLayout:
     """
     if plan.is_float32:
         return row_major_layout(plan.staged_dtype, plan.queries, plan.halves(plan.keys), 1)
-    return row_major_layout(plan.dtype, plan.keys, plan.queries, 1, plan.own_queries)
+    return row_major_layout(plan.dtype, plan.keys, plan.queries, 1, plan.part_queries)
 
 
 def compile_backward(features: Features, config: Sm80Backward) -> Any:

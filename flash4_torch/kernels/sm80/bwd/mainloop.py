@@ -17,6 +17,7 @@ from .weights import (
     differentiate,
     dropped,
     first_key,
+    first_query,
     generate_keep_bits,
     head_of,
     mask_words,
@@ -66,69 +67,104 @@ def mainloop(ctx: Context, t: Thread, tile: Tile) -> None:
         blocks = (*blocks[1:], _next_block(ctx, work, blocks[-1]))
 
 
+@cute.jit
 def _to_dk(
     ctx: Context, t: Thread, work: TileState, block: Block, own: BlockState, mask: list, stage: Int32
 ) -> None:
     """A block's share of dV and dK. At the end dS is in SMEM; Q and dO have been used, if no warps share."""
     plan = ctx.plan
-    sQ, sdO = ctx.sQ[None, None, stage], ctx.sdO[None, None, stage]
-    S, dP = (make_sums(plan, plan.own_queries, plan.key_mmas, filled=False) for _ in range(2))
-    mmas = range(plan.key_mmas)
-    _scores(ctx, S, ctx.sK, sQ, plan.D, plan.column_parts[0])
-    probs = [recompute_p(ctx, work.of_mma(m), block, own, S[m], m, mask[m], stage) for m in mmas]
-    keep_bits = take_keep_bits(ctx)
-    _scores(ctx, dP, ctx.sV, sdO, plan.Dv, plan.column_parts[1])
-    P = [dropped(ctx, probs[m], keep_bits, m) for m in mmas]
-    if plan.shares_weights:
-        _store(ctx, P, ctx.sP)
-    else:
-        _accumulate(ctx, t.dV, P, sdO, plan.column_parts[1])
-    dS = [differentiate(ctx, work.of_mma(m), own, probs[m], S[m], dP[m], keep_bits, stage, m) for m in mmas]
-    _store(ctx, dS, ctx.sdS)
-    if not plan.shares_weights:
-        _accumulate(ctx, t.dK, dS, sQ, plan.column_parts[0])
+    for part in cutlass.range(plan.query_parts, unroll=1):
+        _part_to_dk(ctx, t, work, block, own._replace(part=part), mask, stage)
     cute.arch.sync_threads()
-    if plan.shares_weights:
+    if cutlass.const_expr(plan.shares_weights):
+        sQ, sdO = ctx.sQ[None, None, stage], ctx.sdO[None, None, stage]
         _accumulate_shared(ctx, t.dV, ctx.sP, sdO, plan.column_parts[1])
         _accumulate_shared(ctx, t.dK, ctx.sdS, sQ, plan.column_parts[0])
 
 
-def _scores(ctx: Context, S: tuple, of_keys: cute.Tensor, of_queries: cute.Tensor, D: int, part: int) -> None:
-    """Products of the warp's keys with the queries for which it computes scores."""
+def _part_to_dk(
+    ctx: Context, t: Thread, work: TileState, block: Block, own: BlockState, mask: list, stage: Int32
+) -> None:
+    """A part's dS, and P where warps share keys, to SMEM; its share of dV and dK where they do not."""
+    plan = ctx.plan
+    sQ, sdO = ctx.sQ[None, None, stage], ctx.sdO[None, None, stage]
+    S, dP = (make_sums(plan, plan.part_queries, plan.key_mmas, filled=False) for _ in range(2))
+    mmas = range(plan.key_mmas)
+    _scores(ctx, own, S, ctx.sK, sQ, plan.D, plan.column_parts[0])
+    probs = [recompute_p(ctx, work.of_mma(m), block, own, S[m], m, mask[m], stage) for m in mmas]
+    keep_bits = take_keep_bits(ctx, own)
+    _scores(ctx, own, dP, ctx.sV, sdO, plan.Dv, plan.column_parts[1])
+    P = [dropped(ctx, probs[m], keep_bits, m) for m in mmas]
+    if plan.shares_weights:
+        _store(ctx, own, P, ctx.sP)
+    else:
+        _accumulate(ctx, own, t.dV, P, sdO, plan.column_parts[1])
+    dS = [differentiate(ctx, work.of_mma(m), own, probs[m], S[m], dP[m], keep_bits, stage, m) for m in mmas]
+    _store(ctx, own, dS, ctx.sdS)
+    if not plan.shares_weights:
+        _accumulate(ctx, own, t.dK, dS, sQ, plan.column_parts[0])
+
+
+def _scores(
+    ctx: Context,
+    own: BlockState,
+    S: tuple,
+    of_keys: cute.Tensor,
+    of_queries: cute.Tensor,
+    D: int,
+    columns: int,
+) -> None:
+    """Products of the warp's keys with a part of the queries for which it computes scores.
+
+    columns: those that are an operand of their own, here and below.
+    """
     plan, key, query = ctx.plan, first_key(ctx), ctx.column_warp * ctx.plan.own_queries
     if plan.is_float32:
         keys, queries = warp_tf32.Rows(of_keys, key), warp_tf32.Rows(of_queries, query)
         warp_tf32.scores(S, keys, queries, ctx.lane, plan.tf32_method)
     else:
-        keys = warp_mma.left(of_keys, key, ctx.lane, part=part)
-        queries = warp_mma.right(of_queries, query, ctx.lane, part=part)
-        warp_mma.scores(S, keys, queries, D)
+        keys = warp_mma.left(of_keys, key, ctx.lane, part=columns)
+        queries = warp_mma.right(of_queries, query, ctx.lane, part=columns)
+        queries = queries.below(own.part * plan.part_queries)
+        is_looped = plan.config.scores_by_parts and of_keys is ctx.sK
+        (warp_mma.scores_by_halves if is_looped else warp_mma.scores)(S, keys, queries, D)
 
 
-def _store(ctx: Context, weights: list[cute.Tensor], target: cute.Tensor) -> None:
+def _store(ctx: Context, own: BlockState, weights: list[cute.Tensor], target: cute.Tensor) -> None:
     """Store the warp's part of P or dS."""
     plan = ctx.plan
     for m, numbers in enumerate(weights):
         if plan.is_float32:
             row = ctx.column_warp * plan.own_queries
             warp_tf32.store_columns(numbers, target, row, first_key(ctx), ctx.lane)
+        elif plan.key_mmas == 1 or plan.features.mask:
+            # With one address a lane some of these kernels spill.
+            tiler, column = (warp_mma.ROWS, plan.part_queries), ctx.column_warp * plan.query_parts + own.part
+            place = ctx.key_warp * plan.key_mmas + m, column
+            warp_mma.store_to_smem(numbers, cute.local_tile(target, tiler, place), ctx.lane)
         else:
-            tiler, place = (warp_mma.ROWS, plan.own_queries), ctx.key_warp * plan.key_mmas + m
-            warp_mma.store_to_smem(
-                numbers, cute.local_tile(target, tiler, (place, ctx.column_warp)), ctx.lane
-            )
+            to = warp_mma.target(target, first_key(ctx), ctx.lane, first_query(ctx, own), plan.part_queries)
+            to.write(numbers, m * warp_mma.ROWS)
 
 
-def _accumulate(ctx: Context, sums: tuple, weights: list[cute.Tensor], rows: cute.Tensor, part: int) -> None:
-    """Add the products of the warp's weights of all queries, from registers, with rows of queries."""
+def _accumulate(
+    ctx: Context,
+    own: BlockState,
+    sums: tuple,
+    weights: list[cute.Tensor],
+    rows: cute.Tensor,
+    columns: int,
+) -> None:
+    """Add the products of a part of the warp's weights, from registers, with rows of queries."""
     plan = ctx.plan
     if plan.is_float32:
         left = tuple(warp_tf32.InRegisters(numbers) for numbers in weights)
         right = warp_tf32.Columns(rows, Int32(0))
         warp_tf32.accumulate(sums, (), left, right, ctx.lane, plan.tf32_method)
     else:
-        right = warp_mma.right(rows, Int32(0), ctx.lane, part=part, transposed=True)
-        warp_mma.accumulate(sums, warp_mma.from_registers(weights), right, plan.queries)
+        right = warp_mma.right(rows, Int32(0), ctx.lane, part=columns, transposed=True)
+        right = right.below(own.part * plan.part_queries)
+        warp_mma.accumulate(sums, warp_mma.from_registers(weights), right, plan.part_queries)
 
 
 def _accumulate_shared(ctx: Context, sums: tuple, weights: cute.Tensor, rows: cute.Tensor, part: int) -> None:
@@ -141,7 +177,7 @@ def _accumulate_shared(ctx: Context, sums: tuple, weights: cute.Tensor, rows: cu
         warp_tf32.accumulate(sums, (), (left,), right, ctx.lane, plan.tf32_method)
     else:
         column = ctx.column_warp * (cute.size(rows, mode=[1]) // plan.column_warps)
-        left = warp_mma.left(weights, first_key(ctx), ctx.lane, part=plan.own_queries)
+        left = warp_mma.left(weights, first_key(ctx), ctx.lane, part=plan.part_queries)
         right = warp_mma.right(rows, Int32(0), ctx.lane, column=column, part=part, transposed=True)
         warp_mma.accumulate(sums, warp_mma.from_smem(left, plan.key_mmas), right, plan.queries)
 

@@ -6,8 +6,9 @@ that sees one of these keys. Keys are the rows of S^T, dP^T, dK and dV: each war
 
     load      every warp copies some of the rows of Q and dO, by cp.async, with the results of the preprocess
               kernel: lse and delta, and with the tile of a floating mask
-    mainloop  S^T = K Q^T, P; dP^T = V dO^T, dV += P^T dO; dS to SMEM, dK += dS^T Q; dQ = dS K, of which each
-              warp has 16 rows or, `dq_warps` sharing these, some columns of them
+    mainloop  S^T = K Q^T, P; dP^T = V dO^T, dV += P^T dO; dS to SMEM, dK += dS^T Q, for one part of the
+              queries after another; dQ = dS K, of which each warp has 16 rows or, `dq_warps` sharing these,
+              some columns of them
     dq_sums   a red.add for each number of dQ; in order, between two barriers and a semaphore
     epilogue  dK and dV through the memory of K and V
 
@@ -19,7 +20,7 @@ dS from SMEM for dV and dK, too, behind this barrier.
 from __future__ import annotations
 
 from ....configs.types import Sm80Backward
-from ...common import warp_mma, warp_tf32
+from ...common import dropout, warp_mma, warp_tf32
 from ...common.bwd.dq_blocks import DqBlocks, sums_of
 from ...common.bwd.plan import BackwardPlan
 from ...common.host import NUMERIC
@@ -110,6 +111,21 @@ class Plan(BackwardPlan):
         return self.queries // self.column_warps
 
     @property
+    def query_parts(self) -> int:
+        """Parts of these queries, one after another."""
+        return self.config.query_parts
+
+    @property
+    def part_queries(self) -> int:
+        """Queries of a part."""
+        return self.own_queries // self.query_parts
+
+    @property
+    def part_strips(self) -> int:
+        """Strips of keep bits of a part, for 16 keys."""
+        return dropout.strips(self.part_queries)
+
+    @property
     def shares_weights(self) -> bool:
         """Whether warps read P and dS of their keys from SMEM, not only dS of all keys."""
         return self.column_warps > 1
@@ -181,6 +197,9 @@ class Plan(BackwardPlan):
         assert not (f.is_float32 and any(f.mods)) and (f.is_float32 or not f.tf32)
         assert c.queries in (64, 128) and c.column_warps in (1, 2, 4) and c.warps in (2, 4, 8)
         assert c.key_mmas in (1, 2) and not (c.key_mmas > 1 and (f.is_float32 or (f.mask and f.dropout)))
+        strips = self.key_mmas * self.part_strips
+        assert c.query_parts == 1 or (self.part_queries % dropout.STRIP == 0 and not f.is_float32)
+        assert c.query_parts == 1 or not f.dropout or strips % 2 == 0, "a word has bits of two strips"
         assert c.warps >= c.column_warps and 16 * c.warps % c.queries == 0, "dQ is not shared out evenly"
         assert c.stages >= 1 and (f.float_mask or not f.dmask)
         assert bool(f.mods.score_mod) == bool(f.mods.derivative) and not (any(f.mods) and f.mask)

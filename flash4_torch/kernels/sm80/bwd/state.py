@@ -69,3 +69,5 @@ class BlockState(NamedTuple):
     tile: Tile
     head: Int32
     n: Int32
+    part: Int32 | int = 0
+    """The part of the warp's queries whose scores it computes: see `Plan.query_parts`."""

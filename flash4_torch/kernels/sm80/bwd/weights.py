@@ -15,6 +15,7 @@ from ...common.bwd.dmask import add_dmask
 from ...common.bwd.probs import columns_of, find_dtanh, four_of, mask_rows_beyond_end, pair_of
 from ...common.fragment import MMA_MATES, Fragment, mma_fragment
 from ...common.rounding import round_to, widened
+from ...common.warps import WARP
 from .context import Context
 from .mask_tile import add_tile
 from .state import Block, BlockState, TileState
@@ -46,8 +47,20 @@ def mask_words(ctx: Context, work: TileState, own: BlockState) -> tuple:
         # A word's bits begin with the block's first query; two stand for eight queries.
         for of_row in words:
             for i in cutlass.range_constexpr(cute.size(of_row)):
-                of_row[i] = of_row[i] >> Uint32(first_query(ctx) // 4)
+                of_row[i] = of_row[i] >> Uint32(first_query(ctx, own) // 4)
     return words
+
+
+def _words_of_part(ctx: Context, own: BlockState, words: tuple) -> tuple:
+    """The words, begun with the first query of a part."""
+    plan = ctx.plan
+    if plan.query_parts == 1:
+        return words
+    moved = tuple(cute.make_rmem_tensor(of_row.layout, Uint32) for of_row in words)
+    for of_row, target in zip(words, moved, strict=True):
+        for i in range(cute.size(of_row)):
+            target[i] = of_row[i] >> Uint32(own.part * (plan.part_queries // 4))
+    return moved
 
 
 def first_key(ctx: Context) -> Int32:
@@ -55,9 +68,9 @@ def first_key(ctx: Context) -> Int32:
     return ctx.key_warp * ctx.plan.warp_keys
 
 
-def first_query(ctx: Context) -> Int32:
-    """The first of the warp's queries in a block."""
-    return ctx.column_warp * ctx.plan.own_queries
+def first_query(ctx: Context, own: BlockState) -> Int32:
+    """The first of the queries in a block whose scores the warp has."""
+    return ctx.column_warp * ctx.plan.own_queries + own.part * ctx.plan.part_queries
 
 
 @cute.jit
@@ -85,7 +98,7 @@ def recompute_p(
     if cutlass.const_expr(features.float_mask):
         # Not in the branch below: outside of it the sums are one FFMA each with scaling. The tile of a block
         # that the mask leaves alone is 0.
-        add_tile(ctx, S, first_query(ctx), first_key(ctx) + m * warp_mma.ROWS, stage)
+        add_tile(ctx, S, first_query(ctx, own), first_key(ctx) + m * warp_mma.ROWS, stage)
     if cutlass.const_expr(plan.masks):
         partial = block.partial | (own.n < work.full.first) | (own.n >= work.full.last)
         if partial:
@@ -93,8 +106,8 @@ def recompute_p(
     scale, ramp = scores.softmax_scale(ctx.params, features), ()
     if cutlass.const_expr(features.mods.ramp):
         ramp = mods.step_and_bases(own_mods, fragment_of(ctx, work, own, S).key)
-    lse = _of_own_queries(ctx, LSE if features.large_scores else LSE_LOG2, stage)
-    low = _of_own_queries(ctx, LSE_LOW, stage) if features.large_scores else None
+    lse = _of_own_queries(ctx, own, LSE if features.large_scores else LSE_LOG2, stage)
+    low = _of_own_queries(ctx, own, LSE_LOW, stage) if features.large_scores else None
     for j in cutlass.range_constexpr(cute.size(S) // 4):
         of_column, low_of_column = pair_of(lse, j), None if low is None else pair_of(low, j)
         for i in cutlass.range_constexpr(4):
@@ -132,7 +145,7 @@ def _modify(
 
 def fragment_of(ctx: Context, work: TileState, own: BlockState, S: cute.Tensor) -> Fragment:
     """The warp's scores of a block, whose rows are keys."""
-    return mma_fragment(S, work.positions, own.n * ctx.plan.queries + first_query(ctx), ctx.lane)
+    return mma_fragment(S, work.positions, own.n * ctx.plan.queries + first_query(ctx, own), ctx.lane)
 
 
 @cute.jit
@@ -148,30 +161,34 @@ def _mask(
     if cutlass.const_expr(plan.features.mods.blocks):
         mods.mask(ctx.mods, plan, own_mods, own.n * plan.queries, fragment)
     if cutlass.const_expr(plan.features.mask == "bool"):
-        attn_mask.mask_out(mask, fragment)
+        attn_mask.mask_out(_words_of_part(ctx, own, mask), fragment)
     if cutlass.const_expr(plan.band.masks):
         bands.mask(work.band, plan.band, fragment)
     if cutlass.const_expr(plan.config.ragged_k):
         mask_rows_beyond_end(fragment, work.tile.Sk)
 
 
-def _of_own_queries(ctx: Context, which: int, stage: Int32) -> cute.Tensor:
-    """A statistic of the warp's queries: see `columns_of`."""
+def _of_own_queries(ctx: Context, own: BlockState, which: int, stage: Int32) -> cute.Tensor:
+    """A statistic of the queries whose scores the warp has: see `columns_of`."""
+    plan = ctx.plan
     numbers = ctx.sStats[None, which, stage]
-    own = cute.local_tile(numbers, (ctx.plan.own_queries,), (ctx.column_warp,))
-    return columns_of(own, ctx.lane)
+    part = ctx.column_warp * plan.query_parts + own.part
+    return columns_of(cute.local_tile(numbers, (plan.part_queries,), (part,)), ctx.lane)
 
 
-def take_keep_bits(ctx: Context) -> cute.Tensor | None:
-    """The thread's keep bits of a block, the strips of all MMAs side by side."""
-    if not ctx.plan.features.dropout:
+def take_keep_bits(ctx: Context, own: BlockState) -> cute.Tensor | None:
+    """The thread's keep bits of a part, the strips of all MMAs side by side."""
+    plan = ctx.plan
+    if not plan.features.dropout:
         return None
-    return dropout.take(ctx.sKeepBits[None, None, ctx.warp], ctx.lane)
+    count = dropout.words(plan.key_mmas * plan.part_strips * dropout.STRIP)
+    first = ctx.sKeepBits[None, None, ctx.warp].iterator + own.part * (count * WARP)
+    return dropout.take(cute.make_tensor(first, cute.make_layout((WARP, count))), ctx.lane)
 
 
 def _strip_of(ctx: Context, m: int) -> int:
-    """The place of the m-th MMA's first strip."""
-    return m * dropout.strips(ctx.plan.own_queries)
+    """The place of the m-th MMA's first strip among those of a part."""
+    return m * ctx.plan.part_strips
 
 
 @cute.jit
@@ -203,7 +220,7 @@ def differentiate(
     dS = cute.make_rmem_tensor(dP.layout, plan.dtype)
     if cutlass.const_expr(features.dropout):
         dropout.KeyRows.select(dP, keep_bits, _strip_of(ctx, m))
-    delta = _of_own_queries(ctx, DELTA, stage)
+    delta = _of_own_queries(ctx, own, DELTA, stage)
     for j in cutlass.range_constexpr(cute.size(dP) // 4):
         of_column, weights = pair_of(delta, j), four_of(S, j)
         if cutlass.const_expr(plan.config.round_weights):
@@ -243,16 +260,18 @@ def _differentiate_mod(
 def generate_keep_bits(ctx: Context, work: TileState, own: BlockState) -> None:
     """Generate the keep bits of the warp's weights of a block, strip by strip: see `dropout.passes`."""
     plan, tile = ctx.plan, work.tile
-    strips = dropout.strips(plan.own_queries)
-    count = plan.key_mmas * strips
+    strips = plan.part_strips
+    count = plan.query_parts * plan.key_mmas * strips
     head = tile.batch * ctx.maps.mQ.shape[2] + own.head
     first = tile.index * plan.keys + ctx.key_warp * plan.warp_keys
-    query = own.n * plan.queries + first_query(ctx)
+    query = own.n * plan.queries + first_query(ctx, own)
     cute.arch.sync_warp()  # the bits of the block before have been taken
     philox = work.philox.with_keys_anew() if plan.key_mmas > 1 else work.philox
     for base, lanes in dropout.passes(count):
         slot = base + ctx.lane // lanes
-        m, strip = slot // strips, Uint32(slot % strips)
+        # First come all of a part.
+        m = slot // strips % plan.key_mmas
+        strip = Uint32(slot // (strips * plan.key_mmas) * strips + slot % strips)
         rows = dropout.KeyRows.at(philox, first + m * warp_mma.ROWS, head, ctx.lane)
         keep_bits = ctx.sKeepBits[None, None, ctx.warp]
         if cutlass.const_expr(lanes == dropout.SHARED_LANES):
