@@ -25,7 +25,7 @@ _ON_CPU = 1 << 26
 _ON_GPU = 1 << 20
 """The same for a GPU, in the forward: a Hopper reads and writes so many float32 in 3 us, less than the launch
 of a kernel takes."""
-_IN_BACKWARD = 1 << 28
+_IN_BACKWARD = 1 << 30
 """Weights of all heads that the backward of a graph holds at once, at most."""
 
 
