@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 Window = tuple[int | None, int | None]
 
+_LARGE = 1 << 62
+"""Bounds from here on are left for `check` to judge, as negative ones are."""
+
 
 class _Options(TypedDict, total=False):
     """Keywords that do not affect the return type."""
@@ -139,7 +142,7 @@ def attention_kvcache(
     tensors = (q, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, sinks, k_scale, v_scale, out)
     signature = None
     flags: tuple[Any, ...] = ()
-    if type(max_seqlen_k) is int and 0 < max_seqlen_k < 1 << 62 and getattr(q, "is_cuda", False):
+    if type(max_seqlen_k) is int and getattr(q, "is_cuda", False) and not torch.compiler.is_compiling():
         max_seqlen_k = coarse_bound(max_seqlen_k)
     if type(window) is tuple:
         flags = (max_seqlen_q, max_seqlen_k, causal, *window, scale, softcap, num_splits, batch_invariant)
@@ -197,6 +200,8 @@ def coarse_bound(length: int) -> int:
     themselves in every step of decoding, which takes the host a millisecond or two. Only a GPU's lengths are
     not compared with it.
     """
+    if not 0 < length < _LARGE:
+        return length
     step = 1 << max(length.bit_length() - 4, 6)
     return -(-length // step) * step
 

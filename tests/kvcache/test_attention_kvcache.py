@@ -429,6 +429,11 @@ class Finding(kernels.Compiled):
         return 132
 
 
+@pytest.mark.parametrize("length", [-1, 0, 2**63 - 1, 2**63])
+def test_bounds_out_of_range_are_left_to_the_check(length: int) -> None:
+    assert coarse_bound(length) == length
+
+
 @given(st.integers(1, 1 << 40))
 @example(1)
 @example(64)

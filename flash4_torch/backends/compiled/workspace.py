@@ -27,7 +27,7 @@ _APART = 64
 """Tensors begin at multiples of so many words."""
 
 _words: dict[tuple[int, int, int], Tensor] = {}
-"""By device, thread and stream."""
+"""Memory of each device, thread and stream."""
 
 
 def shared(index: int, needs: tuple[Need, ...], allocator: Allocator) -> Callable[[], tuple[Tensor, ...]]:
