@@ -154,6 +154,21 @@ def test_gradients_of_float32_have_tiles_that_fit(tf32: bool, table: sm80_backwa
             assert sm80_backward.fits(features, table.config(features), table.shared_memory)
 
 
+@given(features(), st.booleans(), st.integers(1, 4096))
+@settings(max_examples=200)
+def test_parts_of_queries_leave_room_for_two_ctas(features: Features, deterministic: bool, Sk: int) -> None:
+    """Of 164 KiB of an SM each CTA takes a KiB for itself. Only a loop has registers for a band."""
+    features = features._replace(deterministic=deterministic, D=min(features.D, 64), Dv=min(features.Dv, 64))
+    for table in (sm80_backward.LARGE, sm80_backward.SMALL):
+        config = table.backward(features, Sk)
+        assert config in table.reachable(features)
+        if config.query_parts > 1:
+            assert 2 * (config.shared_memory(features) + 1024) <= 164 * 1024
+            f = features
+            assert config.scores_by_parts == (f.left or f.right or f.varlen or f.dropout)
+            assert config.ragged_k or config.scores_by_parts
+
+
 def test_every_row_serves_somebody() -> None:
     """A row that others shadow would misstate what runs."""
     served: set[Sm90Forward] = set()
