@@ -207,8 +207,8 @@ def _parts_have_registers(features: Features, config: Sm80Backward) -> bool:
     """Whether queries in parts have registers: those that were compiled for sm_80 and sm_90a without a spill.
 
     They have none for masks, functions, softcap and scales below 0, nor without the loop for bands and packed
-    sequences. Dropout has some with the loop, 64 columns and nothing else, where Sk does not end inside a tile.
-    Other heads have 56 or 64 columns; of narrower ones some spill.
+    sequences. Dropout has some with the loop, 64 columns and nothing else, where Sk fills its tiles. Other
+    heads have 56 or 64 columns; of narrower ones some spill.
     """
     f, c = features, config
     if c.round_weights or f.mask or f.scaled or any(f.mods) or {tile_dim(f.D), tile_dim(f.Dv)} != {64}:

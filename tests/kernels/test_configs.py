@@ -157,7 +157,7 @@ def test_gradients_of_float32_have_tiles_that_fit(tf32: bool, table: sm80_backwa
 @given(features(), st.booleans(), st.integers(1, 4096))
 @settings(max_examples=200)
 def test_parts_of_queries_leave_room_for_two_ctas(features: Features, deterministic: bool, Sk: int) -> None:
-    """Of 164 KiB of an SM each CTA takes a KiB for itself. Only a loop has registers for a band."""
+    """Each CTA takes a KiB of an SM's 164 for itself. Only the loop has registers for a band."""
     features = features._replace(deterministic=deterministic, D=min(features.D, 64), Dv=min(features.Dv, 64))
     for table in (sm80_backward.LARGE, sm80_backward.SMALL):
         config = table.backward(features, Sk)
