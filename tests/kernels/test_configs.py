@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flash4_torch.backends.compiled.forward import mask_plan
@@ -154,7 +154,10 @@ def test_gradients_of_float32_have_tiles_that_fit(tf32: bool, table: sm80_backwa
             assert sm80_backward.fits(features, table.config(features), table.shared_memory)
 
 
-@given(features(), st.booleans(), st.integers(1, 4096))
+@given(features(), st.booleans(), st.sampled_from([100, 192, 4096]))
+@example(BARE, True, 100)
+@example(BARE._replace(right=True), True, 4096)
+@example(BARE._replace(dropout=True), False, 4096)
 @settings(max_examples=200)
 def test_parts_of_queries_leave_room_for_two_ctas(features: Features, deterministic: bool, Sk: int) -> None:
     """Each CTA takes a KiB of an SM's 164 for itself. Only the loop has registers for a band."""

@@ -131,7 +131,8 @@ FLOAT32 = {
 }
 STATICS.update({f"float32: {name}": kernel for name, kernel in FLOAT32.items()})
 MASKED = {name: kernel for name, kernel in STATICS.items() if kernel[0].float_mask}
-FEW = few(STATICS, "full", "wide, four column warps", "float32: TF32", "float32: varlen")
+ALWAYS = ("full", "wide, four column warps", "two parts, dropout", "float32: TF32", "float32: varlen")
+FEW = few(STATICS, *ALWAYS)
 
 
 @pytest.mark.parametrize("name", FEW)
