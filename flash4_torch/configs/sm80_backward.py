@@ -2,7 +2,7 @@
 
 As for the forward (`configs.sm80`) there are two tables, by how much shared memory a CTA may have. The first
 row that admits the call serves it. No GPU of the family has timed any of them: what a row says is what ptxas
-said, and what follows from the sizes of shared memory and of the register file.
+and an H200 said, and what follows from the sizes of shared memory and of the register file.
 """
 
 from __future__ import annotations
@@ -32,18 +32,26 @@ class Row(NamedTuple):
     least: int = 0
     """Bytes of shared memory that a CTA must be allowed, though it may need less."""
 
-    def config_of(self, features: Features, shared_memory: int) -> Sm80Backward | None:
+    def config_of(self, features: Features, shared_memory: int, ragged_k: bool = True) -> Sm80Backward | None:
         """The config that serves the features, with rounded weights if they need registers, or None."""
         if features.D > self.D or features.Dv > self.Dv or shared_memory < self.least:
             return None
-        both = (self.config._replace(round_weights=rounded) for rounded in (False, True))
+        config = self.config._replace(ragged_k=ragged_k)
+        both = (config._replace(round_weights=rounded) for rounded in (False, True))
         return next((config for config in both if fits(features, config, shared_memory)), None)
 
 
-# fmt: off
 _Tiles = Sm80Backward
+_PARTS = _Tiles(4, 1, 64, 2, key_mmas=2, query_parts=2)
+
+# fmt: off
 _TABLE = (
     # D   Dv
+    Row(64, 64, _PARTS, "81 KiB: two CTAs to an SM; on an H200 1.19 to 1.25 times as fast as 16 keys a warp",
+        LARGE_BYTES),
+    Row(64, 64, _PARTS._replace(scores_by_parts=True),
+        "what spills without the loop; on an H200 1.03 to 1.18 times as fast as 16 keys a warp",
+        LARGE_BYTES),
     Row(64, 64, _Tiles(4, 1, 64, 2), "56 KiB: two CTAs to an SM; on an H200 1.01 to 1.08 times as fast",
         LARGE_BYTES),
     Row(64, 64, _Tiles(8, 1, 64, 2), "80 KiB: 128 keys for each block of rows, two warps a tensor core"),
@@ -90,24 +98,34 @@ class Table(NamedTuple):
         self, features: Features, Sk: int, end_masked: bool = False, kv_head_rows: int = 0, group: int = 1
     ) -> Sm80Backward:
         """The config of a call: see `configs.sm90_backward.backward`."""
-        config = self.config(features)
-        ragged_k = not (end_masked and features.right) and (features.varlen or Sk % config.keys != 0)
-        return config._replace(ragged_k=ragged_k)
+        may_be_ragged = not (end_masked and features.right)
+
+        def is_ragged(config: Sm80Backward) -> bool:
+            return may_be_ragged and (features.varlen or Sk % config.keys != 0)
+
+        config = self.config(features, ragged_k=False)
+        if is_ragged(config):
+            config = self.config(features)
+        return _with_tail(config, is_ragged(config))
 
     def row(self, features: Features, kv_head_rows: int = 0) -> Row:
         """The row that serves a call."""
         return next(row for row in rows_of(features) if row.config_of(features, self.shared_memory))
 
-    def config(self, features: Features) -> Sm80Backward:
-        """The config that serves the features, but for `ragged_k`."""
-        configs = (row.config_of(features, self.shared_memory) for row in rows_of(features))
+    def config(self, features: Features, ragged_k: bool = True) -> Sm80Backward:
+        """The config that serves the features, where Sk may end inside a tile or not."""
+        configs = (row.config_of(features, self.shared_memory, ragged_k) for row in rows_of(features))
         return next(config for config in configs if config is not None)
 
     def reachable(self, features: Features, group: int | None = None) -> tuple[Sm80Backward, ...]:
         """Every config that `backward` returns for some sizes."""
-        config = self.config(features)
-        ragged = [False, True] if features.right or not features.varlen else [True]
-        return tuple(config._replace(ragged_k=ragged_k) for ragged_k in ragged)
+        ragged = self.config(features)
+        configs = [_with_tail(ragged, True)]
+        if features.right or not features.varlen:
+            even = self.config(features, ragged_k=False)
+            # Keys of a ragged tile may fill smaller ones.
+            configs = [_with_tail(even, False), _with_tail(ragged, False), *configs]
+        return tuple(dict.fromkeys(configs))
 
     def section(self, features: Features, config: Sm80Backward, work: Workload) -> Section:
         """The order of tiles: see `configs.sm90_backward.section`."""
@@ -177,6 +195,30 @@ def _mask_spills(features: Features) -> bool:
     return 64 < widest <= 128 and (words or f.mask == "float32" or (f.dmask and f.left))
 
 
+def _with_tail(config: Sm80Backward, ragged_k: bool) -> Sm80Backward:
+    """The config for a ragged Sk or not. Queries in parts without the loop have one kernel for both: without
+    `ragged_k` it spills 8 times for sm_80.
+    """
+    always = config.query_parts > 1 and not config.scores_by_parts
+    return config._replace(ragged_k=ragged_k or always)
+
+
+def _parts_have_registers(features: Features, config: Sm80Backward) -> bool:
+    """Whether queries in parts have registers: those that were compiled for sm_80 and sm_90a without a spill.
+
+    They have none for masks, functions, softcap and scales below 0, nor without the loop for bands and packed
+    sequences. Dropout has some with the loop, 64 columns and nothing else, where Sk fills its tiles. Other
+    heads have 56 or 64 columns; of narrower ones some spill.
+    """
+    f, c = features, config
+    if c.round_weights or f.mask or f.scaled or any(f.mods) or {tile_dim(f.D), tile_dim(f.Dv)} != {64}:
+        return False
+    if f.dropout:
+        others = f.left or f.right or f.varlen or f.deterministic or f.dropout_of_part
+        return c.scores_by_parts and f.D == f.Dv == 64 and not (c.ragged_k or others)
+    return c.scores_by_parts or not (f.left or f.right or f.varlen)
+
+
 def has_registers(features: Features, config: Sm80Backward) -> bool:
     """Whether a thread has registers for it.
 
@@ -185,12 +227,12 @@ def has_registers(features: Features, config: Sm80Backward) -> bool:
     f, c = features, config
     if f.is_float32:
         return not (c.round_weights or (f.softcap and f.dropout))
-    rows, shared = 2 * c.queries // c.query_parts, c.column_warps
+    if c.query_parts > 1:
+        return _parts_have_registers(f, c)
+    rows, shared = 2 * c.queries, c.column_warps
     if c.dq_warps == 1 and f.D > MAX_D_WITH_MORE and (f.mask or f.deterministic or any(f.mods)):
         return False  # dQ takes as many registers as all others together
     accumulators = c.key_mmas * (tile_dim(f.D) + tile_dim(f.Dv) + rows) // (2 * shared)
-    if c.query_parts > 1 and (f.mask or f.dropout or not c.scores_by_parts):
-        return False  # with masks 9 to 81 spills, with dropout and varlen or a band up to 113
     if c.key_mmas > 1:
         plain = not (f.softcap or (f.mask and f.dropout) or any(f.mods) or c.round_weights)
         ordered = f.deterministic and max(f.D, f.Dv) > 128

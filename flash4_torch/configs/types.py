@@ -429,10 +429,10 @@ class Sm80Backward(NamedTuple):
         return self.queries // 64 * self.q_parts
 
     def shared_memory(self, features: Features) -> int:
-        """Bytes: Q and dO in their stages, K, V, dS, two or four numbers of each row, and the work tile.
+        """Bytes: Q and dO in their stages, K, V, dS, and two or four numbers of each row.
 
         Several `column_warps` also share P. A floating mask has as many stages as Q. With dropout there is a
-        bit for each weight of a block.
+        bit for each weight of a block, but with several `query_parts`, whose bits lie where dS will be.
         """
         steps = (features.column_step * p for _, p in _columns(self, features))
         D, Dv = (-(-n // s) * s for (n, _), s in zip(_columns(self, features), steps, strict=True))
@@ -441,11 +441,12 @@ class Sm80Backward(NamedTuple):
         matrices = (*rows, self.keys * D, self.keys * Dv, weights, weights * (self.column_warps > 1))
         statistics = 4 * features.row_stats * self.queries * self.stages
         strips = -(-self.queries // self.column_warps // 32) * self.key_mmas
-        bits = 16 * self.warps * tile_bits(32 * strips) if features.dropout else 0
+        has_bits = features.dropout and self.query_parts == 1
+        bits = 16 * self.warps * tile_bits(32 * strips) if has_bits else 0
         each = 4 if features.is_float32 else 2
         whole = sum(-(-each * n // _ALIGNMENT) * _ALIGNMENT for n in matrices)
         mask = self.stages * weights * (4 if features.mask == "float32" else 2) if features.float_mask else 0
-        return whole + mask + statistics + bits // 8 + _WORK_TILE
+        return whole + mask + statistics + bits // 8
 
 
 def _columns(config: Sm80Backward, features: Features) -> tuple[tuple[int, int], tuple[int, int]]:

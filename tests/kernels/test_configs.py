@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flash4_torch.backends.compiled.forward import mask_plan
@@ -152,6 +152,24 @@ def test_gradients_of_float32_have_tiles_that_fit(tf32: bool, table: sm80_backwa
             assert limits == [f"D is {D} and Dv is {D}, and it serves gradients of float32 up to {most}"]
         else:
             assert sm80_backward.fits(features, table.config(features), table.shared_memory)
+
+
+@given(features(), st.booleans(), st.sampled_from([100, 192, 4096]))
+@example(BARE, True, 100)
+@example(BARE._replace(right=True), True, 4096)
+@example(BARE._replace(dropout=True), False, 4096)
+@settings(max_examples=200)
+def test_parts_of_queries_leave_room_for_two_ctas(features: Features, deterministic: bool, Sk: int) -> None:
+    """Each CTA takes a KiB of an SM's 164 for itself. Only the loop has registers for a band."""
+    features = features._replace(deterministic=deterministic, D=min(features.D, 64), Dv=min(features.Dv, 64))
+    for table in (sm80_backward.LARGE, sm80_backward.SMALL):
+        config = table.backward(features, Sk)
+        assert config in table.reachable(features)
+        if config.query_parts > 1:
+            assert 2 * (config.shared_memory(features) + 1024) <= 164 * 1024
+            f = features
+            assert config.scores_by_parts == (f.left or f.right or f.varlen or f.dropout)
+            assert config.ragged_k or config.scores_by_parts
 
 
 def test_every_row_serves_somebody() -> None:

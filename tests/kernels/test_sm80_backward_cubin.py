@@ -43,6 +43,9 @@ USES: tuple[dict[str, object], ...] = (
     {"deterministic": True, **CAUSAL},
     {**FLOAT, "scaled": True, **WINDOW},
     {"mask": "bool", **WINDOW},
+    {"dropout": True},
+    {"varlen": True, "dropout": True},
+    {"deterministic": True, **WINDOW},
 )
 Kernel = tuple[Features, Sm80Backward]
 
@@ -84,7 +87,9 @@ def reachable(table: sm80_backward.Table) -> Iterator[Kernel]:
 
 def _of(table: sm80_backward.Table, features: Features) -> Iterator[Kernel]:
     if not table.limits(features):
-        yield from ((features, config) for config in table.reachable(features) if config.ragged_k)
+        # Of parts of queries those without a ragged end have as few registers.
+        configs = table.reachable(features)
+        yield from ((features, c) for c in configs if c.ragged_k or c.query_parts > 1)
 
 
 def everything(arch: str) -> list[Key]:
@@ -94,7 +99,13 @@ def everything(arch: str) -> list[Key]:
 
 def keys() -> list[Key]:
     """All kernels that are compiled."""
-    return [key for arch in TABLES for key in one_of(112, everything(arch))]
+    return [key for arch in TABLES for key in one_of(112, everything(arch))] + one_of(16, parts())
+
+
+def parts() -> list[Key]:
+    """Kernels with parts of queries, which have hardly a register to spare."""
+    kernels = ((arch, kernel) for arch, table in TABLES.items() for kernel in reachable(table))
+    return [Key(ENTRY, kernel, arch) for arch, kernel in kernels if kernel[1].query_parts > 1]
 
 
 KEYS = keys()

@@ -86,10 +86,20 @@ STATICS = {
     ),
     "two MMAs, alone": static(40, 64, (4, 1, 64, 2), "float16", key_mmas=2, ragged_k=False, **CAUSAL),
     "two parts": static(64, 64, (4, 1, 64, 2), key_mmas=2, query_parts=2, scores_by_parts=True, **CAUSAL),
+    "two parts, no loop": static(64, 64, (4, 1, 64, 2), "float16", key_mmas=2, query_parts=2),
+    "two parts, no loop, packed": static(48, 64, (4, 1, 64, 2), key_mmas=2, query_parts=2, varlen=True),
+    "two parts, window": static(
+        40, 24, (4, 1, 64, 2), "float16", key_mmas=2, query_parts=2, scores_by_parts=True, **WINDOW
+    ),
     "two parts, in order": static(
         64, 40, (4, 1, 64, 1), "float16", key_mmas=2, query_parts=2, deterministic=True, varlen=True, **WINDOW
     ),
-    "two parts, dropout": static(64, 64, (4, 1, 64, 2), key_mmas=2, query_parts=2, dropout=True, **CAUSAL),
+    "two parts, dropout": static(
+        64, 64, (4, 1, 64, 2), key_mmas=2, query_parts=2, scores_by_parts=True, dropout=True, **CAUSAL
+    ),
+    "two parts, dropout, packed": static(
+        64, 48, (4, 1, 64, 2), "float16", key_mmas=2, query_parts=2, dropout=True, varlen=True
+    ),
     "two parts, bool mask": static(40, 64, (4, 1, 64, 2), key_mmas=2, query_parts=2, mask="bool", left=True),
     "two parts, shared": static(
         128, 64, (8, 2, 128, 1), "float16", query_parts=2, scores_by_parts=True, mask="bool"
@@ -121,7 +131,8 @@ FLOAT32 = {
 }
 STATICS.update({f"float32: {name}": kernel for name, kernel in FLOAT32.items()})
 MASKED = {name: kernel for name, kernel in STATICS.items() if kernel[0].float_mask}
-FEW = few(STATICS, "full", "wide, four column warps", "float32: TF32", "float32: varlen")
+ALWAYS = ("full", "wide, four column warps", "two parts, dropout", "float32: TF32", "float32: varlen")
+FEW = few(STATICS, *ALWAYS)
 
 
 @pytest.mark.parametrize("name", FEW)

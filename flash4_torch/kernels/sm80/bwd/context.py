@@ -63,7 +63,8 @@ class Context:
     sMask: cute.Tensor | None
     """(queries, keys, stages): a floating mask as it lies; see `mask_tile`."""
     sKeepBits: cute.Tensor | None
-    """(32, words, warps): see `dropout.take`. The strips of all MMAs of a warp lie side by side."""
+    """(32, words, warps): see `dropout.take`. The strips of all MMAs of a warp lie side by side. None if
+    parts of queries have theirs where dS will be."""
     stats: cute.Tensor
     dq_acc: cute.Tensor
     dk: cute.Tensor

@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 from cutlass.memory import SmemAllocator
 
-from ...common import attn_mask, dropout, smem_layouts, tile_scheduler
+from ...common import attn_mask, smem_layouts, tile_scheduler
 from ...common.bwd import tiles
 from ...common.launch_params import LaunchParams
 from ...common.mods import ModArgs, visited
@@ -54,9 +54,8 @@ def backward_kernel(
     sStats = memory.allocate_tensor(
         Float32, cute.make_layout((plan.queries, plan.features.row_stats, plan.stages)), 16
     )
-    if cutlass.const_expr(plan.features.dropout):
-        strips = plan.query_parts * plan.key_mmas * plan.part_strips
-        words = (WARP, dropout.words(strips * dropout.STRIP), plan.warps)
+    if cutlass.const_expr(plan.features.dropout and not plan.generates_by_parts):
+        words = (WARP, plan.keep_words, plan.warps)
         sKeepBits = memory.allocate_tensor(Uint32, cute.make_layout(words), 16)
     ctx = Context(
         plan=plan,
@@ -71,7 +70,8 @@ def backward_kernel(
         sdS=sdS[None, None, 0],
         sP=sP,
         sStats=sStats,
-        work_idx=memory.allocate_array(Int32, 1),
+        # Where dS will be: each warp has read it before the barrier that the first dS comes after.
+        work_idx=cute.recast_ptr(sdS.iterator, cute.make_swizzle(0, 4, 3), dtype=Int32),
         sMask=sMask,
         sKeepBits=sKeepBits,
         stats=stats,

@@ -48,7 +48,7 @@ def mainloop(ctx: Context, t: Thread, tile: Tile) -> None:
         block = blocks[0]
         own = BlockState(tile, head_of(ctx, work, block), block.n)
         mask = [mask_words(ctx, work.of_mma(m), own) for m in range(plan.key_mmas)]
-        if cutlass.const_expr(plan.features.dropout):
+        if cutlass.const_expr(plan.features.dropout and not plan.generates_by_parts):
             generate_keep_bits(ctx, work, own)
         cute.arch.cp_async_wait_group(plan.groups_in_flight)
         # The block is there, and all warps have used dS, Q and dO of the one before.
@@ -92,6 +92,8 @@ def _part_to_dk(
     mmas = range(plan.key_mmas)
     _scores(ctx, own, S, ctx.sK, sQ, plan.D, plan.column_parts[0])
     probs = [recompute_p(ctx, work.of_mma(m), block, own, S[m], m, mask[m], stage) for m in mmas]
+    if plan.features.dropout and plan.generates_by_parts:
+        generate_keep_bits(ctx, work, own)
     keep_bits = take_keep_bits(ctx, own)
     _scores(ctx, own, dP, ctx.sV, sdO, plan.Dv, plan.column_parts[1])
     P = [dropped(ctx, probs[m], keep_bits, m) for m in mmas]
@@ -137,14 +139,13 @@ def _store(ctx: Context, own: BlockState, weights: list[cute.Tensor], target: cu
         if plan.is_float32:
             row = ctx.column_warp * plan.own_queries
             warp_tf32.store_columns(numbers, target, row, first_key(ctx), ctx.lane)
-        elif plan.key_mmas == 1 or plan.features.mask:
-            # With one address a lane some of these kernels spill.
+        elif plan.stores_by_address:
+            to = warp_mma.target(target, first_key(ctx), ctx.lane, first_query(ctx, own), plan.part_queries)
+            to.write(numbers, m * warp_mma.ROWS)
+        else:
             tiler, column = (warp_mma.ROWS, plan.part_queries), ctx.column_warp * plan.query_parts + own.part
             place = ctx.key_warp * plan.key_mmas + m, column
             warp_mma.store_to_smem(numbers, cute.local_tile(target, tiler, place), ctx.lane)
-        else:
-            to = warp_mma.target(target, first_key(ctx), ctx.lane, first_query(ctx, own), plan.part_queries)
-            to.write(numbers, m * warp_mma.ROWS)
 
 
 def _accumulate(

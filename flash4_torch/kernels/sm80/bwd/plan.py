@@ -126,9 +126,31 @@ class Plan(BackwardPlan):
         return dropout.strips(self.part_queries)
 
     @property
+    def keep_words(self) -> int:
+        """Words of a lane's keep bits of a part."""
+        return dropout.words(self.key_mmas * self.part_strips * dropout.STRIP)
+
+    @property
+    def generates_by_parts(self) -> bool:
+        """Whether a part's keep bits are generated just before they are used, where its dS will be: two CTAs
+        have room in an SM of 164 KiB. Otherwise a block's are generated ahead of the wait for it.
+        """
+        return self.query_parts > 1
+
+    @property
     def shares_weights(self) -> bool:
         """Whether warps read P and dS of their keys from SMEM, not only dS of all keys."""
         return self.column_warps > 1
+
+    @property
+    def stores_by_address(self) -> bool:
+        """Whether P and dS are stored by one address a lane. With one MMA of keys, and with masks, some of
+        these kernels spill; up to 96 columns, and with dropout and no band, they are slower.
+        """
+        f = self.features
+        is_wide = max(self.D, self.Dv) > 96 or self.query_parts > 1
+        drops_all = f.dropout and not self.band.masks
+        return self.key_mmas > 1 and not f.mask and is_wide and not drops_all
 
     @property
     def dq_strips(self) -> int:

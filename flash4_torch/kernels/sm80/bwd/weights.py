@@ -176,14 +176,27 @@ def _of_own_queries(ctx: Context, own: BlockState, which: int, stage: Int32) -> 
     return columns_of(cute.local_tile(numbers, (plan.part_queries,), (part,)), ctx.lane)
 
 
+def _keep_bits_of(ctx: Context, own: BlockState) -> cute.Tensor:
+    """The warp's keep bits, (32, words): those of a part lie where its dS will be."""
+    plan = ctx.plan
+    if not plan.generates_by_parts:
+        return ctx.sKeepBits[None, None, ctx.warp]
+    # A swizzle moves no vector out of its eight rows.
+    chunk, row = first_query(ctx, own) * plan.keys, first_key(ctx) * plan.part_queries
+    first = cute.recast_ptr(ctx.sdS.iterator, cute.make_swizzle(0, 4, 3), dtype=Uint32)
+    place = cute.assume((chunk + row) // 2, divby=WARP)
+    return cute.make_tensor(first + place, cute.make_layout((WARP, plan.keep_words)))
+
+
+@cute.jit
 def take_keep_bits(ctx: Context, own: BlockState) -> cute.Tensor | None:
     """The thread's keep bits of a part, the strips of all MMAs side by side."""
-    plan = ctx.plan
-    if not plan.features.dropout:
+    if cutlass.const_expr(not ctx.plan.features.dropout):
         return None
-    count = dropout.words(plan.key_mmas * plan.part_strips * dropout.STRIP)
-    first = ctx.sKeepBits[None, None, ctx.warp].iterator + own.part * (count * WARP)
-    return dropout.take(cute.make_tensor(first, cute.make_layout((WARP, count))), ctx.lane)
+    taken = dropout.take(_keep_bits_of(ctx, own), ctx.lane)
+    if cutlass.const_expr(ctx.plan.generates_by_parts):
+        cute.arch.sync_warp()  # dS comes in their place
+    return taken
 
 
 def _strip_of(ctx: Context, m: int) -> int:
@@ -258,22 +271,21 @@ def _differentiate_mod(
 
 @cute.jit
 def generate_keep_bits(ctx: Context, work: TileState, own: BlockState) -> None:
-    """Generate the keep bits of the warp's weights of a block, strip by strip: see `dropout.passes`."""
+    """Generate the keep bits of the warp's weights of a part, strip by strip: see `dropout.passes`."""
     plan, tile = ctx.plan, work.tile
     strips = plan.part_strips
-    count = plan.query_parts * plan.key_mmas * strips
+    count = plan.key_mmas * strips
     head = tile.batch * ctx.maps.mQ.shape[2] + own.head
-    first = tile.index * plan.keys + ctx.key_warp * plan.warp_keys
+    first = tile.index * plan.keys + first_key(ctx)
     query = own.n * plan.queries + first_query(ctx, own)
-    cute.arch.sync_warp()  # the bits of the block before have been taken
+    keep_bits = _keep_bits_of(ctx, own)
+    if cutlass.const_expr(not plan.generates_by_parts):
+        cute.arch.sync_warp()  # the bits of the block before have been taken
     philox = work.philox.with_keys_anew() if plan.key_mmas > 1 else work.philox
     for base, lanes in dropout.passes(count):
         slot = base + ctx.lane // lanes
-        # First come all of a part.
-        m = slot // strips % plan.key_mmas
-        strip = Uint32(slot // (strips * plan.key_mmas) * strips + slot % strips)
+        m, strip = slot // strips, Uint32(slot % strips)
         rows = dropout.KeyRows.at(philox, first + m * warp_mma.ROWS, head, ctx.lane)
-        keep_bits = ctx.sKeepBits[None, None, ctx.warp]
         if cutlass.const_expr(lanes == dropout.SHARED_LANES):
             rows.generate_shared(query, strip, keep_bits, Uint32(slot), ctx.lane, slot < count)
         elif slot < count:
