@@ -119,7 +119,7 @@ def _block(index: int) -> list[Tensor]:
 
 
 def fresh(index: int, number: int) -> Tensor:
-    """Fresh counters, which every stream sees as 0.
+    """Fresh words, which every stream sees as 0.
 
     While torch.compile prepares a CUDA graph, this thread's allocations come from the graph's memory, where
     nothing may stay; another thread's allocations do not.

@@ -33,6 +33,8 @@ TILE_WARPS = TILE_THREADS // WARP
 SPAN = 128
 """Bytes of a query's keys in shared memory: all banks once."""
 VECTORS = SPAN // VECTOR
+ROWS = TILE_THREADS // VECTORS
+"""Queries that a CTA loads together."""
 PATCH = 32
 """Queries that a warp takes from shared memory at a time."""
 BIT_THREADS = 256
@@ -112,7 +114,7 @@ def copy_kernel(values: cute.Tensor, copy: cute.Tensor, tables: cute.Tensor, pla
     Sk, aligned = mask.values.shape[2], is_aligned(mask.values, VECTOR // each, along=2)
     first, span = m * plan.rows, SPAN // each
     base = Int32(stages.iterator.toint())
-    loaded = cute.make_rmem_tensor((VECTOR // each, plan.keys // _ROWS), mask.values.element_type)
+    loaded = cute.make_rmem_tensor((VECTOR // each, plan.keys // ROWS), mask.values.element_type)
     if aligned & (first + own + VECTOR // each <= Sk):
         _load(Strip(mask, (batch, head), first, n * plan.keys, base), loaded)
     seen, changed = Boolean(False), Boolean(False)
@@ -120,11 +122,11 @@ def copy_kernel(values: cute.Tensor, copy: cute.Tensor, tables: cute.Tensor, pla
         key = first + s * span
         strip = Strip(mask, (batch, head), key, n * plan.keys, base + s % 2 * (plan.keys * SPAN))
         if aligned & (key + own + VECTOR // each <= Sk):
-            for i in cutlass.range_constexpr(plan.keys // _ROWS):
+            for i in cutlass.range_constexpr(plan.keys // ROWS):
                 one_seen, one_changed = _put(strip, i, loaded[None, i])
                 seen, changed = seen | one_seen, changed | one_changed
         else:
-            for i in cutlass.range(plan.keys // _ROWS, unroll=1):
+            for i in cutlass.range(plan.keys // ROWS, unroll=1):
                 one_seen, one_changed = _put(strip, i, _one_by_one(strip, i))
                 seen, changed = seen | one_seen, changed | one_changed
         # The next strip is on its way while this one is written.
@@ -146,10 +148,6 @@ def copy_kernel(values: cute.Tensor, copy: cute.Tensor, tables: cute.Tensor, pla
         blocks[n] = state[0]
 
 
-_ROWS = TILE_THREADS // VECTORS
-"""Queries that a CTA loads together."""
-
-
 @cute.jit
 def _add(state: cute.Pointer, seen: Boolean, changed: Boolean) -> None:
     found = (VISIBLE if seen else 0) | (PARTIAL if changed else 0)
@@ -159,7 +157,7 @@ def _add(state: cute.Pointer, seen: Boolean, changed: Boolean) -> None:
 def _own_row(i: Any) -> Int32:
     """The i-th query of a thread in the block."""
     thread, _, _ = cute.arch.thread_idx()
-    return thread // VECTORS + i * _ROWS
+    return thread // VECTORS + i * ROWS
 
 
 def _own_keys(strip: Strip) -> Int32:
