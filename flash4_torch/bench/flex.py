@@ -22,6 +22,7 @@ from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -312,6 +313,10 @@ def _peers(settings: Settings) -> dict[str, Any]:
     found = {"triton": torch.compile(torchs, dynamic=False)}
     if settings.max_autotune:
         found["triton max-autotune"] = torch.compile(torchs, dynamic=False, mode=MAX_AUTOTUNE)
+    if find_spec("flash_attn") is not None and find_spec("flash_attn.cute") is not None:
+        found["flash-attn-4"] = torch.compile(
+            partial(torchs, kernel_options={"BACKEND": "FLASH"}), dynamic=False
+        )
     return found
 
 

@@ -100,7 +100,8 @@ def section(features: Features, config: Sm100Backward, work: Workload) -> Sectio
     if features.deterministic:
         wanted = _ORDERED_IF_BOUNDED if features.left or features.right else _ORDERED
         return Section(min(wanted, work.heads))
-    if not (features.left or features.right):
+    # Tiles of a mask differ in length, too.
+    if not (features.left or features.right or features.lists_blocks):
         return Section(1)
     tiles = -(-work.Sk // config.cluster_keys)
     return bounded_backward(work, features.D, features.Dv, tiles, left=features.left)

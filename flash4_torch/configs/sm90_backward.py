@@ -206,7 +206,8 @@ def section(features: Features, config: Sm90Backward, work: Workload) -> Section
         return Section(1)
     if features.deterministic:
         return Section(min(_ordered_heads(features, inner), work.heads))
-    if not (features.left or features.right):
+    # Tiles of a mask differ in length, too.
+    if not (features.left or features.right or features.lists_blocks):
         return Section(1)
     tiles = -(-work.Sk // config.cluster_keys)
     if inner and work.group > 1:

@@ -19,6 +19,7 @@ from flash4_torch.backends.compiled import (
     GROUP_REDUCE,
     MASK_TRANSPOSE,
     SM90A,
+    SM100A,
     Target,
     backward,
     limits,
@@ -341,3 +342,17 @@ def test_sections_hold_heads_that_there_are(B: int, S: int, Hk: int, group: int,
     assert causal or section.heads_per_section == 1
     # With more rows CTAs do not find each other's rows in the L2 cache.
     assert section.heads_per_section == 1 or section.heads_per_section * S <= 1 << 20
+
+
+@pytest.mark.parametrize("target", [SM90A, SM100A])
+@given(st.integers(1, 4), st.integers(2048, 1 << 21), st.integers(1, 20))
+def test_tiles_of_a_mask_come_as_those_of_a_causal_call(target: Target, B: int, S: int, Hk: int) -> None:
+    """Both differ in length: where one head followed another, the last one's longest tile would end alone."""
+    call = problem(backward=True, extent=Extent(B, S, S, Hk, Hk))
+    masked = call._replace(spec=call.spec._replace(mask="bool:1111"))
+    causal = call._replace(band=call.band._replace(right=0))
+    heads = [
+        backward.params_of(target, x, backward.config_of(target, x, 132), 132).heads_per_section
+        for x in (masked, causal)
+    ]
+    assert heads[0] == heads[1] and (heads[0] > 1 or B * Hk == 1 or S > 1 << 18)
