@@ -1,1 +1,1 @@
-"""Gradients. Read plan, launch, kernel, load, mainloop, walk, weights, store_dq, finish_dq and epilogue."""
+"""Gradients. Read plan, launch, kernel, load, mainloop, preprocess, walk, weights, store_dq, finish_dq and epilogue."""
