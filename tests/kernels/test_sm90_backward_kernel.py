@@ -144,7 +144,7 @@ def test_sums_have_an_order(name: str) -> None:
     sums_have_an_order(STATICS[name])
 
 
-@pytest.mark.parametrize("name", one_of(4, list(ALONE)))
+@pytest.mark.parametrize("name", one_of(7, list(ALONE)))
 @settings(max_examples=examples(1, 5), phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(data=st.data())
 def test_one_launch_has_the_bits_of_two(name: str, data: st.DataObject) -> None:
